@@ -1,0 +1,7 @@
+"""mlstm_pallas: the chunkwise-parallel mLSTM of xLSTM as JAX Pallas kernels."""
+
+from mlstm_pallas.api import mlstm_chunkwise
+from mlstm_pallas.config import KernelConfig, StageConfig
+
+__all__ = ["KernelConfig", "StageConfig", "mlstm_chunkwise"]
+__version__ = "0.1.0"

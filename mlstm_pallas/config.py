@@ -1,0 +1,146 @@
+"""Tile sizes and launch parameters: explicit > tuned row > heuristic. Pure functions, no device is asked anything."""
+
+import dataclasses
+import functools
+import json
+from importlib import resources
+
+import jax.numpy as jnp
+from jax import lax
+
+from mlstm_pallas.problem import MIN_TILE, Problem, check_chunk_size, clamp_chunk_size, is_power_of_two, padded_head_dim
+from mlstm_pallas.tiles import Precision
+
+UNKNOWN_DEVICE = "unknown"
+
+
+@dataclasses.dataclass(frozen=True)
+class StageConfig:
+    """Tiles of one stage. A stage uses the sizes that its docstring names and ignores the others.
+
+    Attributes:
+      siz_b_LQ, siz_b_LKV: rows of queries and of keys in a tile.
+      siz_b_DHQK, siz_b_DHHV: head dimension columns of q, k and of v, h in a tile.
+      num_warps, num_stages: Triton's warps per program and depth of the software pipeline.
+    """
+
+    siz_b_LQ: int = 64
+    siz_b_LKV: int = 64
+    siz_b_DHQK: int = 64
+    siz_b_DHHV: int = 64
+    num_warps: int = 4
+    num_stages: int = 2
+
+    def __post_init__(self):
+        for name in ("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV"):
+            size = getattr(self, name)
+            if not is_power_of_two(size) or size < MIN_TILE:
+                raise ValueError(f"{name} is {size!r}, expected a power of two >= {MIN_TILE}")
+        if self.num_warps not in (1, 2, 4, 8, 16):
+            raise ValueError(f"num_warps is {self.num_warps!r}, expected 1, 2, 4, 8 or 16")
+        if not isinstance(self.num_stages, int) or not 1 <= self.num_stages <= 8:
+            raise ValueError(f"num_stages is {self.num_stages!r}, expected an integer from 1 to 8")
+
+    def fitted(self, problem: Problem) -> "StageConfig":
+        """The same config with every tile shortened to what divides the problem's (padded) dimensions."""
+
+        def fit(tile: int, size: int) -> int:
+            return min(tile, size & -size)
+
+        return dataclasses.replace(
+            self,
+            siz_b_LQ=fit(self.siz_b_LQ, problem.L),
+            siz_b_LKV=fit(self.siz_b_LKV, problem.L),
+            siz_b_DHQK=fit(self.siz_b_DHQK, problem.DHQK),
+            siz_b_DHHV=fit(self.siz_b_DHHV, problem.DHHV),
+        )
+
+
+STAGES = ("chunk_gates", "recurrent_fw_C", "parallel_fw_H")
+
+
+@dataclasses.dataclass(frozen=True)
+class KernelConfig:
+    """Everything that may be tuned. Fields left None are filled from the tuned row or the heuristic.
+
+    Attributes:
+      chunk_size: L, a power of two >= 16.
+      precision: of float32 products: None is true float32 quality.
+      chunk_gates, recurrent_fw_C, parallel_fw_H: tiles of the stages.
+    """
+
+    chunk_size: int | None = None
+    precision: Precision = None
+    chunk_gates: StageConfig | None = None
+    recurrent_fw_C: StageConfig | None = None
+    parallel_fw_H: StageConfig | None = None
+
+    def __post_init__(self):
+        check_chunk_size(self.chunk_size)
+        for stage in STAGES:
+            if not isinstance(getattr(self, stage), StageConfig | None):
+                raise TypeError(f"config.{stage} is a {type(getattr(self, stage)).__name__}, expected a StageConfig or None")
+
+    def stage(self, name: str) -> StageConfig:
+        stage = getattr(self, name)
+        if stage is None:
+            raise ValueError(f"config.{name} is None: this config was not filled by config_for")
+        return stage
+
+
+@functools.cache
+def tuned_rows(device_kind: str) -> tuple[dict, ...]:
+    """The rows of tuning/<device kind>.json; none for a device that was never tuned."""
+    file = resources.files("mlstm_pallas") / "tuning" / f"{device_kind.lower().replace(' ', '_')}.json"
+    return tuple(json.loads(file.read_text())["rows"]) if file.is_file() else ()
+
+
+def config_from_row(row: dict) -> KernelConfig:
+    stages = {name: StageConfig(**row[name]) for name in STAGES if name in row}
+    return KernelConfig(chunk_size=row["chunk_size"], **stages)
+
+
+def tuned_config(device_kind: str, DHQK: int, DHHV: int, dtype: jnp.dtype) -> KernelConfig | None:
+    for row in tuned_rows(device_kind):
+        if (row["DHQK"], row["DHHV"], row["dtype"]) == (DHQK, DHHV, dtype.name):
+            return config_from_row(row)
+    return None
+
+
+def heuristic_config(DHQK: int, DHHV: int, dtype: jnp.dtype) -> KernelConfig:
+    """Tiles that fit 99 KiB of shared memory, the least of the supported devices, at any head size."""
+    wide = dtype.itemsize > 2
+    tile = 32 if wide else 64
+    return KernelConfig(
+        chunk_size=64 if wide else 128,
+        chunk_gates=StageConfig(siz_b_LQ=64, siz_b_LKV=64, num_warps=4, num_stages=1),
+        recurrent_fw_C=StageConfig(siz_b_LKV=tile, siz_b_DHQK=64, siz_b_DHHV=64, num_warps=4, num_stages=2),
+        parallel_fw_H=StageConfig(siz_b_LQ=64, siz_b_LKV=tile, siz_b_DHQK=tile, siz_b_DHHV=64, num_warps=4, num_stages=2),
+    )
+
+
+def config_for(
+    DHQK: int,
+    DHHV: int,
+    S: int,
+    dtype: jnp.dtype,
+    *,
+    device_kind: str = UNKNOWN_DEVICE,
+    chunk_size: int | None = None,
+    explicit: KernelConfig | None = None,
+) -> KernelConfig:
+    """The complete config of a call: what is explicit, else the tuned row of the device, else the heuristic.
+
+    The chunk size is clamped to S; a tile beyond its axis is shortened when a stage is launched.
+    """
+    DHQK, DHHV = padded_head_dim(DHQK), padded_head_dim(DHHV)
+    filled = tuned_config(device_kind, DHQK, DHHV, dtype) or heuristic_config(DHQK, DHHV, dtype)
+    if explicit is not None:
+        given = {f.name: getattr(explicit, f.name) for f in dataclasses.fields(explicit)}
+        filled = dataclasses.replace(filled, **{name: x for name, x in given.items() if x is not None})
+    if chunk_size is not None:
+        filled = dataclasses.replace(filled, chunk_size=chunk_size)
+    precision = filled.precision
+    if precision is None and dtype == jnp.float32:
+        precision = lax.Precision.HIGHEST
+    return dataclasses.replace(filled, chunk_size=clamp_chunk_size(filled.chunk_size or MIN_TILE, S), precision=precision)

@@ -1,0 +1,161 @@
+"""Gates and stabilisers of the chunkwise form: everything that depends on the gate pre-activations alone.
+
+Inside a chunk of L steps, with b_t the running sum of log sigmoid(f) through t and e_t = i_t - b_t:
+
+    u_t = max(m_c, max_{s <= t} e_s)        m_t = b_t + u_t
+    D_ts = exp(e_s - u_t)                   w_t = exp(m_c - u_t)
+    m_{c+1} = m_L      p = m_{c+1} - b_L    abar_t = exp(e_t - p)     gamma = exp(m_c - p)
+
+No matrix product is needed for any of it, so the kernels never rescale an accumulator.
+
+Two things are done here so that the kernels need not care:
+
+* Running sums are carried in two floats. A sum over a long chunk is large while the differences that enter the
+  exponentials are small: in one float they would lose the digits that the result needs. Each log gate is split into a multiple
+  of a coarse grid, whose sums are exact, and a small rest (Rump, Ogita, Oishi: "Accurate floating-point summation", 2008).
+* A reset (f = -inf) adds an offset to every later e_t of its chunk, larger than the spread of e: decays across the
+  reset underflow to exactly 0 while those behind it keep all digits. Rows with nothing stored get u_t = +inf: all their decays are 0.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+Pair = tuple[jax.Array, jax.Array]  # an unevaluated sum hi + lo
+
+_INF = float("inf")
+# exp of anything below -150 is 0 in float32 (subnormals included), and below -750 in float64.
+_UNDERFLOW = 1024.0
+
+
+class LocalGates(NamedTuple):
+    """What a chunk knows without its initial state; all of shape (B, NH, NC, L), float32 (float64 for float64 gates)."""
+
+    vecB: Pair  # b_t, resets left out
+    vecE: Pair  # e_t, reset offset included
+    vecEmax: Pair  # max of e_s over s <= t and since the last reset
+    vecOffset: jax.Array  # reset offset in e_t: > 0 where a reset lies between the chunk's start and t
+
+
+class ChunkGates(NamedTuple):
+    """Gates of all chunks: float32 (float64 for float64 gates)."""
+
+    vecE: Pair  # (B, NH, NC, L) e_t
+    vecU: Pair  # (B, NH, NC, L) u_t; +inf where nothing is stored
+    vecW: jax.Array  # (B, NH, NC, L) w_t
+    vecM: jax.Array  # (B, NH, NC, L) m_t
+    vecAbar: jax.Array  # (B, NH, NC, L) abar_t
+    scaGamma: jax.Array  # (B, NH, NC) gamma_c
+    scaM_states: jax.Array  # (B, NH, NC + 1) m_c at the chunk borders
+
+
+def two_sum(a: jax.Array, b: jax.Array) -> Pair:
+    """fl(a + b) and its rounding error (Knuth); the error is 0 where the sum is not finite."""
+    s = a + b
+    t = s - a
+    return s, jnp.where(jnp.isfinite(s), (a - (s - t)) + (b - t), 0.0)
+
+
+def pair_add(a: Pair, b: Pair) -> Pair:
+    s, error = two_sum(a[0], b[0])
+    return two_sum(s, error + (a[1] + b[1]))
+
+
+def pair_max(a: Pair, b: Pair) -> Pair:
+    first = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] >= b[1]))
+    return jnp.where(first, a[0], b[0]), jnp.where(first, a[1], b[1])
+
+
+def split_for_exact_sums(x: jax.Array, largest: jax.Array, count: int) -> Pair:
+    """x = hi + lo, where every sum of up to ``count`` hi is exact; ``largest`` bounds |x|."""
+    largest = lax.stop_gradient(largest)
+    grid = 1.5 * jnp.exp2(jnp.ceil(jnp.log2(jnp.maximum(largest, 1e-30) * count)) + 1.0)
+    hi = (x + grid) - grid
+    return hi, x - hi
+
+
+def log_sigmoid_gate(f: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """log sigmoid(f), 0 at a reset, and where the resets are."""
+    reset = f == -_INF
+    f = jnp.where(reset, 0.0, f)
+    return jnp.where(reset, 0.0, jnp.minimum(f, 0.0) - jnp.log1p(jnp.exp(-jnp.abs(f)))), reset
+
+
+def reset_offset(i_min: jax.Array, i_max: jax.Array, total_decay: jax.Array) -> jax.Array:
+    """A power of two above the spread of e_t in a chunk by enough for exp to underflow.
+
+    i_min and i_max bound the finite input gates (inf, -inf when there are none), total_decay = sum |log sigmoid(f)|.
+    """
+    spread = jnp.maximum(i_max - i_min, 0.0) + total_decay + _UNDERFLOW
+    return jnp.exp2(jnp.ceil(jnp.log2(lax.stop_gradient(spread))))
+
+
+def local_gates(vecI: jax.Array, vecF: jax.Array) -> LocalGates:
+    """Gates of every chunk on its own. vecI, vecF: pre-activations (B, NH, NC, L)."""
+    L = vecI.shape[-1]
+    fbar, reset = log_sigmoid_gate(vecF)
+    hi, lo = split_for_exact_sums(fbar, jnp.max(jnp.abs(fbar), axis=-1, keepdims=True), L)
+    b = two_sum(jnp.cumsum(hi, axis=-1), jnp.cumsum(lo, axis=-1))
+    stored = vecI > -_INF
+    offset = jnp.cumsum(reset, axis=-1, dtype=vecI.dtype) * reset_offset(
+        jnp.min(jnp.where(stored, vecI, _INF), axis=-1, keepdims=True),
+        jnp.max(vecI, axis=-1, keepdims=True),
+        jnp.sum(-fbar, axis=-1, keepdims=True),
+    )
+    e = pair_add(two_sum(offset, jnp.where(stored, vecI, 0.0)), (-b[0], -b[1]))
+    e = (jnp.where(stored, e[0], -_INF), jnp.where(stored, e[1], 0.0))
+
+    def since_reset(left, right):
+        best = pair_max(left[:2], right[:2])
+        return jnp.where(right[2], right[0], best[0]), jnp.where(right[2], right[1], best[1]), left[2] | right[2]
+
+    emax_hi, emax_lo, _ = lax.associative_scan(since_reset, (*e, reset), axis=-1)
+    return LocalGates(b, e, (emax_hi, emax_lo), offset)
+
+
+def border_maxima(local: LocalGates, scaM_initial: jax.Array) -> jax.Array:
+    """m_c at all chunk borders (B, NH, NC + 1): a prefix in (max, +) over the chunks."""
+
+    def last(x):
+        return x[..., -1]
+
+    b_hi, b_lo, offset = last(local.vecB[0]), last(local.vecB[1]), last(local.vecOffset)
+    reset = offset > 0
+    g = jnp.where(reset, -_INF, b_hi + b_lo)
+    a = (last(local.vecEmax[0]) - offset) + b_hi + (last(local.vecEmax[1]) + b_lo)
+
+    def join(left, right):
+        return left[0] + right[0], jnp.maximum(left[1] + right[0], right[1])
+
+    g = jnp.concatenate([jnp.zeros_like(scaM_initial)[..., None], g], axis=-1)
+    a = jnp.concatenate([scaM_initial[..., None], a], axis=-1)
+    return lax.associative_scan(join, (g, a), axis=-1)[1]
+
+
+def join_chunks(local: LocalGates, scaM_initial: jax.Array) -> ChunkGates:
+    """Completes the local gates with the states' stabilisers. scaM_initial: (B, NH)."""
+    scaM_states = border_maxima(local, scaM_initial)
+    (b_hi, b_lo), e, emax, offset = local
+    m_start = scaM_states[..., :-1, None]
+    carried = offset == 0
+
+    u = pair_max(emax, (jnp.where(carried, m_start, -_INF), jnp.zeros_like(m_start)))
+    empty = u[0] == -_INF
+    u = (jnp.where(empty, _INF, u[0]), u[1])
+    w = jnp.where(carried, jnp.exp((m_start - u[0]) - u[1]), 0.0)
+    m = jnp.where(empty, -_INF, ((jnp.where(empty, 0.0, u[0]) - offset) + b_hi) + (u[1] + b_lo))
+
+    m_end = scaM_states[..., 1:, None]
+    nothing = m_end == -_INF
+    p = pair_add(two_sum(offset[..., -1:], jnp.where(nothing, 0.0, m_end)), (-b_hi[..., -1:], -b_lo[..., -1:]))
+    p_hi, p_lo = jnp.where(nothing, _INF, p[0]), jnp.where(nothing, 0.0, p[1])
+    abar = jnp.exp((e[0] - p_hi) + (e[1] - p_lo))
+    gamma = jnp.where(carried[..., -1], jnp.exp((m_start - p_hi) - p_lo)[..., 0], 0.0)
+    return ChunkGates(e, u, w, m, abar, gamma, scaM_states)
+
+
+def chunk_gates(vecI: jax.Array, vecF: jax.Array, scaM_initial: jax.Array) -> ChunkGates:
+    """All gates in plain jnp. vecI, vecF: (B, NH, NC, L); scaM_initial: (B, NH)."""
+    return join_chunks(local_gates(vecI, vecF), scaM_initial)

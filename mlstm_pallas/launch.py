@@ -1,0 +1,45 @@
+"""The seam to the compiler: the only importer of jax.experimental.pallas.triton.
+
+Every kernel is launched through ``kernel_call``: compiled through Triton on a GPU, or interpreted. Another lowering of the same
+kernels would be added here.
+"""
+
+import functools
+import warnings
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from mlstm_pallas.config import StageConfig
+
+# jax >= 0.11 warns at each lowering that Pallas' Triton backend will go one day. The kernels here need it, this module is where
+# they would move to another one, and a user of the package can do nothing about it.
+warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
+
+
+def kernel_call(
+    kernel: Callable[..., None],
+    *,
+    name: str,
+    grid: tuple[int, ...],
+    in_specs: Sequence[pl.BlockSpec],
+    out_specs: Sequence[pl.BlockSpec],
+    out_shape: Sequence[jax.ShapeDtypeStruct],
+    stage: StageConfig,
+    interpret: bool,
+    **statics: Any,
+) -> Callable[..., Any]:
+    """pl.pallas_call of ``kernel(*refs, **statics)``; grid axis 0 is the one that varies fastest on the GPU."""
+    return pl.pallas_call(
+        functools.partial(kernel, **statics),
+        grid=grid,
+        in_specs=list(in_specs),
+        out_specs=tuple(out_specs),
+        out_shape=tuple(out_shape),
+        compiler_params=plgpu.CompilerParams(num_warps=stage.num_warps, num_stages=stage.num_stages),
+        interpret=interpret,
+        name=name,
+    )

@@ -1,0 +1,152 @@
+"""The dimensions of a call and every check of its arguments.
+
+Notation: B batch, NH heads, S sequence length, DHQK head dimension of q and k, DHHV head dimension of v and h,
+NC chunks of L steps.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+KERNEL_DTYPES = ("float32", "bfloat16")
+INPUT_DTYPES = ("float16", "bfloat16", "float32", "float64")
+BACKENDS = ("triton", "interpret", "xla")
+MIN_CHUNK_SIZE = 16
+MIN_TILE = 16
+
+
+def next_power_of_two(x: int) -> int:
+    return 1 << max(x - 1, 0).bit_length()
+
+
+def is_power_of_two(x: Any) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and x > 0 and x & (x - 1) == 0
+
+
+def padded_head_dim(dim: int) -> int:
+    """The head dimension that the kernels see: a power of two from 16 up to 64, beyond that a multiple of 64."""
+    return max(next_power_of_two(dim), MIN_TILE) if dim <= 64 else -(-dim // 64) * 64
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """Dimensions of one call, as the kernels see them: padded, so that tiles divide everything."""
+
+    B: int
+    NH: int
+    S: int
+    DHQK: int
+    DHHV: int
+    L: int
+    qk_scale: float  # DHQK ** -0.5 of the unpadded head dimension
+
+    def __post_init__(self):
+        if self.S % self.L:
+            raise ValueError(f"S = {self.S} is not a multiple of the chunk size L = {self.L}")
+
+    @property
+    def NC(self) -> int:
+        return self.S // self.L
+
+    @property
+    def BNH(self) -> int:
+        return self.B * self.NH
+
+
+def _shape_error(name: str, shape: tuple[int, ...], expected: str) -> ValueError:
+    return ValueError(f"{name} has shape {shape}, expected {expected}")
+
+
+def check_arrays(q, k, v, i, f, c_initial, n_initial, m_initial) -> None:
+    """Raises TypeError or ValueError, naming the argument, what came and what was expected."""
+    arrays = dict(q=q, k=k, v=v, i=i, f=f)
+    states = dict(c_initial=c_initial, n_initial=n_initial, m_initial=m_initial)
+    given = [name for name, x in states.items() if x is not None]
+    if given and len(given) < 3:
+        missing = [name for name in states if name not in given]
+        raise ValueError(f"initial states come all three or not at all: got {', '.join(given)} without {', '.join(missing)}")
+    if given:
+        arrays |= states
+    for name, x in arrays.items():
+        if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+            raise TypeError(f"{name} is a {type(x).__name__}, expected an array")
+        if jnp.dtype(x.dtype).name not in INPUT_DTYPES:
+            raise TypeError(f"{name} has dtype {x.dtype}, expected one of {', '.join(INPUT_DTYPES)}")
+    if len(q.shape) != 4:
+        raise _shape_error("q", q.shape, "(B, NH, S, DHQK)")
+    B, NH, S, DHQK = q.shape
+    if len(v.shape) != 4:
+        raise _shape_error("v", v.shape, f"(B, NH, S, DHV) = ({B}, {NH}, {S}, DHV)")
+    DHV = v.shape[-1]
+    for dim, size in (("S", S), ("DHQK", DHQK)):
+        if size < 1:
+            raise _shape_error("q", q.shape, f"(B, NH, S, DHQK) with {dim} >= 1")
+    if DHV < 1:
+        raise _shape_error("v", v.shape, "(B, NH, S, DHV) with DHV >= 1")
+    for name, x, dims, expected in (
+        ("k", k, "(B, NH, S, DHQK)", (B, NH, S, DHQK)),
+        ("v", v, "(B, NH, S, DHV)", (B, NH, S, DHV)),
+        ("i", i, "(B, NH, S)", (B, NH, S)),
+        ("f", f, "(B, NH, S)", (B, NH, S)),
+        ("c_initial", c_initial, "(B, NH, DHQK, DHV)", (B, NH, DHQK, DHV)),
+        ("n_initial", n_initial, "(B, NH, DHQK)", (B, NH, DHQK)),
+        ("m_initial", m_initial, "(B, NH)", (B, NH)),
+    ):
+        if x is not None and tuple(x.shape) != expected:
+            raise _shape_error(name, tuple(x.shape), f"{dims} = {expected}, as q has shape {tuple(q.shape)}")
+    for name, x in (("k", k), ("v", v)):
+        if x.dtype != q.dtype:
+            raise TypeError(f"{name} has dtype {x.dtype}, expected {q.dtype}, the dtype of q")
+
+
+def check_chunk_size(chunk_size: int | None) -> None:
+    if chunk_size is not None and (not is_power_of_two(chunk_size) or chunk_size < MIN_CHUNK_SIZE):
+        raise ValueError(f"chunk_size is {chunk_size!r}, expected None or a power of two >= {MIN_CHUNK_SIZE}")
+
+
+def check_scalars(eps: float, norm_val: float) -> None:
+    for name, x in (("eps", eps), ("norm_val", norm_val)):
+        if isinstance(x, jax.core.Tracer):
+            raise TypeError(f"{name} is traced, expected a Python float: mark it static in jit")
+        if not isinstance(x, (int, float)) or isinstance(x, bool):
+            raise TypeError(f"{name} is a {type(x).__name__}, expected a float")
+        if not math.isfinite(x) or x < 0:
+            raise ValueError(f"{name} is {x}, expected a finite number >= 0")
+
+
+def check_flag(name: str, x: Any) -> None:
+    if not isinstance(x, bool):
+        raise TypeError(f"{name} is a {type(x).__name__}, expected a bool")
+
+
+def check_backend(backend: str | None) -> None:
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}, expected None or one of {', '.join(BACKENDS)}")
+
+
+def kernel_dtype(autocast_kernel_dtype: Any, q_dtype: Any, backend: str | None) -> jnp.dtype:
+    """The dtype of q, k, v in the matrix products."""
+    try:
+        dtype = jnp.dtype(q_dtype if autocast_kernel_dtype is None else autocast_kernel_dtype)
+    except TypeError:
+        raise TypeError(f"autocast_kernel_dtype is {autocast_kernel_dtype!r}, expected None or one of {', '.join(KERNEL_DTYPES)}") from None
+    if dtype.name in KERNEL_DTYPES or (dtype.name == "float64" and backend == "xla"):
+        return dtype
+    said = f"autocast_kernel_dtype is {dtype.name}" if autocast_kernel_dtype is not None else f"q has dtype {dtype.name}"
+    hint = '; float64 runs on backend="xla" only' if dtype.name == "float64" else "; pass autocast_kernel_dtype to compute in another dtype"
+    raise TypeError(f"{said}, expected one of {', '.join(KERNEL_DTYPES)}{hint}")
+
+
+def clamp_chunk_size(chunk_size: int, S: int) -> int:
+    """A chunk beyond S is shortened to the next power of two >= S."""
+    return min(chunk_size, max(next_power_of_two(S), MIN_CHUNK_SIZE))
+
+
+def make_problem(q_shape: tuple[int, ...], DHHV: int, chunk_size: int, *, pad_heads: bool) -> Problem:
+    """The padded problem of q (B, NH, S, DHQK) with value dimension DHHV at a chunk size that is already clamped."""
+    B, NH, S, DHQK = q_shape
+    pad = padded_head_dim if pad_heads else int
+    return Problem(B, NH, -(-S // chunk_size) * chunk_size, pad(DHQK), pad(DHHV), chunk_size, DHQK**-0.5)

@@ -1,0 +1,117 @@
+"""Stage chunk_gates: running sums and running maxima of the gates inside each chunk (the equations are in gates.py).
+
+Grid (NC, B * NH). A program owns one chunk and walks over it in tiles of siz_b_LQ steps, carrying sum, maximum and number of resets.
+The running maximum is a masked maximum over a siz_b_LQ x siz_b_LQ tile.
+
+Bytes: 9 vectors of B NH S float32; no matrix product. ``gates.local_gates`` is the same in plain jnp.
+"""
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.config import KernelConfig
+from mlstm_pallas.gates import LocalGates, log_sigmoid_gate, pair_add, pair_max, reset_offset, split_for_exact_sums, two_sum
+from mlstm_pallas.launch import kernel_call
+from mlstm_pallas.problem import Problem
+from mlstm_pallas.tiles import blocks, causal_mask
+
+_INF = float("inf")
+
+
+def _chunk_gates_kernel(
+    i_ref,  # (L,)
+    f_ref,  # (L,)
+    b_hi_ref,  # out (L,), as all that follow
+    b_lo_ref,
+    e_hi_ref,
+    e_lo_ref,
+    emax_hi_ref,
+    emax_lo_ref,
+    offset_ref,
+    *,
+    tiles: int,
+    siz_b: int,
+):
+    def spread(tile, carry):
+        i_min, i_max, decay = carry
+        rows = pl.ds(tile * siz_b, siz_b)
+        i = i_ref[rows]
+        fbar, _ = log_sigmoid_gate(f_ref[rows])
+        stored_min = jnp.min(jnp.where(i > -_INF, i, _INF))
+        return jnp.minimum(i_min, stored_min), jnp.maximum(i_max, jnp.max(i)), decay + jnp.sum(-fbar)
+
+    i_min, i_max, decay = lax.fori_loop(0, tiles, spread, (jnp.float32(_INF), jnp.float32(-_INF), jnp.float32(0.0)))
+    offset_unit = reset_offset(i_min, i_max, decay)
+    last = lax.iota(jnp.int32, siz_b) == siz_b - 1
+
+    def last_of(x):
+        return jnp.sum(jnp.where(last, x, 0.0))
+
+    def step(tile, carry):
+        sum_hi, sum_lo, max_hi, max_lo, resets = carry
+        rows = pl.ds(tile * siz_b, siz_b)
+        i = i_ref[rows]
+        fbar, reset = log_sigmoid_gate(f_ref[rows])
+        hi, lo = split_for_exact_sums(fbar, jnp.max(jnp.abs(fbar)), siz_b)
+        hi, lo = jnp.cumsum(hi), jnp.cumsum(lo)
+        b = pair_add((hi, lo), (jnp.broadcast_to(sum_hi, hi.shape), jnp.broadcast_to(sum_lo, hi.shape)))
+        count = resets + jnp.cumsum(reset.astype(jnp.float32))
+        stored = i > -_INF
+        offset = count * offset_unit
+        e = pair_add(two_sum(offset, jnp.where(stored, i, 0.0)), (-b[0], -b[1]))
+        e_hi, e_lo = jnp.where(stored, e[0], -_INF), jnp.where(stored, e[1], 0.0)
+
+        seen = causal_mask(siz_b, siz_b, 0) & (count[None, :] == count[:, None])
+        tile_max_hi = jnp.max(jnp.where(seen, e_hi[None, :], -_INF), axis=1)
+        largest = seen & (e_hi[None, :] == tile_max_hi[:, None])
+        tile_max_lo = jnp.max(jnp.where(largest, e_lo[None, :], -_INF), axis=1)
+        before = count == resets  # the maximum so far still counts
+        emax_hi, emax_lo = pair_max((tile_max_hi, tile_max_lo), (jnp.where(before, max_hi, -_INF), jnp.where(before, max_lo, 0.0)))
+        emax_lo = jnp.where(emax_hi == -_INF, 0.0, emax_lo)
+
+        for ref, x in (
+            (b_hi_ref, b[0]),
+            (b_lo_ref, b[1]),
+            (e_hi_ref, e_hi),
+            (e_lo_ref, e_lo),
+            (emax_hi_ref, emax_hi),
+            (emax_lo_ref, emax_lo),
+            (offset_ref, offset),
+        ):
+            ref[rows] = x
+        last_max = jnp.max(jnp.where(last, emax_hi, -_INF))
+        return last_of(b[0]), last_of(b[1]), last_max, last_of(emax_lo), last_of(count)
+
+    start = jnp.float32(0.0), jnp.float32(0.0), jnp.float32(-_INF), jnp.float32(0.0), jnp.float32(0.0)
+    lax.fori_loop(0, tiles, step, start)
+
+
+def chunk_gates(vecI: jax.Array, vecF: jax.Array, *, problem: Problem, config: KernelConfig, interpret: bool = False) -> LocalGates:
+    """Launches the stage. Config: siz_b_LQ.
+
+    Args:
+      vecI, vecF: pre-activations (B, NH, S), float32.
+
+    Returns:
+      The LocalGates of every chunk, (B, NH, NC, L) each.
+    """
+    p, stage = problem, config.stage("chunk_gates").fitted(problem)
+    chunk = pl.BlockSpec((None, p.L), lambda c, b: (b, c))
+    b_hi, b_lo, e_hi, e_lo, emax_hi, emax_lo, offset = (
+        x.reshape(p.B, p.NH, p.NC, p.L)
+        for x in kernel_call(
+            _chunk_gates_kernel,
+            name="chunk_gates",
+            grid=(p.NC, p.BNH),
+            in_specs=[chunk, chunk],
+            out_specs=[chunk] * 7,
+            out_shape=[jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32)] * 7,
+            stage=stage,
+            interpret=interpret,
+            tiles=blocks(p.L, stage.siz_b_LQ),
+            siz_b=stage.siz_b_LQ,
+        )(vecI.reshape(p.BNH, p.S), vecF.reshape(p.BNH, p.S))
+    )
+    return LocalGates((b_hi, b_lo), (e_hi, e_lo), (emax_hi, emax_lo), offset)
