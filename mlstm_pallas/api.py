@@ -59,11 +59,11 @@ def mlstm_chunkwise(
       return_last_states: whether to return the states after the last step as well.
       eps: added to the denominator.
       chunk_size: L, a power of two >= 16; one beyond S is shortened. None: the tuned one.
-      autocast_kernel_dtype: dtype of q, k, v in the matrix products, "float32" or "bfloat16" (sums are float32 always). None: the dtype of q.
+      autocast_kernel_dtype: dtype of q, k, v in the matrix products, "float32" or "bfloat16" (sums are float32 always). None: that of q.
       stabilize_correctly: False takes norm_val instead of norm_val exp(-m_t) as the floor of the denominator.
       norm_val: see above.
-      backend: "triton" (GPU kernels), "interpret" (the same kernels interpreted: slow, for tests), "xla" (plain jnp). None: triton where the
-        computation is lowered for an NVIDIA GPU, else xla.
+      backend: "triton" (GPU kernels), "interpret" (the same kernels interpreted: slow, for tests), "xla" (plain jnp).
+        None: triton where the computation is lowered for an NVIDIA GPU, else xla.
       config: tiles and launch parameters in place of the tuned ones.
 
     Returns:
@@ -87,11 +87,11 @@ def mlstm_chunkwise(
     if B * NH == 0:
         backend = "xla"  # a kernel has no empty grid
     filled = config_for(DHQK, DHV, S, dtype, device_kind=target_device_kind(), chunk_size=chunk_size, explicit=config)
-    p = problems.make_problem(q.shape, DHV, filled.chunk_size, pad_heads=backend != "xla")
+    p = problems.make_problem(q.shape, DHV, filled.L, pad_heads=backend != "xla")
     plan = Plan(p, filled, float(eps), stabilize_correctly, float(norm_val), backend)
 
     acc = jnp.promote_types(dtype, jnp.float32)
-    if c_initial is None:
+    if c_initial is None or n_initial is None or m_initial is None:
         c_initial, n_initial, m_initial = (jnp.zeros(shape, acc) for shape in ((B, NH, DHQK, DHV), (B, NH, DHQK), (B, NH)))
     rows, qk, hv = {2: p.S}, {3: p.DHQK}, {3: p.DHHV}
     h, (c, n, m) = mlstm_forward(

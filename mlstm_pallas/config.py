@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 from importlib import resources
+from typing import Any
 
 import jax.numpy as jnp
 from jax import lax
@@ -61,7 +62,7 @@ STAGES = ("chunk_gates", "recurrent_fw_C", "parallel_fw_H")
 
 @dataclasses.dataclass(frozen=True)
 class KernelConfig:
-    """Everything that may be tuned. Fields left None are filled from the tuned row or the heuristic.
+    """Everything that may be tuned. What is left None are filled from the tuned row or the heuristic.
 
     Attributes:
       chunk_size: L, a power of two >= 16.
@@ -81,6 +82,12 @@ class KernelConfig:
             if not isinstance(getattr(self, stage), StageConfig | None):
                 raise TypeError(f"config.{stage} is a {type(getattr(self, stage)).__name__}, expected a StageConfig or None")
 
+    @property
+    def L(self) -> int:
+        if self.chunk_size is None:
+            raise ValueError("config.chunk_size is None: this config was not filled by config_for")
+        return self.chunk_size
+
     def stage(self, name: str) -> StageConfig:
         stage = getattr(self, name)
         if stage is None:
@@ -96,7 +103,7 @@ def tuned_rows(device_kind: str) -> tuple[dict, ...]:
 
 
 def config_from_row(row: dict) -> KernelConfig:
-    stages = {name: StageConfig(**row[name]) for name in STAGES if name in row}
+    stages: dict[str, Any] = {name: StageConfig(**row[name]) for name in STAGES if name in row}
     return KernelConfig(chunk_size=row["chunk_size"], **stages)
 
 
@@ -113,7 +120,7 @@ def heuristic_config(DHQK: int, DHHV: int, dtype: jnp.dtype) -> KernelConfig:
     tile = 32 if wide else 64
     return KernelConfig(
         chunk_size=64 if wide else 128,
-        chunk_gates=StageConfig(siz_b_LQ=64, siz_b_LKV=64, num_warps=4, num_stages=1),
+        chunk_gates=StageConfig(siz_b_LQ=32, num_warps=1, num_stages=1),
         recurrent_fw_C=StageConfig(siz_b_LKV=tile, siz_b_DHQK=64, siz_b_DHHV=64, num_warps=4, num_stages=2),
         parallel_fw_H=StageConfig(siz_b_LQ=64, siz_b_LKV=tile, siz_b_DHQK=tile, siz_b_DHHV=64, num_warps=4, num_stages=2),
     )
@@ -143,4 +150,4 @@ def config_for(
     precision = filled.precision
     if precision is None and dtype == jnp.float32:
         precision = lax.Precision.HIGHEST
-    return dataclasses.replace(filled, chunk_size=clamp_chunk_size(filled.chunk_size or MIN_TILE, S), precision=precision)
+    return dataclasses.replace(filled, chunk_size=clamp_chunk_size(filled.L, S), precision=precision)

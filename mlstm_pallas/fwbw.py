@@ -2,14 +2,13 @@
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 
 from mlstm_pallas import reference
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.gates import join_chunks
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stages.chunk_gates import chunk_gates
 from mlstm_pallas.stages.parallel_fw_H import parallel_fw_H
@@ -28,13 +27,16 @@ class Plan:
     backend: str | None
 
     @property
-    def normaliser(self) -> dict:
+    def normaliser(self) -> dict[str, Any]:
         return dict(eps=self.eps, stabilize_correctly=self.stabilize_correctly, norm_val=self.norm_val)
+
+    def launch(self, interpret: bool) -> dict[str, Any]:
+        return dict(problem=self.problem, config=self.config, interpret=interpret)
 
 
 def _forward_pallas(plan: Plan, interpret: bool, q, k, v, i, f, c_initial, n_initial, m_initial):
-    common = dict(problem=plan.problem, config=plan.config, interpret=interpret)
-    gates = join_chunks(chunk_gates(i, f, **common), m_initial)
+    common = plan.launch(interpret)
+    gates = chunk_gates(i, f, m_initial, **common)
     C_states, n_states, C_last, n_last = recurrent_fw_C(k, v, gates, c_initial, n_initial, **common)
     h, _ = parallel_fw_H(q, k, v, gates, C_states, n_states, output_dtype=q.dtype, **plan.normaliser, **common)
     return h, (C_last, n_last, gates.scaM_states[..., -1])

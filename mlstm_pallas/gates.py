@@ -115,16 +115,21 @@ def local_gates(vecI: jax.Array, vecF: jax.Array) -> LocalGates:
     return LocalGates(b, e, (emax_hi, emax_lo), offset)
 
 
-def border_maxima(local: LocalGates, scaM_initial: jax.Array) -> jax.Array:
-    """m_c at all chunk borders (B, NH, NC + 1): a prefix in (max, +) over the chunks."""
+def chunk_summaries(local: LocalGates) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """What each chunk does to m: m_{c+1} = max(g + m_c, a), or a alone behind a reset. (g, a, reset), (B, NH, NC) each."""
 
     def last(x):
         return x[..., -1]
 
     b_hi, b_lo, offset = last(local.vecB[0]), last(local.vecB[1]), last(local.vecOffset)
-    reset = offset > 0
-    g = jnp.where(reset, -_INF, b_hi + b_lo)
     a = (last(local.vecEmax[0]) - offset) + b_hi + (last(local.vecEmax[1]) + b_lo)
+    return b_hi + b_lo, a, offset > 0
+
+
+def border_maxima(summaries: tuple[jax.Array, jax.Array, jax.Array], scaM_initial: jax.Array) -> jax.Array:
+    """m_c at all chunk borders (B, NH, NC + 1): a prefix in (max, +) over the chunks."""
+    g, a, reset = summaries
+    g = jnp.where(reset, -_INF, g)
 
     def join(left, right):
         return left[0] + right[0], jnp.maximum(left[1] + right[0], right[1])
@@ -134,9 +139,8 @@ def border_maxima(local: LocalGates, scaM_initial: jax.Array) -> jax.Array:
     return lax.associative_scan(join, (g, a), axis=-1)[1]
 
 
-def join_chunks(local: LocalGates, scaM_initial: jax.Array) -> ChunkGates:
-    """Completes the local gates with the states' stabilisers. scaM_initial: (B, NH)."""
-    scaM_states = border_maxima(local, scaM_initial)
+def join_chunks(local: LocalGates, scaM_states: jax.Array) -> ChunkGates:
+    """Completes the local gates with the stabilisers m_c of the chunk borders, scaM_states: (B, NH, NC + 1)."""
     (b_hi, b_lo), e, emax, offset = local
     m_start = scaM_states[..., :-1, None]
     carried = offset == 0
@@ -158,4 +162,5 @@ def join_chunks(local: LocalGates, scaM_initial: jax.Array) -> ChunkGates:
 
 def chunk_gates(vecI: jax.Array, vecF: jax.Array, scaM_initial: jax.Array) -> ChunkGates:
     """All gates in plain jnp. vecI, vecF: (B, NH, NC, L); scaM_initial: (B, NH)."""
-    return join_chunks(local_gates(vecI, vecF), scaM_initial)
+    local = local_gates(vecI, vecF)
+    return join_chunks(local, border_maxima(chunk_summaries(local), scaM_initial))

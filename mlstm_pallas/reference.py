@@ -7,6 +7,8 @@ Notation (after the TFLA paper, Beck et al. 2025, arXiv:2503.14376): B batch, NH
 DHHV of v and h, NC chunks of L steps.
 """
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -122,11 +124,11 @@ def chunk_outputs(matQ, matK, matV, gates: ChunkGates, matC_states, vecN_states)
     """num (B, NH, NC, L, DHHV) and z (B, NH, NC, L) of every row from the state before its chunk."""
     acc = gates.vecW.dtype
     scale = matQ.shape[-1] ** -0.5
-    dot = dict(preferred_element_type=acc, precision="highest")
-    P = jnp.einsum("bhctk,bhcsk->bhcts", matQ, matK, **dot) * (decay_matrix(gates) * scale)
+    einsum = functools.partial(jnp.einsum, preferred_element_type=acc, precision="highest")
+    P = einsum("bhctk,bhcsk->bhcts", matQ, matK) * (decay_matrix(gates) * scale)
     w = gates.vecW * scale
-    num = jnp.einsum("bhctk,bhckv->bhctv", matQ, matC_states, **dot) * w[..., None]
-    num += jnp.einsum("bhcts,bhcsv->bhctv", P.astype(matQ.dtype), matV, **dot)
+    num = einsum("bhctk,bhckv->bhctv", matQ, matC_states) * w[..., None]
+    num += einsum("bhcts,bhcsv->bhctv", P.astype(matQ.dtype), matV)
     z = jnp.sum(matQ * vecN_states[..., None, :], axis=-1) * w + jnp.sum(P, axis=-1)
     return num, z
 

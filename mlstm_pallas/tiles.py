@@ -1,7 +1,11 @@
 """In-kernel algebra that the stages share. Everything here works on loaded tiles and lowers to Triton."""
 
+from collections.abc import Callable
+from typing import TypeVar
+
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 Precision = lax.Precision | lax.DotAlgorithmPreset | None
@@ -26,6 +30,25 @@ def decay_tile(e_hi, e_lo, u_hi, u_lo, mask: jax.Array) -> jax.Array:
     """D_ts = exp(e_s - u_t) where mask holds, else 0. e: (columns,), u: (rows,), both as two-float pairs."""
     exponent = (e_hi[None, :] - u_hi[:, None]) + (e_lo[None, :] - u_lo[:, None])
     return jnp.exp(jnp.where(mask, exponent, _NEG_INF))
+
+
+Carry = TypeVar("Carry")
+
+
+# Index arithmetic stays int32 where jax_enable_x64 is set, and clear of jnp's // and %, which round towards minus infinity.
+
+
+def divide(x: jax.Array, n: int) -> jax.Array:
+    return lax.div(x, np.int32(n))
+
+
+def remainder(x: jax.Array, n: int) -> jax.Array:
+    return lax.rem(x, np.int32(n))
+
+
+def loop(count: int | jax.Array, body: Callable[[jax.Array, Carry], Carry], init: Carry) -> Carry:
+    """body(0), ..., body(count - 1), carrying its result."""
+    return lax.fori_loop(0, count, lambda index, carry: body(lax.convert_element_type(index, np.int32), carry), init)
 
 
 def blocks(total: int, block: int) -> int:

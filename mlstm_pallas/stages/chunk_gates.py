@@ -1,9 +1,11 @@
-"""Stage chunk_gates: running sums and running maxima of the gates inside each chunk (the equations are in gates.py).
+"""Stage chunk_gates: the gates and stabilisers of all chunks (the equations are in gates.py).
 
-Grid (NC, B * NH). A program owns one chunk and walks over it in tiles of siz_b_LQ steps, carrying sum, maximum and number of resets.
-The running maximum is a masked maximum over a siz_b_LQ x siz_b_LQ tile.
+chunk_gates: running sums and running maxima inside each chunk, as ``gates.local_gates`` makes them in plain jnp. Grid (NC, B * NH).
+A program owns one chunk and walks over it in tiles of siz_b_LQ steps, carrying sum, maximum and number of resets. The running maximum
+is a masked maximum over a siz_b_LQ x siz_b_LQ tile. Bytes: 9 vectors of B NH S float32; no matrix product.
 
-Bytes: 9 vectors of B NH S float32; no matrix product. ``gates.local_gates`` is the same in plain jnp.
+border_maxima: the stabilisers m_c at the chunk borders, as ``gates.border_maxima``. Grid (NC + 1, B * NH). A program reads the
+summaries of all chunks before its border, in blocks: nothing is sequential over the whole sequence.
 """
 
 import jax
@@ -12,12 +14,24 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.gates import LocalGates, log_sigmoid_gate, pair_add, pair_max, reset_offset, split_for_exact_sums, two_sum
+from mlstm_pallas.gates import (
+    ChunkGates,
+    LocalGates,
+    chunk_summaries,
+    join_chunks,
+    log_sigmoid_gate,
+    pair_add,
+    pair_max,
+    reset_offset,
+    split_for_exact_sums,
+    two_sum,
+)
 from mlstm_pallas.launch import kernel_call
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.tiles import blocks, causal_mask
+from mlstm_pallas.problem import Problem, next_power_of_two
+from mlstm_pallas.tiles import blocks, causal_mask, divide, loop
 
 _INF = float("inf")
+_BORDER_BLOCK = 512  # chunks that border_maxima reads at a time
 
 
 def _chunk_gates_kernel(
@@ -42,7 +56,7 @@ def _chunk_gates_kernel(
         stored_min = jnp.min(jnp.where(i > -_INF, i, _INF))
         return jnp.minimum(i_min, stored_min), jnp.maximum(i_max, jnp.max(i)), decay + jnp.sum(-fbar)
 
-    i_min, i_max, decay = lax.fori_loop(0, tiles, spread, (jnp.float32(_INF), jnp.float32(-_INF), jnp.float32(0.0)))
+    i_min, i_max, decay = loop(tiles, spread, (jnp.float32(_INF), jnp.float32(-_INF), jnp.float32(0.0)))
     offset_unit = reset_offset(i_min, i_max, decay)
     last = lax.iota(jnp.int32, siz_b) == siz_b - 1
 
@@ -85,17 +99,45 @@ def _chunk_gates_kernel(
         return last_of(b[0]), last_of(b[1]), last_max, last_of(emax_lo), last_of(count)
 
     start = jnp.float32(0.0), jnp.float32(0.0), jnp.float32(-_INF), jnp.float32(0.0), jnp.float32(0.0)
-    lax.fori_loop(0, tiles, step, start)
+    loop(tiles, step, start)
 
 
-def chunk_gates(vecI: jax.Array, vecF: jax.Array, *, problem: Problem, config: KernelConfig, interpret: bool = False) -> LocalGates:
+def _border_maxima_kernel(
+    g_ref,  # (padded NC,) running sum of log sigmoid(f) over the chunk
+    a_ref,  # (padded NC,) m of the chunk on its own
+    reset_ref,  # (padded NC,) 1 where the chunk has a reset
+    m_initial_ref,  # (1,)
+    m_ref,  # out (NC + 1,)
+    *,
+    block: int,
+):
+    border = pl.program_id(0)
+
+    def step(j, m):
+        chunks = pl.ds(j * block, block)
+        index = j * block + lax.iota(jnp.int32, block)
+        before = index < border
+        g = jnp.where(before, g_ref[chunks], 0.0)
+        resets = jnp.cumsum(jnp.where(before, reset_ref[chunks], 0.0))
+        hi, lo = split_for_exact_sums(g, jnp.max(jnp.abs(g)), block)
+        hi, lo, total_resets = jnp.cumsum(hi), jnp.cumsum(lo), jnp.max(resets)
+        last = lax.iota(jnp.int32, block) == block - 1
+        total_hi, total_lo = jnp.sum(jnp.where(last, hi, 0.0)), jnp.sum(jnp.where(last, lo, 0.0))
+        reaches = before & (resets == total_resets)
+        a = jnp.where(reaches, a_ref[chunks], -_INF) + ((total_hi - hi) + (total_lo - lo))
+        return jnp.maximum(jnp.where(total_resets > 0, -_INF, m + (total_hi + total_lo)), jnp.max(a))
+
+    m_ref[border] = loop(divide(border + (block - 1), block), step, m_initial_ref[0])
+
+
+def chunk_gates(
+    vecI: jax.Array, vecF: jax.Array, scaM_initial: jax.Array, *, problem: Problem, config: KernelConfig, interpret: bool = False
+) -> ChunkGates:
     """Launches the stage. Config: siz_b_LQ.
 
     Args:
       vecI, vecF: pre-activations (B, NH, S), float32.
-
-    Returns:
-      The LocalGates of every chunk, (B, NH, NC, L) each.
+      scaM_initial: (B, NH), float32.
     """
     p, stage = problem, config.stage("chunk_gates").fitted(problem)
     chunk = pl.BlockSpec((None, p.L), lambda c, b: (b, c))
@@ -114,4 +156,21 @@ def chunk_gates(vecI: jax.Array, vecF: jax.Array, *, problem: Problem, config: K
             siz_b=stage.siz_b_LQ,
         )(vecI.reshape(p.BNH, p.S), vecF.reshape(p.BNH, p.S))
     )
-    return LocalGates((b_hi, b_lo), (e_hi, e_lo), (emax_hi, emax_lo), offset)
+    local = LocalGates((b_hi, b_lo), (e_hi, e_lo), (emax_hi, emax_lo), offset)
+
+    block = min(next_power_of_two(p.NC), _BORDER_BLOCK)
+    padded = -(-p.NC // block) * block
+    summaries = [jnp.pad(x.astype(jnp.float32).reshape(p.BNH, p.NC), [(0, 0), (0, padded - p.NC)]) for x in chunk_summaries(local)]
+    row = pl.BlockSpec((None, padded), lambda c, b: (b, 0))
+    (m,) = kernel_call(
+        _border_maxima_kernel,
+        name="border_maxima",
+        grid=(p.NC + 1, p.BNH),
+        in_specs=[row, row, row, pl.BlockSpec((None, 1), lambda c, b: (b, 0))],
+        out_specs=[pl.BlockSpec((None, p.NC + 1), lambda c, b: (b, 0))],
+        out_shape=[jax.ShapeDtypeStruct((p.BNH, p.NC + 1), jnp.float32)],
+        stage=stage,
+        interpret=interpret,
+        block=block,
+    )(*summaries, scaM_initial.reshape(p.BNH, 1))
+    return join_chunks(local, m.reshape(p.B, p.NH, p.NC + 1))

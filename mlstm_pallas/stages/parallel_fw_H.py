@@ -4,24 +4,23 @@
     z_t   = w_t scale n_c . q_t + sum_s P_ts
     h_t   = num_t / (max(|z_t|, norm_val exp(-m_t)) + eps)
 
-Grid (DHHV / siz_b_DHHV, S / siz_b_LQ, B * NH). A program owns siz_b_LQ rows of siz_b_DHHV columns of h, in fp32 registers. It loops over DHQK in
-steps of siz_b_DHQK for the part of the state, then over the key tiles of siz_b_LKV rows at and before its own rows in the chunk. The
-stabilisers are known, so nothing is rescaled on the way. The column blocks of the same rows run next to each other: q, k and the
-gates come from L2 but once.
+Grid (DHHV / siz_b_DHHV, S / siz_b_LQ, B * NH). A program owns siz_b_LQ rows of siz_b_DHHV columns of h, in fp32 registers. It loops
+over DHQK in steps of siz_b_DHQK for the part of the state, then over the key tiles of siz_b_LKV rows at and before its own rows in the
+chunk. The stabilisers are known, so nothing is rescaled on the way. The column blocks of the same rows run next to each other: q, k
+and the gates come from L2 but once.
 
-FLOPs (for L = chunk size): 2 B NH S DHQK DHHV + B NH S L (DHQK DHHV / siz_b_DHHV + DHHV). Bytes: B NH (S (2 DHQK + 2 DHHV) + NC DHQK DHHV) itemsize.
+FLOPs: 2 B NH S DHQK DHHV + B NH S L (DHQK DHHV / siz_b_DHHV + DHHV). Bytes: B NH (S (2 DHQK + 2 DHHV) + NC DHQK DHHV) itemsize.
 """
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.launch import kernel_call
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.tiles import Precision, blocks, causal_mask, decay_tile, dot
+from mlstm_pallas.tiles import Precision, blocks, causal_mask, decay_tile, divide, dot, loop, remainder
 
 # Queries are kept in shared memory, whole, while the loop over keys runs, as long as they take no more than this; beyond it
 # they are read again, block by block, for every key tile.
@@ -54,22 +53,27 @@ def _parallel_fw_H_kernel(
     precision: Precision,
 ):
     LQ, DHQK = q_ref.shape
-    row = (pl.program_id(1) % (L // LQ)) * LQ  # of the first query, inside its chunk
+    row = remainder(pl.program_id(1), L // LQ) * LQ  # of the first query, inside its chunk
     num_k = DHQK // siz_b_DHQK
 
-    def from_state(ik, carry):
-        num, z = carry
+    # q . n has a loop of its own: where a tile that the pipeline loads feeds a product and plain arithmetic as well, Triton gives it one
+    # buffer too few, and the copy of a later tile overwrites it under the running product.
+    def add_norm(ik, z):
         columns = pl.ds(ik * siz_b_DHQK, siz_b_DHQK)
-        q = q_ref[:, columns]
-        z += jnp.sum(q.astype(jnp.float32) * n_ref[columns][None, :], axis=1)
-        return num + dot(q, C_ref[columns, :], precision), z
+        return z + jnp.sum(q_ref[:, columns].astype(jnp.float32) * n_ref[columns][None, :], axis=1)
 
-    zeros = jnp.zeros((LQ, h_ref.shape[1]), jnp.float32), jnp.zeros((LQ,), jnp.float32)
-    num, z = lax.fori_loop(0, num_k, from_state, zeros)
+    def add_state(ik, num):
+        columns = pl.ds(ik * siz_b_DHQK, siz_b_DHQK)
+        return num + dot(q_ref[:, columns], C_ref[columns, :], precision)
+
+    num = loop(num_k, add_state, jnp.zeros((LQ, h_ref.shape[1]), jnp.float32))
+    if resident:
+        q_whole = q_ref[...]
+        z = jnp.sum(q_whole.astype(jnp.float32) * n_ref[...][None, :], axis=1)
+    else:
+        z = loop(num_k, add_norm, jnp.zeros((LQ,), jnp.float32))
     w = w_ref[...] * scale
     num, z = num * w[:, None], z * w
-
-    q_whole = q_ref[...] if resident else None
     u_hi, u_lo = u_hi_ref[...], u_lo_ref[...]
 
     def from_keys(j, carry):
@@ -83,13 +87,13 @@ def _parallel_fw_H_kernel(
                 columns = pl.ds(ik * siz_b_DHQK, siz_b_DHQK)
                 return scores + dot(q_ref[:, columns], k_ref[rows, columns], precision, b_axis=1)
 
-            scores = lax.fori_loop(0, num_k, add_columns, jnp.zeros((LQ, siz_b_LKV), jnp.float32))
+            scores = loop(num_k, add_columns, jnp.zeros((LQ, siz_b_LKV), jnp.float32))
         D = decay_tile(e_hi_ref[rows], e_lo_ref[rows], u_hi, u_lo, causal_mask(LQ, siz_b_LKV, row - j * siz_b_LKV))
         P = scores * (D * scale)
         return num + dot(P.astype(v_ref.dtype), v_ref[rows, :], precision), z + jnp.sum(P, axis=1)
 
-    num_keys = (row + LQ + siz_b_LKV - 1) // siz_b_LKV
-    num, z = lax.fori_loop(0, num_keys, from_keys, (num, z))
+    num_keys = divide(row + LQ + siz_b_LKV - 1, siz_b_LKV)
+    num, z = loop(num_keys, from_keys, (num, z))
 
     floor = norm_val * jnp.exp(-m_ref[...]) if stabilize_correctly and norm_val > 0 else norm_val
     den = jnp.maximum(jnp.abs(z), floor) + eps

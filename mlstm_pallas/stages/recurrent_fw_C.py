@@ -4,7 +4,8 @@
 
 Grid (DHHV / siz_b_DHHV, DHQK / siz_b_DHQK, B * NH). A program owns a siz_b_DHQK x siz_b_DHHV block of C, in fp32 registers, and walks
 over the sequence in tiles of siz_b_LKV rows; at a chunk's start it stores the block in the kernel dtype. The programs of the first
-column block also own n.
+column block also own n. The block is kept transposed: k has to be scaled, hence to pass through registers, and goes from there to
+shared memory row by row as the right operand, while v is read transposed from where the copy put it.
 
 FLOPs: 2 B NH S DHQK DHHV. Bytes: k and v once for each column and row block (the repeats mostly from L2), the states once:
 B NH (S (DHQK + DHHV) + NC DHQK DHHV) itemsize.
@@ -12,14 +13,13 @@ B NH (S (DHQK + DHHV) + NC DHQK DHHV) itemsize.
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.launch import kernel_call
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.tiles import Precision, blocks, dot
+from mlstm_pallas.tiles import Precision, blocks, divide, dot, loop, remainder
 
 
 def _recurrent_fw_C_kernel(
@@ -43,27 +43,27 @@ def _recurrent_fw_C_kernel(
     owns_n = pl.program_id(0) == 0
 
     def step(tile, carry):
-        C, n = carry
-        chunk = tile // tiles
-        starts = tile % tiles == 0
+        CT, n = carry
+        chunk = divide(tile, tiles)
+        starts = remainder(tile, tiles) == 0
 
-        @pl.when(starts & (chunk % save_every == 0))
+        @pl.when(remainder(tile, tiles * save_every) == 0)
         def _store_border():
-            C_ref[chunk // save_every, :, :] = C.astype(C_ref.dtype)
+            C_ref[divide(chunk, save_every), :, :] = CT.astype(C_ref.dtype).T
 
             @pl.when(owns_n)
             def _():
-                n_ref[chunk // save_every, :] = n
+                n_ref[divide(chunk, save_every), :] = n
 
         rows = pl.ds(tile * siz_b_LKV, siz_b_LKV)
         k = k_ref[rows, :]
         kbar = k.astype(jnp.float32) * abar_ref[rows][:, None]
         gamma = jnp.where(starts, gamma_ref[chunk], 1.0)
-        C = C * gamma + dot(kbar.astype(k.dtype), v_ref[rows, :], precision, a_axis=0)
-        return C, n * gamma + jnp.sum(kbar, axis=0)
+        CT = CT * gamma + dot(v_ref[rows, :], kbar.astype(k.dtype), precision, a_axis=0)
+        return CT, n * gamma + jnp.sum(kbar, axis=0)
 
-    C, n = lax.fori_loop(0, num_chunks * tiles, step, (C_initial_ref[...], n_initial_ref[...]))
-    C_last_ref[...] = C
+    CT, n = loop(num_chunks * tiles, step, (C_initial_ref[...].T, n_initial_ref[...]))
+    C_last_ref[...] = CT.T
 
     @pl.when(owns_n)
     def _():
