@@ -23,6 +23,8 @@ class StageConfig:
       siz_b_LQ, siz_b_LKV: rows of queries and of keys in a tile.
       siz_b_DHQK, siz_b_DHHV: head dimension columns of q, k and of v, h in a tile.
       num_warps, num_stages: Triton's warps per program and depth of the software pipeline.
+      keep_q: parallel_fw_H only: keep the queries of a tile whole in shared memory during the loop over keys, instead of reading them
+        block by block for every key tile. Needs siz_b_LQ * DHQK elements of it, and a padded DHQK that is a power of two.
     """
 
     siz_b_LQ: int = 64
@@ -31,6 +33,7 @@ class StageConfig:
     siz_b_DHHV: int = 64
     num_warps: int = 4
     num_stages: int = 2
+    keep_q: bool = True
 
     def __post_init__(self):
         for name in ("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV"):
@@ -54,6 +57,7 @@ class StageConfig:
             siz_b_LKV=fit(self.siz_b_LKV, problem.L),
             siz_b_DHQK=fit(self.siz_b_DHQK, problem.DHQK),
             siz_b_DHHV=fit(self.siz_b_DHHV, problem.DHHV),
+            keep_q=self.keep_q and is_power_of_two(problem.DHQK),
         )
 
 
@@ -66,7 +70,7 @@ class KernelConfig:
 
     Attributes:
       chunk_size: L, a power of two >= 16.
-      precision: of float32 products: None is true float32 quality.
+      precision: of float32 products. None: true float32 quality, as six bfloat16 products on the tensor cores.
       chunk_gates, recurrent_fw_C, parallel_fw_H: tiles of the stages.
     """
 
@@ -82,6 +86,14 @@ class KernelConfig:
             if not isinstance(getattr(self, stage), StageConfig | None):
                 raise TypeError(f"config.{stage} is a {type(getattr(self, stage)).__name__}, expected a StageConfig or None")
 
+    def dot_precision(self, dtype: jnp.dtype, interpret: bool) -> Precision:
+        """The precision of products of tiles of dtype; a CPU, which interprets, has no split algorithms but multiplies exactly."""
+        if dtype != jnp.float32:
+            return None
+        if interpret and not isinstance(self.precision, lax.Precision):
+            return lax.Precision.HIGHEST
+        return lax.DotAlgorithmPreset.BF16_BF16_F32_X6 if self.precision is None else self.precision
+
     @property
     def L(self) -> int:
         if self.chunk_size is None:
@@ -95,10 +107,15 @@ class KernelConfig:
         return stage
 
 
+# Devices with the multiprocessor of a tuned one.
+_SAME_CHIP = (("H100", "nvidia_h200"), ("H200", "nvidia_h200"), ("H800", "nvidia_h200"))
+
+
 @functools.cache
-def tuned_rows(device_kind: str) -> tuple[dict, ...]:
+def tuned_rows(device_kind: str) -> tuple[dict[str, Any], ...]:
     """The rows of tuning/<device kind>.json; none for a device that was never tuned."""
-    file = resources.files("mlstm_pallas") / "tuning" / f"{device_kind.lower().replace(' ', '_')}.json"
+    name = next((file for chip, file in _SAME_CHIP if chip in device_kind), device_kind.lower().replace(" ", "_"))
+    file = resources.files("mlstm_pallas") / "tuning" / f"{name}.json"
     return tuple(json.loads(file.read_text())["rows"]) if file.is_file() else ()
 
 
@@ -114,15 +131,22 @@ def tuned_config(device_kind: str, DHQK: int, DHHV: int, dtype: jnp.dtype) -> Ke
     return None
 
 
-def heuristic_config(DHQK: int, DHHV: int, dtype: jnp.dtype) -> KernelConfig:
+def heuristic_config(DHQK: int, dtype: jnp.dtype) -> KernelConfig:
     """Tiles that fit 99 KiB of shared memory, the least of the supported devices, at any head size."""
     wide = dtype.itemsize > 2
-    tile = 32 if wide else 64
     return KernelConfig(
         chunk_size=64 if wide else 128,
         chunk_gates=StageConfig(siz_b_LQ=32, num_warps=1, num_stages=1),
-        recurrent_fw_C=StageConfig(siz_b_LKV=tile, siz_b_DHQK=64, siz_b_DHHV=64, num_warps=4, num_stages=2),
-        parallel_fw_H=StageConfig(siz_b_LQ=64, siz_b_LKV=tile, siz_b_DHQK=tile, siz_b_DHHV=64, num_warps=4, num_stages=2),
+        recurrent_fw_C=StageConfig(siz_b_LKV=64, siz_b_DHQK=64, siz_b_DHHV=64, num_warps=4, num_stages=2),
+        parallel_fw_H=StageConfig(
+            siz_b_LQ=64,
+            siz_b_LKV=32,
+            siz_b_DHQK=32 if wide else 64,
+            siz_b_DHHV=128,
+            num_warps=4,
+            num_stages=2,
+            keep_q=not wide and DHQK <= 256,
+        ),
     )
 
 
@@ -141,13 +165,10 @@ def config_for(
     The chunk size is clamped to S; a tile beyond its axis is shortened when a stage is launched.
     """
     DHQK, DHHV = padded_head_dim(DHQK), padded_head_dim(DHHV)
-    filled = tuned_config(device_kind, DHQK, DHHV, dtype) or heuristic_config(DHQK, DHHV, dtype)
+    filled = tuned_config(device_kind, DHQK, DHHV, dtype) or heuristic_config(DHQK, dtype)
     if explicit is not None:
         given = {f.name: getattr(explicit, f.name) for f in dataclasses.fields(explicit)}
         filled = dataclasses.replace(filled, **{name: x for name, x in given.items() if x is not None})
     if chunk_size is not None:
         filled = dataclasses.replace(filled, chunk_size=chunk_size)
-    precision = filled.precision
-    if precision is None and dtype == jnp.float32:
-        precision = lax.Precision.HIGHEST
-    return dataclasses.replace(filled, chunk_size=clamp_chunk_size(filled.L, S), precision=precision)
+    return dataclasses.replace(filled, chunk_size=clamp_chunk_size(filled.L, S))

@@ -22,10 +22,6 @@ from mlstm_pallas.launch import kernel_call
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.tiles import Precision, blocks, causal_mask, decay_tile, divide, dot, loop, remainder
 
-# Queries are kept in shared memory, whole, while the loop over keys runs, as long as they take no more than this; beyond it
-# they are read again, block by block, for every key tile.
-_RESIDENT_BYTES = 64 * 1024
-
 
 def _parallel_fw_H_kernel(
     q_ref,  # (siz_b_LQ, DHQK)
@@ -49,7 +45,7 @@ def _parallel_fw_H_kernel(
     L: int,
     siz_b_LKV: int,
     siz_b_DHQK: int,
-    resident: bool,
+    keep_q: bool,
     precision: Precision,
 ):
     LQ, DHQK = q_ref.shape
@@ -67,7 +63,7 @@ def _parallel_fw_H_kernel(
         return num + dot(q_ref[:, columns], C_ref[columns, :], precision)
 
     num = loop(num_k, add_state, jnp.zeros((LQ, h_ref.shape[1]), jnp.float32))
-    if resident:
+    if keep_q:
         q_whole = q_ref[...]
         z = jnp.sum(q_whole.astype(jnp.float32) * n_ref[...][None, :], axis=1)
     else:
@@ -79,7 +75,7 @@ def _parallel_fw_H_kernel(
     def from_keys(j, carry):
         num, z = carry
         rows = pl.ds(j * siz_b_LKV, siz_b_LKV)
-        if resident:
+        if keep_q:
             scores = dot(q_whole, k_ref[rows, :], precision, b_axis=1)
         else:
 
@@ -122,7 +118,7 @@ def parallel_fw_H(
     output_dtype: jnp.dtype,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Launches the stage. Config: siz_b_LQ, siz_b_LKV, siz_b_DHQK, siz_b_DHHV.
+    """Launches the stage. Config: siz_b_LQ, siz_b_LKV, siz_b_DHQK, siz_b_DHHV, keep_q.
 
     Args:
       matQ, matK: (B, NH, S, DHQK), matV: (B, NH, S, DHHV), in the kernel dtype.
@@ -135,7 +131,6 @@ def parallel_fw_H(
     p, stage = problem, config.stage("parallel_fw_H").fitted(problem)
     LQ, LKV, BK, BV = stage.siz_b_LQ, stage.siz_b_LKV, stage.siz_b_DHQK, stage.siz_b_DHHV
     row_blocks = blocks(p.L, LQ)
-    resident = p.DHQK & (p.DHQK - 1) == 0 and LQ * p.DHQK * matQ.dtype.itemsize <= _RESIDENT_BYTES
 
     rows = pl.BlockSpec((None, LQ), lambda iv, iq, b: (b, iq))
     chunk = pl.BlockSpec((None, p.L), lambda iv, iq, b: (b, iq // row_blocks))
@@ -170,8 +165,8 @@ def parallel_fw_H(
         L=p.L,
         siz_b_LKV=LKV,
         siz_b_DHQK=BK,
-        resident=resident,
-        precision=config.precision,
+        keep_q=stage.keep_q,
+        precision=config.dot_precision(matQ.dtype, interpret),
     )(
         matQ.reshape(p.BNH, p.S, p.DHQK),
         matK.reshape(p.BNH, p.S, p.DHQK),

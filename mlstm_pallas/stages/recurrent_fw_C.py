@@ -130,7 +130,7 @@ def recurrent_fw_C(
         tiles=blocks(p.L, LKV),
         siz_b_LKV=LKV,
         save_every=save_every,
-        precision=config.precision,
+        precision=config.dot_precision(matK.dtype, interpret),
     )(
         matK.reshape(p.BNH, p.S, p.DHQK),
         matV.reshape(p.BNH, p.S, p.DHHV),
