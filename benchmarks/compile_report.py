@@ -1,0 +1,428 @@
+r"""Compiles the kernels of mlstm_chunkwise for a named GPU, on a machine that needs none, and prints what each takes of the device.
+
+    python benchmarks/compile_report.py --device=H200 --heads=128/256,256/512 --dtype=bfloat16
+
+A row a kernel, as soon as it is compiled. Exit code 1 when one does not compile or does not fit, 2 when the request makes no sense.
+The compiler is the Triton package, not the build of Triton inside XLA: spills and shared memory can differ a little from what runs.
+"""
+
+import atexit
+import contextlib
+import dataclasses
+import functools
+import importlib.util
+import io
+import json
+import multiprocessing
+import os
+import re
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+
+import jax
+import jax.numpy as jnp
+from absl import app, flags
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from mlstm_pallas import KernelConfig, mlstm_chunkwise
+from mlstm_pallas.config import STAGES, config_for
+from mlstm_pallas.problem import KERNEL_DTYPES, check_chunk_size, make_problem
+
+# Enough to make every stage's grid three-dimensional; the code of a kernel depends on them only through arrays beyond 2**32 bytes.
+BATCH, NUM_HEADS = 1, 8
+
+SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # that one block may have, by compute capability
+
+
+class RequestError(ValueError):
+    """What was asked for does not exist; the message is for the user."""
+
+
+class CompileError(RuntimeError):
+    """A kernel that the compiler refuses; the message is its cause, on one line."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Device:
+    """A GPU to compile for: device_kind as JAX reports it, and compute capability times ten."""
+
+    kind: str
+    capability: int
+
+    @property
+    def shared_bytes(self) -> int:
+        """Shared memory that one block may have, bytes."""
+        return SHARED_KIB[self.capability] * 1024
+
+
+DEVICES = {
+    "A100": Device("NVIDIA A100-SXM4-80GB", 80),
+    "A10": Device("NVIDIA A10", 86),
+    "RTX3090": Device("NVIDIA GeForce RTX 3090", 86),
+    "L4": Device("NVIDIA L4", 89),
+    "RTX4090": Device("NVIDIA GeForce RTX 4090", 89),
+    "H100": Device("NVIDIA H100 80GB HBM3", 90),
+    "H200": Device("NVIDIA H200", 90),
+    "B200": Device("NVIDIA B200", 100),
+    "RTX5090": Device("NVIDIA GeForce RTX 5090", 120),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Lowered:
+    """A kernel as JAX hands it to the compiler: Triton IR and launch parameters; cause says why there is no IR."""
+
+    name: str
+    grid: tuple[int, ...]
+    num_warps: int
+    num_stages: int
+    ir: str = ""
+    cause: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Usage:
+    """What a compiled kernel takes.
+
+    Attributes:
+      registers: a thread.
+      spill_store_bytes, spill_load_bytes: a thread, in the code (not times the iterations of a loop).
+      shared_bytes: a block.
+      wgmma, mma, cp_async: instructions in the code: Hopper's matrix products, those of other generations, asynchronous copies.
+      wgmma_serialized: whether ptxas makes every wgmma wait for the one before.
+      compile_seconds: Triton IR to machine code.
+    """
+
+    registers: int
+    spill_store_bytes: int
+    spill_load_bytes: int
+    shared_bytes: int
+    wgmma: int
+    mma: int
+    cp_async: int
+    wgmma_serialized: bool
+    compile_seconds: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A kernel of the report. usage is None where there is none; cause is empty when the kernel compiles and fits the device."""
+
+    device: str
+    DHQK: int
+    DHHV: int
+    dtype: str
+    stage: str
+    chunk_size: int
+    grid: tuple[int, ...] = ()
+    config: dict[str, int] = dataclasses.field(default_factory=dict)  # the fields of its StageConfig; of a stage without one, none
+    num_warps: int = 0
+    num_stages: int = 0
+    usage: Usage | None = None
+    cause: str = ""
+
+
+def find_device(name: str) -> Device:
+    known = {key.lower(): device for key, device in DEVICES.items()}
+    if name.lower() not in known:
+        raise RequestError(f"unknown device {name!r}, known are {', '.join(DEVICES)}")
+    return known[name.lower()]
+
+
+def _one_line(error: BaseException) -> str:
+    text, _, _ = f"{type(error).__name__}: {error}".partition("Repro command")
+    return " ".join(text.split())[:300]
+
+
+def _triton_ir(lowered: jax.stages.Lowered) -> str:
+    """The Triton IR, as text, of the one kernel in a lowered computation."""
+    # JAX has no public way to it: the custom call holds MLIR bytecode, which only the dialects inside jaxlib can read, and the
+    # Triton package wants text.
+    from jax._src.lib.mlir import ir
+    from jax._src.lib.triton import dialect
+
+    def calls(op):
+        for region in op.regions:
+            for block in region:
+                for child in block:
+                    if child.operation.name == "stablehlo.custom_call":
+                        yield child.operation.attributes
+                    yield from calls(child.operation)
+
+    module = lowered.compiler_ir()
+    [call] = [x for x in calls(module.operation) if x["call_target_name"].value == "__gpu$xla.gpu.triton"]
+    context = ir.Context()
+    dialect.register_dialect(context)
+    with context, ir.Location.unknown():
+        return ir.Module.parse(call["mhlo.backend_config"]["ir"].value_bytes).operation.get_asm(enable_debug_info=False)
+
+
+def _pallas_calls(jaxpr) -> Iterator:
+    """The pallas_call equations of a jaxpr and of the jaxprs inside."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "pallas_call":
+            yield equation
+            continue
+        for value in equation.params.values():
+            for inner in value if isinstance(value, (tuple, list)) else (value,):
+                inner = getattr(inner, "jaxpr", inner)
+                if hasattr(inner, "eqns"):
+                    yield from _pallas_calls(inner)
+
+
+def lowered_kernels(fn: Callable, *shapes: jax.ShapeDtypeStruct, device: Device) -> list[Lowered]:
+    """The distinct kernels of fn(*shapes), in order of appearance, lowered for the device; each on its own, so that all are tried."""
+
+    def on(kind: str):
+        return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kind, None, "gpu")))
+
+    with on(device.kind):
+        jaxpr = jax.make_jaxpr(fn)(*shapes).jaxpr
+    kernels = []
+    for call in _pallas_calls(jaxpr):
+        launch = call.params["compiler_params"]
+        kernel = Lowered(call.params["name"], tuple(call.params["grid_mapping"].grid), launch.num_warps, launch.num_stages)
+        args = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in call.invars]
+        try:
+            # JAX >= 0.11 lowers for the few kinds of device that it has heard of. The kind was needed to choose the tiles; from
+            # here on it decides on nothing but casts to float8.
+            with on("NVIDIA H200"):
+                traced = jax.jit(functools.partial(call.primitive.bind, **call.params)).trace(*args)
+                kernel = dataclasses.replace(kernel, ir=_triton_ir(traced.lower(lowering_platforms=("cuda",))))
+        except Exception as error:
+            kernel = dataclasses.replace(kernel, cause=_one_line(error))
+        kernels.append(kernel)
+    return list(dict.fromkeys(kernels))
+
+
+def parse_ptxas(log: str) -> tuple[int, int, int]:
+    """(registers, bytes of spill stores, of spill loads) a thread, of the kernel and its functions, out of what ptxas -v says."""
+    registers = re.findall(r"Used (\d+) registers", log)
+    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    if not registers or not spills:
+        raise ValueError(f"no registers or spills in the output of ptxas -v: {log!r}")
+    return max(map(int, registers)), sum(int(store) for store, _ in spills), sum(int(load) for _, load in spills)
+
+
+def _optimise(path: str, target, options: dict[str, int]) -> None:
+    """Triton's first passes over the IR in the file, in place: XLA runs them too, and triton.compile skips them for a .ttir file.
+
+    Without them a product is not folded into the accumulator that it is added to, and accumulators are counted twice.
+    """
+    from triton._C.libtriton import ir
+    from triton.compiler.compiler import make_backend
+
+    backend = make_backend(target)
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    module = ir.parse_mlir_module(path, context)
+    module.context = context
+    text = str(backend.make_ttir(module, {}, backend.parse_options(dict(options)), target.arch))
+    with open(path, "w") as file:
+        file.write(text)
+
+
+def _compile(ir: str, num_warps: int, num_stages: int, capability: int) -> Usage:
+    import triton
+    from triton import knobs
+    from triton.backends.compiler import GPUTarget
+
+    said = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(said):
+        knobs.cache.dir = folder  # a hit in the user's cache would have neither a log nor a compile time
+        knobs.nvidia.dump_ptxas_log = True
+        path = os.path.join(folder, "kernel.ttir")
+        with open(path, "w") as file:
+            file.write(ir)
+        start = time.perf_counter()
+        options = dict(num_warps=num_warps, num_stages=num_stages)
+        try:
+            _optimise(path, GPUTarget("cuda", capability, 32), options)
+            kernel = triton.compile(path, target=GPUTarget("cuda", capability, 32), options=options)
+        except Exception as error:
+            raise CompileError(_one_line(error)) from None  # triton's own exceptions do not all survive the way between processes
+        seconds = time.perf_counter() - start
+    ptx = kernel.asm["ptx"]
+    return Usage(
+        *parse_ptxas(said.getvalue()),
+        shared_bytes=kernel.metadata.shared,
+        wgmma=ptx.count("wgmma.mma_async"),
+        mma=len(re.findall(r"\bmma\.sync|tcgen05\.mma", ptx)),
+        cp_async=len(re.findall(r"cp\.async\.c[ag]\.", ptx)),
+        wgmma_serialized="wgmma.mma_async instructions are serialized" in said.getvalue(),
+        compile_seconds=seconds,
+    )
+
+
+def _send_stderr_to(path: str) -> None:
+    os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), 2)
+
+
+@functools.cache
+def _compiler() -> tuple[ProcessPoolExecutor, str]:
+    """A process to compile in and the file of its stderr. LLVM ends its process on an assertion, and some tiles get it there."""
+    stderr = tempfile.NamedTemporaryFile(suffix=".stderr")  # noqa: SIM115, it lives as long as the process
+    context = multiprocessing.get_context("spawn")
+    pool = ProcessPoolExecutor(1, mp_context=context, initializer=_send_stderr_to, initargs=(stderr.name,))
+    atexit.register(stderr.close)
+    atexit.register(pool.shutdown)
+    return pool, stderr.name
+
+
+@functools.cache
+def compile_kernel(ir: str, num_warps: int, num_stages: int, capability: int) -> Usage:
+    """Compiles Triton IR to machine code; the same kernel once in a process. Raises CompileError."""
+    if importlib.util.find_spec("triton") is None:
+        raise RequestError("compiling needs the triton package: pip install 'mlstm_pallas[test]'")
+    pool, stderr = _compiler()
+    said_before = os.path.getsize(stderr)
+    try:
+        return pool.submit(_compile, ir, num_warps, num_stages, capability).result()
+    except CompileError as error:
+        cause = str(error)
+    except BrokenProcessPool:
+        _compiler.cache_clear()
+        cause = "the compiler crashed"
+    with open(stderr, errors="replace") as file:
+        file.seek(said_before)
+        reason = re.search(r"(?:error: |LLVM ERROR|Assertion).*", file.read())
+    raise CompileError(f"{cause}; {reason[0][:200]}" if reason else cause)
+
+
+def _compiled_row(row: Row, kernel: Lowered, device: Device) -> Row:
+    usage, cause = None, kernel.cause
+    if not cause:
+        try:
+            usage = compile_kernel(kernel.ir, kernel.num_warps, kernel.num_stages, device.capability)
+        except CompileError as error:
+            cause = str(error)
+    if usage and usage.shared_bytes > device.shared_bytes:
+        cause = f"takes {usage.shared_bytes} bytes of shared memory, the device has {device.shared_bytes}"
+    launch = dict(grid=kernel.grid, num_warps=kernel.num_warps, num_stages=kernel.num_stages)
+    return dataclasses.replace(row, **launch, usage=usage, cause=cause)
+
+
+def report(
+    device: str,
+    heads: Sequence[tuple[int, int]],
+    dtypes: Sequence[str],
+    *,
+    stages: Sequence[str] = (),
+    seqlen: int = 8192,
+    chunk_size: int | None = None,
+    config: KernelConfig | None = None,
+    direction: str = "fwd",
+) -> Iterator[Row]:
+    """Yields a row a kernel of mlstm_chunkwise, compiled.
+
+    Args:
+      device: a name in DEVICES; also chooses the tuned config.
+      heads: (DHQK, DHHV) of each case.
+      dtypes: of q, k, v of each case.
+      stages: only these; empty: all.
+      seqlen: steps of the sequence.
+      chunk_size, config: in place of the default ones, as in mlstm_chunkwise.
+      direction: "fwd", or "fwbw" for the gradient with its forward.
+    """
+    target = find_device(device)
+    try:
+        check_chunk_size(chunk_size)
+    except ValueError as error:
+        raise RequestError(str(error)) from None
+    for dtype in dtypes:
+        if dtype not in KERNEL_DTYPES:
+            raise RequestError(f"unknown dtype {dtype!r}, known are {', '.join(KERNEL_DTYPES)}")
+
+    def forward(*args):
+        return mlstm_chunkwise(*args, chunk_size=chunk_size, backend="triton", config=config)
+
+    def gradient(*args):
+        return jax.grad(lambda *xs: jnp.sum(forward(*xs), dtype=jnp.float32), argnums=tuple(range(len(args))))(*args)
+
+    for DHQK, DHHV in heads:
+        for dtype in map(jnp.dtype, dtypes):
+            rows = BATCH, NUM_HEADS, seqlen
+            filled = config_for(DHQK, DHHV, seqlen, dtype, device_kind=target.kind, chunk_size=chunk_size, explicit=config)
+            problem = make_problem((*rows, DHQK), DHHV, filled.chunk_size, pad_heads=True)
+            case = Row(device, DHQK, DHHV, dtype.name, "(tracing)", problem.L)
+            qk, v, gate = (jax.ShapeDtypeStruct(s, d) for s, d in (((*rows, DHQK), dtype), ((*rows, DHHV), dtype), (rows, jnp.float32)))
+            try:
+                kernels = lowered_kernels(forward if direction == "fwd" else gradient, qk, qk, v, gate, gate, device=target)
+            except Exception as error:
+                yield dataclasses.replace(case, cause=_one_line(error))
+                continue
+            names = list(dict.fromkeys(kernel.name for kernel in kernels))
+            if missing := [stage for stage in stages if stage not in names]:
+                raise RequestError(f"no stage {', '.join(missing)} in {direction}, there are {', '.join(names)}")
+            for kernel in kernels:
+                if not stages or kernel.name in stages:
+                    tiles = dataclasses.asdict(filled.stage(kernel.name).fitted(problem)) if kernel.name in STAGES else {}
+                    yield _compiled_row(dataclasses.replace(case, stage=kernel.name, config=tiles), kernel, target)
+
+
+COLUMNS = {"heads": ">7", "dtype": "<8", "stage": "<16", "L": ">4", "grid": ">12", "LQ/LKV/DQK/DHV": ">15", "warps": ">5", "stages": ">6"}
+COLUMNS |= {"regs": ">4", "spill B": ">11", "shared KiB": ">11", "wgmma": ">5", "mma": ">5", "cp.async": ">8", "sec": ">5", "notes": ""}
+
+
+def _table_line(cells) -> str:
+    return "  ".join(map(format, map(str, cells), COLUMNS.values())).rstrip()
+
+
+def table_row(row: Row) -> str:
+    """A line of the table: spills as bytes stored/loaded, shared memory as taken/available."""
+    usage, limit = row.usage, find_device(row.device).shared_bytes // 1024
+    cells = [f"{row.DHQK}/{row.DHHV}", row.dtype, row.stage, row.chunk_size]
+    tiles = "/".join(str(size) for name, size in row.config.items() if name.startswith("siz_b_"))
+    cells += ["x".join(map(str, row.grid)), tiles, row.num_warps, row.num_stages]
+    if usage is None:
+        return _table_line([*cells, *["-"] * 7, row.cause])
+    cells += [usage.registers, f"{usage.spill_store_bytes}/{usage.spill_load_bytes}", f"{usage.shared_bytes / 1024:.1f}/{limit}"]
+    cells += [usage.wgmma, usage.mma, usage.cp_async, f"{usage.compile_seconds:.1f}"]
+    return _table_line([*cells, "; ".join(filter(None, (row.cause, "wgmma serialized" if usage.wgmma_serialized else "")))])
+
+
+def parse_heads(text: str) -> tuple[int, int]:
+    match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text.strip())
+    if not match:
+        raise RequestError(f"cannot read the head sizes {text!r}, expected DHQK/DHHV as in 128/256")
+    return int(match[1]), int(match[2])
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Not at import: whoever imports this module has flags of their own."""
+    flags.DEFINE_string("device", "H200", f"The GPU to compile for: {', '.join(DEVICES)}.", flag_values=values)
+    flags.DEFINE_list("heads", ["64/64", "128/256", "256/512"], "Head sizes, DHQK/DHHV each.", flag_values=values)
+    flags.DEFINE_list("dtype", ["bfloat16", "float32"], f"Of q, k, v: {', '.join(KERNEL_DTYPES)}.", flag_values=values)
+    flags.DEFINE_list("stage", [], "Only these stages; empty: all.", flag_values=values)
+    flags.DEFINE_integer("seqlen", 8192, "Steps of the sequence.", lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("chunk_size", None, "Steps of a chunk; none: the default config's.", flag_values=values)
+    flags.DEFINE_enum("direction", "fwd", ["fwd", "fwbw"], "Forward, or gradient with its forward.", flag_values=values)
+    flags.DEFINE_bool("jsonl", False, "Print JSON lines, with sizes in bytes, not a table.", flag_values=values)
+
+
+def run(options: flags.FlagValues) -> int:
+    """Prints the report that the flags ask for; returns the exit code."""
+    failed = False
+    try:
+        heads = [parse_heads(text) for text in options.heads]
+        sizes = dict(seqlen=options.seqlen, chunk_size=options.chunk_size)
+        rows = report(options.device, heads, options.dtype, stages=options.stage, direction=options.direction, **sizes)
+        for index, row in enumerate(rows):
+            if index == 0 and not options.jsonl:
+                print(_table_line(COLUMNS))
+            print(json.dumps(dataclasses.asdict(row)) if options.jsonl else table_row(row), flush=True)
+            failed |= bool(row.cause)
+    except RequestError as error:
+        print(f"compile_report: {error}", file=sys.stderr)
+        return 2
+    return int(failed)
+
+
+if __name__ == "__main__":
+    define_flags(flags.FLAGS)
+    app.run(lambda _: run(flags.FLAGS))

@@ -1,0 +1,73 @@
+"""What the tests share: random inputs, the float64 oracle, the error norm and the tolerances."""
+
+import functools
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mlstm_pallas import reference
+
+NAMES = ("q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial")
+
+
+def random_inputs(seed, B, NH, S, DHQK, DHHV, *, dtype="float32", states=True, i_scale=1.0, f_shift=2.0, f_scale=1.0, resets=False):
+    """Arguments of mlstm_chunkwise as a dict. q, k and n are positive, which keeps |z| away from zero: 1/|z| is heavy-tailed."""
+    r = np.random.default_rng(seed)
+    x = {
+        "q": np.abs(r.normal(size=(B, NH, S, DHQK))) + 0.2,
+        "k": np.abs(r.normal(size=(B, NH, S, DHQK))) + 0.2,
+        "v": r.normal(size=(B, NH, S, DHHV)),
+        "i": r.normal(size=(B, NH, S)) * i_scale,
+        "f": r.normal(size=(B, NH, S)) * f_scale + f_shift,
+    }
+    if resets:
+        x["f"] = np.where(r.random((B, NH, S)) < 0.1, -np.inf, x["f"])
+        x["f"] = np.where(r.random((B, NH, S)) < 0.1, np.inf, x["f"])
+        x["i"] = np.where(r.random((B, NH, S)) < 0.3, -np.inf, x["i"])
+    if states:
+        x["c_initial"] = r.normal(size=(B, NH, DHQK, DHHV))
+        x["n_initial"] = np.abs(r.normal(size=(B, NH, DHQK)))
+        x["m_initial"] = r.normal(size=(B, NH))
+    return {name: jnp.asarray(value, dtype if name in "qkv" else "float32") for name, value in x.items()}
+
+
+@functools.partial(jax.jit, static_argnames=("eps", "stabilize_correctly", "norm_val"))
+def _recurrence(inputs, **options):
+    return reference.recurrence(**inputs, **options)
+
+
+def oracle(inputs, **options):
+    """reference.recurrence in float64: h, (c, n, m) as float64 numpy arrays. Options: eps, stabilize_correctly, norm_val."""
+    with jax.enable_x64(True):
+        wide = {name: jnp.asarray(np.asarray(x.astype("float32")), "float64") for name, x in inputs.items()}
+        return jax.tree.map(np.asarray, _recurrence(wide, **options))
+
+
+def error(actual, expected):
+    """||actual - expected|| / ||expected||; infinite where one is finite and the other is not."""
+    actual, expected = np.asarray(jnp.asarray(actual).astype("float32"), "float64"), np.asarray(expected, "float64")
+    assert actual.shape == expected.shape
+    finite = np.isfinite(expected)
+    if not np.array_equal(finite, np.isfinite(actual)):
+        return math.inf
+    if not np.array_equal(actual[~finite], expected[~finite]):
+        return math.inf
+    difference, size = np.linalg.norm((actual - expected)[finite]), np.linalg.norm(expected[finite])
+    return difference / size if size else difference
+
+
+def tolerance(dtype, terms):
+    """Bound on the relative norm of a result whose products have operands of ``dtype`` and whose sums have ``terms`` terms.
+
+    Four independent roundings to the kernel dtype lie on the way to h (an operand, a weight or the state, the other operand's weight, the
+    result), each of at most u / sqrt(3) in the mean; float32 sums of n terms add sqrt(n) roundings of float32.
+    """
+    unit = {"bfloat16": 2.0**-8, "float32": 2.0**-24}[jnp.dtype(dtype).name]
+    return math.sqrt(4 / 3) * unit + math.sqrt(terms) * 2.0**-24
+
+
+def assert_close(actual, expected, bound, what=""):
+    found = error(actual, expected)
+    assert found <= bound, f"{what}: relative error {found:.2e} above {bound:.2e}"

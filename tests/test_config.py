@@ -1,0 +1,68 @@
+"""config_for: explicit > tuned row > heuristic; and every tuned row is a valid config."""
+
+import json
+from importlib import resources
+
+import jax.numpy as jnp
+import pytest
+
+from mlstm_pallas import KernelConfig, StageConfig, config
+from mlstm_pallas.config import STAGES, config_for, config_from_row, heuristic_config, tuned_config
+from mlstm_pallas.problem import Problem
+
+BF16 = jnp.dtype("bfloat16")
+FILES = sorted(x.name for x in (resources.files("mlstm_pallas") / "tuning").iterdir() if x.name.endswith(".json"))
+
+
+def test_explicit_beats_tuned_beats_heuristic():
+    tuned = tuned_config("NVIDIA H200", 256, 512, BF16)
+    heuristic = heuristic_config(256, BF16)
+    assert tuned is not None
+    assert tuned.parallel_fw_H != heuristic.parallel_fw_H
+    assert config_for(256, 512, 8192, BF16, device_kind="NVIDIA H200").parallel_fw_H == tuned.parallel_fw_H
+    assert config_for(256, 512, 8192, BF16).parallel_fw_H == heuristic.parallel_fw_H
+    mine = StageConfig(siz_b_LQ=32)
+    filled = config_for(256, 512, 8192, BF16, device_kind="NVIDIA H200", explicit=KernelConfig(parallel_fw_H=mine), chunk_size=64)
+    assert filled.parallel_fw_H == mine
+    assert filled.recurrent_fw_C == tuned.recurrent_fw_C
+    assert filled.L == 64
+
+
+def test_the_chunk_is_clamped_to_the_sequence():
+    assert config_for(64, 64, 100, BF16, chunk_size=1024).L == 128
+    assert config_for(64, 64, 1, BF16).L == 16
+
+
+def test_odd_heads_use_the_row_of_their_padded_size():
+    assert config_for(250, 500, 8192, BF16, device_kind="NVIDIA H200") == config_for(256, 512, 8192, BF16, device_kind="NVIDIA H200")
+
+
+def test_the_same_chip_shares_its_rows():
+    assert config.tuned_rows("NVIDIA H100 80GB HBM3") == config.tuned_rows("NVIDIA H200") != ()
+    assert config.tuned_rows("some other device") == ()
+
+
+def test_tiles_are_shortened_to_what_divides_the_problem():
+    stage = StageConfig(siz_b_LQ=128, siz_b_LKV=128, siz_b_DHQK=128, siz_b_DHHV=256).fitted(Problem(1, 1, 64, 192, 320, 32, 1.0))
+    assert (stage.siz_b_LQ, stage.siz_b_LKV, stage.siz_b_DHQK, stage.siz_b_DHHV) == (32, 32, 64, 64)
+    assert not stage.keep_q  # 192 is no power of two
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_every_tuned_row_is_a_config(name):
+    rows = json.loads((resources.files("mlstm_pallas") / "tuning" / name).read_text())["rows"]
+    assert rows
+    keys = [(row["DHQK"], row["DHHV"], row["dtype"]) for row in rows]
+    assert len(set(keys)) == len(keys)
+    for row in rows:
+        made = config_from_row(row)
+        assert set(row) <= {"DHQK", "DHHV", "dtype", "chunk_size", "measured", *STAGES}
+        assert isinstance(made.L, int)
+        for stage in STAGES:
+            assert isinstance(made.stage(stage), StageConfig)
+
+
+def test_the_package_carries_its_data():
+    files = {x.name for x in resources.files("mlstm_pallas").iterdir()}
+    assert "py.typed" in files
+    assert "nvidia_h200.json" in FILES

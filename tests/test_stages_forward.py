@@ -1,0 +1,202 @@
+"""Each forward stage, interpreted, against its plain jnp form in float64; and the stages together against the recurrence."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import assert_close, error, oracle, random_inputs, tolerance
+
+from mlstm_pallas import KernelConfig, StageConfig, gates, mlstm_chunkwise, reference
+from mlstm_pallas.config import config_for
+from mlstm_pallas.problem import Problem
+from mlstm_pallas.stages.parallel_fw_H import parallel_fw_H
+from mlstm_pallas.stages.recurrent_fw_C import recurrent_fw_C
+
+NORMALISER = {"eps": 1e-6, "stabilize_correctly": True, "norm_val": 1.0}
+
+
+def tiles(LQ, LKV, DHQK, DHHV, keep_q=True):
+    return StageConfig(siz_b_LQ=LQ, siz_b_LKV=LKV, siz_b_DHQK=DHQK, siz_b_DHHV=DHHV, keep_q=keep_q)
+
+
+TILES = {
+    "16x16x16x16": tiles(16, 16, 16, 16),
+    "64x16x32x16": tiles(64, 16, 32, 16),
+    "16x64x16x32": tiles(16, 64, 16, 32),
+    "32x32x64x64_q_reread": tiles(32, 32, 64, 64, keep_q=False),
+    "16x32x16x32_q_reread": tiles(16, 32, 16, 32, keep_q=False),
+}
+
+
+@functools.cache
+def stage_case(dtype, L, DHQK=32, DHHV=64, S=128, resets=False):
+    """Inputs of the stages and their float64 results in plain jnp."""
+    problem = Problem(1, 2, S, DHQK, DHHV, L, DHQK**-0.5)
+    x = random_inputs(L + DHQK, 1, 2, S, DHQK, DHHV, dtype=dtype, resets=resets)
+    split = [x[name].reshape(1, 2, S // L, L, *x[name].shape[3:]) for name in "qkvif"]
+    made = gates.chunk_gates(split[3], split[4], x["m_initial"])
+    with jax.enable_x64(True):
+        q, k, v = (y.astype("float64") for y in split[:3])
+        wide = jax.tree.map(lambda y: y.astype("float64"), made)
+        states = reference.chunk_states(k, v, wide, x["c_initial"].astype("float64"), x["n_initial"].astype("float64"))
+        num, z = reference.chunk_outputs(q, k, v, wide, *states[:2])
+        h = reference.normalise(num, z, wide.vecM, **NORMALISER)
+        expected = jax.tree.map(np.asarray, (states, h.reshape(1, 2, S, DHHV), z.reshape(1, 2, S)))
+    return problem, x, made, expected
+
+
+@pytest.mark.parametrize("tiling", TILES)
+@pytest.mark.parametrize("L", [16, 64, 128])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_recurrent_fw_C(dtype, L, tiling):
+    problem, x, made, (expected, _, _) = stage_case(dtype, L)
+    config = KernelConfig(recurrent_fw_C=TILES[tiling])
+    found = recurrent_fw_C(x["k"], x["v"], made, x["c_initial"], x["n_initial"], problem=problem, config=config, interpret=True)
+    C, n, C_last, n_last = found
+    assert C.dtype == jnp.dtype(dtype)
+    assert C_last.dtype == n.dtype == n_last.dtype == jnp.float32
+    for name, actual, wanted in zip(("C", "n", "C_last", "n_last"), found, expected, strict=True):
+        assert_close(actual, wanted, tolerance(dtype, 128), name)
+
+
+@pytest.mark.parametrize("save_every", [2, 3, 8])
+def test_recurrent_fw_C_stores_every_nth_state(save_every):
+    problem, x, made, _ = stage_case("float32", 16)
+    launch = functools.partial(recurrent_fw_C, x["k"], x["v"], made, x["c_initial"], x["n_initial"], problem=problem, interpret=True)
+    config = KernelConfig(recurrent_fw_C=TILES["16x16x16x16"])
+    every = launch(config=config)
+    some = launch(config=config, save_every=save_every)
+    assert np.array_equal(np.asarray(some[0]), np.asarray(every[0][:, :, ::save_every]))
+    assert np.array_equal(np.asarray(some[1]), np.asarray(every[1][:, :, ::save_every]))
+    assert np.array_equal(np.asarray(some[2]), np.asarray(every[2]))
+    assert np.array_equal(np.asarray(some[3]), np.asarray(every[3]))
+
+
+@pytest.mark.parametrize("tiling", TILES)
+@pytest.mark.parametrize("L", [16, 64, 128])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_parallel_fw_H(dtype, L, tiling):
+    problem, x, made, (states, expected_h, expected_z) = stage_case(dtype, L, resets=L == 64)
+    C, n = jnp.asarray(states[0], dtype), jnp.asarray(states[1], "float32")
+    config = KernelConfig(parallel_fw_H=TILES[tiling])
+    h, z = parallel_fw_H(
+        x["q"], x["k"], x["v"], made, C, n, problem=problem, config=config, output_dtype=jnp.dtype(dtype), interpret=True, **NORMALISER
+    )
+    assert h.dtype == jnp.dtype(dtype)
+    assert z.dtype == jnp.float32
+    assert_close(h, expected_h, tolerance(dtype, 128 + 32), "h")
+    assert_close(z, expected_z, tolerance("float32", 128 + 32), "z")
+
+
+HEADS = [(1, 1), (3, 17), (24, 40), (40, 24), (64, 16), (80, 96)]
+
+
+@pytest.mark.parametrize(("DHQK", "DHHV"), HEADS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_forward_odd_heads(dtype, DHQK, DHHV):
+    inputs = random_inputs(DHQK, 2, 16 if DHHV < 8 else 2, 50, DHQK, DHHV, dtype=dtype)  # roundings average out over many numbers only
+    expected_h, expected_states = oracle(inputs)
+    h, states = mlstm_chunkwise(**inputs, chunk_size=32, return_last_states=True, backend="interpret")
+    bound = tolerance(dtype, 50 + DHQK)
+    for name, actual, expected in zip(("h", "c", "n", "m"), (h, *states), (expected_h, *expected_states), strict=True):
+        assert_close(actual, expected, bound, name)
+
+
+GATES = {
+    "plain": {},
+    "no_states": {"states": False},
+    "resets": {"resets": True},
+    "gates_at_-30": {"f_shift": -30.0},
+    "gates_at_30": {"f_shift": 30.0, "i_scale": 30.0},
+    "gates_at_1e3": {"f_scale": 1e3, "i_scale": 1e3, "resets": True},
+}
+
+
+@pytest.mark.parametrize("S", [1, 16, 100, 130])
+@pytest.mark.parametrize("case", GATES)
+def test_forward_gates_and_lengths(case, S):
+    inputs = random_inputs(S, 1, 2, S, 16, 32, **GATES[case])
+    expected_h, expected_states = oracle(inputs)
+    h, states = mlstm_chunkwise(**inputs, chunk_size=32, return_last_states=True, backend="interpret")
+    bound = tolerance("float32", S + 16)
+    m = expected_states[2]
+    bound += np.spacing(np.float32(np.max(np.abs(m), where=np.isfinite(m), initial=0)))  # states are relative to a float32 m
+    for name, actual, expected in zip(("h", "c", "n", "m"), (h, *states), (expected_h, *expected_states), strict=True):
+        assert_close(actual, expected, bound, name)
+
+
+NORMALISERS = {
+    "eps0": {"eps": 0.0},
+    "eps_large": {"eps": 0.3},
+    "norm_val_large": {"norm_val": 50.0},
+    "norm_val0": {"norm_val": 0.0},
+    "unstabilised": {"stabilize_correctly": False, "norm_val": 3.0},
+    "unstabilised_norm0_eps0": {"stabilize_correctly": False, "norm_val": 0.0, "eps": 0.0},
+}
+
+
+@pytest.mark.parametrize("options", NORMALISERS)
+@pytest.mark.parametrize("backend", ["interpret", "xla"])
+def test_forward_normalisers(backend, options):
+    inputs = random_inputs(7, 1, 2, 64, 16, 16, resets=True)
+    expected_h, _ = oracle(inputs, **NORMALISERS[options])
+    h = mlstm_chunkwise(**inputs, chunk_size=32, backend=backend, **NORMALISERS[options])
+    assert_close(h, expected_h, tolerance("float32", 64 + 16))
+
+
+@pytest.mark.parametrize("backend", ["interpret", "xla"])
+@pytest.mark.parametrize("at", [1, 32, 50])
+def test_two_halves_are_the_whole(at, backend):
+    inputs = random_inputs(at, 1, 2, 96, 16, 16)
+    run = functools.partial(mlstm_chunkwise, chunk_size=32, return_last_states=True, backend=backend)
+    whole_h, whole_states = run(**inputs)
+    first, second = ({name: x[:, :, part] for name, x in inputs.items() if name in "qkvif"} for part in (np.s_[:at], np.s_[at:]))
+    initial = {name: inputs[name] for name in ("c_initial", "n_initial", "m_initial")}
+    first_h, states = run(**first, **initial)
+    second_h, last = run(**second, **dict(zip(initial, states, strict=True)))
+    bound = 2 * tolerance("float32", 96 + 16)
+    assert_close(jnp.concatenate([first_h, second_h], axis=2), whole_h, bound)
+    for actual, expected in zip(last, whole_states, strict=True):
+        assert_close(actual, expected, bound)
+
+
+def test_parts_start_from_minus_infinity():
+    """m_initial = -inf with C = n = 0 stores nothing: equal to a first step of i = -inf that resets."""
+    inputs = random_inputs(3, 1, 2, 40, 16, 16, states=False, i_scale=0.1, f_shift=5.0)
+    inputs["i"] -= 20.0  # m = 0 would win the maximum
+    empty = {"c_initial": jnp.zeros((1, 2, 16, 16)), "n_initial": jnp.zeros((1, 2, 16)), "m_initial": jnp.full((1, 2), -jnp.inf)}
+    expected_h, expected_states = oracle({**inputs, **empty})
+    h, states = mlstm_chunkwise(**inputs, **empty, chunk_size=16, return_last_states=True, backend="interpret")
+    assert float(expected_states[2].max()) < -10
+    for actual, expected in zip((h, *states), (expected_h, *expected_states), strict=True):
+        assert_close(actual, expected, tolerance("float32", 40 + 16) + np.spacing(np.float32(20)))  # exp(-m) at a float32 m of -20
+
+
+def test_wide_heads_and_chunks_of_many_tiles():
+    """One interpreted case at DHQK = 512 with the default tiles."""
+    inputs = random_inputs(11, 1, 1, 64, 512, 128, dtype="bfloat16")
+    expected_h, _ = oracle(inputs)
+    config = config_for(512, 128, 64, jnp.dtype("bfloat16"))
+    assert config.stage("parallel_fw_H").keep_q is False
+    h = mlstm_chunkwise(**inputs, backend="interpret", config=config)
+    assert_close(h, expected_h, tolerance("bfloat16", 64 + 512))
+
+
+def test_nan_stays_in_its_own_head():
+    inputs = random_inputs(13, 1, 2, 48, 16, 16)
+    inputs["v"] = inputs["v"].at[0, 1, 20, 3].set(jnp.nan)
+    h = np.asarray(mlstm_chunkwise(**inputs, chunk_size=16, backend="interpret"))
+    assert np.isfinite(h[0, 0]).all()
+    assert np.isfinite(h[0, 1, :16]).all()
+    assert np.isnan(h[0, 1, 20:, 3]).all()
+
+
+def test_the_error_norm_sees_a_wrong_row():
+    h = np.ones((4, 4))
+    wrong = h.copy()
+    wrong[1] = 0
+    assert error(wrong, h) == pytest.approx(0.5)
+    wrong[1] = np.nan
+    assert error(wrong, h) == np.inf

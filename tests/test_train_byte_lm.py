@@ -1,0 +1,322 @@
+"""benchmarks/train_byte_lm.py and byte_corpus.py: the split of the text, the model with and without states, whole runs and how they end."""
+
+import importlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from absl import flags
+from absl.testing import flagsaver
+
+pytest.importorskip("flax")
+pytest.importorskip("optax")
+pytest.importorskip("matplotlib")
+pytest.importorskip("tqdm")
+from flax import nnx
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+TINY = dict(layers=1, embedding_dim=16, heads=2, seq_len=32, batch_size=4, steps=40, eval_every=20, eval_batches=2, sample_length=8)
+TINY |= dict(learning_rate=2e-2, warmup_steps=2, backend="xla")  # backend auto, in the subprocess below, compiles longer
+
+
+def import_from_benchmarks(name):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(BENCHMARKS)
+        return importlib.import_module(name)
+
+
+corpus = import_from_benchmarks("byte_corpus")
+
+
+@pytest.fixture(scope="module")
+def lm():
+    """The script as a module. Other scripts may have flags of the same names: those are put aside, and its own are withdrawn at the end."""
+    others = {name: flags.FLAGS[name] for name in flags.FLAGS if flags.FLAGS.find_module_defining_flag(name).split(".")[0] != "absl"}
+    for name in others:
+        delattr(flags.FLAGS, name)
+    before = set(flags.FLAGS)
+    module = import_from_benchmarks("train_byte_lm")
+    if not flags.FLAGS.is_parsed():
+        flags.FLAGS.mark_as_parsed()
+    yield module
+    for name in set(flags.FLAGS) - before:
+        delattr(flags.FLAGS, name)
+    for name, flag in others.items():
+        flags.FLAGS[name] = flag
+    del sys.modules["train_byte_lm"]
+
+
+@pytest.fixture(scope="module")
+def text_folder(tmp_path_factory):
+    """Files whose bytes follow each other in a fixed order: easy to predict from the byte before, hard from frequencies."""
+    folder = tmp_path_factory.mktemp("text")
+    for n in range(20):
+        (folder / f"{n}.txt").write_bytes(bytes(range(97, 123)) * 40)
+    return folder
+
+
+def read_log(folder):
+    return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+
+
+def losses(folder):
+    return [line["loss"] for line in read_log(folder) if "loss" in line]
+
+
+# ---------------------------------------------------------------- the text
+
+
+def test_split_is_by_files(tmp_path):
+    for n in range(45):
+        file = tmp_path / f"folder{n % 3}" / f"{n}.txt"
+        file.parent.mkdir(exist_ok=True)
+        file.write_text(f"<{n}>" * 9)
+    parts = [set(part.tobytes().decode().replace(">", "<").split("<")) - {"", "\n"} for part in corpus.read_corpus(tmp_path, 4)]
+    assert [len(part) for part in parts] == [43, 2]
+    assert parts[0] | parts[1] == {str(n) for n in range(45)}
+
+
+def test_split_of_the_standard_library():
+    files = corpus.corpus_files(None)
+    train, held_out = corpus.split_files(list(files))
+    assert len(held_out) == len(files) // corpus.HELD_OUT_SHARE > 5
+    assert set(train) | set(held_out) == set(files)
+    assert not set(train) & set(held_out)
+    assert not [name for name in files if {"site-packages", "test"} & set(name.split("/")) or not name.endswith(".py")]
+
+
+def test_split_does_not_depend_on_the_order():
+    names = [f"{n}.py" for n in range(100)]
+    assert corpus.split_files(names) == corpus.split_files(names[::-1])
+    assert corpus.split_files(["a", "b"])[0] != corpus.split_files(["a", "b"])[1]
+
+
+def test_split_of_a_single_file(tmp_path):
+    (tmp_path / "book").write_bytes(bytes(range(200)))
+    train, held_out = corpus.read_corpus(tmp_path / "book", 4)
+    assert (train.tobytes(), held_out.tobytes()) == (bytes(range(190)), bytes(range(190, 200)))
+
+
+def test_windows_are_the_text():
+    text = np.arange(10, dtype=np.uint8)
+    np.testing.assert_array_equal(corpus.windows(text, np.array([0, 6]), 3), [[0, 1, 2, 3], [6, 7, 8, 9]])
+
+
+def test_unigram_bits():
+    text = np.repeat(np.arange(4, dtype=np.uint8), 100_000)
+    assert corpus.unigram_bits(text, text) == pytest.approx(2.0, abs=252 / 4e5 / np.log(2) * 1.01)  # add-one: mass 252/4e5 elsewhere
+
+
+# ---------------------------------------------------------------- the model
+
+
+@pytest.fixture(scope="module")
+def model(lm):
+    """Two small layers with open input gates, so that much of the logits comes from the states."""
+    model = lm.ByteLM(lm.ModelConfig(layers=2, embedding_dim=32, heads=2, qk_dim=16, mlp_dim=48, backend="xla"), nnx.Rngs(3))
+    for block in model.blocks:
+        block.mlstm.input_gate.bias[...] = jnp.zeros(2)
+    return model
+
+
+@nnx.jit
+def forward(model, tokens, states):
+    return model(tokens, states)
+
+
+def logits_tolerance(logits, terms):
+    """Rounding of about 20 sums in a row (ten a block), each of at most ``terms`` float32 terms, relative to the largest logit."""
+    return 20 * terms * float(jnp.finfo(jnp.float32).eps) * float(jnp.max(jnp.abs(logits)))
+
+
+def test_states_continue_the_full_pass(model):
+    S, prompt = 24, 9
+    tokens = jax.random.randint(jax.random.key(0), (2, S), 0, 256)
+    full, none = forward(model, tokens, None)
+    assert none == [None, None]
+    part, states = forward(model, tokens[:, :prompt], model.initial_states(2))
+    parts, forgetful = [part], None
+    for t in range(prompt, S):
+        forgetful, _ = forward(model, tokens[:, t : t + 1], model.initial_states(2))
+        part, states = forward(model, tokens[:, t : t + 1], states)
+        parts.append(part)
+    tolerance = logits_tolerance(full, terms=48)
+    np.testing.assert_allclose(jnp.concatenate(parts, axis=1), full, rtol=0, atol=tolerance)
+    assert float(jnp.max(jnp.abs(forgetful - full[:, -1:]))) > 100 * tolerance  # the states matter to the last byte
+
+
+def test_generation_is_greedy_at_temperature_0(lm, model):
+    prompt = jnp.asarray([[100, 101, 102]])
+    text = lm.generate(model, prompt, jax.random.key(0), length=12, temperature=0.0)
+    logits, _ = forward(model, jnp.concatenate([prompt, text], axis=1), None)
+    np.testing.assert_array_equal(text, jnp.argmax(logits, -1)[:, 2:-1])
+
+
+def test_generation_follows_the_key_at_a_temperature(lm, model):
+    prompt = jnp.asarray([[100, 101, 102]])
+    first, again, other = (lm.generate(model, prompt, jax.random.key(seed), length=12, temperature=1.0).tolist() for seed in (0, 0, 1))
+    assert first == again != other
+
+
+# ---------------------------------------------------------------- whole runs
+
+
+@pytest.fixture(scope="module")
+def output(lm, text_folder, tmp_path_factory):
+    """The output folder of a small run."""
+    folder = tmp_path_factory.mktemp("output") / "new" / "folder"
+    with flagsaver.flagsaver(**TINY, corpus=str(text_folder), output_dir=str(folder)):
+        assert lm.main(["train_byte_lm.py"]) == 0
+    return folder
+
+
+def test_log(output):
+    first, *lines = read_log(output)
+    assert first["flags"]["seq_len"] == 32
+    assert {"device", "jax", "parameters"} <= set(first)
+    assert [line["step"] for line in lines if "loss" in line] == [10, 20, 30, 40]
+    assert [line["step"] for line in lines if "held_out_bits_per_byte" in line] == [20, 40]
+    assert all(line["tokens_per_second"] > 0 for line in lines if "loss" in line)
+
+
+def test_training_learns(output):
+    first, *_, last = read_log(output)
+    assert first["unigram_bits_per_byte"] == pytest.approx(np.log2(26), abs=0.1)
+    assert last["held_out_bits_per_byte"] < 0.7 * first["unigram_bits_per_byte"]
+    assert losses(output)[-1] < 0.7 * losses(output)[0]
+
+
+def test_plot_and_sample(output):
+    assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")
+    sample = (output / "sample.txt").read_text()
+    assert sample.startswith("def ")
+    assert len(sample) >= len("def ") + TINY["sample_length"]
+
+
+@pytest.mark.parametrize(("seed", "same"), [(0, True), pytest.param(1, False, marks=pytest.mark.slow)])
+def test_seed_decides_the_curve(lm, text_folder, output, tmp_path, seed, same):
+    with flagsaver.flagsaver(**TINY, corpus=str(text_folder), seed=seed):
+        train_text, held_out = corpus.read_corpus(text_folder, TINY["seq_len"])
+        model = lm.ByteLM(lm.model_config(), nnx.Rngs(seed))
+        lm.train(model, train_text, held_out, lm.Log(tmp_path / "log.jsonl"), threading.Event())
+    assert (losses(tmp_path) == losses(output)) is same
+
+
+def test_bfloat16_reaches_the_mlstm(lm):
+    config = lm.ModelConfig(layers=1, embedding_dim=16, heads=2, qk_dim=16, mlp_dim=16, dtype="bfloat16")
+    layer = lm.MLSTMLayer(config, nnx.Rngs(0))
+    jaxpr = str(jax.make_jaxpr(lambda x: layer(x, None)[0])(jnp.ones((1, 16, 16))))
+    assert "bf16[1,2,16,8]" in jaxpr
+
+
+# ---------------------------------------------------------------- how runs end
+
+
+def error_of(call, *args):
+    with pytest.raises(SystemExit) as caught:
+        call(*args)
+    assert isinstance(caught.value.code, str)  # sys.exit prints it on stderr and takes 1 as the exit code
+    assert caught.value.code.startswith("error: ")
+    assert "\n" not in caught.value.code
+    return caught.value.code
+
+
+@pytest.mark.parametrize(
+    ("files", "source", "said"),
+    [
+        ({}, "missing", "No such file"),
+        ({}, "", "has no text"),
+        ({"empty": b""}, "", "has no text"),
+        ({"book": b"x" * 400}, "book", "20 bytes of held-out text, fewer than the 33"),
+        ({"a": b"x" * 20, "b": b"x" * 20}, "", "20 bytes of training text, fewer than the 33"),
+    ],
+    ids=["missing", "empty-folder", "empty-file", "short-file", "short-files"],
+)
+def test_unusable_corpus(lm, tmp_path, files, source, said):
+    for name, text in files.items():
+        (tmp_path / name).write_bytes(text)
+    with flagsaver.flagsaver(**TINY, corpus=str(tmp_path / source), output_dir=str(tmp_path / "output")):
+        assert said in error_of(lm.main, ["train_byte_lm.py"])
+    assert not (tmp_path / "output").exists()
+
+
+@pytest.mark.parametrize(
+    ("argument", "said"),
+    [
+        ("--heads=3", "embedding_dim must be a multiple of heads"),
+        ("--qk_dim_factor=0", "qk_dim_factor"),
+        ("--qk_dim_factor=nan", "qk_dim_factor"),
+        ("--mlp_factor=inf", "mlp_factor"),
+        ("--steps=-1", "steps"),
+        ("--seq_len=0", "seq_len"),
+        ("--chunk_size=48", "power of two"),
+        ("--dtype=float16", "dtype"),
+        ("--prompt=", "prompt"),
+        ("--no_such_flag", "no_such_flag"),
+    ],
+)
+def test_impossible_flags(lm, argument, said):
+    with flagsaver.flagsaver():
+        assert said in error_of(lm.parse_flags, ["train_byte_lm.py", argument])
+
+
+def test_triton_needs_a_gpu(lm):
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is a GPU")
+    with flagsaver.flagsaver(backend="triton"):
+        assert "needs a GPU" in error_of(lm.main, ["train_byte_lm.py"])
+
+
+def test_loss_that_is_not_finite(lm, text_folder, tmp_path):
+    with flagsaver.flagsaver(**TINY | dict(learning_rate=float("inf")), corpus=str(text_folder), output_dir=str(tmp_path)):
+        assert "the loss is nan by step 10" in error_of(lm.main, ["train_byte_lm.py"])
+    assert read_log(tmp_path)[-1]["error"] == "the loss is nan"
+
+
+def start(*arguments):
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [
+        sys.executable,
+        BENCHMARKS / "train_byte_lm.py",
+        *(f"--{name}={x}" for name, x in TINY.items()),
+        "--backend=auto",
+        *arguments,
+    ]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+
+
+@pytest.mark.slow
+def test_command_line_error():
+    process = start("--corpus=/no/such/folder")
+    _, stderr = process.communicate(timeout=120)
+    assert process.returncode == 1
+    assert stderr == "error: [Errno 2] No such file or directory: '/no/such/folder'\n"
+
+
+@pytest.mark.slow
+def test_interrupt(text_folder, tmp_path):
+    process = start(f"--corpus={text_folder}", f"--output_dir={tmp_path}", "--steps=1000000", "--eval_every=1000000")
+    try:
+        until = time.monotonic() + 120
+        while not ((tmp_path / "log.jsonl").exists() and losses(tmp_path)) and time.monotonic() < until:
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        stdout, stderr = process.communicate(timeout=120)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert "Traceback" not in stderr
+    assert "interrupted after step" in stdout
+    assert "held-out bits per byte: " in stdout.splitlines()[-1]
+    assert read_log(tmp_path)[-1]["held_out_bits_per_byte"] > 0
+    assert (tmp_path / "loss.png").exists()
+    assert (tmp_path / "sample.txt").exists()
