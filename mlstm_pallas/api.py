@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from mlstm_pallas import problem as problems
 from mlstm_pallas.config import UNKNOWN_DEVICE, KernelConfig, config_for
-from mlstm_pallas.fwbw import Plan, mlstm_forward
+from mlstm_pallas.fwbw import Inputs, Plan, mlstm_forward
 
 
 def target_device_kind() -> str:
@@ -41,6 +41,7 @@ def mlstm_chunkwise(
     stabilize_correctly: bool = True,
     norm_val: float = 1.0,
     *,
+    recompute_states_in_bw: bool = True,
     backend: str | None = None,
     config: KernelConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
@@ -62,6 +63,7 @@ def mlstm_chunkwise(
       autocast_kernel_dtype: dtype of q, k, v in the matrix products, "float32" or "bfloat16" (sums are float32 always). None: that of q.
       stabilize_correctly: False takes norm_val instead of norm_val exp(-m_t) as the floor of the denominator.
       norm_val: see above.
+      recompute_states_in_bw: False keeps the chunk-border states for the backward pass: faster, at NC DHQK DHV elements a head.
       backend: "triton" (GPU kernels), "interpret" (the same kernels interpreted: slow, for tests), "xla" (plain jnp).
         None: triton where the computation is lowered for an NVIDIA GPU, else xla.
       config: tiles and launch parameters in place of the tuned ones.
@@ -75,6 +77,7 @@ def mlstm_chunkwise(
     problems.check_arrays(q, k, v, i, f, c_initial, n_initial, m_initial)
     problems.check_flag("return_last_states", return_last_states)
     problems.check_flag("stabilize_correctly", stabilize_correctly)
+    problems.check_flag("recompute_states_in_bw", recompute_states_in_bw)
     problems.check_scalars(eps, norm_val)
     problems.check_chunk_size(chunk_size)
     problems.check_backend(backend)
@@ -88,14 +91,13 @@ def mlstm_chunkwise(
         backend = "xla"  # a kernel has no empty grid
     filled = config_for(DHQK, DHV, S, dtype, device_kind=target_device_kind(), chunk_size=chunk_size, explicit=config)
     p = problems.make_problem(q.shape, DHV, filled.L, pad_heads=backend != "xla")
-    plan = Plan(p, filled, float(eps), stabilize_correctly, float(norm_val), backend)
+    plan = Plan(p, filled, float(eps), stabilize_correctly, float(norm_val), recompute_states_in_bw, backend)
 
     acc = jnp.promote_types(dtype, jnp.float32)
     if c_initial is None or n_initial is None or m_initial is None:
         c_initial, n_initial, m_initial = (jnp.zeros(shape, acc) for shape in ((B, NH, DHQK, DHV), (B, NH, DHQK), (B, NH)))
     rows, qk, hv = {2: p.S}, {3: p.DHQK}, {3: p.DHHV}
-    h, (c, n, m) = mlstm_forward(
-        plan,
+    inputs = Inputs(
         _pad(q.astype(dtype), rows | qk),
         _pad(k.astype(dtype), rows | qk),
         _pad(v.astype(dtype), rows | hv),
@@ -105,6 +107,7 @@ def mlstm_chunkwise(
         _pad(n_initial.astype(acc), {2: p.DHQK}),
         m_initial.astype(acc),
     )
+    h, (c, n, m) = mlstm_forward(plan, inputs)
     h = h[:, :, :S, :DHV].astype(q.dtype)
     if not return_last_states:
         return h

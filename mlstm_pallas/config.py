@@ -22,6 +22,7 @@ class StageConfig:
     Attributes:
       siz_b_LQ, siz_b_LKV: rows of queries and of keys in a tile.
       siz_b_DHQK, siz_b_DHHV: head dimension columns of q, k and of v, h in a tile.
+      siz_b_loop: columns that parallel_bw_dQKV sums over in a step, of either head dimension.
       num_warps, num_stages: Triton's warps per program and depth of the software pipeline.
       keep_q: parallel_fw_H only: keep the queries of a tile whole in shared memory during the loop over keys, instead of reading them
         block by block for every key tile. Needs siz_b_LQ * DHQK elements of it, and a padded DHQK that is a power of two.
@@ -31,12 +32,13 @@ class StageConfig:
     siz_b_LKV: int = 64
     siz_b_DHQK: int = 64
     siz_b_DHHV: int = 64
+    siz_b_loop: int = 64
     num_warps: int = 4
     num_stages: int = 2
     keep_q: bool = True
 
     def __post_init__(self):
-        for name in ("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV"):
+        for name in ("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "siz_b_loop"):
             size = getattr(self, name)
             if not is_power_of_two(size) or size < MIN_TILE:
                 raise ValueError(f"{name} is {size!r}, expected a power of two >= {MIN_TILE}")
@@ -57,11 +59,12 @@ class StageConfig:
             siz_b_LKV=fit(self.siz_b_LKV, problem.L),
             siz_b_DHQK=fit(self.siz_b_DHQK, problem.DHQK),
             siz_b_DHHV=fit(self.siz_b_DHHV, problem.DHHV),
+            siz_b_loop=min(fit(self.siz_b_loop, problem.DHQK), fit(self.siz_b_loop, problem.DHHV)),
             keep_q=self.keep_q and is_power_of_two(problem.DHQK),
         )
 
 
-STAGES = ("chunk_gates", "recurrent_fw_C", "parallel_fw_H")
+STAGES = ("chunk_gates", "recurrent_fw_C", "parallel_fw_H", "recurrent_bw_dC", "parallel_bw_dQKV")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +74,7 @@ class KernelConfig:
     Attributes:
       chunk_size: L, a power of two >= 16.
       precision: of float32 products. None: true float32 quality, as six bfloat16 products on the tensor cores.
-      chunk_gates, recurrent_fw_C, parallel_fw_H: tiles of the stages.
+      chunk_gates, ..., parallel_bw_dQKV: tiles of the stages.
     """
 
     chunk_size: int | None = None
@@ -79,12 +82,19 @@ class KernelConfig:
     chunk_gates: StageConfig | None = None
     recurrent_fw_C: StageConfig | None = None
     parallel_fw_H: StageConfig | None = None
+    recurrent_bw_dC: StageConfig | None = None
+    parallel_bw_dQKV: StageConfig | None = None
 
     def __post_init__(self):
         check_chunk_size(self.chunk_size)
         for stage in STAGES:
             if not isinstance(getattr(self, stage), StageConfig | None):
                 raise TypeError(f"config.{stage} is a {type(getattr(self, stage)).__name__}, expected a StageConfig or None")
+
+    def or_else(self, other: "KernelConfig") -> "KernelConfig":
+        """This config, with what it leaves None taken from the other."""
+        given = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        return dataclasses.replace(other, **{name: x for name, x in given.items() if x is not None})
 
     def dot_precision(self, dtype: jnp.dtype, interpret: bool) -> Precision:
         """The precision of products of tiles of dtype; a CPU, which interprets, has no split algorithms but multiplies exactly."""
@@ -134,10 +144,11 @@ def tuned_config(device_kind: str, DHQK: int, DHHV: int, dtype: jnp.dtype) -> Ke
 def heuristic_config(DHQK: int, dtype: jnp.dtype) -> KernelConfig:
     """Tiles that fit 99 KiB of shared memory, the least of the supported devices, at any head size."""
     wide = dtype.itemsize > 2
+    recurrence = StageConfig(siz_b_LKV=64, siz_b_DHQK=64, siz_b_DHHV=64, num_warps=4, num_stages=2)
     return KernelConfig(
-        chunk_size=64 if wide else 128,
+        chunk_size=64,
         chunk_gates=StageConfig(siz_b_LQ=32, num_warps=1, num_stages=1),
-        recurrent_fw_C=StageConfig(siz_b_LKV=64, siz_b_DHQK=64, siz_b_DHHV=64, num_warps=4, num_stages=2),
+        recurrent_fw_C=recurrence,
         parallel_fw_H=StageConfig(
             siz_b_LQ=64,
             siz_b_LKV=32,
@@ -147,6 +158,8 @@ def heuristic_config(DHQK: int, dtype: jnp.dtype) -> KernelConfig:
             num_stages=2,
             keep_q=not wide and DHQK <= 256,
         ),
+        recurrent_bw_dC=recurrence,
+        parallel_bw_dQKV=StageConfig(siz_b_DHQK=64, siz_b_DHHV=64, siz_b_loop=32, num_warps=4, num_stages=2),
     )
 
 
@@ -165,10 +178,11 @@ def config_for(
     The chunk size is clamped to S; a tile beyond its axis is shortened when a stage is launched.
     """
     DHQK, DHHV = padded_head_dim(DHQK), padded_head_dim(DHHV)
-    filled = tuned_config(device_kind, DHQK, DHHV, dtype) or heuristic_config(DHQK, dtype)
+    heuristic = heuristic_config(DHQK, dtype)
+    filled = tuned_config(device_kind, DHQK, DHHV, dtype)
+    filled = heuristic if filled is None else filled.or_else(heuristic)
     if explicit is not None:
-        given = {f.name: getattr(explicit, f.name) for f in dataclasses.fields(explicit)}
-        filled = dataclasses.replace(filled, **{name: x for name, x in given.items() if x is not None})
+        filled = explicit.or_else(filled)
     if chunk_size is not None:
         filled = dataclasses.replace(filled, chunk_size=chunk_size)
     return dataclasses.replace(filled, chunk_size=clamp_chunk_size(filled.L, S))

@@ -2,16 +2,22 @@
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 
 from mlstm_pallas import reference
 from mlstm_pallas.config import KernelConfig
+from mlstm_pallas.gates import chunk_gates as chunk_gates_xla
+from mlstm_pallas.gates import gate_gradients, row_gradients
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stages.chunk_gates import chunk_gates
+from mlstm_pallas.stages.parallel_bw_dQKV import parallel_bw_dQKV
 from mlstm_pallas.stages.parallel_fw_H import parallel_fw_H
+from mlstm_pallas.stages.recurrent_bw_dC import recurrent_bw_dC
 from mlstm_pallas.stages.recurrent_fw_C import recurrent_fw_C
 
 
@@ -24,6 +30,7 @@ class Plan:
     eps: float
     stabilize_correctly: bool
     norm_val: float
+    recompute_states_in_bw: bool
     backend: str | None
 
     @property
@@ -33,48 +40,142 @@ class Plan:
     def launch(self, interpret: bool) -> dict[str, Any]:
         return dict(problem=self.problem, config=self.config, interpret=interpret)
 
-
-def _forward_pallas(plan: Plan, interpret: bool, q, k, v, i, f, c_initial, n_initial, m_initial):
-    common = plan.launch(interpret)
-    gates = chunk_gates(i, f, m_initial, **common)
-    C_states, n_states, C_last, n_last = recurrent_fw_C(k, v, gates, c_initial, n_initial, **common)
-    h, _ = parallel_fw_H(q, k, v, gates, C_states, n_states, output_dtype=q.dtype, **plan.normaliser, **common)
-    return h, (C_last, n_last, gates.scaM_states[..., -1])
+    def chunks(self, x: jax.Array) -> jax.Array:
+        return x.reshape(*x.shape[:2], self.problem.NC, self.problem.L, *x.shape[3:])
 
 
-def _forward_xla(plan: Plan, q, k, v, i, f, c_initial, n_initial, m_initial):
-    h, states = reference.chunkwise(q, k, v, i, f, c_initial, n_initial, m_initial, chunk_size=plan.problem.L, **plan.normaliser)
-    return h.astype(q.dtype), states
+class Inputs(NamedTuple):
+    """Padded and cast: q, k, v in the kernel dtype, the rest float32."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    i: jax.Array
+    f: jax.Array
+    c_initial: jax.Array
+    n_initial: jax.Array
+    m_initial: jax.Array
 
 
-def _forward(plan: Plan, *args):
-    xla = functools.partial(_forward_xla, plan)
+Outputs = tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]  # h, (c, n, m)
+
+
+class Residuals(NamedTuple):
+    """What the backward pass keeps; the states only where they are not to be recomputed."""
+
+    inputs: Inputs
+    h: jax.Array
+    z: jax.Array
+    states: tuple[jax.Array, ...] | None
+
+
+def _forward_triton(plan: Plan, interpret: bool, x: Inputs):
+    launch = plan.launch(interpret)
+    gates = chunk_gates(x.i, x.f, x.m_initial, **launch)
+    C_states, n_states, C_last, n_last = recurrent_fw_C(x.k, x.v, gates, x.c_initial, x.n_initial, **launch)
+    h, z = parallel_fw_H(x.q, x.k, x.v, gates, C_states, n_states, output_dtype=x.q.dtype, **plan.normaliser, **launch)
+    states = (C_states, n_states, C_last, n_last)
+    return (h, (*states[2:], gates.scaM_states[..., -1])), z, None if plan.recompute_states_in_bw else states
+
+
+def _backward_triton(plan: Plan, interpret: bool, residuals: Residuals, cotangents: Outputs) -> Inputs:
+    launch = plan.launch(interpret)
+    x, h, z, states = residuals
+    dh, (dC_last, dn_last, dm_last) = cotangents
+    gates = chunk_gates(x.i, x.f, x.m_initial, **launch)
+    if states is None:
+        states = recurrent_fw_C(x.k, x.v, gates, x.c_initial, x.n_initial, **launch)
+    C_states, n_states, C_last, n_last = states
+    rows = row_gradients(_inner(dh, h), z, gates.vecM.reshape(z.shape), **plan.normaliser)
+    dC_states, dn_states, dC, dn, through = recurrent_bw_dC(x.q, dh, gates, rows, dC_last, dn_last, C_states, n_states, **launch)
+    gradients = parallel_bw_dQKV(x.q, x.k, x.v, dh, gates, rows, C_states, n_states, dC_states, dn_states, **launch)
+    dm = _add_last(rows.vecDm, dm_last - _inner(dC_last, C_last, 2) - _inner(dn_last, n_last))
+    di, df, dm_initial = gate_gradients(gates, plan.chunks(x.f), gradients.sums, through, dm)
+    dm_initial += _inner(dC, x.c_initial, 2) + _inner(dn, x.n_initial)
+    return Inputs(*gradients[:3], di, df, dC, dn, dm_initial)
+
+
+def _forward_xla(plan: Plan, x: Inputs):
+    q, k, v = map(plan.chunks, x[:3])
+    gates = chunk_gates_xla(plan.chunks(x.i), plan.chunks(x.f), x.m_initial)
+    states = reference.chunk_states(k, v, gates, x.c_initial, x.n_initial)
+    num, z = reference.chunk_outputs(q, k, v, gates, *states[:2])
+    h = reference.normalise(num, z, gates.vecM, **plan.normaliser).astype(x.q.dtype).reshape(x.v.shape)
+    outputs = h, (*states[2:], gates.scaM_states[..., -1])
+    return outputs, z.reshape(x.i.shape), None if plan.recompute_states_in_bw else states
+
+
+def _backward_xla(plan: Plan, residuals: Residuals, cotangents: Outputs) -> Inputs:
+    x, h, z, states = residuals
+    dh, (dC_last, dn_last, dm_last) = cotangents
+    q, k, v, dh_chunks = map(plan.chunks, (*x[:3], dh))
+    gates = chunk_gates_xla(plan.chunks(x.i), plan.chunks(x.f), x.m_initial)
+    if states is None:
+        states = reference.chunk_states(k, v, gates, x.c_initial, x.n_initial)
+    C_states, n_states, C_last, n_last = states
+    rows = row_gradients(_inner(dh, h), z, gates.vecM.reshape(z.shape), **plan.normaliser)
+    in_chunks = type(rows)(*map(plan.chunks, rows))
+    dC_states, dn_states, dC, dn, through = reference.chunk_state_gradients(
+        q, dh_chunks, gates, in_chunks, dC_last, dn_last, C_states, n_states
+    )
+    gradients, sums = reference.chunk_gradients(q, k, v, dh_chunks, gates, in_chunks, C_states, n_states, dC_states, dn_states)
+    dm = _add_last(rows.vecDm, dm_last - _inner(dC_last, C_last, 2) - _inner(dn_last, n_last))
+    di, df, dm_initial = gate_gradients(gates, plan.chunks(x.f), sums, through, dm)
+    dm_initial += _inner(dC, x.c_initial, 2) + _inner(dn, x.n_initial)
+    dq, dk, dv = (dx.reshape(y.shape).astype(y.dtype) for dx, y in zip(gradients, x[:3], strict=True))
+    return Inputs(dq, dk, dv, di, df, dC, dn, dm_initial)
+
+
+def _inner(a: jax.Array, b: jax.Array, axes: int = 1) -> jax.Array:
+    """Inner product over the last axes, in at least float32."""
+    acc = jnp.promote_types(a.dtype, jnp.float32)
+    return jnp.sum(a.astype(acc) * b.astype(acc), axis=tuple(range(-axes, 0)))
+
+
+def _add_last(dm: jax.Array, dm_last: jax.Array) -> jax.Array:
+    return dm.at[..., -1].add(dm_last)
+
+
+def _on_backend(plan: Plan, triton: Callable, xla: Callable, *args):
+    """triton(plan, interpret, *args) or xla(plan, *args): chosen by the plan, else where the computation is lowered."""
     if plan.backend == "xla":
-        return xla(*args)
+        return xla(plan, *args)
     if plan.backend is None:
-        return lax.platform_dependent(*args, cuda=functools.partial(_forward_pallas, plan, False), default=xla)
-    return _forward_pallas(plan, plan.backend == "interpret", *args)
+        return lax.platform_dependent(*args, cuda=functools.partial(triton, plan, False), default=functools.partial(xla, plan))
+    return triton(plan, plan.backend == "interpret", *args)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _with_vjp(plan: Plan, *args):
-    return _forward(plan, *args)
+def _mlstm(plan: Plan, inputs: Inputs) -> Outputs:
+    return _on_backend(plan, _forward_triton, _forward_xla, inputs)[0]
 
 
-def _with_vjp_fwd(plan: Plan, *args):
-    return _forward(plan, *args), args
+def _mlstm_fwd(plan: Plan, inputs: Inputs):
+    outputs, z, states = _on_backend(plan, _forward_triton, _forward_xla, inputs)
+    return outputs, Residuals(inputs, outputs[0], z, states)
 
 
-def _with_vjp_bwd(plan: Plan, args, cotangents):
-    return jax.vjp(functools.partial(_forward_xla, plan), *args)[1](cotangents)
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _backward(plan: Plan, residuals: Residuals, cotangents: Outputs) -> Inputs:
+    return _on_backend(plan, _backward_triton, _backward_xla, residuals, cotangents)
 
 
-_with_vjp.defvjp(_with_vjp_fwd, _with_vjp_bwd)
+@_backward.defjvp
+def _backward_jvp(plan: Plan, primals, tangents):
+    raise TypeError(
+        "mlstm_chunkwise has first derivatives in reverse mode only; for second derivatives and forward mode use "
+        "mlstm_pallas.reference.chunkwise or mlstm_pallas.reference.recurrence"
+    )
+
+
+def _mlstm_bwd(plan: Plan, residuals: Residuals, cotangents: Outputs):
+    return (_backward(plan, residuals, cotangents),)
+
+
+_mlstm.defvjp(_mlstm_fwd, _mlstm_bwd)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def mlstm_forward(plan: Plan, *args: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    """(q, k, v, i, f, c_initial, n_initial, m_initial), padded and cast -> h, (c, n, m) of the padded problem."""
-    if plan.backend == "xla":
-        return _forward_xla(plan, *args)
-    return _with_vjp(plan, *args)
+def mlstm_forward(plan: Plan, inputs: Inputs) -> Outputs:
+    """h and the last states (c, n, m) of the padded problem."""
+    return _mlstm(plan, inputs)

@@ -164,3 +164,95 @@ def chunk_gates(vecI: jax.Array, vecF: jax.Array, scaM_initial: jax.Array) -> Ch
     """All gates in plain jnp. vecI, vecF: (B, NH, NC, L); scaM_initial: (B, NH)."""
     local = local_gates(vecI, vecF)
     return join_chunks(local, border_maxima(chunk_summaries(local), scaM_initial))
+
+
+class RowGradients(NamedTuple):
+    """What the normaliser passes back, elementwise; (B, NH, S) each."""
+
+    vecInvDen: jax.Array  # 1 / den_t
+    vecDz: jax.Array  # dz_t
+    vecDzDen: jax.Array  # dz_t den_t
+    vecDm: jax.Array  # dm_t
+
+
+class RowSums(NamedTuple):
+    """Inner products that the gates' gradients are made of, for tiles of T steps; (B, NH, S / T, T) each."""
+
+    vecQ_inter: jax.Array  # q_t with the part of dq_t that comes from before the tile
+    vecK_inter: jax.Array  # k_s with the part of dk_s that goes on behind the tile
+    vecK_intra: jax.Array  # k_s with the rest of dk_s: sum over t of W_ts = dP_ts scale q_t . k_s
+    vecPairs: jax.Array  # at r: sum of W_ts over t >= r > s
+
+
+def row_gradients(delta: jax.Array, z: jax.Array, m: jax.Array, *, eps: float, stabilize_correctly: bool, norm_val: float) -> RowGradients:
+    """Gradients at h = num / den, den = max(|z|, floor) + eps; delta_t = dh_t . h_t, z and m: (B, NH, S)."""
+    floor = norm_val * jnp.exp(-m) if stabilize_correctly and norm_val > 0 else jnp.full_like(m, norm_val)
+    den = jnp.maximum(jnp.abs(z), floor) + eps
+    inv_den = jnp.where(den > 0, 1.0 / jnp.where(den > 0, den, 1.0), 0.0)
+    larger = jnp.abs(z) >= floor
+    dz_den = jnp.where(larger, -jnp.sign(z) * delta, 0.0)
+    share = eps * inv_den if stabilize_correctly else jnp.where(larger, eps * inv_den, 1.0)
+    return RowGradients(inv_den, dz_den * inv_den, dz_den, -delta * share)
+
+
+def suffix_sums(x: jax.Array) -> jax.Array:
+    """sum over tau >= t along the last axis, which is short: a product with a triangle of ones, exact to float32."""
+    T = x.shape[-1]
+    return jnp.einsum("...s,st->...t", x, jnp.tri(T, dtype=x.dtype), precision="highest")
+
+
+def stabiliser_gradients(gates: ChunkGates, vecF: jax.Array, dm: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Passes dm_t on to what won the maximum in m_t: (parts of di, of dfbar, of dm_initial).
+
+    m_t is either i_t or log sigmoid(f_t) + m_{t-1}: what arrives at t, its own dm_t included, goes to i_t in the first case, through f_t to
+    t - 1 in the second. vecF, dm: (B, NH, NC, L).
+    """
+    (e_hi, e_lo), (u_hi, u_lo) = gates.vecE, gates.vecU
+    carried = ((e_hi != u_hi) | (e_lo != u_lo)) & (vecF != -_INF)
+    # G_t = dm_t + carried_{t+1} G_{t+1}: within a chunk a sum over the run of carried steps behind t, between chunks a short scan.
+    breaks = jnp.cumsum(~carried, axis=-1)
+    L = dm.shape[-1]
+    same_run = (breaks[..., None, :] == breaks[..., :, None]) & jnp.tri(L, dtype=bool).T
+    inside = jnp.sum(jnp.where(same_run, dm[..., None, :], 0.0), axis=-1)
+    leaves = jnp.sum(jnp.where(breaks == 0, dm, 0.0), axis=-1)  # reaches the state before the chunk
+    passes = (breaks[..., -1] == 0).astype(dm.dtype)
+
+    def join(later, earlier):
+        return earlier[0] + earlier[1] * later[0], later[1] * earlier[1]
+
+    total, _ = lax.associative_scan(join, (leaves, passes), axis=2, reverse=True)  # (B, NH, NC) what reaches each chunk's start
+    behind = jnp.concatenate([total[..., 1:], jnp.zeros_like(total[..., :1])], axis=-1)
+    arrives = inside + jnp.where(breaks == breaks[..., -1:], behind[..., None], 0.0)
+    return jnp.where(carried, 0.0, arrives), jnp.where(carried, arrives, 0.0), total[..., 0]
+
+
+def gate_gradients(
+    gates: ChunkGates,
+    vecF: jax.Array,
+    sums: RowSums,
+    through: jax.Array,
+    dm: jax.Array,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of the gate pre-activations and of m_initial, the latter without its share in the initial states.
+
+    f_r takes part in everything that passes from before r to r or later. Per tile of T steps that is: pairs inside the tile, the state's
+    part in the rows from r on, the keys before r that go on behind the tile, and what goes through the whole tile. No difference of
+    long sums is taken.
+
+    Args:
+      gates, vecF: of chunks, (B, NH, NC, L).
+      sums: for tiles of T steps, a tile being a chunk or less.
+      through: (B, NH, S / T) what goes through the tile.
+      dm: dm_t (B, NH, S).
+
+    Returns:
+      vecDeltaI, vecDeltaF: (B, NH, S); scaDeltaM: (B, NH).
+    """
+    shape, T = dm.shape, sums.vecPairs.shape[-1]
+    before = jnp.einsum("...s,ts->...t", sums.vecK_inter, jnp.tri(T, k=-1, dtype=dm.dtype), precision="highest")
+    dfbar = sums.vecPairs + suffix_sums(sums.vecQ_inter) + before + through[..., None]
+    di_m, dfbar_m, dm_initial = stabiliser_gradients(gates, vecF, dm.reshape(vecF.shape))
+    di = (sums.vecK_inter + sums.vecK_intra).reshape(shape) + di_m.reshape(shape)
+    dfbar = dfbar.reshape(shape) + dfbar_m.reshape(shape)
+    f = vecF.reshape(shape)
+    return di, jnp.where(f == -_INF, 0.0, dfbar * jax.nn.sigmoid(-f)), dm_initial

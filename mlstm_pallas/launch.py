@@ -25,7 +25,7 @@ def kernel_call(
     *,
     name: str,
     grid: tuple[int, ...],
-    in_specs: Sequence[pl.BlockSpec],
+    in_specs: Sequence[pl.BlockSpec | None],
     out_specs: Sequence[pl.BlockSpec],
     out_shape: Sequence[jax.ShapeDtypeStruct],
     stage: StageConfig,

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mlstm_pallas.gates import ChunkGates, chunk_gates, log_sigmoid_gate
+from mlstm_pallas.gates import ChunkGates, RowGradients, RowSums, chunk_gates, log_sigmoid_gate
 
 _INF = float("inf")
 States = tuple[jax.Array, jax.Array, jax.Array]
@@ -169,3 +169,59 @@ def chunkwise(
     num, z = chunk_outputs(q, k, v, gates, matC_states, vecN_states)
     h = normalise(num, z, gates.vecM, eps=eps, stabilize_correctly=stabilize_correctly, norm_val=norm_val)
     return h.reshape(matV.shape), (C, n, gates.scaM_states[..., -1])
+
+
+def chunk_state_gradients(matQ, matDeltaH, gates: ChunkGates, rows: RowGradients, matDeltaC_last, vecDeltaN_last, matC_states, vecN_states):
+    """Gradients of C and n at the chunk borders: the recurrence over chunks, backwards.
+
+    matQ: (B, NH, NC, L, DHQK); matDeltaH: (B, NH, NC, L, DHHV); rows: (B, NH, NC, L); the rest as in stages/recurrent_bw_dC.py.
+
+    Returns:
+      matDeltaC_states (B, NH, NC, DHQK, DHHV) in the dtype of matQ and vecDeltaN_states (B, NH, NC, DHQK), after each chunk; the
+      gradients of the initial C and n; gamma_c (<C_c, dC_{c+1}> + n_c . dn_{c+1}) (B, NH, NC).
+    """
+    acc = gates.vecW.dtype
+    scaled = matQ * (gates.vecW * rows.vecInvDen * matQ.shape[-1] ** -0.5)[..., None]
+    einsum = functools.partial(jnp.einsum, preferred_element_type=acc, precision="highest")
+    updates = einsum("bhclk,bhclv->cbhkv", scaled.astype(matQ.dtype), matDeltaH)
+    n_updates = jnp.moveaxis(jnp.sum(scaled * rows.vecDzDen[..., None], axis=3), 2, 0)
+
+    def step(gradients, x):
+        dC, dn = gradients
+        update, n_update, gamma, C, n = x
+        through = gamma * (jnp.sum(C * dC, axis=(-2, -1)) + jnp.sum(n * dn, axis=-1))
+        new = (gamma[..., None, None] * dC + update, gamma[..., None] * dn + n_update)
+        return new, (dC.astype(matQ.dtype), dn, through)
+
+    xs = (updates, n_updates, *(jnp.moveaxis(x, 2, 0) for x in (gates.scaGamma, matC_states, vecN_states)))
+    (dC, dn), (dCs, dns, through) = lax.scan(step, (matDeltaC_last, vecDeltaN_last), xs, reverse=True)
+    return jnp.moveaxis(dCs, 0, 2), jnp.moveaxis(dns, 0, 2), dC, dn, jnp.moveaxis(through, 0, 2)
+
+
+def chunk_gradients(
+    matQ, matK, matV, matDeltaH, gates: ChunkGates, rows: RowGradients, matC_states, vecN_states, matDeltaC_states, vecDeltaN_states
+):
+    """dq, dk, dv in the accumulator's dtype and the row sums of whole chunks, which are shaped as in chunk_outputs."""
+    acc, dtype = gates.vecW.dtype, matQ.dtype
+    scale = matQ.shape[-1] ** -0.5
+    einsum = functools.partial(jnp.einsum, preferred_element_type=acc, precision="highest")
+    inv_den, abar = rows.vecInvDen[..., None], gates.vecAbar[..., None]
+    w = gates.vecW[..., None] * scale
+    D = decay_matrix(gates)
+    scores = einsum("bhctk,bhcsk->bhcts", matQ, matK) * scale
+    P = (D * scores * inv_den).astype(dtype)
+    dP = D * (einsum("bhctv,bhcsv->bhcts", matDeltaH, matV) * inv_den + rows.vecDz[..., None])
+    W = dP * scores
+    dP = dP.astype(dtype)
+
+    q_inter = einsum("bhctv,bhckv->bhctk", matDeltaH, matC_states) * (w * inv_den)
+    q_inter += (w * rows.vecDz[..., None]) * vecN_states[..., None, :]
+    q_intra = einsum("bhcts,bhcsk->bhctk", dP, matK) * scale
+    k_inter = (einsum("bhcsv,bhckv->bhcsk", matV, matDeltaC_states) + vecDeltaN_states[..., None, :]) * abar
+    k_intra = einsum("bhcts,bhctk->bhcsk", dP, matQ) * scale
+    dv = einsum("bhcsk,bhckv->bhcsv", matK, matDeltaC_states) * abar + einsum("bhcts,bhctv->bhcsv", P, matDeltaH)
+
+    earlier = jnp.pad(jnp.cumsum(W[..., :-1], axis=-1), [(0, 0)] * (W.ndim - 1) + [(1, 0)])  # [t, r]: sum over s < r
+    pairs = jnp.sum(jnp.where(jnp.tri(W.shape[-1], dtype=bool), earlier, 0.0), axis=-2)
+    sums = RowSums(jnp.sum(matQ * q_inter, axis=-1), jnp.sum(matK * k_inter, axis=-1), jnp.sum(W, axis=-2), pairs)
+    return (q_inter + q_intra, k_inter + k_intra, dv), sums

@@ -1,0 +1,324 @@
+"""Other implementations to measure beside ours, and what all of them are given and checked against.
+
+Each is imported only when it is asked for, and called, never copied from.
+
+An Implementation has a name, build(inputs, direction) -> a callable that runs once and leaves its outputs on the device,
+synchronise(outputs) and peak_memory_bytes(call). To be checked it also hands out its outputs, head by head. Building raises where the
+package or the device is missing, or where the package does not take the shape.
+"""
+
+import abc
+import functools
+import importlib
+import math
+from collections.abc import Callable, Mapping, Sequence
+from importlib import metadata
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import roofline
+from jax import lax
+from roofline import Shape
+
+from mlstm_pallas import reference
+
+
+class Inputs(NamedTuple):
+    """q, k (B, NH, S, DHQK), v (B, NH, S, DHHV), i, f (B, NH, S) float32, and the cotangent of h."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    i: jax.Array
+    f: jax.Array
+    dh: jax.Array
+
+    @property
+    def shape(self) -> Shape:
+        return Shape(*self.q.shape, self.v.shape[-1])
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def random_inputs(key: jax.Array, shape: Shape, dtype: str) -> Inputs:
+    """q and k have a positive mean, so that q.n does not come near 0, where h has no digits to compare."""
+    rows = shape[:3]
+    dims = ((*rows, shape.DHQK),) * 2 + ((*rows, shape.DHHV), rows, rows, (*rows, shape.DHHV))
+    q, k, v, i, f, dh = (jax.random.normal(key, dim, jnp.float32) for key, dim in zip(jax.random.split(key, 6), dims, strict=True))
+    return Inputs((q + 0.5).astype(dtype), (k + 0.5).astype(dtype), v.astype(dtype), i, f + 4.0, dh.astype(dtype))
+
+
+NORMALISER = dict(eps=1e-6, stabilize_correctly=True, norm_val=1.0)
+
+
+def exact(q, k, v, i, f, **normaliser):
+    """reference.recurrence in checkpointed segments: the gradient of the whole would keep a state of every step."""
+    B, NH, S, K = q.shape
+    length = math.gcd(S, 128)
+    segments = tuple(jnp.moveaxis(x.reshape(B, NH, S // length, length, *x.shape[3:]), 2, 0) for x in (q, k, v, i, f))
+    states = tuple(jnp.zeros((B, NH, *dims), q.dtype) for dims in ((K, v.shape[-1]), (K,), ()))
+
+    def segment(states, x):
+        h, states = reference.recurrence(*x, *states, **NORMALISER | normaliser)
+        return states, h
+
+    h = lax.scan(jax.checkpoint(segment), states, segments)[1]
+    return jnp.moveaxis(h, 0, 2).reshape(v.shape)
+
+
+def constant_normaliser(q, k, v, i, f):
+    """The same values; the gradient takes the denominator for a constant."""
+    huge = 1e15  # above any |z|, so that as the floor of the denominator it is the denominator, and h the numerator, scaled
+    num = exact(q, k, v, i, f, eps=0.0, norm_val=huge) * huge
+    den = jnp.sum(num * num, -1) / jnp.sum(num * exact(q, k, v, i, f), -1)
+    return num / lax.stop_gradient(den)[..., None]
+
+
+ORACLES = {"exact": exact, "constant normaliser": constant_normaliser}
+
+
+def take_heads(arrays: Any, index: np.ndarray) -> Any:
+    """Heads index of the B * NH heads of each JAX array (B, NH, ...) in a tree, float64."""
+    return jax.tree.map(lambda x: np.asarray(x.reshape(-1, *x.shape[2:])[index]).astype(np.float64), arrays)
+
+
+class Implementation(abc.ABC):
+    """Something that can be timed.
+
+    Attributes:
+      name: as in the flag --impl.
+      oracle: what its outputs (h, and the gradients dq, dk, dv, di, df) are checked against, in ORACLES; "": it computes another function,
+        whose outputs have to be finite.
+      checked: the outputs that have to be within the tolerance; empty: all.
+      config: for the record.
+    """
+
+    name: str
+    oracle: str = ""
+    checked: Sequence[str] = ()
+    config: Mapping[str, Any] = MappingProxyType({})
+
+    def versions(self) -> dict[str, str]:
+        return {}
+
+    def phases(self, shape: Shape, itemsize: int, direction: str) -> tuple[roofline.Cost, ...]:
+        return roofline.mlstm(shape, itemsize, direction)
+
+    @abc.abstractmethod
+    def build(self, inputs: Any, direction: str) -> Callable[[], Any]: ...
+
+    @abc.abstractmethod
+    def synchronise(self, outputs: Any) -> None: ...
+
+    @abc.abstractmethod
+    def peak_memory_bytes(self, call: Callable[[], Any]) -> int:
+        """The most that one call takes beyond its inputs, its outputs included."""
+
+    @abc.abstractmethod
+    def finite(self, outputs: Any) -> bool: ...
+
+    @abc.abstractmethod
+    def heads(self, outputs: Any, index: np.ndarray) -> Any:
+        """Heads index of the B * NH heads of each output (B, NH, ...), float64."""
+
+
+class JaxImplementation(Implementation):
+    @abc.abstractmethod
+    def computation(self, inputs: Any, direction: str) -> tuple[Callable[..., Any], Sequence[Any]]:
+        """A function to compile and its arguments."""
+
+    def build(self, inputs, direction):
+        function, args = self.computation(inputs, direction)
+        self.compiled = jax.jit(function).lower(*args).compile()
+        return lambda: self.compiled(*args)
+
+    def synchronise(self, outputs):
+        jax.block_until_ready(outputs)
+
+    def peak_memory_bytes(self, call):
+        memory = self.compiled.memory_analysis()
+        return memory.temp_size_in_bytes + memory.output_size_in_bytes
+
+    def finite(self, outputs):
+        return all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(outputs))
+
+    def heads(self, outputs, index):
+        return take_heads(outputs, index)
+
+
+class TorchPeer(Implementation):
+    modules: Sequence[str]  # the last one has the function
+
+    def __init__(self):
+        self.torch, *others = (importlib.import_module(name) for name in ("torch", *self.modules))
+        self.module = others[-1] if others else self.torch
+        if not self.torch.cuda.is_available():
+            raise RuntimeError("torch finds no GPU")
+
+    def versions(self):
+        packages, distributions = ("torch", "triton", *(name.partition(".")[0] for name in self.modules)), metadata.packages_distributions()
+        return {name: metadata.version(distributions[name][0]) for name in packages if name in distributions}
+
+    def tensor(self, x: Any, dtype: Any) -> Any:
+        return self.torch.tensor(np.asarray(x).astype(np.float32), device="cuda").to(getattr(self.torch, str(dtype))).contiguous()
+
+    def arguments(self, inputs: Inputs) -> tuple[Sequence[jax.Array], jax.Array]:
+        """The arguments of forward, and the cotangent of its result."""
+        return inputs[:5], inputs.dh
+
+    @abc.abstractmethod
+    def forward(self, *args: Any) -> Any: ...
+
+    def build(self, inputs, direction):
+        torch = self.torch
+        torch.cuda.empty_cache()
+        args, cotangent = self.arguments(inputs)
+        args, cotangent = [self.tensor(x, x.dtype) for x in args], self.tensor(cotangent, inputs.v.dtype)
+        if direction == "fwd":
+
+            def call():
+                with torch.no_grad():
+                    return (self.forward(*args),)
+        else:
+            for x in args:
+                x.requires_grad_()
+
+            def call():
+                h = self.forward(*args)
+                return (h.detach(), *torch.autograd.grad(h, args, cotangent))
+
+        return call
+
+    def synchronise(self, outputs):
+        self.torch.cuda.synchronize()
+
+    def peak_memory_bytes(self, call):
+        cuda = self.torch.cuda
+        cuda.synchronize()
+        before = cuda.memory_allocated()
+        cuda.reset_peak_memory_stats()
+        self.synchronise(call())
+        return cuda.max_memory_allocated() - before
+
+    def finite(self, outputs):
+        return all(bool(self.torch.isfinite(x).all()) for x in outputs)
+
+    def heads(self, outputs, index):
+        return tuple(x.reshape(-1, *x.shape[2:])[index.tolist()].double().cpu().numpy() for x in outputs)
+
+
+class MlstmKernels(TorchPeer):
+    """mlstm_kernels (NX-AI): the stabilised mLSTM; no gradient flows through its normaliser."""
+
+    oracle = "constant normaliser"
+    # Its gate gradients are sums over the whole sequence of products that were rounded before: reported, not held against it.
+    checked = ("h", "dq", "dk", "dv")
+    modules = ("mlstm_kernels.torch.chunkwise",)
+    function: str
+
+    def forward(self, q, k, v, i, f):
+        return getattr(self.module, self.function)(q, k, v, i, f, eps=1e-6, autocast_kernel_dtype=q.dtype, **self.config)
+
+
+class LimitChunk(MlstmKernels):
+    name, function = "mlstm_kernels_limit_chunk", "mlstm_chunkwise__limit_chunk"
+    config = MappingProxyType(dict(chunk_size=64))
+
+
+class XLChunk(MlstmKernels):
+    name, function = "mlstm_kernels_xl_chunk", "mlstm_chunkwise__xl_chunk"
+    # With 4 warps the LLVM inside triton 3.6.0 stops on an assertion, and the process with it.
+    config = MappingProxyType(dict(chunk_size=128, num_warps_intra=8))
+
+
+class XLChunkSiging(MlstmKernels):
+    """The mLSTM with a sigmoid input gate, here without its normaliser."""
+
+    name, function, oracle = "mlstm_kernels_xl_chunk_siging", "mlstm_siging_chunkwise__xl_chunk", ""
+    config = MappingProxyType(dict(chunk_size=128, num_warps_intra=8, normalize=False))
+
+
+class SimpleGLA(TorchPeer):
+    """flash-linear-attention: scalar forget gate, no input gate, no normaliser."""
+
+    name, modules = "fla_simple_gla", ("fla.ops.simple_gla",)
+    config = MappingProxyType(dict(chunk_size=64))
+
+    def arguments(self, inputs):
+        q, k, v, dh = (jnp.swapaxes(x, 1, 2) for x in (inputs.q, inputs.k, inputs.v, inputs.dh))
+        return (q, k, v, jnp.swapaxes(jax.nn.log_sigmoid(inputs.f), 1, 2)), dh
+
+    def forward(self, q, k, v, g):
+        return self.module.chunk_simple_gla(q, k, v, g, **self.config)[0]
+
+
+ATTENTION_HEAD = 128
+
+
+def attention_heads(shape: Shape) -> int:
+    """Attention of the same width as h: how many heads of 128."""
+    heads, rest = divmod(shape.NH * shape.DHHV, ATTENTION_HEAD)
+    if rest:
+        raise ValueError(f"the width NH * DHHV = {shape.NH * shape.DHHV} has no heads of {ATTENTION_HEAD}")
+    return heads
+
+
+def attention_inputs(inputs: Inputs) -> list[jax.Array]:
+    """q, k, v and the cotangent, (B, S, heads, 128)."""
+    B, _, S, _, _ = inputs.shape
+    heads = attention_heads(inputs.shape)
+    widths = (jnp.flip(inputs.v, 2), jnp.flip(inputs.v, 3), inputs.v, inputs.dh)
+    return [jnp.swapaxes(x, 1, 2).reshape(B, S, heads, ATTENTION_HEAD) for x in widths]
+
+
+def attention_phases(shape: Shape, itemsize: int, direction: str) -> tuple[roofline.Cost, ...]:
+    return roofline.attention(shape.B, attention_heads(shape), shape.S, ATTENTION_HEAD, itemsize, direction)
+
+
+class TorchAttention(TorchPeer):
+    modules = ("torch.nn.attention",)
+    backend: str
+
+    def phases(self, shape, itemsize, direction):
+        return attention_phases(shape, itemsize, direction)
+
+    def arguments(self, inputs):
+        *args, cotangent = (jnp.swapaxes(x, 1, 2) for x in attention_inputs(inputs))
+        return args, cotangent
+
+    def forward(self, q, k, v):
+        with self.module.sdpa_kernel(getattr(self.module.SDPBackend, self.backend)):
+            return self.torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class TorchAttentionCudnn(TorchAttention):
+    name, backend = "torch_sdpa_cudnn", "CUDNN_ATTENTION"
+
+
+class TorchAttentionFlash(TorchAttention):
+    name, backend = "torch_sdpa_flash", "FLASH_ATTENTION"
+
+
+class JaxCudnnAttention(JaxImplementation):
+    name = "jax_cudnn_attention"
+
+    def phases(self, shape, itemsize, direction):
+        return attention_phases(shape, itemsize, direction)
+
+    def computation(self, inputs, direction):
+        def forward(q, k, v):
+            return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
+
+        def forward_backward(q, k, v, do):
+            o, vjp = jax.vjp(forward, q, k, v)
+            return o, *vjp(do)
+
+        q, k, v, do = attention_inputs(inputs)
+        return (forward, (q, k, v)) if direction == "fwd" else (forward_backward, (q, k, v, do))
+
+
+PEERS: dict[str, Callable[[], Implementation]] = {
+    peer.name: peer for peer in (LimitChunk, XLChunk, XLChunkSiging, SimpleGLA, TorchAttentionCudnn, TorchAttentionFlash, JaxCudnnAttention)
+}

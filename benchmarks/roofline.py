@@ -1,0 +1,132 @@
+"""Matrix FLOPs and bytes of the chunkwise mLSTM, stage by stage and whole, and the time that a device cannot go below.
+
+Pure functions. Notation: B batch, NH heads, S steps, K = DHQK, V = DHHV, L steps of a chunk, NC = ceil(S / L) chunks, R = B NH S rows,
+w bytes of an element of q, k, v; gates, stabilisers and norms have 4. A FLOP is a multiplication or an addition of a matrix product;
+products of two rows of one chunk count for s <= t alone, R (L + 1) / 2 pairs. Bytes: each input once, each output once.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+# Whole functions are counted at one chunk size, whatever chunk size runs: more work for the same result is not a better rate.
+REFERENCE_CHUNK = 128
+
+# (FLOP/s of bfloat16 products, bytes/s of a copy), measured; by a part of the device's name.
+DEVICE_RATES = {"H200": (790e12, 4.27e12)}
+
+
+class Shape(NamedTuple):
+    """Dimensions of one call."""
+
+    B: int
+    NH: int
+    S: int
+    DHQK: int
+    DHHV: int
+
+    @property
+    def rows(self) -> int:
+        return self.B * self.NH * self.S
+
+    def chunks(self, L: int) -> int:
+        """Of all heads together: B NH NC."""
+        return self.B * self.NH * -(-self.S // L)
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self))
+
+
+class Cost(NamedTuple):
+    """What has to be computed and moved at the least."""
+
+    flops: int
+    bytes: int
+
+
+def chunk_gates(shape: Shape, L: int, itemsize: int) -> Cost:
+    """No product. Bytes: i, f, and e and u in two floats each, w, m, abar, 4 * 9 R; gamma, m at the borders and m_initial."""
+    heads = shape.B * shape.NH
+    return Cost(0, 4 * (9 * shape.rows + 2 * shape.chunks(L) + 2 * heads))
+
+
+def recurrent_fw_C(shape: Shape, L: int, itemsize: int) -> Cost:
+    """FLOPs: sum abar k v^T, 2 R K V. Bytes: k, v and the states, w (R (K + V) + B NH NC K V); abar, gamma, n, first and last states."""
+    _, _, _, K, V = shape
+    R, NC, heads = shape.rows, shape.chunks(L), shape.B * shape.NH
+    floats = R + NC + NC * K + 2 * heads * (K * V + K)
+    return Cost(2 * R * K * V, itemsize * (R * (K + V) + NC * K * V) + 4 * floats)
+
+
+def parallel_fw_H(shape: Shape, L: int, itemsize: int) -> Cost:
+    """FLOPs: C^T q, 2 R K V; q.k and P v, R (L + 1) (K + V). Bytes: q, k, v, h and C, w (R (2 K + 2 V) + B NH NC K V); n, e, u, w, m, z."""
+    _, _, _, K, V = shape
+    R, NC = shape.rows, shape.chunks(L)
+    return Cost(2 * R * K * V + R * (L + 1) * (K + V), itemsize * (R * (2 * K + 2 * V) + NC * K * V) + 4 * (NC * K + 7 * R))
+
+
+def recurrent_bw_dC(shape: Shape, L: int, itemsize: int) -> Cost:
+    """FLOPs: sum w q dnum^T, 2 R K V. Bytes: q, dh, C and dC, w (R (K + V) + 2 B NH NC K V).
+
+    Floats: three row scalings, gamma and <C, dC>, n and dn, gradients of the last and the first states.
+    """
+    _, _, _, K, V = shape
+    R, NC, heads = shape.rows, shape.chunks(L), shape.B * shape.NH
+    floats = 3 * R + 2 * NC + 2 * NC * K + 2 * heads * (K * V + K)
+    return Cost(2 * R * K * V, itemsize * (R * (K + V) + 2 * NC * K * V) + 4 * floats)
+
+
+def parallel_bw_dQKV(shape: Shape, L: int, itemsize: int) -> Cost:
+    """FLOPs: C dnum, dC v, dC^T k, 6 R K V; q.k, dP k, dP^T q and dnum.v, P^T dnum, R (L + 1) (3 K + 2 V).
+
+    Bytes: q, k, v, dh, dq, dk, dv and both states, w (R (4 K + 3 V) + 2 B NH NC K V). Floats: n, dn, e, u, w, abar, 1/den, dz, and the
+    four row sums of the gates' gradients.
+    """
+    _, _, _, K, V = shape
+    R, NC = shape.rows, shape.chunks(L)
+    flops = 6 * R * K * V + R * (L + 1) * (3 * K + 2 * V)
+    return Cost(flops, itemsize * (R * (4 * K + 3 * V) + 2 * NC * K * V) + 4 * (2 * NC * K + 12 * R))
+
+
+STAGES = {stage.__name__: stage for stage in (chunk_gates, recurrent_fw_C, parallel_fw_H, recurrent_bw_dC, parallel_bw_dQKV)}
+
+
+def forward(shape: Shape, itemsize: int, L: int = REFERENCE_CHUNK) -> Cost:
+    """FLOPs of recurrent_fw_C and parallel_fw_H. Bytes: q, k, v, h, w R (2 K + 2 V); i, f, 8 R. States stay on the chip."""
+    L = min(L, shape.S)
+    flops = sum(stage(shape, L, itemsize).flops for stage in (recurrent_fw_C, parallel_fw_H))
+    return Cost(flops, shape.rows * (itemsize * (2 * shape.DHQK + 2 * shape.DHHV) + 8))
+
+
+def backward(shape: Shape, itemsize: int, L: int = REFERENCE_CHUNK) -> Cost:
+    """FLOPs of recurrent_fw_C again (states are not kept), recurrent_bw_dC and parallel_bw_dQKV.
+
+    Bytes: q, k, v, h, dh, dq, dk, dv, w R (4 K + 4 V); i, f, z, m, di, df, 24 R. States stay on the chip.
+    """
+    L = min(L, shape.S)
+    flops = sum(stage(shape, L, itemsize).flops for stage in (recurrent_fw_C, recurrent_bw_dC, parallel_bw_dQKV))
+    return Cost(flops, shape.rows * (itemsize * (4 * shape.DHQK + 4 * shape.DHHV) + 24))
+
+
+def mlstm(shape: Shape, itemsize: int, direction: str) -> tuple[Cost, ...]:
+    """The phases of a direction, one after the other: "fwd", or "fwbw"."""
+    return (forward(shape, itemsize),) + ((backward(shape, itemsize),) if direction == "fwbw" else ())
+
+
+def attention(B: int, heads: int, S: int, D: int, itemsize: int, direction: str) -> tuple[Cost, ...]:
+    """The phases of causal softmax attention, with P = B heads S (S + 1) / 2 pairs.
+
+    FLOPs: forward q.k and P v, 4 P D; backward five products, 10 P D. Bytes: q, k, v, o; backward q, k, v, o, do, dq, dk, dv.
+    """
+    pairs, array = B * heads * S * (S + 1) // 2, itemsize * B * heads * S * D
+    return (Cost(4 * pairs * D, 4 * array),) + ((Cost(10 * pairs * D, 8 * array),) if direction == "fwbw" else ())
+
+
+def device_rates(device_kind: str, dtype: str) -> tuple[float | None, float | None]:
+    """(FLOP/s, bytes/s) of a known device; None where nobody measured."""
+    flops, bandwidth = next((rates for part, rates in DEVICE_RATES.items() if part in device_kind), (None, None))
+    return flops if dtype == "bfloat16" else None, bandwidth
+
+
+def floor_seconds(phases: Sequence[Cost], flops_rate: float, bytes_rate: float) -> float:
+    """The roofline: in each phase the slower of its products and its traffic, each at the device's full rate."""
+    return sum(max(phase.flops / flops_rate, phase.bytes / bytes_rate) for phase in phases)

@@ -1,0 +1,383 @@
+"""The kernel benchmark: what it counts, what it refuses, and what it leaves behind."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import kernel_benchmark
+import numpy as np
+import peers
+import pytest
+import roofline
+from absl import flags
+from roofline import Shape
+
+from mlstm_pallas import reference
+
+SMALL = Shape(2, 3, 64, 16, 32)
+L = 32
+EIGHT_K = {"7b": Shape(8, 8, 8192, 256, 512), "tfla": Shape(8, 16, 8192, 128, 256), "b1": Shape(1, 8, 8192, 256, 512)}
+
+
+def run(*arguments):
+    values = flags.FlagValues()
+    kernel_benchmark.define_flags(values)
+    values(["kernel_benchmark", "--repeats=1", *arguments])
+    return kernel_benchmark.run(values)
+
+
+def read_rows(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def nbytes(tree):
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation():
+    """Nothing here is timed in earnest, and compiling is most of the time."""
+    before = jax.config.jax_disable_most_optimizations
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
+@pytest.fixture
+def few_calls(monkeypatch):
+    monkeypatch.setattr(kernel_benchmark, "MAX_CALLS", 1)
+
+
+# ---------------------------------------------------------------- FLOPs and bytes
+
+
+@pytest.mark.parametrize("stage", kernel_benchmark.STAGES)
+def test_bytes_of_a_stage_are_those_of_its_arrays(stage):
+    inputs = jax.eval_shape(lambda: peers.random_inputs(jax.random.key(0), SMALL, "bfloat16"))
+    found = jax.eval_shape(lambda x: kernel_benchmark.stage_arrays(x, L), inputs)
+    ours = kernel_benchmark.Ours("interpret", SMALL, "bfloat16", L, stage)
+    args = {name: found[name] for name in kernel_benchmark.STAGES[stage].inputs}
+    launch = dict(problem=ours.problem, config=ours.filled, interpret=True)
+    outputs = jax.eval_shape(lambda *xs: kernel_benchmark.STAGES[stage].kernel(*xs, **launch), *args.values())
+    gates = args.pop("gates", None)
+    read = {
+        "recurrent_fw_C": lambda: (gates.vecAbar, gates.scaGamma),
+        "parallel_fw_H": lambda: (*gates.vecE, *gates.vecU, gates.vecW, gates.vecM),
+    }
+    args["read of gates"] = read[stage]() if gates else ()
+    assert roofline.STAGES[stage](SMALL, L, 2).bytes == nbytes(args) + nbytes(outputs)
+
+
+def compiled_flops(equation, *shapes):
+    arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    return jax.jit(lambda *xs: jnp.einsum(equation, *xs)).lower(*arrays).compile().cost_analysis()["flops"]
+
+
+# The products of each stage: between chunks, and inside (over all pairs of rows of a chunk).
+BETWEEN = {
+    "recurrent_fw_C": ["btk,btv->bkv"],
+    "parallel_fw_H": ["btk,bkv->btv"],
+    "recurrent_bw_dC": ["btk,btv->bkv"],
+    "parallel_bw_dQKV": ["bkv,btv->btk", "bkv,btv->btk", "bkv,btk->btv"],
+}
+INSIDE = {
+    "parallel_fw_H": ["btk,bsk->bts", "bts,bsv->btv"],
+    "parallel_bw_dQKV": ["btk,bsk->bts", "btv,bsv->bts", "bts,bsk->btk", "bts,btk->bsk", "bts,btv->bsv"],
+}
+
+
+@pytest.mark.parametrize("stage", BETWEEN)
+def test_flops_of_a_stage_are_those_of_its_products(stage):
+    sizes = dict(b=SMALL.chunks(L), t=L, s=L, k=SMALL.DHQK, v=SMALL.DHHV)
+
+    def total(equations):
+        return sum(compiled_flops(eq, *([sizes[axis] for axis in part] for part in eq.partition("->")[0].split(","))) for eq in equations)
+
+    causal = sum(t + 1 for t in range(L)) / L**2
+    assert roofline.STAGES[stage](SMALL, L, 2).flops == pytest.approx(total(BETWEEN[stage]) + causal * total(INSIDE.get(stage, [])))
+
+
+def test_a_direction_has_the_flops_of_its_stages_and_the_bytes_of_its_arrays():
+    inputs = jax.eval_shape(lambda: peers.random_inputs(jax.random.key(0), SMALL, "bfloat16"))
+    forward, backward = roofline.mlstm(SMALL, 2, "fwbw")
+    assert (forward,) == roofline.mlstm(SMALL, 2, "fwd")
+    assert forward.bytes == nbytes(inputs)  # h is as large as its cotangent
+    assert backward.bytes == 2 * nbytes(inputs[:5]) + 2 * nbytes(inputs.dh) + 2 * 4 * SMALL.rows
+    flops = {name: stage(SMALL, SMALL.S, 2).flops for name, stage in roofline.STAGES.items()}
+    assert forward.flops + backward.flops == sum(flops.values()) + flops["recurrent_fw_C"]
+
+
+def test_attention_counts_pairs_once():
+    forward, backward = roofline.attention(2, 3, 5, 16, 2, "fwbw")
+    pairs = 2 * 3 * (1 + 2 + 3 + 4 + 5)
+    assert forward == (pairs * 2 * 2 * 16, 4 * 2 * 2 * 3 * 5 * 16)
+    assert backward == (pairs * 5 * 2 * 16, 8 * 2 * 2 * 3 * 5 * 16)
+
+
+# Milliseconds worked out by hand: for 7b-8k 3.27e11 + 8.08e11 FLOP at 790 TFLOP/s, for tfla-8k 1.62e9 + 3.25e9 bytes at 4.27 TB/s.
+@pytest.mark.parametrize(("name", "fwd", "fwbw"), [("7b", 0.41, 1.44), ("tfla", 0.38, 1.14), ("b1", 0.052, 0.18)])
+def test_floor_of_the_8k_shapes(name, fwd, fwbw):
+    rates = roofline.device_rates("NVIDIA H200", "bfloat16")
+    for direction, expected in (("fwd", fwd), ("fwbw", fwbw)):
+        assert 1e3 * roofline.floor_seconds(roofline.mlstm(EIGHT_K[name], 2, direction), *rates) == pytest.approx(expected, rel=0.02)
+
+
+def test_rates_nobody_measured_are_none():
+    assert roofline.device_rates("cpu", "bfloat16") == (None, None)
+    assert roofline.device_rates("NVIDIA H200", "float32") == (None, 4.27e12)
+
+
+# ---------------------------------------------------------------- what outputs are checked against
+
+
+def with_gradients(S, *functions):
+    """(h, dq, dk, dv, di, df) of each function at the same inputs, float64, and the inputs."""
+    inputs = peers.random_inputs(jax.random.key(1), Shape(1, 2, S, 8, 4), "float32")
+    with jax.enable_x64(True):
+        *args, dh = inputs = [np.asarray(x, np.float64) for x in inputs]
+
+        @jax.jit
+        def compute(args, dh):
+            pairs = [jax.vjp(function, *args) for function in functions]
+            return [(h, *vjp(dh)) for h, vjp in pairs]
+
+        return [*jax.tree.map(np.asarray, compute(args, dh)), inputs]
+
+
+def test_segments_of_the_oracle_are_the_recurrence():
+    in_segments, at_once, _ = with_gradients(256, peers.exact, lambda *args: reference.recurrence(*args)[0])
+    for found, expected in zip(in_segments, at_once, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+
+
+def test_a_constant_normaliser_changes_only_the_gradient():
+    (h, dq, dk, dv, di, _), exact, (q, k, v, _, _, dh) = with_gradients(40, peers.constant_normaliser, peers.exact)
+    np.testing.assert_allclose(h, exact[0], rtol=1e-10)
+    assert np.linalg.norm(dq - exact[1]) > 0.1 * np.linalg.norm(dq)
+    # The numerator alone is linear in q and in v, and the input gate scales k.
+    np.testing.assert_allclose(np.sum(dq * q, -1), np.sum(dh * h, -1), rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(np.vdot(dv, v), np.vdot(dh, h), rtol=1e-9)
+    np.testing.assert_allclose(di, np.sum(dk * k, -1), rtol=1e-9, atol=1e-12)
+
+
+# ---------------------------------------------------------------- runs
+
+
+@pytest.mark.usefixtures("few_calls")
+def test_without_a_gpu_the_default_says_so_and_leaves_rows_and_a_plot(tmp_path, capsys):
+    jsonl, png = tmp_path / "rows.jsonl", tmp_path / "plot.png"
+    assert run(f"--jsonl={jsonl}", f"--plot={png}") == 0
+    out = capsys.readouterr().out
+    assert "no GPU here: measuring xla on the CPU" in out
+    [row] = read_rows(jsonl)
+    assert (row["name"], row["impl"], row["direction"], row["dtype"], row["status"]) == ("tiny", "xla", "fwd", "bfloat16", "ok")
+    assert row["shape"] == list(kernel_benchmark.SHAPES["tiny"][0])
+    assert set(row["versions"]) == {"jax", "jaxlib"}
+    assert row["config"]["chunk_size"] >= 16
+    assert min(row[name] for name in ("ms", "tflops", "tbps", "peak_mib")) > 0
+    assert row["roofline_pct"] is None
+    assert 1e-4 < row["error"] < 5e-3
+    assert png.read_bytes().startswith(b"\x89PNG")
+    header, line = out.rstrip().splitlines()[-2:]
+    assert header.split()[:3] == ["shape", "impl", "what"]
+    assert line.split()[:3] == ["tiny", "xla", "fwd"]
+
+
+@pytest.mark.usefixtures("few_calls")
+def test_forward_and_backward_in_float32(tmp_path):
+    jsonl = tmp_path / "rows.jsonl"
+    rates = ("--peak_tflops=0.1", "--peak_tbps=0.01")
+    assert run("--direction=fwbw", "--dtype=float32", "--shape=1x2x48x16x8", *rates, f"--jsonl={jsonl}") == 0
+    [row] = read_rows(jsonl)
+    assert row["name"] == "1x2x48x16x8"
+    assert set(row["errors"]) == {"h", "dq", "dk", "dv", "di", "df"}
+    assert row["error"] == max(row["errors"].values()) < 1e-4
+    assert row["roofline_pct"] > 0
+
+
+@pytest.mark.usefixtures("few_calls")
+@pytest.mark.parametrize("impl", ["interpret", "xla"])
+def test_stages_by_themselves(impl, tmp_path):
+    jsonl = tmp_path / "rows.jsonl"
+    assert run(f"--stage={','.join(kernel_benchmark.STAGES)}", f"--impl={impl}", "--chunk_size=32", f"--jsonl={jsonl}") == 0
+    rows = read_rows(jsonl)
+    assert [row["stage"] for row in rows] == list(kernel_benchmark.STAGES)
+    assert all(row["status"] == "ok" and row["errors"] for row in rows)
+
+
+def test_a_wrong_output_is_refused(monkeypatch, tmp_path, capsys):
+    right = kernel_benchmark.mlstm_chunkwise
+    monkeypatch.setattr(kernel_benchmark, "mlstm_chunkwise", lambda q, *rest, **options: right(q, *rest, **options) * 1.02)
+    monkeypatch.setattr(kernel_benchmark, "time_calls", lambda *_: pytest.fail("a wrong output was timed"))
+    jsonl = tmp_path / "rows.jsonl"
+    assert run(f"--jsonl={jsonl}", f"--plot={tmp_path / 'p.png'}") == 1
+    [row] = read_rows(jsonl)
+    assert (row["status"], row["ms"]) == ("wrong", None)
+    assert row["note"].startswith("wrong: error 2.")
+    assert " in h, at most 5e-03" in row["note"]
+    out = capsys.readouterr().out
+    assert "wrong: error" in out
+    assert "nothing was measured" in out
+
+
+def test_a_wrong_gradient_is_refused(monkeypatch, capsys):
+    right = kernel_benchmark.mlstm_chunkwise
+
+    def wrong(q, k, *rest, **options):
+        return right(q, jax.lax.stop_gradient(k), *rest, **options)
+
+    monkeypatch.setattr(kernel_benchmark, "mlstm_chunkwise", wrong)
+    assert run("--direction=fwbw", "--shape=1x2x16x16x16") == 1
+    assert "wrong: error 1.0e+00 in dk, at most 2e-02\n" in capsys.readouterr().out
+
+
+def test_an_output_that_is_not_finite_is_refused(monkeypatch, capsys):
+    right = kernel_benchmark.mlstm_chunkwise
+    # In a head that is not compared with the recurrence.
+    monkeypatch.setattr(kernel_benchmark, "mlstm_chunkwise", lambda *args, **options: right(*args, **options).at[0, 1, 0, 0].set(jnp.nan))
+    assert run("--shape=1x5x16x16x16") == 1
+    assert "wrong: not finite" in capsys.readouterr().out
+
+
+def test_a_stage_that_is_wrong_is_refused(monkeypatch, capsys):
+    stage = kernel_benchmark.STAGES["parallel_fw_H"]
+
+    def wrong(*args, **launch):
+        h, z = stage.kernel(*args, **launch)
+        return h, -z
+
+    broken = kernel_benchmark.dataclasses.replace(stage, kernel=wrong)
+    monkeypatch.setitem(kernel_benchmark.STAGES, "parallel_fw_H", broken)
+    assert run("--stage=parallel_fw_H", "--impl=interpret") == 1
+    assert "wrong: error 2.0e+00 in z" in capsys.readouterr().out
+
+
+def test_ours_failing_is_a_failure_in_one_line(monkeypatch, capsys):
+    def fail(*args, **options):
+        raise NotImplementedError("one line\nand another")
+
+    monkeypatch.setattr(kernel_benchmark, "mlstm_chunkwise", fail)
+    assert run() == 1
+    assert "failed: NotImplementedError: one line and another" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("few_calls")
+def test_a_missing_peer_is_skipped_with_its_reason(monkeypatch, tmp_path, capsys):
+    def missing(name):
+        raise ModuleNotFoundError(f"No module named {name!r}")
+
+    monkeypatch.setattr(peers.importlib, "import_module", missing)
+    jsonl = tmp_path / "rows.jsonl"
+    assert run("--impl=fla_simple_gla,xla", f"--jsonl={jsonl}", f"--plot={tmp_path / 'p.png'}") == 0
+    skipped, ours = read_rows(jsonl)
+    assert (skipped["status"], ours["status"]) == ("skipped", "ok")
+    assert skipped["note"] == "skipped: ModuleNotFoundError: No module named 'torch'"
+    assert skipped["note"] in capsys.readouterr().out
+
+
+def test_peers_have_no_stages_of_ours(capsys):
+    assert run("--impl=jax_cudnn_attention", "--stage=chunk_gates") == 0
+    assert "skipped: ValueError: it has other stages than ours" in capsys.readouterr().out
+
+
+class Doubling(peers.JaxImplementation):
+    """A stand-in for a peer that computes another function."""
+
+    name = "doubling"
+
+    def computation(self, inputs, direction):
+        return lambda q: (2 * q,), inputs[:1]
+
+
+@pytest.mark.usefixtures("few_calls")
+def test_another_function_is_timed_and_named_so(monkeypatch, tmp_path):
+    monkeypatch.setitem(peers.PEERS, "doubling", Doubling)
+    jsonl = tmp_path / "rows.jsonl"
+    assert run("--impl=doubling", f"--jsonl={jsonl}") == 0
+    [row] = read_rows(jsonl)
+    assert (row["note"], row["error"]) == ("other function", None)
+    assert row["ms"] > 0
+
+
+class Peer(peers.JaxImplementation):
+    """A stand-in for mlstm_kernels: the mLSTM, with wrong gradients of the gates."""
+
+    name, oracle, checked = "peer", "constant normaliser", ("h", "dq", "dk", "dv")
+
+    def computation(self, inputs, direction):
+        def forward_backward(*args):
+            *args, dh = (x.astype(jnp.float32) for x in args)
+            h, vjp = jax.vjp(peers.constant_normaliser, *args)
+            dq, dk, dv, di, df = vjp(dh)
+            return h, dq, dk, dv, 2 * di, df
+
+        return forward_backward, inputs
+
+
+@pytest.mark.usefixtures("few_calls")
+def test_a_peer_is_held_to_its_own_definition(monkeypatch, tmp_path):
+    monkeypatch.setitem(peers.PEERS, "peer", Peer)
+    jsonl = tmp_path / "rows.jsonl"
+    assert run("--impl=peer", "--direction=fwbw", "--shape=1x2x32x16x16", f"--jsonl={jsonl}") == 0
+    [row] = read_rows(jsonl)
+    assert row["status"] == "ok"
+    assert row["errors"]["di"] == pytest.approx(1, rel=1e-3)
+    assert max(row["errors"][name] for name in Peer.checked) < 1e-5
+
+
+def test_after_ctrl_c_what_was_measured_is_there(monkeypatch, tmp_path, capsys):
+    def measure(row, *_):
+        if row.name != "tiny":
+            raise KeyboardInterrupt
+        row.ms = 1.5
+
+    monkeypatch.setattr(kernel_benchmark, "measure", measure)
+    jsonl = tmp_path / "rows.jsonl"
+    assert run("--shape=tiny,7b-8k", f"--jsonl={jsonl}", f"--plot={tmp_path / 'p.png'}") == 130
+    assert [row["ms"] for row in read_rows(jsonl)] == [1.5]
+    assert capsys.readouterr().out.rstrip().splitlines()[-1].split()[:4] == ["tiny", "xla", "fwd", "1.500"]
+
+
+# ---------------------------------------------------------------- requests
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--shape=8k"], "unknown shape '8k', known are 7b-8k"),
+        (["--shape=1x2x3x4"], "unknown shape '1x2x3x4'"),
+        (["--shape=1x2x0x4x5"], "unknown shape '1x2x0x4x5'"),
+        (["--impl=cuda"], "unknown impl cuda, known are triton"),
+        (["--stage=bw"], "unknown stage bw, known are chunk_gates"),
+        (["--impl=triton"], "impl triton needs a GPU"),
+        (["--stage=chunk_gates", "--direction=fwbw"], "a stage has a direction of its own"),
+        (["--chunk_size=100"], "chunk_size is 100"),
+        (["--plot=/no/such/folder/p.png"], "no folder for /no/such/folder/p.png"),
+        (["--jsonl=/no/such/folder/rows.jsonl"], "No such file or directory: '/no/such/folder/rows.jsonl'"),
+    ],
+)
+def test_what_does_not_exist_is_one_line(arguments, message, capsys):
+    assert run(*arguments) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("kernel_benchmark: ")
+    assert message in line
+
+
+def test_shapes():
+    shapes = kernel_benchmark.parse_shapes(["7b-8k", "seqlen", "2x3x5x7x11"])
+    assert list(shapes)[:2] == ["7b-8k", "256x8x512x256x512"]
+    assert shapes["2x3x5x7x11"] == Shape(2, 3, 5, 7, 11)
+    sweep = list(shapes.values())[1:-1]
+    assert [shape.S for shape in sweep] == [2**n for n in range(9, 18)]
+    assert {shape.B * shape.S for shape in sweep} == {131072}
+
+
+def test_a_sweep_is_plotted_against_the_sequence_length(tmp_path):
+    common = dict(impl="xla", stage="", direction="fwd", dtype="bfloat16", device="cpu", versions={}, commit=None)
+    rows = [kernel_benchmark.Row(name=str(S), shape=Shape(1, 1, S, 16, 16), ms=S / 100, **common) for S in (512, 1024)]
+    kernel_benchmark.plot(rows, str(tmp_path / "sweep.png"))
+    assert (tmp_path / "sweep.png").stat().st_size > 1000
+
+
+def test_every_stage_has_its_cost():
+    assert set(kernel_benchmark.STAGES) <= set(roofline.STAGES)
