@@ -3,7 +3,7 @@ r"""Times a stage, the forward, or forward and backward of the mLSTM, beside oth
     python benchmarks/kernel_benchmark.py                                               # the three 8k shapes on a GPU, a tiny one without
     python benchmarks/kernel_benchmark.py --shape=7b-8k,8x16x8192x128x128 --direction=fwbw --impl=triton,mlstm_kernels_xl_chunk
     python benchmarks/kernel_benchmark.py --shape=seqlen --jsonl=seqlen.jsonl --plot=seqlen.png
-    python benchmarks/kernel_benchmark.py --stage=recurrent_fw_C,parallel_fw_H
+    python benchmarks/kernel_benchmark.py --stage=recurrent_fw_C,parallel_bw_dQKV --impl=triton,xla
 
 Outputs are checked before they are timed: ours against the float64 recurrence, on the first, a middle and the last head; what is wrong is
 not timed. TFLOP/s, TB/s and roofline count what has to be computed and moved (roofline.py), whatever an implementation does. Memory is
@@ -40,7 +40,9 @@ from mlstm_pallas.api import target_device_kind
 from mlstm_pallas.config import config_for
 from mlstm_pallas.problem import BACKENDS, KERNEL_DTYPES, check_chunk_size, make_problem
 from mlstm_pallas.stages.chunk_gates import chunk_gates
+from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, parallel_bw_dQKV
 from mlstm_pallas.stages.parallel_fw_H import parallel_fw_H
+from mlstm_pallas.stages.recurrent_bw_dC import recurrent_bw_dC
 from mlstm_pallas.stages.recurrent_fw_C import recurrent_fw_C
 
 SHAPES = {
@@ -94,63 +96,82 @@ class Row:
 # ---------------------------------------------------------------- what is measured
 
 
+# Of the arrays that a stage takes, those with an axis of S steps: the plain functions have chunks instead.
+STEPWISE = ("matQ", "matK", "matV", "matDeltaH", "vecI", "vecF", "rows")
+
+
 @dataclasses.dataclass(frozen=True)
 class Stage:
     """A stage by itself.
 
     Attributes:
       kernel: (*inputs, problem=, config=, interpret=) -> outputs.
+      plain: the same in jnp, in the precision of the inputs and in chunks.
       inputs: names in stage_arrays.
       outputs: their names; () for a NamedTuple, which has its own, those of NamedTuples inside included.
-      plain: (L, *inputs) -> the same outputs in plain jnp, in the precision of the inputs.
       dtype: that decides on the tolerance; None: that of q.
     """
 
     kernel: Callable[..., Any]
-    inputs: Sequence[str]
-    outputs: Sequence[str]
     plain: Callable[..., Any]
+    inputs: Sequence[str]
+    outputs: Sequence[str] = ()
     dtype: str | None = None
 
-
-def _chunks(x: jax.Array, L: int) -> jax.Array:
-    return x.reshape(*x.shape[:2], x.shape[2] // L, L, *x.shape[3:])
-
-
-def _plain_gates(L, i, f, m):
-    return gates.chunk_gates(_chunks(i, L), _chunks(f, L), m)
+    def run_plain(self, L: int, *inputs: Any) -> Any:
+        chunks = functools.partial(jax.tree.map, lambda x: x.reshape(*x.shape[:2], x.shape[2] // L, L, *x.shape[3:]))
+        return self.plain(*(chunks(x) if name in STEPWISE else x for name, x in zip(self.inputs, inputs, strict=True)))
 
 
-def _plain_states(L, k, v, *rest):
-    return reference.chunk_states(_chunks(k, L), _chunks(v, L), *rest)
-
-
-def _plain_outputs(L, q, k, v, stabilisers, C, n):
-    num, z = reference.chunk_outputs(_chunks(q, L), _chunks(k, L), _chunks(v, L), stabilisers, C, n)
-    return reference.normalise(num, z, stabilisers.vecM, **NORMALISER).reshape(v.shape), z.reshape(v.shape[:3])
-
-
-def _kernel_outputs(q, *rest, **launch):
+def _outputs_kernel(q, *rest, **launch):
     return parallel_fw_H(q, *rest, output_dtype=q.dtype, **NORMALISER, **launch)
 
 
+def _plain_outputs(q, k, v, stabilisers, C, n):
+    num, z = reference.chunk_outputs(q, k, v, stabilisers, C, n)
+    return reference.normalise(num, z, stabilisers.vecM, **NORMALISER), z
+
+
+def _plain_gradients(*args):
+    gradients, sums = reference.chunk_gradients(*args)
+    return Gradients(*gradients, sums)
+
+
+QKV, STATES, LAST = ("matQ", "matK", "matV"), ("matC_states", "vecN_states"), ("matDeltaC_last", "vecDeltaN_last")
 STAGES = {
-    "chunk_gates": Stage(chunk_gates, ("vecI", "vecF", "scaM_initial"), (), _plain_gates, "float32"),
+    "chunk_gates": Stage(chunk_gates, gates.chunk_gates, ("vecI", "vecF", "scaM_initial"), dtype="float32"),
     "recurrent_fw_C": Stage(
-        recurrent_fw_C, ("matK", "matV", "gates", "matC_initial", "vecN_initial"), ("C", "n", "C_last", "n_last"), _plain_states
+        recurrent_fw_C, reference.chunk_states, ("matK", "matV", "gates", "matC_initial", "vecN_initial"), ("C", "n", "C_last", "n_last")
     ),
-    "parallel_fw_H": Stage(_kernel_outputs, ("matQ", "matK", "matV", "gates", "matC_states", "vecN_states"), ("h", "z"), _plain_outputs),
+    "parallel_fw_H": Stage(_outputs_kernel, _plain_outputs, (*QKV, "gates", *STATES), ("h", "z")),
+    "recurrent_bw_dC": Stage(
+        recurrent_bw_dC,
+        reference.chunk_state_gradients,
+        ("matQ", "matDeltaH", "gates", "rows", *LAST, *STATES),
+        ("dC", "dn", "dC_initial", "dn_initial", "through"),
+    ),
+    "parallel_bw_dQKV": Stage(
+        parallel_bw_dQKV, _plain_gradients, (*QKV, "matDeltaH", "gates", "rows", *STATES, "matDeltaC_states", "vecDeltaN_states")
+    ),
 }
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def stage_arrays(x: Inputs, L: int) -> dict[str, Any]:
-    """Everything that a stage may take, by its documented name."""
-    B, NH, _, K, V = x.shape
+    """Everything that a stage may take, by its documented name, as the plain functions make it."""
+    B, NH, S, K, V = x.shape
     C, n, m = (jnp.zeros((B, NH, *dims), jnp.float32) for dims in ((K, V), (K,), ()))
-    found = dict(matQ=x.q, matK=x.k, matV=x.v, vecI=x.i, vecF=x.f, matC_initial=C, vecN_initial=n, scaM_initial=m)
-    found["gates"] = _plain_gates(L, x.i, x.f, m)
-    found["matC_states"], found["vecN_states"], _, _ = _plain_states(L, x.k, x.v, found["gates"], C, n)
+    found = dict(matQ=x.q, matK=x.k, matV=x.v, vecI=x.i, vecF=x.f, matDeltaH=x.dh, scaM_initial=m)
+    found |= dict(matC_initial=C, vecN_initial=n, matDeltaC_last=C, vecDeltaN_last=n)
+
+    def run(stage):
+        return STAGES[stage].run_plain(L, *(found[name] for name in STAGES[stage].inputs))
+
+    found["gates"] = run("chunk_gates")
+    found["matC_states"], found["vecN_states"], _, _ = run("recurrent_fw_C")
+    h, z = (y.reshape(B, NH, S, *y.shape[4:]) for y in run("parallel_fw_H"))
+    found["rows"] = gates.row_gradients(jnp.sum(x.dh * h, -1), z, found["gates"].vecM.reshape(z.shape), **NORMALISER)
+    found["matDeltaC_states"], found["vecDeltaN_states"], *_ = run("recurrent_bw_dC")
     return found
 
 
@@ -176,7 +197,7 @@ class Ours(peers.JaxImplementation):
             if inputs.shape != (p.B, p.NH, p.S, p.DHQK, p.DHHV):
                 raise ValueError(f"a stage by itself is not padded: its tiles need S, DHQK, DHHV = {p.S}, {p.DHQK}, {p.DHHV}")
             launch = dict(problem=p, config=self.filled, interpret=self.name == "interpret")
-            kernel = functools.partial(stage.plain, p.L) if self.name == "xla" else functools.partial(stage.kernel, **launch)
+            kernel = functools.partial(stage.run_plain, p.L) if self.name == "xla" else functools.partial(stage.kernel, **launch)
             found = stage_arrays(inputs, p.L)
             return kernel, [found[name] for name in stage.inputs]
         forward = functools.partial(mlstm_chunkwise, chunk_size=self.filled.L, backend=self.name, **NORMALISER)
@@ -210,7 +231,7 @@ class Case:
         if key not in self._expected:
             arrays = stage_arrays(self.inputs, key) if self.stage else self.inputs._asdict()
             names = STAGES[self.stage].inputs if self.stage else Inputs._fields[:5]
-            function = functools.partial(STAGES[self.stage].plain, key) if self.stage else peers.ORACLES[key]
+            function = functools.partial(STAGES[self.stage].run_plain, key) if self.stage else peers.ORACLES[key]
 
             @jax.jit
             def outputs(arrays):
@@ -238,7 +259,9 @@ class Case:
     def errors(self, impl: peers.Implementation, outputs: Any) -> dict[str, float]:
         """Of each output, the norm of its error over its own."""
         found, expected = self.named(impl.heads(outputs, self.index)), self.named(self.expected(impl))
-        return {name: float(np.linalg.norm(found[name] - x) / max(np.linalg.norm(x), 1e-30)) for name, x in expected.items()}
+        # A plain function has chunks where a kernel has steps.
+        wrong_by = {name: found[name] - x.reshape(found[name].shape) for name, x in expected.items()}
+        return {name: float(np.linalg.norm(x) / max(np.linalg.norm(expected[name]), 1e-30)) for name, x in wrong_by.items()}
 
     def tolerance(self, name: str) -> float:
         dtype = (STAGES[self.stage].dtype if self.stage else None) or self.dtype

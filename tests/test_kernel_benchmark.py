@@ -37,7 +37,7 @@ def nbytes(tree):
 @pytest.fixture(autouse=True, scope="module")
 def quick_compilation():
     """Nothing here is timed in earnest, and compiling is most of the time."""
-    before = jax.config.jax_disable_most_optimizations
+    before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
@@ -59,12 +59,14 @@ def test_bytes_of_a_stage_are_those_of_its_arrays(stage):
     args = {name: found[name] for name in kernel_benchmark.STAGES[stage].inputs}
     launch = dict(problem=ours.problem, config=ours.filled, interpret=True)
     outputs = jax.eval_shape(lambda *xs: kernel_benchmark.STAGES[stage].kernel(*xs, **launch), *args.values())
-    gates = args.pop("gates", None)
+    gates, rows = args.pop("gates", None), args.pop("rows", None)
     read = {
         "recurrent_fw_C": lambda: (gates.vecAbar, gates.scaGamma),
         "parallel_fw_H": lambda: (*gates.vecE, *gates.vecU, gates.vecW, gates.vecM),
+        "recurrent_bw_dC": lambda: (gates.vecW, gates.scaGamma, rows.vecInvDen, rows.vecDzDen),
+        "parallel_bw_dQKV": lambda: (*gates.vecE, *gates.vecU, gates.vecW, gates.vecAbar, rows.vecInvDen, rows.vecDz),
     }
-    args["read of gates"] = read[stage]() if gates else ()
+    args["of gates and rows"] = read[stage]() if gates else ()
     assert roofline.STAGES[stage](SMALL, L, 2).bytes == nbytes(args) + nbytes(outputs)
 
 
