@@ -64,7 +64,16 @@ class StageConfig:
         )
 
 
-STAGES = ("chunk_gates", "recurrent_fw_C", "parallel_fw_H", "recurrent_bw_dC", "parallel_bw_dQKV")
+STAGES = (
+    "chunk_gates",
+    "recurrent_fw_C",
+    "parallel_fw_H",
+    "recurrent_bw_dC",
+    "parallel_bw_dQKV",
+    "parallel_bw_dQ",
+    "parallel_bw_dK",
+    "parallel_bw_dV",
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,22 +83,30 @@ class KernelConfig:
     Attributes:
       chunk_size: L, a power of two >= 16.
       precision: of float32 products. None: true float32 quality, as six bfloat16 products on the tensor cores.
-      chunk_gates, ..., parallel_bw_dQKV: tiles of the stages.
+      split_backward: dq, dk and dv by a kernel each, which a chunk of more than one tile needs; else all three by one kernel.
+      chunk_gates, ..., parallel_bw_dV: tiles of the stages.
     """
 
     chunk_size: int | None = None
     precision: Precision = None
+    split_backward: bool | None = None
     chunk_gates: StageConfig | None = None
     recurrent_fw_C: StageConfig | None = None
     parallel_fw_H: StageConfig | None = None
     recurrent_bw_dC: StageConfig | None = None
     parallel_bw_dQKV: StageConfig | None = None
+    parallel_bw_dQ: StageConfig | None = None
+    parallel_bw_dK: StageConfig | None = None
+    parallel_bw_dV: StageConfig | None = None
 
     def __post_init__(self):
         check_chunk_size(self.chunk_size)
         for stage in STAGES:
             if not isinstance(getattr(self, stage), StageConfig | None):
                 raise TypeError(f"config.{stage} is a {type(getattr(self, stage)).__name__}, expected a StageConfig or None")
+
+    def splits_backward(self, problem: Problem) -> bool:
+        return bool(self.split_backward) or problem.L > problem.T
 
     def or_else(self, other: "KernelConfig") -> "KernelConfig":
         """This config, with what it leaves None taken from the other."""
@@ -131,7 +148,7 @@ def tuned_rows(device_kind: str) -> tuple[dict[str, Any], ...]:
 
 def config_from_row(row: dict) -> KernelConfig:
     stages: dict[str, Any] = {name: StageConfig(**row[name]) for name in STAGES if name in row}
-    return KernelConfig(chunk_size=row["chunk_size"], **stages)
+    return KernelConfig(chunk_size=row["chunk_size"], split_backward=row.get("split_backward"), **stages)
 
 
 def tuned_config(device_kind: str, DHQK: int, DHHV: int, dtype: jnp.dtype) -> KernelConfig | None:
@@ -145,6 +162,7 @@ def heuristic_config(DHQK: int, dtype: jnp.dtype) -> KernelConfig:
     """Tiles that fit 99 KiB of shared memory, the least of the supported devices, at any head size."""
     wide = dtype.itemsize > 2
     recurrence = StageConfig(siz_b_LKV=64, siz_b_DHQK=64, siz_b_DHHV=64, num_warps=4, num_stages=2)
+    split = StageConfig(siz_b_LQ=64, siz_b_LKV=64, siz_b_DHQK=64, siz_b_DHHV=64, siz_b_loop=32, num_warps=4, num_stages=2)
     return KernelConfig(
         chunk_size=64,
         chunk_gates=StageConfig(siz_b_LQ=32, num_warps=1, num_stages=1),
@@ -160,6 +178,9 @@ def heuristic_config(DHQK: int, dtype: jnp.dtype) -> KernelConfig:
         ),
         recurrent_bw_dC=recurrence,
         parallel_bw_dQKV=StageConfig(siz_b_DHQK=64, siz_b_DHHV=64, siz_b_loop=32, num_warps=4, num_stages=2),
+        parallel_bw_dQ=split,
+        parallel_bw_dK=split,
+        parallel_bw_dV=split,
     )
 
 

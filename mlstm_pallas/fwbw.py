@@ -12,10 +12,13 @@ from jax import lax
 from mlstm_pallas import reference
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.gates import chunk_gates as chunk_gates_xla
-from mlstm_pallas.gates import gate_gradients, row_gradients
+from mlstm_pallas.gates import gate_gradients, row_gradients, tile_sums
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stages.chunk_gates import chunk_gates
+from mlstm_pallas.stages.parallel_bw_dK import parallel_bw_dK
+from mlstm_pallas.stages.parallel_bw_dQ import parallel_bw_dQ
 from mlstm_pallas.stages.parallel_bw_dQKV import parallel_bw_dQKV
+from mlstm_pallas.stages.parallel_bw_dV import parallel_bw_dV
 from mlstm_pallas.stages.parallel_fw_H import parallel_fw_H
 from mlstm_pallas.stages.recurrent_bw_dC import recurrent_bw_dC
 from mlstm_pallas.stages.recurrent_fw_C import recurrent_fw_C
@@ -88,11 +91,17 @@ def _backward_triton(plan: Plan, interpret: bool, residuals: Residuals, cotangen
     C_states, n_states, C_last, n_last = states
     rows = row_gradients(_inner(dh, h), z, gates.vecM.reshape(z.shape), **plan.normaliser)
     dC_states, dn_states, dC, dn, through = recurrent_bw_dC(x.q, dh, gates, rows, dC_last, dn_last, C_states, n_states, **launch)
-    gradients = parallel_bw_dQKV(x.q, x.k, x.v, dh, gates, rows, C_states, n_states, dC_states, dn_states, **launch)
+    if plan.config.splits_backward(plan.problem):
+        dq, from_q = parallel_bw_dQ(x.q, x.k, x.v, dh, gates, rows, C_states, n_states, **launch)
+        dk, to_k = parallel_bw_dK(x.q, x.k, x.v, dh, gates, rows, dC_states, dn_states, **launch)
+        dv = parallel_bw_dV(x.q, x.k, dh, gates, rows, dC_states, **launch)
+        sums, through = tile_sums(*from_q, *to_k, through, plan.problem.T)
+    else:
+        dq, dk, dv, sums = parallel_bw_dQKV(x.q, x.k, x.v, dh, gates, rows, C_states, n_states, dC_states, dn_states, **launch)
     dm = _add_last(rows.vecDm, dm_last - _inner(dC_last, C_last, 2) - _inner(dn_last, n_last))
-    di, df, dm_initial = gate_gradients(gates, plan.chunks(x.f), gradients.sums, through, dm)
+    di, df, dm_initial = gate_gradients(gates, plan.chunks(x.f), sums, through, dm)
     dm_initial += _inner(dC, x.c_initial, 2) + _inner(dn, x.n_initial)
-    return Inputs(*gradients[:3], di, df, dC, dn, dm_initial)
+    return Inputs(dq, dk, dv, di, df, dC, dn, dm_initial)
 
 
 def _forward_xla(plan: Plan, x: Inputs):

@@ -17,6 +17,7 @@ Two things are done here so that the kernels need not care:
   reset underflow to exactly 0 while those behind it keep all digits. Rows with nothing stored get u_t = +inf: all their decays are 0.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -199,6 +200,41 @@ def suffix_sums(x: jax.Array) -> jax.Array:
     """sum over tau >= t along the last axis, which is short: a product with a triangle of ones, exact to float32."""
     T = x.shape[-1]
     return jnp.einsum("...s,st->...t", x, jnp.tri(T, dtype=x.dtype), precision="highest")
+
+
+def tile_sums(
+    from_state, from_before, from_own, between, to_state, to_behind, to_own, diagonal, through, T: int
+) -> tuple[RowSums, jax.Array]:
+    """RowSums for tiles of T steps, and what goes through each tile (B, NH, S / T), from the sums of the stages for long chunks.
+
+    Args:
+      from_..., to_..., diagonal: (B, NH, S), see the stages parallel_bw_dQ and parallel_bw_dK.
+      between: (B, NH, NC, L / LQ, L / LKV) sums over pairs of blocks of queries and keys, each of T steps or less.
+      through: (B, NH, NC) what goes through each chunk.
+    """
+    *heads, NC = through.shape
+    S = from_state.shape[-1]
+    n = S // (NC * T)  # tiles of a chunk
+
+    def tiles(x):
+        return x.reshape(*heads, S // T, T)
+
+    def totals(x):
+        return jnp.sum(x.reshape(*heads, NC, n, T), axis=-1)
+
+    pairs = jnp.sum(between.reshape(*heads, NC, n, between.shape[-2] // n, n, between.shape[-1] // n), axis=(-3, -1))
+    index = jnp.arange(n)
+    later = (index[None, :] > index[:, None]).astype(pairs.dtype)  # [tile, other]: other lies behind tile
+    einsum = functools.partial(jnp.einsum, precision="highest")
+    through = through[..., None] + einsum("it,...t->...i", later, totals(from_state)) + einsum("it,...t->...i", later.T, totals(to_state))
+    through += einsum("...ts,it,is->...i", pairs, later, later.T)
+    sums = RowSums(
+        tiles(from_state + from_before),
+        tiles(to_state + to_behind),
+        tiles(to_own + diagonal),
+        suffix_sums(tiles(from_own - to_own)),
+    )
+    return sums, through.reshape(*heads, S // T)
 
 
 def stabiliser_gradients(gates: ChunkGates, vecF: jax.Array, dm: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:

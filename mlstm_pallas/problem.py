@@ -16,6 +16,7 @@ INPUT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 BACKENDS = ("triton", "interpret", "xla")
 MIN_CHUNK_SIZE = 16
 MIN_TILE = 16
+MAX_TILE = 128
 
 
 def next_power_of_two(x: int) -> int:
@@ -50,6 +51,11 @@ class Problem:
     @property
     def NC(self) -> int:
         return self.S // self.L
+
+    @property
+    def T(self) -> int:
+        """Steps of a tile: no difference of sums over more than this is taken."""
+        return min(self.L, MAX_TILE)
 
     @property
     def BNH(self) -> int:

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 
 Precision = lax.Precision | lax.DotAlgorithmPreset | None
 
@@ -19,16 +20,19 @@ def dot(a: jax.Array, b: jax.Array, precision: Precision, *, a_axis: int = 1, b_
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def causal_mask(rows: int, columns: int, offset: jax.Array | int) -> jax.Array:
-    """Where column s may be seen from row t: s <= t + offset. (rows, columns)"""
-    t = lax.broadcasted_iota(jnp.int32, (rows, columns), 0)
-    s = lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
+def causal_mask(rows: int, columns: int, offset: jax.Array | int, *, transposed: bool = False) -> jax.Array:
+    """Where step s may be seen from step t: s <= t + offset. (rows t, columns s), or (rows s, columns t) when transposed."""
+    t = lax.broadcasted_iota(jnp.int32, (rows, columns), 1 if transposed else 0)
+    s = lax.broadcasted_iota(jnp.int32, (rows, columns), 0 if transposed else 1)
     return s <= t + offset
 
 
-def decay_tile(e_hi, e_lo, u_hi, u_lo, mask: jax.Array) -> jax.Array:
-    """D_ts = exp(e_s - u_t) where mask holds, else 0. e: (columns,), u: (rows,), both as two-float pairs."""
-    exponent = (e_hi[None, :] - u_hi[:, None]) + (e_lo[None, :] - u_lo[:, None])
+def decay_tile(e_hi, e_lo, u_hi, u_lo, mask: jax.Array, *, transposed: bool = False) -> jax.Array:
+    """D_ts = exp(e_s - u_t) where mask holds, else 0; e and u are two-float pairs. (rows t, columns s), or (s, t) when transposed."""
+    if transposed:
+        exponent = (e_hi[:, None] - u_hi[None, :]) + (e_lo[:, None] - u_lo[None, :])
+    else:
+        exponent = (e_hi[None, :] - u_hi[:, None]) + (e_lo[None, :] - u_lo[:, None])
     return jnp.exp(jnp.where(mask, exponent, _NEG_INF))
 
 
@@ -49,6 +53,15 @@ def remainder(x: jax.Array, n: int) -> jax.Array:
 def loop(count: int | jax.Array, body: Callable[[jax.Array, Carry], Carry], init: Carry) -> Carry:
     """body(0), ..., body(count - 1), carrying its result."""
     return lax.fori_loop(0, count, lambda index, carry: body(lax.convert_element_type(index, np.int32), carry), init)
+
+
+def sum_of(count: int, product: Callable[[jax.Array], jax.Array], shape: tuple[int, int]) -> jax.Array:
+    """product(0) + ... + product(count - 1), in float32."""
+    return loop(count, lambda index, acc: acc + product(index), jnp.zeros(shape, jnp.float32))
+
+
+def block_at(index: jax.Array, size: int):
+    return pl.ds(index * size, size)
 
 
 def blocks(total: int, block: int) -> int:

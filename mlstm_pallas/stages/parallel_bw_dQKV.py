@@ -23,7 +23,7 @@ from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.gates import ChunkGates, RowGradients, RowSums, suffix_sums
 from mlstm_pallas.launch import kernel_call
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.tiles import Precision, causal_mask, decay_tile, dot, loop
+from mlstm_pallas.tiles import Precision, block_at, causal_mask, decay_tile, dot, loop, sum_of
 
 
 class Gradients(NamedTuple):
@@ -72,23 +72,16 @@ def _parallel_bw_dQKV_kernel(
     dtype = q_ref.dtype
     step_k, step_v = min(siz_b_loop, DHQK), min(siz_b_loop, DHHV)
 
-    def at(index, size):
-        return pl.ds(index * size, size)
-
-    def summed(count, product, rows, columns):
-        """sum of product(0), ..., product(count - 1), each (rows, columns)"""
-        return loop(count, lambda j, acc: acc + product(j), jnp.zeros((rows, columns), jnp.float32))
-
     def q_times_k(j):
-        return dot(q_ref[:, at(j, step_k)], k_ref[:, at(j, step_k)], precision, b_axis=1)
+        return dot(q_ref[:, block_at(j, step_k)], k_ref[:, block_at(j, step_k)], precision, b_axis=1)
 
     def dh_times_v(j):
-        return dot(dh_ref[:, at(j, step_v)], v_ref[:, at(j, step_v)], precision, b_axis=1)
+        return dot(dh_ref[:, block_at(j, step_v)], v_ref[:, block_at(j, step_v)], precision, b_axis=1)
 
     inv_den, dz = inv_den_ref[...], dz_ref[...]
     D = decay_tile(e_hi_ref[...], e_lo_ref[...], u_hi_ref[...], u_lo_ref[...], causal_mask(L, L, 0))
-    scores = summed(DHQK // step_k, q_times_k, L, L) * scale
-    dP = D * (summed(DHHV // step_v, dh_times_v, L, L) * inv_den[:, None] + dz[:, None])
+    scores = sum_of(DHQK // step_k, q_times_k, (L, L)) * scale
+    dP = D * (sum_of(DHHV // step_v, dh_times_v, (L, L)) * inv_den[:, None] + dz[:, None])
     W = dP * scores
     k_intra_ref[...] = jnp.sum(W, axis=0)
     W = jnp.where(causal_mask(L, L, -1), W, 0.0)
@@ -99,12 +92,12 @@ def _parallel_bw_dQKV_kernel(
     abar = abar_ref[...]
 
     def dq_columns(j, q_inter):
-        columns = at(j, siz_b_DHQK)
+        columns = block_at(j, siz_b_DHQK)
 
         def dh_times_C(i):
-            return dot(dh_ref[:, at(i, step_v)], C_ref[columns, at(i, step_v)], precision, b_axis=1)
+            return dot(dh_ref[:, block_at(i, step_v)], C_ref[columns, block_at(i, step_v)], precision, b_axis=1)
 
-        inter = summed(DHHV // step_v, dh_times_C, L, siz_b_DHQK)
+        inter = sum_of(DHHV // step_v, dh_times_C, (L, siz_b_DHQK))
         inter = inter * (w * inv_den)[:, None] + (w * dz)[:, None] * n_ref[columns][None, :]
         intra = dot(dP, k_ref[:, columns], precision) * scale
         dq_ref[:, columns] = (inter + intra).astype(dq_ref.dtype)
@@ -112,24 +105,24 @@ def _parallel_bw_dQKV_kernel(
         return q_inter + jnp.sum(inter * q, axis=1)
 
     def dk_columns(j, k_inter):
-        columns = at(j, siz_b_DHQK)
+        columns = block_at(j, siz_b_DHQK)
 
         def v_times_dC(i):
-            return dot(v_ref[:, at(i, step_v)], dC_ref[columns, at(i, step_v)], precision, b_axis=1)
+            return dot(v_ref[:, block_at(i, step_v)], dC_ref[columns, block_at(i, step_v)], precision, b_axis=1)
 
-        inter = (summed(DHHV // step_v, v_times_dC, L, siz_b_DHQK) + dn_ref[columns][None, :]) * abar[:, None]
+        inter = (sum_of(DHHV // step_v, v_times_dC, (L, siz_b_DHQK)) + dn_ref[columns][None, :]) * abar[:, None]
         intra = dot(dP, q_ref[:, columns], precision, a_axis=0) * scale
         dk_ref[:, columns] = (inter + intra).astype(dk_ref.dtype)
         k = k_ref[:, columns].astype(jnp.float32)
         return k_inter + jnp.sum(inter * k, axis=1)
 
     def dv_columns(j, _):
-        columns = at(j, siz_b_DHHV)
+        columns = block_at(j, siz_b_DHHV)
 
         def k_times_dC(i):
-            return dot(k_ref[:, at(i, step_k)], dC_ref[at(i, step_k), columns], precision)
+            return dot(k_ref[:, block_at(i, step_k)], dC_ref[block_at(i, step_k), columns], precision)
 
-        inter = summed(DHQK // step_k, k_times_dC, L, siz_b_DHHV) * abar[:, None]
+        inter = sum_of(DHQK // step_k, k_times_dC, (L, siz_b_DHHV)) * abar[:, None]
         dv_ref[:, columns] = (inter + dot(P, dh_ref[:, columns], precision, a_axis=0)).astype(dv_ref.dtype)
         return _
 

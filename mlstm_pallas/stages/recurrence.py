@@ -57,9 +57,10 @@ def _recurrence_kernel(
         @pl.when(enters & (remainder(chunk, save_every) == 0) if save_every > 1 else enters)
         def _store_border():
             slot = divide(chunk, save_every)
-            X_ref[slot, :, :] = XT.astype(X_ref.dtype).T
+            X = XT.astype(X_ref.dtype).T
+            X_ref[slot, :, :] = X
             if product_ref is not None:
-                product_ref[slot] = jnp.sum(XT.T * other_ref[slot, :, :].astype(jnp.float32))
+                product_ref[slot] = jnp.sum(X.astype(jnp.float32) * other_ref[slot, :, :].astype(jnp.float32))
 
             @pl.when(owns_x)
             def _():

@@ -3,8 +3,8 @@
     dC_c = gamma_c dC_{c+1} + sum_t (w_t scale / den_t) q_t dh_t^T        dn_c = gamma_c dn_{c+1} + sum_t w_t scale dz_t q_t
 
 Grid, ownership, FLOPs and bytes are those of the kernel in recurrence.py, run backward in time. With the states at hand it also makes
-gamma_c (<C_c, dC_{c+1}> + n_c . dn_{c+1}), the part of the forget gates' gradient that passes through a whole chunk, from the float32
-dC in its registers.
+gamma_c (<C_c, dC_{c+1}> + n_c . dn_{c+1}), the part of the forget gates' gradient that passes through a whole chunk, from the tiles
+that it stores.
 """
 
 import jax
