@@ -84,6 +84,9 @@ def _forward_triton(plan: Plan, interpret: bool, x: Inputs):
 def _backward_triton(plan: Plan, interpret: bool, residuals: Residuals, cotangents: Outputs) -> Inputs:
     launch = plan.launch(interpret)
     x, h, z, states = residuals
+    if states is None:
+        # Else the compiler sees that the forward pass made the same states, and keeps those.
+        x = lax.optimization_barrier(x)
     dh, (dC_last, dn_last, dm_last) = cotangents
     gates = chunk_gates(x.i, x.f, x.m_initial, **launch)
     if states is None:
@@ -116,6 +119,8 @@ def _forward_xla(plan: Plan, x: Inputs):
 
 def _backward_xla(plan: Plan, residuals: Residuals, cotangents: Outputs) -> Inputs:
     x, h, z, states = residuals
+    if states is None:
+        x = lax.optimization_barrier(x)
     dh, (dC_last, dn_last, dm_last) = cotangents
     q, k, v, dh_chunks = map(plan.chunks, (*x[:3], dh))
     gates = chunk_gates_xla(plan.chunks(x.i), plan.chunks(x.f), x.m_initial)

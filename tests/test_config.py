@@ -56,7 +56,7 @@ def test_every_tuned_row_is_a_config(name):
     assert len(set(keys)) == len(keys)
     for row in rows:
         made = config_from_row(row)
-        assert set(row) <= {"DHQK", "DHHV", "dtype", "chunk_size", "measured", *STAGES}
+        assert set(row) <= {"DHQK", "DHHV", "dtype", "chunk_size", "measured", "split_backward", *STAGES}
         assert isinstance(made.L, int)
         for stage in STAGES:
             assert isinstance(made.stage(stage), StageConfig)

@@ -1,0 +1,257 @@
+"""Every gradient against float64 autodiff of the recurrence: backends, plans, gates, normalisers, losses, transformations."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import NAMES, assert_close, error, random_inputs
+
+from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, reference
+
+BOUND = {"float32": 1e-4, "bfloat16": 2e-2}
+
+
+def make_loss(run, dtype, shape, DHQK, *, norm=False, on_h=True, on_states=True):
+    """A loss with random cotangents on h (behind a per-head RMSNorm when norm is set) and on all last states."""
+    B, NH, S, DHHV = shape
+    r = np.random.default_rng(99)
+    weights = [jnp.asarray(r.normal(size=s), dtype) for s in ((B, NH, S, DHHV), (B, NH, DHQK, DHHV), (B, NH, DHQK), (B, NH))]
+
+    def loss(*x):
+        h, states = run(*x)
+        h = h.astype(dtype)
+        if norm:
+            h = h / jnp.sqrt(jnp.mean(h**2, axis=-1, keepdims=True) + 1e-6)
+        total = jnp.sum(h * weights[0]) if on_h else jnp.zeros((), dtype)
+        if on_states:
+            total += sum(jnp.sum(jnp.where(jnp.isfinite(y), y, 0.0) * w) for y, w in zip(states, weights[1:], strict=True))
+        return total
+
+    return loss
+
+
+_EXPECTED: dict = {}
+
+
+def expected_gradients(inputs, options=None, **loss_options):
+    """Made once for each set of inputs and options: the plans share them."""
+    bytes_of = b"".join(np.asarray(x.astype("float32")).tobytes() for x in inputs.values())
+    key = (hash(bytes_of), tuple(sorted({**(options or {}), **loss_options}.items())))
+    if key not in _EXPECTED:
+        _EXPECTED[key] = _expected_gradients(inputs, options, **loss_options)
+    return _EXPECTED[key]
+
+
+def _expected_gradients(inputs, options, **loss_options):
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x.astype("float32")), "float64") for x in inputs.values()]
+        run = functools.partial(reference.recurrence, **(options or {}))
+        loss = make_loss(run, "float64", wide[2].shape, wide[0].shape[-1], **loss_options)
+        return [np.asarray(g) for g in jax.jit(jax.grad(loss, tuple(range(len(wide)))))(*wide)]
+
+
+def found_gradients(inputs, options=None, *, run_options, **loss_options):
+    x = list(inputs.values())
+    run = functools.partial(mlstm_chunkwise, return_last_states=True, **(options or {}), **run_options)
+    loss = make_loss(run, "float32", x[2].shape, x[0].shape[-1], **loss_options)
+    return jax.jit(jax.grad(loss, tuple(range(len(x)))))(*x)
+
+
+def check(inputs, dtype, options=None, *, run_options, skip=(), **loss_options):
+    expected = expected_gradients(inputs, options, **loss_options)
+    found = found_gradients(inputs, options, run_options=run_options, **loss_options)
+    for name, actual, wanted in zip(inputs, found, expected, strict=True):
+        assert actual.dtype == inputs[name].dtype
+        assert bool(jnp.isfinite(actual.astype("float32")).all()), name
+        if name not in skip:
+            assert_close(actual, wanted, BOUND[dtype], f"d{name}")
+
+
+def tiles(LQ, LKV):
+    return StageConfig(siz_b_LQ=LQ, siz_b_LKV=LKV, siz_b_DHQK=16, siz_b_DHHV=16, siz_b_loop=16)
+
+
+def split(LQ, LKV):
+    return KernelConfig(split_backward=True, parallel_bw_dQ=tiles(LQ, LKV), parallel_bw_dK=tiles(LQ, LKV), parallel_bw_dV=tiles(LQ, LKV))
+
+
+PLANS = {
+    "xla": {"backend": "xla"},
+    "fused": {"backend": "interpret", "config": KernelConfig(parallel_bw_dQKV=tiles(16, 16))},
+    "fused_default": {"backend": "interpret"},
+    "split16x32": {"backend": "interpret", "config": split(16, 32)},
+    "split32x16": {"backend": "interpret", "config": split(32, 16)},
+    "split_default": {"backend": "interpret", "config": KernelConfig(split_backward=True)},
+}
+
+
+@pytest.mark.parametrize(
+    ("dtype", "plan", "chunk_size"),
+    [
+        *[("float32", plan, 64) for plan in PLANS],
+        *[("float32", plan, 16) for plan in ("xla", "fused")],
+        *[("bfloat16", plan, 64) for plan in ("xla", "fused_default", "split_default")],
+    ],
+)
+def test_gradients(dtype, plan, chunk_size):
+    """S is no multiple of the chunk, heads are padded; cotangents on everything."""
+    inputs = random_inputs(1, 1, 2, 100, 24, 40, dtype=dtype)
+    check(inputs, dtype, run_options={"chunk_size": chunk_size, **PLANS[plan]})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("plan", ["xla", "split_default", "split16x32"])
+def test_gradients_in_a_chunk_of_several_tiles(plan):
+    inputs = random_inputs(2, 1, 1, 256, 16, 16)
+    check(inputs, "float32", run_options={"chunk_size": 256, **PLANS[plan]})
+
+
+# Where a gradient is zero but for rounding, its relative error says nothing: it is only asked to be finite.
+CASES = {
+    "no_states": ({"states": False}, {}, ()),
+    "resets": ({"resets": True}, {}, ()),
+    "closed_forget_gates": ({"f_shift": -30.0}, {}, ()),
+    "open_forget_gates": ({"f_shift": 10.0}, {}, ()),
+    "wild_gates": ({"f_scale": 1e3, "i_scale": 1e3}, {}, ("f", "c_initial", "n_initial", "m_initial")),
+    "eps0": ({}, {"eps": 0.0}, ()),
+    "eps_large": ({}, {"eps": 0.3}, ()),
+    "floor_on_most_rows": ({}, {"norm_val": 50.0}, ("n_initial",)),
+    "floor_on_no_row": ({}, {"norm_val": 0.0}, ()),
+    "unstabilised": ({}, {"stabilize_correctly": False, "norm_val": 2.0, "eps": 0.1}, ()),
+    "unstabilised_floor_on_most_rows": ({}, {"stabilize_correctly": False, "norm_val": 50.0}, ("n_initial",)),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "plan"),
+    [(case, plan) for case in CASES for plan in ("xla", "fused_default")]
+    + [(case, "split_default") for case in ("resets", "closed_forget_gates", "unstabilised")],
+)
+def test_gradients_of_gates_and_normalisers(case, plan):
+    made, options, skip = CASES[case]
+    inputs = random_inputs(3, 1, 2, 70, 16, 16, **made)
+    check(inputs, "float32", options, skip=skip, run_options={"chunk_size": 32, **PLANS[plan]})
+
+
+LOSSES = {
+    "norm_after_h": ({"norm": True}, ("n_initial",)),
+    "norm_after_h_alone": ({"norm": True, "on_states": False}, ("n_initial",)),
+    "h_alone": ({"on_states": False}, ()),
+    "states_alone": ({"on_h": False}, ("q",)),
+}
+
+
+@pytest.mark.parametrize("plan", ["xla", "fused_default"])
+@pytest.mark.parametrize("loss", LOSSES)
+def test_gradients_of_losses(loss, plan):
+    options, skip = LOSSES[loss]
+    inputs = random_inputs(4, 1, 2, 70, 16, 16)
+    check(inputs, "float32", {"eps": 0.05}, skip=skip, run_options={"chunk_size": 32, **PLANS[plan]}, **options)
+
+
+@pytest.mark.parametrize("plan", ["xla", "fused_default"])
+def test_keeping_the_states_gives_the_same_gradients(plan):
+    inputs = random_inputs(5, 1, 2, 64, 16, 16)
+    recomputed, kept = (
+        found_gradients(inputs, run_options={"chunk_size": 16, "recompute_states_in_bw": recompute, **PLANS[plan]})
+        for recompute in (True, False)
+    )
+    for name, a, b in zip(inputs, kept, recomputed, strict=True):
+        assert_close(a, np.asarray(b, "float64"), 1e-6, name)
+
+
+@pytest.mark.parametrize("plan", ["xla", "fused_default"])
+def test_two_segments_chained_through_their_states_give_the_gradients_of_the_whole(plan):
+    inputs = random_inputs(6, 1, 2, 80, 16, 16)
+    run_options = {"chunk_size": 16, **PLANS[plan]}
+
+    def chained(q, k, v, i, f, *states, **options):
+        first = [x[:, :, :37] for x in (q, k, v, i, f)]
+        second = [x[:, :, 37:] for x in (q, k, v, i, f)]
+        h1, states = mlstm_chunkwise(*first, *states, return_last_states=True, **run_options)
+        h2, states = mlstm_chunkwise(*second, *states, return_last_states=True, **run_options)
+        return jnp.concatenate([h1, h2], axis=2), states
+
+    x = list(inputs.values())
+    found = jax.jit(jax.grad(make_loss(chained, "float32", x[2].shape, 16), tuple(range(8))))(*x)
+    for name, actual, wanted in zip(NAMES, found, expected_gradients(inputs), strict=True):
+        assert_close(actual, wanted, BOUND["float32"], name)
+
+
+def test_directional_finite_differences_agree_in_float64():
+    inputs = random_inputs(7, 1, 1, 48, 8, 8)
+    with jax.enable_x64(True):
+        r = np.random.default_rng(0)
+        x = [jnp.asarray(np.asarray(y), "float64") for y in inputs.values()]
+        direction = [jnp.asarray(r.normal(size=y.shape)) for y in x]
+        run = functools.partial(mlstm_chunkwise, chunk_size=16, backend="xla", return_last_states=True)
+        loss = jax.jit(make_loss(run, "float64", x[2].shape, 8))
+        gradients = jax.grad(loss, tuple(range(8)))(*x)
+        slope = sum(jnp.sum(g * d) for g, d in zip(gradients, direction, strict=True))
+        step = 1e-5
+        above, below = (loss(*(y + s * d for y, d in zip(x, direction, strict=True))) for s in (step, -step))
+        # the difference quotient is off by step^2 times a third derivative, and by rounding over step
+        assert float((above - below) / (2 * step)) == pytest.approx(float(slope), rel=1e-7)
+
+
+@pytest.mark.parametrize("plan", ["xla", "fused_default"])
+def test_transformations_give_the_same_gradients(plan):
+    inputs = random_inputs(8, 2, 2, 40, 16, 16, states=False)
+    x = list(inputs.values())
+    run = functools.partial(mlstm_chunkwise, chunk_size=16, **PLANS[plan])
+    weights = jnp.asarray(np.random.default_rng(0).normal(size=x[2].shape), "float32")
+
+    def loss(weights, *x):
+        return jnp.sum(run(*x) * weights)
+
+    gradient = jax.grad(loss, (1, 2, 3, 4, 5))
+    expected = [np.asarray(g, "float64") for g in gradient(weights, *x)]
+
+    def remat_loss(weights, *x):
+        return jnp.sum(jax.checkpoint(run)(*x) * weights)
+
+    def scanned_loss(weights, *x):
+        return jax.lax.scan(lambda total, y: (total + loss(y[0][None], *(z[None] for z in y[1:])), None), 0.0, (weights, *x))[0]
+
+    found = {
+        "jit": jax.jit(gradient)(weights, *x),
+        "grad of jit": jax.grad(jax.jit(loss), (1, 2, 3, 4, 5))(weights, *x),
+        "vmap of grad": [g[:, 0] for g in jax.vmap(gradient)(weights[:, None], *(y[:, None] for y in x))],
+        "remat": jax.grad(remat_loss, (1, 2, 3, 4, 5))(weights, *x),
+        "scan": jax.grad(scanned_loss, (1, 2, 3, 4, 5))(weights, *x),
+    }
+    for how, gradients in found.items():
+        for name, actual, wanted in zip(inputs, gradients, expected, strict=True):
+            assert_close(actual, wanted, 1e-5, f"{how}: {name}")
+
+
+@pytest.mark.parametrize("backend", ["xla", "interpret"])
+def test_a_second_derivative_is_refused_with_the_name_of_what_has_one(backend):
+    x = list(random_inputs(9, 1, 1, 16, 16, 16, states=False).values())
+
+    def loss(q):
+        return jnp.sum(mlstm_chunkwise(q, *x[1:], chunk_size=16, backend=backend))
+
+    with pytest.raises(TypeError, match=r"mlstm_pallas\.reference"):
+        jax.grad(lambda q: jnp.sum(jax.grad(loss)(q) ** 2))(x[0])
+
+
+def test_forward_mode_is_refused_with_the_name_of_what_has_it():
+    x = list(random_inputs(9, 1, 1, 16, 16, 16, states=False).values())
+    with pytest.raises(TypeError, match=r"mlstm_pallas\.reference"):
+        jax.jvp(lambda q: mlstm_chunkwise(q, *x[1:], chunk_size=16), (x[0],), (x[0],))
+
+
+def test_the_reference_functions_have_second_derivatives_and_forward_mode():
+    x = list(random_inputs(9, 1, 1, 16, 4, 4).values())
+
+    def chunkwise(q):
+        return jnp.sum(reference.chunkwise(q, *x[1:], chunk_size=16)[0] ** 2)
+
+    def recurrence(q):
+        return jnp.sum(reference.recurrence(q, *x[1:])[0] ** 2)
+
+    hessians = [jax.jvp(jax.grad(f), (x[0],), (x[0],))[1] for f in (chunkwise, recurrence)]
+    assert error(hessians[0], np.asarray(hessians[1], "float64")) < 1e-4
