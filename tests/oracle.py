@@ -71,3 +71,9 @@ def tolerance(dtype, terms):
 def assert_close(actual, expected, bound, what=""):
     found = error(actual, expected)
     assert found <= bound, f"{what}: relative error {found:.2e} above {bound:.2e}"
+
+
+def initial_state_scale(dc, dn, inputs):
+    """How large dm_initial = <dc, c> + dn . n is but for cancellation, per head: its terms added in the square, (B, NH)."""
+    products = [np.asarray(d, "float64") * np.asarray(inputs[name], "float64") for d, name in ((dc, "c_initial"), (dn, "n_initial"))]
+    return np.sqrt(sum(np.sum(x.reshape(*x.shape[:2], -1) ** 2, axis=-1) for x in products))

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import error, oracle, random_inputs
+from oracle import error, initial_state_scale, oracle, random_inputs
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, reference
 
@@ -83,6 +83,8 @@ def check_gradients(dtype, B, NH, S, DHQK, DHHV, *, f_shift=2.0, **options):
     gradient = jax.jit(jax.grad(loss_of(run, "float32", x[2].shape, DHQK), tuple(range(8))))
     found = gradient(*x)
     errors = {name: error(actual, wanted) for name, actual, wanted in zip(inputs, found, expected, strict=True)}
+    # dm is one number a head, a sum of DHQK DHHV terms of either sign
+    errors["m_initial"] *= min(1.0, np.linalg.norm(expected[7]) / np.linalg.norm(initial_state_scale(expected[5], expected[6], inputs)))
     assert max(errors.values()) < BACKWARD[dtype], {name: f"{e:.1e}" for name, e in errors.items()}
     for a, b in zip(gradient(*x), found, strict=True):
         assert np.array_equal(np.asarray(a), np.asarray(b))

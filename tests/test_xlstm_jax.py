@@ -1,0 +1,587 @@
+"""The adapters for the documented systems of xlstm_jax: their signatures, and their values against float64 forms made here, step by step.
+
+The gradients under the documented convention are those of ``constant_denominator_loss``, by autodiff in float64.
+"""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import NAMES, assert_close, oracle, random_inputs, tolerance
+
+from mlstm_pallas import reference
+from mlstm_pallas.xlstm_jax import max_triton_fwbw_v3noslice as v3
+from mlstm_pallas.xlstm_jax import max_triton_fwbw_v5xlchunksize as v5
+from mlstm_pallas.xlstm_jax import triton_stablef as stablef
+from mlstm_pallas.xlstm_jax._common import use_backend
+
+B, NH, S, L, DHQK, DHHV = 1, 2, 64, 16, 24, 40  # head dimensions that the kernels have to pad
+NC = S // L
+BOUND = {"float32": 1e-5, "bfloat16": 2e-2}
+BACKENDS = [None, "interpret"]
+SYSTEMS = [v3, v5, stablef]
+
+SIGNATURES = {
+    (v3, "_mlstm_chunkwise__recurrent_fw_C"): (
+        "matK matV vecB vecI",
+        dict(
+            matC_states=None,
+            vecN_states=None,
+            scaMinter_states=None,
+            matC_initial=None,
+            vecN_initial=None,
+            scaMinter_initial=None,
+            qk_scale=None,
+            CHUNK_SIZE=64,
+            NUM_CHUNKS=1,
+        ),
+    ),
+    (v3, "_mlstm_chunkwise__parallel_fw_H"): (
+        "matQ matK matV matC_states vecN_states scaMinter_states vecI vecB",
+        dict(qk_scale=None, CHUNK_SIZE=64, NUM_CHUNKS=1, EPS=1e-06),
+    ),
+    (v3, "_mlstm_chunkwise_fw"): (
+        "matQ matK matV vecI vecF",
+        dict(
+            matC_initial=None,
+            vecN_initial=None,
+            scaM_initial=None,
+            qk_scale=None,
+            return_last_states=False,
+            return_all_states=False,
+            CHUNK_SIZE=64,
+            EPS=1e-06,
+        ),
+    ),
+    (v5, "mlstm_chunkwise__parallel_fw_Hintra"): (
+        "matQ matK matV vecI vecF matC_all vecN_all scaM_all",
+        dict(
+            qk_scale=None,
+            chunk_size=64,
+            siz_b_LQ=32,
+            siz_b_LKV=32,
+            siz_b_DHQK=None,
+            siz_b_DHHV=None,
+            num_warps=None,
+            num_stages=None,
+            eps=1e-06,
+            output_dtype=jnp.float32,
+        ),
+    ),
+    (v5, "mlstm_chunkwise__parallel_bw_dV"): (
+        "matQ matK matV vecI vecA vecB matC_all vecN_all scaM_all vecN_out vecM_out matDeltaH matDeltaC_states",
+        dict(
+            qk_scale=None,
+            chunk_size=64,
+            siz_b_LQ=32,
+            siz_b_LKV=32,
+            siz_b_DHQK=None,
+            siz_b_DHHV=None,
+            num_warps=None,
+            num_stages=None,
+            eps=0.0,
+            output_dtype=jnp.float32,
+        ),
+    ),
+    (stablef, "_mlstm_chunkwise__recurrent_bw_dC"): (
+        "matQ vecF scaM_inter vecM vecN_out matDeltaH",
+        dict(matDeltaC_last=None, qk_scale=None, chunk_size=64, num_chunks=1, store_initial_state=False),
+    ),
+    (stablef, "_mlstm_chunkwise__parallel_bw_dQKV"): (
+        "matQ matK matV vecI vecF vecM_combine scaM_inter matC_states matDeltaH vecN_out matDeltaC_states",
+        dict(qk_scale=None, chunk_size=64, num_chunks=1),
+    ),
+    (stablef, "_mlstm_chunkwise_bw"): (
+        "matQ matK matV vecI vecF",
+        dict(
+            matC_initial=None,
+            vecN_initial=None,
+            scaM_initial=None,
+            qk_scale=None,
+            matC_states=None,
+            scaM_states=None,
+            vecN_out=None,
+            vecM_out=None,
+            matDeltaH=None,
+            matDeltaC_last=None,
+            chunk_size=64,
+        ),
+    ),
+    (stablef, "_mlstm_chunkwise_fwbw_generator"): (
+        "",
+        dict(
+            autocast_kernel_dtype=jnp.bfloat16,
+            return_last_states=False,
+            recompute_states_in_bw=True,
+            chunk_size=64,
+            eps=1e-06,
+            stabilize_correctly=True,
+            norm_val=1.0,
+        ),
+    ),
+    (stablef, "mlstm_chunkwise_triton_stablef"): (
+        "q k v i f",
+        dict(
+            c_initial=None,
+            n_initial=None,
+            m_initial=None,
+            return_last_states=False,
+            eps=1e-06,
+            chunk_size=64,
+            autocast_kernel_dtype=jnp.float32,
+            stabilize_correctly=True,
+            norm_val=1.0,
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize(("module", "name"), SIGNATURES, ids=lambda x: x if isinstance(x, str) else x.__name__.split(".")[-1])
+def test_signature_is_the_documented_one(module, name):
+    required, defaults = SIGNATURES[module, name]
+    parameters = inspect.signature(getattr(module, name)).parameters.values()
+    expected = [(arg, inspect.Parameter.empty) for arg in required.split()] + list(defaults.items())
+    assert [(p.name, p.default) for p in parameters] == expected
+    assert {p.kind for p in parameters} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+
+
+def test_signature_of_the_getter_is_the_documented_one():
+    first, rest = inspect.signature(stablef._get_chunkwise_fwbw_kernel).parameters.values()
+    assert (first.name, first.default, rest.name, rest.kind) == ("autocast_kernel_dtype", first.empty, "kwargs", rest.VAR_KEYWORD)
+
+
+@pytest.mark.parametrize("system", SYSTEMS, ids=lambda x: x.__name__.split(".")[-1])
+def test_every_listed_name_is_there(system):
+    assert all(callable(getattr(system, name)) and getattr(system, name).__doc__ for name in system.__all__)
+
+
+# The float64 forms.
+
+
+def inputs_of(dtype="float32"):
+    """q is small, so that both branches of the denominator are taken and the scale of q counts."""
+    x = random_inputs(11, B, NH, S, DHQK, DHHV, dtype=dtype)
+    return x | {"q": (x["q"] * 0.2).astype(dtype)}
+
+
+def constant_denominator_loss(q, k, v, i, f, C0, m0, border, *, den, m, m_borders, dh, dC_last, scale):
+    """<dh, h> + <dC_last, C_last> where the denominator and the stabilisers are constants; border: added to C at the chunk borders.
+
+    All chunks at once, with the logarithms of the weights in the open: in float64, and for gates of moderate size.
+    """
+    b = jnp.cumsum(jax.nn.log_sigmoid(f), axis=-1)
+    b_start = jnp.concatenate([jnp.zeros_like(b[..., :1]), b[..., L - 1 :: L]], axis=-1)  # at the borders
+    steps = jnp.arange(S)
+    causal = steps[:, None] >= steps[None, :]
+    weights = jnp.where(causal, jnp.exp(jnp.where(causal, b[..., :, None] - b[..., None, :] + i[..., None, :], 0.0)), 0.0)
+    qk = jnp.einsum("bhtk,bhsk->bhts", q, k) * scale
+    num = jnp.einsum("bhts,bhsv->bhtv", weights * qk, v)
+    num += jnp.exp(b + m0[..., None])[..., None] * jnp.einsum("bhtk,bhkv->bhtv", q * scale, C0)
+    last = jnp.einsum("bhs,bhsk,bhsv->bhkv", weights[:, :, -1], k, v) + jnp.exp(b[..., -1] + m0)[..., None, None] * C0
+    seen = steps[:, None] >= jnp.arange(NC + 1)[None, :] * L
+    from_border = jnp.where(seen, jnp.exp(b[..., :, None] - b_start[..., None, :] + m_borders[..., None, :]), 0.0)
+    num += jnp.einsum("bhtc,bhtk,bhckv->bhtv", from_border, q * scale, border)
+    last += jnp.einsum("bhc,bhckv->bhkv", jnp.exp(b[..., -1:] - b_start + m_borders), border)
+    h = num / (den * jnp.exp(m))[..., None]
+    return jnp.sum(h * dh) + jnp.sum(dC_last * last * jnp.exp(-m_borders[..., -1])[..., None, None])
+
+
+@functools.cache
+def case(dtype="float32", scale=None, eps=1e-6):
+    """Inputs, and in float64 everything that the stages make of them."""
+    x = inputs_of(dtype)
+    r = np.random.default_rng(1)
+    dh = jnp.asarray(r.normal(size=x["v"].shape), dtype)
+    dC_last = jnp.asarray(r.normal(size=x["c_initial"].shape), "float32")
+    scale = DHQK**-0.5 if scale is None else scale
+    q, k, v, i, f, C, n, m = (np.asarray(y.astype("float32"), "float64") for y in x.values())
+    fbar = -np.log1p(np.exp(-f))
+    Cs, ns, ms, h, den, row_m = [C], [n], [m], [], [], []
+    for t in range(S):
+        new = np.maximum(fbar[..., t] + m, i[..., t])
+        decay, gain = np.exp(fbar[..., t] + m - new), np.exp(i[..., t] - new)
+        C = decay[..., None, None] * C + gain[..., None, None] * k[:, :, t, :, None] * v[:, :, t, None, :]
+        n, m = decay[..., None] * n + gain[..., None] * k[:, :, t], new
+        z = scale * np.einsum("bhk,bhk->bh", q[:, :, t], n)
+        den.append(np.maximum(np.abs(z), np.exp(-m)))
+        h.append(scale * np.einsum("bhk,bhkv->bhv", q[:, :, t], C) / (den[-1] + eps)[..., None])
+        row_m.append(m)
+        if (t + 1) % L == 0:
+            Cs, ns, ms = [*Cs, C], [*ns, n], [*ms, m]
+    h, den, row_m, Cs, ns, ms = (np.stack(y, axis=2) for y in (h, den, row_m, Cs, ns, ms))
+    expected = {"h": h, "den": den, "m": row_m, "C": Cs, "n": ns, "m_borders": ms}
+    with jax.enable_x64(True):
+        constants = dict(
+            den=den + eps, m=row_m, m_borders=ms, dh=np.asarray(dh, "float64"), dC_last=np.asarray(dC_last, "float64"), scale=scale
+        )
+        gradient = jax.grad(functools.partial(constant_denominator_loss, **constants), tuple(range(8)))
+        wide = [np.asarray(y.astype("float32"), "float64") for y in x.values()]
+        made = jax.jit(gradient)(*(jnp.asarray(y) for y in (*wide[:6], wide[7], np.zeros_like(Cs))))
+        names = ("q", "k", "v", "i", "f", "c_initial", "m_initial", "dC")
+        expected |= {f"d{name}" if len(name) == 1 else name: np.asarray(y) for name, y in zip(names, made, strict=True)}
+    return x, dh, dC_last, expected
+
+
+def fused(x):
+    """The documented axis: chunks and rows of a state in one."""
+    return x.reshape(*x.shape[:2], -1, *x.shape[4:])
+
+
+def f32(x):
+    return jnp.asarray(x, "float32")
+
+
+def split(x):
+    return x.reshape(B, NH, NC, L)
+
+
+def gates_of(x):
+    """i, log sigmoid(f) and its running sums in chunks."""
+    log_f = split(jax.nn.log_sigmoid(x["f"]))
+    return split(x["i"]), log_f, jnp.cumsum(log_f, axis=-1)
+
+
+@pytest.fixture(params=BACKENDS, ids=["default", "interpret"])
+def backend(request):
+    with use_backend(request.param):
+        yield
+
+
+# The stages, forward.
+
+
+def states_of(system, x):
+    i, log_f, b = gates_of(x)
+    initial = x["c_initial"], x["n_initial"], x["m_initial"]
+    if system is v3:
+        named = dict(zip(("matC_initial", "vecN_initial", "scaMinter_initial"), initial, strict=True))
+        return v3._mlstm_chunkwise__recurrent_fw_C(x["k"], x["v"], b, i, CHUNK_SIZE=L, NUM_CHUNKS=NC, **named)
+    if system is v5:
+        return v5.mlstm_chunkwise__recurrent_fw_C(x["k"], x["v"], x["f"], i, *initial, chunk_size=L)
+    return stablef._mlstm_chunkwise__recurrent_fw_C(x["k"], x["v"], log_f, i, *initial, chunk_size=L, num_chunks=NC)
+
+
+@pytest.mark.parametrize("system", SYSTEMS, ids=["v3", "v5", "stablef"])
+def test_recurrent_fw_C(system, backend):
+    x, _, _, expected = case()
+    C, n, m = states_of(system, x)
+    for actual, name in ((C, "C"), (n, "n"), (m, "m_borders")):
+        assert_close(actual, fused(expected[name]) if name != "m_borders" else expected[name], tolerance("float32", S), name)
+
+
+def test_buffers_of_recurrent_fw_C_set_the_dtypes():
+    x, _, _, _ = case()
+    i, _, b = gates_of(x)
+    shapes = (B, NH, (NC + 1) * DHQK, DHHV), (B, NH, (NC + 1) * DHQK), (B, NH, NC + 1)
+    buffers = [jnp.zeros(shape, dtype) for shape, dtype in zip(shapes, ("bfloat16", "float32", "bfloat16"), strict=True)]
+    made = v3._mlstm_chunkwise__recurrent_fw_C(x["k"], x["v"], b, i, *buffers, CHUNK_SIZE=L, NUM_CHUNKS=NC)
+    assert [(y.shape, y.dtype) for y in made] == [(y.shape, y.dtype) for y in buffers]
+    made = v3._mlstm_chunkwise__recurrent_fw_C(x["k"].astype("bfloat16"), x["v"].astype("bfloat16"), b, i, CHUNK_SIZE=L, NUM_CHUNKS=NC)
+    assert [y.dtype for y in made] == ["bfloat16", "float32", "float32"]
+
+
+@pytest.mark.parametrize("scale", [None, 0.7])
+@pytest.mark.parametrize("system", SYSTEMS, ids=["v3", "v5", "stablef"])
+def test_parallel_fw_H(system, scale, backend):
+    x, _, _, expected = case(scale=scale)
+    i, log_f, b = gates_of(x)
+    q, k, v = (x[name] for name in "qkv")
+    C, n, m = (f32(expected[name]) for name in ("C", "n", "m_borders"))
+    if system is v3:
+        states = fused(C[:, :, :-1]), fused(n[:, :, :-1]), m[..., :-1]
+        H, den = v3._mlstm_chunkwise__parallel_fw_H(q, k, v, *states, i, b, qk_scale=scale, CHUNK_SIZE=L, NUM_CHUNKS=NC)
+    elif system is v5:
+        H, den = v5.mlstm_chunkwise__parallel_fw_Hintra(q, k, v, i, x["f"], fused(C), fused(n), m, qk_scale=scale, chunk_size=L)
+    else:
+        states = fused(C), fused(n), m
+        H, den, row_m = stablef._mlstm_chunkwise__parallel_fw_H(q, k, v, i, log_f, *states, qk_scale=scale, chunk_size=L, num_chunks=NC)
+        assert_close(row_m, expected["m"], tolerance("float32", S), "m")
+    assert H.dtype == "float32"
+    assert_close(H, expected["h"], tolerance("float32", S), "H")
+    assert_close(den, expected["den"], 2e-6, "N")  # stablef hands out eps = 1e-6 as well
+
+
+def test_tiles_and_output_dtype_of_Hintra():
+    x, _, _, expected = case("bfloat16")
+    i, _, _ = gates_of(x)
+    args = x["q"], x["k"], x["v"], i, x["f"], *(fused(f32(expected[name])) for name in "Cn"), f32(expected["m_borders"])
+    tiles = dict(siz_b_LQ=16, siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=32, num_warps=2, num_stages=1)
+    with use_backend("interpret"):
+        H, _ = v5.mlstm_chunkwise__parallel_fw_Hintra(*args, chunk_size=L, **tiles)
+        half, _ = v5.mlstm_chunkwise__parallel_fw_Hintra(*args, chunk_size=L, output_dtype=jnp.bfloat16)
+    assert (H.dtype, half.dtype) == ("float32", "bfloat16")
+    # q is scaled for the padded head dimension: one rounding more
+    assert_close(H, expected["h"], 1.5 * tolerance("bfloat16", S), "H")
+    with pytest.raises(ValueError, match="siz_b_LQ is 24"):
+        v5.mlstm_chunkwise__parallel_fw_Hintra(*args, chunk_size=L, siz_b_LQ=24)
+
+
+def forward_of(system, x, *flags, L=L, **options):
+    run = v5.mlstm_chunkwise_fw if system is v5 else system._mlstm_chunkwise_fw
+    return run(*x.values(), None, *flags, **{"CHUNK_SIZE" if system is v3 else "chunk_size": L}, **options)
+
+
+@pytest.mark.parametrize("system", SYSTEMS, ids=["v3", "v5", "stablef"])
+def test_forward(system, backend):
+    x, _, _, expected = case()
+    H, den, m, last, every = forward_of(system, x, True, True)
+    h, last_expected = oracle(x)
+    assert_close(H, h, tolerance("float32", S), "H")
+    assert_close(den, expected["den"], 2e-6, "N")
+    assert_close(m, expected["m_borders"][..., -1] if system is v3 else expected["m"], tolerance("float32", S), "M")
+    for name, actual, wanted in zip("Cnm", last, last_expected, strict=True):
+        assert_close(actual, wanted, tolerance("float32", S), name)
+    for actual, name in zip(every, ("C", "n", "m_borders"), strict=True):
+        assert_close(actual, fused(expected[name]) if name != "m_borders" else expected[name], tolerance("float32", S), name)
+
+
+@pytest.mark.parametrize("system", SYSTEMS, ids=["v3", "v5", "stablef"])
+def test_forward_returns_what_is_asked_for(system):
+    x = {name: y for name, y in inputs_of().items() if name in "qkvif"}
+    run = v5.mlstm_chunkwise_fw if system is v5 else system._mlstm_chunkwise_fw
+    size = {"CHUNK_SIZE" if system is v3 else "chunk_size": L}
+    made = run(*x.values(), **size)
+    assert len(made) == 3
+    assert_close(made[0], oracle(x)[0], tolerance("float32", S), "H without initial states")
+    assert [len(y) for y in run(*x.values(), return_last_states=True, **size)[3:]] == [3]
+    assert [y[0].shape[2] for y in run(*x.values(), return_all_states=True, **size)[3:]] == [(NC + 1) * DHQK]
+
+
+def test_resets_where_the_forget_gate_itself_comes_in():
+    x = random_inputs(14, B, NH, S, DHQK, DHHV, resets=True)
+    h, (C, n, m) = oracle(x)
+    H, den, _, last, every = forward_of(v5, x, True, True)
+    again = v5.mlstm_chunkwise__parallel_fw_Hintra(x["q"], x["k"], x["v"], split(x["i"]), x["f"], *every, chunk_size=L)
+    for actual, wanted in zip((H, again[0], *last), (h, h, C, n, m), strict=True):
+        assert_close(actual, wanted, tolerance("float32", S))
+    assert np.array_equal(again[1], den)  # infinite where nothing is stored
+
+
+# The stages, backward.
+
+
+@pytest.mark.parametrize("scale", [None, 0.7])
+@pytest.mark.parametrize("system", SYSTEMS, ids=["v3", "v5", "stablef"])
+def test_recurrent_bw_dC(system, scale, backend):
+    x, dh, dC_last, expected = case(scale=scale, eps=0.05)
+    i, log_f, b = gates_of(x)
+    m, row_m, den = (f32(expected[name]) for name in ("m_borders", "m", "den"))
+    if system is v3:
+        dC = v3._mlstm_chunkwise__recurrent_bw_dC(x["q"], i, b, m, den, dh, dC_last, scale, L, NC, 0.05)
+    elif system is v5:
+        dC = v5.mlstm_chunkwise__recurrent_bw_dC(x["q"], i, x["f"], m, den, dh, dC_last, scale, L, eps=0.05)
+    else:
+        dC, first = stablef._mlstm_chunkwise__recurrent_bw_dC(x["q"], log_f, m, row_m, den + 0.05, dh, dC_last, scale, L, NC)
+        assert (dC.shape, first.shape) == ((B, NH, NC * DHQK, DHHV), (B, NH, DHQK, DHHV))
+        dC = jnp.concatenate([first, dC], axis=2)
+    assert_close(dC, fused(expected["dC"]), BOUND["float32"], "dC")
+
+
+def check_inputs(made, names, expected, bound):
+    for actual, name in zip(made, names, strict=True):
+        assert_close(actual, expected[f"d{name}"], bound, f"d{name}")
+
+
+@pytest.mark.parametrize("dtype", BOUND)
+@pytest.mark.parametrize("system", [v3, stablef], ids=["v3", "stablef"])
+def test_parallel_bw_dQKV(system, dtype, backend):
+    x, dh, _, expected = case(dtype)
+    i, log_f, b = gates_of(x)
+    q, k, v = (x[name] for name in "qkv")
+    C, dC, m, row_m, den = (f32(expected[name]) for name in ("C", "dC", "m_borders", "m", "den"))
+    if system is v3:
+        made = v3._mlstm_chunkwise__parallel_bw_dQKV(q, k, v, i, b, m, fused(C), den, dh, fused(dC), CHUNK_SIZE=L, NUM_CHUNKS=NC)
+    else:
+        run = functools.partial(stablef._mlstm_chunkwise__parallel_bw_dQKV, q, k, v, i, log_f, row_m, m, chunk_size=L, num_chunks=NC)
+        made = run(fused(C), dh, den + 1e-6, fused(dC))
+        shorter = run(fused(C[:, :, :-1]), dh, den + 1e-6, fused(dC[:, :, 1:]))
+        assert all(np.array_equal(one, other) for one, other in zip(made, shorter, strict=True))
+    assert {y.dtype.name for y in made} == {dtype}
+    check_inputs(made, "qkv", expected, BOUND[dtype])
+
+
+@pytest.mark.parametrize("scale", [None, 0.7])
+@pytest.mark.parametrize("name", "QKV")
+def test_parallel_bw_of_one_input(name, scale, backend):
+    x, dh, _, expected = case(scale=scale)
+    i, _, b = gates_of(x)
+    C, n, dC, m, row_m, den = (f32(expected[y]) for y in ("C", "n", "dC", "m_borders", "m", "den"))
+    a = b[..., -1:] - b + i
+    run = getattr(v5, f"mlstm_chunkwise__parallel_bw_d{name}")
+    arrays = x["q"], x["k"], x["v"], i, a, b, fused(C), fused(n), m, den, row_m, dh, fused(dC)
+    made = run(*arrays, scale, L, 16, 16, 16, 16, eps=1e-6, output_dtype=jnp.float32)
+    check_inputs([made], [name.lower()], expected, BOUND["float32"])
+    assert run(*arrays, chunk_size=L, output_dtype=jnp.bfloat16).dtype == "bfloat16"
+
+
+def test_the_lowering_platform_decides_on_the_kernels():
+    x, dh, _, expected = case("bfloat16")
+    i, _, b = gates_of(x)
+    C, n, dC, m, row_m, den = (f32(expected[y]) for y in ("C", "n", "dC", "m_borders", "m", "den"))
+    arrays = x["q"], x["k"], x["v"], i, i, b, fused(C), fused(n), m, den, row_m, dh, fused(dC)
+    traced = jax.jit(functools.partial(v5.mlstm_chunkwise__parallel_bw_dV, chunk_size=L)).trace(*arrays)
+    assert "triton" in traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "triton" not in traced.lower(lowering_platforms=("cpu",)).as_text()
+
+
+def backward_of(system, x, scale, C, den, dh, dC_last, eps, row_m=None, m=None):
+    if system is v3:
+        return v3._mlstm_chunkwise_bw(*x.values(), scale, C, den, dh, dC_last, L, eps)
+    if system is v5:
+        return v5.mlstm_chunkwise_bw(*x.values(), scale, C, den, dh, dC_last, L, eps)
+    return stablef._mlstm_chunkwise_bw(*x.values(), scale, C, m, den + eps, row_m, dh, dC_last, L)
+
+
+@pytest.mark.parametrize(("given", "scale"), [(True, 0.7), (False, None)], ids=["states", "no_states"])
+@pytest.mark.parametrize("system", SYSTEMS, ids=["v3", "v5", "stablef"])
+def test_backward(system, given, scale, backend):
+    x, dh, dC_last, expected = case(scale=scale, eps=0.05)
+    C = fused(f32(expected["C"][:, :, :-1])) if given else None
+    m, row_m = (f32(expected["m_borders"][..., :-1]), f32(expected["m"])) if given else (None, None)
+    made = backward_of(system, x, scale, C, f32(expected["den"]), dh, dC_last, 0.05, row_m, m)
+    check_inputs(made[:5], "qkvif", expected, BOUND["float32"])
+    dC, dn, dm = made[5:]
+    assert_close(dC, expected["c_initial"], BOUND["float32"], "dC")
+    assert_close(dm, expected["m_initial"], BOUND["float32"], "dM")
+    assert not np.any(np.asarray(dn))
+
+
+def test_backward_of_its_own_forward_without_initial_states():
+    x = {name: y for name, y in case("bfloat16")[0].items() if name in "qkvif"}
+    dh = case("bfloat16")[1]
+    _, den, _, every = v3._mlstm_chunkwise_fw(*x.values(), return_all_states=True, CHUNK_SIZE=L)
+    made = v3._mlstm_chunkwise_bw(*x.values(), matC_states=every[0], vecN_out=den, matDeltaH=dh, CHUNK_SIZE=L)
+    assert [(y.shape, y.dtype) for y in made] == [(y.shape, y.dtype) for y in x.values()]
+    again = v3._mlstm_chunkwise_bw(*x.values(), vecN_out=den, matDeltaH=dh, CHUNK_SIZE=L)
+    for one, other in zip(made, again, strict=True):
+        assert_close(one, np.asarray(other.astype("float32")), 1e-2)
+
+
+@pytest.mark.slow
+def test_backward_in_a_chunk_of_several_tiles():
+    x = random_inputs(15, 1, 1, 256, 16, 16)
+    dh = jnp.asarray(np.random.default_rng(3).normal(size=x["v"].shape), "float32")
+    made = []
+    for backend in BACKENDS:
+        with use_backend(backend):
+            den = v5.mlstm_chunkwise_fw(*x.values(), chunk_size=256)[1]
+            made.append(v5.mlstm_chunkwise_bw(*x.values(), vecN_out=den, matDeltaH=dh, chunk_size=256, eps=1e-6))
+    for one, other in zip(*made, strict=True):
+        assert_close(one, np.asarray(other), BOUND["float32"])
+
+
+def test_stages_take_float64_on_the_plain_path():
+    x, _, _, expected = case()
+    with jax.enable_x64(True), use_backend("xla"):
+        wide = {name: jnp.asarray(np.asarray(y), "float64") for name, y in x.items()}
+        made = np.asarray(stablef._mlstm_chunkwise_fw(*wide.values(), chunk_size=L)[0])
+    assert np.linalg.norm(made - expected["h"]) < 1e-12 * np.linalg.norm(expected["h"])
+
+
+# The entries.
+
+ENTRIES = {"v3": v3.mlstm_chunkwise_max_triton, "v5": v5.mlstm_chunkwise__xl_chunk, "stablef": stablef.mlstm_chunkwise_triton_stablef}
+
+
+def exact_gradients(x, weights, options):
+    with jax.enable_x64(True):
+
+        def loss(*x):
+            h, (C, n, m) = reference.recurrence(*x, **options)
+            return jnp.sum(h * weights) + jnp.sum(C) + jnp.sum(n) + jnp.sum(m)
+
+        wide = [jnp.asarray(np.asarray(y.astype("float32")), "float64") for y in x.values()]
+        return [np.asarray(y) for y in jax.jit(jax.grad(loss, tuple(range(8))))(*wide)]
+
+
+@pytest.mark.parametrize(("name", "backend"), [("v3", None), ("v5", None), ("stablef", None), ("stablef", "interpret")])
+def test_entry(name, backend):
+    with use_backend(backend):
+        check_entry(name)
+
+
+def check_entry(name):
+    x = random_inputs(12, B, NH, 40, 16, 16)
+    options = dict(eps=0.02, norm_val=2.0)
+    run = functools.partial(ENTRIES[name], return_last_states=True, chunk_size=16, **options)
+    weights = np.random.default_rng(2).normal(size=(B, NH, 40, 16))
+
+    def loss(*x):
+        h, (C, n, m) = run(*x)
+        return jnp.sum(h * f32(weights)) + jnp.sum(C) + jnp.sum(n) + jnp.sum(m)
+
+    made = jax.jit(jax.grad(loss, tuple(range(8))))(*x.values())
+    for arg, actual, wanted in zip(NAMES, made, exact_gradients(x, weights, options), strict=True):
+        assert_close(actual, wanted, 1e-4, arg)
+    h, states = run(*x.values())
+    expected = oracle(x, **options)
+    for actual, wanted in zip((h, *states), (expected[0], *expected[1]), strict=True):
+        assert_close(actual, wanted, tolerance("float32", 40))
+    alone = ENTRIES[name](*x.values(), chunk_size=16, **options)
+    assert np.array_equal(alone, h)
+
+
+@pytest.mark.parametrize("system", SYSTEMS, ids=["v3", "v5", "stablef"])
+def test_generator(system):
+    x = random_inputs(13, B, NH, 32, 16, 16)
+    kernel = system._mlstm_chunkwise_fwbw_generator(jnp.float32, chunk_size=16)
+    H, *states = kernel(*x.values())
+    assert states == [None] * 3
+    assert_close(H, oracle(x)[0], tolerance("float32", 32), "H")
+    made = system._get_chunkwise_fwbw_kernel(jnp.bfloat16, return_last_states=True, chunk_size=16)(*x.values())
+    for actual, wanted in zip(made, (oracle(x)[0], *oracle(x)[1]), strict=True):
+        assert actual.dtype == "float32"
+        assert_close(actual, wanted, tolerance("bfloat16", 32))
+
+
+def test_generator_gives_the_same_function_for_the_same_arguments():
+    make, get = stablef._mlstm_chunkwise_fwbw_generator, stablef._get_chunkwise_fwbw_kernel
+    assert make() is make(jnp.bfloat16) is make("bfloat16", False, True, 64) is get(jnp.bfloat16, chunk_size=64) is get("bfloat16")
+    assert make() is v3._mlstm_chunkwise_fwbw_generator() is v5._mlstm_chunkwise_fwbw_generator()
+    assert make() is not make(jnp.float32)
+    assert make() is not make(chunk_size=32)
+
+
+# Errors.
+
+
+def call(**changes):
+    x, dh, _, expected = case()
+    i, log_f, _ = gates_of(x)
+    C, dC, m, row_m, den = (f32(expected[name]) for name in ("C", "dC", "m_borders", "m", "den"))
+    args = dict(matQ=x["q"], matK=x["k"], matV=x["v"], vecI=i, vecF=log_f, vecM_combine=row_m, scaM_inter=m, matC_states=fused(C))
+    args |= dict(matDeltaH=dh, vecN_out=den, matDeltaC_states=fused(dC), chunk_size=L, num_chunks=NC)
+    return stablef._mlstm_chunkwise__parallel_bw_dQKV(**args | changes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"matK": jnp.zeros((B, NH, S, 8))}, r"matK has shape \(1, 2, 64, 8\), expected \(B, NH, S, DHQK\) = \(1, 2, 64, 24\)"),
+        ({"vecF": jnp.zeros((B, NH, S))}, r"vecF has shape \(1, 2, 64\), expected \(B, NH, NC, L\) = \(1, 2, 4, 16\)"),
+        ({"matC_states": jnp.zeros((B, NH, 7, DHHV))}, r"matC_states has shape .* expected \(B, NH, NC \* DHQK, DHHV\)"),
+        ({"scaM_inter": jnp.zeros((B, NH, 3))}, r"scaM_inter has shape .* or \(B, NH, \(NC \+ 1\)\) = \(1, 2, 5\)"),
+        ({"matQ": jnp.zeros((B, NH, S))}, r"matQ has shape \(1, 2, 64\), expected \(B, NH, S, DHQK\)"),
+        ({"num_chunks": 1}, r"matQ has shape .* expected S = 64 to be 1 chunks of 16 steps"),
+        ({"chunk_size": 24}, "chunk size is 24, expected a power of two"),
+        ({"chunk_size": 128}, "expected S = 64 to be"),
+    ],
+)
+def test_wrong_shapes_are_named(changes, message):
+    with pytest.raises(ValueError, match=message):
+        call(**changes)
+
+
+def test_other_errors():
+    x, dh, _, _ = case()
+    with pytest.raises(ValueError, match="vecN_out is None"):
+        stablef._mlstm_chunkwise_bw(*x.values(), matDeltaH=dh, chunk_size=L)
+    with pytest.raises(ValueError, match="all three or not at all: vecN_initial, scaM_initial is None"):
+        v3._mlstm_chunkwise_fw(*list(x.values())[:6], CHUNK_SIZE=L)
+    with pytest.raises(TypeError, match="have dtype float16, expected one of float32, bfloat16"):
+        v3._mlstm_chunkwise_fw(*(y.astype("float16") for y in x.values()), CHUNK_SIZE=L)
+    with pytest.raises(ValueError, match="backend is 'cuda'"), use_backend("cuda"):
+        pass
