@@ -36,11 +36,14 @@ from peers import NORMALISER, Inputs, random_inputs
 from roofline import Shape
 
 from mlstm_pallas import gates, mlstm_chunkwise, reference
-from mlstm_pallas.api import target_device_kind
+from mlstm_pallas.backend import target_device_kind
 from mlstm_pallas.config import config_for
 from mlstm_pallas.problem import BACKENDS, KERNEL_DTYPES, check_chunk_size, make_problem
 from mlstm_pallas.stages.chunk_gates import chunk_gates
+from mlstm_pallas.stages.parallel_bw_dK import parallel_bw_dK
+from mlstm_pallas.stages.parallel_bw_dQ import parallel_bw_dQ
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, parallel_bw_dQKV
+from mlstm_pallas.stages.parallel_bw_dV import parallel_bw_dV
 from mlstm_pallas.stages.parallel_fw_H import parallel_fw_H
 from mlstm_pallas.stages.recurrent_bw_dC import recurrent_bw_dC
 from mlstm_pallas.stages.recurrent_fw_C import recurrent_fw_C
@@ -128,16 +131,33 @@ def _outputs_kernel(q, *rest, **launch):
 
 
 def _plain_outputs(q, k, v, stabilisers, C, n):
-    num, z = reference.chunk_outputs(q, k, v, stabilisers, C, n)
+    num, z = reference.chunk_outputs(q, k, v, stabilisers, C, n, q.shape[-1] ** -0.5)
     return reference.normalise(num, z, stabilisers.vecM, **NORMALISER), z
 
 
-def _plain_gradients(*args):
-    gradients, sums = reference.chunk_gradients(*args)
+def _plain_state_gradients(q, *rest):
+    return reference.chunk_state_gradients(q, *rest, q.shape[-1] ** -0.5)
+
+
+def _plain_gradients(q, *rest):
+    gradients, sums = reference.chunk_gradients(q, *rest, q.shape[-1] ** -0.5)
     return Gradients(*gradients, sums)
 
 
+def _dQ_kernel(q, k, v, dh, stabilisers, rows, C, n, dC, dn, **launch):
+    return parallel_bw_dQ(q, k, v, dh, stabilisers, rows, C, n, **launch)[:1]
+
+
+def _dK_kernel(q, k, v, dh, stabilisers, rows, C, n, dC, dn, **launch):
+    return parallel_bw_dK(q, k, v, dh, stabilisers, rows, dC, dn, **launch)[:1]
+
+
+def _dV_kernel(q, k, v, dh, stabilisers, rows, C, n, dC, dn, **launch):
+    return (parallel_bw_dV(q, k, dh, stabilisers, rows, dC, **launch),)
+
+
 QKV, STATES, LAST = ("matQ", "matK", "matV"), ("matC_states", "vecN_states"), ("matDeltaC_last", "vecDeltaN_last")
+GRADIENTS = (*QKV, "matDeltaH", "gates", "rows", *STATES, "matDeltaC_states", "vecDeltaN_states")
 STAGES = {
     "chunk_gates": Stage(chunk_gates, gates.chunk_gates, ("vecI", "vecF", "scaM_initial"), dtype="float32"),
     "recurrent_fw_C": Stage(
@@ -146,13 +166,14 @@ STAGES = {
     "parallel_fw_H": Stage(_outputs_kernel, _plain_outputs, (*QKV, "gates", *STATES), ("h", "z")),
     "recurrent_bw_dC": Stage(
         recurrent_bw_dC,
-        reference.chunk_state_gradients,
+        _plain_state_gradients,
         ("matQ", "matDeltaH", "gates", "rows", *LAST, *STATES),
         ("dC", "dn", "dC_initial", "dn_initial", "through"),
     ),
-    "parallel_bw_dQKV": Stage(
-        parallel_bw_dQKV, _plain_gradients, (*QKV, "matDeltaH", "gates", "rows", *STATES, "matDeltaC_states", "vecDeltaN_states")
-    ),
+    "parallel_bw_dQKV": Stage(parallel_bw_dQKV, _plain_gradients, GRADIENTS),
+    "parallel_bw_dQ": Stage(_dQ_kernel, lambda *x: _plain_gradients(*x)[:1], GRADIENTS, ("dq",)),
+    "parallel_bw_dK": Stage(_dK_kernel, lambda *x: _plain_gradients(*x)[1:2], GRADIENTS, ("dk",)),
+    "parallel_bw_dV": Stage(_dV_kernel, lambda *x: _plain_gradients(*x)[2:3], GRADIENTS, ("dv",)),
 }
 
 

@@ -87,7 +87,38 @@ def parallel_bw_dQKV(shape: Shape, L: int, itemsize: int) -> Cost:
     return Cost(flops, itemsize * (R * (4 * K + 3 * V) + 2 * NC * K * V) + 4 * (2 * NC * K + 12 * R))
 
 
-STAGES = {stage.__name__: stage for stage in (chunk_gates, recurrent_fw_C, parallel_fw_H, recurrent_bw_dC, parallel_bw_dQKV)}
+def parallel_bw_dQ(shape: Shape, L: int, itemsize: int) -> Cost:
+    """FLOPs: C dnum, 2 R K V; q.k, dnum.v and dP k, R (L + 1) (2 K + V). Bytes: q, k, v, dh, dq and C, w (R (3 K + 2 V) + B NH NC K V)."""
+    _, _, _, K, V = shape
+    R, NC = shape.rows, shape.chunks(L)
+    return Cost(2 * R * K * V + R * (L + 1) * (2 * K + V), itemsize * (R * (3 * K + 2 * V) + NC * K * V) + 4 * (NC * K + 10 * R))
+
+
+def parallel_bw_dK(shape: Shape, L: int, itemsize: int) -> Cost:
+    """FLOPs: dC v, 2 R K V; q.k, dnum.v and dP^T q, R (L + 1) (2 K + V). Bytes: as parallel_bw_dQ, with k for q and dC for C."""
+    return parallel_bw_dQ(shape, L, itemsize)
+
+
+def parallel_bw_dV(shape: Shape, L: int, itemsize: int) -> Cost:
+    """FLOPs: dC^T k, 2 R K V; q.k and P^T dnum, R (L + 1) (K + V). Bytes: q, k, dh, dv and dC, w (R (2 K + 2 V) + B NH NC K V)."""
+    _, _, _, K, V = shape
+    R, NC = shape.rows, shape.chunks(L)
+    return Cost(2 * R * K * V + R * (L + 1) * (K + V), itemsize * (R * (2 * K + 2 * V) + NC * K * V) + 4 * 6 * R)
+
+
+STAGES = {
+    stage.__name__: stage
+    for stage in (
+        chunk_gates,
+        recurrent_fw_C,
+        parallel_fw_H,
+        recurrent_bw_dC,
+        parallel_bw_dQKV,
+        parallel_bw_dQ,
+        parallel_bw_dK,
+        parallel_bw_dV,
+    )
+}
 
 
 def forward(shape: Shape, itemsize: int, L: int = REFERENCE_CHUNK) -> Cost:

@@ -1,7 +1,8 @@
 """mlstm_pallas: the chunkwise-parallel mLSTM of xLSTM as JAX Pallas kernels."""
 
 from mlstm_pallas.api import mlstm_chunkwise
+from mlstm_pallas.backend import use_backend
 from mlstm_pallas.config import KernelConfig, StageConfig
 
-__all__ = ["KernelConfig", "StageConfig", "mlstm_chunkwise"]
+__all__ = ["KernelConfig", "StageConfig", "mlstm_chunkwise", "use_backend"]
 __version__ = "0.1.0"

@@ -6,17 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from mlstm_pallas import problem as problems
-from mlstm_pallas.config import UNKNOWN_DEVICE, KernelConfig, config_for
+from mlstm_pallas.backend import requested_backend, target_device_kind
+from mlstm_pallas.config import KernelConfig, config_for
 from mlstm_pallas.fwbw import Inputs, Plan, mlstm_forward
-
-
-def target_device_kind() -> str:
-    """The kind of GPU that the caller's computation is for: of the abstract mesh in use, else of this process's first GPU."""
-    abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if abstract is not None:
-        return abstract.device_kind
-    device = jax.devices()[0]
-    return device.device_kind if device.platform == "gpu" else UNKNOWN_DEVICE
 
 
 def _pad(x: jax.Array, sizes: dict[int, int], value: float = 0.0) -> jax.Array:
@@ -81,6 +73,7 @@ def mlstm_chunkwise(
     problems.check_scalars(eps, norm_val)
     problems.check_chunk_size(chunk_size)
     problems.check_backend(backend)
+    backend = requested_backend(backend)
     if config is not None and not isinstance(config, KernelConfig):
         raise TypeError(f"config is a {type(config).__name__}, expected a KernelConfig or None")
     dtype = problems.kernel_dtype(autocast_kernel_dtype, q.dtype, backend)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlstm_pallas import reference
+from mlstm_pallas.backend import on_backend
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.gates import chunk_gates as chunk_gates_xla
 from mlstm_pallas.gates import gate_gradients, row_gradients, tile_sums
@@ -111,7 +112,7 @@ def _forward_xla(plan: Plan, x: Inputs):
     q, k, v = map(plan.chunks, x[:3])
     gates = chunk_gates_xla(plan.chunks(x.i), plan.chunks(x.f), x.m_initial)
     states = reference.chunk_states(k, v, gates, x.c_initial, x.n_initial)
-    num, z = reference.chunk_outputs(q, k, v, gates, *states[:2])
+    num, z = reference.chunk_outputs(q, k, v, gates, *states[:2], plan.problem.qk_scale)
     h = reference.normalise(num, z, gates.vecM, **plan.normaliser).astype(x.q.dtype).reshape(x.v.shape)
     outputs = h, (*states[2:], gates.scaM_states[..., -1])
     return outputs, z.reshape(x.i.shape), None if plan.recompute_states_in_bw else states
@@ -130,9 +131,10 @@ def _backward_xla(plan: Plan, residuals: Residuals, cotangents: Outputs) -> Inpu
     rows = row_gradients(_inner(dh, h), z, gates.vecM.reshape(z.shape), **plan.normaliser)
     in_chunks = type(rows)(*map(plan.chunks, rows))
     dC_states, dn_states, dC, dn, through = reference.chunk_state_gradients(
-        q, dh_chunks, gates, in_chunks, dC_last, dn_last, C_states, n_states
+        q, dh_chunks, gates, in_chunks, dC_last, dn_last, C_states, n_states, plan.problem.qk_scale
     )
-    gradients, sums = reference.chunk_gradients(q, k, v, dh_chunks, gates, in_chunks, C_states, n_states, dC_states, dn_states)
+    states = C_states, n_states, dC_states, dn_states
+    gradients, sums = reference.chunk_gradients(q, k, v, dh_chunks, gates, in_chunks, *states, plan.problem.qk_scale)
     dm = _add_last(rows.vecDm, dm_last - _inner(dC_last, C_last, 2) - _inner(dn_last, n_last))
     di, df, dm_initial = gate_gradients(gates, plan.chunks(x.f), sums, through, dm)
     dm_initial += _inner(dC, x.c_initial, 2) + _inner(dn, x.n_initial)
@@ -150,31 +152,28 @@ def _add_last(dm: jax.Array, dm_last: jax.Array) -> jax.Array:
     return dm.at[..., -1].add(dm_last)
 
 
-def _on_backend(plan: Plan, triton: Callable, xla: Callable, *args):
-    """triton(plan, interpret, *args) or xla(plan, *args): chosen by the plan, else where the computation is lowered."""
-    if plan.backend == "xla":
-        return xla(plan, *args)
-    if plan.backend is None:
-        return lax.platform_dependent(*args, cuda=functools.partial(triton, plan, False), default=functools.partial(xla, plan))
-    return triton(plan, plan.backend == "interpret", *args)
+def _forward(plan: Plan, inputs: Inputs):
+    return on_backend(plan.backend, functools.partial(_forward_triton, plan), functools.partial(_forward_xla, plan), inputs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mlstm(plan: Plan, inputs: Inputs) -> Outputs:
-    return _on_backend(plan, _forward_triton, _forward_xla, inputs)[0]
+    return _forward(plan, inputs)[0]
 
 
 def _mlstm_fwd(plan: Plan, inputs: Inputs):
-    outputs, z, states = _on_backend(plan, _forward_triton, _forward_xla, inputs)
+    outputs, z, states = _forward(plan, inputs)
     return outputs, Residuals(inputs, outputs[0], z, states)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _backward(plan: Plan, residuals: Residuals, cotangents: Outputs) -> Inputs:
-    return _on_backend(plan, _backward_triton, _backward_xla, residuals, cotangents)
+def backward(plan: Plan, residuals: Residuals, cotangents: Outputs) -> Inputs:
+    """Gradients of the inputs. cotangents: of h and of the last states."""
+    triton, xla = functools.partial(_backward_triton, plan), functools.partial(_backward_xla, plan)
+    return on_backend(plan.backend, triton, xla, residuals, cotangents)
 
 
-@_backward.defjvp
+@backward.defjvp
 def _backward_jvp(plan: Plan, primals, tangents):
     raise TypeError(
         "mlstm_chunkwise has first derivatives in reverse mode only; for second derivatives and forward mode use "
@@ -183,7 +182,7 @@ def _backward_jvp(plan: Plan, primals, tangents):
 
 
 def _mlstm_bwd(plan: Plan, residuals: Residuals, cotangents: Outputs):
-    return (_backward(plan, residuals, cotangents),)
+    return (backward(plan, residuals, cotangents),)
 
 
 _mlstm.defvjp(_mlstm_fwd, _mlstm_bwd)
@@ -193,3 +192,61 @@ _mlstm.defvjp(_mlstm_fwd, _mlstm_bwd)
 def mlstm_forward(plan: Plan, inputs: Inputs) -> Outputs:
     """h and the last states (c, n, m) of the padded problem."""
     return _mlstm(plan, inputs)
+
+
+def _mlstm_chunkwise_fwbw_generator(
+    autocast_kernel_dtype: Any = jnp.bfloat16,
+    return_last_states: bool = False,
+    recompute_states_in_bw: bool = True,
+    chunk_size: int = 64,
+    eps: float = 1e-6,
+    stabilize_correctly: bool = True,
+    norm_val: float = 1.0,
+) -> Callable[..., tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]]:
+    """A function with exact gradients of all its arguments (xlstm_jax public API document of triton_stablef.triton_fwbw).
+
+    The same arguments give the same function, so that jit does not compile anew.
+
+    Args:
+      autocast_kernel_dtype: of q, k, v in the matrix products. Gates and states stay float32.
+      return_last_states: whether C, N and M of the last step are returned; else None in their places.
+      recompute_states_in_bw, chunk_size, eps, stabilize_correctly, norm_val: as for ``mlstm_pallas.mlstm_chunkwise``.
+
+    Returns:
+      forward(matQ (B, NH, S, DHQK), matK, matV (B, NH, S, DHV), vecI (B, NH, S), vecF, matC_initial=None (B, NH, DHQK, DHV),
+      vecN_initial=None (B, NH, DHQK), scaM_initial=None (B, NH)) -> (H, C, N, M). H has the dtype of matQ, the states are float32.
+    """
+    dtype = jnp.dtype(autocast_kernel_dtype)
+    return _forward_function(dtype, return_last_states, recompute_states_in_bw, chunk_size, eps, stabilize_correctly, norm_val)
+
+
+@functools.cache
+def _forward_function(dtype, return_last_states, recompute_states_in_bw, chunk_size, eps, stabilize_correctly, norm_val):
+    def forward(matQ, matK, matV, vecI, vecF, matC_initial=None, vecN_initial=None, scaM_initial=None):
+        from mlstm_pallas.api import mlstm_chunkwise  # which is made of this module
+
+        made = mlstm_chunkwise(
+            matQ,
+            matK,
+            matV,
+            vecI,
+            vecF,
+            matC_initial,
+            vecN_initial,
+            scaM_initial,
+            return_last_states,
+            eps=eps,
+            chunk_size=chunk_size,
+            autocast_kernel_dtype=dtype,
+            stabilize_correctly=stabilize_correctly,
+            norm_val=norm_val,
+            recompute_states_in_bw=recompute_states_in_bw,
+        )
+        return (made[0], *made[1]) if return_last_states else (made, None, None, None)
+
+    return forward
+
+
+def _get_chunkwise_fwbw_kernel(autocast_kernel_dtype: Any, **kwargs: Any) -> Callable[..., Any]:
+    """The function of ``_mlstm_chunkwise_fwbw_generator`` (xlstm_jax public API document of triton_stablef.triton_fwbw)."""
+    return _mlstm_chunkwise_fwbw_generator(autocast_kernel_dtype, **kwargs)

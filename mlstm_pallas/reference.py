@@ -120,13 +120,12 @@ def chunk_states(matK, matV, gates: ChunkGates, matC_initial, vecN_initial) -> t
     return jnp.moveaxis(Cs, 0, 2), jnp.moveaxis(ns, 0, 2), C, n
 
 
-def chunk_outputs(matQ, matK, matV, gates: ChunkGates, matC_states, vecN_states) -> tuple[jax.Array, jax.Array]:
+def chunk_outputs(matQ, matK, matV, gates: ChunkGates, matC_states, vecN_states, qk_scale: float) -> tuple[jax.Array, jax.Array]:
     """num (B, NH, NC, L, DHHV) and z (B, NH, NC, L) of every row from the state before its chunk."""
     acc = gates.vecW.dtype
-    scale = matQ.shape[-1] ** -0.5
     einsum = functools.partial(jnp.einsum, preferred_element_type=acc, precision="highest")
-    P = einsum("bhctk,bhcsk->bhcts", matQ, matK) * (decay_matrix(gates) * scale)
-    w = gates.vecW * scale
+    P = einsum("bhctk,bhcsk->bhcts", matQ, matK) * (decay_matrix(gates) * qk_scale)
+    w = gates.vecW * qk_scale
     num = einsum("bhctk,bhckv->bhctv", matQ, matC_states) * w[..., None]
     num += einsum("bhcts,bhcsv->bhctv", P.astype(matQ.dtype), matV)
     z = jnp.sum(matQ * vecN_states[..., None, :], axis=-1) * w + jnp.sum(P, axis=-1)
@@ -166,22 +165,24 @@ def chunkwise(
     q, k, v = chunks(matQ), chunks(matK), chunks(matV)
     gates = chunk_gates(chunks(vecI), chunks(vecF), scaM_initial)
     matC_states, vecN_states, C, n = chunk_states(k, v, gates, matC_initial, vecN_initial)
-    num, z = chunk_outputs(q, k, v, gates, matC_states, vecN_states)
+    num, z = chunk_outputs(q, k, v, gates, matC_states, vecN_states, matQ.shape[-1] ** -0.5)
     h = normalise(num, z, gates.vecM, eps=eps, stabilize_correctly=stabilize_correctly, norm_val=norm_val)
     return h.reshape(matV.shape), (C, n, gates.scaM_states[..., -1])
 
 
-def chunk_state_gradients(matQ, matDeltaH, gates: ChunkGates, rows: RowGradients, matDeltaC_last, vecDeltaN_last, matC_states, vecN_states):
+def chunk_state_gradients(
+    matQ, matDeltaH, gates: ChunkGates, rows: RowGradients, matDeltaC_last, vecDeltaN_last, matC_states, vecN_states, qk_scale: float
+):
     """Gradients of C and n at the chunk borders: the recurrence over chunks, backwards.
 
     matQ: (B, NH, NC, L, DHQK); matDeltaH: (B, NH, NC, L, DHHV); rows: (B, NH, NC, L); the rest as in stages/recurrent_bw_dC.py.
 
     Returns:
       matDeltaC_states (B, NH, NC, DHQK, DHHV) in the dtype of matQ and vecDeltaN_states (B, NH, NC, DHQK), after each chunk; the
-      gradients of the initial C and n; gamma_c (<C_c, dC_{c+1}> + n_c . dn_{c+1}) (B, NH, NC).
+      gradients of the initial C and n; gamma_c (<C_c, dC_{c+1}> + n_c . dn_{c+1}) (B, NH, NC), None without the states.
     """
     acc = gates.vecW.dtype
-    scaled = matQ * (gates.vecW * rows.vecInvDen * matQ.shape[-1] ** -0.5)[..., None]
+    scaled = matQ * (gates.vecW * rows.vecInvDen * qk_scale)[..., None]
     einsum = functools.partial(jnp.einsum, preferred_element_type=acc, precision="highest")
     updates = einsum("bhclk,bhclv->cbhkv", scaled.astype(matQ.dtype), matDeltaH)
     n_updates = jnp.moveaxis(jnp.sum(scaled * rows.vecDzDen[..., None], axis=3), 2, 0)
@@ -189,26 +190,36 @@ def chunk_state_gradients(matQ, matDeltaH, gates: ChunkGates, rows: RowGradients
     def step(gradients, x):
         dC, dn = gradients
         update, n_update, gamma, C, n = x
-        through = gamma * (jnp.sum(C * dC, axis=(-2, -1)) + jnp.sum(n * dn, axis=-1))
+        through = None if C is None else gamma * (jnp.sum(C * dC, axis=(-2, -1)) + jnp.sum(n * dn, axis=-1))
         new = (gamma[..., None, None] * dC + update, gamma[..., None] * dn + n_update)
         return new, (dC.astype(matQ.dtype), dn, through)
 
-    xs = (updates, n_updates, *(jnp.moveaxis(x, 2, 0) for x in (gates.scaGamma, matC_states, vecN_states)))
+    states = (None if x is None else jnp.moveaxis(x, 2, 0) for x in (matC_states, vecN_states))
+    xs = (updates, n_updates, jnp.moveaxis(gates.scaGamma, 2, 0), *states)
     (dC, dn), (dCs, dns, through) = lax.scan(step, (matDeltaC_last, vecDeltaN_last), xs, reverse=True)
-    return jnp.moveaxis(dCs, 0, 2), jnp.moveaxis(dns, 0, 2), dC, dn, jnp.moveaxis(through, 0, 2)
+    return jnp.moveaxis(dCs, 0, 2), jnp.moveaxis(dns, 0, 2), dC, dn, None if through is None else jnp.moveaxis(through, 0, 2)
 
 
 def chunk_gradients(
-    matQ, matK, matV, matDeltaH, gates: ChunkGates, rows: RowGradients, matC_states, vecN_states, matDeltaC_states, vecDeltaN_states
+    matQ,
+    matK,
+    matV,
+    matDeltaH,
+    gates: ChunkGates,
+    rows: RowGradients,
+    matC_states,
+    vecN_states,
+    matDeltaC_states,
+    vecDeltaN_states,
+    qk_scale: float,
 ):
     """dq, dk, dv in the accumulator's dtype and the row sums of whole chunks, which are shaped as in chunk_outputs."""
     acc, dtype = gates.vecW.dtype, matQ.dtype
-    scale = matQ.shape[-1] ** -0.5
     einsum = functools.partial(jnp.einsum, preferred_element_type=acc, precision="highest")
     inv_den, abar = rows.vecInvDen[..., None], gates.vecAbar[..., None]
-    w = gates.vecW[..., None] * scale
+    w = gates.vecW[..., None] * qk_scale
     D = decay_matrix(gates)
-    scores = einsum("bhctk,bhcsk->bhcts", matQ, matK) * scale
+    scores = einsum("bhctk,bhcsk->bhcts", matQ, matK) * qk_scale
     P = (D * scores * inv_den).astype(dtype)
     dP = D * (einsum("bhctv,bhcsv->bhcts", matDeltaH, matV) * inv_den + rows.vecDz[..., None])
     W = dP * scores
@@ -216,9 +227,9 @@ def chunk_gradients(
 
     q_inter = einsum("bhctv,bhckv->bhctk", matDeltaH, matC_states) * (w * inv_den)
     q_inter += (w * rows.vecDz[..., None]) * vecN_states[..., None, :]
-    q_intra = einsum("bhcts,bhcsk->bhctk", dP, matK) * scale
+    q_intra = einsum("bhcts,bhcsk->bhctk", dP, matK) * qk_scale
     k_inter = (einsum("bhcsv,bhckv->bhcsk", matV, matDeltaC_states) + vecDeltaN_states[..., None, :]) * abar
-    k_intra = einsum("bhcts,bhctk->bhcsk", dP, matQ) * scale
+    k_intra = einsum("bhcts,bhctk->bhcsk", dP, matQ) * qk_scale
     dv = einsum("bhcsk,bhckv->bhcsv", matK, matDeltaC_states) * abar + einsum("bhcts,bhctv->bhcsv", P, matDeltaH)
 
     earlier = jnp.pad(jnp.cumsum(W[..., :-1], axis=-1), [(0, 0)] * (W.ndim - 1) + [(1, 0)])  # [t, r]: sum over s < r

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import assert_close, random_inputs, tolerance
+from jax.sharding import AbstractDevice, AbstractMesh
+from oracle import assert_close, oracle, random_inputs, tolerance
 
-from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise
-from mlstm_pallas.api import target_device_kind
+from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, use_backend
+from mlstm_pallas.backend import target_device_kind
 from mlstm_pallas.config import UNKNOWN_DEVICE
 
 INPUTS = random_inputs(0, 2, 2, 40, 16, 24)
@@ -28,11 +29,17 @@ def test_default_backend_on_a_cpu_is_xla():
     assert "pallas_call" not in jax.jit(functools.partial(mlstm_chunkwise, backend="xla")).trace(*PLAIN.values()).jaxpr.pretty_print()
 
 
+def an_h200():
+    """Lowering for CUDA on a machine without a GPU needs to be told which one is meant."""
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu")))
+
+
 def test_one_trace_lowers_for_the_cpu_and_for_cuda():
-    traced = jax.jit(mlstm_chunkwise).trace(*shapes())
-    target = "__gpu$xla.gpu.triton"
-    assert target not in traced.lower(lowering_platforms=("cpu",)).as_text()
-    assert target in traced.lower(lowering_platforms=("cuda",)).as_text()
+    with an_h200():
+        traced = jax.jit(mlstm_chunkwise).trace(*shapes())
+        target = "__gpu$xla.gpu.triton"
+        assert target not in traced.lower(lowering_platforms=("cpu",)).as_text()
+        assert target in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -40,8 +47,11 @@ def test_gradient_lowers_for_cuda(dtype):
     def loss(*x):
         return mlstm_chunkwise(*x).astype("float32").sum()
 
-    text = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3, 4))).trace(*shapes(dtype)).lower(lowering_platforms=("cuda",)).as_text()
-    assert "__gpu$xla.gpu.triton" in text
+    with an_h200():
+        traced = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3, 4))).trace(*shapes(dtype))
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    for stage in ("chunk_gates", "recurrent_fw_C", "parallel_fw_H", "recurrent_bw_dC", "parallel_bw_dQKV"):
+        assert stage in text
 
 
 @pytest.mark.parametrize("backend", ["xla", "interpret"])
@@ -91,6 +101,23 @@ def test_dtypes(given, autocast, computed):
     assert_close(h, expected.astype("float32"), tolerance("bfloat16" if given == "float16" else given, 40), "h")
 
 
+@pytest.mark.parametrize("backend", [None, "xla", "interpret"])
+def test_padded_heads_keep_their_scale(backend):
+    """With q this small eps decides on h, and so does the factor on q."""
+    inputs = random_inputs(2, 1, 2, 20, 24, 40)
+    inputs["q"] *= 1e-2
+    expected, _ = oracle(inputs, eps=0.5)
+    assert_close(mlstm_chunkwise(**inputs, chunk_size=16, backend=backend, eps=0.5), expected, tolerance("float32", 20 + 24))
+
+
+def test_use_backend_is_the_default_of_calls_inside():
+    with use_backend("interpret"):
+        assert "pallas_call" in str(jax.make_jaxpr(lambda *x: mlstm_chunkwise(*x, chunk_size=16))(*PLAIN.values()))
+        assert "pallas_call" not in str(jax.make_jaxpr(lambda *x: mlstm_chunkwise(*x, chunk_size=16, backend="xla"))(*PLAIN.values()))
+    with pytest.raises(ValueError, match="backend is 'cuda'"), use_backend("cuda"):
+        pass
+
+
 def test_a_chunk_beyond_the_sequence_is_shortened():
     expected = mlstm_chunkwise(**INPUTS, chunk_size=64)
     assert np.array_equal(np.asarray(mlstm_chunkwise(**INPUTS, chunk_size=4096)), np.asarray(expected))
@@ -104,8 +131,6 @@ def test_an_empty_batch_gives_empty_outputs(B, NH):
 
 
 def test_the_device_decides_on_the_config():
-    from jax.sharding import AbstractDevice, AbstractMesh
-
     assert target_device_kind() == UNKNOWN_DEVICE or jax.devices()[0].platform == "gpu"
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA A100-SXM4-80GB", None, "gpu"))):
         assert target_device_kind() == "NVIDIA A100-SXM4-80GB"

@@ -41,7 +41,7 @@ def stage_case(dtype, L, DHQK=32, DHHV=64, S=128, resets=False):
         q, k, v = (y.astype("float64") for y in split[:3])
         wide = jax.tree.map(lambda y: y.astype("float64"), made)
         states = reference.chunk_states(k, v, wide, x["c_initial"].astype("float64"), x["n_initial"].astype("float64"))
-        num, z = reference.chunk_outputs(q, k, v, wide, *states[:2])
+        num, z = reference.chunk_outputs(q, k, v, wide, *states[:2], problem.qk_scale)
         h = reference.normalise(num, z, wide.vecM, **NORMALISER)
         expected = jax.tree.map(np.asarray, (states, h.reshape(1, 2, S, DHHV), z.reshape(1, 2, S)))
     return problem, x, made, expected

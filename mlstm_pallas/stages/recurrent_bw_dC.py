@@ -23,8 +23,8 @@ def recurrent_bw_dC(
     rows: RowGradients,
     matDeltaC_last: jax.Array,
     vecDeltaN_last: jax.Array,
-    matC_states: jax.Array,
-    vecN_states: jax.Array,
+    matC_states: jax.Array | None,
+    vecN_states: jax.Array | None,
     *,
     problem: Problem,
     config: KernelConfig,
@@ -35,7 +35,8 @@ def recurrent_bw_dC(
     Args:
       matQ, matDeltaH: (B, NH, S, DHQK), (B, NH, S, DHHV) in the kernel dtype.
       matDeltaC_last, vecDeltaN_last: gradients of the last states, float32.
-      matC_states, vecN_states: as recurrent_fw_C stores them, every chunk.
+      matC_states, vecN_states: as recurrent_fw_C stores them, every chunk. None: the product is not wanted, and no more than
+        gamma_c is returned in its place.
 
     Returns:
       matDeltaC_states (B, NH, NC, DHQK, DHHV) in the kernel dtype and vecDeltaN_states (B, NH, NC, DHQK) float32: of the state after each
@@ -43,7 +44,7 @@ def recurrent_bw_dC(
     """
     shape = gates.vecW.shape
     r = gates.vecW * rows.vecInvDen.reshape(shape) * problem.qk_scale
-    dC, dn, dC_initial, dn_initial, product = recurrence(
+    dC, dn, dC_initial, dn_initial, *products = recurrence(
         "recurrent_bw_dC",
         matQ,
         matDeltaH,
@@ -59,5 +60,7 @@ def recurrent_bw_dC(
         precision=config.dot_precision(matQ.dtype, interpret),
         interpret=interpret,
     )
-    through = gates.scaGamma * (product + jnp.sum(vecN_states * dn, axis=-1))
+    through = gates.scaGamma
+    if vecN_states is not None:
+        through = through * (products[0] + jnp.sum(vecN_states * dn, axis=-1))
     return dC, dn, dC_initial, dn_initial, through
