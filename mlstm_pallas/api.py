@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from mlstm_pallas import problem as problems
 from mlstm_pallas.backend import requested_backend, target_device_kind
 from mlstm_pallas.config import KernelConfig, config_for
-from mlstm_pallas.fwbw import Inputs, Plan, mlstm_forward
+from mlstm_pallas.fwbw import NO_SUCH_DERIVATIVE, Inputs, Plan, mlstm_forward
 
 
 def _pad(x: jax.Array, sizes: dict[int, int], value: float = 0.0) -> jax.Array:
@@ -100,7 +100,12 @@ def mlstm_chunkwise(
         _pad(n_initial.astype(acc), {2: p.DHQK}),
         m_initial.astype(acc),
     )
-    h, (c, n, m) = mlstm_forward(plan, inputs)
+    try:
+        h, (c, n, m) = mlstm_forward(plan, inputs)
+    except TypeError as error:
+        if "forward-mode" in str(error):  # what jax says of every custom_vjp
+            raise TypeError(NO_SUCH_DERIVATIVE) from error
+        raise
     h = h[:, :, :S, :DHV].astype(q.dtype)
     if not return_last_states:
         return h

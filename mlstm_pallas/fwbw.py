@@ -152,6 +152,13 @@ def _add_last(dm: jax.Array, dm_last: jax.Array) -> jax.Array:
     return dm.at[..., -1].add(dm_last)
 
 
+NO_SUCH_DERIVATIVE = (
+    "mlstm_chunkwise has first derivatives in reverse mode only; for second derivatives and forward mode use "
+    "mlstm_pallas.reference.chunkwise or mlstm_pallas.reference.recurrence"
+)
+
+
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _forward(plan: Plan, inputs: Inputs):
     return on_backend(plan.backend, functools.partial(_forward_triton, plan), functools.partial(_forward_xla, plan), inputs)
 
@@ -173,12 +180,10 @@ def backward(plan: Plan, residuals: Residuals, cotangents: Outputs) -> Inputs:
     return on_backend(plan.backend, triton, xla, residuals, cotangents)
 
 
+@_forward.defjvp
 @backward.defjvp
-def _backward_jvp(plan: Plan, primals, tangents):
-    raise TypeError(
-        "mlstm_chunkwise has first derivatives in reverse mode only; for second derivatives and forward mode use "
-        "mlstm_pallas.reference.chunkwise or mlstm_pallas.reference.recurrence"
-    )
+def _no_jvp(plan: Plan, primals, tangents):
+    raise TypeError(NO_SUCH_DERIVATIVE)
 
 
 def _mlstm_bwd(plan: Plan, residuals: Residuals, cotangents: Outputs):

@@ -6,6 +6,15 @@ def gpu_count():
     return sum(device.platform == "gpu" for device in jax.devices())
 
 
+@pytest.fixture(scope="module")
+def quick_compilation():
+    """For modules in which compiling is most of the time. test_gates and test_reference stay with what users get."""
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+
+
 def pytest_collection_modifyitems(items):
     gpus = gpu_count()
     for item in items:

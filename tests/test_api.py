@@ -13,6 +13,8 @@ from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, use_backend
 from mlstm_pallas.backend import target_device_kind
 from mlstm_pallas.config import UNKNOWN_DEVICE
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 INPUTS = random_inputs(0, 2, 2, 40, 16, 24)
 PLAIN = {name: INPUTS[name] for name in "qkvif"}
 

@@ -10,6 +10,8 @@ from oracle import NAMES, assert_close, error, random_inputs
 
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, reference
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 BOUND = {"float32": 1e-4, "bfloat16": 2e-2}
 
 

@@ -30,17 +30,11 @@ def read_rows(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
 def nbytes(tree):
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def quick_compilation():
-    """Nothing here is timed in earnest, and compiling is most of the time."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
 
 
 @pytest.fixture

@@ -14,6 +14,8 @@ from mlstm_pallas.problem import Problem
 from mlstm_pallas.stages.parallel_fw_H import parallel_fw_H
 from mlstm_pallas.stages.recurrent_fw_C import recurrent_fw_C
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 NORMALISER = {"eps": 1e-6, "stabilize_correctly": True, "norm_val": 1.0}
 
 
@@ -36,24 +38,26 @@ def stage_case(dtype, L, DHQK=32, DHHV=64, S=128, resets=False):
     problem = Problem(1, 2, S, DHQK, DHHV, L, DHQK**-0.5)
     x = random_inputs(L + DHQK, 1, 2, S, DHQK, DHHV, dtype=dtype, resets=resets)
     split = [x[name].reshape(1, 2, S // L, L, *x[name].shape[3:]) for name in "qkvif"]
-    made = gates.chunk_gates(split[3], split[4], x["m_initial"])
+    made = jax.jit(gates.chunk_gates)(split[3], split[4], x["m_initial"])
     with jax.enable_x64(True):
         q, k, v = (y.astype("float64") for y in split[:3])
         wide = jax.tree.map(lambda y: y.astype("float64"), made)
-        states = reference.chunk_states(k, v, wide, x["c_initial"].astype("float64"), x["n_initial"].astype("float64"))
-        num, z = reference.chunk_outputs(q, k, v, wide, *states[:2], problem.qk_scale)
+        states = jax.jit(reference.chunk_states)(k, v, wide, x["c_initial"].astype("float64"), x["n_initial"].astype("float64"))
+        num, z = jax.jit(reference.chunk_outputs)(q, k, v, wide, *states[:2], problem.qk_scale)
         h = reference.normalise(num, z, wide.vecM, **NORMALISER)
         expected = jax.tree.map(np.asarray, (states, h.reshape(1, 2, S, DHHV), z.reshape(1, 2, S)))
     return problem, x, made, expected
 
 
-@pytest.mark.parametrize("tiling", TILES)
-@pytest.mark.parametrize("L", [16, 64, 128])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+TILE_CASES = [("float32", L, tiling) for L in (16, 64, 128) for tiling in TILES] + [("bfloat16", 64, tiling) for tiling in TILES]
+
+
+@pytest.mark.parametrize(("dtype", "L", "tiling"), TILE_CASES)
 def test_recurrent_fw_C(dtype, L, tiling):
     problem, x, made, (expected, _, _) = stage_case(dtype, L)
     config = KernelConfig(recurrent_fw_C=TILES[tiling])
-    found = recurrent_fw_C(x["k"], x["v"], made, x["c_initial"], x["n_initial"], problem=problem, config=config, interpret=True)
+    launch = jax.jit(functools.partial(recurrent_fw_C, problem=problem, config=config, interpret=True))
+    found = launch(x["k"], x["v"], made, x["c_initial"], x["n_initial"])
     C, n, C_last, n_last = found
     assert C.dtype == jnp.dtype(dtype)
     assert C_last.dtype == n.dtype == n_last.dtype == jnp.float32
@@ -64,37 +68,34 @@ def test_recurrent_fw_C(dtype, L, tiling):
 @pytest.mark.parametrize("save_every", [2, 3, 8])
 def test_recurrent_fw_C_stores_every_nth_state(save_every):
     problem, x, made, _ = stage_case("float32", 16)
-    launch = functools.partial(recurrent_fw_C, x["k"], x["v"], made, x["c_initial"], x["n_initial"], problem=problem, interpret=True)
     config = KernelConfig(recurrent_fw_C=TILES["16x16x16x16"])
-    every = launch(config=config)
-    some = launch(config=config, save_every=save_every)
+    launch = functools.partial(recurrent_fw_C, problem=problem, config=config, interpret=True)
+    arguments = x["k"], x["v"], made, x["c_initial"], x["n_initial"]
+    every = jax.jit(launch)(*arguments)
+    some = jax.jit(functools.partial(launch, save_every=save_every))(*arguments)
     assert np.array_equal(np.asarray(some[0]), np.asarray(every[0][:, :, ::save_every]))
     assert np.array_equal(np.asarray(some[1]), np.asarray(every[1][:, :, ::save_every]))
     assert np.array_equal(np.asarray(some[2]), np.asarray(every[2]))
     assert np.array_equal(np.asarray(some[3]), np.asarray(every[3]))
 
 
-@pytest.mark.parametrize("tiling", TILES)
-@pytest.mark.parametrize("L", [16, 64, 128])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "L", "tiling"), TILE_CASES)
 def test_parallel_fw_H(dtype, L, tiling):
     problem, x, made, (states, expected_h, expected_z) = stage_case(dtype, L, resets=L == 64)
     C, n = jnp.asarray(states[0], dtype), jnp.asarray(states[1], "float32")
     config = KernelConfig(parallel_fw_H=TILES[tiling])
-    h, z = parallel_fw_H(
-        x["q"], x["k"], x["v"], made, C, n, problem=problem, config=config, output_dtype=jnp.dtype(dtype), interpret=True, **NORMALISER
-    )
+    launch = functools.partial(parallel_fw_H, problem=problem, config=config, output_dtype=jnp.dtype(dtype), interpret=True, **NORMALISER)
+    h, z = jax.jit(launch)(x["q"], x["k"], x["v"], made, C, n)
     assert h.dtype == jnp.dtype(dtype)
     assert z.dtype == jnp.float32
     assert_close(h, expected_h, tolerance(dtype, 128 + 32), "h")
     assert_close(z, expected_z, tolerance("float32", 128 + 32), "z")
 
 
-HEADS = [(1, 1), (3, 17), (24, 40), (40, 24), (64, 16), (80, 96)]
+HEADS = [("float32", 1, 1), ("bfloat16", 3, 17), ("float32", 24, 40), ("bfloat16", 40, 24), ("float32", 64, 16), ("bfloat16", 80, 96)]
 
 
-@pytest.mark.parametrize(("DHQK", "DHHV"), HEADS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("dtype", "DHQK", "DHHV"), HEADS)
 def test_forward_odd_heads(dtype, DHQK, DHHV):
     inputs = random_inputs(DHQK, 2, 16 if DHHV < 8 else 2, 50, DHQK, DHHV, dtype=dtype)  # roundings average out over many numbers only
     expected_h, expected_states = oracle(inputs)
@@ -114,8 +115,7 @@ GATES = {
 }
 
 
-@pytest.mark.parametrize("S", [1, 16, 100, 130])
-@pytest.mark.parametrize("case", GATES)
+@pytest.mark.parametrize(("case", "S"), [(case, S) for case in GATES for S in (1, 100)] + [("plain", 16), ("plain", 130)])
 def test_forward_gates_and_lengths(case, S):
     inputs = random_inputs(S, 1, 2, S, 16, 32, **GATES[case])
     expected_h, expected_states = oracle(inputs)

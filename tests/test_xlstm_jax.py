@@ -17,6 +17,8 @@ from mlstm_pallas.xlstm_jax import max_triton_fwbw_v3noslice as v3
 from mlstm_pallas.xlstm_jax import max_triton_fwbw_v5xlchunksize as v5
 from mlstm_pallas.xlstm_jax import triton_stablef as stablef
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 B, NH, S, L, DHQK, DHHV = 1, 2, 64, 16, 24, 40  # head dimensions that the kernels have to pad
 NC = S // L
 BOUND = {"float32": 1e-5, "bfloat16": 2e-2}
