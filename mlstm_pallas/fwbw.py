@@ -13,7 +13,7 @@ from mlstm_pallas import reference
 from mlstm_pallas.backend import on_backend
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.gates import chunk_gates as chunk_gates_xla
-from mlstm_pallas.gates import gate_gradients, row_gradients, tile_sums
+from mlstm_pallas.gates import gate_gradients, materialised, row_gradients, tile_sums
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stages.chunk_gates import chunk_gates
 from mlstm_pallas.stages.parallel_bw_dK import parallel_bw_dK
@@ -129,6 +129,7 @@ def _backward_xla(plan: Plan, residuals: Residuals, cotangents: Outputs) -> Inpu
         states = reference.chunk_states(k, v, gates, x.c_initial, x.n_initial)
     C_states, n_states, C_last, n_last = states
     rows = row_gradients(_inner(dh, h), z, gates.vecM.reshape(z.shape), **plan.normaliser)
+    rows = materialised(rows, rows.vecInvDen)
     in_chunks = type(rows)(*map(plan.chunks, rows))
     dC_states, dn_states, dC, dn, through = reference.chunk_state_gradients(
         q, dh_chunks, gates, in_chunks, dC_last, dn_last, C_states, n_states, plan.problem.qk_scale

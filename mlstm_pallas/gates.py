@@ -161,10 +161,20 @@ def join_chunks(local: LocalGates, scaM_states: jax.Array) -> ChunkGates:
     return ChunkGates(e, u, w, m, abar, gamma, scaM_states)
 
 
+def materialised(tree, at_least_zero: jax.Array):
+    """The tree as it is, but made before it is used; ``at_least_zero`` is an array of which that is known.
+
+    XLA for CPUs fuses the making of row vectors into the loops over the L x L tiles that they enter, and makes them anew for every
+    element: up to five times the time of the whole forward pass. It looks through optimization barriers, but not into a conditional.
+    """
+    return lax.cond(jnp.any(at_least_zero < 0), lambda x: jax.tree.map(jnp.zeros_like, x), lambda x: x, tree)
+
+
 def chunk_gates(vecI: jax.Array, vecF: jax.Array, scaM_initial: jax.Array) -> ChunkGates:
     """All gates in plain jnp. vecI, vecF: (B, NH, NC, L); scaM_initial: (B, NH)."""
     local = local_gates(vecI, vecF)
-    return join_chunks(local, border_maxima(chunk_summaries(local), scaM_initial))
+    gates = join_chunks(local, border_maxima(chunk_summaries(local), scaM_initial))
+    return materialised(gates, gates.scaGamma)
 
 
 class RowGradients(NamedTuple):

@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mlstm_pallas.gates import ChunkGates, RowGradients, RowSums, chunk_gates, log_sigmoid_gate
+from mlstm_pallas.gates import ChunkGates, RowGradients, RowSums, chunk_gates, log_sigmoid_gate, suffix_sums
+from mlstm_pallas.problem import MAX_TILE
 
 _INF = float("inf")
 States = tuple[jax.Array, jax.Array, jax.Array]
@@ -232,7 +233,12 @@ def chunk_gradients(
     k_intra = einsum("bhcts,bhctk->bhcsk", dP, matQ) * qk_scale
     dv = einsum("bhcsk,bhckv->bhcsv", matK, matDeltaC_states) * abar + einsum("bhcts,bhctv->bhcsv", P, matDeltaH)
 
-    earlier = jnp.pad(jnp.cumsum(W[..., :-1], axis=-1), [(0, 0)] * (W.ndim - 1) + [(1, 0)])  # [t, r]: sum over s < r
-    pairs = jnp.sum(jnp.where(jnp.tri(W.shape[-1], dtype=bool), earlier, 0.0), axis=-2)
+    L = W.shape[-1]
+    if L <= MAX_TILE:
+        strict = jnp.where(jnp.tri(L, k=-1, dtype=bool), W, 0.0)  # the diagonal cancels, and may be all there is
+        pairs = suffix_sums(jnp.sum(strict, axis=-1) - jnp.sum(strict, axis=-2))
+    else:
+        earlier = jnp.pad(jnp.cumsum(W[..., :-1], axis=-1), [(0, 0)] * (W.ndim - 1) + [(1, 0)])  # [t, r]: sum over s < r
+        pairs = jnp.sum(jnp.where(jnp.tri(L, dtype=bool), earlier, 0.0), axis=-2)
     sums = RowSums(jnp.sum(matQ * q_inter, axis=-1), jnp.sum(matK * k_inter, axis=-1), jnp.sum(W, axis=-2), pairs)
     return (q_inter + q_intra, k_inter + k_intra, dv), sums
