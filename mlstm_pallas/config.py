@@ -101,6 +101,10 @@ class KernelConfig:
 
     def __post_init__(self):
         check_chunk_size(self.chunk_size)
+        if not isinstance(self.precision, Precision):
+            raise TypeError(f"config.precision is {self.precision!r}, expected None, a jax.lax.Precision or a jax.lax.DotAlgorithmPreset")
+        if self.split_backward not in (None, True, False):
+            raise TypeError(f"config.split_backward is {self.split_backward!r}, expected None or a bool")
         for stage in STAGES:
             if not isinstance(getattr(self, stage), StageConfig | None):
                 raise TypeError(f"config.{stage} is a {type(getattr(self, stage)).__name__}, expected a StageConfig or None")

@@ -74,6 +74,10 @@ def assert_close(actual, expected, bound, what=""):
 
 
 def initial_state_scale(dc, dn, inputs):
-    """How large dm_initial = <dc, c> + dn . n is but for cancellation, per head: its terms added in the square, (B, NH)."""
-    products = [np.asarray(d, "float64") * np.asarray(inputs[name], "float64") for d, name in ((dc, "c_initial"), (dn, "n_initial"))]
-    return np.sqrt(sum(np.sum(x.reshape(*x.shape[:2], -1) ** 2, axis=-1) for x in products))
+    """How large the terms of dm_initial = <dc, c> + dn . n are that its error goes by, per head (B, NH).
+
+    The roundings of dc are independent, so those of <dc, c> add in the square; those of dn come from the same dz_t in every column and q is
+    positive, so they add: |dn| |n|.
+    """
+    dc, dn, c, n = (np.asarray(x, "float64").reshape(*np.shape(x)[:2], -1) for x in (dc, dn, inputs["c_initial"], inputs["n_initial"]))
+    return np.linalg.norm(dc * c, axis=-1) + np.linalg.norm(dn, axis=-1) * np.linalg.norm(n, axis=-1)

@@ -219,6 +219,8 @@ def test_a_traced_eps_is_named():
         (lambda: StageConfig(num_warps=3), ValueError, "num_warps is 3"),
         (lambda: StageConfig(num_stages=0), ValueError, "num_stages is 0"),
         (lambda: KernelConfig(chunk_size=100), ValueError, "chunk_size is 100"),
+        (lambda: KernelConfig(precision="highest"), TypeError, "config.precision is 'highest'"),
+        (lambda: KernelConfig(split_backward="yes"), TypeError, "config.split_backward is 'yes'"),
         (lambda: KernelConfig(parallel_fw_H=4), TypeError, "config.parallel_fw_H is a int"),
     ],
 )
