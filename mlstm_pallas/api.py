@@ -43,10 +43,11 @@ def mlstm_chunkwise(
         C_t = exp(log sigmoid(f_t) + m_{t-1} - m_t) C_{t-1} + exp(i_t - m_t) k_t v_t^T        (n_t alike, with k_t)
         h_t = scale C_t^T q_t / (max(|scale q_t . n_t|, norm_val exp(-m_t)) + eps)             scale = DHQK ** -0.5
 
-    f = -inf resets the state, i = -inf stores nothing. Works under jit, grad, vmap, remat, scan.
+    f = -inf resets the state, i = -inf stores nothing; values of -1e6 and below count as -inf. Works under jit, grad, vmap, remat, scan.
 
     Args:
-      q, k: (B, NH, S, DHQK); v: (B, NH, S, DHV); one dtype: float16, bfloat16, float32 (float64 with backend "xla").
+      q, k: (B, NH, S, DHQK); v: (B, NH, S, DHV); one dtype: bfloat16, float32, float16 with an
+        autocast_kernel_dtype, float64 with backend "xla".
       i, f: input and forget gate pre-activations (B, NH, S), natural log; computed with in float32.
       c_initial, n_initial, m_initial: initial states (B, NH, DHQK, DHV), (B, NH, DHQK), (B, NH); all three, or none for zeros.
       return_last_states: whether to return the states after the last step as well.

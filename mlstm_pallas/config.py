@@ -42,10 +42,12 @@ class StageConfig:
             size = getattr(self, name)
             if not is_power_of_two(size) or size < MIN_TILE:
                 raise ValueError(f"{name} is {size!r}, expected a power of two >= {MIN_TILE}")
-        if self.num_warps not in (1, 2, 4, 8, 16):
+        if not isinstance(self.num_warps, int) or self.num_warps not in (1, 2, 4, 8, 16):
             raise ValueError(f"num_warps is {self.num_warps!r}, expected 1, 2, 4, 8 or 16")
         if not isinstance(self.num_stages, int) or not 1 <= self.num_stages <= 8:
             raise ValueError(f"num_stages is {self.num_stages!r}, expected an integer from 1 to 8")
+        if not isinstance(self.keep_q, bool):
+            raise TypeError(f"keep_q is {self.keep_q!r}, expected a bool")
 
     def fitted(self, problem: Problem) -> "StageConfig":
         """The same config with every tile shortened to what divides the problem's (padded) dimensions."""
@@ -103,7 +105,7 @@ class KernelConfig:
         check_chunk_size(self.chunk_size)
         if not isinstance(self.precision, Precision):
             raise TypeError(f"config.precision is {self.precision!r}, expected None, a jax.lax.Precision or a jax.lax.DotAlgorithmPreset")
-        if self.split_backward not in (None, True, False):
+        if not isinstance(self.split_backward, bool | None):
             raise TypeError(f"config.split_backward is {self.split_backward!r}, expected None or a bool")
         for stage in STAGES:
             if not isinstance(getattr(self, stage), StageConfig | None):

@@ -214,7 +214,7 @@ def _mlstm_chunkwise_fwbw_generator(
     The same arguments give the same function, so that jit does not compile anew.
 
     Args:
-      autocast_kernel_dtype: of q, k, v in the matrix products. Gates and states stay float32.
+      autocast_kernel_dtype: of q, k, v in the matrix products; None: that of matQ. Gates and states stay float32.
       return_last_states: whether C, N and M of the last step are returned; else None in their places.
       recompute_states_in_bw, chunk_size, eps, stabilize_correctly, norm_val: as for ``mlstm_pallas.mlstm_chunkwise``.
 
@@ -222,7 +222,7 @@ def _mlstm_chunkwise_fwbw_generator(
       forward(matQ (B, NH, S, DHQK), matK, matV (B, NH, S, DHV), vecI (B, NH, S), vecF, matC_initial=None (B, NH, DHQK, DHV),
       vecN_initial=None (B, NH, DHQK), scaM_initial=None (B, NH)) -> (H, C, N, M). H has the dtype of matQ, the states are float32.
     """
-    dtype = jnp.dtype(autocast_kernel_dtype)
+    dtype = None if autocast_kernel_dtype is None else jnp.dtype(autocast_kernel_dtype)
     return _forward_function(dtype, return_last_states, recompute_states_in_bw, chunk_size, eps, stabilize_correctly, norm_val)
 
 

@@ -13,7 +13,7 @@ Two things are done here so that the kernels need not care:
 * Running sums are carried in two floats. A sum over a long chunk is large while the differences that enter the
   exponentials are small: in one float they would lose the digits that the result needs. Each log gate is split into a multiple
   of a coarse grid, whose sums are exact, and a small rest (Rump, Ogita, Oishi: "Accurate floating-point summation", 2008).
-* A reset (f = -inf) adds an offset to every later e_t of its chunk, larger than the spread of e: decays across the
+* A reset (f = -inf, or below MASKED) adds an offset to every later e_t of its chunk, larger than the spread of e: decays across the
   reset underflow to exactly 0 while those behind it keep all digits. Rows with nothing stored get u_t = +inf: all their decays are 0.
 """
 
@@ -27,6 +27,9 @@ from jax import lax
 Pair = tuple[jax.Array, jax.Array]  # an unevaluated sum hi + lo
 
 _INF = float("inf")
+# A gate at or below this is one at -inf: i stores nothing, f resets. Finite values that mask (-1e9, the least of a dtype) are meant
+# so, and as ordinary gates they would take the digits of all others in the chunk's sums.
+MASKED = -1e6
 # exp of anything below -150 is 0 in float32 (subnormals included), and below -750 in float64.
 _UNDERFLOW = 1024.0
 
@@ -79,7 +82,7 @@ def split_for_exact_sums(x: jax.Array, largest: jax.Array, count: int) -> Pair:
 
 def log_sigmoid_gate(f: jax.Array) -> tuple[jax.Array, jax.Array]:
     """log sigmoid(f), 0 at a reset, and where the resets are."""
-    reset = f == -_INF
+    reset = f <= MASKED
     f = jnp.where(reset, 0.0, f)
     return jnp.where(reset, 0.0, jnp.minimum(f, 0.0) - jnp.log1p(jnp.exp(-jnp.abs(f)))), reset
 
@@ -99,7 +102,7 @@ def local_gates(vecI: jax.Array, vecF: jax.Array) -> LocalGates:
     fbar, reset = log_sigmoid_gate(vecF)
     hi, lo = split_for_exact_sums(fbar, jnp.max(jnp.abs(fbar), axis=-1, keepdims=True), L)
     b = two_sum(jnp.cumsum(hi, axis=-1), jnp.cumsum(lo, axis=-1))
-    stored = vecI > -_INF
+    stored = vecI > MASKED
     offset = jnp.cumsum(reset, axis=-1, dtype=vecI.dtype) * reset_offset(
         jnp.min(jnp.where(stored, vecI, _INF), axis=-1, keepdims=True),
         jnp.max(vecI, axis=-1, keepdims=True),
@@ -254,7 +257,7 @@ def stabiliser_gradients(gates: ChunkGates, vecF: jax.Array, dm: jax.Array) -> t
     t - 1 in the second. vecF, dm: (B, NH, NC, L).
     """
     (e_hi, e_lo), (u_hi, u_lo) = gates.vecE, gates.vecU
-    carried = ((e_hi != u_hi) | (e_lo != u_lo)) & (vecF != -_INF)
+    carried = ((e_hi != u_hi) | (e_lo != u_lo)) & (vecF > MASKED)
     # G_t = dm_t + carried_{t+1} G_{t+1}: within a chunk a sum over the run of carried steps behind t, between chunks a short scan.
     breaks = jnp.cumsum(~carried, axis=-1)
     L = dm.shape[-1]
@@ -301,4 +304,4 @@ def gate_gradients(
     di = (sums.vecK_inter + sums.vecK_intra).reshape(shape) + di_m.reshape(shape)
     dfbar = dfbar.reshape(shape) + dfbar_m.reshape(shape)
     f = vecF.reshape(shape)
-    return di, jnp.where(f == -_INF, 0.0, dfbar * jax.nn.sigmoid(-f)), dm_initial
+    return di, jnp.where(f <= MASKED, 0.0, dfbar * jax.nn.sigmoid(-f)), dm_initial

@@ -6,6 +6,7 @@ NC chunks of L steps.
 
 import dataclasses
 import math
+import numbers
 from typing import Any
 
 import jax
@@ -117,7 +118,7 @@ def check_scalars(eps: float, norm_val: float) -> None:
     for name, x in (("eps", eps), ("norm_val", norm_val)):
         if isinstance(x, jax.core.Tracer):
             raise TypeError(f"{name} is traced, expected a Python float: mark it static in jit")
-        if not isinstance(x, (int, float)) or isinstance(x, bool):
+        if not isinstance(x, numbers.Real) or isinstance(x, bool):
             raise TypeError(f"{name} is a {type(x).__name__}, expected a float")
         if not math.isfinite(x) or x < 0:
             raise ValueError(f"{name} is {x}, expected a finite number >= 0")
@@ -125,7 +126,8 @@ def check_scalars(eps: float, norm_val: float) -> None:
 
 def check_flag(name: str, x: Any) -> None:
     if not isinstance(x, bool):
-        raise TypeError(f"{name} is a {type(x).__name__}, expected a bool")
+        hint = ": mark it static in jit" if isinstance(x, jax.core.Tracer) else ""
+        raise TypeError(f"{name} is a {type(x).__name__}, expected a Python bool{hint}")
 
 
 def check_backend(backend: str | None) -> None:
@@ -142,7 +144,10 @@ def kernel_dtype(autocast_kernel_dtype: Any, q_dtype: Any, backend: str | None) 
     if dtype.name in KERNEL_DTYPES or (dtype.name == "float64" and backend == "xla"):
         return dtype
     said = f"autocast_kernel_dtype is {dtype.name}" if autocast_kernel_dtype is not None else f"q has dtype {dtype.name}"
-    hint = '; float64 runs on backend="xla" only' if dtype.name == "float64" else "; pass autocast_kernel_dtype to compute in another dtype"
+    if dtype.name == "float64":
+        hint = '; float64 runs on backend="xla" only'
+    else:
+        hint = "; pass autocast_kernel_dtype to compute in another dtype" if autocast_kernel_dtype is None else ""
     raise TypeError(f"{said}, expected one of {', '.join(KERNEL_DTYPES)}{hint}")
 
 

@@ -25,7 +25,7 @@ def normalise(num: jax.Array, z: jax.Array, m: jax.Array, *, eps: float, stabili
 
     num: (..., DHHV); z, m: (...). Both sides are scaled by exp(min(m, 0)), so that neither the floor nor its derivative overflows.
     """
-    if stabilize_correctly:
+    if stabilize_correctly and norm_val > 0:
         m = jnp.maximum(m, -1e30)
         factor = jnp.exp(jnp.minimum(m, 0.0))
         floor = norm_val * jnp.exp(jnp.minimum(-m, 0.0))

@@ -184,7 +184,7 @@ BAD = {
     "eps_string": ({"eps": "1e-6"}, TypeError, ["eps is a str", "expected a float"]),
     "norm_val_inf": ({"norm_val": float("inf")}, ValueError, ["norm_val is inf"]),
     "backend": ({"backend": "cuda"}, ValueError, ["backend is 'cuda'", "triton, interpret, xla"]),
-    "return_last_states": ({"return_last_states": 1}, TypeError, ["return_last_states is a int", "expected a bool"]),
+    "return_last_states": ({"return_last_states": 1}, TypeError, ["return_last_states is a int", "expected a Python bool"]),
     "stabilize_correctly": ({"stabilize_correctly": None}, TypeError, ["stabilize_correctly is a NoneType"]),
     "autocast_unknown": ({"autocast_kernel_dtype": "fp8"}, TypeError, ["autocast_kernel_dtype is 'fp8'", "bfloat16"]),
     "autocast_float16": ({"autocast_kernel_dtype": "float16"}, TypeError, ["autocast_kernel_dtype is float16", "float32, bfloat16"]),

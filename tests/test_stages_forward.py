@@ -147,6 +147,31 @@ def test_forward_normalisers(backend, options):
 
 
 @pytest.mark.parametrize("backend", ["interpret", "xla"])
+@pytest.mark.parametrize("mask", [-1e6, -1e9, -1e30, float(np.finfo(np.float32).min)])
+def test_masks_that_are_finite_are_those_at_minus_infinity(mask, backend):
+    inputs = random_inputs(17, 1, 2, 64, 16, 16)
+    inputs["i"] = inputs["i"].at[0, 0, 10].set(mask)
+    inputs["f"] = inputs["f"].at[0, 1, 40].set(mask)
+    infinite = {name: jnp.where(x <= mask, -jnp.inf, x) if name in "if" else x for name, x in inputs.items()}
+    expected_h, expected_states = oracle(infinite)
+    h, states = mlstm_chunkwise(**inputs, chunk_size=32, return_last_states=True, backend=backend)
+    for actual, expected in zip((h, *states), (expected_h, *expected_states), strict=True):
+        assert_close(actual, expected, tolerance("float32", 64 + 16))
+
+
+@pytest.mark.parametrize("backend", ["interpret", "xla"])
+def test_a_floor_of_zero_leaves_states_of_very_negative_m(backend):
+    """exp(m) underflows there, and nothing may be scaled by it."""
+    inputs = random_inputs(0, 1, 1, 40, 8, 8, states=False)
+    inputs["i"] -= 300.0
+    inputs["f"] = inputs["f"].at[:, :, 0].set(-jnp.inf)
+    expected, _ = oracle(inputs, norm_val=0.0)
+    assert float(np.linalg.norm(expected)) > 1
+    found = mlstm_chunkwise(**inputs, chunk_size=32, backend=backend, norm_val=0.0)
+    assert_close(found, expected, tolerance("float32", 40 + 8))
+
+
+@pytest.mark.parametrize("backend", ["interpret", "xla"])
 @pytest.mark.parametrize("at", [1, 32, 50])
 def test_two_halves_are_the_whole(at, backend):
     inputs = random_inputs(at, 1, 2, 96, 16, 16)

@@ -15,6 +15,7 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.gates import (
+    MASKED,
     ChunkGates,
     LocalGates,
     chunk_summaries,
@@ -53,7 +54,7 @@ def _chunk_gates_kernel(
         rows = pl.ds(tile * siz_b, siz_b)
         i = i_ref[rows]
         fbar, _ = log_sigmoid_gate(f_ref[rows])
-        stored_min = jnp.min(jnp.where(i > -_INF, i, _INF))
+        stored_min = jnp.min(jnp.where(i > MASKED, i, _INF))
         return jnp.minimum(i_min, stored_min), jnp.maximum(i_max, jnp.max(i)), decay + jnp.sum(-fbar)
 
     i_min, i_max, decay = loop(tiles, spread, (jnp.float32(_INF), jnp.float32(-_INF), jnp.float32(0.0)))
@@ -72,7 +73,7 @@ def _chunk_gates_kernel(
         hi, lo = jnp.cumsum(hi), jnp.cumsum(lo)
         b = pair_add((hi, lo), (jnp.broadcast_to(sum_hi, hi.shape), jnp.broadcast_to(sum_lo, hi.shape)))
         count = resets + jnp.cumsum(reset.astype(jnp.float32))
-        stored = i > -_INF
+        stored = i > MASKED
         offset = count * offset_unit
         e = pair_add(two_sum(offset, jnp.where(stored, i, 0.0)), (-b[0], -b[1]))
         e_hi, e_lo = jnp.where(stored, e[0], -_INF), jnp.where(stored, e[1], 0.0)
