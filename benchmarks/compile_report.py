@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +35,10 @@ from mlstm_pallas.problem import KERNEL_DTYPES, check_chunk_size, make_problem
 
 # Enough to make every stage's grid three-dimensional; the code of a kernel depends on them only through arrays beyond 2**32 bytes.
 BATCH, NUM_HEADS = 1, 8
+
+# What mlstm_chunkwise is asked for; packed: segment_ids as well.
+VARIANTS: dict[str, dict[str, Any]] = {"exp": {}, "packed": {}, "sigmoid": {"input_gate": "sigmoid"}}
+VARIANTS["unnormalised"] = {"input_gate": "sigmoid", "normalize": False}
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # that one block may have, by compute capability
 
@@ -317,6 +322,7 @@ def report(
     chunk_size: int | None = None,
     config: KernelConfig | None = None,
     direction: str = "fwd",
+    variant: str = "exp",
 ) -> Iterator[Row]:
     """Yields a row a kernel of mlstm_chunkwise, compiled.
 
@@ -328,6 +334,7 @@ def report(
       seqlen: steps of the sequence.
       chunk_size, config: in place of the default ones, as in mlstm_chunkwise.
       direction: "fwd", or "fwbw" for the gradient with its forward.
+      variant: a name in VARIANTS.
     """
     target = find_device(device)
     try:
@@ -338,11 +345,16 @@ def report(
         if dtype not in KERNEL_DTYPES:
             raise RequestError(f"unknown dtype {dtype!r}, known are {', '.join(KERNEL_DTYPES)}")
 
-    def forward(*args):
-        return mlstm_chunkwise(*args, chunk_size=chunk_size, backend="triton", config=config)
+    if variant not in VARIANTS:
+        raise RequestError(f"unknown variant {variant!r}, known are {', '.join(VARIANTS)}")
+
+    def forward(q, k, v, i, f, segment_ids):
+        ids = segment_ids if variant == "packed" else None
+        launch = dict(chunk_size=chunk_size, backend="triton", config=config)
+        return mlstm_chunkwise(q, k, v, i, f, segment_ids=ids, **VARIANTS[variant], **launch)
 
     def gradient(*args):
-        return jax.grad(lambda *xs: jnp.sum(forward(*xs), dtype=jnp.float32), argnums=tuple(range(len(args))))(*args)
+        return jax.grad(lambda *xs: jnp.sum(forward(*xs), dtype=jnp.float32), argnums=(0, 1, 2, 3, 4))(*args)
 
     for DHQK, DHHV in heads:
         for dtype in map(jnp.dtype, dtypes):
@@ -351,8 +363,9 @@ def report(
             problem = make_problem((*rows, DHQK), DHHV, filled.chunk_size, pad_heads=True)
             case = Row(device, DHQK, DHHV, dtype.name, "(tracing)", problem.L)
             qk, v, gate = (jax.ShapeDtypeStruct(s, d) for s, d in (((*rows, DHQK), dtype), ((*rows, DHHV), dtype), (rows, jnp.float32)))
+            ids = jax.ShapeDtypeStruct((BATCH, seqlen), jnp.int32)
             try:
-                kernels = lowered_kernels(forward if direction == "fwd" else gradient, qk, qk, v, gate, gate, device=target)
+                kernels = lowered_kernels(forward if direction == "fwd" else gradient, qk, qk, v, gate, gate, ids, device=target)
             except Exception as error:
                 yield dataclasses.replace(case, cause=_one_line(error))
                 continue
@@ -402,6 +415,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("seqlen", 8192, "Steps of the sequence.", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("chunk_size", None, "Steps of a chunk; none: the default config's.", flag_values=values)
     flags.DEFINE_enum("direction", "fwd", ["fwd", "fwbw"], "Forward, or gradient with its forward.", flag_values=values)
+    flags.DEFINE_enum("variant", "exp", list(VARIANTS), "Input gate and normaliser; packed: exp with segment_ids.", flag_values=values)
     flags.DEFINE_bool("jsonl", False, "Print JSON lines, with sizes in bytes, not a table.", flag_values=values)
 
 
@@ -411,7 +425,9 @@ def run(options: flags.FlagValues) -> int:
     try:
         heads = [parse_heads(text) for text in options.heads]
         sizes = dict(seqlen=options.seqlen, chunk_size=options.chunk_size)
-        rows = report(options.device, heads, options.dtype, stages=options.stage, direction=options.direction, **sizes)
+        rows = report(
+            options.device, heads, options.dtype, stages=options.stage, direction=options.direction, variant=options.variant, **sizes
+        )
         for index, row in enumerate(rows):
             if index == 0 and not options.jsonl:
                 print(_table_line(COLUMNS))

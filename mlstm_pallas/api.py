@@ -9,9 +9,10 @@ from mlstm_pallas import problem as problems
 from mlstm_pallas.backend import requested_backend, target_device_kind
 from mlstm_pallas.config import KernelConfig, config_for
 from mlstm_pallas.fwbw import NO_SUCH_DERIVATIVE, Inputs, Plan, mlstm_forward
+from mlstm_pallas.reference import segment_starts
 
 
-def _pad(x: jax.Array, sizes: dict[int, int], value: float = 0.0) -> jax.Array:
+def _pad(x: jax.Array, sizes: dict[int, int], value: float = 0) -> jax.Array:
     """Fills axis a up to sizes[a]."""
     widths = [(0, sizes.get(axis, size) - size) for axis, size in enumerate(x.shape)]
     return jnp.pad(x, widths, constant_values=value) if any(high for _, high in widths) else x
@@ -33,6 +34,9 @@ def mlstm_chunkwise(
     stabilize_correctly: bool = True,
     norm_val: float = 1.0,
     *,
+    segment_ids: jax.Array | None = None,
+    input_gate: str = "exp",
+    normalize: bool = True,
     recompute_states_in_bw: bool = True,
     backend: str | None = None,
     config: KernelConfig | None = None,
@@ -45,29 +49,39 @@ def mlstm_chunkwise(
 
     f = -inf resets the state, i = -inf stores nothing; values of -1e6 and below count as -inf. Works under jit, grad, vmap, remat, scan.
 
+    With input_gate="sigmoid" (mLSTMsig, arXiv:2503.14376) log sigmoid(i_t) stands for i_t and m_t is 0: no stabiliser is needed.
+
     Args:
       q, k: (B, NH, S, DHQK); v: (B, NH, S, DHV); one dtype: bfloat16, float32, float16 with an
         autocast_kernel_dtype, float64 with backend "xla".
       i, f: input and forget gate pre-activations (B, NH, S), natural log; computed with in float32.
       c_initial, n_initial, m_initial: initial states (B, NH, DHQK, DHV), (B, NH, DHQK), (B, NH); all three, or none for zeros.
+        With the sigmoid gate m_initial is None always.
       return_last_states: whether to return the states after the last step as well.
       eps: added to the denominator.
       chunk_size: L, a power of two >= 16; one beyond S is shortened. None: the tuned one.
       autocast_kernel_dtype: dtype of q, k, v in the matrix products, "float32" or "bfloat16" (sums are float32 always). None: that of q.
       stabilize_correctly: False takes norm_val instead of norm_val exp(-m_t) as the floor of the denominator.
       norm_val: see above.
+      segment_ids: (B, S) integers, for sequences packed in a row: a step whose id differs from that of the step before starts from
+        zero states, exactly. Initial states belong to the first sequence, last states to the last.
+      input_gate: "exp" or "sigmoid".
+      normalize: False leaves out the denominator: h_t = scale C_t^T q_t. For the sigmoid gate only.
       recompute_states_in_bw: False keeps the chunk-border states for the backward pass: faster, at NC DHQK DHV elements a head.
       backend: "triton" (GPU kernels), "interpret" (the same kernels interpreted: slow, for tests), "xla" (plain jnp).
         None: triton where the computation is lowered for an NVIDIA GPU, else xla.
       config: tiles and launch parameters in place of the tuned ones.
 
     Returns:
-      h (B, NH, S, DHV) in the dtype of q; with return_last_states (h, (c, n, m)), the states in float32, shaped as the initial ones.
+      h (B, NH, S, DHV) in the dtype of q; with return_last_states (h, (c, n, m)), the states in float32, shaped as the initial ones;
+      m is zeros with the sigmoid gate.
 
     Raises:
       TypeError, ValueError: at trace time, naming the argument, what came and what was expected.
     """
-    problems.check_arrays(q, k, v, i, f, c_initial, n_initial, m_initial)
+    gate = problems.check_input_gate(input_gate, normalize)
+    problems.check_arrays(q, k, v, i, f, c_initial, n_initial, m_initial, gate)
+    problems.check_segment_ids(segment_ids, q.shape)
     problems.check_flag("return_last_states", return_last_states)
     problems.check_flag("stabilize_correctly", stabilize_correctly)
     problems.check_flag("recompute_states_in_bw", recompute_states_in_bw)
@@ -85,11 +99,16 @@ def mlstm_chunkwise(
         backend = "xla"  # a kernel has no empty grid
     filled = config_for(DHQK, DHV, S, dtype, device_kind=target_device_kind(), chunk_size=chunk_size, explicit=config)
     p = problems.make_problem(q.shape, DHV, filled.L, pad_heads=backend != "xla")
-    plan = Plan(p, filled, float(eps), stabilize_correctly, float(norm_val), recompute_states_in_bw, backend)
+    plan = Plan(p, filled, float(eps), stabilize_correctly, float(norm_val), recompute_states_in_bw, backend, gate, normalize)
 
     acc = jnp.promote_types(dtype, jnp.float32)
-    if c_initial is None or n_initial is None or m_initial is None:
-        c_initial, n_initial, m_initial = (jnp.zeros(shape, acc) for shape in ((B, NH, DHQK, DHV), (B, NH, DHQK), (B, NH)))
+    if c_initial is None or n_initial is None:
+        c_initial, n_initial = jnp.zeros((B, NH, DHQK, DHV), acc), jnp.zeros((B, NH, DHQK), acc)
+    if m_initial is None:
+        m_initial = jnp.zeros((B, NH), acc)
+    starts = None
+    if segment_ids is not None:
+        starts = jnp.broadcast_to(segment_starts(segment_ids)[:, None], (B, NH, S)).astype(jnp.int32)
     rows, qk, hv = {2: p.S}, {3: p.DHQK}, {3: p.DHHV}
     inputs = Inputs(
         _pad(q.astype(dtype), rows | qk),
@@ -100,6 +119,7 @@ def mlstm_chunkwise(
         _pad(c_initial.astype(acc), {2: p.DHQK} | hv),
         _pad(n_initial.astype(acc), {2: p.DHQK}),
         m_initial.astype(acc),
+        None if starts is None else _pad(starts, rows),
     )
     try:
         h, (c, n, m) = mlstm_forward(plan, inputs)

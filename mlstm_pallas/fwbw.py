@@ -12,9 +12,9 @@ from jax import lax
 from mlstm_pallas import reference
 from mlstm_pallas.backend import on_backend
 from mlstm_pallas.config import KernelConfig
+from mlstm_pallas.gates import NO_NORMALISER, gate_gradients, materialised, row_gradients, tile_sums
 from mlstm_pallas.gates import chunk_gates as chunk_gates_xla
-from mlstm_pallas.gates import gate_gradients, materialised, row_gradients, tile_sums
-from mlstm_pallas.problem import Problem
+from mlstm_pallas.problem import InputGate, Problem
 from mlstm_pallas.stages.chunk_gates import chunk_gates
 from mlstm_pallas.stages.parallel_bw_dK import parallel_bw_dK
 from mlstm_pallas.stages.parallel_bw_dQ import parallel_bw_dQ
@@ -36,10 +36,17 @@ class Plan:
     norm_val: float
     recompute_states_in_bw: bool
     backend: str | None
+    input_gate: InputGate = InputGate.EXP
+    normalize: bool = True
+
+    @property
+    def stabilised(self) -> bool:
+        return self.input_gate is InputGate.EXP
 
     @property
     def normaliser(self) -> dict[str, Any]:
-        return dict(eps=self.eps, stabilize_correctly=self.stabilize_correctly, norm_val=self.norm_val)
+        # where m is 0, both floors are the same
+        return dict(eps=self.eps, stabilize_correctly=self.stabilize_correctly and self.stabilised, norm_val=self.norm_val)
 
     def launch(self, interpret: bool) -> dict[str, Any]:
         return dict(problem=self.problem, config=self.config, interpret=interpret)
@@ -49,7 +56,7 @@ class Plan:
 
 
 class Inputs(NamedTuple):
-    """Padded and cast: q, k, v in the kernel dtype, the rest float32."""
+    """Padded and cast: q, k, v in the kernel dtype, starts (1 where a packed sequence begins) int32, the rest float32."""
 
     q: jax.Array
     k: jax.Array
@@ -59,25 +66,27 @@ class Inputs(NamedTuple):
     c_initial: jax.Array
     n_initial: jax.Array
     m_initial: jax.Array
+    starts: jax.Array | None = None
 
 
 Outputs = tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]  # h, (c, n, m)
 
 
 class Residuals(NamedTuple):
-    """What the backward pass keeps; the states only where they are not to be recomputed."""
+    """What the backward pass keeps: h and z for the normaliser, the states where they are not to be recomputed."""
 
     inputs: Inputs
-    h: jax.Array
-    z: jax.Array
+    h: jax.Array | None
+    z: jax.Array | None
     states: tuple[jax.Array, ...] | None
 
 
 def _forward_triton(plan: Plan, interpret: bool, x: Inputs):
     launch = plan.launch(interpret)
-    gates = chunk_gates(x.i, x.f, x.m_initial, **launch)
+    gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, plan.input_gate, **launch)
     C_states, n_states, C_last, n_last = recurrent_fw_C(x.k, x.v, gates, x.c_initial, x.n_initial, **launch)
-    h, z = parallel_fw_H(x.q, x.k, x.v, gates, C_states, n_states, output_dtype=x.q.dtype, **plan.normaliser, **launch)
+    normaliser = dict(plan.normaliser, normalize=plan.normalize)
+    h, z = parallel_fw_H(x.q, x.k, x.v, gates, C_states, n_states, output_dtype=x.q.dtype, **normaliser, **launch)
     states = (C_states, n_states, C_last, n_last)
     return (h, (*states[2:], gates.scaM_states[..., -1])), z, None if plan.recompute_states_in_bw else states
 
@@ -89,11 +98,11 @@ def _backward_triton(plan: Plan, interpret: bool, residuals: Residuals, cotangen
         # Else the compiler sees that the forward pass made the same states, and keeps those.
         x = lax.optimization_barrier(x)
     dh, (dC_last, dn_last, dm_last) = cotangents
-    gates = chunk_gates(x.i, x.f, x.m_initial, **launch)
+    gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, plan.input_gate, **launch)
     if states is None:
         states = recurrent_fw_C(x.k, x.v, gates, x.c_initial, x.n_initial, **launch)
     C_states, n_states, C_last, n_last = states
-    rows = row_gradients(_inner(dh, h), z, gates.vecM.reshape(z.shape), **plan.normaliser)
+    rows = _row_gradients(plan, dh, h, z, gates)
     dC_states, dn_states, dC, dn, through = recurrent_bw_dC(x.q, dh, gates, rows, dC_last, dn_last, C_states, n_states, **launch)
     if plan.config.splits_backward(plan.problem):
         dq, from_q = parallel_bw_dQ(x.q, x.k, x.v, dh, gates, rows, C_states, n_states, **launch)
@@ -102,20 +111,23 @@ def _backward_triton(plan: Plan, interpret: bool, residuals: Residuals, cotangen
         sums, through = tile_sums(*from_q, *to_k, through, plan.problem.T)
     else:
         dq, dk, dv, sums = parallel_bw_dQKV(x.q, x.k, x.v, dh, gates, rows, C_states, n_states, dC_states, dn_states, **launch)
-    dm = _add_last(rows.vecDm, dm_last - _inner(dC_last, C_last, 2) - _inner(dn_last, n_last))
-    di, df, dm_initial = gate_gradients(gates, plan.chunks(x.f), sums, through, dm)
-    dm_initial += _inner(dC, x.c_initial, 2) + _inner(dn, x.n_initial)
-    return Inputs(dq, dk, dv, di, df, dC, dn, dm_initial)
+    last = dC_last, dn_last, dm_last, C_last, n_last
+    return Inputs(dq, dk, dv, *_gate_and_state_gradients(plan, x, gates, rows, sums, through, last, dC, dn))
 
 
 def _forward_xla(plan: Plan, x: Inputs):
     q, k, v = map(plan.chunks, x[:3])
-    gates = chunk_gates_xla(plan.chunks(x.i), plan.chunks(x.f), x.m_initial)
+    gates = _gates_xla(plan, x)
     states = reference.chunk_states(k, v, gates, x.c_initial, x.n_initial)
     num, z = reference.chunk_outputs(q, k, v, gates, *states[:2], plan.problem.qk_scale)
-    h = reference.normalise(num, z, gates.vecM, **plan.normaliser).astype(x.q.dtype).reshape(x.v.shape)
-    outputs = h, (*states[2:], gates.scaM_states[..., -1])
-    return outputs, z.reshape(x.i.shape), None if plan.recompute_states_in_bw else states
+    h = reference.normalise(num, z, gates.vecM, **plan.normaliser) if plan.normalize else num
+    outputs = h.astype(x.q.dtype).reshape(x.v.shape), (*states[2:], gates.scaM_states[..., -1])
+    return outputs, z.reshape(x.i.shape) if plan.normalize else None, None if plan.recompute_states_in_bw else states
+
+
+def _gates_xla(plan: Plan, x: Inputs):
+    starts = None if x.starts is None else plan.chunks(x.starts)
+    return chunk_gates_xla(plan.chunks(x.i), plan.chunks(x.f), x.m_initial, starts, plan.input_gate)
 
 
 def _backward_xla(plan: Plan, residuals: Residuals, cotangents: Outputs) -> Inputs:
@@ -124,33 +136,45 @@ def _backward_xla(plan: Plan, residuals: Residuals, cotangents: Outputs) -> Inpu
         x = lax.optimization_barrier(x)
     dh, (dC_last, dn_last, dm_last) = cotangents
     q, k, v, dh_chunks = map(plan.chunks, (*x[:3], dh))
-    gates = chunk_gates_xla(plan.chunks(x.i), plan.chunks(x.f), x.m_initial)
+    gates = _gates_xla(plan, x)
     if states is None:
         states = reference.chunk_states(k, v, gates, x.c_initial, x.n_initial)
     C_states, n_states, C_last, n_last = states
-    rows = row_gradients(_inner(dh, h), z, gates.vecM.reshape(z.shape), **plan.normaliser)
-    rows = materialised(rows, rows.vecInvDen)
-    in_chunks = type(rows)(*map(plan.chunks, rows))
+    rows = _row_gradients(plan, dh, h, z, gates)
+    if rows.vecInvDen is not None:
+        rows = materialised(rows, rows.vecInvDen)
+    in_chunks = jax.tree.map(plan.chunks, rows)
     dC_states, dn_states, dC, dn, through = reference.chunk_state_gradients(
         q, dh_chunks, gates, in_chunks, dC_last, dn_last, C_states, n_states, plan.problem.qk_scale
     )
     states = C_states, n_states, dC_states, dn_states
     gradients, sums = reference.chunk_gradients(q, k, v, dh_chunks, gates, in_chunks, *states, plan.problem.qk_scale)
-    dm = _add_last(rows.vecDm, dm_last - _inner(dC_last, C_last, 2) - _inner(dn_last, n_last))
-    di, df, dm_initial = gate_gradients(gates, plan.chunks(x.f), sums, through, dm)
-    dm_initial += _inner(dC, x.c_initial, 2) + _inner(dn, x.n_initial)
     dq, dk, dv = (dx.reshape(y.shape).astype(y.dtype) for dx, y in zip(gradients, x[:3], strict=True))
-    return Inputs(dq, dk, dv, di, df, dC, dn, dm_initial)
+    last = dC_last, dn_last, dm_last, C_last, n_last
+    return Inputs(dq, dk, dv, *_gate_and_state_gradients(plan, x, gates, rows, sums, through, last, dC, dn))
+
+
+def _row_gradients(plan: Plan, dh, h, z, gates):
+    return row_gradients(_inner(dh, h), z, gates.vecM.reshape(z.shape), **plan.normaliser) if plan.normalize else NO_NORMALISER
+
+
+def _gate_and_state_gradients(plan: Plan, x: Inputs, gates, rows, sums, through, last, dC, dn):
+    """(di, df, dC, dn, dm) of the gates and the initial states; last: gradients of the last states, and C and n."""
+    dC_last, dn_last, dm_last, C_last, n_last = last
+    dm = None
+    if plan.stabilised:
+        dm = rows.vecDm.at[..., -1].add(dm_last - _inner(dC_last, C_last, 2) - _inner(dn_last, n_last))
+    starts = None if x.starts is None else plan.chunks(x.starts)
+    di, df, dm_initial = gate_gradients(gates, plan.chunks(x.i), plan.chunks(x.f), sums, through, dm, starts, plan.input_gate)
+    if plan.stabilised:
+        dm_initial += _inner(dC, x.c_initial, 2) + _inner(dn, x.n_initial)
+    return di, df, dC, dn, dm_initial
 
 
 def _inner(a: jax.Array, b: jax.Array, axes: int = 1) -> jax.Array:
     """Inner product over the last axes, in at least float32."""
     acc = jnp.promote_types(a.dtype, jnp.float32)
     return jnp.sum(a.astype(acc) * b.astype(acc), axis=tuple(range(-axes, 0)))
-
-
-def _add_last(dm: jax.Array, dm_last: jax.Array) -> jax.Array:
-    return dm.at[..., -1].add(dm_last)
 
 
 NO_SUCH_DERIVATIVE = (
@@ -171,7 +195,7 @@ def _mlstm(plan: Plan, inputs: Inputs) -> Outputs:
 
 def _mlstm_fwd(plan: Plan, inputs: Inputs):
     outputs, z, states = _forward(plan, inputs)
-    return outputs, Residuals(inputs, outputs[0], z, states)
+    return outputs, Residuals(inputs, outputs[0] if plan.normalize else None, z, states)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -8,13 +8,17 @@ Inside a chunk of L steps, with b_t the running sum of log sigmoid(f) through t 
 
 No matrix product is needed for any of it, so the kernels never rescale an accumulator.
 
+With the sigmoid input gate (mLSTMsig of the TFLA paper) log sigmoid(i_t) stands for i_t and m_t is 0 throughout: u_t = -b_t. A packed
+sequence that begins at step r starts from m = 0 like any other, so m_r is at least log sigmoid(f_r): for the maxima a source beside e_r.
+
 Two things are done here so that the kernels need not care:
 
 * Running sums are carried in two floats. A sum over a long chunk is large while the differences that enter the
   exponentials are small: in one float they would lose the digits that the result needs. Each log gate is split into a multiple
   of a coarse grid, whose sums are exact, and a small rest (Rump, Ogita, Oishi: "Accurate floating-point summation", 2008).
-* A reset (f = -inf, or below MASKED) adds an offset to every later e_t of its chunk, larger than the spread of e: decays across the
-  reset underflow to exactly 0 while those behind it keep all digits. Rows with nothing stored get u_t = +inf: all their decays are 0.
+* A reset (f = -inf, or below MASKED, or the first step of a packed sequence) adds an offset to every later e_t of its chunk, larger than
+  the spread of e: decays across the reset underflow to exactly 0 while those behind it keep all digits. Rows with nothing stored get
+  u_t = +inf: all their decays are 0.
 """
 
 import functools
@@ -23,6 +27,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+
+from mlstm_pallas.problem import InputGate
 
 Pair = tuple[jax.Array, jax.Array]  # an unevaluated sum hi + lo
 
@@ -87,6 +93,14 @@ def log_sigmoid_gate(f: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(reset, 0.0, jnp.minimum(f, 0.0) - jnp.log1p(jnp.exp(-jnp.abs(f)))), reset
 
 
+def log_input_gate(i: jax.Array, input_gate: InputGate) -> jax.Array:
+    """Logarithm of the input gate; -inf where nothing is stored."""
+    stored = i > MASKED
+    if input_gate is InputGate.SIGMOID:
+        i = log_sigmoid_gate(i)[0]
+    return jnp.where(stored, i, -_INF)
+
+
 def reset_offset(i_min: jax.Array, i_max: jax.Array, total_decay: jax.Array) -> jax.Array:
     """A power of two above the spread of e_t in a chunk by enough for exp to underflow.
 
@@ -96,26 +110,37 @@ def reset_offset(i_min: jax.Array, i_max: jax.Array, total_decay: jax.Array) -> 
     return jnp.exp2(jnp.ceil(jnp.log2(lax.stop_gradient(spread))))
 
 
-def local_gates(vecI: jax.Array, vecF: jax.Array) -> LocalGates:
-    """Gates of every chunk on its own. vecI, vecF: pre-activations (B, NH, NC, L)."""
+def local_gates(vecI: jax.Array, vecF: jax.Array, starts: jax.Array | None = None, input_gate: InputGate = InputGate.EXP) -> LocalGates:
+    """Gates of every chunk on its own. vecI, vecF: pre-activations (B, NH, NC, L); starts: 1 where a packed sequence begins."""
     L = vecI.shape[-1]
+    i = log_input_gate(vecI, input_gate)
     fbar, reset = log_sigmoid_gate(vecF)
     hi, lo = split_for_exact_sums(fbar, jnp.max(jnp.abs(fbar), axis=-1, keepdims=True), L)
     b = two_sum(jnp.cumsum(hi, axis=-1), jnp.cumsum(lo, axis=-1))
-    stored = vecI > MASKED
-    offset = jnp.cumsum(reset, axis=-1, dtype=vecI.dtype) * reset_offset(
-        jnp.min(jnp.where(stored, vecI, _INF), axis=-1, keepdims=True),
-        jnp.max(vecI, axis=-1, keepdims=True),
-        jnp.sum(-fbar, axis=-1, keepdims=True),
-    )
-    e = pair_add(two_sum(offset, jnp.where(stored, vecI, 0.0)), (-b[0], -b[1]))
-    e = (jnp.where(stored, e[0], -_INF), jnp.where(stored, e[1], 0.0))
+    stored = i > -_INF
+    i_min, i_max = jnp.min(jnp.where(stored, i, _INF), axis=-1, keepdims=True), jnp.max(i, axis=-1, keepdims=True)
+    begins = None if starts is None else starts > 0
+    if begins is not None or input_gate is InputGate.SIGMOID:
+        i_min, i_max = jnp.minimum(i_min, 0.0), jnp.maximum(i_max, 0.0)  # m = 0 is a source as well
+    restarts = reset if begins is None else reset | begins
+    offset = jnp.cumsum(restarts, axis=-1, dtype=vecI.dtype) * reset_offset(i_min, i_max, jnp.sum(-fbar, axis=-1, keepdims=True))
+
+    def source(log_gate):
+        return pair_add(two_sum(offset, log_gate), (-b[0], -b[1]))
+
+    def only(where, pair):
+        return jnp.where(where, pair[0], -_INF), jnp.where(where, pair[1], 0.0)
+
+    e = only(stored, source(jnp.where(stored, i, 0.0)))
+    if input_gate is InputGate.SIGMOID:
+        return LocalGates(b, e, source(jnp.zeros_like(i)), offset)
 
     def since_reset(left, right):
         best = pair_max(left[:2], right[:2])
         return jnp.where(right[2], right[0], best[0]), jnp.where(right[2], right[1], best[1]), left[2] | right[2]
 
-    emax_hi, emax_lo, _ = lax.associative_scan(since_reset, (*e, reset), axis=-1)
+    sources = e if begins is None else pair_max(e, only(begins & ~reset, source(fbar)))
+    emax_hi, emax_lo, _ = lax.associative_scan(since_reset, (*sources, restarts), axis=-1)
     return LocalGates(b, e, (emax_hi, emax_lo), offset)
 
 
@@ -143,7 +168,13 @@ def border_maxima(summaries: tuple[jax.Array, jax.Array, jax.Array], scaM_initia
     return lax.associative_scan(join, (g, a), axis=-1)[1]
 
 
-def join_chunks(local: LocalGates, scaM_states: jax.Array) -> ChunkGates:
+def stabilisers_at_borders(local: LocalGates, scaM_initial: jax.Array, input_gate: InputGate) -> jax.Array:
+    if input_gate is InputGate.SIGMOID:
+        return jnp.zeros((*scaM_initial.shape, local.vecOffset.shape[2] + 1), scaM_initial.dtype)
+    return border_maxima(chunk_summaries(local), scaM_initial)
+
+
+def join_chunks(local: LocalGates, scaM_states: jax.Array, input_gate: InputGate = InputGate.EXP) -> ChunkGates:
     """Completes the local gates with the stabilisers m_c of the chunk borders, scaM_states: (B, NH, NC + 1)."""
     (b_hi, b_lo), e, emax, offset = local
     m_start = scaM_states[..., :-1, None]
@@ -153,7 +184,10 @@ def join_chunks(local: LocalGates, scaM_states: jax.Array) -> ChunkGates:
     empty = u[0] == -_INF
     u = (jnp.where(empty, _INF, u[0]), u[1])
     w = jnp.where(carried, jnp.exp((m_start - u[0]) - u[1]), 0.0)
-    m = jnp.where(empty, -_INF, ((jnp.where(empty, 0.0, u[0]) - offset) + b_hi) + (u[1] + b_lo))
+    if input_gate is InputGate.SIGMOID:
+        m = jnp.zeros_like(b_hi)
+    else:
+        m = jnp.where(empty, -_INF, ((jnp.where(empty, 0.0, u[0]) - offset) + b_hi) + (u[1] + b_lo))
 
     m_end = scaM_states[..., 1:, None]
     nothing = m_end == -_INF
@@ -173,20 +207,22 @@ def materialised(tree, at_least_zero: jax.Array):
     return lax.cond(jnp.any(at_least_zero < 0), lambda x: jax.tree.map(jnp.zeros_like, x), lambda x: x, tree)
 
 
-def chunk_gates(vecI: jax.Array, vecF: jax.Array, scaM_initial: jax.Array) -> ChunkGates:
-    """All gates in plain jnp. vecI, vecF: (B, NH, NC, L); scaM_initial: (B, NH)."""
-    local = local_gates(vecI, vecF)
-    gates = join_chunks(local, border_maxima(chunk_summaries(local), scaM_initial))
+def chunk_gates(
+    vecI: jax.Array, vecF: jax.Array, scaM_initial: jax.Array, starts: jax.Array | None = None, input_gate: InputGate = InputGate.EXP
+) -> ChunkGates:
+    """All gates in plain jnp. vecI, vecF, starts: (B, NH, NC, L); scaM_initial: (B, NH), zeros with the sigmoid gate."""
+    local = local_gates(vecI, vecF, starts, input_gate)
+    gates = join_chunks(local, stabilisers_at_borders(local, scaM_initial, input_gate), input_gate)
     return materialised(gates, gates.scaGamma)
 
 
 class RowGradients(NamedTuple):
-    """What the normaliser passes back, elementwise; (B, NH, S) each."""
+    """What the normaliser passes back, elementwise; (B, NH, S) each. NO_NORMALISER, all None, where h is the numerator."""
 
-    vecInvDen: jax.Array  # 1 / den_t
-    vecDz: jax.Array  # dz_t
-    vecDzDen: jax.Array  # dz_t den_t
-    vecDm: jax.Array  # dm_t
+    vecInvDen: jax.Array | None  # 1 / den_t
+    vecDz: jax.Array | None  # dz_t
+    vecDzDen: jax.Array | None  # dz_t den_t
+    vecDm: jax.Array | None  # dm_t
 
 
 class RowSums(NamedTuple):
@@ -196,6 +232,9 @@ class RowSums(NamedTuple):
     vecK_inter: jax.Array  # k_s with the part of dk_s that goes on behind the tile
     vecK_intra: jax.Array  # k_s with the rest of dk_s: sum over t of W_ts = dP_ts scale q_t . k_s
     vecPairs: jax.Array  # at r: sum of W_ts over t >= r > s
+
+
+NO_NORMALISER = RowGradients(None, None, None, None)
 
 
 def row_gradients(delta: jax.Array, z: jax.Array, m: jax.Array, *, eps: float, stabilize_correctly: bool, norm_val: float) -> RowGradients:
@@ -250,16 +289,19 @@ def tile_sums(
     return sums, through.reshape(*heads, S // T)
 
 
-def stabiliser_gradients(gates: ChunkGates, vecF: jax.Array, dm: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def stabiliser_gradients(
+    gates: ChunkGates, vecF: jax.Array, dm: jax.Array, begins: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Passes dm_t on to what won the maximum in m_t: (parts of di, of dfbar, of dm_initial).
 
     m_t is either i_t or log sigmoid(f_t) + m_{t-1}: what arrives at t, its own dm_t included, goes to i_t in the first case, through f_t to
-    t - 1 in the second. vecF, dm: (B, NH, NC, L).
+    t - 1 in the second, and no further than f_t where a packed sequence begins. vecF, dm, begins: (B, NH, NC, L).
     """
     (e_hi, e_lo), (u_hi, u_lo) = gates.vecE, gates.vecU
     carried = ((e_hi != u_hi) | (e_lo != u_lo)) & (vecF > MASKED)
-    # G_t = dm_t + carried_{t+1} G_{t+1}: within a chunk a sum over the run of carried steps behind t, between chunks a short scan.
-    breaks = jnp.cumsum(~carried, axis=-1)
+    # G_t = dm_t + goes_on_{t+1} G_{t+1}: within a chunk a sum over the run of such steps behind t, between chunks a short scan.
+    goes_on = carried if begins is None else carried & ~begins
+    breaks = jnp.cumsum(~goes_on, axis=-1)
     L = dm.shape[-1]
     same_run = (breaks[..., None, :] == breaks[..., :, None]) & jnp.tri(L, dtype=bool).T
     inside = jnp.sum(jnp.where(same_run, dm[..., None, :], 0.0), axis=-1)
@@ -277,10 +319,13 @@ def stabiliser_gradients(gates: ChunkGates, vecF: jax.Array, dm: jax.Array) -> t
 
 def gate_gradients(
     gates: ChunkGates,
+    vecI: jax.Array,
     vecF: jax.Array,
     sums: RowSums,
     through: jax.Array,
-    dm: jax.Array,
+    dm: jax.Array | None,
+    starts: jax.Array | None = None,
+    input_gate: InputGate = InputGate.EXP,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of the gate pre-activations and of m_initial, the latter without its share in the initial states.
 
@@ -289,19 +334,27 @@ def gate_gradients(
     long sums is taken.
 
     Args:
-      gates, vecF: of chunks, (B, NH, NC, L).
+      gates, vecI, vecF, starts: of chunks, (B, NH, NC, L).
       sums: for tiles of T steps, a tile being a chunk or less.
       through: (B, NH, S / T) what goes through the tile.
-      dm: dm_t (B, NH, S).
+      dm: dm_t (B, NH, S); None: m is a constant.
 
     Returns:
       vecDeltaI, vecDeltaF: (B, NH, S); scaDeltaM: (B, NH).
     """
-    shape, T = dm.shape, sums.vecPairs.shape[-1]
-    before = jnp.einsum("...s,ts->...t", sums.vecK_inter, jnp.tri(T, k=-1, dtype=dm.dtype), precision="highest")
-    dfbar = sums.vecPairs + suffix_sums(sums.vecQ_inter) + before + through[..., None]
-    di_m, dfbar_m, dm_initial = stabiliser_gradients(gates, vecF, dm.reshape(vecF.shape))
-    di = (sums.vecK_inter + sums.vecK_intra).reshape(shape) + di_m.reshape(shape)
-    dfbar = dfbar.reshape(shape) + dfbar_m.reshape(shape)
-    f = vecF.reshape(shape)
-    return di, jnp.where(f <= MASKED, 0.0, dfbar * jax.nn.sigmoid(-f)), dm_initial
+    T = sums.vecPairs.shape[-1]
+    before = jnp.einsum("...s,ts->...t", sums.vecK_inter, jnp.tri(T, k=-1, dtype=through.dtype), precision="highest")
+    dfbar = (sums.vecPairs + suffix_sums(sums.vecQ_inter) + before + through[..., None]).reshape(vecF.shape)
+    begins = None if starts is None else starts > 0
+    if begins is not None:
+        dfbar = jnp.where(begins, 0.0, dfbar)  # nothing passes, and no rounding error stands for it
+    di = (sums.vecK_inter + sums.vecK_intra).reshape(vecI.shape)
+    dm_initial = jnp.zeros(vecI.shape[:2], di.dtype)
+    if dm is not None:
+        di_m, dfbar_m, dm_initial = stabiliser_gradients(gates, vecF, dm.reshape(vecF.shape), begins)
+        di, dfbar = di + di_m, dfbar + dfbar_m
+    if input_gate is InputGate.SIGMOID:
+        di = jnp.where(vecI <= MASKED, 0.0, di * jax.nn.sigmoid(-vecI))
+    df = jnp.where(vecF <= MASKED, 0.0, dfbar * jax.nn.sigmoid(-vecF))
+    B, NH, NC, L = vecF.shape
+    return di.reshape(B, NH, NC * L), df.reshape(B, NH, NC * L), dm_initial

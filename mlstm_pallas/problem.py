@@ -5,6 +5,7 @@ NC chunks of L steps.
 """
 
 import dataclasses
+import enum
 import math
 import numbers
 from typing import Any
@@ -18,6 +19,13 @@ BACKENDS = ("triton", "interpret", "xla")
 MIN_CHUNK_SIZE = 16
 MIN_TILE = 16
 MAX_TILE = 128
+
+
+class InputGate(enum.StrEnum):
+    """exp(i) behind a stabiliser (xLSTM), or sigmoid(i), which needs none (mLSTMsig of the TFLA paper)."""
+
+    EXP = "exp"
+    SIGMOID = "sigmoid"
 
 
 def next_power_of_two(x: int) -> int:
@@ -67,14 +75,16 @@ def _shape_error(name: str, shape: tuple[int, ...], expected: str) -> ValueError
     return ValueError(f"{name} has shape {shape}, expected {expected}")
 
 
-def check_arrays(q, k, v, i, f, c_initial, n_initial, m_initial) -> None:
+def check_arrays(q, k, v, i, f, c_initial, n_initial, m_initial, input_gate: InputGate = InputGate.EXP) -> None:
     """Raises TypeError or ValueError, naming the argument, what came and what was expected."""
     arrays = dict(q=q, k=k, v=v, i=i, f=f)
     states = dict(c_initial=c_initial, n_initial=n_initial, m_initial=m_initial)
+    if input_gate is InputGate.SIGMOID and states.pop("m_initial") is not None:
+        raise ValueError('m_initial is given, expected None: with input_gate="sigmoid" m is 0 throughout')
     given = [name for name, x in states.items() if x is not None]
-    if given and len(given) < 3:
+    if given and len(given) < len(states):
         missing = [name for name in states if name not in given]
-        raise ValueError(f"initial states come all three or not at all: got {', '.join(given)} without {', '.join(missing)}")
+        raise ValueError(f"initial states come all {len(states)} or not at all: got {', '.join(given)} without {', '.join(missing)}")
     if given:
         arrays |= states
     for name, x in arrays.items():
@@ -107,6 +117,27 @@ def check_arrays(q, k, v, i, f, c_initial, n_initial, m_initial) -> None:
     for name, x in (("k", k), ("v", v)):
         if x.dtype != q.dtype:
             raise TypeError(f"{name} has dtype {x.dtype}, expected {q.dtype}, the dtype of q")
+
+
+def check_input_gate(input_gate: Any, normalize: Any) -> InputGate:
+    if input_gate not in list(InputGate):
+        raise ValueError(f"input_gate is {input_gate!r}, expected one of {', '.join(InputGate)}")
+    check_flag("normalize", normalize)
+    if not normalize and input_gate != InputGate.SIGMOID:
+        raise ValueError(f'normalize is False, expected True: only input_gate="sigmoid" works without the normaliser, got {input_gate!r}')
+    return InputGate(input_gate)
+
+
+def check_segment_ids(segment_ids: Any, q_shape: tuple[int, ...]) -> None:
+    if segment_ids is None:
+        return
+    if not hasattr(segment_ids, "dtype") or not hasattr(segment_ids, "shape"):
+        raise TypeError(f"segment_ids is a {type(segment_ids).__name__}, expected an array")
+    if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+        raise TypeError(f"segment_ids has dtype {segment_ids.dtype}, expected an integer dtype")
+    B, _, S, _ = q_shape
+    if tuple(segment_ids.shape) != (B, S):
+        raise _shape_error("segment_ids", tuple(segment_ids.shape), f"(B, S) = ({B}, {S}), as q has shape {tuple(q_shape)}")
 
 
 def check_chunk_size(chunk_size: int | None) -> None:

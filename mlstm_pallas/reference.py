@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mlstm_pallas.gates import ChunkGates, RowGradients, RowSums, chunk_gates, log_sigmoid_gate, suffix_sums
-from mlstm_pallas.problem import MAX_TILE
+from mlstm_pallas.gates import ChunkGates, RowGradients, RowSums, chunk_gates, log_input_gate, log_sigmoid_gate, suffix_sums
+from mlstm_pallas.problem import MAX_TILE, InputGate
 
 _INF = float("inf")
 States = tuple[jax.Array, jax.Array, jax.Array]
@@ -46,9 +46,12 @@ def recurrence(
     n_initial: jax.Array | None = None,
     m_initial: jax.Array | None = None,
     *,
+    segment_ids: jax.Array | None = None,
     eps: float = 1e-6,
     stabilize_correctly: bool = True,
     norm_val: float = 1.0,
+    input_gate: str = "exp",
+    normalize: bool = True,
 ) -> tuple[jax.Array, States]:
     """The mLSTM as it is defined, one step at a time (xLSTM, Beck et al. 2024, arXiv:2405.04517, equations 19 to 27).
 
@@ -57,7 +60,7 @@ def recurrence(
     Args:
       q, k: (B, NH, S, DHQK); v: (B, NH, S, DHHV); i, f: gate pre-activations (B, NH, S).
       c_initial, n_initial, m_initial: (B, NH, DHQK, DHHV), (B, NH, DHQK), (B, NH); zeros when None.
-      eps, stabilize_correctly, norm_val: as for ``mlstm_pallas.mlstm_chunkwise``.
+      segment_ids: (B, S); eps, stabilize_correctly, norm_val, input_gate, normalize: as for ``mlstm_pallas.mlstm_chunkwise``.
 
     Returns:
       h (B, NH, S, DHHV) and the last states (c, n, m), shaped as the initial ones.
@@ -69,24 +72,32 @@ def recurrence(
     m = jnp.zeros((B, NH), dtype) if m_initial is None else m_initial.astype(dtype)
     scale = DHQK**-0.5
     fbar, reset = log_sigmoid_gate(f.astype(dtype))
+    gate = InputGate(input_gate)
+    i = log_input_gate(i.astype(dtype), gate)
+    starts = jnp.zeros(f.shape, bool) if segment_ids is None else jnp.broadcast_to(segment_starts(segment_ids)[:, None], f.shape)
 
     def step(states, x):
-        C, n, m = states
-        q, k, v, i, fbar, reset = x
+        q, k, v, i, fbar, reset, start = x
+        C, n, m = (jnp.where(start.reshape(start.shape + (1,) * (y.ndim - 2)), 0.0, y) for y in states)
         carried = jnp.where(reset, -_INF, fbar + m)
-        m_new = jnp.maximum(carried, i)
+        m_new = jnp.maximum(carried, i) if gate is InputGate.EXP else m
         m_safe = jnp.where(m_new == -_INF, 0.0, m_new)
         decay, gain = jnp.exp(carried - m_safe), jnp.exp(i - m_safe)
         C = decay[..., None, None] * C + gain[..., None, None] * k[..., :, None] * v[..., None, :]
         n = decay[..., None] * n + gain[..., None] * k
         num = scale * jnp.einsum("bhk,bhkv->bhv", q, C, precision="highest")
         z = scale * jnp.einsum("bhk,bhk->bh", q, n, precision="highest")
-        h = normalise(num, z, m_new, eps=eps, stabilize_correctly=stabilize_correctly, norm_val=norm_val)
+        h = normalise(num, z, m_new, eps=eps, stabilize_correctly=stabilize_correctly, norm_val=norm_val) if normalize else num
         return (C, n, m_new), h
 
-    xs = [jnp.moveaxis(x.astype(dtype), 2, 0) for x in (q, k, v, i, fbar)] + [jnp.moveaxis(reset, 2, 0)]
+    xs = [jnp.moveaxis(x.astype(dtype), 2, 0) for x in (q, k, v, i, fbar)] + [jnp.moveaxis(x, 2, 0) for x in (reset, starts)]
     states, h = lax.scan(step, (C, n, m), tuple(xs))
     return jnp.moveaxis(h, 0, 2), states
+
+
+def segment_starts(segment_ids: jax.Array) -> jax.Array:
+    """Where the id differs from that of the step before: (B, S) bool; the first step has none before it."""
+    return jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], [(0, 0), (1, 0)])
 
 
 def decay_matrix(gates: ChunkGates) -> jax.Array:
@@ -144,9 +155,12 @@ def chunkwise(
     scaM_initial: jax.Array,
     *,
     chunk_size: int,
+    segment_ids: jax.Array | None = None,
     eps: float = 1e-6,
     stabilize_correctly: bool = True,
     norm_val: float = 1.0,
+    input_gate: str = "exp",
+    normalize: bool = True,
 ) -> tuple[jax.Array, States]:
     """The chunkwise form (TFLA paper, section 3): equal to ``recurrence`` up to rounding.
 
@@ -155,6 +169,7 @@ def chunkwise(
     Args:
       matQ, matK: (B, NH, S, DHQK); matV: (B, NH, S, DHHV); vecI, vecF: (B, NH, S). S must be a multiple of chunk_size.
       matC_initial, vecN_initial, scaM_initial: (B, NH, DHQK, DHHV), (B, NH, DHQK), (B, NH), in the dtype of the gates.
+      segment_ids: (B, S); the rest as for ``mlstm_pallas.mlstm_chunkwise``.
 
     Returns:
       h (B, NH, S, DHHV) in the accumulator's dtype, and the last states (c, n, m).
@@ -164,10 +179,11 @@ def chunkwise(
         return x.reshape(*x.shape[:2], x.shape[2] // chunk_size, chunk_size, *x.shape[3:])
 
     q, k, v = chunks(matQ), chunks(matK), chunks(matV)
-    gates = chunk_gates(chunks(vecI), chunks(vecF), scaM_initial)
+    starts = None if segment_ids is None else chunks(jnp.broadcast_to(segment_starts(segment_ids)[:, None], vecI.shape))
+    gates = chunk_gates(chunks(vecI), chunks(vecF), scaM_initial, starts, InputGate(input_gate))
     matC_states, vecN_states, C, n = chunk_states(k, v, gates, matC_initial, vecN_initial)
     num, z = chunk_outputs(q, k, v, gates, matC_states, vecN_states, matQ.shape[-1] ** -0.5)
-    h = normalise(num, z, gates.vecM, eps=eps, stabilize_correctly=stabilize_correctly, norm_val=norm_val)
+    h = normalise(num, z, gates.vecM, eps=eps, stabilize_correctly=stabilize_correctly, norm_val=norm_val) if normalize else num
     return h.reshape(matV.shape), (C, n, gates.scaM_states[..., -1])
 
 
@@ -183,10 +199,12 @@ def chunk_state_gradients(
       gradients of the initial C and n; gamma_c (<C_c, dC_{c+1}> + n_c . dn_{c+1}) (B, NH, NC), None without the states.
     """
     acc = gates.vecW.dtype
-    scaled = matQ * (gates.vecW * rows.vecInvDen * qk_scale)[..., None]
+    weight = gates.vecW * qk_scale if rows.vecInvDen is None else gates.vecW * rows.vecInvDen * qk_scale
+    scaled = matQ * weight[..., None]
     einsum = functools.partial(jnp.einsum, preferred_element_type=acc, precision="highest")
     updates = einsum("bhclk,bhclv->cbhkv", scaled.astype(matQ.dtype), matDeltaH)
-    n_updates = jnp.moveaxis(jnp.sum(scaled * rows.vecDzDen[..., None], axis=3), 2, 0)
+    dz_den = jnp.zeros_like(weight) if rows.vecDzDen is None else rows.vecDzDen
+    n_updates = jnp.moveaxis(jnp.sum(scaled * dz_den[..., None], axis=3), 2, 0)
 
     def step(gradients, x):
         dC, dn = gradients
@@ -217,17 +235,20 @@ def chunk_gradients(
     """dq, dk, dv in the accumulator's dtype and the row sums of whole chunks, which are shaped as in chunk_outputs."""
     acc, dtype = gates.vecW.dtype, matQ.dtype
     einsum = functools.partial(jnp.einsum, preferred_element_type=acc, precision="highest")
-    inv_den, abar = rows.vecInvDen[..., None], gates.vecAbar[..., None]
+    none = jnp.zeros_like(gates.vecW)
+    inv_den = none + 1.0 if rows.vecInvDen is None else rows.vecInvDen
+    dz = none if rows.vecDz is None else rows.vecDz
+    inv_den, dz, abar = inv_den[..., None], dz[..., None], gates.vecAbar[..., None]
     w = gates.vecW[..., None] * qk_scale
     D = decay_matrix(gates)
     scores = einsum("bhctk,bhcsk->bhcts", matQ, matK) * qk_scale
     P = (D * scores * inv_den).astype(dtype)
-    dP = D * (einsum("bhctv,bhcsv->bhcts", matDeltaH, matV) * inv_den + rows.vecDz[..., None])
+    dP = D * (einsum("bhctv,bhcsv->bhcts", matDeltaH, matV) * inv_den + dz)
     W = dP * scores
     dP = dP.astype(dtype)
 
     q_inter = einsum("bhctv,bhckv->bhctk", matDeltaH, matC_states) * (w * inv_den)
-    q_inter += (w * rows.vecDz[..., None]) * vecN_states[..., None, :]
+    q_inter += (w * dz) * vecN_states[..., None, :]
     q_intra = einsum("bhcts,bhcsk->bhctk", dP, matK) * qk_scale
     k_inter = (einsum("bhcsv,bhckv->bhcsk", matV, matDeltaC_states) + vecDeltaN_states[..., None, :]) * abar
     k_intra = einsum("bhcts,bhctk->bhcsk", dP, matQ) * qk_scale

@@ -12,14 +12,30 @@ from mlstm_pallas import reference
 NAMES = ("q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial")
 
 
-def random_inputs(seed, B, NH, S, DHQK, DHHV, *, dtype="float32", states=True, i_scale=1.0, f_shift=2.0, f_scale=1.0, resets=False):
+def random_inputs(
+    seed,
+    B,
+    NH,
+    S,
+    DHQK,
+    DHHV,
+    *,
+    dtype="float32",
+    states=True,
+    i_scale=1.0,
+    i_shift=0.0,
+    f_shift=2.0,
+    f_scale=1.0,
+    resets=False,
+    m_initial=True,
+):
     """Arguments of mlstm_chunkwise as a dict. q, k and n are positive, which keeps |z| away from zero: 1/|z| is heavy-tailed."""
     r = np.random.default_rng(seed)
     x = {
         "q": np.abs(r.normal(size=(B, NH, S, DHQK))) + 0.2,
         "k": np.abs(r.normal(size=(B, NH, S, DHQK))) + 0.2,
         "v": r.normal(size=(B, NH, S, DHHV)),
-        "i": r.normal(size=(B, NH, S)) * i_scale,
+        "i": r.normal(size=(B, NH, S)) * i_scale + i_shift,
         "f": r.normal(size=(B, NH, S)) * f_scale + f_shift,
     }
     if resets:
@@ -29,20 +45,21 @@ def random_inputs(seed, B, NH, S, DHQK, DHHV, *, dtype="float32", states=True, i
     if states:
         x["c_initial"] = r.normal(size=(B, NH, DHQK, DHHV))
         x["n_initial"] = np.abs(r.normal(size=(B, NH, DHQK)))
-        x["m_initial"] = r.normal(size=(B, NH))
+        if m_initial:
+            x["m_initial"] = r.normal(size=(B, NH))
     return {name: jnp.asarray(value, dtype if name in "qkv" else "float32") for name, value in x.items()}
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "stabilize_correctly", "norm_val"))
-def _recurrence(inputs, **options):
-    return reference.recurrence(**inputs, **options)
+@functools.partial(jax.jit, static_argnames=("eps", "stabilize_correctly", "norm_val", "input_gate", "normalize"))
+def _recurrence(inputs, segment_ids, **options):
+    return reference.recurrence(**inputs, segment_ids=segment_ids, **options)
 
 
-def oracle(inputs, **options):
-    """reference.recurrence in float64: h, (c, n, m) as float64 numpy arrays. Options: eps, stabilize_correctly, norm_val."""
+def oracle(inputs, segment_ids=None, **options):
+    """reference.recurrence in float64: h, (c, n, m) as float64 numpy arrays. Options: those of recurrence."""
     with jax.enable_x64(True):
         wide = {name: jnp.asarray(np.asarray(x.astype("float32")), "float64") for name, x in inputs.items()}
-        return jax.tree.map(np.asarray, _recurrence(wide, **options))
+        return jax.tree.map(np.asarray, _recurrence(wide, segment_ids, **options))
 
 
 def error(actual, expected):

@@ -40,7 +40,7 @@ _EXPECTED: dict = {}
 def expected_gradients(inputs, options=None, **loss_options):
     """Made once for each set of inputs and options: the plans share them."""
     bytes_of = b"".join(np.asarray(x.astype("float32")).tobytes() for x in inputs.values())
-    key = (hash(bytes_of), tuple(sorted({**(options or {}), **loss_options}.items())))
+    key = (hash(bytes_of), str(sorted({**(options or {}), **loss_options}.items())))
     if key not in _EXPECTED:
         _EXPECTED[key] = _expected_gradients(inputs, options, **loss_options)
     return _EXPECTED[key]
@@ -110,6 +110,9 @@ def test_gradients_in_a_chunk_of_several_tiles(plan):
     check(inputs, "float32", run_options={"chunk_size": 256, **PLANS[plan]})
 
 
+# Ids of 70 steps, chunks of 32: sequences of one step, several in a chunk, one at a chunk border, one over two chunks.
+PACKED = np.repeat([3, 3, 0, 7, 8, 7], [5, 4, 1, 22, 36, 2])[None]
+SIGMOID = {"m_initial": False}
 # Where a gradient is zero but for rounding, its relative error says nothing: it is only asked to be finite.
 CASES = {
     "no_states": ({"states": False}, {}, ()),
@@ -123,13 +126,25 @@ CASES = {
     "floor_on_no_row": ({}, {"norm_val": 0.0}, ()),
     "unstabilised": ({}, {"stabilize_correctly": False, "norm_val": 2.0, "eps": 0.1}, ()),
     "unstabilised_floor_on_most_rows": ({}, {"stabilize_correctly": False, "norm_val": 50.0}, ("n_initial",)),
+    "packed": ({}, {"segment_ids": PACKED}, ("c_initial", "n_initial")),
+    "packed_resets": ({"resets": True}, {"segment_ids": PACKED}, ()),
+    "packed_open_forget_gates": (
+        {"states": False, "f_shift": 10.0, "i_scale": 0.1, "i_shift": -10.0},
+        {"segment_ids": PACKED, "eps": 0.3},
+        (),
+    ),
+    "sigmoid": (SIGMOID, {"input_gate": "sigmoid", "eps": 0.1}, ()),
+    "sigmoid_resets": (SIGMOID | {"resets": True}, {"input_gate": "sigmoid"}, ()),
+    "sigmoid_floor_on_most_rows": (SIGMOID, {"input_gate": "sigmoid", "norm_val": 50.0}, ("n_initial",)),
+    "sigmoid_without_normaliser": (SIGMOID, {"input_gate": "sigmoid", "normalize": False}, ()),
+    "sigmoid_packed": (SIGMOID, {"input_gate": "sigmoid", "segment_ids": PACKED}, ()),
 }
 
 
 @pytest.mark.parametrize(
     ("case", "plan"),
     [(case, plan) for case in CASES for plan in ("xla", "fused_default")]
-    + [(case, "split_default") for case in ("resets", "closed_forget_gates", "unstabilised")],
+    + [(case, "split_default") for case in ("resets", "closed_forget_gates", "unstabilised", "packed", "sigmoid_without_normaliser")],
 )
 def test_gradients_of_gates_and_normalisers(case, plan):
     made, options, skip = CASES[case]

@@ -2,7 +2,8 @@
 
 chunk_gates: running sums and running maxima inside each chunk, as ``gates.local_gates`` makes them in plain jnp. Grid (NC, B * NH).
 A program owns one chunk and walks over it in tiles of siz_b_LQ steps, carrying sum, maximum and number of resets. The running maximum
-is a masked maximum over a siz_b_LQ x siz_b_LQ tile. Bytes: 9 vectors of B NH S float32; no matrix product.
+is a masked maximum over a siz_b_LQ x siz_b_LQ tile; with the sigmoid gate there is none to take.
+Bytes: 9 vectors of B NH S float32, one more with packed sequences; no matrix product.
 
 border_maxima: the stabilisers m_c at the chunk borders, as ``gates.border_maxima``. Grid (NC + 1, B * NH). A program reads the
 summaries of all chunks before its border, in blocks: nothing is sequential over the whole sequence.
@@ -15,20 +16,21 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.gates import (
-    MASKED,
     ChunkGates,
     LocalGates,
     chunk_summaries,
     join_chunks,
+    log_input_gate,
     log_sigmoid_gate,
     pair_add,
     pair_max,
     reset_offset,
     split_for_exact_sums,
+    stabilisers_at_borders,
     two_sum,
 )
 from mlstm_pallas.launch import kernel_call
-from mlstm_pallas.problem import Problem, next_power_of_two
+from mlstm_pallas.problem import InputGate, Problem, next_power_of_two
 from mlstm_pallas.tiles import blocks, causal_mask, divide, loop
 
 _INF = float("inf")
@@ -38,6 +40,7 @@ _BORDER_BLOCK = 512  # chunks that border_maxima reads at a time
 def _chunk_gates_kernel(
     i_ref,  # (L,)
     f_ref,  # (L,)
+    starts_ref,  # (L,) int32, 1 where a packed sequence begins; may be absent
     b_hi_ref,  # out (L,), as all that follow
     b_lo_ref,
     e_hi_ref,
@@ -48,16 +51,21 @@ def _chunk_gates_kernel(
     *,
     tiles: int,
     siz_b: int,
+    input_gate: InputGate,
 ):
+    sigmoid = input_gate is InputGate.SIGMOID
+
     def spread(tile, carry):
         i_min, i_max, decay = carry
         rows = pl.ds(tile * siz_b, siz_b)
-        i = i_ref[rows]
+        i = log_input_gate(i_ref[rows], input_gate)
         fbar, _ = log_sigmoid_gate(f_ref[rows])
-        stored_min = jnp.min(jnp.where(i > MASKED, i, _INF))
+        stored_min = jnp.min(jnp.where(i > -_INF, i, _INF))
         return jnp.minimum(i_min, stored_min), jnp.maximum(i_max, jnp.max(i)), decay + jnp.sum(-fbar)
 
-    i_min, i_max, decay = loop(tiles, spread, (jnp.float32(_INF), jnp.float32(-_INF), jnp.float32(0.0)))
+    # m = 0 is a source as well: with the sigmoid gate, and where a packed sequence begins
+    bound = 0.0 if sigmoid or starts_ref is not None else _INF
+    i_min, i_max, decay = loop(tiles, spread, (jnp.float32(bound), jnp.float32(-bound), jnp.float32(0.0)))
     offset_unit = reset_offset(i_min, i_max, decay)
     last = lax.iota(jnp.int32, siz_b) == siz_b - 1
 
@@ -67,24 +75,35 @@ def _chunk_gates_kernel(
     def step(tile, carry):
         sum_hi, sum_lo, max_hi, max_lo, resets = carry
         rows = pl.ds(tile * siz_b, siz_b)
-        i = i_ref[rows]
+        i = log_input_gate(i_ref[rows], input_gate)
         fbar, reset = log_sigmoid_gate(f_ref[rows])
         hi, lo = split_for_exact_sums(fbar, jnp.max(jnp.abs(fbar)), siz_b)
         hi, lo = jnp.cumsum(hi), jnp.cumsum(lo)
         b = pair_add((hi, lo), (jnp.broadcast_to(sum_hi, hi.shape), jnp.broadcast_to(sum_lo, hi.shape)))
-        count = resets + jnp.cumsum(reset.astype(jnp.float32))
-        stored = i > MASKED
+        begins = None if starts_ref is None else starts_ref[rows] > 0
+        restarts = reset if begins is None else reset | begins
+        count = resets + jnp.cumsum(restarts.astype(jnp.float32))
         offset = count * offset_unit
-        e = pair_add(two_sum(offset, jnp.where(stored, i, 0.0)), (-b[0], -b[1]))
-        e_hi, e_lo = jnp.where(stored, e[0], -_INF), jnp.where(stored, e[1], 0.0)
 
-        seen = causal_mask(siz_b, siz_b, 0) & (count[None, :] == count[:, None])
-        tile_max_hi = jnp.max(jnp.where(seen, e_hi[None, :], -_INF), axis=1)
-        largest = seen & (e_hi[None, :] == tile_max_hi[:, None])
-        tile_max_lo = jnp.max(jnp.where(largest, e_lo[None, :], -_INF), axis=1)
-        before = count == resets  # the maximum so far still counts
-        emax_hi, emax_lo = pair_max((tile_max_hi, tile_max_lo), (jnp.where(before, max_hi, -_INF), jnp.where(before, max_lo, 0.0)))
-        emax_lo = jnp.where(emax_hi == -_INF, 0.0, emax_lo)
+        def source(log_gate):
+            return pair_add(two_sum(offset, log_gate), (-b[0], -b[1]))
+
+        def only(where, pair):
+            return jnp.where(where, pair[0], -_INF), jnp.where(where, pair[1], 0.0)
+
+        stored = i > -_INF
+        e_hi, e_lo = only(stored, source(jnp.where(stored, i, 0.0)))
+        if sigmoid:
+            emax_hi, emax_lo = source(jnp.zeros_like(i))
+        else:
+            source_hi, source_lo = (e_hi, e_lo) if begins is None else pair_max((e_hi, e_lo), only(begins & ~reset, source(fbar)))
+            seen = causal_mask(siz_b, siz_b, 0) & (count[None, :] == count[:, None])
+            tile_max_hi = jnp.max(jnp.where(seen, source_hi[None, :], -_INF), axis=1)
+            largest = seen & (source_hi[None, :] == tile_max_hi[:, None])
+            tile_max_lo = jnp.max(jnp.where(largest, source_lo[None, :], -_INF), axis=1)
+            before = count == resets  # the maximum so far still counts
+            emax_hi, emax_lo = pair_max((tile_max_hi, tile_max_lo), only(before, (max_hi, max_lo)))
+            emax_lo = jnp.where(emax_hi == -_INF, 0.0, emax_lo)
 
         for ref, x in (
             (b_hi_ref, b[0]),
@@ -132,13 +151,22 @@ def _border_maxima_kernel(
 
 
 def chunk_gates(
-    vecI: jax.Array, vecF: jax.Array, scaM_initial: jax.Array, *, problem: Problem, config: KernelConfig, interpret: bool = False
+    vecI: jax.Array,
+    vecF: jax.Array,
+    scaM_initial: jax.Array,
+    starts: jax.Array | None = None,
+    input_gate: InputGate = InputGate.EXP,
+    *,
+    problem: Problem,
+    config: KernelConfig,
+    interpret: bool = False,
 ) -> ChunkGates:
     """Launches the stage. Config: siz_b_LQ.
 
     Args:
       vecI, vecF: pre-activations (B, NH, S), float32.
-      scaM_initial: (B, NH), float32.
+      scaM_initial: (B, NH), float32; zeros with the sigmoid gate.
+      starts: (B, NH, S) int32, 1 where a packed sequence begins; None: nowhere.
     """
     p, stage = problem, config.stage("chunk_gates").fitted(problem)
     chunk = pl.BlockSpec((None, p.L), lambda c, b: (b, c))
@@ -148,16 +176,19 @@ def chunk_gates(
             _chunk_gates_kernel,
             name="chunk_gates",
             grid=(p.NC, p.BNH),
-            in_specs=[chunk, chunk],
+            in_specs=[chunk, chunk, None if starts is None else chunk],
             out_specs=[chunk] * 7,
             out_shape=[jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32)] * 7,
             stage=stage,
             interpret=interpret,
             tiles=blocks(p.L, stage.siz_b_LQ),
             siz_b=stage.siz_b_LQ,
-        )(vecI.reshape(p.BNH, p.S), vecF.reshape(p.BNH, p.S))
+            input_gate=input_gate,
+        )(vecI.reshape(p.BNH, p.S), vecF.reshape(p.BNH, p.S), None if starts is None else starts.reshape(p.BNH, p.S))
     )
     local = LocalGates((b_hi, b_lo), (e_hi, e_lo), (emax_hi, emax_lo), offset)
+    if input_gate is InputGate.SIGMOID:
+        return join_chunks(local, stabilisers_at_borders(local, scaM_initial, input_gate), input_gate)
 
     block = min(next_power_of_two(p.NC), _BORDER_BLOCK)
     padded = -(-p.NC // block) * block

@@ -44,8 +44,8 @@ def _parallel_bw_dK_kernel(
     abar_ref,  # (siz_b_LKV,)
     u_hi_ref,  # (L,)
     u_lo_ref,  # (L,)
-    inv_den_ref,  # (L,)
-    dz_ref,  # (L,)
+    inv_den_ref,  # (L,), absent without a normaliser
+    dz_ref,  # likewise
     dk_ref,  # out (siz_b_LKV, siz_b_DHQK)
     to_state_ref,  # out (siz_b_LKV,), as all that follow
     to_behind_ref,
@@ -86,8 +86,8 @@ def _parallel_bw_dK_kernel(
 
         offset = j * siz_b_LQ - key
         D = decay_tile(e_hi, e_lo, u_hi_ref[rows], u_lo_ref[rows], causal_mask(LKV, siz_b_LQ, offset, transposed=True), transposed=True)
-        dA = sum_of(DHHV // siz_b_loop, v_times_dh, (LKV, siz_b_LQ)) * inv_den_ref[rows][None, :]
-        dP = D * (dA + dz_ref[rows][None, :])
+        dA = sum_of(DHHV // siz_b_loop, v_times_dh, (LKV, siz_b_LQ))
+        dP = D * (dA if inv_den_ref is None else dA * inv_den_ref[rows][None, :] + dz_ref[rows][None, :])
         W = dP * sum_of(DHQK // siz_b_loop, k_times_q, (LKV, siz_b_LQ)) * scale
         strict = causal_mask(LKV, siz_b_LQ, offset - 1, transposed=True)
         total = jnp.sum(jnp.where(strict, W, 0.0), axis=1)
@@ -146,7 +146,8 @@ def parallel_bw_dK(
             pl.BlockSpec((None, None, BK, p.DHHV), lambda ik, s, b: (b, s // tiles, ik, 0)),
             pl.BlockSpec((None, None, BK), lambda ik, s, b: (b, s // tiles, ik)),
             *[keys] * 3,
-            *[chunk] * 4,
+            *[chunk] * 2,
+            *[chunk if rows.vecInvDen is not None else None] * 2,
         ],
         out_specs=[pl.BlockSpec((None, LKV, BK), lambda ik, s, b: (b, s, ik)), *[sums_spec] * 4],
         out_shape=[
@@ -168,7 +169,8 @@ def parallel_bw_dK(
         matDeltaH.reshape(p.BNH, p.S, p.DHHV),
         matDeltaC_states.reshape(p.BNH, -1, p.DHQK, p.DHHV),
         vecDeltaN_states.reshape(p.BNH, -1, p.DHQK),
-        *(x.reshape(p.BNH, p.S) for x in (*gates.vecE, gates.vecAbar, *gates.vecU, rows.vecInvDen, rows.vecDz)),
+        *(x.reshape(p.BNH, p.S) for x in (*gates.vecE, gates.vecAbar, *gates.vecU)),
+        *(None if x is None else x.reshape(p.BNH, p.S) for x in (rows.vecInvDen, rows.vecDz)),
     )
     heads = (p.B, p.NH, p.S)
     return dk.reshape(*heads, p.DHQK), KeySums(to_state.sum(1).reshape(heads), *(x[:, 0].reshape(heads) for x in sums))

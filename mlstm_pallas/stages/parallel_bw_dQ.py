@@ -38,14 +38,14 @@ def _parallel_bw_dQ_kernel(
     v_ref,  # (L, DHHV)
     dh_ref,  # (siz_b_LQ, DHHV)
     C_ref,  # (siz_b_DHQK, DHHV)
-    n_ref,  # (siz_b_DHQK,)
+    n_ref,  # (siz_b_DHQK,), absent without a normaliser
     e_hi_ref,  # (L,)
     e_lo_ref,  # (L,)
     u_hi_ref,  # (siz_b_LQ,), as all that follow
     u_lo_ref,
     w_ref,
-    inv_den_ref,
-    dz_ref,
+    inv_den_ref,  # absent without a normaliser
+    dz_ref,  # likewise
     dq_ref,  # out (siz_b_LQ, siz_b_DHQK)
     from_state_ref,  # out (siz_b_LQ,)
     from_before_ref,  # out (siz_b_LQ,)
@@ -68,9 +68,13 @@ def _parallel_bw_dQ_kernel(
     def dh_times_C(i):
         return dot(dh_ref[:, block_at(i, siz_b_loop)], C_ref[:, block_at(i, siz_b_loop)], precision, b_axis=1)
 
-    inv_den, dz, w = inv_den_ref[...], dz_ref[...], w_ref[...] * scale
+    w = w_ref[...] * scale
     dq = sum_of(DHHV // siz_b_loop, dh_times_C, (LQ, columns))
-    dq = dq * (w * inv_den)[:, None] + (w * dz)[:, None] * n_ref[...][None, :]
+    if inv_den_ref is None:
+        dq = dq * w[:, None]
+    else:
+        inv_den, dz = inv_den_ref[...], dz_ref[...]
+        dq = dq * (w * inv_den)[:, None] + (w * dz)[:, None] * n_ref[...][None, :]
     from_state_ref[...] = jnp.sum(dq * q_ref[:, own_columns].astype(jnp.float32), axis=1)
     u_hi, u_lo = u_hi_ref[...], u_lo_ref[...]
 
@@ -86,7 +90,8 @@ def _parallel_bw_dQ_kernel(
 
         offset = row - j * siz_b_LKV
         D = decay_tile(e_hi_ref[rows], e_lo_ref[rows], u_hi, u_lo, causal_mask(LQ, siz_b_LKV, offset))
-        dP = D * (sum_of(DHHV // siz_b_loop, dh_times_v, (LQ, siz_b_LKV)) * inv_den[:, None] + dz[:, None])
+        dA = sum_of(DHHV // siz_b_loop, dh_times_v, (LQ, siz_b_LKV))
+        dP = D * (dA if inv_den_ref is None else dA * inv_den[:, None] + dz[:, None])
         W = jnp.where(causal_mask(LQ, siz_b_LKV, offset - 1), dP, 0.0)
         W = W * sum_of(DHQK // siz_b_loop, q_times_k, (LQ, siz_b_LKV))
         total = jnp.sum(W, axis=1) * scale
@@ -135,6 +140,7 @@ def parallel_bw_dQ(
     p, stage = problem, config.stage("parallel_bw_dQ").fitted(problem)
     LQ, LKV, BK = min(stage.siz_b_LQ, p.T), min(stage.siz_b_LKV, p.T), stage.siz_b_DHQK
     tiles, columns = blocks(p.L, LQ), blocks(p.DHQK, BK)
+    normalised = rows.vecInvDen is not None
     rows_spec = pl.BlockSpec((None, LQ), lambda ik, iq, b: (b, iq))
     chunk = pl.BlockSpec((None, p.L), lambda ik, iq, b: (b, iq // tiles))
     # Each column block makes the same sums of W; from_state is a part of its own.
@@ -150,10 +156,11 @@ def parallel_bw_dQ(
             pl.BlockSpec((None, p.L, p.DHHV), lambda ik, iq, b: (b, iq // tiles, 0)),
             pl.BlockSpec((None, LQ, p.DHHV), lambda ik, iq, b: (b, iq, 0)),
             pl.BlockSpec((None, None, BK, p.DHHV), lambda ik, iq, b: (b, iq // tiles, ik, 0)),
-            pl.BlockSpec((None, None, BK), lambda ik, iq, b: (b, iq // tiles, ik)),
+            pl.BlockSpec((None, None, BK), lambda ik, iq, b: (b, iq // tiles, ik)) if normalised else None,
             chunk,
             chunk,
-            *[rows_spec] * 5,
+            *[rows_spec] * 3,
+            *[rows_spec if normalised else None] * 2,
         ],
         out_specs=[
             pl.BlockSpec((None, LQ, BK), lambda ik, iq, b: (b, iq, ik)),
@@ -179,8 +186,9 @@ def parallel_bw_dQ(
         matV.reshape(p.BNH, p.S, p.DHHV),
         matDeltaH.reshape(p.BNH, p.S, p.DHHV),
         matC_states.reshape(p.BNH, -1, p.DHQK, p.DHHV),
-        vecN_states.reshape(p.BNH, -1, p.DHQK),
-        *(x.reshape(p.BNH, p.S) for x in (*gates.vecE, *gates.vecU, gates.vecW, rows.vecInvDen, rows.vecDz)),
+        vecN_states.reshape(p.BNH, -1, p.DHQK) if normalised else None,
+        *(x.reshape(p.BNH, p.S) for x in (*gates.vecE, *gates.vecU, gates.vecW)),
+        *(None if x is None else x.reshape(p.BNH, p.S) for x in (rows.vecInvDen, rows.vecDz)),
     )
     heads = (p.B, p.NH)
     sums = QuerySums(

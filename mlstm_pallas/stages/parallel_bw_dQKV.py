@@ -41,7 +41,7 @@ def _parallel_bw_dQKV_kernel(
     v_ref,  # (L, DHHV)
     dh_ref,  # (L, DHHV)
     C_ref,  # (DHQK, DHHV) before the chunk
-    n_ref,  # (DHQK,)
+    n_ref,  # (DHQK,), absent without a normaliser
     dC_ref,  # (DHQK, DHHV) after the chunk
     dn_ref,  # (DHQK,)
     e_hi_ref,  # (L,), as all that follow
@@ -50,8 +50,8 @@ def _parallel_bw_dQKV_kernel(
     u_lo_ref,
     w_ref,
     abar_ref,
-    inv_den_ref,
-    dz_ref,
+    inv_den_ref,  # absent without a normaliser
+    dz_ref,  # likewise
     dq_ref,  # out (L, DHQK)
     dk_ref,  # out (L, DHQK)
     dv_ref,  # out (L, DHHV)
@@ -78,17 +78,19 @@ def _parallel_bw_dQKV_kernel(
     def dh_times_v(j):
         return dot(dh_ref[:, block_at(j, step_v)], v_ref[:, block_at(j, step_v)], precision, b_axis=1)
 
-    inv_den, dz = inv_den_ref[...], dz_ref[...]
     D = decay_tile(e_hi_ref[...], e_lo_ref[...], u_hi_ref[...], u_lo_ref[...], causal_mask(L, L, 0))
     scores = sum_of(DHQK // step_k, q_times_k, (L, L)) * scale
-    dP = D * (sum_of(DHHV // step_v, dh_times_v, (L, L)) * inv_den[:, None] + dz[:, None])
+    P, dA, w = D * scores, sum_of(DHHV // step_v, dh_times_v, (L, L)), w_ref[...] * scale
+    w_inv_den = w
+    if inv_den_ref is not None:
+        inv_den, dz = inv_den_ref[...], dz_ref[...]
+        P, dA, w_inv_den = P * inv_den[:, None], dA * inv_den[:, None] + dz[:, None], w * inv_den  # P of dh instead of dnum
+    P, dP = P.astype(dtype), D * dA
     W = dP * scores
     k_intra_ref[...] = jnp.sum(W, axis=0)
     W = jnp.where(causal_mask(L, L, -1), W, 0.0)
     from_before_ref[...], to_behind_ref[...] = jnp.sum(W, axis=1), jnp.sum(W, axis=0)
-    P = (D * scores * inv_den[:, None]).astype(dtype)  # of dh instead of dnum
     dP = dP.astype(dtype)
-    w = w_ref[...] * scale
     abar = abar_ref[...]
 
     def dq_columns(j, q_inter):
@@ -97,8 +99,9 @@ def _parallel_bw_dQKV_kernel(
         def dh_times_C(i):
             return dot(dh_ref[:, block_at(i, step_v)], C_ref[columns, block_at(i, step_v)], precision, b_axis=1)
 
-        inter = sum_of(DHHV // step_v, dh_times_C, (L, siz_b_DHQK))
-        inter = inter * (w * inv_den)[:, None] + (w * dz)[:, None] * n_ref[columns][None, :]
+        inter = sum_of(DHHV // step_v, dh_times_C, (L, siz_b_DHQK)) * w_inv_den[:, None]
+        if inv_den_ref is not None:
+            inter += (w * dz)[:, None] * n_ref[columns][None, :]
         intra = dot(dP, k_ref[:, columns], precision) * scale
         dq_ref[:, columns] = (inter + intra).astype(dq_ref.dtype)
         q = q_ref[:, columns].astype(jnp.float32)
@@ -155,6 +158,7 @@ def parallel_bw_dQKV(
         kernel dtype and (B, NH, NC, DHQK) float32.
     """
     p, stage = problem, config.stage("parallel_bw_dQKV").fitted(problem)
+    normalised = rows.vecInvDen is not None
     keys = pl.BlockSpec((None, p.L, p.DHQK), lambda c, b: (b, c, 0))
     values = pl.BlockSpec((None, p.L, p.DHHV), lambda c, b: (b, c, 0))
     state = pl.BlockSpec((None, None, p.DHQK, p.DHHV), lambda c, b: (b, c, 0, 0))
@@ -164,7 +168,18 @@ def parallel_bw_dQKV(
         _parallel_bw_dQKV_kernel,
         name="parallel_bw_dQKV",
         grid=(p.NC, p.BNH),
-        in_specs=[keys, keys, values, values, state, norm, state, norm, *[row] * 8],
+        in_specs=[
+            keys,
+            keys,
+            values,
+            values,
+            state,
+            norm if normalised else None,
+            state,
+            norm,
+            *[row] * 6,
+            *[row if normalised else None] * 2,
+        ],
         out_specs=[keys, keys, values, *[row] * 5],
         out_shape=[
             jax.ShapeDtypeStruct((p.BNH, p.S, p.DHQK), matQ.dtype),
@@ -185,10 +200,11 @@ def parallel_bw_dQKV(
         matV.reshape(p.BNH, p.S, p.DHHV),
         matDeltaH.reshape(p.BNH, p.S, p.DHHV),
         matC_states.reshape(p.BNH, -1, p.DHQK, p.DHHV),
-        vecN_states.reshape(p.BNH, -1, p.DHQK),
+        vecN_states.reshape(p.BNH, -1, p.DHQK) if normalised else None,
         matDeltaC_states.reshape(p.BNH, -1, p.DHQK, p.DHHV),
         vecDeltaN_states.reshape(p.BNH, -1, p.DHQK),
-        *(x.reshape(p.BNH, p.S) for x in (*gates.vecE, *gates.vecU, gates.vecW, gates.vecAbar, rows.vecInvDen, rows.vecDz)),
+        *(x.reshape(p.BNH, p.S) for x in (*gates.vecE, *gates.vecU, gates.vecW, gates.vecAbar)),
+        *(None if x is None else x.reshape(p.BNH, p.S) for x in (rows.vecInvDen, rows.vecDz)),
     )
     q_inter, k_inter, k_intra, difference = (x.reshape(p.B, p.NH, p.NC, p.L) for x in (q_inter, k_inter, k_intra, from_before - to_behind))
     return Gradients(

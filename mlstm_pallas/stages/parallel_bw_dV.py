@@ -30,7 +30,7 @@ def _parallel_bw_dV_kernel(
     abar_ref,  # (siz_b_LKV,)
     u_hi_ref,  # (L,)
     u_lo_ref,  # (L,)
-    inv_den_ref,  # (L,)
+    inv_den_ref,  # (L,), absent without a normaliser
     dv_ref,  # out (siz_b_LKV, siz_b_DHHV)
     *,
     scale: float,
@@ -58,7 +58,8 @@ def _parallel_bw_dV_kernel(
 
         mask = causal_mask(LKV, siz_b_LQ, j * siz_b_LQ - key, transposed=True)
         D = decay_tile(e_hi, e_lo, u_hi_ref[rows], u_lo_ref[rows], mask, transposed=True)
-        P = sum_of(DHQK // siz_b_loop, k_times_q, (LKV, siz_b_LQ)) * (D * (inv_den_ref[rows] * scale)[None, :])
+        weight = D * scale if inv_den_ref is None else D * (inv_den_ref[rows] * scale)[None, :]
+        P = sum_of(DHQK // siz_b_loop, k_times_q, (LKV, siz_b_LQ)) * weight
         return dv + dot(P.astype(dh_ref.dtype), dh_ref[rows, :], precision)
 
     dv_ref[...] = loop(L // siz_b_LQ - first, from_queries, dv).astype(dv_ref.dtype)
@@ -100,7 +101,8 @@ def parallel_bw_dV(
             pl.BlockSpec((None, p.L, BV), lambda iv, s, b: (b, s // tiles, iv)),
             pl.BlockSpec((None, None, p.DHQK, BV), lambda iv, s, b: (b, s // tiles, 0, iv)),
             *[keys] * 3,
-            *[chunk] * 3,
+            *[chunk] * 2,
+            None if rows.vecInvDen is None else chunk,
         ],
         out_specs=[pl.BlockSpec((None, LKV, BV), lambda iv, s, b: (b, s, iv))],
         out_shape=[jax.ShapeDtypeStruct((p.BNH, p.S, p.DHHV), matQ.dtype)],
@@ -116,6 +118,7 @@ def parallel_bw_dV(
         matK.reshape(p.BNH, p.S, p.DHQK),
         matDeltaH.reshape(p.BNH, p.S, p.DHHV),
         matDeltaC_states.reshape(p.BNH, -1, p.DHQK, p.DHHV),
-        *(x.reshape(p.BNH, p.S) for x in (*gates.vecE, gates.vecAbar, *gates.vecU, rows.vecInvDen)),
+        *(x.reshape(p.BNH, p.S) for x in (*gates.vecE, gates.vecAbar, *gates.vecU)),
+        None if rows.vecInvDen is None else rows.vecInvDen.reshape(p.BNH, p.S),
     )
     return dv.reshape(p.B, p.NH, p.S, p.DHHV)

@@ -2,7 +2,7 @@
 
     num_t = w_t scale C_c^T q_t + sum_s P_ts v_s        P_ts = D_ts scale q_t . k_s,  s <= t inside the chunk
     z_t   = w_t scale n_c . q_t + sum_s P_ts
-    h_t   = num_t / (max(|z_t|, norm_val exp(-m_t)) + eps)
+    h_t   = num_t / (max(|z_t|, norm_val exp(-m_t)) + eps), or num_t, in which case z is not made
 
 Grid (DHHV / siz_b_DHHV, S / siz_b_LQ, B * NH). A program owns siz_b_LQ rows of siz_b_DHHV columns of h, in fp32 registers. It loops
 over DHQK in steps of siz_b_DHQK for the part of the state, then over the key tiles of siz_b_LKV rows at and before its own rows in the
@@ -28,19 +28,18 @@ def _parallel_fw_H_kernel(
     k_ref,  # (L, DHQK)
     v_ref,  # (L, siz_b_DHHV)
     C_ref,  # (DHQK, siz_b_DHHV)
-    n_ref,  # (DHQK,)
+    n_ref,  # (DHQK,), absent without a normaliser
     e_hi_ref,  # (L,)
     e_lo_ref,  # (L,)
     u_hi_ref,  # (siz_b_LQ,)
     u_lo_ref,  # (siz_b_LQ,)
     w_ref,  # (siz_b_LQ,)
-    m_ref,  # (siz_b_LQ,)
+    m_ref,  # (siz_b_LQ,), absent where the floor does not need it
     h_ref,  # out (siz_b_LQ, siz_b_DHHV)
-    z_ref,  # out (siz_b_LQ,)
+    z_ref=None,  # out (siz_b_LQ,), absent without a normaliser
     *,
     scale: float,
     eps: float,
-    stabilize_correctly: bool,
     norm_val: float,
     L: int,
     siz_b_LKV: int,
@@ -65,11 +64,14 @@ def _parallel_fw_H_kernel(
     num = loop(num_k, add_state, jnp.zeros((LQ, h_ref.shape[1]), jnp.float32))
     if keep_q:
         q_whole = q_ref[...]
+    if z_ref is None:
+        z = None
+    elif keep_q:
         z = jnp.sum(q_whole.astype(jnp.float32) * n_ref[...][None, :], axis=1)
     else:
         z = loop(num_k, add_norm, jnp.zeros((LQ,), jnp.float32))
     w = w_ref[...] * scale
-    num, z = num * w[:, None], z * w
+    num, z = num * w[:, None], None if z is None else z * w
     u_hi, u_lo = u_hi_ref[...], u_lo_ref[...]
 
     def from_keys(j, carry):
@@ -86,12 +88,15 @@ def _parallel_fw_H_kernel(
             scores = loop(num_k, add_columns, jnp.zeros((LQ, siz_b_LKV), jnp.float32))
         D = decay_tile(e_hi_ref[rows], e_lo_ref[rows], u_hi, u_lo, causal_mask(LQ, siz_b_LKV, row - j * siz_b_LKV))
         P = scores * (D * scale)
-        return num + dot(P.astype(v_ref.dtype), v_ref[rows, :], precision), z + jnp.sum(P, axis=1)
+        return num + dot(P.astype(v_ref.dtype), v_ref[rows, :], precision), None if z is None else z + jnp.sum(P, axis=1)
 
     num_keys = divide(row + LQ + siz_b_LKV - 1, siz_b_LKV)
     num, z = loop(num_keys, from_keys, (num, z))
+    if z is None:
+        h_ref[...] = num.astype(h_ref.dtype)
+        return
 
-    floor = norm_val * jnp.exp(-m_ref[...]) if stabilize_correctly and norm_val > 0 else norm_val
+    floor = norm_val if m_ref is None else norm_val * jnp.exp(-m_ref[...])
     den = jnp.maximum(jnp.abs(z), floor) + eps
     if eps == 0:
         den = jnp.where(den == 0, 1.0, den)  # nothing is stored: 0/0 is 0
@@ -115,9 +120,10 @@ def parallel_fw_H(
     eps: float,
     stabilize_correctly: bool,
     norm_val: float,
+    normalize: bool = True,
     output_dtype: jnp.dtype,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None]:
     """Launches the stage. Config: siz_b_LQ, siz_b_LKV, siz_b_DHQK, siz_b_DHHV, keep_q.
 
     Args:
@@ -126,7 +132,7 @@ def parallel_fw_H(
       matC_states, vecN_states: (B, NH, NC or more, DHQK, DHHV) in the kernel dtype, (B, NH, NC or more, DHQK) float32.
 
     Returns:
-      matH (B, NH, S, DHHV) in output_dtype and the signed normaliser z (B, NH, S), float32.
+      matH (B, NH, S, DHHV) in output_dtype and the signed normaliser z (B, NH, S), float32; with normalize=False the numerators and None.
     """
     p, stage = problem, config.stage("parallel_fw_H").fitted(problem)
     LQ, LKV, BK, BV = stage.siz_b_LQ, stage.siz_b_LKV, stage.siz_b_DHQK, stage.siz_b_DHHV
@@ -134,7 +140,8 @@ def parallel_fw_H(
 
     rows = pl.BlockSpec((None, LQ), lambda iv, iq, b: (b, iq))
     chunk = pl.BlockSpec((None, p.L), lambda iv, iq, b: (b, iq // row_blocks))
-    H, z = kernel_call(
+    floor_needs_m = normalize and stabilize_correctly and norm_val > 0
+    H, *z = kernel_call(
         _parallel_fw_H_kernel,
         name="parallel_fw_H",
         grid=(blocks(p.DHHV, BV), p.NC * row_blocks, p.BNH),
@@ -143,24 +150,23 @@ def parallel_fw_H(
             pl.BlockSpec((None, p.L, p.DHQK), lambda iv, iq, b: (b, iq // row_blocks, 0)),
             pl.BlockSpec((None, p.L, BV), lambda iv, iq, b: (b, iq // row_blocks, iv)),
             pl.BlockSpec((None, None, p.DHQK, BV), lambda iv, iq, b: (b, iq // row_blocks, 0, iv)),
-            pl.BlockSpec((None, None, p.DHQK), lambda iv, iq, b: (b, iq // row_blocks, 0)),
+            pl.BlockSpec((None, None, p.DHQK), lambda iv, iq, b: (b, iq // row_blocks, 0)) if normalize else None,
             chunk,
             chunk,
             rows,
             rows,
             rows,
-            rows,
+            rows if floor_needs_m else None,
         ],
-        out_specs=[pl.BlockSpec((None, LQ, BV), lambda iv, iq, b: (b, iq, iv)), rows],
+        out_specs=[pl.BlockSpec((None, LQ, BV), lambda iv, iq, b: (b, iq, iv)), *[rows] * normalize],
         out_shape=[
             jax.ShapeDtypeStruct((p.BNH, p.S, p.DHHV), output_dtype),
-            jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32),
+            *[jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32)] * normalize,
         ],
         stage=stage,
         interpret=interpret,
         scale=p.qk_scale,
         eps=eps,
-        stabilize_correctly=stabilize_correctly,
         norm_val=norm_val,
         L=p.L,
         siz_b_LKV=LKV,
@@ -172,7 +178,8 @@ def parallel_fw_H(
         matK.reshape(p.BNH, p.S, p.DHQK),
         matV.reshape(p.BNH, p.S, p.DHHV),
         matC_states.reshape(p.BNH, -1, p.DHQK, p.DHHV),
-        vecN_states.reshape(p.BNH, -1, p.DHQK),
-        *(x.reshape(p.BNH, p.S) for x in (*gates.vecE, *gates.vecU, gates.vecW, gates.vecM)),
+        vecN_states.reshape(p.BNH, -1, p.DHQK) if normalize else None,
+        *(x.reshape(p.BNH, p.S) for x in (*gates.vecE, *gates.vecU, gates.vecW)),
+        gates.vecM.reshape(p.BNH, p.S) if floor_needs_m else None,
     )
-    return H.reshape(p.B, p.NH, p.S, p.DHHV), z.reshape(p.B, p.NH, p.S)
+    return H.reshape(p.B, p.NH, p.S, p.DHHV), z[0].reshape(p.B, p.NH, p.S) if normalize else None

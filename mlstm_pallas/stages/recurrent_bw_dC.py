@@ -43,13 +43,15 @@ def recurrent_bw_dC(
       chunk; the gradients of the initial C and n, float32; and scaThrough (B, NH, NC), the product above.
     """
     shape = gates.vecW.shape
-    r = gates.vecW * rows.vecInvDen.reshape(shape) * problem.qk_scale
+    r = gates.vecW * problem.qk_scale
+    if rows.vecInvDen is not None:
+        r *= rows.vecInvDen.reshape(shape)
     dC, dn, dC_initial, dn_initial, *products = recurrence(
         "recurrent_bw_dC",
         matQ,
         matDeltaH,
         r,
-        rows.vecDzDen,
+        rows.vecDzDen if rows.vecInvDen is not None else jnp.zeros_like(r),
         gates.scaGamma,
         matDeltaC_last,
         vecDeltaN_last,

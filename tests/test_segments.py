@@ -1,0 +1,107 @@
+"""Packed sequences (segment_ids): each is computed as if it were alone. Their gradients: test_gradients.py, cases packed."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import assert_close, oracle, random_inputs, tolerance
+
+from mlstm_pallas import mlstm_chunkwise
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+S, L = 90, 32
+LENGTHS = {"none": [90], "in_chunks": [5, 4, 1, 13, 40, 27], "at_chunk_borders": [32, 32, 26], "every_step": [1] * 90, "last_step": [89, 1]}
+BACKENDS = ["xla", "interpret"]
+
+
+def packed_ids(lengths):
+    """Ids that repeat, but not in neighbours, for two rows of a batch: the second one has one sequence only."""
+    ids = np.repeat(np.arange(len(lengths)) % 3 - 1, lengths)
+    return np.stack([ids, np.full_like(ids, 7)])
+
+
+def parts(inputs, lengths):
+    """The first row of the batch, cut into its sequences; initial states go with the first one."""
+    ends = np.cumsum(lengths)
+    for index, (start, end) in enumerate(zip(ends - lengths, ends, strict=True)):
+        states = {name: x[:1] for name, x in inputs.items() if name.endswith("_initial")} if index == 0 else {}
+        yield {name: x[:1, :, start:end] for name, x in inputs.items() if name in "qkvif"} | states
+
+
+@pytest.fixture(scope="module")
+def run():
+    @functools.partial(jax.jit, static_argnames=("options",))
+    def run(inputs, segment_ids, options):
+        return mlstm_chunkwise(**inputs, segment_ids=segment_ids, return_last_states=True, chunk_size=L, **dict(options))
+
+    return run
+
+
+@pytest.mark.parametrize("input_gate", ["exp", "sigmoid"])
+def test_the_recurrence_packs_sequences_as_if_alone(input_gate):
+    lengths = LENGTHS["in_chunks"]
+    inputs = random_inputs(0, 2, 2, S, 4, 8, m_initial=input_gate == "exp")
+    h, states = oracle(inputs, packed_ids(lengths), input_gate=input_gate)
+    alone = [oracle(part, input_gate=input_gate) for part in parts(inputs, lengths)]
+    np.testing.assert_allclose(h[:1], np.concatenate([h for h, _ in alone], axis=2), rtol=1e-12, atol=1e-12)
+    for actual, wanted in zip(states, alone[-1][1], strict=True):
+        np.testing.assert_allclose(actual[:1], wanted, rtol=1e-12, atol=1e-12)
+    second = {name: x[1:] for name, x in inputs.items()}
+    np.testing.assert_allclose(h[1:], oracle(second, input_gate=input_gate)[0], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "input_gate"), [*[(lengths, "exp") for lengths in LENGTHS], ("in_chunks", "sigmoid"), ("every_step", "sigmoid")]
+)
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_forward(run, backend, lengths, input_gate):
+    inputs = random_inputs(0, 2, 2, S, 16, 32, m_initial=input_gate == "exp")
+    ids = packed_ids(LENGTHS[lengths])
+    h, states = run(inputs, ids, options=(("backend", backend), ("input_gate", input_gate)))
+    expected, expected_states = oracle(inputs, ids, input_gate=input_gate)
+    for name, actual, wanted in zip("hcnm", (h, *states), (expected, *expected_states), strict=True):
+        assert_close(actual, wanted, tolerance("float32", S), name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nothing_leaks_from_one_sequence_into_the_next(run, backend):
+    """The first sequence is 1e15 times as large, and its forget gates are open: far below a very negative forget gate's leak."""
+    lengths = [40, 50]
+    inputs = random_inputs(1, 2, 2, S, 16, 32, states=False, f_shift=20.0)
+    large = inputs | {"v": inputs["v"].at[:, :, :40].multiply(1e15), "i": inputs["i"].at[:, :, :40].add(60.0)}
+    h, states = run(large, packed_ids(lengths), options=(("backend", backend),))
+    expected, expected_states = oracle({name: x[:1, :, 40:] for name, x in inputs.items()})
+    assert_close(h[:1, :, 40:], expected, tolerance("float32", S), "h")
+    for name, actual, wanted in zip("cnm", states, expected_states, strict=True):
+        assert_close(actual[:1], wanted, tolerance("float32", S), name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_gradients_of_packed_sequences_are_those_alone(backend):
+    lengths = [30, 30, 30]
+    inputs = random_inputs(2, 2, 1, S, 16, 16, states=False)
+    ids = packed_ids(lengths)
+
+    def loss(q, k, v, i, f, weights, segment_ids=None):
+        h = mlstm_chunkwise(q, k, v, i, f, segment_ids=segment_ids, chunk_size=L, eps=0.1, backend=backend)
+        return jnp.sum(h * weights)
+
+    weights = jnp.asarray(np.random.default_rng(3).normal(size=inputs["v"].shape), "float32")
+    gradient = jax.jit(jax.grad(loss, (0, 1, 2, 3, 4)))
+    packed = gradient(*inputs.values(), weights, ids)
+    for start, end in ((0, 30), (30, 60), (60, 90)):
+        alone = gradient(*(x[:1, :, start:end] for x in inputs.values()), weights[:1, :, start:end])
+        for name, actual, wanted in zip("qkvif", packed, alone, strict=True):
+            assert_close(actual[:1, :, start:end], np.asarray(wanted, "float64"), 1e-5, f"d{name} of {start}:{end}")
+
+
+def test_vmap_over_ids():
+    inputs = random_inputs(3, 1, 1, 40, 16, 16, states=False)
+    ids = np.stack([np.repeat([0, 1], [10, 30]), np.repeat([0, 1], [25, 15])])
+    call = functools.partial(mlstm_chunkwise, *inputs.values(), chunk_size=16, backend="xla")
+    mapped = jax.vmap(lambda ids: call(segment_ids=ids[None]))(ids)
+    for found, row in zip(mapped, ids, strict=True):
+        assert_close(found, np.asarray(call(segment_ids=row[None]), "float64"), 1e-6)

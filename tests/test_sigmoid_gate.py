@@ -1,0 +1,83 @@
+"""mLSTMsig: the sigmoid input gate, with and without a normaliser. Its gradients: test_gradients.py, cases sigmoid."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import assert_close, error, oracle, random_inputs, tolerance
+
+from mlstm_pallas import mlstm_chunkwise, reference
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+BACKENDS = ["xla", "interpret"]
+
+
+def written_out(q, k, v, i, f, c, n, *, normalize, norm_val=1.0, eps=1e-6):
+    """C_t = sigmoid(f_t) C_{t-1} + sigmoid(i_t) k_t v_t^T in float64 numpy, one step after the other."""
+    q, k, v, i, f, c, n = (np.asarray(x, "float64") for x in (q, k, v, i, f, c, n))
+    outputs = []
+    for t in range(q.shape[2]):
+        forget, store = (1 / (1 + np.exp(-x[:, :, t])) for x in (f, i))
+        c = forget[..., None, None] * c + store[..., None, None] * k[:, :, t, :, None] * v[:, :, t, None, :]
+        n = forget[..., None] * n + store[..., None] * k[:, :, t]
+        scaled = q[:, :, t] * q.shape[-1] ** -0.5
+        h = np.einsum("bhk,bhkv->bhv", scaled, c)
+        if normalize:
+            h /= (np.maximum(np.abs(np.sum(scaled * n, -1)), norm_val) + eps)[..., None]
+        outputs.append(h)
+    return np.stack(outputs, 2), (c, n, np.zeros(c.shape[:2]))
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+def test_the_recurrence_is_the_definition(normalize):
+    inputs = random_inputs(0, 1, 2, 30, 8, 8, m_initial=False)
+    h, states = oracle(inputs, input_gate="sigmoid", normalize=normalize)
+    expected, expected_states = written_out(*inputs.values(), normalize=normalize)
+    for actual, wanted in zip((h, *states), (expected, *expected_states), strict=True):
+        np.testing.assert_allclose(actual, wanted, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(("dtype", "S", "L", "heads"), [("float32", 100, 64, (24, 40)), ("bfloat16", 70, 32, (16, 16))])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_forward(backend, dtype, S, L, heads, normalize):
+    inputs = random_inputs(1, 1, 2, S, *heads, dtype=dtype, m_initial=False)
+    options = dict(input_gate="sigmoid", normalize=normalize)
+    call = functools.partial(mlstm_chunkwise, **options, return_last_states=True, chunk_size=L, backend=backend)
+    h, states = jax.jit(call)(**inputs)
+    expected, expected_states = oracle(inputs, **options)
+    bound = tolerance(dtype, S)
+    assert_close(h, expected, bound, "h")
+    for name, actual, wanted in zip("cnm", states, expected_states, strict=True):
+        assert_close(actual, wanted, bound, name)
+    assert not np.any(np.asarray(states[2]))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("gates", [{"resets": True}, {"f_scale": 1e3, "i_scale": 1e3}, {"i_shift": -40.0}])
+def test_forward_gates(backend, gates):
+    inputs = random_inputs(2, 1, 2, 80, 16, 16, m_initial=False, **gates)
+    options = dict(input_gate="sigmoid", normalize=False)
+    h = jax.jit(functools.partial(mlstm_chunkwise, **options, chunk_size=32, backend=backend))(**inputs)
+    assert bool(jnp.isfinite(h).all())
+    assert_close(h, oracle(inputs, **options)[0], tolerance("float32", 80), "h")
+
+
+def test_two_halves_are_the_whole():
+    inputs = random_inputs(3, 1, 2, 64, 16, 16, states=False)
+    call = functools.partial(mlstm_chunkwise, input_gate="sigmoid", return_last_states=True, chunk_size=16, backend="xla")
+    whole, whole_states = call(*inputs.values())
+    first, (c, n, _) = call(*(x[:, :, :24] for x in inputs.values()))
+    second, states = call(*(x[:, :, 24:] for x in inputs.values()), c, n)
+    assert error(jnp.concatenate([first, second], axis=2), np.asarray(whole, "float64")) < 1e-6
+    for actual, wanted in zip(states, whole_states, strict=True):
+        assert error(actual, np.asarray(wanted, "float64")) < 1e-6
+
+
+def test_the_chunkwise_reference_has_the_gate():
+    inputs = random_inputs(4, 1, 2, 64, 16, 16, m_initial=False)
+    h, _ = reference.chunkwise(*inputs.values(), jnp.zeros((1, 2)), chunk_size=16, input_gate="sigmoid", normalize=False)
+    assert_close(h, oracle(inputs, input_gate="sigmoid", normalize=False)[0], tolerance("float32", 64))
