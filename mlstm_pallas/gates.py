@@ -38,6 +38,8 @@ _INF = float("inf")
 MASKED = -1e6
 # exp of anything below -150 is 0 in float32 (subnormals included), and below -750 in float64.
 _UNDERFLOW = 1024.0
+# What a step with a decay below exp of this carries on is below all rounding errors, for values of any size that occurs.
+LEAST_DECAY = -60.0
 
 
 class LocalGates(NamedTuple):
@@ -90,7 +92,8 @@ def log_sigmoid_gate(f: jax.Array) -> tuple[jax.Array, jax.Array]:
     """log sigmoid(f), 0 at a reset, and where the resets are."""
     reset = f <= MASKED
     f = jnp.where(reset, 0.0, f)
-    return jnp.where(reset, 0.0, jnp.minimum(f, 0.0) - jnp.log1p(jnp.exp(-jnp.abs(f)))), reset
+    below = f <= 0  # neither abs nor minimum, whose derivatives at 0 are not those of the sum
+    return jnp.where(reset, 0.0, jnp.where(below, f, 0.0) - jnp.log1p(jnp.exp(jnp.where(below, f, -f)))), reset
 
 
 def log_input_gate(i: jax.Array, input_gate: InputGate) -> jax.Array:
@@ -317,6 +320,14 @@ def stabiliser_gradients(
     return jnp.where(carried, 0.0, arrives), jnp.where(carried, arrives, 0.0), total[..., 0]
 
 
+def passes(gates: ChunkGates, vecF: jax.Array, begins: jax.Array | None) -> jax.Array:
+    """Whether anything passes from before t to t or later; where not, the sums for f_t hold rounding errors alone. (B, NH, NC, L)"""
+    fbar, reset = log_sigmoid_gate(vecF)
+    m_before = jnp.concatenate([gates.scaM_states[..., :-1, None], gates.vecM[..., :-1]], axis=-1)
+    decays = fbar + m_before - gates.vecM > LEAST_DECAY  # not a number where nothing was stored
+    return decays & ~(reset if begins is None else reset | begins)
+
+
 def gate_gradients(
     gates: ChunkGates,
     vecI: jax.Array,
@@ -346,8 +357,7 @@ def gate_gradients(
     before = jnp.einsum("...s,ts->...t", sums.vecK_inter, jnp.tri(T, k=-1, dtype=through.dtype), precision="highest")
     dfbar = (sums.vecPairs + suffix_sums(sums.vecQ_inter) + before + through[..., None]).reshape(vecF.shape)
     begins = None if starts is None else starts > 0
-    if begins is not None:
-        dfbar = jnp.where(begins, 0.0, dfbar)  # nothing passes, and no rounding error stands for it
+    dfbar = jnp.where(passes(gates, vecF, begins), dfbar, 0.0)
     di = (sums.vecK_inter + sums.vecK_intra).reshape(vecI.shape)
     dm_initial = jnp.zeros(vecI.shape[:2], di.dtype)
     if dm is not None:
@@ -355,6 +365,5 @@ def gate_gradients(
         di, dfbar = di + di_m, dfbar + dfbar_m
     if input_gate is InputGate.SIGMOID:
         di = jnp.where(vecI <= MASKED, 0.0, di * jax.nn.sigmoid(-vecI))
-    df = jnp.where(vecF <= MASKED, 0.0, dfbar * jax.nn.sigmoid(-vecF))
     B, NH, NC, L = vecF.shape
-    return di.reshape(B, NH, NC * L), df.reshape(B, NH, NC * L), dm_initial
+    return di.reshape(B, NH, NC * L), (dfbar * jax.nn.sigmoid(-vecF)).reshape(B, NH, NC * L), dm_initial

@@ -135,3 +135,9 @@ def test_split_survives_the_compiler():
     x = jnp.asarray([0.1, 0.2, 0.3], jnp.float32)
     _, lo = jax.jit(lambda x: gates.split_for_exact_sums(x, jnp.max(x), 64))(x)
     assert bool((lo != 0).any())
+
+
+def test_log_sigmoid_has_its_derivative_at_0_and_far_out():
+    for f in (-1e4, -2.0, 0.0, 2.0, 1e4, float("inf")):
+        found = jax.grad(lambda x: gates.log_sigmoid_gate(x)[0])(jnp.float32(f))
+        assert float(found) == pytest.approx(float(jax.nn.sigmoid(jnp.float32(-f))), rel=1e-6), f

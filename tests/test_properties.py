@@ -1,0 +1,250 @@
+"""Any values, gates, states and borders of packed sequences, in a dozen classes of shapes and options, against the float64 recurrence."""
+
+import dataclasses
+import functools
+import os
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import NAMES, initial_state_scale
+
+from mlstm_pallas import KernelConfig, mlstm_chunkwise, reference
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+EXAMPLES = int(os.environ.get("MLSTM_PALLAS_EXAMPLES", "26"))  # of a class
+GPU_EXAMPLES = 170
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """What is compiled once: shapes, dtype, options."""
+
+    B: int
+    NH: int
+    S: int
+    DHQK: int
+    DHHV: int
+    L: int
+    dtype: str = "float32"
+    states: bool = True
+    packed: bool = False
+    split: bool = False
+    options: tuple[tuple[str, object], ...] = ()
+
+    @property
+    def sigmoid(self) -> bool:
+        return ("input_gate", "sigmoid") in self.options
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        count = 5 if not self.states else 7 if self.sigmoid else 8
+        return NAMES[:count]
+
+
+SIGMOID = (("input_gate", "sigmoid"),)
+CASES = {
+    "one_chunk": Case(1, 2, 16, 16, 16, 16),
+    "chunks": Case(1, 2, 64, 16, 32, 16),
+    "padded": Case(1, 2, 41, 12, 20, 32),
+    "batch": Case(3, 1, 32, 16, 16, 32, states=False),
+    "split": Case(1, 1, 64, 16, 16, 32, split=True),
+    "packed": Case(2, 1, 64, 16, 16, 16, packed=True),
+    "packed_split": Case(1, 2, 50, 16, 16, 32, packed=True, split=True, states=False),
+    "bfloat16": Case(1, 2, 64, 16, 16, 32, dtype="bfloat16"),
+    "bfloat16_packed": Case(2, 1, 48, 16, 16, 16, dtype="bfloat16", packed=True, split=True),
+    "unstabilised": Case(1, 2, 48, 16, 16, 16, options=(("stabilize_correctly", False), ("norm_val", 0.5), ("eps", 0.1))),
+    "sigmoid": Case(1, 2, 64, 16, 16, 16, options=SIGMOID),
+    "sigmoid_packed_unnormalised": Case(1, 2, 64, 16, 16, 32, packed=True, options=(*SIGMOID, ("normalize", False))),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Gates:
+    """Pre-activations: normal ones for all steps, others for a share of them, values of the borders for another."""
+
+    scale: float
+    centre: float
+    other_share: float
+    other_scale: float
+    other_centre: float
+    border_share: float
+
+    def values(self, r, shape, border):
+        x = self.centre + self.scale * r.normal(size=shape)
+        x = np.where(r.random(shape) < self.other_share, self.other_centre + self.other_scale * r.normal(size=shape), x)
+        x = np.where(r.random(shape) < self.border_share, r.choice(border, size=shape), x)
+        return x * (1 + 1e-2 * r.random(shape)) + 1e-2 * r.random(shape)  # at a tie of maxima any subgradient will do
+
+
+@dataclasses.dataclass(frozen=True)
+class Recipe:
+    """What the arguments of a case are made from."""
+
+    seed: int
+    magnitudes: tuple[float, float, float]  # of q, k, v
+    i: Gates
+    f: Gates
+    c_scale: float
+    m_scale: float
+    starts: float  # share of steps at which a packed sequence begins
+
+    def arguments(self, case: Case):
+        """Inputs by name, ids of packed sequences or None, and cotangents of h, c, n."""
+        r = np.random.default_rng(self.seed)
+        rows, heads = (case.B, case.NH, case.S), (case.B, case.NH)
+
+        def positive(*shape):  # keeps |z| away from zero, next to which 1 / |z| takes all digits
+            return np.abs(r.normal(size=shape)) + 0.2
+
+        x = {
+            "q": positive(*rows, case.DHQK) * self.magnitudes[0],
+            "k": positive(*rows, case.DHQK) * self.magnitudes[1],
+            "v": r.normal(size=(*rows, case.DHHV)) * self.magnitudes[2],
+            "i": self.i.values(r, rows, [-np.inf, -9e3, 9e3]),
+            "f": self.f.values(r, rows, [-np.inf, -900.0, 900.0, np.inf]),
+            "c_initial": r.normal(size=(*heads, case.DHQK, case.DHHV)) * self.c_scale,
+            "n_initial": positive(*heads, case.DHQK),
+            "m_initial": r.normal(size=heads) * self.m_scale,
+        }
+        ids = np.cumsum(r.random((case.B, case.S)) < self.starts, axis=1).astype("int32") if case.packed else None
+        cotangents = [r.normal(size=s) for s in ((*rows, case.DHHV), (*heads, case.DHQK, case.DHHV), (*heads, case.DHQK))]
+        kinds = {name: case.dtype if name in "qkv" else "float32" for name in NAMES}
+        return {name: jnp.asarray(x[name], kinds[name]) for name in case.names}, ids, cotangents
+
+
+MAGNITUDES = st.sampled_from([1.0, 1.0, 1.0, 1e-30, 1e-3, 1e4])
+SCALES, CENTRES = st.sampled_from([0.0, 1.0, 10.0, 1e3]), st.sampled_from([0.0, 3.0, -3.0, 30.0, -30.0, 1e3, -1e3])
+GATES = st.builds(Gates, SCALES, CENTRES, st.sampled_from([0.0, 0.05, 0.5]), SCALES, CENTRES, st.sampled_from([0.0, 0.1]))
+RECIPES = st.builds(
+    Recipe,
+    st.integers(0, 2**32 - 1),
+    st.tuples(MAGNITUDES, MAGNITUDES, MAGNITUDES),
+    GATES,
+    GATES,
+    st.sampled_from([0.0, 1.0]),
+    st.sampled_from([0.0, 1.0, 100.0]),
+    st.sampled_from([0.0, 0.05, 0.3, 1.0]),
+)
+
+
+def _value_and_gradients(run, x, cotangents):
+    def loss(x):
+        h, states = run(x)
+        made = (h, *states[:2])
+        return sum(jnp.sum(y.astype(w.dtype) * w) for y, w in zip(made, cotangents, strict=True)), (h, *states)
+
+    gradients, outputs = jax.grad(loss, has_aux=True)(x)
+    return outputs, gradients
+
+
+@functools.cache
+def compiled_oracle(case: Case):
+    """Outputs, gradients, and gradients with the denominator held constant: how large the terms of the former are."""
+    options = dict(case.options)
+
+    @jax.jit
+    def expected(x, ids, cotangents):
+        run = functools.partial(reference.recurrence, segment_ids=ids, **options)
+        outputs, gradients = _value_and_gradients(lambda x: run(**x), x, cotangents)
+
+        def with_constant_denominator(x):
+            num, states = reference.recurrence(**x, segment_ids=ids, **options | {"normalize": False})
+            size = jnp.sum(num**2, axis=-1, keepdims=True)
+            inv_den = jnp.where(size > 0, jnp.sum(outputs[0] * num, axis=-1, keepdims=True) / jnp.where(size > 0, size, 1.0), 0.0)
+            return num * jax.lax.stop_gradient(inv_den), states
+
+        return outputs, gradients, _value_and_gradients(with_constant_denominator, x, cotangents)[1]
+
+    def call(x, ids, cotangents):
+        with jax.enable_x64(True):
+            wide = {name: jnp.asarray(np.asarray(y.astype("float32")), "float64") for name, y in x.items()}
+            return jax.tree.map(np.asarray, expected(wide, ids, [jnp.asarray(w) for w in cotangents]))
+
+    return call
+
+
+@functools.cache
+def compiled(case: Case, backend: str):
+    launch = dict(chunk_size=case.L, backend=backend, config=KernelConfig(split_backward=True) if case.split else None)
+
+    @jax.jit
+    def found(x, ids, cotangents):
+        run = functools.partial(mlstm_chunkwise, segment_ids=ids, return_last_states=True, **launch, **dict(case.options))
+        return _value_and_gradients(lambda x: run(**x), x, cotangents)
+
+    return lambda x, ids, cotangents: found(x, ids, [jnp.asarray(w, "float32") for w in cotangents])
+
+
+# Of float32 the promise at |f| up to 1e3 is 1e-3: m is handed out in float32, and C and n go by it, where |m| is 1e4 by 5e-4.
+BOUND = {"float32": 1e-3, "bfloat16": 2e-2}
+# Below this numbers and products of them may be subnormal in float32, which a device may take for 0.
+FLOOR = 1e-26
+
+
+def norm(x):
+    """Over all but batch and head."""
+    x = np.asarray(x, "float64")
+    return np.linalg.norm(x.reshape(x.shape[0], x.shape[1], -1), axis=-1)
+
+
+def check(case: Case, backend: str, recipe: Recipe):
+    x, ids, cotangents = recipe.arguments(case)
+    outputs, gradients = compiled(case, backend)(x, ids, cotangents)
+    expected, expected_gradients, terms = compiled_oracle(case)(x, ids, cotangents)
+    bound = BOUND[case.dtype]
+
+    def compare(name, actual, wanted, scale):
+        actual = np.asarray(jnp.asarray(actual).astype("float32"), "float64")
+        wanted = np.where(np.isfinite(wanted), wanted, 0.0) if name == "m" else wanted
+        assert np.isfinite(wanted).all(), f"{name}: the oracle is not finite"
+        assert np.isfinite(actual).all() or name == "m", f"{name} is not finite"
+        actual = np.where(np.isfinite(actual), actual, 0.0)
+        off, allowed = norm(actual - wanted), bound * (norm(wanted) + scale) + FLOOR
+        assert (off <= allowed).all(), f"{name} is off by {off}, allowed {allowed}"
+
+    for name, actual, wanted in zip(("h", "c", "n", "m"), outputs, expected, strict=True):
+        compare(name, actual, wanted, float(name == "m"))  # m is a logarithm
+    # The gates' gradients are sums of q . dq and k . dk, the forget gates' and m_initial's of many of them, which may cancel.
+    flow = sum(norm(np.asarray(x[name].astype("float32"), "float64") * terms[name]) for name in "qk")
+    scales = {name: norm(terms[name]) for name in case.names}
+    if case.states:
+        dc, dn = expected_gradients["c_initial"], expected_gradients["n_initial"]
+        scales["n_initial"] += norm(dc) * np.linalg.norm(expected[0], axis=-1).max(axis=-1)  # dn goes by dz = -dnum . h
+        flow = flow + initial_state_scale(dc, dn, x) + scales["n_initial"] * norm(x["n_initial"])
+    for name in case.names:
+        scale = flow if name in ("i", "f", "m_initial") else scales[name]
+        compare(f"d{name}", gradients[name], expected_gradients[name], scale)
+
+
+def examples(count):
+    return settings(max_examples=count, deadline=None, database=None, print_blob=True)
+
+
+# Interpreted, the rest run the kernels of another.
+INTERPRETED = [name for name in CASES if name not in ("one_chunk", "batch", "unstabilised")]
+
+
+@pytest.mark.parametrize(("name", "backend"), [*[(name, "xla") for name in CASES], *[(name, "interpret") for name in INTERPRETED]])
+def test_any_values(name, backend):
+    @examples(EXAMPLES if backend == "xla" else EXAMPLES // 2)
+    @given(RECIPES)
+    def run(recipe):
+        check(CASES[name], backend, recipe)
+
+    run()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", CASES)
+def test_any_values_on_a_gpu(name):
+    @examples(GPU_EXAMPLES)
+    @given(RECIPES)
+    def run(recipe):
+        check(CASES[name], "triton", recipe)
+
+    run()
