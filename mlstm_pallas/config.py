@@ -189,9 +189,8 @@ def heuristic_config(DHQK: int, dtype: jnp.dtype) -> KernelConfig:
         parallel_bw_dQ=split,
         parallel_bw_dK=split,
         parallel_bw_dV=split,
-        # Rows of 128 bytes. 32 KiB of float32 a program, all asked for at once: 128 programs for 8 heads of 256/512, and several on a
-        # multiprocessor where there are more.
-        recurrent_step=StageConfig(siz_b_DHQK=256, siz_b_DHHV=32 if wide else 64, num_warps=8, num_stages=1),
+        # Up to 32 KiB a program, all asked for at once: 128 programs for 8 heads of 256/512, four on a multiprocessor where there are more.
+        recurrent_step=StageConfig(siz_b_DHQK=256, siz_b_DHHV=32, num_warps=8, num_stages=1),
     )
 
 

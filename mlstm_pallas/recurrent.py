@@ -54,22 +54,23 @@ class Token(NamedTuple):
 
 
 def _step_triton(plan: StepPlan, interpret: bool, x: Token, states: States) -> tuple[jax.Array, States]:
-    launch = dict(config=plan.config, qk_scale=plan.qk_scale, normalize=plan.normalize, interpret=interpret)
-    h, *new = recurrent_step(*x, *states, **plan.normaliser, **launch)
-    return h, States(*new)
+    launch: dict[str, Any] = dict(config=plan.config, qk_scale=plan.qk_scale, normalize=plan.normalize, interpret=interpret)
+    h, c, n, m = recurrent_step(x.q, x.k, x.v, x.i, x.f, states.c, states.n, states.m, **plan.normaliser, **launch)
+    return h, States(c, n, m)
 
 
 def _step_xla(plan: StepPlan, x: Token, states: States) -> tuple[jax.Array, States]:
     acc = jnp.promote_types(jnp.result_type(*x, states.c, states.n), jnp.float32)
     (q, k, v, i, f), (c, n, m) = jax.tree.map(lambda y: y.astype(acc), (x, states))
-    decay, gain, m = step_gates(i, f, m, lambda y: rounded(y, states.m.dtype, compiled=False))
+    m_dtype = acc if states.m is None else states.m.dtype
+    decay, gain, m_new = step_gates(i, f, m, lambda y: rounded(y, m_dtype, compiled=False))
     stored = gain[..., None] * k
     c = decay[..., None, None] * c + stored[..., :, None] * v[..., None, :]
     n = decay[..., None] * n + stored
     num = jnp.einsum("bhk,bhkv->bhv", q, c, precision="highest") * plan.qk_scale
     z = jnp.sum(q * n, axis=-1) * plan.qk_scale
-    h = normalise(num, z, m, **plan.normaliser) if plan.normalize else num
-    new = States(c, n, None if states.m is None else m)
+    h = normalise(num, z, m_new, **plan.normaliser) if plan.normalize else num
+    new = States(c, n, None if m is None else m_new)
     return h.astype(x.q.dtype), jax.tree.map(lambda y, old: y.astype(old.dtype), new, states)
 
 

@@ -20,7 +20,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.gates import MASKED, log_sigmoid_gate
+from mlstm_pallas.gates import MASKED
 from mlstm_pallas.launch import kernel_call, masked_load, masked_store
 from mlstm_pallas.problem import MIN_TILE, next_power_of_two
 from mlstm_pallas.reference import normalise
@@ -41,11 +41,11 @@ def step_gates(i: jax.Array, f: jax.Array, m: jax.Array | None, round_m: Callabl
 
     round_m: to what is kept of m'. The states are scaled by that and nothing else, so its precision costs them none.
     """
-    fbar, reset = log_sigmoid_gate(f)
     if m is None:
-        ibar, masked = log_sigmoid_gate(i)
-        return jnp.where(reset, 0.0, jnp.exp(fbar)), jnp.where(masked, 0.0, jnp.exp(ibar)), jnp.zeros_like(i)
-    carried = jnp.where(reset, -_INF, fbar + m)
+        return jax.nn.sigmoid(f), jax.nn.sigmoid(i), jnp.zeros_like(i)
+    # Not log1p, which branches: the state would be asked for behind it only. One step's decay has no digits more than this.
+    fbar = jnp.minimum(f, 0.0) - jnp.log(1.0 + jnp.exp(-jnp.abs(f)))
+    carried = jnp.where(f <= MASKED, -_INF, fbar + m)
     i = jnp.where(i <= MASKED, -_INF, i)
     m_new = round_m(jnp.maximum(carried, i))
     m_safe = jnp.where(m_new == -_INF, 0.0, m_new)
@@ -78,23 +78,17 @@ def _recurrent_step_kernel(
     columns, in_columns = _block(pl.program_id(0), siz_b_DHHV, DHHV)
     num_blocks = -(-DHQK // siz_b_DHQK)
 
-    def load_C(ik):
+    def load(ik):
         rows, in_rows = _block(ik, siz_b_DHQK, DHQK)
-        return masked_load(C_ref.at[rows, columns], _outer(in_rows, in_columns))
-
-    C = load_C(jnp.zeros((), jnp.int32))  # before the gates, that it is under way while they are made
-    v = masked_load(v_ref.at[columns], in_columns).astype(jnp.float32)
-    m = None if m_ref is None else m_ref[...].astype(jnp.float32)
-    decay, gain, m_new = step_gates(
-        i_ref[...].astype(jnp.float32), f_ref[...].astype(jnp.float32), m, lambda x: rounded(x, m_new_ref.dtype, compiled)
-    )
-
-    def update(ik, C, num, z):
-        rows, in_rows = _block(ik, siz_b_DHQK, DHQK)
+        C = masked_load(C_ref.at[rows, columns], _outer(in_rows, in_columns))
         q, k, n = (masked_load(ref.at[rows], in_rows).astype(jnp.float32) for ref in (q_ref, k_ref, n_ref))
-        stored = gain * k
-        n = decay * n + stored
-        C = decay * C.astype(jnp.float32) + stored[:, None] * v[None, :]
+        return C, q, k, n, k[:, None]  # which goes through shared memory: behind a barrier, before the gates
+
+    def update(ik, loaded, num, z):
+        rows, in_rows = _block(ik, siz_b_DHQK, DHQK)
+        C, q, k, n, k_column = loaded
+        C = decay * C.astype(jnp.float32) + (gain * k_column) * v[None, :]
+        n = decay * n + gain * k
         masked_store(C_new_ref.at[rows, columns], C.astype(C_new_ref.dtype), _outer(in_rows, in_columns))
 
         @pl.when(owns_n)
@@ -103,13 +97,18 @@ def _recurrent_step_kernel(
 
         return num + jnp.sum(q[:, None] * C, axis=0), z + jnp.sum(q * n)
 
-    def block(ik, carry):
-        C, num, z = carry
-        return load_C(ik + 1), *update(ik, C, num, z)
+    def step(ik, carry):
+        following = load(ik + 1)
+        return following, *update(ik, *carry)
 
-    carry = C, jnp.zeros((siz_b_DHHV,), jnp.float32), jnp.zeros((), jnp.float32)
+    # What the first block needs is asked for before any of it is waited for.
+    i, f = (ref[...].astype(jnp.float32) for ref in (i_ref, f_ref))
+    m = None if m_ref is None else m_ref[...].astype(jnp.float32)
+    v = masked_load(v_ref.at[columns], in_columns).astype(jnp.float32)
+    carry = load(jnp.zeros((), jnp.int32)), jnp.zeros((siz_b_DHHV,), jnp.float32), jnp.zeros((), jnp.float32)
+    decay, gain, m_new = step_gates(i, f, m, lambda x: rounded(x, m_new_ref.dtype, compiled))
     if num_blocks > 1:
-        carry = loop(num_blocks - 1, block, carry)
+        carry = loop(num_blocks - 1, step, carry)
     num, z = update(jnp.full((), num_blocks - 1, jnp.int32), *carry)
     h = normalise(num * scale, z * scale, m_new, **normaliser) if normalize else num * scale
     masked_store(h_ref.at[columns], h.astype(h_ref.dtype), in_columns)
@@ -189,4 +188,4 @@ def recurrent_step(
         siz_b_DHQK=BK,
         siz_b_DHHV=BV,
     )(*(None if x is None else x.reshape(heads, *x.shape[2:]) for x in (matC, vecQ, vecK, vecV, vecN, scaI, scaF, scaM)))
-    return h.reshape(vecV.shape), C.reshape(matC.shape), n.reshape(vecN.shape), m[0].reshape(scaM.shape) if m else None
+    return h.reshape(vecV.shape), C.reshape(matC.shape), n.reshape(vecN.shape), m[0].reshape(B, NH) if m else None
