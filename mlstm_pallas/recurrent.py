@@ -134,8 +134,8 @@ def _check_arrays(x: Token, c, n, m, *, steps: bool, input_gate: str, backend: s
             if size < 1 and dim not in ("B", "NH"):
                 raise ValueError(f"{name} has shape {shape}, expected {text} with {dim} >= 1")
             if sizes.setdefault(dim, size) != size:
-                wanted = tuple(sizes.get(dim, dim) for dim in expected[name])
-                raise ValueError(f"{name} has shape {shape}, expected {text} = {wanted}, by the arguments before it")
+                wanted = ", ".join(str(sizes.get(dim, dim)) for dim in expected[name])
+                raise ValueError(f"{name} has shape {shape}, expected {text} = ({wanted}), by the arguments before it")
     for name in ("k", "v"):
         if arrays[name].dtype != x.q.dtype:
             raise TypeError(f"{name} has dtype {arrays[name].dtype}, expected {x.q.dtype}, the dtype of q")
