@@ -15,7 +15,7 @@ from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, mlstm_recur
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-BACKENDS = ("xla", "interpret")
+BACKENDS = ("xla", "interpret", pytest.param("triton", marks=pytest.mark.gpu))
 STATES = ("c", "n", "m")
 SMALL = KernelConfig(recurrent_step=StageConfig(siz_b_DHQK=16, siz_b_DHHV=16))
 
@@ -59,7 +59,7 @@ SHAPES = {
     "tiles_divide": ((2, 3, 32, 64), None),
     "tiles_divide_neither": ((1, 2, 40, 37), SMALL),
     "tiles_divide_rows": ((1, 2, 48, 33), SMALL),
-    "two_row_blocks": ((1, 1, 300, 70), None),
+    "two_row_blocks": ((1, 1, 300, 64), None),
     "one_by_one": ((1, 1, 1, 1), None),
 }
 CASES = [("interpret", "float32", name) for name in SHAPES] + [
@@ -102,25 +102,19 @@ def test_any_gates_and_stabilisers(backend):
 
 
 @pytest.mark.parametrize(
-    ("backend", "options"),
-    [
-        ("interpret", dict(eps=0.1, norm_val=0.0)),
-        ("interpret", dict(norm_val=40.0)),
-        ("interpret", dict(norm_val=40.0, stabilize_correctly=False)),
-        ("xla", dict(norm_val=40.0, stabilize_correctly=False)),
-    ],
+    "options", [dict(eps=0.1, norm_val=0.0), dict(norm_val=40.0), dict(norm_val=40.0, stabilize_correctly=False)], ids=str
 )
-def test_the_normaliser(backend, options):
+def test_the_normaliser(options):
     x, whole = arguments(2, 2, 8, 0, 16, 8)
-    h, _ = mlstm_recurrent_step(**x, **options, backend=backend)
+    h, _ = mlstm_recurrent_step(**x, **options, backend="interpret")
     assert_close(h, oracle(whole, **options)[0][:, :, 0], tolerance("float32", 16))
 
 
-@pytest.mark.parametrize(("input_gate", "backend"), [("exp", "interpret"), ("sigmoid", "interpret"), ("exp", "xla")])
-def test_nothing_over_nothing_is_nothing(input_gate, backend):
+@pytest.mark.parametrize("input_gate", ["exp", "sigmoid"])
+def test_nothing_over_nothing_is_nothing(input_gate):
     x, _ = arguments(3, 1, 2, 0, 16, 8, states=False)
     x["i"] = jnp.full_like(x["i"], -jnp.inf)
-    h, states = mlstm_recurrent_step(**x, eps=0.0, norm_val=0.0, input_gate=input_gate, backend=backend)
+    h, states = mlstm_recurrent_step(**x, eps=0.0, norm_val=0.0, input_gate=input_gate, backend="interpret")
     for y in (h, *states[:2]):
         assert np.array_equal(y, np.zeros(y.shape))
 
