@@ -43,8 +43,11 @@ def step_gates(i: jax.Array, f: jax.Array, m: jax.Array | None, round_m: Callabl
     """
     if m is None:
         return jax.nn.sigmoid(f), jax.nn.sigmoid(i), jnp.zeros_like(i)
-    # Not log1p, which branches: the state would be asked for behind it only. One step's decay has no digits more than this.
-    fbar = jnp.minimum(f, 0.0) - jnp.log(1.0 + jnp.exp(-jnp.abs(f)))
+    # log1p(x), as log(y) with the rounding of y = 1 + x put right: log1p itself branches, and the loads of the states would wait behind it.
+    x = jnp.exp(jnp.minimum(f, -f))  # whose derivative at 0 is that of both sides together
+    one = jnp.maximum(x, 1.0)  # XLA cancels (1 + x) - 1
+    y = one + x
+    fbar = jnp.minimum(f, 0.0) - (jnp.log(y) + (x - (y - one)) / y)
     carried = jnp.where(f <= MASKED, -_INF, fbar + m)
     i = jnp.where(i <= MASKED, -_INF, i)
     m_new = round_m(jnp.maximum(carried, i))
@@ -126,9 +129,9 @@ def _block(index: jax.Array, size: int, total: int):
 
 
 def _outer(rows: jax.Array | None, columns: jax.Array | None) -> jax.Array | None:
-    if rows is None or columns is None:
-        return rows[:, None] if rows is not None else None if columns is None else columns[None, :]
-    return rows[:, None] & columns[None, :]
+    if rows is None:
+        return None if columns is None else columns[None, :]
+    return rows[:, None] if columns is None else rows[:, None] & columns[None, :]
 
 
 def recurrent_step(
