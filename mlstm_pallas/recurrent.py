@@ -202,7 +202,8 @@ def mlstm_recurrent_step(
     f = -inf resets the state, i = -inf stores nothing; values of -1e6 and below count as -inf. The arithmetic is float32 throughout.
 
     The kernel reads and writes every state once, c in place where the caller has no more use for it: in a jitted loop, or under
-    jax.jit(..., donate_argnums) of c. Else c is copied first. n and m, which are small, go to new memory: donating them gains nothing.
+    jax.jit(..., donate_argnums) of c. Else c is copied first. n and m, which are small, go to new memory: donating them gains nothing, and
+    a loop with two steps in an iteration (unroll=2) does without copying them back.
 
     Args:
       q, k: (B, NH, DHQK); v: (B, NH, DHV); one dtype: bfloat16, float32, float16, or float64 with backend "xla".
