@@ -124,7 +124,7 @@ def check_input_gate(input_gate: Any, normalize: Any) -> InputGate:
         raise ValueError(f"input_gate is {input_gate!r}, expected one of {', '.join(InputGate)}")
     check_flag("normalize", normalize)
     if not normalize and input_gate != InputGate.SIGMOID:
-        raise ValueError(f'normalize is False, expected True: only input_gate="sigmoid" works without the normaliser, got {input_gate!r}')
+        raise ValueError(f'normalize is False with input_gate {input_gate!r}, expected input_gate="sigmoid"')
     return InputGate(input_gate)
 
 

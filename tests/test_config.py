@@ -58,7 +58,7 @@ def test_every_tuned_row_is_a_config(name):
         made = config_from_row(row)
         assert set(row) <= {"DHQK", "DHHV", "dtype", "chunk_size", "measured", "split_backward", *STAGES}
         assert isinstance(made.L, int)
-        for stage in STAGES:
+        for stage in set(STAGES) - {"recurrent_step"}:  # which was not tuned
             assert isinstance(made.stage(stage), StageConfig)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from oracle import error, initial_state_scale, oracle, random_inputs
 
-from mlstm_pallas import KernelConfig, mlstm_chunkwise, reference
+from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_sequence, mlstm_recurrent_step, reference
 
 pytestmark = pytest.mark.gpu
 
@@ -115,3 +115,31 @@ def test_gradients_chunk_sizes(dtype, chunk_size):
 def test_forget_gate_gradient_after_32768_steps():
     """One long reversed cumulative sum would have lost all digits here."""
     check_gradients("bfloat16", 1, 1, 32768, 64, 64, f_shift=4.0)
+
+
+@pytest.mark.parametrize(("DHQK", "DHHV"), [*HEADS, (1, 1), (20, 37), (333, 500), (500, 333)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_recurrent_steps(dtype, DHQK, DHHV):
+    inputs = random_inputs(3, 2, 4, 3, DHQK, DHHV, dtype=dtype)
+    inputs |= {name: inputs[name].astype(dtype) for name in ("c_initial", "n_initial")}
+    expected_h, expected_states = oracle(inputs)
+    run = jax.jit(functools.partial(mlstm_recurrent_sequence, backend="triton"))
+    x = {name.removesuffix("_initial"): y for name, y in inputs.items()}
+    h, states = run(**x)
+    for name, actual, expected in zip(("h", "c", "n", "m"), (h, *states), (expected_h, *expected_states), strict=True):
+        found = error(actual, expected)
+        assert found < FORWARD[dtype], f"{name}: {found:.2e}"
+    for again, first in zip(jax.tree.leaves(run(**x)), jax.tree.leaves((h, states)), strict=True):
+        assert np.array_equal(np.asarray(again), np.asarray(first))
+
+
+@pytest.mark.parametrize("backend", ["triton", None])
+def test_a_recurrent_step_is_in_place(backend):
+    inputs = random_inputs(4, 4, 8, 1, 256, 512)
+    x = {name.removesuffix("_initial"): y if "initial" in name else y[:, :, 0] for name, y in inputs.items()}
+    c = x.pop("c")
+    run = jax.jit(lambda c, x: mlstm_recurrent_step(**x, c=c, backend=backend), donate_argnums=0)
+    before, size = c.unsafe_buffer_pointer(), c.nbytes
+    assert run.lower(c, x).compile().memory_analysis().temp_size_in_bytes < size
+    _, (c, _, _) = run(c, x)
+    assert c.unsafe_buffer_pointer() == before
