@@ -76,7 +76,40 @@ def constant_normaliser(q, k, v, i, f):
     return num / lax.stop_gradient(den)[..., None]
 
 
-ORACLES = {"exact": exact, "constant normaliser": constant_normaliser}
+def unnormalised(q, k, v, i, f):
+    """exp(m_t) C_t^T q_t scale: the floor of the denominator, norm_val exp(-m_t), is all of it."""
+    huge = 1e15
+    return exact(q, k, v, i, f, eps=0.0, norm_val=huge) * huge
+
+
+def sigmoid_input_gate(q, k, v, i, f):
+    """mLSTMsig without its normaliser (arXiv:2503.14376)."""
+    return unnormalised(q, k, v, jax.nn.log_sigmoid(i), f)
+
+
+def no_input_gate(q, k, v, i, f):
+    """Simple gated linear attention."""
+    return unnormalised(q, k, v, jnp.zeros_like(i), f)
+
+
+def causal_attention(q, k, v):
+    """Softmax attention of q, k, v (B, heads, S, D), in blocks of rows: all scores at once would not fit."""
+    B, heads, S, D = q.shape
+    length = math.gcd(S, 128)
+    blocks = jnp.moveaxis(q.reshape(B, heads, S // length, length, D), 2, 0)
+
+    @jax.checkpoint
+    def block(x):
+        index, q = x
+        seen = jnp.arange(S) <= (index * length + jnp.arange(length))[:, None]
+        scores = jnp.where(seen, jnp.einsum("bhtd,bhsd->bhts", q, k) * D**-0.5, -jnp.inf)
+        return jnp.einsum("bhts,bhsd->bhtd", jax.nn.softmax(scores), v)
+
+    return jnp.moveaxis(lax.map(block, (jnp.arange(S // length), blocks)), 0, 2).reshape(q.shape)
+
+
+MLSTM = {"exact": exact, "constant normaliser": constant_normaliser}
+ORACLES: dict[str, Callable[..., jax.Array]] = MLSTM | {f.__name__: f for f in (sigmoid_input_gate, no_input_gate, causal_attention)}
 
 
 def take_heads(arrays: Any, index: np.ndarray) -> Any:
@@ -89,14 +122,15 @@ class Implementation(abc.ABC):
 
     Attributes:
       name: as in the flag --impl.
-      oracle: what its outputs (h, and the gradients dq, dk, dv, di, df) are checked against, in ORACLES; "": it computes another function,
-        whose outputs have to be finite.
+      oracle: what its outputs are checked against, in ORACLES; those outside MLSTM are other functions.
+      outputs: their names; whatever comes behind these is not looked at.
       checked: the outputs that have to be within the tolerance; empty: all.
       config: for the record.
     """
 
     name: str
-    oracle: str = ""
+    oracle: str
+    outputs: Sequence[str] = ("h", "dq", "dk", "dv", "di", "df")
     checked: Sequence[str] = ()
     config: Mapping[str, Any] = MappingProxyType({})
 
@@ -105,6 +139,10 @@ class Implementation(abc.ABC):
 
     def phases(self, shape: Shape, itemsize: int, direction: str) -> tuple[roofline.Cost, ...]:
         return roofline.mlstm(shape, itemsize, direction)
+
+    def oracle_arguments(self, inputs: Any) -> tuple[Sequence[jax.Array], jax.Array]:
+        """The oracle's arguments and the cotangent of its result, heads as the second axis."""
+        return inputs[:5], inputs.dh
 
     @abc.abstractmethod
     def build(self, inputs: Any, direction: str) -> Callable[[], Any]: ...
@@ -236,14 +274,15 @@ class XLChunk(MlstmKernels):
 class XLChunkSiging(MlstmKernels):
     """The mLSTM with a sigmoid input gate, here without its normaliser."""
 
-    name, function, oracle = "mlstm_kernels_xl_chunk_siging", "mlstm_siging_chunkwise__xl_chunk", ""
+    name, function, oracle = "mlstm_kernels_xl_chunk_siging", "mlstm_siging_chunkwise__xl_chunk", "sigmoid_input_gate"
     config = MappingProxyType(dict(chunk_size=128, num_warps_intra=8, normalize=False))
 
 
 class SimpleGLA(TorchPeer):
     """flash-linear-attention: scalar forget gate, no input gate, no normaliser."""
 
-    name, modules = "fla_simple_gla", ("fla.ops.simple_gla",)
+    name, modules, oracle = "fla_simple_gla", ("fla.ops.simple_gla",), "no_input_gate"
+    outputs = ("h", "dq", "dk", "dv")  # its last gradient is that of log sigmoid(f)
     config = MappingProxyType(dict(chunk_size=64))
 
     def arguments(self, inputs):
@@ -252,6 +291,9 @@ class SimpleGLA(TorchPeer):
 
     def forward(self, q, k, v, g):
         return self.module.chunk_simple_gla(q, k, v, g, **self.config)[0]
+
+    def heads(self, outputs, index):
+        return super().heads([x.transpose(1, 2) for x in outputs], index)
 
 
 ATTENTION_HEAD = 128
@@ -273,20 +315,25 @@ def attention_inputs(inputs: Inputs) -> list[jax.Array]:
     return [jnp.swapaxes(x, 1, 2).reshape(B, S, heads, ATTENTION_HEAD) for x in widths]
 
 
-def attention_phases(shape: Shape, itemsize: int, direction: str) -> tuple[roofline.Cost, ...]:
-    return roofline.attention(shape.B, attention_heads(shape), shape.S, ATTENTION_HEAD, itemsize, direction)
+class Attention(Implementation):
+    """Causal softmax attention of the same width."""
+
+    oracle, outputs = "causal_attention", ("o", "dq", "dk", "dv")
+
+    def phases(self, shape, itemsize, direction):
+        return roofline.attention(shape.B, attention_heads(shape), shape.S, ATTENTION_HEAD, itemsize, direction)
+
+    def oracle_arguments(self, inputs):
+        *args, cotangent = (jnp.swapaxes(x, 1, 2) for x in attention_inputs(inputs))
+        return args, cotangent
 
 
-class TorchAttention(TorchPeer):
+class TorchAttention(Attention, TorchPeer):
     modules = ("torch.nn.attention",)
     backend: str
 
-    def phases(self, shape, itemsize, direction):
-        return attention_phases(shape, itemsize, direction)
-
     def arguments(self, inputs):
-        *args, cotangent = (jnp.swapaxes(x, 1, 2) for x in attention_inputs(inputs))
-        return args, cotangent
+        return self.oracle_arguments(inputs)
 
     def forward(self, q, k, v):
         with self.module.sdpa_kernel(getattr(self.module.SDPBackend, self.backend)):
@@ -301,11 +348,11 @@ class TorchAttentionFlash(TorchAttention):
     name, backend = "torch_sdpa_flash", "FLASH_ATTENTION"
 
 
-class JaxCudnnAttention(JaxImplementation):
+class JaxCudnnAttention(Attention, JaxImplementation):
     name = "jax_cudnn_attention"
 
-    def phases(self, shape, itemsize, direction):
-        return attention_phases(shape, itemsize, direction)
+    def heads(self, outputs, index):
+        return super().heads([jnp.swapaxes(x, 1, 2) for x in outputs], index)
 
     def computation(self, inputs, direction):
         def forward(q, k, v):
@@ -316,7 +363,7 @@ class JaxCudnnAttention(JaxImplementation):
             return o, *vjp(do)
 
         q, k, v, do = attention_inputs(inputs)
-        return (forward, (q, k, v)) if direction == "fwd" else (forward_backward, (q, k, v, do))
+        return (lambda *args: (forward(*args),), (q, k, v)) if direction == "fwd" else (forward_backward, (q, k, v, do))
 
 
 PEERS: dict[str, Callable[[], Implementation]] = {
