@@ -23,8 +23,6 @@ import roofline
 from jax import lax
 from roofline import Shape
 
-from mlstm_pallas import reference
-
 
 class Inputs(NamedTuple):
     """q, k (B, NH, S, DHQK), v (B, NH, S, DHHV), i, f (B, NH, S) float32, and the cotangent of h."""
@@ -53,19 +51,36 @@ def random_inputs(key: jax.Array, shape: Shape, dtype: str) -> Inputs:
 NORMALISER = dict(eps=1e-6, stabilize_correctly=True, norm_val=1.0)
 
 
-def exact(q, k, v, i, f, **normaliser):
-    """reference.recurrence in checkpointed segments: the gradient of the whole would keep a state of every step."""
-    B, NH, S, K = q.shape
-    length = math.gcd(S, 128)
-    segments = tuple(jnp.moveaxis(x.reshape(B, NH, S // length, length, *x.shape[3:]), 2, 0) for x in (q, k, v, i, f))
-    states = tuple(jnp.zeros((B, NH, *dims), q.dtype) for dims in ((K, v.shape[-1]), (K,), ()))
+ROWS = 128  # of a block, or what divides S: the scores of all rows at once would not fit
 
-    def segment(states, x):
-        h, states = reference.recurrence(*x, *states, **NORMALISER | normaliser)
-        return states, h
 
-    h = lax.scan(jax.checkpoint(segment), states, segments)[1]
-    return jnp.moveaxis(h, 0, 2).reshape(v.shape)
+def blocks_of_rows(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+    """function(first row, rows of each array) on blocks of rows of (B, NH, S, ...), joined; of its values only the inputs are kept."""
+    S = arrays[0].shape[2]
+    length = math.gcd(S, ROWS)
+    blocks = [jnp.moveaxis(x.reshape(*x.shape[:2], S // length, length, *x.shape[3:]), 2, 0) for x in arrays]
+    made = lax.map(jax.checkpoint(lambda x: function(*x)), (jnp.arange(0, S, length), *blocks))
+    made = jnp.moveaxis(made, 0, 2)
+    return made.reshape(*made.shape[:2], S, *made.shape[4:])
+
+
+def exact(q, k, v, i, f, *, eps=NORMALISER["eps"], norm_val=NORMALISER["norm_val"]):
+    """The recurrence in its parallel form, every step against all before it (arXiv:2405.04517, appendix on the mLSTM).
+
+    No step waits for another, so long sequences take a GPU seconds; and it shares no code with the chunkwise form.
+    """
+    b = jnp.cumsum(jax.nn.log_sigmoid(f), -1)
+    e = i - b
+    u = jnp.maximum(lax.associative_scan(jnp.maximum, e, axis=-1), 0.0)  # m starts at 0
+
+    def rows(first, q, b, u):
+        seen = jnp.arange(k.shape[2]) <= (first + jnp.arange(q.shape[2]))[:, None]
+        D = jnp.exp(jnp.where(seen, e[:, :, None, :] - u[..., None], -jnp.inf))
+        P = D * jnp.einsum("bhtk,bhsk->bhts", q, k) * q.shape[-1] ** -0.5
+        den = jnp.maximum(jnp.abs(P.sum(-1)), norm_val * jnp.exp(-b - u)) + eps
+        return jnp.einsum("bhts,bhsv->bhtv", P, v) / den[..., None]
+
+    return blocks_of_rows(rows, q, b, u)
 
 
 def constant_normaliser(q, k, v, i, f):
@@ -93,19 +108,14 @@ def no_input_gate(q, k, v, i, f):
 
 
 def causal_attention(q, k, v):
-    """Softmax attention of q, k, v (B, heads, S, D), in blocks of rows: all scores at once would not fit."""
-    B, heads, S, D = q.shape
-    length = math.gcd(S, 128)
-    blocks = jnp.moveaxis(q.reshape(B, heads, S // length, length, D), 2, 0)
+    """Softmax attention of q, k, v (B, heads, S, D)."""
 
-    @jax.checkpoint
-    def block(x):
-        index, q = x
-        seen = jnp.arange(S) <= (index * length + jnp.arange(length))[:, None]
-        scores = jnp.where(seen, jnp.einsum("bhtd,bhsd->bhts", q, k) * D**-0.5, -jnp.inf)
-        return jnp.einsum("bhts,bhsd->bhtd", jax.nn.softmax(scores), v)
+    def rows(first, q):
+        seen = jnp.arange(k.shape[2]) <= (first + jnp.arange(q.shape[2]))[:, None]
+        scores = jnp.einsum("bhtd,bhsd->bhts", q, k) * q.shape[-1] ** -0.5
+        return jnp.einsum("bhts,bhsd->bhtd", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), v)
 
-    return jnp.moveaxis(lax.map(block, (jnp.arange(S // length), blocks)), 0, 2).reshape(q.shape)
+    return blocks_of_rows(rows, q)
 
 
 MLSTM = {"exact": exact, "constant normaliser": constant_normaliser}

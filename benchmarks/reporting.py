@@ -144,6 +144,7 @@ def plot(rows: Sequence[Row], path: str) -> None:
     """A panel a direction: time against the sequence length or the batch where that is what varies, else bars for each shape."""
     from matplotlib import colormaps
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
 
     measured = [row for row in rows if row.ms is not None]
     label = _varying(rows)
@@ -180,7 +181,10 @@ def plot(rows: Sequence[Row], path: str) -> None:
             names = {row.shape: row.name for row in here}
             axes.set_xticks(range(len(shapes)), [names[shape] for shape in shapes], rotation=20 if len(shapes) > 3 else 0)
         axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.set_axisbelow(True)
         axes.set_ylabel("ms")
         axes.set_title(DIRECTIONS[direction])
         axes.grid(which="major", alpha=0.4)

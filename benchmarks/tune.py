@@ -15,7 +15,7 @@ the heuristic's; a present row that is not is taken out.
 Candidates of a round are compiled in parallel, first by the compile report (each thread has a process of its own for it: LLVM ends some):
 what takes more shared memory than there is, or spills more than --max_spill_bytes, never runs. Then they are timed one by one. One counts
 only if its outputs are those of the plain jnp stage in float32 and the same bits in three runs: in a pipelined loop Triton miscompiles
-some tilings, differently in every run. The whole is checked against the float64 recurrence.
+some tilings, differently in every run. The whole is checked as in kernel_benchmark.py.
 
 Every result is a line of --log; a second run with the same code, jax and device takes stages from there instead of timing them.
 Exit code 1 when a case has no result, 2 when the request makes no sense, 130 after Ctrl-C (nothing that was timed is lost).

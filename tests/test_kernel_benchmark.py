@@ -155,9 +155,9 @@ def with_gradients(S, *functions):
         return [*jax.tree.map(np.asarray, compute(args, dh)), inputs]
 
 
-def test_segments_of_the_oracle_are_the_recurrence():
-    in_segments, at_once, _ = with_gradients(256, peers.exact, lambda *args: reference.recurrence(*args)[0])
-    for found, expected in zip(in_segments, at_once, strict=True):
+def test_the_parallel_form_of_the_oracle_is_the_recurrence():
+    parallel, recurrent, _ = with_gradients(256, peers.exact, lambda *args: reference.recurrence(*args)[0])
+    for found, expected in zip(parallel, recurrent, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
 
 
