@@ -6,18 +6,19 @@ r"""Finds tiles and launch parameters for shapes and dtypes on the GPU at hand a
 
 Strategy. Each stage at each chunk size is searched by itself: coordinate descent from the present row and the heuristic, over tiles in
 powers of two, warps, pipeline stages and keep_q. A round takes up to 16 candidates one step away from the best so far, then those that
-are one step away in two parameters; stages and chunk sizes take turns, so that a bounded time gives something for all. Tiles that do
-not fit are shortened, and the same tiles are tried once. A chunk size whose stages add up to far more than those of the best one is
-dropped. In the last third of its time a case joins the best stages of each chunk size, for both backward plans, and times the whole,
-forward and backward, beside the heuristic and the present row, in one run. A row is written when its whole is at least 3 % faster than
-the heuristic's; a present row that is not is taken out.
+are one step away in two parameters. The next round is that of the stage and chunk size where most time is to gain: stages that take
+long, with few rounds so far, of the chunk sizes whose stages add up to least; one with far more is dropped. Tiles that do not fit are
+shortened, and the same tiles are tried once. In the last third of its time a case joins the best stages of each chunk size, for both
+backward plans, and times the whole, forward and backward, beside the heuristic and the present row, in one run. A row is written when
+its whole is at least 3 % faster than the heuristic's; a present row that is not is taken out.
 
 Candidates of a round are compiled in parallel, first by the compile report (each thread has a process of its own for it: LLVM ends some):
 what takes more shared memory than there is, or spills more than --max_spill_bytes, never runs. Then they are timed one by one. One counts
 only if its outputs are those of the plain jnp stage in float32 and the same bits in three runs: in a pipelined loop Triton miscompiles
 some tilings, differently in every run. The whole is checked as in kernel_benchmark.py.
 
-Every result is a line of --log; a second run with the same code, jax and device takes stages from there instead of timing them.
+Every result is a line of --log; a second run with the same code, jax and device takes stages from there instead of timing them, and
+so goes on where the first one's time was up.
 Exit code 1 when a case has no result, 2 when the request makes no sense, 130 after Ctrl-C (nothing that was timed is lost).
 """
 
@@ -35,9 +36,10 @@ import statistics
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import compile_report
@@ -131,6 +133,20 @@ class Search:
         self.stage, self.problem = stage, problem
         self.starts = list(dict.fromkeys(canonical(stage, start, problem) for start in starts))
         self.results: dict[StageConfig, Result] = {}
+        self.rounds, self.done = 0, False
+
+    @property
+    def L(self) -> int:
+        return self.problem.L
+
+    @property
+    def said(self) -> str:
+        return self.stage + (f" {self.best[0]:.3f} ms" if self.best else "")
+
+    @property
+    def share(self) -> float:
+        """What a round may gain: of the time that the stage takes in the whole, less with each round."""
+        return max(COMMON.count(self.stage), 1) * (self.best[0] if self.best else float("inf")) / (1 + self.rounds)
 
     @property
     def best(self) -> tuple[float, StageConfig] | None:
@@ -333,71 +349,81 @@ class Tuner:
 
     def evaluate(
         self,
-        stage: str,
-        configs: Sequence[KernelConfig],
+        items: Sequence[tuple[str, KernelConfig]],
         deadline: float,
         *,
-        best: float | None = None,
+        best: Mapping[str, float] = MappingProxyType({}),
         prune: bool = True,
         resume: bool = True,
-    ) -> dict[KernelConfig, Result]:
-        """Results of the candidates, from the log or measured now; those that the time did not suffice for are not among them."""
-        found = {config: self.log.get(self.name, stage, config) for config in configs} if resume else {}
-        results = {config: result for config, result in found.items() if result is not None}
+    ) -> dict[tuple[str, KernelConfig], Result]:
+        """Results of stages with their configs, of one chunk size (or of the whole), from the log or measured now.
+
+        Those that the time did not suffice for are not among them. best: the ms so far, by stage.
+        """
+        found = {item: self.log.get(self.name, *item) for item in items} if resume else {}
+        results = {item: result for item, result in found.items() if result is not None}
         self.counts["known"] += len(results)
-        fresh = [config for config in configs if config not in results]
-        if not fresh:
-            return results
-        case, expected = self.bench.case(stage), None
-        given = case.arrays(fresh[0].L) if stage else case.inputs
-        prepared = [self.pool.submit(self.bench.prepare, stage, config, given, prune) for config in fresh]
-        if stage:
-            expected = self.bench.expected(stage, fresh[0].L)
-        for config, future in zip(fresh, prepared, strict=True):
+        prepared = {}
+        for stage, config in items:
+            if (stage, config) not in results:
+                case = self.bench.case(stage)
+                given = case.arrays(config.L) if stage else case.inputs
+                prepared[stage, config] = self.pool.submit(self.bench.prepare, stage, config, given, prune)
+        bests, expected = dict(best), {}
+        for (stage, config), future in prepared.items():
             if time.monotonic() > deadline:
                 future.cancel()
                 continue
             made = future.result()
+            if stage and stage not in expected:
+                expected = {stage: self.bench.expected(stage, config.L)}
             try:
-                result = made if isinstance(made, Result) else self.bench.judge(stage, *made, expected, best)
+                result = made if isinstance(made, Result) else self.bench.judge(stage, *made, expected.get(stage), bests.get(stage))
             except DeviceLost as error:
                 self.log.put(self.name, stage, config, Result("failed", note=str(error)))
                 raise
             self.log.put(self.name, stage, config, result)
             self.counts[result.status] += 1
             self.bar.update(max(min(int(self.bar.format_dict["elapsed"]), self.bar.total) - self.bar.n, 0))
-            results[config] = result
-            if stage and result.ms is not None:
-                best = result.ms if best is None else min(best, result.ms)
+            results[stage, config] = result
+            if result.ms is not None:
+                bests[stage] = min(result.ms, bests.get(stage, result.ms))
         return results
 
+    def round(self, searches: Sequence[Search], until: float, *, prune: bool) -> None:
+        """The next round of searches of one chunk size; with none left a search is done."""
+        self.bar.set_postfix_str(f"{self.name} L={searches[0].L} {' '.join(search.said for search in searches[:1])}")
+        items = [(search.stage, KernelConfig(chunk_size=search.L, **{search.stage: x})) for search in searches for x in search.next_round()]
+        best = {search.stage: search.best[0] for search in searches if search.best}
+        results = self.evaluate(items, until, best=best, prune=prune)
+        for search in searches:
+            own = {config.stage(stage): result for (stage, config), result in results.items() if stage == search.stage}
+            search.results |= own
+            search.rounds += 1
+            search.done = not any(stage == search.stage for stage, _ in items) or (search.best is None and search.rounds >= 3)
+
     def search(self, searches: Sequence[Search], until: float) -> None:
-        """Rounds of all searches in turn, until no neighbour is left or the time is up."""
-        alive = list(searches)
-        while alive:
-            for search in list(alive):
-                if time.monotonic() > until:
-                    return
-                tiles = search.next_round()
-                L, first, best = search.problem.L, not search.results, search.best
-                self.bar.set_postfix_str(f"{self.name} {search.stage} L={L} {'' if best is None else f'{best[0]:.3f} ms'}")
-                configs = {KernelConfig(chunk_size=L, **{search.stage: x}): x for x in tiles}
-                results = self.evaluate(search.stage, list(configs), until, best=best and best[0], prune=not first)
-                search.results |= {configs[config]: result for config, result in results.items()}
-                if not tiles:
-                    alive.remove(search)
-            sums = {L: sum_of_stages(searches, L) for L in {search.problem.L for search in searches}}
-            hopeless = [L for L, ms in sums.items() if HOPELESS * min(sums.values()) < ms < float("inf")]
-            alive = [search for search in alive if search.problem.L not in hopeless]
+        """Where all start, then rounds where there is most to gain, until no neighbour is left or the time is up."""
+        for L in dict.fromkeys(search.L for search in searches):
+            self.round([search for search in searches if search.L == L], until, prune=False)
+        while time.monotonic() <= until:
+            sums = {L: sum_of_stages(searches, L) for L in {search.L for search in searches}}
+            least = min(sums.values())
+            alive = [search for search in searches if not search.done and not HOPELESS * least < sums[search.L] < float("inf")]
+            if not alive:
+                return
+            shares = [search.share * (least / sums[search.L] if sums[search.L] < float("inf") else 1.0) ** 4 for search in alive]
+            self.round([alive[shares.index(max(shares))]], until, prune=True)
 
     def whole(self, configs: Sequence[KernelConfig], deadline: float) -> dict[KernelConfig, Result]:
         self.bar.set_postfix_str(f"{self.name} forward and backward")
-        return self.evaluate("", list(dict.fromkeys(configs)), deadline, prune=False, resume=False)
+        results = self.evaluate([("", config) for config in dict.fromkeys(configs)], deadline, prune=False, resume=False)
+        return {config: result for (_, config), result in results.items()}
 
 
 def sum_of_stages(searches: Sequence[Search], L: int) -> float:
     """ms of forward and backward by its stages, the better backward plan; stages that are not searched count nothing."""
-    found = {search.stage: search.best[0] if search.best else float("inf") for search in searches if search.problem.L == L}
+    found = {search.stage: search.best[0] if search.best else float("inf") for search in searches if search.L == L}
     plans = [sum(found[stage] for stage in plan) for plan in (FUSED, SPLIT) if set(plan) <= set(found)]
     return sum(found.get(stage, 0.0) for stage in COMMON) + min(plans, default=0.0)
 
@@ -405,7 +431,7 @@ def sum_of_stages(searches: Sequence[Search], L: int) -> float:
 def joined(searches: Sequence[Search], L: int, base: KernelConfig, problem: Problem) -> list[KernelConfig]:
     """The best stages at chunks of L steps, those that were not searched as in the base, for each backward plan that was searched."""
     tiles = {stage: canonical(stage, base.stage(stage), problem) for stage in STAGES}
-    best = {search.stage: search.best[1] for search in searches if search.problem.L == L and search.best}
+    best = {search.stage: search.best[1] for search in searches if search.L == L and search.best}
     plans = [split for split, plan in ((False, FUSED), (True, SPLIT)) if set(plan) <= set(best)]
     if L > MAX_TILE:
         plans = [True]
@@ -475,7 +501,7 @@ def tune(tuner: Tuner, options: flags.FlagValues, rows: Sequence[dict[str, Any]]
     for search in searches:
         if search.best:
             tiles = ", ".join(f"{name} {getattr(search.best[1], name)}" for name in SWEPT[search.stage])
-            tqdm.write(f"{tuner.name} {search.stage} L={search.problem.L}: {search.best[0]:.3f} ms ({len(search.results)} tried), {tiles}")
+            tqdm.write(f"{tuner.name} {search.stage} L={search.L}: {search.best[0]:.3f} ms ({len(search.results)} tried), {tiles}")
 
     made = [x for L in sorted(sizes, key=functools.partial(sum_of_stages, searches)) for x in joined(searches, L, base, problems[L])]
     results = tuner.whole([*known, *made], deadline)

@@ -401,6 +401,37 @@ def test_a_hopeless_chunk_size_is_dropped(run, fake, tmp_path, monkeypatch):
     assert sizes[256] < tune.ROUND < sizes[64]
 
 
+def test_most_rounds_go_where_most_time_is_to_gain(run, fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(fake, "stage_ms", staticmethod(lambda stage, L: 20.0 if stage == "parallel_fw_H" else 1.0))
+    real = fake.judge
+
+    def judge(self, stage, config, *rest):
+        if stage and len(self.judged) > 150:
+            raise KeyboardInterrupt
+        return real(self, stage, config, *rest)
+
+    monkeypatch.setattr(fake, "judge", judge)
+    assert run("--minutes=5", "--chunk_size=64") == 130
+    tried = Counter(line["stage"] for line in log_lines(tmp_path))
+    assert set(tried) == set(STAGES)  # all have their starts
+    assert tried["parallel_fw_H"] > 2 * max(n for stage, n in tried.items() if stage != "parallel_fw_H")
+
+
+def test_a_stage_that_never_runs_leaves_time_for_the_others(run, fake, tmp_path, monkeypatch):
+    real = fake.judge
+
+    def judge(self, stage, *rest):
+        return tune.Result("failed", note="no") if stage == "parallel_bw_dQKV" else real(self, stage, *rest)
+
+    monkeypatch.setattr(fake, "judge", judge)
+    assert run("--minutes=5") == 0
+    tried = Counter(line["stage"] for line in log_lines(tmp_path))
+    assert 0 < tried["parallel_bw_dQKV"] <= 2 * 3 * tune.ROUND
+    assert tried["parallel_fw_H"] > tune.ROUND
+    _, *made = [line["config"] for line in log_lines(tmp_path) if line["stage"] == ""]
+    assert [config["split_backward"] for config in made] == [True] * 3  # the heuristic comes first
+
+
 def test_a_lost_device_ends_the_run_and_its_candidate(run, fake, tmp_path, monkeypatch, capsys):
     real = fake.judge
 
