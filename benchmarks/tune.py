@@ -37,10 +37,10 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import compile_report
 import jax
@@ -214,16 +214,20 @@ def pruner_for(device: Any, max_spill_bytes: int) -> Pruner | None:
     return None
 
 
-@jax.jit
-def _norms(found, expected):
-    """Of each output, the norms of the error and of what is expected."""
-    pairs = {name: (found[name].astype(jnp.float32), x.astype(jnp.float32).reshape(found[name].shape)) for name, x in expected.items()}
-    return {name: (jnp.linalg.norm((x - y).ravel()), jnp.linalg.norm(y.ravel())) for name, (x, y) in pairs.items()}
+def _compare(case: Case, outputs: Any, again: Any, expected: dict[str, jax.Array]) -> tuple[dict[str, Any], jax.Array]:
+    """Of each output, the norms of its error and of what is expected; and whether another run gave the same."""
+    found = case.named(outputs)
+    pairs = {name: (found[name].astype(jnp.float32), x.reshape(found[name].shape)) for name, x in expected.items()}
+    norms = {name: (jnp.linalg.norm((x - y).ravel()), jnp.linalg.norm(y.ravel())) for name, (x, y) in pairs.items()}
+    same = [jnp.all(x == y) for x, y in zip(jax.tree.leaves(outputs), jax.tree.leaves(again), strict=True)]
+    return norms, jnp.stack(same).all()
 
 
-@jax.jit
-def _same_bits(xs, ys):
-    return jnp.array([jnp.all(x == y) for x, y in zip(jax.tree.leaves(xs), jax.tree.leaves(ys), strict=True)]).all()
+class Check(NamedTuple):
+    """Compiled: what a stage should make, of its arrays in float32; and _compare."""
+
+    plain: Callable[..., Any]
+    compare: Callable[..., Any]
 
 
 class Bench:
@@ -232,7 +236,6 @@ class Bench:
     def __init__(self, backend: str, shape: Shape, dtype: str, pruner: Pruner | None, repeats: int):
         self.backend, self.shape, self.dtype, self.pruner, self.repeats = backend, shape, dtype, pruner, repeats
         self._case: Case | None = None
-        self._plain: dict[tuple[str, int], Callable[..., Any]] = {}
 
     def case(self, stage: str) -> Case:
         """All stages have the same inputs and arrays; the whole leaves none of these on the device."""
@@ -243,12 +246,26 @@ class Bench:
         found.stage = stage
         return found
 
-    def expected(self, stage: str, L: int) -> dict[str, Any]:
+    def compile_check(self, stage: str, L: int, given: Any) -> Check | None:
+        """In any thread. Of the whole the case keeps what is expected itself: made here, once."""
+        case = self.case(stage)
+        ours = Ours(self.backend, self.shape, self.dtype, None, stage, KernelConfig(chunk_size=L))
+        if not stage:
+            case.expected(ours)
+            return None
+        function, args = ours.computation(given, "fwd")
+        wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), args)
+        plain = jax.jit(lambda *xs: case.named(kernel_benchmark.STAGES[stage].run_plain(L, *xs)))
+        outputs, expected = jax.eval_shape(function, *args), jax.eval_shape(plain, *wide)
+        compare = jax.jit(functools.partial(_compare, case))
+        return Check(plain.lower(*wide).compile(), compare.lower(outputs, outputs, expected).compile())
+
+    def expected(self, stage: str, L: int, check: Check | None) -> Any:
         """What the stage's plain form makes in float32, on the device."""
-        case, parts = self.case(stage), kernel_benchmark.STAGES[stage]
-        wide = jax.tree.map(lambda x: x.astype(jnp.float32), [case.arrays(L)[name] for name in parts.inputs])
-        plain = self._plain.setdefault((stage, L), jax.jit(functools.partial(parts.run_plain, L)))
-        return jax.block_until_ready(case.named(plain(*wide)))
+        if check is None:
+            return None
+        arrays = self.case(stage).arrays(L)
+        return check.plain(*jax.tree.map(lambda x: x.astype(jnp.float32), [arrays[name] for name in kernel_benchmark.STAGES[stage].inputs]))
 
     def prepare(self, stage: str, config: KernelConfig, given: Any, prune: bool) -> tuple[Ours, Callable[[], Any]] | Result:
         """Compiles; in any thread."""
@@ -261,21 +278,23 @@ class Bench:
         except Exception as error:
             return Result("failed", note=kernel_benchmark._one_line(error))
 
-    def judge(self, stage: str, impl: Ours, call: Callable[[], Any], expected: Any, best: float | None) -> Result:
+    def judge(self, stage: str, impl: Ours, call: Callable[[], Any], check: Check | None, expected: Any, best: float | None) -> Result:
         """Checks, then times. Raises DeviceLost."""
         case = self.case(stage)
         try:
             outputs = jax.block_until_ready(call())
-            if stage:
-                norms = jax.device_get(_norms(case.named(outputs), expected))
-                errors = {name: float(x / max(y, 1e-30)) for name, (x, y) in norms.items()}
-            else:
-                errors = case.errors(impl, outputs, "fwbw")
-            if wrong := wrong_outputs(case, errors):
-                return Result("wrong", note=wrong)
-            if not all(_same_bits(outputs, call()) for _ in range(RUNS - 1)):
-                return Result("wrong", note="other bits in another run")
-            del outputs
+            for _ in range(RUNS - 1):
+                again = call()
+                if check:
+                    norms, same = jax.device_get(check.compare(outputs, again, expected))
+                    errors = {name: float(x / max(y, 1e-30)) for name, (x, y) in norms.items()}
+                else:
+                    errors, same = case.errors(impl, outputs, "fwbw"), jax.tree.all(jax.tree.map(jnp.array_equal, outputs, again))
+                if wrong := wrong_outputs(case, errors):
+                    return Result("wrong", note=wrong)
+                if not same:
+                    return Result("wrong", note="other bits in another run")
+            del outputs, again
             [seconds] = time_calls(call, impl.synchronise, 1)
             if best is None or 1e3 * seconds < SLOW * best:
                 seconds = statistics.median(time_calls(call, impl.synchronise, self.repeats))
@@ -343,6 +362,7 @@ class Tuner:
     pool: ThreadPoolExecutor
     bar: tqdm
     counts: Counter
+    checks: dict[tuple[str, int], Future] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self):
         self.name = f"{self.bench.shape} {self.bench.dtype}"
@@ -366,19 +386,24 @@ class Tuner:
         prepared = {}
         for stage, config in items:
             if (stage, config) not in results:
-                case = self.bench.case(stage)
+                case, key = self.bench.case(stage), (stage, config.L if stage else 0)
                 given = case.arrays(config.L) if stage else case.inputs
                 prepared[stage, config] = self.pool.submit(self.bench.prepare, stage, config, given, prune)
-        bests, expected = dict(best), {}
+                if key not in self.checks:
+                    self.checks[key] = self.pool.submit(self.bench.compile_check, stage, config.L, given)
+        # Nothing is timed while others compile.
+        wait([*prepared.values(), *self.checks.values()], timeout=max(deadline - time.monotonic(), 0))
+        bests, at, check, expected = dict(best), None, None, None
         for (stage, config), future in prepared.items():
-            if time.monotonic() > deadline:
+            if time.monotonic() > deadline or not future.done():
                 future.cancel()
                 continue
             made = future.result()
-            if stage and stage not in expected:
-                expected = {stage: self.bench.expected(stage, config.L)}
+            if at != stage:
+                at, check = stage, self.checks[stage, config.L if stage else 0].result()
+                expected = self.bench.expected(stage, config.L, check)
             try:
-                result = made if isinstance(made, Result) else self.bench.judge(stage, *made, expected.get(stage), bests.get(stage))
+                result = made if isinstance(made, Result) else self.bench.judge(stage, *made, check, expected, bests.get(stage))
             except DeviceLost as error:
                 self.log.put(self.name, stage, config, Result("failed", note=str(error)))
                 raise
@@ -392,7 +417,8 @@ class Tuner:
 
     def round(self, searches: Sequence[Search], until: float, *, prune: bool) -> None:
         """The next round of searches of one chunk size; with none left a search is done."""
-        self.bar.set_postfix_str(f"{self.name} L={searches[0].L} {' '.join(search.said for search in searches[:1])}")
+        said = searches[0].said if prune else "all stages"
+        self.bar.set_postfix_str(f"{self.name} L={searches[0].L} {said}", refresh=False)
         items = [(search.stage, KernelConfig(chunk_size=search.L, **{search.stage: x})) for search in searches for x in search.next_round()]
         best = {search.stage: search.best[0] for search in searches if search.best}
         results = self.evaluate(items, until, best=best, prune=prune)
@@ -416,7 +442,7 @@ class Tuner:
             self.round([alive[shares.index(max(shares))]], until, prune=True)
 
     def whole(self, configs: Sequence[KernelConfig], deadline: float) -> dict[KernelConfig, Result]:
-        self.bar.set_postfix_str(f"{self.name} forward and backward")
+        self.bar.set_postfix_str(f"{self.name} forward and backward", refresh=False)
         results = self.evaluate([("", config) for config in dict.fromkeys(configs)], deadline, prune=False, resume=False)
         return {config: result for (_, config), result in results.items()}
 
@@ -579,7 +605,9 @@ def run(options: flags.FlagValues) -> int:
     start, code = time.monotonic(), 0
     end, counts = start + 60 * options.minutes, Counter()
     pool = ThreadPoolExecutor(options.threads)
-    with contextlib.closing(tqdm(total=round(60 * options.minutes), unit="s", leave=False)) as bar:
+    with contextlib.closing(
+        tqdm(total=round(60 * options.minutes), unit="s", leave=False, mininterval=0.5 if sys.stderr.isatty() else 10)
+    ) as bar:
         try:
             for n, (shape, dtype) in enumerate(cases):
                 now = time.monotonic()
@@ -607,5 +635,7 @@ def run(options: flags.FlagValues) -> int:
 
 
 if __name__ == "__main__":
+    # The plain forms are for checks alone: XLA need not look for their fastest products.
+    os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")
     define_flags(flags.FLAGS)
     app.run(lambda _: run(flags.FLAGS))

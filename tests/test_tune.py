@@ -131,11 +131,12 @@ def judged(bench, stage, kernel=None, monkeypatch=None):
     config = KernelConfig(chunk_size=16)
     given = bench.case(stage).arrays(16)
     impl, call = bench.prepare(stage, config, given, False)
-    expected = bench.expected(stage, 16)
+    check = bench.compile_check(stage, 16, given)
+    expected = bench.expected(stage, 16, check)
     if kernel:
         real = call
         call = lambda: kernel(real())  # noqa: E731
-    return bench.judge(stage, impl, call, expected, None)
+    return bench.judge(stage, impl, call, check, expected, None)
 
 
 def test_a_right_candidate_is_timed(bench):
@@ -259,7 +260,10 @@ class FakeBench:
     def case(self, stage):
         return self
 
-    def expected(self, stage, L):
+    def compile_check(self, stage, L, given):
+        return None
+
+    def expected(self, stage, L, check):
         return None
 
     def prepare(self, stage, config, given, prune):
@@ -269,7 +273,7 @@ class FakeBench:
         best = tune.canonical(stage, StageConfig(num_warps=4, num_stages=3), problem(config.L, self.shape))
         return self.stage_ms(stage, config.L) + 0.1 * distance(config.stage(stage), best, stage)
 
-    def judge(self, stage, config, call, expected, best):
+    def judge(self, stage, config, call, check, expected, best):
         self.clock()
         self.judged.append((stage, json.dumps(tune.described(config))))
         if stage:
