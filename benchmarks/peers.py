@@ -71,16 +71,16 @@ def exact(q, k, v, i, f, *, eps=NORMALISER["eps"], norm_val=NORMALISER["norm_val
     """
     b = jnp.cumsum(jax.nn.log_sigmoid(f), -1)
     e = i - b
-    u = jnp.maximum(lax.associative_scan(jnp.maximum, e, axis=-1), 0.0)  # m starts at 0
 
-    def rows(first, q, b, u):
+    def rows(first, q, b):
         seen = jnp.arange(k.shape[2]) <= (first + jnp.arange(q.shape[2]))[:, None]
-        D = jnp.exp(jnp.where(seen, e[:, :, None, :] - u[..., None], -jnp.inf))
-        P = D * jnp.einsum("bhtk,bhsk->bhts", q, k) * q.shape[-1] ** -0.5
+        exponents = jnp.where(seen, e[:, :, None, :], -jnp.inf)
+        u = jnp.maximum(exponents.max(-1), 0.0)  # m starts at 0
+        P = jnp.exp(exponents - u[..., None]) * jnp.einsum("bhtk,bhsk->bhts", q, k) * q.shape[-1] ** -0.5
         den = jnp.maximum(jnp.abs(P.sum(-1)), norm_val * jnp.exp(-b - u)) + eps
         return jnp.einsum("bhts,bhsv->bhtv", P, v) / den[..., None]
 
-    return blocks_of_rows(rows, q, b, u)
+    return blocks_of_rows(rows, q, b)
 
 
 def constant_normaliser(q, k, v, i, f):

@@ -213,16 +213,6 @@ def test_both_directions_and_both_ways_with_the_states_in_one_run(tmp_path):
     assert recomputed["errors"] == kept["errors"]
 
 
-@pytest.mark.usefixtures("few_calls")
-def test_compiled_programs_are_kept_where_asked(tmp_path):
-    before = jax.config.jax_compilation_cache_dir
-    jsonl = tmp_path / "rows.jsonl"
-    assert run(f"--compilation_cache_dir={tmp_path / 'cache'}", "--dtype=float32,bfloat16", "--shape=1x2x16x16x16", f"--jsonl={jsonl}") == 0
-    assert [row["dtype"] for row in read_rows(jsonl)] == ["float32", "bfloat16"]
-    assert list((tmp_path / "cache").iterdir())
-    assert jax.config.jax_compilation_cache_dir == before
-
-
 def test_a_config_reaches_the_stages(tmp_path):
     """Given as JSON, or as a file."""
     row = {"chunk_size": 64, "split_backward": True, "parallel_fw_H": {"siz_b_LQ": 16, "num_warps": 8}}
@@ -341,6 +331,17 @@ def test_another_function_is_held_to_what_it_defines_and_named_so(factor, note, 
     [row] = read_rows(jsonl)
     assert row["note"] == note
     assert (row["ms"] is None) == (factor != 2)
+
+
+@pytest.mark.usefixtures("few_calls")
+def test_compiled_programs_are_kept_where_asked(monkeypatch, tmp_path):
+    monkeypatch.setitem(peers.PEERS, "doubling", Doubling)
+    monkeypatch.setitem(peers.ORACLES, "twice", lambda q: 2 * q)
+    before, jsonl = jax.config.jax_compilation_cache_dir, tmp_path / "rows.jsonl"
+    assert run("--impl=doubling", "--dtype=float32,bfloat16", f"--compilation_cache_dir={tmp_path / 'cache'}", f"--jsonl={jsonl}") == 0
+    assert [row["dtype"] for row in read_rows(jsonl)] == ["float32", "bfloat16"]
+    assert list((tmp_path / "cache").iterdir())
+    assert jax.config.jax_compilation_cache_dir == before
 
 
 def in_float64(function, *shapes):

@@ -121,39 +121,35 @@ def test_what_is_wrong_or_pruned_is_never_the_best():
 # ---------------------------------------------------------------- judging
 
 
+TINY, STAGE = Shape(1, 2, 32, 16, 16), "recurrent_fw_C"
+
+
 @pytest.fixture(scope="module")
-def bench():
-    """A real one, of plain jnp."""
-    return tune.Bench("xla", Shape(1, 2, 32, 16, 16), "bfloat16", None, 1)
+def judge():
+    """judge(kernel) is the result of a stage in plain jnp, its outputs passed through the kernel."""
+    bench = tune.Bench("xla", TINY, "bfloat16", None, 1)
+    given = bench.case(STAGE).arrays(16)
+    impl, call = bench.prepare(STAGE, KernelConfig(chunk_size=16), given, False)
+    check = bench.compile_check(STAGE, 16, given)
+    expected = bench.expected(STAGE, 16, check)
+    return lambda kernel: bench.judge(STAGE, impl, lambda: kernel(call()), check, expected, None)
 
 
-def judged(bench, stage, kernel=None, monkeypatch=None):
-    config = KernelConfig(chunk_size=16)
-    given = bench.case(stage).arrays(16)
-    impl, call = bench.prepare(stage, config, given, False)
-    check = bench.compile_check(stage, 16, given)
-    expected = bench.expected(stage, 16, check)
-    if kernel:
-        real = call
-        call = lambda: kernel(real())  # noqa: E731
-    return bench.judge(stage, impl, call, check, expected, None)
-
-
-def test_a_right_candidate_is_timed(bench):
-    result = judged(bench, "recurrent_bw_dC")
+def test_a_right_candidate_is_timed(judge):
+    result = judge(lambda outputs: outputs)
     assert (result.status, result.note) == ("ok", "")
     assert result.ms > 0
 
 
-def test_a_wrong_candidate_is_not_timed(bench, monkeypatch):
+def test_a_wrong_candidate_is_not_timed(judge, monkeypatch):
     monkeypatch.setattr(tune, "time_calls", lambda *_: pytest.fail("a wrong output was timed"))
-    result = judged(bench, "recurrent_fw_C", lambda outputs: (outputs[0] * 1.02, *outputs[1:]))
+    result = judge(lambda outputs: (outputs[0] * 1.02, *outputs[1:]))
     assert result.status == "wrong"
     assert re.fullmatch(r"error [12]\.\de-02 in C, at most 5e-03", result.note)
-    assert judged(bench, "recurrent_fw_C", lambda outputs: (outputs[0] * jnp.nan, *outputs[1:])).note.startswith("error nan in C")
+    assert judge(lambda outputs: (outputs[0] * jnp.nan, *outputs[1:])).note.startswith("error nan in C")
 
 
-def test_a_candidate_that_does_not_repeat_its_bits_is_wrong(bench, monkeypatch):
+def test_a_candidate_that_does_not_repeat_its_bits_is_wrong(judge, monkeypatch):
     """A race: right within the tolerance, and another result in the third run."""
     monkeypatch.setattr(tune, "time_calls", lambda *_: pytest.fail("a wrong output was timed"))
     runs = iter(range(tune.RUNS))
@@ -162,27 +158,27 @@ def test_a_candidate_that_does_not_repeat_its_bits_is_wrong(bench, monkeypatch):
         C, *others = outputs
         return C.at[0, 0, 1, 3, 5].multiply(1.0 + 2.0**-6 * (next(runs) == tune.RUNS - 1)), *others
 
-    assert judged(bench, "recurrent_fw_C", racy) == tune.Result("wrong", note="other bits in another run")
+    assert judge(racy) == tune.Result("wrong", note="other bits in another run")
 
 
-def test_a_failure_is_its_candidates_only_as_long_as_the_device_answers(bench, monkeypatch):
+def test_a_failure_is_its_candidates_only_as_long_as_the_device_answers(judge, monkeypatch):
     def fail(outputs):
         raise RuntimeError("out of memory\nhere")
 
-    assert judged(bench, "chunk_gates", fail) == tune.Result("failed", note="RuntimeError: out of memory here")
+    assert judge(fail) == tune.Result("failed", note="RuntimeError: out of memory here")
     monkeypatch.setattr(tune.jnp, "zeros", fail)
-    with pytest.raises(tune.DeviceLost, match=r"chunk_gates .*out of memory"):
-        judged(bench, "chunk_gates", fail)
+    with pytest.raises(tune.DeviceLost, match=r"recurrent_fw_C .*out of memory"):
+        judge(fail)
 
 
 def test_what_the_compile_report_refuses_is_not_compiled(monkeypatch):
-    bench = tune.Bench("xla", Shape(1, 2, 32, 16, 16), "bfloat16", lambda function, args: "spills 9999 bytes, at most 512", 1)
-    given = bench.case("chunk_gates").arrays(16)
+    bench = tune.Bench("xla", TINY, "bfloat16", lambda function, args: "spills 9999 bytes, at most 512", 1)
+    given = bench.case(STAGE).arrays(16)
     monkeypatch.setattr(tune.Ours, "build", lambda *_: pytest.fail("compiled"))
     config = KernelConfig(chunk_size=16)
-    assert bench.prepare("chunk_gates", config, given, True) == tune.Result("pruned", note="spills 9999 bytes, at most 512")
+    assert bench.prepare(STAGE, config, given, True) == tune.Result("pruned", note="spills 9999 bytes, at most 512")
     with pytest.raises(pytest.fail.Exception, match="compiled"):  # as the starts are
-        bench.prepare("chunk_gates", config, given, False)
+        bench.prepare(STAGE, config, given, False)
 
 
 def fake_usage(shared=0, spills=0):
@@ -468,7 +464,7 @@ def test_a_dry_run_of_real_kernels(run, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(tune.Bench, "compiled", tune.Bench.prepare, raising=False)
     monkeypatch.setattr(tune.Bench, "prepare", prepare)
     monkeypatch.setattr(tune.Bench, "judge", judge)
-    assert run("--minutes=5", "--stage=chunk_gates", shape=Shape(1, 1, 16, 16, 16)) == 0
+    assert run("--minutes=5", "--stage=chunk_gates", "--chunk_size=16", shape=TINY) == 0
     lines = log_lines(tmp_path)
     assert [(line["config"]["chunk_gates"]["num_warps"], line["status"]) for line in lines if line["stage"]] == [(1, "ok"), (2, "ok")]
     assert "nothing is pruned by the compile report: there is no GPU" in capsys.readouterr().out
