@@ -111,7 +111,7 @@ def markdown(rows: Sequence[Row]) -> str:
         value = getattr(row, field) if row else None
         if row and row.status != "ok":
             return row.status
-        return "" if value is None else f"{value:.3g}" if value < 100 else f"{value:.0f}"
+        return "" if value is None else f"{value:#.3g}" if value < 100 else f"{value:.0f}"
 
     per_shape = [(direction, "ms", DIRECTIONS[direction]) for direction in directions] + [(directions[-1], "peak_mib", "MiB")]
     if len(shapes) <= 4:
@@ -121,11 +121,13 @@ def markdown(rows: Sequence[Row]) -> str:
         head = ["ms", *(f"{line}, {title}" for line in lines for *_, title in per_shape[:-1])]
         body = [[name, *(cell(line, shape, *what) for line in lines for *what, _ in per_shape[:-1])] for shape, name in shapes.items()]
     text = [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body)]
-    reasons: dict[str, list[str]] = {}
+    notes: dict[str, list[str]] = {}
     for row in found.values():
         if row.status != "ok":
-            reasons.setdefault(f"{label(row)}: {row.note}", []).append(f"{row.name} {row.direction}")
-    return "\n".join([*text, *(f"\n{reason} ({', '.join(cases)})" for reason, cases in reasons.items())])
+            notes.setdefault(f"{label(row)}: {row.note}", []).append(f"{row.name} {row.direction}")
+        elif row.note == "other function":
+            notes.setdefault("Other functions", []).append(label(row))
+    return "\n".join([*text, *(f"\n{note} ({', '.join(dict.fromkeys(cases))})" for note, cases in notes.items())])
 
 
 def _sweep(shapes: Sequence[Shape]) -> str:

@@ -512,31 +512,33 @@ def test_a_table_and_a_plot_of_stored_rows(tmp_path, capsys):
     write_rows(tmp_path / "a.jsonl", [made_up("7b", shape, "triton", ms=9.0), made_up("7b", shape, "triton", ms=2.046)])
     skipped = made_up("7b", shape, "fla", "fwbw", None, status="skipped", note="skipped: no GPU")
     kept = made_up("7b", shape, "triton", "fwbw", 7.874, recompute_states_in_bw=False)
-    write_rows(tmp_path / "b.jsonl", [made_up("7b", shape, "triton", "fwbw", 108.6), kept, made_up("7b", shape, "fla", ms=2.33), skipped])
+    write_rows(
+        tmp_path / "b.jsonl",
+        [made_up("7b", shape, "triton", "fwbw", 108.6), kept, made_up("7b", shape, "fla", ms=2.3, note="other function"), skipped],
+    )
     stored = f"--from_jsonl={tmp_path / 'a.jsonl'},{tmp_path / 'b.jsonl'}"
     assert run(stored, "--markdown", f"--plot={tmp_path / 'p.png'}") == 0
     assert (tmp_path / "p.png").stat().st_size > 1000
     out = capsys.readouterr().out
     assert "no GPU here" not in out
-    assert (
-        out.split("\n\n", 1)[1].strip().splitlines()[-8:]
-        == [
-            "| ms | 7b forward | 7b forward + backward | 7b MiB |",
-            "| --- | --- | --- | --- |",
-            "| triton | 2.05 | 109 | 108600 |",
-            "| triton states kept |  | 7.87 | 7874 |",
-            "| fla | 2.33 | skipped | skipped |",
-            "",
-            "fla: skipped: no GPU (7b fwbw)",
-        ][-8:]
-    )
+    assert out.rstrip().splitlines()[-9:] == [
+        "| ms | 7b forward | 7b forward + backward | 7b MiB |",
+        "| --- | --- | --- | --- |",
+        "| triton | 2.05 | 109 | 108600 |",
+        "| triton states kept |  | 7.87 | 7874 |",
+        "| fla | 2.30 | skipped | skipped |",
+        "",
+        "Other functions (fla)",
+        "",
+        "fla: skipped: no GPU (7b fwbw)",
+    ]
 
 
 def test_a_table_of_a_sweep_has_a_line_for_a_shape():
     shapes = kernel_benchmark.SHAPES["seqlen"]
     lines = kernel_benchmark.markdown([made_up(str(s), s, impl, ms=1.5) for s in shapes for impl in ("triton", "fla")]).splitlines()
     assert lines[0] == "| ms | triton, forward | fla, forward |"
-    assert lines[2:] == [f"| {shape} | 1.5 | 1.5 |" for shape in shapes]
+    assert lines[2:] == [f"| {shape} | 1.50 | 1.50 |" for shape in shapes]
 
 
 def test_committed_results_can_be_reported(capsys):
