@@ -58,6 +58,7 @@ from mlstm_pallas.problem import KERNEL_DTYPES, MAX_TILE, Problem, check_chunk_s
 MIN_GAIN = 0.03  # of the whole, over the heuristic
 RUNS = 3  # that have to give the same bits
 ROUND = 16  # candidates
+COMPILE_SECONDS = 60  # of a candidate
 SLOW = 1.2  # times the best so far: not worth timing exactly
 HOPELESS = 1.4  # times the best chunk size's sum of stages
 SEARCH_SHARE = 0.7  # of a case's time; the rest is for the whole
@@ -360,6 +361,7 @@ class Tuner:
     bench: Bench
     log: Log
     pool: ThreadPoolExecutor
+    threads: int
     bar: tqdm
     counts: Counter
     checks: dict[tuple[str, int], Future] = dataclasses.field(default_factory=dict)
@@ -391,14 +393,14 @@ class Tuner:
                 prepared[stage, config] = self.pool.submit(self.bench.prepare, stage, config, given, prune)
                 if key not in self.checks:
                     self.checks[key] = self.pool.submit(self.bench.compile_check, stage, config.L, given)
-        # Nothing is timed while others compile.
-        wait([*prepared.values(), *self.checks.values()], timeout=max(deadline - time.monotonic(), 0))
+        # Nothing is timed while others compile; but a compiler that hangs does not take all the time.
+        limit = COMPILE_SECONDS * -(-len(prepared) // self.threads)
+        wait([*prepared.values(), *self.checks.values()], timeout=max(min(deadline - time.monotonic(), limit), 0))
         bests, at, check, expected = dict(best), None, None, None
         for (stage, config), future in prepared.items():
-            if time.monotonic() > deadline or not future.done():
-                future.cancel()
+            if future.cancel() or time.monotonic() > deadline:
                 continue
-            made = future.result()
+            made = future.result() if future.done() else Result("failed", note=f"not compiled within {limit:g} s")
             if at != stage:
                 at, check = stage, self.checks[stage, config.L if stage else 0].result()
                 expected = self.bench.expected(stage, config.L, check)
@@ -613,7 +615,7 @@ def run(options: flags.FlagValues) -> int:
                 now = time.monotonic()
                 bench = Bench(options.backend, shape, dtype, pruner, options.repeats)
                 try:
-                    row = tune(Tuner(bench, log, pool, bar, counts), options, rows, now + (end - now) / (len(cases) - n))
+                    row = tune(Tuner(bench, log, pool, options.threads, bar, counts), options, rows, now + (end - now) / (len(cases) - n))
                 except DeviceLost as error:
                     print(f"tune: the device is lost after {error}. Run the same again: it goes on behind that candidate.", file=sys.stderr)
                     return 1

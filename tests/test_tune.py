@@ -3,6 +3,7 @@
 import inspect
 import json
 import re
+import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
@@ -430,6 +431,27 @@ def test_a_stage_that_never_runs_leaves_time_for_the_others(run, fake, tmp_path,
     assert tried["parallel_fw_H"] > tune.ROUND
     _, *made = [line["config"] for line in log_lines(tmp_path) if line["stage"] == ""]
     assert [config["split_backward"] for config in made] == [True] * 3  # the heuristic comes first
+
+
+def test_a_compiler_that_hangs_costs_its_candidate(run, fake, tmp_path, monkeypatch):
+    released, real = threading.Event(), fake.prepare
+
+    def prepare(self, stage, config, *rest):
+        if stage and config.chunk_gates.num_warps == 2:
+            released.wait(20)
+        return real(self, stage, config, *rest)
+
+    monkeypatch.setattr(tune, "COMPILE_SECONDS", 0.3)
+    monkeypatch.setattr(fake, "prepare", prepare)
+    assert run("--minutes=5", "--stage=chunk_gates", "--chunk_size=16", "--threads=8") == 0
+    released.set()
+    by_warps = {}
+    for line in log_lines(tmp_path):
+        if line["stage"]:
+            by_warps.setdefault(line["config"]["chunk_gates"]["num_warps"], set()).add((line["status"], line["note"]))
+    assert by_warps[1] == {("ok", "")}
+    assert {status for status, _ in by_warps[2]} == {"failed"}
+    assert all(note.startswith("not compiled within 0.") for _, note in by_warps[2])
 
 
 def test_a_lost_device_ends_the_run_and_its_candidate(run, fake, tmp_path, monkeypatch, capsys):
