@@ -247,9 +247,9 @@ class Bench:
         found.stage = stage
         return found
 
-    def compile_check(self, stage: str, L: int, given: Any) -> Check | None:
+    def compile_check(self, case: Case, L: int, given: Any) -> Check | None:
         """In any thread. Of the whole the case keeps what is expected itself: made here, once."""
-        case = self.case(stage)
+        stage = case.stage
         ours = Ours(self.backend, self.shape, self.dtype, None, stage, KernelConfig(chunk_size=L))
         if not stage:
             case.expected(ours)
@@ -385,24 +385,26 @@ class Tuner:
         found = {item: self.log.get(self.name, *item) for item in items} if resume else {}
         results = {item: result for item, result in found.items() if result is not None}
         self.counts["known"] += len(results)
-        prepared = {}
+        prepared, checks = {}, {}
         for stage, config in items:
             if (stage, config) not in results:
-                case, key = self.bench.case(stage), (stage, config.L if stage else 0)
+                case = self.bench.case(stage)
                 given = case.arrays(config.L) if stage else case.inputs
                 prepared[stage, config] = self.pool.submit(self.bench.prepare, stage, config, given, prune)
+                key = stage, config.L if stage else 0
                 if key not in self.checks:
-                    self.checks[key] = self.pool.submit(self.bench.compile_check, stage, config.L, given)
+                    self.checks[key] = self.pool.submit(self.bench.compile_check, case, config.L, given)
+                checks[stage] = self.checks[key]
         # Nothing is timed while others compile; but a compiler that hangs does not take all the time.
         limit = COMPILE_SECONDS * -(-len(prepared) // self.threads)
-        wait([*prepared.values(), *self.checks.values()], timeout=max(min(deadline - time.monotonic(), limit), 0))
+        wait([*prepared.values(), *checks.values()], timeout=max(min(deadline - time.monotonic(), limit), 0))
         bests, at, check, expected = dict(best), None, None, None
         for (stage, config), future in prepared.items():
             if future.cancel() or time.monotonic() > deadline:
                 continue
             made = future.result() if future.done() else Result("failed", note=f"not compiled within {limit:g} s")
             if at != stage:
-                at, check = stage, self.checks[stage, config.L if stage else 0].result()
+                at, check = stage, checks[stage].result()
                 expected = self.bench.expected(stage, config.L, check)
             try:
                 result = made if isinstance(made, Result) else self.bench.judge(stage, *made, check, expected, bests.get(stage))

@@ -131,7 +131,7 @@ def judge():
     bench = tune.Bench("xla", TINY, "bfloat16", None, 1)
     given = bench.case(STAGE).arrays(16)
     impl, call = bench.prepare(STAGE, KernelConfig(chunk_size=16), given, False)
-    check = bench.compile_check(STAGE, 16, given)
+    check = bench.compile_check(bench.case(STAGE), 16, given)
     expected = bench.expected(STAGE, 16, check)
     return lambda kernel: bench.judge(STAGE, impl, lambda: kernel(call()), check, expected, None)
 
@@ -257,7 +257,7 @@ class FakeBench:
     def case(self, stage):
         return self
 
-    def compile_check(self, stage, L, given):
+    def compile_check(self, case, L, given):
         return None
 
     def expected(self, stage, L, check):
