@@ -172,6 +172,16 @@ def test_a_failure_is_its_candidates_only_as_long_as_the_device_answers(judge, m
         judge(fail)
 
 
+def test_the_whole_is_checked_with_its_gradients():
+    bench = tune.Bench("xla", Shape(1, 1, 16, 16, 16), "float32", None, 1)
+    heuristic = heuristic_config(16, jnp.dtype("float32"))
+    impl, call = bench.prepare("", tune.complete(heuristic, heuristic, bench.shape), bench.case("").inputs, False)
+    check = bench.compile_check(bench.case(""), 16, None)
+    assert bench.judge("", impl, call, check, None, None).status == "ok"
+    wrong = bench.judge("", impl, lambda: (*call()[:4], call()[4] * 1.001, call()[5]), check, None, None)
+    assert (wrong.status, wrong.note) == ("wrong", "error 1.0e-03 in di, at most 1e-04")
+
+
 def test_what_the_compile_report_refuses_is_not_compiled(monkeypatch):
     bench = tune.Bench("xla", TINY, "bfloat16", lambda function, args: "spills 9999 bytes, at most 512", 1)
     given = bench.case(STAGE).arrays(16)
