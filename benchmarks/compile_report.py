@@ -19,6 +19,7 @@ import os
 import re
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -270,15 +271,20 @@ def _send_stderr_to(path: str) -> None:
     os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), 2)
 
 
-@functools.cache
+_of_thread = threading.local()
+
+
 def _compiler() -> tuple[ProcessPoolExecutor, str]:
-    """A process to compile in and the file of its stderr. LLVM ends its process on an assertion, and some tiles get it there."""
-    stderr = tempfile.NamedTemporaryFile(suffix=".stderr")  # noqa: SIM115, it lives as long as the process
-    context = multiprocessing.get_context("spawn")
-    pool = ProcessPoolExecutor(1, mp_context=context, initializer=_send_stderr_to, initargs=(stderr.name,))
-    atexit.register(stderr.close)
-    atexit.register(pool.shutdown)
-    return pool, stderr.name
+    """The calling thread's process to compile in and the file of its stderr. LLVM ends its process on an assertion, and some tiles get
+    it there."""
+    if not hasattr(_of_thread, "compiler"):
+        stderr = tempfile.NamedTemporaryFile(suffix=".stderr")  # noqa: SIM115, it lives as long as the process
+        context = multiprocessing.get_context("spawn")
+        pool = ProcessPoolExecutor(1, mp_context=context, initializer=_send_stderr_to, initargs=(stderr.name,))
+        atexit.register(stderr.close)
+        atexit.register(pool.shutdown)
+        _of_thread.compiler = pool, stderr.name
+    return _of_thread.compiler
 
 
 @functools.cache
@@ -293,7 +299,7 @@ def compile_kernel(ir: str, num_warps: int, num_stages: int, capability: int) ->
     except CompileError as error:
         cause = str(error)
     except BrokenProcessPool:
-        _compiler.cache_clear()
+        del _of_thread.compiler
         cause = "the compiler crashed"
     with open(stderr, errors="replace") as file:
         file.seek(said_before)

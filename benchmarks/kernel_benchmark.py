@@ -1,13 +1,18 @@
 r"""Times a stage, the forward, or forward and backward of the mLSTM, beside other implementations.
 
     python benchmarks/kernel_benchmark.py                                               # the three 8k shapes on a GPU, a tiny one without
-    python benchmarks/kernel_benchmark.py --shape=7b-8k,8x16x8192x128x128 --direction=fwbw --impl=triton,mlstm_kernels_xl_chunk
-    python benchmarks/kernel_benchmark.py --shape=seqlen --jsonl=seqlen.jsonl --plot=seqlen.png
-    python benchmarks/kernel_benchmark.py --stage=recurrent_fw_C,parallel_bw_dQKV --impl=triton,xla
+    python benchmarks/kernel_benchmark.py --shape=7b-8k,8x16x8192x128x128 --direction=fwd,fwbw --impl=all --markdown
+    python benchmarks/kernel_benchmark.py --shape=seqlen --impl=all --jsonl=seqlen.jsonl --plot=seqlen.png
+    python benchmarks/kernel_benchmark.py --stage=recurrent_fw_C,parallel_bw_dQKV --impl=triton,xla --dtype=bfloat16,float32
+    python benchmarks/kernel_benchmark.py --from_jsonl=seqlen.jsonl,more.jsonl --plot=seqlen.png --markdown         # measures nothing
 
-Outputs are checked before they are timed: ours against the float64 recurrence, on the first, a middle and the last head; what is wrong is
-not timed. TFLOP/s, TB/s and roofline count what has to be computed and moved (roofline.py), whatever an implementation does. Memory is
-the peak beyond the inputs. Exit code 1 when an output is wrong or ours fails, 2 when the request makes no sense, 130 after Ctrl-C.
+Outputs are checked before they are timed, on the first, a middle and the last head (of more than 32768 steps on the last alone): ours
+against the recurrence in its parallel form, peers against what they define, in float64; what is wrong is not timed. A time is the median
+of batches of calls in flight between two synchronisations, the spread (slowest - fastest) / median of the batches. TFLOP/s, TB/s and
+roofline count what has to be computed and moved (the formulas are in roofline.py), whatever an implementation does. Memory is the peak
+beyond the inputs. The first call is traced, compiled (unless --compilation_cache_dir has it) and run once.
+
+Exit code 1 when an output is wrong or ours fails, 2 when the request makes no sense, 130 after Ctrl-C.
 """
 
 import contextlib
@@ -22,8 +27,8 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -32,12 +37,15 @@ import numpy as np
 import peers
 import roofline
 from absl import app, flags
+from jax.experimental.compilation_cache import compilation_cache
 from peers import NORMALISER, Inputs, random_inputs
+from reporting import Row, markdown, plot, progress, read_rows, table
 from roofline import Shape
 
 from mlstm_pallas import gates, mlstm_chunkwise, reference
 from mlstm_pallas.backend import target_device_kind
-from mlstm_pallas.config import config_for
+from mlstm_pallas.config import STAGES as TUNED_STAGES
+from mlstm_pallas.config import KernelConfig, config_for, config_from_row
 from mlstm_pallas.problem import BACKENDS, KERNEL_DTYPES, check_chunk_size, make_problem
 from mlstm_pallas.stages.chunk_gates import chunk_gates
 from mlstm_pallas.stages.parallel_bw_dK import parallel_bw_dK
@@ -48,6 +56,7 @@ from mlstm_pallas.stages.parallel_fw_H import parallel_fw_H
 from mlstm_pallas.stages.recurrent_bw_dC import recurrent_bw_dC
 from mlstm_pallas.stages.recurrent_fw_C import recurrent_fw_C
 
+HEADS = [(64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512), (512, 512)]
 SHAPES = {
     "7b-8k": [Shape(8, 8, 8192, 256, 512)],
     "tfla-8k": [Shape(8, 16, 8192, 128, 256)],
@@ -56,6 +65,7 @@ SHAPES = {
     "small-128": [Shape(8, 16, 8192, 128, 128)],
     "seqlen": [Shape(2**17 // S, 8, S, 256, 512) for S in (2**n for n in range(9, 18))],
     "batch": [Shape(B, 8, 8192, 256, 512) for B in (1, 2, 4, 8, 16)],
+    "heads": [Shape(8, 4096 // max(V, 256), 8192, K, V) for K, V in HEADS],
     "tiny": [Shape(1, 2, 128, 32, 64)],
 }
 # Relative norms of the error. bfloat16 has steps of 2**-8, and its gradients are made of products of rounded products; float32 has room
@@ -68,32 +78,6 @@ Rates = tuple[float | None, float | None]  # FLOP/s, bytes/s
 
 class RequestError(ValueError):
     """What was asked for does not exist; the message is for the user."""
-
-
-@dataclasses.dataclass
-class Row:
-    """A measurement. What was not measured is None; status is "ok", "wrong", "failed" or "skipped", and note says why."""
-
-    name: str
-    shape: Shape
-    impl: str
-    stage: str
-    direction: str
-    dtype: str
-    device: str
-    versions: dict[str, str]
-    commit: str | None
-    config: dict[str, Any] | None = None
-    status: str = "ok"
-    note: str = ""
-    ms: float | None = None
-    spread: float | None = None  # (slowest - fastest) / median of the repeats
-    tflops: float | None = None
-    tbps: float | None = None
-    roofline_pct: float | None = None
-    peak_mib: float | None = None
-    error: float | None = None  # the largest of errors
-    errors: dict[str, float] = dataclasses.field(default_factory=dict)  # of each output
 
 
 # ---------------------------------------------------------------- what is measured
@@ -201,11 +185,23 @@ class Ours(peers.JaxImplementation):
 
     oracle = "exact"
 
-    def __init__(self, backend: str, shape: Shape, dtype: str, chunk_size: int | None, stage: str):
-        self.name, self.stage = backend, stage
-        self.filled = config_for(*shape[3:], shape.S, jnp.dtype(dtype), device_kind=target_device_kind(), chunk_size=chunk_size)
+    def __init__(
+        self,
+        backend: str,
+        shape: Shape,
+        dtype: str,
+        chunk_size: int | None,
+        stage: str,
+        config: KernelConfig | None = None,
+        recompute_states_in_bw: bool = True,
+    ):
+        self.name, self.stage, self.recompute_states_in_bw = backend, stage, recompute_states_in_bw
+        kind = target_device_kind()
+        self.filled = config_for(*shape[3:], shape.S, jnp.dtype(dtype), device_kind=kind, chunk_size=chunk_size, explicit=config)
         self.config = dataclasses.asdict(self.filled)
-        self.problem = make_problem(shape[:4], shape.DHHV, self.filled.L, pad_heads=backend != "xla")
+        self.problem = p = make_problem(shape[:4], shape.DHHV, self.filled.L, pad_heads=backend != "xla")
+        if stage and shape != (p.B, p.NH, p.S, p.DHQK, p.DHHV):
+            raise ValueError(f"a stage by itself is not padded: its tiles need S, DHQK, DHHV = {p.S}, {p.DHQK}, {p.DHHV}")
 
     def phases(self, shape, itemsize, direction):
         if self.stage:
@@ -214,14 +210,12 @@ class Ours(peers.JaxImplementation):
 
     def computation(self, inputs, direction):
         if self.stage:
-            stage, p = STAGES[self.stage], self.problem
-            if inputs.shape != (p.B, p.NH, p.S, p.DHQK, p.DHHV):
-                raise ValueError(f"a stage by itself is not padded: its tiles need S, DHQK, DHHV = {p.S}, {p.DHQK}, {p.DHHV}")
-            launch = dict(problem=p, config=self.filled, interpret=self.name == "interpret")
-            kernel = functools.partial(stage.run_plain, p.L) if self.name == "xla" else functools.partial(stage.kernel, **launch)
-            found = stage_arrays(inputs, p.L)
-            return kernel, [found[name] for name in stage.inputs]
-        forward = functools.partial(mlstm_chunkwise, chunk_size=self.filled.L, backend=self.name, **NORMALISER)
+            stage, L = STAGES[self.stage], self.filled.L
+            launch = dict(problem=self.problem, config=self.filled, interpret=self.name == "interpret")
+            kernel = functools.partial(stage.run_plain, L) if self.name == "xla" else functools.partial(stage.kernel, **launch)
+            return kernel, [inputs[name] for name in stage.inputs]
+        how = dict(backend=self.name, config=self.filled, recompute_states_in_bw=self.recompute_states_in_bw)
+        forward = functools.partial(mlstm_chunkwise, **how, **NORMALISER)
 
         def forward_backward(q, k, v, i, f, dh):
             h, vjp = jax.vjp(forward, q, k, v, i, f)
@@ -234,59 +228,77 @@ class Ours(peers.JaxImplementation):
 
 
 class Case:
-    """Inputs of one shape and what should come out of them; made once for all implementations."""
+    """Inputs of one shape and dtype, and what should come out of them; made once for all implementations.
 
-    def __init__(self, shape: Shape, dtype: str, direction: str, stage: str):
-        self.shape, self.dtype, self.direction, self.stage = shape, dtype, direction, stage
-        heads = shape.B * shape.NH
-        self.index = np.unique([0, heads // 2, heads - 1])
-        self._expected: dict[Any, Any] = {}
+    gradients: whether those will be asked for.
+    """
+
+    def __init__(self, shape: Shape, dtype: str, stage: str = "", *, gradients: bool = False):
+        self.shape, self.dtype, self.stage, self.gradients = shape, dtype, stage, gradients
+        self._arrays: dict[int, dict[str, Any]] = {}
+        self._expected: dict[Any, tuple[np.ndarray, Any]] = {}
 
     @functools.cached_property
     def inputs(self) -> Inputs:
-        return random_inputs(jax.random.key(0), self.shape, self.dtype)
+        return jax.block_until_ready(random_inputs(jax.random.key(0), self.shape, self.dtype))
 
-    def expected(self, impl: peers.Implementation) -> Any:
-        """What impl should return, of the heads in index, float64."""
-        key = impl.filled.L if isinstance(impl, Ours) and self.stage else impl.oracle
+    def arrays(self, L: int) -> dict[str, Any]:
+        """What stages take at chunks of L steps; kept for the last L."""
+        if L not in self._arrays:
+            self._arrays.clear()
+            self._arrays[L] = jax.block_until_ready(stage_arrays(self.inputs, L))
+        return self._arrays[L]
+
+    def given(self, impl: peers.Implementation) -> Any:
+        """What impl.build takes."""
+        return self.arrays(impl.filled.L) if isinstance(impl, Ours) and self.stage else self.inputs
+
+    def expected(self, impl: peers.Implementation) -> tuple[np.ndarray, Any]:
+        """Indices of some heads, and what impl should return of these, float64."""
+        if isinstance(impl, Ours) and self.stage:
+            stage, key = STAGES[self.stage], str(impl.filled.L)
+            function, args, cotangent = functools.partial(stage.run_plain, impl.filled.L), [self.given(impl)[x] for x in stage.inputs], None
+        else:
+            key, function = impl.oracle, peers.ORACLES[impl.oracle]
+            args, cotangent = impl.oracle_arguments(self.inputs)
         if key not in self._expected:
-            arrays = stage_arrays(self.inputs, key) if self.stage else self.inputs._asdict()
-            names = STAGES[self.stage].inputs if self.stage else Inputs._fields[:5]
-            function = functools.partial(STAGES[self.stage].run_plain, key) if self.stage else peers.ORACLES[key]
+            heads = args[0].shape[0] * args[0].shape[1]
+            index = np.unique([0, heads // 2, heads - 1])[0 if self.shape.S <= 2**15 else -1 :]
 
             @jax.jit
-            def outputs(arrays):
-                args = [arrays[name] for name in names]
-                if self.direction == "fwbw":
+            def outputs(args, cotangent):
+                if self.gradients:
                     h, vjp = jax.vjp(function, *args)
-                    return h, *vjp(arrays["dh"])
+                    return h, *vjp(cotangent)
                 return function(*args) if self.stage else (function(*args),)
 
-            arrays = jax.tree.map(lambda x: x[None], peers.take_heads(arrays, self.index))
+            args, cotangent = jax.tree.map(lambda x: x[None], peers.take_heads((args, cotangent), index))
             with jax.enable_x64(True):
-                self._expected[key] = jax.tree.map(lambda x: np.asarray(x)[0], outputs(arrays))
+                self._expected[key] = index, jax.tree.map(lambda x: np.asarray(x)[0], outputs(args, cotangent))
         return self._expected[key]
 
-    def named(self, outputs: Any) -> dict[str, np.ndarray]:
+    def named(self, outputs: Any, names: Sequence[str] = ()) -> dict[str, Any]:
         """Outputs by name; those in two floats as their sum."""
         if not hasattr(outputs, "_asdict"):
-            names = STAGES[self.stage].outputs if self.stage else ("h", "dq", "dk", "dv", "di", "df")
-            return dict(zip(names, outputs, strict=False))
-        found: dict[str, np.ndarray] = {}
+            return dict(zip(STAGES[self.stage].outputs if self.stage else names, outputs, strict=False))
+        found: dict[str, Any] = {}
         for name, x in outputs._asdict().items():
             found |= self.named(x) if hasattr(x, "_asdict") else {name: sum(x) if isinstance(x, tuple) else x}
         return found
 
-    def errors(self, impl: peers.Implementation, outputs: Any) -> dict[str, float]:
+    def errors(self, impl: peers.Implementation, outputs: Any, direction: str = "") -> dict[str, float]:
         """Of each output, the norm of its error over its own."""
-        found, expected = self.named(impl.heads(outputs, self.index)), self.named(self.expected(impl))
+        index, wanted = self.expected(impl)
+        expected, found = self.named(wanted, impl.outputs), self.named(impl.heads(outputs, index), impl.outputs)
+        if direction == "fwd" and not self.stage:
+            expected = dict(list(expected.items())[:1])
         # A plain function has chunks where a kernel has steps.
         wrong_by = {name: found[name] - x.reshape(found[name].shape) for name, x in expected.items()}
         return {name: float(np.linalg.norm(x) / max(np.linalg.norm(expected[name]), 1e-30)) for name, x in wrong_by.items()}
 
     def tolerance(self, name: str) -> float:
         dtype = (STAGES[self.stage].dtype if self.stage else None) or self.dtype
-        return TOLERANCES[dtype]["_bw_" in self.stage if self.stage else name != "h"]
+        return TOLERANCES[dtype]["_bw_" in self.stage if self.stage else name.startswith("d")]
 
 
 # ---------------------------------------------------------------- measuring
@@ -311,30 +323,35 @@ def _one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
+def wrong_outputs(case: Case, errors: Mapping[str, float], checked: Sequence[str] = ()) -> str:
+    """What is beyond its tolerance, by how much; "" when nothing is."""
+    limits = {name: case.tolerance(name) for name in checked or errors if name in errors}
+    return "; ".join(f"error {errors[name]:.1e} in {name}, at most {x:.0e}" for name, x in limits.items() if not errors[name] <= x)
+
+
 def measure(row: Row, case: Case, impl: peers.Implementation, repeats: int, rates: Rates) -> None:
     """Fills the row; refuses to time a wrong output."""
-    call = impl.build(case.inputs, case.direction)
+    given = case.given(impl)
+    start = time.perf_counter()
+    call = impl.build(given, row.direction)
     outputs = call()
     impl.synchronise(outputs)
+    row.first_call_s = time.perf_counter() - start
     row.config, row.versions = dict(impl.config), row.versions | impl.versions()
     if not impl.finite(outputs):
         row.status, row.note = "wrong", "wrong: not finite"
         return
-    if impl.oracle:
-        row.errors = case.errors(impl, outputs)
-        row.error = max(row.errors.values())
-        limits = {name: case.tolerance(name) for name in impl.checked or row.errors if name in row.errors}
-        wrong = [f"error {row.errors[name]:.1e} in {name}, at most {x:.0e}" for name, x in limits.items() if not row.errors[name] <= x]
-        if wrong:
-            row.status, row.note = "wrong", "wrong: " + "; ".join(wrong)
-            return
-    else:
-        row.note = "other function"
+    row.errors = case.errors(impl, outputs, row.direction)
+    row.error = max(row.errors.values())
+    if wrong := wrong_outputs(case, row.errors, impl.checked):
+        row.status, row.note = "wrong", f"wrong: {wrong}"
+        return
+    row.note = "" if impl.oracle in peers.MLSTM else "other function"
     del outputs
     row.peak_mib = impl.peak_memory_bytes(call) / 2**20
     times = time_calls(call, impl.synchronise, repeats)
     seconds = statistics.median(times)
-    phases = impl.phases(case.shape, jnp.dtype(case.dtype).itemsize, case.direction)
+    phases = impl.phases(case.shape, jnp.dtype(case.dtype).itemsize, row.direction)
     row.ms, row.spread = 1e3 * seconds, (max(times) - min(times)) / seconds
     row.tflops, row.tbps = (sum(x) / seconds / 1e12 for x in zip(*phases, strict=True))
     if None not in rates:
@@ -349,24 +366,43 @@ def git_commit() -> str | None:
         return None
 
 
-def measured_rows(options: flags.FlagValues, shapes: dict[str, Shape], impls: Sequence[str], rates: Rates) -> Iterator[Row]:
-    """A row for each shape, stage and implementation, as soon as it is measured."""
-    common = dict(dtype=options.dtype, device=jax.devices()[0].device_kind, commit=git_commit())
-    for (name, shape), stage in itertools.product(shapes.items(), options.stage or [""]):
-        direction = ("bwd" if "_bw_" in stage else "fwd") if stage else options.direction
-        case = Case(shape, options.dtype, direction, stage)
-        for impl in impls:
-            versions = dict(jax=jax.__version__, jaxlib=jaxlib.__version__)
-            row, ours = Row(name, shape, impl, stage, direction, versions=versions, **common), impl in BACKENDS
-            try:
-                if stage and not ours:
-                    raise ValueError("it has other stages than ours")
-                built = Ours(impl, shape, options.dtype, options.chunk_size, stage) if ours else peers.PEERS[impl]()
-                measure(row, case, built, options.repeats, rates)
-            except Exception as error:
-                row.status = "failed" if ours else "skipped"
-                row.note = f"{row.status}: {_one_line(error)}"
-            yield row
+class Request(NamedTuple):
+    """What the flags ask for on this machine."""
+
+    shapes: dict[str, Shape]
+    impls: Sequence[str]
+    directions: Sequence[str]
+    dtypes: Sequence[str]
+    stages: Sequence[str]
+    recompute: Sequence[bool]
+    config: KernelConfig | None
+    rates: dict[str, Rates]
+
+
+def measured_rows(options: flags.FlagValues, request: Request) -> Iterator[Row]:
+    """A row for each shape, dtype, stage or direction, and implementation, as soon as it is measured."""
+    common = dict(device=jax.devices()[0].device_kind, commit=options.commit or git_commit())
+    for (name, shape), dtype, stage in itertools.product(request.shapes.items(), request.dtypes, request.stages or [""]):
+        directions = ["bwd" if "_bw_" in stage else "fwd"] if stage else request.directions
+        case = Case(shape, dtype, stage, gradients="fwbw" in directions)
+        for direction, impl in itertools.product(directions, request.impls):
+            ours = impl in BACKENDS
+            for recompute in request.recompute if ours and direction == "fwbw" else [None]:
+                versions = dict(jax=jax.__version__, jaxlib=jaxlib.__version__)
+                row = Row(name, shape, impl, stage, direction, dtype, versions=versions, recompute_states_in_bw=recompute, **common)
+                try:
+                    if stage and not ours:
+                        raise ValueError("it has other stages than ours")
+                    built = (
+                        Ours(impl, shape, dtype, options.chunk_size, stage, request.config, recompute is not False)
+                        if ours
+                        else peers.PEERS[impl]()
+                    )
+                    measure(row, case, built, options.repeats, request.rates[dtype])
+                except Exception as error:
+                    row.status = "failed" if ours else "skipped"
+                    row.note = f"{row.status}: {_one_line(error)}"
+                yield row
 
 
 def parse_shapes(texts: Sequence[str]) -> dict[str, Shape]:
@@ -381,123 +417,149 @@ def parse_shapes(texts: Sequence[str]) -> dict[str, Shape]:
     return shapes
 
 
-def parse_request(options: flags.FlagValues) -> tuple[dict[str, Shape], Sequence[str], Rates]:
-    """What the flags ask for on this machine: shapes, implementations, and the rates of the roofline."""
+def parse_config(text: str) -> KernelConfig:
+    """A row as in mlstm_pallas/tuning/*.json, any part of it, as JSON or the path of a file with it."""
+    known = ("chunk_size", "split_backward", *TUNED_STAGES)
+    try:
+        if not text.lstrip().startswith("{"):
+            with open(text) as file:
+                text = file.read()
+        row = json.loads(text)
+        if unknown := [name for name in row if name not in known]:
+            raise RequestError(f"unknown {', '.join(unknown)}, known are {', '.join(known)}")
+        return config_from_row({"chunk_size": None} | row)
+    except (OSError, TypeError, ValueError) as error:
+        raise RequestError(f"--config: {error}") from None
+
+
+def check_names(kind: str, asked: Sequence[str], known: Sequence[str]) -> None:
+    if unknown := [name for name in asked if name not in known]:
+        raise RequestError(f"unknown {kind} {', '.join(unknown)}, known are {', '.join(known)}")
+
+
+def check_plot(path: str | None) -> None:
+    if path and importlib.util.find_spec("matplotlib") is None:
+        raise RequestError("--plot needs matplotlib: pip install 'mlstm_pallas[benchmark]'")
+    if path and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
+        raise RequestError(f"no folder for {path}")
+
+
+def parse_request(options: flags.FlagValues) -> Request:
     device = jax.devices()[0]
     gpu = device.platform == "gpu"
-    impls = options.impl or ["triton" if gpu else "xla"]
-    for kind, asked, known in (("impl", impls, [*BACKENDS, *peers.PEERS]), ("stage", options.stage, STAGES)):
-        if unknown := [name for name in asked if name not in known]:
-            raise RequestError(f"unknown {kind} {', '.join(unknown)}, known are {', '.join(known)}")
+    default = "triton" if gpu else "xla"
+    impls = [default, *peers.PEERS] if options.impl == ["all"] else options.impl or [default]
+    check_names("impl", impls, [*BACKENDS, *peers.PEERS])
+    check_names("stage", options.stage, list(STAGES))
+    check_names("direction", options.direction, ["fwd", "fwbw"])
+    check_names("dtype", options.dtype, KERNEL_DTYPES)
+    check_names("recompute_states_in_bw", options.recompute_states_in_bw, ["true", "false"])
     if "triton" in impls and not gpu:
         raise RequestError("impl triton needs a GPU, JAX has none here; xla and interpret run anywhere")
     if options.stage and options["direction"].present:
         raise RequestError("a stage has a direction of its own: give --stage or --direction, not both")
-    if options.plot and importlib.util.find_spec("matplotlib") is None:
-        raise RequestError("--plot needs matplotlib: pip install 'mlstm_pallas[benchmark]'")
-    if options.plot and not os.path.isdir(os.path.dirname(os.path.abspath(options.plot))):
-        raise RequestError(f"no folder for {options.plot}")
+    check_plot(options.plot)
     try:
         check_chunk_size(options.chunk_size)
     except ValueError as error:
         raise RequestError(str(error)) from None
+    config = parse_config(options.config) if options.config else None
     shapes = parse_shapes(options.shape or (["7b-8k", "tfla-8k", "b1-8k"] if gpu else ["tiny"]))
-    rates = roofline.device_rates(device.device_kind, options.dtype)
-    given = (options.peak_tflops, options.peak_tbps)
-    rates = tuple(rate if x is None else x * 1e12 for x, rate in zip(given, rates, strict=True))
+    given, rates = (options.peak_tflops, options.peak_tbps), {}
+    for dtype in options.dtype:
+        known = roofline.device_rates(device.device_kind, dtype)
+        flops, bandwidth = (rate if x is None else x * 1e12 for x, rate in zip(given, known, strict=True))
+        rates[dtype] = flops, bandwidth
     if not gpu:
         print(f"no GPU here: measuring {', '.join(impls)} on the CPU, at {', '.join(shapes)}; these are not the speeds of the kernels")
-    return shapes, impls, rates
+    recompute = [x == "true" for x in options.recompute_states_in_bw]
+    return Request(shapes, impls, options.direction, options.dtype, options.stage, recompute, config, rates)
 
 
-# ---------------------------------------------------------------- what is reported
+@contextlib.contextmanager
+def persistent_cache(folder: str | None) -> Iterator[None]:
+    """Inside, compiled programs are kept in the folder and taken from there; without one nothing changes."""
+    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes")
+    before = [getattr(jax.config, name) for name in names]
 
-NUMBERS = {"ms": ("ms", "{:.3f}"), "spread %": ("spread", "{:.1%}"), "TFLOP/s": ("tflops", "{:.3g}"), "TB/s": ("tbps", "{:.3g}")}
-NUMBERS |= {"roofline %": ("roofline_pct", "{:.0f}"), "peak MiB": ("peak_mib", "{:.1f}"), "error": ("error", "{:.1e}")}
-COLUMNS = ("shape", "impl", "what", *NUMBERS, "note")
+    def use(values):
+        for name, value in zip(names, values, strict=True):
+            jax.config.update(name, value)
+        compilation_cache.reset_cache()  # which remembers the folder of its first use
 
-
-def cells(row: Row) -> list[str]:
-    values = ((getattr(row, field), text) for field, text in NUMBERS.values())
-    numbers = ["-" if value is None else text.format(value).rstrip("%") for value, text in values]
-    return [row.name, row.impl, row.stage or row.direction, *numbers, row.note]
-
-
-def progress(row: Row) -> str:
-    *case, note = cells(row)
-    numbers = (f"{name} {cell}" for name, cell in zip(NUMBERS, case[3:], strict=True) if cell != "-")
-    return f"{' '.join(case[:3])}: {', '.join(filter(None, (*numbers, note)))}"
-
-
-def table(rows: Sequence[Row]) -> str:
-    lines = [COLUMNS, *map(cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligns = ["<"] * 3 + [">"] * len(NUMBERS) + ["<"]
-    pad = "{:{}{}}".format
-    return "\n".join("  ".join(map(pad, line, aligns, widths)).rstrip() for line in lines)
+    if folder:
+        use((folder, 0.0, -1))
+    try:
+        yield
+    finally:
+        if folder:
+            use(before)
 
 
-def plot(rows: Sequence[Row], path: str) -> None:
-    """Time against the sequence length where that is what varies, else against the shapes."""
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5), layout="constrained")
-    axes = figure.subplots()
-    shapes = list(dict.fromkeys(row.shape for row in rows))
-    sweep = len(shapes) > 1 and len({shape.S for shape in shapes}) == len(shapes)
-    for line in dict.fromkeys((row.impl, row.stage) for row in rows):
-        measured = [row for row in rows if (row.impl, row.stage) == line and row.ms is not None]
-        x = [row.shape.S if sweep else shapes.index(row.shape) for row in measured]
-        axes.plot(x, [row.ms for row in measured], marker="o", label=" ".join(filter(None, line)))
-    if sweep:
-        axes.set_xscale("log", base=2)
-        axes.set_xlabel("sequence length S")
-    else:
-        names = {row.shape: row.name for row in rows}
-        axes.set_xticks(range(len(shapes)), [names[shape] for shape in shapes], rotation=20, ha="right")
-    axes.set_yscale("log")
-    axes.set_ylabel("ms")
-    axes.set_title(", ".join(dict.fromkeys(f"{row.direction} {row.dtype} on {row.device}" for row in rows)))
-    axes.grid(which="both", alpha=0.3)
-    axes.legend()
-    figure.savefig(path, dpi=120)
+# ---------------------------------------------------------------- the command
 
 
 def define_flags(values: flags.FlagValues) -> None:
     """Not at import: whoever imports this module has flags of their own."""
-    flags.DEFINE_list("shape", [], f"{', '.join(SHAPES)}, or BxNHxSxDHQKxDHHV; none: the 8k ones, without a GPU tiny.", flag_values=values)
-    flags.DEFINE_list("impl", [], f"{', '.join(BACKENDS)}, {', '.join(peers.PEERS)}; none: triton, without a GPU xla.", flag_values=values)
-    flags.DEFINE_list("stage", [], f"Stages by themselves, not the whole: {', '.join(STAGES)}.", flag_values=values)
-    flags.DEFINE_enum("direction", "fwd", ["fwd", "fwbw"], "Forward, or forward and backward.", flag_values=values)
-    flags.DEFINE_enum("dtype", "bfloat16", list(reversed(KERNEL_DTYPES)), "Of q, k, v.", flag_values=values)
-    flags.DEFINE_integer("chunk_size", None, "Steps of a chunk of ours; none: the default config's.", flag_values=values)
-    flags.DEFINE_integer("repeats", 10, "Batches of calls; the median counts.", lower_bound=1, flag_values=values)
-    flags.DEFINE_string("jsonl", None, "File to append the rows to, as they come.", flag_values=values)
-    flags.DEFINE_string("plot", None, "PNG to write at the end.", flag_values=values)
-    flags.DEFINE_float("peak_tflops", None, "The device's rate of matrix products, for the roofline.", lower_bound=1e-9, flag_values=values)
-    flags.DEFINE_float("peak_tbps", None, "The device's memory bandwidth, for the roofline.", lower_bound=1e-9, flag_values=values)
+    define = dict(flag_values=values)
+    flags.DEFINE_list("shape", [], f"{', '.join(SHAPES)}, or BxNHxSxDHQKxDHHV; none: the 8k ones, without a GPU tiny.", **define)
+    impls = f"{', '.join(BACKENDS)}, {', '.join(peers.PEERS)}; all: ours and every peer; none: triton, without a GPU xla."
+    flags.DEFINE_list("impl", [], impls, **define)
+    flags.DEFINE_list("stage", [], f"Stages by themselves, not the whole: {', '.join(STAGES)}.", **define)
+    flags.DEFINE_list("direction", ["fwd"], "fwd: forward; fwbw: forward and backward.", **define)
+    flags.DEFINE_list("dtype", ["bfloat16"], f"Of q, k, v: {', '.join(KERNEL_DTYPES)}.", **define)
+    flags.DEFINE_integer("chunk_size", None, "Steps of a chunk of ours; none: the default config's.", **define)
+    flags.DEFINE_string(
+        "config", None, "Of ours: a part of a row of mlstm_pallas/tuning, '{\"chunk_size\": 64}', or a file of it.", **define
+    )
+    flags.DEFINE_list("recompute_states_in_bw", ["true"], "Of ours, forward and backward: true, false.", **define)
+    flags.DEFINE_integer("repeats", 10, "Batches of calls; the median counts.", lower_bound=1, **define)
+    flags.DEFINE_string("compilation_cache_dir", None, "Folder in which compiled programs are kept between processes.", **define)
+    flags.DEFINE_string("commit", None, "For the rows; none: what git says of the working tree, if it is one.", **define)
+    flags.DEFINE_list("from_jsonl", [], "Measure nothing; report the rows of these files.", **define)
+    flags.DEFINE_string("jsonl", None, "File to append the rows to, as they come.", **define)
+    flags.DEFINE_string("plot", None, "PNG to write at the end.", **define)
+    flags.DEFINE_bool("markdown", False, "Print a table of the medians in Markdown at the end.", **define)
+    flags.DEFINE_float("peak_tflops", None, "The device's rate of matrix products, for the roofline.", lower_bound=1e-9, **define)
+    flags.DEFINE_float("peak_tbps", None, "The device's memory bandwidth, for the roofline.", lower_bound=1e-9, **define)
+
+
+def stored_rows(paths: Sequence[str]) -> list[Row]:
+    try:
+        return [row for path in paths for row in read_rows(path)]
+    except ValueError as error:
+        raise RequestError(str(error)) from None
 
 
 def run(options: flags.FlagValues) -> int:
     """Measures and prints what the flags ask for; returns the exit code."""
-    rows, code = [], 0
+    rows: list[Row] = []
+    code = 0
     with contextlib.ExitStack() as stack:
         try:
-            shapes, impls, rates = parse_request(options)
+            if options.from_jsonl:
+                check_plot(options.plot)
+                measured: Iterator[Row] = iter(stored_rows(options.from_jsonl))
+            else:
+                measured = measured_rows(options, parse_request(options))
             jsonl = stack.enter_context(open(options.jsonl, "a")) if options.jsonl else None
         except (RequestError, OSError) as error:
             print(f"kernel_benchmark: {error}", file=sys.stderr)
             return 2
+        stack.enter_context(persistent_cache(options.compilation_cache_dir))
         try:
-            for row in measured_rows(options, shapes, impls, rates):
+            for row in measured:
                 rows.append(row)
-                print(progress(row), flush=True)
+                if not options.from_jsonl:
+                    print(progress(row), flush=True)
                 if jsonl:
                     print(json.dumps(dataclasses.asdict(row), default=str), file=jsonl, flush=True)
         except KeyboardInterrupt:
             print("interrupted", file=sys.stderr)
             code = 130
     print(f"\n{table(rows)}")
+    if options.markdown and rows:
+        print(f"\n{markdown(rows)}")
     if options.plot and any(row.ms for row in rows):
         plot(rows, options.plot)
     elif options.plot:

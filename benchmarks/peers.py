@@ -23,8 +23,6 @@ import roofline
 from jax import lax
 from roofline import Shape
 
-from mlstm_pallas import reference
-
 
 class Inputs(NamedTuple):
     """q, k (B, NH, S, DHQK), v (B, NH, S, DHHV), i, f (B, NH, S) float32, and the cotangent of h."""
@@ -53,19 +51,36 @@ def random_inputs(key: jax.Array, shape: Shape, dtype: str) -> Inputs:
 NORMALISER = dict(eps=1e-6, stabilize_correctly=True, norm_val=1.0)
 
 
-def exact(q, k, v, i, f, **normaliser):
-    """reference.recurrence in checkpointed segments: the gradient of the whole would keep a state of every step."""
-    B, NH, S, K = q.shape
-    length = math.gcd(S, 128)
-    segments = tuple(jnp.moveaxis(x.reshape(B, NH, S // length, length, *x.shape[3:]), 2, 0) for x in (q, k, v, i, f))
-    states = tuple(jnp.zeros((B, NH, *dims), q.dtype) for dims in ((K, v.shape[-1]), (K,), ()))
+ROWS = 128  # of a block, or what divides S: the scores of all rows at once would not fit
 
-    def segment(states, x):
-        h, states = reference.recurrence(*x, *states, **NORMALISER | normaliser)
-        return states, h
 
-    h = lax.scan(jax.checkpoint(segment), states, segments)[1]
-    return jnp.moveaxis(h, 0, 2).reshape(v.shape)
+def blocks_of_rows(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+    """function(first row, rows of each array) on blocks of rows of (B, NH, S, ...), joined; of its values only the inputs are kept."""
+    S = arrays[0].shape[2]
+    length = math.gcd(S, ROWS)
+    blocks = [jnp.moveaxis(x.reshape(*x.shape[:2], S // length, length, *x.shape[3:]), 2, 0) for x in arrays]
+    made = lax.map(jax.checkpoint(lambda x: function(*x)), (jnp.arange(0, S, length), *blocks))
+    made = jnp.moveaxis(made, 0, 2)
+    return made.reshape(*made.shape[:2], S, *made.shape[4:])
+
+
+def exact(q, k, v, i, f, *, eps=NORMALISER["eps"], norm_val=NORMALISER["norm_val"]):
+    """The recurrence in its parallel form, every step against all before it (arXiv:2405.04517, appendix on the mLSTM).
+
+    No step waits for another, so long sequences take a GPU seconds; and it shares no code with the chunkwise form.
+    """
+    b = jnp.cumsum(jax.nn.log_sigmoid(f), -1)
+    e = i - b
+
+    def rows(first, q, b):
+        seen = jnp.arange(k.shape[2]) <= (first + jnp.arange(q.shape[2]))[:, None]
+        exponents = jnp.where(seen, e[:, :, None, :], -jnp.inf)
+        u = jnp.maximum(exponents.max(-1), 0.0)  # m starts at 0
+        P = jnp.exp(exponents - u[..., None]) * jnp.einsum("bhtk,bhsk->bhts", q, k) * q.shape[-1] ** -0.5
+        den = jnp.maximum(jnp.abs(P.sum(-1)), norm_val * jnp.exp(-b - u)) + eps
+        return jnp.einsum("bhts,bhsv->bhtv", P, v) / den[..., None]
+
+    return blocks_of_rows(rows, q, b)
 
 
 def constant_normaliser(q, k, v, i, f):
@@ -76,7 +91,35 @@ def constant_normaliser(q, k, v, i, f):
     return num / lax.stop_gradient(den)[..., None]
 
 
-ORACLES = {"exact": exact, "constant normaliser": constant_normaliser}
+def unnormalised(q, k, v, i, f):
+    """exp(m_t) C_t^T q_t scale: the floor of the denominator, norm_val exp(-m_t), is all of it."""
+    huge = 1e15
+    return exact(q, k, v, i, f, eps=0.0, norm_val=huge) * huge
+
+
+def sigmoid_input_gate(q, k, v, i, f):
+    """mLSTMsig without its normaliser (arXiv:2503.14376)."""
+    return unnormalised(q, k, v, jax.nn.log_sigmoid(i), f)
+
+
+def no_input_gate(q, k, v, i, f):
+    """Simple gated linear attention."""
+    return unnormalised(q, k, v, jnp.zeros_like(i), f)
+
+
+def causal_attention(q, k, v):
+    """Softmax attention of q, k, v (B, heads, S, D)."""
+
+    def rows(first, q):
+        seen = jnp.arange(k.shape[2]) <= (first + jnp.arange(q.shape[2]))[:, None]
+        scores = jnp.einsum("bhtd,bhsd->bhts", q, k) * q.shape[-1] ** -0.5
+        return jnp.einsum("bhts,bhsd->bhtd", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), v)
+
+    return blocks_of_rows(rows, q)
+
+
+MLSTM = {"exact": exact, "constant normaliser": constant_normaliser}
+ORACLES: dict[str, Callable[..., jax.Array]] = MLSTM | {f.__name__: f for f in (sigmoid_input_gate, no_input_gate, causal_attention)}
 
 
 def take_heads(arrays: Any, index: np.ndarray) -> Any:
@@ -89,14 +132,15 @@ class Implementation(abc.ABC):
 
     Attributes:
       name: as in the flag --impl.
-      oracle: what its outputs (h, and the gradients dq, dk, dv, di, df) are checked against, in ORACLES; "": it computes another function,
-        whose outputs have to be finite.
+      oracle: what its outputs are checked against, in ORACLES; those outside MLSTM are other functions.
+      outputs: their names; whatever comes behind these is not looked at.
       checked: the outputs that have to be within the tolerance; empty: all.
       config: for the record.
     """
 
     name: str
-    oracle: str = ""
+    oracle: str
+    outputs: Sequence[str] = ("h", "dq", "dk", "dv", "di", "df")
     checked: Sequence[str] = ()
     config: Mapping[str, Any] = MappingProxyType({})
 
@@ -105,6 +149,10 @@ class Implementation(abc.ABC):
 
     def phases(self, shape: Shape, itemsize: int, direction: str) -> tuple[roofline.Cost, ...]:
         return roofline.mlstm(shape, itemsize, direction)
+
+    def oracle_arguments(self, inputs: Any) -> tuple[Sequence[jax.Array], jax.Array]:
+        """The oracle's arguments and the cotangent of its result, heads as the second axis."""
+        return inputs[:5], inputs.dh
 
     @abc.abstractmethod
     def build(self, inputs: Any, direction: str) -> Callable[[], Any]: ...
@@ -236,14 +284,15 @@ class XLChunk(MlstmKernels):
 class XLChunkSiging(MlstmKernels):
     """The mLSTM with a sigmoid input gate, here without its normaliser."""
 
-    name, function, oracle = "mlstm_kernels_xl_chunk_siging", "mlstm_siging_chunkwise__xl_chunk", ""
+    name, function, oracle = "mlstm_kernels_xl_chunk_siging", "mlstm_siging_chunkwise__xl_chunk", "sigmoid_input_gate"
     config = MappingProxyType(dict(chunk_size=128, num_warps_intra=8, normalize=False))
 
 
 class SimpleGLA(TorchPeer):
     """flash-linear-attention: scalar forget gate, no input gate, no normaliser."""
 
-    name, modules = "fla_simple_gla", ("fla.ops.simple_gla",)
+    name, modules, oracle = "fla_simple_gla", ("fla.ops.simple_gla",), "no_input_gate"
+    outputs = ("h", "dq", "dk", "dv")  # its last gradient is that of log sigmoid(f)
     config = MappingProxyType(dict(chunk_size=64))
 
     def arguments(self, inputs):
@@ -252,6 +301,9 @@ class SimpleGLA(TorchPeer):
 
     def forward(self, q, k, v, g):
         return self.module.chunk_simple_gla(q, k, v, g, **self.config)[0]
+
+    def heads(self, outputs, index):
+        return super().heads([x.transpose(1, 2) for x in outputs], index)
 
 
 ATTENTION_HEAD = 128
@@ -273,20 +325,25 @@ def attention_inputs(inputs: Inputs) -> list[jax.Array]:
     return [jnp.swapaxes(x, 1, 2).reshape(B, S, heads, ATTENTION_HEAD) for x in widths]
 
 
-def attention_phases(shape: Shape, itemsize: int, direction: str) -> tuple[roofline.Cost, ...]:
-    return roofline.attention(shape.B, attention_heads(shape), shape.S, ATTENTION_HEAD, itemsize, direction)
+class Attention(Implementation):
+    """Causal softmax attention of the same width."""
+
+    oracle, outputs = "causal_attention", ("o", "dq", "dk", "dv")
+
+    def phases(self, shape, itemsize, direction):
+        return roofline.attention(shape.B, attention_heads(shape), shape.S, ATTENTION_HEAD, itemsize, direction)
+
+    def oracle_arguments(self, inputs):
+        *args, cotangent = (jnp.swapaxes(x, 1, 2) for x in attention_inputs(inputs))
+        return args, cotangent
 
 
-class TorchAttention(TorchPeer):
+class TorchAttention(Attention, TorchPeer):
     modules = ("torch.nn.attention",)
     backend: str
 
-    def phases(self, shape, itemsize, direction):
-        return attention_phases(shape, itemsize, direction)
-
     def arguments(self, inputs):
-        *args, cotangent = (jnp.swapaxes(x, 1, 2) for x in attention_inputs(inputs))
-        return args, cotangent
+        return self.oracle_arguments(inputs)
 
     def forward(self, q, k, v):
         with self.module.sdpa_kernel(getattr(self.module.SDPBackend, self.backend)):
@@ -301,11 +358,11 @@ class TorchAttentionFlash(TorchAttention):
     name, backend = "torch_sdpa_flash", "FLASH_ATTENTION"
 
 
-class JaxCudnnAttention(JaxImplementation):
+class JaxCudnnAttention(Attention, JaxImplementation):
     name = "jax_cudnn_attention"
 
-    def phases(self, shape, itemsize, direction):
-        return attention_phases(shape, itemsize, direction)
+    def heads(self, outputs, index):
+        return super().heads([jnp.swapaxes(x, 1, 2) for x in outputs], index)
 
     def computation(self, inputs, direction):
         def forward(q, k, v):
@@ -316,7 +373,7 @@ class JaxCudnnAttention(JaxImplementation):
             return o, *vjp(do)
 
         q, k, v, do = attention_inputs(inputs)
-        return (forward, (q, k, v)) if direction == "fwd" else (forward_backward, (q, k, v, do))
+        return (lambda *args: (forward(*args),), (q, k, v)) if direction == "fwd" else (forward_backward, (q, k, v, do))
 
 
 PEERS: dict[str, Callable[[], Implementation]] = {

@@ -146,12 +146,17 @@ class KernelConfig:
 _SAME_CHIP = (("H100", "nvidia_h200"), ("H200", "nvidia_h200"), ("H800", "nvidia_h200"))
 
 
+def tuning_name(device_kind: str) -> str:
+    """The name in tuning/ of a device's own rows, without .json."""
+    return device_kind.lower().replace(" ", "_")
+
+
 @functools.cache
 def tuned_rows(device_kind: str) -> tuple[dict[str, Any], ...]:
-    """The rows of tuning/<device kind>.json; none for a device that was never tuned."""
-    name = next((file for chip, file in _SAME_CHIP if chip in device_kind), device_kind.lower().replace(" ", "_"))
-    file = resources.files("mlstm_pallas") / "tuning" / f"{name}.json"
-    return tuple(json.loads(file.read_text())["rows"]) if file.is_file() else ()
+    """The rows of tuning/<device kind>.json, else those of the same chip; none for a device that was never tuned."""
+    names = [tuning_name(device_kind), *(name for chip, name in _SAME_CHIP if chip in device_kind)]
+    files = [resources.files("mlstm_pallas") / "tuning" / f"{name}.json" for name in names]
+    return next((tuple(json.loads(file.read_text())["rows"]) for file in files if file.is_file()), ())
 
 
 def config_from_row(row: dict) -> KernelConfig:

@@ -2,13 +2,14 @@
 
 import json
 import os
+from importlib import resources
 
 import compile_report
 import pytest
 from absl import flags
 
 from mlstm_pallas import KernelConfig, StageConfig
-from mlstm_pallas.config import STAGES
+from mlstm_pallas.config import STAGES, tuned_rows
 
 HEADS = ((64, 64), (128, 256), (256, 512))
 DTYPES = ("bfloat16", "float32")
@@ -20,15 +21,25 @@ COMPILED = (
     ("chunk_gates", (64, 64), "bfloat16", "H200"),
     ("border_maxima", (64, 64), "bfloat16", "H200"),
     ("recurrent_fw_C", (64, 64), "bfloat16", "H200"),
-    ("recurrent_fw_C", (128, 256), "bfloat16", "H200"),
     ("recurrent_fw_C", (128, 256), "float32", "H200"),
     ("recurrent_fw_C", (256, 512), "float32", "A100"),
     ("parallel_fw_H", (64, 64), "bfloat16", "H200"),
-    ("parallel_fw_H", (128, 256), "bfloat16", "H200"),
-    ("parallel_fw_H", (256, 512), "bfloat16", "H200"),
     ("parallel_fw_H", (128, 256), "float32", "H200"),
     ("parallel_fw_H", (256, 512), "bfloat16", "A100"),
+    # Devices with 99 KiB, of which the heuristic takes most here.
+    ("parallel_fw_H", (256, 256), "bfloat16", "A10"),
+    ("parallel_fw_H", (256, 256), "bfloat16", "RTX5090"),
+    ("recurrent_fw_C", (1024, 1024), "float32", "L4"),
+    ("parallel_bw_dQKV", (64, 64), "bfloat16", "L4"),
 )
+
+# (name of the device here, DHQK, DHHV, dtype) of every tuned row.
+NAMES = {device.kind: name for name, device in compile_report.DEVICES.items()}
+TUNED = [
+    (NAMES[table["device"]], row["DHQK"], row["DHHV"], row["dtype"])
+    for table in (json.loads(file.read_text()) for file in (resources.files("mlstm_pallas") / "tuning").iterdir() if file.suffix == ".json")
+    for row in table["rows"]
+]
 
 NO_SPILL = """\
 ptxas info    : 11 bytes gmem
@@ -170,12 +181,27 @@ def test_a_crash_of_the_compiler_is_a_cause(monkeypatch):
 @pytest.mark.parametrize(("stage", "heads", "dtype", "device"), COMPILED, ids=[case_id(*case) for case in COMPILED])
 def test_compiles_and_fits(stage, heads, dtype, device):
     pytest.importorskip("triton")
-    [row] = compile_report.report(device, [heads], [dtype], stages=[stage])
+    [row] = compile_report.report(device, [heads], [dtype], stages=[stage], direction="fwbw" if "_bw_" in stage else "fwd")
     assert row.cause == ""
     assert row.usage.shared_bytes <= compile_report.DEVICES[device].shared_bytes
     assert 16 <= row.usage.registers <= 255
     if dtype == "bfloat16" and stage in ("recurrent_fw_C", "parallel_fw_H"):
         assert (row.usage.wgmma if device == "H200" else row.usage.mma) > 0, "no tensor cores"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("device", "DHQK", "DHHV", "dtype"), TUNED)
+def test_every_tuned_row_compiles_and_fits(device, DHQK, DHHV, dtype):
+    """All kernels of forward and backward; ``cause`` says what does not fit."""
+    pytest.importorskip("triton")
+    [row] = [x for x in tuned_rows(compile_report.DEVICES[device].kind) if (x["DHQK"], x["DHHV"], x["dtype"]) == (DHQK, DHHV, dtype)]
+    found = list(compile_report.report(device, [(DHQK, DHHV)], [dtype], direction="fwbw"))
+    assert [(x.stage, x.cause) for x in found if x.cause] == []
+    assert {x.chunk_size for x in found} == {row["chunk_size"]}
+    assert {"chunk_gates", "recurrent_fw_C", "parallel_fw_H", "recurrent_bw_dC"} < {x.stage for x in found} <= {*STAGES, "border_maxima"}
+    for x in found:
+        if x.stage in STAGES:
+            assert row[x.stage].items() <= x.config.items(), x.stage
 
 
 @pytest.mark.slow

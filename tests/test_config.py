@@ -42,6 +42,17 @@ def test_the_same_chip_shares_its_rows():
     assert config.tuned_rows("some other device") == ()
 
 
+def test_a_device_has_its_own_rows_before_those_of_its_chip(tmp_path, monkeypatch):
+    (tmp_path / "tuning").mkdir()
+    for name in ("nvidia_h200", "nvidia_h100_80gb_hbm3"):
+        (tmp_path / "tuning" / f"{name}.json").write_text(json.dumps({"device": name, "rows": [{"of": name}]}))
+    monkeypatch.setattr(config.resources, "files", lambda package: tmp_path)
+    monkeypatch.setattr(config, "tuned_rows", config.tuned_rows.__wrapped__)
+    assert config.tuned_rows("NVIDIA H100 80GB HBM3") == ({"of": "nvidia_h100_80gb_hbm3"},)
+    assert config.tuned_rows("NVIDIA H100 NVL") == config.tuned_rows("NVIDIA H200") == ({"of": "nvidia_h200"},)
+    assert config.tuned_rows("NVIDIA L4") == ()
+
+
 def test_tiles_are_shortened_to_what_divides_the_problem():
     stage = StageConfig(siz_b_LQ=128, siz_b_LKV=128, siz_b_DHQK=128, siz_b_DHHV=256).fitted(Problem(1, 1, 64, 192, 320, 32, 1.0))
     assert (stage.siz_b_LQ, stage.siz_b_LKV, stage.siz_b_DHQK, stage.siz_b_DHHV) == (32, 32, 64, 64)

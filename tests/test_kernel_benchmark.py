@@ -1,6 +1,7 @@
 """The kernel benchmark: what it counts, what it refuses, and what it leaves behind."""
 
 import json
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +13,8 @@ import roofline
 from absl import flags
 from roofline import Shape
 
-from mlstm_pallas import reference
+from mlstm_pallas import StageConfig, reference
+from mlstm_pallas.config import heuristic_config
 
 SMALL = Shape(2, 3, 64, 16, 32)
 L = 32
@@ -128,7 +130,12 @@ def test_floor_of_the_8k_shapes(name, fwd, fwbw):
 
 def test_rates_nobody_measured_are_none():
     assert roofline.device_rates("cpu", "bfloat16") == (None, None)
-    assert roofline.device_rates("NVIDIA H200", "float32") == (None, 4.27e12)
+    assert roofline.device_rates("cpu", "float32") == (None, None)
+
+
+def test_a_float32_product_counts_as_six_of_bfloat16():
+    flops, bandwidth = roofline.device_rates("NVIDIA H200", "bfloat16")
+    assert roofline.device_rates("NVIDIA H200", "float32") == (flops / 6, bandwidth)
 
 
 # ---------------------------------------------------------------- what outputs are checked against
@@ -148,9 +155,9 @@ def with_gradients(S, *functions):
         return [*jax.tree.map(np.asarray, compute(args, dh)), inputs]
 
 
-def test_segments_of_the_oracle_are_the_recurrence():
-    in_segments, at_once, _ = with_gradients(256, peers.exact, lambda *args: reference.recurrence(*args)[0])
-    for found, expected in zip(in_segments, at_once, strict=True):
+def test_the_parallel_form_of_the_oracle_is_the_recurrence():
+    parallel, recurrent, _ = with_gradients(256, peers.exact, lambda *args: reference.recurrence(*args)[0])
+    for found, expected in zip(parallel, recurrent, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
 
 
@@ -170,13 +177,15 @@ def test_a_constant_normaliser_changes_only_the_gradient():
 @pytest.mark.usefixtures("few_calls")
 def test_without_a_gpu_the_default_says_so_and_leaves_rows_and_a_plot(tmp_path, capsys):
     jsonl, png = tmp_path / "rows.jsonl", tmp_path / "plot.png"
-    assert run(f"--jsonl={jsonl}", f"--plot={png}") == 0
+    assert run(f"--jsonl={jsonl}", f"--plot={png}", "--commit=v7") == 0
     out = capsys.readouterr().out
     assert "no GPU here: measuring xla on the CPU" in out
     [row] = read_rows(jsonl)
     assert (row["name"], row["impl"], row["direction"], row["dtype"], row["status"]) == ("tiny", "xla", "fwd", "bfloat16", "ok")
     assert row["shape"] == list(kernel_benchmark.SHAPES["tiny"][0])
     assert set(row["versions"]) == {"jax", "jaxlib"}
+    assert row["commit"] == "v7"
+    assert 0 < row["first_call_s"] < 60
     assert row["config"]["chunk_size"] >= 16
     assert min(row[name] for name in ("ms", "tflops", "tbps", "peak_mib")) > 0
     assert row["roofline_pct"] is None
@@ -188,15 +197,31 @@ def test_without_a_gpu_the_default_says_so_and_leaves_rows_and_a_plot(tmp_path, 
 
 
 @pytest.mark.usefixtures("few_calls")
-def test_forward_and_backward_in_float32(tmp_path):
-    jsonl = tmp_path / "rows.jsonl"
+def test_both_directions_and_both_ways_with_the_states_in_one_run(tmp_path):
+    jsonl, request = tmp_path / "rows.jsonl", ["--direction=fwd,fwbw", "--dtype=float32", "--recompute_states_in_bw=true,false"]
     rates = ("--peak_tflops=0.1", "--peak_tbps=0.01")
-    assert run("--direction=fwbw", "--dtype=float32", "--shape=1x2x48x16x8", *rates, f"--jsonl={jsonl}") == 0
-    [row] = read_rows(jsonl)
-    assert row["name"] == "1x2x48x16x8"
-    assert set(row["errors"]) == {"h", "dq", "dk", "dv", "di", "df"}
-    assert row["error"] == max(row["errors"].values()) < 1e-4
-    assert row["roofline_pct"] > 0
+    assert run(*request, "--shape=1x2x48x16x8", '--config={"chunk_size": 16}', *rates, f"--jsonl={jsonl}") == 0
+    rows = read_rows(jsonl)
+    assert [(row["direction"], row["recompute_states_in_bw"]) for row in rows] == [("fwd", None), ("fwbw", True), ("fwbw", False)]
+    for row in rows:
+        assert row["name"] == "1x2x48x16x8"
+        assert row["config"]["chunk_size"] == 16
+        assert set(row["errors"]) == {"h"} if row["direction"] == "fwd" else {"h", "dq", "dk", "dv", "di", "df"}
+        assert row["error"] == max(row["errors"].values()) < 1e-4
+        assert row["roofline_pct"] > 0
+    recomputed, kept = rows[1:3]
+    assert recomputed["errors"] == kept["errors"]
+
+
+def test_a_config_reaches_the_stages(tmp_path):
+    """Given as JSON, or as a file."""
+    row = {"chunk_size": 64, "split_backward": True, "parallel_fw_H": {"siz_b_LQ": 16, "num_warps": 8}}
+    (tmp_path / "row.json").write_text(json.dumps(row))
+    for text in (json.dumps(row), str(tmp_path / "row.json")):
+        config = kernel_benchmark.parse_config(text)
+        ours = kernel_benchmark.Ours("interpret", SMALL, "bfloat16", None, "", config)
+        assert (ours.filled.L, ours.filled.split_backward, ours.filled.parallel_fw_H) == (64, True, StageConfig(siz_b_LQ=16, num_warps=8))
+        assert ours.filled.recurrent_fw_C == heuristic_config(16, jnp.dtype("bfloat16")).recurrent_fw_C
 
 
 @pytest.mark.usefixtures("few_calls")
@@ -287,20 +312,73 @@ def test_peers_have_no_stages_of_ours(capsys):
 class Doubling(peers.JaxImplementation):
     """A stand-in for a peer that computes another function."""
 
-    name = "doubling"
+    name, oracle = "doubling", "twice"
+
+    def oracle_arguments(self, inputs):
+        return inputs[:1], inputs.q
 
     def computation(self, inputs, direction):
         return lambda q: (2 * q,), inputs[:1]
 
 
 @pytest.mark.usefixtures("few_calls")
-def test_another_function_is_timed_and_named_so(monkeypatch, tmp_path):
+@pytest.mark.parametrize(("factor", "note"), [(2, "other function"), (2.1, "wrong: error 4.8e-02 in h, at most 5e-03")])
+def test_another_function_is_held_to_what_it_defines_and_named_so(factor, note, monkeypatch, tmp_path):
     monkeypatch.setitem(peers.PEERS, "doubling", Doubling)
+    monkeypatch.setitem(peers.ORACLES, "twice", lambda q: factor * q)
     jsonl = tmp_path / "rows.jsonl"
-    assert run("--impl=doubling", f"--jsonl={jsonl}") == 0
+    assert run("--impl=doubling", f"--jsonl={jsonl}") == (factor != 2)
     [row] = read_rows(jsonl)
-    assert (row["note"], row["error"]) == ("other function", None)
-    assert row["ms"] > 0
+    assert row["note"] == note
+    assert (row["ms"] is None) == (factor != 2)
+
+
+@pytest.mark.usefixtures("few_calls")
+def test_compiled_programs_are_kept_where_asked(monkeypatch, tmp_path):
+    monkeypatch.setitem(peers.PEERS, "doubling", Doubling)
+    monkeypatch.setitem(peers.ORACLES, "twice", lambda q: 2 * q)
+    before, jsonl = jax.config.jax_compilation_cache_dir, tmp_path / "rows.jsonl"
+    assert run("--impl=doubling", "--dtype=float32,bfloat16", f"--compilation_cache_dir={tmp_path / 'cache'}", f"--jsonl={jsonl}") == 0
+    assert [row["dtype"] for row in read_rows(jsonl)] == ["float32", "bfloat16"]
+    assert list((tmp_path / "cache").iterdir())
+    assert jax.config.jax_compilation_cache_dir == before
+
+
+def in_float64(function, *shapes):
+    with jax.enable_x64(True):
+        return np.asarray(jax.jit(function)(*shapes))
+
+
+def test_oracles_of_other_functions():
+    x = peers.random_inputs(jax.random.key(2), Shape(1, 2, 24, 4, 6), "float32")
+    q, k, v, i, f, _ = (np.asarray(y, np.float64) for y in x)
+    for oracle, gate in ((peers.no_input_gate, np.ones_like(i)), (peers.sigmoid_input_gate, 1 / (1 + np.exp(-i)))):
+        found = in_float64(oracle, q, k, v, i, f)
+        C = np.zeros((1, 2, 4, 6))
+        for t in range(24):
+            C = C / (1 + np.exp(-f[:, :, t, None, None])) + gate[:, :, t, None, None] * k[:, :, t, :, None] * v[:, :, t, None, :]
+            np.testing.assert_allclose(found[:, :, t], np.einsum("bhk,bhkv->bhv", q[:, :, t], C) / 2, rtol=1e-9)
+
+
+def test_oracle_of_attention_in_blocks_of_rows():
+    q, k, v = np.random.default_rng(0).normal(size=(3, 1, 2, 384, 4))
+    scores = np.einsum("bhtd,bhsd->bhts", q, k) / 2
+    weights = np.exp(scores) * np.tril(np.ones((384, 384)))
+    expected = np.einsum("bhts,bhsd->bhtd", weights / weights.sum(-1, keepdims=True), v)
+    np.testing.assert_allclose(in_float64(peers.causal_attention, q, k, v), expected, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.usefixtures("few_calls")
+def test_attention_of_the_same_width_is_checked(monkeypatch, tmp_path):
+    """As on a GPU, but for the implementation of jax.nn.dot_product_attention."""
+    attention = jax.nn.dot_product_attention
+    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *args, implementation, **options: attention(*args, **options))
+    jsonl = tmp_path / "rows.jsonl"
+    assert run("--impl=jax_cudnn_attention", "--shape=1x2x32x16x64", "--direction=fwd,fwbw", "--dtype=float32", f"--jsonl={jsonl}") == 0
+    forward, both = read_rows(jsonl)
+    assert (set(forward["errors"]), set(both["errors"])) == ({"o"}, {"o", "dq", "dk", "dv"})
+    assert max(forward["error"], both["error"]) < 1e-5
+    assert forward["note"] == both["note"] == "other function"
 
 
 class Peer(peers.JaxImplementation):
@@ -339,7 +417,7 @@ def test_after_ctrl_c_what_was_measured_is_there(monkeypatch, tmp_path, capsys):
     jsonl = tmp_path / "rows.jsonl"
     assert run("--shape=tiny,7b-8k", f"--jsonl={jsonl}", f"--plot={tmp_path / 'p.png'}") == 130
     assert [row["ms"] for row in read_rows(jsonl)] == [1.5]
-    assert capsys.readouterr().out.rstrip().splitlines()[-1].split()[:4] == ["tiny", "xla", "fwd", "1.500"]
+    assert capsys.readouterr().out.rstrip().splitlines()[-1].split()[:5] == ["tiny", "xla", "fwd", "bfloat16", "1.500"]
 
 
 # ---------------------------------------------------------------- requests
@@ -353,6 +431,17 @@ def test_after_ctrl_c_what_was_measured_is_there(monkeypatch, tmp_path, capsys):
         (["--shape=1x2x0x4x5"], "unknown shape '1x2x0x4x5'"),
         (["--impl=cuda"], "unknown impl cuda, known are triton"),
         (["--stage=bw"], "unknown stage bw, known are chunk_gates"),
+        (["--impl=all,xla"], "unknown impl all"),
+        (["--direction=fwd,bw"], "unknown direction bw, known are fwd, fwbw"),
+        (["--dtype=float16"], "unknown dtype float16, known are float32, bfloat16"),
+        (["--recompute_states_in_bw=no"], "unknown recompute_states_in_bw no"),
+        (["--config={"], "--config: Expecting property name"),
+        (["--config=/no/such/row.json"], "--config: [Errno 2] No such file"),
+        (['--config={"num_warps": 4}'], "--config: unknown num_warps, known are chunk_size, split_backward, chunk_gates"),
+        (['--config={"parallel_fw_H": {"num_warps": 3}}'], "--config: num_warps is 3"),
+        (['--config={"parallel_fw_H": {"warps": 4}}'], "--config: StageConfig.__init__() got an unexpected keyword argument 'warps'"),
+        ([f"--from_jsonl={__file__}"], "line 1 is no row of this benchmark"),
+        (["--from_jsonl=/no/such/rows.jsonl"], "No such file or directory: '/no/such/rows.jsonl'"),
         (["--impl=triton"], "impl triton needs a GPU"),
         (["--stage=chunk_gates", "--direction=fwbw"], "a stage has a direction of its own"),
         (["--chunk_size=100"], "chunk_size is 100"),
@@ -376,11 +465,86 @@ def test_shapes():
     assert {shape.B * shape.S for shape in sweep} == {131072}
 
 
-def test_a_sweep_is_plotted_against_the_sequence_length(tmp_path):
-    common = dict(impl="xla", stage="", direction="fwd", dtype="bfloat16", device="cpu", versions={}, commit=None)
-    rows = [kernel_benchmark.Row(name=str(S), shape=Shape(1, 1, S, 16, 16), ms=S / 100, **common) for S in (512, 1024)]
-    kernel_benchmark.plot(rows, str(tmp_path / "sweep.png"))
-    assert (tmp_path / "sweep.png").stat().st_size > 1000
+def made_up(name, shape, impl, direction="fwd", ms=1.0, **fields):
+    """A row; peak memory 1000 MiB a ms."""
+    common = dict(stage="", dtype="bfloat16", device="NVIDIA H200", versions={}, commit=None, peak_mib=ms and 1000 * ms)
+    return kernel_benchmark.Row(name=name, shape=shape, impl=impl, direction=direction, ms=ms, **common | fields)
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(kernel_benchmark.dataclasses.asdict(row)) + "\n" for row in rows))
+
+
+def axes_of(rows, path, monkeypatch):
+    """The axes of the plot, which is written to path."""
+    from matplotlib.figure import Figure
+
+    figures, savefig = [], Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: (figures.append(figure), savefig(figure, *args, **options)))
+    kernel_benchmark.plot(rows, str(path))
+    assert path.read_bytes().startswith(b"\x89PNG")
+    return figures[0].axes
+
+
+@pytest.mark.parametrize(("sweep", "label"), [("S", "sequence length S, 4k tokens each"), ("B", "batch B")])
+def test_a_sweep_is_plotted_along_what_varies(sweep, label, tmp_path, monkeypatch):
+    shapes = [Shape(4096 // n, 1, n, 16, 16) if sweep == "S" else Shape(n, 1, 64, 16, 16) for n in (512, 1024, 2048)]
+    rows = [made_up(str(s), s, impl, d, s.S / 100) for s in shapes for d in ("fwd", "fwbw") for impl in ("triton", "fla")]
+    rows[1].ms = None  # one that was skipped
+    panels = axes_of(rows, tmp_path / "sweep.png", monkeypatch)
+    assert [axes.get_title() for axes in panels] == ["forward", "forward + backward"]
+    assert {axes.get_xlabel() for axes in panels} == {label}
+    ours, peer = panels[0].lines
+    assert list(ours.get_xdata()) == [512, 1024, 2048]
+    assert list(ours.get_ydata()) == [s.S / 100 for s in shapes]
+    assert list(peer.get_xdata()) == [1024, 2048]
+
+
+def test_single_shapes_are_plotted_as_bars(tmp_path, monkeypatch):
+    rows = [made_up(name, shape, impl) for name, shape in EIGHT_K.items() for impl in ("triton", "fla")]
+    [axes] = axes_of(rows, tmp_path / "bars.png", monkeypatch)
+    assert len(axes.patches) == 6
+    assert [text.get_text() for text in axes.get_xticklabels()] == ["7b", "tfla", "b1"]
+
+
+def test_a_table_and_a_plot_of_stored_rows(tmp_path, capsys):
+    shape = EIGHT_K["7b"]
+    write_rows(tmp_path / "a.jsonl", [made_up("7b", shape, "triton", ms=9.0), made_up("7b", shape, "triton", ms=2.046)])
+    skipped = made_up("7b", shape, "fla", "fwbw", None, status="skipped", note="skipped: no GPU")
+    kept = made_up("7b", shape, "triton", "fwbw", 7.874, recompute_states_in_bw=False)
+    write_rows(
+        tmp_path / "b.jsonl",
+        [made_up("7b", shape, "triton", "fwbw", 108.6), kept, made_up("7b", shape, "fla", ms=2.3, note="other function"), skipped],
+    )
+    stored = f"--from_jsonl={tmp_path / 'a.jsonl'},{tmp_path / 'b.jsonl'}"
+    assert run(stored, "--markdown", f"--plot={tmp_path / 'p.png'}") == 0
+    assert (tmp_path / "p.png").stat().st_size > 1000
+    out = capsys.readouterr().out
+    assert "no GPU here" not in out
+    assert out.rstrip().splitlines()[-9:] == [
+        "| ms | 7b forward | 7b forward + backward | 7b MiB |",
+        "| --- | --- | --- | --- |",
+        "| triton | 2.05 | 109 | 108600 |",
+        "| triton states kept |  | 7.87 | 7874 |",
+        "| fla | 2.30 | skipped | skipped |",
+        "",
+        "Other functions (fla)",
+        "",
+        "fla: skipped: no GPU (7b fwbw)",
+    ]
+
+
+def test_a_table_of_a_sweep_has_a_line_for_a_shape():
+    shapes = kernel_benchmark.SHAPES["seqlen"]
+    lines = kernel_benchmark.markdown([made_up(str(s), s, impl, ms=1.5) for s in shapes for impl in ("triton", "fla")]).splitlines()
+    assert lines[0] == "| ms | triton, forward | fla, forward |"
+    assert lines[2:] == [f"| {shape} | 1.50 | 1.50 |" for shape in shapes]
+
+
+def test_committed_results_can_be_reported(capsys):
+    results = Path(__file__).parents[1] / "benchmarks" / "results"
+    assert run(f"--from_jsonl={','.join(map(str, sorted(results.glob('*.jsonl'))))}", "--markdown") == 0
+    assert "| triton |" in capsys.readouterr().out
 
 
 def test_every_stage_has_its_cost():

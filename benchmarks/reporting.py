@@ -1,0 +1,199 @@
+"""Rows of the kernel benchmark: read from JSONL, as a table, in Markdown, as a plot."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from roofline import Shape
+
+
+@dataclasses.dataclass
+class Row:
+    """A measurement. What was not measured is None; status is "ok", "wrong", "failed" or "skipped", and note says why."""
+
+    name: str
+    shape: Shape
+    impl: str
+    stage: str
+    direction: str
+    dtype: str
+    device: str
+    versions: dict[str, str]
+    commit: str | None
+    config: dict[str, Any] | None = None
+    recompute_states_in_bw: bool | None = None  # of ours, forward and backward
+    status: str = "ok"
+    note: str = ""
+    ms: float | None = None
+    spread: float | None = None  # (slowest - fastest) / median of the repeats
+    tflops: float | None = None
+    tbps: float | None = None
+    roofline_pct: float | None = None
+    peak_mib: float | None = None
+    first_call_s: float | None = None  # tracing, compiling and one run
+    error: float | None = None  # the largest of errors
+    errors: dict[str, float] = dataclasses.field(default_factory=dict)  # of each output
+
+    @property
+    def what(self) -> str:
+        """What of the implementation is measured."""
+        return self.stage or self.direction + (", states kept" if self.recompute_states_in_bw is False else "")
+
+
+def read_rows(path: str) -> list[Row]:
+    """The rows of a JSONL file. Raises ValueError, with the line, where one is none."""
+    rows = []
+    with open(path) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = Row(**json.loads(line))
+                row.shape = Shape(*row.shape)
+            except (TypeError, ValueError) as error:
+                raise ValueError(f"{path}, line {number} is no row of this benchmark: {error}") from None
+            rows.append(row)
+    return rows
+
+
+NUMBERS = {"ms": ("ms", "{:.3f}"), "spread %": ("spread", "{:.1%}"), "TFLOP/s": ("tflops", "{:.3g}"), "TB/s": ("tbps", "{:.3g}")}
+NUMBERS |= {"roofline %": ("roofline_pct", "{:.0f}"), "peak MiB": ("peak_mib", "{:.1f}"), "first call s": ("first_call_s", "{:.1f}")}
+NUMBERS |= {"error": ("error", "{:.1e}")}
+COLUMNS = ("shape", "impl", "what", "dtype", *NUMBERS, "note")
+
+
+def cells(row: Row) -> list[str]:
+    values = ((getattr(row, field), text) for field, text in NUMBERS.values())
+    numbers = ["-" if value is None else text.format(value).rstrip("%") for value, text in values]
+    return [row.name, row.impl, row.what, row.dtype, *numbers, row.note]
+
+
+def progress(row: Row) -> str:
+    *case, note = cells(row)
+    numbers = (f"{name} {cell}" for name, cell in zip(NUMBERS, case[4:], strict=True) if cell != "-")
+    return f"{' '.join(case[:4])}: {', '.join(filter(None, (*numbers, note)))}"
+
+
+def table(rows: Sequence[Row]) -> str:
+    lines = [COLUMNS, *map(cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligns = ["<"] * 4 + [">"] * len(NUMBERS) + ["<"]
+    pad = "{:{}{}}".format
+    return "\n".join("  ".join(map(pad, line, aligns, widths)).rstrip() for line in lines)
+
+
+def _varying(rows: Sequence[Row]) -> Callable[[Row], str]:
+    """The name of a row's line: its implementation, and whatever else differs between rows."""
+    several = len({row.dtype for row in rows}) > 1
+
+    def label(row: Row) -> str:
+        kept = "states kept" if row.recompute_states_in_bw is False else ""
+        return " ".join(filter(None, (row.impl, row.stage, row.dtype if several else "", kept)))
+
+    return label
+
+
+DIRECTIONS = {"fwd": "forward", "bwd": "backward", "fwbw": "forward + backward"}
+
+
+def markdown(rows: Sequence[Row]) -> str:
+    """A table of medians in ms, and below it why what is missing is missing. Of equal cases the last row counts.
+
+    A line an implementation, a column a shape and direction, and one for the peak memory of the last direction; with more than four
+    shapes a line a shape.
+    """
+    label = _varying(rows)
+    shapes = {row.shape: row.name for row in rows}
+    lines, directions = list(dict.fromkeys(map(label, rows))), [d for d in DIRECTIONS if any(row.direction == d for row in rows)]
+    found = {(label(row), row.shape, row.direction): row for row in rows}
+
+    def cell(line: str, shape: Shape, direction: str, field: str) -> str:
+        row = found.get((line, shape, direction))
+        value = getattr(row, field) if row else None
+        if row and row.status != "ok":
+            return row.status
+        return "" if value is None else f"{value:#.3g}" if value < 100 else f"{value:.0f}"
+
+    per_shape = [(direction, "ms", DIRECTIONS[direction]) for direction in directions] + [(directions[-1], "peak_mib", "MiB")]
+    if len(shapes) <= 4:
+        head = ["ms", *(f"{name} {title}" for name in shapes.values() for *_, title in per_shape)]
+        body = [[line, *(cell(line, shape, *what) for shape in shapes for *what, _ in per_shape)] for line in lines]
+    else:
+        head = ["ms", *(f"{line}, {title}" for line in lines for *_, title in per_shape[:-1])]
+        body = [[name, *(cell(line, shape, *what) for line in lines for *what, _ in per_shape[:-1])] for shape, name in shapes.items()]
+    text = [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body)]
+    notes: dict[str, list[str]] = {}
+    for row in found.values():
+        if row.status != "ok":
+            notes.setdefault(f"{label(row)}: {row.note}", []).append(f"{row.name} {row.direction}")
+        elif row.note == "other function":
+            notes.setdefault("Other functions", []).append(label(row))
+    return "\n".join([*text, *(f"\n{note} ({', '.join(dict.fromkeys(cases))})" for note, cases in notes.items())])
+
+
+def _sweep(shapes: Sequence[Shape]) -> str:
+    """The axis along which the shapes lie: "S" (at constant tokens or not), "B", or none."""
+    for axis in ("S", "B"):
+        if len(shapes) > 1 and len({getattr(shape, axis) for shape in shapes}) == len(shapes):
+            return axis
+    return ""
+
+
+def _steps(x: float) -> str:
+    return f"{x / 1024:g}k" if x >= 1024 else f"{x:g}"
+
+
+def plot(rows: Sequence[Row], path: str) -> None:
+    """A panel a direction: time against the sequence length or the batch where that is what varies, else bars for each shape."""
+    from matplotlib import colormaps
+    from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    measured = [row for row in rows if row.ms is not None]
+    label = _varying(rows)
+    lines = list(dict.fromkeys(map(label, measured)))
+    styles = {line: (colormaps["tab10"](n % 10), "osD^vP*X<>"[n % 10]) for n, line in enumerate(lines)}
+    panels = [d for d in DIRECTIONS if any(row.direction == d for row in measured)]
+    figure = Figure(figsize=(1.5 + 5.5 * len(panels), 4.2 + 0.22 * -(-len(lines) // 3)), layout="constrained")
+    for axes, direction in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+        here = [row for row in measured if row.direction == direction]
+        shapes = sorted(dict.fromkeys(row.shape for row in here), key=[row.shape for row in rows].index)
+        sweep = _sweep(shapes)
+        for n, line in enumerate(lines):
+            colour, marker = styles[line]
+            own = {row.shape: row.ms for row in here if label(row) == line}
+            if sweep:
+                points = sorted((getattr(shape, sweep), ms) for shape, ms in own.items())
+                bold = 2.4 if line.startswith(("triton", "xla")) else 1.3
+                axes.plot(
+                    *zip(*points, strict=True) if points else ([], []), color=colour, marker=marker, markersize=5, lw=bold, label=line
+                )
+            else:
+                width = 0.8 / len(lines)
+                places = [shapes.index(shape) + (n - (len(lines) - 1) / 2) * width for shape in own]
+                bars = axes.bar(places, list(own.values()), width, color=colour, label=line)
+                axes.bar_label(bars, [f"{ms:.2g}" if ms < 10 else f"{ms:.0f}" for ms in own.values()], fontsize=6)
+        if sweep:
+            axes.set_xscale("log", base=2)
+            ticks = sorted({getattr(shape, sweep) for shape in shapes})
+            axes.set_xticks(ticks, map(_steps, ticks))
+            tokens = {shape.B * shape.S for shape in shapes}
+            constant = f", {_steps(tokens.pop())} tokens each" if len(tokens) == 1 else ""
+            axes.set_xlabel(("sequence length S" if sweep == "S" else "batch B") + constant)
+        else:
+            names = {row.shape: row.name for row in here}
+            axes.set_xticks(range(len(shapes)), [names[shape] for shape in shapes], rotation=20 if len(shapes) > 3 else 0)
+        axes.set_yscale("log")
+        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+        axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
+        axes.yaxis.set_minor_formatter(NullFormatter())
+        axes.set_axisbelow(True)
+        axes.set_ylabel("ms")
+        axes.set_title(DIRECTIONS[direction])
+        axes.grid(which="major", alpha=0.4)
+        axes.grid(which="minor", axis="y", alpha=0.15)
+    handles = {text: handle for axes in figure.axes for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
+    figure.legend(handles.values(), handles, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    heads = dict.fromkeys(f"{row.shape.DHQK}/{row.shape.DHHV}" for row in measured)
+    common = f", heads of {next(iter(heads))}" if len(heads) == 1 else ""
+    figure.suptitle("; ".join(dict.fromkeys(f"{row.dtype} on {row.device}" for row in measured)) + common, fontsize=10)
+    figure.savefig(path, dpi=130)

@@ -1,0 +1,549 @@
+"""The tuner: what it tries, what it refuses, what it remembers and what it writes."""
+
+import inspect
+import json
+import re
+import threading
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+
+import compile_report
+import jax
+import jax.numpy as jnp
+import kernel_benchmark
+import numpy as np
+import pytest
+import tune
+from absl import flags
+from roofline import Shape
+
+from mlstm_pallas import KernelConfig, StageConfig
+from mlstm_pallas.config import STAGES, config_from_row, heuristic_config, tuning_name
+from mlstm_pallas.problem import make_problem
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+SHAPE = Shape(1, 1, 512, 64, 128)
+BF16 = jnp.dtype("bfloat16")
+
+
+def problem(L=64, shape=SHAPE):
+    return make_problem(shape[:4], shape.DHHV, L, pad_heads=True)
+
+
+def parse(*arguments):
+    values = flags.FlagValues()
+    tune.define_flags(values)
+    values(["tune", *arguments])
+    return values
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    """The command in tmp_path, without a GPU."""
+    monkeypatch.chdir(tmp_path)
+
+    def command(*arguments, shape=SHAPE):
+        return tune.run(parse("--backend=interpret", "--output=rows.json", f"--shape={shape}", "--threads=2", "--repeats=1", *arguments))
+
+    return command
+
+
+def log_lines(tmp_path):
+    return [json.loads(line) for line in (tmp_path / "tune.jsonl").read_text().splitlines()]
+
+
+def rows_in(path):
+    return json.loads(path.read_text())["rows"]
+
+
+# ---------------------------------------------------------------- candidates
+
+
+def test_what_is_swept_is_what_a_stage_says_it_reads():
+    assert tuple(tune.SWEPT) == STAGES
+    for stage, names in tune.SWEPT.items():
+        launcher = inspect.getmodule(getattr(__import__(f"mlstm_pallas.stages.{stage}", fromlist=[stage]), stage))
+        said = re.search(r"Launches the stage\. Config: (.*?)\.\s", inspect.getdoc(getattr(launcher, stage)) + " ", re.DOTALL)[1]
+        assert set(names) - set(tune.LAUNCH) == set(re.findall(r"siz_b_\w+|keep_q", said)), stage
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_neighbours_fit_are_distinct_and_near_ones_come_first(stage):
+    start = tune.canonical(stage, heuristic_config(64, BF16).stage(stage), problem())
+    found = list(tune.neighbours(stage, start, problem()))
+    assert found
+    assert len(set(found)) == len(found)
+    assert start not in found
+    assert all(tune.canonical(stage, config, problem()) == config for config in found)
+    distances = [sum(getattr(config, name) != getattr(start, name) for name in tune.SWEPT[stage]) for config in found]
+    assert distances == sorted(distances)
+    assert set(distances) <= {1, 2}
+    for name in tune.SWEPT[stage]:
+        assert {getattr(config, name) for config in found} <= {*tune.allowed(stage, name), getattr(start, name)}
+
+
+def test_tiles_that_are_the_same_kernel_are_one_candidate():
+    wide = StageConfig(siz_b_LQ=256, siz_b_LKV=256, siz_b_DHQK=256, siz_b_DHHV=32, num_warps=8)
+    made = tune.canonical("parallel_bw_dQ", wide, problem(256))
+    assert made == StageConfig(siz_b_LQ=128, siz_b_LKV=128, siz_b_DHQK=64, num_warps=8)  # T = 128; dQ has no siz_b_DHHV
+    assert tune.canonical("parallel_fw_H", wide, problem(64)).siz_b_LQ == 64
+
+
+def distance(config, best, stage):
+    """In steps."""
+    values = [tune.allowed(stage, name) for name in tune.SWEPT[stage]]
+    at = [[v.index(getattr(c, name)) for name, v in zip(tune.SWEPT[stage], values, strict=True)] for c in (config, best)]
+    return float(np.abs(np.subtract(*at)).sum())
+
+
+def test_the_search_descends_to_the_best_without_trying_all():
+    stage, best = "parallel_fw_H", StageConfig(siz_b_LQ=32, siz_b_LKV=16, siz_b_DHHV=32, num_warps=8, num_stages=4, keep_q=False)
+    search = tune.Search(stage, problem(), [heuristic_config(64, BF16).stage(stage)])
+    while (tried := search.next_round()) and not (search.best and search.best[0] == 1):
+        assert len(tried) <= tune.ROUND
+        assert not set(tried) & set(search.results)
+        search.results |= {config: tune.Result("ok", 1 + distance(config, best, stage)) for config in tried}
+    assert search.best == (1, best)
+    assert len(search.results) < 0.1 * 3 * 3 * 3 * 4 * 2 * 4 * 2  # of all
+
+
+def test_what_is_wrong_or_pruned_is_never_the_best():
+    search = tune.Search("chunk_gates", problem(), [StageConfig(siz_b_LQ=32)])
+    [start] = search.next_round()
+    search.results[start] = tune.Result("wrong", note="error")
+    assert search.best is None
+    around = search.next_round()
+    assert start not in around
+    search.results |= dict.fromkeys(around, tune.Result("pruned")) | {around[1]: tune.Result("ok", 2.0)}
+    assert search.best == (2.0, around[1])
+
+
+# ---------------------------------------------------------------- judging
+
+
+TINY, STAGE = Shape(1, 2, 32, 16, 16), "recurrent_fw_C"
+
+
+@pytest.fixture(scope="module")
+def judge():
+    """judge(kernel) is the result of a stage in plain jnp, its outputs passed through the kernel."""
+    bench = tune.Bench("xla", TINY, "bfloat16", None, 1)
+    given = bench.case(STAGE).arrays(16)
+    impl, call = bench.prepare(STAGE, KernelConfig(chunk_size=16), given, False)
+    check = bench.compile_check(bench.case(STAGE), 16, given)
+    expected = bench.expected(STAGE, 16, check)
+    return lambda kernel: bench.judge(STAGE, impl, lambda: kernel(call()), check, expected, None)
+
+
+def test_a_right_candidate_is_timed(judge):
+    result = judge(lambda outputs: outputs)
+    assert (result.status, result.note) == ("ok", "")
+    assert result.ms > 0
+
+
+def test_a_wrong_candidate_is_not_timed(judge, monkeypatch):
+    monkeypatch.setattr(tune, "time_calls", lambda *_: pytest.fail("a wrong output was timed"))
+    result = judge(lambda outputs: (outputs[0] * 1.02, *outputs[1:]))
+    assert result.status == "wrong"
+    assert re.fullmatch(r"error [12]\.\de-02 in C, at most 5e-03", result.note)
+    assert judge(lambda outputs: (outputs[0] * jnp.nan, *outputs[1:])).note.startswith("error nan in C")
+
+
+def test_a_candidate_that_does_not_repeat_its_bits_is_wrong(judge, monkeypatch):
+    """A race: right within the tolerance, and another result in the third run."""
+    monkeypatch.setattr(tune, "time_calls", lambda *_: pytest.fail("a wrong output was timed"))
+    runs = iter(range(tune.RUNS))
+
+    def racy(outputs):
+        C, *others = outputs
+        return C.at[0, 0, 1, 3, 5].multiply(1.0 + 2.0**-6 * (next(runs) == tune.RUNS - 1)), *others
+
+    assert judge(racy) == tune.Result("wrong", note="other bits in another run")
+
+
+def test_a_failure_is_its_candidates_only_as_long_as_the_device_answers(judge, monkeypatch):
+    def fail(outputs):
+        raise RuntimeError("out of memory\nhere")
+
+    assert judge(fail) == tune.Result("failed", note="RuntimeError: out of memory here")
+    monkeypatch.setattr(tune.jnp, "zeros", fail)
+    with pytest.raises(tune.DeviceLost, match=r"recurrent_fw_C .*out of memory"):
+        judge(fail)
+
+
+def test_the_whole_is_checked_with_its_gradients():
+    bench = tune.Bench("xla", Shape(1, 1, 16, 16, 16), "float32", None, 1)
+    heuristic = heuristic_config(16, jnp.dtype("float32"))
+    impl, call = bench.prepare("", tune.complete(heuristic, heuristic, bench.shape), bench.case("").inputs, False)
+    check = bench.compile_check(bench.case(""), 16, None)
+    assert bench.judge("", impl, call, check, None, None).status == "ok"
+    wrong = bench.judge("", impl, lambda: (*call()[:4], call()[4] * 1.001, call()[5]), check, None, None)
+    assert (wrong.status, wrong.note) == ("wrong", "error 1.0e-03 in di, at most 1e-04")
+
+
+def test_what_the_compile_report_refuses_is_not_compiled(monkeypatch):
+    bench = tune.Bench("xla", TINY, "bfloat16", lambda function, args: "spills 9999 bytes, at most 512", 1)
+    given = bench.case(STAGE).arrays(16)
+    monkeypatch.setattr(tune.Ours, "build", lambda *_: pytest.fail("compiled"))
+    config = KernelConfig(chunk_size=16)
+    assert bench.prepare(STAGE, config, given, True) == tune.Result("pruned", note="spills 9999 bytes, at most 512")
+    with pytest.raises(pytest.fail.Exception, match="compiled"):  # as the starts are
+        bench.prepare(STAGE, config, given, False)
+
+
+def fake_usage(shared=0, spills=0):
+    return compile_report.Usage(128, spills, spills, shared, 4, 0, 24, False, 0.1)
+
+
+@pytest.mark.parametrize(
+    ("usage", "reason"),
+    [
+        (fake_usage(99 * 1024, 512), ""),
+        (fake_usage(99 * 1024 + 1), "takes 101377 bytes of shared memory, the device has 101376"),
+        (fake_usage(0, 513), "spills 513 bytes, at most 512"),
+        (compile_report.CompileError("the compiler crashed"), "the compiler crashed"),
+    ],
+)
+def test_the_compile_report_decides_by_shared_memory_and_spills(usage, reason, monkeypatch):
+    def compile_kernel(*_):
+        if isinstance(usage, Exception):
+            raise usage
+        return usage
+
+    lowered = compile_report.Lowered("kernel", (1,), 4, 2, ir="ir")
+    monkeypatch.setattr(compile_report, "lowered_kernels", lambda *_, device: [lowered])
+    monkeypatch.setattr(compile_report, "compile_kernel", compile_kernel)
+    assert tune.Pruner(compile_report.DEVICES["L4"], 512)(None, [jnp.zeros(3)]) == reason
+
+
+@pytest.mark.slow
+def test_real_kernels_are_pruned_without_a_gpu():
+    pytest.importorskip("triton")
+    shape = Shape(1, 2, 1024, 64, 128)
+    given = jax.eval_shape(lambda: kernel_benchmark.stage_arrays(kernel_benchmark.random_inputs(jax.random.key(0), shape, "bfloat16"), 128))
+    reasons = []
+    for tiles in (StageConfig(), StageConfig(siz_b_LKV=128, siz_b_DHHV=128, num_stages=4)):
+        ours = tune.Ours("triton", shape, "bfloat16", None, "recurrent_fw_C", KernelConfig(chunk_size=128, recurrent_fw_C=tiles))
+        reasons.append(tune.Pruner(compile_report.Device("NVIDIA L4", 89), 512)(*ours.computation(given, "fwd")))
+    assert reasons[0] == ""
+    assert re.fullmatch(r"spills \d{4} bytes, at most 512", reasons[1])
+
+
+class Platform:
+    device_kind = "NVIDIA H200"
+
+    def __init__(self, platform="gpu", compute_capability="9.0"):
+        self.platform, self.compute_capability = platform, compute_capability
+
+
+def test_the_compile_report_is_asked_about_devices_that_it_knows(monkeypatch, capsys):
+    assert tune.pruner_for(Platform(), 512).device == compile_report.DEVICES["H200"]
+    assert tune.pruner_for(Platform(compute_capability="7.5"), 512) is None
+    monkeypatch.setattr(tune.importlib.util, "find_spec", lambda name: None)
+    assert tune.pruner_for(Platform(), 512) is None
+    assert tune.pruner_for(Platform("cpu"), 512) is None
+    *_, capability, package, cpu = capsys.readouterr().out.splitlines()
+    assert "capability 7.5" in capability
+    assert "pip install 'mlstm_pallas[test]'" in package
+    assert "no GPU" in cpu
+
+
+# ---------------------------------------------------------------- whole runs, with made-up times
+
+
+class FakeBench:
+    """Times by a formula: a stage takes 1 ms and 0.1 more for each step from its best tiles; the whole is the sum, with 5 ms beside it."""
+
+    judged: list
+    stage_ms = staticmethod(lambda stage, L: 1.0)
+    clock = staticmethod(lambda: None)
+    arrays = staticmethod(lambda L: None)
+    inputs = None
+
+    def __init__(self, backend, shape, dtype, pruner, repeats):
+        self.shape, self.dtype = shape, dtype
+
+    def case(self, stage):
+        return self
+
+    def compile_check(self, case, L, given):
+        return None
+
+    def expected(self, stage, L, check):
+        return None
+
+    def prepare(self, stage, config, given, prune):
+        return config, None
+
+    def time_of(self, stage, config):
+        best = tune.canonical(stage, StageConfig(num_warps=4, num_stages=3), problem(config.L, self.shape))
+        return self.stage_ms(stage, config.L) + 0.1 * distance(config.stage(stage), best, stage)
+
+    def judge(self, stage, config, call, check, expected, best):
+        self.clock()
+        self.judged.append((stage, json.dumps(tune.described(config))))
+        if stage:
+            return tune.Result("ok", self.time_of(stage, config))
+        plan = tune.SPLIT if config.splits_backward(problem(config.L, self.shape)) else tune.FUSED
+        return tune.Result("ok", 5 + sum(self.time_of(x, config) for x in (*tune.COMMON, *plan)))
+
+
+@pytest.fixture
+def fake(monkeypatch):
+    class Fake(FakeBench):
+        judged = []  # noqa: RUF012, a fresh one for each test
+
+    monkeypatch.setattr(tune, "Bench", Fake)
+    return Fake
+
+
+def test_a_better_row_is_written_and_read_back(run, fake, tmp_path, capsys):
+    assert run("--minutes=5") == 0
+    [row] = rows_in(tmp_path / "rows.json")
+    assert (row["DHQK"], row["DHHV"], row["dtype"]) == (64, 128, "bfloat16")
+    config = config_from_row(row)
+    assert all(getattr(config, stage) for stage in STAGES)
+    assert config.split_backward is False  # one kernel of 1 ms against three
+    assert row["measured"]["fwbw_ms"] <= 0.97 * row["measured"]["heuristic_fwbw_ms"]
+    whole = [line for line in log_lines(tmp_path) if line["stage"] == ""]
+    assert row["measured"]["fwbw_ms"] == pytest.approx(min(line["ms"] for line in whole), abs=1e-4)
+    assert {line["config"]["chunk_size"] for line in whole} == {64, 128, 256}
+    assert {(line["config"]["chunk_size"], line["config"]["split_backward"]) for line in whole} >= {(64, False), (64, True), (256, True)}
+    assert "kept" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(("gain", "kept"), [(0.029, False), (0.031, True)])
+def test_a_row_needs_three_per_cent(gain, kept, run, fake, tmp_path, monkeypatch):
+    heuristic = tune.complete(heuristic_config(64, BF16), heuristic_config(64, BF16), SHAPE)
+    real = fake.judge
+
+    def judge(self, stage, config, *rest):
+        result = real(self, stage, config, *rest)
+        return result if stage else tune.Result("ok", 1.0 if config == heuristic else 1 - gain)
+
+    monkeypatch.setattr(fake, "judge", judge)
+    present = tune.row_of(SHAPE, "bfloat16", heuristic, 1.0, 1.0)
+    other = tune.row_of(Shape(1, 1, 512, 16, 16), "bfloat16", heuristic, 1.0, 1.0)
+    tune.write_tuning(str(tmp_path / "rows.json"), "cpu", [present, other])
+    assert run("--minutes=5", "--stage=chunk_gates,parallel_fw_H") == 0
+    rows = rows_in(tmp_path / "rows.json")
+    assert other in rows
+    assert len(rows) == 1 + kept  # a row that gains nothing is taken out
+
+
+def test_the_present_row_is_a_start_and_stays_unless_beaten(run, fake, tmp_path):
+    assert run("--minutes=5") == 0
+    first = rows_in(tmp_path / "rows.json")
+    (tmp_path / "tune.jsonl").unlink()
+    fake.judged.clear()
+    assert run("--minutes=5", "--stage=chunk_gates") == 0
+    assert json.loads(fake.judged[0][1])["chunk_gates"] == first[0]["chunk_gates"]
+    assert {json.loads(config)["chunk_size"] for stage, config in fake.judged if stage} == {first[0]["chunk_size"]}
+    assert rows_in(tmp_path / "rows.json")[0]["measured"]["fwbw_ms"] == first[0]["measured"]["fwbw_ms"]
+
+
+def test_an_interrupted_sweep_goes_on_where_it_was(run, fake, tmp_path, monkeypatch, capsys):
+    real = fake.judge
+
+    def judge(self, *args):
+        if len(self.judged) == 40:
+            raise KeyboardInterrupt
+        return real(self, *args)
+
+    monkeypatch.setattr(fake, "judge", judge)
+    assert run("--minutes=5", "--stage=parallel_fw_H,chunk_gates") == 130
+    assert "interrupted; what was timed is in tune.jsonl" in capsys.readouterr().err
+    assert not (tmp_path / "rows.json").exists()
+    before = list(fake.judged)
+    assert [(line["stage"], json.dumps(line["config"])) for line in log_lines(tmp_path)] == before
+    with open(tmp_path / "tune.jsonl", "a") as file:
+        file.write('{"context": {"dev')  # killed in the middle of a write
+
+    monkeypatch.setattr(fake, "judge", real)
+    fake.judged.clear()
+    assert run("--minutes=5", "--stage=parallel_fw_H,chunk_gates") == 0
+    assert not set(fake.judged) & set(before)
+    resumed = [*before, *fake.judged]
+    fake.judged.clear()
+    (tmp_path / "rows.json").unlink()
+    assert run("--minutes=5", "--stage=parallel_fw_H,chunk_gates", "--log=other.jsonl") == 0
+    assert [case for case in resumed if case[0]] == [case for case in fake.judged if case[0]]
+
+
+def test_results_of_other_code_do_not_count(run, fake, monkeypatch):
+    assert run("--minutes=5", "--stage=chunk_gates") == 0
+    fake.judged.clear()
+    assert run("--minutes=5", "--stage=chunk_gates") == 0
+    assert Counter(stage for stage, _ in fake.judged)["chunk_gates"] == 0  # the whole is what a row is decided by: timed again
+    fake.judged.clear()
+    monkeypatch.setattr(tune, "source_hash", lambda: "other")
+    assert run("--minutes=5", "--stage=chunk_gates") == 0
+    assert Counter(stage for stage, _ in fake.judged)["chunk_gates"] > 3
+
+
+def test_time_is_bounded_and_shared_by_the_cases(run, fake, monkeypatch, tmp_path):
+    now = [0.0]
+    monkeypatch.setattr(tune.time, "monotonic", lambda: now[0])
+
+    def tick():
+        now[0] += 0.5
+
+    monkeypatch.setattr(fake, "clock", staticmethod(tick))
+    assert run("--minutes=2", "--dtype=bfloat16,float32") == 0
+    assert 60 < now[0] <= 121
+    cases = Counter((line["case"], bool(line["stage"])) for line in log_lines(tmp_path))
+    for dtype in ("bfloat16", "float32"):
+        assert cases[f"{SHAPE} {dtype}", True] > 50
+        assert cases[f"{SHAPE} {dtype}", False] > 3  # the time for the whole is kept back
+    assert len(rows_in(tmp_path / "rows.json")) == 2
+
+
+def test_without_time_there_is_no_row(run, fake, tmp_path, capsys):
+    assert run("--minutes=0") == 1
+    assert "no time of the heuristic to compare with" in capsys.readouterr().err
+    assert not (tmp_path / "rows.json").exists()
+
+
+def test_a_hopeless_chunk_size_is_dropped(run, fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(fake, "stage_ms", staticmethod(lambda stage, L: 9.0 if L == 256 else 1.0))
+    assert run("--minutes=5") == 0
+    sizes = Counter(line["config"]["chunk_size"] for line in log_lines(tmp_path) if line["stage"] == "parallel_fw_H")
+    assert sizes[256] < tune.ROUND < sizes[64]
+
+
+def test_most_rounds_go_where_most_time_is_to_gain(run, fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(fake, "stage_ms", staticmethod(lambda stage, L: 20.0 if stage == "parallel_fw_H" else 1.0))
+    real = fake.judge
+
+    def judge(self, stage, config, *rest):
+        if stage and len(self.judged) > 150:
+            raise KeyboardInterrupt
+        return real(self, stage, config, *rest)
+
+    monkeypatch.setattr(fake, "judge", judge)
+    assert run("--minutes=5", "--chunk_size=64") == 130
+    tried = Counter(line["stage"] for line in log_lines(tmp_path))
+    assert set(tried) == set(STAGES)  # all have their starts
+    assert tried["parallel_fw_H"] > 2 * max(n for stage, n in tried.items() if stage != "parallel_fw_H")
+
+
+def test_a_stage_that_never_runs_leaves_time_for_the_others(run, fake, tmp_path, monkeypatch):
+    real = fake.judge
+
+    def judge(self, stage, *rest):
+        return tune.Result("failed", note="no") if stage == "parallel_bw_dQKV" else real(self, stage, *rest)
+
+    monkeypatch.setattr(fake, "judge", judge)
+    assert run("--minutes=5") == 0
+    tried = Counter(line["stage"] for line in log_lines(tmp_path))
+    assert 0 < tried["parallel_bw_dQKV"] <= 2 * 3 * tune.ROUND
+    assert tried["parallel_fw_H"] > tune.ROUND
+    _, *made = [line["config"] for line in log_lines(tmp_path) if line["stage"] == ""]
+    assert [config["split_backward"] for config in made] == [True] * 3  # the heuristic comes first
+
+
+def test_a_compiler_that_hangs_costs_its_candidate(run, fake, tmp_path, monkeypatch):
+    released, real = threading.Event(), fake.prepare
+
+    def prepare(self, stage, config, *rest):
+        if stage and config.chunk_gates.num_warps == 2:
+            released.wait(20)
+        return real(self, stage, config, *rest)
+
+    monkeypatch.setattr(tune, "COMPILE_SECONDS", 0.3)
+    monkeypatch.setattr(fake, "prepare", prepare)
+    assert run("--minutes=5", "--stage=chunk_gates", "--chunk_size=16", "--threads=8") == 0
+    released.set()
+    by_warps = {}
+    for line in log_lines(tmp_path):
+        if line["stage"]:
+            by_warps.setdefault(line["config"]["chunk_gates"]["num_warps"], set()).add((line["status"], line["note"]))
+    assert by_warps[1] == {("ok", "")}
+    assert {status for status, _ in by_warps[2]} == {"failed"}
+    assert all(note.startswith("not compiled within 0.") for _, note in by_warps[2])
+
+
+def test_a_lost_device_ends_the_run_and_its_candidate(run, fake, tmp_path, monkeypatch, capsys):
+    real = fake.judge
+
+    def judge(self, stage, config, *rest):
+        result = real(self, stage, config, *rest)
+        if len(self.judged) == 7:
+            raise tune.DeviceLost("an illegal address")
+        return result
+
+    monkeypatch.setattr(fake, "judge", judge)
+    assert run("--minutes=5", "--stage=chunk_gates") == 1
+    assert "the device is lost after an illegal address" in capsys.readouterr().err
+    lost = fake.judged[-1]
+    assert log_lines(tmp_path)[-1]["status"] == "failed"
+    assert run("--minutes=5", "--stage=chunk_gates") == 0
+    assert fake.judged.count(lost) == 1
+
+
+def test_a_dry_run_of_real_kernels(run, tmp_path, monkeypatch, capsys):
+    """Interpreted on the CPU; the whole is made up, it would take long to compile."""
+    monkeypatch.setattr(tune, "allowed", lambda stage, name: (1, 2) if name == "num_warps" else (1,) if name == "num_stages" else (16,))
+    real = tune.Bench.judge
+
+    def judge(self, stage, impl, *rest):
+        return real(self, stage, impl, *rest) if stage else tune.Result("ok", 2.0 - (impl.chunk_gates.num_warps == 2))
+
+    def prepare(self, stage, config, *rest):
+        return tune.Bench.compiled(self, stage, config, *rest) if stage else (config, None)
+
+    monkeypatch.setattr(tune.Bench, "compiled", tune.Bench.prepare, raising=False)
+    monkeypatch.setattr(tune.Bench, "prepare", prepare)
+    monkeypatch.setattr(tune.Bench, "judge", judge)
+    assert run("--minutes=5", "--stage=chunk_gates", "--chunk_size=16", shape=TINY) == 0
+    lines = log_lines(tmp_path)
+    assert [(line["config"]["chunk_gates"]["num_warps"], line["status"]) for line in lines if line["stage"]] == [(1, "ok"), (2, "ok")]
+    assert "nothing is pruned by the compile report: there is no GPU" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- requests
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--backend=triton"], "there is no GPU here to tune for"),
+        (["--output="], "times of interpreted kernels do not belong into mlstm_pallas/tuning"),
+        ([f"--output={tune.mlstm_pallas.__path__[0]}/tuning/cpu.json"], "times of interpreted kernels do not belong"),
+        (["--output=/no/such/folder/rows.json"], "no folder for /no/such/folder/rows.json"),
+        (["--log=/no/such/folder/log.jsonl"], "No such file or directory: '/no/such/folder/log.jsonl'"),
+        (["--shape=8k"], "unknown shape '8k', known are 7b-8k"),
+        (["--shape=1x1x512x65x64"], "shape 1x1x512x65x64 is padded when it runs: tune DHQK, DHHV = 128, 64"),
+        (["--shape=1x1x96x64x64"], "shape 1x1x96x64x64: S = 96 is no multiple of the chunk size 64"),
+        (["--stage=bw"], "unknown stage bw, known are chunk_gates"),
+        (["--dtype=float16"], "unknown dtype float16"),
+        (["--chunk_size=100"], "chunk_size is 100"),
+        (["--chunk_size=x"], "invalid literal for int() with base 10: 'x'"),
+        ([f"--log={__file__}"], "line 1 is no line of this program"),
+        ([f"--output={__file__}"], "is no file of tuned rows"),
+    ],
+)
+def test_a_wrong_request_is_one_line_and_exit_code_2(arguments, message, run, capsys):
+    assert run(*arguments) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("tune: ")
+    assert message in line
+
+
+def test_rows_of_another_device_are_left_alone(run, tmp_path, capsys):
+    tune.write_tuning(str(tmp_path / "rows.json"), "NVIDIA H200", [])
+    assert run() == 2
+    assert "rows.json is of NVIDIA H200, this is cpu" in capsys.readouterr().err
+
+
+def test_the_file_of_a_device_is_the_one_that_the_package_reads():
+    assert tuning_name("NVIDIA H200") == "nvidia_h200"
+
+
+def test_threads_compile_in_processes_of_their_own():
+    with ThreadPoolExecutor(2) as pool:
+        _, other = pool.submit(compile_report._compiler).result()
+    _, mine = compile_report._compiler()
+    assert mine != other
+    assert compile_report._compiler()[1] == mine
