@@ -29,13 +29,11 @@ from absl import app, flags
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise
-from mlstm_pallas.config import STAGES, config_for
+from mlstm_pallas.config import STAGES, available_shared_bytes, config_for
 from mlstm_pallas.problem import KERNEL_DTYPES, check_chunk_size, make_problem
 
 # Enough to make every stage's grid three-dimensional; the code of a kernel depends on them only through arrays beyond 2**32 bytes.
 BATCH, NUM_HEADS = 1, 8
-
-SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # that one block may have, by compute capability
 
 
 class RequestError(ValueError):
@@ -56,7 +54,9 @@ class Device:
     @property
     def shared_bytes(self) -> int:
         """Shared memory that one block may have, bytes."""
-        return SHARED_KIB[self.capability] * 1024
+        known = available_shared_bytes(self.kind)
+        assert known is not None, self.kind
+        return known
 
 
 DEVICES = {

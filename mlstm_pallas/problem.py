@@ -7,10 +7,12 @@ NC chunks of L steps.
 import dataclasses
 import math
 import numbers
+import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 KERNEL_DTYPES = ("float32", "bfloat16")
 INPUT_DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -22,6 +24,16 @@ MAX_TILE = 128
 
 def next_power_of_two(x: int) -> int:
     return 1 << max(x - 1, 0).bit_length()
+
+
+def as_integer(x: Any) -> Any:
+    """An integer of any kind (NumPy's, a concrete JAX scalar) as an int; anything else, bools too, as it is."""
+    if isinstance(x, bool | np.bool_ | jax.core.Tracer):
+        return x
+    try:
+        return operator.index(x)
+    except TypeError:
+        return x
 
 
 def is_power_of_two(x: Any) -> bool:
@@ -80,7 +92,7 @@ def check_arrays(q, k, v, i, f, c_initial, n_initial, m_initial) -> None:
     for name, x in arrays.items():
         if not hasattr(x, "dtype") or not hasattr(x, "shape"):
             raise TypeError(f"{name} is a {type(x).__name__}, expected an array")
-        if jnp.dtype(x.dtype).name not in INPUT_DTYPES:
+        if str(x.dtype) not in INPUT_DTYPES:
             raise TypeError(f"{name} has dtype {x.dtype}, expected one of {', '.join(INPUT_DTYPES)}")
     if len(q.shape) != 4:
         raise _shape_error("q", q.shape, "(B, NH, S, DHQK)")
@@ -109,9 +121,13 @@ def check_arrays(q, k, v, i, f, c_initial, n_initial, m_initial) -> None:
             raise TypeError(f"{name} has dtype {x.dtype}, expected {q.dtype}, the dtype of q")
 
 
-def check_chunk_size(chunk_size: int | None) -> None:
-    if chunk_size is not None and (not is_power_of_two(chunk_size) or chunk_size < MIN_CHUNK_SIZE):
-        raise ValueError(f"chunk_size is {chunk_size!r}, expected None or a power of two >= {MIN_CHUNK_SIZE}")
+def check_chunk_size(chunk_size: Any) -> int | None:
+    """The chunk size as an int or None."""
+    size = as_integer(chunk_size)
+    if size is not None and (not is_power_of_two(size) or size < MIN_CHUNK_SIZE):
+        hint = ": mark it static in jit" if isinstance(size, jax.core.Tracer) else ""
+        raise ValueError(f"chunk_size is {chunk_size!r}, expected None or a power of two >= {MIN_CHUNK_SIZE}{hint}")
+    return size
 
 
 def check_scalars(eps: float, norm_val: float) -> None:
@@ -124,10 +140,11 @@ def check_scalars(eps: float, norm_val: float) -> None:
             raise ValueError(f"{name} is {x}, expected a finite number >= 0")
 
 
-def check_flag(name: str, x: Any) -> None:
-    if not isinstance(x, bool):
+def check_flag(name: str, x: Any) -> bool:
+    if not isinstance(x, bool | np.bool_):
         hint = ": mark it static in jit" if isinstance(x, jax.core.Tracer) else ""
         raise TypeError(f"{name} is a {type(x).__name__}, expected a Python bool{hint}")
+    return bool(x)
 
 
 def check_backend(backend: str | None) -> None:
@@ -141,9 +158,13 @@ def kernel_dtype(autocast_kernel_dtype: Any, q_dtype: Any, backend: str | None) 
         dtype = jnp.dtype(q_dtype if autocast_kernel_dtype is None else autocast_kernel_dtype)
     except TypeError:
         raise TypeError(f"autocast_kernel_dtype is {autocast_kernel_dtype!r}, expected None or one of {', '.join(KERNEL_DTYPES)}") from None
-    if dtype.name in KERNEL_DTYPES or (dtype.name == "float64" and backend == "xla"):
-        return dtype
     said = f"autocast_kernel_dtype is {dtype.name}" if autocast_kernel_dtype is not None else f"q has dtype {dtype.name}"
+    if dtype.name == "float64" and backend == "xla":
+        if not jax.config.read("jax_enable_x64"):
+            raise TypeError(f"{said}, expected one of {', '.join(KERNEL_DTYPES)}: jax_enable_x64, which float64 needs, is not set")
+        return dtype
+    if dtype.name in KERNEL_DTYPES:
+        return dtype
     if dtype.name == "float64":
         hint = '; float64 runs on backend="xla" only'
     else:
