@@ -87,6 +87,12 @@ def log_sigmoid_gate(f: jax.Array) -> tuple[jax.Array, jax.Array]:
     return jnp.where(reset, 0.0, jnp.minimum(f, 0.0) - jnp.log1p(jnp.exp(-jnp.abs(f)))), reset
 
 
+def nan_to_input_gate(i: jax.Array, f: jax.Array) -> Pair:
+    """A NaN in f is moved to i: there it spoils every later row and no sum over the chunk, hence no earlier row."""
+    nan = jnp.isnan(f)
+    return jnp.where(nan, f, i), jnp.where(nan, 0.0, f)
+
+
 def reset_offset(i_min: jax.Array, i_max: jax.Array, total_decay: jax.Array) -> jax.Array:
     """A power of two above the spread of e_t in a chunk by enough for exp to underflow.
 
@@ -99,13 +105,14 @@ def reset_offset(i_min: jax.Array, i_max: jax.Array, total_decay: jax.Array) -> 
 def local_gates(vecI: jax.Array, vecF: jax.Array) -> LocalGates:
     """Gates of every chunk on its own. vecI, vecF: pre-activations (B, NH, NC, L)."""
     L = vecI.shape[-1]
+    vecI, vecF = nan_to_input_gate(vecI, vecF)
     fbar, reset = log_sigmoid_gate(vecF)
     hi, lo = split_for_exact_sums(fbar, jnp.max(jnp.abs(fbar), axis=-1, keepdims=True), L)
     b = two_sum(jnp.cumsum(hi, axis=-1), jnp.cumsum(lo, axis=-1))
-    stored = vecI > MASKED
+    stored = ~(vecI <= MASKED)
     offset = jnp.cumsum(reset, axis=-1, dtype=vecI.dtype) * reset_offset(
-        jnp.min(jnp.where(stored, vecI, _INF), axis=-1, keepdims=True),
-        jnp.max(vecI, axis=-1, keepdims=True),
+        jnp.min(jnp.where(vecI > MASKED, vecI, _INF), axis=-1, keepdims=True),
+        jnp.max(jnp.where(vecI > MASKED, vecI, -_INF), axis=-1, keepdims=True),
         jnp.sum(-fbar, axis=-1, keepdims=True),
     )
     e = pair_add(two_sum(offset, jnp.where(stored, vecI, 0.0)), (-b[0], -b[1]))

@@ -125,8 +125,10 @@ def check_chunk_size(chunk_size: Any) -> int | None:
     """The chunk size as an int or None."""
     size = as_integer(chunk_size)
     if size is not None and (not is_power_of_two(size) or size < MIN_CHUNK_SIZE):
-        hint = ": mark it static in jit" if isinstance(size, jax.core.Tracer) else ""
-        raise ValueError(f"chunk_size is {chunk_size!r}, expected None or a power of two >= {MIN_CHUNK_SIZE}{hint}")
+        expected = f"expected None or a power of two >= {MIN_CHUNK_SIZE}"
+        if isinstance(size, jax.core.Tracer):
+            raise TypeError(f"chunk_size is traced, {expected}: mark it static in jit")
+        raise ValueError(f"chunk_size is {chunk_size!r}, {expected}")
     return size
 
 
@@ -141,9 +143,10 @@ def check_scalars(eps: float, norm_val: float) -> None:
 
 
 def check_flag(name: str, x: Any) -> bool:
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError(f"{name} is traced, expected a Python bool: mark it static in jit")
     if not isinstance(x, bool | np.bool_):
-        hint = ": mark it static in jit" if isinstance(x, jax.core.Tracer) else ""
-        raise TypeError(f"{name} is a {type(x).__name__}, expected a Python bool{hint}")
+        raise TypeError(f"{name} is a {type(x).__name__}, expected a Python bool")
     return bool(x)
 
 
@@ -152,15 +155,19 @@ def check_backend(backend: str | None) -> None:
         raise ValueError(f"backend is {backend!r}, expected None or one of {', '.join(BACKENDS)}")
 
 
-def kernel_dtype(autocast_kernel_dtype: Any, q_dtype: Any, backend: str | None) -> jnp.dtype:
-    """The dtype of q, k, v in the matrix products."""
+def as_dtype(autocast_kernel_dtype: Any) -> jnp.dtype:
     try:
-        dtype = jnp.dtype(q_dtype if autocast_kernel_dtype is None else autocast_kernel_dtype)
+        return jnp.dtype(autocast_kernel_dtype)
     except TypeError:
         raise TypeError(f"autocast_kernel_dtype is {autocast_kernel_dtype!r}, expected None or one of {', '.join(KERNEL_DTYPES)}") from None
+
+
+def kernel_dtype(autocast_kernel_dtype: Any, q_dtype: Any, backend: str | None) -> jnp.dtype:
+    """The dtype of q, k, v in the matrix products."""
+    dtype = jnp.dtype(q_dtype) if autocast_kernel_dtype is None else as_dtype(autocast_kernel_dtype)
     said = f"autocast_kernel_dtype is {dtype.name}" if autocast_kernel_dtype is not None else f"q has dtype {dtype.name}"
     if dtype.name == "float64" and backend == "xla":
-        if not jax.config.read("jax_enable_x64"):
+        if jax.dtypes.canonicalize_dtype(dtype) != dtype:
             raise TypeError(f"{said}, expected one of {', '.join(KERNEL_DTYPES)}: jax_enable_x64, which float64 needs, is not set")
         return dtype
     if dtype.name in KERNEL_DTYPES:

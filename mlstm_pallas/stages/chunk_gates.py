@@ -21,6 +21,7 @@ from mlstm_pallas.gates import (
     chunk_summaries,
     join_chunks,
     log_sigmoid_gate,
+    nan_to_input_gate,
     pair_add,
     pair_max,
     reset_offset,
@@ -52,10 +53,10 @@ def _chunk_gates_kernel(
     def spread(tile, carry):
         i_min, i_max, decay = carry
         rows = pl.ds(tile * siz_b, siz_b)
-        i = i_ref[rows]
-        fbar, _ = log_sigmoid_gate(f_ref[rows])
-        stored_min = jnp.min(jnp.where(i > MASKED, i, _INF))
-        return jnp.minimum(i_min, stored_min), jnp.maximum(i_max, jnp.max(i)), decay + jnp.sum(-fbar)
+        i, f = nan_to_input_gate(i_ref[rows], f_ref[rows])
+        fbar, _ = log_sigmoid_gate(f)
+        stored_min, stored_max = jnp.min(jnp.where(i > MASKED, i, _INF)), jnp.max(jnp.where(i > MASKED, i, -_INF))
+        return jnp.minimum(i_min, stored_min), jnp.maximum(i_max, stored_max), decay + jnp.sum(-fbar)
 
     i_min, i_max, decay = loop(tiles, spread, (jnp.float32(_INF), jnp.float32(-_INF), jnp.float32(0.0)))
     offset_unit = reset_offset(i_min, i_max, decay)
@@ -67,13 +68,13 @@ def _chunk_gates_kernel(
     def step(tile, carry):
         sum_hi, sum_lo, max_hi, max_lo, resets = carry
         rows = pl.ds(tile * siz_b, siz_b)
-        i = i_ref[rows]
-        fbar, reset = log_sigmoid_gate(f_ref[rows])
+        i, f = nan_to_input_gate(i_ref[rows], f_ref[rows])
+        fbar, reset = log_sigmoid_gate(f)
         hi, lo = split_for_exact_sums(fbar, jnp.max(jnp.abs(fbar)), siz_b)
         hi, lo = jnp.cumsum(hi), jnp.cumsum(lo)
         b = pair_add((hi, lo), (jnp.broadcast_to(sum_hi, hi.shape), jnp.broadcast_to(sum_lo, hi.shape)))
         count = resets + jnp.cumsum(reset.astype(jnp.float32))
-        stored = i > MASKED
+        stored = ~(i <= MASKED)
         offset = count * offset_unit
         e = pair_add(two_sum(offset, jnp.where(stored, i, 0.0)), (-b[0], -b[1]))
         e_hi, e_lo = jnp.where(stored, e[0], -_INF), jnp.where(stored, e[1], 0.0)
