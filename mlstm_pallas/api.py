@@ -44,6 +44,8 @@ def mlstm_chunkwise(
         h_t = scale C_t^T q_t / (max(|scale q_t . n_t|, norm_val exp(-m_t)) + eps)             scale = DHQK ** -0.5
 
     f = -inf resets the state, i = -inf stores nothing; values of -1e6 and below count as -inf. Works under jit, grad, vmap, remat, scan.
+    A NaN reaches h of its own batch element and head only, and no step before its own; one in v reaches earlier steps too, those of its
+    chunk, in its own column.
 
     Args:
       q, k: (B, NH, S, DHQK); v: (B, NH, S, DHV); one dtype: bfloat16, float32, float16 with an

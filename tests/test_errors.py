@@ -82,7 +82,11 @@ CHUNKWISE = {
         ValueError,
         f"c_initial has shape (2, 3, 24, 16), expected (B, NH, DHQK, DHV) = (2, 3, 16, 24), {Q}",
     ),
-    "n_of_values": ({"n_initial": array(2, 3, 24)}, ValueError, f"n_initial has shape (2, 3, 24), expected (B, NH, DHQK) = (2, 3, 16), {Q}"),
+    "n_of_values": (
+        {"n_initial": array(2, 3, 24)},
+        ValueError,
+        f"n_initial has shape (2, 3, 24), expected (B, NH, DHQK) = (2, 3, 16), {Q}",
+    ),
     "m_axis_left_over": ({"m_initial": array(2, 3, 1)}, ValueError, f"m_initial has shape (2, 3, 1), expected (B, NH) = (2, 3), {Q}"),
     "no_n": ({"n_initial": None}, ValueError, "initial states come all three or not at all: got c_initial, m_initial without n_initial"),
     "c_alone": (
@@ -155,8 +159,8 @@ HEADS = dict(q=array(1, 8, 512, 256, dtype="bfloat16"), k=array(1, 8, 512, 256, 
 )
 TILES = "expected a power of two >= 16"
 GPU_ONLY = (
-    "backend is 'triton', whose kernels are for GPUs, and the computation is lowered for a CPU: expected backend None or 'xla' (plain jnp), "
-    "or 'interpret' (the kernels, interpreted)"
+    "backend is 'triton', whose kernels are for GPUs, and the computation is lowered for a CPU: expected backend None or 'xla' "
+    "(plain jnp), or 'interpret' (the kernels, interpreted)"
 )
 
 # Other calls: (call, error, whole message).
@@ -208,8 +212,8 @@ OTHERS = {
     "too_large_for_an_a10": (
         lambda: on_device("NVIDIA A10", shapes_of, mlstm_chunkwise, HEADS | {"config": KernelConfig(chunk_size=256, parallel_fw_H=LARGE)}),
         ValueError,
-        "config.parallel_fw_H needs at least 262144 bytes of shared memory for bfloat16 heads of 256/512 in chunks of 256, expected at most "
-        "101376, what a block may have on NVIDIA A10: smaller tiles or fewer num_stages need less",
+        "config.parallel_fw_H needs at least 262144 bytes of shared memory for bfloat16 heads of 256/512 in chunks of 256, "
+        "expected at most 101376, what a block may have on NVIDIA A10: smaller tiles or fewer num_stages need less",
     ),
     # the documented entries of xlstm_jax
     "stablef_k": (

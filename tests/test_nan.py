@@ -1,7 +1,6 @@
 """Where a NaN goes: to its own batch element and head, to later steps only; and NaN checks of JAX have nothing to say of good inputs."""
 
 import functools
-import itertools
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-BACKENDS = ("xla", "interpret")
+BACKENDS = ("xla", "interpret", pytest.param("triton", marks=pytest.mark.gpu))
 B, NH, S, L = 2, 2, 64, 32
 BATCH, HEAD, COLUMN = 1, 0, 3
 STEP = 37  # inside the second chunk, inside a tile
@@ -59,7 +58,8 @@ def test_a_nan_in_q_reaches_its_own_row_only(backend):
     assert np.array_equal(np.delete(h, STEP, axis=0), np.delete(expected, STEP, axis=0))
 
 
-@pytest.mark.parametrize(("backend", "name"), [*itertools.product(BACKENDS, "kif")])
+@pytest.mark.parametrize("name", ["k", "i", "f"])
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_a_nan_in_k_or_a_gate_reaches_all_later_rows_and_no_earlier_one(backend, name):
     h, expected = poisoned(backend, name)
     assert np.isnan(h[STEP:]).all()
@@ -83,12 +83,12 @@ def loss(run, *x):
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nan_checks_of_jax_are_silent(backend):
-    """Resets, masked input gates, rows and columns of padding: no NaN on the way, in one jit or without."""
+    """Resets, masked input gates, rows and columns of padding: no NaN on the way."""
     x = list(random_inputs(1, 1, 2, 20, 12, 20, resets=True).values())
     run = functools.partial(mlstm_chunkwise, chunk_size=16, backend=backend, return_last_states=True)
-    gradient = jax.value_and_grad(functools.partial(loss, run), tuple(range(8)))
+    gradient = jax.grad(functools.partial(loss, run), tuple(range(8)))
     with jax.debug_nans(True), jax.enable_checks(True):
-        for f in (gradient, jax.jit(gradient)):
+        for f in (run, gradient, jax.jit(gradient)):
             assert all(jnp.isfinite(y).all() for y in jax.tree.leaves(f(*x)))
 
 
