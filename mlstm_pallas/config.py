@@ -171,7 +171,7 @@ class _Products(NamedTuple):
     rows: int  # of the left operand
     left: int  # left operands, loaded in every step
     right: tuple[int, ...]  # right operands, loaded in every step
-    kept: int = 0  # a left operand that stays
+    kept: int = 0  # a left operand that stays; in float32 in registers
 
 
 def _products(name: str, stage: StageConfig, p: Problem) -> list[_Products]:
@@ -219,7 +219,7 @@ def least_shared_bytes(name: str, stage: StageConfig, problem: Problem, dtype: j
         if x.looped and ahead:
             held = ahead * (x.left + sum(x.right))
             if wgmma and x.rows >= 64:
-                held += 6 * (max(x.right) + x.kept) if wide else 2 * (x.left + sum(x.right) + x.kept)
+                held += 6 * max(x.right) if wide else 2 * (x.left + sum(x.right) + x.kept)
         most = max(most, held)
     return most
 

@@ -59,13 +59,11 @@ def tiles(LQ, LKV, BK, BV, loop=64, num_warps=4, num_stages=2, keep_q=True):
 COMPILED = [
     ("recurrent_fw_C", (128, 128), "bfloat16", 128, tiles(64, 64, 64, 128, num_stages=3), "H200", False),
     ("recurrent_fw_C", (64, 64), "float32", 128, tiles(64, 128, 64, 64, num_stages=4), "RTX4090", True),
-    ("recurrent_fw_C", (128, 128), "bfloat16", 128, tiles(64, 128, 128, 128, num_stages=4), "RTX4090", True),
     ("parallel_fw_H", (128, 128), "bfloat16", 128, tiles(64, 32, 64, 128), "H200", False),
     ("parallel_fw_H", (128, 128), "bfloat16", 256, tiles(64, 128, 64, 128, num_stages=4), "H200", True),
     ("parallel_fw_H", (64, 64), "float32", 64, tiles(64, 32, 64, 32, num_stages=4, keep_q=False), "H200", False),
     ("parallel_fw_H", (192, 320), "bfloat16", 64, tiles(64, 64, 64, 64, num_warps=8, num_stages=4), "A100", False),
     ("parallel_bw_dQKV", (64, 64), "bfloat16", 64, tiles(64, 64, 64, 64, 16, num_stages=3), "RTX4090", False),
-    ("parallel_bw_dQ", (64, 64), "bfloat16", 128, tiles(64, 32, 64, 64, 32, num_stages=3), "H200", False),
     ("parallel_bw_dK", (64, 64), "bfloat16", 128, tiles(64, 64, 64, 64, 32), "RTX5090", False),
     ("parallel_bw_dV", (128, 128), "bfloat16", 128, tiles(128, 64, 64, 128, 128, 8, 3), "A10", True),
 ]
