@@ -315,4 +315,7 @@ def config_for(
         filled = explicit.or_else(filled)
     if chunk_size is not None:
         filled = dataclasses.replace(filled, chunk_size=chunk_size)
-    return dataclasses.replace(filled, chunk_size=clamp_chunk_size(filled.L, S))
+    L = clamp_chunk_size(filled.L, S)
+    # Two float32 tiles of 128 x 128 as operands are 128 KiB of shared memory, and minutes of compilation.
+    split = L > 64 and dtype.itemsize > 2 if filled.split_backward is None else filled.split_backward
+    return dataclasses.replace(filled, chunk_size=L, split_backward=split)
