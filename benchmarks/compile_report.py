@@ -32,7 +32,7 @@ from absl import app, flags
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step
-from mlstm_pallas.config import STAGES, config_for
+from mlstm_pallas.config import STAGES, available_shared_bytes, config_for
 from mlstm_pallas.problem import KERNEL_DTYPES, check_chunk_size, make_problem
 
 # Enough to make every stage's grid three-dimensional; the code of a kernel depends on them only through arrays beyond 2**32 bytes.
@@ -42,7 +42,6 @@ BATCH, NUM_HEADS = 1, 8
 VARIANTS: dict[str, dict[str, Any]] = {"exp": {}, "packed": {}, "sigmoid": {"input_gate": "sigmoid"}}
 VARIANTS["unnormalised"] = {"input_gate": "sigmoid", "normalize": False}
 
-SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # that one block may have, by compute capability
 DIRECTIONS = ("fwd", "fwbw", "step")
 
 
@@ -64,7 +63,9 @@ class Device:
     @property
     def shared_bytes(self) -> int:
         """Shared memory that one block may have, bytes."""
-        return SHARED_KIB[self.capability] * 1024
+        known = available_shared_bytes(self.kind)
+        assert known is not None, self.kind
+        return known
 
 
 DEVICES = {

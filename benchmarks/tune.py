@@ -52,7 +52,7 @@ from roofline import Shape
 from tqdm import tqdm
 
 import mlstm_pallas
-from mlstm_pallas.config import STAGES, KernelConfig, StageConfig, config_from_row, heuristic_config, tuning_name
+from mlstm_pallas.config import STAGES, KernelConfig, StageConfig, available_shared_bytes, config_from_row, heuristic_config, tuning_name
 from mlstm_pallas.problem import KERNEL_DTYPES, MAX_TILE, Problem, check_chunk_size, clamp_chunk_size, make_problem, padded_head_dim
 
 MIN_GAIN = 0.03  # of the whole, over the heuristic
@@ -207,9 +207,10 @@ def pruner_for(device: Any, max_spill_bytes: int) -> Pruner | None:
         reason = "there is no GPU"
     elif importlib.util.find_spec("triton") is None:
         reason = "it needs the triton package: pip install 'mlstm_pallas[test]'"
-    elif (capability := round(10 * float(device.compute_capability))) not in compile_report.SHARED_KIB:
-        reason = f"it does not know compute capability {device.compute_capability}"
+    elif available_shared_bytes(device.device_kind) is None:
+        reason = f"it does not know the shared memory of {device.device_kind}"
     else:
+        capability = round(10 * float(device.compute_capability))
         return Pruner(compile_report.Device(device.device_kind, capability), max_spill_bytes)
     print(f"nothing is pruned by the compile report: {reason}")
     return None

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 
 from mlstm_pallas import problem as problems
 from mlstm_pallas.backend import requested_backend, target_device_kind
-from mlstm_pallas.config import KernelConfig, config_for
+from mlstm_pallas.config import KernelConfig, check_fits, config_for
 from mlstm_pallas.fwbw import NO_SUCH_DERIVATIVE, Inputs, Plan, mlstm_forward
 from mlstm_pallas.reference import segment_starts
 
@@ -48,6 +48,8 @@ def mlstm_chunkwise(
         h_t = scale C_t^T q_t / (max(|scale q_t . n_t|, norm_val exp(-m_t)) + eps)             scale = DHQK ** -0.5
 
     f = -inf resets the state, i = -inf stores nothing; values of -1e6 and below count as -inf. Works under jit, grad, vmap, remat, scan.
+    A NaN reaches h of its own batch element and head only, and no step before its own; one in v reaches earlier steps too, those of its
+    chunk, in its own column.
 
     With input_gate="sigmoid" (mLSTMsig, arXiv:2503.14376) log sigmoid(i_t) stands for i_t and m_t is 0: no stabiliser is needed.
 
@@ -79,14 +81,14 @@ def mlstm_chunkwise(
     Raises:
       TypeError, ValueError: at trace time, naming the argument, what came and what was expected.
     """
-    gate = problems.check_input_gate(input_gate, normalize)
+    gate, normalize = problems.check_input_gate(input_gate, normalize)
     problems.check_arrays(q, k, v, i, f, c_initial, n_initial, m_initial, gate)
     problems.check_segment_ids(segment_ids, q.shape)
-    problems.check_flag("return_last_states", return_last_states)
-    problems.check_flag("stabilize_correctly", stabilize_correctly)
-    problems.check_flag("recompute_states_in_bw", recompute_states_in_bw)
+    return_last_states = problems.check_flag("return_last_states", return_last_states)
+    stabilize_correctly = problems.check_flag("stabilize_correctly", stabilize_correctly)
+    recompute_states_in_bw = problems.check_flag("recompute_states_in_bw", recompute_states_in_bw)
     problems.check_scalars(eps, norm_val)
-    problems.check_chunk_size(chunk_size)
+    chunk_size = problems.check_chunk_size(chunk_size)
     problems.check_backend(backend)
     backend = requested_backend(backend)
     if config is not None and not isinstance(config, KernelConfig):
@@ -97,8 +99,11 @@ def mlstm_chunkwise(
     DHV = v.shape[-1]
     if B * NH == 0:
         backend = "xla"  # a kernel has no empty grid
-    filled = config_for(DHQK, DHV, S, dtype, device_kind=target_device_kind(), chunk_size=chunk_size, explicit=config)
+    device_kind = target_device_kind()
+    filled = config_for(DHQK, DHV, S, dtype, device_kind=device_kind, chunk_size=chunk_size, explicit=config)
     p = problems.make_problem(q.shape, DHV, filled.L, pad_heads=backend != "xla")
+    if backend in ("triton", None):
+        check_fits(filled, p, dtype, device_kind)
     plan = Plan(p, filled, float(eps), stabilize_correctly, float(norm_val), recompute_states_in_bw, backend, gate, normalize)
 
     acc = jnp.promote_types(dtype, jnp.float32)

@@ -7,6 +7,8 @@ from contextvars import ContextVar
 
 import jax
 from jax import lax
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
 from mlstm_pallas.config import UNKNOWN_DEVICE
 from mlstm_pallas.problem import check_backend
@@ -32,12 +34,33 @@ def requested_backend(backend: str | None = None) -> str | None:
     return _default.get() if backend is None else backend
 
 
+# The identity, which cannot be lowered for a CPU: Pallas would say no more there than that only interpret mode is supported.
+_for_gpus = Primitive("for_gpus")
+_for_gpus.def_abstract_eval(lambda x: x)
+_for_gpus.def_impl(lambda x: jax.jit(_for_gpus.bind)(x))
+batching.defvectorized(_for_gpus)
+
+
+def _refuse(*_):
+    raise ValueError(
+        "backend is 'triton', whose kernels are for GPUs, and the computation is lowered for a CPU: expected backend None or 'xla' "
+        "(plain jnp), or 'interpret' (the kernels, interpreted)"
+    )
+
+
+mlir.register_lowering(_for_gpus, lambda _, x: [x])
+mlir.register_lowering(_for_gpus, _refuse, platform="cpu")
+
+
 def on_backend(backend: str | None, triton: Callable, xla: Callable, *args):
     """triton(interpret, *args) or xla(*args); for None the choice is made where the computation is lowered."""
     if backend == "xla":
         return xla(*args)
     if backend is None:
         return lax.platform_dependent(*args, cuda=functools.partial(triton, False), default=xla)
+    if backend == "triton":
+        (first, *others), tree = jax.tree.flatten(args)
+        args = jax.tree.unflatten(tree, [_for_gpus.bind(first), *others])
     return triton(backend == "interpret", *args)
 
 

@@ -3,13 +3,14 @@
 import dataclasses
 import functools
 import json
+import re
 from importlib import resources
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 
-from mlstm_pallas.problem import MIN_TILE, Problem, check_chunk_size, clamp_chunk_size, is_power_of_two, padded_head_dim
+from mlstm_pallas.problem import MIN_TILE, Problem, as_integer, check_chunk_size, clamp_chunk_size, is_power_of_two, padded_head_dim
 from mlstm_pallas.tiles import Precision
 
 UNKNOWN_DEVICE = "unknown"
@@ -38,13 +39,16 @@ class StageConfig:
     keep_q: bool = True
 
     def __post_init__(self):
-        for name in ("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "siz_b_loop"):
+        sizes = ("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "siz_b_loop")
+        for name in (*sizes, "num_warps", "num_stages"):
+            object.__setattr__(self, name, as_integer(getattr(self, name)))
+        for name in sizes:
             size = getattr(self, name)
             if not is_power_of_two(size) or size < MIN_TILE:
                 raise ValueError(f"{name} is {size!r}, expected a power of two >= {MIN_TILE}")
-        if not isinstance(self.num_warps, int) or self.num_warps not in (1, 2, 4, 8, 16):
+        if not is_power_of_two(self.num_warps) or self.num_warps > 16:
             raise ValueError(f"num_warps is {self.num_warps!r}, expected 1, 2, 4, 8 or 16")
-        if not isinstance(self.num_stages, int) or not 1 <= self.num_stages <= 8:
+        if type(self.num_stages) is not int or not 1 <= self.num_stages <= 8:
             raise ValueError(f"num_stages is {self.num_stages!r}, expected an integer from 1 to 8")
         if not isinstance(self.keep_q, bool):
             raise TypeError(f"keep_q is {self.keep_q!r}, expected a bool")
@@ -104,7 +108,7 @@ class KernelConfig:
     recurrent_step: StageConfig | None = None
 
     def __post_init__(self):
-        check_chunk_size(self.chunk_size)
+        object.__setattr__(self, "chunk_size", check_chunk_size(self.chunk_size))
         if not isinstance(self.precision, Precision):
             raise TypeError(f"config.precision is {self.precision!r}, expected None, a jax.lax.Precision or a jax.lax.DotAlgorithmPreset")
         if not isinstance(self.split_backward, bool | None):
@@ -140,6 +144,105 @@ class KernelConfig:
         if stage is None:
             raise ValueError(f"config.{name} is None: this config was not filled by config_for")
         return stage
+
+
+# Compute capability times ten by what device_kind says, and the KiB of shared memory that one block may have there (opt-in maximum).
+_CAPABILITY = (
+    (r"\b(A100|A800|A30)\b", 80),
+    (r"\b(A2|A10G?|A16|A40|L4|L20|L40S?)\b|^NVIDIA .*RTX (PRO )?[A3-9]", 86),  # and 89, 120, which have as much
+    (r"\bG?H(100|200|800|20)\b", 90),
+    (r"\bG?B(100|200|300)\b", 100),
+)
+_SHARED_KIB = {80: 163, 86: 99, 90: 227, 100: 227}
+
+
+def _capability(device_kind: str) -> int | None:
+    return next((number for pattern, number in _CAPABILITY if re.search(pattern, device_kind)), None)
+
+
+def available_shared_bytes(device_kind: str) -> int | None:
+    """Shared memory that one block may have; None for a device that is not known."""
+    capability = _capability(device_kind)
+    return None if capability is None else _SHARED_KIB[capability] * 1024
+
+
+class _Products(NamedTuple):
+    """Matrix products of one loop of a stage, in elements."""
+
+    looped: bool  # for more than one step
+    rows: int  # of the left operand
+    left: int  # left operands, loaded in every step
+    right: tuple[int, ...]  # right operands, loaded in every step
+    kept: int = 0  # a left operand that stays; in float32 in registers
+
+
+def _products(name: str, stage: StageConfig, p: Problem) -> list[_Products]:
+    LQ, LKV, BK, BV, step = stage.siz_b_LQ, stage.siz_b_LKV, stage.siz_b_DHQK, stage.siz_b_DHHV, stage.siz_b_loop
+    L, over_K, over_V = p.L, step < p.DHQK, step < p.DHHV
+    if name == "parallel_bw_dQKV":
+        scores = _Products(over_K or over_V, L, L * step, (L * step,))
+        return [scores, _Products(over_V, L, L * step, (BK * step,)), _Products(over_K, L, L * step, (BV * step,))]
+    if name in ("parallel_bw_dQ", "parallel_bw_dK"):
+        LQ, LKV = min(LQ, p.T), min(LKV, p.T)
+    walks = not LQ == LKV == L  # over the tiles of a chunk
+    if name == "parallel_fw_H":
+        whole = _Products(walks, LQ, 0, (LKV * p.DHQK, LKV * BV), LQ * p.DHQK if stage.keep_q else 0)
+        keys = whole if stage.keep_q or p.DHQK == BK else _Products(True, LQ, LQ * BK, (LKV * BK,))
+        return [_Products(p.DHQK > BK, LQ, LQ * BK, (BK * BV,)), keys]
+    own, other = (LQ, LKV) if name == "parallel_bw_dQ" else (LKV, LQ)
+    tiles = _Products(True, own, own * step, (other * step,))  # where summing over a head dimension takes a loop of its own
+    if name == "parallel_bw_dV":
+        tiles = tiles if over_K else _Products(walks, own, 0, (other * p.DHQK, other * BV))
+        return [_Products(over_K, own, own * step, (BV * step,)), tiles]
+    tiles = tiles if over_K or over_V else _Products(walks, own, 0, (other * p.DHQK, other * p.DHHV))
+    return [_Products(over_V, own, own * step, (BK * step,)), tiles]
+
+
+def least_shared_bytes(name: str, stage: StageConfig, problem: Problem, dtype: jnp.dtype, *, wgmma: bool) -> int:
+    """Shared memory that a program of the stage takes at the least, float32 at the default precision.
+
+    A lower bound: nothing is refused that the compiler would take. What a pipelined loop loads for its products is held num_stages - 1
+    times over, once more where wgmma (compute capability 9.0) reads it from there; float32 operands of wgmma are there as three bfloat16
+    parts too. Operands that are computed and changes of layout are not counted. tests/test_shared_memory.py compares it with compiled
+    kernels.
+    """
+    stage, wide = stage.fitted(problem), dtype.itemsize > 2
+    ahead = (stage.num_stages - 1) * dtype.itemsize
+    if name in ("recurrent_fw_C", "recurrent_bw_dC"):
+        scaled, other = stage.siz_b_LKV * stage.siz_b_DHQK, stage.siz_b_LKV * stage.siz_b_DHHV
+        if not ahead or stage.siz_b_LKV == problem.S:
+            return 2 * min(scaled, other)
+        if wgmma and stage.siz_b_DHHV >= 64:
+            return ahead * (scaled + other) + scaled * (6 if wide else 2)
+        return ahead * (scaled + other) + min(scaled, other) if wide else ahead * scaled + 2 * other
+    most = 0
+    for x in _products(name, stage, problem):
+        held = max(x.left, *x.right)
+        if x.looped and ahead:
+            held = ahead * (x.left + sum(x.right))
+            if wgmma and x.rows >= 64:
+                held += 6 * max(x.right) if wide else 2 * (x.left + sum(x.right) + x.kept)
+        most = max(most, held)
+    return most
+
+
+def check_fits(config: KernelConfig, problem: Problem, dtype: jnp.dtype, device_kind: str) -> None:
+    """Raises ValueError for a stage that cannot get the shared memory it needs on this device, where the device is known.
+
+    float32 at another precision than the default is left to the compiler.
+    """
+    available = available_shared_bytes(device_kind)
+    if available is None or (dtype == jnp.float32 and config.precision is not None):
+        return
+    backward = ("parallel_bw_dQ", "parallel_bw_dK", "parallel_bw_dV") if config.splits_backward(problem) else ("parallel_bw_dQKV",)
+    for name in ("recurrent_fw_C", "parallel_fw_H", "recurrent_bw_dC", *backward):
+        needed = least_shared_bytes(name, config.stage(name), problem, dtype, wgmma=_capability(device_kind) == 90)
+        if needed > available:
+            raise ValueError(
+                f"config.{name} needs at least {needed} bytes of shared memory for {dtype.name} heads of {problem.DHQK}/{problem.DHHV} in "
+                f"chunks of {problem.L}, expected at most {available}, what a block may have on {device_kind}: smaller tiles or fewer "
+                f"num_stages need less"
+            )
 
 
 # Devices with the multiprocessor of a tuned one.
@@ -221,4 +324,7 @@ def config_for(
         filled = explicit.or_else(filled)
     if chunk_size is not None:
         filled = dataclasses.replace(filled, chunk_size=chunk_size)
-    return dataclasses.replace(filled, chunk_size=clamp_chunk_size(filled.L, S))
+    L = clamp_chunk_size(filled.L, S)
+    # Two float32 tiles of 128 x 128 as operands are 128 KiB of shared memory, and minutes of compilation.
+    split = L > 64 and dtype.itemsize > 2 if filled.split_backward is None else filled.split_backward
+    return dataclasses.replace(filled, chunk_size=L, split_backward=split)

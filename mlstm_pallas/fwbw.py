@@ -14,7 +14,7 @@ from mlstm_pallas.backend import on_backend
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.gates import NO_NORMALISER, gate_gradients, materialised, row_gradients, tile_sums
 from mlstm_pallas.gates import chunk_gates as chunk_gates_xla
-from mlstm_pallas.problem import InputGate, Problem
+from mlstm_pallas.problem import InputGate, Problem, as_dtype
 from mlstm_pallas.stages.chunk_gates import chunk_gates
 from mlstm_pallas.stages.parallel_bw_dK import parallel_bw_dK
 from mlstm_pallas.stages.parallel_bw_dQ import parallel_bw_dQ
@@ -246,7 +246,7 @@ def _mlstm_chunkwise_fwbw_generator(
       forward(matQ (B, NH, S, DHQK), matK, matV (B, NH, S, DHV), vecI (B, NH, S), vecF, matC_initial=None (B, NH, DHQK, DHV),
       vecN_initial=None (B, NH, DHQK), scaM_initial=None (B, NH)) -> (H, C, N, M). H has the dtype of matQ, the states are float32.
     """
-    dtype = None if autocast_kernel_dtype is None else jnp.dtype(autocast_kernel_dtype)
+    dtype = None if autocast_kernel_dtype is None else as_dtype(autocast_kernel_dtype)
     return _forward_function(dtype, return_last_states, recompute_states_in_bw, chunk_size, eps, stabilize_correctly, norm_val)
 
 

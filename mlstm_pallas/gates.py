@@ -97,11 +97,17 @@ def log_sigmoid_gate(f: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def log_input_gate(i: jax.Array, input_gate: InputGate) -> jax.Array:
-    """Logarithm of the input gate; -inf where nothing is stored."""
-    stored = i > MASKED
+    """Logarithm of the input gate; -inf where nothing is stored. A NaN stays."""
+    stored = ~(i <= MASKED)
     if input_gate is InputGate.SIGMOID:
         i = log_sigmoid_gate(i)[0]
     return jnp.where(stored, i, -_INF)
+
+
+def nan_to_input_gate(i: jax.Array, f: jax.Array) -> Pair:
+    """A NaN in f is moved to i: there it spoils every later row and no sum over the chunk, hence no earlier row."""
+    nan = jnp.isnan(f)
+    return jnp.where(nan, f, i), jnp.where(nan, 0.0, f)
 
 
 def reset_offset(i_min: jax.Array, i_max: jax.Array, total_decay: jax.Array) -> jax.Array:
@@ -116,12 +122,14 @@ def reset_offset(i_min: jax.Array, i_max: jax.Array, total_decay: jax.Array) -> 
 def local_gates(vecI: jax.Array, vecF: jax.Array, starts: jax.Array | None = None, input_gate: InputGate = InputGate.EXP) -> LocalGates:
     """Gates of every chunk on its own. vecI, vecF: pre-activations (B, NH, NC, L); starts: 1 where a packed sequence begins."""
     L = vecI.shape[-1]
+    vecI, vecF = nan_to_input_gate(vecI, vecF)
     i = log_input_gate(vecI, input_gate)
     fbar, reset = log_sigmoid_gate(vecF)
     hi, lo = split_for_exact_sums(fbar, jnp.max(jnp.abs(fbar), axis=-1, keepdims=True), L)
     b = two_sum(jnp.cumsum(hi, axis=-1), jnp.cumsum(lo, axis=-1))
-    stored = i > -_INF
-    i_min, i_max = jnp.min(jnp.where(stored, i, _INF), axis=-1, keepdims=True), jnp.max(i, axis=-1, keepdims=True)
+    stored = i != -_INF
+    i_min = jnp.min(jnp.where(i > -_INF, i, _INF), axis=-1, keepdims=True)
+    i_max = jnp.max(jnp.where(i > -_INF, i, -_INF), axis=-1, keepdims=True)
     begins = None if starts is None else starts > 0
     if begins is not None or input_gate is InputGate.SIGMOID:
         i_min, i_max = jnp.minimum(i_min, 0.0), jnp.maximum(i_max, 0.0)  # m = 0 is a source as well

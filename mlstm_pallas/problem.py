@@ -8,10 +8,12 @@ import dataclasses
 import enum
 import math
 import numbers
+import operator
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 KERNEL_DTYPES = ("float32", "bfloat16")
 INPUT_DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -30,6 +32,16 @@ class InputGate(enum.StrEnum):
 
 def next_power_of_two(x: int) -> int:
     return 1 << max(x - 1, 0).bit_length()
+
+
+def as_integer(x: Any) -> Any:
+    """An integer of any kind (NumPy's, a concrete JAX scalar) as an int; anything else, bools too, as it is."""
+    if isinstance(x, bool | np.bool_ | jax.core.Tracer):
+        return x
+    try:
+        return operator.index(x)
+    except TypeError:
+        return x
 
 
 def is_power_of_two(x: Any) -> bool:
@@ -84,13 +96,14 @@ def check_arrays(q, k, v, i, f, c_initial, n_initial, m_initial, input_gate: Inp
     given = [name for name, x in states.items() if x is not None]
     if given and len(given) < len(states):
         missing = [name for name in states if name not in given]
-        raise ValueError(f"initial states come all {len(states)} or not at all: got {', '.join(given)} without {', '.join(missing)}")
+        count = "all three" if len(states) == 3 else "both"
+        raise ValueError(f"initial states come {count} or not at all: got {', '.join(given)} without {', '.join(missing)}")
     if given:
         arrays |= states
     for name, x in arrays.items():
         if not hasattr(x, "dtype") or not hasattr(x, "shape"):
             raise TypeError(f"{name} is a {type(x).__name__}, expected an array")
-        if jnp.dtype(x.dtype).name not in INPUT_DTYPES:
+        if str(x.dtype) not in INPUT_DTYPES:
             raise TypeError(f"{name} has dtype {x.dtype}, expected one of {', '.join(INPUT_DTYPES)}")
     if len(q.shape) != 4:
         raise _shape_error("q", q.shape, "(B, NH, S, DHQK)")
@@ -119,13 +132,13 @@ def check_arrays(q, k, v, i, f, c_initial, n_initial, m_initial, input_gate: Inp
             raise TypeError(f"{name} has dtype {x.dtype}, expected {q.dtype}, the dtype of q")
 
 
-def check_input_gate(input_gate: Any, normalize: Any) -> InputGate:
+def check_input_gate(input_gate: Any, normalize: Any) -> tuple[InputGate, bool]:
     if input_gate not in list(InputGate):
         raise ValueError(f"input_gate is {input_gate!r}, expected one of {', '.join(InputGate)}")
-    check_flag("normalize", normalize)
+    normalize = check_flag("normalize", normalize)
     if not normalize and input_gate != InputGate.SIGMOID:
         raise ValueError(f'normalize is False with input_gate {input_gate!r}, expected input_gate="sigmoid"')
-    return InputGate(input_gate)
+    return InputGate(input_gate), normalize
 
 
 def check_segment_ids(segment_ids: Any, q_shape: tuple[int, ...]) -> None:
@@ -140,9 +153,15 @@ def check_segment_ids(segment_ids: Any, q_shape: tuple[int, ...]) -> None:
         raise _shape_error("segment_ids", tuple(segment_ids.shape), f"(B, S) = ({B}, {S}), as q has shape {tuple(q_shape)}")
 
 
-def check_chunk_size(chunk_size: int | None) -> None:
-    if chunk_size is not None and (not is_power_of_two(chunk_size) or chunk_size < MIN_CHUNK_SIZE):
-        raise ValueError(f"chunk_size is {chunk_size!r}, expected None or a power of two >= {MIN_CHUNK_SIZE}")
+def check_chunk_size(chunk_size: Any) -> int | None:
+    """The chunk size as an int or None."""
+    size = as_integer(chunk_size)
+    if size is not None and (not is_power_of_two(size) or size < MIN_CHUNK_SIZE):
+        expected = f"expected None or a power of two >= {MIN_CHUNK_SIZE}"
+        if isinstance(size, jax.core.Tracer):
+            raise TypeError(f"chunk_size is traced, {expected}: mark it static in jit")
+        raise ValueError(f"chunk_size is {chunk_size!r}, {expected}")
+    return size
 
 
 def check_scalars(eps: float, norm_val: float) -> None:
@@ -155,10 +174,12 @@ def check_scalars(eps: float, norm_val: float) -> None:
             raise ValueError(f"{name} is {x}, expected a finite number >= 0")
 
 
-def check_flag(name: str, x: Any) -> None:
-    if not isinstance(x, bool):
-        hint = ": mark it static in jit" if isinstance(x, jax.core.Tracer) else ""
-        raise TypeError(f"{name} is a {type(x).__name__}, expected a Python bool{hint}")
+def check_flag(name: str, x: Any) -> bool:
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError(f"{name} is traced, expected a Python bool: mark it static in jit")
+    if not isinstance(x, bool | np.bool_):
+        raise TypeError(f"{name} is a {type(x).__name__}, expected a Python bool")
+    return bool(x)
 
 
 def check_backend(backend: str | None) -> None:
@@ -166,15 +187,23 @@ def check_backend(backend: str | None) -> None:
         raise ValueError(f"backend is {backend!r}, expected None or one of {', '.join(BACKENDS)}")
 
 
-def kernel_dtype(autocast_kernel_dtype: Any, q_dtype: Any, backend: str | None) -> jnp.dtype:
-    """The dtype of q, k, v in the matrix products."""
+def as_dtype(autocast_kernel_dtype: Any) -> jnp.dtype:
     try:
-        dtype = jnp.dtype(q_dtype if autocast_kernel_dtype is None else autocast_kernel_dtype)
+        return jnp.dtype(autocast_kernel_dtype)
     except TypeError:
         raise TypeError(f"autocast_kernel_dtype is {autocast_kernel_dtype!r}, expected None or one of {', '.join(KERNEL_DTYPES)}") from None
-    if dtype.name in KERNEL_DTYPES or (dtype.name == "float64" and backend == "xla"):
-        return dtype
+
+
+def kernel_dtype(autocast_kernel_dtype: Any, q_dtype: Any, backend: str | None) -> jnp.dtype:
+    """The dtype of q, k, v in the matrix products."""
+    dtype = jnp.dtype(q_dtype) if autocast_kernel_dtype is None else as_dtype(autocast_kernel_dtype)
     said = f"autocast_kernel_dtype is {dtype.name}" if autocast_kernel_dtype is not None else f"q has dtype {dtype.name}"
+    if dtype.name == "float64" and backend == "xla":
+        if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+            raise TypeError(f"{said}, expected one of {', '.join(KERNEL_DTYPES)}: jax_enable_x64, which float64 needs, is not set")
+        return dtype
+    if dtype.name in KERNEL_DTYPES:
+        return dtype
     if dtype.name == "float64":
         hint = '; float64 runs on backend="xla" only'
     else:

@@ -142,8 +142,8 @@ def _check_arrays(x: Token, c, n, m, *, steps: bool, input_gate: InputGate, back
 def _run(
     x: Token, c, n, m, *, steps: bool, eps, norm_val, stabilize_correctly, input_gate, normalize, backend, config
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    problems.check_flag("stabilize_correctly", stabilize_correctly)
-    gate = problems.check_input_gate(input_gate, normalize)
+    stabilize_correctly = problems.check_flag("stabilize_correctly", stabilize_correctly)
+    gate, normalize = problems.check_input_gate(input_gate, normalize)
     problems.check_scalars(eps, norm_val)
     problems.check_backend(backend)
     backend = requested_backend(backend)

@@ -137,6 +137,7 @@ def chunk_outputs(matQ, matK, matV, gates: ChunkGates, matC_states, vecN_states,
     acc = gates.vecW.dtype
     einsum = functools.partial(jnp.einsum, preferred_element_type=acc, precision="highest")
     P = einsum("bhctk,bhcsk->bhcts", matQ, matK) * (decay_matrix(gates) * qk_scale)
+    P = jnp.where(jnp.tri(P.shape[-1], dtype=bool), P, 0.0)  # 0 times a NaN in k is none
     w = gates.vecW * qk_scale
     num = einsum("bhctk,bhckv->bhctv", matQ, matC_states) * w[..., None]
     num += einsum("bhcts,bhcsv->bhctv", P.astype(matQ.dtype), matV)

@@ -27,13 +27,16 @@ def causal_mask(rows: int, columns: int, offset: jax.Array | int, *, transposed:
     return s <= t + offset
 
 
-def decay_tile(e_hi, e_lo, u_hi, u_lo, mask: jax.Array, *, transposed: bool = False) -> jax.Array:
-    """D_ts = exp(e_s - u_t) where mask holds, else 0; e and u are two-float pairs. (rows t, columns s), or (s, t) when transposed."""
+def decay_tile(e_hi, e_lo, u_hi, u_lo, mask: jax.Array | None, *, transposed: bool = False) -> jax.Array:
+    """D_ts = exp(e_s - u_t) where mask holds, else 0; e and u are two-float pairs. (rows t, columns s), or (s, t) when transposed.
+
+    With no mask the caller has one: where s > t the exponent has no bound.
+    """
     if transposed:
         exponent = (e_hi[:, None] - u_hi[None, :]) + (e_lo[:, None] - u_lo[None, :])
     else:
         exponent = (e_hi[None, :] - u_hi[:, None]) + (e_lo[None, :] - u_lo[:, None])
-    return jnp.exp(jnp.where(mask, exponent, _NEG_INF))
+    return jnp.exp(exponent if mask is None else jnp.where(mask, exponent, _NEG_INF))
 
 
 Carry = TypeVar("Carry")

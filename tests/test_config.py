@@ -33,6 +33,14 @@ def test_the_chunk_is_clamped_to_the_sequence():
     assert config_for(64, 64, 1, BF16).L == 16
 
 
+def test_float32_chunks_of_128_are_split_as_the_fused_kernel_would_not_fit_small_devices():
+    F32 = jnp.dtype("float32")
+    assert config_for(128, 256, 8192, F32, chunk_size=128).split_backward
+    assert not config_for(128, 256, 8192, F32, chunk_size=64).split_backward
+    assert not config_for(128, 256, 8192, BF16, chunk_size=128).split_backward
+    assert not config_for(128, 256, 8192, F32, chunk_size=128, explicit=KernelConfig(split_backward=False)).split_backward
+
+
 def test_odd_heads_use_the_row_of_their_padded_size():
     assert config_for(250, 500, 8192, BF16, device_kind="NVIDIA H200") == config_for(256, 512, 8192, BF16, device_kind="NVIDIA H200")
 

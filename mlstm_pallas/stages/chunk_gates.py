@@ -22,6 +22,7 @@ from mlstm_pallas.gates import (
     join_chunks,
     log_input_gate,
     log_sigmoid_gate,
+    nan_to_input_gate,
     pair_add,
     pair_max,
     reset_offset,
@@ -58,10 +59,11 @@ def _chunk_gates_kernel(
     def spread(tile, carry):
         i_min, i_max, decay = carry
         rows = pl.ds(tile * siz_b, siz_b)
-        i = log_input_gate(i_ref[rows], input_gate)
-        fbar, _ = log_sigmoid_gate(f_ref[rows])
-        stored_min = jnp.min(jnp.where(i > -_INF, i, _INF))
-        return jnp.minimum(i_min, stored_min), jnp.maximum(i_max, jnp.max(i)), decay + jnp.sum(-fbar)
+        i, f = nan_to_input_gate(i_ref[rows], f_ref[rows])
+        i = log_input_gate(i, input_gate)
+        fbar, _ = log_sigmoid_gate(f)
+        stored_min, stored_max = jnp.min(jnp.where(i > -_INF, i, _INF)), jnp.max(jnp.where(i > -_INF, i, -_INF))
+        return jnp.minimum(i_min, stored_min), jnp.maximum(i_max, stored_max), decay + jnp.sum(-fbar)
 
     # m = 0 is a source as well: with the sigmoid gate, and where a packed sequence begins
     bound = 0.0 if sigmoid or starts_ref is not None else _INF
@@ -75,8 +77,9 @@ def _chunk_gates_kernel(
     def step(tile, carry):
         sum_hi, sum_lo, max_hi, max_lo, resets = carry
         rows = pl.ds(tile * siz_b, siz_b)
-        i = log_input_gate(i_ref[rows], input_gate)
-        fbar, reset = log_sigmoid_gate(f_ref[rows])
+        i, f = nan_to_input_gate(i_ref[rows], f_ref[rows])
+        i = log_input_gate(i, input_gate)
+        fbar, reset = log_sigmoid_gate(f)
         hi, lo = split_for_exact_sums(fbar, jnp.max(jnp.abs(fbar)), siz_b)
         hi, lo = jnp.cumsum(hi), jnp.cumsum(lo)
         b = pair_add((hi, lo), (jnp.broadcast_to(sum_hi, hi.shape), jnp.broadcast_to(sum_lo, hi.shape)))
@@ -91,7 +94,7 @@ def _chunk_gates_kernel(
         def only(where, pair):
             return jnp.where(where, pair[0], -_INF), jnp.where(where, pair[1], 0.0)
 
-        stored = i > -_INF
+        stored = i != -_INF
         e_hi, e_lo = only(stored, source(jnp.where(stored, i, 0.0)))
         if sigmoid:
             emax_hi, emax_lo = source(jnp.zeros_like(i))

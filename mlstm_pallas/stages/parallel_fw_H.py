@@ -86,8 +86,9 @@ def _parallel_fw_H_kernel(
                 return scores + dot(q_ref[:, columns], k_ref[rows, columns], precision, b_axis=1)
 
             scores = loop(num_k, add_columns, jnp.zeros((LQ, siz_b_LKV), jnp.float32))
-        D = decay_tile(e_hi_ref[rows], e_lo_ref[rows], u_hi, u_lo, causal_mask(LQ, siz_b_LKV, row - j * siz_b_LKV))
-        P = scores * (D * scale)
+        # Masked after the product, not before: a NaN in k reaches no earlier row.
+        D = decay_tile(e_hi_ref[rows], e_lo_ref[rows], u_hi, u_lo, None)
+        P = jnp.where(causal_mask(LQ, siz_b_LKV, row - j * siz_b_LKV), scores * (D * scale), 0.0)
         return num + dot(P.astype(v_ref.dtype), v_ref[rows, :], precision), None if z is None else z + jnp.sum(P, axis=1)
 
     num_keys = divide(row + LQ + siz_b_LKV - 1, siz_b_LKV)

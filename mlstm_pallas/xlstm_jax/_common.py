@@ -18,7 +18,7 @@ from jax import lax
 from mlstm_pallas import fwbw, reference
 from mlstm_pallas import gates as gate_forms
 from mlstm_pallas.backend import on_backend, requested_backend, target_device_kind
-from mlstm_pallas.config import config_for
+from mlstm_pallas.config import check_fits, config_for
 from mlstm_pallas.fwbw import Plan
 from mlstm_pallas.gates import ChunkGates, LocalGates, Pair, RowGradients, pair_add, pair_max, two_sum
 from mlstm_pallas.problem import KERNEL_DTYPES, MIN_CHUNK_SIZE, Problem, is_power_of_two, padded_head_dim
@@ -124,7 +124,8 @@ def plan_for(
     dtype = jnp.dtype(dtype)
     if dtype.name not in KERNEL_DTYPES and not (dtype.name == "float64" and backend == "xla"):
         raise TypeError(f"matQ, matK, matV have dtype {dtype.name}, expected one of {', '.join(KERNEL_DTYPES)}")
-    config = config_for(dims.DHQK, dims.DHHV, dims.S, dtype, device_kind=target_device_kind(), chunk_size=dims.L)
+    device_kind = target_device_kind()
+    config = config_for(dims.DHQK, dims.DHHV, dims.S, dtype, device_kind=device_kind, chunk_size=dims.L)
     if tiles:
         given: dict[str, Any] = {name: size for name, size in tiles.items() if size is not None}
         changed: dict[str, Any] = {stage: dataclasses.replace(config.stage(stage), **given)}
@@ -133,6 +134,8 @@ def plan_for(
         backend = "xla"  # a kernel has no empty grid
     scale = dims.DHQK**-0.5 if qk_scale is None else float(qk_scale)
     problem = Problem(dims.B, dims.NH, dims.S, padded_head_dim(dims.DHQK), padded_head_dim(dims.DHHV), dims.L, scale)
+    if backend in ("triton", None):
+        check_fits(config, problem, dtype, device_kind)
     normaliser = dict(eps=1e-6, stabilize_correctly=True, norm_val=1.0) | normaliser
     return Plan(problem, config, recompute_states_in_bw=True, backend=backend, **normaliser)
 

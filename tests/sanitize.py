@@ -1,0 +1,64 @@
+"""Runs every kernel at small shapes, forward and backward; for compute-sanitizer. With --fault, a kernel that reads out of bounds.
+
+pytest tests/test_gpu_sanitizer.py runs this under every tool.
+"""
+
+import functools
+import sys
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from oracle import random_inputs
+
+from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise
+from mlstm_pallas.config import STAGES
+from mlstm_pallas.launch import kernel_call
+
+KERNELS = (*STAGES, "border_maxima")
+# S, DHQK, DHHV, chunk size, split backward; with rows and columns of padding, one chunk and several, a chunk of several tiles
+CASES = [
+    (100, 24, 40, 16, False),
+    (200, 80, 96, 64, True),
+    (300, 32, 64, 256, True),
+    (150, 128, 256, None, None),
+]
+
+
+def run_kernels():
+    for dtype in ("bfloat16", "float32"):
+        for S, DHQK, DHHV, chunk_size, split in CASES:
+            inputs = random_inputs(0, 1, 2, S, DHQK, DHHV, dtype=dtype, resets=True)
+            config = KernelConfig(split_backward=split)
+            run = functools.partial(mlstm_chunkwise, return_last_states=True, chunk_size=chunk_size, config=config, backend="triton")
+
+            def loss(*x, run=run):
+                h, (c, n, _) = run(*x)
+                return sum(jnp.sum(jnp.sin(y.astype("float32"))) for y in (h, c, n))
+
+            gradients = jax.jit(jax.grad(loss, tuple(range(8))))(*inputs.values())
+            assert all(jnp.isfinite(x.astype("float32")).all() for x in gradients), (dtype, S)
+
+
+def run_fault():
+    def reads_beyond(x_ref, y_ref):
+        y_ref[...] = x_ref[pl.ds(pl.program_id(0) * 2**20, 1024)]
+
+    block = pl.BlockSpec((1024,), lambda i: (0,))
+    shape = jax.ShapeDtypeStruct((1024,), jnp.float32)
+    call = kernel_call(
+        reads_beyond,
+        name="reads_beyond",
+        grid=(2,),
+        in_specs=[block],
+        out_specs=[block],
+        out_shape=[shape],
+        stage=StageConfig(),
+        interpret=False,
+    )
+    jax.block_until_ready(call(jnp.zeros((1024,))))
+
+
+if __name__ == "__main__":
+    run_fault() if "--fault" in sys.argv else run_kernels()
+    print("all ran")

@@ -1,0 +1,115 @@
+"""Arrays beyond 2**31 elements and grids beyond 65,535: right at both ends of the arrays, against the float64 recurrence.
+
+Where a sequence is too long for it, the recurrence runs over the last steps only, from the state that they start with: one weighted
+product of all keys and values before, in float64.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import assert_close, tolerance
+from test_gpu import BACKWARD
+
+from mlstm_pallas import KernelConfig, mlstm_chunkwise, reference
+
+pytestmark = pytest.mark.gpu
+
+END = 1024  # steps that are compared
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def inputs_on_device(shape, dtype, f_shift):
+    """q, k, v, i, f and the gradient of h, like those of oracle.random_inputs; a head at a time, as random bits take room of their own."""
+    B, NH, S, DHQK, DHHV = shape
+
+    def one(key):
+        keys = jax.random.split(key, 6)
+        q, k = (jnp.abs(jax.random.normal(x, (S, DHQK), dtype)) + jnp.asarray(0.2, dtype) for x in keys[:2])
+        v, dh = (jax.random.normal(x, (S, DHHV), dtype) for x in keys[2:4])
+        return q, k, v, jax.random.normal(keys[4], (S,)), jax.random.normal(keys[5], (S,)) + f_shift, dh
+
+    *x, dh = (y.reshape(B, NH, *y.shape[1:]) for y in jax.lax.map(one, jax.random.split(jax.random.key(0), B * NH)))
+    return x, dh
+
+
+def in_float64(x, head, part=slice(None)):
+    """The steps of a head, (1, 1, steps, ...)."""
+    return [y[head[0], head[1], part][None, None].astype("float64") for y in x]
+
+
+@jax.jit
+def state_after(k, v, i, f):
+    """(c, n, m) after the last step, from (0, 0, 0); of one head, in the dtype of the arguments."""
+    k, v, i, fbar = (x[0, 0] for x in (k, v, i, jax.nn.log_sigmoid(f)))
+    stored = i + jnp.sum(fbar) - jnp.cumsum(fbar)
+    m = jnp.maximum(jnp.sum(fbar), jnp.max(stored))
+    weighted = jnp.exp(stored - m)[:, None] * k
+    c = jnp.einsum("sk,sv->kv", weighted, v, precision="highest")
+    return c[None, None], jnp.sum(weighted, axis=0)[None, None], m[None, None]
+
+
+@jax.jit
+def recurrence_and_gradients(x, states, dh):
+    (h, last), vjp = jax.vjp(lambda *x: reference.recurrence(*x, *states), *x)
+    return (h, *last), vjp((dh, jax.tree.map(jnp.zeros_like, last)))
+
+
+def compare(names, actual, expected, bound, head):
+    for name, a, e in zip(names, actual, expected, strict=True):
+        assert_close(a, np.asarray(e), bound, f"{name} of head {head}")
+
+
+def check(shape, dtype, f_shift, heads, *, backend="triton", gradients=True, **options):
+    """Outputs, last states and gradients of the given heads at the last END steps, gradients at the first ones too."""
+    S, DHQK = shape[2], shape[3]
+    x, dh = inputs_on_device(shape, dtype, f_shift)
+
+    @jax.jit
+    def run(x, dh):
+        (h, last), vjp = jax.vjp(lambda *x: mlstm_chunkwise(*x, backend=backend, return_last_states=True, **options), *x)
+        return h, last, vjp((dh, jax.tree.map(jnp.zeros_like, last))) if gradients else ()
+
+    h, last, found = run(x, dh)
+    names = [f"d{name}" for name in "qkvif"]
+    end = slice(max(0, S - END), None)
+    for head in heads:
+        with jax.enable_x64(True):
+            states = state_after(*in_float64(x, head, slice(0, end.start))[1:]) if end.start else (None, None, None)
+            expected, expected_gradients = recurrence_and_gradients(in_float64(x, head, end), states, *in_float64([dh], head, end))
+        compare("hcnm", (h[head][None, None, end], *(y[head][None, None] for y in last)), expected, tolerance(dtype, S + DHQK), head)
+        if gradients:
+            compare(names, [g[head][None, None, end] for g in found], expected_gradients, BACKWARD[dtype], head)
+            first, twice = slice(0, END), slice(0, 2 * END)  # what is farther away than END steps has decayed to nothing
+            with jax.enable_x64(True):
+                _, expected = recurrence_and_gradients(in_float64(x, head, twice), (None, None, None), *in_float64([dh], head, twice))
+            compare(names, [g[head][None, None, first] for g in found], [g[:, :, first] for g in expected], BACKWARD[dtype], head)
+
+
+@pytest.mark.parametrize(("dtype", "NH"), [("bfloat16", 9), ("float32", 5)])
+def test_values_outputs_and_states_beyond_32_bits(dtype, NH):
+    """2.4e9 elements of v, h and C in bfloat16; 5.4 GB of each of v and h in float32. S is 1,048,576 and B is 1."""
+    check((1, NH, 2**20, 128, 256), dtype, 2.0, [(0, 0), (0, NH - 1)])
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_a_million_steps_that_are_not_forgotten(dtype):
+    """exp(-10) of the first step is left at the last one."""
+    check((1, 1, 2**20, 64, 64), dtype, 12.0, [(0, 0)], gradients=False)
+
+
+def test_more_than_65535_chunks_of_one_sequence():
+    check((1, 1, 2**20, 64, 64), "bfloat16", 2.0, [(0, 0)], chunk_size=16)
+
+
+@pytest.mark.parametrize("split", [False, True])
+def test_more_than_65535_heads(split):
+    """131,072 heads of three chunks: the last axis of every grid is beyond what CUDA numbers there."""
+    heads = [(0, 0), (255, 255), (256, 0), (511, 255)]  # 65,535 and 65,536 among them
+    check((512, 256, 40, 16, 32), "bfloat16", 2.0, heads, chunk_size=16, config=KernelConfig(split_backward=split))
+
+
+def test_one_step_of_many_heads():
+    check((1024, 128, 1, 64, 64), "float32", 2.0, [(0, 0), (1023, 127)], gradients=False)

@@ -1,0 +1,106 @@
+"""The ends of the range of shapes: one step, one head, none at all; and arrays and grids beyond 32 bits, lowered for a GPU, not run."""
+
+import functools
+import re
+
+import compile_report
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+from oracle import assert_close, oracle, random_inputs, tolerance
+
+from mlstm_pallas import mlstm_chunkwise, reference
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+BACKENDS = ("xla", "interpret")
+
+
+def loss(run, *x):
+    h, states = run(*x)
+    return sum(jnp.sum(jnp.sin(y)) for y in (h, *states))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_step_of_one_head(backend):
+    inputs = random_inputs(0, 1, 1, 1, 3, 5)
+    run = functools.partial(mlstm_chunkwise, backend=backend, return_last_states=True)
+    h, states = run(**inputs)
+    expected_h, expected_states = oracle(inputs)
+    for actual, expected in zip((h, *states), (expected_h, *expected_states), strict=True):
+        assert_close(actual, expected, tolerance("float32", 3))
+    every = tuple(range(8))
+    found = jax.jit(jax.grad(functools.partial(loss, run), every))(*inputs.values())
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x), "float64") for x in inputs.values()]
+        expected = jax.jit(jax.grad(functools.partial(loss, reference.recurrence), every))(*wide)
+        expected = [np.asarray(x) for x in expected]
+    for name, actual, wanted in zip(inputs, found, expected, strict=True):
+        assert_close(actual, wanted, 1e-5, name)
+
+
+@pytest.mark.parametrize(("B", "NH"), [(0, 2), (2, 0)])
+@pytest.mark.parametrize("backend", [None, *BACKENDS])
+def test_gradients_of_an_empty_batch_are_empty(backend, B, NH):
+    inputs = random_inputs(0, B, NH, 20, 16, 24)
+    run = functools.partial(mlstm_chunkwise, backend=backend, return_last_states=True)
+    gradients = jax.grad(functools.partial(loss, run), tuple(range(8)))(*inputs.values())
+    assert [x.shape for x in gradients] == [x.shape for x in inputs.values()]
+
+
+# Shapes (B, NH, S, DHQK, DHHV), dtype, and options of mlstm_chunkwise; what is larger than 32 bits can number, or a grid's limits.
+HUGE = {
+    "states_and_values": ((1, 9, 2**20, 128, 256), "bfloat16", {}),
+    "rows": ((2**14, 2**7, 2**10, 16, 16), "bfloat16", {}),
+    "chunks_of_one_sequence": ((1, 1, 2**20, 16, 16), "float32", {"chunk_size": 16}),
+}
+
+
+def on_an_h200():
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu")))
+
+
+def pointer_offsets(ir):
+    """{number of the kernel's argument: widths of the integers that are added to its pointer}."""
+    splats = dict(re.findall(r"(%\w+) = tt\.splat %arg(\d+) : !tt\.ptr", ir))
+    widths = {}
+    for pointer, width in re.findall(r"tt\.addptr (%\w+), .*i(\d+)>?\n", ir):
+        number = splats.get(pointer, pointer.removeprefix("%arg"))
+        if number.isdecimal():
+            widths.setdefault(int(number), set()).add(int(width))
+    return widths
+
+
+@pytest.mark.parametrize("case", HUGE)
+def test_huge_arrays_are_addressed_with_64_bits_and_grids_are_launchable(case):
+    (B, NH, S, DHQK, DHHV), dtype, options = HUGE[case]
+    rows = B, NH, S
+    shapes = [jax.ShapeDtypeStruct((*rows, width), dtype) for width in (DHQK, DHQK, DHHV)] + [jax.ShapeDtypeStruct(rows, "float32")] * 2
+
+    def gradient(*x):
+        return jax.grad(lambda *x: jnp.sum(mlstm_chunkwise(*x, backend="triton", **options), dtype="float32"), tuple(range(5)))(*x)
+
+    with on_an_h200():
+        traced = jax.jit(gradient).trace(*shapes)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    grids = re.findall(r"grid_x = (\d+) : i32, grid_y = (\d+) : i32, grid_z = (\d+) : i32", text)
+    assert len(grids) >= 6
+    for x, y, z in grids:
+        assert int(x) < 2**31
+        assert max(int(y), int(z)) < 2**16
+
+    calls = {call.params["name"]: call for call in compile_report._pallas_calls(traced.jaxpr.jaxpr)}
+    huge = 0
+    for kernel in compile_report.lowered_kernels(gradient, *shapes, device=compile_report.DEVICES["H200"]):
+        call = calls[kernel.name]
+        offsets = pointer_offsets(kernel.ir)
+        for number, x in enumerate([*call.invars, *call.outvars]):
+            if x.aval.size * x.aval.dtype.itemsize > 2**32:
+                huge += 1
+                assert offsets[number] == {64}, f"{kernel.name}: argument {number}, {x.aval.str_short()}"
+            else:
+                assert x.aval.size < 2**31
+    assert bool(huge) == (case in ("states_and_values", "rows"))
+    assert case != "rows" or B * NH * S >= 2**31

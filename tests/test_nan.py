@@ -1,0 +1,98 @@
+"""Where a NaN goes: to its own batch element and head, to later steps only; and NaN checks of JAX have nothing to say of good inputs."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import random_inputs
+
+from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+BACKENDS = ("xla", "interpret", pytest.param("triton", marks=pytest.mark.gpu))
+B, NH, S, L = 2, 2, 64, 32
+BATCH, HEAD, COLUMN = 1, 0, 3
+STEP = 37  # inside the second chunk, inside a tile
+TILES = KernelConfig(
+    chunk_gates=StageConfig(siz_b_LQ=16), parallel_fw_H=StageConfig(siz_b_LQ=16, siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, keep_q=False)
+)
+
+
+@functools.cache
+def run(backend):
+    return jax.jit(functools.partial(mlstm_chunkwise, chunk_size=L, backend=backend, config=TILES, return_last_states=True))
+
+
+@functools.cache
+def clean(backend):
+    h, _ = run(backend)(**inputs())
+    assert jnp.isfinite(h).all()
+    return np.asarray(h)
+
+
+@functools.cache
+def inputs():
+    return random_inputs(0, B, NH, S, 16, 16, resets=True)
+
+
+def poisoned(backend, name):
+    """h with a NaN in one element of the input at STEP, and where other heads lie."""
+    where = (BATCH, HEAD, STEP, COLUMN) if name in "qkv" else (BATCH, HEAD, STEP)
+    x = dict(inputs())
+    x[name] = x[name].at[where].set(jnp.nan)
+    h, states = run(backend)(**x)
+    others = np.ones((B, NH), bool)
+    others[BATCH, HEAD] = False
+    assert np.array_equal(np.asarray(h)[others], clean(backend)[others])
+    assert all(np.isfinite(np.asarray(y)[others]).all() for y in states[:2])
+    return np.asarray(h)[BATCH, HEAD], clean(backend)[BATCH, HEAD]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_nan_in_q_reaches_its_own_row_only(backend):
+    h, expected = poisoned(backend, "q")
+    assert np.isnan(h[STEP]).all()
+    assert np.array_equal(np.delete(h, STEP, axis=0), np.delete(expected, STEP, axis=0))
+
+
+@pytest.mark.parametrize("name", ["k", "i", "f"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_nan_in_k_or_a_gate_reaches_all_later_rows_and_no_earlier_one(backend, name):
+    h, expected = poisoned(backend, name)
+    assert np.isnan(h[STEP:]).all()
+    np.testing.assert_allclose(h[:STEP], expected[:STEP], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_nan_in_v_reaches_its_own_column_of_its_chunk_and_of_later_rows(backend):
+    """0 times NaN: rows of the chunk before it are not spared, see mlstm_chunkwise."""
+    h, expected = poisoned(backend, "v")
+    start = STEP // L * L
+    assert np.isnan(h[STEP:, COLUMN]).all()
+    assert np.array_equal(np.delete(h, COLUMN, axis=1), np.delete(expected, COLUMN, axis=1))
+    assert np.array_equal(h[:start], expected[:start])
+
+
+def loss(run, *x):
+    h, states = run(*x)
+    return sum(jnp.sum(jnp.sin(y)) for y in (h, *states))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_nan_checks_of_jax_are_silent(backend):
+    """Resets, masked input gates, rows and columns of padding: no NaN on the way. In one jit only what comes out is checked."""
+    x = list(random_inputs(1, 1, 2, 20, 12, 20, resets=True).values())
+    run = functools.partial(mlstm_chunkwise, chunk_size=16, backend=backend, return_last_states=True)
+    gradient = jax.grad(functools.partial(loss, run), tuple(range(8)))
+    with jax.debug_nans(True), jax.enable_checks(True):
+        for f in (gradient, jax.jit(gradient)) if backend == "xla" else (gradient,):
+            assert all(jnp.isfinite(y).all() for y in jax.tree.leaves(f(*x)))
+
+
+def test_nan_checks_of_jax_find_a_nan():
+    x = list(random_inputs(1, 1, 2, 20, 12, 20).values())
+    with jax.debug_nans(True), pytest.raises(FloatingPointError):
+        mlstm_chunkwise(x[0].at[0, 0, 0, 0].set(jnp.nan), *x[1:], chunk_size=16)
