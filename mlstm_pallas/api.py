@@ -9,6 +9,7 @@ from mlstm_pallas import problem as problems
 from mlstm_pallas.backend import requested_backend, target_device_kind
 from mlstm_pallas.config import KernelConfig, config_for
 from mlstm_pallas.fwbw import NO_SUCH_DERIVATIVE, Inputs, Plan, mlstm_forward
+from mlstm_pallas.sharding import aligned
 
 
 def _pad(x: jax.Array, sizes: dict[int, int], value: float = 0.0) -> jax.Array:
@@ -90,6 +91,7 @@ def mlstm_chunkwise(
     acc = jnp.promote_types(dtype, jnp.float32)
     if c_initial is None or n_initial is None or m_initial is None:
         c_initial, n_initial, m_initial = (jnp.zeros(shape, acc) for shape in ((B, NH, DHQK, DHV), (B, NH, DHQK), (B, NH)))
+    q, k, v, i, f, c_initial, n_initial, m_initial = aligned(q, k, v, i, f, c_initial, n_initial, m_initial)
     rows, qk, hv = {2: p.S}, {3: p.DHQK}, {3: p.DHHV}
     inputs = Inputs(
         _pad(q.astype(dtype), rows | qk),

@@ -15,6 +15,7 @@ from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.gates import chunk_gates as chunk_gates_xla
 from mlstm_pallas.gates import gate_gradients, materialised, row_gradients, tile_sums
 from mlstm_pallas.problem import Problem
+from mlstm_pallas.sharding import over_shards
 from mlstm_pallas.stages.chunk_gates import chunk_gates
 from mlstm_pallas.stages.parallel_bw_dK import parallel_bw_dK
 from mlstm_pallas.stages.parallel_bw_dQ import parallel_bw_dQ
@@ -159,9 +160,18 @@ NO_SUCH_DERIVATIVE = (
 )
 
 
+def _forward_on_backend(plan: Plan, inputs: Inputs):
+    return on_backend(plan.backend, functools.partial(_forward_triton, plan), functools.partial(_forward_xla, plan), inputs)
+
+
+def _backward_on_backend(plan: Plan, residuals: Residuals, cotangents: Outputs) -> Inputs:
+    triton, xla = functools.partial(_backward_triton, plan), functools.partial(_backward_xla, plan)
+    return on_backend(plan.backend, triton, xla, residuals, cotangents)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _forward(plan: Plan, inputs: Inputs):
-    return on_backend(plan.backend, functools.partial(_forward_triton, plan), functools.partial(_forward_xla, plan), inputs)
+    return over_shards(_forward_on_backend, plan, inputs)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -177,8 +187,7 @@ def _mlstm_fwd(plan: Plan, inputs: Inputs):
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def backward(plan: Plan, residuals: Residuals, cotangents: Outputs) -> Inputs:
     """Gradients of the inputs. cotangents: of h and of the last states."""
-    triton, xla = functools.partial(_backward_triton, plan), functools.partial(_backward_xla, plan)
-    return on_backend(plan.backend, triton, xla, residuals, cotangents)
+    return over_shards(_backward_on_backend, plan, residuals, cotangents)
 
 
 @_forward.defjvp

@@ -33,13 +33,21 @@ def kernel_call(
     **statics: Any,
 ) -> Callable[..., Any]:
     """pl.pallas_call of ``kernel(*refs, **statics)``; grid axis 0 is the one that varies fastest on the GPU."""
-    return pl.pallas_call(
-        functools.partial(kernel, **statics),
-        grid=grid,
-        in_specs=list(in_specs),
-        out_specs=tuple(out_specs),
-        out_shape=tuple(out_shape),
-        compiler_params=plgpu.CompilerParams(num_warps=stage.num_warps, num_stages=stage.num_stages),
-        interpret=interpret,
-        name=name,
-    )
+
+    def call(*args: jax.Array):
+        varying = frozenset().union(
+            *(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(args))
+        )  # inside a shard_map that checks it
+        kind = jax.sharding.ManualAxisType(varying=varying)
+        return pl.pallas_call(
+            functools.partial(kernel, **statics),
+            grid=grid,
+            in_specs=list(in_specs),
+            out_specs=tuple(out_specs),
+            out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=kind) for x in out_shape),
+            compiler_params=plgpu.CompilerParams(num_warps=stage.num_warps, num_stages=stage.num_stages),
+            interpret=interpret,
+            name=name,
+        )(*args)
+
+    return call
