@@ -1,5 +1,6 @@
 """mlstm_chunkwise: validate, cast, pad, choose backend and config, run."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,7 +9,7 @@ import jax.numpy as jnp
 from mlstm_pallas import problem as problems
 from mlstm_pallas.backend import requested_backend, target_device_kind
 from mlstm_pallas.config import KernelConfig, config_for
-from mlstm_pallas.fwbw import NO_SUCH_DERIVATIVE, Inputs, Plan, mlstm_forward
+from mlstm_pallas.fwbw import NO_SUCH_DERIVATIVE, Inputs, Outputs, Plan, mlstm_forward
 from mlstm_pallas.sharding import aligned
 
 
@@ -37,6 +38,7 @@ def mlstm_chunkwise(
     recompute_states_in_bw: bool = True,
     backend: str | None = None,
     config: KernelConfig | None = None,
+    _forward: Callable[[Plan, Inputs], Outputs] = mlstm_forward,  # distributed.py has another
 ) -> jax.Array | tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     """The mLSTM of xLSTM in its chunkwise-parallel form (arXiv:2405.04517, equations 19 to 27; arXiv:2503.14376).
 
@@ -104,7 +106,7 @@ def mlstm_chunkwise(
         m_initial.astype(acc),
     )
     try:
-        h, (c, n, m) = mlstm_forward(plan, inputs)
+        h, (c, n, m) = _forward(plan, inputs)
     except TypeError as error:
         if "forward-mode" in str(error):  # what jax says of every custom_vjp
             raise TypeError(NO_SUCH_DERIVATIVE) from error
