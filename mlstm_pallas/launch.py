@@ -19,6 +19,8 @@ from mlstm_pallas.config import StageConfig
 # they would move to another one, and a user of the package can do nothing about it.
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
 
+CUSTOM_CALL_TARGET = getattr(plgpu, "CUSTOM_CALL_TARGET_NAME", "__gpu$xla.gpu.triton")  # jax 0.10 has no name for it
+
 
 def kernel_call(
     kernel: Callable[..., None],
