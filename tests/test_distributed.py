@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from oracle import NAMES, assert_close, random_inputs
+from oracle import NAMES, assert_close, error, initial_state_scale, random_inputs
 
 from mlstm_pallas import mlstm_chunkwise
 from mlstm_pallas.distributed import Summary, joined, mlstm_chunkwise_sequence_parallel
@@ -18,6 +18,8 @@ from mlstm_pallas.distributed import Summary, joined, mlstm_chunkwise_sequence_p
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 B, NH, S, DHQK, DHHV = 2, 2, 160, 16, 8
+# h depends on the stabilisers themselves, through this eps and this floor
+OPTIONS = dict(chunk_size=16, eps=0.1, stabilize_correctly=False, norm_val=5.0)
 BOUND = 1e-5  # gradients of either are held to 1e-4
 SEQUENCE, WHOLE = P(None, None, "s"), P()
 COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\(")
@@ -52,24 +54,27 @@ def exchanged(compiled):
     return found
 
 
-def check(found, expected, bound=BOUND):
+def check(found, expected, x, bound=BOUND):
     (_, outputs), gradients = found
-    (_, expected_outputs), expected_gradients = expected
+    (_, expected_outputs), expected_gradients = jax.tree.map(np.asarray, expected)
     for name, actual, wanted in zip(("h", "c", "n", "m"), outputs, expected_outputs, strict=True):
-        assert_close(np.asarray(actual), np.asarray(wanted), bound, name)
-    for name, actual, wanted in zip(NAMES, gradients, expected_gradients, strict=True):
-        assert_close(np.asarray(actual), np.asarray(wanted), bound, "gradient of " + name)
+        assert_close(np.asarray(actual), wanted, bound, name)
+    errors = {name: error(np.asarray(a), b) for name, a, b in zip(NAMES, gradients, expected_gradients, strict=True)}
+    # one number a head, and a difference of larger ones
+    scale = np.linalg.norm(initial_state_scale(*expected_gradients[5:7], dict(zip(NAMES, x, strict=True))))
+    errors["m_initial"] *= min(1.0, np.linalg.norm(expected_gradients[7]) / scale) if scale else 1.0
+    assert max(errors.values()) < bound, errors
 
 
 @pytest.fixture(scope="module")
 def alone():
-    """Values and gradients on one device; eps is large, so that the gradient through the stabilisers counts."""
-    return gradient_of(functools.partial(mlstm_chunkwise, chunk_size=16, backend="xla", return_last_states=True, eps=0.1))
+    """Values and gradients on one device."""
+    return gradient_of(functools.partial(mlstm_chunkwise, backend="xla", return_last_states=True, **OPTIONS))
 
 
 @pytest.fixture(scope="module")
 def over_eight():
-    return gradient_of(over(mesh_of((8,), ("s",)), chunk_size=16, backend="xla", eps=0.1))
+    return gradient_of(over(mesh_of((8,), ("s",)), backend="xla", **OPTIONS))
 
 
 def closed_segments(x):
@@ -99,23 +104,22 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_eight_devices_give_the_numbers_of_one(case, alone, over_eight):
     x = CASES[case].values()
-    check(over_eight(*x), alone(*x))
+    check(over_eight(*x), alone(*x), x)
 
 
-def test_batch_and_heads_may_be_split_as_well():
+def test_batch_and_heads_may_be_split_as_well(alone):
     mesh = mesh_of((2, 2, 2), ("b", "h", "s"), AxisType.Explicit)
-    options = dict(chunk_size=16, backend="xla", stabilize_correctly=False, norm_val=5.0, recompute_states_in_bw=False)
-    x = CASES["ordinary"].values()
-    alone = gradient_of(functools.partial(mlstm_chunkwise, return_last_states=True, **options))(*x)
     specs = (P("b", "h", "s"),) * 5 + (P("b", "h"),) * 3
-    x = [jax.device_put(y, NamedSharding(mesh, spec)) for y, spec in zip(x, specs, strict=True)]
-    check(gradient_of(over(mesh, sequence=specs[0], states=specs[-1], **options))(*x), alone)
+    x = CASES["ordinary"].values()
+    split = [jax.device_put(y, NamedSharding(mesh, spec)) for y, spec in zip(x, specs, strict=True)]
+    run = over(mesh, sequence=specs[0], states=specs[-1], backend="xla", recompute_states_in_bw=False, **OPTIONS)
+    check(gradient_of(run)(*split), alone(*x), x)
 
 
 def test_kernels_on_segments_that_are_no_multiple_of_the_chunk(alone):
     """Interpreted; 40 steps a segment in chunks of 16, a head dimension that needs padding, and the batch left to the compiler."""
     mesh = mesh_of((2, 4), ("b", "s"))
-    run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", chunk_size=16, backend="interpret", eps=0.1)
+    run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", backend="interpret", **OPTIONS)
     split = jax.shard_map(
         functools.partial(run, return_last_states=True),
         mesh=mesh,
@@ -126,7 +130,7 @@ def test_kernels_on_segments_that_are_no_multiple_of_the_chunk(alone):
     )
     x = CASES["resets"].values()
     found = gradient_of(split)(*(jax.device_put(y, NamedSharding(mesh, P("b"))) for y in x))
-    check(found, alone(*x))
+    check(found, alone(*x), x)
 
 
 def test_the_exchange_is_what_the_docstring_says_and_memory_does_not_grow():
@@ -147,7 +151,7 @@ def test_the_exchange_is_what_the_docstring_says_and_memory_does_not_grow():
 
 def test_vmap_is_a_larger_batch(alone):
     x = list(CASES["ordinary"].values())
-    run = over(mesh_of((2,), ("s",)), chunk_size=16, backend="xla", eps=0.1)
+    run = over(mesh_of((2,), ("s",)), backend="xla", **OPTIONS)
     found, _ = jax.jit(jax.vmap(lambda *y: run(*(z[None] for z in y))))(*x)
     assert_close(np.asarray(found[:, 0]), np.asarray(alone(*x)[0][1][0]), BOUND)
 
@@ -231,4 +235,4 @@ def test_gpus_give_the_numbers_of_one(gpus, dtype):
     compiled = split.lower(*x).compile()
     assert {name for name, _ in exchanged(compiled)} <= {"collective-permute", "all-reduce"}
     expected = gradient_of(functools.partial(mlstm_chunkwise, backend="triton", return_last_states=True))(*x)
-    check(compiled(*x), expected, {"float32": 1e-4, "bfloat16": 2e-2}[dtype])
+    check(compiled(*x), expected, x, {"float32": 1e-4, "bfloat16": 2e-2}[dtype])

@@ -1,4 +1,4 @@
-"""Export, ahead-of-time compilation and what keeps compilations from being repeated."""
+"""Export, and what keeps compilations from being repeated."""
 
 import functools
 import hashlib
@@ -30,11 +30,6 @@ def function(*x):
     return mlstm_chunkwise(*x, chunk_size=16, return_last_states=True)
 
 
-def loss(*x):
-    h, states = function(*x)
-    return jnp.sum(h * jnp.cos(h)) + sum(jnp.sum(jnp.sin(y)) for y in states)
-
-
 def shapes(dtype="bfloat16"):
     x = random_inputs(0, 1, 2, 64, 16, 16, dtype=dtype, states=False).values()
     return [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in x]
@@ -60,13 +55,15 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 x = [jnp.asarray(y) for y in np.load(folder / "inputs.npz").values()]
 loaded = jax.export.deserialize((folder / "exported").read_bytes())
-h, states = jax.jit(loaded.call)(*x)
-gradients = jax.jit(jax.grad(lambda *x: jnp.sum(loaded.call(*x)[0]), tuple(range(8))))(*x)
-np.savez(folder / "outputs.npz", h, *states, *gradients)
+def loss(*x):
+    h, states = loaded.call(*x)
+    return jnp.sum(h), (h, *states)
+gradients, outputs = jax.jit(jax.grad(loss, tuple(range(8)), has_aux=True))(*x)
+np.savez(folder / "outputs.npz", *outputs, *gradients)
 assert "mlstm_pallas" not in sys.modules
 sys.path[:0] = sys.argv[2:]
 import test_export
-jax.jit(test_export.loss).lower(*x).compile()
+jax.jit(test_export.function).lower(*x).compile()
 print(json.dumps({"digest": hashlib.sha256(test_export.lowered_for_cuda().encode()).hexdigest()}))
 """
 
@@ -83,7 +80,7 @@ def children(tmp_path_factory):
     for _ in range(2):
         run = subprocess.run(
             [sys.executable, "-c", CHILD, str(folder), str(tests), str(tests.parent)],
-            env=os.environ | {"JAX_PLATFORMS": "cpu"},
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
             capture_output=True,
             text=True,
             timeout=300,
@@ -106,7 +103,7 @@ def test_an_export_for_the_cpu_runs_in_another_process_with_its_gradients(childr
 def test_processes_lower_to_the_same_module_and_share_the_compilation_cache(children):
     _, said, entries = children
     assert said[0] == said[1] == {"digest": hashlib.sha256(lowered_for_cuda().encode()).hexdigest()}
-    assert any(name.startswith("jit_loss") for name in entries[0])
+    assert any(name.startswith("jit_function") for name in entries[0])
     assert entries[1] == entries[0]
 
 
@@ -142,12 +139,6 @@ def test_shards_of_explicit_axes_are_exported():
 def test_another_platform_is_refused():
     with pytest.raises(ValueError, match="platform is 'gpu', expected one of cpu, cuda"):
         export(mlstm_chunkwise, *shapes(), platform="gpu")
-
-
-def test_ahead_of_time_compilation_runs():
-    compiled = jax.jit(function).lower(*INPUTS.values()).compile()
-    for actual, wanted in zip(jax.tree.leaves(compiled(*INPUTS.values())), jax.tree.leaves(function(*INPUTS.values())), strict=True):
-        assert_close(actual, np.asarray(wanted), BOUND)
 
 
 def test_equal_static_arguments_are_traced_once():

@@ -2,6 +2,7 @@
 
 import collections
 import functools
+import math
 import re
 
 import jax
@@ -30,7 +31,12 @@ def inputs():
 
 
 def mesh_of(shape, *kinds):
-    return jax.make_mesh(shape, ("x", "y", "z")[: len(shape)], axis_types=kinds if len(kinds) > 1 else kinds * len(shape))
+    return jax.make_mesh(
+        shape,
+        ("x", "y", "z")[: len(shape)],
+        axis_types=kinds if len(kinds) > 1 else kinds * len(shape),
+        devices=jax.devices()[: math.prod(shape)],
+    )
 
 
 def sharded(arrays, mesh, *specs):
@@ -56,9 +62,14 @@ def gradient_of(run):
 
 
 @pytest.fixture(scope="module")
-def expected(inputs):
+def single():
     """Loss, (h, c, n, m) and the eight gradients on one device."""
-    return jax.jit(gradient_of(run_on("xla")))(*inputs)
+    return jax.jit(gradient_of(run_on("xla")))
+
+
+@pytest.fixture(scope="module")
+def expected(inputs, single):
+    return single(*inputs)
 
 
 def collectives(compiled):
@@ -83,18 +94,16 @@ def test_the_count_sees_collectives():
 @pytest.mark.parametrize(
     ("mesh", "kind", "backend"),
     [
-        ("8", AUTO, "xla"),
-        ("4x2", AUTO, "interpret"),
+        ("8", AUTO, "interpret"),
         ("4x2", EXPLICIT, "xla"),
         ("2x2x2", AUTO, "xla"),
-        ("2x2x2", EXPLICIT, "interpret"),
     ],
     ids=lambda x: getattr(x, "name", x),
 )
 def test_shards_of_batch_and_heads_stay_where_they_are(inputs, expected, mesh, kind, backend):
     shape, spec = MESHES[mesh]
     x = sharded(inputs, mesh_of(shape, kind), spec)
-    if mesh == "4x2":
+    if backend == "xla":
         assert not collectives(jax.jit(run_on(backend)).lower(*x).compile())
     both = jax.jit(gradient_of(run_on(backend))).lower(*x).compile()
     assert set(collectives(both)) == {"all-reduce"}  # that of the loss
@@ -106,20 +115,17 @@ def test_shards_of_batch_and_heads_stay_where_they_are(inputs, expected, mesh, k
 
 @pytest.mark.parametrize(
     ("case", "kind"),
-    [("sequence_and_head_dimensions", AUTO), ("sequence_and_head_dimensions", EXPLICIT), ("conflict", AUTO), ("only_q", EXPLICIT)],
+    [("other_axes", AUTO), ("other_axes", EXPLICIT), ("disagreement", AUTO)],
     ids=lambda x: getattr(x, "name", x),
 )
 def test_shardings_that_cannot_be_kept_are_undone_with_the_right_numbers(inputs, expected, case, kind):
-    mesh = mesh_of((4, 2), kind)
     specs = {
-        "sequence_and_head_dimensions": [P("x", None, "y"), *[P("x", None, None, "y")] * 2, *[P("x", None, "y")] * 4, P("x")],
-        "conflict": [P(None, "x"), *[P("x")] * 7],
-        "only_q": [P("x", "y"), *[P()] * 7],
+        "other_axes": [P("x", None, "y"), *[P("x", None, None, "y")] * 2, P(), *[P("x", None, "y")] * 3, P("x")],
+        "disagreement": [P(None, "x"), P("x"), P(), *[P("x", "y")] * 5],
     }[case]
-    x = sharded(inputs, mesh, *specs)
-    run = jax.jit(gradient_of(run_on("xla")))
-    compiled = run.lower(*x).compile()
-    assert set(collectives(compiled)) > {"all-reduce"} or case == "only_q"
+    x = sharded(inputs, mesh_of((4, 2), kind), *specs)
+    compiled = jax.jit(gradient_of(run_on("xla"))).lower(*x).compile()
+    assert set(collectives(compiled)) > {"all-reduce"}
     check(compiled(*x), expected)
 
 
@@ -148,18 +154,17 @@ def test_inside_a_shard_map_over_some_of_the_axes(inputs, expected):
     check(found(*x), expected)
 
 
-def test_an_argument_that_does_not_vary_gets_the_sum_of_its_gradients(inputs):
-    mesh = mesh_of((4, 2), AUTO)
-    run = functools.partial(mlstm_chunkwise, chunk_size=16, backend="xla")
-
-    def loss(q, k, v, i, f):
-        return jax.lax.psum(jnp.sum(jnp.cos(run(q, k, v, i, f))), "x")
-
+def test_an_argument_that_does_not_vary_gets_the_sum_of_its_gradients(inputs, single):
+    mesh = mesh_of((4,), AUTO)
     f = inputs[4][: B // 4]
-    split = jax.shard_map(loss, mesh=mesh, in_specs=(*[P("x")] * 4, P()), out_specs=P())
-    found = jax.jit(jax.grad(split, argnums=4))(*inputs[:4], f)
-    expected = jax.jit(jax.grad(lambda f: jnp.sum(jnp.cos(run(*inputs[:4], jnp.concatenate([f] * 4))))))(f)
-    assert_close(np.asarray(found), np.asarray(expected), BOUND)
+
+    def loss(*x):
+        return jax.lax.psum(loss_of(run_on("xla"))(*x)[0], "x")
+
+    split = jax.shard_map(loss, mesh=mesh, in_specs=(*[P("x")] * 4, P(), *[P("x")] * 3), out_specs=P())
+    found = jax.jit(jax.grad(split, argnums=4))(*inputs[:4], f, *inputs[5:])
+    _, gradients = single(*inputs[:4], jnp.concatenate([f] * 4), *inputs[5:])
+    assert_close(np.asarray(found), np.asarray(gradients[4]).reshape(4, *f.shape).sum(axis=0), BOUND)
 
 
 @pytest.mark.parametrize(("axis", "kind"), [(0, AUTO), (1, EXPLICIT)], ids=lambda x: getattr(x, "name", x))
@@ -175,28 +180,27 @@ def test_a_mapped_axis_stays_sharded(inputs, expected, axis, kind):
         assert_close(np.asarray(actual), np.asarray(wanted), BOUND, name)
 
 
-def test_vmap_over_some_arguments(inputs):
-    run = functools.partial(mlstm_chunkwise, chunk_size=16, backend="xla")
-    q, *rest = (x[:1, :2] for x in inputs[:5])
-    qs = jnp.stack([q, 2 * q, 3 * q])
-    found = jax.jit(jax.vmap(run, (0, None, None, None, None)))(qs, *rest)
-    for n in range(3):
-        assert_close(found[n], np.asarray(run(qs[n], *rest)), BOUND)
+def test_vmap_over_some_arguments(inputs, single):
+    q, *rest = (x[:1] for x in inputs)
+    scale = jnp.arange(1.0, B + 1)
+    found, states = jax.jit(jax.vmap(run_on("xla"), (0, *[None] * 7)))(scale[:, None, None, None, None] * q, *rest)
+    whole = [jnp.concatenate([x] * B) for x in (q, *rest)]
+    (_, (h, *_)), _ = single(scale[:, None, None, None] * whole[0], *whole[1:])
+    assert_close(found[:, 0], np.asarray(h), BOUND)
+    assert states[0].shape == (B, 1, NH, DHQK, DHHV)
 
 
-def test_remat_and_scan_over_layers_stay_sharded(inputs):
+def test_remat_inside_a_scan_over_layers_stays_sharded(inputs, expected):
     def layers(*x):
         def layer(v, _):
-            return jax.checkpoint(run_on("xla"))(*x[:2], v, *x[3:])[0], None
+            return v, jax.checkpoint(run_on("xla"))(*x[:2], v, *x[3:])
 
-        return jnp.sum(jax.lax.scan(layer, x[2], None, length=2)[0])
+        return jax.tree.map(lambda y: y[0], jax.lax.scan(layer, x[2], None, length=1)[1])
 
-    gradient = jax.jit(jax.grad(layers, tuple(range(8))))
     x = sharded(inputs, mesh_of((4, 2), AUTO), P("x", "y"))
-    found = gradient.lower(*x).compile()
-    assert not collectives(found)
-    for name, actual, wanted in zip(NAMES, found(*x), gradient(*inputs), strict=True):
-        assert_close(np.asarray(actual), np.asarray(wanted), BOUND, name)
+    found = jax.jit(gradient_of(layers)).lower(*x).compile()
+    assert set(collectives(found)) == {"all-reduce"}
+    check(found(*x), expected)
 
 
 def test_one_of_several_devices_runs_the_plain_module(inputs):
