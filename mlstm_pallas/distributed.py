@@ -19,6 +19,7 @@ along the path of the stabilisers' maximum (dm) passes a segment whole, or not a
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
@@ -74,11 +75,20 @@ def joined_gradients(later: GradientSummary, earlier: GradientSummary) -> Gradie
     )
 
 
-def _weighted_products(a, b, r, r_n, precision: Precision) -> tuple[jax.Array, jax.Array]:
+_STEPS_OF_A_PRODUCT = 4096  # enough work for each, and enough of them to fill a GPU where batch entries and heads are few
+
+
+def _weighted_products(plan: Plan, a, b, r, r_n, precision: Precision) -> tuple[jax.Array, jax.Array]:
     """sum_t r_t a_t b_t^T and sum_t r_n,t a_t; a, b in the kernel dtype, r in the accumulator's."""
-    scaled = (a * r[..., None]).astype(a.dtype)
-    products = jnp.einsum("bhsk,bhsv->bhkv", scaled, b, precision=precision, preferred_element_type=r.dtype)
-    return products, jnp.sum(a * r_n[..., None], axis=2)
+    wanted = max(plan.problem.S // _STEPS_OF_A_PRODUCT, 1)
+    parts = math.gcd(plan.problem.NC, 1 << (wanted.bit_length() - 1))
+
+    def split(x):
+        return x.reshape(*x.shape[:2], parts, -1, x.shape[-1])
+
+    scaled = split((a * r[..., None]).astype(a.dtype))
+    products = jnp.einsum("bhpsk,bhpsv->bhpkv", scaled, split(b), precision=precision, preferred_element_type=r.dtype)
+    return jnp.sum(products, axis=2), jnp.sum(a * r_n[..., None], axis=2)
 
 
 def _products_of_others(gamma: jax.Array, reverse: bool) -> jax.Array:
@@ -108,7 +118,7 @@ def _summary(plan: Plan, k, v, i, f) -> Summary:
         fbar, reset = log_sigmoid_gate(f)
         high, low = split_for_exact_sums(fbar, jnp.max(jnp.abs(fbar), axis=-1, keepdims=True), f.shape[-1])
         g = jnp.where(jnp.any(reset, axis=-1), -jnp.inf, jnp.sum(high, axis=-1) + jnp.sum(low, axis=-1))
-        return Summary(*_weighted_products(k, v, r, r, precision), gates.scaM_states[..., -1], g)
+        return Summary(*_weighted_products(plan, k, v, r, r, precision), gates.scaM_states[..., -1], g)
 
     return _with_gates(plan, made, i, f, jnp.full_like(i[..., 0], -jnp.inf), k, v, f)
 
@@ -118,7 +128,7 @@ def _gradient_summary(plan: Plan, residuals: Residuals, dh) -> GradientSummary:
         rows = row_gradients(inner(dh, h), z, gates.vecM.reshape(z.shape), **plan.normaliser)
         gamma = gates.scaGamma
         w = (gates.vecW * _products_of_others(gamma, reverse=False)[..., None]).reshape(f.shape) * plan.problem.qk_scale
-        products = _weighted_products(q, dh, w * rows.vecInvDen, w * rows.vecDz, precision)
+        products = _weighted_products(plan, q, dh, w * rows.vecInvDen, w * rows.vecDz, precision)
         unbroken = jnp.cumsum(~carried_steps(gates, plan.chunks(f)).reshape(f.shape), axis=-1) == 0
         dm = jnp.sum(jnp.where(unbroken, rows.vecDm, 0.0), axis=-1)
         return GradientSummary(*products, jnp.prod(gamma, axis=-1), dm, unbroken[..., -1].astype(dm.dtype))
@@ -131,19 +141,18 @@ Element = TypeVar("Element", Summary, GradientSummary)
 
 
 def _exclusive_prefix(
-    join: Callable[[Element, Element], Element], mine: Element, empty: Element, axis_name: str, *, reverse=False
+    join: Callable[[Element, Element], Element], mine: Element, empty: Element, axis_name: str, index: jax.Array, *, reverse=False
 ) -> Element:
     """The elements of all devices before this one (behind it with reverse), joined: Hillis and Steele (1986), one element a device.
 
     1 + ceil(log2(P - 1)) rounds, in each of which a device sends one element and receives one.
     """
     size = lax.axis_size(axis_name)
-    index = lax.axis_index(axis_name)
     place = size - 1 - index if reverse else index
 
     def from_before(x: Element, distance: int) -> Element:
-        pairs = [(j, j + distance) for j in range(size - distance)]
-        pairs = [(there, here) for here, there in pairs] if reverse else pairs
+        step = -distance if reverse else distance
+        pairs = [(j, (j + step) % size) for j in range(size)]  # around the end as well: vmap takes no other permutation
         received = lax.ppermute(x, axis_name, pairs)
         return jax.tree.map(lambda a, b: jnp.where(place >= distance, a, b), received, empty)
 
@@ -163,33 +172,33 @@ def _sequence(axis_name: str, plan: Plan, inputs: Inputs) -> Outputs:
 
 def _sequence_fwd(axis_name: str, plan: Plan, x: Inputs):
     """h and the last states of the segment; the initial states are those of the whole, of which the first device's count."""
-    first = lax.axis_index(axis_name) == 0
+    index = lax.axis_index(axis_name)
+    first = index == 0
     zero = jnp.zeros_like(x.m_initial)
     initial = Summary(x.c_initial, x.n_initial, x.m_initial, zero)
     empty = Summary(jnp.zeros_like(x.c_initial), jnp.zeros_like(x.n_initial), jnp.full_like(zero, -jnp.inf), zero)
     mine = Summary(*operation(_summary, plan, x.k, x.v, x.i, x.f))
     mine = jax.tree.map(functools.partial(jnp.where, first), joined(initial, mine), mine)
-    before = _exclusive_prefix(joined, mine, empty, axis_name)
+    before = _exclusive_prefix(joined, mine, empty, axis_name, index)
     start = jax.tree.map(functools.partial(jnp.where, first), initial, before)
     x = x._replace(c_initial=start.C, n_initial=start.n, m_initial=start.m)
     outputs, z, states = forward(plan, x)
-    return outputs, (Residuals(x, outputs[0], z, states), outputs[1])
+    return outputs, (Residuals(x, outputs[0], z, states), outputs[1], index)
 
 
 def _sequence_bwd(axis_name: str, plan: Plan, kept, cotangents: Outputs):
-    residuals, (C_last, n_last, _) = kept
+    residuals, (C_last, n_last, _), index = kept
     dh, (dC, dn, dm) = cotangents  # of the segment's own last states
     dm = dm - inner(dC, C_last, 2) - inner(dn, n_last)
     mine = GradientSummary(*operation(_gradient_summary, plan, residuals, dh))
     one, zero = jnp.ones_like(dm), jnp.zeros_like(dm)
     mine = joined_gradients(GradientSummary(dC, dn, one, dm, one), mine)
     empty = GradientSummary(jnp.zeros_like(dC), jnp.zeros_like(dn), one, zero, one)
-    behind = _exclusive_prefix(joined_gradients, mine, empty, axis_name, reverse=True)
+    behind = _exclusive_prefix(joined_gradients, mine, empty, axis_name, index, reverse=True)
     dC, dn = dC + behind.dC, dn + behind.dn
     dm = dm + behind.dm + inner(dC, C_last, 2) + inner(dn, n_last)
     gradients = backward(plan, residuals, (dh, (dC, dn, dm)))
-    first = lax.axis_index(axis_name) == 0
-    of_initial = {name: jnp.where(first, getattr(gradients, name), 0.0) for name in ("c_initial", "n_initial", "m_initial")}
+    of_initial = {name: jnp.where(index == 0, getattr(gradients, name), 0.0) for name in ("c_initial", "n_initial", "m_initial")}
     return (gradients._replace(**of_initial),)
 
 
@@ -245,12 +254,12 @@ def mlstm_chunkwise_sequence_parallel(
       h (B, NH, S / P, DHV) of this device's part; with return_last_states (h, (c, n, m)), as ``mlstm_chunkwise``.
 
     Raises:
-      TypeError, ValueError: as ``mlstm_chunkwise``; ValueError for an axis_name that is none of the surrounding shard_map.
+      TypeError, ValueError: as ``mlstm_chunkwise``; ValueError for an axis_name that is no axis of the surrounding shard_map.
     """
-    axes = jax.sharding.get_abstract_mesh().manual_axes
-    if axis_name not in axes:
-        among = f"one of {', '.join(axes)}" if axes else "a mesh axis of a surrounding jax.shard_map, and there is none"
-        raise ValueError(f"axis_name is {axis_name!r}, expected {among}")
+    try:
+        lax.axis_size(axis_name)
+    except NameError:
+        raise ValueError(f"axis_name is {axis_name!r}, expected a mesh axis of the surrounding jax.shard_map") from None
     return mlstm_chunkwise(
         q,
         k,

@@ -12,7 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import NAMES, assert_close, error, initial_state_scale, random_inputs
 
-from mlstm_pallas import mlstm_chunkwise
+from mlstm_pallas import distributed, mlstm_chunkwise
 from mlstm_pallas.distributed import Summary, joined, mlstm_chunkwise_sequence_parallel
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -37,10 +37,14 @@ def over(mesh, *, sequence=SEQUENCE, states=WHOLE, count=8, **options):
     return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=(sequence, states) if last else sequence)
 
 
+def loss_of(h, states):
+    return jnp.sum(h * jnp.cos(h)), sum(jnp.sum(jnp.sin(jnp.where(jnp.isfinite(y), y, 0.0))) for y in states)
+
+
 def gradient_of(run):
     def loss(*x):
         h, states = run(*x)
-        return jnp.sum(h * jnp.cos(h)) + sum(jnp.sum(jnp.sin(jnp.where(jnp.isfinite(y), y, 0.0))) for y in states), (h, *states)
+        return sum(loss_of(h, states)), (h, *states)
 
     return jax.jit(jax.value_and_grad(loss, tuple(range(8)), has_aux=True))
 
@@ -74,7 +78,10 @@ def alone():
 
 @pytest.fixture(scope="module")
 def over_eight():
-    return gradient_of(over(mesh_of((8,), ("s",)), backend="xla", **OPTIONS))
+    """On eight devices; the products of a segment in parts, as those of long segments are."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "_STEPS_OF_A_PRODUCT", 16)
+        return gradient_of(over(mesh_of((8,), ("s",)), backend="xla", **OPTIONS)).lower(*CASES["ordinary"].values()).compile()
 
 
 def closed_segments(x):
@@ -197,12 +204,12 @@ def test_an_uneven_sequence_is_refused():
 
 def test_an_axis_that_is_none_of_the_mesh_is_refused():
     x = list(CASES["ordinary"].values())[:5]
-    with pytest.raises(ValueError, match=r"axis_name is 's', expected a mesh axis of a surrounding jax\.shard_map, and there is none"):
-        mlstm_chunkwise_sequence_parallel(*x, axis_name="s")
-    with pytest.raises(ValueError, match="axis_name is 's', expected one of t"):
-        jax.shard_map(
-            functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s"), mesh=mesh_of((2,), ("t",)), in_specs=P(), out_specs=P()
-        )(*x)
+    message = r"axis_name is 's', expected a mesh axis of the surrounding jax\.shard_map"
+    run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s")
+    with pytest.raises(ValueError, match=message):
+        run(*x)
+    with pytest.raises(ValueError, match=message):
+        jax.shard_map(run, mesh=mesh_of((2,), ("t",)), in_specs=P(), out_specs=P())(*x)
 
 
 def test_arguments_are_checked_as_those_of_mlstm_chunkwise():
@@ -222,6 +229,47 @@ def test_derivatives_that_do_not_exist_are_refused():
         jax.eval_shape(jax.grad(lambda q: jnp.sum(jax.grad(loss)(q) ** 2)), x[0])
     with pytest.raises(TypeError, match="forward-mode"):  # JAX says so itself, when it lowers the shard_map
         jax.jit(lambda q: jax.jvp(loss, (q,), (q,))).lower(x[0])
+
+
+def gradient_on_one_device(segments, **options):
+    """As gradient_of(over(...)), the devices being a mapped axis of one."""
+    run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", return_last_states=True, **options)
+
+    def device(*x):
+        def loss(*x):
+            h, states = run(*x)
+            of_h, of_states = loss_of(h, states)
+            return of_h + jnp.where(jax.lax.axis_index("s") == 0, of_states, 0.0), (h, *states)
+
+        return jax.value_and_grad(loss, tuple(range(8)), has_aux=True)(*x)
+
+    def split(x):
+        return x.reshape(*x.shape[:2], segments, -1, *x.shape[3:])
+
+    def joined(x):
+        return jnp.reshape(x, (*x.shape[:2], -1, *x.shape[4:]))
+
+    @jax.jit
+    def whole(*x):
+        mapped = jax.vmap(device, (2,) * 5 + (None,) * 3, ((0, (2, 0, 0, 0)), (2,) * 5 + (0,) * 3), axis_name="s")
+        (losses, (h, *states)), gradients = mapped(*map(split, x[:5]), *x[5:])
+        of_states = (jnp.sum(g, axis=0) for g in gradients[5:])
+        return (jnp.sum(losses), (joined(h), *(y[0] for y in states))), (*map(joined, gradients[:5]), *of_states)
+
+    return whole
+
+
+def test_a_mapped_axis_does_for_a_mesh_axis(alone):
+    x = CASES["resets"].values()
+    check(gradient_on_one_device(5, backend="xla", **OPTIONS)(*x), alone(*x), x)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_segments_on_one_gpu_give_the_numbers_of_the_whole(dtype):
+    x = list(random_inputs(0, 1, 2, 32768, 128, 256, dtype=dtype, f_shift=5.0).values())
+    expected = gradient_of(functools.partial(mlstm_chunkwise, backend="triton", return_last_states=True))(*x)
+    check(gradient_on_one_device(4, backend="triton")(*x), expected, x, {"float32": 1e-4, "bfloat16": 2e-2}[dtype])
 
 
 @pytest.mark.gpu_multi
