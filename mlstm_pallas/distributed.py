@@ -247,7 +247,7 @@ def mlstm_chunkwise_sequence_parallel(
       c_initial, n_initial, m_initial: initial states of the whole sequence, (B, NH, DHQK, DHV), (B, NH, DHQK), (B, NH), the same on
         all devices of the axis; all three, or none for zeros.
       return_last_states: whether to return the states after the last step of the whole sequence as well, on every device.
-      axis_name: the mesh axis that the sequence is split over.
+      axis_name: the mesh axis that the sequence is split over; on one device it may be the axis_name of a vmap.
       Others: as for ``mlstm_pallas.mlstm_chunkwise``; a chunk ends at the end of a segment.
 
     Returns:
