@@ -1,5 +1,6 @@
 """mlstm_chunkwise: validate, cast, pad, choose backend and config, run."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,8 +9,9 @@ import jax.numpy as jnp
 from mlstm_pallas import problem as problems
 from mlstm_pallas.backend import requested_backend, target_device_kind
 from mlstm_pallas.config import KernelConfig, check_fits, config_for
-from mlstm_pallas.fwbw import NO_SUCH_DERIVATIVE, Inputs, Plan, mlstm_forward
+from mlstm_pallas.fwbw import NO_SUCH_DERIVATIVE, Inputs, Outputs, Plan, mlstm_forward
 from mlstm_pallas.reference import segment_starts
+from mlstm_pallas.sharding import aligned
 
 
 def _pad(x: jax.Array, sizes: dict[int, int], value: float = 0) -> jax.Array:
@@ -47,9 +49,9 @@ def mlstm_chunkwise(
         C_t = exp(log sigmoid(f_t) + m_{t-1} - m_t) C_{t-1} + exp(i_t - m_t) k_t v_t^T        (n_t alike, with k_t)
         h_t = scale C_t^T q_t / (max(|scale q_t . n_t|, norm_val exp(-m_t)) + eps)             scale = DHQK ** -0.5
 
-    f = -inf resets the state, i = -inf stores nothing; values of -1e6 and below count as -inf. Works under jit, grad, vmap, remat, scan.
-    A NaN reaches h of its own batch element and head only, and no step before its own; one in v reaches earlier steps too, those of its
-    chunk, in its own column.
+    f = -inf resets the state, i = -inf stores nothing; values of -1e6 and below count as -inf. Works under jit, grad, vmap, remat, scan,
+    shard_map; shards of B and NH stay on their devices. A NaN reaches h of its own batch element and head only, and no step before its
+    own; one in v reaches earlier steps too, those of its chunk, in its own column.
 
     With input_gate="sigmoid" (mLSTMsig, arXiv:2503.14376) log sigmoid(i_t) stands for i_t and m_t is 0: no stabiliser is needed.
 
@@ -81,6 +83,51 @@ def mlstm_chunkwise(
     Raises:
       TypeError, ValueError: at trace time, naming the argument, what came and what was expected.
     """
+    return run(
+        mlstm_forward,
+        segment_starts,
+        *(q, k, v, i, f, c_initial, n_initial, m_initial),
+        return_last_states=return_last_states,
+        eps=eps,
+        chunk_size=chunk_size,
+        autocast_kernel_dtype=autocast_kernel_dtype,
+        stabilize_correctly=stabilize_correctly,
+        norm_val=norm_val,
+        segment_ids=segment_ids,
+        input_gate=input_gate,
+        normalize=normalize,
+        recompute_states_in_bw=recompute_states_in_bw,
+        backend=backend,
+        config=config,
+    )
+
+
+def run(
+    forward: Callable[[Plan, Inputs], Outputs],
+    starts_of: Callable[[jax.Array], jax.Array],
+    q,
+    k,
+    v,
+    i,
+    f,
+    c_initial,
+    n_initial,
+    m_initial,
+    *,
+    return_last_states,
+    eps,
+    chunk_size,
+    autocast_kernel_dtype,
+    stabilize_correctly,
+    norm_val,
+    segment_ids,
+    input_gate,
+    normalize,
+    recompute_states_in_bw,
+    backend,
+    config,
+):
+    """``mlstm_chunkwise`` by a forward function of its own; starts_of: segment_ids (B, S) to where sequences begin."""
     gate, normalize = problems.check_input_gate(input_gate, normalize)
     problems.check_arrays(q, k, v, i, f, c_initial, n_initial, m_initial, gate)
     problems.check_segment_ids(segment_ids, q.shape)
@@ -111,9 +158,10 @@ def mlstm_chunkwise(
         c_initial, n_initial = jnp.zeros((B, NH, DHQK, DHV), acc), jnp.zeros((B, NH, DHQK), acc)
     if m_initial is None:
         m_initial = jnp.zeros((B, NH), acc)
-    starts = None
+    arrays = [q, k, v, i, f, c_initial, n_initial, m_initial]
     if segment_ids is not None:
-        starts = jnp.broadcast_to(segment_starts(segment_ids)[:, None], (B, NH, S)).astype(jnp.int32)
+        arrays.append(jnp.broadcast_to(starts_of(segment_ids)[:, None], (B, NH, S)).astype(jnp.int32))
+    q, k, v, i, f, c_initial, n_initial, m_initial, *starts = aligned(*arrays)
     rows, qk, hv = {2: p.S}, {3: p.DHQK}, {3: p.DHHV}
     inputs = Inputs(
         _pad(q.astype(dtype), rows | qk),
@@ -124,10 +172,10 @@ def mlstm_chunkwise(
         _pad(c_initial.astype(acc), {2: p.DHQK} | hv),
         _pad(n_initial.astype(acc), {2: p.DHQK}),
         m_initial.astype(acc),
-        None if starts is None else _pad(starts, rows),
+        _pad(starts[0], rows) if starts else None,
     )
     try:
-        h, (c, n, m) = mlstm_forward(plan, inputs)
+        h, (c, n, m) = forward(plan, inputs)
     except TypeError as error:
         if "forward-mode" in str(error):  # what jax says of every custom_vjp
             raise TypeError(NO_SUCH_DERIVATIVE) from error

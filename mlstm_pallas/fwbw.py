@@ -15,6 +15,7 @@ from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.gates import NO_NORMALISER, gate_gradients, materialised, row_gradients, tile_sums
 from mlstm_pallas.gates import chunk_gates as chunk_gates_xla
 from mlstm_pallas.problem import InputGate, Problem, as_dtype
+from mlstm_pallas.sharding import over_shards
 from mlstm_pallas.stages.chunk_gates import chunk_gates
 from mlstm_pallas.stages.parallel_bw_dK import parallel_bw_dK
 from mlstm_pallas.stages.parallel_bw_dQ import parallel_bw_dQ
@@ -102,7 +103,7 @@ def _backward_triton(plan: Plan, interpret: bool, residuals: Residuals, cotangen
     if states is None:
         states = recurrent_fw_C(x.k, x.v, gates, x.c_initial, x.n_initial, **launch)
     C_states, n_states, C_last, n_last = states
-    rows = _row_gradients(plan, dh, h, z, gates)
+    rows = row_gradients_of(plan, dh, h, z, gates)
     dC_states, dn_states, dC, dn, through = recurrent_bw_dC(x.q, dh, gates, rows, dC_last, dn_last, C_states, n_states, **launch)
     if plan.config.splits_backward(plan.problem):
         dq, from_q = parallel_bw_dQ(x.q, x.k, x.v, dh, gates, rows, C_states, n_states, **launch)
@@ -140,7 +141,7 @@ def _backward_xla(plan: Plan, residuals: Residuals, cotangents: Outputs) -> Inpu
     if states is None:
         states = reference.chunk_states(k, v, gates, x.c_initial, x.n_initial)
     C_states, n_states, C_last, n_last = states
-    rows = _row_gradients(plan, dh, h, z, gates)
+    rows = row_gradients_of(plan, dh, h, z, gates)
     if rows.vecInvDen is not None:
         rows = materialised(rows, rows.vecInvDen)
     in_chunks = jax.tree.map(plan.chunks, rows)
@@ -154,8 +155,8 @@ def _backward_xla(plan: Plan, residuals: Residuals, cotangents: Outputs) -> Inpu
     return Inputs(dq, dk, dv, *_gate_and_state_gradients(plan, x, gates, rows, sums, through, last, dC, dn))
 
 
-def _row_gradients(plan: Plan, dh, h, z, gates):
-    return row_gradients(_inner(dh, h), z, gates.vecM.reshape(z.shape), **plan.normaliser) if plan.normalize else NO_NORMALISER
+def row_gradients_of(plan: Plan, dh, h, z, gates):
+    return row_gradients(inner(dh, h), z, gates.vecM.reshape(z.shape), **plan.normaliser) if plan.normalize else NO_NORMALISER
 
 
 def _gate_and_state_gradients(plan: Plan, x: Inputs, gates, rows, sums, through, last, dC, dn):
@@ -163,15 +164,15 @@ def _gate_and_state_gradients(plan: Plan, x: Inputs, gates, rows, sums, through,
     dC_last, dn_last, dm_last, C_last, n_last = last
     dm = None
     if plan.stabilised:
-        dm = rows.vecDm.at[..., -1].add(dm_last - _inner(dC_last, C_last, 2) - _inner(dn_last, n_last))
+        dm = rows.vecDm.at[..., -1].add(dm_last - inner(dC_last, C_last, 2) - inner(dn_last, n_last))
     starts = None if x.starts is None else plan.chunks(x.starts)
     di, df, dm_initial = gate_gradients(gates, plan.chunks(x.i), plan.chunks(x.f), sums, through, dm, starts, plan.input_gate)
     if plan.stabilised:
-        dm_initial += _inner(dC, x.c_initial, 2) + _inner(dn, x.n_initial)
+        dm_initial += inner(dC, x.c_initial, 2) + inner(dn, x.n_initial)
     return di, df, dC, dn, dm_initial
 
 
-def _inner(a: jax.Array, b: jax.Array, axes: int = 1) -> jax.Array:
+def inner(a: jax.Array, b: jax.Array, axes: int = 1) -> jax.Array:
     """Inner product over the last axes, in at least float32."""
     acc = jnp.promote_types(a.dtype, jnp.float32)
     return jnp.sum(a.astype(acc) * b.astype(acc), axis=tuple(range(-axes, 0)))
@@ -183,32 +184,44 @@ NO_SUCH_DERIVATIVE = (
 )
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _forward(plan: Plan, inputs: Inputs):
+def _forward_on_backend(plan: Plan, inputs: Inputs):
     return on_backend(plan.backend, functools.partial(_forward_triton, plan), functools.partial(_forward_xla, plan), inputs)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlstm(plan: Plan, inputs: Inputs) -> Outputs:
-    return _forward(plan, inputs)[0]
-
-
-def _mlstm_fwd(plan: Plan, inputs: Inputs):
-    outputs, z, states = _forward(plan, inputs)
-    return outputs, Residuals(inputs, outputs[0] if plan.normalize else None, z, states)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def backward(plan: Plan, residuals: Residuals, cotangents: Outputs) -> Inputs:
-    """Gradients of the inputs. cotangents: of h and of the last states."""
+def _backward_on_backend(plan: Plan, residuals: Residuals, cotangents: Outputs) -> Inputs:
     triton, xla = functools.partial(_backward_triton, plan), functools.partial(_backward_xla, plan)
     return on_backend(plan.backend, triton, xla, residuals, cotangents)
 
 
-@_forward.defjvp
-@backward.defjvp
-def _no_jvp(plan: Plan, primals, tangents):
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def operation(function: Callable[..., Any], plan: Plan, *args: Any) -> Any:
+    """function(plan, *args) on shards of batch and heads; it has no derivatives of its own."""
+    return over_shards(function, plan, *args)
+
+
+@operation.defjvp
+def _no_jvp(function, plan, primals, tangents):
     raise TypeError(NO_SUCH_DERIVATIVE)
+
+
+def forward(plan: Plan, inputs: Inputs):
+    """Outputs, z and, where they are to be kept, the states."""
+    return operation(_forward_on_backend, plan, inputs)
+
+
+def backward(plan: Plan, residuals: Residuals, cotangents: Outputs) -> Inputs:
+    """Gradients of the inputs. cotangents: of h and of the last states."""
+    return operation(_backward_on_backend, plan, residuals, cotangents)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mlstm(plan: Plan, inputs: Inputs) -> Outputs:
+    return forward(plan, inputs)[0]
+
+
+def _mlstm_fwd(plan: Plan, inputs: Inputs):
+    outputs, z, states = forward(plan, inputs)
+    return outputs, Residuals(inputs, outputs[0] if plan.normalize else None, z, states)
 
 
 def _mlstm_bwd(plan: Plan, residuals: Residuals, cotangents: Outputs):

@@ -300,6 +300,12 @@ def tile_sums(
     return sums, through.reshape(*heads, S // T)
 
 
+def carried_steps(gates: ChunkGates, vecF: jax.Array) -> jax.Array:
+    """Where m_t is log sigmoid(f_t) + m_{t-1}, not i_t: (B, NH, NC, L), as vecF."""
+    (e_hi, e_lo), (u_hi, u_lo) = gates.vecE, gates.vecU
+    return ((e_hi != u_hi) | (e_lo != u_lo)) & (vecF > MASKED)
+
+
 def stabiliser_gradients(
     gates: ChunkGates, vecF: jax.Array, dm: jax.Array, begins: jax.Array | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -308,8 +314,7 @@ def stabiliser_gradients(
     m_t is either i_t or log sigmoid(f_t) + m_{t-1}: what arrives at t, its own dm_t included, goes to i_t in the first case, through f_t to
     t - 1 in the second, and no further than f_t where a packed sequence begins. vecF, dm, begins: (B, NH, NC, L).
     """
-    (e_hi, e_lo), (u_hi, u_lo) = gates.vecE, gates.vecU
-    carried = ((e_hi != u_hi) | (e_lo != u_lo)) & (vecF > MASKED)
+    carried = carried_steps(gates, vecF)
     # G_t = dm_t + goes_on_{t+1} G_{t+1}: within a chunk a sum over the run of such steps behind t, between chunks a short scan.
     goes_on = carried if begins is None else carried & ~begins
     breaks = jnp.cumsum(~goes_on, axis=-1)

@@ -1,0 +1,167 @@
+"""Export, and what keeps compilations from being repeated."""
+
+import functools
+import hashlib
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from oracle import NAMES, assert_close, random_inputs, tolerance
+
+from mlstm_pallas import KernelConfig, fwbw, mlstm_chunkwise
+from mlstm_pallas.export import export
+from mlstm_pallas.launch import CUSTOM_CALL_TARGET
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+INPUTS = random_inputs(0, 2, 2, 40, 16, 8)
+BOUND = 4 * tolerance("float32", 40 + 16)
+
+
+def function(*x):
+    return mlstm_chunkwise(*x, chunk_size=16, return_last_states=True)
+
+
+def shapes(dtype="bfloat16"):
+    x = random_inputs(0, 1, 2, 64, 16, 16, dtype=dtype, states=False).values()
+    return [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in x]
+
+
+def lowered_for_cuda():
+    """The text of a gradient's module, traced anew."""
+
+    def loss(*x):
+        return jnp.sum(mlstm_chunkwise(*x).astype("float32"))
+
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))):
+        return jax.jit(jax.grad(loss, (0, 1, 2, 3, 4))).trace(*shapes()).lower(lowering_platforms=("cuda",)).as_text()
+
+
+CHILD = """
+import hashlib, json, sys
+from pathlib import Path
+import jax, jax.export, jax.numpy as jnp, numpy as np
+folder = Path(sys.argv[1])
+jax.config.update("jax_compilation_cache_dir", str(folder / "cache"))
+jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
+x = [jnp.asarray(y) for y in np.load(folder / "inputs.npz").values()]
+loaded = jax.export.deserialize((folder / "exported").read_bytes())
+def loss(*x):
+    h, states = loaded.call(*x)
+    return jnp.sum(h), (h, *states)
+gradients, outputs = jax.jit(jax.grad(loss, tuple(range(8)), has_aux=True))(*x)
+np.savez(folder / "outputs.npz", *outputs, *gradients)
+assert "mlstm_pallas" not in sys.modules
+sys.path[:0] = sys.argv[2:]
+import test_export
+jax.jit(test_export.function).lower(*x).compile()
+print(json.dumps({"digest": hashlib.sha256(test_export.lowered_for_cuda().encode()).hexdigest()}))
+"""
+
+
+@pytest.fixture(scope="module")
+def children(tmp_path_factory):
+    """Two processes after each other load the export, run it and compile with one cache: (folder, what they printed, cache entries)."""
+    pytest.importorskip("flatbuffers")
+    folder = tmp_path_factory.mktemp("export")
+    (folder / "exported").write_bytes(export(function, *INPUTS.values(), platform="cpu").serialize(vjp_order=1))
+    np.savez(folder / "inputs.npz", **INPUTS)
+    tests = Path(__file__).parent
+    said, entries = [], []
+    for _ in range(2):
+        run = subprocess.run(
+            [sys.executable, "-c", CHILD, str(folder), str(tests), str(tests.parent)],
+            env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
+            capture_output=True,
+            text=True,
+            timeout=300,
+        )
+        assert run.returncode == 0, run.stderr
+        said.append(json.loads(run.stdout.splitlines()[-1]))
+        entries.append({file.name for file in (folder / "cache").iterdir() if not file.name.endswith("atime")})
+    return folder, said, entries
+
+
+def test_an_export_for_the_cpu_runs_in_another_process_with_its_gradients(children):
+    found = list(np.load(children[0] / "outputs.npz").values())
+    x = INPUTS.values()
+    h, states = function(*x)
+    gradients = jax.jit(jax.grad(lambda *x: jnp.sum(function(*x)[0]), tuple(range(8))))(*x)
+    for name, actual, wanted in zip(("h", "c", "n", "m", *NAMES), found, (h, *states, *gradients), strict=True):
+        assert_close(actual, np.asarray(wanted), BOUND, name)
+
+
+def test_processes_lower_to_the_same_module_and_share_the_compilation_cache(children):
+    _, said, entries = children
+    assert said[0] == said[1] == {"digest": hashlib.sha256(lowered_for_cuda().encode()).hexdigest()}
+    assert any(name.startswith("jit_function") for name in entries[0])
+    assert entries[1] == entries[0]
+
+
+def test_lowering_again_gives_the_same_module():
+    first = lowered_for_cuda()
+    jax.clear_caches()
+    assert lowered_for_cuda() == first
+    assert CUSTOM_CALL_TARGET in first
+
+
+def test_an_export_for_cuda_is_made_and_read_without_a_gpu():
+    pytest.importorskip("flatbuffers")
+    exported = export(mlstm_chunkwise, *shapes(), platform="cuda", device_kind="NVIDIA H200")
+    assert CUSTOM_CALL_TARGET in exported.mlir_module()
+    loaded = jax.export.deserialize(exported.serialize(vjp_order=1))
+    assert loaded.platforms == ("cuda",)
+    assert [(x.shape, x.dtype) for x in loaded.out_avals] == [((1, 2, 64, 16), jnp.bfloat16)]
+    assert len(loaded.vjp().out_avals) == 5
+
+
+def test_shards_of_explicit_axes_are_exported():
+    pytest.importorskip("flatbuffers")
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    x = [jax.device_put(y, NamedSharding(mesh, P("x"))) for y in random_inputs(0, 8, 1, 32, 8, 8, states=False).values()]
+    run = functools.partial(mlstm_chunkwise, chunk_size=16)
+    loaded = jax.export.deserialize(export(run, *x, platform="cpu").serialize())
+    with jax.set_mesh(mesh):
+        found = jax.jit(loaded.call)(*x)
+    assert found.sharding.spec[0] == "x"
+    assert_close(np.asarray(found), np.asarray(run(*(np.asarray(y) for y in x))), BOUND)
+
+
+def test_another_platform_is_refused():
+    with pytest.raises(ValueError, match="platform is 'gpu', expected one of cpu, cuda"):
+        export(mlstm_chunkwise, *shapes(), platform="gpu")
+
+
+def test_equal_static_arguments_are_traced_once():
+    fwbw.mlstm_forward.clear_cache()
+    for _ in range(3):
+        mlstm_chunkwise(
+            *INPUTS.values(), eps=1e-3, chunk_size=16, autocast_kernel_dtype="float32", config=KernelConfig(split_backward=True)
+        )
+    assert fwbw.mlstm_forward._cache_size() == 1
+    mlstm_chunkwise(*INPUTS.values(), eps=1e-4, chunk_size=16, config=KernelConfig(split_backward=True))
+    assert fwbw.mlstm_forward._cache_size() == 2
+
+
+@pytest.mark.gpu
+def test_an_export_for_cuda_runs_with_its_gradients():
+    pytest.importorskip("flatbuffers")
+    x = list(random_inputs(0, 2, 4, 1000, 128, 256, dtype="bfloat16").values())
+    run = functools.partial(mlstm_chunkwise, backend="triton")
+    loaded = jax.export.deserialize(export(run, *x, platform="cuda").serialize(vjp_order=1))
+    assert np.array_equal(np.asarray(jax.jit(loaded.call)(*x)), np.asarray(jax.jit(run)(*x)))
+
+    def gradients(run):
+        return jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(run(*x).astype("float32"))), tuple(range(8))))(*x)
+
+    for name, actual, wanted in zip(NAMES, gradients(loaded.call), gradients(run), strict=True):
+        assert_close(actual, np.asarray(wanted.astype("float32")), 2e-2, name)
