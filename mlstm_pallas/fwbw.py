@@ -49,6 +49,9 @@ class Plan:
         # where m is 0, both floors are the same
         return dict(eps=self.eps, stabilize_correctly=self.stabilize_correctly and self.stabilised, norm_val=self.norm_val)
 
+    def with_heads(self, B: int, NH: int) -> "Plan":
+        return dataclasses.replace(self, problem=dataclasses.replace(self.problem, B=B, NH=NH))
+
     def launch(self, interpret: bool) -> dict[str, Any]:
         return dict(problem=self.problem, config=self.config, interpret=interpret)
 

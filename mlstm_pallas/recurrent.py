@@ -13,6 +13,7 @@ from mlstm_pallas.backend import on_backend, requested_backend, target_device_ki
 from mlstm_pallas.config import KernelConfig, config_for
 from mlstm_pallas.problem import InputGate
 from mlstm_pallas.reference import normalise
+from mlstm_pallas.sharding import aligned, over_shards
 from mlstm_pallas.stages.recurrent_step import recurrent_step, rounded, step_gates
 
 NO_DERIVATIVE = 'the kernels of mlstm_recurrent_step and mlstm_recurrent_sequence have no derivatives; backend="xla" has them'
@@ -33,6 +34,9 @@ class StepPlan:
     @property
     def normaliser(self) -> dict[str, Any]:
         return dict(eps=self.eps, stabilize_correctly=self.stabilize_correctly, norm_val=self.norm_val)
+
+    def with_heads(self, B: int, NH: int) -> "StepPlan":
+        return self
 
 
 class States(NamedTuple):
@@ -72,9 +76,13 @@ def _step_xla(plan: StepPlan, x: Token, states: States) -> tuple[jax.Array, Stat
     return h.astype(x.q.dtype), jax.tree.map(lambda y, old: y.astype(old.dtype), new, states)
 
 
+def _step_on_backend(plan: StepPlan, x: Token, states: States) -> tuple[jax.Array, States]:
+    return on_backend(plan.backend, functools.partial(_step_triton, plan), functools.partial(_step_xla, plan), x, states)
+
+
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
 def _step_kernels(plan: StepPlan, x: Token, states: States) -> tuple[jax.Array, States]:
-    return on_backend(plan.backend, functools.partial(_step_triton, plan), functools.partial(_step_xla, plan), x, states)
+    return over_shards(_step_on_backend, plan, x, states)
 
 
 @_step_kernels.defjvp
@@ -160,6 +168,8 @@ def _run(
     filled = config_for(DHQK, DHV, 1, c.dtype, device_kind=target_device_kind(), explicit=config)
     if B * NH == 0:
         backend = "xla"  # a kernel has no empty grid
+    *token, c, n, m = aligned(*x, c, n, m)
+    x = Token(*token)
     plan = StepPlan(filled, DHQK**-0.5, float(eps), stabilize_correctly, float(norm_val), normalize, backend)
     h, states = (sequence if steps else step)(plan, x, States(c, n, None if gate is InputGate.SIGMOID else m))
     return h, (states.c, states.n, m if states.m is None else states.m)

@@ -1,8 +1,8 @@
 """Sharded calls: every device computes its own batch entries and heads.
 
-A Triton kernel is a custom call, which XLA cannot partition: left alone it gathers all shards on every device. Batch entries and
-heads do not depend on each other, so the operations of fwbw.py can run on the shards of those two axes as they are. How a call
-learns of its shards depends on the mesh:
+A Triton kernel is a custom call, which XLA cannot partition: left alone it gathers all shards on every device. Batch entries and heads
+do not depend on each other, so the operations of fwbw.py and recurrent.py can run on the shards of those two axes as they are. How a
+call learns of its shards depends on the mesh:
 
 * Auto axes: shardings are known only when XLA has propagated them, long after tracing. ``custom_partitioning`` is what JAX (0.10.2 to
   0.12) has for this: a Shardy rule (the batch and head axes are free, all others need replication) and a function that is traced
@@ -15,7 +15,6 @@ learns of its shards depends on the mesh:
 Sharding of any other axis (sequence, head dimensions) is undone first: by XLA on auto axes, by ``jax.sharding.reshard`` on explicit ones.
 """
 
-import dataclasses
 import functools
 import hashlib
 import math
@@ -34,7 +33,7 @@ Function = Callable[..., Any]  # (plan, *pytrees of arrays (B, NH, ...)) -> pytr
 
 
 def over_shards(function: Function, plan: Any, *args: Any) -> Any:
-    """function(plan, *args) on the shards of the first two axes of every array; plan.problem has the B and NH of a shard."""
+    """function(plan, *args) on the shards of the first two axes of every array; the plan is that with_heads(B, NH) of a shard."""
     return _mappable(function, plan, 0)(*args)
 
 
@@ -109,15 +108,16 @@ def _on_shard(function: Function, plan: Any, mapped: int, *args: Any) -> Any:
     shapes = {x.shape[: mapped + 2] for x in jax.tree.leaves(args)}
     if len(shapes) > 1:
         raise ValueError(
-            f"arguments of mlstm_chunkwise have shards of {' and '.join(map(str, sorted(shapes)))} batch entries and heads, expected one: "
+            f"arguments have shards of {' and '.join(map(str, sorted(shapes)))} batch entries and heads, expected one: "
             "inside a shard_map that leaves mesh axes to the compiler constrain them with jax.lax.with_sharding_constraint"
         )
     (heads,) = shapes
     *batch, NH = heads
-    plan = dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, B=math.prod(batch), NH=NH))
+    B = math.prod(batch)
+    plan = plan.with_heads(B, NH)
     if not mapped:
         return function(plan, *args)
-    made = function(plan, *jax.tree.map(lambda x: x.reshape(plan.problem.B, NH, *x.shape[len(heads) :]), args))
+    made = function(plan, *jax.tree.map(lambda x: x.reshape(B, NH, *x.shape[len(heads) :]), args))
     return jax.tree.map(lambda x: x.reshape(*heads, *x.shape[2:]), made)
 
 

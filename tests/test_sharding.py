@@ -13,7 +13,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import NAMES, assert_close, random_inputs, tolerance
 
-from mlstm_pallas import mlstm_chunkwise
+from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_step
 from mlstm_pallas.sharding import _identity
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -271,3 +271,30 @@ def test_gpus_run_their_shards(gpus, kind, inside):
     found = compiled(*x)
     check(found, jax.jit(gradient_of(run))(*arrays))
     assert found[0][1][0].sharding.is_equivalent_to(NamedSharding(mesh, spec), 4)
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=lambda x: x.name)
+def test_packed_sequences_stay_sharded(inputs, kind):
+    ids = jnp.cumsum(jnp.asarray(np.random.default_rng(1).random((B, S)) < 0.2), axis=1)
+    run = jax.jit(lambda ids, *x: run_on("xla")(*x, segment_ids=ids))
+    expected = run(ids, *inputs)
+    mesh, spec = mesh_of((4, 2), kind), P("x", "y")
+    x = sharded([ids, *inputs], mesh, P("x"), *[spec] * 8)
+    compiled = run.lower(*x).compile()
+    assert not collectives(compiled)
+    for actual, wanted in zip(jax.tree.leaves(compiled(*x)), jax.tree.leaves(expected), strict=True):
+        assert_close(np.asarray(actual), np.asarray(wanted), BOUND)
+
+
+@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=lambda x: x.name)
+@pytest.mark.parametrize("backend", ["xla", "interpret"])
+def test_a_recurrent_step_stays_sharded(inputs, backend, kind):
+    token = [x[:, :, 0] for x in inputs[:5]] + inputs[5:]
+    step = jax.jit(functools.partial(mlstm_recurrent_step, backend=backend))
+    expected = step(*token)
+    x = sharded(token, mesh_of((4, 2), kind), P("x", "y"))
+    compiled = step.lower(*x).compile()
+    assert not collectives(compiled)
+    for actual, wanted in zip(jax.tree.leaves(compiled(*x)), jax.tree.leaves(expected), strict=True):
+        assert_close(np.asarray(actual), np.asarray(wanted), BOUND)
+        assert actual.sharding.is_equivalent_to(NamedSharding(x[0].sharding.mesh, P("x", "y")), actual.ndim)
