@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -34,7 +33,7 @@ def import_from_benchmarks(name):
         return importlib.import_module(name)
 
 
-corpus = import_from_benchmarks("byte_corpus")
+corpus, byte_lm = map(import_from_benchmarks, ("byte_corpus", "byte_lm"))
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +119,9 @@ def test_unigram_bits():
 
 
 @pytest.fixture(scope="module")
-def model(lm):
+def model():
     """Two small layers with open input gates, so that much of the logits comes from the states."""
-    model = lm.ByteLM(lm.ModelConfig(layers=2, embedding_dim=32, heads=2, qk_dim=16, mlp_dim=48), nnx.Rngs(3))
+    model = byte_lm.ByteLM(byte_lm.ModelConfig(layers=2, embedding_dim=32, heads=2, qk_dim=16, mlp_dim=48), nnx.Rngs(3))
     for block in model.blocks:
         block.mlstm.input_gate.bias[...] = jnp.zeros(2)
     return model
@@ -154,16 +153,16 @@ def test_states_continue_the_full_pass(model):
     assert float(jnp.max(jnp.abs(forgetful - full[:, -1:]))) > 100 * tolerance  # the states matter to the last byte
 
 
-def test_generation_is_greedy_at_temperature_0(lm, model):
+def test_generation_is_greedy_at_temperature_0(model):
     prompt = jnp.asarray([[100, 101, 102]])
-    text = lm.generate(model, prompt, jax.random.key(0), length=12, temperature=0.0)
+    text = byte_lm.generate(model, prompt, jax.random.key(0), length=12, temperature=0.0)
     logits, _ = forward(model, jnp.concatenate([prompt, text], axis=1), None)
     np.testing.assert_array_equal(text, jnp.argmax(logits, -1)[:, 2:-1])
 
 
-def test_generation_follows_the_key_at_a_temperature(lm, model):
+def test_generation_follows_the_key_at_a_temperature(model):
     prompt = jnp.asarray([[100, 101, 102]])
-    first, again, other = (lm.generate(model, prompt, jax.random.key(seed), length=12, temperature=1.0).tolist() for seed in (0, 0, 1))
+    first, again, other = (byte_lm.generate(model, prompt, jax.random.key(seed), length=12, temperature=1.0).tolist() for seed in (0, 0, 1))
     assert first == again != other
 
 
@@ -207,14 +206,15 @@ def test_plot_and_sample(output):
 def test_seed_decides_the_curve(lm, text_folder, output, tmp_path, seed, same):
     with flagsaver.flagsaver(**TINY, corpus=str(text_folder), seed=seed):
         train_text, held_out = corpus.read_corpus(text_folder, TINY["seq_len"])
-        model = lm.ByteLM(lm.model_config(), nnx.Rngs(seed))
-        lm.train(model, train_text, held_out, lm.Log(tmp_path / "log.jsonl"), threading.Event())
+        checkpoints = lm.Checkpoints(tmp_path / "checkpoints")
+        lm.train(lm.Training(lm.model_config()), train_text, held_out, lm.Log(tmp_path / "log.jsonl"), checkpoints, lambda step: False)
+        checkpoints.close()
     assert (losses(tmp_path) == losses(output)) is same
 
 
-def test_bfloat16_reaches_the_mlstm(lm):
-    config = lm.ModelConfig(layers=1, embedding_dim=16, heads=2, qk_dim=16, mlp_dim=16, dtype="bfloat16")
-    layer = lm.MLSTMLayer(config, nnx.Rngs(0))
+def test_bfloat16_reaches_the_mlstm():
+    config = byte_lm.ModelConfig(layers=1, embedding_dim=16, heads=2, qk_dim=16, mlp_dim=16, dtype="bfloat16")
+    layer = byte_lm.MLSTMLayer(config, nnx.Rngs(0))
     jaxpr = str(jax.make_jaxpr(lambda x: layer(x, None)[0])(jnp.ones((1, 16, 16))))
     assert "bf16[1,2,16,8]" in jaxpr
 
@@ -280,7 +280,7 @@ def test_triton_needs_a_gpu(lm):
 def test_loss_that_is_not_finite(lm, text_folder, tmp_path):
     with flagsaver.flagsaver(**TINY | dict(learning_rate=float("inf")), corpus=str(text_folder), output_dir=str(tmp_path)):
         assert "the loss is nan by step 10" in error_of(lm.main, ["train_byte_lm.py"])
-    assert read_log(tmp_path)[-1]["error"] == "the loss is nan"
+    assert read_log(tmp_path)[-1]["error"] == "the loss is nan by step 10"
 
 
 def start(*arguments):
