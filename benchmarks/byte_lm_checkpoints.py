@@ -1,5 +1,7 @@
 """Checkpoints of train_byte_lm.py, by orbax: complete or not there, and checked when they are read."""
 
+import json
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -48,17 +50,22 @@ class Checkpoints:
 
     def save(self, step: int, state: nnx.State, progress: dict[str, Any]) -> None:
         """Begins to write the arrays of state, of 32 bits each, and progress, which JSON must be able to hold."""
-        progress = progress | dict(checksum=int(checksum(state)))
-        parts = dict(state=ocp.args.StandardSave(_named(state)), progress=ocp.args.JsonSave(progress))
+        text = json.dumps(progress | dict(checksum=int(checksum(state))))
+        checked = dict(text=text, crc32=zlib.crc32(text.encode()))
+        parts = dict(state=ocp.args.StandardSave(_named(state)), progress=ocp.args.JsonSave(checked))
         self._manager.save(step, args=ocp.args.Composite(**parts), force=True)
 
     def progress(self, step: int) -> dict[str, Any]:
         """What was saved beside the state.
 
         Raises:
-          CheckpointError: it cannot be read.
+          CheckpointError: it cannot be read, or has changed since it was written.
         """
-        return self._read(step, progress=ocp.args.JsonRestore())
+        checked = self._read(step, progress=ocp.args.JsonRestore())
+        text = checked.get("text", "")
+        if zlib.crc32(text.encode()) != checked.get("crc32"):
+            raise self._damaged(step, "its record of the training has changed")
+        return json.loads(text)
 
     def state(self, step: int, like: nnx.State) -> nnx.State:
         """The saved state, each array on the devices where ``like`` has it.
@@ -82,7 +89,7 @@ class Checkpoints:
                 raise self._damaged(step, str(error)) from error
             words += int(np.sum(x.view(np.uint32), dtype=np.uint32))
         if words % 2**32 != self.progress(step)["checksum"]:
-            raise self._damaged(step, "its checksum is another one")
+            raise self._damaged(step, "its arrays have changed")
 
     def _read(self, step: int, **part: ocp.args.CheckpointArgs) -> Any:
         [name] = part

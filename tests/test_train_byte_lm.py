@@ -1,8 +1,10 @@
-"""benchmarks/train_byte_lm.py and byte_corpus.py: the split of the text, the model with and without states, whole runs and how they end."""
+"""benchmarks/train_byte_lm.py, byte_lm.py, byte_corpus.py: the split of the text, the model, whole runs, their end and what follows."""
 
+import functools
 import importlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -25,6 +27,8 @@ from flax import nnx
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 TINY = dict(layers=1, embedding_dim=16, heads=2, seq_len=32, batch_size=4, steps=40, eval_every=20, eval_batches=2, sample_length=8)
 TINY |= dict(learning_rate=2e-2, warmup_steps=2)
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def import_from_benchmarks(name):
@@ -219,6 +223,101 @@ def test_bfloat16_reaches_the_mlstm():
     assert "bf16[1,2,16,8]" in jaxpr
 
 
+# ---------------------------------------------------------------- how runs go on
+
+
+def curve(folder):
+    """The log without what depends on the clock and the folder."""
+    return [{name: x for name, x in line.items() if name not in ("seconds", "tokens_per_second", "flags")} for line in read_log(folder)]
+
+
+@pytest.fixture(scope="module")
+def interrupted(lm, text_folder, tmp_path_factory):
+    """The output folder of a run that --max_minutes ended after 13 steps; its last checkpoints are of steps 10 and 13."""
+    folder, deadline = tmp_path_factory.mktemp("interrupted"), lm.asked_to_end
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        flagsaver.flagsaver(**TINY, corpus=str(text_folder), output_dir=str(folder), checkpoint_every=5),
+    ):
+        patch.setattr(lm, "asked_to_end", lambda stop, until, step: deadline(stop, 0.0 if step == 13 else until, step))
+        assert lm.main(["train_byte_lm.py"]) == 75
+    return folder
+
+
+def go_on(lm, text_folder, folder, **changed):
+    """The exit code of the same command once more."""
+    with flagsaver.flagsaver(**TINY | dict(corpus=str(text_folder), output_dir=str(folder)) | changed):
+        return lm.main(["train_byte_lm.py"])
+
+
+def test_interrupted_run_has_its_marks(interrupted):
+    assert [line["step"] for line in read_log(interrupted) if "step" in line] == [10, 13, 13]
+    assert [line.get("interrupted", False) for line in read_log(interrupted)] == [False, False, True, True]
+    assert (interrupted / "loss.png").exists()
+    assert sorted(path.name for path in (interrupted / "checkpoints").iterdir()) == ["10", "13"]
+
+
+def test_interrupted_run_goes_on_along_the_curve(lm, text_folder, output, interrupted, tmp_path):
+    shutil.copytree(interrupted, tmp_path, dirs_exist_ok=True)
+    with (tmp_path / "log.jsonl").open("a") as file:  # what a kill after the checkpoint leaves
+        file.write(json.dumps(dict(step=20, loss=0.0, seconds=1e3)) + '\n{"step": 30, "lo')
+    assert go_on(lm, text_folder, tmp_path) == 0
+    assert curve(tmp_path) == curve(output)
+    assert (tmp_path / "sample.txt").read_text() == (output / "sample.txt").read_text()
+    seconds = [line["seconds"] for line in read_log(tmp_path)]
+    assert seconds == sorted(seconds)
+
+
+def test_finished_run_is_not_trained_again(lm, text_folder, output, tmp_path, capsys):
+    shutil.copytree(output, tmp_path, dirs_exist_ok=True)
+    assert go_on(lm, text_folder, tmp_path) == 0
+    assert (tmp_path / "log.jsonl").read_text() == (output / "log.jsonl").read_text()
+    out = capsys.readouterr().out
+    assert "going on after step 40 of 40" in out
+    assert f"held-out bits per byte: {read_log(output)[-1]['held_out_bits_per_byte']:.3f}" in out
+
+
+def test_noresume_starts_over(lm, text_folder, interrupted, tmp_path):
+    shutil.copytree(interrupted, tmp_path, dirs_exist_ok=True)
+    assert go_on(lm, text_folder, tmp_path, resume=False, seed=1, max_minutes=0.0) == 75
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["1"]
+    assert [line["step"] for line in read_log(tmp_path)[1:]] == [1, 1]
+
+
+@pytest.mark.parametrize("changed", [dict(layers=2), dict(steps=41), dict(seed=1), dict(learning_rate=1e-2)], ids=str)
+def test_changed_flags_do_not_fit(lm, text_folder, interrupted, changed):
+    [(name, x)] = changed.items()
+    said = error_of(functools.partial(go_on, lm, text_folder, interrupted, **changed))
+    assert f"a run with --{name}={TINY.get(name, 0)} cannot go on with --{name}={x}: " in said
+    assert str(interrupted / "checkpoints" / "13") in said
+
+
+def test_changed_text_does_not_fit(lm, text_folder, interrupted, tmp_path):
+    shutil.copytree(text_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "0.txt").write_bytes(b"x" * 1040)
+    assert "cannot go on with other text in --corpus" in error_of(functools.partial(go_on, lm, tmp_path, interrupted))
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage", [Path.unlink, lambda path: os.truncate(path, path.stat().st_size // 2), flip_a_bit], ids=["gone", "cut", "flip"]
+)
+@pytest.mark.parametrize("part", ["the arrays", "the rest"])
+def test_damaged_checkpoint(lm, text_folder, interrupted, tmp_path, capfd, part, damage):
+    shutil.copytree(interrupted, tmp_path, dirs_exist_ok=True)
+    checkpoint = tmp_path / "checkpoints" / "13"
+    arrays = max(checkpoint.glob("state/ocdbt.process_0/d/*"), key=lambda path: path.stat().st_size)
+    damage(arrays if part == "the arrays" else checkpoint / "progress" / "metadata")
+    assert f"the checkpoint {checkpoint} is damaged: " in error_of(functools.partial(go_on, lm, text_folder, tmp_path))
+    assert "Traceback" not in capfd.readouterr().err
+    assert read_log(tmp_path) == read_log(interrupted)
+
+
 # ---------------------------------------------------------------- how runs end
 
 
@@ -262,12 +361,30 @@ def test_unusable_corpus(lm, tmp_path, files, source, said):
         ("--chunk_size=48", "power of two"),
         ("--dtype=float16", "dtype"),
         ("--prompt=", "prompt"),
+        ("--mesh=data:0", "mesh"),
+        ("--mesh=model:2", "mesh"),
+        ("--mesh=data:2,data:2", "mesh"),
+        ("--mesh=data:3", "batch_size must be a multiple of data in mesh"),
+        ("--mesh=data:2,tensor:3", "heads must be a multiple of tensor in mesh"),
+        ("--mesh=sequence:5", "seq_len must be a multiple of sequence in mesh"),
+        ("--mlp_factor=1.0078125 --mesh=tensor:2", "mlp_factor * embedding_dim must be a multiple of tensor in mesh"),
+        ("--num_processes=2", "coordinator_address, num_processes and process_id belong together"),
         ("--no_such_flag", "no_such_flag"),
     ],
 )
 def test_impossible_flags(lm, argument, said):
     with flagsaver.flagsaver():
-        assert said in error_of(lm.parse_flags, ["train_byte_lm.py", argument])
+        assert said in error_of(lm.parse_flags, ["train_byte_lm.py", *argument.split()])
+
+
+def test_mesh_of_more_devices_than_there_are(lm, text_folder, tmp_path):
+    size = 2 * jax.device_count()
+    with flagsaver.flagsaver(
+        **TINY | dict(batch_size=size), corpus=str(text_folder), output_dir=str(tmp_path / "output"), mesh=f"data:{size}"
+    ):
+        said = error_of(lm.main, ["train_byte_lm.py"])
+    assert f"--mesh=data:{size} has {size} devices, there are {size // 2}" in said
+    assert not (tmp_path / "output").exists()
 
 
 def test_triton_needs_a_gpu(lm):
@@ -284,7 +401,7 @@ def test_loss_that_is_not_finite(lm, text_folder, tmp_path):
 
 
 def start(*arguments):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     command = [
         sys.executable,
         BENCHMARKS / "train_byte_lm.py",
@@ -300,6 +417,21 @@ def test_command_line_error():
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 1
     assert stderr == "error: [Errno 2] No such file or directory: '/no/such/folder'\n"
+
+
+@pytest.mark.slow
+def test_killed_run_goes_on_along_the_curve(lm, text_folder, output, tmp_path):
+    process = start(f"--corpus={text_folder}", f"--output_dir={tmp_path}", "--checkpoint_every=1")
+    try:
+        until = time.monotonic() + 120
+        while not list(tmp_path.glob("checkpoints/[0-9]*")) and time.monotonic() < until:
+            time.sleep(0.01)
+    finally:
+        process.kill()
+    process.communicate()
+    assert len(losses(tmp_path)) < len(losses(output))
+    assert go_on(lm, text_folder, tmp_path) == 0
+    assert curve(tmp_path) == curve(output)
 
 
 @pytest.mark.slow
