@@ -307,7 +307,7 @@ def time_calls(call: Callable[[], Any], synchronise: Callable[[Any], None], repe
     return [batch(calls) for _ in range(repeats)]
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
@@ -365,7 +365,7 @@ def measured_rows(options: flags.FlagValues, shapes: dict[str, Shape], impls: Se
                 measure(row, case, built, options.repeats, rates)
             except Exception as error:
                 row.status = "failed" if ours else "skipped"
-                row.note = f"{row.status}: {_one_line(error)}"
+                row.note = f"{row.status}: {one_line(error)}"
             yield row
 
 
@@ -430,9 +430,12 @@ def progress(row: Row) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines = [COLUMNS, *map(cells, rows)]
+    return aligned([COLUMNS, *map(cells, rows)], "<<<" + ">" * len(NUMBERS) + "<")
+
+
+def aligned(lines: Sequence[Sequence[str]], aligns: str) -> str:
+    """Lines of cells as text, each column to the side that its letter of aligns says."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligns = ["<"] * 3 + [">"] * len(NUMBERS) + ["<"]
     pad = "{:{}{}}".format
     return "\n".join("  ".join(map(pad, line, aligns, widths)).rstrip() for line in lines)
 
