@@ -1,4 +1,5 @@
-r"""Compiles the kernels of mlstm_chunkwise for a named GPU, on a machine that needs none, and prints what each takes of the device.
+r"""Compiles the kernels of mlstm_chunkwise or mlstm_recurrent_step for a named GPU, on a machine that needs none, and prints what each
+takes of the device.
 
     python benchmarks/compile_report.py --device=H200 --heads=128/256,256/512 --dtype=bfloat16
 
@@ -28,7 +29,7 @@ import jax.numpy as jnp
 from absl import app, flags
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from mlstm_pallas import KernelConfig, mlstm_chunkwise
+from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step
 from mlstm_pallas.config import STAGES, config_for
 from mlstm_pallas.problem import KERNEL_DTYPES, check_chunk_size, make_problem
 
@@ -36,6 +37,7 @@ from mlstm_pallas.problem import KERNEL_DTYPES, check_chunk_size, make_problem
 BATCH, NUM_HEADS = 1, 8
 
 SHARED_KIB = {80: 163, 86: 99, 89: 99, 90: 227, 100: 227, 120: 99}  # that one block may have, by compute capability
+DIRECTIONS = ("fwd", "fwbw", "step")
 
 
 class RequestError(ValueError):
@@ -318,7 +320,7 @@ def report(
     config: KernelConfig | None = None,
     direction: str = "fwd",
 ) -> Iterator[Row]:
-    """Yields a row a kernel of mlstm_chunkwise, compiled.
+    """Yields a row a kernel of mlstm_chunkwise or mlstm_recurrent_step, compiled.
 
     Args:
       device: a name in DEVICES; also chooses the tuned config.
@@ -327,7 +329,7 @@ def report(
       stages: only these; empty: all.
       seqlen: steps of the sequence.
       chunk_size, config: in place of the default ones, as in mlstm_chunkwise.
-      direction: "fwd", or "fwbw" for the gradient with its forward.
+      direction: "fwd", "fwbw" for the gradient with its forward, or "step" for one recurrent step, with states of the dtype.
     """
     target = find_device(device)
     try:
@@ -344,6 +346,12 @@ def report(
     def gradient(*args):
         return jax.grad(lambda *xs: jnp.sum(forward(*xs), dtype=jnp.float32), argnums=tuple(range(len(args))))(*args)
 
+    def step(*args):
+        return mlstm_recurrent_step(*args, backend="triton", config=config)
+
+    functions = dict(fwd=forward, fwbw=gradient, step=step)
+    if direction == "step":
+        seqlen = 1
     for DHQK, DHHV in heads:
         for dtype in map(jnp.dtype, dtypes):
             rows = BATCH, NUM_HEADS, seqlen
@@ -351,8 +359,12 @@ def report(
             problem = make_problem((*rows, DHQK), DHHV, filled.chunk_size, pad_heads=True)
             case = Row(device, DHQK, DHHV, dtype.name, "(tracing)", problem.L)
             qk, v, gate = (jax.ShapeDtypeStruct(s, d) for s, d in (((*rows, DHQK), dtype), ((*rows, DHHV), dtype), (rows, jnp.float32)))
+            args = qk, qk, v, gate, gate
+            if direction == "step":
+                qk, v, gate = (jax.ShapeDtypeStruct((*x.shape[:2], *x.shape[3:]), x.dtype) for x in (qk, v, gate))
+                args = qk, qk, v, gate, gate, jax.ShapeDtypeStruct((*qk.shape, DHHV), dtype), qk, gate
             try:
-                kernels = lowered_kernels(forward if direction == "fwd" else gradient, qk, qk, v, gate, gate, device=target)
+                kernels = lowered_kernels(functions[direction], *args, device=target)
             except Exception as error:
                 yield dataclasses.replace(case, cause=_one_line(error))
                 continue
@@ -361,7 +373,10 @@ def report(
                 raise RequestError(f"no stage {', '.join(missing)} in {direction}, there are {', '.join(names)}")
             for kernel in kernels:
                 if not stages or kernel.name in stages:
-                    tiles = dataclasses.asdict(filled.stage(kernel.name).fitted(problem)) if kernel.name in STAGES else {}
+                    stage = filled.stage(kernel.name) if kernel.name in STAGES else None
+                    if stage and direction != "step":  # which is not padded, but masks
+                        stage = stage.fitted(problem)
+                    tiles = dataclasses.asdict(stage) if stage else {}
                     yield _compiled_row(dataclasses.replace(case, stage=kernel.name, config=tiles), kernel, target)
 
 
@@ -401,7 +416,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_list("stage", [], "Only these stages; empty: all.", flag_values=values)
     flags.DEFINE_integer("seqlen", 8192, "Steps of the sequence.", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("chunk_size", None, "Steps of a chunk; none: the default config's.", flag_values=values)
-    flags.DEFINE_enum("direction", "fwd", ["fwd", "fwbw"], "Forward, or gradient with its forward.", flag_values=values)
+    flags.DEFINE_enum("direction", "fwd", list(DIRECTIONS), "Forward, gradient with it, or one recurrent step.", flag_values=values)
     flags.DEFINE_bool("jsonl", False, "Print JSON lines, with sizes in bytes, not a table.", flag_values=values)
 
 

@@ -75,6 +75,7 @@ STAGES = (
     "parallel_bw_dQ",
     "parallel_bw_dK",
     "parallel_bw_dV",
+    "recurrent_step",
 )
 
 
@@ -86,7 +87,7 @@ class KernelConfig:
       chunk_size: L, a power of two >= 16.
       precision: of float32 products. None: true float32 quality, as six bfloat16 products on the tensor cores.
       split_backward: dq, dk and dv by a kernel each, which a chunk of more than one tile needs; else all three by one kernel.
-      chunk_gates, ..., parallel_bw_dV: tiles of the stages.
+      chunk_gates, ..., recurrent_step: tiles of the stages.
     """
 
     chunk_size: int | None = None
@@ -100,6 +101,7 @@ class KernelConfig:
     parallel_bw_dQ: StageConfig | None = None
     parallel_bw_dK: StageConfig | None = None
     parallel_bw_dV: StageConfig | None = None
+    recurrent_step: StageConfig | None = None
 
     def __post_init__(self):
         check_chunk_size(self.chunk_size)
@@ -187,6 +189,8 @@ def heuristic_config(DHQK: int, dtype: jnp.dtype) -> KernelConfig:
         parallel_bw_dQ=split,
         parallel_bw_dK=split,
         parallel_bw_dV=split,
+        # Up to 32 KiB a program, all asked for at once: 128 programs for 8 heads of 256/512, four on a multiprocessor where there are more.
+        recurrent_step=StageConfig(siz_b_DHQK=256, siz_b_DHHV=32, num_warps=8, num_stages=1),
     )
 
 

@@ -6,7 +6,8 @@ kernels would be added here.
 
 import functools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -30,9 +31,13 @@ def kernel_call(
     out_shape: Sequence[jax.ShapeDtypeStruct],
     stage: StageConfig,
     interpret: bool,
+    input_output_aliases: Mapping[int, int] = MappingProxyType({}),
     **statics: Any,
 ) -> Callable[..., Any]:
-    """pl.pallas_call of ``kernel(*refs, **statics)``; grid axis 0 is the one that varies fastest on the GPU."""
+    """pl.pallas_call of ``kernel(*refs, **statics)``; grid axis 0 is the one that varies fastest on the GPU.
+
+    input_output_aliases: {input: output} that share their memory, by position; absent inputs (None) do not count.
+    """
     return pl.pallas_call(
         functools.partial(kernel, **statics),
         grid=grid,
@@ -41,5 +46,15 @@ def kernel_call(
         out_shape=tuple(out_shape),
         compiler_params=plgpu.CompilerParams(num_warps=stage.num_warps, num_stages=stage.num_stages),
         interpret=interpret,
+        input_output_aliases=dict(input_output_aliases),
         name=name,
     )
+
+
+def masked_load(ref: Any, mask: jax.Array | None) -> jax.Array:
+    """ref[...], and 0 where mask does not hold; None: it holds everywhere."""
+    return plgpu.load(ref, mask=mask, other=None if mask is None else 0.0)
+
+
+def masked_store(ref: Any, x: jax.Array, mask: jax.Array | None) -> None:
+    plgpu.store(ref, x, mask=mask)

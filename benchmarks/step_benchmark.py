@@ -1,0 +1,345 @@
+r"""Times a step of the recurrent mLSTM, as a generation loop sees it, beside other implementations and a copy of the device's memory.
+
+    python benchmarks/step_benchmark.py                                              # b1 and 256mib on a GPU, a tiny one without
+    python benchmarks/step_benchmark.py --shape=b1,128x8x256x512 --impl=triton,xla,mlstm_kernels_triton_step --jsonl=step.jsonl
+
+Ours runs in one jitted loop of --steps steps that updates its states in place; a peer in torch as a CUDA graph of as many launches. The
+outputs after a few steps are checked against the float64 recurrence, on the first, a middle and the last head; what is wrong is not
+timed. Bytes are those of the states, read once and written once, 2 B NH (DHQK DHHV + DHQK + 1) itemsize, whatever an implementation
+moves; the rate of the copy, bytes read and written, is measured in the same run. Exit code 1 when an output is wrong or ours fails,
+2 when the request makes no sense, 130 after Ctrl-C.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import json
+import os
+import re
+import statistics
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jaxlib
+import numpy as np
+from absl import app, flags
+from jax import lax
+from kernel_benchmark import RequestError, git_commit, time_calls
+from peers import take_heads
+
+from mlstm_pallas import mlstm_recurrent_step, reference
+from mlstm_pallas.backend import target_device_kind
+from mlstm_pallas.config import config_for
+from mlstm_pallas.problem import BACKENDS, KERNEL_DTYPES
+
+
+class Shape(NamedTuple):
+    """Dimensions of one step."""
+
+    B: int
+    NH: int
+    DHQK: int
+    DHHV: int
+
+    def state_bytes(self, itemsize: int) -> int:
+        return self.B * self.NH * (self.DHQK * self.DHHV + self.DHQK + 1) * itemsize
+
+    def __str__(self) -> str:
+        return "x".join(map(str, self))
+
+
+SHAPES = {
+    "b1": Shape(1, 8, 256, 512),
+    "256mib": Shape(64, 8, 256, 512),  # in float32, as the next two
+    "256mib-tfla": Shape(128, 16, 128, 256),
+    "1gib": Shape(256, 8, 256, 512),
+    "tiny": Shape(1, 2, 32, 64),
+}
+CHECKED_STEPS = 4
+# Relative norms of the error of h, by the coarser of the dtypes: sums of a few hundred float32 products, or values rounded to bfloat16 a
+# few times over.
+TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2}
+COPIED_BYTES = {"gpu": 2**29, "cpu": 2**24}
+
+
+class Token(NamedTuple):
+    q: jax.Array  # (B, NH, DHQK)
+    k: jax.Array
+    v: jax.Array  # (B, NH, DHHV)
+    i: jax.Array  # (B, NH)
+    f: jax.Array
+
+
+States = tuple[jax.Array, jax.Array, jax.Array]  # c, n, m
+
+
+@dataclasses.dataclass
+class Row:
+    """A measurement. What was not measured is None; status is "ok", "wrong", "failed" or "skipped", and note says why."""
+
+    name: str
+    shape: Shape
+    impl: str
+    dtype: str
+    state_dtype: str
+    steps: int
+    unroll: int
+    device: str
+    versions: dict[str, str]
+    commit: str | None
+    copy_gbps: float
+    config: dict[str, Any] | None = None
+    status: str = "ok"
+    note: str = ""
+    us: float | None = None  # a step
+    spread: float | None = None  # (slowest - fastest) / median of the repeats
+    gbps: float | None = None
+    copy_pct: float | None = None
+    error: float | None = None
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
+def random_inputs(shape: Shape, dtype: str, state_dtype: str) -> tuple[Token, States]:
+    """q, k and n have a positive mean, so that q.n does not come near 0, where h has no digits to compare."""
+    B, NH, K, V = shape
+    dims = ((K,), (K,), (V,), (), (), (K, V), (K,), ())
+    keys = jax.random.split(jax.random.key(0), len(dims))
+    q, k, v, i, f, c, n, m = (jax.random.normal(key, (B, NH, *dim)) for key, dim in zip(keys, dims, strict=True))
+    token = Token((q + 0.5).astype(dtype), (k + 0.5).astype(dtype), v.astype(dtype), i, f + 4.0)
+    return token, (c.astype(state_dtype), (n + 0.5).astype(state_dtype), m)
+
+
+class Ours:
+    """A backend of mlstm_recurrent_step."""
+
+    def __init__(self, backend: str, shape: Shape, state_dtype: str, unroll: int):
+        self.step = functools.partial(mlstm_recurrent_step, backend=backend)
+        self.unroll = unroll
+        filled = config_for(shape.DHQK, shape.DHHV, 1, jnp.dtype(state_dtype), device_kind=target_device_kind())
+        self.config = dataclasses.asdict(filled.stage("recurrent_step"))
+
+    def versions(self) -> dict[str, str]:
+        return {}
+
+    def build(self, token: Token, states: States, steps: int) -> Callable[[], jax.Array]:
+        """A call makes so many steps, from where the call before ended, and returns the last h."""
+
+        @functools.partial(jax.jit, donate_argnums=1)
+        def run(token, states):
+            def body(_, carry):
+                return self.step(*token, *carry[1])
+
+            return lax.fori_loop(0, steps, body, (jnp.zeros_like(token.v), states), unroll=min(self.unroll, steps))
+
+        now = jax.tree.map(jnp.copy, states)
+
+        def call():
+            nonlocal now
+            h, now = run(token, now)
+            return h
+
+        return call
+
+    def synchronise(self, h):
+        jax.block_until_ready(h)
+
+    def heads(self, h, index):
+        return take_heads(h, index)
+
+
+class MlstmKernelsStep:
+    """mlstm_kernels (NX-AI), its Triton step kernel: from one set of states to another, as it does not update in place."""
+
+    config = None
+
+    def __init__(self, shape: Shape, state_dtype: str):
+        self.torch = importlib.import_module("torch")
+        self.module = importlib.import_module("mlstm_kernels.torch.recurrent")
+        if not self.torch.cuda.is_available():
+            raise RuntimeError("torch finds no GPU")
+
+    def versions(self):
+        return {name: metadata.version(name) for name in ("torch", "triton", "mlstm_kernels")}
+
+    def build(self, token, states, steps):
+        torch = self.torch
+
+        def tensor(x):
+            x = x if x.ndim > 2 else x[..., None]
+            return torch.tensor(np.asarray(x).astype(np.float32), device="cuda").to(getattr(torch, str(x.dtype))).contiguous()
+
+        token, first = tuple(map(tensor, token)), tuple(map(tensor, states))
+        sets = tuple(tuple(map(torch.empty_like, first)) for _ in range(2))
+
+        def run(count):
+            for x, y in zip(sets[0], first, strict=True):
+                x.copy_(y)
+            for t in range(count):
+                old, new = sets[t % 2], dict(zip(("matC_new", "vecN_new", "scaM_new"), sets[(t + 1) % 2], strict=True))
+                h, _ = self.module.mlstm_recurrent_step__triton(*token, *old, eps=1e-6, dtype_state=first[0].dtype, **new)
+            return h
+
+        run(1)  # which compiles: a graph can only record
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            h = run(steps)
+
+        def call():
+            graph.replay()
+            return h
+
+        return call
+
+    def synchronise(self, h):
+        self.torch.cuda.synchronize()
+
+    def heads(self, h, index):
+        return h.reshape(-1, h.shape[-1])[index.tolist()].double().cpu().numpy()
+
+
+PEERS = {"mlstm_kernels_triton_step": MlstmKernelsStep}
+
+
+def expected_h(token: Token, states: States, index: np.ndarray) -> np.ndarray:
+    """h of the heads in index after CHECKED_STEPS steps with the same token, float64."""
+    token, states = take_heads((token, states), index)
+
+    @jax.jit
+    def last_h(token, states):
+        x = (jnp.repeat(x[None, :, None], CHECKED_STEPS, axis=2) for x in token)
+        return reference.recurrence(*x, *(x[None] for x in states))[0][0, :, -1]
+
+    with jax.enable_x64(True):
+        return np.asarray(last_h(token, states))
+
+
+def copy_rate(repeats: int) -> float:
+    """Bytes/s that a copy on the device reads and writes."""
+    size = COPIED_BYTES.get(jax.default_backend(), COPIED_BYTES["gpu"])
+    x = jnp.ones(size, jnp.int8)
+    times = time_calls(lambda: jnp.copy(x), jax.block_until_ready, repeats)
+    return 2 * size / statistics.median(times)
+
+
+def measure(row: Row, impl: Any, repeats: int) -> None:
+    """Fills the row; refuses to time a wrong output."""
+    shape = row.shape
+    token, states = random_inputs(shape, row.dtype, row.state_dtype)
+    row.config, row.versions = impl.config, row.versions | impl.versions()
+    heads = shape.B * shape.NH
+    index = np.unique([0, heads // 2, heads - 1])
+    expected = expected_h(token, states, index)
+    h = impl.build(token, states, CHECKED_STEPS)()
+    impl.synchronise(h)
+    row.error = float(np.linalg.norm(impl.heads(h, index) - expected) / np.linalg.norm(expected))
+    limit = TOLERANCES["bfloat16" if "bfloat16" in (row.dtype, row.state_dtype) else "float32"]
+    if not row.error <= limit:
+        row.status, row.note = "wrong", f"wrong: error {row.error:.1e} in h, at most {limit:.0e}"
+        return
+    times = time_calls(impl.build(token, states, row.steps), impl.synchronise, repeats)
+    seconds = statistics.median(times) / row.steps
+    row.us, row.spread = 1e6 * seconds, (max(times) - min(times)) / statistics.median(times)
+    row.gbps = 2 * shape.state_bytes(jnp.dtype(row.state_dtype).itemsize) / seconds / 1e9
+    row.copy_pct = 100 * row.gbps / row.copy_gbps
+
+
+def measured_rows(options: flags.FlagValues, shapes: dict[str, Shape], impls: Sequence[str], steps: int) -> Iterator[Row]:
+    """A row for each shape and implementation, as soon as it is measured."""
+    common = dict(dtype=options.dtype, state_dtype=options.state_dtype, steps=steps, unroll=options.unroll)
+    common |= dict(device=jax.devices()[0].device_kind, commit=git_commit(), copy_gbps=copy_rate(options.repeats) / 1e9)
+    for name, shape in shapes.items():
+        for impl in impls:
+            row, ours = Row(name, shape, impl, versions=dict(jax=jax.__version__, jaxlib=jaxlib.__version__), **common), impl in BACKENDS
+            try:
+                built = Ours(impl, shape, options.state_dtype, options.unroll) if ours else PEERS[impl](shape, options.state_dtype)
+                measure(row, built, options.repeats)
+            except Exception as error:
+                row.status = "failed" if ours else "skipped"
+                row.note = " ".join(f"{row.status}: {type(error).__name__}: {error}".split())[:200]
+            yield row
+
+
+def parse_request(options: flags.FlagValues) -> tuple[dict[str, Shape], Sequence[str], int]:
+    """What the flags ask for on this machine: shapes, implementations, steps of a loop."""
+    gpu = jax.devices()[0].platform == "gpu"
+    impls = options.impl or (["triton", *PEERS] if gpu else ["xla"])
+    if unknown := [name for name in impls if name not in (*BACKENDS, *PEERS)]:
+        raise RequestError(f"unknown impl {', '.join(unknown)}, known are {', '.join((*BACKENDS, *PEERS))}")
+    if "triton" in impls and not gpu:
+        raise RequestError("impl triton needs a GPU, JAX has none here; xla and interpret run anywhere")
+    shapes = {}
+    for text in options.shape or (["b1", "256mib"] if gpu else ["tiny"]):
+        if text not in SHAPES and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){3}", text):
+            raise RequestError(f"unknown shape {text!r}, known are {', '.join(SHAPES)} and BxNHxDHQKxDHHV")
+        shapes[text] = SHAPES[text] if text in SHAPES else Shape(*map(int, text.split("x")))
+    if not gpu:
+        print(f"no GPU here: measuring {', '.join(impls)} on the CPU, at {', '.join(shapes)}; these are not the speeds of the kernels")
+    return shapes, impls, options.steps or (1000 if gpu else 10)
+
+
+NUMBERS = {"us/step": ("us", "{:.2f}"), "spread %": ("spread", "{:.1%}"), "GB/s": ("gbps", "{:.4g}")}
+NUMBERS |= {"copy %": ("copy_pct", "{:.0f}"), "error": ("error", "{:.1e}")}
+COLUMNS = ("shape", "state MiB", "impl", *NUMBERS, "note")
+
+
+def cells(row: Row) -> list[str]:
+    values = ((getattr(row, field), text) for field, text in NUMBERS.values())
+    numbers = ["-" if value is None else text.format(value).rstrip("%") for value, text in values]
+    return [row.name, f"{row.shape.state_bytes(jnp.dtype(row.state_dtype).itemsize) / 2**20:.4g}", row.impl, *numbers, row.note]
+
+
+def table(rows: Sequence[Row]) -> str:
+    lines = [COLUMNS, *map(cells, rows)]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    aligns = ["<", ">", "<"] + [">"] * len(NUMBERS) + ["<"]
+    return "\n".join("  ".join(map("{:{}{}}".format, line, aligns, widths)).rstrip() for line in lines)
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Not at import: whoever imports this module has flags of their own."""
+    flags.DEFINE_list("shape", [], f"{', '.join(SHAPES)}, or BxNHxDHQKxDHHV; none: b1, 256mib, without a GPU tiny.", flag_values=values)
+    flags.DEFINE_list("impl", [], f"{', '.join((*BACKENDS, *PEERS))}; none: triton and peers, without a GPU xla.", flag_values=values)
+    flags.DEFINE_enum("dtype", "bfloat16", list(reversed(KERNEL_DTYPES)), "Of q, k, v and h.", flag_values=values)
+    flags.DEFINE_enum("state_dtype", "float32", list(KERNEL_DTYPES), "Of C and n; m is float32.", flag_values=values)
+    flags.DEFINE_integer("steps", None, "Steps of a loop; none: 1000, without a GPU 10.", lower_bound=1, flag_values=values)
+    unroll = "Steps of ours in an iteration of the loop. n and m go to new memory: one step an iteration costs a copy of each."
+    flags.DEFINE_integer("unroll", 2, unroll, lower_bound=1, flag_values=values)
+    flags.DEFINE_integer("repeats", 10, "Batches of calls; the median counts.", lower_bound=1, flag_values=values)
+    flags.DEFINE_string("jsonl", None, "File to append the rows to, as they come.", flag_values=values)
+
+
+def run(options: flags.FlagValues) -> int:
+    """Measures and prints what the flags ask for; returns the exit code."""
+    rows, code = [], 0
+    with contextlib.ExitStack() as stack:
+        try:
+            request = parse_request(options)
+            jsonl = stack.enter_context(open(options.jsonl, "a")) if options.jsonl else None
+        except (RequestError, OSError) as error:
+            print(f"step_benchmark: {error}", file=sys.stderr)
+            return 2
+        try:
+            for row in measured_rows(options, *request):
+                rows.append(row)
+                print(" ".join(cells(row)), flush=True)
+                if jsonl:
+                    print(json.dumps(dataclasses.asdict(row), default=str), file=jsonl, flush=True)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            code = 130
+    if rows:
+        print(f"\ncopy: {rows[0].copy_gbps:.4g} GB/s\n{table(rows)}")
+    return code or int(any(row.status in ("wrong", "failed") for row in rows))
+
+
+if __name__ == "__main__":
+    # A peer in torch needs memory on the same device.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+    define_flags(flags.FLAGS)
+    app.run(lambda _: run(flags.FLAGS))

@@ -1,0 +1,373 @@
+"""One token at a time: the step kernel and its plain form against the recurrence in float64, and beside the chunkwise form."""
+
+import functools
+import itertools
+import re
+
+import compile_report
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import assert_close, oracle, random_inputs, tolerance
+
+from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, mlstm_recurrent_sequence, mlstm_recurrent_step, reference, use_backend
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+BACKENDS = ("xla", "interpret")
+STATES = ("c", "n", "m")
+SMALL = KernelConfig(recurrent_step=StageConfig(siz_b_DHQK=16, siz_b_DHHV=16))
+
+
+def arguments(seed, B, NH, S, DHQK, DHHV, *, state_dtype="float32", **options):
+    """Arguments of mlstm_recurrent_sequence, or for S = 0 of mlstm_recurrent_step, and those of the oracle."""
+    x = random_inputs(seed, B, NH, max(S, 1), DHQK, DHHV, **options)
+    x = {name: np.asarray(y) for name, y in x.items()}  # whose slices are not compiled
+    x |= {name: y.astype(jnp.dtype(state_dtype)) for name, y in x.items() if name in ("c_initial", "n_initial")}
+    arrays = {name.removesuffix("_initial"): jnp.asarray(y if S or "initial" in name else y[:, :, 0]) for name, y in x.items()}
+    return arrays, x
+
+
+def token(x, t):
+    return {name: jnp.asarray(np.asarray(x[name])[:, :, t]) for name in ("q", "k", "v", "i", "f")}
+
+
+def sigmoid_recurrence(q, k, v, i, f, c_initial, n_initial, *, eps=1e-6, norm_val=1.0, normalize=True):
+    """mLSTMsig as it is defined, in the dtype of its inputs: h and (c, n)."""
+    C, n, h = c_initial, n_initial, []
+    for t in range(q.shape[2]):
+        decay, gain = (1 / (1 + jnp.exp(-x[:, :, t, None])) for x in (f, i))
+        C = decay[..., None] * C + (gain * k[:, :, t])[..., None] * v[:, :, t, None, :]
+        n = decay * n + gain * k[:, :, t]
+        num = jnp.sum(q[:, :, t, :, None] * C, axis=2) * q.shape[-1] ** -0.5
+        z = jnp.sum(q[:, :, t] * n, axis=-1, keepdims=True) * q.shape[-1] ** -0.5
+        h.append(num / (jnp.maximum(jnp.abs(z), norm_val) + eps) if normalize else num)
+    return jnp.stack(h, axis=2), (C, n)
+
+
+def in_float64(function, x):
+    with jax.enable_x64(True):
+        x = {name: jnp.asarray(np.asarray(y, "float64")) for name, y in x.items()}
+        return jax.tree.map(np.asarray, jax.jit(function)(x))
+
+
+# ---------------------------------------------------------------- numbers
+
+
+SHAPES = {
+    "tiles_divide": ((2, 3, 32, 64), None),
+    "tiles_divide_neither": ((1, 2, 40, 37), SMALL),
+    "tiles_divide_rows": ((1, 2, 48, 33), SMALL),
+    "two_row_blocks": ((1, 1, 300, 70), None),
+    "one_by_one": ((1, 1, 1, 1), None),
+}
+CASES = [("interpret", "float32", name) for name in SHAPES] + [
+    ("interpret", "bfloat16", "tiles_divide_neither"),
+    ("interpret", "bfloat16", "two_row_blocks"),
+    ("xla", "float32", "tiles_divide_neither"),
+    ("xla", "bfloat16", "two_row_blocks"),
+]
+
+
+@pytest.mark.parametrize(("backend", "dtype", "case"), CASES)
+def test_a_step_is_one_of_the_recurrence(backend, dtype, case):
+    shape, config = SHAPES[case]
+    B, NH, DHQK, DHHV = shape
+    x, whole = arguments(0, B, NH, 0, DHQK, DHHV, dtype=dtype, state_dtype=dtype)
+    h, states = mlstm_recurrent_step(**x, backend=backend, config=config)
+    expected_h, expected = oracle(whole)
+    assert (h.dtype, *(y.dtype for y in states)) == (*[jnp.dtype(dtype)] * 3, jnp.float32)
+    assert_close(h, expected_h[:, :, 0], tolerance(dtype, DHQK), "h")
+    for name, actual, y in zip(STATES, states, expected, strict=True):
+        assert_close(actual, y, tolerance(dtype, 1), name)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_any_gates_and_stabilisers(backend):
+    inf = np.inf
+    gates = itertools.product([-inf, -1e9, -50.0, 0.0, 30.0], [-inf, -3e38, -40.0, 0.0, 5.0, inf], [-inf, -100.0, 0.0, 50.0])
+    i, f, m = (jnp.asarray(y, "float32")[None] for y in zip(*gates, strict=True))
+    x, whole = arguments(1, 1, i.shape[1], 0, 16, 8)
+    whole |= dict(i=i[..., None], f=f[..., None], m_initial=m)
+    expected_h, (C, N, M) = oracle(whole | {"i": jnp.where(whole["i"] <= -1e6, -inf, whole["i"])})
+    h, (c, n, m_new) = mlstm_recurrent_step(**x | dict(i=i, f=f, m=m), backend=backend)
+    np.testing.assert_allclose(m_new, M, rtol=1e-6)
+    for name, actual, expected in (("h", h, expected_h[:, :, 0]), ("c", c, C), ("n", n, N)):
+        axes = tuple(range(2, expected.ndim))
+        wrong_by, size = (np.sqrt(np.sum(y**2, axis=axes)) for y in (np.asarray(actual, "float64") - expected, expected))
+        # A sum of terms of 50 has roundings of 2e-6, which the exponential makes relative ones; below 1e-37 float32 loses digits.
+        wrong = np.argwhere(~(wrong_by <= 1e-5 * size + 1e-37))
+        assert wrong.size == 0, f"{name} at (i, f, m) = {[tuple(float(y[*head]) for y in (i, f, m)) for head in wrong]}"
+
+
+@pytest.mark.parametrize(
+    ("backend", "options"),
+    [
+        ("interpret", dict(eps=0.1, norm_val=0.0)),
+        ("interpret", dict(norm_val=40.0)),
+        ("interpret", dict(norm_val=40.0, stabilize_correctly=False)),
+        ("xla", dict(norm_val=40.0, stabilize_correctly=False)),
+    ],
+)
+def test_the_normaliser(backend, options):
+    x, whole = arguments(2, 2, 8, 0, 16, 8)
+    h, _ = mlstm_recurrent_step(**x, **options, backend=backend)
+    assert_close(h, oracle(whole, **options)[0][:, :, 0], tolerance("float32", 16))
+
+
+@pytest.mark.parametrize(("input_gate", "backend"), [("exp", "interpret"), ("sigmoid", "interpret"), ("exp", "xla")])
+def test_nothing_over_nothing_is_nothing(input_gate, backend):
+    x, _ = arguments(3, 1, 2, 0, 16, 8, states=False)
+    x["i"] = jnp.full_like(x["i"], -jnp.inf)
+    h, states = mlstm_recurrent_step(**x, eps=0.0, norm_val=0.0, input_gate=input_gate, backend=backend)
+    for y in (h, *states[:2]):
+        assert np.array_equal(y, np.zeros(y.shape))
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_stabiliser_in_bfloat16_costs_no_digits(backend):
+    x, whole = arguments(4, 2, 4, 6, 16, 8, i_scale=4.0)
+    x["m"] = x["m"].astype("bfloat16")
+    h, (c, n, m) = mlstm_recurrent_sequence(**x, eps=0.0, backend=backend)
+    assert m.dtype == jnp.bfloat16
+    expected_h, (C, N, M) = oracle(whole | {"m_initial": x["m"].astype("float32")}, eps=0.0)
+    factor = np.exp(np.asarray(m, "float64") - M)[..., None]
+    assert_close(h, expected_h, 1e-6, "h")
+    assert_close(c * factor[..., None], C, 2e-6, "c")
+    assert_close(n * factor, N, 2e-6, "n")
+
+
+@pytest.mark.parametrize(("normalize", "backend"), [(True, "interpret"), (False, "interpret"), (True, "xla")])
+def test_sigmoid_input_gate(normalize, backend):
+    x, whole = arguments(5, 2, 4, 2, 20, 24, i_scale=3.0, resets=True)
+    del x["m"], whole["m_initial"]
+    options = dict(eps=0.01, norm_val=2.0, normalize=normalize)
+    h, (c, n, m) = mlstm_recurrent_sequence(**x, **options, input_gate="sigmoid", backend=backend)
+    expected_h, (C, N) = in_float64(lambda x: sigmoid_recurrence(**x, **options), whole)
+    assert np.array_equal(m, np.zeros((2, 4)))
+    for name, actual, y in (("h", h, expected_h), ("c", c, C), ("n", n, N)):
+        assert_close(actual, y, tolerance("float32", 20), name)
+
+
+@pytest.fixture(scope="module")
+def prefilled(quick_compilation):
+    """A sequence of 32 steps, the states after 25 of them, and what the whole gives."""
+    x = random_inputs(6, 1, 2, 32, 16, 8, resets=True)
+    chunkwise = functools.partial(mlstm_chunkwise, return_last_states=True, chunk_size=16, backend="xla")
+    _, states = chunkwise(**x | token(x, slice(25)))
+    return x, states, chunkwise(**x)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_prefill_and_steps_are_the_whole(prefilled, backend):
+    x, states, (whole_h, whole) = prefilled
+    for t in range(25, 29):
+        h, states = mlstm_recurrent_step(**token(x, t), **dict(zip(STATES, states, strict=True)), backend=backend)
+        assert_close(h, whole_h[:, :, t], 1e-5, f"h at {t}")
+    rest = token(x, slice(29, None))
+    h, states = mlstm_recurrent_sequence(**rest, **dict(zip(STATES, states, strict=True)), backend=backend)
+    assert_close(h, whole_h[:, :, 29:], 1e-5, "h")
+    for name, actual, expected in zip(STATES, states, whole, strict=True):
+        assert_close(actual, expected, 1e-5, name)
+
+
+def test_without_states_it_starts_from_zeros():
+    x, whole = arguments(7, 1, 2, 3, 16, 8, dtype="bfloat16", states=False)
+    h, states = mlstm_recurrent_sequence(**x, backend="interpret")
+    expected_h, expected = oracle(whole)
+    assert h.dtype == jnp.bfloat16
+    assert_close(h, expected_h, tolerance("bfloat16", 16))
+    for actual, y in zip(states, expected, strict=True):
+        assert actual.dtype == jnp.float32
+        assert_close(actual, y, tolerance("float32", 3))
+
+
+def test_float64_through_xla():
+    with jax.enable_x64(True):
+        x = {name: jnp.asarray(np.asarray(y), "float64") for name, y in random_inputs(8, 1, 2, 3, 16, 8).items()}
+        h, states = mlstm_recurrent_sequence(**{name.removesuffix("_initial"): y for name, y in x.items()}, backend="xla")
+        expected_h, expected = reference.recurrence(**x)
+        for actual, y in zip((h, *states), (expected_h, *expected), strict=True):
+            assert actual.dtype == jnp.float64
+            np.testing.assert_allclose(actual, y, rtol=1e-13)
+
+
+@pytest.mark.parametrize("backend", [*BACKENDS, None])
+def test_no_heads(backend):
+    x, _ = arguments(9, 0, 2, 0, 16, 8)
+    h, (c, n, m) = mlstm_recurrent_step(**x, backend=backend)
+    assert (h.shape, c.shape, n.shape, m.shape) == ((0, 2, 8), (0, 2, 16, 8), (0, 2, 16), (0, 2))
+
+
+# ---------------------------------------------------------------- derivatives
+
+
+def loss_of(outputs, seed):
+    r = np.random.default_rng(seed)
+    return sum(jnp.sum(y * r.normal(size=y.shape).astype("float32")) for y in jax.tree.leaves(outputs))
+
+
+def test_gradients_through_xla():
+    x, whole = arguments(10, 1, 2, 3, 16, 8)
+    actual = jax.jit(jax.grad(lambda x: loss_of(mlstm_recurrent_sequence(**x, eps=0.1, backend="xla"), 0)))(x)
+    expected = in_float64(jax.grad(lambda x: loss_of(reference.recurrence(**x, eps=0.1), 0)), whole)
+    for name, dx in expected.items():
+        assert_close(actual[name.removesuffix("_initial")], dx, 1e-4, name)
+
+
+def test_gradients_of_the_sigmoid_input_gate():
+    x, whole = arguments(11, 1, 2, 2, 16, 8)
+    del x["m"], whole["m_initial"]
+    sequence = functools.partial(mlstm_recurrent_sequence, input_gate="sigmoid", backend="xla")
+
+    def loss(x):
+        h, (c, n, _) = sequence(**x)
+        return loss_of((h, (c, n)), 1)
+
+    actual = jax.jit(jax.grad(loss))(x)
+    expected = in_float64(jax.grad(lambda x: loss_of(sigmoid_recurrence(**x), 1)), whole)
+    for name, dx in expected.items():
+        assert_close(actual[name.removesuffix("_initial")], dx, 1e-4, name)
+
+
+def test_gradients_at_resets_are_finite():
+    x, _ = arguments(12, 2, 4, 3, 16, 8, resets=True)
+    x["m"] = jnp.full_like(x["m"], -jnp.inf)
+    gradients = jax.jit(jax.grad(lambda x: jnp.sum(mlstm_recurrent_sequence(**x, backend="xla")[0])))(x)
+    assert all(np.all(np.isfinite(dx)) for dx in gradients.values())
+
+
+@pytest.mark.parametrize("backend", ["triton", "interpret", None])
+@pytest.mark.parametrize("function", [mlstm_recurrent_step, mlstm_recurrent_sequence])
+def test_the_kernels_refuse_derivatives(function, backend):
+    x, _ = arguments(13, 1, 1, int(function is mlstm_recurrent_sequence), 16, 16)
+
+    def h(v):
+        return jnp.sum(function(**x | dict(v=v), backend=backend)[0])
+
+    for derivative in (jax.grad, lambda h: lambda v: jax.jvp(h, (v,), (v,))):
+        with pytest.raises(TypeError, match='no derivatives; backend="xla" has them'):
+            derivative(h)(x["v"])
+
+
+# ---------------------------------------------------------------- transformations, memory
+
+
+def test_vmap():
+    both = [arguments(seed, 1, 2, 0, 20, 17)[0] for seed in (14, 15)]
+    run = functools.partial(mlstm_recurrent_step, backend="interpret")
+    actual = jax.vmap(lambda x: run(**x))(jax.tree.map(lambda *y: jnp.stack(y), *both))
+    for index, x in enumerate(both):
+        for y, expected in zip(jax.tree.leaves(actual), jax.tree.leaves(run(**x)), strict=True):
+            assert_close(y[index], expected, 1e-6)
+
+
+def test_donated_states():
+    x, whole = arguments(16, 1, 2, 3, 20, 40)
+    run = jax.jit(lambda token, states: mlstm_recurrent_step(*token, *states, backend="interpret", config=SMALL), donate_argnums=1)
+    expected_h, _ = oracle(whole)
+    states = tuple(x[name] for name in STATES)
+    for t in range(3):
+        before = states[0]
+        h, states = run(list(token(x, t).values()), states)
+        assert before.is_deleted()
+        assert_close(h, expected_h[:, :, t], tolerance("float32", 20), f"h at {t}")
+
+
+@pytest.mark.parametrize("input_gate", ["exp", "sigmoid"])
+def test_a_step_is_one_launch_with_c_in_place(input_gate):
+    device = jax.sharding.AbstractDevice("NVIDIA H200", None, "gpu")
+    x, _ = arguments(17, 1, 2, 0, 20, 37, dtype="bfloat16")
+    c = x.pop("c")
+    run = jax.jit(lambda c, x: mlstm_recurrent_step(**x, c=c, input_gate=input_gate, backend="triton"), donate_argnums=0)
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        text = run.trace(c, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert set(re.findall(r"stablehlo\.(\w+)[ (]", text)) == {"custom_call", "reshape"}
+    [call] = [line for line in text.splitlines() if "custom_call" in line]
+    assert "output_operand_alias<output_tuple_indices = [0], operand_index = 0," in call
+
+
+@pytest.mark.parametrize("heads", [(64, 64), (256, 512), (333, 500)], ids="{0[0]}_{0[1]}".format)
+def test_lowers_for_gpus(heads, monkeypatch):
+    monkeypatch.setattr(compile_report, "compile_kernel", lambda *_: None)
+    rows = list(compile_report.report("H200", [heads], ["float32", "bfloat16"], direction="step"))
+    assert [(row.stage, row.cause) for row in rows] == [("recurrent_step", "")] * 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("device", ["H200", "A100"])
+def test_compiles_without_spills(device):
+    pytest.importorskip("triton")
+    heads = [(64, 64), (256, 512), (512, 1024)]
+    for row in compile_report.report(device, heads, ["float32", "bfloat16"], direction="step"):
+        assert row.cause == ""
+        assert row.usage.spill_store_bytes == 0
+
+
+def test_the_backend_in_use():
+    x, _ = arguments(18, 1, 1, 0, 16, 16)
+    with use_backend("interpret"), pytest.raises(TypeError, match="derivatives"):
+        jax.grad(lambda v: jnp.sum(mlstm_recurrent_step(**x | dict(v=v))[0]))(x["v"])
+    with use_backend("xla"):
+        jax.grad(lambda v: jnp.sum(mlstm_recurrent_step(**x | dict(v=v))[0]))(x["v"])
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+def zeros(*shape, dtype="float32"):
+    return jnp.zeros(shape, dtype)
+
+
+BAD = [
+    (dict(q=[1.0]), TypeError, "q is a list, expected an array"),
+    (dict(q=zeros(1, 2, 3, 16)), ValueError, "q has shape (1, 2, 3, 16), expected (B, NH, DHQK)"),
+    (dict(k=zeros(1, 2, 8)), ValueError, "k has shape (1, 2, 8), expected (B, NH, DHQK) = (1, 2, 16), by the arguments before it"),
+    (dict(v=zeros(2, 2, 8)), ValueError, "v has shape (2, 2, 8), expected (B, NH, DHV) = (1, 2, DHV)"),
+    (dict(v=zeros(1, 2, 0)), ValueError, "v has shape (1, 2, 0), expected (B, NH, DHV) with DHV >= 1"),
+    (dict(i=zeros(1, 3)), ValueError, "i has shape (1, 3), expected (B, NH) = (1, 2)"),
+    (dict(f=zeros(1, 2, 1)), ValueError, "f has shape (1, 2, 1), expected (B, NH)"),
+    (dict(c=zeros(1, 2, 8, 16)), ValueError, "c has shape (1, 2, 8, 16), expected (B, NH, DHQK, DHV) = (1, 2, 16, 8)"),
+    (dict(n=zeros(1, 2, 8)), ValueError, "n has shape (1, 2, 8), expected (B, NH, DHQK) = (1, 2, 16)"),
+    (dict(m=zeros(1, 2, 1)), ValueError, "m has shape (1, 2, 1), expected (B, NH)"),
+    (dict(m=None), ValueError, "states come all or not at all: got c, n without m"),
+    (dict(c=None, m=None, input_gate="sigmoid"), ValueError, "states come all or not at all: got n without c"),
+    (dict(q=zeros(1, 2, 16, dtype="int32")), TypeError, "q has dtype int32, expected one of float16, float32, bfloat16"),
+    (dict(k=zeros(1, 2, 16, dtype="bfloat16")), TypeError, "k has dtype bfloat16, expected float32, the dtype of q"),
+    (dict(i=zeros(1, 2, dtype="int32")), TypeError, "i has dtype int32, expected one of float16, bfloat16, float32, float64"),
+    (dict(c=zeros(1, 2, 16, 8, dtype="float16")), TypeError, "c has dtype float16, expected one of float32, bfloat16"),
+    (
+        dict(q=np.zeros((1, 2, 16))),
+        TypeError,
+        'q has dtype float64, expected one of float16, float32, bfloat16; float64 runs on backend="xla"',
+    ),
+    (dict(eps=-1.0), ValueError, "eps is -1.0, expected a finite number >= 0"),
+    (dict(norm_val="1"), TypeError, "norm_val is a str, expected a float"),
+    (dict(stabilize_correctly=1), TypeError, "stabilize_correctly is a int, expected a Python bool"),
+    (dict(normalize=None), TypeError, "normalize is a NoneType, expected a Python bool"),
+    (dict(normalize=False), ValueError, "normalize is False with input_gate 'exp', expected input_gate=\"sigmoid\""),
+    (dict(input_gate="tanh"), ValueError, "input_gate is 'tanh', expected one of exp, sigmoid"),
+    (dict(backend="cuda"), ValueError, "backend is 'cuda', expected None or one of triton, interpret, xla"),
+    (dict(config=StageConfig()), TypeError, "config is a StageConfig, expected a KernelConfig or None"),
+]
+
+
+@pytest.mark.parametrize(("bad", "error", "message"), BAD)
+def test_bad_arguments_are_named(bad, error, message):
+    good = dict(q=zeros(1, 2, 16), k=zeros(1, 2, 16), v=zeros(1, 2, 8), i=zeros(1, 2), f=zeros(1, 2))
+    good |= dict(c=zeros(1, 2, 16, 8), n=zeros(1, 2, 16), m=zeros(1, 2))
+    with pytest.raises(error, match=re.escape(message)):
+        mlstm_recurrent_step(**good | bad)
+
+
+def test_a_sequence_needs_a_step():
+    x = dict(q=zeros(1, 2, 0, 16), k=zeros(1, 2, 0, 16), v=zeros(1, 2, 0, 8), i=zeros(1, 2, 0), f=zeros(1, 2, 0))
+    with pytest.raises(ValueError, match=re.escape("q has shape (1, 2, 0, 16), expected (B, NH, S, DHQK) with S >= 1")):
+        mlstm_recurrent_sequence(**x)
+
+
+def test_options_are_not_traced():
+    x, _ = arguments(19, 1, 1, 0, 16, 16)
+    with pytest.raises(TypeError, match="eps is traced, expected a Python float: mark it static in jit"):
+        jax.jit(lambda eps: mlstm_recurrent_step(**x, eps=eps))(1e-6)
