@@ -16,7 +16,7 @@ from byte_lm_mesh import HEADS, RESIDUAL_STREAM, state_shardings
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
-from mlstm_pallas import mlstm_chunkwise
+from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_step
 
 State = tuple[jax.Array, jax.Array, jax.Array]  # c (B, NH, DHQK, DHV), n (B, NH, DHQK), m (B, NH)
 
@@ -85,6 +85,9 @@ class MLSTMLayer(nnx.Module):
         options = dict(chunk_size=config.chunk_size, backend=config.backend)
         if state is None:
             h = whole_mlstm(config.mesh, options)(*inputs)
+        elif x.shape[1] == 1:
+            h, state = mlstm_recurrent_step(*(y[:, :, 0] for y in inputs), *state, backend=config.backend)
+            h = h[:, :, None]
         else:
             h, state = mlstm_chunkwise(*inputs, *state, return_last_states=True, **options)
         h = self.head_norm(h.astype(x.dtype)).swapaxes(1, 2).reshape(x.shape) * self.head_scale
@@ -172,7 +175,10 @@ def train_step(model: ByteLM, optimizer: nnx.Optimizer, sequences: jax.Array) ->
 
 @functools.partial(nnx.jit, static_argnames=("length", "temperature"))
 def generate(model: ByteLM, prompt: jax.Array, key: jax.Array, *, length: int, temperature: float) -> jax.Array:
-    """prompt (B, S) -> the next bytes (B, length), one at a time: the states are of one size however long the text gets."""
+    """prompt (B, S) -> the next bytes (B, length).
+
+    The prompt is read by mlstm_chunkwise, each byte after it by mlstm_recurrent_step, with states of one size however long the text gets.
+    """
 
     def pick(logits, key):
         return jnp.argmax(logits, -1) if temperature == 0 else jax.random.categorical(key, logits / temperature)

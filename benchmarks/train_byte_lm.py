@@ -299,12 +299,16 @@ def held_out_bits(model: ByteLM, held_out: np.ndarray) -> float:
     return float(np.mean(jax.device_get([evaluation_step(model, sequences) for sequences in batches]))) / math.log(2)
 
 
-def sample(model: ByteLM) -> str:
-    """The prompt and what the model makes of it."""
+def sample(model: ByteLM) -> tuple[str, float]:
+    """The prompt and what the model makes of it; the bytes generated per second, reading the prompt included and compiling not."""
     prompt = PROMPT.value.encode()
     tokens = jnp.asarray([list(prompt)], jnp.int32)
-    text = generate(model, tokens, jax.random.key(SEED.value), length=SAMPLE_LENGTH.value, temperature=TEMPERATURE.value)
-    return (prompt + bytes(np.asarray(text[0], np.uint8))).decode(errors="backslashreplace")
+    for _ in range(2):
+        start = time.perf_counter()
+        text = generate(model, tokens, jax.random.key(SEED.value), length=SAMPLE_LENGTH.value, temperature=TEMPERATURE.value)
+        text.block_until_ready()
+    speed = SAMPLE_LENGTH.value / (time.perf_counter() - start)
+    return (prompt + bytes(np.asarray(text[0], np.uint8))).decode(errors="backslashreplace"), speed
 
 
 def on_one_device(model: ByteLM) -> ByteLM:
@@ -395,19 +399,22 @@ def run(stop: threading.Event) -> bool:
             log.write(flags=settings, device=device, devices=devices, jax=jax.__version__, parameters=parameters, **texts)
         bits = train(training, train_text, held_out, log, checkpoints, functools.partial(asked_to_end, stop, deadline))
 
-    finished = training.step == STEPS.value
+    finished, mark = training.step == STEPS.value, {}
     if not finished:
+        mark = dict(interrupted=True)
         say(f"interrupted after step {training.step}: ending with what there is; the same command goes on from here")
     if bits is None:
         bits = held_out_bits(training.model, held_out)
         if not finished:
-            log.write(step=training.step, held_out_bits_per_byte=bits, interrupted=True)
+            log.write(step=training.step, held_out_bits_per_byte=bits, **mark)
     model = on_one_device(training.model)
     if jax.process_index() == 0:
         plot(log, unigram, output / "loss.png")
-        text = sample(model)
+        text, speed = sample(model)
+        if training.step != before:
+            log.write(step=training.step, generated_tokens_per_second=round(speed, 1), **mark)
         (output / "sample.txt").write_text(text, encoding="utf-8")
-        say(f"--- sample\n{text}\n---")
+        say(f"--- sample\n{text}\n--- generated at {speed:.0f} tokens per second")
         say(f"held-out bits per byte: {bits:.3f} (unigram: {unigram:.3f}); log, plot and sample are in {output}")
     return finished
 

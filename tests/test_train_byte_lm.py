@@ -189,10 +189,11 @@ def test_log(output):
     assert [line["step"] for line in lines if "loss" in line] == [10, 20, 30, 40]
     assert [line["step"] for line in lines if "held_out_bits_per_byte" in line] == [20, 40]
     assert all(line["tokens_per_second"] > 0 for line in lines if "loss" in line)
+    assert lines[-1]["generated_tokens_per_second"] > 0
 
 
 def test_training_learns(output):
-    first, *_, last = read_log(output)
+    first, *_, last, _ = read_log(output)
     assert first["unigram_bits_per_byte"] == pytest.approx(np.log2(26), abs=0.1)
     assert last["held_out_bits_per_byte"] < 0.7 * first["unigram_bits_per_byte"]
     assert losses(output)[-1] < 0.7 * losses(output)[0]
@@ -228,7 +229,8 @@ def test_bfloat16_reaches_the_mlstm():
 
 def curve(folder):
     """The log without what depends on the clock and the folder."""
-    return [{name: x for name, x in line.items() if name not in ("seconds", "tokens_per_second", "flags")} for line in read_log(folder)]
+    differ = {"seconds", "tokens_per_second", "generated_tokens_per_second", "flags"}
+    return [{name: x for name, x in line.items() if name not in differ} for line in read_log(folder)]
 
 
 @pytest.fixture(scope="module")
@@ -251,8 +253,8 @@ def go_on(lm, text_folder, folder, **changed):
 
 
 def test_interrupted_run_has_its_marks(interrupted):
-    assert [line["step"] for line in read_log(interrupted) if "step" in line] == [10, 13, 13]
-    assert [line.get("interrupted", False) for line in read_log(interrupted)] == [False, False, True, True]
+    assert [line["step"] for line in read_log(interrupted) if "step" in line] == [10, 13, 13, 13]
+    assert [line.get("interrupted", False) for line in read_log(interrupted)] == [False, False, True, True, True]
     assert (interrupted / "loss.png").exists()
     assert sorted(path.name for path in (interrupted / "checkpoints").iterdir()) == ["10", "13"]
 
@@ -274,14 +276,14 @@ def test_finished_run_is_not_trained_again(lm, text_folder, output, tmp_path, ca
     assert (tmp_path / "log.jsonl").read_text() == (output / "log.jsonl").read_text()
     out = capsys.readouterr().out
     assert "going on after step 40 of 40" in out
-    assert f"held-out bits per byte: {read_log(output)[-1]['held_out_bits_per_byte']:.3f}" in out
+    assert f"held-out bits per byte: {read_log(output)[-2]['held_out_bits_per_byte']:.3f}" in out
 
 
 def test_noresume_starts_over(lm, text_folder, interrupted, tmp_path):
     shutil.copytree(interrupted, tmp_path, dirs_exist_ok=True)
     assert go_on(lm, text_folder, tmp_path, resume=False, seed=1, max_minutes=0.0) == 75
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["1"]
-    assert [line["step"] for line in read_log(tmp_path)[1:]] == [1, 1]
+    assert [line["step"] for line in read_log(tmp_path)[1:]] == [1, 1, 1]
 
 
 @pytest.mark.parametrize("changed", [dict(layers=2), dict(steps=41), dict(seed=1), dict(learning_rate=1e-2)], ids=str)
@@ -449,6 +451,6 @@ def test_interrupt(text_folder, tmp_path):
     assert "Traceback" not in stderr
     assert "interrupted after step" in stdout
     assert "held-out bits per byte: " in stdout.splitlines()[-1]
-    assert read_log(tmp_path)[-1]["held_out_bits_per_byte"] > 0
+    assert read_log(tmp_path)[-2]["held_out_bits_per_byte"] > 0
     assert (tmp_path / "loss.png").exists()
     assert (tmp_path / "sample.txt").exists()
