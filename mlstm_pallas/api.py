@@ -1,5 +1,6 @@
 """mlstm_chunkwise: validate, cast, pad, choose backend and config, run."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -8,7 +9,8 @@ import jax.numpy as jnp
 from mlstm_pallas import problem as problems
 from mlstm_pallas.backend import requested_backend, target_device_kind
 from mlstm_pallas.config import KernelConfig, config_for
-from mlstm_pallas.fwbw import NO_SUCH_DERIVATIVE, Inputs, Plan, mlstm_forward
+from mlstm_pallas.fwbw import NO_SUCH_DERIVATIVE, Inputs, Outputs, Plan, mlstm_forward
+from mlstm_pallas.sharding import aligned
 
 
 def _pad(x: jax.Array, sizes: dict[int, int], value: float = 0.0) -> jax.Array:
@@ -36,6 +38,7 @@ def mlstm_chunkwise(
     recompute_states_in_bw: bool = True,
     backend: str | None = None,
     config: KernelConfig | None = None,
+    _forward: Callable[[Plan, Inputs], Outputs] = mlstm_forward,  # distributed.py has another
 ) -> jax.Array | tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     """The mLSTM of xLSTM in its chunkwise-parallel form (arXiv:2405.04517, equations 19 to 27; arXiv:2503.14376).
 
@@ -90,6 +93,7 @@ def mlstm_chunkwise(
     acc = jnp.promote_types(dtype, jnp.float32)
     if c_initial is None or n_initial is None or m_initial is None:
         c_initial, n_initial, m_initial = (jnp.zeros(shape, acc) for shape in ((B, NH, DHQK, DHV), (B, NH, DHQK), (B, NH)))
+    q, k, v, i, f, c_initial, n_initial, m_initial = aligned(q, k, v, i, f, c_initial, n_initial, m_initial)
     rows, qk, hv = {2: p.S}, {3: p.DHQK}, {3: p.DHHV}
     inputs = Inputs(
         _pad(q.astype(dtype), rows | qk),
@@ -102,7 +106,7 @@ def mlstm_chunkwise(
         m_initial.astype(acc),
     )
     try:
-        h, (c, n, m) = mlstm_forward(plan, inputs)
+        h, (c, n, m) = _forward(plan, inputs)
     except TypeError as error:
         if "forward-mode" in str(error):  # what jax says of every custom_vjp
             raise TypeError(NO_SUCH_DERIVATIVE) from error

@@ -15,6 +15,7 @@ from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.gates import chunk_gates as chunk_gates_xla
 from mlstm_pallas.gates import gate_gradients, materialised, row_gradients, tile_sums
 from mlstm_pallas.problem import Problem
+from mlstm_pallas.sharding import over_shards
 from mlstm_pallas.stages.chunk_gates import chunk_gates
 from mlstm_pallas.stages.parallel_bw_dK import parallel_bw_dK
 from mlstm_pallas.stages.parallel_bw_dQ import parallel_bw_dQ
@@ -93,7 +94,7 @@ def _backward_triton(plan: Plan, interpret: bool, residuals: Residuals, cotangen
     if states is None:
         states = recurrent_fw_C(x.k, x.v, gates, x.c_initial, x.n_initial, **launch)
     C_states, n_states, C_last, n_last = states
-    rows = row_gradients(_inner(dh, h), z, gates.vecM.reshape(z.shape), **plan.normaliser)
+    rows = row_gradients(inner(dh, h), z, gates.vecM.reshape(z.shape), **plan.normaliser)
     dC_states, dn_states, dC, dn, through = recurrent_bw_dC(x.q, dh, gates, rows, dC_last, dn_last, C_states, n_states, **launch)
     if plan.config.splits_backward(plan.problem):
         dq, from_q = parallel_bw_dQ(x.q, x.k, x.v, dh, gates, rows, C_states, n_states, **launch)
@@ -102,9 +103,9 @@ def _backward_triton(plan: Plan, interpret: bool, residuals: Residuals, cotangen
         sums, through = tile_sums(*from_q, *to_k, through, plan.problem.T)
     else:
         dq, dk, dv, sums = parallel_bw_dQKV(x.q, x.k, x.v, dh, gates, rows, C_states, n_states, dC_states, dn_states, **launch)
-    dm = _add_last(rows.vecDm, dm_last - _inner(dC_last, C_last, 2) - _inner(dn_last, n_last))
+    dm = _add_last(rows.vecDm, dm_last - inner(dC_last, C_last, 2) - inner(dn_last, n_last))
     di, df, dm_initial = gate_gradients(gates, plan.chunks(x.f), sums, through, dm)
-    dm_initial += _inner(dC, x.c_initial, 2) + _inner(dn, x.n_initial)
+    dm_initial += inner(dC, x.c_initial, 2) + inner(dn, x.n_initial)
     return Inputs(dq, dk, dv, di, df, dC, dn, dm_initial)
 
 
@@ -128,7 +129,7 @@ def _backward_xla(plan: Plan, residuals: Residuals, cotangents: Outputs) -> Inpu
     if states is None:
         states = reference.chunk_states(k, v, gates, x.c_initial, x.n_initial)
     C_states, n_states, C_last, n_last = states
-    rows = row_gradients(_inner(dh, h), z, gates.vecM.reshape(z.shape), **plan.normaliser)
+    rows = row_gradients(inner(dh, h), z, gates.vecM.reshape(z.shape), **plan.normaliser)
     rows = materialised(rows, rows.vecInvDen)
     in_chunks = type(rows)(*map(plan.chunks, rows))
     dC_states, dn_states, dC, dn, through = reference.chunk_state_gradients(
@@ -136,14 +137,14 @@ def _backward_xla(plan: Plan, residuals: Residuals, cotangents: Outputs) -> Inpu
     )
     states = C_states, n_states, dC_states, dn_states
     gradients, sums = reference.chunk_gradients(q, k, v, dh_chunks, gates, in_chunks, *states, plan.problem.qk_scale)
-    dm = _add_last(rows.vecDm, dm_last - _inner(dC_last, C_last, 2) - _inner(dn_last, n_last))
+    dm = _add_last(rows.vecDm, dm_last - inner(dC_last, C_last, 2) - inner(dn_last, n_last))
     di, df, dm_initial = gate_gradients(gates, plan.chunks(x.f), sums, through, dm)
-    dm_initial += _inner(dC, x.c_initial, 2) + _inner(dn, x.n_initial)
+    dm_initial += inner(dC, x.c_initial, 2) + inner(dn, x.n_initial)
     dq, dk, dv = (dx.reshape(y.shape).astype(y.dtype) for dx, y in zip(gradients, x[:3], strict=True))
     return Inputs(dq, dk, dv, di, df, dC, dn, dm_initial)
 
 
-def _inner(a: jax.Array, b: jax.Array, axes: int = 1) -> jax.Array:
+def inner(a: jax.Array, b: jax.Array, axes: int = 1) -> jax.Array:
     """Inner product over the last axes, in at least float32."""
     acc = jnp.promote_types(a.dtype, jnp.float32)
     return jnp.sum(a.astype(acc) * b.astype(acc), axis=tuple(range(-axes, 0)))
@@ -159,32 +160,44 @@ NO_SUCH_DERIVATIVE = (
 )
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _forward(plan: Plan, inputs: Inputs):
+def _forward_on_backend(plan: Plan, inputs: Inputs):
     return on_backend(plan.backend, functools.partial(_forward_triton, plan), functools.partial(_forward_xla, plan), inputs)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlstm(plan: Plan, inputs: Inputs) -> Outputs:
-    return _forward(plan, inputs)[0]
-
-
-def _mlstm_fwd(plan: Plan, inputs: Inputs):
-    outputs, z, states = _forward(plan, inputs)
-    return outputs, Residuals(inputs, outputs[0], z, states)
-
-
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def backward(plan: Plan, residuals: Residuals, cotangents: Outputs) -> Inputs:
-    """Gradients of the inputs. cotangents: of h and of the last states."""
+def _backward_on_backend(plan: Plan, residuals: Residuals, cotangents: Outputs) -> Inputs:
     triton, xla = functools.partial(_backward_triton, plan), functools.partial(_backward_xla, plan)
     return on_backend(plan.backend, triton, xla, residuals, cotangents)
 
 
-@_forward.defjvp
-@backward.defjvp
-def _no_jvp(plan: Plan, primals, tangents):
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+def operation(function: Callable[..., Any], plan: Plan, *args: Any) -> Any:
+    """function(plan, *args) on shards of batch and heads; it has no derivatives of its own."""
+    return over_shards(function, plan, *args)
+
+
+@operation.defjvp
+def _no_jvp(function, plan, primals, tangents):
     raise TypeError(NO_SUCH_DERIVATIVE)
+
+
+def forward(plan: Plan, inputs: Inputs):
+    """Outputs, z and, where they are to be kept, the states."""
+    return operation(_forward_on_backend, plan, inputs)
+
+
+def backward(plan: Plan, residuals: Residuals, cotangents: Outputs) -> Inputs:
+    """Gradients of the inputs. cotangents: of h and of the last states."""
+    return operation(_backward_on_backend, plan, residuals, cotangents)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _mlstm(plan: Plan, inputs: Inputs) -> Outputs:
+    return forward(plan, inputs)[0]
+
+
+def _mlstm_fwd(plan: Plan, inputs: Inputs):
+    outputs, z, states = forward(plan, inputs)
+    return outputs, Residuals(inputs, outputs[0], z, states)
 
 
 def _mlstm_bwd(plan: Plan, residuals: Residuals, cotangents: Outputs):

@@ -250,14 +250,19 @@ def tile_sums(
     return sums, through.reshape(*heads, S // T)
 
 
+def carried_steps(gates: ChunkGates, vecF: jax.Array) -> jax.Array:
+    """Where m_t is log sigmoid(f_t) + m_{t-1}, not i_t: (B, NH, NC, L), as vecF."""
+    (e_hi, e_lo), (u_hi, u_lo) = gates.vecE, gates.vecU
+    return ((e_hi != u_hi) | (e_lo != u_lo)) & (vecF > MASKED)
+
+
 def stabiliser_gradients(gates: ChunkGates, vecF: jax.Array, dm: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Passes dm_t on to what won the maximum in m_t: (parts of di, of dfbar, of dm_initial).
 
     m_t is either i_t or log sigmoid(f_t) + m_{t-1}: what arrives at t, its own dm_t included, goes to i_t in the first case, through f_t to
     t - 1 in the second. vecF, dm: (B, NH, NC, L).
     """
-    (e_hi, e_lo), (u_hi, u_lo) = gates.vecE, gates.vecU
-    carried = ((e_hi != u_hi) | (e_lo != u_lo)) & (vecF > MASKED)
+    carried = carried_steps(gates, vecF)
     # G_t = dm_t + carried_{t+1} G_{t+1}: within a chunk a sum over the run of carried steps behind t, between chunks a short scan.
     breaks = jnp.cumsum(~carried, axis=-1)
     L = dm.shape[-1]

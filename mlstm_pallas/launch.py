@@ -38,17 +38,25 @@ def kernel_call(
 
     input_output_aliases: {input: output} that share their memory, by position; absent inputs (None) do not count.
     """
-    return pl.pallas_call(
-        functools.partial(kernel, **statics),
-        grid=grid,
-        in_specs=list(in_specs),
-        out_specs=tuple(out_specs),
-        out_shape=tuple(out_shape),
-        compiler_params=plgpu.CompilerParams(num_warps=stage.num_warps, num_stages=stage.num_stages),
-        interpret=interpret,
-        input_output_aliases=dict(input_output_aliases),
-        name=name,
-    )
+
+    def call(*args: jax.Array | None):
+        varying = frozenset().union(
+            *(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(args))
+        )  # inside a shard_map that checks it
+        kind = jax.sharding.ManualAxisType(varying=varying)
+        return pl.pallas_call(
+            functools.partial(kernel, **statics),
+            grid=grid,
+            in_specs=list(in_specs),
+            out_specs=tuple(out_specs),
+            out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=kind) for x in out_shape),
+            compiler_params=plgpu.CompilerParams(num_warps=stage.num_warps, num_stages=stage.num_stages),
+            interpret=interpret,
+            input_output_aliases=dict(input_output_aliases),
+            name=name,
+        )(*args)
+
+    return call
 
 
 def masked_load(ref: Any, mask: jax.Array | None) -> jax.Array:

@@ -1,6 +1,8 @@
 import jax
 import pytest
 
+jax.config.update("jax_num_cpu_devices", 8)  # for the tests of sharding; what runs on one device is the same and as fast
+
 
 def gpu_count():
     return sum(device.platform == "gpu" for device in jax.devices())

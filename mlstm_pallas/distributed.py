@@ -1,0 +1,273 @@
+"""Sequence (context) parallelism: one sequence split over the devices of a mesh axis.
+
+The state behind segment j of the sequence is a linear function of the state before it, known from the segment alone: with C_j, n_j, m_j
+computed from an empty state (m = -inf, C = n = 0; a start at m = 0 would enter the maximum) and g_j the sum of log sigmoid(f),
+
+    m' = max(m_j, g_j + m)        C' = exp(m_j - m') C_j + exp(g_j + m - m') C        n' alike
+
+and such functions are composed by the same formula. So every device summarises its segment in one matrix product,
+
+    C_j = sum_t [abar_t prod_{c' > c(t)} gamma_c'] k_t v_t^T        (c(t): the chunk of t; BUILD_NOTES.md has the notation)
+
+a prefix over the devices gives each its initial state, and the forward pass is the usual one from there. The backward pass is its mirror
+image: the gradient of the state before a segment is a linear function of that of the state behind it, dC' = A_j + Gamma_j dC, with
+
+    A_j = sum_t [w_t prod_{c' < c(t)} gamma_c' scale / den_t] q_t dh_t^T        Gamma_j = prod_c gamma_c
+
+a suffix over the devices gives each the gradient of its last state, and the usual backward pass the rest. The gradient that travels
+along the path of the stabilisers' maximum (dm) passes a segment whole, or not at all.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mlstm_pallas.api import mlstm_chunkwise
+from mlstm_pallas.backend import on_backend
+from mlstm_pallas.config import KernelConfig
+from mlstm_pallas.fwbw import Inputs, Outputs, Plan, Residuals, backward, forward, inner, operation
+from mlstm_pallas.gates import ChunkGates, carried_steps, log_sigmoid_gate, row_gradients, split_for_exact_sums
+from mlstm_pallas.gates import chunk_gates as chunk_gates_xla
+from mlstm_pallas.stages.chunk_gates import chunk_gates
+from mlstm_pallas.tiles import Precision
+
+
+class Summary(NamedTuple):
+    """What a segment does to the state before it; float32."""
+
+    C: jax.Array  # (B, NH, DHQK, DHHV)
+    n: jax.Array  # (B, NH, DHQK)
+    m: jax.Array  # (B, NH)
+    g: jax.Array  # (B, NH) total log decay; -inf with a reset
+
+
+class GradientSummary(NamedTuple):
+    """What a segment does to the gradient of the state behind it; float32."""
+
+    dC: jax.Array  # (B, NH, DHQK, DHHV)
+    dn: jax.Array  # (B, NH, DHQK)
+    gamma: jax.Array  # (B, NH)
+    dm: jax.Array  # (B, NH) without what m has in dC and dn
+    passes: jax.Array  # (B, NH) 1 where the maximum behind the segment is the one before it, else 0
+
+
+def joined(earlier: Summary, later: Summary) -> Summary:
+    """The summary of two segments."""
+    m = jnp.maximum(later.m, later.g + earlier.m)
+    top = jnp.where(m == -jnp.inf, 0.0, m)
+    old, new = jnp.exp(later.g + earlier.m - top), jnp.exp(later.m - top)
+    C = old[..., None, None] * earlier.C + new[..., None, None] * later.C
+    return Summary(C, old[..., None] * earlier.n + new[..., None] * later.n, m, earlier.g + later.g)
+
+
+def joined_gradients(later: GradientSummary, earlier: GradientSummary) -> GradientSummary:
+    return GradientSummary(
+        earlier.dC + earlier.gamma[..., None, None] * later.dC,
+        earlier.dn + earlier.gamma[..., None] * later.dn,
+        earlier.gamma * later.gamma,
+        earlier.dm + earlier.passes * later.dm,
+        earlier.passes * later.passes,
+    )
+
+
+def _weighted_products(a, b, r, r_n, precision: Precision) -> tuple[jax.Array, jax.Array]:
+    """sum_t r_t a_t b_t^T and sum_t r_n,t a_t; a, b in the kernel dtype, r in the accumulator's."""
+    scaled = (a * r[..., None]).astype(a.dtype)
+    products = jnp.einsum("bhsk,bhsv->bhkv", scaled, b, precision=precision, preferred_element_type=r.dtype)
+    return products, jnp.sum(a * r_n[..., None], axis=2)
+
+
+def _products_of_others(gamma: jax.Array, reverse: bool) -> jax.Array:
+    """prod of gamma over the earlier chunks (later ones with reverse), (B, NH, NC)."""
+    products = lax.cumprod(gamma, axis=2, reverse=reverse)
+    one = jnp.ones_like(gamma[..., :1])
+    return jnp.concatenate([products[..., 1:], one] if reverse else [one, products[..., :-1]], axis=2)
+
+
+def _with_gates(plan: Plan, function: Callable[..., Any], i, f, m, a, *args):
+    """function(gates, precision of products with a, a, *args), where the call runs."""
+
+    def triton(interpret, i, f, m, a, *args):
+        gates = chunk_gates(i, f, m, **plan.launch(interpret))
+        return function(gates, plan.config.dot_precision(a.dtype, interpret), a, *args)
+
+    def xla(i, f, m, a, *args):
+        gates = chunk_gates_xla(plan.chunks(i), plan.chunks(f), m)
+        return function(gates, lax.Precision.HIGHEST, a, *args)
+
+    return on_backend(plan.backend, triton, xla, i, f, m, a, *args)
+
+
+def _summary(plan: Plan, k, v, i, f) -> Summary:
+    def made(gates: ChunkGates, precision, k, v, f):
+        r = (gates.vecAbar * _products_of_others(gates.scaGamma, reverse=True)[..., None]).reshape(f.shape)
+        fbar, reset = log_sigmoid_gate(f)
+        high, low = split_for_exact_sums(fbar, jnp.max(jnp.abs(fbar), axis=-1, keepdims=True), f.shape[-1])
+        g = jnp.where(jnp.any(reset, axis=-1), -jnp.inf, jnp.sum(high, axis=-1) + jnp.sum(low, axis=-1))
+        return Summary(*_weighted_products(k, v, r, r, precision), gates.scaM_states[..., -1], g)
+
+    return _with_gates(plan, made, i, f, jnp.full_like(i[..., 0], -jnp.inf), k, v, f)
+
+
+def _gradient_summary(plan: Plan, residuals: Residuals, dh) -> GradientSummary:
+    def made(gates: ChunkGates, precision, q, f, h, z, dh):
+        rows = row_gradients(inner(dh, h), z, gates.vecM.reshape(z.shape), **plan.normaliser)
+        gamma = gates.scaGamma
+        w = (gates.vecW * _products_of_others(gamma, reverse=False)[..., None]).reshape(f.shape) * plan.problem.qk_scale
+        products = _weighted_products(q, dh, w * rows.vecInvDen, w * rows.vecDz, precision)
+        unbroken = jnp.cumsum(~carried_steps(gates, plan.chunks(f)).reshape(f.shape), axis=-1) == 0
+        dm = jnp.sum(jnp.where(unbroken, rows.vecDm, 0.0), axis=-1)
+        return GradientSummary(*products, jnp.prod(gamma, axis=-1), dm, unbroken[..., -1].astype(dm.dtype))
+
+    x = residuals.inputs
+    return _with_gates(plan, made, x.i, x.f, x.m_initial, x.q, x.f, residuals.h, residuals.z, dh)
+
+
+Element = TypeVar("Element", Summary, GradientSummary)
+
+
+def _exclusive_prefix(
+    join: Callable[[Element, Element], Element], mine: Element, empty: Element, axis_name: str, *, reverse=False
+) -> Element:
+    """The elements of all devices before this one (behind it with reverse), joined: Hillis and Steele (1986), one element a device.
+
+    1 + ceil(log2(P - 1)) rounds, in each of which a device sends one element and receives one.
+    """
+    size = lax.axis_size(axis_name)
+    index = lax.axis_index(axis_name)
+    place = size - 1 - index if reverse else index
+
+    def from_before(x: Element, distance: int) -> Element:
+        pairs = [(j, j + distance) for j in range(size - distance)]
+        pairs = [(there, here) for here, there in pairs] if reverse else pairs
+        received = lax.ppermute(x, axis_name, pairs)
+        return jax.tree.map(lambda a, b: jnp.where(place >= distance, a, b), received, empty)
+
+    if size == 1:
+        return empty
+    before, covered = from_before(mine, 1), 1
+    while covered < size - 1:
+        before = join(from_before(before, covered), before)
+        covered *= 2
+    return before
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _sequence(axis_name: str, plan: Plan, inputs: Inputs) -> Outputs:
+    return _sequence_fwd(axis_name, plan, inputs)[0]
+
+
+def _sequence_fwd(axis_name: str, plan: Plan, x: Inputs):
+    """h and the last states of the segment; the initial states are those of the whole, of which the first device's count."""
+    first = lax.axis_index(axis_name) == 0
+    zero = jnp.zeros_like(x.m_initial)
+    initial = Summary(x.c_initial, x.n_initial, x.m_initial, zero)
+    empty = Summary(jnp.zeros_like(x.c_initial), jnp.zeros_like(x.n_initial), jnp.full_like(zero, -jnp.inf), zero)
+    mine = Summary(*operation(_summary, plan, x.k, x.v, x.i, x.f))
+    mine = jax.tree.map(functools.partial(jnp.where, first), joined(initial, mine), mine)
+    before = _exclusive_prefix(joined, mine, empty, axis_name)
+    start = jax.tree.map(functools.partial(jnp.where, first), initial, before)
+    x = x._replace(c_initial=start.C, n_initial=start.n, m_initial=start.m)
+    outputs, z, states = forward(plan, x)
+    return outputs, (Residuals(x, outputs[0], z, states), outputs[1])
+
+
+def _sequence_bwd(axis_name: str, plan: Plan, kept, cotangents: Outputs):
+    residuals, (C_last, n_last, _) = kept
+    dh, (dC, dn, dm) = cotangents  # of the segment's own last states
+    dm = dm - inner(dC, C_last, 2) - inner(dn, n_last)
+    mine = GradientSummary(*operation(_gradient_summary, plan, residuals, dh))
+    one, zero = jnp.ones_like(dm), jnp.zeros_like(dm)
+    mine = joined_gradients(GradientSummary(dC, dn, one, dm, one), mine)
+    empty = GradientSummary(jnp.zeros_like(dC), jnp.zeros_like(dn), one, zero, one)
+    behind = _exclusive_prefix(joined_gradients, mine, empty, axis_name, reverse=True)
+    dC, dn = dC + behind.dC, dn + behind.dn
+    dm = dm + behind.dm + inner(dC, C_last, 2) + inner(dn, n_last)
+    gradients = backward(plan, residuals, (dh, (dC, dn, dm)))
+    first = lax.axis_index(axis_name) == 0
+    of_initial = {name: jnp.where(first, getattr(gradients, name), 0.0) for name in ("c_initial", "n_initial", "m_initial")}
+    return (gradients._replace(**of_initial),)
+
+
+_sequence.defvjp(_sequence_fwd, _sequence_bwd)
+
+
+def _whole(axis_name: str, plan: Plan, inputs: Inputs) -> Outputs:
+    """h of the segment and the last states of the whole sequence, on every device."""
+    h, states = _sequence(axis_name, plan, inputs)
+    last = lax.axis_index(axis_name) == lax.axis_size(axis_name) - 1
+    return h, jax.tree.map(lambda x: lax.psum(jnp.where(last, x, 0.0), axis_name), states)
+
+
+def mlstm_chunkwise_sequence_parallel(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    i: jax.Array,
+    f: jax.Array,
+    c_initial: jax.Array | None = None,
+    n_initial: jax.Array | None = None,
+    m_initial: jax.Array | None = None,
+    return_last_states: bool = False,
+    eps: float = 1e-6,
+    chunk_size: int | None = None,
+    autocast_kernel_dtype: Any = None,
+    stabilize_correctly: bool = True,
+    norm_val: float = 1.0,
+    *,
+    axis_name: str,
+    recompute_states_in_bw: bool = True,
+    backend: str | None = None,
+    config: KernelConfig | None = None,
+) -> jax.Array | tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    """``mlstm_chunkwise`` of a sequence that is split over a mesh axis, for use inside ``jax.shard_map``.
+
+    Device j of P holds steps j S / P to (j + 1) S / P of the whole sequence of S. Gradients are exact, also those of the initial states.
+
+    Each device sends 1 + ceil(log2(P - 1)) summaries of a segment forward, and as many backward (P > 1; none for P = 1): up to
+    DHQK DHV + DHQK + 2 floats of 4 bytes a batch entry and head, backward one more. Head dimensions count as the kernels see them (padded
+    to a power of two from 16 to 64, beyond that to a multiple of 64; not padded with backend "xla"). return_last_states adds one
+    all-reduce of the states. What a device holds does not depend on P.
+
+    Args:
+      q, k: (B, NH, S / P, DHQK); v: (B, NH, S / P, DHV); i, f: (B, NH, S / P): this device's part.
+      c_initial, n_initial, m_initial: initial states of the whole sequence, (B, NH, DHQK, DHV), (B, NH, DHQK), (B, NH), the same on
+        all devices of the axis; all three, or none for zeros.
+      return_last_states: whether to return the states after the last step of the whole sequence as well, on every device.
+      axis_name: the mesh axis that the sequence is split over.
+      Others: as for ``mlstm_pallas.mlstm_chunkwise``; a chunk ends at the end of a segment.
+
+    Returns:
+      h (B, NH, S / P, DHV) of this device's part; with return_last_states (h, (c, n, m)), as ``mlstm_chunkwise``.
+
+    Raises:
+      TypeError, ValueError: as ``mlstm_chunkwise``; ValueError for an axis_name that is none of the surrounding shard_map.
+    """
+    axes = jax.sharding.get_abstract_mesh().manual_axes
+    if axis_name not in axes:
+        among = f"one of {', '.join(axes)}" if axes else "a mesh axis of a surrounding jax.shard_map, and there is none"
+        raise ValueError(f"axis_name is {axis_name!r}, expected {among}")
+    return mlstm_chunkwise(
+        q,
+        k,
+        v,
+        i,
+        f,
+        c_initial,
+        n_initial,
+        m_initial,
+        return_last_states,
+        eps,
+        chunk_size,
+        autocast_kernel_dtype,
+        stabilize_correctly,
+        norm_val,
+        recompute_states_in_bw=recompute_states_in_bw,
+        backend=backend,
+        config=config,
+        _forward=functools.partial(_whole, axis_name),
+    )

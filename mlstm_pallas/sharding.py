@@ -1,0 +1,177 @@
+"""Sharded calls: every device computes its own batch entries and heads.
+
+A Triton kernel is a custom call, which XLA cannot partition: left alone it gathers all shards on every device. Batch entries and
+heads do not depend on each other, so the operations of fwbw.py can run on the shards of those two axes as they are. How a call
+learns of its shards depends on the mesh:
+
+* Auto axes: shardings are known only when XLA has propagated them, long after tracing. ``custom_partitioning`` is what JAX (0.10.2 to
+  0.12) has for this: a Shardy rule (the batch and head axes are free, all others need replication) and a function that is traced
+  anew for the shapes of one shard. On one device it lowers to the function itself. It has no batching rule: ``custom_vmap`` around
+  it turns a mapped axis into one more free axis. Its callback cannot be exported and needs devices when it is lowered.
+* Explicit axes: shardings are in the types of the arrays and are read when the call is traced: ``jax.shard_map`` over those axes.
+  That lowers without devices (AbstractMesh), and exports.
+* Manual axes, inside the user's own shard_map: what is at hand is the shard.
+
+Sharding of any other axis (sequence, head dimensions) is undone first: by XLA on auto axes, by ``jax.sharding.reshard`` on explicit ones.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_batching import custom_vmap
+from jax.experimental.custom_partitioning import custom_partitioning
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+Function = Callable[..., Any]  # (plan, *pytrees of arrays (B, NH, ...)) -> pytree of arrays (B, NH, ...), for any B and NH
+
+
+def over_shards(function: Function, plan: Any, *args: Any) -> Any:
+    """function(plan, *args) on the shards of the first two axes of every array; plan.problem has the B and NH of a shard."""
+    return _mappable(function, plan, 0)(*args)
+
+
+def aligned(*arrays: jax.Array) -> list[jax.Array]:
+    """Arrays (B, NH, ...) with types alike: sharded over the same explicit axes in B and NH and over none in others, varying over the
+    same manual axes."""
+    mesh = jax.typeof(arrays[0]).sharding.mesh
+    if mesh.explicit_axes:
+        spec = _common_spec([jax.typeof(x).sharding.spec for x in arrays], 2)
+        return [_resharded(x, mesh, spec) for x in arrays]
+    varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
+    missing = [tuple(sorted(varying - jax.typeof(x).manual_axis_type.varying)) for x in arrays]
+    return [jax.lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(arrays, missing, strict=True)]
+
+
+def _common_spec(specs: Iterable[P], count: int) -> P:
+    """For each of the first ``count`` axes the mesh axes of the first array that is sharded over it, none of them twice."""
+    specs = [_padded(spec, count) for spec in specs]
+    taken: set[str] = set()
+    common: list[tuple[str, ...] | None] = []
+    for axis in range(count):
+        choices = ((entry,) if isinstance(entry, str) else entry or () for entry in (spec[axis] for spec in specs))
+        chosen = next((names for names in choices if names and not taken.intersection(names)), None)
+        taken.update(chosen or ())
+        common.append(chosen)
+    return P(*common)
+
+
+def _resharded(x: jax.Array, mesh: Any, spec: P) -> jax.Array:
+    return jax.sharding.reshard(x, NamedSharding(mesh, _padded(spec, x.ndim)))
+
+
+def _padded(spec: P, ndim: int) -> P:
+    return P(*spec[:ndim], *(None,) * (ndim - len(spec)))
+
+
+def _mappable(function: Function, plan: Any, mapped: int) -> Function:
+    """The operation on arrays with ``mapped`` axes of vmap before B and NH."""
+
+    @custom_vmap
+    def call(*args):
+        return _on_mesh(function, plan, mapped, *args)
+
+    @call.def_vmap
+    def rule(axis_size, is_mapped, *args):
+        args = jax.tree.map(lambda x, at: x if at else jnp.broadcast_to(x, (axis_size, *x.shape)), args, tuple(is_mapped))
+        made = _mappable(function, plan, mapped + 1)(*args)
+        return made, jax.tree.map(lambda _: True, made)
+
+    return call
+
+
+def _on_mesh(function: Function, plan: Any, mapped: int, *args: Any) -> Any:
+    local = functools.partial(_on_shard, function, plan, mapped)
+    first = jax.typeof(jax.tree.leaves(args)[0]).sharding
+    context = jax.sharding.get_abstract_mesh()
+    if axes := set(first.mesh.explicit_axes):
+        if len(axes) == len(first.mesh.axis_names):
+            axes = set()  # all but those of which vmap has taken hold, which only shard_map knows
+        spec = _common_spec([jax.typeof(x).sharding.spec for x in jax.tree.leaves(args)], mapped + 2)
+        args = jax.tree.map(lambda x: _resharded(x, first.mesh, spec), args)
+        mesh = None if context == first.mesh else first.mesh
+        return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=axes, check_vma=False)(*args)
+    alone = context.abstract_device is not None if context.empty else math.prod(context.shape[axis] for axis in context.auto_axes) == 1
+    if alone:
+        return local(*args)
+    return _partitioned(function, plan, mapped, _identity(function, plan, mapped), *args)
+
+
+def _on_shard(function: Function, plan: Any, mapped: int, *args: Any) -> Any:
+    """The operation on the arrays at hand; their mapped axes are joined to B."""
+    shapes = {x.shape[: mapped + 2] for x in jax.tree.leaves(args)}
+    if len(shapes) > 1:
+        raise ValueError(
+            f"arguments of mlstm_chunkwise have shards of {' and '.join(map(str, sorted(shapes)))} batch entries and heads, expected one: "
+            "inside a shard_map that leaves mesh axes to the compiler constrain them with jax.lax.with_sharding_constraint"
+        )
+    (heads,) = shapes
+    *batch, NH = heads
+    plan = dataclasses.replace(plan, problem=dataclasses.replace(plan.problem, B=math.prod(batch), NH=NH))
+    if not mapped:
+        return function(plan, *args)
+    made = function(plan, *jax.tree.map(lambda x: x.reshape(plan.problem.B, NH, *x.shape[len(heads) :]), args))
+    return jax.tree.map(lambda x: x.reshape(*heads, *x.shape[2:]), made)
+
+
+def _identity(function: Function, plan: Any, mapped: int) -> np.ndarray:
+    """Tells operations apart in the compiled module, where nothing else does but the address of a callback.
+
+    jax_remove_custom_partitioning_ptr_from_cache_key takes that address out of the key of the persistent compilation cache, for hits
+    in other processes; calls that differ in eps alone would then share an entry.
+    """
+    from mlstm_pallas import __version__  # which is made of this module
+
+    said = repr((__version__, function.__name__, plan, mapped))
+    return np.frombuffer(hashlib.sha256(said.encode()).digest(), np.uint32)
+
+
+@functools.partial(custom_partitioning, static_argnums=(0, 1, 2))
+def _partitioned(function: Function, plan: Any, mapped: int, identity: jax.Array, *args: Any) -> Any:
+    return _on_shard(function, plan, mapped, *args)
+
+
+def _sharding_rule(function: Function, plan: Any, mapped: int, mesh: Any, operands, results):
+    free = [f"free{axis}" for axis in range(mapped + 2)]
+    whole = [f"whole{n}" for n in range(1 + sum(x.rank for x in (*operands, *results)))]
+    names = iter(whole)
+    identity, *shapes = (
+        " ".join((free if index else []) + [next(names) for _ in range(x.rank - (len(free) if index else 0))])
+        for index, x in enumerate((*operands, *results))
+    )
+    inputs, outputs = [identity, *shapes[: len(operands) - 1]], shapes[len(operands) - 1 :]
+    used = whole[: whole.index(next(names))]
+    return f"{', '.join(inputs)} -> {', '.join(outputs)}", {"need_replication_factors": tuple(used)}
+
+
+def _partition(function: Function, plan: Any, mapped: int, mesh: Any, args, results):
+    """Operands come as their producers left them; all of them, and the results, get one sharding of the free axes and no other."""
+    leaves = jax.tree.leaves((results, args[1:]))
+    if isinstance(leaves[0].sharding, NamedSharding):
+        spec = _common_spec([x.sharding.spec for x in leaves], mapped + 2)
+
+        def sharding(x):
+            return NamedSharding(leaves[0].sharding.mesh, _padded(spec, len(x.shape)))
+    else:  # inside a shard_map over some of the axes shardings have no names; those of results follow the rule
+        of_rank = {len(x.shape): x.sharding for x in reversed(leaves)}
+
+        def sharding(x):
+            return of_rank[len(x.shape)]
+
+    identity, *arrays = args
+    in_shardings = (identity.sharding, *jax.tree.map(sharding, arrays))
+
+    def on_shard(identity, *args):
+        return _on_shard(function, plan, mapped, *args)
+
+    return mesh, on_shard, jax.tree.map(sharding, results), in_shardings
+
+
+_partitioned.def_partition(_partition, sharding_rule=_sharding_rule)
