@@ -17,6 +17,7 @@ from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 
 from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_step
+from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 
 State = tuple[jax.Array, jax.Array, jax.Array]  # c (B, NH, DHQK, DHV), n (B, NH, DHQK), m (B, NH)
 
@@ -48,10 +49,8 @@ def whole_mlstm(mesh: Mesh | None, options: dict[str, Any]) -> Callable[..., jax
     if mesh.shape["sequence"] == 1:
         part = functools.partial(mlstm_chunkwise, **options)
     else:
-        from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
-
         part = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="sequence", **options)
-    return jax.shard_map(part, mesh=mesh, in_specs=HEADS, out_specs=HEADS, check_vma=False)
+    return jax.shard_map(part, mesh=mesh, in_specs=HEADS, out_specs=HEADS)
 
 
 class MLSTMLayer(nnx.Module):

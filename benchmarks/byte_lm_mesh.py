@@ -41,20 +41,24 @@ def parse_mesh(text: str) -> dict[str, int]:
     return sizes
 
 
+def mesh_size(text: str) -> int:
+    """The number of devices."""
+    return math.prod(parse_mesh(text).values())
+
+
 def make_mesh(text: str) -> Mesh | None:
     """The mesh over the first devices, over all of them if there are several processes; None for a single device.
 
     Raises:
       MeshError: too few devices, or a process without any.
     """
-    sizes = parse_mesh(text)
-    wanted, present = math.prod(sizes.values()), jax.device_count()
+    wanted, present = mesh_size(text), jax.device_count()
     if wanted > present or (jax.process_count() > 1 and wanted != present):
         of = f" in {jax.process_count()} processes, which take part with all" if jax.process_count() > 1 else ""
         raise MeshError(f"--mesh={text} has {wanted} devices, there are {present}{of}")
     if wanted == 1:
         return None
-    return jax.make_mesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:wanted])
+    return jax.make_mesh(tuple(parse_mesh(text).values()), AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:wanted])
 
 
 def spread(x: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:

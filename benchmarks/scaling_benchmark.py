@@ -35,6 +35,7 @@ from peers import NORMALISER, Inputs, random_inputs
 from roofline import Shape
 
 from mlstm_pallas import mlstm_chunkwise
+from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 from mlstm_pallas.problem import BACKENDS, KERNEL_DTYPES, check_chunk_size
 
 AXIS = "devices"
@@ -99,8 +100,6 @@ class Spread(peers.JaxImplementation):
         self.mesh = Mesh(np.array(devices), (AXIS,))
         options = dict(chunk_size=chunk_size, backend=backend, **NORMALISER)
         if dim == 2 and len(devices) > 1:
-            from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
-
             self.forward = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name=AXIS, **options)
         else:
             self.forward = functools.partial(mlstm_chunkwise, **options)
@@ -116,7 +115,7 @@ class Spread(peers.JaxImplementation):
             return h, *vjp(dh)
 
         function = forward_backward if direction == "fwbw" else lambda q, k, v, i, f, dh: (self.forward(q, k, v, i, f),)
-        return jax.shard_map(function, mesh=self.mesh, in_specs=self.spec, out_specs=self.spec, check_vma=False), inputs
+        return jax.shard_map(function, mesh=self.mesh, in_specs=self.spec, out_specs=self.spec), inputs
 
 
 class ReducedCase(kernel_benchmark.Case):

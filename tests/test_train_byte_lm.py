@@ -6,6 +6,7 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -25,7 +26,7 @@ pytest.importorskip("tqdm")
 from flax import nnx
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-TINY = dict(layers=1, embedding_dim=16, heads=2, seq_len=32, batch_size=4, steps=40, eval_every=20, eval_batches=2, sample_length=8)
+TINY = dict(layers=1, embedding_dim=16, heads=2, seq_len=32, batch_size=4, steps=50, eval_every=25, eval_batches=2, sample_length=8)
 TINY |= dict(learning_rate=2e-2, warmup_steps=2)
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -37,7 +38,7 @@ def import_from_benchmarks(name):
         return importlib.import_module(name)
 
 
-corpus, byte_lm = map(import_from_benchmarks, ("byte_corpus", "byte_lm"))
+corpus, byte_lm, byte_lm_mesh = map(import_from_benchmarks, ("byte_corpus", "byte_lm", "byte_lm_mesh"))
 
 
 @pytest.fixture(scope="module")
@@ -186,8 +187,8 @@ def test_log(output):
     first, *lines = read_log(output)
     assert first["flags"]["seq_len"] == 32
     assert {"device", "jax", "parameters"} <= set(first)
-    assert [line["step"] for line in lines if "loss" in line] == [10, 20, 30, 40]
-    assert [line["step"] for line in lines if "held_out_bits_per_byte" in line] == [20, 40]
+    assert [line["step"] for line in lines if "loss" in line] == [10, 20, 30, 40, 50]
+    assert [line["step"] for line in lines if "held_out_bits_per_byte" in line] == [25, 50]
     assert all(line["tokens_per_second"] > 0 for line in lines if "loss" in line)
     assert lines[-1]["generated_tokens_per_second"] > 0
 
@@ -275,7 +276,7 @@ def test_finished_run_is_not_trained_again(lm, text_folder, output, tmp_path, ca
     assert go_on(lm, text_folder, tmp_path) == 0
     assert (tmp_path / "log.jsonl").read_text() == (output / "log.jsonl").read_text()
     out = capsys.readouterr().out
-    assert "going on after step 40 of 40" in out
+    assert "going on after step 50 of 50" in out
     assert f"held-out bits per byte: {read_log(output)[-2]['held_out_bits_per_byte']:.3f}" in out
 
 
@@ -318,6 +319,61 @@ def test_damaged_checkpoint(lm, text_folder, interrupted, tmp_path, capfd, part,
     assert f"the checkpoint {checkpoint} is damaged: " in error_of(functools.partial(go_on, lm, text_folder, tmp_path))
     assert "Traceback" not in capfd.readouterr().err
     assert read_log(tmp_path) == read_log(interrupted)
+
+
+# ---------------------------------------------------------------- several devices
+
+
+def assert_same_curve(folder, single):
+    for name in ("loss", "held_out_bits_per_byte"):
+        curve, expected = ([line[name] for line in read_log(output) if name in line] for output in (folder, single))
+        np.testing.assert_allclose(curve, expected, rtol=1e-3)  # what the job promises of its first 50 steps in float32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "data:2,tensor:2,sequence:2",
+        "data:4,sequence:2",
+        pytest.param("data:2", marks=pytest.mark.gpu_multi),
+        pytest.param("sequence:2", marks=pytest.mark.gpu_multi),
+    ],
+)
+def test_mesh_has_the_curve_of_a_single_device(lm, text_folder, output, tmp_path, mesh):
+    if jax.device_count() < byte_lm_mesh.mesh_size(mesh):
+        pytest.skip("too few devices")
+    assert go_on(lm, text_folder, tmp_path, mesh=mesh) == 0
+    assert_same_curve(tmp_path, output)
+    assert read_log(tmp_path)[0]["devices"] == byte_lm_mesh.mesh_size(mesh)
+
+
+@pytest.mark.slow
+def test_checkpoint_goes_on_with_another_mesh(lm, text_folder, output, interrupted, tmp_path):
+    if jax.device_count() < 8:
+        pytest.skip("too few devices")
+    shutil.copytree(interrupted, tmp_path, dirs_exist_ok=True)
+    assert go_on(lm, text_folder, tmp_path, mesh="data:2,tensor:2,sequence:2") == 0
+    assert_same_curve(tmp_path, output)
+
+
+@pytest.mark.slow
+def test_processes_have_the_curve_of_a_single_device(text_folder, output, tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    common = [f"--corpus={text_folder}", f"--output_dir={tmp_path}", "--mesh=data:2,tensor:2", f"--coordinator_address={address}"]
+    settings = dict(JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="2")
+    processes = [start(*common, "--num_processes=2", f"--process_id={n}", **settings) for n in range(2)]
+    try:
+        (first, error), (second, _) = (process.communicate(timeout=300) for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], error
+    assert_same_curve(tmp_path, output)
+    assert "held-out bits per byte" in first.splitlines()[-1]
+    assert "held-out" not in second
 
 
 # ---------------------------------------------------------------- how runs end
@@ -402,15 +458,15 @@ def test_loss_that_is_not_finite(lm, text_folder, tmp_path):
     assert read_log(tmp_path)[-1]["error"] == "the loss is nan by step 10"
 
 
-def start(*arguments):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+def start(*arguments, **settings):
+    settings |= dict(PYTHONPATH=os.pathsep.join(filter(None, sys.path)), JAX_DISABLE_MOST_OPTIMIZATIONS="1")
     command = [
         sys.executable,
         BENCHMARKS / "train_byte_lm.py",
         *(f"--{name}={x}" for name, x in TINY.items()),
         *arguments,
     ]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | settings)
 
 
 @pytest.mark.slow
