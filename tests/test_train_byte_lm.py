@@ -362,8 +362,8 @@ def test_processes_have_the_curve_of_a_single_device(text_folder, output, tmp_pa
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"localhost:{free.getsockname()[1]}"
-    common = [f"--corpus={text_folder}", f"--output_dir={tmp_path}", "--mesh=data:2,tensor:2", f"--coordinator_address={address}"]
-    settings = dict(JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="2")
+    common = [f"--corpus={text_folder}", f"--output_dir={tmp_path}", "--mesh=data:2", f"--coordinator_address={address}"]
+    settings = dict(JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="1")
     processes = [start(*common, "--num_processes=2", f"--process_id={n}", **settings) for n in range(2)]
     try:
         (first, error), (second, _) = (process.communicate(timeout=300) for process in processes)
