@@ -172,30 +172,32 @@ class Log:
 
 
 class Training:
-    """A model in training: all that the steps change."""
+    """A model, the text (bytes,) that it learns, and all that a step changes."""
 
-    def __init__(self, config: ModelConfig):
+    def __init__(self, config: ModelConfig, text: np.ndarray):
         self.model = ByteLM(config, nnx.Rngs(SEED.value))
         self.optimizer = make_optimizer(self.model)
         if config.mesh is not None:
             shard((self.model, self.optimizer), config.mesh)
+        self.text = text
         self.step = 0
         self.rng = np.random.default_rng(SEED.value)  # draws the batches
         self.losses: list[jax.Array | float] = []  # since the last step that log_every divides
 
-    def advance(self, text: np.ndarray) -> None:
+    def advance(self) -> None:
         """One step."""
-        starts = self.rng.integers(0, len(text) - SEQ_LEN.value, BATCH_SIZE.value)
-        self.losses.append(train_step(self.model, self.optimizer, batch(text, starts, self.model.config.mesh)))
+        starts = self.rng.integers(0, len(self.text) - SEQ_LEN.value, BATCH_SIZE.value)
+        self.losses.append(train_step(self.model, self.optimizer, batch(self.text, starts, self.model.config.mesh)))
         self.step += 1
 
-    def save(self, checkpoints: Checkpoints, corpus: int) -> None:
-        """Begins a checkpoint. ``corpus`` is a checksum of the training text."""
-        settings = {flag.name: flag.value for flag in DECIDE_ON_THE_CURVE} | dict(corpus=corpus)
-        progress = dict(settings=settings, rng=self.rng.bit_generator.state, losses=finite(self.losses, self.step))
+    def save(self, checkpoints: Checkpoints) -> None:
+        """Begins a checkpoint."""
+        settings = {flag.name: flag.value for flag in DECIDE_ON_THE_CURVE}
+        progress = dict(settings=settings, text=zlib.crc32(self.text), rng=self.rng.bit_generator.state)
+        progress |= dict(losses=finite(self.losses, self.step))
         checkpoints.save(self.step, nnx.state((self.model, self.optimizer)), progress)
 
-    def restore(self, checkpoints: Checkpoints, step: int, corpus: int) -> None:
+    def restore(self, checkpoints: Checkpoints, step: int) -> None:
         """Takes the place of the training that made the checkpoint.
 
         Raises:
@@ -207,7 +209,7 @@ class Training:
             before = progress["settings"][flag.name]
             if before != flag.value:
                 raise CheckpointError(f"a run with --{flag.name}={before} cannot go on with --{flag.name}={flag.value}: {otherwise}")
-        if progress["settings"]["corpus"] != corpus:
+        if progress["text"] != zlib.crc32(self.text):
             raise CheckpointError(f"a run cannot go on with other text in --corpus: {otherwise}")
         modules = (self.model, self.optimizer)
         nnx.update(modules, checkpoints.state(step, nnx.state(modules)))
@@ -235,12 +237,7 @@ def finite(losses: list[jax.Array | float], step: int) -> list[float]:
 
 
 def train(
-    training: Training,
-    train_text: np.ndarray,
-    held_out: np.ndarray,
-    log: Log,
-    checkpoints: Checkpoints,
-    asked_to_end: Callable[[int], bool],
+    training: Training, held_out: np.ndarray, log: Log, checkpoints: Checkpoints, asked_to_end: Callable[[int], bool]
 ) -> float | None:
     """Trains to the last step, or to one at which ``asked_to_end`` says yes.
 
@@ -250,11 +247,11 @@ def train(
     Raises:
       FloatingPointError: the loss is not finite.
     """
-    bits, corpus = None, zlib.crc32(train_text)
+    bits = None
     with tqdm(total=STEPS.value, initial=training.step, unit="step", disable=jax.process_index() > 0) as bar:
         since, done = time.perf_counter(), training.step
         while training.step < STEPS.value:
-            training.advance(train_text)
+            training.advance()
             step, bits = training.step, None
             bar.update()
             finished = step == STEPS.value
@@ -268,7 +265,8 @@ def train(
                 say(f"step {step}: {bits:.3f} held-out bits per byte")
                 since = time.perf_counter()
             if finished or early or (CHECKPOINT_EVERY.value and step % CHECKPOINT_EVERY.value == 0):
-                training.save(checkpoints, corpus)
+                training.save(checkpoints)
+                since = time.perf_counter()
             if early:
                 break
     return bits
@@ -377,7 +375,7 @@ def run(stop: threading.Event) -> bool:
     mesh = make_mesh(MESH.value)
     train_text, held_out = read_corpus(Path(CORPUS.value) if CORPUS.value else None, SEQ_LEN.value)
     unigram = unigram_bits(train_text, held_out)
-    training = Training(model_config(mesh))
+    training = Training(model_config(mesh), train_text)
     parameters = sum(x.size for x in jax.tree.leaves(nnx.state(training.model, nnx.Param)))
     devices, device = 1 if mesh is None else mesh.size, jax.devices()[0].device_kind
     say(f"{parameters:,} parameters, {len(train_text):,} bytes to learn, {len(held_out):,} held out, on {devices} x {device}")
@@ -388,7 +386,7 @@ def run(stop: threading.Event) -> bool:
         if not RESUME.value:
             checkpoints.clear()
         if before := checkpoints.latest():
-            training.restore(checkpoints, before, zlib.crc32(train_text))
+            training.restore(checkpoints, before)
             say(f"going on after step {before} of {STEPS.value} with {checkpoints.path(before)}")
         log = Log(output / "log.jsonl", training.step)
         if not log.lines:
@@ -397,7 +395,7 @@ def run(stop: threading.Event) -> bool:
             }
             texts = dict(train_bytes=len(train_text), held_out_bytes=len(held_out), unigram_bits_per_byte=unigram)
             log.write(flags=settings, device=device, devices=devices, jax=jax.__version__, parameters=parameters, **texts)
-        bits = train(training, train_text, held_out, log, checkpoints, functools.partial(asked_to_end, stop, deadline))
+        bits = train(training, held_out, log, checkpoints, functools.partial(asked_to_end, stop, deadline))
 
     finished, mark = training.step == STEPS.value, {}
     if not finished:

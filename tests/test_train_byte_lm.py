@@ -213,7 +213,8 @@ def test_seed_decides_the_curve(lm, text_folder, output, tmp_path, seed, same):
     with flagsaver.flagsaver(**TINY, corpus=str(text_folder), seed=seed):
         train_text, held_out = corpus.read_corpus(text_folder, TINY["seq_len"])
         checkpoints = lm.Checkpoints(tmp_path / "checkpoints")
-        lm.train(lm.Training(lm.model_config()), train_text, held_out, lm.Log(tmp_path / "log.jsonl"), checkpoints, lambda step: False)
+        training = lm.Training(lm.model_config(), train_text)
+        lm.train(training, held_out, lm.Log(tmp_path / "log.jsonl"), checkpoints, lambda step: False)
         checkpoints.close()
     assert (losses(tmp_path) == losses(output)) is same
 
