@@ -66,6 +66,11 @@ def spread(x: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
     return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
 
 
+def settled(x: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """x, which CPU devices have computed: the collectives of two programs under way would wait for each other's threads there."""
+    return x.block_until_ready() if mesh is not None and mesh.devices.flat[0].platform == "cpu" else x
+
+
 def state_shardings(state: nnx.State, mesh: Mesh) -> nnx.State:
     """For the state of a model, or of its optimizer, whose moments lie as their parameters do."""
 

@@ -39,7 +39,7 @@ from absl import app, flags, logging
 from byte_corpus import CorpusError, read_corpus, unigram_bits, windows
 from byte_lm import ByteLM, ModelConfig, evaluation_step, generate, train_step
 from byte_lm_checkpoints import CheckpointError, Checkpoints
-from byte_lm_mesh import MeshError, gathered, make_mesh, parse_mesh, shard, spread
+from byte_lm_mesh import MeshError, gathered, make_mesh, parse_mesh, settled, shard, spread
 from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import Mesh
@@ -187,7 +187,8 @@ class Training:
     def advance(self) -> None:
         """One step."""
         starts = self.rng.integers(0, len(self.text) - SEQ_LEN.value, BATCH_SIZE.value)
-        self.losses.append(train_step(self.model, self.optimizer, batch(self.text, starts, self.model.config.mesh)))
+        mesh = self.model.config.mesh
+        self.losses.append(settled(train_step(self.model, self.optimizer, batch(self.text, starts, mesh)), mesh))
         self.step += 1
 
     def save(self, checkpoints: Checkpoints) -> None:
@@ -293,8 +294,9 @@ def log_step(training: Training, tokens: int, since: float, log: Log, bar: tqdm)
 def held_out_bits(model: ByteLM, held_out: np.ndarray) -> float:
     """Bits per byte over sequences spread evenly over the held-out text (bytes,), the same ones at every call."""
     starts = np.linspace(0, len(held_out) - SEQ_LEN.value - 1, EVAL_BATCHES.value * BATCH_SIZE.value).astype(int)
-    batches = (batch(held_out, part, model.config.mesh) for part in np.split(starts, EVAL_BATCHES.value))
-    return float(np.mean(jax.device_get([evaluation_step(model, sequences) for sequences in batches]))) / math.log(2)
+    mesh = model.config.mesh
+    batches = (batch(held_out, part, mesh) for part in np.split(starts, EVAL_BATCHES.value))
+    return float(np.mean(jax.device_get([settled(evaluation_step(model, sequences), mesh) for sequences in batches]))) / math.log(2)
 
 
 def sample(model: ByteLM) -> tuple[str, float]:
