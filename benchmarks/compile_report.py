@@ -32,7 +32,7 @@ from absl import app, flags
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step
-from mlstm_pallas.config import STAGES, available_shared_bytes, config_for
+from mlstm_pallas.config import ALL_STAGES, available_shared_bytes, config_for
 from mlstm_pallas.problem import KERNEL_DTYPES, check_chunk_size, make_problem
 
 # Enough to make every stage's grid three-dimensional; the code of a kernel depends on them only through arrays beyond 2**32 bytes.
@@ -393,7 +393,7 @@ def report(
                 raise RequestError(f"no stage {', '.join(missing)} in {direction}, there are {', '.join(names)}")
             for kernel in kernels:
                 if not stages or kernel.name in stages:
-                    stage = filled.stage(kernel.name) if kernel.name in STAGES else None
+                    stage = filled.stage(kernel.name) if kernel.name in ALL_STAGES else None
                     if stage and direction != "step":  # which is not padded, but masks
                         stage = stage.fitted(problem)
                     tiles = dataclasses.asdict(stage) if stage else {}

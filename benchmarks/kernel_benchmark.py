@@ -44,8 +44,7 @@ from roofline import Shape
 
 from mlstm_pallas import gates, mlstm_chunkwise, reference
 from mlstm_pallas.backend import target_device_kind
-from mlstm_pallas.config import STAGES as TUNED_STAGES
-from mlstm_pallas.config import KernelConfig, config_for, config_from_row
+from mlstm_pallas.config import ALL_STAGES, KernelConfig, config_for, config_from_row
 from mlstm_pallas.problem import BACKENDS, KERNEL_DTYPES, check_chunk_size, make_problem
 from mlstm_pallas.stages.chunk_gates import chunk_gates
 from mlstm_pallas.stages.parallel_bw_dK import parallel_bw_dK
@@ -262,8 +261,7 @@ class Case:
             key, function = impl.oracle, peers.ORACLES[impl.oracle]
             args, cotangent = impl.oracle_arguments(self.inputs)
         if key not in self._expected:
-            heads = args[0].shape[0] * args[0].shape[1]
-            index = np.unique([0, heads // 2, heads - 1])[0 if self.shape.S <= 2**15 else -1 :]
+            index = self.checked_heads(args[0].shape[0] * args[0].shape[1])
 
             @jax.jit
             def outputs(args, cotangent):
@@ -276,6 +274,9 @@ class Case:
             with jax.enable_x64(True):
                 self._expected[key] = index, jax.tree.map(lambda x: np.asarray(x)[0], outputs(args, cotangent))
         return self._expected[key]
+
+    def checked_heads(self, heads: int) -> np.ndarray:
+        return np.unique([0, heads // 2, heads - 1])[0 if self.shape.S <= 2**15 else -1 :]
 
     def named(self, outputs: Any, names: Sequence[str] = ()) -> dict[str, Any]:
         """Outputs by name; those in two floats as their sum."""
@@ -319,7 +320,7 @@ def time_calls(call: Callable[[], Any], synchronise: Callable[[Any], None], repe
     return [batch(calls) for _ in range(repeats)]
 
 
-def _one_line(error: BaseException) -> str:
+def one_line(error: BaseException) -> str:
     return " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
@@ -401,7 +402,7 @@ def measured_rows(options: flags.FlagValues, request: Request) -> Iterator[Row]:
                     measure(row, case, built, options.repeats, request.rates[dtype])
                 except Exception as error:
                     row.status = "failed" if ours else "skipped"
-                    row.note = f"{row.status}: {_one_line(error)}"
+                    row.note = f"{row.status}: {one_line(error)}"
                 yield row
 
 
@@ -419,7 +420,7 @@ def parse_shapes(texts: Sequence[str]) -> dict[str, Shape]:
 
 def parse_config(text: str) -> KernelConfig:
     """A row as in mlstm_pallas/tuning/*.json, any part of it, as JSON or the path of a file with it."""
-    known = ("chunk_size", "split_backward", *TUNED_STAGES)
+    known = ("chunk_size", "split_backward", *ALL_STAGES)
     try:
         if not text.lstrip().startswith("{"):
             with open(text) as file:

@@ -74,9 +74,12 @@ def progress(row: Row) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines = [COLUMNS, *map(cells, rows)]
+    return aligned([COLUMNS, *map(cells, rows)], "<<<<" + ">" * len(NUMBERS) + "<")
+
+
+def aligned(lines: Sequence[Sequence[str]], aligns: str) -> str:
+    """Lines of cells as text, each column to the side that its letter of aligns says."""
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligns = ["<"] * 4 + [">"] * len(NUMBERS) + ["<"]
     pad = "{:{}{}}".format
     return "\n".join("  ".join(map(pad, line, aligns, widths)).rstrip() for line in lines)
 

@@ -3,10 +3,19 @@
     python benchmarks/train_byte_lm.py      # learns the Python standard library: two minutes on two CPU cores; Triton kernels on a GPU
     python benchmarks/train_byte_lm.py --corpus=FOLDER_OR_FILE --embedding_dim=512 --layers=8 --seq_len=2048 --dtype=bfloat16
 
-The model follows xLSTM (arXiv:2405.04517) in the form of xLSTM-7B (arXiv:2503.13427). The output folder gets log.jsonl (the configuration,
-then one line for every logged step and every evaluation), loss.png and sample.txt.
+The model is in byte_lm.py. The output folder gets log.jsonl (the configuration, then one line for every logged step and every evaluation),
+loss.png, sample.txt and checkpoints/, which has the last two.
 
 Ctrl-C ends the training early: evaluation, sample and plot are made with what there is, and the exit code is 130. A second Ctrl-C kills.
+--max_minutes ends it alike, with exit code 75. However a run has ended, the same command goes on from its last checkpoint, along the same
+curve; --noresume starts over.
+
+On several devices the batch, the heads and the steps of a sequence may be split, each over an axis of a mesh:
+
+    python benchmarks/train_byte_lm.py --mesh=data:2,tensor:2,sequence:2
+    python benchmarks/train_byte_lm.py --mesh=data:4 --coordinator_address=HOST:PORT --num_processes=2 --process_id=0  # and 1
+
+Several processes (jax.distributed) share the output folder; the first one writes log, plot and sample.
 """
 
 import contextlib
@@ -18,7 +27,8 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator
+import zlib
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -26,15 +36,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags, logging
-from byte_corpus import VOCABULARY, CorpusError, read_corpus, unigram_bits, windows
+from byte_corpus import CorpusError, read_corpus, unigram_bits, windows
+from byte_lm import ByteLM, ModelConfig, evaluation_step, generate, train_step
+from byte_lm_checkpoints import CheckpointError, Checkpoints
+from byte_lm_mesh import MeshError, gathered, make_mesh, parse_mesh, settled, shard, spread
 from flax import nnx
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-from mlstm_pallas import mlstm_chunkwise
-
 CORPUS = flags.DEFINE_string("corpus", None, "Folder or file to learn; the Python standard library's sources when not given.")
-OUTPUT_DIR = flags.DEFINE_string("output_dir", "runs/byte_lm", "Folder for log.jsonl, loss.png and sample.txt; overwrites those there.")
+OUTPUT_DIR = flags.DEFINE_string("output_dir", "runs/byte_lm", "Folder for log.jsonl, loss.png, sample.txt and checkpoints/.")
 LAYERS = flags.DEFINE_integer("layers", 2, "Blocks of an mLSTM layer and an MLP.", lower_bound=1)
 EMBEDDING_DIM = flags.DEFINE_integer("embedding_dim", 128, "Width of the residual stream.", lower_bound=1)
 HEADS = flags.DEFINE_integer("heads", 4, "mLSTM heads; divides embedding_dim.", lower_bound=1)
@@ -52,12 +66,34 @@ BACKEND = flags.DEFINE_enum("backend", "auto", ["auto", "triton", "interpret", "
 LOG_EVERY = flags.DEFINE_integer("log_every", 10, "Steps between log lines.", lower_bound=1)
 EVAL_EVERY = flags.DEFINE_integer("eval_every", 100, "Steps between evaluations.", lower_bound=1)
 EVAL_BATCHES = flags.DEFINE_integer("eval_batches", 32, "Batches of held-out text in an evaluation.", lower_bound=1)
+CHECKPOINT_EVERY = flags.DEFINE_integer("checkpoint_every", 100, "Steps between checkpoints; 0: only one, at the end.", lower_bound=0)
+RESUME = flags.DEFINE_boolean(
+    "resume", True, "Go on from the last checkpoint in output_dir, if there is one; else start over and remove them."
+)
+MAX_MINUTES = flags.DEFINE_float("max_minutes", None, "End after so many minutes, with a checkpoint to go on from.", lower_bound=0.0)
+MESH = flags.DEFINE_string(
+    "mesh", "", "Devices along data, tensor and sequence, such as data:2,tensor:1,sequence:4; an axis left out has 1."
+)
+COORDINATOR_ADDRESS = flags.DEFINE_string(
+    "coordinator_address", None, "HOST:PORT of the first of several processes; auto: JAX finds this and the two below (Slurm, MPI, clouds)."
+)
+NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes.", lower_bound=1)
+PROCESS_ID = flags.DEFINE_integer("process_id", None, "Number of this process, from 0.", lower_bound=0)
 PROMPT = flags.DEFINE_string("prompt", "def ", "Start of the sample.")
 SAMPLE_LENGTH = flags.DEFINE_integer("sample_length", 400, "Bytes to generate.", lower_bound=1)
 TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "Of the sampling; 0 takes the likeliest byte.", lower_bound=0.0)
 
+
+def is_mesh(text: str) -> bool:
+    try:
+        return bool(parse_mesh(text))
+    except ValueError:
+        return False
+
+
 flags.register_validator("chunk_size", lambda x: x is None or (x >= 16 and x & (x - 1) == 0), "must be a power of two >= 16")
 flags.register_validator("prompt", bool, "must not be empty")
+flags.register_validator("mesh", is_mesh, "must be a list of axis:size, each axis (data, tensor, sequence) at most once")
 flags.register_multi_flags_validator(
     ["embedding_dim", "heads"], lambda x: x["embedding_dim"] % x["heads"] == 0, "embedding_dim must be a multiple of heads"
 )
@@ -71,152 +107,30 @@ flags.register_multi_flags_validator(
     lambda x: 1 <= x["mlp_factor"] * x["embedding_dim"] < math.inf,
     "mlp_factor * embedding_dim must be >= 1",
 )
-
-State = tuple[jax.Array, jax.Array, jax.Array]  # c (B, NH, DHQK, DHV), n (B, NH, DHQK), m (B, NH)
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelConfig:
-    """Sizes of the model, and how its mLSTM is computed."""
-
-    layers: int
-    embedding_dim: int
-    heads: int
-    qk_dim: int  # of all heads
-    mlp_dim: int
-    chunk_size: int | None = None
-    dtype: str = "float32"
-    backend: str | None = None
-
-
-def residual_init(config: ModelConfig) -> nnx.Initializer:
-    """For the 2 * layers matrices that add to the residual stream: their sum has the variance of one with the usual scale."""
-    return nnx.initializers.variance_scaling(0.5 / config.layers, "fan_in", "truncated_normal")
-
-
-class MLSTMLayer(nnx.Module):
-    """Projections and gates, the mLSTM, a norm of each head, an output gate."""
-
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        D, NH = config.embedding_dim, config.heads
-        linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
-        self.config = config
-        self.query, self.key, self.value = linear(D, config.qk_dim), linear(D, config.qk_dim), linear(D, D)
-        gate = functools.partial(nnx.Linear, D, NH, kernel_init=nnx.initializers.normal(0.02), rngs=rngs)
-        # A quiet start, as in xLSTM-7B: input gates almost closed, forget gates from short to long memory.
-        self.input_gate = gate(bias_init=nnx.initializers.constant(-10.0))
-        self.forget_gate = gate(bias_init=lambda key, shape, dtype: jnp.linspace(3.0, 6.0, *shape, dtype=dtype))
-        self.head_norm = nnx.RMSNorm(D // NH, use_scale=False, rngs=rngs)
-        self.head_scale = nnx.Param(jnp.ones(D))
-        self.output_gate = linear(D, D)
-        self.output = linear(D, D, kernel_init=residual_init(config))
-
-    def __call__(self, x: jax.Array, state: State | None) -> tuple[jax.Array, State | None]:
-        """x (B, S, D), and the state before it (None: zeros) -> (B, S, D), and the state after it (None if none was given)."""
-        config = self.config
-
-        def heads(y):  # (B, S, NH * DH) -> (B, NH, S, DH)
-            return y.reshape(*y.shape[:2], config.heads, -1).swapaxes(1, 2).astype(config.dtype)
-
-        def gate(y):  # (B, S, NH) -> (B, NH, S), soft-capped
-            return 15.0 * jnp.tanh(y.swapaxes(1, 2) / 15.0)
-
-        mlstm = functools.partial(mlstm_chunkwise, chunk_size=config.chunk_size, backend=config.backend)
-        inputs = (*(heads(f(x)) for f in (self.query, self.key, self.value)), gate(self.input_gate(x)), gate(self.forget_gate(x)))
-        if state is None:
-            h = mlstm(*inputs)
-        else:
-            h, state = mlstm(*inputs, *state, return_last_states=True)
-        h = self.head_norm(h.astype(x.dtype)).swapaxes(1, 2).reshape(x.shape) * self.head_scale
-        return self.output(jax.nn.sigmoid(self.output_gate(x)) * h), state
-
-
-class GatedMLP(nnx.Module):
-    """SwiGLU."""
-
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        D, linear = config.embedding_dim, functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
-        self.gate, self.up = linear(D, config.mlp_dim), linear(D, config.mlp_dim)
-        self.down = linear(config.mlp_dim, D, kernel_init=residual_init(config))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """x (B, S, D) -> (B, S, D)."""
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
-
-
-class Block(nnx.Module):
-    """An mLSTM layer and an MLP, each behind a norm and beside a residual connection."""
-
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        self.mlstm_norm, self.mlp_norm = (nnx.RMSNorm(config.embedding_dim, rngs=rngs) for _ in range(2))
-        self.mlstm, self.mlp = MLSTMLayer(config, rngs), GatedMLP(config, rngs)
-
-    def __call__(self, x: jax.Array, state: State | None) -> tuple[jax.Array, State | None]:
-        """Shapes and state as for MLSTMLayer."""
-        h, state = self.mlstm(self.mlstm_norm(x), state)
-        x = x + h
-        return x + self.mlp(self.mlp_norm(x)), state
-
-
-class ByteLM(nnx.Module):
-    """Bytes to logits of the byte that follows each."""
-
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        self.config = config
-        self.embedding = nnx.Embed(VOCABULARY, config.embedding_dim, embedding_init=nnx.initializers.normal(0.1), rngs=rngs)
-        self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
-        self.norm = nnx.RMSNorm(config.embedding_dim, rngs=rngs)
-        self.unembedding = nnx.Linear(config.embedding_dim, VOCABULARY, use_bias=False, rngs=rngs)
-
-    def initial_states(self, batch: int) -> list[State]:
-        """The states before the first byte, one for each layer."""
-        NH, DHQK, DHV = self.config.heads, self.config.qk_dim // self.config.heads, self.config.embedding_dim // self.config.heads
-        return [(jnp.zeros((batch, NH, DHQK, DHV)), jnp.zeros((batch, NH, DHQK)), jnp.zeros((batch, NH)))] * self.config.layers
-
-    def __call__(self, tokens: jax.Array, states: list[State] | None = None) -> tuple[jax.Array, list[State | None]]:
-        """tokens (B, S), and the states before them -> logits (B, S, 256), and the states after them (of None if none were given)."""
-        x = self.embedding(tokens)
-        after = []
-        for block, state in zip(self.blocks, states or [None] * self.config.layers, strict=True):
-            x, state = block(x, state)
-            after.append(state)
-        return self.unembedding(self.norm(x)), after
-
-
-def cross_entropy(model: ByteLM, sequences: jax.Array) -> jax.Array:
-    """Mean nats per byte of sequences (B, S + 1): of every byte but the first, given those before it."""
-    tokens = sequences.astype(jnp.int32)
-    logits, _ = model(tokens[:, :-1])
-    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
-
-
-evaluation_step = nnx.jit(cross_entropy)
-
-
-@nnx.jit
-def train_step(model: ByteLM, optimizer: nnx.Optimizer, sequences: jax.Array) -> jax.Array:
-    """One update from sequences (B, S + 1); returns the loss before it, in nats per byte."""
-    loss, gradients = nnx.value_and_grad(cross_entropy)(model, sequences)
-    optimizer.update(model, gradients)
-    return loss
-
-
-@functools.partial(nnx.jit, static_argnames=("length", "temperature"))
-def generate(model: ByteLM, prompt: jax.Array, key: jax.Array, *, length: int, temperature: float) -> jax.Array:
-    """prompt (B, S) -> the next bytes (B, length), one at a time: the states are of one size however long the text gets."""
-
-    def pick(logits, key):
-        return jnp.argmax(logits, -1) if temperature == 0 else jax.random.categorical(key, logits / temperature)
-
-    def step(carry, key):
-        token, states = carry
-        logits, states = model(token[:, None], states)
-        return (pick(logits[:, -1], key), states), token
-
-    keys = jax.random.split(key, length + 1)
-    logits, states = model(prompt, model.initial_states(prompt.shape[0]))
-    _, tokens = jax.lax.scan(step, (pick(logits[:, -1], keys[0]), states), keys[1:])
-    return tokens.swapaxes(0, 1)
+for name, axis in (("batch_size", "data"), ("heads", "tensor"), ("seq_len", "sequence")):
+    flags.register_multi_flags_validator(
+        [name, "mesh"],
+        lambda x, name=name, axis=axis: not is_mesh(x["mesh"]) or x[name] % parse_mesh(x["mesh"])[axis] == 0,
+        f"{name} must be a multiple of {axis} in mesh",
+    )
+flags.register_multi_flags_validator(
+    ["embedding_dim", "mlp_factor", "mesh"],
+    lambda x: (
+        not (is_mesh(x["mesh"]) and math.isfinite(x["mlp_factor"]))
+        or round(x["mlp_factor"] * x["embedding_dim"]) % parse_mesh(x["mesh"])["tensor"] == 0
+    ),
+    "mlp_factor * embedding_dim must be a multiple of tensor in mesh",
+)
+flags.register_multi_flags_validator(
+    ["coordinator_address", "num_processes", "process_id"],
+    lambda x: x["coordinator_address"] == "auto" or len({value is None for value in x.values()}) == 1,
+    "coordinator_address, num_processes and process_id belong together",
+)
+# A checkpoint can be gone on from with the same values of these; devices, backend, logging and sampling may change.
+DECIDE_ON_THE_CURVE = (
+    *(LAYERS, EMBEDDING_DIM, HEADS, QK_DIM_FACTOR, MLP_FACTOR, DTYPE, SEED),
+    *(SEQ_LEN, BATCH_SIZE, STEPS, LEARNING_RATE, WARMUP_STEPS),
+)
 
 
 def make_optimizer(model: ByteLM) -> nnx.Optimizer:
@@ -229,18 +143,27 @@ def make_optimizer(model: ByteLM) -> nnx.Optimizer:
 
 
 class Log:
-    """log.jsonl: a line is on disk as soon as it is written. All lines stay in ``lines`` as well."""
+    """log.jsonl: a line is on disk as soon as it is written. All lines stay in ``lines`` as well. Only the first process writes."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, step: int = 0):
+        """Starts anew, or after ``step`` steps goes on behind what was logged up to them."""
         self.lines: list[dict] = []
-        self._path = path
-        path.write_text("")
-        self._started = time.perf_counter()
+        self._path = path if jax.process_index() == 0 else None
+        if step and path.exists():
+            complete = path.read_text().split("\n")[:-1]  # a kill may have cut the last line
+            lines = map(json.loads, complete)
+            self.lines = [line for line in lines if line.get("step", 0) <= step and not line.get("interrupted")]
+        if self._path:
+            rewritten = path.with_suffix(".new")
+            rewritten.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
+            rewritten.replace(path)
+        self._started = time.perf_counter() - (self.lines[-1]["seconds"] if self.lines else 0.0)
 
     def write(self, **line) -> None:
         self.lines.append(line | {"seconds": round(time.perf_counter() - self._started, 3)})
-        with self._path.open("a") as file:
-            file.write(json.dumps(self.lines[-1]) + "\n")
+        if self._path:
+            with self._path.open("a") as file:
+                file.write(json.dumps(self.lines[-1]) + "\n")
 
     def curve(self, name: str) -> tuple[list[int], list[float]]:
         """The steps that have a value of this name, and the values."""
@@ -248,58 +171,153 @@ class Log:
         return [line["step"] for line in lines], [line[name] for line in lines]
 
 
-def train(model: ByteLM, train_text: np.ndarray, held_out: np.ndarray, log: Log, stop: threading.Event) -> int:
-    """Trains for all steps, or to the end of the one in which ``stop`` is set, and evaluates; returns the number of steps done.
+class Training:
+    """A model, the text (bytes,) that it learns, and all that a step changes."""
+
+    def __init__(self, config: ModelConfig, text: np.ndarray):
+        self.model = ByteLM(config, nnx.Rngs(SEED.value))
+        self.optimizer = make_optimizer(self.model)
+        if config.mesh is not None:
+            shard((self.model, self.optimizer), config.mesh)
+        self.text = text
+        self.step = 0
+        self.rng = np.random.default_rng(SEED.value)  # draws the batches
+        self.losses: list[jax.Array | float] = []  # since the last step that log_every divides
+
+    def advance(self) -> None:
+        """One step."""
+        starts = self.rng.integers(0, len(self.text) - SEQ_LEN.value, BATCH_SIZE.value)
+        mesh = self.model.config.mesh
+        self.losses.append(settled(train_step(self.model, self.optimizer, batch(self.text, starts, mesh)), mesh))
+        self.step += 1
+
+    def save(self, checkpoints: Checkpoints) -> None:
+        """Begins a checkpoint."""
+        settings = {flag.name: flag.value for flag in DECIDE_ON_THE_CURVE}
+        progress = dict(settings=settings, text=zlib.crc32(self.text), rng=self.rng.bit_generator.state)
+        progress |= dict(losses=finite(self.losses, self.step))
+        checkpoints.save(self.step, nnx.state((self.model, self.optimizer)), progress)
+
+    def restore(self, checkpoints: Checkpoints, step: int) -> None:
+        """Takes the place of the training that made the checkpoint.
+
+        Raises:
+          CheckpointError: it is damaged, or of another training.
+        """
+        progress = checkpoints.progress(step)
+        otherwise = f"give another --output_dir, or --noresume to lose {checkpoints.path(step)}"
+        for flag in DECIDE_ON_THE_CURVE:
+            before = progress["settings"][flag.name]
+            if before != flag.value:
+                raise CheckpointError(f"a run with --{flag.name}={before} cannot go on with --{flag.name}={flag.value}: {otherwise}")
+        if progress["text"] != zlib.crc32(self.text):
+            raise CheckpointError(f"a run cannot go on with other text in --corpus: {otherwise}")
+        modules = (self.model, self.optimizer)
+        nnx.update(modules, checkpoints.state(step, nnx.state(modules)))
+        self.step, self.losses = step, progress["losses"]
+        self.rng.bit_generator.state = progress["rng"]
+
+
+def batch(text: np.ndarray, starts: np.ndarray, mesh: Mesh | None) -> np.ndarray | jax.Array:
+    """Sequences (B, S + 1) from these places of the text."""
+    sequences = windows(text, starts, SEQ_LEN.value)
+    return sequences if mesh is None else spread(sequences, mesh, P("data"))
+
+
+def finite(losses: list[jax.Array | float], step: int) -> list[float]:
+    """The losses as numbers, which are waited for.
+
+    Raises:
+      FloatingPointError: one is not finite.
+    """
+    numbers = [float(loss) for loss in jax.device_get(losses)]
+    for loss in numbers:
+        if not math.isfinite(loss):
+            raise FloatingPointError(f"the loss is {loss} by step {step}")
+    return numbers
+
+
+def train(
+    training: Training, held_out: np.ndarray, log: Log, checkpoints: Checkpoints, asked_to_end: Callable[[int], bool]
+) -> float | None:
+    """Trains to the last step, or to one at which ``asked_to_end`` says yes.
+
+    Returns:
+      Bits per held-out byte at the end; None if the end is not a step at which they are due.
 
     Raises:
       FloatingPointError: the loss is not finite.
     """
-    optimizer = make_optimizer(model)
-    rng = np.random.default_rng(SEED.value)
-    losses: list[jax.Array] = []
-    with tqdm(total=STEPS.value, unit="step") as bar:
-        since = time.perf_counter()
-        for step in range(1, STEPS.value + 1):
-            starts = rng.integers(0, len(train_text) - SEQ_LEN.value, BATCH_SIZE.value)
-            losses.append(train_step(model, optimizer, windows(train_text, starts, SEQ_LEN.value)))
+    bits = None
+    with tqdm(total=STEPS.value, initial=training.step, unit="step", disable=jax.process_index() > 0) as bar:
+        since, done = time.perf_counter(), training.step
+        while training.step < STEPS.value:
+            training.advance()
+            step, bits = training.step, None
             bar.update()
-            last = step == STEPS.value or stop.is_set()
-            if step % LOG_EVERY.value == 0 or last:
-                log_step(step, losses, since, log, bar)
-                losses, since = [], time.perf_counter()
-            if step % EVAL_EVERY.value == 0 or last:
-                bits = held_out_bits(model, held_out)
+            finished = step == STEPS.value
+            early = not finished and asked_to_end(step)
+            if finished or early or step % LOG_EVERY.value == 0:
+                log_step(training, (step - done) * BATCH_SIZE.value * SEQ_LEN.value, since, log, bar)
+                since, done = time.perf_counter(), step
+            if finished or step % EVAL_EVERY.value == 0:
+                bits = held_out_bits(training.model, held_out)
                 log.write(step=step, held_out_bits_per_byte=bits)
-                bar.write(f"step {step}: {bits:.3f} held-out bits per byte")
+                say(f"step {step}: {bits:.3f} held-out bits per byte")
                 since = time.perf_counter()
-            if last:
-                return step
+            if finished or early or (CHECKPOINT_EVERY.value and step % CHECKPOINT_EVERY.value == 0):
+                training.save(checkpoints)
+                since = time.perf_counter()
+            if early:
+                break
+    return bits
 
 
-def log_step(step: int, losses: list[jax.Array], since: float, log: Log, bar: tqdm) -> None:
-    """Writes the mean loss and the speed of the steps since the last log line; that of the first line counts the compilation."""
-    loss = float(jnp.mean(jnp.stack(losses)))  # waits for the steps: before the clock is read
-    if not math.isfinite(loss):
-        log.write(step=step, error=f"the loss is {loss}")
-        raise FloatingPointError(f"the loss is {loss} by step {step}")
-    speed = len(losses) * BATCH_SIZE.value * SEQ_LEN.value / (time.perf_counter() - since)
-    log.write(step=step, loss=loss, train_bits_per_byte=loss / math.log(2), tokens_per_second=round(speed, 1))
+def log_step(training: Training, tokens: int, since: float, log: Log, bar: tqdm) -> None:
+    """Writes the mean loss, and the speed since the last log line; that of the first line counts the compilation."""
+    step = training.step
+    try:
+        training.losses = finite(training.losses, step)  # waits for the steps: before the clock is read
+    except FloatingPointError as error:
+        log.write(step=step, error=str(error))
+        raise
+    speed = tokens / (time.perf_counter() - since)
+    loss = sum(training.losses) / len(training.losses)
+    due = step % LOG_EVERY.value == 0 or step == STEPS.value
+    mark = {} if due else dict(interrupted=True)
+    log.write(step=step, loss=loss, train_bits_per_byte=loss / math.log(2), tokens_per_second=round(speed, 1), **mark)
     bar.set_postfix(loss=f"{loss:.3f}", tokens_per_s=f"{speed:.0f}")
+    if due:
+        training.losses = []
 
 
 def held_out_bits(model: ByteLM, held_out: np.ndarray) -> float:
     """Bits per byte over sequences spread evenly over the held-out text (bytes,), the same ones at every call."""
     starts = np.linspace(0, len(held_out) - SEQ_LEN.value - 1, EVAL_BATCHES.value * BATCH_SIZE.value).astype(int)
-    batches = np.split(windows(held_out, starts, SEQ_LEN.value), EVAL_BATCHES.value)
-    return float(np.mean([evaluation_step(model, batch) for batch in batches])) / math.log(2)
+    mesh = model.config.mesh
+    batches = (batch(held_out, part, mesh) for part in np.split(starts, EVAL_BATCHES.value))
+    return float(np.mean(jax.device_get([settled(evaluation_step(model, sequences), mesh) for sequences in batches]))) / math.log(2)
 
 
-def sample(model: ByteLM) -> str:
-    """The prompt and what the model makes of it."""
+def sample(model: ByteLM) -> tuple[str, float]:
+    """The prompt and what the model makes of it; the bytes generated per second, reading the prompt included and compiling not."""
     prompt = PROMPT.value.encode()
     tokens = jnp.asarray([list(prompt)], jnp.int32)
-    text = generate(model, tokens, jax.random.key(SEED.value), length=SAMPLE_LENGTH.value, temperature=TEMPERATURE.value)
-    return (prompt + bytes(np.asarray(text[0], np.uint8))).decode(errors="backslashreplace")
+    for _ in range(2):
+        start = time.perf_counter()
+        text = generate(model, tokens, jax.random.key(SEED.value), length=SAMPLE_LENGTH.value, temperature=TEMPERATURE.value)
+        text.block_until_ready()
+    speed = SAMPLE_LENGTH.value / (time.perf_counter() - start)
+    return (prompt + bytes(np.asarray(text[0], np.uint8))).decode(errors="backslashreplace"), speed
+
+
+def on_one_device(model: ByteLM) -> ByteLM:
+    """The model, on a device of every process alone; all processes have to call."""
+    if model.config.mesh is None:
+        return model
+    copy = ByteLM(dataclasses.replace(model.config, mesh=None), nnx.Rngs(0))
+    nnx.update(copy, gathered(nnx.state(model)))
+    return copy
 
 
 def plot(log: Log, unigram: float, path: Path) -> None:
@@ -331,54 +349,101 @@ def stop_on_interrupt() -> Iterator[threading.Event]:
         signal.signal(signal.SIGINT, previous)
 
 
-def model_config() -> ModelConfig:
+def asked_to_end(stop: threading.Event, deadline: float, step: int) -> bool:
+    """Whether to end after this step, as a Ctrl-C or --max_minutes wants. Several processes settle that where they log."""
+    asked = stop.is_set() or time.monotonic() > deadline
+    if jax.process_count() == 1:
+        return asked
+    return step % LOG_EVERY.value == 0 and bool(multihost_utils.process_allgather(np.asarray(asked)).any())
+
+
+def say(text: str) -> None:
+    """Prints above the progress bar, in the first process."""
+    if jax.process_index() == 0:
+        tqdm.write(text)
+
+
+def model_config(mesh: Mesh | None = None) -> ModelConfig:
     """The model that the flags ask for."""
     D = EMBEDDING_DIM.value
     qk_dim, mlp_dim = round(QK_DIM_FACTOR.value * D), round(MLP_FACTOR.value * D)
     backend = None if BACKEND.value == "auto" else BACKEND.value
-    return ModelConfig(LAYERS.value, D, HEADS.value, qk_dim, mlp_dim, CHUNK_SIZE.value, DTYPE.value, backend)
+    return ModelConfig(LAYERS.value, D, HEADS.value, qk_dim, mlp_dim, CHUNK_SIZE.value, DTYPE.value, backend, mesh)
 
 
-def run(stop: threading.Event) -> None:
-    """The whole job, from the corpus to the plot."""
+def run(stop: threading.Event) -> bool:
+    """The whole job, from the corpus to the plot; returns whether all steps are done."""
+    deadline = time.monotonic() + 60 * (math.inf if MAX_MINUTES.value is None else MAX_MINUTES.value)
+    mesh = make_mesh(MESH.value)
     train_text, held_out = read_corpus(Path(CORPUS.value) if CORPUS.value else None, SEQ_LEN.value)
     unigram = unigram_bits(train_text, held_out)
-    model = ByteLM(model_config(), nnx.Rngs(SEED.value))
-    parameters = sum(x.size for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
-    device = jax.devices()[0].device_kind
-    print(f"{parameters:,} parameters, {len(train_text):,} bytes to learn, {len(held_out):,} held out, on {jax.device_count()} x {device}")
+    training = Training(model_config(mesh), train_text)
+    parameters = sum(x.size for x in jax.tree.leaves(nnx.state(training.model, nnx.Param)))
+    devices, device = 1 if mesh is None else mesh.size, jax.devices()[0].device_kind
+    say(f"{parameters:,} parameters, {len(train_text):,} bytes to learn, {len(held_out):,} held out, on {devices} x {device}")
 
     output = Path(OUTPUT_DIR.value)
     output.mkdir(parents=True, exist_ok=True)
-    log = Log(output / "log.jsonl")
-    settings = {flag.name: flag.value for flag in flags.FLAGS.get_key_flags_for_module(flags.FLAGS.find_module_defining_flag("corpus"))}
-    texts = dict(train_bytes=len(train_text), held_out_bytes=len(held_out), unigram_bits_per_byte=unigram)
-    log.write(flags=settings, device=device, jax=jax.__version__, parameters=parameters, **texts)
+    with contextlib.closing(Checkpoints(output / "checkpoints")) as checkpoints:
+        if not RESUME.value:
+            checkpoints.clear()
+        if before := checkpoints.latest():
+            training.restore(checkpoints, before)
+            say(f"going on after step {before} of {STEPS.value} with {checkpoints.path(before)}")
+        log = Log(output / "log.jsonl", training.step)
+        if not log.lines:
+            settings = {
+                flag.name: flag.value for flag in flags.FLAGS.get_key_flags_for_module(flags.FLAGS.find_module_defining_flag("corpus"))
+            }
+            texts = dict(train_bytes=len(train_text), held_out_bytes=len(held_out), unigram_bits_per_byte=unigram)
+            log.write(flags=settings, device=device, devices=devices, jax=jax.__version__, parameters=parameters, **texts)
+        bits = train(training, held_out, log, checkpoints, functools.partial(asked_to_end, stop, deadline))
 
-    steps = train(model, train_text, held_out, log, stop)
-    if stop.is_set():
-        print(f"interrupted after step {steps}: ending with what there is")
-    plot(log, unigram, output / "loss.png")
-    text = sample(model)
-    (output / "sample.txt").write_text(text, encoding="utf-8")
-    print(f"--- sample\n{text}\n---")
-    bits = log.curve("held_out_bits_per_byte")[1][-1]
-    print(f"held-out bits per byte: {bits:.3f} (unigram: {unigram:.3f}); log, plot and sample are in {output}")
+    finished, mark = training.step == STEPS.value, {}
+    if not finished:
+        mark = dict(interrupted=True)
+        say(f"interrupted after step {training.step}: ending with what there is; the same command goes on from here")
+    if bits is None:
+        bits = held_out_bits(training.model, held_out)
+        if not finished:
+            log.write(step=training.step, held_out_bits_per_byte=bits, **mark)
+    model = on_one_device(training.model)
+    if jax.process_index() == 0:
+        plot(log, unigram, output / "loss.png")
+        text, speed = sample(model)
+        if training.step != before:
+            log.write(step=training.step, generated_tokens_per_second=round(speed, 1), **mark)
+        (output / "sample.txt").write_text(text, encoding="utf-8")
+        say(f"--- sample\n{text}\n--- generated at {speed:.0f} tokens per second")
+        say(f"held-out bits per byte: {bits:.3f} (unigram: {unigram:.3f}); log, plot and sample are in {output}")
+    return finished
+
+
+def start_processes() -> None:
+    """Joins the processes of the run, as the flags or JAX's detection of the cluster have it."""
+    given = dict(num_processes=NUM_PROCESSES.value, process_id=PROCESS_ID.value)
+    address = None if COORDINATOR_ADDRESS.value == "auto" else COORDINATOR_ADDRESS.value
+    try:
+        jax.distributed.initialize(address, **given)
+    except (RuntimeError, ValueError) as error:
+        sys.exit(f"error: --coordinator_address={COORDINATOR_ADDRESS.value}: {' '.join(str(error).split())}")
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit code: 0, or 130 after a Ctrl-C. Errors of the user's making end with one line and exit code 1."""
+    """Returns the exit code: 0, 75 after --max_minutes, 130 after a Ctrl-C; 1 and one line for errors of the user's making."""
     logging.set_verbosity(logging.WARNING)  # at INFO, jax names every backend that it does not find
     if len(argv) > 1:
         sys.exit(f"error: unexpected argument {argv[1]}")
+    if COORDINATOR_ADDRESS.value is not None:
+        start_processes()
     if BACKEND.value == "triton" and jax.default_backend() != "gpu":
         sys.exit("error: --backend=triton needs a GPU")
     with stop_on_interrupt() as stop:
         try:
-            run(stop)
-        except (CorpusError, FloatingPointError, OSError) as error:
+            finished = run(stop)
+        except (CorpusError, MeshError, CheckpointError, FloatingPointError, OSError) as error:
             sys.exit(f"error: {error}")
-    return 130 if stop.is_set() else 0
+    return 130 if stop.is_set() else 0 if finished else 75
 
 
 def parse_flags(argv: list[str]) -> list[str]:

@@ -278,7 +278,7 @@ class Bench:
                 return Result("pruned", note=reason)
             return impl, impl.build(given, direction)
         except Exception as error:
-            return Result("failed", note=kernel_benchmark._one_line(error))
+            return Result("failed", note=kernel_benchmark.one_line(error))
 
     def judge(self, stage: str, impl: Ours, call: Callable[[], Any], check: Check | None, expected: Any, best: float | None) -> Result:
         """Checks, then times. Raises DeviceLost."""
@@ -305,8 +305,8 @@ class Bench:
             try:
                 jax.block_until_ready(jnp.zeros(8) + 1)
             except Exception:
-                raise DeviceLost(f"{stage} {described(impl.filled)}: {kernel_benchmark._one_line(error)}") from None
-            return Result("failed", note=kernel_benchmark._one_line(error))
+                raise DeviceLost(f"{stage} {described(impl.filled)}: {kernel_benchmark.one_line(error)}") from None
+            return Result("failed", note=kernel_benchmark.one_line(error))
 
 
 # ---------------------------------------------------------------- what is known already

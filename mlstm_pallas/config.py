@@ -70,7 +70,7 @@ class StageConfig:
         )
 
 
-STAGES = (
+STAGES = (  # of mlstm_chunkwise
     "chunk_gates",
     "recurrent_fw_C",
     "parallel_fw_H",
@@ -79,8 +79,8 @@ STAGES = (
     "parallel_bw_dQ",
     "parallel_bw_dK",
     "parallel_bw_dV",
-    "recurrent_step",
 )
+ALL_STAGES = (*STAGES, "recurrent_step")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +113,7 @@ class KernelConfig:
             raise TypeError(f"config.precision is {self.precision!r}, expected None, a jax.lax.Precision or a jax.lax.DotAlgorithmPreset")
         if not isinstance(self.split_backward, bool | None):
             raise TypeError(f"config.split_backward is {self.split_backward!r}, expected None or a bool")
-        for stage in STAGES:
+        for stage in ALL_STAGES:
             if not isinstance(getattr(self, stage), StageConfig | None):
                 raise TypeError(f"config.{stage} is a {type(getattr(self, stage)).__name__}, expected a StageConfig or None")
 
@@ -263,7 +263,7 @@ def tuned_rows(device_kind: str) -> tuple[dict[str, Any], ...]:
 
 
 def config_from_row(row: dict) -> KernelConfig:
-    stages: dict[str, Any] = {name: StageConfig(**row[name]) for name in STAGES if name in row}
+    stages: dict[str, Any] = {name: StageConfig(**row[name]) for name in ALL_STAGES if name in row}
     return KernelConfig(chunk_size=row["chunk_size"], split_backward=row.get("split_backward"), **stages)
 
 

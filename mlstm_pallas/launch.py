@@ -41,7 +41,7 @@ def kernel_call(
     input_output_aliases: {input: output} that share their memory, by position; absent inputs (None) do not count.
     """
 
-    def call(*args: jax.Array):
+    def call(*args: jax.Array | None):
         # Inside a shard_map that checks it, outputs have to say over which axes they vary.
         varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(args)))
         kind = jax.sharding.ManualAxisType(varying=varying)

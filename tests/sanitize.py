@@ -11,11 +11,13 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from oracle import random_inputs
 
-from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise
-from mlstm_pallas.config import STAGES
+from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, mlstm_recurrent_step
+from mlstm_pallas.config import ALL_STAGES
 from mlstm_pallas.launch import kernel_call
 
-KERNELS = (*STAGES, "border_maxima")
+KERNELS = (*ALL_STAGES, "border_maxima")
+# What is asked for beside the default; the sigmoid gate takes no m_initial.
+VARIANTS = [{}, {"packed": True}, {"input_gate": "sigmoid"}, {"input_gate": "sigmoid", "normalize": False}]
 # S, DHQK, DHHV, chunk size, split backward; with rows and columns of padding, one chunk and several, a chunk of several tiles
 CASES = [
     (100, 24, 40, 16, False),
@@ -25,19 +27,28 @@ CASES = [
 ]
 
 
+def variant_of_step(variant):
+    return {name: x for name, x in variant.items() if name != "packed"}
+
+
 def run_kernels():
     for dtype in ("bfloat16", "float32"):
-        for S, DHQK, DHHV, chunk_size, split in CASES:
-            inputs = random_inputs(0, 1, 2, S, DHQK, DHHV, dtype=dtype, resets=True)
-            config = KernelConfig(split_backward=split)
-            run = functools.partial(mlstm_chunkwise, return_last_states=True, chunk_size=chunk_size, config=config, backend="triton")
+        for (S, DHQK, DHHV, chunk_size, split), variant in zip(CASES, VARIANTS, strict=True):
+            inputs = random_inputs(0, 1, 2, S, DHQK, DHHV, dtype=dtype, resets=True, m_initial="input_gate" not in variant)
+            options = variant_of_step(variant) | {"config": KernelConfig(split_backward=split)}
+            if "packed" in variant:
+                options["segment_ids"] = jnp.arange(S)[None] // 37
+            run = functools.partial(mlstm_chunkwise, return_last_states=True, chunk_size=chunk_size, backend="triton", **options)
 
             def loss(*x, run=run):
                 h, (c, n, _) = run(*x)
                 return sum(jnp.sum(jnp.sin(y.astype("float32"))) for y in (h, c, n))
 
-            gradients = jax.jit(jax.grad(loss, tuple(range(8))))(*inputs.values())
+            gradients = jax.jit(jax.grad(loss, tuple(range(len(inputs)))))(*inputs.values())
             assert all(jnp.isfinite(x.astype("float32")).all() for x in gradients), (dtype, S)
+            token = [x[:, :, 0] if x.ndim > 2 and name in "qkvif" else x for name, x in inputs.items()]
+            h, _ = jax.jit(functools.partial(mlstm_recurrent_step, backend="triton", **variant_of_step(variant)))(*token)
+            assert jnp.isfinite(h.astype("float32")).all(), (dtype, S)
 
 
 def run_fault():

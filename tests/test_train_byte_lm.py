@@ -1,12 +1,14 @@
-"""benchmarks/train_byte_lm.py and byte_corpus.py: the split of the text, the model with and without states, whole runs and how they end."""
+"""benchmarks/train_byte_lm.py, byte_lm.py, byte_corpus.py: the split of the text, the model, whole runs, their end and what follows."""
 
+import functools
 import importlib
 import json
 import os
+import shutil
 import signal
+import socket
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 
@@ -24,8 +26,10 @@ pytest.importorskip("tqdm")
 from flax import nnx
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
-TINY = dict(layers=1, embedding_dim=16, heads=2, seq_len=32, batch_size=4, steps=40, eval_every=20, eval_batches=2, sample_length=8)
+TINY = dict(layers=1, embedding_dim=16, heads=2, seq_len=32, batch_size=4, steps=50, eval_every=25, eval_batches=2, sample_length=8)
 TINY |= dict(learning_rate=2e-2, warmup_steps=2)
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 def import_from_benchmarks(name):
@@ -34,7 +38,7 @@ def import_from_benchmarks(name):
         return importlib.import_module(name)
 
 
-corpus = import_from_benchmarks("byte_corpus")
+corpus, byte_lm, byte_lm_mesh = map(import_from_benchmarks, ("byte_corpus", "byte_lm", "byte_lm_mesh"))
 
 
 @pytest.fixture(scope="module")
@@ -120,9 +124,9 @@ def test_unigram_bits():
 
 
 @pytest.fixture(scope="module")
-def model(lm):
+def model():
     """Two small layers with open input gates, so that much of the logits comes from the states."""
-    model = lm.ByteLM(lm.ModelConfig(layers=2, embedding_dim=32, heads=2, qk_dim=16, mlp_dim=48), nnx.Rngs(3))
+    model = byte_lm.ByteLM(byte_lm.ModelConfig(layers=2, embedding_dim=32, heads=2, qk_dim=16, mlp_dim=48), nnx.Rngs(3))
     for block in model.blocks:
         block.mlstm.input_gate.bias[...] = jnp.zeros(2)
     return model
@@ -154,16 +158,16 @@ def test_states_continue_the_full_pass(model):
     assert float(jnp.max(jnp.abs(forgetful - full[:, -1:]))) > 100 * tolerance  # the states matter to the last byte
 
 
-def test_generation_is_greedy_at_temperature_0(lm, model):
+def test_generation_is_greedy_at_temperature_0(model):
     prompt = jnp.asarray([[100, 101, 102]])
-    text = lm.generate(model, prompt, jax.random.key(0), length=12, temperature=0.0)
+    text = byte_lm.generate(model, prompt, jax.random.key(0), length=12, temperature=0.0)
     logits, _ = forward(model, jnp.concatenate([prompt, text], axis=1), None)
     np.testing.assert_array_equal(text, jnp.argmax(logits, -1)[:, 2:-1])
 
 
-def test_generation_follows_the_key_at_a_temperature(lm, model):
+def test_generation_follows_the_key_at_a_temperature(model):
     prompt = jnp.asarray([[100, 101, 102]])
-    first, again, other = (lm.generate(model, prompt, jax.random.key(seed), length=12, temperature=1.0).tolist() for seed in (0, 0, 1))
+    first, again, other = (byte_lm.generate(model, prompt, jax.random.key(seed), length=12, temperature=1.0).tolist() for seed in (0, 0, 1))
     assert first == again != other
 
 
@@ -183,13 +187,14 @@ def test_log(output):
     first, *lines = read_log(output)
     assert first["flags"]["seq_len"] == 32
     assert {"device", "jax", "parameters"} <= set(first)
-    assert [line["step"] for line in lines if "loss" in line] == [10, 20, 30, 40]
-    assert [line["step"] for line in lines if "held_out_bits_per_byte" in line] == [20, 40]
+    assert [line["step"] for line in lines if "loss" in line] == [10, 20, 30, 40, 50]
+    assert [line["step"] for line in lines if "held_out_bits_per_byte" in line] == [25, 50]
     assert all(line["tokens_per_second"] > 0 for line in lines if "loss" in line)
+    assert lines[-1]["generated_tokens_per_second"] > 0
 
 
 def test_training_learns(output):
-    first, *_, last = read_log(output)
+    first, *_, last, _ = read_log(output)
     assert first["unigram_bits_per_byte"] == pytest.approx(np.log2(26), abs=0.1)
     assert last["held_out_bits_per_byte"] < 0.7 * first["unigram_bits_per_byte"]
     assert losses(output)[-1] < 0.7 * losses(output)[0]
@@ -207,16 +212,168 @@ def test_plot_and_sample(output):
 def test_seed_decides_the_curve(lm, text_folder, output, tmp_path, seed, same):
     with flagsaver.flagsaver(**TINY, corpus=str(text_folder), seed=seed):
         train_text, held_out = corpus.read_corpus(text_folder, TINY["seq_len"])
-        model = lm.ByteLM(lm.model_config(), nnx.Rngs(seed))
-        lm.train(model, train_text, held_out, lm.Log(tmp_path / "log.jsonl"), threading.Event())
+        checkpoints = lm.Checkpoints(tmp_path / "checkpoints")
+        training = lm.Training(lm.model_config(), train_text)
+        lm.train(training, held_out, lm.Log(tmp_path / "log.jsonl"), checkpoints, lambda step: False)
+        checkpoints.close()
     assert (losses(tmp_path) == losses(output)) is same
 
 
-def test_bfloat16_reaches_the_mlstm(lm):
-    config = lm.ModelConfig(layers=1, embedding_dim=16, heads=2, qk_dim=16, mlp_dim=16, dtype="bfloat16")
-    layer = lm.MLSTMLayer(config, nnx.Rngs(0))
+def test_bfloat16_reaches_the_mlstm():
+    config = byte_lm.ModelConfig(layers=1, embedding_dim=16, heads=2, qk_dim=16, mlp_dim=16, dtype="bfloat16")
+    layer = byte_lm.MLSTMLayer(config, nnx.Rngs(0))
     jaxpr = str(jax.make_jaxpr(lambda x: layer(x, None)[0])(jnp.ones((1, 16, 16))))
     assert "bf16[1,2,16,8]" in jaxpr
+
+
+# ---------------------------------------------------------------- how runs go on
+
+
+def curve(folder):
+    """The log without what depends on the clock and the folder."""
+    differ = {"seconds", "tokens_per_second", "generated_tokens_per_second", "flags"}
+    return [{name: x for name, x in line.items() if name not in differ} for line in read_log(folder)]
+
+
+@pytest.fixture(scope="module")
+def interrupted(lm, text_folder, tmp_path_factory):
+    """The output folder of a run that --max_minutes ended after 13 steps; its last checkpoints are of steps 10 and 13."""
+    folder, deadline = tmp_path_factory.mktemp("interrupted"), lm.asked_to_end
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        flagsaver.flagsaver(**TINY, corpus=str(text_folder), output_dir=str(folder), checkpoint_every=5),
+    ):
+        patch.setattr(lm, "asked_to_end", lambda stop, until, step: deadline(stop, 0.0 if step == 13 else until, step))
+        assert lm.main(["train_byte_lm.py"]) == 75
+    return folder
+
+
+def go_on(lm, text_folder, folder, **changed):
+    """The exit code of the same command once more."""
+    with flagsaver.flagsaver(**TINY | dict(corpus=str(text_folder), output_dir=str(folder)) | changed):
+        return lm.main(["train_byte_lm.py"])
+
+
+def test_interrupted_run_has_its_marks(interrupted):
+    assert [line["step"] for line in read_log(interrupted) if "step" in line] == [10, 13, 13, 13]
+    assert [line.get("interrupted", False) for line in read_log(interrupted)] == [False, False, True, True, True]
+    assert (interrupted / "loss.png").exists()
+    assert sorted(path.name for path in (interrupted / "checkpoints").iterdir()) == ["10", "13"]
+
+
+def test_interrupted_run_goes_on_along_the_curve(lm, text_folder, output, interrupted, tmp_path):
+    shutil.copytree(interrupted, tmp_path, dirs_exist_ok=True)
+    with (tmp_path / "log.jsonl").open("a") as file:  # what a kill after the checkpoint leaves
+        file.write(json.dumps(dict(step=20, loss=0.0, seconds=1e3)) + '\n{"step": 30, "lo')
+    assert go_on(lm, text_folder, tmp_path) == 0
+    assert curve(tmp_path) == curve(output)
+    assert (tmp_path / "sample.txt").read_text() == (output / "sample.txt").read_text()
+    seconds = [line["seconds"] for line in read_log(tmp_path)]
+    assert seconds == sorted(seconds)
+
+
+def test_finished_run_is_not_trained_again(lm, text_folder, output, tmp_path, capsys):
+    shutil.copytree(output, tmp_path, dirs_exist_ok=True)
+    assert go_on(lm, text_folder, tmp_path) == 0
+    assert (tmp_path / "log.jsonl").read_text() == (output / "log.jsonl").read_text()
+    out = capsys.readouterr().out
+    assert "going on after step 50 of 50" in out
+    assert f"held-out bits per byte: {read_log(output)[-2]['held_out_bits_per_byte']:.3f}" in out
+
+
+def test_noresume_starts_over(lm, text_folder, interrupted, tmp_path):
+    shutil.copytree(interrupted, tmp_path, dirs_exist_ok=True)
+    assert go_on(lm, text_folder, tmp_path, resume=False, seed=1, max_minutes=0.0) == 75
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["1"]
+    assert [line["step"] for line in read_log(tmp_path)[1:]] == [1, 1, 1]
+
+
+@pytest.mark.parametrize("changed", [dict(layers=2), dict(steps=41), dict(seed=1), dict(learning_rate=1e-2)], ids=str)
+def test_changed_flags_do_not_fit(lm, text_folder, interrupted, changed):
+    [(name, x)] = changed.items()
+    said = error_of(functools.partial(go_on, lm, text_folder, interrupted, **changed))
+    assert f"a run with --{name}={TINY.get(name, 0)} cannot go on with --{name}={x}: " in said
+    assert str(interrupted / "checkpoints" / "13") in said
+
+
+def test_changed_text_does_not_fit(lm, text_folder, interrupted, tmp_path):
+    shutil.copytree(text_folder, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "0.txt").write_bytes(b"x" * 1040)
+    assert "cannot go on with other text in --corpus" in error_of(functools.partial(go_on, lm, tmp_path, interrupted))
+
+
+def flip_a_bit(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize(
+    "damage", [Path.unlink, lambda path: os.truncate(path, path.stat().st_size // 2), flip_a_bit], ids=["gone", "cut", "flip"]
+)
+@pytest.mark.parametrize("part", ["the arrays", "the rest"])
+def test_damaged_checkpoint(lm, text_folder, interrupted, tmp_path, capfd, part, damage):
+    shutil.copytree(interrupted, tmp_path, dirs_exist_ok=True)
+    checkpoint = tmp_path / "checkpoints" / "13"
+    arrays = max(checkpoint.glob("state/ocdbt.process_0/d/*"), key=lambda path: path.stat().st_size)
+    damage(arrays if part == "the arrays" else checkpoint / "progress" / "metadata")
+    assert f"the checkpoint {checkpoint} is damaged: " in error_of(functools.partial(go_on, lm, text_folder, tmp_path))
+    assert "Traceback" not in capfd.readouterr().err
+    assert read_log(tmp_path) == read_log(interrupted)
+
+
+# ---------------------------------------------------------------- several devices
+
+
+def assert_same_curve(folder, single):
+    for name in ("loss", "held_out_bits_per_byte"):
+        curve, expected = ([line[name] for line in read_log(output) if name in line] for output in (folder, single))
+        np.testing.assert_allclose(curve, expected, rtol=1e-3)  # what the job promises of its first 50 steps in float32
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh",
+    [
+        "data:2,tensor:2,sequence:2",
+        pytest.param("data:2", marks=pytest.mark.gpu_multi),
+        pytest.param("sequence:2", marks=pytest.mark.gpu_multi),
+    ],
+)
+def test_mesh_has_the_curve_of_a_single_device(lm, text_folder, output, tmp_path, mesh):
+    if jax.device_count() < byte_lm_mesh.mesh_size(mesh):
+        pytest.skip("too few devices")
+    assert go_on(lm, text_folder, tmp_path, mesh=mesh) == 0
+    assert_same_curve(tmp_path, output)
+    assert read_log(tmp_path)[0]["devices"] == byte_lm_mesh.mesh_size(mesh)
+
+
+@pytest.mark.slow
+def test_checkpoint_goes_on_with_another_mesh(lm, text_folder, output, interrupted, tmp_path):
+    if jax.device_count() < 8:
+        pytest.skip("too few devices")
+    shutil.copytree(interrupted, tmp_path, dirs_exist_ok=True)
+    assert go_on(lm, text_folder, tmp_path, mesh="data:4,sequence:2") == 0
+    assert_same_curve(tmp_path, output)
+
+
+@pytest.mark.slow
+def test_processes_have_the_curve_of_a_single_device(text_folder, output, tmp_path):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    common = [f"--corpus={text_folder}", f"--output_dir={tmp_path}", "--mesh=data:2", f"--coordinator_address={address}"]
+    settings = dict(JAX_PLATFORMS="cpu", JAX_NUM_CPU_DEVICES="1")
+    processes = [start(*common, "--num_processes=2", f"--process_id={n}", **settings) for n in range(2)]
+    try:
+        (first, error), (second, _) = (process.communicate(timeout=300) for process in processes)
+    finally:
+        for process in processes:
+            process.kill()
+    assert [process.returncode for process in processes] == [0, 0], error
+    assert_same_curve(tmp_path, output)
+    assert "held-out bits per byte" in first.splitlines()[-1]
+    assert "held-out" not in second
 
 
 # ---------------------------------------------------------------- how runs end
@@ -262,12 +419,30 @@ def test_unusable_corpus(lm, tmp_path, files, source, said):
         ("--chunk_size=48", "power of two"),
         ("--dtype=float16", "dtype"),
         ("--prompt=", "prompt"),
+        ("--mesh=data:0", "mesh"),
+        ("--mesh=model:2", "mesh"),
+        ("--mesh=data:2,data:2", "mesh"),
+        ("--mesh=data:3", "batch_size must be a multiple of data in mesh"),
+        ("--mesh=data:2,tensor:3", "heads must be a multiple of tensor in mesh"),
+        ("--mesh=sequence:5", "seq_len must be a multiple of sequence in mesh"),
+        ("--mlp_factor=1.0078125 --mesh=tensor:2", "mlp_factor * embedding_dim must be a multiple of tensor in mesh"),
+        ("--num_processes=2", "coordinator_address, num_processes and process_id belong together"),
         ("--no_such_flag", "no_such_flag"),
     ],
 )
 def test_impossible_flags(lm, argument, said):
     with flagsaver.flagsaver():
-        assert said in error_of(lm.parse_flags, ["train_byte_lm.py", argument])
+        assert said in error_of(lm.parse_flags, ["train_byte_lm.py", *argument.split()])
+
+
+def test_mesh_of_more_devices_than_there_are(lm, text_folder, tmp_path):
+    size = 2 * jax.device_count()
+    with flagsaver.flagsaver(
+        **TINY | dict(batch_size=size), corpus=str(text_folder), output_dir=str(tmp_path / "output"), mesh=f"data:{size}"
+    ):
+        said = error_of(lm.main, ["train_byte_lm.py"])
+    assert f"--mesh=data:{size} has {size} devices, there are {size // 2}" in said
+    assert not (tmp_path / "output").exists()
 
 
 def test_triton_needs_a_gpu(lm):
@@ -280,18 +455,18 @@ def test_triton_needs_a_gpu(lm):
 def test_loss_that_is_not_finite(lm, text_folder, tmp_path):
     with flagsaver.flagsaver(**TINY | dict(learning_rate=float("inf")), corpus=str(text_folder), output_dir=str(tmp_path)):
         assert "the loss is nan by step 10" in error_of(lm.main, ["train_byte_lm.py"])
-    assert read_log(tmp_path)[-1]["error"] == "the loss is nan"
+    assert read_log(tmp_path)[-1]["error"] == "the loss is nan by step 10"
 
 
-def start(*arguments):
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+def start(*arguments, **settings):
+    settings |= dict(PYTHONPATH=os.pathsep.join(filter(None, sys.path)), JAX_DISABLE_MOST_OPTIMIZATIONS="1")
     command = [
         sys.executable,
         BENCHMARKS / "train_byte_lm.py",
         *(f"--{name}={x}" for name, x in TINY.items()),
         *arguments,
     ]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | settings)
 
 
 @pytest.mark.slow
@@ -300,6 +475,21 @@ def test_command_line_error():
     _, stderr = process.communicate(timeout=120)
     assert process.returncode == 1
     assert stderr == "error: [Errno 2] No such file or directory: '/no/such/folder'\n"
+
+
+@pytest.mark.slow
+def test_killed_run_goes_on_along_the_curve(lm, text_folder, output, tmp_path):
+    process = start(f"--corpus={text_folder}", f"--output_dir={tmp_path}", "--checkpoint_every=1")
+    try:
+        until = time.monotonic() + 120
+        while not list(tmp_path.glob("checkpoints/[0-9]*")) and time.monotonic() < until:
+            time.sleep(0.01)
+    finally:
+        process.kill()
+    process.communicate()
+    assert len(losses(tmp_path)) < len(losses(output))
+    assert go_on(lm, text_folder, tmp_path) == 0
+    assert curve(tmp_path) == curve(output)
 
 
 @pytest.mark.slow
@@ -317,6 +507,6 @@ def test_interrupt(text_folder, tmp_path):
     assert "Traceback" not in stderr
     assert "interrupted after step" in stdout
     assert "held-out bits per byte: " in stdout.splitlines()[-1]
-    assert read_log(tmp_path)[-1]["held_out_bits_per_byte"] > 0
+    assert read_log(tmp_path)[-2]["held_out_bits_per_byte"] > 0
     assert (tmp_path / "loss.png").exists()
     assert (tmp_path / "sample.txt").exists()

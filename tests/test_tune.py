@@ -231,20 +231,18 @@ def test_real_kernels_are_pruned_without_a_gpu():
 
 
 class Platform:
-    device_kind = "NVIDIA H200"
-
-    def __init__(self, platform="gpu", compute_capability="9.0"):
-        self.platform, self.compute_capability = platform, compute_capability
+    def __init__(self, platform="gpu", kind="NVIDIA H200"):
+        self.platform, self.device_kind, self.compute_capability = platform, kind, "9.0"
 
 
 def test_the_compile_report_is_asked_about_devices_that_it_knows(monkeypatch, capsys):
     assert tune.pruner_for(Platform(), 512).device == compile_report.DEVICES["H200"]
-    assert tune.pruner_for(Platform(compute_capability="7.5"), 512) is None
+    assert tune.pruner_for(Platform(kind="NVIDIA TITAN V"), 512) is None
     monkeypatch.setattr(tune.importlib.util, "find_spec", lambda name: None)
     assert tune.pruner_for(Platform(), 512) is None
     assert tune.pruner_for(Platform("cpu"), 512) is None
-    *_, capability, package, cpu = capsys.readouterr().out.splitlines()
-    assert "capability 7.5" in capability
+    *_, kind, package, cpu = capsys.readouterr().out.splitlines()
+    assert "shared memory of NVIDIA TITAN V" in kind
     assert "pip install 'mlstm_pallas[test]'" in package
     assert "no GPU" in cpu
 

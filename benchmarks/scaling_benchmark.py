@@ -1,0 +1,308 @@
+r"""Times the mLSTM on 1, 2, 4, ... devices of this machine: how well batch, heads and sequence spread over them.
+
+    python benchmarks/scaling_benchmark.py --direction=fwbw --jsonl=scaling.jsonl --plot=scaling.png
+    python benchmarks/scaling_benchmark.py --mode=strong-sequence --shape=1x8x1048576x256x512 --devices=2,4
+    JAX_NUM_CPU_DEVICES=8 JAX_PLATFORMS=cpu python benchmarks/scaling_benchmark.py                  # tiny shapes: does it run
+
+Weak scaling gives every device a --shape of its own: n devices have n times the batch, the heads or the steps. Strong scaling splits one
+--shape, its steps, over the devices. Efficiency is tokens per second and device, relative to the fewest devices that could run the shape.
+Split batches and heads need no communication; a split sequence is mlstm_chunkwise_sequence_parallel. Before a time is taken, the same
+function on the same devices is checked against the float64 recurrence, with one head and few steps a device. Memory is the peak of a device
+beyond its inputs.
+
+Exit code 1 when an output is wrong or a run fails for any reason but memory, 2 when the request makes no sense, 130 after Ctrl-C.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import json
+import statistics
+import sys
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jaxlib
+import kernel_benchmark
+import numpy as np
+import peers
+from absl import app, flags
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from kernel_benchmark import RequestError, git_commit, one_line, parse_shapes, time_calls
+from peers import NORMALISER, Inputs, random_inputs
+from reporting import aligned
+from roofline import Shape
+
+from mlstm_pallas import mlstm_chunkwise
+from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
+from mlstm_pallas.problem import BACKENDS, KERNEL_DTYPES, check_chunk_size
+
+AXIS = "devices"
+
+
+class Mode(NamedTuple):
+    """What n devices have between them: dimension ``dim`` of the arrays is split, and n times as long if it grows."""
+
+    dim: int
+    grows: bool
+
+    def whole(self, shape: Shape, n: int) -> Shape:
+        return shape._replace(**{Shape._fields[self.dim]: shape[self.dim] * n}) if self.grows else shape
+
+    def reduced(self, shape: Shape, n: int) -> Shape:
+        """What is checked in its place: one head and at most 256 steps a device."""
+        steps = shape.S if self.grows else shape.S // n
+        return self._replace(grows=True).whole(shape._replace(B=1, NH=1, S=min(steps, 256)), n)
+
+
+MODES = {
+    "weak-batch": Mode(0, True),
+    "weak-heads": Mode(1, True),
+    "weak-sequence": Mode(2, True),
+    "strong-sequence": Mode(2, False),
+}
+LONGEST = 2**20
+
+
+@dataclasses.dataclass
+class Row:
+    """A measurement. What was not measured is None; status is "ok", "wrong", "failed" or "skipped", and note says why."""
+
+    mode: str
+    shape: Shape  # of all devices together
+    of: Shape  # as asked for
+    devices: int
+    backend: str
+    direction: str
+    dtype: str
+    device: str
+    versions: dict[str, str]
+    commit: str | None
+    status: str = "ok"
+    note: str = ""
+    ms: float | None = None
+    spread: float | None = None  # (slowest - fastest) / median of the repeats
+    tokens_per_second: float | None = None  # B S / time
+    efficiency_pct: float | None = None
+    peak_mib: float | None = None  # of a device
+    error: float | None = None  # the largest of errors
+    errors: dict[str, float] = dataclasses.field(default_factory=dict)  # of each output, at the reduced size
+
+
+class Spread(peers.JaxImplementation):
+    """mlstm_chunkwise on several devices, each with its part of one dimension of the arrays."""
+
+    oracle = "exact"
+
+    def __init__(self, backend: str, dim: int, devices: Sequence[jax.Device], chunk_size: int | None):
+        self.name, self.spec = backend, P(*[None] * dim, AXIS)
+        self.mesh = Mesh(np.array(devices), (AXIS,))
+        options = dict(chunk_size=chunk_size, backend=backend, **NORMALISER)
+        if dim == 2 and len(devices) > 1:
+            self.forward = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name=AXIS, **options)
+        else:
+            self.forward = functools.partial(mlstm_chunkwise, **options)
+
+    def inputs(self, shape: Shape, dtype: str) -> Inputs:
+        """Made where they are needed, and alike however many devices there are."""
+        make = jax.jit(random_inputs, static_argnums=(1, 2), out_shardings=NamedSharding(self.mesh, self.spec))
+        return make(jax.random.key(0), shape, dtype)
+
+    def computation(self, inputs, direction):
+        def forward_backward(q, k, v, i, f, dh):
+            h, vjp = jax.vjp(self.forward, q, k, v, i, f)
+            return h, *vjp(dh)
+
+        function = forward_backward if direction == "fwbw" else lambda q, k, v, i, f, dh: (self.forward(q, k, v, i, f),)
+        return jax.shard_map(function, mesh=self.mesh, in_specs=self.spec, out_specs=self.spec), inputs
+
+    def build(self, inputs, direction):
+        call = super().build(inputs, direction)
+        # On a CPU the collectives of two calls under way would wait for each other's threads.
+        return call if self.mesh.devices[0].platform == "gpu" else lambda: jax.block_until_ready(call())
+
+
+class ReducedCase(kernel_benchmark.Case):
+    """A small problem and what should come out of it, for all its heads."""
+
+    def checked_heads(self, heads: int) -> np.ndarray:
+        return np.arange(heads)
+
+
+def measure(row: Row, impl: Spread, repeats: int) -> None:
+    """Fills the row but for its efficiency; refuses to time a wrong output."""
+    case = ReducedCase(MODES[row.mode].reduced(row.of, row.devices), row.dtype, gradients=row.direction == "fwbw")
+    call = impl.build(impl.inputs(case.shape, row.dtype), row.direction)
+    outputs = call()
+    row.errors = case.errors(impl, outputs, row.direction)
+    row.error = max(row.errors.values())
+    if wrong := kernel_benchmark.wrong_outputs(case, row.errors):
+        row.status, row.note = "wrong", f"wrong: {wrong}"
+        return
+    del outputs
+    if row.shape != case.shape:
+        call = impl.build(impl.inputs(row.shape, row.dtype), row.direction)
+    row.peak_mib = impl.peak_memory_bytes(call) / 2**20
+    times = time_calls(call, impl.synchronise, repeats)
+    seconds = statistics.median(times)
+    row.ms, row.spread = 1e3 * seconds, (max(times) - min(times)) / seconds
+    row.tokens_per_second = row.shape.B * row.shape.S / seconds
+
+
+def rate(row: Row) -> float:
+    """Steps of heads per device and millisecond."""
+    return row.shape.rows / row.devices / row.ms
+
+
+def measured_rows(options: flags.FlagValues, shapes: dict[str, Sequence[Shape]], counts: Sequence[int]) -> Iterator[Row]:
+    """A row for each mode, shape and number of devices, as soon as it is measured."""
+    devices, versions = jax.local_devices(), dict(jax=jax.__version__, jaxlib=jaxlib.__version__)
+    common = dict(backend=options.backend, direction=options.direction, dtype=options.dtype)
+    common |= dict(device=devices[0].device_kind, versions=versions, commit=git_commit())
+    for name, of in [(mode, shape) for mode in options.mode for shape in shapes[mode]]:
+        base, mode = None, MODES[name]
+        for n in counts:
+            row = Row(name, mode.whole(of, n), of, n, **common)
+            try:
+                measure(row, Spread(options.backend, mode.dim, devices[:n], options.chunk_size), options.repeats)
+            except Exception as error:
+                row.status = "skipped" if "RESOURCE_EXHAUSTED" in str(error) else "failed"
+                row.note = f"{row.status}: {one_line(error)}"
+            if row.ms is not None:
+                base = base or row
+                row.efficiency_pct = 100 * (rate(row) / rate(base))
+            yield row
+
+
+def default_shapes(gpu: bool, most: int) -> dict[str, Sequence[Shape]]:
+    """By mode: 7b-8k for batch and heads, up to 2**20 steps of it for the sequence; tiny ones without a GPU."""
+    if not gpu:
+        [tiny] = kernel_benchmark.SHAPES["tiny"]
+        return {name: [tiny if mode.grows else tiny._replace(S=tiny.S * most)] for name, mode in MODES.items()}
+    [big] = kernel_benchmark.SHAPES["7b-8k"]
+    parts = dict.fromkeys((LONGEST // 8, LONGEST // most))
+    lengths = {"weak-sequence": parts, "strong-sequence": (LONGEST // 16, LONGEST // 4, LONGEST)}
+    return {name: [big._replace(B=1, S=S) for S in lengths[name]] if name in lengths else [big] for name in MODES}
+
+
+def parse_request(options: flags.FlagValues) -> tuple[dict[str, Sequence[Shape]], Sequence[int]]:
+    """Shapes by mode, and numbers of devices, ascending."""
+    present = jax.local_devices()
+    gpu = present[0].platform == "gpu"
+    options.backend = options.backend or ("triton" if gpu else "xla")
+    if options.backend == "triton" and not gpu:
+        raise RequestError("backend triton needs a GPU, JAX has none here; xla and interpret run anywhere")
+    if unknown := [name for name in options.mode if name not in MODES]:
+        raise RequestError(f"unknown mode {', '.join(unknown)}, known are {', '.join(MODES)}")
+    try:
+        counts = sorted({int(n) for n in options.devices}) or [2**k for k in range(len(present).bit_length())]
+        check_chunk_size(options.chunk_size)
+    except ValueError as error:
+        raise RequestError(str(error)) from None
+    if not 1 <= counts[0] <= counts[-1] <= len(present):
+        raise RequestError(f"there are {len(present)} devices, not {', '.join(map(str, counts))}")
+    shapes = default_shapes(gpu, counts[-1])
+    if options.shape:
+        shapes = {mode: list(parse_shapes(options.shape).values()) for mode in MODES}
+    for shape in shapes["strong-sequence"] if "strong-sequence" in options.mode else ():
+        if odd := [n for n in counts if shape.S % n]:
+            raise RequestError(f"strong-sequence: {shape.S} steps of shape {shape} are not a multiple of {odd[0]} devices")
+    if not gpu:
+        print("no GPU here: measuring on the CPU, whose devices share its cores; these are not the speeds of the kernels")
+    return shapes, counts
+
+
+NUMBERS = {
+    "devices": ("devices", "{}"),
+    "ms": ("ms", "{:.3f}"),
+    "spread %": ("spread", "{:.1%}"),
+    "tokens/s": ("tokens_per_second", "{:.4g}"),
+}
+NUMBERS |= {"efficiency %": ("efficiency_pct", "{:.1f}"), "peak MiB": ("peak_mib", "{:.1f}"), "error": ("error", "{:.1e}")}
+COLUMNS = ("mode", "shape", *NUMBERS, "note")
+
+
+def cells(row: Row) -> list[str]:
+    values = ((getattr(row, field), text) for field, text in NUMBERS.values())
+    return [row.mode, str(row.shape), *("-" if value is None else text.format(value).rstrip("%") for value, text in values), row.note]
+
+
+def table(rows: Sequence[Row]) -> str:
+    return aligned([COLUMNS, *map(cells, rows)], "<<" + ">" * len(NUMBERS) + "<")
+
+
+def plot(rows: Sequence[Row], path: str) -> None:
+    """Time and efficiency against the number of devices, a line for each mode and shape."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for name, of in dict.fromkeys((row.mode, row.of) for row in rows):
+        measured = [row for row in rows if (row.mode, row.of) == (name, of) and row.ms is not None]
+        devices = [row.devices for row in measured]
+        label = f"{name} {of}" + (" a device" if MODES[name].grows else "")
+        left.plot(devices, [row.ms for row in measured], marker="o", label=label)
+        right.plot(devices, [row.efficiency_pct for row in measured], marker="o", label=label)
+    right.axhline(100, linestyle=":", color="gray")
+    left.set(ylabel="ms", yscale="log")
+    right.set(ylabel="efficiency, %", ylim=(0, None))
+    counts = sorted({row.devices for row in rows})
+    for axes in (left, right):
+        axes.set_xscale("log", base=2)
+        axes.set_xticks(counts, map(str, counts))
+        axes.set_xlabel("devices")
+        axes.grid(which="both", alpha=0.3)
+    left.legend(fontsize="small")
+    first = rows[0]
+    figure.suptitle(f"{first.direction} {first.dtype}, backend {first.backend}, on {first.device}")
+    figure.savefig(path, dpi=120)
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Not at import: whoever imports this module has flags of their own."""
+    flags.DEFINE_list("mode", list(MODES), "What is split, and whether it grows.", flag_values=values)
+    shapes = "BxNHxSxDHQKxDHHV or a name of kernel_benchmark.py, for all modes; none: 7b-8k and up to 2**20 steps, without a GPU tiny."
+    flags.DEFINE_list("shape", [], shapes, flag_values=values)
+    flags.DEFINE_list("devices", [], "Numbers of devices; none: 1, 2, 4, ... up to those present.", flag_values=values)
+    flags.DEFINE_enum("backend", None, BACKENDS, "None: triton, without a GPU xla.", flag_values=values)
+    flags.DEFINE_enum("direction", "fwd", ["fwd", "fwbw"], "Forward, or forward and backward.", flag_values=values)
+    flags.DEFINE_enum("dtype", "bfloat16", list(reversed(KERNEL_DTYPES)), "Of q, k, v.", flag_values=values)
+    flags.DEFINE_integer("chunk_size", None, "Steps of a chunk; none: the default config's.", flag_values=values)
+    flags.DEFINE_integer("repeats", 10, "Batches of calls; the median counts.", lower_bound=1, flag_values=values)
+    flags.DEFINE_string("jsonl", None, "File to append the rows to, as they come.", flag_values=values)
+    flags.DEFINE_string("plot", None, "PNG to write at the end.", flag_values=values)
+
+
+def run(options: flags.FlagValues) -> int:
+    """Measures and prints what the flags ask for; returns the exit code."""
+    rows: list[Row] = []
+    code = 0
+    with contextlib.ExitStack() as stack:
+        try:
+            shapes, counts = parse_request(options)
+            jsonl: Any = stack.enter_context(open(options.jsonl, "a")) if options.jsonl else None
+        except (RequestError, OSError) as error:
+            print(f"scaling_benchmark: {error}", file=sys.stderr)
+            return 2
+        try:
+            for row in measured_rows(options, shapes, counts):
+                rows.append(row)
+                print(" ".join(filter(None, cells(row))), flush=True)
+                if jsonl:
+                    print(json.dumps(dataclasses.asdict(row)), file=jsonl, flush=True)
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            code = 130
+    print(f"\n{table(rows)}")
+    if options.plot and any(row.ms for row in rows):
+        plot(rows, options.plot)
+    elif options.plot:
+        print(f"nothing was measured: {options.plot} is not written")
+    return code or int(any(row.status in ("wrong", "failed") for row in rows))
+
+
+if __name__ == "__main__":
+    define_flags(flags.FLAGS)
+    app.run(lambda _: run(flags.FLAGS))
