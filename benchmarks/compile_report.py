@@ -26,9 +26,10 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from typing import Any
 
+import command
 import jax
 import jax.numpy as jnp
-from absl import app, flags
+from absl import flags
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step
@@ -462,5 +463,4 @@ def run(options: flags.FlagValues) -> int:
 
 
 if __name__ == "__main__":
-    define_flags(flags.FLAGS)
-    app.run(lambda _: run(flags.FLAGS))
+    command.main(define_flags, run)

@@ -30,13 +30,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import command
 import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
 import peers
 import roofline
-from absl import app, flags
+from absl import flags
 from jax.experimental.compilation_cache import compilation_cache
 from peers import NORMALISER, Inputs, random_inputs
 from reporting import Row, markdown, plot, progress, read_rows, table
@@ -360,9 +361,9 @@ def measure(row: Row, case: Case, impl: peers.Implementation, repeats: int, rate
 
 
 def git_commit() -> str | None:
-    command = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "describe", "--always", "--dirty", "--abbrev=12"]
+    describe = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "describe", "--always", "--dirty", "--abbrev=12"]
     try:
-        return subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip()
+        return subprocess.run(describe, check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 
@@ -534,8 +535,6 @@ def stored_rows(paths: Sequence[str]) -> list[Row]:
 
 def run(options: flags.FlagValues) -> int:
     """Measures and prints what the flags ask for; returns the exit code."""
-    rows: list[Row] = []
-    code = 0
     with contextlib.ExitStack() as stack:
         try:
             if options.from_jsonl:
@@ -548,16 +547,7 @@ def run(options: flags.FlagValues) -> int:
             print(f"kernel_benchmark: {error}", file=sys.stderr)
             return 2
         stack.enter_context(persistent_cache(options.compilation_cache_dir))
-        try:
-            for row in measured:
-                rows.append(row)
-                if not options.from_jsonl:
-                    print(progress(row), flush=True)
-                if jsonl:
-                    print(json.dumps(dataclasses.asdict(row), default=str), file=jsonl, flush=True)
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            code = 130
+        rows, code = command.collect(measured, None if options.from_jsonl else progress, jsonl)
     print(f"\n{table(rows)}")
     if options.markdown and rows:
         print(f"\n{markdown(rows)}")
@@ -565,11 +555,10 @@ def run(options: flags.FlagValues) -> int:
         plot(rows, options.plot)
     elif options.plot:
         print(f"nothing was measured: {options.plot} is not written")
-    return code or int(any(row.status in ("wrong", "failed") for row in rows))
+    return code
 
 
 if __name__ == "__main__":
     # Peers in torch need memory on the same device.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    define_flags(flags.FLAGS)
-    app.run(lambda _: run(flags.FLAGS))
+    command.main(define_flags, run)

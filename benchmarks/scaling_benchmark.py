@@ -16,21 +16,21 @@ Exit code 1 when an output is wrong or a run fails for any reason but memory, 2 
 import contextlib
 import dataclasses
 import functools
-import json
 import statistics
 import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
+import command
 import jax
 import jaxlib
 import kernel_benchmark
 import numpy as np
 import peers
-from absl import app, flags
+from absl import flags
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from kernel_benchmark import RequestError, git_commit, one_line, parse_shapes, time_calls
+from kernel_benchmark import RequestError, check_plot, git_commit, one_line, parse_shapes, time_calls
 from peers import NORMALISER, Inputs, random_inputs
 from reporting import aligned
 from roofline import Shape
@@ -203,6 +203,7 @@ def parse_request(options: flags.FlagValues) -> tuple[dict[str, Sequence[Shape]]
         raise RequestError(str(error)) from None
     if not 1 <= counts[0] <= counts[-1] <= len(present):
         raise RequestError(f"there are {len(present)} devices, not {', '.join(map(str, counts))}")
+    check_plot(options.plot)
     shapes = default_shapes(gpu, counts[-1])
     if options.shape:
         shapes = {mode: list(parse_shapes(options.shape).values()) for mode in MODES}
@@ -277,8 +278,6 @@ def define_flags(values: flags.FlagValues) -> None:
 
 def run(options: flags.FlagValues) -> int:
     """Measures and prints what the flags ask for; returns the exit code."""
-    rows: list[Row] = []
-    code = 0
     with contextlib.ExitStack() as stack:
         try:
             shapes, counts = parse_request(options)
@@ -286,23 +285,14 @@ def run(options: flags.FlagValues) -> int:
         except (RequestError, OSError) as error:
             print(f"scaling_benchmark: {error}", file=sys.stderr)
             return 2
-        try:
-            for row in measured_rows(options, shapes, counts):
-                rows.append(row)
-                print(" ".join(filter(None, cells(row))), flush=True)
-                if jsonl:
-                    print(json.dumps(dataclasses.asdict(row)), file=jsonl, flush=True)
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            code = 130
+        rows, code = command.collect(measured_rows(options, shapes, counts), lambda row: " ".join(filter(None, cells(row))), jsonl)
     print(f"\n{table(rows)}")
     if options.plot and any(row.ms for row in rows):
         plot(rows, options.plot)
     elif options.plot:
         print(f"nothing was measured: {options.plot} is not written")
-    return code or int(any(row.status in ("wrong", "failed") for row in rows))
+    return code
 
 
 if __name__ == "__main__":
-    define_flags(flags.FLAGS)
-    app.run(lambda _: run(flags.FLAGS))
+    command.main(define_flags, run)

@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import functools
 import importlib
-import json
 import os
 import re
 import statistics
@@ -23,14 +22,16 @@ from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from typing import Any, NamedTuple
 
+import command
 import jax
 import jax.numpy as jnp
 import jaxlib
 import numpy as np
-from absl import app, flags
+from absl import flags
 from jax import lax
 from kernel_benchmark import RequestError, git_commit, time_calls
 from peers import take_heads
+from reporting import aligned
 
 from mlstm_pallas import mlstm_recurrent_step, reference
 from mlstm_pallas.backend import target_device_kind
@@ -295,10 +296,7 @@ def cells(row: Row) -> list[str]:
 
 
 def table(rows: Sequence[Row]) -> str:
-    lines = [COLUMNS, *map(cells, rows)]
-    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
-    aligns = ["<", ">", "<"] + [">"] * len(NUMBERS) + ["<"]
-    return "\n".join("  ".join(map("{:{}{}}".format, line, aligns, widths)).rstrip() for line in lines)
+    return aligned([COLUMNS, *map(cells, rows)], "<><" + ">" * len(NUMBERS) + "<")
 
 
 def define_flags(values: flags.FlagValues) -> None:
@@ -316,7 +314,6 @@ def define_flags(values: flags.FlagValues) -> None:
 
 def run(options: flags.FlagValues) -> int:
     """Measures and prints what the flags ask for; returns the exit code."""
-    rows, code = [], 0
     with contextlib.ExitStack() as stack:
         try:
             request = parse_request(options)
@@ -324,22 +321,13 @@ def run(options: flags.FlagValues) -> int:
         except (RequestError, OSError) as error:
             print(f"step_benchmark: {error}", file=sys.stderr)
             return 2
-        try:
-            for row in measured_rows(options, *request):
-                rows.append(row)
-                print(" ".join(cells(row)), flush=True)
-                if jsonl:
-                    print(json.dumps(dataclasses.asdict(row), default=str), file=jsonl, flush=True)
-        except KeyboardInterrupt:
-            print("interrupted", file=sys.stderr)
-            code = 130
+        rows, code = command.collect(measured_rows(options, *request), lambda row: " ".join(filter(None, cells(row))), jsonl)
     if rows:
         print(f"\ncopy: {rows[0].copy_gbps:.4g} GB/s\n{table(rows)}")
-    return code or int(any(row.status in ("wrong", "failed") for row in rows))
+    return code
 
 
 if __name__ == "__main__":
     # A peer in torch needs memory on the same device.
     os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
-    define_flags(flags.FLAGS)
-    app.run(lambda _: run(flags.FLAGS))
+    command.main(define_flags, run)

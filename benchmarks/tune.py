@@ -42,11 +42,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import command
 import compile_report
 import jax
 import jax.numpy as jnp
 import kernel_benchmark
-from absl import app, flags
+from absl import flags
 from kernel_benchmark import Case, Ours, RequestError, check_names, parse_shapes, time_calls, wrong_outputs
 from roofline import Shape
 from tqdm import tqdm
@@ -642,5 +643,4 @@ def run(options: flags.FlagValues) -> int:
 if __name__ == "__main__":
     # The plain forms are for checks alone: XLA need not look for their fastest products.
     os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")
-    define_flags(flags.FLAGS)
-    app.run(lambda _: run(flags.FLAGS))
+    command.main(define_flags, run)

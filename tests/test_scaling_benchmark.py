@@ -140,6 +140,7 @@ def test_errors_are_rows(monkeypatch, capsys, tmp_path, message, status, code):
         ("--devices=two", "two"),
         ("--chunk_size=48", "chunk_size"),
         ("--jsonl=/no/such/folder/rows", "/no/such/folder/rows"),
+        ("--plot=/no/such/folder/plot.png", "no folder for /no/such/folder/plot.png"),
     ],
 )
 def test_a_wrong_request_is_one_line_and_exit_code_2(argument, message, capsys):

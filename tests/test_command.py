@@ -1,0 +1,43 @@
+"""The benchmarks as programs."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
+PROGRAM = """
+import command
+from absl import flags
+def define_flags(values):
+    flags.DEFINE_integer("repeats", 3, "Of calls.", lower_bound=1, flag_values=values)
+command.main(define_flags, lambda options: options.repeats)
+"""
+
+
+def run(tmp_path, *arguments):
+    program = tmp_path / "stand_in.py"
+    program.write_text(PROGRAM)
+    command = [sys.executable, program, *arguments]
+    return subprocess.run(command, env=os.environ | {"PYTHONPATH": str(BENCHMARKS)}, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--no_such_flag", "Unknown command line flag 'no_such_flag'"),
+        ("--repeats=0", "flag --repeats=0: 0 is not a positive integer"),
+        ("repeats=4", "unexpected argument repeats=4"),
+    ],
+)
+def test_a_wrong_command_line_is_one_line_and_exit_code_2(tmp_path, argument, message):
+    made = run(tmp_path, argument)
+    assert (made.returncode, made.stdout, made.stderr) == (2, "", f"stand_in: {message}\n")
+
+
+def test_the_exit_code_is_that_of_the_run(tmp_path):
+    made = run(tmp_path, "--repeats=7")
+    assert (made.returncode, made.stderr) == (7, "")
+    assert "--repeats" in run(tmp_path, "--help").stdout
