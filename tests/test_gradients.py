@@ -15,23 +15,36 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 BOUND = {"float32": 1e-4, "bfloat16": 2e-2}
 
 
-def make_loss(run, dtype, shape, DHQK, *, norm=False, on_h=True, on_states=True):
+def weighed(outputs, *, norm=False, on_h=True, on_states=True):
     """A loss with random cotangents on h (behind a per-head RMSNorm when norm is set) and on all last states."""
-    B, NH, S, DHHV = shape
-    r = np.random.default_rng(99)
-    weights = [jnp.asarray(r.normal(size=s), dtype) for s in ((B, NH, S, DHHV), (B, NH, DHQK, DHHV), (B, NH, DHQK), (B, NH))]
+    h, states = outputs
+    dtype, r = states[-1].dtype, np.random.default_rng(99)
+    weights = [jnp.asarray(r.normal(size=y.shape), dtype) for y in (h, *states)]
+    h = h.astype(dtype)
+    if norm:
+        h = h / jnp.sqrt(jnp.mean(h**2, axis=-1, keepdims=True) + 1e-6)
+    total = jnp.sum(h * weights[0]) if on_h else jnp.zeros((), dtype)
+    if on_states:
+        total += sum(jnp.sum(jnp.where(jnp.isfinite(y), y, 0.0) * w) for y, w in zip(states, weights[1:], strict=True))
+    return total
 
-    def loss(*x):
-        h, states = run(*x)
-        h = h.astype(dtype)
-        if norm:
-            h = h / jnp.sqrt(jnp.mean(h**2, axis=-1, keepdims=True) + 1e-6)
-        total = jnp.sum(h * weights[0]) if on_h else jnp.zeros((), dtype)
-        if on_states:
-            total += sum(jnp.sum(jnp.where(jnp.isfinite(y), y, 0.0) * w) for y, w in zip(states, weights[1:], strict=True))
-        return total
 
-    return loss
+# Cotangents are arguments and not constants of what is compiled: it is the same for all losses, gates and values.
+cotangents_of = jax.jit(jax.grad(weighed), static_argnames=("norm", "on_h", "on_states"))
+shared = functools.cache(functools.partial)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def outputs_and_gradients(run, x, segment_ids, cotangents):
+    outputs, vjp = jax.vjp(lambda *x: run(*x, segment_ids=segment_ids), *x)
+    return outputs, vjp(cotangents)
+
+
+def gradients(run, x, segment_ids, **loss_options):
+    """run: made by ``shared``."""
+    shapes = jax.eval_shape(run, *x)
+    outputs, _ = outputs_and_gradients(run, x, segment_ids, jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), shapes))
+    return outputs_and_gradients(run, x, segment_ids, cotangents_of(outputs, **loss_options))[1]
 
 
 _EXPECTED: dict = {}
@@ -42,23 +55,22 @@ def expected_gradients(inputs, options=None, **loss_options):
     bytes_of = b"".join(np.asarray(x.astype("float32")).tobytes() for x in inputs.values())
     key = (hash(bytes_of), str(sorted({**(options or {}), **loss_options}.items())))
     if key not in _EXPECTED:
-        _EXPECTED[key] = _expected_gradients(inputs, options, **loss_options)
+        _EXPECTED[key] = _expected_gradients(inputs, dict(options or {}), **loss_options)
     return _EXPECTED[key]
 
 
 def _expected_gradients(inputs, options, **loss_options):
+    ids = options.pop("segment_ids", None)
     with jax.enable_x64(True):
         wide = [jnp.asarray(np.asarray(x.astype("float32")), "float64") for x in inputs.values()]
-        run = functools.partial(reference.recurrence, **(options or {}))
-        loss = make_loss(run, "float64", wide[2].shape, wide[0].shape[-1], **loss_options)
-        return [np.asarray(g) for g in jax.jit(jax.grad(loss, tuple(range(len(wide)))))(*wide)]
+        return jax.tree.map(np.asarray, gradients(shared(reference.recurrence, **options), wide, ids, **loss_options))
 
 
 def found_gradients(inputs, options=None, *, run_options, **loss_options):
-    x = list(inputs.values())
-    run = functools.partial(mlstm_chunkwise, return_last_states=True, **(options or {}), **run_options)
-    loss = make_loss(run, "float32", x[2].shape, x[0].shape[-1], **loss_options)
-    return jax.jit(jax.grad(loss, tuple(range(len(x)))))(*x)
+    options = dict(options or {})
+    ids = options.pop("segment_ids", None)
+    run = shared(mlstm_chunkwise, return_last_states=True, **options, **run_options)
+    return gradients(run, list(inputs.values()), ids, **loss_options)
 
 
 def check(inputs, dtype, options=None, *, run_options, skip=(), **loss_options):
@@ -192,7 +204,7 @@ def test_two_segments_chained_through_their_states_give_the_gradients_of_the_who
         return jnp.concatenate([h1, h2], axis=2), states
 
     x = list(inputs.values())
-    found = jax.jit(jax.grad(make_loss(chained, "float32", x[2].shape, 16), tuple(range(8))))(*x)
+    found = jax.jit(jax.grad(lambda *x: weighed(chained(*x)), tuple(range(8))))(*x)
     for name, actual, wanted in zip(NAMES, found, expected_gradients(inputs), strict=True):
         assert_close(actual, wanted, BOUND["float32"], name)
 
@@ -204,7 +216,7 @@ def test_directional_finite_differences_agree_in_float64():
         x = [jnp.asarray(np.asarray(y), "float64") for y in inputs.values()]
         direction = [jnp.asarray(r.normal(size=y.shape)) for y in x]
         run = functools.partial(mlstm_chunkwise, chunk_size=16, backend="xla", return_last_states=True)
-        loss = jax.jit(make_loss(run, "float64", x[2].shape, 8))
+        loss = jax.jit(lambda *x: weighed(run(*x)))
         gradients = jax.grad(loss, tuple(range(8)))(*x)
         slope = sum(jnp.sum(g * d) for g, d in zip(gradients, direction, strict=True))
         step = 1e-5
@@ -213,35 +225,49 @@ def test_directional_finite_differences_agree_in_float64():
         assert float((above - below) / (2 * step)) == pytest.approx(float(slope), rel=1e-7)
 
 
-@pytest.mark.parametrize("plan", ["xla", "fused_default"])
-def test_transformations_give_the_same_gradients(plan):
-    inputs = random_inputs(8, 2, 2, 40, 16, 16, states=False)
-    x = list(inputs.values())
-    run = functools.partial(mlstm_chunkwise, chunk_size=16, **PLANS[plan])
-    weights = jnp.asarray(np.random.default_rng(0).normal(size=x[2].shape), "float32")
+GRADIENT = functools.partial(jax.grad, argnums=(1, 2, 3, 4, 5))
+
+
+def scanned(loss):
+    def sums(weights, *x):
+        return jax.lax.scan(lambda total, y: (total + loss(*(z[None] for z in y)), None), 0.0, (weights, *x))[0]
+
+    return GRADIENT(sums)
+
+
+def mapped(loss):
+    gradient = jax.vmap(GRADIENT(loss))
+    return lambda *x: [g[:, 0] for g in gradient(*(y[:, None] for y in x))]
+
+
+TRANSFORMATIONS = {
+    "none": GRADIENT,
+    "grad of jit": lambda loss: GRADIENT(jax.jit(loss)),
+    "vmap of grad": lambda loss: jax.jit(mapped(loss)),
+    "remat": lambda loss: jax.jit(GRADIENT(jax.checkpoint(loss))),
+    "scan": lambda loss: jax.jit(scanned(loss)),
+}
+
+
+@functools.cache
+def loss_and_gradients(plan):
+    """A loss of weights and inputs, these, and its gradients under jit alone."""
+    x = random_inputs(8, 2, 2, 40, 16, 16, states=False)
+    weights = jnp.asarray(np.random.default_rng(0).normal(size=x["v"].shape), "float32")
 
     def loss(weights, *x):
-        return jnp.sum(run(*x) * weights)
+        return jnp.sum(mlstm_chunkwise(*x, chunk_size=16, **PLANS[plan]) * weights)
 
-    gradient = jax.grad(loss, (1, 2, 3, 4, 5))
-    expected = [np.asarray(g, "float64") for g in gradient(weights, *x)]
+    return loss, x, weights, jax.tree.map(np.asarray, jax.jit(GRADIENT(loss))(weights, *x.values()))
 
-    def remat_loss(weights, *x):
-        return jnp.sum(jax.checkpoint(run)(*x) * weights)
 
-    def scanned_loss(weights, *x):
-        return jax.lax.scan(lambda total, y: (total + loss(y[0][None], *(z[None] for z in y[1:])), None), 0.0, (weights, *x))[0]
-
-    found = {
-        "jit": jax.jit(gradient)(weights, *x),
-        "grad of jit": jax.grad(jax.jit(loss), (1, 2, 3, 4, 5))(weights, *x),
-        "vmap of grad": [g[:, 0] for g in jax.vmap(gradient)(weights[:, None], *(y[:, None] for y in x))],
-        "remat": jax.grad(remat_loss, (1, 2, 3, 4, 5))(weights, *x),
-        "scan": jax.grad(scanned_loss, (1, 2, 3, 4, 5))(weights, *x),
-    }
-    for how, gradients in found.items():
-        for name, actual, wanted in zip(inputs, gradients, expected, strict=True):
-            assert_close(actual, wanted, 1e-5, f"{how}: {name}")
+@pytest.mark.parametrize("how", TRANSFORMATIONS)
+@pytest.mark.parametrize("plan", ["xla", pytest.param("fused_default", marks=pytest.mark.slow)])
+def test_transformations_give_the_same_gradients(plan, how):
+    loss, x, weights, expected = loss_and_gradients(plan)
+    found = TRANSFORMATIONS[how](loss)(weights, *x.values())
+    for name, actual, wanted in zip(x, found, expected, strict=True):
+        assert_close(actual, wanted, 1e-5, name)
 
 
 @pytest.mark.parametrize("backend", ["xla", "interpret"])
