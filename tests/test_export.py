@@ -36,7 +36,8 @@ def shapes(dtype="bfloat16"):
 
 
 def lowered_for_cuda():
-    """The text of a gradient's module, traced anew."""
+    """The text of a gradient's module, traced anew: what is cached has the places in the source from which it was called first."""
+    jax.clear_caches()
 
     def loss(*x):
         return jnp.sum(mlstm_chunkwise(*x).astype("float32"))
@@ -91,6 +92,7 @@ def children(tmp_path_factory):
     return folder, said, entries
 
 
+@pytest.mark.slow
 def test_an_export_for_the_cpu_runs_in_another_process_with_its_gradients(children):
     found = list(np.load(children[0] / "outputs.npz").values())
     x = INPUTS.values()
@@ -100,6 +102,7 @@ def test_an_export_for_the_cpu_runs_in_another_process_with_its_gradients(childr
         assert_close(actual, np.asarray(wanted), BOUND, name)
 
 
+@pytest.mark.slow
 def test_processes_lower_to_the_same_module_and_share_the_compilation_cache(children):
     _, said, entries = children
     assert said[0] == said[1] == {"digest": hashlib.sha256(lowered_for_cuda().encode()).hexdigest()}
@@ -109,7 +112,6 @@ def test_processes_lower_to_the_same_module_and_share_the_compilation_cache(chil
 
 def test_lowering_again_gives_the_same_module():
     first = lowered_for_cuda()
-    jax.clear_caches()
     assert lowered_for_cuda() == first
     assert CUSTOM_CALL_TARGET in first
 

@@ -98,6 +98,7 @@ def test_gradients_of_packed_sequences_are_those_alone(backend):
             assert_close(actual[:1, :, start:end], np.asarray(wanted, "float64"), 1e-5, f"d{name} of {start}:{end}")
 
 
+@pytest.mark.slow
 def test_vmap_over_ids():
     inputs = random_inputs(3, 1, 1, 40, 16, 16, states=False)
     ids = np.stack([np.repeat([0, 1], [10, 30]), np.repeat([0, 1], [25, 15])])

@@ -94,9 +94,9 @@ def test_the_count_sees_collectives():
 @pytest.mark.parametrize(
     ("mesh", "kind", "backend"),
     [
-        ("8", AUTO, "interpret"),
+        pytest.param("8", AUTO, "interpret", marks=pytest.mark.slow),
         ("4x2", EXPLICIT, "xla"),
-        ("2x2x2", AUTO, "xla"),
+        pytest.param("2x2x2", AUTO, "xla", marks=pytest.mark.slow),
     ],
     ids=lambda x: getattr(x, "name", x),
 )
@@ -115,7 +115,7 @@ def test_shards_of_batch_and_heads_stay_where_they_are(inputs, expected, mesh, k
 
 @pytest.mark.parametrize(
     ("case", "kind"),
-    [("other_axes", AUTO), ("other_axes", EXPLICIT), ("disagreement", AUTO)],
+    [pytest.param("other_axes", AUTO, marks=pytest.mark.slow), ("other_axes", EXPLICIT), ("disagreement", AUTO)],
     ids=lambda x: getattr(x, "name", x),
 )
 def test_shardings_that_cannot_be_kept_are_undone_with_the_right_numbers(inputs, expected, case, kind):
@@ -129,6 +129,7 @@ def test_shardings_that_cannot_be_kept_are_undone_with_the_right_numbers(inputs,
     check(compiled(*x), expected)
 
 
+@pytest.mark.slow
 def test_mixed_axis_types_stay_sharded(inputs, expected):
     x = sharded(inputs, mesh_of((4, 2), EXPLICIT, AUTO), P("x"))
     found = jax.jit(gradient_of(run_on("xla"))).lower(*x).compile()
@@ -145,6 +146,7 @@ def test_inside_the_users_shard_map(inputs, expected):
     check(found(*x), expected)
 
 
+@pytest.mark.slow
 def test_inside_a_shard_map_over_some_of_the_axes(inputs, expected):
     mesh = mesh_of((4, 2), AUTO)
     x = sharded(inputs, mesh, P("x", "y"))
@@ -154,6 +156,7 @@ def test_inside_a_shard_map_over_some_of_the_axes(inputs, expected):
     check(found(*x), expected)
 
 
+@pytest.mark.slow
 def test_an_argument_that_does_not_vary_gets_the_sum_of_its_gradients(inputs, single):
     mesh = mesh_of((4,), AUTO)
     f = inputs[4][: B // 4]
@@ -167,7 +170,9 @@ def test_an_argument_that_does_not_vary_gets_the_sum_of_its_gradients(inputs, si
     assert_close(np.asarray(found), np.asarray(gradients[4]).reshape(4, *f.shape).sum(axis=0), BOUND)
 
 
-@pytest.mark.parametrize(("axis", "kind"), [(0, AUTO), (1, EXPLICIT)], ids=lambda x: getattr(x, "name", x))
+@pytest.mark.parametrize(
+    ("axis", "kind"), [pytest.param(0, AUTO, marks=pytest.mark.slow), (1, EXPLICIT)], ids=lambda x: getattr(x, "name", x)
+)
 def test_a_mapped_axis_stays_sharded(inputs, expected, axis, kind):
     x = sharded(inputs, mesh_of((4, 2), kind), P("x", "y"))
 
@@ -190,6 +195,7 @@ def test_vmap_over_some_arguments(inputs, single):
     assert states[0].shape == (B, 1, NH, DHQK, DHHV)
 
 
+@pytest.mark.slow
 def test_remat_inside_a_scan_over_layers_stays_sharded(inputs, expected):
     def layers(*x):
         def layer(v, _):

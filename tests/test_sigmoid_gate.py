@@ -77,6 +77,7 @@ def test_two_halves_are_the_whole():
         assert error(actual, np.asarray(wanted, "float64")) < 1e-6
 
 
+@pytest.mark.slow
 def test_the_chunkwise_reference_has_the_gate():
     inputs = random_inputs(4, 1, 2, 64, 16, 16, m_initial=False)
     h, _ = reference.chunkwise(*inputs.values(), jnp.zeros((1, 2)), chunk_size=16, input_gate="sigmoid", normalize=False)

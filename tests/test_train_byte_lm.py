@@ -142,6 +142,7 @@ def logits_tolerance(logits, terms):
     return 20 * terms * float(jnp.finfo(jnp.float32).eps) * float(jnp.max(jnp.abs(logits)))
 
 
+@pytest.mark.slow
 def test_states_continue_the_full_pass(model):
     S, prompt = 24, 9
     tokens = jax.random.randint(jax.random.key(0), (2, S), 0, 256)
@@ -261,6 +262,7 @@ def test_interrupted_run_has_its_marks(interrupted):
     assert sorted(path.name for path in (interrupted / "checkpoints").iterdir()) == ["10", "13"]
 
 
+@pytest.mark.slow
 def test_interrupted_run_goes_on_along_the_curve(lm, text_folder, output, interrupted, tmp_path):
     shutil.copytree(interrupted, tmp_path, dirs_exist_ok=True)
     with (tmp_path / "log.jsonl").open("a") as file:  # what a kill after the checkpoint leaves
@@ -281,6 +283,7 @@ def test_finished_run_is_not_trained_again(lm, text_folder, output, tmp_path, ca
     assert f"held-out bits per byte: {read_log(output)[-2]['held_out_bits_per_byte']:.3f}" in out
 
 
+@pytest.mark.slow
 def test_noresume_starts_over(lm, text_folder, interrupted, tmp_path):
     shutil.copytree(interrupted, tmp_path, dirs_exist_ok=True)
     assert go_on(lm, text_folder, tmp_path, resume=False, seed=1, max_minutes=0.0) == 75
