@@ -79,7 +79,7 @@ def test_nothing_leaks_from_one_sequence_into_the_next(run, backend):
         assert_close(actual[:1], wanted, tolerance("float32", S), name)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["xla", pytest.param("interpret", marks=pytest.mark.slow)])
 def test_gradients_of_packed_sequences_are_those_alone(backend):
     lengths = [30, 30, 30]
     inputs = random_inputs(2, 2, 1, S, 16, 16, states=False)
