@@ -36,7 +36,8 @@ def shapes(dtype="bfloat16"):
 
 
 def lowered_for_cuda():
-    """The text of a gradient's module, traced anew."""
+    """The text of a gradient's module, traced anew: it names the lines from which the functions inside were traced first."""
+    jax.clear_caches()
 
     def loss(*x):
         return jnp.sum(mlstm_chunkwise(*x).astype("float32"))
@@ -109,7 +110,6 @@ def test_processes_lower_to_the_same_module_and_share_the_compilation_cache(chil
 
 def test_lowering_again_gives_the_same_module():
     first = lowered_for_cuda()
-    jax.clear_caches()
     assert lowered_for_cuda() == first
     assert CUSTOM_CALL_TARGET in first
 
