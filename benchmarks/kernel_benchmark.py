@@ -38,6 +38,7 @@ import numpy as np
 import peers
 import roofline
 from absl import flags
+from compile_report import VARIANTS
 from jax.experimental.compilation_cache import compilation_cache
 from peers import NORMALISER, Inputs, random_inputs
 from reporting import Row, markdown, plot, progress, read_rows, table
@@ -180,10 +181,11 @@ def stage_arrays(x: Inputs, L: int) -> dict[str, Any]:
     return found
 
 
+ORACLE_OF = {"exp": "exact", "packed": "packed", "sigmoid": "sigmoid_normalised", "unnormalised": "sigmoid_input_gate"}  # of VARIANTS
+
+
 class Ours(peers.JaxImplementation):
     """A backend of mlstm_chunkwise, or of one of its stages."""
-
-    oracle = "exact"
 
     def __init__(
         self,
@@ -194,7 +196,9 @@ class Ours(peers.JaxImplementation):
         stage: str,
         config: KernelConfig | None = None,
         recompute_states_in_bw: bool = True,
+        variant: str = "exp",
     ):
+        self.variant, self.oracle = variant, ORACLE_OF[variant]
         self.name, self.stage, self.recompute_states_in_bw = backend, stage, recompute_states_in_bw
         kind = target_device_kind()
         self.filled = config_for(*shape[3:], shape.S, jnp.dtype(dtype), device_kind=kind, chunk_size=chunk_size, explicit=config)
@@ -214,7 +218,12 @@ class Ours(peers.JaxImplementation):
             launch = dict(problem=self.problem, config=self.filled, interpret=self.name == "interpret")
             kernel = functools.partial(stage.run_plain, L) if self.name == "xla" else functools.partial(stage.kernel, **launch)
             return kernel, [inputs[name] for name in stage.inputs]
-        how = dict(backend=self.name, config=self.filled, recompute_states_in_bw=self.recompute_states_in_bw)
+        how = dict(backend=self.name, config=self.filled, recompute_states_in_bw=self.recompute_states_in_bw, **VARIANTS[self.variant])
+        if self.variant == "packed":
+            B, _, S, *_ = inputs.shape
+            if S % peers.PACKED:
+                raise ValueError(f"packed: {peers.PACKED} sequences do not fill {S} steps")
+            how["segment_ids"] = jnp.broadcast_to(jnp.arange(S) // (S // peers.PACKED), (B, S))
         forward = functools.partial(mlstm_chunkwise, **how, **NORMALISER)
 
         def forward_backward(q, k, v, i, f, dh):
@@ -377,6 +386,7 @@ class Request(NamedTuple):
     dtypes: Sequence[str]
     stages: Sequence[str]
     recompute: Sequence[bool]
+    variants: Sequence[str]
     config: KernelConfig | None
     rates: dict[str, Rates]
 
@@ -389,14 +399,16 @@ def measured_rows(options: flags.FlagValues, request: Request) -> Iterator[Row]:
         case = Case(shape, dtype, stage, gradients="fwbw" in directions)
         for direction, impl in itertools.product(directions, request.impls):
             ours = impl in BACKENDS
-            for recompute in request.recompute if ours and direction == "fwbw" else [None]:
+            variants = request.variants if ours and not stage else [None]
+            for variant, recompute in itertools.product(variants, request.recompute if ours and direction == "fwbw" else [None]):
                 versions = dict(jax=jax.__version__, jaxlib=jaxlib.__version__)
-                row = Row(name, shape, impl, stage, direction, dtype, versions=versions, recompute_states_in_bw=recompute, **common)
+                how = dict(recompute_states_in_bw=recompute, variant=variant)
+                row = Row(name, shape, impl, stage, direction, dtype, versions=versions, **how, **common)
                 try:
                     if stage and not ours:
                         raise ValueError("it has other stages than ours")
                     built = (
-                        Ours(impl, shape, dtype, options.chunk_size, stage, request.config, recompute is not False)
+                        Ours(impl, shape, dtype, options.chunk_size, stage, request.config, recompute is not False, variant or "exp")
                         if ours
                         else peers.PEERS[impl]()
                     )
@@ -453,6 +465,7 @@ def parse_request(options: flags.FlagValues) -> Request:
     impls = [default, *peers.PEERS] if options.impl == ["all"] else options.impl or [default]
     check_names("impl", impls, [*BACKENDS, *peers.PEERS])
     check_names("stage", options.stage, list(STAGES))
+    check_names("variant", options.variant, list(VARIANTS))
     check_names("direction", options.direction, ["fwd", "fwbw"])
     check_names("dtype", options.dtype, KERNEL_DTYPES)
     check_names("recompute_states_in_bw", options.recompute_states_in_bw, ["true", "false"])
@@ -475,7 +488,7 @@ def parse_request(options: flags.FlagValues) -> Request:
     if not gpu:
         print(f"no GPU here: measuring {', '.join(impls)} on the CPU, at {', '.join(shapes)}; these are not the speeds of the kernels")
     recompute = [x == "true" for x in options.recompute_states_in_bw]
-    return Request(shapes, impls, options.direction, options.dtype, options.stage, recompute, config, rates)
+    return Request(shapes, impls, options.direction, options.dtype, options.stage, recompute, options.variant, config, rates)
 
 
 @contextlib.contextmanager
@@ -515,6 +528,7 @@ def define_flags(values: flags.FlagValues) -> None:
         "config", None, "Of ours: a part of a row of mlstm_pallas/tuning, '{\"chunk_size\": 64}', or a file of it.", **define
     )
     flags.DEFINE_list("recompute_states_in_bw", ["true"], "Of ours, forward and backward: true, false.", **define)
+    flags.DEFINE_list("variant", ["exp"], f"Of ours: {', '.join(VARIANTS)}; packed: exp with {peers.PACKED} sequences in a row.", **define)
     flags.DEFINE_integer("repeats", 10, "Batches of calls; the median counts.", lower_bound=1, **define)
     flags.DEFINE_string("compilation_cache_dir", None, "Folder in which compiled programs are kept between processes.", **define)
     flags.DEFINE_string("commit", None, "For the rows; none: what git says of the working tree, if it is one.", **define)

@@ -102,6 +102,22 @@ def sigmoid_input_gate(q, k, v, i, f):
     return unnormalised(q, k, v, jax.nn.log_sigmoid(i), f)
 
 
+def sigmoid_normalised(q, k, v, i, f):
+    """mLSTMsig with its normaliser."""
+    both = sigmoid_input_gate(q, k, jnp.concatenate([v, jnp.ones_like(v[..., :1])], -1), i, f)
+    return both[..., :-1] / (jnp.maximum(jnp.abs(both[..., -1:]), NORMALISER["norm_val"]) + NORMALISER["eps"])
+
+
+PACKED = 8  # sequences in a row
+
+
+def packed(q, k, v, i, f):
+    """Packed sequences, each on its own."""
+    B, NH, S, _ = q.shape
+    alone = (x.reshape(B, NH * PACKED, S // PACKED, *x.shape[3:]) for x in (q, k, v, i, f))
+    return exact(*alone).reshape(v.shape)
+
+
 def no_input_gate(q, k, v, i, f):
     """Simple gated linear attention."""
     return unnormalised(q, k, v, jnp.zeros_like(i), f)
@@ -118,8 +134,9 @@ def causal_attention(q, k, v):
     return blocks_of_rows(rows, q)
 
 
-MLSTM = {"exact": exact, "constant normaliser": constant_normaliser}
-ORACLES: dict[str, Callable[..., jax.Array]] = MLSTM | {f.__name__: f for f in (sigmoid_input_gate, no_input_gate, causal_attention)}
+MLSTM = {"exact": exact, "constant normaliser": constant_normaliser, "packed": packed}
+OTHERS = (sigmoid_input_gate, sigmoid_normalised, no_input_gate, causal_attention)
+ORACLES: dict[str, Callable[..., jax.Array]] = MLSTM | {f.__name__: f for f in OTHERS}
 
 
 def take_heads(arrays: Any, index: np.ndarray) -> Any:

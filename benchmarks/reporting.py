@@ -23,6 +23,7 @@ class Row:
     commit: str | None
     config: dict[str, Any] | None = None
     recompute_states_in_bw: bool | None = None  # of ours, forward and backward
+    variant: str | None = None  # of ours: input gate and normaliser
     status: str = "ok"
     note: str = ""
     ms: float | None = None
@@ -38,7 +39,14 @@ class Row:
     @property
     def what(self) -> str:
         """What of the implementation is measured."""
-        return self.stage or self.direction + (", states kept" if self.recompute_states_in_bw is False else "")
+        if self.stage:
+            return self.stage
+        return " ".join(filter(None, (self.direction, self.varied))) + (", states kept" if self.recompute_states_in_bw is False else "")
+
+    @property
+    def varied(self) -> str:
+        """The variant, where it is not the usual one."""
+        return "" if self.variant in (None, "exp") else self.variant
 
 
 def read_rows(path: str) -> list[Row]:
@@ -90,7 +98,7 @@ def _varying(rows: Sequence[Row]) -> Callable[[Row], str]:
 
     def label(row: Row) -> str:
         kept = "states kept" if row.recompute_states_in_bw is False else ""
-        return " ".join(filter(None, (row.impl, row.stage, row.dtype if several else "", kept)))
+        return " ".join(filter(None, (row.impl, row.varied, row.stage, row.dtype if several else "", kept)))
 
     return label
 

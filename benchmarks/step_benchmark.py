@@ -28,6 +28,7 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 from absl import flags
+from compile_report import VARIANTS
 from jax import lax
 from kernel_benchmark import RequestError, git_commit, time_calls
 from peers import take_heads
@@ -94,6 +95,7 @@ class Row:
     versions: dict[str, str]
     commit: str | None
     copy_gbps: float
+    variant: str = "exp"
     config: dict[str, Any] | None = None
     status: str = "ok"
     note: str = ""
@@ -106,20 +108,20 @@ class Row:
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def random_inputs(shape: Shape, dtype: str, state_dtype: str) -> tuple[Token, States]:
-    """q, k and n have a positive mean, so that q.n does not come near 0, where h has no digits to compare."""
+    """q, k and n have a positive mean, so that q.n does not come near 0, where h has no digits to compare. m is 0, as any gate has it."""
     B, NH, K, V = shape
     dims = ((K,), (K,), (V,), (), (), (K, V), (K,), ())
     keys = jax.random.split(jax.random.key(0), len(dims))
-    q, k, v, i, f, c, n, m = (jax.random.normal(key, (B, NH, *dim)) for key, dim in zip(keys, dims, strict=True))
+    q, k, v, i, f, c, n, _ = (jax.random.normal(key, (B, NH, *dim)) for key, dim in zip(keys, dims, strict=True))
     token = Token((q + 0.5).astype(dtype), (k + 0.5).astype(dtype), v.astype(dtype), i, f + 4.0)
-    return token, (c.astype(state_dtype), (n + 0.5).astype(state_dtype), m)
+    return token, (c.astype(state_dtype), (n + 0.5).astype(state_dtype), jnp.zeros((B, NH)))
 
 
 class Ours:
     """A backend of mlstm_recurrent_step."""
 
-    def __init__(self, backend: str, shape: Shape, state_dtype: str, unroll: int):
-        self.step = functools.partial(mlstm_recurrent_step, backend=backend)
+    def __init__(self, backend: str, shape: Shape, state_dtype: str, unroll: int, variant: str):
+        self.step = functools.partial(mlstm_recurrent_step, backend=backend, **VARIANTS[variant])
         self.unroll = unroll
         filled = config_for(shape.DHQK, shape.DHHV, 1, jnp.dtype(state_dtype), device_kind=target_device_kind())
         self.config = dataclasses.asdict(filled.stage("recurrent_step"))
@@ -207,14 +209,14 @@ class MlstmKernelsStep:
 PEERS = {"mlstm_kernels_triton_step": MlstmKernelsStep}
 
 
-def expected_h(token: Token, states: States, index: np.ndarray) -> np.ndarray:
+def expected_h(token: Token, states: States, index: np.ndarray, variant: str) -> np.ndarray:
     """h of the heads in index after CHECKED_STEPS steps with the same token, float64."""
     token, states = take_heads((token, states), index)
 
     @jax.jit
     def last_h(token, states):
         x = (jnp.repeat(x[None, :, None], CHECKED_STEPS, axis=2) for x in token)
-        return reference.recurrence(*x, *(x[None] for x in states))[0][0, :, -1]
+        return reference.recurrence(*x, *(x[None] for x in states), **VARIANTS[variant])[0][0, :, -1]
 
     with jax.enable_x64(True):
         return np.asarray(last_h(token, states))
@@ -235,7 +237,7 @@ def measure(row: Row, impl: Any, repeats: int) -> None:
     row.config, row.versions = impl.config, row.versions | impl.versions()
     heads = shape.B * shape.NH
     index = np.unique([0, heads // 2, heads - 1])
-    expected = expected_h(token, states, index)
+    expected = expected_h(token, states, index, row.variant)
     h = impl.build(token, states, CHECKED_STEPS)()
     impl.synchronise(h)
     row.error = float(np.linalg.norm(impl.heads(h, index) - expected) / np.linalg.norm(expected))
@@ -252,13 +254,18 @@ def measure(row: Row, impl: Any, repeats: int) -> None:
 
 def measured_rows(options: flags.FlagValues, shapes: dict[str, Shape], impls: Sequence[str], steps: int) -> Iterator[Row]:
     """A row for each shape and implementation, as soon as it is measured."""
-    common = dict(dtype=options.dtype, state_dtype=options.state_dtype, steps=steps, unroll=options.unroll)
+    common = dict(dtype=options.dtype, state_dtype=options.state_dtype, steps=steps, unroll=options.unroll, variant=options.variant)
     common |= dict(device=jax.devices()[0].device_kind, commit=git_commit(), copy_gbps=copy_rate(options.repeats) / 1e9)
     for name, shape in shapes.items():
         for impl in impls:
             row, ours = Row(name, shape, impl, versions=dict(jax=jax.__version__, jaxlib=jaxlib.__version__), **common), impl in BACKENDS
             try:
-                built = Ours(impl, shape, options.state_dtype, options.unroll) if ours else PEERS[impl](shape, options.state_dtype)
+                if ours:
+                    built: Any = Ours(impl, shape, options.state_dtype, options.unroll, options.variant)
+                elif options.variant != "exp":
+                    raise ValueError(f"it has no variant {options.variant}")
+                else:
+                    built = PEERS[impl](shape, options.state_dtype)
                 measure(row, built, options.repeats)
             except Exception as error:
                 row.status = "failed" if ours else "skipped"
@@ -308,6 +315,8 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("steps", None, "Steps of a loop; none: 1000, without a GPU 10.", lower_bound=1, flag_values=values)
     unroll = "Steps of ours in an iteration of the loop. n and m go to new memory: one step an iteration costs a copy of each."
     flags.DEFINE_integer("unroll", 2, unroll, lower_bound=1, flag_values=values)
+    variants = [name for name in VARIANTS if name != "packed"]
+    flags.DEFINE_enum("variant", "exp", variants, "Input gate and normaliser of ours.", flag_values=values)
     flags.DEFINE_integer("repeats", 10, "Batches of calls; the median counts.", lower_bound=1, flag_values=values)
     flags.DEFINE_string("jsonl", None, "File to append the rows to, as they come.", flag_values=values)
 

@@ -27,6 +27,8 @@ class StageConfig:
       num_warps, num_stages: Triton's warps per program and depth of the software pipeline.
       keep_q: parallel_fw_H only: keep the queries of a tile whole in shared memory during the loop over keys, instead of reading them
         block by block for every key tile. Needs siz_b_LQ * DHQK elements of it, and a padded DHQK that is a power of two.
+      num_segments: recurrent_fw_C and recurrent_bw_dC only: parts of the sequence that are worked on at the same time, a power of two.
+        None: more than one where there are few programs.
     """
 
     siz_b_LQ: int = 64
@@ -37,10 +39,11 @@ class StageConfig:
     num_warps: int = 4
     num_stages: int = 2
     keep_q: bool = True
+    num_segments: int | None = None
 
     def __post_init__(self):
         sizes = ("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "siz_b_loop")
-        for name in (*sizes, "num_warps", "num_stages"):
+        for name in (*sizes, "num_warps", "num_stages", "num_segments"):
             object.__setattr__(self, name, as_integer(getattr(self, name)))
         for name in sizes:
             size = getattr(self, name)
@@ -50,6 +53,8 @@ class StageConfig:
             raise ValueError(f"num_warps is {self.num_warps!r}, expected 1, 2, 4, 8 or 16")
         if type(self.num_stages) is not int or not 1 <= self.num_stages <= 8:
             raise ValueError(f"num_stages is {self.num_stages!r}, expected an integer from 1 to 8")
+        if self.num_segments is not None and not is_power_of_two(self.num_segments):
+            raise ValueError(f"num_segments is {self.num_segments!r}, expected None or a power of two")
         if not isinstance(self.keep_q, bool):
             raise TypeError(f"keep_q is {self.keep_q!r}, expected a bool")
 

@@ -36,7 +36,7 @@ def shapes(dtype="bfloat16"):
 
 
 def lowered_for_cuda():
-    """The text of a gradient's module, traced anew: what is cached has the places in the source from which it was called first."""
+    """The text of a gradient's module, traced anew: it names the lines from which the functions inside were traced first."""
     jax.clear_caches()
 
     def loss(*x):

@@ -115,6 +115,13 @@ def test_gradients(dtype, plan, chunk_size):
     check(inputs, dtype, run_options={"chunk_size": chunk_size, **PLANS[plan]})
 
 
+def test_gradients_with_the_sequence_in_segments():
+    inputs = random_inputs(10, 1, 2, 64, 16, 32, resets=True)
+    parts = StageConfig(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, num_segments=2)
+    config = KernelConfig(recurrent_fw_C=parts, recurrent_bw_dC=parts)
+    check(inputs, "float32", run_options={"chunk_size": 16, "backend": "interpret", "config": config})
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("plan", ["xla", "split_default", "split16x32"])
 def test_gradients_in_a_chunk_of_several_tiles(plan):

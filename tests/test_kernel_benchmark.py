@@ -281,6 +281,17 @@ def test_a_stage_that_is_wrong_is_refused(monkeypatch, capsys):
     assert "wrong: error 2.0e+00 in z" in capsys.readouterr().out
 
 
+def test_variants_are_held_to_their_own_oracles(capsys, tmp_path):
+    jsonl = tmp_path / "rows.jsonl"
+    variants = "exp,packed,sigmoid,unnormalised"
+    assert run("--impl=xla", f"--variant={variants}", "--dtype=float32", "--repeats=1", f"--jsonl={jsonl}") == 0
+    rows = [json.loads(line) for line in jsonl.read_text().splitlines()]
+    assert [row["variant"] for row in rows] == variants.split(",")
+    assert all(row["error"] < 1e-5 for row in rows)
+    assert len({round(row["error"], 12) for row in rows}) == 4  # of different numbers
+    assert "fwd sigmoid" in capsys.readouterr().out
+
+
 def test_ours_failing_is_a_failure_in_one_line(monkeypatch, capsys):
     def fail(*args, **options):
         raise NotImplementedError("one line\nand another")

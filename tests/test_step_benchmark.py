@@ -57,6 +57,16 @@ def test_measures_ours_and_skips_a_peer_that_is_not_there(tmp_path, monkeypatch,
     assert ("not the speeds of the kernels" in said) == (jax.default_backend() != "gpu")
 
 
+@pytest.mark.parametrize("variant", ["sigmoid", "unnormalised"])
+def test_variants_are_checked_and_the_peer_has_none(variant, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    assert run(*REQUEST, "--impl=xla,mlstm_kernels_triton_step", f"--variant={variant}", f"--jsonl={path}") == 0
+    ours, peer = (json.loads(line) for line in path.read_text().splitlines())
+    assert (ours["status"], ours["variant"]) == ("ok", variant)
+    assert 0 < ours["error"] < 1e-2
+    assert peer["note"] == f"skipped: ValueError: it has no variant {variant}"
+
+
 @pytest.mark.parametrize("change", [1.03, jnp.nan])
 def test_a_wrong_step_is_not_timed(change, monkeypatch, capsys):
     right = step_benchmark.mlstm_recurrent_step

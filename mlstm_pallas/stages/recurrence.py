@@ -9,9 +9,16 @@ over the sequence in tiles of siz_b_LKV rows. Where it enters a chunk it stores 
 column block also own x. The block is kept transposed: a has to be scaled, hence to pass through registers, and goes from there to
 shared memory row by row as the right operand, while b is read transposed from where the copy put it.
 
+Where that makes too few programs for a GPU, the sequence is split in num_segments parts. One launch makes what each part adds to X,
+starting from zeros; a short prefix over the parts gives each its X_initial; a second launch is the usual one, with the parts as further
+heads. That is twice the work at num_segments times the programs.
+
 FLOPs: 2 B NH S DHQK DHHV. Bytes: a and b once for each column and row block (the repeats mostly from L2), the states once:
 B NH (S (DHQK + DHHV) + NC DHQK DHHV) itemsize; as much again as the states take where the product with other states is asked for.
 """
+
+import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +89,19 @@ def _recurrence_kernel(
         x_last_ref[...] = x
 
 
+MAX_SEGMENTS = 16
+# Programs that leave no multiprocessor of a large GPU without two. Splitting pays for its second launch only from four parts on.
+ENOUGH_PROGRAMS, LEAST_SEGMENTS = 256, 4
+
+
+def segments_of(stage: StageConfig, p: Problem) -> int:
+    """How many parts of the sequence are made at the same time; the config's number, cut to what divides the chunks."""
+    programs = p.BNH * blocks(p.DHHV, stage.siz_b_DHHV) * blocks(p.DHQK, stage.siz_b_DHQK)
+    wanted = max(ENOUGH_PROGRAMS // programs, 1) if stage.num_segments is None else stage.num_segments
+    segments = min(1 << (wanted.bit_length() - 1), MAX_SEGMENTS, p.NC & -p.NC)
+    return segments if stage.num_segments is not None or segments >= LEAST_SEGMENTS else 1
+
+
 def recurrence(
     name: str,
     a: jax.Array,
@@ -100,7 +120,7 @@ def recurrence(
     save_every: int = 1,
     interpret: bool,
 ) -> tuple[jax.Array, ...]:
-    """Launches the kernel under ``name``. Config: siz_b_LKV, siz_b_DHQK, siz_b_DHHV.
+    """Launches the kernel under ``name``. Config: siz_b_LKV, siz_b_DHQK, siz_b_DHHV, num_segments.
 
     Args:
       a, b: (B, NH, S, DHQK), (B, NH, S, DHHV) in the kernel dtype; r, s: (B, NH, S); gamma: (B, NH, NC).
@@ -113,6 +133,44 @@ def recurrence(
       one, in float32; with ``other`` the products (B, NH, stored).
     """
     p, stage = problem, stage.fitted(problem)
+    launch = functools.partial(_launch, name, stage=stage, precision=precision, interpret=interpret, backward=backward)
+    segments = segments_of(stage, p) if save_every == 1 else 1
+    if segments == 1:
+        return launch((a, b, r, s, gamma, X_initial, x_initial), other, problem=p, save_every=save_every)
+
+    def split(y):
+        """(B, NH, axis, ...) to (B, NH segments, axis / segments, ...)"""
+        return None if y is None else y.reshape(p.B, p.NH * segments, y.shape[2] // segments, *y.shape[3:])
+
+    def joined(y):
+        return y.reshape(p.B, p.NH, y.shape[1] // p.NH * y.shape[2], *y.shape[3:])
+
+    part = dataclasses.replace(p, NH=p.NH * segments, S=p.S // segments)
+    arrays = [split(y) for y in (a, b, r, s, gamma)]
+    zeros = (jnp.zeros((p.B, part.NH, *y.shape[2:]), y.dtype) for y in (X_initial, x_initial))
+    _, _, *added = launch((*arrays, *zeros), None, problem=part, save_every=part.NC)
+    decays = jnp.prod(arrays[4], axis=-1).reshape(p.B, p.NH, segments)
+    order = range(segments - 1, -1, -1) if backward else range(segments)
+
+    def entering(initial, added):
+        """What enters each part: (B, NH segments, ...)."""
+        added, entered = added.reshape(p.B, p.NH, segments, *initial.shape[2:]), {}
+        for j in order:
+            entered[j] = initial
+            initial = initial * decays[:, :, j].reshape(p.B, p.NH, *(1,) * (initial.ndim - 2)) + added[:, :, j]
+        return jnp.stack([entered[j] for j in range(segments)], axis=2).reshape(p.B, part.NH, *initial.shape[2:])
+
+    starts = [entering(initial, y) for initial, y in zip((X_initial, x_initial), added, strict=True)]
+    X, x, X_last, x_last, *products = launch((*arrays, *starts), split(other), problem=part, save_every=1)
+    X_last, x_last = (y.reshape(p.B, p.NH, segments, *y.shape[2:])[:, :, order[-1]] for y in (X_last, x_last))
+    return joined(X), joined(x), X_last, x_last, *map(joined, products)
+
+
+def _launch(
+    name: str, arrays: tuple, other, *, problem: Problem, stage: StageConfig, precision, save_every: int, interpret: bool, backward: bool
+):
+    """One launch of the kernel; arrays: (a, b, r, s, gamma, X_initial, x_initial). All else as for ``recurrence``."""
+    p, (a, b, r, s, gamma, X_initial, x_initial) = problem, arrays
     BK, BV = stage.siz_b_DHQK, stage.siz_b_DHHV
     stored = -(-p.NC // save_every)
     columns, row_blocks = blocks(p.DHHV, BV), blocks(p.DHQK, BK)
