@@ -621,10 +621,12 @@ def run(options: flags.FlagValues) -> int:
                 try:
                     row = tune(Tuner(bench, log, pool, options.threads, bar, counts), options, rows, now + (end - now) / (len(cases) - n))
                 except DeviceLost as error:
-                    print(f"tune: the device is lost after {error}. Run the same again: it goes on behind that candidate.", file=sys.stderr)
+                    tqdm.write(
+                        f"tune: the device is lost after {error}. Run the same again: it goes on behind that candidate.", file=sys.stderr
+                    )
                     return 1
                 except RuntimeError as error:
-                    print(f"tune: {shape} {dtype}: {error}", file=sys.stderr)
+                    tqdm.write(f"tune: {shape} {dtype}: {error}", file=sys.stderr)
                     code = 1
                     continue
                 others = [x for x in rows if row_key(x) != (dtype, *shape[3:])]
