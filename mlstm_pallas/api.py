@@ -68,17 +68,19 @@ def mlstm_chunkwise(
       stabilize_correctly: False takes norm_val instead of norm_val exp(-m_t) as the floor of the denominator.
       norm_val: see above.
       segment_ids: (B, S) integers, for sequences packed in a row: a step whose id differs from that of the step before starts from
-        zero states, exactly. Initial states belong to the first sequence, last states to the last.
+        zero states, exactly, for finite inputs (an inf or NaN reaches the later sequences of its row). Initial states belong to the
+        first sequence, last states to the last. 64-bit ids are compared as 32 bits unless jax_enable_x64 is set.
       input_gate: "exp" or "sigmoid".
       normalize: False leaves out the denominator: h_t = scale C_t^T q_t. For the sigmoid gate only.
       recompute_states_in_bw: False keeps the chunk-border states for the backward pass: faster, at NC DHQK DHV elements a head.
-      backend: "triton" (GPU kernels), "interpret" (the same kernels interpreted: slow, for tests), "xla" (plain jnp).
+      backend: "triton" (GPU kernels), "interpret" (the same kernels interpreted: slow, for tests; in a shard_map with check_vma=False),
+        "xla" (plain jnp).
         None: triton where the computation is lowered for an NVIDIA GPU, else xla.
       config: tiles and launch parameters in place of the tuned ones.
 
     Returns:
       h (B, NH, S, DHV) in the dtype of q; with return_last_states (h, (c, n, m)), the states in float32, shaped as the initial ones;
-      m is zeros with the sigmoid gate.
+      m is zeros with the sigmoid gate, which takes c and n alone back.
 
     Raises:
       TypeError, ValueError: at trace time, naming the argument, what came and what was expected.
@@ -127,7 +129,7 @@ def run(
     backend,
     config,
 ):
-    """``mlstm_chunkwise`` by a forward function of its own; starts_of: segment_ids (B, S) to where sequences begin."""
+    """``mlstm_chunkwise`` by a forward function of its own; starts_of: ids (B, NH, S) to where sequences begin."""
     gate, normalize = problems.check_input_gate(input_gate, normalize)
     problems.check_arrays(q, k, v, i, f, c_initial, n_initial, m_initial, gate)
     problems.check_segment_ids(segment_ids, q.shape)
@@ -160,8 +162,8 @@ def run(
         m_initial = jnp.zeros((B, NH), acc)
     arrays = [q, k, v, i, f, c_initial, n_initial, m_initial]
     if segment_ids is not None:
-        arrays.append(jnp.broadcast_to(starts_of(segment_ids)[:, None], (B, NH, S)).astype(jnp.int32))
-    q, k, v, i, f, c_initial, n_initial, m_initial, *starts = aligned(*arrays)
+        arrays.append(jnp.broadcast_to(segment_ids[:, None], (B, NH, S)))
+    q, k, v, i, f, c_initial, n_initial, m_initial, *ids = aligned(*arrays)
     rows, qk, hv = {2: p.S}, {3: p.DHQK}, {3: p.DHHV}
     inputs = Inputs(
         _pad(q.astype(dtype), rows | qk),
@@ -172,7 +174,7 @@ def run(
         _pad(c_initial.astype(acc), {2: p.DHQK} | hv),
         _pad(n_initial.astype(acc), {2: p.DHQK}),
         m_initial.astype(acc),
-        _pad(starts[0], rows) if starts else None,
+        _pad(starts_of(ids[0]).astype(jnp.int32), rows) if ids else None,
     )
     try:
         h, (c, n, m) = forward(plan, inputs)

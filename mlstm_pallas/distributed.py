@@ -223,9 +223,9 @@ def _whole(axis_name: str, plan: Plan, inputs: Inputs) -> Outputs:
 def _starts(axis_name: str, segment_ids: jax.Array) -> jax.Array:
     """Where the id differs from that of the step before, which may be another device's."""
     size = lax.axis_size(axis_name)
-    before = lax.ppermute(segment_ids[:, -1], axis_name, [(j, (j + 1) % size) for j in range(size)])
-    begins = (segment_ids[:, 0] != before) & (lax.axis_index(axis_name) > 0)
-    return segment_starts(segment_ids).at[:, 0].set(begins)
+    before = lax.ppermute(segment_ids[..., -1], axis_name, [(j, (j + 1) % size) for j in range(size)])
+    begins = (segment_ids[..., 0] != before) & (lax.axis_index(axis_name) > 0)
+    return segment_starts(segment_ids).at[..., 0].set(begins)
 
 
 def mlstm_chunkwise_sequence_parallel(

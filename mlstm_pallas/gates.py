@@ -38,7 +38,8 @@ _INF = float("inf")
 MASKED = -1e6
 # exp of anything below -150 is 0 in float32 (subnormals included), and below -750 in float64.
 _UNDERFLOW = 1024.0
-# What a step with a decay below exp of this carries on is below all rounding errors, for values of any size that occurs.
+# What a step carries on is below all rounding errors where its decay is less than exp of this times the gain of what is new, unless the
+# old values are exp(60) times the new ones.
 LEAST_DECAY = -60.0
 
 
@@ -333,11 +334,12 @@ def stabiliser_gradients(
     return jnp.where(carried, 0.0, arrives), jnp.where(carried, arrives, 0.0), total[..., 0]
 
 
-def passes(gates: ChunkGates, vecF: jax.Array, begins: jax.Array | None) -> jax.Array:
+def passes(gates: ChunkGates, vecI: jax.Array, vecF: jax.Array, begins: jax.Array | None, input_gate: InputGate) -> jax.Array:
     """Whether anything passes from before t to t or later; where not, the sums for f_t hold rounding errors alone. (B, NH, NC, L)"""
     fbar, reset = log_sigmoid_gate(vecF)
     m_before = jnp.concatenate([gates.scaM_states[..., :-1, None], gates.vecM[..., :-1]], axis=-1)
-    decays = fbar + m_before - gates.vecM > LEAST_DECAY  # not a number where nothing was stored
+    new = log_input_gate(vecI, input_gate) if input_gate is InputGate.SIGMOID else gates.vecM
+    decays = fbar + m_before - new > LEAST_DECAY  # not a number where nothing was stored
     return decays & ~(reset if begins is None else reset | begins)
 
 
@@ -370,7 +372,7 @@ def gate_gradients(
     before = jnp.einsum("...s,ts->...t", sums.vecK_inter, jnp.tri(T, k=-1, dtype=through.dtype), precision="highest")
     dfbar = (sums.vecPairs + suffix_sums(sums.vecQ_inter) + before + through[..., None]).reshape(vecF.shape)
     begins = None if starts is None else starts > 0
-    dfbar = jnp.where(passes(gates, vecF, begins), dfbar, 0.0)
+    dfbar = jnp.where(passes(gates, vecI, vecF, begins, input_gate), dfbar, 0.0)
     di = (sums.vecK_inter + sums.vecK_intra).reshape(vecI.shape)
     dm_initial = jnp.zeros(vecI.shape[:2], di.dtype)
     if dm is not None:

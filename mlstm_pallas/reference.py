@@ -96,8 +96,8 @@ def recurrence(
 
 
 def segment_starts(segment_ids: jax.Array) -> jax.Array:
-    """Where the id differs from that of the step before: (B, S) bool; the first step has none before it."""
-    return jnp.pad(segment_ids[:, 1:] != segment_ids[:, :-1], [(0, 0), (1, 0)])
+    """Where the id differs from that of the step before: (..., S) bool, as the ids; the first step has none before it."""
+    return jnp.pad(segment_ids[..., 1:] != segment_ids[..., :-1], [(0, 0)] * (segment_ids.ndim - 1) + [(1, 0)])
 
 
 def decay_matrix(gates: ChunkGates) -> jax.Array:

@@ -288,6 +288,9 @@ def test_packed_sequences_stay_sharded(inputs, kind):
     x = sharded([ids, *inputs], mesh, P("x"), *[spec] * 8)
     compiled = run.lower(*x).compile()
     assert not collectives(compiled)
+    over_the_sequence = sharded([ids], mesh, P(None, "x"))  # is undone first
+    for actual, wanted in zip(jax.tree.leaves(run(*over_the_sequence, *x[1:])), jax.tree.leaves(expected), strict=True):
+        assert_close(np.asarray(actual), np.asarray(wanted), BOUND)
     for actual, wanted in zip(jax.tree.leaves(compiled(*x)), jax.tree.leaves(expected), strict=True):
         assert_close(np.asarray(actual), np.asarray(wanted), BOUND)
 

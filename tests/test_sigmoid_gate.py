@@ -82,3 +82,20 @@ def test_the_chunkwise_reference_has_the_gate():
     inputs = random_inputs(4, 1, 2, 64, 16, 16, m_initial=False)
     h, _ = reference.chunkwise(*inputs.values(), jnp.zeros((1, 2)), chunk_size=16, input_gate="sigmoid", normalize=False)
     assert_close(h, oracle(inputs, input_gate="sigmoid", normalize=False)[0], tolerance("float32", 64))
+
+
+def test_a_closed_forget_gate_counts_where_the_input_gate_is_closed_as_well():
+    """Without a floor of the denominator, h is old and new content by their ratio, however small both are."""
+    q, k, v, _, _ = random_inputs(5, 1, 1, 3, 4, 4, states=False).values()
+    closed = jnp.asarray([[[0.0, -61.0, 0.0]]])
+    options = dict(input_gate="sigmoid", eps=0.0, norm_val=0.0)
+
+    def gradient(run, q, k, v, gates):
+        return jax.grad(lambda f: run(q, k, v, gates, f, **options)[0, 0, 1].sum())(gates)
+
+    found = gradient(functools.partial(mlstm_chunkwise, backend="xla"), q, k, v, closed)
+    with jax.enable_x64(True):
+        wide = (jnp.asarray(np.asarray(x), "float64") for x in (q, k, v, closed))
+        expected = np.asarray(gradient(lambda *x, **options: reference.recurrence(*x, **options)[0], *wide))
+    assert np.abs(expected).max() > 0.01
+    assert_close(found, expected, 1e-4)
