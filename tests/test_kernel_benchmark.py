@@ -225,7 +225,7 @@ def test_a_config_reaches_the_stages(tmp_path):
 
 
 @pytest.mark.usefixtures("few_calls")
-@pytest.mark.parametrize("impl", ["interpret", "xla"])
+@pytest.mark.parametrize("impl", [pytest.param("interpret", marks=pytest.mark.slow), "xla"])
 def test_stages_by_themselves(impl, tmp_path):
     jsonl = tmp_path / "rows.jsonl"
     assert run(f"--stage={','.join(kernel_benchmark.STAGES)}", f"--impl={impl}", "--chunk_size=32", f"--jsonl={jsonl}") == 0
