@@ -36,11 +36,10 @@ _INF = float("inf")
 # A gate at or below this is one at -inf: i stores nothing, f resets. Finite values that mask (-1e9, the least of a dtype) are meant
 # so, and as ordinary gates they would take the digits of all others in the chunk's sums.
 MASKED = -1e6
-# exp of anything below -150 is 0 in float32 (subnormals included), and below -750 in float64.
+# Above both of these.
 _UNDERFLOW = 1024.0
-# What a step carries on is below all rounding errors where its decay is less than exp of this times the gain of what is new, unless the
-# old values are exp(60) times the new ones.
-LEAST_DECAY = -60.0
+# exp of anything below these is 0, subnormals included.
+_LEAST_EXPONENT = {"float32": -104.0, "float64": -746.0}
 
 
 class LocalGates(NamedTuple):
@@ -334,12 +333,11 @@ def stabiliser_gradients(
     return jnp.where(carried, 0.0, arrives), jnp.where(carried, arrives, 0.0), total[..., 0]
 
 
-def passes(gates: ChunkGates, vecI: jax.Array, vecF: jax.Array, begins: jax.Array | None, input_gate: InputGate) -> jax.Array:
-    """Whether anything passes from before t to t or later; where not, the sums for f_t hold rounding errors alone. (B, NH, NC, L)"""
+def passes(gates: ChunkGates, vecF: jax.Array, begins: jax.Array | None) -> jax.Array:
+    """Whether any weight of what is before t at t or later is not 0; else the sums for f_t hold rounding errors alone. (B, NH, NC, L)"""
     fbar, reset = log_sigmoid_gate(vecF)
     m_before = jnp.concatenate([gates.scaM_states[..., :-1, None], gates.vecM[..., :-1]], axis=-1)
-    new = log_input_gate(vecI, input_gate) if input_gate is InputGate.SIGMOID else gates.vecM
-    decays = fbar + m_before - new > LEAST_DECAY  # not a number where nothing was stored
+    decays = fbar + m_before - gates.vecM > _LEAST_EXPONENT[fbar.dtype.name]  # not a number where nothing was stored
     return decays & ~(reset if begins is None else reset | begins)
 
 
@@ -372,7 +370,7 @@ def gate_gradients(
     before = jnp.einsum("...s,ts->...t", sums.vecK_inter, jnp.tri(T, k=-1, dtype=through.dtype), precision="highest")
     dfbar = (sums.vecPairs + suffix_sums(sums.vecQ_inter) + before + through[..., None]).reshape(vecF.shape)
     begins = None if starts is None else starts > 0
-    dfbar = jnp.where(passes(gates, vecI, vecF, begins, input_gate), dfbar, 0.0)
+    dfbar = jnp.where(passes(gates, vecF, begins), dfbar, 0.0)
     di = (sums.vecK_inter + sums.vecK_intra).reshape(vecI.shape)
     dm_initial = jnp.zeros(vecI.shape[:2], di.dtype)
     if dm is not None:

@@ -228,6 +228,21 @@ def examples(count):
     return settings(max_examples=count, deadline=None, database=None, print_blob=True)
 
 
+# Found by these tests.
+REGRESSIONS = {
+    "large_old_state_before_tiny_keys": (
+        "split",
+        Recipe(140, (1e4, 1e-30, 1.0), Gates(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), Gates(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 1.0, 100.0, 0.0),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REGRESSIONS)
+def test_regressions(name):
+    case, recipe = REGRESSIONS[name]
+    check(CASES[case], "xla", recipe)
+
+
 # Interpreted, the rest run the kernels of another.
 INTERPRETED = [name for name in CASES if name not in ("one_chunk", "batch", "unstabilised")]
 
