@@ -8,6 +8,13 @@ def gpu_count():
     return sum(device.platform == "gpu" for device in jax.devices())
 
 
+@pytest.fixture(autouse=True, scope="module")
+def compiled_code_is_freed():
+    """Linux lets a process map 65,530 pieces of memory. The code of all tests together is more, and XLA crashes on the next."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="module")
 def quick_compilation():
     """For modules in which compiling is most of the time. test_gates and test_reference stay with what users get."""
