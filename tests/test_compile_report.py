@@ -181,12 +181,14 @@ def test_a_crash_of_the_compiler_is_a_cause(monkeypatch):
 @pytest.mark.parametrize(("stage", "heads", "dtype", "device"), COMPILED, ids=[case_id(*case) for case in COMPILED])
 def test_compiles_and_fits(stage, heads, dtype, device):
     pytest.importorskip("triton")
-    [row] = compile_report.report(device, [heads], [dtype], stages=[stage], direction="fwbw" if "_bw_" in stage else "fwd")
-    assert row.cause == ""
-    assert row.usage.shared_bytes <= compile_report.DEVICES[device].shared_bytes
-    assert 16 <= row.usage.registers <= 255
-    if dtype == "bfloat16" and stage in ("recurrent_fw_C", "parallel_fw_H"):
-        assert (row.usage.wgmma if device == "H200" else row.usage.mma) > 0, "no tensor cores"
+    rows = list(compile_report.report(device, [heads], [dtype], stages=[stage], direction="fwbw" if "_bw_" in stage else "fwd"))
+    assert len(rows) in (1, 2)  # a recurrence of small heads is launched twice, over parts of the sequence
+    for row in rows:
+        assert row.cause == ""
+        assert row.usage.shared_bytes <= compile_report.DEVICES[device].shared_bytes
+        assert 16 <= row.usage.registers <= 255
+        if dtype == "bfloat16" and stage in ("recurrent_fw_C", "parallel_fw_H"):
+            assert (row.usage.wgmma if device == "H200" else row.usage.mma) > 0, "no tensor cores"
 
 
 @pytest.mark.slow
