@@ -11,9 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlstm_pallas.problem import MIN_TILE, Problem, as_integer, check_chunk_size, clamp_chunk_size, is_power_of_two, padded_head_dim
-from mlstm_pallas.tiles import Precision
+from mlstm_pallas.tiles import Precision, blocks
 
 UNKNOWN_DEVICE = "unknown"
+
+MAX_SEGMENTS = 16
+# Programs that leave no multiprocessor of a large GPU without two. Splitting pays for its second launch only from four parts on.
+ENOUGH_PROGRAMS, LEAST_SEGMENTS = 256, 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +77,13 @@ class StageConfig:
             siz_b_loop=min(fit(self.siz_b_loop, problem.DHQK), fit(self.siz_b_loop, problem.DHHV)),
             keep_q=self.keep_q and is_power_of_two(problem.DHQK),
         )
+
+    def segments(self, problem: Problem) -> int:
+        """Parts of the sequence that the recurrences work on at the same time: num_segments, cut to what divides the chunks."""
+        programs = problem.BNH * blocks(problem.DHHV, self.siz_b_DHHV) * blocks(problem.DHQK, self.siz_b_DHQK)
+        wanted = max(ENOUGH_PROGRAMS // max(programs, 1), 1) if self.num_segments is None else self.num_segments
+        segments = min(1 << (wanted.bit_length() - 1), MAX_SEGMENTS, problem.NC & -problem.NC)
+        return segments if self.num_segments is not None or segments >= LEAST_SEGMENTS else 1
 
 
 STAGES = (  # of mlstm_chunkwise
@@ -215,7 +226,7 @@ def least_shared_bytes(name: str, stage: StageConfig, problem: Problem, dtype: j
     ahead = (stage.num_stages - 1) * dtype.itemsize
     if name in ("recurrent_fw_C", "recurrent_bw_dC"):
         scaled, other = stage.siz_b_LKV * stage.siz_b_DHQK, stage.siz_b_LKV * stage.siz_b_DHHV
-        if not ahead or stage.siz_b_LKV == problem.S:
+        if not ahead or stage.siz_b_LKV == problem.S // stage.segments(problem):
             return 2 * min(scaled, other)
         if wgmma and stage.siz_b_DHHV >= 64:
             return ahead * (scaled + other) + scaled * (6 if wide else 2)

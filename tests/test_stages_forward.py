@@ -13,7 +13,6 @@ from mlstm_pallas import KernelConfig, StageConfig, gates, mlstm_chunkwise, refe
 from mlstm_pallas.config import config_for
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stages.parallel_fw_H import parallel_fw_H
-from mlstm_pallas.stages.recurrence import segments_of
 from mlstm_pallas.stages.recurrent_fw_C import recurrent_fw_C
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -73,7 +72,7 @@ def test_recurrent_fw_C(dtype, L, tiling):
 def test_recurrent_fw_C_in_segments(num_segments, dtype, resets):
     problem, x, made, (expected, _, _) = stage_case(dtype, 16, resets=resets)
     tiles = dataclasses.replace(TILES["16x16x16x16"], num_segments=num_segments)
-    assert segments_of(tiles, problem) == num_segments
+    assert tiles.segments(problem) == num_segments
     launch = jax.jit(functools.partial(recurrent_fw_C, problem=problem, config=KernelConfig(recurrent_fw_C=tiles), interpret=True))
     arguments = x["k"], x["v"], made, x["c_initial"], x["n_initial"]
     assert str(launch.trace(*arguments).jaxpr).count("name=recurrent_fw_C") == (1 if num_segments == 1 else 2)
@@ -85,7 +84,7 @@ def test_a_sequence_is_split_where_there_are_few_programs():
     tiles = StageConfig(siz_b_DHQK=64, siz_b_DHHV=128)
     problem = Problem(1, 8, 8192, 256, 512, 128, 1.0)
     for heads, chunks, expected in ((64, 64, 1), (8, 64, 1), (4, 64, 4), (1, 64, 16), (1, 4, 4), (1, 2, 1), (1, 63, 1)):
-        assert segments_of(tiles, dataclasses.replace(problem, NH=heads, S=128 * chunks)) == expected, (heads, chunks)
+        assert tiles.segments(dataclasses.replace(problem, NH=heads, S=128 * chunks)) == expected, (heads, chunks)
 
 
 @pytest.mark.parametrize("save_every", [2, 3, 8])

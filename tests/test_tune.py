@@ -223,7 +223,7 @@ def test_real_kernels_are_pruned_without_a_gpu():
     shape = Shape(1, 2, 1024, 64, 128)
     given = jax.eval_shape(lambda: kernel_benchmark.stage_arrays(kernel_benchmark.random_inputs(jax.random.key(0), shape, "bfloat16"), 128))
     reasons = []
-    for tiles in (StageConfig(), StageConfig(siz_b_LKV=128, siz_b_DHHV=128, num_stages=4)):
+    for tiles in (StageConfig(num_segments=1), StageConfig(siz_b_LKV=128, siz_b_DHHV=128, num_stages=4, num_segments=1)):
         ours = tune.Ours("triton", shape, "bfloat16", None, "recurrent_fw_C", KernelConfig(chunk_size=128, recurrent_fw_C=tiles))
         reasons.append(tune.Pruner(compile_report.Device("NVIDIA L4", 89), 512)(*ours.computation(given, "fwd")))
     assert reasons[0] == ""

@@ -89,19 +89,6 @@ def _recurrence_kernel(
         x_last_ref[...] = x
 
 
-MAX_SEGMENTS = 16
-# Programs that leave no multiprocessor of a large GPU without two. Splitting pays for its second launch only from four parts on.
-ENOUGH_PROGRAMS, LEAST_SEGMENTS = 256, 4
-
-
-def segments_of(stage: StageConfig, p: Problem) -> int:
-    """How many parts of the sequence are made at the same time; the config's number, cut to what divides the chunks."""
-    programs = p.BNH * blocks(p.DHHV, stage.siz_b_DHHV) * blocks(p.DHQK, stage.siz_b_DHQK)
-    wanted = max(ENOUGH_PROGRAMS // programs, 1) if stage.num_segments is None else stage.num_segments
-    segments = min(1 << (wanted.bit_length() - 1), MAX_SEGMENTS, p.NC & -p.NC)
-    return segments if stage.num_segments is not None or segments >= LEAST_SEGMENTS else 1
-
-
 def recurrence(
     name: str,
     a: jax.Array,
@@ -134,7 +121,7 @@ def recurrence(
     """
     p, stage = problem, stage.fitted(problem)
     launch = functools.partial(_launch, name, stage=stage, precision=precision, interpret=interpret, backward=backward)
-    segments = segments_of(stage, p) if save_every == 1 else 1
+    segments = stage.segments(p) if save_every == 1 else 1
     if segments == 1:
         return launch((a, b, r, s, gamma, X_initial, x_initial), other, problem=p, save_every=save_every)
 
