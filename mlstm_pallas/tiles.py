@@ -1,5 +1,6 @@
 """In-kernel algebra that the stages share. Everything here works on loaded tiles and lowers to Triton."""
 
+import math
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -12,6 +13,7 @@ from jax.experimental import pallas as pl
 Precision = lax.Precision | lax.DotAlgorithmPreset | None
 
 _NEG_INF = float("-inf")
+_LOG2_E = math.log2(math.e)
 
 
 def dot(a: jax.Array, b: jax.Array, precision: Precision, *, a_axis: int = 1, b_axis: int = 0) -> jax.Array:
@@ -32,11 +34,11 @@ def decay_tile(e_hi, e_lo, u_hi, u_lo, mask: jax.Array | None, *, transposed: bo
 
     With no mask the caller has one: where s > t the exponent has no bound.
     """
-    if transposed:
-        exponent = (e_hi[:, None] - u_hi[None, :]) + (e_lo[:, None] - u_lo[None, :])
-    else:
-        exponent = (e_hi[None, :] - u_hi[:, None]) + (e_lo[None, :] - u_lo[:, None])
-    return jnp.exp(exponent if mask is None else jnp.where(mask, exponent, _NEG_INF))
+    e, u = (1, 0) if transposed else (0, 1)
+    hi = jnp.expand_dims(e_hi, e) - jnp.expand_dims(u_hi, u)
+    lo = jnp.expand_dims(e_lo * _LOG2_E, e) - jnp.expand_dims(u_lo * _LOG2_E, u)
+    exponent = hi * _LOG2_E + lo
+    return jnp.exp2(exponent if mask is None else jnp.where(mask, exponent, _NEG_INF))
 
 
 Carry = TypeVar("Carry")
