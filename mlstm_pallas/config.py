@@ -90,6 +90,8 @@ STAGES = (  # of mlstm_chunkwise
     "chunk_gates",
     "recurrent_fw_C",
     "parallel_fw_H",
+    "parallel_fw_P",
+    "recurrent_fw_H",
     "recurrent_bw_dC",
     "parallel_bw_dQKV",
     "parallel_bw_dQ",
@@ -106,16 +108,21 @@ class KernelConfig:
     Attributes:
       chunk_size: L, a power of two >= 16.
       precision: of float32 products. None: true float32 quality, as six bfloat16 products on the tensor cores.
+      stateless_forward: h by parallel_fw_P and recurrent_fw_H, which keep the states on the chip, where the backward pass recomputes them;
+        else by recurrent_fw_C and parallel_fw_H.
       split_backward: dq, dk and dv by a kernel each, which a chunk of more than one tile needs; else all three by one kernel.
       chunk_gates, ..., recurrent_step: tiles of the stages.
     """
 
     chunk_size: int | None = None
     precision: Precision = None
+    stateless_forward: bool | None = None
     split_backward: bool | None = None
     chunk_gates: StageConfig | None = None
     recurrent_fw_C: StageConfig | None = None
     parallel_fw_H: StageConfig | None = None
+    parallel_fw_P: StageConfig | None = None
+    recurrent_fw_H: StageConfig | None = None
     recurrent_bw_dC: StageConfig | None = None
     parallel_bw_dQKV: StageConfig | None = None
     parallel_bw_dQ: StageConfig | None = None
@@ -127,8 +134,9 @@ class KernelConfig:
         object.__setattr__(self, "chunk_size", check_chunk_size(self.chunk_size))
         if not isinstance(self.precision, Precision):
             raise TypeError(f"config.precision is {self.precision!r}, expected None, a jax.lax.Precision or a jax.lax.DotAlgorithmPreset")
-        if not isinstance(self.split_backward, bool | None):
-            raise TypeError(f"config.split_backward is {self.split_backward!r}, expected None or a bool")
+        for name in ("stateless_forward", "split_backward"):
+            if not isinstance(getattr(self, name), bool | None):
+                raise TypeError(f"config.{name} is {getattr(self, name)!r}, expected None or a bool")
         for stage in ALL_STAGES:
             if not isinstance(getattr(self, stage), StageConfig | None):
                 raise TypeError(f"config.{stage} is a {type(getattr(self, stage)).__name__}, expected a StageConfig or None")
@@ -280,7 +288,8 @@ def tuned_rows(device_kind: str) -> tuple[dict[str, Any], ...]:
 
 def config_from_row(row: dict) -> KernelConfig:
     stages: dict[str, Any] = {name: StageConfig(**row[name]) for name in ALL_STAGES if name in row}
-    return KernelConfig(chunk_size=row["chunk_size"], split_backward=row.get("split_backward"), **stages)
+    plans = {name: row.get(name) for name in ("stateless_forward", "split_backward")}
+    return KernelConfig(chunk_size=row["chunk_size"], **plans, **stages)
 
 
 def tuned_config(device_kind: str, DHQK: int, DHHV: int, dtype: jnp.dtype) -> KernelConfig | None:
@@ -308,6 +317,9 @@ def heuristic_config(DHQK: int, dtype: jnp.dtype) -> KernelConfig:
             num_stages=2,
             keep_q=not wide and DHQK <= 256,
         ),
+        parallel_fw_P=StageConfig(num_warps=4, num_stages=1),
+        # Two programs on a multiprocessor of Hopper, at up to 256 columns of q.
+        recurrent_fw_H=StageConfig(siz_b_LKV=32, siz_b_DHQK=64 if wide else 128, siz_b_DHHV=64, num_warps=4, num_stages=2),
         recurrent_bw_dC=recurrence,
         parallel_bw_dQKV=StageConfig(siz_b_DHQK=64, siz_b_DHHV=64, siz_b_loop=32, num_warps=4, num_stages=2),
         parallel_bw_dQ=split,

@@ -22,8 +22,10 @@ from mlstm_pallas.stages.parallel_bw_dQ import parallel_bw_dQ
 from mlstm_pallas.stages.parallel_bw_dQKV import parallel_bw_dQKV
 from mlstm_pallas.stages.parallel_bw_dV import parallel_bw_dV
 from mlstm_pallas.stages.parallel_fw_H import parallel_fw_H
+from mlstm_pallas.stages.parallel_fw_P import parallel_fw_P
 from mlstm_pallas.stages.recurrent_bw_dC import recurrent_bw_dC
 from mlstm_pallas.stages.recurrent_fw_C import recurrent_fw_C
+from mlstm_pallas.stages.recurrent_fw_H import recurrent_fw_H
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,6 +56,14 @@ class Plan:
 
     def launch(self, interpret: bool) -> dict[str, Any]:
         return dict(problem=self.problem, config=self.config, interpret=interpret)
+
+    @property
+    def stateless(self) -> "Plan | None":
+        """The plan of a forward pass that stores no states, whose chunks are shorter; None where states are stored."""
+        if not (self.config.stateless_forward and self.recompute_states_in_bw):
+            return None
+        L = min(self.config.stage("recurrent_fw_H").siz_b_LKV, self.problem.L)
+        return dataclasses.replace(self, problem=dataclasses.replace(self.problem, L=L))
 
     def chunks(self, x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:2], self.problem.NC, self.problem.L, *x.shape[3:])
@@ -86,6 +96,8 @@ class Residuals(NamedTuple):
 
 
 def _forward_triton(plan: Plan, interpret: bool, x: Inputs):
+    if plan.stateless:
+        return _stateless_forward(plan.stateless, interpret, x)
     launch = plan.launch(interpret)
     gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, plan.input_gate, **launch)
     C_states, n_states, C_last, n_last = recurrent_fw_C(x.k, x.v, gates, x.c_initial, x.n_initial, **launch)
@@ -93,6 +105,14 @@ def _forward_triton(plan: Plan, interpret: bool, x: Inputs):
     h, z = parallel_fw_H(x.q, x.k, x.v, gates, C_states, n_states, output_dtype=x.q.dtype, **normaliser, **launch)
     states = (C_states, n_states, C_last, n_last)
     return (h, (*states[2:], gates.scaM_states[..., -1])), z, None if plan.recompute_states_in_bw else states
+
+
+def _stateless_forward(plan: Plan, interpret: bool, x: Inputs):
+    launch = plan.launch(interpret)
+    gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, plan.input_gate, **launch)
+    scores, z, n_last = parallel_fw_P(x.q, x.k, gates, x.n_initial, normalize=plan.normalize, **plan.normaliser, **launch)
+    h, C_last = recurrent_fw_H(x.q, x.v, scores, gates.scaGamma, x.c_initial, output_dtype=x.q.dtype, **launch)
+    return (h, (C_last, n_last, gates.scaM_states[..., -1])), z, None
 
 
 def _backward_triton(plan: Plan, interpret: bool, residuals: Residuals, cotangents: Outputs) -> Inputs:

@@ -41,6 +41,12 @@ def decay_tile(e_hi, e_lo, u_hi, u_lo, mask: jax.Array | None, *, transposed: bo
     return jnp.exp2(exponent if mask is None else jnp.where(mask, exponent, _NEG_INF))
 
 
+def denominator(z: jax.Array, m: jax.Array | None, norm_val: float, eps: float) -> jax.Array:
+    """den = max(|z|, norm_val exp(-m)) + eps, without exp(-m) where m is None; 1 for 0, as 0/0 is 0."""
+    den = jnp.maximum(jnp.abs(z), norm_val if m is None else norm_val * jnp.exp(-m)) + eps
+    return jnp.where(den == 0, 1.0, den) if eps == 0 else den
+
+
 Carry = TypeVar("Carry")
 
 

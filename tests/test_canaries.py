@@ -19,19 +19,20 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 B, NH, S, DHQK, DHHV, L = 1, 3, 64, 32, 16, 32
 MIDDLE = 1  # of the heads, which lie one behind the other in every array
 TILES = StageConfig(16, 16, 16, 16, 16, keep_q=False)
-MODULES = ("chunk_gates", "recurrence", "parallel_fw_H", "parallel_bw_dQKV", "parallel_bw_dQ", "parallel_bw_dK", "parallel_bw_dV")
+MODULES = ("chunk_gates", "recurrence", "parallel_fw_H", "parallel_fw_P", "recurrent_fw_H")
+MODULES += ("parallel_bw_dQKV", "parallel_bw_dQ", "parallel_bw_dK", "parallel_bw_dV")
+# How many kernels run, forward and backward.
+PLANS = {"fused": ({}, 6), "split": ({"split_backward": True}, 8), "stateless": ({"stateless_forward": True}, 7)}
 BACKENDS = ("interpret", pytest.param("triton", marks=pytest.mark.gpu))
 
 
-def outputs_of_kernels(backend, split, monkeypatch):
+def outputs_of_kernels(backend, options, monkeypatch):
     """A function of the inputs and of the gradient of h: {kernel: its outputs}, (B * NH, ...) each; forward and backward."""
     tiles = {stage: TILES for stage in STAGES if stage != "parallel_bw_dQKV"}
-    explicit = KernelConfig(
-        chunk_size=L, split_backward=split, parallel_bw_dQKV=StageConfig(siz_b_DHQK=16, siz_b_DHHV=16, siz_b_loop=16), **tiles
-    )
+    explicit = KernelConfig(chunk_size=L, **options, parallel_bw_dQKV=StageConfig(siz_b_DHQK=16, siz_b_DHHV=16, siz_b_loop=16), **tiles)
     config = config_for(DHQK, DHHV, S, jnp.dtype("float32"), explicit=explicit)
     problem = make_problem((B, NH, S, DHQK), DHHV, L, pad_heads=True)
-    plan = fwbw.Plan(problem, config, 1e-6, True, 1.0, False, backend)
+    plan = fwbw.Plan(problem, config, 1e-6, True, 1.0, "stateless_forward" in options, backend)
     made = {}
 
     def recording(kernel, *, name, **how):
@@ -56,14 +57,15 @@ def outputs_of_kernels(backend, split, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("split", [False, True])
+@pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_kernels_write_everything_and_read_nothing_of_their_neighbours(backend, split, monkeypatch):
+def test_kernels_write_everything_and_read_nothing_of_their_neighbours(backend, plan, monkeypatch):
     inputs = random_inputs(0, B, NH, S, DHQK, DHHV)
     dh = jnp.cos(inputs["v"])
-    run = outputs_of_kernels(backend, split, monkeypatch)
+    options, kernels = PLANS[plan]
+    run = outputs_of_kernels(backend, options, monkeypatch)
     clean = run(inputs, dh)
-    assert len(clean) == (8 if split else 6)
+    assert len(clean) == kernels
     others = np.arange(NH) != MIDDLE
     poisoned_inputs, poisoned_dh = jax.tree.map(lambda x: x.at[:, others].set(jnp.nan), (inputs, dh))
     poisoned, again = run(poisoned_inputs, poisoned_dh), run(inputs, dh)

@@ -90,7 +90,12 @@ def check_gradients(dtype, B, NH, S, DHQK, DHHV, *, f_shift=2.0, **options):
         assert np.array_equal(np.asarray(a), np.asarray(b))
 
 
-PLANS = {"default": None, "fused": KernelConfig(chunk_size=64, split_backward=False), "split": KernelConfig(split_backward=True)}
+PLANS = {
+    "default": None,
+    "fused": KernelConfig(chunk_size=64, split_backward=False),
+    "split": KernelConfig(split_backward=True),
+    "stateless": KernelConfig(stateless_forward=True),
+}
 
 
 @pytest.mark.parametrize(("DHQK", "DHHV"), HEADS)

@@ -98,6 +98,7 @@ PLANS = {
     "split16x32": {"backend": "interpret", "config": split(16, 32)},
     "split32x16": {"backend": "interpret", "config": split(32, 16)},
     "split_default": {"backend": "interpret", "config": KernelConfig(split_backward=True)},
+    "stateless": {"backend": "interpret", "config": KernelConfig(stateless_forward=True)},
 }
 
 
@@ -106,7 +107,7 @@ PLANS = {
     [
         *[("float32", plan, 64) for plan in PLANS],
         *[("float32", plan, 16) for plan in ("xla", "fused")],
-        *[("bfloat16", plan, 64) for plan in ("xla", "fused_default", "split_default")],
+        *[("bfloat16", plan, 64) for plan in ("xla", "fused_default", "split_default", "stateless")],
     ],
 )
 def test_gradients(dtype, plan, chunk_size):

@@ -13,6 +13,7 @@ from mlstm_pallas import KernelConfig, StageConfig, gates, mlstm_chunkwise, refe
 from mlstm_pallas.config import config_for
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stages.parallel_fw_H import parallel_fw_H
+from mlstm_pallas.stages.parallel_fw_P import parallel_fw_P
 from mlstm_pallas.stages.recurrent_fw_C import recurrent_fw_C
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -112,6 +113,74 @@ def test_parallel_fw_H(dtype, L, tiling):
     assert z.dtype == jnp.float32
     assert_close(h, expected_h, tolerance(dtype, 128 + 32), "h")
     assert_close(z, expected_z, tolerance("float32", 128 + 32), "z")
+
+
+@pytest.mark.parametrize(("dtype", "L"), [("float32", 16), ("float32", 64), ("bfloat16", 32)])
+def test_parallel_fw_P(dtype, L):
+    problem, x, made, (states, expected_h, expected_z) = stage_case(dtype, L, resets=L == 64)
+    config = config_for(32, 64, 128, jnp.dtype(dtype))
+    launch = functools.partial(parallel_fw_P, problem=problem, config=config, interpret=True, **NORMALISER)
+    scores, z, n_last = jax.jit(launch)(x["q"], x["k"], made, x["n_initial"])
+    assert scores.matP.dtype == scores.matK_scaled.dtype == jnp.dtype(dtype)
+    assert_close(z, expected_z, tolerance("float32", 128 + 32), "z")
+    assert_close(n_last, states[3], tolerance("float32", 128), "n_last")
+    wide = {
+        name: np.asarray(y.astype("float32"), "float64").reshape(1, 2, 128 // L, L, -1) for name, y in {**x, **scores._asdict()}.items()
+    }
+    num = np.einsum("bhcld,bhcde->bhcle", wide["q"], states[0]) * wide["vecR"] + np.einsum("bhcts,bhcse->bhcte", wide["matP"], wide["v"])
+    assert_close(num.reshape(expected_h.shape), expected_h, tolerance(dtype, 128 + 32), "h")
+    scaled = np.asarray(made.vecAbar, "float64")[..., None] * wide["k"]
+    assert_close(wide["matK_scaled"], scaled, tolerance(dtype, 1), "kbar")
+
+
+STATELESS_TILES = {
+    "16x16x16": tiles(16, 16, 16, 16),
+    "32x64x16": tiles(16, 32, 64, 16),
+    "16x32x64": tiles(16, 16, 32, 64),
+    "default": None,
+}
+STATELESS_VARIANTS = {
+    "exp": {},
+    "floor": {"stabilize_correctly": False, "norm_val": 3.0, "eps": 0.0},
+    "sigmoid": {"input_gate": "sigmoid"},
+    "unnormalised": {"input_gate": "sigmoid", "normalize": False},
+}
+
+
+def stateless(tiling):
+    return KernelConfig(stateless_forward=True, recurrent_fw_H=STATELESS_TILES[tiling])
+
+
+@pytest.mark.parametrize(
+    ("dtype", "tiling", "variant"),
+    [
+        *[("float32", tiling, "exp") for tiling in STATELESS_TILES],
+        *[("float32", "16x16x16", variant) for variant in STATELESS_VARIANTS if variant != "exp"],
+        ("bfloat16", "default", "exp"),
+    ],
+)
+def test_forward_without_states_in_memory(dtype, tiling, variant):
+    """S is no multiple of a chunk, heads are padded, a chunk of the backward pass is several here."""
+    options = STATELESS_VARIANTS[variant]
+    inputs = random_inputs(5, 2, 2, 100, 48, 80, dtype=dtype, resets=True, m_initial="input_gate" not in options)
+    ids = np.cumsum(np.random.default_rng(0).random((2, 100)) < 0.1, axis=1).astype("int32") if variant == "exp" else None
+    run = functools.partial(mlstm_chunkwise, **inputs, segment_ids=ids, return_last_states=True, backend="interpret", **options)
+    expected_h, expected_states = oracle(inputs, ids, **options)
+    h, states = run(chunk_size=64, config=stateless(tiling))
+    bound = tolerance(dtype, 100 + 48)
+    for name, actual, expected in zip("hcnm", (h, *states), (expected_h, *expected_states), strict=True):
+        assert_close(actual, expected, bound, name)
+
+
+@pytest.mark.parametrize("recompute_states_in_bw", [True, False])
+def test_states_are_in_memory_where_the_backward_pass_wants_them(recompute_states_in_bw):
+    inputs = random_inputs(6, 1, 1, 64, 16, 16)
+    run = functools.partial(
+        mlstm_chunkwise, config=stateless("16x16x16"), recompute_states_in_bw=recompute_states_in_bw, backend="interpret"
+    )
+    made = str(jax.make_jaxpr(run)(*inputs.values()))
+    assert ("name=recurrent_fw_H" in made) == recompute_states_in_bw
+    assert ("name=recurrent_fw_C" in made) == (not recompute_states_in_bw)
 
 
 HEADS = [("float32", 1, 1), ("bfloat16", 3, 17), ("float32", 24, 40), ("bfloat16", 40, 24), ("float32", 64, 16), ("bfloat16", 80, 96)]

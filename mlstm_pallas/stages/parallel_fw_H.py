@@ -20,7 +20,7 @@ from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.launch import kernel_call
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.tiles import Precision, blocks, causal_mask, decay_tile, divide, dot, loop, remainder
+from mlstm_pallas.tiles import Precision, blocks, causal_mask, decay_tile, denominator, divide, dot, loop, remainder
 
 
 def _parallel_fw_H_kernel(
@@ -97,10 +97,7 @@ def _parallel_fw_H_kernel(
         h_ref[...] = num.astype(h_ref.dtype)
         return
 
-    floor = norm_val if m_ref is None else norm_val * jnp.exp(-m_ref[...])
-    den = jnp.maximum(jnp.abs(z), floor) + eps
-    if eps == 0:
-        den = jnp.where(den == 0, 1.0, den)  # nothing is stored: 0/0 is 0
+    den = denominator(z, None if m_ref is None else m_ref[...], norm_val, eps)
     h_ref[...] = (num / den[:, None]).astype(h_ref.dtype)
 
     @pl.when(pl.program_id(0) == 0)

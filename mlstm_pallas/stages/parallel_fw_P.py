@@ -1,0 +1,147 @@
+"""Stage parallel_fw_P: what recurrent_fw_H multiplies, all chunks in parallel.
+
+    P_ts = D_ts scale q_t . k_s / den_t,  s <= t inside the chunk        r_t = w_t scale / den_t        kbar_s = abar_s k_s
+    z_t  = w_t scale n_c . q_t + den_t sum_s P_ts        den_t = max(|z_t|, norm_val exp(-m_t)) + eps, or 1, in which case z is not made
+
+Grid (NC, B * NH). A program makes one chunk, of L steps. The tile of decays is made once here, not once a column block of v.
+n_c, which needs kbar of all chunks before, is made in plain jnp.
+
+FLOPs: 2 B NH S L DHQK. Bytes: B NH S ((3 DHQK + L) itemsize + 4 DHQK / L).
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.config import KernelConfig
+from mlstm_pallas.gates import ChunkGates
+from mlstm_pallas.launch import kernel_call
+from mlstm_pallas.problem import Problem
+from mlstm_pallas.tiles import Precision, causal_mask, decay_tile, denominator, dot
+
+
+class Scores(NamedTuple):
+    """What goes into h: all but v."""
+
+    matP: jax.Array  # (B, NH, S, L) in the kernel dtype, column s - the chunk's first step
+    matK_scaled: jax.Array  # (B, NH, S, DHQK) in the kernel dtype
+    vecR: jax.Array  # (B, NH, S) float32
+
+
+def norm_states(matK: jax.Array, gates: ChunkGates, vecN_initial: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """n at the chunk borders, (B, NH, NC, DHQK), and behind the last chunk, (B, NH, DHQK); float32."""
+    B, NH, NC, L = gates.vecAbar.shape
+    added = jnp.sum(matK.reshape(B, NH, NC, L, -1).astype(jnp.float32) * gates.vecAbar[..., None], axis=-2)
+    decays = jnp.concatenate([jnp.ones((B, NH, 1), jnp.float32), gates.scaGamma], axis=-1)[..., None]
+
+    def join(left, right):
+        return left[0] * right[0], left[1] * right[0] + right[1]
+
+    _, n = lax.associative_scan(join, (decays, jnp.concatenate([vecN_initial[:, :, None], added], axis=2)), axis=2)
+    return n[:, :, :-1], n[:, :, -1]
+
+
+def _parallel_fw_P_kernel(
+    q_ref,  # (L, DHQK)
+    k_ref,  # (L, DHQK)
+    n_ref,  # (DHQK,), absent without a normaliser
+    e_hi_ref,  # (L,)
+    e_lo_ref,  # (L,)
+    u_hi_ref,  # (L,)
+    u_lo_ref,  # (L,)
+    w_ref,  # (L,)
+    abar_ref,  # (L,)
+    m_ref,  # (L,), absent where the floor does not need it
+    P_ref,  # out (L, L)
+    kbar_ref,  # out (L, DHQK)
+    r_ref,  # out (L,)
+    z_ref=None,  # out (L,), absent without a normaliser
+    *,
+    scale: float,
+    eps: float,
+    norm_val: float,
+    precision: Precision,
+):
+    L = q_ref.shape[0]
+    q, k = q_ref[...], k_ref[...]
+    # Masked after the product, not before: a NaN in k reaches no earlier row.
+    D = decay_tile(e_hi_ref[...], e_lo_ref[...], u_hi_ref[...], u_lo_ref[...], None)
+    P = jnp.where(causal_mask(L, L, 0), dot(q, k, precision, b_axis=1) * (D * scale), 0.0)
+    r = w_ref[...] * scale
+    if z_ref is not None:
+        z = r * jnp.sum(q.astype(jnp.float32) * n_ref[...][None, :], axis=1) + jnp.sum(P, axis=1)
+        inv_den = 1.0 / denominator(z, None if m_ref is None else m_ref[...], norm_val, eps)
+        P, r = P * inv_den[:, None], r * inv_den
+        z_ref[...] = z
+    P_ref[...] = P.astype(P_ref.dtype)
+    r_ref[...] = r
+    kbar_ref[...] = (k.astype(jnp.float32) * abar_ref[...][:, None]).astype(kbar_ref.dtype)
+
+
+def parallel_fw_P(
+    matQ: jax.Array,
+    matK: jax.Array,
+    gates: ChunkGates,
+    vecN_initial: jax.Array,
+    *,
+    problem: Problem,
+    config: KernelConfig,
+    eps: float,
+    stabilize_correctly: bool,
+    norm_val: float,
+    normalize: bool = True,
+    interpret: bool = False,
+) -> tuple[Scores, jax.Array | None, jax.Array]:
+    """Launches the stage; the chunks are those of recurrent_fw_H.
+
+    Args:
+      matQ, matK: (B, NH, S, DHQK) in the kernel dtype.
+      gates: of chunks of L steps.
+      vecN_initial: (B, NH, DHQK), float32.
+
+    Returns:
+      The scores; the signed normaliser z (B, NH, S), float32, None with normalize=False; the last n (B, NH, DHQK), float32.
+    """
+    p, stage = problem, config.stage("parallel_fw_P")
+    n, n_last = norm_states(matK, gates, vecN_initial)
+    rows = pl.BlockSpec((None, p.L), lambda c, b: (b, c))
+    keys = pl.BlockSpec((None, p.L, p.DHQK), lambda c, b: (b, c, 0))
+    floor_needs_m = normalize and stabilize_correctly and norm_val > 0
+    row_shape = jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32)
+    P, kbar, r, *z = kernel_call(
+        _parallel_fw_P_kernel,
+        name="parallel_fw_P",
+        grid=(p.NC, p.BNH),
+        in_specs=[
+            keys,
+            keys,
+            pl.BlockSpec((None, None, p.DHQK), lambda c, b: (b, c, 0)) if normalize else None,
+            *[rows] * 6,
+            rows if floor_needs_m else None,
+        ],
+        out_specs=[pl.BlockSpec((None, p.L, p.L), lambda c, b: (b, c, 0)), keys, rows, *[rows] * normalize],
+        out_shape=[
+            jax.ShapeDtypeStruct((p.BNH, p.S, p.L), matQ.dtype),
+            jax.ShapeDtypeStruct((p.BNH, p.S, p.DHQK), matQ.dtype),
+            row_shape,
+            *[row_shape] * normalize,
+        ],
+        stage=stage,
+        interpret=interpret,
+        scale=p.qk_scale,
+        eps=eps,
+        norm_val=norm_val,
+        precision=config.dot_precision(matQ.dtype, interpret),
+    )(
+        matQ.reshape(p.BNH, p.S, p.DHQK),
+        matK.reshape(p.BNH, p.S, p.DHQK),
+        n.reshape(p.BNH, p.NC, p.DHQK) if normalize else None,
+        *(x.reshape(p.BNH, p.S) for x in (*gates.vecE, *gates.vecU, gates.vecW, gates.vecAbar)),
+        gates.vecM.reshape(p.BNH, p.S) if floor_needs_m else None,
+    )
+    heads = (p.B, p.NH, p.S)
+    scores = Scores(P.reshape(*heads, p.L), kbar.reshape(*heads, p.DHQK), r.reshape(heads))
+    return scores, z[0].reshape(heads) if normalize else None, n_last
