@@ -124,9 +124,8 @@ def test_parallel_fw_P(dtype, L):
     assert scores.matP.dtype == scores.matK_scaled.dtype == jnp.dtype(dtype)
     assert_close(z, expected_z, tolerance("float32", 128 + 32), "z")
     assert_close(n_last, states[3], tolerance("float32", 128), "n_last")
-    wide = {
-        name: np.asarray(y.astype("float32"), "float64").reshape(1, 2, 128 // L, L, -1) for name, y in {**x, **scores._asdict()}.items()
-    }
+    arrays = {name: x[name] for name in "qkv"} | scores._asdict()
+    wide = {name: np.asarray(y.astype("float32"), "float64").reshape(1, 2, 128 // L, L, -1) for name, y in arrays.items()}
     num = np.einsum("bhcld,bhcde->bhcle", wide["q"], states[0]) * wide["vecR"] + np.einsum("bhcts,bhcse->bhcte", wide["matP"], wide["v"])
     assert_close(num.reshape(expected_h.shape), expected_h, tolerance(dtype, 128 + 32), "h")
     scaled = np.asarray(made.vecAbar, "float64")[..., None] * wide["k"]
