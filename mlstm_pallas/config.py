@@ -319,7 +319,7 @@ def heuristic_config(DHQK: int, dtype: jnp.dtype) -> KernelConfig:
         ),
         parallel_fw_P=StageConfig(num_warps=4, num_stages=1),
         # Two programs on a multiprocessor of Hopper, at up to 256 columns of q.
-        recurrent_fw_H=StageConfig(siz_b_LKV=32, siz_b_DHQK=64 if wide else 128, siz_b_DHHV=64, num_warps=4, num_stages=2),
+        recurrent_fw_H=StageConfig(siz_b_LKV=32, siz_b_DHQK=64 if wide else 128, siz_b_DHHV=64, siz_b_loop=256, num_warps=4, num_stages=2),
         recurrent_bw_dC=recurrence,
         parallel_bw_dQKV=StageConfig(siz_b_DHQK=64, siz_b_DHHV=64, siz_b_loop=32, num_warps=4, num_stages=2),
         parallel_bw_dQ=split,
