@@ -97,8 +97,13 @@ STAGES = (  # of mlstm_chunkwise
     "parallel_bw_dQ",
     "parallel_bw_dK",
     "parallel_bw_dV",
+    "parallel_bw_P",
+    "recurrent_bw_dQ",
+    "recurrent_bw_dK",
+    "recurrent_bw_dV",
 )
 ALL_STAGES = (*STAGES, "recurrent_step")
+PLANS = ("stateless_forward", "stateless_backward", "split_backward")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,6 +115,7 @@ class KernelConfig:
       precision: of float32 products. None: true float32 quality, as six bfloat16 products on the tensor cores.
       stateless_forward: h by parallel_fw_P and recurrent_fw_H, which keep the states on the chip, where the backward pass recomputes them;
         else by recurrent_fw_C and parallel_fw_H.
+      stateless_backward: likewise dq, dk and dv by parallel_bw_P, recurrent_bw_dQ, recurrent_bw_dK and recurrent_bw_dV.
       split_backward: dq, dk and dv by a kernel each, which a chunk of more than one tile needs; else all three by one kernel.
       chunk_gates, ..., recurrent_step: tiles of the stages.
     """
@@ -117,6 +123,7 @@ class KernelConfig:
     chunk_size: int | None = None
     precision: Precision = None
     stateless_forward: bool | None = None
+    stateless_backward: bool | None = None
     split_backward: bool | None = None
     chunk_gates: StageConfig | None = None
     recurrent_fw_C: StageConfig | None = None
@@ -128,13 +135,17 @@ class KernelConfig:
     parallel_bw_dQ: StageConfig | None = None
     parallel_bw_dK: StageConfig | None = None
     parallel_bw_dV: StageConfig | None = None
+    parallel_bw_P: StageConfig | None = None
+    recurrent_bw_dQ: StageConfig | None = None
+    recurrent_bw_dK: StageConfig | None = None
+    recurrent_bw_dV: StageConfig | None = None
     recurrent_step: StageConfig | None = None
 
     def __post_init__(self):
         object.__setattr__(self, "chunk_size", check_chunk_size(self.chunk_size))
         if not isinstance(self.precision, Precision):
             raise TypeError(f"config.precision is {self.precision!r}, expected None, a jax.lax.Precision or a jax.lax.DotAlgorithmPreset")
-        for name in ("stateless_forward", "split_backward"):
+        for name in PLANS:
             if not isinstance(getattr(self, name), bool | None):
                 raise TypeError(f"config.{name} is {getattr(self, name)!r}, expected None or a bool")
         for stage in ALL_STAGES:
@@ -288,7 +299,7 @@ def tuned_rows(device_kind: str) -> tuple[dict[str, Any], ...]:
 
 def config_from_row(row: dict) -> KernelConfig:
     stages: dict[str, Any] = {name: StageConfig(**row[name]) for name in ALL_STAGES if name in row}
-    plans = {name: row.get(name) for name in ("stateless_forward", "split_backward")}
+    plans = {name: row.get(name) for name in PLANS}
     return KernelConfig(chunk_size=row["chunk_size"], **plans, **stages)
 
 
@@ -304,6 +315,10 @@ def heuristic_config(DHQK: int, dtype: jnp.dtype) -> KernelConfig:
     wide = dtype.itemsize > 2
     recurrence = StageConfig(siz_b_LKV=64, siz_b_DHQK=64, siz_b_DHHV=64, num_warps=4, num_stages=2)
     split = StageConfig(siz_b_LQ=64, siz_b_LKV=64, siz_b_DHQK=64, siz_b_DHHV=64, siz_b_loop=32, num_warps=4, num_stages=2)
+    tiles_alone = StageConfig(num_warps=4, num_stages=1)
+    # Two programs on a multiprocessor of Hopper.
+    walk = StageConfig(siz_b_LKV=32, siz_b_DHQK=64, siz_b_DHHV=64, siz_b_loop=256, num_warps=4, num_stages=2)
+    walk_over_keys = walk if wide else dataclasses.replace(walk, siz_b_DHQK=128)
     return KernelConfig(
         chunk_size=64,
         chunk_gates=StageConfig(siz_b_LQ=32, num_warps=1, num_stages=1),
@@ -317,14 +332,17 @@ def heuristic_config(DHQK: int, dtype: jnp.dtype) -> KernelConfig:
             num_stages=2,
             keep_q=not wide and DHQK <= 256,
         ),
-        parallel_fw_P=StageConfig(num_warps=4, num_stages=1),
-        # Two programs on a multiprocessor of Hopper, at up to 256 columns of q.
-        recurrent_fw_H=StageConfig(siz_b_LKV=32, siz_b_DHQK=64 if wide else 128, siz_b_DHHV=64, siz_b_loop=256, num_warps=4, num_stages=2),
+        parallel_fw_P=tiles_alone,
+        recurrent_fw_H=walk_over_keys,
         recurrent_bw_dC=recurrence,
         parallel_bw_dQKV=StageConfig(siz_b_DHQK=64, siz_b_DHHV=64, siz_b_loop=32, num_warps=4, num_stages=2),
         parallel_bw_dQ=split,
         parallel_bw_dK=split,
         parallel_bw_dV=split,
+        parallel_bw_P=tiles_alone,
+        recurrent_bw_dQ=walk,
+        recurrent_bw_dK=walk,
+        recurrent_bw_dV=walk_over_keys,
         # Up to 32 KiB a program, all asked for at once: 128 programs for 8 heads of 256/512, four on a multiprocessor where there are more.
         recurrent_step=StageConfig(siz_b_DHQK=256, siz_b_DHHV=32, num_warps=8, num_stages=1),
     )

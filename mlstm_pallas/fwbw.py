@@ -12,7 +12,7 @@ from jax import lax
 from mlstm_pallas import reference
 from mlstm_pallas.backend import on_backend
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.gates import NO_NORMALISER, gate_gradients, materialised, row_gradients, tile_sums
+from mlstm_pallas.gates import NO_NORMALISER, chunk_sums, gate_gradients, materialised, row_gradients, tile_sums
 from mlstm_pallas.gates import chunk_gates as chunk_gates_xla
 from mlstm_pallas.problem import InputGate, Problem, as_dtype
 from mlstm_pallas.sharding import over_shards
@@ -21,11 +21,16 @@ from mlstm_pallas.stages.parallel_bw_dK import parallel_bw_dK
 from mlstm_pallas.stages.parallel_bw_dQ import parallel_bw_dQ
 from mlstm_pallas.stages.parallel_bw_dQKV import parallel_bw_dQKV
 from mlstm_pallas.stages.parallel_bw_dV import parallel_bw_dV
+from mlstm_pallas.stages.parallel_bw_P import parallel_bw_P
 from mlstm_pallas.stages.parallel_fw_H import parallel_fw_H
 from mlstm_pallas.stages.parallel_fw_P import parallel_fw_P
 from mlstm_pallas.stages.recurrent_bw_dC import recurrent_bw_dC
+from mlstm_pallas.stages.recurrent_bw_dK import recurrent_bw_dK
+from mlstm_pallas.stages.recurrent_bw_dQ import recurrent_bw_dQ
+from mlstm_pallas.stages.recurrent_bw_dV import recurrent_bw_dV
 from mlstm_pallas.stages.recurrent_fw_C import recurrent_fw_C
 from mlstm_pallas.stages.recurrent_fw_H import recurrent_fw_H
+from mlstm_pallas.stages.walk import vector_states
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,11 +63,18 @@ class Plan:
         return dict(problem=self.problem, config=self.config, interpret=interpret)
 
     @property
-    def stateless(self) -> "Plan | None":
+    def stateless_forward(self) -> "Plan | None":
         """The plan of a forward pass that stores no states, whose chunks are shorter; None where states are stored."""
-        if not (self.config.stateless_forward and self.recompute_states_in_bw):
+        return self._walking("recurrent_fw_H") if self.config.stateless_forward else None
+
+    @property
+    def stateless_backward(self) -> "Plan | None":
+        return self._walking("recurrent_bw_dQ") if self.config.stateless_backward else None
+
+    def _walking(self, stage: str) -> "Plan | None":
+        if not self.recompute_states_in_bw:
             return None
-        L = min(self.config.stage("recurrent_fw_H").siz_b_LKV, self.problem.L)
+        L = min(self.config.stage(stage).siz_b_LKV, self.problem.L)
         return dataclasses.replace(self, problem=dataclasses.replace(self.problem, L=L))
 
     def chunks(self, x: jax.Array) -> jax.Array:
@@ -96,8 +108,8 @@ class Residuals(NamedTuple):
 
 
 def _forward_triton(plan: Plan, interpret: bool, x: Inputs):
-    if plan.stateless:
-        return _stateless_forward(plan.stateless, interpret, x)
+    if plan.stateless_forward:
+        return _stateless_forward(plan.stateless_forward, interpret, x)
     launch = plan.launch(interpret)
     gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, plan.input_gate, **launch)
     C_states, n_states, C_last, n_last = recurrent_fw_C(x.k, x.v, gates, x.c_initial, x.n_initial, **launch)
@@ -116,6 +128,8 @@ def _stateless_forward(plan: Plan, interpret: bool, x: Inputs):
 
 
 def _backward_triton(plan: Plan, interpret: bool, residuals: Residuals, cotangents: Outputs) -> Inputs:
+    if plan.stateless_backward:
+        return _stateless_backward(plan.stateless_backward, interpret, residuals, cotangents)
     launch = plan.launch(interpret)
     x, h, z, states = residuals
     if states is None:
@@ -135,6 +149,27 @@ def _backward_triton(plan: Plan, interpret: bool, residuals: Residuals, cotangen
         sums, through = tile_sums(*from_q, *to_k, through, plan.problem.T)
     else:
         dq, dk, dv, sums = parallel_bw_dQKV(x.q, x.k, x.v, dh, gates, rows, C_states, n_states, dC_states, dn_states, **launch)
+    last = dC_last, dn_last, dm_last, C_last, n_last
+    return Inputs(dq, dk, dv, *_gate_and_state_gradients(plan, x, gates, rows, sums, through, last, dC, dn))
+
+
+def _stateless_backward(plan: Plan, interpret: bool, residuals: Residuals, cotangents: Outputs) -> Inputs:
+    launch, p = plan.launch(interpret), plan.problem
+    x, h, z, _ = residuals
+    dh, (dC_last, dn_last, dm_last) = cotangents
+    gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, plan.input_gate, **launch)
+    rows = row_gradients_of(plan, dh, h, z, gates)
+    w = gates.vecW * p.qk_scale
+    r, g = (None if y is None else w * plan.chunks(y) for y in (rows.vecInvDen, rows.vecDz))
+    n, n_last = vector_states(x.k, gates.vecAbar, gates.scaGamma, x.n_initial)
+    dn_states, dn = vector_states(x.q, jnp.zeros_like(w) if g is None else g, gates.scaGamma, dn_last, backward=True)
+    scores, pairs = parallel_bw_P(x.q, x.k, x.v, dh, gates, rows, n, dn_states, **launch)
+    steps = (w if r is None else r).reshape(x.i.shape), None if g is None else g.reshape(x.i.shape)
+    dq, from_state, C_last = recurrent_bw_dQ(x.k, x.v, dh, scores, *steps, gates.scaGamma, x.c_initial, None if g is None else n, **launch)
+    dk, to_state, dC = recurrent_bw_dK(x.q, x.v, dh, scores, gates, dC_last, dn_states, **launch)
+    dv = recurrent_bw_dV(x.k, dh, scores, gates, dC_last, **launch)
+    enters = inner(dC, x.c_initial, 2) + inner(dn, x.n_initial)
+    sums, through = chunk_sums(gates, *pairs, from_state, to_state, enters, 2.0**-16 if x.q.dtype == jnp.bfloat16 else 2.0**-22)
     last = dC_last, dn_last, dm_last, C_last, n_last
     return Inputs(dq, dk, dv, *_gate_and_state_gradients(plan, x, gates, rows, sums, through, last, dC, dn))
 

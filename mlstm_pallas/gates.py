@@ -300,6 +300,36 @@ def tile_sums(
     return sums, through.reshape(*heads, S // T)
 
 
+def chunk_sums(
+    gates: ChunkGates, from_own, to_own, diagonal, from_norm, to_norm, from_state, to_state, enters, resolution: float
+) -> tuple[RowSums, jax.Array]:
+    """RowSums for tiles of one chunk, and what goes through each chunk (B, NH, NC), from the sums of the stages that store no states.
+
+    What goes through a chunk is what goes through the one before, with what that one gives and without what this one takes. The difference
+    has to be right where the gates are nearly closed, so the sums have more digits than the kernel dtype.
+
+    Args:
+      from_own, ..., to_norm: (B, NH, S), of parallel_bw_P; from_state, to_state: of recurrent_bw_dQ and recurrent_bw_dK.
+      enters: (B, NH) <C_0, dC_0> + n_0 . dn_0, what comes from the initial states.
+      resolution: of these sums; where less of the state is left behind a chunk, nothing goes through.
+    """
+    B, NH, NC, L = gates.vecW.shape
+
+    def tiles(x):
+        return x.reshape(B, NH, NC, L)
+
+    from_state, to_state = tiles(from_state + from_norm), tiles(to_state + to_norm)
+    taken, given = jnp.sum(from_state, axis=-1), jnp.sum(to_state, axis=-1)
+    carried = (gates.scaGamma > resolution).astype(taken.dtype)
+    gain = jnp.concatenate([enters[..., None], given[..., :-1]], axis=-1) - taken
+
+    def join(left, right):
+        return left[0] * right[0], left[1] * right[0] + right[1]
+
+    _, through = lax.associative_scan(join, (carried, carried * gain), axis=-1)
+    return RowSums(from_state, to_state, tiles(to_own + diagonal), suffix_sums(tiles(from_own - to_own))), through
+
+
 def carried_steps(gates: ChunkGates, vecF: jax.Array) -> jax.Array:
     """Where m_t is log sigmoid(f_t) + m_{t-1}, not i_t: (B, NH, NC, L), as vecF."""
     (e_hi, e_lo), (u_hi, u_lo) = gates.vecE, gates.vecU

@@ -19,10 +19,14 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 B, NH, S, DHQK, DHHV, L = 1, 3, 64, 32, 16, 32
 MIDDLE = 1  # of the heads, which lie one behind the other in every array
 TILES = StageConfig(16, 16, 16, 16, 16, keep_q=False)
-MODULES = ("chunk_gates", "recurrence", "parallel_fw_H", "parallel_fw_P", "recurrent_fw_H")
+MODULES = ("chunk_gates", "recurrence", "parallel_fw_H", "parallel_fw_P", "walk", "parallel_bw_P")
 MODULES += ("parallel_bw_dQKV", "parallel_bw_dQ", "parallel_bw_dK", "parallel_bw_dV")
 # How many kernels run, forward and backward.
-PLANS = {"fused": ({}, 6), "split": ({"split_backward": True}, 8), "stateless": ({"stateless_forward": True}, 7)}
+PLANS = {
+    "fused": ({}, 6),
+    "split": ({"split_backward": True}, 8),
+    "stateless": ({"stateless_forward": True, "stateless_backward": True}, 8),
+}
 BACKENDS = ("interpret", pytest.param("triton", marks=pytest.mark.gpu))
 
 

@@ -94,7 +94,7 @@ PLANS = {
     "default": None,
     "fused": KernelConfig(chunk_size=64, split_backward=False),
     "split": KernelConfig(split_backward=True),
-    "stateless": KernelConfig(stateless_forward=True),
+    "stateless": KernelConfig(stateless_forward=True, stateless_backward=True),
 }
 
 

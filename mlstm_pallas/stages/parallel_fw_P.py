@@ -13,13 +13,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.launch import kernel_call
 from mlstm_pallas.problem import Problem
+from mlstm_pallas.stages.walk import vector_states
 from mlstm_pallas.tiles import Precision, causal_mask, decay_tile, denominator, dot
 
 
@@ -29,19 +29,6 @@ class Scores(NamedTuple):
     matP: jax.Array  # (B, NH, S, L) in the kernel dtype, column s - the chunk's first step
     matK_scaled: jax.Array  # (B, NH, S, DHQK) in the kernel dtype
     vecR: jax.Array  # (B, NH, S) float32
-
-
-def norm_states(matK: jax.Array, gates: ChunkGates, vecN_initial: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """n at the chunk borders, (B, NH, NC, DHQK), and behind the last chunk, (B, NH, DHQK); float32."""
-    B, NH, NC, L = gates.vecAbar.shape
-    added = jnp.sum(matK.reshape(B, NH, NC, L, -1).astype(jnp.float32) * gates.vecAbar[..., None], axis=-2)
-    decays = jnp.concatenate([jnp.ones((B, NH, 1), jnp.float32), gates.scaGamma], axis=-1)[..., None]
-
-    def join(left, right):
-        return left[0] * right[0], left[1] * right[0] + right[1]
-
-    _, n = lax.associative_scan(join, (decays, jnp.concatenate([vecN_initial[:, :, None], added], axis=2)), axis=2)
-    return n[:, :, :-1], n[:, :, -1]
 
 
 def _parallel_fw_P_kernel(
@@ -106,7 +93,7 @@ def parallel_fw_P(
       The scores; the signed normaliser z (B, NH, S), float32, None with normalize=False; the last n (B, NH, DHQK), float32.
     """
     p, stage = problem, config.stage("parallel_fw_P")
-    n, n_last = norm_states(matK, gates, vecN_initial)
+    n, n_last = vector_states(matK, gates.vecAbar, gates.scaGamma, vecN_initial)
     rows = pl.BlockSpec((None, p.L), lambda c, b: (b, c))
     keys = pl.BlockSpec((None, p.L, p.DHQK), lambda c, b: (b, c, 0))
     floor_needs_m = normalize and stabilize_correctly and norm_val > 0

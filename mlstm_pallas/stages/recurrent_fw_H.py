@@ -38,7 +38,7 @@ def recurrent_fw_H(
     """
     stage = config.stage("recurrent_fw_H")
     arrays = Walk(matQ, scores.matK_scaled, matV, matV, scores.matP, scores.vecR, scaGamma, matC_initial)
-    walked = walk(
+    h, C_last = walk(
         "recurrent_fw_H",
         arrays,
         columns=stage.siz_b_DHHV,
@@ -50,4 +50,4 @@ def recurrent_fw_H(
         output_dtype=output_dtype,
         interpret=interpret,
     )
-    return walked.out, walked.last
+    return h, C_last

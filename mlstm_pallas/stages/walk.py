@@ -13,9 +13,9 @@ chunk by chunk, forward or backward in time (then A_st for A_ts, and X_c is what
 P, dP, kbar = abar k and qbar = w scale / den q come from parallel_fw_P and parallel_bw_P.
 
 Grid (columns of o, B * NH). A program owns a block of columns of X, in fp32 registers, and of o. The block is kept transposed, so that it
-is the left operand of X^T a: what one product leaves in registers the next takes from there, rounded to the kernel dtype, and nothing of
-it goes through shared memory. It is held as several tiles: one of them rounded at a time is all that fits beside it. Where X has more rows
-than a program can hold, a launch for each part of them adds to what the one before made.
+is the left operand of X^T a: what one product leaves in registers the next takes from there, rounded to the kernel dtype (in two parts,
+where more digits are wanted), and nothing of it goes through shared memory. It is held as several tiles: one of them rounded at a time is
+all that fits beside it. Where X has more rows than a program can hold, a launch for each part of them adds to what the one before made.
 
 No tile that the pipeline loads feeds plain arithmetic as well as a product (see parallel_fw_H), so what is only weighted comes by itself.
 
@@ -24,15 +24,18 @@ these mostly from L2; o twice more for each further part.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.config import StageConfig
 from mlstm_pallas.launch import kernel_call
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.tiles import Precision, block_at, blocks, divide, dot, loop, remainder
+from mlstm_pallas.tiles import Precision, block_at, blocks, dot, loop
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,9 +49,7 @@ class Walk:
       r: (B, NH, S); gamma: (B, NH, NC); float32.
       initial: X where the walk begins, float32: (B, NH, R, N), or (B, NH, N, R) where ``turned``.
       x, g: (B, NH, NC, N) and (B, NH, S), float32.
-      weigh: (B, NH, S, N): its inner products with the state's part of o are wanted.
-      store: X is wanted where it enters chunks 0, store_every, 2 store_every, ..., in the kernel dtype.
-      other: such states, of the opposite walk: their products <other, X> are wanted there.
+      weigh: (B, NH, S, N) in the kernel dtype: its inner products with X_c^T a are wanted, to more digits than the kernel dtype has.
     """
 
     read: jax.Array
@@ -62,22 +63,8 @@ class Walk:
     x: jax.Array | None = None
     g: jax.Array | None = None
     weigh: jax.Array | None = None
-    other: jax.Array | None = None
-    store: bool = False
-    store_every: int = 1
     turned: bool = False
     backward: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Walked:
-    """o (B, NH, S, N) in the output dtype; X where the walk ended, as the initial one; what is weighed (B, NH, S); at the borders the
-    states (B, NH, stored, N, R) or the products (B, NH, stored)."""
-
-    out: jax.Array
-    last: jax.Array
-    weighed: jax.Array | None
-    borders: jax.Array | None
 
 
 def _walk_kernel(
@@ -93,13 +80,12 @@ def _walk_kernel(
     g_ref,  # (S,)
     weigh_ref,  # (S, N)
     before_ref,  # (S, N), what earlier parts made
-    other_ref,  # (stored, N, R)
     out_ref,  # out (S, N)
     last_ref,  # out, as initial
-    *more_refs,  # out: (S,) weighed; (stored, N, R) or (stored,)
+    weighed_ref=None,  # out (S,)
+    *,
     L: int,
     part: int,
-    every: int,
     turned: bool,
     backward: bool,
     precision: Precision,
@@ -107,35 +93,27 @@ def _walk_kernel(
     S, R = read_ref.shape
     parts = [pl.ds(start, part) for start in range(0, R, part)]
     chunks = S // L
-    more = list(more_refs)
-    weighed_ref = more.pop(0) if weigh_ref is not None else None
-    border_ref = more.pop(0) if more else None
 
     def step(index, XT):
         chunk = chunks - 1 - index if backward else index
         rows = block_at(chunk, L)
-        if border_ref is not None:
-
-            @pl.when(remainder(chunk, every) == 0)
-            def _at_border():
-                slot = divide(chunk, every)
-                if other_ref is None:
-                    for columns, block in zip(parts, XT, strict=True):
-                        border_ref[slot, :, columns] = block.astype(border_ref.dtype)
-                else:
-                    products = [jnp.sum(y * other_ref[slot, :, columns].astype(jnp.float32)) for columns, y in zip(parts, XT, strict=True)]
-                    border_ref[slot] = sum(products[1:], products[0])
-
-        weigh = None if weigh_ref is None else weigh_ref[rows, :]
         values = values_ref[rows, :]
+        if weigh_ref is not None:
+            weigh = weigh_ref[rows, :]  # before the products, which it is not to wait for
         out = jnp.zeros((values.shape[1], L), jnp.float32)
         for columns, block in zip(parts, XT, strict=True):
-            out += dot(block.astype(values.dtype), read_ref[rows, columns], precision, b_axis=1)
+            read = read_ref[rows, columns]
+            if weigh_ref is None or values.dtype == jnp.float32:
+                out += dot(block.astype(values.dtype), read, precision, b_axis=1)
+            else:
+                high = lax.bitcast_convert_type(lax.bitcast_convert_type(block, jnp.int32) & np.int32(-65536), jnp.float32)
+                out += dot((block - high).astype(values.dtype), read, precision, b_axis=1)
+                out += dot(high.astype(values.dtype), read, precision, b_axis=1)
+        if weigh_ref is not None:
+            weighed_ref[rows] = jnp.sum(out * weigh.astype(jnp.float32).T, axis=0)
         out = out * r_ref[rows][None, :]
         if x_ref is not None:
             out += x_ref[chunk, :][:, None] * g_ref[rows][None, :]
-        if weighed_ref is not None:
-            weighed_ref[rows] = jnp.sum(out * weigh.astype(jnp.float32).T, axis=0)
         if tile_ref is not None:
             added = values if added_ref is None else added_ref[rows, :]
             out += dot(added, tile_ref[rows, :], precision, a_axis=0, b_axis=0 if backward else 1)
@@ -156,6 +134,30 @@ def _walk_kernel(
             last_ref[columns, :] = block.T
 
 
+def vector_states(
+    matA: jax.Array, weights: jax.Array, gamma: jax.Array, initial: jax.Array, *, backward: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """x_{next} = gamma_c x_c + sum_t weights_t a_t, in plain jnp: what n is to C.
+
+    Args:
+      matA: (B, NH, S, DHQK); weights: (B, NH, NC, L), gamma: (B, NH, NC), initial: (B, NH, DHQK), float32.
+
+    Returns:
+      What enters each chunk, (B, NH, NC, DHQK), and what leaves the last; float32.
+    """
+    added = jnp.sum(matA.reshape(*weights.shape, -1).astype(jnp.float32) * weights[..., None], axis=-2)
+    start, one = initial[:, :, None], jnp.ones_like(gamma[:, :, :1])
+
+    def join(left, right):
+        return left[0] * right[0], left[1] * right[0] + right[1]
+
+    def in_order(first, rest):
+        return jnp.concatenate([rest, first] if backward else [first, rest], axis=2)
+
+    _, x = lax.associative_scan(join, (in_order(one, gamma)[..., None], in_order(start, added)), reverse=backward, axis=2)
+    return (x[:, :, 1:], x[:, :, 0]) if backward else (x[:, :, :-1], x[:, :, -1])
+
+
 def walk(
     name: str,
     x: Walk,
@@ -168,45 +170,48 @@ def walk(
     precision: Precision,
     output_dtype: jnp.dtype,
     interpret: bool,
-) -> Walked:
-    """Launches the kernel under ``name``: blocks of ``columns`` columns and ``rows`` rows of X, held as tiles of ``part`` rows."""
+) -> tuple[jax.Array, ...]:
+    """Launches the kernel under ``name``: blocks of ``columns`` columns and ``rows`` rows of X, held as tiles of ``part`` rows.
+
+    Returns:
+      o (B, NH, S, N) in the output dtype; X where the walk ended, as the initial one; where asked for, what is weighed (B, NH, S); float32.
+    """
     p, R, N = problem, x.read.shape[-1], x.values.shape[-1]
     columns, rows = min(columns, N & -N), min(rows, R & -R)
-    stored = -(-p.NC // x.store_every)
     row = pl.BlockSpec((None, p.S), lambda i, b: (b, 0))
     values = pl.BlockSpec((None, p.S, columns), lambda i, b: (b, 0, i))
-    out, lasts, weighed, borders = None, [], [], []
+    out: Any = None
+    lasts, weighed = [], []
+
+    def flat(y):
+        return None if y is None else y.reshape(p.BNH, *y.shape[2:])
+
+    def state(index):
+        if x.turned:
+            return pl.BlockSpec((None, columns, rows), lambda i, b: (b, i, index))
+        return pl.BlockSpec((None, rows, columns), lambda i, b: (b, index, i))
 
     for index in range(blocks(R, rows)):
         first = index == 0
         operand = pl.BlockSpec((None, p.S, rows), lambda i, b, index=index: (b, 0, index))
         arrays = [
-            (x.read, operand),
-            (x.write, operand),
-            (x.values, values),
-            (x.added if first and x.added is not x.values else None, values),
-            (x.tile if first else None, pl.BlockSpec((None, p.S, p.L), lambda i, b: (b, 0, 0))),
-            (x.r, row),
-            (x.gamma, pl.BlockSpec((None, p.NC), lambda i, b: (b, 0))),
-            (x.initial, _state_spec(x.turned, columns, rows, index)),
-            (x.x if first else None, pl.BlockSpec((None, p.NC, columns), lambda i, b: (b, 0, i))),
-            (x.g if first else None, row),
-            (x.weigh, values),
+            (flat(x.read), operand),
+            (flat(x.write), operand),
+            (flat(x.values), values),
+            (flat(x.added) if first and x.added is not x.values else None, values),
+            (flat(x.tile) if first else None, pl.BlockSpec((None, p.S, p.L), lambda i, b: (b, 0, 0))),
+            (flat(x.r), row),
+            (flat(x.gamma), pl.BlockSpec((None, p.NC), lambda i, b: (b, 0))),
+            (flat(x.initial), state(index)),
+            (flat(x.x) if first else None, pl.BlockSpec((None, p.NC, columns), lambda i, b: (b, 0, i))),
+            (flat(x.g) if first else None, row),
+            (flat(x.weigh), values),
             (out, values),
-            (x.other, pl.BlockSpec((None, stored, columns, rows), lambda i, b, index=index: (b, 0, i, index))),
         ]
-        made = [
-            ((p.S, N), output_dtype, values),
-            ((N, rows) if x.turned else (rows, N), jnp.float32, _state_spec(x.turned, columns, rows, 0)),
-        ]
+        made = [((p.S, N), output_dtype, values), ((N, rows) if x.turned else (rows, N), jnp.float32, state(0))]
         if x.weigh is not None:
             made.append(((blocks(N, columns), p.S), jnp.float32, pl.BlockSpec((None, None, p.S), lambda i, b: (b, i, 0))))
-        if x.other is not None:
-            made.append(((blocks(N, columns), stored), jnp.float32, pl.BlockSpec((None, None, stored), lambda i, b: (b, i, 0))))
-        elif x.store:
-            border = pl.BlockSpec((None, stored, columns, rows), lambda i, b: (b, 0, i, 0))
-            made.append(((stored, N, rows), x.read.dtype, border))
-        out, last, *more = kernel_call(
+        out, last, *sums = kernel_call(
             _walk_kernel,
             name=name,
             grid=(blocks(N, columns), p.BNH),
@@ -217,28 +222,14 @@ def walk(
             interpret=interpret,
             L=p.L,
             part=min(part, rows),
-            every=x.store_every,
             turned=x.turned,
             backward=x.backward,
             precision=precision,
-        )(*(None if y is None else y.reshape(p.BNH, *y.shape[y.ndim - len(spec.block_shape) + 1 :]) for y, spec in arrays))
+        )(*(y for y, _ in arrays))
         lasts.append(last)
-        if x.weigh is not None:
-            weighed.append(more.pop(0).sum(1))
-        borders += more
+        weighed += [y.sum(1) for y in sums]
 
-    def heads(y):
-        return None if y is None else y.reshape(p.B, p.NH, *y.shape[1:])
-
-    last = heads(jnp.concatenate(lasts, axis=-1 if x.turned else -2))
-    if x.other is not None:
-        borders = [sum(y.sum(1) for y in borders)]
-    elif borders:
-        borders = [jnp.concatenate(borders, axis=-1)]
-    return Walked(heads(out), last, heads(sum(weighed)) if weighed else None, heads(borders[0]) if borders else None)
-
-
-def _state_spec(turned: bool, columns: int, rows: int, index: int) -> pl.BlockSpec:
-    if turned:
-        return pl.BlockSpec((None, columns, rows), lambda i, b: (b, i, index))
-    return pl.BlockSpec((None, rows, columns), lambda i, b: (b, index, i))
+    results = [out, jnp.concatenate(lasts, axis=-1 if x.turned else -2)]
+    if weighed:
+        results.append(sum(weighed[1:], weighed[0]))
+    return tuple(y.reshape(p.B, p.NH, *y.shape[1:]) for y in results)

@@ -1,0 +1,67 @@
+"""Stage recurrent_bw_dK: the gradient of k, without a state in memory (the walk is in walk.py).
+
+dk_s = abar_s (dC_{c+1} v_s + dn_{c+1}) + sum_t scale dP_ts q_t        dC_c = gamma_c dC_{c+1} + sum_t qbar_t dh_t^T
+(dP, qbar: parallel_bw_P)
+"""
+
+import jax
+
+from mlstm_pallas.config import KernelConfig
+from mlstm_pallas.gates import ChunkGates
+from mlstm_pallas.problem import Problem
+from mlstm_pallas.stages.parallel_bw_P import GradientScores
+from mlstm_pallas.stages.walk import Walk, walk
+
+
+def recurrent_bw_dK(
+    matQ: jax.Array,
+    matV: jax.Array,
+    matDeltaH: jax.Array,
+    scores: GradientScores,
+    gates: ChunkGates,
+    matDeltaC_last: jax.Array,
+    vecDeltaN_states: jax.Array,
+    *,
+    problem: Problem,
+    config: KernelConfig,
+    interpret: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Launches the stage. Config: siz_b_DHQK (columns of dC^T), siz_b_DHHV (rows of a tile), siz_b_loop (rows a launch).
+
+    Args:
+      matQ, matV, matDeltaH: in the kernel dtype.
+      scores, gates: of chunks of L steps.
+      matDeltaC_last: (B, NH, DHQK, DHHV), vecDeltaN_states: behind each chunk (B, NH, NC, DHQK), float32.
+
+    Returns:
+      matDeltaK (B, NH, S, DHQK) in the kernel dtype; kbar_s . dC_{c+1} v_s (B, NH, S) and the gradient of the initial C, float32.
+    """
+    stage = config.stage("recurrent_bw_dK")
+    abar = gates.vecAbar.reshape(matQ.shape[:3])
+    dk, dC, weighed = walk(
+        "recurrent_bw_dK",
+        Walk(
+            matV,
+            matDeltaH,
+            scores.matQ_scaled,
+            matQ,
+            scores.matDeltaP,
+            abar,
+            gates.scaGamma,
+            matDeltaC_last,
+            x=vecDeltaN_states,
+            g=abar,
+            weigh=scores.matK_scaled,
+            turned=True,
+            backward=True,
+        ),
+        columns=stage.siz_b_DHQK,
+        rows=stage.siz_b_loop,
+        part=stage.siz_b_DHHV,
+        problem=problem,
+        stage=stage,
+        precision=config.dot_precision(matQ.dtype, interpret),
+        output_dtype=matQ.dtype,
+        interpret=interpret,
+    )
+    return dk, weighed, dC
