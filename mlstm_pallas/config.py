@@ -103,7 +103,12 @@ STAGES = (  # of mlstm_chunkwise
     "recurrent_bw_dV",
 )
 ALL_STAGES = (*STAGES, "recurrent_step")
-PLANS = ("stateless_forward", "stateless_backward", "split_backward")
+PLANS = ("stateless_forward", "stateless_backward", "split_backward")  # what decides which of them run
+# Stages without states in memory have chunks of their own: of siz_b_LKV steps of the stage named here, where those are fewer than L.
+CHUNK_OF = {
+    **dict.fromkeys(("parallel_fw_P", "recurrent_fw_H"), "recurrent_fw_H"),
+    **dict.fromkeys(("parallel_bw_P", "recurrent_bw_dQ", "recurrent_bw_dK", "recurrent_bw_dV"), "recurrent_bw_dQ"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -154,6 +159,25 @@ class KernelConfig:
 
     def splits_backward(self, problem: Problem) -> bool:
         return bool(self.split_backward) or problem.L > problem.T
+
+    def passes(self, problem: Problem, recompute_states_in_bw: bool = True) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """The stages of the forward and of the backward pass."""
+        forward: tuple[str, ...] = ("recurrent_fw_C", "parallel_fw_H")
+        split = ("parallel_bw_dQ", "parallel_bw_dK", "parallel_bw_dV")
+        backward = ("recurrent_bw_dC", *(split if self.splits_backward(problem) else ("parallel_bw_dQKV",)))
+        if recompute_states_in_bw:
+            backward = ("recurrent_fw_C", *backward)
+            if self.stateless_forward:
+                forward = ("parallel_fw_P", "recurrent_fw_H")
+            if self.stateless_backward:
+                backward = ("parallel_bw_P", "recurrent_bw_dQ", "recurrent_bw_dK", "recurrent_bw_dV")
+        return ("chunk_gates", *forward), ("chunk_gates", *backward)
+
+    def problem_of(self, stage: str, problem: Problem) -> Problem:
+        """The problem in chunks as the stage takes them."""
+        if stage not in CHUNK_OF:
+            return problem
+        return dataclasses.replace(problem, L=min(self.stage(CHUNK_OF[stage]).siz_b_LKV, problem.L))
 
     def or_else(self, other: "KernelConfig") -> "KernelConfig":
         """This config, with what it leaves None taken from the other."""

@@ -74,8 +74,7 @@ class Plan:
     def _walking(self, stage: str) -> "Plan | None":
         if not self.recompute_states_in_bw:
             return None
-        L = min(self.config.stage(stage).siz_b_LKV, self.problem.L)
-        return dataclasses.replace(self, problem=dataclasses.replace(self.problem, L=L))
+        return dataclasses.replace(self, problem=self.config.problem_of(stage, self.problem))
 
     def chunks(self, x: jax.Array) -> jax.Array:
         return x.reshape(*x.shape[:2], self.problem.NC, self.problem.L, *x.shape[3:])

@@ -1,13 +1,18 @@
 """config_for: explicit > tuned row > heuristic; and every tuned row is a valid config."""
 
+import dataclasses
+import functools
+import itertools
 import json
+import re
 from importlib import resources
 
+import jax
 import jax.numpy as jnp
 import pytest
 
-from mlstm_pallas import KernelConfig, StageConfig, config
-from mlstm_pallas.config import ALL_STAGES, STAGES, config_for, config_from_row, heuristic_config, tuned_config
+from mlstm_pallas import KernelConfig, StageConfig, config, mlstm_chunkwise
+from mlstm_pallas.config import ALL_STAGES, CHUNK_OF, PLANS, STAGES, config_for, config_from_row, heuristic_config, tuned_config
 from mlstm_pallas.problem import Problem
 
 BF16 = jnp.dtype("bfloat16")
@@ -67,6 +72,31 @@ def test_tiles_are_shortened_to_what_divides_the_problem():
     assert not stage.keep_q  # 192 is no power of two
 
 
+def launches(function, *shapes):
+    """The kernels of function, stages of mlstm_chunkwise."""
+    found = set(re.findall(r"name=(\w+)", str(jax.make_jaxpr(function)(*shapes))))
+    return found & set(STAGES)
+
+
+@pytest.mark.parametrize("recompute", [True, False])
+@pytest.mark.parametrize("plan", list(itertools.product([False, True], repeat=len(PLANS))))
+def test_the_stages_of_a_pass_are_those_that_it_launches(plan, recompute):
+    rows, config = (1, 2, 64), KernelConfig(chunk_size=32, **dict(zip(PLANS, plan, strict=True)))
+    shapes = [jax.ShapeDtypeStruct(s, "float32") for s in ((*rows, 16), (*rows, 16), (*rows, 32), rows, rows)]
+    run = functools.partial(mlstm_chunkwise, config=config, recompute_states_in_bw=recompute, backend="interpret")
+    forward, backward = config.passes(Problem(1, 2, 64, 16, 32, 32, 1.0), recompute)
+    assert launches(run, *shapes) == set(forward)
+    assert launches(jax.grad(lambda *x: jnp.sum(run(*x))), *shapes) == {*forward, *backward}
+
+
+def test_stages_without_states_have_chunks_of_their_own():
+    problem = Problem(1, 1, 128, 32, 32, 64, 1.0)
+    config = KernelConfig(recurrent_fw_H=StageConfig(siz_b_LKV=32))
+    assert [config.problem_of(stage, problem).L for stage in ("parallel_fw_P", "recurrent_fw_H", "parallel_fw_H")] == [32, 32, 64]
+    assert config.problem_of("parallel_fw_P", dataclasses.replace(problem, L=16)).L == 16
+    assert set(CHUNK_OF) <= set(STAGES)
+
+
 @pytest.mark.parametrize("name", FILES)
 def test_every_tuned_row_is_a_config(name):
     rows = json.loads((resources.files("mlstm_pallas") / "tuning" / name).read_text())["rows"]
@@ -75,9 +105,9 @@ def test_every_tuned_row_is_a_config(name):
     assert len(set(keys)) == len(keys)
     for row in rows:
         made = config_from_row(row)
-        assert set(row) <= {"DHQK", "DHHV", "dtype", "chunk_size", "measured", "split_backward", *ALL_STAGES}
-        assert isinstance(made.L, int)
-        for stage in STAGES:
+        assert set(row) <= {"DHQK", "DHHV", "dtype", "chunk_size", "measured", *PLANS, *ALL_STAGES}
+        problem = Problem(1, 1, made.L, row["DHQK"], row["DHHV"], made.L, 1.0)
+        for stage in {*itertools.chain(*made.passes(problem))}:
             assert isinstance(made.stage(stage), StageConfig)
 
 
