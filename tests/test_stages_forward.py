@@ -115,10 +115,10 @@ def test_parallel_fw_H(dtype, L, tiling):
     assert_close(z, expected_z, tolerance("float32", 128 + 32), "z")
 
 
-@pytest.mark.parametrize(("dtype", "L"), [("float32", 16), ("float32", 64), ("bfloat16", 32)])
-def test_parallel_fw_P(dtype, L):
-    problem, x, made, (states, expected_h, expected_z) = stage_case(dtype, L, resets=L == 64)
-    config = config_for(32, 64, 128, jnp.dtype(dtype))
+@pytest.mark.parametrize(("dtype", "L", "DHQK"), [("float32", 16, 32), ("float32", 64, 48), ("bfloat16", 32, 32)])
+def test_parallel_fw_P(dtype, L, DHQK):
+    problem, x, made, (states, expected_h, expected_z) = stage_case(dtype, L, DHQK, resets=L == 64)
+    config = config_for(DHQK, 64, 128, jnp.dtype(dtype))
     launch = functools.partial(parallel_fw_P, problem=problem, config=config, interpret=True, **NORMALISER)
     scores, z, n_last = jax.jit(launch)(x["q"], x["k"], made, x["n_initial"])
     assert scores.matP.dtype == scores.matK_scaled.dtype == jnp.dtype(dtype)

@@ -9,6 +9,8 @@ n_c, which needs kbar of all chunks before, is made in plain jnp.
 FLOPs: 2 B NH S L DHQK. Bytes: B NH S ((3 DHQK + L) itemsize + 4 DHQK / L).
 """
 
+import functools
+import operator
 from typing import NamedTuple
 
 import jax
@@ -52,20 +54,26 @@ def _parallel_fw_P_kernel(
     norm_val: float,
     precision: Precision,
 ):
-    L = q_ref.shape[0]
-    q, k = q_ref[...], k_ref[...]
+    L, DHQK = q_ref.shape
+    size = DHQK & -DHQK  # of what Triton can hold at once: a power of two
+    columns = [pl.ds(start, size) for start in range(0, DHQK, size)]
+    q, k = ([ref[:, part] for part in columns] for ref in (q_ref, k_ref))
     # Masked after the product, not before: a NaN in k reaches no earlier row.
     D = decay_tile(e_hi_ref[...], e_lo_ref[...], u_hi_ref[...], u_lo_ref[...], None)
-    P = jnp.where(causal_mask(L, L, 0), dot(q, k, precision, b_axis=1) * (D * scale), 0.0)
+    scores = functools.reduce(operator.add, (dot(q_part, k_part, precision, b_axis=1) for q_part, k_part in zip(q, k, strict=True)))
+    P = jnp.where(causal_mask(L, L, 0), scores * (D * scale), 0.0)
     r = w_ref[...] * scale
     if z_ref is not None:
-        z = r * jnp.sum(q.astype(jnp.float32) * n_ref[...][None, :], axis=1) + jnp.sum(P, axis=1)
+        products = (jnp.sum(q_part.astype(jnp.float32) * n_ref[part][None, :], axis=1) for q_part, part in zip(q, columns, strict=True))
+        z = r * functools.reduce(operator.add, products) + jnp.sum(P, axis=1)
         inv_den = 1.0 / denominator(z, None if m_ref is None else m_ref[...], norm_val, eps)
         P, r = P * inv_den[:, None], r * inv_den
         z_ref[...] = z
     P_ref[...] = P.astype(P_ref.dtype)
     r_ref[...] = r
-    kbar_ref[...] = (k.astype(jnp.float32) * abar_ref[...][:, None]).astype(kbar_ref.dtype)
+    abar = abar_ref[...][:, None]
+    for k_part, part in zip(k, columns, strict=True):
+        kbar_ref[:, part] = (k_part.astype(jnp.float32) * abar).astype(kbar_ref.dtype)
 
 
 def parallel_fw_P(
