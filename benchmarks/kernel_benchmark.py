@@ -46,7 +46,7 @@ from roofline import Shape
 
 from mlstm_pallas import gates, mlstm_chunkwise, reference
 from mlstm_pallas.backend import target_device_kind
-from mlstm_pallas.config import ALL_STAGES, KernelConfig, config_for, config_from_row
+from mlstm_pallas.config import ALL_STAGES, CHUNK_OF, PLANS, KernelConfig, config_for, config_from_row
 from mlstm_pallas.problem import BACKENDS, KERNEL_DTYPES, check_chunk_size, make_problem
 from mlstm_pallas.stages.chunk_gates import chunk_gates
 from mlstm_pallas.stages.parallel_bw_dK import parallel_bw_dK
@@ -54,8 +54,10 @@ from mlstm_pallas.stages.parallel_bw_dQ import parallel_bw_dQ
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, parallel_bw_dQKV
 from mlstm_pallas.stages.parallel_bw_dV import parallel_bw_dV
 from mlstm_pallas.stages.parallel_fw_H import parallel_fw_H
+from mlstm_pallas.stages.parallel_fw_P import Scores, parallel_fw_P
 from mlstm_pallas.stages.recurrent_bw_dC import recurrent_bw_dC
 from mlstm_pallas.stages.recurrent_fw_C import recurrent_fw_C
+from mlstm_pallas.stages.recurrent_fw_H import recurrent_fw_H
 
 HEADS = [(64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512), (512, 512)]
 SHAPES = {
@@ -85,7 +87,7 @@ class RequestError(ValueError):
 
 
 # Of the arrays that a stage takes, those with an axis of S steps: the plain functions have chunks instead.
-STEPWISE = ("matQ", "matK", "matV", "matDeltaH", "vecI", "vecF", "rows")
+STEPWISE = ("matQ", "matK", "matV", "matDeltaH", "vecI", "vecF", "scores", "rows")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,6 +122,39 @@ def _plain_outputs(q, k, v, stabilisers, C, n):
     return reference.normalise(num, z, stabilisers.vecM, **NORMALISER), z
 
 
+def _scores_kernel(*args, **launch):
+    scores, z, n_last = parallel_fw_P(*args, **NORMALISER, **launch)
+    return *scores, z, n_last
+
+
+def _plain_scores(q, k, stabilisers, n_initial):
+    """P is what h would be without a state, for values that are the identity."""
+    *chunks, L, K = q.shape
+    _, n, _, n_last = reference.chunk_states(k, k[..., :1], stabilisers, jnp.zeros_like(n_initial)[..., None], n_initial)
+    identity = jnp.broadcast_to(jnp.eye(L, dtype=q.dtype), (*chunks, L, L))
+    num, z = reference.chunk_outputs(q, k, identity, stabilisers, jnp.zeros((*chunks, K, L), q.dtype), n, K**-0.5)
+    num = jnp.concatenate([num, K**-0.5 * stabilisers.vecW[..., None]], axis=-1)
+    made = reference.normalise(num, z, stabilisers.vecM, **NORMALISER)
+    return made[..., :-1].astype(q.dtype), (k * stabilisers.vecAbar[..., None]).astype(k.dtype), made[..., -1], z, n_last
+
+
+def _walk_kernel(q, v, scores, stabilisers, C_initial, **launch):
+    return recurrent_fw_H(q, v, scores, stabilisers.scaGamma, C_initial, output_dtype=q.dtype, **launch)
+
+
+def _plain_walk(q, v, scores, stabilisers, C_initial):
+    einsum = functools.partial(jnp.einsum, preferred_element_type=C_initial.dtype, precision="highest")
+
+    def step(C, x):
+        q, v, scores, gamma = x
+        h = einsum("bhtk,bhkv->bhtv", q, C) * scores.vecR[..., None] + einsum("bhts,bhsv->bhtv", scores.matP, v)
+        return gamma[..., None, None] * C + einsum("bhsk,bhsv->bhkv", scores.matK_scaled, v), h
+
+    chunks = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), (q, v, scores, stabilisers.scaGamma))
+    C_last, h = jax.lax.scan(step, C_initial, chunks)
+    return jnp.moveaxis(h, 0, 2), C_last
+
+
 def _plain_state_gradients(q, *rest):
     return reference.chunk_state_gradients(q, *rest, q.shape[-1] ** -0.5)
 
@@ -149,6 +184,8 @@ STAGES = {
         recurrent_fw_C, reference.chunk_states, ("matK", "matV", "gates", "matC_initial", "vecN_initial"), ("C", "n", "C_last", "n_last")
     ),
     "parallel_fw_H": Stage(_outputs_kernel, _plain_outputs, (*QKV, "gates", *STATES), ("h", "z")),
+    "parallel_fw_P": Stage(_scores_kernel, _plain_scores, ("matQ", "matK", "gates", "vecN_initial"), (*Scores._fields, "z", "n_last")),
+    "recurrent_fw_H": Stage(_walk_kernel, _plain_walk, ("matQ", "matV", "scores", "gates", "matC_initial"), ("h", "C_last")),
     "recurrent_bw_dC": Stage(
         recurrent_bw_dC,
         _plain_state_gradients,
@@ -162,9 +199,12 @@ STAGES = {
 }
 
 
-@functools.partial(jax.jit, static_argnums=1)
-def stage_arrays(x: Inputs, L: int) -> dict[str, Any]:
-    """Everything that a stage may take, by its documented name, as the plain functions make it."""
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def stage_arrays(x: Inputs, L: int, stateless: bool) -> dict[str, Any]:
+    """Everything that a stage may take, by its documented name, as the plain functions make it.
+
+    stateless: stages in CHUNK_OF, whose chunks are too short to have a state of each.
+    """
     B, NH, S, K, V = x.shape
     C, n, m = (jnp.zeros((B, NH, *dims), jnp.float32) for dims in ((K, V), (K,), ()))
     found = dict(matQ=x.q, matK=x.k, matV=x.v, vecI=x.i, vecF=x.f, matDeltaH=x.dh, scaM_initial=m)
@@ -174,6 +214,9 @@ def stage_arrays(x: Inputs, L: int) -> dict[str, Any]:
         return STAGES[stage].run_plain(L, *(found[name] for name in STAGES[stage].inputs))
 
     found["gates"] = run("chunk_gates")
+    if stateless:
+        found["scores"] = Scores(*(y.reshape(B, NH, S, *y.shape[4:]) for y in run("parallel_fw_P")[:3]))
+        return found
     found["matC_states"], found["vecN_states"], _, _ = run("recurrent_fw_C")
     h, z = (y.reshape(B, NH, S, *y.shape[4:]) for y in run("parallel_fw_H"))
     found["rows"] = gates.row_gradients(jnp.sum(x.dh * h, -1), z, found["gates"].vecM.reshape(z.shape), **NORMALISER)
@@ -203,18 +246,19 @@ class Ours(peers.JaxImplementation):
         kind = target_device_kind()
         self.filled = config_for(*shape[3:], shape.S, jnp.dtype(dtype), device_kind=kind, chunk_size=chunk_size, explicit=config)
         self.config = dataclasses.asdict(self.filled)
-        self.problem = p = make_problem(shape[:4], shape.DHHV, self.filled.L, pad_heads=backend != "xla")
+        p = make_problem(shape[:4], shape.DHHV, self.filled.L, pad_heads=backend != "xla")
+        self.problem = self.filled.problem_of(stage, p)
         if stage and shape != (p.B, p.NH, p.S, p.DHQK, p.DHHV):
             raise ValueError(f"a stage by itself is not padded: its tiles need S, DHQK, DHHV = {p.S}, {p.DHQK}, {p.DHHV}")
 
     def phases(self, shape, itemsize, direction):
         if self.stage:
-            return (roofline.STAGES[self.stage](shape, self.filled.L, itemsize),)
+            return (roofline.STAGES[self.stage](shape, self.problem.L, itemsize),)
         return super().phases(shape, itemsize, direction)
 
     def computation(self, inputs, direction):
         if self.stage:
-            stage, L = STAGES[self.stage], self.filled.L
+            stage, L = STAGES[self.stage], self.problem.L
             launch = dict(problem=self.problem, config=self.filled, interpret=self.name == "interpret")
             kernel = functools.partial(stage.run_plain, L) if self.name == "xla" else functools.partial(stage.kernel, **launch)
             return kernel, [inputs[name] for name in stage.inputs]
@@ -244,7 +288,7 @@ class Case:
 
     def __init__(self, shape: Shape, dtype: str, stage: str = "", *, gradients: bool = False):
         self.shape, self.dtype, self.stage, self.gradients = shape, dtype, stage, gradients
-        self._arrays: dict[int, dict[str, Any]] = {}
+        self._arrays: dict[tuple[int, bool], dict[str, Any]] = {}
         self._expected: dict[Any, tuple[np.ndarray, Any]] = {}
 
     @functools.cached_property
@@ -252,21 +296,23 @@ class Case:
         return jax.block_until_ready(random_inputs(jax.random.key(0), self.shape, self.dtype))
 
     def arrays(self, L: int) -> dict[str, Any]:
-        """What stages take at chunks of L steps; kept for the last L."""
-        if L not in self._arrays:
+        """What the stage and its like take at chunks of L steps; kept for the last L."""
+        key = L, self.stage in CHUNK_OF
+        if key not in self._arrays:
             self._arrays.clear()
-            self._arrays[L] = jax.block_until_ready(stage_arrays(self.inputs, L))
-        return self._arrays[L]
+            self._arrays[key] = jax.block_until_ready(stage_arrays(self.inputs, *key))
+        return self._arrays[key]
 
     def given(self, impl: peers.Implementation) -> Any:
         """What impl.build takes."""
-        return self.arrays(impl.filled.L) if isinstance(impl, Ours) and self.stage else self.inputs
+        return self.arrays(impl.problem.L) if isinstance(impl, Ours) and self.stage else self.inputs
 
     def expected(self, impl: peers.Implementation) -> tuple[np.ndarray, Any]:
         """Indices of some heads, and what impl should return of these, float64."""
         if isinstance(impl, Ours) and self.stage:
-            stage, key = STAGES[self.stage], str(impl.filled.L)
-            function, args, cotangent = functools.partial(stage.run_plain, impl.filled.L), [self.given(impl)[x] for x in stage.inputs], None
+            stage, key = STAGES[self.stage], str(impl.problem.L)
+            function, given = functools.partial(stage.run_plain, impl.problem.L), self.given(impl)
+            args, cotangent = [given[x] for x in stage.inputs], None
         else:
             key, function = impl.oracle, peers.ORACLES[impl.oracle]
             args, cotangent = impl.oracle_arguments(self.inputs)
@@ -433,7 +479,7 @@ def parse_shapes(texts: Sequence[str]) -> dict[str, Shape]:
 
 def parse_config(text: str) -> KernelConfig:
     """A row as in mlstm_pallas/tuning/*.json, any part of it, as JSON or the path of a file with it."""
-    known = ("chunk_size", "split_backward", *ALL_STAGES)
+    known = ("chunk_size", *PLANS, *ALL_STAGES)
     try:
         if not text.lstrip().startswith("{"):
             with open(text) as file:

@@ -64,6 +64,23 @@ def parallel_fw_H(shape: Shape, L: int, itemsize: int) -> Cost:
     return Cost(2 * R * K * V + R * (L + 1) * (K + V), itemsize * (R * (2 * K + 2 * V) + NC * K * V) + 4 * (NC * K + 7 * R))
 
 
+def parallel_fw_P(shape: Shape, L: int, itemsize: int) -> Cost:
+    """FLOPs: q.k, R (L + 1) K. Bytes: q, k, kbar and P, w R (3 K + L). Floats: e, u, w, abar, m, r, z; gamma, the first and the last n."""
+    _, _, _, K, _ = shape
+    R, NC, heads = shape.rows, shape.chunks(L), shape.B * shape.NH
+    return Cost(R * (L + 1) * K, itemsize * R * (3 * K + L) + 4 * (9 * R + NC + 2 * heads * K))
+
+
+def recurrent_fw_H(shape: Shape, L: int, itemsize: int) -> Cost:
+    """FLOPs: C^T q and sum kbar v^T, 4 R K V; P v, R (L + 1) V. Bytes: q, kbar, v, h and P, w R (2 K + 2 V + L).
+
+    Floats: r, gamma, the first and the last C.
+    """
+    _, _, _, K, V = shape
+    R, NC, heads = shape.rows, shape.chunks(L), shape.B * shape.NH
+    return Cost(4 * R * K * V + R * (L + 1) * V, itemsize * R * (2 * K + 2 * V + L) + 4 * (R + NC + 2 * heads * K * V))
+
+
 def recurrent_bw_dC(shape: Shape, L: int, itemsize: int) -> Cost:
     """FLOPs: sum w q dnum^T, 2 R K V. Bytes: q, dh, C and dC, w (R (K + V) + 2 B NH NC K V).
 
@@ -112,6 +129,8 @@ STAGES = {
         chunk_gates,
         recurrent_fw_C,
         parallel_fw_H,
+        parallel_fw_P,
+        recurrent_fw_H,
         recurrent_bw_dC,
         parallel_bw_dQKV,
         parallel_bw_dQ,

@@ -13,8 +13,9 @@ import roofline
 from absl import flags
 from roofline import Shape
 
-from mlstm_pallas import StageConfig, reference
-from mlstm_pallas.config import heuristic_config
+from mlstm_pallas import KernelConfig, StageConfig, reference
+from mlstm_pallas.config import CHUNK_OF, PLANS, heuristic_config
+from mlstm_pallas.problem import Problem
 
 SMALL = Shape(2, 3, 64, 16, 32)
 L = 32
@@ -52,8 +53,9 @@ SPLIT = ("parallel_bw_dQ", "parallel_bw_dK", "parallel_bw_dV")
 @pytest.mark.parametrize("stage", [stage for stage in kernel_benchmark.STAGES if stage not in SPLIT])  # those take what they do not read
 def test_bytes_of_a_stage_are_those_of_its_arrays(stage):
     inputs = jax.eval_shape(lambda: peers.random_inputs(jax.random.key(0), SMALL, "bfloat16"))
-    found = jax.eval_shape(lambda x: kernel_benchmark.stage_arrays(x, L), inputs)
+    found = jax.eval_shape(lambda x: kernel_benchmark.stage_arrays(x, L, stage in CHUNK_OF), inputs)
     ours = kernel_benchmark.Ours("interpret", SMALL, "bfloat16", L, stage)
+    assert ours.problem.L == L
     args = {name: found[name] for name in kernel_benchmark.STAGES[stage].inputs}
     launch = dict(problem=ours.problem, config=ours.filled, interpret=True)
     outputs = jax.eval_shape(lambda *xs: kernel_benchmark.STAGES[stage].kernel(*xs, **launch), *args.values())
@@ -61,6 +63,8 @@ def test_bytes_of_a_stage_are_those_of_its_arrays(stage):
     read = {
         "recurrent_fw_C": lambda: (gates.vecAbar, gates.scaGamma),
         "parallel_fw_H": lambda: (*gates.vecE, *gates.vecU, gates.vecW, gates.vecM),
+        "parallel_fw_P": lambda: (*gates.vecE, *gates.vecU, gates.vecW, gates.vecAbar, gates.vecM, gates.scaGamma),
+        "recurrent_fw_H": lambda: gates.scaGamma,
         "recurrent_bw_dC": lambda: (gates.vecW, gates.scaGamma, rows.vecInvDen, rows.vecDzDen),
         "parallel_bw_dQKV": lambda: (*gates.vecE, *gates.vecU, gates.vecW, gates.vecAbar, rows.vecInvDen, rows.vecDz),
     }
@@ -77,6 +81,8 @@ def compiled_flops(equation, *shapes):
 BETWEEN = {
     "recurrent_fw_C": ["btk,btv->bkv"],
     "parallel_fw_H": ["btk,bkv->btv"],
+    "parallel_fw_P": [],
+    "recurrent_fw_H": ["btk,bkv->btv", "btk,btv->bkv"],
     "recurrent_bw_dC": ["btk,btv->bkv"],
     "parallel_bw_dQKV": ["bkv,btv->btk", "bkv,btv->btk", "bkv,btk->btv"],
     "parallel_bw_dQ": ["bkv,btv->btk"],
@@ -85,6 +91,8 @@ BETWEEN = {
 }
 INSIDE = {
     "parallel_fw_H": ["btk,bsk->bts", "bts,bsv->btv"],
+    "parallel_fw_P": ["btk,bsk->bts"],
+    "recurrent_fw_H": ["bts,bsv->btv"],
     "parallel_bw_dQKV": ["btk,bsk->bts", "btv,bsv->bts", "bts,bsk->btk", "bts,btk->bsk", "bts,btv->bsv"],
     "parallel_bw_dQ": ["btk,bsk->bts", "btv,bsv->bts", "bts,bsk->btk"],
     "parallel_bw_dK": ["btk,bsk->bts", "btv,bsv->bts", "bts,btk->bsk"],
@@ -109,8 +117,9 @@ def test_a_direction_has_the_flops_of_its_stages_and_the_bytes_of_its_arrays():
     assert (forward,) == roofline.mlstm(SMALL, 2, "fwd")
     assert forward.bytes == nbytes(inputs)  # h is as large as its cotangent
     assert backward.bytes == 2 * nbytes(inputs[:5]) + 2 * nbytes(inputs.dh) + 2 * 4 * SMALL.rows
-    flops = {name: stage(SMALL, SMALL.S, 2).flops for name, stage in roofline.STAGES.items() if name not in SPLIT}
-    assert forward.flops + backward.flops == sum(flops.values()) + flops["recurrent_fw_C"]
+    stages = KernelConfig(split_backward=False).passes(Problem(*SMALL, SMALL.S, 1.0))
+    flops = [sum(roofline.STAGES[stage](SMALL, SMALL.S, 2).flops for stage in of_pass) for of_pass in stages]
+    assert [forward.flops, backward.flops] == flops
 
 
 def test_attention_counts_pairs_once():
@@ -215,13 +224,20 @@ def test_both_directions_and_both_ways_with_the_states_in_one_run(tmp_path):
 
 def test_a_config_reaches_the_stages(tmp_path):
     """Given as JSON, or as a file."""
-    row = {"chunk_size": 64, "split_backward": True, "parallel_fw_H": {"siz_b_LQ": 16, "num_warps": 8}}
+    row = {"chunk_size": 64, **dict.fromkeys(PLANS, True), "parallel_fw_H": {"siz_b_LQ": 16, "num_warps": 8}}
     (tmp_path / "row.json").write_text(json.dumps(row))
     for text in (json.dumps(row), str(tmp_path / "row.json")):
         config = kernel_benchmark.parse_config(text)
         ours = kernel_benchmark.Ours("interpret", SMALL, "bfloat16", None, "", config)
-        assert (ours.filled.L, ours.filled.split_backward, ours.filled.parallel_fw_H) == (64, True, StageConfig(siz_b_LQ=16, num_warps=8))
+        assert (ours.filled.L, ours.filled.parallel_fw_H) == (64, StageConfig(siz_b_LQ=16, num_warps=8))
+        assert all(getattr(ours.filled, plan) for plan in PLANS)
         assert ours.filled.recurrent_fw_C == heuristic_config(16, jnp.dtype("bfloat16")).recurrent_fw_C
+
+
+@pytest.mark.parametrize("stage", CHUNK_OF)
+def test_a_config_has_the_chunks_of_stages_without_states(stage):
+    config = KernelConfig(**{CHUNK_OF[stage]: StageConfig(siz_b_LKV=16)})
+    assert kernel_benchmark.Ours("interpret", SMALL, "bfloat16", 32, stage, config).problem.L == 16
 
 
 @pytest.mark.usefixtures("few_calls")
@@ -448,7 +464,10 @@ def test_after_ctrl_c_what_was_measured_is_there(monkeypatch, tmp_path, capsys):
         (["--recompute_states_in_bw=no"], "unknown recompute_states_in_bw no"),
         (["--config={"], "--config: Expecting property name"),
         (["--config=/no/such/row.json"], "--config: [Errno 2] No such file"),
-        (['--config={"num_warps": 4}'], "--config: unknown num_warps, known are chunk_size, split_backward, chunk_gates"),
+        (
+            ['--config={"num_warps": 4}'],
+            "--config: unknown num_warps, known are chunk_size, stateless_forward, split_backward, chunk_gates",
+        ),
         (['--config={"parallel_fw_H": {"num_warps": 3}}'], "--config: num_warps is 3"),
         (['--config={"parallel_fw_H": {"warps": 4}}'], "--config: StageConfig.__init__() got an unexpected keyword argument 'warps'"),
         ([f"--from_jsonl={__file__}"], "line 1 is no row of this benchmark"),
