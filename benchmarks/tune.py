@@ -8,8 +8,9 @@ Strategy. Each stage at each chunk size is searched by itself: coordinate descen
 powers of two, warps, pipeline stages and keep_q. A round takes up to 16 candidates one step away from the best so far, then those that
 are one step away in two parameters. The next round is that of the stage and chunk size where most time is to gain: stages that take
 long, with few rounds so far, of the chunk sizes whose stages add up to least; one with far more is dropped. Tiles that do not fit are
-shortened, and the same tiles are tried once. In the last third of its time a case joins the best stages of each chunk size, for both
-backward plans, and times the whole, forward and backward, beside the heuristic and the present row, in one run. A row is written when
+shortened, and the same tiles are tried once. Stages that keep their states on the chip have chunk sizes of their own, which are not those
+of the call. In the last third of its time a case joins the best stages of each chunk size, for every plan of the forward and of the
+backward pass, and times the whole, forward and backward, beside the heuristic and the present row, in one run. A row is written when
 its whole is at least 3 % faster than the heuristic's; a present row that is not is taken out.
 
 Candidates of a round are compiled in parallel, first by the compile report (each thread has a process of its own for it: LLVM ends some):
@@ -31,6 +32,7 @@ import hashlib
 import importlib.util
 import itertools
 import json
+import operator
 import os
 import statistics
 import sys
@@ -53,8 +55,18 @@ from roofline import Shape
 from tqdm import tqdm
 
 import mlstm_pallas
-from mlstm_pallas.config import STAGES, KernelConfig, StageConfig, available_shared_bytes, config_from_row, heuristic_config, tuning_name
-from mlstm_pallas.problem import KERNEL_DTYPES, MAX_TILE, Problem, check_chunk_size, clamp_chunk_size, make_problem, padded_head_dim
+from mlstm_pallas.config import (
+    CHUNK_OF,
+    PLANS,
+    STAGES,
+    KernelConfig,
+    StageConfig,
+    available_shared_bytes,
+    config_from_row,
+    heuristic_config,
+    tuning_name,
+)
+from mlstm_pallas.problem import KERNEL_DTYPES, Problem, check_chunk_size, clamp_chunk_size, make_problem, padded_head_dim
 
 MIN_GAIN = 0.03  # of the whole, over the heuristic
 RUNS = 3  # that have to give the same bits
@@ -72,14 +84,24 @@ SWEPT = {  # what each stage reads of its StageConfig
     "chunk_gates": ("siz_b_LQ", *LAUNCH),
     "recurrent_fw_C": ("siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", *LAUNCH),
     "parallel_fw_H": ("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", *LAUNCH, "keep_q"),
+    "parallel_fw_P": ("num_warps",),
+    "recurrent_fw_H": ("siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "siz_b_loop", *LAUNCH),
     "recurrent_bw_dC": ("siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", *LAUNCH),
     "parallel_bw_dQKV": ("siz_b_DHQK", "siz_b_DHHV", "siz_b_loop", *LAUNCH),
     "parallel_bw_dQ": ("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_loop", *LAUNCH),
     "parallel_bw_dK": ("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_loop", *LAUNCH),
     "parallel_bw_dV": ("siz_b_LQ", "siz_b_LKV", "siz_b_DHHV", "siz_b_loop", *LAUNCH),
 }
-FUSED, SPLIT = ("parallel_bw_dQKV",), ("parallel_bw_dQ", "parallel_bw_dK", "parallel_bw_dV")
-COMMON = ("chunk_gates", "recurrent_fw_C", "recurrent_fw_C", "parallel_fw_H", "recurrent_bw_dC")  # states are made twice
+NARROWED: dict[str, dict[str, Sequence[int]]] = {  # PARAMETERS, for one stage
+    "chunk_gates": {"num_warps": (1, 2, 4)},
+    "parallel_fw_P": {"num_warps": (1, 2, 4, 8)},
+    "recurrent_fw_H": {"siz_b_DHQK": (64, 128, 256), "siz_b_DHHV": (64, 128), "siz_b_loop": (64, 128, 256, 512), "num_stages": (2, 3, 4)},
+}
+WALKS = {"recurrent_fw_H": "DHQK"}  # stages that walk, and the head dimension of the rows of their state
+SHORT_CHUNKS = (16, 32, 64, 128)  # of stages in CHUNK_OF
+# What may be chosen for the forward and for the backward pass.
+FORWARD = ({"stateless_forward": False}, {"stateless_forward": True})
+BACKWARD = ({"split_backward": False}, {"split_backward": True})
 
 
 class DeviceLost(RuntimeError):
@@ -90,15 +112,19 @@ class DeviceLost(RuntimeError):
 
 
 def allowed(stage: str, name: str) -> Sequence[int]:
-    return (1, 2, 4) if (stage, name) == ("chunk_gates", "num_warps") else PARAMETERS[name]
+    return NARROWED.get(stage, {}).get(name, PARAMETERS[name])
 
 
 def canonical(stage: str, config: StageConfig, problem: Problem) -> StageConfig:
-    """What the stage makes of the config: the same for all that run the same kernel."""
-    config = config.fitted(problem)
+    """What the stage makes of the config in the problem's chunks: the same for all that run the same kernel."""
+    fitted = config.fitted(problem)
     if stage in ("parallel_bw_dQ", "parallel_bw_dK"):
-        config = dataclasses.replace(config, siz_b_LQ=min(config.siz_b_LQ, problem.T), siz_b_LKV=min(config.siz_b_LKV, problem.T))
-    return StageConfig(**{name: getattr(config, name) for name in SWEPT[stage]})
+        fitted = dataclasses.replace(fitted, siz_b_LQ=min(fitted.siz_b_LQ, problem.T), siz_b_LKV=min(fitted.siz_b_LKV, problem.T))
+    if stage in WALKS:
+        size, part = getattr(problem, WALKS[stage]), f"siz_b_{WALKS[stage]}"
+        rows = min(config.siz_b_loop, size & -size)
+        fitted = dataclasses.replace(fitted, siz_b_LKV=problem.L, siz_b_loop=rows, **{part: min(getattr(fitted, part), rows)})
+    return StageConfig(**{name: getattr(fitted, name) for name in SWEPT[stage]})
 
 
 def neighbours(stage: str, config: StageConfig, problem: Problem) -> Iterator[StageConfig]:
@@ -120,19 +146,41 @@ def neighbours(stage: str, config: StageConfig, problem: Problem) -> Iterator[St
 def described(config: KernelConfig) -> dict[str, Any]:
     """The config as in a row of the tuning files."""
     row: dict[str, Any] = {"chunk_size": config.L}
-    if config.split_backward is not None:
-        row["split_backward"] = config.split_backward
+    row |= {name: plan for name in PLANS if (plan := getattr(config, name)) is not None}
     for stage in STAGES:
         if (tiles := getattr(config, stage)) is not None:
             row[stage] = {name: getattr(tiles, name) for name in SWEPT[stage]}
     return row
 
 
+class Plan(NamedTuple):
+    """A way to make a pass: the flags that ask for it, its stages, and those of them that not every way has."""
+
+    flags: dict[str, bool]
+    stages: tuple[str, ...]
+    own: set[str]
+
+
+def plans_of(problem: Problem) -> list[list[Plan]]:
+    """The plans of the forward and of the backward pass that are not the same at the problem's chunk size."""
+    passes = []
+    for index, choices in enumerate((FORWARD, BACKWARD)):
+        flags = {KernelConfig(**choice).passes(problem)[index]: choice for choice in choices}
+        shared = set.intersection(*map(set, flags))
+        passes.append([Plan(choice, stages, set(stages) - shared) for stages, choice in flags.items()])
+    return passes
+
+
+def runs(stage: str, problem: Problem) -> int:
+    """In how many passes a plan has the stage."""
+    return sum(any(stage in plan.stages for plan in plans) for plans in plans_of(problem))
+
+
 class Search:
     """Coordinate descent of one stage at one chunk size."""
 
     def __init__(self, stage: str, problem: Problem, starts: Sequence[StageConfig]):
-        self.stage, self.problem = stage, problem
+        self.stage, self.problem, self.owner = stage, problem, CHUNK_OF.get(stage, "")
         self.starts = list(dict.fromkeys(canonical(stage, start, problem) for start in starts))
         self.results: dict[StageConfig, Result] = {}
         self.rounds, self.done = 0, False
@@ -148,7 +196,7 @@ class Search:
     @property
     def share(self) -> float:
         """What a round may gain: of the time that the stage takes in the whole, less with each round."""
-        return max(COMMON.count(self.stage), 1) * (self.best[0] if self.best else float("inf")) / (1 + self.rounds)
+        return runs(self.stage, self.problem) * (self.best[0] if self.best else float("inf")) / (1 + self.rounds)
 
     @property
     def best(self) -> tuple[float, StageConfig] | None:
@@ -157,6 +205,11 @@ class Search:
             return None
         ms, _, config = min(times)
         return ms, config
+
+    def candidate(self, tiles: StageConfig) -> KernelConfig:
+        """A config that has the stage at these chunks, with these tiles."""
+        chunks = {self.owner: StageConfig(siz_b_LKV=self.L)} if self.owner else {}
+        return KernelConfig(chunk_size=self.L, **chunks | {self.stage: tiles})
 
     def next_round(self) -> list[StageConfig]:
         """Candidates to try next; none when no neighbour of the best is left."""
@@ -249,16 +302,16 @@ class Bench:
         found.stage = stage
         return found
 
-    def compile_check(self, case: Case, L: int, given: Any) -> Check | None:
+    def compile_check(self, case: Case, config: KernelConfig, given: Any) -> Check | None:
         """In any thread. Of the whole the case keeps what is expected itself: made here, once."""
         stage = case.stage
-        ours = Ours(self.backend, self.shape, self.dtype, None, stage, KernelConfig(chunk_size=L))
+        ours = Ours(self.backend, self.shape, self.dtype, None, stage, config)
         if not stage:
             case.expected(ours)
             return None
         function, args = ours.computation(given, "fwd")
         wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), args)
-        plain = jax.jit(lambda *xs: case.named(kernel_benchmark.STAGES[stage].run_plain(L, *xs)))
+        plain = jax.jit(lambda *xs: case.named(kernel_benchmark.STAGES[stage].run_plain(ours.problem.L, *xs)))
         outputs, expected = jax.eval_shape(function, *args), jax.eval_shape(plain, *wide)
         compare = jax.jit(functools.partial(_compare, case))
         return Check(plain.lower(*wide).compile(), compare.lower(outputs, outputs, expected).compile())
@@ -395,7 +448,7 @@ class Tuner:
                 prepared[stage, config] = self.pool.submit(self.bench.prepare, stage, config, given, prune)
                 key = stage, config.L if stage else 0
                 if key not in self.checks:
-                    self.checks[key] = self.pool.submit(self.bench.compile_check, case, config.L, given)
+                    self.checks[key] = self.pool.submit(self.bench.compile_check, case, config, given)
                 checks[stage] = self.checks[key]
         # Nothing is timed while others compile; but a compiler that hangs does not take all the time.
         limit = COMPILE_SECONDS * -(-len(prepared) // self.threads)
@@ -425,7 +478,7 @@ class Tuner:
         """The next round of searches of one chunk size; with none left a search is done."""
         said = searches[0].said if prune else "all stages"
         self.bar.set_postfix_str(f"{self.name} L={searches[0].L} {said}", refresh=False)
-        items = [(search.stage, KernelConfig(chunk_size=search.L, **{search.stage: x})) for search in searches for x in search.next_round()]
+        items = [(search.stage, search.candidate(x)) for search in searches for x in search.next_round()]
         best = {search.stage: search.best[0] for search in searches if search.best}
         results = self.evaluate(items, until, best=best, prune=prune)
         for search in searches:
@@ -436,15 +489,20 @@ class Tuner:
 
     def search(self, searches: Sequence[Search], until: float) -> None:
         """Where all start, then rounds where there is most to gain, until no neighbour is left or the time is up."""
-        for L in dict.fromkeys(search.L for search in searches):
-            self.round([search for search in searches if search.L == L], until, prune=False)
+        chunks = dict.fromkeys((search.problem, search.owner) for search in searches)
+        for key in chunks:
+            self.round([search for search in searches if (search.problem, search.owner) == key], until, prune=False)
         while time.monotonic() <= until:
-            sums = {L: sum_of_stages(searches, L) for L in {search.L for search in searches}}
-            least = min(sums.values())
-            alive = [search for search in searches if not search.done and not HOPELESS * least < sums[search.L] < float("inf")]
+            sums = {key: sum_of_stages(searches, *key) for key in chunks}
+            alive, shares = [], []
+            for search in searches:
+                ms = sums[search.problem, search.owner]
+                least = min(x for (_, owner), x in sums.items() if owner == search.owner)
+                if not search.done and not HOPELESS * least < ms < float("inf"):
+                    alive.append(search)
+                    shares.append(search.share * (least / ms if ms < float("inf") else 1.0) ** 4)
             if not alive:
                 return
-            shares = [search.share * (least / sums[search.L] if sums[search.L] < float("inf") else 1.0) ** 4 for search in alive]
             self.round([alive[shares.index(max(shares))]], until, prune=True)
 
     def whole(self, configs: Sequence[KernelConfig], deadline: float) -> dict[KernelConfig, Result]:
@@ -453,21 +511,45 @@ class Tuner:
         return {config: result for (_, config), result in results.items()}
 
 
-def sum_of_stages(searches: Sequence[Search], L: int) -> float:
-    """ms of forward and backward by its stages, the better backward plan; stages that are not searched count nothing."""
-    found = {search.stage: search.best[0] if search.best else float("inf") for search in searches if search.L == L}
-    plans = [sum(found[stage] for stage in plan) for plan in (FUSED, SPLIT) if set(plan) <= set(found)]
-    return sum(found.get(stage, 0.0) for stage in COMMON) + min(plans, default=0.0)
+Found = dict[str, tuple[float, StageConfig | None]]  # by stage: ms of the best, inf where there is none
 
 
-def joined(searches: Sequence[Search], L: int, base: KernelConfig, problem: Problem) -> list[KernelConfig]:
-    """The best stages at chunks of L steps, those that were not searched as in the base, for each backward plan that was searched."""
-    tiles = {stage: canonical(stage, base.stage(stage), problem) for stage in STAGES}
-    best = {search.stage: search.best[1] for search in searches if search.L == L and search.best}
-    plans = [split for split, plan in ((False, FUSED), (True, SPLIT)) if set(plan) <= set(best)]
-    if L > MAX_TILE:
-        plans = [True]
-    return [KernelConfig(chunk_size=L, split_backward=split, **tiles | best) for split in plans or [base.splits_backward(problem)]]
+def found_at(searches: Sequence[Search], L: int, owner: str) -> Found:
+    """Of the stages that have the owner's chunks ("": the call's), at chunks of L steps."""
+    return {x.stage: x.best or (float("inf"), None) for x in searches if (x.owner, x.L) == (owner, L)}
+
+
+def found_within(searches: Sequence[Search], L: int) -> Found:
+    """Of all stages in a call at chunks of L steps: those with other chunks at what lets them take least, together."""
+    found: Found = {}
+    for owner in dict.fromkeys(x.owner for x in searches):
+        lengths = {x.L for x in searches if x.owner == owner and x.L <= L} if owner else {L}
+        groups = [found_at(searches, length, owner) for length in sorted(lengths)]
+        found |= min(groups, key=lambda group: sum(ms for ms, _ in group.values()), default={})
+    return found
+
+
+def sum_of_stages(searches: Sequence[Search], problem: Problem, owner: str = "") -> float:
+    """ms of forward and backward by its stages, with the best plans; stages that are not searched count nothing. With an owner: of the
+    stages that have its chunks.
+    """
+    if owner:
+        return sum(ms for ms, _ in found_at(searches, problem.L, owner).values())
+    found = found_within(searches, problem.L)
+    passes = [[plan for plan in plans if plan.own & found.keys()] or plans for plans in plans_of(problem)]
+    return sum(min(sum(found[stage][0] for stage in plan.stages if stage in found) for plan in plans) for plans in passes)
+
+
+def joined(searches: Sequence[Search], base: KernelConfig, problem: Problem) -> list[KernelConfig]:
+    """The best stages at the problem's chunks, those that were not searched as in the base, for all plans that were searched."""
+    found = found_within(searches, problem.L)
+    best = {stage: tiles for stage, (_, tiles) in found.items() if tiles}
+    tiles = {stage: canonical(stage, base.stage(stage), base.problem_of(stage, problem)) for stage in STAGES}
+    passes = []
+    for plans, stages in zip(plans_of(problem), base.passes(problem), strict=True):
+        searched = [plan for plan in plans if plan.own & found.keys() and plan.own & found.keys() <= best.keys()]
+        passes.append(searched or [plan for plan in plans if plan.stages == stages])
+    return [KernelConfig(chunk_size=problem.L, **tiles | best, **there.flags, **back.flags) for there, back in itertools.product(*passes)]
 
 
 def row_of(shape: Shape, dtype: str, config: KernelConfig, ms: float, heuristic_ms: float) -> dict[str, Any]:
@@ -506,10 +588,11 @@ def write_tuning(path: str, device_kind: str, rows: Sequence[dict[str, Any]]) ->
 def complete(config: KernelConfig, heuristic: KernelConfig, shape: Shape) -> KernelConfig:
     """The config as it runs at the shape, whole."""
     filled = config.or_else(heuristic)
-    L = clamp_chunk_size(filled.L, shape.S)
-    problem = make_problem(shape[:4], shape.DHHV, L, pad_heads=True)
-    tiles = {stage: canonical(stage, filled.stage(stage), problem) for stage in STAGES}
-    return KernelConfig(chunk_size=L, split_backward=filled.splits_backward(problem), **tiles)
+    problem = make_problem(shape[:4], shape.DHHV, clamp_chunk_size(filled.L, shape.S), pad_heads=True)
+    tiles = {stage: canonical(stage, filled.stage(stage), filled.problem_of(stage, problem)) for stage in STAGES}
+    passes = zip(plans_of(problem), filled.passes(problem), strict=True)
+    flags = [plan.flags for plans, stages in passes for plan in plans if plan.stages == stages]
+    return KernelConfig(chunk_size=problem.L, **tiles, **functools.reduce(operator.or_, flags))
 
 
 def tune(tuner: Tuner, options: flags.FlagValues, rows: Sequence[dict[str, Any]], deadline: float) -> dict[str, Any] | None:
@@ -522,12 +605,16 @@ def tune(tuner: Tuner, options: flags.FlagValues, rows: Sequence[dict[str, Any]]
     default = [base.L] if options.stage else [64, 128, 256]
     sizes = dict.fromkeys(clamp_chunk_size(int(L), shape.S) for L in options.chunk_size or default)
     problems = {L: make_problem(shape[:4], shape.DHHV, L, pad_heads=True) for L in sizes}
-    searches = [
-        Search(stage, problem, [config.stage(stage) for config in reversed(known)])
-        for L, problem in problems.items()
-        for stage in options.stage or STAGES
-        if L <= MAX_TILE or stage not in FUSED
-    ]
+    wanted = options.stage or STAGES
+
+    def chunks(stage: str) -> list[Problem]:
+        if stage not in CHUNK_OF:
+            return [problem for problem in problems.values() if runs(stage, problem)]
+        lengths = SHORT_CHUNKS if CHUNK_OF[stage] in wanted else [base.stage(CHUNK_OF[stage]).siz_b_LKV]
+        return [make_problem(shape[:4], shape.DHHV, L, pad_heads=True) for L in lengths if max(sizes) >= L]
+
+    starts = list(reversed(known))
+    searches = [Search(stage, problem, [x.stage(stage) for x in starts]) for stage in wanted for problem in chunks(stage)]
     now = time.monotonic()
     tuner.search(searches, now + SEARCH_SHARE * (deadline - now))
     for search in searches:
@@ -535,7 +622,7 @@ def tune(tuner: Tuner, options: flags.FlagValues, rows: Sequence[dict[str, Any]]
             tiles = ", ".join(f"{name} {getattr(search.best[1], name)}" for name in SWEPT[search.stage])
             tqdm.write(f"{tuner.name} {search.stage} L={search.L}: {search.best[0]:.3f} ms ({len(search.results)} tried), {tiles}")
 
-    made = [x for L in sorted(sizes, key=functools.partial(sum_of_stages, searches)) for x in joined(searches, L, base, problems[L])]
+    made = [x for problem in sorted(problems.values(), key=lambda x: sum_of_stages(searches, x)) for x in joined(searches, base, problem)]
     results = tuner.whole([*known, *made], deadline)
     reference = results.get(known[0])
     times = {config: result.ms for config, result in results.items() if result.ms is not None}

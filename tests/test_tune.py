@@ -1,6 +1,7 @@
 """The tuner: what it tries, what it refuses, what it remembers and what it writes."""
 
 import inspect
+import itertools
 import json
 import re
 import threading
@@ -18,7 +19,7 @@ from absl import flags
 from roofline import Shape
 
 from mlstm_pallas import KernelConfig, StageConfig
-from mlstm_pallas.config import STAGES, config_from_row, heuristic_config, tuning_name
+from mlstm_pallas.config import CHUNK_OF, STAGES, config_from_row, heuristic_config, tuning_name
 from mlstm_pallas.problem import make_problem
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -131,7 +132,7 @@ def judge():
     bench = tune.Bench("xla", TINY, "bfloat16", None, 1)
     given = bench.case(STAGE).arrays(16)
     impl, call = bench.prepare(STAGE, KernelConfig(chunk_size=16), given, False)
-    check = bench.compile_check(bench.case(STAGE), 16, given)
+    check = bench.compile_check(bench.case(STAGE), KernelConfig(chunk_size=16), given)
     expected = bench.expected(STAGE, 16, check)
     return lambda kernel: bench.judge(STAGE, impl, lambda: kernel(call()), check, expected, None)
 
@@ -162,6 +163,16 @@ def test_a_candidate_that_does_not_repeat_its_bits_is_wrong(judge, monkeypatch):
     assert judge(racy) == tune.Result("wrong", note="other bits in another run")
 
 
+@pytest.mark.parametrize("stage", CHUNK_OF)
+def test_a_stage_is_checked_at_chunks_of_its_own(stage):
+    bench, heuristic = tune.Bench("interpret", TINY, "bfloat16", None, 1), heuristic_config(16, BF16)
+    config = tune.Search(stage, problem(16, TINY), [heuristic.stage(stage)]).candidate(heuristic.stage(stage))
+    given = bench.case(stage).arrays(16)
+    check = bench.compile_check(bench.case(stage), config, given)
+    expected = bench.expected(stage, 16, check)
+    assert bench.judge(stage, *bench.prepare(stage, config, given, False), check, expected, None).status == "ok"
+
+
 def test_a_failure_is_its_candidates_only_as_long_as_the_device_answers(judge, monkeypatch):
     def fail(outputs):
         raise RuntimeError("out of memory\nhere")
@@ -175,8 +186,9 @@ def test_a_failure_is_its_candidates_only_as_long_as_the_device_answers(judge, m
 def test_the_whole_is_checked_with_its_gradients():
     bench = tune.Bench("xla", Shape(1, 1, 16, 16, 16), "float32", None, 1)
     heuristic = heuristic_config(16, jnp.dtype("float32"))
-    impl, call = bench.prepare("", tune.complete(heuristic, heuristic, bench.shape), bench.case("").inputs, False)
-    check = bench.compile_check(bench.case(""), 16, None)
+    whole = tune.complete(heuristic, heuristic, bench.shape)
+    impl, call = bench.prepare("", whole, bench.case("").inputs, False)
+    check = bench.compile_check(bench.case(""), whole, None)
     assert bench.judge("", impl, call, check, None, None).status == "ok"
     wrong = bench.judge("", impl, lambda: (*call()[:4], call()[4] * 1.001, call()[5]), check, None, None)
     assert (wrong.status, wrong.note) == ("wrong", "error 1.0e-03 in di, at most 1e-04")
@@ -221,7 +233,9 @@ def test_the_compile_report_decides_by_shared_memory_and_spills(usage, reason, m
 def test_real_kernels_are_pruned_without_a_gpu():
     pytest.importorskip("triton")
     shape = Shape(1, 2, 1024, 64, 128)
-    given = jax.eval_shape(lambda: kernel_benchmark.stage_arrays(kernel_benchmark.random_inputs(jax.random.key(0), shape, "bfloat16"), 128))
+    given = jax.eval_shape(
+        lambda: kernel_benchmark.stage_arrays(kernel_benchmark.random_inputs(jax.random.key(0), shape, "bfloat16"), 128, False)
+    )
     reasons = []
     for tiles in (StageConfig(num_segments=1), StageConfig(siz_b_LKV=128, siz_b_DHHV=128, num_stages=4, num_segments=1)):
         ours = tune.Ours("triton", shape, "bfloat16", None, "recurrent_fw_C", KernelConfig(chunk_size=128, recurrent_fw_C=tiles))
@@ -265,7 +279,7 @@ class FakeBench:
     def case(self, stage):
         return self
 
-    def compile_check(self, case, L, given):
+    def compile_check(self, case, config, given):
         return None
 
     def expected(self, stage, L, check):
@@ -275,16 +289,17 @@ class FakeBench:
         return config, None
 
     def time_of(self, stage, config):
-        best = tune.canonical(stage, StageConfig(num_warps=4, num_stages=3), problem(config.L, self.shape))
-        return self.stage_ms(stage, config.L) + 0.1 * distance(config.stage(stage), best, stage)
+        of_stage = config.problem_of(stage, problem(config.L, self.shape))
+        best = tune.canonical(stage, StageConfig(num_warps=4, num_stages=3), of_stage)
+        return self.stage_ms(stage, of_stage.L) + 0.1 * distance(config.stage(stage), best, stage)
 
     def judge(self, stage, config, call, check, expected, best):
         self.clock()
         self.judged.append((stage, json.dumps(tune.described(config))))
         if stage:
             return tune.Result("ok", self.time_of(stage, config))
-        plan = tune.SPLIT if config.splits_backward(problem(config.L, self.shape)) else tune.FUSED
-        return tune.Result("ok", 5 + sum(self.time_of(x, config) for x in (*tune.COMMON, *plan)))
+        stages = itertools.chain(*config.passes(problem(config.L, self.shape)))
+        return tune.Result("ok", 5 + sum(self.time_of(stage, config) for stage in stages))
 
 
 @pytest.fixture
@@ -303,11 +318,14 @@ def test_a_better_row_is_written_and_read_back(run, fake, tmp_path, capsys):
     config = config_from_row(row)
     assert all(getattr(config, stage) for stage in STAGES)
     assert config.split_backward is False  # one kernel of 1 ms against three
+    assert config.stateless_forward is False  # two of 1 ms against two, of which the backward pass has one
     assert row["measured"]["fwbw_ms"] <= 0.97 * row["measured"]["heuristic_fwbw_ms"]
     whole = [line for line in log_lines(tmp_path) if line["stage"] == ""]
     assert row["measured"]["fwbw_ms"] == pytest.approx(min(line["ms"] for line in whole), abs=1e-4)
     assert {line["config"]["chunk_size"] for line in whole} == {64, 128, 256}
-    assert {(line["config"]["chunk_size"], line["config"]["split_backward"]) for line in whole} >= {(64, False), (64, True), (256, True)}
+    flags = ("chunk_size", "stateless_forward", "split_backward")
+    made = {tuple(line["config"][name] for name in flags) for line in whole}
+    assert made == {*itertools.product((64, 128), (False, True), (False, True)), *itertools.product((256,), (False, True), (True,))}
     assert "kept" in capsys.readouterr().out
 
 
@@ -426,6 +444,31 @@ def test_most_rounds_go_where_most_time_is_to_gain(run, fake, tmp_path, monkeypa
     assert tried["parallel_fw_H"] > 2 * max(n for stage, n in tried.items() if stage != "parallel_fw_H")
 
 
+def at_their_best_chunks(stage, L):
+    """The walk alone takes least at the longest chunks, with the tiles that it needs at 32."""
+    times = {"parallel_fw_P": {16: 0.1, 32: 0.2, 64: 0.9, 128: 3.0}, "recurrent_fw_H": {16: 2.0, 32: 0.5, 64: 0.2, 128: 0.1}}
+    return times[stage][L] if stage in times else 1.0
+
+
+def test_stages_with_chunks_of_their_own_are_joined_where_they_take_least_together(run, fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(fake, "stage_ms", staticmethod(at_their_best_chunks))
+    assert run("--minutes=5") == 0
+    [row] = rows_in(tmp_path / "rows.json")
+    config = config_from_row(row)
+    assert config.stateless_forward
+    assert config.recurrent_fw_H.siz_b_LKV == 32
+    tried = [line["config"] for line in log_lines(tmp_path) if line["stage"] in CHUNK_OF]
+    assert all(config["chunk_size"] == config["recurrent_fw_H"]["siz_b_LKV"] for config in tried)
+    assert {config["chunk_size"] for config in tried} == {16, 32, 64, 128}
+
+
+def test_scores_by_themselves_are_tuned_at_the_chunks_of_the_walk(run, fake, tmp_path, monkeypatch):
+    monkeypatch.setattr(fake, "stage_ms", staticmethod(at_their_best_chunks))
+    assert run("--minutes=5", "--stage=parallel_fw_P") == 0
+    sizes = {line["config"]["chunk_size"] for line in log_lines(tmp_path) if line["stage"]}
+    assert sizes == {heuristic_config(64, BF16).recurrent_fw_H.siz_b_LKV}
+
+
 def test_a_stage_that_never_runs_leaves_time_for_the_others(run, fake, tmp_path, monkeypatch):
     real = fake.judge
 
@@ -438,7 +481,7 @@ def test_a_stage_that_never_runs_leaves_time_for_the_others(run, fake, tmp_path,
     assert 0 < tried["parallel_bw_dQKV"] <= 2 * 3 * tune.ROUND
     assert tried["parallel_fw_H"] > tune.ROUND
     _, *made = [line["config"] for line in log_lines(tmp_path) if line["stage"] == ""]
-    assert [config["split_backward"] for config in made] == [True] * 3  # the heuristic comes first
+    assert [config["split_backward"] for config in made] == [True] * 6  # the heuristic comes first
 
 
 def test_a_compiler_that_hangs_costs_its_candidate(run, fake, tmp_path, monkeypatch):

@@ -90,7 +90,7 @@ def parallel_fw_P(
     normalize: bool = True,
     interpret: bool = False,
 ) -> tuple[Scores, jax.Array | None, jax.Array]:
-    """Launches the stage; the chunks are those of recurrent_fw_H.
+    """Launches the stage. Config: no tiles. The problem has the chunks of recurrent_fw_H.
 
     Args:
       matQ, matK: (B, NH, S, DHQK) in the kernel dtype.

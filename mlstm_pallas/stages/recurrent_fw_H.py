@@ -24,8 +24,7 @@ def recurrent_fw_H(
     output_dtype: jnp.dtype,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array]:
-    """Launches the stage. Config: siz_b_DHHV (columns of C), siz_b_DHQK (rows of a tile), siz_b_loop (rows a launch).
-
+    """Launches the stage. Config: siz_b_DHHV (columns of C), siz_b_DHQK (rows of a tile), siz_b_loop (rows a launch);
     siz_b_LKV is the chunk that its caller gives the problem.
 
     Args:
