@@ -84,7 +84,7 @@ SWEPT = {  # what each stage reads of its StageConfig
     "chunk_gates": ("siz_b_LQ", *LAUNCH),
     "recurrent_fw_C": ("siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", *LAUNCH),
     "parallel_fw_H": ("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", *LAUNCH, "keep_q"),
-    "parallel_fw_P": ("num_warps",),
+    "parallel_fw_P": ("siz_b_DHQK", "num_warps"),
     "recurrent_fw_H": ("siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "siz_b_loop", *LAUNCH),
     "recurrent_bw_dC": ("siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", *LAUNCH),
     "parallel_bw_dQKV": ("siz_b_DHQK", "siz_b_DHHV", "siz_b_loop", *LAUNCH),
@@ -94,10 +94,9 @@ SWEPT = {  # what each stage reads of its StageConfig
 }
 NARROWED: dict[str, dict[str, Sequence[int]]] = {  # PARAMETERS, for one stage
     "chunk_gates": {"num_warps": (1, 2, 4)},
-    "parallel_fw_P": {"num_warps": (1, 2, 4, 8)},
+    "parallel_fw_P": {"siz_b_DHQK": (32, 64, 128, 256), "num_warps": (1, 2, 4, 8)},
     "recurrent_fw_H": {"siz_b_DHQK": (64, 128, 256), "siz_b_DHHV": (64, 128), "siz_b_loop": (64, 128, 256, 512), "num_stages": (2, 3, 4)},
 }
-WALKS = {"recurrent_fw_H": "DHQK"}  # stages that walk, and the head dimension of the rows of their state
 SHORT_CHUNKS = (16, 32, 64, 128)  # of stages in CHUNK_OF
 # What may be chosen for the forward and for the backward pass.
 FORWARD = ({"stateless_forward": False}, {"stateless_forward": True})
@@ -117,13 +116,7 @@ def allowed(stage: str, name: str) -> Sequence[int]:
 
 def canonical(stage: str, config: StageConfig, problem: Problem) -> StageConfig:
     """What the stage makes of the config in the problem's chunks: the same for all that run the same kernel."""
-    fitted = config.fitted(problem)
-    if stage in ("parallel_bw_dQ", "parallel_bw_dK"):
-        fitted = dataclasses.replace(fitted, siz_b_LQ=min(fitted.siz_b_LQ, problem.T), siz_b_LKV=min(fitted.siz_b_LKV, problem.T))
-    if stage in WALKS:
-        size, part = getattr(problem, WALKS[stage]), f"siz_b_{WALKS[stage]}"
-        rows = min(config.siz_b_loop, size & -size)
-        fitted = dataclasses.replace(fitted, siz_b_LKV=problem.L, siz_b_loop=rows, **{part: min(getattr(fitted, part), rows)})
+    fitted = config.fitted(problem, stage)
     return StageConfig(**{name: getattr(fitted, name) for name in SWEPT[stage]})
 
 

@@ -62,13 +62,13 @@ class StageConfig:
         if not isinstance(self.keep_q, bool):
             raise TypeError(f"keep_q is {self.keep_q!r}, expected a bool")
 
-    def fitted(self, problem: Problem) -> "StageConfig":
-        """The same config with every tile shortened to what divides the problem's (padded) dimensions."""
+    def fitted(self, problem: Problem, stage: str = "") -> "StageConfig":
+        """The same config with every tile shortened to what divides the problem's (padded) dimensions, and to what the stage can take."""
 
         def fit(tile: int, size: int) -> int:
             return min(tile, size & -size)
 
-        return dataclasses.replace(
+        fitted = dataclasses.replace(
             self,
             siz_b_LQ=fit(self.siz_b_LQ, problem.L),
             siz_b_LKV=fit(self.siz_b_LKV, problem.L),
@@ -77,6 +77,14 @@ class StageConfig:
             siz_b_loop=min(fit(self.siz_b_loop, problem.DHQK), fit(self.siz_b_loop, problem.DHHV)),
             keep_q=self.keep_q and is_power_of_two(problem.DHQK),
         )
+        changed: dict[str, Any] = {}
+        if stage in ("parallel_bw_dQ", "parallel_bw_dK"):
+            changed = dict(siz_b_LQ=min(fitted.siz_b_LQ, problem.T), siz_b_LKV=min(fitted.siz_b_LKV, problem.T))
+        if stage in WALKS:
+            rows = fit(self.siz_b_loop, getattr(problem, WALKS[stage]))
+            part = f"siz_b_{WALKS[stage]}"
+            changed = {"siz_b_LKV": problem.L, "siz_b_loop": rows, part: min(getattr(fitted, part), rows)}
+        return dataclasses.replace(fitted, **changed)
 
     def segments(self, problem: Problem) -> int:
         """Parts of the sequence that the recurrences work on at the same time: num_segments, cut to what divides the chunks."""
@@ -109,6 +117,8 @@ CHUNK_OF = {
     **dict.fromkeys(("parallel_fw_P", "recurrent_fw_H"), "recurrent_fw_H"),
     **dict.fromkeys(("parallel_bw_P", "recurrent_bw_dQ", "recurrent_bw_dK", "recurrent_bw_dV"), "recurrent_bw_dQ"),
 }
+# Stages of stages/walk.py, and the head dimension of the rows of their state.
+WALKS = {"recurrent_fw_H": "DHQK", "recurrent_bw_dQ": "DHHV", "recurrent_bw_dK": "DHHV", "recurrent_bw_dV": "DHQK"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -241,8 +251,6 @@ def _products(name: str, stage: StageConfig, p: Problem) -> list[_Products]:
     if name == "parallel_bw_dQKV":
         scores = _Products(over_K or over_V, L, L * step, (L * step,))
         return [scores, _Products(over_V, L, L * step, (BK * step,)), _Products(over_K, L, L * step, (BV * step,))]
-    if name in ("parallel_bw_dQ", "parallel_bw_dK"):
-        LQ, LKV = min(LQ, p.T), min(LKV, p.T)
     walks = not LQ == LKV == L  # over the tiles of a chunk
     if name == "parallel_fw_H":
         whole = _Products(walks, LQ, 0, (LKV * p.DHQK, LKV * BV), LQ * p.DHQK if stage.keep_q else 0)
@@ -265,7 +273,7 @@ def least_shared_bytes(name: str, stage: StageConfig, problem: Problem, dtype: j
     parts too. Operands that are computed and changes of layout are not counted. tests/test_shared_memory.py compares it with compiled
     kernels.
     """
-    stage, wide = stage.fitted(problem), dtype.itemsize > 2
+    stage, wide = stage.fitted(problem, name), dtype.itemsize > 2
     ahead = (stage.num_stages - 1) * dtype.itemsize
     if name in ("recurrent_fw_C", "recurrent_bw_dC"):
         scaled, other = stage.siz_b_LKV * stage.siz_b_DHQK, stage.siz_b_LKV * stage.siz_b_DHHV

@@ -3,14 +3,12 @@
     P_ts = D_ts scale q_t . k_s / den_t,  s <= t inside the chunk        r_t = w_t scale / den_t        kbar_s = abar_s k_s
     z_t  = w_t scale n_c . q_t + den_t sum_s P_ts        den_t = max(|z_t|, norm_val exp(-m_t)) + eps, or 1, in which case z is not made
 
-Grid (NC, B * NH). A program makes one chunk, of L steps. The tile of decays is made once here, not once a column block of v.
-n_c, which needs kbar of all chunks before, is made in plain jnp.
+Grid (NC, B * NH). A program makes one chunk, of L steps, from siz_b_DHQK columns of q and k at a time. The tile of decays is made once
+here, not once a column block of v. n_c, which needs kbar of all chunks before, is made in plain jnp.
 
 FLOPs: 2 B NH S L DHQK. Bytes: B NH S ((3 DHQK + L) itemsize + 4 DHQK / L).
 """
 
-import functools
-import operator
 from typing import NamedTuple
 
 import jax
@@ -49,31 +47,32 @@ def _parallel_fw_P_kernel(
     r_ref,  # out (L,)
     z_ref=None,  # out (L,), absent without a normaliser
     *,
+    siz_b_DHQK: int,
     scale: float,
     eps: float,
     norm_val: float,
     precision: Precision,
 ):
     L, DHQK = q_ref.shape
-    size = DHQK & -DHQK  # of what Triton can hold at once: a power of two
-    columns = [pl.ds(start, size) for start in range(0, DHQK, size)]
-    q, k = ([ref[:, part] for part in columns] for ref in (q_ref, k_ref))
+    scores, q_n, abar = jnp.zeros((L, L), jnp.float32), jnp.zeros((L,), jnp.float32), abar_ref[...][:, None]
+    for start in range(0, DHQK, siz_b_DHQK):
+        columns = pl.ds(start, siz_b_DHQK)
+        q, k = q_ref[:, columns], k_ref[:, columns]
+        scores += dot(q, k, precision, b_axis=1)
+        if n_ref is not None:
+            q_n += jnp.sum(q.astype(jnp.float32) * n_ref[columns][None, :], axis=1)
+        kbar_ref[:, columns] = (k.astype(jnp.float32) * abar).astype(kbar_ref.dtype)
     # Masked after the product, not before: a NaN in k reaches no earlier row.
     D = decay_tile(e_hi_ref[...], e_lo_ref[...], u_hi_ref[...], u_lo_ref[...], None)
-    scores = functools.reduce(operator.add, (dot(q_part, k_part, precision, b_axis=1) for q_part, k_part in zip(q, k, strict=True)))
     P = jnp.where(causal_mask(L, L, 0), scores * (D * scale), 0.0)
     r = w_ref[...] * scale
     if z_ref is not None:
-        products = (jnp.sum(q_part.astype(jnp.float32) * n_ref[part][None, :], axis=1) for q_part, part in zip(q, columns, strict=True))
-        z = r * functools.reduce(operator.add, products) + jnp.sum(P, axis=1)
+        z = r * q_n + jnp.sum(P, axis=1)
         inv_den = 1.0 / denominator(z, None if m_ref is None else m_ref[...], norm_val, eps)
         P, r = P * inv_den[:, None], r * inv_den
         z_ref[...] = z
     P_ref[...] = P.astype(P_ref.dtype)
     r_ref[...] = r
-    abar = abar_ref[...][:, None]
-    for k_part, part in zip(k, columns, strict=True):
-        kbar_ref[:, part] = (k_part.astype(jnp.float32) * abar).astype(kbar_ref.dtype)
 
 
 def parallel_fw_P(
@@ -90,7 +89,7 @@ def parallel_fw_P(
     normalize: bool = True,
     interpret: bool = False,
 ) -> tuple[Scores, jax.Array | None, jax.Array]:
-    """Launches the stage. Config: no tiles. The problem has the chunks of recurrent_fw_H.
+    """Launches the stage. Config: siz_b_DHQK. The problem has the chunks of recurrent_fw_H.
 
     Args:
       matQ, matK: (B, NH, S, DHQK) in the kernel dtype.
@@ -100,7 +99,7 @@ def parallel_fw_P(
     Returns:
       The scores; the signed normaliser z (B, NH, S), float32, None with normalize=False; the last n (B, NH, DHQK), float32.
     """
-    p, stage = problem, config.stage("parallel_fw_P")
+    p, stage = problem, config.stage("parallel_fw_P").fitted(problem)
     n, n_last = vector_states(matK, gates.vecAbar, gates.scaGamma, vecN_initial)
     rows = pl.BlockSpec((None, p.L), lambda c, b: (b, c))
     keys = pl.BlockSpec((None, p.L, p.DHQK), lambda c, b: (b, c, 0))
@@ -126,6 +125,7 @@ def parallel_fw_P(
         ],
         stage=stage,
         interpret=interpret,
+        siz_b_DHQK=stage.siz_b_DHQK,
         scale=p.qk_scale,
         eps=eps,
         norm_val=norm_val,
