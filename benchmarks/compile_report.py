@@ -33,7 +33,7 @@ from absl import flags
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step
-from mlstm_pallas.config import ALL_STAGES, available_shared_bytes, config_for
+from mlstm_pallas.config import ALL_STAGES, PLANS, available_shared_bytes, config_for, config_from_row
 from mlstm_pallas.problem import KERNEL_DTYPES, check_chunk_size, make_problem
 
 # Enough to make every stage's grid three-dimensional; the code of a kernel depends on them only through arrays beyond 2**32 bytes.
@@ -395,10 +395,12 @@ def report(
             for kernel in kernels:
                 if not stages or kernel.name in stages:
                     stage = filled.stage(kernel.name) if kernel.name in ALL_STAGES else None
+                    of_stage = filled.problem_of(kernel.name, problem)
                     if stage and direction != "step":  # which is not padded, but masks
-                        stage = stage.fitted(problem)
+                        stage = stage.fitted(of_stage, kernel.name)
                     tiles = dataclasses.asdict(stage) if stage else {}
-                    yield _compiled_row(dataclasses.replace(case, stage=kernel.name, config=tiles), kernel, target)
+                    row = dataclasses.replace(case, stage=kernel.name, chunk_size=of_stage.L, config=tiles)
+                    yield _compiled_row(row, kernel, target)
 
 
 COLUMNS = {"heads": ">7", "dtype": "<8", "stage": "<16", "L": ">4", "grid": ">12", "LQ/LKV/DQK/DHV": ">15", "warps": ">5", "stages": ">6"}
@@ -429,6 +431,21 @@ def parse_heads(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
+def parse_config(text: str) -> KernelConfig:
+    """A row as in mlstm_pallas/tuning/*.json, any part of it, as JSON or the path of a file with it."""
+    known = ("chunk_size", *PLANS, *ALL_STAGES)
+    try:
+        if not text.lstrip().startswith("{"):
+            with open(text) as file:
+                text = file.read()
+        row = json.loads(text)
+        if unknown := [name for name in row if name not in known]:
+            raise RequestError(f"unknown {', '.join(unknown)}, known are {', '.join(known)}")
+        return config_from_row({"chunk_size": None} | row)
+    except (OSError, TypeError, ValueError) as error:
+        raise RequestError(f"--config: {error}") from None
+
+
 def define_flags(values: flags.FlagValues) -> None:
     """Not at import: whoever imports this module has flags of their own."""
     flags.DEFINE_string("device", "H200", f"The GPU to compile for: {', '.join(DEVICES)}.", flag_values=values)
@@ -437,6 +454,13 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_list("stage", [], "Only these stages; empty: all.", flag_values=values)
     flags.DEFINE_integer("seqlen", 8192, "Steps of the sequence.", lower_bound=1, flag_values=values)
     flags.DEFINE_integer("chunk_size", None, "Steps of a chunk; none: the default config's.", flag_values=values)
+    flags.DEFINE_string(
+        "config",
+        None,
+        "Part of a row of mlstm_pallas/tuning, or a file of it, in place of the default config's. Stages that this does not run have rows "
+        "with the plan that does: '{\"stateless_forward\": true}', '{\"split_backward\": true}'.",
+        flag_values=values,
+    )
     flags.DEFINE_enum("direction", "fwd", list(DIRECTIONS), "Forward, gradient with it, or one recurrent step.", flag_values=values)
     flags.DEFINE_enum("variant", "exp", list(VARIANTS), "Input gate and normaliser; packed: exp with segment_ids.", flag_values=values)
     flags.DEFINE_bool("jsonl", False, "Print JSON lines, with sizes in bytes, not a table.", flag_values=values)
@@ -447,9 +471,16 @@ def run(options: flags.FlagValues) -> int:
     failed = False
     try:
         heads = [parse_heads(text) for text in options.heads]
-        sizes = dict(seqlen=options.seqlen, chunk_size=options.chunk_size)
         rows = report(
-            options.device, heads, options.dtype, stages=options.stage, direction=options.direction, variant=options.variant, **sizes
+            options.device,
+            heads,
+            options.dtype,
+            stages=options.stage,
+            seqlen=options.seqlen,
+            chunk_size=options.chunk_size,
+            config=parse_config(options.config) if options.config else None,
+            direction=options.direction,
+            variant=options.variant,
         )
         for index, row in enumerate(rows):
             if index == 0 and not options.jsonl:

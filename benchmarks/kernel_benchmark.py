@@ -20,7 +20,6 @@ import dataclasses
 import functools
 import importlib.util
 import itertools
-import json
 import os
 import re
 import statistics
@@ -38,7 +37,7 @@ import numpy as np
 import peers
 import roofline
 from absl import flags
-from compile_report import VARIANTS
+from compile_report import VARIANTS, RequestError, parse_config
 from jax.experimental.compilation_cache import compilation_cache
 from peers import NORMALISER, Inputs, random_inputs
 from reporting import Row, markdown, plot, progress, read_rows, table
@@ -46,7 +45,7 @@ from roofline import Shape
 
 from mlstm_pallas import gates, mlstm_chunkwise, reference
 from mlstm_pallas.backend import target_device_kind
-from mlstm_pallas.config import ALL_STAGES, CHUNK_OF, PLANS, KernelConfig, config_for, config_from_row
+from mlstm_pallas.config import CHUNK_OF, KernelConfig, config_for
 from mlstm_pallas.problem import BACKENDS, KERNEL_DTYPES, check_chunk_size, make_problem
 from mlstm_pallas.stages.chunk_gates import chunk_gates
 from mlstm_pallas.stages.parallel_bw_dK import parallel_bw_dK
@@ -77,10 +76,6 @@ TOLERANCES = {"bfloat16": (5e-3, 2e-2), "float32": (1e-5, 1e-4)}  # of outputs, 
 BATCH_SECONDS, MAX_CALLS = 0.05, 100  # calls in flight between two synchronisations
 
 Rates = tuple[float | None, float | None]  # FLOP/s, bytes/s
-
-
-class RequestError(ValueError):
-    """What was asked for does not exist; the message is for the user."""
 
 
 # ---------------------------------------------------------------- what is measured
@@ -475,21 +470,6 @@ def parse_shapes(texts: Sequence[str]) -> dict[str, Shape]:
         else:
             raise RequestError(f"unknown shape {text!r}, known are {', '.join(SHAPES)} and BxNHxSxDHQKxDHHV")
     return shapes
-
-
-def parse_config(text: str) -> KernelConfig:
-    """A row as in mlstm_pallas/tuning/*.json, any part of it, as JSON or the path of a file with it."""
-    known = ("chunk_size", *PLANS, *ALL_STAGES)
-    try:
-        if not text.lstrip().startswith("{"):
-            with open(text) as file:
-                text = file.read()
-        row = json.loads(text)
-        if unknown := [name for name in row if name not in known]:
-            raise RequestError(f"unknown {', '.join(unknown)}, known are {', '.join(known)}")
-        return config_from_row({"chunk_size": None} | row)
-    except (OSError, TypeError, ValueError) as error:
-        raise RequestError(f"--config: {error}") from None
 
 
 def check_names(kind: str, asked: Sequence[str], known: Sequence[str]) -> None:

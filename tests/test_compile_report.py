@@ -1,15 +1,18 @@
 """The compile report, and through it: every stage of the default configs compiles for H200 and A100 and fits them."""
 
+import itertools
 import json
 import os
 from importlib import resources
 
 import compile_report
+import jax.numpy as jnp
 import pytest
 from absl import flags
 
 from mlstm_pallas import KernelConfig, StageConfig, api
-from mlstm_pallas.config import STAGES, tuned_rows
+from mlstm_pallas.config import CHUNK_OF, PLANS, STAGES, config_for, config_from_row, tuned_rows
+from mlstm_pallas.problem import make_problem
 
 HEADS = ((64, 64), (128, 256), (256, 512))
 DTYPES = ("bfloat16", "float32")
@@ -31,6 +34,10 @@ COMPILED = (
     ("parallel_fw_H", (256, 256), "bfloat16", "RTX5090"),
     ("recurrent_fw_C", (1024, 1024), "float32", "L4"),
     ("parallel_bw_dQKV", (64, 64), "bfloat16", "L4"),
+    ("parallel_fw_P", (256, 512), "float32", "H200"),
+    ("recurrent_fw_H", (256, 512), "bfloat16", "H200"),
+    ("recurrent_fw_H", (256, 512), "float32", "RTX4090"),
+    ("recurrent_fw_H", (128, 256), "bfloat16", "RTX5090"),
 )
 
 # (name of the device here, DHQK, DHHV, dtype) of every tuned row.
@@ -98,6 +105,7 @@ def test_an_output_of_ptxas_without_numbers_is_refused():
         ("--dtype=float16", "unknown dtype 'float16', known are "),
         ("--chunk_size=48", "chunk_size is 48, expected None or a power of two"),
         ("--stage=nonsense", "no stage nonsense in fwd, there are chunk_gates, "),
+        ('--config={"stateless": true}', "--config: unknown stateless, known are chunk_size, stateless_forward, "),
     ],
 )
 def test_a_wrong_request_is_one_line_and_exit_code_2(argument, message, capsys):
@@ -125,6 +133,26 @@ def test_every_stage_lowers(heads, dtype, device, monkeypatch):
     assert {"chunk_gates", "recurrent_fw_C", "parallel_fw_H"} <= {row.stage for row in rows}
     assert all(row.num_warps > 0 and row.grid for row in rows)
     assert all(row.config for row in rows if row.stage in STAGES)
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_every_plan_lowers(plan, monkeypatch):
+    """Heads that are no powers of two."""
+    monkeypatch.setattr(compile_report, "compile_kernel", lambda *_: usage(shared_bytes=0))
+    config = config_for(192, 320, 8192, jnp.dtype("bfloat16"), device_kind="NVIDIA H200", explicit=KernelConfig(**{plan: True}))
+    rows = list(compile_report.report("H200", [(192, 320)], ["bfloat16"], direction="fwbw", config=config))
+    assert [row.cause for row in rows if row.cause] == []
+    problem = make_problem((1, 8, 8192, 192), 320, config.L, pad_heads=True)
+    assert {row.stage for row in rows} - {"border_maxima"} == {*itertools.chain(*config.passes(problem))}
+
+
+def test_a_config_of_the_command_line_reaches_the_kernels(monkeypatch, capsys):
+    monkeypatch.setattr(compile_report, "compile_kernel", lambda *_: usage(shared_bytes=0))
+    config = {"stateless_forward": True, "recurrent_fw_H": {"siz_b_LKV": 16, "siz_b_loop": 256}}
+    assert run("--heads=256/64", "--dtype=bfloat16", "--jsonl", f"--config={json.dumps(config)}") == 0
+    rows = {row["stage"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert {name: row["chunk_size"] for name, row in rows.items() if name in CHUNK_OF} == dict.fromkeys(CHUNK_OF, 16)
+    assert rows["recurrent_fw_H"]["config"]["siz_b_loop"] == 256
 
 
 def test_one_kernel_too_large_and_one_that_fails_leave_the_others(monkeypatch, capsys):
@@ -181,13 +209,14 @@ def test_a_crash_of_the_compiler_is_a_cause(monkeypatch):
 @pytest.mark.parametrize(("stage", "heads", "dtype", "device"), COMPILED, ids=[case_id(*case) for case in COMPILED])
 def test_compiles_and_fits(stage, heads, dtype, device):
     pytest.importorskip("triton")
-    rows = list(compile_report.report(device, [heads], [dtype], stages=[stage], direction="fwbw" if "_bw_" in stage else "fwd"))
+    how = dict(direction="fwbw" if "_bw_" in stage else "fwd", config=KernelConfig(stateless_forward=stage in CHUNK_OF))
+    rows = list(compile_report.report(device, [heads], [dtype], stages=[stage], **how))
     assert len(rows) in (1, 2)  # a recurrence of small heads is launched twice, over parts of the sequence
     for row in rows:
         assert row.cause == ""
         assert row.usage.shared_bytes <= compile_report.DEVICES[device].shared_bytes
         assert 16 <= row.usage.registers <= 255
-        if dtype == "bfloat16" and stage in ("recurrent_fw_C", "parallel_fw_H"):
+        if dtype == "bfloat16" and stage in ("recurrent_fw_C", "parallel_fw_H", "recurrent_fw_H"):
             assert (row.usage.wgmma if device == "H200" else row.usage.mma) > 0, "no tensor cores"
 
 
@@ -199,10 +228,11 @@ def test_every_tuned_row_compiles_and_fits(device, DHQK, DHHV, dtype):
     [row] = [x for x in tuned_rows(compile_report.DEVICES[device].kind) if (x["DHQK"], x["DHHV"], x["dtype"]) == (DHQK, DHHV, dtype)]
     found = list(compile_report.report(device, [(DHQK, DHHV)], [dtype], direction="fwbw"))
     assert [(x.stage, x.cause) for x in found if x.cause] == []
-    assert {x.chunk_size for x in found} == {row["chunk_size"]}
-    assert {"chunk_gates", "recurrent_fw_C", "parallel_fw_H", "recurrent_bw_dC"} < {x.stage for x in found} <= {*STAGES, "border_maxima"}
+    config, problem = config_from_row(row), make_problem((1, 8, 8192, DHQK), DHHV, row["chunk_size"], pad_heads=True)
+    assert {x.stage for x in found} - {"border_maxima"} == {*itertools.chain(*config.passes(problem))}
     for x in found:
         if x.stage in STAGES:
+            assert x.chunk_size == config.problem_of(x.stage, problem).L
             assert row[x.stage].items() <= x.config.items(), x.stage
 
 
