@@ -152,7 +152,7 @@ def run(
     filled = config_for(DHQK, DHV, S, dtype, device_kind=device_kind, chunk_size=chunk_size, explicit=config)
     p = problems.make_problem(q.shape, DHV, filled.L, pad_heads=backend != "xla")
     if backend in ("triton", None):
-        check_fits(filled, p, dtype, device_kind)
+        check_fits(filled, p, dtype, device_kind, recompute_states_in_bw)
     plan = Plan(p, filled, float(eps), stabilize_correctly, float(norm_val), recompute_states_in_bw, backend, gate, normalize)
 
     acc = jnp.promote_types(dtype, jnp.float32)

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 import re
 from importlib import resources
@@ -246,11 +247,18 @@ class _Products(NamedTuple):
 
 
 def _products(name: str, stage: StageConfig, p: Problem) -> list[_Products]:
+    if name in ("chunk_gates", "parallel_fw_P"):  # no product in a loop, and little of the rest
+        return []
     LQ, LKV, BK, BV, step = stage.siz_b_LQ, stage.siz_b_LKV, stage.siz_b_DHQK, stage.siz_b_DHHV, stage.siz_b_loop
     L, over_K, over_V = p.L, step < p.DHQK, step < p.DHHV
     if name == "parallel_bw_dQKV":
         scores = _Products(over_K or over_V, L, L * step, (L * step,))
         return [scores, _Products(over_V, L, L * step, (BK * step,)), _Products(over_K, L, L * step, (BV * step,))]
+    if name in WALKS:
+        part, columns = (BK, BV) if WALKS[name] == "DHQK" else (BV, BK)
+        operands = (*[L * part] * (2 * stage.siz_b_loop // part), L * L)
+        pipelined = p.NC > 1 and stage.num_stages > 1  # else they come through registers, bit by bit
+        return [_Products(True, columns, 0, operands, L * columns)] if pipelined else []
     walks = not LQ == LKV == L  # over the tiles of a chunk
     if name == "parallel_fw_H":
         whole = _Products(walks, LQ, 0, (LKV * p.DHQK, LKV * BV), LQ * p.DHQK if stage.keep_q else 0)
@@ -269,9 +277,9 @@ def least_shared_bytes(name: str, stage: StageConfig, problem: Problem, dtype: j
     """Shared memory that a program of the stage takes at the least, float32 at the default precision.
 
     A lower bound: nothing is refused that the compiler would take. What a pipelined loop loads for its products is held num_stages - 1
-    times over, once more where wgmma (compute capability 9.0) reads it from there; float32 operands of wgmma are there as three bfloat16
-    parts too. Operands that are computed and changes of layout are not counted. tests/test_shared_memory.py compares it with compiled
-    kernels.
+    times over (if it is enough for an asynchronous copy, 4 bytes a thread), once more where wgmma (compute capability 9.0) reads it from
+    there; float32 operands of wgmma are there as three bfloat16 parts too. Operands that are computed and changes of layout are not
+    counted. tests/test_shared_memory.py compares it with compiled kernels.
     """
     stage, wide = stage.fitted(problem, name), dtype.itemsize > 2
     ahead = (stage.num_stages - 1) * dtype.itemsize
@@ -286,28 +294,28 @@ def least_shared_bytes(name: str, stage: StageConfig, problem: Problem, dtype: j
     for x in _products(name, stage, problem):
         held = max(x.left, *x.right)
         if x.looped and ahead:
-            held = ahead * (x.left + sum(x.right))
+            held = ahead * sum(y for y in (x.left, *x.right) if y * dtype.itemsize >= 128 * stage.num_warps)
             if wgmma and x.rows >= 64:
                 held += 6 * max(x.right) if wide else 2 * (x.left + sum(x.right) + x.kept)
         most = max(most, held)
     return most
 
 
-def check_fits(config: KernelConfig, problem: Problem, dtype: jnp.dtype, device_kind: str) -> None:
-    """Raises ValueError for a stage that cannot get the shared memory it needs on this device, where the device is known.
+def check_fits(config: KernelConfig, problem: Problem, dtype: jnp.dtype, device_kind: str, recompute_states_in_bw: bool = True) -> None:
+    """Raises ValueError for a stage of a call that cannot get the shared memory it needs on this device, where the device is known.
 
     float32 at another precision than the default is left to the compiler.
     """
     available = available_shared_bytes(device_kind)
     if available is None or (dtype == jnp.float32 and config.precision is not None):
         return
-    backward = ("parallel_bw_dQ", "parallel_bw_dK", "parallel_bw_dV") if config.splits_backward(problem) else ("parallel_bw_dQKV",)
-    for name in ("recurrent_fw_C", "parallel_fw_H", "recurrent_bw_dC", *backward):
-        needed = least_shared_bytes(name, config.stage(name), problem, dtype, wgmma=_capability(device_kind) == 90)
+    for name in itertools.chain(*config.passes(problem, recompute_states_in_bw)):
+        p = config.problem_of(name, problem)
+        needed = least_shared_bytes(name, config.stage(name), p, dtype, wgmma=_capability(device_kind) == 90)
         if needed > available:
             raise ValueError(
-                f"config.{name} needs at least {needed} bytes of shared memory for {dtype.name} heads of {problem.DHQK}/{problem.DHHV} in "
-                f"chunks of {problem.L}, expected at most {available}, what a block may have on {device_kind}: smaller tiles or fewer "
+                f"config.{name} needs at least {needed} bytes of shared memory for {dtype.name} heads of {p.DHQK}/{p.DHHV} in "
+                f"chunks of {p.L}, expected at most {available}, what a block may have on {device_kind}: smaller tiles or fewer "
                 f"num_stages need less"
             )
 

@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from mlstm_pallas import KernelConfig, StageConfig, api, mlstm_chunkwise
-from mlstm_pallas.config import available_shared_bytes, check_fits, config_for, least_shared_bytes
+from mlstm_pallas.config import CHUNK_OF, PLANS, available_shared_bytes, check_fits, config_for, least_shared_bytes
 from mlstm_pallas.problem import make_problem
 
 KIB = 1024
@@ -46,10 +46,8 @@ def test_default_configs_are_never_refused(device):
     for heads in HEADS:
         for dtype in map(jnp.dtype, ("bfloat16", "float32")):
             for chunk_size in (None, 16, 32, 128, 256, 1024):
-                for split in (None, True):
-                    config = config_for(
-                        *heads, 1024, dtype, device_kind=kind, chunk_size=chunk_size, explicit=KernelConfig(split_backward=split)
-                    )
+                for plan in ({}, *({name: True} for name in PLANS)):
+                    config = config_for(*heads, 1024, dtype, device_kind=kind, chunk_size=chunk_size, explicit=KernelConfig(**plan))
                     check_fits(config, problem(heads, config.L), dtype, kind)
 
 
@@ -68,6 +66,11 @@ COMPILED = [
     ("parallel_bw_dQKV", (64, 64), "bfloat16", 64, tiles(64, 64, 64, 64, 16, num_stages=3), "RTX4090", False),
     ("parallel_bw_dK", (64, 64), "bfloat16", 128, tiles(64, 64, 64, 64, 32), "RTX5090", False),
     ("parallel_bw_dV", (128, 128), "bfloat16", 128, tiles(128, 64, 64, 128, 128, 8, 3), "A10", True),
+    ("parallel_fw_P", (256, 64), "float32", 128, tiles(64, 64, 64, 64), "RTX4090", False),
+    ("recurrent_fw_H", (256, 512), "bfloat16", 128, tiles(64, 64, 128, 64, 256), "H200", False),
+    ("recurrent_fw_H", (64, 64), "float32", 64, tiles(64, 64, 64, 16, 64, 8, 4), "A100", False),
+    ("recurrent_fw_H", (16, 16), "bfloat16", 64, tiles(64, 16, 16, 16, 64, 8, 3), "B200", False),
+    ("recurrent_fw_H", (256, 64), "bfloat16", 128, tiles(64, 128, 64, 64, 256, 8, 3), "RTX5090", True),
 ]
 
 
@@ -79,10 +82,11 @@ def test_the_bound_is_one_and_what_it_refuses_does_not_fit(stage, heads, dtype, 
     pytest.importorskip("triton")
     monkeypatch.setattr(api, "check_fits", lambda *_: None)
     target, config = compile_report.DEVICES[device], dataclasses.replace(config, num_segments=1)  # one launch
-    whole = KernelConfig(chunk_size=L, split_backward=stage != "parallel_bw_dQKV", **{stage: config})
+    whole = KernelConfig(chunk_size=L, stateless_forward=stage in CHUNK_OF, split_backward=stage != "parallel_bw_dQKV", **{stage: config})
     direction = "fwd" if "fw" in stage else "fwbw"
     [row] = compile_report.report(device, [heads], [dtype], stages=[stage], seqlen=1024, config=whole, direction=direction)
-    needed = least_shared_bytes(stage, config, problem(heads, L), jnp.dtype(dtype), wgmma=target.capability == 90)
+    of_stage = config_for(*heads, 1024, jnp.dtype(dtype), explicit=whole).problem_of(stage, problem(heads, L))
+    needed = least_shared_bytes(stage, config, of_stage, jnp.dtype(dtype), wgmma=target.capability == 90)
     assert needed <= row.usage.shared_bytes
     assert (needed > target.shared_bytes) == refused
     assert bool(row.cause) == refused
@@ -115,3 +119,17 @@ def test_what_is_checked(kind, backend, precision, refused):
                 trace()
         else:
             trace()
+
+
+def test_only_what_runs_is_checked():
+    heads, kind, dtype = (256, 512), "NVIDIA A10", jnp.dtype("bfloat16")
+    large = {"parallel_fw_H": tiles(128, 128, 64, 256, num_warps=8, num_stages=3), "recurrent_fw_H": tiles(64, 64, 64, 64, 256, 8, 4)}
+    for name, too_large in large.items():
+        for stateless, recompute in ((False, True), (True, True), (True, False)):
+            plan = KernelConfig(chunk_size=256, stateless_forward=stateless, **{name: too_large})
+            arguments = config_for(*heads, 1024, dtype, explicit=plan), problem(heads, 256), dtype, kind, recompute
+            if (name == "recurrent_fw_H") == (stateless and recompute):
+                with pytest.raises(ValueError, match=rf"config\.{name} needs at least"):
+                    check_fits(*arguments)
+            else:
+                check_fits(*arguments)

@@ -135,9 +135,9 @@ def plan_for(
     scale = dims.DHQK**-0.5 if qk_scale is None else float(qk_scale)
     problem = Problem(dims.B, dims.NH, dims.S, padded_head_dim(dims.DHQK), padded_head_dim(dims.DHHV), dims.L, scale)
     if backend in ("triton", None):
-        check_fits(config, problem, dtype, device_kind)
+        check_fits(config, problem, dtype, device_kind, False)
     normaliser = dict(eps=1e-6, stabilize_correctly=True, norm_val=1.0) | normaliser
-    return Plan(problem, config, recompute_states_in_bw=True, backend=backend, **normaliser)
+    return Plan(problem, config, recompute_states_in_bw=False, backend=backend, **normaliser)
 
 
 def acc_dtype(dtype: Any) -> Any:
