@@ -18,12 +18,14 @@ from mlstm_pallas.launch import kernel_call
 KERNELS = (*ALL_STAGES, "border_maxima")
 # What is asked for beside the default; the sigmoid gate takes no m_initial.
 VARIANTS = [{}, {"packed": True}, {"input_gate": "sigmoid"}, {"input_gate": "sigmoid", "normalize": False}]
-# S, DHQK, DHHV, chunk size, split backward; with rows and columns of padding, one chunk and several, a chunk of several tiles
+SPLIT = KernelConfig(split_backward=True)
+STATELESS = KernelConfig(stateless_forward=True, recurrent_fw_H=StageConfig(siz_b_LKV=32, siz_b_loop=64))  # two launches at DHQK = 128
+# S, DHQK, DHHV, chunk size, config; with rows and columns of padding, one chunk and several, a chunk of several tiles
 CASES = [
-    (100, 24, 40, 16, False),
-    (200, 80, 96, 64, True),
-    (300, 32, 64, 256, True),
-    (150, 128, 256, None, None),
+    (100, 24, 40, 16, None),
+    (200, 80, 96, 64, STATELESS),
+    (300, 32, 64, 256, SPLIT),
+    (150, 128, 256, None, STATELESS),
 ]
 
 
@@ -33,9 +35,9 @@ def variant_of_step(variant):
 
 def run_kernels():
     for dtype in ("bfloat16", "float32"):
-        for (S, DHQK, DHHV, chunk_size, split), variant in zip(CASES, VARIANTS, strict=True):
+        for (S, DHQK, DHHV, chunk_size, config), variant in zip(CASES, VARIANTS, strict=True):
             inputs = random_inputs(0, 1, 2, S, DHQK, DHHV, dtype=dtype, resets=True, m_initial="input_gate" not in variant)
-            options = variant_of_step(variant) | {"config": KernelConfig(split_backward=split)}
+            options = variant_of_step(variant) | {"config": config}
             if "packed" in variant:
                 options["segment_ids"] = jnp.arange(S)[None] // 37
             run = functools.partial(mlstm_chunkwise, return_last_states=True, chunk_size=chunk_size, backend="triton", **options)

@@ -223,6 +223,7 @@ OTHERS = {
         TypeError,
         "config.precision is 'highest', expected None, a jax.lax.Precision or a jax.lax.DotAlgorithmPreset",
     ),
+    "stateless_forward": (lambda: KernelConfig(stateless_forward=1), TypeError, "config.stateless_forward is 1, expected None or a bool"),
     "split_backward": (lambda: KernelConfig(split_backward="yes"), TypeError, "config.split_backward is 'yes', expected None or a bool"),
     "config_stage": (
         lambda: KernelConfig(parallel_fw_H=dict(siz_b_LQ=64)),

@@ -104,11 +104,11 @@ def test_more_than_65535_chunks_of_one_sequence():
     check((1, 1, 2**20, 64, 64), "bfloat16", 2.0, [(0, 0)], chunk_size=16)
 
 
-@pytest.mark.parametrize("split", [False, True])
-def test_more_than_65535_heads(split):
+@pytest.mark.parametrize("plan", [{}, {"split_backward": True}, {"stateless_forward": True}], ids=str)
+def test_more_than_65535_heads(plan):
     """131,072 heads of three chunks: the last axis of every grid is beyond what CUDA numbers there."""
     heads = [(0, 0), (255, 255), (256, 0), (511, 255)]  # 65,535 and 65,536 among them
-    check((512, 256, 40, 16, 32), "bfloat16", 2.0, heads, chunk_size=16, config=KernelConfig(split_backward=split))
+    check((512, 256, 40, 16, 32), "bfloat16", 2.0, heads, chunk_size=16, config=KernelConfig(**plan))
 
 
 def test_one_step_of_many_heads():

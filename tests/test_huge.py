@@ -11,7 +11,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 from oracle import assert_close, oracle, random_inputs, tolerance
 
-from mlstm_pallas import mlstm_chunkwise, reference
+from mlstm_pallas import KernelConfig, mlstm_chunkwise, reference
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -53,7 +53,9 @@ def test_gradients_of_an_empty_batch_are_empty(backend, B, NH):
 # Shapes (B, NH, S, DHQK, DHHV), dtype, and options of mlstm_chunkwise; what is larger than 32 bits can number, or a grid's limits.
 HUGE = {
     "states_and_values": ((1, 9, 2**20, 128, 256), "bfloat16", {}),
+    "states_on_the_chip": ((1, 9, 2**20, 128, 256), "bfloat16", {"config": KernelConfig(stateless_forward=True)}),
     "rows": ((2**14, 2**7, 2**10, 16, 16), "bfloat16", {}),
+    "rows_stateless": ((2**14, 2**7, 2**10, 16, 16), "bfloat16", {"config": KernelConfig(stateless_forward=True)}),
     "chunks_of_one_sequence": ((1, 1, 2**20, 16, 16), "float32", {"chunk_size": 16}),
 }
 
@@ -103,5 +105,5 @@ def test_huge_arrays_are_addressed_with_64_bits_and_grids_are_launchable(case):
                 assert offsets[number] == {64}, f"{kernel.name}: argument {number}, {x.aval.str_short()}"
             else:
                 assert x.aval.size < 2**31
-    assert bool(huge) == (case in ("states_and_values", "rows"))
-    assert case != "rows" or B * NH * S >= 2**31
+    assert bool(huge) == (case != "chunks_of_one_sequence")
+    assert not case.startswith("rows") or B * NH * S >= 2**31

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import NAMES, initial_state_scale, tolerance
 
-from mlstm_pallas import KernelConfig, mlstm_chunkwise, reference
+from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, reference
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -33,7 +33,7 @@ class Case:
     dtype: str = "float32"
     states: bool = True
     packed: bool = False
-    split: bool = False
+    config: KernelConfig | None = None
     options: tuple[tuple[str, object], ...] = ()
 
     @property
@@ -47,16 +47,19 @@ class Case:
 
 
 SIGMOID = (("input_gate", "sigmoid"),)
+SPLIT = KernelConfig(split_backward=True)
+STATELESS = KernelConfig(stateless_forward=True, recurrent_fw_H=StageConfig(siz_b_LKV=16, siz_b_loop=16))  # two launches
 CASES = {
     "one_chunk": Case(1, 2, 16, 16, 16, 16),
     "chunks": Case(1, 2, 64, 16, 32, 16),
     "padded": Case(1, 2, 41, 12, 20, 32),
     "batch": Case(3, 1, 32, 16, 16, 32, states=False),
-    "split": Case(1, 1, 64, 16, 16, 32, split=True),
+    "split": Case(1, 1, 64, 16, 16, 32, config=SPLIT),
     "packed": Case(2, 1, 64, 16, 16, 16, packed=True),
-    "packed_split": Case(1, 2, 50, 16, 16, 32, packed=True, split=True, states=False),
+    "packed_split": Case(1, 2, 50, 16, 16, 32, packed=True, config=SPLIT, states=False),
     "bfloat16": Case(1, 2, 64, 16, 16, 32, dtype="bfloat16"),
-    "bfloat16_packed": Case(2, 1, 48, 16, 16, 16, dtype="bfloat16", packed=True, split=True),
+    "bfloat16_packed": Case(2, 1, 48, 16, 16, 16, dtype="bfloat16", packed=True, config=SPLIT),
+    "stateless": Case(1, 2, 50, 24, 16, 32, packed=True, config=STATELESS),
     "unstabilised": Case(1, 2, 48, 16, 16, 16, options=(("stabilize_correctly", False), ("norm_val", 0.5), ("eps", 0.1))),
     "sigmoid": Case(1, 2, 64, 16, 16, 16, options=SIGMOID),
     "sigmoid_packed_unnormalised": Case(1, 2, 64, 16, 16, 32, packed=True, options=(*SIGMOID, ("normalize", False))),
@@ -186,7 +189,7 @@ def compiled_oracle(case: Case):
 
 @functools.cache
 def compiled(case: Case, backend: str):
-    launch = dict(chunk_size=case.L, backend=backend, config=KernelConfig(split_backward=True) if case.split else None)
+    launch = dict(chunk_size=case.L, backend=backend, config=case.config)
 
     @jax.jit
     def found(x, ids, cotangents):
