@@ -28,7 +28,8 @@ class StageConfig:
     Attributes:
       siz_b_LQ, siz_b_LKV: rows of queries and of keys in a tile.
       siz_b_DHQK, siz_b_DHHV: head dimension columns of q, k and of v, h in a tile.
-      siz_b_loop: columns that parallel_bw_dQKV sums over in a step, of either head dimension.
+      siz_b_loop: columns that a backward stage sums over in a step, of either head dimension; rows of the state that a launch of a walk
+        holds.
       num_warps, num_stages: Triton's warps per program and depth of the software pipeline.
       keep_q: parallel_fw_H only: keep the queries of a tile whole in shared memory during the loop over keys, instead of reading them
         block by block for every key tile. Needs siz_b_LQ * DHQK elements of it, and a padded DHQK that is a power of two.
