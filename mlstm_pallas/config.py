@@ -380,7 +380,7 @@ def heuristic_config(DHQK: int, dtype: jnp.dtype) -> KernelConfig:
         parallel_bw_dQ=split,
         parallel_bw_dK=split,
         parallel_bw_dV=split,
-        parallel_bw_P=tiles_alone,
+        parallel_bw_P=dataclasses.replace(tiles_alone, num_stages=3),
         recurrent_bw_dQ=walk,
         recurrent_bw_dK=walk,
         recurrent_bw_dV=walk_over_keys,

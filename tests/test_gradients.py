@@ -124,6 +124,11 @@ def test_gradients(dtype, plan, chunk_size):
     check(inputs, dtype, run_options={"chunk_size": chunk_size, **PLANS[plan]})
 
 
+def test_gradients_of_heads_that_are_no_power_of_two_without_states():
+    inputs = random_inputs(12, 1, 1, 40, 130, 70)
+    check(inputs, "float32", run_options={"chunk_size": 32, **PLANS["stateless"]})
+
+
 def test_gradients_with_the_sequence_in_segments():
     inputs = random_inputs(10, 1, 2, 64, 16, 32, resets=True)
     parts = StageConfig(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, num_segments=2)
