@@ -31,6 +31,7 @@ import jax
 import jax.numpy as jnp
 from absl import flags
 from jax.sharding import AbstractDevice, AbstractMesh
+from pipelines import overwritten_operands
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step
 from mlstm_pallas.config import ALL_STAGES, PLANS, available_shared_bytes, config_for, config_from_row
@@ -257,6 +258,8 @@ def _compile(ir: str, num_warps: int, num_stages: int, capability: int) -> Usage
         except Exception as error:
             raise CompileError(_one_line(error)) from None  # triton's own exceptions do not all survive the way between processes
         seconds = time.perf_counter() - start
+    if overwritten := overwritten_operands(kernel.asm["ttgir"], num_stages):
+        raise CompileError(f"a copy may overwrite what a running product reads, in {len(overwritten)} pipelined tiles (pipelines.py)")
     ptx = kernel.asm["ptx"]
     return Usage(
         *parse_ptxas(said.getvalue()),
