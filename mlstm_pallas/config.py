@@ -252,6 +252,8 @@ def _products(name: str, stage: StageConfig, p: Problem) -> list[_Products]:
         return []
     LQ, LKV, BK, BV, step = stage.siz_b_LQ, stage.siz_b_LKV, stage.siz_b_DHQK, stage.siz_b_DHHV, stage.siz_b_loop
     L, over_K, over_V = p.L, step < p.DHQK, step < p.DHHV
+    if name == "parallel_bw_P":
+        return [_Products(over_V, L, L * step, (L * step,))]
     if name == "parallel_bw_dQKV":
         scores = _Products(over_K or over_V, L, L * step, (L * step,))
         return [scores, _Products(over_V, L, L * step, (BK * step,)), _Products(over_K, L, L * step, (BV * step,))]

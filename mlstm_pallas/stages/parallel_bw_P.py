@@ -3,7 +3,7 @@
     P_ts = D_ts scale q_t . k_s / den_t        dP_ts = D_ts (dnum_t . v_s + dz_t),  s <= t inside the chunk
     kbar_s = abar_s k_s        qbar_t = w_t scale / den_t q_t
 
-Grid (NC, B * NH). A program makes one chunk, of L steps, from siz_b_DHQK columns of q and k and siz_b_loop of v and dh at a time. The
+Grid (NC, B * NH). A program makes one chunk, of L steps, from siz_b_DHQK columns of q and k, and siz_b_loop of v and dh, at a time. The
 tiles are made once here, not once a column block of each gradient, and with them what the gates' gradients need of q and k: sums of
 W_ts = dP_ts scale q_t . k_s, and the parts of n and dn.
 
@@ -67,9 +67,9 @@ def _parallel_bw_P_kernel(
     from_norm_ref,  # out (L,)
     to_norm_ref,  # out (L,)
     *,
+    scale: float,
     siz_b_DHQK: int,
     siz_b_loop: int,
-    scale: float,
     precision: Precision,
 ):
     (L, DHQK), DHHV = q_ref.shape, v_ref.shape[1]
@@ -79,33 +79,35 @@ def _parallel_bw_P_kernel(
     def dh_times_v(i):
         return dot(dh_ref[:, block_at(i, siz_b_loop)], v_ref[:, block_at(i, siz_b_loop)], precision, b_axis=1)
 
-    dA = sum_of(DHHV // siz_b_loop, dh_times_v, (L, L))
-    P, w, abar = D, w_ref[...] * scale, abar_ref[...]
-    r, q_n, k_dn = w, jnp.zeros((L,), jnp.float32), jnp.zeros((L,), jnp.float32)
-    if inv_den_ref is not None:
-        inv_den, dz = inv_den_ref[...], dz_ref[...]
-        P, r, dA = P * inv_den[:, None], w * inv_den, dA * inv_den[:, None] + dz[:, None]
-    scores = jnp.zeros((L, L), jnp.float32)
+    dA, w, abar = sum_of(DHHV // siz_b_loop, dh_times_v, (L, L)), w_ref[...] * scale, abar_ref[...]
+    inv_den = None if inv_den_ref is None else inv_den_ref[...]
+    r = w if inv_den is None else w * inv_den
+    scores, from_norm, to_norm = jnp.zeros((L, L), jnp.float32), jnp.zeros((L,), jnp.float32), jnp.zeros((L,), jnp.float32)
     for start in range(0, DHQK, siz_b_DHQK):
         columns = pl.ds(start, siz_b_DHQK)
         q, k = q_ref[:, columns], k_ref[:, columns]
         scores += dot(q, k, precision, b_axis=1)
-        q, k = q.astype(jnp.float32), k.astype(jnp.float32)
+        wide_q, wide_k = q.astype(jnp.float32), k.astype(jnp.float32)
         if n_ref is not None:
-            q_n += jnp.sum(q * n_ref[columns][None, :], axis=1)
-        k_dn += jnp.sum(k * dn_ref[columns][None, :], axis=1)
-        qbar_ref[:, columns] = (q * r[:, None]).astype(qbar_ref.dtype)
-        kbar_ref[:, columns] = (k * abar[:, None]).astype(kbar_ref.dtype)
+            from_norm += jnp.sum(wide_q * n_ref[columns][None, :], axis=1)
+        to_norm += jnp.sum(wide_k * dn_ref[columns][None, :], axis=1)
+        qbar_ref[:, columns] = (wide_q * r[:, None]).astype(qbar_ref.dtype)
+        kbar_ref[:, columns] = (wide_k * abar[:, None]).astype(kbar_ref.dtype)
     scores *= scale
+    P = D * scores
+    if inv_den is not None:
+        dz = dz_ref[...]
+        from_norm *= w * dz
+        P, dA = P * inv_den[:, None], dA * inv_den[:, None] + dz[:, None]
     dP = D * dA
     W = dP * scores
     before = jnp.where(strict, W, 0.0)
     from_own_ref[...] = jnp.sum(before, axis=1)
     to_own_ref[...] = jnp.sum(before, axis=0)
     diagonal_ref[...] = jnp.sum(jnp.where(strict, 0.0, W), axis=1)
-    from_norm_ref[...] = q_n if n_ref is None else w * dz * q_n
-    to_norm_ref[...] = abar * k_dn
-    P_ref[...] = (P * scores).astype(P_ref.dtype)
+    from_norm_ref[...] = from_norm
+    to_norm_ref[...] = to_norm * abar
+    P_ref[...] = P.astype(P_ref.dtype)
     dP_ref[...] = (dP * scale).astype(dP_ref.dtype)
 
 
@@ -147,9 +149,9 @@ def parallel_bw_P(
         ],
         stage=stage,
         interpret=interpret,
+        scale=p.qk_scale,
         siz_b_DHQK=stage.siz_b_DHQK,
         siz_b_loop=stage.siz_b_loop,
-        scale=p.qk_scale,
         precision=config.dot_precision(matQ.dtype, interpret),
     )(
         *(x.reshape(p.BNH, p.S, -1) for x in (matQ, matK, matV, matDeltaH)),
