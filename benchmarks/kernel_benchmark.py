@@ -52,11 +52,16 @@ from mlstm_pallas.stages.parallel_bw_dK import parallel_bw_dK
 from mlstm_pallas.stages.parallel_bw_dQ import parallel_bw_dQ
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, parallel_bw_dQKV
 from mlstm_pallas.stages.parallel_bw_dV import parallel_bw_dV
+from mlstm_pallas.stages.parallel_bw_P import GradientScores, PairSums, parallel_bw_P
 from mlstm_pallas.stages.parallel_fw_H import parallel_fw_H
 from mlstm_pallas.stages.parallel_fw_P import Scores, parallel_fw_P
 from mlstm_pallas.stages.recurrent_bw_dC import recurrent_bw_dC
+from mlstm_pallas.stages.recurrent_bw_dK import recurrent_bw_dK
+from mlstm_pallas.stages.recurrent_bw_dQ import recurrent_bw_dQ
+from mlstm_pallas.stages.recurrent_bw_dV import recurrent_bw_dV
 from mlstm_pallas.stages.recurrent_fw_C import recurrent_fw_C
 from mlstm_pallas.stages.recurrent_fw_H import recurrent_fw_H
+from mlstm_pallas.stages.walk import vector_states
 
 HEADS = [(64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512), (512, 512)]
 SHAPES = {
@@ -82,7 +87,7 @@ Rates = tuple[float | None, float | None]  # FLOP/s, bytes/s
 
 
 # Of the arrays that a stage takes, those with an axis of S steps: the plain functions have chunks instead.
-STEPWISE = ("matQ", "matK", "matV", "matDeltaH", "vecI", "vecF", "scores", "rows")
+STEPWISE = ("matQ", "matK", "matV", "matDeltaH", "vecI", "vecF", "rows", "scores", "gradient_scores", "vecR", "vecG")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -133,21 +138,71 @@ def _plain_scores(q, k, stabilisers, n_initial):
     return made[..., :-1].astype(q.dtype), (k * stabilisers.vecAbar[..., None]).astype(k.dtype), made[..., -1], z, n_last
 
 
-def _walk_kernel(q, v, scores, stabilisers, C_initial, **launch):
+def _walk(read, write, values, added, tile, r, gamma, X, *, x=None, g=None, weigh=None, backward=False):
+    """The walk of stages/walk.py in jnp, in chunks."""
+    einsum = functools.partial(jnp.einsum, preferred_element_type=X.dtype, precision="highest")
+
+    def step(X, chunk):
+        read, write, values, added, tile, r, gamma, x, g, weigh = chunk
+        from_state = einsum("bhtr,bhrn->bhtn", read, X)
+        out = from_state * r[..., None] + einsum("bhts,bhtn->bhsn" if backward else "bhts,bhsn->bhtn", tile, added)
+        if x is not None:
+            out += g[..., None] * x[:, :, None]
+        weighed = None if weigh is None else jnp.sum(from_state * weigh, axis=-1)
+        return gamma[..., None, None] * X + einsum("bhsr,bhsn->bhrn", write, values), (out, weighed)
+
+    chunks = jax.tree.map(lambda y: jnp.moveaxis(y, 2, 0), (read, write, values, added, tile, r, gamma, x, g, weigh))
+    X, made = jax.lax.scan(step, X, chunks, reverse=backward)
+    return *jax.tree.map(lambda y: jnp.moveaxis(y, 0, 2), made), X
+
+
+def _fw_H_kernel(q, v, scores, stabilisers, C_initial, **launch):
     return recurrent_fw_H(q, v, scores, stabilisers.scaGamma, C_initial, output_dtype=q.dtype, **launch)
 
 
-def _plain_walk(q, v, scores, stabilisers, C_initial):
-    einsum = functools.partial(jnp.einsum, preferred_element_type=C_initial.dtype, precision="highest")
+def _plain_fw_H(q, v, scores, stabilisers, C_initial):
+    h, _, C_last = _walk(q, scores.matK_scaled, v, v, scores.matP, scores.vecR, stabilisers.scaGamma, C_initial)
+    return h, C_last
 
-    def step(C, x):
-        q, v, scores, gamma = x
-        h = einsum("bhtk,bhkv->bhtv", q, C) * scores.vecR[..., None] + einsum("bhts,bhsv->bhtv", scores.matP, v)
-        return gamma[..., None, None] * C + einsum("bhsk,bhsv->bhkv", scores.matK_scaled, v), h
 
-    chunks = jax.tree.map(lambda x: jnp.moveaxis(x, 2, 0), (q, v, scores, stabilisers.scaGamma))
-    C_last, h = jax.lax.scan(step, C_initial, chunks)
-    return jnp.moveaxis(h, 0, 2), C_last
+def _gradient_scores_kernel(*args, **launch):
+    scores, sums = parallel_bw_P(*args, **launch)
+    return *scores, *sums
+
+
+def _plain_gradient_scores(q, k, v, dh, stabilisers, rows, n, dn):
+    einsum, scale = functools.partial(jnp.einsum, preferred_element_type=n.dtype, precision="highest"), q.shape[-1] ** -0.5
+    D, inv_den, dz = reference.decay_matrix(stabilisers), rows.vecInvDen[..., None], rows.vecDz[..., None]
+    r, abar = scale * stabilisers.vecW, stabilisers.vecAbar
+    scores = scale * einsum("bhctk,bhcsk->bhcts", q, k)
+    dP = D * (einsum("bhctv,bhcsv->bhcts", dh, v) * inv_den + dz)
+    scaled = D * scores * inv_den, scale * dP, q * r[..., None] * inv_den, k * abar[..., None]
+    W = dP * scores
+    diagonal = jnp.diagonal(W, axis1=-2, axis2=-1)
+    of_norms = jnp.sum(q * n[..., None, :], axis=-1) * r * rows.vecDz, jnp.sum(k * dn[..., None, :], axis=-1) * abar
+    return *(x.astype(q.dtype) for x in scaled), jnp.sum(W, -1) - diagonal, jnp.sum(W, -2) - diagonal, diagonal, *of_norms
+
+
+def _plain_bw_dQ(k, v, dh, scores, r, g, gamma, C_initial, n):
+    x = dict(x=n, g=g, weigh=scores.matQ_scaled)
+    dq, weighed, C = _walk(dh, v, scores.matK_scaled, k, scores.matDeltaP, r, gamma, jnp.swapaxes(C_initial, -1, -2), **x)
+    return dq, weighed, jnp.swapaxes(C, -1, -2)
+
+
+def _plain_bw_dK(q, v, dh, scores, stabilisers, dC_last, dn):
+    abar, gamma, dC_last = stabilisers.vecAbar, stabilisers.scaGamma, jnp.swapaxes(dC_last, -1, -2)
+    x = dict(x=dn, g=abar, weigh=scores.matK_scaled, backward=True)
+    dk, weighed, dC = _walk(v, dh, scores.matQ_scaled, q, scores.matDeltaP, abar, gamma, dC_last, **x)
+    return dk, weighed, jnp.swapaxes(dC, -1, -2)
+
+
+def _bw_dV_kernel(*args, **launch):
+    return (recurrent_bw_dV(*args, **launch),)
+
+
+def _plain_bw_dV(k, dh, scores, stabilisers, dC_last):
+    abar, gamma = stabilisers.vecAbar, stabilisers.scaGamma
+    return _walk(k, scores.matQ_scaled, dh, dh, scores.matP, abar, gamma, dC_last, backward=True)[:1]
 
 
 def _plain_state_gradients(q, *rest):
@@ -171,6 +226,7 @@ def _dV_kernel(q, k, v, dh, stabilisers, rows, C, n, dC, dn, **launch):
     return (parallel_bw_dV(q, k, dh, stabilisers, rows, dC, **launch),)
 
 
+NORMS = ("vecN_states", "vecDeltaN_states")
 QKV, STATES, LAST = ("matQ", "matK", "matV"), ("matC_states", "vecN_states"), ("matDeltaC_last", "vecDeltaN_last")
 GRADIENTS = (*QKV, "matDeltaH", "gates", "rows", *STATES, "matDeltaC_states", "vecDeltaN_states")
 STAGES = {
@@ -180,7 +236,7 @@ STAGES = {
     ),
     "parallel_fw_H": Stage(_outputs_kernel, _plain_outputs, (*QKV, "gates", *STATES), ("h", "z")),
     "parallel_fw_P": Stage(_scores_kernel, _plain_scores, ("matQ", "matK", "gates", "vecN_initial"), (*Scores._fields, "z", "n_last")),
-    "recurrent_fw_H": Stage(_walk_kernel, _plain_walk, ("matQ", "matV", "scores", "gates", "matC_initial"), ("h", "C_last")),
+    "recurrent_fw_H": Stage(_fw_H_kernel, _plain_fw_H, ("matQ", "matV", "scores", "gates", "matC_initial"), ("h", "C_last")),
     "recurrent_bw_dC": Stage(
         recurrent_bw_dC,
         _plain_state_gradients,
@@ -191,6 +247,25 @@ STAGES = {
     "parallel_bw_dQ": Stage(_dQ_kernel, lambda *x: _plain_gradients(*x)[:1], GRADIENTS, ("dq",)),
     "parallel_bw_dK": Stage(_dK_kernel, lambda *x: _plain_gradients(*x)[1:2], GRADIENTS, ("dk",)),
     "parallel_bw_dV": Stage(_dV_kernel, lambda *x: _plain_gradients(*x)[2:3], GRADIENTS, ("dv",)),
+    "parallel_bw_P": Stage(
+        _gradient_scores_kernel,
+        _plain_gradient_scores,
+        (*QKV, "matDeltaH", "gates", "rows", *NORMS),
+        (*GradientScores._fields, *PairSums._fields),
+    ),
+    "recurrent_bw_dQ": Stage(
+        recurrent_bw_dQ,
+        _plain_bw_dQ,
+        ("matK", "matV", "matDeltaH", "gradient_scores", "vecR", "vecG", "scaGamma", "matC_initial", "vecN_states"),
+        ("dq", "from_state", "C_last"),
+    ),
+    "recurrent_bw_dK": Stage(
+        recurrent_bw_dK,
+        _plain_bw_dK,
+        ("matQ", "matV", "matDeltaH", "gradient_scores", "gates", "matDeltaC_last", "vecDeltaN_states"),
+        ("dk", "to_state", "dC_initial"),
+    ),
+    "recurrent_bw_dV": Stage(_bw_dV_kernel, _plain_bw_dV, ("matK", "matDeltaH", "gradient_scores", "gates", "matDeltaC_last"), ("dv",)),
 }
 
 
@@ -208,13 +283,25 @@ def stage_arrays(x: Inputs, L: int, stateless: bool) -> dict[str, Any]:
     def run(stage):
         return STAGES[stage].run_plain(L, *(found[name] for name in STAGES[stage].inputs))
 
+    def steps(*arrays):
+        return [y.reshape(B, NH, S, *y.shape[4:]) for y in arrays]
+
+    def rows_of(h, z):
+        return gates.row_gradients(jnp.sum(x.dh * h, -1), z, found["gates"].vecM.reshape(z.shape), **NORMALISER)
+
     found["gates"] = run("chunk_gates")
     if stateless:
-        found["scores"] = Scores(*(y.reshape(B, NH, S, *y.shape[4:]) for y in run("parallel_fw_P")[:3]))
+        *scores, z, _ = run("parallel_fw_P")
+        found["scores"] = Scores(*steps(*scores))
+        found["rows"] = rows = rows_of(*steps(run("recurrent_fw_H")[0], z))
+        abar, gamma, (w,) = found["gates"].vecAbar, found["gates"].scaGamma, steps(found["gates"].vecW * K**-0.5)
+        found |= dict(vecR=w * rows.vecInvDen, vecG=w * rows.vecDz, scaGamma=gamma)
+        found["vecN_states"], _ = vector_states(x.k, abar, gamma, n)
+        found["vecDeltaN_states"], _ = vector_states(x.q, found["vecG"].reshape(abar.shape), gamma, n, backward=True)
+        found["gradient_scores"] = GradientScores(*steps(*run("parallel_bw_P")[: len(GradientScores._fields)]))
         return found
     found["matC_states"], found["vecN_states"], _, _ = run("recurrent_fw_C")
-    h, z = (y.reshape(B, NH, S, *y.shape[4:]) for y in run("parallel_fw_H"))
-    found["rows"] = gates.row_gradients(jnp.sum(x.dh * h, -1), z, found["gates"].vecM.reshape(z.shape), **NORMALISER)
+    found["rows"] = rows_of(*steps(*run("parallel_fw_H")))
     found["matDeltaC_states"], found["vecDeltaN_states"], *_ = run("recurrent_bw_dC")
     return found
 

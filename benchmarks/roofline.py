@@ -123,6 +123,44 @@ def parallel_bw_dV(shape: Shape, L: int, itemsize: int) -> Cost:
     return Cost(2 * R * K * V + R * (L + 1) * (K + V), itemsize * (R * (2 * K + 2 * V) + NC * K * V) + 4 * 6 * R)
 
 
+def parallel_bw_P(shape: Shape, L: int, itemsize: int) -> Cost:
+    """FLOPs: q.k and dh.v, R (L + 1) (K + V). Bytes: q, k, v, dh, qbar, kbar, P and dP, w R (4 K + 2 V + 2 L).
+
+    Floats: n, dn, e, u, w, abar, 1/den, dz, and five row sums of the gates' gradients.
+    """
+    _, _, _, K, V = shape
+    R, NC = shape.rows, shape.chunks(L)
+    return Cost(R * (L + 1) * (K + V), itemsize * R * (4 * K + 2 * V + 2 * L) + 4 * (2 * NC * K + 13 * R))
+
+
+def recurrent_bw_dQ(shape: Shape, L: int, itemsize: int) -> Cost:
+    """FLOPs: C dh and sum kbar v^T, 4 R K V; dP k, R (L + 1) K. Bytes: k, kbar, qbar, dq, v, dh and dP, w R (4 K + 2 V + L).
+
+    Floats: n, two row scalings and a row sum, gamma, the first and the last C.
+    """
+    _, _, _, K, V = shape
+    R, NC, heads = shape.rows, shape.chunks(L), shape.B * shape.NH
+    floats = NC * K + 3 * R + NC + 2 * heads * K * V
+    return Cost(4 * R * K * V + R * (L + 1) * K, itemsize * R * (4 * K + 2 * V + L) + 4 * floats)
+
+
+def recurrent_bw_dK(shape: Shape, L: int, itemsize: int) -> Cost:
+    """FLOPs: dC v and sum qbar dh^T, 4 R K V; dP^T q, R (L + 1) K. Bytes: as recurrent_bw_dQ, with q for k, dC for C and dn for n; abar
+    is both row scalings."""
+    found = recurrent_bw_dQ(shape, L, itemsize)
+    return Cost(found.flops, found.bytes - 4 * shape.rows)
+
+
+def recurrent_bw_dV(shape: Shape, L: int, itemsize: int) -> Cost:
+    """FLOPs: dC^T k and sum qbar dh^T, 4 R K V; P^T dh, R (L + 1) V. Bytes: k, qbar, dh, dv and P, w R (2 K + 2 V + L).
+
+    Floats: abar, gamma, the last dC.
+    """
+    _, _, _, K, V = shape
+    R, NC, heads = shape.rows, shape.chunks(L), shape.B * shape.NH
+    return Cost(4 * R * K * V + R * (L + 1) * V, itemsize * R * (2 * K + 2 * V + L) + 4 * (R + NC + heads * K * V))
+
+
 STAGES = {
     stage.__name__: stage
     for stage in (
@@ -136,6 +174,10 @@ STAGES = {
         parallel_bw_dQ,
         parallel_bw_dK,
         parallel_bw_dV,
+        parallel_bw_P,
+        recurrent_bw_dQ,
+        recurrent_bw_dK,
+        recurrent_bw_dV,
     )
 }
 

@@ -59,16 +59,20 @@ def test_bytes_of_a_stage_are_those_of_its_arrays(stage):
     args = {name: found[name] for name in kernel_benchmark.STAGES[stage].inputs}
     launch = dict(problem=ours.problem, config=ours.filled, interpret=True)
     outputs = jax.eval_shape(lambda *xs: kernel_benchmark.STAGES[stage].kernel(*xs, **launch), *args.values())
-    gates, rows = args.pop("gates", None), args.pop("rows", None)
+    gates, rows, scores = args.pop("gates", None), args.pop("rows", None), args.pop("gradient_scores", None)
     read = {
         "recurrent_fw_C": lambda: (gates.vecAbar, gates.scaGamma),
         "parallel_fw_H": lambda: (*gates.vecE, *gates.vecU, gates.vecW, gates.vecM),
         "parallel_fw_P": lambda: (*gates.vecE, *gates.vecU, gates.vecW, gates.vecAbar, gates.vecM, gates.scaGamma),
         "recurrent_fw_H": lambda: gates.scaGamma,
+        "parallel_bw_P": lambda: (*gates.vecE, *gates.vecU, gates.vecW, gates.vecAbar, rows.vecInvDen, rows.vecDz),
+        "recurrent_bw_dQ": lambda: (scores.matDeltaP, scores.matQ_scaled, scores.matK_scaled),
+        "recurrent_bw_dK": lambda: (scores.matDeltaP, scores.matQ_scaled, scores.matK_scaled, gates.vecAbar, gates.scaGamma),
+        "recurrent_bw_dV": lambda: (scores.matP, scores.matQ_scaled, gates.vecAbar, gates.scaGamma),
         "recurrent_bw_dC": lambda: (gates.vecW, gates.scaGamma, rows.vecInvDen, rows.vecDzDen),
         "parallel_bw_dQKV": lambda: (*gates.vecE, *gates.vecU, gates.vecW, gates.vecAbar, rows.vecInvDen, rows.vecDz),
     }
-    args["of gates and rows"] = read[stage]() if gates else ()
+    args["of gates and rows"] = read[stage]() if stage in read else ()
     assert roofline.STAGES[stage](SMALL, L, 2).bytes == nbytes(args) + nbytes(outputs)
 
 
@@ -88,6 +92,10 @@ BETWEEN = {
     "parallel_bw_dQ": ["bkv,btv->btk"],
     "parallel_bw_dK": ["bkv,btv->btk"],
     "parallel_bw_dV": ["bkv,btk->btv"],
+    "parallel_bw_P": [],
+    "recurrent_bw_dQ": ["bkv,btv->btk", "btk,btv->bkv"],
+    "recurrent_bw_dK": ["bkv,btv->btk", "btk,btv->bkv"],
+    "recurrent_bw_dV": ["bkv,btk->btv", "btk,btv->bkv"],
 }
 INSIDE = {
     "parallel_fw_H": ["btk,bsk->bts", "bts,bsv->btv"],
@@ -97,6 +105,10 @@ INSIDE = {
     "parallel_bw_dQ": ["btk,bsk->bts", "btv,bsv->bts", "bts,bsk->btk"],
     "parallel_bw_dK": ["btk,bsk->bts", "btv,bsv->bts", "bts,btk->bsk"],
     "parallel_bw_dV": ["btk,bsk->bts", "bts,btv->bsv"],
+    "parallel_bw_P": ["btk,bsk->bts", "btv,bsv->bts"],
+    "recurrent_bw_dQ": ["bts,bsk->btk"],
+    "recurrent_bw_dK": ["bts,btk->bsk"],
+    "recurrent_bw_dV": ["bts,btv->bsv"],
 }
 
 
@@ -466,7 +478,7 @@ def test_after_ctrl_c_what_was_measured_is_there(monkeypatch, tmp_path, capsys):
         (["--config=/no/such/row.json"], "--config: [Errno 2] No such file"),
         (
             ['--config={"num_warps": 4}'],
-            "--config: unknown num_warps, known are chunk_size, stateless_forward, split_backward, chunk_gates",
+            "--config: unknown num_warps, known are chunk_size, stateless_forward, stateless_backward, ",
         ),
         (['--config={"parallel_fw_H": {"num_warps": 3}}'], "--config: num_warps is 3"),
         (['--config={"parallel_fw_H": {"warps": 4}}'], "--config: StageConfig.__init__() got an unexpected keyword argument 'warps'"),
