@@ -91,16 +91,28 @@ SWEPT = {  # what each stage reads of its StageConfig
     "parallel_bw_dQ": ("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_loop", *LAUNCH),
     "parallel_bw_dK": ("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_loop", *LAUNCH),
     "parallel_bw_dV": ("siz_b_LQ", "siz_b_LKV", "siz_b_DHHV", "siz_b_loop", *LAUNCH),
+    "parallel_bw_P": ("siz_b_DHQK", "siz_b_loop", *LAUNCH),
+    "recurrent_bw_dQ": ("siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "siz_b_loop", *LAUNCH),
+    "recurrent_bw_dK": ("siz_b_DHQK", "siz_b_DHHV", "siz_b_loop", *LAUNCH),
+    "recurrent_bw_dV": ("siz_b_DHQK", "siz_b_DHHV", "siz_b_loop", *LAUNCH),
 }
+ROWS, COLUMNS = (64, 128, 256), (64, 128)  # of a tile of the state of a walk
+WALK = {"siz_b_loop": (64, 128, 256, 512), "num_stages": (2, 3, 4)}
 NARROWED: dict[str, dict[str, Sequence[int]]] = {  # PARAMETERS, for one stage
     "chunk_gates": {"num_warps": (1, 2, 4)},
     "parallel_fw_P": {"siz_b_DHQK": (32, 64, 128, 256), "num_warps": (1, 2, 4, 8)},
-    "recurrent_fw_H": {"siz_b_DHQK": (64, 128, 256), "siz_b_DHHV": (64, 128), "siz_b_loop": (64, 128, 256, 512), "num_stages": (2, 3, 4)},
+    "parallel_bw_P": {"num_warps": (1, 2, 4, 8)},
+    **dict.fromkeys(("recurrent_fw_H", "recurrent_bw_dV"), WALK | {"siz_b_DHQK": ROWS, "siz_b_DHHV": COLUMNS}),
+    **dict.fromkeys(("recurrent_bw_dQ", "recurrent_bw_dK"), WALK | {"siz_b_DHQK": COLUMNS, "siz_b_DHHV": ROWS}),
 }
 SHORT_CHUNKS = (16, 32, 64, 128)  # of stages in CHUNK_OF
 # What may be chosen for the forward and for the backward pass.
 FORWARD = ({"stateless_forward": False}, {"stateless_forward": True})
-BACKWARD = ({"split_backward": False}, {"split_backward": True})
+BACKWARD = (
+    {"stateless_backward": False, "split_backward": False},
+    {"stateless_backward": False, "split_backward": True},
+    {"stateless_backward": True, "split_backward": False},
+)
 
 
 class DeviceLost(RuntimeError):
@@ -533,8 +545,10 @@ def sum_of_stages(searches: Sequence[Search], problem: Problem, owner: str = "")
     return sum(min(sum(found[stage][0] for stage in plan.stages if stage in found) for plan in plans) for plans in passes)
 
 
-def joined(searches: Sequence[Search], base: KernelConfig, problem: Problem) -> list[KernelConfig]:
-    """The best stages at the problem's chunks, those that were not searched as in the base, for all plans that were searched."""
+def joined(searches: Sequence[Search], base: KernelConfig, problem: Problem) -> Iterator[tuple[float, KernelConfig]]:
+    """For all plans that were searched, the best stages at the problem's chunks, those that were not searched as in the base; and the sum
+    of what was searched.
+    """
     found = found_within(searches, problem.L)
     best = {stage: tiles for stage, (_, tiles) in found.items() if tiles}
     tiles = {stage: canonical(stage, base.stage(stage), base.problem_of(stage, problem)) for stage in STAGES}
@@ -542,7 +556,9 @@ def joined(searches: Sequence[Search], base: KernelConfig, problem: Problem) -> 
     for plans, stages in zip(plans_of(problem), base.passes(problem), strict=True):
         searched = [plan for plan in plans if plan.own & found.keys() and plan.own & found.keys() <= best.keys()]
         passes.append(searched or [plan for plan in plans if plan.stages == stages])
-    return [KernelConfig(chunk_size=problem.L, **tiles | best, **there.flags, **back.flags) for there, back in itertools.product(*passes)]
+    for there, back in itertools.product(*passes):
+        ms = sum(found[stage][0] for stage in (*there.stages, *back.stages) if stage in found)
+        yield ms, KernelConfig(chunk_size=problem.L, **tiles | best, **there.flags, **back.flags)
 
 
 def row_of(shape: Shape, dtype: str, config: KernelConfig, ms: float, heuristic_ms: float) -> dict[str, Any]:
@@ -615,8 +631,8 @@ def tune(tuner: Tuner, options: flags.FlagValues, rows: Sequence[dict[str, Any]]
             tiles = ", ".join(f"{name} {getattr(search.best[1], name)}" for name in SWEPT[search.stage])
             tqdm.write(f"{tuner.name} {search.stage} L={search.L}: {search.best[0]:.3f} ms ({len(search.results)} tried), {tiles}")
 
-    made = [x for problem in sorted(problems.values(), key=lambda x: sum_of_stages(searches, x)) for x in joined(searches, base, problem)]
-    results = tuner.whole([*known, *made], deadline)
+    made = sorted((x for problem in problems.values() for x in joined(searches, base, problem)), key=lambda x: x[0])
+    results = tuner.whole([*known, *(config for _, config in made)], deadline)
     reference = results.get(known[0])
     times = {config: result.ms for config, result in results.items() if result.ms is not None}
     if reference is None or reference.ms is None:

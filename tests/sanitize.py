@@ -12,14 +12,15 @@ from jax.experimental import pallas as pl
 from oracle import random_inputs
 
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, mlstm_recurrent_step
-from mlstm_pallas.config import ALL_STAGES
+from mlstm_pallas.config import ALL_STAGES, WALKS
 from mlstm_pallas.launch import kernel_call
 
 KERNELS = (*ALL_STAGES, "border_maxima")
 # What is asked for beside the default; the sigmoid gate takes no m_initial.
 VARIANTS = [{}, {"packed": True}, {"input_gate": "sigmoid"}, {"input_gate": "sigmoid", "normalize": False}]
 SPLIT = KernelConfig(split_backward=True)
-STATELESS = KernelConfig(stateless_forward=True, recurrent_fw_H=StageConfig(siz_b_LKV=32, siz_b_loop=64))  # two launches at DHQK = 128
+WALK = StageConfig(siz_b_LKV=32, siz_b_loop=64)  # two launches at 128 rows
+STATELESS = KernelConfig(stateless_forward=True, stateless_backward=True, **dict.fromkeys(WALKS, WALK))
 # S, DHQK, DHHV, chunk size, config; with rows and columns of padding, one chunk and several, a chunk of several tiles
 CASES = [
     (100, 24, 40, 16, None),

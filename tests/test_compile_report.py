@@ -11,7 +11,7 @@ import pytest
 from absl import flags
 
 from mlstm_pallas import KernelConfig, StageConfig, api
-from mlstm_pallas.config import CHUNK_OF, PLANS, STAGES, config_for, config_from_row, tuned_rows
+from mlstm_pallas.config import CHUNK_OF, PLANS, STAGES, WALKS, config_for, config_from_row, tuned_rows
 from mlstm_pallas.problem import make_problem
 
 HEADS = ((64, 64), (128, 256), (256, 512))
@@ -38,6 +38,10 @@ COMPILED = (
     ("recurrent_fw_H", (256, 512), "bfloat16", "H200"),
     ("recurrent_fw_H", (256, 512), "float32", "RTX4090"),
     ("recurrent_fw_H", (128, 256), "bfloat16", "RTX5090"),
+    ("parallel_bw_P", (128, 256), "float32", "H200"),
+    ("recurrent_bw_dQ", (64, 256), "bfloat16", "H200"),
+    ("recurrent_bw_dK", (64, 256), "float32", "RTX4090"),
+    ("recurrent_bw_dV", (256, 512), "bfloat16", "A100"),
 )
 
 # (name of the device here, DHQK, DHHV, dtype) of every tuned row.
@@ -151,7 +155,7 @@ def test_a_config_of_the_command_line_reaches_the_kernels(monkeypatch, capsys):
     config = {"stateless_forward": True, "recurrent_fw_H": {"siz_b_LKV": 16, "siz_b_loop": 256}}
     assert run("--heads=256/64", "--dtype=bfloat16", "--jsonl", f"--config={json.dumps(config)}") == 0
     rows = {row["stage"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
-    assert {name: row["chunk_size"] for name, row in rows.items() if name in CHUNK_OF} == dict.fromkeys(CHUNK_OF, 16)
+    assert {name: row["chunk_size"] for name, row in rows.items() if name in CHUNK_OF} == {"parallel_fw_P": 16, "recurrent_fw_H": 16}
     assert rows["recurrent_fw_H"]["config"]["siz_b_loop"] == 256
 
 
@@ -209,14 +213,15 @@ def test_a_crash_of_the_compiler_is_a_cause(monkeypatch):
 @pytest.mark.parametrize(("stage", "heads", "dtype", "device"), COMPILED, ids=[case_id(*case) for case in COMPILED])
 def test_compiles_and_fits(stage, heads, dtype, device):
     pytest.importorskip("triton")
-    how = dict(direction="fwbw" if "_bw_" in stage else "fwd", config=KernelConfig(stateless_forward=stage in CHUNK_OF))
+    plan = KernelConfig(stateless_forward=stage in CHUNK_OF, stateless_backward=stage in CHUNK_OF)
+    how = dict(direction="fwbw" if "_bw_" in stage else "fwd", config=plan)
     rows = list(compile_report.report(device, [heads], [dtype], stages=[stage], **how))
     assert len(rows) in (1, 2)  # a recurrence of small heads is launched twice, over parts of the sequence
     for row in rows:
         assert row.cause == ""
         assert row.usage.shared_bytes <= compile_report.DEVICES[device].shared_bytes
         assert 16 <= row.usage.registers <= 255
-        if dtype == "bfloat16" and stage in ("recurrent_fw_C", "parallel_fw_H", "recurrent_fw_H"):
+        if dtype == "bfloat16" and stage in ("recurrent_fw_C", "parallel_fw_H", *WALKS):
             assert (row.usage.wgmma if device == "H200" else row.usage.mma) > 0, "no tensor cores"
 
 

@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, use_backend
+from mlstm_pallas.config import PLANS
 from mlstm_pallas.xlstm_jax import max_triton_fwbw_v3noslice as v3noslice
 from mlstm_pallas.xlstm_jax import max_triton_fwbw_v5xlchunksize as v5xlchunksize
 from mlstm_pallas.xlstm_jax import triton_stablef
@@ -223,8 +224,10 @@ OTHERS = {
         TypeError,
         "config.precision is 'highest', expected None, a jax.lax.Precision or a jax.lax.DotAlgorithmPreset",
     ),
-    "stateless_forward": (lambda: KernelConfig(stateless_forward=1), TypeError, "config.stateless_forward is 1, expected None or a bool"),
-    "split_backward": (lambda: KernelConfig(split_backward="yes"), TypeError, "config.split_backward is 'yes', expected None or a bool"),
+    **{
+        plan: (functools.partial(KernelConfig, **{plan: "yes"}), TypeError, f"config.{plan} is 'yes', expected None or a bool")
+        for plan in PLANS
+    },
     "config_stage": (
         lambda: KernelConfig(parallel_fw_H=dict(siz_b_LQ=64)),
         TypeError,

@@ -50,12 +50,13 @@ def test_gradients_of_an_empty_batch_are_empty(backend, B, NH):
     assert [x.shape for x in gradients] == [x.shape for x in inputs.values()]
 
 
+STATELESS = KernelConfig(stateless_forward=True, stateless_backward=True)
 # Shapes (B, NH, S, DHQK, DHHV), dtype, and options of mlstm_chunkwise; what is larger than 32 bits can number, or a grid's limits.
 HUGE = {
     "states_and_values": ((1, 9, 2**20, 128, 256), "bfloat16", {}),
-    "states_on_the_chip": ((1, 9, 2**20, 128, 256), "bfloat16", {"config": KernelConfig(stateless_forward=True)}),
+    "states_on_the_chip": ((1, 9, 2**20, 128, 256), "bfloat16", {"config": STATELESS}),
     "rows": ((2**14, 2**7, 2**10, 16, 16), "bfloat16", {}),
-    "rows_stateless": ((2**14, 2**7, 2**10, 16, 16), "bfloat16", {"config": KernelConfig(stateless_forward=True)}),
+    "rows_stateless": ((2**14, 2**7, 2**10, 16, 16), "bfloat16", {"config": STATELESS}),
     "chunks_of_one_sequence": ((1, 1, 2**20, 16, 16), "float32", {"chunk_size": 16}),
 }
 

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from oracle import NAMES, initial_state_scale, tolerance
 
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, reference
+from mlstm_pallas.config import WALKS
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -48,7 +49,8 @@ class Case:
 
 SIGMOID = (("input_gate", "sigmoid"),)
 SPLIT = KernelConfig(split_backward=True)
-STATELESS = KernelConfig(stateless_forward=True, recurrent_fw_H=StageConfig(siz_b_LKV=16, siz_b_loop=16))  # two launches
+WALK = StageConfig(siz_b_LKV=16, siz_b_loop=16)  # two launches at 32 rows
+STATELESS = KernelConfig(stateless_forward=True, stateless_backward=True, **dict.fromkeys(WALKS, WALK))
 CASES = {
     "one_chunk": Case(1, 2, 16, 16, 16, 16),
     "chunks": Case(1, 2, 64, 16, 32, 16),

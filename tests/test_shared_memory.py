@@ -71,6 +71,10 @@ COMPILED = [
     ("recurrent_fw_H", (64, 64), "float32", 64, tiles(64, 64, 64, 16, 64, 8, 4), "A100", False),
     ("recurrent_fw_H", (16, 16), "bfloat16", 64, tiles(64, 16, 16, 16, 64, 8, 3), "B200", False),
     ("recurrent_fw_H", (256, 64), "bfloat16", 128, tiles(64, 128, 64, 64, 256, 8, 3), "RTX5090", True),
+    ("parallel_bw_P", (64, 256), "bfloat16", 64, tiles(64, 64, 64, 64, 64, num_stages=3), "H200", False),
+    ("recurrent_bw_dQ", (64, 128), "bfloat16", 64, tiles(64, 64, 64, 64, 128), "H200", False),
+    ("recurrent_bw_dK", (128, 128), "bfloat16", 128, tiles(64, 128, 64, 64, 128, 8, 3), "L4", True),
+    ("recurrent_bw_dV", (64, 64), "float32", 32, tiles(64, 32, 64, 64, 64, 4, 3), "B200", False),
 ]
 
 
@@ -82,7 +86,9 @@ def test_the_bound_is_one_and_what_it_refuses_does_not_fit(stage, heads, dtype, 
     pytest.importorskip("triton")
     monkeypatch.setattr(api, "check_fits", lambda *_: None)
     target, config = compile_report.DEVICES[device], dataclasses.replace(config, num_segments=1)  # one launch
-    whole = KernelConfig(chunk_size=L, stateless_forward=stage in CHUNK_OF, split_backward=stage != "parallel_bw_dQKV", **{stage: config})
+    plan = dict(stateless_forward=stage in CHUNK_OF, stateless_backward=stage in CHUNK_OF, split_backward=stage != "parallel_bw_dQKV")
+    chunks = {CHUNK_OF[stage]: config} if stage in CHUNK_OF else {}
+    whole = KernelConfig(chunk_size=L, **plan, **chunks | {stage: config})
     direction = "fwd" if "fw" in stage else "fwbw"
     [row] = compile_report.report(device, [heads], [dtype], stages=[stage], seqlen=1024, config=whole, direction=direction)
     of_stage = config_for(*heads, 1024, jnp.dtype(dtype), explicit=whole).problem_of(stage, problem(heads, L))

@@ -26,8 +26,7 @@ def recurrent_bw_dQ(
     config: KernelConfig,
     interpret: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Launches the stage. Config: siz_b_DHQK (columns of C^T), siz_b_DHHV (rows of a tile), siz_b_loop (rows a launch).
-
+    """Launches the stage. Config: siz_b_DHQK (columns of C^T), siz_b_DHHV (rows of a tile), siz_b_loop (rows a launch);
     siz_b_LKV is the chunk that its caller gives the problem.
 
     Args:
