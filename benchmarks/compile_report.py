@@ -34,8 +34,9 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from pipelines import overwritten_operands
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step
-from mlstm_pallas.config import ALL_STAGES, PLANS, available_shared_bytes, config_for, config_from_row
+from mlstm_pallas.config import ALL_STAGES, PLANS, config_for, config_from_row
 from mlstm_pallas.problem import KERNEL_DTYPES, check_chunk_size, make_problem
+from mlstm_pallas.shared_memory import available_shared_bytes
 
 # Enough to make every stage's grid three-dimensional; the code of a kernel depends on them only through arrays beyond 2**32 bytes.
 BATCH, NUM_HEADS = 1, 8

@@ -43,7 +43,7 @@ from peers import NORMALISER, Inputs, random_inputs
 from reporting import Row, markdown, plot, progress, read_rows, table
 from roofline import Shape
 
-from mlstm_pallas import gates, mlstm_chunkwise, reference
+from mlstm_pallas import gate_gradients, gates, mlstm_chunkwise, reference
 from mlstm_pallas.backend import target_device_kind
 from mlstm_pallas.config import CHUNK_OF, KernelConfig, config_for
 from mlstm_pallas.problem import BACKENDS, KERNEL_DTYPES, check_chunk_size, make_problem
@@ -287,7 +287,7 @@ def stage_arrays(x: Inputs, L: int, stateless: bool) -> dict[str, Any]:
         return [y.reshape(B, NH, S, *y.shape[4:]) for y in arrays]
 
     def rows_of(h, z):
-        return gates.row_gradients(jnp.sum(x.dh * h, -1), z, found["gates"].vecM.reshape(z.shape), **NORMALISER)
+        return gate_gradients.row_gradients(jnp.sum(x.dh * h, -1), z, found["gates"].vecM.reshape(z.shape), **NORMALISER)
 
     found["gates"] = run("chunk_gates")
     if stateless:

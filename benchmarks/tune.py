@@ -55,18 +55,9 @@ from roofline import Shape
 from tqdm import tqdm
 
 import mlstm_pallas
-from mlstm_pallas.config import (
-    CHUNK_OF,
-    PLANS,
-    STAGES,
-    KernelConfig,
-    StageConfig,
-    available_shared_bytes,
-    config_from_row,
-    heuristic_config,
-    tuning_name,
-)
+from mlstm_pallas.config import CHUNK_OF, PLANS, STAGES, KernelConfig, StageConfig, config_from_row, heuristic_config, tuning_name
 from mlstm_pallas.problem import KERNEL_DTYPES, Problem, check_chunk_size, clamp_chunk_size, make_problem, padded_head_dim
+from mlstm_pallas.shared_memory import available_shared_bytes
 
 MIN_GAIN = 0.03  # of the whole, over the heuristic
 RUNS = 3  # that have to give the same bits

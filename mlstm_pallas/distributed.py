@@ -31,7 +31,8 @@ from mlstm_pallas.api import run
 from mlstm_pallas.backend import on_backend
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.fwbw import Inputs, Outputs, Plan, Residuals, backward, forward, inner, operation, row_gradients_of
-from mlstm_pallas.gates import ChunkGates, carried_steps, log_sigmoid_gate, split_for_exact_sums
+from mlstm_pallas.gate_gradients import carried_steps
+from mlstm_pallas.gates import ChunkGates, log_sigmoid_gate, split_for_exact_sums
 from mlstm_pallas.gates import chunk_gates as chunk_gates_xla
 from mlstm_pallas.reference import segment_starts
 from mlstm_pallas.stages.chunk_gates import chunk_gates

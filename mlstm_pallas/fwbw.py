@@ -12,8 +12,9 @@ from jax import lax
 from mlstm_pallas import reference
 from mlstm_pallas.backend import on_backend
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.gates import NO_NORMALISER, chunk_sums, gate_gradients, materialised, row_gradients, tile_sums
+from mlstm_pallas.gate_gradients import NO_NORMALISER, chunk_sums, gate_gradients, row_gradients, tile_sums
 from mlstm_pallas.gates import chunk_gates as chunk_gates_xla
+from mlstm_pallas.gates import materialised
 from mlstm_pallas.problem import InputGate, Problem, as_dtype
 from mlstm_pallas.sharding import over_shards
 from mlstm_pallas.stages.chunk_gates import chunk_gates

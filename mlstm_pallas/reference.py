@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mlstm_pallas.gates import ChunkGates, RowGradients, RowSums, chunk_gates, log_input_gate, log_sigmoid_gate, suffix_sums
+from mlstm_pallas.gate_gradients import RowGradients, RowSums, suffix_sums
+from mlstm_pallas.gates import ChunkGates, chunk_gates, log_input_gate, log_sigmoid_gate
 from mlstm_pallas.problem import MAX_TILE, InputGate
 
 _INF = float("inf")

@@ -9,8 +9,9 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from mlstm_pallas import KernelConfig, StageConfig, api, mlstm_chunkwise
-from mlstm_pallas.config import CHUNK_OF, PLANS, available_shared_bytes, check_fits, config_for, least_shared_bytes
+from mlstm_pallas.config import CHUNK_OF, PLANS, config_for
 from mlstm_pallas.problem import make_problem
+from mlstm_pallas.shared_memory import available_shared_bytes, check_fits, least_shared_bytes
 
 KIB = 1024
 HEADS = [(16, 16), (64, 64), (80, 96), (128, 256), (192, 320), (256, 512), (512, 512), (1024, 1024)]

@@ -14,7 +14,8 @@ import jax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.gates import ChunkGates, RowGradients
+from mlstm_pallas.gate_gradients import RowGradients
+from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.launch import kernel_call
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.tiles import Precision, block_at, blocks, causal_mask, decay_tile, divide, dot, loop, remainder, sum_of

@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.gates import ChunkGates, RowGradients
+from mlstm_pallas.gate_gradients import RowGradients
+from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stages.recurrence import recurrence
 

@@ -18,10 +18,12 @@ from jax import lax
 from mlstm_pallas import fwbw, reference
 from mlstm_pallas import gates as gate_forms
 from mlstm_pallas.backend import on_backend, requested_backend, target_device_kind
-from mlstm_pallas.config import check_fits, config_for
+from mlstm_pallas.config import config_for
 from mlstm_pallas.fwbw import Plan
-from mlstm_pallas.gates import ChunkGates, LocalGates, Pair, RowGradients, pair_add, pair_max, two_sum
+from mlstm_pallas.gate_gradients import RowGradients
+from mlstm_pallas.gates import ChunkGates, LocalGates, Pair, pair_add, pair_max, two_sum
 from mlstm_pallas.problem import KERNEL_DTYPES, MIN_CHUNK_SIZE, Problem, is_power_of_two, padded_head_dim
+from mlstm_pallas.shared_memory import check_fits
 from mlstm_pallas.stages.chunk_gates import chunk_gates
 from mlstm_pallas.stages.parallel_bw_dK import parallel_bw_dK
 from mlstm_pallas.stages.parallel_bw_dQ import parallel_bw_dQ

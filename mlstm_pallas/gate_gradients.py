@@ -1,0 +1,199 @@
+"""Gradients of the gates: what the normaliser, the stabilisers and the sums of the stages pass back to the gate pre-activations."""
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mlstm_pallas.gates import MASKED, ChunkGates, log_sigmoid_gate
+from mlstm_pallas.problem import InputGate
+
+# exp of anything below these is 0, subnormals included.
+_LEAST_EXPONENT = {"float32": -104.0, "float64": -746.0}
+
+
+class RowGradients(NamedTuple):
+    """What the normaliser passes back, elementwise; (B, NH, S) each. NO_NORMALISER, all None, where h is the numerator."""
+
+    vecInvDen: jax.Array | None  # 1 / den_t
+    vecDz: jax.Array | None  # dz_t
+    vecDzDen: jax.Array | None  # dz_t den_t
+    vecDm: jax.Array | None  # dm_t
+
+
+class RowSums(NamedTuple):
+    """Inner products that the gates' gradients are made of, for tiles of T steps; (B, NH, S / T, T) each."""
+
+    vecQ_inter: jax.Array  # q_t with the part of dq_t that comes from before the tile
+    vecK_inter: jax.Array  # k_s with the part of dk_s that goes on behind the tile
+    vecK_intra: jax.Array  # k_s with the rest of dk_s: sum over t of W_ts = dP_ts scale q_t . k_s
+    vecPairs: jax.Array  # at r: sum of W_ts over t >= r > s
+
+
+NO_NORMALISER = RowGradients(None, None, None, None)
+
+
+def row_gradients(delta: jax.Array, z: jax.Array, m: jax.Array, *, eps: float, stabilize_correctly: bool, norm_val: float) -> RowGradients:
+    """Gradients at h = num / den, den = max(|z|, floor) + eps; delta_t = dh_t . h_t, z and m: (B, NH, S)."""
+    floor = norm_val * jnp.exp(-m) if stabilize_correctly and norm_val > 0 else jnp.full_like(m, norm_val)
+    den = jnp.maximum(jnp.abs(z), floor) + eps
+    inv_den = jnp.where(den > 0, 1.0 / jnp.where(den > 0, den, 1.0), 0.0)
+    larger = jnp.abs(z) >= floor
+    dz_den = jnp.where(larger, -jnp.sign(z) * delta, 0.0)
+    share = eps * inv_den if stabilize_correctly else jnp.where(larger, eps * inv_den, 1.0)
+    return RowGradients(inv_den, dz_den * inv_den, dz_den, -delta * share)
+
+
+def suffix_sums(x: jax.Array) -> jax.Array:
+    """sum over tau >= t along the last axis, which is short: a product with a triangle of ones, exact to float32."""
+    T = x.shape[-1]
+    return jnp.einsum("...s,st->...t", x, jnp.tri(T, dtype=x.dtype), precision="highest")
+
+
+def tile_sums(
+    from_state, from_before, from_own, between, to_state, to_behind, to_own, diagonal, through, T: int
+) -> tuple[RowSums, jax.Array]:
+    """RowSums for tiles of T steps, and what goes through each tile (B, NH, S / T), from the sums of the stages for long chunks.
+
+    Args:
+      from_..., to_..., diagonal: (B, NH, S), see the stages parallel_bw_dQ and parallel_bw_dK.
+      between: (B, NH, NC, L / LQ, L / LKV) sums over pairs of blocks of queries and keys, each of T steps or less.
+      through: (B, NH, NC) what goes through each chunk.
+    """
+    *heads, NC = through.shape
+    S = from_state.shape[-1]
+    n = S // (NC * T)  # tiles of a chunk
+
+    def tiles(x):
+        return x.reshape(*heads, S // T, T)
+
+    def totals(x):
+        return jnp.sum(x.reshape(*heads, NC, n, T), axis=-1)
+
+    pairs = jnp.sum(between.reshape(*heads, NC, n, between.shape[-2] // n, n, between.shape[-1] // n), axis=(-3, -1))
+    index = jnp.arange(n)
+    later = (index[None, :] > index[:, None]).astype(pairs.dtype)  # [tile, other]: other lies behind tile
+    einsum = functools.partial(jnp.einsum, precision="highest")
+    through = through[..., None] + einsum("it,...t->...i", later, totals(from_state)) + einsum("it,...t->...i", later.T, totals(to_state))
+    through += einsum("...ts,it,is->...i", pairs, later, later.T)
+    sums = RowSums(
+        tiles(from_state + from_before),
+        tiles(to_state + to_behind),
+        tiles(to_own + diagonal),
+        suffix_sums(tiles(from_own - to_own)),
+    )
+    return sums, through.reshape(*heads, S // T)
+
+
+def chunk_sums(
+    gates: ChunkGates, from_own, to_own, diagonal, from_norm, to_norm, from_state, to_state, enters, resolution: float
+) -> tuple[RowSums, jax.Array]:
+    """RowSums for tiles of one chunk, and what goes through each chunk (B, NH, NC), from the sums of the stages that store no states.
+
+    What goes through a chunk is what goes through the one before, with what that one gives and without what this one takes. The difference
+    has to be right where the gates are nearly closed, so the sums have more digits than the kernel dtype.
+
+    Args:
+      from_own, ..., to_norm: (B, NH, S), of parallel_bw_P; from_state, to_state: of recurrent_bw_dQ and recurrent_bw_dK.
+      enters: (B, NH) <C_0, dC_0> + n_0 . dn_0, what comes from the initial states.
+      resolution: of these sums; where less of the state is left behind a chunk, nothing goes through.
+    """
+    B, NH, NC, L = gates.vecW.shape
+
+    def tiles(x):
+        return x.reshape(B, NH, NC, L)
+
+    from_state, to_state = tiles(from_state + from_norm), tiles(to_state + to_norm)
+    taken, given = jnp.sum(from_state, axis=-1), jnp.sum(to_state, axis=-1)
+    carried = (gates.scaGamma > resolution).astype(taken.dtype)
+    gain = jnp.concatenate([enters[..., None], given[..., :-1]], axis=-1) - taken
+
+    def join(left, right):
+        return left[0] * right[0], left[1] * right[0] + right[1]
+
+    _, through = lax.associative_scan(join, (carried, carried * gain), axis=-1)
+    return RowSums(from_state, to_state, tiles(to_own + diagonal), suffix_sums(tiles(from_own - to_own))), through
+
+
+def carried_steps(gates: ChunkGates, vecF: jax.Array) -> jax.Array:
+    """Where m_t is log sigmoid(f_t) + m_{t-1}, not i_t: (B, NH, NC, L), as vecF."""
+    (e_hi, e_lo), (u_hi, u_lo) = gates.vecE, gates.vecU
+    return ((e_hi != u_hi) | (e_lo != u_lo)) & (vecF > MASKED)
+
+
+def stabiliser_gradients(
+    gates: ChunkGates, vecF: jax.Array, dm: jax.Array, begins: jax.Array | None = None
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Passes dm_t on to what won the maximum in m_t: (parts of di, of dfbar, of dm_initial).
+
+    m_t is either i_t or log sigmoid(f_t) + m_{t-1}: what arrives at t, its own dm_t included, goes to i_t in the first case, through f_t to
+    t - 1 in the second, and no further than f_t where a packed sequence begins. vecF, dm, begins: (B, NH, NC, L).
+    """
+    carried = carried_steps(gates, vecF)
+    # G_t = dm_t + goes_on_{t+1} G_{t+1}: within a chunk a sum over the run of such steps behind t, between chunks a short scan.
+    goes_on = carried if begins is None else carried & ~begins
+    breaks = jnp.cumsum(~goes_on, axis=-1)
+    L = dm.shape[-1]
+    same_run = (breaks[..., None, :] == breaks[..., :, None]) & jnp.tri(L, dtype=bool).T
+    inside = jnp.sum(jnp.where(same_run, dm[..., None, :], 0.0), axis=-1)
+    leaves = jnp.sum(jnp.where(breaks == 0, dm, 0.0), axis=-1)  # reaches the state before the chunk
+    passes = (breaks[..., -1] == 0).astype(dm.dtype)
+
+    def join(later, earlier):
+        return earlier[0] + earlier[1] * later[0], later[1] * earlier[1]
+
+    total, _ = lax.associative_scan(join, (leaves, passes), axis=2, reverse=True)  # (B, NH, NC) what reaches each chunk's start
+    behind = jnp.concatenate([total[..., 1:], jnp.zeros_like(total[..., :1])], axis=-1)
+    arrives = inside + jnp.where(breaks == breaks[..., -1:], behind[..., None], 0.0)
+    return jnp.where(carried, 0.0, arrives), jnp.where(carried, arrives, 0.0), total[..., 0]
+
+
+def passes(gates: ChunkGates, vecF: jax.Array, begins: jax.Array | None) -> jax.Array:
+    """Whether any weight of what is before t at t or later is not 0; else the sums for f_t hold rounding errors alone. (B, NH, NC, L)"""
+    fbar, reset = log_sigmoid_gate(vecF)
+    m_before = jnp.concatenate([gates.scaM_states[..., :-1, None], gates.vecM[..., :-1]], axis=-1)
+    decays = fbar + m_before - gates.vecM > _LEAST_EXPONENT[fbar.dtype.name]  # not a number where nothing was stored
+    return decays & ~(reset if begins is None else reset | begins)
+
+
+def gate_gradients(
+    gates: ChunkGates,
+    vecI: jax.Array,
+    vecF: jax.Array,
+    sums: RowSums,
+    through: jax.Array,
+    dm: jax.Array | None,
+    starts: jax.Array | None = None,
+    input_gate: InputGate = InputGate.EXP,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of the gate pre-activations and of m_initial, the latter without its share in the initial states.
+
+    f_r takes part in everything that passes from before r to r or later. Per tile of T steps that is: pairs inside the tile, the state's
+    part in the rows from r on, the keys before r that go on behind the tile, and what goes through the whole tile. No difference of
+    long sums is taken.
+
+    Args:
+      gates, vecI, vecF, starts: of chunks, (B, NH, NC, L).
+      sums: for tiles of T steps, a tile being a chunk or less.
+      through: (B, NH, S / T) what goes through the tile.
+      dm: dm_t (B, NH, S); None: m is a constant.
+
+    Returns:
+      vecDeltaI, vecDeltaF: (B, NH, S); scaDeltaM: (B, NH).
+    """
+    T = sums.vecPairs.shape[-1]
+    before = jnp.einsum("...s,ts->...t", sums.vecK_inter, jnp.tri(T, k=-1, dtype=through.dtype), precision="highest")
+    dfbar = (sums.vecPairs + suffix_sums(sums.vecQ_inter) + before + through[..., None]).reshape(vecF.shape)
+    begins = None if starts is None else starts > 0
+    dfbar = jnp.where(passes(gates, vecF, begins), dfbar, 0.0)
+    di = (sums.vecK_inter + sums.vecK_intra).reshape(vecI.shape)
+    dm_initial = jnp.zeros(vecI.shape[:2], di.dtype)
+    if dm is not None:
+        di_m, dfbar_m, dm_initial = stabiliser_gradients(gates, vecF, dm.reshape(vecF.shape), begins)
+        di, dfbar = di + di_m, dfbar + dfbar_m
+    if input_gate is InputGate.SIGMOID:
+        di = jnp.where(vecI <= MASKED, 0.0, di * jax.nn.sigmoid(-vecI))
+    B, NH, NC, L = vecF.shape
+    return di.reshape(B, NH, NC * L), (dfbar * jax.nn.sigmoid(-vecF)).reshape(B, NH, NC * L), dm_initial
