@@ -171,6 +171,15 @@ def test_forward_without_states_in_memory(dtype, tiling, variant):
         assert_close(actual, expected, bound, name)
 
 
+def test_a_walk_of_many_launches_rounds_as_one_does():
+    inputs = random_inputs(14, 1, 2, 64, 128, 32, dtype="bfloat16")
+    expected, _ = oracle(inputs)
+    walk = StageConfig(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=32, siz_b_loop=16)
+    run = functools.partial(mlstm_chunkwise, **inputs, backend="interpret")
+    h = run(config=KernelConfig(stateless_forward=True, recurrent_fw_H=walk))
+    assert_close(h, expected, tolerance("bfloat16", 64 + 128))
+
+
 @pytest.mark.parametrize("recompute_states_in_bw", [True, False])
 def test_states_are_in_memory_where_the_backward_pass_wants_them(recompute_states_in_bw):
     inputs = random_inputs(6, 1, 1, 64, 16, 16)

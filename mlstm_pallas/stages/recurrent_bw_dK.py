@@ -36,7 +36,6 @@ def recurrent_bw_dK(
     Returns:
       matDeltaK (B, NH, S, DHQK) in the kernel dtype; kbar_s . dC_{c+1} v_s (B, NH, S) and the gradient of the initial C, float32.
     """
-    stage = config.stage("recurrent_bw_dK")
     abar = gates.vecAbar.reshape(matQ.shape[:3])
     dk, dC, weighed = walk(
         "recurrent_bw_dK",
@@ -55,12 +54,8 @@ def recurrent_bw_dK(
             turned=True,
             backward=True,
         ),
-        columns=stage.siz_b_DHQK,
-        rows=stage.siz_b_loop,
-        part=stage.siz_b_DHHV,
         problem=problem,
-        stage=stage,
-        precision=config.dot_precision(matQ.dtype, interpret),
+        config=config,
         output_dtype=matQ.dtype,
         interpret=interpret,
     )

@@ -38,7 +38,6 @@ def recurrent_bw_dQ(
     Returns:
       matDeltaQ (B, NH, S, DHQK) in the kernel dtype; qbar_t . C_c dh_t (B, NH, S) and the last C, float32.
     """
-    stage = config.stage("recurrent_bw_dQ")
     dq, C_last, weighed = walk(
         "recurrent_bw_dQ",
         Walk(
@@ -55,12 +54,8 @@ def recurrent_bw_dQ(
             weigh=scores.matQ_scaled,
             turned=True,
         ),
-        columns=stage.siz_b_DHQK,
-        rows=stage.siz_b_loop,
-        part=stage.siz_b_DHHV,
         problem=problem,
-        stage=stage,
-        precision=config.dot_precision(matK.dtype, interpret),
+        config=config,
         output_dtype=matK.dtype,
         interpret=interpret,
     )

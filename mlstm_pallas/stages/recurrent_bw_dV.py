@@ -33,17 +33,12 @@ def recurrent_bw_dV(
     Returns:
       matDeltaV (B, NH, S, DHHV) in the kernel dtype.
     """
-    stage = config.stage("recurrent_bw_dV")
     abar = gates.vecAbar.reshape(matK.shape[:3])
     dv, _ = walk(
         "recurrent_bw_dV",
         Walk(matK, scores.matQ_scaled, matDeltaH, matDeltaH, scores.matP, abar, gates.scaGamma, matDeltaC_last, backward=True),
-        columns=stage.siz_b_DHHV,
-        rows=stage.siz_b_loop,
-        part=stage.siz_b_DHQK,
         problem=problem,
-        stage=stage,
-        precision=config.dot_precision(matK.dtype, interpret),
+        config=config,
         output_dtype=matK.dtype,
         interpret=interpret,
     )

@@ -35,17 +35,12 @@ def recurrent_fw_H(
     Returns:
       matH (B, NH, S, DHHV) in output_dtype and the last C (B, NH, DHQK, DHHV), float32.
     """
-    stage = config.stage("recurrent_fw_H")
     arrays = Walk(matQ, scores.matK_scaled, matV, matV, scores.matP, scores.vecR, scaGamma, matC_initial)
     h, C_last = walk(
         "recurrent_fw_H",
         arrays,
-        columns=stage.siz_b_DHHV,
-        rows=stage.siz_b_loop,
-        part=stage.siz_b_DHQK,
         problem=problem,
-        stage=stage,
-        precision=config.dot_precision(matQ.dtype, interpret),
+        config=config,
         output_dtype=output_dtype,
         interpret=interpret,
     )

@@ -32,7 +32,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.config import StageConfig
+from mlstm_pallas.config import WALKS, KernelConfig
 from mlstm_pallas.launch import kernel_call
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.tiles import Precision, block_at, blocks, dot, loop
@@ -162,22 +162,25 @@ def walk(
     name: str,
     x: Walk,
     *,
-    columns: int,
-    rows: int,
-    part: int,
     problem: Problem,
-    stage: StageConfig,
-    precision: Precision,
+    config: KernelConfig,
     output_dtype: jnp.dtype,
     interpret: bool,
 ) -> tuple[jax.Array, ...]:
-    """Launches the kernel under ``name``: blocks of ``columns`` columns and ``rows`` rows of X, held as tiles of ``part`` rows.
+    """Launches the kernel as the stage ``name``, a name in config.WALKS.
+
+    Config: siz_b_DHQK and siz_b_DHHV, of which one is the columns of a block of X and the other the rows of a tile of it; siz_b_loop, the
+    rows that a launch holds.
 
     Returns:
       o (B, NH, S, N) in the output dtype; X where the walk ended, as the initial one; where asked for, what is weighed (B, NH, S); float32.
     """
     p, R, N = problem, x.read.shape[-1], x.values.shape[-1]
-    columns, rows = min(columns, N & -N), min(rows, R & -R)
+    stage = config.stage(name).fitted(p, name)
+    part, columns, rows = stage.siz_b_DHQK, stage.siz_b_DHHV, stage.siz_b_loop
+    if WALKS[name] == "DHHV":
+        part, columns = columns, part
+    launches = blocks(R, rows)
     row = pl.BlockSpec((None, p.S), lambda i, b: (b, 0))
     values = pl.BlockSpec((None, p.S, columns), lambda i, b: (b, 0, i))
     out: Any = None
@@ -191,8 +194,8 @@ def walk(
             return pl.BlockSpec((None, columns, rows), lambda i, b: (b, i, index))
         return pl.BlockSpec((None, rows, columns), lambda i, b: (b, index, i))
 
-    for index in range(blocks(R, rows)):
-        first = index == 0
+    for index in range(launches):
+        first, last_one = index == 0, index == launches - 1
         operand = pl.BlockSpec((None, p.S, rows), lambda i, b, index=index: (b, 0, index))
         arrays = [
             (flat(x.read), operand),
@@ -208,7 +211,9 @@ def walk(
             (flat(x.weigh), values),
             (out, values),
         ]
-        made = [((p.S, N), output_dtype, values), ((N, rows) if x.turned else (rows, N), jnp.float32, state(0))]
+        # Two roundings of o are within what is promised, more are not.
+        dtype = output_dtype if last_one or launches == 2 else jnp.float32
+        made = [((p.S, N), dtype, values), ((N, rows) if x.turned else (rows, N), jnp.float32, state(0))]
         if x.weigh is not None:
             made.append(((blocks(N, columns), p.S), jnp.float32, pl.BlockSpec((None, None, p.S), lambda i, b: (b, i, 0))))
         out, last, *sums = kernel_call(
@@ -217,14 +222,14 @@ def walk(
             grid=(blocks(N, columns), p.BNH),
             in_specs=[None if y is None else spec for y, spec in arrays],
             out_specs=[spec for _, _, spec in made],
-            out_shape=[jax.ShapeDtypeStruct((p.BNH, *shape), dtype) for shape, dtype, _ in made],
+            out_shape=[jax.ShapeDtypeStruct((p.BNH, *shape), kind) for shape, kind, _ in made],
             stage=stage,
             interpret=interpret,
             L=p.L,
-            part=min(part, rows),
+            part=part,
             turned=x.turned,
             backward=x.backward,
-            precision=precision,
+            precision=config.dot_precision(x.read.dtype, interpret),
         )(*(y for y, _ in arrays))
         lasts.append(last)
         weighed += [y.sum(1) for y in sums]
