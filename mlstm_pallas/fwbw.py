@@ -169,9 +169,8 @@ def _stateless_backward(plan: Plan, interpret: bool, residuals: Residuals, cotan
     dk, to_state, dC = recurrent_bw_dK(x.q, x.v, dh, scores, gates, dC_last, dn_states, **launch)
     dv = recurrent_bw_dV(x.k, dh, scores, gates, dC_last, **launch)
     enters = inner(dC, x.c_initial, 2) + inner(dn, x.n_initial)
-    through_all = jnp.prod(gates.scaGamma, axis=-1) * (inner(dC_last, x.c_initial, 2) + inner(dn_last, x.n_initial))
     resolution = 2.0**-16 if x.q.dtype == jnp.bfloat16 else 2.0**-22
-    sums, through = chunk_sums(gates, *pairs, from_state, to_state, enters, through_all, resolution)
+    sums, through = chunk_sums(gates, *pairs, from_state, to_state, enters, resolution)
     last = dC_last, dn_last, dm_last, C_last, n_last
     return Inputs(dq, dk, dv, *_gate_and_state_gradients(plan, x, gates, rows, sums, through, last, dC, dn))
 

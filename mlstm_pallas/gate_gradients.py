@@ -88,7 +88,7 @@ def tile_sums(
 
 
 def chunk_sums(
-    gates: ChunkGates, from_own, to_own, diagonal, from_norm, to_norm, from_state, to_state, enters, through_all, resolution: float
+    gates: ChunkGates, from_own, to_own, diagonal, from_norm, to_norm, from_state, to_state, enters, resolution: float
 ) -> tuple[RowSums, jax.Array]:
     """RowSums for tiles of one chunk, and what goes through each chunk (B, NH, NC), from the sums of the stages that store no states.
 
@@ -98,8 +98,8 @@ def chunk_sums(
     Args:
       from_own, ..., to_norm: (B, NH, S), of parallel_bw_P; from_state, to_state: of recurrent_bw_dQ and recurrent_bw_dK.
       enters: (B, NH) <C_0, dC_0> + n_0 . dn_0, what comes from the initial states.
-      through_all: (B, NH) what of that goes on to the gradients of the last states.
-      resolution: of these sums; where less of the state is left behind a chunk, nothing goes through.
+      resolution: of these sums. Where less of the state is left behind a chunk, nothing goes through, unless more does than is lost in
+        rounding: next to an old state new keys may be as good as nothing.
     """
     B, NH, NC, L = gates.vecW.shape
 
@@ -108,14 +108,19 @@ def chunk_sums(
 
     from_state, to_state = tiles(from_state + from_norm), tiles(to_state + to_norm)
     taken, given = jnp.sum(from_state, axis=-1), jnp.sum(to_state, axis=-1)
-    carried = (gates.scaGamma > resolution).astype(taken.dtype)
-    gain = jnp.concatenate([(enters - through_all)[..., None], given[..., :-1]], axis=-1) - taken
+    gain = jnp.concatenate([enters[..., None], given[..., :-1]], axis=-1) - taken
 
     def join(left, right):
         return left[0] * right[0], left[1] * right[0] + right[1]
 
-    _, through = lax.associative_scan(join, (carried, carried * gain), axis=-1)
-    return RowSums(from_state, to_state, tiles(to_own + diagonal), suffix_sums(tiles(from_own - to_own))), through + through_all[..., None]
+    def goes_through(least):
+        carried = (gates.scaGamma > least).astype(taken.dtype)
+        return lax.associative_scan(join, (carried, carried * gain), axis=-1)[1]
+
+    everything, through = goes_through(0.0), goes_through(resolution)
+    largest = lax.cummax(jnp.abs(everything) + jnp.abs(taken), axis=2)
+    through = jnp.where(jnp.abs(everything - through) > 16 * resolution * largest, everything, through)
+    return RowSums(from_state, to_state, tiles(to_own + diagonal), suffix_sums(tiles(from_own - to_own))), through
 
 
 def carried_steps(gates: ChunkGates, vecF: jax.Array) -> jax.Array:
