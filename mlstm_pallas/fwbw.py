@@ -66,14 +66,15 @@ class Plan:
     @property
     def stateless_forward(self) -> "Plan | None":
         """The plan of a forward pass that stores no states, whose chunks are shorter; None where states are stored."""
-        return self._walking("recurrent_fw_H") if self.config.stateless_forward else None
+        return self._walking("recurrent_fw_H")
 
     @property
     def stateless_backward(self) -> "Plan | None":
-        return self._walking("recurrent_bw_dQ") if self.config.stateless_backward else None
+        return self._walking("recurrent_bw_dQ")
 
     def _walking(self, stage: str) -> "Plan | None":
-        if not self.recompute_states_in_bw:
+        """The plan in the chunks of the stage, where it runs."""
+        if not any(stage in stages for stages in self.config.passes(self.problem, self.recompute_states_in_bw)):
             return None
         return dataclasses.replace(self, problem=self.config.problem_of(stage, self.problem))
 
@@ -156,6 +157,7 @@ def _backward_triton(plan: Plan, interpret: bool, residuals: Residuals, cotangen
 def _stateless_backward(plan: Plan, interpret: bool, residuals: Residuals, cotangents: Outputs) -> Inputs:
     launch, p = plan.launch(interpret), plan.problem
     x, h, z, _ = residuals
+    x = lax.optimization_barrier(x)  # as above: nothing that the forward pass made is kept for this one
     dh, (dC_last, dn_last, dm_last) = cotangents
     gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, plan.input_gate, **launch)
     rows = row_gradients_of(plan, dh, h, z, gates)

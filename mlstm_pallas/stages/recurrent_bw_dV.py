@@ -36,7 +36,17 @@ def recurrent_bw_dV(
     abar = gates.vecAbar.reshape(matK.shape[:3])
     dv, _ = walk(
         "recurrent_bw_dV",
-        Walk(matK, scores.matQ_scaled, matDeltaH, matDeltaH, scores.matP, abar, gates.scaGamma, matDeltaC_last, backward=True),
+        Walk(
+            read=matK,
+            write=scores.matQ_scaled,
+            values=matDeltaH,
+            added=matDeltaH,
+            tile=scores.matP,
+            r=abar,
+            gamma=gates.scaGamma,
+            initial=matDeltaC_last,
+            backward=True,
+        ),
         problem=problem,
         config=config,
         output_dtype=matK.dtype,

@@ -35,10 +35,18 @@ def recurrent_fw_H(
     Returns:
       matH (B, NH, S, DHHV) in output_dtype and the last C (B, NH, DHQK, DHHV), float32.
     """
-    arrays = Walk(matQ, scores.matK_scaled, matV, matV, scores.matP, scores.vecR, scaGamma, matC_initial)
     h, C_last = walk(
         "recurrent_fw_H",
-        arrays,
+        Walk(
+            read=matQ,
+            write=scores.matK_scaled,
+            values=matV,
+            added=matV,
+            tile=scores.matP,
+            r=scores.vecR,
+            gamma=scaGamma,
+            initial=matC_initial,
+        ),
         problem=problem,
         config=config,
         output_dtype=output_dtype,
