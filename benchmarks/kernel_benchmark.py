@@ -52,7 +52,7 @@ from mlstm_pallas.stages.parallel_bw_dK import parallel_bw_dK
 from mlstm_pallas.stages.parallel_bw_dQ import parallel_bw_dQ
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, parallel_bw_dQKV
 from mlstm_pallas.stages.parallel_bw_dV import parallel_bw_dV
-from mlstm_pallas.stages.parallel_bw_P import GradientScores, PairSums, parallel_bw_P
+from mlstm_pallas.stages.parallel_bw_P import GradientScores, NormSums, PairSums, parallel_bw_P
 from mlstm_pallas.stages.parallel_fw_H import parallel_fw_H
 from mlstm_pallas.stages.parallel_fw_P import Scores, parallel_fw_P
 from mlstm_pallas.stages.recurrent_bw_dC import recurrent_bw_dC
@@ -138,20 +138,22 @@ def _plain_scores(q, k, stabilisers, n_initial):
     return made[..., :-1].astype(q.dtype), (k * stabilisers.vecAbar[..., None]).astype(k.dtype), made[..., -1], z, n_last
 
 
-def _walk(read, write, values, added, tile, r, gamma, X, *, x=None, g=None, weigh=None, backward=False):
+def _walk(read, write, values, r, gamma, X, *, tile=None, own=None, x=None, weigh=None, backward=False):
     """The walk of stages/walk.py in jnp, in chunks."""
     einsum = functools.partial(jnp.einsum, preferred_element_type=X.dtype, precision="highest")
 
     def step(X, chunk):
-        read, write, values, added, tile, r, gamma, x, g, weigh = chunk
+        read, write, values, r, gamma, tile, own, x, weigh = chunk
         from_state = einsum("bhtr,bhrn->bhtn", read, X)
-        out = from_state * r[..., None] + einsum("bhts,bhtn->bhsn" if backward else "bhts,bhsn->bhtn", tile, added)
         if x is not None:
-            out += g[..., None] * x[:, :, None]
+            from_state += x[:, :, None]
+        out = from_state * r[..., None] + (0.0 if own is None else own)
+        if tile is not None:
+            out += einsum("bhts,bhtn->bhsn" if backward else "bhts,bhsn->bhtn", tile, values)
         weighed = None if weigh is None else jnp.sum(from_state * weigh, axis=-1)
         return gamma[..., None, None] * X + einsum("bhsr,bhsn->bhrn", write, values), (out, weighed)
 
-    chunks = jax.tree.map(lambda y: jnp.moveaxis(y, 2, 0), (read, write, values, added, tile, r, gamma, x, g, weigh))
+    chunks = jax.tree.map(lambda y: jnp.moveaxis(y, 2, 0), (read, write, values, r, gamma, tile, own, x, weigh))
     X, made = jax.lax.scan(step, X, chunks, reverse=backward)
     return *jax.tree.map(lambda y: jnp.moveaxis(y, 0, 2), made), X
 
@@ -161,38 +163,41 @@ def _fw_H_kernel(q, v, scores, stabilisers, C_initial, **launch):
 
 
 def _plain_fw_H(q, v, scores, stabilisers, C_initial):
-    h, _, C_last = _walk(q, scores.matK_scaled, v, v, scores.matP, scores.vecR, stabilisers.scaGamma, C_initial)
+    h, _, C_last = _walk(q, scores.matK_scaled, v, scores.vecR, stabilisers.scaGamma, C_initial, tile=scores.matP)
     return h, C_last
 
 
 def _gradient_scores_kernel(*args, **launch):
-    scores, sums = parallel_bw_P(*args, **launch)
-    return *scores, *sums
+    return tuple(itertools.chain(*parallel_bw_P(*args, **launch)))
 
 
-def _plain_gradient_scores(q, k, v, dh, stabilisers, rows, n, dn):
-    einsum, scale = functools.partial(jnp.einsum, preferred_element_type=n.dtype, precision="highest"), q.shape[-1] ** -0.5
+def _plain_gradient_scores(q, k, v, dh, stabilisers, rows, n):
+    wide, scale = stabilisers.vecW.dtype, q.shape[-1] ** -0.5
+    einsum = functools.partial(jnp.einsum, preferred_element_type=wide, precision="highest")
     D, inv_den, dz = reference.decay_matrix(stabilisers), rows.vecInvDen[..., None], rows.vecDz[..., None]
     r, abar = scale * stabilisers.vecW, stabilisers.vecAbar
     scores = scale * einsum("bhctk,bhcsk->bhcts", q, k)
     dP = D * (einsum("bhctv,bhcsv->bhcts", dh, v) * inv_den + dz)
-    scaled = D * scores * inv_den, scale * dP, q * r[..., None] * inv_den, k * abar[..., None]
+    qbar, kbar = (q * r[..., None] * inv_den).astype(q.dtype), (k * abar[..., None]).astype(q.dtype)
+    n, weighted = n[..., None, :], qbar.astype(wide) * rows.vecDzDen[..., None]
+    own_dq = scale * einsum("bhcts,bhcsk->bhctk", dP, k) + (r * rows.vecDz)[..., None] * n
+    own_dk = scale * einsum("bhcts,bhctk->bhcsk", dP, q)
     W = dP * scores
     diagonal = jnp.diagonal(W, axis1=-2, axis2=-1)
-    of_norms = jnp.sum(q * n[..., None, :], axis=-1) * r * rows.vecDz, jnp.sum(k * dn[..., None, :], axis=-1) * abar
-    return *(x.astype(q.dtype) for x in scaled), jnp.sum(W, -1) - diagonal, jnp.sum(W, -2) - diagonal, diagonal, *of_norms
+    tiles = (x.astype(q.dtype) for x in (D * scores * inv_den, qbar, kbar, own_dq, own_dk))
+    return *tiles, jnp.sum(weighted, axis=-2), jnp.sum(weighted * n, axis=-1), jnp.sum(W, -1) - diagonal, jnp.sum(W, -2) - diagonal, diagonal
 
 
-def _plain_bw_dQ(k, v, dh, scores, r, g, gamma, C_initial, n):
-    x = dict(x=n, g=g, weigh=scores.matQ_scaled)
-    dq, weighed, C = _walk(dh, v, scores.matK_scaled, k, scores.matDeltaP, r, gamma, jnp.swapaxes(C_initial, -1, -2), **x)
+def _plain_bw_dQ(v, dh, scores, r, gamma, C_initial):
+    x = dict(own=scores.matDeltaQ_own, weigh=scores.matQ_scaled)
+    dq, weighed, C = _walk(dh, v, scores.matK_scaled, r, gamma, jnp.swapaxes(C_initial, -1, -2), **x)
     return dq, weighed, jnp.swapaxes(C, -1, -2)
 
 
-def _plain_bw_dK(q, v, dh, scores, stabilisers, dC_last, dn):
+def _plain_bw_dK(v, dh, scores, stabilisers, dC_last, dn):
     abar, gamma, dC_last = stabilisers.vecAbar, stabilisers.scaGamma, jnp.swapaxes(dC_last, -1, -2)
-    x = dict(x=dn, g=abar, weigh=scores.matK_scaled, backward=True)
-    dk, weighed, dC = _walk(v, dh, scores.matQ_scaled, q, scores.matDeltaP, abar, gamma, dC_last, **x)
+    x = dict(own=scores.matDeltaK_own, x=dn, weigh=scores.matK_scaled, backward=True)
+    dk, weighed, dC = _walk(v, dh, scores.matQ_scaled, abar, gamma, dC_last, **x)
     return dk, weighed, jnp.swapaxes(dC, -1, -2)
 
 
@@ -202,7 +207,7 @@ def _bw_dV_kernel(*args, **launch):
 
 def _plain_bw_dV(k, dh, scores, stabilisers, dC_last):
     abar, gamma = stabilisers.vecAbar, stabilisers.scaGamma
-    return _walk(k, scores.matQ_scaled, dh, dh, scores.matP, abar, gamma, dC_last, backward=True)[:1]
+    return _walk(k, scores.matQ_scaled, dh, abar, gamma, dC_last, tile=scores.matP, backward=True)[:1]
 
 
 def _plain_state_gradients(q, *rest):
@@ -226,7 +231,6 @@ def _dV_kernel(q, k, v, dh, stabilisers, rows, C, n, dC, dn, **launch):
     return (parallel_bw_dV(q, k, dh, stabilisers, rows, dC, **launch),)
 
 
-NORMS = ("vecN_states", "vecDeltaN_states")
 QKV, STATES, LAST = ("matQ", "matK", "matV"), ("matC_states", "vecN_states"), ("matDeltaC_last", "vecDeltaN_last")
 GRADIENTS = (*QKV, "matDeltaH", "gates", "rows", *STATES, "matDeltaC_states", "vecDeltaN_states")
 STAGES = {
@@ -250,19 +254,19 @@ STAGES = {
     "parallel_bw_P": Stage(
         _gradient_scores_kernel,
         _plain_gradient_scores,
-        (*QKV, "matDeltaH", "gates", "rows", *NORMS),
-        (*GradientScores._fields, *PairSums._fields),
+        (*QKV, "matDeltaH", "gates", "rows", "vecN_states"),
+        (*GradientScores._fields, *NormSums._fields, *PairSums._fields),
     ),
     "recurrent_bw_dQ": Stage(
         recurrent_bw_dQ,
         _plain_bw_dQ,
-        ("matK", "matV", "matDeltaH", "gradient_scores", "vecR", "vecG", "scaGamma", "matC_initial", "vecN_states"),
+        ("matV", "matDeltaH", "gradient_scores", "vecR", "scaGamma", "matC_initial"),
         ("dq", "from_state", "C_last"),
     ),
     "recurrent_bw_dK": Stage(
         recurrent_bw_dK,
         _plain_bw_dK,
-        ("matQ", "matV", "matDeltaH", "gradient_scores", "gates", "matDeltaC_last", "vecDeltaN_states"),
+        ("matV", "matDeltaH", "gradient_scores", "gates", "matDeltaC_last", "vecDeltaN_states"),
         ("dk", "to_state", "dC_initial"),
     ),
     "recurrent_bw_dV": Stage(_bw_dV_kernel, _plain_bw_dV, ("matK", "matDeltaH", "gradient_scores", "gates", "matDeltaC_last"), ("dv",)),
@@ -294,11 +298,13 @@ def stage_arrays(x: Inputs, L: int, stateless: bool) -> dict[str, Any]:
         *scores, z, _ = run("parallel_fw_P")
         found["scores"] = Scores(*steps(*scores))
         found["rows"] = rows = rows_of(*steps(run("recurrent_fw_H")[0], z))
-        abar, gamma, (w,) = found["gates"].vecAbar, found["gates"].scaGamma, steps(found["gates"].vecW * K**-0.5)
-        found |= dict(vecR=w * rows.vecInvDen, vecG=w * rows.vecDz, scaGamma=gamma)
-        found["vecN_states"], _ = vector_states(x.k, abar, gamma, n)
-        found["vecDeltaN_states"], _ = vector_states(x.q, found["vecG"].reshape(abar.shape), gamma, n, backward=True)
-        found["gradient_scores"] = GradientScores(*steps(*run("parallel_bw_P")[: len(GradientScores._fields)]))
+        gamma, (w,) = found["gates"].scaGamma, steps(found["gates"].vecW * K**-0.5)
+        found |= dict(vecR=w * rows.vecInvDen, scaGamma=gamma)
+        chunks = x.k.reshape(*gamma.shape, L, K).astype(jnp.float32)
+        found["vecN_states"], _ = vector_states(jnp.sum(chunks * found["gates"].vecAbar[..., None], axis=-2), gamma, n)
+        *scores, added_dn, _, _, _, _ = run("parallel_bw_P")
+        found["gradient_scores"] = GradientScores(*steps(*scores))
+        found["vecDeltaN_states"], _ = vector_states(added_dn, gamma, n, backward=True)
         return found
     found["matC_states"], found["vecN_states"], _, _ = run("recurrent_fw_C")
     found["rows"] = rows_of(*steps(*run("parallel_fw_H")))

@@ -124,31 +124,31 @@ def parallel_bw_dV(shape: Shape, L: int, itemsize: int) -> Cost:
 
 
 def parallel_bw_P(shape: Shape, L: int, itemsize: int) -> Cost:
-    """FLOPs: q.k and dh.v, R (L + 1) (K + V). Bytes: q, k, v, dh, qbar, kbar, P and dP, w R (4 K + 2 V + 2 L).
+    """FLOPs: q.k, dh.v, dP k and dP^T q, R (L + 1) (3 K + V). Bytes: q, k, v, dh, qbar, kbar, the chunk's own dq and dk, and P,
+    w R (6 K + 2 V + L).
 
-    Floats: n, dn, e, u, w, abar, 1/den, dz, and five row sums of the gates' gradients.
+    Floats: e, u, w, abar, 1/den, dz den, four row sums of the gates' gradients, n and what a chunk adds to dn.
     """
     _, _, _, K, V = shape
     R, NC = shape.rows, shape.chunks(L)
-    return Cost(R * (L + 1) * (K + V), itemsize * R * (4 * K + 2 * V + 2 * L) + 4 * (2 * NC * K + 13 * R))
+    return Cost(R * (L + 1) * (3 * K + V), itemsize * R * (6 * K + 2 * V + L) + 4 * (12 * R + 2 * NC * K))
 
 
 def recurrent_bw_dQ(shape: Shape, L: int, itemsize: int) -> Cost:
-    """FLOPs: C dh and sum kbar v^T, 4 R K V; dP k, R (L + 1) K. Bytes: k, kbar, qbar, dq, v, dh and dP, w R (4 K + 2 V + L).
+    """FLOPs: C dh and sum kbar v^T, 4 R K V. Bytes: kbar, qbar, the chunk's own dq, dq, v and dh, w R (4 K + 2 V).
 
-    Floats: n, two row scalings and a row sum, gamma, the first and the last C.
+    Floats: a row scaling and a row sum, gamma, the first and the last C.
     """
     _, _, _, K, V = shape
     R, NC, heads = shape.rows, shape.chunks(L), shape.B * shape.NH
-    floats = NC * K + 3 * R + NC + 2 * heads * K * V
-    return Cost(4 * R * K * V + R * (L + 1) * K, itemsize * R * (4 * K + 2 * V + L) + 4 * floats)
+    floats = 2 * R + NC + 2 * heads * K * V
+    return Cost(4 * R * K * V, itemsize * R * (4 * K + 2 * V) + 4 * floats)
 
 
 def recurrent_bw_dK(shape: Shape, L: int, itemsize: int) -> Cost:
-    """FLOPs: dC v and sum qbar dh^T, 4 R K V; dP^T q, R (L + 1) K. Bytes: as recurrent_bw_dQ, with q for k, dC for C and dn for n; abar
-    is both row scalings."""
+    """FLOPs: dC v and sum qbar dh^T, 4 R K V. Bytes: as recurrent_bw_dQ, with dC for C, and dn."""
     found = recurrent_bw_dQ(shape, L, itemsize)
-    return Cost(found.flops, found.bytes - 4 * shape.rows)
+    return Cost(found.flops, found.bytes + 4 * shape.chunks(L) * shape.DHQK)
 
 
 def recurrent_bw_dV(shape: Shape, L: int, itemsize: int) -> Cost:

@@ -106,6 +106,10 @@ BACKWARD = (
 )
 
 
+# Programs of these stages below which a device is half empty and the plan without states in memory the slower one; the columns of one.
+FILLING = {"stateless_forward": ("recurrent_fw_H", "DHHV", 128), "stateless_backward": ("recurrent_bw_dQ", "DHQK", 192)}
+
+
 class DeviceLost(RuntimeError):
     """The device answers nothing any more after a candidate."""
 
@@ -555,7 +559,11 @@ def joined(searches: Sequence[Search], base: KernelConfig, problem: Problem) -> 
 def row_of(shape: Shape, dtype: str, config: KernelConfig, ms: float, heuristic_ms: float) -> dict[str, Any]:
     measured = dict(shape=str(shape), fwbw_ms=round(ms, 4), heuristic_fwbw_ms=round(heuristic_ms, 4), jax=jax.__version__)
     measured["date"] = datetime.date.today().isoformat()
-    return {"DHQK": shape.DHQK, "DHHV": shape.DHHV, "dtype": dtype, **described(config), "measured": measured}
+    row = {"DHQK": shape.DHQK, "DHHV": shape.DHHV, "dtype": dtype, **described(config), "measured": measured}
+    for plan, (stage, axis, programs) in FILLING.items():
+        if row[plan]:
+            row[plan] = -(-programs // (row[axis] // row[stage][f"siz_b_{axis}"]))
+    return row
 
 
 def row_key(row: dict[str, Any]) -> tuple[str, int, int]:

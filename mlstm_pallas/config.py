@@ -129,7 +129,7 @@ class KernelConfig:
       chunk_size: L, a power of two >= 16.
       precision: of float32 products. None: true float32 quality, as six bfloat16 products on the tensor cores.
       stateless_forward: h by parallel_fw_P and recurrent_fw_H, which keep the states on the chip, where the backward pass recomputes them;
-        else by recurrent_fw_C and parallel_fw_H.
+        else by recurrent_fw_C and parallel_fw_H. A number: from so many heads, B * NH, on, as fewer do not fill a device.
       stateless_backward: likewise dq, dk and dv by parallel_bw_P, recurrent_bw_dQ, recurrent_bw_dK and recurrent_bw_dV.
       split_backward: dq, dk and dv by a kernel each, which a chunk of more than one tile needs; else all three by one kernel.
       chunk_gates, ..., recurrent_step: tiles of the stages.
@@ -137,8 +137,8 @@ class KernelConfig:
 
     chunk_size: int | None = None
     precision: Precision = None
-    stateless_forward: bool | None = None
-    stateless_backward: bool | None = None
+    stateless_forward: int | None = None
+    stateless_backward: int | None = None
     split_backward: bool | None = None
     chunk_gates: StageConfig | None = None
     recurrent_fw_C: StageConfig | None = None
@@ -160,9 +160,12 @@ class KernelConfig:
         object.__setattr__(self, "chunk_size", check_chunk_size(self.chunk_size))
         if not isinstance(self.precision, Precision):
             raise TypeError(f"config.precision is {self.precision!r}, expected None, a jax.lax.Precision or a jax.lax.DotAlgorithmPreset")
-        for name in PLANS:
-            if not isinstance(getattr(self, name), bool | None):
-                raise TypeError(f"config.{name} is {getattr(self, name)!r}, expected None or a bool")
+        for name in ("stateless_forward", "stateless_backward"):
+            heads = getattr(self, name)
+            if not isinstance(heads, int | None) or (heads or 0) < 0:
+                raise TypeError(f"config.{name} is {heads!r}, expected None, a bool or a number of heads")
+        if not isinstance(self.split_backward, bool | None):
+            raise TypeError(f"config.split_backward is {self.split_backward!r}, expected None or a bool")
         for stage in ALL_STAGES:
             if not isinstance(getattr(self, stage), StageConfig | None):
                 raise TypeError(f"config.{stage} is a {type(getattr(self, stage)).__name__}, expected a StageConfig or None")
@@ -177,9 +180,9 @@ class KernelConfig:
         backward = ("recurrent_bw_dC", *(split if self.splits_backward(problem) else ("parallel_bw_dQKV",)))
         if recompute_states_in_bw:
             backward = ("recurrent_fw_C", *backward)
-            if self.stateless_forward:
+            if 0 < (self.stateless_forward or 0) <= problem.BNH:
                 forward = ("parallel_fw_P", "recurrent_fw_H")
-            if self.stateless_backward:
+            if 0 < (self.stateless_backward or 0) <= problem.BNH:
                 backward = ("parallel_bw_P", "recurrent_bw_dQ", "recurrent_bw_dK", "recurrent_bw_dV")
         return ("chunk_gates", *forward), ("chunk_gates", *backward)
 

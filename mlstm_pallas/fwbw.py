@@ -161,14 +161,18 @@ def _stateless_backward(plan: Plan, interpret: bool, residuals: Residuals, cotan
     dh, (dC_last, dn_last, dm_last) = cotangents
     gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, plan.input_gate, **launch)
     rows = row_gradients_of(plan, dh, h, z, gates)
-    w = gates.vecW * p.qk_scale
-    r, g = (None if y is None else w * plan.chunks(y) for y in (rows.vecInvDen, rows.vecDz))
-    n, n_last = vector_states(x.k, gates.vecAbar, gates.scaGamma, x.n_initial)
-    dn_states, dn = vector_states(x.q, jnp.zeros_like(w) if g is None else g, gates.scaGamma, dn_last, backward=True)
-    scores, pairs = parallel_bw_P(x.q, x.k, x.v, dh, gates, rows, n, dn_states, **launch)
-    steps = (w if r is None else r).reshape(x.i.shape), None if g is None else g.reshape(x.i.shape)
-    dq, from_state, C_last = recurrent_bw_dQ(x.k, x.v, dh, scores, *steps, gates.scaGamma, x.c_initial, None if g is None else n, **launch)
-    dk, to_state, dC = recurrent_bw_dK(x.q, x.v, dh, scores, gates, dC_last, dn_states, **launch)
+    # Of kbar as rounded, as C: what n and dn give and take is to be the same.
+    bits = jnp.finfo(x.k.dtype)
+    kbar = lax.reduce_precision(plan.chunks(x.k).astype(jnp.float32) * gates.vecAbar[..., None], bits.nexp, bits.nmant)
+    n, n_last = vector_states(jnp.sum(kbar, axis=-2), gates.scaGamma, x.n_initial)
+    scores, norms, pairs = parallel_bw_P(x.q, x.k, x.v, dh, gates, rows, n if plan.normalize else None, **launch)
+    added_dn = norms.added_dn if plan.normalize else jnp.zeros_like(n)
+    dn_states, dn = vector_states(added_dn, gates.scaGamma, dn_last, backward=True)
+    r = gates.vecW.reshape(x.i.shape) * p.qk_scale
+    r = r * rows.vecInvDen if plan.normalize else r
+    dq, from_state, C_last = recurrent_bw_dQ(x.v, dh, scores, r, gates.scaGamma, x.c_initial, **launch)
+    from_state = from_state + norms.from_norm if plan.normalize else from_state
+    dk, to_state, dC = recurrent_bw_dK(x.v, dh, scores, gates, dC_last, dn_states, **launch)
     dv = recurrent_bw_dV(x.k, dh, scores, gates, dC_last, **launch)
     enters = inner(dC, x.c_initial, 2) + inner(dn, x.n_initial)
     resolution = 2.0**-16 if x.q.dtype == jnp.bfloat16 else 2.0**-22

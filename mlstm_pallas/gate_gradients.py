@@ -88,7 +88,7 @@ def tile_sums(
 
 
 def chunk_sums(
-    gates: ChunkGates, from_own, to_own, diagonal, from_norm, to_norm, from_state, to_state, enters, resolution: float
+    gates: ChunkGates, from_own, to_own, diagonal, from_state, to_state, enters, resolution: float
 ) -> tuple[RowSums, jax.Array]:
     """RowSums for tiles of one chunk, and what goes through each chunk (B, NH, NC), from the sums of the stages that store no states.
 
@@ -96,7 +96,7 @@ def chunk_sums(
     has to be right where the gates are nearly closed, so the sums have more digits than the kernel dtype.
 
     Args:
-      from_own, ..., to_norm: (B, NH, S), of parallel_bw_P; from_state, to_state: of recurrent_bw_dQ and recurrent_bw_dK.
+      from_own, to_own, diagonal: (B, NH, S), of parallel_bw_P; from_state, to_state: with n and dn, of recurrent_bw_dQ and recurrent_bw_dK.
       enters: (B, NH) <C_0, dC_0> + n_0 . dn_0, what comes from the initial states.
       resolution: of these sums. Where less of the state is left behind a chunk, nothing goes through, unless more does than is lost in
         rounding: next to an old state new keys may be as good as nothing.
@@ -106,7 +106,7 @@ def chunk_sums(
     def tiles(x):
         return x.reshape(B, NH, NC, L)
 
-    from_state, to_state = tiles(from_state + from_norm), tiles(to_state + to_norm)
+    from_state, to_state = tiles(from_state), tiles(to_state)
     taken, given = jnp.sum(from_state, axis=-1), jnp.sum(to_state, axis=-1)
     gain = jnp.concatenate([enters[..., None], given[..., :-1]], axis=-1) - taken
 

@@ -45,13 +45,13 @@ def _products(name: str, stage: StageConfig, p: Problem) -> list[_Products]:
     LQ, LKV, BK, BV, step = stage.siz_b_LQ, stage.siz_b_LKV, stage.siz_b_DHQK, stage.siz_b_DHHV, stage.siz_b_loop
     L, over_K, over_V = p.L, step < p.DHQK, step < p.DHHV
     if name == "parallel_bw_P":
-        return [_Products(over_V, L, L * step, (L * step,))]
+        return [_Products(over_V, L, L * step, (L * step,)), _Products(p.DHQK > BK, L, L * BK, (L * BK,))]
     if name == "parallel_bw_dQKV":
         scores = _Products(over_K or over_V, L, L * step, (L * step,))
         return [scores, _Products(over_V, L, L * step, (BK * step,)), _Products(over_K, L, L * step, (BV * step,))]
     if name in WALKS:
         part, columns = (BK, BV) if WALKS[name] == "DHQK" else (BV, BK)
-        operands = (*[L * part] * (2 * stage.siz_b_loop // part), L * L)
+        operands = (L * part,) * (2 * stage.siz_b_loop // part)
         pipelined = p.NC > 1 and stage.num_stages > 1  # else they come through registers, bit by bit
         return [_Products(True, columns, 0, operands, L * columns)] if pipelined else []
     walks = not LQ == LKV == L  # over the tiles of a chunk

@@ -9,7 +9,6 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, use_backend
-from mlstm_pallas.config import PLANS
 from mlstm_pallas.xlstm_jax import max_triton_fwbw_v3noslice as v3noslice
 from mlstm_pallas.xlstm_jax import max_triton_fwbw_v5xlchunksize as v5xlchunksize
 from mlstm_pallas.xlstm_jax import triton_stablef
@@ -224,9 +223,15 @@ OTHERS = {
         TypeError,
         "config.precision is 'highest', expected None, a jax.lax.Precision or a jax.lax.DotAlgorithmPreset",
     ),
+    "split_backward": (lambda: KernelConfig(split_backward=1), TypeError, "config.split_backward is 1, expected None or a bool"),
     **{
-        plan: (functools.partial(KernelConfig, **{plan: "yes"}), TypeError, f"config.{plan} is 'yes', expected None or a bool")
-        for plan in PLANS
+        f"{plan}_{heads}": (
+            functools.partial(KernelConfig, **{plan: heads}),
+            TypeError,
+            f"config.{plan} is {heads!r}, expected None, a bool or a number of heads",
+        )
+        for plan in ("stateless_forward", "stateless_backward")
+        for heads in ("yes", -1)
     },
     "config_stage": (
         lambda: KernelConfig(parallel_fw_H=dict(siz_b_LQ=64)),

@@ -1,13 +1,14 @@
 """Stage parallel_bw_P: what recurrent_bw_dQ, recurrent_bw_dK and recurrent_bw_dV multiply, all chunks in parallel.
 
     P_ts = D_ts scale q_t . k_s / den_t        dP_ts = D_ts (dnum_t . v_s + dz_t),  s <= t inside the chunk
+    dq_t = sum_s scale dP_ts k_s + w_t scale dz_t n_c        dk_s = sum_t scale dP_ts q_t, what takes no C or dC
     kbar_s = abar_s k_s        qbar_t = w_t scale / den_t q_t
 
 Grid (NC, B * NH). A program makes one chunk, of L steps, from siz_b_DHQK columns of q and k, and siz_b_loop of v and dh, at a time. The
-tiles are made once here, not once a column block of each gradient, and with them what the gates' gradients need of q and k: sums of
-W_ts = dP_ts scale q_t . k_s, and the parts of n and dn.
+tiles are made once here, not once a column block of each gradient, and with them what the gates' gradients need of pairs inside the
+chunk: sums of W_ts = dP_ts scale q_t . k_s. The sum of dz den qbar, as rounded, is what a chunk adds to dn.
 
-FLOPs: 2 B NH S L (DHQK + DHHV). Bytes: B NH S (4 DHQK + 2 DHHV + 2 L) itemsize.
+FLOPs: 2 B NH S L (3 DHQK + DHHV). Bytes: B NH S (6 DHQK + 2 DHHV + L) itemsize.
 """
 
 from typing import NamedTuple
@@ -28,9 +29,17 @@ class GradientScores(NamedTuple):
     """What goes into the gradients, in the kernel dtype; column s - the chunk's first step."""
 
     matP: jax.Array  # (B, NH, S, L)
-    matDeltaP: jax.Array  # (B, NH, S, L) scale dP_ts
     matQ_scaled: jax.Array  # (B, NH, S, DHQK) qbar
     matK_scaled: jax.Array  # (B, NH, S, DHQK) kbar
+    matDeltaQ_own: jax.Array  # (B, NH, S, DHQK)
+    matDeltaK_own: jax.Array  # (B, NH, S, DHQK)
+
+
+class NormSums(NamedTuple):
+    """Of the rounded qbar, as dC, so that what one gives and the other takes is the same; float32. Both None without a normaliser."""
+
+    added_dn: jax.Array | None  # (B, NH, NC, DHQK) sum of dz_t den_t qbar_t
+    from_norm: jax.Array | None  # (B, NH, S) dz_t den_t qbar_t . n_c
 
 
 class PairSums(NamedTuple):
@@ -39,8 +48,6 @@ class PairSums(NamedTuple):
     from_own: jax.Array  # sum of W_ts over s < t of the chunk
     to_own: jax.Array  # over t > s
     diagonal: jax.Array  # W_tt
-    from_norm: jax.Array  # w_t scale dz_t q_t . n_c
-    to_norm: jax.Array  # abar_s k_s . dn_{c+1}
 
 
 def _parallel_bw_P_kernel(
@@ -49,7 +56,6 @@ def _parallel_bw_P_kernel(
     v_ref,  # (L, DHHV)
     dh_ref,  # (L, DHHV)
     n_ref,  # (DHQK,) before the chunk, absent without a normaliser
-    dn_ref,  # (DHQK,) behind the chunk
     e_hi_ref,  # (L,), as all that follow
     e_lo_ref,
     u_hi_ref,
@@ -57,16 +63,17 @@ def _parallel_bw_P_kernel(
     w_ref,
     abar_ref,
     inv_den_ref,  # absent without a normaliser
-    dz_ref,  # likewise
+    dz_den_ref,  # likewise
     P_ref,  # out (L, L)
-    dP_ref,  # out (L, L)
     qbar_ref,  # out (L, DHQK)
     kbar_ref,  # out (L, DHQK)
+    dq_ref,  # out (L, DHQK)
+    dk_ref,  # out (L, DHQK)
     from_own_ref,  # out (L,)
     to_own_ref,  # out (L,)
     diagonal_ref,  # out (L,)
-    from_norm_ref,  # out (L,)
-    to_norm_ref,  # out (L,)
+    added_dn_ref=None,  # out (DHQK,), absent without a normaliser
+    from_norm_ref=None,  # out (L,), likewise
     *,
     scale: float,
     siz_b_DHQK: int,
@@ -80,36 +87,41 @@ def _parallel_bw_P_kernel(
     def dh_times_v(i):
         return dot(dh_ref[:, block_at(i, siz_b_loop)], v_ref[:, block_at(i, siz_b_loop)], precision, b_axis=1)
 
-    dA, w, abar = sum_of(DHHV // siz_b_loop, dh_times_v, (L, L)), w_ref[...] * scale, abar_ref[...]
-    inv_den = None if inv_den_ref is None else inv_den_ref[...]
-    r = w if inv_den is None else w * inv_den
-    scores, from_norm, to_norm = jnp.zeros((L, L), jnp.float32), jnp.zeros((L,), jnp.float32), jnp.zeros((L,), jnp.float32)
-    for start in range(0, DHQK, siz_b_DHQK):
-        columns = pl.ds(start, siz_b_DHQK)
-        q, k = q_ref[:, columns], k_ref[:, columns]
-        scores += dot(q, k, precision, b_axis=1)
-        wide_q, wide_k = q.astype(jnp.float32), k.astype(jnp.float32)
-        if n_ref is not None:
-            from_norm += jnp.sum(wide_q * n_ref[columns][None, :], axis=1)
-        to_norm += jnp.sum(wide_k * dn_ref[columns][None, :], axis=1)
-        qbar_ref[:, columns] = (wide_q * r[:, None]).astype(qbar_ref.dtype)
-        kbar_ref[:, columns] = (wide_k * abar[:, None]).astype(kbar_ref.dtype)
-    scores *= scale
-    P = D * scores
-    if inv_den is not None:
-        dz = dz_ref[...]
-        from_norm *= w * dz
-        P, dA = P * inv_den[:, None], dA * inv_den[:, None] + dz[:, None]
+    def q_times_k(i):
+        return dot(q_ref[:, block_at(i, siz_b_DHQK)], k_ref[:, block_at(i, siz_b_DHQK)], precision, b_axis=1)
+
+    dA = sum_of(DHHV // siz_b_loop, dh_times_v, (L, L))
+    scores = sum_of(DHQK // siz_b_DHQK, q_times_k, (L, L)) * scale
+    P, r = D * scores, w_ref[...] * scale
+    if inv_den_ref is not None:
+        inv_den, dz_den = inv_den_ref[...], dz_den_ref[...]
+        P, r, dA = P * inv_den[:, None], r * inv_den, (dA + dz_den[:, None]) * inv_den[:, None]
     dP = D * dA
     W = dP * scores
     before = jnp.where(strict, W, 0.0)
     from_own_ref[...] = jnp.sum(before, axis=1)
     to_own_ref[...] = jnp.sum(before, axis=0)
     diagonal_ref[...] = jnp.sum(jnp.where(strict, 0.0, W), axis=1)
-    from_norm_ref[...] = from_norm
-    to_norm_ref[...] = to_norm * abar
     P_ref[...] = P.astype(P_ref.dtype)
-    dP_ref[...] = (dP * scale).astype(dP_ref.dtype)
+    dP, abar = (dP * scale).astype(P_ref.dtype), abar_ref[...]
+    from_norm = jnp.zeros((L,), jnp.float32)
+    # No loop: what a pipeline copies for products is not to feed plain arithmetic too (see parallel_fw_H).
+    for start in range(0, DHQK, siz_b_DHQK):
+        columns = pl.ds(start, siz_b_DHQK)
+        q, k = q_ref[:, columns], k_ref[:, columns]
+        dq = dot(dP, k, precision)
+        dk_ref[:, columns] = dot(dP, q, precision, a_axis=0).astype(dk_ref.dtype)
+        qbar = (q.astype(jnp.float32) * r[:, None]).astype(qbar_ref.dtype)
+        kbar = (k.astype(jnp.float32) * abar[:, None]).astype(kbar_ref.dtype)
+        qbar_ref[:, columns], kbar_ref[:, columns] = qbar, kbar
+        if n_ref is not None:
+            weighted, n = qbar.astype(jnp.float32) * dz_den[:, None], n_ref[columns][None, :]
+            added_dn_ref[columns] = jnp.sum(weighted, axis=0)
+            from_norm += jnp.sum(weighted * n, axis=1)
+            dq += (r * dz_den)[:, None] * n
+        dq_ref[:, columns] = dq.astype(dq_ref.dtype)
+    if from_norm_ref is not None:
+        from_norm_ref[...] = from_norm
 
 
 def parallel_bw_P(
@@ -119,34 +131,35 @@ def parallel_bw_P(
     matDeltaH: jax.Array,
     gates: ChunkGates,
     rows: RowGradients,
-    vecN_states: jax.Array,
-    vecDeltaN_states: jax.Array,
+    vecN_states: jax.Array | None,
     *,
     problem: Problem,
     config: KernelConfig,
     interpret: bool = False,
-) -> tuple[GradientScores, PairSums]:
+) -> tuple[GradientScores, NormSums, PairSums]:
     """Launches the stage. Config: siz_b_DHQK, siz_b_loop. The problem has the chunks of recurrent_bw_dQ.
 
     Args:
       matQ, matK: (B, NH, S, DHQK), matV, matDeltaH: (B, NH, S, DHHV), in the kernel dtype.
-      vecN_states, vecDeltaN_states: before and behind each chunk, (B, NH, NC, DHQK) float32.
+      gates, rows: of chunks of L steps.
+      vecN_states: before each chunk, (B, NH, NC, DHQK) float32; None without a normaliser.
     """
     p, stage = problem, config.stage("parallel_bw_P").fitted(problem)
     row = pl.BlockSpec((None, p.L), lambda c, b: (b, c))
-    norm = pl.BlockSpec((None, None, p.DHQK), lambda c, b: (b, c, 0))
     normalised = rows.vecInvDen is not None
     tile, keys, values = (pl.BlockSpec((None, p.L, width), lambda c, b: (b, c, 0)) for width in (p.L, p.DHQK, p.DHHV))
-    widths, heads = (p.L, p.L, p.DHQK, p.DHQK), (p.B, p.NH, p.S)
-    made = kernel_call(
+    norm = pl.BlockSpec((None, None, p.DHQK), lambda c, b: (b, c, 0))
+    row_shape, norm_shape = (jax.ShapeDtypeStruct((p.BNH, *shape), jnp.float32) for shape in ((p.S,), (p.NC, p.DHQK)))
+    P, qbar, kbar, dq, dk, *sums = kernel_call(
         _parallel_bw_P_kernel,
         name="parallel_bw_P",
         grid=(p.NC, p.BNH),
-        in_specs=[keys, keys, values, values, norm if normalised else None, norm, *[row] * 6, *[row if normalised else None] * 2],
-        out_specs=[tile, tile, keys, keys, *[row] * 5],
+        in_specs=[keys, keys, values, values, norm if normalised else None, *[row] * 6, *[row if normalised else None] * 2],
+        out_specs=[tile, *[keys] * 4, *[row] * 3, *[norm, row] * normalised],
         out_shape=[
-            *[jax.ShapeDtypeStruct((p.BNH, p.S, width), matQ.dtype) for width in widths],
-            *[jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32)] * 5,
+            *[jax.ShapeDtypeStruct((p.BNH, p.S, width), matQ.dtype) for width in (p.L, *[p.DHQK] * 4)],
+            *[row_shape] * 3,
+            *[norm_shape, row_shape] * normalised,
         ],
         stage=stage,
         interpret=interpret,
@@ -157,8 +170,11 @@ def parallel_bw_P(
     )(
         *(x.reshape(p.BNH, p.S, -1) for x in (matQ, matK, matV, matDeltaH)),
         vecN_states.reshape(p.BNH, p.NC, p.DHQK) if normalised else None,
-        vecDeltaN_states.reshape(p.BNH, p.NC, p.DHQK),
         *(x.reshape(p.BNH, p.S) for x in (*gates.vecE, *gates.vecU, gates.vecW, gates.vecAbar)),
-        *(None if x is None else x.reshape(p.BNH, p.S) for x in (rows.vecInvDen, rows.vecDz)),
+        *(None if x is None else x.reshape(p.BNH, p.S) for x in (rows.vecInvDen, rows.vecDzDen)),
     )
-    return GradientScores(*(x.reshape(*heads, -1) for x in made[:4])), PairSums(*(x.reshape(heads) for x in made[4:]))
+    heads = (p.B, p.NH)
+    scores = GradientScores(*(x.reshape(*heads, p.S, -1) for x in (P, qbar, kbar, dq, dk)))
+    *pairs, added_dn, from_norm = sums if normalised else (*sums, None, None)
+    norms = NormSums(added_dn.reshape(*heads, p.NC, p.DHQK), from_norm.reshape(*heads, p.S)) if normalised else NormSums(None, None)
+    return scores, norms, PairSums(*(x.reshape(*heads, p.S) for x in pairs))

@@ -100,7 +100,8 @@ def parallel_fw_P(
       The scores; the signed normaliser z (B, NH, S), float32, None with normalize=False; the last n (B, NH, DHQK), float32.
     """
     p, stage = problem, config.stage("parallel_fw_P").fitted(problem)
-    n, n_last = vector_states(matK, gates.vecAbar, gates.scaGamma, vecN_initial)
+    chunks = matK.reshape(p.B, p.NH, p.NC, p.L, p.DHQK).astype(jnp.float32)
+    n, n_last = vector_states(jnp.sum(chunks * gates.vecAbar[..., None], axis=-2), gates.scaGamma, vecN_initial)
     rows = pl.BlockSpec((None, p.L), lambda c, b: (b, c))
     keys = pl.BlockSpec((None, p.L, p.DHQK), lambda c, b: (b, c, 0))
     floor_needs_m = normalize and stabilize_correctly and norm_val > 0

@@ -22,6 +22,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.config import StageConfig
@@ -55,9 +57,17 @@ def _recurrence_kernel(
     owns_x = pl.program_id(0) == 0
     steps = num_chunks * tiles
 
+    def tile_at(index):
+        return steps - 1 - index if backward else index
+
+    # The pipeline copies what feeds products. This does not: it is asked for a tile ahead, or each tile would wait for memory.
+    def gamma_at(index):
+        return gamma_ref[divide(tile_at(lax.min(index, np.int32(steps - 1))), tiles)]
+
     def step(index, carry):
-        XT, x = carry
-        tile = steps - 1 - index if backward else index
+        XT, x, gamma = carry
+        following = gamma_at(index + 1)
+        tile = tile_at(index)
         chunk = divide(tile, tiles)
         enters = remainder(index, tiles) == 0
 
@@ -76,12 +86,12 @@ def _recurrence_kernel(
         rows = pl.ds(tile * siz_b_L, siz_b_L)
         a = a_ref[rows, :]
         scaled = a.astype(jnp.float32) * r_ref[rows][:, None]
-        gamma = jnp.where(enters, gamma_ref[chunk], 1.0)
+        gamma = jnp.where(enters, gamma, 1.0)
         XT = XT * gamma + dot(b_ref[rows, :], scaled.astype(a.dtype), precision, a_axis=0)
         weighted = scaled if s_ref is None else scaled * s_ref[rows][:, None]
-        return XT, x * gamma + jnp.sum(weighted, axis=0)
+        return XT, x * gamma + jnp.sum(weighted, axis=0), following
 
-    XT, x = loop(steps, step, (X_initial_ref[...].T, x_initial_ref[...]))
+    XT, x, _ = loop(steps, step, (X_initial_ref[...].T, x_initial_ref[...], gamma_at(np.int32(0))))
     X_last_ref[...] = XT.T
 
     @pl.when(owns_x)

@@ -1,7 +1,7 @@
 """Stage recurrent_bw_dK: the gradient of k, without a state in memory (the walk is in walk.py).
 
-dk_s = abar_s (dC_{c+1} v_s + dn_{c+1}) + sum_t scale dP_ts q_t        dC_c = gamma_c dC_{c+1} + sum_t qbar_t dh_t^T
-(dP, qbar: parallel_bw_P)
+dk_s = abar_s (dC_{c+1} v_s + dn_{c+1}) + own_s        dC_c = gamma_c dC_{c+1} + sum_t qbar_t dh_t^T
+(own, qbar: parallel_bw_P)
 """
 
 import jax
@@ -14,7 +14,6 @@ from mlstm_pallas.stages.walk import Walk, walk
 
 
 def recurrent_bw_dK(
-    matQ: jax.Array,
     matV: jax.Array,
     matDeltaH: jax.Array,
     scores: GradientScores,
@@ -29,34 +28,32 @@ def recurrent_bw_dK(
     """Launches the stage. Config: siz_b_DHQK (columns of dC^T), siz_b_DHHV (rows of a tile), siz_b_loop (rows a launch).
 
     Args:
-      matQ, matV, matDeltaH: in the kernel dtype.
+      matV, matDeltaH: in the kernel dtype.
       scores, gates: of chunks of L steps.
       matDeltaC_last: (B, NH, DHQK, DHHV), vecDeltaN_states: behind each chunk (B, NH, NC, DHQK), float32.
 
     Returns:
-      matDeltaK (B, NH, S, DHQK) in the kernel dtype; kbar_s . dC_{c+1} v_s (B, NH, S) and the gradient of the initial C, float32.
+      matDeltaK (B, NH, S, DHQK) in the kernel dtype; kbar_s . (dC_{c+1} v_s + dn_{c+1}) (B, NH, S) and the gradient of the initial C, float32.
     """
-    abar = gates.vecAbar.reshape(matQ.shape[:3])
+    abar = gates.vecAbar.reshape(matV.shape[:3])
     dk, dC, weighed = walk(
         "recurrent_bw_dK",
         Walk(
             read=matV,
             write=matDeltaH,
             values=scores.matQ_scaled,
-            added=matQ,
-            tile=scores.matDeltaP,
+            own=scores.matDeltaK_own,
             r=abar,
             gamma=gates.scaGamma,
             initial=matDeltaC_last,
             x=vecDeltaN_states,
-            g=abar,
             weigh=scores.matK_scaled,
             turned=True,
             backward=True,
         ),
         problem=problem,
         config=config,
-        output_dtype=matQ.dtype,
+        output_dtype=matV.dtype,
         interpret=interpret,
     )
     return dk, weighed, dC

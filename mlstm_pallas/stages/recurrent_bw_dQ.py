@@ -1,6 +1,6 @@
 """Stage recurrent_bw_dQ: the gradient of q, without a state in memory (the walk is in walk.py).
 
-dq_t = r_t C_c dh_t + g_t n_c + sum_s scale dP_ts k_s        C_{c+1} = gamma_c C_c + sum_s kbar_s v_s^T        (dP, kbar: parallel_bw_P)
+dq_t = r_t C_c dh_t + own_t        C_{c+1} = gamma_c C_c + sum_s kbar_s v_s^T        (own, kbar: parallel_bw_P)
 """
 
 import jax
@@ -12,15 +12,12 @@ from mlstm_pallas.stages.walk import Walk, walk
 
 
 def recurrent_bw_dQ(
-    matK: jax.Array,
     matV: jax.Array,
     matDeltaH: jax.Array,
     scores: GradientScores,
     vecR: jax.Array,
-    vecG: jax.Array | None,
     scaGamma: jax.Array,
     matC_initial: jax.Array,
-    vecN_states: jax.Array | None,
     *,
     problem: Problem,
     config: KernelConfig,
@@ -30,10 +27,10 @@ def recurrent_bw_dQ(
     siz_b_LKV is the chunk that its caller gives the problem.
 
     Args:
-      matK, matV, matDeltaH: in the kernel dtype.
+      matV, matDeltaH: in the kernel dtype.
       scores, scaGamma: of chunks of L steps; (B, NH, NC).
-      vecR, vecG: w scale / den and w scale dz, (B, NH, S) float32.
-      matC_initial, vecN_states: (B, NH, DHQK, DHHV), (B, NH, NC, DHQK), float32; vecG and vecN_states None without a normaliser.
+      vecR: w scale / den, (B, NH, S) float32.
+      matC_initial: (B, NH, DHQK, DHHV), float32.
 
     Returns:
       matDeltaQ (B, NH, S, DHQK) in the kernel dtype; qbar_t . C_c dh_t (B, NH, S) and the last C, float32.
@@ -44,19 +41,16 @@ def recurrent_bw_dQ(
             read=matDeltaH,
             write=matV,
             values=scores.matK_scaled,
-            added=matK,
-            tile=scores.matDeltaP,
+            own=scores.matDeltaQ_own,
             r=vecR,
             gamma=scaGamma,
             initial=matC_initial,
-            x=vecN_states,
-            g=vecG,
             weigh=scores.matQ_scaled,
             turned=True,
         ),
         problem=problem,
         config=config,
-        output_dtype=matK.dtype,
+        output_dtype=matV.dtype,
         interpret=interpret,
     )
     return dq, weighed, C_last

@@ -40,7 +40,6 @@ def recurrent_bw_dV(
             read=matK,
             write=scores.matQ_scaled,
             values=matDeltaH,
-            added=matDeltaH,
             tile=scores.matP,
             r=abar,
             gamma=gates.scaGamma,

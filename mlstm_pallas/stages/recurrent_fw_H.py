@@ -41,7 +41,6 @@ def recurrent_fw_H(
             read=matQ,
             write=scores.matK_scaled,
             values=matV,
-            added=matV,
             tile=scores.matP,
             r=scores.vecR,
             gamma=scaGamma,

@@ -1,16 +1,16 @@
 """The walk over the sequence that recurrent_fw_H, recurrent_bw_dQ, recurrent_bw_dK and recurrent_bw_dV share: no state goes through memory.
 
-    o_t = r_t X_c^T a_t + g_t x_c + sum_s A_ts y_s        X_{next} = gamma_c X_c + sum_s b_s ybar_s^T
+    o_t = r_t (X_c^T a_t + x_c) + sum_s A_ts y_s + own_t        X_{next} = gamma_c X_c + sum_s b_s y_s^T
 
 chunk by chunk, forward or backward in time (then A_st for A_ts, and X_c is what enters the chunk from behind).
 
-    stage             o    X      a   b     y   ybar  A                r              g         x
-    recurrent_fw_H    h    C      q   kbar  v   v     P                r
-    recurrent_bw_dQ   dq   C^T    dh  v     k   kbar  scale dP         w scale / den  w scale dz  n
-    recurrent_bw_dK   dk   dC^T   v   dh    q   qbar  scale dP, back   abar           abar        dn
-    recurrent_bw_dV   dv   dC     k   qbar  dh  dh    P, back          abar
+    stage             o    X      a   b     y     r              x   A        own
+    recurrent_fw_H    h    C      q   kbar  v     r                  P
+    recurrent_bw_dQ   dq   C^T    dh  v     kbar  w scale / den               scale dP k + w scale dz n
+    recurrent_bw_dK   dk   dC^T   v   dh    qbar  abar           dn           scale dP^T q
+    recurrent_bw_dV   dv   dC     k   qbar  dh    abar               P, back
 
-P, dP, kbar = abar k and qbar = w scale / den q come from parallel_fw_P and parallel_bw_P.
+P, kbar = abar k, qbar = w scale / den q and own come from parallel_fw_P and parallel_bw_P.
 
 Grid (columns of o, B * NH). A program owns a block of columns of X, in fp32 registers, and of o. The block is kept transposed, so that it
 is the left operand of X^T a: what one product leaves in registers the next takes from there, rounded to the kernel dtype (in two parts,
@@ -19,7 +19,7 @@ all that fits beside it. Where X has more rows than a program can hold, a launch
 
 No tile that the pipeline loads feeds plain arithmetic as well as a product (see parallel_fw_H), so what is only weighted comes by itself.
 
-FLOPs: 4 B NH S rows columns of X, and 2 B NH S L columns. Bytes: all that is named above once, a, b and A again for each column block,
+FLOPs: 4 B NH S rows columns of X, and with A 2 B NH S L columns. Bytes: all that is named above once, a, b and A again for each column block,
 these mostly from L2; o twice more for each further part.
 """
 
@@ -44,24 +44,24 @@ class Walk:
 
     Attributes:
       read, write: a and b, (B, NH, S, R) in the kernel dtype.
-      values, added: ybar and y, (B, NH, S, N) in the kernel dtype; added may be values.
+      values: y, (B, NH, S, N) in the kernel dtype.
       tile: A, (B, NH, S, L) in the kernel dtype, row t, column s - the chunk's first step, in either direction.
+      own: (B, NH, S, N) in the kernel dtype.
       r: (B, NH, S); gamma: (B, NH, NC); float32.
       initial: X where the walk begins, float32: (B, NH, R, N), or (B, NH, N, R) where ``turned``.
-      x, g: (B, NH, NC, N) and (B, NH, S), float32.
-      weigh: (B, NH, S, N) in the kernel dtype: its inner products with X_c^T a are wanted, to more digits than the kernel dtype has.
+      x: (B, NH, NC, N), float32.
+      weigh: (B, NH, S, N) in the kernel dtype: its inner products with X_c^T a + x are wanted, to more digits than the kernel dtype has.
     """
 
     read: jax.Array
     write: jax.Array
     values: jax.Array
-    added: jax.Array
-    tile: jax.Array
     r: jax.Array
     gamma: jax.Array
     initial: jax.Array
+    tile: jax.Array | None = None
+    own: jax.Array | None = None
     x: jax.Array | None = None
-    g: jax.Array | None = None
     weigh: jax.Array | None = None
     turned: bool = False
     backward: bool = False
@@ -71,15 +71,13 @@ def _walk_kernel(
     read_ref,  # (S, R)
     write_ref,  # (S, R)
     values_ref,  # (S, N)
-    added_ref,  # (S, N), absent where values are added
-    tile_ref,  # (S, L), absent in further parts, as x and g
+    tile_ref,  # (S, L); this and x in the first part
     r_ref,  # (S,)
     gamma_ref,  # (NC,)
     initial_ref,  # (R, N) or (N, R)
     x_ref,  # (NC, N)
-    g_ref,  # (S,)
     weigh_ref,  # (S, N)
-    before_ref,  # (S, N), what earlier parts made
+    own_ref,  # (S, N); in further parts what those before made
     out_ref,  # out (S, N)
     last_ref,  # out, as initial
     weighed_ref=None,  # out (S,)
@@ -94,39 +92,50 @@ def _walk_kernel(
     parts = [pl.ds(start, part) for start in range(0, R, part)]
     chunks = S // L
 
-    def step(index, XT):
+    def rows_of(index):
         chunk = chunks - 1 - index if backward else index
-        rows = block_at(chunk, L)
+        return chunk, block_at(chunk, L)
+
+    # The pipeline copies operands of products alone. What else is of use to a chunk is asked for a chunk ahead, or each would wait for
+    # memory; so is the tile, of which the pipeline would hold several, too much for two programs on a multiprocessor.
+    def ahead(index):
+        chunk, rows = rows_of(lax.min(index, np.int32(chunks - 1)))
+        x = None if x_ref is None else x_ref[chunk, :]
+        return gamma_ref[chunk], r_ref[rows], x, *(None if ref is None else ref[rows, :] for ref in (own_ref, tile_ref))
+
+    def step(index, carry):
+        XT, (gamma, r, x, own, tile) = carry
+        _, rows = rows_of(index)
+        following = ahead(index + 1)
+        weigh = None if weigh_ref is None else weigh_ref[rows, :]  # as early, but in no register of the chunk before
         values = values_ref[rows, :]
-        if weigh_ref is not None:
-            weigh = weigh_ref[rows, :]  # before the products, which it is not to wait for
         out = jnp.zeros((values.shape[1], L), jnp.float32)
         for columns, block in zip(parts, XT, strict=True):
             read = read_ref[rows, columns]
-            if weigh_ref is None or values.dtype == jnp.float32:
+            if weigh is None or values.dtype == jnp.float32:
                 out += dot(block.astype(values.dtype), read, precision, b_axis=1)
             else:
                 high = lax.bitcast_convert_type(lax.bitcast_convert_type(block, jnp.int32) & np.int32(-65536), jnp.float32)
                 out += dot((block - high).astype(values.dtype), read, precision, b_axis=1)
                 out += dot(high.astype(values.dtype), read, precision, b_axis=1)
-        if weigh_ref is not None:
+        if x is not None:
+            out += x[:, None]
+        if weigh is not None:
             weighed_ref[rows] = jnp.sum(out * weigh.astype(jnp.float32).T, axis=0)
-        out = out * r_ref[rows][None, :]
-        if x_ref is not None:
-            out += x_ref[chunk, :][:, None] * g_ref[rows][None, :]
-        if tile_ref is not None:
-            added = values if added_ref is None else added_ref[rows, :]
-            out += dot(added, tile_ref[rows, :], precision, a_axis=0, b_axis=0 if backward else 1)
-        if before_ref is None:
+        out = out * r[None, :]
+        if tile is not None:
+            out += dot(values, tile, precision, a_axis=0, b_axis=0 if backward else 1)
+        if own is None:
             out_ref[rows, :] = out.astype(out_ref.dtype).T
         else:
-            out_ref[rows, :] = (out.T + before_ref[rows, :].astype(jnp.float32)).astype(out_ref.dtype)
-        gamma = gamma_ref[chunk]
-        return tuple(
+            out_ref[rows, :] = (out.T + own.astype(jnp.float32)).astype(out_ref.dtype)
+        XT = tuple(
             block * gamma + dot(values, write_ref[rows, columns], precision, a_axis=0) for columns, block in zip(parts, XT, strict=True)
         )
+        return XT, following
 
-    XT = loop(chunks, step, tuple(initial_ref[:, y] if turned else initial_ref[y, :].T for y in parts))
+    initial = tuple(initial_ref[:, y] if turned else initial_ref[y, :].T for y in parts)
+    XT, _ = loop(chunks, step, (initial, ahead(np.int32(0))))
     for columns, block in zip(parts, XT, strict=True):
         if turned:
             last_ref[:, columns] = block
@@ -135,17 +144,16 @@ def _walk_kernel(
 
 
 def vector_states(
-    matA: jax.Array, weights: jax.Array, gamma: jax.Array, initial: jax.Array, *, backward: bool = False
+    added: jax.Array, gamma: jax.Array, initial: jax.Array, *, backward: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """x_{next} = gamma_c x_c + sum_t weights_t a_t, in plain jnp: what n is to C.
+    """x_{next} = gamma_c x_c + added_c, in plain jnp: what n is to C.
 
     Args:
-      matA: (B, NH, S, DHQK); weights: (B, NH, NC, L), gamma: (B, NH, NC), initial: (B, NH, DHQK), float32.
+      added: (B, NH, NC, DHQK), gamma: (B, NH, NC), initial: (B, NH, DHQK), float32.
 
     Returns:
       What enters each chunk, (B, NH, NC, DHQK), and what leaves the last; float32.
     """
-    added = jnp.sum(matA.reshape(*weights.shape, -1).astype(jnp.float32) * weights[..., None], axis=-2)
     start, one = initial[:, :, None], jnp.ones_like(gamma[:, :, :1])
 
     def join(left, right):
@@ -183,7 +191,6 @@ def walk(
     launches = blocks(R, rows)
     row = pl.BlockSpec((None, p.S), lambda i, b: (b, 0))
     values = pl.BlockSpec((None, p.S, columns), lambda i, b: (b, 0, i))
-    out: Any = None
     lasts, weighed = [], []
 
     def flat(y):
@@ -194,6 +201,7 @@ def walk(
             return pl.BlockSpec((None, columns, rows), lambda i, b: (b, i, index))
         return pl.BlockSpec((None, rows, columns), lambda i, b: (b, index, i))
 
+    out = flat(x.own)
     for index in range(launches):
         first, last_one = index == 0, index == launches - 1
         operand = pl.BlockSpec((None, p.S, rows), lambda i, b, index=index: (b, 0, index))
@@ -201,17 +209,15 @@ def walk(
             (flat(x.read), operand),
             (flat(x.write), operand),
             (flat(x.values), values),
-            (flat(x.added) if first and x.added is not x.values else None, values),
             (flat(x.tile) if first else None, pl.BlockSpec((None, p.S, p.L), lambda i, b: (b, 0, 0))),
             (flat(x.r), row),
             (flat(x.gamma), pl.BlockSpec((None, p.NC), lambda i, b: (b, 0))),
             (flat(x.initial), state(index)),
             (flat(x.x) if first else None, pl.BlockSpec((None, p.NC, columns), lambda i, b: (b, 0, i))),
-            (flat(x.g) if first else None, row),
             (flat(x.weigh), values),
             (out, values),
         ]
-        # Two roundings of o are within what is promised, more are not.
+        # A few roundings of o are within what is promised, one a launch is not.
         dtype = output_dtype if last_one or launches == 2 else jnp.float32
         made = [((p.S, N), dtype, values), ((N, rows) if x.turned else (rows, N), jnp.float32, state(0))]
         if x.weigh is not None:
