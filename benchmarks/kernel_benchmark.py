@@ -185,7 +185,8 @@ def _plain_gradient_scores(q, k, v, dh, stabilisers, rows, n):
     W = dP * scores
     diagonal = jnp.diagonal(W, axis1=-2, axis2=-1)
     tiles = (x.astype(q.dtype) for x in (D * scores * inv_den, qbar, kbar, own_dq, own_dk))
-    return *tiles, jnp.sum(weighted, axis=-2), jnp.sum(weighted * n, axis=-1), jnp.sum(W, -1) - diagonal, jnp.sum(W, -2) - diagonal, diagonal
+    norms = jnp.sum(weighted, axis=-2), jnp.sum(weighted * n, axis=-1)
+    return *tiles, *norms, jnp.sum(W, -1) - diagonal, jnp.sum(W, -2) - diagonal, diagonal
 
 
 def _plain_bw_dQ(v, dh, scores, r, gamma, C_initial):

@@ -166,12 +166,12 @@ def _stateless_backward(plan: Plan, interpret: bool, residuals: Residuals, cotan
     kbar = lax.reduce_precision(plan.chunks(x.k).astype(jnp.float32) * gates.vecAbar[..., None], bits.nexp, bits.nmant)
     n, n_last = vector_states(jnp.sum(kbar, axis=-2), gates.scaGamma, x.n_initial)
     scores, norms, pairs = parallel_bw_P(x.q, x.k, x.v, dh, gates, rows, n if plan.normalize else None, **launch)
-    added_dn = norms.added_dn if plan.normalize else jnp.zeros_like(n)
+    added_dn = jnp.zeros_like(n) if norms.added_dn is None else norms.added_dn
     dn_states, dn = vector_states(added_dn, gates.scaGamma, dn_last, backward=True)
     r = gates.vecW.reshape(x.i.shape) * p.qk_scale
-    r = r * rows.vecInvDen if plan.normalize else r
+    r = r if rows.vecInvDen is None else r * rows.vecInvDen
     dq, from_state, C_last = recurrent_bw_dQ(x.v, dh, scores, r, gates.scaGamma, x.c_initial, **launch)
-    from_state = from_state + norms.from_norm if plan.normalize else from_state
+    from_state = from_state if norms.from_norm is None else from_state + norms.from_norm
     dk, to_state, dC = recurrent_bw_dK(x.v, dh, scores, gates, dC_last, dn_states, **launch)
     dv = recurrent_bw_dV(x.k, dh, scores, gates, dC_last, **launch)
     enters = inner(dC, x.c_initial, 2) + inner(dn, x.n_initial)

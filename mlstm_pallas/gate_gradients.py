@@ -87,9 +87,7 @@ def tile_sums(
     return sums, through.reshape(*heads, S // T)
 
 
-def chunk_sums(
-    gates: ChunkGates, from_own, to_own, diagonal, from_state, to_state, enters, resolution: float
-) -> tuple[RowSums, jax.Array]:
+def chunk_sums(gates: ChunkGates, from_own, to_own, diagonal, from_state, to_state, enters, resolution: float) -> tuple[RowSums, jax.Array]:
     """RowSums for tiles of one chunk, and what goes through each chunk (B, NH, NC), from the sums of the stages that store no states.
 
     What goes through a chunk is what goes through the one before, with what that one gives and without what this one takes. The difference

@@ -89,6 +89,13 @@ def test_the_stages_of_a_pass_are_those_that_it_launches(plan, recompute):
     assert launches(jax.grad(lambda *x: jnp.sum(run(*x))), *shapes) == {*forward, *backward}
 
 
+@pytest.mark.parametrize("heads", [True, 1, 5, 6, 7, 0, False, None])
+def test_passes_without_states_start_at_a_number_of_heads(heads):
+    forward, backward = KernelConfig(stateless_forward=heads, stateless_backward=heads).passes(Problem(2, 3, 64, 16, 32, 32, 1.0))
+    stateless = heads is True or heads in (1, 5, 6)
+    assert ("recurrent_fw_H" in forward) == ("recurrent_bw_dQ" in backward) == stateless
+
+
 def test_stages_without_states_have_chunks_of_their_own():
     problem = Problem(1, 1, 128, 32, 32, 64, 1.0)
     config = KernelConfig(recurrent_fw_H=StageConfig(siz_b_LKV=32))

@@ -456,7 +456,7 @@ def test_stages_with_chunks_of_their_own_are_joined_where_they_take_least_togeth
     assert run("--minutes=5") == 0
     [row] = rows_in(tmp_path / "rows.json")
     config = config_from_row(row)
-    assert config.stateless_forward
+    assert config.stateless_forward == tune.FILLING["stateless_forward"][-1] // (128 // config.recurrent_fw_H.siz_b_DHHV)
     assert config.recurrent_fw_H.siz_b_LKV == 32
     tried = [(line["stage"], line["config"]) for line in log_lines(tmp_path) if line["stage"] in CHUNK_OF]
     assert all(config["chunk_size"] == config[CHUNK_OF[stage]]["siz_b_LKV"] for stage, config in tried)

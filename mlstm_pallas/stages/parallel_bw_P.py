@@ -55,7 +55,7 @@ def _parallel_bw_P_kernel(
     k_ref,  # (L, DHQK)
     v_ref,  # (L, DHHV)
     dh_ref,  # (L, DHHV)
-    n_ref,  # (DHQK,) before the chunk, absent without a normaliser
+    n_ref,  # (DHQK,), before the chunk, absent without a normaliser
     e_hi_ref,  # (L,), as all that follow
     e_lo_ref,
     u_hi_ref,
@@ -169,12 +169,14 @@ def parallel_bw_P(
         precision=config.dot_precision(matQ.dtype, interpret),
     )(
         *(x.reshape(p.BNH, p.S, -1) for x in (matQ, matK, matV, matDeltaH)),
-        vecN_states.reshape(p.BNH, p.NC, p.DHQK) if normalised else None,
+        None if vecN_states is None else vecN_states.reshape(p.BNH, p.NC, p.DHQK),
         *(x.reshape(p.BNH, p.S) for x in (*gates.vecE, *gates.vecU, gates.vecW, gates.vecAbar)),
         *(None if x is None else x.reshape(p.BNH, p.S) for x in (rows.vecInvDen, rows.vecDzDen)),
     )
     heads = (p.B, p.NH)
     scores = GradientScores(*(x.reshape(*heads, p.S, -1) for x in (P, qbar, kbar, dq, dk)))
-    *pairs, added_dn, from_norm = sums if normalised else (*sums, None, None)
-    norms = NormSums(added_dn.reshape(*heads, p.NC, p.DHQK), from_norm.reshape(*heads, p.S)) if normalised else NormSums(None, None)
-    return scores, norms, PairSums(*(x.reshape(*heads, p.S) for x in pairs))
+    pairs = PairSums(*(x.reshape(*heads, p.S) for x in sums[:3]))
+    if not normalised:
+        return scores, NormSums(None, None), pairs
+    added_dn, from_norm = sums[3:]
+    return scores, NormSums(added_dn.reshape(*heads, p.NC, p.DHQK), from_norm.reshape(*heads, p.S)), pairs

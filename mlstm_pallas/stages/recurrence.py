@@ -91,7 +91,7 @@ def _recurrence_kernel(
         weighted = scaled if s_ref is None else scaled * s_ref[rows][:, None]
         return XT, x * gamma + jnp.sum(weighted, axis=0), following
 
-    XT, x, _ = loop(steps, step, (X_initial_ref[...].T, x_initial_ref[...], gamma_at(np.int32(0))))
+    XT, x = loop(steps, step, (X_initial_ref[...].T, x_initial_ref[...], gamma_at(np.int32(0))))[:2]
     X_last_ref[...] = XT.T
 
     @pl.when(owns_x)

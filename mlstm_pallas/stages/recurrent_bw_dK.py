@@ -33,7 +33,8 @@ def recurrent_bw_dK(
       matDeltaC_last: (B, NH, DHQK, DHHV), vecDeltaN_states: behind each chunk (B, NH, NC, DHQK), float32.
 
     Returns:
-      matDeltaK (B, NH, S, DHQK) in the kernel dtype; kbar_s . (dC_{c+1} v_s + dn_{c+1}) (B, NH, S) and the gradient of the initial C, float32.
+      matDeltaK (B, NH, S, DHQK) in the kernel dtype; kbar_s . (dC_{c+1} v_s + dn_{c+1}) (B, NH, S) and the gradient of the initial C,
+      float32.
     """
     abar = gates.vecAbar.reshape(matV.shape[:3])
     dk, dC, weighed = walk(

@@ -19,12 +19,11 @@ all that fits beside it. Where X has more rows than a program can hold, a launch
 
 No tile that the pipeline loads feeds plain arithmetic as well as a product (see parallel_fw_H), so what is only weighted comes by itself.
 
-FLOPs: 4 B NH S rows columns of X, and with A 2 B NH S L columns. Bytes: all that is named above once, a, b and A again for each column block,
-these mostly from L2; o twice more for each further part.
+FLOPs: 4 B NH S rows columns of X, and with A 2 B NH S L columns. Bytes: all that is named above once, a, b and A again for each column
+block, these mostly from L2; o twice more for each further part.
 """
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -143,9 +142,7 @@ def _walk_kernel(
             last_ref[columns, :] = block.T
 
 
-def vector_states(
-    added: jax.Array, gamma: jax.Array, initial: jax.Array, *, backward: bool = False
-) -> tuple[jax.Array, jax.Array]:
+def vector_states(added: jax.Array, gamma: jax.Array, initial: jax.Array, *, backward: bool = False) -> tuple[jax.Array, jax.Array]:
     """x_{next} = gamma_c x_c + added_c, in plain jnp: what n is to C.
 
     Args:
