@@ -67,12 +67,14 @@ def on_an_h200():
 
 def pointer_offsets(ir):
     """{number of the kernel's argument: widths of the integers that are added to its pointer}."""
-    splats = dict(re.findall(r"(%\w+) = tt\.splat %arg(\d+) : !tt\.ptr", ir))
-    widths = {}
-    for pointer, width in re.findall(r"tt\.addptr (%\w+), .*i(\d+)>?\n", ir):
-        number = splats.get(pointer, pointer.removeprefix("%arg"))
-        if number.isdecimal():
-            widths.setdefault(int(number), set()).add(int(width))
+    splats, widths = {}, {}  # line by line, as names come again in regions beside each other
+    for line in ir.splitlines():
+        if found := re.search(r"(%\w+) = tt\.splat %arg(\d+) : !tt\.ptr", line):
+            splats[found[1]] = found[2]
+        elif found := re.search(r"tt\.addptr (%\w+), .*i(\d+)>?$", line):
+            number = splats.get(found[1], found[1].removeprefix("%arg"))
+            if number.isdecimal():
+                widths.setdefault(int(number), set()).add(int(found[2]))
     return widths
 
 
