@@ -87,7 +87,7 @@ Rates = tuple[float | None, float | None]  # FLOP/s, bytes/s
 
 
 # Of the arrays that a stage takes, those with an axis of S steps: the plain functions have chunks instead.
-STEPWISE = ("matQ", "matK", "matV", "matDeltaH", "vecI", "vecF", "rows", "scores", "gradient_scores", "vecR", "vecG")
+STEPWISE = ("matQ", "matK", "matV", "matDeltaH", "vecI", "vecF", "rows", "scores", "gradient_scores", "vecR")
 
 
 @dataclasses.dataclass(frozen=True)

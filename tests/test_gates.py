@@ -86,6 +86,7 @@ def test_gates_are_those_of_the_recurrence(form, case, L):
         def of_head(y, head=head):
             return np.asarray(y[0, head], "float64").reshape(-1)
 
+        # Four roundings of float32 (2**-24 each): log sigmoid, m_c at a border, their sum, the result.
         np.testing.assert_allclose(of_head(found.scaM_states), borders, rtol=2.0**-22, atol=2.0**-22)
         np.testing.assert_allclose(of_head(found.vecM), m_t, rtol=2.0**-22, atol=2.0**-22)
         # m_c is rounded to float32: decays relative to it, those to an u_t that comes from it included, carry that rounding.
@@ -120,7 +121,7 @@ def test_border_maxima_reads_more_chunks_than_a_block():
     f = x["f"].at[0, 0, 4000].set(-jnp.inf)
     plain = by_jnp(x["i"], f, x["m_initial"], 16, None)
     kernel = by_kernel(x["i"], f, x["m_initial"], 16, 16)
-    np.testing.assert_allclose(np.asarray(kernel.scaM_states), np.asarray(plain.scaM_states), rtol=2.0**-21, atol=2.0**-21)
+    np.testing.assert_allclose(np.asarray(kernel.scaM_states), np.asarray(plain.scaM_states), rtol=2.0**-22, atol=2.0**-22)
 
 
 def test_exact_sums_are_exact():
