@@ -87,7 +87,7 @@ Rates = tuple[float | None, float | None]  # FLOP/s, bytes/s
 
 
 # Of the arrays that a stage takes, those with an axis of S steps: the plain functions have chunks instead.
-STEPWISE = ("matQ", "matK", "matV", "matDeltaH", "vecI", "vecF", "rows", "scores", "gradient_scores", "vecR")
+STEPWISE = ("matQ", "matK", "matV", "matDeltaH", "vecI", "vecF", "rows", "scores", "gradient_scores", "vecR", "vecAbar")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -195,10 +195,9 @@ def _plain_bw_dQ(v, dh, scores, r, gamma, C_initial):
     return dq, weighed, jnp.swapaxes(C, -1, -2)
 
 
-def _plain_bw_dK(v, dh, scores, stabilisers, dC_last, dn):
-    abar, gamma, dC_last = stabilisers.vecAbar, stabilisers.scaGamma, jnp.swapaxes(dC_last, -1, -2)
+def _plain_bw_dK(v, dh, scores, abar, gamma, dC_last, dn):
     x = dict(own=scores.matDeltaK_own, x=dn, weigh=scores.matK_scaled, backward=True)
-    dk, weighed, dC = _walk(v, dh, scores.matQ_scaled, abar, gamma, dC_last, **x)
+    dk, weighed, dC = _walk(v, dh, scores.matQ_scaled, abar, gamma, jnp.swapaxes(dC_last, -1, -2), **x)
     return dk, weighed, jnp.swapaxes(dC, -1, -2)
 
 
@@ -206,8 +205,7 @@ def _bw_dV_kernel(*args, **launch):
     return (recurrent_bw_dV(*args, **launch),)
 
 
-def _plain_bw_dV(k, dh, scores, stabilisers, dC_last):
-    abar, gamma = stabilisers.vecAbar, stabilisers.scaGamma
+def _plain_bw_dV(k, dh, scores, abar, gamma, dC_last):
     return _walk(k, scores.matQ_scaled, dh, abar, gamma, dC_last, tile=scores.matP, backward=True)[:1]
 
 
@@ -267,10 +265,12 @@ STAGES = {
     "recurrent_bw_dK": Stage(
         recurrent_bw_dK,
         _plain_bw_dK,
-        ("matV", "matDeltaH", "gradient_scores", "gates", "matDeltaC_last", "vecDeltaN_states"),
+        ("matV", "matDeltaH", "gradient_scores", "vecAbar", "scaGamma", "matDeltaC_last", "vecDeltaN_states"),
         ("dk", "to_state", "dC_initial"),
     ),
-    "recurrent_bw_dV": Stage(_bw_dV_kernel, _plain_bw_dV, ("matK", "matDeltaH", "gradient_scores", "gates", "matDeltaC_last"), ("dv",)),
+    "recurrent_bw_dV": Stage(
+        _bw_dV_kernel, _plain_bw_dV, ("matK", "matDeltaH", "gradient_scores", "vecAbar", "scaGamma", "matDeltaC_last"), ("dv",)
+    ),
 }
 
 
@@ -300,7 +300,7 @@ def stage_arrays(x: Inputs, L: int, stateless: bool) -> dict[str, Any]:
         found["scores"] = Scores(*steps(*scores))
         found["rows"] = rows = rows_of(*steps(run("recurrent_fw_H")[0], z))
         gamma, (w,) = found["gates"].scaGamma, steps(found["gates"].vecW * K**-0.5)
-        found |= dict(vecR=w * rows.vecInvDen, scaGamma=gamma)
+        found |= dict(vecR=w * rows.vecInvDen, vecAbar=steps(found["gates"].vecAbar)[0], scaGamma=gamma)
         chunks = x.k.reshape(*gamma.shape, L, K).astype(jnp.float32)
         found["vecN_states"], _ = vector_states(jnp.sum(chunks * found["gates"].vecAbar[..., None], axis=-2), gamma, n)
         *scores, added_dn, _, _, _, _ = run("parallel_bw_P")

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from mlstm_pallas import problem as problems
 from mlstm_pallas.backend import requested_backend, target_device_kind
 from mlstm_pallas.config import KernelConfig, config_for
-from mlstm_pallas.fwbw import NO_SUCH_DERIVATIVE, Inputs, Outputs, Plan, mlstm_forward
+from mlstm_pallas.fwbw import NO_SUCH_DERIVATIVE, mlstm_forward
+from mlstm_pallas.plan import Inputs, Outputs, Plan
 from mlstm_pallas.reference import segment_starts
 from mlstm_pallas.sharding import aligned
 from mlstm_pallas.shared_memory import check_fits

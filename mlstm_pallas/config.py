@@ -9,7 +9,16 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from mlstm_pallas.problem import MIN_TILE, Problem, as_integer, check_chunk_size, clamp_chunk_size, is_power_of_two, padded_head_dim
+from mlstm_pallas.problem import (
+    MIN_TILE,
+    Problem,
+    as_integer,
+    check_chunk_size,
+    clamp_chunk_size,
+    is_power_of_two,
+    next_power_of_two,
+    padded_head_dim,
+)
 from mlstm_pallas.tiles import Precision, blocks
 
 UNKNOWN_DEVICE = "unknown"
@@ -17,6 +26,8 @@ UNKNOWN_DEVICE = "unknown"
 MAX_SEGMENTS = 16
 # Programs that leave no multiprocessor of a large GPU without two. Splitting pays for its second launch only from four parts on.
 ENOUGH_PROGRAMS, LEAST_SEGMENTS = 256, 4
+# Of a pass without states. Shorter segments cost more than idle multiprocessors, and smaller states (DHQK * DHHV) are as well in memory.
+LEAST_SEGMENT_STEPS, LEAST_SEGMENTED_STATE = 2048, 2**17
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +42,8 @@ class StageConfig:
       num_warps, num_stages: Triton's warps per program and depth of the software pipeline.
       keep_q: parallel_fw_H only: keep the queries of a tile whole in shared memory during the loop over keys, instead of reading them
         block by block for every key tile. Needs siz_b_LQ * DHQK elements of it, and a padded DHQK that is a power of two.
-      num_segments: recurrent_fw_C and recurrent_bw_dC only: parts of the sequence that are worked on at the same time, a power of two.
-        None: more than one where there are few programs.
+      num_segments: recurrent_fw_C, recurrent_bw_dC, recurrent_fw_H and recurrent_bw_dQ (for dK and dV too) only: parts of the sequence that
+        are worked on at the same time, a power of two. None: more than one where there are few programs, or heads.
     """
 
     siz_b_LQ: int = 64
@@ -129,7 +140,8 @@ class KernelConfig:
       chunk_size: L, a power of two >= 16.
       precision: of float32 products. None: true float32 quality, as six bfloat16 products on the tensor cores.
       stateless_forward: h by parallel_fw_P and recurrent_fw_H, which keep the states on the chip, where the backward pass recomputes them;
-        else by recurrent_fw_C and parallel_fw_H. A number: from so many heads, B * NH, on, as fewer do not fill a device.
+        else by recurrent_fw_C and parallel_fw_H. A number: from so many heads, B * NH, on, as fewer do not fill a device; segments of
+        their sequences count where heads are wide and segments long (``segments``).
       stateless_backward: likewise dq, dk and dv by parallel_bw_P, recurrent_bw_dQ, recurrent_bw_dK and recurrent_bw_dV.
       split_backward: dq, dk and dv by a kernel each, which a chunk of more than one tile needs; else all three by one kernel.
       chunk_gates, ..., recurrent_step: tiles of the stages.
@@ -180,11 +192,27 @@ class KernelConfig:
         backward = ("recurrent_bw_dC", *(split if self.splits_backward(problem) else ("parallel_bw_dQKV",)))
         if recompute_states_in_bw:
             backward = ("recurrent_fw_C", *backward)
-            if 0 < (self.stateless_forward or 0) <= problem.BNH:
+            if self.segments("recurrent_fw_H", problem):
                 forward = ("parallel_fw_P", "recurrent_fw_H")
-            if 0 < (self.stateless_backward or 0) <= problem.BNH:
+            if self.segments("recurrent_bw_dQ", problem):
                 backward = ("parallel_bw_P", "recurrent_bw_dQ", "recurrent_bw_dK", "recurrent_bw_dV")
         return ("chunk_gates", *forward), ("chunk_gates", *backward)
+
+    def segments(self, walk: str, problem: Problem) -> int:
+        """Parts of a sequence that a pass without states takes for heads, enough for the number that it is to have; 0: it does not run.
+
+        walk: recurrent_fw_H or recurrent_bw_dQ.
+        """
+        heads = (self.stateless_forward if walk == "recurrent_fw_H" else self.stateless_backward) or 0
+        stage, whole_chunks = getattr(self, walk), problem.NC & -problem.NC
+        if stage is not None and stage.num_segments is not None:
+            segments = min(stage.num_segments, max(whole_chunks, 1))
+        else:
+            segments = next_power_of_two(-(-heads // max(problem.BNH, 1)))
+            small = problem.DHQK * problem.DHHV < LEAST_SEGMENTED_STATE or problem.S // segments < LEAST_SEGMENT_STEPS
+            if small or segments > whole_chunks:
+                segments = 1
+        return segments if 0 < heads <= problem.BNH * segments else 0
 
     def problem_of(self, stage: str, problem: Problem) -> Problem:
         """The problem in chunks as the stage takes them."""

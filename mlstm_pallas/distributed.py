@@ -5,7 +5,7 @@ computed from an empty state (m = -inf, C = n = 0; a start at m = 0 would enter 
 
     m' = max(m_j, g_j + m)        C' = exp(m_j - m') C_j + exp(g_j + m - m') C        n' alike
 
-and such functions are composed by the same formula. So every device summarises its segment in one matrix product,
+and such functions are composed by the same formula. So every device summarises its segment in matrix products (segments.py),
 
     C_j = sum_t [abar_t prod_{c' > c(t)} gamma_c'] k_t v_t^T        (c(t): the chunk of t; BUILD_NOTES.md has the notation)
 
@@ -30,13 +30,15 @@ from jax import lax
 from mlstm_pallas.api import run
 from mlstm_pallas.backend import on_backend
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.fwbw import Inputs, Outputs, Plan, Residuals, backward, forward, inner, operation, row_gradients_of
+from mlstm_pallas.fwbw import backward, forward, operation
 from mlstm_pallas.gate_gradients import carried_steps
 from mlstm_pallas.gates import ChunkGates, log_sigmoid_gate, split_for_exact_sums
 from mlstm_pallas.gates import chunk_gates as chunk_gates_xla
+from mlstm_pallas.passes import inner, row_gradients_of
+from mlstm_pallas.plan import Inputs, Outputs, Plan, Residuals
 from mlstm_pallas.reference import segment_starts
+from mlstm_pallas.segments import SegmentProducts, decays_in_segments, decays_of_others, segment_products
 from mlstm_pallas.stages.chunk_gates import chunk_gates
-from mlstm_pallas.tiles import Precision
 
 
 class Summary(NamedTuple):
@@ -80,24 +82,19 @@ def joined_gradients(later: GradientSummary, earlier: GradientSummary) -> Gradie
 _STEPS_OF_A_PRODUCT = 4096  # enough work for each, and enough of them to fill a GPU where batch entries and heads are few
 
 
-def _weighted_products(plan: Plan, a, b, r, r_n, precision: Precision) -> tuple[jax.Array, jax.Array]:
-    """sum_t r_t a_t b_t^T and sum_t r_n,t a_t; a, b in the kernel dtype, r in the accumulator's."""
+def _segments(plan: Plan, walking: Plan | None) -> int:
+    """Segments of a device's part that products are made of: those of the pass to come where it has several."""
+    if walking and walking.segments > 1:
+        return walking.segments
     wanted = max(plan.problem.S // _STEPS_OF_A_PRODUCT, 1)
-    parts = math.gcd(plan.problem.NC, 1 << (wanted.bit_length() - 1))
-
-    def split(x):
-        return x.reshape(*x.shape[:2], parts, -1, x.shape[-1])
-
-    scaled = split((a * r[..., None]).astype(a.dtype))
-    products = jnp.einsum("bhpsk,bhpsv->bhpkv", scaled, split(b), precision=precision, preferred_element_type=r.dtype)
-    return jnp.sum(products, axis=2), jnp.sum(a * r_n[..., None], axis=2)
+    return math.gcd(plan.problem.NC, 1 << (wanted.bit_length() - 1))
 
 
-def _products_of_others(gamma: jax.Array, reverse: bool) -> jax.Array:
-    """prod of gamma over the earlier chunks (later ones with reverse), (B, NH, NC)."""
-    products = lax.cumprod(gamma, axis=2, reverse=reverse)
-    one = jnp.ones_like(gamma[..., :1])
-    return jnp.concatenate([products[..., 1:], one] if reverse else [one, products[..., :-1]], axis=2)
+def _state_behind(gamma: jax.Array, products: jax.Array, *, backward: bool = False) -> jax.Array:
+    """The state that the segments make of an empty one, (B, NH, DHQK, DHHV)."""
+    by_segment = gamma.reshape(*products.shape[:3], -1)
+    weights = decays_of_others(jnp.prod(by_segment, axis=-1), backward=backward)
+    return jnp.sum(weights[..., None, None] * products, axis=2)
 
 
 def _with_gates(plan: Plan, function: Callable[..., Any], i, f, m, starts, a, *args):
@@ -115,32 +112,43 @@ def _with_gates(plan: Plan, function: Callable[..., Any], i, f, m, starts, a, *a
     return on_backend(plan.backend, triton, xla, i, f, m, starts, a, *args)
 
 
-def _summary(plan: Plan, k, v, i, f, starts) -> Summary:
+def _summary(plan: Plan, k, v, i, f, starts) -> tuple[Summary, SegmentProducts]:
     def made(gates: ChunkGates, precision, k, v, f, starts):
-        r = (gates.vecAbar * _products_of_others(gates.scaGamma, reverse=True)[..., None]).reshape(f.shape)
+        abar, gamma, S = gates.vecAbar.reshape(f.shape), gates.scaGamma, f.shape[-1]
+        segments = _segments(plan, plan.stateless_forward)
+        products = segment_products(k, v, abar * decays_in_segments(gamma, segments, S), segments, precision)
+        n = jnp.sum(k * (abar * decays_in_segments(gamma, 1, S))[..., None], axis=2)
         fbar, reset = log_sigmoid_gate(f)
-        high, low = split_for_exact_sums(fbar, jnp.max(jnp.abs(fbar), axis=-1, keepdims=True), f.shape[-1])
+        high, low = split_for_exact_sums(fbar, jnp.max(jnp.abs(fbar), axis=-1, keepdims=True), S)
         restarts = reset if starts is None else reset | (starts > 0)
         g = jnp.where(jnp.any(restarts, axis=-1), -jnp.inf, jnp.sum(high, axis=-1) + jnp.sum(low, axis=-1))
-        return Summary(*_weighted_products(plan, k, v, r, r, precision), gates.scaM_states[..., -1], g)
+        every, m = gamma.shape[2] // segments, gates.scaM_states
+        return Summary(_state_behind(gamma, products), n, m[..., -1], g), SegmentProducts(products, m[..., every::every])
 
     return _with_gates(plan, made, i, f, jnp.full_like(i[..., 0], -jnp.inf), starts, k, v, f, starts)
 
 
-def _gradient_summary(plan: Plan, residuals: Residuals, dh) -> GradientSummary:
+def _gradient_summary(plan: Plan, residuals: Residuals, dh) -> tuple[GradientSummary, SegmentProducts]:
     def made(gates: ChunkGates, precision, q, f, starts, h, z, dh):
         rows = row_gradients_of(plan, dh, h, z, gates)
-        gamma = gates.scaGamma
-        w = (gates.vecW * _products_of_others(gamma, reverse=False)[..., None]).reshape(f.shape) * plan.problem.qk_scale
-        r, r_n = (w * rows.vecInvDen, w * rows.vecDz) if plan.normalize else (w, jnp.zeros_like(w))
-        products, gamma = _weighted_products(plan, q, dh, r, r_n, precision), jnp.prod(gamma, axis=-1)
-        if not plan.stabilised:
-            return GradientSummary(*products, gamma, jnp.zeros_like(gamma), jnp.ones_like(gamma))
-        carried = carried_steps(gates, plan.chunks(f)).reshape(f.shape)
-        goes_on = carried if starts is None else carried & (starts == 0)
-        unbroken = jnp.cumsum(~goes_on, axis=-1) == 0
-        dm = jnp.sum(jnp.where(unbroken, rows.vecDm, 0.0), axis=-1)
-        return GradientSummary(*products, gamma, dm, unbroken[..., -1].astype(dm.dtype))
+        gamma, S = gates.scaGamma, f.shape[-1]
+        segments = _segments(plan, plan.stateless_backward)
+        w = gates.vecW.reshape(f.shape) * plan.problem.qk_scale
+        r = w * rows.vecInvDen if plan.normalize else w
+        products = segment_products(q, dh, r * decays_in_segments(gamma, segments, S, backward=True), segments, precision)
+        dC = _state_behind(gamma, products, backward=True)
+        dn = jnp.zeros_like(dC[..., 0])
+        if plan.normalize:
+            dn = jnp.sum(q * (w * rows.vecDz * decays_in_segments(gamma, 1, S, backward=True))[..., None], axis=2)
+        whole = jnp.prod(gamma, axis=-1)
+        dm, passes = jnp.zeros_like(whole), jnp.ones_like(whole)
+        if plan.stabilised:
+            carried = carried_steps(gates, plan.chunks(f)).reshape(f.shape)
+            goes_on = carried if starts is None else carried & (starts == 0)
+            unbroken = jnp.cumsum(~goes_on, axis=-1) == 0
+            dm = jnp.sum(jnp.where(unbroken, rows.vecDm, 0.0), axis=-1)
+            passes = unbroken[..., -1].astype(dm.dtype)
+        return GradientSummary(dC, dn, whole, dm, passes), SegmentProducts(products, None)
 
     x = residuals.inputs
     return _with_gates(plan, made, x.i, x.f, x.m_initial, x.starts, x.q, x.f, x.starts, residuals.h, residuals.z, dh)
@@ -186,12 +194,12 @@ def _sequence_fwd(axis_name: str, plan: Plan, x: Inputs):
     zero = jnp.zeros_like(x.m_initial)
     initial = Summary(x.c_initial, x.n_initial, x.m_initial, zero)
     empty = Summary(jnp.zeros_like(x.c_initial), jnp.zeros_like(x.n_initial), jnp.full_like(zero, -jnp.inf), zero)
-    mine = Summary(*operation(_summary, plan, x.k, x.v, x.i, x.f, x.starts))
+    mine, products = operation(_summary, plan, x.k, x.v, x.i, x.f, x.starts)
     mine = jax.tree.map(functools.partial(jnp.where, first), joined(initial, mine), mine)
     before = _exclusive_prefix(joined, mine, empty, axis_name, index)
     start = jax.tree.map(functools.partial(jnp.where, first), initial, before)
     x = x._replace(c_initial=start.C, n_initial=start.n, m_initial=start.m)
-    outputs, z, states = forward(plan, x)
+    outputs, z, states = forward(plan, x, products)
     return outputs, (Residuals(x, outputs[0] if plan.normalize else None, z, states), outputs[1], index)
 
 
@@ -199,14 +207,14 @@ def _sequence_bwd(axis_name: str, plan: Plan, kept, cotangents: Outputs):
     residuals, (C_last, n_last, _), index = kept
     dh, (dC, dn, dm) = cotangents  # of the segment's own last states
     dm = dm - inner(dC, C_last, 2) - inner(dn, n_last)
-    mine = GradientSummary(*operation(_gradient_summary, plan, residuals, dh))
+    mine, products = operation(_gradient_summary, plan, residuals, dh)
     one, zero = jnp.ones_like(dm), jnp.zeros_like(dm)
     mine = joined_gradients(GradientSummary(dC, dn, one, dm, one), mine)
     empty = GradientSummary(jnp.zeros_like(dC), jnp.zeros_like(dn), one, zero, one)
     behind = _exclusive_prefix(joined_gradients, mine, empty, axis_name, index, reverse=True)
     dC, dn = dC + behind.dC, dn + behind.dn
     dm = dm + behind.dm + inner(dC, C_last, 2) + inner(dn, n_last)
-    gradients = backward(plan, residuals, (dh, (dC, dn, dm)))
+    gradients = backward(plan, residuals, (dh, (dC, dn, dm)), products)
     of_initial = {name: jnp.where(index == 0, getattr(gradients, name), 0.0) for name in ("c_initial", "n_initial", "m_initial")}
     return (gradients._replace(**of_initial),)
 

@@ -95,7 +95,8 @@ def chunk_sums(gates: ChunkGates, from_own, to_own, diagonal, from_state, to_sta
 
     Args:
       from_own, to_own, diagonal: (B, NH, S), of parallel_bw_P; from_state, to_state: with n and dn, of recurrent_bw_dQ and recurrent_bw_dK.
-      enters: (B, NH) <C_0, dC_0> + n_0 . dn_0, what comes from the initial states.
+      enters: (B, NH, segments) <C, dC> + n . dn where each segment of the sequence begins, equal parts of whole chunks. A sum ends with
+        its segment.
       resolution: of these sums. Where less of the state is left behind a chunk, nothing goes through, unless more does than is lost in
         rounding: next to an old state new keys may be as good as nothing.
     """
@@ -104,21 +105,24 @@ def chunk_sums(gates: ChunkGates, from_own, to_own, diagonal, from_state, to_sta
     def tiles(x):
         return x.reshape(B, NH, NC, L)
 
+    def segments(x):
+        return x.reshape(*enters.shape, -1)
+
     from_state, to_state = tiles(from_state), tiles(to_state)
-    taken, given = jnp.sum(from_state, axis=-1), jnp.sum(to_state, axis=-1)
+    taken, given = segments(jnp.sum(from_state, axis=-1)), segments(jnp.sum(to_state, axis=-1))
     gain = jnp.concatenate([enters[..., None], given[..., :-1]], axis=-1) - taken
 
     def join(left, right):
         return left[0] * right[0], left[1] * right[0] + right[1]
 
     def goes_through(least):
-        carried = (gates.scaGamma > least).astype(taken.dtype)
+        carried = segments(gates.scaGamma > least).astype(taken.dtype)
         return lax.associative_scan(join, (carried, carried * gain), axis=-1)[1]
 
     everything, through = goes_through(0.0), goes_through(resolution)
-    largest = lax.cummax(jnp.abs(everything) + jnp.abs(taken), axis=2)
+    largest = lax.cummax(jnp.abs(everything) + jnp.abs(taken), axis=3)
     through = jnp.where(jnp.abs(everything - through) > 16 * resolution * largest, everything, through)
-    return RowSums(from_state, to_state, tiles(to_own + diagonal), suffix_sums(tiles(from_own - to_own))), through
+    return RowSums(from_state, to_state, tiles(to_own + diagonal), suffix_sums(tiles(from_own - to_own))), through.reshape(B, NH, NC)
 
 
 def carried_steps(gates: ChunkGates, vecF: jax.Array) -> jax.Array:

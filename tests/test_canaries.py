@@ -12,6 +12,7 @@ from oracle import random_inputs
 from mlstm_pallas import KernelConfig, StageConfig, fwbw
 from mlstm_pallas.config import STAGES, config_for
 from mlstm_pallas.launch import kernel_call
+from mlstm_pallas.plan import Inputs, Plan, Residuals
 from mlstm_pallas.problem import make_problem
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -36,7 +37,7 @@ def outputs_of_kernels(backend, options, monkeypatch):
     explicit = KernelConfig(chunk_size=L, **options, parallel_bw_dQKV=StageConfig(siz_b_DHQK=16, siz_b_DHHV=16, siz_b_loop=16), **tiles)
     config = config_for(DHQK, DHHV, S, jnp.dtype("float32"), explicit=explicit)
     problem = make_problem((B, NH, S, DHQK), DHHV, L, pad_heads=True)
-    plan = fwbw.Plan(problem, config, 1e-6, True, 1.0, "stateless_forward" in options, backend)
+    plan = Plan(problem, config, 1e-6, True, 1.0, "stateless_forward" in options, backend)
     made = {}
 
     def recording(kernel, *, name, **how):
@@ -52,10 +53,10 @@ def outputs_of_kernels(backend, options, monkeypatch):
     @jax.jit
     def run(inputs, dh):
         made.clear()
-        x = fwbw.Inputs(**inputs)
+        x = Inputs(**inputs)
         interpret = backend == "interpret"
         (h, last), z, states = fwbw._forward_triton(plan, interpret, x)
-        fwbw._backward_triton(plan, interpret, fwbw.Residuals(x, h, z, states), (dh, jax.tree.map(jnp.ones_like, last)))
+        fwbw._backward_triton(plan, interpret, Residuals(x, h, z, states), (dh, jax.tree.map(jnp.ones_like, last)))
         return dict(made)
 
     return run

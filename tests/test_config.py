@@ -96,6 +96,24 @@ def test_passes_without_states_start_at_a_number_of_heads(heads):
     assert ("recurrent_fw_H" in forward) == ("recurrent_bw_dQ" in backward) == stateless
 
 
+@pytest.mark.parametrize(
+    ("heads", "B", "S", "segments"),
+    [(24, 3, 8192, 1), (24, 2, 8192, 2), (24, 1, 8192, 4), (48, 1, 8192, 0), (48, 1, 16384, 8), (24, 1, 4096, 0), (24, 1, 8192 + 64, 0)],
+)
+def test_sequences_of_few_heads_are_cut_into_segments(heads, B, S, segments):
+    """Of at least 2048 steps and whole chunks."""
+    problem, config = Problem(B, 8, S, 256, 512, 64, 1.0), KernelConfig(stateless_forward=heads, stateless_backward=heads)
+    assert config.segments("recurrent_fw_H", problem) == config.segments("recurrent_bw_dQ", problem) == segments
+    forward, backward = config.passes(problem)
+    assert ("recurrent_fw_H" in forward) == ("recurrent_bw_dQ" in backward) == (segments > 0)
+
+
+@pytest.mark.parametrize(("asked", "S", "segments"), [(1, 256, 1), (4, 256, 4), (8, 256, 4), (4, 192, 1)])
+def test_a_number_of_segments_may_be_asked_for(asked, S, segments):
+    config = KernelConfig(stateless_forward=True, recurrent_fw_H=StageConfig(num_segments=asked))
+    assert config.segments("recurrent_fw_H", Problem(1, 1, S, 16, 16, 64, 1.0)) == segments
+
+
 def test_stages_without_states_have_chunks_of_their_own():
     problem = Problem(1, 1, 128, 32, 32, 64, 1.0)
     config = KernelConfig(recurrent_fw_H=StageConfig(siz_b_LKV=32))

@@ -12,7 +12,8 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import NAMES, assert_close, error, initial_state_scale, random_inputs
 
-from mlstm_pallas import distributed, mlstm_chunkwise
+from mlstm_pallas import KernelConfig, StageConfig, distributed, mlstm_chunkwise
+from mlstm_pallas.config import WALKS
 from mlstm_pallas.distributed import Summary, joined, mlstm_chunkwise_sequence_parallel
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -138,6 +139,26 @@ def test_kernels_on_segments_that_are_no_multiple_of_the_chunk(alone):
     x = CASES["resets"].values()
     found = gradient_of(split)(*(jax.device_put(y, NamedSharding(mesh, P("b"))) for y in x))
     check(found, alone(*x), x)
+
+
+@pytest.mark.parametrize("case", ["ordinary", "resets", "closed_segments"])
+def test_segments_of_a_part_are_taken_from_its_summary(case, alone):
+    """Passes without states, interpreted, on two devices: two segments each, whose products are made once in either direction."""
+    walk = StageConfig(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, num_segments=2)
+    config = KernelConfig(stateless_forward=True, stateless_backward=True, **dict.fromkeys(WALKS, walk))
+    x = [y[:, :, 32:] if y.shape[2:3] == (S,) else y for y in CASES[case].values()]
+    run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", backend="interpret", config=config, **OPTIONS)
+    split = jax.shard_map(
+        functools.partial(run, return_last_states=True),
+        mesh=mesh_of((2,), ("s",)),
+        in_specs=(SEQUENCE,) * 5 + (P(),) * 3,
+        out_specs=(SEQUENCE, P()),
+        check_vma=False,
+    )
+    check(gradient_of(split)(*x), alone(*x), x)
+    products = re.compile(rf"f32\[{B},{NH},2,16,16\] = dot_general")
+    assert len(products.findall(str(jax.make_jaxpr(split)(*x)))) == 1
+    assert len(products.findall(str(gradient_of(split).trace(*x).jaxpr))) == 3  # C once more in the backward pass, and dC
 
 
 def test_the_exchange_is_what_the_docstring_says_and_memory_does_not_grow():

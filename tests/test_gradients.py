@@ -9,6 +9,7 @@ import pytest
 from oracle import NAMES, assert_close, error, random_inputs
 
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, reference
+from mlstm_pallas.config import WALKS
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -97,6 +98,12 @@ def stateless_backward(size):
     return KernelConfig(stateless_backward=True, recurrent_bw_dQ=walk, recurrent_bw_dK=walk, recurrent_bw_dV=walk)
 
 
+def in_segments(count):
+    """Passes without states whose sequences are cut into so many parts, if these are whole chunks."""
+    walk = StageConfig(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, siz_b_loop=32, num_segments=count)
+    return KernelConfig(stateless_forward=True, stateless_backward=True, **dict.fromkeys(WALKS, walk))
+
+
 PLANS = {
     "xla": {"backend": "xla"},
     "fused": {"backend": "interpret", "config": KernelConfig(parallel_bw_dQKV=tiles(16, 16))},
@@ -106,6 +113,7 @@ PLANS = {
     "split_default": {"backend": "interpret", "config": KernelConfig(split_backward=True)},
     "stateless": {"backend": "interpret", "config": KernelConfig(stateless_forward=True, stateless_backward=True)},
     "stateless16": {"backend": "interpret", "config": stateless_backward(16)},
+    "segments": {"backend": "interpret", "config": in_segments(4)},
 }
 
 
@@ -114,7 +122,7 @@ PLANS = {
     [
         *[("float32", plan, 64) for plan in PLANS],
         *[("float32", plan, 16) for plan in ("xla", "fused")],
-        *[("bfloat16", plan, 64) for plan in ("xla", "fused_default", "split_default", "stateless")],
+        *[("bfloat16", plan, 64) for plan in ("xla", "fused_default", "split_default", "stateless", "segments")],
     ],
 )
 def test_gradients(dtype, plan, chunk_size):
@@ -128,11 +136,28 @@ def test_gradients_of_heads_that_are_no_power_of_two_without_states():
     check(inputs, "float32", run_options={"chunk_size": 32, **PLANS["stateless"]})
 
 
-def test_gradients_with_the_sequence_in_segments():
-    inputs = random_inputs(10, 1, 2, 64, 16, 32, resets=True)
+def recurrences_in_segments():
     parts = StageConfig(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, num_segments=2)
-    config = KernelConfig(recurrent_fw_C=parts, recurrent_bw_dC=parts)
-    check(inputs, "float32", run_options={"chunk_size": 16, "backend": "interpret", "config": config})
+    return KernelConfig(recurrent_fw_C=parts, recurrent_bw_dC=parts)
+
+
+# Sequences that begin inside a segment of 16 steps and at its first step, one over two segments.
+IN_SEGMENTS = {
+    "resets": ({"resets": True}, {}),
+    "packed": ({}, {"segment_ids": np.repeat([3, 0, 7, 8], [5, 27, 10, 22])[None]}),
+    "sigmoid": ({"m_initial": False}, {"input_gate": "sigmoid"}),
+    "unnormalised": ({"m_initial": False}, {"input_gate": "sigmoid", "normalize": False}),
+}
+
+
+@pytest.mark.parametrize(
+    ("case", "config"), [("resets", recurrences_in_segments()), *[(case, in_segments(n)) for case in IN_SEGMENTS for n in (2, 4)]]
+)
+def test_gradients_with_the_sequence_in_segments(case, config):
+    made, options = IN_SEGMENTS[case]
+    inputs = random_inputs(10, 1, 2, 64, 16, 32, **made)
+    skip = ("c_initial", "n_initial") if case == "packed" else ()
+    check(inputs, "float32", options, skip=skip, run_options={"chunk_size": 16, "backend": "interpret", "config": config})
 
 
 @pytest.mark.slow
@@ -190,7 +215,7 @@ def test_gradients_of_gates_and_normalisers(case, plan):
     check(inputs, "float32", options, skip=skip, run_options={"chunk_size": 32, **PLANS[plan]})
 
 
-@pytest.mark.parametrize("plan", [pytest.param("split_default", marks=pytest.mark.slow), "stateless16"])
+@pytest.mark.parametrize("plan", [pytest.param("split_default", marks=pytest.mark.slow), "stateless16", "segments"])
 @pytest.mark.parametrize(("open_gates", "nearly_closed"), [(3.0, -2.0), (9.0, -6.0), (12.0, -10.0), (6.0, -20.0)])
 def test_gradients_of_forget_gates_that_nearly_close_among_open_ones(plan, open_gates, nearly_closed):
     """Next to nothing passes where most of the gradient is: what passes elsewhere must not leave its rounding there."""

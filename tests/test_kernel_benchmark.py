@@ -67,8 +67,8 @@ def test_bytes_of_a_stage_are_those_of_its_arrays(stage):
         "recurrent_fw_H": lambda: gates.scaGamma,
         "parallel_bw_P": lambda: (*gates.vecE, *gates.vecU, gates.vecW, gates.vecAbar, rows.vecInvDen, rows.vecDzDen),
         "recurrent_bw_dQ": lambda: (scores.matDeltaQ_own, scores.matQ_scaled, scores.matK_scaled),
-        "recurrent_bw_dK": lambda: (scores.matDeltaK_own, scores.matQ_scaled, scores.matK_scaled, gates.vecAbar, gates.scaGamma),
-        "recurrent_bw_dV": lambda: (scores.matP, scores.matQ_scaled, gates.vecAbar, gates.scaGamma),
+        "recurrent_bw_dK": lambda: (scores.matDeltaK_own, scores.matQ_scaled, scores.matK_scaled),
+        "recurrent_bw_dV": lambda: (scores.matP, scores.matQ_scaled),
         "recurrent_bw_dC": lambda: (gates.vecW, gates.scaGamma, rows.vecInvDen, rows.vecDzDen),
         "parallel_bw_dQKV": lambda: (*gates.vecE, *gates.vecU, gates.vecW, gates.vecAbar, rows.vecInvDen, rows.vecDz),
     }

@@ -51,6 +51,9 @@ SIGMOID = (("input_gate", "sigmoid"),)
 SPLIT = KernelConfig(split_backward=True)
 WALK = StageConfig(siz_b_LKV=16, siz_b_loop=16)  # two launches at 32 rows
 STATELESS = KernelConfig(stateless_forward=True, stateless_backward=True, **dict.fromkeys(WALKS, WALK))
+IN_SEGMENTS = KernelConfig(
+    stateless_forward=True, stateless_backward=True, **dict.fromkeys(WALKS, dataclasses.replace(WALK, num_segments=4))
+)
 CASES = {
     "one_chunk": Case(1, 2, 16, 16, 16, 16),
     "chunks": Case(1, 2, 64, 16, 32, 16),
@@ -62,6 +65,7 @@ CASES = {
     "bfloat16": Case(1, 2, 64, 16, 16, 32, dtype="bfloat16"),
     "bfloat16_packed": Case(2, 1, 48, 16, 16, 16, dtype="bfloat16", packed=True, config=SPLIT),
     "stateless": Case(1, 2, 50, 24, 16, 32, packed=True, config=STATELESS),
+    "segments": Case(1, 2, 64, 16, 32, 16, packed=True, config=IN_SEGMENTS),
     "unstabilised": Case(1, 2, 48, 16, 16, 16, options=(("stabilize_correctly", False), ("norm_val", 0.5), ("eps", 0.1))),
     "sigmoid": Case(1, 2, 64, 16, 16, 16, options=SIGMOID),
     "sigmoid_packed_unnormalised": Case(1, 2, 64, 16, 16, 32, packed=True, options=(*SIGMOID, ("normalize", False))),

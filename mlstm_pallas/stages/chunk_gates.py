@@ -6,11 +6,13 @@ is a masked maximum over a siz_b_LQ x siz_b_LQ tile; with the sigmoid gate there
 Bytes: 9 vectors of B NH S float32, one more with packed sequences; no matrix product.
 
 border_maxima: the stabilisers m_c at the chunk borders, as ``gates.border_maxima``. Grid (NC + 1, B * NH). A program reads the
-summaries of all chunks before its border, in blocks: nothing is sequential over the whole sequence.
+summaries of the chunks before its border, in its block of up to 512; what is before each block is made by a launch of its own, of
+one program a head, where there are several.
 """
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
@@ -35,7 +37,7 @@ from mlstm_pallas.problem import InputGate, Problem, next_power_of_two
 from mlstm_pallas.tiles import blocks, causal_mask, divide, loop
 
 _INF = float("inf")
-_BORDER_BLOCK = 512  # chunks that border_maxima reads at a time
+_BORDER_BLOCK = 512  # chunks that a program of border_maxima reads
 
 
 def _chunk_gates_kernel(
@@ -129,14 +131,13 @@ def _border_maxima_kernel(
     g_ref,  # (padded NC,) running sum of log sigmoid(f) over the chunk
     a_ref,  # (padded NC,) m of the chunk on its own
     reset_ref,  # (padded NC,) 1 where the chunk has a reset
-    m_initial_ref,  # (1,)
-    m_ref,  # out (NC + 1,)
+    m_before_ref,  # (1,), or (blocks,) before each block
+    m_ref,  # out (NC + 1,), or (blocks,) before each block
     *,
     block: int,
+    every_border: bool,
 ):
-    border = pl.program_id(0)
-
-    def step(j, m):
+    def step(j, m, border):
         chunks = pl.ds(j * block, block)
         index = j * block + lax.iota(jnp.int32, block)
         before = index < border
@@ -150,7 +151,17 @@ def _border_maxima_kernel(
         a = jnp.where(reaches, a_ref[chunks], -_INF) + ((total_hi - hi) + (total_lo - lo))
         return jnp.maximum(jnp.where(total_resets > 0, -_INF, m + (total_hi + total_lo)), jnp.max(a))
 
-    m_ref[border] = loop(divide(border + (block - 1), block), step, m_initial_ref[0])
+    if every_border:
+        border = pl.program_id(0)
+        of = divide(lax.max(border - 1, np.int32(0)), block)
+        m_ref[border] = step(of, m_before_ref[of], border)
+        return
+
+    def whole_block(j, m):
+        m_ref[j] = m
+        return step(j, m, (j + 1) * block)
+
+    loop(m_ref.shape[0], whole_block, m_before_ref[0])
 
 
 def chunk_gates(
@@ -197,15 +208,23 @@ def chunk_gates(
     padded = -(-p.NC // block) * block
     summaries = [jnp.pad(x.astype(jnp.float32).reshape(p.BNH, p.NC), [(0, 0), (0, padded - p.NC)]) for x in chunk_summaries(local)]
     row = pl.BlockSpec((None, padded), lambda c, b: (b, 0))
-    (m,) = kernel_call(
-        _border_maxima_kernel,
-        name="border_maxima",
-        grid=(p.NC + 1, p.BNH),
-        in_specs=[row, row, row, pl.BlockSpec((None, 1), lambda c, b: (b, 0))],
-        out_specs=[pl.BlockSpec((None, p.NC + 1), lambda c, b: (b, 0))],
-        out_shape=[jax.ShapeDtypeStruct((p.BNH, p.NC + 1), jnp.float32)],
-        stage=stage,
-        interpret=interpret,
-        block=block,
-    )(*summaries, scaM_initial.reshape(p.BNH, 1))
+
+    def maxima(m_before, programs, size):
+        return kernel_call(
+            _border_maxima_kernel,
+            name="border_maxima",
+            grid=(programs, p.BNH),
+            in_specs=[row, row, row, pl.BlockSpec((None, m_before.shape[1]), lambda c, b: (b, 0))],
+            out_specs=[pl.BlockSpec((None, size), lambda c, b: (b, 0))],
+            out_shape=[jax.ShapeDtypeStruct((p.BNH, size), jnp.float32)],
+            stage=stage,
+            interpret=interpret,
+            block=block,
+            every_border=programs > 1,
+        )(*summaries, m_before)[0]
+
+    m = scaM_initial.reshape(p.BNH, 1)
+    if padded > block:
+        m = maxima(m, 1, padded // block)
+    m = maxima(m, p.NC + 1, p.NC + 1)
     return join_chunks(local, m.reshape(p.B, p.NH, p.NC + 1))

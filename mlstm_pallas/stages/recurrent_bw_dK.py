@@ -7,7 +7,6 @@ dk_s = abar_s (dC_{c+1} v_s + dn_{c+1}) + own_s        dC_c = gamma_c dC_{c+1} +
 import jax
 
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stages.parallel_bw_P import GradientScores
 from mlstm_pallas.stages.walk import Walk, walk
@@ -17,7 +16,8 @@ def recurrent_bw_dK(
     matV: jax.Array,
     matDeltaH: jax.Array,
     scores: GradientScores,
-    gates: ChunkGates,
+    vecAbar: jax.Array,
+    scaGamma: jax.Array,
     matDeltaC_last: jax.Array,
     vecDeltaN_states: jax.Array,
     *,
@@ -29,14 +29,14 @@ def recurrent_bw_dK(
 
     Args:
       matV, matDeltaH: in the kernel dtype.
-      scores, gates: of chunks of L steps.
+      scores, scaGamma: of chunks of L steps; (B, NH, NC).
+      vecAbar: (B, NH, S) float32.
       matDeltaC_last: (B, NH, DHQK, DHHV), vecDeltaN_states: behind each chunk (B, NH, NC, DHQK), float32.
 
     Returns:
       matDeltaK (B, NH, S, DHQK) in the kernel dtype; kbar_s . (dC_{c+1} v_s + dn_{c+1}) (B, NH, S) and the gradient of the initial C,
       float32.
     """
-    abar = gates.vecAbar.reshape(matV.shape[:3])
     dk, dC, weighed = walk(
         "recurrent_bw_dK",
         Walk(
@@ -44,8 +44,8 @@ def recurrent_bw_dK(
             write=matDeltaH,
             values=scores.matQ_scaled,
             own=scores.matDeltaK_own,
-            r=abar,
-            gamma=gates.scaGamma,
+            r=vecAbar,
+            gamma=scaGamma,
             initial=matDeltaC_last,
             x=vecDeltaN_states,
             weigh=scores.matK_scaled,

@@ -6,7 +6,6 @@ dv_s = abar_s dC_{c+1}^T k_s + sum_t P_ts dh_t        dC_c = gamma_c dC_{c+1} + 
 import jax
 
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stages.parallel_bw_P import GradientScores
 from mlstm_pallas.stages.walk import Walk, walk
@@ -16,7 +15,8 @@ def recurrent_bw_dV(
     matK: jax.Array,
     matDeltaH: jax.Array,
     scores: GradientScores,
-    gates: ChunkGates,
+    vecAbar: jax.Array,
+    scaGamma: jax.Array,
     matDeltaC_last: jax.Array,
     *,
     problem: Problem,
@@ -27,13 +27,13 @@ def recurrent_bw_dV(
 
     Args:
       matK: (B, NH, S, DHQK), matDeltaH: (B, NH, S, DHHV), in the kernel dtype.
-      scores, gates: of chunks of L steps.
+      scores, scaGamma: of chunks of L steps; (B, NH, NC).
+      vecAbar: (B, NH, S) float32.
       matDeltaC_last: (B, NH, DHQK, DHHV), float32.
 
     Returns:
       matDeltaV (B, NH, S, DHHV) in the kernel dtype.
     """
-    abar = gates.vecAbar.reshape(matK.shape[:3])
     dv, _ = walk(
         "recurrent_bw_dV",
         Walk(
@@ -41,8 +41,8 @@ def recurrent_bw_dV(
             write=scores.matQ_scaled,
             values=matDeltaH,
             tile=scores.matP,
-            r=abar,
-            gamma=gates.scaGamma,
+            r=vecAbar,
+            gamma=scaGamma,
             initial=matDeltaC_last,
             backward=True,
         ),

@@ -19,9 +19,9 @@ from mlstm_pallas import fwbw, reference
 from mlstm_pallas import gates as gate_forms
 from mlstm_pallas.backend import on_backend, requested_backend, target_device_kind
 from mlstm_pallas.config import config_for
-from mlstm_pallas.fwbw import Plan
 from mlstm_pallas.gate_gradients import RowGradients
 from mlstm_pallas.gates import ChunkGates, LocalGates, Pair, pair_add, pair_max, two_sum
+from mlstm_pallas.plan import Inputs, Plan, Residuals
 from mlstm_pallas.problem import KERNEL_DTYPES, MIN_CHUNK_SIZE, Problem, is_power_of_two, padded_head_dim
 from mlstm_pallas.shared_memory import check_fits
 from mlstm_pallas.stages.chunk_gates import chunk_gates
@@ -440,10 +440,10 @@ def _backward(plan: Plan, arrays: tuple[jax.Array, ...], C, vecN_out, dh, dC_las
     if C is None:
         C = fw_states(plan, k, v, fw_gates(plan, i, f, m_initial), C_initial, n_initial)[0]
     wide = _widen(C_initial, p.DHQK, p.DHHV)
-    x = fwbw.Inputs(_widen(q, p.DHQK), _widen(k, p.DHQK), _widen(v, p.DHHV), i, f, wide, _widen(n_initial, p.DHQK), m_initial)
+    x = Inputs(_widen(q, p.DHQK), _widen(k, p.DHQK), _widen(v, p.DHHV), i, f, wide, _widen(n_initial, p.DHQK), m_initial)
     no_C, no_n = jnp.zeros_like(x.c_initial), jnp.zeros_like(x.n_initial)
     states = _widen(C.astype(q.dtype), p.DHQK, p.DHHV), jnp.zeros((p.B, p.NH, p.NC, p.DHQK), acc), no_C, no_n
-    residuals = fwbw.Residuals(x, jnp.zeros_like(x.v), vecN_out.astype(acc), states)
+    residuals = Residuals(x, jnp.zeros_like(x.v), vecN_out.astype(acc), states)
     last = no_C if dC_last is None else _widen(dC_last.astype(acc), p.DHQK, p.DHHV)
     made = fwbw.backward(plan, residuals, (_widen(dh, p.DHHV), (last, no_n, jnp.zeros_like(m_initial))))
     dC, dn = made.c_initial[..., :DHQK, :DHHV], made.n_initial[..., :DHQK]

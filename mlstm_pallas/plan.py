@@ -1,0 +1,91 @@
+"""What a call is made of: everything static about it, its arrays, and what its backward pass keeps."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+
+from mlstm_pallas.config import KernelConfig
+from mlstm_pallas.problem import InputGate, Problem
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Everything static about a call."""
+
+    problem: Problem
+    config: KernelConfig
+    eps: float
+    stabilize_correctly: bool
+    norm_val: float
+    recompute_states_in_bw: bool
+    backend: str | None
+    input_gate: InputGate = InputGate.EXP
+    normalize: bool = True
+    segments: int = 1  # of each sequence, in a pass without states
+
+    @property
+    def stabilised(self) -> bool:
+        return self.input_gate is InputGate.EXP
+
+    @property
+    def normaliser(self) -> dict[str, Any]:
+        # where m is 0, both floors are the same
+        return dict(eps=self.eps, stabilize_correctly=self.stabilize_correctly and self.stabilised, norm_val=self.norm_val)
+
+    def with_heads(self, B: int, NH: int) -> "Plan":
+        return dataclasses.replace(self, problem=dataclasses.replace(self.problem, B=B, NH=NH))
+
+    def launch(self, interpret: bool) -> dict[str, Any]:
+        return dict(problem=self.problem, config=self.config, interpret=interpret)
+
+    @property
+    def stateless_forward(self) -> "Plan | None":
+        """The plan of a forward pass that stores no states, whose chunks are shorter; None where states are stored."""
+        return self._walking("recurrent_fw_H")
+
+    @property
+    def stateless_backward(self) -> "Plan | None":
+        return self._walking("recurrent_bw_dQ")
+
+    def _walking(self, stage: str) -> "Plan | None":
+        """The plan in the chunks of the stage, where it runs."""
+        if not any(stage in stages for stages in self.config.passes(self.problem, self.recompute_states_in_bw)):
+            return None
+        segments = self.config.segments(stage, self.problem)
+        return dataclasses.replace(self, problem=self.config.problem_of(stage, self.problem), segments=segments)
+
+    @property
+    def of_segments(self) -> "Plan":
+        """The plan of a pass without states for segments as heads."""
+        p = self.problem
+        return dataclasses.replace(self, problem=dataclasses.replace(p, NH=p.NH * self.segments, S=p.S // self.segments), segments=1)
+
+    def chunks(self, x: jax.Array) -> jax.Array:
+        return x.reshape(*x.shape[:2], self.problem.NC, self.problem.L, *x.shape[3:])
+
+
+class Inputs(NamedTuple):
+    """Padded and cast: q, k, v in the kernel dtype, starts (1 where a packed sequence begins) int32, the rest float32."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    i: jax.Array
+    f: jax.Array
+    c_initial: jax.Array
+    n_initial: jax.Array
+    m_initial: jax.Array
+    starts: jax.Array | None = None
+
+
+Outputs = tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]  # h, (c, n, m)
+
+
+class Residuals(NamedTuple):
+    """What the backward pass keeps: h and z for the normaliser, the states where they are not to be recomputed."""
+
+    inputs: Inputs
+    h: jax.Array | None
+    z: jax.Array | None
+    states: tuple[jax.Array, ...] | None

@@ -1,0 +1,91 @@
+"""States where segments of a sequence begin, from matrix products over whole segments.
+
+X_{c+1} = gamma_c X_c + sum_t a_t b_t^T, with a the scaled keys or queries of chunk c, is linear in the state before a segment:
+
+    X behind a segment = (prod_c gamma_c) X before it + sum_t [prod_{c' > c(t)} gamma_c'] a_t b_t^T        (c(t): the chunk of t)
+
+and with earlier chunks for later ones where time runs backward. All these weights are at most 1. With the state before each of them known,
+segments are as independent as heads.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mlstm_pallas.tiles import Precision
+
+
+class SegmentProducts(NamedTuple):
+    """What each segment adds to the state behind it, times exp(m) where there is an m; float32."""
+
+    X: jax.Array  # (B, NH, segments, DHQK, DHHV)
+    m: jax.Array | None  # (B, NH, segments)
+
+    def of(self, segments: int, m: jax.Array) -> jax.Array | None:
+        """X for so many segments, if it is of these, for stabilisers m at all chunk borders, (B, NH, NC + 1), no smaller than its own."""
+        if self.X.shape[2] != segments:
+            return None
+        if self.m is None:
+            return self.X
+        every = m.shape[2] // segments
+        weight = jnp.where(self.m == -jnp.inf, 0.0, jnp.exp(self.m - m[..., every::every]))
+        return weight[..., None, None] * self.X
+
+
+def decays_of_others(gamma: jax.Array, *, backward: bool = False) -> jax.Array:
+    """prod of gamma over the later chunks (earlier ones with backward), along the last axis."""
+    products = lax.cumprod(gamma, axis=gamma.ndim - 1, reverse=not backward)
+    one = jnp.ones_like(gamma[..., :1])
+    return jnp.concatenate([one, products[..., :-1]] if backward else [products[..., 1:], one], axis=-1)
+
+
+def decays_in_segments(gamma: jax.Array, segments: int, S: int, *, backward: bool = False) -> jax.Array:
+    """By step, the prod of gamma over the later chunks of its segment (earlier ones with backward); gamma (B, NH, NC) to (B, NH, S)."""
+    B, NH, NC = gamma.shape
+    decays = decays_of_others(gamma.reshape(B, NH, segments, NC // segments), backward=backward)
+    return jnp.broadcast_to(decays.reshape(B, NH, NC, 1), (B, NH, NC, S // NC)).reshape(B, NH, S)
+
+
+def segment_products(a: jax.Array, b: jax.Array, r: jax.Array, segments: int, precision: Precision) -> jax.Array:
+    """sum_t r_t a_t b_t^T over each segment, (B, NH, segments, DHQK, DHHV) in the dtype of r.
+
+    Args:
+      a: (B, NH, S, DHQK), b: (B, NH, S, DHHV), in the kernel dtype; r: (B, NH, S) in the accumulator's.
+    """
+
+    def split(x):
+        return x.reshape(*x.shape[:2], segments, -1, x.shape[-1])
+
+    scaled = split((a * r[..., None]).astype(a.dtype))
+    return jnp.einsum("bhpsk,bhpsv->bhpkv", scaled, split(b), precision=precision, preferred_element_type=r.dtype)
+
+
+def segment_states(
+    a: jax.Array,
+    b: jax.Array,
+    gamma: jax.Array,
+    initial: jax.Array,
+    segments: int,
+    precision: Precision,
+    *,
+    added: jax.Array | None = None,
+    backward: bool = False,
+) -> jax.Array:
+    """X where each segment begins, with backward where it ends: (B, NH, segments, DHQK, DHHV) float32.
+
+    Args:
+      a: (B, NH, S, DHQK), b: (B, NH, S, DHHV), in the kernel dtype.
+      gamma: (B, NH, NC); initial: (B, NH, DHQK, DHHV) where the sequence begins, or ends; float32.
+      segments: their number, which divides NC.
+      added: what each adds to X, (B, NH, segments, DHQK, DHHV) float32, where that is known.
+    """
+    X = [initial]
+    if segments > 1:
+        if added is None:
+            added = segment_products(a, b, decays_in_segments(gamma, segments, a.shape[2], backward=backward), segments, precision)
+        gamma = jnp.prod(gamma.reshape(*added.shape[:3], -1), axis=-1)[..., None, None]
+        for j in reversed(range(1, segments)) if backward else range(segments - 1):
+            X.append(gamma[:, :, j] * X[-1] + added[:, :, j])
+    return jnp.stack(X[::-1] if backward else X, axis=2)
