@@ -255,7 +255,7 @@ def plot(rows: Sequence[Row], path: str) -> None:
         axes.set_xticks(counts, map(str, counts))
         axes.set_xlabel("devices")
         axes.grid(which="both", alpha=0.3)
-    left.legend(fontsize="small")
+    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
     first = rows[0]
     figure.suptitle(f"{first.direction} {first.dtype}, backend {first.backend}, on {first.device}")
     figure.savefig(path, dpi=120)
