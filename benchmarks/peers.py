@@ -283,6 +283,13 @@ class MlstmKernels(TorchPeer):
     modules = ("mlstm_kernels.torch.chunkwise",)
     function: str
 
+    def build(self, inputs, direction):
+        B, NH, S, DHQK, DHHV = inputs.shape
+        states = B * NH * (S // self.config["chunk_size"] + 1) * DHQK * DHHV
+        if states > 2**31:  # it writes to other addresses then, and no CUDA call of the process works any more
+            raise ValueError(f"its states would have {states} elements, beyond its offsets of 32 bits")
+        return super().build(inputs, direction)
+
     def forward(self, q, k, v, i, f):
         return getattr(self.module, self.function)(q, k, v, i, f, eps=1e-6, autocast_kernel_dtype=q.dtype, **self.config)
 
@@ -302,7 +309,7 @@ class XLChunkSiging(MlstmKernels):
     """The mLSTM with a sigmoid input gate, here without its normaliser."""
 
     name, function, oracle = "mlstm_kernels_xl_chunk_siging", "mlstm_siging_chunkwise__xl_chunk", "sigmoid_input_gate"
-    config = MappingProxyType(dict(chunk_size=128, num_warps_intra=8, normalize=False))
+    config = MappingProxyType(dict(chunk_size=128, normalize=False))
 
 
 class SimpleGLA(TorchPeer):

@@ -56,7 +56,7 @@ def test_gradient_lowers_for_cuda(dtype, last):
         assert stage in text
 
 
-@pytest.mark.parametrize("backend", ["xla", "interpret"])
+@pytest.mark.parametrize("backend", ["xla", pytest.param("interpret", marks=pytest.mark.slow)])
 def test_jit_vmap_scan_and_remat_give_the_same_numbers(backend):
     run = functools.partial(mlstm_chunkwise, chunk_size=16, backend=backend)
     expected = run(**INPUTS)

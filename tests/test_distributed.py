@@ -141,7 +141,7 @@ def test_kernels_on_segments_that_are_no_multiple_of_the_chunk(alone):
     check(found, alone(*x), x)
 
 
-@pytest.mark.parametrize("case", ["ordinary", "resets", "closed_segments"])
+@pytest.mark.parametrize("case", ["resets", *[pytest.param(case, marks=pytest.mark.slow) for case in ("ordinary", "closed_segments")]])
 def test_segments_of_a_part_are_taken_from_its_summary(case, alone):
     """Passes without states, interpreted, on two devices: two segments each, whose products are made once in either direction."""
     walk = StageConfig(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, num_segments=2)

@@ -117,12 +117,16 @@ PLANS = {
 }
 
 
+# Each path through the code once in float32; the rest are other tiles of the same kernels.
+QUICK = ("xla", "fused_default", "split_default", "stateless", "segments")
+
+
 @pytest.mark.parametrize(
     ("dtype", "plan", "chunk_size"),
     [
-        *[("float32", plan, 64) for plan in PLANS],
-        *[("float32", plan, 16) for plan in ("xla", "fused")],
-        *[("bfloat16", plan, 64) for plan in ("xla", "fused_default", "split_default", "stateless", "segments")],
+        *[pytest.param("float32", plan, 64, marks=[pytest.mark.slow] * (plan not in QUICK)) for plan in PLANS],
+        *[pytest.param("float32", plan, 16, marks=[pytest.mark.slow] * (plan == "fused")) for plan in ("xla", "fused")],
+        *[("bfloat16", plan, 64) for plan in QUICK],
     ],
 )
 def test_gradients(dtype, plan, chunk_size):
@@ -151,7 +155,12 @@ IN_SEGMENTS = {
 
 
 @pytest.mark.parametrize(
-    ("case", "config"), [("resets", recurrences_in_segments()), *[(case, in_segments(n)) for case in IN_SEGMENTS for n in (2, 4)]]
+    ("case", "config"),
+    [
+        ("resets", recurrences_in_segments()),
+        *[(case, in_segments(4)) for case in IN_SEGMENTS],
+        *[pytest.param(case, in_segments(2), marks=pytest.mark.slow) for case in IN_SEGMENTS],
+    ],
 )
 def test_gradients_with_the_sequence_in_segments(case, config):
     made, options = IN_SEGMENTS[case]
@@ -196,17 +205,14 @@ CASES = {
     "sigmoid_without_normaliser": (SIGMOID, {"input_gate": "sigmoid", "normalize": False}, ()),
     "sigmoid_packed": (SIGMOID, {"input_gate": "sigmoid", "segment_ids": PACKED}, ()),
 }
-# Interpreted, the kernels of another case: eps and the floor are numbers to them.
-TWICE = ("eps0", "floor_on_no_row", "unstabilised_floor_on_most_rows", "sigmoid_floor_on_most_rows", "packed_open_forget_gates")
-
 SOME = ("resets", "closed_forget_gates", "unstabilised", "packed", "sigmoid_without_normaliser")
 
 
 @pytest.mark.parametrize(
     ("case", "plan"),
     [(case, "xla") for case in CASES]
-    + [pytest.param(case, "fused_default", marks=[pytest.mark.slow] * (case in TWICE)) for case in CASES]
-    + [(case, "split_default") for case in SOME]
+    + [pytest.param(case, "fused_default", marks=[pytest.mark.slow] * (case not in SOME)) for case in CASES]
+    + [pytest.param(case, "split_default", marks=pytest.mark.slow) for case in SOME]
     + [pytest.param(case, "stateless16", marks=[pytest.mark.slow] * (case not in SOME)) for case in CASES],
 )
 def test_gradients_of_gates_and_normalisers(case, plan):
@@ -240,7 +246,7 @@ def test_gradients_of_losses(loss, plan):
     check(inputs, "float32", {"eps": 0.05}, skip=skip, run_options={"chunk_size": 32, **PLANS[plan]}, **options)
 
 
-@pytest.mark.parametrize("plan", ["xla", "fused_default"])
+@pytest.mark.parametrize("plan", [pytest.param("xla", marks=pytest.mark.slow), "fused_default"])
 def test_keeping_the_states_gives_the_same_gradients(plan):
     inputs = random_inputs(5, 1, 2, 64, 16, 16)
     recomputed, kept = (
@@ -251,7 +257,7 @@ def test_keeping_the_states_gives_the_same_gradients(plan):
         assert_close(a, np.asarray(b, "float64"), 1e-6, name)
 
 
-@pytest.mark.parametrize("plan", ["xla", "fused_default", "stateless"])
+@pytest.mark.parametrize("plan", ["xla", *[pytest.param(plan, marks=pytest.mark.slow) for plan in ("fused_default", "stateless")]])
 def test_two_segments_chained_through_their_states_give_the_gradients_of_the_whole(plan):
     inputs = random_inputs(6, 1, 2, 80, 16, 16)
     run_options = {"chunk_size": 16, **PLANS[plan]}

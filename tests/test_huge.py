@@ -78,6 +78,7 @@ def pointer_offsets(ir):
     return widths
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", HUGE)
 def test_huge_arrays_are_addressed_with_64_bits_and_grids_are_launchable(case):
     (B, NH, S, DHQK, DHHV), dtype, options = HUGE[case]

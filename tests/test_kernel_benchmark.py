@@ -252,8 +252,9 @@ def test_a_config_has_the_chunks_of_stages_without_states(stage):
     assert kernel_benchmark.Ours("interpret", SMALL, "bfloat16", 32, stage, config).problem.L == 16
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_calls")
-@pytest.mark.parametrize("impl", [pytest.param("interpret", marks=pytest.mark.slow), "xla"])
+@pytest.mark.parametrize("impl", ["interpret", "xla"])
 def test_stages_by_themselves(impl, tmp_path):
     jsonl = tmp_path / "rows.jsonl"
     assert run(f"--stage={','.join(kernel_benchmark.STAGES)}", f"--impl={impl}", "--chunk_size=32", f"--jsonl={jsonl}") == 0

@@ -237,7 +237,7 @@ NORMALISERS = {
 
 
 @pytest.mark.parametrize("options", NORMALISERS)
-@pytest.mark.parametrize("backend", ["interpret", "xla"])
+@pytest.mark.parametrize("backend", ["interpret", pytest.param("xla", marks=pytest.mark.slow)])
 def test_forward_normalisers(backend, options):
     inputs = random_inputs(7, 1, 2, 64, 16, 16, resets=True)
     expected_h, _ = oracle(inputs, **NORMALISERS[options])
@@ -270,7 +270,7 @@ def test_a_floor_of_zero_leaves_states_of_very_negative_m(backend):
     assert_close(found, expected, tolerance("float32", 40 + 8))
 
 
-@pytest.mark.parametrize("backend", ["interpret", "xla"])
+@pytest.mark.parametrize("backend", ["interpret", pytest.param("xla", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("at", [1, 32, 50])
 def test_two_halves_are_the_whole(at, backend):
     inputs = random_inputs(at, 1, 2, 96, 16, 16)

@@ -89,6 +89,7 @@ def test_split_is_by_files(tmp_path):
     assert parts[0] | parts[1] == {str(n) for n in range(45)}
 
 
+@pytest.mark.slow
 def test_split_of_the_standard_library():
     files = corpus.corpus_files(None)
     train, held_out = corpus.split_files(list(files))
