@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 from oracle import error, initial_state_scale, oracle, random_inputs
 
-from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_sequence, mlstm_recurrent_step, reference
+from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, mlstm_recurrent_sequence, mlstm_recurrent_step, reference
+from mlstm_pallas.config import WALKS
 
 pytestmark = pytest.mark.gpu
 
@@ -90,11 +91,13 @@ def check_gradients(dtype, B, NH, S, DHQK, DHHV, *, f_shift=2.0, **options):
         assert np.array_equal(np.asarray(a), np.asarray(b))
 
 
+IN_SEGMENTS = StageConfig(siz_b_LKV=32, num_segments=4)
 PLANS = {
     "default": None,
     "fused": KernelConfig(chunk_size=64, split_backward=False),
     "split": KernelConfig(split_backward=True),
     "stateless": KernelConfig(stateless_forward=True, stateless_backward=True),
+    "segments": KernelConfig(stateless_forward=True, stateless_backward=True, **dict.fromkeys(WALKS, IN_SEGMENTS)),
 }
 
 
