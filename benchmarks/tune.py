@@ -107,7 +107,7 @@ BACKWARD = (
 
 
 # Programs of these stages below which a device is half empty and the plan without states in memory the slower one; the columns of one.
-FILLING = {"stateless_forward": ("recurrent_fw_H", "DHHV", 128), "stateless_backward": ("recurrent_bw_dQ", "DHQK", 192)}
+FILLING = {"stateless_forward": ("recurrent_fw_H", "DHHV", 192), "stateless_backward": ("recurrent_bw_dQ", "DHQK", 192)}
 
 
 class DeviceLost(RuntimeError):

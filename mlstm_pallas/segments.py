@@ -29,7 +29,7 @@ class SegmentProducts(NamedTuple):
             return None
         if self.m is None:
             return self.X
-        every = m.shape[2] // segments
+        every = (m.shape[2] - 1) // segments
         weight = jnp.where(self.m == -jnp.inf, 0.0, jnp.exp(self.m - m[..., every::every]))
         return weight[..., None, None] * self.X
 
