@@ -141,7 +141,7 @@ class KernelConfig:
       precision: of float32 products. None: true float32 quality, as six bfloat16 products on the tensor cores.
       stateless_forward: h by parallel_fw_P and recurrent_fw_H, which keep the states on the chip, where the backward pass recomputes them;
         else by recurrent_fw_C and parallel_fw_H. A number: from so many heads, B * NH, on, as fewer do not fill a device; segments of
-        their sequences count where heads are wide and segments long (``segments``).
+        their sequences count where heads are wide and segments long (``walk_segments``).
       stateless_backward: likewise dq, dk and dv by parallel_bw_P, recurrent_bw_dQ, recurrent_bw_dK and recurrent_bw_dV.
       split_backward: dq, dk and dv by a kernel each, which a chunk of more than one tile needs; else all three by one kernel.
       chunk_gates, ..., recurrent_step: tiles of the stages.
@@ -192,21 +192,26 @@ class KernelConfig:
         backward = ("recurrent_bw_dC", *(split if self.splits_backward(problem) else ("parallel_bw_dQKV",)))
         if recompute_states_in_bw:
             backward = ("recurrent_fw_C", *backward)
-            if self.segments("recurrent_fw_H", problem):
+            if self.walk_segments("recurrent_fw_H", problem):
                 forward = ("parallel_fw_P", "recurrent_fw_H")
-            if self.segments("recurrent_bw_dQ", problem):
+            if self.walk_segments("recurrent_bw_dQ", problem):
                 backward = ("parallel_bw_P", "recurrent_bw_dQ", "recurrent_bw_dK", "recurrent_bw_dV")
         return ("chunk_gates", *forward), ("chunk_gates", *backward)
 
-    def segments(self, walk: str, problem: Problem) -> int:
-        """Parts of a sequence that a pass without states takes for heads, enough for the number that it is to have; 0: it does not run.
+    def walk_segments(self, walk: str, problem: Problem) -> int:
+        """Equal parts of a sequence, of whole chunks of the walk, that a pass without states takes for heads.
+
+        The least power of two that makes as many heads as it is to have; 0 where there is none, and for a pass that is not wanted. Whether
+        the backward pass recomputes the states is asked by ``passes``.
 
         walk: recurrent_fw_H or recurrent_bw_dQ.
         """
         heads = (self.stateless_forward if walk == "recurrent_fw_H" else self.stateless_backward) or 0
-        stage, whole_chunks = getattr(self, walk), problem.NC & -problem.NC
+        stage = getattr(self, walk)
+        chunks = problem.NC if stage is None else self.problem_of(walk, problem).NC
+        whole_chunks = chunks & -chunks
         if stage is not None and stage.num_segments is not None:
-            segments = min(stage.num_segments, max(whole_chunks, 1))
+            segments = min(stage.num_segments, whole_chunks)
         else:
             segments = next_power_of_two(-(-heads // max(problem.BNH, 1)))
             small = problem.DHQK * problem.DHHV < LEAST_SEGMENTED_STATE or problem.S // segments < LEAST_SEGMENT_STEPS

@@ -18,6 +18,7 @@ a suffix over the devices gives each the gradient of its last state, and the usu
 along the path of the stabilisers' maximum (dm) passes a segment whole, or not at all.
 """
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -82,17 +83,21 @@ def joined_gradients(later: GradientSummary, earlier: GradientSummary) -> Gradie
 _STEPS_OF_A_PRODUCT = 4096  # enough work for each, and enough of them to fill a GPU where batch entries and heads are few
 
 
-def _segments(plan: Plan, walking: Plan | None) -> int:
-    """Segments of a device's part that products are made of: those of the pass to come where it has several."""
-    if walking and walking.segments > 1:
-        return walking.segments
-    wanted = max(plan.problem.S // _STEPS_OF_A_PRODUCT, 1)
-    return math.gcd(plan.problem.NC, 1 << (wanted.bit_length() - 1))
+def _in_segments(plan: Plan, walking: Plan | None) -> Plan:
+    """The plan with the segments of a device's part that products are made of: those of the pass to come where it has several.
+
+    They are the same on all shards of batch and heads, which may come to other numbers for their pass; it makes its own products then.
+    """
+    NC, S = plan.problem.NC, plan.problem.S
+    if walking and walking.segments > 1 and NC % walking.segments == 0:
+        return dataclasses.replace(plan, segments=walking.segments)
+    wanted = max(S // _STEPS_OF_A_PRODUCT, 1)
+    return dataclasses.replace(plan, segments=math.gcd(NC, 1 << (wanted.bit_length() - 1)))
 
 
 def _state_behind(gamma: jax.Array, products: jax.Array, *, backward: bool = False) -> jax.Array:
     """The state that the segments make of an empty one, (B, NH, DHQK, DHHV)."""
-    by_segment = gamma.reshape(*products.shape[:3], -1)
+    by_segment = gamma.reshape(*products.shape[:3], gamma.shape[2] // products.shape[2])
     weights = decays_of_others(jnp.prod(by_segment, axis=-1), backward=backward)
     return jnp.sum(weights[..., None, None] * products, axis=2)
 
@@ -114,8 +119,7 @@ def _with_gates(plan: Plan, function: Callable[..., Any], i, f, m, starts, a, *a
 
 def _summary(plan: Plan, k, v, i, f, starts) -> tuple[Summary, SegmentProducts]:
     def made(gates: ChunkGates, precision, k, v, f, starts):
-        abar, gamma, S = gates.vecAbar.reshape(f.shape), gates.scaGamma, f.shape[-1]
-        segments = _segments(plan, plan.stateless_forward)
+        abar, gamma, S, segments = gates.vecAbar.reshape(f.shape), gates.scaGamma, f.shape[-1], plan.segments
         products = segment_products(k, v, abar * decays_in_segments(gamma, segments, S), segments, precision)
         n = jnp.sum(k * (abar * decays_in_segments(gamma, 1, S))[..., None], axis=2)
         fbar, reset = log_sigmoid_gate(f)
@@ -131,8 +135,7 @@ def _summary(plan: Plan, k, v, i, f, starts) -> tuple[Summary, SegmentProducts]:
 def _gradient_summary(plan: Plan, residuals: Residuals, dh) -> tuple[GradientSummary, SegmentProducts]:
     def made(gates: ChunkGates, precision, q, f, starts, h, z, dh):
         rows = row_gradients_of(plan, dh, h, z, gates)
-        gamma, S = gates.scaGamma, f.shape[-1]
-        segments = _segments(plan, plan.stateless_backward)
+        gamma, S, segments = gates.scaGamma, f.shape[-1], plan.segments
         w = gates.vecW.reshape(f.shape) * plan.problem.qk_scale
         r = w * rows.vecInvDen if plan.normalize else w
         products = segment_products(q, dh, r * decays_in_segments(gamma, segments, S, backward=True), segments, precision)
@@ -194,7 +197,7 @@ def _sequence_fwd(axis_name: str, plan: Plan, x: Inputs):
     zero = jnp.zeros_like(x.m_initial)
     initial = Summary(x.c_initial, x.n_initial, x.m_initial, zero)
     empty = Summary(jnp.zeros_like(x.c_initial), jnp.zeros_like(x.n_initial), jnp.full_like(zero, -jnp.inf), zero)
-    mine, products = operation(_summary, plan, x.k, x.v, x.i, x.f, x.starts)
+    mine, products = operation(_summary, _in_segments(plan, plan.stateless_forward), x.k, x.v, x.i, x.f, x.starts)
     mine = jax.tree.map(functools.partial(jnp.where, first), joined(initial, mine), mine)
     before = _exclusive_prefix(joined, mine, empty, axis_name, index)
     start = jax.tree.map(functools.partial(jnp.where, first), initial, before)
@@ -207,7 +210,7 @@ def _sequence_bwd(axis_name: str, plan: Plan, kept, cotangents: Outputs):
     residuals, (C_last, n_last, _), index = kept
     dh, (dC, dn, dm) = cotangents  # of the segment's own last states
     dm = dm - inner(dC, C_last, 2) - inner(dn, n_last)
-    mine, products = operation(_gradient_summary, plan, residuals, dh)
+    mine, products = operation(_gradient_summary, _in_segments(plan, plan.stateless_backward), residuals, dh)
     one, zero = jnp.ones_like(dm), jnp.zeros_like(dm)
     mine = joined_gradients(GradientSummary(dC, dn, one, dm, one), mine)
     empty = GradientSummary(jnp.zeros_like(dC), jnp.zeros_like(dn), one, zero, one)

@@ -41,7 +41,7 @@ class Plan:
 
     @property
     def stateless_forward(self) -> "Plan | None":
-        """The plan of a forward pass that stores no states, whose chunks are shorter; None where states are stored."""
+        """The plan of a forward pass that stores no states, in its shorter chunks and its segments; None where states are stored."""
         return self._walking("recurrent_fw_H")
 
     @property
@@ -52,7 +52,7 @@ class Plan:
         """The plan in the chunks of the stage, where it runs."""
         if not any(stage in stages for stages in self.config.passes(self.problem, self.recompute_states_in_bw)):
             return None
-        segments = self.config.segments(stage, self.problem)
+        segments = self.config.walk_segments(stage, self.problem)
         return dataclasses.replace(self, problem=self.config.problem_of(stage, self.problem), segments=segments)
 
     @property

@@ -18,7 +18,7 @@ from mlstm_pallas.tiles import Precision
 
 
 class SegmentProducts(NamedTuple):
-    """What each segment adds to the state behind it, times exp(m) where there is an m; float32."""
+    """What each segment adds to the state that comes next, times exp(m) where there is an m; float32."""
 
     X: jax.Array  # (B, NH, segments, DHQK, DHHV)
     m: jax.Array | None  # (B, NH, segments)
@@ -56,7 +56,7 @@ def segment_products(a: jax.Array, b: jax.Array, r: jax.Array, segments: int, pr
     """
 
     def split(x):
-        return x.reshape(*x.shape[:2], segments, -1, x.shape[-1])
+        return x.reshape(*x.shape[:2], segments, x.shape[2] // segments, x.shape[-1])
 
     scaled = split((a * r[..., None]).astype(a.dtype))
     return jnp.einsum("bhpsk,bhpsv->bhpkv", scaled, split(b), precision=precision, preferred_element_type=r.dtype)
@@ -85,7 +85,7 @@ def segment_states(
     if segments > 1:
         if added is None:
             added = segment_products(a, b, decays_in_segments(gamma, segments, a.shape[2], backward=backward), segments, precision)
-        gamma = jnp.prod(gamma.reshape(*added.shape[:3], -1), axis=-1)[..., None, None]
+        gamma = jnp.prod(gamma.reshape(*added.shape[:3], gamma.shape[2] // segments), axis=-1)[..., None, None]
         for j in reversed(range(1, segments)) if backward else range(segments - 1):
             X.append(gamma[:, :, j] * X[-1] + added[:, :, j])
     return jnp.stack(X[::-1] if backward else X, axis=2)

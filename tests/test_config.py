@@ -103,7 +103,7 @@ def test_passes_without_states_start_at_a_number_of_heads(heads):
 def test_sequences_of_few_heads_are_cut_into_segments(heads, B, S, segments):
     """Of at least 2048 steps and whole chunks."""
     problem, config = Problem(B, 8, S, 256, 512, 64, 1.0), KernelConfig(stateless_forward=heads, stateless_backward=heads)
-    assert config.segments("recurrent_fw_H", problem) == config.segments("recurrent_bw_dQ", problem) == segments
+    assert config.walk_segments("recurrent_fw_H", problem) == config.walk_segments("recurrent_bw_dQ", problem) == segments
     forward, backward = config.passes(problem)
     assert ("recurrent_fw_H" in forward) == ("recurrent_bw_dQ" in backward) == (segments > 0)
 
@@ -111,7 +111,13 @@ def test_sequences_of_few_heads_are_cut_into_segments(heads, B, S, segments):
 @pytest.mark.parametrize(("asked", "S", "segments"), [(1, 256, 1), (4, 256, 4), (8, 256, 4), (4, 192, 1)])
 def test_a_number_of_segments_may_be_asked_for(asked, S, segments):
     config = KernelConfig(stateless_forward=True, recurrent_fw_H=StageConfig(num_segments=asked))
-    assert config.segments("recurrent_fw_H", Problem(1, 1, S, 16, 16, 64, 1.0)) == segments
+    assert config.walk_segments("recurrent_fw_H", Problem(1, 1, S, 16, 16, 64, 1.0)) == segments
+
+
+def test_segments_are_of_chunks_of_the_walk():
+    """8320 steps are 65 chunks of 128, and 260 of 32."""
+    config = KernelConfig(stateless_forward=24, recurrent_fw_H=StageConfig(siz_b_LKV=32))
+    assert config.walk_segments("recurrent_fw_H", Problem(1, 8, 8320, 256, 512, 128, 1.0)) == 4
 
 
 def test_stages_without_states_have_chunks_of_their_own():

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from oracle import NAMES, assert_close, error, initial_state_scale, random_inputs
 
 from mlstm_pallas import KernelConfig, StageConfig, distributed, mlstm_chunkwise
+from mlstm_pallas import config as config_module
 from mlstm_pallas.config import WALKS
 from mlstm_pallas.distributed import Summary, joined, mlstm_chunkwise_sequence_parallel
 
@@ -147,7 +148,8 @@ def test_segments_of_a_part_are_taken_from_its_summary(case, alone):
     walk = StageConfig(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, num_segments=2)
     config = KernelConfig(stateless_forward=True, stateless_backward=True, **dict.fromkeys(WALKS, walk))
     x = [y[:, :, 32:] if y.shape[2:3] == (S,) else y for y in CASES[case].values()]
-    run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", backend="interpret", config=config, **OPTIONS)
+    options = OPTIONS | {"chunk_size": 32}  # two of the walks'
+    run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", backend="interpret", config=config, **options)
     split = jax.shard_map(
         functools.partial(run, return_last_states=True),
         mesh=mesh_of((2,), ("s",)),
@@ -159,6 +161,31 @@ def test_segments_of_a_part_are_taken_from_its_summary(case, alone):
     products = re.compile(rf"f32\[{B},{NH},2,16,16\] = dot_general")
     assert len(products.findall(str(jax.make_jaxpr(split)(*x)))) == 1
     assert len(products.findall(str(gradient_of(split).trace(*x).jaxpr))) == 3  # C once more in the backward pass, and dC
+
+
+def test_shards_of_few_heads_have_segments_of_their_own(alone, monkeypatch):
+    """The batch is left to the compiler: four heads fill this device, the two of a shard do not."""
+    monkeypatch.setattr(config_module, "LEAST_SEGMENT_STEPS", 16)
+    monkeypatch.setattr(config_module, "LEAST_SEGMENTED_STATE", 1)
+    config = KernelConfig(stateless_forward=B * NH, stateless_backward=B * NH)
+    x = [y[:, :, 32:] if y.shape[2:3] == (S,) else y for y in CASES["ordinary"].values()]
+    run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", backend="xla", config=config, **OPTIONS)
+    split = jax.shard_map(
+        functools.partial(run, return_last_states=True),
+        mesh=mesh_of((2, 2), ("b", "s")),
+        in_specs=(SEQUENCE,) * 5 + (P(),) * 3,
+        out_specs=(SEQUENCE, P()),
+        axis_names={"s"},
+        check_vma=False,
+    )
+    sharded = [jax.device_put(y, NamedSharding(mesh_of((2, 2), ("b", "s")), P("b"))) for y in x]
+    check(gradient_of(split)(*sharded), alone(*x), x)
+
+
+def test_no_batch_at_all():
+    x = [y[:0] for y in random_inputs(0, 1, NH, 64, DHQK, DHHV).values()]
+    h, _ = over(mesh_of((2,), ("s",)), backend="xla", **OPTIONS)(*x)
+    assert h.shape == (0, NH, 64, DHHV)
 
 
 def test_the_exchange_is_what_the_docstring_says_and_memory_does_not_grow():
