@@ -106,7 +106,8 @@ BACKWARD = (
 )
 
 
-# Programs of these stages below which a device is half empty and the plan without states in memory the slower one; the columns of one.
+# Programs of these stages below which too much of a device is idle and the plan without states in memory the slower one;
+# the columns of one.
 FILLING = {"stateless_forward": ("recurrent_fw_H", "DHHV", 192), "stateless_backward": ("recurrent_bw_dQ", "DHQK", 192)}
 
 

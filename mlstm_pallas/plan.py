@@ -22,7 +22,7 @@ class Plan:
     backend: str | None
     input_gate: InputGate = InputGate.EXP
     normalize: bool = True
-    segments: int = 1  # of each sequence, in a pass without states
+    segments: int = 1  # of each sequence, in a pass without states and in the summary of a device's part
 
     @property
     def stabilised(self) -> bool:

@@ -121,6 +121,7 @@ def test_border_maxima_reads_more_chunks_than_a_block():
     f = x["f"].at[0, 0, 4000].set(-jnp.inf)
     plain = by_jnp(x["i"], f, x["m_initial"], 16, None)
     kernel = by_kernel(x["i"], f, x["m_initial"], 16, 16)
+    # Four roundings: the kernel rounds m once a block, the scan once a level, each where it is the old state that counts.
     np.testing.assert_allclose(np.asarray(kernel.scaM_states), np.asarray(plain.scaM_states), rtol=2.0**-22, atol=2.0**-22)
 
 

@@ -32,6 +32,7 @@ def test_recurrence_is_the_unstabilised_definition(eps, stabilize_correctly):
     h, (c, n, m) = oracle(inputs, **options)
     arrays = [np.asarray(x, "float64")[0, 0] for x in inputs.values()]
     h_true, c_true, n_true, m_true = by_definition(*arrays, **options)
+    # float64; exp(m) and sums of 40 steps in another order.
     np.testing.assert_allclose(h[0, 0], h_true, rtol=1e-11, atol=1e-13)
     np.testing.assert_allclose(np.exp(m[0, 0]) * c[0, 0], c_true, rtol=1e-11, atol=1e-13)
     np.testing.assert_allclose(np.exp(m[0, 0]) * n[0, 0], n_true, rtol=1e-11, atol=1e-13)
@@ -74,6 +75,7 @@ def test_chunkwise_in_float64_is_exact_to_rounding(chunk_size):
         h, states = mlstm_chunkwise(**wide, chunk_size=chunk_size, return_last_states=True, backend="xla")
         assert h.dtype == jnp.float64
         for actual, expected in zip((h, *states), (expected_h, *expected_states), strict=True):
+            # float64; sums of up to 128 steps in another order, and their exponents
             np.testing.assert_allclose(np.asarray(actual), expected, rtol=1e-11, atol=1e-13)
 
 
