@@ -462,7 +462,7 @@ def define_flags(values: flags.FlagValues) -> None:
         "config",
         None,
         "Part of a row of mlstm_pallas/tuning, or a file of it, in place of the default config's. Stages that this does not run have rows "
-        "with the plan that does: '{\"stateless_forward\": true}', '{\"split_backward\": true}'.",
+        "with the plan that does: '{\"stateless_forward\": true}', '{\"stateless_backward\": true}'.",
         flag_values=values,
     )
     flags.DEFINE_enum("direction", "fwd", list(DIRECTIONS), "Forward, gradient with it, or one recurrent step.", flag_values=values)

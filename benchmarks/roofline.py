@@ -50,11 +50,10 @@ def chunk_gates(shape: Shape, L: int, itemsize: int) -> Cost:
 
 
 def recurrent_fw_C(shape: Shape, L: int, itemsize: int) -> Cost:
-    """FLOPs: sum abar k v^T, 2 R K V. Bytes: k, v and the states, w (R (K + V) + B NH NC K V); abar, gamma, n, first and last states."""
+    """FLOPs: sum kbar v^T, 2 R K V. Bytes: kbar, v and the states, w (R (K + V) + B NH NC K V). Floats: gamma, the first and the last C."""
     _, _, _, K, V = shape
     R, NC, heads = shape.rows, shape.chunks(L), shape.B * shape.NH
-    floats = R + NC + NC * K + 2 * heads * (K * V + K)
-    return Cost(2 * R * K * V, itemsize * (R * (K + V) + NC * K * V) + 4 * floats)
+    return Cost(2 * R * K * V, itemsize * (R * (K + V) + NC * K * V) + 4 * (NC + 2 * heads * K * V))
 
 
 def parallel_fw_H(shape: Shape, L: int, itemsize: int) -> Cost:
@@ -81,46 +80,31 @@ def recurrent_fw_H(shape: Shape, L: int, itemsize: int) -> Cost:
     return Cost(4 * R * K * V + R * (L + 1) * V, itemsize * R * (2 * K + 2 * V + L) + 4 * (R + NC + 2 * heads * K * V))
 
 
-def recurrent_bw_dC(shape: Shape, L: int, itemsize: int) -> Cost:
-    """FLOPs: sum w q dnum^T, 2 R K V. Bytes: q, dh, C and dC, w (R (K + V) + 2 B NH NC K V).
+def parallel_bw_dP(shape: Shape, L: int, itemsize: int) -> Cost:
+    """FLOPs: q.k and dh.v, R (L + 1) (K + V). Bytes: q, k, v, dh, qbar, kbar, P and dP, w R (4 K + 2 V + 2 L).
 
-    Floats: three row scalings, gamma and <C, dC>, n and dn, gradients of the last and the first states.
+    Floats: e, u, w, abar, 1/den, dz den, three row sums of the gates' gradients, what a chunk adds to n and to dn.
     """
     _, _, _, K, V = shape
-    R, NC, heads = shape.rows, shape.chunks(L), shape.B * shape.NH
-    floats = 3 * R + 2 * NC + 2 * NC * K + 2 * heads * (K * V + K)
-    return Cost(2 * R * K * V, itemsize * (R * (K + V) + 2 * NC * K * V) + 4 * floats)
+    R, NC = shape.rows, shape.chunks(L)
+    return Cost(R * (L + 1) * (K + V), itemsize * R * (4 * K + 2 * V + 2 * L) + 4 * (11 * R + 2 * NC * K))
+
+
+def recurrent_bw_dC(shape: Shape, L: int, itemsize: int) -> Cost:
+    """FLOPs: sum qbar dh^T, 2 R K V. Bytes: as recurrent_fw_C, with qbar for kbar and dh for v."""
+    return recurrent_fw_C(shape, L, itemsize)
 
 
 def parallel_bw_dQKV(shape: Shape, L: int, itemsize: int) -> Cost:
-    """FLOPs: C dnum, dC v, dC^T k, 6 R K V; q.k, dP k, dP^T q and dnum.v, P^T dnum, R (L + 1) (3 K + 2 V).
+    """FLOPs: C dh, dC v, dC^T k, 6 R K V; dP k, dP^T q and P^T dh, R (L + 1) (2 K + V).
 
-    Bytes: q, k, v, dh, dq, dk, dv and both states, w (R (4 K + 3 V) + 2 B NH NC K V). Floats: n, dn, e, u, w, abar, 1/den, dz, and the
-    four row sums of the gates' gradients.
+    Bytes: q, k, v, dh, dq, dk, dv, P, dP and both states, w (R (4 K + 3 V + 2 L) + 2 B NH NC K V). Floats: n, dn, w, abar, 1/den, dz den,
+    and two row sums of the gates' gradients.
     """
     _, _, _, K, V = shape
     R, NC = shape.rows, shape.chunks(L)
-    flops = 6 * R * K * V + R * (L + 1) * (3 * K + 2 * V)
-    return Cost(flops, itemsize * (R * (4 * K + 3 * V) + 2 * NC * K * V) + 4 * (2 * NC * K + 12 * R))
-
-
-def parallel_bw_dQ(shape: Shape, L: int, itemsize: int) -> Cost:
-    """FLOPs: C dnum, 2 R K V; q.k, dnum.v and dP k, R (L + 1) (2 K + V). Bytes: q, k, v, dh, dq and C, w (R (3 K + 2 V) + B NH NC K V)."""
-    _, _, _, K, V = shape
-    R, NC = shape.rows, shape.chunks(L)
-    return Cost(2 * R * K * V + R * (L + 1) * (2 * K + V), itemsize * (R * (3 * K + 2 * V) + NC * K * V) + 4 * (NC * K + 10 * R))
-
-
-def parallel_bw_dK(shape: Shape, L: int, itemsize: int) -> Cost:
-    """FLOPs: dC v, 2 R K V; q.k, dnum.v and dP^T q, R (L + 1) (2 K + V). Bytes: as parallel_bw_dQ, with k for q and dC for C."""
-    return parallel_bw_dQ(shape, L, itemsize)
-
-
-def parallel_bw_dV(shape: Shape, L: int, itemsize: int) -> Cost:
-    """FLOPs: dC^T k, 2 R K V; q.k and P^T dnum, R (L + 1) (K + V). Bytes: q, k, dh, dv and dC, w (R (2 K + 2 V) + B NH NC K V)."""
-    _, _, _, K, V = shape
-    R, NC = shape.rows, shape.chunks(L)
-    return Cost(2 * R * K * V + R * (L + 1) * (K + V), itemsize * (R * (2 * K + 2 * V) + NC * K * V) + 4 * 6 * R)
+    flops = 6 * R * K * V + R * (L + 1) * (2 * K + V)
+    return Cost(flops, itemsize * (R * (4 * K + 3 * V + 2 * L) + 2 * NC * K * V) + 4 * (2 * NC * K + 6 * R))
 
 
 def parallel_bw_P(shape: Shape, L: int, itemsize: int) -> Cost:
@@ -169,11 +153,9 @@ STAGES = {
         parallel_fw_H,
         parallel_fw_P,
         recurrent_fw_H,
+        parallel_bw_dP,
         recurrent_bw_dC,
         parallel_bw_dQKV,
-        parallel_bw_dQ,
-        parallel_bw_dK,
-        parallel_bw_dV,
         parallel_bw_P,
         recurrent_bw_dQ,
         recurrent_bw_dK,
@@ -190,12 +172,12 @@ def forward(shape: Shape, itemsize: int, L: int = REFERENCE_CHUNK) -> Cost:
 
 
 def backward(shape: Shape, itemsize: int, L: int = REFERENCE_CHUNK) -> Cost:
-    """FLOPs of recurrent_fw_C again (states are not kept), recurrent_bw_dC and parallel_bw_dQKV.
+    """FLOPs of recurrent_fw_C again (states are not kept), parallel_bw_dP, recurrent_bw_dC and parallel_bw_dQKV.
 
-    Bytes: q, k, v, h, dh, dq, dk, dv, w R (4 K + 4 V); i, f, z, m, di, df, 24 R. States stay on the chip.
+    Bytes: q, k, v, h, dh, dq, dk, dv, w R (4 K + 4 V); i, f, z, m, di, df, 24 R. States and tiles stay on the chip.
     """
     L = min(L, shape.S)
-    flops = sum(stage(shape, L, itemsize).flops for stage in (recurrent_fw_C, recurrent_bw_dC, parallel_bw_dQKV))
+    flops = sum(stage(shape, L, itemsize).flops for stage in (recurrent_fw_C, parallel_bw_dP, recurrent_bw_dC, parallel_bw_dQKV))
     return Cost(flops, shape.rows * (itemsize * (4 * shape.DHQK + 4 * shape.DHHV) + 24))
 
 

@@ -156,7 +156,11 @@ def run(
     p = problems.make_problem(q.shape, DHV, filled.L, pad_heads=backend != "xla")
     if backend in ("triton", None):
         check_fits(filled, p, dtype, device_kind, recompute_states_in_bw)
-    plan = Plan(p, filled, float(eps), stabilize_correctly, float(norm_val), recompute_states_in_bw, backend, gate, normalize)
+    plan = Plan(
+        *(p, filled, float(eps), stabilize_correctly, float(norm_val), recompute_states_in_bw, backend, gate, normalize),
+        starts_empty=c_initial is None,
+        last_states=return_last_states,
+    )
 
     acc = jnp.promote_types(dtype, jnp.float32)
     if c_initial is None or n_initial is None:
@@ -180,12 +184,13 @@ def run(
         _pad(starts_of(ids[0]).astype(jnp.int32), rows) if ids else None,
     )
     try:
-        h, (c, n, m) = forward(plan, inputs)
+        h, last = forward(plan, inputs)
     except TypeError as error:
         if "forward-mode" in str(error):  # what jax says of every custom_vjp
             raise TypeError(NO_SUCH_DERIVATIVE) from error
         raise
     h = h[:, :, :S, :DHV].astype(q.dtype)
-    if not return_last_states:
+    if last is None or not return_last_states:
         return h
+    c, n, m = last
     return h, (c[:, :, :DHQK, :DHV], n[:, :, :DHQK], m)

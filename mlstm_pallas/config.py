@@ -42,8 +42,8 @@ class StageConfig:
       num_warps, num_stages: Triton's warps per program and depth of the software pipeline.
       keep_q: parallel_fw_H only: keep the queries of a tile whole in shared memory during the loop over keys, instead of reading them
         block by block for every key tile. Needs siz_b_LQ * DHQK elements of it, and a padded DHQK that is a power of two.
-      num_segments: recurrent_fw_C, recurrent_bw_dC, recurrent_fw_H and recurrent_bw_dQ (for dK and dV too) only: parts of the sequence that
-        are worked on at the same time, a power of two. None: more than one where there are few programs, or heads.
+      num_segments: recurrent_fw_C, recurrent_bw_dC and recurrent_fw_H only: parts of the sequence that are worked on at the same time, a
+        power of two. None: more than one where there are few programs, or heads.
     """
 
     siz_b_LQ: int = 64
@@ -88,19 +88,29 @@ class StageConfig:
             siz_b_loop=min(fit(self.siz_b_loop, problem.DHQK), fit(self.siz_b_loop, problem.DHHV)),
             keep_q=self.keep_q and is_power_of_two(problem.DHQK),
         )
-        changed: dict[str, Any] = {}
-        if stage in ("parallel_bw_dQ", "parallel_bw_dK"):
-            changed = dict(siz_b_LQ=min(fitted.siz_b_LQ, problem.T), siz_b_LKV=min(fitted.siz_b_LKV, problem.T))
-        if stage in WALKS:
-            rows = fit(self.siz_b_loop, getattr(problem, WALKS[stage]))
-            part = f"siz_b_{WALKS[stage]}"
-            changed = {"siz_b_LKV": problem.L, "siz_b_loop": rows, part: min(getattr(fitted, part), rows)}
+        if stage not in WALKS:
+            return fitted
+        rows, part = fit(self.siz_b_loop, getattr(problem, WALKS[stage])), f"siz_b_{WALKS[stage]}"
+        changed: dict[str, Any] = {"siz_b_LKV": problem.L, "siz_b_loop": rows, part: min(getattr(fitted, part), rows)}
         return dataclasses.replace(fitted, **changed)
+
+    def _programs(self, problem: Problem) -> int:
+        """Of a recurrence over one part of the sequence."""
+        return problem.BNH * blocks(problem.DHHV, self.siz_b_DHHV) * blocks(problem.DHQK, self.siz_b_DHQK)
+
+    def narrowed(self, problem: Problem) -> "StageConfig":
+        """The (fitted) config of a recurrence with smaller blocks, down to 64 columns a side, where there are few programs."""
+        stage = self
+        for name in ("siz_b_DHHV", "siz_b_DHQK") * 2:
+            size = getattr(stage, name)
+            if size > 64 and stage._programs(problem) < ENOUGH_PROGRAMS:
+                changed: dict[str, Any] = {name: size // 2}
+                stage = dataclasses.replace(stage, **changed)
+        return stage
 
     def segments(self, problem: Problem) -> int:
         """Parts of the sequence that the recurrences work on at the same time: num_segments, cut to what divides the chunks."""
-        programs = problem.BNH * blocks(problem.DHHV, self.siz_b_DHHV) * blocks(problem.DHQK, self.siz_b_DHQK)
-        wanted = max(ENOUGH_PROGRAMS // max(programs, 1), 1) if self.num_segments is None else self.num_segments
+        wanted = max(ENOUGH_PROGRAMS // max(self._programs(problem), 1), 1) if self.num_segments is None else self.num_segments
         segments = min(1 << (wanted.bit_length() - 1), MAX_SEGMENTS, problem.NC & -problem.NC)
         return segments if self.num_segments is not None or segments >= LEAST_SEGMENTS else 1
 
@@ -111,18 +121,16 @@ STAGES = (  # of mlstm_chunkwise
     "parallel_fw_H",
     "parallel_fw_P",
     "recurrent_fw_H",
+    "parallel_bw_dP",
     "recurrent_bw_dC",
     "parallel_bw_dQKV",
-    "parallel_bw_dQ",
-    "parallel_bw_dK",
-    "parallel_bw_dV",
     "parallel_bw_P",
     "recurrent_bw_dQ",
     "recurrent_bw_dK",
     "recurrent_bw_dV",
 )
 ALL_STAGES = (*STAGES, "recurrent_step")
-PLANS = ("stateless_forward", "stateless_backward", "split_backward")  # what decides which of them run
+PLANS = ("stateless_forward", "stateless_backward")  # what decides which of them run
 # Stages without states in memory have chunks of their own: of siz_b_LKV steps of the stage named here, where those are fewer than L.
 CHUNK_OF = {
     **dict.fromkeys(("parallel_fw_P", "recurrent_fw_H"), "recurrent_fw_H"),
@@ -142,8 +150,8 @@ class KernelConfig:
       stateless_forward: h by parallel_fw_P and recurrent_fw_H, which keep the states on the chip, where the backward pass recomputes them;
         else by recurrent_fw_C and parallel_fw_H. A number: from so many heads, B * NH, on, as fewer do not fill a device; segments of
         their sequences count where heads are wide and segments long (``walk_segments``).
-      stateless_backward: likewise dq, dk and dv by parallel_bw_P, recurrent_bw_dQ, recurrent_bw_dK and recurrent_bw_dV.
-      split_backward: dq, dk and dv by a kernel each, which a chunk of more than one tile needs; else all three by one kernel.
+      stateless_backward: likewise dq, dk and dv by parallel_bw_P, recurrent_bw_dQ, recurrent_bw_dK and recurrent_bw_dV, without segments;
+        else by parallel_bw_dP, recurrent_fw_C, recurrent_bw_dC and parallel_bw_dQKV.
       chunk_gates, ..., recurrent_step: tiles of the stages.
     """
 
@@ -151,17 +159,14 @@ class KernelConfig:
     precision: Precision = None
     stateless_forward: int | None = None
     stateless_backward: int | None = None
-    split_backward: bool | None = None
     chunk_gates: StageConfig | None = None
     recurrent_fw_C: StageConfig | None = None
     parallel_fw_H: StageConfig | None = None
     parallel_fw_P: StageConfig | None = None
     recurrent_fw_H: StageConfig | None = None
+    parallel_bw_dP: StageConfig | None = None
     recurrent_bw_dC: StageConfig | None = None
     parallel_bw_dQKV: StageConfig | None = None
-    parallel_bw_dQ: StageConfig | None = None
-    parallel_bw_dK: StageConfig | None = None
-    parallel_bw_dV: StageConfig | None = None
     parallel_bw_P: StageConfig | None = None
     recurrent_bw_dQ: StageConfig | None = None
     recurrent_bw_dK: StageConfig | None = None
@@ -172,43 +177,34 @@ class KernelConfig:
         object.__setattr__(self, "chunk_size", check_chunk_size(self.chunk_size))
         if not isinstance(self.precision, Precision):
             raise TypeError(f"config.precision is {self.precision!r}, expected None, a jax.lax.Precision or a jax.lax.DotAlgorithmPreset")
-        for name in ("stateless_forward", "stateless_backward"):
+        for name in PLANS:
             heads = getattr(self, name)
             if not isinstance(heads, int | None) or (heads or 0) < 0:
                 raise TypeError(f"config.{name} is {heads!r}, expected None, a bool or a number of heads")
-        if not isinstance(self.split_backward, bool | None):
-            raise TypeError(f"config.split_backward is {self.split_backward!r}, expected None or a bool")
         for stage in ALL_STAGES:
             if not isinstance(getattr(self, stage), StageConfig | None):
                 raise TypeError(f"config.{stage} is a {type(getattr(self, stage)).__name__}, expected a StageConfig or None")
 
-    def splits_backward(self, problem: Problem) -> bool:
-        return bool(self.split_backward) or problem.L > problem.T
-
     def passes(self, problem: Problem, recompute_states_in_bw: bool = True) -> tuple[tuple[str, ...], tuple[str, ...]]:
         """The stages of the forward and of the backward pass."""
         forward: tuple[str, ...] = ("recurrent_fw_C", "parallel_fw_H")
-        split = ("parallel_bw_dQ", "parallel_bw_dK", "parallel_bw_dV")
-        backward = ("recurrent_bw_dC", *(split if self.splits_backward(problem) else ("parallel_bw_dQKV",)))
+        backward: tuple[str, ...] = ("parallel_bw_dP", "recurrent_bw_dC", "parallel_bw_dQKV")
         if recompute_states_in_bw:
             backward = ("recurrent_fw_C", *backward)
-            if self.walk_segments("recurrent_fw_H", problem):
+            if self.walk_segments(problem):
                 forward = ("parallel_fw_P", "recurrent_fw_H")
-            if self.walk_segments("recurrent_bw_dQ", problem):
+            if 0 < (self.stateless_backward or 0) <= problem.BNH:
                 backward = ("parallel_bw_P", "recurrent_bw_dQ", "recurrent_bw_dK", "recurrent_bw_dV")
         return ("chunk_gates", *forward), ("chunk_gates", *backward)
 
-    def walk_segments(self, walk: str, problem: Problem) -> int:
-        """Equal parts of a sequence, of whole chunks of the walk, that a pass without states takes for heads.
+    def walk_segments(self, problem: Problem) -> int:
+        """Equal parts of a sequence, of whole chunks of recurrent_fw_H, that a forward pass without states takes for heads.
 
-        The least power of two that makes as many heads as it is to have; 0 where there is none, and for a pass that is not wanted. Whether
-        the backward pass recomputes the states is asked by ``passes``.
-
-        walk: recurrent_fw_H or recurrent_bw_dQ.
+        The least power of two that makes as many heads as it is to have; 0 where there is none, and where it is not wanted. Whether the
+        backward pass recomputes the states is asked by ``passes``.
         """
-        heads = (self.stateless_forward if walk == "recurrent_fw_H" else self.stateless_backward) or 0
-        stage = getattr(self, walk)
-        chunks = problem.NC if stage is None else self.problem_of(walk, problem).NC
+        heads, stage = self.stateless_forward or 0, self.recurrent_fw_H
+        chunks = problem.NC if stage is None else self.problem_of("recurrent_fw_H", problem).NC
         whole_chunks = chunks & -chunks
         if stage is not None and stage.num_segments is not None:
             segments = min(stage.num_segments, whole_chunks)
@@ -285,7 +281,7 @@ def heuristic_config(DHQK: int, dtype: jnp.dtype) -> KernelConfig:
     """Tiles that fit 99 KiB of shared memory, the least of the supported devices, at any head size."""
     wide = dtype.itemsize > 2
     recurrence = StageConfig(siz_b_LKV=64, siz_b_DHQK=64, siz_b_DHHV=64, num_warps=4, num_stages=2)
-    split = StageConfig(siz_b_LQ=64, siz_b_LKV=64, siz_b_DHQK=64, siz_b_DHHV=64, siz_b_loop=32, num_warps=4, num_stages=2)
+    stages, step, columns = (2, 32, 64) if wide else (3, 64, 128)
     tiles_alone = StageConfig(num_warps=4, num_stages=1)
     # Two programs on a multiprocessor of Hopper.
     walk = StageConfig(siz_b_LKV=32, siz_b_DHQK=64, siz_b_DHHV=64, siz_b_loop=256, num_warps=4, num_stages=2)
@@ -305,11 +301,9 @@ def heuristic_config(DHQK: int, dtype: jnp.dtype) -> KernelConfig:
         ),
         parallel_fw_P=tiles_alone,
         recurrent_fw_H=walk_over_keys,
+        parallel_bw_dP=StageConfig(siz_b_LQ=64, siz_b_loop=step, num_warps=4, num_stages=stages),
         recurrent_bw_dC=recurrence,
-        parallel_bw_dQKV=StageConfig(siz_b_DHQK=64, siz_b_DHHV=64, siz_b_loop=32, num_warps=4, num_stages=2),
-        parallel_bw_dQ=split,
-        parallel_bw_dK=split,
-        parallel_bw_dV=split,
+        parallel_bw_dQKV=StageConfig(siz_b_LQ=64, siz_b_DHQK=columns, siz_b_DHHV=columns, siz_b_loop=step, num_warps=4, num_stages=stages),
         parallel_bw_P=dataclasses.replace(tiles_alone, num_stages=3),
         recurrent_bw_dQ=walk,
         recurrent_bw_dK=walk,
@@ -341,7 +335,4 @@ def config_for(
         filled = explicit.or_else(filled)
     if chunk_size is not None:
         filled = dataclasses.replace(filled, chunk_size=chunk_size)
-    L = clamp_chunk_size(filled.L, S)
-    # Two float32 tiles of 128 x 128 as operands are 128 KiB of shared memory, and minutes of compilation.
-    split = L > 64 and dtype.itemsize > 2 if filled.split_backward is None else filled.split_backward
-    return dataclasses.replace(filled, chunk_size=L, split_backward=split)
+    return dataclasses.replace(filled, chunk_size=clamp_chunk_size(filled.L, S))

@@ -132,7 +132,7 @@ def _summary(plan: Plan, k, v, i, f, starts) -> tuple[Summary, SegmentProducts]:
     return _with_gates(plan, made, i, f, jnp.full_like(i[..., 0], -jnp.inf), starts, k, v, f, starts)
 
 
-def _gradient_summary(plan: Plan, residuals: Residuals, dh) -> tuple[GradientSummary, SegmentProducts]:
+def _gradient_summary(plan: Plan, residuals: Residuals, dh) -> GradientSummary:
     def made(gates: ChunkGates, precision, q, f, starts, h, z, dh):
         rows = row_gradients_of(plan, dh, h, z, gates)
         gamma, S, segments = gates.scaGamma, f.shape[-1], plan.segments
@@ -151,7 +151,7 @@ def _gradient_summary(plan: Plan, residuals: Residuals, dh) -> tuple[GradientSum
             unbroken = jnp.cumsum(~goes_on, axis=-1) == 0
             dm = jnp.sum(jnp.where(unbroken, rows.vecDm, 0.0), axis=-1)
             passes = unbroken[..., -1].astype(dm.dtype)
-        return GradientSummary(dC, dn, whole, dm, passes), SegmentProducts(products, None)
+        return GradientSummary(dC, dn, whole, dm, passes)
 
     x = residuals.inputs
     return _with_gates(plan, made, x.i, x.f, x.m_initial, x.starts, x.q, x.f, x.starts, residuals.h, residuals.z, dh)
@@ -210,14 +210,14 @@ def _sequence_bwd(axis_name: str, plan: Plan, kept, cotangents: Outputs):
     residuals, (C_last, n_last, _), index = kept
     dh, (dC, dn, dm) = cotangents  # of the segment's own last states
     dm = dm - inner(dC, C_last, 2) - inner(dn, n_last)
-    mine, products = operation(_gradient_summary, _in_segments(plan, plan.stateless_backward), residuals, dh)
+    mine = operation(_gradient_summary, _in_segments(plan, None), residuals, dh)
     one, zero = jnp.ones_like(dm), jnp.zeros_like(dm)
     mine = joined_gradients(GradientSummary(dC, dn, one, dm, one), mine)
     empty = GradientSummary(jnp.zeros_like(dC), jnp.zeros_like(dn), one, zero, one)
     behind = _exclusive_prefix(joined_gradients, mine, empty, axis_name, index, reverse=True)
     dC, dn = dC + behind.dC, dn + behind.dn
     dm = dm + behind.dm + inner(dC, C_last, 2) + inner(dn, n_last)
-    gradients = backward(plan, residuals, (dh, (dC, dn, dm)), products)
+    gradients = backward(plan, residuals, (dh, (dC, dn, dm)))
     of_initial = {name: jnp.where(index == 0, getattr(gradients, name), 0.0) for name in ("c_initial", "n_initial", "m_initial")}
     return (gradients._replace(**of_initial),)
 
@@ -227,7 +227,7 @@ _sequence.defvjp(_sequence_fwd, _sequence_bwd)
 
 def _whole(axis_name: str, plan: Plan, inputs: Inputs) -> Outputs:
     """h of the segment and the last states of the whole sequence, on every device."""
-    h, states = _sequence(axis_name, plan, inputs)
+    h, states = _sequence(axis_name, dataclasses.replace(plan, starts_empty=False, last_states=True), inputs)
     last = lax.axis_index(axis_name) == lax.axis_size(axis_name) - 1
     return h, jax.tree.map(lambda x: lax.psum(jnp.where(last, x, 0.0), axis_name), states)
 

@@ -26,11 +26,9 @@ def _forward_triton(plan: Plan, interpret: bool, inputs: Inputs, products: Segme
     return passes.forward_triton(plan, interpret, inputs)
 
 
-def _backward_triton(
-    plan: Plan, interpret: bool, residuals: Residuals, cotangents: Outputs, products: SegmentProducts | None = None
-) -> Inputs:
+def _backward_triton(plan: Plan, interpret: bool, residuals: Residuals, cotangents: Outputs) -> Inputs:
     if plan.stateless_backward:
-        return stateless_passes.backward(plan.stateless_backward, interpret, residuals, cotangents, products)
+        return stateless_passes.backward(plan.stateless_backward, interpret, residuals, cotangents)
     return passes.backward_triton(plan, interpret, residuals, cotangents)
 
 
@@ -41,11 +39,11 @@ def _forward_on_backend(plan: Plan, inputs: Inputs, products: SegmentProducts | 
     return on_backend(plan.backend, functools.partial(_forward_triton, plan), xla, inputs, products)
 
 
-def _backward_on_backend(plan: Plan, residuals: Residuals, cotangents: Outputs, products: SegmentProducts | None) -> Inputs:
-    def xla(residuals, cotangents, products):
+def _backward_on_backend(plan: Plan, residuals: Residuals, cotangents: Outputs) -> Inputs:
+    def xla(residuals, cotangents):
         return passes.backward_xla(plan, residuals, cotangents)
 
-    return on_backend(plan.backend, functools.partial(_backward_triton, plan), xla, residuals, cotangents, products)
+    return on_backend(plan.backend, functools.partial(_backward_triton, plan), xla, residuals, cotangents)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
@@ -64,9 +62,9 @@ def forward(plan: Plan, inputs: Inputs, products: SegmentProducts | None = None)
     return operation(_forward_on_backend, plan, inputs, products)
 
 
-def backward(plan: Plan, residuals: Residuals, cotangents: Outputs, products: SegmentProducts | None = None) -> Inputs:
-    """Gradients of the inputs. cotangents: of h and of the last states. products: of segments, of dC."""
-    return operation(_backward_on_backend, plan, residuals, cotangents, products)
+def backward(plan: Plan, residuals: Residuals, cotangents: Outputs) -> Inputs:
+    """Gradients of the inputs. cotangents: of h and of the last states."""
+    return operation(_backward_on_backend, plan, residuals, cotangents)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

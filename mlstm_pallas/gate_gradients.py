@@ -32,6 +32,15 @@ class RowSums(NamedTuple):
     vecPairs: jax.Array  # at r: sum of W_ts over t >= r > s
 
 
+class PairSums(NamedTuple):
+    """Sums of W_ts = dP_ts scale q_t . k_s, float32, for chunks of n tiles of T steps. Where the tile of rows lies before that of columns
+    nothing is written."""
+
+    from_tiles: jax.Array  # (B, NH, n, NC, n, T): [j, chunk, i, t] over s < t in tile j
+    to_tiles: jax.Array  # (B, NH, n, NC, n, T): [i, chunk, j, s] over t > s in tile i
+    diagonal: jax.Array  # (B, NH, NC, n, T): W_tt
+
+
 NO_NORMALISER = RowGradients(None, None, None, None)
 
 
@@ -52,39 +61,40 @@ def suffix_sums(x: jax.Array) -> jax.Array:
     return jnp.einsum("...s,st->...t", x, jnp.tri(T, dtype=x.dtype), precision="highest")
 
 
-def tile_sums(
-    from_state, from_before, from_own, between, to_state, to_behind, to_own, diagonal, through, T: int
-) -> tuple[RowSums, jax.Array]:
-    """RowSums for tiles of T steps, and what goes through each tile (B, NH, S / T), from the sums of the stages for long chunks.
+def tile_sums(pairs: PairSums, from_state: jax.Array, to_state: jax.Array, through: jax.Array) -> tuple[RowSums, jax.Array]:
+    """RowSums for the tiles of T steps, and what goes through each tile (B, NH, S / T), from the sums of the stages.
 
     Args:
-      from_..., to_..., diagonal: (B, NH, S), see the stages parallel_bw_dQ and parallel_bw_dK.
-      between: (B, NH, NC, L / LQ, L / LKV) sums over pairs of blocks of queries and keys, each of T steps or less.
+      from_state, to_state: (B, NH, S): of parallel_bw_dQKV.
       through: (B, NH, NC) what goes through each chunk.
     """
-    *heads, NC = through.shape
-    S = from_state.shape[-1]
-    n = S // (NC * T)  # tiles of a chunk
-
-    def tiles(x):
-        return x.reshape(*heads, S // T, T)
-
-    def totals(x):
-        return jnp.sum(x.reshape(*heads, NC, n, T), axis=-1)
-
-    pairs = jnp.sum(between.reshape(*heads, NC, n, between.shape[-2] // n, n, between.shape[-1] // n), axis=(-3, -1))
+    *heads, NC, n, T = pairs.diagonal.shape
     index = jnp.arange(n)
-    later = (index[None, :] > index[:, None]).astype(pairs.dtype)  # [tile, other]: other lies behind tile
+    behind = index[:, None] > index[None, :]  # [i, j]: tile i lies behind tile j
+
+    def only(x, where):  # what is not in the chunk's triangle was never written
+        return jnp.where(where.reshape(n, 1, n, 1), x, 0.0)
+
+    before = only(pairs.from_tiles, behind.T)  # [j, chunk, i, t]
+    after = only(pairs.to_tiles, behind)  # [i, chunk, j, s]
+    own = jnp.eye(n, dtype=bool)
+    from_own, to_own = jnp.sum(only(pairs.from_tiles, own), axis=2), jnp.sum(only(pairs.to_tiles, own), axis=2)
+    from_state, to_state = (x.reshape(pairs.diagonal.shape) for x in (from_state, to_state))
+
     einsum = functools.partial(jnp.einsum, precision="highest")
-    through = through[..., None] + einsum("it,...t->...i", later, totals(from_state)) + einsum("it,...t->...i", later.T, totals(to_state))
-    through += einsum("...ts,it,is->...i", pairs, later, later.T)
+    weight = behind.astype(through.dtype)
+    # Through tile m: from the state to later tiles, from earlier ones to the state, and from an earlier tile j to a later one i.
+    taken, given, between = (jnp.sum(x, axis=-1) for x in (from_state, to_state, before))
+    through = through[..., None] + einsum("im,...i->...m", weight, taken) + einsum("mj,...j->...m", weight, given)
+    through += einsum("...jci,im,mj->...cm", between, weight, weight)
     sums = RowSums(
-        tiles(from_state + from_before),
-        tiles(to_state + to_behind),
-        tiles(to_own + diagonal),
-        suffix_sums(tiles(from_own - to_own)),
+        from_state + jnp.sum(before, axis=2),
+        to_state + jnp.sum(after, axis=2),
+        to_own + pairs.diagonal,
+        suffix_sums(from_own - to_own),
     )
-    return sums, through.reshape(*heads, S // T)
+    tiles = (*heads, NC * n)
+    return RowSums(*(x.reshape(*tiles, T) for x in sums)), through.reshape(tiles)
 
 
 def chunk_sums(gates: ChunkGates, from_own, to_own, diagonal, from_state, to_state, enters, resolution: float) -> tuple[RowSums, jax.Array]:
@@ -95,8 +105,7 @@ def chunk_sums(gates: ChunkGates, from_own, to_own, diagonal, from_state, to_sta
 
     Args:
       from_own, to_own, diagonal: (B, NH, S), of parallel_bw_P; from_state, to_state: with n and dn, of recurrent_bw_dQ and recurrent_bw_dK.
-      enters: (B, NH, segments) <C, dC> + n . dn where each segment of the sequence begins, equal parts of whole chunks. A sum ends with
-        its segment.
+      enters: (B, NH) <C, dC> + n . dn where the sequence begins.
       resolution: of these sums. Where less of the state is left behind a chunk, nothing goes through, unless more does than is lost in
         rounding: next to an old state new keys may be as good as nothing.
     """
@@ -105,24 +114,21 @@ def chunk_sums(gates: ChunkGates, from_own, to_own, diagonal, from_state, to_sta
     def tiles(x):
         return x.reshape(B, NH, NC, L)
 
-    def segments(x):
-        return x.reshape(*enters.shape, -1)
-
     from_state, to_state = tiles(from_state), tiles(to_state)
-    taken, given = segments(jnp.sum(from_state, axis=-1)), segments(jnp.sum(to_state, axis=-1))
+    taken, given = jnp.sum(from_state, axis=-1), jnp.sum(to_state, axis=-1)
     gain = jnp.concatenate([enters[..., None], given[..., :-1]], axis=-1) - taken
 
     def join(left, right):
         return left[0] * right[0], left[1] * right[0] + right[1]
 
     def goes_through(least):
-        carried = segments(gates.scaGamma > least).astype(taken.dtype)
+        carried = (gates.scaGamma > least).astype(taken.dtype)
         return lax.associative_scan(join, (carried, carried * gain), axis=-1)[1]
 
     everything, through = goes_through(0.0), goes_through(resolution)
-    largest = lax.cummax(jnp.abs(everything) + jnp.abs(taken), axis=3)
+    largest = lax.cummax(jnp.abs(everything) + jnp.abs(taken), axis=2)
     through = jnp.where(jnp.abs(everything - through) > 16 * resolution * largest, everything, through)
-    return RowSums(from_state, to_state, tiles(to_own + diagonal), suffix_sums(tiles(from_own - to_own))), through.reshape(B, NH, NC)
+    return RowSums(from_state, to_state, tiles(to_own + diagonal), suffix_sums(tiles(from_own - to_own))), through
 
 
 def carried_steps(gates: ChunkGates, vecF: jax.Array) -> jax.Array:
@@ -132,30 +138,35 @@ def carried_steps(gates: ChunkGates, vecF: jax.Array) -> jax.Array:
 
 
 def stabiliser_gradients(
-    gates: ChunkGates, vecF: jax.Array, dm: jax.Array, begins: jax.Array | None = None
+    gates: ChunkGates, vecF: jax.Array, dm: jax.Array, begins: jax.Array | None = None, T: int | None = None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Passes dm_t on to what won the maximum in m_t: (parts of di, of dfbar, of dm_initial).
 
     m_t is either i_t or log sigmoid(f_t) + m_{t-1}: what arrives at t, its own dm_t included, goes to i_t in the first case, through f_t to
     t - 1 in the second, and no further than f_t where a packed sequence begins. vecF, dm, begins: (B, NH, NC, L).
+
+    T: steps of a tile, which divides L; the work is S T. None: L.
     """
+    T = T or dm.shape[-1]
+    shape, tiles = dm.shape, (*dm.shape[:2], -1, T)
     carried = carried_steps(gates, vecF)
-    # G_t = dm_t + goes_on_{t+1} G_{t+1}: within a chunk a sum over the run of such steps behind t, between chunks a short scan.
-    goes_on = carried if begins is None else carried & ~begins
+    goes_on = (carried if begins is None else carried & ~begins).reshape(tiles)
+    carried, dm = carried.reshape(tiles), dm.reshape(tiles)
+    # G_t = dm_t + goes_on_{t+1} G_{t+1}: within a tile a sum over the run of such steps behind t, between tiles a short scan.
     breaks = jnp.cumsum(~goes_on, axis=-1)
-    L = dm.shape[-1]
-    same_run = (breaks[..., None, :] == breaks[..., :, None]) & jnp.tri(L, dtype=bool).T
+    same_run = (breaks[..., None, :] == breaks[..., :, None]) & jnp.tri(T, dtype=bool).T
     inside = jnp.sum(jnp.where(same_run, dm[..., None, :], 0.0), axis=-1)
-    leaves = jnp.sum(jnp.where(breaks == 0, dm, 0.0), axis=-1)  # reaches the state before the chunk
+    leaves = jnp.sum(jnp.where(breaks == 0, dm, 0.0), axis=-1)  # reaches the state before the tile
     passes = (breaks[..., -1] == 0).astype(dm.dtype)
 
     def join(later, earlier):
         return earlier[0] + earlier[1] * later[0], later[1] * earlier[1]
 
-    total, _ = lax.associative_scan(join, (leaves, passes), axis=2, reverse=True)  # (B, NH, NC) what reaches each chunk's start
+    total, _ = lax.associative_scan(join, (leaves, passes), axis=2, reverse=True)  # (B, NH, S / T) what reaches each tile's start
     behind = jnp.concatenate([total[..., 1:], jnp.zeros_like(total[..., :1])], axis=-1)
     arrives = inside + jnp.where(breaks == breaks[..., -1:], behind[..., None], 0.0)
-    return jnp.where(carried, 0.0, arrives), jnp.where(carried, arrives, 0.0), total[..., 0]
+    of_i, of_f = jnp.where(carried, 0.0, arrives), jnp.where(carried, arrives, 0.0)
+    return of_i.reshape(shape), of_f.reshape(shape), total[..., 0]
 
 
 def passes(gates: ChunkGates, vecF: jax.Array, begins: jax.Array | None) -> jax.Array:
@@ -199,7 +210,7 @@ def gate_gradients(
     di = (sums.vecK_inter + sums.vecK_intra).reshape(vecI.shape)
     dm_initial = jnp.zeros(vecI.shape[:2], di.dtype)
     if dm is not None:
-        di_m, dfbar_m, dm_initial = stabiliser_gradients(gates, vecF, dm.reshape(vecF.shape), begins)
+        di_m, dfbar_m, dm_initial = stabiliser_gradients(gates, vecF, dm.reshape(vecF.shape), begins, T)
         di, dfbar = di + di_m, dfbar + dfbar_m
     if input_gate is InputGate.SIGMOID:
         di = jnp.where(vecI <= MASKED, 0.0, di * jax.nn.sigmoid(-vecI))

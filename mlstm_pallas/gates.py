@@ -222,3 +222,24 @@ def chunk_gates(
     local = local_gates(vecI, vecF, starts, input_gate)
     gates = join_chunks(local, stabilisers_at_borders(local, scaM_initial, input_gate), input_gate)
     return materialised(gates, gates.scaGamma)
+
+
+def vector_states(added: jax.Array, gamma: jax.Array, initial: jax.Array, *, backward: bool = False) -> tuple[jax.Array, jax.Array]:
+    """x_{next} = gamma_c x_c + added_c, in plain jnp: what n is to C.
+
+    Args:
+      added: (B, NH, NC, DHQK), gamma: (B, NH, NC), initial: (B, NH, DHQK), float32.
+
+    Returns:
+      What enters each chunk, (B, NH, NC, DHQK), and what leaves the last; float32.
+    """
+    start, one = initial[:, :, None], jnp.ones_like(gamma[:, :, :1])
+
+    def join(left, right):
+        return left[0] * right[0], left[1] * right[0] + right[1]
+
+    def in_order(first, rest):
+        return jnp.concatenate([rest, first] if backward else [first, rest], axis=2)
+
+    _, x = lax.associative_scan(join, (in_order(one, gamma)[..., None], in_order(start, added)), reverse=backward, axis=2)
+    return (x[:, :, 1:], x[:, :, 0]) if backward else (x[:, :, :-1], x[:, :, -1])

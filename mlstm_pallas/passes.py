@@ -1,5 +1,7 @@
 """Forward and backward passes with a state of every chunk in memory: by the kernels, and in plain jnp. No maths and no block specs here."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -7,13 +9,11 @@ from jax import lax
 from mlstm_pallas import reference
 from mlstm_pallas.gate_gradients import NO_NORMALISER, gate_gradients, row_gradients, tile_sums
 from mlstm_pallas.gates import chunk_gates as chunk_gates_xla
-from mlstm_pallas.gates import materialised
+from mlstm_pallas.gates import materialised, vector_states
 from mlstm_pallas.plan import Inputs, Outputs, Plan, Residuals
 from mlstm_pallas.stages.chunk_gates import chunk_gates
-from mlstm_pallas.stages.parallel_bw_dK import parallel_bw_dK
-from mlstm_pallas.stages.parallel_bw_dQ import parallel_bw_dQ
+from mlstm_pallas.stages.parallel_bw_dP import parallel_bw_dP
 from mlstm_pallas.stages.parallel_bw_dQKV import parallel_bw_dQKV
-from mlstm_pallas.stages.parallel_bw_dV import parallel_bw_dV
 from mlstm_pallas.stages.parallel_fw_H import parallel_fw_H
 from mlstm_pallas.stages.recurrent_bw_dC import recurrent_bw_dC
 from mlstm_pallas.stages.recurrent_fw_C import recurrent_fw_C
@@ -23,35 +23,42 @@ def forward_triton(plan: Plan, interpret: bool, x: Inputs):
     """Outputs, z and, where they are to be kept, the states."""
     launch = plan.launch(interpret)
     gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, plan.input_gate, **launch)
-    C_states, n_states, C_last, n_last = recurrent_fw_C(x.k, x.v, gates, x.c_initial, x.n_initial, **launch)
+    abar, C = gates.vecAbar.reshape(x.i.shape), None if plan.starts_empty else x.c_initial
+    made = recurrent_fw_C(x.k, x.v, gates.scaGamma, C, abar, x.n_initial, last=plan.last_states, **launch)
+    C_states, C_last, n_states, n_last = made
     normaliser = dict(plan.normaliser, normalize=plan.normalize)
     h, z = parallel_fw_H(x.q, x.k, x.v, gates, C_states, n_states, output_dtype=x.q.dtype, **normaliser, **launch)
-    states = (C_states, n_states, C_last, n_last)
-    return (h, (*states[2:], gates.scaM_states[..., -1])), z, None if plan.recompute_states_in_bw else states
+    last = (C_last, n_last, gates.scaM_states[..., -1]) if plan.last_states else None
+    return (h, last), z, None if plan.recompute_states_in_bw else (C_states, n_states, C_last, n_last)
 
 
 def backward_triton(plan: Plan, interpret: bool, residuals: Residuals, cotangents: Outputs) -> Inputs:
     launch = plan.launch(interpret)
     x, h, z, states = residuals
+    if plan.starts_empty:
+        x = x._replace(c_initial=None)
     if states is None:
         # Else the compiler sees that the forward pass made the same states, and keeps those.
         x = lax.optimization_barrier(x)
-    dh, (dC_last, dn_last, dm_last) = cotangents
+    dh, (dC_last, dn_last, dm_last) = cotangents[0], cotangents[1] or (None, jnp.zeros_like(x.n_initial), None)
     gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, plan.input_gate, **launch)
-    if states is None:
-        states = recurrent_fw_C(x.k, x.v, gates, x.c_initial, x.n_initial, **launch)
-    C_states, n_states, C_last, n_last = states
+    gamma = gates.scaGamma
     rows = row_gradients_of(plan, dh, h, z, gates)
-    dC_states, dn_states, dC, dn, through = recurrent_bw_dC(x.q, dh, gates, rows, dC_last, dn_last, C_states, n_states, **launch)
-    if plan.config.splits_backward(plan.problem):
-        dq, from_q = parallel_bw_dQ(x.q, x.k, x.v, dh, gates, rows, C_states, n_states, **launch)
-        dk, to_k = parallel_bw_dK(x.q, x.k, x.v, dh, gates, rows, dC_states, dn_states, **launch)
-        dv = parallel_bw_dV(x.q, x.k, dh, gates, rows, dC_states, **launch)
-        sums, through = tile_sums(*from_q, *to_k, through, plan.problem.T)
+    scores, norms, pairs = parallel_bw_dP(x.q, x.k, x.v, dh, gates, rows, **launch)
+    if states is None:
+        C_states, C_last = recurrent_fw_C(scores.matK_scaled, x.v, gamma, x.c_initial, last=plan.last_states, **launch)
+        n_states, n_last = vector_states(norms.added_n, gamma, x.n_initial)
     else:
-        dq, dk, dv, sums = parallel_bw_dQKV(x.q, x.k, x.v, dh, gates, rows, C_states, n_states, dC_states, dn_states, **launch)
+        C_states, n_states, C_last, n_last = states
+    dC_states, dC = recurrent_bw_dC(scores.matQ_scaled, dh, gamma, dC_last, last=not plan.starts_empty, **launch)
+    added_dn = jnp.zeros_like(n_states) if norms.added_dn is None else norms.added_dn
+    dn_states, dn = vector_states(added_dn, gamma, dn_last, backward=True)
+    through = gamma * (inner(C_states, dC_states, 2) + inner(n_states, dn_states))
+    made = parallel_bw_dQKV(x.q, x.k, x.v, dh, gates, rows, scores, C_states, n_states, dC_states, dn_states, **launch)
+    sums, through = tile_sums(pairs, made.from_state, made.to_state, through)
     last = dC_last, dn_last, dm_last, C_last, n_last
-    return Inputs(dq, dk, dv, *gate_and_state_gradients(plan, x, gates, rows, sums, through, last, dC, dn))
+    gate_gradients = gate_and_state_gradients(plan, x, gates, rows, sums, through, last, dC, dn)
+    return Inputs(made.matDeltaQ, made.matDeltaK, made.matDeltaV, *gate_gradients)
 
 
 def forward_xla(plan: Plan, x: Inputs):
@@ -60,7 +67,8 @@ def forward_xla(plan: Plan, x: Inputs):
     states = reference.chunk_states(k, v, gates, x.c_initial, x.n_initial)
     num, z = reference.chunk_outputs(q, k, v, gates, *states[:2], plan.problem.qk_scale)
     h = reference.normalise(num, z, gates.vecM, **plan.normaliser) if plan.normalize else num
-    outputs = h.astype(x.q.dtype).reshape(x.v.shape), (*states[2:], gates.scaM_states[..., -1])
+    last = (*states[2:], gates.scaM_states[..., -1]) if plan.last_states else None
+    outputs = h.astype(x.q.dtype).reshape(x.v.shape), last
     return outputs, z.reshape(x.i.shape) if plan.normalize else None, None if plan.recompute_states_in_bw else states
 
 
@@ -73,7 +81,7 @@ def backward_xla(plan: Plan, residuals: Residuals, cotangents: Outputs) -> Input
     x, h, z, states = residuals
     if states is None:
         x = lax.optimization_barrier(x)
-    dh, (dC_last, dn_last, dm_last) = cotangents
+    dh, (dC_last, dn_last, dm_last) = cotangents[0], cotangents[1] or jax.tree.map(jnp.zeros_like, x[5:8])
     q, k, v, dh_chunks = map(plan.chunks, (*x[:3], dh))
     gates = _gates_xla(plan, x)
     if states is None:
@@ -100,12 +108,15 @@ def row_gradients_of(plan: Plan, dh, h, z, gates):
 def gate_and_state_gradients(plan: Plan, x: Inputs, gates, rows, sums, through, last, dC, dn):
     """(di, df, dC, dn, dm) of the gates and the initial states; last: gradients of the last states, and C and n."""
     dC_last, dn_last, dm_last, C_last, n_last = last
-    dm = None
-    if plan.stabilised:
-        dm = rows.vecDm.at[..., -1].add(dm_last - inner(dC_last, C_last, 2) - inner(dn_last, n_last))
+    dm: Any = rows.vecDm if plan.stabilised else None
+    if plan.stabilised and plan.last_states:
+        dm = dm.at[..., -1].add(dm_last - inner(dC_last, C_last, 2) - inner(dn_last, n_last))
     starts = None if x.starts is None else plan.chunks(x.starts)
     di, df, dm_initial = gate_gradients(gates, plan.chunks(x.i), plan.chunks(x.f), sums, through, dm, starts, plan.input_gate)
-    if plan.stabilised:
+    if plan.starts_empty:  # nobody asks for these
+        B, NH = dm_initial.shape
+        dC = jnp.zeros((B, NH, plan.problem.DHQK, plan.problem.DHHV), dm_initial.dtype)
+    elif plan.stabilised:
         dm_initial += inner(dC, x.c_initial, 2) + inner(dn, x.n_initial)
     return di, df, dC, dn, dm_initial
 

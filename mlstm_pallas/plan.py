@@ -22,7 +22,9 @@ class Plan:
     backend: str | None
     input_gate: InputGate = InputGate.EXP
     normalize: bool = True
-    segments: int = 1  # of each sequence, in a pass without states and in the summary of a device's part
+    starts_empty: bool = False  # no initial states were given: they are zeros, and have no gradients
+    last_states: bool = True  # are wanted
+    segments: int = 1  # of each sequence, in a forward pass without states and in the summary of a device's part
 
     @property
     def stabilised(self) -> bool:
@@ -42,22 +44,21 @@ class Plan:
     @property
     def stateless_forward(self) -> "Plan | None":
         """The plan of a forward pass that stores no states, in its shorter chunks and its segments; None where states are stored."""
-        return self._walking("recurrent_fw_H")
+        forward, _ = self.config.passes(self.problem, self.recompute_states_in_bw)
+        return self._in_chunks_of("recurrent_fw_H", self.config.walk_segments(self.problem)) if "recurrent_fw_H" in forward else None
 
     @property
     def stateless_backward(self) -> "Plan | None":
-        return self._walking("recurrent_bw_dQ")
+        """Likewise of a backward pass, which has no segments."""
+        _, backward = self.config.passes(self.problem, self.recompute_states_in_bw)
+        return self._in_chunks_of("recurrent_bw_dQ", 1) if "recurrent_bw_dQ" in backward else None
 
-    def _walking(self, stage: str) -> "Plan | None":
-        """The plan in the chunks of the stage, where it runs."""
-        if not any(stage in stages for stages in self.config.passes(self.problem, self.recompute_states_in_bw)):
-            return None
-        segments = self.config.walk_segments(stage, self.problem)
+    def _in_chunks_of(self, stage: str, segments: int) -> "Plan":
         return dataclasses.replace(self, problem=self.config.problem_of(stage, self.problem), segments=segments)
 
     @property
     def of_segments(self) -> "Plan":
-        """The plan of a pass without states for segments as heads."""
+        """The plan for segments as heads."""
         p = self.problem
         return dataclasses.replace(self, problem=dataclasses.replace(p, NH=p.NH * self.segments, S=p.S // self.segments), segments=1)
 
@@ -73,13 +74,13 @@ class Inputs(NamedTuple):
     v: jax.Array
     i: jax.Array
     f: jax.Array
-    c_initial: jax.Array
+    c_initial: Any  # an array; None within a pass that starts from zeros
     n_initial: jax.Array
     m_initial: jax.Array
     starts: jax.Array | None = None
 
 
-Outputs = tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]  # h, (c, n, m)
+Outputs = tuple[jax.Array, Any]  # h; (c, n, m), or None where they are not wanted
 
 
 class Residuals(NamedTuple):

@@ -18,17 +18,15 @@ from mlstm_pallas.tiles import Precision
 
 
 class SegmentProducts(NamedTuple):
-    """What each segment adds to the state that comes next, times exp(m) where there is an m; float32."""
+    """What each segment adds to the state that comes next, times exp(m); float32."""
 
     X: jax.Array  # (B, NH, segments, DHQK, DHHV)
-    m: jax.Array | None  # (B, NH, segments)
+    m: jax.Array  # (B, NH, segments)
 
     def of(self, segments: int, m: jax.Array) -> jax.Array | None:
         """X for so many segments, if it is of these, for stabilisers m at all chunk borders, (B, NH, NC + 1), no smaller than its own."""
         if self.X.shape[2] != segments:
             return None
-        if self.m is None:
-            return self.X
         every = (m.shape[2] - 1) // segments
         weight = jnp.where(self.m == -jnp.inf, 0.0, jnp.exp(self.m - m[..., every::every]))
         return weight[..., None, None] * self.X
@@ -62,30 +60,17 @@ def segment_products(a: jax.Array, b: jax.Array, r: jax.Array, segments: int, pr
     return jnp.einsum("bhpsk,bhpsv->bhpkv", scaled, split(b), precision=precision, preferred_element_type=r.dtype)
 
 
-def segment_states(
-    a: jax.Array,
-    b: jax.Array,
-    gamma: jax.Array,
-    initial: jax.Array,
-    segments: int,
-    precision: Precision,
-    *,
-    added: jax.Array | None = None,
-    backward: bool = False,
-) -> jax.Array:
+def segment_states(added: jax.Array, gamma: jax.Array, initial: jax.Array | None, *, backward: bool = False) -> jax.Array:
     """X where each segment begins, with backward where it ends: (B, NH, segments, DHQK, DHHV) float32.
 
     Args:
-      a: (B, NH, S, DHQK), b: (B, NH, S, DHHV), in the kernel dtype.
-      gamma: (B, NH, NC); initial: (B, NH, DHQK, DHHV) where the sequence begins, or ends; float32.
-      segments: their number, which divides NC.
-      added: what each adds to X, (B, NH, segments, DHQK, DHHV) float32, where that is known.
+      added: what each segment adds to X, (B, NH, segments, DHQK, DHHV) float32.
+      gamma: (B, NH, NC) float32, NC a multiple of the number of segments.
+      initial: (B, NH, DHQK, DHHV) float32 where the sequence begins, or ends; None: zeros.
     """
-    X = [initial]
-    if segments > 1:
-        if added is None:
-            added = segment_products(a, b, decays_in_segments(gamma, segments, a.shape[2], backward=backward), segments, precision)
-        gamma = jnp.prod(gamma.reshape(*added.shape[:3], gamma.shape[2] // segments), axis=-1)[..., None, None]
-        for j in reversed(range(1, segments)) if backward else range(segments - 1):
-            X.append(gamma[:, :, j] * X[-1] + added[:, :, j])
+    segments = added.shape[2]
+    gamma = jnp.prod(gamma.reshape(*added.shape[:3], gamma.shape[2] // segments), axis=-1)[..., None, None]
+    X = [jnp.zeros_like(added[:, :, 0]) if initial is None else initial]
+    for j in reversed(range(1, segments)) if backward else range(segments - 1):
+        X.append(gamma[:, :, j] * X[-1] + added[:, :, j])
     return jnp.stack(X[::-1] if backward else X, axis=2)

@@ -44,28 +44,26 @@ def _products(name: str, stage: StageConfig, p: Problem) -> list[_Products]:
         return []
     LQ, LKV, BK, BV, step = stage.siz_b_LQ, stage.siz_b_LKV, stage.siz_b_DHQK, stage.siz_b_DHHV, stage.siz_b_loop
     L, over_K, over_V = p.L, step < p.DHQK, step < p.DHHV
+    if name in ("recurrent_fw_C", "recurrent_bw_dC"):
+        return [_Products(L > LKV, BK, LKV * BK, (LKV * BV,))]
     if name == "parallel_bw_P":
         return [_Products(over_V, L, L * step, (L * step,)), _Products(p.DHQK > BK, L, L * BK, (L * BK,))]
+    if name == "parallel_bw_dP":
+        return [_Products(over_K or over_V, LQ, LQ * step, (LQ * step,))]
     if name == "parallel_bw_dQKV":
-        scores = _Products(over_K or over_V, L, L * step, (L * step,))
-        return [scores, _Products(over_V, L, L * step, (BK * step,)), _Products(over_K, L, L * step, (BV * step,))]
+        tiles = min(step, LQ)
+        keys, values = (_Products(over, LQ, LQ * step, (size * step,)) for over, size in ((over_V, BK), (over_K, BV)))
+        from_tiles = (_Products(tiles < L, LQ, LQ * tiles, (tiles * size,)) for size in (BK, BV))
+        return [keys, values, *from_tiles]
     if name in WALKS:
         part, columns = (BK, BV) if WALKS[name] == "DHQK" else (BV, BK)
-        operands = (L * part,) * (2 * stage.siz_b_loop // part)
+        operands = (L * part,) * (2 * step // part)
         pipelined = p.NC > 1 and stage.num_stages > 1  # else they come through registers, bit by bit
         return [_Products(True, columns, 0, operands, L * columns)] if pipelined else []
     walks = not LQ == LKV == L  # over the tiles of a chunk
-    if name == "parallel_fw_H":
-        whole = _Products(walks, LQ, 0, (LKV * p.DHQK, LKV * BV), LQ * p.DHQK if stage.keep_q else 0)
-        keys = whole if stage.keep_q or p.DHQK == BK else _Products(True, LQ, LQ * BK, (LKV * BK,))
-        return [_Products(p.DHQK > BK, LQ, LQ * BK, (BK * BV,)), keys]
-    own, other = (LQ, LKV) if name == "parallel_bw_dQ" else (LKV, LQ)
-    tiles = _Products(True, own, own * step, (other * step,))  # where summing over a head dimension takes a loop of its own
-    if name == "parallel_bw_dV":
-        tiles = tiles if over_K else _Products(walks, own, 0, (other * p.DHQK, other * BV))
-        return [_Products(over_K, own, own * step, (BV * step,)), tiles]
-    tiles = tiles if over_K or over_V else _Products(walks, own, 0, (other * p.DHQK, other * p.DHHV))
-    return [_Products(over_V, own, own * step, (BK * step,)), tiles]
+    whole = _Products(walks, LQ, 0, (LKV * p.DHQK, LKV * BV), LQ * p.DHQK if stage.keep_q else 0)
+    keys = whole if stage.keep_q or p.DHQK == BK else _Products(True, LQ, LQ * BK, (LKV * BK,))
+    return [_Products(p.DHQK > BK, LQ, LQ * BK, (BK * BV,)), keys]
 
 
 def least_shared_bytes(name: str, stage: StageConfig, problem: Problem, dtype: jnp.dtype, *, wgmma: bool) -> int:
@@ -78,13 +76,6 @@ def least_shared_bytes(name: str, stage: StageConfig, problem: Problem, dtype: j
     """
     stage, wide = stage.fitted(problem, name), dtype.itemsize > 2
     ahead = (stage.num_stages - 1) * dtype.itemsize
-    if name in ("recurrent_fw_C", "recurrent_bw_dC"):
-        scaled, other = stage.siz_b_LKV * stage.siz_b_DHQK, stage.siz_b_LKV * stage.siz_b_DHHV
-        if not ahead or stage.siz_b_LKV == problem.S // stage.segments(problem):
-            return 2 * min(scaled, other)
-        if wgmma and stage.siz_b_DHHV >= 64:
-            return ahead * (scaled + other) + scaled * (6 if wide else 2)
-        return ahead * (scaled + other) + min(scaled, other) if wide else ahead * scaled + 2 * other
     most = 0
     for x in _products(name, stage, problem):
         held = max(x.left, *x.right)

@@ -9,6 +9,7 @@ import numpy as np
 
 from mlstm_pallas import reference
 
+HELPERS = {"border_maxima", "key_sums", "segment_products"}  # kernels that are no stages
 NAMES = ("q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial")
 
 

@@ -15,17 +15,18 @@ from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, mlstm_recur
 from mlstm_pallas.config import ALL_STAGES, WALKS
 from mlstm_pallas.launch import kernel_call
 
-KERNELS = (*ALL_STAGES, "border_maxima")
+KERNELS = (*ALL_STAGES, "border_maxima", "key_sums", "segment_products")
 # What is asked for beside the default; the sigmoid gate takes no m_initial.
 VARIANTS = [{}, {"packed": True}, {"input_gate": "sigmoid"}, {"input_gate": "sigmoid", "normalize": False}]
-SPLIT = KernelConfig(split_backward=True)
 WALK = StageConfig(siz_b_LKV=32, siz_b_loop=64)  # two launches at 128 rows
+PARTS = StageConfig(num_segments=2)
+IN_SEGMENTS = KernelConfig(recurrent_fw_C=PARTS, recurrent_bw_dC=PARTS)
 STATELESS = KernelConfig(stateless_forward=True, stateless_backward=True, **dict.fromkeys(WALKS, WALK))
 # S, DHQK, DHHV, chunk size, config; with rows and columns of padding, one chunk and several, a chunk of several tiles
 CASES = [
     (100, 24, 40, 16, None),
     (200, 80, 96, 64, STATELESS),
-    (300, 32, 64, 256, SPLIT),
+    (300, 32, 64, 256, IN_SEGMENTS),
     (150, 128, 256, None, STATELESS),
 ]
 

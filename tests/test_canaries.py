@@ -1,40 +1,42 @@
 """Every kernel writes all of its outputs and reads nothing of its neighbours, which are NaN here; repeats are bitwise equal."""
 
+import dataclasses
 import importlib
+import itertools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from oracle import random_inputs
+from oracle import HELPERS, random_inputs
 
 from mlstm_pallas import KernelConfig, StageConfig, fwbw
 from mlstm_pallas.config import STAGES, config_for
 from mlstm_pallas.launch import kernel_call
 from mlstm_pallas.plan import Inputs, Plan, Residuals
-from mlstm_pallas.problem import make_problem
+from mlstm_pallas.problem import MAX_TILE, make_problem
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-B, NH, S, DHQK, DHHV, L = 1, 3, 64, 32, 16, 32
+B, NH, DHQK, DHHV = 1, 3, 32, 16
 MIDDLE = 1  # of the heads, which lie one behind the other in every array
-TILES = StageConfig(16, 16, 16, 16, 16, keep_q=False)
-MODULES = ("chunk_gates", "recurrence", "parallel_fw_H", "parallel_fw_P", "walk", "parallel_bw_P")
-MODULES += ("parallel_bw_dQKV", "parallel_bw_dQ", "parallel_bw_dK", "parallel_bw_dV")
-# How many kernels run, forward and backward.
+TILE = 16
+TILES = StageConfig(TILE, TILE, TILE, TILE, TILE, keep_q=False)
+MODULES = ("chunk_gates", "recurrence", "parallel_fw_H", "parallel_fw_P", "walk", "parallel_bw_P", "parallel_bw_dP", "parallel_bw_dQKV")
+# Options, S and L.
 PLANS = {
-    "fused": ({}, 6),
-    "split": ({"split_backward": True}, 8),
-    "stateless": ({"stateless_forward": True, "stateless_backward": True}, 8),
+    "states": ({}, 64, 32),
+    "states_of_long_chunks": ({}, 512, 256),
+    "states_in_segments": (dict.fromkeys(("recurrent_fw_C", "recurrent_bw_dC"), dataclasses.replace(TILES, num_segments=2)), 64, 32),
+    "stateless": ({"stateless_forward": True, "stateless_backward": True}, 64, 32),
 }
 BACKENDS = ("interpret", pytest.param("triton", marks=pytest.mark.gpu))
 
 
-def outputs_of_kernels(backend, options, monkeypatch):
-    """A function of the inputs and of the gradient of h: {kernel: its outputs}, (B * NH, ...) each; forward and backward."""
-    tiles = {stage: TILES for stage in STAGES if stage != "parallel_bw_dQKV"}
-    explicit = KernelConfig(chunk_size=L, **options, parallel_bw_dQKV=StageConfig(siz_b_DHQK=16, siz_b_DHHV=16, siz_b_loop=16), **tiles)
+def outputs_of_kernels(backend, options, S, L, monkeypatch):
+    """A function of the inputs and of the gradient of h: {kernel: its outputs}, (B * NH, ...) each; forward and backward. Their stages."""
+    explicit = KernelConfig(chunk_size=L, **dict.fromkeys(STAGES, TILES) | options)
     config = config_for(DHQK, DHHV, S, jnp.dtype("float32"), explicit=explicit)
     problem = make_problem((B, NH, S, DHQK), DHHV, L, pad_heads=True)
     plan = Plan(problem, config, 1e-6, True, 1.0, "stateless_forward" in options, backend)
@@ -59,27 +61,47 @@ def outputs_of_kernels(backend, options, monkeypatch):
         fwbw._backward_triton(plan, interpret, Residuals(x, h, z, states), (dh, jax.tree.map(jnp.ones_like, last)))
         return dict(made)
 
-    return run
+    return run, {*itertools.chain(*config.passes(problem, plan.recompute_states_in_bw))}
+
+
+def written(name, outputs, L):
+    """The outputs, with 0 where a kernel says that it writes nothing: parallel_bw_dP behind the diagonal of a chunk."""
+    if name != "parallel_bw_dP":
+        return outputs
+    P, dP, qbar, kbar, from_tiles, to_tiles, *sums = outputs
+    block, tile = jnp.arange(L) // MAX_TILE, jnp.arange(L // TILE)
+
+    def of_chunk(x, where):
+        return jnp.where(where, x.reshape(B * NH, -1, *where.shape), 0.0).reshape(x.shape)
+
+    def of_tiles(x, where):
+        return jnp.where(where[:, None, :, None], x.reshape(B * NH, len(tile), -1, len(tile), TILE), 0.0).reshape(x.shape)
+
+    tiles = (of_chunk(x, block[:, None] >= block) for x in (P, dP))
+    return *tiles, qbar, kbar, of_tiles(from_tiles, tile[:, None] <= tile), of_tiles(to_tiles, tile[:, None] >= tile), *sums
 
 
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_kernels_write_everything_and_read_nothing_of_their_neighbours(backend, plan, monkeypatch):
+    options, S, L = PLANS[plan]
     inputs = random_inputs(0, B, NH, S, DHQK, DHHV)
     dh = jnp.cos(inputs["v"])
-    options, kernels = PLANS[plan]
-    run = outputs_of_kernels(backend, options, monkeypatch)
+    run, stages = outputs_of_kernels(backend, options, S, L, monkeypatch)
     clean = run(inputs, dh)
-    assert len(clean) == kernels
+    assert clean.keys() - HELPERS == stages
+    assert ("segment_products" in clean) == (plan == "states_in_segments")
     others = np.arange(NH) != MIDDLE
     poisoned_inputs, poisoned_dh = jax.tree.map(lambda x: x.at[:, others].set(jnp.nan), (inputs, dh))
     poisoned, again = run(poisoned_inputs, poisoned_dh), run(inputs, dh)
-    for name, outputs in clean.items():
-        for index, (x, y, z) in enumerate(zip(outputs, poisoned[name], again[name], strict=True)):
-            assert x.shape[0] == B * NH
-            assert jnp.isfinite(x).all(), f"{name}: output {index} has elements that are not written"
-            assert np.array_equal(np.asarray(x[MIDDLE]), np.asarray(y[MIDDLE])), f"{name}: output {index} depends on other heads"
-            assert np.array_equal(np.asarray(x), np.asarray(z)), f"{name}: output {index} differs from run to run"
+    for name in clean:
+        of_runs = (written(name, made[name], L) for made in (clean, poisoned, again))
+        for index, (x, y, z) in enumerate(zip(*of_runs, strict=True)):
+            assert x.shape[0] % (B * NH) == 0  # segments are heads
+            x, y, z = (np.asarray(made).reshape(B * NH, -1) for made in (x, y, z))
+            assert np.isfinite(x).all(), f"{name}: output {index} has elements that are not written"
+            assert np.array_equal(x[MIDDLE], y[MIDDLE]), f"{name}: output {index} depends on other heads"
+            assert np.array_equal(x, z), f"{name}: output {index} differs from run to run"
 
 
 def test_what_is_not_written_is_nan_when_interpreted():

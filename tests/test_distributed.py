@@ -144,7 +144,7 @@ def test_kernels_on_segments_that_are_no_multiple_of_the_chunk(alone):
 
 @pytest.mark.parametrize("case", ["resets", *[pytest.param(case, marks=pytest.mark.slow) for case in ("ordinary", "closed_segments")]])
 def test_segments_of_a_part_are_taken_from_its_summary(case, alone):
-    """Passes without states, interpreted, on two devices: two segments each, whose products are made once in either direction."""
+    """Passes without states, interpreted, on two devices: two segments each in the forward pass, whose products are made once."""
     walk = StageConfig(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, num_segments=2)
     config = KernelConfig(stateless_forward=True, stateless_backward=True, **dict.fromkeys(WALKS, walk))
     x = [y[:, :, 32:] if y.shape[2:3] == (S,) else y for y in CASES[case].values()]
@@ -159,8 +159,8 @@ def test_segments_of_a_part_are_taken_from_its_summary(case, alone):
     )
     check(gradient_of(split)(*x), alone(*x), x)
     products = re.compile(rf"f32\[{B},{NH},2,16,16\] = dot_general")
-    assert len(products.findall(str(jax.make_jaxpr(split)(*x)))) == 1
-    assert len(products.findall(str(gradient_of(split).trace(*x).jaxpr))) == 3  # C once more in the backward pass, and dC
+    for traced in (jax.make_jaxpr(split)(*x), gradient_of(split).trace(*x).jaxpr):  # the backward pass has no segments
+        assert len(products.findall(str(traced))) == 1
 
 
 def test_shards_of_few_heads_have_segments_of_their_own(alone, monkeypatch):

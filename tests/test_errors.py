@@ -223,7 +223,6 @@ OTHERS = {
         TypeError,
         "config.precision is 'highest', expected None, a jax.lax.Precision or a jax.lax.DotAlgorithmPreset",
     ),
-    "split_backward": (lambda: KernelConfig(split_backward=1), TypeError, "config.split_backward is 1, expected None or a bool"),
     **{
         f"{plan}_{heads}": (
             functools.partial(KernelConfig, **{plan: heads}),

@@ -147,10 +147,10 @@ def test_equal_static_arguments_are_traced_once():
     fwbw.mlstm_forward.clear_cache()
     for _ in range(3):
         mlstm_chunkwise(
-            *INPUTS.values(), eps=1e-3, chunk_size=16, autocast_kernel_dtype="float32", config=KernelConfig(split_backward=True)
+            *INPUTS.values(), eps=1e-3, chunk_size=16, autocast_kernel_dtype="float32", config=KernelConfig(stateless_backward=True)
         )
     assert fwbw.mlstm_forward._cache_size() == 1
-    mlstm_chunkwise(*INPUTS.values(), eps=1e-4, chunk_size=16, config=KernelConfig(split_backward=True))
+    mlstm_chunkwise(*INPUTS.values(), eps=1e-4, chunk_size=16, config=KernelConfig(stateless_backward=True))
     assert fwbw.mlstm_forward._cache_size() == 2
 
 

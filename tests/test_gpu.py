@@ -9,7 +9,6 @@ import pytest
 from oracle import error, initial_state_scale, oracle, random_inputs
 
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, mlstm_recurrent_sequence, mlstm_recurrent_step, reference
-from mlstm_pallas.config import WALKS
 
 pytestmark = pytest.mark.gpu
 
@@ -91,13 +90,13 @@ def check_gradients(dtype, B, NH, S, DHQK, DHHV, *, f_shift=2.0, **options):
         assert np.array_equal(np.asarray(a), np.asarray(b))
 
 
-IN_SEGMENTS = StageConfig(siz_b_LKV=32, num_segments=4)
+IN_SEGMENTS = dict.fromkeys(("recurrent_fw_H", "recurrent_fw_C", "recurrent_bw_dC"), StageConfig(siz_b_LKV=32, num_segments=4))
 PLANS = {
     "default": None,
-    "fused": KernelConfig(chunk_size=64, split_backward=False),
-    "split": KernelConfig(split_backward=True),
+    "states64": KernelConfig(chunk_size=64, stateless_forward=False, stateless_backward=False),
+    "states256": KernelConfig(chunk_size=256, stateless_forward=False, stateless_backward=False),
     "stateless": KernelConfig(stateless_forward=True, stateless_backward=True),
-    "segments": KernelConfig(stateless_forward=True, stateless_backward=True, **dict.fromkeys(WALKS, IN_SEGMENTS)),
+    "segments": KernelConfig(stateless_forward=True, stateless_backward=False, **IN_SEGMENTS),
 }
 
 

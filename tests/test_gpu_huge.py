@@ -104,7 +104,7 @@ def test_more_than_65535_chunks_of_one_sequence():
     check((1, 1, 2**20, 64, 64), "bfloat16", 2.0, [(0, 0)], chunk_size=16)
 
 
-@pytest.mark.parametrize("plan", [{}, {"split_backward": True}, {"stateless_forward": True, "stateless_backward": True}], ids=str)
+@pytest.mark.parametrize("plan", [{}, {"stateless_forward": True, "stateless_backward": True}], ids=str)
 def test_more_than_65535_heads(plan):
     """131,072 heads of three chunks: the last axis of every grid is beyond what CUDA numbers there."""
     heads = [(0, 0), (255, 255), (256, 0), (511, 255)]  # 65,535 and 65,536 among them

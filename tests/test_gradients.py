@@ -1,5 +1,6 @@
 """Every gradient against float64 autodiff of the recurrence: backends, plans, gates, normalisers, losses, transformations."""
 
+import dataclasses
 import functools
 
 import jax
@@ -9,7 +10,6 @@ import pytest
 from oracle import NAMES, assert_close, error, random_inputs
 
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, reference
-from mlstm_pallas.config import WALKS
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -84,12 +84,10 @@ def check(inputs, dtype, options=None, *, run_options, skip=(), **loss_options):
             assert_close(actual, wanted, BOUND[dtype], f"d{name}")
 
 
-def tiles(LQ, LKV):
-    return StageConfig(siz_b_LQ=LQ, siz_b_LKV=LKV, siz_b_DHQK=16, siz_b_DHHV=16, siz_b_loop=16)
-
-
-def split(LQ, LKV):
-    return KernelConfig(split_backward=True, parallel_bw_dQ=tiles(LQ, LKV), parallel_bw_dK=tiles(LQ, LKV), parallel_bw_dV=tiles(LQ, LKV))
+def states(scores, gradients):
+    """With states in memory, and so many rows in a tile of parallel_bw_dP and of parallel_bw_dQKV."""
+    tiles = StageConfig(siz_b_LQ=scores, siz_b_loop=16), StageConfig(siz_b_LQ=gradients, siz_b_DHQK=16, siz_b_DHHV=16, siz_b_loop=16)
+    return KernelConfig(parallel_bw_dP=tiles[0], parallel_bw_dQKV=tiles[1])
 
 
 def stateless_backward(size):
@@ -99,18 +97,18 @@ def stateless_backward(size):
 
 
 def in_segments(count):
-    """Passes without states whose sequences are cut into so many parts, if these are whole chunks."""
-    walk = StageConfig(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, siz_b_loop=32, num_segments=count)
-    return KernelConfig(stateless_forward=True, stateless_backward=True, **dict.fromkeys(WALKS, walk))
+    """A walk and recurrences over sequences that are cut into so many parts, if these are whole chunks."""
+    parts = StageConfig(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, siz_b_loop=32, num_segments=count)
+    return KernelConfig(stateless_forward=True, recurrent_fw_H=parts, recurrent_fw_C=parts, recurrent_bw_dC=parts)
 
 
 PLANS = {
     "xla": {"backend": "xla"},
-    "fused": {"backend": "interpret", "config": KernelConfig(parallel_bw_dQKV=tiles(16, 16))},
-    "fused_default": {"backend": "interpret"},
-    "split16x32": {"backend": "interpret", "config": split(16, 32)},
-    "split32x16": {"backend": "interpret", "config": split(32, 16)},
-    "split_default": {"backend": "interpret", "config": KernelConfig(split_backward=True)},
+    "states": {"backend": "interpret"},
+    "states16": {"backend": "interpret", "config": states(16, 16)},
+    "states16x32": {"backend": "interpret", "config": states(16, 32)},
+    "states32x16": {"backend": "interpret", "config": states(32, 16)},
+    "states128": {"backend": "interpret", "config": states(128, 128)},
     "stateless": {"backend": "interpret", "config": KernelConfig(stateless_forward=True, stateless_backward=True)},
     "stateless16": {"backend": "interpret", "config": stateless_backward(16)},
     "segments": {"backend": "interpret", "config": in_segments(4)},
@@ -118,14 +116,14 @@ PLANS = {
 
 
 # Each path through the code once in float32; the rest are other tiles of the same kernels.
-QUICK = ("xla", "fused_default", "split_default", "stateless", "segments")
+QUICK = ("xla", "states", "states16", "stateless", "segments")
 
 
 @pytest.mark.parametrize(
     ("dtype", "plan", "chunk_size"),
     [
         *[pytest.param("float32", plan, 64, marks=[pytest.mark.slow] * (plan not in QUICK)) for plan in PLANS],
-        *[pytest.param("float32", plan, 16, marks=[pytest.mark.slow] * (plan == "fused")) for plan in ("xla", "fused")],
+        *[pytest.param("float32", plan, 16, marks=[pytest.mark.slow] * (plan == "states")) for plan in ("xla", "states")],
         *[("bfloat16", plan, 64) for plan in QUICK],
     ],
 )
@@ -140,11 +138,6 @@ def test_gradients_of_heads_that_are_no_power_of_two_without_states():
     check(inputs, "float32", run_options={"chunk_size": 32, **PLANS["stateless"]})
 
 
-def recurrences_in_segments():
-    parts = StageConfig(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, num_segments=2)
-    return KernelConfig(recurrent_fw_C=parts, recurrent_bw_dC=parts)
-
-
 # Sequences that begin inside a segment of 16 steps and at its first step, one over two segments.
 IN_SEGMENTS = {
     "resets": ({"resets": True}, {}),
@@ -157,7 +150,7 @@ IN_SEGMENTS = {
 @pytest.mark.parametrize(
     ("case", "config"),
     [
-        ("resets", recurrences_in_segments()),
+        ("resets", dataclasses.replace(in_segments(2), stateless_forward=False)),
         *[(case, in_segments(4)) for case in IN_SEGMENTS],
         *[pytest.param(case, in_segments(2), marks=pytest.mark.slow) for case in IN_SEGMENTS],
     ],
@@ -169,10 +162,17 @@ def test_gradients_with_the_sequence_in_segments(case, config):
     check(inputs, "float32", options, skip=skip, run_options={"chunk_size": 16, "backend": "interpret", "config": config})
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("plan", ["xla", "split_default", "split16x32"])
-def test_gradients_in_a_chunk_of_several_tiles(plan):
+@pytest.mark.parametrize("plan", ["xla", "states", "stateless"])
+@pytest.mark.parametrize("chunk_size", [16, 32, *[pytest.param(L, marks=pytest.mark.slow) for L in (64, 128)], 256])
+def test_gradients_at_chunk_sizes(chunk_size, plan):
     inputs = random_inputs(2, 1, 1, 256, 16, 16)
+    check(inputs, "float32", run_options={"chunk_size": chunk_size, **PLANS[plan]})
+
+
+@pytest.mark.parametrize("plan", ["states32x16", *[pytest.param(plan, marks=pytest.mark.slow) for plan in ("states16x32", "states128")]])
+@pytest.mark.parametrize("made", [{}, {"resets": True}], ids=["", "resets"])
+def test_gradients_in_a_chunk_of_several_tiles(made, plan):
+    inputs = random_inputs(2, 1, 1, 512, 16, 16, **made)
     check(inputs, "float32", run_options={"chunk_size": 256, **PLANS[plan]})
 
 
@@ -211,8 +211,8 @@ SOME = ("resets", "closed_forget_gates", "unstabilised", "packed", "sigmoid_with
 @pytest.mark.parametrize(
     ("case", "plan"),
     [(case, "xla") for case in CASES]
-    + [pytest.param(case, "fused_default", marks=[pytest.mark.slow] * (case not in SOME)) for case in CASES]
-    + [pytest.param(case, "split_default", marks=pytest.mark.slow) for case in SOME]
+    + [pytest.param(case, "states", marks=[pytest.mark.slow] * (case not in SOME)) for case in CASES]
+    + [pytest.param(case, "states16", marks=pytest.mark.slow) for case in SOME]
     + [pytest.param(case, "stateless16", marks=[pytest.mark.slow] * (case not in SOME)) for case in CASES],
 )
 def test_gradients_of_gates_and_normalisers(case, plan):
@@ -221,7 +221,7 @@ def test_gradients_of_gates_and_normalisers(case, plan):
     check(inputs, "float32", options, skip=skip, run_options={"chunk_size": 32, **PLANS[plan]})
 
 
-@pytest.mark.parametrize("plan", [pytest.param("split_default", marks=pytest.mark.slow), "stateless16", "segments"])
+@pytest.mark.parametrize("plan", ["states", pytest.param("states16", marks=pytest.mark.slow), "stateless16", "segments"])
 @pytest.mark.parametrize(("open_gates", "nearly_closed"), [(3.0, -2.0), (9.0, -6.0), (12.0, -10.0), (6.0, -20.0)])
 def test_gradients_of_forget_gates_that_nearly_close_among_open_ones(plan, open_gates, nearly_closed):
     """Next to nothing passes where most of the gradient is: what passes elsewhere must not leave its rounding there."""
@@ -238,7 +238,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("plan", ["xla", "fused_default", pytest.param("stateless16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("plan", ["xla", "states", pytest.param("stateless16", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradients_of_losses(loss, plan):
     options, skip = LOSSES[loss]
@@ -246,7 +246,28 @@ def test_gradients_of_losses(loss, plan):
     check(inputs, "float32", {"eps": 0.05}, skip=skip, run_options={"chunk_size": 32, **PLANS[plan]}, **options)
 
 
-@pytest.mark.parametrize("plan", [pytest.param("xla", marks=pytest.mark.slow), "fused_default"])
+@pytest.mark.parametrize("recompute", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("plan", ["xla", "states", "stateless", "segments"])
+def test_gradients_of_h_without_states_at_either_end(plan, recompute):
+    """No initial states come in and no last ones out: what has only to do with those is not made at all."""
+    inputs = random_inputs(13, 1, 2, 64, 16, 16, states=False)
+    run = shared(mlstm_chunkwise, chunk_size=16, recompute_states_in_bw=recompute, **PLANS[plan])
+    weights = np.random.default_rng(0).normal(size=inputs["v"].shape)
+
+    def loss(run, *x):
+        h = run(*x)
+        return jnp.sum(h * weights.astype(h.dtype))
+
+    found = jax.jit(jax.grad(functools.partial(loss, run), tuple(range(5))))(*inputs.values())
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(x), "float64") for x in inputs.values()]
+        expected = jax.jit(jax.grad(functools.partial(loss, lambda *x: reference.recurrence(*x)[0]), tuple(range(5))))(*wide)
+        expected = jax.tree.map(np.asarray, expected)
+    for name, actual, wanted in zip(inputs, found, expected, strict=True):
+        assert_close(actual, wanted, BOUND["float32"], f"d{name}")
+
+
+@pytest.mark.parametrize("plan", [pytest.param("xla", marks=pytest.mark.slow), "states"])
 def test_keeping_the_states_gives_the_same_gradients(plan):
     inputs = random_inputs(5, 1, 2, 64, 16, 16)
     recomputed, kept = (
@@ -257,7 +278,7 @@ def test_keeping_the_states_gives_the_same_gradients(plan):
         assert_close(a, np.asarray(b, "float64"), 1e-6, name)
 
 
-@pytest.mark.parametrize("plan", ["xla", *[pytest.param(plan, marks=pytest.mark.slow) for plan in ("fused_default", "stateless")]])
+@pytest.mark.parametrize("plan", ["xla", *[pytest.param(plan, marks=pytest.mark.slow) for plan in ("states", "stateless")]])
 def test_two_segments_chained_through_their_states_give_the_gradients_of_the_whole(plan):
     inputs = random_inputs(6, 1, 2, 80, 16, 16)
     run_options = {"chunk_size": 16, **PLANS[plan]}
@@ -328,7 +349,7 @@ def loss_and_gradients(plan):
 
 
 @pytest.mark.parametrize("how", TRANSFORMATIONS)
-@pytest.mark.parametrize("plan", ["xla", pytest.param("fused_default", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("plan", ["xla", pytest.param("states", marks=pytest.mark.slow)])
 def test_transformations_give_the_same_gradients(plan, how):
     loss, x, weights, expected = loss_and_gradients(plan)
     found = TRANSFORMATIONS[how](loss)(weights, *x.values())

@@ -48,22 +48,22 @@ class Case:
 
 
 SIGMOID = (("input_gate", "sigmoid"),)
-SPLIT = KernelConfig(split_backward=True)
+TILES = StageConfig(siz_b_LQ=16)
+TILED = KernelConfig(parallel_bw_dP=TILES, parallel_bw_dQKV=TILES)  # several in a chunk of 32
 WALK = StageConfig(siz_b_LKV=16, siz_b_loop=16)  # two launches at 32 rows
 STATELESS = KernelConfig(stateless_forward=True, stateless_backward=True, **dict.fromkeys(WALKS, WALK))
-IN_SEGMENTS = KernelConfig(
-    stateless_forward=True, stateless_backward=True, **dict.fromkeys(WALKS, dataclasses.replace(WALK, num_segments=4))
-)
+PARTS = dataclasses.replace(WALK, num_segments=4)
+IN_SEGMENTS = KernelConfig(stateless_forward=True, **dict.fromkeys(("recurrent_fw_H", "recurrent_fw_C", "recurrent_bw_dC"), PARTS))
 CASES = {
     "one_chunk": Case(1, 2, 16, 16, 16, 16),
     "chunks": Case(1, 2, 64, 16, 32, 16),
     "padded": Case(1, 2, 41, 12, 20, 32),
     "batch": Case(3, 1, 32, 16, 16, 32, states=False),
-    "split": Case(1, 1, 64, 16, 16, 32, config=SPLIT),
+    "tiles": Case(1, 1, 64, 16, 16, 32, config=TILED),
     "packed": Case(2, 1, 64, 16, 16, 16, packed=True),
-    "packed_split": Case(1, 2, 50, 16, 16, 32, packed=True, config=SPLIT, states=False),
+    "packed_tiles": Case(1, 2, 50, 16, 16, 32, packed=True, config=TILED, states=False),
     "bfloat16": Case(1, 2, 64, 16, 16, 32, dtype="bfloat16"),
-    "bfloat16_packed": Case(2, 1, 48, 16, 16, 16, dtype="bfloat16", packed=True, config=SPLIT),
+    "bfloat16_packed": Case(2, 1, 48, 16, 16, 16, dtype="bfloat16", packed=True, config=TILED),
     "stateless": Case(1, 2, 50, 24, 16, 32, packed=True, config=STATELESS),
     "segments": Case(1, 2, 64, 16, 32, 16, packed=True, config=IN_SEGMENTS),
     "unstabilised": Case(1, 2, 48, 16, 16, 16, options=(("stabilize_correctly", False), ("norm_val", 0.5), ("eps", 0.1))),
@@ -288,7 +288,7 @@ REGRESSIONS = {
         Recipe(1, (1.0, 1e4, 1.0), Gates(0.0, 0.0, 0.0, 0.0, 0.0, 0.1), Gates(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.0, 0.0),
     ),
     "large_old_state_before_tiny_keys": (
-        "split",
+        "tiles",
         Recipe(140, (1e4, 1e-30, 1.0), Gates(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), Gates(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 1.0, 100.0, 0.0),
     ),
 }

@@ -59,14 +59,22 @@ def tiles(LQ, LKV, BK, BV, loop=64, num_warps=4, num_stages=2, keep_q=True):
 # stage, heads, dtype, chunk size, config, device, whether it is refused
 COMPILED = [
     ("recurrent_fw_C", (128, 128), "bfloat16", 128, tiles(64, 64, 64, 128, num_stages=3), "H200", False),
-    ("recurrent_fw_C", (64, 64), "float32", 128, tiles(64, 128, 64, 64, num_stages=4), "RTX4090", True),
+    ("recurrent_fw_C", (64, 64), "float32", 256, tiles(64, 128, 64, 64, num_stages=4), "RTX4090", True),
+    ("recurrent_fw_C", (64, 64), "bfloat16", 256, tiles(64, 64, 64, 64, num_stages=4), "RTX4090", False),
     ("parallel_fw_H", (128, 128), "bfloat16", 128, tiles(64, 32, 64, 128), "H200", False),
     ("parallel_fw_H", (128, 128), "bfloat16", 256, tiles(64, 128, 64, 128, num_stages=4), "H200", True),
     ("parallel_fw_H", (64, 64), "float32", 64, tiles(64, 32, 64, 32, num_stages=4, keep_q=False), "H200", False),
     ("parallel_fw_H", (192, 320), "bfloat16", 64, tiles(64, 64, 64, 64, num_warps=8, num_stages=4), "A100", False),
+    ("parallel_bw_dP", (64, 64), "bfloat16", 64, tiles(64, 64, 64, 64, 16, num_stages=3), "RTX4090", False),
+    ("parallel_bw_dP", (128, 256), "float32", 256, tiles(64, 64, 64, 64, 32), "H200", False),
+    ("parallel_bw_dP", (128, 256), "bfloat16", 128, tiles(128, 64, 64, 64, 64, 8, 5), "RTX5090", True),
+    ("recurrent_bw_dC", (64, 64), "bfloat16", 256, tiles(64, 64, 64, 64, num_stages=3), "RTX4090", False),
+    ("recurrent_bw_dC", (256, 512), "bfloat16", 256, tiles(64, 64, 128, 128, num_stages=3), "H200", False),
     ("parallel_bw_dQKV", (64, 64), "bfloat16", 64, tiles(64, 64, 64, 64, 16, num_stages=3), "RTX4090", False),
-    ("parallel_bw_dK", (64, 64), "bfloat16", 128, tiles(64, 64, 64, 64, 32), "RTX5090", False),
-    ("parallel_bw_dV", (128, 128), "bfloat16", 128, tiles(128, 64, 64, 128, 128, 8, 3), "A10", True),
+    ("parallel_bw_dQKV", (256, 512), "bfloat16", 256, tiles(128, 64, 128, 128, 64, num_stages=3), "H200", False),
+    ("parallel_bw_dP", (128, 256), "bfloat16", 256, tiles(256, 64, 64, 64, 64, num_stages=3), "A10", False),
+    ("parallel_bw_dQKV", (256, 512), "bfloat16", 256, tiles(256, 64, 128, 128, 64, num_stages=4), "A10", False),
+    ("parallel_bw_dQKV", (128, 128), "bfloat16", 128, tiles(128, 64, 128, 128, 64, 8, 5), "A10", True),
     ("parallel_fw_P", (256, 64), "float32", 128, tiles(64, 64, 64, 64), "RTX4090", False),
     ("recurrent_fw_H", (256, 512), "bfloat16", 128, tiles(64, 64, 128, 64, 256), "H200", False),
     ("recurrent_fw_H", (64, 64), "float32", 64, tiles(64, 64, 64, 16, 64, 8, 4), "A100", False),
@@ -81,13 +89,15 @@ COMPILED = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("stage", "heads", "dtype", "L", "config", "device", "refused"), COMPILED, ids=[f"{x[0]}-{x[2]}-{x[5]}-{x[6]}" for x in COMPILED]
+    ("stage", "heads", "dtype", "L", "config", "device", "refused"),
+    COMPILED,
+    ids=[f"{x[0]}-{x[1][0]}-{x[2]}-{x[5]}-{x[6]}" for x in COMPILED],
 )
 def test_the_bound_is_one_and_what_it_refuses_does_not_fit(stage, heads, dtype, L, config, device, refused, monkeypatch):
     pytest.importorskip("triton")
     monkeypatch.setattr(api, "check_fits", lambda *_: None)
-    target, config = compile_report.DEVICES[device], dataclasses.replace(config, num_segments=1)  # one launch
-    plan = dict(stateless_forward=stage in CHUNK_OF, stateless_backward=stage in CHUNK_OF, split_backward=stage != "parallel_bw_dQKV")
+    target, config = compile_report.DEVICES[device], dataclasses.replace(config, num_segments=1)
+    plan = dict(stateless_forward=stage in CHUNK_OF, stateless_backward=stage in CHUNK_OF)
     chunks = {CHUNK_OF[stage]: config} if stage in CHUNK_OF else {}
     whole = KernelConfig(chunk_size=L, **plan, **chunks | {stage: config})
     direction = "fwd" if "fw" in stage else "fwbw"
@@ -99,7 +109,7 @@ def test_the_bound_is_one_and_what_it_refuses_does_not_fit(stage, heads, dtype, 
     assert bool(row.cause) == refused
 
 
-LARGE = KernelConfig(chunk_size=64, recurrent_fw_C=dataclasses.replace(tiles(64, 64, 128, 256, num_stages=4), num_segments=1))
+LARGE = KernelConfig(chunk_size=128, recurrent_fw_C=dataclasses.replace(tiles(64, 64, 128, 256, num_stages=4), num_segments=1))
 SHAPES = [jax.ShapeDtypeStruct(s, "float32") for s in ((1, 2, 256, 128), (1, 2, 256, 128), (1, 2, 256, 256), (1, 2, 256), (1, 2, 256))]
 
 
@@ -115,14 +125,14 @@ SHAPES = [jax.ShapeDtypeStruct(s, "float32") for s in ((1, 2, 256, 128), (1, 2, 
     ],
 )
 def test_what_is_checked(kind, backend, precision, refused):
-    config = KernelConfig(chunk_size=64, precision=precision, recurrent_fw_C=LARGE.recurrent_fw_C)
+    config = dataclasses.replace(LARGE, precision=precision)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kind, None, "gpu"))):
 
         def trace():
             return jax.eval_shape(lambda *x: mlstm_chunkwise(*x, backend=backend, config=config), *SHAPES)
 
         if refused:
-            with pytest.raises(ValueError, match=r"config\.recurrent_fw_C needs at least 344064 bytes"):
+            with pytest.raises(ValueError, match=r"config\.recurrent_fw_C needs at least 393216 bytes"):
                 trace()
         else:
             trace()

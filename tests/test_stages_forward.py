@@ -54,31 +54,61 @@ def stage_case(dtype, L, DHQK=32, DHHV=64, S=128, resets=False):
 TILE_CASES = [("float32", L, tiling) for L in (16, 64, 128) for tiling in TILES] + [("bfloat16", 64, tiling) for tiling in TILES]
 
 
-@pytest.mark.parametrize(("dtype", "L", "tiling"), TILE_CASES)
-def test_recurrent_fw_C(dtype, L, tiling):
-    problem, x, made, (expected, _, _) = stage_case(dtype, L)
-    config = KernelConfig(recurrent_fw_C=TILES[tiling])
-    launch = jax.jit(functools.partial(recurrent_fw_C, problem=problem, config=config, interpret=True))
-    found = launch(x["k"], x["v"], made, x["c_initial"], x["n_initial"])
-    C, n, C_last, n_last = found
+def keys_of(x, made, scaled):
+    """The arguments of recurrent_fw_C: keys that it scales, or that come scaled."""
+    abar = made.vecAbar.reshape(x["i"].shape)
+    if not scaled:
+        return x["k"], x["v"], made.scaGamma, x["c_initial"], abar, x["n_initial"]
+    return (x["k"] * abar[..., None]).astype(x["k"].dtype), x["v"], made.scaGamma, x["c_initial"]
+
+
+def check_states(found, expected, dtype, scaled):
+    C, C_last, *n = found
     assert C.dtype == jnp.dtype(dtype)
-    assert C_last.dtype == n.dtype == n_last.dtype == jnp.float32
-    for name, actual, wanted in zip(("C", "n", "C_last", "n_last"), found, expected, strict=True):
-        assert_close(actual, wanted, tolerance(dtype, 128), name)
+    assert_close(C, expected[0], tolerance(dtype, 128), "C")
+    assert_close(C_last, expected[2], tolerance(dtype, 128), "C_last")
+    assert len(n) == (0 if scaled else 2)
+    for name, actual, wanted in zip(("n", "n_last"), n, expected[1::2], strict=False):  # of keys that are not rounded once more
+        assert actual.dtype == jnp.float32
+        assert_close(actual, wanted, tolerance("float32", 128), name)
 
 
 @pytest.mark.parametrize(
+    ("dtype", "L", "tiling", "scaled"),
+    [*[(*case, False) for case in TILE_CASES], *[(*case, True) for case in TILE_CASES if case[2] in ("16x16x16x16", "16x64x16x32")]],
+)
+def test_recurrent_fw_C(dtype, L, tiling, scaled):
+    problem, x, made, (expected, _, _) = stage_case(dtype, L)
+    config = KernelConfig(recurrent_fw_C=TILES[tiling])
+    launch = jax.jit(functools.partial(recurrent_fw_C, problem=problem, config=config, interpret=True))
+    check_states(launch(*keys_of(x, made, scaled)), expected, dtype, scaled)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+@pytest.mark.parametrize(
     ("num_segments", "dtype", "resets"), [(1, "float32", False), (2, "float32", True), (8, "float32", True), (4, "bfloat16", False)]
 )
-def test_recurrent_fw_C_in_segments(num_segments, dtype, resets):
+def test_recurrent_fw_C_in_segments(num_segments, dtype, resets, scaled):
     problem, x, made, (expected, _, _) = stage_case(dtype, 16, resets=resets)
     tiles = dataclasses.replace(TILES["16x16x16x16"], num_segments=num_segments)
     assert tiles.segments(problem) == num_segments
     launch = jax.jit(functools.partial(recurrent_fw_C, problem=problem, config=KernelConfig(recurrent_fw_C=tiles), interpret=True))
-    arguments = x["k"], x["v"], made, x["c_initial"], x["n_initial"]
-    assert str(launch.trace(*arguments).jaxpr).count("name=recurrent_fw_C") == (1 if num_segments == 1 else 2)
-    for name, actual, wanted in zip(("C", "n", "C_last", "n_last"), launch(*arguments), expected, strict=True):
-        assert_close(actual, wanted, tolerance(dtype, 128), name)
+    check_states(launch(*keys_of(x, made, scaled)), expected, dtype, scaled)
+
+
+@pytest.mark.parametrize("num_segments", [1, 4])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_recurrent_fw_C_from_nothing_to_nothing(scaled, num_segments):
+    """No initial C is one of zeros; the last C is not asked for."""
+    problem, x, made, _ = stage_case("float32", 16)
+    config = KernelConfig(recurrent_fw_C=dataclasses.replace(TILES["16x16x16x16"], num_segments=num_segments))
+    launch = functools.partial(recurrent_fw_C, problem=problem, config=config, interpret=True)
+    k, v, gamma, C, *norms = keys_of(x, made, scaled)
+    expected, _, *n = jax.jit(launch)(k, v, gamma, jnp.zeros_like(C), *norms)
+    found, last, *same_n = jax.jit(functools.partial(launch, last=False))(k, v, gamma, None, *norms)
+    assert last is None
+    for actual, wanted in zip((found, *same_n), (expected, *n), strict=True):
+        assert np.array_equal(np.asarray(actual), np.asarray(wanted))
 
 
 def test_a_sequence_is_split_where_there_are_few_programs():
@@ -93,13 +123,11 @@ def test_recurrent_fw_C_stores_every_nth_state(save_every):
     problem, x, made, _ = stage_case("float32", 16)
     config = KernelConfig(recurrent_fw_C=dataclasses.replace(TILES["16x16x16x16"], num_segments=1))
     launch = functools.partial(recurrent_fw_C, problem=problem, config=config, interpret=True)
-    arguments = x["k"], x["v"], made, x["c_initial"], x["n_initial"]
+    arguments = keys_of(x, made, scaled=False)
     every = jax.jit(launch)(*arguments)
     some = jax.jit(functools.partial(launch, save_every=save_every))(*arguments)
-    assert np.array_equal(np.asarray(some[0]), np.asarray(every[0][:, :, ::save_every]))
-    assert np.array_equal(np.asarray(some[1]), np.asarray(every[1][:, :, ::save_every]))
-    assert np.array_equal(np.asarray(some[2]), np.asarray(every[2]))
-    assert np.array_equal(np.asarray(some[3]), np.asarray(every[3]))
+    for index, (actual, wanted) in enumerate(zip(some, every, strict=True)):
+        assert np.array_equal(np.asarray(actual), np.asarray(wanted if index % 2 else wanted[:, :, ::save_every]))
 
 
 @pytest.mark.parametrize(("dtype", "L", "tiling"), TILE_CASES)

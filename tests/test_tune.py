@@ -86,8 +86,8 @@ def test_neighbours_fit_are_distinct_and_near_ones_come_first(stage):
 
 def test_tiles_that_are_the_same_kernel_are_one_candidate():
     wide = StageConfig(siz_b_LQ=256, siz_b_LKV=256, siz_b_DHQK=256, siz_b_DHHV=32, num_warps=8)
-    made = tune.canonical("parallel_bw_dQ", wide, problem(256))
-    assert made == StageConfig(siz_b_LQ=128, siz_b_LKV=128, siz_b_DHQK=64, num_warps=8)  # T = 128; dQ has no siz_b_DHHV
+    made = tune.canonical("parallel_bw_dQKV", wide, problem(32))
+    assert made == StageConfig(siz_b_LQ=32, siz_b_DHQK=64, siz_b_DHHV=32, num_warps=8)  # dQKV has no siz_b_LKV
     assert tune.canonical("parallel_fw_H", wide, problem(64)).siz_b_LQ == 64
 
 
@@ -232,16 +232,16 @@ def test_the_compile_report_decides_by_shared_memory_and_spills(usage, reason, m
 @pytest.mark.slow
 def test_real_kernels_are_pruned_without_a_gpu():
     pytest.importorskip("triton")
-    shape = Shape(1, 2, 1024, 64, 128)
+    shape = Shape(16, 16, 1024, 128, 256)
     given = jax.eval_shape(
         lambda: kernel_benchmark.stage_arrays(kernel_benchmark.random_inputs(jax.random.key(0), shape, "bfloat16"), 128, False)
     )
     reasons = []
-    for tiles in (StageConfig(num_segments=1), StageConfig(siz_b_LKV=128, siz_b_DHHV=128, num_stages=4, num_segments=1)):
+    for tiles in (StageConfig(), StageConfig(siz_b_LKV=32, siz_b_DHQK=128, siz_b_DHHV=256)):
         ours = tune.Ours("triton", shape, "bfloat16", None, "recurrent_fw_C", KernelConfig(chunk_size=128, recurrent_fw_C=tiles))
         reasons.append(tune.Pruner(compile_report.Device("NVIDIA L4", 89), 512)(*ours.computation(given, "fwd")))
     assert reasons[0] == ""
-    assert re.fullmatch(r"spills \d{4} bytes, at most 512", reasons[1])
+    assert re.fullmatch(r"spills \d+ bytes, at most 512", reasons[1])
 
 
 class Platform:
@@ -311,22 +311,20 @@ def fake(monkeypatch):
     return Fake
 
 
-def test_a_better_row_is_written_and_read_back(run, fake, tmp_path, capsys):
+def test_a_better_row_is_written_and_read_back(run, fake, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(fake, "stage_ms", staticmethod(lambda stage, L: 2.0 if stage == "recurrent_bw_dQ" else 1.0))
     assert run("--minutes=5") == 0
     [row] = rows_in(tmp_path / "rows.json")
     assert (row["DHQK"], row["DHHV"], row["dtype"]) == (64, 128, "bfloat16")
     config = config_from_row(row)
     assert all(getattr(config, stage) for stage in STAGES)
-    assert config.split_backward is False  # one kernel of 1 ms against three
     assert config.stateless_backward is False
     assert row["measured"]["fwbw_ms"] <= 0.97 * row["measured"]["heuristic_fwbw_ms"]
     whole = [line for line in log_lines(tmp_path) if line["stage"] == ""]
     assert row["measured"]["fwbw_ms"] == pytest.approx(min(line["ms"] for line in whole), abs=1e-4)
     assert {line["config"]["chunk_size"] for line in whole} == {64, 128, 256}
     made = [(line["config"]["chunk_size"], *(line["config"][name] for name in PLANS)) for line in whole]
-    ways = {64: 3, 128: 3, 256: 2}  # of a backward pass; of a forward pass there are two
-    assert Counter(L for L, *_ in set(made)) == {L: 2 * n for L, n in ways.items()}
-    assert {(64, True, True, False), (64, False, False, False), (256, True, False, True)} <= set(made)
+    assert set(made) == set(itertools.product((64, 128, 256), (False, True), (False, True)))
     assert "kept" in capsys.readouterr().out
 
 
@@ -479,10 +477,10 @@ def test_a_stage_that_never_runs_leaves_time_for_the_others(run, fake, tmp_path,
     monkeypatch.setattr(fake, "judge", judge)
     assert run("--minutes=5") == 0
     tried = Counter(line["stage"] for line in log_lines(tmp_path))
-    assert 0 < tried["parallel_bw_dQKV"] <= 2 * 3 * tune.ROUND
+    assert 0 < tried["parallel_bw_dQKV"] <= 3 * 3 * tune.ROUND
     assert tried["parallel_fw_H"] > tune.ROUND
     _, *made = [line["config"] for line in log_lines(tmp_path) if line["stage"] == ""]
-    assert all(config["split_backward"] or config["stateless_backward"] for config in made)  # the heuristic comes first
+    assert all(config["stateless_backward"] for config in made)  # the heuristic comes first
 
 
 def test_a_compiler_that_hangs_costs_its_candidate(run, fake, tmp_path, monkeypatch):

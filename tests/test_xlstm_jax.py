@@ -426,7 +426,7 @@ def test_the_lowering_platform_decides_on_the_kernels():
     for backend, there in ((None, True), ("xla", False)):
         with use_backend(backend):
             text = jax.jit(functools.partial(v5.mlstm_chunkwise__parallel_bw_dV, chunk_size=L)).trace(*arrays).jaxpr.pretty_print()
-        assert ("platform_index" in text, "parallel_bw_dV" in text and "pallas_call" in text) == (there, there)
+        assert ("platform_index" in text, "parallel_bw_dQKV" in text and "pallas_call" in text) == (there, there)
 
 
 def backward_of(system, x, scale, C, den, dh, dC_last, eps, row_m=None, m=None):

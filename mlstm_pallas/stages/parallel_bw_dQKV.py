@@ -1,39 +1,41 @@
-"""Stage parallel_bw_dQKV: the gradients of q, k and v of a chunk in one program, for chunks of one tile.
+"""Stage parallel_bw_dQKV: the gradients of q, k and v, from states and tiles that are made before, for chunks of any size.
 
-    P_ts = D_ts scale q_t . k_s        dP_ts = D_ts (dnum_t . v_s + dz_t)        dnum_t = dh_t / den_t
-    dq_t = scale (w_t (C_c dnum_t + dz_t n_c) + sum_s dP_ts k_s)
-    dk_s = abar_s (dC_{c+1} v_s + dn_{c+1}) + sum_t dP_ts scale q_t
-    dv_s = abar_s dC_{c+1}^T k_s + sum_t P_ts dnum_t
+    dq_t = r_t (C_c dh_t + dz_t den_t n_c) + sum_s scale dP_ts k_s          r_t = w_t scale / den_t
+    dk_s = abar_s (dC_{c+1} v_s + dn_{c+1}) + sum_t scale dP_ts q_t
+    dv_s = abar_s dC_{c+1}^T k_s + sum_t (P_ts / den_t) dh_t                (P / den and scale dP: parallel_bw_dP)
 
-Grid (NC, B * NH). A program owns a chunk: it makes P and dP once, L x L, and keeps them on chip; then come dq and dk in column blocks of
-siz_b_DHQK, dv in column blocks of siz_b_DHHV, each summed over the other head dimension in steps of siz_b_loop. All scalings are of
-accumulators or of P and dP. The row sums that the gates' gradients need are taken in fp32 from dq, dk and W = dP scale q . k before they
-are rounded; those inside the tile leave out the diagonal, which cancels, and which is all there is when the forget gates are closed.
+Grid (blocks of a chunk's gradients, NC, B * NH): those of one chunk run at the same time and find what they share in the L2. A program
+owns siz_b_LQ rows and siz_b_DHQK columns of dq or dk, or siz_b_DHHV columns of dv: one product with the state, whose sum is then
+weighted, and one with the tiles, both in steps of siz_b_loop. Nothing but products is in its loops. For the gates' gradients the inner
+products of q and k with the state's part are taken in float32.
 
-FLOPs: B NH S (6 DHQK DHHV + L (6 DHQK + 4 DHHV)). Bytes: B NH (S (4 DHQK + 3 DHHV) + 2 NC DHQK DHHV) itemsize.
+FLOPs: B NH S (6 DHQK DHHV + (L + siz_b_LQ) (2 DHQK + DHHV)).
+Bytes: B NH (S (4 DHQK + 3 DHHV + 2 L) + 2 NC DHQK DHHV) itemsize; the operands again for each column and row block, mostly from L2.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.gate_gradients import RowGradients, RowSums, suffix_sums
+from mlstm_pallas.gate_gradients import RowGradients
 from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.launch import kernel_call
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.tiles import Precision, block_at, causal_mask, decay_tile, dot, loop, sum_of
+from mlstm_pallas.problem import MAX_TILE, Problem
+from mlstm_pallas.stages.parallel_bw_dP import GradientScores
+from mlstm_pallas.tiles import Precision, block_at, blocks, divide, dot, loop, remainder, sum_of
 
 
 class Gradients(NamedTuple):
-    """Gradients in the kernel dtype, and the row sums that the gates' gradients need."""
+    """What is not asked for is None."""
 
-    matDeltaQ: jax.Array  # (B, NH, S, DHQK)
-    matDeltaK: jax.Array  # (B, NH, S, DHQK)
-    matDeltaV: jax.Array  # (B, NH, S, DHHV)
-    sums: RowSums
+    matDeltaQ: Any  # (B, NH, S, DHQK) in the kernel dtype
+    matDeltaK: Any  # (B, NH, S, DHQK)
+    matDeltaV: Any  # (B, NH, S, DHHV)
+    from_state: Any  # (B, NH, S) float32: q_t with the part of dq_t that comes from the chunk's first state
+    to_state: Any  # (B, NH, S) float32: k_s with the part of dk_s that goes to the chunk's last state
 
 
 def _parallel_bw_dQKV_kernel(
@@ -41,98 +43,84 @@ def _parallel_bw_dQKV_kernel(
     k_ref,  # (L, DHQK)
     v_ref,  # (L, DHHV)
     dh_ref,  # (L, DHHV)
-    C_ref,  # (DHQK, DHHV) before the chunk
+    C_ref,  # (DHQK, DHHV) before the chunk; this and n for dq
     n_ref,  # (DHQK,), absent without a normaliser
-    dC_ref,  # (DHQK, DHHV) after the chunk
-    dn_ref,  # (DHQK,)
-    e_hi_ref,  # (L,), as all that follow
-    e_lo_ref,
-    u_hi_ref,
-    u_lo_ref,
-    w_ref,
+    dC_ref,  # (DHQK, DHHV) after the chunk; this for dk and dv
+    dn_ref,  # (DHQK,), for dk
+    P_ref,  # (L, L), for dv
+    dP_ref,  # (L, L), for dq and dk
+    w_ref,  # (L,), as all that follow
     abar_ref,
     inv_den_ref,  # absent without a normaliser
-    dz_ref,  # likewise
-    dq_ref,  # out (L, DHQK)
-    dk_ref,  # out (L, DHQK)
-    dv_ref,  # out (L, DHHV)
-    q_inter_ref,  # out (L,), as all that follow
-    k_inter_ref,
-    k_intra_ref,
-    from_before_ref,  # sum over s < t of W_ts
-    to_behind_ref,  # sum over t > s of W_ts
-    *,
+    dz_den_ref,  # likewise
+    *out_refs,  # of what is wanted: dq (L, DHQK), from_state (column blocks, L); dk, to_state likewise; dv (L, DHHV)
+    wanted: str,
     scale: float,
+    siz_b_LQ: int,
     siz_b_DHQK: int,
     siz_b_DHHV: int,
     siz_b_loop: int,
     precision: Precision,
 ):
-    L, DHQK = q_ref.shape
-    DHHV = v_ref.shape[1]
-    dtype = q_ref.dtype
-    step_k, step_v = min(siz_b_loop, DHQK), min(siz_b_loop, DHHV)
+    L, outs = q_ref.shape[0], iter(out_refs)
+    refs = {x: [next(outs) for _ in range(1 if x == "V" else 2)] for x in wanted}
 
-    def q_times_k(j):
-        return dot(q_ref[:, block_at(j, step_k)], k_ref[:, block_at(j, step_k)], precision, b_axis=1)
+    def times_state(rows, columns, a_ref, X_ref, size, *, turned):
+        step = min(siz_b_loop, a_ref.shape[1])
 
-    def dh_times_v(j):
-        return dot(dh_ref[:, block_at(j, step_v)], v_ref[:, block_at(j, step_v)], precision, b_axis=1)
+        def product(x):
+            X = X_ref[columns, block_at(x, step)] if turned else X_ref[block_at(x, step), columns]
+            return dot(a_ref[rows, block_at(x, step)], X, precision, b_axis=1 if turned else 0)
 
-    D = decay_tile(e_hi_ref[...], e_lo_ref[...], u_hi_ref[...], u_lo_ref[...], causal_mask(L, L, 0))
-    scores = sum_of(DHQK // step_k, q_times_k, (L, L)) * scale
-    P, dA, w = D * scores, sum_of(DHHV // step_v, dh_times_v, (L, L)), w_ref[...] * scale
-    w_inv_den = w
-    if inv_den_ref is not None:
-        inv_den, dz = inv_den_ref[...], dz_ref[...]
-        P, dA, w_inv_den = P * inv_den[:, None], dA * inv_den[:, None] + dz[:, None], w * inv_den  # P of dh instead of dnum
-    P, dP = P.astype(dtype), D * dA
-    W = dP * scores
-    k_intra_ref[...] = jnp.sum(W, axis=0)
-    W = jnp.where(causal_mask(L, L, -1), W, 0.0)
-    from_before_ref[...], to_behind_ref[...] = jnp.sum(W, axis=1), jnp.sum(W, axis=0)
-    dP = dP.astype(dtype)
-    abar = abar_ref[...]
+        return sum_of(a_ref.shape[1] // step, product, (siz_b_LQ, size))
 
-    def dq_columns(j, q_inter):
-        columns = block_at(j, siz_b_DHQK)
+    def plus_tiles(acc, row, columns, tile_ref, values_ref, *, of_keys):
+        """From the keys at and before the rows, or, as the rows are keys, from the queries at and behind them."""
+        step, rows = min(siz_b_loop, siz_b_LQ), block_at(row, siz_b_LQ)
+        first = row * (siz_b_LQ // step) if of_keys else 0
 
-        def dh_times_C(i):
-            return dot(dh_ref[:, block_at(i, step_v)], C_ref[columns, block_at(i, step_v)], precision, b_axis=1)
+        def add(x, acc):
+            others = block_at(first + x, step)
+            tile = tile_ref[others, rows] if of_keys else tile_ref[rows, others]
+            return acc + dot(tile, values_ref[others, columns], precision, a_axis=0 if of_keys else 1)
 
-        inter = sum_of(DHHV // step_v, dh_times_C, (L, siz_b_DHQK)) * w_inv_den[:, None]
+        return loop(L // step - first if of_keys else (row + 1) * (siz_b_LQ // step), add, acc)
+
+    def dq(row, column, rows, columns):
+        dq_ref, from_state_ref = refs["Q"]
+        r = w_ref[rows] * scale
         if inv_den_ref is not None:
-            inter += (w * dz)[:, None] * n_ref[columns][None, :]
-        intra = dot(dP, k_ref[:, columns], precision) * scale
-        dq_ref[:, columns] = (inter + intra).astype(dq_ref.dtype)
-        q = q_ref[:, columns].astype(jnp.float32)
-        return q_inter + jnp.sum(inter * q, axis=1)
+            r *= inv_den_ref[rows]
+        acc = times_state(rows, columns, dh_ref, C_ref, siz_b_DHQK, turned=True) * r[:, None]
+        if n_ref is not None:
+            acc += (r * dz_den_ref[rows])[:, None] * n_ref[columns][None, :]
+        from_state_ref[column, rows] = jnp.sum(acc * q_ref[rows, columns].astype(jnp.float32), axis=1)
+        dq_ref[rows, columns] = plus_tiles(acc, row, columns, dP_ref, k_ref, of_keys=False).astype(dq_ref.dtype)
 
-    def dk_columns(j, k_inter):
-        columns = block_at(j, siz_b_DHQK)
+    def dk(row, column, rows, columns):
+        dk_ref, to_state_ref = refs["K"]
+        acc = times_state(rows, columns, v_ref, dC_ref, siz_b_DHQK, turned=True)
+        acc = (acc + dn_ref[columns][None, :]) * abar_ref[rows][:, None]
+        to_state_ref[column, rows] = jnp.sum(acc * k_ref[rows, columns].astype(jnp.float32), axis=1)
+        dk_ref[rows, columns] = plus_tiles(acc, row, columns, dP_ref, q_ref, of_keys=True).astype(dk_ref.dtype)
 
-        def v_times_dC(i):
-            return dot(v_ref[:, block_at(i, step_v)], dC_ref[columns, block_at(i, step_v)], precision, b_axis=1)
+    def dv(row, column, rows, columns):
+        (dv_ref,) = refs["V"]
+        acc = times_state(rows, columns, k_ref, dC_ref, siz_b_DHHV, turned=False) * abar_ref[rows][:, None]
+        dv_ref[rows, columns] = plus_tiles(acc, row, columns, P_ref, dh_ref, of_keys=True).astype(dv_ref.dtype)
 
-        inter = (sum_of(DHHV // step_v, v_times_dC, (L, siz_b_DHQK)) + dn_ref[columns][None, :]) * abar[:, None]
-        intra = dot(dP, q_ref[:, columns], precision, a_axis=0) * scale
-        dk_ref[:, columns] = (inter + intra).astype(dk_ref.dtype)
-        k = k_ref[:, columns].astype(jnp.float32)
-        return k_inter + jnp.sum(inter * k, axis=1)
+    start, index = 0, pl.program_id(0)
+    roles = {"Q": (dq, q_ref, siz_b_DHQK), "K": (dk, q_ref, siz_b_DHQK), "V": (dv, v_ref, siz_b_DHHV)}
+    for gradient, ref, size in (roles[x] for x in wanted):
+        columns = blocks(ref.shape[1], size)
+        end = start + L // siz_b_LQ * columns
 
-    def dv_columns(j, _):
-        columns = block_at(j, siz_b_DHHV)
+        @pl.when((start <= index) & (index < end))
+        def _(gradient=gradient, start=start, columns=columns, size=size):
+            row, column = divide(index - start, columns), remainder(index - start, columns)
+            gradient(row, column, block_at(row, siz_b_LQ), block_at(column, size))
 
-        def k_times_dC(i):
-            return dot(k_ref[:, block_at(i, step_k)], dC_ref[block_at(i, step_k), columns], precision)
-
-        inter = sum_of(DHQK // step_k, k_times_dC, (L, siz_b_DHHV)) * abar[:, None]
-        dv_ref[:, columns] = (inter + dot(P, dh_ref[:, columns], precision, a_axis=0)).astype(dv_ref.dtype)
-        return _
-
-    q_inter_ref[...] = loop(DHQK // siz_b_DHQK, dq_columns, jnp.zeros((L,), jnp.float32))
-    k_inter_ref[...] = loop(DHQK // siz_b_DHQK, dk_columns, jnp.zeros((L,), jnp.float32))
-    loop(DHHV // siz_b_DHHV, dv_columns, ())
+        start = end
 
 
 def parallel_bw_dQKV(
@@ -142,6 +130,7 @@ def parallel_bw_dQKV(
     matDeltaH: jax.Array,
     gates: ChunkGates,
     rows: RowGradients,
+    scores: GradientScores,
     matC_states: jax.Array,
     vecN_states: jax.Array,
     matDeltaC_states: jax.Array,
@@ -149,68 +138,72 @@ def parallel_bw_dQKV(
     *,
     problem: Problem,
     config: KernelConfig,
+    wanted: str = "QKV",
     interpret: bool = False,
 ) -> Gradients:
-    """Launches the stage. Config: siz_b_DHQK, siz_b_DHHV, siz_b_loop. The chunk size must be a tile: at most 128.
+    """Launches the stage. Config: siz_b_LQ (at most MAX_TILE), siz_b_DHQK, siz_b_DHHV, siz_b_loop.
 
     Args:
       matQ, matK, matV, matDeltaH: in the kernel dtype.
+      scores: of parallel_bw_dP.
       matC_states, vecN_states: before each chunk; matDeltaC_states, vecDeltaN_states: after each chunk. (B, NH, NC, DHQK, DHHV) in the
         kernel dtype and (B, NH, NC, DHQK) float32.
+      wanted: of which inputs the gradients are wanted.
     """
     p, stage = problem, config.stage("parallel_bw_dQKV").fitted(problem)
+    LQ, BK, BV = min(stage.siz_b_LQ, MAX_TILE), stage.siz_b_DHQK, stage.siz_b_DHHV
     normalised = rows.vecInvDen is not None
-    keys = pl.BlockSpec((None, p.L, p.DHQK), lambda c, b: (b, c, 0))
-    values = pl.BlockSpec((None, p.L, p.DHHV), lambda c, b: (b, c, 0))
-    state = pl.BlockSpec((None, None, p.DHQK, p.DHHV), lambda c, b: (b, c, 0, 0))
-    norm = pl.BlockSpec((None, None, p.DHQK), lambda c, b: (b, c, 0))
-    row = pl.BlockSpec((None, p.L), lambda c, b: (b, c))
-    dq, dk, dv, q_inter, k_inter, k_intra, from_before, to_behind = kernel_call(
+    tile, keys, values = (pl.BlockSpec((None, p.L, width), lambda x, c, b: (b, c, 0)) for width in (p.L, p.DHQK, p.DHHV))
+    state = pl.BlockSpec((None, None, p.DHQK, p.DHHV), lambda x, c, b: (b, c, 0, 0))
+    norm = pl.BlockSpec((None, None, p.DHQK), lambda x, c, b: (b, c, 0))
+    row = pl.BlockSpec((None, p.L), lambda x, c, b: (b, c))
+    of_keys = blocks(p.DHQK, BK)
+    sums = pl.BlockSpec((None, of_keys, p.L), lambda x, c, b: (b, 0, c))
+
+    def made(width: int):
+        return jax.ShapeDtypeStruct((p.BNH, p.S, width), matQ.dtype)
+
+    sums_shape = jax.ShapeDtypeStruct((p.BNH, of_keys, p.S), jnp.float32)
+    outs = {
+        "Q": ((keys, sums), (made(p.DHQK), sums_shape)),
+        "K": ((keys, sums), (made(p.DHQK), sums_shape)),
+        "V": ((values,), (made(p.DHHV),)),
+    }
+    programs = {"Q": of_keys, "K": of_keys, "V": blocks(p.DHHV, BV)}
+    found = kernel_call(
         _parallel_bw_dQKV_kernel,
         name="parallel_bw_dQKV",
-        grid=(p.NC, p.BNH),
+        grid=(p.L // LQ * sum(programs[x] for x in wanted), p.NC, p.BNH),
         in_specs=[
-            keys,
-            keys,
-            values,
-            values,
-            state,
-            norm if normalised else None,
-            state,
-            norm,
-            *[row] * 6,
+            *(keys, keys, values, values, state, norm if normalised else None, state, norm, tile, tile),
+            *[row] * 2,
             *[row if normalised else None] * 2,
         ],
-        out_specs=[keys, keys, values, *[row] * 5],
-        out_shape=[
-            jax.ShapeDtypeStruct((p.BNH, p.S, p.DHQK), matQ.dtype),
-            jax.ShapeDtypeStruct((p.BNH, p.S, p.DHQK), matQ.dtype),
-            jax.ShapeDtypeStruct((p.BNH, p.S, p.DHHV), matQ.dtype),
-            *[jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32)] * 5,
-        ],
+        out_specs=[spec for x in wanted for spec in outs[x][0]],
+        out_shape=[shape for x in wanted for shape in outs[x][1]],
         stage=stage,
         interpret=interpret,
+        wanted=wanted,
         scale=p.qk_scale,
-        siz_b_DHQK=stage.siz_b_DHQK,
-        siz_b_DHHV=stage.siz_b_DHHV,
+        siz_b_LQ=LQ,
+        siz_b_DHQK=BK,
+        siz_b_DHHV=BV,
         siz_b_loop=stage.siz_b_loop,
         precision=config.dot_precision(matQ.dtype, interpret),
     )(
-        matQ.reshape(p.BNH, p.S, p.DHQK),
-        matK.reshape(p.BNH, p.S, p.DHQK),
-        matV.reshape(p.BNH, p.S, p.DHHV),
-        matDeltaH.reshape(p.BNH, p.S, p.DHHV),
+        *(x.reshape(p.BNH, p.S, -1) for x in (matQ, matK, matV, matDeltaH)),
         matC_states.reshape(p.BNH, -1, p.DHQK, p.DHHV),
         vecN_states.reshape(p.BNH, -1, p.DHQK) if normalised else None,
         matDeltaC_states.reshape(p.BNH, -1, p.DHQK, p.DHHV),
         vecDeltaN_states.reshape(p.BNH, -1, p.DHQK),
-        *(x.reshape(p.BNH, p.S) for x in (*gates.vecE, *gates.vecU, gates.vecW, gates.vecAbar)),
-        *(None if x is None else x.reshape(p.BNH, p.S) for x in (rows.vecInvDen, rows.vecDz)),
+        *(x.reshape(p.BNH, p.S, p.L) for x in (scores.matP, scores.matDeltaP)),
+        *(x.reshape(p.BNH, p.S) for x in (gates.vecW, gates.vecAbar)),
+        *(None if x is None else x.reshape(p.BNH, p.S) for x in (rows.vecInvDen, rows.vecDzDen)),
     )
-    q_inter, k_inter, k_intra, difference = (x.reshape(p.B, p.NH, p.NC, p.L) for x in (q_inter, k_inter, k_intra, from_before - to_behind))
-    return Gradients(
-        dq.reshape(p.B, p.NH, p.S, p.DHQK),
-        dk.reshape(p.B, p.NH, p.S, p.DHQK),
-        dv.reshape(p.B, p.NH, p.S, p.DHHV),
-        RowSums(q_inter, k_inter, k_intra, suffix_sums(difference)),
-    )
+    found = iter(found)
+    heads, gradients, states = (p.B, p.NH, p.S), dict.fromkeys("QKV"), dict.fromkeys("QK")
+    for x in wanted:
+        gradients[x] = next(found).reshape(*heads, -1)
+        if x in states:
+            states[x] = next(found).sum(1).reshape(heads)
+    return Gradients(*gradients.values(), *states.values())

@@ -4,9 +4,12 @@
     z_t  = w_t scale n_c . q_t + den_t sum_s P_ts        den_t = max(|z_t|, norm_val exp(-m_t)) + eps, or 1, in which case z is not made
 
 Grid (NC, B * NH). A program makes one chunk, of L steps, from siz_b_DHQK columns of q and k at a time. The tile of decays is made once
-here, not once a column block of v. n_c, which needs kbar of all chunks before, is made in plain jnp.
+here, not once a column block of v.
 
 FLOPs: 2 B NH S L DHQK. Bytes: B NH S ((3 DHQK + L) itemsize + 4 DHQK / L).
+
+key_sums: sum_s kbar_s of each chunk, from which n_c follows in plain jnp. Grid (NC, B * NH). XLA may make a product of it, and transpose
+the keys for that in memory. Bytes: B NH S DHQK itemsize.
 """
 
 from typing import NamedTuple
@@ -16,10 +19,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.gates import ChunkGates
+from mlstm_pallas.gates import ChunkGates, vector_states
 from mlstm_pallas.launch import kernel_call
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stages.walk import vector_states
 from mlstm_pallas.tiles import Precision, causal_mask, decay_tile, denominator, dot
 
 
@@ -75,6 +77,42 @@ def _parallel_fw_P_kernel(
     r_ref[...] = r
 
 
+def _key_sums_kernel(
+    k_ref,  # (L, DHQK)
+    abar_ref,  # (L,)
+    sums_ref,  # out (DHQK,)
+    *,
+    siz_b_DHQK: int,
+    rounded: bool,
+):
+    abar = abar_ref[...][:, None]
+    for start in range(0, k_ref.shape[1], siz_b_DHQK):
+        columns = pl.ds(start, siz_b_DHQK)
+        k = k_ref[:, columns]
+        scaled = k.astype(jnp.float32) * abar
+        sums_ref[columns] = jnp.sum(scaled.astype(k.dtype).astype(jnp.float32) if rounded else scaled, axis=0)
+
+
+def key_sums(
+    matK: jax.Array, gates: ChunkGates, *, rounded: bool, problem: Problem, config: KernelConfig, interpret: bool = False
+) -> jax.Array:
+    """What each chunk adds to n, (B, NH, NC, DHQK) float32; rounded: of kbar in the kernel dtype. Config: that of parallel_fw_P."""
+    p, stage = problem, config.stage("parallel_fw_P").fitted(problem)
+    (sums,) = kernel_call(
+        _key_sums_kernel,
+        name="key_sums",
+        grid=(p.NC, p.BNH),
+        in_specs=[pl.BlockSpec((None, p.L, p.DHQK), lambda c, b: (b, c, 0)), pl.BlockSpec((None, p.L), lambda c, b: (b, c))],
+        out_specs=[pl.BlockSpec((None, None, p.DHQK), lambda c, b: (b, c, 0))],
+        out_shape=[jax.ShapeDtypeStruct((p.BNH, p.NC, p.DHQK), jnp.float32)],
+        stage=stage,
+        interpret=interpret,
+        siz_b_DHQK=stage.siz_b_DHQK,
+        rounded=rounded,
+    )(matK.reshape(p.BNH, p.S, p.DHQK), gates.vecAbar.reshape(p.BNH, p.S))
+    return sums.reshape(p.B, p.NH, p.NC, p.DHQK)
+
+
 def parallel_fw_P(
     matQ: jax.Array,
     matK: jax.Array,
@@ -100,8 +138,8 @@ def parallel_fw_P(
       The scores; the signed normaliser z (B, NH, S), float32, None with normalize=False; the last n (B, NH, DHQK), float32.
     """
     p, stage = problem, config.stage("parallel_fw_P").fitted(problem)
-    chunks = matK.reshape(p.B, p.NH, p.NC, p.L, p.DHQK).astype(jnp.float32)
-    n, n_last = vector_states(jnp.sum(chunks * gates.vecAbar[..., None], axis=-2), gates.scaGamma, vecN_initial)
+    added = key_sums(matK, gates, rounded=False, problem=problem, config=config, interpret=interpret)
+    n, n_last = vector_states(added, gates.scaGamma, vecN_initial)
     rows = pl.BlockSpec((None, p.L), lambda c, b: (b, c))
     keys = pl.BlockSpec((None, p.L, p.DHQK), lambda c, b: (b, c, 0))
     floor_needs_m = normalize and stabilize_correctly and norm_val > 0

@@ -4,6 +4,8 @@ dk_s = abar_s (dC_{c+1} v_s + dn_{c+1}) + own_s        dC_c = gamma_c dC_{c+1} +
 (own, qbar: parallel_bw_P)
 """
 
+from typing import Any
+
 import jax
 
 from mlstm_pallas.config import KernelConfig
@@ -18,24 +20,26 @@ def recurrent_bw_dK(
     scores: GradientScores,
     vecAbar: jax.Array,
     scaGamma: jax.Array,
-    matDeltaC_last: jax.Array,
+    matDeltaC_last: jax.Array | None,
     vecDeltaN_states: jax.Array,
     *,
     problem: Problem,
     config: KernelConfig,
+    last: bool = True,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, Any]:
     """Launches the stage. Config: siz_b_DHQK (columns of dC^T), siz_b_DHHV (rows of a tile), siz_b_loop (rows a launch).
 
     Args:
       matV, matDeltaH: in the kernel dtype.
       scores, scaGamma: of chunks of L steps; (B, NH, NC).
       vecAbar: (B, NH, S) float32.
-      matDeltaC_last: (B, NH, DHQK, DHHV), vecDeltaN_states: behind each chunk (B, NH, NC, DHQK), float32.
+      matDeltaC_last: (B, NH, DHQK, DHHV), None: zeros; vecDeltaN_states: behind each chunk (B, NH, NC, DHQK), float32.
+      last: whether the gradient of the initial C is wanted.
 
     Returns:
-      matDeltaK (B, NH, S, DHQK) in the kernel dtype; kbar_s . (dC_{c+1} v_s + dn_{c+1}) (B, NH, S) and the gradient of the initial C,
-      float32.
+      matDeltaK (B, NH, S, DHQK) in the kernel dtype; kbar_s . (dC_{c+1} v_s + dn_{c+1}) (B, NH, S) and the gradient of the initial C or
+      None, float32.
     """
     dk, dC, weighed = walk(
         "recurrent_bw_dK",
@@ -47,6 +51,7 @@ def recurrent_bw_dK(
             r=vecAbar,
             gamma=scaGamma,
             initial=matDeltaC_last,
+            last=last,
             x=vecDeltaN_states,
             weigh=scores.matK_scaled,
             turned=True,

@@ -3,6 +3,8 @@
 dq_t = r_t C_c dh_t + own_t        C_{c+1} = gamma_c C_c + sum_s kbar_s v_s^T        (own, kbar: parallel_bw_P)
 """
 
+from typing import Any
+
 import jax
 
 from mlstm_pallas.config import KernelConfig
@@ -17,12 +19,13 @@ def recurrent_bw_dQ(
     scores: GradientScores,
     vecR: jax.Array,
     scaGamma: jax.Array,
-    matC_initial: jax.Array,
+    matC_initial: jax.Array | None,
     *,
     problem: Problem,
     config: KernelConfig,
+    last: bool = True,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array, Any]:
     """Launches the stage. Config: siz_b_DHQK (columns of C^T), siz_b_DHHV (rows of a tile), siz_b_loop (rows a launch);
     siz_b_LKV is the chunk that its caller gives the problem.
 
@@ -30,10 +33,11 @@ def recurrent_bw_dQ(
       matV, matDeltaH: in the kernel dtype.
       scores, scaGamma: of chunks of L steps; (B, NH, NC).
       vecR: w scale / den, (B, NH, S) float32.
-      matC_initial: (B, NH, DHQK, DHHV), float32.
+      matC_initial: (B, NH, DHQK, DHHV), float32; None: zeros.
+      last: whether the last C is wanted.
 
     Returns:
-      matDeltaQ (B, NH, S, DHQK) in the kernel dtype; qbar_t . C_c dh_t (B, NH, S) and the last C, float32.
+      matDeltaQ (B, NH, S, DHQK) in the kernel dtype; qbar_t . C_c dh_t (B, NH, S) and the last C or None, float32.
     """
     dq, C_last, weighed = walk(
         "recurrent_bw_dQ",
@@ -45,6 +49,7 @@ def recurrent_bw_dQ(
             r=vecR,
             gamma=scaGamma,
             initial=matC_initial,
+            last=last,
             weigh=scores.matQ_scaled,
             turned=True,
         ),

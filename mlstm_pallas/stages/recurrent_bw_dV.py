@@ -17,7 +17,7 @@ def recurrent_bw_dV(
     scores: GradientScores,
     vecAbar: jax.Array,
     scaGamma: jax.Array,
-    matDeltaC_last: jax.Array,
+    matDeltaC_last: jax.Array | None,
     *,
     problem: Problem,
     config: KernelConfig,
@@ -29,7 +29,7 @@ def recurrent_bw_dV(
       matK: (B, NH, S, DHQK), matDeltaH: (B, NH, S, DHHV), in the kernel dtype.
       scores, scaGamma: of chunks of L steps; (B, NH, NC).
       vecAbar: (B, NH, S) float32.
-      matDeltaC_last: (B, NH, DHQK, DHHV), float32.
+      matDeltaC_last: (B, NH, DHQK, DHHV), float32; None: zeros.
 
     Returns:
       matDeltaV (B, NH, S, DHHV) in the kernel dtype.
@@ -44,6 +44,7 @@ def recurrent_bw_dV(
             r=vecAbar,
             gamma=scaGamma,
             initial=matDeltaC_last,
+            last=False,
             backward=True,
         ),
         problem=problem,

@@ -5,10 +5,11 @@
 Grid, ownership, FLOPs and bytes are those of the kernel in recurrence.py, run forward in time.
 """
 
+from typing import Any
+
 import jax
 
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stages.recurrence import recurrence
 
@@ -16,41 +17,43 @@ from mlstm_pallas.stages.recurrence import recurrence
 def recurrent_fw_C(
     matK: jax.Array,
     matV: jax.Array,
-    gates: ChunkGates,
-    matC_initial: jax.Array,
-    vecN_initial: jax.Array,
+    scaGamma: jax.Array,
+    matC_initial: jax.Array | None,
+    vecAbar: jax.Array | None = None,
+    vecN_initial: jax.Array | None = None,
     *,
     problem: Problem,
     config: KernelConfig,
     save_every: int = 1,
+    last: bool = True,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
-    """Launches the stage. Config: siz_b_LKV, siz_b_DHQK, siz_b_DHHV.
+) -> tuple[Any, ...]:
+    """Launches the stage. Config: siz_b_LKV, siz_b_DHQK, siz_b_DHHV, num_segments.
 
     Args:
       matK, matV: (B, NH, S, DHQK), (B, NH, S, DHHV) in the kernel dtype.
-      gates: of chunks of L steps.
-      matC_initial, vecN_initial: (B, NH, DHQK, DHHV), (B, NH, DHQK), float32.
+      scaGamma: (B, NH, NC), matC_initial: (B, NH, DHQK, DHHV), None: zeros; float32.
+      vecAbar, vecN_initial: (B, NH, S), (B, NH, DHQK), float32; none where matK comes scaled, as parallel_bw_dP makes it.
       save_every: only the states before chunks 0, n, 2n, ... are stored.
+      last: whether the last C is wanted.
 
     Returns:
-      matC_states (B, NH, ceil(NC / save_every), DHQK, DHHV) in the kernel dtype, vecN_states (B, NH, ceil(NC / save_every), DHQK) float32,
-      and the last C and n, float32, shaped as the initial ones.
+      matC_states (B, NH, ceil(NC / save_every), DHQK, DHHV) in the kernel dtype, and the last C, float32, shaped as the initial one, or
+      None; with vecAbar also vecN_states (B, NH, ceil(NC / save_every), DHQK) and the last n, float32.
     """
-    C, n, C_last, n_last = recurrence(
+    return recurrence(
         "recurrent_fw_C",
         matK,
         matV,
-        gates.vecAbar,
-        None,
-        gates.scaGamma,
+        scaGamma,
         matC_initial,
-        vecN_initial,
+        last=last,
+        r=vecAbar,
+        x_initial=vecN_initial,
         backward=False,
         problem=problem,
         stage=config.stage("recurrent_fw_C"),
-        precision=config.dot_precision(matK.dtype, interpret),
+        precision=config.dot_precision(matV.dtype, interpret),
         save_every=save_every,
         interpret=interpret,
     )
-    return C, n, C_last, n_last

@@ -17,23 +17,25 @@ def recurrent_fw_H(
     matV: jax.Array,
     scores: Scores,
     scaGamma: jax.Array,
-    matC_initial: jax.Array,
+    matC_initial: jax.Array | None,
     *,
     problem: Problem,
     config: KernelConfig,
+    last: bool = True,
     output_dtype: jnp.dtype,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array]:
+) -> tuple[jax.Array, jax.Array | None]:
     """Launches the stage. Config: siz_b_DHHV (columns of C), siz_b_DHQK (rows of a tile), siz_b_loop (rows a launch);
     siz_b_LKV is the chunk that its caller gives the problem.
 
     Args:
       matQ: (B, NH, S, DHQK), matV: (B, NH, S, DHHV), in the kernel dtype.
       scores, scaGamma: of chunks of L steps; (B, NH, NC).
-      matC_initial: (B, NH, DHQK, DHHV), float32.
+      matC_initial: (B, NH, DHQK, DHHV), float32; None: zeros.
+      last: whether the last C is wanted.
 
     Returns:
-      matH (B, NH, S, DHHV) in output_dtype and the last C (B, NH, DHQK, DHHV), float32.
+      matH (B, NH, S, DHHV) in output_dtype and the last C (B, NH, DHQK, DHHV), float32, or None.
     """
     h, C_last = walk(
         "recurrent_fw_H",
@@ -45,6 +47,7 @@ def recurrent_fw_H(
             r=scores.vecR,
             gamma=scaGamma,
             initial=matC_initial,
+            last=last,
         ),
         problem=problem,
         config=config,

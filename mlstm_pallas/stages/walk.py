@@ -24,6 +24,7 @@ block, these mostly from L2; o twice more for each further part.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +48,8 @@ class Walk:
       tile: A, (B, NH, S, L) in the kernel dtype, row t, column s - the chunk's first step, in either direction.
       own: (B, NH, S, N) in the kernel dtype.
       r: (B, NH, S); gamma: (B, NH, NC); float32.
-      initial: X where the walk begins, float32: (B, NH, R, N), or (B, NH, N, R) where ``turned``.
+      initial: X where the walk begins, float32: (B, NH, R, N), or (B, NH, N, R) where ``turned``; None: zeros.
+      last: whether X is wanted where the walk ends.
       x: (B, NH, NC, N), float32.
       weigh: (B, NH, S, N) in the kernel dtype: its inner products with X_c^T a + x are wanted, to more digits than the kernel dtype has.
     """
@@ -57,7 +59,8 @@ class Walk:
     values: jax.Array
     r: jax.Array
     gamma: jax.Array
-    initial: jax.Array
+    initial: jax.Array | None
+    last: bool
     tile: jax.Array | None = None
     own: jax.Array | None = None
     x: jax.Array | None = None
@@ -73,21 +76,23 @@ def _walk_kernel(
     tile_ref,  # (S, L); this and x in the first part
     r_ref,  # (S,)
     gamma_ref,  # (NC,)
-    initial_ref,  # (R, N) or (N, R)
+    initial_ref,  # (R, N) or (N, R), may be absent
     x_ref,  # (NC, N)
     weigh_ref,  # (S, N)
     own_ref,  # (S, N); in further parts what those before made
     out_ref,  # out (S, N)
-    last_ref,  # out, as initial
-    weighed_ref=None,  # out (S,)
-    *,
+    *more_refs,  # out: X where the walk ends, as initial; then what is weighed, (S,); what is wanted of these
     L: int,
     part: int,
     turned: bool,
     backward: bool,
+    last: bool,
     precision: Precision,
 ):
     S, R = read_ref.shape
+    more = iter(more_refs)
+    last_ref: Any = next(more) if last else None
+    weighed_ref: Any = next(more, None)
     parts = [pl.ds(start, part) for start in range(0, R, part)]
     chunks = S // L
 
@@ -133,34 +138,19 @@ def _walk_kernel(
         )
         return XT, following
 
-    initial = tuple(initial_ref[:, y] if turned else initial_ref[y, :].T for y in parts)
-    XT, _ = loop(chunks, step, (initial, ahead(np.int32(0))))
+    def initial(rows):
+        if initial_ref is None:
+            return jnp.zeros((values_ref.shape[1], part), jnp.float32)
+        return initial_ref[:, rows] if turned else initial_ref[rows, :].T
+
+    XT, _ = loop(chunks, step, (tuple(map(initial, parts)), ahead(np.int32(0))))
+    if last_ref is None:
+        return
     for columns, block in zip(parts, XT, strict=True):
         if turned:
             last_ref[:, columns] = block
         else:
             last_ref[columns, :] = block.T
-
-
-def vector_states(added: jax.Array, gamma: jax.Array, initial: jax.Array, *, backward: bool = False) -> tuple[jax.Array, jax.Array]:
-    """x_{next} = gamma_c x_c + added_c, in plain jnp: what n is to C.
-
-    Args:
-      added: (B, NH, NC, DHQK), gamma: (B, NH, NC), initial: (B, NH, DHQK), float32.
-
-    Returns:
-      What enters each chunk, (B, NH, NC, DHQK), and what leaves the last; float32.
-    """
-    start, one = initial[:, :, None], jnp.ones_like(gamma[:, :, :1])
-
-    def join(left, right):
-        return left[0] * right[0], left[1] * right[0] + right[1]
-
-    def in_order(first, rest):
-        return jnp.concatenate([rest, first] if backward else [first, rest], axis=2)
-
-    _, x = lax.associative_scan(join, (in_order(one, gamma)[..., None], in_order(start, added)), reverse=backward, axis=2)
-    return (x[:, :, 1:], x[:, :, 0]) if backward else (x[:, :, :-1], x[:, :, -1])
 
 
 def walk(
@@ -171,14 +161,15 @@ def walk(
     config: KernelConfig,
     output_dtype: jnp.dtype,
     interpret: bool,
-) -> tuple[jax.Array, ...]:
+) -> tuple[Any, ...]:
     """Launches the kernel as the stage ``name``, a name in config.WALKS.
 
     Config: siz_b_DHQK and siz_b_DHHV, of which one is the columns of a block of X and the other the rows of a tile of it; siz_b_loop, the
     rows that a launch holds.
 
     Returns:
-      o (B, NH, S, N) in the output dtype; X where the walk ended, as the initial one; where asked for, what is weighed (B, NH, S); float32.
+      o (B, NH, S, N) in the output dtype; X where the walk ended, as the initial one, or None; where asked for, what is weighed
+      (B, NH, S); float32.
     """
     p, R, N = problem, x.read.shape[-1], x.values.shape[-1]
     stage = config.stage(name).fitted(p, name)
@@ -216,10 +207,12 @@ def walk(
         ]
         # A few roundings of o are within what is promised, one a launch is not.
         dtype = output_dtype if last_one or launches == 2 else jnp.float32
-        made = [((p.S, N), dtype, values), ((N, rows) if x.turned else (rows, N), jnp.float32, state(0))]
+        made = [((p.S, N), dtype, values)]
+        if x.last:
+            made.append(((N, rows) if x.turned else (rows, N), jnp.float32, state(0)))
         if x.weigh is not None:
             made.append(((blocks(N, columns), p.S), jnp.float32, pl.BlockSpec((None, None, p.S), lambda i, b: (b, i, 0))))
-        out, last, *sums = kernel_call(
+        out, *more = kernel_call(
             _walk_kernel,
             name=name,
             grid=(blocks(N, columns), p.BNH),
@@ -232,12 +225,14 @@ def walk(
             part=part,
             turned=x.turned,
             backward=x.backward,
+            last=x.last,
             precision=config.dot_precision(x.read.dtype, interpret),
         )(*(y for y, _ in arrays))
-        lasts.append(last)
-        weighed += [y.sum(1) for y in sums]
+        if x.last:
+            lasts.append(more.pop(0))
+        weighed += [y.sum(1) for y in more]
 
-    results = [out, jnp.concatenate(lasts, axis=-1 if x.turned else -2)]
+    results = [out, jnp.concatenate(lasts, axis=-1 if x.turned else -2) if lasts else None]
     if weighed:
         results.append(sum(weighed[1:], weighed[0]))
-    return tuple(y.reshape(p.B, p.NH, *y.shape[1:]) for y in results)
+    return tuple(None if y is None else y.reshape(p.B, p.NH, *y.shape[1:]) for y in results)

@@ -8,7 +8,6 @@ The kernels run where a computation is lowered for an NVIDIA GPU, plain jnp else
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -25,10 +24,8 @@ from mlstm_pallas.plan import Inputs, Plan, Residuals
 from mlstm_pallas.problem import KERNEL_DTYPES, MIN_CHUNK_SIZE, Problem, is_power_of_two, padded_head_dim
 from mlstm_pallas.shared_memory import check_fits
 from mlstm_pallas.stages.chunk_gates import chunk_gates
-from mlstm_pallas.stages.parallel_bw_dK import parallel_bw_dK
-from mlstm_pallas.stages.parallel_bw_dQ import parallel_bw_dQ
+from mlstm_pallas.stages.parallel_bw_dP import parallel_bw_dP
 from mlstm_pallas.stages.parallel_bw_dQKV import parallel_bw_dQKV
-from mlstm_pallas.stages.parallel_bw_dV import parallel_bw_dV
 from mlstm_pallas.stages.parallel_fw_H import parallel_fw_H
 from mlstm_pallas.stages.recurrent_bw_dC import recurrent_bw_dC
 from mlstm_pallas.stages.recurrent_fw_C import recurrent_fw_C
@@ -264,7 +261,9 @@ def fw_states(plan: Plan, k: jax.Array, v: jax.Array, gates: ChunkGates, C: jax.
     p, DHQK, DHHV = plan.problem, k.shape[-1], v.shape[-1]
 
     def triton(interpret, k, v, gates, C, n):
-        return recurrent_fw_C(k, v, gates, C, n, **plan.launch(interpret))
+        abar = gates.vecAbar.reshape(k.shape[:3])
+        C_states, C_last, n_states, n_last = recurrent_fw_C(k, v, gates.scaGamma, C, abar, n, **plan.launch(interpret))
+        return C_states, n_states, C_last, n_last
 
     def xla(k, v, gates, C, n):
         return reference.chunk_states(plan.chunks(k), plan.chunks(v), gates, C, n)
@@ -315,15 +314,17 @@ def bw_states(
     no_n = jnp.zeros((p.B, p.NH, p.DHQK), acc)
 
     def triton(interpret, q, dh, gates, rows, last):
-        return recurrent_bw_dC(q, dh, gates, rows, last, no_n, None, None, **plan.launch(interpret))[:4]
+        r = gates.vecW.reshape(rows.vecInvDen.shape) * p.qk_scale * rows.vecInvDen
+        return recurrent_bw_dC((q * r[..., None]).astype(q.dtype), dh, gates.scaGamma, last, **plan.launch(interpret))
 
     def xla(q, dh, gates, rows, last):
         in_chunks = RowGradients(*map(plan.chunks, rows))
-        return reference.chunk_state_gradients(plan.chunks(q), plan.chunks(dh), gates, in_chunks, last, no_n, None, None, p.qk_scale)[:4]
+        made = reference.chunk_state_gradients(plan.chunks(q), plan.chunks(dh), gates, in_chunks, last, no_n, None, None, p.qk_scale)
+        return made[0], made[2]
 
     last = jnp.zeros((p.B, p.NH, p.DHQK, p.DHHV), acc) if dC_last is None else _widen(dC_last.astype(acc), p.DHQK, p.DHHV)
     args = _widen(q, p.DHQK), _widen(dh.astype(q.dtype), p.DHHV), gates, rows, last
-    dC, _, dC_initial, _ = on_backend(plan.backend, triton, xla, *args)
+    dC, dC_initial = on_backend(plan.backend, triton, xla, *args)
     return dC[..., :DHQK, :DHHV], dC_initial[..., :DHQK, :DHHV]
 
 
@@ -346,14 +347,9 @@ def bw_inputs(
 
     def triton(interpret, q, k, v, dh, gates, rows, C, dC):
         launch = plan.launch(interpret)
-        if wanted == "QKV" and not plan.config.splits_backward(p):
-            return tuple(parallel_bw_dQKV(q, k, v, dh, gates, rows, C, n, dC, n, **launch)[:3])
-        stages: dict[str, Callable[[], jax.Array]] = {
-            "Q": lambda: parallel_bw_dQ(q, k, v, dh, gates, rows, C, n, **launch)[0],
-            "K": lambda: parallel_bw_dK(q, k, v, dh, gates, rows, dC, n, **launch)[0],
-            "V": lambda: parallel_bw_dV(q, k, dh, gates, rows, dC, **launch),
-        }
-        return tuple(stages[name]() for name in wanted)
+        scores = parallel_bw_dP(q, k, v, dh, gates, rows, **launch)[0]
+        made = parallel_bw_dQKV(q, k, v, dh, gates, rows, scores, C, n, dC, n, wanted=wanted, **launch)
+        return tuple(dx for dx in made[:3] if dx is not None)
 
     def xla(q, k, v, dh, gates, rows, C, dC):
         chunks, in_chunks = plan.chunks, RowGradients(*map(plan.chunks, rows))

@@ -186,7 +186,8 @@ def _gradient(name, arrays, states, qk_scale, chunk_size, tiles, eps, output_dty
     m = dims.borders("scaM_all", scaM_all).astype(acc)
     gates = _common.gates_from_sums(vecI.astype(acc), (vecB.astype(acc), jnp.zeros(vecB.shape, acc)), m)
     rows = _common.constant_rows(vecN_out, eps, matQ.dtype)
-    plan = plan_for(dims, matQ.dtype, qk_scale, stage=f"parallel_bw_d{name}", tiles=tiles)
+    rows_of = "siz_b_LQ" if name == "Q" else "siz_b_LKV"
+    plan = plan_for(dims, matQ.dtype, qk_scale, stage="parallel_bw_dQKV", tiles=tiles | {"siz_b_LQ": tiles[rows_of]})
     k, v = matK.astype(matQ.dtype), matV.astype(matQ.dtype)
     (made,) = _common.bw_inputs(plan, name, matQ, k, v, matDeltaH, gates, rows, C, dC)
     return made.astype(output_dtype)
