@@ -88,6 +88,8 @@ class StageConfig:
             siz_b_loop=min(fit(self.siz_b_loop, problem.DHQK), fit(self.siz_b_loop, problem.DHHV)),
             keep_q=self.keep_q and is_power_of_two(problem.DHQK),
         )
+        if stage in ("parallel_bw_dP", "parallel_bw_dQKV"):
+            return dataclasses.replace(fitted, siz_b_LQ=min(fitted.siz_b_LQ, problem.T))
         if stage not in WALKS:
             return fitted
         rows, part = fit(self.siz_b_loop, getattr(problem, WALKS[stage])), f"siz_b_{WALKS[stage]}"

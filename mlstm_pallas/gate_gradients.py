@@ -148,7 +148,7 @@ def stabiliser_gradients(
     T: steps of a tile, which divides L; the work is S T. None: L.
     """
     T = T or dm.shape[-1]
-    shape, tiles = dm.shape, (*dm.shape[:2], -1, T)
+    shape, tiles = dm.shape, (*dm.shape[:2], dm.shape[2] * dm.shape[3] // T, T)
     carried = carried_steps(gates, vecF)
     goes_on = (carried if begins is None else carried & ~begins).reshape(tiles)
     carried, dm = carried.reshape(tiles), dm.reshape(tiles)

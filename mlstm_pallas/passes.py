@@ -115,7 +115,7 @@ def gate_and_state_gradients(plan: Plan, x: Inputs, gates, rows, sums, through, 
     di, df, dm_initial = gate_gradients(gates, plan.chunks(x.i), plan.chunks(x.f), sums, through, dm, starts, plan.input_gate)
     if plan.starts_empty:  # nobody asks for these
         B, NH = dm_initial.shape
-        dC = jnp.zeros((B, NH, plan.problem.DHQK, plan.problem.DHHV), dm_initial.dtype)
+        dC = jnp.zeros_like(jnp.broadcast_to(dm_initial[..., None, None], (B, NH, plan.problem.DHQK, plan.problem.DHHV)))
     elif plan.stabilised:
         dm_initial += inner(dC, x.c_initial, 2) + inner(dn, x.n_initial)
     return di, df, dC, dn, dm_initial

@@ -45,7 +45,7 @@ def _products(name: str, stage: StageConfig, p: Problem) -> list[_Products]:
     LQ, LKV, BK, BV, step = stage.siz_b_LQ, stage.siz_b_LKV, stage.siz_b_DHQK, stage.siz_b_DHHV, stage.siz_b_loop
     L, over_K, over_V = p.L, step < p.DHQK, step < p.DHHV
     if name in ("recurrent_fw_C", "recurrent_bw_dC"):
-        return [_Products(L > LKV, BK, LKV * BK, (LKV * BV,))]
+        return [_Products(L > LKV, BV, LKV * BV, (LKV * BK,))]
     if name == "parallel_bw_P":
         return [_Products(over_V, L, L * step, (L * step,)), _Products(p.DHQK > BK, L, L * BK, (L * BK,))]
     if name == "parallel_bw_dP":
@@ -75,6 +75,8 @@ def least_shared_bytes(name: str, stage: StageConfig, problem: Problem, dtype: j
     counted. tests/test_shared_memory.py compares it with compiled kernels.
     """
     stage, wide = stage.fitted(problem, name), dtype.itemsize > 2
+    recurrent = name in ("recurrent_fw_C", "recurrent_bw_dC")
+    stage = stage.narrowed(problem) if recurrent else stage
     ahead = (stage.num_stages - 1) * dtype.itemsize
     most = 0
     for x in _products(name, stage, problem):
@@ -83,6 +85,8 @@ def least_shared_bytes(name: str, stage: StageConfig, problem: Problem, dtype: j
             held = ahead * sum(y for y in (x.left, *x.right) if y * dtype.itemsize >= 128 * stage.num_warps)
             if wgmma and x.rows >= 64:
                 held += 6 * max(x.right) if wide else 2 * (x.left + sum(x.right) + x.kept)
+            elif recurrent and not wide:  # the left operand is turned on its way, from one copy
+                held = ahead * sum(x.right) + 2 * x.left
         most = max(most, held)
     return most
 

@@ -9,13 +9,13 @@ import sys
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from oracle import random_inputs
+from oracle import HELPERS, random_inputs
 
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, mlstm_recurrent_step
 from mlstm_pallas.config import ALL_STAGES, WALKS
 from mlstm_pallas.launch import kernel_call
 
-KERNELS = (*ALL_STAGES, "border_maxima", "key_sums", "segment_products")
+KERNELS = (*ALL_STAGES, *HELPERS)
 # What is asked for beside the default; the sigmoid gate takes no m_initial.
 VARIANTS = [{}, {"packed": True}, {"input_gate": "sigmoid"}, {"input_gate": "sigmoid", "normalize": False}]
 WALK = StageConfig(siz_b_LKV=32, siz_b_loop=64)  # two launches at 128 rows

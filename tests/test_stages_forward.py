@@ -13,7 +13,7 @@ from mlstm_pallas import KernelConfig, StageConfig, gates, mlstm_chunkwise, refe
 from mlstm_pallas.config import config_for
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stages.parallel_fw_H import parallel_fw_H
-from mlstm_pallas.stages.parallel_fw_P import parallel_fw_P
+from mlstm_pallas.stages.parallel_fw_P import key_sums, parallel_fw_P
 from mlstm_pallas.stages.recurrent_fw_C import recurrent_fw_C
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -158,6 +158,20 @@ def test_parallel_fw_P(dtype, L, DHQK):
     assert_close(num.reshape(expected_h.shape), expected_h, tolerance(dtype, 128 + 32), "h")
     scaled = np.asarray(made.vecAbar, "float64")[..., None] * wide["k"]
     assert_close(wide["matK_scaled"], scaled, tolerance(dtype, 1), "kbar")
+
+
+@pytest.mark.parametrize("rounded", [False, True])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_key_sums(dtype, rounded):
+    """With rounded, of the very numbers that C is made of."""
+    problem, x, made, _ = stage_case(dtype, 32)
+    config = KernelConfig(parallel_fw_P=tiles(16, 16, 16, 16))
+    found = jax.jit(functools.partial(key_sums, problem=problem, config=config, rounded=rounded, interpret=True))(x["k"], made)
+    if rounded:
+        scaled = np.asarray(keys_of(x, made, scaled=True)[0].astype("float32"), "float64")
+    else:
+        scaled = np.asarray(x["k"].astype("float32"), "float64") * np.asarray(made.vecAbar, "float64").reshape(1, 2, 128, 1)
+    assert_close(found, scaled.reshape(1, 2, 4, 32, 32).sum(-2), tolerance("float32", 32))
 
 
 STATELESS_TILES = {

@@ -153,14 +153,14 @@ def parallel_bw_dP(
     config: KernelConfig,
     interpret: bool = False,
 ) -> tuple[GradientScores, NormSums, PairSums]:
-    """Launches the stage. Config: siz_b_LQ (rows and columns of a tile), siz_b_loop.
+    """Launches the stage. Config: siz_b_LQ (rows and columns of a tile, at most MAX_TILE), siz_b_loop.
 
     Args:
       matQ, matK: (B, NH, S, DHQK), matV, matDeltaH: (B, NH, S, DHHV), in the kernel dtype.
       gates, rows: of chunks of L steps.
     """
-    p, stage = problem, config.stage("parallel_bw_dP").fitted(problem)
-    T = min(stage.siz_b_LQ, MAX_TILE)
+    p, stage = problem, config.stage("parallel_bw_dP").fitted(problem, "parallel_bw_dP")
+    T = stage.siz_b_LQ
     n = blocks(p.L, T)
     row = pl.BlockSpec((None, p.L), lambda x, c, b: (b, c))
     normalised = rows.vecInvDen is not None

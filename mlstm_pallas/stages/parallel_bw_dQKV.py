@@ -23,7 +23,7 @@ from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.gate_gradients import RowGradients
 from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.launch import kernel_call
-from mlstm_pallas.problem import MAX_TILE, Problem
+from mlstm_pallas.problem import Problem
 from mlstm_pallas.stages.parallel_bw_dP import GradientScores
 from mlstm_pallas.tiles import Precision, block_at, blocks, divide, dot, loop, remainder, sum_of
 
@@ -150,8 +150,8 @@ def parallel_bw_dQKV(
         kernel dtype and (B, NH, NC, DHQK) float32.
       wanted: of which inputs the gradients are wanted.
     """
-    p, stage = problem, config.stage("parallel_bw_dQKV").fitted(problem)
-    LQ, BK, BV = min(stage.siz_b_LQ, MAX_TILE), stage.siz_b_DHQK, stage.siz_b_DHHV
+    p, stage = problem, config.stage("parallel_bw_dQKV").fitted(problem, "parallel_bw_dQKV")
+    LQ, BK, BV = stage.siz_b_LQ, stage.siz_b_DHQK, stage.siz_b_DHHV
     normalised = rows.vecInvDen is not None
     tile, keys, values = (pl.BlockSpec((None, p.L, width), lambda x, c, b: (b, c, 0)) for width in (p.L, p.DHQK, p.DHHV))
     state = pl.BlockSpec((None, None, p.DHQK, p.DHHV), lambda x, c, b: (b, c, 0, 0))
