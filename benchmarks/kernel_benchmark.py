@@ -43,14 +43,15 @@ from peers import NORMALISER, Inputs, random_inputs
 from reporting import Row, markdown, plot, progress, read_rows, table
 from roofline import Shape
 
-from mlstm_pallas import gate_gradients, gates, mlstm_chunkwise, reference
+from mlstm_pallas import gates, mlstm_chunkwise, reference
 from mlstm_pallas.backend import target_device_kind
 from mlstm_pallas.config import CHUNK_OF, KernelConfig, config_for
+from mlstm_pallas.gate_gradients import TilePairs, row_gradients
 from mlstm_pallas.problem import BACKENDS, KERNEL_DTYPES, MAX_TILE, check_chunk_size, make_problem
-from mlstm_pallas.stages import parallel_bw_dP as tiled_scores
-from mlstm_pallas.stages import parallel_bw_P as whole_scores
 from mlstm_pallas.stages.chunk_gates import chunk_gates
+from mlstm_pallas.stages.parallel_bw_dP import AddedNorms, GradientTiles, parallel_bw_dP
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, parallel_bw_dQKV
+from mlstm_pallas.stages.parallel_bw_P import GradientScores, NormSums, PairSums, parallel_bw_P
 from mlstm_pallas.stages.parallel_fw_H import parallel_fw_H
 from mlstm_pallas.stages.parallel_fw_P import Scores, parallel_fw_P
 from mlstm_pallas.stages.recurrent_bw_dC import recurrent_bw_dC
@@ -198,7 +199,7 @@ def _sums_of_pairs(W):
 
 
 def _gradient_scores_kernel(*args, **launch):
-    return tuple(itertools.chain(*whole_scores.parallel_bw_P(*args, **launch)))
+    return tuple(itertools.chain(*parallel_bw_P(*args, **launch)))
 
 
 def _plain_gradient_scores(q, k, v, dh, stabilisers, rows, n):
@@ -212,13 +213,13 @@ def _plain_gradient_scores(q, k, v, dh, stabilisers, rows, n):
     return *tiles, jnp.sum(weighted, axis=-2), jnp.sum(weighted * n, axis=-1), *_sums_of_pairs(W)
 
 
-def _plain_tiled_scores(q, k, v, dh, stabilisers, rows):
+def _plain_gradient_tiles(q, k, v, dh, stabilisers, rows):
     """In one tile a chunk."""
     P, dP, W, qbar, kbar = _tiles(q, k, v, dh, stabilisers, rows)
-    norms = tiled_scores.NormSums(jnp.sum(kbar, axis=-2), jnp.sum(qbar * rows.vecDzDen[..., None], axis=-2))
+    norms = AddedNorms(jnp.sum(kbar, axis=-2), jnp.sum(qbar * rows.vecDzDen[..., None], axis=-2))
     before, behind, diagonal = _sums_of_pairs(W)
-    pairs = gate_gradients.PairSums(*(x[:, :, None, :, None] for x in (before, behind)), diagonal[:, :, :, None])
-    scores = tiled_scores.GradientScores(*(x.astype(q.dtype) for x in (P, q.shape[-1] ** -0.5 * dP, qbar, kbar)))
+    pairs = TilePairs(*(x[:, :, None, :, None] for x in (before, behind)), diagonal[:, :, :, None])
+    scores = GradientTiles(*(x.astype(q.dtype) for x in (P, q.shape[-1] ** -0.5 * dP, qbar, kbar)))
     return scores, norms, pairs
 
 
@@ -279,10 +280,10 @@ STAGES = {
     "parallel_fw_P": Stage(_scores_kernel, _plain_scores, ("matQ", "matK", "gates", "vecN_initial"), (*Scores._fields, "z", "n_last")),
     "recurrent_fw_H": Stage(_fw_H_kernel, _plain_fw_H, ("matQ", "matV", "scores", "gates", "matC_initial"), ("h", "C_last")),
     "parallel_bw_dP": Stage(
-        tiled_scores.parallel_bw_dP,
-        _plain_tiled_scores,
+        parallel_bw_dP,
+        _plain_gradient_tiles,
         (*QKV, "matDeltaH", "gates", "rows"),
-        (*tiled_scores.GradientScores._fields, *tiled_scores.NormSums._fields, "before", "behind", "diagonal"),
+        (*GradientTiles._fields, *AddedNorms._fields, "before", "behind", "diagonal"),
         seen=_written,
     ),
     "recurrent_bw_dC": Stage(
@@ -296,7 +297,7 @@ STAGES = {
         _gradient_scores_kernel,
         _plain_gradient_scores,
         (*QKV, "matDeltaH", "gates", "rows", "vecN_states"),
-        (*whole_scores.GradientScores._fields, *whole_scores.NormSums._fields, *whole_scores.PairSums._fields),
+        (*GradientScores._fields, *NormSums._fields, *PairSums._fields),
     ),
     "recurrent_bw_dQ": Stage(
         recurrent_bw_dQ,
@@ -334,7 +335,7 @@ def stage_arrays(x: Inputs, L: int, stateless: bool) -> dict[str, Any]:
         return [y.reshape(B, NH, S, *y.shape[4:]) for y in arrays]
 
     def rows_of(h, z):
-        return gate_gradients.row_gradients(jnp.sum(x.dh * h, -1), z, found["gates"].vecM.reshape(z.shape), **NORMALISER)
+        return row_gradients(jnp.sum(x.dh * h, -1), z, found["gates"].vecM.reshape(z.shape), **NORMALISER)
 
     found["gates"] = run("chunk_gates")
     found["scaGamma"] = gamma = found["gates"].scaGamma
@@ -347,13 +348,13 @@ def stage_arrays(x: Inputs, L: int, stateless: bool) -> dict[str, Any]:
         w, abar = steps(found["gates"].vecW * K**-0.5, found["gates"].vecAbar)
         found |= dict(vecR=w * rows.vecInvDen, vecAbar=abar)
         *scores, added_dn, _, _, _, _ = run("parallel_bw_P")
-        found["gradient_scores"] = whole_scores.GradientScores(*steps(*scores))
+        found["gradient_scores"] = GradientScores(*steps(*scores))
     else:
         found["matK_scaled"] = kbar.astype(x.k.dtype).reshape(x.k.shape)
         found["matC_states"], _ = run("recurrent_fw_C")
         found["rows"] = rows_of(*steps(*run("parallel_fw_H")))
         scores, (_, added_dn), _ = run("parallel_bw_dP")
-        found["gradient_scores"] = tiled_scores.GradientScores(*steps(*scores))
+        found["gradient_scores"] = GradientTiles(*steps(*scores))
         found["matQ_scaled"] = found["gradient_scores"].matQ_scaled
         found["matDeltaC_states"], _ = run("recurrent_bw_dC")
     found["vecDeltaN_states"], _ = gates.vector_states(added_dn, gamma, n, backward=True)

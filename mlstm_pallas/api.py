@@ -65,7 +65,8 @@ def mlstm_chunkwise(
         With the sigmoid gate m_initial is None always.
       return_last_states: whether to return the states after the last step as well.
       eps: added to the denominator.
-      chunk_size: L, a power of two >= 16; one beyond S is shortened. None: the tuned one.
+      chunk_size: L, a power of two >= 16; one beyond S is shortened. None: the tuned one. The kernels' backward pass with states in memory
+        holds 2 S L elements a head beside them.
       autocast_kernel_dtype: dtype of q, k, v in the matrix products, "float32" or "bfloat16" (sums are float32 always). None: that of q.
       stabilize_correctly: False takes norm_val instead of norm_val exp(-m_t) as the floor of the denominator.
       norm_val: see above.

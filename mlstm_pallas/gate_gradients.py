@@ -32,7 +32,7 @@ class RowSums(NamedTuple):
     vecPairs: jax.Array  # at r: sum of W_ts over t >= r > s
 
 
-class PairSums(NamedTuple):
+class TilePairs(NamedTuple):
     """Sums of W_ts = dP_ts scale q_t . k_s, float32, for chunks of n tiles of T steps. Where the tile of rows lies before that of columns
     nothing is written."""
 
@@ -61,7 +61,7 @@ def suffix_sums(x: jax.Array) -> jax.Array:
     return jnp.einsum("...s,st->...t", x, jnp.tri(T, dtype=x.dtype), precision="highest")
 
 
-def tile_sums(pairs: PairSums, from_state: jax.Array, to_state: jax.Array, through: jax.Array) -> tuple[RowSums, jax.Array]:
+def tile_sums(pairs: TilePairs, from_state: jax.Array, to_state: jax.Array, through: jax.Array) -> tuple[RowSums, jax.Array]:
     """RowSums for the tiles of T steps, and what goes through each tile (B, NH, S / T), from the sums of the stages.
 
     Args:

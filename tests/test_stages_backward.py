@@ -9,9 +9,9 @@ import pytest
 from oracle import assert_close, random_inputs, tolerance
 
 from mlstm_pallas import KernelConfig, StageConfig, gates, reference
-from mlstm_pallas.gate_gradients import NO_NORMALISER, PairSums, RowGradients, row_gradients, tile_sums
+from mlstm_pallas.gate_gradients import NO_NORMALISER, RowGradients, TilePairs, row_gradients, tile_sums
 from mlstm_pallas.problem import MAX_TILE, Problem
-from mlstm_pallas.stages.parallel_bw_dP import GradientScores, parallel_bw_dP
+from mlstm_pallas.stages.parallel_bw_dP import GradientTiles, parallel_bw_dP
 from mlstm_pallas.stages.parallel_bw_dQKV import parallel_bw_dQKV
 from mlstm_pallas.stages.recurrent_bw_dC import recurrent_bw_dC
 
@@ -120,7 +120,7 @@ def scores_of(x):
     _, behind = diagonal_blocks(x.L)
     tiles = (jnp.asarray(np.where(behind, np.nan, y).reshape(1, NH, S, x.L), x.dtype) for y in (x.P, x.dP))
     scaled = (jnp.asarray(y.reshape(1, NH, S, DHQK), x.dtype) for y in (x.qbar, x.kbar))
-    return GradientScores(*tiles, *scaled)
+    return GradientTiles(*tiles, *scaled)
 
 
 def arguments_of(x):
@@ -247,7 +247,7 @@ def test_what_passes_every_step_is_the_same_for_tiles_of_any_size(T):
     made = (np.where(where.reshape(n, 1, n, 1), y, np.nan) for y, where in zip(made, (behind.T, behind), strict=True))
     diagonal = np.diagonal(W, axis1=-2, axis2=-1).reshape(1, 1, 2, n, T)
     with jax.enable_x64(True):
-        pairs = PairSums(*map(jnp.asarray, (*made, diagonal)))
+        pairs = TilePairs(*map(jnp.asarray, (*made, diagonal)))
         sums, through_tiles = jax.tree.map(np.asarray, tile_sums(pairs, *map(jnp.asarray, (from_state, to_state, through))))
     assert through_tiles.shape == (1, 1, 2 * n)
     assert {y.shape for y in sums} == {(1, 1, 2 * n, T)}

@@ -19,14 +19,14 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.gate_gradients import PairSums, RowGradients
+from mlstm_pallas.gate_gradients import RowGradients, TilePairs
 from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.launch import kernel_call, masked_store
 from mlstm_pallas.problem import MAX_TILE, Problem
 from mlstm_pallas.tiles import Precision, block_at, blocks, causal_mask, decay_tile, dot, loop, sum_of
 
 
-class GradientScores(NamedTuple):
+class GradientTiles(NamedTuple):
     """In the kernel dtype; column s - the chunk's first step. Of P and dP what lies above the diagonal is 0 in the diagonal blocks of
     MAX_TILE steps, and not written elsewhere."""
 
@@ -36,7 +36,7 @@ class GradientScores(NamedTuple):
     matK_scaled: jax.Array  # (B, NH, S, DHQK) kbar
 
 
-class NormSums(NamedTuple):
+class AddedNorms(NamedTuple):
     """(B, NH, NC, DHQK) float32; added_dn None without a normaliser."""
 
     added_n: jax.Array  # sum of abar_s k_s
@@ -152,7 +152,7 @@ def parallel_bw_dP(
     problem: Problem,
     config: KernelConfig,
     interpret: bool = False,
-) -> tuple[GradientScores, NormSums, PairSums]:
+) -> tuple[GradientTiles, AddedNorms, TilePairs]:
     """Launches the stage. Config: siz_b_LQ (rows and columns of a tile, at most MAX_TILE), siz_b_loop.
 
     Args:
@@ -193,11 +193,11 @@ def parallel_bw_dP(
         *(None if x is None else x.reshape(p.BNH, p.S) for x in (rows.vecInvDen, rows.vecDzDen)),
     )
     heads = (p.B, p.NH)
-    scores = GradientScores(*(x.reshape(*heads, p.S, -1) for x in (P, dP, qbar, kbar)))
+    scores = GradientTiles(*(x.reshape(*heads, p.S, -1) for x in (P, dP, qbar, kbar)))
     added = [jnp.sum(x.reshape(*heads, p.NC, n, p.DHQK), axis=3) for x in norms]
     tiles = (*heads, n, p.NC, n, T)
     return (
         scores,
-        NormSums(added[0], added[1] if normalised else None),
-        PairSums(from_tiles.reshape(tiles), to_tiles.reshape(tiles), diagonal.reshape(*heads, p.NC, n, T)),
+        AddedNorms(added[0], added[1] if normalised else None),
+        TilePairs(from_tiles.reshape(tiles), to_tiles.reshape(tiles), diagonal.reshape(*heads, p.NC, n, T)),
     )

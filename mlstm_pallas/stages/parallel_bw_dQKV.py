@@ -24,7 +24,7 @@ from mlstm_pallas.gate_gradients import RowGradients
 from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.launch import kernel_call
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stages.parallel_bw_dP import GradientScores
+from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
 from mlstm_pallas.tiles import Precision, block_at, blocks, divide, dot, loop, remainder, sum_of
 
 
@@ -130,7 +130,7 @@ def parallel_bw_dQKV(
     matDeltaH: jax.Array,
     gates: ChunkGates,
     rows: RowGradients,
-    scores: GradientScores,
+    scores: GradientTiles,
     matC_states: jax.Array,
     vecN_states: jax.Array,
     matDeltaC_states: jax.Array,
