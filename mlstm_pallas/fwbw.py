@@ -21,12 +21,19 @@ NO_SUCH_DERIVATIVE = (
 
 
 def _forward_triton(plan: Plan, interpret: bool, inputs: Inputs, products: SegmentProducts | None = None):
+    if plan.starts_empty:
+        inputs = inputs._replace(c_initial=None)
     if plan.stateless_forward:
         return stateless_passes.forward(plan.stateless_forward, interpret, inputs, products)
     return passes.forward_triton(plan, interpret, inputs)
 
 
 def _backward_triton(plan: Plan, interpret: bool, residuals: Residuals, cotangents: Outputs) -> Inputs:
+    dh, of_last = cotangents
+    inputs = residuals.inputs
+    cotangents = dh, of_last or (None, jnp.zeros_like(inputs.n_initial), None)
+    if plan.starts_empty:
+        residuals = residuals._replace(inputs=inputs._replace(c_initial=None))
     if plan.stateless_backward:
         return stateless_passes.backward(plan.stateless_backward, interpret, residuals, cotangents)
     return passes.backward_triton(plan, interpret, residuals, cotangents)

@@ -138,16 +138,15 @@ def carried_steps(gates: ChunkGates, vecF: jax.Array) -> jax.Array:
 
 
 def stabiliser_gradients(
-    gates: ChunkGates, vecF: jax.Array, dm: jax.Array, begins: jax.Array | None = None, T: int | None = None
+    gates: ChunkGates, vecF: jax.Array, dm: jax.Array, begins: jax.Array | None, T: int
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Passes dm_t on to what won the maximum in m_t: (parts of di, of dfbar, of dm_initial).
 
     m_t is either i_t or log sigmoid(f_t) + m_{t-1}: what arrives at t, its own dm_t included, goes to i_t in the first case, through f_t to
     t - 1 in the second, and no further than f_t where a packed sequence begins. vecF, dm, begins: (B, NH, NC, L).
 
-    T: steps of a tile, which divides L; the work is S T. None: L.
+    T: steps of a tile, which divides L; the work is S T.
     """
-    T = T or dm.shape[-1]
     shape, tiles = dm.shape, (*dm.shape[:2], dm.shape[2] * dm.shape[3] // T, T)
     carried = carried_steps(gates, vecF)
     goes_on = (carried if begins is None else carried & ~begins).reshape(tiles)

@@ -23,8 +23,8 @@ def forward_triton(plan: Plan, interpret: bool, x: Inputs):
     """Outputs, z and, where they are to be kept, the states."""
     launch = plan.launch(interpret)
     gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, plan.input_gate, **launch)
-    abar, C = gates.vecAbar.reshape(x.i.shape), None if plan.starts_empty else x.c_initial
-    made = recurrent_fw_C(x.k, x.v, gates.scaGamma, C, abar, x.n_initial, last=plan.last_states, **launch)
+    abar = gates.vecAbar.reshape(x.i.shape)
+    made = recurrent_fw_C(x.k, x.v, gates.scaGamma, x.c_initial, abar, x.n_initial, last=plan.last_states, **launch)
     C_states, C_last, n_states, n_last = made
     normaliser = dict(plan.normaliser, normalize=plan.normalize)
     h, z = parallel_fw_H(x.q, x.k, x.v, gates, C_states, n_states, output_dtype=x.q.dtype, **normaliser, **launch)
@@ -35,12 +35,10 @@ def forward_triton(plan: Plan, interpret: bool, x: Inputs):
 def backward_triton(plan: Plan, interpret: bool, residuals: Residuals, cotangents: Outputs) -> Inputs:
     launch = plan.launch(interpret)
     x, h, z, states = residuals
-    if plan.starts_empty:
-        x = x._replace(c_initial=None)
     if states is None:
         # Else the compiler sees that the forward pass made the same states, and keeps those.
         x = lax.optimization_barrier(x)
-    dh, (dC_last, dn_last, dm_last) = cotangents[0], cotangents[1] or (None, jnp.zeros_like(x.n_initial), None)
+    dh, (dC_last, dn_last, dm_last) = cotangents
     gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, plan.input_gate, **launch)
     gamma = gates.scaGamma
     rows = row_gradients_of(plan, dh, h, z, gates)
@@ -81,7 +79,7 @@ def backward_xla(plan: Plan, residuals: Residuals, cotangents: Outputs) -> Input
     x, h, z, states = residuals
     if states is None:
         x = lax.optimization_barrier(x)
-    dh, (dC_last, dn_last, dm_last) = cotangents[0], cotangents[1] or jax.tree.map(jnp.zeros_like, x[5:8])
+    dh, (dC_last, dn_last, dm_last) = cotangents[0], cotangents[1] or jax.tree.map(jnp.zeros_like, (x.c_initial, x.n_initial, x.m_initial))
     q, k, v, dh_chunks = map(plan.chunks, (*x[:3], dh))
     gates = _gates_xla(plan, x)
     if states is None:

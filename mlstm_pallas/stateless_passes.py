@@ -30,7 +30,7 @@ def forward(plan: Plan, interpret: bool, x: Inputs, products: SegmentProducts | 
     launch, precision = plan.launch(interpret), plan.config.dot_precision(x.q.dtype, interpret)
     gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, plan.input_gate, **launch)
     scores, z, n_last = parallel_fw_P(x.q, x.k, gates, x.n_initial, normalize=plan.normalize, **plan.normaliser, **launch)
-    C, gamma, n = None if plan.starts_empty else x.c_initial, gates.scaGamma, plan.segments
+    C, gamma, n = x.c_initial, gates.scaGamma, plan.segments
     if n > 1:
         added = None if products is None else products.of(n, gates.scaM_states)
         if added is None:
@@ -57,10 +57,8 @@ def backward(plan: Plan, interpret: bool, residuals: Residuals, cotangents: Outp
     """Gradients of the inputs. cotangents: of h and of the last states."""
     launch = plan.launch(interpret)
     x, h, z, _ = residuals
-    if plan.starts_empty:
-        x = x._replace(c_initial=None)
     x = lax.optimization_barrier(x)  # nothing that the forward pass made is kept for this one
-    dh, (dC_last, dn_last, dm_last) = cotangents[0], cotangents[1] or (None, jnp.zeros_like(x.n_initial), None)
+    dh, (dC_last, dn_last, dm_last) = cotangents
     gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, plan.input_gate, **launch)
     rows = row_gradients_of(plan, dh, h, z, gates)
     # Of kbar as rounded, as C: what n and dn give and take is to be the same.

@@ -105,7 +105,7 @@ def _parallel_bw_dP_kernel(
         P_ref[rows, columns] = P.astype(P_ref.dtype)
         dP_ref[rows, columns] = (dP * scale).astype(P_ref.dtype)
 
-        # A branch that reads W here takes fifty registers, hence a program of three on a multiprocessor.
+        # Summed in every tile: a branch that reads W takes as many registers, fifty.
         masked_store(diagonal_ref.at[rows], jnp.sum(jnp.where(strict, 0.0, W), axis=1), jnp.full((T,), i == j))
 
         whole = max(MAX_TILE // T, 1)  # tiles on a side of a block
