@@ -138,7 +138,7 @@ def _plain_outputs(q, k, v, stabilisers, C, n):
 
 
 def _scores_kernel(*args, **launch):
-    scores, z, n_last = parallel_fw_P(*args, **NORMALISER, **launch)
+    scores, z, (_, n_last) = parallel_fw_P(*args, **NORMALISER, **launch)
     return *scores, z, n_last
 
 
@@ -265,7 +265,8 @@ def _plain_gradients(q, k, v, dh, stabilisers, rows, scores, C, n, dC, dn):
     dq = r * (einsum("bhctv,bhckv->bhctk", dh, C) + rows.vecDzDen[..., None] * n[..., None, :])
     dk = abar * (einsum("bhcsv,bhckv->bhcsk", v, dC) + dn[..., None, :])
     dv = abar * einsum("bhcsk,bhckv->bhcsv", k, dC) + einsum("bhcts,bhctv->bhcsv", scores.matP, dh)
-    sums = jnp.sum(q * dq, axis=-1), jnp.sum(k * dk, axis=-1)
+    acc = dq.dtype
+    sums = jnp.sum(q * dq, axis=-1), jnp.sum(k * dk, axis=-1), jnp.sum(C.astype(acc) * dC.astype(acc), axis=(-2, -1))
     dq += einsum("bhcts,bhcsk->bhctk", scores.matDeltaP, k)
     dk += einsum("bhcts,bhctk->bhcsk", scores.matDeltaP, q)
     return Gradients(dq, dk, dv, *sums)
@@ -292,7 +293,7 @@ STAGES = {
         ("matQ_scaled", "matDeltaH", "scaGamma", "matDeltaC_last"),
         ("dC", "dC_initial"),
     ),
-    "parallel_bw_dQKV": Stage(parallel_bw_dQKV, _plain_gradients, GRADIENTS),
+    "parallel_bw_dQKV": Stage(functools.partial(parallel_bw_dQKV, wanted="QKVC"), _plain_gradients, GRADIENTS),
     "parallel_bw_P": Stage(
         _gradient_scores_kernel,
         _plain_gradient_scores,

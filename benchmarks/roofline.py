@@ -99,12 +99,12 @@ def parallel_bw_dQKV(shape: Shape, L: int, itemsize: int) -> Cost:
     """FLOPs: C dh, dC v, dC^T k, 6 R K V; dP k, dP^T q and P^T dh, R (L + 1) (2 K + V).
 
     Bytes: q, k, v, dh, dq, dk, dv, P, dP and both states, w (R (4 K + 3 V + 2 L) + 2 B NH NC K V). Floats: n, dn, w, abar, 1/den, dz den,
-    and two row sums of the gates' gradients.
+    two row sums and one of each chunk for the gates' gradients.
     """
     _, _, _, K, V = shape
     R, NC = shape.rows, shape.chunks(L)
     flops = 6 * R * K * V + R * (L + 1) * (2 * K + V)
-    return Cost(flops, itemsize * (R * (4 * K + 3 * V + 2 * L) + 2 * NC * K * V) + 4 * (2 * NC * K + 6 * R))
+    return Cost(flops, itemsize * (R * (4 * K + 3 * V + 2 * L) + 2 * NC * K * V) + 4 * (2 * NC * K + 6 * R + NC))
 
 
 def parallel_bw_P(shape: Shape, L: int, itemsize: int) -> Cost:

@@ -100,19 +100,21 @@ class StageConfig:
         """Of a recurrence over one part of the sequence."""
         return problem.BNH * blocks(problem.DHHV, self.siz_b_DHHV) * blocks(problem.DHQK, self.siz_b_DHQK)
 
-    def narrowed(self, problem: Problem) -> "StageConfig":
-        """The (fitted) config of a recurrence with smaller blocks, down to 64 columns a side, where there are few programs."""
+    def narrowed(self, problem: Problem, recurrences: int = 1) -> "StageConfig":
+        """The (fitted) config of so many recurrences with smaller blocks, down to 64 columns a side, where there are few programs."""
         stage = self
         for name in ("siz_b_DHHV", "siz_b_DHQK") * 2:
             size = getattr(stage, name)
-            if size > 64 and stage._programs(problem) < ENOUGH_PROGRAMS:
+            if size > 64 and recurrences * stage._programs(problem) < ENOUGH_PROGRAMS:
                 changed: dict[str, Any] = {name: size // 2}
                 stage = dataclasses.replace(stage, **changed)
         return stage
 
-    def segments(self, problem: Problem) -> int:
-        """Parts of the sequence that the recurrences work on at the same time: num_segments, cut to what divides the chunks."""
-        wanted = max(ENOUGH_PROGRAMS // max(self._programs(problem), 1), 1) if self.num_segments is None else self.num_segments
+    def segments(self, problem: Problem, recurrences: int = 1) -> int:
+        """Parts of the sequence that so many recurrences work on at the same time: num_segments, cut to what divides the chunks."""
+        wanted = (
+            max(ENOUGH_PROGRAMS // max(recurrences * self._programs(problem), 1), 1) if self.num_segments is None else self.num_segments
+        )
         segments = min(1 << (wanted.bit_length() - 1), MAX_SEGMENTS, problem.NC & -problem.NC)
         return segments if self.num_segments is not None or segments >= LEAST_SEGMENTS else 1
 
@@ -149,11 +151,11 @@ class KernelConfig:
     Attributes:
       chunk_size: L, a power of two >= 16.
       precision: of float32 products. None: true float32 quality, as six bfloat16 products on the tensor cores.
-      stateless_forward: h by parallel_fw_P and recurrent_fw_H, which keep the states on the chip, where the backward pass recomputes them;
-        else by recurrent_fw_C and parallel_fw_H. A number: from so many heads, B * NH, on, as fewer do not fill a device; segments of
-        their sequences count where heads are wide and segments long (``walk_segments``).
+      stateless_forward: h by parallel_fw_P and recurrent_fw_H, which keep the states on the chip, and store those alone that the backward
+        pass is to be given; else by recurrent_fw_C and parallel_fw_H. A number: from so many heads, B * NH, on, as fewer do not fill a
+        device; segments of their sequences count where heads are wide and segments long (``walk_segments``).
       stateless_backward: likewise dq, dk and dv by parallel_bw_P, recurrent_bw_dQ, recurrent_bw_dK and recurrent_bw_dV, without segments;
-        else by parallel_bw_dP, recurrent_fw_C, recurrent_bw_dC and parallel_bw_dQKV.
+        else by parallel_bw_dP, recurrent_bw_dC and parallel_bw_dQKV.
       chunk_gates, ..., recurrent_step: tiles of the stages.
     """
 
@@ -191,13 +193,17 @@ class KernelConfig:
         """The stages of the forward and of the backward pass."""
         forward: tuple[str, ...] = ("recurrent_fw_C", "parallel_fw_H")
         backward: tuple[str, ...] = ("parallel_bw_dP", "recurrent_bw_dC", "parallel_bw_dQKV")
-        if recompute_states_in_bw:
-            backward = ("recurrent_fw_C", *backward)
-            if self.walk_segments(problem):
-                forward = ("parallel_fw_P", "recurrent_fw_H")
-            if 0 < (self.stateless_backward or 0) <= problem.BNH:
-                backward = ("parallel_bw_P", "recurrent_bw_dQ", "recurrent_bw_dK", "recurrent_bw_dV")
+        segments = self.walk_segments(problem)
+        if segments and (recompute_states_in_bw or (problem.NC % segments == 0 and self._walks_once(problem))):
+            forward = ("parallel_fw_P", "recurrent_fw_H")
+        if recompute_states_in_bw and 0 < (self.stateless_backward or 0) <= problem.BNH:
+            backward = ("parallel_bw_P", "recurrent_bw_dQ", "recurrent_bw_dK", "recurrent_bw_dV")
         return ("chunk_gates", *forward), ("chunk_gates", *backward)
+
+    def _walks_once(self, problem: Problem) -> bool:
+        """Whether recurrent_fw_H takes one launch: further ones would have other rows of the states that it stores."""
+        stage = self.recurrent_fw_H
+        return stage is None or stage.fitted(self.problem_of("recurrent_fw_H", problem), "recurrent_fw_H").siz_b_loop == problem.DHQK
 
     def walk_segments(self, problem: Problem) -> int:
         """Equal parts of a sequence, of whole chunks of recurrent_fw_H, that a forward pass without states takes for heads.
@@ -290,7 +296,7 @@ def heuristic_config(DHQK: int, dtype: jnp.dtype) -> KernelConfig:
     walk_over_keys = walk if wide else dataclasses.replace(walk, siz_b_DHQK=128)
     return KernelConfig(
         chunk_size=64,
-        chunk_gates=StageConfig(siz_b_LQ=32, num_warps=1, num_stages=1),
+        chunk_gates=StageConfig(siz_b_LQ=16, num_warps=1, num_stages=1),
         recurrent_fw_C=recurrence,
         parallel_fw_H=StageConfig(
             siz_b_LQ=64,

@@ -1,5 +1,6 @@
 """The custom_vjp that joins the passes, and the documented generators of functions with it."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -24,7 +25,8 @@ def _forward_triton(plan: Plan, interpret: bool, inputs: Inputs, products: Segme
     if plan.starts_empty:
         inputs = inputs._replace(c_initial=None)
     if plan.stateless_forward:
-        return stateless_passes.forward(plan.stateless_forward, interpret, inputs, products)
+        kept = 0 if plan.recompute_states_in_bw else plan.problem.L
+        return stateless_passes.forward(plan.stateless_forward, interpret, inputs, products, kept)
     return passes.forward_triton(plan, interpret, inputs)
 
 
@@ -76,7 +78,7 @@ def backward(plan: Plan, residuals: Residuals, cotangents: Outputs) -> Inputs:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mlstm(plan: Plan, inputs: Inputs) -> Outputs:
-    return forward(plan, inputs)[0]
+    return forward(dataclasses.replace(plan, recompute_states_in_bw=True), inputs)[0]  # there is no backward pass to keep states for
 
 
 def _mlstm_fwd(plan: Plan, inputs: Inputs):

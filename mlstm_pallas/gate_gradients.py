@@ -137,35 +137,45 @@ def carried_steps(gates: ChunkGates, vecF: jax.Array) -> jax.Array:
     return ((e_hi != u_hi) | (e_lo != u_lo)) & (vecF > MASKED)
 
 
+_GROUP = 16  # steps that are summed at once; the work is so many times the length
+
+
+def runs_summed(x: jax.Array, goes_on: jax.Array) -> jax.Array:
+    """R_t = x_t + R_{t+1} where goes_on_t holds, x_t elsewhere, along the last axis; R behind it is 0.
+
+    Sums over runs of steps, in groups, what reaches the groups in groups of those: no difference is taken.
+    """
+    n, size = x.shape[-1], _GROUP if x.shape[-1] > 2 * _GROUP else x.shape[-1]
+    padding = [*[(0, 0)] * (x.ndim - 1), (0, -n % size)]
+    groups = *x.shape[:-1], -(-n // size), size
+    x, goes_on = jnp.pad(x, padding).reshape(groups), jnp.pad(goes_on, padding).reshape(groups)
+    ends = jnp.cumsum(~goes_on, axis=-1)
+    before = ends - ~goes_on
+    same_run = (before[..., None, :] == before[..., :, None]) & jnp.tri(size, dtype=bool).T
+    R = jnp.sum(jnp.where(same_run, x[..., None, :], 0.0), axis=-1)
+    if groups[-2] > 1:
+        reached = runs_summed(R[..., 0], ends[..., -1] == 0)
+        behind = jnp.concatenate([reached[..., 1:], jnp.zeros_like(reached[..., :1])], axis=-1)
+        R = R + jnp.where(before == ends[..., -1:], behind[..., None], 0.0)
+    return R.reshape(*groups[:-2], -1)[..., :n]
+
+
 def stabiliser_gradients(
-    gates: ChunkGates, vecF: jax.Array, dm: jax.Array, begins: jax.Array | None, T: int
+    gates: ChunkGates, vecF: jax.Array, dm: jax.Array, begins: jax.Array | None
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Passes dm_t on to what won the maximum in m_t: (parts of di, of dfbar, of dm_initial).
 
     m_t is either i_t or log sigmoid(f_t) + m_{t-1}: what arrives at t, its own dm_t included, goes to i_t in the first case, through f_t to
     t - 1 in the second, and no further than f_t where a packed sequence begins. vecF, dm, begins: (B, NH, NC, L).
-
-    T: steps of a tile, which divides L; the work is S T.
     """
-    shape, tiles = dm.shape, (*dm.shape[:2], dm.shape[2] * dm.shape[3] // T, T)
+    shape, steps = dm.shape, (*dm.shape[:2], -1)
     carried = carried_steps(gates, vecF)
-    goes_on = (carried if begins is None else carried & ~begins).reshape(tiles)
-    carried, dm = carried.reshape(tiles), dm.reshape(tiles)
-    # G_t = dm_t + goes_on_{t+1} G_{t+1}: within a tile a sum over the run of such steps behind t, between tiles a short scan.
-    breaks = jnp.cumsum(~goes_on, axis=-1)
-    same_run = (breaks[..., None, :] == breaks[..., :, None]) & jnp.tri(T, dtype=bool).T
-    inside = jnp.sum(jnp.where(same_run, dm[..., None, :], 0.0), axis=-1)
-    leaves = jnp.sum(jnp.where(breaks == 0, dm, 0.0), axis=-1)  # reaches the state before the tile
-    passes = (breaks[..., -1] == 0).astype(dm.dtype)
-
-    def join(later, earlier):
-        return earlier[0] + earlier[1] * later[0], later[1] * earlier[1]
-
-    total, _ = lax.associative_scan(join, (leaves, passes), axis=2, reverse=True)  # (B, NH, S / T) what reaches each tile's start
-    behind = jnp.concatenate([total[..., 1:], jnp.zeros_like(total[..., :1])], axis=-1)
-    arrives = inside + jnp.where(breaks == breaks[..., -1:], behind[..., None], 0.0)
-    of_i, of_f = jnp.where(carried, 0.0, arrives), jnp.where(carried, arrives, 0.0)
-    return of_i.reshape(shape), of_f.reshape(shape), total[..., 0]
+    goes_on = (carried if begins is None else carried & ~begins).reshape(steps)
+    dm = dm.reshape(steps)
+    leaves = runs_summed(jnp.where(goes_on, dm, 0.0), goes_on)  # for the step before
+    behind = jnp.concatenate([leaves[..., 1:], jnp.zeros_like(leaves[..., :1])], axis=-1)
+    arrives = (dm + behind).reshape(shape)
+    return jnp.where(carried, 0.0, arrives), jnp.where(carried, arrives, 0.0), leaves[..., 0]
 
 
 def passes(gates: ChunkGates, vecF: jax.Array, begins: jax.Array | None) -> jax.Array:
@@ -209,7 +219,7 @@ def gate_gradients(
     di = (sums.vecK_inter + sums.vecK_intra).reshape(vecI.shape)
     dm_initial = jnp.zeros(vecI.shape[:2], di.dtype)
     if dm is not None:
-        di_m, dfbar_m, dm_initial = stabiliser_gradients(gates, vecF, dm.reshape(vecF.shape), begins, T)
+        di_m, dfbar_m, dm_initial = stabiliser_gradients(gates, vecF, dm.reshape(vecF.shape), begins)
         di, dfbar = di + di_m, dfbar + dfbar_m
     if input_gate is InputGate.SIGMOID:
         di = jnp.where(vecI <= MASKED, 0.0, di * jax.nn.sigmoid(-vecI))

@@ -233,13 +233,15 @@ def vector_states(added: jax.Array, gamma: jax.Array, initial: jax.Array, *, bac
     Returns:
       What enters each chunk, (B, NH, NC, DHQK), and what leaves the last; float32.
     """
-    start, one = initial[:, :, None], jnp.ones_like(gamma[:, :, :1])
 
     def join(left, right):
         return left[0] * right[0], left[1] * right[0] + right[1]
 
-    def in_order(first, rest):
-        return jnp.concatenate([rest, first] if backward else [first, rest], axis=2)
+    def entering(first, x):
+        """What is before each chunk in place of what is at it; its last one is not needed."""
+        return jnp.concatenate([x[:, :, 1:], first] if backward else [first, x[:, :, :-1]], axis=2)
 
-    _, x = lax.associative_scan(join, (in_order(one, gamma)[..., None], in_order(start, added)), reverse=backward, axis=2)
-    return (x[:, :, 1:], x[:, :, 0]) if backward else (x[:, :, :-1], x[:, :, -1])
+    factors = entering(jnp.ones_like(gamma[:, :, :1]), gamma)[..., None]
+    _, x = lax.associative_scan(join, (factors, entering(initial[:, :, None], added)), reverse=backward, axis=2)
+    end = 0 if backward else -1
+    return x, gamma[:, :, end, None] * x[:, :, end] + added[:, :, end]

@@ -10,12 +10,13 @@ from mlstm_pallas import reference
 from mlstm_pallas.gate_gradients import NO_NORMALISER, gate_gradients, row_gradients, tile_sums
 from mlstm_pallas.gates import chunk_gates as chunk_gates_xla
 from mlstm_pallas.gates import materialised, vector_states
-from mlstm_pallas.plan import Inputs, Outputs, Plan, Residuals
+from mlstm_pallas.plan import Inputs, KeptStates, Outputs, Plan, Residuals
 from mlstm_pallas.stages.chunk_gates import chunk_gates
 from mlstm_pallas.stages.parallel_bw_dP import parallel_bw_dP
 from mlstm_pallas.stages.parallel_bw_dQKV import parallel_bw_dQKV
 from mlstm_pallas.stages.parallel_fw_H import parallel_fw_H
-from mlstm_pallas.stages.recurrent_bw_dC import recurrent_bw_dC
+from mlstm_pallas.stages.recurrence import Recurrence
+from mlstm_pallas.stages.recurrent_bw_dC import recurrent_bw_C_dC, recurrent_bw_dC
 from mlstm_pallas.stages.recurrent_fw_C import recurrent_fw_C
 
 
@@ -29,7 +30,7 @@ def forward_triton(plan: Plan, interpret: bool, x: Inputs):
     normaliser = dict(plan.normaliser, normalize=plan.normalize)
     h, z = parallel_fw_H(x.q, x.k, x.v, gates, C_states, n_states, output_dtype=x.q.dtype, **normaliser, **launch)
     last = (C_last, n_last, gates.scaM_states[..., -1]) if plan.last_states else None
-    return (h, last), z, None if plan.recompute_states_in_bw else (C_states, n_states, C_last, n_last)
+    return (h, last), z, None if plan.recompute_states_in_bw else KeptStates(C_states, n_states, gates.scaM_states, C_last, n_last)
 
 
 def backward_triton(plan: Plan, interpret: bool, residuals: Residuals, cotangents: Outputs) -> Inputs:
@@ -39,20 +40,23 @@ def backward_triton(plan: Plan, interpret: bool, residuals: Residuals, cotangent
         # Else the compiler sees that the forward pass made the same states, and keeps those.
         x = lax.optimization_barrier(x)
     dh, (dC_last, dn_last, dm_last) = cotangents
-    gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, plan.input_gate, **launch)
+    gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, plan.input_gate, None if states is None else states.m, **launch)
     gamma = gates.scaGamma
     rows = row_gradients_of(plan, dh, h, z, gates)
-    scores, norms, pairs = parallel_bw_dP(x.q, x.k, x.v, dh, gates, rows, **launch)
+    scores, norms, pairs = parallel_bw_dP(x.q, x.k, x.v, dh, gates, rows, of_keys=states is None, **launch)
+    of_dC = Recurrence(scores.matQ_scaled, dh, gamma, dC_last, last=not plan.starts_empty, backward=True)
     if states is None:
-        C_states, C_last = recurrent_fw_C(scores.matK_scaled, x.v, gamma, x.c_initial, last=plan.last_states, **launch)
+        of_C = Recurrence(scores.matK_scaled, x.v, gamma, x.c_initial, last=plan.last_states)
+        C_states, C_last, dC_states, dC = recurrent_bw_C_dC(of_C, of_dC, **launch)
         n_states, n_last = vector_states(norms.added_n, gamma, x.n_initial)
     else:
-        C_states, n_states, C_last, n_last = states
-    dC_states, dC = recurrent_bw_dC(scores.matQ_scaled, dh, gamma, dC_last, last=not plan.starts_empty, **launch)
+        C_states, n_states, _, C_last, n_last = states
+        dC_states, dC = recurrent_bw_dC(of_dC.a, of_dC.b, gamma, dC_last, last=of_dC.last, **launch)
     added_dn = jnp.zeros_like(n_states) if norms.added_dn is None else norms.added_dn
     dn_states, dn = vector_states(added_dn, gamma, dn_last, backward=True)
-    through = gamma * (inner(C_states, dC_states, 2) + inner(n_states, dn_states))
-    made = parallel_bw_dQKV(x.q, x.k, x.v, dh, gates, rows, scores, C_states, n_states, dC_states, dn_states, **launch)
+    of_states = C_states, n_states, dC_states, dn_states
+    made = parallel_bw_dQKV(x.q, x.k, x.v, dh, gates, rows, scores, *of_states, wanted="QKVC", **launch)
+    through = gamma * (made.states + inner(n_states, dn_states))
     sums, through = tile_sums(pairs, made.from_state, made.to_state, through)
     last = dC_last, dn_last, dm_last, C_last, n_last
     gate_gradients = gate_and_state_gradients(plan, x, gates, rows, sums, through, last, dC, dn)
@@ -62,12 +66,14 @@ def backward_triton(plan: Plan, interpret: bool, residuals: Residuals, cotangent
 def forward_xla(plan: Plan, x: Inputs):
     q, k, v = map(plan.chunks, x[:3])
     gates = _gates_xla(plan, x)
-    states = reference.chunk_states(k, v, gates, x.c_initial, x.n_initial)
-    num, z = reference.chunk_outputs(q, k, v, gates, *states[:2], plan.problem.qk_scale)
+    C_states, n_states, C_last, n_last = reference.chunk_states(k, v, gates, x.c_initial, x.n_initial)
+    num, z = reference.chunk_outputs(q, k, v, gates, C_states, n_states, plan.problem.qk_scale)
     h = reference.normalise(num, z, gates.vecM, **plan.normaliser) if plan.normalize else num
-    last = (*states[2:], gates.scaM_states[..., -1]) if plan.last_states else None
+    last = (C_last, n_last, gates.scaM_states[..., -1]) if plan.last_states else None
     outputs = h.astype(x.q.dtype).reshape(x.v.shape), last
-    return outputs, z.reshape(x.i.shape) if plan.normalize else None, None if plan.recompute_states_in_bw else states
+    kept = C_states, n_states, gates.scaM_states, C_last if plan.last_states else None, n_last
+    states = None if plan.recompute_states_in_bw else KeptStates(*kept)
+    return outputs, z.reshape(x.i.shape) if plan.normalize else None, states
 
 
 def _gates_xla(plan: Plan, x: Inputs):
@@ -83,8 +89,9 @@ def backward_xla(plan: Plan, residuals: Residuals, cotangents: Outputs) -> Input
     q, k, v, dh_chunks = map(plan.chunks, (*x[:3], dh))
     gates = _gates_xla(plan, x)
     if states is None:
-        states = reference.chunk_states(k, v, gates, x.c_initial, x.n_initial)
-    C_states, n_states, C_last, n_last = states
+        C_states, n_states, C_last, n_last = reference.chunk_states(k, v, gates, x.c_initial, x.n_initial)
+    else:
+        C_states, n_states, _, C_last, n_last = states
     rows = row_gradients_of(plan, dh, h, z, gates)
     if rows.vecInvDen is not None:
         rows = materialised(rows, rows.vecInvDen)
@@ -92,8 +99,8 @@ def backward_xla(plan: Plan, residuals: Residuals, cotangents: Outputs) -> Input
     dC_states, dn_states, dC, dn, through = reference.chunk_state_gradients(
         q, dh_chunks, gates, in_chunks, dC_last, dn_last, C_states, n_states, plan.problem.qk_scale
     )
-    states = C_states, n_states, dC_states, dn_states
-    gradients, sums = reference.chunk_gradients(q, k, v, dh_chunks, gates, in_chunks, *states, plan.problem.qk_scale)
+    of_states = C_states, n_states, dC_states, dn_states
+    gradients, sums = reference.chunk_gradients(q, k, v, dh_chunks, gates, in_chunks, *of_states, plan.problem.qk_scale)
     dq, dk, dv = (dx.reshape(y.shape).astype(y.dtype) for dx, y in zip(gradients, x[:3], strict=True))
     last = dC_last, dn_last, dm_last, C_last, n_last
     return Inputs(dq, dk, dv, *gate_and_state_gradients(plan, x, gates, rows, sums, through, last, dC, dn))

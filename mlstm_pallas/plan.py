@@ -83,10 +83,20 @@ class Inputs(NamedTuple):
 Outputs = tuple[jax.Array, Any]  # h; (c, n, m), or None where they are not wanted
 
 
+class KeptStates(NamedTuple):
+    """At the chunk borders, of L steps: times exp(m)."""
+
+    C: jax.Array  # (B, NH, NC, DHQK, DHHV) in the kernel dtype; float32 in plain jnp
+    n: jax.Array  # (B, NH, NC, DHQK) float32, as what follows
+    m: Any  # (B, NH, NC + 1); None: made anew
+    C_last: Any  # (B, NH, DHQK, DHHV); None where the last states are not wanted
+    n_last: jax.Array  # (B, NH, DHQK)
+
+
 class Residuals(NamedTuple):
     """What the backward pass keeps: h and z for the normaliser, the states where they are not to be recomputed."""
 
     inputs: Inputs
     h: jax.Array | None
     z: jax.Array | None
-    states: tuple[jax.Array, ...] | None
+    states: KeptStates | None

@@ -24,12 +24,13 @@ class SegmentProducts(NamedTuple):
     m: jax.Array  # (B, NH, segments)
 
     def of(self, segments: int, m: jax.Array) -> jax.Array | None:
-        """X for so many segments, if it is of these, for stabilisers m at all chunk borders, (B, NH, NC + 1), no smaller than its own."""
+        """X of all but the last of so many segments, if it is of these, for stabilisers m at all chunk borders, (B, NH, NC + 1), no
+        smaller than its own."""
         if self.X.shape[2] != segments:
             return None
         every = (m.shape[2] - 1) // segments
         weight = jnp.where(self.m == -jnp.inf, 0.0, jnp.exp(self.m - m[..., every::every]))
-        return weight[..., None, None] * self.X
+        return (weight[..., None, None] * self.X)[:, :, :-1]
 
 
 def decays_of_others(gamma: jax.Array, *, backward: bool = False) -> jax.Array:
@@ -64,13 +65,14 @@ def segment_states(added: jax.Array, gamma: jax.Array, initial: jax.Array | None
     """X where each segment begins, with backward where it ends: (B, NH, segments, DHQK, DHHV) float32.
 
     Args:
-      added: what each segment adds to X, (B, NH, segments, DHQK, DHHV) float32.
+      added: what each segment but the last one adds to X, with backward but the first: (B, NH, segments - 1, DHQK, DHHV) float32.
       gamma: (B, NH, NC) float32, NC a multiple of the number of segments.
       initial: (B, NH, DHQK, DHHV) float32 where the sequence begins, or ends; None: zeros.
     """
-    segments = added.shape[2]
-    gamma = jnp.prod(gamma.reshape(*added.shape[:3], gamma.shape[2] // segments), axis=-1)[..., None, None]
+    B, NH, others = added.shape[:3]
+    gamma = jnp.prod(gamma.reshape(B, NH, others + 1, -1), axis=-1)[..., None, None]
+    gamma = gamma[:, :, 1:] if backward else gamma[:, :, :-1]
     X = [jnp.zeros_like(added[:, :, 0]) if initial is None else initial]
-    for j in reversed(range(1, segments)) if backward else range(segments - 1):
+    for j in reversed(range(others)) if backward else range(others):
         X.append(gamma[:, :, j] * X[-1] + added[:, :, j])
     return jnp.stack(X[::-1] if backward else X, axis=2)

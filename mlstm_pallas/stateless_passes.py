@@ -13,7 +13,7 @@ from jax import lax
 from mlstm_pallas.gate_gradients import chunk_sums
 from mlstm_pallas.gates import vector_states
 from mlstm_pallas.passes import gate_and_state_gradients, inner, row_gradients_of
-from mlstm_pallas.plan import Inputs, Outputs, Plan, Residuals
+from mlstm_pallas.plan import Inputs, KeptStates, Outputs, Plan, Residuals
 from mlstm_pallas.segments import SegmentProducts, decays_in_segments, segment_states
 from mlstm_pallas.stages.chunk_gates import chunk_gates
 from mlstm_pallas.stages.parallel_bw_P import parallel_bw_P
@@ -25,12 +25,12 @@ from mlstm_pallas.stages.recurrent_bw_dV import recurrent_bw_dV
 from mlstm_pallas.stages.recurrent_fw_H import recurrent_fw_H
 
 
-def forward(plan: Plan, interpret: bool, x: Inputs, products: SegmentProducts | None = None):
-    """Outputs, z, and no states. products: of the segments, where they are known."""
+def forward(plan: Plan, interpret: bool, x: Inputs, products: SegmentProducts | None = None, kept: int = 0):
+    """Outputs, z and the states of chunks of so many steps, where they are to be kept. products: of the segments, where they are known."""
     launch, precision = plan.launch(interpret), plan.config.dot_precision(x.q.dtype, interpret)
     gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, plan.input_gate, **launch)
-    scores, z, n_last = parallel_fw_P(x.q, x.k, gates, x.n_initial, normalize=plan.normalize, **plan.normaliser, **launch)
-    C, gamma, n = x.c_initial, gates.scaGamma, plan.segments
+    scores, z, norms = parallel_fw_P(x.q, x.k, gates, x.n_initial, normalize=plan.normalize, **plan.normaliser, **launch)
+    C, gamma, n, every = x.c_initial, gates.scaGamma, plan.segments, kept // plan.problem.L
     if n > 1:
         added = None if products is None else products.of(n, gates.scaM_states)
         if added is None:
@@ -45,12 +45,16 @@ def forward(plan: Plan, interpret: bool, x: Inputs, products: SegmentProducts | 
 
     q, v, scores, gamma = jax.tree.map(cut, (x.q, x.v, scores, gamma))
     C = None if C is None else C.reshape(*q.shape[:2], *C.shape[-2:])
-    walks = dict(output_dtype=x.q.dtype, last=plan.last_states, **plan.of_segments.launch(interpret))
-    h, C = recurrent_fw_H(q, v, scores, gamma, C, **walks)
-    last = None
+    walks = dict(output_dtype=x.q.dtype, last=plan.last_states, store_every=every, **plan.of_segments.launch(interpret))
+    h, C, *C_states = recurrent_fw_H(q, v, scores, gamma, C, **walks)
+    last, states = None, None
     if C is not None:
-        last = C.reshape(C.shape[0], -1, n, *C.shape[2:])[:, :, -1], n_last, gates.scaM_states[..., -1]
-    return (h.reshape(x.v.shape), last), z, None
+        C = C.reshape(C.shape[0], -1, n, *C.shape[2:])[:, :, -1]
+        last = C, norms[1], gates.scaM_states[..., -1]
+    if kept:
+        C_states = C_states[0].reshape(*x.q.shape[:2], -1, *C_states[0].shape[-2:])
+        states = KeptStates(C_states, norms[0][:, :, ::every], gates.scaM_states[..., ::every], C, norms[1])
+    return (h.reshape(x.v.shape), last), z, states
 
 
 def backward(plan: Plan, interpret: bool, residuals: Residuals, cotangents: Outputs) -> Inputs:

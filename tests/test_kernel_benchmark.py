@@ -125,7 +125,8 @@ def test_a_direction_has_the_flops_of_its_stages_and_the_bytes_of_its_arrays():
     assert backward.bytes == 2 * nbytes(inputs[:5]) + 2 * nbytes(inputs.dh) + 2 * 4 * SMALL.rows
     stages = KernelConfig().passes(Problem(*SMALL, SMALL.S, 1.0))
     flops = [sum(roofline.STAGES[stage](SMALL, SMALL.S, 2).flops for stage in of_pass) for of_pass in stages]
-    assert [forward.flops, backward.flops] == flops
+    again = roofline.STAGES["recurrent_fw_C"](SMALL, SMALL.S, 2).flops  # the states, in the launch of recurrent_bw_dC
+    assert [forward.flops, backward.flops - again] == flops
 
 
 def test_attention_counts_pairs_once():

@@ -13,7 +13,9 @@ from mlstm_pallas.gate_gradients import NO_NORMALISER, RowGradients, TilePairs, 
 from mlstm_pallas.problem import MAX_TILE, Problem
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles, parallel_bw_dP
 from mlstm_pallas.stages.parallel_bw_dQKV import parallel_bw_dQKV
-from mlstm_pallas.stages.recurrent_bw_dC import recurrent_bw_dC
+from mlstm_pallas.stages.recurrence import Recurrence
+from mlstm_pallas.stages.recurrent_bw_dC import recurrent_bw_C_dC, recurrent_bw_dC
+from mlstm_pallas.stages.recurrent_fw_C import recurrent_fw_C
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -128,7 +130,7 @@ def arguments_of(x):
 
 
 def expected_gradients(x, scores):
-    """dq, dk, dv and the inner products with the states' parts; the tiles as they were rounded."""
+    """dq, dk, dv, the inner products with the states' parts, and of the states; the tiles as they were rounded."""
     q, k, v, dh = map(x.wide, x.arrays)
     C, dC = (np.asarray(y.astype("float32"), "float64") for y in (x.C, x.dC))
     n, dn = (np.asarray(y, "float64")[..., None, :] for y in (x.n, x.dn))
@@ -136,8 +138,8 @@ def expected_gradients(x, scores):
     dq = x.r[..., None] * (np.einsum("bhctv,bhckv->bhctk", dh, C) + x.dz_den[..., None] * n)
     dk = x.abar[..., None] * (np.einsum("bhcsv,bhckv->bhcsk", v, dC) + dn)
     dv = x.abar[..., None] * np.einsum("bhcsk,bhckv->bhcsv", k, dC) + np.einsum("bhcts,bhctv->bhcsv", P, dh)
-    from_state, to_state = (q * dq).sum(-1), (k * dk).sum(-1)
-    return dq + np.einsum("bhcts,bhcsk->bhctk", dP, k), dk + np.einsum("bhcts,bhctk->bhcsk", dP, q), dv, from_state, to_state
+    dq_inside, dk_inside = np.einsum("bhcts,bhcsk->bhctk", dP, k), np.einsum("bhcts,bhctk->bhcsk", dP, q)
+    return dq + dq_inside, dk + dk_inside, dv, (q * dq).sum(-1), (k * dk).sum(-1), (C * dC).sum((-2, -1))
 
 
 GRADIENT_TILES = {
@@ -159,23 +161,23 @@ def test_parallel_bw_dQKV(dtype, L, tiling, normalised):
     """Nothing is read behind the diagonal blocks."""
     x = case(dtype, L, normalised, resets=L == 64)
     LQ, BK, BV, step = GRADIENT_TILES[tiling]
-    run = jax.jit(launch(parallel_bw_dQKV, x.problem, siz_b_LQ=LQ, siz_b_DHQK=BK, siz_b_DHHV=BV, siz_b_loop=step))
+    run = launch(parallel_bw_dQKV, x.problem, siz_b_LQ=LQ, siz_b_DHQK=BK, siz_b_DHHV=BV, siz_b_loop=step)
     arguments = arguments_of(x)
-    made = run(*arguments)
-    assert [y.dtype for y in made] == [x.dtype] * 3 + [jnp.float32] * 2
+    made = jax.jit(functools.partial(run, wanted="QKVC"))(*arguments)
+    assert [y.dtype for y in made] == [x.dtype] * 3 + [jnp.float32] * 3
     # Sums over a head dimension and over a chunk; those for the gates' gradients are not rounded to the kernel dtype.
-    bounds = [tolerance(dtype, DHHV + L)] * 3 + [tolerance("float32", DHHV + DHQK)] * 2
+    bounds = [tolerance(dtype, DHHV + L)] * 3 + [tolerance("float32", DHHV + DHQK)] * 2 + [tolerance("float32", DHHV * DHQK)]
     for name, actual, expected, bound in zip(made._fields, made, expected_gradients(x, arguments[6]), bounds, strict=True):
-        assert_close(x.wide(actual), expected, bound, name)
+        assert_close(actual if name == "states" else x.wide(actual), expected, bound, name)
 
 
-@pytest.mark.parametrize("wanted", ["Q", "K", "V", "QK", "KV", "VQ"])
+@pytest.mark.parametrize("wanted", ["Q", "K", "V", "QK", "KV", "VQ", "C", "QC"])
 def test_of_the_gradients_only_those_that_are_wanted_are_made(wanted):
     x = case("float32", 64)
     run = launch(parallel_bw_dQKV, x.problem, siz_b_LQ=32, siz_b_DHQK=16, siz_b_DHHV=32, siz_b_loop=16)
     arguments = arguments_of(x)
-    every, some = jax.jit(run)(*arguments), jax.jit(functools.partial(run, wanted=wanted))(*arguments)
-    of = {"matDeltaQ": "Q", "matDeltaK": "K", "matDeltaV": "V", "from_state": "Q", "to_state": "K"}
+    every, some = (jax.jit(functools.partial(run, wanted=of))(*arguments) for of in ("QKVC", wanted))
+    of = {"matDeltaQ": "Q", "matDeltaK": "K", "matDeltaV": "V", "from_state": "Q", "to_state": "K", "states": "C"}
     for name, actual, expected in zip(some._fields, some, every, strict=True):
         assert (actual is not None) == (of[name] in wanted), name
         assert actual is None or np.array_equal(np.asarray(actual), np.asarray(expected)), name
@@ -218,6 +220,28 @@ def test_recurrent_bw_dC_from_nothing_to_nothing(num_segments):
     found, initial = jax.jit(functools.partial(run, last=False))(*arguments, None)
     assert initial is None
     assert np.array_equal(np.asarray(found), np.asarray(expected))
+
+
+@pytest.mark.parametrize("num_segments", [1, 4])
+@pytest.mark.parametrize("last", [False, True])
+def test_recurrent_bw_C_dC_is_both_recurrences(num_segments, last):
+    """Blocks of one recurrence are not those of the other, nor what they start from."""
+    x = case("float32", 64)
+    tiles = dict(siz_b_DHQK=16, siz_b_DHHV=32, num_segments=num_segments)
+    config = KernelConfig(recurrent_fw_C=StageConfig(**tiles), recurrent_bw_dC=StageConfig(**tiles))
+    options = dict(problem=x.problem, config=config, interpret=True)
+    q, k, v, dh = scores_of(x).matQ_scaled, scores_of(x).matK_scaled, *x.arrays[2:]
+    C = jnp.asarray(np.random.default_rng(0).normal(size=(1, NH, DHQK, DHHV)), "float32")
+    of_C = Recurrence(k, v, x.gates.scaGamma, C, last=last)
+    of_dC = Recurrence(q, dh, x.gates.scaGamma, None, last=not last, backward=True)
+    found = recurrent_bw_C_dC(of_C, of_dC, **options)
+    expected = (
+        *recurrent_fw_C(k, v, of_C.gamma, C, last=last, **options),
+        *recurrent_bw_dC(q, dh, of_dC.gamma, None, last=not last, **options),
+    )
+    for actual, alone in zip(found, expected, strict=True):
+        assert (actual is None) == (alone is None)
+        assert actual is None or np.array_equal(np.asarray(actual), np.asarray(alone))
 
 
 @pytest.mark.parametrize("backward", [False, True])

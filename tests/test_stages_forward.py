@@ -148,10 +148,11 @@ def test_parallel_fw_P(dtype, L, DHQK):
     problem, x, made, (states, expected_h, expected_z) = stage_case(dtype, L, DHQK, resets=L == 64)
     config = config_for(DHQK, 64, 128, jnp.dtype(dtype))
     launch = functools.partial(parallel_fw_P, problem=problem, config=config, interpret=True, **NORMALISER)
-    scores, z, n_last = jax.jit(launch)(x["q"], x["k"], made, x["n_initial"])
+    scores, z, n = jax.jit(launch)(x["q"], x["k"], made, x["n_initial"])
     assert scores.matP.dtype == scores.matK_scaled.dtype == jnp.dtype(dtype)
     assert_close(z, expected_z, tolerance("float32", 128 + 32), "z")
-    assert_close(n_last, states[3], tolerance("float32", 128), "n_last")
+    for actual, expected, name in zip(n, states[1::2], ("n", "n_last"), strict=True):
+        assert_close(actual, expected, tolerance("float32", 128), name)
     arrays = {name: x[name] for name in "qkv"} | scores._asdict()
     wide = {name: np.asarray(y.astype("float32"), "float64").reshape(1, 2, 128 // L, L, -1) for name, y in arrays.items()}
     num = np.einsum("bhcld,bhcde->bhcle", wide["q"], states[0]) * wide["vecR"] + np.einsum("bhcts,bhcse->bhcte", wide["matP"], wide["v"])
@@ -223,14 +224,17 @@ def test_a_walk_of_many_launches_rounds_as_one_does():
 
 
 @pytest.mark.parametrize("recompute_states_in_bw", [True, False])
-def test_states_are_in_memory_where_the_backward_pass_wants_them(recompute_states_in_bw):
+def test_the_walk_stores_states_where_the_backward_pass_wants_them(recompute_states_in_bw):
+    """And nowhere else: there may be no backward pass."""
     inputs = random_inputs(6, 1, 1, 64, 16, 16)
-    run = functools.partial(
-        mlstm_chunkwise, config=stateless("16x16x16"), recompute_states_in_bw=recompute_states_in_bw, backend="interpret"
-    )
-    made = str(jax.make_jaxpr(run)(*inputs.values()))
-    assert ("name=recurrent_fw_H" in made) == recompute_states_in_bw
-    assert ("name=recurrent_fw_C" in made) == (not recompute_states_in_bw)
+    config = dataclasses.replace(stateless("16x16x16"), chunk_size=32)
+    run = functools.partial(mlstm_chunkwise, config=config, recompute_states_in_bw=recompute_states_in_bw, backend="interpret")
+    states = "f32[1,2,16,16]"  # before each of two chunks, as the kernel stores them
+    for function, stored in ((run, False), (lambda *x: jax.vjp(run, *x)[0], not recompute_states_in_bw)):
+        made = str(jax.make_jaxpr(function)(*inputs.values()))
+        assert "name=recurrent_fw_H" in made
+        assert "name=recurrent_fw_C" not in made
+        assert (states in made) == stored
 
 
 HEADS = [("float32", 1, 1), ("bfloat16", 3, 17), ("float32", 24, 40), ("bfloat16", 40, 24), ("float32", 64, 16), ("bfloat16", 80, 96)]

@@ -170,6 +170,7 @@ def chunk_gates(
     scaM_initial: jax.Array,
     starts: jax.Array | None = None,
     input_gate: InputGate = InputGate.EXP,
+    scaM_states: jax.Array | None = None,
     *,
     problem: Problem,
     config: KernelConfig,
@@ -181,6 +182,7 @@ def chunk_gates(
       vecI, vecF: pre-activations (B, NH, S), float32.
       scaM_initial: (B, NH), float32; zeros with the sigmoid gate.
       starts: (B, NH, S) int32, 1 where a packed sequence begins; None: nowhere.
+      scaM_states: the stabilisers of the borders, (B, NH, NC + 1) float32, where they are known.
     """
     p, stage = problem, config.stage("chunk_gates").fitted(problem)
     chunk = pl.BlockSpec((None, p.L), lambda c, b: (b, c))
@@ -201,8 +203,10 @@ def chunk_gates(
         )(vecI.reshape(p.BNH, p.S), vecF.reshape(p.BNH, p.S), None if starts is None else starts.reshape(p.BNH, p.S))
     )
     local = LocalGates((b_hi, b_lo), (e_hi, e_lo), (emax_hi, emax_lo), offset)
-    if input_gate is InputGate.SIGMOID:
-        return join_chunks(local, stabilisers_at_borders(local, scaM_initial, input_gate), input_gate)
+    if scaM_states is None and input_gate is InputGate.SIGMOID:
+        scaM_states = stabilisers_at_borders(local, scaM_initial, input_gate)
+    if scaM_states is not None:
+        return join_chunks(local, scaM_states, input_gate)
 
     block = min(next_power_of_two(p.NC), _BORDER_BLOCK)
     padded = -(-p.NC // block) * block

@@ -33,13 +33,13 @@ class GradientTiles(NamedTuple):
     matP: jax.Array  # (B, NH, S, L)
     matDeltaP: jax.Array  # (B, NH, S, L), times scale
     matQ_scaled: jax.Array  # (B, NH, S, DHQK) qbar
-    matK_scaled: jax.Array  # (B, NH, S, DHQK) kbar
+    matK_scaled: Any  # (B, NH, S, DHQK) kbar; None where it is not wanted
 
 
 class AddedNorms(NamedTuple):
-    """(B, NH, NC, DHQK) float32; added_dn None without a normaliser."""
+    """(B, NH, NC, DHQK) float32; added_n None where it is not wanted, added_dn None without a normaliser."""
 
-    added_n: jax.Array  # sum of abar_s k_s
+    added_n: Any  # sum of abar_s k_s
     added_dn: jax.Array | None  # sum of w_t scale dz_t q_t
 
 
@@ -59,19 +59,21 @@ def _parallel_bw_dP_kernel(
     P_ref,  # out (L, L)
     dP_ref,  # out (L, L)
     qbar_ref,  # out (L, DHQK)
-    kbar_ref,  # out (L, DHQK)
     from_ref,  # out (n, L) sum of W_ts over s < t in each tile of columns
     to_ref,  # out (n, L) sum of W_ts over t > s in each tile of rows
     diagonal_ref,  # out (L,) W_tt
-    added_n_ref,  # out (n, DHQK)
-    added_dn_ref=None,  # out (n, DHQK), absent without a normaliser
-    *,
+    *more_refs,  # out: kbar (L, DHQK) and added_n (n, DHQK) where they are wanted; with a normaliser added_dn (n, DHQK)
     T: int,
+    of_keys: bool,
     scale: float,
     siz_b_loop: int,
     precision: Precision,
 ):
     (L, DHQK), DHHV = q_ref.shape, v_ref.shape[1]
+    more = iter(more_refs)
+    kbar_ref: Any = next(more) if of_keys else None
+    added_n_ref: Any = next(more) if of_keys else None
+    added_dn_ref: Any = next(more, None)
     n = L // T
     index, pairs = pl.program_id(0), n * (n + 1) // 2
     # The tiles in order of rows, row i having i + 1.
@@ -131,9 +133,11 @@ def _parallel_bw_dP_kernel(
         def scaled(x, _):
             columns = block_at(x, step_k)
             q = q_ref[rows, columns].astype(jnp.float32) * r[:, None]
-            k = k_ref[rows, columns].astype(jnp.float32) * abar
-            qbar_ref[rows, columns], kbar_ref[rows, columns] = q.astype(qbar_ref.dtype), k.astype(kbar_ref.dtype)
-            added_n_ref[tile, columns] = jnp.sum(k, axis=0)
+            qbar_ref[rows, columns] = q.astype(qbar_ref.dtype)
+            if kbar_ref is not None:
+                k = k_ref[rows, columns].astype(jnp.float32) * abar
+                kbar_ref[rows, columns] = k.astype(kbar_ref.dtype)
+                added_n_ref[tile, columns] = jnp.sum(k, axis=0)
             if added_dn_ref is not None:
                 added_dn_ref[tile, columns] = jnp.sum(q * dz_den, axis=0)
             return _
@@ -151,6 +155,7 @@ def parallel_bw_dP(
     *,
     problem: Problem,
     config: KernelConfig,
+    of_keys: bool = True,
     interpret: bool = False,
 ) -> tuple[GradientTiles, AddedNorms, TilePairs]:
     """Launches the stage. Config: siz_b_LQ (rows and columns of a tile, at most MAX_TILE), siz_b_loop.
@@ -158,6 +163,7 @@ def parallel_bw_dP(
     Args:
       matQ, matK: (B, NH, S, DHQK), matV, matDeltaH: (B, NH, S, DHHV), in the kernel dtype.
       gates, rows: of chunks of L steps.
+      of_keys: whether kbar and added_n, of which the states are made, are wanted.
     """
     p, stage = problem, config.stage("parallel_bw_dP").fitted(problem, "parallel_bw_dP")
     T = stage.siz_b_LQ
@@ -168,22 +174,24 @@ def parallel_bw_dP(
     sums = pl.BlockSpec((None, n, p.L), lambda x, c, b: (b, 0, c))
     norm = pl.BlockSpec((None, n, p.DHQK), lambda x, c, b: (b, c, 0))
     norm_shape = jax.ShapeDtypeStruct((p.BNH, p.NC * n, p.DHQK), jnp.float32)
-    P, dP, qbar, kbar, from_tiles, to_tiles, diagonal, *norms = kernel_call(
+
+    def steps(width):
+        return jax.ShapeDtypeStruct((p.BNH, p.S, width), matQ.dtype)
+
+    sums_shape, row_shape = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((p.BNH, n, p.S), (p.BNH, p.S)))
+    made = [(tile, steps(p.L))] * 2 + [(keys, steps(p.DHQK)), (sums, sums_shape), (sums, sums_shape), (row, row_shape)]
+    made += [(keys, steps(p.DHQK)), (norm, norm_shape)] * of_keys + [(norm, norm_shape)] * normalised
+    P, dP, qbar, from_tiles, to_tiles, diagonal, *more = kernel_call(
         _parallel_bw_dP_kernel,
         name="parallel_bw_dP",
         grid=(n * (n + 1) // 2 + n, p.NC, p.BNH),
         in_specs=[keys, keys, values, values, *[row] * 6, *[row if normalised else None] * 2],
-        out_specs=[tile, tile, keys, keys, sums, sums, row, norm, *[norm] * normalised],
-        out_shape=[
-            *[jax.ShapeDtypeStruct((p.BNH, p.S, width), matQ.dtype) for width in (p.L, p.L, p.DHQK, p.DHQK)],
-            *[jax.ShapeDtypeStruct((p.BNH, n, p.S), jnp.float32)] * 2,
-            jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32),
-            norm_shape,
-            *[norm_shape] * normalised,
-        ],
+        out_specs=[spec for spec, _ in made],
+        out_shape=[shape for _, shape in made],
         stage=stage,
         interpret=interpret,
         T=T,
+        of_keys=of_keys,
         scale=p.qk_scale,
         siz_b_loop=stage.siz_b_loop,
         precision=config.dot_precision(matQ.dtype, interpret),
@@ -193,11 +201,11 @@ def parallel_bw_dP(
         *(None if x is None else x.reshape(p.BNH, p.S) for x in (rows.vecInvDen, rows.vecDzDen)),
     )
     heads = (p.B, p.NH)
-    scores = GradientTiles(*(x.reshape(*heads, p.S, -1) for x in (P, dP, qbar, kbar)))
-    added = [jnp.sum(x.reshape(*heads, p.NC, n, p.DHQK), axis=3) for x in norms]
+    P, dP, qbar, *kbar = (x.reshape(*heads, p.S, -1) for x in (P, dP, qbar, *([more.pop(0)] if of_keys else [])))
+    added = [jnp.sum(x.reshape(*heads, p.NC, n, p.DHQK), axis=3) for x in more]
     tiles = (*heads, n, p.NC, n, T)
     return (
-        scores,
-        AddedNorms(added[0], added[1] if normalised else None),
+        GradientTiles(P, dP, qbar, *(kbar or [None])),
+        AddedNorms(added.pop(0) if of_keys else None, added.pop(0) if normalised else None),
         TilePairs(from_tiles.reshape(tiles), to_tiles.reshape(tiles), diagonal.reshape(*heads, p.NC, n, T)),
     )

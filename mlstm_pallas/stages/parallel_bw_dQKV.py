@@ -7,7 +7,8 @@
 Grid (blocks of a chunk's gradients, NC, B * NH): those of one chunk run at the same time and find what they share in the L2. A program
 owns siz_b_LQ rows and siz_b_DHQK columns of dq or dk, or siz_b_DHHV columns of dv: one product with the state, whose sum is then
 weighted, and one with the tiles, both in steps of siz_b_loop. Nothing but products is in its loops. For the gates' gradients the inner
-products of q and k with the state's part are taken in float32.
+products of q and k with the state's part are taken in float32, and, by programs that own a siz_b_DHQK x siz_b_DHHV block of the
+states, those of C_c and dC_{c+1}.
 
 FLOPs: B NH S (6 DHQK DHHV + (L + siz_b_LQ) (2 DHQK + DHHV)).
 Bytes: B NH (S (4 DHQK + 3 DHHV + 2 L) + 2 NC DHQK DHHV) itemsize; the operands again for each column and row block, mostly from L2.
@@ -36,6 +37,7 @@ class Gradients(NamedTuple):
     matDeltaV: Any  # (B, NH, S, DHHV)
     from_state: Any  # (B, NH, S) float32: q_t with the part of dq_t that comes from the chunk's first state
     to_state: Any  # (B, NH, S) float32: k_s with the part of dk_s that goes to the chunk's last state
+    states: Any  # (B, NH, NC) float32: <C_c, dC_{c+1}>
 
 
 def _parallel_bw_dQKV_kernel(
@@ -53,7 +55,7 @@ def _parallel_bw_dQKV_kernel(
     abar_ref,
     inv_den_ref,  # absent without a normaliser
     dz_den_ref,  # likewise
-    *out_refs,  # of what is wanted: dq (L, DHQK), from_state (column blocks, L); dk, to_state likewise; dv (L, DHHV)
+    *out_refs,  # of what is wanted: dq (L, DHQK), from_state (column blocks, L); dk, to_state likewise; dv (L, DHHV); states (blocks,)
     wanted: str,
     scale: float,
     siz_b_LQ: int,
@@ -63,7 +65,7 @@ def _parallel_bw_dQKV_kernel(
     precision: Precision,
 ):
     L, outs = q_ref.shape[0], iter(out_refs)
-    refs = {x: [next(outs) for _ in range(1 if x == "V" else 2)] for x in wanted}
+    refs = {x: [next(outs) for _ in range(2 if x in "QK" else 1)] for x in wanted}
 
     def times_state(rows, columns, a_ref, X_ref, size, *, turned):
         step = min(siz_b_loop, a_ref.shape[1])
@@ -109,16 +111,22 @@ def _parallel_bw_dQKV_kernel(
         acc = times_state(rows, columns, k_ref, dC_ref, siz_b_DHHV, turned=False) * abar_ref[rows][:, None]
         dv_ref[rows, columns] = plus_tiles(acc, row, columns, P_ref, dh_ref, of_keys=True).astype(dv_ref.dtype)
 
+    def states(row, column, rows, columns):
+        (states_ref,) = refs["C"]
+        C, dC = C_ref[rows, columns].astype(jnp.float32), dC_ref[rows, columns].astype(jnp.float32)
+        states_ref[row * blocks(C_ref.shape[1], siz_b_DHHV) + column] = jnp.sum(C * dC)
+
     start, index = 0, pl.program_id(0)
-    roles = {"Q": (dq, q_ref, siz_b_DHQK), "K": (dk, q_ref, siz_b_DHQK), "V": (dv, v_ref, siz_b_DHHV)}
-    for gradient, ref, size in (roles[x] for x in wanted):
-        columns = blocks(ref.shape[1], size)
-        end = start + L // siz_b_LQ * columns
+    of_L, of_DHQK, of_DHHV = (L, siz_b_LQ), (q_ref.shape[1], siz_b_DHQK), (v_ref.shape[1], siz_b_DHHV)
+    roles = {"Q": (dq, of_L, of_DHQK), "K": (dk, of_L, of_DHQK), "V": (dv, of_L, of_DHHV), "C": (states, of_DHQK, of_DHHV)}
+    for role, of_rows, of_columns in (roles[x] for x in wanted):
+        columns = blocks(*of_columns)
+        end = start + blocks(*of_rows) * columns
 
         @pl.when((start <= index) & (index < end))
-        def _(gradient=gradient, start=start, columns=columns, size=size):
+        def _(role=role, start=start, columns=columns, height=of_rows[1], width=of_columns[1]):
             row, column = divide(index - start, columns), remainder(index - start, columns)
-            gradient(row, column, block_at(row, siz_b_LQ), block_at(column, size))
+            role(row, column, block_at(row, height), block_at(column, width))
 
         start = end
 
@@ -148,7 +156,7 @@ def parallel_bw_dQKV(
       scores: of parallel_bw_dP.
       matC_states, vecN_states: before each chunk; matDeltaC_states, vecDeltaN_states: after each chunk. (B, NH, NC, DHQK, DHHV) in the
         kernel dtype and (B, NH, NC, DHQK) float32.
-      wanted: of which inputs the gradients are wanted.
+      wanted: of which inputs the gradients are wanted, Q, K, V, and C for the inner products of the states.
     """
     p, stage = problem, config.stage("parallel_bw_dQKV").fitted(problem, "parallel_bw_dQKV")
     LQ, BK, BV = stage.siz_b_LQ, stage.siz_b_DHQK, stage.siz_b_DHHV
@@ -164,16 +172,22 @@ def parallel_bw_dQKV(
         return jax.ShapeDtypeStruct((p.BNH, p.S, width), matQ.dtype)
 
     sums_shape = jax.ShapeDtypeStruct((p.BNH, of_keys, p.S), jnp.float32)
+    of_states = of_keys * blocks(p.DHHV, BV)
     outs = {
         "Q": ((keys, sums), (made(p.DHQK), sums_shape)),
         "K": ((keys, sums), (made(p.DHQK), sums_shape)),
         "V": ((values,), (made(p.DHHV),)),
+        "C": (
+            (pl.BlockSpec((None, None, of_states), lambda x, c, b: (b, c, 0)),),
+            (jax.ShapeDtypeStruct((p.BNH, p.NC, of_states), jnp.float32),),
+        ),
     }
-    programs = {"Q": of_keys, "K": of_keys, "V": blocks(p.DHHV, BV)}
+    of_rows = p.L // LQ
+    programs = {"Q": of_rows * of_keys, "K": of_rows * of_keys, "V": of_rows * blocks(p.DHHV, BV), "C": of_states}
     found = kernel_call(
         _parallel_bw_dQKV_kernel,
         name="parallel_bw_dQKV",
-        grid=(p.L // LQ * sum(programs[x] for x in wanted), p.NC, p.BNH),
+        grid=(sum(programs[x] for x in wanted), p.NC, p.BNH),
         in_specs=[
             *(keys, keys, values, values, state, norm if normalised else None, state, norm, tile, tile),
             *[row] * 2,
@@ -201,9 +215,10 @@ def parallel_bw_dQKV(
         *(None if x is None else x.reshape(p.BNH, p.S) for x in (rows.vecInvDen, rows.vecDzDen)),
     )
     found = iter(found)
-    heads, gradients, states = (p.B, p.NH, p.S), dict.fromkeys("QKV"), dict.fromkeys("QK")
+    gradients, inner = dict.fromkeys("QKV"), dict.fromkeys("QKC")
     for x in wanted:
-        gradients[x] = next(found).reshape(*heads, -1)
-        if x in states:
-            states[x] = next(found).sum(1).reshape(heads)
-    return Gradients(*gradients.values(), *states.values())
+        if x in gradients:
+            gradients[x] = next(found).reshape(p.B, p.NH, p.S, -1)
+        if x in inner:
+            inner[x] = next(found).sum(-1 if x == "C" else 1).reshape(p.B, p.NH, -1)
+    return Gradients(*gradients.values(), *inner.values())

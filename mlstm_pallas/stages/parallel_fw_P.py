@@ -126,7 +126,7 @@ def parallel_fw_P(
     norm_val: float,
     normalize: bool = True,
     interpret: bool = False,
-) -> tuple[Scores, jax.Array | None, jax.Array]:
+) -> tuple[Scores, jax.Array | None, tuple[jax.Array, jax.Array]]:
     """Launches the stage. Config: siz_b_DHQK. The problem has the chunks of recurrent_fw_H.
 
     Args:
@@ -135,7 +135,8 @@ def parallel_fw_P(
       vecN_initial: (B, NH, DHQK), float32.
 
     Returns:
-      The scores; the signed normaliser z (B, NH, S), float32, None with normalize=False; the last n (B, NH, DHQK), float32.
+      The scores; the signed normaliser z (B, NH, S), float32, None with normalize=False; n before each chunk (B, NH, NC, DHQK) and the
+      last n (B, NH, DHQK), float32.
     """
     p, stage = problem, config.stage("parallel_fw_P").fitted(problem)
     added = key_sums(matK, gates, rounded=False, problem=problem, config=config, interpret=interpret)
@@ -178,4 +179,4 @@ def parallel_fw_P(
     )
     heads = (p.B, p.NH, p.S)
     scores = Scores(P.reshape(*heads, p.L), kbar.reshape(*heads, p.DHQK), r.reshape(heads))
-    return scores, z[0].reshape(heads) if normalize else None, n_last
+    return scores, z[0].reshape(heads) if normalize else None, (n, n_last)

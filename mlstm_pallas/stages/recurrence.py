@@ -5,11 +5,11 @@
 chunk by chunk, forward or backward in time: (X, a, b, r) = (C, k, v, abar), or with operands that come scaled, without r and x,
 (C, kbar, v) or (dC, qbar, dh).
 
-Grid (DHHV / siz_b_DHHV, DHQK / siz_b_DHQK, B * NH). A program owns a siz_b_DHQK x siz_b_DHHV block of X, in fp32 registers, and walks
-over the sequence in tiles of siz_b_LKV rows. Where it enters a chunk it stores the block in the kernel dtype. Within a chunk no sum is read
-before the last tile. The block is kept transposed: where a has to be scaled it passes through registers, and goes from there to shared
-memory row by row as the right operand, while b is read transposed from where the copy put it. The programs of the first column block
-own x.
+Grid (DHHV / siz_b_DHHV, DHQK / siz_b_DHQK, B * NH), as often as recurrences are given: one launch may do several. A program owns a
+siz_b_DHQK x siz_b_DHHV block of X, in fp32 registers, and walks over the sequence in tiles of siz_b_LKV rows. Where it enters a chunk
+it stores the block in the kernel dtype. Within a chunk no sum is read before the last tile. The block is kept transposed: where a has
+to be scaled it passes through registers, and goes from there to shared memory row by row as the right operand, while b is read
+transposed from where the copy put it. The programs of the first column block own x.
 
 Where that makes too few programs for a GPU, the sequence is split in num_segments parts, which are further heads; the states before
 them follow from what each adds (segments.py), which the same kernel makes, a segment being a chunk then.
@@ -19,6 +19,8 @@ B NH (S (DHQK + DHHV) + NC DHQK DHHV) itemsize.
 """
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +33,32 @@ from mlstm_pallas.launch import kernel_call
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.segments import decays_in_segments, segment_states
 from mlstm_pallas.tiles import Precision, blocks, divide, dot, loop, remainder
+
+
+@dataclasses.dataclass(frozen=True)
+class Recurrence:
+    """One recurrence.
+
+    Attributes:
+      a, b: (B, NH, S, DHQK), (B, NH, S, DHHV) in the kernel dtype.
+      gamma: (B, NH, NC), X_initial: (B, NH, DHQK, DHHV), None: zeros; float32.
+      last: whether X behind the last chunk is wanted.
+      backward: in time.
+      r, x_initial: (B, NH, S), (B, NH, DHQK), float32; both, or none where a is scaled.
+    """
+
+    a: jax.Array
+    b: jax.Array
+    gamma: jax.Array
+    X_initial: jax.Array | None
+    last: bool
+    backward: bool = False
+    r: jax.Array | None = None
+    x_initial: jax.Array | None = None
+
+    @property
+    def weighted(self) -> bool:
+        return self.r is not None
 
 
 def _recurrence_kernel(
@@ -97,6 +125,22 @@ def _recurrence_kernel(
             x_last_ref[...] = x
 
 
+_INPUTS = 6  # references of the kernel
+
+
+def _recurrences_kernel(*refs, each: Sequence[tuple[int, dict[str, Any]]], heads: int, **statics):
+    """The inputs, then the outputs of each recurrence; ``each``: how many outputs, and what is static."""
+    of, out = divide(pl.program_id(2), heads), len(each) * _INPUTS
+    for index, (outputs, own) in enumerate(each):
+        mine = *refs[index * _INPUTS : (index + 1) * _INPUTS], *refs[out : out + outputs]
+        run: Any = functools.partial(_recurrence_kernel, **own, **statics)
+        if len(each) == 1:
+            run(*mine)
+        else:
+            pl.when(of == index)(functools.partial(run, *mine))
+        out += outputs
+
+
 class _Made(NamedTuple):
     """float32 but for X; of n heads. What is not wanted is None."""
 
@@ -108,67 +152,80 @@ class _Made(NamedTuple):
 
 def _launch(
     name: str,
-    a: jax.Array,
-    b: jax.Array,
-    r: jax.Array | None,
-    gamma: jax.Array,
-    X_initial: jax.Array | None,
-    x_initial: jax.Array | None,
+    recurrences: Sequence[Recurrence],
     *,
-    last: bool,
-    backward: bool,
     problem: Problem,
     stage: StageConfig,
     precision: Precision,
     save_every: int = 1,
+    taken: range | None = None,
+    segments: int = 1,
     interpret: bool,
-) -> _Made:
-    """One launch of the kernel, on arrays whose leading axes hold the problem's heads."""
-    p, BK, BV, weighted = problem, stage.siz_b_DHQK, stage.siz_b_DHHV, r is not None
+) -> list[_Made]:
+    """One launch of the kernel, on arrays whose leading axes hold the problem's heads; taken: of each ``segments`` of them, else all."""
+    p, BK, BV = problem, stage.siz_b_DHQK, stage.siz_b_DHHV
     stored = -(-p.NC // save_every)
-    state = pl.BlockSpec((None, BK, BV), lambda iv, ik, n: (n, ik, iv))
-    norm = pl.BlockSpec((None, BK), lambda iv, ik, n: (n, ik))
-    specs = [pl.BlockSpec((None, stored, BK, BV), lambda iv, ik, n: (n, 0, ik, iv)), *[state] * last]
-    shapes = [((stored, p.DHQK, p.DHHV), a.dtype), *[((p.DHQK, p.DHHV), jnp.float32)] * last]
-    if weighted:
-        specs += [pl.BlockSpec((None, stored, BK), lambda iv, ik, n: (n, 0, ik)), norm]
-        shapes += [((stored, p.DHQK), jnp.float32), ((p.DHQK,), jnp.float32)]
+    heads = p.BNH if taken is None else p.BNH // segments * len(taken)
+
+    def program(n):
+        return n if len(recurrences) == 1 else remainder(n, heads)
+
+    def head(n):
+        n = program(n)
+        return n if taken is None else divide(n, len(taken)) * segments + remainder(n, len(taken)) + taken.start
+
+    def block(shape, index, of=head):
+        return pl.BlockSpec((None, *shape), lambda iv, ik, n: (of(n), *index(iv, ik)))
+
+    state, norm = (lambda iv, ik: (ik, iv)), (lambda iv, ik: (ik,))
+    arrays: list[tuple[jax.Array | None, pl.BlockSpec]] = []
+    made: list[tuple[tuple[int, ...], Any, pl.BlockSpec]] = []
+    each: list[tuple[int, dict[str, Any]]] = []
 
     def flat(y, *shape):
         return None if y is None else y.reshape(p.BNH, *shape)
 
-    X, *more = kernel_call(
-        _recurrence_kernel,
-        name=name,
-        grid=(blocks(p.DHHV, BV), blocks(p.DHQK, BK), p.BNH),
-        in_specs=[
-            pl.BlockSpec((None, p.S, BK), lambda iv, ik, n: (n, 0, ik)),
-            pl.BlockSpec((None, p.S, BV), lambda iv, ik, n: (n, 0, iv)),
-            pl.BlockSpec((None, p.S), lambda iv, ik, n: (n, 0)) if weighted else None,
-            pl.BlockSpec((None, p.NC), lambda iv, ik, n: (n, 0)),
-            None if X_initial is None else state,
-            norm if weighted else None,
-        ],
-        out_specs=specs,
-        out_shape=[jax.ShapeDtypeStruct((p.BNH, *shape), dtype) for shape, dtype in shapes],
-        stage=stage,
-        interpret=interpret,
-        tiles=blocks(p.L, stage.siz_b_LKV),
-        siz_b_L=stage.siz_b_LKV,
-        save_every=save_every,
-        backward=backward,
-        last=last,
-        precision=precision,
-    )(
-        flat(a, p.S, p.DHQK),
-        flat(b, p.S, p.DHHV),
-        flat(r, p.S),
-        flat(gamma, p.NC),
-        flat(X_initial, p.DHQK, p.DHHV),
-        flat(x_initial, p.DHQK) if weighted else None,
+    for x in recurrences:
+        arrays += [
+            (flat(x.a, p.S, p.DHQK), block((p.S, BK), lambda iv, ik: (0, ik))),
+            (flat(x.b, p.S, p.DHHV), block((p.S, BV), lambda iv, ik: (0, iv))),
+            (flat(x.r, p.S), block((p.S,), lambda iv, ik: (0,))),
+            (flat(x.gamma, p.NC), block((p.NC,), lambda iv, ik: (0,))),
+            (flat(x.X_initial, p.DHQK, p.DHHV), block((BK, BV), state)),
+            (flat(x.x_initial, p.DHQK), block((BK,), norm)),
+        ]
+        outs: Any = [((stored, p.DHQK, p.DHHV), x.a.dtype, block((stored, BK, BV), lambda iv, ik: (0, ik, iv), program))]
+        if x.last:
+            outs.append(((p.DHQK, p.DHHV), jnp.float32, block((BK, BV), state, program)))
+        if x.weighted:
+            outs.append(((stored, p.DHQK), jnp.float32, block((stored, BK), lambda iv, ik: (0, ik), program)))
+            outs.append(((p.DHQK,), jnp.float32, block((BK,), norm, program)))
+        made += outs
+        each.append((len(outs), dict(backward=x.backward, last=x.last)))
+    found = iter(
+        kernel_call(
+            _recurrences_kernel,
+            name=name,
+            grid=(blocks(p.DHHV, BV), blocks(p.DHQK, BK), len(recurrences) * heads),
+            in_specs=[None if y is None else spec for y, spec in arrays],
+            out_specs=[spec for *_, spec in made],
+            out_shape=[jax.ShapeDtypeStruct((heads, *shape), dtype) for shape, dtype, _ in made],
+            stage=stage,
+            interpret=interpret,
+            each=tuple(each),
+            heads=heads,
+            tiles=blocks(p.L, stage.siz_b_LKV),
+            siz_b_L=stage.siz_b_LKV,
+            save_every=save_every,
+            precision=precision,
+        )(*(y for y, _ in arrays))
     )
-    X_last = more.pop(0) if last else None
-    return _Made(X, X_last, *(more or (None, None)))
+
+    def outputs(x: Recurrence) -> _Made:
+        X, X_last = next(found), next(found) if x.last else None
+        return _Made(X, X_last, *((next(found), next(found)) if x.weighted else (None, None)))
+
+    return [outputs(x) for x in recurrences]
 
 
 def segment_products(
@@ -177,69 +234,75 @@ def segment_products(
     r: jax.Array,
     segments: int,
     *,
+    backward: bool = False,
     problem: Problem,
     stage: StageConfig,
     precision: Precision,
     interpret: bool,
 ) -> jax.Array:
-    """sum_t r_t a_t b_t^T over each segment, (B, NH, segments, DHQK, DHHV) float32; arguments as for ``recurrence``."""
-    length = problem.S // segments
+    """sum_t r_t a_t b_t^T over each segment but the last one, with backward the first: (B, NH, segments - 1, DHQK, DHHV) float32.
+
+    Arguments as of a ``Recurrence``.
+    """
+    length, taken = problem.S // segments, range(1, segments) if backward else range(segments - 1)
     p = dataclasses.replace(problem, NH=problem.NH * segments, S=length, L=length)
     stage = stage.fitted(p).narrowed(p)
     one, none = jnp.ones((p.BNH, 1), jnp.float32), jnp.zeros((p.BNH, p.DHQK), jnp.float32)
-    launch: dict[str, Any] = dict(problem=p, stage=stage, precision=precision, interpret=interpret)
-    made = _launch("segment_products", a, b, r, one, None, none, last=True, backward=False, **launch)
-    return made.X_last.reshape(problem.B, problem.NH, segments, p.DHQK, p.DHHV)
+    whole = Recurrence(a, b, one, None, last=True, r=r, x_initial=none)
+    launch: dict[str, Any] = dict(stage=stage, precision=precision, interpret=interpret)
+    (made,) = _launch("segment_products", [whole], problem=p, taken=taken, segments=segments, **launch)
+    return made.X_last.reshape(problem.B, problem.NH, segments - 1, p.DHQK, p.DHHV)
 
 
-def recurrence(
+def recurrences(
     name: str,
-    a: jax.Array,
-    b: jax.Array,
-    gamma: jax.Array,
-    X_initial: jax.Array | None,
-    *,
-    last: bool,
-    r: jax.Array | None = None,
-    x_initial: jax.Array | None = None,
-    backward: bool,
+    *given: Recurrence,
     problem: Problem,
     stage: StageConfig,
     precision: Precision,
     save_every: int = 1,
     interpret: bool,
-) -> tuple[Any, ...]:
+) -> list[tuple[Any, ...]]:
     """Launches the kernel under ``name``. Config: siz_b_LKV, siz_b_DHQK, siz_b_DHHV, num_segments.
 
     Args:
-      a, b: (B, NH, S, DHQK), (B, NH, S, DHHV) in the kernel dtype.
-      gamma: (B, NH, NC), X_initial: (B, NH, DHQK, DHHV), None: zeros; float32.
-      last: whether X behind the last chunk is wanted.
-      r, x_initial: (B, NH, S), (B, NH, DHQK), float32; both, or none where a is scaled.
+      given: that do not depend on each other.
       save_every: only what enters chunks 0, n, 2n, ... is stored: stored = ceil(NC / n).
 
     Returns:
-      What enters each chunk, X (B, NH, stored, DHQK, DHHV) in the kernel dtype; what leaves the last one, (B, NH, DHQK, DHHV) float32, or
-      None; with r likewise x, (B, NH, stored, DHQK) and (B, NH, DHQK), float32.
+      For each what enters each chunk, X (B, NH, stored, DHQK, DHHV) in the kernel dtype; what leaves the last one, (B, NH, DHQK, DHHV)
+      float32, or None; with r likewise x, (B, NH, stored, DHQK) and (B, NH, DHQK), float32.
     """
     whole = stage.fitted(problem)
-    stage = whole.narrowed(problem)
-    segments = stage.segments(problem) if save_every == 1 else 1
-    launch: dict[str, Any] = dict(stage=stage, precision=precision, interpret=interpret)
-    x: tuple[jax.Array, ...] = ()
+    stage = whole.narrowed(problem, len(given))
+    segments = stage.segments(problem, len(given)) if save_every == 1 else 1
+    launch: dict[str, Any] = dict(precision=precision, interpret=interpret)
+    vectors: list[tuple[jax.Array, ...]] = [()] * len(given)
     if segments > 1:
-        if r is not None and x_initial is not None:
-            scaled = a.astype(jnp.float32) * r[..., None]
-            added_x = jnp.sum(scaled.reshape(*a.shape[:2], problem.NC, problem.L, problem.DHQK), axis=-2)
-            x, a, r = vector_states(added_x, gamma, x_initial, backward=backward), scaled.astype(a.dtype), None
-        decays = decays_in_segments(gamma, segments, problem.S, backward=backward)
-        added = segment_products(a, b, decays, segments, problem=problem, **launch | {"stage": whole})
-        X_initial = segment_states(added, gamma, X_initial, backward=backward)
+        parts = [_in_segments(x, segments, problem, whole, launch) for x in given]
+        given, vectors = tuple(x for x, _ in parts), [x for _, x in parts]
     p = dataclasses.replace(problem, NH=problem.NH * segments, S=problem.S // segments)
-    options: dict[str, Any] = dict(last=last, backward=backward, save_every=save_every)
-    made = _launch(name, a, b, r, gamma, X_initial, x_initial, problem=p, **options, **launch)
-    heads = problem.B, problem.NH
-    X_last = None if made.X_last is None else made.X_last.reshape(*heads, segments, p.DHQK, p.DHHV)[:, :, 0 if backward else -1]
-    if made.x is not None:
-        x = made.x.reshape(*heads, -1, p.DHQK), made.x_last.reshape(*heads, p.DHQK)
-    return made.X.reshape(*heads, -1, p.DHQK, p.DHHV), X_last, *x
+    heads, results = (problem.B, problem.NH), []
+    for x, vector, made in zip(given, vectors, _launch(name, given, problem=p, stage=stage, save_every=save_every, **launch), strict=True):
+        X_last = made.X_last
+        if X_last is not None:
+            X_last = X_last.reshape(*heads, segments, p.DHQK, p.DHHV)[:, :, 0 if x.backward else -1]
+        if made.x is not None:
+            vector = made.x.reshape(*heads, -1, p.DHQK), made.x_last.reshape(*heads, p.DHQK)
+        results.append((made.X.reshape(*heads, -1, p.DHQK, p.DHHV), X_last, *vector))
+    return results
+
+
+def _in_segments(
+    x: Recurrence, segments: int, problem: Problem, stage: StageConfig, launch: dict[str, Any]
+) -> tuple[Recurrence, tuple[jax.Array, ...]]:
+    """The recurrence with the states before its segments for X_initial; where it has x, that is made here."""
+    vectors: tuple[jax.Array, ...] = ()
+    if x.r is not None and x.x_initial is not None:
+        scaled = x.a.astype(jnp.float32) * x.r[..., None]
+        added = jnp.sum(scaled.reshape(*x.a.shape[:2], problem.NC, problem.L, problem.DHQK), axis=-2)
+        vectors = vector_states(added, x.gamma, x.x_initial, backward=x.backward)
+        x = dataclasses.replace(x, a=scaled.astype(x.a.dtype), r=None, x_initial=None)
+    decays = decays_in_segments(x.gamma, segments, problem.S, backward=x.backward)
+    products = segment_products(x.a, x.b, decays, segments, backward=x.backward, problem=problem, stage=stage, **launch)
+    return dataclasses.replace(x, X_initial=segment_states(products, x.gamma, x.X_initial, backward=x.backward)), vectors

@@ -2,14 +2,22 @@
 
     dC_c = gamma_c dC_{c+1} + sum_t qbar_t dh_t^T        qbar_t = (w_t scale / den_t) q_t
 
-Grid, ownership, FLOPs and bytes are those of the kernel in recurrence.py, run backward in time.
+Grid, ownership, FLOPs and bytes are those of the kernel in recurrence.py, run backward in time. Where the backward pass makes the states
+anew, it does so in the same launch: neither recurrence needs the other, and of few heads one alone does not fill a GPU.
 """
+
+from typing import Any
 
 import jax
 
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stages.recurrence import recurrence
+from mlstm_pallas.stages.recurrence import Recurrence, recurrences
+
+
+def _launch(*given: Recurrence, problem: Problem, config: KernelConfig, interpret: bool) -> list[tuple[Any, ...]]:
+    options: dict[str, Any] = dict(precision=config.dot_precision(given[0].a.dtype, interpret), interpret=interpret)
+    return recurrences("recurrent_bw_dC", *given, problem=problem, stage=config.stage("recurrent_bw_dC"), **options)
 
 
 def recurrent_bw_dC(
@@ -34,17 +42,12 @@ def recurrent_bw_dC(
       matDeltaC_states (B, NH, NC, DHQK, DHHV) in the kernel dtype, of the state after each chunk, and the gradient of the initial C
       or None, float32.
     """
-    dC, dC_initial = recurrence(
-        "recurrent_bw_dC",
-        matQ_scaled,
-        matDeltaH,
-        scaGamma,
-        matDeltaC_last,
-        last=last,
-        backward=True,
-        problem=problem,
-        stage=config.stage("recurrent_bw_dC"),
-        precision=config.dot_precision(matDeltaH.dtype, interpret),
-        interpret=interpret,
-    )
-    return dC, dC_initial
+    of_dC = Recurrence(matQ_scaled, matDeltaH, scaGamma, matDeltaC_last, last=last, backward=True)
+    (made,) = _launch(of_dC, problem=problem, config=config, interpret=interpret)
+    return made
+
+
+def recurrent_bw_C_dC(of_C: Recurrence, of_dC: Recurrence, *, problem: Problem, config: KernelConfig, interpret: bool = False):
+    """recurrent_fw_C and recurrent_bw_dC in one launch, of the latter's config: what both return, of scaled keys and queries."""
+    (C, C_last), (dC, dC_initial) = _launch(of_C, of_dC, problem=problem, config=config, interpret=interpret)
+    return C, C_last, dC, dC_initial

@@ -11,7 +11,7 @@ import jax
 
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stages.recurrence import recurrence
+from mlstm_pallas.stages.recurrence import Recurrence, recurrences
 
 
 def recurrent_fw_C(
@@ -41,19 +41,13 @@ def recurrent_fw_C(
       matC_states (B, NH, ceil(NC / save_every), DHQK, DHHV) in the kernel dtype, and the last C, float32, shaped as the initial one, or
       None; with vecAbar also vecN_states (B, NH, ceil(NC / save_every), DHQK) and the last n, float32.
     """
-    return recurrence(
+    (made,) = recurrences(
         "recurrent_fw_C",
-        matK,
-        matV,
-        scaGamma,
-        matC_initial,
-        last=last,
-        r=vecAbar,
-        x_initial=vecN_initial,
-        backward=False,
+        Recurrence(matK, matV, scaGamma, matC_initial, last=last, r=vecAbar, x_initial=vecN_initial),
         problem=problem,
         stage=config.stage("recurrent_fw_C"),
         precision=config.dot_precision(matV.dtype, interpret),
         save_every=save_every,
         interpret=interpret,
     )
+    return made

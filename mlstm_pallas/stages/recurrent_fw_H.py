@@ -3,6 +3,8 @@
 h_t = r_t C_c^T q_t + sum_s P_ts v_s        C_{c+1} = gamma_c C_c + sum_s kbar_s v_s^T        (P, r, kbar: parallel_fw_P)
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -22,9 +24,10 @@ def recurrent_fw_H(
     problem: Problem,
     config: KernelConfig,
     last: bool = True,
+    store_every: int = 0,
     output_dtype: jnp.dtype,
     interpret: bool = False,
-) -> tuple[jax.Array, jax.Array | None]:
+) -> tuple[Any, ...]:
     """Launches the stage. Config: siz_b_DHHV (columns of C), siz_b_DHQK (rows of a tile), siz_b_loop (rows a launch);
     siz_b_LKV is the chunk that its caller gives the problem.
 
@@ -33,11 +36,13 @@ def recurrent_fw_H(
       scores, scaGamma: of chunks of L steps; (B, NH, NC).
       matC_initial: (B, NH, DHQK, DHHV), float32; None: zeros.
       last: whether the last C is wanted.
+      store_every: C before chunks 0, n, 2n, ... is wanted, n a divisor of NC; 0: nowhere. For siz_b_loop >= DHQK.
 
     Returns:
-      matH (B, NH, S, DHHV) in output_dtype and the last C (B, NH, DHQK, DHHV), float32, or None.
+      matH (B, NH, S, DHHV) in output_dtype, the last C (B, NH, DHQK, DHHV), float32, or None, and with store_every matC_states
+      (B, NH, NC / store_every, DHQK, DHHV) in the kernel dtype.
     """
-    h, C_last = walk(
+    return walk(
         "recurrent_fw_H",
         Walk(
             read=matQ,
@@ -48,10 +53,10 @@ def recurrent_fw_H(
             gamma=scaGamma,
             initial=matC_initial,
             last=last,
+            store_every=store_every,
         ),
         problem=problem,
         config=config,
         output_dtype=output_dtype,
         interpret=interpret,
     )
-    return h, C_last

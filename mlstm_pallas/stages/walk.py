@@ -52,6 +52,7 @@ class Walk:
       last: whether X is wanted where the walk ends.
       x: (B, NH, NC, N), float32.
       weigh: (B, NH, S, N) in the kernel dtype: its inner products with X_c^T a + x are wanted, to more digits than the kernel dtype has.
+      store_every: what enters chunks 0, n, 2n, ..., a divisor of their number, is stored; 0: nothing. For a walk of one launch.
     """
 
     read: jax.Array
@@ -67,6 +68,7 @@ class Walk:
     weigh: jax.Array | None = None
     turned: bool = False
     backward: bool = False
+    store_every: int = 0
 
 
 def _walk_kernel(
@@ -81,18 +83,20 @@ def _walk_kernel(
     weigh_ref,  # (S, N)
     own_ref,  # (S, N); in further parts what those before made
     out_ref,  # out (S, N)
-    *more_refs,  # out: X where the walk ends, as initial; then what is weighed, (S,); what is wanted of these
+    *more_refs,  # out: X where the walk ends, as initial; what is weighed, (S,); X (stored, R, N); what is wanted of these
     L: int,
     part: int,
     turned: bool,
     backward: bool,
     last: bool,
+    store_every: int,
     precision: Precision,
 ):
     S, R = read_ref.shape
     more = iter(more_refs)
     last_ref: Any = next(more) if last else None
-    weighed_ref: Any = next(more, None)
+    weighed_ref: Any = None if weigh_ref is None else next(more)
+    X_ref: Any = next(more) if store_every else None
     parts = [pl.ds(start, part) for start in range(0, R, part)]
     chunks = S // L
 
@@ -143,7 +147,13 @@ def _walk_kernel(
             return jnp.zeros((values_ref.shape[1], part), jnp.float32)
         return initial_ref[:, rows] if turned else initial_ref[rows, :].T
 
-    XT, _ = loop(chunks, step, (tuple(map(initial, parts)), ahead(np.int32(0))))
+    def stored(index, carry):
+        for columns, block in zip(parts, carry[0], strict=True):
+            X_ref[index, columns, :] = block.astype(X_ref.dtype).T
+        return loop(store_every, lambda chunk, carry: step(index * store_every + chunk, carry), carry)
+
+    carry = tuple(map(initial, parts)), ahead(np.int32(0))
+    XT, _ = loop(chunks // store_every, stored, carry) if store_every else loop(chunks, step, carry)
     if last_ref is None:
         return
     for columns, block in zip(parts, XT, strict=True):
@@ -169,7 +179,7 @@ def walk(
 
     Returns:
       o (B, NH, S, N) in the output dtype; X where the walk ended, as the initial one, or None; where asked for, what is weighed
-      (B, NH, S); float32.
+      (B, NH, S); float32. Where asked for, X (B, NH, stored, R, N) in the kernel dtype.
     """
     p, R, N = problem, x.read.shape[-1], x.values.shape[-1]
     stage = config.stage(name).fitted(p, name)
@@ -177,9 +187,11 @@ def walk(
     if WALKS[name] == "DHHV":
         part, columns = columns, part
     launches = blocks(R, rows)
+    if x.store_every and launches > 1:
+        raise ValueError(f"{name} stores states of {rows} rows at the most, expected {R}")
     row = pl.BlockSpec((None, p.S), lambda i, b: (b, 0))
     values = pl.BlockSpec((None, p.S, columns), lambda i, b: (b, 0, i))
-    lasts, weighed = [], []
+    lasts, weighed, states = [], [], []
 
     def flat(y):
         return None if y is None else y.reshape(p.BNH, *y.shape[2:])
@@ -207,11 +219,14 @@ def walk(
         ]
         # A few roundings of o are within what is promised, one a launch is not.
         dtype = output_dtype if last_one or launches == 2 else jnp.float32
-        made = [((p.S, N), dtype, values)]
+        made: list[Any] = [((p.S, N), dtype, values)]
         if x.last:
             made.append(((N, rows) if x.turned else (rows, N), jnp.float32, state(0)))
         if x.weigh is not None:
             made.append(((blocks(N, columns), p.S), jnp.float32, pl.BlockSpec((None, None, p.S), lambda i, b: (b, i, 0))))
+        if x.store_every:
+            shape = blocks(p.NC, x.store_every), R, N
+            made.append((shape, x.read.dtype, pl.BlockSpec((None, shape[0], R, columns), lambda i, b: (b, 0, 0, i))))
         out, *more = kernel_call(
             _walk_kernel,
             name=name,
@@ -226,13 +241,17 @@ def walk(
             turned=x.turned,
             backward=x.backward,
             last=x.last,
+            store_every=x.store_every,
             precision=config.dot_precision(x.read.dtype, interpret),
         )(*(y for y, _ in arrays))
         if x.last:
             lasts.append(more.pop(0))
+        if x.store_every:
+            states.append(more.pop())
         weighed += [y.sum(1) for y in more]
 
     results = [out, jnp.concatenate(lasts, axis=-1 if x.turned else -2) if lasts else None]
     if weighed:
         results.append(sum(weighed[1:], weighed[0]))
+    results += states
     return tuple(None if y is None else y.reshape(p.B, p.NH, *y.shape[1:]) for y in results)

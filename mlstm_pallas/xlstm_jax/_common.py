@@ -20,7 +20,7 @@ from mlstm_pallas.backend import on_backend, requested_backend, target_device_ki
 from mlstm_pallas.config import config_for
 from mlstm_pallas.gate_gradients import RowGradients
 from mlstm_pallas.gates import ChunkGates, LocalGates, Pair, pair_add, pair_max, two_sum
-from mlstm_pallas.plan import Inputs, Plan, Residuals
+from mlstm_pallas.plan import Inputs, KeptStates, Plan, Residuals
 from mlstm_pallas.problem import KERNEL_DTYPES, MIN_CHUNK_SIZE, Problem, is_power_of_two, padded_head_dim
 from mlstm_pallas.shared_memory import check_fits
 from mlstm_pallas.stages.chunk_gates import chunk_gates
@@ -347,7 +347,7 @@ def bw_inputs(
 
     def triton(interpret, q, k, v, dh, gates, rows, C, dC):
         launch = plan.launch(interpret)
-        scores = parallel_bw_dP(q, k, v, dh, gates, rows, **launch)[0]
+        scores = parallel_bw_dP(q, k, v, dh, gates, rows, of_keys=False, **launch)[0]
         made = parallel_bw_dQKV(q, k, v, dh, gates, rows, scores, C, n, dC, n, wanted=wanted, **launch)
         return tuple(dx for dx in made[:3] if dx is not None)
 
@@ -438,7 +438,7 @@ def _backward(plan: Plan, arrays: tuple[jax.Array, ...], C, vecN_out, dh, dC_las
     wide = _widen(C_initial, p.DHQK, p.DHHV)
     x = Inputs(_widen(q, p.DHQK), _widen(k, p.DHQK), _widen(v, p.DHHV), i, f, wide, _widen(n_initial, p.DHQK), m_initial)
     no_C, no_n = jnp.zeros_like(x.c_initial), jnp.zeros_like(x.n_initial)
-    states = _widen(C.astype(q.dtype), p.DHQK, p.DHHV), jnp.zeros((p.B, p.NH, p.NC, p.DHQK), acc), no_C, no_n
+    states = KeptStates(_widen(C.astype(q.dtype), p.DHQK, p.DHHV), jnp.zeros((p.B, p.NH, p.NC, p.DHQK), acc), None, no_C, no_n)
     residuals = Residuals(x, jnp.zeros_like(x.v), vecN_out.astype(acc), states)
     last = no_C if dC_last is None else _widen(dC_last.astype(acc), p.DHQK, p.DHHV)
     made = fwbw.backward(plan, residuals, (_widen(dh, p.DHHV), (last, no_n, jnp.zeros_like(m_initial))))
