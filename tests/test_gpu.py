@@ -113,6 +113,15 @@ def test_gradients_plans(dtype, DHQK, DHHV, plan):
     check_gradients(dtype, 1, 2, 2048, DHQK, DHHV, config=PLANS[plan])
 
 
+@pytest.mark.parametrize("num_segments", [1, 4])
+@pytest.mark.parametrize(("DHQK", "DHHV"), [(64, 64), (128, 256), (256, 512)])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_gradients_with_states_that_the_walk_stored(dtype, DHQK, DHHV, num_segments):
+    walk = StageConfig(siz_b_LKV=32, siz_b_loop=256, num_stages=3 if dtype == "bfloat16" else 2, num_segments=num_segments)
+    config = KernelConfig(stateless_forward=True, recurrent_fw_H=walk)
+    check_gradients(dtype, 1, 2, 2048, DHQK, DHHV, config=config, recompute_states_in_bw=False)
+
+
 @pytest.mark.parametrize("chunk_size", [16, 256, 1024])
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_gradients_chunk_sizes(dtype, chunk_size):

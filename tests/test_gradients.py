@@ -267,15 +267,33 @@ def test_gradients_of_h_without_states_at_either_end(plan, recompute):
         assert_close(actual, wanted, BOUND["float32"], f"d{name}")
 
 
-@pytest.mark.parametrize("plan", [pytest.param("xla", marks=pytest.mark.slow), "states"])
-def test_keeping_the_states_gives_the_same_gradients(plan):
-    inputs = random_inputs(5, 1, 2, 64, 16, 16)
-    recomputed, kept = (
-        found_gradients(inputs, run_options={"chunk_size": 16, "recompute_states_in_bw": recompute, **PLANS[plan]})
-        for recompute in (True, False)
-    )
+def walks_and_states(num_segments):
+    walk = StageConfig(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, siz_b_loop=16, num_segments=num_segments)
+    return {"backend": "interpret", "config": KernelConfig(stateless_forward=True, recurrent_fw_H=walk)}
+
+
+KEEPING = {"xla": {"backend": "xla"}, "states": {"backend": "interpret"}, "walk": walks_and_states(1), "segments": walks_and_states(2)}
+
+
+@pytest.mark.parametrize("states", [True, False])
+@pytest.mark.parametrize("plan", [pytest.param("xla", marks=pytest.mark.slow), "states", "walk", "segments"])
+def test_keeping_the_states_gives_the_same_gradients(plan, states):
+    """Without states at either end, backend None traces the kernels' branch and the plain one: they keep alike."""
+    inputs = random_inputs(5, 1, 2, 64, 16, 16, resets=True, states=states)
+    weights = np.random.default_rng(0).normal(size=inputs["v"].shape).astype("float32")
+
+    def gradients(recompute, **plan):
+        def loss(*x):
+            made = mlstm_chunkwise(*x, chunk_size=32, recompute_states_in_bw=recompute, return_last_states=states, **plan)
+            return weighed(made) if states else jnp.sum(made * weights)
+
+        return jax.jit(jax.grad(loss, tuple(range(len(inputs)))))(*inputs.values())
+
+    recomputed, kept = gradients(True, **KEEPING[plan]), gradients(False, **KEEPING[plan])
     for name, a, b in zip(inputs, kept, recomputed, strict=True):
         assert_close(a, np.asarray(b, "float64"), 1e-6, name)
+    if not states:
+        gradients(False, **KEEPING[plan] | {"backend": None})
 
 
 @pytest.mark.parametrize("plan", ["xla", *[pytest.param(plan, marks=pytest.mark.slow) for plan in ("states", "stateless")]])
