@@ -157,7 +157,7 @@ def runs_summed(x: jax.Array, goes_on: jax.Array) -> jax.Array:
         reached = runs_summed(R[..., 0], ends[..., -1] == 0)
         behind = jnp.concatenate([reached[..., 1:], jnp.zeros_like(reached[..., :1])], axis=-1)
         R = R + jnp.where(before == ends[..., -1:], behind[..., None], 0.0)
-    return R.reshape(*groups[:-2], -1)[..., :n]
+    return R.reshape(*groups[:-2], groups[-2] * size)[..., :n]
 
 
 def stabiliser_gradients(
@@ -168,7 +168,7 @@ def stabiliser_gradients(
     m_t is either i_t or log sigmoid(f_t) + m_{t-1}: what arrives at t, its own dm_t included, goes to i_t in the first case, through f_t to
     t - 1 in the second, and no further than f_t where a packed sequence begins. vecF, dm, begins: (B, NH, NC, L).
     """
-    shape, steps = dm.shape, (*dm.shape[:2], -1)
+    shape, steps = dm.shape, (*dm.shape[:2], dm.shape[2] * dm.shape[3])
     carried = carried_steps(gates, vecF)
     goes_on = (carried if begins is None else carried & ~begins).reshape(steps)
     dm = dm.reshape(steps)

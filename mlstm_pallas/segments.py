@@ -70,7 +70,7 @@ def segment_states(added: jax.Array, gamma: jax.Array, initial: jax.Array | None
       initial: (B, NH, DHQK, DHHV) float32 where the sequence begins, or ends; None: zeros.
     """
     B, NH, others = added.shape[:3]
-    gamma = jnp.prod(gamma.reshape(B, NH, others + 1, -1), axis=-1)[..., None, None]
+    gamma = jnp.prod(gamma.reshape(B, NH, others + 1, gamma.shape[2] // (others + 1)), axis=-1)[..., None, None]
     gamma = gamma[:, :, 1:] if backward else gamma[:, :, :-1]
     X = [jnp.zeros_like(added[:, :, 0]) if initial is None else initial]
     for j in reversed(range(others)) if backward else range(others):

@@ -52,7 +52,7 @@ def forward(plan: Plan, interpret: bool, x: Inputs, products: SegmentProducts | 
         C = C.reshape(C.shape[0], -1, n, *C.shape[2:])[:, :, -1]
         last = C, norms[1], gates.scaM_states[..., -1]
     if kept:
-        C_states = C_states[0].reshape(*x.q.shape[:2], -1, *C_states[0].shape[-2:])
+        C_states = C_states[0].reshape(*x.q.shape[:2], gamma.shape[2] * n // every, *C_states[0].shape[-2:])
         states = KeptStates(C_states, norms[0][:, :, ::every], gates.scaM_states[..., ::every], C, norms[1])
     return (h.reshape(x.v.shape), last), z, states
 
