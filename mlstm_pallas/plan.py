@@ -43,7 +43,7 @@ class Plan:
 
     @property
     def stateless_forward(self) -> "Plan | None":
-        """The plan of a forward pass that stores no states, in its shorter chunks and its segments; None where states are stored."""
+        """The plan of a forward pass that reads no states, in its shorter chunks and its segments; None where it does."""
         forward, _ = self.config.passes(self.problem, self.recompute_states_in_bw)
         return self._in_chunks_of("recurrent_fw_H", self.config.walk_segments(self.problem)) if "recurrent_fw_H" in forward else None
 

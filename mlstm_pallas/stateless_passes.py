@@ -1,4 +1,5 @@
-"""Forward and backward passes without states in memory: stages/walk.py has the walks that they are made of.
+"""Forward and backward passes that read no states from memory: stages/walk.py has the walks that they are made of. The forward one stores
+those that a backward pass of passes.py is to be given.
 
 For the forward pass a sequence may be cut into segments, which the walk takes for heads of their own: where heads are few, they would not
 fill a GPU. The state before each segment is made beforehand (segments.py).

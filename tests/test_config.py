@@ -113,6 +113,16 @@ def test_segments_are_of_chunks_of_the_walk():
     assert config.walk_segments(Problem(1, 8, 8320, 256, 512, 128, 1.0)) == 4
 
 
+@pytest.mark.parametrize(("S", "L", "DHQK", "walks"), [(8192, 256, 256, True), (8320, 128, 256, False), (8192, 256, 512, False)])
+def test_the_walk_stores_states_of_whole_chunks_in_one_launch(S, L, DHQK, walks):
+    """Not where a segment ends inside a chunk, nor where a launch has half of the rows."""
+    config = KernelConfig(stateless_forward=24, recurrent_fw_H=StageConfig(siz_b_LKV=32, siz_b_loop=256))
+    problem = Problem(1, 8, S, DHQK, 512, L, 1.0)
+    assert config.walk_segments(problem) == 4
+    assert "recurrent_fw_H" in config.passes(problem)[0]
+    assert ("recurrent_fw_H" in config.passes(problem, recompute_states_in_bw=False)[0]) == walks
+
+
 def test_stages_without_states_have_chunks_of_their_own():
     problem = Problem(1, 1, 128, 32, 32, 64, 1.0)
     config = KernelConfig(recurrent_fw_H=StageConfig(siz_b_LKV=32))

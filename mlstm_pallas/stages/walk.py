@@ -17,6 +17,8 @@ is the left operand of X^T a: what one product leaves in registers the next take
 where more digits are wanted), and nothing of it goes through shared memory. It is held as several tiles: one of them rounded at a time is
 all that fits beside it. Where X has more rows than a program can hold, a launch for each part of them adds to what the one before made.
 
+X at every n-th chunk may be stored on the way, between two loops over n chunks each.
+
 No tile that the pipeline loads feeds plain arithmetic as well as a product (see parallel_fw_H), so what is only weighted comes by itself.
 
 FLOPs: 4 B NH S rows columns of X, and with A 2 B NH S L columns. Bytes: all that is named above once, a, b and A again for each column
