@@ -75,9 +75,9 @@ def mlstm_chunkwise(
         first sequence, last states to the last. 64-bit ids are compared as 32 bits unless jax_enable_x64 is set.
       input_gate: "exp" or "sigmoid".
       normalize: False leaves out the denominator: h_t = scale C_t^T q_t. For the sigmoid gate only.
-      recompute_states_in_bw: False keeps the chunk-border states for the backward pass, NC DHQK DHV elements a head in the kernel dtype: less
-        to compute than with them recomputed, and the backward pass is one with states in memory (``KernelConfig.stateless_backward``).
-        Where nothing is differentiated no states are stored.
+      recompute_states_in_bw: False keeps the chunk-border states for the backward pass, NC DHQK DHV elements of the kernel dtype a head:
+        less to compute than with them recomputed, and the backward pass is one with states in memory
+        (``KernelConfig.stateless_backward``). Where nothing is differentiated no states are stored.
       backend: "triton" (GPU kernels), "interpret" (the same kernels interpreted: slow, for tests; in a shard_map with check_vma=False),
         "xla" (plain jnp).
         None: triton where the computation is lowered for an NVIDIA GPU, else xla.
