@@ -112,9 +112,8 @@ class StageConfig:
 
     def segments(self, problem: Problem, recurrences: int = 1) -> int:
         """Parts of the sequence that so many recurrences work on at the same time: num_segments, cut to what divides the chunks."""
-        wanted = (
-            max(ENOUGH_PROGRAMS // max(recurrences * self._programs(problem), 1), 1) if self.num_segments is None else self.num_segments
-        )
+        filling = max(ENOUGH_PROGRAMS // max(recurrences * self._programs(problem), 1), 1)
+        wanted = filling if self.num_segments is None else self.num_segments
         segments = min(1 << (wanted.bit_length() - 1), MAX_SEGMENTS, problem.NC & -problem.NC)
         return segments if self.num_segments is not None or segments >= LEAST_SEGMENTS else 1
 

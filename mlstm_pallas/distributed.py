@@ -187,7 +187,7 @@ def _exclusive_prefix(
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _sequence(axis_name: str, plan: Plan, inputs: Inputs) -> Outputs:
-    return _sequence_fwd(axis_name, plan, inputs)[0]
+    return _sequence_fwd(axis_name, plan.alone, inputs)[0]
 
 
 def _sequence_fwd(axis_name: str, plan: Plan, x: Inputs):

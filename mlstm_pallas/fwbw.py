@@ -1,6 +1,5 @@
 """The custom_vjp that joins the passes, and the documented generators of functions with it."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -78,7 +77,7 @@ def backward(plan: Plan, residuals: Residuals, cotangents: Outputs) -> Inputs:
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _mlstm(plan: Plan, inputs: Inputs) -> Outputs:
-    return forward(dataclasses.replace(plan, recompute_states_in_bw=True), inputs)[0]  # there is no backward pass to keep states for
+    return forward(plan.alone, inputs)[0]
 
 
 def _mlstm_fwd(plan: Plan, inputs: Inputs):

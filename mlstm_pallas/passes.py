@@ -44,14 +44,14 @@ def backward_triton(plan: Plan, interpret: bool, residuals: Residuals, cotangent
     gamma = gates.scaGamma
     rows = row_gradients_of(plan, dh, h, z, gates)
     scores, norms, pairs = parallel_bw_dP(x.q, x.k, x.v, dh, gates, rows, of_keys=states is None, **launch)
-    of_dC = Recurrence(scores.matQ_scaled, dh, gamma, dC_last, last=not plan.starts_empty, backward=True)
+    of_dC, wants_dC = (scores.matQ_scaled, dh, gamma, dC_last), not plan.starts_empty
     if states is None:
         of_C = Recurrence(scores.matK_scaled, x.v, gamma, x.c_initial, last=plan.last_states)
-        C_states, C_last, dC_states, dC = recurrent_bw_C_dC(of_C, of_dC, **launch)
+        C_states, C_last, dC_states, dC = recurrent_bw_C_dC(of_C, Recurrence(*of_dC, last=wants_dC, backward=True), **launch)
         n_states, n_last = vector_states(norms.added_n, gamma, x.n_initial)
     else:
         C_states, n_states, _, C_last, n_last = states
-        dC_states, dC = recurrent_bw_dC(of_dC.a, of_dC.b, gamma, dC_last, last=of_dC.last, **launch)
+        dC_states, dC = recurrent_bw_dC(*of_dC, last=wants_dC, **launch)
     added_dn = jnp.zeros_like(n_states) if norms.added_dn is None else norms.added_dn
     dn_states, dn = vector_states(added_dn, gamma, dn_last, backward=True)
     of_states = C_states, n_states, dC_states, dn_states

@@ -38,6 +38,11 @@ class Plan:
     def with_heads(self, B: int, NH: int) -> "Plan":
         return dataclasses.replace(self, problem=dataclasses.replace(self.problem, B=B, NH=NH))
 
+    @property
+    def alone(self) -> "Plan":
+        """The plan of a forward pass that no backward pass follows: there are no states to keep."""
+        return dataclasses.replace(self, recompute_states_in_bw=True)
+
     def launch(self, interpret: bool) -> dict[str, Any]:
         return dict(problem=self.problem, config=self.config, interpret=interpret)
 

@@ -99,7 +99,8 @@ def check_fits(config: KernelConfig, problem: Problem, dtype: jnp.dtype, device_
     available = available_shared_bytes(device_kind)
     if available is None or (dtype == jnp.float32 and config.precision is not None):
         return
-    for name in itertools.chain(*config.passes(problem, recompute_states_in_bw)):
+    alone, _ = config.passes(problem)  # a forward pass keeps no states where no backward pass follows, which is not known here
+    for name in dict.fromkeys(itertools.chain(alone, *config.passes(problem, recompute_states_in_bw))):
         p = config.problem_of(name, problem)
         needed = least_shared_bytes(name, config.stage(name), p, dtype, wgmma=_capability(device_kind) == 90)
         if needed > available:

@@ -11,6 +11,7 @@ from oracle import random_inputs
 
 from mlstm_pallas import gates
 from mlstm_pallas.config import KernelConfig, StageConfig
+from mlstm_pallas.gate_gradients import runs_summed
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stages.chunk_gates import chunk_gates
 
@@ -143,3 +144,18 @@ def test_log_sigmoid_has_its_derivative_at_0_and_far_out():
     for f in (-1e4, -2.0, 0.0, 2.0, 1e4, float("inf")):
         found = jax.grad(lambda x: gates.log_sigmoid_gate(x)[0])(jnp.float32(f))
         assert float(found) == pytest.approx(float(jax.nn.sigmoid(jnp.float32(-f))), rel=1e-6), f
+
+
+@pytest.mark.parametrize("n", [1, 32, 33, 1000])
+@pytest.mark.parametrize("share", [0.0, 0.5, 0.97, 1.0])
+def test_sums_over_runs_of_steps(n, share):
+    """Of one group, of several, and of groups of groups."""
+    r = np.random.default_rng(n)
+    x, goes_on = r.normal(size=(2, 3, n)), r.random((2, 3, n)) < share
+    expected, behind = np.zeros_like(x), np.zeros((2, 3))
+    for t in reversed(range(n)):
+        behind = expected[..., t] = x[..., t] + np.where(goes_on[..., t], behind, 0.0)
+    found = jax.jit(runs_summed)(x.astype("float32"), goes_on)
+    # One rounding of each x, and sums of n terms.
+    bound = (1 + math.sqrt(n)) * 2.0**-24 * np.linalg.norm(expected)
+    assert np.linalg.norm(np.asarray(found) - expected) <= bound

@@ -267,12 +267,11 @@ def test_gradients_of_h_without_states_at_either_end(plan, recompute):
         assert_close(actual, wanted, BOUND["float32"], f"d{name}")
 
 
-def walks_and_states(num_segments):
-    walk = StageConfig(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, siz_b_loop=16, num_segments=num_segments)
-    return {"backend": "interpret", "config": KernelConfig(stateless_forward=True, recurrent_fw_H=walk)}
-
-
-KEEPING = {"xla": {"backend": "xla"}, "states": {"backend": "interpret"}, "walk": walks_and_states(1), "segments": walks_and_states(2)}
+KEEPING = {
+    **{name: PLANS[name] for name in ("xla", "states")},
+    "walk": {"backend": "interpret", "config": in_segments(1)},
+    "segments": {"backend": "interpret", "config": in_segments(2)},
+}
 
 
 @pytest.mark.parametrize("states", [True, False])

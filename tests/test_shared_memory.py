@@ -138,6 +138,16 @@ def test_what_is_checked(kind, backend, precision, refused):
             trace()
 
 
+def test_a_forward_pass_that_no_backward_pass_follows_is_checked_too():
+    """It walks where one that stores states, of too many rows for a walk, does not."""
+    walk = KernelConfig(chunk_size=256, stateless_forward=True, recurrent_fw_H=tiles(64, 64, 64, 64, 256, 8, 4))
+    heads, dtype = (512, 512), jnp.dtype("bfloat16")
+    arguments = config_for(*heads, 1024, dtype, explicit=walk), problem(heads, 256), dtype, "NVIDIA A10"
+    assert "recurrent_fw_H" not in arguments[0].passes(arguments[1], recompute_states_in_bw=False)[0]
+    with pytest.raises(ValueError, match=r"config\.recurrent_fw_H needs at least"):
+        check_fits(*arguments, recompute_states_in_bw=False)
+
+
 def test_only_what_runs_is_checked():
     heads, kind, dtype = (256, 512), "NVIDIA A10", jnp.dtype("bfloat16")
     large = {"parallel_fw_H": tiles(128, 128, 64, 256, num_warps=8, num_stages=3), "recurrent_fw_H": tiles(64, 64, 64, 64, 256, 8, 4)}
