@@ -278,10 +278,19 @@ def config_from_row(row: dict) -> KernelConfig:
 
 
 def tuned_config(device_kind: str, DHQK: int, DHHV: int, dtype: jnp.dtype) -> KernelConfig | None:
-    for row in tuned_rows(device_kind):
-        if (row["DHQK"], row["DHHV"], row["dtype"]) == (DHQK, DHHV, dtype.name):
-            return config_from_row(row)
-    return None
+    """The row of these head dimensions, else of the smallest that are no smaller, else of the largest; None without one of this dtype.
+
+    A stage shortens the tiles of a row to its head. Where that would cut the backward walks into more launches, states are stored instead.
+    """
+    rows = sorted((row for row in tuned_rows(device_kind) if row["dtype"] == dtype.name), key=lambda row: row["DHQK"] * row["DHHV"])
+    covering = (row for row in rows if row["DHQK"] >= DHQK and row["DHHV"] >= DHHV)
+    row = next(covering, rows[-1] if rows else None)
+    if row is None:
+        return None
+    config = config_from_row(row)
+    walk = config.recurrent_bw_dQ
+    cut = walk is not None and DHHV % min(walk.siz_b_loop, row["DHHV"]) > 0
+    return dataclasses.replace(config, stateless_backward=False) if cut else config
 
 
 def heuristic_config(DHQK: int, dtype: jnp.dtype) -> KernelConfig:

@@ -42,6 +42,30 @@ def test_odd_heads_use_the_row_of_their_padded_size():
     assert config_for(250, 500, 8192, BF16, device_kind="NVIDIA H200") == config_for(256, 512, 8192, BF16, device_kind="NVIDIA H200")
 
 
+@pytest.mark.parametrize(
+    ("heads", "row"),
+    [
+        ((16, 16), (64, 64)),
+        ((128, 64), (128, 128)),
+        ((192, 384), (256, 512)),
+        ((64, 256), (128, 256)),
+        ((512, 256), (512, 512)),
+        ((512, 1024), (512, 512)),  # none is larger
+        ((1024, 16), (512, 512)),
+    ],
+)
+def test_heads_without_a_row_have_that_of_the_smallest_larger_ones(heads, row):
+    assert tuned_config("NVIDIA H200", *heads, BF16) == tuned_config("NVIDIA H200", *row, BF16) is not None
+    assert tuned_config("NVIDIA H200", *heads, jnp.dtype("float16")) is None
+
+
+def test_a_row_of_backward_walks_is_not_taken_over_where_they_would_be_cut():
+    """192 columns in blocks of 64, three launches."""
+    whole, cut = (tuned_config("NVIDIA H200", 128, DHHV, BF16) for DHHV in (256, 192))
+    assert whole.stateless_backward
+    assert cut == dataclasses.replace(whole, stateless_backward=False)
+
+
 def test_the_same_chip_shares_its_rows():
     assert config.tuned_rows("NVIDIA H100 80GB HBM3") == config.tuned_rows("NVIDIA H200") != ()
     assert config.tuned_rows("some other device") == ()
