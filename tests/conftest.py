@@ -3,7 +3,7 @@ import os
 import jax
 import pytest
 
-# Fusions by the older of XLA's two code generators for CPUs, which compiles the tests in two thirds of the time. XLA_FLAGS= is what users get.
+# Fusions by the older of XLA's code generators for CPUs: tests compile in two thirds of the time. XLA_FLAGS= gives them what users get.
 os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
 jax.config.update("jax_num_cpu_devices", 8)  # for the tests of sharding; what runs on one device is the same and as fast
 
