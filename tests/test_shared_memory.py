@@ -14,7 +14,7 @@ from mlstm_pallas.problem import make_problem
 from mlstm_pallas.shared_memory import available_shared_bytes, check_fits, least_shared_bytes
 
 KIB = 1024
-HEADS = [(16, 16), (64, 64), (80, 96), (128, 256), (192, 320), (256, 512), (512, 512), (1024, 1024)]
+HEADS = [(16, 16), (64, 64), (80, 96), (128, 256), (192, 320), (256, 512), (512, 256), (512, 512), (384, 768), (1024, 1024)]
 
 
 def problem(heads, L):
