@@ -10,8 +10,9 @@ are one step away in two parameters. The next round is that of the stage and chu
 long, with few rounds so far, of the chunk sizes whose stages add up to least; one with far more is dropped. Tiles that do not fit are
 shortened, and the same tiles are tried once. Stages that keep their states on the chip have chunk sizes of their own, which are not those
 of the call. In the last third of its time a case joins the best stages of each chunk size, for every plan of the forward and of the
-backward pass, and times the whole, forward and backward, beside the heuristic and the present row, in one run. A row is written when
-its whole is at least 3 % faster than the heuristic's; a present row that is not is taken out.
+backward pass, and times the whole, forward and backward, beside the heuristic and the present row, in one run. Heads that have none start
+from that of the smallest larger heads, as a call of them would. A row is written when its whole is at least 3 % faster than the
+heuristic's; a present row that is not is taken out.
 
 Candidates of a round are compiled in parallel, first by the compile report (each thread has a process of its own for it: LLVM ends some):
 what takes more shared memory than there is, or spills more than --max_spill_bytes, never runs. Then they are timed one by one. One counts
@@ -55,7 +56,7 @@ from roofline import Shape
 from tqdm import tqdm
 
 import mlstm_pallas
-from mlstm_pallas.config import CHUNK_OF, PLANS, STAGES, KernelConfig, StageConfig, config_from_row, heuristic_config, tuning_name
+from mlstm_pallas.config import CHUNK_OF, PLANS, STAGES, KernelConfig, StageConfig, config_from_rows, heuristic_config, tuning_name
 from mlstm_pallas.problem import KERNEL_DTYPES, MAX_TILE, Problem, check_chunk_size, clamp_chunk_size, make_problem, padded_head_dim
 from mlstm_pallas.shared_memory import available_shared_bytes
 
@@ -602,7 +603,7 @@ def tune(tuner: Tuner, options: flags.FlagValues, rows: Sequence[dict[str, Any]]
     """The row of the tuner's case, None where the heuristic is as good. Raises RuntimeError without a result."""
     shape, dtype = tuner.bench.shape, tuner.bench.dtype
     heuristic = heuristic_config(shape.DHQK, jnp.dtype(dtype))
-    present = next((config_from_row(row) for row in rows if row_key(row) == (dtype, *shape[3:])), None)
+    present = config_from_rows(rows, padded_head_dim(shape.DHQK), padded_head_dim(shape.DHHV), dtype)
     known = [complete(config, heuristic, shape) for config in (heuristic, present) if config]
     base = known[-1]
     default = [base.L] if options.stage else [64, 128, 256]

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import json
+from collections.abc import Sequence
 from importlib import resources
 from typing import Any
 
@@ -28,6 +29,11 @@ MAX_SEGMENTS = 16
 ENOUGH_PROGRAMS, LEAST_SEGMENTS = 256, 4
 # Of a pass without states. Shorter segments cost more than idle multiprocessors, and smaller states (DHQK * DHHV) are as well in memory.
 LEAST_SEGMENT_STEPS, LEAST_SEGMENTED_STATE = 2048, 2**17
+
+
+def fit(tile: int, size: int) -> int:
+    """The most of a tile, a power of two, that divides the size."""
+    return min(tile, size & -size)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -75,10 +81,6 @@ class StageConfig:
 
     def fitted(self, problem: Problem, stage: str = "") -> "StageConfig":
         """The same config with every tile shortened to what divides the problem's (padded) dimensions, and to what the stage can take."""
-
-        def fit(tile: int, size: int) -> int:
-            return min(tile, size & -size)
-
         fitted = dataclasses.replace(
             self,
             siz_b_LQ=fit(self.siz_b_LQ, problem.L),
@@ -277,20 +279,24 @@ def config_from_row(row: dict) -> KernelConfig:
     return KernelConfig(chunk_size=row["chunk_size"], **plans, **stages)
 
 
-def tuned_config(device_kind: str, DHQK: int, DHHV: int, dtype: jnp.dtype) -> KernelConfig | None:
+def config_from_rows(rows: Sequence[dict[str, Any]], DHQK: int, DHHV: int, dtype: str) -> KernelConfig | None:
     """The row of these head dimensions, else of the smallest that are no smaller, else of the largest; None without one of this dtype.
 
     A stage shortens the tiles of a row to its head. Where that would cut the backward walks into more launches, states are stored instead.
     """
-    rows = sorted((row for row in tuned_rows(device_kind) if row["dtype"] == dtype.name), key=lambda row: row["DHQK"] * row["DHHV"])
+    rows = sorted((row for row in rows if row["dtype"] == dtype), key=lambda row: row["DHQK"] * row["DHHV"])
     covering = (row for row in rows if row["DHQK"] >= DHQK and row["DHHV"] >= DHHV)
     row = next(covering, rows[-1] if rows else None)
     if row is None:
         return None
     config = config_from_row(row)
     walk = config.recurrent_bw_dQ
-    cut = walk is not None and DHHV % min(walk.siz_b_loop, row["DHHV"]) > 0
-    return dataclasses.replace(config, stateless_backward=False) if cut else config
+    now, tuned = (1 if walk is None else size // fit(walk.siz_b_loop, size) for size in (DHHV, row["DHHV"]))
+    return dataclasses.replace(config, stateless_backward=False) if now > tuned else config
+
+
+def tuned_config(device_kind: str, DHQK: int, DHHV: int, dtype: jnp.dtype) -> KernelConfig | None:
+    return config_from_rows(tuned_rows(device_kind), DHQK, DHHV, dtype.name)
 
 
 def heuristic_config(DHQK: int, dtype: jnp.dtype) -> KernelConfig:

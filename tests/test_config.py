@@ -12,7 +12,17 @@ import jax.numpy as jnp
 import pytest
 
 from mlstm_pallas import KernelConfig, StageConfig, config, mlstm_chunkwise
-from mlstm_pallas.config import ALL_STAGES, CHUNK_OF, PLANS, STAGES, config_for, config_from_row, heuristic_config, tuned_config
+from mlstm_pallas.config import (
+    ALL_STAGES,
+    CHUNK_OF,
+    PLANS,
+    STAGES,
+    config_for,
+    config_from_row,
+    config_from_rows,
+    heuristic_config,
+    tuned_config,
+)
 from mlstm_pallas.problem import Problem
 
 BF16 = jnp.dtype("bfloat16")
@@ -64,6 +74,19 @@ def test_a_row_of_backward_walks_is_not_taken_over_where_they_would_be_cut():
     whole, cut = (tuned_config("NVIDIA H200", 128, DHHV, BF16) for DHHV in (256, 192))
     assert whole.stateless_backward
     assert cut == dataclasses.replace(whole, stateless_backward=False)
+
+
+@pytest.mark.parametrize(("DHHV", "taken"), [(64, True), (128, True), (192, False), (256, True), (320, False), (512, False)])
+def test_fewer_rows_in_one_launch_are_no_cut(DHHV, taken):
+    row = {
+        "DHQK": 128,
+        "DHHV": 256,
+        "dtype": "bfloat16",
+        "chunk_size": 64,
+        "stateless_backward": 96,
+        "recurrent_bw_dQ": {"siz_b_loop": 256},
+    }
+    assert config_from_rows([row], 64, DHHV, "bfloat16").stateless_backward == (96 if taken else False)
 
 
 def test_the_same_chip_shares_its_rows():

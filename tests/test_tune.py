@@ -358,6 +358,22 @@ def test_the_present_row_is_a_start_and_stays_unless_beaten(run, fake, tmp_path)
     assert rows_in(tmp_path / "rows.json")[0]["measured"]["fwbw_ms"] == first[0]["measured"]["fwbw_ms"]
 
 
+def test_heads_without_a_row_start_from_that_of_larger_ones(run, fake, tmp_path):
+    tiles = {"siz_b_LQ": 64, "num_warps": 2}
+    larger = {
+        "DHQK": 2 * SHAPE.DHQK,
+        "DHHV": 2 * SHAPE.DHHV,
+        "dtype": "bfloat16",
+        "chunk_size": 128,
+        "chunk_gates": tiles,
+    }
+    tune.write_tuning(str(tmp_path / "rows.json"), "cpu", [larger])
+    assert run("--minutes=5", "--stage=chunk_gates") == 0
+    first = json.loads(fake.judged[0][1])
+    assert (first["chunk_size"], first["chunk_gates"]["num_warps"]) == (128, 2)
+    assert larger in rows_in(tmp_path / "rows.json")
+
+
 def test_an_interrupted_sweep_goes_on_where_it_was(run, fake, tmp_path, monkeypatch, capsys):
     real = fake.judge
 
