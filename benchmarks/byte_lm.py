@@ -24,7 +24,7 @@ State = tuple[jax.Array, jax.Array, jax.Array]  # c (B, NH, DHQK, DHV), n (B, NH
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model, how its mLSTM is computed, and on which devices; those of the arrays where mesh is None."""
+    """Sizes of the model, how its mLSTM runs, and on which devices; mesh None: those of the arrays."""
 
     layers: int
     embedding_dim: int
@@ -43,14 +43,14 @@ def residual_init(config: ModelConfig) -> nnx.Initializer:
 
 
 def whole_mlstm(mesh: Mesh | None, options: dict[str, Any]) -> Callable[..., jax.Array]:
-    """(q, k, v, i, f) -> h of whole sequences, each device with its own part of the batch, the heads and the steps."""
+    """(q, k, v, i, f) -> h of whole sequences; each device computes its shard of the batch, the heads and the steps."""
     if mesh is None:
         return functools.partial(mlstm_chunkwise, **options)
     if mesh.shape["sequence"] == 1:
-        part = functools.partial(mlstm_chunkwise, **options)
+        shard = functools.partial(mlstm_chunkwise, **options)
     else:
-        part = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="sequence", **options)
-    return jax.shard_map(part, mesh=mesh, in_specs=HEADS, out_specs=HEADS)
+        shard = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="sequence", **options)
+    return jax.shard_map(shard, mesh=mesh, in_specs=HEADS, out_specs=HEADS)
 
 
 class MLSTMLayer(nnx.Module):
@@ -136,7 +136,7 @@ class ByteLM(nnx.Module):
         return [(jnp.zeros((batch, NH, DHQK, DHV)), jnp.zeros((batch, NH, DHQK)), jnp.zeros((batch, NH)))] * self.config.layers
 
     def place(self, x: jax.Array) -> jax.Array:
-        """x (B, S, D), each part where the mesh has it."""
+        """x (B, S, D), sharded over the mesh."""
         mesh = self.config.mesh
         return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, RESIDUAL_STREAM))
 

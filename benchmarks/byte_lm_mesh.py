@@ -62,7 +62,7 @@ def make_mesh(text: str) -> Mesh | None:
 
 
 def spread(x: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
-    """x, the same in every process, in parts on the devices of the mesh."""
+    """x, the same in every process, sharded over the devices of the mesh."""
     return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
 
 
@@ -72,7 +72,7 @@ def settled(x: jax.Array, mesh: Mesh | None) -> jax.Array:
 
 
 def state_shardings(state: nnx.State, mesh: Mesh) -> nnx.State:
-    """For the state of a model, or of its optimizer, whose moments lie as their parameters do."""
+    """For the state of a model, or of its optimizer, whose moments are sharded as their parameters are."""
 
     def sharding(path, x):
         names = set(jax.tree_util.keystr(path[:-1], simple=True, separator="/").split("/"))  # the last is "value", of a Variable
@@ -84,7 +84,7 @@ def state_shardings(state: nnx.State, mesh: Mesh) -> nnx.State:
 
 
 def shard(modules: tuple[nnx.Module, ...], mesh: Mesh) -> None:
-    """Lays the arrays of modules, which every process has made alike, on the devices of the mesh."""
+    """Shards the arrays of modules, the same in every process, over the devices of the mesh."""
     state = nnx.state(modules)
     nnx.update(modules, jax.tree.map(lambda x, to: spread(np.asarray(x), mesh, to.spec), state, state_shardings(state, mesh)))
 

@@ -1,4 +1,4 @@
-"""What the benchmarks are as programs: their flags, their rows as they come, their exit codes."""
+"""What all benchmarks share as programs: flags, records as they come, exit codes."""
 
 import dataclasses
 import json
@@ -17,10 +17,10 @@ def main(define_flags: Callable[[flags.FlagValues], None], run: Callable[[flags.
         try:
             if not (others := flags.FLAGS(argv)[1:]):
                 return argv[:1]
-            said = f"unexpected argument {others[0]}"
+            message = f"unexpected argument {others[0]}"
         except flags.Error as error:
-            said = " ".join(str(error).split())
-        print(f"{Path(argv[0]).stem}: {said}", file=sys.stderr)
+            message = " ".join(str(error).split())
+        print(f"{Path(argv[0]).stem}: {message}", file=sys.stderr)
         sys.exit(2)
 
     define_flags(flags.FLAGS)
@@ -28,18 +28,19 @@ def main(define_flags: Callable[[flags.FlagValues], None], run: Callable[[flags.
 
 
 def collect(measured: Iterator[Any], line: Callable[[Any], str] | None, jsonl: TextIO | None) -> tuple[list[Any], int]:
-    """The rows, each printed as a line and stored as soon as it is measured, and the exit code: 1 where one is wrong or failed, 130
-    after Ctrl-C, with the rows before it.
+    """The records, each printed as a line and stored as soon as it is measured, and the exit code.
+
+    The exit code is 1 where a record is wrong or failed, and 130 after Ctrl-C, with the records before it.
     """
-    rows = []
+    records = []
     try:
-        for row in measured:
-            rows.append(row)
+        for record in measured:
+            records.append(record)
             if line:
-                print(line(row), flush=True)
+                print(line(record), flush=True)
             if jsonl:
-                print(json.dumps(dataclasses.asdict(row), default=str), file=jsonl, flush=True)
+                print(json.dumps(dataclasses.asdict(record), default=str), file=jsonl, flush=True)
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
-        return rows, 130
-    return rows, int(any(row.status in ("wrong", "failed") for row in rows))
+        return records, 130
+    return records, int(any(record.status in ("wrong", "failed") for record in records))

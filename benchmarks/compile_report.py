@@ -1,10 +1,10 @@
-r"""Compiles the kernels of mlstm_chunkwise or mlstm_recurrent_step for a named GPU, on a machine that needs none, and prints what each
-takes of the device.
+"""Compiles the kernels of mlstm_chunkwise or mlstm_recurrent_step for a named GPU and prints their registers, spills and shared memory.
 
     python benchmarks/compile_report.py --device=H200 --heads=128/256,256/512 --dtype=bfloat16
 
-A row a kernel, as soon as it is compiled. Exit code 1 when one does not compile or does not fit, 2 when the request makes no sense.
-The compiler is the Triton package, not the build of Triton inside XLA: spills and shared memory can differ a little from what runs.
+It needs no GPU. Each kernel is one row, printed as soon as it is compiled. The exit code is 1 where a kernel does not compile or does
+not fit, and 2 where the request is wrong. The compiler is the Triton package, not the build of Triton inside XLA: spills and shared
+memory can differ a little from those of the kernels that run.
 """
 
 import atexit
@@ -34,14 +34,19 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from pipelines import overwritten_operands
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step
-from mlstm_pallas.config import ALL_STAGES, PLANS, config_for, config_from_row
-from mlstm_pallas.problem import KERNEL_DTYPES, check_chunk_size, make_problem
+from mlstm_pallas.call_spec import CallSpec
+from mlstm_pallas.config import config_for, config_from_row
+from mlstm_pallas.normaliser import DEFAULT_NORMALISER
+from mlstm_pallas.problem import check_chunk_size, make_problem
 from mlstm_pallas.shared_memory import available_shared_bytes
+from mlstm_pallas.stage import Lowering
+from mlstm_pallas.stages import STAGES
+from mlstm_pallas.validation import KERNEL_DTYPES
 
 # Enough to make every stage's grid three-dimensional; the code of a kernel depends on them only through arrays beyond 2**32 bytes.
 BATCH, NUM_HEADS = 1, 8
 
-# What mlstm_chunkwise is asked for; packed: segment_ids as well.
+# Arguments of mlstm_chunkwise; packed has segment_ids as well.
 VARIANTS: dict[str, dict[str, Any]] = {"exp": {}, "packed": {}, "sigmoid": {"input_gate": "sigmoid"}}
 VARIANTS["unnormalised"] = {"input_gate": "sigmoid", "normalize": False}
 
@@ -49,11 +54,11 @@ DIRECTIONS = ("fwd", "fwbw", "step")
 
 
 class RequestError(ValueError):
-    """What was asked for does not exist; the message is for the user."""
+    """The request names something that does not exist; the message is for the user."""
 
 
 class CompileError(RuntimeError):
-    """A kernel that the compiler refuses; the message is its cause, on one line."""
+    """The compiler refuses a kernel; the message is the cause, on one line."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +70,7 @@ class Device:
 
     @property
     def shared_bytes(self) -> int:
-        """Shared memory that one block may have, bytes."""
+        """Shared memory that one CTA may have, in bytes."""
         known = available_shared_bytes(self.kind)
         assert known is not None, self.kind
         return known
@@ -86,7 +91,7 @@ DEVICES = {
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-    """A kernel as JAX hands it to the compiler: Triton IR and launch parameters; cause says why there is no IR."""
+    """A kernel as JAX passes it to the compiler: Triton IR and launch parameters. cause says why there is no IR."""
 
     name: str
     grid: tuple[int, ...]
@@ -98,12 +103,12 @@ class Lowered:
 
 @dataclasses.dataclass(frozen=True)
 class Usage:
-    """What a compiled kernel takes.
+    """Resources of a compiled kernel.
 
     Attributes:
-      registers: a thread.
-      spill_store_bytes, spill_load_bytes: a thread, in the code (not times the iterations of a loop).
-      shared_bytes: a block.
+      registers: per thread.
+      spill_store_bytes, spill_load_bytes: per thread, as in the code: not multiplied by the iterations of a loop.
+      shared_bytes: per CTA.
       wgmma, mma, cp_async: instructions in the code: Hopper's matrix products, those of other generations, asynchronous copies.
       wgmma_serialized: whether ptxas makes every wgmma wait for the one before.
       compile_seconds: Triton IR to machine code.
@@ -122,7 +127,7 @@ class Usage:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A kernel of the report. usage is None where there is none; cause is empty when the kernel compiles and fits the device."""
+    """A kernel of the report. usage is None where it does not compile; cause is empty where it compiles and fits the device."""
 
     device: str
     DHQK: int
@@ -131,7 +136,7 @@ class Row:
     stage: str
     chunk_size: int
     grid: tuple[int, ...] = ()
-    config: dict[str, int] = dataclasses.field(default_factory=dict)  # the fields of its StageConfig; of a stage without one, none
+    config: dict[str, int] = dataclasses.field(default_factory=dict)  # the tiles that a stage reads, clamped; empty for helper kernels
     num_warps: int = 0
     num_stages: int = 0
     usage: Usage | None = None
@@ -173,46 +178,50 @@ def _triton_ir(lowered: jax.stages.Lowered) -> str:
         return ir.Module.parse(call["mhlo.backend_config"]["ir"].value_bytes).operation.get_asm(enable_debug_info=False)
 
 
-def _pallas_calls(jaxpr) -> Iterator:
-    """The pallas_call equations of a jaxpr and of the jaxprs inside."""
+def equations(jaxpr, primitive: str) -> Iterator:
+    """The equations of a primitive in a jaxpr and in the jaxprs inside."""
     for equation in jaxpr.eqns:
-        if equation.primitive.name == "pallas_call":
+        if equation.primitive.name == primitive:
             yield equation
-            continue
         for value in equation.params.values():
             for inner in value if isinstance(value, (tuple, list)) else (value,):
                 inner = getattr(inner, "jaxpr", inner)
                 if hasattr(inner, "eqns"):
-                    yield from _pallas_calls(inner)
+                    yield from equations(inner, primitive)
+
+
+def _target(kind: str):
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kind, None, "gpu")))
+
+
+def trace(fn: Callable, *shapes: jax.ShapeDtypeStruct, device: Device) -> Any:
+    """The jaxpr of fn(*shapes) on the device."""
+    with _target(device.kind):
+        return jax.make_jaxpr(fn)(*shapes).jaxpr
+
+
+def lower(call) -> Lowered:
+    """The kernel of a pallas_call equation."""
+    launch = call.params["compiler_params"]
+    kernel = Lowered(call.params["name"], tuple(call.params["grid_mapping"].grid), launch.num_warps, launch.num_stages)
+    args = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in call.invars]
+    try:
+        # JAX >= 0.11 lowers only for the kinds of device that it knows. The tiles are chosen already; from here on the kind decides
+        # about nothing but casts to float8.
+        with _target("NVIDIA H200"):
+            traced = jax.jit(functools.partial(call.primitive.bind, **call.params)).trace(*args)
+            return dataclasses.replace(kernel, ir=_triton_ir(traced.lower(lowering_platforms=("cuda",))))
+    except Exception as error:
+        return dataclasses.replace(kernel, cause=_one_line(error))
 
 
 def lowered_kernels(fn: Callable, *shapes: jax.ShapeDtypeStruct, device: Device) -> list[Lowered]:
-    """The distinct kernels of fn(*shapes), in order of appearance, lowered for the device; each on its own, so that all are tried."""
-
-    def on(kind: str):
-        return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kind, None, "gpu")))
-
-    with on(device.kind):
-        jaxpr = jax.make_jaxpr(fn)(*shapes).jaxpr
-    kernels = []
-    for call in _pallas_calls(jaxpr):
-        launch = call.params["compiler_params"]
-        kernel = Lowered(call.params["name"], tuple(call.params["grid_mapping"].grid), launch.num_warps, launch.num_stages)
-        args = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in call.invars]
-        try:
-            # JAX >= 0.11 lowers for the few kinds of device that it has heard of. The kind was needed to choose the tiles; from
-            # here on it decides on nothing but casts to float8.
-            with on("NVIDIA H200"):
-                traced = jax.jit(functools.partial(call.primitive.bind, **call.params)).trace(*args)
-                kernel = dataclasses.replace(kernel, ir=_triton_ir(traced.lower(lowering_platforms=("cuda",))))
-        except Exception as error:
-            kernel = dataclasses.replace(kernel, cause=_one_line(error))
-        kernels.append(kernel)
-    return list(dict.fromkeys(kernels))
+    """The distinct kernels of fn(*shapes) in order of appearance, each lowered for the device on its own, so that all are tried."""
+    return list(dict.fromkeys(map(lower, equations(trace(fn, *shapes, device=device), "pallas_call"))))
 
 
 def parse_ptxas(log: str) -> tuple[int, int, int]:
-    """(registers, bytes of spill stores, of spill loads) a thread, of the kernel and its functions, out of what ptxas -v says."""
+    """(registers, bytes of spill stores, bytes of spill loads) per thread of a kernel and its functions, from the log of ptxas -v."""
     registers = re.findall(r"Used (\d+) registers", log)
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
     if not registers or not spills:
@@ -221,7 +230,7 @@ def parse_ptxas(log: str) -> tuple[int, int, int]:
 
 
 def _optimise(path: str, target, options: dict[str, int]) -> None:
-    """Triton's first passes over the IR in the file, in place: XLA runs them too, and triton.compile skips them for a .ttir file.
+    """Runs Triton's first passes on the IR in the file, in place: XLA runs them too, and triton.compile skips them for a .ttir file.
 
     Without them a product is not folded into the accumulator that it is added to, and accumulators are counted twice.
     """
@@ -244,8 +253,8 @@ def _compile(ir: str, num_warps: int, num_stages: int, capability: int) -> Usage
     from triton import knobs
     from triton.backends.compiler import GPUTarget
 
-    said = io.StringIO()
-    with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(said):
+    log = io.StringIO()
+    with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log):
         knobs.cache.dir = folder  # a hit in the user's cache would have neither a log nor a compile time
         knobs.nvidia.dump_ptxas_log = True
         path = os.path.join(folder, "kernel.ttir")
@@ -257,18 +266,18 @@ def _compile(ir: str, num_warps: int, num_stages: int, capability: int) -> Usage
             _optimise(path, GPUTarget("cuda", capability, 32), options)
             kernel = triton.compile(path, target=GPUTarget("cuda", capability, 32), options=options)
         except Exception as error:
-            raise CompileError(_one_line(error)) from None  # triton's own exceptions do not all survive the way between processes
+            raise CompileError(_one_line(error)) from None  # some of triton's exceptions cannot be pickled
         seconds = time.perf_counter() - start
     if overwritten := overwritten_operands(kernel.asm["ttgir"], num_stages):
         raise CompileError(f"a copy may overwrite what a running product reads, in {len(overwritten)} pipelined tiles (pipelines.py)")
     ptx = kernel.asm["ptx"]
     return Usage(
-        *parse_ptxas(said.getvalue()),
+        *parse_ptxas(log.getvalue()),
         shared_bytes=kernel.metadata.shared,
         wgmma=ptx.count("wgmma.mma_async"),
         mma=len(re.findall(r"\bmma\.sync|tcgen05\.mma", ptx)),
         cp_async=len(re.findall(r"cp\.async\.c[ag]\.", ptx)),
-        wgmma_serialized="wgmma.mma_async instructions are serialized" in said.getvalue(),
+        wgmma_serialized="wgmma.mma_async instructions are serialized" in log.getvalue(),
         compile_seconds=seconds,
     )
 
@@ -277,38 +286,38 @@ def _send_stderr_to(path: str) -> None:
     os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), 2)
 
 
-_of_thread = threading.local()
+_thread_local = threading.local()
 
 
 def _compiler() -> tuple[ProcessPoolExecutor, str]:
-    """The calling thread's process to compile in and the file of its stderr. LLVM ends its process on an assertion, and some tiles get
-    it there."""
-    if not hasattr(_of_thread, "compiler"):
+    """The calling thread's process for compiling and the file of its stderr. LLVM ends its process on an assertion, which some tiles
+    violate."""
+    if not hasattr(_thread_local, "compiler"):
         stderr = tempfile.NamedTemporaryFile(suffix=".stderr")  # noqa: SIM115, it lives as long as the process
         context = multiprocessing.get_context("spawn")
         pool = ProcessPoolExecutor(1, mp_context=context, initializer=_send_stderr_to, initargs=(stderr.name,))
         atexit.register(stderr.close)
         atexit.register(pool.shutdown)
-        _of_thread.compiler = pool, stderr.name
-    return _of_thread.compiler
+        _thread_local.compiler = pool, stderr.name
+    return _thread_local.compiler
 
 
 @functools.cache
 def compile_kernel(ir: str, num_warps: int, num_stages: int, capability: int) -> Usage:
-    """Compiles Triton IR to machine code; the same kernel once in a process. Raises CompileError."""
+    """Compiles Triton IR to machine code, each kernel once per process. Raises CompileError."""
     if importlib.util.find_spec("triton") is None:
         raise RequestError("compiling needs the triton package: pip install 'mlstm_pallas[test]'")
     pool, stderr = _compiler()
-    said_before = os.path.getsize(stderr)
+    size_before = os.path.getsize(stderr)
     try:
         return pool.submit(_compile, ir, num_warps, num_stages, capability).result()
     except CompileError as error:
         cause = str(error)
     except BrokenProcessPool:
-        del _of_thread.compiler
+        del _thread_local.compiler
         cause = "the compiler crashed"
     with open(stderr, errors="replace") as file:
-        file.seek(said_before)
+        file.seek(size_before)
         reason = re.search(r"(?:error: |LLVM ERROR|Assertion).*", file.read())
     raise CompileError(f"{cause}; {reason[0][:200]}" if reason else cause)
 
@@ -338,7 +347,7 @@ def report(
     direction: str = "fwd",
     variant: str = "exp",
 ) -> Iterator[Row]:
-    """Yields a row a kernel of mlstm_chunkwise or mlstm_recurrent_step, compiled.
+    """Compiles the kernels of mlstm_chunkwise or mlstm_recurrent_step and yields a row for each.
 
     Args:
       device: a name in DEVICES; also chooses the tuned config.
@@ -346,7 +355,7 @@ def report(
       dtypes: of q, k, v of each case.
       stages: only these; empty: all.
       seqlen: steps of the sequence.
-      chunk_size, config: in place of the default ones, as in mlstm_chunkwise.
+      chunk_size, config: as in mlstm_chunkwise.
       direction: "fwd", "fwbw" for the gradient with its forward, or "step" for one recurrent step, with states of the dtype.
       variant: a name in VARIANTS.
     """
@@ -381,7 +390,8 @@ def report(
         for dtype in map(jnp.dtype, dtypes):
             rows = BATCH, NUM_HEADS, seqlen
             filled = config_for(DHQK, DHHV, seqlen, dtype, device_kind=target.kind, chunk_size=chunk_size, explicit=config)
-            problem = make_problem((*rows, DHQK), DHHV, filled.chunk_size, pad_heads=True)
+            problem = make_problem((*rows, DHQK), DHHV, filled.L, pad_heads=True)
+            spec = CallSpec(problem, filled, dtype, DEFAULT_NORMALISER)
             case = Row(device, DHQK, DHHV, dtype.name, "(tracing)", problem.L)
             qk, v, gate = (jax.ShapeDtypeStruct(s, d) for s, d in (((*rows, DHQK), dtype), ((*rows, DHHV), dtype), (rows, jnp.float32)))
             args = qk, qk, v, gate, gate, jax.ShapeDtypeStruct((BATCH, seqlen), jnp.int32)
@@ -398,16 +408,21 @@ def report(
                 raise RequestError(f"no stage {', '.join(missing)} in {direction}, there are {', '.join(names)}")
             for kernel in kernels:
                 if not stages or kernel.name in stages:
-                    stage = filled.stage(kernel.name) if kernel.name in ALL_STAGES else None
-                    of_stage = filled.problem_of(kernel.name, problem)
-                    if stage and direction != "step":  # which is not padded, but masks
-                        stage = stage.fitted(of_stage, kernel.name)
-                    tiles = dataclasses.asdict(stage) if stage else {}
-                    row = dataclasses.replace(case, stage=kernel.name, chunk_size=of_stage.L, config=tiles)
-                    yield _compiled_row(row, kernel, target)
+                    yield _compiled_row(dataclasses.replace(case, stage=kernel.name, **_tiling(kernel.name, spec)), kernel, target)
 
 
-COLUMNS = {"heads": ">7", "dtype": "<8", "stage": "<16", "L": ">4", "grid": ">12", "LQ/LKV/DQK/DHV": ">15", "warps": ">5", "stages": ">6"}
+def _tiling(name: str, spec: CallSpec) -> dict[str, Any]:
+    """The chunk size of a kernel, and of a stage the tiles that it reads."""
+    if name not in STAGES:
+        return {}
+    stage = STAGES[name]
+    call = spec.call(name, Lowering.TRITON, spec.fused_problem if stage.fused else None)
+    return dict(chunk_size=call.problem.L, config={field: getattr(call.tiles, field) for field in stage.search})
+
+
+TILES = {"siz_b_LQ": "LQ", "siz_b_LKV": "LKV", "siz_b_DHQK": "DQK", "siz_b_DHHV": "DHV", "siz_b_loop": "loop"}
+COLUMNS = {"heads": ">7", "dtype": "<8", "stage": "<16", "L": ">4", "grid": ">12", "/".join(TILES.values()): ">19", "warps": ">5"}
+COLUMNS |= {"stages": ">6"}
 COLUMNS |= {"regs": ">4", "spill B": ">11", "shared KiB": ">11", "wgmma": ">5", "mma": ">5", "cp.async": ">8", "sec": ">5", "notes": ""}
 
 
@@ -416,10 +431,10 @@ def _table_line(cells) -> str:
 
 
 def table_row(row: Row) -> str:
-    """A line of the table: spills as bytes stored/loaded, shared memory as taken/available."""
+    """A line of the table: spills as bytes stored/loaded, shared memory as used/available."""
     usage, limit = row.usage, find_device(row.device).shared_bytes // 1024
     cells = [f"{row.DHQK}/{row.DHHV}", row.dtype, row.stage, row.chunk_size]
-    tiles = "/".join(str(size) for name, size in row.config.items() if name.startswith("siz_b_"))
+    tiles = "/".join(str(row.config.get(size, "-")) for size in TILES) if row.config else ""
     cells += ["x".join(map(str, row.grid)), tiles, row.num_warps, row.num_stages]
     if usage is None:
         return _table_line([*cells, *["-"] * 7, row.cause])
@@ -436,8 +451,8 @@ def parse_heads(text: str) -> tuple[int, int]:
 
 
 def parse_config(text: str) -> KernelConfig:
-    """A row as in mlstm_pallas/tuning/*.json, any part of it, as JSON or the path of a file with it."""
-    known = ("chunk_size", *PLANS, *ALL_STAGES)
+    """Any part of a row of mlstm_pallas/tuning/*.json, as JSON or as the path of a file with it."""
+    known = ("chunk_size", "fused_min_heads", *STAGES)
     try:
         if not text.lstrip().startswith("{"):
             with open(text) as file:
@@ -451,7 +466,7 @@ def parse_config(text: str) -> KernelConfig:
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """Not at import: whoever imports this module has flags of their own."""
+    """Not at import: modules that import this one have flags of their own."""
     flags.DEFINE_string("device", "H200", f"The GPU to compile for: {', '.join(DEVICES)}.", flag_values=values)
     flags.DEFINE_list("heads", ["64/64", "128/256", "256/512"], "Head sizes, DHQK/DHHV each.", flag_values=values)
     flags.DEFINE_list("dtype", ["bfloat16", "float32"], f"Of q, k, v: {', '.join(KERNEL_DTYPES)}.", flag_values=values)
@@ -461,8 +476,8 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_string(
         "config",
         None,
-        "Part of a row of mlstm_pallas/tuning, or a file of it, in place of the default config's. Stages that this does not run have rows "
-        "with the plan that does: '{\"stateless_forward\": true}', '{\"stateless_backward\": true}'.",
+        "Part of a row of mlstm_pallas/tuning, or a file with it, in place of the default config's. The fused scan runs with "
+        "'{\"fused_min_heads\": 1}', the materialised forward pass with '{\"fused_min_heads\": 0}'.",
         flag_values=values,
     )
     flags.DEFINE_enum("direction", "fwd", list(DIRECTIONS), "Forward, gradient with it, or one recurrent step.", flag_values=values)

@@ -1,10 +1,7 @@
-"""Other implementations to measure beside ours, and what all of them are given and checked against.
+"""Other implementations to measure beside mlstm_pallas, the inputs of all, and the float64 oracles that they are checked against.
 
-Each is imported only when it is asked for, and called, never copied from.
-
-An Implementation has a name, build(inputs, direction) -> a callable that runs once and leaves its outputs on the device,
-synchronise(outputs) and peak_memory_bytes(call). To be checked it also hands out its outputs, head by head. Building raises where the
-package or the device is missing, or where the package does not take the shape.
+Each is imported only when it is asked for, and called, never copied from. Building one raises where the package or the device is
+missing, or where the package does not take the shape.
 """
 
 import abc
@@ -22,6 +19,9 @@ import numpy as np
 import roofline
 from jax import lax
 from roofline import Shape
+
+from mlstm_pallas.normaliser import DEFAULT_NORMALISER as NORMALISER
+from mlstm_pallas.stage import Cost
 
 
 class Inputs(NamedTuple):
@@ -48,9 +48,6 @@ def random_inputs(key: jax.Array, shape: Shape, dtype: str) -> Inputs:
     return Inputs((q + 0.5).astype(dtype), (k + 0.5).astype(dtype), v.astype(dtype), i, f + 4.0, dh.astype(dtype))
 
 
-NORMALISER = dict(eps=1e-6, stabilize_correctly=True, norm_val=1.0)
-
-
 ROWS = 128  # of a block, or what divides S: the scores of all rows at once would not fit
 
 
@@ -59,12 +56,12 @@ def blocks_of_rows(function: Callable[..., jax.Array], *arrays: jax.Array) -> ja
     S = arrays[0].shape[2]
     length = math.gcd(S, ROWS)
     blocks = [jnp.moveaxis(x.reshape(*x.shape[:2], S // length, length, *x.shape[3:]), 2, 0) for x in arrays]
-    made = lax.map(jax.checkpoint(lambda x: function(*x)), (jnp.arange(0, S, length), *blocks))
-    made = jnp.moveaxis(made, 0, 2)
-    return made.reshape(*made.shape[:2], S, *made.shape[4:])
+    values = lax.map(jax.checkpoint(lambda x: function(*x)), (jnp.arange(0, S, length), *blocks))
+    values = jnp.moveaxis(values, 0, 2)
+    return values.reshape(*values.shape[:2], S, *values.shape[4:])
 
 
-def exact(q, k, v, i, f, *, eps=NORMALISER["eps"], norm_val=NORMALISER["norm_val"]):
+def exact(q, k, v, i, f, *, eps=NORMALISER.eps, norm_val=NORMALISER.norm_val):
     """The recurrence in its parallel form, every step against all before it (arXiv:2405.04517, appendix on the mLSTM).
 
     No step waits for another, so long sequences take a GPU seconds; and it shares no code with the chunkwise form.
@@ -105,7 +102,7 @@ def sigmoid_input_gate(q, k, v, i, f):
 def sigmoid_normalised(q, k, v, i, f):
     """mLSTMsig with its normaliser."""
     both = sigmoid_input_gate(q, k, jnp.concatenate([v, jnp.ones_like(v[..., :1])], -1), i, f)
-    return both[..., :-1] / (jnp.maximum(jnp.abs(both[..., -1:]), NORMALISER["norm_val"]) + NORMALISER["eps"])
+    return both[..., :-1] / (jnp.maximum(jnp.abs(both[..., -1:]), NORMALISER.norm_val) + NORMALISER.eps)
 
 
 PACKED = 8  # sequences in a row
@@ -139,9 +136,9 @@ OTHERS = (sigmoid_input_gate, sigmoid_normalised, no_input_gate, causal_attentio
 ORACLES: dict[str, Callable[..., jax.Array]] = MLSTM | {f.__name__: f for f in OTHERS}
 
 
-def take_heads(arrays: Any, index: np.ndarray) -> Any:
-    """Heads index of the B * NH heads of each JAX array (B, NH, ...) in a tree, float64."""
-    return jax.tree.map(lambda x: np.asarray(x.reshape(-1, *x.shape[2:])[index]).astype(np.float64), arrays)
+def take_heads(arrays: Any, index: np.ndarray, *, axes: int = 2) -> Any:
+    """Heads index of each JAX array (B, NH, ...), or of (B * NH, ...) with axes=1, in a tree, float64."""
+    return jax.tree.map(lambda x: np.asarray(x.reshape(-1, *x.shape[axes:])[index]).astype(np.float64), arrays)
 
 
 class Implementation(abc.ABC):
@@ -150,9 +147,10 @@ class Implementation(abc.ABC):
     Attributes:
       name: as in the flag --impl.
       oracle: what its outputs are checked against, in ORACLES; those outside MLSTM are other functions.
-      outputs: their names; whatever comes behind these is not looked at.
+      outputs: names of the first outputs; the others are not checked.
       checked: the outputs that have to be within the tolerance; empty: all.
       config: for the record.
+      head_axes: leading axes of the oracle's arguments and results that are heads: B, NH.
     """
 
     name: str
@@ -160,33 +158,42 @@ class Implementation(abc.ABC):
     outputs: Sequence[str] = ("h", "dq", "dk", "dv", "di", "df")
     checked: Sequence[str] = ()
     config: Mapping[str, Any] = MappingProxyType({})
+    head_axes = 2
 
     def versions(self) -> dict[str, str]:
         return {}
 
-    def phases(self, shape: Shape, itemsize: int, direction: str) -> tuple[roofline.Cost, ...]:
+    def phases(self, shape: Shape, itemsize: int, direction: str) -> tuple[Cost, ...]:
         return roofline.mlstm(shape, itemsize, direction)
 
     def oracle_arguments(self, inputs: Any) -> tuple[Sequence[jax.Array], jax.Array]:
-        """The oracle's arguments and the cotangent of its result, heads as the second axis."""
+        """The oracle's arguments and the cotangent of its result, (B, NH, ...) each."""
         return inputs[:5], inputs.dh
 
+    def reference(self, *args: jax.Array) -> Any:
+        """The oracle on some of the heads, (heads, ...) in and out."""
+        return ORACLES[self.oracle](*(x[None] for x in args))[0]
+
+    def named(self, outputs: Any) -> dict[str, Any]:
+        return dict(zip(self.outputs, outputs, strict=False))
+
     @abc.abstractmethod
-    def build(self, inputs: Any, direction: str) -> Callable[[], Any]: ...
+    def build(self, inputs: Any, direction: str) -> Callable[[], Any]:
+        """A function that runs once and leaves its outputs on the device."""
 
     @abc.abstractmethod
     def synchronise(self, outputs: Any) -> None: ...
 
     @abc.abstractmethod
     def peak_memory_bytes(self, call: Callable[[], Any]) -> int:
-        """The most that one call takes beyond its inputs, its outputs included."""
+        """Peak memory of one call beyond its inputs, outputs included."""
 
     @abc.abstractmethod
     def finite(self, outputs: Any) -> bool: ...
 
     @abc.abstractmethod
     def heads(self, outputs: Any, index: np.ndarray) -> Any:
-        """Heads index of the B * NH heads of each output (B, NH, ...), float64."""
+        """Heads index of the B * NH heads of each output, float64."""
 
 
 class JaxImplementation(Implementation):
@@ -210,7 +217,7 @@ class JaxImplementation(Implementation):
         return all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(outputs))
 
     def heads(self, outputs, index):
-        return take_heads(outputs, index)
+        return take_heads(outputs, index, axes=self.head_axes)
 
 
 class TorchPeer(Implementation):

@@ -1,8 +1,8 @@
-"""Finds a race in what Triton makes of a loop for Hopper: a copy that overwrites what a running product still reads.
+"""Finds a race in Triton's pipelined loops for Hopper: a copy that overwrites an operand of a running product.
 
-Triton's pipeliner loads the tiles of later steps into a ring of buffers while wgmma, which runs on its own, reads those of earlier ones.
-Where a tile feeds a product and plain arithmetic as well, the ring is one buffer too short: the result is wrong, differently in each run,
-and right when interpreted. The Triton GPU IR shows it, so no GPU is needed to see it.
+Triton's pipeliner copies the tiles of later iterations into a ring of buffers while wgmma, which is asynchronous, reads those of earlier
+ones. Where a tile feeds both a product and plain arithmetic, the ring is one buffer too short. The result is then wrong, differently in
+each run, and right when interpreted. The Triton GPU IR shows the race, so it is found without a GPU.
 """
 
 import re
@@ -15,14 +15,14 @@ _COPY = re.compile(r"ttg\.async_copy_global_to_local %\w+, (%\w+)")
 
 
 def overwritten_operands(ir: str, num_stages: int) -> list[str]:
-    """The buffers of a kernel that a copy may overwrite under a running product, by their name in its Triton GPU IR.
+    """The buffers of a kernel that a copy may overwrite while a product reads them, by their names in its Triton GPU IR.
 
-    A copy runs num_stages - 1 steps ahead. It meets a product of d steps before that nothing has waited for, in the same buffer, where
-    num_stages - 1 + d is a multiple of the number of buffers.
+    A copy runs num_stages - 1 iterations ahead. It writes to the buffer of a product of d iterations before, which nothing has waited
+    for, where num_stages - 1 + d is a multiple of the number of buffers.
     """
     lines = ir.splitlines()
     number = {match[1]: int(match[2]) for match in map(_BUFFERS.search, lines) if match}
-    whole: dict[str, str] = {}  # the buffers that a view is of
+    whole: dict[str, str] = {}  # view: its buffers
     for match in filter(None, map(_VIEW.search, lines)):
         whole[match[1]] = whole.get(match[2], match[2])
     found = set()
@@ -31,15 +31,15 @@ def overwritten_operands(ir: str, num_stages: int) -> list[str]:
             continue
         indent = line[: len(line) - len(line.lstrip())]
         body = lines[start + 1 : next(end for end in range(start, len(lines)) if lines[end].startswith(indent + "}"))]
-        running: list[tuple[int, str]] = []  # (step, buffers) of products that nothing has waited for, two operands each
-        for step in range(2):
+        running: list[tuple[int, str]] = []  # (iteration, buffers) of products that nothing has waited for, two operands each
+        for iteration in range(2):
             for inner in body:
                 if wait := _WAIT.search(inner):
                     running = running[len(running) - 2 * int(wait[1]) :] if int(wait[1]) else []
                 elif product := _PRODUCT.search(inner):
-                    running += [(step, whole.get(product[operand], product[operand])) for operand in (2, 3)]
+                    running += [(iteration, whole.get(product[operand], product[operand])) for operand in (2, 3)]
                 elif copy := _COPY.search(inner):
                     buffers = whole.get(copy[1], copy[1])
-                    ahead = {num_stages - 1 + step - of for of, operand in running if operand == buffers}
-                    found |= {buffers for steps in ahead if steps % number.get(buffers, 1) == 0}
+                    ahead = {num_stages - 1 + iteration - other for other, operand in running if operand == buffers}
+                    found |= {buffers for distance in ahead if distance % number.get(buffers, 1) == 0}
     return sorted(found)

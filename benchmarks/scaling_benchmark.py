@@ -4,8 +4,8 @@ r"""Times the mLSTM on 1, 2, 4, ... devices of this machine: how well batch, hea
     python benchmarks/scaling_benchmark.py --mode=strong-sequence --shape=1x8x1048576x256x512 --devices=2,4
     JAX_NUM_CPU_DEVICES=8 JAX_PLATFORMS=cpu python benchmarks/scaling_benchmark.py                  # tiny shapes: does it run
 
-Weak scaling gives every device a --shape of its own: n devices have n times the batch, the heads or the steps. Strong scaling splits one
---shape, its steps, over the devices. Efficiency is tokens per second and device, relative to the fewest devices that could run the shape.
+Weak scaling gives every device one --shape: n devices have n times the batch, the heads or the steps. Strong scaling splits the steps of
+one --shape over the devices. Efficiency is tokens per second and device, relative to the fewest devices that could run the shape.
 Split batches and heads need no communication; a split sequence is mlstm_chunkwise_sequence_parallel. Before a time is taken, the same
 function on the same devices is checked against the float64 recurrence, with one head and few steps a device. Memory is the peak of a device
 beyond its inputs.
@@ -31,19 +31,20 @@ from absl import flags
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from kernel_benchmark import RequestError, check_plot, git_commit, one_line, parse_shapes, time_calls
-from peers import NORMALISER, Inputs, random_inputs
+from peers import Inputs, random_inputs
 from reporting import aligned
 from roofline import Shape
 
 from mlstm_pallas import mlstm_chunkwise
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
-from mlstm_pallas.problem import BACKENDS, KERNEL_DTYPES, check_chunk_size
+from mlstm_pallas.problem import check_chunk_size
+from mlstm_pallas.validation import BACKENDS, KERNEL_DTYPES
 
 AXIS = "devices"
 
 
 class Mode(NamedTuple):
-    """What n devices have between them: dimension ``dim`` of the arrays is split, and n times as long if it grows."""
+    """Dimension ``dim`` of the arrays is split over the devices; on n devices it is n times as long if it grows."""
 
     dim: int
     grows: bool
@@ -52,7 +53,7 @@ class Mode(NamedTuple):
         return shape._replace(**{Shape._fields[self.dim]: shape[self.dim] * n}) if self.grows else shape
 
     def reduced(self, shape: Shape, n: int) -> Shape:
-        """What is checked in its place: one head and at most 256 steps a device."""
+        """The shape that is checked in its place: one head and at most 256 steps per device."""
         steps = shape.S if self.grows else shape.S // n
         return self._replace(grows=True).whole(shape._replace(B=1, NH=1, S=min(steps, 256)), n)
 
@@ -67,7 +68,7 @@ LONGEST = 2**20
 
 
 @dataclasses.dataclass
-class Row:
+class Record:
     """A measurement. What was not measured is None; status is "ok", "wrong", "failed" or "skipped", and note says why."""
 
     mode: str
@@ -99,14 +100,14 @@ class Spread(peers.JaxImplementation):
     def __init__(self, backend: str, dim: int, devices: Sequence[jax.Device], chunk_size: int | None):
         self.name, self.spec = backend, P(*[None] * dim, AXIS)
         self.mesh = Mesh(np.array(devices), (AXIS,))
-        options = dict(chunk_size=chunk_size, backend=backend, **NORMALISER)
+        options: dict[str, Any] = dict(chunk_size=chunk_size, backend=backend)
         if dim == 2 and len(devices) > 1:
             self.forward = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name=AXIS, **options)
         else:
             self.forward = functools.partial(mlstm_chunkwise, **options)
 
     def inputs(self, shape: Shape, dtype: str) -> Inputs:
-        """Made where they are needed, and alike however many devices there are."""
+        """Computed on the devices that need them; the same for any number of devices."""
         make = jax.jit(random_inputs, static_argnums=(1, 2), out_shardings=NamedSharding(self.mesh, self.spec))
         return make(jax.random.key(0), shape, dtype)
 
@@ -120,60 +121,60 @@ class Spread(peers.JaxImplementation):
 
     def build(self, inputs, direction):
         call = super().build(inputs, direction)
-        # On a CPU the collectives of two calls under way would wait for each other's threads.
+        # On a CPU the collectives of two calls in flight would wait for each other's threads.
         return call if self.mesh.devices[0].platform == "gpu" else lambda: jax.block_until_ready(call())
 
 
 class ReducedCase(kernel_benchmark.Case):
-    """A small problem and what should come out of it, for all its heads."""
+    """A small problem, of which all heads are checked."""
 
     def checked_heads(self, heads: int) -> np.ndarray:
         return np.arange(heads)
 
 
-def measure(row: Row, impl: Spread, repeats: int) -> None:
-    """Fills the row but for its efficiency; refuses to time a wrong output."""
-    case = ReducedCase(MODES[row.mode].reduced(row.of, row.devices), row.dtype, gradients=row.direction == "fwbw")
-    call = impl.build(impl.inputs(case.shape, row.dtype), row.direction)
+def measure(record: Record, impl: Spread, repeats: int) -> None:
+    """Fills the record but for its efficiency; does not time a wrong output."""
+    case = ReducedCase(MODES[record.mode].reduced(record.of, record.devices), record.dtype, gradients=record.direction == "fwbw")
+    call = impl.build(impl.inputs(case.shape, record.dtype), record.direction)
     outputs = call()
-    row.errors = case.errors(impl, outputs, row.direction)
-    row.error = max(row.errors.values())
-    if wrong := kernel_benchmark.wrong_outputs(case, row.errors):
-        row.status, row.note = "wrong", f"wrong: {wrong}"
+    record.errors = case.errors(impl, outputs, record.direction)
+    record.error = max(record.errors.values())
+    if wrong := kernel_benchmark.wrong_outputs(case, record.errors):
+        record.status, record.note = "wrong", f"wrong: {wrong}"
         return
     del outputs
-    if row.shape != case.shape:
-        call = impl.build(impl.inputs(row.shape, row.dtype), row.direction)
-    row.peak_mib = impl.peak_memory_bytes(call) / 2**20
+    if record.shape != case.shape:
+        call = impl.build(impl.inputs(record.shape, record.dtype), record.direction)
+    record.peak_mib = impl.peak_memory_bytes(call) / 2**20
     times = time_calls(call, impl.synchronise, repeats)
     seconds = statistics.median(times)
-    row.ms, row.spread = 1e3 * seconds, (max(times) - min(times)) / seconds
-    row.tokens_per_second = row.shape.B * row.shape.S / seconds
+    record.ms, record.spread = 1e3 * seconds, (max(times) - min(times)) / seconds
+    record.tokens_per_second = record.shape.B * record.shape.S / seconds
 
 
-def rate(row: Row) -> float:
+def rate(record: Record) -> float:
     """Steps of heads per device and millisecond."""
-    return row.shape.rows / row.devices / row.ms
+    return record.shape.steps / record.devices / record.ms
 
 
-def measured_rows(options: flags.FlagValues, shapes: dict[str, Sequence[Shape]], counts: Sequence[int]) -> Iterator[Row]:
-    """A row for each mode, shape and number of devices, as soon as it is measured."""
+def measured_records(options: flags.FlagValues, shapes: dict[str, Sequence[Shape]], counts: Sequence[int]) -> Iterator[Record]:
+    """A record for each mode, shape and number of devices, as soon as it is measured."""
     devices, versions = jax.local_devices(), dict(jax=jax.__version__, jaxlib=jaxlib.__version__)
     common = dict(backend=options.backend, direction=options.direction, dtype=options.dtype)
     common |= dict(device=devices[0].device_kind, versions=versions, commit=git_commit())
     for name, of in [(mode, shape) for mode in options.mode for shape in shapes[mode]]:
         base, mode = None, MODES[name]
         for n in counts:
-            row = Row(name, mode.whole(of, n), of, n, **common)
+            record = Record(name, mode.whole(of, n), of, n, **common)
             try:
-                measure(row, Spread(options.backend, mode.dim, devices[:n], options.chunk_size), options.repeats)
+                measure(record, Spread(options.backend, mode.dim, devices[:n], options.chunk_size), options.repeats)
             except Exception as error:
-                row.status = "skipped" if "RESOURCE_EXHAUSTED" in str(error) else "failed"
-                row.note = f"{row.status}: {one_line(error)}"
-            if row.ms is not None:
-                base = base or row
-                row.efficiency_pct = 100 * (rate(row) / rate(base))
-            yield row
+                record.status = "skipped" if "RESOURCE_EXHAUSTED" in str(error) else "failed"
+                record.note = f"{record.status}: {one_line(error)}"
+            if record.ms is not None:
+                base = base or record
+                record.efficiency_pct = 100 * (rate(record) / rate(base))
+            yield record
 
 
 def default_shapes(gpu: bool, most: int) -> dict[str, Sequence[Shape]]:
@@ -225,45 +226,46 @@ NUMBERS |= {"efficiency %": ("efficiency_pct", "{:.1f}"), "peak MiB": ("peak_mib
 COLUMNS = ("mode", "shape", *NUMBERS, "note")
 
 
-def cells(row: Row) -> list[str]:
-    values = ((getattr(row, field), text) for field, text in NUMBERS.values())
-    return [row.mode, str(row.shape), *("-" if value is None else text.format(value).rstrip("%") for value, text in values), row.note]
+def cells(record: Record) -> list[str]:
+    values = ((getattr(record, field), text) for field, text in NUMBERS.values())
+    numbers = ["-" if value is None else text.format(value).rstrip("%") for value, text in values]
+    return [record.mode, str(record.shape), *numbers, record.note]
 
 
-def table(rows: Sequence[Row]) -> str:
-    return aligned([COLUMNS, *map(cells, rows)], "<<" + ">" * len(NUMBERS) + "<")
+def table(records: Sequence[Record]) -> str:
+    return aligned([COLUMNS, *map(cells, records)], "<<" + ">" * len(NUMBERS) + "<")
 
 
-def plot(rows: Sequence[Row], path: str) -> None:
+def plot(records: Sequence[Record], path: str) -> None:
     """Time and efficiency against the number of devices, a line for each mode and shape."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
-    for name, of in dict.fromkeys((row.mode, row.of) for row in rows):
-        measured = [row for row in rows if (row.mode, row.of) == (name, of) and row.ms is not None]
-        devices = [row.devices for row in measured]
+    for name, of in dict.fromkeys((record.mode, record.of) for record in records):
+        measured = [record for record in records if (record.mode, record.of) == (name, of) and record.ms is not None]
+        devices = [record.devices for record in measured]
         label = f"{name} {of}" + (" a device" if MODES[name].grows else "")
-        left.plot(devices, [row.ms for row in measured], marker="o", label=label)
-        right.plot(devices, [row.efficiency_pct for row in measured], marker="o", label=label)
+        left.plot(devices, [record.ms for record in measured], marker="o", label=label)
+        right.plot(devices, [record.efficiency_pct for record in measured], marker="o", label=label)
     right.axhline(100, linestyle=":", color="gray")
     left.set(ylabel="ms", yscale="log")
     right.set(ylabel="efficiency, %", ylim=(0, None))
-    counts = sorted({row.devices for row in rows})
+    counts = sorted({record.devices for record in records})
     for axes in (left, right):
         axes.set_xscale("log", base=2)
         axes.set_xticks(counts, map(str, counts))
         axes.set_xlabel("devices")
         axes.grid(which="both", alpha=0.3)
     figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
-    first = rows[0]
+    first = records[0]
     figure.suptitle(f"{first.direction} {first.dtype}, backend {first.backend}, on {first.device}")
     figure.savefig(path, dpi=120)
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """Not at import: whoever imports this module has flags of their own."""
-    flags.DEFINE_list("mode", list(MODES), "What is split, and whether it grows.", flag_values=values)
+    """Not at import: modules that import this one have flags of their own."""
+    flags.DEFINE_list("mode", list(MODES), "The dimension that is split, and whether it grows.", flag_values=values)
     shapes = "BxNHxSxDHQKxDHHV or a name of kernel_benchmark.py, for all modes; none: 7b-8k and up to 2**20 steps, without a GPU tiny."
     flags.DEFINE_list("shape", [], shapes, flag_values=values)
     flags.DEFINE_list("devices", [], "Numbers of devices; none: 1, 2, 4, ... up to those present.", flag_values=values)
@@ -272,12 +274,12 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_enum("dtype", "bfloat16", list(reversed(KERNEL_DTYPES)), "Of q, k, v.", flag_values=values)
     flags.DEFINE_integer("chunk_size", None, "Steps of a chunk; none: the default config's.", flag_values=values)
     flags.DEFINE_integer("repeats", 10, "Batches of calls; the median counts.", lower_bound=1, flag_values=values)
-    flags.DEFINE_string("jsonl", None, "File to append the rows to, as they come.", flag_values=values)
+    flags.DEFINE_string("jsonl", None, "File to which each record is appended as it is measured.", flag_values=values)
     flags.DEFINE_string("plot", None, "PNG to write at the end.", flag_values=values)
 
 
 def run(options: flags.FlagValues) -> int:
-    """Measures and prints what the flags ask for; returns the exit code."""
+    """Measures and prints; returns the exit code."""
     with contextlib.ExitStack() as stack:
         try:
             shapes, counts = parse_request(options)
@@ -285,10 +287,11 @@ def run(options: flags.FlagValues) -> int:
         except (RequestError, OSError) as error:
             print(f"scaling_benchmark: {error}", file=sys.stderr)
             return 2
-        rows, code = command.collect(measured_rows(options, shapes, counts), lambda row: " ".join(filter(None, cells(row))), jsonl)
-    print(f"\n{table(rows)}")
-    if options.plot and any(row.ms for row in rows):
-        plot(rows, options.plot)
+        measured = measured_records(options, shapes, counts)
+        records, code = command.collect(measured, lambda record: " ".join(filter(None, cells(record))), jsonl)
+    print(f"\n{table(records)}")
+    if options.plot and any(record.ms for record in records):
+        plot(records, options.plot)
     elif options.plot:
         print(f"nothing was measured: {options.plot} is not written")
     return code

@@ -3,11 +3,11 @@ r"""Times a step of the recurrent mLSTM, as a generation loop sees it, beside ot
     python benchmarks/step_benchmark.py                                              # b1 and 256mib on a GPU, a tiny one without
     python benchmarks/step_benchmark.py --shape=b1,128x8x256x512 --impl=triton,xla,mlstm_kernels_triton_step --jsonl=step.jsonl
 
-Ours runs in one jitted loop of --steps steps that updates its states in place; a peer in torch as a CUDA graph of as many launches. The
-outputs after a few steps are checked against the float64 recurrence, on the first, a middle and the last head; what is wrong is not
-timed. Bytes are those of the states, read once and written once, 2 B NH (DHQK DHHV + DHQK + 1) itemsize, whatever an implementation
-moves; the rate of the copy, bytes read and written, is measured in the same run. Exit code 1 when an output is wrong or ours fails,
-2 when the request makes no sense, 130 after Ctrl-C.
+mlstm_pallas runs in one jitted loop of --steps steps that updates its states in place; a peer in torch as a CUDA graph of as many
+launches. The outputs after a few steps are checked against the float64 recurrence, on the first, a middle and the last head; what is
+wrong is not timed. Bytes are those of the states, read once and written once, 2 B NH (DHQK DHHV + DHQK + 1) itemsize, whatever an
+implementation moves; the rate of the copy, bytes read and written, is measured in the same run. Exit code 1 when an output is wrong or
+mlstm_pallas fails, 2 when the request makes no sense, 130 after Ctrl-C.
 """
 
 import contextlib
@@ -37,7 +37,7 @@ from reporting import aligned
 from mlstm_pallas import mlstm_recurrent_step, reference
 from mlstm_pallas.backend import target_device_kind
 from mlstm_pallas.config import config_for
-from mlstm_pallas.problem import BACKENDS, KERNEL_DTYPES
+from mlstm_pallas.validation import BACKENDS, KERNEL_DTYPES
 
 
 class Shape(NamedTuple):
@@ -63,8 +63,8 @@ SHAPES = {
     "tiny": Shape(1, 2, 32, 64),
 }
 CHECKED_STEPS = 4
-# Relative norms of the error of h, by the coarser of the dtypes: sums of a few hundred float32 products, or values rounded to bfloat16 a
-# few times over.
+# Relative norms of the error of h, by the coarser of the dtypes: sums of a few hundred float32 products, or values rounded to bfloat16 in
+# each of a few steps.
 TOLERANCES = {"float32": 1e-5, "bfloat16": 1e-2}
 COPIED_BYTES = {"gpu": 2**29, "cpu": 2**24}
 
@@ -81,7 +81,7 @@ States = tuple[jax.Array, jax.Array, jax.Array]  # c, n, m
 
 
 @dataclasses.dataclass
-class Row:
+class Record:
     """A measurement. What was not measured is None; status is "ok", "wrong", "failed" or "skipped", and note says why."""
 
     name: str
@@ -117,7 +117,7 @@ def random_inputs(shape: Shape, dtype: str, state_dtype: str) -> tuple[Token, St
     return token, (c.astype(state_dtype), (n + 0.5).astype(state_dtype), jnp.zeros((B, NH)))
 
 
-class Ours:
+class MlstmPallas:
     """A backend of mlstm_recurrent_step."""
 
     def __init__(self, backend: str, shape: Shape, state_dtype: str, unroll: int, variant: str):
@@ -130,7 +130,7 @@ class Ours:
         return {}
 
     def build(self, token: Token, states: States, steps: int) -> Callable[[], jax.Array]:
-        """A call makes so many steps, from where the call before ended, and returns the last h."""
+        """A call runs the steps from the states of the call before and returns the last h."""
 
         @functools.partial(jax.jit, donate_argnums=1)
         def run(token, states):
@@ -139,11 +139,11 @@ class Ours:
 
             return lax.fori_loop(0, steps, body, (jnp.zeros_like(token.v), states), unroll=min(self.unroll, steps))
 
-        now = jax.tree.map(jnp.copy, states)
+        current = jax.tree.map(jnp.copy, states)
 
         def call():
-            nonlocal now
-            h, now = run(token, now)
+            nonlocal current
+            h, current = run(token, current)
             return h
 
         return call
@@ -156,7 +156,7 @@ class Ours:
 
 
 class MlstmKernelsStep:
-    """mlstm_kernels (NX-AI), its Triton step kernel: from one set of states to another, as it does not update in place."""
+    """mlstm_kernels (NX-AI), its Triton step kernel: between two sets of states, as it does not update in place."""
 
     config = None
 
@@ -187,7 +187,7 @@ class MlstmKernelsStep:
                 h, _ = self.module.mlstm_recurrent_step__triton(*token, *old, eps=1e-6, dtype_state=first[0].dtype, **new)
             return h
 
-        run(1)  # which compiles: a graph can only record
+        run(1)  # compiles: a graph can only record
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
@@ -230,51 +230,52 @@ def copy_rate(repeats: int) -> float:
     return 2 * size / statistics.median(times)
 
 
-def measure(row: Row, impl: Any, repeats: int) -> None:
-    """Fills the row; refuses to time a wrong output."""
-    shape = row.shape
-    token, states = random_inputs(shape, row.dtype, row.state_dtype)
-    row.config, row.versions = impl.config, row.versions | impl.versions()
+def measure(record: Record, impl: Any, repeats: int) -> None:
+    """Fills the record; does not time a wrong output."""
+    shape = record.shape
+    token, states = random_inputs(shape, record.dtype, record.state_dtype)
+    record.config, record.versions = impl.config, record.versions | impl.versions()
     heads = shape.B * shape.NH
     index = np.unique([0, heads // 2, heads - 1])
-    expected = expected_h(token, states, index, row.variant)
+    expected = expected_h(token, states, index, record.variant)
     h = impl.build(token, states, CHECKED_STEPS)()
     impl.synchronise(h)
-    row.error = float(np.linalg.norm(impl.heads(h, index) - expected) / np.linalg.norm(expected))
-    limit = TOLERANCES["bfloat16" if "bfloat16" in (row.dtype, row.state_dtype) else "float32"]
-    if not row.error <= limit:
-        row.status, row.note = "wrong", f"wrong: error {row.error:.1e} in h, at most {limit:.0e}"
+    record.error = float(np.linalg.norm(impl.heads(h, index) - expected) / np.linalg.norm(expected))
+    limit = TOLERANCES["bfloat16" if "bfloat16" in (record.dtype, record.state_dtype) else "float32"]
+    if not record.error <= limit:
+        record.status, record.note = "wrong", f"wrong: error {record.error:.1e} in h, at most {limit:.0e}"
         return
-    times = time_calls(impl.build(token, states, row.steps), impl.synchronise, repeats)
-    seconds = statistics.median(times) / row.steps
-    row.us, row.spread = 1e6 * seconds, (max(times) - min(times)) / statistics.median(times)
-    row.gbps = 2 * shape.state_bytes(jnp.dtype(row.state_dtype).itemsize) / seconds / 1e9
-    row.copy_pct = 100 * row.gbps / row.copy_gbps
+    times = time_calls(impl.build(token, states, record.steps), impl.synchronise, repeats)
+    seconds = statistics.median(times) / record.steps
+    record.us, record.spread = 1e6 * seconds, (max(times) - min(times)) / statistics.median(times)
+    record.gbps = 2 * shape.state_bytes(jnp.dtype(record.state_dtype).itemsize) / seconds / 1e9
+    record.copy_pct = 100 * record.gbps / record.copy_gbps
 
 
-def measured_rows(options: flags.FlagValues, shapes: dict[str, Shape], impls: Sequence[str], steps: int) -> Iterator[Row]:
-    """A row for each shape and implementation, as soon as it is measured."""
+def measured_records(options: flags.FlagValues, shapes: dict[str, Shape], impls: Sequence[str], steps: int) -> Iterator[Record]:
+    """A record for each shape and implementation, as soon as it is measured."""
     common = dict(dtype=options.dtype, state_dtype=options.state_dtype, steps=steps, unroll=options.unroll, variant=options.variant)
     common |= dict(device=jax.devices()[0].device_kind, commit=git_commit(), copy_gbps=copy_rate(options.repeats) / 1e9)
     for name, shape in shapes.items():
         for impl in impls:
-            row, ours = Row(name, shape, impl, versions=dict(jax=jax.__version__, jaxlib=jaxlib.__version__), **common), impl in BACKENDS
+            record = Record(name, shape, impl, versions=dict(jax=jax.__version__, jaxlib=jaxlib.__version__), **common)
+            ours = impl in BACKENDS
             try:
                 if ours:
-                    built: Any = Ours(impl, shape, options.state_dtype, options.unroll, options.variant)
+                    built: Any = MlstmPallas(impl, shape, options.state_dtype, options.unroll, options.variant)
                 elif options.variant != "exp":
                     raise ValueError(f"it has no variant {options.variant}")
                 else:
                     built = PEERS[impl](shape, options.state_dtype)
-                measure(row, built, options.repeats)
+                measure(record, built, options.repeats)
             except Exception as error:
-                row.status = "failed" if ours else "skipped"
-                row.note = " ".join(f"{row.status}: {type(error).__name__}: {error}".split())[:200]
-            yield row
+                record.status = "failed" if ours else "skipped"
+                record.note = " ".join(f"{record.status}: {type(error).__name__}: {error}".split())[:200]
+            yield record
 
 
 def parse_request(options: flags.FlagValues) -> tuple[dict[str, Shape], Sequence[str], int]:
-    """What the flags ask for on this machine: shapes, implementations, steps of a loop."""
+    """Shapes, implementations, steps of a loop."""
     gpu = jax.devices()[0].platform == "gpu"
     impls = options.impl or (["triton", *PEERS] if gpu else ["xla"])
     if unknown := [name for name in impls if name not in (*BACKENDS, *PEERS)]:
@@ -296,33 +297,39 @@ NUMBERS |= {"copy %": ("copy_pct", "{:.0f}"), "error": ("error", "{:.1e}")}
 COLUMNS = ("shape", "state MiB", "impl", *NUMBERS, "note")
 
 
-def cells(row: Row) -> list[str]:
-    values = ((getattr(row, field), text) for field, text in NUMBERS.values())
+def cells(record: Record) -> list[str]:
+    values = ((getattr(record, field), text) for field, text in NUMBERS.values())
     numbers = ["-" if value is None else text.format(value).rstrip("%") for value, text in values]
-    return [row.name, f"{row.shape.state_bytes(jnp.dtype(row.state_dtype).itemsize) / 2**20:.4g}", row.impl, *numbers, row.note]
+    return [
+        record.name,
+        f"{record.shape.state_bytes(jnp.dtype(record.state_dtype).itemsize) / 2**20:.4g}",
+        record.impl,
+        *numbers,
+        record.note,
+    ]
 
 
-def table(rows: Sequence[Row]) -> str:
-    return aligned([COLUMNS, *map(cells, rows)], "<><" + ">" * len(NUMBERS) + "<")
+def table(records: Sequence[Record]) -> str:
+    return aligned([COLUMNS, *map(cells, records)], "<><" + ">" * len(NUMBERS) + "<")
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """Not at import: whoever imports this module has flags of their own."""
+    """Not at import: modules that import this one have flags of their own."""
     flags.DEFINE_list("shape", [], f"{', '.join(SHAPES)}, or BxNHxDHQKxDHHV; none: b1, 256mib, without a GPU tiny.", flag_values=values)
     flags.DEFINE_list("impl", [], f"{', '.join((*BACKENDS, *PEERS))}; none: triton and peers, without a GPU xla.", flag_values=values)
     flags.DEFINE_enum("dtype", "bfloat16", list(reversed(KERNEL_DTYPES)), "Of q, k, v and h.", flag_values=values)
     flags.DEFINE_enum("state_dtype", "float32", list(KERNEL_DTYPES), "Of C and n; m is float32.", flag_values=values)
     flags.DEFINE_integer("steps", None, "Steps of a loop; none: 1000, without a GPU 10.", lower_bound=1, flag_values=values)
-    unroll = "Steps of ours in an iteration of the loop. n and m go to new memory: one step an iteration costs a copy of each."
+    unroll = "Of mlstm_pallas, steps in an iteration of the loop. n and m go to new memory: one step per iteration costs a copy of each."
     flags.DEFINE_integer("unroll", 2, unroll, lower_bound=1, flag_values=values)
     variants = [name for name in VARIANTS if name != "packed"]
-    flags.DEFINE_enum("variant", "exp", variants, "Input gate and normaliser of ours.", flag_values=values)
+    flags.DEFINE_enum("variant", "exp", variants, "Input gate and normaliser of mlstm_pallas.", flag_values=values)
     flags.DEFINE_integer("repeats", 10, "Batches of calls; the median counts.", lower_bound=1, flag_values=values)
-    flags.DEFINE_string("jsonl", None, "File to append the rows to, as they come.", flag_values=values)
+    flags.DEFINE_string("jsonl", None, "File to which each record is appended as it is measured.", flag_values=values)
 
 
 def run(options: flags.FlagValues) -> int:
-    """Measures and prints what the flags ask for; returns the exit code."""
+    """Measures and prints; returns the exit code."""
     with contextlib.ExitStack() as stack:
         try:
             request = parse_request(options)
@@ -330,9 +337,9 @@ def run(options: flags.FlagValues) -> int:
         except (RequestError, OSError) as error:
             print(f"step_benchmark: {error}", file=sys.stderr)
             return 2
-        rows, code = command.collect(measured_rows(options, *request), lambda row: " ".join(filter(None, cells(row))), jsonl)
-    if rows:
-        print(f"\ncopy: {rows[0].copy_gbps:.4g} GB/s\n{table(rows)}")
+        records, code = command.collect(measured_records(options, *request), lambda record: " ".join(filter(None, cells(record))), jsonl)
+    if records:
+        print(f"\ncopy: {records[0].copy_gbps:.4g} GB/s\n{table(records)}")
     return code
 
 

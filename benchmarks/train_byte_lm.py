@@ -3,10 +3,10 @@
     python benchmarks/train_byte_lm.py      # learns the Python standard library: two minutes on two CPU cores; Triton kernels on a GPU
     python benchmarks/train_byte_lm.py --corpus=FOLDER_OR_FILE --embedding_dim=512 --layers=8 --seq_len=2048 --dtype=bfloat16
 
-The model is in byte_lm.py. The output folder gets log.jsonl (the configuration, then one line for every logged step and every evaluation),
+The model is in byte_lm.py. The output folder gets log.jsonl (the configuration, then a line for each logged step and each evaluation),
 loss.png, sample.txt and checkpoints/, which has the last two.
 
-Ctrl-C ends the training early: evaluation, sample and plot are made with what there is, and the exit code is 130. A second Ctrl-C kills.
+Ctrl-C ends the training early: evaluation, sample and plot follow, and the exit code is 130. A second Ctrl-C kills.
 --max_minutes ends it alike, with exit code 75. However a run has ended, the same command goes on from its last checkpoint, along the same
 curve; --noresume starts over.
 
@@ -199,7 +199,7 @@ class Training:
         checkpoints.save(self.step, nnx.state((self.model, self.optimizer)), progress)
 
     def restore(self, checkpoints: Checkpoints, step: int) -> None:
-        """Takes the place of the training that made the checkpoint.
+        """Goes on from the training that the checkpoint was saved by.
 
         Raises:
           CheckpointError: it is damaged, or of another training.

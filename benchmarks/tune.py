@@ -4,24 +4,23 @@ r"""Finds tiles and launch parameters for shapes and dtypes on the GPU at hand a
     python benchmarks/tune.py --shape=tfla-8k --dtype=float32 --minutes=5
     python benchmarks/tune.py --shape=7b-8k --stage=parallel_fw_H,recurrent_bw_dC --minutes=3
 
-Strategy. Each stage at each chunk size is searched by itself: coordinate descent from the present row and the heuristic, over tiles in
-powers of two, warps, pipeline stages and keep_q. A round takes up to 16 candidates one step away from the best so far, then those that
-are one step away in two parameters. The next round is that of the stage and chunk size where most time is to gain: stages that take
-long, with few rounds so far, of the chunk sizes whose stages add up to least; one with far more is dropped. Tiles that do not fit are
-shortened, and the same tiles are tried once. Stages that keep their states on the chip have chunk sizes of their own, which are not those
-of the call. In the last third of its time a case joins the best stages of each chunk size, for every plan of the forward and of the
-backward pass, and times the whole, forward and backward, beside the heuristic and the present row, in one run. Heads that have none start
-from that of the smallest larger heads, as a call of them would. A row is written when its whole is at least 3 % faster than the
-heuristic's; a present row that is not is taken out.
+Search. Each stage at each chunk size is searched by itself: coordinate descent from the present row and the heuristic over the fields
+in ``Stage.search``. A round takes up to 16 candidates that differ from the best by one step of one field, then of two fields. The next
+round goes to the stage and chunk size with most time to gain: long stages with few rounds so far, at chunk sizes with a small sum over
+stages; a chunk size with a far larger sum is dropped. Tiles are clamped to the problem, and the same tiles are tried once. The stages of
+the fused scan have chunk sizes of their own. The last third of a case's time goes to whole calls, forward and backward: the best stages
+of each chunk size with materialised states and with the fused scan, beside the heuristic and the present row, in one run. Heads without
+a row start from that of the smallest larger heads, as a call of them would. A row is written when its call is at least 3 % faster than
+the heuristic's; a present row that is not is removed.
 
-Candidates of a round are compiled in parallel, first by the compile report (each thread has a process of its own for it: LLVM ends some):
-what takes more shared memory than there is, or spills more than --max_spill_bytes, never runs. Then they are timed one by one. One counts
-only if its outputs are those of the plain jnp stage in float32 and the same bits in three runs: in a pipelined loop Triton miscompiles
-some tilings, differently in every run. The whole is checked as in kernel_benchmark.py.
+Candidates of a round are compiled in parallel, first by the compile report (in a process per thread, as LLVM aborts on some): those
+that take more shared memory than there is, or spill more than --max_spill_bytes, never run. Then they are timed one by one. A time counts
+only if the outputs are those of the plain form in float32 and have the same bits in three runs: in a pipelined loop Triton miscompiles
+some tilings, differently in every run. Whole calls are checked as in kernel_benchmark.py.
 
-Every result is a line of --log; a second run with the same code, jax and device takes stages from there instead of timing them, and
-so goes on where the first one's time was up.
-Exit code 1 when a case has no result, 2 when the request makes no sense, 130 after Ctrl-C (nothing that was timed is lost).
+Every result is a line of --log. A second run with the same code, jax and device takes stages from there instead of timing them, and
+so continues an unfinished one. Exit code 1 when a case has no result, 2 when the request makes no sense, 130 after Ctrl-C (what was
+timed is in the log).
 """
 
 import contextlib
@@ -33,7 +32,6 @@ import hashlib
 import importlib.util
 import itertools
 import json
-import operator
 import os
 import statistics
 import sys
@@ -51,131 +49,77 @@ import jax
 import jax.numpy as jnp
 import kernel_benchmark
 from absl import flags
-from kernel_benchmark import Case, Ours, RequestError, check_names, parse_shapes, time_calls, wrong_outputs
-from roofline import Shape
+from kernel_benchmark import STAGES, Case, MlstmPallas, RequestError, check_names, implementation, parse_shapes, time_calls, wrong_outputs
+from roofline import Shape, schedules
 from tqdm import tqdm
 
 import mlstm_pallas
-from mlstm_pallas.config import CHUNK_OF, PLANS, STAGES, KernelConfig, StageConfig, config_from_rows, heuristic_config, tuning_name
-from mlstm_pallas.problem import KERNEL_DTYPES, MAX_TILE, Problem, check_chunk_size, clamp_chunk_size, make_problem, padded_head_dim
+from mlstm_pallas.call_spec import CallSpec
+from mlstm_pallas.config import KernelConfig, config_from_rows, heuristic_config, tuning_name
+from mlstm_pallas.normaliser import DEFAULT_NORMALISER
+from mlstm_pallas.problem import Problem, check_chunk_size, clamp_chunk_size, make_problem, padded_head_dim
 from mlstm_pallas.shared_memory import available_shared_bytes
+from mlstm_pallas.stage import StageConfig
+from mlstm_pallas.validation import KERNEL_DTYPES
 
-MIN_GAIN = 0.03  # of the whole, over the heuristic
-RUNS = 3  # that have to give the same bits
+MIN_GAIN = 0.03  # of a whole call, over the heuristic
+RUNS = 3  # that must have the same bits
 ROUND = 16  # candidates
-COMPILE_SECONDS = 60  # of a candidate
+COMPILE_SECONDS = 60  # per candidate
 SLOW = 1.2  # times the best so far: not worth timing exactly
-HOPELESS = 1.4  # times the best chunk size's sum of stages
-SEARCH_SHARE = 0.7  # of a case's time; the rest is for the whole
+HOPELESS = 1.4  # times the smallest sum over stages of a chunk size
+SEARCH_SHARE = 0.7  # of a case's time; the rest is for whole calls
 
-TILES = tuple(2**n for n in range(4, 9))
-PARAMETERS = {f"siz_b_{name}": TILES for name in ("LQ", "LKV", "DHQK", "DHHV", "loop")}
-PARAMETERS |= {"num_warps": (4, 8), "num_stages": (1, 2, 3, 4), "keep_q": (False, True)}
-LAUNCH = ("num_warps", "num_stages")
-SWEPT = {  # what each stage reads of its StageConfig
-    "chunk_gates": ("siz_b_LQ", *LAUNCH),
-    "recurrent_fw_C": ("siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", *LAUNCH),
-    "parallel_fw_H": ("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", *LAUNCH, "keep_q"),
-    "parallel_fw_P": ("siz_b_DHQK", "num_warps"),
-    "recurrent_fw_H": ("siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "siz_b_loop", *LAUNCH),
-    "parallel_bw_dP": ("siz_b_LQ", "siz_b_loop", *LAUNCH),
-    "recurrent_bw_dC": ("siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", *LAUNCH),
-    "parallel_bw_dQKV": ("siz_b_LQ", "siz_b_DHQK", "siz_b_DHHV", "siz_b_loop", *LAUNCH),
-    "parallel_bw_P": ("siz_b_DHQK", "siz_b_loop", *LAUNCH),
-    "recurrent_bw_dQ": ("siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "siz_b_loop", *LAUNCH),
-    "recurrent_bw_dK": ("siz_b_DHQK", "siz_b_DHHV", "siz_b_loop", *LAUNCH),
-    "recurrent_bw_dV": ("siz_b_DHQK", "siz_b_DHHV", "siz_b_loop", *LAUNCH),
-}
-ROWS, COLUMNS = (64, 128, 256), (64, 128)  # of a tile of the state of a walk
-WALK = {"siz_b_loop": (64, 128, 256, 512), "num_stages": (2, 3, 4)}
-NARROWED: dict[str, dict[str, Sequence[int]]] = {  # PARAMETERS, for one stage
-    "chunk_gates": {"num_warps": (1, 2, 4)},
-    "parallel_fw_P": {"siz_b_DHQK": (32, 64, 128, 256), "num_warps": (1, 2, 4, 8)},
-    **{stage: {"siz_b_LQ": tuple(x for x in TILES if x <= MAX_TILE)} for stage in ("parallel_bw_dP", "parallel_bw_dQKV")},
-    "parallel_bw_P": {"num_warps": (1, 2, 4, 8)},
-    **dict.fromkeys(("recurrent_fw_H", "recurrent_bw_dV"), WALK | {"siz_b_DHQK": ROWS, "siz_b_DHHV": COLUMNS}),
-    **dict.fromkeys(("recurrent_bw_dQ", "recurrent_bw_dK"), WALK | {"siz_b_DHQK": COLUMNS, "siz_b_DHHV": ROWS}),
-}
-SHORT_CHUNKS = (16, 32, 64, 128)  # of stages in CHUNK_OF
-# What may be chosen for the forward and for the backward pass.
-FORWARD = ({"stateless_forward": False}, {"stateless_forward": True})
-BACKWARD = ({"stateless_backward": False}, {"stateless_backward": True})
-# Programs of these stages below which too much of a device is idle and the plan without states in memory the slower one;
-# the columns of one.
-FILLING = {"stateless_forward": ("recurrent_fw_H", "DHHV", 192), "stateless_backward": ("recurrent_bw_dQ", "DHQK", 192)}
+FUSED_SCAN = "recurrent_fw_H"  # its siz_b_LKV is the chunk size of the fused stages
+FUSED_CHUNKS = (16, 32, 64, 128)
+FUSED_MIN_CTAS = 192  # of the fused scan; with fewer, too many SMs are idle and materialised states are faster
+# By fused_min_heads, 0 or 1, the stages of a forward and backward pass; chunk_gates is in both passes.
+ALGORITHMS = {fused: tuple(itertools.chain(*schedules(fused))) for fused in (0, 1)}
+# Those that the other algorithm does not have.
+OWN_STAGES = {fused: set(stages) - set(ALGORITHMS[1 - fused]) for fused, stages in ALGORITHMS.items()}
 
 
 class DeviceLost(RuntimeError):
-    """The device answers nothing any more after a candidate."""
+    """The device does not answer after a candidate."""
 
 
 # ---------------------------------------------------------------- candidates
 
 
-def allowed(stage: str, name: str) -> Sequence[int]:
-    return NARROWED.get(stage, {}).get(name, PARAMETERS[name])
+def canonical(stage: str, tiles: StageConfig, problem: Problem) -> StageConfig:
+    """The tiles that run in the problem's chunks: equal for all that run the same kernel."""
+    clamped = STAGES[stage].clamp(tiles, problem)
+    return StageConfig(**{name: getattr(clamped, name) for name in STAGES[stage].search})
 
 
-def canonical(stage: str, config: StageConfig, problem: Problem) -> StageConfig:
-    """What the stage makes of the config in the problem's chunks: the same for all that run the same kernel."""
-    fitted = config.fitted(problem, stage)
-    return StageConfig(**{name: getattr(fitted, name) for name in SWEPT[stage]})
+def as_run(config: KernelConfig, problem: Problem) -> KernelConfig:
+    """The stages and the algorithm that run of a complete config."""
+    spec = CallSpec(problem, config, jnp.dtype("bfloat16"), DEFAULT_NORMALISER)  # the dtype does not matter here
+    problems = {name: spec.fused_problem if stage.fused else problem for name, stage in STAGES.items()}
+    tiles: dict[str, Any] = {name: canonical(name, config.stage(name), p) for name, p in problems.items()}
+    return KernelConfig(chunk_size=problem.L, fused_min_heads=int(spec.fused), **tiles)
 
 
-def neighbours(stage: str, config: StageConfig, problem: Problem) -> Iterator[StageConfig]:
-    """Configs one step away in one parameter, then in two; distinct, without the config itself."""
+def neighbours(stage: str, tiles: StageConfig, problem: Problem) -> Iterator[StageConfig]:
+    """Distinct tiles that differ by one step of one field, then of two."""
     steps = []
-    for name in SWEPT[stage]:
-        values = allowed(stage, name)
-        at = min(range(len(values)), key=lambda n: abs(values[n] - getattr(config, name)))
+    for name, values in STAGES[stage].search.items():
+        at = min(range(len(values)), key=lambda n: abs(values[n] - getattr(tiles, name)))
         steps += [(name, values[n]) for n in (at + 1, at - 1) if 0 <= n < len(values)]
     pairs = (pair for pair in itertools.combinations(steps, 2) if pair[0][0] != pair[1][0])
-    seen = {canonical(stage, config, problem)}
+    seen = {canonical(stage, tiles, problem)}
     for changes in itertools.chain(([step] for step in steps), pairs):
-        found = canonical(stage, dataclasses.replace(config, **dict(changes)), problem)
+        found = canonical(stage, tiles.replace(**dict(changes)), problem)
         if found not in seen:
             seen.add(found)
             yield found
-
-
-def described(config: KernelConfig) -> dict[str, Any]:
-    """The config as in a row of the tuning files."""
-    row: dict[str, Any] = {"chunk_size": config.L}
-    row |= {name: plan for name in PLANS if (plan := getattr(config, name)) is not None}
-    for stage in STAGES:
-        if (tiles := getattr(config, stage)) is not None:
-            row[stage] = {name: getattr(tiles, name) for name in SWEPT[stage]}
-    return row
-
-
-class Plan(NamedTuple):
-    """A way to make a pass: the flags that ask for it, its stages, and those of them that not every way has."""
-
-    flags: dict[str, bool]
-    stages: tuple[str, ...]
-    own: set[str]
-
-
-def plans_of(problem: Problem) -> list[list[Plan]]:
-    """The plans of the forward and of the backward pass that are not the same at the problem's chunk size."""
-    passes = []
-    for index, choices in enumerate((FORWARD, BACKWARD)):
-        flags = {KernelConfig(**choice).passes(problem)[index]: choice for choice in choices}
-        shared = set.intersection(*map(set, flags))
-        passes.append([Plan(choice, stages, set(stages) - shared) for stages, choice in flags.items()])
-    return passes
-
-
-def runs(stage: str, problem: Problem) -> int:
-    """In how many passes a plan has the stage."""
-    return sum(any(stage in plan.stages for plan in plans) for plans in plans_of(problem))
 
 
 class Search:
     """Coordinate descent of one stage at one chunk size."""
 
     def __init__(self, stage: str, problem: Problem, starts: Sequence[StageConfig]):
-        self.stage, self.problem, self.owner = stage, problem, CHUNK_OF.get(stage, "")
+        self.stage, self.problem, self.fused = stage, problem, STAGES[stage].fused
         self.starts = list(dict.fromkeys(canonical(stage, start, problem) for start in starts))
         self.results: dict[StageConfig, Result] = {}
         self.rounds, self.done = 0, False
@@ -185,25 +129,22 @@ class Search:
         return self.problem.L
 
     @property
-    def said(self) -> str:
-        return self.stage + (f" {self.best[0]:.3f} ms" if self.best else "")
-
-    @property
     def share(self) -> float:
-        """What a round may gain: of the time that the stage takes in the whole, less with each round."""
-        return runs(self.stage, self.problem) * (self.best[0] if self.best else float("inf")) / (1 + self.rounds)
+        """What a round may gain: of the time of the stage in a whole call, less with each round."""
+        launches = max(stages.count(self.stage) for stages in ALGORITHMS.values())
+        return launches * (self.best[0] if self.best else float("inf")) / (1 + self.rounds)
 
     @property
     def best(self) -> tuple[float, StageConfig] | None:
-        times = [(result.ms, n, config) for n, (config, result) in enumerate(self.results.items()) if result.status == "ok"]
+        times = [(result.ms, n, tiles) for n, (tiles, result) in enumerate(self.results.items()) if result.status == "ok"]
         if not times:
             return None
-        ms, _, config = min(times)
-        return ms, config
+        ms, _, tiles = min(times)
+        return ms, tiles
 
     def candidate(self, tiles: StageConfig) -> KernelConfig:
-        """A config that has the stage at these chunks, with these tiles."""
-        chunks = {self.owner: StageConfig(siz_b_LKV=self.L)} if self.owner else {}
+        """A config with these tiles of the stage, at these chunks."""
+        chunks: dict[str, Any] = {FUSED_SCAN: StageConfig(siz_b_LKV=self.L)} if self.fused else {}
         return KernelConfig(chunk_size=self.L, **chunks | {self.stage: tiles})
 
     def next_round(self) -> list[StageConfig]:
@@ -220,7 +161,7 @@ class Search:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Status: "ok"; "pruned" by the compile report; "failed" to compile or to run; "wrong" output. note says why."""
+    """Status: "ok"; "pruned" by the compile report; "failed" to compile or to run; "wrong" output. note: the reason."""
 
     status: str
     ms: float | None = None
@@ -228,13 +169,13 @@ class Result:
 
 
 class Pruner:
-    """The compile report's opinion of a kernel, for the device at hand."""
+    """Prunes candidates by the compile report, for the device at hand."""
 
     def __init__(self, device: compile_report.Device, max_spill_bytes: int):
         self.device, self.max_spill_bytes = device, max_spill_bytes
 
     def __call__(self, function: Callable[..., Any], args: Sequence[Any]) -> str:
-        """Why the kernels of the function are not worth running; "" where they are."""
+        """The reason not to run the kernels of the function; "" where there is none."""
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
         for kernel in compile_report.lowered_kernels(function, *shapes, device=self.device):
             if kernel.cause:
@@ -251,7 +192,7 @@ class Pruner:
 
 
 def pruner_for(device: Any, max_spill_bytes: int) -> Pruner | None:
-    """None, with the reason printed, where the compile report says nothing about the device."""
+    """None, with the reason printed, where the compile report cannot compile for the device."""
     if device.platform != "gpu":
         reason = "there is no GPU"
     elif importlib.util.find_spec("triton") is None:
@@ -265,18 +206,17 @@ def pruner_for(device: Any, max_spill_bytes: int) -> Pruner | None:
     return None
 
 
-def _compare(case: Case, outputs: Any, again: Any, expected: dict[str, jax.Array]) -> tuple[dict[str, Any], jax.Array]:
-    """Of each output, the norms of its error and of what is expected; and whether another run gave the same."""
-    outputs, again = (kernel_benchmark.STAGES[case.stage].seen(x) for x in (outputs, again))
-    found = case.named(outputs)
-    pairs = {name: (found[name].astype(jnp.float32), x.reshape(found[name].shape)) for name, x in expected.items()}
+def _compare(impl: MlstmPallas, outputs: Any, again: Any, expected: Any) -> tuple[dict[str, Any], jax.Array]:
+    """Of each output, the norms of its error and of what is expected; and whether another run has the same bits."""
+    found, wanted = impl.named(outputs), impl.named(expected)
+    pairs = {name: (found[name].astype(jnp.float32), x) for name, x in wanted.items()}
     norms = {name: (jnp.linalg.norm((x - y).ravel()), jnp.linalg.norm(y.ravel())) for name, (x, y) in pairs.items()}
     same = [jnp.all(x == y) for x, y in zip(jax.tree.leaves(outputs), jax.tree.leaves(again), strict=True)]
     return norms, jnp.stack(same).all()
 
 
 class Check(NamedTuple):
-    """Compiled: what a stage should make, of its arrays in float32; and _compare."""
+    """Compiled for one stage and chunk size: the plain form, of float32 inputs, and _compare, of ``kernel_benchmark.written`` outputs."""
 
     plain: Callable[..., Any]
     compare: Callable[..., Any]
@@ -298,45 +238,49 @@ class Bench:
         found.stage = stage
         return found
 
-    def compile_check(self, case: Case, config: KernelConfig, given: Any) -> Check | None:
-        """In any thread. Of the whole the case keeps what is expected itself: made here, once."""
-        stage = case.stage
-        ours = Ours(self.backend, self.shape, self.dtype, None, stage, config)
-        if not stage:
-            case.expected(ours)
+    def implementation(self, stage: str, config: KernelConfig) -> MlstmPallas:
+        return implementation(stage, self.backend, self.shape, self.dtype, None, config)
+
+    def compile_check(self, case: Case, config: KernelConfig, inputs: Any) -> Check | None:
+        """In any thread. For whole calls the case computes and keeps what is expected."""
+        impl = self.implementation(case.stage, config)
+        if not case.stage:
+            case.expected(impl)
             return None
-        function, args = ours.computation(given, "fwd")
+        function, args = impl.computation(inputs, "fwd")
         wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), args)
-        plain = jax.jit(lambda *xs: case.named(kernel_benchmark.STAGES[stage].expected(ours.problem.L, *xs)))
-        outputs, expected = jax.eval_shape(function, *args), jax.eval_shape(plain, *wide)
-        compare = jax.jit(functools.partial(_compare, case))
-        return Check(plain.lower(*wide).compile(), compare.lower(outputs, outputs, expected).compile())
+        outputs = jax.eval_shape(lambda *xs: kernel_benchmark.written(function(*xs)), *args)
+        plain = jax.jit(impl.reference).lower(*wide).compile()
+        compare = jax.jit(functools.partial(_compare, impl)).lower(outputs, outputs, jax.eval_shape(impl.reference, *wide)).compile()
+        return Check(plain, compare)
 
     def expected(self, stage: str, L: int, check: Check | None) -> Any:
-        """What the stage's plain form makes in float32, on the device."""
+        """The outputs of the stage's plain form in float32, on the device."""
         if check is None:
             return None
         arrays = self.case(stage).arrays(L)
-        return check.plain(*jax.tree.map(lambda x: x.astype(jnp.float32), [arrays[name] for name in kernel_benchmark.STAGES[stage].inputs]))
+        return check.plain(*jax.tree.map(lambda x: x.astype(jnp.float32), [arrays[name] for name in STAGES[stage].inputs]))
 
-    def prepare(self, stage: str, config: KernelConfig, given: Any, prune: bool) -> tuple[Ours, Callable[[], Any]] | Result:
+    def prepare(self, stage: str, config: KernelConfig, inputs: Any, prune: bool) -> tuple[MlstmPallas, Callable[[], Any]] | Result:
         """Compiles; in any thread."""
         try:
-            impl = Ours(self.backend, self.shape, self.dtype, None, stage, config)
+            impl = self.implementation(stage, config)
             direction = "fwd" if stage else "fwbw"
-            if prune and self.pruner and (reason := self.pruner(*impl.computation(given, direction))):
+            if prune and self.pruner and (reason := self.pruner(*impl.computation(inputs, direction))):
                 return Result("pruned", note=reason)
-            return impl, impl.build(given, direction)
+            return impl, impl.build(inputs, direction)
         except Exception as error:
             return Result("failed", note=kernel_benchmark.one_line(error))
 
-    def judge(self, stage: str, impl: Ours, call: Callable[[], Any], check: Check | None, expected: Any, best: float | None) -> Result:
+    def judge(
+        self, stage: str, impl: MlstmPallas, call: Callable[[], Any], check: Check | None, expected: Any, best: float | None
+    ) -> Result:
         """Checks, then times. Raises DeviceLost."""
         case = self.case(stage)
         try:
-            outputs = jax.block_until_ready(call())
+            outputs = jax.block_until_ready(kernel_benchmark.written(call()))
             for _ in range(RUNS - 1):
-                again = call()
+                again = kernel_benchmark.written(call())
                 if check:
                     norms, same = jax.device_get(check.compare(outputs, again, expected))
                     errors = {name: float(x / max(y, 1e-30)) for name, (x, y) in norms.items()}
@@ -355,11 +299,11 @@ class Bench:
             try:
                 jax.block_until_ready(jnp.zeros(8) + 1)
             except Exception:
-                raise DeviceLost(f"{stage} {described(impl.filled)}: {kernel_benchmark.one_line(error)}") from None
+                raise DeviceLost(f"{stage} {impl.config}: {kernel_benchmark.one_line(error)}") from None
             return Result("failed", note=kernel_benchmark.one_line(error))
 
 
-# ---------------------------------------------------------------- what is known already
+# ---------------------------------------------------------------- results of earlier runs
 
 
 def source_hash() -> str:
@@ -369,7 +313,7 @@ def source_hash() -> str:
 
 
 class Log:
-    """Results by candidate, and the JSONL file that they are appended to. What the file has of another context is left alone."""
+    """Results by candidate, and the JSONL file to which they are appended. Lines of another context in the file do not count."""
 
     def __init__(self, path: str, context: dict[str, str]):
         self.path, self.context = path, context
@@ -381,11 +325,11 @@ class Log:
             file.truncate(len(whole.encode()))  # the last write was interrupted
         for number, line in enumerate(whole.splitlines(), 1):
             try:
-                row = json.loads(line)
-                key, result = self._key(row["case"], row["stage"], row["config"]), Result(row["status"], row["ms"], row["note"])
+                entry = json.loads(line)
+                key, result = self._key(entry["case"], entry["stage"], entry["config"]), Result(entry["status"], entry["ms"], entry["note"])
             except (KeyError, TypeError, ValueError):
-                raise RequestError(f"{path}, line {number} is no line of this program") from None
-            if row["context"] == context:
+                raise RequestError(f"{path}, line {number} is no result of this program") from None
+            if entry["context"] == context:
                 self.known[key] = result
 
     @staticmethod
@@ -393,13 +337,13 @@ class Log:
         return json.dumps([case, stage, config], sort_keys=True)
 
     def get(self, case: str, stage: str, config: KernelConfig) -> Result | None:
-        return self.known.get(self._key(case, stage, described(config)))
+        return self.known.get(self._key(case, stage, config.as_row()))
 
     def put(self, case: str, stage: str, config: KernelConfig, result: Result) -> None:
-        row = dict(context=self.context, case=case, stage=stage, config=described(config), **dataclasses.asdict(result))
+        entry = dict(context=self.context, case=case, stage=stage, config=config.as_row(), **dataclasses.asdict(result))
         with open(self.path, "a") as file:
-            print(json.dumps(row), file=file, flush=True)
-        self.known[self._key(case, stage, described(config))] = result
+            print(json.dumps(entry), file=file, flush=True)
+        self.known[self._key(case, stage, config.as_row())] = result
 
 
 # ---------------------------------------------------------------- a case
@@ -407,7 +351,7 @@ class Log:
 
 @dataclasses.dataclass
 class Tuner:
-    """One shape and dtype: the search of its stages, and the decision."""
+    """One shape and dtype: the search of its stages, and the whole calls."""
 
     bench: Bench
     log: Log
@@ -429,9 +373,9 @@ class Tuner:
         prune: bool = True,
         resume: bool = True,
     ) -> dict[tuple[str, KernelConfig], Result]:
-        """Results of stages with their configs, of one chunk size (or of the whole), from the log or measured now.
+        """Results of stages with their configs, of one chunk size (or of whole calls), from the log or measured.
 
-        Those that the time did not suffice for are not among them. best: the ms so far, by stage.
+        Those after the deadline are missing. best: the ms so far, by stage.
         """
         found = {item: self.log.get(self.name, *item) for item in items} if resume else {}
         results = {item: result for item, result in found.items() if result is not None}
@@ -440,25 +384,27 @@ class Tuner:
         for stage, config in items:
             if (stage, config) not in results:
                 case = self.bench.case(stage)
-                given = case.arrays(config.L) if stage else case.inputs
-                prepared[stage, config] = self.pool.submit(self.bench.prepare, stage, config, given, prune)
+                inputs = case.arrays(config.L) if stage else case.inputs
+                prepared[stage, config] = self.pool.submit(self.bench.prepare, stage, config, inputs, prune)
                 key = stage, config.L if stage else 0
                 if key not in self.checks:
-                    self.checks[key] = self.pool.submit(self.bench.compile_check, case, config, given)
+                    self.checks[key] = self.pool.submit(self.bench.compile_check, case, config, inputs)
                 checks[stage] = self.checks[key]
         # Nothing is timed while others compile; but a compiler that hangs does not take all the time.
         limit = COMPILE_SECONDS * -(-len(prepared) // self.threads)
         wait([*prepared.values(), *checks.values()], timeout=max(min(deadline - time.monotonic(), limit), 0))
-        bests, at, check, expected = dict(best), None, None, None
+        bests, checked, check, expected = dict(best), None, None, None
         for (stage, config), future in prepared.items():
             if future.cancel() or time.monotonic() > deadline:
                 continue
-            made = future.result() if future.done() else Result("failed", note=f"not compiled within {limit:g} s")
-            if at != stage:
-                at, check = stage, checks[stage].result()
+            candidate = future.result() if future.done() else Result("failed", note=f"not compiled within {limit:g} s")
+            if checked != stage:
+                checked, check = stage, checks[stage].result()
                 expected = self.bench.expected(stage, config.L, check)
             try:
-                result = made if isinstance(made, Result) else self.bench.judge(stage, *made, check, expected, bests.get(stage))
+                result = (
+                    candidate if isinstance(candidate, Result) else self.bench.judge(stage, *candidate, check, expected, bests.get(stage))
+                )
             except DeviceLost as error:
                 self.log.put(self.name, stage, config, Result("failed", note=str(error)))
                 raise
@@ -471,32 +417,32 @@ class Tuner:
         return results
 
     def round(self, searches: Sequence[Search], until: float, *, prune: bool) -> None:
-        """The next round of searches of one chunk size; with none left a search is done."""
-        said = searches[0].said if prune else "all stages"
-        self.bar.set_postfix_str(f"{self.name} L={searches[0].L} {said}", refresh=False)
+        """The next round of searches of one chunk size; a search with nothing left to try is done."""
+        stages = ", ".join(f"{x.stage} {x.best[0]:.3f} ms" if x.best else x.stage for x in searches) if prune else "all stages"
+        self.bar.set_postfix_str(f"{self.name} L={searches[0].L} {stages}", refresh=False)
         items = [(search.stage, search.candidate(x)) for search in searches for x in search.next_round()]
         best = {search.stage: search.best[0] for search in searches if search.best}
         results = self.evaluate(items, until, best=best, prune=prune)
         for search in searches:
-            own = {config.stage(stage): result for (stage, config), result in results.items() if stage == search.stage}
-            search.results |= own
+            search.results |= {config.stage(stage): result for (stage, config), result in results.items() if stage == search.stage}
             search.rounds += 1
             search.done = not any(stage == search.stage for stage, _ in items) or (search.best is None and search.rounds >= 3)
 
     def search(self, searches: Sequence[Search], until: float) -> None:
-        """Where all start, then rounds where there is most to gain, until no neighbour is left or the time is up."""
-        chunks = dict.fromkeys((search.problem, search.owner) for search in searches)
-        for key in chunks:
-            self.round([search for search in searches if (search.problem, search.owner) == key], until, prune=False)
+        """The starts of all, then rounds where there is most to gain, until no neighbour is left or the time is up."""
+        groups = dict.fromkeys((search.fused, search.L) for search in searches)
+        for group in groups:
+            if time.monotonic() <= until:
+                self.round([search for search in searches if (search.fused, search.L) == group], until, prune=False)
         while time.monotonic() <= until:
-            sums = {key: sum_of_stages(searches, *key) for key in chunks}
+            sums = {(fused, L): sum_of_stages(searches, L, fused) for fused, L in groups}
+            least = {fused: min((ms for group, ms in sums.items() if group[0] == fused), default=0.0) for fused in (False, True)}
             alive, shares = [], []
             for search in searches:
-                ms = sums[search.problem, search.owner]
-                least = min(x for (_, owner), x in sums.items() if owner == search.owner)
-                if not search.done and not HOPELESS * least < ms < float("inf"):
+                ms = sums[search.fused, search.L]
+                if not search.done and not HOPELESS * least[search.fused] < ms < float("inf"):
                     alive.append(search)
-                    shares.append(search.share * (least / ms if ms < float("inf") else 1.0) ** 4)
+                    shares.append(search.share * (least[search.fused] / ms if ms < float("inf") else 1.0) ** 4)
             if not alive:
                 return
             self.round([alive[shares.index(max(shares))]], until, prune=True)
@@ -507,59 +453,51 @@ class Tuner:
         return {config: result for (_, config), result in results.items()}
 
 
-Found = dict[str, tuple[float, StageConfig | None]]  # by stage: ms of the best, inf where there is none
+Found = dict[str, tuple[float, StageConfig | None]]  # by stage: ms and tiles of the best, inf and None where there is none
 
 
-def found_at(searches: Sequence[Search], L: int, owner: str) -> Found:
-    """Of the stages that have the owner's chunks ("": the call's), at chunks of L steps."""
-    return {x.stage: x.best or (float("inf"), None) for x in searches if (x.owner, x.L) == (owner, L)}
+def found_at(searches: Sequence[Search], L: int, *, fused: bool) -> Found:
+    """Of the stages of the fused scan, or of all others, at chunks of L steps."""
+    return {x.stage: x.best or (float("inf"), None) for x in searches if (x.fused, x.L) == (fused, L)}
 
 
 def found_within(searches: Sequence[Search], L: int) -> Found:
-    """Of all stages in a call at chunks of L steps: those with other chunks at what lets them take least, together."""
-    found: Found = {}
-    for owner in dict.fromkeys(x.owner for x in searches):
-        lengths = {x.L for x in searches if x.owner == owner and x.L <= L} if owner else {L}
-        groups = [found_at(searches, length, owner) for length in sorted(lengths)]
-        found |= min(groups, key=lambda group: sum(ms for ms, _ in group.values()), default={})
-    return found
+    """Of all stages in a call at chunks of L steps; the fused scan at the chunk size with the least sum over its stages."""
+    groups = [found_at(searches, length, fused=True) for length in sorted({x.L for x in searches if x.fused and x.L <= L})]
+    fused: Found = min(groups, key=lambda group: sum(ms for ms, _ in group.values()), default={})
+    return found_at(searches, L, fused=False) | fused
 
 
-def sum_of_stages(searches: Sequence[Search], problem: Problem, owner: str = "") -> float:
-    """ms of forward and backward by its stages, with the best plans; stages that are not searched count nothing. With an owner: of the
-    stages that have its chunks.
-    """
-    if owner:
-        return sum(ms for ms, _ in found_at(searches, problem.L, owner).values())
-    found = found_within(searches, problem.L)
-    passes = [[plan for plan in plans if plan.own & found.keys()] or plans for plans in plans_of(problem)]
-    return sum(min(sum(found[stage][0] for stage in plan.stages if stage in found) for plan in plans) for plans in passes)
+def sum_of_stages(searches: Sequence[Search], L: int, fused: bool) -> float:
+    """ms of the stages of the fused scan, or of a call with the better algorithm; stages that are not searched count as 0."""
+    if fused:
+        return sum(ms for ms, _ in found_at(searches, L, fused=True).values())
+    found = found_within(searches, L)
+    algorithms = [fused for fused in ALGORITHMS if OWN_STAGES[fused] & found.keys()] or ALGORITHMS
+    return min(sum(found[stage][0] for stage in ALGORITHMS[fused] if stage in found) for fused in algorithms)
 
 
 def joined(searches: Sequence[Search], base: KernelConfig, problem: Problem) -> Iterator[tuple[float, KernelConfig]]:
-    """For all plans that were searched, the best stages at the problem's chunks, those that were not searched as in the base; and the sum
-    of what was searched.
+    """For each algorithm of which stages were searched, a config of the best stages at the problem's chunks, and their sum in ms.
+
+    Other stages have the base's tiles.
     """
     found = found_within(searches, problem.L)
-    best = {stage: tiles for stage, (_, tiles) in found.items() if tiles}
-    tiles = {stage: canonical(stage, base.stage(stage), base.problem_of(stage, problem)) for stage in STAGES}
-    passes = []
-    for plans, stages in zip(plans_of(problem), base.passes(problem), strict=True):
-        searched = [plan for plan in plans if plan.own & found.keys() and plan.own & found.keys() <= best.keys()]
-        passes.append(searched or [plan for plan in plans if plan.stages == stages])
-    for there, back in itertools.product(*passes):
-        ms = sum(found[stage][0] for stage in (*there.stages, *back.stages) if stage in found)
-        yield ms, KernelConfig(chunk_size=problem.L, **tiles | best, **there.flags, **back.flags)
+    best = {stage: (ms, tiles) for stage, (ms, tiles) in found.items() if tiles}
+    own = {fused: stages & found.keys() for fused, stages in OWN_STAGES.items()}
+    algorithms = [fused for fused, stages in own.items() if stages and stages <= best.keys()]
+    for fused in algorithms or [base.fused_min_heads]:
+        ms = sum(best[stage][0] for stage in ALGORITHMS[fused] if stage in best)
+        config = base.replace(chunk_size=problem.L, fused_min_heads=fused, **{stage: tiles for stage, (_, tiles) in best.items()})
+        yield ms, as_run(config, problem)
 
 
 def row_of(shape: Shape, dtype: str, config: KernelConfig, ms: float, heuristic_ms: float) -> dict[str, Any]:
     measured = dict(shape=str(shape), fwbw_ms=round(ms, 4), heuristic_fwbw_ms=round(heuristic_ms, 4), jax=jax.__version__)
     measured["date"] = datetime.date.today().isoformat()
-    row = {"DHQK": shape.DHQK, "DHHV": shape.DHHV, "dtype": dtype, **described(config), "measured": measured}
-    for plan, (stage, axis, programs) in FILLING.items():
-        if row[plan]:
-            row[plan] = -(-programs // (row[axis] // row[stage][f"siz_b_{axis}"]))
-    return row
+    if config.fused_min_heads:
+        config = config.replace(fused_min_heads=-(-FUSED_MIN_CTAS // (shape.DHHV // config.stage(FUSED_SCAN).siz_b_DHHV)))
+    return {"DHQK": shape.DHQK, "DHHV": shape.DHHV, "dtype": dtype, **config.as_row(), "measured": measured}
 
 
 def row_key(row: dict[str, Any]) -> tuple[str, int, int]:
@@ -567,7 +505,7 @@ def row_key(row: dict[str, Any]) -> tuple[str, int, int]:
 
 
 def read_tuning(path: str, device_kind: str) -> list[dict[str, Any]]:
-    """The rows of a tuning file; none when there is none yet."""
+    """The rows of a tuning file; none where there is no file."""
     if not os.path.exists(path):
         return []
     with open(path) as file:
@@ -575,69 +513,63 @@ def read_tuning(path: str, device_kind: str) -> list[dict[str, Any]]:
             found = json.load(file)
             device, rows = found["device"], found["rows"]
         except (KeyError, TypeError, ValueError):
-            raise RequestError(f"{path} is no file of tuned rows") from None
+            raise RequestError(f"{path} is no tuning file") from None
     if device != device_kind:
         raise RequestError(f"{path} is of {device}, this is {device_kind}")
     return rows
 
 
 def write_tuning(path: str, device_kind: str, rows: Sequence[dict[str, Any]]) -> None:
-    """A line a row; the file is replaced at once, whole."""
+    """One line per row; the file is replaced atomically."""
     lines = ",\n".join(f"    {json.dumps(row)}" for row in sorted(rows, key=row_key))
     with open(f"{path}.part", "w") as file:
         file.write(f'{{\n  "device": {json.dumps(device_kind)},\n  "rows": [\n{lines}\n  ]\n}}\n')
     os.replace(f"{path}.part", path)
 
 
-def complete(config: KernelConfig, heuristic: KernelConfig, shape: Shape) -> KernelConfig:
-    """The config as it runs at the shape, whole."""
-    filled = config.or_else(heuristic)
-    problem = make_problem(shape[:4], shape.DHHV, clamp_chunk_size(filled.L, shape.S), pad_heads=True)
-    tiles = {stage: canonical(stage, filled.stage(stage), filled.problem_of(stage, problem)) for stage in STAGES}
-    passes = zip(plans_of(problem), filled.passes(problem), strict=True)
-    flags = [plan.flags for plans, stages in passes for plan in plans if plan.stages == stages]
-    return KernelConfig(chunk_size=problem.L, **tiles, **functools.reduce(operator.or_, flags))
-
-
 def tune(tuner: Tuner, options: flags.FlagValues, rows: Sequence[dict[str, Any]], deadline: float) -> dict[str, Any] | None:
     """The row of the tuner's case, None where the heuristic is as good. Raises RuntimeError without a result."""
     shape, dtype = tuner.bench.shape, tuner.bench.dtype
+
+    def problem_at(L: int) -> Problem:
+        return make_problem(shape[:4], shape.DHHV, clamp_chunk_size(L, shape.S), pad_heads=True)
+
     heuristic = heuristic_config(shape.DHQK, jnp.dtype(dtype))
     present = config_from_rows(rows, padded_head_dim(shape.DHQK), padded_head_dim(shape.DHHV), dtype)
-    known = [complete(config, heuristic, shape) for config in (heuristic, present) if config]
+    complete = [heuristic, *([present.or_else(heuristic)] if present else [])]
+    known = [as_run(config, problem_at(config.L)) for config in complete]
     base = known[-1]
     default = [base.L] if options.stage else [64, 128, 256]
-    sizes = dict.fromkeys(clamp_chunk_size(int(L), shape.S) for L in options.chunk_size or default)
-    problems = {L: make_problem(shape[:4], shape.DHHV, L, pad_heads=True) for L in sizes}
-    wanted = options.stage or STAGES
+    problems = list(dict.fromkeys(problem_at(int(L)) for L in options.chunk_size or default))
+    wanted = options.stage or list(STAGES)
 
-    def chunks(stage: str) -> list[Problem]:
-        if stage not in CHUNK_OF:
-            return [problem for problem in problems.values() if runs(stage, problem)]
-        lengths = SHORT_CHUNKS if CHUNK_OF[stage] in wanted else [base.stage(CHUNK_OF[stage]).siz_b_LKV]
-        return [make_problem(shape[:4], shape.DHHV, L, pad_heads=True) for L in lengths if max(sizes) >= L]
+    def problems_of(stage: str) -> list[Problem]:
+        if not STAGES[stage].fused:
+            return problems
+        lengths = FUSED_CHUNKS if FUSED_SCAN in wanted else [base.stage(FUSED_SCAN).siz_b_LKV]
+        return [problem_at(L) for L in lengths if max(problem.L for problem in problems) >= L]
 
     starts = list(reversed(known))
-    searches = [Search(stage, problem, [x.stage(stage) for x in starts]) for stage in wanted for problem in chunks(stage)]
+    searches = [Search(stage, problem, [x.stage(stage) for x in starts]) for stage in wanted for problem in problems_of(stage)]
     now = time.monotonic()
     tuner.search(searches, now + SEARCH_SHARE * (deadline - now))
     for search in searches:
         if search.best:
-            tiles = ", ".join(f"{name} {getattr(search.best[1], name)}" for name in SWEPT[search.stage])
+            tiles = ", ".join(f"{name} {getattr(search.best[1], name)}" for name in STAGES[search.stage].search)
             tqdm.write(f"{tuner.name} {search.stage} L={search.L}: {search.best[0]:.3f} ms ({len(search.results)} tried), {tiles}")
 
-    made = sorted((x for problem in problems.values() for x in joined(searches, base, problem)), key=lambda x: x[0])
-    results = tuner.whole([*known, *(config for _, config in made)], deadline)
+    candidates = sorted((x for problem in problems for x in joined(searches, base, problem)), key=lambda x: x[0])
+    results = tuner.whole([*known, *(config for _, config in candidates)], deadline)
     reference = results.get(known[0])
     times = {config: result.ms for config, result in results.items() if result.ms is not None}
     if reference is None or reference.ms is None:
-        said = "the time was up before it was timed" if reference is None else f"{reference.status}: {reference.note}"
-        raise RuntimeError(f"no time of the heuristic to compare with, {said}")
+        reason = "the time was up before it was timed" if reference is None else f"{reference.status}: {reference.note}"
+        raise RuntimeError(f"no time of the heuristic to compare with, {reason}")
     best = min(times, key=times.__getitem__)
     gain = 1 - times[best] / reference.ms
-    now_ms = f", present row {times[base]:.3f}" if base in times and base != known[0] else ""
-    kept = "kept" if gain >= MIN_GAIN else "no row: the heuristic is as good"
-    tqdm.write(f"{tuner.name}: heuristic {reference.ms:.3f} ms{now_ms}, best {times[best]:.3f} ({100 * gain:.1f} % less): {kept}")
+    of_present = f", present row {times[base]:.3f}" if base in times and base != known[0] else ""
+    verdict = "kept" if gain >= MIN_GAIN else "no row: the heuristic is as good"
+    tqdm.write(f"{tuner.name}: heuristic {reference.ms:.3f} ms{of_present}, best {times[best]:.3f} ({100 * gain:.1f} % less): {verdict}")
     return row_of(shape, dtype, best, times[best], reference.ms) if gain >= MIN_GAIN else None
 
 
@@ -645,30 +577,30 @@ def tune(tuner: Tuner, options: flags.FlagValues, rows: Sequence[dict[str, Any]]
 
 
 def define_flags(values: flags.FlagValues) -> None:
-    """Not at import: whoever imports this module has flags of their own."""
+    """Not at import: modules that import this one have flags of their own."""
     define = dict(flag_values=values)
     flags.DEFINE_list("shape", ["heads"], f"{', '.join(kernel_benchmark.SHAPES)}, or BxNHxSxDHQKxDHHV.", **define)
     flags.DEFINE_list("dtype", ["bfloat16"], f"Of q, k, v: {', '.join(KERNEL_DTYPES)}.", **define)
     flags.DEFINE_list("stage", [], f"Stages to search: {', '.join(STAGES)}; none: all.", **define)
     flags.DEFINE_list("chunk_size", [], "Chunk sizes to search; none: 64, 128, 256, with --stage that of the present row.", **define)
     flags.DEFINE_float("minutes", 9.0, "Time for all cases together.", lower_bound=0.0, **define)
-    flags.DEFINE_string("log", "tune.jsonl", "Results of all candidates; those that it has already are not timed again.", **define)
-    flags.DEFINE_string("output", None, "File of the rows; none: that of the device in mlstm_pallas/tuning.", **define)
+    flags.DEFINE_string("log", "tune.jsonl", "Results of all candidates; those in it are not timed again.", **define)
+    flags.DEFINE_string("output", None, "Tuning file; none: that of the device in mlstm_pallas/tuning.", **define)
     flags.DEFINE_enum("backend", "triton", ["triton", "interpret"], "interpret: a dry run without a GPU, with --output.", **define)
-    flags.DEFINE_integer("threads", os.cpu_count() or 1, "That compile.", lower_bound=1, **define)
+    flags.DEFINE_integer("threads", os.cpu_count() or 1, "Threads that compile.", lower_bound=1, **define)
     flags.DEFINE_integer("repeats", 5, "Batches of calls; the median counts.", lower_bound=1, **define)
-    flags.DEFINE_integer("max_spill_bytes", 512, "A thread: candidates that spill more are not run.", lower_bound=0, **define)
+    flags.DEFINE_integer("max_spill_bytes", 512, "Per thread; candidates that spill more are not run.", lower_bound=0, **define)
 
 
 def parse_request(options: flags.FlagValues) -> tuple[list[tuple[Shape, str]], str]:
-    """The cases and the file of the rows."""
+    """The cases and the tuning file."""
     device, folder = jax.devices()[0], Path(mlstm_pallas.__file__).parent / "tuning"
     check_names("dtype", options.dtype, KERNEL_DTYPES)
-    check_names("stage", options.stage, STAGES)
+    check_names("stage", options.stage, list(STAGES))
     if options.backend == "triton" and device.platform != "gpu":
-        raise RequestError("there is no GPU here to tune for; --backend=interpret --output=FILE goes through the motions")
+        raise RequestError("there is no GPU here to tune for; --backend=interpret --output=FILE is a dry run")
     if options.backend == "interpret" and (not options.output or folder in Path(options.output).resolve().parents):
-        raise RequestError("times of interpreted kernels do not belong into mlstm_pallas/tuning: give another --output")
+        raise RequestError("times of interpreted kernels do not belong in mlstm_pallas/tuning: give another --output")
     for text in options.chunk_size:
         try:
             check_chunk_size(int(text))
@@ -689,7 +621,7 @@ def parse_request(options: flags.FlagValues) -> tuple[list[tuple[Shape, str]], s
 
 
 def run(options: flags.FlagValues) -> int:
-    """Tunes what the flags ask for; returns the exit code."""
+    """Tunes; returns the exit code."""
     device = jax.devices()[0]
     try:
         cases, output = parse_request(options)
@@ -713,7 +645,7 @@ def run(options: flags.FlagValues) -> int:
                     row = tune(Tuner(bench, log, pool, options.threads, bar, counts), options, rows, now + (end - now) / (len(cases) - n))
                 except DeviceLost as error:
                     tqdm.write(
-                        f"tune: the device is lost after {error}. Run the same again: it goes on behind that candidate.", file=sys.stderr
+                        f"tune: the device is lost after {error}. Run the same again: it continues after that candidate.", file=sys.stderr
                     )
                     return 1
                 except RuntimeError as error:

@@ -11,16 +11,17 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from mlstm_pallas.config import UNKNOWN_DEVICE
-from mlstm_pallas.problem import check_backend
+from mlstm_pallas.stage import Lowering
+from mlstm_pallas.validation import check_backend
 
 _default: ContextVar[str | None] = ContextVar("backend", default=None)
 
 
 @contextlib.contextmanager
 def use_backend(backend: str | None) -> Iterator[None]:
-    """Inside, ``backend`` ("triton", "interpret", "xla"; None: by lowering platform) is what calls take that name none themselves.
+    """Inside, ``backend`` ("triton", "interpret", "xla"; None: by lowering platform) is the backend of calls that name none themselves.
 
-    It is read when a function is called, that is at trace time under jit: what was traced before stays as it is.
+    It is read when a function is called, that is at trace time under jit: functions traced before stay as they are.
     """
     check_backend(backend)
     token = _default.set(backend)
@@ -52,16 +53,15 @@ mlir.register_lowering(_for_gpus, lambda _, x: [x])
 mlir.register_lowering(_for_gpus, _refuse, platform="cpu")
 
 
-def on_backend(backend: str | None, triton: Callable, xla: Callable, *args):
-    """triton(interpret, *args) or xla(*args); for None the choice is made where the computation is lowered."""
-    if backend == "xla":
-        return xla(*args)
+def on_backend(backend: str | None, run: Callable, *args):
+    """run(lowering, *args); for None the lowering is chosen where the computation is lowered."""
     if backend is None:
-        return lax.platform_dependent(*args, cuda=functools.partial(triton, False), default=xla)
+        gpu, other = functools.partial(run, Lowering.TRITON), functools.partial(run, Lowering.XLA)
+        return lax.platform_dependent(*args, cuda=gpu, default=other)
     if backend == "triton":
         (first, *others), tree = jax.tree.flatten(args)
         args = jax.tree.unflatten(tree, [_for_gpus.bind(first), *others])
-    return triton(backend == "interpret", *args)
+    return run(Lowering(backend), *args)
 
 
 def target_device_kind() -> str:

@@ -1,21 +1,21 @@
 """Sequence (context) parallelism: one sequence split over the devices of a mesh axis.
 
-The state behind segment j of the sequence is a linear function of the state before it, known from the segment alone: with C_j, n_j, m_j
+The state after shard j of the sequence is a linear function of the state before it, known from the shard alone: with C_j, n_j, m_j
 computed from an empty state (m = -inf, C = n = 0; a start at m = 0 would enter the maximum) and g_j the sum of log sigmoid(f),
 
     m' = max(m_j, g_j + m)        C' = exp(m_j - m') C_j + exp(g_j + m - m') C        n' alike
 
-and such functions are composed by the same formula. So every device summarises its segment in matrix products (segments.py),
+and such functions are composed by the same formula. So every device summarises its shard in matrix products (splits.py),
 
     C_j = sum_t [abar_t prod_{c' > c(t)} gamma_c'] k_t v_t^T        (c(t): the chunk of t; BUILD_NOTES.md has the notation)
 
 a prefix over the devices gives each its initial state, and the forward pass is the usual one from there. The backward pass is its mirror
-image: the gradient of the state before a segment is a linear function of that of the state behind it, dC' = A_j + Gamma_j dC, with
+image: the gradient of the state before a shard is a linear function of that of the state after it, dC' = A_j + Gamma_j dC, with
 
     A_j = sum_t [w_t prod_{c' < c(t)} gamma_c' scale / den_t] q_t dh_t^T        Gamma_j = prod_c gamma_c
 
 a suffix over the devices gives each the gradient of its last state, and the usual backward pass the rest. The gradient that travels
-along the path of the stabilisers' maximum (dm) passes a segment whole, or not at all.
+along the path of the stabilisers' maximum (dm) passes a shard whole, or not at all.
 """
 
 import dataclasses
@@ -28,22 +28,23 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mlstm_pallas.api import run
 from mlstm_pallas.backend import on_backend
+from mlstm_pallas.backward import normaliser_gradients
+from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, Residuals, States
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.fwbw import backward, forward, operation
-from mlstm_pallas.gate_gradients import carried_steps
-from mlstm_pallas.gates import ChunkGates, log_sigmoid_gate, split_for_exact_sums
-from mlstm_pallas.gates import chunk_gates as chunk_gates_xla
-from mlstm_pallas.passes import inner, row_gradients_of
-from mlstm_pallas.plan import Inputs, Outputs, Plan, Residuals
-from mlstm_pallas.reference import segment_starts
-from mlstm_pallas.segments import SegmentProducts, decays_in_segments, decays_of_others, segment_products
+from mlstm_pallas.entry import Options, run
+from mlstm_pallas.fwbw import backward, forward, operation, residuals_of
+from mlstm_pallas.gate_gradients import carried_steps, inner
+from mlstm_pallas.gates import log_forget_gate, segment_starts, split_for_exact_sums
+from mlstm_pallas.normaliser import query_scale
+from mlstm_pallas.splits import SplitProducts, decays_in_splits, decays_of_others
+from mlstm_pallas.stage import Lowering
 from mlstm_pallas.stages.chunk_gates import chunk_gates
+from mlstm_pallas.stages.recurrence import split_products
 
 
 class Summary(NamedTuple):
-    """What a segment does to the state before it; float32."""
+    """What a shard does to the state before it; float32."""
 
     C: jax.Array  # (B, NH, DHQK, DHHV)
     n: jax.Array  # (B, NH, DHQK)
@@ -52,17 +53,17 @@ class Summary(NamedTuple):
 
 
 class GradientSummary(NamedTuple):
-    """What a segment does to the gradient of the state behind it; float32."""
+    """What a shard does to the gradient of the state after it; float32."""
 
     dC: jax.Array  # (B, NH, DHQK, DHHV)
     dn: jax.Array  # (B, NH, DHQK)
     gamma: jax.Array  # (B, NH)
     dm: jax.Array  # (B, NH) without what m has in dC and dn
-    passes: jax.Array  # (B, NH) 1 where the maximum behind the segment is the one before it, else 0
+    passes: jax.Array  # (B, NH) 1 where the maximum after the shard is the one before it, else 0
 
 
 def joined(earlier: Summary, later: Summary) -> Summary:
-    """The summary of two segments."""
+    """The summary of two shards."""
     m = jnp.maximum(later.m, later.g + earlier.m)
     top = jnp.where(m == -jnp.inf, 0.0, m)
     old, new = jnp.exp(later.g + earlier.m - top), jnp.exp(later.m - top)
@@ -83,87 +84,95 @@ def joined_gradients(later: GradientSummary, earlier: GradientSummary) -> Gradie
 _STEPS_OF_A_PRODUCT = 4096  # enough work for each, and enough of them to fill a GPU where batch entries and heads are few
 
 
-def _in_segments(plan: Plan, walking: Plan | None) -> Plan:
-    """The plan with the segments of a device's part that products are made of: those of the pass to come where it has several.
+@dataclasses.dataclass(frozen=True)
+class SummarySpec:
+    """Everything static about a summary: the call, and the splits of a shard that products are taken of.
 
-    They are the same on all shards of batch and heads, which may come to other numbers for their pass; it makes its own products then.
+    num_splits is the same on all shards of batch and heads. Their forward passes may have other numbers of splits, and then take their
+    own products.
     """
-    NC, S = plan.problem.NC, plan.problem.S
-    if walking and walking.segments > 1 and NC % walking.segments == 0:
-        return dataclasses.replace(plan, segments=walking.segments)
+
+    call: CallSpec
+    num_splits: int
+
+    def with_heads(self, B: int, NH: int) -> "SummarySpec":
+        return dataclasses.replace(self, call=self.call.with_heads(B, NH))
+
+
+def _summary_spec(spec: CallSpec, *, of_forward: bool) -> SummarySpec:
+    """With the splits of the forward pass, where it has several."""
+    NC, S = spec.problem.NC, spec.problem.S
+    if of_forward and spec.num_splits > 1 and NC % spec.num_splits == 0:
+        return SummarySpec(spec, spec.num_splits)
     wanted = max(S // _STEPS_OF_A_PRODUCT, 1)
-    return dataclasses.replace(plan, segments=math.gcd(NC, 1 << (wanted.bit_length() - 1)))
+    return SummarySpec(spec, math.gcd(NC, 1 << (wanted.bit_length() - 1)))
 
 
-def _state_behind(gamma: jax.Array, products: jax.Array, *, backward: bool = False) -> jax.Array:
-    """The state that the segments make of an empty one, (B, NH, DHQK, DHHV)."""
-    by_segment = gamma.reshape(*products.shape[:3], gamma.shape[2] // products.shape[2])
-    weights = decays_of_others(jnp.prod(by_segment, axis=-1), backward=backward)
-    return jnp.sum(weights[..., None, None] * products, axis=2)
+def _products(spec: CallSpec, lowering: Lowering, a, b, r, num_splits: int) -> jax.Array:
+    """Of all splits: by XLA, which is faster at that than the kernel, in either lowering."""
+    call = dataclasses.replace(spec.call("recurrent_fw_C", lowering), lowering=Lowering.XLA)
+    return split_products(a, b, r, num_splits, all_splits=True, call=call)
 
 
-def _with_gates(plan: Plan, function: Callable[..., Any], i, f, m, starts, a, *args):
-    """function(gates, precision of products with a, a, *args), where the call runs."""
-
-    def triton(interpret, i, f, m, starts, a, *args):
-        gates = chunk_gates(i, f, m, starts, plan.input_gate, **plan.launch(interpret))
-        return function(gates, plan.config.dot_precision(a.dtype, interpret), a, *args)
-
-    def xla(i, f, m, starts, a, *args):
-        i, f, starts = jax.tree.map(plan.chunks, (i, f, starts))
-        gates = chunk_gates_xla(i, f, m, starts, plan.input_gate)
-        return function(gates, lax.Precision.HIGHEST, a, *args)
-
-    return on_backend(plan.backend, triton, xla, i, f, m, starts, a, *args)
+def _state_after(gamma: jax.Array, products: jax.Array, *, backward: bool = False) -> jax.Array:
+    """The state that the splits make of an empty one, (B * NH, DHQK, DHHV)."""
+    by_split = gamma.reshape(*products.shape[:2], gamma.shape[1] // products.shape[1])
+    weights = decays_of_others(jnp.prod(by_split, axis=-1), backward=backward)
+    return jnp.sum(weights[..., None, None] * products, axis=1)
 
 
-def _summary(plan: Plan, k, v, i, f, starts) -> tuple[Summary, SegmentProducts]:
-    def made(gates: ChunkGates, precision, k, v, f, starts):
-        abar, gamma, S, segments = gates.vecAbar.reshape(f.shape), gates.scaGamma, f.shape[-1], plan.segments
-        products = segment_products(k, v, abar * decays_in_segments(gamma, segments, S), segments, precision)
-        n = jnp.sum(k * (abar * decays_in_segments(gamma, 1, S))[..., None], axis=2)
-        fbar, reset = log_sigmoid_gate(f)
+def _summary(summary_spec: SummarySpec, k, v, i, f, starts) -> tuple[Summary, SplitProducts]:
+    spec, num_splits = summary_spec.call, summary_spec.num_splits
+
+    def of_shard(lowering: Lowering, k, v, i, f, starts):
+        gates = chunk_gates(i, f, jnp.full_like(i[:, 0], -jnp.inf), starts, spec.input_gate, call=spec.call("chunk_gates", lowering))
+        abar, gamma, S = gates.per_step().vecAbar, gates.scaGamma, f.shape[-1]
+        products = _products(spec, lowering, k, v, abar * decays_in_splits(gamma, num_splits, S), num_splits)
+        n = jnp.sum(k * (abar * decays_in_splits(gamma, 1, S))[..., None], axis=1)
+        fbar, reset = log_forget_gate(f)
         high, low = split_for_exact_sums(fbar, jnp.max(jnp.abs(fbar), axis=-1, keepdims=True), S)
         restarts = reset if starts is None else reset | (starts > 0)
         g = jnp.where(jnp.any(restarts, axis=-1), -jnp.inf, jnp.sum(high, axis=-1) + jnp.sum(low, axis=-1))
-        every, m = gamma.shape[2] // segments, gates.scaM_states
-        return Summary(_state_behind(gamma, products), n, m[..., -1], g), SegmentProducts(products, m[..., every::every])
+        every, m = gamma.shape[1] // num_splits, gates.scaM_states
+        return Summary(_state_after(gamma, products), n, m[:, -1], g), SplitProducts(products, m[:, every::every])
 
-    return _with_gates(plan, made, i, f, jnp.full_like(i[..., 0], -jnp.inf), starts, k, v, f, starts)
+    return on_backend(spec.backend, of_shard, k, v, i, f, starts)
 
 
-def _gradient_summary(plan: Plan, residuals: Residuals, dh) -> GradientSummary:
-    def made(gates: ChunkGates, precision, q, f, starts, h, z, dh):
-        rows = row_gradients_of(plan, dh, h, z, gates)
-        gamma, S, segments = gates.scaGamma, f.shape[-1], plan.segments
-        w = gates.vecW.reshape(f.shape) * plan.problem.qk_scale
-        r = w * rows.vecInvDen if plan.normalize else w
-        products = segment_products(q, dh, r * decays_in_segments(gamma, segments, S, backward=True), segments, precision)
-        dC = _state_behind(gamma, products, backward=True)
+def _gradient_summary(summary_spec: SummarySpec, residuals: Residuals, dh) -> GradientSummary:
+    spec, num_splits = summary_spec.call, summary_spec.num_splits
+
+    def of_shard(lowering: Lowering, residuals: Residuals, dh):
+        x, h, z, _ = residuals
+        gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, spec.input_gate, call=spec.call("chunk_gates", lowering))
+        gradients = normaliser_gradients(spec, dh, h, z, gates)
+        gamma, w, S = gates.scaGamma, query_scale(gates.per_step().vecW, spec.problem.qk_scale), x.f.shape[-1]
+        r = w if gradients.vecInvDen is None else w * gradients.vecInvDen
+        products = _products(spec, lowering, x.q, dh, r * decays_in_splits(gamma, num_splits, S, backward=True), num_splits)
+        dC = _state_after(gamma, products, backward=True)
         dn = jnp.zeros_like(dC[..., 0])
-        if plan.normalize:
-            dn = jnp.sum(q * (w * rows.vecDz * decays_in_segments(gamma, 1, S, backward=True))[..., None], axis=2)
+        if gradients.vecDz is not None:
+            dn = jnp.sum(x.q * (w * gradients.vecDz * decays_in_splits(gamma, 1, S, backward=True))[..., None], axis=1)
         whole = jnp.prod(gamma, axis=-1)
         dm, passes = jnp.zeros_like(whole), jnp.ones_like(whole)
-        if plan.stabilised:
-            carried = carried_steps(gates, plan.chunks(f)).reshape(f.shape)
-            goes_on = carried if starts is None else carried & (starts == 0)
+        if spec.stabilised:
+            carried = carried_steps(gates, spec.chunks(x.f)).reshape(x.f.shape)
+            goes_on = carried if x.starts is None else carried & (x.starts == 0)
             unbroken = jnp.cumsum(~goes_on, axis=-1) == 0
-            dm = jnp.sum(jnp.where(unbroken, rows.vecDm, 0.0), axis=-1)
-            passes = unbroken[..., -1].astype(dm.dtype)
+            dm = jnp.sum(jnp.where(unbroken, gradients.vecDm, 0.0), axis=-1)
+            passes = unbroken[:, -1].astype(dm.dtype)
         return GradientSummary(dC, dn, whole, dm, passes)
 
-    x = residuals.inputs
-    return _with_gates(plan, made, x.i, x.f, x.m_initial, x.starts, x.q, x.f, x.starts, residuals.h, residuals.z, dh)
+    return on_backend(spec.backend, of_shard, residuals, dh)
 
 
 Element = TypeVar("Element", Summary, GradientSummary)
 
 
 def _exclusive_prefix(
-    join: Callable[[Element, Element], Element], mine: Element, empty: Element, axis_name: str, index: jax.Array, *, reverse=False
+    join: Callable[[Element, Element], Element], local: Element, empty: Element, axis_name: str, index: jax.Array, *, reverse=False
 ) -> Element:
-    """The elements of all devices before this one (behind it with reverse), joined: Hillis and Steele (1986), one element a device.
+    """The elements of all devices before this one (after it with reverse), joined: Hillis and Steele (1986), one element a device.
 
     1 + ceil(log2(P - 1)) rounds, in each of which a device sends one element and receives one.
     """
@@ -178,7 +187,7 @@ def _exclusive_prefix(
 
     if size == 1:
         return empty
-    before, covered = from_before(mine, 1), 1
+    before, covered = from_before(local, 1), 1
     while covered < size - 1:
         before = join(from_before(before, covered), before)
         covered *= 2
@@ -186,38 +195,40 @@ def _exclusive_prefix(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _sequence(axis_name: str, plan: Plan, inputs: Inputs) -> Outputs:
-    return _sequence_fwd(axis_name, plan.alone, inputs)[0]
+def _sequence(axis_name: str, spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, States]:
+    return _sequence_fwd(axis_name, spec.forward_only, inputs)[0]
 
 
-def _sequence_fwd(axis_name: str, plan: Plan, x: Inputs):
-    """h and the last states of the segment; the initial states are those of the whole, of which the first device's count."""
+def _sequence_fwd(axis_name: str, spec: CallSpec, x: Inputs):
+    """h and the last states of the shard; the initial states are those of the whole, of which the first device's count."""
     index = lax.axis_index(axis_name)
     first = index == 0
     zero = jnp.zeros_like(x.m_initial)
     initial = Summary(x.c_initial, x.n_initial, x.m_initial, zero)
     empty = Summary(jnp.zeros_like(x.c_initial), jnp.zeros_like(x.n_initial), jnp.full_like(zero, -jnp.inf), zero)
-    mine, products = operation(_summary, _in_segments(plan, plan.stateless_forward), x.k, x.v, x.i, x.f, x.starts)
-    mine = jax.tree.map(functools.partial(jnp.where, first), joined(initial, mine), mine)
-    before = _exclusive_prefix(joined, mine, empty, axis_name, index)
+    local, products = operation(_summary, _summary_spec(spec, of_forward=True), x.k, x.v, x.i, x.f, x.starts)
+    local = jax.tree.map(functools.partial(jnp.where, first), joined(initial, local), local)
+    before = _exclusive_prefix(joined, local, empty, axis_name, index)
     start = jax.tree.map(functools.partial(jnp.where, first), initial, before)
     x = x._replace(c_initial=start.C, n_initial=start.n, m_initial=start.m)
-    outputs, z, states = forward(plan, x, products)
-    return outputs, (Residuals(x, outputs[0] if plan.normalize else None, z, states), outputs[1], index)
+    outputs = forward(spec, x, products)
+    return (outputs.h, outputs.last), (residuals_of(spec, x, outputs), outputs.last, index)
 
 
-def _sequence_bwd(axis_name: str, plan: Plan, kept, cotangents: Outputs):
-    residuals, (C_last, n_last, _), index = kept
-    dh, (dC, dn, dm) = cotangents  # of the segment's own last states
-    dm = dm - inner(dC, C_last, 2) - inner(dn, n_last)
-    mine = operation(_gradient_summary, _in_segments(plan, None), residuals, dh)
+def _sequence_bwd(axis_name: str, spec: CallSpec, residuals_and_last, cotangents: tuple[jax.Array, States]):
+    residuals, last, index = residuals_and_last
+    dh, (dC, dn, dm) = cotangents  # of the shard's own last states
+    dm = dm - inner(dC, last.c, 2) - inner(dn, last.n)
+    # The residuals without what the summary does not read.
+    read = residuals._replace(inputs=residuals.inputs._replace(k=None, v=None, c_initial=None, n_initial=None), states=None)
+    local = operation(_gradient_summary, _summary_spec(spec, of_forward=False), read, dh)
     one, zero = jnp.ones_like(dm), jnp.zeros_like(dm)
-    mine = joined_gradients(GradientSummary(dC, dn, one, dm, one), mine)
+    local = joined_gradients(GradientSummary(dC, dn, one, dm, one), local)
     empty = GradientSummary(jnp.zeros_like(dC), jnp.zeros_like(dn), one, zero, one)
-    behind = _exclusive_prefix(joined_gradients, mine, empty, axis_name, index, reverse=True)
-    dC, dn = dC + behind.dC, dn + behind.dn
-    dm = dm + behind.dm + inner(dC, C_last, 2) + inner(dn, n_last)
-    gradients = backward(plan, residuals, (dh, (dC, dn, dm)))
+    after = _exclusive_prefix(joined_gradients, local, empty, axis_name, index, reverse=True)
+    dC, dn = dC + after.dC, dn + after.dn
+    dm = dm + after.dm + inner(dC, last.c, 2) + inner(dn, last.n)
+    gradients = backward(spec, residuals, Cotangents(dh, States(dC, dn, dm)))
     of_initial = {name: jnp.where(index == 0, getattr(gradients, name), 0.0) for name in ("c_initial", "n_initial", "m_initial")}
     return (gradients._replace(**of_initial),)
 
@@ -225,9 +236,9 @@ def _sequence_bwd(axis_name: str, plan: Plan, kept, cotangents: Outputs):
 _sequence.defvjp(_sequence_fwd, _sequence_bwd)
 
 
-def _whole(axis_name: str, plan: Plan, inputs: Inputs) -> Outputs:
-    """h of the segment and the last states of the whole sequence, on every device."""
-    h, states = _sequence(axis_name, dataclasses.replace(plan, starts_empty=False, last_states=True), inputs)
+def _whole(axis_name: str, spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, States]:
+    """h of the shard and the last states of the whole sequence, on every device."""
+    h, states = _sequence(axis_name, dataclasses.replace(spec, has_initial_state=True, return_last_states=True), inputs)
     last = lax.axis_index(axis_name) == lax.axis_size(axis_name) - 1
     return h, jax.tree.map(lambda x: lax.psum(jnp.where(last, x, 0.0), axis_name), states)
 
@@ -268,22 +279,22 @@ def mlstm_chunkwise_sequence_parallel(
 
     Device j of P holds steps j S / P to (j + 1) S / P of the whole sequence of S. Gradients are exact, also those of the initial states.
 
-    Each device sends 1 + ceil(log2(P - 1)) summaries of a segment forward, and as many backward (P > 1; none for P = 1): up to
+    Each device sends 1 + ceil(log2(P - 1)) summaries of a shard forward, and as many backward (P > 1; none for P = 1): up to
     DHQK DHV + DHQK + 2 floats of 4 bytes a batch entry and head, backward one more. Head dimensions count as the kernels see them (padded
     to a power of two from 16 to 64, beyond that to a multiple of 64; not padded with backend "xla"). return_last_states adds one
     all-reduce of the states. What a device holds does not depend on P.
 
     Args:
-      q, k: (B, NH, S / P, DHQK); v: (B, NH, S / P, DHV); i, f: (B, NH, S / P): this device's part.
+      q, k: (B, NH, S / P, DHQK); v: (B, NH, S / P, DHV); i, f: (B, NH, S / P): this device's shard.
       c_initial, n_initial, m_initial: initial states of the whole sequence, (B, NH, DHQK, DHV), (B, NH, DHQK), (B, NH), the same on
         all devices of the axis; all three, or none for zeros.
       return_last_states: whether to return the states after the last step of the whole sequence as well, on every device.
-      segment_ids: (B, S / P): this device's part.
+      segment_ids: (B, S / P): this device's shard.
       axis_name: the mesh axis that the sequence is split over; on one device it may be the axis_name of a vmap.
-      Others: as for ``mlstm_pallas.mlstm_chunkwise``; a chunk ends at the end of a segment.
+      Others: as for ``mlstm_pallas.mlstm_chunkwise``; a chunk ends at the end of a shard.
 
     Returns:
-      h (B, NH, S / P, DHV) of this device's part; with return_last_states (h, (c, n, m)), as ``mlstm_chunkwise``.
+      h (B, NH, S / P, DHV) of this device's shard; with return_last_states (h, (c, n, m)), as ``mlstm_chunkwise``.
 
     Raises:
       TypeError, ValueError: as ``mlstm_chunkwise``; ValueError for an axis_name that is no axis of the surrounding shard_map.
@@ -292,20 +303,18 @@ def mlstm_chunkwise_sequence_parallel(
         lax.axis_size(axis_name)
     except NameError:
         raise ValueError(f"axis_name is {axis_name!r}, expected a mesh axis of the surrounding jax.shard_map") from None
-    return run(
-        functools.partial(_whole, axis_name),
-        functools.partial(_starts, axis_name),
-        *(q, k, v, i, f, c_initial, n_initial, m_initial),
+    options = Options(
         return_last_states=return_last_states,
         eps=eps,
         chunk_size=chunk_size,
         autocast_kernel_dtype=autocast_kernel_dtype,
         stabilize_correctly=stabilize_correctly,
         norm_val=norm_val,
-        segment_ids=segment_ids,
         input_gate=input_gate,
         normalize=normalize,
         recompute_states_in_bw=recompute_states_in_bw,
         backend=backend,
         config=config,
     )
+    arrays = q, k, v, i, f, c_initial, n_initial, m_initial
+    return run(functools.partial(_whole, axis_name), functools.partial(_starts, axis_name), options, arrays, segment_ids)

@@ -1,7 +1,6 @@
 """The seam to the compiler: the only importer of jax.experimental.pallas.triton.
 
-Every kernel is launched through ``kernel_call``: compiled through Triton on a GPU, or interpreted. Another lowering of the same
-kernels would be added here.
+Every kernel is launched through ``kernel_call``: compiled through Triton on a GPU, or interpreted.
 """
 
 import functools
@@ -14,10 +13,9 @@ import jax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
-from mlstm_pallas.config import StageConfig
+from mlstm_pallas.stage import Lowering, StageCall
 
-# jax >= 0.11 warns at each lowering that Pallas' Triton backend will go one day. The kernels here need it, this module is where
-# they would move to another one, and a user of the package can do nothing about it.
+# jax >= 0.11 warns at each lowering that Pallas' Triton backend will go one day. A user of the package can do nothing about it.
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
 
 CUSTOM_CALL_TARGET = getattr(plgpu, "CUSTOM_CALL_TARGET_NAME", "__gpu$xla.gpu.triton")  # jax 0.10 has no name for it
@@ -31,8 +29,7 @@ def kernel_call(
     in_specs: Sequence[pl.BlockSpec | None],
     out_specs: Sequence[pl.BlockSpec],
     out_shape: Sequence[jax.ShapeDtypeStruct],
-    stage: StageConfig,
-    interpret: bool,
+    call: StageCall,
     input_output_aliases: Mapping[int, int] = MappingProxyType({}),
     **statics: Any,
 ) -> Callable[..., Any]:
@@ -41,7 +38,7 @@ def kernel_call(
     input_output_aliases: {input: output} that share their memory, by position; absent inputs (None) do not count.
     """
 
-    def call(*args: jax.Array | None):
+    def launch(*args: jax.Array | None):
         # Inside a shard_map that checks it, outputs have to say over which axes they vary.
         varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(args)))
         kind = jax.sharding.ManualAxisType(varying=varying)
@@ -51,13 +48,13 @@ def kernel_call(
             in_specs=list(in_specs),
             out_specs=tuple(out_specs),
             out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=kind) for x in out_shape),
-            compiler_params=plgpu.CompilerParams(num_warps=stage.num_warps, num_stages=stage.num_stages),
-            interpret=interpret,
+            compiler_params=plgpu.CompilerParams(num_warps=call.tiles.num_warps, num_stages=call.tiles.num_stages),
+            interpret=call.lowering is Lowering.INTERPRET,
             input_output_aliases=dict(input_output_aliases),
             name=name,
         )(*args)
 
-    return call
+    return launch
 
 
 def masked_load(ref: Any, mask: jax.Array | None) -> jax.Array:

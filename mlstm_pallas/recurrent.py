@@ -8,35 +8,29 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mlstm_pallas import problem as problems
+from mlstm_pallas import validation
 from mlstm_pallas.backend import on_backend, requested_backend, target_device_kind
 from mlstm_pallas.config import KernelConfig, config_for
-from mlstm_pallas.problem import InputGate
-from mlstm_pallas.reference import normalise
+from mlstm_pallas.normaliser import Normaliser
+from mlstm_pallas.problem import InputGate, Problem
 from mlstm_pallas.sharding import aligned, over_shards
-from mlstm_pallas.stages.recurrent_step import recurrent_step, rounded, step_gates
+from mlstm_pallas.stage import Lowering, StageCall, StageConfig
+from mlstm_pallas.stages.recurrent_step import recurrent_step
 
 NO_DERIVATIVE = 'the kernels of mlstm_recurrent_step and mlstm_recurrent_sequence have no derivatives; backend="xla" has them'
 
 
 @dataclasses.dataclass(frozen=True)
-class StepPlan:
+class StepSpec:
     """Everything static about a step."""
 
-    config: KernelConfig
-    qk_scale: float
-    eps: float
-    stabilize_correctly: bool
-    norm_val: float
-    normalize: bool
+    problem: Problem
+    tiles: StageConfig
+    normaliser: Normaliser | None
     backend: str | None
 
-    @property
-    def normaliser(self) -> dict[str, Any]:
-        return dict(eps=self.eps, stabilize_correctly=self.stabilize_correctly, norm_val=self.norm_val)
-
-    def with_heads(self, B: int, NH: int) -> "StepPlan":
-        return self
+    def with_heads(self, B: int, NH: int) -> "StepSpec":
+        return dataclasses.replace(self, problem=dataclasses.replace(self.problem, B=B, NH=NH))
 
 
 class States(NamedTuple):
@@ -55,53 +49,38 @@ class Token(NamedTuple):
     f: jax.Array
 
 
-def _step_triton(plan: StepPlan, interpret: bool, x: Token, states: States) -> tuple[jax.Array, States]:
-    launch: dict[str, Any] = dict(config=plan.config, qk_scale=plan.qk_scale, normalize=plan.normalize, interpret=interpret)
-    h, c, n, m = recurrent_step(x.q, x.k, x.v, x.i, x.f, states.c, states.n, states.m, **plan.normaliser, **launch)
-    return h, States(c, n, m)
+def _step(spec: StepSpec, x: Token, states: States) -> tuple[jax.Array, States]:
+    def run(lowering: Lowering, x: Token, states: States):
+        call = StageCall(spec.problem, spec.tiles, None, lowering)
+        h, c, n, m = recurrent_step(*x, *states, normaliser=spec.normaliser, call=call)
+        return h, States(c, n, m)
 
-
-def _step_xla(plan: StepPlan, x: Token, states: States) -> tuple[jax.Array, States]:
-    acc = jnp.promote_types(jnp.result_type(*x, states.c, states.n), jnp.float32)
-    (q, k, v, i, f), (c, n, m) = jax.tree.map(lambda y: y.astype(acc), (x, states))
-    m_dtype = acc if states.m is None else states.m.dtype
-    decay, gain, m_new = step_gates(i, f, m, lambda y: rounded(y, m_dtype, compiled=False))
-    stored = gain[..., None] * k
-    c = decay[..., None, None] * c + stored[..., :, None] * v[..., None, :]
-    n = decay[..., None] * n + stored
-    num = jnp.einsum("bhk,bhkv->bhv", q, c, precision="highest") * plan.qk_scale
-    z = jnp.sum(q * n, axis=-1) * plan.qk_scale
-    h = normalise(num, z, m_new, **plan.normaliser) if plan.normalize else num
-    new = States(c, n, None if m is None else m_new)
-    return h.astype(x.q.dtype), jax.tree.map(lambda y, old: y.astype(old.dtype), new, states)
-
-
-def _step_on_backend(plan: StepPlan, x: Token, states: States) -> tuple[jax.Array, States]:
-    return on_backend(plan.backend, functools.partial(_step_triton, plan), functools.partial(_step_xla, plan), x, states)
+    return on_backend(spec.backend, run, x, states)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _step_kernels(plan: StepPlan, x: Token, states: States) -> tuple[jax.Array, States]:
-    return over_shards(_step_on_backend, plan, x, states)
+def _step_on_shards(spec: StepSpec, x: Token, states: States) -> tuple[jax.Array, States]:
+    return over_shards(_step, spec, x, states)
 
 
-@_step_kernels.defjvp
-def _no_jvp(plan: StepPlan, primals, tangents):
+@_step_on_shards.defjvp
+def _no_jvp(spec: StepSpec, primals, tangents):
     raise TypeError(NO_DERIVATIVE)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def step(plan: StepPlan, x: Token, states: States) -> tuple[jax.Array, States]:
+def step(spec: StepSpec, x: Token, states: States) -> tuple[jax.Array, States]:
     """h (B, NH, DHV) and the new states. B and NH lead everywhere."""
-    return (_step_xla if plan.backend == "xla" else _step_kernels)(plan, x, states)
+    # The plain form alone is differentiable.
+    return (_step if spec.backend == "xla" else _step_on_shards)(spec, x, states)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def sequence(plan: StepPlan, x: Token, states: States) -> tuple[jax.Array, States]:
+def sequence(spec: StepSpec, x: Token, states: States) -> tuple[jax.Array, States]:
     """h (B, NH, S, DHV) and the last states."""
 
     def one(states, x):
-        h, states = step(plan, x, states)
+        h, states = step(spec, x, states)
         return states, h
 
     states, h = lax.scan(one, states, jax.tree.map(lambda y: jnp.moveaxis(y, 2, 0), x))
@@ -117,46 +96,30 @@ def _check_dtype(name: str, dtype: Any, expected: tuple[str, ...], backend: str 
 
 def _check_arrays(x: Token, c, n, m, *, steps: bool, input_gate: InputGate, backend: str | None) -> None:
     states = dict(c=c, n=n) | ({} if m is None and input_gate is InputGate.SIGMOID else dict(m=m))
-    if (given := [name for name, y in states.items() if y is not None]) and len(given) < len(states):
-        missing = [name for name in states if name not in given]
-        raise ValueError(f"states come all or not at all: got {', '.join(given)} without {', '.join(missing)}")
-    arrays = x._asdict() | {name: states[name] for name in given}
+    given = validation.check_states_complete(states)
+    arrays = x._asdict() | (states if given else {})
     for name, y in arrays.items():
         if not hasattr(y, "dtype") or not hasattr(y, "shape"):
             raise TypeError(f"{name} is a {type(y).__name__}, expected an array")
         if name in "if":
-            _check_dtype(name, y.dtype, problems.INPUT_DTYPES, backend)
+            _check_dtype(name, y.dtype, validation.INPUT_DTYPES, backend)
         else:
-            _check_dtype(name, y.dtype, problems.KERNEL_DTYPES if name in states else ("float16", *problems.KERNEL_DTYPES), backend)
-    S = ("S",) if steps else ()
-    dims = dict(q=(*S, "DHQK"), k=(*S, "DHQK"), v=(*S, "DHV"), i=S, f=S, c=("DHQK", "DHV"), n=("DHQK",), m=())
-    expected = {name: ("B", "NH", *rest) for name, rest in dims.items()}
-    sizes: dict[str, int] = {}
-    for name, y in arrays.items():
-        text, shape = f"({', '.join(expected[name])})", tuple(y.shape)
-        if len(shape) != len(expected[name]):
-            raise ValueError(f"{name} has shape {shape}, expected {text}")
-        for dim, size in zip(expected[name], shape, strict=True):
-            if size < 1 and dim not in ("B", "NH"):
-                raise ValueError(f"{name} has shape {shape}, expected {text} with {dim} >= 1")
-            if sizes.setdefault(dim, size) != size:
-                wanted = ", ".join(str(sizes.get(dim, dim)) for dim in expected[name])
-                raise ValueError(f"{name} has shape {shape}, expected {text} = ({wanted}), by the arguments before it")
-    for name in ("k", "v"):
-        if arrays[name].dtype != x.q.dtype:
-            raise TypeError(f"{name} has dtype {arrays[name].dtype}, expected {x.q.dtype}, the dtype of q")
+            kernel_dtypes = validation.KERNEL_DTYPES if name in states else ("float16", *validation.KERNEL_DTYPES)
+            _check_dtype(name, y.dtype, kernel_dtypes, backend)
+    of_token = {name: [dim for dim in dims if steps or dim != "S"] for name, dims in validation.SEQUENCE_DIMS.items()}
+    validation.check_shapes(arrays, of_token | validation.STATE_DIMS)
+    validation.check_one_dtype(arrays)
 
 
 def _run(
     x: Token, c, n, m, *, steps: bool, eps, norm_val, stabilize_correctly, input_gate, normalize, backend, config
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    stabilize_correctly = problems.check_flag("stabilize_correctly", stabilize_correctly)
-    gate, normalize = problems.check_input_gate(input_gate, normalize)
-    problems.check_scalars(eps, norm_val)
-    problems.check_backend(backend)
+    stabilize_correctly = validation.check_flag("stabilize_correctly", stabilize_correctly)
+    gate, normalize = validation.check_input_gate(input_gate, normalize)
+    validation.check_scalars(eps, norm_val)
+    validation.check_backend(backend)
     backend = requested_backend(backend)
-    if config is not None and not isinstance(config, KernelConfig):
-        raise TypeError(f"config is a {type(config).__name__}, expected a KernelConfig or None")
+    validation.check_instance("config", config, KernelConfig)
     _check_arrays(x, c, n, m, steps=steps, input_gate=gate, backend=backend)
 
     (B, NH, *_, DHQK), DHV = x.q.shape, x.v.shape[-1]
@@ -169,9 +132,10 @@ def _run(
     if B * NH == 0:
         backend = "xla"  # a kernel has no empty grid
     *token, c, n, m = aligned(*x, c, n, m)
-    x = Token(*token)
-    plan = StepPlan(filled, DHQK**-0.5, float(eps), stabilize_correctly, float(norm_val), normalize, backend)
-    h, states = (sequence if steps else step)(plan, x, States(c, n, None if gate is InputGate.SIGMOID else m))
+    normaliser = Normaliser(float(eps), float(norm_val), stabilize_correctly) if normalize else None
+    problem = Problem(B, NH, 1, DHQK, DHV, 1, DHQK**-0.5)
+    spec = StepSpec(problem, filled.stage("recurrent_step"), normaliser, backend)
+    h, states = (sequence if steps else step)(spec, Token(*token), States(c, n, None if gate is InputGate.SIGMOID else m))
     return h, (states.c, states.n, m if states.m is None else states.m)
 
 

@@ -29,12 +29,17 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-Function = Callable[..., Any]  # (plan, *pytrees of arrays (B, NH, ...)) -> pytree of arrays (B, NH, ...), for any B and NH
+from mlstm_pallas.version import __version__
+
+Function = Callable[..., Any]  # (spec, *pytrees of arrays (B * NH, ...)) -> pytree of arrays (B * NH, ...), for any B and NH
 
 
-def over_shards(function: Function, plan: Any, *args: Any) -> Any:
-    """function(plan, *args) on the shards of the first two axes of every array; the plan is that with_heads(B, NH) of a shard."""
-    return _mappable(function, plan, 0)(*args)
+def over_shards(function: Function, spec: Any, *args: Any) -> Any:
+    """function(spec, *args) on the shards of the first two axes, B and NH, of every array, which are one axis for the function.
+
+    The spec of a shard is spec.with_heads(B, NH).
+    """
+    return _mappable(function, spec, 0)(*args)
 
 
 def aligned(*arrays: jax.Array) -> list[jax.Array]:
@@ -70,41 +75,41 @@ def _padded(spec: P, ndim: int) -> P:
     return P(*spec[:ndim], *(None,) * (ndim - len(spec)))
 
 
-def _mappable(function: Function, plan: Any, mapped: int) -> Function:
+def _mappable(function: Function, spec: Any, mapped: int) -> Function:
     """The operation on arrays with ``mapped`` axes of vmap before B and NH."""
 
     @custom_vmap
     def call(*args):
-        return _on_mesh(function, plan, mapped, *args)
+        return _on_mesh(function, spec, mapped, *args)
 
     @call.def_vmap
     def rule(axis_size, is_mapped, *args):
         args = jax.tree.map(lambda x, at: x if at else jnp.broadcast_to(x, (axis_size, *x.shape)), args, tuple(is_mapped))
-        made = _mappable(function, plan, mapped + 1)(*args)
-        return made, jax.tree.map(lambda _: True, made)
+        outputs = _mappable(function, spec, mapped + 1)(*args)
+        return outputs, jax.tree.map(lambda _: True, outputs)
 
     return call
 
 
-def _on_mesh(function: Function, plan: Any, mapped: int, *args: Any) -> Any:
-    local = functools.partial(_on_shard, function, plan, mapped)
+def _on_mesh(function: Function, spec: Any, mapped: int, *args: Any) -> Any:
+    local = functools.partial(_on_shard, function, spec, mapped)
     first = jax.typeof(jax.tree.leaves(args)[0]).sharding
     context = jax.sharding.get_abstract_mesh()
     if axes := set(first.mesh.explicit_axes):
         if len(axes) == len(first.mesh.axis_names):
             axes = set()  # all but those of which vmap has taken hold, which only shard_map knows
-        spec = _common_spec([jax.typeof(x).sharding.spec for x in jax.tree.leaves(args)], mapped + 2)
-        args = jax.tree.map(lambda x: _resharded(x, first.mesh, spec), args)
+        common = _common_spec([jax.typeof(x).sharding.spec for x in jax.tree.leaves(args)], mapped + 2)
+        args = jax.tree.map(lambda x: _resharded(x, first.mesh, common), args)
         mesh = None if context == first.mesh else first.mesh
-        return jax.shard_map(local, mesh=mesh, in_specs=spec, out_specs=spec, axis_names=axes, check_vma=False)(*args)
+        return jax.shard_map(local, mesh=mesh, in_specs=common, out_specs=common, axis_names=axes, check_vma=False)(*args)
     alone = context.abstract_device is not None if context.empty else math.prod(context.shape[axis] for axis in context.auto_axes) == 1
     if alone:
         return local(*args)
-    return _partitioned(function, plan, mapped, _identity(function, plan, mapped), *args)
+    return _partitioned(function, spec, mapped, _identity(function, spec, mapped), *args)
 
 
-def _on_shard(function: Function, plan: Any, mapped: int, *args: Any) -> Any:
-    """The operation on the arrays at hand; their mapped axes are joined to B."""
+def _on_shard(function: Function, spec: Any, mapped: int, *args: Any) -> Any:
+    """The operation on the arrays at hand, whose mapped axes, B and NH become one."""
     shapes = {x.shape[: mapped + 2] for x in jax.tree.leaves(args)}
     if len(shapes) > 1:
         raise ValueError(
@@ -113,32 +118,27 @@ def _on_shard(function: Function, plan: Any, mapped: int, *args: Any) -> Any:
         )
     (heads,) = shapes
     *batch, NH = heads
-    B = math.prod(batch)
-    plan = plan.with_heads(B, NH)
-    if not mapped:
-        return function(plan, *args)
-    made = function(plan, *jax.tree.map(lambda x: x.reshape(B, NH, *x.shape[len(heads) :]), args))
-    return jax.tree.map(lambda x: x.reshape(*heads, *x.shape[2:]), made)
+    spec = spec.with_heads(math.prod(batch), NH)
+    outputs = function(spec, *jax.tree.map(lambda x: x.reshape(math.prod(heads), *x.shape[len(heads) :]), args))
+    return jax.tree.map(lambda x: x.reshape(*heads, *x.shape[1:]), outputs)
 
 
-def _identity(function: Function, plan: Any, mapped: int) -> np.ndarray:
+def _identity(function: Function, spec: Any, mapped: int) -> np.ndarray:
     """Tells operations apart in the compiled module, where nothing else does but the address of a callback.
 
     jax_remove_custom_partitioning_ptr_from_cache_key takes that address out of the key of the persistent compilation cache, for hits
     in other processes; calls that differ in eps alone would then share an entry.
     """
-    from mlstm_pallas import __version__  # which is made of this module
-
-    said = repr((__version__, function.__name__, plan, mapped))
-    return np.frombuffer(hashlib.sha256(said.encode()).digest(), np.uint32)
+    identity = repr((__version__, function.__name__, spec, mapped))
+    return np.frombuffer(hashlib.sha256(identity.encode()).digest(), np.uint32)
 
 
 @functools.partial(custom_partitioning, static_argnums=(0, 1, 2))
-def _partitioned(function: Function, plan: Any, mapped: int, identity: jax.Array, *args: Any) -> Any:
-    return _on_shard(function, plan, mapped, *args)
+def _partitioned(function: Function, spec: Any, mapped: int, identity: jax.Array, *args: Any) -> Any:
+    return _on_shard(function, spec, mapped, *args)
 
 
-def _sharding_rule(function: Function, plan: Any, mapped: int, mesh: Any, operands, results):
+def _sharding_rule(function: Function, spec: Any, mapped: int, mesh: Any, operands, results):
     free = [f"free{axis}" for axis in range(mapped + 2)]
     whole = [f"whole{n}" for n in range(1 + sum(x.rank for x in (*operands, *results)))]
     names = iter(whole)
@@ -151,14 +151,14 @@ def _sharding_rule(function: Function, plan: Any, mapped: int, mesh: Any, operan
     return f"{', '.join(inputs)} -> {', '.join(outputs)}", {"need_replication_factors": tuple(used)}
 
 
-def _partition(function: Function, plan: Any, mapped: int, mesh: Any, args, results):
+def _partition(function: Function, spec: Any, mapped: int, mesh: Any, args, results):
     """Operands come as their producers left them; all of them, and the results, get one sharding of the free axes and no other."""
     leaves = jax.tree.leaves((results, args[1:]))
     if isinstance(leaves[0].sharding, NamedSharding):
-        spec = _common_spec([x.sharding.spec for x in leaves], mapped + 2)
+        common = _common_spec([x.sharding.spec for x in leaves], mapped + 2)
 
         def sharding(x):
-            return NamedSharding(leaves[0].sharding.mesh, _padded(spec, len(x.shape)))
+            return NamedSharding(leaves[0].sharding.mesh, _padded(common, len(x.shape)))
     else:  # inside a shard_map over some of the axes shardings have no names; those of results follow the rule
         of_rank = {len(x.shape): x.sharding for x in reversed(leaves)}
 
@@ -169,7 +169,7 @@ def _partition(function: Function, plan: Any, mapped: int, mesh: Any, args, resu
     in_shardings = (identity.sharding, *jax.tree.map(sharding, arrays))
 
     def on_shard(identity, *args):
-        return _on_shard(function, plan, mapped, *args)
+        return _on_shard(function, spec, mapped, *args)
 
     return mesh, on_shard, jax.tree.map(sharding, results), in_shardings
 

@@ -1,4 +1,4 @@
-"""In-kernel algebra that the stages share. Everything here works on loaded tiles and lowers to Triton."""
+"""In-kernel algebra that the stages share. It works on loaded tiles and lowers to Triton."""
 
 import math
 from collections.abc import Callable
@@ -22,29 +22,22 @@ def dot(a: jax.Array, b: jax.Array, precision: Precision, *, a_axis: int = 1, b_
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def causal_mask(rows: int, columns: int, offset: jax.Array | int, *, transposed: bool = False) -> jax.Array:
-    """Where step s may be seen from step t: s <= t + offset. (rows t, columns s), or (rows s, columns t) when transposed."""
-    t = lax.broadcasted_iota(jnp.int32, (rows, columns), 1 if transposed else 0)
-    s = lax.broadcasted_iota(jnp.int32, (rows, columns), 0 if transposed else 1)
+def causal_mask(rows: int, columns: int, offset: jax.Array | int) -> jax.Array:
+    """Where step s (columns) may be seen from step t (rows): s <= t + offset."""
+    t = lax.broadcasted_iota(jnp.int32, (rows, columns), 0)
+    s = lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
     return s <= t + offset
 
 
-def decay_tile(e_hi, e_lo, u_hi, u_lo, mask: jax.Array | None, *, transposed: bool = False) -> jax.Array:
-    """D_ts = exp(e_s - u_t) where mask holds, else 0; e and u are two-float pairs. (rows t, columns s), or (s, t) when transposed.
+def decay_tile(e_hi, e_lo, u_hi, u_lo, mask: jax.Array | None) -> jax.Array:
+    """D_ts = exp(e_s - u_t) where mask holds, else 0, (rows t, columns s); e and u are two-float pairs.
 
     With no mask the caller has one: where s > t the exponent has no bound.
     """
-    e, u = (1, 0) if transposed else (0, 1)
-    hi = jnp.expand_dims(e_hi, e) - jnp.expand_dims(u_hi, u)
-    lo = jnp.expand_dims(e_lo * _LOG2_E, e) - jnp.expand_dims(u_lo * _LOG2_E, u)
+    hi = e_hi[None, :] - u_hi[:, None]
+    lo = (e_lo * _LOG2_E)[None, :] - (u_lo * _LOG2_E)[:, None]
     exponent = hi * _LOG2_E + lo
     return jnp.exp2(exponent if mask is None else jnp.where(mask, exponent, _NEG_INF))
-
-
-def denominator(z: jax.Array, m: jax.Array | None, norm_val: float, eps: float) -> jax.Array:
-    """den = max(|z|, norm_val exp(-m)) + eps, without exp(-m) where m is None; 1 for 0, as 0/0 is 0."""
-    den = jnp.maximum(jnp.abs(z), norm_val if m is None else norm_val * jnp.exp(-m)) + eps
-    return jnp.where(den == 0, 1.0, den) if eps == 0 else den
 
 
 Carry = TypeVar("Carry")

@@ -1,15 +1,56 @@
+"""What all tests share: XLA's flags, the device that a test runs on, and what keeps compiling cheap."""
+
+import importlib.util
 import os
+from importlib import metadata
 
 import jax
 import pytest
 
-# Fusions by the older of XLA's code generators for CPUs: tests compile in two thirds of the time. XLA_FLAGS= gives them what users get.
-os.environ.setdefault("XLA_FLAGS", "--xla_cpu_use_fusion_emitters=false")
+
+def quick_fusions(jaxlib: str, plugins: bool) -> str | None:
+    """The flag that selects the older of XLA's code generators for CPUs, which compiles in half the time; None where it may be unknown.
+
+    XLA ends the process at a flag that it does not know. jaxlib 0.10 knows this one, 0.11 does not, and a GPU plugin has its own XLA.
+
+    Args:
+      jaxlib: its version.
+      plugins: whether plugins for other devices are installed.
+    """
+    return "--xla_cpu_use_fusion_emitters=false" if jaxlib.startswith("0.10.") and not plugins else None
+
+
+def plugins_installed() -> bool:
+    """Whether JAX finds plugins, in the two places where it looks for them."""
+    return importlib.util.find_spec("jax_plugins") is not None or bool(metadata.entry_points(group="jax_plugins"))
+
+
+if flag := quick_fusions(metadata.version("jaxlib"), plugins_installed()):
+    os.environ.setdefault("XLA_FLAGS", flag)  # with XLA_FLAGS= tests run what users get
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the workers share the memory of a GPU
 jax.config.update("jax_num_cpu_devices", 8)  # for the tests of sharding; what runs on one device is the same and as fast
 
 
-def gpu_count():
+def gpu_count() -> int:
     return sum(device.platform == "gpu" for device in jax.devices())
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item):
+    """A test runs on the CPU, also where there is a GPU, unless it is marked; so do the fixtures that it is the first to use."""
+    marked = any(map(item.get_closest_marker, ("gpu", "gpu_multi")))
+    jax.config.update("jax_default_device", jax.devices("cpu")[0] if gpu_count() and not marked else None)
+    return (yield)
+
+
+def pytest_collection_modifyitems(items):
+    gpus = gpu_count()
+    for item in items:
+        if item.get_closest_marker("gpu") and gpus < 1:
+            item.add_marker(pytest.mark.skip(reason="no GPU"))
+        if item.get_closest_marker("gpu_multi") and gpus < 2:
+            item.add_marker(pytest.mark.skip(reason="fewer than two GPUs"))
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -26,12 +67,3 @@ def quick_compilation():
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", before)
-
-
-def pytest_collection_modifyitems(items):
-    gpus = gpu_count()
-    for item in items:
-        if item.get_closest_marker("gpu") and gpus < 1:
-            item.add_marker(pytest.mark.skip(reason="no GPU"))
-        if item.get_closest_marker("gpu_multi") and gpus < 2:
-            item.add_marker(pytest.mark.skip(reason="fewer than two GPUs"))

@@ -1,4 +1,4 @@
-"""What the tests share: random inputs, the float64 oracle, the error norm and the tolerances."""
+"""Shared by the tests: random inputs, the float64 oracle, the error norm and the tolerances."""
 
 import functools
 import math
@@ -9,7 +9,7 @@ import numpy as np
 
 from mlstm_pallas import reference
 
-HELPERS = {"border_maxima", "key_sums", "segment_products"}  # kernels that are no stages
+HELPERS = {"stabiliser_scan", "key_sums", "split_products"}  # kernels that are no stages
 NAMES = ("q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial")
 
 
@@ -64,7 +64,7 @@ def oracle(inputs, segment_ids=None, **options):
 
 
 def error(actual, expected):
-    """||actual - expected|| / ||expected||; infinite where one is finite and the other is not."""
+    """||actual - expected|| / ||expected||; infinite where only one of the two is finite."""
     actual, expected = np.asarray(jnp.asarray(actual).astype("float32"), "float64"), np.asarray(expected, "float64")
     assert actual.shape == expected.shape
     finite = np.isfinite(expected)
@@ -72,7 +72,7 @@ def error(actual, expected):
         return math.inf
     if not np.array_equal(actual[~finite], expected[~finite]):
         return math.inf
-    difference, size = np.linalg.norm((actual - expected)[finite]), np.linalg.norm(expected[finite])
+    difference, size = np.linalg.norm(actual[finite] - expected[finite]), np.linalg.norm(expected[finite])
     return difference / size if size else difference
 
 
@@ -92,10 +92,10 @@ def assert_close(actual, expected, bound, what=""):
 
 
 def initial_state_scale(dc, dn, inputs):
-    """How large the terms of dm_initial = <dc, c> + dn . n are that its error goes by, per head (B, NH).
+    """The size of the terms of dm_initial = <dc, c> + dn . n that its error is relative to, per head (B, NH).
 
-    The roundings of dc are independent, so those of <dc, c> add in the square; those of dn come from the same dz_t in every column and q is
-    positive, so they add: |dn| |n|.
+    The roundings of dc are independent, so their squares add in <dc, c>. Those of dn come from the same dz_t in every column and q is
+    positive, so they add themselves: |dn| |n|.
     """
     dc, dn, c, n = (np.asarray(x, "float64").reshape(*np.shape(x)[:2], -1) for x in (dc, dn, inputs["c_initial"], inputs["n_initial"]))
     return np.linalg.norm(dc * c, axis=-1) + np.linalg.norm(dn, axis=-1) * np.linalg.norm(n, axis=-1)

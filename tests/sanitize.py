@@ -1,6 +1,6 @@
-"""Runs every kernel at small shapes, forward and backward; for compute-sanitizer. With --fault, a kernel that reads out of bounds.
+"""Runs every kernel at small shapes, forward and backward, for compute-sanitizer. With --fault, a kernel that reads out of bounds.
 
-pytest tests/test_gpu_sanitizer.py runs this under every tool.
+tests/test_gpu_sanitizer.py runs this under every tool.
 """
 
 import functools
@@ -12,22 +12,23 @@ from jax.experimental import pallas as pl
 from oracle import HELPERS, random_inputs
 
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, mlstm_recurrent_step
-from mlstm_pallas.config import ALL_STAGES, WALKS
 from mlstm_pallas.launch import kernel_call
+from mlstm_pallas.problem import Problem
+from mlstm_pallas.stage import Lowering, StageCall
+from mlstm_pallas.stages import STAGES
 
-KERNELS = (*ALL_STAGES, *HELPERS)
-# What is asked for beside the default; the sigmoid gate takes no m_initial.
+KERNELS = (*STAGES, *HELPERS)
+# Options of a call; the sigmoid gate takes no m_initial.
 VARIANTS = [{}, {"packed": True}, {"input_gate": "sigmoid"}, {"input_gate": "sigmoid", "normalize": False}]
-WALK = StageConfig(siz_b_LKV=32, siz_b_loop=64)  # two launches at 128 rows
-PARTS = StageConfig(num_segments=2)
-IN_SEGMENTS = KernelConfig(recurrent_fw_C=PARTS, recurrent_bw_dC=PARTS)
-STATELESS = KernelConfig(stateless_forward=True, stateless_backward=True, **dict.fromkeys(WALKS, WALK))
-# S, DHQK, DHHV, chunk size, config; with rows and columns of padding, one chunk and several, a chunk of several tiles
+FUSED = KernelConfig(fused_min_heads=1, recurrent_fw_H=StageConfig(siz_b_LKV=32, siz_b_loop=64))  # two launches at 128 rows
+SPLIT = StageConfig(num_splits=2)
+SPLITS = KernelConfig(recurrent_fw_C=SPLIT, recurrent_bw_dC=SPLIT)
+# S, DHQK, DHHV, chunk size, config; with padding of steps and of columns, one chunk and several, a chunk of several tiles
 CASES = [
     (100, 24, 40, 16, None),
-    (200, 80, 96, 64, STATELESS),
-    (300, 32, 64, 256, IN_SEGMENTS),
-    (150, 128, 256, None, STATELESS),
+    (200, 80, 96, 64, FUSED),
+    (300, 32, 64, 256, SPLITS),
+    (150, 128, 256, None, FUSED),
 ]
 
 
@@ -59,19 +60,10 @@ def run_fault():
     def reads_beyond(x_ref, y_ref):
         y_ref[...] = x_ref[pl.ds(pl.program_id(0) * 2**20, 1024)]
 
-    block = pl.BlockSpec((1024,), lambda i: (0,))
-    shape = jax.ShapeDtypeStruct((1024,), jnp.float32)
-    call = kernel_call(
-        reads_beyond,
-        name="reads_beyond",
-        grid=(2,),
-        in_specs=[block],
-        out_specs=[block],
-        out_shape=[shape],
-        stage=StageConfig(),
-        interpret=False,
-    )
-    jax.block_until_ready(call(jnp.zeros((1024,))))
+    block, shape = pl.BlockSpec((1024,), lambda i: (0,)), jax.ShapeDtypeStruct((1024,), jnp.float32)
+    call = StageCall(Problem(1, 1, 1024, 16, 16, 1024, 1.0), StageConfig(), None, Lowering.TRITON)
+    options = dict(grid=(2,), in_specs=[block], out_specs=[block], out_shape=[shape], call=call)
+    jax.block_until_ready(kernel_call(reads_beyond, name="reads_beyond", **options)(jnp.zeros((1024,))))
 
 
 if __name__ == "__main__":

@@ -1,8 +1,7 @@
 """Every kernel writes all of its outputs and reads nothing of its neighbours, which are NaN here; repeats are bitwise equal."""
 
-import dataclasses
 import importlib
-import itertools
+import pkgutil
 
 import jax
 import jax.numpy as jnp
@@ -11,97 +10,131 @@ import pytest
 from jax.experimental import pallas as pl
 from oracle import HELPERS, random_inputs
 
-from mlstm_pallas import KernelConfig, StageConfig, fwbw
-from mlstm_pallas.config import STAGES, config_for
-from mlstm_pallas.launch import kernel_call
-from mlstm_pallas.plan import Inputs, Plan, Residuals
-from mlstm_pallas.problem import MAX_TILE, make_problem
+from mlstm_pallas import KernelConfig, StageConfig, launch, stages
+from mlstm_pallas.backward import backward
+from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs
+from mlstm_pallas.forward import forward
+from mlstm_pallas.fwbw import residuals_of
+from mlstm_pallas.normaliser import DEFAULT_NORMALISER
+from mlstm_pallas.problem import MAX_TILE, Problem
+from mlstm_pallas.stage import Lowering, StageCall
+from mlstm_pallas.stages import STAGES
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-B, NH, DHQK, DHHV = 1, 3, 32, 16
-MIDDLE = 1  # of the heads, which lie one behind the other in every array
+HEADS, DHQK, DHHV = 3, 32, 16
+MIDDLE = 1  # of the heads, which lie one after the other in every array
 TILE = 16
-TILES = StageConfig(TILE, TILE, TILE, TILE, TILE, keep_q=False)
-MODULES = ("chunk_gates", "recurrence", "parallel_fw_H", "parallel_fw_P", "walk", "parallel_bw_P", "parallel_bw_dP", "parallel_bw_dQKV")
-# Options, S and L.
-PLANS = {
-    "states": ({}, 64, 32),
-    "states_of_long_chunks": ({}, 512, 256),
-    "states_in_segments": (dict.fromkeys(("recurrent_fw_C", "recurrent_bw_dC"), dataclasses.replace(TILES, num_segments=2)), 64, 32),
-    "stateless": ({"stateless_forward": True, "stateless_backward": True}, 64, 32),
+TILES = StageConfig(TILE, TILE, TILE, TILE, TILE, keep_q=False, num_splits=1)
+SPLIT = TILES.replace(num_splits=2)
+# Options of the config and of the spec, S and L.
+CASES = {
+    "materialised": ({}, {}, 64, 32),
+    "materialised-long_chunks": ({}, {}, 256, 256),
+    "materialised-splits": (dict(recurrent_fw_C=SPLIT, recurrent_bw_dC=SPLIT), {}, 64, 32),
+    "fused": (dict(fused_min_heads=1), dict(recompute_states_in_bw=True), 64, 32),
+    "fused-stored": (dict(fused_min_heads=1, recurrent_fw_H=TILES.replace(siz_b_loop=DHQK)), dict(recompute_states_in_bw=False), 64, 32),
 }
-BACKENDS = ("interpret", pytest.param("triton", marks=pytest.mark.gpu))
+LOWERINGS = (Lowering.INTERPRET, pytest.param(Lowering.TRITON, marks=pytest.mark.gpu))
 
 
-def outputs_of_kernels(backend, options, S, L, monkeypatch):
-    """A function of the inputs and of the gradient of h: {kernel: its outputs}, (B * NH, ...) each; forward and backward. Their stages."""
-    explicit = KernelConfig(chunk_size=L, **dict.fromkeys(STAGES, TILES) | options)
-    config = config_for(DHQK, DHHV, S, jnp.dtype("float32"), explicit=explicit)
-    problem = make_problem((B, NH, S, DHQK), DHHV, L, pad_heads=True)
-    plan = Plan(problem, config, 1e-6, True, 1.0, "stateless_forward" in options, backend)
-    made = {}
+@pytest.fixture
+def outputs(monkeypatch):
+    """{kernel: its outputs} of the last trace."""
+    found = {}
 
-    def recording(kernel, *, name, **how):
+    def recording(kernel, *, name, **options):
         def call(*args):
-            made[name] = kernel_call(kernel, name=name, **how)(*args)
-            return made[name]
+            found[name] = launch.kernel_call(kernel, name=name, **options)(*args)
+            return found[name]
 
         return call
 
-    for module in MODULES:
-        monkeypatch.setattr(importlib.import_module(f"mlstm_pallas.stages.{module}"), "kernel_call", recording)
+    for module in pkgutil.iter_modules(stages.__path__):
+        module = importlib.import_module(f"{stages.__name__}.{module.name}")
+        if hasattr(module, "kernel_call"):
+            monkeypatch.setattr(module, "kernel_call", recording)
+    return found
 
-    @jax.jit
+
+def passes(lowering, case):
+    """Forward and backward pass of (inputs, gradient of h), and the spec."""
+    config, options, S, L = CASES[case]
+    config = KernelConfig(chunk_size=L, **dict.fromkeys(STAGES, TILES) | config)
+    problem = Problem(1, HEADS, S, DHQK, DHHV, L, DHQK**-0.5)
+    spec = CallSpec(problem, config, jnp.dtype("float32"), DEFAULT_NORMALISER, **options)
+
     def run(inputs, dh):
-        made.clear()
         x = Inputs(**inputs)
-        interpret = backend == "interpret"
-        (h, last), z, states = fwbw._forward_triton(plan, interpret, x)
-        fwbw._backward_triton(plan, interpret, Residuals(x, h, z, states), (dh, jax.tree.map(jnp.ones_like, last)))
-        return dict(made)
+        found = forward(spec, lowering, x)
+        backward(spec, lowering, residuals_of(spec, x, found), Cotangents(dh, jax.tree.map(jnp.ones_like, found.last)))
 
-    return run, {*itertools.chain(*config.passes(problem, plan.recompute_states_in_bw))}
+    return run, spec
 
 
 def written(name, outputs, L):
-    """The outputs, with 0 where a kernel says that it writes nothing: parallel_bw_dP behind the diagonal of a chunk."""
+    """The outputs, with 0 where a kernel documents that it writes nothing: parallel_bw_dP above the diagonal of a chunk."""
     if name != "parallel_bw_dP":
         return outputs
-    P, dP, qbar, from_tiles, to_tiles, *others = outputs
+    P, dP, qbar, of_queries, of_keys, *others = outputs
     block, tile = jnp.arange(L) // MAX_TILE, jnp.arange(L // TILE)
 
     def of_chunk(x, where):
-        return jnp.where(where, x.reshape(B * NH, -1, *where.shape), 0.0).reshape(x.shape)
+        return jnp.where(where, x.reshape(HEADS, -1, *where.shape), 0.0).reshape(x.shape)
 
     def of_tiles(x, where):
-        return jnp.where(where[:, None, :, None], x.reshape(B * NH, len(tile), -1, len(tile), TILE), 0.0).reshape(x.shape)
+        return jnp.where(where[:, None, :, None], x.reshape(HEADS, len(tile), -1, len(tile), TILE), 0.0).reshape(x.shape)
 
     tiles = (of_chunk(x, block[:, None] >= block) for x in (P, dP))
-    return *tiles, qbar, of_tiles(from_tiles, tile[:, None] <= tile), of_tiles(to_tiles, tile[:, None] >= tile), *others
+    return *tiles, qbar, of_tiles(of_queries, tile[:, None] <= tile), of_tiles(of_keys, tile[:, None] >= tile), *others
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_kernels_write_everything_and_read_nothing_of_their_neighbours(backend, plan, monkeypatch):
-    options, S, L = PLANS[plan]
-    inputs = random_inputs(0, B, NH, S, DHQK, DHHV)
-    dh = jnp.cos(inputs["v"])
-    run, stages = outputs_of_kernels(backend, options, S, L, monkeypatch)
-    clean = run(inputs, dh)
-    assert clean.keys() - HELPERS == stages
-    assert ("segment_products" in clean) == (plan == "states_in_segments")
-    others = np.arange(NH) != MIDDLE
-    poisoned_inputs, poisoned_dh = jax.tree.map(lambda x: x.at[:, others].set(jnp.nan), (inputs, dh))
-    poisoned, again = run(poisoned_inputs, poisoned_dh), run(inputs, dh)
-    for name in clean:
-        of_runs = (written(name, made[name], L) for made in (clean, poisoned, again))
-        for index, (x, y, z) in enumerate(zip(*of_runs, strict=True)):
-            assert x.shape[0] % (B * NH) == 0  # segments are heads
-            x, y, z = (np.asarray(made).reshape(B * NH, -1) for made in (x, y, z))
+def check(run, outputs, arguments, L=None):
+    """Runs on the arguments, on arguments that are NaN in all heads but the middle one, and again on the first. Returns the kernels."""
+
+    @jax.jit
+    def recorded(*arguments):
+        outputs.clear()
+        run(*arguments)
+        return dict(outputs)
+
+    others = np.arange(HEADS) != MIDDLE
+    poisoned = jax.tree.map(lambda x: x.at[others].set(jnp.nan), arguments)
+    runs = [recorded(*arguments), recorded(*poisoned), recorded(*arguments)]
+    for name in runs[0]:
+        for index, found in enumerate(zip(*(written(name, x[name], L) for x in runs), strict=True)):
+            assert found[0].shape[0] % HEADS == 0  # splits are heads
+            x, y, z = (np.asarray(x).reshape(HEADS, -1) for x in found)
             assert np.isfinite(x).all(), f"{name}: output {index} has elements that are not written"
             assert np.array_equal(x[MIDDLE], y[MIDDLE]), f"{name}: output {index} depends on other heads"
             assert np.array_equal(x, z), f"{name}: output {index} differs from run to run"
+    return {*runs[0]}
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_kernels_write_everything_and_read_nothing_of_their_neighbours(lowering, case, outputs):
+    run, spec = passes(lowering, case)
+    inputs = {name: x[0] for name, x in random_inputs(0, 1, HEADS, spec.problem.S, DHQK, DHHV).items()}
+    kernels = check(run, outputs, (inputs, jnp.cos(inputs["v"])), spec.problem.L)
+    assert spec.fused == case.startswith("fused")
+    assert kernels - HELPERS == {*spec.stages}
+    assert ("split_products" in kernels) == case.endswith("splits")
+
+
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_a_step_writes_everything_and_reads_nothing_of_its_neighbours(lowering, outputs):
+    """With rows and columns that the tiles do not divide."""
+    inputs = random_inputs(0, 1, HEADS, 1, 40, 24)
+    token = [x[0] if name.endswith("initial") else x[0, :, 0] for name, x in inputs.items()]
+    stage = STAGES["recurrent_step"]
+    call = StageCall(Problem(1, HEADS, 1, 40, 24, 1, 40**-0.5), TILES, None, lowering)
+    assert check(lambda *x: stage.run(*x, call=call), outputs, tuple(token)) == {stage.name}
+
+
+def test_every_stage_has_a_case():
+    specs = [passes(Lowering.INTERPRET, case)[1] for case in CASES]
+    assert {name for spec in specs for name in spec.stages} == {name for name, stage in STAGES.items() if not stage.decode}
 
 
 def test_what_is_not_written_is_nan_when_interpreted():
@@ -109,6 +142,7 @@ def test_what_is_not_written_is_nan_when_interpreted():
         y_ref[pl.ds(0, 16)] = x_ref[pl.ds(0, 16)]
 
     block, shape = pl.BlockSpec((32,), lambda i: (0,)), jax.ShapeDtypeStruct((32,), jnp.float32)
-    how = dict(grid=(1,), in_specs=[block], out_specs=[block], out_shape=[shape], stage=StageConfig(), interpret=True)
-    (y,) = kernel_call(writes_half, name="writes_half", **how)(jnp.zeros((32,)))
+    call = StageCall(Problem(1, 1, 32, 16, 16, 32, 1.0), TILES, None, Lowering.INTERPRET)
+    options = dict(grid=(1,), in_specs=[block], out_specs=[block], out_shape=[shape], call=call)
+    (y,) = launch.kernel_call(writes_half, name="writes_half", **options)(jnp.zeros((32,)))
     assert np.array_equal(np.isnan(y), np.arange(32) >= 16)

@@ -33,11 +33,11 @@ def run(tmp_path, *arguments):
     ],
 )
 def test_a_wrong_command_line_is_one_line_and_exit_code_2(tmp_path, argument, message):
-    made = run(tmp_path, argument)
-    assert (made.returncode, made.stdout, made.stderr) == (2, "", f"stand_in: {message}\n")
+    process = run(tmp_path, argument)
+    assert (process.returncode, process.stdout, process.stderr) == (2, "", f"stand_in: {message}\n")
 
 
 def test_the_exit_code_is_that_of_the_run(tmp_path):
-    made = run(tmp_path, "--repeats=7")
-    assert (made.returncode, made.stderr) == (7, "")
+    process = run(tmp_path, "--repeats=7")
+    assert (process.returncode, process.stderr) == (7, "")
     assert "--repeats" in run(tmp_path, "--help").stdout

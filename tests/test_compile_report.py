@@ -1,6 +1,5 @@
 """The compile report, and through it: every stage of the default configs compiles for H200 and A100 and fits them."""
 
-import itertools
 import json
 import os
 from importlib import resources
@@ -11,19 +10,22 @@ import pytest
 from absl import flags
 from oracle import HELPERS
 
-from mlstm_pallas import KernelConfig, StageConfig, api
-from mlstm_pallas.config import CHUNK_OF, PLANS, STAGES, WALKS, config_for, config_from_row, tuned_rows
+from mlstm_pallas import KernelConfig, StageConfig, entry
+from mlstm_pallas.call_spec import CallSpec
+from mlstm_pallas.config import config_for, tuned_rows
+from mlstm_pallas.normaliser import DEFAULT_NORMALISER
 from mlstm_pallas.problem import make_problem
+from mlstm_pallas.stages import STAGES
 
 HEADS = ((64, 64), (128, 256), (256, 512))
 DTYPES = ("bfloat16", "float32")
 DEVICES = ("H200", "A100")
 
-# Every value of stage, head size, dtype and device, and for each pair of dtype and device the stage that takes most shared memory, in as
-# few compilations as that takes.
+# Every stage, head size, dtype and device, and the stage that takes most shared memory of each pair of dtype and device, in few
+# compilations.
 COMPILED = (
     ("chunk_gates", (64, 64), "bfloat16", "H200"),
-    ("border_maxima", (64, 64), "bfloat16", "H200"),
+    ("stabiliser_scan", (64, 64), "bfloat16", "H200"),
     ("recurrent_fw_C", (64, 64), "bfloat16", "H200"),
     ("recurrent_fw_C", (128, 256), "float32", "H200"),
     ("recurrent_fw_C", (256, 512), "float32", "A100"),
@@ -45,15 +47,10 @@ COMPILED = (
     ("recurrent_fw_H", (256, 512), "bfloat16", "H200"),
     ("recurrent_fw_H", (256, 512), "float32", "RTX4090"),
     ("recurrent_fw_H", (128, 256), "bfloat16", "RTX5090"),
-    ("parallel_bw_P", (128, 256), "float32", "H200"),
-    ("recurrent_bw_dQ", (64, 256), "bfloat16", "H200"),
-    ("recurrent_bw_dK", (64, 256), "float32", "RTX4090"),
-    ("recurrent_bw_dV", (256, 512), "bfloat16", "A100"),
+    ("recurrent_step", (256, 512), "bfloat16", "H200"),
 )
 
-MULTIPLIES = {"recurrent_fw_C", "parallel_fw_H", "parallel_bw_dP", "recurrent_bw_dC", "parallel_bw_dQKV", *WALKS}
-
-# (name of the device here, DHQK, DHHV, dtype) of every tuned row.
+# (device, DHQK, DHHV, dtype) of every tuned row.
 NAMES = {device.kind: name for name, device in compile_report.DEVICES.items()}
 TUNED = [
     (NAMES[table["device"]], row["DHQK"], row["DHHV"], row["dtype"])
@@ -84,6 +81,18 @@ def case_id(*case):
     return f"{stage}-{DHQK}_{DHHV}-{dtype}-{device}"
 
 
+def spec_of(device, DHQK, DHHV, dtype, config=None):
+    """Of the calls in the report."""
+    config = config_for(DHQK, DHHV, 8192, jnp.dtype(dtype), device_kind=compile_report.DEVICES[device].kind, explicit=config)
+    problem = make_problem((compile_report.BATCH, compile_report.NUM_HEADS, 8192, DHQK), DHHV, config.L, pad_heads=True)
+    return CallSpec(problem, config, jnp.dtype(dtype), DEFAULT_NORMALISER)
+
+
+@pytest.fixture
+def lowers_only(monkeypatch):
+    monkeypatch.setattr(compile_report, "compile_kernel", lambda *_: usage(shared_bytes=0))
+
+
 def usage(shared_bytes):
     return compile_report.Usage(128, 0, 0, shared_bytes, 4, 0, 24, False, 0.1)
 
@@ -101,11 +110,11 @@ def crash(*_):
 
 
 @pytest.mark.parametrize(("log", "expected"), [(NO_SPILL, (168, 0, 0)), (SPILL, (255, 876, 732))], ids=["no_spill", "spill"])
-def test_parses_what_ptxas_says(log, expected):
+def test_the_log_of_ptxas_is_parsed(log, expected):
     assert compile_report.parse_ptxas(log) == expected
 
 
-def test_an_output_of_ptxas_without_numbers_is_refused():
+def test_a_log_of_ptxas_without_numbers_is_refused():
     with pytest.raises(ValueError, match="no registers or spills"):
         compile_report.parse_ptxas("ptxas info    : 11 bytes gmem\n")
 
@@ -118,7 +127,9 @@ def test_an_output_of_ptxas_without_numbers_is_refused():
         ("--dtype=float16", "unknown dtype 'float16', known are "),
         ("--chunk_size=48", "chunk_size is 48, expected None or a power of two"),
         ("--stage=nonsense", "no stage nonsense in fwd, there are chunk_gates, "),
-        ('--config={"stateless": true}', "--config: unknown stateless, known are chunk_size, stateless_forward, "),
+        ('--config={"nonsense": 1}', "--config: unknown nonsense, known are chunk_size, fused_min_heads, chunk_gates, "),
+        ('--config={"parallel_fw_H": {"nonsense": 1}}', "--config: "),
+        ("--config=nonsense.json", "--config: "),
     ],
 )
 def test_a_wrong_request_is_one_line_and_exit_code_2(argument, message, capsys):
@@ -136,37 +147,48 @@ def test_without_triton_says_what_to_install(monkeypatch, capsys):
     assert "mlstm_pallas[test]" in capsys.readouterr().err
 
 
+@pytest.mark.usefixtures("lowers_only")
 @pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("heads", HEADS, ids="{0[0]}_{0[1]}".format)
-def test_every_stage_lowers(heads, dtype, device, monkeypatch):
-    monkeypatch.setattr(compile_report, "compile_kernel", lambda *_: usage(shared_bytes=0))
+def test_every_stage_lowers(heads, dtype, device):
     rows = list(compile_report.report(device, [heads], [dtype], direction="fwbw"))
     assert [row.cause for row in rows if row.cause] == []
-    config = config_for(*heads, 8192, jnp.dtype(dtype), device_kind=compile_report.DEVICES[device].kind)
-    passes = config.passes(make_problem((1, 8, 8192, heads[0]), heads[1], config.L, pad_heads=True))
-    assert {row.stage for row in rows} - HELPERS == {*itertools.chain(*passes)}
+    spec = spec_of(device, *heads, dtype)
+    assert {row.stage for row in rows} - HELPERS == {*spec.stages}
     assert all(row.num_warps > 0 and row.grid for row in rows)
-    assert all(row.config for row in rows if row.stage in STAGES)
+    launches = {name: (STAGES[name].clamp(tiles, problem), problem.L) for name, tiles, problem in spec.launches()}
+    for row in rows:
+        assert bool(row.config) == (row.stage in STAGES)
+        if row.stage in STAGES:
+            tiles, L = launches[row.stage]
+            assert row.chunk_size == L
+            assert row.config == {field: getattr(tiles, field) for field in STAGES[row.stage].search}
 
 
-@pytest.mark.parametrize("plan", PLANS)
-def test_every_plan_lowers(plan, monkeypatch):
-    """Heads that are no powers of two."""
-    monkeypatch.setattr(compile_report, "compile_kernel", lambda *_: usage(shared_bytes=0))
-    config = config_for(192, 320, 8192, jnp.dtype("bfloat16"), device_kind="NVIDIA H200", explicit=KernelConfig(**{plan: True}))
+@pytest.mark.usefixtures("lowers_only")
+@pytest.mark.parametrize("fused_min_heads", [0, 1], ids=["materialised", "fused"])
+def test_heads_that_are_no_powers_of_two_lower(fused_min_heads):
+    config = KernelConfig(fused_min_heads=fused_min_heads)
     rows = list(compile_report.report("H200", [(192, 320)], ["bfloat16"], direction="fwbw", config=config))
     assert [row.cause for row in rows if row.cause] == []
-    problem = make_problem((1, 8, 8192, 192), 320, config.L, pad_heads=True)
-    assert {row.stage for row in rows} - HELPERS == {*itertools.chain(*config.passes(problem))}
+    assert {row.stage for row in rows} - HELPERS == {*spec_of("H200", 192, 320, "bfloat16", config).stages}
 
 
-def test_a_config_of_the_command_line_reaches_the_kernels(monkeypatch, capsys):
-    monkeypatch.setattr(compile_report, "compile_kernel", lambda *_: usage(shared_bytes=0))
-    config = {"stateless_forward": True, "recurrent_fw_H": {"siz_b_LKV": 16, "siz_b_loop": 256}}
+@pytest.mark.usefixtures("lowers_only")
+@pytest.mark.parametrize("variant", compile_report.VARIANTS)
+def test_every_variant_lowers(variant):
+    rows = list(compile_report.report("H200", [(64, 64)], ["bfloat16"], seqlen=1024, direction="fwbw", variant=variant))
+    assert [row.cause for row in rows if row.cause] == []
+    assert ("stabiliser_scan" in {row.stage for row in rows}) == (variant in ("exp", "packed"))
+
+
+@pytest.mark.usefixtures("lowers_only")
+def test_a_config_of_the_command_line_reaches_the_kernels(capsys):
+    config = {"fused_min_heads": 1, "recurrent_fw_H": {"siz_b_LKV": 16, "siz_b_loop": 256}}
     assert run("--heads=256/64", "--dtype=bfloat16", "--jsonl", f"--config={json.dumps(config)}") == 0
     rows = {row["stage"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
-    assert {name: row["chunk_size"] for name, row in rows.items() if name in CHUNK_OF} == {"parallel_fw_P": 16, "recurrent_fw_H": 16}
+    assert {rows[name]["chunk_size"] for name, stage in STAGES.items() if stage.fused} == {16}
     assert rows["recurrent_fw_H"]["config"]["siz_b_loop"] == 256
 
 
@@ -220,19 +242,25 @@ def test_a_crash_of_the_compiler_is_a_cause(monkeypatch):
         compile_report.compile_kernel("nonsense", 4, 2, 90)
 
 
+def test_every_kernel_is_compiled():
+    assert {stage for stage, *_ in COMPILED} >= {*STAGES}
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("stage", "heads", "dtype", "device"), COMPILED, ids=[case_id(*case) for case in COMPILED])
 def test_compiles_and_fits(stage, heads, dtype, device):
     pytest.importorskip("triton")
-    plan = KernelConfig(stateless_forward=stage in CHUNK_OF, stateless_backward=stage in CHUNK_OF)
-    how = dict(direction="fwbw" if "_bw_" in stage else "fwd", config=plan)
-    rows = list(compile_report.report(device, [heads], [dtype], stages=[stage], **how))
+    facts = STAGES.get(stage)
+    config = KernelConfig(fused_min_heads=int(facts is not None and facts.fused))
+    direction = "step" if facts and facts.decode else "fwbw" if facts and facts.backward else "fwd"
+    rows = list(compile_report.report(device, [heads], [dtype], stages=[stage], direction=direction, config=config))
     assert rows
     for row in rows:
         assert row.cause == ""
         assert row.usage.shared_bytes <= compile_report.DEVICES[device].shared_bytes
         assert 16 <= row.usage.registers <= 255
-        if dtype == "bfloat16" and stage in MULTIPLIES:
+        multiplies = facts and not facts.decode and facts.cost(spec_of(device, *heads, dtype).problem, 2).flops > 0
+        if dtype == "bfloat16" and multiplies:
             assert (row.usage.wgmma if device == "H200" else row.usage.mma) > 0, "no tensor cores"
 
 
@@ -244,18 +272,16 @@ def test_every_tuned_row_compiles_and_fits(device, DHQK, DHHV, dtype):
     [row] = [x for x in tuned_rows(compile_report.DEVICES[device].kind) if (x["DHQK"], x["DHHV"], x["dtype"]) == (DHQK, DHHV, dtype)]
     found = list(compile_report.report(device, [(DHQK, DHHV)], [dtype], direction="fwbw"))
     assert [(x.stage, x.cause) for x in found if x.cause] == []
-    config, problem = config_from_row(row), make_problem((1, 8, 8192, DHQK), DHHV, row["chunk_size"], pad_heads=True)
-    assert {x.stage for x in found} - HELPERS == {*itertools.chain(*config.passes(problem))}
+    assert {x.stage for x in found} - HELPERS == {*spec_of(device, DHQK, DHHV, dtype).stages}
     for x in found:
         if x.stage in STAGES:
-            assert x.chunk_size == config.problem_of(x.stage, problem).L
             assert row.get(x.stage, {}).items() <= x.config.items(), x.stage
 
 
 @pytest.mark.slow
 def test_tiles_beyond_the_shared_memory_are_reported(monkeypatch):
     pytest.importorskip("triton")
-    monkeypatch.setattr(api, "check_fits", lambda *_: None)
+    monkeypatch.setattr(entry, "check_fits", lambda *_: None)
     tiles = StageConfig(siz_b_LQ=128, siz_b_LKV=128, siz_b_DHQK=64, siz_b_DHHV=256, num_warps=8, num_stages=3)
     config = KernelConfig(chunk_size=256, parallel_fw_H=tiles)
     [row] = compile_report.report("A10", [(256, 512)], ["bfloat16"], stages=["parallel_fw_H"], config=config)

@@ -12,9 +12,7 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import NAMES, assert_close, error, initial_state_scale, random_inputs
 
-from mlstm_pallas import KernelConfig, StageConfig, distributed, mlstm_chunkwise
-from mlstm_pallas import config as config_module
-from mlstm_pallas.config import WALKS
+from mlstm_pallas import KernelConfig, StageConfig, call_spec, distributed, mlstm_chunkwise
 from mlstm_pallas.distributed import Summary, joined, mlstm_chunkwise_sequence_parallel
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -27,8 +25,8 @@ SEQUENCE, WHOLE = P(None, None, "s"), P()
 COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\(")
 
 
-def mesh_of(shape, names, kind=AxisType.Auto):
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(names), devices=jax.devices()[: math.prod(shape)])
+def mesh_of(shape, names, kind=AxisType.Auto, platform="cpu"):
+    return jax.make_mesh(shape, names, axis_types=(kind,) * len(names), devices=jax.devices(platform)[: math.prod(shape)])
 
 
 def over(mesh, *, sequence=SEQUENCE, states=WHOLE, count=8, **options):
@@ -80,13 +78,13 @@ def alone():
 
 @pytest.fixture(scope="module")
 def over_eight():
-    """On eight devices; the products of a segment in parts, as those of long segments are."""
+    """On eight devices; each shard summarised in several splits, as long ones are."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed, "_STEPS_OF_A_PRODUCT", 16)
         return gradient_of(over(mesh_of((8,), ("s",)), backend="xla", **OPTIONS)).lower(*CASES["ordinary"].values()).compile()
 
 
-def closed_segments(x):
+def closed_shards(x):
     """Device 2 stores nothing and forgets nothing, device 3 forgets all and stores nothing, device 5 has one reset and one mask."""
     i, f = (np.array(x[name]) for name in "if")
     n = S // 8
@@ -102,7 +100,7 @@ CASES = {
     "ordinary": random_inputs(0, B, NH, S, DHQK, DHHV, f_shift=5.0),
     "resets": random_inputs(1, B, NH, S, DHQK, DHHV, resets=True),
     "large_gates": random_inputs(2, B, NH, S, DHQK, DHHV, i_scale=30.0, f_scale=10.0),
-    "closed_segments": closed_segments(random_inputs(3, B, NH, S, DHQK, DHHV, f_shift=5.0)),
+    "closed_shards": closed_shards(random_inputs(3, B, NH, S, DHQK, DHHV, f_shift=5.0)),
     "empty_initial_state": {
         name: jnp.full_like(x, -jnp.inf) if name == "m_initial" else jnp.zeros_like(x) if "initial" in name else x
         for name, x in random_inputs(4, B, NH, S, DHQK, DHHV, f_shift=5.0).items()
@@ -125,8 +123,8 @@ def test_batch_and_heads_may_be_split_as_well(alone):
     check(gradient_of(run)(*split), alone(*x), x)
 
 
-def test_kernels_on_segments_that_are_no_multiple_of_the_chunk(alone):
-    """Interpreted; 40 steps a segment in chunks of 16, a head dimension that needs padding, and the batch left to the compiler."""
+def test_kernels_on_shards_that_are_no_multiple_of_the_chunk(alone):
+    """Interpreted; 40 steps a shard in chunks of 16, a head dimension that needs padding, and the batch left to the compiler."""
     mesh = mesh_of((2, 4), ("b", "s"))
     run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", backend="interpret", **OPTIONS)
     split = jax.shard_map(
@@ -142,13 +140,12 @@ def test_kernels_on_segments_that_are_no_multiple_of_the_chunk(alone):
     check(found, alone(*x), x)
 
 
-@pytest.mark.parametrize("case", ["resets", *[pytest.param(case, marks=pytest.mark.slow) for case in ("ordinary", "closed_segments")]])
-def test_segments_of_a_part_are_taken_from_its_summary(case, alone):
-    """Passes without states, interpreted, on two devices: two segments each in the forward pass, whose products are made once."""
-    walk = StageConfig(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, num_segments=2)
-    config = KernelConfig(stateless_forward=True, stateless_backward=True, **dict.fromkeys(WALKS, walk))
+@pytest.mark.parametrize("case", ["resets", *[pytest.param(case, marks=pytest.mark.slow) for case in ("ordinary", "closed_shards")]])
+def test_splits_of_a_shard_take_their_products_from_its_summary(case, alone):
+    """The fused scan, interpreted, on two devices: two splits each in the forward pass, whose products are computed once."""
+    config = KernelConfig(fused_min_heads=1, recurrent_fw_H=StageConfig(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, num_splits=2))
     x = [y[:, :, 32:] if y.shape[2:3] == (S,) else y for y in CASES[case].values()]
-    options = OPTIONS | {"chunk_size": 32}  # two of the walks'
+    options = OPTIONS | {"chunk_size": 32}  # two of the fused scan's
     run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", backend="interpret", config=config, **options)
     split = jax.shard_map(
         functools.partial(run, return_last_states=True),
@@ -158,18 +155,18 @@ def test_segments_of_a_part_are_taken_from_its_summary(case, alone):
         check_vma=False,
     )
     check(gradient_of(split)(*x), alone(*x), x)
-    products = re.compile(rf"f32\[{B},{NH},2,16,16\] = dot_general")
-    for traced in (jax.make_jaxpr(split)(*x), gradient_of(split).trace(*x).jaxpr):  # the backward pass has no segments
+    products = re.compile(rf"f32\[{B * NH},2,16,16\] = dot_general")
+    for traced in (jax.make_jaxpr(split)(*x), gradient_of(split).trace(*x).jaxpr):  # the backward pass has no splits
         assert len(products.findall(str(traced))) == 1
 
 
-def test_shards_of_few_heads_have_segments_of_their_own(alone, monkeypatch):
-    """The batch is left to the compiler: four heads fill this device, the two of a shard do not."""
-    monkeypatch.setattr(config_module, "LEAST_SEGMENT_STEPS", 16)
-    monkeypatch.setattr(config_module, "LEAST_SEGMENTED_STATE", 1)
-    config = KernelConfig(stateless_forward=B * NH, stateless_backward=B * NH)
+def test_shards_of_few_heads_have_splits_of_their_own(alone, monkeypatch):
+    """The batch is left to the compiler: four heads are enough for the fused scan, the two of a shard are not."""
+    monkeypatch.setattr(call_spec, "MIN_SPLIT_STEPS", 16)
+    monkeypatch.setattr(call_spec, "MIN_SPLIT_STATE", 1)
+    config = KernelConfig(fused_min_heads=B * NH)
     x = [y[:, :, 32:] if y.shape[2:3] == (S,) else y for y in CASES["ordinary"].values()]
-    run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", backend="xla", config=config, **OPTIONS)
+    run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", backend="interpret", config=config, **OPTIONS)
     split = jax.shard_map(
         functools.partial(run, return_last_states=True),
         mesh=mesh_of((2, 2), ("b", "s")),
@@ -279,7 +276,7 @@ def test_derivatives_that_do_not_exist_are_refused():
         jax.jit(lambda q: jax.jvp(loss, (q,), (q,))).lower(x[0])
 
 
-def gradient_on_one_device(segments, **options):
+def gradient_on_one_device(shards, **options):
     """As gradient_of(over(...)), the devices being a mapped axis of one."""
     run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", return_last_states=True, **options)
 
@@ -292,7 +289,7 @@ def gradient_on_one_device(segments, **options):
         return jax.value_and_grad(loss, tuple(range(8)), has_aux=True)(*x)
 
     def split(x):
-        return x.reshape(*x.shape[:2], segments, -1, *x.shape[3:])
+        return x.reshape(*x.shape[:2], shards, -1, *x.shape[3:])
 
     def joined(x):
         return jnp.reshape(x, (*x.shape[:2], -1, *x.shape[4:]))
@@ -314,7 +311,7 @@ def test_a_mapped_axis_does_for_a_mesh_axis(alone):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_segments_on_one_gpu_give_the_numbers_of_the_whole(dtype):
+def test_shards_on_one_gpu_give_the_numbers_of_the_whole(dtype):
     x = list(random_inputs(0, 1, 2, 32768, 128, 256, dtype=dtype, f_shift=5.0).values())
     expected = gradient_of(functools.partial(mlstm_chunkwise, backend="triton", return_last_states=True))(*x)
     check(gradient_on_one_device(4, backend="triton")(*x), expected, x, {"float32": 1e-4, "bfloat16": 2e-2}[dtype])
@@ -327,16 +324,20 @@ def test_gpus_give_the_numbers_of_one(gpus, dtype):
     if jax.device_count() < gpus:
         pytest.skip(f"fewer than {gpus} GPUs")
     x = list(random_inputs(0, 2, 4, 8192, 128, 256, dtype=dtype, f_shift=5.0).values())
-    split = gradient_of(over(mesh_of((gpus,), ("s",)), backend="triton"))
+    split = gradient_of(over(mesh_of((gpus,), ("s",), platform="gpu"), backend="triton"))
     compiled = split.lower(*x).compile()
     assert {name for name, _ in exchanged(compiled)} <= {"collective-permute", "all-reduce"}
     expected = gradient_of(functools.partial(mlstm_chunkwise, backend="triton", return_last_states=True))(*x)
     check(compiled(*x), expected, x, {"float32": 1e-4, "bfloat16": 2e-2}[dtype])
 
 
-@pytest.mark.parametrize("options", [{}, {"input_gate": "sigmoid"}, {"input_gate": "sigmoid", "normalize": False}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"input_gate": "sigmoid"}, {"input_gate": "sigmoid", "normalize": False}],
+    ids=["exp", "sigmoid", "sigmoid_unnormalised"],
+)
 def test_packed_sequences_and_the_sigmoid_gate_over_four_devices(options):
-    """Sequences that begin inside a device's part, at its first step, and one over three devices."""
+    """Packed sequences that begin inside a shard, at its first step, and one over three devices."""
     ids = jnp.asarray(np.stack([np.repeat([4, 2, 2, 5, 1], [10, 30, 8, 70, 42]), np.repeat([0, 9], [40, 120])]), jnp.int32)
     x = list(CASES["ordinary"].values())[: 7 if options else 8]
     options = dict(chunk_size=16, backend="xla", eps=0.1, return_last_states=True, **options)
@@ -345,11 +346,11 @@ def test_packed_sequences_and_the_sigmoid_gate_over_four_devices(options):
         return mlstm_chunkwise(*x, segment_ids=ids, **options)
 
     def split(*x):
-        def part(ids, *x):
+        def shard(ids, *x):
             return mlstm_chunkwise_sequence_parallel(*x, segment_ids=ids, axis_name="s", **options)
 
         mesh, specs = mesh_of((4,), ("s",)), (P(None, "s"), *(SEQUENCE,) * 5, *(WHOLE,) * (len(x) - 5))
-        return jax.shard_map(part, mesh=mesh, in_specs=specs, out_specs=(SEQUENCE, WHOLE))(ids, *x)
+        return jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=(SEQUENCE, WHOLE))(ids, *x)
 
     def loss(run):
         return jax.jit(jax.value_and_grad(lambda *x: sum(loss_of(*run(*x))), tuple(range(len(x)))))

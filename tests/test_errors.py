@@ -9,6 +9,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, use_backend
+from mlstm_pallas.stages import STAGES
 from mlstm_pallas.xlstm_jax import max_triton_fwbw_v3noslice as v3noslice
 from mlstm_pallas.xlstm_jax import max_triton_fwbw_v5xlchunksize as v5xlchunksize
 from mlstm_pallas.xlstm_jax import triton_stablef
@@ -216,6 +217,7 @@ OTHERS = {
     "warps": (lambda: StageConfig(num_warps=3), ValueError, "num_warps is 3, expected 1, 2, 4, 8 or 16"),
     "warps_bool": (lambda: StageConfig(num_warps=True), ValueError, "num_warps is True, expected 1, 2, 4, 8 or 16"),
     "stages": (lambda: StageConfig(num_stages=0), ValueError, "num_stages is 0, expected an integer from 1 to 8"),
+    "splits": (lambda: StageConfig(num_splits=3), ValueError, "num_splits is 3, expected None or a power of two"),
     "keep_q": (lambda: StageConfig(keep_q=1), TypeError, "keep_q is 1, expected a bool"),
     "config_chunk_size": (lambda: KernelConfig(chunk_size=100), ValueError, "chunk_size is 100, expected None or a power of two >= 16"),
     "precision": (
@@ -224,15 +226,19 @@ OTHERS = {
         "config.precision is 'highest', expected None, a jax.lax.Precision or a jax.lax.DotAlgorithmPreset",
     ),
     **{
-        f"{plan}_{heads}": (
-            functools.partial(KernelConfig, **{plan: heads}),
+        f"fused_min_heads_{heads}": (
+            functools.partial(KernelConfig, fused_min_heads=heads),
             TypeError,
-            f"config.{plan} is {heads!r}, expected None, a bool or a number of heads",
+            f"config.fused_min_heads is {heads!r}, expected None or a number of heads",
         )
-        for plan in ("stateless_forward", "stateless_backward")
-        for heads in ("yes", -1)
+        for heads in ("many", -1, 1.0, True)
     },
-    "config_stage": (
+    "config_no_stage": (
+        lambda: KernelConfig(parallel_fw=StageConfig()),
+        TypeError,
+        f"config.parallel_fw is no stage, expected one of {', '.join(STAGES)}",
+    ),
+    "config_stage_dict": (
         lambda: KernelConfig(parallel_fw_H=dict(siz_b_LQ=64)),
         TypeError,
         "config.parallel_fw_H is a dict, expected a StageConfig or None",

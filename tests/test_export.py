@@ -77,7 +77,7 @@ def children(tmp_path_factory):
     (folder / "exported").write_bytes(export(function, *INPUTS.values(), platform="cpu").serialize(vjp_order=1))
     np.savez(folder / "inputs.npz", **INPUTS)
     tests = Path(__file__).parent
-    said, entries = [], []
+    printed, entries = [], []
     for _ in range(2):
         run = subprocess.run(
             [sys.executable, "-c", CHILD, str(folder), str(tests), str(tests.parent)],
@@ -87,9 +87,9 @@ def children(tmp_path_factory):
             timeout=300,
         )
         assert run.returncode == 0, run.stderr
-        said.append(json.loads(run.stdout.splitlines()[-1]))
+        printed.append(json.loads(run.stdout.splitlines()[-1]))
         entries.append({file.name for file in (folder / "cache").iterdir() if not file.name.endswith("atime")})
-    return folder, said, entries
+    return folder, printed, entries
 
 
 @pytest.mark.slow
@@ -104,8 +104,8 @@ def test_an_export_for_the_cpu_runs_in_another_process_with_its_gradients(childr
 
 @pytest.mark.slow
 def test_processes_lower_to_the_same_module_and_share_the_compilation_cache(children):
-    _, said, entries = children
-    assert said[0] == said[1] == {"digest": hashlib.sha256(lowered_for_cuda().encode()).hexdigest()}
+    _, printed, entries = children
+    assert printed[0] == printed[1] == {"digest": hashlib.sha256(lowered_for_cuda().encode()).hexdigest()}
     assert any(name.startswith("jit_function") for name in entries[0])
     assert entries[1] == entries[0]
 
@@ -128,7 +128,7 @@ def test_an_export_for_cuda_is_made_and_read_without_a_gpu():
 
 def test_shards_of_explicit_axes_are_exported():
     pytest.importorskip("flatbuffers")
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,))
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu"))
     x = [jax.device_put(y, NamedSharding(mesh, P("x"))) for y in random_inputs(0, 8, 1, 32, 8, 8, states=False).values()]
     run = functools.partial(mlstm_chunkwise, chunk_size=16)
     loaded = jax.export.deserialize(export(run, *x, platform="cpu").serialize())
@@ -146,11 +146,9 @@ def test_another_platform_is_refused():
 def test_equal_static_arguments_are_traced_once():
     fwbw.mlstm_forward.clear_cache()
     for _ in range(3):
-        mlstm_chunkwise(
-            *INPUTS.values(), eps=1e-3, chunk_size=16, autocast_kernel_dtype="float32", config=KernelConfig(stateless_backward=True)
-        )
+        mlstm_chunkwise(*INPUTS.values(), eps=1e-3, chunk_size=16, autocast_kernel_dtype="float32", config=KernelConfig(fused_min_heads=0))
     assert fwbw.mlstm_forward._cache_size() == 1
-    mlstm_chunkwise(*INPUTS.values(), eps=1e-4, chunk_size=16, config=KernelConfig(stateless_backward=True))
+    mlstm_chunkwise(*INPUTS.values(), eps=1e-4, chunk_size=16, config=KernelConfig(fused_min_heads=0))
     assert fwbw.mlstm_forward._cache_size() == 2
 
 

@@ -1,4 +1,4 @@
-"""Gates and stabilisers: the plain jnp form and the kernels against float64 sums written out step by step."""
+"""Gates and stabilisers: the plain form and the kernels against float64 sums written out step by step."""
 
 import functools
 import math
@@ -7,12 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import random_inputs
+from oracle import assert_close, random_inputs, tolerance
 
 from mlstm_pallas import gates
-from mlstm_pallas.config import KernelConfig, StageConfig
-from mlstm_pallas.gate_gradients import runs_summed
 from mlstm_pallas.problem import Problem
+from mlstm_pallas.stage import Lowering, StageCall, StageConfig
 from mlstm_pallas.stages.chunk_gates import chunk_gates
 
 
@@ -24,11 +23,11 @@ def assert_decays(found, expected, rounding=0.0):
 
 
 def by_definition(i, f, m_initial, L):
-    """Stabilisers, decays and border states of one head by the recurrence, in float64."""
+    """Stabilisers, decays and chunk-boundary states of one head by the recurrence, in float64."""
     fbar = -np.logaddexp(0.0, -np.asarray(f, "float64"))
     i = np.asarray(i, "float64")
     m, S = float(m_initial), len(i)
-    m_t, w, D, borders = np.zeros(S), np.zeros(S), np.zeros((S, L)), [m]
+    m_t, w, D, boundaries = np.zeros(S), np.zeros(S), np.zeros((S, L)), [m]
     gamma, abar = np.zeros(S // L), np.zeros(S)
     for c in range(S // L):
         logs, carried, start = np.full(L, -np.inf), m, m
@@ -45,21 +44,21 @@ def by_definition(i, f, m_initial, L):
                 D[s, : t + 1] = np.exp(logs[: t + 1] - m)
         gamma[c] = w[c * L + L - 1]
         abar[c * L : (c + 1) * L] = D[c * L + L - 1]
-        borders.append(m)
-        assert start == borders[c]
-    return m_t, w, D, np.asarray(borders), gamma, abar
+        boundaries.append(m)
+        assert start == boundaries[c]
+    return m_t, w, D, np.asarray(boundaries), gamma, abar
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def by_jnp(i, f, m_initial, L, _):
-    return gates.chunk_gates(i.reshape(*i.shape[:2], -1, L), f.reshape(*f.shape[:2], -1, L), m_initial)
+FORMS = {"plain": (Lowering.XLA, 16), "kernel-LQ16": (Lowering.INTERPRET, 16), "kernel-LQ64": (Lowering.INTERPRET, 64)}
 
 
-@functools.partial(jax.jit, static_argnums=(3, 4))
-def by_kernel(i, f, m_initial, L, tile):
-    B, NH, S = i.shape
-    config = KernelConfig(chunk_gates=StageConfig(siz_b_LQ=tile, num_warps=1, num_stages=1))
-    return chunk_gates(i, f, m_initial, problem=Problem(B, NH, S, 16, 16, L, 1.0), config=config, interpret=True)
+@functools.partial(jax.jit, static_argnames=("L", "form"))
+def gates_of(i, f, m_initial, *, L, form):
+    """chunk_gates of (heads, S)."""
+    lowering, LQ = FORMS[form]
+    problem = Problem(1, i.shape[0], i.shape[1], 16, 16, L, 1.0)
+    call = StageCall(problem, StageConfig(siz_b_LQ=LQ, num_warps=1, num_stages=1).clamped(problem), None, lowering)
+    return chunk_gates(i, f, m_initial, call=call)
 
 
 CASES = {
@@ -70,60 +69,46 @@ CASES = {
     "gates_at_1e3": {"f_scale": 1e3, "i_scale": 1e3, "resets": True},
     "gates_at_1e4": {"f_shift": -1e4, "i_scale": 1e4},
 }
-FORMS = {"jnp": (by_jnp, None), "kernel_tile16": (by_kernel, 16), "kernel_tile64": (by_kernel, 64)}
 
 
 @pytest.mark.parametrize("L", [16, 64, 128])
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("form", FORMS)
 def test_gates_are_those_of_the_recurrence(form, case, L):
-    S = 128
-    x = random_inputs(L, 1, 2, S, 1, 1, **CASES[case])
-    make, tile = FORMS[form]
-    found = make(x["i"], x["f"], x["m_initial"], L, tile)
+    x = random_inputs(L, 1, 2, 128, 1, 1, **CASES[case])
+    i, f, m_initial = (x[name][0] for name in ("i", "f", "m_initial"))
+    found = gates_of(i, f, m_initial, L=L, form=form)
     for head in range(2):
-        m_t, w, D, borders, gamma, abar = by_definition(x["i"][0, head], x["f"][0, head], x["m_initial"][0, head], L)
+        m_t, w, D, boundaries, gamma, abar = by_definition(i[head], f[head], m_initial[head], L)
 
         def of_head(y, head=head):
-            return np.asarray(y[0, head], "float64").reshape(-1)
+            return np.asarray(y[head], "float64").reshape(-1)
 
-        # Four roundings of float32 (2**-24 each): log sigmoid, m_c at a border, their sum, the result.
-        np.testing.assert_allclose(of_head(found.scaM_states), borders, rtol=2.0**-22, atol=2.0**-22)
+        # Four roundings of float32 (2**-24 each): log sigmoid, m_c at a chunk boundary, their sum, the result.
+        np.testing.assert_allclose(of_head(found.scaM_states), boundaries, rtol=2.0**-22, atol=2.0**-22)
         np.testing.assert_allclose(of_head(found.vecM), m_t, rtol=2.0**-22, atol=2.0**-22)
-        # m_c is rounded to float32: decays relative to it, those to an u_t that comes from it included, carry that rounding.
-        rounding = np.spacing(np.float32(np.max(np.abs(borders), where=np.isfinite(borders), initial=0)))
+        # m_c is rounded to float32: decays relative to it, those to a u_t that comes from it included, have that rounding.
+        rounding = np.spacing(np.float32(np.max(np.abs(boundaries), where=np.isfinite(boundaries), initial=0)))
         assert_decays(of_head(found.vecW), w, rounding)
         assert_decays(of_head(found.scaGamma), gamma, rounding)
         assert_decays(of_head(found.vecAbar), abar, rounding)
         e_hi, e_lo, u_hi, u_lo = (of_head(y).reshape(-1, L) for y in (*found.vecE, *found.vecU))
         exponent = (e_hi[:, None, :] - u_hi[:, :, None]) + (e_lo[:, None, :] - u_lo[:, :, None])
-        decays = np.exp(np.where(np.tri(L, dtype=bool), exponent, -np.inf)).reshape(S, L)
+        decays = np.exp(np.where(np.tri(L, dtype=bool), exponent, -np.inf)).reshape(128, L)
         assert_decays(decays, D, rounding)
 
 
-@pytest.mark.parametrize("form", ["jnp", "kernel_tile16"])
-def test_a_reset_with_nothing_stored_behind_it_empties_the_state(form):
-    i = jnp.asarray([0.0, 1.0, -jnp.inf, -jnp.inf] * 8, jnp.float32).reshape(1, 1, 32)
-    f = jnp.asarray([1.0, 1.0, -jnp.inf, 2.0] * 8, jnp.float32).reshape(1, 1, 32)
-    make, tile = FORMS[form]
-    found = make(i, f, jnp.zeros((1, 1)), 16, tile)
+@pytest.mark.parametrize("form", ["plain", "kernel-LQ16"])
+def test_a_reset_with_nothing_stored_after_it_empties_the_state(form):
+    i = jnp.asarray([0.0, 1.0, -jnp.inf, -jnp.inf] * 8, jnp.float32)[None]
+    f = jnp.asarray([1.0, 1.0, -jnp.inf, 2.0] * 8, jnp.float32)[None]
+    found = gates_of(i, f, jnp.zeros((1,)), L=16, form=form)
     empty = np.asarray(f.reshape(8, 4) == -jnp.inf) | np.asarray([False, False, False, True])
     assert np.array_equal(np.asarray(found.vecM).reshape(8, 4) == -math.inf, empty)
     assert np.array_equal(np.asarray(found.vecU[0]).reshape(8, 4) == math.inf, empty)
     assert not np.asarray(found.vecW).reshape(8, 4)[empty].any()
     assert not np.asarray(found.vecAbar).any()
-    assert np.asarray(found.scaM_states)[0, 0].tolist() == [0.0, -math.inf, -math.inf]
-
-
-def test_border_maxima_reads_more_chunks_than_a_block():
-    """600 chunks: two blocks of the kernel, the second not full."""
-    S = 600 * 16
-    x = random_inputs(5, 1, 1, S, 1, 1, f_shift=0.0)
-    f = x["f"].at[0, 0, 4000].set(-jnp.inf)
-    plain = by_jnp(x["i"], f, x["m_initial"], 16, None)
-    kernel = by_kernel(x["i"], f, x["m_initial"], 16, 16)
-    # Four roundings: the kernel rounds m once a block, the scan once a level, each where it is the old state that counts.
-    np.testing.assert_allclose(np.asarray(kernel.scaM_states), np.asarray(plain.scaM_states), rtol=2.0**-22, atol=2.0**-22)
+    assert np.asarray(found.scaM_states)[0].tolist() == [0.0, -math.inf, -math.inf]
 
 
 def test_exact_sums_are_exact():
@@ -140,22 +125,21 @@ def test_split_survives_the_compiler():
     assert bool((lo != 0).any())
 
 
-def test_log_sigmoid_has_its_derivative_at_0_and_far_out():
+def test_log_forget_gate_has_its_derivative_at_0_and_far_out():
     for f in (-1e4, -2.0, 0.0, 2.0, 1e4, float("inf")):
-        found = jax.grad(lambda x: gates.log_sigmoid_gate(x)[0])(jnp.float32(f))
+        found = jax.grad(lambda x: gates.log_forget_gate(x)[0])(jnp.float32(f))
         assert float(found) == pytest.approx(float(jax.nn.sigmoid(jnp.float32(-f))), rel=1e-6), f
 
 
-@pytest.mark.parametrize("n", [1, 32, 33, 1000])
-@pytest.mark.parametrize("share", [0.0, 0.5, 0.97, 1.0])
-def test_sums_over_runs_of_steps(n, share):
-    """Of one group, of several, and of groups of groups."""
-    r = np.random.default_rng(n)
-    x, goes_on = r.normal(size=(2, 3, n)), r.random((2, 3, n)) < share
-    expected, behind = np.zeros_like(x), np.zeros((2, 3))
-    for t in reversed(range(n)):
-        behind = expected[..., t] = x[..., t] + np.where(goes_on[..., t], behind, 0.0)
-    found = jax.jit(runs_summed)(x.astype("float32"), goes_on)
-    # One rounding of each x, and sums of n terms.
-    bound = (1 + math.sqrt(n)) * 2.0**-24 * np.linalg.norm(expected)
-    assert np.linalg.norm(np.asarray(found) - expected) <= bound
+@pytest.mark.parametrize("backward", [False, True])
+def test_vector_states(backward):
+    r = np.random.default_rng(0)
+    added, gamma, x = (y.astype("float32") for y in (r.normal(size=(6, 5, 8)), r.random((6, 5)), r.normal(size=(6, 8))))
+    found, last = jax.jit(functools.partial(gates.vector_states, backward=backward))(added, gamma, x)
+    added, gamma, x = (y.astype("float64") for y in (added, gamma, x))
+    states = {}
+    for c in reversed(range(5)) if backward else range(5):
+        states[c] = x
+        x = gamma[:, c, None] * x + added[:, c]
+    assert_close(found, np.stack([states[c] for c in range(5)], axis=1), tolerance("float32", 5))
+    assert_close(last, x, tolerance("float32", 5))

@@ -28,7 +28,7 @@ def sanitizer():
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """Compiled once for all tools; every buffer an allocation of its own, so that a step beyond it is seen."""
+    """Compiled once for all tools. Every buffer is an allocation of its own, so that an access beyond it is found."""
     env = dict(os.environ)
     env["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
     env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"

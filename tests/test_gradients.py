@@ -1,13 +1,12 @@
-"""Every gradient against float64 autodiff of the recurrence: backends, plans, gates, normalisers, losses, transformations."""
+"""Every gradient against float64 autodiff of the recurrence: algorithms, tiles, gates, normalisers, losses, transformations."""
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import NAMES, assert_close, error, random_inputs
+from oracle import NAMES, assert_close, random_inputs
 
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, reference
 
@@ -42,7 +41,7 @@ def outputs_and_gradients(run, x, segment_ids, cotangents):
 
 
 def gradients(run, x, segment_ids, **loss_options):
-    """run: made by ``shared``."""
+    """run: of ``shared``."""
     shapes = jax.eval_shape(run, *x)
     outputs, _ = outputs_and_gradients(run, x, segment_ids, jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), shapes))
     return outputs_and_gradients(run, x, segment_ids, cotangents_of(outputs, **loss_options))[1]
@@ -52,7 +51,7 @@ _EXPECTED: dict = {}
 
 
 def expected_gradients(inputs, options=None, **loss_options):
-    """Made once for each set of inputs and options: the plans share them."""
+    """Computed once for each set of inputs and options: the algorithms share them."""
     bytes_of = b"".join(np.asarray(x.astype("float32")).tobytes() for x in inputs.values())
     key = (hash(bytes_of), str(sorted({**(options or {}), **loss_options}.items())))
     if key not in _EXPECTED:
@@ -84,62 +83,67 @@ def check(inputs, dtype, options=None, *, run_options, skip=(), **loss_options):
             assert_close(actual, wanted, BOUND[dtype], f"d{name}")
 
 
-def states(scores, gradients):
-    """With states in memory, and so many rows in a tile of parallel_bw_dP and of parallel_bw_dQKV."""
-    tiles = StageConfig(siz_b_LQ=scores, siz_b_loop=16), StageConfig(siz_b_LQ=gradients, siz_b_DHQK=16, siz_b_DHHV=16, siz_b_loop=16)
-    return KernelConfig(parallel_bw_dP=tiles[0], parallel_bw_dQKV=tiles[1])
+def tiles(scores, gradients):
+    """With so many rows in a tile of parallel_bw_dP and in one of parallel_bw_dQKV."""
+    of_gradients = StageConfig(siz_b_LQ=gradients, siz_b_DHQK=16, siz_b_DHHV=16, siz_b_loop=16)
+    return KernelConfig(parallel_bw_dP=StageConfig(siz_b_LQ=scores, siz_b_loop=16), parallel_bw_dQKV=of_gradients)
 
 
-def stateless_backward(size):
-    """Walks of several launches, each over states of several tiles."""
-    walk = StageConfig(siz_b_LKV=16, siz_b_DHQK=size, siz_b_DHHV=size, siz_b_loop=2 * size)
-    return KernelConfig(stateless_backward=True, recurrent_bw_dQ=walk, recurrent_bw_dK=walk, recurrent_bw_dV=walk)
+def splits(num_splits, **fields):
+    """The fused scan, and all recurrences, in so many splits where they are whole chunks."""
+    parts = StageConfig(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, siz_b_loop=32, num_splits=num_splits)
+    fields = dict(fused_min_heads=1) | fields
+    return KernelConfig(recurrent_fw_H=parts, recurrent_fw_C=parts, recurrent_bw_dC=parts, **fields)
 
 
-def in_segments(count):
-    """A walk and recurrences over sequences that are cut into so many parts, if these are whole chunks."""
-    parts = StageConfig(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, siz_b_loop=32, num_segments=count)
-    return KernelConfig(stateless_forward=True, recurrent_fw_H=parts, recurrent_fw_C=parts, recurrent_bw_dC=parts)
+def interpreted(config):
+    return {"backend": "interpret", "config": config}
 
 
-PLANS = {
+ALGORITHMS = {
     "xla": {"backend": "xla"},
-    "states": {"backend": "interpret"},
-    "states16": {"backend": "interpret", "config": states(16, 16)},
-    "states16x32": {"backend": "interpret", "config": states(16, 32)},
-    "states32x16": {"backend": "interpret", "config": states(32, 16)},
-    "states128": {"backend": "interpret", "config": states(128, 128)},
-    "stateless": {"backend": "interpret", "config": KernelConfig(stateless_forward=True, stateless_backward=True)},
-    "stateless16": {"backend": "interpret", "config": stateless_backward(16)},
-    "segments": {"backend": "interpret", "config": in_segments(4)},
+    "materialised": interpreted(KernelConfig(fused_min_heads=0)),
+    "tiles16": interpreted(tiles(16, 16)),
+    "tiles16x32": interpreted(tiles(16, 32)),
+    "tiles32x16": interpreted(tiles(32, 16)),
+    "tiles128": interpreted(tiles(128, 128)),
+    "fused": interpreted(KernelConfig(fused_min_heads=1)),
+    "fused_two_launches": interpreted(KernelConfig(fused_min_heads=1, recurrent_fw_H=StageConfig(siz_b_DHQK=16, siz_b_loop=16))),
+    "splits": interpreted(splits(4)),
 }
 
 
+def slow(values, condition=True):
+    return pytest.param(*values, marks=[pytest.mark.slow] * bool(condition))
+
+
 # Each path through the code once in float32; the rest are other tiles of the same kernels.
-QUICK = ("xla", "states", "states16", "stateless", "segments")
+QUICK = ("xla", "materialised", "tiles16", "fused", "splits")
 
 
 @pytest.mark.parametrize(
-    ("dtype", "plan", "chunk_size"),
+    ("dtype", "algorithm", "chunk_size"),
     [
-        *[pytest.param("float32", plan, 64, marks=[pytest.mark.slow] * (plan not in QUICK)) for plan in PLANS],
-        *[pytest.param("float32", plan, 16, marks=[pytest.mark.slow] * (plan == "states")) for plan in ("xla", "states")],
-        *[("bfloat16", plan, 64) for plan in QUICK],
+        *[slow(("float32", algorithm, 64), algorithm not in QUICK) for algorithm in ALGORITHMS],
+        ("float32", "xla", 16),
+        slow(("float32", "materialised", 16)),
+        *[slow(("bfloat16", algorithm, 64), algorithm == "splits") for algorithm in ("xla", "materialised", "fused", "splits")],
     ],
 )
-def test_gradients(dtype, plan, chunk_size):
+def test_gradients(dtype, algorithm, chunk_size):
     """S is no multiple of the chunk, heads are padded; cotangents on everything."""
     inputs = random_inputs(1, 1, 2, 100, 24, 40, dtype=dtype)
-    check(inputs, dtype, run_options={"chunk_size": chunk_size, **PLANS[plan]})
+    check(inputs, dtype, run_options={"chunk_size": chunk_size, **ALGORITHMS[algorithm]})
 
 
-def test_gradients_of_heads_that_are_no_power_of_two_without_states():
+@pytest.mark.parametrize("algorithm", ["fused", slow(["materialised"])])
+def test_gradients_of_heads_that_are_no_power_of_two(algorithm):
     inputs = random_inputs(12, 1, 1, 40, 130, 70)
-    check(inputs, "float32", run_options={"chunk_size": 32, **PLANS["stateless"]})
+    check(inputs, "float32", run_options={"chunk_size": 32, **ALGORITHMS[algorithm]})
 
 
-# Sequences that begin inside a segment of 16 steps and at its first step, one over two segments.
-IN_SEGMENTS = {
+# Packed sequences that begin inside a split of 16 steps and at its first step, one over two splits.
+IN_SPLITS = {
     "resets": ({"resets": True}, {}),
     "packed": ({}, {"segment_ids": np.repeat([3, 0, 7, 8], [5, 27, 10, 22])[None]}),
     "sigmoid": ({"m_initial": False}, {"input_gate": "sigmoid"}),
@@ -148,35 +152,40 @@ IN_SEGMENTS = {
 
 
 @pytest.mark.parametrize(
-    ("case", "config"),
+    ("case", "algorithm", "num_splits"),
     [
-        ("resets", dataclasses.replace(in_segments(2), stateless_forward=False)),
-        *[(case, in_segments(4)) for case in IN_SEGMENTS],
-        *[pytest.param(case, in_segments(2), marks=pytest.mark.slow) for case in IN_SEGMENTS],
+        ("resets", "materialised", 2),
+        *[(case, "fused", 4) for case in IN_SPLITS],
+        *[slow((case, "fused", 2)) for case in IN_SPLITS],
     ],
 )
-def test_gradients_with_the_sequence_in_segments(case, config):
-    made, options = IN_SEGMENTS[case]
-    inputs = random_inputs(10, 1, 2, 64, 16, 32, **made)
+def test_gradients_in_splits(case, algorithm, num_splits):
+    recipe, options = IN_SPLITS[case]
+    inputs = random_inputs(10, 1, 2, 64, 16, 32, **recipe)
     skip = ("c_initial", "n_initial") if case == "packed" else ()
-    check(inputs, "float32", options, skip=skip, run_options={"chunk_size": 16, "backend": "interpret", "config": config})
+    config = splits(num_splits, fused_min_heads=int(algorithm == "fused"))
+    check(inputs, "float32", options, skip=skip, run_options={"chunk_size": 16, **interpreted(config)})
 
 
-@pytest.mark.parametrize("plan", ["xla", "states", "stateless"])
-@pytest.mark.parametrize("chunk_size", [16, 32, *[pytest.param(L, marks=pytest.mark.slow) for L in (64, 128)], 256])
-def test_gradients_at_chunk_sizes(chunk_size, plan):
+@pytest.mark.parametrize(
+    ("algorithm", "chunk_size"),
+    [("xla", 16), ("xla", 256), ("materialised", 32), ("materialised", 256)]
+    + [slow((algorithm, L)) for algorithm in ("xla", "materialised", "fused") for L in (64, 128)]
+    + [slow(("fused", 16)), slow(("fused", 256))],
+)
+def test_gradients_at_chunk_sizes(algorithm, chunk_size):
     inputs = random_inputs(2, 1, 1, 256, 16, 16)
-    check(inputs, "float32", run_options={"chunk_size": chunk_size, **PLANS[plan]})
+    check(inputs, "float32", run_options={"chunk_size": chunk_size, **ALGORITHMS[algorithm]})
 
 
-@pytest.mark.parametrize("plan", ["states32x16", *[pytest.param(plan, marks=pytest.mark.slow) for plan in ("states16x32", "states128")]])
-@pytest.mark.parametrize("made", [{}, {"resets": True}], ids=["", "resets"])
-def test_gradients_in_a_chunk_of_several_tiles(made, plan):
-    inputs = random_inputs(2, 1, 1, 512, 16, 16, **made)
-    check(inputs, "float32", run_options={"chunk_size": 256, **PLANS[plan]})
+@pytest.mark.parametrize("algorithm", ["tiles32x16", slow(["tiles16x32"]), slow(["tiles128"])])
+@pytest.mark.parametrize("resets", [False, True], ids=["plain", "resets"])
+def test_gradients_in_a_chunk_of_several_tiles(resets, algorithm):
+    inputs = random_inputs(2, 1, 1, 512, 16, 16, resets=resets)
+    check(inputs, "float32", run_options={"chunk_size": 256, **ALGORITHMS[algorithm]})
 
 
-# Ids of 70 steps, chunks of 32: sequences of one step, several in a chunk, one at a chunk border, one over two chunks.
+# Ids of 70 steps, chunks of 32: sequences of one step, several in a chunk, one at a chunk boundary, one over two chunks.
 PACKED = np.repeat([3, 3, 0, 7, 8, 7], [5, 4, 1, 22, 36, 2])[None]
 SIGMOID = {"m_initial": False}
 # Where a gradient is zero but for rounding, its relative error says nothing: it is only asked to be finite.
@@ -188,10 +197,10 @@ CASES = {
     "wild_gates": ({"f_scale": 1e3, "i_scale": 1e3}, {}, ("f", "c_initial", "n_initial", "m_initial")),
     "eps0": ({}, {"eps": 0.0}, ()),
     "eps_large": ({}, {"eps": 0.3}, ()),
-    "floor_on_most_rows": ({}, {"norm_val": 50.0}, ("n_initial",)),
-    "floor_on_no_row": ({}, {"norm_val": 0.0}, ()),
+    "floor_at_most_steps": ({}, {"norm_val": 50.0}, ("n_initial",)),
+    "floor_at_no_step": ({}, {"norm_val": 0.0}, ()),
     "unstabilised": ({}, {"stabilize_correctly": False, "norm_val": 2.0, "eps": 0.1}, ()),
-    "unstabilised_floor_on_most_rows": ({}, {"stabilize_correctly": False, "norm_val": 50.0}, ("n_initial",)),
+    "unstabilised_floor_at_most_steps": ({}, {"stabilize_correctly": False, "norm_val": 50.0}, ("n_initial",)),
     "packed": ({}, {"segment_ids": PACKED}, ("c_initial", "n_initial")),
     "packed_resets": ({"resets": True}, {"segment_ids": PACKED}, ()),
     "packed_open_forget_gates": (
@@ -201,7 +210,7 @@ CASES = {
     ),
     "sigmoid": (SIGMOID, {"input_gate": "sigmoid", "eps": 0.1}, ()),
     "sigmoid_resets": (SIGMOID | {"resets": True}, {"input_gate": "sigmoid"}, ()),
-    "sigmoid_floor_on_most_rows": (SIGMOID, {"input_gate": "sigmoid", "norm_val": 50.0}, ("n_initial",)),
+    "sigmoid_floor_at_most_steps": (SIGMOID, {"input_gate": "sigmoid", "norm_val": 50.0}, ("n_initial",)),
     "sigmoid_without_normaliser": (SIGMOID, {"input_gate": "sigmoid", "normalize": False}, ()),
     "sigmoid_packed": (SIGMOID, {"input_gate": "sigmoid", "segment_ids": PACKED}, ()),
 }
@@ -209,25 +218,24 @@ SOME = ("resets", "closed_forget_gates", "unstabilised", "packed", "sigmoid_with
 
 
 @pytest.mark.parametrize(
-    ("case", "plan"),
+    ("case", "algorithm"),
     [(case, "xla") for case in CASES]
-    + [pytest.param(case, "states", marks=[pytest.mark.slow] * (case not in SOME)) for case in CASES]
-    + [pytest.param(case, "states16", marks=pytest.mark.slow) for case in SOME]
-    + [pytest.param(case, "stateless16", marks=[pytest.mark.slow] * (case not in SOME)) for case in CASES],
+    + [slow((case, "materialised"), case not in SOME) for case in CASES]
+    + [slow((case, algorithm)) for case in SOME for algorithm in ("tiles16", "fused")],
 )
-def test_gradients_of_gates_and_normalisers(case, plan):
-    made, options, skip = CASES[case]
-    inputs = random_inputs(3, 1, 2, 70, 16, 16, **made)
-    check(inputs, "float32", options, skip=skip, run_options={"chunk_size": 32, **PLANS[plan]})
+def test_gradients_of_gates_and_normalisers(case, algorithm):
+    recipe, options, skip = CASES[case]
+    inputs = random_inputs(3, 1, 2, 70, 16, 16, **recipe)
+    check(inputs, "float32", options, skip=skip, run_options={"chunk_size": 32, **ALGORITHMS[algorithm]})
 
 
-@pytest.mark.parametrize("plan", ["states", pytest.param("states16", marks=pytest.mark.slow), "stateless16", "segments"])
+@pytest.mark.parametrize("algorithm", ["materialised", slow(["tiles16"]), "splits"])
 @pytest.mark.parametrize(("open_gates", "nearly_closed"), [(3.0, -2.0), (9.0, -6.0), (12.0, -10.0), (6.0, -20.0)])
-def test_gradients_of_forget_gates_that_nearly_close_among_open_ones(plan, open_gates, nearly_closed):
+def test_gradients_of_forget_gates_that_nearly_close_among_open_ones(algorithm, open_gates, nearly_closed):
     """Next to nothing passes where most of the gradient is: what passes elsewhere must not leave its rounding there."""
     inputs = random_inputs(11, 1, 1, 256, 16, 16, dtype="bfloat16", f_shift=open_gates)
     inputs["f"] = jnp.where(jnp.arange(256) % 37 == 5, nearly_closed, inputs["f"])
-    check(inputs, "bfloat16", run_options={"chunk_size": 64, **PLANS[plan]})
+    check(inputs, "bfloat16", run_options={"chunk_size": 64, **ALGORITHMS[algorithm]})
 
 
 LOSSES = {
@@ -238,20 +246,20 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("plan", ["xla", "states", pytest.param("stateless16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("algorithm", ["xla", "materialised", slow(["fused"])])
 @pytest.mark.parametrize("loss", LOSSES)
-def test_gradients_of_losses(loss, plan):
+def test_gradients_of_losses(loss, algorithm):
     options, skip = LOSSES[loss]
     inputs = random_inputs(4, 1, 2, 70, 16, 16)
-    check(inputs, "float32", {"eps": 0.05}, skip=skip, run_options={"chunk_size": 32, **PLANS[plan]}, **options)
+    check(inputs, "float32", {"eps": 0.05}, skip=skip, run_options={"chunk_size": 32, **ALGORITHMS[algorithm]}, **options)
 
 
-@pytest.mark.parametrize("recompute", [True, pytest.param(False, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("plan", ["xla", "states", "stateless", "segments"])
-def test_gradients_of_h_without_states_at_either_end(plan, recompute):
-    """No initial states come in and no last ones out: what has only to do with those is not made at all."""
+@pytest.mark.parametrize("states", ["recomputed", slow(["stored"])])
+@pytest.mark.parametrize("algorithm", ["xla", "materialised", "fused", "splits"])
+def test_gradients_of_h_alone_from_no_initial_states(algorithm, states):
+    """There are no initial states, and the last ones are not returned: neither is read or written."""
     inputs = random_inputs(13, 1, 2, 64, 16, 16, states=False)
-    run = shared(mlstm_chunkwise, chunk_size=16, recompute_states_in_bw=recompute, **PLANS[plan])
+    run = shared(mlstm_chunkwise, chunk_size=16, recompute_states_in_bw=states == "recomputed", **ALGORITHMS[algorithm])
     weights = np.random.default_rng(0).normal(size=inputs["v"].shape)
 
     def loss(run, *x):
@@ -267,38 +275,42 @@ def test_gradients_of_h_without_states_at_either_end(plan, recompute):
         assert_close(actual, wanted, BOUND["float32"], f"d{name}")
 
 
-KEEPING = {
-    **{name: PLANS[name] for name in ("xla", "states")},
-    "walk": {"backend": "interpret", "config": in_segments(1)},
-    "segments": {"backend": "interpret", "config": in_segments(2)},
+STORED = {
+    **{name: ALGORITHMS[name] for name in ("xla", "materialised")},
+    "fused": interpreted(splits(1)),
+    "splits": interpreted(splits(2)),
 }
+STORED_QUICK = (("materialised", "both_ends"), ("fused", "neither_end"), ("splits", "both_ends"))
 
 
-@pytest.mark.parametrize("states", [True, False])
-@pytest.mark.parametrize("plan", [pytest.param("xla", marks=pytest.mark.slow), "states", "walk", "segments"])
-def test_keeping_the_states_gives_the_same_gradients(plan, states):
-    """Without states at either end, backend None traces the kernels' branch and the plain one: they keep alike."""
-    inputs = random_inputs(5, 1, 2, 64, 16, 16, resets=True, states=states)
+@pytest.mark.parametrize(
+    ("algorithm", "ends"),
+    [slow((algorithm, ends), (algorithm, ends) not in STORED_QUICK) for algorithm in STORED for ends in ("both_ends", "neither_end")],
+)
+def test_stored_states_give_the_gradients_of_recomputed_ones(algorithm, ends):
+    """With states at both ends of the sequence or at neither. With backend None the kernels and the plain form store alike."""
+    both = ends == "both_ends"
+    inputs = random_inputs(5, 1, 2, 64, 16, 16, resets=True, states=both)
     weights = np.random.default_rng(0).normal(size=inputs["v"].shape).astype("float32")
 
-    def gradients(recompute, **plan):
+    def gradient_of(recompute, **options):
         def loss(*x):
-            made = mlstm_chunkwise(*x, chunk_size=32, recompute_states_in_bw=recompute, return_last_states=states, **plan)
-            return weighed(made) if states else jnp.sum(made * weights)
+            outputs = mlstm_chunkwise(*x, chunk_size=32, recompute_states_in_bw=recompute, return_last_states=both, **options)
+            return weighed(outputs) if both else jnp.sum(outputs * weights)
 
-        return jax.jit(jax.grad(loss, tuple(range(len(inputs)))))(*inputs.values())
+        return jax.jit(jax.grad(loss, tuple(range(len(inputs)))))
 
-    recomputed, kept = gradients(True, **KEEPING[plan]), gradients(False, **KEEPING[plan])
-    for name, a, b in zip(inputs, kept, recomputed, strict=True):
+    recomputed, stored = (gradient_of(recompute, **STORED[algorithm])(*inputs.values()) for recompute in (True, False))
+    for name, a, b in zip(inputs, stored, recomputed, strict=True):
         assert_close(a, np.asarray(b, "float64"), 1e-6, name)
-    if not states:
-        gradients(False, **KEEPING[plan] | {"backend": None})
+    if not both:
+        jax.eval_shape(gradient_of(False, **STORED[algorithm] | {"backend": None}), *inputs.values())
 
 
-@pytest.mark.parametrize("plan", ["xla", *[pytest.param(plan, marks=pytest.mark.slow) for plan in ("states", "stateless")]])
-def test_two_segments_chained_through_their_states_give_the_gradients_of_the_whole(plan):
+@pytest.mark.parametrize("algorithm", ["xla", slow(["materialised"]), slow(["fused"])])
+def test_a_sequence_in_two_calls_has_the_gradients_of_one(algorithm):
     inputs = random_inputs(6, 1, 2, 80, 16, 16)
-    run_options = {"chunk_size": 16, **PLANS[plan]}
+    run_options = {"chunk_size": 16, **ALGORITHMS[algorithm]}
 
     def chained(q, k, v, i, f, *states, **options):
         first = [x[:, :, :37] for x in (q, k, v, i, f)]
@@ -346,59 +358,29 @@ def mapped(loss):
 
 TRANSFORMATIONS = {
     "none": GRADIENT,
-    "grad of jit": lambda loss: GRADIENT(jax.jit(loss)),
-    "vmap of grad": lambda loss: jax.jit(mapped(loss)),
+    "grad_of_jit": lambda loss: GRADIENT(jax.jit(loss)),
+    "vmap_of_grad": lambda loss: jax.jit(mapped(loss)),
     "remat": lambda loss: jax.jit(GRADIENT(jax.checkpoint(loss))),
     "scan": lambda loss: jax.jit(scanned(loss)),
 }
 
 
 @functools.cache
-def loss_and_gradients(plan):
+def loss_and_gradients(algorithm):
     """A loss of weights and inputs, these, and its gradients under jit alone."""
     x = random_inputs(8, 2, 2, 40, 16, 16, states=False)
     weights = jnp.asarray(np.random.default_rng(0).normal(size=x["v"].shape), "float32")
 
     def loss(weights, *x):
-        return jnp.sum(mlstm_chunkwise(*x, chunk_size=16, **PLANS[plan]) * weights)
+        return jnp.sum(mlstm_chunkwise(*x, chunk_size=16, **ALGORITHMS[algorithm]) * weights)
 
     return loss, x, weights, jax.tree.map(np.asarray, jax.jit(GRADIENT(loss))(weights, *x.values()))
 
 
-@pytest.mark.parametrize("how", TRANSFORMATIONS)
-@pytest.mark.parametrize("plan", ["xla", pytest.param("states", marks=pytest.mark.slow)])
-def test_transformations_give_the_same_gradients(plan, how):
-    loss, x, weights, expected = loss_and_gradients(plan)
-    found = TRANSFORMATIONS[how](loss)(weights, *x.values())
+@pytest.mark.parametrize("transformation", TRANSFORMATIONS)
+@pytest.mark.parametrize("algorithm", ["xla", slow(["materialised"])])
+def test_transformations_give_the_same_gradients(algorithm, transformation):
+    loss, x, weights, expected = loss_and_gradients(algorithm)
+    found = TRANSFORMATIONS[transformation](loss)(weights, *x.values())
     for name, actual, wanted in zip(x, found, expected, strict=True):
         assert_close(actual, wanted, 1e-5, name)
-
-
-@pytest.mark.parametrize("backend", ["xla", "interpret"])
-def test_a_second_derivative_is_refused_with_the_name_of_what_has_one(backend):
-    x = list(random_inputs(9, 1, 1, 16, 16, 16, states=False).values())
-
-    def loss(q):
-        return jnp.sum(mlstm_chunkwise(q, *x[1:], chunk_size=16, backend=backend))
-
-    with pytest.raises(TypeError, match=r"mlstm_pallas\.reference"):
-        jax.grad(lambda q: jnp.sum(jax.grad(loss)(q) ** 2))(x[0])
-
-
-def test_forward_mode_is_refused_with_the_name_of_what_has_it():
-    x = list(random_inputs(9, 1, 1, 16, 16, 16, states=False).values())
-    with pytest.raises(TypeError, match=r"mlstm_pallas\.reference"):
-        jax.jvp(lambda q: mlstm_chunkwise(q, *x[1:], chunk_size=16), (x[0],), (x[0],))
-
-
-def test_the_reference_functions_have_second_derivatives_and_forward_mode():
-    x = list(random_inputs(9, 1, 1, 16, 4, 4).values())
-
-    def chunkwise(q):
-        return jnp.sum(reference.chunkwise(q, *x[1:], chunk_size=16)[0] ** 2)
-
-    def recurrence(q):
-        return jnp.sum(reference.recurrence(q, *x[1:])[0] ** 2)
-
-    hessians = [jax.jit(lambda q, f=f: jax.jvp(jax.grad(f), (q,), (q,)))(x[0])[1] for f in (chunkwise, recurrence)]
-    assert error(hessians[0], np.asarray(hessians[1], "float64")) < 1e-4

@@ -50,13 +50,14 @@ def test_gradients_of_an_empty_batch_are_empty(backend, B, NH):
     assert [x.shape for x in gradients] == [x.shape for x in inputs.values()]
 
 
-STATELESS = KernelConfig(stateless_forward=True, stateless_backward=True)
+FUSED = KernelConfig(fused_min_heads=1)
+MATERIALISED = KernelConfig(fused_min_heads=0)
 # Shapes (B, NH, S, DHQK, DHHV), dtype, and options of mlstm_chunkwise; what is larger than 32 bits can number, or a grid's limits.
 HUGE = {
-    "states_and_values": ((1, 9, 2**20, 128, 256), "bfloat16", {}),
-    "states_on_the_chip": ((1, 9, 2**20, 128, 256), "bfloat16", {"config": STATELESS}),
-    "rows": ((2**14, 2**7, 2**10, 16, 16), "bfloat16", {}),
-    "rows_stateless": ((2**14, 2**7, 2**10, 16, 16), "bfloat16", {"config": STATELESS}),
+    "states_and_values_materialised": ((1, 9, 2**20, 128, 256), "bfloat16", {"config": MATERIALISED}),
+    "states_and_values_fused": ((1, 9, 2**20, 128, 256), "bfloat16", {"config": FUSED}),
+    "tokens_materialised": ((2**14, 2**7, 2**10, 16, 16), "bfloat16", {"config": MATERIALISED}),
+    "tokens_fused": ((2**14, 2**7, 2**10, 16, 16), "bfloat16", {"config": FUSED}),
     "chunks_of_one_sequence": ((1, 1, 2**20, 16, 16), "float32", {"chunk_size": 16}),
 }
 
@@ -98,10 +99,8 @@ def test_huge_arrays_are_addressed_with_64_bits_and_grids_are_launchable(case):
         assert max(int(y), int(z)) < 2**16
 
     huge = 0
-    for call in compile_report._pallas_calls(traced.jaxpr.jaxpr):
-        arguments = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in call.invars]
-        launch = functools.partial(call.primitive.bind, **call.params)
-        [kernel] = compile_report.lowered_kernels(launch, *arguments, device=compile_report.DEVICES["H200"])
+    for call in compile_report.equations(traced.jaxpr.jaxpr, "pallas_call"):
+        kernel = compile_report.lower(call)
         offsets = pointer_offsets(kernel.ir)
         for number, x in enumerate([*call.invars, *call.outvars]):
             if x.aval.size * x.aval.dtype.itemsize > 2**32:
@@ -110,4 +109,4 @@ def test_huge_arrays_are_addressed_with_64_bits_and_grids_are_launchable(case):
             else:
                 assert x.aval.size < 2**31
     assert bool(huge) == (case != "chunks_of_one_sequence")
-    assert not case.startswith("rows") or B * NH * S >= 2**31
+    assert not case.startswith("tokens") or B * NH * S >= 2**31

@@ -1,6 +1,7 @@
-"""The kernel benchmark: what it counts, what it refuses, and what it leaves behind."""
+"""The kernel benchmark: FLOPs and bytes, checks of outputs, records, reports, requests."""
 
 import json
+import operator
 import re
 from pathlib import Path
 
@@ -15,10 +16,10 @@ from absl import flags
 from roofline import Shape
 
 from mlstm_pallas import KernelConfig, StageConfig, reference
-from mlstm_pallas.config import CHUNK_OF, PLANS, heuristic_config
+from mlstm_pallas.config import heuristic_config
 from mlstm_pallas.problem import Problem
 
-SMALL = Shape(2, 3, 64, 16, 32)
+SMALL, TINY = Shape(2, 3, 64, 16, 32), Shape(1, 1, 16, 16, 16)
 L = 32
 EIGHT_K = {"7b": Shape(8, 8, 8192, 256, 512), "tfla": Shape(8, 16, 8192, 128, 256), "b1": Shape(1, 8, 8192, 256, 512)}
 
@@ -30,7 +31,7 @@ def run(*arguments):
     return kernel_benchmark.run(values)
 
 
-def read_rows(path):
+def records_in(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
@@ -49,29 +50,41 @@ def few_calls(monkeypatch):
 # ---------------------------------------------------------------- FLOPs and bytes
 
 
+def stage_case(stage, shape=SMALL, dtype="bfloat16"):
+    """The stage, interpreted in chunks of L steps, and the shapes of its inputs."""
+    config = KernelConfig(recurrent_fw_H=StageConfig(siz_b_LKV=L))
+    impl = kernel_benchmark.MlstmPallasStage(stage, "interpret", shape, dtype, L, config)
+    x = jax.eval_shape(lambda: peers.random_inputs(jax.random.key(0), shape, dtype))
+    return impl, jax.eval_shape(lambda x: kernel_benchmark.stage_arrays(x, L, impl.stage.fused), x)
+
+
+# What the kernel of a stage reads of a NamedTuple. Cost leaves out n and what it is computed from where C dominates, and counts the gamma
+# of recurrent_bw_dC once for each recurrence.
+GATES = operator.attrgetter("vecE", "vecU", "vecW")
+READ = {
+    "parallel_fw_H": {"chunk_gates": lambda x: (GATES(x), x.vecM)},
+    "parallel_fw_P": {"chunk_gates": lambda x: (GATES(x), x.vecAbar, x.vecM, x.scaGamma)},
+    "recurrent_fw_C": {"vecAbar": lambda x: (), "vecN_initial": lambda x: ()},
+    "recurrent_fw_H": {"parallel_fw_P": lambda x: (x.matP, x.matK_scaled, x.vecR)},
+    "parallel_bw_dP": {"chunk_gates": lambda x: (GATES(x), x.vecAbar), "normaliser_gradients": lambda x: (x.vecInvDen, x.vecDzDen)},
+    "recurrent_bw_dC": {"scaGamma": lambda x: (x, x)},
+    "parallel_bw_dQKV": {
+        "chunk_gates": lambda x: (x.vecW, x.vecAbar),
+        "normaliser_gradients": lambda x: (x.vecInvDen, x.vecDzDen),
+        "parallel_bw_dP": lambda x: (x.matP, x.matDeltaP),
+    },
+}
+NOT_COUNTED = {"recurrent_fw_C": ("vecN_states", "vecN_last"), "parallel_fw_P": ("vecN_states",)}
+
+
 @pytest.mark.parametrize("stage", kernel_benchmark.STAGES)
 def test_bytes_of_a_stage_are_those_of_its_arrays(stage):
-    inputs = jax.eval_shape(lambda: peers.random_inputs(jax.random.key(0), SMALL, "bfloat16"))
-    found = jax.eval_shape(lambda x: kernel_benchmark.stage_arrays(x, L, stage in CHUNK_OF), inputs)
-    ours = kernel_benchmark.Ours("interpret", SMALL, "bfloat16", L, stage)
-    assert ours.problem.L == L
-    args = {name: found[name] for name in kernel_benchmark.STAGES[stage].inputs}
-    launch = dict(problem=ours.problem, config=ours.filled, interpret=True)
-    outputs = jax.eval_shape(lambda *xs: kernel_benchmark.STAGES[stage].kernel(*xs, **launch), *args.values())
-    gates, rows, scores = args.pop("gates", None), args.pop("rows", None), args.pop("gradient_scores", None)
-    read = {
-        "parallel_fw_H": lambda: (*gates.vecE, *gates.vecU, gates.vecW, gates.vecM),
-        "parallel_fw_P": lambda: (*gates.vecE, *gates.vecU, gates.vecW, gates.vecAbar, gates.vecM, gates.scaGamma),
-        "recurrent_fw_H": lambda: gates.scaGamma,
-        "parallel_bw_P": lambda: (*gates.vecE, *gates.vecU, gates.vecW, gates.vecAbar, rows.vecInvDen, rows.vecDzDen),
-        "recurrent_bw_dQ": lambda: (scores.matDeltaQ_own, scores.matQ_scaled, scores.matK_scaled),
-        "recurrent_bw_dK": lambda: (scores.matDeltaK_own, scores.matQ_scaled, scores.matK_scaled),
-        "recurrent_bw_dV": lambda: (scores.matP, scores.matQ_scaled),
-        "parallel_bw_dP": lambda: (*gates.vecE, *gates.vecU, gates.vecW, gates.vecAbar, rows.vecInvDen, rows.vecDzDen),
-        "parallel_bw_dQKV": lambda: (gates.vecW, gates.vecAbar, rows.vecInvDen, rows.vecDzDen, scores.matP, scores.matDeltaP),
-    }
-    args["of gates and rows"] = read[stage]() if stage in read else ()
-    assert roofline.STAGES[stage](SMALL, L, 2).bytes == nbytes(args) + nbytes(outputs)
+    impl, inputs = stage_case(stage)
+    function, args = impl.computation(inputs, "fwd")
+    outputs = jax.eval_shape(function, *args)._asdict()
+    read = [READ.get(stage, {}).get(name, lambda x: x)(x) for name, x in zip(impl.stage.inputs, args, strict=True)]
+    stored = [x for name, x in outputs.items() if name not in NOT_COUNTED.get(stage, ())]
+    assert impl.stage.cost(impl.call.problem, 2).bytes == nbytes(read) + nbytes(stored)
 
 
 def compiled_flops(equation, *shapes):
@@ -79,42 +92,37 @@ def compiled_flops(equation, *shapes):
     return jax.jit(lambda *xs: jnp.einsum(equation, *xs)).lower(*arrays).compile().cost_analysis()["flops"]
 
 
-# The products of each stage: between chunks, and inside (over all pairs of rows of a chunk).
-BETWEEN = {
+# The products of each stage: inter-chunk, and intra-chunk (over all pairs of steps of a chunk).
+INTER = {
+    "chunk_gates": [],
     "recurrent_fw_C": ["btk,btv->bkv"],
     "parallel_fw_H": ["btk,bkv->btv"],
     "parallel_fw_P": [],
     "recurrent_fw_H": ["btk,bkv->btv", "btk,btv->bkv"],
     "parallel_bw_dP": [],
-    "recurrent_bw_dC": ["btk,btv->bkv"],
+    "recurrent_bw_dC": ["btk,btv->bkv"] * 2,
     "parallel_bw_dQKV": ["bkv,btv->btk", "bkv,btv->btk", "bkv,btk->btv"],
-    "parallel_bw_P": [],
-    "recurrent_bw_dQ": ["bkv,btv->btk", "btk,btv->bkv"],
-    "recurrent_bw_dK": ["bkv,btv->btk", "btk,btv->bkv"],
-    "recurrent_bw_dV": ["bkv,btk->btv", "btk,btv->bkv"],
 }
-INSIDE = {
+INTRA = {
     "parallel_fw_H": ["btk,bsk->bts", "bts,bsv->btv"],
     "parallel_fw_P": ["btk,bsk->bts"],
     "recurrent_fw_H": ["bts,bsv->btv"],
     "parallel_bw_dP": ["btk,bsk->bts", "btv,bsv->bts"],
     "parallel_bw_dQKV": ["bts,bsk->btk", "bts,btk->bsk", "bts,btv->bsv"],
-    "parallel_bw_P": ["btk,bsk->bts", "btv,bsv->bts", "bts,bsk->btk", "bts,btk->bsk"],
-    "recurrent_bw_dQ": [],
-    "recurrent_bw_dK": [],
-    "recurrent_bw_dV": ["bts,btv->bsv"],
 }
 
 
-@pytest.mark.parametrize("stage", BETWEEN)
+@pytest.mark.parametrize("stage", kernel_benchmark.STAGES)
 def test_flops_of_a_stage_are_those_of_its_products(stage):
-    sizes = dict(b=SMALL.chunks(L), t=L, s=L, k=SMALL.DHQK, v=SMALL.DHHV)
+    problem = Problem(*SMALL, L, 1.0)
+    sizes = dict(b=problem.BNH * problem.NC, t=L, s=L, k=SMALL.DHQK, v=SMALL.DHHV)
 
     def total(equations):
         return sum(compiled_flops(eq, *([sizes[axis] for axis in part] for part in eq.partition("->")[0].split(","))) for eq in equations)
 
     causal = sum(t + 1 for t in range(L)) / L**2
-    assert roofline.STAGES[stage](SMALL, L, 2).flops == pytest.approx(total(BETWEEN[stage]) + causal * total(INSIDE.get(stage, [])))
+    expected = total(INTER[stage]) + causal * total(INTRA.get(stage, []))
+    assert kernel_benchmark.STAGES[stage].cost(problem, 2).flops == pytest.approx(expected)
 
 
 def test_a_direction_has_the_flops_of_its_stages_and_the_bytes_of_its_arrays():
@@ -122,11 +130,17 @@ def test_a_direction_has_the_flops_of_its_stages_and_the_bytes_of_its_arrays():
     forward, backward = roofline.mlstm(SMALL, 2, "fwbw")
     assert (forward,) == roofline.mlstm(SMALL, 2, "fwd")
     assert forward.bytes == nbytes(inputs)  # h is as large as its cotangent
-    assert backward.bytes == 2 * nbytes(inputs[:5]) + 2 * nbytes(inputs.dh) + 2 * 4 * SMALL.rows
-    stages = KernelConfig().passes(Problem(*SMALL, SMALL.S, 1.0))
-    flops = [sum(roofline.STAGES[stage](SMALL, SMALL.S, 2).flops for stage in of_pass) for of_pass in stages]
-    again = roofline.STAGES["recurrent_fw_C"](SMALL, SMALL.S, 2).flops  # the states, in the launch of recurrent_bw_dC
-    assert [forward.flops, backward.flops - again] == flops
+    assert backward.bytes == 2 * nbytes(inputs[:5]) + 2 * nbytes(inputs.dh) + 2 * 4 * SMALL.steps
+    problem = Problem(*SMALL, SMALL.S, 1.0)
+    flops = [sum(kernel_benchmark.STAGES[stage].cost(problem, 2).flops for stage in x) for x in roofline.schedules(0)]
+    assert [forward.flops, backward.flops] == flops
+
+
+def test_the_flops_of_a_direction_do_not_depend_on_what_divides_the_sequence():
+    K, V, L = 16, 32, roofline.REFERENCE_CHUNK
+    per_step = 4 * K * V + (L + 1) * (K + V), 10 * K * V + (L + 1) * (3 * K + 2 * V)
+    for S in (128, 200, 8192):
+        assert [x.flops for x in roofline.mlstm(Shape(2, 3, S, K, V), 2, "fwbw")] == [6 * S * x for x in per_step]
 
 
 def test_attention_counts_pairs_once():
@@ -191,21 +205,27 @@ def test_a_constant_normaliser_changes_only_the_gradient():
 
 
 @pytest.mark.usefixtures("few_calls")
-def test_without_a_gpu_the_default_says_so_and_leaves_rows_and_a_plot(tmp_path, capsys):
+def test_without_a_gpu_the_default_says_so_and_leaves_records_and_a_plot(tmp_path, capsys):
     jsonl, png = tmp_path / "rows.jsonl", tmp_path / "plot.png"
     assert run(f"--jsonl={jsonl}", f"--plot={png}", "--commit=v7") == 0
     out = capsys.readouterr().out
     assert "no GPU here: measuring xla on the CPU" in out
-    [row] = read_rows(jsonl)
-    assert (row["name"], row["impl"], row["direction"], row["dtype"], row["status"]) == ("tiny", "xla", "fwd", "bfloat16", "ok")
-    assert row["shape"] == list(kernel_benchmark.SHAPES["tiny"][0])
-    assert set(row["versions"]) == {"jax", "jaxlib"}
-    assert row["commit"] == "v7"
-    assert 0 < row["first_call_s"] < 60
-    assert row["config"]["chunk_size"] >= 16
-    assert min(row[name] for name in ("ms", "tflops", "tbps", "peak_mib")) > 0
-    assert row["roofline_pct"] is None
-    assert 1e-4 < row["error"] < 5e-3
+    [record] = records_in(jsonl)
+    assert (record["name"], record["impl"], record["direction"], record["dtype"], record["status"]) == (
+        "tiny",
+        "xla",
+        "fwd",
+        "bfloat16",
+        "ok",
+    )
+    assert record["shape"] == list(kernel_benchmark.SHAPES["tiny"][0])
+    assert set(record["versions"]) == {"jax", "jaxlib"}
+    assert record["commit"] == "v7"
+    assert 0 < record["first_call_s"] < 60
+    assert record["config"]["chunk_size"] >= 16
+    assert min(record[name] for name in ("ms", "tflops", "tbps", "peak_mib")) > 0
+    assert record["roofline_pct"] is None
+    assert 1e-4 < record["error"] < 5e-3
     assert png.read_bytes().startswith(b"\x89PNG")
     header, line = out.rstrip().splitlines()[-2:]
     assert header.split()[:3] == ["shape", "impl", "what"]
@@ -217,56 +237,80 @@ def test_both_directions_and_both_ways_with_the_states_in_one_run(tmp_path):
     jsonl, request = tmp_path / "rows.jsonl", ["--direction=fwd,fwbw", "--dtype=float32", "--recompute_states_in_bw=true,false"]
     rates = ("--peak_tflops=0.1", "--peak_tbps=0.01")
     assert run(*request, "--shape=1x2x48x16x8", '--config={"chunk_size": 16}', *rates, f"--jsonl={jsonl}") == 0
-    rows = read_rows(jsonl)
-    assert [(row["direction"], row["recompute_states_in_bw"]) for row in rows] == [("fwd", None), ("fwbw", True), ("fwbw", False)]
-    for row in rows:
-        assert row["name"] == "1x2x48x16x8"
-        assert row["config"]["chunk_size"] == 16
-        assert set(row["errors"]) == {"h"} if row["direction"] == "fwd" else {"h", "dq", "dk", "dv", "di", "df"}
-        assert row["error"] == max(row["errors"].values()) < 1e-4
-        assert row["roofline_pct"] > 0
-    recomputed, kept = rows[1:3]
+    records = records_in(jsonl)
+    assert [(record["direction"], record["recompute_states_in_bw"]) for record in records] == [
+        ("fwd", None),
+        ("fwbw", True),
+        ("fwbw", False),
+    ]
+    for record in records:
+        assert record["name"] == "1x2x48x16x8"
+        assert record["config"]["chunk_size"] == 16
+        assert set(record["errors"]) == {"h"} if record["direction"] == "fwd" else {"h", "dq", "dk", "dv", "di", "df"}
+        assert record["error"] == max(record["errors"].values()) < 1e-4
+        assert record["roofline_pct"] > 0
+    recomputed, kept = records[1:3]
     assert recomputed["errors"] == kept["errors"]
 
 
 def test_a_config_reaches_the_stages(tmp_path):
     """Given as JSON, or as a file."""
-    row = {"chunk_size": 64, **dict.fromkeys(PLANS, True), "parallel_fw_H": {"siz_b_LQ": 16, "num_warps": 8}}
+    row = {"chunk_size": 64, "fused_min_heads": 3, "parallel_fw_H": {"siz_b_LQ": 16, "num_warps": 8}}
     (tmp_path / "row.json").write_text(json.dumps(row))
     for text in (json.dumps(row), str(tmp_path / "row.json")):
         config = kernel_benchmark.parse_config(text)
-        ours = kernel_benchmark.Ours("interpret", SMALL, "bfloat16", None, "", config)
-        assert (ours.filled.L, ours.filled.parallel_fw_H) == (64, StageConfig(siz_b_LQ=16, num_warps=8))
-        assert all(getattr(ours.filled, plan) for plan in PLANS)
-        assert ours.filled.recurrent_fw_C == heuristic_config(16, jnp.dtype("bfloat16")).recurrent_fw_C
+        filled = kernel_benchmark.MlstmPallas("interpret", SMALL, "bfloat16", None, config).filled
+        assert (filled.L, filled.fused_min_heads, filled.stage("parallel_fw_H")) == (64, 3, StageConfig(siz_b_LQ=16, num_warps=8))
+        assert filled.stage("recurrent_fw_C") == heuristic_config(16, jnp.dtype("bfloat16")).stage("recurrent_fw_C")
 
 
-@pytest.mark.parametrize("stage", CHUNK_OF)
-def test_a_config_has_the_chunks_of_stages_without_states(stage):
-    config = KernelConfig(**{CHUNK_OF[stage]: StageConfig(siz_b_LKV=16)})
-    assert kernel_benchmark.Ours("interpret", SMALL, "bfloat16", 32, stage, config).problem.L == 16
+@pytest.mark.parametrize("stage", [name for name, stage in kernel_benchmark.STAGES.items() if stage.fused])
+def test_a_config_has_the_chunks_of_the_fused_scan(stage):
+    config = KernelConfig(recurrent_fw_H=StageConfig(siz_b_LKV=16))
+    assert kernel_benchmark.MlstmPallasStage(stage, "interpret", SMALL, "bfloat16", 32, config).call.problem.L == 16
+
+
+@pytest.mark.usefixtures("few_calls")
+@pytest.mark.parametrize("impl", ["interpret", "xla"])
+def test_stages_by_themselves(impl, tmp_path):
+    """One stage of each kind: without products, of the fused scan, backward."""
+    jsonl, stages = tmp_path / "rows.jsonl", ["chunk_gates", "recurrent_fw_H", "recurrent_bw_dC"]
+    assert run(f"--stage={','.join(stages)}", f"--impl={impl}", "--chunk_size=32", f"--jsonl={jsonl}") == 0
+    records = records_in(jsonl)
+    assert [(record["stage"], record["direction"]) for record in records] == list(zip(stages, ("fwd", "fwd", "bwd"), strict=True))
+    assert all(record["status"] == "ok" and record["note"] == "" for record in records)
+    assert {*records[0]["errors"]} == {"vecE", "vecU", "vecW", "vecM", "vecAbar", "scaGamma", "scaM_states"}
+    assert {*records[2]["errors"]} == {"matDeltaC_states", "matDeltaC_initial", "matC_states", "matC_last"}
 
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("few_calls")
 @pytest.mark.parametrize("impl", ["interpret", "xla"])
-def test_stages_by_themselves(impl, tmp_path):
+def test_all_stages_by_themselves(impl, tmp_path):
     jsonl = tmp_path / "rows.jsonl"
-    assert run(f"--stage={','.join(kernel_benchmark.STAGES)}", f"--impl={impl}", "--chunk_size=32", f"--jsonl={jsonl}") == 0
-    rows = read_rows(jsonl)
-    assert [row["stage"] for row in rows] == list(kernel_benchmark.STAGES)
-    assert all(row["status"] == "ok" and row["errors"] for row in rows)
+    request = f"--stage={','.join(kernel_benchmark.STAGES)}", f"--impl={impl}", "--dtype=bfloat16,float32", "--chunk_size=32"
+    assert run(*request, f"--jsonl={jsonl}") == 0
+    records = records_in(jsonl)
+    assert [record["stage"] for record in records] == list(kernel_benchmark.STAGES) * 2
+    assert all(record["status"] == "ok" and record["errors"] for record in records)
+
+
+def test_an_input_that_no_stage_returns_is_named(monkeypatch):
+    stage = kernel_benchmark.dataclasses.replace(kernel_benchmark.STAGES["parallel_fw_H"], inputs=("matQ", "vecX"))
+    monkeypatch.setitem(kernel_benchmark.STAGES, "parallel_fw_H", stage)
+    with pytest.raises(ValueError, match=r"no stage returns .*vecX"):
+        jax.eval_shape(lambda: kernel_benchmark.stage_arrays(peers.random_inputs(jax.random.key(0), TINY, "bfloat16"), 16, False))
 
 
 @pytest.mark.usefixtures("few_calls")
 @pytest.mark.parametrize("impl", ["interpret", "xla"])
-def test_what_a_chunk_of_many_tiles_leaves_unwritten_is_not_looked_at(impl, tmp_path):
+def test_what_a_chunk_of_many_tiles_leaves_unwritten_is_not_compared(impl, tmp_path):
     jsonl, config = tmp_path / "rows.jsonl", json.dumps({"parallel_bw_dP": {"siz_b_LQ": 64}})
     request = "--chunk_size=256", "--shape=1x2x256x16x16", f"--config={config}"
     assert run("--stage=parallel_bw_dP", f"--impl={impl}", *request, f"--jsonl={jsonl}") == 0
-    [row] = read_rows(jsonl)
-    tiles, sums = ("matP", "matDeltaP", "matQ_scaled", "matK_scaled"), ("added_n", "added_dn", "before", "behind", "diagonal")
-    assert row["errors"].keys() == {*tiles, *sums}
+    [record] = records_in(jsonl)
+    tiles = "matP", "matDeltaP", "matQ_scaled", "matK_scaled"
+    assert record["errors"].keys() == {*tiles, "vecN_added", "vecDeltaN_added", "of_queries", "of_keys", "diagonal"}
 
 
 def test_a_wrong_output_is_refused(monkeypatch, tmp_path, capsys):
@@ -275,10 +319,10 @@ def test_a_wrong_output_is_refused(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(kernel_benchmark, "time_calls", lambda *_: pytest.fail("a wrong output was timed"))
     jsonl = tmp_path / "rows.jsonl"
     assert run(f"--jsonl={jsonl}", f"--plot={tmp_path / 'p.png'}") == 1
-    [row] = read_rows(jsonl)
-    assert (row["status"], row["ms"]) == ("wrong", None)
-    assert row["note"].startswith("wrong: error 2.")
-    assert " in h, at most 5e-03" in row["note"]
+    [record] = records_in(jsonl)
+    assert (record["status"], record["ms"]) == ("wrong", None)
+    assert record["note"].startswith("wrong: error 2.")
+    assert " in h, at most 5e-03" in record["note"]
     out = capsys.readouterr().out
     assert "wrong: error" in out
     assert "nothing was measured" in out
@@ -306,28 +350,27 @@ def test_an_output_that_is_not_finite_is_refused(monkeypatch, capsys):
 def test_a_stage_that_is_wrong_is_refused(monkeypatch, capsys):
     stage = kernel_benchmark.STAGES["parallel_fw_H"]
 
-    def wrong(*args, **launch):
-        h, z = stage.kernel(*args, **launch)
-        return h, -z
+    def wrong(*args, call):
+        outputs = stage.run(*args, call=call)
+        return outputs if call.plain else outputs._replace(vecZ=-outputs.vecZ)
 
-    broken = kernel_benchmark.dataclasses.replace(stage, kernel=wrong)
-    monkeypatch.setitem(kernel_benchmark.STAGES, "parallel_fw_H", broken)
+    monkeypatch.setitem(kernel_benchmark.STAGES, "parallel_fw_H", kernel_benchmark.dataclasses.replace(stage, run=wrong))
     assert run("--stage=parallel_fw_H", "--impl=interpret") == 1
-    assert "wrong: error 2.0e+00 in z" in capsys.readouterr().out
+    assert "wrong: error 2.0e+00 in vecZ" in capsys.readouterr().out
 
 
 def test_variants_are_held_to_their_own_oracles(capsys, tmp_path):
     jsonl = tmp_path / "rows.jsonl"
     variants = "exp,packed,sigmoid,unnormalised"
     assert run("--impl=xla", f"--variant={variants}", "--dtype=float32", "--repeats=1", f"--jsonl={jsonl}") == 0
-    rows = [json.loads(line) for line in jsonl.read_text().splitlines()]
-    assert [row["variant"] for row in rows] == variants.split(",")
-    assert all(row["error"] < 1e-5 for row in rows)
-    assert len({round(row["error"], 12) for row in rows}) == 4  # of different numbers
+    records = [json.loads(line) for line in jsonl.read_text().splitlines()]
+    assert [record["variant"] for record in records] == variants.split(",")
+    assert all(record["error"] < 1e-5 for record in records)
+    assert len({round(record["error"], 12) for record in records}) == 4  # of different numbers
     assert "fwd sigmoid" in capsys.readouterr().out
 
 
-def test_ours_failing_is_a_failure_in_one_line(monkeypatch, capsys):
+def test_a_failure_is_one_line(monkeypatch, capsys):
     def fail(*args, **options):
         raise NotImplementedError("one line\nand another")
 
@@ -344,15 +387,15 @@ def test_a_missing_peer_is_skipped_with_its_reason(monkeypatch, tmp_path, capsys
     monkeypatch.setattr(peers.importlib, "import_module", missing)
     jsonl = tmp_path / "rows.jsonl"
     assert run("--impl=fla_simple_gla,xla", f"--jsonl={jsonl}", f"--plot={tmp_path / 'p.png'}") == 0
-    skipped, ours = read_rows(jsonl)
+    skipped, ours = records_in(jsonl)
     assert (skipped["status"], ours["status"]) == ("skipped", "ok")
     assert skipped["note"] == "skipped: ModuleNotFoundError: No module named 'torch'"
     assert skipped["note"] in capsys.readouterr().out
 
 
-def test_peers_have_no_stages_of_ours(capsys):
+def test_peers_have_no_stages(capsys):
     assert run("--impl=jax_cudnn_attention", "--stage=chunk_gates") == 0
-    assert "skipped: ValueError: it has other stages than ours" in capsys.readouterr().out
+    assert "skipped: ValueError: stages are those of mlstm_pallas alone" in capsys.readouterr().out
 
 
 class Doubling(peers.JaxImplementation):
@@ -374,9 +417,9 @@ def test_another_function_is_held_to_what_it_defines_and_named_so(factor, note, 
     monkeypatch.setitem(peers.ORACLES, "twice", lambda q: factor * q)
     jsonl = tmp_path / "rows.jsonl"
     assert run("--impl=doubling", f"--jsonl={jsonl}") == (factor != 2)
-    [row] = read_rows(jsonl)
-    assert row["note"] == note
-    assert (row["ms"] is None) == (factor != 2)
+    [record] = records_in(jsonl)
+    assert record["note"] == note
+    assert (record["ms"] is None) == (factor != 2)
 
 
 @pytest.mark.usefixtures("few_calls")
@@ -385,7 +428,7 @@ def test_compiled_programs_are_kept_where_asked(monkeypatch, tmp_path):
     monkeypatch.setitem(peers.ORACLES, "twice", lambda q: 2 * q)
     before, jsonl = jax.config.jax_compilation_cache_dir, tmp_path / "rows.jsonl"
     assert run("--impl=doubling", "--dtype=float32,bfloat16", f"--compilation_cache_dir={tmp_path / 'cache'}", f"--jsonl={jsonl}") == 0
-    assert [row["dtype"] for row in read_rows(jsonl)] == ["float32", "bfloat16"]
+    assert [record["dtype"] for record in records_in(jsonl)] == ["float32", "bfloat16"]
     assert list((tmp_path / "cache").iterdir())
     assert jax.config.jax_compilation_cache_dir == before
 
@@ -421,7 +464,7 @@ def test_attention_of_the_same_width_is_checked(monkeypatch, tmp_path):
     monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *args, implementation, **options: attention(*args, **options))
     jsonl = tmp_path / "rows.jsonl"
     assert run("--impl=jax_cudnn_attention", "--shape=1x2x32x16x64", "--direction=fwd,fwbw", "--dtype=float32", f"--jsonl={jsonl}") == 0
-    forward, both = read_rows(jsonl)
+    forward, both = records_in(jsonl)
     assert (set(forward["errors"]), set(both["errors"])) == ({"o"}, {"o", "dq", "dk", "dv"})
     assert max(forward["error"], both["error"]) < 1e-5
     assert forward["note"] == both["note"] == "other function"
@@ -447,22 +490,22 @@ def test_a_peer_is_held_to_its_own_definition(monkeypatch, tmp_path):
     monkeypatch.setitem(peers.PEERS, "peer", Peer)
     jsonl = tmp_path / "rows.jsonl"
     assert run("--impl=peer", "--direction=fwbw", "--shape=1x2x32x16x16", f"--jsonl={jsonl}") == 0
-    [row] = read_rows(jsonl)
-    assert row["status"] == "ok"
-    assert row["errors"]["di"] == pytest.approx(1, rel=1e-3)
-    assert max(row["errors"][name] for name in Peer.checked) < 1e-5
+    [record] = records_in(jsonl)
+    assert record["status"] == "ok"
+    assert record["errors"]["di"] == pytest.approx(1, rel=1e-3)
+    assert max(record["errors"][name] for name in Peer.checked) < 1e-5
 
 
 def test_after_ctrl_c_what_was_measured_is_there(monkeypatch, tmp_path, capsys):
-    def measure(row, *_):
-        if row.name != "tiny":
+    def measure(record, *_):
+        if record.name != "tiny":
             raise KeyboardInterrupt
-        row.ms = 1.5
+        record.ms = 1.5
 
     monkeypatch.setattr(kernel_benchmark, "measure", measure)
     jsonl = tmp_path / "rows.jsonl"
     assert run("--shape=tiny,7b-8k", f"--jsonl={jsonl}", f"--plot={tmp_path / 'p.png'}") == 130
-    assert [row["ms"] for row in read_rows(jsonl)] == [1.5]
+    assert [record["ms"] for record in records_in(jsonl)] == [1.5]
     assert capsys.readouterr().out.rstrip().splitlines()[-1].split()[:5] == ["tiny", "xla", "fwd", "bfloat16", "1.500"]
 
 
@@ -485,14 +528,14 @@ def test_after_ctrl_c_what_was_measured_is_there(monkeypatch, tmp_path, capsys):
         (["--config=/no/such/row.json"], "--config: [Errno 2] No such file"),
         (
             ['--config={"num_warps": 4}'],
-            "--config: unknown num_warps, known are chunk_size, stateless_forward, stateless_backward, ",
+            "--config: unknown num_warps, known are chunk_size, fused_min_heads, ",
         ),
         (['--config={"parallel_fw_H": {"num_warps": 3}}'], "--config: num_warps is 3"),
         (['--config={"parallel_fw_H": {"warps": 4}}'], "--config: StageConfig.__init__() got an unexpected keyword argument 'warps'"),
-        ([f"--from_jsonl={__file__}"], "line 1 is no row of this benchmark"),
+        ([f"--from_jsonl={__file__}"], "line 1 is no record of this benchmark"),
         (["--from_jsonl=/no/such/rows.jsonl"], "No such file or directory: '/no/such/rows.jsonl'"),
         (["--impl=triton"], "impl triton needs a GPU"),
-        (["--stage=chunk_gates", "--direction=fwbw"], "a stage has a direction of its own"),
+        (["--stage=chunk_gates", "--direction=fwbw"], "a stage has one direction"),
         (["--chunk_size=100"], "chunk_size is 100"),
         (["--plot=/no/such/folder/p.png"], "no folder for /no/such/folder/p.png"),
         (["--jsonl=/no/such/folder/rows.jsonl"], "No such file or directory: '/no/such/folder/rows.jsonl'"),
@@ -514,23 +557,23 @@ def test_shapes():
     assert {shape.B * shape.S for shape in sweep} == {131072}
 
 
-def made_up(name, shape, impl, direction="fwd", ms=1.0, **fields):
-    """A row; peak memory 1000 MiB a ms."""
+def measurement(name, shape, impl, direction="fwd", ms=1.0, **fields):
+    """With a peak memory of 1000 MiB per ms."""
     common = dict(stage="", dtype="bfloat16", device="NVIDIA H200", versions={}, commit=None, peak_mib=ms and 1000 * ms)
-    return kernel_benchmark.Row(name=name, shape=shape, impl=impl, direction=direction, ms=ms, **common | fields)
+    return kernel_benchmark.Record(name=name, shape=shape, impl=impl, direction=direction, ms=ms, **common | fields)
 
 
-def write_rows(path, rows):
-    path.write_text("".join(json.dumps(kernel_benchmark.dataclasses.asdict(row)) + "\n" for row in rows))
+def write_records(path, records):
+    path.write_text("".join(json.dumps(kernel_benchmark.dataclasses.asdict(record)) + "\n" for record in records))
 
 
-def axes_of(rows, path, monkeypatch):
+def axes_of(records, path, monkeypatch):
     """The axes of the plot, which is written to path."""
     from matplotlib.figure import Figure
 
     figures, savefig = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: (figures.append(figure), savefig(figure, *args, **options)))
-    kernel_benchmark.plot(rows, str(path))
+    kernel_benchmark.plot(records, str(path))
     assert path.read_bytes().startswith(b"\x89PNG")
     return figures[0].axes
 
@@ -538,9 +581,9 @@ def axes_of(rows, path, monkeypatch):
 @pytest.mark.parametrize(("sweep", "label"), [("S", "sequence length S, 4k tokens each"), ("B", "batch B")])
 def test_a_sweep_is_plotted_along_what_varies(sweep, label, tmp_path, monkeypatch):
     shapes = [Shape(4096 // n, 1, n, 16, 16) if sweep == "S" else Shape(n, 1, 64, 16, 16) for n in (512, 1024, 2048)]
-    rows = [made_up(str(s), s, impl, d, s.S / 100) for s in shapes for d in ("fwd", "fwbw") for impl in ("triton", "fla")]
-    rows[1].ms = None  # one that was skipped
-    panels = axes_of(rows, tmp_path / "sweep.png", monkeypatch)
+    records = [measurement(str(s), s, impl, d, s.S / 100) for s in shapes for d in ("fwd", "fwbw") for impl in ("triton", "fla")]
+    records[1].ms = None  # one that was skipped
+    panels = axes_of(records, tmp_path / "sweep.png", monkeypatch)
     assert [axes.get_title() for axes in panels] == ["forward", "forward + backward"]
     assert {axes.get_xlabel() for axes in panels} == {label}
     ours, peer = panels[0].lines
@@ -550,20 +593,20 @@ def test_a_sweep_is_plotted_along_what_varies(sweep, label, tmp_path, monkeypatc
 
 
 def test_single_shapes_are_plotted_as_bars(tmp_path, monkeypatch):
-    rows = [made_up(name, shape, impl) for name, shape in EIGHT_K.items() for impl in ("triton", "fla")]
-    [axes] = axes_of(rows, tmp_path / "bars.png", monkeypatch)
+    records = [measurement(name, shape, impl) for name, shape in EIGHT_K.items() for impl in ("triton", "fla")]
+    [axes] = axes_of(records, tmp_path / "bars.png", monkeypatch)
     assert len(axes.patches) == 6
     assert [text.get_text() for text in axes.get_xticklabels()] == ["7b", "tfla", "b1"]
 
 
-def test_a_table_and_a_plot_of_stored_rows(tmp_path, capsys):
+def test_a_table_and_a_plot_of_stored_records(tmp_path, capsys):
     shape = EIGHT_K["7b"]
-    write_rows(tmp_path / "a.jsonl", [made_up("7b", shape, "triton", ms=9.0), made_up("7b", shape, "triton", ms=2.046)])
-    skipped = made_up("7b", shape, "fla", "fwbw", None, status="skipped", note="skipped: no GPU")
-    kept = made_up("7b", shape, "triton", "fwbw", 7.874, recompute_states_in_bw=False)
-    write_rows(
+    write_records(tmp_path / "a.jsonl", [measurement("7b", shape, "triton", ms=9.0), measurement("7b", shape, "triton", ms=2.046)])
+    skipped = measurement("7b", shape, "fla", "fwbw", None, status="skipped", note="skipped: no GPU")
+    kept = measurement("7b", shape, "triton", "fwbw", 7.874, recompute_states_in_bw=False)
+    write_records(
         tmp_path / "b.jsonl",
-        [made_up("7b", shape, "triton", "fwbw", 108.6), kept, made_up("7b", shape, "fla", ms=2.3, note="other function"), skipped],
+        [measurement("7b", shape, "triton", "fwbw", 108.6), kept, measurement("7b", shape, "fla", ms=2.3, note="other function"), skipped],
     )
     stored = f"--from_jsonl={tmp_path / 'a.jsonl'},{tmp_path / 'b.jsonl'}"
     assert run(stored, "--markdown", f"--plot={tmp_path / 'p.png'}") == 0
@@ -574,7 +617,7 @@ def test_a_table_and_a_plot_of_stored_rows(tmp_path, capsys):
         "| ms | 7b forward | 7b forward + backward | 7b MiB |",
         "| --- | --- | --- | --- |",
         "| triton | 2.05 | 109 | 108600 |",
-        "| triton states kept |  | 7.87 | 7874 |",
+        "| triton states stored |  | 7.87 | 7874 |",
         "| fla | 2.30 | skipped | skipped |",
         "",
         "Other functions (fla)",
@@ -585,7 +628,7 @@ def test_a_table_and_a_plot_of_stored_rows(tmp_path, capsys):
 
 def test_a_table_of_a_sweep_has_a_line_for_a_shape():
     shapes = kernel_benchmark.SHAPES["seqlen"]
-    lines = kernel_benchmark.markdown([made_up(str(s), s, impl, ms=1.5) for s in shapes for impl in ("triton", "fla")]).splitlines()
+    lines = kernel_benchmark.markdown([measurement(str(s), s, impl, ms=1.5) for s in shapes for impl in ("triton", "fla")]).splitlines()
     assert lines[0] == "| ms | triton, forward | fla, forward |"
     assert lines[2:] == [f"| {shape} | 1.50 | 1.50 |" for shape in shapes]
 
@@ -597,8 +640,8 @@ RESULTS = sorted((Path(__file__).parents[1] / "benchmarks" / "results").glob("*.
 def test_committed_results_can_be_reported(path, capsys):
     assert run(f"--from_jsonl={path}", "--markdown") == 0
     _, markdown = capsys.readouterr().out.split("\n| ms |", 1)
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    times = {float(f"{row['ms']:.3g}") for row in rows if row["ms"] is not None}
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    times = {float(f"{record['ms']:.3g}") for record in records if record["ms"] is not None}
     assert times <= {float(cell) for cell in re.findall(r"(?<=\| )[0-9.]+(?= \|)", markdown)}
 
 
@@ -607,7 +650,3 @@ def test_a_peer_is_not_run_beyond_its_offsets():
     inputs = jax.eval_shape(lambda: peers.random_inputs(jax.random.key(0), Shape(16, 8, 8192, 256, 512), "bfloat16"))
     with pytest.raises(ValueError, match="2164260864 elements, beyond its offsets of 32 bits"):
         object.__new__(peers.LimitChunk).build(inputs, "fwd")
-
-
-def test_every_stage_has_its_cost():
-    assert set(kernel_benchmark.STAGES) <= set(roofline.STAGES)

@@ -1,4 +1,4 @@
-"""Any values, gates, states and borders of packed sequences, in a dozen classes of shapes and options, against the float64 recurrence."""
+"""Any values, gates, states and starts of packed sequences, in a dozen classes of shapes and options, against the float64 recurrence."""
 
 import dataclasses
 import functools
@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from oracle import NAMES, initial_state_scale, tolerance
 
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, reference
-from mlstm_pallas.config import WALKS
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -50,10 +49,11 @@ class Case:
 SIGMOID = (("input_gate", "sigmoid"),)
 TILES = StageConfig(siz_b_LQ=16)
 TILED = KernelConfig(parallel_bw_dP=TILES, parallel_bw_dQKV=TILES)  # several in a chunk of 32
-WALK = StageConfig(siz_b_LKV=16, siz_b_loop=16)  # two launches at 32 rows
-STATELESS = KernelConfig(stateless_forward=True, stateless_backward=True, **dict.fromkeys(WALKS, WALK))
-PARTS = dataclasses.replace(WALK, num_segments=4)
-IN_SEGMENTS = KernelConfig(stateless_forward=True, **dict.fromkeys(("recurrent_fw_H", "recurrent_fw_C", "recurrent_bw_dC"), PARTS))
+SCAN = StageConfig(siz_b_LKV=16, siz_b_loop=16)  # two launches at 32 rows of the state
+FUSED = KernelConfig(fused_min_heads=1, recurrent_fw_H=SCAN)
+SPLITS = KernelConfig(
+    fused_min_heads=1, **dict.fromkeys(("recurrent_fw_H", "recurrent_fw_C", "recurrent_bw_dC"), SCAN.replace(num_splits=4))
+)
 CASES = {
     "one_chunk": Case(1, 2, 16, 16, 16, 16),
     "chunks": Case(1, 2, 64, 16, 32, 16),
@@ -64,8 +64,8 @@ CASES = {
     "packed_tiles": Case(1, 2, 50, 16, 16, 32, packed=True, config=TILED, states=False),
     "bfloat16": Case(1, 2, 64, 16, 16, 32, dtype="bfloat16"),
     "bfloat16_packed": Case(2, 1, 48, 16, 16, 16, dtype="bfloat16", packed=True, config=TILED),
-    "stateless": Case(1, 2, 50, 24, 16, 32, packed=True, config=STATELESS),
-    "segments": Case(1, 2, 64, 16, 32, 16, packed=True, config=IN_SEGMENTS),
+    "fused": Case(1, 2, 50, 24, 16, 32, packed=True, config=FUSED),
+    "splits": Case(1, 2, 64, 16, 32, 16, packed=True, config=SPLITS),
     "unstabilised": Case(1, 2, 48, 16, 16, 16, options=(("stabilize_correctly", False), ("norm_val", 0.5), ("eps", 0.1))),
     "sigmoid": Case(1, 2, 64, 16, 16, 16, options=SIGMOID),
     "sigmoid_packed_unnormalised": Case(1, 2, 64, 16, 16, 32, packed=True, options=(*SIGMOID, ("normalize", False))),
@@ -74,25 +74,25 @@ CASES = {
 
 @dataclasses.dataclass(frozen=True)
 class Gates:
-    """Pre-activations: normal ones for all steps, others for a share of them, values of the borders for another."""
+    """Pre-activations: normal ones for all steps, others for a share of them, values at the edges of the range for another."""
 
     scale: float
     centre: float
     other_share: float
     other_scale: float
     other_centre: float
-    border_share: float
+    edge_share: float
 
-    def values(self, r, shape, border):
+    def values(self, r, shape, edges):
         x = self.centre + self.scale * r.normal(size=shape)
         x = np.where(r.random(shape) < self.other_share, self.other_centre + self.other_scale * r.normal(size=shape), x)
-        x = np.where(r.random(shape) < self.border_share, r.choice(border, size=shape), x)
+        x = np.where(r.random(shape) < self.edge_share, r.choice(edges, size=shape), x)
         return x * (1 + 1e-2 * r.random(shape)) + 1e-2 * r.random(shape)  # at a tie of maxima any subgradient will do
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What the arguments of a case are made from."""
+    """The distribution that the arguments of a case are drawn from."""
 
     seed: int
     magnitudes: tuple[float, float, float]  # of q, k, v
@@ -105,23 +105,23 @@ class Recipe:
     def arguments(self, case: Case):
         """Inputs by name, ids of packed sequences or None, and cotangents of h, c, n."""
         r = np.random.default_rng(self.seed)
-        rows, heads = (case.B, case.NH, case.S), (case.B, case.NH)
+        steps, heads = (case.B, case.NH, case.S), (case.B, case.NH)
 
         def positive(*shape):  # keeps |z| away from zero, next to which 1 / |z| takes all digits
             return np.abs(r.normal(size=shape)) + 0.2
 
         x = {
-            "q": positive(*rows, case.DHQK) * self.magnitudes[0],
-            "k": positive(*rows, case.DHQK) * self.magnitudes[1],
-            "v": r.normal(size=(*rows, case.DHHV)) * self.magnitudes[2],
-            "i": self.i.values(r, rows, [-np.inf, -9e3, 9e3]),
-            "f": self.f.values(r, rows, [-np.inf, -900.0, 900.0, np.inf]),
+            "q": positive(*steps, case.DHQK) * self.magnitudes[0],
+            "k": positive(*steps, case.DHQK) * self.magnitudes[1],
+            "v": r.normal(size=(*steps, case.DHHV)) * self.magnitudes[2],
+            "i": self.i.values(r, steps, [-np.inf, -9e3, 9e3]),
+            "f": self.f.values(r, steps, [-np.inf, -900.0, 900.0, np.inf]),
             "c_initial": r.normal(size=(*heads, case.DHQK, case.DHHV)) * self.c_scale,
             "n_initial": positive(*heads, case.DHQK),
             "m_initial": r.normal(size=heads) * self.m_scale,
         }
         ids = np.cumsum(r.random((case.B, case.S)) < self.starts, axis=1).astype("int32") if case.packed else None
-        cotangents = [r.normal(size=s) for s in ((*rows, case.DHHV), (*heads, case.DHQK, case.DHHV), (*heads, case.DHQK))]
+        cotangents = [r.normal(size=s) for s in ((*steps, case.DHHV), (*heads, case.DHQK, case.DHHV), (*heads, case.DHQK))]
         cotangents[0] = np.asarray(jnp.asarray(cotangents[0], case.dtype).astype("float32"), "float64")  # as h has it
         kinds = {name: case.dtype if name in "qkv" else "float32" for name in NAMES}
         return {name: jnp.asarray(x[name], kinds[name]) for name in case.names}, ids, cotangents
@@ -150,8 +150,8 @@ def initial_n(x):
 def _value_and_gradients(run, x, cotangents):
     def loss(x):
         h, states = run(x)
-        made = (h, *states[:2])
-        return sum(jnp.sum(y.astype(w.dtype) * w) for y, w in zip(made, cotangents, strict=True)), (h, *states)
+        outputs = (h, *states[:2])
+        return sum(jnp.sum(y.astype(w.dtype) * w) for y, w in zip(outputs, cotangents, strict=True)), (h, *states)
 
     gradients, outputs = jax.grad(loss, has_aux=True)(x)
     return outputs, gradients
@@ -239,7 +239,7 @@ def check(case: Case, backend: str, recipe: Recipe):
         off, allowed = norm(actual - wanted), bound * (norm(wanted) + scale) + rounding + FLOOR
         assert (off <= allowed).all(), f"{name} is off by {off}, allowed {allowed}"
 
-    # m is handed out in float32, rounded at a few chunk borders, and c and n go by it: the state itself is exp(m) c.
+    # m is float32, rounded at a few chunk boundaries, and c and n are relative to it: the state itself is exp(m) c.
     m, m_expected = np.asarray(m, "float64"), expected[3]
     assert np.array_equal(np.isfinite(m), np.isfinite(m_expected))
     m, m_expected = (np.where(np.isfinite(y), y, 0.0) for y in (m, m_expected))
@@ -280,7 +280,7 @@ REGRESSIONS = {
         Recipe(243, (1.0, 1e-30, 1.0), Gates(0.0, 0.0, 0.0, 0.0, 0.0, 0.1), Gates(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.0, 1.0),
     ),
     "a_state_that_goes_through_everything_and_tiny_keys": (
-        "stateless",
+        "fused",
         Recipe(0, (1.0, 1e-30, 1.0), Gates(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), Gates(0.0, -0.5, 0.0, 0.0, 0.0, 0.0), 0.0, 0.0, 0.0),
     ),
     "one_source_that_passes_every_step": (
@@ -297,10 +297,10 @@ REGRESSIONS = {
 @pytest.mark.parametrize("name", REGRESSIONS)
 def test_regressions(name):
     case, recipe = REGRESSIONS[name]
-    check(CASES[case], "interpret" if case in ("stateless", "bfloat16") else "xla", recipe)
+    check(CASES[case], "interpret" if case in ("fused", "bfloat16") else "xla", recipe)
 
 
-# Interpreted, the rest run the kernels of another.
+# The others run the same kernels.
 INTERPRETED = [name for name in CASES if name not in ("one_chunk", "batch", "unstabilised")]
 
 

@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from oracle import assert_close, oracle, random_inputs, tolerance
 
-from mlstm_pallas import mlstm_chunkwise, reference
+from mlstm_pallas import mlstm_chunkwise
+from mlstm_pallas.normaliser import Normaliser
 
 
 def by_definition(q, k, v, i, f, c, n, m, eps, norm_val, stabilize_correctly):
@@ -98,9 +99,9 @@ def test_normalise_has_no_nan_where_the_floor_overflows():
     num = jnp.ones((6, 2)).at[0].set(0.0)
 
     def total(num, z, m):
-        return jnp.sum(reference.normalise(num, z, m, eps=0.0, stabilize_correctly=True, norm_val=1.0)[1:5])
+        return jnp.sum(Normaliser(eps=0.0).normalise(num, z, m)[1:5])
 
-    h = reference.normalise(num, z, m, eps=1e-6, stabilize_correctly=True, norm_val=1.0)
+    h = Normaliser().normalise(num, z, m)
     assert bool(jnp.isfinite(h).all())
     assert float(h[0, 0]) == 0.0
     for gradient in jax.grad(total, (0, 1, 2))(num, z, m):

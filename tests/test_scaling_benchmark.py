@@ -1,4 +1,4 @@
-"""scaling_benchmark.py: what n devices get, what is checked and timed, how a run ends."""
+"""The scaling benchmark: shapes of n devices, checks of outputs, efficiency, requests."""
 
 import json
 
@@ -25,7 +25,7 @@ def run(*arguments):
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    """With the rows and the plot of all modes on one and two devices."""
+    """With the records and the plot of all modes on one and two devices."""
     if jax.local_device_count() < 2:
         pytest.skip("needs two devices")
     folder = tmp_path_factory.mktemp("scaling")
@@ -35,32 +35,32 @@ def folder(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def rows(folder):
+def records(folder):
     return [json.loads(line) for line in (folder / "rows.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.slow
-def test_shapes_of_two_devices(rows):
-    shapes = {(row["mode"], row["devices"]): Shape(*row["shape"]) for row in rows}
-    assert len(shapes) == len(rows) == 8
+def test_shapes_of_two_devices(records):
+    shapes = {(record["mode"], record["devices"]): Shape(*record["shape"]) for record in records}
+    assert len(shapes) == len(records) == 8
     assert {shapes[mode, 1] for mode in scaling.MODES} == {OF}
     grown = {"weak-batch": dict(B=2), "weak-heads": dict(NH=2), "weak-sequence": dict(S=64), "strong-sequence": {}}
     assert {mode: shapes[mode, 2] for mode in scaling.MODES} == {mode: OF._replace(**sizes) for mode, sizes in grown.items()}
 
 
 @pytest.mark.slow
-def test_rows_are_checked_and_timed(rows):
-    for row in rows:
-        assert row["status"] == "ok"
-        assert set(row["errors"]) == {"h"}
-        assert 0 < row["error"] <= TOLERANCES["float32"][0]
-        assert row["ms"] > 0
-        assert row["tokens_per_second"] == pytest.approx(row["shape"][0] * row["shape"][2] / row["ms"] * 1e3)
+def test_records_are_checked_and_timed(records):
+    for record in records:
+        assert record["status"] == "ok"
+        assert set(record["errors"]) == {"h"}
+        assert 0 < record["error"] <= TOLERANCES["float32"][0]
+        assert record["ms"] > 0
+        assert record["tokens_per_second"] == pytest.approx(record["shape"][0] * record["shape"][2] / record["ms"] * 1e3)
 
 
 @pytest.mark.slow
-def test_efficiency_is_tokens_per_device_and_second(rows):
-    one, two = ({row["mode"]: row for row in rows if row["devices"] == n} for n in (1, 2))
+def test_efficiency_is_tokens_per_device_and_second(records):
+    one, two = ({record["mode"]: record for record in records if record["devices"] == n} for n in (1, 2))
     for mode, (_, grows) in scaling.MODES.items():
         assert one[mode]["efficiency_pct"] == 100
         assert two[mode]["efficiency_pct"] == pytest.approx(100 * one[mode]["ms"] / two[mode]["ms"] / (1 if grows else 2))
@@ -113,11 +113,11 @@ def test_wrong_output_is_not_timed(monkeypatch, capsys):
 
 
 @pytest.mark.parametrize(("message", "status", "code"), [("RESOURCE_EXHAUSTED: 9 GiB", "skipped", 0), ("no such\nthing", "failed", 1)])
-def test_errors_are_rows(monkeypatch, capsys, tmp_path, message, status, code):
-    def measure(row, *_):
-        if row.devices == 1:
+def test_errors_are_records(monkeypatch, capsys, tmp_path, message, status, code):
+    def measure(record, *_):
+        if record.devices == 1:
             raise RuntimeError(message)
-        row.ms = 2.0
+        record.ms = 2.0
 
     monkeypatch.setattr(scaling, "measure", measure)
     monkeypatch.setattr(scaling, "Spread", lambda *_: None)
@@ -126,7 +126,7 @@ def test_errors_are_rows(monkeypatch, capsys, tmp_path, message, status, code):
     assert run(*options) == code
     first, *others = map(json.loads, (tmp_path / "rows").read_text().splitlines())
     assert (first["status"], first["note"]) == (status, f"{status}: RuntimeError: {' '.join(message.split())}")
-    assert [row["efficiency_pct"] for row in others] == [100, 50]
+    assert [record["efficiency_pct"] for record in others] == [100, 50]
     assert capsys.readouterr().out.count(first["note"]) == 2  # as it comes, and in the table
 
 

@@ -1,6 +1,6 @@
 """Configs that cannot have their shared memory are refused before the compiler sees them, and only those."""
 
-import dataclasses
+import itertools
 
 import compile_report
 import jax
@@ -8,18 +8,24 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from mlstm_pallas import KernelConfig, StageConfig, api, mlstm_chunkwise
-from mlstm_pallas.config import CHUNK_OF, PLANS, config_for
+from mlstm_pallas import KernelConfig, StageConfig, entry, mlstm_chunkwise
+from mlstm_pallas.call_spec import CallSpec
+from mlstm_pallas.config import config_for
+from mlstm_pallas.entry import check_spec_fits
+from mlstm_pallas.normaliser import DEFAULT_NORMALISER
 from mlstm_pallas.problem import make_problem
-from mlstm_pallas.shared_memory import available_shared_bytes, check_fits, least_shared_bytes
+from mlstm_pallas.shared_memory import available_shared_bytes, least_shared_bytes
+from mlstm_pallas.stages import STAGES
 
 KIB = 1024
 HEADS = [(16, 16), (64, 64), (80, 96), (128, 256), (192, 320), (256, 512), (512, 256), (512, 512), (384, 768), (1024, 1024)]
 
 
-def problem(heads, L):
+def spec_of(heads, dtype, config=None, *, kind="unknown", recompute=True, **options):
     DHQK, DHHV = heads
-    return make_problem((1, 8, 1024, DHQK), DHHV, L, pad_heads=True)
+    config = config_for(DHQK, DHHV, 1024, jnp.dtype(dtype), device_kind=kind, explicit=config, **options)
+    problem = make_problem((1, 8, 1024, DHQK), DHHV, config.L, pad_heads=True)
+    return CallSpec(problem, config, jnp.dtype(dtype), DEFAULT_NORMALISER, recompute, backend="triton")
 
 
 @pytest.mark.parametrize(
@@ -41,15 +47,12 @@ def test_shared_memory_of_a_device(kind, kib):
     assert available_shared_bytes(kind) == (None if kib is None else kib * KIB)
 
 
+@pytest.mark.parametrize("fused_min_heads", [None, 0, 1])
 @pytest.mark.parametrize("device", compile_report.DEVICES)
-def test_default_configs_are_never_refused(device):
-    kind = compile_report.DEVICES[device].kind
-    for heads in HEADS:
-        for dtype in map(jnp.dtype, ("bfloat16", "float32")):
-            for chunk_size in (None, 16, 32, 128, 256, 1024):
-                for plan in ({}, *({name: True} for name in PLANS)):
-                    config = config_for(*heads, 1024, dtype, device_kind=kind, chunk_size=chunk_size, explicit=KernelConfig(**plan))
-                    check_fits(config, problem(heads, config.L), dtype, kind)
+def test_default_configs_are_never_refused(device, fused_min_heads):
+    kind, config = compile_report.DEVICES[device].kind, KernelConfig(fused_min_heads=fused_min_heads)
+    for heads, dtype, chunk_size in itertools.product(HEADS, ("bfloat16", "float32"), (None, 16, 32, 128, 256, 1024)):
+        check_spec_fits(spec_of(heads, dtype, config, kind=kind, chunk_size=chunk_size), kind)
 
 
 def tiles(LQ, LKV, BK, BV, loop=64, num_warps=4, num_stages=2, keep_q=True):
@@ -80,10 +83,6 @@ COMPILED = [
     ("recurrent_fw_H", (64, 64), "float32", 64, tiles(64, 64, 64, 16, 64, 8, 4), "A100", False),
     ("recurrent_fw_H", (16, 16), "bfloat16", 64, tiles(64, 16, 16, 16, 64, 8, 3), "B200", False),
     ("recurrent_fw_H", (256, 64), "bfloat16", 128, tiles(64, 128, 64, 64, 256, 8, 3), "RTX5090", True),
-    ("parallel_bw_P", (64, 256), "bfloat16", 64, tiles(64, 64, 64, 64, 64, num_stages=3), "H200", False),
-    ("recurrent_bw_dQ", (64, 128), "bfloat16", 64, tiles(64, 64, 64, 64, 128), "H200", False),
-    ("recurrent_bw_dK", (128, 128), "bfloat16", 128, tiles(64, 128, 64, 64, 128, 8, 3), "L4", True),
-    ("recurrent_bw_dV", (64, 64), "float32", 32, tiles(64, 32, 64, 64, 64, 4, 3), "B200", False),
 ]
 
 
@@ -91,25 +90,30 @@ COMPILED = [
 @pytest.mark.parametrize(
     ("stage", "heads", "dtype", "L", "config", "device", "refused"),
     COMPILED,
-    ids=[f"{x[0]}-{x[1][0]}-{x[2]}-{x[5]}-{x[6]}" for x in COMPILED],
+    ids=[f"{x[0]}-{x[1][0]}_{x[1][1]}-{x[2]}-L{x[3]}-{x[5]}-{'refused' if x[6] else 'fits'}" for x in COMPILED],
 )
 def test_the_bound_is_one_and_what_it_refuses_does_not_fit(stage, heads, dtype, L, config, device, refused, monkeypatch):
     pytest.importorskip("triton")
-    monkeypatch.setattr(api, "check_fits", lambda *_: None)
-    target, config = compile_report.DEVICES[device], dataclasses.replace(config, num_segments=1)
-    plan = dict(stateless_forward=stage in CHUNK_OF, stateless_backward=stage in CHUNK_OF)
-    chunks = {CHUNK_OF[stage]: config} if stage in CHUNK_OF else {}
-    whole = KernelConfig(chunk_size=L, **plan, **chunks | {stage: config})
-    direction = "fwd" if "fw" in stage else "fwbw"
-    [row] = compile_report.report(device, [heads], [dtype], stages=[stage], seqlen=1024, config=whole, direction=direction)
-    of_stage = config_for(*heads, 1024, jnp.dtype(dtype), explicit=whole).problem_of(stage, problem(heads, L))
-    needed = least_shared_bytes(stage, config, of_stage, jnp.dtype(dtype), wgmma=target.capability == 90)
+    monkeypatch.setattr(entry, "check_fits", lambda *_: None)
+    target, config = compile_report.DEVICES[device], config.replace(num_splits=1)
+    fused = STAGES[stage].fused
+    scan = dict(recurrent_fw_H=config) if fused else {}  # which has the chunk size of the scan
+    config = KernelConfig(chunk_size=L, fused_min_heads=int(fused), **scan | {stage: config})
+    direction = "fwbw" if STAGES[stage].backward else "fwd"
+    [row] = compile_report.report(device, [heads], [dtype], stages=[stage], seqlen=1024, config=config, direction=direction)
+    [(tiles, problem)] = [launch[1:] for launch in spec_of(heads, dtype, config).launches() if launch[0] == stage]
+    needed = least_shared_bytes(STAGES[stage], tiles, problem, jnp.dtype(dtype), wgmma=target.capability == 90)
     assert needed <= row.usage.shared_bytes
     assert (needed > target.shared_bytes) == refused
     assert bool(row.cause) == refused
 
 
-LARGE = KernelConfig(chunk_size=256, recurrent_fw_C=dataclasses.replace(tiles(64, 128, 64, 64, num_stages=8), num_segments=1))
+def test_every_stage_is_compared_with_its_compiled_kernels():
+    """All that the shared memory of limits: chunk_gates and recurrent_step have no operands in it."""
+    assert {x[0] for x in COMPILED} == {*STAGES} - {"chunk_gates", "recurrent_step"}
+
+
+LARGE = KernelConfig(chunk_size=256, recurrent_fw_C=tiles(64, 128, 64, 64, num_stages=8).replace(num_splits=1))
 SHAPES = [jax.ShapeDtypeStruct(s, "float32") for s in ((1, 2, 256, 128), (1, 2, 256, 128), (1, 2, 256, 256), (1, 2, 256), (1, 2, 256))]
 
 
@@ -125,7 +129,7 @@ SHAPES = [jax.ShapeDtypeStruct(s, "float32") for s in ((1, 2, 256, 128), (1, 2, 
     ],
 )
 def test_what_is_checked(kind, backend, precision, refused):
-    config = dataclasses.replace(LARGE, precision=precision)
+    config = LARGE.replace(precision=precision)
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kind, None, "gpu"))):
 
         def trace():
@@ -139,24 +143,22 @@ def test_what_is_checked(kind, backend, precision, refused):
 
 
 def test_a_forward_pass_that_no_backward_pass_follows_is_checked_too():
-    """It walks where one that stores states, of too many rows for a walk, does not."""
-    walk = KernelConfig(chunk_size=256, stateless_forward=True, recurrent_fw_H=tiles(64, 64, 64, 64, 256, 8, 4))
-    heads, dtype = (512, 512), jnp.dtype("bfloat16")
-    arguments = config_for(*heads, 1024, dtype, explicit=walk), problem(heads, 256), dtype, "NVIDIA A10"
-    assert "recurrent_fw_H" not in arguments[0].passes(arguments[1], recompute_states_in_bw=False)[0]
+    """It is the fused scan where one that stores states is not: the state has more rows than a launch."""
+    config = KernelConfig(chunk_size=256, fused_min_heads=1, recurrent_fw_H=tiles(64, 64, 64, 64, 256, 8, 4))
+    spec = spec_of((512, 512), "bfloat16", config, recompute=False)
+    assert not spec.fused
     with pytest.raises(ValueError, match=r"config\.recurrent_fw_H needs at least"):
-        check_fits(*arguments, recompute_states_in_bw=False)
+        check_spec_fits(spec, "NVIDIA A10")
 
 
-def test_only_what_runs_is_checked():
-    heads, kind, dtype = (256, 512), "NVIDIA A10", jnp.dtype("bfloat16")
-    large = {"parallel_fw_H": tiles(128, 128, 64, 256, num_warps=8, num_stages=3), "recurrent_fw_H": tiles(64, 64, 64, 64, 256, 8, 4)}
-    for name, too_large in large.items():
-        for stateless, recompute in ((False, True), (True, True), (True, False)):
-            plan = KernelConfig(chunk_size=256, stateless_forward=stateless, **{name: too_large})
-            arguments = config_for(*heads, 1024, dtype, explicit=plan), problem(heads, 256), dtype, kind, recompute
-            if (name == "recurrent_fw_H") == stateless:
-                with pytest.raises(ValueError, match=rf"config\.{name} needs at least"):
-                    check_fits(*arguments)
-            else:
-                check_fits(*arguments)
+@pytest.mark.parametrize(("fused", "recompute"), [(0, True), (1, True), (1, False)], ids=["materialised", "fused", "fused-stored"])
+@pytest.mark.parametrize("stage", ["parallel_fw_H", "recurrent_fw_H"])
+def test_only_what_runs_is_checked(stage, fused, recompute):
+    large = dict(parallel_fw_H=tiles(128, 128, 64, 256, num_warps=8, num_stages=3), recurrent_fw_H=tiles(64, 64, 64, 64, 256, 8, 4))
+    config = KernelConfig(chunk_size=256, fused_min_heads=fused, **{stage: large[stage]})
+    spec = spec_of((256, 512), "bfloat16", config, recompute=recompute)
+    if STAGES[stage].fused == bool(fused):
+        with pytest.raises(ValueError, match=rf"config\.{stage} needs at least"):
+            check_spec_fits(spec, "NVIDIA A10")
+    else:
+        check_spec_fits(spec, "NVIDIA A10")

@@ -1,4 +1,4 @@
-"""The step benchmark: what it counts, what it refuses, and what it leaves behind."""
+"""The step benchmark: bytes, checks of outputs, records, requests."""
 
 import json
 
@@ -34,7 +34,7 @@ def test_bytes_are_those_of_the_states(state_dtype):
     assert shape.state_bytes(c.dtype.itemsize) == (c.size + n.size + m.size) * c.dtype.itemsize
 
 
-def test_measures_ours_and_skips_a_peer_that_is_not_there(tmp_path, monkeypatch, capsys):
+def test_measures_mlstm_pallas_and_skips_a_peer_that_is_not_there(tmp_path, monkeypatch, capsys):
     def absent(*_):
         raise ModuleNotFoundError("No module named\n'torch'")
 
@@ -42,19 +42,19 @@ def test_measures_ours_and_skips_a_peer_that_is_not_there(tmp_path, monkeypatch,
     path = tmp_path / "rows.jsonl"
     impls = "xla", "interpret", "mlstm_kernels_triton_step"
     assert run(*REQUEST, f"--impl={','.join(impls)}", f"--jsonl={path}") == 0
-    rows = [json.loads(line) for line in path.read_text().splitlines()]
-    assert tuple(row["impl"] for row in rows) == impls
-    for row in rows[:2]:
-        assert row["status"] == "ok"
-        assert 0 < row["error"] < 1e-2
-        assert row["gbps"] == pytest.approx(2 * 2 * (16 * 16 + 16 + 1) * 4 / (row["us"] * 1e3))
-        assert row["copy_pct"] == pytest.approx(100 * row["gbps"] / row["copy_gbps"])
-    assert rows[2]["status"] == "skipped"
-    assert rows[2]["note"] == "skipped: ModuleNotFoundError: No module named 'torch'"
-    said = capsys.readouterr().out
-    _, _, table = said.partition("\ncopy: ")
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    assert tuple(record["impl"] for record in records) == impls
+    for record in records[:2]:
+        assert record["status"] == "ok"
+        assert 0 < record["error"] < 1e-2
+        assert record["gbps"] == pytest.approx(2 * 2 * (16 * 16 + 16 + 1) * 4 / (record["us"] * 1e3))
+        assert record["copy_pct"] == pytest.approx(100 * record["gbps"] / record["copy_gbps"])
+    assert records[2]["status"] == "skipped"
+    assert records[2]["note"] == "skipped: ModuleNotFoundError: No module named 'torch'"
+    text = capsys.readouterr().out
+    _, _, table = text.partition("\ncopy: ")
     assert all(impl in table for impl in impls)
-    assert ("not the speeds of the kernels" in said) == (jax.default_backend() != "gpu")
+    assert ("not the speeds of the kernels" in text) == (jax.default_backend() != "gpu")
 
 
 @pytest.mark.parametrize("variant", ["sigmoid", "unnormalised"])
@@ -79,9 +79,9 @@ def test_a_wrong_step_is_not_timed(change, monkeypatch, capsys):
     monkeypatch.setattr(step_benchmark, "time_calls", lambda *_: pytest.fail("it was timed"))
     monkeypatch.setattr(step_benchmark, "copy_rate", lambda repeats: 1e9)
     assert run(*REQUEST) == 1
-    said = capsys.readouterr().out
-    assert "wrong: error" in said
-    assert "failed" not in said
+    text = capsys.readouterr().out
+    assert "wrong: error" in text
+    assert "failed" not in text
 
 
 @pytest.mark.parametrize(
@@ -97,6 +97,6 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(argument, message, capsys):
     if argument == "--impl=triton" and jax.default_backend() == "gpu":
         pytest.skip("a GPU is here")
     assert run(argument) == 2
-    said = capsys.readouterr().err
-    assert message in said
-    assert said.count("\n") == 1
+    text = capsys.readouterr().err
+    assert message in text
+    assert text.count("\n") == 1

@@ -1,6 +1,5 @@
-"""The tuner: what it tries, what it refuses, what it remembers and what it writes."""
+"""The tuner: candidates, checks, the log, the tuning file, requests."""
 
-import inspect
 import itertools
 import json
 import re
@@ -19,13 +18,15 @@ from absl import flags
 from roofline import Shape
 
 from mlstm_pallas import KernelConfig, StageConfig
-from mlstm_pallas.config import CHUNK_OF, PLANS, STAGES, config_from_row, heuristic_config, tuning_name
+from mlstm_pallas.config import config_from_row, heuristic_config, tuning_name
 from mlstm_pallas.problem import make_problem
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 SHAPE = Shape(1, 1, 512, 64, 128)
 BF16 = jnp.dtype("bfloat16")
+STAGES = tuple(tune.STAGES)
+FUSED = tuple(name for name, stage in tune.STAGES.items() if stage.fused)
 
 
 def problem(L=64, shape=SHAPE):
@@ -61,40 +62,39 @@ def rows_in(path):
 # ---------------------------------------------------------------- candidates
 
 
-def test_what_is_swept_is_what_a_stage_says_it_reads():
-    assert tuple(tune.SWEPT) == STAGES
-    for stage, names in tune.SWEPT.items():
-        launcher = inspect.getmodule(getattr(__import__(f"mlstm_pallas.stages.{stage}", fromlist=[stage]), stage))
-        said = re.search(r"Launches the stage\. Config: (.*?)\.\s", inspect.getdoc(getattr(launcher, stage)) + " ", re.DOTALL)[1]
-        assert set(names) - set(tune.LAUNCH) == set(re.findall(r"siz_b_\w+|keep_q", said)), stage
-
-
 @pytest.mark.parametrize("stage", STAGES)
-def test_neighbours_fit_are_distinct_and_near_ones_come_first(stage):
+def test_neighbours_run_are_distinct_and_near_ones_come_first(stage):
+    search = tune.STAGES[stage].search
     start = tune.canonical(stage, heuristic_config(64, BF16).stage(stage), problem())
     found = list(tune.neighbours(stage, start, problem()))
     assert found
     assert len(set(found)) == len(found)
     assert start not in found
-    assert all(tune.canonical(stage, config, problem()) == config for config in found)
-    distances = [sum(getattr(config, name) != getattr(start, name) for name in tune.SWEPT[stage]) for config in found]
+    assert all(tune.canonical(stage, tiles, problem()) == tiles for tiles in found)
+    distances = [sum(getattr(tiles, name) != getattr(start, name) for name in search) for tiles in found]
     assert distances == sorted(distances)
     assert set(distances) <= {1, 2}
-    for name in tune.SWEPT[stage]:
-        assert {getattr(config, name) for config in found} <= {*tune.allowed(stage, name), getattr(start, name)}
+    for name, values in search.items():
+        assert {getattr(tiles, name) for tiles in found} <= {*values, getattr(start, name)}
+
+
+def test_the_algorithms_are_those_of_the_schedules():
+    assert {0: {"recurrent_fw_C", "parallel_fw_H"}, 1: set(FUSED)} == tune.OWN_STAGES
+    assert all(stages.count("chunk_gates") == 2 for stages in tune.ALGORITHMS.values())
+    assert set(itertools.chain(*tune.ALGORITHMS.values())) == set(STAGES)
 
 
 def test_tiles_that_are_the_same_kernel_are_one_candidate():
     wide = StageConfig(siz_b_LQ=256, siz_b_LKV=256, siz_b_DHQK=256, siz_b_DHHV=32, num_warps=8)
-    made = tune.canonical("parallel_bw_dQKV", wide, problem(32))
-    assert made == StageConfig(siz_b_LQ=32, siz_b_DHQK=64, siz_b_DHHV=32, num_warps=8)  # dQKV has no siz_b_LKV
+    clamped = tune.canonical("parallel_bw_dQKV", wide, problem(32))
+    assert clamped == StageConfig(siz_b_LQ=32, siz_b_DHQK=64, siz_b_DHHV=32, num_warps=8)  # dQKV has no siz_b_LKV
     assert tune.canonical("parallel_fw_H", wide, problem(64)).siz_b_LQ == 64
 
 
-def distance(config, best, stage):
+def distance(tiles, best, stage):
     """In steps."""
-    values = [tune.allowed(stage, name) for name in tune.SWEPT[stage]]
-    at = [[v.index(getattr(c, name)) for name, v in zip(tune.SWEPT[stage], values, strict=True)] for c in (config, best)]
+    search = tune.STAGES[stage].search
+    at = [[values.index(getattr(x, name)) for name, values in search.items()] for x in (tiles, best)]
     return float(np.abs(np.subtract(*at)).sum())
 
 
@@ -104,7 +104,7 @@ def test_the_search_descends_to_the_best_without_trying_all():
     while (tried := search.next_round()) and not (search.best and search.best[0] == 1):
         assert len(tried) <= tune.ROUND
         assert not set(tried) & set(search.results)
-        search.results |= {config: tune.Result("ok", 1 + distance(config, best, stage)) for config in tried}
+        search.results |= {tiles: tune.Result("ok", 1 + distance(tiles, best, stage)) for tiles in tried}
     assert search.best == (1, best)
     assert len(search.results) < 0.1 * 3 * 3 * 3 * 4 * 2 * 4 * 2  # of all
 
@@ -126,15 +126,26 @@ def test_what_is_wrong_or_pruned_is_never_the_best():
 TINY, STAGE = Shape(1, 2, 32, 16, 16), "recurrent_fw_C"
 
 
+def checked(bench, stage, L):
+    """The check of a stage, and what it expects."""
+    inputs = bench.case(stage).arrays(L)
+    check = bench.compile_check(bench.case(stage), candidate_of(bench, stage, L), inputs)
+    return check, bench.expected(stage, L, check)
+
+
+def candidate_of(bench, stage, L, **tiles):
+    start = heuristic_config(bench.shape.DHQK, BF16).stage(stage).replace(**tiles)
+    search = tune.Search(stage, problem(L, bench.shape), [start])
+    return search.candidate(search.starts[0])
+
+
 @pytest.fixture(scope="module")
 def judge():
-    """judge(kernel) is the result of a stage in plain jnp, its outputs passed through the kernel."""
+    """judge(change) is the result of a stage in plain jnp with its outputs changed."""
     bench = tune.Bench("xla", TINY, "bfloat16", None, 1)
-    given = bench.case(STAGE).arrays(16)
-    impl, call = bench.prepare(STAGE, KernelConfig(chunk_size=16), given, False)
-    check = bench.compile_check(bench.case(STAGE), KernelConfig(chunk_size=16), given)
-    expected = bench.expected(STAGE, 16, check)
-    return lambda kernel: bench.judge(STAGE, impl, lambda: kernel(call()), check, expected, None)
+    impl, call = bench.prepare(STAGE, candidate_of(bench, STAGE, 16), bench.case(STAGE).arrays(16), False)
+    check, expected = checked(bench, STAGE, 16)
+    return lambda change: bench.judge(STAGE, impl, lambda: change(call()), check, expected, None)
 
 
 def test_a_right_candidate_is_timed(judge):
@@ -145,10 +156,10 @@ def test_a_right_candidate_is_timed(judge):
 
 def test_a_wrong_candidate_is_not_timed(judge, monkeypatch):
     monkeypatch.setattr(tune, "time_calls", lambda *_: pytest.fail("a wrong output was timed"))
-    result = judge(lambda outputs: (outputs[0] * 1.02, *outputs[1:]))
+    result = judge(lambda outputs: outputs._replace(matC_states=outputs.matC_states * 1.02))
     assert result.status == "wrong"
-    assert re.fullmatch(r"error [12]\.\de-02 in C, at most 5e-03", result.note)
-    assert judge(lambda outputs: (outputs[0] * jnp.nan, *outputs[1:])).note.startswith("error nan in C")
+    assert re.fullmatch(r"error [12]\.\de-02 in matC_states, at most 5e-03", result.note)
+    assert judge(lambda outputs: outputs._replace(matC_last=outputs.matC_last * jnp.nan)).note.startswith("error nan in matC_last")
 
 
 def test_a_candidate_that_does_not_repeat_its_bits_is_wrong(judge, monkeypatch):
@@ -157,20 +168,43 @@ def test_a_candidate_that_does_not_repeat_its_bits_is_wrong(judge, monkeypatch):
     runs = iter(range(tune.RUNS))
 
     def racy(outputs):
-        C, *others = outputs
-        return C.at[0, 0, 1, 3, 5].multiply(1.0 + 2.0**-6 * (next(runs) == tune.RUNS - 1)), *others
+        factor = 1.0 + 2.0**-6 * (next(runs) == tune.RUNS - 1)
+        return outputs._replace(matC_states=outputs.matC_states.at[0, 1, 3, 5].multiply(factor))
 
     assert judge(racy) == tune.Result("wrong", note="other bits in another run")
 
 
-@pytest.mark.parametrize("stage", CHUNK_OF)
-def test_a_stage_is_checked_at_chunks_of_its_own(stage):
-    bench, heuristic = tune.Bench("interpret", TINY, "bfloat16", None, 1), heuristic_config(16, BF16)
-    config = tune.Search(stage, problem(16, TINY), [heuristic.stage(stage)]).candidate(heuristic.stage(stage))
-    given = bench.case(stage).arrays(16)
-    check = bench.compile_check(bench.case(stage), config, given)
-    expected = bench.expected(stage, 16, check)
-    assert bench.judge(stage, *bench.prepare(stage, config, given, False), check, expected, None).status == "ok"
+@pytest.mark.parametrize("stage", FUSED)
+def test_a_fused_stage_is_checked_at_its_own_chunks(stage):
+    bench = tune.Bench("interpret", TINY, "bfloat16", None, 1)
+    prepared = bench.prepare(stage, candidate_of(bench, stage, 16), bench.case(stage).arrays(16), False)
+    assert prepared[0].call.problem.L == 16
+    assert bench.judge(stage, *prepared, *checked(bench, stage, 16), None).status == "ok"
+
+
+@pytest.mark.parametrize("siz_b_LQ", [16, 32])
+def test_candidates_whose_outputs_have_other_shapes_share_a_check(siz_b_LQ):
+    """parallel_bw_dP has sums for each tile of siz_b_LQ steps."""
+    bench, stage = tune.Bench("interpret", TINY, "bfloat16", None, 1), "parallel_bw_dP"
+    check, expected = checked(bench, stage, 32)  # compiled for the heuristic's tiles
+    prepared = bench.prepare(stage, candidate_of(bench, stage, 32, siz_b_LQ=siz_b_LQ), bench.case(stage).arrays(32), False)
+    assert prepared[0].call.tiles.siz_b_LQ == siz_b_LQ
+    result = bench.judge(stage, *prepared, check, expected, None)
+    assert (result.status, result.note) == ("ok", "")
+
+
+def test_recurrent_bw_dC_is_timed_with_both_recurrences_in_one_launch():
+    """As it runs in a backward pass that recomputes the states."""
+    bench = tune.Bench("interpret", TINY, "bfloat16", None, 1)
+    impl = bench.implementation("recurrent_bw_dC", candidate_of(bench, "recurrent_bw_dC", 16))
+    inputs = jax.eval_shape(lambda: bench.case("recurrent_bw_dC").arrays(16))
+    function, args = impl.computation(inputs, "fwd")
+    states = (2, 2, 16, 16)
+    outputs = jax.eval_shape(function, *args)
+    assert outputs.matC_states.shape == outputs.matDeltaC_states.shape == states
+    [launch] = [eqn for eqn in jax.make_jaxpr(function)(*args).eqns if eqn.primitive.name == "pallas_call"]
+    assert launch.params["name"] == "recurrent_bw_dC"
+    assert [x.aval.shape for x in launch.outvars].count(states) == 2
 
 
 def test_a_failure_is_its_candidates_only_as_long_as_the_device_answers(judge, monkeypatch):
@@ -186,7 +220,7 @@ def test_a_failure_is_its_candidates_only_as_long_as_the_device_answers(judge, m
 def test_the_whole_is_checked_with_its_gradients():
     bench = tune.Bench("xla", Shape(1, 1, 16, 16, 16), "float32", None, 1)
     heuristic = heuristic_config(16, jnp.dtype("float32"))
-    whole = tune.complete(heuristic, heuristic, bench.shape)
+    whole = tune.as_run(heuristic, problem(16, bench.shape))
     impl, call = bench.prepare("", whole, bench.case("").inputs, False)
     check = bench.compile_check(bench.case(""), whole, None)
     assert bench.judge("", impl, call, check, None, None).status == "ok"
@@ -196,12 +230,12 @@ def test_the_whole_is_checked_with_its_gradients():
 
 def test_what_the_compile_report_refuses_is_not_compiled(monkeypatch):
     bench = tune.Bench("xla", TINY, "bfloat16", lambda function, args: "spills 9999 bytes, at most 512", 1)
-    given = bench.case(STAGE).arrays(16)
-    monkeypatch.setattr(tune.Ours, "build", lambda *_: pytest.fail("compiled"))
+    inputs = bench.case(STAGE).arrays(16)
+    monkeypatch.setattr(tune.MlstmPallas, "build", lambda *_: pytest.fail("compiled"))
     config = KernelConfig(chunk_size=16)
-    assert bench.prepare(STAGE, config, given, True) == tune.Result("pruned", note="spills 9999 bytes, at most 512")
+    assert bench.prepare(STAGE, config, inputs, True) == tune.Result("pruned", note="spills 9999 bytes, at most 512")
     with pytest.raises(pytest.fail.Exception, match="compiled"):  # as the starts are
-        bench.prepare(STAGE, config, given, False)
+        bench.prepare(STAGE, config, inputs, False)
 
 
 def fake_usage(shared=0, spills=0):
@@ -233,13 +267,13 @@ def test_the_compile_report_decides_by_shared_memory_and_spills(usage, reason, m
 def test_real_kernels_are_pruned_without_a_gpu():
     pytest.importorskip("triton")
     shape = Shape(16, 16, 1024, 128, 256)
-    given = jax.eval_shape(
-        lambda: kernel_benchmark.stage_arrays(kernel_benchmark.random_inputs(jax.random.key(0), shape, "bfloat16"), 128, False)
-    )
+    x = jax.eval_shape(lambda: kernel_benchmark.random_inputs(jax.random.key(0), shape, "bfloat16"))
+    inputs = jax.eval_shape(lambda x: kernel_benchmark.stage_arrays(x, 128, False), x)
     reasons = []
     for tiles in (StageConfig(), StageConfig(siz_b_LKV=32, siz_b_DHQK=128, siz_b_DHHV=256)):
-        ours = tune.Ours("triton", shape, "bfloat16", None, "recurrent_fw_C", KernelConfig(chunk_size=128, recurrent_fw_C=tiles))
-        reasons.append(tune.Pruner(compile_report.Device("NVIDIA L4", 89), 512)(*ours.computation(given, "fwd")))
+        config = KernelConfig(chunk_size=128, recurrent_fw_C=tiles)
+        impl = tune.implementation("recurrent_fw_C", "triton", shape, "bfloat16", None, config)
+        reasons.append(tune.Pruner(compile_report.Device("NVIDIA L4", 89), 512)(*impl.computation(inputs, "fwd")))
     assert reasons[0] == ""
     assert re.fullmatch(r"spills \d+ bytes, at most 512", reasons[1])
 
@@ -261,7 +295,7 @@ def test_the_compile_report_is_asked_about_devices_that_it_knows(monkeypatch, ca
     assert "no GPU" in cpu
 
 
-# ---------------------------------------------------------------- whole runs, with made-up times
+# ---------------------------------------------------------------- whole runs, with times by a formula
 
 
 class FakeBench:
@@ -279,27 +313,26 @@ class FakeBench:
     def case(self, stage):
         return self
 
-    def compile_check(self, case, config, given):
+    def compile_check(self, case, config, inputs):
         return None
 
     def expected(self, stage, L, check):
         return None
 
-    def prepare(self, stage, config, given, prune):
+    def prepare(self, stage, config, inputs, prune):
         return config, None
 
     def time_of(self, stage, config):
-        of_stage = config.problem_of(stage, problem(config.L, self.shape))
-        best = tune.canonical(stage, StageConfig(num_warps=4, num_stages=3), of_stage)
-        return self.stage_ms(stage, of_stage.L) + 0.1 * distance(config.stage(stage), best, stage)
+        L = min(config.stage("recurrent_fw_H").siz_b_LKV, config.L) if stage in FUSED else config.L
+        best = tune.canonical(stage, StageConfig(num_warps=4, num_stages=3), problem(L, self.shape))
+        return self.stage_ms(stage, L) + 0.1 * distance(config.stage(stage), best, stage)
 
     def judge(self, stage, config, call, check, expected, best):
         self.clock()
-        self.judged.append((stage, json.dumps(tune.described(config))))
+        self.judged.append((stage, json.dumps(config.as_row())))
         if stage:
             return tune.Result("ok", self.time_of(stage, config))
-        stages = itertools.chain(*config.passes(problem(config.L, self.shape)))
-        return tune.Result("ok", 5 + sum(self.time_of(stage, config) for stage in stages))
+        return tune.Result("ok", 5 + sum(self.time_of(stage, config) for stage in tune.ALGORITHMS[config.fused_min_heads]))
 
 
 @pytest.fixture
@@ -312,25 +345,24 @@ def fake(monkeypatch):
 
 
 def test_a_better_row_is_written_and_read_back(run, fake, tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(fake, "stage_ms", staticmethod(lambda stage, L: 2.0 if stage == "recurrent_bw_dQ" else 1.0))
+    monkeypatch.setattr(fake, "stage_ms", staticmethod(lambda stage, L: 2.0 if stage == "recurrent_fw_H" else 1.0))
     assert run("--minutes=5") == 0
     [row] = rows_in(tmp_path / "rows.json")
     assert (row["DHQK"], row["DHHV"], row["dtype"]) == (64, 128, "bfloat16")
     config = config_from_row(row)
-    assert all(getattr(config, stage) for stage in STAGES)
-    assert config.stateless_backward is False
+    assert set(config.stages) == set(STAGES)
+    assert config.fused_min_heads == 0
     assert row["measured"]["fwbw_ms"] <= 0.97 * row["measured"]["heuristic_fwbw_ms"]
     whole = [line for line in log_lines(tmp_path) if line["stage"] == ""]
     assert row["measured"]["fwbw_ms"] == pytest.approx(min(line["ms"] for line in whole), abs=1e-4)
-    assert {line["config"]["chunk_size"] for line in whole} == {64, 128, 256}
-    made = [(line["config"]["chunk_size"], *(line["config"][name] for name in PLANS)) for line in whole]
-    assert set(made) == set(itertools.product((64, 128, 256), (False, True), (False, True)))
+    algorithms = {(line["config"]["chunk_size"], line["config"]["fused_min_heads"]) for line in whole}
+    assert algorithms == set(itertools.product((64, 128, 256), (0, 1)))
     assert "kept" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("gain", "kept"), [(0.029, False), (0.031, True)])
 def test_a_row_needs_three_per_cent(gain, kept, run, fake, tmp_path, monkeypatch):
-    heuristic = tune.complete(heuristic_config(64, BF16), heuristic_config(64, BF16), SHAPE)
+    heuristic = tune.as_run(heuristic_config(64, BF16), problem())
     real = fake.judge
 
     def judge(self, stage, config, *rest):
@@ -344,7 +376,7 @@ def test_a_row_needs_three_per_cent(gain, kept, run, fake, tmp_path, monkeypatch
     assert run("--minutes=5", "--stage=chunk_gates,parallel_fw_H") == 0
     rows = rows_in(tmp_path / "rows.json")
     assert other in rows
-    assert len(rows) == 1 + kept  # a row that gains nothing is taken out
+    assert len(rows) == 1 + kept  # a row that gains nothing is removed
 
 
 def test_the_present_row_is_a_start_and_stays_unless_beaten(run, fake, tmp_path):
@@ -460,50 +492,55 @@ def test_most_rounds_go_where_most_time_is_to_gain(run, fake, tmp_path, monkeypa
 
 
 def at_their_best_chunks(stage, L):
-    """The walk alone takes least at the longest chunks, with the tiles that it needs at 32."""
+    """The scan alone takes least at the longest chunks, with the scores that it needs at 32."""
     times = {"parallel_fw_P": {16: 0.1, 32: 0.2, 64: 0.9, 128: 3.0}, "recurrent_fw_H": {16: 2.0, 32: 0.5, 64: 0.2, 128: 0.1}}
     return times[stage][L] if stage in times else 1.0
 
 
-def test_stages_with_chunks_of_their_own_are_joined_where_they_take_least_together(run, fake, tmp_path, monkeypatch):
+def test_the_fused_scan_has_the_chunks_where_its_stages_take_least_together(run, fake, tmp_path, monkeypatch):
     monkeypatch.setattr(fake, "stage_ms", staticmethod(at_their_best_chunks))
     assert run("--minutes=5") == 0
     [row] = rows_in(tmp_path / "rows.json")
-    config = config_from_row(row)
-    assert config.stateless_forward == tune.FILLING["stateless_forward"][-1] // (128 // config.recurrent_fw_H.siz_b_DHHV)
-    assert config.recurrent_fw_H.siz_b_LKV == 32
-    tried = [(line["stage"], line["config"]) for line in log_lines(tmp_path) if line["stage"] in CHUNK_OF]
-    assert all(config["chunk_size"] == config[CHUNK_OF[stage]]["siz_b_LKV"] for stage, config in tried)
-    assert {(stage, config["chunk_size"]) for stage, config in tried} == set(itertools.product(CHUNK_OF, (16, 32, 64, 128)))
+    scan = config_from_row(row).stage("recurrent_fw_H")
+    assert row["fused_min_heads"] * (128 // scan.siz_b_DHHV) == tune.FUSED_MIN_CTAS
+    assert scan.siz_b_LKV == 32
+    tried = [(line["stage"], line["config"]) for line in log_lines(tmp_path) if line["stage"] in FUSED]
+    assert all(config["chunk_size"] == config["recurrent_fw_H"]["siz_b_LKV"] for stage, config in tried)
+    assert {(stage, config["chunk_size"]) for stage, config in tried} == set(itertools.product(FUSED, (16, 32, 64, 128)))
 
 
-def test_scores_by_themselves_are_tuned_at_the_chunks_of_the_walk(run, fake, tmp_path, monkeypatch):
+def test_scores_by_themselves_are_tuned_at_the_chunks_of_the_scan(run, fake, tmp_path, monkeypatch):
     monkeypatch.setattr(fake, "stage_ms", staticmethod(at_their_best_chunks))
     assert run("--minutes=5", "--stage=parallel_fw_P") == 0
     sizes = {line["config"]["chunk_size"] for line in log_lines(tmp_path) if line["stage"]}
-    assert sizes == {heuristic_config(64, BF16).recurrent_fw_H.siz_b_LKV}
+    assert sizes == {heuristic_config(64, BF16).stage("recurrent_fw_H").siz_b_LKV}
 
 
-def test_a_stage_that_never_runs_leaves_time_for_the_others(run, fake, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("broken", "algorithms"), [("parallel_bw_dQKV", {0, 1}), ("parallel_fw_H", {1}), ("parallel_fw_P", {0})])
+def test_a_stage_that_never_runs_leaves_time_for_the_others(broken, algorithms, run, fake, tmp_path, monkeypatch):
+    """Its algorithm is not tried; a stage of both has the tiles of the heuristic."""
     real = fake.judge
 
     def judge(self, stage, *rest):
-        return tune.Result("failed", note="no") if stage == "parallel_bw_dQKV" else real(self, stage, *rest)
+        return tune.Result("failed", note="no") if stage == broken else real(self, stage, *rest)
 
     monkeypatch.setattr(fake, "judge", judge)
     assert run("--minutes=5") == 0
     tried = Counter(line["stage"] for line in log_lines(tmp_path))
-    assert 0 < tried["parallel_bw_dQKV"] <= 3 * 3 * tune.ROUND
-    assert tried["parallel_fw_H"] > tune.ROUND
-    _, *made = [line["config"] for line in log_lines(tmp_path) if line["stage"] == ""]
-    assert all(config["stateless_backward"] for config in made)  # the heuristic comes first
+    assert 0 < tried[broken] <= 4 * 3 * tune.ROUND
+    assert tried["recurrent_fw_C"] > tune.ROUND
+    _, *whole = [line["config"] for line in log_lines(tmp_path) if line["stage"] == ""]  # the heuristic comes first
+    assert {config["fused_min_heads"] for config in whole} == algorithms
+    heuristic = heuristic_config(64, BF16).stage(broken)
+    for config in whole:
+        assert StageConfig(**config[broken]) == tune.canonical(broken, heuristic, problem(32 if broken in FUSED else config["chunk_size"]))
 
 
 def test_a_compiler_that_hangs_costs_its_candidate(run, fake, tmp_path, monkeypatch):
     released, real = threading.Event(), fake.prepare
 
     def prepare(self, stage, config, *rest):
-        if stage and config.chunk_gates.num_warps == 2:
+        if stage and config.stage("chunk_gates").num_warps == 2:
             released.wait(20)
         return real(self, stage, config, *rest)
 
@@ -539,19 +576,21 @@ def test_a_lost_device_ends_the_run_and_its_candidate(run, fake, tmp_path, monke
 
 
 def test_a_dry_run_of_real_kernels(run, tmp_path, monkeypatch, capsys):
-    """Interpreted on the CPU; the whole is made up, it would take long to compile."""
-    monkeypatch.setattr(tune, "allowed", lambda stage, name: (1, 2) if name == "num_warps" else (1,) if name == "num_stages" else (16,))
-    real = tune.Bench.judge
+    """Interpreted on the CPU; whole calls, which would take long to compile, have times by a formula."""
+    stage = tune.STAGES["chunk_gates"]
+    few = compile_report.dataclasses.replace(stage, search={"siz_b_LQ": (16,), "num_warps": (1, 2), "num_stages": (1,)})
+    monkeypatch.setitem(tune.STAGES, "chunk_gates", few)
+    prepare, judge = tune.Bench.prepare, tune.Bench.judge
 
-    def judge(self, stage, impl, *rest):
-        return real(self, stage, impl, *rest) if stage else tune.Result("ok", 2.0 - (impl.chunk_gates.num_warps == 2))
+    def prepare_stage(self, stage, config, *rest):
+        return prepare(self, stage, config, *rest) if stage else (config, None)
 
-    def prepare(self, stage, config, *rest):
-        return tune.Bench.compiled(self, stage, config, *rest) if stage else (config, None)
+    def judge_stage(self, stage, impl, *rest):
+        return judge(self, stage, impl, *rest) if stage else tune.Result("ok", 2.0 - (impl.stage("chunk_gates").num_warps == 2))
 
-    monkeypatch.setattr(tune.Bench, "compiled", tune.Bench.prepare, raising=False)
-    monkeypatch.setattr(tune.Bench, "prepare", prepare)
-    monkeypatch.setattr(tune.Bench, "judge", judge)
+    monkeypatch.setattr(tune.Bench, "prepare", prepare_stage)
+    monkeypatch.setattr(tune.Bench, "judge", judge_stage)
+    monkeypatch.setattr(tune.Case, "expected", lambda *_: None)
     assert run("--minutes=5", "--stage=chunk_gates", "--chunk_size=16", shape=TINY) == 0
     lines = log_lines(tmp_path)
     assert [(line["config"]["chunk_gates"]["num_warps"], line["status"]) for line in lines if line["stage"]] == [(1, "ok"), (2, "ok")]
@@ -565,7 +604,7 @@ def test_a_dry_run_of_real_kernels(run, tmp_path, monkeypatch, capsys):
     ("arguments", "message"),
     [
         (["--backend=triton"], "there is no GPU here to tune for"),
-        (["--output="], "times of interpreted kernels do not belong into mlstm_pallas/tuning"),
+        (["--output="], "times of interpreted kernels do not belong in mlstm_pallas/tuning"),
         ([f"--output={tune.mlstm_pallas.__path__[0]}/tuning/cpu.json"], "times of interpreted kernels do not belong"),
         (["--output=/no/such/folder/rows.json"], "no folder for /no/such/folder/rows.json"),
         (["--log=/no/such/folder/log.jsonl"], "No such file or directory: '/no/such/folder/log.jsonl'"),
@@ -576,8 +615,8 @@ def test_a_dry_run_of_real_kernels(run, tmp_path, monkeypatch, capsys):
         (["--dtype=float16"], "unknown dtype float16"),
         (["--chunk_size=100"], "chunk_size is 100"),
         (["--chunk_size=x"], "invalid literal for int() with base 10: 'x'"),
-        ([f"--log={__file__}"], "line 1 is no line of this program"),
-        ([f"--output={__file__}"], "is no file of tuned rows"),
+        ([f"--log={__file__}"], "line 1 is no result of this program"),
+        ([f"--output={__file__}"], "is no tuning file"),
     ],
 )
 def test_a_wrong_request_is_one_line_and_exit_code_2(arguments, message, run, capsys):
@@ -600,6 +639,6 @@ def test_the_file_of_a_device_is_the_one_that_the_package_reads():
 def test_threads_compile_in_processes_of_their_own():
     with ThreadPoolExecutor(2) as pool:
         _, other = pool.submit(compile_report._compiler).result()
-    _, mine = compile_report._compiler()
-    assert mine != other
-    assert compile_report._compiler()[1] == mine
+    _, own = compile_report._compiler()
+    assert own != other
+    assert compile_report._compiler()[1] == own

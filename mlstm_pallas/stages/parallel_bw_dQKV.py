@@ -1,43 +1,42 @@
-"""Stage parallel_bw_dQKV: the gradients of q, k and v, from states and tiles that are made before, for chunks of any size.
+"""Stage parallel_bw_dQKV: the gradients of q, k and v, from states and tiles, for chunks of any size.
 
     dq_t = r_t (C_c dh_t + dz_t den_t n_c) + sum_s scale dP_ts k_s          r_t = w_t scale / den_t
     dk_s = abar_s (dC_{c+1} v_s + dn_{c+1}) + sum_t scale dP_ts q_t
     dv_s = abar_s dC_{c+1}^T k_s + sum_t (P_ts / den_t) dh_t                (P / den and scale dP: parallel_bw_dP)
 
-Grid (blocks of a chunk's gradients, NC, B * NH): those of one chunk run at the same time and find what they share in the L2. A program
-owns siz_b_LQ rows and siz_b_DHQK columns of dq or dk, or siz_b_DHHV columns of dv: one product with the state, whose sum is then
-weighted, and one with the tiles, both in steps of siz_b_loop. Nothing but products is in its loops. For the gates' gradients the inner
-products of q and k with the state's part are taken in float32, and, by programs that own a siz_b_DHQK x siz_b_DHHV block of the
-states, those of C_c and dC_{c+1}.
+Grid (blocks of a chunk's gradients, NC, B * NH): those of one chunk run at the same time and find what they share in the L2. A CTA
+owns siz_b_LQ steps and siz_b_DHQK columns of dq or dk, or siz_b_DHHV columns of dv: one product with the state, whose sum is then
+weighted, and one with the tiles, both siz_b_loop at a time. Its loops hold products alone. For the gates' gradients the inner
+products of q and k with the inter-chunk part are taken in float32; CTAs that own a siz_b_DHQK x siz_b_DHHV block of the states take
+<C_c, dC_{c+1}>.
 
-FLOPs: B NH S (6 DHQK DHHV + (L + siz_b_LQ) (2 DHQK + DHHV)).
-Bytes: B NH (S (4 DHQK + 3 DHHV + 2 L) + 2 NC DHQK DHHV) itemsize; the operands again for each column and row block, mostly from L2.
+FLOPs: 6 R K V + R (L + 1) (2 K + V). Bytes: q, k, v, dh, dq, dk, dv, P, dP and both states,
+(R (4 K + 3 V + 2 L) + 2 B NH NC K V) itemsize; the operands again for each column and row block, mostly from L2.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.gate_gradients import RowGradients
 from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.launch import kernel_call
+from mlstm_pallas.normaliser import NormaliserGradients, query_scale
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
+from mlstm_pallas.stage import Cost, LoopOperands, Stage, StageCall, StageConfig, search_of, sequence_shape, sequence_spec
+from mlstm_pallas.stages.parallel_bw_dP import GradientTiles, clamp_to_tile
 from mlstm_pallas.tiles import Precision, block_at, blocks, divide, dot, loop, remainder, sum_of
 
 
 class Gradients(NamedTuple):
-    """What is not asked for is None."""
-
-    matDeltaQ: Any  # (B, NH, S, DHQK) in the kernel dtype
-    matDeltaK: Any  # (B, NH, S, DHQK)
-    matDeltaV: Any  # (B, NH, S, DHHV)
-    from_state: Any  # (B, NH, S) float32: q_t with the part of dq_t that comes from the chunk's first state
-    to_state: Any  # (B, NH, S) float32: k_s with the part of dk_s that goes to the chunk's last state
-    states: Any  # (B, NH, NC) float32: <C_c, dC_{c+1}>
+    matDeltaQ: jax.Array  # (B * NH, S, DHQK) in the kernel dtype
+    matDeltaK: jax.Array  # (B * NH, S, DHQK)
+    matDeltaV: jax.Array  # (B * NH, S, DHHV)
+    vecQ_inter: jax.Array  # (B * NH, S) float32: q_t with the inter-chunk part of dq_t
+    vecK_inter: jax.Array  # (B * NH, S) float32: k_s with the inter-chunk part of dk_s
+    scaStates: jax.Array  # (B * NH, NC) float32: <C_c, dC_{c+1}>
 
 
 def _parallel_bw_dQKV_kernel(
@@ -45,18 +44,23 @@ def _parallel_bw_dQKV_kernel(
     k_ref,  # (L, DHQK)
     v_ref,  # (L, DHHV)
     dh_ref,  # (L, DHHV)
-    C_ref,  # (DHQK, DHHV) before the chunk; this and n for dq
-    n_ref,  # (DHQK,), absent without a normaliser
-    dC_ref,  # (DHQK, DHHV) after the chunk; this for dk and dv
-    dn_ref,  # (DHQK,), for dk
-    P_ref,  # (L, L), for dv
-    dP_ref,  # (L, L), for dq and dk
+    C_ref,  # (DHQK, DHHV) before the chunk
+    n_ref,  # (DHQK,) before the chunk, absent without a normaliser
+    dC_ref,  # (DHQK, DHHV) after the chunk
+    dn_ref,  # (DHQK,) after the chunk
+    P_ref,  # (L, L)
+    dP_ref,  # (L, L)
     w_ref,  # (L,), as all that follow
     abar_ref,
     inv_den_ref,  # absent without a normaliser
     dz_den_ref,  # likewise
-    *out_refs,  # of what is wanted: dq (L, DHQK), from_state (column blocks, L); dk, to_state likewise; dv (L, DHHV); states (blocks,)
-    wanted: str,
+    dq_ref,  # out (L, DHQK)
+    q_inter_ref,  # out (column blocks, L)
+    dk_ref,  # out (L, DHQK)
+    k_inter_ref,  # out (column blocks, L)
+    dv_ref,  # out (L, DHHV)
+    states_ref,  # out (blocks,)
+    *,
     scale: float,
     siz_b_LQ: int,
     siz_b_DHQK: int,
@@ -64,62 +68,54 @@ def _parallel_bw_dQKV_kernel(
     siz_b_loop: int,
     precision: Precision,
 ):
-    L, outs = q_ref.shape[0], iter(out_refs)
-    refs = {x: [next(outs) for _ in range(2 if x in "QK" else 1)] for x in wanted}
+    L = q_ref.shape[0]
 
-    def times_state(rows, columns, a_ref, X_ref, size, *, turned):
+    def times_state(steps, columns, a_ref, X_ref, size, *, transposed):
         step = min(siz_b_loop, a_ref.shape[1])
 
         def product(x):
-            X = X_ref[columns, block_at(x, step)] if turned else X_ref[block_at(x, step), columns]
-            return dot(a_ref[rows, block_at(x, step)], X, precision, b_axis=1 if turned else 0)
+            X = X_ref[columns, block_at(x, step)] if transposed else X_ref[block_at(x, step), columns]
+            return dot(a_ref[steps, block_at(x, step)], X, precision, b_axis=1 if transposed else 0)
 
         return sum_of(a_ref.shape[1] // step, product, (siz_b_LQ, size))
 
-    def plus_tiles(acc, row, columns, tile_ref, values_ref, *, of_keys):
-        """From the keys at and before the rows, or, as the rows are keys, from the queries at and behind them."""
-        step, rows = min(siz_b_loop, siz_b_LQ), block_at(row, siz_b_LQ)
-        first = row * (siz_b_LQ // step) if of_keys else 0
+    def plus_tiles(acc, row, columns, tile_ref, operand_ref, *, transposed):
+        """Adds a product with the tiles: of queries with the keys up to them, transposed of keys with the queries from them on."""
+        step, steps = min(siz_b_loop, siz_b_LQ), block_at(row, siz_b_LQ)
+        first = row * (siz_b_LQ // step) if transposed else 0
 
         def add(x, acc):
             others = block_at(first + x, step)
-            tile = tile_ref[others, rows] if of_keys else tile_ref[rows, others]
-            return acc + dot(tile, values_ref[others, columns], precision, a_axis=0 if of_keys else 1)
+            tile = tile_ref[others, steps] if transposed else tile_ref[steps, others]
+            return acc + dot(tile, operand_ref[others, columns], precision, a_axis=0 if transposed else 1)
 
-        return loop(L // step - first if of_keys else (row + 1) * (siz_b_LQ // step), add, acc)
+        return loop(L // step - first if transposed else (row + 1) * (siz_b_LQ // step), add, acc)
 
-    def dq(row, column, rows, columns):
-        dq_ref, from_state_ref = refs["Q"]
-        r = w_ref[rows] * scale
-        if inv_den_ref is not None:
-            r *= inv_den_ref[rows]
-        acc = times_state(rows, columns, dh_ref, C_ref, siz_b_DHQK, turned=True) * r[:, None]
+    def dq(row, column, steps, columns):
+        r = query_scale(w_ref[steps], scale, None if inv_den_ref is None else inv_den_ref[steps])
+        acc = times_state(steps, columns, dh_ref, C_ref, siz_b_DHQK, transposed=True) * r[:, None]
         if n_ref is not None:
-            acc += (r * dz_den_ref[rows])[:, None] * n_ref[columns][None, :]
-        from_state_ref[column, rows] = jnp.sum(acc * q_ref[rows, columns].astype(jnp.float32), axis=1)
-        dq_ref[rows, columns] = plus_tiles(acc, row, columns, dP_ref, k_ref, of_keys=False).astype(dq_ref.dtype)
+            acc += (r * dz_den_ref[steps])[:, None] * n_ref[columns][None, :]
+        q_inter_ref[column, steps] = jnp.sum(acc * q_ref[steps, columns].astype(jnp.float32), axis=1)
+        dq_ref[steps, columns] = plus_tiles(acc, row, columns, dP_ref, k_ref, transposed=False).astype(dq_ref.dtype)
 
-    def dk(row, column, rows, columns):
-        dk_ref, to_state_ref = refs["K"]
-        acc = times_state(rows, columns, v_ref, dC_ref, siz_b_DHQK, turned=True)
-        acc = (acc + dn_ref[columns][None, :]) * abar_ref[rows][:, None]
-        to_state_ref[column, rows] = jnp.sum(acc * k_ref[rows, columns].astype(jnp.float32), axis=1)
-        dk_ref[rows, columns] = plus_tiles(acc, row, columns, dP_ref, q_ref, of_keys=True).astype(dk_ref.dtype)
+    def dk(row, column, steps, columns):
+        acc = times_state(steps, columns, v_ref, dC_ref, siz_b_DHQK, transposed=True)
+        acc = (acc + dn_ref[columns][None, :]) * abar_ref[steps][:, None]
+        k_inter_ref[column, steps] = jnp.sum(acc * k_ref[steps, columns].astype(jnp.float32), axis=1)
+        dk_ref[steps, columns] = plus_tiles(acc, row, columns, dP_ref, q_ref, transposed=True).astype(dk_ref.dtype)
 
-    def dv(row, column, rows, columns):
-        (dv_ref,) = refs["V"]
-        acc = times_state(rows, columns, k_ref, dC_ref, siz_b_DHHV, turned=False) * abar_ref[rows][:, None]
-        dv_ref[rows, columns] = plus_tiles(acc, row, columns, P_ref, dh_ref, of_keys=True).astype(dv_ref.dtype)
+    def dv(row, column, steps, columns):
+        acc = times_state(steps, columns, k_ref, dC_ref, siz_b_DHHV, transposed=False) * abar_ref[steps][:, None]
+        dv_ref[steps, columns] = plus_tiles(acc, row, columns, P_ref, dh_ref, transposed=True).astype(dv_ref.dtype)
 
     def states(row, column, rows, columns):
-        (states_ref,) = refs["C"]
         C, dC = C_ref[rows, columns].astype(jnp.float32), dC_ref[rows, columns].astype(jnp.float32)
         states_ref[row * blocks(C_ref.shape[1], siz_b_DHHV) + column] = jnp.sum(C * dC)
 
     start, index = 0, pl.program_id(0)
     of_L, of_DHQK, of_DHHV = (L, siz_b_LQ), (q_ref.shape[1], siz_b_DHQK), (v_ref.shape[1], siz_b_DHHV)
-    roles = {"Q": (dq, of_L, of_DHQK), "K": (dk, of_L, of_DHQK), "V": (dv, of_L, of_DHHV), "C": (states, of_DHQK, of_DHHV)}
-    for role, of_rows, of_columns in (roles[x] for x in wanted):
+    for role, of_rows, of_columns in ((dq, of_L, of_DHQK), (dk, of_L, of_DHQK), (dv, of_L, of_DHHV), (states, of_DHQK, of_DHHV)):
         columns = blocks(*of_columns)
         end = start + blocks(*of_rows) * columns
 
@@ -137,88 +133,124 @@ def parallel_bw_dQKV(
     matV: jax.Array,
     matDeltaH: jax.Array,
     gates: ChunkGates,
-    rows: RowGradients,
-    scores: GradientTiles,
+    gradients: NormaliserGradients,
+    tiles: GradientTiles,
     matC_states: jax.Array,
     vecN_states: jax.Array,
     matDeltaC_states: jax.Array,
     vecDeltaN_states: jax.Array,
     *,
-    problem: Problem,
-    config: KernelConfig,
-    wanted: str = "QKV",
-    interpret: bool = False,
+    call: StageCall,
 ) -> Gradients:
-    """Launches the stage. Config: siz_b_LQ (at most MAX_TILE), siz_b_DHQK, siz_b_DHHV, siz_b_loop.
+    """Runs the stage.
 
     Args:
       matQ, matK, matV, matDeltaH: in the kernel dtype.
-      scores: of parallel_bw_dP.
-      matC_states, vecN_states: before each chunk; matDeltaC_states, vecDeltaN_states: after each chunk. (B, NH, NC, DHQK, DHHV) in the
-        kernel dtype and (B, NH, NC, DHQK) float32.
-      wanted: of which inputs the gradients are wanted, Q, K, V, and C for the inner products of the states.
+      gates, gradients, tiles: of chunk_gates, of the normaliser and of parallel_bw_dP.
+      matC_states, vecN_states: before each chunk; matDeltaC_states, vecDeltaN_states: after each chunk. (B * NH, NC, DHQK, DHHV) in
+        the kernel dtype and (B * NH, NC, DHQK) float32.
     """
-    p, stage = problem, config.stage("parallel_bw_dQKV").fitted(problem, "parallel_bw_dQKV")
-    LQ, BK, BV = stage.siz_b_LQ, stage.siz_b_DHQK, stage.siz_b_DHHV
-    normalised = rows.vecInvDen is not None
-    tile, keys, values = (pl.BlockSpec((None, p.L, width), lambda x, c, b: (b, c, 0)) for width in (p.L, p.DHQK, p.DHHV))
+    states = matC_states, vecN_states, matDeltaC_states, vecDeltaN_states
+    if call.plain:
+        return _plain(matQ, matK, matV, matDeltaH, gates, gradients, tiles, *states, call)
+    p, LQ, BK, BV = call.problem, call.tiles.siz_b_LQ, call.tiles.siz_b_DHQK, call.tiles.siz_b_DHHV
+    normalise = gradients.vecInvDen is not None
+    tile = pl.BlockSpec((None, p.L, p.L), lambda x, c, b: (b, c, 0))
+    keys, values = (sequence_spec(p.L, width, lambda x, c, b: (b, c, 0)) for width in (p.DHQK, p.DHHV))
     state = pl.BlockSpec((None, None, p.DHQK, p.DHHV), lambda x, c, b: (b, c, 0, 0))
     norm = pl.BlockSpec((None, None, p.DHQK), lambda x, c, b: (b, c, 0))
-    row = pl.BlockSpec((None, p.L), lambda x, c, b: (b, c))
-    of_keys = blocks(p.DHQK, BK)
-    sums = pl.BlockSpec((None, of_keys, p.L), lambda x, c, b: (b, 0, c))
-
-    def made(width: int):
-        return jax.ShapeDtypeStruct((p.BNH, p.S, width), matQ.dtype)
-
-    sums_shape = jax.ShapeDtypeStruct((p.BNH, of_keys, p.S), jnp.float32)
-    of_states = of_keys * blocks(p.DHHV, BV)
-    outs = {
-        "Q": ((keys, sums), (made(p.DHQK), sums_shape)),
-        "K": ((keys, sums), (made(p.DHQK), sums_shape)),
-        "V": ((values,), (made(p.DHHV),)),
-        "C": (
-            (pl.BlockSpec((None, None, of_states), lambda x, c, b: (b, c, 0)),),
-            (jax.ShapeDtypeStruct((p.BNH, p.NC, of_states), jnp.float32),),
-        ),
-    }
-    of_rows = p.L // LQ
-    programs = {"Q": of_rows * of_keys, "K": of_rows * of_keys, "V": of_rows * blocks(p.DHHV, BV), "C": of_states}
-    found = kernel_call(
+    vector = pl.BlockSpec((None, p.L), lambda x, c, b: (b, c))
+    blocks_of_DHQK, blocks_of_DHHV = blocks(p.DHQK, BK), blocks(p.DHHV, BV)
+    inter = (
+        pl.BlockSpec((None, blocks_of_DHQK, p.L), lambda x, c, b: (b, 0, c)),
+        jax.ShapeDtypeStruct((p.BNH, blocks_of_DHQK, p.S), jnp.float32),
+    )
+    blocks_of_state = blocks_of_DHQK * blocks_of_DHHV
+    inner = (
+        pl.BlockSpec((None, None, blocks_of_state), lambda x, c, b: (b, c, 0)),
+        jax.ShapeDtypeStruct((p.BNH, p.NC, blocks_of_state), jnp.float32),
+    )
+    of_keys = keys, sequence_shape(p, p.DHQK, matQ.dtype)
+    outputs = [of_keys, inter, of_keys, inter, (values, sequence_shape(p, p.DHHV, matQ.dtype)), inner]
+    g = gates.per_step()
+    dQ, q_inter, dK, k_inter, dV, states_inner = kernel_call(
         _parallel_bw_dQKV_kernel,
         name="parallel_bw_dQKV",
-        grid=(sum(programs[x] for x in wanted), p.NC, p.BNH),
+        grid=(p.L // LQ * (2 * blocks_of_DHQK + blocks_of_DHHV) + blocks_of_state, p.NC, p.BNH),
         in_specs=[
-            *(keys, keys, values, values, state, norm if normalised else None, state, norm, tile, tile),
-            *[row] * 2,
-            *[row if normalised else None] * 2,
+            *(keys, keys, values, values, state, norm if normalise else None, state, norm, tile, tile),
+            *[vector] * 2,
+            *[vector if normalise else None] * 2,
         ],
-        out_specs=[spec for x in wanted for spec in outs[x][0]],
-        out_shape=[shape for x in wanted for shape in outs[x][1]],
-        stage=stage,
-        interpret=interpret,
-        wanted=wanted,
+        out_specs=[spec for spec, _ in outputs],
+        out_shape=[shape for _, shape in outputs],
+        call=call,
         scale=p.qk_scale,
         siz_b_LQ=LQ,
         siz_b_DHQK=BK,
         siz_b_DHHV=BV,
-        siz_b_loop=stage.siz_b_loop,
-        precision=config.dot_precision(matQ.dtype, interpret),
+        siz_b_loop=call.tiles.siz_b_loop,
+        precision=call.precision,
     )(
-        *(x.reshape(p.BNH, p.S, -1) for x in (matQ, matK, matV, matDeltaH)),
-        matC_states.reshape(p.BNH, -1, p.DHQK, p.DHHV),
-        vecN_states.reshape(p.BNH, -1, p.DHQK) if normalised else None,
-        matDeltaC_states.reshape(p.BNH, -1, p.DHQK, p.DHHV),
-        vecDeltaN_states.reshape(p.BNH, -1, p.DHQK),
-        *(x.reshape(p.BNH, p.S, p.L) for x in (scores.matP, scores.matDeltaP)),
-        *(x.reshape(p.BNH, p.S) for x in (gates.vecW, gates.vecAbar)),
-        *(None if x is None else x.reshape(p.BNH, p.S) for x in (rows.vecInvDen, rows.vecDzDen)),
+        *(matQ, matK, matV, matDeltaH),
+        *(matC_states, vecN_states if normalise else None, matDeltaC_states, vecDeltaN_states),
+        *(tiles.matP, tiles.matDeltaP, g.vecW, g.vecAbar, gradients.vecInvDen, gradients.vecDzDen),
     )
-    found = iter(found)
-    gradients, inner = dict.fromkeys("QKV"), dict.fromkeys("QKC")
-    for x in wanted:
-        if x in gradients:
-            gradients[x] = next(found).reshape(p.B, p.NH, p.S, -1)
-        if x in inner:
-            inner[x] = next(found).sum(-1 if x == "C" else 1).reshape(p.B, p.NH, -1)
-    return Gradients(*gradients.values(), *inner.values())
+    return Gradients(dQ, dK, dV, q_inter.sum(1), k_inter.sum(1), states_inner.sum(-1))
+
+
+def _plain(matQ, matK, matV, matDeltaH, gates, gradients, tiles, C, n, dC, dn, call) -> Gradients:
+    p, acc = call.problem, gates.vecW.dtype
+    q, k, v, dh, P, dP = map(call.chunks, (matQ, matK, matV, matDeltaH, tiles.matP, tiles.matDeltaP))
+
+    def product(subscripts, *operands):
+        return jnp.einsum(subscripts, *operands, preferred_element_type=acc, precision=call.precision)
+
+    abar, inv_den = gates.vecAbar[..., None], None
+    dq = product("nctv,nckv->nctk", dh, C)
+    if gradients.vecInvDen is not None:
+        inv_den = call.chunks(gradients.vecInvDen)
+        dq += call.chunks(gradients.vecDzDen)[..., None] * n[:, :, None]
+    dq = query_scale(gates.vecW, p.qk_scale, inv_den)[..., None] * dq
+    dk = abar * (product("ncsv,nckv->ncsk", v, dC) + dn[:, :, None])
+    dv = abar * product("ncsk,nckv->ncsv", k, dC) + product("ncts,nctv->ncsv", P, dh)
+    inner = jnp.sum(q * dq, axis=-1), jnp.sum(k * dk, axis=-1), jnp.sum(C.astype(acc) * dC.astype(acc), axis=(-2, -1))
+    dq += product("ncts,ncsk->nctk", dP, k)
+    dk += product("ncts,nctk->ncsk", dP, q)
+    dQ, dK, dV = (dx.reshape(x.shape).astype(x.dtype) for dx, x in ((dq, matQ), (dk, matK), (dv, matV)))
+    return Gradients(dQ, dK, dV, inner[0].reshape(p.BNH, p.S), inner[1].reshape(p.BNH, p.S), inner[2])
+
+
+def _heuristic(DHQK: int, dtype: jnp.dtype) -> StageConfig:
+    stages, step, columns = (2, 32, 64) if dtype.itemsize > 2 else (3, 64, 128)
+    return StageConfig(siz_b_LQ=64, siz_b_DHQK=columns, siz_b_DHHV=columns, siz_b_loop=step, num_warps=4, num_stages=stages)
+
+
+def _cost(p: Problem, itemsize: int) -> Cost:
+    """Beside the above in float32 n, dn, w, abar, 1/den, dz den, two sums a step and one a chunk for the gates' gradients."""
+    R, K, V, states = p.BNH * p.S, p.DHQK, p.DHHV, p.BNH * p.NC
+    flops = 6 * R * K * V + R * (p.L + 1) * (2 * K + V)
+    floats = 2 * states * K + 6 * R + states
+    return Cost(flops, itemsize * (R * (4 * K + 3 * V + 2 * p.L) + 2 * states * K * V) + 4 * floats)
+
+
+def _loops(tiles: StageConfig, p: Problem) -> Sequence[LoopOperands]:
+    LQ, BK, BV, step = tiles.siz_b_LQ, tiles.siz_b_DHQK, tiles.siz_b_DHHV, tiles.siz_b_loop
+    tile_step = min(step, LQ)
+    of_states = [LoopOperands(step < depth, LQ, LQ * step, (width * step,)) for depth, width in ((p.DHHV, BK), (p.DHQK, BV))]
+    return [*of_states, *(LoopOperands(tile_step < p.L, LQ, LQ * tile_step, (tile_step * width,)) for width in (BK, BV))]
+
+
+STAGE = Stage(
+    name="parallel_bw_dQKV",
+    run=parallel_bw_dQKV,
+    inputs=(
+        *("matQ", "matK", "matV", "matDeltaH", "chunk_gates", "normaliser_gradients", "parallel_bw_dP"),
+        *("matC_states", "vecN_states", "matDeltaC_states", "vecDeltaN_states"),
+    ),
+    search=search_of("siz_b_DHQK", "siz_b_DHHV", "siz_b_loop", siz_b_LQ=(16, 32, 64, 128)),
+    heuristic=_heuristic,
+    cost=_cost,
+    loops=_loops,
+    clamp=clamp_to_tile,
+)

@@ -1,15 +1,15 @@
 """Stage parallel_fw_P: what recurrent_fw_H multiplies, all chunks in parallel.
 
     P_ts = D_ts scale q_t . k_s / den_t,  s <= t inside the chunk        r_t = w_t scale / den_t        kbar_s = abar_s k_s
-    z_t  = w_t scale n_c . q_t + den_t sum_s P_ts        den_t = max(|z_t|, norm_val exp(-m_t)) + eps, or 1, in which case z is not made
+    z_t  = w_t scale n_c . q_t + den_t sum_s P_ts        den_t: normaliser.py; without a normaliser 1, and z is not computed
 
-Grid (NC, B * NH). A program makes one chunk, of L steps, from siz_b_DHQK columns of q and k at a time. The tile of decays is made once
-here, not once a column block of v.
+Grid (NC, B * NH). A CTA owns one chunk of L steps and reads siz_b_DHQK columns of q and k at a time. So each tile of decays is computed
+once, not once for each column block of v.
 
-FLOPs: 2 B NH S L DHQK. Bytes: B NH S ((3 DHQK + L) itemsize + 4 DHQK / L).
+key_sums: sum_s kbar_s of each chunk, from which n_c follows. Grid (NC, B * NH). XLA may turn this sum into a product and transpose the
+keys for it in memory. Bytes: R K itemsize.
 
-key_sums: sum_s kbar_s of each chunk, from which n_c follows in plain jnp. Grid (NC, B * NH). XLA may make a product of it, and transpose
-the keys for that in memory. Bytes: B NH S DHQK itemsize.
+FLOPs: R (L + 1) K. Bytes: q, k, kbar and P, R (3 K + L) itemsize.
 """
 
 from typing import NamedTuple
@@ -18,19 +18,23 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.gates import ChunkGates, vector_states
+from mlstm_pallas.gates import ChunkGates, decay_matrix, vector_states
 from mlstm_pallas.launch import kernel_call
+from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.tiles import Precision, causal_mask, decay_tile, denominator, dot
+from mlstm_pallas.stage import Cost, Stage, StageCall, StageConfig, sequence_shape, sequence_spec
+from mlstm_pallas.tiles import Precision, causal_mask, decay_tile, dot
 
 
 class Scores(NamedTuple):
     """What goes into h: all but v."""
 
-    matP: jax.Array  # (B, NH, S, L) in the kernel dtype, column s - the chunk's first step
-    matK_scaled: jax.Array  # (B, NH, S, DHQK) in the kernel dtype
-    vecR: jax.Array  # (B, NH, S) float32
+    matP: jax.Array  # (B * NH, S, L) in the kernel dtype, column s - the chunk's first step
+    matK_scaled: jax.Array  # (B * NH, S, DHQK) in the kernel dtype
+    vecR: jax.Array  # (B * NH, S) float32, as what follows
+    vecZ: jax.Array | None  # (B * NH, S) the signed z_t; None without a normaliser
+    vecN_states: jax.Array  # (B * NH, NC, DHQK) n before each chunk
+    vecN_last: jax.Array  # (B * NH, DHQK)
 
 
 def _parallel_fw_P_kernel(
@@ -51,8 +55,7 @@ def _parallel_fw_P_kernel(
     *,
     siz_b_DHQK: int,
     scale: float,
-    eps: float,
-    norm_val: float,
+    normaliser: Normaliser | None,
     precision: Precision,
 ):
     L, DHQK = q_ref.shape
@@ -64,13 +67,13 @@ def _parallel_fw_P_kernel(
         if n_ref is not None:
             q_n += jnp.sum(q.astype(jnp.float32) * n_ref[columns][None, :], axis=1)
         kbar_ref[:, columns] = (k.astype(jnp.float32) * abar).astype(kbar_ref.dtype)
-    # Masked after the product, not before: a NaN in k reaches no earlier row.
+    # Masked after the product, not before: a NaN in k reaches no earlier step.
     D = decay_tile(e_hi_ref[...], e_lo_ref[...], u_hi_ref[...], u_lo_ref[...], None)
     P = jnp.where(causal_mask(L, L, 0), scores * (D * scale), 0.0)
-    r = w_ref[...] * scale
-    if z_ref is not None:
+    r = query_scale(w_ref[...], scale)
+    if normaliser is not None:
         z = r * q_n + jnp.sum(P, axis=1)
-        inv_den = 1.0 / denominator(z, None if m_ref is None else m_ref[...], norm_val, eps)
+        inv_den = 1.0 / normaliser.denominator(z, None if m_ref is None else m_ref[...])
         P, r = P * inv_den[:, None], r * inv_den
         z_ref[...] = z
     P_ref[...] = P.astype(P_ref.dtype)
@@ -83,34 +86,26 @@ def _key_sums_kernel(
     sums_ref,  # out (DHQK,)
     *,
     siz_b_DHQK: int,
-    rounded: bool,
 ):
     abar = abar_ref[...][:, None]
     for start in range(0, k_ref.shape[1], siz_b_DHQK):
         columns = pl.ds(start, siz_b_DHQK)
-        k = k_ref[:, columns]
-        scaled = k.astype(jnp.float32) * abar
-        sums_ref[columns] = jnp.sum(scaled.astype(k.dtype).astype(jnp.float32) if rounded else scaled, axis=0)
+        sums_ref[columns] = jnp.sum(k_ref[:, columns].astype(jnp.float32) * abar, axis=0)
 
 
-def key_sums(
-    matK: jax.Array, gates: ChunkGates, *, rounded: bool, problem: Problem, config: KernelConfig, interpret: bool = False
-) -> jax.Array:
-    """What each chunk adds to n, (B, NH, NC, DHQK) float32; rounded: of kbar in the kernel dtype. Config: that of parallel_fw_P."""
-    p, stage = problem, config.stage("parallel_fw_P").fitted(problem)
-    (sums,) = kernel_call(
+def _key_sums(matK: jax.Array, gates: ChunkGates, call: StageCall) -> jax.Array:
+    """What each chunk adds to n, (B * NH, NC, DHQK) float32."""
+    p = call.problem
+    return kernel_call(
         _key_sums_kernel,
         name="key_sums",
         grid=(p.NC, p.BNH),
-        in_specs=[pl.BlockSpec((None, p.L, p.DHQK), lambda c, b: (b, c, 0)), pl.BlockSpec((None, p.L), lambda c, b: (b, c))],
+        in_specs=[sequence_spec(p.L, p.DHQK, lambda c, b: (b, c, 0)), pl.BlockSpec((None, p.L), lambda c, b: (b, c))],
         out_specs=[pl.BlockSpec((None, None, p.DHQK), lambda c, b: (b, c, 0))],
         out_shape=[jax.ShapeDtypeStruct((p.BNH, p.NC, p.DHQK), jnp.float32)],
-        stage=stage,
-        interpret=interpret,
-        siz_b_DHQK=stage.siz_b_DHQK,
-        rounded=rounded,
-    )(matK.reshape(p.BNH, p.S, p.DHQK), gates.vecAbar.reshape(p.BNH, p.S))
-    return sums.reshape(p.B, p.NH, p.NC, p.DHQK)
+        call=call,
+        siz_b_DHQK=call.tiles.siz_b_DHQK,
+    )(matK, gates.per_step().vecAbar)[0]
 
 
 def parallel_fw_P(
@@ -119,32 +114,24 @@ def parallel_fw_P(
     gates: ChunkGates,
     vecN_initial: jax.Array,
     *,
-    problem: Problem,
-    config: KernelConfig,
-    eps: float,
-    stabilize_correctly: bool,
-    norm_val: float,
-    normalize: bool = True,
-    interpret: bool = False,
-) -> tuple[Scores, jax.Array | None, tuple[jax.Array, jax.Array]]:
-    """Launches the stage. Config: siz_b_DHQK. The problem has the chunks of recurrent_fw_H.
+    normaliser: Normaliser | None = DEFAULT_NORMALISER,
+    call: StageCall,
+) -> Scores:
+    """Runs the stage, in the chunks of recurrent_fw_H.
 
     Args:
-      matQ, matK: (B, NH, S, DHQK) in the kernel dtype.
-      gates: of chunks of L steps.
-      vecN_initial: (B, NH, DHQK), float32.
-
-    Returns:
-      The scores; the signed normaliser z (B, NH, S), float32, None with normalize=False; n before each chunk (B, NH, NC, DHQK) and the
-      last n (B, NH, DHQK), float32.
+      matQ, matK: (B * NH, S, DHQK) in the kernel dtype.
+      gates: of chunk_gates.
+      vecN_initial: (B * NH, DHQK), float32.
     """
-    p, stage = problem, config.stage("parallel_fw_P").fitted(problem)
-    added = key_sums(matK, gates, rounded=False, problem=problem, config=config, interpret=interpret)
-    n, n_last = vector_states(added, gates.scaGamma, vecN_initial)
-    rows = pl.BlockSpec((None, p.L), lambda c, b: (b, c))
-    keys = pl.BlockSpec((None, p.L, p.DHQK), lambda c, b: (b, c, 0))
-    floor_needs_m = normalize and stabilize_correctly and norm_val > 0
-    row_shape = jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32)
+    if call.plain:
+        return _plain(matQ, matK, gates, vecN_initial, normaliser, call)
+    p = call.problem
+    n, n_last = vector_states(_key_sums(matK, gates, call), gates.scaGamma, vecN_initial)
+    steps = pl.BlockSpec((None, p.L), lambda c, b: (b, c))
+    keys = sequence_spec(p.L, p.DHQK, lambda c, b: (b, c, 0))
+    normalise, needs_m = normaliser is not None, normaliser is not None and normaliser.floor_needs_m
+    vector, g = jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32), gates.per_step()
     P, kbar, r, *z = kernel_call(
         _parallel_fw_P_kernel,
         name="parallel_fw_P",
@@ -152,31 +139,55 @@ def parallel_fw_P(
         in_specs=[
             keys,
             keys,
-            pl.BlockSpec((None, None, p.DHQK), lambda c, b: (b, c, 0)) if normalize else None,
-            *[rows] * 6,
-            rows if floor_needs_m else None,
+            pl.BlockSpec((None, None, p.DHQK), lambda c, b: (b, c, 0)) if normalise else None,
+            *[steps] * 6,
+            steps if needs_m else None,
         ],
-        out_specs=[pl.BlockSpec((None, p.L, p.L), lambda c, b: (b, c, 0)), keys, rows, *[rows] * normalize],
+        out_specs=[pl.BlockSpec((None, p.L, p.L), lambda c, b: (b, c, 0)), keys, steps, *[steps] * normalise],
         out_shape=[
             jax.ShapeDtypeStruct((p.BNH, p.S, p.L), matQ.dtype),
-            jax.ShapeDtypeStruct((p.BNH, p.S, p.DHQK), matQ.dtype),
-            row_shape,
-            *[row_shape] * normalize,
+            sequence_shape(p, p.DHQK, matQ.dtype),
+            vector,
+            *[vector] * normalise,
         ],
-        stage=stage,
-        interpret=interpret,
-        siz_b_DHQK=stage.siz_b_DHQK,
+        call=call,
+        siz_b_DHQK=call.tiles.siz_b_DHQK,
         scale=p.qk_scale,
-        eps=eps,
-        norm_val=norm_val,
-        precision=config.dot_precision(matQ.dtype, interpret),
-    )(
-        matQ.reshape(p.BNH, p.S, p.DHQK),
-        matK.reshape(p.BNH, p.S, p.DHQK),
-        n.reshape(p.BNH, p.NC, p.DHQK) if normalize else None,
-        *(x.reshape(p.BNH, p.S) for x in (*gates.vecE, *gates.vecU, gates.vecW, gates.vecAbar)),
-        gates.vecM.reshape(p.BNH, p.S) if floor_needs_m else None,
-    )
-    heads = (p.B, p.NH, p.S)
-    scores = Scores(P.reshape(*heads, p.L), kbar.reshape(*heads, p.DHQK), r.reshape(heads))
-    return scores, z[0].reshape(heads) if normalize else None, (n, n_last)
+        normaliser=normaliser,
+        precision=call.precision,
+    )(matQ, matK, n if normalise else None, *g.vecE, *g.vecU, g.vecW, g.vecAbar, g.vecM if needs_m else None)
+    return Scores(P, kbar, r, z[0] if normalise else None, n, n_last)
+
+
+def _plain(matQ, matK, gates, vecN_initial, normaliser, call) -> Scores:
+    p, q, k = call.problem, call.chunks(matQ), call.chunks(matK)
+    kbar = k * gates.vecAbar[..., None]
+    n, n_last = vector_states(jnp.sum(kbar, axis=2), gates.scaGamma, vecN_initial)
+    P = jnp.einsum("nctk,ncsk->ncts", q, k, preferred_element_type=gates.vecW.dtype, precision=call.precision)
+    P = jnp.where(jnp.tri(p.L, dtype=bool), P * (decay_matrix(gates) * p.qk_scale), 0.0)
+    r, z = query_scale(gates.vecW, p.qk_scale), None
+    if normaliser is not None:
+        z = r * jnp.sum(q * n[:, :, None], axis=-1) + jnp.sum(P, axis=-1)
+        made = normaliser.normalise(jnp.concatenate([P, r[..., None]], axis=-1), z, gates.vecM)
+        P, r = made[..., :-1], made[..., -1]
+    P, kbar, r = (x.reshape(p.BNH, p.S, *x.shape[3:]) for x in (P.astype(q.dtype), kbar.astype(q.dtype), r))
+    return Scores(P, kbar, r, None if z is None else z.reshape(p.BNH, p.S), n, n_last)
+
+
+def _cost(p: Problem, itemsize: int) -> Cost:
+    """Beside the above in float32 e, u, w, abar, m, r, z; gamma, the first and the last n."""
+    R, K = p.BNH * p.S, p.DHQK
+    floats = 9 * R + p.BNH * p.NC + 2 * p.BNH * K
+    return Cost(R * (p.L + 1) * K, itemsize * R * (3 * K + p.L) + 4 * floats)
+
+
+STAGE = Stage(
+    name="parallel_fw_P",
+    run=parallel_fw_P,
+    inputs=("matQ", "matK", "chunk_gates", "vecN_initial"),
+    search={"siz_b_DHQK": (32, 64, 128, 256), "num_warps": (1, 2, 4, 8)},
+    heuristic=lambda DHQK, dtype: StageConfig(num_warps=4, num_stages=1),
+    cost=_cost,
+    loops=lambda tiles, p: (),  # no product in a loop, and little of the rest
+    fused=True,
+)

@@ -5,17 +5,17 @@
 chunk by chunk, forward or backward in time: (X, a, b, r) = (C, k, v, abar), or with operands that come scaled, without r and x,
 (C, kbar, v) or (dC, qbar, dh).
 
-Grid (DHHV / siz_b_DHHV, DHQK / siz_b_DHQK, B * NH), as often as recurrences are given: one launch may do several. A program owns a
-siz_b_DHQK x siz_b_DHHV block of X, in fp32 registers, and walks over the sequence in tiles of siz_b_LKV rows. Where it enters a chunk
-it stores the block in the kernel dtype. Within a chunk no sum is read before the last tile. The block is kept transposed: where a has
-to be scaled it passes through registers, and goes from there to shared memory row by row as the right operand, while b is read
-transposed from where the copy put it. The programs of the first column block own x.
+Grid (DHHV / siz_b_DHHV, DHQK / siz_b_DHQK, B * NH), times the number of recurrences: one launch may run several. A CTA owns a
+siz_b_DHQK x siz_b_DHHV block of X, in float32 registers, and loops over the sequence in tiles of siz_b_LKV steps. At each chunk
+boundary it stores the block in the kernel dtype. Within a chunk no sum is read before the last tile. The block is kept transposed:
+where a has to be scaled it passes through registers, and goes from there to shared memory row by row as the right operand, while b is
+read transposed from where the copy put it. The CTAs of the first column block own x.
 
-Where that makes too few programs for a GPU, the sequence is split in num_segments parts, which are further heads; the states before
-them follow from what each adds (segments.py), which the same kernel makes, a segment being a chunk then.
+Where that makes too few CTAs for a GPU, the sequence is cut into num_splits parts, which count as heads; the states before them follow
+from what each adds (splits.py). The same kernel computes that, with a split for a chunk.
 
-FLOPs: 2 B NH S DHQK DHHV. Bytes: a and b once for each column and row block (the repeats mostly from L2), the states once:
-B NH (S (DHQK + DHHV) + NC DHQK DHHV) itemsize.
+FLOPs: 2 R K V. Bytes: a and b once for each column and row block (the repeats mostly from L2), the states once:
+(R (K + V) + B NH NC K V) itemsize.
 """
 
 import dataclasses
@@ -25,14 +25,18 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.config import StageConfig
 from mlstm_pallas.gates import vector_states
 from mlstm_pallas.launch import kernel_call
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.segments import decays_in_segments, segment_states
+from mlstm_pallas.splits import decays_in_splits, heads_of_splits, split_states, splits_as_heads
+from mlstm_pallas.stage import Cost, LoopOperands, StageCall, StageConfig, search_of, sequence_spec
 from mlstm_pallas.tiles import Precision, blocks, divide, dot, loop, remainder
+
+# CTAs that leave no SM of a large GPU without two. Splitting pays for its second launch only from four splits on.
+ENOUGH_CTAS, MIN_SPLITS, MAX_SPLITS = 256, 4, 16
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,25 +44,30 @@ class Recurrence:
     """One recurrence.
 
     Attributes:
-      a, b: (B, NH, S, DHQK), (B, NH, S, DHHV) in the kernel dtype.
-      gamma: (B, NH, NC), X_initial: (B, NH, DHQK, DHHV), None: zeros; float32.
-      last: whether X behind the last chunk is wanted.
+      a, b: (B * NH, S, DHQK), (B * NH, S, DHHV) in the kernel dtype.
+      gamma: (B * NH, NC), X_initial: (B * NH, DHQK, DHHV), None: zeros; float32.
+      return_last: whether X after the last chunk is wanted.
       backward: in time.
-      r, x_initial: (B, NH, S), (B, NH, DHQK), float32; both, or none where a is scaled.
+      r, x_initial: (B * NH, S), (B * NH, DHQK), float32; both, or none where a is scaled.
     """
 
     a: jax.Array
     b: jax.Array
     gamma: jax.Array
     X_initial: jax.Array | None
-    last: bool
+    return_last: bool
     backward: bool = False
     r: jax.Array | None = None
     x_initial: jax.Array | None = None
 
-    @property
-    def weighted(self) -> bool:
-        return self.r is not None
+
+class RecurrenceOutputs(NamedTuple):
+    """float32 but for X. With backward, X and x are those after each chunk, and the last are those before the first."""
+
+    X: jax.Array  # (B * NH, NC, DHQK, DHHV) before each chunk, in the kernel dtype
+    X_last: Any  # (B * NH, DHQK, DHHV) after the last chunk; None where it is not wanted
+    x: Any  # (B * NH, NC, DHQK); None without r
+    x_last: Any  # (B * NH, DHQK); None without r
 
 
 def _recurrence_kernel(
@@ -68,17 +77,16 @@ def _recurrence_kernel(
     gamma_ref,  # (NC,)
     X_initial_ref,  # (siz_b_DHQK, siz_b_DHHV), may be absent
     x_initial_ref,  # (siz_b_DHQK,)
-    X_ref,  # out (stored, siz_b_DHQK, siz_b_DHHV)
-    *more_refs,  # out, what is wanted of these: X_last (siz_b_DHQK, siz_b_DHHV); x (stored, siz_b_DHQK) and x_last (siz_b_DHQK,)
+    X_ref,  # out (NC, siz_b_DHQK, siz_b_DHHV)
+    *more_refs,  # out, as wanted: X_last (siz_b_DHQK, siz_b_DHHV); x (NC, siz_b_DHQK) and x_last (siz_b_DHQK,)
     tiles: int,
     siz_b_L: int,
-    save_every: int,
     backward: bool,
-    last: bool,
+    return_last: bool,
     precision: Precision,
 ):
     num_chunks, more = gamma_ref.shape[0], iter(more_refs)
-    X_last_ref: Any = next(more) if last else None
+    X_last_ref: Any = next(more) if return_last else None
     x_ref: Any = next(more, None)
     x_last_ref: Any = next(more, None)
     owns_x = pl.program_id(0) == 0
@@ -86,29 +94,21 @@ def _recurrence_kernel(
     def step(index, carry):
         XT, x = carry
         chunk = num_chunks - 1 - index if backward else index
+        X_ref[chunk, :, :] = XT.astype(X_ref.dtype).T
+        if r_ref is not None:
 
-        def store():
-            slot = divide(chunk, save_every)
-            X_ref[slot, :, :] = XT.astype(X_ref.dtype).T
-            if r_ref is not None:
-
-                @pl.when(owns_x)
-                def _():
-                    x_ref[slot, :] = x
-
-        if save_every > 1:
-            pl.when(remainder(chunk, save_every) == 0)(store)
-        else:
-            store()
+            @pl.when(owns_x)
+            def _():
+                x_ref[chunk, :] = x
 
         def add(tile, carry):
             XT, x = carry
-            rows = pl.ds((chunk * tiles + tile) * siz_b_L, siz_b_L)
-            a = a_ref[rows, :]
+            steps = pl.ds((chunk * tiles + tile) * siz_b_L, siz_b_L)
+            a = a_ref[steps, :]
             if r_ref is not None:
-                scaled = a.astype(jnp.float32) * r_ref[rows][:, None]
+                scaled = a.astype(jnp.float32) * r_ref[steps][:, None]
                 a, x = scaled.astype(a.dtype), x + jnp.sum(scaled, axis=0)
-            return XT + dot(b_ref[rows, :], a, precision, a_axis=0), x
+            return XT + dot(b_ref[steps, :], a, precision, a_axis=0), x
 
         gamma = gamma_ref[chunk]
         return loop(tiles, add, (XT * gamma, None if x is None else x * gamma))
@@ -132,177 +132,202 @@ def _recurrences_kernel(*refs, each: Sequence[tuple[int, dict[str, Any]]], heads
     """The inputs, then the outputs of each recurrence; ``each``: how many outputs, and what is static."""
     of, out = divide(pl.program_id(2), heads), len(each) * _INPUTS
     for index, (outputs, own) in enumerate(each):
-        mine = *refs[index * _INPUTS : (index + 1) * _INPUTS], *refs[out : out + outputs]
+        own_refs = *refs[index * _INPUTS : (index + 1) * _INPUTS], *refs[out : out + outputs]
         run: Any = functools.partial(_recurrence_kernel, **own, **statics)
         if len(each) == 1:
-            run(*mine)
+            run(*own_refs)
         else:
-            pl.when(of == index)(functools.partial(run, *mine))
+            pl.when(of == index)(functools.partial(run, *own_refs))
         out += outputs
 
 
-class _Made(NamedTuple):
-    """float32 but for X; of n heads. What is not wanted is None."""
-
-    X: jax.Array  # (n, stored, DHQK, DHHV) in the kernel dtype
-    X_last: Any  # (n, DHQK, DHHV)
-    x: Any  # (n, stored, DHQK)
-    x_last: Any  # (n, DHQK)
-
-
 def _launch(
-    name: str,
-    recurrences: Sequence[Recurrence],
-    *,
-    problem: Problem,
-    stage: StageConfig,
-    precision: Precision,
-    save_every: int = 1,
-    taken: range | None = None,
-    segments: int = 1,
-    interpret: bool,
-) -> list[_Made]:
-    """One launch of the kernel, on arrays whose leading axes hold the problem's heads; taken: of each ``segments`` of them, else all."""
-    p, BK, BV = problem, stage.siz_b_DHQK, stage.siz_b_DHHV
-    stored = -(-p.NC // save_every)
-    heads = p.BNH if taken is None else p.BNH // segments * len(taken)
+    name: str, recurrences: Sequence[Recurrence], call: StageCall, taken: tuple[range, int] | None = None
+) -> list[RecurrenceOutputs]:
+    """One launch of the kernel. taken: (these, of each n) heads alone."""
+    p, BK, BV = call.problem, call.tiles.siz_b_DHQK, call.tiles.siz_b_DHHV
+    these, of_each = taken or (range(1), 1)
+    heads = p.BNH // of_each * len(these)
 
-    def program(n):
+    def output_head(n):
         return n if len(recurrences) == 1 else remainder(n, heads)
 
     def head(n):
-        n = program(n)
-        return n if taken is None else divide(n, len(taken)) * segments + remainder(n, len(taken)) + taken.start
+        n = output_head(n)
+        return n if taken is None else divide(n, len(these)) * of_each + remainder(n, len(these)) + these.start
 
     def block(shape, index, of=head):
         return pl.BlockSpec((None, *shape), lambda iv, ik, n: (of(n), *index(iv, ik)))
 
+    keys = sequence_spec(p.S, BK, lambda iv, ik, n: (head(n), 0, ik))
+    values = sequence_spec(p.S, BV, lambda iv, ik, n: (head(n), 0, iv))
     state, norm = (lambda iv, ik: (ik, iv)), (lambda iv, ik: (ik,))
     arrays: list[tuple[jax.Array | None, pl.BlockSpec]] = []
-    made: list[tuple[tuple[int, ...], Any, pl.BlockSpec]] = []
+    outputs: list[tuple[tuple[int, ...], Any, pl.BlockSpec]] = []
     each: list[tuple[int, dict[str, Any]]] = []
-
-    def flat(y, *shape):
-        return None if y is None else y.reshape(p.BNH, *shape)
-
     for x in recurrences:
         arrays += [
-            (flat(x.a, p.S, p.DHQK), block((p.S, BK), lambda iv, ik: (0, ik))),
-            (flat(x.b, p.S, p.DHHV), block((p.S, BV), lambda iv, ik: (0, iv))),
-            (flat(x.r, p.S), block((p.S,), lambda iv, ik: (0,))),
-            (flat(x.gamma, p.NC), block((p.NC,), lambda iv, ik: (0,))),
-            (flat(x.X_initial, p.DHQK, p.DHHV), block((BK, BV), state)),
-            (flat(x.x_initial, p.DHQK), block((BK,), norm)),
+            (x.a, keys),
+            (x.b, values),
+            (x.r, block((p.S,), lambda iv, ik: (0,))),
+            (x.gamma, block((p.NC,), lambda iv, ik: (0,))),
+            (x.X_initial, block((BK, BV), state)),
+            (x.x_initial, block((BK,), norm)),
         ]
-        outs: Any = [((stored, p.DHQK, p.DHHV), x.a.dtype, block((stored, BK, BV), lambda iv, ik: (0, ik, iv), program))]
-        if x.last:
-            outs.append(((p.DHQK, p.DHHV), jnp.float32, block((BK, BV), state, program)))
-        if x.weighted:
-            outs.append(((stored, p.DHQK), jnp.float32, block((stored, BK), lambda iv, ik: (0, ik), program)))
-            outs.append(((p.DHQK,), jnp.float32, block((BK,), norm, program)))
-        made += outs
-        each.append((len(outs), dict(backward=x.backward, last=x.last)))
+        own: Any = [((p.NC, p.DHQK, p.DHHV), x.a.dtype, block((p.NC, BK, BV), lambda iv, ik: (0, ik, iv), output_head))]
+        if x.return_last:
+            own.append(((p.DHQK, p.DHHV), jnp.float32, block((BK, BV), state, output_head)))
+        if x.r is not None:
+            own.append(((p.NC, p.DHQK), jnp.float32, block((p.NC, BK), lambda iv, ik: (0, ik), output_head)))
+            own.append(((p.DHQK,), jnp.float32, block((BK,), norm, output_head)))
+        outputs += own
+        each.append((len(own), dict(backward=x.backward, return_last=x.return_last)))
     found = iter(
         kernel_call(
             _recurrences_kernel,
             name=name,
             grid=(blocks(p.DHHV, BV), blocks(p.DHQK, BK), len(recurrences) * heads),
             in_specs=[None if y is None else spec for y, spec in arrays],
-            out_specs=[spec for *_, spec in made],
-            out_shape=[jax.ShapeDtypeStruct((heads, *shape), dtype) for shape, dtype, _ in made],
-            stage=stage,
-            interpret=interpret,
+            out_specs=[spec for *_, spec in outputs],
+            out_shape=[jax.ShapeDtypeStruct((heads, *shape), dtype) for shape, dtype, _ in outputs],
+            call=call,
             each=tuple(each),
             heads=heads,
-            tiles=blocks(p.L, stage.siz_b_LKV),
-            siz_b_L=stage.siz_b_LKV,
-            save_every=save_every,
-            precision=precision,
+            tiles=blocks(p.L, call.tiles.siz_b_LKV),
+            siz_b_L=call.tiles.siz_b_LKV,
+            precision=call.precision,
         )(*(y for y, _ in arrays))
     )
 
-    def outputs(x: Recurrence) -> _Made:
-        X, X_last = next(found), next(found) if x.last else None
-        return _Made(X, X_last, *((next(found), next(found)) if x.weighted else (None, None)))
+    def outputs_of(x: Recurrence) -> RecurrenceOutputs:
+        X, X_last = next(found), next(found) if x.return_last else None
+        return RecurrenceOutputs(X, X_last, *((next(found), next(found)) if x.r is not None else (None, None)))
 
-    return [outputs(x) for x in recurrences]
+    return [outputs_of(x) for x in recurrences]
 
 
-def segment_products(
-    a: jax.Array,
-    b: jax.Array,
-    r: jax.Array,
-    segments: int,
-    *,
-    backward: bool = False,
-    problem: Problem,
-    stage: StageConfig,
-    precision: Precision,
-    interpret: bool,
+def split_products(
+    a: jax.Array, b: jax.Array, r: jax.Array, num_splits: int, *, backward: bool = False, all_splits: bool = False, call: StageCall
 ) -> jax.Array:
-    """sum_t r_t a_t b_t^T over each segment but the last one, with backward the first: (B, NH, segments - 1, DHQK, DHHV) float32.
+    """sum_t r_t a_t b_t^T over each split, (B * NH, num_splits - 1, DHQK, DHHV) in the dtype of r.
 
-    Arguments as of a ``Recurrence``.
+    The last split's product (with backward the first one's) is not read by any split, so it is left out, but for all_splits, which only
+    the plain form has. Arguments as of a ``Recurrence``; the call's tiles need not be clamped.
     """
-    length, taken = problem.S // segments, range(1, segments) if backward else range(segments - 1)
-    p = dataclasses.replace(problem, NH=problem.NH * segments, S=length, L=length)
-    stage = stage.fitted(p).narrowed(p)
+    p = call.problem
+    if call.plain:
+
+        def split(x):
+            return x.reshape(p.BNH, num_splits, p.S // num_splits, x.shape[-1])
+
+        scaled = split((a * r[..., None]).astype(a.dtype))
+        X = jnp.einsum("npsk,npsv->npkv", scaled, split(b), precision=call.precision, preferred_element_type=r.dtype)
+        return X if all_splits else X[:, 1:] if backward else X[:, :-1]
+    p = p.split(num_splits)
+    p = dataclasses.replace(p, L=p.S)
+    call = dataclasses.replace(call, problem=p, tiles=shrunk(call.tiles.clamped(p), p))
+    a, b, r = (splits_as_heads(x, num_splits) for x in (a, b, r))
     one, none = jnp.ones((p.BNH, 1), jnp.float32), jnp.zeros((p.BNH, p.DHQK), jnp.float32)
-    whole = Recurrence(a, b, one, None, last=True, r=r, x_initial=none)
-    launch: dict[str, Any] = dict(stage=stage, precision=precision, interpret=interpret)
-    (made,) = _launch("segment_products", [whole], problem=p, taken=taken, segments=segments, **launch)
-    return made.X_last.reshape(problem.B, problem.NH, segments - 1, p.DHQK, p.DHHV)
+    whole = Recurrence(a, b, one, None, return_last=True, r=r, x_initial=none)
+    taken = range(1, num_splits) if backward else range(num_splits - 1)
+    (outputs,) = _launch("split_products", [whole], call, (taken, num_splits))
+    return heads_of_splits(outputs.X_last, num_splits - 1)
 
 
-def recurrences(
-    name: str,
-    *given: Recurrence,
-    problem: Problem,
-    stage: StageConfig,
-    precision: Precision,
-    save_every: int = 1,
-    interpret: bool,
-) -> list[tuple[Any, ...]]:
-    """Launches the kernel under ``name``. Config: siz_b_LKV, siz_b_DHQK, siz_b_DHHV, num_segments.
-
-    Args:
-      given: that do not depend on each other.
-      save_every: only what enters chunks 0, n, 2n, ... is stored: stored = ceil(NC / n).
-
-    Returns:
-      For each what enters each chunk, X (B, NH, stored, DHQK, DHHV) in the kernel dtype; what leaves the last one, (B, NH, DHQK, DHHV)
-      float32, or None; with r likewise x, (B, NH, stored, DHQK) and (B, NH, DHQK), float32.
-    """
-    whole = stage.fitted(problem)
-    stage = whole.narrowed(problem, len(given))
-    segments = stage.segments(problem, len(given)) if save_every == 1 else 1
-    launch: dict[str, Any] = dict(precision=precision, interpret=interpret)
-    vectors: list[tuple[jax.Array, ...]] = [()] * len(given)
-    if segments > 1:
-        parts = [_in_segments(x, segments, problem, whole, launch) for x in given]
-        given, vectors = tuple(x for x, _ in parts), [x for _, x in parts]
-    p = dataclasses.replace(problem, NH=problem.NH * segments, S=problem.S // segments)
-    heads, results = (problem.B, problem.NH), []
-    for x, vector, made in zip(given, vectors, _launch(name, given, problem=p, stage=stage, save_every=save_every, **launch), strict=True):
-        X_last = made.X_last
-        if X_last is not None:
-            X_last = X_last.reshape(*heads, segments, p.DHQK, p.DHHV)[:, :, 0 if x.backward else -1]
-        if made.x is not None:
-            vector = made.x.reshape(*heads, -1, p.DHQK), made.x_last.reshape(*heads, p.DHQK)
-        results.append((made.X.reshape(*heads, -1, p.DHQK, p.DHHV), X_last, *vector))
-    return results
+def recurrences(name: str, *given: Recurrence, call: StageCall) -> list[RecurrenceOutputs]:
+    """Runs recurrences that do not depend on each other, in one launch under ``name``."""
+    if call.plain:
+        return [_plain(x, call) for x in given]
+    p, tiles = call.problem, shrunk(call.tiles, call.problem, len(given))
+    num_splits = splits_of(tiles, p, len(given))
+    if num_splits == 1:
+        return _launch(name, given, dataclasses.replace(call, tiles=tiles))
+    parts = [_in_splits(x, num_splits, call) for x in given]
+    split_call = dataclasses.replace(call, problem=p.split(num_splits), tiles=tiles)
+    outputs = _launch(name, [x for x, _ in parts], split_call)
+    return [_whole(x, y, vectors, num_splits) for y, (x, vectors) in zip(outputs, parts, strict=True)]
 
 
-def _in_segments(
-    x: Recurrence, segments: int, problem: Problem, stage: StageConfig, launch: dict[str, Any]
-) -> tuple[Recurrence, tuple[jax.Array, ...]]:
-    """The recurrence with the states before its segments for X_initial; where it has x, that is made here."""
-    vectors: tuple[jax.Array, ...] = ()
+def _whole(x: Recurrence, outputs: RecurrenceOutputs, vectors: tuple[Any, Any], num_splits: int) -> RecurrenceOutputs:
+    """The outputs of whole sequences from those of splits; vectors: x and x_last."""
+    X, X_last = heads_of_splits(outputs.X, num_splits), outputs.X_last
+    if X_last is not None:
+        X_last = heads_of_splits(X_last, num_splits)[:, 0 if x.backward else -1]
+    return RecurrenceOutputs(X.reshape(X.shape[0], -1, *X.shape[3:]), X_last, *vectors)
+
+
+def _in_splits(x: Recurrence, num_splits: int, call: StageCall) -> tuple[Recurrence, tuple[Any, Any]]:
+    """The recurrence on splits, from the states before them; where it has x, that is computed here."""
+    vectors: tuple[Any, Any] = (None, None)
     if x.r is not None and x.x_initial is not None:
         scaled = x.a.astype(jnp.float32) * x.r[..., None]
-        added = jnp.sum(scaled.reshape(*x.a.shape[:2], problem.NC, problem.L, problem.DHQK), axis=-2)
-        vectors = vector_states(added, x.gamma, x.x_initial, backward=x.backward)
+        vectors = vector_states(jnp.sum(call.chunks(scaled), axis=-2), x.gamma, x.x_initial, backward=x.backward)
         x = dataclasses.replace(x, a=scaled.astype(x.a.dtype), r=None, x_initial=None)
-    decays = decays_in_segments(x.gamma, segments, problem.S, backward=x.backward)
-    products = segment_products(x.a, x.b, decays, segments, backward=x.backward, problem=problem, stage=stage, **launch)
-    return dataclasses.replace(x, X_initial=segment_states(products, x.gamma, x.X_initial, backward=x.backward)), vectors
+    decays = decays_in_splits(x.gamma, num_splits, call.problem.S, backward=x.backward)
+    products = split_products(x.a, x.b, decays, num_splits, backward=x.backward, call=call)
+    states = split_states(products, x.gamma, x.X_initial, backward=x.backward)
+    a, b, gamma = (splits_as_heads(y, num_splits) for y in (x.a, x.b, x.gamma))
+    return dataclasses.replace(x, a=a, b=b, gamma=gamma, X_initial=states), vectors
+
+
+def _plain(x: Recurrence, call: StageCall) -> RecurrenceOutputs:
+    acc = x.gamma.dtype
+    a = call.chunks(x.a) if x.r is None else call.chunks(x.a) * call.chunks(x.r)[..., None]
+    updates = jnp.einsum("nclk,nclv->cnkv", a.astype(x.a.dtype), call.chunks(x.b), preferred_element_type=acc, precision=call.precision)
+    X_initial = jnp.zeros_like(updates[0]) if x.X_initial is None else x.X_initial
+
+    def step(X, chunk):
+        gamma, update = chunk
+        return gamma[:, None, None] * X + update, X.astype(x.a.dtype)
+
+    X_last, X = lax.scan(step, X_initial, (x.gamma.T, updates), reverse=x.backward)
+    vectors: tuple[Any, Any] = (None, None)
+    if x.x_initial is not None:
+        vectors = vector_states(jnp.sum(a, axis=2), x.gamma, x.x_initial, backward=x.backward)
+    return RecurrenceOutputs(jnp.moveaxis(X, 0, 1), X_last if x.return_last else None, *vectors)
+
+
+# The facts that both stages share.
+
+
+def _ctas(tiles: StageConfig, p: Problem) -> int:
+    """Of one recurrence over one split."""
+    return p.BNH * blocks(p.DHHV, tiles.siz_b_DHHV) * blocks(p.DHQK, tiles.siz_b_DHQK)
+
+
+def shrunk(tiles: StageConfig, p: Problem, recurrences: int = 1) -> StageConfig:
+    """The (clamped) tiles with smaller blocks, down to 64 columns a side, where so many recurrences have few CTAs."""
+    for name in ("siz_b_DHHV", "siz_b_DHQK") * 2:
+        size = getattr(tiles, name)
+        if size > 64 and recurrences * _ctas(tiles, p) < ENOUGH_CTAS:
+            tiles = tiles.replace(**{name: size // 2})
+    return tiles
+
+
+def splits_of(tiles: StageConfig, p: Problem, recurrences: int = 1) -> int:
+    """Splits of the sequence: num_splits, cut to what divides the chunks."""
+    filling = max(ENOUGH_CTAS // max(recurrences * _ctas(tiles, p), 1), 1)
+    wanted = filling if tiles.num_splits is None else tiles.num_splits
+    splits = min(1 << (wanted.bit_length() - 1), MAX_SPLITS, p.NC & -p.NC)
+    return splits if tiles.num_splits is not None or splits >= MIN_SPLITS else 1
+
+
+def _cost(p: Problem, itemsize: int) -> Cost:
+    """Beside the above in float32 gamma, the first and the last X."""
+    R, K, V, states = p.BNH * p.S, p.DHQK, p.DHHV, p.BNH * p.NC
+    return Cost(2 * R * K * V, itemsize * (R * (K + V) + states * K * V) + 4 * (states + 2 * p.BNH * K * V))
+
+
+def _loops(tiles: StageConfig, p: Problem) -> Sequence[LoopOperands]:
+    tiles = shrunk(tiles, p)
+    LKV, BK, BV = tiles.siz_b_LKV, tiles.siz_b_DHQK, tiles.siz_b_DHHV
+    return [LoopOperands(p.L > LKV, BV, LKV * BV, (LKV * BK,))]
+
+
+FACTS: dict[str, Any] = dict(
+    search=search_of("siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV"),
+    heuristic=lambda DHQK, dtype: StageConfig(siz_b_LKV=64, siz_b_DHQK=64, siz_b_DHHV=64, num_warps=4, num_stages=2),
+    cost=_cost,
+    loops=_loops,
+    transposes_left=True,
+)

@@ -1,23 +1,27 @@
-"""Stage recurrent_bw_dC: the gradients of the states at the chunk borders.
+"""Stage recurrent_bw_dC: the gradients of the states at the chunk boundaries, and the states themselves where they are recomputed.
 
-    dC_c = gamma_c dC_{c+1} + sum_t qbar_t dh_t^T        qbar_t = (w_t scale / den_t) q_t
+    dC_c = gamma_c dC_{c+1} + sum_t qbar_t dh_t^T        C_{c+1} = gamma_c C_c + sum_t kbar_t v_t^T        (qbar, kbar: parallel_bw_dP)
 
-Grid, ownership, FLOPs and bytes are those of the kernel in recurrence.py, run backward in time. Where the backward pass makes the states
-anew, it does so in the same launch: neither recurrence needs the other, and of few heads one alone does not fill a GPU.
+Kernel, grid, what a CTA owns, plain form, FLOPs and bytes are those of recurrence.py, dC backward in time. Both recurrences share a
+launch: neither needs the other, and with few heads one alone does not fill a GPU.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stages.recurrence import Recurrence, recurrences
+from mlstm_pallas.stage import Cost, Stage, StageCall
+from mlstm_pallas.stages.recurrence import FACTS, Recurrence, recurrences
 
 
-def _launch(*given: Recurrence, problem: Problem, config: KernelConfig, interpret: bool) -> list[tuple[Any, ...]]:
-    options: dict[str, Any] = dict(precision=config.dot_precision(given[0].a.dtype, interpret), interpret=interpret)
-    return recurrences("recurrent_bw_dC", *given, problem=problem, stage=config.stage("recurrent_bw_dC"), **options)
+class StateGradients(NamedTuple):
+    """None: not wanted."""
+
+    matDeltaC_states: jax.Array  # (B * NH, NC, DHQK, DHHV) of the state after each chunk, in the kernel dtype
+    matDeltaC_initial: Any  # (B * NH, DHQK, DHHV) float32
+    matC_states: Any  # (B * NH, NC, DHQK, DHHV) before each chunk, in the kernel dtype
+    matC_last: Any  # (B * NH, DHQK, DHHV) float32
 
 
 def recurrent_bw_dC(
@@ -25,29 +29,41 @@ def recurrent_bw_dC(
     matDeltaH: jax.Array,
     scaGamma: jax.Array,
     matDeltaC_last: jax.Array | None,
+    matK_scaled: jax.Array | None = None,
+    matV: jax.Array | None = None,
+    matC_initial: jax.Array | None = None,
     *,
-    problem: Problem,
-    config: KernelConfig,
-    last: bool = True,
-    interpret: bool = False,
-) -> tuple[jax.Array, jax.Array | None]:
-    """Launches the stage. Config: siz_b_LKV (rows of q and dh), siz_b_DHQK, siz_b_DHHV, num_segments.
+    return_initial: bool = True,
+    return_last: bool = True,
+    call: StageCall,
+) -> StateGradients:
+    """Runs the stage.
 
     Args:
-      matQ_scaled, matDeltaH: (B, NH, S, DHQK), (B, NH, S, DHHV) in the kernel dtype.
-      scaGamma: (B, NH, NC), matDeltaC_last: gradient of the last C, (B, NH, DHQK, DHHV), None: zeros; float32.
-      last: whether the gradient of the initial C is wanted.
-
-    Returns:
-      matDeltaC_states (B, NH, NC, DHQK, DHHV) in the kernel dtype, of the state after each chunk, and the gradient of the initial C
-      or None, float32.
+      matQ_scaled, matDeltaH: (B * NH, S, DHQK), (B * NH, S, DHHV) in the kernel dtype.
+      scaGamma: (B * NH, NC), matDeltaC_last: gradient of the last C, (B * NH, DHQK, DHHV), None: zeros; float32.
+      matK_scaled, matV: shaped as matQ_scaled and matDeltaH, where the states are recomputed; matC_initial: (B * NH, DHQK, DHHV)
+        float32, None: zeros.
+      return_initial: whether the gradient of the initial C is wanted.
+      return_last: whether the last C is wanted.
     """
-    of_dC = Recurrence(matQ_scaled, matDeltaH, scaGamma, matDeltaC_last, last=last, backward=True)
-    (made,) = _launch(of_dC, problem=problem, config=config, interpret=interpret)
-    return made
+    of_dC = Recurrence(matQ_scaled, matDeltaH, scaGamma, matDeltaC_last, return_initial, backward=True)
+    if matK_scaled is None or matV is None:
+        (dC,) = recurrences("recurrent_bw_dC", of_dC, call=call)
+        return StateGradients(dC.X, dC.X_last, None, None)
+    of_C = Recurrence(matK_scaled, matV, scaGamma, matC_initial, return_last)
+    C, dC = recurrences("recurrent_bw_dC", of_C, of_dC, call=call)
+    return StateGradients(dC.X, dC.X_last, C.X, C.X_last)
 
 
-def recurrent_bw_C_dC(of_C: Recurrence, of_dC: Recurrence, *, problem: Problem, config: KernelConfig, interpret: bool = False):
-    """recurrent_fw_C and recurrent_bw_dC in one launch, of the latter's config: what both return, of scaled keys and queries."""
-    (C, C_last), (dC, dC_initial) = _launch(of_C, of_dC, problem=problem, config=config, interpret=interpret)
-    return C, C_last, dC, dC_initial
+def _cost(p: Problem, itemsize: int) -> Cost:
+    """Of both recurrences."""
+    return Cost(*(2 * x for x in FACTS["cost"](p, itemsize)))
+
+
+STAGE = Stage(
+    name="recurrent_bw_dC",
+    run=recurrent_bw_dC,
+    inputs=("matQ_scaled", "matDeltaH", "scaGamma", "matDeltaC_last", "matK_scaled", "matV", "matC_initial"),
+    **FACTS | {"cost": _cost},
+)

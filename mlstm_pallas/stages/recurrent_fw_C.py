@@ -1,53 +1,52 @@
-"""Stage recurrent_fw_C: the states at the chunk borders.
+"""Stage recurrent_fw_C: the states at the chunk boundaries.
 
     C_{c+1} = gamma_c C_c + sum_t abar_t k_t v_t^T        n_{c+1} = gamma_c n_c + sum_t abar_t k_t
 
-Grid, ownership, FLOPs and bytes are those of the kernel in recurrence.py, run forward in time.
+Kernel, grid, what a CTA owns, plain form, FLOPs and bytes are those of recurrence.py, forward in time.
 """
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 
-from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.stages.recurrence import Recurrence, recurrences
+from mlstm_pallas.stage import Stage, StageCall
+from mlstm_pallas.stages.recurrence import FACTS, Recurrence, recurrences
+
+
+class States(NamedTuple):
+    matC_states: jax.Array  # (B * NH, NC, DHQK, DHHV) before each chunk, in the kernel dtype
+    matC_last: Any  # (B * NH, DHQK, DHHV) float32, as what follows; None where it is not wanted
+    vecN_states: jax.Array  # (B * NH, NC, DHQK)
+    vecN_last: jax.Array  # (B * NH, DHQK)
 
 
 def recurrent_fw_C(
     matK: jax.Array,
     matV: jax.Array,
+    vecAbar: jax.Array,
     scaGamma: jax.Array,
     matC_initial: jax.Array | None,
-    vecAbar: jax.Array | None = None,
-    vecN_initial: jax.Array | None = None,
+    vecN_initial: jax.Array,
     *,
-    problem: Problem,
-    config: KernelConfig,
-    save_every: int = 1,
-    last: bool = True,
-    interpret: bool = False,
-) -> tuple[Any, ...]:
-    """Launches the stage. Config: siz_b_LKV, siz_b_DHQK, siz_b_DHHV, num_segments.
+    return_last: bool = True,
+    call: StageCall,
+) -> States:
+    """Runs the stage.
 
     Args:
-      matK, matV: (B, NH, S, DHQK), (B, NH, S, DHHV) in the kernel dtype.
-      scaGamma: (B, NH, NC), matC_initial: (B, NH, DHQK, DHHV), None: zeros; float32.
-      vecAbar, vecN_initial: (B, NH, S), (B, NH, DHQK), float32; none where matK comes scaled, as parallel_bw_dP makes it.
-      save_every: only the states before chunks 0, n, 2n, ... are stored.
-      last: whether the last C is wanted.
-
-    Returns:
-      matC_states (B, NH, ceil(NC / save_every), DHQK, DHHV) in the kernel dtype, and the last C, float32, shaped as the initial one, or
-      None; with vecAbar also vecN_states (B, NH, ceil(NC / save_every), DHQK) and the last n, float32.
+      matK, matV: (B * NH, S, DHQK), (B * NH, S, DHHV) in the kernel dtype.
+      vecAbar, scaGamma: (B * NH, S), (B * NH, NC), float32.
+      matC_initial, vecN_initial: (B * NH, DHQK, DHHV), None: zeros; (B * NH, DHQK); float32.
+      return_last: whether the last C is wanted.
     """
-    (made,) = recurrences(
-        "recurrent_fw_C",
-        Recurrence(matK, matV, scaGamma, matC_initial, last=last, r=vecAbar, x_initial=vecN_initial),
-        problem=problem,
-        stage=config.stage("recurrent_fw_C"),
-        precision=config.dot_precision(matV.dtype, interpret),
-        save_every=save_every,
-        interpret=interpret,
-    )
-    return made
+    of_C = Recurrence(matK, matV, scaGamma, matC_initial, return_last, r=vecAbar, x_initial=vecN_initial)
+    (outputs,) = recurrences("recurrent_fw_C", of_C, call=call)
+    return States(*outputs)
+
+
+STAGE = Stage(
+    name="recurrent_fw_C",
+    run=recurrent_fw_C,
+    inputs=("matK", "matV", "vecAbar", "scaGamma", "matC_initial", "vecN_initial"),
+    **FACTS,
+)

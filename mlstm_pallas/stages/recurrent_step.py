@@ -3,30 +3,37 @@
     C' = decay C + gain k v^T        n' = decay n + gain k        z = scale q . n'
     h  = scale C'^T q / (max(|z|, floor) + eps)                   decay, gain, m' and the floor by ``step_gates``
 
-Grid (ceil(DHHV / siz_b_DHHV), B * NH). A program owns siz_b_DHHV columns of C of one head and walks down them in blocks of siz_b_DHQK rows;
-it asks for a block before it works on the one before. Every program makes n' and z for itself, those of the first columns store n' and m'.
-C is updated in place. n and m are not: other programs may still read them. Sizes that the tiles do not divide are masked, as padding
-would move the states once more.
+Grid (ceil(DHHV / siz_b_DHHV), B * NH). A CTA owns siz_b_DHHV columns of C of one head and loops over them in blocks of siz_b_DHQK
+rows, each prefetched while the one before is worked on. Every CTA computes n' and z for itself; those of the first columns store n'
+and m'. C is updated in place. n and m are not: other CTAs may still read them. Sizes that the tiles do not divide are masked, as
+padding would move the states once more.
 
-FLOPs: 4 B NH DHQK DHHV. Bytes: C twice, 2 B NH DHQK DHHV itemsize; the rest is less by the factor of DHHV or DHQK.
+FLOPs: 4 B NH K V. Bytes: C twice, 2 B NH K V itemsize; the rest is less by the factor of V or K.
 """
 
 from collections.abc import Callable
-from typing import Any
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.gates import MASKED
+from mlstm_pallas.gates import MASKED, log_sigmoid
 from mlstm_pallas.launch import kernel_call, masked_load, masked_store
-from mlstm_pallas.problem import MIN_TILE, next_power_of_two
-from mlstm_pallas.reference import normalise
+from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser
+from mlstm_pallas.problem import MIN_TILE, Problem, next_power_of_two
+from mlstm_pallas.stage import Cost, Lowering, Stage, StageCall, StageConfig, search_of
 from mlstm_pallas.tiles import block_at, loop
 
 _INF = float("inf")
+
+
+class Step(NamedTuple):
+    vecH: jax.Array  # (B * NH, DHHV) in the dtype of vecQ
+    matC: jax.Array  # (B * NH, DHQK, DHHV) in the dtype of the old one, in its memory where that is not used any more
+    vecN: jax.Array  # (B * NH, DHQK) in the dtype of the old one
+    scaM: jax.Array | None  # (B * NH,) in the dtype of the old one; None: the sigmoid input gate
 
 
 def rounded(x: jax.Array, dtype: jnp.dtype, compiled: bool) -> jax.Array:
@@ -36,19 +43,24 @@ def rounded(x: jax.Array, dtype: jnp.dtype, compiled: bool) -> jax.Array:
     return lax.reduce_precision(x, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
 
 
+def _branchless_log1p(x: jax.Array) -> jax.Array:
+    """log1p(x) for x in [0, 1], as log(y) with the rounding of y = 1 + x put right.
+
+    log1p itself branches, and the compiler would move every load of the states behind the branch.
+    """
+    one = lax.stop_gradient(jnp.maximum(x, 1.0))  # XLA cancels (1 + x) - 1
+    y = one + x
+    return jnp.log(y) + (x - (y - one)) / y
+
+
 def step_gates(i: jax.Array, f: jax.Array, m: jax.Array | None, round_m: Callable[[jax.Array], jax.Array]) -> tuple[jax.Array, ...]:
     """(decay, gain, m') of a step, in the dtype of i and f; m None: the sigmoid input gate, which needs no stabiliser.
 
-    round_m: to what is kept of m'. The states are scaled by that and nothing else, so its precision costs them none.
+    round_m: to the precision in which m' is stored. The states are scaled by the rounded m' alone, so its rounding costs them nothing.
     """
     if m is None:
         return jax.nn.sigmoid(f), jax.nn.sigmoid(i), jnp.zeros_like(i)
-    # log1p(x), as log(y) with the rounding of y = 1 + x put right: log1p itself branches, and the loads of the states would wait behind it.
-    x = jnp.exp(jnp.minimum(f, -f))  # whose derivative at 0 is that of both sides together
-    one = jnp.maximum(x, 1.0)  # XLA cancels (1 + x) - 1
-    y = one + x
-    fbar = jnp.minimum(f, 0.0) - (jnp.log(y) + (x - (y - one)) / y)
-    carried = jnp.where(f <= MASKED, -_INF, fbar + m)
+    carried = jnp.where(f <= MASKED, -_INF, log_sigmoid(f, _branchless_log1p) + m)
     i = jnp.where(i <= MASKED, -_INF, i)
     m_new = round_m(jnp.maximum(carried, i))
     m_safe = jnp.where(m_new == -_INF, 0.0, m_new)
@@ -70,8 +82,7 @@ def _recurrent_step_kernel(
     m_new_ref=None,  # out (), or absent
     *,
     scale: float,
-    normalize: bool,
-    normaliser: dict[str, Any],
+    normaliser: Normaliser | None,
     compiled: bool,
     siz_b_DHQK: int,
     siz_b_DHHV: int,
@@ -104,7 +115,7 @@ def _recurrent_step_kernel(
         following = load(ik + 1)
         return following, *update(ik, *carry)
 
-    # What the first block needs is asked for before any of it is waited for.
+    # The first block is loaded before anything waits.
     i, f = (ref[...].astype(jnp.float32) for ref in (i_ref, f_ref))
     m = None if m_ref is None else m_ref[...].astype(jnp.float32)
     v = masked_load(v_ref.at[columns], in_columns).astype(jnp.float32)
@@ -113,7 +124,7 @@ def _recurrent_step_kernel(
     if num_blocks > 1:
         carry = loop(num_blocks - 1, step, carry)
     num, z = update(jnp.full((), num_blocks - 1, jnp.int32), *carry)
-    h = normalise(num * scale, z * scale, m_new, **normaliser) if normalize else num * scale
+    h = num * scale if normaliser is None else normaliser.normalise(num * scale, z * scale, m_new)
     masked_store(h_ref.at[columns], h.astype(h_ref.dtype), in_columns)
     if m_new_ref is not None:
 
@@ -144,28 +155,20 @@ def recurrent_step(
     vecN: jax.Array,
     scaM: jax.Array | None,
     *,
-    config: KernelConfig,
-    qk_scale: float,
-    normalize: bool,
-    eps: float,
-    stabilize_correctly: bool,
-    norm_val: float,
-    interpret: bool = False,
-) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array | None]:
-    """Launches the stage. Config: siz_b_DHQK, siz_b_DHHV.
+    normaliser: Normaliser | None = DEFAULT_NORMALISER,
+    call: StageCall,
+) -> Step:
+    """Runs the stage.
 
     Args:
-      vecQ, vecK: (B, NH, DHQK); vecV: (B, NH, DHHV); scaI, scaF: pre-activations (B, NH). Any floating dtypes of at most 32 bits.
-      matC, vecN, scaM: (B, NH, DHQK, DHHV), (B, NH, DHQK), (B, NH), likewise; scaM None: the sigmoid input gate.
-
-    Returns:
-      vecH (B, NH, DHHV) in the dtype of vecQ and the new states in the dtypes of the old, matC in the memory of the old one where that
-      is not used any more.
+      vecQ, vecK: (B * NH, DHQK); vecV: (B * NH, DHHV); scaI, scaF: pre-activations (B * NH,). Any floating dtypes of at most 32 bits.
+      matC, vecN, scaM: (B * NH, DHQK, DHHV), (B * NH, DHQK), (B * NH,), likewise; scaM None: the sigmoid input gate.
     """
-    B, NH, DHQK, DHHV = matC.shape
-    heads, stage = B * NH, config.stage("recurrent_step")
-    BK, BV = (min(tile, max(next_power_of_two(size), MIN_TILE)) for tile, size in ((stage.siz_b_DHQK, DHQK), (stage.siz_b_DHHV, DHHV)))
-
+    if call.plain:
+        return _plain(vecQ, vecK, vecV, scaI, scaF, matC, vecN, scaM, normaliser, call)
+    heads, DHQK, DHHV = matC.shape
+    sizes = (call.tiles.siz_b_DHQK, DHQK), (call.tiles.siz_b_DHHV, DHHV)
+    BK, BV = (min(tile, max(next_power_of_two(size), MIN_TILE)) for tile, size in sizes)
     state = pl.BlockSpec((None, DHQK, DHHV), lambda iv, b: (b, 0, 0))
     qk, hv = (pl.BlockSpec((None, size), lambda iv, b: (b, 0)) for size in (DHQK, DHHV))
     gate = pl.BlockSpec((None,), lambda iv, b: (b,))
@@ -176,19 +179,53 @@ def recurrent_step(
         in_specs=[state, qk, qk, hv, qk, gate, gate, None if scaM is None else gate],
         out_specs=[state, hv, qk, *([] if scaM is None else [gate])],
         out_shape=[
-            jax.ShapeDtypeStruct((heads, DHQK, DHHV), matC.dtype),
-            jax.ShapeDtypeStruct((heads, DHHV), vecQ.dtype),
-            jax.ShapeDtypeStruct((heads, DHQK), vecN.dtype),
-            *([] if scaM is None else [jax.ShapeDtypeStruct((heads,), scaM.dtype)]),
+            jax.ShapeDtypeStruct(matC.shape, matC.dtype),
+            jax.ShapeDtypeStruct(vecV.shape, vecQ.dtype),
+            jax.ShapeDtypeStruct(vecN.shape, vecN.dtype),
+            *([] if scaM is None else [jax.ShapeDtypeStruct(scaM.shape, scaM.dtype)]),
         ],
         input_output_aliases={0: 0},
-        stage=stage,
-        interpret=interpret,
-        scale=qk_scale,
-        normalize=normalize,
-        normaliser=dict(eps=eps, stabilize_correctly=stabilize_correctly, norm_val=norm_val),
-        compiled=not interpret,
+        call=call,
+        scale=call.problem.qk_scale,
+        normaliser=normaliser,
+        compiled=call.lowering is not Lowering.INTERPRET,
         siz_b_DHQK=BK,
         siz_b_DHHV=BV,
-    )(*(None if x is None else x.reshape(heads, *x.shape[2:]) for x in (matC, vecQ, vecK, vecV, vecN, scaI, scaF, scaM)))
-    return h.reshape(vecV.shape), C.reshape(matC.shape), n.reshape(vecN.shape), m[0].reshape(B, NH) if m else None
+    )(matC, vecQ, vecK, vecV, vecN, scaI, scaF, scaM)
+    return Step(h, C, n, m[0] if m else None)
+
+
+def _plain(vecQ, vecK, vecV, scaI, scaF, matC, vecN, scaM, normaliser, call) -> Step:
+    """With any leading axes."""
+    acc = jnp.promote_types(jnp.result_type(vecQ, vecK, vecV, scaI, scaF, matC, vecN), jnp.float32)
+    q, k, v, i, f, c, n = (x.astype(acc) for x in (vecQ, vecK, vecV, scaI, scaF, matC, vecN))
+    m = None if scaM is None else scaM.astype(acc)
+    m_dtype = acc if scaM is None else scaM.dtype
+    decay, gain, m_new = step_gates(i, f, m, lambda x: rounded(x, m_dtype, compiled=False))
+    stored = gain[..., None] * k
+    c = decay[..., None, None] * c + stored[..., :, None] * v[..., None, :]
+    n = decay[..., None] * n + stored
+    h = jnp.einsum("...k,...kv->...v", q, c, precision="highest") * call.problem.qk_scale
+    if normaliser is not None:
+        h = normaliser.normalise(h, jnp.sum(q * n, axis=-1) * call.problem.qk_scale, m_new)
+    return Step(h.astype(vecQ.dtype), c.astype(matC.dtype), n.astype(vecN.dtype), None if scaM is None else m_new.astype(scaM.dtype))
+
+
+def _cost(p: Problem, itemsize: int) -> Cost:
+    """Beside the above q, k, v, h and n twice; itemsize is that of every array."""
+    K, V = p.DHQK, p.DHHV
+    return Cost(4 * p.BNH * K * V, itemsize * p.BNH * (2 * K * V + 4 * K + 2 * V + 4))
+
+
+STAGE = Stage(
+    name="recurrent_step",
+    run=recurrent_step,
+    inputs=("vecQ", "vecK", "vecV", "scaI", "scaF", "matC", "vecN", "scaM"),
+    search=search_of("siz_b_DHQK", "siz_b_DHHV"),
+    # Up to 32 KiB a CTA, all loaded at once: 128 CTAs for 8 heads of 256/512, four on an SM where there are more.
+    heuristic=lambda DHQK, dtype: StageConfig(siz_b_DHQK=256, siz_b_DHHV=32, num_warps=8, num_stages=1),
+    cost=_cost,
+    loops=lambda tiles, p: (),
+    clamp=lambda tiles, p: tiles,
+    decode=True,
+)

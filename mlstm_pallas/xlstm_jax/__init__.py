@@ -1,7 +1,13 @@
-"""The documented systems of xlstm_jax as adapters: names, signatures, defaults and shapes of its public API documents, a module a system.
+"""Adapters: the documented systems of xlstm_jax, one module each, with the names, signatures, defaults and shapes of its API documents.
 
-max_triton_fwbw_v3noslice, max_triton_fwbw_v5xlchunksize and triton_stablef reshape their arguments and call the stages of mlstm_pallas;
-no kernel lives here. The entries (``mlstm_chunkwise_*``) and ``_mlstm_chunkwise_fwbw_generator`` have exact gradients. The stage functions
-and ``_mlstm_chunkwise_bw`` do what their documents say: the denominator of h is a constant to them. New code calls
+An adapter checks its arguments and calls the stages or schedules of mlstm_pallas; no kernel is defined here. New code calls
 ``mlstm_pallas.mlstm_chunkwise``.
+
+* q, k and v are float32 or bfloat16 (float64 in plain jnp). The matrix products run in the dtype of the first of them, the others are
+  cast to it; gates, states and sums are float32.
+* Every logarithm and every m is natural. An infinite forget gate (a reset) needs a function that takes the pre-activation.
+* qk_scale None is DHQK ** -0.5. It scales q alone, so the states C, N and M do not depend on it.
+* The entries and ``_mlstm_chunkwise_fwbw_generator`` have exact gradients. For the backward functions (``*_bw*``) the denominator of H is a
+  constant, as in the documents.
+* The kernels run where a computation is lowered for an NVIDIA GPU, plain jnp elsewhere; ``mlstm_pallas.use_backend`` overrides that.
 """

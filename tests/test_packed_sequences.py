@@ -13,7 +13,13 @@ from mlstm_pallas import mlstm_chunkwise
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 S, L = 90, 32
-LENGTHS = {"none": [90], "in_chunks": [5, 4, 1, 13, 40, 27], "at_chunk_borders": [32, 32, 26], "every_step": [1] * 90, "last_step": [89, 1]}
+LENGTHS = {
+    "none": [90],
+    "in_chunks": [5, 4, 1, 13, 40, 27],
+    "at_chunk_boundaries": [32, 32, 26],
+    "every_step": [1] * 90,
+    "last_step": [89, 1],
+}
 BACKENDS = ["xla", "interpret"]
 
 

@@ -1,0 +1,71 @@
+"""The backward schedule: which stages run, and what goes from one to the next. Arrays are those of a shard, (B * NH, ...)."""
+
+import jax.numpy as jnp
+from jax import lax
+
+from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, Residuals, States
+from mlstm_pallas.gate_gradients import (
+    gate_gradients,
+    initial_stabiliser_gradient,
+    inner,
+    last_stabiliser_cotangent,
+    tile_sums,
+    zero_states,
+)
+from mlstm_pallas.gates import ChunkGates, vector_states
+from mlstm_pallas.normaliser import NormaliserGradients
+from mlstm_pallas.stage import Lowering
+from mlstm_pallas.stages.chunk_gates import chunk_gates
+from mlstm_pallas.stages.parallel_bw_dP import parallel_bw_dP
+from mlstm_pallas.stages.parallel_bw_dQKV import parallel_bw_dQKV
+from mlstm_pallas.stages.recurrent_bw_dC import recurrent_bw_dC
+
+
+def backward(spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangents: Cotangents) -> Inputs:
+    """The gradients of the inputs."""
+    x, h, z, stored = residuals
+    if not spec.has_initial_state:
+        x = x._replace(c_initial=None)
+    if stored is None:
+        # Else XLA sees that the forward pass computed the same states, and keeps those.
+        x = lax.optimization_barrier(x)
+    dh, last = cotangents.h, cotangents.last or States(None, jnp.zeros_like(x.n_initial), None)
+    m_states = None if stored is None else stored.m
+    gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, spec.input_gate, m_states, call=spec.call("chunk_gates", lowering))
+    gamma = gates.scaGamma
+    of_normaliser = normaliser_gradients(spec, dh, h, z, gates)
+    operands = x.q, x.k, x.v, dh, gates, of_normaliser
+    tiles = parallel_bw_dP(*operands, scale_keys=stored is None, call=spec.call("parallel_bw_dP", lowering))
+    recomputed = (tiles.matK_scaled, x.v, x.c_initial) if stored is None else ()
+    dC, dC_initial, C, C_last = recurrent_bw_dC(
+        *(tiles.matQ_scaled, dh, gamma, last.c, *recomputed),
+        return_initial=spec.has_initial_state,
+        return_last=spec.return_last_states,
+        call=spec.call("recurrent_bw_dC", lowering),
+    )
+    if stored is None:
+        n, n_last = vector_states(tiles.vecN_added, gamma, x.n_initial)
+    else:
+        C, n, _, C_last, n_last = stored
+    dn_added = jnp.zeros_like(n) if tiles.vecDeltaN_added is None else tiles.vecDeltaN_added
+    dn, dn_initial = vector_states(dn_added, gamma, last.n, backward=True)
+    gradients = parallel_bw_dQKV(*operands, tiles, C, n, dC, dn, call=spec.call("parallel_bw_dQKV", lowering))
+
+    through_chunk = gamma * (gradients.scaStates + inner(n, dn))
+    sums, through_tile = tile_sums(tiles.pairs, gradients.vecQ_inter, gradients.vecK_inter, through_chunk)
+    dm = of_normaliser.vecDm if spec.stabilised else None
+    if dm is not None and spec.return_last_states:
+        dm = last_stabiliser_cotangent(dm, last, C_last, n_last)
+    starts = None if x.starts is None else spec.chunks(x.starts)
+    di, df, dm_initial = gate_gradients(gates, spec.chunks(x.i), spec.chunks(x.f), sums, through_tile, dm, starts, spec.input_gate)
+    if not spec.has_initial_state:  # nobody asks for these
+        dC_initial = zero_states(dm_initial, spec.problem.DHQK, spec.problem.DHHV)
+    elif spec.stabilised:
+        dm_initial += initial_stabiliser_gradient(dC_initial, dn_initial, x.c_initial, x.n_initial)
+    return Inputs(gradients.matDeltaQ, gradients.matDeltaK, gradients.matDeltaV, di, df, dC_initial, dn_initial, dm_initial)
+
+
+def normaliser_gradients(spec: CallSpec, dh, h, z, gates: ChunkGates) -> NormaliserGradients:
+    if spec.normaliser is None:
+        return NormaliserGradients()
+    return spec.normaliser.gradients(inner(dh, h), z, gates.per_step().vecM)

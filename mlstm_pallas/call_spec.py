@@ -1,0 +1,190 @@
+"""A call: everything static about it, decided once, its arrays, and what its backward pass reads of its forward pass."""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mlstm_pallas.config import KernelConfig
+from mlstm_pallas.normaliser import Normaliser
+from mlstm_pallas.problem import InputGate, Problem, next_power_of_two
+from mlstm_pallas.stage import Lowering, StageCall, StageConfig, clamped
+from mlstm_pallas.stages import STAGES
+
+# Shorter splits cost more than idle SMs, and narrower heads (DHQK * DHHV) are as fast with materialised states.
+MIN_SPLIT_STEPS, MIN_SPLIT_STATE = 2048, 2**17
+
+
+@dataclasses.dataclass(frozen=True)
+class CallSpec:
+    """Everything static about a call; what is below reads it and decides nothing again.
+
+    Attributes:
+      problem: padded.
+      config: complete.
+      dtype: of q, k, v in the matrix products.
+      normaliser: None: h is the numerator.
+      backend: the caller's; None: by the platform of the lowering.
+      has_initial_state: else the states start from zeros, which have no gradients.
+      return_last_states: whether the last states are wanted.
+      fused: whether the forward pass is the fused scan; else it materialises the states. It follows from the rest.
+      num_splits: of each sequence in the fused scan. It follows from the rest.
+    """
+
+    problem: Problem
+    config: KernelConfig
+    dtype: jnp.dtype
+    normaliser: Normaliser | None
+    recompute_states_in_bw: bool = True
+    backend: str | None = None
+    input_gate: InputGate = InputGate.EXP
+    has_initial_state: bool = True
+    return_last_states: bool = True
+    fused: bool = dataclasses.field(init=False)
+    num_splits: int = dataclasses.field(init=False)
+
+    def __post_init__(self):
+        splits = _fused_splits(self.problem, self.config)
+        fused = splits > 0 and (self.recompute_states_in_bw or self._can_store_states(splits))
+        object.__setattr__(self, "fused", fused)
+        object.__setattr__(self, "num_splits", splits if fused else 1)
+
+    def __str__(self) -> str:
+        p, row = self.problem, self.config.as_row()
+        fused = f"fused scan in chunks of {self.fused_problem.L} and {self.num_splits} splits"
+        stages = ", ".join(f"{name} {row[name]}" for name in self.stages)
+        return (
+            f"B {p.B}, NH {p.NH}, S {p.S}, {self.dtype.name} heads of {p.DHQK}/{p.DHHV} in chunks of {p.L}, "
+            f"backend {self.backend}; forward: {fused if self.fused else 'materialised states'}; tiles: {stages}"
+        )
+
+    @property
+    def stabilised(self) -> bool:
+        return self.input_gate is InputGate.EXP
+
+    @property
+    def forward_only(self) -> "CallSpec":
+        """The spec of a forward pass that no backward pass follows: there are no states to store."""
+        return dataclasses.replace(self, recompute_states_in_bw=True)
+
+    def with_heads(self, B: int, NH: int) -> "CallSpec":
+        """The spec of a shard."""
+        return dataclasses.replace(self, problem=dataclasses.replace(self.problem, B=B, NH=NH))
+
+    @property
+    def fused_problem(self) -> Problem:
+        """The problem in chunks of the fused scan."""
+        return _fused_problem(self.problem, self.config)
+
+    @property
+    def forward_stages(self) -> tuple[str, ...]:
+        return ("chunk_gates", *(("parallel_fw_P", "recurrent_fw_H") if self.fused else ("recurrent_fw_C", "parallel_fw_H")))
+
+    @property
+    def backward_stages(self) -> tuple[str, ...]:
+        return "chunk_gates", "parallel_bw_dP", "recurrent_bw_dC", "parallel_bw_dQKV"
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.forward_stages, *self.backward_stages)))
+
+    def launches(self) -> list[tuple[str, StageConfig, Problem]]:
+        """Name, tiles and problem of each stage of the forward and the backward pass; chunk_gates in the chunks of the call."""
+        problems = ((name, self.fused_problem if STAGES[name].fused else self.problem) for name in self.stages)
+        return [(name, self.config.stage(name), problem) for name, problem in problems]
+
+    def call(self, name: str, lowering: Lowering, problem: Problem | None = None, *, clamp: bool = True) -> StageCall:
+        """How a stage runs in this call; problem: in place of the call's."""
+        problem, tiles = problem or self.problem, self.config.stage(name)
+        precision = self.config.dot_precision(self.dtype, interpret=lowering is Lowering.INTERPRET)
+        precision = lax.Precision.HIGHEST if lowering is Lowering.XLA else precision
+        clamp = clamp and lowering is not Lowering.XLA  # the plain forms have no tiles; their heads may be narrower than one
+        return StageCall(problem, STAGES[name].clamp(tiles, problem) if clamp else tiles, precision, lowering)
+
+    def chunks(self, x: jax.Array) -> jax.Array:
+        """(B * NH, S, ...) to (B * NH, NC, L, ...)."""
+        return x.reshape(x.shape[0], self.problem.NC, self.problem.L, *x.shape[2:])
+
+    def _can_store_states(self, splits: int) -> bool:
+        """Whether splits end where chunks do, and one launch of the scan holds all rows of the state."""
+        p = self.problem
+        rows = clamped(self.config.stage("recurrent_fw_H").siz_b_loop, p.DHQK)
+        return p.NC % splits == 0 and rows == p.DHQK
+
+
+def _fused_problem(problem: Problem, config: KernelConfig) -> Problem:
+    return problem.in_chunks_of(config.stage("recurrent_fw_H").siz_b_LKV)
+
+
+def _fused_splits(problem: Problem, config: KernelConfig) -> int:
+    """Splits of a sequence, of whole chunks of the fused scan; 0 where there are too few heads for it, or it is not wanted.
+
+    The least power of two that makes enough heads.
+    """
+    heads, tiles, p = config.fused_min_heads or 0, config.stage("recurrent_fw_H"), _fused_problem(problem, config)
+    whole_chunks = p.NC & -p.NC
+    if tiles.num_splits is not None:
+        splits = min(tiles.num_splits, whole_chunks)
+    else:
+        splits = next_power_of_two(-(-heads // max(p.BNH, 1)))
+        small = p.DHQK * p.DHHV < MIN_SPLIT_STATE or p.S // splits < MIN_SPLIT_STEPS
+        if small or splits > whole_chunks:
+            splits = 1
+    return splits if 0 < heads <= p.BNH * splits else 0
+
+
+class Inputs(NamedTuple):
+    """Padded and cast: q, k, v in the kernel dtype, starts (1 where a packed segment begins) int32, the rest float32."""
+
+    q: jax.Array
+    k: jax.Array
+    v: jax.Array
+    i: jax.Array
+    f: jax.Array
+    c_initial: Any  # an array; None within a pass that starts from zeros
+    n_initial: jax.Array
+    m_initial: jax.Array
+    starts: jax.Array | None = None
+
+
+class States(NamedTuple):
+    """The last states, or their cotangents; of the latter c and m None: zeros."""
+
+    c: Any  # (B, NH, DHQK, DHHV)
+    n: jax.Array  # (B, NH, DHQK)
+    m: Any  # (B, NH)
+
+
+class StoredStates(NamedTuple):
+    """At the chunk boundaries, of L steps; the true states are these times exp(m)."""
+
+    C: jax.Array  # (B, NH, NC, DHQK, DHHV) in the kernel dtype
+    n: jax.Array  # (B, NH, NC, DHQK) float32, as what follows
+    m: Any  # (B, NH, NC + 1); None: recomputed
+    C_last: Any  # (B, NH, DHQK, DHHV); None where the last states are not wanted
+    n_last: jax.Array  # (B, NH, DHQK)
+
+
+class Forward(NamedTuple):
+    """Of a forward pass."""
+
+    h: jax.Array  # (B, NH, S, DHHV)
+    last: States | None  # None where they are not wanted
+    z: jax.Array | None  # (B, NH, S); None without a normaliser
+    states: StoredStates | None  # None where the backward pass recomputes them
+
+
+class Cotangents(NamedTuple):
+    h: jax.Array
+    last: States | None  # None where the last states are not wanted
+
+
+class Residuals(NamedTuple):
+    """What the backward pass reads of the forward pass: h and z for the normaliser, the states where they are not recomputed."""
+
+    inputs: Inputs
+    h: jax.Array | None
+    z: jax.Array | None
+    states: StoredStates | None

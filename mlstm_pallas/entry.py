@@ -1,0 +1,137 @@
+"""What every door does with its arguments: validate, choose everything static, cast, pad, run, cut."""
+
+import dataclasses
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mlstm_pallas import validation
+from mlstm_pallas.backend import requested_backend, target_device_kind
+from mlstm_pallas.call_spec import CallSpec, Inputs, States
+from mlstm_pallas.config import KernelConfig, config_for
+from mlstm_pallas.normaliser import Normaliser
+from mlstm_pallas.problem import InputGate, check_chunk_size, make_problem
+from mlstm_pallas.sharding import aligned
+from mlstm_pallas.shared_memory import check_fits
+
+_log = logging.getLogger("mlstm_pallas")
+NO_SUCH_DERIVATIVE = (
+    "mlstm_chunkwise has first derivatives in reverse mode only; for second derivatives and forward mode use "
+    "mlstm_pallas.reference.chunkwise or mlstm_pallas.reference.recurrence"
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The static arguments of mlstm_chunkwise, as they are given; their meaning is there."""
+
+    return_last_states: bool = False
+    eps: float = 1e-6
+    chunk_size: int | None = None
+    autocast_kernel_dtype: Any = None
+    stabilize_correctly: bool = True
+    norm_val: float = 1.0
+    input_gate: str = "exp"
+    normalize: bool = True
+    recompute_states_in_bw: bool = True
+    backend: str | None = None
+    config: KernelConfig | None = None
+
+
+def run(
+    forward: Callable[[CallSpec, Inputs], tuple[jax.Array, States | None]],
+    starts_of: Callable[[jax.Array], jax.Array],
+    options: Options,
+    arrays: tuple[Any, ...],
+    segment_ids: Any,
+) -> Any:
+    """``mlstm_chunkwise`` by a forward function of its own; starts_of: ids (B, NH, S) to where segments begin."""
+    gate, normalize = validation.check_input_gate(options.input_gate, options.normalize)
+    q, k, v, i, f, c_initial, n_initial, m_initial = arrays
+    sizes = validation.check_chunkwise_arrays(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, gate)
+    spec = spec_for(options, gate, normalize, q, sizes["DHV"], has_initial_state=c_initial is not None)
+    _log.debug("%s", spec)
+    p, dtype, acc = spec.problem, spec.dtype, jnp.promote_types(spec.dtype, jnp.float32)
+
+    B, NH, S, DHQK, DHV = (sizes[dim] for dim in ("B", "NH", "S", "DHQK", "DHV"))
+    if c_initial is None or n_initial is None:
+        c_initial, n_initial = jnp.zeros((B, NH, DHQK, DHV), acc), jnp.zeros((B, NH, DHQK), acc)
+    if m_initial is None:
+        m_initial = jnp.zeros((B, NH), acc)
+    arrays = q, k, v, i, f, c_initial, n_initial, m_initial
+    if segment_ids is not None:
+        arrays = (*arrays, jnp.broadcast_to(segment_ids[:, None], (B, NH, S)))
+    q, k, v, i, f, c_initial, n_initial, m_initial, *ids = aligned(*arrays)
+    steps, qk, hv = {2: p.S}, {3: p.DHQK}, {3: p.DHHV}
+    inputs = Inputs(
+        _pad(q.astype(dtype), steps | qk),
+        _pad(k.astype(dtype), steps | qk),
+        _pad(v.astype(dtype), steps | hv),
+        _pad(i.astype(acc), steps, -jnp.inf),
+        _pad(f.astype(acc), steps, jnp.inf),
+        _pad(c_initial.astype(acc), {2: p.DHQK} | hv),
+        _pad(n_initial.astype(acc), {2: p.DHQK}),
+        m_initial.astype(acc),
+        _pad(starts_of(ids[0]).astype(jnp.int32), steps) if ids else None,
+    )
+    try:
+        h, last = forward(spec, inputs)
+    except TypeError as error:
+        if "forward-mode" in str(error):  # what jax says of every custom_vjp
+            raise TypeError(NO_SUCH_DERIVATIVE) from error
+        raise
+    h = h[:, :, :S, :DHV].astype(q.dtype)
+    if last is None or not spec.return_last_states:
+        return h
+    return h, (last.c[:, :, :DHQK, :DHV], last.n[:, :, :DHQK], last.m)
+
+
+def spec_for(options: Options, gate: InputGate, normalize: bool, q: jax.Array, DHV: int, *, has_initial_state: bool) -> CallSpec:
+    """The rest of the checks, and everything that is chosen for a call."""
+    return_last_states = validation.check_flag("return_last_states", options.return_last_states)
+    stabilize_correctly = validation.check_flag("stabilize_correctly", options.stabilize_correctly)
+    recompute_states_in_bw = validation.check_flag("recompute_states_in_bw", options.recompute_states_in_bw)
+    validation.check_scalars(options.eps, options.norm_val)
+    chunk_size = check_chunk_size(options.chunk_size)
+    validation.check_backend(options.backend)
+    backend = requested_backend(options.backend)
+    validation.check_instance("config", options.config, KernelConfig)
+    dtype = validation.kernel_dtype(options.autocast_kernel_dtype, q.dtype, backend)
+
+    B, NH, S, DHQK = q.shape
+    if B * NH == 0:
+        backend = "xla"  # a kernel has no empty grid
+    device_kind = target_device_kind()
+    config = config_for(DHQK, DHV, S, dtype, device_kind=device_kind, chunk_size=chunk_size, explicit=options.config)
+    # Where m is 0 the floor does not depend on it.
+    normaliser = Normaliser(float(options.eps), float(options.norm_val), stabilize_correctly and gate is InputGate.EXP)
+    spec = CallSpec(
+        make_problem(q.shape, DHV, config.L, pad_heads=backend != "xla"),
+        config,
+        dtype,
+        normaliser if normalize else None,
+        recompute_states_in_bw,
+        backend,
+        gate,
+        has_initial_state,
+        return_last_states,
+    )
+    check_spec_fits(spec, device_kind)
+    return spec
+
+
+def check_spec_fits(spec: CallSpec, device_kind: str) -> None:
+    """Raises where a stage cannot have its shared memory; float32 at another precision than the default is left to the compiler."""
+    if spec.backend not in ("triton", None) or (spec.dtype == jnp.float32 and spec.config.precision is not None):
+        return
+    # No backward pass may follow, which is not known here, and then the forward pass stores no states.
+    check_fits({launch[0]: launch for x in (spec, spec.forward_only) for launch in x.launches()}.values(), spec.dtype, device_kind)
+
+
+def _pad(x: jax.Array, sizes: dict[int, int], value: float = 0) -> jax.Array:
+    """Fills axis a up to sizes[a]."""
+    widths = [(0, sizes.get(axis, size) - size) for axis, size in enumerate(x.shape)]
+    return jnp.pad(x, widths, constant_values=value) if any(high for _, high in widths) else x

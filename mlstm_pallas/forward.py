@@ -1,0 +1,73 @@
+"""The forward schedule: which stages run, and what goes from one to the next. Arrays are those of a shard, (B * NH, ...)."""
+
+import jax
+
+from mlstm_pallas.call_spec import CallSpec, Forward, Inputs, States, StoredStates
+from mlstm_pallas.splits import SplitProducts, decays_in_splits, heads_of_splits, split_states, splits_as_heads
+from mlstm_pallas.stage import Lowering
+from mlstm_pallas.stages.chunk_gates import chunk_gates
+from mlstm_pallas.stages.parallel_fw_H import parallel_fw_H
+from mlstm_pallas.stages.parallel_fw_P import parallel_fw_P
+from mlstm_pallas.stages.recurrence import split_products
+from mlstm_pallas.stages.recurrent_fw_C import recurrent_fw_C
+from mlstm_pallas.stages.recurrent_fw_H import recurrent_fw_H
+
+
+def forward(spec: CallSpec, lowering: Lowering, x: Inputs, products: SplitProducts | None = None) -> Forward:
+    """The forward pass. products: of the splits of the sequence, where they are known."""
+    if not spec.has_initial_state:
+        x = x._replace(c_initial=None)
+    if spec.fused and lowering is not Lowering.XLA:
+        return fused(spec, lowering, x, products)
+    return materialised(spec, lowering, x)
+
+
+def materialised(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
+    """With the state of every chunk in memory."""
+    gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, spec.input_gate, call=spec.call("chunk_gates", lowering))
+    abar, gamma = gates.per_step().vecAbar, gates.scaGamma
+    states_call = spec.call("recurrent_fw_C", lowering)
+    C, C_last, n, n_last = recurrent_fw_C(
+        x.k, x.v, abar, gamma, x.c_initial, x.n_initial, return_last=spec.return_last_states, call=states_call
+    )
+    h, z = parallel_fw_H(x.q, x.k, x.v, gates, C, n, normaliser=spec.normaliser, call=spec.call("parallel_fw_H", lowering))
+    last = States(C_last, n_last, gates.scaM_states[:, -1]) if C_last is not None else None
+    stored = None if spec.recompute_states_in_bw else StoredStates(C, n, gates.scaM_states, C_last, n_last)
+    return Forward(h, last, z, stored)
+
+
+def fused(spec: CallSpec, lowering: Lowering, x: Inputs, products: SplitProducts | None) -> Forward:
+    """With the state on the chip, in the chunks of the fused scan; its splits count as heads.
+
+    Stored states are those at the boundaries of the backward pass's chunks.
+    """
+    p, num_splits = spec.fused_problem, spec.num_splits
+    gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, spec.input_gate, call=spec.call("chunk_gates", lowering, p))
+    scores_call = spec.call("parallel_fw_P", lowering, p)
+    scores = parallel_fw_P(x.q, x.k, gates, x.n_initial, normaliser=spec.normaliser, call=scores_call)
+    C_initial = x.c_initial
+    operands: tuple[jax.Array, ...] = x.q, x.v, scores.matP, scores.matK_scaled, scores.vecR, gates.scaGamma
+    if num_splits > 1:
+        added = None if products is None else products.all_but_last(num_splits, gates.scaM_states)
+        if added is None:
+            decays = decays_in_splits(gates.scaGamma, num_splits, p.S)
+            products_call = spec.call("recurrent_fw_C", lowering, p, clamp=False)
+            added = split_products(scores.matK_scaled, x.v, decays, num_splits, call=products_call)
+        C_initial = split_states(added, gates.scaGamma, C_initial)
+        operands = tuple(splits_as_heads(y, num_splits) for y in operands)
+    q, v, P, kbar, r, gamma = operands
+    store_every = 0 if spec.recompute_states_in_bw else spec.problem.L // p.L
+    H, C_last, C = recurrent_fw_H(
+        *(q, v, scores._replace(matP=P, matK_scaled=kbar, vecR=r), gamma, C_initial),
+        return_last=spec.return_last_states,
+        store_every=store_every,
+        call=spec.call("recurrent_fw_H", lowering, p.split(num_splits)),
+    )
+    last, stored = None, None
+    if C_last is not None:
+        C_last = heads_of_splits(C_last, num_splits)[:, -1]
+        last = States(C_last, scores.vecN_last, gates.scaM_states[:, -1])
+    if C is not None:
+        C = C.reshape(p.BNH, spec.problem.NC, *C.shape[2:])
+        stored = StoredStates(C, scores.vecN_states[:, ::store_every], gates.scaM_states[:, ::store_every], C_last, scores.vecN_last)
+    return Forward(H.reshape(x.v.shape), last, scores.vecZ, stored)

@@ -1,0 +1,85 @@
+"""The denominator of h, its floor, and what it passes back.
+
+den_t = max(|z_t|, floor_t) + eps        floor_t = norm_val exp(-m_t), or norm_val        h_t = num_t / den_t, and 0/0 is 0
+"""
+
+import dataclasses
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+
+class NormaliserGradients(NamedTuple):
+    """What the normaliser passes back, elementwise, for every step: (B * NH, S) each. All None where h is the numerator."""
+
+    vecInvDen: jax.Array | None = None  # 1 / den_t
+    vecDz: jax.Array | None = None  # dz_t
+    vecDzDen: jax.Array | None = None  # dz_t den_t
+    vecDm: Any = None  # dm_t
+
+
+@dataclasses.dataclass(frozen=True)
+class Normaliser:
+    """The options of the denominator.
+
+    Attributes:
+      eps: added to the denominator.
+      norm_val: the floor of |z|.
+      stabilize_correctly: whether the floor is norm_val exp(-m): the same floor for every stabiliser m. Both are equal where m is 0.
+    """
+
+    eps: float = 1e-6
+    norm_val: float = 1.0
+    stabilize_correctly: bool = True
+
+    @property
+    def floor_needs_m(self) -> bool:
+        return self.stabilize_correctly and self.norm_val > 0
+
+    def floor(self, m: Any) -> Any:
+        """floor_t; m may be None where the floor does not need it."""
+        return self.norm_val * jnp.exp(-m) if self.floor_needs_m else self.norm_val
+
+    def denominator(self, z: jax.Array, m: jax.Array | None) -> jax.Array:
+        """den, with 1 for 0, as 0/0 is 0. Lowers to Triton."""
+        den = jnp.maximum(jnp.abs(z), self.floor(m)) + self.eps
+        return jnp.where(den == 0, 1.0, den) if self.eps == 0 else den
+
+    def normalise(self, num: jax.Array, z: jax.Array, m: jax.Array) -> jax.Array:
+        """h = num / den; num: (..., DHHV), z and m: (...).
+
+        Differentiable, and finite for any m: both sides are scaled by exp(min(m, 0)), so neither the floor nor its derivative overflows.
+        """
+        if self.floor_needs_m:
+            m = jnp.maximum(m, -1e30)
+            factor = jnp.exp(jnp.minimum(m, 0.0))
+            floor = self.norm_val * jnp.exp(jnp.minimum(-m, 0.0))
+        else:
+            factor, floor = jnp.ones_like(m), jnp.full_like(m, self.norm_val)
+        den = jnp.maximum(jnp.abs(z) * factor, floor) + self.eps * factor
+        stored = den > 0
+        return num * jnp.where(stored, factor / jnp.where(stored, den, 1.0), 0.0)[..., None]
+
+    def gradients(self, delta: jax.Array, z: jax.Array, m: jax.Array) -> NormaliserGradients:
+        """delta_t = dh_t . h_t; delta, z and m have one shape."""
+        floor = self.floor(m)
+        inv_den = inverse(jnp.maximum(jnp.abs(z), floor) + self.eps)
+        larger = jnp.abs(z) >= floor
+        dz_den = jnp.where(larger, -jnp.sign(z) * delta, 0.0)
+        share = self.eps * inv_den if self.stabilize_correctly else jnp.where(larger, self.eps * inv_den, 1.0)
+        return NormaliserGradients(inv_den, dz_den * inv_den, dz_den, -delta * share)
+
+
+DEFAULT_NORMALISER = Normaliser()
+
+
+def inverse(den: jax.Array) -> jax.Array:
+    """1 / den, and 0 where den is 0."""
+    return jnp.where(den > 0, 1.0 / jnp.where(den > 0, den, 1.0), 0.0)
+
+
+def query_scale(w: jax.Array, qk_scale: float, inv_den: jax.Array | None = None) -> jax.Array:
+    """r_t = w_t scale / den_t: what the inter-chunk part of a query is scaled by; without inv_den w_t scale."""
+    r = w * qk_scale
+    return r if inv_den is None else r * inv_den

@@ -1,0 +1,77 @@
+"""States at the boundaries of splits: equal parts of a sequence that run at the same time.
+
+X_{c+1} = gamma_c X_c + sum_t a_t b_t^T, with a the scaled keys or queries of chunk c, is linear in the state before a split:
+
+    X after a split = (prod_c gamma_c) X before it + sum_t [prod_{c' > c(t)} gamma_c'] a_t b_t^T        (c(t): the chunk of t)
+
+and with earlier chunks for later ones where time runs backward. All these weights are at most 1. With the state before each split known,
+splits are as independent as heads. The products sum_t [...] a_t b_t^T are those of ``stages/recurrence.py``.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+class SplitProducts(NamedTuple):
+    """What each split adds to the state after it, times exp(m); float32."""
+
+    X: jax.Array  # (B * NH, num_splits, DHQK, DHHV)
+    m: jax.Array  # (B * NH, num_splits)
+
+    def all_but_last(self, num_splits: int, m: jax.Array) -> jax.Array | None:
+        """X of all splits but the last, relative to other stabilisers; None where there is another number of splits.
+
+        m: stabilisers at all chunk boundaries, (B * NH, NC + 1), no smaller than these.
+        """
+        if self.X.shape[1] != num_splits:
+            return None
+        every = (m.shape[1] - 1) // num_splits
+        weight = jnp.where(self.m == -jnp.inf, 0.0, jnp.exp(self.m - m[:, every::every]))
+        return (weight[..., None, None] * self.X)[:, :-1]
+
+
+def decays_of_others(gamma: jax.Array, *, backward: bool = False) -> jax.Array:
+    """prod of gamma over the later chunks (earlier ones with backward), along the last axis."""
+    products = lax.cumprod(gamma, axis=gamma.ndim - 1, reverse=not backward)
+    one = jnp.ones_like(gamma[..., :1])
+    return jnp.concatenate([one, products[..., :-1]] if backward else [products[..., 1:], one], axis=-1)
+
+
+def decays_in_splits(gamma: jax.Array, num_splits: int, S: int, *, backward: bool = False) -> jax.Array:
+    """For every step the prod of gamma over the later chunks of its split (earlier ones with backward).
+
+    gamma: (B * NH, NC). Returns (B * NH, S).
+    """
+    BNH, NC = gamma.shape
+    decays = decays_of_others(gamma.reshape(BNH, num_splits, NC // num_splits), backward=backward)
+    return jnp.broadcast_to(decays.reshape(BNH, NC, 1), (BNH, NC, S // NC)).reshape(BNH, S)
+
+
+def split_states(added: jax.Array, gamma: jax.Array, initial: jax.Array | None, *, backward: bool = False) -> jax.Array:
+    """X where each split begins, with backward where it ends, with splits as heads: (B * NH * num_splits, DHQK, DHHV) float32.
+
+    Args:
+      added: what each split but the last adds to X, with backward each but the first: (B * NH, num_splits - 1, DHQK, DHHV) float32.
+      gamma: (B * NH, NC) float32, NC a multiple of num_splits.
+      initial: (B * NH, DHQK, DHHV) float32 where the sequence begins, or ends; None: zeros.
+    """
+    BNH, others = added.shape[:2]
+    gamma = jnp.prod(gamma.reshape(BNH, others + 1, gamma.shape[1] // (others + 1)), axis=-1)[..., None, None]
+    gamma = gamma[:, 1:] if backward else gamma[:, :-1]
+    X = [jnp.zeros_like(added[:, 0]) if initial is None else initial]
+    for j in reversed(range(others)) if backward else range(others):
+        X.append(gamma[:, j] * X[-1] + added[:, j])
+    return jnp.stack(X[::-1] if backward else X, axis=1).reshape(BNH * (others + 1), *added.shape[2:])
+
+
+def splits_as_heads(x: jax.Array, num_splits: int) -> jax.Array:
+    """(B * NH, n, ...) to (B * NH * num_splits, n / num_splits, ...)."""
+    return x.reshape(x.shape[0] * num_splits, x.shape[1] // num_splits, *x.shape[2:])
+
+
+def heads_of_splits(x: jax.Array, num_splits: int) -> jax.Array:
+    """(B * NH * num_splits, ...) to (B * NH, num_splits, ...)."""
+    return x.reshape(x.shape[0] // num_splits, num_splits, *x.shape[1:])

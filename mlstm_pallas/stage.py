@@ -1,0 +1,187 @@
+"""What a stage is, and what everything around the stages has to know of one.
+
+Each file in stages/ has one stage: its kernel, its launcher, its plain jnp form, and a ``Stage`` with its facts. KernelConfig, the
+shared-memory check, the tuner, the roofline, the benchmark and the tests read those facts and list no stage themselves.
+"""
+
+import dataclasses
+import enum
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.problem import MIN_TILE, Problem, as_integer, is_power_of_two
+from mlstm_pallas.tiles import Precision
+
+
+class Lowering(enum.StrEnum):
+    """How a stage runs: its kernel compiled by Triton, its kernel interpreted, or its plain jnp form."""
+
+    TRITON = "triton"
+    INTERPRET = "interpret"
+    XLA = "xla"
+
+
+def clamped(tile: int, size: int) -> int:
+    """The largest power of two up to the tile, a power of two itself, that divides the size."""
+    return min(tile, size & -size)
+
+
+@dataclasses.dataclass(frozen=True)
+class StageConfig:
+    """Tiles of one stage. A stage reads the sizes that its ``Stage.search`` names and ignores the others.
+
+    Attributes:
+      siz_b_LQ, siz_b_LKV: queries and keys in a tile, along the sequence.
+      siz_b_DHQK, siz_b_DHHV: head dimension columns of q, k and of v, h in a tile.
+      siz_b_loop: columns that a backward stage sums over in an iteration, of either head dimension; in recurrent_fw_H the rows of
+        the state that a launch holds.
+      num_warps, num_stages: Triton's warps per CTA and depth of the software pipeline.
+      keep_q: parallel_fw_H only: keep the queries of a tile whole in shared memory during the loop over keys, instead of reading them
+        block by block for every key tile. Needs siz_b_LQ * DHQK elements of it, and a padded DHQK that is a power of two.
+      num_splits: recurrent_fw_C, recurrent_bw_dC and recurrent_fw_H only: parts of the sequence that run at the same time, a power of
+        two. None: more than one where there are few CTAs, or heads.
+    """
+
+    siz_b_LQ: int = 64
+    siz_b_LKV: int = 64
+    siz_b_DHQK: int = 64
+    siz_b_DHHV: int = 64
+    siz_b_loop: int = 64
+    num_warps: int = 4
+    num_stages: int = 2
+    keep_q: bool = True
+    num_splits: int | None = None
+
+    def __post_init__(self):
+        sizes = ("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "siz_b_loop")
+        for name in (*sizes, "num_warps", "num_stages", "num_splits"):
+            object.__setattr__(self, name, as_integer(getattr(self, name)))
+        for name in sizes:
+            tile = getattr(self, name)
+            if not is_power_of_two(tile) or tile < MIN_TILE:
+                raise ValueError(f"{name} is {tile!r}, expected a power of two >= {MIN_TILE}")
+        if not is_power_of_two(self.num_warps) or self.num_warps > 16:
+            raise ValueError(f"num_warps is {self.num_warps!r}, expected 1, 2, 4, 8 or 16")
+        if not isinstance(self.num_stages, int) or isinstance(self.num_stages, bool) or not 1 <= self.num_stages <= 8:
+            raise ValueError(f"num_stages is {self.num_stages!r}, expected an integer from 1 to 8")
+        if self.num_splits is not None and not is_power_of_two(self.num_splits):
+            raise ValueError(f"num_splits is {self.num_splits!r}, expected None or a power of two")
+        if not isinstance(self.keep_q, bool):
+            raise TypeError(f"keep_q is {self.keep_q!r}, expected a bool")
+
+    def replace(self, **changes: Any) -> "StageConfig":
+        return dataclasses.replace(self, **changes)
+
+    def clamped(self, problem: Problem) -> "StageConfig":
+        """The config with every tile clamped to what divides the problem's (padded) dimensions."""
+        return self.replace(
+            siz_b_LQ=clamped(self.siz_b_LQ, problem.L),
+            siz_b_LKV=clamped(self.siz_b_LKV, problem.L),
+            siz_b_DHQK=clamped(self.siz_b_DHQK, problem.DHQK),
+            siz_b_DHHV=clamped(self.siz_b_DHHV, problem.DHHV),
+            siz_b_loop=min(clamped(self.siz_b_loop, problem.DHQK), clamped(self.siz_b_loop, problem.DHHV)),
+            keep_q=self.keep_q and is_power_of_two(problem.DHQK),
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class StageCall:
+    """How one call of a stage runs.
+
+    Attributes:
+      problem: in the stage's own chunks.
+      tiles: clamped to the problem.
+      precision: of float32 products in the kernels; the plain forms multiply exactly.
+      lowering: see there.
+    """
+
+    problem: Problem
+    tiles: StageConfig
+    precision: Precision
+    lowering: Lowering
+
+    @property
+    def plain(self) -> bool:
+        return self.lowering is Lowering.XLA
+
+    def chunks(self, x: jax.Array) -> jax.Array:
+        """(B * NH, S, ...) to (B * NH, NC, L, ...)."""
+        return x.reshape(x.shape[0], self.problem.NC, self.problem.L, *x.shape[2:])
+
+
+class Cost(NamedTuple):
+    """FLOPs of the matrix products, a multiplication or an addition each, and bytes, each input read and each output written once."""
+
+    flops: int
+    bytes: int
+
+
+class LoopOperands(NamedTuple):
+    """Operands of the matrix products of one loop, in elements: what takes shared memory."""
+
+    pipelined: bool  # the loop has more than one iteration
+    rows: int  # of the left operand
+    left: int  # left operands, loaded in every iteration
+    right: tuple[int, ...]  # right operands, loaded in every iteration
+    kept: int = 0  # a left operand that stays; in float32 in registers
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """A stage's facts.
+
+    Attributes:
+      name: of the file, the launcher, the kernel, the field of KernelConfig, the benchmark's flag, the test id and the profile.
+      run: the launcher: run(*inputs, call=StageCall) -> a NamedTuple or an array.
+      inputs: what it takes, by documented name: an input of the call, a field of the outputs of an earlier stage, or the name of
+        an earlier stage for its outputs as they are.
+      search: the fields of StageConfig that it reads, with the values that the tuner tries.
+      heuristic: (DHQK, dtype) -> tiles that fit 99 KiB of shared memory, the least of the supported devices, at any head size.
+      cost: (problem, bytes of an element of q, k, v) -> Cost. R below stands for B NH S, K for DHQK, V for DHHV.
+      loops: (tiles, problem) -> the loops whose operands take shared memory.
+      clamp: (tiles, problem) -> the tiles that run.
+      fused: whether it runs in the chunks of the fused scan, not in those of the call.
+      transposes_left: whether the left operand of its loops is transposed on its way, from one copy.
+      decode: whether it is a stage of generation, not of mlstm_chunkwise.
+    """
+
+    name: str
+    run: Callable[..., Any]
+    inputs: Sequence[str]
+    search: Mapping[str, Sequence[Any]]
+    heuristic: Callable[[int, jnp.dtype], StageConfig]
+    cost: Callable[[Problem, int], Cost]
+    loops: Callable[[StageConfig, Problem], Sequence[LoopOperands]]
+    clamp: Callable[[StageConfig, Problem], StageConfig] = StageConfig.clamped
+    fused: bool = False
+    transposes_left: bool = False
+    decode: bool = False
+
+    @property
+    def backward(self) -> bool:
+        return "_bw_" in self.name
+
+
+TILE_SIZES = (16, 32, 64, 128, 256)
+LAUNCH_SEARCH: dict[str, Sequence[Any]] = {"num_warps": (4, 8), "num_stages": (1, 2, 3, 4)}
+
+
+def search_of(*names: str, **values: Sequence[Any]) -> dict[str, Sequence[Any]]:
+    """The usual values of the named sizes, those given, and of num_warps and num_stages."""
+    return dict.fromkeys(names, TILE_SIZES) | LAUNCH_SEARCH | values
+
+
+# q, k, v, h, dh, dq, dk, dv: (B * NH, S, D) in memory. What addresses them is here alone; gates, tiles and states have layouts of our own.
+
+
+def sequence_spec(rows: int, columns: int, index_map: Callable[..., tuple[Any, Any, Any]]) -> pl.BlockSpec:
+    """Blocks of such an array; index_map: the grid to (head, row block, column block)."""
+    return pl.BlockSpec((None, rows, columns), index_map)
+
+
+def sequence_shape(problem: Problem, columns: int, dtype: Any) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct((problem.BNH, problem.S, columns), dtype)

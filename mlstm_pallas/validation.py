@@ -1,0 +1,168 @@
+"""Every check of the arguments. A wrong one is a TypeError or ValueError that names it, what came and what was expected."""
+
+import math
+import numbers
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from mlstm_pallas.problem import InputGate
+
+KERNEL_DTYPES = ("float32", "bfloat16")
+INPUT_DTYPES = ("float16", "bfloat16", "float32", "float64")
+BACKENDS = ("triton", "interpret", "xla")
+
+Dims = Sequence[str]
+# Of a sequence, by the names of the arguments of mlstm_chunkwise.
+SEQUENCE_DIMS: dict[str, Dims] = {
+    "q": ("B", "NH", "S", "DHQK"),
+    "k": ("B", "NH", "S", "DHQK"),
+    "v": ("B", "NH", "S", "DHV"),
+    "i": ("B", "NH", "S"),
+    "f": ("B", "NH", "S"),
+}
+STATE_DIMS: dict[str, Dims] = {"c": ("B", "NH", "DHQK", "DHV"), "n": ("B", "NH", "DHQK"), "m": ("B", "NH")}
+
+
+def check_array(name: str, x: Any, dtypes: Sequence[str]) -> None:
+    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
+        raise TypeError(f"{name} is a {type(x).__name__}, expected an array")
+    if str(x.dtype) not in dtypes:
+        raise TypeError(f"{name} has dtype {x.dtype}, expected one of {', '.join(dtypes)}")
+
+
+def check_shapes(arrays: Mapping[str, Any], dims: Mapping[str, Dims], sizes: Mapping[str, int] | None = None) -> dict[str, int]:
+    """Checks every array that is not None against its named dimensions; returns their sizes.
+
+    A dimension has the size that it has in the first array; ``sizes`` are known beforehand. All but B and NH are at least 1.
+    """
+    sizes, sources = dict(sizes or {}), dict[str, str]()
+    for name, x in arrays.items():
+        if x is None:
+            continue
+        shape, names = tuple(x.shape), dims[name]
+        text = f"({', '.join(names)})"
+        known = f" = ({', '.join(str(sizes.get(dim, dim)) for dim in names)}{',' * (len(names) == 1)})"
+        if len(shape) != len(names):
+            bound = [dim for dim in names if dim in sizes]
+            expected = text + known * bool(bound) + _as_shape(arrays, sources, bound[:1]) * (len(bound) == len(names))
+            raise ValueError(f"{name} has shape {shape}, expected {expected}")
+        for dim, size in zip(names, shape, strict=True):
+            if size < 1 and dim not in ("B", "NH"):
+                raise ValueError(f"{name} has shape {shape}, expected {text} with {dim} >= 1")
+        wrong = [dim for dim, size in zip(names, shape, strict=True) if sizes.get(dim, size) != size]
+        for dim, size in zip(names, shape, strict=True):
+            sources.setdefault(dim, "" if dim in sizes else name)
+            sizes.setdefault(dim, size)
+        if wrong:
+            known = f" = ({', '.join(str(sizes[dim]) for dim in names)}{',' * (len(names) == 1)})"
+            raise ValueError(f"{name} has shape {shape}, expected {text}{known}{_as_shape(arrays, sources, wrong)}")
+    return sizes
+
+
+def _as_shape(arrays: Mapping[str, Any], sources: Mapping[str, str], dims: Dims) -> str:
+    """Where the first of the dimensions has its size from."""
+    source = sources.get(dims[0]) if dims else None
+    return f", as {source} has shape {tuple(arrays[source].shape)}" if source else ""
+
+
+def check_states_complete(states: Mapping[str, Any], kind: str = "states") -> bool:
+    """Whether states are given: all of them, or none."""
+    given = [name for name, x in states.items() if x is not None]
+    if given and len(given) < len(states):
+        missing = [name for name in states if name not in given]
+        count = "all three" if len(states) == 3 else "both"
+        raise ValueError(f"{kind} come {count} or not at all: got {', '.join(given)} without {', '.join(missing)}")
+    return bool(given)
+
+
+def check_one_dtype(arrays: Mapping[str, Any]) -> None:
+    """k and v have the dtype of q."""
+    for name in ("k", "v"):
+        if arrays[name].dtype != arrays["q"].dtype:
+            raise TypeError(f"{name} has dtype {arrays[name].dtype}, expected {arrays['q'].dtype}, the dtype of q")
+
+
+def check_chunkwise_arrays(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, input_gate: InputGate) -> dict[str, int]:
+    """The arrays of mlstm_chunkwise; returns the sizes of their dimensions."""
+    arrays = dict(q=q, k=k, v=v, i=i, f=f)
+    states = dict(c_initial=c_initial, n_initial=n_initial, m_initial=m_initial)
+    if input_gate is InputGate.SIGMOID and states.pop("m_initial") is not None:
+        raise ValueError('m_initial is given, expected None: with input_gate="sigmoid" m is 0 throughout')
+    if check_states_complete(states, "initial states"):
+        arrays |= states
+    for name, x in arrays.items():
+        check_array(name, x, INPUT_DTYPES)
+    sizes = check_shapes(arrays, SEQUENCE_DIMS | {f"{name}_initial": dims for name, dims in STATE_DIMS.items()})
+    check_one_dtype(arrays)
+    if segment_ids is not None:
+        if not hasattr(segment_ids, "dtype") or not hasattr(segment_ids, "shape"):
+            raise TypeError(f"segment_ids is a {type(segment_ids).__name__}, expected an array")
+        if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
+            raise TypeError(f"segment_ids has dtype {segment_ids.dtype}, expected an integer dtype")
+        check_shapes(dict(q=q, segment_ids=segment_ids), {"q": SEQUENCE_DIMS["q"], "segment_ids": ("B", "S")})
+    return sizes
+
+
+def check_input_gate(input_gate: Any, normalize: Any) -> tuple[InputGate, bool]:
+    if input_gate not in list(InputGate):
+        raise ValueError(f"input_gate is {input_gate!r}, expected one of {', '.join(InputGate)}")
+    normalize = check_flag("normalize", normalize)
+    if not normalize and input_gate != InputGate.SIGMOID:
+        raise ValueError(f'normalize is False with input_gate {input_gate!r}, expected input_gate="sigmoid"')
+    return InputGate(input_gate), normalize
+
+
+def check_scalars(eps: float, norm_val: float) -> None:
+    for name, x in (("eps", eps), ("norm_val", norm_val)):
+        if isinstance(x, jax.core.Tracer):
+            raise TypeError(f"{name} is traced, expected a Python float: mark it static in jit")
+        if not isinstance(x, numbers.Real) or isinstance(x, bool):
+            raise TypeError(f"{name} is a {type(x).__name__}, expected a float")
+        if not math.isfinite(x) or x < 0:
+            raise ValueError(f"{name} is {x}, expected a finite number >= 0")
+
+
+def check_flag(name: str, x: Any) -> bool:
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError(f"{name} is traced, expected a Python bool: mark it static in jit")
+    if not isinstance(x, bool | np.bool_):
+        raise TypeError(f"{name} is a {type(x).__name__}, expected a Python bool")
+    return bool(x)
+
+
+def check_backend(backend: Any) -> None:
+    if backend is not None and backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r}, expected None or one of {', '.join(BACKENDS)}")
+
+
+def check_instance(name: str, x: Any, kind: type) -> None:
+    if x is not None and not isinstance(x, kind):
+        raise TypeError(f"{name} is a {type(x).__name__}, expected a {kind.__name__} or None")
+
+
+def as_dtype(autocast_kernel_dtype: Any) -> jnp.dtype:
+    try:
+        return jnp.dtype(autocast_kernel_dtype)
+    except TypeError:
+        raise TypeError(f"autocast_kernel_dtype is {autocast_kernel_dtype!r}, expected None or one of {', '.join(KERNEL_DTYPES)}") from None
+
+
+def kernel_dtype(autocast_kernel_dtype: Any, q_dtype: Any, backend: str | None) -> jnp.dtype:
+    """The dtype of q, k, v in the matrix products."""
+    dtype = jnp.dtype(q_dtype) if autocast_kernel_dtype is None else as_dtype(autocast_kernel_dtype)
+    given = f"autocast_kernel_dtype is {dtype.name}" if autocast_kernel_dtype is not None else f"q has dtype {dtype.name}"
+    if dtype.name == "float64" and backend == "xla":
+        if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+            raise TypeError(f"{given}, expected one of {', '.join(KERNEL_DTYPES)}: jax_enable_x64, which float64 needs, is not set")
+        return dtype
+    if dtype.name in KERNEL_DTYPES:
+        return dtype
+    if dtype.name == "float64":
+        hint = '; float64 runs on backend="xla" only'
+    else:
+        hint = "; pass autocast_kernel_dtype to compute in another dtype" if autocast_kernel_dtype is None else ""
+    raise TypeError(f"{given}, expected one of {', '.join(KERNEL_DTYPES)}{hint}")

@@ -1,0 +1,143 @@
+"""The custom_vjp: what a pass holds for the other, what has no derivative; and the documented generators of functions with it."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import assert_close, error, oracle, random_inputs, tolerance
+
+from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, reference
+from mlstm_pallas.fwbw import _get_chunkwise_fwbw_kernel, _mlstm_chunkwise_fwbw_generator
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+S, L, DHQK, DHHV = 64, 16, 16, 24
+INPUTS = random_inputs(0, 1, 2, S, DHQK, DHHV)
+MESSAGE = (
+    "mlstm_chunkwise has first derivatives in reverse mode only; for second derivatives and forward mode use "
+    "mlstm_pallas.reference.chunkwise or mlstm_pallas.reference.recurrence"
+)
+SCAN = KernelConfig(fused_min_heads=1, recurrent_fw_H=StageConfig(siz_b_LKV=16))
+
+
+def refused(call, *args):
+    with pytest.raises(TypeError) as caught:
+        call(*args)
+    assert str(caught.value) == MESSAGE
+
+
+# ---------------------------------------------------------------- what is held, what has no derivative
+
+
+def test_no_states_are_stored_where_nothing_is_differentiated():
+    """The fused scan writes the states of the chunks for a backward pass alone."""
+    run = functools.partial(mlstm_chunkwise, chunk_size=L, recompute_states_in_bw=False, backend="interpret", config=SCAN)
+    states = f"f32[2,{S // L},{DHQK},32]"
+    assert states not in str(jax.make_jaxpr(run)(*INPUTS.values()))
+    assert states in str(jax.make_jaxpr(lambda *x: jax.vjp(run, *x)[0])(*INPUTS.values()))
+
+
+HELD = {
+    "recomputed": ({}, {"h", "z"}),
+    "stored": ({"recompute_states_in_bw": False}, {"h", "z", "states"}),
+    "unnormalised": ({"input_gate": "sigmoid", "normalize": False}, set()),
+    "unnormalised_stored": ({"input_gate": "sigmoid", "normalize": False, "recompute_states_in_bw": False}, {"states"}),
+}
+
+
+@pytest.mark.parametrize("case", HELD)
+@pytest.mark.parametrize("config", [KernelConfig(fused_min_heads=0), SCAN], ids=["materialised", "fused"])
+def test_the_forward_pass_holds_what_the_backward_pass_reads(config, case):
+    """Beside the inputs: h and z for the normaliser, the states of the chunks where they are not recomputed."""
+    options, held = HELD[case]
+    x = [INPUTS[name] for name in "qkvif"]
+    run = functools.partial(mlstm_chunkwise, chunk_size=L, backend="interpret", config=config, **options)
+    residuals = jax.eval_shape(lambda *x: jax.tree.leaves(jax.vjp(run, *x)[1]), *x)
+    shapes = [y.shape for y in residuals]
+    # v is padded to the shape of h: one more of that shape is h.
+    assert shapes.count((1, 2, S, 32)) == 1 + ("h" in held)
+    assert shapes.count((1, 2, S)) == 2 + ("z" in held)  # i and f
+    assert shapes.count((1, 2, S // L, DHQK, 32)) == ("states" in held)
+
+
+@pytest.mark.parametrize("backend", ["xla", "interpret"])
+def test_a_second_derivative_is_refused_with_the_name_of_what_has_one(backend):
+    q, *rest = INPUTS.values()
+
+    def slope(q):
+        return jnp.sum(jax.grad(lambda q: jnp.sum(mlstm_chunkwise(q, *rest, chunk_size=L, backend=backend)))(q) ** 2)
+
+    refused(functools.partial(jax.eval_shape, jax.grad(slope)), q)
+
+
+def test_forward_mode_is_refused_with_the_name_of_what_has_it():
+    q, *rest = INPUTS.values()
+    run = functools.partial(mlstm_chunkwise, chunk_size=L)
+    refused(lambda: jax.jvp(lambda q: run(q, *rest), (q,), (q,)))
+    refused(lambda: jax.jacfwd(lambda q: run(q, *rest))(q))
+
+
+@pytest.mark.slow
+def test_the_reference_functions_have_second_derivatives_and_forward_mode():
+    x = list(random_inputs(9, 1, 1, 16, 4, 4).values())
+
+    def chunkwise(q):
+        return jnp.sum(reference.chunkwise(q, *x[1:], chunk_size=16)[0] ** 2)
+
+    def recurrence(q):
+        return jnp.sum(reference.recurrence(q, *x[1:])[0] ** 2)
+
+    hessians = [jax.jit(lambda q, f=f: jax.jvp(jax.grad(f), (q,), (q,)))(x[0])[1] for f in (chunkwise, recurrence)]
+    assert error(hessians[0], np.asarray(hessians[1], "float64")) < 1e-4
+
+
+# ---------------------------------------------------------------- the generators
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_generated_function_is_mlstm_chunkwise(dtype):
+    kernel = _mlstm_chunkwise_fwbw_generator(dtype, return_last_states=True, chunk_size=L, eps=1e-3, norm_val=0.5)
+    found = kernel(*INPUTS.values())
+    h, states = mlstm_chunkwise(**INPUTS, autocast_kernel_dtype=dtype, return_last_states=True, chunk_size=L, eps=1e-3, norm_val=0.5)
+    expected_h, expected_states = oracle(INPUTS, eps=1e-3, norm_val=0.5)
+    for actual, same, expected in zip(found, (h, *states), (expected_h, *expected_states), strict=True):
+        assert actual.dtype == jnp.float32
+        assert np.array_equal(actual, same)
+        assert_close(actual, expected, tolerance(dtype, S + DHQK))
+
+
+def test_a_generated_function_returns_none_for_states_that_are_not_wanted():
+    kernel = _mlstm_chunkwise_fwbw_generator(jnp.float32, chunk_size=L)
+    H, *states = jax.eval_shape(kernel, *INPUTS.values())
+    assert (H.shape, states) == ((1, 2, S, DHHV), [None] * 3)
+    without_initial = jax.eval_shape(kernel, *(INPUTS[name] for name in "qkvif"))
+    assert without_initial == (H, None, None, None)
+
+
+def test_gradients_of_a_generated_function_are_those_of_mlstm_chunkwise():
+    kernel = _get_chunkwise_fwbw_kernel(jnp.float32, return_last_states=True, recompute_states_in_bw=False, chunk_size=L)
+    run = functools.partial(mlstm_chunkwise, return_last_states=True, recompute_states_in_bw=False, chunk_size=L)
+
+    def gradients(function):
+        def loss(*x):
+            return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(function(*x)))
+
+        return jax.jit(jax.grad(loss, tuple(range(8))))(*INPUTS.values())
+
+    for name, actual, expected in zip(INPUTS, gradients(kernel), gradients(run), strict=True):
+        assert np.array_equal(actual, expected), name
+
+
+def test_the_same_arguments_give_the_same_function():
+    make, get = _mlstm_chunkwise_fwbw_generator, _get_chunkwise_fwbw_kernel
+    assert make() is make(jnp.bfloat16) is make("bfloat16", False, True, 64) is get(jnp.bfloat16, chunk_size=64) is get("bfloat16")
+    assert make() is not make(jnp.float32)
+    assert make() is not make(None)
+    assert make() is not make(chunk_size=32)
+
+
+def test_an_unknown_dtype_is_refused_where_the_function_is_generated():
+    with pytest.raises(TypeError, match="autocast_kernel_dtype is 'fp8', expected None or one of float32, bfloat16"):
+        _mlstm_chunkwise_fwbw_generator("fp8")

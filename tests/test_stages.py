@@ -1,0 +1,282 @@
+"""The kernel of every stage, interpreted, against the stage's plain jnp form in float64."""
+
+import functools
+import inspect
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from oracle import assert_close, random_inputs, tolerance
+
+from mlstm_pallas.gate_gradients import TilePairs
+from mlstm_pallas.normaliser import DEFAULT_NORMALISER, NormaliserGradients
+from mlstm_pallas.problem import MAX_TILE, InputGate, Problem
+from mlstm_pallas.stage import Lowering, StageCall, StageConfig
+from mlstm_pallas.stages import STAGES
+from mlstm_pallas.stages.parallel_fw_P import _key_sums
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+HEADS, DHQK, DHHV = 2, 32, 64
+TILES_OF_64 = StageConfig(num_splits=1)
+
+
+def call_of(name, problem, dtype, lowering, tiles):
+    precision = lax.Precision.HIGHEST if dtype == jnp.float32 or lowering is Lowering.XLA else None
+    return StageCall(problem, STAGES[name].clamp(tiles, problem), precision, lowering)
+
+
+class Case:
+    """The inputs of every stage, by name: those of a call, and what the plain forms of earlier stages return."""
+
+    def __init__(self, dtype, L, S=128, *, normalised=True, input_gate=InputGate.EXP, resets=False, DHQK=DHQK):
+        self.dtype, self.problem = jnp.dtype(dtype), Problem(1, HEADS, S, DHQK, DHHV, L, DHQK**-0.5)
+        self.options = dict(normaliser=DEFAULT_NORMALISER if normalised else None, input_gate=input_gate)
+        x, r = random_inputs(L, 1, HEADS, S, DHQK, DHHV, dtype=dtype, resets=resets), np.random.default_rng(L)
+        names = ("matQ", "matK", "matV", "vecI", "vecF", "matC_initial", "vecN_initial", "scaM_initial")
+        inputs = {name: y[0] for name, y in zip(names, x.values(), strict=True)}
+        if input_gate is InputGate.SIGMOID:
+            inputs["scaM_initial"] = jnp.zeros_like(inputs["scaM_initial"])
+        token = [inputs[name][:, 0] for name in names[:5]] + [inputs[name] for name in names[5:]]
+        inputs |= zip(STAGES["recurrent_step"].inputs, token, strict=True)
+
+        def normal(*shape, dtype="float32"):
+            return jnp.asarray(r.normal(size=(HEADS, *shape)), dtype)
+
+        inputs |= dict(matDeltaH=normal(S, DHHV, dtype=dtype), matDeltaC_last=normal(DHQK, DHHV), vecDeltaN_states=normal(S // L, DHQK))
+        inv_den, dz_den = jnp.exp(normal(S)), normal(S)
+        inputs["normaliser_gradients"] = NormaliserGradients(inv_den, inv_den * dz_den, dz_den) if normalised else NormaliserGradients()
+        self.inputs, self.found = jax.jit(self.with_outputs)(inputs), {}
+
+    def with_outputs(self, inputs):
+        waiting = dict(STAGES)
+        while waiting:
+            name = next(name for name, stage in waiting.items() if inputs.keys() >= {*stage.inputs})
+            outputs = self.plain(waiting.pop(name).name, inputs)
+            if name == "chunk_gates":
+                inputs["vecAbar"] = outputs.per_step().vecAbar
+            inputs = {name: outputs} | outputs._asdict() | inputs
+        return inputs
+
+    def run(self, name, inputs, lowering, tiles=TILES_OF_64, **options):
+        stage = STAGES[name]
+        taken = inspect.signature(stage.run).parameters
+        options = {key: value for key, value in self.options.items() if key in taken} | options
+        call = call_of(name, self.problem, self.dtype, lowering, tiles)
+        return jax.jit(functools.partial(stage.run, **options, call=call))(*(inputs.get(name) for name in stage.inputs))
+
+    def plain(self, name, inputs, **options):
+        return self.run(name, inputs, Lowering.XLA, **options)
+
+    def expected(self, name, changes, options):
+        """The outputs of the plain form in float64."""
+        key = name, *changes, *options.items()
+        if key not in self.found:
+            inputs = self.inputs | changes
+            with jax.enable_x64(True):
+                inputs = {key: inputs[key] for key in STAGES[name].inputs}
+                wide = jax.tree.map(lambda y: jnp.asarray(np.asarray(y.astype("float32")), "float64"), inputs)
+                self.found[key] = jax.tree.map(np.asarray, self.plain(name, wide, **options))
+        return self.found[key]
+
+    def check(self, name, tiles=TILES_OF_64, without=(), **options):
+        """The kernel agrees with the plain form, every output in dtype and within its bound; returns the kernel's outputs.
+
+        Matrices are of the kernel dtype, or sums of products of what was rounded to it. Vectors and scalars are sums in float32 of what
+        was not rounded.
+        """
+        changes = dict.fromkeys(without)
+        inputs, p, expected = self.inputs | changes, self.problem, self.expected(name, changes, options)
+        found = self.run(name, inputs, Lowering.INTERPRET, tiles, **options)
+        plain = jax.eval_shape(functools.partial(self.plain, name, **options), inputs)
+        assert [y.dtype for y in jax.tree.leaves(found)] == [y.dtype for y in jax.tree.leaves(plain)]
+        if name == "parallel_bw_dP":
+            found = written(found)
+            expected = expected._replace(pairs=tile_pairs(self, expected, found.pairs.diagonal.shape[-1]))
+        for key, actual, wanted in zip(found._fields, found, expected, strict=True):
+            assert (actual is None) == (wanted is None), key
+            terms = p.DHQK * p.DHHV if key == "scaStates" else p.S + p.DHQK + p.DHHV
+            if key in ("vecE", "vecU"):  # unevaluated sums
+                actual, wanted = (np.asarray(y[0], "float64") + y[1] for y in (actual, wanted))
+            for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
+                rounded = key.startswith("mat") or one.dtype == self.dtype
+                assert_close(one, other, tolerance(self.dtype if rounded else "float32", terms), f"{name}: {key}")
+        return found
+
+
+case = functools.cache(Case)
+
+
+def written(outputs):
+    """The outputs of parallel_bw_dP, with 0 where it writes nothing: in tiles of queries that lie before the tile of keys."""
+    heads, NC, n, _ = outputs.pairs.diagonal.shape
+    L = outputs.matP.shape[-1]
+    P, dP = (jnp.tril(y.reshape(heads, NC, L, L)).reshape(y.shape) for y in (outputs.matP, outputs.matDeltaP))
+    after = jnp.tri(n, dtype=bool)  # [i, j]
+    sums = ((after.T, outputs.pairs.of_queries), (after, outputs.pairs.of_keys))
+    queries, keys = (jnp.where(where.reshape(n, 1, n, 1), y, 0.0) for where, y in sums)
+    return outputs._replace(matP=P, matDeltaP=dP, pairs=TilePairs(queries, keys, outputs.pairs.diagonal))
+
+
+def tile_pairs(x, outputs, T):
+    """The sums for tiles of T steps, from W_ts = (scale dP_ts) q_t . k_s."""
+    p, n = x.problem, x.problem.L // T
+    q, k = (np.asarray(x.inputs[name].astype("float32"), "float64").reshape(HEADS, p.NC, p.L, p.DHQK) for name in ("matQ", "matK"))
+    W = np.tril(outputs.matDeltaP.reshape(HEADS, p.NC, p.L, p.L)) * np.einsum("nctk,ncsk->ncts", q, k)
+    tiles = np.tril(W, -1).reshape(HEADS, p.NC, n, T, n, T)
+    diagonal = np.diagonal(W, axis1=-2, axis2=-1).reshape(HEADS, p.NC, n, T)
+    return TilePairs(np.moveaxis(tiles.sum(-1), -1, 1), np.moveaxis(tiles.sum(-3), 2, 1), diagonal)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_kernel_agrees_with_the_plain_form(stage, dtype):
+    case(dtype, 32, 64).check(stage)
+
+
+SIZES = {"LQ": "siz_b_LQ", "LKV": "siz_b_LKV", "K": "siz_b_DHQK", "V": "siz_b_DHHV", "loop": "siz_b_loop", "keep_q": "keep_q"}
+# stage: dtype, chunk size, tiles
+TILES = {
+    "chunk_gates": [("float32", 64, dict(LQ=16)), ("float32", 64, dict(LQ=64))],
+    "recurrent_fw_C": [
+        *[("float32", L, dict(LKV=16, K=16, V=16)) for L in (16, 128)],
+        *[("float32", 64, tiles) for tiles in (dict(LKV=64, K=16, V=32), dict(LKV=32, K=64, V=64))],
+        ("bfloat16", 64, dict(LKV=16, K=32, V=16)),
+    ],
+    "parallel_fw_H": [
+        *[("float32", L, dict(LQ=16, LKV=16, K=16, V=16)) for L in (16, 64, 128)],
+        *[("float32", L, dict(LQ=64, LKV=16, K=32, V=16)) for L in (64, 128)],
+        *[("float32", L, dict(LQ=16, LKV=64, K=16, V=32)) for L in (64, 128)],
+        *[("float32", L, dict(LQ=32, LKV=32, K=64, V=64, keep_q=False)) for L in (64, 128)],
+        *[(dtype, 64, dict(LQ=16, LKV=32, K=16, V=32, keep_q=False)) for dtype in ("float32", "bfloat16")],
+        *[("bfloat16", 64, dict(LQ=64, LKV=16, K=32, V=16))],
+    ],
+    "parallel_fw_P": [("float32", 16, dict(K=16)), ("bfloat16", 64, dict(K=16))],
+    "recurrent_fw_H": [
+        ("float32", 16, dict(K=16, V=16, loop=16)),  # two launches
+        ("float32", 64, dict(K=16, V=64, loop=32)),
+        ("bfloat16", 32, dict(K=32, V=16, loop=32)),
+    ],
+    "parallel_bw_dP": [
+        *[("float32", L, dict(LQ=LQ, loop=16)) for L, LQ in ((16, 16), (64, 64), (64, 16), (256, 32), (256, 128), (256, 256))],
+        *[("bfloat16", L, dict(LQ=LQ, loop=32)) for L, LQ in ((64, 32), (256, 128))],
+    ],
+    "recurrent_bw_dC": [
+        ("float32", 16, dict(LKV=16, K=16, V=32)),
+        ("float32", 64, dict(LKV=16, K=32, V=16)),
+        ("bfloat16", 64, dict(LKV=64, K=16, V=64)),
+    ],
+    "parallel_bw_dQKV": [
+        ("float32", 16, dict(LQ=16, K=16, V=16, loop=16)),
+        ("float32", 64, dict(LQ=32, K=32, V=16, loop=64)),
+        ("float32", 64, dict(LQ=64, K=16, V=64, loop=16)),
+        ("float32", 256, dict(LQ=32, K=32, V=16, loop=64)),
+        *[(dtype, 256, dict(LQ=256, K=32, V=64, loop=32)) for dtype in ("float32", "bfloat16")],  # MAX_TILE steps a CTA
+    ],
+}
+TILINGS = [
+    pytest.param(stage, dtype, L, tiles, id=f"{stage}-{dtype}-L{L}-{'-'.join(f'{key}{size}' for key, size in tiles.items())}")
+    for stage, cases in TILES.items()
+    for dtype, L, tiles in cases
+]
+
+
+@pytest.mark.parametrize(("stage", "dtype", "L", "tiles"), TILINGS)
+def test_the_result_does_not_depend_on_the_tiles(stage, dtype, L, tiles):
+    tiles = StageConfig(num_splits=1, **{SIZES[key]: size for key, size in tiles.items()})
+    case(dtype, L, max(64, L if L >= 128 else 2 * L)).check(stage, tiles)
+
+
+def test_tiles_of_every_product_stage_are_tested():
+    """recurrent_step has tests of its own."""
+    assert {*TILES} == {name for name, stage in STAGES.items() if not stage.decode}
+
+
+@pytest.mark.parametrize("stage", ["parallel_fw_P", "recurrent_fw_H"])
+def test_heads_that_are_no_power_of_two(stage):
+    case("float32", 32, 64, DHQK=48).check(stage, StageConfig(siz_b_DHQK=16, siz_b_loop=16))
+
+
+VARIANTS = {"resets": dict(resets=True), "sigmoid-unnormalised": dict(input_gate=InputGate.SIGMOID, normalised=False)}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("stage", ["chunk_gates", *(name for name, stage in STAGES.items() if "chunk_gates" in stage.inputs)])
+def test_resets_gates_and_normalisers(stage, variant):
+    case("float32", 32, 64, **VARIANTS[variant]).check(stage)
+
+
+@pytest.mark.parametrize("stage", ["recurrent_fw_C", "recurrent_fw_H", "recurrent_bw_dC"])
+def test_no_initial_state_is_one_of_zeros(stage):
+    """And a last state that is not wanted is not returned."""
+    x, last = case("float32", 16, 64), "return_initial" if stage == "recurrent_bw_dC" else "return_last"
+    initial = "matDeltaC_last" if stage == "recurrent_bw_dC" else "matC_initial"
+    tiles = StageConfig(siz_b_DHQK=16, siz_b_DHHV=32, num_splits=1)
+    zeros = x.inputs | {initial: jnp.zeros_like(x.inputs[initial])}
+    from_zeros = x.run(stage, zeros, Lowering.INTERPRET, tiles)
+    from_none = x.run(stage, x.inputs | {initial: None}, Lowering.INTERPRET, tiles, **{last: False})
+    field = "matDeltaC_initial" if stage == "recurrent_bw_dC" else "matC_last"
+    for key, actual, expected in zip(from_none._fields, from_none, from_zeros, strict=True):
+        assert (actual is None) == (expected is None or key == field), key
+        assert actual is None or np.array_equal(actual, expected), key
+
+
+def test_recurrent_bw_dC_without_the_states():
+    """The states of the second recurrence do not enter the first."""
+    x = case("float32", 16, 64)
+    both = x.check("recurrent_bw_dC")
+    alone = x.check("recurrent_bw_dC", without=("matK_scaled", "matV"))
+    assert alone.matC_states is None
+    assert alone.matC_last is None
+    assert np.array_equal(both.matDeltaC_states, alone.matDeltaC_states)
+    assert np.array_equal(both.matDeltaC_initial, alone.matDeltaC_initial)
+
+
+@pytest.mark.parametrize("store_every", [1, 2])
+def test_recurrent_fw_H_stores_states(store_every):
+    case("bfloat16", 16, 64).check("recurrent_fw_H", store_every=store_every)
+
+
+def test_recurrent_fw_H_stores_no_states_of_several_launches():
+    with pytest.raises(ValueError, match="stores states of up to 16 rows, expected 32"):
+        case("float32", 16, 64).check("recurrent_fw_H", StageConfig(siz_b_loop=16), store_every=1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_key_sums(dtype):
+    x = case(dtype, 32, 64)
+    p, call = x.problem, call_of("parallel_fw_P", x.problem, x.dtype, Lowering.INTERPRET, StageConfig(siz_b_DHQK=16))
+    found = jax.jit(functools.partial(_key_sums, call=call))(x.inputs["matK"], x.inputs["chunk_gates"])
+    scaled = np.asarray(x.inputs["matK"].astype("float32"), "float64") * np.asarray(x.inputs["vecAbar"], "float64")[..., None]
+    assert_close(found, scaled.reshape(HEADS, p.NC, p.L, p.DHQK).sum(-2), tolerance("float32", p.L))
+
+
+@pytest.mark.parametrize("scale_keys", [True, False])
+def test_parallel_bw_dP_scales_keys_where_states_are_recomputed(scale_keys):
+    found = case("float32", 32, 64).check("parallel_bw_dP", scale_keys=scale_keys)
+    assert (found.matK_scaled is None) == (found.vecN_added is None) == (not scale_keys)
+
+
+def test_parallel_bw_dP_is_zero_above_the_diagonal_of_its_blocks():
+    """Blocks of MAX_TILE steps; nothing is written beyond them."""
+    x = case("float32", 256, 256)
+    found = x.run("parallel_bw_dP", x.inputs, Lowering.INTERPRET, StageConfig(siz_b_LQ=32))
+    step = np.arange(256)
+    above = (step[:, None] < step) & (step[:, None] // MAX_TILE == step // MAX_TILE)
+    for y in (found.matP, found.matDeltaP):
+        assert not np.asarray(y)[:, above].any()
+
+
+@pytest.mark.parametrize("LQ", [32, 128])
+def test_parallel_bw_dQKV_reads_nothing_above_the_diagonal_blocks(LQ):
+    x = case("float32", 256, 256)
+    block = np.arange(256) // MAX_TILE
+    tiles = x.inputs["parallel_bw_dP"]
+    P, dP = (jnp.where(block[:, None] < block, jnp.nan, y.reshape(HEADS, 256, 256)) for y in (tiles.matP, tiles.matDeltaP))
+    poisoned = x.inputs | dict(parallel_bw_dP=tiles._replace(matP=P, matDeltaP=dP))
+    config = StageConfig(siz_b_LQ=LQ, siz_b_DHQK=32, siz_b_DHHV=64, siz_b_loop=32)
+    found, expected = (x.run("parallel_bw_dQKV", inputs, Lowering.INTERPRET, config) for inputs in (poisoned, x.inputs))
+    for key, actual, wanted in zip(found._fields, found, expected, strict=True):
+        assert np.array_equal(actual, wanted), key
