@@ -74,22 +74,22 @@ class MLSTMLayer(nnx.Module):
         """x (B, S, D), and the state before it (None: zeros) -> (B, S, D), and the state after it (None if none was given)."""
         config = self.config
 
-        def heads(y):  # (B, S, NH * DH) -> (B, NH, S, DH)
-            return y.reshape(*y.shape[:2], config.heads, -1).swapaxes(1, 2).astype(config.dtype)
+        def heads(y):  # (B, S, NH * DH) -> (B, S, NH, DH)
+            return y.reshape(*y.shape[:2], config.heads, -1).astype(config.dtype)
 
-        def gate(y):  # (B, S, NH) -> (B, NH, S), soft-capped
-            return 15.0 * jnp.tanh(y.swapaxes(1, 2) / 15.0)
+        def gate(y):  # (B, S, NH), soft-capped
+            return 15.0 * jnp.tanh(y / 15.0)
 
         inputs = (*(heads(f(x)) for f in (self.query, self.key, self.value)), gate(self.input_gate(x)), gate(self.forget_gate(x)))
-        options = dict(chunk_size=config.chunk_size, backend=config.backend)
+        options = dict(chunk_size=config.chunk_size, layout="BTNH", backend=config.backend)
         if state is None:
             h = whole_mlstm(config.mesh, options)(*inputs)
         elif x.shape[1] == 1:
-            h, state = mlstm_recurrent_step(*(y[:, :, 0] for y in inputs), *state, backend=config.backend)
-            h = h[:, :, None]
+            h, state = mlstm_recurrent_step(*(y[:, 0] for y in inputs), *state, backend=config.backend)
+            h = h[:, None]
         else:
             h, state = mlstm_chunkwise(*inputs, *state, return_last_states=True, **options)
-        h = self.head_norm(h.astype(x.dtype)).swapaxes(1, 2).reshape(x.shape) * self.head_scale
+        h = self.head_norm(h.astype(x.dtype)).reshape(x.shape) * self.head_scale
         return self.output(jax.nn.sigmoid(self.output_gate(x)) * h), state
 
 

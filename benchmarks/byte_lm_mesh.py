@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 AXES = ("data", "tensor", "sequence")
 RESIDUAL_STREAM = P("data", "sequence")  # (B, S, D)
-HEADS = P("data", "tensor", "sequence")  # (B, NH, S, ...)
+HEADS = P("data", "sequence", "tensor")  # (B, S, NH, ...)
 SPLIT_COLUMNS = {"query", "key", "value", "input_gate", "forget_gate", "head_scale", "output_gate", "gate", "up"}
 SPLIT_ROWS = {"output", "down"}
 

@@ -30,6 +30,7 @@ def mlstm_chunkwise(
     input_gate: str = "exp",
     normalize: bool = True,
     recompute_states_in_bw: bool = True,
+    layout: str = "BNTH",
     backend: str | None = None,
     config: KernelConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
@@ -46,8 +47,7 @@ def mlstm_chunkwise(
     With input_gate="sigmoid" (mLSTMsig, arXiv:2503.14376) log sigmoid(i_t) stands for i_t and m_t is 0: no stabiliser is needed.
 
     Args:
-      q, k: (B, NH, S, DHQK); v: (B, NH, S, DHV); one dtype: bfloat16, float32, float16 with an
-        autocast_kernel_dtype, float64 with backend "xla".
+      q, k: (B, NH, S, DHQK); v: (B, NH, S, DHV); one dtype: bfloat16, float16, float32, or float64 with backend "xla".
       i, f: input and forget gate pre-activations (B, NH, S), natural log; computed with in float32.
       c_initial, n_initial, m_initial: initial states (B, NH, DHQK, DHV), (B, NH, DHQK), (B, NH); all three, or none for zeros.
         With the sigmoid gate m_initial is None always.
@@ -55,7 +55,8 @@ def mlstm_chunkwise(
       eps: added to the denominator.
       chunk_size: L, a power of two >= 16; one beyond S is clamped. None: the tuned one. The kernels' backward pass holds 2 S L elements
         a head beside the states of the chunks.
-      autocast_kernel_dtype: dtype of q, k, v in the matrix products, "float32" or "bfloat16" (sums are float32 always). None: that of q.
+      autocast_kernel_dtype: dtype of q, k, v in the matrix products, "float32", "bfloat16" or "float16" (sums are float32 always). None:
+        that of q. In float16, states and tiles beyond 65504 are inf, and so is what follows from them.
       stabilize_correctly: False takes norm_val instead of norm_val exp(-m_t) as the floor of the denominator.
       norm_val: see above.
       segment_ids: (B, S) integers, for packed segments: a step whose id differs from that of the step before starts from zero states,
@@ -65,6 +66,8 @@ def mlstm_chunkwise(
       normalize: False leaves out the denominator: h_t = scale C_t^T q_t. For the sigmoid gate only.
       recompute_states_in_bw: False keeps the states at the chunk boundaries for the backward pass, NC DHQK DHV elements of the kernel
         dtype a head, which then has less to compute. Where nothing is differentiated no states are stored.
+      layout: "BNTH", or "BTNH": q, k (B, S, NH, DHQK), v and h (B, S, NH, DHV), i and f (B, S, NH), as a model's projections make them;
+        the kernels read and write these as they are. States and segment_ids have the same shapes with both.
       backend: "triton" (GPU kernels), "interpret" (the same kernels interpreted: slow, for tests; in a shard_map with check_vma=False),
         "xla" (plain jnp).
         None: triton where the computation is lowered for an NVIDIA GPU, else xla.
@@ -87,6 +90,7 @@ def mlstm_chunkwise(
         input_gate=input_gate,
         normalize=normalize,
         recompute_states_in_bw=recompute_states_in_bw,
+        layout=layout,
         backend=backend,
         config=config,
     )

@@ -1,9 +1,9 @@
 """Where a call runs: on the Triton kernels, on the same kernels interpreted, or in plain jnp."""
 
-import contextlib
 import functools
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+import warnings
+from collections.abc import Callable
+from contextvars import ContextVar, Token
 
 import jax
 from jax import lax
@@ -17,18 +17,27 @@ from mlstm_pallas.validation import check_backend
 _default: ContextVar[str | None] = ContextVar("backend", default=None)
 
 
-@contextlib.contextmanager
-def use_backend(backend: str | None) -> Iterator[None]:
+class use_backend:
     """Inside, ``backend`` ("triton", "interpret", "xla"; None: by lowering platform) is the backend of calls that name none themselves.
 
     It is read when a function is called, that is at trace time under jit: functions traced before stay as they are.
     """
-    check_backend(backend)
-    token = _default.set(backend)
-    try:
-        yield
-    finally:
-        _default.reset(token)
+
+    def __init__(self, backend: str | None):
+        self._entered = True  # nothing to say of a backend that is refused
+        check_backend(backend)
+        self._backend, self._tokens, self._entered = backend, list[Token](), False
+
+    def __enter__(self) -> None:
+        self._entered = True
+        self._tokens.append(_default.set(self._backend))
+
+    def __exit__(self, *_) -> None:
+        _default.reset(self._tokens.pop())
+
+    def __del__(self):
+        if not self._entered:
+            warnings.warn(f"use_backend({self._backend!r}) did nothing: it is for a with statement", RuntimeWarning, stacklevel=2)
 
 
 def requested_backend(backend: str | None = None) -> str | None:

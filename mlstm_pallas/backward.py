@@ -14,7 +14,7 @@ from mlstm_pallas.gate_gradients import (
 )
 from mlstm_pallas.gates import ChunkGates, vector_states
 from mlstm_pallas.normaliser import NormaliserGradients
-from mlstm_pallas.stage import Lowering
+from mlstm_pallas.stage import Lowering, steps_of
 from mlstm_pallas.stages.chunk_gates import chunk_gates
 from mlstm_pallas.stages.parallel_bw_dP import parallel_bw_dP
 from mlstm_pallas.stages.parallel_bw_dQKV import parallel_bw_dQKV
@@ -23,6 +23,16 @@ from mlstm_pallas.stages.recurrent_bw_dC import recurrent_bw_dC
 
 def backward(spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangents: Cotangents) -> Inputs:
     """The gradients of the inputs."""
+    if lowering is Lowering.XLA:
+        return _backward(spec, lowering, residuals, cotangents)
+    x, h = residuals.inputs, residuals.h
+    x = x._replace(q=spec.strided(x.q), k=spec.strided(x.k), v=spec.strided(x.v))
+    residuals = residuals._replace(inputs=x, h=None if h is None else spec.strided(h))
+    gradients = _backward(spec, lowering, residuals, cotangents._replace(h=spec.strided(cotangents.h)))
+    return gradients._replace(q=spec.flat(gradients.q), k=spec.flat(gradients.k), v=spec.flat(gradients.v))
+
+
+def _backward(spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangents: Cotangents) -> Inputs:
     x, h, z, stored = residuals
     if not spec.has_initial_state:
         x = x._replace(c_initial=None)
@@ -68,4 +78,4 @@ def backward(spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangent
 def normaliser_gradients(spec: CallSpec, dh, h, z, gates: ChunkGates) -> NormaliserGradients:
     if spec.normaliser is None:
         return NormaliserGradients()
-    return spec.normaliser.gradients(inner(dh, h), z, gates.per_step().vecM)
+    return spec.normaliser.gradients(steps_of(inner(dh, h)), z, gates.per_step().vecM)

@@ -9,7 +9,7 @@ from jax import lax
 
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.normaliser import Normaliser
-from mlstm_pallas.problem import InputGate, Problem, next_power_of_two
+from mlstm_pallas.problem import InputGate, Layout, Problem, next_power_of_two
 from mlstm_pallas.stage import Lowering, StageCall, StageConfig, clamped
 from mlstm_pallas.stages import STAGES
 
@@ -29,6 +29,7 @@ class CallSpec:
       backend: the caller's; None: by the platform of the lowering.
       has_initial_state: else the states start from zeros, which have no gradients.
       return_last_states: whether the last states are wanted.
+      layout: of q, k, v, h and their gradients.
       fused: whether the forward pass is the fused scan; else it materialises the states. It follows from the rest.
       num_splits: of each sequence in the fused scan. It follows from the rest.
     """
@@ -42,6 +43,7 @@ class CallSpec:
     input_gate: InputGate = InputGate.EXP
     has_initial_state: bool = True
     return_last_states: bool = True
+    layout: Layout = Layout.BNTH
     fused: bool = dataclasses.field(init=False)
     num_splits: int = dataclasses.field(init=False)
 
@@ -56,7 +58,7 @@ class CallSpec:
         fused = f"fused scan in chunks of {self.fused_problem.L} and {self.num_splits} splits"
         stages = ", ".join(f"{name} {row[name]}" for name in self.stages)
         return (
-            f"B {p.B}, NH {p.NH}, S {p.S}, {self.dtype.name} heads of {p.DHQK}/{p.DHHV} in chunks of {p.L}, "
+            f"{self.layout}, B {p.B}, NH {p.NH}, S {p.S}, {self.dtype.name} heads of {p.DHQK}/{p.DHHV} in chunks of {p.L}, "
             f"backend {self.backend}; forward: {fused if self.fused else 'materialised states'}; tiles: {stages}"
         )
 
@@ -102,6 +104,19 @@ class CallSpec:
         precision = lax.Precision.HIGHEST if lowering is Lowering.XLA else precision
         clamp = clamp and lowering is not Lowering.XLA  # the plain forms have no tiles; their heads may be narrower than one
         return StageCall(problem, STAGES[name].clamp(tiles, problem) if clamp else tiles, precision, lowering)
+
+    def swap_heads(self, x: jax.Array) -> jax.Array:
+        """The layout of the call to (B, NH, S, D), and back. XLA cancels the one against the other."""
+        return jnp.swapaxes(x, 1, 2) if self.layout is Layout.BTNH else x
+
+    def strided(self, x: jax.Array) -> jax.Array:
+        """(B * NH, S, D) to what the kernels read: the layout of the call, with B and NH one axis where they are neighbours."""
+        B, NH = self.problem.B, self.problem.NH
+        return x if self.layout is Layout.BNTH else self.swap_heads(x.reshape(B, NH, *x.shape[1:]))
+
+    def flat(self, x: jax.Array) -> jax.Array:
+        """The inverse of ``strided``."""
+        return x if self.layout is Layout.BNTH else self.swap_heads(x).reshape(self.problem.BNH, self.problem.S, x.shape[-1])
 
     def chunks(self, x: jax.Array) -> jax.Array:
         """(B * NH, S, ...) to (B * NH, NC, L, ...)."""

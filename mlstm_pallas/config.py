@@ -93,7 +93,11 @@ class KernelConfig:
         """The config as in a row of tuning/: of each stage the fields that it reads, and no precision."""
         row: dict[str, Any] = {"chunk_size": self.chunk_size, "fused_min_heads": self.fused_min_heads}
         row = {name: value for name, value in row.items() if value is not None}
-        return row | {name: {field: getattr(tiles, field) for field in STAGES[name].search} for name, tiles in self.stages.items()}
+        for name, tiles in self.stages.items():
+            row[name] = {field: getattr(tiles, field) for field in STAGES[name].search}
+            if tiles.num_splits is not None:
+                row[name]["num_splits"] = tiles.num_splits
+        return row
 
 
 class _Stages(dict):
@@ -134,7 +138,8 @@ def config_from_rows(rows: Sequence[dict[str, Any]], DHQK: int, DHHV: int, dtype
 
 
 def tuned_config(device_kind: str, DHQK: int, DHHV: int, dtype: jnp.dtype) -> KernelConfig | None:
-    return config_from_rows(tuned_rows(device_kind), DHQK, DHHV, dtype.name)
+    # float16 has the size and the speed of bfloat16.
+    return config_from_rows(tuned_rows(device_kind), DHQK, DHHV, "bfloat16" if dtype.name == "float16" else dtype.name)
 
 
 def heuristic_config(DHQK: int, dtype: jnp.dtype) -> KernelConfig:

@@ -33,12 +33,12 @@ from mlstm_pallas.backward import normaliser_gradients
 from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, Residuals, States
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.entry import Options, run
-from mlstm_pallas.fwbw import backward, forward, operation, residuals_of
+from mlstm_pallas.fwbw import backward, forward, operation, residuals_of, swap_heads_of_residuals
 from mlstm_pallas.gate_gradients import carried_steps, inner
 from mlstm_pallas.gates import log_forget_gate, segment_starts, split_for_exact_sums
 from mlstm_pallas.normaliser import query_scale
 from mlstm_pallas.splits import SplitProducts, decays_in_splits, decays_of_others
-from mlstm_pallas.stage import Lowering
+from mlstm_pallas.stage import Lowering, steps_like
 from mlstm_pallas.stages.chunk_gates import chunk_gates
 from mlstm_pallas.stages.recurrence import split_products
 
@@ -109,9 +109,16 @@ def _summary_spec(spec: CallSpec, *, of_forward: bool) -> SummarySpec:
 
 
 def _products(spec: CallSpec, lowering: Lowering, a, b, r, num_splits: int) -> jax.Array:
-    """Of all splits: by XLA, which is faster at that than the kernel, in either lowering."""
-    call = dataclasses.replace(spec.call("recurrent_fw_C", lowering), lowering=Lowering.XLA)
+    """Of all splits: by XLA, which is faster at that than the kernel, but for arrays that it would have to transpose."""
+    call = spec.call("recurrent_fw_C", lowering, clamp=False)
+    if a.ndim == 3:
+        call = dataclasses.replace(call, lowering=Lowering.XLA)
     return split_products(a, b, r, num_splits, all_splits=True, call=call)
+
+
+def _weighted_sum(x: jax.Array, weights: jax.Array) -> jax.Array:
+    """sum_t weights_t x_t, (B * NH, D), of an array in the layout that the kernels read."""
+    return jnp.sum(x.astype(weights.dtype) * steps_like(weights, x), axis=1).reshape(weights.shape[0], x.shape[-1])
 
 
 def _state_after(gamma: jax.Array, products: jax.Array, *, backward: bool = False) -> jax.Array:
@@ -127,8 +134,10 @@ def _summary(summary_spec: SummarySpec, k, v, i, f, starts) -> tuple[Summary, Sp
     def of_shard(lowering: Lowering, k, v, i, f, starts):
         gates = chunk_gates(i, f, jnp.full_like(i[:, 0], -jnp.inf), starts, spec.input_gate, call=spec.call("chunk_gates", lowering))
         abar, gamma, S = gates.per_step().vecAbar, gates.scaGamma, f.shape[-1]
+        if lowering is not Lowering.XLA:
+            k, v = spec.strided(k), spec.strided(v)
         products = _products(spec, lowering, k, v, abar * decays_in_splits(gamma, num_splits, S), num_splits)
-        n = jnp.sum(k * (abar * decays_in_splits(gamma, 1, S))[..., None], axis=1)
+        n = _weighted_sum(k, abar * decays_in_splits(gamma, 1, S))
         fbar, reset = log_forget_gate(f)
         high, low = split_for_exact_sums(fbar, jnp.max(jnp.abs(fbar), axis=-1, keepdims=True), S)
         restarts = reset if starts is None else reset | (starts > 0)
@@ -144,15 +153,18 @@ def _gradient_summary(summary_spec: SummarySpec, residuals: Residuals, dh) -> Gr
 
     def of_shard(lowering: Lowering, residuals: Residuals, dh):
         x, h, z, _ = residuals
+        q = x.q
+        if lowering is not Lowering.XLA:
+            q, h, dh = spec.strided(q), None if h is None else spec.strided(h), spec.strided(dh)
         gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, spec.input_gate, call=spec.call("chunk_gates", lowering))
         gradients = normaliser_gradients(spec, dh, h, z, gates)
         gamma, w, S = gates.scaGamma, query_scale(gates.per_step().vecW, spec.problem.qk_scale), x.f.shape[-1]
         r = w if gradients.vecInvDen is None else w * gradients.vecInvDen
-        products = _products(spec, lowering, x.q, dh, r * decays_in_splits(gamma, num_splits, S, backward=True), num_splits)
+        products = _products(spec, lowering, q, dh, r * decays_in_splits(gamma, num_splits, S, backward=True), num_splits)
         dC = _state_after(gamma, products, backward=True)
         dn = jnp.zeros_like(dC[..., 0])
         if gradients.vecDz is not None:
-            dn = jnp.sum(x.q * (w * gradients.vecDz * decays_in_splits(gamma, 1, S, backward=True))[..., None], axis=1)
+            dn = _weighted_sum(q, w * gradients.vecDz * decays_in_splits(gamma, 1, S, backward=True))
         whole = jnp.prod(gamma, axis=-1)
         dm, passes = jnp.zeros_like(whole), jnp.ones_like(whole)
         if spec.stabilised:
@@ -206,7 +218,8 @@ def _sequence_fwd(axis_name: str, spec: CallSpec, x: Inputs):
     zero = jnp.zeros_like(x.m_initial)
     initial = Summary(x.c_initial, x.n_initial, x.m_initial, zero)
     empty = Summary(jnp.zeros_like(x.c_initial), jnp.zeros_like(x.n_initial), jnp.full_like(zero, -jnp.inf), zero)
-    local, products = operation(_summary, _summary_spec(spec, of_forward=True), x.k, x.v, x.i, x.f, x.starts)
+    k, v = spec.swap_heads(x.k), spec.swap_heads(x.v)
+    local, products = operation(_summary, _summary_spec(spec, of_forward=True), k, v, x.i, x.f, x.starts)
     local = jax.tree.map(functools.partial(jnp.where, first), joined(initial, local), local)
     before = _exclusive_prefix(joined, local, empty, axis_name, index)
     start = jax.tree.map(functools.partial(jnp.where, first), initial, before)
@@ -221,7 +234,8 @@ def _sequence_bwd(axis_name: str, spec: CallSpec, residuals_and_last, cotangents
     dm = dm - inner(dC, last.c, 2) - inner(dn, last.n)
     # The residuals without what the summary does not read.
     read = residuals._replace(inputs=residuals.inputs._replace(k=None, v=None, c_initial=None, n_initial=None), states=None)
-    local = operation(_gradient_summary, _summary_spec(spec, of_forward=False), read, dh)
+    read = swap_heads_of_residuals(spec, read)
+    local = operation(_gradient_summary, _summary_spec(spec, of_forward=False), read, spec.swap_heads(dh))
     one, zero = jnp.ones_like(dm), jnp.zeros_like(dm)
     local = joined_gradients(GradientSummary(dC, dn, one, dm, one), local)
     empty = GradientSummary(jnp.zeros_like(dC), jnp.zeros_like(dn), one, zero, one)
@@ -272,6 +286,7 @@ def mlstm_chunkwise_sequence_parallel(
     input_gate: str = "exp",
     normalize: bool = True,
     recompute_states_in_bw: bool = True,
+    layout: str = "BNTH",
     backend: str | None = None,
     config: KernelConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
@@ -313,6 +328,7 @@ def mlstm_chunkwise_sequence_parallel(
         input_gate=input_gate,
         normalize=normalize,
         recompute_states_in_bw=recompute_states_in_bw,
+        layout=layout,
         backend=backend,
         config=config,
     )

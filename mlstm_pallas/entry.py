@@ -2,7 +2,7 @@
 
 import dataclasses
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -13,7 +13,7 @@ from mlstm_pallas.backend import requested_backend, target_device_kind
 from mlstm_pallas.call_spec import CallSpec, Inputs, States
 from mlstm_pallas.config import KernelConfig, config_for
 from mlstm_pallas.normaliser import Normaliser
-from mlstm_pallas.problem import InputGate, check_chunk_size, make_problem
+from mlstm_pallas.problem import InputGate, Layout, accumulator_dtype, check_chunk_size, make_problem
 from mlstm_pallas.sharding import aligned
 from mlstm_pallas.shared_memory import check_fits
 
@@ -37,6 +37,7 @@ class Options:
     input_gate: str = "exp"
     normalize: bool = True
     recompute_states_in_bw: bool = True
+    layout: str = "BNTH"
     backend: str | None = None
     config: KernelConfig | None = None
 
@@ -50,26 +51,31 @@ def run(
 ) -> Any:
     """``mlstm_chunkwise`` by a forward function of its own; starts_of: ids (B, NH, S) to where segments begin."""
     gate, normalize = validation.check_input_gate(options.input_gate, options.normalize)
+    layout = validation.check_layout(options.layout)
     q, k, v, i, f, c_initial, n_initial, m_initial = arrays
-    sizes = validation.check_chunkwise_arrays(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, gate)
-    spec = spec_for(options, gate, normalize, q, sizes["DHV"], has_initial_state=c_initial is not None)
+    sizes = validation.check_chunkwise_arrays(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, gate, layout)
+    if options.autocast_kernel_dtype is None:
+        validation.check_one_dtype(dict(q=q, k=k, v=v))
+    spec = spec_for(options, gate, normalize, q.dtype, sizes, layout, has_initial_state=c_initial is not None)
     _log.debug("%s", spec)
-    p, dtype, acc = spec.problem, spec.dtype, jnp.promote_types(spec.dtype, jnp.float32)
+    p, dtype, acc = spec.problem, spec.dtype, accumulator_dtype(spec.dtype)
 
     B, NH, S, DHQK, DHV = (sizes[dim] for dim in ("B", "NH", "S", "DHQK", "DHV"))
     if c_initial is None or n_initial is None:
         c_initial, n_initial = jnp.zeros((B, NH, DHQK, DHV), acc), jnp.zeros((B, NH, DHQK), acc)
-    if m_initial is None:
+    if m_initial is None or gate is InputGate.SIGMOID:  # with which m is 0
         m_initial = jnp.zeros((B, NH), acc)
-    arrays = q, k, v, i, f, c_initial, n_initial, m_initial
+    if layout is Layout.BTNH:
+        i, f = jnp.swapaxes(i, 1, 2), jnp.swapaxes(f, 1, 2)
+    arrays = *map(spec.swap_heads, (q, k, v)), i, f, c_initial, n_initial, m_initial
     if segment_ids is not None:
         arrays = (*arrays, jnp.broadcast_to(segment_ids[:, None], (B, NH, S)))
     q, k, v, i, f, c_initial, n_initial, m_initial, *ids = aligned(*arrays)
     steps, qk, hv = {2: p.S}, {3: p.DHQK}, {3: p.DHHV}
     inputs = Inputs(
-        _pad(q.astype(dtype), steps | qk),
-        _pad(k.astype(dtype), steps | qk),
-        _pad(v.astype(dtype), steps | hv),
+        spec.swap_heads(_pad(q.astype(dtype), steps | qk)),
+        spec.swap_heads(_pad(k.astype(dtype), steps | qk)),
+        spec.swap_heads(_pad(v.astype(dtype), steps | hv)),
         _pad(i.astype(acc), steps, -jnp.inf),
         _pad(f.astype(acc), steps, jnp.inf),
         _pad(c_initial.astype(acc), {2: p.DHQK} | hv),
@@ -83,13 +89,15 @@ def run(
         if "forward-mode" in str(error):  # what jax says of every custom_vjp
             raise TypeError(NO_SUCH_DERIVATIVE) from error
         raise
-    h = h[:, :, :S, :DHV].astype(q.dtype)
+    h = (h[:, :S] if layout is Layout.BTNH else h[:, :, :S])[..., :DHV].astype(q.dtype)
     if last is None or not spec.return_last_states:
         return h
     return h, (last.c[:, :, :DHQK, :DHV], last.n[:, :, :DHQK], last.m)
 
 
-def spec_for(options: Options, gate: InputGate, normalize: bool, q: jax.Array, DHV: int, *, has_initial_state: bool) -> CallSpec:
+def spec_for(
+    options: Options, gate: InputGate, normalize: bool, q_dtype: Any, sizes: Mapping[str, int], layout: Layout, *, has_initial_state: bool
+) -> CallSpec:
     """The rest of the checks, and everything that is chosen for a call."""
     return_last_states = validation.check_flag("return_last_states", options.return_last_states)
     stabilize_correctly = validation.check_flag("stabilize_correctly", options.stabilize_correctly)
@@ -99,9 +107,9 @@ def spec_for(options: Options, gate: InputGate, normalize: bool, q: jax.Array, D
     validation.check_backend(options.backend)
     backend = requested_backend(options.backend)
     validation.check_instance("config", options.config, KernelConfig)
-    dtype = validation.kernel_dtype(options.autocast_kernel_dtype, q.dtype, backend)
+    dtype = validation.kernel_dtype(options.autocast_kernel_dtype, q_dtype, backend)
 
-    B, NH, S, DHQK = q.shape
+    B, NH, S, DHQK, DHV = (sizes[dim] for dim in ("B", "NH", "S", "DHQK", "DHV"))
     if B * NH == 0:
         backend = "xla"  # a kernel has no empty grid
     device_kind = target_device_kind()
@@ -109,7 +117,7 @@ def spec_for(options: Options, gate: InputGate, normalize: bool, q: jax.Array, D
     # Where m is 0 the floor does not depend on it.
     normaliser = Normaliser(float(options.eps), float(options.norm_val), stabilize_correctly and gate is InputGate.EXP)
     spec = CallSpec(
-        make_problem(q.shape, DHV, config.L, pad_heads=backend != "xla"),
+        make_problem((B, NH, S, DHQK), DHV, config.L, pad_heads=backend != "xla"),
         config,
         dtype,
         normaliser if normalize else None,
@@ -118,6 +126,7 @@ def spec_for(options: Options, gate: InputGate, normalize: bool, q: jax.Array, D
         gate,
         has_initial_state,
         return_last_states,
+        layout,
     )
     check_spec_fits(spec, device_kind)
     return spec

@@ -17,9 +17,11 @@ def forward(spec: CallSpec, lowering: Lowering, x: Inputs, products: SplitProduc
     """The forward pass. products: of the splits of the sequence, where they are known."""
     if not spec.has_initial_state:
         x = x._replace(c_initial=None)
-    if spec.fused and lowering is not Lowering.XLA:
-        return fused(spec, lowering, x, products)
-    return materialised(spec, lowering, x)
+    if lowering is Lowering.XLA:
+        return materialised(spec, lowering, x)
+    x = x._replace(q=spec.strided(x.q), k=spec.strided(x.k), v=spec.strided(x.v))
+    outputs = fused(spec, lowering, x, products) if spec.fused else materialised(spec, lowering, x)
+    return outputs._replace(h=spec.flat(outputs.h))
 
 
 def materialised(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:

@@ -39,12 +39,25 @@ def _no_jvp(function, spec, primals, tangents):
 
 def forward(spec: CallSpec, inputs: Inputs, products: SplitProducts | None = None) -> Forward:
     """The forward pass on shards. products: of the splits of the sequence, where they are known."""
-    return operation(_forward, spec, inputs, products)
+    outputs = operation(_forward, spec, swap_heads(spec, inputs), products)
+    return outputs._replace(h=spec.swap_heads(outputs.h))
 
 
 def backward(spec: CallSpec, residuals: Residuals, cotangents: Cotangents) -> Inputs:
     """The gradients of the inputs, on shards."""
-    return operation(_backward, spec, residuals, cotangents)
+    residuals = swap_heads_of_residuals(spec, residuals)
+    gradients = operation(_backward, spec, residuals, cotangents._replace(h=spec.swap_heads(cotangents.h)))
+    return swap_heads(spec, gradients)
+
+
+def swap_heads(spec: CallSpec, x: Inputs) -> Inputs:
+    """From the layout of the call to (B, NH, S, D), as shards are described, and back."""
+    return x._replace(**{name: spec.swap_heads(y) for name in "qkv" if (y := getattr(x, name)) is not None})
+
+
+def swap_heads_of_residuals(spec: CallSpec, residuals: Residuals) -> Residuals:
+    h = None if residuals.h is None else spec.swap_heads(residuals.h)
+    return residuals._replace(inputs=swap_heads(spec, residuals.inputs), h=h)
 
 
 def residuals_of(spec: CallSpec, inputs: Inputs, outputs: Forward) -> Residuals:

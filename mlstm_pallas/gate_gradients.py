@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from mlstm_pallas.gates import MASKED, ChunkGates, log_forget_gate
-from mlstm_pallas.problem import InputGate
+from mlstm_pallas.problem import InputGate, accumulator_dtype
 
 # exp of anything below these is 0, subnormals included.
 _LEAST_EXPONENT = {"float32": -104.0, "float64": -746.0}
@@ -35,7 +35,7 @@ class TilePairs(NamedTuple):
 
 def inner(a: jax.Array, b: jax.Array, axes: int = 1) -> jax.Array:
     """Inner product over the last axes, in at least float32."""
-    acc = jnp.promote_types(a.dtype, jnp.float32)
+    acc = accumulator_dtype(a.dtype)
     return jnp.sum(a.astype(acc) * b.astype(acc), axis=tuple(range(-axes, 0)))
 
 
@@ -57,7 +57,7 @@ def tile_sums(pairs: TilePairs, vecQ_inter: jax.Array, vecK_inter: jax.Array, th
     later = index[:, None] > index[None, :]  # [i, j]: tile i lies after tile j
 
     def only(x, where):  # what is not in the chunk's triangle was never written
-        return jnp.where(where.reshape(n, 1, n, 1), x, 0.0)
+        return jnp.where(jnp.broadcast_to(where.reshape(1, n, 1, n, 1), x.shape), x, 0.0)
 
     before = only(pairs.of_queries, later.T)  # [j, chunk, i, t]
     after = only(pairs.of_keys, later)  # [i, chunk, j, s]
@@ -99,8 +99,9 @@ def run_sums(x: jax.Array, goes_on: jax.Array) -> jax.Array:
     groups = *x.shape[:-1], -(-n // size), size
     x, goes_on = jnp.pad(x, padding).reshape(groups), jnp.pad(goes_on, padding).reshape(groups)
     ends = jnp.cumsum(~goes_on, axis=-1)
-    before = ends - ~goes_on
-    same_run = (before[..., None, :] == before[..., :, None]) & jnp.tri(size, dtype=bool).T
+    before = ends - (~goes_on).astype(ends.dtype)
+    same_run = before[..., None, :] == before[..., :, None]
+    same_run &= jnp.broadcast_to(jnp.tri(size, dtype=bool).T, same_run.shape)
     R = jnp.sum(jnp.where(same_run, x[..., None, :], 0.0), axis=-1)
     if groups[-2] > 1:
         reached = run_sums(R[..., 0], ends[..., -1] == 0)

@@ -233,11 +233,16 @@ def join_chunks(local: LocalGates, scaM_states: jax.Array, input_gate: InputGate
     return ChunkGates(e, u, w, m, abar, gamma, scaM_states)
 
 
+def causal(x: jax.Array, *, offset: int = 0, fill: float = 0.0) -> jax.Array:
+    """x_ts where s <= t + offset, else fill; (..., L, L)."""
+    return jnp.where(jnp.broadcast_to(jnp.tri(x.shape[-1], k=offset, dtype=bool), x.shape), x, fill)
+
+
 def decay_matrix(gates: ChunkGates) -> jax.Array:
     """D_ts = exp(e_s - u_t) for s <= t, else 0: (B * NH, NC, L, L)."""
     (e_hi, e_lo), (u_hi, u_lo) = gates.vecE, gates.vecU
     exponent = (e_hi[..., None, :] - u_hi[..., :, None]) + (e_lo[..., None, :] - u_lo[..., :, None])
-    return jnp.exp(jnp.where(jnp.tri(e_hi.shape[-1], dtype=bool), exponent, -_INF))
+    return jnp.exp(causal(exponent, fill=-_INF))
 
 
 def fusion_barrier(tree, at_least_zero: jax.Array):

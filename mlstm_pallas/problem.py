@@ -10,6 +10,7 @@ import operator
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 MIN_CHUNK_SIZE = 16
@@ -22,6 +23,18 @@ class InputGate(enum.StrEnum):
 
     EXP = "exp"
     SIGMOID = "sigmoid"
+
+
+class Layout(enum.StrEnum):
+    """Of q, k, v, h and their gradients: (B, NH, S, D), or (B, S, NH, D)."""
+
+    BNTH = "BNTH"
+    BTNH = "BTNH"
+
+
+def accumulator_dtype(*dtypes: Any) -> jnp.dtype:
+    """Of sums of these dtypes: float64 where one of them is, else float32."""
+    return jnp.dtype("float64" if any(dtype == jnp.float64 for dtype in dtypes) else "float32")
 
 
 def next_power_of_two(x: int) -> int:

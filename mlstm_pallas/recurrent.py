@@ -12,7 +12,7 @@ from mlstm_pallas import validation
 from mlstm_pallas.backend import on_backend, requested_backend, target_device_kind
 from mlstm_pallas.config import KernelConfig, config_for
 from mlstm_pallas.normaliser import Normaliser
-from mlstm_pallas.problem import InputGate, Problem
+from mlstm_pallas.problem import InputGate, Problem, accumulator_dtype
 from mlstm_pallas.sharding import aligned, over_shards
 from mlstm_pallas.stage import Lowering, StageCall, StageConfig
 from mlstm_pallas.stages.recurrent_step import recurrent_step
@@ -99,13 +99,11 @@ def _check_arrays(x: Token, c, n, m, *, steps: bool, input_gate: InputGate, back
     given = validation.check_states_complete(states)
     arrays = x._asdict() | (states if given else {})
     for name, y in arrays.items():
-        if not hasattr(y, "dtype") or not hasattr(y, "shape"):
-            raise TypeError(f"{name} is a {type(y).__name__}, expected an array")
+        validation.check_is_array(name, y)
         if name in "if":
             _check_dtype(name, y.dtype, validation.INPUT_DTYPES, backend)
         else:
-            kernel_dtypes = validation.KERNEL_DTYPES if name in states else ("float16", *validation.KERNEL_DTYPES)
-            _check_dtype(name, y.dtype, kernel_dtypes, backend)
+            _check_dtype(name, y.dtype, validation.KERNEL_DTYPES, backend)
     of_token = {name: [dim for dim in dims if steps or dim != "S"] for name, dims in validation.SEQUENCE_DIMS.items()}
     validation.check_shapes(arrays, of_token | validation.STATE_DIMS)
     validation.check_one_dtype(arrays)
@@ -123,7 +121,7 @@ def _run(
     _check_arrays(x, c, n, m, steps=steps, input_gate=gate, backend=backend)
 
     (B, NH, *_, DHQK), DHV = x.q.shape, x.v.shape[-1]
-    zeros = functools.partial(jnp.zeros, dtype=jnp.promote_types(x.q.dtype, jnp.float32))
+    zeros = functools.partial(jnp.zeros, dtype=accumulator_dtype(x.q.dtype))
     if c is None:
         c, n = zeros((B, NH, DHQK, DHV)), zeros((B, NH, DHQK))
     if m is None:
@@ -176,8 +174,8 @@ def mlstm_recurrent_step(
     Args:
       q, k: (B, NH, DHQK); v: (B, NH, DHV); one dtype: bfloat16, float32, float16, or float64 with backend "xla".
       i, f: input and forget gate pre-activations (B, NH), natural log.
-      c, n, m: states (B, NH, DHQK, DHV), (B, NH, DHQK), (B, NH), float32 or bfloat16 (float64 with backend "xla"), as ``mlstm_chunkwise``
-        and this function return them; all three, or none for zeros in float32.
+      c, n, m: states (B, NH, DHQK, DHV), (B, NH, DHQK), (B, NH), float32, bfloat16 or float16 (float64 with backend "xla"), as
+        ``mlstm_chunkwise`` and this function return them; all three, or none for zeros in float32.
       eps: added to the denominator.
       norm_val: see above.
       stabilize_correctly: False takes norm_val instead of norm_val exp(-m') as the floor of the denominator.

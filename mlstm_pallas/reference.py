@@ -7,17 +7,22 @@ Notation (after the TFLA paper, Beck et al. 2025, arXiv:2503.14376): B batch, NH
 DHHV of v and h, NC chunks of L steps.
 """
 
+import inspect
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mlstm_pallas.api import mlstm_chunkwise
+from mlstm_pallas.call_spec import CallSpec, Inputs
+from mlstm_pallas.entry import Options, run
+from mlstm_pallas.forward import forward
+from mlstm_pallas.fwbw import swap_heads
 from mlstm_pallas.gates import log_forget_gate, log_input_gate, segment_starts
 from mlstm_pallas.normaliser import Normaliser
-from mlstm_pallas.problem import InputGate, Problem
-from mlstm_pallas.stage import Lowering, StageCall, StageConfig
-from mlstm_pallas.stages.chunk_gates import chunk_gates
-from mlstm_pallas.stages.parallel_fw_H import parallel_fw_H
-from mlstm_pallas.stages.recurrent_fw_C import recurrent_fw_C
+from mlstm_pallas.problem import InputGate, accumulator_dtype
+from mlstm_pallas.stage import Lowering
 
 _INF = float("inf")
 States = tuple[jax.Array, jax.Array, jax.Array]
@@ -52,7 +57,7 @@ def recurrence(
     Returns:
       h (B, NH, S, DHHV) and the last states (c, n, m), shaped as the initial ones.
     """
-    dtype = jnp.promote_types(jnp.result_type(q, k, v, i, f), jnp.float32)
+    dtype = accumulator_dtype(q.dtype, k.dtype, v.dtype, i.dtype, f.dtype)
     B, NH, _, DHQK = q.shape
     C = jnp.zeros((B, NH, DHQK, v.shape[-1]), dtype) if c_initial is None else c_initial.astype(dtype)
     n = jnp.zeros((B, NH, DHQK), dtype) if n_initial is None else n_initial.astype(dtype)
@@ -81,50 +86,26 @@ def recurrence(
     return jnp.moveaxis(h, 0, 2), states
 
 
-def chunkwise(
-    matQ: jax.Array,
-    matK: jax.Array,
-    matV: jax.Array,
-    vecI: jax.Array,
-    vecF: jax.Array,
-    matC_initial: jax.Array,
-    vecN_initial: jax.Array,
-    scaM_initial: jax.Array,
-    *,
-    chunk_size: int,
-    segment_ids: jax.Array | None = None,
-    eps: float = 1e-6,
-    stabilize_correctly: bool = True,
-    norm_val: float = 1.0,
-    input_gate: str = "exp",
-    normalize: bool = True,
-) -> tuple[jax.Array, States]:
-    """The chunkwise form (TFLA paper, section 3): equal to ``recurrence`` up to rounding.
+def chunkwise(*args: Any, **kwargs: Any) -> Any:
+    """``mlstm_pallas.mlstm_chunkwise``, with its arguments and results, in plain jnp without a derivative rule of its own.
 
-    q, k, v enter the products in their own dtype; sums, gates and states are float32 (float64 for float64 gates).
-
-    Args:
-      matQ, matK: (B, NH, S, DHQK); matV: (B, NH, S, DHHV); vecI, vecF: (B, NH, S). S must be a multiple of chunk_size.
-      matC_initial, vecN_initial, scaM_initial: (B, NH, DHQK, DHHV), (B, NH, DHQK), (B, NH), in the dtype of the gates.
-      segment_ids: (B, S); the rest as for ``mlstm_pallas.mlstm_chunkwise``.
-
-    Returns:
-      h (B, NH, S, DHHV) in the accumulator's dtype, and the last states (c, n, m).
+    The chunkwise form (TFLA paper, section 3): equal to ``recurrence`` up to rounding. backend and config are not read, but for
+    config.chunk_size.
     """
+    call = inspect.signature(mlstm_chunkwise).bind(*args, **kwargs)
+    call.apply_defaults()
+    *arrays, segment_ids = (call.arguments.pop(name) for name in (*_ARRAYS, "segment_ids"))
+    return run(_plain_forward, segment_starts, Options(**call.arguments | {"backend": "xla"}), tuple(arrays), segment_ids)
 
-    B, NH, S, DHQK = matQ.shape
-    problem = Problem(B, NH, S, DHQK, matV.shape[-1], chunk_size, DHQK**-0.5)
-    call = StageCall(problem, StageConfig(), lax.Precision.HIGHEST, Lowering.XLA)
 
-    def heads(x):
-        return x.reshape(B * NH, *x.shape[2:])
+_ARRAYS = ("q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial")
 
-    starts = None if segment_ids is None else heads(jnp.broadcast_to(segment_starts(segment_ids)[:, None], vecI.shape))
-    q, k, v, i, f, C, n, m = map(heads, (matQ, matK, matV, vecI, vecF, matC_initial, vecN_initial, scaM_initial))
-    gates = chunk_gates(i, f, m, starts, InputGate(input_gate), call=call)
-    states = recurrent_fw_C(k, v, gates.per_step().vecAbar, gates.scaGamma, C, n, call=call)
-    normaliser = Normaliser(eps, norm_val, stabilize_correctly) if normalize else None
-    acc = gates.vecW.dtype
-    h, _ = parallel_fw_H(q, k, v, gates, states.matC_states, states.vecN_states, normaliser=normaliser, output_dtype=acc, call=call)
-    C, n, m = (x.reshape(B, NH, *x.shape[1:]) for x in (states.matC_last, states.vecN_last, gates.scaM_states[:, -1]))
-    return h.reshape(matV.shape), (C, n, m)
+
+def _plain_forward(spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, Any]:
+    """On (B * NH, ...), without the seam of shards, which has no derivatives."""
+    B, NH = spec.problem.B, spec.problem.NH
+    x = swap_heads(spec, inputs)
+    x = jax.tree.map(lambda y: y.reshape(B * NH, *y.shape[2:]), x)
+    outputs = forward(spec, Lowering.XLA, x)
+    h, last = jax.tree.map(lambda y: y.reshape(B, NH, *y.shape[1:]), (outputs.h, outputs.last))
+    return spec.swap_heads(h), last

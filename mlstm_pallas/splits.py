@@ -68,7 +68,9 @@ def split_states(added: jax.Array, gamma: jax.Array, initial: jax.Array | None, 
 
 
 def splits_as_heads(x: jax.Array, num_splits: int) -> jax.Array:
-    """(B * NH, n, ...) to (B * NH * num_splits, n / num_splits, ...)."""
+    """(B * NH, n, ...) to (B * NH * num_splits, n / num_splits, ...); (B, S, NH, D) as it is, whose splits ``sequence_spec`` addresses."""
+    if x.ndim == 4:
+        return x
     return x.reshape(x.shape[0] * num_splits, x.shape[1] // num_splits, *x.shape[2:])
 
 

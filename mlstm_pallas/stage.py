@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.problem import MIN_TILE, Problem, as_integer, is_power_of_two
-from mlstm_pallas.tiles import Precision
+from mlstm_pallas.tiles import Precision, divide, remainder
 
 
 class Lowering(enum.StrEnum):
@@ -175,13 +175,42 @@ def search_of(*names: str, **values: Sequence[Any]) -> dict[str, Sequence[Any]]:
     return dict.fromkeys(names, TILE_SIZES) | LAUNCH_SEARCH | values
 
 
-# q, k, v, h, dh, dq, dk, dv: (B * NH, S, D) in memory. What addresses them is here alone; gates, tiles and states have layouts of our own.
+# q, k, v, h, dh, dq, dk, dv are addressed here alone. In memory they are (B * NH, S, D), or with the layout "BTNH" (B, S, NH, D), which
+# their number of axes tells. Gates, tiles, states and scaled operands have the layouts of the kernels.
 
 
-def sequence_spec(rows: int, columns: int, index_map: Callable[..., tuple[Any, Any, Any]]) -> pl.BlockSpec:
-    """Blocks of such an array; index_map: the grid to (head, row block, column block)."""
-    return pl.BlockSpec((None, rows, columns), index_map)
+def sequence_spec(x: Any, p: Problem, rows: int, columns: int, index_map: Callable[..., tuple[Any, Any, Any]]) -> pl.BlockSpec:
+    """Blocks of such an array, or of its shape; index_map: the grid to (head, row block, column block). Splits count as heads."""
+    if x.ndim == 3:
+        return pl.BlockSpec((None, rows, columns), index_map)
+    B, _, NH, _ = x.shape
+    num_splits, row_blocks = p.BNH // (B * NH), p.S // rows
+
+    def strided(*grid):
+        n, row, column = index_map(*grid)
+        head = n if num_splits == 1 else divide(n, num_splits)
+        row = row if num_splits == 1 else remainder(n, num_splits) * row_blocks + row
+        return divide(head, NH), row, remainder(head, NH), column
+
+    return pl.BlockSpec((None, rows, None, columns), strided)
 
 
-def sequence_shape(problem: Problem, columns: int, dtype: Any) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct((problem.BNH, problem.S, columns), dtype)
+def sequence_shape(like: jax.Array, columns: int, dtype: Any) -> jax.ShapeDtypeStruct:
+    """Of an array in the layout of ``like``."""
+    return jax.ShapeDtypeStruct((*like.shape[:-1], columns), dtype)
+
+
+def steps_like(vec: jax.Array, x: jax.Array) -> jax.Array:
+    """A number a step, (B * NH, S), to multiply such an array with: (B * NH, S, 1) or (B, S, NH, 1)."""
+    if x.ndim == 3:
+        return vec[..., None]
+    B, S, NH, _ = x.shape
+    return jnp.swapaxes(vec.reshape(B, NH, S), 1, 2)[..., None]
+
+
+def steps_of(vec: jax.Array) -> jax.Array:
+    """The inverse: (B, S, NH) to (B * NH, S); (B * NH, S) as it is."""
+    if vec.ndim == 2:
+        return vec
+    B, S, NH = vec.shape
+    return jnp.swapaxes(vec, 1, 2).reshape(B * NH, S)

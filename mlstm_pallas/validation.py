@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mlstm_pallas.problem import InputGate
+from mlstm_pallas.problem import InputGate, Layout
 
-KERNEL_DTYPES = ("float32", "bfloat16")
+KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 INPUT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 BACKENDS = ("triton", "interpret", "xla")
 
@@ -27,9 +27,19 @@ SEQUENCE_DIMS: dict[str, Dims] = {
 STATE_DIMS: dict[str, Dims] = {"c": ("B", "NH", "DHQK", "DHV"), "n": ("B", "NH", "DHQK"), "m": ("B", "NH")}
 
 
+def check_is_array(name: str, x: Any) -> None:
+    if isinstance(x, jax.Array | np.ndarray):
+        return
+    hint = ""
+    if isinstance(x, tuple | list) and any(isinstance(y, jax.Array | np.ndarray) for y in x):
+        hint = ": pass the states one by one" if name.startswith("c") else ""
+    elif hasattr(x, "value"):
+        hint = ": pass its value"
+    raise TypeError(f"{name} is a {type(x).__name__}, expected an array{hint}")
+
+
 def check_array(name: str, x: Any, dtypes: Sequence[str]) -> None:
-    if not hasattr(x, "dtype") or not hasattr(x, "shape"):
-        raise TypeError(f"{name} is a {type(x).__name__}, expected an array")
+    check_is_array(name, x)
     if str(x.dtype) not in dtypes:
         raise TypeError(f"{name} has dtype {x.dtype}, expected one of {', '.join(dtypes)}")
 
@@ -86,28 +96,53 @@ def check_one_dtype(arrays: Mapping[str, Any]) -> None:
             raise TypeError(f"{name} has dtype {arrays[name].dtype}, expected {arrays['q'].dtype}, the dtype of q")
 
 
-def check_chunkwise_arrays(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, input_gate: InputGate) -> dict[str, int]:
+def check_layout(layout: Any) -> Layout:
+    if not isinstance(layout, str) or layout not in list(Layout):
+        raise ValueError(f"layout is {layout!r}, expected one of {', '.join(Layout)}")
+    return Layout(layout)
+
+
+def sequence_dims(layout: Layout) -> dict[str, Dims]:
+    """SEQUENCE_DIMS with S and NH where the layout has them."""
+    if layout is Layout.BNTH:
+        return SEQUENCE_DIMS
+    return {name: ("B", "S", "NH", *dims[3:]) for name, dims in SEQUENCE_DIMS.items()}
+
+
+def check_chunkwise_arrays(
+    q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, input_gate: InputGate, layout: Layout = Layout.BNTH
+) -> dict[str, int]:
     """The arrays of mlstm_chunkwise; returns the sizes of their dimensions."""
     arrays = dict(q=q, k=k, v=v, i=i, f=f)
     states = dict(c_initial=c_initial, n_initial=n_initial, m_initial=m_initial)
-    if input_gate is InputGate.SIGMOID and states.pop("m_initial") is not None:
-        raise ValueError('m_initial is given, expected None: with input_gate="sigmoid" m is 0 throughout')
+    if input_gate is InputGate.SIGMOID and m_initial is None:
+        states.pop("m_initial")
     if check_states_complete(states, "initial states"):
         arrays |= states
     for name, x in arrays.items():
         check_array(name, x, INPUT_DTYPES)
-    sizes = check_shapes(arrays, SEQUENCE_DIMS | {f"{name}_initial": dims for name, dims in STATE_DIMS.items()})
-    check_one_dtype(arrays)
+    dims = sequence_dims(layout)
+    for name in "if":  # the likeliest mistake in a model that changes its layout
+        x, (B, first, second) = arrays[name], q.shape[:3] if len(q.shape) == 4 else (None, None, None)
+        if tuple(x.shape) == (B, second, first) != (B, first, second):
+            other = next(y for y in Layout if y is not layout)
+            axes, shape = ", ".join(dims[name]), (B, first, second)
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}, expected ({axes}) = {shape}, as q has shape {tuple(q.shape)}: axes 1 and 2 are "
+                f'swapped; layout="{other}" has them so for all of q, k, v, i, f'
+            )
+    sizes = check_shapes(arrays, dims | {f"{name}_initial": dims for name, dims in STATE_DIMS.items()})
     if segment_ids is not None:
-        if not hasattr(segment_ids, "dtype") or not hasattr(segment_ids, "shape"):
-            raise TypeError(f"segment_ids is a {type(segment_ids).__name__}, expected an array")
+        check_is_array("segment_ids", segment_ids)
         if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
             raise TypeError(f"segment_ids has dtype {segment_ids.dtype}, expected an integer dtype")
-        check_shapes(dict(q=q, segment_ids=segment_ids), {"q": SEQUENCE_DIMS["q"], "segment_ids": ("B", "S")})
+        check_shapes(dict(q=q, segment_ids=segment_ids), {"q": dims["q"], "segment_ids": ("B", "S")})
     return sizes
 
 
 def check_input_gate(input_gate: Any, normalize: Any) -> tuple[InputGate, bool]:
+    if not isinstance(input_gate, str):
+        raise TypeError(f"input_gate is a {type(input_gate).__name__}, expected one of {', '.join(InputGate)}")
     if input_gate not in list(InputGate):
         raise ValueError(f"input_gate is {input_gate!r}, expected one of {', '.join(InputGate)}")
     normalize = check_flag("normalize", normalize)
@@ -124,6 +159,8 @@ def check_scalars(eps: float, norm_val: float) -> None:
             raise TypeError(f"{name} is a {type(x).__name__}, expected a float")
         if not math.isfinite(x) or x < 0:
             raise ValueError(f"{name} is {x}, expected a finite number >= 0")
+        if x > np.finfo(np.float32).max:
+            raise ValueError(f"{name} is {x}, expected a number in the range of float32")
 
 
 def check_flag(name: str, x: Any) -> bool:
@@ -162,7 +199,7 @@ def kernel_dtype(autocast_kernel_dtype: Any, q_dtype: Any, backend: str | None) 
     if dtype.name in KERNEL_DTYPES:
         return dtype
     if dtype.name == "float64":
-        hint = '; float64 runs on backend="xla" only'
+        hint = '; float64 runs on backend="xla" only: cast q, k and v to float32, or set autocast_kernel_dtype'
     else:
         hint = "; pass autocast_kernel_dtype to compute in another dtype" if autocast_kernel_dtype is None else ""
     raise TypeError(f"{given}, expected one of {', '.join(KERNEL_DTYPES)}{hint}")

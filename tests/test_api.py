@@ -1,4 +1,4 @@
-"""The contract of mlstm_chunkwise: transformations, platforms and dtypes. Errors: test_errors."""
+"""The contract of mlstm_chunkwise: transformations, platforms and dtypes. Gradients: test_gradients.py; errors: test_errors.py."""
 
 import functools
 import re
@@ -10,7 +10,7 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 from oracle import HELPERS, assert_close, oracle, random_inputs, tolerance
 
-from mlstm_pallas import KernelConfig, mlstm_chunkwise, reference, use_backend
+from mlstm_pallas import KernelConfig, mlstm_chunkwise, use_backend
 from mlstm_pallas.backend import target_device_kind
 from mlstm_pallas.config import UNKNOWN_DEVICE
 from mlstm_pallas.stages import STAGES
@@ -69,24 +69,6 @@ def test_jit_vmap_scan_and_remat_give_the_same_numbers(backend):
     assert_close(jax.vmap(run)(*split)[:, 0], expected, bound, "vmap")
     _, scanned = jax.lax.scan(lambda carry, x: (carry, run(*x)), 0, split)
     assert_close(scanned[:, 0], expected, bound, "scan")
-
-
-@pytest.mark.parametrize("backend", ["xla", "interpret"])
-def test_gradient_is_that_of_the_recurrence(backend):
-    weights = jnp.asarray(np.random.default_rng(1).normal(size=(2, 2, 40, 24)), "float32")
-
-    def loss(run, *x):
-        h, states = run(*x)
-        return jnp.sum(h * weights) + sum(jnp.sum(jnp.sin(y)) for y in states)
-
-    ours = functools.partial(mlstm_chunkwise, chunk_size=16, backend=backend, return_last_states=True)
-    with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(x), "float64") for x in INPUTS.values()]
-        expected = jax.jit(jax.grad(functools.partial(loss, reference.recurrence), tuple(range(8))))(*wide)
-        expected = [np.asarray(x) for x in expected]
-    found = jax.jit(jax.grad(functools.partial(loss, ours), tuple(range(8))))(*INPUTS.values())
-    for name, actual, wanted in zip(INPUTS, found, expected, strict=True):
-        assert_close(actual, wanted, 1e-5, name)
 
 
 @pytest.mark.parametrize(

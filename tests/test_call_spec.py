@@ -49,18 +49,21 @@ def test_the_fused_scan_starts_at_a_number_of_heads(fused_min_heads):
     assert spec.num_splits == 1
 
 
-@pytest.mark.parametrize(
-    ("heads", "NH", "S", "sizes", "splits"),
-    [
-        *[(24, 24, 8192, WIDE, 1), (24, 16, 8192, WIDE, 2), (24, 8, 8192, WIDE, 4)],
-        pytest.param(8, 2, 4 * MIN_SPLIT_STEPS, WIDE, 4, id="splits_of_the_least_length"),
-        pytest.param(8, 2, 2 * MIN_SPLIT_STEPS, WIDE, 0, id="shorter_splits"),
-        pytest.param(8, 2, 4 * MIN_SPLIT_STEPS + 64, WIDE, 0, id="no_whole_chunks"),
-        pytest.param(8, 2, 8192, dict(DHQK=MIN_SPLIT_STATE // 1024, DHHV=512), 0, id="narrow_heads"),
-    ],
-)
-def test_splits_of_a_sequence_count_as_heads(heads, NH, S, sizes, splits):
-    """0: the forward pass is materialised."""
+SPLIT = {  # heads that the fused scan needs, heads, steps, their sizes, splits
+    "enough_heads": (24, 24, 8192, WIDE, 1),
+    "16_of_24_heads": (24, 16, 8192, WIDE, 2),
+    "8_of_24_heads": (24, 8, 8192, WIDE, 4),
+    "least_length": (8, 2, 4 * MIN_SPLIT_STEPS, WIDE, 4),
+    "shorter": (8, 2, 2 * MIN_SPLIT_STEPS, WIDE, 0),
+    "no_whole_chunks": (8, 2, 4 * MIN_SPLIT_STEPS + 64, WIDE, 0),
+    "narrow_heads": (8, 2, 8192, dict(DHQK=MIN_SPLIT_STATE // 1024, DHHV=512), 0),
+}
+
+
+@pytest.mark.parametrize("case", SPLIT)
+def test_splits_of_a_sequence_count_as_heads(case):
+    """0 splits: the forward pass is materialised."""
+    heads, NH, S, sizes, splits = SPLIT[case]
     spec = spec_of(NH=NH, S=S, **sizes, fused_min_heads=heads)
     assert (spec.fused, spec.num_splits) == (splits > 0, max(splits, 1))
 

@@ -31,6 +31,7 @@ def run(tmp_path, *arguments):
         ("--repeats=0", "flag --repeats=0: 0 is not a positive integer"),
         ("repeats=4", "unexpected argument repeats=4"),
     ],
+    ids=["unknown_flag", "out_of_bounds", "no_flag"],
 )
 def test_a_wrong_command_line_is_one_line_and_exit_code_2(tmp_path, argument, message):
     process = run(tmp_path, argument)

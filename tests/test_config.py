@@ -73,9 +73,10 @@ def test_odd_heads_use_the_row_of_their_padded_size():
         ((192, 384), (256, 512)),
         ((64, 256), (128, 256)),
         ((512, 256), (512, 512)),
-        pytest.param((512, 1024), (512, 512), id="none_is_larger-columns"),
-        pytest.param((1024, 16), (512, 512), id="none_is_larger-rows"),
+        ((512, 1024), (512, 512)),  # none is larger
+        ((1024, 16), (512, 512)),  # likewise
     ],
+    ids="{0[0]}_{0[1]}".format,
 )
 def test_heads_without_a_row_have_that_of_the_smallest_larger_ones(heads, row):
     sizes = [(512, 512), (64, 64), (256, 512), (128, 256)]

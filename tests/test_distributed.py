@@ -181,7 +181,7 @@ def test_shards_of_few_heads_have_splits_of_their_own(alone, monkeypatch):
 
 def test_no_batch_at_all():
     x = [y[:0] for y in random_inputs(0, 1, NH, 64, DHQK, DHHV).values()]
-    h, _ = over(mesh_of((2,), ("s",)), backend="xla", **OPTIONS)(*x)
+    h, _ = jax.jit(over(mesh_of((2,), ("s",)), backend="xla", **OPTIONS))(*x)
     assert h.shape == (0, NH, 64, DHHV)
 
 
@@ -333,8 +333,11 @@ def test_gpus_give_the_numbers_of_one(gpus, dtype):
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"input_gate": "sigmoid"}, {"input_gate": "sigmoid", "normalize": False}],
-    ids=["exp", "sigmoid", "sigmoid_unnormalised"],
+    [
+        pytest.param({}, id="exp"),
+        pytest.param({"input_gate": "sigmoid"}, id="sigmoid", marks=pytest.mark.slow),
+        pytest.param({"input_gate": "sigmoid", "normalize": False}, id="sigmoid_unnormalised"),
+    ],
 )
 def test_packed_sequences_and_the_sigmoid_gate_over_four_devices(options):
     """Packed sequences that begin inside a shard, at its first step, and one over three devices."""

@@ -12,7 +12,7 @@ from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, reference
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-BOUND = {"float32": 1e-4, "bfloat16": 2e-2}
+BOUND = {"float32": 1e-4, "bfloat16": 2e-2}  # what the README promises
 
 
 def weighed(outputs, *, norm=False, on_h=True, on_states=True):
@@ -127,7 +127,7 @@ QUICK = ("xla", "materialised", "tiles16", "fused", "splits")
         *[slow(("float32", algorithm, 64), algorithm not in QUICK) for algorithm in ALGORITHMS],
         ("float32", "xla", 16),
         slow(("float32", "materialised", 16)),
-        *[slow(("bfloat16", algorithm, 64), algorithm == "splits") for algorithm in ("xla", "materialised", "fused", "splits")],
+        *[slow(("bfloat16", algorithm, 64), algorithm in ("fused", "splits")) for algorithm in ("xla", "materialised", "fused", "splits")],
     ],
 )
 def test_gradients(dtype, algorithm, chunk_size):
@@ -155,7 +155,7 @@ IN_SPLITS = {
     ("case", "algorithm", "num_splits"),
     [
         ("resets", "materialised", 2),
-        *[(case, "fused", 4) for case in IN_SPLITS],
+        *[slow((case, "fused", 4), case not in ("packed", "unnormalised")) for case in IN_SPLITS],
         *[slow((case, "fused", 2)) for case in IN_SPLITS],
     ],
 )
@@ -169,8 +169,8 @@ def test_gradients_in_splits(case, algorithm, num_splits):
 
 @pytest.mark.parametrize(
     ("algorithm", "chunk_size"),
-    [("xla", 16), ("xla", 256), ("materialised", 32), ("materialised", 256)]
-    + [slow((algorithm, L)) for algorithm in ("xla", "materialised", "fused") for L in (64, 128)]
+    [("xla", 16), ("xla", 256), ("materialised", 256)]
+    + [slow((algorithm, L)) for algorithm in ("xla", "materialised", "fused") for L in (32, 64, 128)]
     + [slow(("fused", 16)), slow(("fused", 256))],
 )
 def test_gradients_at_chunk_sizes(algorithm, chunk_size):
@@ -255,7 +255,7 @@ def test_gradients_of_losses(loss, algorithm):
 
 
 @pytest.mark.parametrize("states", ["recomputed", slow(["stored"])])
-@pytest.mark.parametrize("algorithm", ["xla", "materialised", "fused", "splits"])
+@pytest.mark.parametrize("algorithm", ["xla", "materialised", slow(["fused"]), "splits"])
 def test_gradients_of_h_alone_from_no_initial_states(algorithm, states):
     """There are no initial states, and the last ones are not returned: neither is read or written."""
     inputs = random_inputs(13, 1, 2, 64, 16, 16, states=False)
@@ -280,7 +280,7 @@ STORED = {
     "fused": interpreted(splits(1)),
     "splits": interpreted(splits(2)),
 }
-STORED_QUICK = (("materialised", "both_ends"), ("fused", "neither_end"), ("splits", "both_ends"))
+STORED_QUICK = (("materialised", "both_ends"), ("fused", "neither_end"))
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Where a NaN goes: to its own batch element and head, to later steps only; and NaN checks of JAX have nothing to say of good inputs."""
+"""Where a NaN goes: to its own batch element and head, to later steps only; and JAX's NaN checks pass for good inputs."""
 
 import functools
 
@@ -52,7 +52,7 @@ def poisoned(backend, name):
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_nan_in_q_reaches_its_own_row_only(backend):
+def test_a_nan_in_q_reaches_its_own_step_only(backend):
     h, expected = poisoned(backend, "q")
     assert np.isnan(h[STEP]).all()
     assert np.array_equal(np.delete(h, STEP, axis=0), np.delete(expected, STEP, axis=0))
@@ -60,15 +60,15 @@ def test_a_nan_in_q_reaches_its_own_row_only(backend):
 
 @pytest.mark.parametrize("name", ["k", "i", "f"])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_nan_in_k_or_a_gate_reaches_all_later_rows_and_no_earlier_one(backend, name):
+def test_a_nan_in_k_or_a_gate_reaches_all_later_steps_and_no_earlier_one(backend, name):
     h, expected = poisoned(backend, name)
     assert np.isnan(h[STEP:]).all()
     np.testing.assert_allclose(h[:STEP], expected[:STEP], rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_a_nan_in_v_reaches_its_own_column_of_its_chunk_and_of_later_rows(backend):
-    """0 times NaN: rows of the chunk before it are not spared, see mlstm_chunkwise."""
+def test_a_nan_in_v_reaches_its_own_column_of_its_chunk_and_of_later_steps(backend):
+    """0 times NaN: earlier steps of its chunk are not spared, see mlstm_chunkwise."""
     h, expected = poisoned(backend, "v")
     start = STEP // L * L
     assert np.isnan(h[STEP:, COLUMN]).all()
@@ -83,7 +83,7 @@ def loss(run, *x):
 
 @pytest.mark.parametrize("backend", [pytest.param("xla", marks=pytest.mark.slow), *BACKENDS[1:]])
 def test_nan_checks_of_jax_are_silent(backend):
-    """Resets, masked input gates, rows and columns of padding: no NaN on the way. In one jit only what comes out is checked."""
+    """Resets, masked input gates, padded steps and columns: no NaN on the way. In one jit only what comes out is checked."""
     x = list(random_inputs(1, 1, 2, 20, 12, 20, resets=True).values())
     run = functools.partial(mlstm_chunkwise, chunk_size=16, backend=backend, return_last_states=True)
     gradient = jax.grad(functools.partial(loss, run), tuple(range(8)))

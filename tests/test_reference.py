@@ -1,4 +1,4 @@
-"""The two references against each other, and the recurrence against its definition written out in numpy."""
+"""The recurrence against its definition written out in numpy, and the plain chunkwise form against the recurrence."""
 
 import jax
 import jax.numpy as jnp
@@ -50,10 +50,9 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("chunk_size", [16, 64, 256])
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_chunkwise_equals_recurrence(dtype, case, chunk_size):
+@pytest.mark.parametrize(("dtype", "chunk_size"), [("float32", 16), ("float32", 64), ("float32", 256), ("bfloat16", 64)])
+def test_chunkwise_equals_recurrence(dtype, chunk_size, case):
     inputs = random_inputs(1, 2, 2, 200, 24, 40, dtype=dtype, **CASES[case])
     expected_h, expected_states = oracle(inputs)
     h, states = mlstm_chunkwise(**inputs, chunk_size=chunk_size, return_last_states=True, backend="xla")

@@ -13,6 +13,7 @@ from mlstm_pallas import mlstm_chunkwise, reference
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 BACKENDS = ["xla", "interpret"]
+NORMALISED = pytest.mark.parametrize("normalize", [True, False], ids=["normalised", "unnormalised"])
 
 
 def written_out(q, k, v, i, f, c, n, *, normalize, norm_val=1.0, eps=1e-6):
@@ -31,7 +32,7 @@ def written_out(q, k, v, i, f, c, n, *, normalize, norm_val=1.0, eps=1e-6):
     return np.stack(outputs, 2), (c, n, np.zeros(c.shape[:2]))
 
 
-@pytest.mark.parametrize("normalize", [True, False])
+@NORMALISED
 def test_the_recurrence_is_the_definition(normalize):
     inputs = random_inputs(0, 1, 2, 30, 8, 8, m_initial=False)
     h, states = oracle(inputs, input_gate="sigmoid", normalize=normalize)
@@ -40,11 +41,11 @@ def test_the_recurrence_is_the_definition(normalize):
         np.testing.assert_allclose(actual, wanted, rtol=1e-12, atol=1e-12)  # float64, sums of 30 steps in another order
 
 
-@pytest.mark.parametrize("normalize", [True, False])
-@pytest.mark.parametrize(("dtype", "S", "L", "heads"), [("float32", 100, 64, (24, 40)), ("bfloat16", 70, 32, (16, 16))])
+@NORMALISED
+@pytest.mark.parametrize(("dtype", "S", "L", "DHQK", "DHHV"), [("float32", 100, 64, 24, 40), ("bfloat16", 70, 32, 16, 16)])
 @pytest.mark.parametrize("backend", BACKENDS)
-def test_forward(backend, dtype, S, L, heads, normalize):
-    inputs = random_inputs(1, 1, 2, S, *heads, dtype=dtype, m_initial=False)
+def test_forward(backend, dtype, S, L, DHQK, DHHV, normalize):
+    inputs = random_inputs(1, 1, 2, S, DHQK, DHHV, dtype=dtype, m_initial=False)
     options = dict(input_gate="sigmoid", normalize=normalize)
     call = functools.partial(mlstm_chunkwise, **options, return_last_states=True, chunk_size=L, backend=backend)
     h, states = jax.jit(call)(**inputs)
@@ -56,10 +57,13 @@ def test_forward(backend, dtype, S, L, heads, normalize):
     assert not np.any(np.asarray(states[2]))
 
 
+GATES = {"resets": {"resets": True}, "gates_at_1e3": {"f_scale": 1e3, "i_scale": 1e3}, "input_gates_at_-40": {"i_shift": -40.0}}
+
+
 @pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("gates", [{"resets": True}, {"f_scale": 1e3, "i_scale": 1e3}, {"i_shift": -40.0}])
-def test_forward_gates(backend, gates):
-    inputs = random_inputs(2, 1, 2, 80, 16, 16, m_initial=False, **gates)
+@pytest.mark.parametrize("case", GATES)
+def test_forward_gates(case, backend):
+    inputs = random_inputs(2, 1, 2, 80, 16, 16, m_initial=False, **GATES[case])
     options = dict(input_gate="sigmoid", normalize=False)
     h = jax.jit(functools.partial(mlstm_chunkwise, **options, chunk_size=32, backend=backend))(**inputs)
     assert bool(jnp.isfinite(h).all())

@@ -141,17 +141,15 @@ SIZES = {"LQ": "siz_b_LQ", "LKV": "siz_b_LKV", "K": "siz_b_DHQK", "V": "siz_b_DH
 TILES = {
     "chunk_gates": [("float32", 64, dict(LQ=16)), ("float32", 64, dict(LQ=64))],
     "recurrent_fw_C": [
-        *[("float32", L, dict(LKV=16, K=16, V=16)) for L in (16, 128)],
+        ("float32", 16, dict(LKV=16, K=16, V=16)),
         *[("float32", 64, tiles) for tiles in (dict(LKV=64, K=16, V=32), dict(LKV=32, K=64, V=64))],
         ("bfloat16", 64, dict(LKV=16, K=32, V=16)),
     ],
     "parallel_fw_H": [
-        *[("float32", L, dict(LQ=16, LKV=16, K=16, V=16)) for L in (16, 64, 128)],
-        *[("float32", L, dict(LQ=64, LKV=16, K=32, V=16)) for L in (64, 128)],
-        *[("float32", L, dict(LQ=16, LKV=64, K=16, V=32)) for L in (64, 128)],
-        *[("float32", L, dict(LQ=32, LKV=32, K=64, V=64, keep_q=False)) for L in (64, 128)],
-        *[(dtype, 64, dict(LQ=16, LKV=32, K=16, V=32, keep_q=False)) for dtype in ("float32", "bfloat16")],
-        *[("bfloat16", 64, dict(LQ=64, LKV=16, K=32, V=16))],
+        *[("float32", L, dict(LQ=16, LKV=16, K=16, V=16)) for L in (16, 128)],
+        *[("float32", 128, tiles) for tiles in (dict(LQ=64, LKV=16, K=32, V=16), dict(LQ=16, LKV=64, K=16, V=32))],
+        *[("float32", 64, dict(LQ=16, LKV=32, K=16, V=32, keep_q=keep_q)) for keep_q in (False, True)],
+        *[("bfloat16", 64, dict(LQ=64, LKV=16, K=32, V=16, keep_q=keep_q)) for keep_q in (False, True)],
     ],
     "parallel_fw_P": [("float32", 16, dict(K=16)), ("bfloat16", 64, dict(K=16))],
     "recurrent_fw_H": [
@@ -160,17 +158,15 @@ TILES = {
         ("bfloat16", 32, dict(K=32, V=16, loop=32)),
     ],
     "parallel_bw_dP": [
-        *[("float32", L, dict(LQ=LQ, loop=16)) for L, LQ in ((16, 16), (64, 64), (64, 16), (256, 32), (256, 128), (256, 256))],
-        *[("bfloat16", L, dict(LQ=LQ, loop=32)) for L, LQ in ((64, 32), (256, 128))],
+        *[("float32", L, dict(LQ=LQ, loop=16)) for L, LQ in ((16, 16), (64, 16), (256, 32), (256, 256))],
+        ("bfloat16", 256, dict(LQ=128, loop=32)),
     ],
     "recurrent_bw_dC": [
-        ("float32", 16, dict(LKV=16, K=16, V=32)),
-        ("float32", 64, dict(LKV=16, K=32, V=16)),
-        ("bfloat16", 64, dict(LKV=64, K=16, V=64)),
+        ("float32", 64, dict(LKV=16, K=16, V=32)),
+        ("bfloat16", 64, dict(LKV=64, K=32, V=16)),
     ],
     "parallel_bw_dQKV": [
         ("float32", 16, dict(LQ=16, K=16, V=16, loop=16)),
-        ("float32", 64, dict(LQ=32, K=32, V=16, loop=64)),
         ("float32", 64, dict(LQ=64, K=16, V=64, loop=16)),
         ("float32", 256, dict(LQ=32, K=32, V=16, loop=64)),
         *[(dtype, 256, dict(LQ=256, K=32, V=64, loop=32)) for dtype in ("float32", "bfloat16")],  # MAX_TILE steps a CTA

@@ -20,11 +20,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.gate_gradients import TilePairs
-from mlstm_pallas.gates import ChunkGates, decay_matrix, fusion_barrier
+from mlstm_pallas.gates import ChunkGates, causal, decay_matrix, fusion_barrier
 from mlstm_pallas.launch import kernel_call, masked_store
 from mlstm_pallas.normaliser import NormaliserGradients, query_scale
 from mlstm_pallas.problem import MAX_TILE, Problem
-from mlstm_pallas.stage import Cost, LoopOperands, Stage, StageCall, StageConfig, search_of, sequence_shape, sequence_spec
+from mlstm_pallas.stage import Cost, LoopOperands, Stage, StageCall, StageConfig, search_of, sequence_spec
 from mlstm_pallas.tiles import Precision, block_at, blocks, causal_mask, decay_tile, dot, loop, sum_of
 
 
@@ -169,9 +169,15 @@ def parallel_bw_dP(
     n = blocks(p.L, T)
     vector = pl.BlockSpec((None, p.L), lambda x, c, b: (b, c))
     normalise = gradients.vecInvDen is not None
-    keys, values = (sequence_spec(p.L, width, lambda x, c, b: (b, c, 0)) for width in (p.DHQK, p.DHHV))
+    q, k, v, dh = (
+        sequence_spec(x, p, p.L, width, lambda x, c, b: (b, c, 0))
+        for x, width in ((matQ, p.DHQK), (matK, p.DHQK), (matV, p.DHHV), (matDeltaH, p.DHHV))
+    )
     tile = pl.BlockSpec((None, p.L, p.L), lambda x, c, b: (b, c, 0)), jax.ShapeDtypeStruct((p.BNH, p.S, p.L), matQ.dtype)
-    scaled = keys, sequence_shape(p, p.DHQK, matQ.dtype)
+    scaled = (
+        pl.BlockSpec((None, p.L, p.DHQK), lambda x, c, b: (b, c, 0)),
+        jax.ShapeDtypeStruct((p.BNH, p.S, p.DHQK), matQ.dtype),
+    )
     sums = pl.BlockSpec((None, n, p.L), lambda x, c, b: (b, 0, c)), jax.ShapeDtypeStruct((p.BNH, n, p.S), jnp.float32)
     norm = (
         pl.BlockSpec((None, n, p.DHQK), lambda x, c, b: (b, c, 0)),
@@ -184,7 +190,7 @@ def parallel_bw_dP(
         _parallel_bw_dP_kernel,
         name="parallel_bw_dP",
         grid=(n * (n + 1) // 2 + n, p.NC, p.BNH),
-        in_specs=[keys, keys, values, values, *[vector] * 6, *[vector if normalise else None] * 2],
+        in_specs=[q, k, v, dh, *[vector] * 6, *[vector if normalise else None] * 2],
         out_specs=[spec for spec, _ in outputs],
         out_shape=[shape for _, shape in outputs],
         call=call,
@@ -217,10 +223,12 @@ def _plain(matQ, matK, matV, matDeltaH, gates, gradients, scale_keys, call) -> G
     dP = D * dA
     n, T = p.L // p.T, p.T
     W = dP * scores
-    strict = jnp.where(jnp.tri(p.L, k=-1, dtype=bool), W, 0.0).reshape(p.BNH, p.NC, n, T, n, T)
+    strict = causal(W, offset=-1).reshape(p.BNH, p.NC, n, T, n, T)
     diagonal = jnp.diagonal(W, axis1=-2, axis2=-1).reshape(p.BNH, p.NC, n, T)
     pairs = TilePairs(jnp.moveaxis(jnp.sum(strict, axis=-1), -1, 1), jnp.moveaxis(jnp.sum(strict, axis=-3), 2, 1), diagonal)
-    qbar, kbar = q * query_scale(gates.vecW, p.qk_scale, inv_den)[..., None], k * gates.vecAbar[..., None]
+    acc = gates.vecW.dtype
+    qbar = q.astype(acc) * query_scale(gates.vecW, p.qk_scale, inv_den)[..., None]
+    kbar = k.astype(acc) * gates.vecAbar[..., None]
     P, dP, Q_scaled, K_scaled = (x.reshape(p.BNH, p.S, x.shape[-1]).astype(q.dtype) for x in (P, dP * p.qk_scale, qbar, kbar))
     dn_added = None if dz_den is None else jnp.sum(qbar * dz_den[..., None], axis=2)
     if not scale_keys:

@@ -156,7 +156,10 @@ def parallel_bw_dQKV(
     p, LQ, BK, BV = call.problem, call.tiles.siz_b_LQ, call.tiles.siz_b_DHQK, call.tiles.siz_b_DHHV
     normalise = gradients.vecInvDen is not None
     tile = pl.BlockSpec((None, p.L, p.L), lambda x, c, b: (b, c, 0))
-    keys, values = (sequence_spec(p.L, width, lambda x, c, b: (b, c, 0)) for width in (p.DHQK, p.DHHV))
+    q, k, v, dh = (
+        sequence_spec(x, p, p.L, width, lambda x, c, b: (b, c, 0))
+        for x, width in ((matQ, p.DHQK), (matK, p.DHQK), (matV, p.DHHV), (matDeltaH, p.DHHV))
+    )
     state = pl.BlockSpec((None, None, p.DHQK, p.DHHV), lambda x, c, b: (b, c, 0, 0))
     norm = pl.BlockSpec((None, None, p.DHQK), lambda x, c, b: (b, c, 0))
     vector = pl.BlockSpec((None, p.L), lambda x, c, b: (b, c))
@@ -170,15 +173,15 @@ def parallel_bw_dQKV(
         pl.BlockSpec((None, None, blocks_of_state), lambda x, c, b: (b, c, 0)),
         jax.ShapeDtypeStruct((p.BNH, p.NC, blocks_of_state), jnp.float32),
     )
-    of_keys = keys, sequence_shape(p, p.DHQK, matQ.dtype)
-    outputs = [of_keys, inter, of_keys, inter, (values, sequence_shape(p, p.DHHV, matQ.dtype)), inner]
+    dq, dk, dv = (sequence_shape(x, x.shape[-1], matQ.dtype) for x in (matQ, matK, matV))
+    outputs = [(q, dq), inter, (k, dk), inter, (v, dv), inner]
     g = gates.per_step()
     dQ, q_inter, dK, k_inter, dV, states_inner = kernel_call(
         _parallel_bw_dQKV_kernel,
         name="parallel_bw_dQKV",
         grid=(p.L // LQ * (2 * blocks_of_DHQK + blocks_of_DHHV) + blocks_of_state, p.NC, p.BNH),
         in_specs=[
-            *(keys, keys, values, values, state, norm if normalise else None, state, norm, tile, tile),
+            *(q, k, v, dh, state, norm if normalise else None, state, norm, tile, tile),
             *[vector] * 2,
             *[vector if normalise else None] * 2,
         ],
@@ -214,7 +217,11 @@ def _plain(matQ, matK, matV, matDeltaH, gates, gradients, tiles, C, n, dC, dn, c
     dq = query_scale(gates.vecW, p.qk_scale, inv_den)[..., None] * dq
     dk = abar * (product("ncsv,nckv->ncsk", v, dC) + dn[:, :, None])
     dv = abar * product("ncsk,nckv->ncsv", k, dC) + product("ncts,nctv->ncsv", P, dh)
-    inner = jnp.sum(q * dq, axis=-1), jnp.sum(k * dk, axis=-1), jnp.sum(C.astype(acc) * dC.astype(acc), axis=(-2, -1))
+    inner = (
+        jnp.sum(q.astype(acc) * dq, axis=-1),
+        jnp.sum(k.astype(acc) * dk, axis=-1),
+        jnp.sum(C.astype(acc) * dC.astype(acc), axis=(-2, -1)),
+    )
     dq += product("ncts,ncsk->nctk", dP, k)
     dk += product("ncts,nctk->ncsk", dP, q)
     dQ, dK, dV = (dx.reshape(x.shape).astype(x.dtype) for dx, x in ((dq, matQ), (dk, matK), (dv, matV)))

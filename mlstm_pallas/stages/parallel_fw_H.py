@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.gates import ChunkGates, decay_matrix
+from mlstm_pallas.gates import ChunkGates, causal, decay_matrix
 from mlstm_pallas.launch import kernel_call
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import Problem
@@ -148,9 +148,9 @@ def parallel_fw_H(
         name="parallel_fw_H",
         grid=(blocks(p.DHHV, BV), p.NC * tiles_of_chunk, p.BNH),
         in_specs=[
-            sequence_spec(LQ, p.DHQK, lambda iv, iq, b: (b, iq, 0)),
-            sequence_spec(p.L, p.DHQK, lambda iv, iq, b: (b, iq // tiles_of_chunk, 0)),
-            sequence_spec(p.L, BV, lambda iv, iq, b: (b, iq // tiles_of_chunk, iv)),
+            sequence_spec(matQ, p, LQ, p.DHQK, lambda iv, iq, b: (b, iq, 0)),
+            sequence_spec(matK, p, p.L, p.DHQK, lambda iv, iq, b: (b, iq // tiles_of_chunk, 0)),
+            sequence_spec(matV, p, p.L, BV, lambda iv, iq, b: (b, iq // tiles_of_chunk, iv)),
             pl.BlockSpec((None, None, p.DHQK, BV), lambda iv, iq, b: (b, iq // tiles_of_chunk, 0, iv)),
             pl.BlockSpec((None, None, p.DHQK), lambda iv, iq, b: (b, iq // tiles_of_chunk, 0)) if normalise else None,
             chunk,
@@ -160,8 +160,8 @@ def parallel_fw_H(
             queries,
             queries if needs_m else None,
         ],
-        out_specs=[sequence_spec(LQ, BV, lambda iv, iq, b: (b, iq, iv)), *[queries] * normalise],
-        out_shape=[sequence_shape(p, p.DHHV, output_dtype), *[jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32)] * normalise],
+        out_specs=[sequence_spec(matV, p, LQ, BV, lambda iv, iq, b: (b, iq, iv)), *[queries] * normalise],
+        out_shape=[sequence_shape(matV, p.DHHV, output_dtype), *[jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32)] * normalise],
         call=call,
         scale=p.qk_scale,
         normaliser=normaliser,
@@ -183,14 +183,13 @@ def _plain(matQ, matK, matV, gates, matC_states, vecN_states, normaliser, output
     def product(subscripts, *operands):
         return jnp.einsum(subscripts, *operands, preferred_element_type=gates.vecW.dtype, precision=call.precision)
 
-    P = product("nctk,ncsk->ncts", q, k) * (decay_matrix(gates) * p.qk_scale)
-    P = jnp.where(jnp.tri(p.L, dtype=bool), P, 0.0)  # 0 times a NaN in k is none
+    P = causal(product("nctk,ncsk->ncts", q, k) * (decay_matrix(gates) * p.qk_scale))  # 0 times a NaN in k is none
     w = query_scale(gates.vecW, p.qk_scale)
     num = product("nctk,nckv->nctv", q, matC_states) * w[..., None]
     num += product("ncts,ncsv->nctv", P.astype(q.dtype), v)
     z = None
     if normaliser is not None:
-        z = jnp.sum(q * vecN_states[:, :, None], axis=-1) * w + jnp.sum(P, axis=-1)
+        z = jnp.sum(q.astype(w.dtype) * vecN_states[:, :, None], axis=-1) * w + jnp.sum(P, axis=-1)
         num = normaliser.normalise(num, z, gates.vecM)
     return Outputs(num.astype(output_dtype).reshape(matV.shape), None if z is None else z.reshape(p.BNH, p.S))
 

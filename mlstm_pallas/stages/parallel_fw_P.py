@@ -18,11 +18,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.gates import ChunkGates, decay_matrix, vector_states
+from mlstm_pallas.gates import ChunkGates, causal, decay_matrix, vector_states
 from mlstm_pallas.launch import kernel_call
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Cost, Stage, StageCall, StageConfig, sequence_shape, sequence_spec
+from mlstm_pallas.stage import Cost, Stage, StageCall, StageConfig, sequence_spec
 from mlstm_pallas.tiles import Precision, causal_mask, decay_tile, dot
 
 
@@ -100,7 +100,7 @@ def _key_sums(matK: jax.Array, gates: ChunkGates, call: StageCall) -> jax.Array:
         _key_sums_kernel,
         name="key_sums",
         grid=(p.NC, p.BNH),
-        in_specs=[sequence_spec(p.L, p.DHQK, lambda c, b: (b, c, 0)), pl.BlockSpec((None, p.L), lambda c, b: (b, c))],
+        in_specs=[sequence_spec(matK, p, p.L, p.DHQK, lambda c, b: (b, c, 0)), pl.BlockSpec((None, p.L), lambda c, b: (b, c))],
         out_specs=[pl.BlockSpec((None, None, p.DHQK), lambda c, b: (b, c, 0))],
         out_shape=[jax.ShapeDtypeStruct((p.BNH, p.NC, p.DHQK), jnp.float32)],
         call=call,
@@ -129,24 +129,25 @@ def parallel_fw_P(
     p = call.problem
     n, n_last = vector_states(_key_sums(matK, gates, call), gates.scaGamma, vecN_initial)
     steps = pl.BlockSpec((None, p.L), lambda c, b: (b, c))
-    keys = sequence_spec(p.L, p.DHQK, lambda c, b: (b, c, 0))
+    q, k = (sequence_spec(x, p, p.L, p.DHQK, lambda c, b: (b, c, 0)) for x in (matQ, matK))
+    kbar = pl.BlockSpec((None, p.L, p.DHQK), lambda c, b: (b, c, 0))
     normalise, needs_m = normaliser is not None, normaliser is not None and normaliser.floor_needs_m
     vector, g = jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32), gates.per_step()
-    P, kbar, r, *z = kernel_call(
+    P, matK_scaled, r, *z = kernel_call(
         _parallel_fw_P_kernel,
         name="parallel_fw_P",
         grid=(p.NC, p.BNH),
         in_specs=[
-            keys,
-            keys,
+            q,
+            k,
             pl.BlockSpec((None, None, p.DHQK), lambda c, b: (b, c, 0)) if normalise else None,
             *[steps] * 6,
             steps if needs_m else None,
         ],
-        out_specs=[pl.BlockSpec((None, p.L, p.L), lambda c, b: (b, c, 0)), keys, steps, *[steps] * normalise],
+        out_specs=[pl.BlockSpec((None, p.L, p.L), lambda c, b: (b, c, 0)), kbar, steps, *[steps] * normalise],
         out_shape=[
             jax.ShapeDtypeStruct((p.BNH, p.S, p.L), matQ.dtype),
-            sequence_shape(p, p.DHQK, matQ.dtype),
+            jax.ShapeDtypeStruct((p.BNH, p.S, p.DHQK), matQ.dtype),
             vector,
             *[vector] * normalise,
         ],
@@ -156,18 +157,18 @@ def parallel_fw_P(
         normaliser=normaliser,
         precision=call.precision,
     )(matQ, matK, n if normalise else None, *g.vecE, *g.vecU, g.vecW, g.vecAbar, g.vecM if needs_m else None)
-    return Scores(P, kbar, r, z[0] if normalise else None, n, n_last)
+    return Scores(P, matK_scaled, r, z[0] if normalise else None, n, n_last)
 
 
 def _plain(matQ, matK, gates, vecN_initial, normaliser, call) -> Scores:
     p, q, k = call.problem, call.chunks(matQ), call.chunks(matK)
-    kbar = k * gates.vecAbar[..., None]
+    kbar = k.astype(gates.vecW.dtype) * gates.vecAbar[..., None]
     n, n_last = vector_states(jnp.sum(kbar, axis=2), gates.scaGamma, vecN_initial)
     P = jnp.einsum("nctk,ncsk->ncts", q, k, preferred_element_type=gates.vecW.dtype, precision=call.precision)
-    P = jnp.where(jnp.tri(p.L, dtype=bool), P * (decay_matrix(gates) * p.qk_scale), 0.0)
+    P = causal(P * (decay_matrix(gates) * p.qk_scale))
     r, z = query_scale(gates.vecW, p.qk_scale), None
     if normaliser is not None:
-        z = r * jnp.sum(q * n[:, :, None], axis=-1) + jnp.sum(P, axis=-1)
+        z = r * jnp.sum(q.astype(n.dtype) * n[:, :, None], axis=-1) + jnp.sum(P, axis=-1)
         made = normaliser.normalise(jnp.concatenate([P, r[..., None]], axis=-1), z, gates.vecM)
         P, r = made[..., :-1], made[..., -1]
     P, kbar, r = (x.reshape(p.BNH, p.S, *x.shape[3:]) for x in (P.astype(q.dtype), kbar.astype(q.dtype), r))
@@ -175,9 +176,9 @@ def _plain(matQ, matK, gates, vecN_initial, normaliser, call) -> Scores:
 
 
 def _cost(p: Problem, itemsize: int) -> Cost:
-    """Beside the above in float32 e, u, w, abar, m, r, z; gamma, the first and the last n."""
+    """Beside the above in float32 e, u, w, abar, m, r, z; gamma, and n at all chunk boundaries."""
     R, K = p.BNH * p.S, p.DHQK
-    floats = 9 * R + p.BNH * p.NC + 2 * p.BNH * K
+    floats = 9 * R + p.BNH * p.NC + p.BNH * (p.NC + 2) * K
     return Cost(R * (p.L + 1) * K, itemsize * R * (3 * K + p.L) + 4 * floats)
 
 

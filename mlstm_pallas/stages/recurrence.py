@@ -32,7 +32,7 @@ from mlstm_pallas.gates import vector_states
 from mlstm_pallas.launch import kernel_call
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.splits import decays_in_splits, heads_of_splits, split_states, splits_as_heads
-from mlstm_pallas.stage import Cost, LoopOperands, StageCall, StageConfig, search_of, sequence_spec
+from mlstm_pallas.stage import Cost, LoopOperands, StageCall, StageConfig, search_of, sequence_spec, steps_like
 from mlstm_pallas.tiles import Precision, blocks, divide, dot, loop, remainder
 
 # CTAs that leave no SM of a large GPU without two. Splitting pays for its second launch only from four splits on.
@@ -44,7 +44,7 @@ class Recurrence:
     """One recurrence.
 
     Attributes:
-      a, b: (B * NH, S, DHQK), (B * NH, S, DHHV) in the kernel dtype.
+      a, b: (B * NH, S, DHQK), (B * NH, S, DHHV) in the kernel dtype, or (B, S, NH, ...) (``stage.sequence_spec``).
       gamma: (B * NH, NC), X_initial: (B * NH, DHQK, DHHV), None: zeros; float32.
       return_last: whether X after the last chunk is wanted.
       backward: in time.
@@ -159,16 +159,14 @@ def _launch(
     def block(shape, index, of=head):
         return pl.BlockSpec((None, *shape), lambda iv, ik, n: (of(n), *index(iv, ik)))
 
-    keys = sequence_spec(p.S, BK, lambda iv, ik, n: (head(n), 0, ik))
-    values = sequence_spec(p.S, BV, lambda iv, ik, n: (head(n), 0, iv))
     state, norm = (lambda iv, ik: (ik, iv)), (lambda iv, ik: (ik,))
     arrays: list[tuple[jax.Array | None, pl.BlockSpec]] = []
     outputs: list[tuple[tuple[int, ...], Any, pl.BlockSpec]] = []
     each: list[tuple[int, dict[str, Any]]] = []
     for x in recurrences:
         arrays += [
-            (x.a, keys),
-            (x.b, values),
+            (x.a, sequence_spec(x.a, p, p.S, BK, lambda iv, ik, n: (head(n), 0, ik))),
+            (x.b, sequence_spec(x.b, p, p.S, BV, lambda iv, ik, n: (head(n), 0, iv))),
             (x.r, block((p.S,), lambda iv, ik: (0,))),
             (x.gamma, block((p.NC,), lambda iv, ik: (0,))),
             (x.X_initial, block((BK, BV), state)),
@@ -211,8 +209,8 @@ def split_products(
 ) -> jax.Array:
     """sum_t r_t a_t b_t^T over each split, (B * NH, num_splits - 1, DHQK, DHHV) in the dtype of r.
 
-    The last split's product (with backward the first one's) is not read by any split, so it is left out, but for all_splits, which only
-    the plain form has. Arguments as of a ``Recurrence``; the call's tiles need not be clamped.
+    The last split's product (with backward the first one's) is not read by any split, so it is left out, but for all_splits. Arguments
+    as of a ``Recurrence``; the call's tiles need not be clamped.
     """
     p = call.problem
     if call.plain:
@@ -220,7 +218,7 @@ def split_products(
         def split(x):
             return x.reshape(p.BNH, num_splits, p.S // num_splits, x.shape[-1])
 
-        scaled = split((a * r[..., None]).astype(a.dtype))
+        scaled = split((a.astype(r.dtype) * r[..., None]).astype(a.dtype))
         X = jnp.einsum("npsk,npsv->npkv", scaled, split(b), precision=call.precision, preferred_element_type=r.dtype)
         return X if all_splits else X[:, 1:] if backward else X[:, :-1]
     p = p.split(num_splits)
@@ -229,9 +227,9 @@ def split_products(
     a, b, r = (splits_as_heads(x, num_splits) for x in (a, b, r))
     one, none = jnp.ones((p.BNH, 1), jnp.float32), jnp.zeros((p.BNH, p.DHQK), jnp.float32)
     whole = Recurrence(a, b, one, None, return_last=True, r=r, x_initial=none)
-    taken = range(1, num_splits) if backward else range(num_splits - 1)
+    taken = range(num_splits) if all_splits else range(1, num_splits) if backward else range(num_splits - 1)
     (outputs,) = _launch("split_products", [whole], call, (taken, num_splits))
-    return heads_of_splits(outputs.X_last, num_splits - 1)
+    return heads_of_splits(outputs.X_last, len(taken))
 
 
 def recurrences(name: str, *given: Recurrence, call: StageCall) -> list[RecurrenceOutputs]:
@@ -260,8 +258,8 @@ def _in_splits(x: Recurrence, num_splits: int, call: StageCall) -> tuple[Recurre
     """The recurrence on splits, from the states before them; where it has x, that is computed here."""
     vectors: tuple[Any, Any] = (None, None)
     if x.r is not None and x.x_initial is not None:
-        scaled = x.a.astype(jnp.float32) * x.r[..., None]
-        vectors = vector_states(jnp.sum(call.chunks(scaled), axis=-2), x.gamma, x.x_initial, backward=x.backward)
+        scaled = x.a.astype(jnp.float32) * steps_like(x.r, x.a)
+        vectors = vector_states(chunk_sums(scaled, call), x.gamma, x.x_initial, backward=x.backward)
         x = dataclasses.replace(x, a=scaled.astype(x.a.dtype), r=None, x_initial=None)
     decays = decays_in_splits(x.gamma, num_splits, call.problem.S, backward=x.backward)
     products = split_products(x.a, x.b, decays, num_splits, backward=x.backward, call=call)
@@ -270,9 +268,19 @@ def _in_splits(x: Recurrence, num_splits: int, call: StageCall) -> tuple[Recurre
     return dataclasses.replace(x, a=a, b=b, gamma=gamma, X_initial=states), vectors
 
 
+def chunk_sums(x: jax.Array, call: StageCall) -> jax.Array:
+    """Sums over the steps of each chunk, (B * NH, NC, D), of an array in either layout."""
+    p = call.problem
+    if x.ndim == 3:
+        return jnp.sum(call.chunks(x), axis=-2)
+    B, _, NH, D = x.shape
+    sums = jnp.sum(x.reshape(B, p.NC, p.L, NH, D), axis=2)
+    return jnp.moveaxis(sums, 2, 1).reshape(p.BNH, p.NC, D)
+
+
 def _plain(x: Recurrence, call: StageCall) -> RecurrenceOutputs:
     acc = x.gamma.dtype
-    a = call.chunks(x.a) if x.r is None else call.chunks(x.a) * call.chunks(x.r)[..., None]
+    a = call.chunks(x.a) if x.r is None else call.chunks(x.a).astype(acc) * call.chunks(x.r)[..., None]
     updates = jnp.einsum("nclk,nclv->cnkv", a.astype(x.a.dtype), call.chunks(x.b), preferred_element_type=acc, precision=call.precision)
     X_initial = jnp.zeros_like(updates[0]) if x.X_initial is None else x.X_initial
 

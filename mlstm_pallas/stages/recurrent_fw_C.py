@@ -9,7 +9,8 @@ from typing import Any, NamedTuple
 
 import jax
 
-from mlstm_pallas.stage import Stage, StageCall
+from mlstm_pallas.problem import Problem
+from mlstm_pallas.stage import Cost, Stage, StageCall
 from mlstm_pallas.stages.recurrence import FACTS, Recurrence, recurrences
 
 
@@ -44,9 +45,15 @@ def recurrent_fw_C(
     return States(*outputs)
 
 
+def _cost(p: Problem, itemsize: int) -> Cost:
+    """Beside that of the recurrence abar, and n at all chunk boundaries."""
+    flops, bytes_of_C = FACTS["cost"](p, itemsize)
+    return Cost(flops, bytes_of_C + 4 * p.BNH * (p.S + (p.NC + 2) * p.DHQK))
+
+
 STAGE = Stage(
     name="recurrent_fw_C",
     run=recurrent_fw_C,
     inputs=("matK", "matV", "vecAbar", "scaGamma", "matC_initial", "vecN_initial"),
-    **FACTS,
+    **FACTS | {"cost": _cost},
 )

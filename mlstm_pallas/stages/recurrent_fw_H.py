@@ -133,14 +133,14 @@ def recurrent_fw_H(
     launches = blocks(p.DHQK, rows)
     if store_every and launches > 1:
         raise ValueError(f"recurrent_fw_H stores states of up to {rows} rows, expected {p.DHQK}")
-    values = sequence_spec(p.S, siz_b, lambda i, b: (b, 0, i))
+    values = sequence_spec(matV, p, p.S, siz_b, lambda i, b: (b, 0, i))
     H: Any = None
     lasts, states = [], None
     for index in range(launches):
-        keys = sequence_spec(p.S, rows, lambda i, b, index=index: (b, 0, index))
+        q, kbar = (sequence_spec(x, p, p.S, rows, lambda i, b, index=index: (b, 0, index)) for x in (matQ, scores.matK_scaled))
         arrays = [
-            (matQ, keys),
-            (scores.matK_scaled, keys),
+            (matQ, q),
+            (scores.matK_scaled, kbar),
             (matV, values),
             (scores.matP if index == 0 else None, pl.BlockSpec((None, p.S, p.L), lambda i, b: (b, 0, 0))),
             (scores.vecR, pl.BlockSpec((None, p.S), lambda i, b: (b, 0))),
@@ -150,7 +150,7 @@ def recurrent_fw_H(
         ]
         # h may be rounded twice within its promised error, not once a launch.
         dtype = output_dtype if index == launches - 1 or launches == 2 else jnp.float32
-        outputs: list[Any] = [(sequence_shape(p, p.DHHV, dtype), values)]
+        outputs: list[Any] = [(sequence_shape(matV, p.DHHV, dtype), values)]
         if return_last:
             shape = jax.ShapeDtypeStruct((p.BNH, rows, p.DHHV), jnp.float32)
             outputs.append((shape, pl.BlockSpec((None, rows, siz_b), lambda i, b: (b, 0, i))))

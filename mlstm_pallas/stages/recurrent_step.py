@@ -22,7 +22,7 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.gates import MASKED, log_sigmoid
 from mlstm_pallas.launch import kernel_call, masked_load, masked_store
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser
-from mlstm_pallas.problem import MIN_TILE, Problem, next_power_of_two
+from mlstm_pallas.problem import MIN_TILE, Problem, accumulator_dtype, next_power_of_two
 from mlstm_pallas.stage import Cost, Lowering, Stage, StageCall, StageConfig, search_of
 from mlstm_pallas.tiles import block_at, loop
 
@@ -197,7 +197,7 @@ def recurrent_step(
 
 def _plain(vecQ, vecK, vecV, scaI, scaF, matC, vecN, scaM, normaliser, call) -> Step:
     """With any leading axes."""
-    acc = jnp.promote_types(jnp.result_type(vecQ, vecK, vecV, scaI, scaF, matC, vecN), jnp.float32)
+    acc = accumulator_dtype(*(x.dtype for x in (vecQ, vecK, vecV, scaI, scaF, matC, vecN)))
     q, k, v, i, f, c, n = (x.astype(acc) for x in (vecQ, vecK, vecV, scaI, scaF, matC, vecN))
     m = None if scaM is None else scaM.astype(acc)
     m_dtype = acc if scaM is None else scaM.dtype

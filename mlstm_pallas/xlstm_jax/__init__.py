@@ -10,4 +10,6 @@ An adapter checks its arguments and calls the stages or schedules of mlstm_palla
 * The entries and ``_mlstm_chunkwise_fwbw_generator`` have exact gradients. For the backward functions (``*_bw*``) the denominator of H is a
   constant, as in the documents.
 * The kernels run where a computation is lowered for an NVIDIA GPU, plain jnp elsewhere; ``mlstm_pallas.use_backend`` overrides that.
+
+Signatures are laid out as in the documents, hence ``fmt: skip``.
 """

@@ -234,11 +234,8 @@ def state_gradients(spec: CallSpec, lowering: Lowering, q, dh, gates: ChunkGates
     """The gradients of C after each chunk, in the kernel dtype, and of the first C, float32."""
     p, DHQK, DHHV = spec.problem, q.shape[-1], dh.shape[-1]
     r = query_scale(gates.per_step().vecW, p.qk_scale, constant_denominator(spec, vecN_out).vecInvDen)
-    q, dh, dC_last = (
-        _padded(q * r[..., None], spec.dtype, p.DHQK),
-        _padded(dh, spec.dtype, p.DHHV),
-        _padded(dC_last, r.dtype, p.DHQK, p.DHHV),
-    )
+    q, dh = _padded(q * r[..., None], spec.dtype, p.DHQK), _padded(dh, spec.dtype, p.DHHV)
+    dC_last = _padded(dC_last, r.dtype, p.DHQK, p.DHHV)
     dC, dC_first, *_ = recurrent_bw_dC(q, dh, gates.scaGamma, dC_last, call=spec.call("recurrent_bw_dC", lowering))
     return _joined(dC[..., :DHQK, :DHHV]), dC_first[..., :DHQK, :DHHV]
 
@@ -249,7 +246,7 @@ def input_gradients(spec: CallSpec, lowering: Lowering, q, k, v, dh, gates: Chun
     q, k = _padded(q, spec.dtype, p.DHQK), _padded(k, spec.dtype, p.DHQK)
     v, dh = _padded(v, spec.dtype, p.DHHV), _padded(dh, spec.dtype, p.DHHV)
     C, dC = (_padded(_blocks(x, DHQK), spec.dtype, p.DHQK, p.DHHV) for x in (C, dC))
-    n = jnp.zeros((p.BNH, p.NC, p.DHQK), gates.vecW.dtype)  # meets dz = 0; and so its gradient is 0
+    n = jnp.zeros((p.BNH, p.NC, p.DHQK), gates.vecW.dtype)  # meets a dz of 0, and so is its gradient
     operands = q, k, v, dh, gates, constant_denominator(spec, vecN_out)
     tiles = parallel_bw_dP(*operands, scale_keys=False, call=spec.call("parallel_bw_dP", lowering))
     call = spec.call("parallel_bw_dQKV", lowering)

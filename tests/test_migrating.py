@@ -1,0 +1,266 @@
+"""docs/migrating.md: its diffs keep the function of a model, its example runs, its names exist.
+
+The models and the kernel of the other packages are written for this file; only names and arguments are those of the packages.
+"""
+
+import functools
+import importlib
+import inspect
+import math
+import re
+import sys
+import types
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import mlstm_pallas
+from mlstm_pallas import mlstm_chunkwise, use_backend
+from mlstm_pallas.xlstm_jax import max_triton_fwbw_v5xlchunksize as v5xl
+from mlstm_pallas.xlstm_jax.triton_stablef import mlstm_chunkwise_triton_stablef
+
+PAGE = (Path(__file__).parents[1] / "docs" / "migrating.md").read_text()
+B, S, NH, E, DHQK, DHV = 2, 40, 2, 12, 4, 6
+OTHER_KERNELS = "xlstm_jax.kernels.mlstm_chunkwise.triton_stablef.triton_fwbw"
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+def code_blocks(language):
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.S)
+
+
+# ---------------------------------------------------------------- the other packages
+
+
+def other_kernel(
+    q, k, v, i, f, c_initial=None, n_initial=None, m_initial=None, *, return_last_states=False, eps=1e-6, constant_denominator, **others
+):
+    """The recurrence of the xLSTM paper on (B, NH, S, ...). No gradient flows through a constant denominator."""
+    del others  # chunk_size, autocast_kernel_dtype
+    if c_initial is None:
+        c_initial, n_initial, m_initial = (jnp.zeros((B, NH, *dims), q.dtype) for dims in ((DHQK, DHV), (DHQK,), ()))
+
+    def step(states, token):
+        C, n, m = states
+        q, k, v, i, f = token
+        log_f = jax.nn.log_sigmoid(f)
+        m_next = jnp.maximum(log_f + m, i)
+        decay, weight = jnp.exp(log_f + m - m_next), jnp.exp(i - m_next)
+        C = decay[..., None, None] * C + weight[..., None, None] * k[..., :, None] * v[..., None, :]
+        n = decay[..., None] * n + weight[..., None] * k
+        denominator = jnp.maximum(jnp.abs(jnp.sum(q * n, -1)), jnp.exp(-m_next)) + eps
+        if constant_denominator:
+            denominator = jax.lax.stop_gradient(denominator)
+        return (C, n, m_next), jnp.einsum("bhk,bhkv->bhv", q, C) / denominator[..., None]
+
+    tokens = tuple(jnp.moveaxis(x, 2, 0) for x in (q * DHQK**-0.5, k, v, i, f))
+    states, h = jax.lax.scan(step, (c_initial, n_initial, m_initial), tokens)
+    h = jnp.moveaxis(h, 0, 2)
+    return (h, states) if return_last_states else h
+
+
+# ---------------------------------------------------------------- the models
+
+
+def projections(params, x):
+    """q, k, v (B, S, NH, D), i, f (B, S, NH) of x (B, S, E)."""
+    q, k, v = (jnp.einsum("bse,ehd->bshd", x, params[name]) for name in ("query", "key", "value"))
+    i, f = (x @ params[name] + params[f"{name}_bias"] for name in ("input_gate", "forget_gate"))
+    return q, k, v, i, f
+
+
+def output(params, x, h):
+    """(B, S, E) of h (B, S, NH, DHV), behind an output gate."""
+    gate = jax.nn.sigmoid(jnp.einsum("bse,ehd->bshd", x, params["output_gate"]))
+    return jnp.einsum("bshd,hde->bse", gate * h, params["output"])
+
+
+XLSTM_JAX = """
+from xlstm_jax.kernels.mlstm_chunkwise.triton_stablef.triton_fwbw import (
+    mlstm_chunkwise_triton_stablef,
+)
+
+
+def layer(params, x):
+    q, k, v, i, f = projections(params, x)
+    q, k, v, i, f = (y.swapaxes(1, 2) for y in (q, k, v, i, f))  # (B, NH, S, ...)
+    h = mlstm_chunkwise_triton_stablef(
+        q, k, v, i, f, chunk_size=64, autocast_kernel_dtype=q.dtype
+    )
+    h = h.swapaxes(1, 2)  # (B, S, NH, DHV)
+    return output(params, x, head_norm(h))
+"""
+
+MLSTM_KERNELS = """
+def part(params, x, states):
+    q, k, v, i, f = projections(params, x)
+    mlstm = get_mlstm_kernel("chunkwise--triton_xl_chunk")
+    q, k, v, i, f = (y.swapaxes(1, 2) for y in (q, k, v, i, f))  # (B, NH, S, ...)
+    h, states = mlstm(q, k, v, i, f, *states, return_last_states=True, eps=1e-6, chunk_size=128)
+    h = h.swapaxes(1, 2)  # (B, S, NH, DHV)
+    return output(params, x, head_norm(h)), states
+
+
+def layer(params, x):
+    first, states = part(params, x[:, :23], ())
+    second, _ = part(params, x[:, 23:], states)
+    return jnp.concatenate([first, second], axis=1)
+"""
+
+MODELS = {"xlstm_jax-import": XLSTM_JAX, "xlstm_jax-layout": XLSTM_JAX, "mlstm_kernels-layout": MLSTM_KERNELS}
+DIFFS = dict(zip(MODELS, code_blocks("diff"), strict=True))
+
+
+def patched(source, diff):
+    """The source with a diff applied. The old lines of each hunk are in it once."""
+    for hunk in re.split(r"^@@.*\n", diff, flags=re.M):
+        old, new = ("".join(line[1:] for line in hunk.splitlines(keepends=True) if line[0] in sides) for sides in (" -", " +"))
+        assert source.count(old) == 1, f"not in the model:\n{old}"
+        source = source.replace(old, new)
+    return source
+
+
+def layer_of(source, norm_eps, **imported):
+    """The layer that a source defines. norm_eps: of the root mean square norm of each head; None: no norm."""
+
+    def head_norm(h):
+        return h if norm_eps is None else h * jax.lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + norm_eps)
+
+    names = dict(jax=jax, jnp=jnp, projections=projections, output=output, head_norm=head_norm) | imported
+    exec(compile(source, "model", "exec"), names)
+    return names["layer"]
+
+
+def layer_before(source, norm_eps, constant_denominator):
+    kernel = functools.partial(other_kernel, constant_denominator=constant_denominator)
+    package = types.ModuleType(OTHER_KERNELS)
+    package.mlstm_chunkwise_triton_stablef = kernel
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, OTHER_KERNELS, package)
+        return layer_of(source, norm_eps, get_mlstm_kernel=lambda name: kernel)
+
+
+def layer_after(model, norm_eps):
+    """The other packages are missing."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "xlstm_jax", None)
+        return layer_of(patched(MODELS[model], DIFFS[model]), norm_eps, mlstm_chunkwise=mlstm_chunkwise)
+
+
+# ---------------------------------------------------------------- outputs and gradients
+
+
+PARAMETERS = {
+    "query": (E, NH, DHQK),
+    "key": (E, NH, DHQK),
+    "value": (E, NH, DHV),
+    "input_gate": (E, NH),
+    "forget_gate": (E, NH),
+    "output_gate": (E, NH, DHV),
+    "output": (NH, DHV, E),
+}
+
+
+@functools.cache
+def arguments():
+    """Parameters, x and the cotangent of the output, float32."""
+    r = np.random.default_rng(0)
+    params = {name: r.normal(size=shape) / math.sqrt(E) for name, shape in PARAMETERS.items()}
+    params |= dict(input_gate_bias=r.normal(size=NH), forget_gate_bias=np.linspace(1.0, 4.0, NH))
+    return jax.tree.map(np.float32, (params, r.normal(size=(B, S, E)), r.normal(size=(B, S, E))))
+
+
+def results(layer, dtype):
+    """The output of a layer and its gradients, by name.
+
+    The gradient of a gate's bias is a row of that of its matrix. On its own it nearly vanishes behind a norm, which undoes a common factor
+    of all input gates, and has no digits to compare.
+    """
+
+    @jax.jit
+    def run(params, x, cotangent):
+        y, vjp = jax.vjp(layer, params, x)
+        return y, vjp(cotangent)
+
+    with jax.enable_x64(dtype == "float64"), use_backend("xla" if dtype == "float64" else None):
+        y, (found, dx) = jax.tree.map(np.asarray, run(*jax.tree.map(lambda x: jnp.asarray(x, dtype), arguments())))
+    for name in ("input_gate", "forget_gate"):
+        found[name] = np.concatenate([found[name], found.pop(f"{name}_bias")[None]])
+    assert {x.dtype.name for x in (y, dx, *found.values())} == {dtype}
+    return {"output of the layer": y, "x": dx} | found
+
+
+@functools.cache
+def exact(source, norm_eps, constant_denominator):
+    """Of the model before a diff, in float64."""
+    return results(layer_before(source, norm_eps, constant_denominator), "float64")
+
+
+def errors(found, expected):
+    """Relative errors by name."""
+    return {name: np.linalg.norm(found[name] - x) / np.linalg.norm(x) for name, x in expected.items()}
+
+
+def bound(dtype):
+    """Rounding of about 20 sums in a row. One of n terms, here at most B * S, adds sqrt(n) roundings."""
+    return 20 * math.sqrt(B * S) * float(jnp.finfo(dtype).eps) / 2
+
+
+@pytest.mark.parametrize(("dtype", "norm_eps"), [("float32", 1e-6), ("float64", None)], ids=["float32-norm", "float64-no_norm"])
+@pytest.mark.parametrize("model", MODELS)
+def test_diff_keeps_the_function(model, dtype, norm_eps):
+    found = errors(results(layer_after(model, norm_eps), dtype), exact(MODELS[model], norm_eps, constant_denominator=False))
+    assert all(x < bound(dtype) for x in found.values()), found
+
+
+def test_constant_denominator_has_the_same_gradients_behind_a_norm_only():
+    """The norm has no eps, so that it undoes the denominator exactly."""
+    model = "xlstm_jax-layout"
+    normed, bare = (errors(results(layer_after(model, eps), "float64"), exact(XLSTM_JAX, eps, True)) for eps in (0.0, None))
+    assert all(x < bound("float64") for x in normed.values()), normed
+    assert bare["output of the layer"] < bound("float64")
+    assert all(bare[name] > 0.1 for name in ("query", "key", "input_gate", "forget_gate")), bare
+
+
+# ---------------------------------------------------------------- the rest of the page
+
+
+def test_the_example_runs():
+    [example] = code_blocks("python")
+    names: dict = {}
+    exec(compile(example, "docs/migrating.md", "exec"), names)
+    found, expected = names["h"], mlstm_chunkwise(*names["tokens"], layout="BTNH")[:, -1]
+    assert found.shape == expected.shape
+    assert np.linalg.norm(found - expected) < bound("float32") * np.linalg.norm(expected)
+
+
+def test_states_of_another_stabiliser_are_the_same():
+    """The true state is exp(m) * (c, n)."""
+    r = np.random.default_rng(1)
+    with jax.enable_x64(True):
+        shapes = [(B, NH, S, DHQK)] * 2 + [(B, NH, S, DHV)] + [(B, NH, S)] * 2 + [(B, NH, DHQK, DHV), (B, NH, DHQK), (B, NH)]
+        *tokens, c, n, m = (jnp.asarray(r.normal(size=shape)) for shape in shapes)
+        run = functools.partial(mlstm_chunkwise, *tokens, eps=0.0, backend="xla")
+        found, expected = run(c * math.exp(-2), n * math.exp(-2), m + 2), run(c, n, m)
+    assert np.linalg.norm(found - expected) < bound("float64") * np.linalg.norm(expected)
+
+
+def test_names_exist():
+    names = set(re.findall(r"`([a-z]\w+)[`=]", PAGE)) - {"get_mlstm_kernel"}
+    assert names <= {*vars(mlstm_pallas), "mlstm_chunkwise_triton_stablef", *v5xl.__all__, *inspect.signature(mlstm_chunkwise).parameters}
+    for module in re.findall(r"`(mlstm_pallas\.[\w.]+)`", PAGE):
+        assert hasattr(importlib.import_module(module), "mlstm_chunkwise_max_triton")
+    assert hasattr(v5xl, "mlstm_chunkwise__xl_chunk")
+
+
+def test_defaults():
+    def default(function, name):
+        return inspect.signature(function).parameters[name].default
+
+    stated = dict(norm_val=1.0, eps=1e-6, chunk_size=None, autocast_kernel_dtype=None, layout="BNTH")
+    assert {name: default(mlstm_chunkwise, name) for name in stated} == stated
+    assert default(mlstm_chunkwise_triton_stablef, "autocast_kernel_dtype") == jnp.float32
