@@ -298,7 +298,7 @@ class Case:
         self.inputs = jax.block_until_ready(random_inputs(shape))
         self.masked_dy = jax.block_until_ready(self.inputs.dy.at[1:].set(0))
         self.norm, self.direction = norm, max(directions, key=len)  # "fwbw" has all outputs of "fwd"
-        self.of_first_layout: dict[str, tuple[str, dict[str, jax.Array]]] = {}  # by direction
+        self.of_first_layout: dict[str, dict[str, jax.Array]] = {}  # by direction
         self.expected = functools.cache(self._expected)
 
     def _expected(self, impl: str) -> dict[str, jax.Array]:
@@ -333,11 +333,8 @@ def relative_errors(found: dict[str, jax.Array], expected: dict[str, jax.Array],
 
 def wrong_outputs(errors: dict[str, float]) -> str:
     """The outputs beyond their tolerance; "" when there are none."""
-    limits = {name: OUTPUT_TOLERANCE if name == "y" else GRADIENT_TOLERANCE for name in errors}
-    wrong = {name: limit for name, limit in limits.items() if not errors[name] <= limit}
-    return "; ".join(
-        f"error {errors[x]:.1e} in {'y' if x == 'y' else f'gradient of {x}'}, at most {limit:.1e}" for x, limit in wrong.items()
-    )
+    limits = {name: OUTPUT_TOLERANCE if name.startswith("y") else GRADIENT_TOLERANCE for name in errors}
+    return ", ".join(f"{name} {errors[name]:.1e} > {limit:.1e}" for name, limit in limits.items() if not errors[name] <= limit)
 
 
 @dataclasses.dataclass
@@ -367,7 +364,7 @@ class Record:
     peak_mib: float | None = None
     first_call_s: float | None = None
     error: float | None = None  # the largest of errors
-    errors: dict[str, float] = dataclasses.field(default_factory=dict)  # of y and of each gradient
+    errors: dict[str, float] = dataclasses.field(default_factory=dict)  # of y and of each gradient; "y, layouts": against the other layout
 
 
 def measure(record: Record, case: Case, built: JaxLayer | TorchLayer, repeats: int) -> None:
@@ -381,12 +378,12 @@ def measure(record: Record, case: Case, built: JaxLayer | TorchLayer, repeats: i
     found = named(outputs, built.array)
     del outputs
     record.errors = relative_errors(found, case.expected(built.reference), NOT_COMPARED.get(record.impl, ()))
-    record.error, wrong = max(record.errors.values()), wrong_outputs(record.errors)
     if record.impl in LAYOUTS:
-        impl, other = case.of_first_layout.setdefault(record.direction, (record.impl, found))
-        if different := wrong_outputs(relative_errors(found, other)):
-            wrong = "; ".join(filter(None, (wrong, f"against {impl}: {different}")))
-    if wrong:
+        of_first_layout = case.of_first_layout.setdefault(record.direction, found)
+        if of_first_layout is not found:
+            record.errors |= {f"{name}, layouts": error for name, error in relative_errors(found, of_first_layout).items()}
+    record.error = max(record.errors.values())
+    if wrong := wrong_outputs(record.errors):
         record.status, record.note = "wrong", f"wrong: {wrong}"
         return
     del found

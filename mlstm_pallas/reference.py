@@ -7,14 +7,12 @@ Notation (after the TFLA paper, Beck et al. 2025, arXiv:2503.14376): B batch, NH
 DHHV of v and h, NC chunks of L steps.
 """
 
-import inspect
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mlstm_pallas.api import mlstm_chunkwise
 from mlstm_pallas.call_spec import CallSpec, Inputs
 from mlstm_pallas.entry import Options, run
 from mlstm_pallas.forward import forward
@@ -86,19 +84,32 @@ def recurrence(
     return jnp.moveaxis(h, 0, 2), states
 
 
-def chunkwise(*args: Any, **kwargs: Any) -> Any:
+def chunkwise(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    i: jax.Array,
+    f: jax.Array,
+    c_initial: jax.Array | None = None,
+    n_initial: jax.Array | None = None,
+    m_initial: jax.Array | None = None,
+    return_last_states: bool = False,
+    eps: float = 1e-6,
+    chunk_size: int | None = None,
+    autocast_kernel_dtype: Any = None,
+    stabilize_correctly: bool = True,
+    norm_val: float = 1.0,
+    *,
+    segment_ids: jax.Array | None = None,
+    **options: Any,
+) -> Any:
     """``mlstm_pallas.mlstm_chunkwise``, with its arguments and results, in plain jnp without a derivative rule of its own.
 
-    The chunkwise form (TFLA paper, section 3): equal to ``recurrence`` up to rounding. backend and config are not read, but for
-    config.chunk_size.
+    The chunkwise form (TFLA paper, section 3): equal to ``recurrence`` up to rounding. backend is not read.
     """
-    call = inspect.signature(mlstm_chunkwise).bind(*args, **kwargs)
-    call.apply_defaults()
-    *arrays, segment_ids = (call.arguments.pop(name) for name in (*_ARRAYS, "segment_ids"))
-    return run(_plain_forward, segment_starts, Options(**call.arguments | {"backend": "xla"}), tuple(arrays), segment_ids)
-
-
-_ARRAYS = ("q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial")
+    positional = return_last_states, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val
+    arrays = q, k, v, i, f, c_initial, n_initial, m_initial
+    return run(_plain_forward, segment_starts, Options(*positional, **options | {"backend": "xla"}), arrays, segment_ids)
 
 
 def _plain_forward(spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, Any]:
