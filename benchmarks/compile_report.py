@@ -46,9 +46,10 @@ from mlstm_pallas.validation import KERNEL_DTYPES
 # Enough to make every stage's grid three-dimensional; the code of a kernel depends on them only through arrays beyond 2**32 bytes.
 BATCH, NUM_HEADS = 1, 8
 
-# Arguments of mlstm_chunkwise; packed has segment_ids as well.
+# Arguments of mlstm_chunkwise; packed has segment_ids as well, and the arrays of BTNH are (B, S, NH, ...).
 VARIANTS: dict[str, dict[str, Any]] = {"exp": {}, "packed": {}, "sigmoid": {"input_gate": "sigmoid"}}
-VARIANTS["unnormalised"] = {"input_gate": "sigmoid", "normalize": False}
+VARIANTS |= {"unnormalised": {"input_gate": "sigmoid", "normalize": False}, "BTNH": {"layout": "BTNH"}}
+NOT_OF_STEPS = ("packed", "BTNH")
 
 DIRECTIONS = ("fwd", "fwbw", "step")
 
@@ -370,6 +371,8 @@ def report(
 
     if variant not in VARIANTS:
         raise RequestError(f"unknown variant {variant!r}, known are {', '.join(VARIANTS)}")
+    if direction == "step" and variant in NOT_OF_STEPS:
+        raise RequestError(f"a step has no variant {variant}")
 
     def forward(q, k, v, i, f, segment_ids):
         ids = segment_ids if variant == "packed" else None
@@ -394,6 +397,9 @@ def report(
             spec = CallSpec(problem, filled, dtype, DEFAULT_NORMALISER)
             case = Row(device, DHQK, DHHV, dtype.name, "(tracing)", problem.L)
             qk, v, gate = (jax.ShapeDtypeStruct(s, d) for s, d in (((*rows, DHQK), dtype), ((*rows, DHHV), dtype), (rows, jnp.float32)))
+            if variant == "BTNH":
+                B, NH, S = range(3)
+                qk, v, gate = (jax.ShapeDtypeStruct([x.shape[n] for n in (B, S, NH)] + [*x.shape[3:]], x.dtype) for x in (qk, v, gate))
             args = qk, qk, v, gate, gate, jax.ShapeDtypeStruct((BATCH, seqlen), jnp.int32)
             if direction == "step":
                 qk, v, gate = (jax.ShapeDtypeStruct((*x.shape[:2], *x.shape[3:]), x.dtype) for x in (qk, v, gate))

@@ -32,6 +32,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import command
+import compile_report
 import jax
 import jax.numpy as jnp
 import jaxlib
@@ -39,7 +40,7 @@ import numpy as np
 import peers
 import roofline
 from absl import flags
-from compile_report import VARIANTS, RequestError, parse_config
+from compile_report import RequestError, parse_config
 from jax import lax
 from jax.experimental.compilation_cache import compilation_cache
 from peers import NORMALISER, Inputs, random_inputs
@@ -145,7 +146,20 @@ def _written(outputs: GradientTiles) -> GradientTiles:
     return outputs._replace(matP=lower(outputs.matP), matDeltaP=lower(outputs.matDeltaP), pairs=pairs)
 
 
-ORACLE_OF = {"exp": "exact", "packed": "packed", "sigmoid": "sigmoid_normalised", "unnormalised": "sigmoid_input_gate"}  # of VARIANTS
+# Arrays (B, S, NH, ...): taken as they are, or transposed by the caller.
+STEPS_FIRST = ("BTNH", "transposed")
+VARIANTS = compile_report.VARIANTS | {"transposed": {}}
+ORACLE_OF = dict.fromkeys(STEPS_FIRST, "exact") | {
+    "exp": "exact",
+    "packed": "packed",
+    "sigmoid": "sigmoid_normalised",
+    "unnormalised": "sigmoid_input_gate",
+}  # of VARIANTS
+
+
+def swap_heads(*arrays: jax.Array) -> list[jax.Array]:
+    """(B, NH, S, ...) to (B, S, NH, ...), and back."""
+    return [jnp.swapaxes(x, 1, 2) for x in arrays]
 
 
 class MlstmPallas(peers.JaxImplementation):
@@ -174,12 +188,21 @@ class MlstmPallas(peers.JaxImplementation):
                 raise ValueError(f"packed: {peers.PACKED} sequences do not fill {S} steps")
             options["segment_ids"] = jnp.broadcast_to(jnp.arange(S) // (S // peers.PACKED), (B, S))
         forward = functools.partial(mlstm_chunkwise, **options)
+        if self.variant in STEPS_FIRST:
+            inputs = type(inputs)(*swap_heads(*inputs))
+        if self.variant == "transposed":
+
+            def forward(*args, heads_first=forward):
+                return swap_heads(heads_first(*swap_heads(*args)))[0]
 
         def forward_backward(q, k, v, i, f, dh):
             h, vjp = jax.vjp(forward, q, k, v, i, f)
             return h, *vjp(dh)
 
         return (lambda *args: (forward(*args),), inputs[:5]) if direction == "fwd" else (forward_backward, inputs)
+
+    def heads(self, outputs, index):
+        return super().heads(swap_heads(*outputs) if self.variant in STEPS_FIRST else outputs, index)
 
 
 class MlstmPallasStage(MlstmPallas):
@@ -500,7 +523,10 @@ def define_flags(values: flags.FlagValues) -> None:
     )
     flags.DEFINE_list("recompute_states_in_bw", ["true"], "Of mlstm_pallas, forward and backward: true, false.", **define)
     flags.DEFINE_list(
-        "variant", ["exp"], f"Of mlstm_pallas: {', '.join(VARIANTS)}; packed: exp with {peers.PACKED} packed sequences.", **define
+        "variant",
+        ["exp"],
+        f"Of mlstm_pallas: {', '.join(VARIANTS)}; packed: exp with {peers.PACKED} packed sequences; BTNH: exp with (B, S, NH, D).",
+        **define,
     )
     flags.DEFINE_integer("repeats", 10, "Batches of calls; the median counts.", lower_bound=1, **define)
     flags.DEFINE_string("compilation_cache_dir", None, "Folder in which compiled programs are kept between processes.", **define)

@@ -237,7 +237,7 @@ class TorchLayer:
         self.peer = peers.PEERS.get(impl, TorchWithout)()  # raises where the package or the GPU is missing
         self.reference = REFERENCES.get(impl, impl)
         self.norm, self.note = norm, "other function" if impl == "fla_simple_gla" else ""
-        self.peer.torch.compiler.reset()  # it runs a function uncompiled after eight variants
+        self.peer.torch.compiler.reset()  # torch stops compiling a function after eight variants of it
         self.finish = self.peer.torch.compile(self.after_mlstm) if compiled else self.after_mlstm
         self.versions, self.synchronise, self.peak_memory_bytes = self.peer.versions, self.peer.synchronise, self.peer.peak_memory_bytes
 
@@ -314,12 +314,12 @@ def named(outputs: Any, array: Callable[[Any], jax.Array] = lambda y: y) -> dict
     A gate's matrix and bias are one array. The gradient of the input gate's bias alone has no digits to compare: a shift of all input gates
     scales C and n alike, which the norm divides out.
     """
-    y, *gradients = outputs
-    found = {"y": y[:1]}
-    if len(gradients) == 2:
-        found |= gradients[0]._asdict() | {"x": gradients[1][:1]}
+    found = {"y": outputs[0][:1]}
+    if backward := len(outputs) == 3:
+        _, dp, dx = outputs
+        found |= dp._asdict() | {"x": dx[:1]}
     found = {name: array(y).astype(jnp.float32) for name, y in found.items()}
-    for gate in GATES if gradients[1:] else ():
+    for gate in GATES if backward else ():
         found[gate] = jnp.vstack([found[gate], found.pop(gate.replace("gate", "bias"))])
     return found
 
@@ -398,7 +398,7 @@ def measure(record: Record, case: Case, built: JaxLayer | TorchLayer, repeats: i
 
 def measured_records(options: flags.FlagValues, shapes: dict[str, Shape], backend: str) -> Iterator[Record]:
     """A record for each shape, direction and implementation, as soon as it is measured."""
-    device, commit = jax.devices()[0].device_kind, git_commit()
+    device, commit = jax.devices()[0].device_kind, options.commit or git_commit()
     rates = roofline.device_rates(device, DTYPE)
     for name, shape in shapes.items():
         case = Case(shape, options.norm, options.direction)
@@ -516,6 +516,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_enum("backend", None, list(BACKENDS), "Of mlstm_pallas; none: triton, without a GPU xla.", **define)
     flags.DEFINE_bool("torch_compile", True, "Compile what follows the mLSTM in torch.", **define)
     flags.DEFINE_integer("repeats", 10, "Batches of calls; the median counts.", lower_bound=1, **define)
+    flags.DEFINE_string("commit", None, "For the records; none: that of the git working tree, if it is one.", **define)
     flags.DEFINE_list("from_jsonl", [], "Measure nothing; report the records of these files.", **define)
     flags.DEFINE_string("jsonl", None, "File to which each record is appended as it is measured.", **define)
     flags.DEFINE_string("plot", None, "PNG to write at the end.", **define)

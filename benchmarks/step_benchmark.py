@@ -28,7 +28,7 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 from absl import flags
-from compile_report import VARIANTS
+from compile_report import NOT_OF_STEPS, VARIANTS
 from jax import lax
 from kernel_benchmark import RequestError, git_commit, time_calls
 from peers import take_heads
@@ -322,7 +322,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_integer("steps", None, "Steps of a loop; none: 1000, without a GPU 10.", lower_bound=1, flag_values=values)
     unroll = "Of mlstm_pallas, steps in an iteration of the loop. n and m go to new memory: one step per iteration costs a copy of each."
     flags.DEFINE_integer("unroll", 2, unroll, lower_bound=1, flag_values=values)
-    variants = [name for name in VARIANTS if name != "packed"]
+    variants = [name for name in VARIANTS if name not in NOT_OF_STEPS]
     flags.DEFINE_enum("variant", "exp", variants, "Input gate and normaliser of mlstm_pallas.", flag_values=values)
     flags.DEFINE_integer("repeats", 10, "Batches of calls; the median counts.", lower_bound=1, flag_values=values)
     flags.DEFINE_string("jsonl", None, "File to which each record is appended as it is measured.", flag_values=values)

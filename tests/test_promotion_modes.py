@@ -1,10 +1,12 @@
 """jax_numpy_rank_promotion="raise" and jax_numpy_dtype_promotion="strict": every function traces in both modes."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, mlstm_recurrent_sequence, mlstm_recurrent_step, reference
@@ -35,7 +37,7 @@ def strict_modes():
 def test_the_modes_are_on():
     with pytest.raises(ValueError, match="rank_promotion"):
         jax.eval_shape(lambda x: x[0] + x, jax.ShapeDtypeStruct((2, 2), "float32"))
-    with pytest.raises(jax.errors.TypePromotionError):
+    with pytest.raises(ValueError, match="jax_numpy_dtype_promotion=strict"):
         jax.eval_shape(lambda x: x + x.astype("bfloat16"), jax.ShapeDtypeStruct((2,), "float32"))
 
 
@@ -60,11 +62,22 @@ def both(run, *x):
     return found
 
 
-@pytest.mark.parametrize("gate", GATES)
-@pytest.mark.parametrize("layout", ["BNTH", "BTNH"])
-@pytest.mark.parametrize("algorithm", ALGORITHMS)
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
-@pytest.mark.parametrize("backend", ["interpret", "xla"])
+def quick(backend, dtype, algorithm, layout, gate):
+    """Each value of each parameter with those that its code depends on; no float16, which takes the paths of bfloat16."""
+    if dtype == "float32" or backend == "xla":
+        return algorithm == "materialised" and dtype != "float16" and (gate == "exp" or layout == "BTNH")
+    return dtype == "bfloat16" and (gate == "exp" or (layout, algorithm) == ("BTNH", "fused"))
+
+
+@pytest.mark.parametrize(
+    ("backend", "dtype", "algorithm", "layout", "gate"),
+    [
+        pytest.param(*values, marks=[] if quick(*values) else [pytest.mark.slow])
+        for values in itertools.product(
+            ("interpret", "xla"), ("float32", "bfloat16", "float16"), ALGORITHMS, ("BNTH", "BTNH"), GATES
+        )
+    ],
+)
 def test_forward_and_backward(backend, dtype, algorithm, layout, gate):
     """Packed sequences, S no multiple of the chunk, initial and last states."""
     ids = jnp.zeros((B, S), "int32")
@@ -130,7 +143,7 @@ def test_sequence_parallel(backend, algorithm, dtype, layout):
     sequence = P(None, None, "s") if layout == "BNTH" else P(None, "s")
     run = jax.shard_map(
         functools.partial(mlstm_chunkwise_sequence_parallel, **options),
-        mesh=jax.make_mesh((4,), ("s",), devices=jax.devices("cpu")[:4]),
+        mesh=jax.make_mesh((4,), ("s",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:4]),
         in_specs=(sequence,) * 5 + (P(),) * 3,
         out_specs=(sequence, P()),
         check_vma=backend != "interpret",
