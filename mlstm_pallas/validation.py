@@ -82,6 +82,8 @@ def _as_shape(arrays: Mapping[str, Any], sources: Mapping[str, str], dims: Dims)
 def check_states_complete(states: Mapping[str, Any], kind: str = "states") -> bool:
     """Whether states are given: all of them, or none."""
     given = [name for name, x in states.items() if x is not None]
+    for name in given:
+        check_is_array(name, states[name])
     if given and len(given) < len(states):
         missing = [name for name in states if name not in given]
         count = "all three" if len(states) == 3 else "both"
@@ -159,7 +161,7 @@ def check_scalars(eps: float, norm_val: float) -> None:
             raise TypeError(f"{name} is a {type(x).__name__}, expected a float")
         if not math.isfinite(x) or x < 0:
             raise ValueError(f"{name} is {x}, expected a finite number >= 0")
-        if x > np.finfo(np.float32).max:
+        if x > float(np.finfo(np.float32).max):
             raise ValueError(f"{name} is {x}, expected a number in the range of float32")
 
 

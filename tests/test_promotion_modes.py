@@ -73,9 +73,7 @@ def quick(backend, dtype, algorithm, layout, gate):
     ("backend", "dtype", "algorithm", "layout", "gate"),
     [
         pytest.param(*values, marks=[] if quick(*values) else [pytest.mark.slow])
-        for values in itertools.product(
-            ("interpret", "xla"), ("float32", "bfloat16", "float16"), ALGORITHMS, ("BNTH", "BTNH"), GATES
-        )
+        for values in itertools.product(("interpret", "xla"), ("float32", "bfloat16", "float16"), ALGORITHMS, ("BNTH", "BTNH"), GATES)
     ],
 )
 def test_forward_and_backward(backend, dtype, algorithm, layout, gate):
