@@ -270,7 +270,9 @@ def test_remat_inside_a_scan_over_layers(inputs, expected):
 
 
 @pytest.mark.parametrize(
-    ("backend", "config"), [("xla", None), slow(("interpret", MATERIALISED), True), slow(("interpret", FUSED), True)], ids=str
+    ("backend", "config"),
+    [("xla", None), slow(("interpret", MATERIALISED), True), slow(("interpret", FUSED), True)],
+    ids=["xla", "materialised", "fused"],
 )
 def test_one_sequence_over_several_devices(backend, config):
     """Shards of S, which is axis 1, with a state handed from device to device and nothing gathered."""

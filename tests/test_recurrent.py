@@ -368,7 +368,7 @@ BAD = {
     "q_integer": (
         dict(q=zeros(1, 2, 16, dtype="int32")),
         TypeError,
-        "q has dtype int32, expected one of float16, float32, bfloat16",
+        "q has dtype int32, expected one of float32, bfloat16, float16",
     ),
     "k_dtype": (dict(k=zeros(1, 2, 16, dtype="bfloat16")), TypeError, "k has dtype bfloat16, expected float32, the dtype of q"),
     "i_integer": (
@@ -376,15 +376,15 @@ BAD = {
         TypeError,
         "i has dtype int32, expected one of float16, bfloat16, float32, float64",
     ),
-    "c_float16": (
-        dict(c=zeros(1, 2, 16, 8, dtype="float16")),
+    "c_int32": (
+        dict(c=zeros(1, 2, 16, 8, dtype="int32")),
         TypeError,
         "c has dtype float16, expected one of float32, bfloat16",
     ),
     "q_float64": (
         dict(q=np.zeros((1, 2, 16))),
         TypeError,
-        'q has dtype float64, expected one of float16, float32, bfloat16; float64 runs on backend="xla" only',
+        'q has dtype float64, expected one of float32, bfloat16, float16; float64 runs on backend="xla" only',
     ),
     "eps_negative": (dict(eps=-1.0), ValueError, "eps is -1.0, expected a finite number >= 0"),
     "norm_val_string": (dict(norm_val="1"), TypeError, "norm_val is a str, expected a float"),
