@@ -379,7 +379,7 @@ BAD = {
     "c_int32": (
         dict(c=zeros(1, 2, 16, 8, dtype="int32")),
         TypeError,
-        "c has dtype float16, expected one of float32, bfloat16",
+        "c has dtype int32, expected one of float32, bfloat16, float16",
     ),
     "q_float64": (
         dict(q=np.zeros((1, 2, 16))),
