@@ -140,9 +140,9 @@ def _written(outputs: GradientTiles) -> GradientTiles:
     def total(x, where):
         return jnp.sum(jnp.where(where.reshape(n, 1, n, 1), x, 0.0), axis=1).reshape(BNH, -1)
 
-    of_queries, of_keys, diagonal = outputs.pairs
-    of_queries, of_keys = total(of_queries, tile[:, None] <= tile), total(of_keys, tile[:, None] >= tile)
-    pairs = TilePairs(of_queries, of_keys, diagonal.reshape(BNH, -1))
+    per_query, per_key, diagonal = outputs.pairs
+    per_query, per_key = total(per_query, tile[:, None] <= tile), total(per_key, tile[:, None] >= tile)
+    pairs = TilePairs(per_query, per_key, diagonal.reshape(BNH, -1))
     return outputs._replace(matP=lower(outputs.matP), matDeltaP=lower(outputs.matDeltaP), pairs=pairs)
 
 

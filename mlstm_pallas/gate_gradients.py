@@ -28,8 +28,8 @@ class TilePairs(NamedTuple):
     Where the tile of queries lies before that of keys nothing is written.
     """
 
-    of_queries: jax.Array  # (B * NH, n, NC, n, T): [j, chunk, i, t] over s < t in tile j
-    of_keys: jax.Array  # (B * NH, n, NC, n, T): [i, chunk, j, s] over t > s in tile i
+    per_query: jax.Array  # (B * NH, n, NC, n, T): [j, chunk, i, t] over s < t in tile j
+    per_key: jax.Array  # (B * NH, n, NC, n, T): [i, chunk, j, s] over t > s in tile i
     diagonal: jax.Array  # (B * NH, NC, n, T): W_tt
 
 
@@ -59,10 +59,10 @@ def tile_sums(pairs: TilePairs, vecQ_inter: jax.Array, vecK_inter: jax.Array, th
     def only(x, where):  # what is not in the chunk's triangle was never written
         return jnp.where(jnp.broadcast_to(where.reshape(1, n, 1, n, 1), x.shape), x, 0.0)
 
-    before = only(pairs.of_queries, later.T)  # [j, chunk, i, t]
-    after = only(pairs.of_keys, later)  # [i, chunk, j, s]
+    before = only(pairs.per_query, later.T)  # [j, chunk, i, t]
+    after = only(pairs.per_key, later)  # [i, chunk, j, s]
     same = jnp.eye(n, dtype=bool)
-    queries_intra, keys_intra = jnp.sum(only(pairs.of_queries, same), axis=1), jnp.sum(only(pairs.of_keys, same), axis=1)
+    queries_intra, keys_intra = jnp.sum(only(pairs.per_query, same), axis=1), jnp.sum(only(pairs.per_key, same), axis=1)
     q_inter, k_inter = (x.reshape(pairs.diagonal.shape) for x in (vecQ_inter, vecK_inter))
 
     einsum = functools.partial(jnp.einsum, precision="highest")

@@ -76,7 +76,7 @@ def written(name, outputs, L):
     """The outputs, with 0 where a kernel documents that it writes nothing: parallel_bw_dP above the diagonal of a chunk."""
     if name != "parallel_bw_dP":
         return outputs
-    P, dP, qbar, of_queries, of_keys, *others = outputs
+    P, dP, qbar, per_query, per_key, *others = outputs
     block, tile = jnp.arange(L) // MAX_TILE, jnp.arange(L // TILE)
 
     def of_chunk(x, where):
@@ -86,7 +86,7 @@ def written(name, outputs, L):
         return jnp.where(where[:, None, :, None], x.reshape(HEADS, len(tile), -1, len(tile), TILE), 0.0).reshape(x.shape)
 
     tiles = (of_chunk(x, block[:, None] >= block) for x in (P, dP))
-    return *tiles, qbar, of_tiles(of_queries, tile[:, None] <= tile), of_tiles(of_keys, tile[:, None] >= tile), *others
+    return *tiles, qbar, of_tiles(per_query, tile[:, None] <= tile), of_tiles(per_key, tile[:, None] >= tile), *others
 
 
 def check(run, outputs, arguments, L=None):

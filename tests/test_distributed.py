@@ -304,6 +304,7 @@ def gradient_on_one_device(shards, **options):
     return whole
 
 
+@pytest.mark.slow
 def test_a_mapped_axis_does_for_a_mesh_axis(alone):
     x = CASES["resets"].values()
     check(gradient_on_one_device(5, backend="xla", **OPTIONS)(*x), alone(*x), x)

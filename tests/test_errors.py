@@ -189,7 +189,7 @@ OTHERS = {
         "stabilize_correctly is traced, expected a Python bool: mark it static in jit",
     ),
     "keys_of_random_numbers": (
-        lambda: mlstm_chunkwise(**PLAIN | {"q": jax.random.split(jax.random.key(0), (2, 3, 40, 16))}),
+        lambda: shapes_of(mlstm_chunkwise, PLAIN | {"q": array(2, 3, 40, 16, dtype=jax.eval_shape(jax.random.key, 0).dtype)}),
         TypeError,
         f"q has dtype key<fry>, expected one of {INPUT_DTYPES}",
     ),

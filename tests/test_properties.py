@@ -300,12 +300,20 @@ def test_regressions(name):
     check(CASES[case], "interpret" if case in ("fused", "bfloat16") else "xla", recipe)
 
 
-# The others run the same kernels, or the same plain forms.
+# The others run the same kernels, or the same plain forms; the slow ones have but a part of what a quick one has.
 PLAIN = [name for name in CASES if name not in ("tiles", "fused", "splits")]
 INTERPRETED = [name for name in CASES if name not in ("one_chunk", "batch", "unstabilised")]
+PARTIAL = ("one_chunk", "chunks", "tiles", "packed", "bfloat16", "sigmoid")
 
 
-@pytest.mark.parametrize(("name", "backend"), [*[(name, "xla") for name in PLAIN], *[(name, "interpret") for name in INTERPRETED]])
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        pytest.param(name, backend, marks=[pytest.mark.slow] * (name in PARTIAL))
+        for backend, names in (("xla", PLAIN), ("interpret", INTERPRETED))
+        for name in names
+    ],
+)
 def test_any_values(name, backend):
     @examples(EXAMPLES if backend == "xla" else EXAMPLES // 2)
     @given(RECIPES)

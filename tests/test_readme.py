@@ -3,6 +3,10 @@
 import re
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()
 

@@ -115,7 +115,7 @@ def written(outputs):
     L = outputs.matP.shape[-1]
     P, dP = (jnp.tril(y.reshape(heads, NC, L, L)).reshape(y.shape) for y in (outputs.matP, outputs.matDeltaP))
     after = jnp.tri(n, dtype=bool)  # [i, j]
-    sums = ((after.T, outputs.pairs.of_queries), (after, outputs.pairs.of_keys))
+    sums = ((after.T, outputs.pairs.per_query), (after, outputs.pairs.per_key))
     queries, keys = (jnp.where(where.reshape(n, 1, n, 1), y, 0.0) for where, y in sums)
     return outputs._replace(matP=P, matDeltaP=dP, pairs=TilePairs(queries, keys, outputs.pairs.diagonal))
 

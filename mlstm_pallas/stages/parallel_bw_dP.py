@@ -60,7 +60,7 @@ def _parallel_bw_dP_kernel(
     P_ref,  # out (L, L)
     dP_ref,  # out (L, L)
     qbar_ref,  # out (L, DHQK)
-    sums_of_queries_ref,  # out (n, L) sum of W_ts over s < t in each tile of keys
+    per_query_ref,  # out (n, L) sum of W_ts over s < t in each tile of keys
     sums_scale_keys_ref,  # out (n, L) sum of W_ts over t > s in each tile of queries
     diagonal_ref,  # out (L,) W_tt
     *more_refs,  # out, as wanted: kbar (L, DHQK) and n_added (n, DHQK); with a normaliser dn_added (n, DHQK)
@@ -103,7 +103,7 @@ def _parallel_bw_dP_kernel(
         dP = D * dA
         W, strict = dP * scores, causal_mask(T, T, offset - 1)
         before = jnp.where(strict, W, 0.0)
-        sums_of_queries_ref[j, queries] = jnp.sum(before, axis=1)
+        per_query_ref[j, queries] = jnp.sum(before, axis=1)
         sums_scale_keys_ref[i, keys] = jnp.sum(before, axis=0)
         P_ref[queries, keys] = P.astype(P_ref.dtype)
         dP_ref[queries, keys] = (dP * scale).astype(P_ref.dtype)
@@ -186,7 +186,7 @@ def parallel_bw_dP(
     outputs = [tile, tile, scaled, sums, sums, (vector, jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32))]
     outputs += [scaled, norm] * scale_keys + [norm] * normalise
     g = gates.per_step()
-    P, dP, qbar, of_queries, of_keys, diagonal, *more = kernel_call(
+    P, dP, qbar, per_query, per_key, diagonal, *more = kernel_call(
         _parallel_bw_dP_kernel,
         name="parallel_bw_dP",
         grid=(n * (n + 1) // 2 + n, p.NC, p.BNH),
@@ -203,7 +203,7 @@ def parallel_bw_dP(
     kbar = more.pop(0) if scale_keys else None
     added = [jnp.sum(x.reshape(p.BNH, p.NC, n, p.DHQK), axis=2) for x in more]
     tiles = (p.BNH, n, p.NC, n, T)
-    pairs = TilePairs(of_queries.reshape(tiles), of_keys.reshape(tiles), diagonal.reshape(p.BNH, p.NC, n, T))
+    pairs = TilePairs(per_query.reshape(tiles), per_key.reshape(tiles), diagonal.reshape(p.BNH, p.NC, n, T))
     return GradientTiles(P, dP, qbar, kbar, pairs, added.pop(0) if scale_keys else None, added.pop(0) if normalise else None)
 
 
