@@ -70,9 +70,9 @@ SHAPES = {
     "heads": [Shape(8, 4096 // max(V, 256), 8192, K, V) for K, V in HEADS],
     "tiny": [Shape(1, 2, 128, 32, 64)],
 }
-# Relative norms of the error. bfloat16 has steps of 2**-8, and its gradients are made of products of rounded products; float32 has room
-# for sums of a few thousand terms.
-TOLERANCES = {"bfloat16": (5e-3, 2e-2), "float32": (1e-5, 1e-4)}  # of outputs, of gradients
+# Relative norms of the error. bfloat16 has steps of 2**-8, and its gradients are made of products of rounded products; float16 has steps
+# of an eighth of that; float32 has room for sums of a few thousand terms.
+TOLERANCES = {"bfloat16": (5e-3, 2e-2), "float16": (5e-3 / 8, 2e-2 / 8), "float32": (1e-5, 1e-4)}  # of outputs, of gradients
 BATCH_SECONDS, MAX_CALLS = 0.05, 100  # calls in flight between two synchronisations
 
 Rates = tuple[float | None, float | None]  # FLOP/s, bytes/s

@@ -83,10 +83,11 @@ def attention(B: int, heads: int, S: int, D: int, itemsize: int, direction: str)
 def device_rates(device_kind: str, dtype: str) -> tuple[float | None, float | None]:
     """(FLOP/s, bytes/s) of a device; None where they were not measured.
 
-    A float32 product counts as six bfloat16 products: the fastest way to float32 quality on a known device.
+    float16 products are as fast as bfloat16's. A float32 product counts as six of these: the fastest way to float32 quality on a known
+    device.
     """
     flops, bandwidth = next((rates for part, rates in DEVICE_RATES.items() if part in device_kind), (None, None))
-    return flops and flops / {"bfloat16": 1, "float32": 6}[dtype], bandwidth
+    return flops and flops / {"bfloat16": 1, "float16": 1, "float32": 6}[dtype], bandwidth
 
 
 def floor_seconds(phases: Sequence[Cost], flops_rate: float, bytes_rate: float) -> float:

@@ -518,7 +518,7 @@ def test_after_ctrl_c_what_was_measured_is_there(monkeypatch, tmp_path, capsys):
         (["--stage=bw"], "unknown stage bw, known are chunk_gates"),
         (["--impl=all,xla"], "unknown impl all"),
         (["--direction=fwd,bw"], "unknown direction bw, known are fwd, fwbw"),
-        (["--dtype=float16"], "unknown dtype float16, known are float32, bfloat16"),
+        (["--dtype=float64"], "unknown dtype float64, known are float32, bfloat16"),
         (["--recompute_states_in_bw=no"], "unknown recompute_states_in_bw no"),
         (["--config={"], "--config: Expecting property name"),
         (["--config=/no/such/row.json"], "--config: [Errno 2] No such file"),
@@ -620,6 +620,14 @@ def test_a_table_and_a_plot_of_stored_records(tmp_path, capsys):
         "",
         "fla: skipped: no GPU (7b fwbw)",
     ]
+
+
+def test_float16_is_checked_against_an_eighth_of_the_tolerance_of_bfloat16(tmp_path):
+    jsonl = tmp_path / "rows.jsonl"
+    assert run("--impl=xla", "--shape=1x2x32x16x32", "--direction=fwbw", "--dtype=float16", "--repeats=1", f"--jsonl={jsonl}") == 0
+    [record] = [json.loads(line) for line in jsonl.read_text().splitlines()]
+    assert record["status"] == "ok"
+    assert 0 < record["error"] <= kernel_benchmark.TOLERANCES["float16"][1] == kernel_benchmark.TOLERANCES["bfloat16"][1] / 8
 
 
 def test_a_table_of_a_sweep_has_a_line_for_a_shape():
