@@ -612,7 +612,7 @@ def test_a_dry_run_of_real_kernels(run, tmp_path, monkeypatch, capsys):
         (["--shape=1x1x512x65x64"], "shape 1x1x512x65x64 is padded when it runs: tune DHQK, DHHV = 128, 64"),
         (["--shape=1x1x96x64x64"], "shape 1x1x96x64x64: S = 96 is no multiple of the chunk size 64"),
         (["--stage=bw"], "unknown stage bw, known are chunk_gates"),
-        (["--dtype=float16"], "unknown dtype float16"),
+        (["--dtype=float64"], "unknown dtype float64"),
         (["--chunk_size=100"], "chunk_size is 100"),
         (["--chunk_size=x"], "invalid literal for int() with base 10: 'x'"),
         ([f"--log={__file__}"], "line 1 is no result of this program"),
