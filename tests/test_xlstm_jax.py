@@ -511,7 +511,7 @@ def test_other_errors():
         stablef._mlstm_chunkwise_bw(*x.values(), matDeltaH=dh, chunk_size=L)
     with pytest.raises(ValueError, match="all three or not at all: got matC_initial without vecN_initial, scaM_initial"):
         v3._mlstm_chunkwise_fw(*list(x.values())[:6], CHUNK_SIZE=L)
-    with pytest.raises(TypeError, match="have dtype int32, expected one of float32, bfloat16, float16"):
+    with pytest.raises(TypeError, match="matQ has dtype int32, expected one of float16, bfloat16, float32, float64"):
         v3._mlstm_chunkwise_fw(*(y.astype("int32") for y in x.values()), CHUNK_SIZE=L)
     with pytest.raises(ValueError, match="backend is 'cuda'"), use_backend("cuda"):
         pass
