@@ -3,7 +3,7 @@
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -44,3 +44,11 @@ def collect(measured: Iterator[Any], line: Callable[[Any], str] | None, jsonl: T
         print("interrupted", file=sys.stderr)
         return records, 130
     return records, int(any(record.status in ("wrong", "failed") for record in records))
+
+
+def plot_measured(plot: Callable[[Sequence[Any], str], None], records: Sequence[Any], path: str | None) -> None:
+    """Writes the plot, where one is asked for and anything was measured."""
+    if path and any(record.ms for record in records):
+        plot(records, path)
+    elif path:
+        print(f"nothing was measured: {path} is not written")

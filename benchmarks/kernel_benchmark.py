@@ -564,10 +564,7 @@ def run(options: flags.FlagValues) -> int:
     print(f"\n{table(records)}")
     if options.markdown and records:
         print(f"\n{markdown(records)}")
-    if options.plot and any(record.ms for record in records):
-        plot(records, options.plot)
-    elif options.plot:
-        print(f"nothing was measured: {options.plot} is not written")
+    command.plot_measured(plot, records, options.plot)
     return code
 
 

@@ -539,10 +539,7 @@ def run(options: flags.FlagValues) -> int:
     print(f"\n{aligned([COLUMNS, *map(cells, records)], '<<<<' + '>' * len(NUMBERS) + '<')}\n")
     for title, here in panels(records).items():
         print(remainder(title, here))
-    if options.plot and any(record.ms for record in records):
-        plot(records, options.plot)
-    elif options.plot:
-        print(f"nothing was measured: {options.plot} is not written")
+    command.plot_measured(plot, records, options.plot)
     return code
 
 

@@ -290,10 +290,7 @@ def run(options: flags.FlagValues) -> int:
         measured = measured_records(options, shapes, counts)
         records, code = command.collect(measured, lambda record: " ".join(filter(None, cells(record))), jsonl)
     print(f"\n{table(records)}")
-    if options.plot and any(record.ms for record in records):
-        plot(records, options.plot)
-    elif options.plot:
-        print(f"nothing was measured: {options.plot} is not written")
+    command.plot_measured(plot, records, options.plot)
     return code
 
 

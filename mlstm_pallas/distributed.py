@@ -33,7 +33,7 @@ from mlstm_pallas.backward import normaliser_gradients
 from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, Residuals, States
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.entry import Options, run
-from mlstm_pallas.fwbw import backward, forward, operation, residuals_of, swap_heads_of_residuals
+from mlstm_pallas.fwbw import backward, forward, in_reverse_mode, operation, residuals_of, swap_heads_of_residuals
 from mlstm_pallas.gate_gradients import carried_steps, inner
 from mlstm_pallas.gates import log_forget_gate, segment_starts, split_for_exact_sums
 from mlstm_pallas.normaliser import query_scale
@@ -252,7 +252,8 @@ _sequence.defvjp(_sequence_fwd, _sequence_bwd)
 
 def _whole(axis_name: str, spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, States]:
     """h of the shard and the last states of the whole sequence, on every device."""
-    h, states = _sequence(axis_name, dataclasses.replace(spec, has_initial_state=True, return_last_states=True), inputs)
+    spec = dataclasses.replace(spec, has_initial_state=True, return_last_states=True)
+    h, states = _sequence(axis_name, spec, in_reverse_mode(inputs))
     last = lax.axis_index(axis_name) == lax.axis_size(axis_name) - 1
     return h, jax.tree.map(lambda x: lax.psum(jnp.where(last, x, 0.0), axis_name), states)
 

@@ -18,10 +18,6 @@ from mlstm_pallas.sharding import aligned
 from mlstm_pallas.shared_memory import check_fits
 
 _log = logging.getLogger("mlstm_pallas")
-NO_SUCH_DERIVATIVE = (
-    "mlstm_chunkwise has first derivatives in reverse mode only; for second derivatives and forward mode use "
-    "mlstm_pallas.reference.chunkwise or mlstm_pallas.reference.recurrence"
-)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,27 +79,26 @@ def run(
         m_initial.astype(acc),
         _pad(starts_of(ids[0]).astype(jnp.int32), steps) if ids else None,
     )
-    try:
-        h, last = forward(spec, inputs)
-    except TypeError as error:
-        if "forward-mode" in str(error):  # what jax says of every custom_vjp
-            raise TypeError(NO_SUCH_DERIVATIVE) from error
-        raise
+    h, last = forward(spec, inputs)
     h = (h[:, :S] if layout is Layout.BTNH else h[:, :, :S])[..., :DHV].astype(q.dtype)
     if last is None or not spec.return_last_states:
         return h
     return h, (last.c[:, :, :DHQK, :DHV], last.n[:, :, :DHQK], last.m)
 
 
+def checked(options: Options) -> Options:
+    """With flags, scalars and the chunk size as Python's own."""
+    flags = ("return_last_states", "stabilize_correctly", "recompute_states_in_bw")
+    found: dict[str, Any] = {name: validation.check_flag(name, getattr(options, name)) for name in flags}
+    found |= {name: validation.check_scalar(name, getattr(options, name)) for name in ("eps", "norm_val")}
+    return dataclasses.replace(options, chunk_size=check_chunk_size(options.chunk_size), **found)
+
+
 def spec_for(
     options: Options, gate: InputGate, normalize: bool, q_dtype: Any, sizes: Mapping[str, int], layout: Layout, *, has_initial_state: bool
 ) -> CallSpec:
     """The rest of the checks, and everything that is chosen for a call."""
-    return_last_states = validation.check_flag("return_last_states", options.return_last_states)
-    stabilize_correctly = validation.check_flag("stabilize_correctly", options.stabilize_correctly)
-    recompute_states_in_bw = validation.check_flag("recompute_states_in_bw", options.recompute_states_in_bw)
-    validation.check_scalars(options.eps, options.norm_val)
-    chunk_size = check_chunk_size(options.chunk_size)
+    options = checked(options)
     validation.check_backend(options.backend)
     backend = requested_backend(options.backend)
     validation.check_instance("config", options.config, KernelConfig)
@@ -113,19 +108,19 @@ def spec_for(
     if B * NH == 0:
         backend = "xla"  # a kernel has no empty grid
     device_kind = target_device_kind()
-    config = config_for(DHQK, DHV, S, dtype, device_kind=device_kind, chunk_size=chunk_size, explicit=options.config)
+    config = config_for(DHQK, DHV, S, dtype, device_kind=device_kind, chunk_size=options.chunk_size, explicit=options.config)
     # Where m is 0 the floor does not depend on it.
-    normaliser = Normaliser(float(options.eps), float(options.norm_val), stabilize_correctly and gate is InputGate.EXP)
+    normaliser = Normaliser(options.eps, options.norm_val, options.stabilize_correctly and gate is InputGate.EXP)
     spec = CallSpec(
         make_problem((B, NH, S, DHQK), DHV, config.L, pad_heads=backend != "xla"),
         config,
         dtype,
         normaliser if normalize else None,
-        recompute_states_in_bw,
+        options.recompute_states_in_bw,
         backend,
         gate,
         has_initial_state,
-        return_last_states,
+        options.return_last_states,
         layout,
     )
     check_spec_fits(spec, device_kind)

@@ -6,16 +6,23 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
 from mlstm_pallas import backward as backward_schedule
 from mlstm_pallas import forward as forward_schedule
 from mlstm_pallas.backend import on_backend
 from mlstm_pallas.call_spec import CallSpec, Cotangents, Forward, Inputs, Residuals, States
-from mlstm_pallas.entry import NO_SUCH_DERIVATIVE, Options, run
+from mlstm_pallas.entry import Options, checked, run
 from mlstm_pallas.gates import segment_starts
 from mlstm_pallas.sharding import over_shards
 from mlstm_pallas.splits import SplitProducts
 from mlstm_pallas.validation import as_dtype
+
+NO_SUCH_DERIVATIVE = (
+    "mlstm_chunkwise has first derivatives in reverse mode only; for second derivatives and forward mode use "
+    "mlstm_pallas.reference.chunkwise or mlstm_pallas.reference.recurrence"
+)
 
 
 def _forward(spec: CallSpec, inputs: Inputs, products: SplitProducts | None) -> Forward:
@@ -26,15 +33,41 @@ def _backward(spec: CallSpec, residuals: Residuals, cotangents: Cotangents) -> I
     return on_backend(spec.backend, functools.partial(backward_schedule.backward, spec), residuals, cotangents)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-def operation(function: Callable[..., Any], spec: CallSpec, *args: Any) -> Any:
-    """function(spec, *args) on shards of batch and heads; it has no derivatives of its own."""
-    return over_shards(function, spec, *args)
-
-
-@operation.defjvp
-def _no_jvp(function, spec, primals, tangents):
+def _refuse(*_, **__):
     raise TypeError(NO_SUCH_DERIVATIVE)
+
+
+# What marks a tangent until reverse mode transposes the mark away. Forward mode evaluates or batches it, as it would the tangent of the
+# custom_vjp right after it, of which jax has a message without a name.
+_tangent = Primitive("reverse_mode_tangent")
+_tangent.def_abstract_eval(lambda x: x)
+_tangent.def_impl(_refuse)
+mlir.register_lowering(_tangent, _refuse)
+batching.primitive_batchers[_tangent] = ad.primitive_jvps[_tangent] = _refuse
+ad.primitive_transposes[_tangent] = lambda cotangent, _: [cotangent]
+
+
+def _identity(name: str, jvp: Callable[..., Any]) -> Callable[..., Any]:
+    """The identity of a pytree with a derivative of its own, and without a trace in compiled programs."""
+    identity = Primitive(name)  # jax drops the rule of a custom_jvp in the first of two reverse passes through a scan
+    identity.multiple_results = True  # all at once, so that no array is a copy where another one is differentiated
+    identity.def_abstract_eval(lambda *xs: xs)
+    identity.def_impl(lambda *xs: xs)
+    batching.primitive_batchers[identity] = lambda xs, axes: (identity.bind(*xs), axes)
+    mlir.register_lowering(identity, lambda _, *xs: xs)
+    ad.primitive_jvps[identity] = jvp
+    return lambda tree: jax.tree.unflatten(jax.tree.structure(tree), identity.bind(*jax.tree.leaves(tree)))
+
+
+in_reverse_mode = _identity(
+    "in_reverse_mode", lambda primals, tangents: (primals, [x if type(x) is ad.Zero else _tangent.bind(x) for x in tangents])
+)
+_not_differentiated = _identity("not_differentiated", _refuse)
+
+
+def operation(function: Callable[..., Any], spec: Any, *args: Any) -> Any:
+    """function(spec, *args) on shards of batch and heads; it has no derivatives of its own."""
+    return over_shards(function, spec, *_not_differentiated(args))
 
 
 def forward(spec: CallSpec, inputs: Inputs, products: SplitProducts | None = None) -> Forward:
@@ -85,7 +118,7 @@ _mlstm.defvjp(_mlstm_fwd, _mlstm_bwd)
 @functools.partial(jax.jit, static_argnums=0)
 def mlstm_forward(spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, States | None]:
     """h and the last states of the padded problem."""
-    return _mlstm(spec, inputs)
+    return _mlstm(spec, in_reverse_mode(inputs))
 
 
 def _mlstm_chunkwise_fwbw_generator(
@@ -114,12 +147,12 @@ def _mlstm_chunkwise_fwbw_generator(
         return_last_states,
         eps,
         chunk_size,
-        None if autocast_kernel_dtype is None else as_dtype(autocast_kernel_dtype),
+        None if autocast_kernel_dtype is None else as_dtype("autocast_kernel_dtype", autocast_kernel_dtype),
         stabilize_correctly,
         norm_val,
         recompute_states_in_bw=recompute_states_in_bw,
     )
-    return _forward_function(options)
+    return _forward_function(checked(options))  # the cache takes 1 for True
 
 
 @functools.cache

@@ -114,7 +114,7 @@ def _run(
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
     stabilize_correctly = validation.check_flag("stabilize_correctly", stabilize_correctly)
     gate, normalize = validation.check_input_gate(input_gate, normalize)
-    validation.check_scalars(eps, norm_val)
+    eps, norm_val = validation.check_scalar("eps", eps), validation.check_scalar("norm_val", norm_val)
     validation.check_backend(backend)
     backend = requested_backend(backend)
     validation.check_instance("config", config, KernelConfig)
@@ -130,7 +130,7 @@ def _run(
     if B * NH == 0:
         backend = "xla"  # a kernel has no empty grid
     *token, c, n, m = aligned(*x, c, n, m)
-    normaliser = Normaliser(float(eps), float(norm_val), stabilize_correctly) if normalize else None
+    normaliser = Normaliser(eps, norm_val, stabilize_correctly) if normalize else None
     problem = Problem(B, NH, 1, DHQK, DHV, 1, DHQK**-0.5)
     spec = StepSpec(problem, filled.stage("recurrent_step"), normaliser, backend)
     h, states = (sequence if steps else step)(spec, Token(*token), States(c, n, None if gate is InputGate.SIGMOID else m))

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from mlstm_pallas.problem import InputGate, Layout
+from mlstm_pallas.problem import InputGate, Layout, as_integer, is_power_of_two
 
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 INPUT_DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -153,16 +153,25 @@ def check_input_gate(input_gate: Any, normalize: Any) -> tuple[InputGate, bool]:
     return InputGate(input_gate), normalize
 
 
-def check_scalars(eps: float, norm_val: float) -> None:
-    for name, x in (("eps", eps), ("norm_val", norm_val)):
-        if isinstance(x, jax.core.Tracer):
-            raise TypeError(f"{name} is traced, expected a Python float: mark it static in jit")
-        if not isinstance(x, numbers.Real) or isinstance(x, bool):
-            raise TypeError(f"{name} is a {type(x).__name__}, expected a float")
-        if not math.isfinite(x) or x < 0:
-            raise ValueError(f"{name} is {x}, expected a finite number >= 0")
-        if x > float(np.finfo(np.float32).max):
-            raise ValueError(f"{name} is {x}, expected a number in the range of float32")
+def check_scalar(name: str, x: Any, *, signed: bool = False) -> float:
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError(f"{name} is traced, expected a Python float: mark it static in jit")
+    if not isinstance(x, numbers.Real) or isinstance(x, bool):
+        raise TypeError(f"{name} is a {type(x).__name__}, expected a float")
+    if not math.isfinite(x) or (float(x) < 0 and not signed):
+        raise ValueError(f"{name} is {x}, expected a finite number{'' if signed else ' >= 0'}")
+    if abs(float(x)) > float(np.finfo(np.float32).max):
+        raise ValueError(f"{name} is {x}, expected a number in the range of float32")
+    return float(x)
+
+
+def check_integer(name: str, x: Any, least: int, *, power_of_two: bool = False) -> int:
+    size, expected = as_integer(x), f"expected {'a power of two' if power_of_two else 'an integer'} >= {least}"
+    if isinstance(x, jax.core.Tracer):
+        raise TypeError(f"{name} is traced, {expected}: mark it static in jit")
+    if not isinstance(size, int) or isinstance(size, bool) or size < least or (power_of_two and not is_power_of_two(size)):
+        raise ValueError(f"{name} is {x!r}, {expected}")
+    return size
 
 
 def check_flag(name: str, x: Any) -> bool:
@@ -183,16 +192,27 @@ def check_instance(name: str, x: Any, kind: type) -> None:
         raise TypeError(f"{name} is a {type(x).__name__}, expected a {kind.__name__} or None")
 
 
-def as_dtype(autocast_kernel_dtype: Any) -> jnp.dtype:
+def as_dtype(name: str, x: Any, expected: str = f"None or one of {', '.join(KERNEL_DTYPES)}") -> jnp.dtype:
     try:
-        return jnp.dtype(autocast_kernel_dtype)
-    except TypeError:
-        raise TypeError(f"autocast_kernel_dtype is {autocast_kernel_dtype!r}, expected None or one of {', '.join(KERNEL_DTYPES)}") from None
+        if x is None or isinstance(x, jax.Array | np.ndarray):  # of which NumPy makes float64, and the dtype of the array
+            raise TypeError
+        return jnp.dtype(x)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} is {x!r}, expected {expected}") from None
+
+
+def check_output_dtype(name: str, x: Any) -> jnp.dtype:
+    dtype = as_dtype(name, x, f"one of {', '.join(INPUT_DTYPES)}")
+    if dtype.name not in INPUT_DTYPES:
+        raise TypeError(f"{name} is {dtype.name}, expected one of {', '.join(INPUT_DTYPES)}")
+    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
+        raise TypeError(f"{name} is {dtype.name}, which needs jax_enable_x64, expected one of {', '.join(INPUT_DTYPES[:-1])}")
+    return dtype
 
 
 def kernel_dtype(autocast_kernel_dtype: Any, q_dtype: Any, backend: str | None) -> jnp.dtype:
     """The dtype of q, k, v in the matrix products."""
-    dtype = jnp.dtype(q_dtype) if autocast_kernel_dtype is None else as_dtype(autocast_kernel_dtype)
+    dtype = jnp.dtype(q_dtype) if autocast_kernel_dtype is None else as_dtype("autocast_kernel_dtype", autocast_kernel_dtype)
     given = f"autocast_kernel_dtype is {dtype.name}" if autocast_kernel_dtype is not None else f"q has dtype {dtype.name}"
     if dtype.name == "float64" and backend == "xla":
         if jax.dtypes.canonicalize_dtype(dtype) != dtype:

@@ -1,29 +1,31 @@
-"""Every bad call says, in one whole sentence, which argument it is, what came and what was expected."""
+"""Every bad call says, in one whole sentence, which argument it is, what came and what was expected. What a plain import opens."""
 
 import functools
+import inspect
+import re
+import subprocess
+import sys
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
 
-from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, use_backend
+import mlstm_pallas
+from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, mlstm_recurrent_step, reference, use_backend
+from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 from mlstm_pallas.stages import STAGES
 from mlstm_pallas.xlstm_jax import max_triton_fwbw_v3noslice as v3noslice
 from mlstm_pallas.xlstm_jax import max_triton_fwbw_v5xlchunksize as v5xlchunksize
 from mlstm_pallas.xlstm_jax import triton_stablef
 
-SHAPES = dict(
-    q=(2, 3, 40, 16),
-    k=(2, 3, 40, 16),
-    v=(2, 3, 40, 24),
-    i=(2, 3, 40),
-    f=(2, 3, 40),
-    c_initial=(2, 3, 16, 24),
-    n_initial=(2, 3, 16),
-    m_initial=(2, 3),
-)
+B, NH, S, DHQK, DHV = 2, 3, 40, 16, 24
+TRAILING = dict(q=(DHQK,), k=(DHQK,), v=(DHV,), i=(), f=())
+STATES = dict(c_initial=(B, NH, DHQK, DHV), n_initial=(B, NH, DHQK), m_initial=(B, NH))
+SHAPES = {name: (B, NH, S, *shape) for name, shape in TRAILING.items()} | STATES
 Q = "as q has shape (2, 3, 40, 16)"
 INPUT_DTYPES = "float16, bfloat16, float32, float64"
 
@@ -34,6 +36,7 @@ def array(*shape, dtype="float32"):
 
 ARRAYS = {name: array(*shape) for name, shape in SHAPES.items()}
 PLAIN = {name: ARRAYS[name] for name in "qkvif"}
+BTNH = {name: array(B, S, NH, *shape) for name, shape in TRAILING.items()} | {"layout": "BTNH"}
 
 
 def shapes_of(function, arguments):
@@ -56,6 +59,35 @@ def traced(name, value):
 def enters(backend):
     with use_backend(backend):
         pass
+
+
+def arrays(layout="BNTH", dtype="float32", states=False, **changed):
+    lead = (B, NH, S) if layout == "BNTH" else (B, S, NH)
+    made = {name: jnp.zeros((*lead, *shape), dtype if name in "qkv" else "float32") for name, shape in TRAILING.items()}
+    return made | ({name: jnp.zeros(shape) for name, shape in STATES.items()} if states else {}) | changed
+
+
+class Param:
+    """What a parameter of a module looks like: an array behind an attribute."""
+
+    def __init__(self, value):
+        self.value = value
+
+
+class Foreign:
+    """An array of another library."""
+
+    shape, dtype = (B, NH, S, DHQK), "float32"
+
+
+SWAPPED = (
+    "{name} has shape {came}, expected ({axes}) = {expected}, as q has shape {q}: axes 1 and 2 are swapped; "
+    'layout="{other}" has them so for all of q, k, v, i, f'
+)
+OF_BTNH = dict(came=(B, NH, S), axes="B, S, NH", expected=(B, S, NH), q=(B, S, NH, DHQK), other="BNTH")
+OF_BNTH = dict(came=(B, S, NH), axes="B, NH, S", expected=(B, NH, S), q=(B, NH, S, DHQK), other="BTNH")
+ONE_BY_ONE = "c_initial is a {}, expected an array: pass the states one by one"
+ONLY_ON_XLA = '; float64 runs on backend="xla" only: cast q, k and v to float32, or set autocast_kernel_dtype'
 
 
 # Changed arguments of mlstm_chunkwise: (error, whole message).
@@ -163,6 +195,58 @@ CHUNKWISE = {
     "config_dict": ({"config": {"chunk_size": 64}}, TypeError, "config is a dict, expected a KernelConfig or None"),
     "config_class": ({"config": KernelConfig}, TypeError, "config is a type, expected a KernelConfig or None"),
     "config_of_a_stage": ({"config": StageConfig()}, TypeError, "config is a StageConfig, expected a KernelConfig or None"),
+    # layouts
+    "layout_unknown": ({"layout": "BSNH"}, ValueError, "layout is 'BSNH', expected one of BNTH, BTNH"),
+    "layout_lower_case": ({"layout": "btnh"}, ValueError, "layout is 'btnh', expected one of BNTH, BTNH"),
+    "layout_none": ({"layout": None}, ValueError, "layout is None, expected one of BNTH, BTNH"),
+    "layout_list": ({"layout": ["BNTH"]}, ValueError, "layout is ['BNTH'], expected one of BNTH, BTNH"),
+    "i_of_BNTH": (BTNH | {"i": array(B, NH, S)}, ValueError, SWAPPED.format(name="i", **OF_BTNH)),
+    "f_of_BNTH": (BTNH | {"f": array(B, NH, S)}, ValueError, SWAPPED.format(name="f", **OF_BTNH)),
+    "i_of_BTNH": ({"i": array(B, S, NH)}, ValueError, SWAPPED.format(name="i", **OF_BNTH)),
+    "both_gates_of_BTNH": ({"i": array(B, S, NH), "f": array(B, S, NH)}, ValueError, SWAPPED.format(name="i", **OF_BNTH)),
+    "k_of_BNTH": (
+        BTNH | {"k": array(B, NH, S, DHQK)},
+        ValueError,
+        "k has shape (2, 3, 40, 16), expected (B, S, NH, DHQK) = (2, 40, 3, 16), as q has shape (2, 40, 3, 16)",
+    ),
+    "states_of_another_number_of_heads": (
+        BTNH | {"m_initial": array(B, S)},
+        ValueError,
+        "m_initial has shape (2, 40), expected (B, NH) = (2, 3), as q has shape (2, 40, 3, 16)",
+    ),
+    "segment_ids_of_the_heads": (
+        BTNH | {"segment_ids": array(B, NH, dtype="int32")},
+        ValueError,
+        "segment_ids has shape (2, 3), expected (B, S) = (2, 40), as q has shape (2, 40, 3, 16)",
+    ),
+    # what is no array, and scalars beyond float32
+    "states_in_a_tuple": ({"c_initial": tuple(map(np.zeros, STATES.values()))}, TypeError, ONE_BY_ONE.format("tuple")),
+    "states_in_a_tuple_alone": (
+        {"c_initial": tuple(map(np.zeros, STATES.values())), "n_initial": None, "m_initial": None},
+        TypeError,
+        ONE_BY_ONE.format("tuple"),
+    ),
+    "states_in_a_list": ({"c_initial": list(map(np.zeros, STATES.values()))}, TypeError, ONE_BY_ONE.format("list")),
+    "parameter": ({"k": Param(np.zeros(SHAPES["k"]))}, TypeError, "k is a Param, expected an array: pass its value"),
+    "foreign_array": ({"q": Foreign()}, TypeError, "q is a Foreign, expected an array"),
+    "list": ({"v": [[1.0]]}, TypeError, "v is a list, expected an array"),
+    "input_gate_an_array": (
+        {"input_gate": jnp.zeros(SHAPES["i"])},
+        TypeError,
+        "input_gate is a ArrayImpl, expected one of exp, sigmoid",
+    ),
+    "autocast_an_array": (
+        {"autocast_kernel_dtype": np.zeros(1)},
+        TypeError,
+        "autocast_kernel_dtype is array([0.]), expected None or one of float32, bfloat16, float16",
+    ),
+    "eps_beyond_float32": ({"eps": 1e39}, ValueError, "eps is 1e+39, expected a number in the range of float32"),
+    "norm_val_beyond_float32": ({"norm_val": 1e39}, ValueError, "norm_val is 1e+39, expected a number in the range of float32"),
+    "dtypes_that_differ": (
+        {"v": array(B, NH, S, DHV, dtype="bfloat16")},
+        TypeError,
+        "v has dtype bfloat16, expected float32, the dtype of q",
+    ),
 }
 
 LARGE = StageConfig(siz_b_LQ=128, siz_b_LKV=128, siz_b_DHQK=64, siz_b_DHHV=256, num_warps=8, num_stages=3)
@@ -187,6 +271,16 @@ OTHERS = {
         lambda: traced("stabilize_correctly", True),
         TypeError,
         "stabilize_correctly is traced, expected a Python bool: mark it static in jit",
+    ),
+    "shape": (
+        lambda: mlstm_chunkwise(**arrays(v=array(B, NH, S, DHV))),
+        TypeError,
+        "v is a ShapeDtypeStruct, expected an array",
+    ),
+    "arrays_of_float64_without_x64": (
+        lambda: mlstm_chunkwise(**{name: np.zeros(SHAPES[name]) for name in PLAIN}),
+        TypeError,
+        "q has dtype float64, expected one of float32, bfloat16, float16" + ONLY_ON_XLA,
     ),
     "keys_of_random_numbers": (
         lambda: shapes_of(mlstm_chunkwise, PLAIN | {"q": array(2, 3, 40, 16, dtype=jax.eval_shape(jax.random.key, 0).dtype)}),
@@ -285,6 +379,119 @@ def test_other_bad_calls(case):
     assert str(caught.value) == message
 
 
+# Every parameter of the functions of xlstm_jax: cases of (value, error, message about the parameter {}).
+TRACED = object()
+NUMBER = {
+    "negative": (-1.0, ValueError, "{} is -1.0, expected a finite number >= 0"),
+    "nan": (float("nan"), ValueError, "{} is nan, expected a finite number >= 0"),
+    "beyond_float32": (1e39, ValueError, "{} is 1e+39, expected a number in the range of float32"),
+    "list": ([1.0], TypeError, "{} is a list, expected a float"),
+    "traced": (TRACED, TypeError, "{} is traced, expected a Python float: mark it static in jit"),
+}
+FLAG = {
+    "integer": (1, TypeError, "{} is a int, expected a Python bool"),
+    "none": (None, TypeError, "{} is a NoneType, expected a Python bool"),
+    "traced": (TRACED, TypeError, "{} is traced, expected a Python bool: mark it static in jit"),
+}
+
+
+def integers(expected):
+    return {
+        "list": ([64], ValueError, f"{{}} is [64], {expected}"),
+        "float": (64.0, ValueError, f"{{}} is 64.0, {expected}"),
+        "zero": (0, ValueError, f"{{}} is 0, {expected}"),
+        "bool": (True, ValueError, f"{{}} is True, {expected}"),
+        "traced": (TRACED, TypeError, f"{{}} is traced, {expected}: mark it static in jit"),
+    }
+
+
+CHUNK_SIZE_OF_STAGES = integers("expected a power of two >= 16")
+CHUNK_SIZE_OF_ENTRIES = integers("expected None or a power of two >= 16")
+LAUNCH = ("list", "float", "zero")
+SIZE = {name: integers(TILES)[name] for name in LAUNCH}
+AUTOCAST = "expected None or one of float32, bfloat16, float16"
+BAD = {
+    "eps": NUMBER,
+    "norm_val": NUMBER,
+    "qk_scale": {
+        "nan": (float("nan"), ValueError, "{} is nan, expected a finite number"),
+        "inf": (-float("inf"), ValueError, "{} is -inf, expected a finite number"),
+        "string": ("0.1", TypeError, "{} is a str, expected a float"),
+        **{name: NUMBER[name] for name in ("beyond_float32", "list", "traced")},
+    },
+    **dict.fromkeys(
+        ("stabilize_correctly", "return_last_states", "return_all_states", "store_initial_state", "recompute_states_in_bw"), FLAG
+    ),
+    "num_chunks": integers("expected an integer >= 1") | {"float": (2.0, ValueError, "{} is 2.0, expected an integer >= 1")},
+    "output_dtype": {
+        "unknown": ("foo", TypeError, f"{{}} is 'foo', expected one of {INPUT_DTYPES}"),
+        "none": (None, TypeError, f"{{}} is None, expected one of {INPUT_DTYPES}"),
+        "integer": ("int8", TypeError, f"{{}} is int8, expected one of {INPUT_DTYPES}"),
+        "without_x64": ("float64", TypeError, "{} is float64, which needs jax_enable_x64, expected one of float16, bfloat16, float32"),
+    },
+    "autocast_kernel_dtype": {
+        "unknown": ("foo", TypeError, f"{{}} is 'foo', {AUTOCAST}"),
+        "list": ([16], TypeError, f"{{}} is [16], {AUTOCAST}"),
+    },
+    **dict.fromkeys(("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV"), SIZE),
+    "num_warps": {name: integers("expected 1, 2, 4, 8 or 16")[name] for name in LAUNCH},
+    "num_stages": {name: integers("expected an integer from 1 to 8")[name] for name in LAUNCH},
+}
+ARRAY = {
+    "list": ([1.0], TypeError, "{} is a list, expected an array"),
+    "integer": (array(1, dtype="int32"), TypeError, f"{{}} has dtype int32, expected one of {INPUT_DTYPES}"),
+}
+GENERATORS = ("_mlstm_chunkwise_fwbw_generator", "_get_chunkwise_fwbw_kernel")
+ENTRY = "mlstm_chunkwise_triton_stablef"
+# Each function once: the systems share the generators and the entry.
+FUNCTIONS = {getattr(system, name): (system, name) for system in (v3noslice, v5xlchunksize, triton_stablef) for name in system.__all__}
+
+
+def parameters_of(system, name):
+    """{parameter: (its array, cases)}. Arrays of a stage have no shape that fits: shapes are checked last."""
+    function = getattr(system, GENERATORS[0] if name in GENERATORS else name)
+    found = {}
+    for parameter in inspect.signature(function).parameters:
+        key = parameter if parameter.startswith("siz_b") else parameter.lower()
+        if key == "chunk_size":
+            found[parameter] = None, CHUNK_SIZE_OF_ENTRIES if name in (*GENERATORS, ENTRY) else CHUNK_SIZE_OF_STAGES
+        elif key in BAD:
+            found[parameter] = None, BAD[key]
+        else:
+            found[parameter] = ARRAYS.get(parameter, array(1)), ARRAY
+    return found
+
+
+ADAPTERS = [
+    pytest.param(system, name, parameter, case, id=f"{system.__name__.split('.')[-1]}-{name}-{parameter}-{case}")
+    for system, name in FUNCTIONS.values()
+    for parameter, (_, cases) in parameters_of(system, name).items()
+    for case in cases
+]
+
+
+@pytest.mark.parametrize(("system", "name", "parameter", "case"), ADAPTERS)
+def test_bad_arguments_of_the_functions_of_xlstm_jax(system, name, parameter, case):
+    parameters = parameters_of(system, name)
+    value, kind, message = parameters[parameter][1][case]
+    good = {other: x for other, (x, _) in parameters.items() if x is not None}
+    if name == "_get_chunkwise_fwbw_kernel":  # which has no default
+        good["autocast_kernel_dtype"] = "float32"
+    with pytest.raises(kind) as caught:
+        shapes_of(getattr(system, name), good | {parameter: array() if value is TRACED else value})
+    assert str(caught.value) == message.format(parameter)
+
+
+def test_a_refused_flag_leaves_the_generator_as_it_was():
+    """1 and True are the same key of a cache."""
+    generate = triton_stablef._mlstm_chunkwise_fwbw_generator
+    with pytest.raises(TypeError, match="return_last_states is a int"):
+        generate("float32", chunk_size=128, return_last_states=1)
+    h, *_ = jax.eval_shape(generate("float32", chunk_size=128, return_last_states=True), *PLAIN.values())
+    assert h.shape == SHAPES["v"]
+    assert generate("float32", chunk_size=np.int64(128)) is generate("float32", chunk_size=128)
+
+
 def test_integers_and_bools_of_numpy_are_taken():
     expected = jax.eval_shape(functools.partial(mlstm_chunkwise, chunk_size=16, return_last_states=True), **PLAIN)
     numpys = functools.partial(mlstm_chunkwise, chunk_size=np.int64(16), return_last_states=np.bool_(True), eps=np.float32(1e-6))
@@ -295,3 +502,172 @@ def test_integers_and_bools_of_numpy_are_taken():
 
 def test_triton_can_be_traced_where_there_is_no_gpu():
     assert jax.eval_shape(functools.partial(mlstm_chunkwise, backend="triton"), **PLAIN).shape == SHAPES["v"]
+
+
+def test_the_plain_function_checks_the_layout_alike():
+    changed, kind, message = CHUNKWISE["f_of_BNTH"]
+    with pytest.raises(kind) as caught:
+        shapes_of(reference.chunkwise, changed)
+    assert str(caught.value) == message
+
+
+def test_sequence_parallelism_checks_the_layout_alike():
+    """The shapes in the message are those of a shard."""
+    mesh = jax.make_mesh((2,), ("s",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
+    run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", layout="BTNH")
+    split = jax.shard_map(run, mesh=mesh, in_specs=(P(None, "s"),) * 3 + (P(None, None, "s"),) * 2, out_specs=P(None, "s"))
+    x = arrays("BTNH") | {name: jnp.zeros((B, NH, S)) for name in "if"}
+    of_a_shard = OF_BTNH | dict(came=(B, NH, S // 2), expected=(B, S // 2, NH), q=(B, S // 2, NH, DHQK))
+    message = re.escape(SWAPPED.format(name="i", **of_a_shard))
+    with pytest.raises(ValueError, match=f"^{message}(\\n|$)"):
+        jax.eval_shape(split, *x.values())
+
+
+def test_square_gates_fit_both_layouts():
+    """Where S = NH nothing tells the layouts apart."""
+    x = {name: jnp.zeros((1, 2, 2, *shape)) for name, shape in TRAILING.items()}
+    shapes = {layout: jax.eval_shape(functools.partial(mlstm_chunkwise, layout=layout), **x).shape for layout in ("BNTH", "BTNH")}
+    assert set(shapes.values()) == {(1, 2, 2, DHV)}
+
+
+def test_eps_may_be_the_largest_float32():
+    largest = float(np.finfo("float32").max)
+    assert jax.eval_shape(functools.partial(mlstm_chunkwise, eps=largest, norm_val=largest), **arrays()).shape == (B, NH, S, DHV)
+
+
+def test_arrays_of_different_dtypes_are_taken_where_the_kernel_dtype_is_given():
+    mixed = arrays(k=jnp.ones((B, NH, S, DHQK), "bfloat16"), v=jnp.ones((B, NH, S, DHV), "float16"))
+    h = jax.eval_shape(functools.partial(mlstm_chunkwise, autocast_kernel_dtype="bfloat16"), **mixed)
+    assert h.dtype == jnp.float32  # that of q
+
+
+@pytest.mark.parametrize("normalize", [True, False], ids=["normalised", "unnormalised"])
+def test_last_states_of_the_sigmoid_gate_are_taken_as_initial_ones(normalize):
+    x = arrays()
+    x["v"] = x["v"] + 1.0
+    run = jax.jit(functools.partial(mlstm_chunkwise, input_gate="sigmoid", normalize=normalize, return_last_states=True))
+    _, (c, n, m) = run(**x)
+    assert not m.any()
+    with_m, without = run(**x, c_initial=c, n_initial=n, m_initial=m), run(**x, c_initial=c, n_initial=n)
+    ignored = run(**x, c_initial=c, n_initial=n, m_initial=m + 3.0)  # m is 0 whatever is given
+    for a, b, d in zip(*map(jax.tree.leaves, (with_m, without, ignored)), strict=True):
+        assert np.array_equal(np.asarray(a), np.asarray(b))
+        assert np.array_equal(np.asarray(a), np.asarray(d))
+
+
+DERIVATIVE = (
+    "mlstm_chunkwise has first derivatives in reverse mode only; for second derivatives and forward mode use "
+    "mlstm_pallas.reference.chunkwise or mlstm_pallas.reference.recurrence"
+)
+ONE_STEP = {name: (1, 1, 16, *(16 for _ in shape)) for name, shape in TRAILING.items()}
+
+
+def of_q(q):
+    return mlstm_chunkwise(q, **{name: jnp.ones(shape) for name, shape in ONE_STEP.items() if name != "q"}, backend="xla")
+
+
+def loss(q):
+    return jnp.sum(of_q(q) ** 2)
+
+
+def layers(q):
+    return jax.lax.scan(lambda x, _: (of_q(x), None), q, None, length=2)[0]
+
+
+def tangent(function):
+    return lambda q: jax.jvp(function, (q,), (q,))[1]
+
+
+def slope(function):
+    return lambda q: jnp.sum(jax.grad(lambda q: jnp.sum(function(q)))(q) ** 2)
+
+
+DERIVATIVES = {
+    "jvp": tangent(of_q),
+    "jit_of_jvp": jax.jit(tangent(of_q)),
+    "jvp_of_jit": tangent(jax.jit(of_q)),
+    "jit_of_jvp_of_jit": jax.jit(tangent(jax.jit(of_q))),
+    "jvp_of_checkpoint": tangent(jax.checkpoint(of_q)),
+    "jit_of_jvp_of_checkpoint": jax.jit(tangent(jax.checkpoint(of_q))),
+    "jvp_of_scan": tangent(layers),
+    "jvp_of_cond": tangent(lambda q: jax.lax.cond(q[0, 0, 0, 0] > 0, of_q, jnp.negative, q)),
+    "jvp_of_vmap": tangent(lambda q: jax.vmap(of_q)(q[None])),
+    "jvp_of_jvp": tangent(tangent(of_q)),
+    "jvp_of_grad": tangent(jax.grad(loss)),
+    "linearize": lambda q: jax.linearize(of_q, q)[1](q),
+    "linearize_of_jit": lambda q: jax.linearize(jax.jit(of_q), q)[1](q),
+    "vmap_of_linearize": lambda q: jax.vmap(jax.linearize(of_q, q)[1])(q[None]),
+    "jacfwd": jax.jacfwd(of_q),
+    "jacfwd_of_jit": jax.jacfwd(jax.jit(of_q)),
+    "jit_of_jacfwd": jax.jit(jax.jacfwd(of_q)),
+    "jacfwd_of_scan": jax.jacfwd(layers),
+    "hessian": jax.hessian(loss),
+    "jacrev_of_jacfwd": jax.jacrev(jax.jacfwd(loss)),
+    "grad_of_jvp": jax.grad(lambda q: jnp.sum(tangent(of_q)(q))),
+    "grad_of_grad": jax.grad(slope(of_q)),
+    "jit_of_grad_of_grad_of_jit": jax.jit(jax.grad(slope(jax.jit(of_q)))),
+    "grad_of_grad_of_checkpoint": jax.grad(slope(jax.checkpoint(of_q))),
+    "grad_of_grad_of_scan": jax.grad(slope(layers)),
+}
+
+
+@pytest.mark.parametrize("transformation", DERIVATIVES)
+def test_a_derivative_that_does_not_exist_is_refused_by_name(transformation):
+    with pytest.raises(TypeError) as caught:
+        DERIVATIVES[transformation](jnp.ones(ONE_STEP["q"]))
+    assert str(caught.value).split("\n")[0] == DERIVATIVE
+
+
+def test_what_refuses_derivatives_is_not_in_programs():
+    """Nor in the jaxpr of a gradient, but for the marks of the two passes."""
+    q = array(*ONE_STEP["q"])
+    for function, expected in ((of_q, {"in_reverse_mode": 1, "not_differentiated": 1}), (jax.grad(loss), {"not_differentiated": 2})):
+        traced = jax.jit(function).trace(q)
+        marks = re.findall(r"= (in_reverse_mode|not_differentiated|reverse_mode_tangent)\b", str(traced.jaxpr))
+        assert Counter(marks) == expected
+        assert not re.search("reverse_mode|not_differentiated", traced.lower().as_text())
+
+
+@pytest.mark.parametrize("layout", ["BNTH", "BTNH"])
+def test_the_plain_function_takes_the_call_as_it_is(layout):
+    """Forward mode, and S no multiple of the chunk."""
+    x = arrays(layout, states=True)
+    options = dict(chunk_size=16, return_last_states=True, layout=layout, backend="interpret", segment_ids=jnp.zeros((B, S), "int32"))
+    expected = jax.eval_shape(functools.partial(mlstm_chunkwise, **options), **x)
+    h, tangent = jax.eval_shape(lambda x: jax.jvp(lambda x: reference.chunkwise(**x, **options), (x,), (x,)), x)
+    assert h == tangent == expected
+
+
+@pytest.mark.parametrize("module", ["distributed", "export", "reference", "xlstm_jax"])
+def test_modules_are_attributes_that_are_imported_when_asked_for(module):
+    program = f"import sys, mlstm_pallas\nbefore = 'mlstm_pallas.{module}' in sys.modules\nprint(before, mlstm_pallas.{module}.__name__)"
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert out == ["False", f"mlstm_pallas.{module}"]
+
+
+def test_an_attribute_that_is_none():
+    with pytest.raises(AttributeError) as caught:
+        mlstm_pallas.no_such_module  # noqa: B018
+    assert str(caught.value) == "module 'mlstm_pallas' has no attribute 'no_such_module'"
+
+
+def test_use_backend_that_is_never_entered_warns():
+    message = r"^use_backend\('interpret'\) did nothing: it is for a with statement$"
+    with pytest.warns(RuntimeWarning, match=message):
+        use_backend("interpret")
+    with use_backend("xla"):  # and one that is entered does not
+        pass
+
+
+def test_messages_of_a_step():
+    token = {name: jnp.zeros((B, NH, *shape)) for name, shape in TRAILING.items()}
+    with pytest.raises(TypeError) as caught:
+        mlstm_recurrent_step(**token | {"k": Param(token["k"])})
+    assert str(caught.value) == "k is a Param, expected an array: pass its value"
+    with pytest.raises(TypeError) as caught:
+        mlstm_recurrent_step(**token, c=(1, jnp.zeros(1)), n=token["q"], m=token["i"])
+    assert str(caught.value) == "c is a tuple, expected an array: pass the states one by one"
+    with pytest.raises(ValueError, match=r"^eps is 1e\+39, expected a number in the range of float32$"):
+        mlstm_recurrent_step(**token, eps=1e39)
+    with pytest.raises(TypeError, match=r"^input_gate is a ArrayImpl, expected one of exp, sigmoid$"):
+        mlstm_recurrent_step(**token, input_gate=jnp.zeros(3))

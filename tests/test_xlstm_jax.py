@@ -494,7 +494,8 @@ def call(**changes):
         ({"vecI": None}, r"vecI is None, expected an array of shape \(B, NH, NC, L\)"),
         ({"matQ": jnp.zeros((B, NH, S))}, r"matQ has shape \(1, 2, 64\), expected \(B, NH, S, DHQK\)"),
         ({"num_chunks": 1}, r"matQ has shape .* expected S = 64 to be 1 chunks of 16 steps"),
-        ({"chunk_size": 24}, "chunk size is 24, expected a power of two"),
+        ({"matC_states": None}, r"matC_states is None, expected an array of shape \(B, NH, NC \* DHQK, DHHV\)"),
+        ({"chunk_size": 24}, "chunk_size is 24, expected a power of two >= 16"),
         ({"chunk_size": 128}, "expected S = 64 to be"),
     ],
 )

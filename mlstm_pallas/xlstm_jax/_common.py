@@ -19,17 +19,27 @@ from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, Residuals, Stat
 from mlstm_pallas.config import config_for
 from mlstm_pallas.entry import check_spec_fits
 from mlstm_pallas.gates import ChunkGates, LocalGates
-from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, NormaliserGradients, query_scale
-from mlstm_pallas.problem import MIN_CHUNK_SIZE, is_power_of_two, make_problem
+from mlstm_pallas.normaliser import Normaliser, NormaliserGradients, query_scale
+from mlstm_pallas.problem import MIN_CHUNK_SIZE, make_problem
 from mlstm_pallas.sharding import over_shards
-from mlstm_pallas.stage import Lowering
+from mlstm_pallas.stage import Lowering, StageConfig
 from mlstm_pallas.stages.chunk_gates import chunk_gates
 from mlstm_pallas.stages.parallel_bw_dP import parallel_bw_dP
 from mlstm_pallas.stages.parallel_bw_dQKV import parallel_bw_dQKV
 from mlstm_pallas.stages.parallel_fw_H import parallel_fw_H
 from mlstm_pallas.stages.recurrent_bw_dC import recurrent_bw_dC
 from mlstm_pallas.stages.recurrent_fw_C import recurrent_fw_C
-from mlstm_pallas.validation import INPUT_DTYPES, KERNEL_DTYPES, check_array, check_shapes, check_states_complete
+from mlstm_pallas.validation import (
+    INPUT_DTYPES,
+    KERNEL_DTYPES,
+    check_array,
+    check_flag,
+    check_integer,
+    check_output_dtype,
+    check_scalar,
+    check_shapes,
+    check_states_complete,
+)
 
 # The contracts: the dimensions of each array argument; states at chunk boundaries come without the last one or with it.
 
@@ -53,28 +63,48 @@ CONTRACTS: dict[str, Shapes] = {
     **dict.fromkeys(("vecN_states", "vecN_all"), N_STATES),
     **dict.fromkeys(("scaM_states", "scaMinter_states", "scaM_inter", "scaM_all"), M_STATES),
 }
-# These, and initial states, may be None in one function or another.
-OPTIONAL = ("matC_states", "matC_all", "vecN_states", "scaMinter_states", "scaM_states", "vecM_out", "matDeltaC_last")
+# These, and initial states, may be None in every function that has them.
+OPTIONAL = ("scaM_states", "vecM_out", "matDeltaC_last")
 TILES = ("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "num_warps", "num_stages")
+FLAGS = ("stabilize_correctly", "return_last_states", "return_all_states", "store_initial_state")
 
 Arguments = Mapping[str, Any]  # of a documented function, by name
 
 
-def check_arguments(arguments: Arguments, chunk_size: int, num_chunks: int | None, contracts: Mapping[str, Shapes]) -> dict[str, int]:
+def check_statics(arguments: Arguments) -> dict[str, Any]:
+    """Checks what is no array; returns it by the names in lower case, without what is None."""
+    StageConfig(**{name: arguments[name] for name in TILES if arguments.get(name) is not None})
+    found: dict[str, Any] = {}
+    for name, x in arguments.items():
+        key = name.lower()
+        if key in ("eps", "norm_val") or (key == "qk_scale" and x is not None):
+            found[key] = check_scalar(name, x, signed=key == "qk_scale")
+        elif key in FLAGS:
+            found[key] = check_flag(name, x)
+        elif key == "output_dtype":
+            found[key] = check_output_dtype(name, x)
+        elif key == "chunk_size":
+            found[key] = check_integer(name, x, MIN_CHUNK_SIZE, power_of_two=True)
+        elif key == "num_chunks":
+            found[key] = check_integer(name, x, 1)
+    return found
+
+
+def check_arguments(
+    arguments: Arguments, chunk_size: int, num_chunks: int | None, contracts: Mapping[str, Shapes], optional: tuple[str, ...]
+) -> dict[str, int]:
     """Checks the arrays; returns the sizes of the dimensions."""
     arrays = {name: x for name, x in arguments.items() if name in contracts}
     check_states_complete({name: x for name, x in arrays.items() if name.endswith("_initial")}, "initial states")
     for name, x in list(arrays.items()):
         if x is not None:
             check_array(name, x, INPUT_DTYPES)
-        elif name in OPTIONAL or name.endswith("_initial"):
+        elif name in (*OPTIONAL, *optional) or name.endswith("_initial"):
             del arrays[name]
         else:
             raise ValueError(f"{name} is None, expected an array of shape ({', '.join(contracts[name][0])})")
     sequences = {name: dims for name, (dims,) in SEQUENCES.items() if name in arrays}
     sizes = check_shapes({name: x for name, x in arrays.items() if name in sequences}, sequences)
-    if not is_power_of_two(chunk_size) or chunk_size < MIN_CHUNK_SIZE:
-        raise ValueError(f"the chunk size is {chunk_size!r}, expected a power of two >= {MIN_CHUNK_SIZE}")
     S, DHQK, NC = sizes["S"], sizes["DHQK"], sizes["S"] // chunk_size
     if S % chunk_size or num_chunks not in (None, NC):
         name, chunks = next(iter(arrays)), "chunks" if num_chunks is None else f"{num_chunks} chunks"
@@ -90,19 +120,25 @@ def check_arguments(arguments: Arguments, chunk_size: int, num_chunks: int | Non
 
 def call_spec(
     arguments: Arguments,
-    chunk_size: int,
-    num_chunks: int | None = None,
-    normaliser: Normaliser = DEFAULT_NORMALISER,
+    *,
+    optional: tuple[str, ...] = (),
+    constant_denominator: bool = False,
     stage: str | None = None,
+    renamed: Mapping[str, str] | None = None,
     **shapes: Shapes,
 ) -> CallSpec:
     """Checks the arguments and chooses everything static about the call.
 
     Args:
+      optional: arrays that may be None, beside OPTIONAL.
+      constant_denominator: the denominator is an argument, to which eps is added.
       stage: whose tiles those among the arguments replace, where they are not None.
+      renamed: for tiles of the stage, the arguments that have them under another name.
       shapes: of arguments, in place of those of CONTRACTS.
     """
-    sizes = check_arguments(arguments, chunk_size, num_chunks, CONTRACTS | shapes)
+    statics = check_statics(arguments)
+    chunk_size = statics["chunk_size"]
+    sizes = check_arguments(arguments, chunk_size, statics.get("num_chunks"), CONTRACTS | shapes, optional)
     backend, device_kind = requested_backend(), target_device_kind()
     B, NH, S, DHQK, DHHV = (sizes[dim] for dim in ("B", "NH", "S", "DHQK", "DHHV"))
     dtype = next(jnp.dtype(x.dtype) for name, x in arguments.items() if name in SEQUENCES)
@@ -112,11 +148,13 @@ def call_spec(
         backend = "xla"  # a kernel has no empty grid
     config = config_for(DHQK, DHHV, S, dtype, device_kind=device_kind, chunk_size=chunk_size).replace(fused_min_heads=0)
     if stage is not None:
-        tiles = config.stage(stage).replace(**{name: arguments[name] for name in TILES if arguments.get(name) is not None})
-        config = config.replace(**{stage: tiles})
+        tiles = {name: arguments.get((renamed or {}).get(name, name)) for name in TILES}
+        config = config.replace(**{stage: config.stage(stage).replace(**{name: x for name, x in tiles.items() if x is not None})})
     problem = make_problem((B, NH, S, DHQK), DHHV, chunk_size, pad_heads=True)
-    if arguments.get("qk_scale") is not None:
-        problem = dataclasses.replace(problem, qk_scale=float(arguments["qk_scale"]))
+    if "qk_scale" in statics:
+        problem = dataclasses.replace(problem, qk_scale=statics["qk_scale"])
+    floor = 0.0 if constant_denominator else statics.get("norm_val", 1.0)
+    normaliser = Normaliser(statics.get("eps", 0.0), floor, statics.get("stabilize_correctly", True))
     spec = CallSpec(problem, config, dtype, normaliser, recompute_states_in_bw=False, backend=backend)
     check_spec_fits(spec, device_kind)
     return spec
@@ -260,12 +298,12 @@ _INPUTS = ("matQ", "matK", "matV", "vecI", "vecF")
 _INITIAL = ("matC_initial", "vecN_initial", "scaM_initial")
 
 
-def forward(arguments: Arguments, chunk_size: int, normaliser: Normaliser, output_dtype: Any = None) -> tuple[Any, ...]:
+def forward(arguments: Arguments) -> tuple[Any, ...]:
     """H, its denominator without eps, every m, the last m, then, as asked for, the last (C, n, m) and those of all boundaries."""
-    spec = call_spec(arguments, chunk_size, None, normaliser, vecI=STEPS, vecF=STEPS)
+    spec = call_spec(arguments, vecI=STEPS, vecF=STEPS)
     inputs = [arguments[name] for name in _INPUTS]
     initial = initial_states(spec, *inputs[1:3], *(arguments[name] for name in _INITIAL))
-    run = on_shards(_forward_on_shard, output_dtype=None if output_dtype is None else jnp.dtype(output_dtype))
+    run = on_shards(_forward_on_shard, output_dtype=jnp.dtype(arguments.get("output_dtype", spec.dtype)))
     H, vecN, vecM, (C, n, m, C_last, n_last) = run(spec, *inputs, *initial)
     last = C_last, n_last, m[..., -1]
     asked = (arguments["return_last_states"], last), (arguments["return_all_states"], (C, n, m))
@@ -278,9 +316,9 @@ def _forward_on_shard(spec: CallSpec, lowering: Lowering, q, k, v, i, f, C, n, m
     return *outputs(spec, lowering, q, k, v, gates, *found[:2], output_dtype=output_dtype), gates.per_step().vecM, found
 
 
-def backward(arguments: Arguments, C: jax.Array | None, chunk_size: int, eps: float = 0.0) -> tuple[jax.Array, ...]:
+def backward(arguments: Arguments, C: jax.Array | None) -> tuple[jax.Array, ...]:
     """The gradients of q, k, v, i, f and of the initial states, where there are any. C: before each chunk, None: recomputed."""
-    spec = call_spec(arguments, chunk_size, None, Normaliser(eps, norm_val=0.0), vecI=STEPS, vecF=STEPS)
+    spec = call_spec(arguments, optional=("matC_states", "matC_all"), constant_denominator=True, vecI=STEPS, vecF=STEPS)
     given = [arguments[name] for name in (*_INPUTS, *_INITIAL)]
     spec = dataclasses.replace(spec, has_initial_state=given[5] is not None, return_last_states=False)
     initial = initial_states(spec, *given[1:3], *given[5:])

@@ -10,10 +10,11 @@ reads the latter takes the former too. vecN_out, the N vector of the document, i
 of H without EPS.
 """
 
+from typing import Any
+
 import jax.numpy as jnp
 
 from mlstm_pallas.fwbw import _get_chunkwise_fwbw_kernel, _mlstm_chunkwise_fwbw_generator
-from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.xlstm_jax import _common
 from mlstm_pallas.xlstm_jax._common import C_STATES, M_STATES, N_STATES, call_spec, gates_of, on_shards
 from mlstm_pallas.xlstm_jax.triton_stablef import mlstm_chunkwise_triton_stablef as mlstm_chunkwise_max_triton
@@ -42,18 +43,19 @@ def _mlstm_chunkwise__recurrent_fw_C(
         (C is rounded to the dtype of matK in any case) and is not written to.
       matC_initial, vecN_initial, scaMinter_initial: (B, NH, DHQK, DHHV), (B, NH, DHQK), (B, NH): all or none (zeros).
     """
-    spec = call_spec(locals(), CHUNK_SIZE, NUM_CHUNKS, matC_states=C_STATES[1:], vecN_states=N_STATES[1:], scaMinter_states=M_STATES[1:])
+    buffers: dict[str, Any] = dict(matC_states=C_STATES[1:], vecN_states=N_STATES[1:], scaMinter_states=M_STATES[1:])
+    spec = call_spec(locals(), optional=tuple(buffers), **buffers)
     C, n, m = _common.initial_states(spec, matK, matV, matC_initial, vecN_initial, scaMinter_initial)
     found = on_shards(_common.states)(spec, matK, matV, gates_of(spec, vecI, m, vecB=vecB), C, n)
-    buffers = matC_states, vecN_states, scaMinter_states
-    return tuple(x if buffer is None else x.astype(buffer.dtype) for x, buffer in zip(found[:3], buffers, strict=True))
+    given = matC_states, vecN_states, scaMinter_states
+    return tuple(x if buffer is None else x.astype(buffer.dtype) for x, buffer in zip(found[:3], given, strict=True))
 
 
 def _mlstm_chunkwise__parallel_fw_H(
     matQ, matK, matV, matC_states, vecN_states, scaMinter_states, vecI, vecB, qk_scale=None, CHUNK_SIZE=64, NUM_CHUNKS=1, EPS=1e-6
 ):
     """H (B, NH, S, DHHV) in the dtype of matQ, and vecN_out, from the states before each chunk."""
-    spec = call_spec(locals(), CHUNK_SIZE, NUM_CHUNKS, Normaliser(EPS))
+    spec = call_spec(locals())
     gates = gates_of(spec, vecI, scaMinter_states, vecB=vecB)
     return on_shards(_common.outputs)(spec, matQ, matK, matV, gates, matC_states, vecN_states)
 
@@ -66,7 +68,7 @@ def _mlstm_chunkwise_fw(
 
     Then, each if asked for, the last states (C, N, M), float32, and those at all chunk boundaries.
     """
-    H, vecN_out, _, scaM_last, *states = _common.forward(locals(), CHUNK_SIZE, Normaliser(EPS))
+    H, vecN_out, _, scaM_last, *states = _common.forward(locals())
     return H, vecN_out, scaM_last, *states
 
 
@@ -74,7 +76,7 @@ def _mlstm_chunkwise__recurrent_bw_dC(
     matQ, vecI, vecB, scaMinter_states, vecN_out, matDeltaH, matDeltaC_last=None, qk_scale=None, CHUNK_SIZE=64, NUM_CHUNKS=1, EPS=1e-6
 ):
     """The gradients of C at the chunk boundaries, in the dtype of matQ. matDeltaC_last: that of the last C, (B, NH, DHQK, DHHV)."""
-    spec = call_spec(locals(), CHUNK_SIZE, NUM_CHUNKS, Normaliser(EPS, norm_val=0.0))
+    spec = call_spec(locals(), constant_denominator=True)
     gates = gates_of(spec, vecI, scaMinter_states, vecB=vecB)
     dC, first = on_shards(_common.state_gradients)(spec, matQ, matDeltaH, gates, vecN_out, matDeltaC_last)
     return jnp.concatenate([first.astype(dC.dtype), dC], axis=2)
@@ -85,7 +87,7 @@ def _mlstm_chunkwise__parallel_bw_dQKV(
     NUM_CHUNKS=1, EPS=1e-6
 ):  # fmt: skip
     """dQ, dK and dV in the dtype of matQ, from C before each chunk and the gradients of C after each: NC blocks, or one boundary more."""
-    spec = call_spec(locals(), CHUNK_SIZE, NUM_CHUNKS, Normaliser(EPS, norm_val=0.0))
+    spec = call_spec(locals(), constant_denominator=True)
     gates = gates_of(spec, vecI, scaMinter_states, vecB=vecB)
     return on_shards(_common.input_gradients)(spec, matQ, matK, matV, matDeltaH, gates, vecN_out, matC_states, matDeltaC_states)
 
@@ -98,4 +100,4 @@ def _mlstm_chunkwise_bw(
 
     vecN_out, which is needed, is that of ``_mlstm_chunkwise_fw``; EPS is added to it.
     """
-    return _common.backward(locals(), matC_states, CHUNK_SIZE, EPS)
+    return _common.backward(locals(), matC_states)

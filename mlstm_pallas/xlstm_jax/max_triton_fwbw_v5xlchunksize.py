@@ -17,7 +17,6 @@ import inspect
 import jax.numpy as jnp
 
 from mlstm_pallas.fwbw import _get_chunkwise_fwbw_kernel, _mlstm_chunkwise_fwbw_generator
-from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.xlstm_jax import _common
 from mlstm_pallas.xlstm_jax._common import STEPS, call_spec, gates_of, on_shards
 from mlstm_pallas.xlstm_jax.triton_stablef import mlstm_chunkwise_triton_stablef as mlstm_chunkwise__xl_chunk
@@ -45,7 +44,7 @@ def mlstm_chunkwise__recurrent_fw_C(
     siz_b_DHQK=None, siz_b_DHHV=None, num_warps=None, num_stages=None
 ):  # fmt: skip
     """C, N and M at the chunk boundaries: C in the dtype of matK, N and M float32."""
-    spec = call_spec(locals(), chunk_size, stage="recurrent_fw_C", vecF=STEPS)
+    spec = call_spec(locals(), stage="recurrent_fw_C", vecF=STEPS)
     C, n, m = _common.initial_states(spec, matK, matV, matC_initial, vecN_initial, scaM_initial)
     return on_shards(_common.states)(spec, matK, matV, gates_of(spec, vecI, m, vecF=vecF), C, n)[:3]
 
@@ -55,7 +54,7 @@ def mlstm_chunkwise__parallel_fw_Hintra(
     siz_b_DHQK=None, siz_b_DHHV=None, num_warps=None, num_stages=None, eps=1e-6, output_dtype=jnp.float32
 ):  # fmt: skip
     """H (B, NH, S, DHHV) in output_dtype, and vecN_out. H is the whole output, with the inter-chunk part, for all that the name says."""
-    spec = call_spec(locals(), chunk_size, None, Normaliser(eps), stage="parallel_fw_H", vecF=STEPS)
+    spec = call_spec(locals(), stage="parallel_fw_H", vecF=STEPS)
     gates = gates_of(spec, vecI, scaM_all, vecF=vecF)
     run = on_shards(_common.outputs, output_dtype=jnp.dtype(output_dtype))
     return run(spec, matQ, matK, matV, gates, matC_all, vecN_all)
@@ -69,7 +68,7 @@ def mlstm_chunkwise_fw(
 
     Then, each if asked for, the last states (C, N, M), float32, and those at all chunk boundaries.
     """
-    H, vecN_out, vecM_out, _, *states = _common.forward(locals(), chunk_size, Normaliser(eps), output_dtype)
+    H, vecN_out, vecM_out, _, *states = _common.forward(locals())
     return H, vecN_out, vecM_out, *states
 
 
@@ -79,8 +78,8 @@ def mlstm_chunkwise__recurrent_bw_dC(
 ):  # fmt: skip
     """The gradients of C at the chunk boundaries, (B, NH, (NC + 1) * DHQK, DHHV), in the dtype of matQ."""
     # The steps of a tile are siz_b_LKV to the stage, which shares its kernel with recurrent_fw_C.
-    arguments = locals() | {"siz_b_LKV": siz_b_LQ}
-    spec = call_spec(arguments, chunk_size, None, Normaliser(eps, norm_val=0.0), stage="recurrent_bw_dC", vecF=STEPS)
+    renamed = {"siz_b_LKV": "siz_b_LQ"}
+    spec = call_spec(locals(), constant_denominator=True, stage="recurrent_bw_dC", renamed=renamed, vecF=STEPS)
     gates = gates_of(spec, vecI, scaM_all, vecF=vecF)
     dC, first = on_shards(_common.state_gradients)(spec, matQ, matDeltaH, gates, vecN_out, matDeltaC_last)
     return jnp.concatenate([first.astype(dC.dtype), dC], axis=2)
@@ -107,8 +106,8 @@ def mlstm_chunkwise__parallel_bw_dV(
 def _gradient(name, arguments):
     """The gradient of one of q, k and v, in output_dtype."""
     # parallel_bw_dQKV calls the rows of its output tiles siz_b_LQ, for keys too.
-    tiles = arguments | {"siz_b_LQ": arguments["siz_b_LQ" if name == "Q" else "siz_b_LKV"]}
-    spec = call_spec(tiles, arguments["chunk_size"], None, Normaliser(arguments["eps"], norm_val=0.0), stage="parallel_bw_dQKV")
+    renamed = {} if name == "Q" else {"siz_b_LQ": "siz_b_LKV"}
+    spec = call_spec(arguments, constant_denominator=True, stage="parallel_bw_dQKV", renamed=renamed)
     gates = gates_of(spec, arguments["vecI"], arguments["scaM_all"], vecB=arguments["vecB"])
     q, k, v, dh, *others = (arguments[x] for x in ("matQ", "matK", "matV", "matDeltaH", "vecN_out", "matC_all", "matDeltaC_states"))
     gradients = on_shards(_common.input_gradients)(spec, q, k, v, dh, gates, *others)
@@ -141,4 +140,4 @@ def mlstm_chunkwise_bw(
 
     vecN_out, which is needed, is that of ``mlstm_chunkwise_fw``, and eps that of the forward pass, which is added to it.
     """
-    return _common.backward(locals(), matC_all, chunk_size, eps)
+    return _common.backward(locals(), matC_all)

@@ -17,7 +17,6 @@ Dimensions as in the documents: H heads, T steps, K and V head dimensions (DHQK,
 import jax.numpy as jnp
 
 from mlstm_pallas.fwbw import _get_chunkwise_fwbw_kernel, _mlstm_chunkwise_fwbw_generator
-from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.xlstm_jax import _common
 from mlstm_pallas.xlstm_jax._common import call_spec, gates_of, on_shards
 
@@ -33,14 +32,12 @@ __all__ = [
     "mlstm_chunkwise_triton_stablef",
 ]
 
-_CONSTANT = Normaliser(eps=0.0, norm_val=0.0)
-
 
 def _mlstm_chunkwise__recurrent_fw_C(
     matK, matV, vecF, vecI, matC_initial=None, vecN_initial=None, scaMinter_initial=None, qk_scale=None, chunk_size=64, num_chunks=1
 ):
     """C, N and M at the chunk boundaries: C in the dtype of matK, N and M float32."""
-    spec = call_spec(locals(), chunk_size, num_chunks)
+    spec = call_spec(locals())
     C, n, m = _common.initial_states(spec, matK, matV, matC_initial, vecN_initial, scaMinter_initial)
     return on_shards(_common.states)(spec, matK, matV, gates_of(spec, vecI, m, log_f=vecF), C, n)[:3]
 
@@ -50,7 +47,7 @@ def _mlstm_chunkwise__parallel_fw_H(
     stabilize_correctly=True, norm_val=1.0
 ):  # fmt: skip
     """H (B, H, T, V) in the dtype of matQ, vecN_out and the m of every step, (B, H, T), from the states before each chunk."""
-    spec = call_spec(locals(), chunk_size, num_chunks, Normaliser(eps, norm_val, stabilize_correctly))
+    spec = call_spec(locals())
     gates = gates_of(spec, vecI, scaM_inter, log_f=vecF)
     H, vecN = on_shards(_common.outputs)(spec, matQ, matK, matV, gates, matC_states, vecN_states)
     return H, vecN + eps, gates.vecM.reshape(vecN.shape)
@@ -64,8 +61,7 @@ def _mlstm_chunkwise_fw(
 
     Then, each if asked for, the last states (C, N, M), float32, and those at all chunk boundaries.
     """
-    normaliser = Normaliser(eps, norm_val, stabilize_correctly)
-    H, vecN, vecM_out, _, *states = _common.forward(locals(), chunk_size, normaliser)
+    H, vecN, vecM_out, _, *states = _common.forward(locals())
     return H, vecN + eps, vecM_out, *states
 
 
@@ -81,7 +77,7 @@ def _mlstm_chunkwise__recurrent_bw_dC(
       matDeltaC_last: the gradient of the last C (B, H, DHQK, DHHV).
       store_initial_state: not read; the gradient of the first C is always returned.
     """
-    spec = call_spec(locals(), chunk_size, num_chunks, _CONSTANT)
+    spec = call_spec(locals(), constant_denominator=True)
     gates = gates_of(spec, vecM, scaM_inter, log_f=vecF)
     return on_shards(_common.state_gradients)(spec, matQ, matDeltaH, gates, vecN_out, matDeltaC_last)
 
@@ -98,7 +94,7 @@ def _mlstm_chunkwise__parallel_bw_dQKV(
       scaM_inter, matC_states: before each chunk, NT blocks, or at all boundaries.
       matDeltaC_states: the gradients of C at all boundaries, or after each chunk, as of ``_mlstm_chunkwise__recurrent_bw_dC``.
     """
-    spec = call_spec(locals(), chunk_size, num_chunks, _CONSTANT)
+    spec = call_spec(locals(), constant_denominator=True)
     gates = gates_of(spec, vecI, scaM_inter, log_f=vecF)
     return on_shards(_common.input_gradients)(spec, matQ, matK, matV, matDeltaH, gates, vecN_out, matC_states, matDeltaC_states)
 
@@ -119,7 +115,7 @@ def _mlstm_chunkwise_bw(
       vecN_out, matDeltaH: (B, H, T), (B, H, T, V); needed, for all that their defaults say.
       matDeltaC_last: the gradient of the last C (B, H, DHQK, DHHV).
     """
-    return _common.backward(locals(), matC_states, chunk_size)
+    return _common.backward(locals(), matC_states)
 
 
 def mlstm_chunkwise_triton_stablef(
