@@ -53,8 +53,8 @@ def mlstm_chunkwise(
         With the sigmoid gate m_initial is None always.
       return_last_states: whether to return the states after the last step as well.
       eps: added to the denominator.
-      chunk_size: L, a power of two >= 16; one beyond S is clamped. None: the tuned one. The kernels' backward pass holds 2 S L elements
-        a head beside the states of the chunks.
+      chunk_size: L, a power of two >= 16; one beyond S is clamped. None: the tuned one; without a GPU 64 to 256, by the heads and S. The
+        backward pass holds 2 S L elements a head beside the states of the chunks.
       autocast_kernel_dtype: dtype of q, k, v in the matrix products, "float32", "bfloat16" or "float16" (sums are float32 always). None:
         that of q. In float16, states and tiles beyond 65504 are inf, and so is what follows from them.
       stabilize_correctly: False takes norm_val instead of norm_val exp(-m_t) as the floor of the denominator.
@@ -70,6 +70,8 @@ def mlstm_chunkwise(
         the kernels read and write these as they are. States and segment_ids have the same shapes with both.
       backend: "triton" (GPU kernels), "interpret" (the same kernels interpreted: slow, for tests; in a shard_map with check_vma=False),
         "xla" (plain jnp).
+        "mosaic_gpu": on a Hopper GPU with jax >= 0.11.2, 16-bit stages that have a Mosaic GPU kernel run it, the others the Triton one.
+        "mosaic_gpu_interpret": the same kernels interpreted on a CPU (slow, for tests; on one device).
         None: triton where the computation is lowered for an NVIDIA GPU, else xla.
       config: tiles and launch parameters in place of the tuned ones.
 

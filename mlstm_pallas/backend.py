@@ -1,4 +1,4 @@
-"""Where a call runs: on the Triton kernels, on the same kernels interpreted, or in plain jnp."""
+"""Where a call runs: on the Triton or the Mosaic GPU kernels, on the same kernels interpreted, or in plain jnp."""
 
 import functools
 import warnings
@@ -11,16 +11,18 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from mlstm_pallas.config import UNKNOWN_DEVICE
+from mlstm_pallas.shared_memory import compute_capability
 from mlstm_pallas.stage import Lowering
-from mlstm_pallas.validation import check_backend
+from mlstm_pallas.validation import MOSAIC_GPU_JAX, check_backend
 
 _default: ContextVar[str | None] = ContextVar("backend", default=None)
 
 
 class use_backend:
-    """Inside, ``backend`` ("triton", "interpret", "xla"; None: by lowering platform) is the backend of calls that name none themselves.
+    """Inside, ``backend`` is the backend of calls that name none themselves.
 
-    It is read when a function is called, that is at trace time under jit: functions traced before stay as they are.
+    It is "triton", "mosaic_gpu" (where a stage has such a kernel, on Hopper), "interpret", "mosaic_gpu_interpret", "xla", or None: by
+    lowering platform. It is read when a function is called, that is at trace time under jit: functions traced before stay as they are.
     """
 
     def __init__(self, backend: str | None):
@@ -41,7 +43,25 @@ class use_backend:
 
 
 def requested_backend(backend: str | None = None) -> str | None:
-    return _default.get() if backend is None else backend
+    """The backend of a call that names this one. Raises ValueError where the Mosaic GPU kernels are asked for and cannot run."""
+    backend = _default.get() if backend is None else backend
+    if backend is not None and Lowering(backend).mosaic_gpu:
+        _check_mosaic_gpu(Lowering(backend))
+    return backend
+
+
+def _check_mosaic_gpu(lowering: Lowering) -> None:
+    if jax.__version_info__ < MOSAIC_GPU_JAX:
+        raise ValueError(
+            f"backend is '{lowering}' and jax is {jax.__version__}, expected jax >= {'.'.join(map(str, MOSAIC_GPU_JAX))} or backend "
+            f"'{lowering.without_mosaic_gpu}'"
+        )
+    kind = target_device_kind()
+    if lowering is Lowering.MOSAIC_GPU and compute_capability(kind) not in (90, None):
+        raise ValueError(
+            f"backend is '{lowering}' and the GPU is a {kind}, expected a Hopper GPU (H100, H200, H800, H20, GH200) or backend "
+            f"'{lowering.without_mosaic_gpu}'"
+        )
 
 
 # The identity, which cannot be lowered for a CPU: Pallas would say no more there than that only interpret mode is supported.
@@ -53,8 +73,8 @@ batching.defvectorized(_for_gpus)
 
 def _refuse(*_):
     raise ValueError(
-        "backend is 'triton', whose kernels are for GPUs, and the computation is lowered for a CPU: expected backend None or 'xla' "
-        "(plain jnp), or 'interpret' (the kernels, interpreted)"
+        "backend is 'triton' or 'mosaic_gpu', whose kernels are for GPUs, and the computation is lowered for a CPU: expected backend None "
+        "or 'xla' (plain jnp), or 'interpret' (the kernels, interpreted)"
     )
 
 
@@ -67,7 +87,7 @@ def on_backend(backend: str | None, run: Callable, *args):
     if backend is None:
         gpu, other = functools.partial(run, Lowering.TRITON), functools.partial(run, Lowering.XLA)
         return lax.platform_dependent(*args, cuda=gpu, default=other)
-    if backend == "triton":
+    if backend in ("triton", "mosaic_gpu"):
         (first, *others), tree = jax.tree.flatten(args)
         args = jax.tree.unflatten(tree, [_for_gpus.bind(first), *others])
     return run(Lowering(backend), *args)

@@ -12,6 +12,7 @@ from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import InputGate, Layout, Problem, next_power_of_two
 from mlstm_pallas.stage import Lowering, StageCall, StageConfig, clamped
 from mlstm_pallas.stages import STAGES
+from mlstm_pallas.stages.recurrent_fw_H import mosaic_gpu_rows
 
 # Shorter splits cost more than idle SMs, and narrower heads (DHQK * DHHV) are as fast with materialised states.
 MIN_SPLIT_STEPS, MIN_SPLIT_STATE = 2048, 2**17
@@ -32,6 +33,7 @@ class CallSpec:
       layout: of q, k, v, h and their gradients.
       fused: whether the forward pass is the fused scan; else it materialises the states. It follows from the rest.
       num_splits: of each sequence in the fused scan. It follows from the rest.
+      mosaic_gpu: (name, tiles) of the stages that run on Mosaic GPU. It follows from the rest.
     """
 
     problem: Problem
@@ -46,15 +48,21 @@ class CallSpec:
     layout: Layout = Layout.BNTH
     fused: bool = dataclasses.field(init=False)
     num_splits: int = dataclasses.field(init=False)
+    mosaic_gpu: tuple[tuple[str, StageConfig], ...] = dataclasses.field(init=False)
 
     def __post_init__(self):
-        splits = _fused_splits(self.problem, self.config)
+        found = ((name, self._mosaic_gpu_tiles(name)) for name in STAGES)
+        object.__setattr__(self, "mosaic_gpu", tuple((name, tiles) for name, tiles in found if tiles is not None))
+        splits = self._fused_splits()
         fused = splits > 0 and (self.recompute_states_in_bw or self._can_store_states(splits))
         object.__setattr__(self, "fused", fused)
         object.__setattr__(self, "num_splits", splits if fused else 1)
 
     def __str__(self) -> str:
         p, row = self.problem, self.config.as_row()
+        for name, tiles in self.mosaic_gpu:
+            facts = STAGES[name].mosaic_gpu
+            row[name] = {"mosaic_gpu": {field: getattr(tiles, field) for field in facts.search} if facts else {}}
         fused = f"fused scan in chunks of {self.fused_problem.L} and {self.num_splits} splits"
         stages = ", ".join(f"{name} {row[name]}" for name in self.stages)
         return (
@@ -78,7 +86,20 @@ class CallSpec:
     @property
     def fused_problem(self) -> Problem:
         """The problem in chunks of the fused scan."""
-        return _fused_problem(self.problem, self.config)
+        return self.problem.in_chunks_of(self.tiles("recurrent_fw_H").siz_b_LKV)
+
+    def tiles(self, name: str) -> StageConfig:
+        """Of the kernel that runs the stage, not clamped."""
+        return dict(self.mosaic_gpu).get(name) or self.config.stage(name)
+
+    def _mosaic_gpu_tiles(self, name: str) -> StageConfig | None:
+        """None where the stage does not run on Mosaic GPU."""
+        facts = STAGES[name].mosaic_gpu
+        if facts is None or self.backend is None or not Lowering(self.backend).mosaic_gpu or self.dtype.itemsize != 2:
+            return None
+        tiles = self.config.stage(name).mosaic_gpu or facts.heuristic(self.problem)
+        problem = self.problem.in_chunks_of(tiles.siz_b_LKV) if STAGES[name].fused else self.problem
+        return tiles if facts.takes(tiles, problem) else None
 
     @property
     def forward_stages(self) -> tuple[str, ...]:
@@ -93,13 +114,16 @@ class CallSpec:
         return tuple(dict.fromkeys((*self.forward_stages, *self.backward_stages)))
 
     def launches(self) -> list[tuple[str, StageConfig, Problem]]:
-        """Name, tiles and problem of each stage of the forward and the backward pass; chunk_gates in the chunks of the call."""
-        problems = ((name, self.fused_problem if STAGES[name].fused else self.problem) for name in self.stages)
-        return [(name, self.config.stage(name), problem) for name, problem in problems]
+        """Name, tiles and problem of each Triton kernel of the forward and the backward pass; chunk_gates in the chunks of the call."""
+        names = [name for name in self.stages if name not in dict(self.mosaic_gpu)]
+        return [(name, self.config.stage(name), self.fused_problem if STAGES[name].fused else self.problem) for name in names]
 
     def call(self, name: str, lowering: Lowering, problem: Problem | None = None, *, clamp: bool = True) -> StageCall:
         """How a stage runs in this call; problem: in place of the call's."""
-        problem, tiles = problem or self.problem, self.config.stage(name)
+        problem, tiles = problem or self.problem, self.tiles(name)
+        if lowering.mosaic_gpu and name in dict(self.mosaic_gpu):
+            return StageCall(problem, tiles, None, lowering)
+        lowering = lowering.without_mosaic_gpu
         precision = self.config.dot_precision(self.dtype, interpret=lowering is Lowering.INTERPRET)
         precision = lax.Precision.HIGHEST if lowering is Lowering.XLA else precision
         clamp = clamp and lowering is not Lowering.XLA  # the plain forms have no tiles; their heads may be narrower than one
@@ -125,29 +149,26 @@ class CallSpec:
     def _can_store_states(self, splits: int) -> bool:
         """Whether splits end where chunks do, and one launch of the scan holds all rows of the state."""
         p = self.problem
-        rows = clamped(self.config.stage("recurrent_fw_H").siz_b_loop, p.DHQK)
+        tiles = self.tiles("recurrent_fw_H")
+        mosaic_gpu = "recurrent_fw_H" in dict(self.mosaic_gpu)
+        rows = mosaic_gpu_rows(tiles, p.DHQK) if mosaic_gpu else clamped(tiles.siz_b_loop, p.DHQK)
         return p.NC % splits == 0 and rows == p.DHQK
 
+    def _fused_splits(self) -> int:
+        """Splits of a sequence, of whole chunks of the fused scan; 0 where there are too few heads for it, or it is not wanted.
 
-def _fused_problem(problem: Problem, config: KernelConfig) -> Problem:
-    return problem.in_chunks_of(config.stage("recurrent_fw_H").siz_b_LKV)
-
-
-def _fused_splits(problem: Problem, config: KernelConfig) -> int:
-    """Splits of a sequence, of whole chunks of the fused scan; 0 where there are too few heads for it, or it is not wanted.
-
-    The least power of two that makes enough heads.
-    """
-    heads, tiles, p = config.fused_min_heads or 0, config.stage("recurrent_fw_H"), _fused_problem(problem, config)
-    whole_chunks = p.NC & -p.NC
-    if tiles.num_splits is not None:
-        splits = min(tiles.num_splits, whole_chunks)
-    else:
-        splits = next_power_of_two(-(-heads // max(p.BNH, 1)))
-        small = p.DHQK * p.DHHV < MIN_SPLIT_STATE or p.S // splits < MIN_SPLIT_STEPS
-        if small or splits > whole_chunks:
-            splits = 1
-    return splits if 0 < heads <= p.BNH * splits else 0
+        The least power of two that makes enough heads.
+        """
+        heads, num_splits, p = self.config.fused_min_heads or 0, self.tiles("recurrent_fw_H").num_splits, self.fused_problem
+        whole_chunks = p.NC & -p.NC
+        if num_splits is not None:
+            splits = min(num_splits, whole_chunks)
+        else:
+            splits = next_power_of_two(-(-heads // max(p.BNH, 1)))
+            small = p.DHQK * p.DHHV < MIN_SPLIT_STATE or p.S // splits < MIN_SPLIT_STEPS
+            if small or splits > whole_chunks:
+                splits = 1
+        return splits if 0 < heads <= p.BNH * splits else 0
 
 
 class Inputs(NamedTuple):

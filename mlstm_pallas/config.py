@@ -10,7 +10,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from mlstm_pallas.problem import check_chunk_size, clamp_chunk_size, padded_head_dim
+from mlstm_pallas.problem import check_chunk_size, clamp_chunk_size, next_power_of_two, padded_head_dim
 from mlstm_pallas.stage import StageConfig
 from mlstm_pallas.stages import STAGES
 from mlstm_pallas.tiles import Precision
@@ -97,6 +97,8 @@ class KernelConfig:
             row[name] = {field: getattr(tiles, field) for field in STAGES[name].search}
             if tiles.num_splits is not None:
                 row[name]["num_splits"] = tiles.num_splits
+            if (mosaic_gpu := STAGES[name].mosaic_gpu) and tiles.mosaic_gpu:
+                row[name]["mosaic_gpu"] = {field: getattr(tiles.mosaic_gpu, field) for field in mosaic_gpu.search}
         return row
 
 
@@ -124,8 +126,13 @@ def tuned_rows(device_kind: str) -> tuple[dict[str, Any], ...]:
     return next((tuple(json.loads(file.read_text())["rows"]) for file in files if file.is_file()), ())
 
 
+def _tiles_from_row(row: Mapping[str, Any]) -> StageConfig:
+    own = row.get("mosaic_gpu")
+    return StageConfig(**{**row, "mosaic_gpu": own and StageConfig(**own)})
+
+
 def config_from_row(row: Mapping[str, Any]) -> KernelConfig:
-    stages: dict[str, Any] = {name: StageConfig(**row[name]) for name in STAGES if name in row}
+    stages: dict[str, Any] = {name: _tiles_from_row(row[name]) for name in STAGES if name in row}
     return KernelConfig(chunk_size=row["chunk_size"], fused_min_heads=row.get("fused_min_heads"), **stages)
 
 
@@ -148,6 +155,17 @@ def heuristic_config(DHQK: int, dtype: jnp.dtype) -> KernelConfig:
     return KernelConfig(chunk_size=64, fused_min_heads=0, **stages)
 
 
+def plain_chunk_size(DHQK: int, DHHV: int, S: int) -> int:
+    """The chunk size where no GPU is known, and the plain form runs: 64 to 256, and no more padding of S than with 64.
+
+    The products inside chunks then take about half the FLOPs of those with the states, and the states about the memory of q, k and v.
+    """
+    size = min(max(next_power_of_two(DHQK * DHHV // (DHQK + DHHV)), 64), 256)
+    while -S % size > -S % 64:
+        size //= 2
+    return size
+
+
 def config_for(
     DHQK: int,
     DHHV: int,
@@ -164,6 +182,8 @@ def config_for(
     """
     DHQK, DHHV = padded_head_dim(DHQK), padded_head_dim(DHHV)
     heuristic = heuristic_config(DHQK, dtype)
+    if device_kind == UNKNOWN_DEVICE:
+        heuristic = heuristic.replace(chunk_size=plain_chunk_size(DHQK, DHHV, S))
     filled = tuned_config(device_kind, DHQK, DHHV, dtype)
     filled = heuristic if filled is None else filled.or_else(heuristic)
     if explicit is not None:

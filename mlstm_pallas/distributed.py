@@ -95,6 +95,10 @@ class SummarySpec:
     call: CallSpec
     num_splits: int
 
+    @property
+    def backend(self) -> str | None:
+        return self.call.backend
+
     def with_heads(self, B: int, NH: int) -> "SummarySpec":
         return dataclasses.replace(self, call=self.call.with_heads(B, NH))
 
@@ -307,6 +311,7 @@ def mlstm_chunkwise_sequence_parallel(
       return_last_states: whether to return the states after the last step of the whole sequence as well, on every device.
       segment_ids: (B, S / P): this device's shard.
       axis_name: the mesh axis that the sequence is split over; on one device it may be the axis_name of a vmap.
+      backend: as for ``mlstm_chunkwise``, "mosaic_gpu" included; "mosaic_gpu_interpret" for an axis of one device only.
       Others: as for ``mlstm_pallas.mlstm_chunkwise``; a chunk ends at the end of a shard.
 
     Returns:

@@ -128,8 +128,8 @@ def spec_for(
 
 
 def check_spec_fits(spec: CallSpec, device_kind: str) -> None:
-    """Raises where a stage cannot have its shared memory; float32 at another precision than the default is left to the compiler."""
-    if spec.backend not in ("triton", None) or (spec.dtype == jnp.float32 and spec.config.precision is not None):
+    """Raises where a Triton kernel cannot have its shared memory; float32 at another precision than the default is left to the compiler."""
+    if spec.backend not in ("triton", "mosaic_gpu", None) or (spec.dtype == jnp.float32 and spec.config.precision is not None):
         return
     # No backward pass may follow, which is not known here, and then the forward pass stores no states.
     check_fits({launch[0]: launch for x in (spec, spec.forward_only) for launch in x.launches()}.values(), spec.dtype, device_kind)

@@ -17,8 +17,9 @@ PLATFORMS = ("cpu", "cuda")
 def export(function: Callable[..., Any], *args: Any, platform: str, device_kind: str | None = None, **kwargs: Any) -> Exported:
     """``jax.export`` of ``function`` for one platform, with the one safety check disabled that the kernels need disabled.
 
-    jax.export vouches for the custom calls that it knows, and Triton's is none of them. An export for CUDA carries the Triton IR of
-    the kernels, which the XLA that loads it compiles: load it with the version of jax that made it. Loading needs no mlstm_pallas.
+    jax.export vouches for the custom calls that it knows: for that of Mosaic GPU, not for Triton's. An export for CUDA carries the
+    Triton IR of the kernels (with backend "mosaic_gpu" the Mosaic GPU IR of some), which the XLA that loads it compiles: load it with the
+    version of jax that made it. Loading needs no mlstm_pallas.
 
         exported = export(function, *arguments, platform="cuda", device_kind="NVIDIA H200")
         file.write_bytes(exported.serialize(vjp_order=1))                      # needs the package flatbuffers; vjp_order: gradients too

@@ -1,13 +1,11 @@
 """The forward schedule: which stages run, and what goes from one to the next. Arrays are those of a shard, (B * NH, ...)."""
 
-import jax
-
 from mlstm_pallas.call_spec import CallSpec, Forward, Inputs, States, StoredStates
 from mlstm_pallas.splits import SplitProducts, decays_in_splits, heads_of_splits, split_states, splits_as_heads
 from mlstm_pallas.stage import Lowering
 from mlstm_pallas.stages.chunk_gates import chunk_gates
 from mlstm_pallas.stages.parallel_fw_H import parallel_fw_H
-from mlstm_pallas.stages.parallel_fw_P import parallel_fw_P
+from mlstm_pallas.stages.parallel_fw_P import PER_STEP, parallel_fw_P
 from mlstm_pallas.stages.recurrence import split_products
 from mlstm_pallas.stages.recurrent_fw_C import recurrent_fw_C
 from mlstm_pallas.stages.recurrent_fw_H import recurrent_fw_H
@@ -46,24 +44,29 @@ def fused(spec: CallSpec, lowering: Lowering, x: Inputs, products: SplitProducts
     p, num_splits = spec.fused_problem, spec.num_splits
     gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, spec.input_gate, call=spec.call("chunk_gates", lowering, p))
     scores_call = spec.call("parallel_fw_P", lowering, p)
-    scores = parallel_fw_P(x.q, x.k, gates, x.n_initial, normaliser=spec.normaliser, call=scores_call)
+    scan_call = spec.call("recurrent_fw_H", lowering, p.split(num_splits))
+    scale_keys = not scan_call.lowering.mosaic_gpu
+    scores = parallel_fw_P(x.q, x.k, gates, x.n_initial, normaliser=spec.normaliser, scale_keys=scale_keys, call=scores_call)
     C_initial = x.c_initial
-    operands: tuple[jax.Array, ...] = x.q, x.v, scores.matP, scores.matK_scaled, scores.vecR, gates.scaGamma
+    q, v, gamma = x.q, x.v, gates.scaGamma
     if num_splits > 1:
         added = None if products is None else products.all_but_last(num_splits, gates.scaM_states)
         if added is None:
             decays = decays_in_splits(gates.scaGamma, num_splits, p.S)
+            if scores.vecAbar is not None:
+                decays *= scores.vecAbar
             products_call = spec.call("recurrent_fw_C", lowering, p, clamp=False)
             added = split_products(scores.matK_scaled, x.v, decays, num_splits, call=products_call)
         C_initial = split_states(added, gates.scaGamma, C_initial)
-        operands = tuple(splits_as_heads(y, num_splits) for y in operands)
-    q, v, P, kbar, r, gamma = operands
+        q, v, gamma = (splits_as_heads(y, num_splits) for y in (q, v, gamma))
+        of_splits = {name: splits_as_heads(y, num_splits) for name in PER_STEP if (y := getattr(scores, name)) is not None}
+        scores = scores._replace(**of_splits)
     store_every = 0 if spec.recompute_states_in_bw else spec.problem.L // p.L
     H, C_last, C = recurrent_fw_H(
-        *(q, v, scores._replace(matP=P, matK_scaled=kbar, vecR=r), gamma, C_initial),
+        *(q, v, scores, gamma, C_initial),
         return_last=spec.return_last_states,
         store_every=store_every,
-        call=spec.call("recurrent_fw_H", lowering, p.split(num_splits)),
+        call=scan_call,
     )
     last, stored = None, None
     if C_last is not None:

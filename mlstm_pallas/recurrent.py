@@ -51,7 +51,7 @@ class Token(NamedTuple):
 
 def _step(spec: StepSpec, x: Token, states: States) -> tuple[jax.Array, States]:
     def run(lowering: Lowering, x: Token, states: States):
-        call = StageCall(spec.problem, spec.tiles, None, lowering)
+        call = StageCall(spec.problem, spec.tiles, None, lowering.without_mosaic_gpu)
         h, c, n, m = recurrent_step(*x, *states, normaliser=spec.normaliser, call=call)
         return h, States(c, n, m)
 
@@ -182,6 +182,7 @@ def mlstm_recurrent_step(
       input_gate: "exp" or "sigmoid". For "sigmoid" m is None or zeros; it is not read and comes back as it is.
       normalize: False leaves out the denominator; for the sigmoid input gate only.
       backend: "triton" (GPU kernel), "interpret" (the same kernel interpreted: slow, for tests), "xla" (plain jnp, differentiable).
+        "mosaic_gpu" and "mosaic_gpu_interpret" run these two: a step has no Mosaic GPU kernel.
         None: triton where the computation is lowered for an NVIDIA GPU, else xla, without derivatives.
       config: tiles and launch parameters in place of the default ones; of its stages, recurrent_step.
 

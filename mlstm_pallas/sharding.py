@@ -37,7 +37,7 @@ Function = Callable[..., Any]  # (spec, *pytrees of arrays (B * NH, ...)) -> pyt
 def over_shards(function: Function, spec: Any, *args: Any) -> Any:
     """function(spec, *args) on the shards of the first two axes, B and NH, of every array, which are one axis for the function.
 
-    The spec of a shard is spec.with_heads(B, NH).
+    The spec has a backend; that of a shard is spec.with_heads(B, NH).
     """
     return _mappable(function, spec, 0)(*args)
 
@@ -103,7 +103,8 @@ def _on_mesh(function: Function, spec: Any, mapped: int, *args: Any) -> Any:
         mesh = None if context == first.mesh else first.mesh
         return jax.shard_map(local, mesh=mesh, in_specs=common, out_specs=common, axis_names=axes, check_vma=False)(*args)
     alone = context.abstract_device is not None if context.empty else math.prod(context.shape[axis] for axis in context.auto_axes) == 1
-    if alone:
+    # Interpreted Mosaic GPU kernels call back in order, which custom_partitioning does not allow: they run on one device.
+    if alone or spec.backend == "mosaic_gpu_interpret":
         return local(*args)
     return _partitioned(function, spec, mapped, _identity(function, spec, mapped), *args)
 

@@ -19,13 +19,14 @@ _CAPABILITY = (
 _SHARED_KIB = {80: 163, 86: 99, 90: 227, 100: 227}
 
 
-def _capability(device_kind: str) -> int | None:
+def compute_capability(device_kind: str) -> int | None:
+    """Times ten; None for a device that is not known."""
     return next((number for pattern, number in _CAPABILITY if re.search(pattern, device_kind)), None)
 
 
 def available_shared_bytes(device_kind: str) -> int | None:
     """Shared memory that one block may have; None for a device that is not known."""
-    capability = _capability(device_kind)
+    capability = compute_capability(device_kind)
     return None if capability is None else _SHARED_KIB[capability] * 1024
 
 
@@ -61,7 +62,7 @@ def check_fits(calls: Iterable[tuple[str, StageConfig, Problem]], dtype: jnp.dty
     if available is None:
         return
     for name, tiles, p in calls:
-        needed = least_shared_bytes(STAGES[name], tiles, p, dtype, wgmma=_capability(device_kind) == 90)
+        needed = least_shared_bytes(STAGES[name], tiles, p, dtype, wgmma=compute_capability(device_kind) == 90)
         if needed > available:
             raise ValueError(
                 f"config.{name} needs at least {needed} bytes of shared memory for {dtype.name} heads of {p.DHQK}/{p.DHHV} in "

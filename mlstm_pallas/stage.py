@@ -18,11 +18,22 @@ from mlstm_pallas.tiles import Precision, divide, remainder
 
 
 class Lowering(enum.StrEnum):
-    """How a stage runs: its kernel compiled by Triton, its kernel interpreted, or its plain jnp form."""
+    """How a stage runs: its kernel compiled by Triton or interpreted, its Mosaic GPU kernel likewise, or its plain jnp form."""
 
     TRITON = "triton"
     INTERPRET = "interpret"
+    MOSAIC_GPU = "mosaic_gpu"
+    MOSAIC_GPU_INTERPRET = "mosaic_gpu_interpret"
     XLA = "xla"
+
+    @property
+    def mosaic_gpu(self) -> bool:
+        return self in (Lowering.MOSAIC_GPU, Lowering.MOSAIC_GPU_INTERPRET)
+
+    @property
+    def without_mosaic_gpu(self) -> "Lowering":
+        """That of a stage, or a problem, for which there is no Mosaic GPU kernel."""
+        return {Lowering.MOSAIC_GPU: Lowering.TRITON, Lowering.MOSAIC_GPU_INTERPRET: Lowering.INTERPRET}.get(self, self)
 
 
 def clamped(tile: int, size: int) -> int:
@@ -44,6 +55,7 @@ class StageConfig:
         block by block for every key tile. Needs siz_b_LQ * DHQK elements of it, and a padded DHQK that is a power of two.
       num_splits: recurrent_fw_C, recurrent_bw_dC and recurrent_fw_H only: parts of the sequence that run at the same time, a power of
         two. None: more than one where there are few CTAs, or heads.
+      mosaic_gpu: tiles of the stage's Mosaic GPU kernel; num_warps are those that compute. None: its heuristic.
     """
 
     siz_b_LQ: int = 64
@@ -55,6 +67,7 @@ class StageConfig:
     num_stages: int = 2
     keep_q: bool = True
     num_splits: int | None = None
+    mosaic_gpu: "StageConfig | None" = None
 
     def __post_init__(self):
         sizes = ("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "siz_b_loop")
@@ -72,6 +85,8 @@ class StageConfig:
             raise ValueError(f"num_splits is {self.num_splits!r}, expected None or a power of two")
         if not isinstance(self.keep_q, bool):
             raise TypeError(f"keep_q is {self.keep_q!r}, expected a bool")
+        if not isinstance(self.mosaic_gpu, StageConfig | None):
+            raise TypeError(f"mosaic_gpu is a {type(self.mosaic_gpu).__name__}, expected a StageConfig or None")
 
     def replace(self, **changes: Any) -> "StageConfig":
         return dataclasses.replace(self, **changes)
@@ -130,6 +145,17 @@ class LoopOperands(NamedTuple):
     kept: int = 0  # a left operand that stays; in float32 in registers
 
 
+MOSAIC_GPU_SHARED_BYTES = 232_448  # that a CTA may have on Hopper
+
+
+class MosaicGpu(NamedTuple):
+    """The facts of a stage's Mosaic GPU kernel, for 16-bit dtypes; problem: in the stage's chunks."""
+
+    search: Mapping[str, Sequence[Any]]
+    heuristic: Callable[[Problem], StageConfig]
+    takes: Callable[[StageConfig, Problem], bool]  # whether it can run; else the Triton kernel does
+
+
 @dataclasses.dataclass(frozen=True)
 class Stage:
     """A stage's facts.
@@ -147,6 +173,7 @@ class Stage:
       fused: whether it runs in the chunks of the fused scan, not in those of the call.
       transposes_left: whether the left operand of its loops is transposed on its way, from one copy.
       decode: whether it is a stage of generation, not of mlstm_chunkwise.
+      mosaic_gpu: of its kernel in stages/mosaic_gpu/, if it has one.
     """
 
     name: str
@@ -160,6 +187,7 @@ class Stage:
     fused: bool = False
     transposes_left: bool = False
     decode: bool = False
+    mosaic_gpu: MosaicGpu | None = None
 
     @property
     def backward(self) -> bool:

@@ -28,6 +28,7 @@ STATES = dict(c_initial=(B, NH, DHQK, DHV), n_initial=(B, NH, DHQK), m_initial=(
 SHAPES = {name: (B, NH, S, *shape) for name, shape in TRAILING.items()} | STATES
 Q = "as q has shape (2, 3, 40, 16)"
 INPUT_DTYPES = "float16, bfloat16, float32, float64"
+BACKENDS = "expected None or one of triton, mosaic_gpu, interpret, mosaic_gpu_interpret, xla"
 
 
 def array(*shape, dtype="float32"):
@@ -190,8 +191,8 @@ CHUNKWISE = {
     "return_last_states": ({"return_last_states": 1}, TypeError, "return_last_states is a int, expected a Python bool"),
     "stabilize_correctly": ({"stabilize_correctly": None}, TypeError, "stabilize_correctly is a NoneType, expected a Python bool"),
     "recompute": ({"recompute_states_in_bw": "no"}, TypeError, "recompute_states_in_bw is a str, expected a Python bool"),
-    "backend": ({"backend": "cuda"}, ValueError, "backend is 'cuda', expected None or one of triton, interpret, xla"),
-    "backend_type": ({"backend": ["xla"]}, ValueError, "backend is ['xla'], expected None or one of triton, interpret, xla"),
+    "backend": ({"backend": "cuda"}, ValueError, f"backend is 'cuda', {BACKENDS}"),
+    "backend_type": ({"backend": ["xla"]}, ValueError, f"backend is ['xla'], {BACKENDS}"),
     "config_dict": ({"config": {"chunk_size": 64}}, TypeError, "config is a dict, expected a KernelConfig or None"),
     "config_class": ({"config": KernelConfig}, TypeError, "config is a type, expected a KernelConfig or None"),
     "config_of_a_stage": ({"config": StageConfig()}, TypeError, "config is a StageConfig, expected a KernelConfig or None"),
@@ -255,8 +256,8 @@ HEADS = dict(q=array(1, 8, 512, 256, dtype="bfloat16"), k=array(1, 8, 512, 256, 
 )
 TILES = "expected a power of two >= 16"
 GPU_ONLY = (
-    "backend is 'triton', whose kernels are for GPUs, and the computation is lowered for a CPU: expected backend None or 'xla' "
-    "(plain jnp), or 'interpret' (the kernels, interpreted)"
+    "backend is 'triton' or 'mosaic_gpu', whose kernels are for GPUs, and the computation is lowered for a CPU: expected backend None "
+    "or 'xla' (plain jnp), or 'interpret' (the kernels, interpreted)"
 )
 
 # Other calls: (call, error, whole message).
@@ -287,8 +288,8 @@ OTHERS = {
         TypeError,
         f"q has dtype key<fry>, expected one of {INPUT_DTYPES}",
     ),
-    "use_backend": (lambda: enters("gpu"), ValueError, "backend is 'gpu', expected None or one of triton, interpret, xla"),
-    "use_backend_type": (lambda: enters(jnp), ValueError, f"backend is {jnp!r}, expected None or one of triton, interpret, xla"),
+    "use_backend": (lambda: enters("gpu"), ValueError, f"backend is 'gpu', {BACKENDS}"),
+    "use_backend_type": (lambda: enters(jnp), ValueError, f"backend is {jnp!r}, {BACKENDS}"),
     "triton_on_a_cpu": (
         lambda: jax.jit(functools.partial(mlstm_chunkwise, backend="triton")).trace(**PLAIN).lower(lowering_platforms=("cpu",)),
         ValueError,

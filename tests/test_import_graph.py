@@ -2,6 +2,8 @@
 
 import ast
 import functools
+import subprocess
+import sys
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -15,7 +17,7 @@ FLOORS = (
     ("call_spec", "backend"),
     ("config", "shared_memory"),
     ("stages",),
-    ("launch", "gate_gradients"),
+    ("launch", "launch_mosaic_gpu", "gate_gradients"),
     ("stage", "gates", "sharding", "validation"),
     ("problem", "tiles", "normaliser", "splits", "version"),
 )
@@ -59,6 +61,15 @@ def graph():
     return found
 
 
+def is_mosaic_gpu(name):
+    return name.startswith("stages.mosaic_gpu.")
+
+
+def mosaic_gpu_kernel(name):
+    """The module of the Mosaic GPU kernel of a stage, if it has one; None for what is no stage."""
+    return name.replace("stages.", "stages.mosaic_gpu.") if name.startswith("stages.") else None
+
+
 def floor_of(name):
     return FLOOR[name.partition(".")[0]]
 
@@ -72,7 +83,9 @@ def test_every_module_has_a_floor():
 
 
 def test_no_cycle():
-    list(TopologicalSorter(graph()).static_order())
+    """Of imports at the top: the Mosaic GPU kernel of a stage is imported when it is launched."""
+    at_the_top = {name: {target for target in targets if target != mosaic_gpu_kernel(name)} for name, targets in graph().items()}
+    list(TopologicalSorter(at_the_top).static_order())
 
 
 def test_every_arrow_runs_down():
@@ -92,11 +105,41 @@ def test_nothing_in_the_package_imports_the_reference():
 
 
 def test_modules_of_the_package_are_imported_at_the_top():
+    """But for the Mosaic GPU kernel of a stage, which its launcher imports: older versions of jax have no such kernels."""
     for name, tree in modules().items():
         nested = [node for node in imports(tree) if node not in tree.body]
-        assert not [target for node in nested for target in imported(node) if within_package(target) is not None], name
+        inside = {within_package(target) for node in nested for target in imported(node)} - {None}
+        assert inside <= {mosaic_gpu_kernel(name)}, name
+
+
+def test_the_launcher_of_a_stage_alone_imports_its_mosaic_gpu_kernel():
+    kernels = {name for name in modules() if is_mosaic_gpu(name)}
+    assert kernels
+    found = {(name, target) for name, targets in graph().items() for target in targets & kernels}
+    assert found == {(name, mosaic_gpu_kernel(name)) for name in graph() if mosaic_gpu_kernel(name) in kernels}
+
+
+def importers(module):
+    return {name for name, tree in modules().items() for node in imports(tree) if any(module in x for x in imported(node))}
 
 
 def test_launch_alone_imports_the_triton_lowering():
-    found = {name for name, tree in modules().items() for node in imports(tree) if any("pallas.triton" in x for x in imported(node))}
-    assert found == {"launch"}
+    assert importers("pallas.triton") == {"launch"}
+
+
+def test_launch_mosaic_gpu_alone_imports_the_mosaic_gpu_lowering():
+    assert importers("pallas.mosaic_gpu") == {"launch_mosaic_gpu"}
+
+
+def test_the_kernels_alone_import_launch_mosaic_gpu():
+    assert all(is_mosaic_gpu(name) for name, targets in graph().items() if "launch_mosaic_gpu" in targets)
+
+
+def test_the_package_is_imported_without_the_mosaic_gpu_lowering():
+    """All doors and all stages of it."""
+    modules = "mlstm_pallas, mlstm_pallas.distributed, mlstm_pallas.export, mlstm_pallas.reference, mlstm_pallas.xlstm_jax"
+    program = f"import sys, {modules}\nprint(*sys.modules)"
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=PACKAGE.parent).stdout.split()
+    assert "mlstm_pallas.stages.recurrent_fw_H" in out
+    lowering = {"jax.experimental.pallas.mosaic_gpu", "mlstm_pallas.launch_mosaic_gpu"}
+    assert not [name for name in out if name in lowering or name.startswith("mlstm_pallas.stages.mosaic_gpu.")]

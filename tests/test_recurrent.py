@@ -396,7 +396,11 @@ BAD = {
         "normalize is False with input_gate 'exp', expected input_gate=\"sigmoid\"",
     ),
     "input_gate": (dict(input_gate="tanh"), ValueError, "input_gate is 'tanh', expected one of exp, sigmoid"),
-    "backend": (dict(backend="cuda"), ValueError, "backend is 'cuda', expected None or one of triton, interpret, xla"),
+    "backend": (
+        dict(backend="cuda"),
+        ValueError,
+        "backend is 'cuda', expected None or one of triton, mosaic_gpu, interpret, mosaic_gpu_interpret, xla",
+    ),
     "config": (dict(config=StageConfig()), TypeError, "config is a StageConfig, expected a KernelConfig or None"),
 }
 

@@ -25,7 +25,18 @@ from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.launch import kernel_call
 from mlstm_pallas.normaliser import NormaliserGradients, query_scale
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Cost, LoopOperands, Stage, StageCall, StageConfig, search_of, sequence_shape, sequence_spec
+from mlstm_pallas.stage import (
+    MOSAIC_GPU_SHARED_BYTES,
+    Cost,
+    LoopOperands,
+    MosaicGpu,
+    Stage,
+    StageCall,
+    StageConfig,
+    search_of,
+    sequence_shape,
+    sequence_spec,
+)
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles, clamp_to_tile
 from mlstm_pallas.tiles import Precision, block_at, blocks, divide, dot, loop, remainder, sum_of
 
@@ -153,6 +164,10 @@ def parallel_bw_dQKV(
     states = matC_states, vecN_states, matDeltaC_states, vecDeltaN_states
     if call.plain:
         return _plain(matQ, matK, matV, matDeltaH, gates, gradients, tiles, *states, call)
+    if call.lowering.mosaic_gpu:
+        from mlstm_pallas.stages.mosaic_gpu.parallel_bw_dQKV import parallel_bw_dQKV as on_mosaic_gpu
+
+        return Gradients(*on_mosaic_gpu(matQ, matK, matV, matDeltaH, gates, gradients, tiles, *states, call))
     p, LQ, BK, BV = call.problem, call.tiles.siz_b_LQ, call.tiles.siz_b_DHQK, call.tiles.siz_b_DHHV
     normalise = gradients.vecInvDen is not None
     tile = pl.BlockSpec((None, p.L, p.L), lambda x, c, b: (b, c, 0))
@@ -248,6 +263,12 @@ def _loops(tiles: StageConfig, p: Problem) -> Sequence[LoopOperands]:
     return [*of_states, *(LoopOperands(tile_step < p.L, LQ, LQ * tile_step, (tile_step * width,)) for width in (BK, BV))]
 
 
+def _mosaic_gpu_takes(tiles: StageConfig, p: Problem) -> bool:
+    """A step has 128 x 64 elements of the left operand and 64 x 256 of the right one. With narrower heads Triton's kernel is faster."""
+    shared = 2 * (tiles.num_stages * 64 * (128 + 256) + 4 * 64 * 64) + 1024
+    return p.L % 128 == 0 and p.DHQK % 256 == 0 and p.DHHV % 256 == 0 and shared <= MOSAIC_GPU_SHARED_BYTES
+
+
 STAGE = Stage(
     name="parallel_bw_dQKV",
     run=parallel_bw_dQKV,
@@ -260,4 +281,9 @@ STAGE = Stage(
     cost=_cost,
     loops=_loops,
     clamp=clamp_to_tile,
+    mosaic_gpu=MosaicGpu(
+        search=dict(num_stages=(3, 4, 5, 6)),
+        heuristic=lambda p: StageConfig(num_stages=4),
+        takes=_mosaic_gpu_takes,
+    ),
 )

@@ -196,7 +196,7 @@ def _plain(matQ, matK, matV, gates, matC_states, vecN_states, normaliser, output
 
 def _heuristic(DHQK: int, dtype: jnp.dtype) -> StageConfig:
     wide = dtype.itemsize > 2
-    sizes = dict(siz_b_LQ=64, siz_b_LKV=32, siz_b_DHQK=32 if wide else 64, siz_b_DHHV=128)
+    sizes: dict[str, Any] = dict(siz_b_LQ=64, siz_b_LKV=32, siz_b_DHQK=32 if wide else 64, siz_b_DHHV=128)
     return StageConfig(**sizes, num_warps=4, num_stages=2, keep_q=not wide and DHQK <= 256)
 
 

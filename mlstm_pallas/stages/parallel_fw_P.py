@@ -12,7 +12,7 @@ keys for it in memory. Bytes: R K itemsize.
 FLOPs: R (L + 1) K. Bytes: q, k, kbar and P, R (3 K + L) itemsize.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -30,11 +30,15 @@ class Scores(NamedTuple):
     """What goes into h: all but v."""
 
     matP: jax.Array  # (B * NH, S, L) in the kernel dtype, column s - the chunk's first step
-    matK_scaled: jax.Array  # (B * NH, S, DHQK) in the kernel dtype
+    matK_scaled: jax.Array  # (B * NH, S, DHQK) kbar in the kernel dtype; matK as it is where vecAbar is there
     vecR: jax.Array  # (B * NH, S) float32, as what follows
     vecZ: jax.Array | None  # (B * NH, S) the signed z_t; None without a normaliser
     vecN_states: jax.Array  # (B * NH, NC, DHQK) n before each chunk
     vecN_last: jax.Array  # (B * NH, DHQK)
+    vecAbar: jax.Array | None = None  # (B * NH, S), with which recurrent_fw_H is to scale the keys
+
+
+PER_STEP = ("matP", "matK_scaled", "vecR", "vecAbar")  # what recurrent_fw_H reads of it
 
 
 def _parallel_fw_P_kernel(
@@ -46,27 +50,29 @@ def _parallel_fw_P_kernel(
     u_hi_ref,  # (L,)
     u_lo_ref,  # (L,)
     w_ref,  # (L,)
-    abar_ref,  # (L,)
+    abar_ref,  # (L,), absent where keys are not scaled
     m_ref,  # (L,), absent where the floor does not need it
     P_ref,  # out (L, L)
-    kbar_ref,  # out (L, DHQK)
     r_ref,  # out (L,)
-    z_ref=None,  # out (L,), absent without a normaliser
-    *,
+    *more_refs,  # out, as wanted: kbar (L, DHQK); with a normaliser z (L,)
+    scale_keys: bool,
     siz_b_DHQK: int,
     scale: float,
     normaliser: Normaliser | None,
     precision: Precision,
 ):
-    L, DHQK = q_ref.shape
-    scores, q_n, abar = jnp.zeros((L, L), jnp.float32), jnp.zeros((L,), jnp.float32), abar_ref[...][:, None]
+    (L, DHQK), more = q_ref.shape, iter(more_refs)
+    kbar_ref: Any = next(more) if scale_keys else None
+    z_ref: Any = next(more, None)
+    scores, q_n = jnp.zeros((L, L), jnp.float32), jnp.zeros((L,), jnp.float32)
     for start in range(0, DHQK, siz_b_DHQK):
         columns = pl.ds(start, siz_b_DHQK)
         q, k = q_ref[:, columns], k_ref[:, columns]
         scores += dot(q, k, precision, b_axis=1)
         if n_ref is not None:
             q_n += jnp.sum(q.astype(jnp.float32) * n_ref[columns][None, :], axis=1)
-        kbar_ref[:, columns] = (k.astype(jnp.float32) * abar).astype(kbar_ref.dtype)
+        if scale_keys:
+            kbar_ref[:, columns] = (k.astype(jnp.float32) * abar_ref[...][:, None]).astype(kbar_ref.dtype)
     # Masked after the product, not before: a NaN in k reaches no earlier step.
     D = decay_tile(e_hi_ref[...], e_lo_ref[...], u_hi_ref[...], u_lo_ref[...], None)
     P = jnp.where(causal_mask(L, L, 0), scores * (D * scale), 0.0)
@@ -115,6 +121,7 @@ def parallel_fw_P(
     vecN_initial: jax.Array,
     *,
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
+    scale_keys: bool = True,
     call: StageCall,
 ) -> Scores:
     """Runs the stage, in the chunks of recurrent_fw_H.
@@ -123,6 +130,7 @@ def parallel_fw_P(
       matQ, matK: (B * NH, S, DHQK) in the kernel dtype.
       gates: of chunk_gates.
       vecN_initial: (B * NH, DHQK), float32.
+      scale_keys: whether keys are scaled here; else recurrent_fw_H does it.
     """
     if call.plain:
         return _plain(matQ, matK, gates, vecN_initial, normaliser, call)
@@ -133,7 +141,7 @@ def parallel_fw_P(
     kbar = pl.BlockSpec((None, p.L, p.DHQK), lambda c, b: (b, c, 0))
     normalise, needs_m = normaliser is not None, normaliser is not None and normaliser.floor_needs_m
     vector, g = jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32), gates.per_step()
-    P, matK_scaled, r, *z = kernel_call(
+    P, r, *more = kernel_call(
         _parallel_fw_P_kernel,
         name="parallel_fw_P",
         grid=(p.NC, p.BNH),
@@ -141,23 +149,26 @@ def parallel_fw_P(
             q,
             k,
             pl.BlockSpec((None, None, p.DHQK), lambda c, b: (b, c, 0)) if normalise else None,
-            *[steps] * 6,
+            *[steps] * 5,
+            steps if scale_keys else None,
             steps if needs_m else None,
         ],
-        out_specs=[pl.BlockSpec((None, p.L, p.L), lambda c, b: (b, c, 0)), kbar, steps, *[steps] * normalise],
+        out_specs=[pl.BlockSpec((None, p.L, p.L), lambda c, b: (b, c, 0)), steps, *[kbar] * scale_keys, *[steps] * normalise],
         out_shape=[
             jax.ShapeDtypeStruct((p.BNH, p.S, p.L), matQ.dtype),
-            jax.ShapeDtypeStruct((p.BNH, p.S, p.DHQK), matQ.dtype),
             vector,
+            *[jax.ShapeDtypeStruct((p.BNH, p.S, p.DHQK), matQ.dtype)] * scale_keys,
             *[vector] * normalise,
         ],
         call=call,
+        scale_keys=scale_keys,
         siz_b_DHQK=call.tiles.siz_b_DHQK,
         scale=p.qk_scale,
         normaliser=normaliser,
         precision=call.precision,
-    )(matQ, matK, n if normalise else None, *g.vecE, *g.vecU, g.vecW, g.vecAbar, g.vecM if needs_m else None)
-    return Scores(P, matK_scaled, r, z[0] if normalise else None, n, n_last)
+    )(matQ, matK, n if normalise else None, *g.vecE, *g.vecU, g.vecW, g.vecAbar if scale_keys else None, g.vecM if needs_m else None)
+    keys, abar = (more.pop(0), None) if scale_keys else (matK, g.vecAbar)
+    return Scores(P, keys, r, more.pop() if normalise else None, n, n_last, abar)
 
 
 def _plain(matQ, matK, gates, vecN_initial, normaliser, call) -> Scores:

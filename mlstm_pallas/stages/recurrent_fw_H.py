@@ -24,9 +24,22 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from mlstm_pallas.gate_gradients import zero_states
 from mlstm_pallas.launch import kernel_call
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Cost, LoopOperands, Stage, StageCall, StageConfig, clamped, search_of, sequence_shape, sequence_spec
+from mlstm_pallas.stage import (
+    MOSAIC_GPU_SHARED_BYTES,
+    Cost,
+    LoopOperands,
+    MosaicGpu,
+    Stage,
+    StageCall,
+    StageConfig,
+    clamped,
+    search_of,
+    sequence_shape,
+    sequence_spec,
+)
 from mlstm_pallas.stages.parallel_fw_P import Scores
 from mlstm_pallas.tiles import Precision, block_at, blocks, dot, loop
 
@@ -129,6 +142,10 @@ def recurrent_fw_H(
     output_dtype = matQ.dtype if output_dtype is None else output_dtype
     if call.plain:
         return _plain(matQ, matV, scores, scaGamma, matC_initial, return_last, store_every, output_dtype, call)
+    if call.lowering.mosaic_gpu:
+        from mlstm_pallas.stages.mosaic_gpu.recurrent_fw_H import recurrent_fw_H as on_mosaic_gpu
+
+        return FusedScan(*on_mosaic_gpu(matQ, matV, scores, scaGamma, matC_initial, return_last, store_every, output_dtype, call))
     siz_b, rows = tiles.siz_b_DHHV, tiles.siz_b_loop
     launches = blocks(p.DHQK, rows)
     if store_every and launches > 1:
@@ -190,7 +207,7 @@ def _plain(matQ, matV, scores, scaGamma, matC_initial, return_last, store_every,
         h = product("ntk,nkv->ntv", q, C.astype(q.dtype)) * r[..., None] + product("nts,nsv->ntv", P, v)
         return gamma[:, None, None] * C + product("nsk,nsv->nkv", kbar, v), (h, C.astype(q.dtype))
 
-    C = jnp.zeros((p.BNH, p.DHQK, p.DHHV), acc) if matC_initial is None else matC_initial
+    C = zero_states(scaGamma[:, 0], p.DHQK, p.DHHV) if matC_initial is None else matC_initial
     chunks = [*map(call.chunks, (matQ, scores.matK_scaled, matV, scores.matP, scores.vecR)), scaGamma]
     C, (h, states) = lax.scan(step, C, tuple(jnp.moveaxis(x, 1, 0) for x in chunks))
     H = jnp.moveaxis(h, 0, 1).reshape(matV.shape).astype(output_dtype)
@@ -222,6 +239,26 @@ def _loops(tiles: StageConfig, p: Problem) -> Sequence[LoopOperands]:
     return [LoopOperands(True, tiles.siz_b_DHHV, 0, operands, p.L * tiles.siz_b_DHHV)]
 
 
+def mosaic_gpu_rows(tiles: StageConfig, DHQK: int) -> int:
+    """Rows of the state that a launch holds on Mosaic GPU; 0: there is none such."""
+    return next((DHQK // n for n in range(1, DHQK // 64 + 1) if DHQK % (64 * n) == 0 and DHQK // n <= tiles.siz_b_loop), 0)
+
+
+def _mosaic_gpu_takes(tiles: StageConfig, p: Problem) -> bool:
+    """A warpgroup has at most 64 x 256 floats of C; two warpgroups at least, or the copying one would have no registers to give away."""
+    warpgroups, rows, Vb, L = tiles.num_warps // 4, mosaic_gpu_rows(tiles, p.DHQK), tiles.siz_b_DHHV, p.L
+    launches = p.DHQK // max(rows, 1)
+    if warpgroups < 2 or rows == 0 or launches > 2 or L % 64 or p.DHHV % Vb or Vb % (64 * warpgroups):
+        return False
+    a_stage = 2 * L * (2 * rows + Vb * launches + L) + 8 * L
+    shared = tiles.num_stages * a_stage + 2 * L * Vb + 2 * warpgroups * 2 * 64 * 64 + 1024
+    return Vb // (64 * warpgroups) * rows <= 256 and shared <= MOSAIC_GPU_SHARED_BYTES
+
+
+def _mosaic_gpu_heuristic(p: Problem) -> StageConfig:
+    return StageConfig(siz_b_LKV=64, siz_b_DHHV=128, siz_b_loop=256, num_warps=8, num_stages=2 if p.DHQK > 128 else 3)
+
+
 STAGE = Stage(
     name="recurrent_fw_H",
     run=recurrent_fw_H,
@@ -232,4 +269,9 @@ STAGE = Stage(
     loops=_loops,
     clamp=_clamp,
     fused=True,
+    mosaic_gpu=MosaicGpu(
+        search=dict(siz_b_LKV=(64, 128), siz_b_DHHV=(128, 256), siz_b_loop=(256,), num_warps=(8,), num_stages=(2, 3, 4)),
+        heuristic=_mosaic_gpu_heuristic,
+        takes=_mosaic_gpu_takes,
+    ),
 )

@@ -1,0 +1,177 @@
+"""The seam to Mosaic GPU: the only importer of jax.experimental.pallas.mosaic_gpu. For Hopper, from jax 0.11.2 on.
+
+Its interface changes between versions of jax, so what the kernels share of it is here: a launch, the layout of tiles in shared memory,
+and products on the tensor cores (wgmma). In GPU interpret mode, which knows no accumulator that starts from a value and no left operand
+in registers, the products are jnp.dot.
+"""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from mlstm_pallas.problem import Problem
+from mlstm_pallas.tiles import divide, remainder
+
+BY_ROWS, BY_COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  # of a vector beside the rows, the columns of a tile
+REGISTER_ROWS = 64  # of an accumulator in the registers of one warpgroup
+
+
+def mosaic_call(
+    kernel: Callable[..., None],
+    *,
+    name: str,
+    grid: Mapping[str, int],
+    warpgroups: int,
+    outputs: Mapping[str, jax.ShapeDtypeStruct | None],
+    scratch: Mapping[str, Any | None],
+    interpret: bool,
+) -> Callable[..., dict[str, Any]]:
+    """plgpu.kernel of ``kernel(**refs)``; the last grid axis varies fastest.
+
+    The function returned takes the inputs by name and gives the outputs by name. Absent ones are None, for the kernel too. The axis of
+    the warpgroups is called "wg".
+    """
+
+    def launch(**inputs: jax.Array | None) -> dict[str, Any]:
+        present = {name: x for name, x in inputs.items() if x is not None}
+        wanted = {name: x for name, x in outputs.items() if x is not None}
+        buffers = {name: x for name, x in scratch.items() if x is not None}
+        absent = dict.fromkeys({*inputs, *outputs, *scratch} - {*present, *wanted, *buffers})
+        # Inside a shard_map that checks it, outputs have to say over which axes they vary.
+        kind = jax.sharding.ManualAxisType(varying=frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in present.values())))
+
+        def entry(*refs: Any, **scratch_refs: Any) -> None:
+            kernel(**dict(zip((*present, *wanted), refs, strict=True)), **absent, **scratch_refs)
+
+        found = plgpu.kernel(
+            entry,
+            out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=kind) for x in wanted.values()],
+            grid=tuple(grid.values()),
+            grid_names=tuple(grid),
+            num_threads=warpgroups,
+            thread_name="wg",
+            scratch_types=buffers,
+            # Each kernel orders its own accesses to shared memory: a barrier for every read that a later copy overwrites.
+            compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+            interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,  # type: ignore[attr-defined]
+            kernel_name=name,
+        )(*present.values())
+        return dict.fromkeys(outputs) | dict(zip(wanted, found, strict=True))
+
+    return launch
+
+
+def tile_transforms(columns: int, itemsize: int) -> tuple[Any, ...]:
+    """The layout in shared memory of tiles that wgmma reads, whose rows have so many columns."""
+    swizzle = min(columns * itemsize, 128)
+    return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
+
+
+def load(ref: Any, layout: Any = plgpu.Layout.WGMMA, *, optimized: bool = True) -> jax.Array:
+    """A tile in registers, as an accumulator is, or a vector beside one. Not optimized: from global memory, element by element."""
+    return plgpu.load(ref, layout=layout, optimized=optimized)  # type: ignore[call-arg]
+
+
+def copy_where(where: jax.Array | None, tile: Any, destination: Any, *, interpret: bool) -> None:
+    """Starts a copy of a tile to global memory, where the condition holds. GPU interpret mode has no predicates."""
+    if interpret and where is not None:
+        pl.when(where)(lambda: plgpu.copy_smem_to_gmem(tile, destination))
+    else:
+        plgpu.copy_smem_to_gmem(tile, destination, predicate=where)
+
+
+def one_of(*tiles: Any, interpret: bool) -> Any:
+    """Arrays in shared memory that take the same place, slot by slot. The race detector of GPU interpret mode tells no slots apart."""
+    return list(tiles) if interpret else plgpu.RefUnion(*tiles)
+
+
+def head_of(ref: Any, n: Any, p: Problem) -> Any:
+    """(S, D) of head n, in the layouts of ``stage.sequence_spec``; splits count as heads."""
+    if len(ref.shape) == 3:
+        return ref.at[n]
+    B, _, NH, _ = ref.shape
+    num_splits = p.BNH // (B * NH)
+    head, split = (n, 0) if num_splits == 1 else (divide(n, num_splits), remainder(n, num_splits))
+    return ref.at[divide(head, NH), pl.ds(split * p.S, p.S), remainder(head, NH)]
+
+
+@dataclasses.dataclass
+class _Sum:
+    value: jax.Array
+
+
+@dataclasses.dataclass(frozen=True)
+class Products:
+    """Products of one warpgroup. They run asynchronously: see ``read`` and ``wait``."""
+
+    interpret: bool
+
+    def add(self, accumulator: Any, a: Any, b: Any) -> None:
+        """accumulator += a b; a in shared memory or registers, b in shared memory."""
+        if self.interpret:
+            accumulator.value += jnp.dot(_loaded(a), _loaded(b), preferred_element_type=jnp.float32)
+        else:
+            plgpu.wgmma(accumulator, a, b)
+
+    def wait(self, pending: int) -> None:
+        """Until no more than so many products are running."""
+        if not self.interpret:
+            plgpu.wgmma_wait(pending)
+
+    def read(self, accumulator: Any, pending: int) -> jax.Array:
+        """The accumulator, when no more than so many products, issued after its own, are running."""
+        return accumulator.value if self.interpret else plgpu.wgmma_accumulator_load(accumulator, wait_n=pending)
+
+    def zeros(self, rows: int, columns: int) -> jax.Array:
+        return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), plgpu.Layout.WGMMA)
+
+    def from_zeros(self, issue: Callable[[Any], None], rows: int, columns: int) -> jax.Array:
+        """The accumulator after ``issue(accumulator)``."""
+        if self.interpret:
+            return self.onto(issue, jnp.zeros((rows, columns), jnp.float32))[0]
+
+        def scope(accumulator):
+            issue(accumulator)
+            return accumulator[...]
+
+        return pl.run_scoped(scope, plgpu.ACC((rows, columns), jnp.float32))
+
+    def onto(self, issue: Callable[..., None], *initial: jax.Array) -> Sequence[jax.Array]:
+        """The accumulators, which start from these values, after ``issue(*accumulators)``."""
+        if self.interpret:
+            sums = [_Sum(x) for x in initial]
+            issue(*sums)
+            plgpu.commit_smem()
+            return [x.value for x in sums]
+        return pl.run_state(lambda refs: issue(*refs))(tuple(plgpu.ACC.init(x) for x in initial))
+
+    def loop(self, accumulator: Any, count: Any, body: Callable[[jax.Array, Any], Any]) -> None:
+        """body(j, ()) for each j below count, which adds to the accumulator."""
+        if not self.interpret:
+            lax.fori_loop(np.int32(0), count, body, ())
+            return
+
+        def step(j, value):
+            accumulator.value = value
+            body(j, ())
+            return accumulator.value
+
+        accumulator.value = lax.fori_loop(np.int32(0), count, step, accumulator.value)
+
+    def release(self, *barriers: Any) -> None:
+        """The warpgroup has read what these barriers guard."""
+        if self.interpret:
+            plgpu.commit_smem()
+        for barrier in barriers:
+            plgpu.barrier_arrive(barrier)
+
+
+def _loaded(x: Any) -> jax.Array:
+    return x if isinstance(x, jax.Array) else x[...]

@@ -1,0 +1,217 @@
+"""recurrent_fw_H on Mosaic GPU: the fused scan of ``stages/recurrent_fw_H.py``.
+
+Grid (B * NH, DHHV / siz_b_DHHV). A CTA has num_warps / 4 warpgroups that compute and one that copies. Each of the former owns one or two
+blocks of 64 columns of C and of h; a block is kept transposed in registers, 64 x siz_b_loop floats, and is the left operand of C^T q.
+Copies into shared memory run num_stages chunks ahead. While the state's product runs, the outputs of the chunk are stored.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.launch_mosaic_gpu import (
+    BY_COLUMNS,
+    REGISTER_ROWS,
+    Products,
+    copy_where,
+    head_of,
+    load,
+    mosaic_call,
+    plgpu,
+    tile_transforms,
+)
+from mlstm_pallas.problem import Problem
+from mlstm_pallas.stage import Lowering, StageCall, sequence_shape
+from mlstm_pallas.stages.parallel_fw_P import Scores
+from mlstm_pallas.stages.recurrent_fw_H import mosaic_gpu_rows
+from mlstm_pallas.tiles import blocks, divide, remainder
+
+
+def _kernel(
+    q,  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
+    k,  # (B * NH, S, DHQK), or likewise
+    v,  # (B * NH, S, DHHV), or likewise
+    P,  # (B * NH, S, L), in the first launch
+    r,  # (B * NH, S)
+    abar,  # (B * NH, S)
+    gamma,  # (B * NH, NC)
+    C_initial,  # (B * NH, DHHV, DHQK), transposed, may be absent
+    partial,  # like v, h of the launches before, absent in the first
+    h,  # out, like v
+    C_last,  # out (B * NH, DHHV, siz_b_loop), transposed, may be absent
+    C_states,  # out (B * NH, stored, DHQK, DHHV), may be absent
+    out_tiles,  # shared (blocks of 64 columns, L, 64)
+    state_tiles,  # shared (warpgroups, 2, 64, 64), for C_states
+    *,
+    p: Problem,
+    launch: int,
+    siz_b_DHHV: int,
+    rows: int,
+    warpgroups: int,
+    num_stages: int,
+    store_every: int,
+    products: Products,
+):
+    n, column_block, wg = lax.axis_index("head"), lax.axis_index("columns"), lax.axis_index("wg")
+    L, R, dtype = p.L, REGISTER_ROWS, v.dtype
+    owned = siz_b_DHHV // (warpgroups * R)  # blocks of a warpgroup
+    transforms = functools.partial(tile_transforms, itemsize=dtype.itemsize)
+
+    def block(shape, index, **more):
+        return plgpu.BlockSpec(shape, index, **more)
+
+    def row(x):
+        return None if x is None else x.at[n]
+
+    def matrix(x):
+        return None if x is None else head_of(x, n, p)
+
+    values = block((L, siz_b_DHHV), lambda c: (c, column_block), transforms=transforms(siz_b_DHHV))
+    inputs = {
+        "q": (matrix(q), block((L, rows), lambda c: (c, launch), transforms=transforms(rows))),
+        "k": (matrix(k), block((L, rows), lambda c: (c, launch), transforms=transforms(rows))),
+        "v": (matrix(v), values),
+        "P": (row(P), block((L, L), lambda c: (c, 0), transforms=transforms(L))),
+        "r": (row(r), block((L,), lambda c: (c,))),
+        "abar": (row(abar), block((L,), lambda c: (c,))),
+        "partial": (matrix(partial), values),
+    }
+    inputs = {name: x for name, x in inputs.items() if x[0] is not None}
+    outputs = head_of(h, n, p)
+
+    def columns(b):
+        """Those of block b of the warpgroup: in the tile, in the array."""
+        start = pl.multiple_of((wg * owned + b) * R, R)
+        return pl.ds(start, R), pl.ds(column_block * siz_b_DHHV + start, R)
+
+    def store(value, tile, destination, pending, where=None):
+        """A transposed value; the tile is free when no more than so many copies are running."""
+        plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
+        tile.T[...] = value
+        plgpu.commit_smem()
+        copy_where(where, tile, destination, interpret=products.interpret)
+
+    def compute(pipeline):
+        CT = [products.zeros(R, rows) if C_initial is None else _initial(b) for b in range(owned)]
+        CT, _ = pipeline((CT, gamma[n, 0]))
+        if C_last is not None:
+            for b in range(owned):
+                C_last[n, columns(b)[1]] = CT[b]
+        plgpu.wait_smem_to_gmem(0)
+
+    def _initial(b):
+        own = C_initial.at[n, columns(b)[1], pl.ds(launch * rows, rows)]
+        return load(own, optimized=False)
+
+    def chunk(indices, *args):
+        (index,), (*refs, (CT, decay)) = indices, args
+        x, free = dict(zip(inputs, refs[: len(inputs)], strict=True)), dict(zip(inputs, refs[len(inputs) :], strict=True))
+        following = gamma[n, lax.min(index + 1, np.int32(p.NC - 1))]
+        row_scale = lax.broadcast_in_dim(load(x["r"], BY_COLUMNS), (R, L), [1])
+        weights = lax.broadcast_in_dim(load(x["abar"], BY_COLUMNS), (R, L), [1])
+        new = []
+        for b in range(owned):
+            own, destination = columns(b)
+
+            def inter(accumulator, CT=CT[b], destination=destination):
+                for j, start in enumerate(range(0, rows, R)):
+                    tile = CT[:, start : start + R].astype(dtype)
+                    products.add(accumulator, tile, x["q"].at[:, pl.ds(start, R)].T)
+                    products.wait(1)  # of two rounded tiles at a time
+                    if C_states is not None:  # a branch around the stores would take registers that there are not
+                        states = C_states.at[n, divide(index, store_every), pl.ds(start, R), destination]
+                        store(tile, state_tiles.at[wg, j % 2], states, 1, remainder(index, store_every) == 0)
+
+            hT = products.from_zeros(inter, R, L) * row_scale
+            if b == owned - 1:
+                products.release(free["q"])
+            if partial is not None:
+                hT += load(x["partial"].at[:, own].T).astype(jnp.float32)
+            vT = load(x["v"].at[:, own].T)
+            scaled = (vT.astype(jnp.float32) * weights).astype(dtype)
+
+            def rest(h_accumulator, C_accumulator, b=b, vT=vT, scaled=scaled, destination=destination):
+                if P is not None:
+                    products.add(h_accumulator, vT, x["P"].T)
+                products.add(C_accumulator, scaled, x["k"])
+                hT = products.read(h_accumulator, 1)
+                store(hT.astype(dtype), out_tiles.at[wg * owned + b], outputs.at[pl.ds(index * L, L), destination], owned - 1)
+
+            new.append(products.onto(rest, hT, CT[b] * decay)[1])
+        products.release(*(barrier for name, barrier in free.items() if name != "q"))
+        return new, following
+
+    plgpu.emit_pipeline_warp_specialized(
+        chunk,
+        grid=(p.NC,),
+        in_specs=[spec for _, spec in inputs.values()],
+        wg_axis="wg",
+        num_compute_wgs=warpgroups,
+        memory_registers=24,
+        max_concurrent_steps=num_stages,
+        manual_consumed_barriers=True,
+        compute_context=compute,
+    )(*(ref for ref, _ in inputs.values()))
+
+
+def recurrent_fw_H(
+    matQ: jax.Array,
+    matV: jax.Array,
+    scores: Scores,
+    scaGamma: jax.Array,
+    matC_initial: jax.Array | None,
+    return_last: bool,
+    store_every: int,
+    output_dtype: Any,
+    call: StageCall,
+) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
+    """Runs the stage: h, the last C, the stored C. The keys of the scores are not scaled."""
+    p, tiles, dtype, R = call.problem, call.tiles, matQ.dtype, REGISTER_ROWS
+    rows, warpgroups = mosaic_gpu_rows(tiles, p.DHQK), tiles.num_warps // 4
+    interpret = call.lowering is Lowering.MOSAIC_GPU_INTERPRET
+    tile = functools.partial(plgpu.SMEM, dtype=dtype, transforms=tile_transforms(R, dtype.itemsize))
+    C_last = jax.ShapeDtypeStruct((p.BNH, p.DHHV, rows), jnp.float32) if return_last else None
+    states = jax.ShapeDtypeStruct((p.BNH, p.NC // store_every, p.DHQK, p.DHHV), dtype) if store_every else None
+    found: dict[str, Any] = {"h": None}
+    lasts = []
+    for launch in range(blocks(p.DHQK, rows)):
+        found = mosaic_call(
+            functools.partial(
+                _kernel,
+                p=p,
+                launch=launch,
+                siz_b_DHHV=tiles.siz_b_DHHV,
+                rows=rows,
+                warpgroups=warpgroups,
+                num_stages=tiles.num_stages,
+                store_every=store_every,
+                products=Products(interpret),
+            ),
+            name="recurrent_fw_H",
+            grid={"head": p.BNH, "columns": blocks(p.DHHV, tiles.siz_b_DHHV)},
+            warpgroups=warpgroups + 1,
+            outputs={"h": sequence_shape(matV, p.DHHV, dtype), "C_last": C_last, "C_states": states},
+            scratch={
+                "out_tiles": tile((tiles.siz_b_DHHV // R, p.L, R)),
+                "state_tiles": tile((warpgroups, 2, R, R)) if store_every else None,
+            },
+            interpret=interpret,
+        )(
+            q=matQ,
+            k=scores.matK_scaled,
+            v=matV,
+            P=scores.matP if launch == 0 else None,
+            r=scores.vecR,
+            abar=scores.vecAbar,
+            gamma=scaGamma,
+            C_initial=None if matC_initial is None else matC_initial.mT,
+            partial=found["h"],
+        )
+        lasts.append(found["C_last"])
+    H = found["h"].astype(output_dtype)
+    return H, jnp.concatenate([x.mT for x in lasts], axis=1) if return_last else None, found["C_states"]
