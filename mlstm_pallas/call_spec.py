@@ -98,7 +98,12 @@ class CallSpec:
         if facts is None or self.backend is None or not Lowering(self.backend).mosaic_gpu or self.dtype.itemsize != 2:
             return None
         tiles = self.config.stage(name).mosaic_gpu or facts.heuristic(self.problem)
-        problem = self.problem.in_chunks_of(tiles.siz_b_LKV) if STAGES[name].fused else self.problem
+        problem = self.problem
+        if STAGES[name].fused:  # all of them in the chunks of the scan, and on Mosaic GPU with it
+            scan = tiles if name == "recurrent_fw_H" else self._mosaic_gpu_tiles("recurrent_fw_H")
+            if scan is None:
+                return None
+            problem = problem.in_chunks_of(scan.siz_b_LKV)
         return tiles if facts.takes(tiles, problem) else None
 
     @property

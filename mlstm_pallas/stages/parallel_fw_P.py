@@ -12,6 +12,7 @@ keys for it in memory. Bytes: R K itemsize.
 FLOPs: R (L + 1) K. Bytes: q, k, kbar and P, R (3 K + L) itemsize.
 """
 
+import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ from mlstm_pallas.gates import ChunkGates, causal, decay_matrix, vector_states
 from mlstm_pallas.launch import kernel_call
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Cost, Stage, StageCall, StageConfig, sequence_spec
+from mlstm_pallas.stage import MOSAIC_GPU_SHARED_BYTES, Cost, MosaicGpu, Stage, StageCall, StageConfig, sequence_spec
 from mlstm_pallas.tiles import Precision, causal_mask, decay_tile, dot
 
 
@@ -135,7 +136,14 @@ def parallel_fw_P(
     if call.plain:
         return _plain(matQ, matK, gates, vecN_initial, normaliser, call)
     p = call.problem
-    n, n_last = vector_states(_key_sums(matK, gates, call), gates.scaGamma, vecN_initial)
+    mosaic_gpu = call.lowering.mosaic_gpu
+    sums_call = dataclasses.replace(call, tiles=_TILES, lowering=call.lowering.without_mosaic_gpu) if mosaic_gpu else call
+    n, n_last = vector_states(_key_sums(matK, gates, sums_call), gates.scaGamma, vecN_initial)
+    if mosaic_gpu:
+        from mlstm_pallas.stages.mosaic_gpu.parallel_fw_P import parallel_fw_P as on_mosaic_gpu
+
+        P, r, z = on_mosaic_gpu(matQ, matK, n, gates, normaliser, call)
+        return Scores(P, matK, r, z, n, n_last, gates.per_step().vecAbar)
     steps = pl.BlockSpec((None, p.L), lambda c, b: (b, c))
     q, k = (sequence_spec(x, p, p.L, p.DHQK, lambda c, b: (b, c, 0)) for x in (matQ, matK))
     kbar = pl.BlockSpec((None, p.L, p.DHQK), lambda c, b: (b, c, 0))
@@ -193,13 +201,20 @@ def _cost(p: Problem, itemsize: int) -> Cost:
     return Cost(R * (p.L + 1) * K, itemsize * R * (3 * K + p.L) + 4 * floats)
 
 
+def _mosaic_gpu_takes(tiles: StageConfig, p: Problem) -> bool:
+    """q and k of a chunk are in shared memory, whole."""
+    return p.L == 64 and p.DHQK % 64 == 0 and 2 * (2 * p.L * p.DHQK + p.L * p.L) + 1024 <= MOSAIC_GPU_SHARED_BYTES
+
+
+_TILES = StageConfig(num_warps=4, num_stages=1)
 STAGE = Stage(
     name="parallel_fw_P",
     run=parallel_fw_P,
     inputs=("matQ", "matK", "chunk_gates", "vecN_initial"),
     search={"siz_b_DHQK": (32, 64, 128, 256), "num_warps": (1, 2, 4, 8)},
-    heuristic=lambda DHQK, dtype: StageConfig(num_warps=4, num_stages=1),
+    heuristic=lambda DHQK, dtype: _TILES,
     cost=_cost,
     loops=lambda tiles, p: (),  # no product in a loop, and little of the rest
     fused=True,
+    mosaic_gpu=MosaicGpu(search={}, heuristic=lambda p: StageConfig(), takes=_mosaic_gpu_takes),
 )

@@ -236,6 +236,10 @@ def recurrences(name: str, *given: Recurrence, call: StageCall) -> list[Recurren
     """Runs recurrences that do not depend on each other, in one launch under ``name``."""
     if call.plain:
         return [_plain(x, call) for x in given]
+    if call.lowering.mosaic_gpu:
+        from mlstm_pallas.stages.mosaic_gpu.recurrence import recurrences as on_mosaic_gpu
+
+        return [RecurrenceOutputs(X, X_last, None, None) for X, X_last in on_mosaic_gpu(name, given, call)]
     p, tiles = call.problem, shrunk(call.tiles, call.problem, len(given))
     num_splits = splits_of(tiles, p, len(given))
     if num_splits == 1:
@@ -281,18 +285,23 @@ def chunk_sums(x: jax.Array, call: StageCall) -> jax.Array:
 def _plain(x: Recurrence, call: StageCall) -> RecurrenceOutputs:
     acc = x.gamma.dtype
     a = call.chunks(x.a) if x.r is None else call.chunks(x.a).astype(acc) * call.chunks(x.r)[..., None]
-    updates = jnp.einsum("nclk,nclv->cnkv", a.astype(x.a.dtype), call.chunks(x.b), preferred_element_type=acc, precision=call.precision)
-    X_initial = jnp.zeros_like(updates[0]) if x.X_initial is None else x.X_initial
+    products = jnp.einsum("nclk,nclv->nckv", a.astype(x.a.dtype), call.chunks(x.b), preferred_element_type=acc, precision=call.precision)
+    X_initial = jnp.zeros_like(products[:, 0]) if x.X_initial is None else x.X_initial
 
-    def step(X, chunk):
-        gamma, update = chunk
-        return gamma[:, None, None] * X + update, X.astype(x.a.dtype)
+    def step(carry, chunk):
+        X, states = carry
+        index, gamma = chunk
+        X = gamma[:, None, None] * X + lax.dynamic_index_in_dim(states, index, 1, keepdims=False)
+        return (X, lax.dynamic_update_index_in_dim(states, X, index, 1)), None
 
-    X_last, X = lax.scan(step, X_initial, (x.gamma.T, updates), reverse=x.backward)
+    chunks = jnp.arange(x.gamma.shape[1]), x.gamma.T
+    (X_last, after), _ = lax.scan(step, (X_initial, products), chunks, reverse=x.backward)
+    states = [after[:, 1:], X_initial[:, None]] if x.backward else [X_initial[:, None], after[:, :-1]]
+    X = jnp.concatenate([y.astype(x.a.dtype) for y in states], axis=1)
     vectors: tuple[Any, Any] = (None, None)
     if x.x_initial is not None:
         vectors = vector_states(jnp.sum(a, axis=2), x.gamma, x.x_initial, backward=x.backward)
-    return RecurrenceOutputs(jnp.moveaxis(X, 0, 1), X_last if x.return_last else None, *vectors)
+    return RecurrenceOutputs(X, X_last if x.return_last else None, *vectors)
 
 
 # The facts that both stages share.

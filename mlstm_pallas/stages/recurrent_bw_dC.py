@@ -11,8 +11,10 @@ from typing import Any, NamedTuple
 import jax
 
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Cost, Stage, StageCall
+from mlstm_pallas.stage import MOSAIC_GPU_SHARED_BYTES, Cost, MosaicGpu, Stage, StageCall, StageConfig
 from mlstm_pallas.stages.recurrence import FACTS, Recurrence, recurrences
+
+MOSAIC_GPU_MIN_CTAS = 128  # of one recurrence; with fewer Triton's kernel, which splits sequences, is faster
 
 
 class StateGradients(NamedTuple):
@@ -61,9 +63,23 @@ def _cost(p: Problem, itemsize: int) -> Cost:
     return Cost(*(2 * x for x in FACTS["cost"](p, itemsize)))
 
 
+def _mosaic_gpu_takes(tiles: StageConfig, p: Problem) -> bool:
+    """Of 128 columns and up to 256 rows a CTA, where there are enough of them for the SMs of an H200."""
+    rows = next((size for size in (256, 192, 128, 64) if p.DHQK % size == 0), 0)
+    shared = 2 * (tiles.num_stages * 64 * (rows + 128) + 4 * 64 * 64) + 1024
+    if rows == 0 or p.DHHV % 128 or p.L % 64 or shared > MOSAIC_GPU_SHARED_BYTES:
+        return False
+    return p.BNH * (p.DHQK // rows) * (p.DHHV // 128) >= MOSAIC_GPU_MIN_CTAS
+
+
 STAGE = Stage(
     name="recurrent_bw_dC",
     run=recurrent_bw_dC,
     inputs=("matQ_scaled", "matDeltaH", "scaGamma", "matDeltaC_last", "matK_scaled", "matV", "matC_initial"),
     **FACTS | {"cost": _cost},
+    mosaic_gpu=MosaicGpu(
+        search=dict(num_stages=(3, 4, 5, 6)),
+        heuristic=lambda p: StageConfig(num_stages=4),
+        takes=_mosaic_gpu_takes,
+    ),
 )

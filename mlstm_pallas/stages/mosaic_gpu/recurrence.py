@@ -1,0 +1,157 @@
+"""The recurrences of ``stages/recurrence.py`` on Mosaic GPU, of operands that come scaled.
+
+Grid (B * NH times the number of recurrences, DHQK / rows, DHHV / 128). A CTA owns up to 256 rows and 128 columns of X. It has two
+warpgroups that multiply, each with 64 columns, kept transposed in registers, and one that copies num_stages tiles of 64 steps ahead.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.launch_mosaic_gpu import REGISTER_ROWS, Products, head_of, load, mosaic_call, plgpu, tile_transforms
+from mlstm_pallas.problem import Problem
+from mlstm_pallas.stage import Lowering, StageCall
+from mlstm_pallas.tiles import blocks, divide, remainder
+
+STEPS, COLUMNS = 64, 128  # of a tile, and of the block of a CTA
+
+
+def state_rows(DHQK: int) -> int:
+    """Of the block of a CTA."""
+    return next((size for size in (256, 192, 128, 64) if DHQK % size == 0), 0)
+
+
+def _kernel(
+    a_tiles,  # shared (stages, 64, rows)
+    b_tiles,  # shared (stages, 64, 128)
+    out_tiles,  # shared (2 warpgroups, 2, 64, 64)
+    full,  # barriers, one a stage
+    empty,
+    *,
+    p: Problem,
+    rows: int,
+    backward: Sequence[bool],
+    num_stages: int,
+    products: Products,
+    **refs,  # of recurrence j a_j (B * NH, S, DHQK) and b_j (B * NH, S, DHHV) or (B, S, NH, D), gamma_j (B * NH, NC), X_initial_j
+    # (B * NH, DHHV, DHQK) transposed, may be absent; out X_j (B * NH, NC, DHQK, DHHV), X_last_j (B * NH, DHHV, DHQK), may be absent
+):
+    wg, index = lax.axis_index("wg"), lax.axis_index("head")
+    R, of_chunk = REGISTER_ROWS, p.L // STEPS
+    own_rows = pl.ds(pl.multiple_of(lax.axis_index("rows") * rows, rows), rows)
+    columns = pl.ds(pl.multiple_of(lax.axis_index("columns") * COLUMNS, COLUMNS), COLUMNS)
+    own = pl.ds(pl.multiple_of(lax.axis_index("columns") * COLUMNS + wg * R, R), R)
+    head = remainder(index, p.BNH)
+
+    def chunk_at(c, j):
+        return p.NC - 1 - c if backward[j] else c
+
+    def copy(j):
+        a, b = (head_of(refs[f"{name}_{j}"], head, p) for name in "ab")
+
+        def one(step, _):
+            slot = remainder(step, num_stages)
+            tile = chunk_at(divide(step, of_chunk), j) * of_chunk + remainder(step, of_chunk)
+            steps = pl.ds(pl.multiple_of(tile * STEPS, STEPS), STEPS)
+            pl.when(step >= num_stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+            plgpu.copy_gmem_to_smem(a.at[steps, own_rows], a_tiles.at[slot], full.at[slot])
+            plgpu.copy_gmem_to_smem(b.at[steps, columns], b_tiles.at[slot], full.at[slot])
+            return _
+
+        total = p.NC * of_chunk
+        lax.fori_loop(np.int32(0), np.int32(total), one, ())
+        for step in range(max(total - num_stages, 0), total):  # the last releases; no barrier may be left in the middle of a phase
+            plgpu.barrier_wait(empty.at[step % num_stages])
+
+    def multiply(j):
+        gamma, X, X_initial, X_last = (refs[f"{name}_{j}"] for name in ("gamma", "X", "X_initial", "X_last"))
+
+        def chunk(c, carry):
+            XT, decay = carry
+            at = chunk_at(c, j)
+            following = gamma[head, chunk_at(lax.min(c + 1, np.int32(p.NC - 1)), j)]
+            for x in range(rows // R):
+                tile = out_tiles.at[wg, x % 2]
+                plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+                tile.T[...] = XT[:, x * R : (x + 1) * R].astype(X.dtype)
+                plgpu.commit_smem()
+                block = pl.ds(pl.multiple_of(lax.axis_index("rows") * rows + x * R, R), R)
+                plgpu.copy_smem_to_gmem(tile, X.at[head, at, block, own])
+
+            def add(accumulator):
+                def one(t, _):
+                    step = c * of_chunk + t
+                    slot = remainder(step, num_stages)
+                    plgpu.barrier_wait(full.at[slot])
+                    products.add(accumulator, b_tiles.at[slot, :, pl.ds(pl.multiple_of(wg * R, R), R)].T, a_tiles.at[slot])
+                    products.wait(1)
+                    pl.when(t > 0)(lambda: products.release(empty.at[remainder(step - 1, num_stages)]))
+                    return _
+
+                products.loop(accumulator, np.int32(of_chunk), one)
+                products.wait(0)
+                products.release(empty.at[remainder((c + 1) * of_chunk - 1, num_stages)])
+
+            (XT,) = products.onto(add, XT * decay)
+            return XT, following
+
+        XT = products.zeros(R, rows) if X_initial is None else load(X_initial.at[head, own, own_rows], optimized=False)
+        XT, _ = lax.fori_loop(np.int32(0), np.int32(p.NC), chunk, (XT, gamma[head, chunk_at(np.int32(0), j)]))
+        if X_last is not None:
+            X_last[head, own, own_rows] = XT
+        plgpu.wait_smem_to_gmem(0)
+
+    def for_own_recurrence(run):
+        for j in range(len(backward)):
+            pl.when(divide(index, p.BNH) == j)(functools.partial(run, j))
+
+    @pl.when(wg == 2)
+    def _():
+        plgpu.set_max_registers(40, action="decrease")
+        for_own_recurrence(copy)
+
+    @pl.when(wg < 2)
+    def _():
+        plgpu.set_max_registers(232, action="increase")
+        for_own_recurrence(multiply)
+
+
+def recurrences(name: str, given: Sequence[Any], call: StageCall) -> list[tuple[jax.Array, jax.Array | None]]:
+    """X and the last X of each ``Recurrence``, in one launch."""
+    p, dtype, num_stages = call.problem, given[0].a.dtype, call.tiles.num_stages
+    rows, interpret, R = state_rows(p.DHQK), call.lowering is Lowering.MOSAIC_GPU_INTERPRET, REGISTER_ROWS
+    inputs: dict[str, Any] = {}
+    outputs: dict[str, Any] = {}
+    for j, x in enumerate(given):
+        inputs |= {f"a_{j}": x.a, f"b_{j}": x.b, f"gamma_{j}": x.gamma, f"X_initial_{j}": None if x.X_initial is None else x.X_initial.mT}
+        last = jax.ShapeDtypeStruct((p.BNH, p.DHHV, p.DHQK), jnp.float32) if x.return_last else None
+        outputs |= {f"X_{j}": jax.ShapeDtypeStruct((p.BNH, p.NC, p.DHQK, p.DHHV), dtype), f"X_last_{j}": last}
+
+    def tile(shape):
+        return plgpu.SMEM(shape, dtype, transforms=tile_transforms(shape[-1], dtype.itemsize))
+
+    found = mosaic_call(
+        functools.partial(
+            _kernel, p=p, rows=rows, backward=tuple(x.backward for x in given), num_stages=num_stages, products=Products(interpret)
+        ),
+        name=name,
+        grid={"head": len(given) * p.BNH, "rows": blocks(p.DHQK, rows), "columns": blocks(p.DHHV, COLUMNS)},
+        warpgroups=3,
+        outputs=outputs,
+        scratch={
+            "a_tiles": tile((num_stages, STEPS, rows)),
+            "b_tiles": tile((num_stages, STEPS, COLUMNS)),
+            "out_tiles": tile((2, 2, R, R)),
+            "full": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
+            "empty": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
+        },
+        interpret=interpret,
+    )(**inputs)
+    lasts = [found[f"X_last_{j}"] for j in range(len(given))]
+    return [(found[f"X_{j}"], None if last is None else last.mT) for j, last in enumerate(lasts)]
