@@ -37,8 +37,12 @@ def _backward(spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangen
     if not spec.has_initial_state:
         x = x._replace(c_initial=None)
     if stored is None:
-        # Else XLA sees that the forward pass computed the same states, and keeps those.
+        # Else XLA sees that the forward pass computed the same states, and keeps those. On CPUs a barrier copies what passes it: k and v do
+        # not, as states and scores differ by the others.
+        k, v = x.k, x.v
         x = lax.optimization_barrier(x)
+        if lowering is Lowering.XLA:
+            x = x._replace(k=k, v=v)
     dh, last = cotangents.h, cotangents.last or States(None, jnp.zeros_like(x.n_initial), None)
     m_states = None if stored is None else stored.m
     gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, spec.input_gate, m_states, call=spec.call("chunk_gates", lowering))

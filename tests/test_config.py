@@ -45,6 +45,31 @@ def test_the_chunk_is_clamped_to_the_sequence():
     assert config_for(64, 64, 1, BF16).L == 16
 
 
+@pytest.mark.parametrize(
+    ("DHQK", "DHHV", "S", "L"),
+    [
+        (16, 32, 1024, 64),
+        (64, 128, 2048, 64),
+        (128, 128, 4096, 64),
+        (128, 256, 1024, 128),
+        (256, 512, 1024, 256),
+        (1024, 1024, 1024, 256),
+        (256, 512, 1000, 256),  # padded to 1024 with any
+        (256, 512, 640, 128),  # a chunk of 256 pads to 768
+        (256, 512, 300, 64),
+        (256, 512, 1, 16),
+    ],
+)
+def test_the_chunk_of_the_plain_form_grows_with_the_heads_and_adds_no_padding(DHQK, DHHV, S, L):
+    assert config_for(DHQK, DHHV, S, BF16).L == L
+
+
+def test_the_chunk_of_the_plain_form_yields_to_what_is_explicit_and_is_not_for_gpus():
+    assert config_for(256, 512, 1024, BF16, chunk_size=64).L == 64
+    assert config_for(256, 512, 1024, BF16, explicit=KernelConfig(chunk_size=32)).L == 32
+    assert config_for(256, 512, 1024, BF16, device_kind="a GPU without a tuning file").L == 64
+
+
 def test_a_config_that_is_not_filled_has_no_chunk_size_and_no_tiles():
     with pytest.raises(ValueError, match=r"config\.chunk_size is None"):
         _ = KernelConfig().L
