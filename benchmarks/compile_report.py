@@ -1,10 +1,12 @@
 """Compiles the kernels of mlstm_chunkwise or mlstm_recurrent_step for a named GPU and prints their registers, spills and shared memory.
 
     python benchmarks/compile_report.py --device=H200 --heads=128/256,256/512 --dtype=bfloat16
+    python benchmarks/compile_report.py --device=H200 --dtype=bfloat16 --direction=fwbw --backend=mosaic_gpu
 
 It needs no GPU. Each kernel is one row, printed as soon as it is compiled. The exit code is 1 where a kernel does not compile or does
 not fit, and 2 where the request is wrong. The compiler is the Triton package, not the build of Triton inside XLA: spills and shared
-memory can differ a little from those of the kernels that run.
+memory can differ a little from those of the kernels that run. Mosaic GPU kernels are compiled by XLA itself, which needs JAX's CUDA
+packages; their ptxas can be another one than that of the machine with the GPU.
 """
 
 import atexit
@@ -112,7 +114,8 @@ class Usage:
       shared_bytes: per CTA.
       wgmma, mma, cp_async: instructions in the code: Hopper's matrix products, those of other generations, asynchronous copies.
       wgmma_serialized: whether ptxas makes every wgmma wait for the one before.
-      compile_seconds: Triton IR to machine code.
+      compile_seconds: Triton IR to machine code; of a Mosaic GPU kernel from its jaxpr on.
+      messages: codes of what ptxas says of wgmma, C75..
     """
 
     registers: int
@@ -124,6 +127,7 @@ class Usage:
     cp_async: int
     wgmma_serialized: bool
     compile_seconds: float
+    messages: tuple[str, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,7 +228,7 @@ def lowered_kernels(fn: Callable, *shapes: jax.ShapeDtypeStruct, device: Device)
 def parse_ptxas(log: str) -> tuple[int, int, int]:
     """(registers, bytes of spill stores, bytes of spill loads) per thread of a kernel and its functions, from the log of ptxas -v."""
     registers = re.findall(r"Used (\d+) registers", log)
-    spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", log)
+    spills = re.findall(r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)  # a warning says it a second time
     if not registers or not spills:
         raise ValueError(f"no registers or spills in the output of ptxas -v: {log!r}")
     return max(map(int, registers)), sum(int(store) for store, _ in spills), sum(int(load) for _, load in spills)
@@ -278,9 +282,14 @@ def _compile(ir: str, num_warps: int, num_stages: int, capability: int) -> Usage
         wgmma=ptx.count("wgmma.mma_async"),
         mma=len(re.findall(r"\bmma\.sync|tcgen05\.mma", ptx)),
         cp_async=len(re.findall(r"cp\.async\.c[ag]\.", ptx)),
-        wgmma_serialized="wgmma.mma_async instructions are serialized" in log.getvalue(),
         compile_seconds=seconds,
+        **_messages(log.getvalue()),
     )
+
+
+def _messages(log: str) -> dict[str, Any]:
+    codes = tuple(sorted(set(re.findall(r"\((C75\d\d)\)", log))))
+    return dict(wgmma_serialized="wgmma.mma_async instructions are serialized" in log, messages=codes)
 
 
 def _send_stderr_to(path: str) -> None:
@@ -323,16 +332,186 @@ def compile_kernel(ir: str, num_warps: int, num_stages: int, capability: int) ->
     raise CompileError(f"{cause}; {reason[0][:200]}" if reason else cause)
 
 
-def _compiled_row(row: Row, kernel: Lowered, device: Device) -> Row:
-    usage, cause = None, kernel.cause
-    if not cause:
+# ---------------------------------------------------------------- Mosaic GPU
+
+# Where Mosaic GPU writes what it compiles. It reads these when jax is imported.
+DUMP = dict(MOSAIC_GPU_DUMP_PTX="1", MOSAIC_GPU_DUMP_PTXAS="1", MOSAIC_GPU_DUMP_RESOURCES="1")
+# A Hopper GPU as XLA describes it, to compile for without one.
+HOPPER = """
+gpu_device_info {
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  shared_memory_per_block: 49152
+  shared_memory_per_core: 233472
+  threads_per_core_limit: 2048
+  core_count: 132
+  fpus_per_core: 128
+  block_dim_limit_x: 2147483647
+  block_dim_limit_y: 65535
+  block_dim_limit_z: 65535
+  memory_bandwidth: 4814272000000
+  l2_cache_size: 62914560
+  clock_rate_ghz: 1.98
+  device_memory_size: 150121545728
+  shared_memory_per_block_optin: 232448
+  cuda_compute_capability { major: 9 }
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+}
+platform_name: "CUDA"
+dnn_version_info { major: 9 minor: 12 }
+device_description_str: "NVIDIA H200"
+"""
+
+
+def _compile_mosaic_gpu(call: "Call", folder: str) -> list[tuple[Lowered, Usage | None]]:
+    """Of each distinct Mosaic GPU kernel; for a process of its own, started with MOSAIC_GPU_DUMP_TO=folder."""
+    from jax.experimental import topologies
+    from jax.sharding import NamedSharding, PartitionSpec
+
+    topology = topologies.get_topology_desc(platform="cuda", target_config=HOPPER, topology="1x1x1")
+    sharding = NamedSharding(topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",)), PartitionSpec())
+    found = {}
+    for equation in equations(trace(call.function(), *call.shapes(), device=call.device), "mpmd_map"):
+        if str(equation) in found:
+            continue
+        (mesh,) = equation.params["meshes"]
+        kernel = Lowered(equation.params["name"], (*mesh.grid, *mesh.cluster), 4 * (mesh.num_threads or 1), 0)
+        for name in os.listdir(folder):
+            os.unlink(os.path.join(folder, name))
+        args = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype, sharding=sharding) for x in equation.invars]
+        start, usage = time.perf_counter(), None
+        try:
+            jax.jit(functools.partial(equation.primitive.bind, **equation.params)).lower(*args).compile()
+            usage = _dumped_usage(folder, time.perf_counter() - start)
+        except Exception as error:
+            kernel = dataclasses.replace(kernel, cause=_one_line(error))
+        found[str(equation)] = kernel, usage
+    return list(found.values())
+
+
+def _dumped_usage(folder: str, seconds: float) -> Usage:
+    def dumped(suffix: str) -> str:
+        (name,) = (name for name in os.listdir(folder) if name.endswith(suffix))
+        with open(os.path.join(folder, name), errors="replace") as file:
+            return file.read()
+
+    log, ptx, resources = dumped(".ptxas"), dumped(".ptx"), dumped(".resources.txt")
+    return Usage(
+        *parse_ptxas(log),
+        shared_bytes=parse_resources(resources),
+        wgmma=ptx.count("wgmma.mma_async"),
+        mma=0,
+        cp_async=ptx.count("cp.async.bulk.tensor"),
+        compile_seconds=seconds,
+        **_messages(log),
+    )
+
+
+def parse_resources(text: str) -> int:
+    """Shared memory of a Mosaic GPU kernel: its buffers, and 8 bytes for each barrier."""
+    found = re.search(r"smem_scratch_bytes=(\d+)", text)
+    if not found:
+        raise ValueError(f"no shared memory in the resources of a kernel: {text!r}")
+    return int(found[1]) + 8 * sum(int(size) * int(count) for size, count in re.findall(r"num_barriers=(\d+)[^:}]*\): (\d+)", text))
+
+
+def mosaic_gpu_kernels(call: "Call") -> list[tuple[Lowered, Usage | None]]:
+    """The distinct Mosaic GPU kernels of a call, compiled in a process of its own."""
+    if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
+        raise RequestError("compiling Mosaic GPU kernels needs JAX's CUDA packages: pip install 'mlstm_pallas[cuda]'")
+    with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile(suffix=".stderr") as stderr:
+        # A compiled program from the user's cache would leave nothing in the folder.
+        changed = DUMP | dict(MOSAIC_GPU_DUMP_TO=folder, JAX_PLATFORMS="cpu", JAX_ENABLE_COMPILATION_CACHE="false")
+        before = {name: os.environ.get(name) for name in changed}
+        os.environ.update(changed)
+        try:
+            context = multiprocessing.get_context("spawn")
+            with ProcessPoolExecutor(1, mp_context=context, initializer=_send_stderr_to, initargs=(stderr.name,)) as pool:
+                return pool.submit(_compile_mosaic_gpu, call, folder).result()
+        except BrokenProcessPool:
+            text = stderr.read().decode(errors="replace")
+            raise CompileError(f"the compiler crashed; {' '.join(text.split())[-200:]}") from None
+        finally:
+            for name, value in before.items():
+                if value is None:
+                    del os.environ[name]
+                else:
+                    os.environ[name] = value
+
+
+# ---------------------------------------------------------------- the report
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A call whose kernels are compiled; see ``report``. It can be sent to another process."""
+
+    device: Device
+    DHQK: int
+    DHHV: int
+    dtype: str
+    seqlen: int = 8192
+    chunk_size: int | None = None
+    config: KernelConfig | None = None
+    direction: str = "fwd"
+    variant: str = "exp"
+    backend: str = "triton"
+
+    @property
+    def dims(self) -> tuple[int, ...]:
+        return BATCH, NUM_HEADS, 1 if self.direction == "step" else self.seqlen
+
+    def spec(self) -> CallSpec:
+        dtype = jnp.dtype(self.dtype)
+        chosen = dict(device_kind=self.device.kind, chunk_size=self.chunk_size, explicit=self.config)
+        filled = config_for(self.DHQK, self.DHHV, self.dims[2], dtype, **chosen)
+        problem = make_problem((*self.dims, self.DHQK), self.DHHV, filled.L, pad_heads=True)
+        return CallSpec(problem, filled, dtype, DEFAULT_NORMALISER, backend=self.backend)
+
+    def shapes(self) -> list[jax.ShapeDtypeStruct]:
+        rows, dtype = self.dims, jnp.dtype(self.dtype)
+        if self.direction == "step":
+            rows = rows[:2]
+        elif self.variant == "BTNH":
+            rows = (rows[0], rows[2], rows[1])
+        qk, v = (jax.ShapeDtypeStruct((*rows, size), dtype) for size in (self.DHQK, self.DHHV))
+        gate = jax.ShapeDtypeStruct(rows, jnp.float32)
+        if self.direction == "step":
+            return [qk, qk, v, gate, gate, jax.ShapeDtypeStruct((*qk.shape, self.DHHV), dtype), qk, gate]
+        return [qk, qk, v, gate, gate, jax.ShapeDtypeStruct((BATCH, self.seqlen), jnp.int32)]
+
+    def function(self) -> Callable[..., Any]:
+        options = dict(VARIANTS[self.variant], backend=self.backend, config=self.config)
+
+        def forward(q, k, v, i, f, segment_ids):
+            ids = segment_ids if self.variant == "packed" else None
+            return mlstm_chunkwise(q, k, v, i, f, segment_ids=ids, chunk_size=self.chunk_size, **options)
+
+        def gradient(*args):
+            return jax.grad(lambda *xs: jnp.sum(forward(*xs), dtype=jnp.float32), argnums=(0, 1, 2, 3, 4))(*args)
+
+        def step(q, k, v, i, f, c, n, m):
+            return mlstm_recurrent_step(q, k, v, i, f, c, n, None if "input_gate" in VARIANTS[self.variant] else m, **options)
+
+        return dict(fwd=forward, fwbw=gradient, step=step)[self.direction]
+
+    def kernels(self) -> list[tuple[Lowered, Usage | None]]:
+        """Triton kernels, which are not compiled yet, and those of Mosaic GPU, which are."""
+        triton = [(kernel, None) for kernel in lowered_kernels(self.function(), *self.shapes(), device=self.device)]
+        return triton + (mosaic_gpu_kernels(self) if self.backend == "mosaic_gpu" else [])
+
+
+def _compiled_row(row: Row, kernel: Lowered, usage: Usage | None, device: Device) -> Row:
+    cause = kernel.cause
+    if usage is None and not cause:
         try:
             usage = compile_kernel(kernel.ir, kernel.num_warps, kernel.num_stages, device.capability)
         except CompileError as error:
             cause = str(error)
     if usage and usage.shared_bytes > device.shared_bytes:
         cause = f"takes {usage.shared_bytes} bytes of shared memory, the device has {device.shared_bytes}"
-    launch = dict(grid=kernel.grid, num_warps=kernel.num_warps, num_stages=kernel.num_stages)
+    launch = dict(grid=kernel.grid, num_warps=kernel.num_warps, num_stages=kernel.num_stages or row.num_stages)
     return dataclasses.replace(row, **launch, usage=usage, cause=cause)
 
 
@@ -347,6 +526,7 @@ def report(
     config: KernelConfig | None = None,
     direction: str = "fwd",
     variant: str = "exp",
+    backend: str = "triton",
 ) -> Iterator[Row]:
     """Compiles the kernels of mlstm_chunkwise or mlstm_recurrent_step and yields a row for each.
 
@@ -359,6 +539,7 @@ def report(
       chunk_size, config: as in mlstm_chunkwise.
       direction: "fwd", "fwbw" for the gradient with its forward, or "step" for one recurrent step, with states of the dtype.
       variant: a name in VARIANTS.
+      backend: "triton", or "mosaic_gpu": the Mosaic GPU kernels, and the Triton ones of the other stages.
     """
     target = find_device(device)
     try:
@@ -374,56 +555,37 @@ def report(
     if direction == "step" and variant in NOT_OF_STEPS:
         raise RequestError(f"a step has no variant {variant}")
 
-    def forward(q, k, v, i, f, segment_ids):
-        ids = segment_ids if variant == "packed" else None
-        launch = dict(chunk_size=chunk_size, backend="triton", config=config)
-        return mlstm_chunkwise(q, k, v, i, f, segment_ids=ids, **VARIANTS[variant], **launch)
-
-    def gradient(*args):
-        return jax.grad(lambda *xs: jnp.sum(forward(*xs), dtype=jnp.float32), argnums=(0, 1, 2, 3, 4))(*args)
-
-    def step(q, k, v, i, f, c, n, m):
-        m = None if "input_gate" in VARIANTS[variant] else m
-        return mlstm_recurrent_step(q, k, v, i, f, c, n, m, **VARIANTS[variant], backend="triton", config=config)
-
-    functions = dict(fwd=forward, fwbw=gradient, step=step)
-    if direction == "step":
-        seqlen = 1
     for DHQK, DHHV in heads:
-        for dtype in map(jnp.dtype, dtypes):
-            rows = BATCH, NUM_HEADS, seqlen
-            filled = config_for(DHQK, DHHV, seqlen, dtype, device_kind=target.kind, chunk_size=chunk_size, explicit=config)
-            problem = make_problem((*rows, DHQK), DHHV, filled.L, pad_heads=True)
-            spec = CallSpec(problem, filled, dtype, DEFAULT_NORMALISER)
-            case = Row(device, DHQK, DHHV, dtype.name, "(tracing)", problem.L)
-            qk, v, gate = (jax.ShapeDtypeStruct(s, d) for s, d in (((*rows, DHQK), dtype), ((*rows, DHHV), dtype), (rows, jnp.float32)))
-            if variant == "BTNH":
-                B, NH, S = range(3)
-                qk, v, gate = (jax.ShapeDtypeStruct([x.shape[n] for n in (B, S, NH)] + [*x.shape[3:]], x.dtype) for x in (qk, v, gate))
-            args = qk, qk, v, gate, gate, jax.ShapeDtypeStruct((BATCH, seqlen), jnp.int32)
-            if direction == "step":
-                qk, v, gate = (jax.ShapeDtypeStruct((*x.shape[:2], *x.shape[3:]), x.dtype) for x in (qk, v, gate))
-                args = qk, qk, v, gate, gate, jax.ShapeDtypeStruct((*qk.shape, DHHV), dtype), qk, gate
+        for dtype in dtypes:
+            call = Call(target, DHQK, DHHV, dtype, seqlen, chunk_size, config, direction, variant, backend)
+            spec = call.spec()
+            case = Row(device, DHQK, DHHV, dtype, "(tracing)", spec.problem.L)
             try:
-                kernels = lowered_kernels(functions[direction], *args, device=target)
+                kernels = call.kernels()
+            except RequestError:
+                raise
             except Exception as error:
                 yield dataclasses.replace(case, cause=_one_line(error))
                 continue
-            names = list(dict.fromkeys(kernel.name for kernel in kernels))
+            names = list(dict.fromkeys(kernel.name for kernel, _ in kernels))
             if missing := [stage for stage in stages if stage not in names]:
                 raise RequestError(f"no stage {', '.join(missing)} in {direction}, there are {', '.join(names)}")
-            for kernel in kernels:
+            for kernel, usage in kernels:
                 if not stages or kernel.name in stages:
-                    yield _compiled_row(dataclasses.replace(case, stage=kernel.name, **_tiling(kernel.name, spec)), kernel, target)
+                    row = dataclasses.replace(case, stage=kernel.name, **_tiling(kernel.name, spec))
+                    yield _compiled_row(row, kernel, usage, target)
 
 
 def _tiling(name: str, spec: CallSpec) -> dict[str, Any]:
     """The chunk size of a kernel, and of a stage the tiles that it reads."""
     if name not in STAGES:
         return {}
-    stage = STAGES[name]
-    call = spec.call(name, Lowering.TRITON, spec.fused_problem if stage.fused else None)
-    return dict(chunk_size=call.problem.L, config={field: getattr(call.tiles, field) for field in stage.search})
+    stage, lowering = STAGES[name], Lowering(spec.backend or Lowering.TRITON)
+    call = spec.call(name, lowering, spec.fused_problem if stage.fused else None)
+    facts = stage.mosaic_gpu if call.lowering.mosaic_gpu else stage
+    assert facts is not None, name
+    config = {field: getattr(call.tiles, field) for field in facts.search}
+    return dict(chunk_size=call.problem.L, config=config, num_stages=call.tiles.num_stages)
 
 
 TILES = {"siz_b_LQ": "LQ", "siz_b_LKV": "LKV", "siz_b_DHQK": "DQK", "siz_b_DHHV": "DHV", "siz_b_loop": "loop"}
@@ -446,7 +608,8 @@ def table_row(row: Row) -> str:
         return _table_line([*cells, *["-"] * 7, row.cause])
     cells += [usage.registers, f"{usage.spill_store_bytes}/{usage.spill_load_bytes}", f"{usage.shared_bytes / 1024:.1f}/{limit}"]
     cells += [usage.wgmma, usage.mma, usage.cp_async, f"{usage.compile_seconds:.1f}"]
-    return _table_line([*cells, "; ".join(filter(None, (row.cause, "wgmma serialized" if usage.wgmma_serialized else "")))])
+    serialized = "wgmma serialized" if usage.wgmma_serialized else ""
+    return _table_line([*cells, "; ".join(filter(None, (row.cause, serialized, " ".join(usage.messages))))])
 
 
 def parse_heads(text: str) -> tuple[int, int]:
@@ -488,6 +651,7 @@ def define_flags(values: flags.FlagValues) -> None:
     )
     flags.DEFINE_enum("direction", "fwd", list(DIRECTIONS), "Forward, gradient with it, or one recurrent step.", flag_values=values)
     flags.DEFINE_enum("variant", "exp", list(VARIANTS), "Input gate and normaliser; packed: exp with segment_ids.", flag_values=values)
+    flags.DEFINE_enum("backend", "triton", ["triton", "mosaic_gpu"], "The kernels of mosaic_gpu are for H100 and H200.", flag_values=values)
     flags.DEFINE_bool("jsonl", False, "Print JSON lines, with sizes in bytes, not a table.", flag_values=values)
 
 
@@ -506,6 +670,7 @@ def run(options: flags.FlagValues) -> int:
             config=parse_config(options.config) if options.config else None,
             direction=options.direction,
             variant=options.variant,
+            backend=options.backend,
         )
         for index, row in enumerate(rows):
             if index == 0 and not options.jsonl:

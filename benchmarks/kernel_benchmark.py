@@ -4,6 +4,7 @@ r"""Times a stage, the forward pass, or the forward and backward pass of mlstm_p
     python benchmarks/kernel_benchmark.py --shape=7b-8k,8x16x8192x128x128 --direction=fwd,fwbw --impl=all --markdown
     python benchmarks/kernel_benchmark.py --shape=seqlen --impl=all --jsonl=seqlen.jsonl --plot=seqlen.png
     python benchmarks/kernel_benchmark.py --stage=recurrent_fw_C,parallel_bw_dQKV --impl=triton,xla --dtype=bfloat16,float32
+    python benchmarks/kernel_benchmark.py --stage=recurrent_fw_H,parallel_bw_dQKV --impl=triton,mosaic_gpu              # on Hopper
     python benchmarks/kernel_benchmark.py --from_jsonl=seqlen.jsonl,more.jsonl --plot=seqlen.png --markdown         # measures nothing
 
 Outputs are checked before they are timed, on the first, a middle and the last head (of more than 32768 steps on the last alone), in
@@ -162,6 +163,26 @@ def swap_heads(*arrays: jax.Array) -> list[jax.Array]:
     return [jnp.swapaxes(x, 1, 2) for x in arrays]
 
 
+def call_spec(backend: str, shape: Shape, dtype: str, config: KernelConfig) -> CallSpec:
+    problem = make_problem(shape[:4], shape.DHHV, config.L, pad_heads=backend != "xla")
+    return CallSpec(problem, config, jnp.dtype(dtype), NORMALISER, backend=backend)
+
+
+def config_row(spec: CallSpec) -> dict[str, Any]:
+    """The config of a call; of a stage that runs on Mosaic GPU the tiles of that kernel, and of the others none."""
+    row = {name: dict(x) if isinstance(x, dict) else x for name, x in spec.config.as_row().items()}
+    for name in STAGES.keys() & row.keys():
+        row[name].pop("mosaic_gpu", None)
+    for name, tiles in spec.mosaic_gpu:
+        fields = [*STAGES[name].mosaic_gpu.search, *["num_splits"] * (tiles.num_splits is not None)]
+        row[name] = {"mosaic_gpu": {field: getattr(tiles, field) for field in fields}}
+    return row
+
+
+class NoSuchKernel(ValueError):
+    """The backend has no kernel of its own for a stage."""
+
+
 class MlstmPallas(peers.JaxImplementation):
     """mlstm_chunkwise on a backend."""
 
@@ -178,7 +199,7 @@ class MlstmPallas(peers.JaxImplementation):
         self.name, self.variant, self.oracle, self.recompute_states_in_bw = backend, variant, ORACLE_OF[variant], recompute_states_in_bw
         kind = target_device_kind()
         self.filled = config_for(*shape[3:], shape.S, jnp.dtype(dtype), device_kind=kind, chunk_size=chunk_size, explicit=config)
-        self.config = self.filled.as_row()
+        self.config = config_row(call_spec(backend, shape, dtype, self.filled))
 
     def computation(self, inputs, direction):
         options = dict(backend=self.name, config=self.filled, recompute_states_in_bw=self.recompute_states_in_bw, **VARIANTS[self.variant])
@@ -213,24 +234,45 @@ class MlstmPallasStage(MlstmPallas):
     def __init__(self, stage: str, backend: str, shape: Shape, dtype: str, *args: Any):
         super().__init__(backend, shape, dtype, *args)
         self.stage = STAGES[stage]
-        p = make_problem(shape[:4], shape.DHHV, self.filled.L, pad_heads=backend != "xla")
+        spec = call_spec(backend, shape, dtype, self.filled)
+        p = spec.problem
         if shape != (p.B, p.NH, p.S, p.DHQK, p.DHHV):
             raise ValueError(f"a stage by itself is not padded: its tiles need S, DHQK, DHHV = {p.S}, {p.DHQK}, {p.DHHV}")
-        spec = CallSpec(p, self.filled, jnp.dtype(dtype), NORMALISER)
         self.call = spec.call(stage, Lowering(backend), spec.fused_problem if self.stage.fused else None)
+        if Lowering(backend).mosaic_gpu and not self.call.lowering.mosaic_gpu:
+            raise NoSuchKernel(f"{stage} has no Mosaic GPU kernel for this shape and dtype")
 
     def phases(self, shape, itemsize, direction):
         return (self.stage.cost(self.call.problem, itemsize),)
 
     def computation(self, inputs, direction):
-        return functools.partial(self.stage.run, call=self.call), [inputs[name] for name in self.stage.inputs]
+        arrays = dict(inputs)
+        if self.keys_unscaled and self.stage.name == "recurrent_fw_H":
+            abar = inputs["chunk_gates"].per_step().vecAbar
+            arrays["parallel_fw_P"] = inputs["parallel_fw_P"]._replace(matK_scaled=inputs["matK"], vecAbar=abar)
+
+        def run(*args):
+            return self.without_keys(self.stage.run(*args, call=self.call))
+
+        return run, [arrays[name] for name in self.stage.inputs]
+
+    @property
+    def keys_unscaled(self) -> bool:
+        """On Mosaic GPU recurrent_fw_H scales the keys, and not parallel_fw_P."""
+        return self.call.lowering.mosaic_gpu and self.stage.name in ("parallel_fw_P", "recurrent_fw_H")
+
+    def without_keys(self, outputs):
+        """The outputs, of parallel_fw_P without the keys where they are returned as they came."""
+        if self.keys_unscaled and self.stage.name == "parallel_fw_P":
+            return outputs._replace(matK_scaled=None, vecAbar=None)
+        return outputs
 
     def oracle_arguments(self, inputs):
         return [inputs[name] for name in self.stage.inputs], None
 
     def reference(self, *args):
         heads = jax.tree.leaves(args)[0].shape[0]
-        return written(plain(self.stage, dataclasses.replace(self.call.problem, B=1, NH=heads))(*args))
+        return self.without_keys(written(plain(self.stage, dataclasses.replace(self.call.problem, B=1, NH=heads))(*args)))
 
     def finite(self, outputs):
         return super().finite(written(outputs))
@@ -286,7 +328,7 @@ class Case:
 
     def expected(self, impl: peers.Implementation) -> tuple[np.ndarray, Any]:
         """Indices of the checked heads, and the expected outputs of these, float64."""
-        key = (self.stage, impl.call.problem.L) if isinstance(impl, MlstmPallasStage) else impl.oracle
+        key = (self.stage, impl.call.problem.L, impl.keys_unscaled) if isinstance(impl, MlstmPallasStage) else impl.oracle
         if key not in self._expected:
             args, cotangent = impl.oracle_arguments(self.inputs_of(impl))
             index = self.checked_heads(math.prod(jax.tree.leaves(args)[0].shape[: impl.head_axes]))
@@ -423,7 +465,7 @@ def measured_records(options: flags.FlagValues, request: Request) -> Iterator[Re
                         built = peers.PEERS[impl]()
                     measure(record, case, built, options.repeats, request.rates[dtype])
                 except Exception as error:
-                    record.status = "failed" if ours else "skipped"
+                    record.status = "failed" if ours and not isinstance(error, NoSuchKernel) else "skipped"
                     record.note = f"{record.status}: {one_line(error)}"
                 yield record
 
@@ -463,8 +505,8 @@ def parse_request(options: flags.FlagValues) -> Request:
     check_names("direction", options.direction, ["fwd", "fwbw"])
     check_names("dtype", options.dtype, KERNEL_DTYPES)
     check_names("recompute_states_in_bw", options.recompute_states_in_bw, ["true", "false"])
-    if "triton" in impls and not gpu:
-        raise RequestError("impl triton needs a GPU, JAX has none here; xla and interpret run anywhere")
+    if needed := [name for name in ("triton", "mosaic_gpu") if name in impls and not gpu]:
+        raise RequestError(f"impl {needed[0]} needs a GPU, JAX has none here; xla and interpret run anywhere")
     if options.stage and options["direction"].present:
         raise RequestError("a stage has one direction: give --stage or --direction, not both")
     check_plot(options.plot)

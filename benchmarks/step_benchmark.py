@@ -37,7 +37,9 @@ from reporting import aligned
 from mlstm_pallas import mlstm_recurrent_step, reference
 from mlstm_pallas.backend import target_device_kind
 from mlstm_pallas.config import config_for
-from mlstm_pallas.validation import BACKENDS, KERNEL_DTYPES
+from mlstm_pallas.validation import KERNEL_DTYPES
+
+BACKENDS = ("triton", "interpret", "xla")  # a step has no Mosaic GPU kernel
 
 
 class Shape(NamedTuple):

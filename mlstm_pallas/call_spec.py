@@ -164,7 +164,7 @@ class CallSpec:
 
         The least power of two that makes enough heads.
         """
-        heads, num_splits, p = self.config.fused_min_heads or 0, self.tiles("recurrent_fw_H").num_splits, self.fused_problem
+        heads, num_splits, p = self.config.fused_min_heads or 0, self.config.stage("recurrent_fw_H").num_splits, self.fused_problem
         whole_chunks = p.NC & -p.NC
         if num_splits is not None:
             splits = min(num_splits, whole_chunks)

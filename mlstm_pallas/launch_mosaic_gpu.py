@@ -15,6 +15,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
 
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.tiles import divide, remainder
@@ -44,15 +46,15 @@ def mosaic_call(
         wanted = {name: x for name, x in outputs.items() if x is not None}
         buffers = {name: x for name, x in scratch.items() if x is not None}
         absent = dict.fromkeys({*inputs, *outputs, *scratch} - {*present, *wanted, *buffers})
-        # Inside a shard_map that checks it, outputs have to say over which axes they vary.
-        kind = jax.sharding.ManualAxisType(varying=frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in present.values())))
+        # Inside a shard_map that checks it, outputs have to say over which axes they vary. plgpu.kernel itself knows of no such axes.
+        varying = tuple(frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in present.values())))
 
         def entry(*refs: Any, **scratch_refs: Any) -> None:
             kernel(**dict(zip((*present, *wanted), refs, strict=True)), **absent, **scratch_refs)
 
         found = plgpu.kernel(
             entry,
-            out_type=[jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=kind) for x in wanted.values()],
+            out_type=list(wanted.values()),
             grid=tuple(grid.values()),
             grid_names=tuple(grid),
             num_threads=warpgroups,
@@ -62,10 +64,19 @@ def mosaic_call(
             compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
             interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,  # type: ignore[attr-defined]
             kernel_name=name,
-        )(*present.values())
+        )(*(_varying_nowhere.bind(x) if varying else x for x in present.values()))
+        found = [lax.pcast(x, varying, to="varying") for x in found] if varying else found
         return dict.fromkeys(outputs) | dict(zip(wanted, found, strict=True))
 
     return launch
+
+
+# The identity, but for the manual axes over which its result varies.
+_varying_nowhere = Primitive("varying_nowhere")
+_varying_nowhere.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype))
+_varying_nowhere.def_impl(lambda x: x)
+batching.defvectorized(_varying_nowhere)
+mlir.register_lowering(_varying_nowhere, lambda _, x: [x])
 
 
 def tile_transforms(columns: int, itemsize: int) -> tuple[Any, ...]:

@@ -31,7 +31,7 @@ def assert_below(errors, bound):
 def check_forward(dtype, B, NH, S, DHQK, DHHV, **options):
     inputs = random_inputs(0, B, NH, S, DHQK, DHHV, dtype=dtype)
     expected_h, expected_states = oracle(inputs)
-    run = jax.jit(functools.partial(mlstm_chunkwise, return_last_states=True, backend="triton", **options))
+    run = jax.jit(functools.partial(mlstm_chunkwise, return_last_states=True, **dict(backend="triton") | options))
     h, states = run(**inputs)
     outputs = zip(OUTPUTS, (h, *states), (expected_h, *expected_states), strict=True)
     assert_below({name: error(actual, expected) for name, actual, expected in outputs}, FORWARD[dtype])
@@ -98,7 +98,7 @@ def errors_of(dtype, B, NH, S, DHQK, DHHV, *, f_shift=2.0, **options):
     """Relative errors of outputs and of gradients, by name; they are the same bits when computed again."""
     inputs, (outputs, gradients) = expected_outputs_and_gradients(dtype, B, NH, S, DHQK, DHHV, f_shift)
     x = list(inputs.values())
-    run = functools.partial(mlstm_chunkwise, return_last_states=True, backend="triton", **options)
+    run = functools.partial(mlstm_chunkwise, return_last_states=True, **dict(backend="triton") | options)
     run = outputs_and_gradients(run, "float32", x[2].shape, DHQK)
     found = run(*x)
     of_outputs = {name: error(actual, wanted) for name, actual, wanted in zip(OUTPUTS, found[0], outputs, strict=True)}

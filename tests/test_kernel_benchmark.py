@@ -18,8 +18,9 @@ from roofline import Shape
 from mlstm_pallas import KernelConfig, StageConfig, reference
 from mlstm_pallas.config import heuristic_config
 from mlstm_pallas.problem import Problem
+from mlstm_pallas.validation import MOSAIC_GPU_JAX
 
-SMALL, TINY = Shape(2, 3, 64, 16, 32), Shape(1, 1, 16, 16, 16)
+SMALL, TINY, WIDE = Shape(2, 3, 64, 16, 32), Shape(1, 1, 16, 16, 16), Shape(1, 2, 128, 128, 128)
 L = 32
 EIGHT_K = {"7b": Shape(8, 8, 8192, 256, 512), "tfla": Shape(8, 16, 8192, 128, 256), "b1": Shape(1, 8, 8192, 256, 512)}
 
@@ -264,6 +265,35 @@ def test_a_config_reaches_the_stages(tmp_path):
 def test_a_config_has_the_chunks_of_the_fused_scan(stage):
     config = KernelConfig(recurrent_fw_H=StageConfig(siz_b_LKV=16))
     assert kernel_benchmark.MlstmPallasStage(stage, "interpret", SMALL, "bfloat16", 32, config).call.problem.L == 16
+
+
+def test_a_record_has_the_tiles_that_run():
+    """Of recurrent_fw_H those of one of its two kernels."""
+    mosaic_gpu = StageConfig(siz_b_LKV=64, siz_b_DHHV=128, siz_b_loop=128, num_warps=8, num_stages=2, num_splits=2)
+    config = KernelConfig(fused_min_heads=1, recurrent_fw_H=StageConfig(siz_b_LKV=16, mosaic_gpu=mosaic_gpu))
+    configs = {
+        impl: kernel_benchmark.MlstmPallas(impl, WIDE, "bfloat16", 64, config).config for impl in ("interpret", "mosaic_gpu_interpret")
+    }
+    fields = dict(siz_b_LKV=64, siz_b_DHHV=128, siz_b_loop=128, num_warps=8, num_stages=2, num_splits=2)
+    assert configs["mosaic_gpu_interpret"]["recurrent_fw_H"] == {"mosaic_gpu": fields}
+    assert configs["interpret"]["recurrent_fw_H"]["siz_b_LKV"] == 16
+    assert "mosaic_gpu" not in configs["interpret"]["recurrent_fw_H"]
+    assert configs["interpret"]["parallel_fw_H"] == configs["mosaic_gpu_interpret"]["parallel_fw_H"]
+
+
+@pytest.mark.skipif(jax.__version_info__ < MOSAIC_GPU_JAX, reason="the Mosaic GPU kernels need jax 0.11.2")
+@pytest.mark.usefixtures("few_calls")
+def test_a_stage_on_mosaic_gpu_by_itself(tmp_path):
+    """What it has no kernel for is skipped."""
+    jsonl, stages = tmp_path / "rows.jsonl", ["parallel_fw_P", "recurrent_fw_H", "chunk_gates"]
+    shape, request = "x".join(map(str, WIDE)), ("--impl=mosaic_gpu_interpret", "--chunk_size=64", f"--jsonl={jsonl}")
+    assert run(f"--stage={','.join(stages)}", f"--shape={shape}", *request) == 0
+    records = records_in(jsonl)
+    assert [record["status"] for record in records] == ["ok", "ok", "skipped"]
+    assert records[0]["config"]["recurrent_fw_H"].keys() == {"mosaic_gpu"}
+    assert {*records[0]["errors"]} == {"matP", "vecR", "vecZ", "vecN_states", "vecN_last"}
+    assert {*records[1]["errors"]} == {"matH", "matC_last"}
+    assert records[2]["note"] == "skipped: NoSuchKernel: chunk_gates has no Mosaic GPU kernel for this shape and dtype"
 
 
 @pytest.mark.usefixtures("few_calls")
@@ -531,6 +561,7 @@ def test_after_ctrl_c_what_was_measured_is_there(monkeypatch, tmp_path, capsys):
         ([f"--from_jsonl={__file__}"], "line 1 is no record of this benchmark"),
         (["--from_jsonl=/no/such/rows.jsonl"], "No such file or directory: '/no/such/rows.jsonl'"),
         (["--impl=triton"], "impl triton needs a GPU"),
+        (["--impl=mosaic_gpu"], "impl mosaic_gpu needs a GPU"),
         (["--stage=chunk_gates", "--direction=fwbw"], "a stage has one direction"),
         (["--chunk_size=100"], "chunk_size is 100"),
         (["--plot=/no/such/folder/p.png"], "no folder for /no/such/folder/p.png"),

@@ -270,7 +270,7 @@ STAGE = Stage(
     clamp=_clamp,
     fused=True,
     mosaic_gpu=MosaicGpu(
-        search=dict(siz_b_LKV=(64, 128), siz_b_DHHV=(128, 256), siz_b_loop=(256,), num_warps=(8,), num_stages=(2, 3, 4)),
+        search=dict(siz_b_LKV=(64,), siz_b_DHHV=(128, 256), siz_b_loop=(256,), num_warps=(8,), num_stages=(2, 3, 4)),
         heuristic=_mosaic_gpu_heuristic,
         takes=_mosaic_gpu_takes,
     ),

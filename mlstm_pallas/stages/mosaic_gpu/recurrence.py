@@ -77,7 +77,7 @@ def _kernel(
             at = chunk_at(c, j)
             following = gamma[head, chunk_at(lax.min(c + 1, np.int32(p.NC - 1)), j)]
             for x in range(rows // R):
-                tile = out_tiles.at[wg, x % 2]
+                tile = out_tiles.at[wg, remainder(c * (rows // R) + x, 2)]
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 tile.T[...] = XT[:, x * R : (x + 1) * R].astype(X.dtype)
                 plgpu.commit_smem()

@@ -1,0 +1,606 @@
+"""The Mosaic GPU kernels: interpreted on a CPU with race detection, compiled for Hopper without a GPU, and run on one."""
+
+import dataclasses
+import functools
+import importlib.util
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Set
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import compile_report
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_gpu
+from jax import lax
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+from oracle import assert_close, error, initial_state_scale, random_inputs, tolerance
+from test_float16 import backward_bound, forward_bound
+from test_gradients import BOUND
+
+from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, mlstm_recurrent_step, reference, use_backend
+from mlstm_pallas.backend import requested_backend
+from mlstm_pallas.call_spec import CallSpec
+from mlstm_pallas.config import tuned_rows
+from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
+from mlstm_pallas.entry import Options, spec_for
+from mlstm_pallas.export import export
+from mlstm_pallas.launch import CUSTOM_CALL_TARGET
+from mlstm_pallas.problem import InputGate, Layout
+from mlstm_pallas.shared_memory import compute_capability
+from mlstm_pallas.stages import STAGES, recurrent_bw_dC
+from mlstm_pallas.validation import MOSAIC_GPU_JAX
+from mlstm_pallas.xlstm_jax import triton_stablef
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+needs_jax = pytest.mark.skipif(jax.__version_info__ < MOSAIC_GPU_JAX, reason="the Mosaic GPU kernels need jax 0.11.2")
+PLUGINS = [name for name in ("jax_cuda12_plugin", "jax_cuda13_plugin") if importlib.util.find_spec(name)]
+needs_compiler = pytest.mark.skipif(not PLUGINS, reason="XLA's compiler for CUDA is in jax_cuda13_plugin, which is not installed")
+OUTPUTS = ("h", "c", "n", "m")
+SCAN = {"parallel_fw_P", "recurrent_fw_H"}
+ALL = {name for name, stage in STAGES.items() if stage.mosaic_gpu}
+RACE = "RACE DETECTED"  # which GPU interpret mode prints
+
+
+def fused(**scan):
+    """The fused scan with these tiles of its Mosaic GPU kernel; chunks of 128 in the backward pass."""
+    tiles = StageConfig(**dict(siz_b_LKV=64, siz_b_DHHV=128, siz_b_loop=256, num_warps=8, num_stages=2) | scan)
+    return KernelConfig(chunk_size=128, fused_min_heads=1, recurrent_fw_H=StageConfig(mosaic_gpu=tiles))
+
+
+def spec_of(inputs, config, layout="BNTH", **options) -> CallSpec:
+    """The spec of mlstm_chunkwise(**inputs, ...), whose arrays are (B, NH, S, ...)."""
+    sizes = dict(zip(("B", "NH", "S", "DHQK"), inputs["q"].shape, strict=True)) | {"DHV": inputs["v"].shape[-1]}
+    options = Options(config=config, layout=layout, **options)
+    gate, has_state = InputGate(options.input_gate), "c_initial" in inputs
+    return spec_for(options, gate, options.normalize, inputs["q"].dtype, sizes, Layout(layout), has_initial_state=has_state)
+
+
+def swapped(x):
+    return jnp.swapaxes(x, 1, 2)
+
+
+def outputs_and_gradients(run, layout="BNTH"):
+    """A function of inputs and cotangents, (B, NH, S, ...) all of them: (h, c, n, m), and the gradients by name."""
+
+    def in_layout(x):
+        return {name: swapped(y) if layout == "BTNH" and name in "qkvif" else y for name, y in x.items()}
+
+    def outputs_of(x):
+        h, states = run(**in_layout(x))
+        return (swapped(h) if layout == "BTNH" else h, *states)
+
+    def both(x, cotangents):
+        outputs, vjp = jax.vjp(outputs_of, x)
+        return outputs, vjp(tuple(y.astype(x.dtype) for x, y in zip(outputs, cotangents, strict=True)))[0]
+
+    return jax.jit(both)
+
+
+def cotangents_for(inputs, dtype, states=True):
+    """Of h, c, n and m, exact in the dtype; zeros of the states where nobody reads these."""
+    (B, NH, S, DHQK), DHHV, draw = inputs["q"].shape, inputs["v"].shape[-1], np.random.default_rng(1)
+    found = [
+        jnp.asarray(draw.normal(size=size), dtype).astype("float32")
+        for size in ((B, NH, S, DHHV), (B, NH, DHQK, DHHV), (B, NH, DHQK), (B, NH))
+    ]
+    return found if states else [found[0], *map(jnp.zeros_like, found[1:])]
+
+
+def expected_of(inputs, cotangents, segment_ids=None, **options):
+    """Outputs and gradients of the recurrence in float64."""
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda y: jnp.asarray(np.asarray(y.astype("float32")), "float64"), (inputs, cotangents))
+        found = outputs_and_gradients(functools.partial(reference.recurrence, segment_ids=segment_ids, **options))(*wide)
+        return jax.tree.map(np.asarray, found)
+
+
+def errors_of(inputs, found, expected):
+    """Relative errors of outputs and of gradients, by name; that of dm_initial to the size of its terms."""
+    (outputs, gradients), (wanted, wanted_gradients) = found, expected
+    of_outputs = {name: error(x, y) for name, x, y in zip(OUTPUTS, outputs, wanted, strict=True)}
+    of_gradients = {name: error(gradients[name], y) for name, y in wanted_gradients.items()}
+    if "m_initial" in of_gradients:
+        scale = np.linalg.norm(initial_state_scale(wanted_gradients["c_initial"], wanted_gradients["n_initial"], inputs))
+        of_gradients["m_initial"] *= min(1.0, np.linalg.norm(wanted_gradients["m_initial"]) / scale)
+    return of_outputs, of_gradients
+
+
+def assert_below(errors, bound):
+    assert max(errors.values()) < bound, {name: f"{e:.1e}" for name, e in errors.items()}
+
+
+# ---------------------------------------------------------------- interpreted
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call of mlstm_chunkwise."""
+
+    config: KernelConfig
+    shape: tuple[int, ...] = (1, 1, 256, 256, 256)  # B, NH, S, DHQK, DHHV
+    recipe: dict[str, Any] = dataclasses.field(default_factory=dict)  # of random_inputs
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    dtype: str = "bfloat16"
+    packed: bool = False
+    stages: Set[str] = frozenset(ALL)  # that run on Mosaic GPU, at the least
+    splits: int = 1
+
+
+NO_DQKV = SCAN | {"recurrent_bw_dC"}
+NARROW = dict(shape=(1, 2, 256, 128, 128), stages=NO_DQKV)
+CASES = {
+    "states_BTNH": Case(fused(), options=dict(layout="BTNH")),
+    "heads": Case(fused(), shape=(2, 2, 256, 256, 256), options=dict(layout="BTNH")),
+    "no_states": Case(fused(), recipe=dict(states=False)),
+    "packed": Case(fused(), packed=True),
+    "sigmoid": Case(fused(), recipe=dict(m_initial=False), options=dict(input_gate="sigmoid")),
+    "unnormalised": Case(fused(), recipe=dict(m_initial=False), options=dict(input_gate="sigmoid", normalize=False)),
+    "stored": Case(fused(), options=dict(recompute_states_in_bw=False)),
+    "float16": Case(fused(), dtype="float16"),
+    "padded": Case(fused(), shape=(1, 1, 200, 250, 200)),
+    "resets": Case(fused(), recipe=dict(resets=True)),
+    "narrow": Case(fused(), **NARROW),
+    "one_block_of_rows": Case(fused(), shape=(1, 2, 256, 64, 128), stages=NO_DQKV),
+    "one_block_of_rows_stored": Case(fused(), shape=(1, 2, 256, 64, 128), options=dict(recompute_states_in_bw=False), stages=NO_DQKV),
+    "three_blocks_of_rows": Case(fused(), shape=(1, 2, 256, 192, 128), stages=NO_DQKV),
+    "splits": Case(fused(num_splits=2), splits=2, **NARROW),
+    "splits_BTNH": Case(fused(num_splits=2), splits=2, options=dict(layout="BTNH"), **NARROW),
+    "stored_in_splits": Case(fused(num_splits=2), splits=2, options=dict(recompute_states_in_bw=False), **NARROW),
+    "two_launches": Case(fused(siz_b_loop=64), **NARROW),
+    "two_blocks_a_warpgroup": Case(fused(siz_b_DHHV=256), shape=(1, 1, 256, 128, 256), stages=NO_DQKV),
+}
+
+
+def ids_of(case):
+    """Segments that begin inside a chunk and inside a tile, one over two chunks."""
+    B, _, S, *_ = case.shape
+    return jnp.asarray(np.repeat([[3, 0, 7]] * B, [100, 29, S - 129], axis=1)) if case.packed else None
+
+
+@mock.patch.object(recurrent_bw_dC, "MOSAIC_GPU_MIN_CTAS", 1)  # at any number of heads
+def check_case(name, backend):
+    """Outputs and the gradients of all inputs of a case against float64."""
+    case = CASES[name]
+    inputs, ids = random_inputs(5, *case.shape, dtype=case.dtype, **case.recipe), ids_of(case)
+    cotangents = cotangents_for(inputs, case.dtype)
+    options = dict(return_last_states=True, config=case.config, backend=backend) | case.options
+    spec = spec_of(inputs, **options)
+    assert {stage for stage, _ in spec.mosaic_gpu} & {*spec.stages} >= case.stages
+    assert (spec.fused, spec.num_splits) == (True, case.splits)
+    layout = case.options.get("layout", "BNTH")
+    found = outputs_and_gradients(functools.partial(mlstm_chunkwise, segment_ids=ids, **options), layout)(inputs, cotangents)
+    of_recurrence = {name: x for name, x in case.options.items() if name in ("input_gate", "normalize")}
+    outputs, gradients = errors_of(inputs, found, expected_of(inputs, cotangents, ids, **of_recurrence))
+    terms = case.shape[2] + case.shape[3]
+    half = case.dtype == "float16"
+    assert_below(outputs, forward_bound(terms) if half else tolerance(case.dtype, terms))
+    assert_below(gradients, backward_bound(terms) if half else BOUND[case.dtype])
+
+
+def slow(names, quick):
+    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in names]
+
+
+@needs_jax
+@pytest.mark.parametrize("name", slow(CASES, quick=("states_BTNH",)))
+def test_interpreted_kernels_against_float64(name, capsys):
+    check_case(name, "mosaic_gpu_interpret")
+    assert RACE not in capsys.readouterr().out
+
+
+@needs_jax
+def test_a_race_is_found(capsys):
+    """Two warpgroups write one tile."""
+    from mlstm_pallas.launch_mosaic_gpu import mosaic_call, plgpu
+
+    def kernel(x, y, tile):
+        tile[...] = x[...]
+        y[lax.axis_index("wg")] = tile[...]
+
+    outputs = {"y": jax.ShapeDtypeStruct((2, 8, 128), jnp.float32)}
+    launch = dict(name="races", grid={"program": 1}, warpgroups=2, outputs=outputs, scratch={"tile": plgpu.SMEM((8, 128), jnp.float32)})
+    jax.block_until_ready(mosaic_call(kernel, interpret=True, **launch)(x=jnp.zeros((8, 128))))
+    assert RACE in capsys.readouterr().out
+
+
+def check_neighbours(backend, shape):
+    """Heads next to one that is NaN have the bits that they have next to finite ones; outputs and gradients."""
+    MIDDLE = 1
+    inputs = random_inputs(11, *shape, dtype="bfloat16")
+    cotangents = cotangents_for(inputs, "bfloat16")
+    run = outputs_and_gradients(functools.partial(mlstm_chunkwise, return_last_states=True, config=fused(), backend=backend))
+    others = np.arange(shape[1]) != MIDDLE
+    poisoned = jax.tree.map(lambda x: x.at[:, others].set(jnp.nan), (inputs, cotangents))
+    for x, y in zip(*map(jax.tree.leaves, (run(inputs, cotangents), run(*poisoned))), strict=True):
+        x, y = (np.asarray(z[:, MIDDLE].astype("float32")) for z in (x, y))
+        assert np.isfinite(x).all()
+        assert np.array_equal(x, y)
+
+
+@needs_jax
+@pytest.mark.slow
+def test_interpreted_kernels_read_nothing_of_other_heads():
+    check_neighbours("mosaic_gpu_interpret", (1, 3, 128, 256, 256))
+
+
+# ---------------------------------------------------------------- transformations, interpreted
+
+
+SMALL = dict(config=fused(), backend="mosaic_gpu_interpret")
+
+
+def small_inputs(B=1):
+    return list(random_inputs(6, B, 2, 128, 64, 128, dtype="bfloat16", states=False).values())
+
+
+def gradients_of(run):
+    return jax.grad(lambda *x: jnp.sum(jnp.sin(run(*x).astype("float32"))), tuple(range(5)))
+
+
+@needs_jax
+@pytest.mark.slow
+def test_vmap_of_the_gradient():
+    run, x = functools.partial(mlstm_chunkwise, **SMALL), small_inputs(2)
+    mapped = jax.jit(jax.vmap(gradients_of(run)))(*(y[:, None] for y in x))
+    for actual, wanted in zip(mapped, jax.jit(gradients_of(run))(*x), strict=True):
+        assert np.array_equal(np.asarray(actual[:, 0]), np.asarray(wanted))
+
+
+@needs_jax
+@pytest.mark.slow
+def test_sequence_parallelism_on_one_device():
+    """The device's summaries are not read, and the scan starts from a state that is given."""
+    x, mesh = small_inputs(), jax.make_mesh((1,), ("s",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:1])
+    run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", **SMALL)
+    split = P(None, None, "s")
+    found = jax.jit(gradients_of(jax.shard_map(run, mesh=mesh, in_specs=(split,) * 5, out_specs=split, check_vma=False)))(*x)
+    expected = jax.jit(gradients_of(functools.partial(mlstm_chunkwise, **SMALL)))(*x)
+    for actual, wanted in zip(found, expected, strict=True):
+        assert_close(actual, np.asarray(wanted.astype("float32")), BOUND["bfloat16"])
+
+
+@needs_jax
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_lowers(check_vma):
+    """Outputs and what is inside the kernels say over which mesh axes they vary."""
+    device = AbstractDevice("NVIDIA H200", 132, "gpu")
+    mesh = AbstractMesh((2,), ("s",), axis_types=(AxisType.Auto,), abstract_device=device)
+    run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", config=fused(), backend="mosaic_gpu")
+    split = P(None, None, "s")
+    run = jax.shard_map(run, mesh=mesh, in_specs=(split,) * 5, out_specs=split, check_vma=check_vma)
+    shapes = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype) for x in random_inputs(0, 1, 1, 512, 256, 256, dtype="bfloat16", states=False).values()
+    ]
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(gradients_of(run)).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    assert text.count(MOSAIC_CALL) >= len(SCAN) + 1
+
+
+# ---------------------------------------------------------------- where the kernels can run
+
+
+HALF = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in random_inputs(0, 1, 1, 128, 256, 256, dtype="bfloat16", states=False).values()]
+MOSAIC_CALL = "mosaic_gpu_v2"  # the target of the custom call
+
+
+def under(backend, function):
+    def run(*args):
+        with use_backend(backend):
+            return function(*args)
+
+    return run
+
+
+def a_step(q, k, v, i, f, **options):
+    return mlstm_recurrent_step(q[:, :, 0], k[:, :, 0], v[:, :, 0], i[:, :, 0], f[:, :, 0], **options)
+
+
+DOORS = {
+    "chunkwise": lambda backend: functools.partial(mlstm_chunkwise, backend=backend),
+    "use_backend": lambda backend: under(backend, mlstm_chunkwise),
+    "step": lambda backend: functools.partial(a_step, backend=backend),
+    "generator": lambda backend: under(backend, triton_stablef._mlstm_chunkwise_fwbw_generator("bfloat16", chunk_size=64)),
+    "adapter": lambda backend: under(backend, lambda q, k, v, i, f: triton_stablef.mlstm_chunkwise_triton_stablef(q, k, v, i, f)),
+}
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize(("backend", "other"), [("mosaic_gpu", "triton"), ("mosaic_gpu_interpret", "interpret")])
+def test_an_older_jax_is_refused(backend, other, door, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 1))
+    monkeypatch.setattr(jax, "__version__", "0.11.1")
+    with pytest.raises(
+        ValueError, match=re.escape(f"backend is '{backend}' and jax is 0.11.1, expected jax >= 0.11.2 or backend '{other}'")
+    ):
+        jax.eval_shape(DOORS[door](backend), *HALF)
+
+
+def for_device(kind):
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kind, None, "gpu")))
+
+
+@pytest.mark.parametrize("door", DOORS)
+@pytest.mark.parametrize("kind", ["NVIDIA A100-SXM4-80GB", "NVIDIA B200", "NVIDIA GeForce RTX 4090"])
+def test_another_gpu_is_refused(kind, door, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", MOSAIC_GPU_JAX)
+    with pytest.raises(ValueError, match=r"^backend is") as caught, for_device(kind):
+        jax.eval_shape(DOORS[door]("mosaic_gpu"), *HALF)
+    expected = "a Hopper GPU (H100, H200, H800, H20, GH200) or backend 'triton'"
+    assert str(caught.value) == f"backend is 'mosaic_gpu' and the GPU is a {kind}, expected {expected}"
+
+
+@pytest.mark.parametrize(
+    "kind", ["NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA H800", "NVIDIA H20", "NVIDIA GH200 480GB", "of the future"]
+)
+def test_hopper_and_what_is_not_known_are_taken(kind, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", MOSAIC_GPU_JAX)
+    with for_device(kind):
+        assert requested_backend("mosaic_gpu") == "mosaic_gpu"
+
+
+def test_float32_runs_on_triton(monkeypatch):
+    """Which needs no newer jax but for the name of the backend."""
+    monkeypatch.setattr(jax, "__version_info__", MOSAIC_GPU_JAX)
+    inputs = {name: jax.ShapeDtypeStruct(x.shape, "float32") for name, x in zip("qkvif", HALF, strict=True)}
+    for name in ("triton", "mosaic_gpu"):
+        assert spec_of(inputs, fused(), backend=name).mosaic_gpu == ()
+        assert jax.eval_shape(functools.partial(mlstm_chunkwise, config=fused(), backend=name), **inputs).shape == inputs["v"].shape
+
+
+@needs_jax
+@pytest.mark.parametrize("door", DOORS)
+def test_a_cpu_is_refused_when_lowered(door):
+    with pytest.raises(
+        ValueError, match=r"^backend is .triton. or .mosaic_gpu., whose kernels are for GPUs, and the computation is lowered"
+    ):
+        jax.jit(DOORS[door]("mosaic_gpu")).trace(*HALF).lower(lowering_platforms=("cpu",))
+
+
+@needs_jax
+def test_a_step_runs_its_triton_kernel():
+    x = small_inputs()
+    found, expected = (a_step(*x, backend=backend) for backend in ("mosaic_gpu_interpret", "interpret"))
+    for actual, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.array_equal(np.asarray(actual), np.asarray(wanted))
+    with for_device("NVIDIA H200"):
+        text = jax.jit(functools.partial(a_step, backend="mosaic_gpu")).trace(*HALF).lower(lowering_platforms=("cuda",)).as_text()
+    assert (MOSAIC_CALL in text, CUSTOM_CALL_TARGET in text) == (False, True)
+
+
+@needs_jax
+def test_an_export_for_cuda_is_made_and_read_without_a_gpu():
+    pytest.importorskip("flatbuffers")
+    run = functools.partial(mlstm_chunkwise, backend="mosaic_gpu", config=fused())
+    exported = export(run, *HALF, platform="cuda", device_kind="NVIDIA H200")
+    text = exported.mlir_module()
+    assert (MOSAIC_CALL in text, CUSTOM_CALL_TARGET in text) == (True, True)
+    loaded = jax.export.deserialize(exported.serialize(vjp_order=1))
+    assert MOSAIC_CALL in loaded.vjp().mlir_module()
+    assert len(loaded.vjp().out_avals) == 5
+
+
+# ---------------------------------------------------------------- compiled, without a GPU
+
+
+H200 = compile_report.DEVICES["H200"]
+ROWS = [(row["DHQK"], row["DHHV"]) for row in tuned_rows(H200.kind) if row["dtype"] == "bfloat16"]
+
+
+@needs_jax
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("variant", ["exp", "BTNH"])
+@pytest.mark.parametrize("heads", ROWS, ids="{0[0]}_{0[1]}".format)
+def test_the_kernels_compile_at_the_tuned_tiles(heads, variant):
+    """C7512: ptxas makes each product wait for the one before."""
+    config = KernelConfig(fused_min_heads=1)
+    call = compile_report.Call(H200, *heads, "bfloat16", config=config, direction="fwbw", variant=variant, backend="mosaic_gpu")
+    spec = call.spec()
+    expected = {name for name, _ in spec.mosaic_gpu} & {*spec.stages}
+    if not expected:
+        pytest.skip("no stage has a Mosaic GPU kernel for these heads")
+    kernels = compile_report.mosaic_gpu_kernels(call)
+    assert {kernel.name for kernel, _ in kernels} == expected
+    for kernel, usage in kernels:
+        assert kernel.cause == ""
+        assert "C7512" not in usage.messages, kernel.name
+        assert not usage.wgmma_serialized, kernel.name
+        assert max(usage.spill_store_bytes, usage.spill_load_bytes) <= 64, (kernel.name, usage)
+        assert usage.shared_bytes <= H200.shared_bytes
+        assert usage.wgmma > 0
+
+
+@needs_jax
+@needs_compiler
+@pytest.mark.slow
+def test_the_compile_report_has_both_kinds_of_kernels():
+    config = KernelConfig(fused_min_heads=1)
+    rows = list(compile_report.report("H200", [(128, 256)], ["bfloat16"], config=config, backend="mosaic_gpu", stages=["recurrent_fw_H"]))
+    [row] = rows
+    assert row.cause == ""
+    assert row.config.keys() == {"siz_b_LKV", "siz_b_DHHV", "siz_b_loop", "num_warps", "num_stages"}
+    assert row.chunk_size == row.config["siz_b_LKV"]
+    assert row.num_warps == row.config["num_warps"] + 4  # and the warps that copy
+    [cause] = {row.cause for row in compile_report.report("A100", [(128, 256)], ["bfloat16"], backend="mosaic_gpu")}
+    assert "expected a Hopper GPU" in cause
+
+
+# ---------------------------------------------------------------- on a GPU
+
+
+SECONDS = 900  # of a check: a kernel that waits for ever hangs its process
+# Stages that run on Mosaic GPU with two heads and the fused scan, at the least, by DHQK and DHHV.
+WIDE = SCAN | {"parallel_bw_dQKV"}
+OF_HEADS = {(256, 512): WIDE, (256, 256): WIDE, (128, 256): SCAN, (128, 128): SCAN, (64, 128): SCAN, (512, 512): {"parallel_bw_dQKV"}}
+
+
+def in_process(check):
+    """Runs a function of this module in a process of its own."""
+    tests = Path(__file__).parent
+    path = os.pathsep.join(map(str, [tests, tests.parent, tests.parent / "benchmarks", os.environ.get("PYTHONPATH", "")]))
+    env = os.environ | {"PYTHONPATH": path, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    command = [sys.executable, "-c", f"import test_mosaic_gpu\ntest_mosaic_gpu.{check}()\nprint('all ran')"]
+    child = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
+    try:
+        output, _ = child.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        output, _ = child.communicate()
+        pytest.fail(f"{check} does not end: {output[-4000:]}")
+    assert child.returncode == 0, output[-4000:]
+    assert output.rstrip().endswith("all ran")
+
+
+def test_a_check_that_does_not_end_is_stopped(monkeypatch):
+    monkeypatch.setitem(globals(), "SECONDS", 0.1)
+    with pytest.raises(pytest.fail.Exception, match="repeats_on_a_gpu does not end"):
+        in_process("repeats_on_a_gpu")
+
+
+def cases_on_a_gpu():
+    failed = []
+    for name in CASES:
+        try:
+            check_case(name, "mosaic_gpu")
+        except AssertionError as e:
+            failed.append(f"{name}: {e}")
+    assert not failed, failed
+
+
+def mosaic_stages(B, NH, S, DHQK, DHHV, config=None, **options):
+    """Of a call in bfloat16: the stages that run on Mosaic GPU."""
+    shapes = jax.eval_shape(lambda: random_inputs(0, B, NH, 1, DHQK, DHHV, dtype="bfloat16"))
+    inputs = shapes | {name: jax.ShapeDtypeStruct((B, NH, S, *shapes[name].shape[3:]), shapes[name].dtype) for name in "qkvif"}
+    spec = spec_of(inputs, config, backend="mosaic_gpu", **options)
+    return {name for name, _ in spec.mosaic_gpu} & {*spec.stages}
+
+
+def tuned_configs_on_a_gpu():
+    """Outputs and all eight gradients against float64, with the bounds and the shapes of test_gpu.py; equal bits when computed again."""
+    scan = KernelConfig(fused_min_heads=1)
+    for heads, expected in OF_HEADS.items():
+        for S in (500, 2048):
+            shape = 1, 2, S, *heads
+            assert mosaic_stages(*shape, scan) >= expected, shape
+            for options in (dict(config=scan), dict(config=scan, recompute_states_in_bw=False), dict(config=None)):
+                if not mosaic_stages(*shape, **options):
+                    continue
+                outputs, gradients = test_gpu.errors_of("bfloat16", *shape, backend="mosaic_gpu", **options)
+                assert_below(outputs, test_gpu.FORWARD["bfloat16"])
+                assert_below(gradients, test_gpu.BACKWARD["bfloat16"])
+
+
+def neighbours_on_a_gpu():
+    check_neighbours("mosaic_gpu", (2, 3, 512, 256, 512))
+
+
+def long_sequences_on_a_gpu():
+    for DHQK, DHHV in ((128, 256), (256, 512)):
+        test_gpu.check_forward("bfloat16", 1, 4, 8192, DHQK, DHHV, backend="mosaic_gpu", config=KernelConfig(fused_min_heads=1))
+
+
+def outputs_and_gradients_on_a_gpu(**options):
+    """A jitted function of the five sequences and the cotangent of h."""
+
+    def both(dh, *x):
+        h, vjp = jax.vjp(functools.partial(mlstm_chunkwise, backend="mosaic_gpu", **options), *x)
+        return h, *vjp(dh)
+
+    return jax.jit(both)
+
+
+def assert_same_bits(a, b):
+    for x, y in zip(a, b, strict=True):
+        assert np.array_equal(np.asarray(x.astype("float32")), np.asarray(y.astype("float32")))
+
+
+def packed_resets_on_a_gpu():
+    """Steps after the start of a segment have the same bits whatever is before it; so do the gradients of those before, of what follows."""
+    S, start = 1024, 700
+    x = list(random_inputs(7, 2, 4, S, 256, 512, dtype="bfloat16", states=False).values())
+    other = list(random_inputs(8, 2, 4, S, 256, 512, dtype="bfloat16", states=False).values())
+    draw = np.random.default_rng(0)
+    dh, other_dh = (jnp.asarray(draw.normal(size=x[2].shape), "bfloat16") for _ in range(2))
+    ids = jnp.broadcast_to((jnp.arange(S) >= start).astype("int32"), (2, S))
+    run = outputs_and_gradients_on_a_gpu(config=KernelConfig(fused_min_heads=1), segment_ids=ids)
+
+    def joined(before, after):
+        return jnp.concatenate([before[:, :, :start], after[:, :, start:]], axis=2)
+
+    base = run(dh, *x)
+    # The gates stay as they are: a chunk's stabilisers are of both segments and cancel but for their rounding.
+    changed = [joined(a, b) for a, b in zip(other[:3], x[:3], strict=True)] + x[3:]
+    assert_same_bits([y[:, :, start:] for y in base[:4]], [y[:, :, start:] for y in run(joined(other_dh, dh), *changed)[:4]])
+    changed = [joined(a, b) for a, b in zip(x[:3], other[:3], strict=True)] + x[3:]
+    assert_same_bits([y[:, :, :start] for y in base[:4]], [y[:, :, :start] for y in run(joined(dh, other_dh), *changed)[:4]])
+
+
+def extremes_on_a_gpu():
+    """Gates anywhere in [-1e4, 1e4], and infinite ones."""
+    run, draw = outputs_and_gradients_on_a_gpu(config=KernelConfig(fused_min_heads=1)), np.random.default_rng(0)
+    q, k, v, i, _ = random_inputs(9, 2, 4, 1000, 256, 512, dtype="bfloat16", states=False).values()
+    for values in ([-1e4, 1e4], [-1e4, 0.0, 1e4], [-1e4, -30.0, 30.0, 1e4, -np.inf]):
+        gates = [jnp.asarray(draw.choice(values, size=i.shape), "float32") for _ in range(2)]
+        for x in run(jnp.ones_like(v), q, k, v, *gates):
+            assert bool(jnp.isfinite(x.astype("float32")).all()), values
+
+
+def repeats_on_a_gpu():
+    """50 calls at 7b-8k."""
+    keys = jax.random.split(jax.random.key(0), 6)
+    rows = (8, 8, 8192)
+    q, k = (jax.random.normal(key, (*rows, 256), "bfloat16") for key in keys[:2])
+    v, dh = (jax.random.normal(key, (*rows, 512), "bfloat16") for key in keys[2:4])
+    i, f = jax.random.normal(keys[4], rows), jax.random.normal(keys[5], rows) + 4.0
+    assert mosaic_stages(*rows, 256, 512) == ALL
+    run = outputs_and_gradients_on_a_gpu()
+    first = run(dh, q, k, v, i, f)
+    same = jax.jit(lambda a, b: jnp.stack([jnp.array_equal(x, y, equal_nan=True) for x, y in zip(a, b, strict=True)]))
+    for call in range(50):
+        assert same(run(dh, q, k, v, i, f), first).all(), call
+
+
+def layouts_on_a_gpu():
+    """The kernels multiply the same tiles; XLA orders the sums outside of them by the layout."""
+    x = list(random_inputs(10, 2, 4, 1024, 256, 512, dtype="bfloat16", states=False).values())
+    dh = jnp.asarray(np.random.default_rng(0).normal(size=x[2].shape), "bfloat16")
+    config = KernelConfig(fused_min_heads=1)
+    expected = outputs_and_gradients_on_a_gpu(config=config)(dh, *x)
+    found = outputs_and_gradients_on_a_gpu(config=config, layout="BTNH")(swapped(dh), *map(swapped, x))
+    for actual, wanted in zip(map(swapped, found), expected, strict=True):
+        assert_close(actual, wanted.astype("float32"), 2.0**-8 + 4 * tolerance("float32", 1024 + 256))
+
+
+GPU_CHECKS = [
+    check.__name__
+    for check in (
+        cases_on_a_gpu,
+        tuned_configs_on_a_gpu,
+        neighbours_on_a_gpu,
+        long_sequences_on_a_gpu,
+        packed_resets_on_a_gpu,
+        extremes_on_a_gpu,
+        repeats_on_a_gpu,
+        layouts_on_a_gpu,
+    )
+]
+
+
+@needs_jax
+@pytest.mark.gpu
+@pytest.mark.parametrize("check", GPU_CHECKS)
+def test_on_a_gpu(check):
+    kind = next(device.device_kind for device in jax.devices() if device.platform == "gpu")
+    if compute_capability(kind) != 90:
+        pytest.skip(f"the Mosaic GPU kernels are for Hopper, and this is a {kind}")
+    in_process(check)
