@@ -174,8 +174,8 @@ def config_row(spec: CallSpec) -> dict[str, Any]:
     for name in STAGES.keys() & row.keys():
         row[name].pop("mosaic_gpu", None)
     for name, tiles in spec.mosaic_gpu:
-        fields = [*STAGES[name].mosaic_gpu.search, *["num_splits"] * (tiles.num_splits is not None)]
-        row[name] = {"mosaic_gpu": {field: getattr(tiles, field) for field in fields}}
+        splits = {field: x for field, x in row[name].items() if field == "num_splits"}
+        row[name] = splits | {"mosaic_gpu": {field: getattr(tiles, field) for field in STAGES[name].mosaic_gpu.search}}
     return row
 
 

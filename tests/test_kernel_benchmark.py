@@ -247,7 +247,8 @@ def test_both_directions_and_both_ways_with_the_states_in_one_run(tmp_path):
         assert record["error"] == max(record["errors"].values()) < 1e-4
         assert record["roofline_pct"] > 0
     recomputed, kept = records[1:3]
-    assert recomputed["errors"] == kept["errors"]
+    rounding = 48 * float(jnp.finfo(jnp.float32).eps) / 2  # of a sum over the steps
+    assert recomputed["errors"] == {name: pytest.approx(x, abs=rounding) for name, x in kept["errors"].items()}
 
 
 def test_a_config_reaches_the_stages(tmp_path):
@@ -269,13 +270,13 @@ def test_a_config_has_the_chunks_of_the_fused_scan(stage):
 
 def test_a_record_has_the_tiles_that_run():
     """Of recurrent_fw_H those of one of its two kernels."""
-    mosaic_gpu = StageConfig(siz_b_LKV=64, siz_b_DHHV=128, siz_b_loop=128, num_warps=8, num_stages=2, num_splits=2)
-    config = KernelConfig(fused_min_heads=1, recurrent_fw_H=StageConfig(siz_b_LKV=16, mosaic_gpu=mosaic_gpu))
+    mosaic_gpu = StageConfig(siz_b_LKV=64, siz_b_DHHV=128, siz_b_loop=128, num_warps=8, num_stages=2)
+    config = KernelConfig(fused_min_heads=1, recurrent_fw_H=StageConfig(siz_b_LKV=16, num_splits=2, mosaic_gpu=mosaic_gpu))
     configs = {
         impl: kernel_benchmark.MlstmPallas(impl, WIDE, "bfloat16", 64, config).config for impl in ("interpret", "mosaic_gpu_interpret")
     }
-    fields = dict(siz_b_LKV=64, siz_b_DHHV=128, siz_b_loop=128, num_warps=8, num_stages=2, num_splits=2)
-    assert configs["mosaic_gpu_interpret"]["recurrent_fw_H"] == {"mosaic_gpu": fields}
+    fields = dict(siz_b_LKV=64, siz_b_DHHV=128, siz_b_loop=128, num_warps=8, num_stages=2)
+    assert configs["mosaic_gpu_interpret"]["recurrent_fw_H"] == {"num_splits": 2, "mosaic_gpu": fields}
     assert configs["interpret"]["recurrent_fw_H"]["siz_b_LKV"] == 16
     assert "mosaic_gpu" not in configs["interpret"]["recurrent_fw_H"]
     assert configs["interpret"]["parallel_fw_H"] == configs["mosaic_gpu_interpret"]["parallel_fw_H"]

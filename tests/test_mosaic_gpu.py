@@ -51,10 +51,10 @@ ALL = {name for name, stage in STAGES.items() if stage.mosaic_gpu}
 RACE = "RACE DETECTED"  # which GPU interpret mode prints
 
 
-def fused(**scan):
+def fused(num_splits=None, **scan):
     """The fused scan with these tiles of its Mosaic GPU kernel; chunks of 128 in the backward pass."""
     tiles = StageConfig(**dict(siz_b_LKV=64, siz_b_DHHV=128, siz_b_loop=256, num_warps=8, num_stages=2) | scan)
-    return KernelConfig(chunk_size=128, fused_min_heads=1, recurrent_fw_H=StageConfig(mosaic_gpu=tiles))
+    return KernelConfig(chunk_size=128, fused_min_heads=1, recurrent_fw_H=StageConfig(num_splits=num_splits, mosaic_gpu=tiles))
 
 
 def spec_of(inputs, config, layout="BNTH", **options) -> CallSpec:
