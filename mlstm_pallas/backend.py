@@ -11,6 +11,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from mlstm_pallas.config import UNKNOWN_DEVICE
+from mlstm_pallas.launch import HAS_TRITON
 from mlstm_pallas.shared_memory import compute_capability
 from mlstm_pallas.stage import Lowering
 from mlstm_pallas.validation import MOSAIC_GPU_JAX, check_backend
@@ -83,7 +84,9 @@ mlir.register_lowering(_for_gpus, _refuse, platform="cpu")
 
 
 def on_backend(backend: str | None, run: Callable, *args):
-    """run(lowering, *args); for None the lowering is chosen where the computation is lowered."""
+    """run(lowering, *args); for None the lowering is chosen where the computation is lowered: Triton for CUDA, if jax has it, else XLA."""
+    if backend is None and not HAS_TRITON:
+        return run(Lowering.XLA, *args)
     if backend is None:
         gpu, other = functools.partial(run, Lowering.TRITON), functools.partial(run, Lowering.XLA)
         return lax.platform_dependent(*args, cuda=gpu, default=other)

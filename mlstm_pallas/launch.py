@@ -11,13 +11,19 @@ from typing import Any
 
 import jax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 
 from mlstm_pallas.stage import Lowering, StageCall
+
+plgpu: Any
+try:
+    from jax.experimental.pallas import triton as plgpu
+except ImportError:  # jax will remove this backend; the plain forms need no kernels
+    plgpu = None
 
 # jax >= 0.11 warns at each lowering that Pallas' Triton backend will go one day. A user of the package can do nothing about it.
 warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
 
+HAS_TRITON = plgpu is not None
 CUSTOM_CALL_TARGET = getattr(plgpu, "CUSTOM_CALL_TARGET_NAME", "__gpu$xla.gpu.triton")  # jax 0.10 has no name for it
 
 
@@ -37,6 +43,11 @@ def kernel_call(
 
     input_output_aliases: {input: output} that share their memory, by position; absent inputs (None) do not count.
     """
+
+    if plgpu is None:
+        raise RuntimeError(
+            f"{name} is a Triton kernel, and jax {jax.__version__} has no Triton backend: expected jax < 0.13, or backend 'xla'"
+        )
 
     def launch(*args: jax.Array | None):
         # Inside a shard_map that checks it, outputs have to say over which axes they vary.
