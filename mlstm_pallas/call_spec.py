@@ -97,8 +97,12 @@ class CallSpec:
         facts = STAGES[name].mosaic_gpu
         if facts is None or self.backend is None or not Lowering(self.backend).mosaic_gpu or self.dtype.itemsize != 2:
             return None
-        tiles = self.config.stage(name).mosaic_gpu or facts.heuristic(self.problem)
-        problem = self.problem
+        config = self.config.stage(name)
+        tiles, problem, num_splits = config.mosaic_gpu or facts.heuristic(self.problem), self.problem, config.num_splits or 1
+        if num_splits > 1:
+            if name == "recurrent_bw_dC":  # whose kernel splits no sequence
+                return None
+            problem = dataclasses.replace(problem, NH=problem.NH * num_splits)
         if STAGES[name].fused:  # all of them in the chunks of the scan, and on Mosaic GPU with it
             scan = tiles if name == "recurrent_fw_H" else self._mosaic_gpu_tiles("recurrent_fw_H")
             if scan is None:

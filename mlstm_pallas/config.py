@@ -128,7 +128,7 @@ def tuned_rows(device_kind: str) -> tuple[dict[str, Any], ...]:
 
 def _tiles_from_row(row: Mapping[str, Any]) -> StageConfig:
     own = row.get("mosaic_gpu")
-    return StageConfig(**{**row, "mosaic_gpu": own and StageConfig(**own)})
+    return StageConfig(**{**row, "mosaic_gpu": None if own is None else StageConfig(**own)})
 
 
 def config_from_row(row: Mapping[str, Any]) -> KernelConfig:

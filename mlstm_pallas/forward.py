@@ -53,7 +53,7 @@ def fused(spec: CallSpec, lowering: Lowering, x: Inputs, products: SplitProducts
         added = None if products is None else products.all_but_last(num_splits, gates.scaM_states)
         if added is None:
             decays = decays_in_splits(gates.scaGamma, num_splits, p.S)
-            if scores.vecAbar is not None:
+            if scores.vecAbar is not None:  # the keys are not scaled: the weights of a split's steps are
                 decays *= scores.vecAbar
             products_call = spec.call("recurrent_fw_C", lowering, p, clamp=False)
             added = split_products(scores.matK_scaled, x.v, decays, num_splits, call=products_call)

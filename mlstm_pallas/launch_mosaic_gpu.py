@@ -11,7 +11,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -19,7 +18,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.tiles import divide, remainder
+from mlstm_pallas.tiles import divide, loop, remainder
 
 BY_ROWS, BY_COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  # of a vector beside the rows, the columns of a tile
 REGISTER_ROWS = 64  # of an accumulator in the registers of one warpgroup
@@ -99,7 +98,10 @@ def copy_where(where: jax.Array | None, tile: Any, destination: Any, *, interpre
 
 
 def one_of(*tiles: Any, interpret: bool) -> Any:
-    """Arrays in shared memory that take the same place, slot by slot. The race detector of GPU interpret mode tells no slots apart."""
+    """Arrays in shared memory that take the same place, slot by slot; their slots have the same bytes.
+
+    The race detector of GPU interpret mode tells no slots apart: there, each array has a place of its own.
+    """
     return list(tiles) if interpret else plgpu.RefUnion(*tiles)
 
 
@@ -137,7 +139,7 @@ class Products:
             plgpu.wgmma_wait(pending)
 
     def read(self, accumulator: Any, pending: int) -> jax.Array:
-        """The accumulator, when no more than so many products, issued after its own, are running."""
+        """Waits until no more than ``pending`` products, issued after the accumulator's own, are running; its value."""
         return accumulator.value if self.interpret else plgpu.wgmma_accumulator_load(accumulator, wait_n=pending)
 
     def zeros(self, rows: int, columns: int) -> jax.Array:
@@ -166,7 +168,7 @@ class Products:
     def loop(self, accumulator: Any, count: Any, body: Callable[[jax.Array, Any], Any]) -> None:
         """body(j, ()) for each j below count, which adds to the accumulator."""
         if not self.interpret:
-            lax.fori_loop(np.int32(0), count, body, ())
+            loop(count, body, ())
             return
 
         def step(j, value):
@@ -174,7 +176,7 @@ class Products:
             body(j, ())
             return accumulator.value
 
-        accumulator.value = lax.fori_loop(np.int32(0), count, step, accumulator.value)
+        accumulator.value = loop(count, step, accumulator.value)
 
     def release(self, *barriers: Any) -> None:
         """The warpgroup has read what these barriers guard."""

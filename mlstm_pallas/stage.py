@@ -55,7 +55,8 @@ class StageConfig:
         block by block for every key tile. Needs siz_b_LQ * DHQK elements of it, and a padded DHQK that is a power of two.
       num_splits: recurrent_fw_C, recurrent_bw_dC and recurrent_fw_H only: parts of the sequence that run at the same time, a power of
         two. None: more than one where there are few CTAs, or heads.
-      mosaic_gpu: tiles of the stage's Mosaic GPU kernel; num_warps are those that compute. None: its heuristic.
+      mosaic_gpu: tiles of the stage's Mosaic GPU kernel; num_warps are those that compute. None: its heuristic. Where the kernel cannot
+        have them the stage runs on Triton.
     """
 
     siz_b_LQ: int = 64
@@ -146,6 +147,7 @@ class LoopOperands(NamedTuple):
 
 
 MOSAIC_GPU_SHARED_BYTES = 232_448  # that a CTA may have on Hopper
+MOSAIC_GPU_HEADS = 65_535  # CTAs along a grid axis of CUDA's other than the first
 
 
 class MosaicGpu(NamedTuple):

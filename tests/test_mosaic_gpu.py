@@ -29,12 +29,13 @@ from test_gradients import BOUND
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, mlstm_recurrent_step, reference, use_backend
 from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.call_spec import CallSpec
-from mlstm_pallas.config import tuned_rows
+from mlstm_pallas.config import config_for, config_from_row, tuned_rows
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 from mlstm_pallas.entry import Options, spec_for
 from mlstm_pallas.export import export
 from mlstm_pallas.launch import CUSTOM_CALL_TARGET
-from mlstm_pallas.problem import InputGate, Layout
+from mlstm_pallas.normaliser import Normaliser
+from mlstm_pallas.problem import InputGate, Layout, make_problem
 from mlstm_pallas.shared_memory import compute_capability
 from mlstm_pallas.stages import STAGES, recurrent_bw_dC
 from mlstm_pallas.validation import MOSAIC_GPU_JAX
@@ -439,9 +440,75 @@ def test_the_compile_report_has_both_kinds_of_kernels():
 
 
 SECONDS = 900  # of a check: a kernel that waits for ever hangs its process
+
+
+@needs_jax
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("heads", [(128, 128), (256, 256)])
+def test_gradients_trace_in_every_mode(heads, x64):
+    K, V = heads
+    shapes = [(1, 2, 256, D) for D in (K, K, V)] + [(1, 2, 256)] * 2
+    dtypes = ["bfloat16"] * 3 + ["float32"] * 2
+    run = functools.partial(mlstm_chunkwise, backend="mosaic_gpu_interpret", config=fused(), recompute_states_in_bw=True)
+    with (
+        jax.enable_x64(x64),
+        jax.numpy_rank_promotion("raise"),
+        jax.numpy_dtype_promotion("strict"),
+        mock.patch.object(recurrent_bw_dC, "MOSAIC_GPU_MIN_CTAS", 1),
+    ):
+        x = [jax.ShapeDtypeStruct(*y) for y in zip(shapes, dtypes, strict=True)]
+        found = jax.eval_shape(lambda *x: jax.vjp(run, *x)[1](jnp.ones(shapes[2], jnp.bfloat16)), *x)
+    assert [(y.shape, str(y.dtype)) for y in found] == list(zip(shapes, dtypes, strict=True))
+
+
+def stages_on_mosaic_gpu(B, NH, S, DHQK, DHHV, **stages):
+    config = config_for(DHQK, DHHV, S, jnp.dtype("bfloat16"), device_kind="NVIDIA H200", explicit=KernelConfig(fused_min_heads=1, **stages))
+    problem = make_problem((B, NH, S, DHQK), DHHV, config.L, pad_heads=True)
+    return set(dict(CallSpec(problem, config, jnp.dtype("bfloat16"), Normaliser(), backend="mosaic_gpu").mosaic_gpu))
+
+
+def tiles(**fields):
+    return StageConfig(mosaic_gpu=StageConfig(**fields))
+
+
+WIDE_SCAN = dict(siz_b_LKV=64, siz_b_DHHV=256, siz_b_loop=256, num_stages=1)
+
+
+@pytest.mark.parametrize(
+    ("stage", "config"),
+    [
+        ("parallel_bw_dQKV", tiles(num_stages=2)),  # an item waits for three steps at once
+        ("recurrent_bw_dC", tiles(num_stages=1)),  # a stage is free when the next one's product runs
+        ("recurrent_bw_dC", StageConfig(num_splits=2)),
+        ("recurrent_fw_H", tiles(**WIDE_SCAN, num_warps=16)),  # too few registers
+        ("recurrent_fw_H", tiles(**WIDE_SCAN, num_warps=4)),
+    ],
+    ids=["two_stages_of_dQKV", "one_stage_of_dC", "splits_of_dC", "four_warpgroups", "one_warpgroup"],
+)
+def test_tiles_that_a_kernel_cannot_have_run_on_triton(stage, config):
+    shape = 8, 8, 8192, 256, 512
+    assert stages_on_mosaic_gpu(*shape) == ALL
+    assert stage not in stages_on_mosaic_gpu(*shape, **{stage: config})
+
+
+def test_heads_beyond_the_grid_run_on_triton():
+    heads = 64, 128
+    assert stages_on_mosaic_gpu(1, 32_767, 64, *heads) == SCAN | {"recurrent_bw_dC"}
+    assert stages_on_mosaic_gpu(1, 32_768, 64, *heads) == SCAN
+    assert stages_on_mosaic_gpu(1, 65_536, 64, *heads) == set()
+    assert stages_on_mosaic_gpu(1, 32_767, 8192, *heads, recurrent_fw_H=StageConfig(num_splits=4)) == {"recurrent_bw_dC"}
+
+
+@pytest.mark.parametrize("stage", sorted(ALL))
+def test_a_row_of_a_config_keeps_the_tiles(stage):
+    config = KernelConfig(chunk_size=64, **{stage: tiles(num_stages=3)})
+    found = config_from_row(config.as_row()).stage(stage).mosaic_gpu
+    assert found == StageConfig(**{field: getattr(config.stage(stage).mosaic_gpu, field) for field in STAGES[stage].mosaic_gpu.search})
+
+
 # Stages that run on Mosaic GPU with two heads and the fused scan, at the least, by DHQK and DHHV.
 WIDE = SCAN | {"parallel_bw_dQKV"}
-OF_HEADS = {(256, 512): WIDE, (256, 256): WIDE, (128, 256): SCAN, (128, 128): SCAN, (64, 128): SCAN, (512, 512): {"parallel_bw_dQKV"}}
+OF_HEADS = {(256, 512): WIDE, (256, 256): WIDE, (128, 256): SCAN, (128, 128): SCAN, (64, 128): SCAN, (512, 512): WIDE}
 
 
 def in_process(check):

@@ -264,9 +264,12 @@ def _loops(tiles: StageConfig, p: Problem) -> Sequence[LoopOperands]:
 
 
 def _mosaic_gpu_takes(tiles: StageConfig, p: Problem) -> bool:
-    """A step has 128 x 64 elements of the left operand and 64 x 256 of the right one. With narrower heads Triton's kernel is faster."""
+    """A step has 128 x 64 elements of the left operand and 64 x 256 of the right one. With narrower heads Triton's kernel is faster.
+
+    An item waits for three steps at once, those between its products: with fewer stages it would wait for ever.
+    """
     shared = 2 * (tiles.num_stages * 64 * (128 + 256) + 4 * 64 * 64) + 1024
-    return p.L % 128 == 0 and p.DHQK % 256 == 0 and p.DHHV % 256 == 0 and shared <= MOSAIC_GPU_SHARED_BYTES
+    return tiles.num_stages >= 3 and p.L % 128 == 0 and p.DHQK % 256 == 0 and p.DHHV % 256 == 0 and shared <= MOSAIC_GPU_SHARED_BYTES
 
 
 STAGE = Stage(

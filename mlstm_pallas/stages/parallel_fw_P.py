@@ -23,7 +23,7 @@ from mlstm_pallas.gates import ChunkGates, causal, decay_matrix, vector_states
 from mlstm_pallas.launch import kernel_call
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import MOSAIC_GPU_SHARED_BYTES, Cost, MosaicGpu, Stage, StageCall, StageConfig, sequence_spec
+from mlstm_pallas.stage import MOSAIC_GPU_HEADS, MOSAIC_GPU_SHARED_BYTES, Cost, MosaicGpu, Stage, StageCall, StageConfig, sequence_spec
 from mlstm_pallas.tiles import Precision, causal_mask, decay_tile, dot
 
 
@@ -203,7 +203,12 @@ def _cost(p: Problem, itemsize: int) -> Cost:
 
 def _mosaic_gpu_takes(tiles: StageConfig, p: Problem) -> bool:
     """q and k of a chunk are in shared memory, whole."""
-    return p.L == 64 and p.DHQK % 64 == 0 and 2 * (2 * p.L * p.DHQK + p.L * p.L) + 1024 <= MOSAIC_GPU_SHARED_BYTES
+    return (
+        p.BNH <= MOSAIC_GPU_HEADS
+        and p.L == 64
+        and p.DHQK % 64 == 0
+        and 2 * (2 * p.L * p.DHQK + p.L * p.L) + 1024 <= MOSAIC_GPU_SHARED_BYTES
+    )
 
 
 _TILES = StageConfig(num_warps=4, num_stages=1)

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import jax
 
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import MOSAIC_GPU_SHARED_BYTES, Cost, MosaicGpu, Stage, StageCall, StageConfig
-from mlstm_pallas.stages.recurrence import FACTS, Recurrence, recurrences
+from mlstm_pallas.stage import MOSAIC_GPU_HEADS, MOSAIC_GPU_SHARED_BYTES, Cost, MosaicGpu, Stage, StageCall, StageConfig
+from mlstm_pallas.stages.recurrence import FACTS, Recurrence, mosaic_gpu_rows, recurrences
 
 MOSAIC_GPU_MIN_CTAS = 128  # of one recurrence; with fewer Triton's kernel, which splits sequences, is faster
 
@@ -64,10 +64,10 @@ def _cost(p: Problem, itemsize: int) -> Cost:
 
 
 def _mosaic_gpu_takes(tiles: StageConfig, p: Problem) -> bool:
-    """Of 128 columns and up to 256 rows a CTA, where there are enough of them for the SMs of an H200."""
-    rows = next((size for size in (256, 192, 128, 64) if p.DHQK % size == 0), 0)
+    """CTAs of 128 columns and up to 256 rows, enough of them for the SMs of an H200. A stage is free when the next one's product runs."""
+    rows = mosaic_gpu_rows(p.DHQK)
     shared = 2 * (tiles.num_stages * 64 * (rows + 128) + 4 * 64 * 64) + 1024
-    if rows == 0 or p.DHHV % 128 or p.L % 64 or shared > MOSAIC_GPU_SHARED_BYTES:
+    if rows == 0 or p.DHHV % 128 or p.L % 64 or tiles.num_stages < 2 or shared > MOSAIC_GPU_SHARED_BYTES or 2 * p.BNH > MOSAIC_GPU_HEADS:
         return False
     return p.BNH * (p.DHQK // rows) * (p.DHHV // 128) >= MOSAIC_GPU_MIN_CTAS
 

@@ -28,6 +28,7 @@ from mlstm_pallas.gate_gradients import zero_states
 from mlstm_pallas.launch import kernel_call
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import (
+    MOSAIC_GPU_HEADS,
     MOSAIC_GPU_SHARED_BYTES,
     Cost,
     LoopOperands,
@@ -245,13 +246,18 @@ def mosaic_gpu_rows(tiles: StageConfig, DHQK: int) -> int:
 
 
 def _mosaic_gpu_takes(tiles: StageConfig, p: Problem) -> bool:
-    """A warpgroup has at most 64 x 256 floats of C; two warpgroups at least, or the copying one would have no registers to give away."""
+    """A warpgroup has at most 64 x 256 floats of C.
+
+    Two of them: with one the copying warpgroup has no registers to give away, with four a thread starts with 96, too few for a product.
+    """
     warpgroups, rows, Vb, L = tiles.num_warps // 4, mosaic_gpu_rows(tiles, p.DHQK), tiles.siz_b_DHHV, p.L
     launches = p.DHQK // max(rows, 1)
-    if warpgroups < 2 or rows == 0 or launches > 2 or L % 64 or p.DHHV % Vb or Vb % (64 * warpgroups):
+    if warpgroups != 2 or p.BNH > MOSAIC_GPU_HEADS or rows == 0 or launches > 2 or L % 64 or p.DHHV % Vb or Vb % (64 * warpgroups):
         return False
-    a_stage = 2 * L * (2 * rows + Vb * launches + L) + 8 * L
-    shared = tiles.num_stages * a_stage + 2 * L * Vb + 2 * warpgroups * 2 * 64 * 64 + 1024
+    # The first launch reads P, the second one h of the first. One launch alone stores states.
+    a_stage = 2 * L * (2 * rows + Vb + (max(L, Vb) if launches > 1 else L)) + 8 * L
+    states = 2 * warpgroups * 2 * 64 * 64 if launches == 1 else 0
+    shared = tiles.num_stages * a_stage + 2 * L * Vb + states + 1024
     return Vb // (64 * warpgroups) * rows <= 256 and shared <= MOSAIC_GPU_SHARED_BYTES
 
 

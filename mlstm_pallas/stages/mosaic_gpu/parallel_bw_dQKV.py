@@ -1,9 +1,9 @@
 """parallel_bw_dQKV on Mosaic GPU: the products of ``stages/parallel_bw_dQKV.py``, for head dimensions that are multiples of 256.
 
-Each of SMS CTAs has two warpgroups that multiply and one that copies, and takes items, in the order of the chunks: 128 x 256 elements of
-dq, dk or dv, or 128 rows of the states for <C_c, dC_{c+1}>. An item is a sequence of steps, each with a tile of the left and a tile of the
-right operand. The copying warpgroup loads them num_stages steps ahead, into the next item too. Of an item's 128 rows a multiplying
-warpgroup has 64: the product with the state, which is then weighted, and the one with the tiles, in the same accumulator.
+Up to 132 CTAs, one an SM. Each takes every 132nd item; an item is 128 x 256 elements of dq, dk or dv, or 128 rows of the states for
+<C_c, dC_{c+1}>. It is a sequence of steps, each with a tile of the left and a tile of the right operand. One warpgroup copies them
+num_stages steps ahead, into the next item too. Two warpgroups multiply, each for 64 rows: the product with the state, which is then
+weighted, and the one with the tiles, in the same accumulator.
 
 128 x 256 is the largest item that two warpgroups have registers for. Its operands are three quarters of what two items of 128 x 128
 read; the L2's rate is the limit of this stage.
@@ -54,7 +54,7 @@ class _Role(enum.IntEnum):
 
 
 class _Items(NamedTuple):
-    """The items of one role in a chunk, and the steps of one of them, in order; those with tiles follow."""
+    """Of one role: items of a chunk (rows x columns), and the steps of an item, in order. Those with tiles come last and differ by row."""
 
     rows: int
     columns: int
@@ -109,7 +109,7 @@ def _kernel(
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
     (left, left_transposed), (right, right_transposed, right_vector) = operands
     R, roles = REGISTER_ROWS, _items(p, n is not None)
-    of_chunk = sum(items.rows * items.columns for items in roles)
+    items_of_chunk = sum(items.rows * items.columns for items in roles)
     steps_of_rows = ROWS // DEPTH
 
     def tile_steps(role, row):
@@ -125,7 +125,7 @@ def _kernel(
 
         def item(j, step):
             index = program + j * programs
-            x, chunk = remainder(index, of_chunk), divide(index, of_chunk)
+            x, chunk = remainder(index, items_of_chunk), divide(index, items_of_chunk)
             head, chunk = divide(chunk, p.NC), remainder(chunk, p.NC)
             start, taken = 0, jnp.int32(0)
             for role, items in zip(_Role, roles, strict=True):
@@ -137,7 +137,7 @@ def _kernel(
                 start = end
             return step + taken
 
-        count = divide(p.BNH * p.NC * of_chunk - 1 - program, programs) + 1
+        count = divide(p.BNH * p.NC * items_of_chunk - 1 - program, programs) + 1
         return lax.fori_loop(np.int32(0), count, item, np.int32(0))
 
     def block(index, size):

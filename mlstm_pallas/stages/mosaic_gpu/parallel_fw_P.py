@@ -1,7 +1,7 @@
 """parallel_fw_P on Mosaic GPU: the scores, r and z of ``stages/parallel_fw_P.py``, without scaled keys.
 
-Grid (B * NH, NC). A CTA is one warpgroup and owns one chunk of 64 steps. It has no pipeline: an SM has three CTAs, and one's copies run
-while another one computes.
+Grid (B * NH, NC). A CTA is one warpgroup and owns one chunk of 64 steps. It has no pipeline: up to DHQK = 256 an SM has three CTAs, and
+one's copies run while another one computes.
 """
 
 import functools
@@ -17,7 +17,7 @@ from mlstm_pallas.launch_mosaic_gpu import BY_COLUMNS, BY_ROWS, REGISTER_ROWS, P
 from mlstm_pallas.normaliser import Normaliser, query_scale
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Lowering, StageCall
-from mlstm_pallas.tiles import divide, remainder
+from mlstm_pallas.tiles import divide, loop, remainder
 
 LOG2_E = float(np.log2(np.e))
 COLUMNS = 256  # at most, of a copy
@@ -86,7 +86,7 @@ def _kernel(
             norm = load(n.at[head, chunk, pl.ds(pl.multiple_of(j * L, L), L)], BY_COLUMNS, optimized=False)
             return total + x * down(norm)
 
-        q_n = lax.fori_loop(np.int32(0), np.int32(p.DHQK // L), add, products.zeros(L, L))
+        q_n = loop(p.DHQK // L, add, products.zeros(L, L))
         sums = jnp.sum(tile + q_n * across(row_scale), axis=1)
         inv_den = 1.0 / normaliser.denominator(sums, m_rows)
         tile, row_scale = tile * across(inv_den), row_scale * inv_den

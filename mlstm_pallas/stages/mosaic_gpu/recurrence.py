@@ -17,14 +17,10 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.launch_mosaic_gpu import REGISTER_ROWS, Products, head_of, load, mosaic_call, plgpu, tile_transforms
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Lowering, StageCall
-from mlstm_pallas.tiles import blocks, divide, remainder
+from mlstm_pallas.stages.recurrence import mosaic_gpu_rows
+from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 STEPS, COLUMNS = 64, 128  # of a tile, and of the block of a CTA
-
-
-def state_rows(DHQK: int) -> int:
-    """Of the block of a CTA."""
-    return next((size for size in (256, 192, 128, 64) if DHQK % size == 0), 0)
 
 
 def _kernel(
@@ -43,7 +39,7 @@ def _kernel(
     # (B * NH, DHHV, DHQK) transposed, may be absent; out X_j (B * NH, NC, DHQK, DHHV), X_last_j (B * NH, DHHV, DHQK), may be absent
 ):
     wg, index = lax.axis_index("wg"), lax.axis_index("head")
-    R, of_chunk = REGISTER_ROWS, p.L // STEPS
+    R, tiles_of_chunk = REGISTER_ROWS, p.L // STEPS
     own_rows = pl.ds(pl.multiple_of(lax.axis_index("rows") * rows, rows), rows)
     columns = pl.ds(pl.multiple_of(lax.axis_index("columns") * COLUMNS, COLUMNS), COLUMNS)
     own = pl.ds(pl.multiple_of(lax.axis_index("columns") * COLUMNS + wg * R, R), R)
@@ -57,15 +53,15 @@ def _kernel(
 
         def one(step, _):
             slot = remainder(step, num_stages)
-            tile = chunk_at(divide(step, of_chunk), j) * of_chunk + remainder(step, of_chunk)
+            tile = chunk_at(divide(step, tiles_of_chunk), j) * tiles_of_chunk + remainder(step, tiles_of_chunk)
             steps = pl.ds(pl.multiple_of(tile * STEPS, STEPS), STEPS)
             pl.when(step >= num_stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
             plgpu.copy_gmem_to_smem(a.at[steps, own_rows], a_tiles.at[slot], full.at[slot])
             plgpu.copy_gmem_to_smem(b.at[steps, columns], b_tiles.at[slot], full.at[slot])
             return _
 
-        total = p.NC * of_chunk
-        lax.fori_loop(np.int32(0), np.int32(total), one, ())
+        total = p.NC * tiles_of_chunk
+        loop(total, one, ())
         for step in range(max(total - num_stages, 0), total):  # the last releases; no barrier may be left in the middle of a phase
             plgpu.barrier_wait(empty.at[step % num_stages])
 
@@ -86,7 +82,7 @@ def _kernel(
 
             def add(accumulator):
                 def one(t, _):
-                    step = c * of_chunk + t
+                    step = c * tiles_of_chunk + t
                     slot = remainder(step, num_stages)
                     plgpu.barrier_wait(full.at[slot])
                     products.add(accumulator, b_tiles.at[slot, :, pl.ds(pl.multiple_of(wg * R, R), R)].T, a_tiles.at[slot])
@@ -94,15 +90,15 @@ def _kernel(
                     pl.when(t > 0)(lambda: products.release(empty.at[remainder(step - 1, num_stages)]))
                     return _
 
-                products.loop(accumulator, np.int32(of_chunk), one)
+                products.loop(accumulator, tiles_of_chunk, one)
                 products.wait(0)
-                products.release(empty.at[remainder((c + 1) * of_chunk - 1, num_stages)])
+                products.release(empty.at[remainder((c + 1) * tiles_of_chunk - 1, num_stages)])
 
             (XT,) = products.onto(add, XT * decay)
             return XT, following
 
         XT = products.zeros(R, rows) if X_initial is None else load(X_initial.at[head, own, own_rows], optimized=False)
-        XT, _ = lax.fori_loop(np.int32(0), np.int32(p.NC), chunk, (XT, gamma[head, chunk_at(np.int32(0), j)]))
+        XT, _ = loop(p.NC, chunk, (XT, gamma[head, chunk_at(np.int32(0), j)]))
         if X_last is not None:
             X_last[head, own, own_rows] = XT
         plgpu.wait_smem_to_gmem(0)
@@ -125,7 +121,7 @@ def _kernel(
 def recurrences(name: str, given: Sequence[Any], call: StageCall) -> list[tuple[jax.Array, jax.Array | None]]:
     """X and the last X of each ``Recurrence``, in one launch."""
     p, dtype, num_stages = call.problem, given[0].a.dtype, call.tiles.num_stages
-    rows, interpret, R = state_rows(p.DHQK), call.lowering is Lowering.MOSAIC_GPU_INTERPRET, REGISTER_ROWS
+    rows, interpret, R = mosaic_gpu_rows(p.DHQK), call.lowering is Lowering.MOSAIC_GPU_INTERPRET, REGISTER_ROWS
     inputs: dict[str, Any] = {}
     outputs: dict[str, Any] = {}
     for j, x in enumerate(given):

@@ -1,7 +1,7 @@
 """recurrent_fw_H on Mosaic GPU: the fused scan of ``stages/recurrent_fw_H.py``.
 
-Grid (B * NH, DHHV / siz_b_DHHV). A CTA has num_warps / 4 warpgroups that compute and one that copies. Each of the former owns one or two
-blocks of 64 columns of C and of h; a block is kept transposed in registers, 64 x siz_b_loop floats, and is the left operand of C^T q.
+Grid (B * NH, DHHV / siz_b_DHHV). A CTA has two warpgroups that compute and one that copies. Each of the former owns siz_b_DHHV / 2 columns
+of C and of h, in blocks of 64. A block of C is kept transposed in registers, 64 x siz_b_loop floats, and is the left operand of C^T q.
 Copies into shared memory run num_stages chunks ahead. While the state's product runs, the outputs of the chunk are stored.
 """
 
@@ -90,7 +90,7 @@ def _kernel(
         return pl.ds(start, R), pl.ds(column_block * siz_b_DHHV + start, R)
 
     def store(value, tile, destination, pending, where=None):
-        """A transposed value; the tile is free when no more than so many copies are running."""
+        """Writes the transposed value into the tile and copies it out. pending: how many of the latest copies may run on meanwhile."""
         plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
         tile.T[...] = value
         plgpu.commit_smem()
