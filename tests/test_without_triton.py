@@ -41,7 +41,7 @@ def test_the_plain_form_runs_on_the_backends_none_and_xla():
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("backend", ["triton", "interpret"])
+@pytest.mark.parametrize("backend", ["triton", pytest.param("interpret", marks=pytest.mark.slow)])
 def test_a_triton_kernel_says_what_is_missing(backend):
     result = run(f"mlstm_pallas.mlstm_chunkwise(q, k, v, i, f, backend={backend!r})")
     message = "is a Triton kernel, and jax [0-9.]+ has no Triton backend: expected jax < 0.13, or backend 'xla'"
