@@ -10,9 +10,8 @@ from jax import lax
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import InputGate, Layout, Problem, next_power_of_two
-from mlstm_pallas.stage import Lowering, StageCall, StageConfig, clamped
+from mlstm_pallas.stage import Lowering, StageCall, StageConfig, clamped, mosaic_gpu_rows
 from mlstm_pallas.stages import STAGES
-from mlstm_pallas.stages.recurrent_fw_H import mosaic_gpu_rows
 
 # Shorter splits cost more than idle SMs, and narrower heads (DHQK * DHHV) are as fast with materialised states.
 MIN_SPLIT_STEPS, MIN_SPLIT_STATE = 2048, 2**17
@@ -160,7 +159,7 @@ class CallSpec:
         p = self.problem
         tiles = self.tiles("recurrent_fw_H")
         mosaic_gpu = "recurrent_fw_H" in dict(self.mosaic_gpu)
-        rows = mosaic_gpu_rows(tiles, p.DHQK) if mosaic_gpu else clamped(tiles.siz_b_loop, p.DHQK)
+        rows = mosaic_gpu_rows(p.DHQK, tiles.siz_b_loop) if mosaic_gpu else clamped(tiles.siz_b_loop, p.DHQK)
         return p.NC % splits == 0 and rows == p.DHQK
 
     def _fused_splits(self) -> int:

@@ -150,6 +150,11 @@ MOSAIC_GPU_SHARED_BYTES = 232_448  # that a CTA may have on Hopper
 MOSAIC_GPU_HEADS = 65_535  # CTAs along a grid axis of CUDA's other than the first
 
 
+def mosaic_gpu_rows(DHQK: int, most: int = 256) -> int:
+    """Rows of a block of the state in the registers of Mosaic GPU kernels, a multiple of 64 that divides DHQK; 0: there is none."""
+    return next((DHQK // n for n in range(1, DHQK // 64 + 1) if DHQK % (64 * n) == 0 and DHQK // n <= most), 0)
+
+
 class MosaicGpu(NamedTuple):
     """The facts of a stage's Mosaic GPU kernel, for 16-bit dtypes; problem: in the stage's chunks."""
 

@@ -312,11 +312,6 @@ def _ctas(tiles: StageConfig, p: Problem) -> int:
     return p.BNH * blocks(p.DHHV, tiles.siz_b_DHHV) * blocks(p.DHQK, tiles.siz_b_DHQK)
 
 
-def mosaic_gpu_rows(DHQK: int) -> int:
-    """Rows of X that a CTA owns on Mosaic GPU; 0: there is no such number."""
-    return next((size for size in (256, 192, 128, 64) if DHQK % size == 0), 0)
-
-
 def shrunk(tiles: StageConfig, p: Problem, recurrences: int = 1) -> StageConfig:
     """The (clamped) tiles with smaller blocks, down to 64 columns a side, where so many recurrences have few CTAs."""
     for name in ("siz_b_DHHV", "siz_b_DHQK") * 2:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 import jax
 
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import MOSAIC_GPU_HEADS, MOSAIC_GPU_SHARED_BYTES, Cost, MosaicGpu, Stage, StageCall, StageConfig
-from mlstm_pallas.stages.recurrence import FACTS, Recurrence, mosaic_gpu_rows, recurrences
+from mlstm_pallas.stage import MOSAIC_GPU_HEADS, MOSAIC_GPU_SHARED_BYTES, Cost, MosaicGpu, Stage, StageCall, StageConfig, mosaic_gpu_rows
+from mlstm_pallas.stages.recurrence import FACTS, Recurrence, recurrences
 
 MOSAIC_GPU_MIN_CTAS = 128  # of one recurrence; with fewer Triton's kernel, which splits sequences, is faster
 

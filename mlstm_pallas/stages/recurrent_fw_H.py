@@ -37,6 +37,7 @@ from mlstm_pallas.stage import (
     StageCall,
     StageConfig,
     clamped,
+    mosaic_gpu_rows,
     search_of,
     sequence_shape,
     sequence_spec,
@@ -240,17 +241,12 @@ def _loops(tiles: StageConfig, p: Problem) -> Sequence[LoopOperands]:
     return [LoopOperands(True, tiles.siz_b_DHHV, 0, operands, p.L * tiles.siz_b_DHHV)]
 
 
-def mosaic_gpu_rows(tiles: StageConfig, DHQK: int) -> int:
-    """Rows of the state that a launch holds on Mosaic GPU; 0: there is none such."""
-    return next((DHQK // n for n in range(1, DHQK // 64 + 1) if DHQK % (64 * n) == 0 and DHQK // n <= tiles.siz_b_loop), 0)
-
-
 def _mosaic_gpu_takes(tiles: StageConfig, p: Problem) -> bool:
     """A warpgroup has at most 64 x 256 floats of C.
 
     Two of them: with one the copying warpgroup has no registers to give away, with four a thread starts with 96, too few for a product.
     """
-    warpgroups, rows, Vb, L = tiles.num_warps // 4, mosaic_gpu_rows(tiles, p.DHQK), tiles.siz_b_DHHV, p.L
+    warpgroups, rows, Vb, L = tiles.num_warps // 4, mosaic_gpu_rows(p.DHQK, tiles.siz_b_loop), tiles.siz_b_DHHV, p.L
     launches = p.DHQK // max(rows, 1)
     if warpgroups != 2 or p.BNH > MOSAIC_GPU_HEADS or rows == 0 or launches > 2 or L % 64 or p.DHHV % Vb or Vb % (64 * warpgroups):
         return False

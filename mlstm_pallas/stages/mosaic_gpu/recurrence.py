@@ -16,8 +16,7 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.launch_mosaic_gpu import REGISTER_ROWS, Products, head_of, load, mosaic_call, plgpu, tile_transforms
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Lowering, StageCall
-from mlstm_pallas.stages.recurrence import mosaic_gpu_rows
+from mlstm_pallas.stage import Lowering, StageCall, mosaic_gpu_rows
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 STEPS, COLUMNS = 64, 128  # of a tile, and of the block of a CTA

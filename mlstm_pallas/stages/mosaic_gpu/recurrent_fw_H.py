@@ -26,9 +26,8 @@ from mlstm_pallas.launch_mosaic_gpu import (
     tile_transforms,
 )
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Lowering, StageCall, sequence_shape
+from mlstm_pallas.stage import Lowering, StageCall, mosaic_gpu_rows, sequence_shape
 from mlstm_pallas.stages.parallel_fw_P import Scores
-from mlstm_pallas.stages.recurrent_fw_H import mosaic_gpu_rows
 from mlstm_pallas.tiles import blocks, divide, remainder
 
 
@@ -172,7 +171,7 @@ def recurrent_fw_H(
 ) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
     """Runs the stage: h, the last C, the stored C. The keys of the scores are not scaled."""
     p, tiles, dtype, R = call.problem, call.tiles, matQ.dtype, REGISTER_ROWS
-    rows, warpgroups = mosaic_gpu_rows(tiles, p.DHQK), tiles.num_warps // 4
+    rows, warpgroups = mosaic_gpu_rows(p.DHQK, tiles.siz_b_loop), tiles.num_warps // 4
     interpret = call.lowering is Lowering.MOSAIC_GPU_INTERPRET
     tile = functools.partial(plgpu.SMEM, dtype=dtype, transforms=tile_transforms(R, dtype.itemsize))
     C_last = jax.ShapeDtypeStruct((p.BNH, p.DHHV, rows), jnp.float32) if return_last else None
