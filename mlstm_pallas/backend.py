@@ -11,7 +11,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from mlstm_pallas.config import UNKNOWN_DEVICE
-from mlstm_pallas.launch import HAS_TRITON
+from mlstm_pallas.launch import HAS_TRITON, without_mosaic_gpu
 from mlstm_pallas.shared_memory import compute_capability
 from mlstm_pallas.stage import Lowering
 from mlstm_pallas.validation import MOSAIC_GPU_JAX, check_backend
@@ -55,13 +55,13 @@ def _check_mosaic_gpu(lowering: Lowering) -> None:
     if jax.__version_info__ < MOSAIC_GPU_JAX:
         raise ValueError(
             f"backend is '{lowering}' and jax is {jax.__version__}, expected jax >= {'.'.join(map(str, MOSAIC_GPU_JAX))} or backend "
-            f"'{lowering.without_mosaic_gpu}'"
+            f"'{without_mosaic_gpu(lowering)}'"
         )
     kind = target_device_kind()
     if lowering is Lowering.MOSAIC_GPU and compute_capability(kind) not in (90, None):
         raise ValueError(
             f"backend is '{lowering}' and the GPU is a {kind}, expected a Hopper GPU (H100, H200, H800, H20, GH200) or backend "
-            f"'{lowering.without_mosaic_gpu}'"
+            f"'{without_mosaic_gpu(lowering)}'"
         )
 
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlstm_pallas.config import KernelConfig
+from mlstm_pallas.launch import HAS_TRITON, without_mosaic_gpu
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import InputGate, Layout, Problem, next_power_of_two
 from mlstm_pallas.stage import Lowering, StageCall, StageConfig, clamped, mosaic_gpu_rows
@@ -123,15 +124,18 @@ class CallSpec:
 
     def launches(self) -> list[tuple[str, StageConfig, Problem]]:
         """Name, tiles and problem of each Triton kernel of the forward and the backward pass; chunk_gates in the chunks of the call."""
-        names = [name for name in self.stages if name not in dict(self.mosaic_gpu)]
+        names = [name for name in self.stages if name not in dict(self.mosaic_gpu)] if HAS_TRITON else []
         return [(name, self.config.stage(name), self.fused_problem if STAGES[name].fused else self.problem) for name in names]
 
     def call(self, name: str, lowering: Lowering, problem: Problem | None = None, *, clamp: bool = True) -> StageCall:
         """How a stage runs in this call; problem: in place of the call's."""
-        problem, tiles = problem or self.problem, self.tiles(name)
+        problem, tiles, facts = problem or self.problem, self.tiles(name), STAGES[name].mosaic_gpu
         if lowering.mosaic_gpu and name in dict(self.mosaic_gpu):
-            return StageCall(problem, tiles, None, lowering)
-        lowering = lowering.without_mosaic_gpu
+            # chunk_gates runs in chunks of the call and of the fused scan. It may have a kernel for the former alone.
+            if name != "chunk_gates" or (facts is not None and facts.takes(tiles, problem)):
+                return StageCall(problem, tiles, None, lowering)
+            tiles = self.config.stage(name)
+        lowering = without_mosaic_gpu(lowering)
         precision = self.config.dot_precision(self.dtype, interpret=lowering is Lowering.INTERPRET)
         precision = lax.Precision.HIGHEST if lowering is Lowering.XLA else precision
         clamp = clamp and lowering is not Lowering.XLA  # the plain forms have no tiles; their heads may be narrower than one
@@ -167,6 +171,9 @@ class CallSpec:
 
         The least power of two that makes enough heads.
         """
+        mosaic_gpu = self.backend is not None and Lowering(self.backend).mosaic_gpu
+        if mosaic_gpu and not HAS_TRITON and "recurrent_fw_H" not in dict(self.mosaic_gpu):
+            return 0  # the plain form of the scan is slower than materialised states
         heads, num_splits, p = self.config.fused_min_heads or 0, self.config.stage("recurrent_fw_H").num_splits, self.fused_problem
         whole_chunks = p.NC & -p.NC
         if num_splits is not None:

@@ -72,7 +72,7 @@ def two_sum(a: jax.Array, b: jax.Array) -> Pair:
     """fl(a + b) and its rounding error (Knuth); the error is 0 where the sum is not finite."""
     s = a + b
     t = s - a
-    return s, jnp.where(jnp.isfinite(s), (a - (s - t)) + (b - t), 0.0)
+    return s, jnp.where(jnp.abs(s) < _INF, (a - (s - t)) + (b - t), 0.0)
 
 
 def pair_add(a: Pair, b: Pair) -> Pair:
@@ -85,12 +85,21 @@ def pair_max(a: Pair, b: Pair) -> Pair:
     return jnp.where(first, a[0], b[0]), jnp.where(first, a[1], b[1])
 
 
-def split_for_exact_sums(x: jax.Array, largest: jax.Array, count: int) -> Pair:
-    """x = hi + lo, where every sum of up to ``count`` hi is exact; ``largest`` bounds |x|."""
+def exact_sum_grid(largest: jax.Array, count: int) -> jax.Array:
+    """What ``split_at`` takes for sums of up to ``count`` numbers to be exact; ``largest`` bounds their magnitudes."""
     largest = lax.stop_gradient(largest)
-    grid = 1.5 * jnp.exp2(jnp.ceil(jnp.log2(jnp.maximum(largest, 1e-30) * count)) + 1.0)
+    return 1.5 * jnp.exp2(jnp.ceil(jnp.log2(jnp.maximum(largest, 1e-30) * count)) + 1.0)
+
+
+def split_at(x: jax.Array, grid: jax.Array) -> Pair:
+    """x = hi + lo, with hi a multiple of the spacing of floats at ``grid``."""
     hi = (x + grid) - grid
     return hi, x - hi
+
+
+def split_for_exact_sums(x: jax.Array, largest: jax.Array, count: int) -> Pair:
+    """x = hi + lo, where every sum of up to ``count`` hi is exact; ``largest`` bounds |x|."""
+    return split_at(x, exact_sum_grid(largest, count))
 
 
 def log_sigmoid(f: jax.Array, log1p: Callable[[jax.Array], jax.Array] = jnp.log1p) -> jax.Array:
@@ -146,7 +155,7 @@ def stabiliser_sources(
 ) -> tuple[Pair, Pair]:
     """e_t, and what the running maximum is taken of; with the sigmoid gate the maximum itself.
 
-    i, fbar: logarithms of the gates; offset: of the resets through t; begins: where packed segments begin. Lowers to Triton.
+    i, fbar: logarithms of the gates; offset: of the resets through t; begins: where packed segments begin. Lowers to Triton and Mosaic GPU.
     """
 
     def source(log_gate: jax.Array) -> Pair:
@@ -156,22 +165,42 @@ def stabiliser_sources(
     e = _where_pair(stored, source(jnp.where(stored, i, 0.0)))
     if input_gate is InputGate.SIGMOID:
         return e, source(jnp.zeros_like(i))
-    return e, e if begins is None else pair_max(e, _where_pair(begins & ~reset, source(fbar)))
+    if begins is None:
+        return e, e
+    sources = pair_max(e, _where_pair(begins, source(fbar)))
+    return e, (jnp.where(reset, e[0], sources[0]), jnp.where(reset, e[1], sources[1]))
 
 
-def local_gates(vecI: jax.Array, vecF: jax.Array, starts: jax.Array | None = None, input_gate: InputGate = InputGate.EXP) -> LocalGates:
-    """Gates of every chunk on its own. vecI, vecF: pre-activations (B * NH, NC, L); starts: 1 where a packed segment begins."""
-    L = vecI.shape[-1]
+class ScanInputs(NamedTuple):
+    """What the running sums and maxima of the chunks are taken of; shapes as in ``LocalGates``."""
+
+    vecI: jax.Array  # logarithm of the input gate
+    vecF: jax.Array  # logarithm of the forget gate, 0 at a reset
+    isReset: jax.Array  # bool
+    isStart: jax.Array | None  # bool, where packed segments begin; None: nowhere
+    scaGrid: jax.Array  # (B * NH, NC, 1), with which ``split_at`` makes the sums of vecF exact
+    scaOffset: jax.Array  # (B * NH, NC, 1), what a reset adds to the offset
+
+
+def scan_inputs(vecI: jax.Array, vecF: jax.Array, starts: jax.Array | None, input_gate: InputGate) -> ScanInputs:
+    """Arguments as of ``local_gates``."""
     i, fbar, reset = log_gates(vecI, vecF, input_gate)
-    hi, lo = split_for_exact_sums(fbar, jnp.max(jnp.abs(fbar), axis=-1, keepdims=True), L)
-    b = two_sum(jnp.cumsum(hi, axis=-1), jnp.cumsum(lo, axis=-1))
     i_min = jnp.min(jnp.where(i > -_INF, i, _INF), axis=-1, keepdims=True)
     i_max = jnp.max(jnp.where(i > -_INF, i, -_INF), axis=-1, keepdims=True)
     begins = None if starts is None else starts > 0
     if begins is not None or input_gate is InputGate.SIGMOID:
         i_min, i_max = jnp.minimum(i_min, 0.0), jnp.maximum(i_max, 0.0)  # m = 0 is a source as well
+    grid = exact_sum_grid(jnp.max(jnp.abs(fbar), axis=-1, keepdims=True), fbar.shape[-1])
+    return ScanInputs(i, fbar, reset, begins, grid, reset_offset(i_min, i_max, jnp.sum(-fbar, axis=-1, keepdims=True)))
+
+
+def local_gates(vecI: jax.Array, vecF: jax.Array, starts: jax.Array | None = None, input_gate: InputGate = InputGate.EXP) -> LocalGates:
+    """Gates of every chunk on its own. vecI, vecF: pre-activations (B * NH, NC, L); starts: 1 where a packed segment begins."""
+    i, fbar, reset, begins, grid, offset_unit = scan_inputs(vecI, vecF, starts, input_gate)
+    hi, lo = split_at(fbar, grid)
+    b = two_sum(jnp.cumsum(hi, axis=-1), jnp.cumsum(lo, axis=-1))
     restarts = reset if begins is None else reset | begins
-    offset = jnp.cumsum(restarts, axis=-1, dtype=vecI.dtype) * reset_offset(i_min, i_max, jnp.sum(-fbar, axis=-1, keepdims=True))
+    offset = jnp.cumsum(restarts, axis=-1, dtype=vecI.dtype) * offset_unit
     e, sources = stabiliser_sources(i, fbar, b, offset, reset, begins, input_gate)
     if input_gate is InputGate.SIGMOID:
         return LocalGates(b, e, sources, offset)

@@ -27,6 +27,14 @@ HAS_TRITON = plgpu is not None
 CUSTOM_CALL_TARGET = getattr(plgpu, "CUSTOM_CALL_TARGET_NAME", "__gpu$xla.gpu.triton")  # jax 0.10 has no name for it
 
 
+def without_mosaic_gpu(lowering: Lowering) -> Lowering:
+    """That of a stage, or a problem, for which there is no Mosaic GPU kernel: Triton's where jax has it, else plain jnp."""
+    if not lowering.mosaic_gpu:
+        return lowering
+    kernels = Lowering.TRITON if lowering is Lowering.MOSAIC_GPU else Lowering.INTERPRET
+    return kernels if HAS_TRITON else Lowering.XLA
+
+
 def kernel_call(
     kernel: Callable[..., None],
     *,

@@ -22,6 +22,7 @@ from mlstm_pallas.tiles import divide, loop, remainder
 
 BY_ROWS, BY_COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  # of a vector beside the rows, the columns of a tile
 REGISTER_ROWS = 64  # of an accumulator in the registers of one warpgroup
+SUM_SCRATCH = 2048  # float32 elements, for ``Products.sum_over_rows`` of a tile of 64 columns
 
 
 def mosaic_call(
@@ -76,6 +77,16 @@ _varying_nowhere.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dty
 _varying_nowhere.def_impl(lambda x: x)
 batching.defvectorized(_varying_nowhere)
 mlir.register_lowering(_varying_nowhere, lambda _, x: [x])
+
+
+def multiprocessors(interpret: bool) -> int:
+    """CTAs of a kernel that has one an SM: the SMs of the GPU that the computation is for, or if unknown those of an H100 and an H200."""
+    if interpret:
+        return 2
+    abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
+    device = jax.devices()[0] if abstract is None else abstract
+    known = getattr(device, "core_count" if abstract is None else "num_cores", None)
+    return known if device.platform == "gpu" and known else 132
 
 
 def tile_transforms(columns: int, itemsize: int) -> tuple[Any, ...]:
@@ -177,6 +188,32 @@ class Products:
             return accumulator.value
 
         accumulator.value = loop(count, step, accumulator.value)
+
+    def sum_over_rows(self, x: jax.Array, scratch: Any) -> jax.Array:
+        """The sums over axis 0 of a float32 tile, BY_COLUMNS; scratch: of this warpgroup alone, where jnp.sum has one for the CTA."""
+        if self.interpret:
+            return jnp.sum(x, axis=0)
+
+        @plgpu.inline_mgpu(
+            arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()),
+            return_type=plgpu.ShapeDtypeStruct(x.shape[1:], jnp.float32, layout=BY_COLUMNS),
+        )
+        def sums(_, tile, memory):
+            return tile.reduce("add", 0, memory)
+
+        return sums(x, scratch)
+
+    def sum_over_columns(self, x: jax.Array) -> jax.Array:
+        """jnp.sum(x, axis=1), BY_ROWS, without the 2 KB of shared memory that it sets aside for sums over the other axis."""
+        if self.interpret:
+            return jnp.sum(x, axis=1)
+        shape = plgpu.ShapeDtypeStruct(x.shape[:1], jnp.float32, layout=BY_ROWS)
+
+        @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=shape)
+        def sums(_, tile):
+            return tile.reduce("add", 1)
+
+        return sums(x)
 
     def release(self, *barriers: Any) -> None:
         """The warpgroup has read what these barriers guard."""

@@ -11,6 +11,7 @@ from jax import lax
 from mlstm_pallas import validation
 from mlstm_pallas.backend import on_backend, requested_backend, target_device_kind
 from mlstm_pallas.config import KernelConfig, config_for
+from mlstm_pallas.launch import without_mosaic_gpu
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import InputGate, Problem, accumulator_dtype
 from mlstm_pallas.sharding import aligned, over_shards
@@ -51,7 +52,7 @@ class Token(NamedTuple):
 
 def _step(spec: StepSpec, x: Token, states: States) -> tuple[jax.Array, States]:
     def run(lowering: Lowering, x: Token, states: States):
-        call = StageCall(spec.problem, spec.tiles, None, lowering.without_mosaic_gpu)
+        call = StageCall(spec.problem, spec.tiles, None, without_mosaic_gpu(lowering))
         h, c, n, m = recurrent_step(*x, *states, normaliser=spec.normaliser, call=call)
         return h, States(c, n, m)
 
@@ -182,7 +183,7 @@ def mlstm_recurrent_step(
       input_gate: "exp" or "sigmoid". For "sigmoid" m is None or zeros; it is not read and comes back as it is.
       normalize: False leaves out the denominator; for the sigmoid input gate only.
       backend: "triton" (GPU kernel), "interpret" (the same kernel interpreted: slow, for tests), "xla" (plain jnp, differentiable).
-        "mosaic_gpu" and "mosaic_gpu_interpret" run these two: a step has no Mosaic GPU kernel.
+        "mosaic_gpu" and "mosaic_gpu_interpret" run these two, as a step has no Mosaic GPU kernel, or where jax has no Triton backend, xla.
         None: triton where the computation is lowered for an NVIDIA GPU, else xla, without derivatives.
       config: tiles and launch parameters in place of the default ones; of its stages, recurrent_step.
 

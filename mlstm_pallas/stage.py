@@ -30,11 +30,6 @@ class Lowering(enum.StrEnum):
     def mosaic_gpu(self) -> bool:
         return self in (Lowering.MOSAIC_GPU, Lowering.MOSAIC_GPU_INTERPRET)
 
-    @property
-    def without_mosaic_gpu(self) -> "Lowering":
-        """That of a stage, or a problem, for which there is no Mosaic GPU kernel."""
-        return {Lowering.MOSAIC_GPU: Lowering.TRITON, Lowering.MOSAIC_GPU_INTERPRET: Lowering.INTERPRET}.get(self, self)
-
 
 def clamped(tile: int, size: int) -> int:
     """The largest power of two up to the tile, a power of two itself, that divides the size."""
@@ -56,7 +51,7 @@ class StageConfig:
       num_splits: recurrent_fw_C, recurrent_bw_dC and recurrent_fw_H only: parts of the sequence that run at the same time, a power of
         two. None: more than one where there are few CTAs, or heads.
       mosaic_gpu: tiles of the stage's Mosaic GPU kernel; num_warps are those that compute. None: its heuristic. Where the kernel cannot
-        have them the stage runs on Triton.
+        have them the stage runs as ``launch.without_mosaic_gpu`` says.
     """
 
     siz_b_LQ: int = 64
@@ -125,8 +120,18 @@ class StageCall:
         return self.lowering is Lowering.XLA
 
     def chunks(self, x: jax.Array) -> jax.Array:
-        """(B * NH, S, ...) to (B * NH, NC, L, ...)."""
-        return x.reshape(x.shape[0], self.problem.NC, self.problem.L, *x.shape[2:])
+        """(B * NH, S, ...), or (B, S, NH, D), to (B * NH, NC, L, ...)."""
+        p = self.problem
+        if x.ndim < 4:
+            return x.reshape(x.shape[0], p.NC, p.L, *x.shape[2:])
+        return jnp.swapaxes(x, 1, 2).reshape(p.BNH, p.NC, p.L, x.shape[-1])
+
+    def steps(self, x: jax.Array, like: jax.Array) -> jax.Array:
+        """The inverse: (B * NH, NC, L, D) to the layout of ``like``."""
+        if like.ndim < 4:
+            return x.reshape(*like.shape[:2], x.shape[-1])
+        B, S, NH, _ = like.shape
+        return jnp.swapaxes(x.reshape(B, NH, S, x.shape[-1]), 1, 2)
 
 
 class Cost(NamedTuple):
@@ -160,7 +165,7 @@ class MosaicGpu(NamedTuple):
 
     search: Mapping[str, Sequence[Any]]
     heuristic: Callable[[Problem], StageConfig]
-    takes: Callable[[StageConfig, Problem], bool]  # whether it can run; else the Triton kernel does
+    takes: Callable[[StageConfig, Problem], bool]  # whether it can run; else see launch.without_mosaic_gpu
 
 
 @dataclasses.dataclass(frozen=True)

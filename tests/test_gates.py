@@ -50,12 +50,13 @@ def by_definition(i, f, m_initial, L):
 
 
 FORMS = {"plain": (Lowering.XLA, 16), "kernel-LQ16": (Lowering.INTERPRET, 16), "kernel-LQ64": (Lowering.INTERPRET, 64)}
+MOSAIC_GPU = {"mosaic_gpu": (Lowering.MOSAIC_GPU_INTERPRET, 64)}  # of test_mosaic_gpu.py
 
 
 @functools.partial(jax.jit, static_argnames=("L", "form"))
 def gates_of(i, f, m_initial, *, L, form):
     """chunk_gates of (heads, S)."""
-    lowering, LQ = FORMS[form]
+    lowering, LQ = (FORMS | MOSAIC_GPU)[form]
     problem = Problem(1, i.shape[0], i.shape[1], 16, 16, L, 1.0)
     call = StageCall(problem, StageConfig(siz_b_LQ=LQ, num_warps=1, num_stages=1).clamped(problem), None, lowering)
     return chunk_gates(i, f, m_initial, call=call)
@@ -75,6 +76,10 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("form", FORMS)
 def test_gates_are_those_of_the_recurrence(form, case, L):
+    check_gates(form, case, L)
+
+
+def check_gates(form, case, L):
     x = random_inputs(L, 1, 2, 128, 1, 1, **CASES[case])
     i, f, m_initial = (x[name][0] for name in ("i", "f", "m_initial"))
     found = gates_of(i, f, m_initial, L=L, form=form)

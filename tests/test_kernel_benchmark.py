@@ -286,7 +286,7 @@ def test_a_record_has_the_tiles_that_run():
 @pytest.mark.usefixtures("few_calls")
 def test_a_stage_on_mosaic_gpu_by_itself(tmp_path):
     """What it has no kernel for is skipped."""
-    jsonl, stages = tmp_path / "rows.jsonl", ["parallel_fw_P", "recurrent_fw_H", "chunk_gates"]
+    jsonl, stages = tmp_path / "rows.jsonl", ["parallel_fw_P", "recurrent_fw_H", "parallel_fw_H"]
     shape, request = "x".join(map(str, WIDE)), ("--impl=mosaic_gpu_interpret", "--chunk_size=64", f"--jsonl={jsonl}")
     assert run(f"--stage={','.join(stages)}", f"--shape={shape}", *request) == 0
     records = records_in(jsonl)
@@ -294,7 +294,7 @@ def test_a_stage_on_mosaic_gpu_by_itself(tmp_path):
     assert records[0]["config"]["recurrent_fw_H"].keys() == {"mosaic_gpu"}
     assert {*records[0]["errors"]} == {"matP", "vecR", "vecZ", "vecN_states", "vecN_last"}
     assert {*records[1]["errors"]} == {"matH", "matC_last"}
-    assert records[2]["note"] == "skipped: NoSuchKernel: chunk_gates has no Mosaic GPU kernel for this shape and dtype"
+    assert records[2]["note"] == "skipped: NoSuchKernel: parallel_fw_H has no Mosaic GPU kernel for this shape and dtype"
 
 
 @pytest.mark.usefixtures("few_calls")

@@ -303,7 +303,7 @@ def test_regressions(name):
 # The others run the same kernels, or the same plain forms; the slow ones have but a part of what a quick one has.
 PLAIN = [name for name in CASES if name not in ("tiles", "fused", "splits")]
 INTERPRETED = [name for name in CASES if name not in ("one_chunk", "batch", "unstabilised")]
-PARTIAL = ("one_chunk", "chunks", "tiles", "packed", "bfloat16", "sigmoid")
+PARTIAL = ("one_chunk", "chunks", "tiles", "packed", "padded", "bfloat16", "sigmoid")
 
 
 @pytest.mark.parametrize(

@@ -3,14 +3,22 @@
 import re
 import subprocess
 import sys
+from pathlib import Path
 
+import jax
 import pytest
+
+from mlstm_pallas.shared_memory import compute_capability
+from mlstm_pallas.validation import MOSAIC_GPU_JAX
+
+needs_mosaic_gpu = pytest.mark.skipif(jax.__version_info__ < MOSAIC_GPU_JAX, reason="the Mosaic GPU kernels need jax 0.11.2")
 
 SCRIPT = """
 import sys
 sys.modules["jax.experimental.pallas.triton"] = None  # importing it raises ImportError
 import functools
 import jax, jax.numpy as jnp
+jax.config.update("jax_num_cpu_devices", 8)  # with few threads the interpreted warpgroups wait for each other for ever
 import mlstm_pallas
 from mlstm_pallas import reference
 
@@ -25,19 +33,85 @@ def gradients(function):
 """
 PLAIN = """
 expected = gradients(reference.chunkwise)
-for backend in (None, "xla"):
+for backend in {backends}:
     found = gradients(functools.partial(mlstm_pallas.mlstm_chunkwise, backend=backend))
     for x, y in zip(found, expected, strict=True):
         assert jnp.linalg.norm(x - y) <= 1e-5 * jnp.linalg.norm(y)
 """
+STEP = """
+token = q[:, :, 0], k[:, :, 0], v[:, :, 0], i[:, :, 0], f[:, :, 0]
+found, expected = (mlstm_pallas.mlstm_recurrent_step(*token, backend=backend) for backend in ("mosaic_gpu_interpret", "xla"))
+for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+    assert jnp.array_equal(x, y)
+"""
+# Calls in bfloat16 against float64, with the bounds of test_mosaic_gpu.py.
+CASES = """
+import dataclasses
+sys.path.insert(0, {tests!r})
+sys.path.insert(0, {benchmarks!r})
+jax.config.update("jax_disable_most_optimizations", {quick})
+import test_mosaic_gpu
+from mlstm_pallas import KernelConfig, StageConfig
+
+assert not mlstm_pallas.launch.HAS_TRITON
+refused = StageConfig(num_splits=2)  # which the Mosaic GPU kernel of recurrent_bw_dC does not take
+fused = test_mosaic_gpu.fused()
+cases = dict(
+    fused=test_mosaic_gpu.Case(fused),
+    plain_stages=test_mosaic_gpu.Case(
+        KernelConfig(chunk_size=128, fused_min_heads=1, recurrent_fw_H=fused.stage("recurrent_fw_H"), recurrent_bw_dC=refused),
+        shape=(1, 2, 256, 64, 128),
+        stages=test_mosaic_gpu.SCAN | {{"chunk_gates"}},
+    ),
+    splits=dataclasses.replace(test_mosaic_gpu.CASES["splits"], shape=(1, 1, 256, 128, 128)),
+)
+for name in {names}:
+    for layout in {layouts}:
+        test_mosaic_gpu.CASES[name] = dataclasses.replace(cases[name], options=dict(layout=layout))
+        test_mosaic_gpu.check_case(name, {backend!r})
+"""
+TESTS = Path(__file__).parent
 
 
-def run(body: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", SCRIPT.replace("{body}", body)], capture_output=True, text=True, timeout=300)
+def run(body: str, timeout: int = 300) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-c", SCRIPT.replace("{body}", body)], capture_output=True, text=True, timeout=timeout)
 
 
-def test_the_plain_form_runs_on_the_backends_none_and_xla():
-    result = run(PLAIN)
+def run_cases(backend: str, names: tuple[str, ...], layouts: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+    folders = dict(tests=str(TESTS), benchmarks=str(TESTS.parent / "benchmarks"))
+    return run(CASES.format(backend=backend, names=names, layouts=layouts, quick=backend != "mosaic_gpu", **folders), timeout=600)
+
+
+@pytest.mark.parametrize("backends", [(None, "xla"), pytest.param(("mosaic_gpu_interpret",), marks=needs_mosaic_gpu)], ids=str)
+def test_the_plain_form_runs(backends):
+    """On Mosaic GPU in float32, of which it has no kernels."""
+    result = run(PLAIN.replace("{backends}", str(backends)))
+    assert result.returncode == 0, result.stderr
+
+
+@needs_mosaic_gpu
+def test_a_step_runs_in_plain_form():
+    result = run(STEP)
+    assert result.returncode == 0, result.stderr
+
+
+@needs_mosaic_gpu
+@pytest.mark.parametrize("layout", ["BNTH", "BTNH"])
+@pytest.mark.parametrize("name", ["plain_stages", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fused", "splits"))])
+def test_mosaic_gpu_kernels_run_interpreted(name, layout):
+    """Those that there are; the other stages in plain form."""
+    result = run_cases("mosaic_gpu_interpret", (name,), (layout,))
+    assert result.returncode == 0, result.stderr
+    assert "RACE DETECTED" not in result.stdout
+
+
+@needs_mosaic_gpu
+@pytest.mark.gpu
+def test_mosaic_gpu_kernels_run_on_a_gpu():
+    kind = next(device.device_kind for device in jax.devices() if device.platform == "gpu")
+    if compute_capability(kind) != 90:
+        pytest.skip(f"the Mosaic GPU kernels are for Hopper, and this is a {kind}")
+    result = run_cases("mosaic_gpu", ("fused", "plain_stages", "splits"), ("BNTH", "BTNH"))
     assert result.returncode == 0, result.stderr
 
 

@@ -20,7 +20,7 @@ from mlstm_pallas import gates
 from mlstm_pallas.gates import ChunkGates, LocalGates, log_gates, pair_add, pair_max, reset_offset, split_for_exact_sums, stabiliser_sources
 from mlstm_pallas.launch import kernel_call
 from mlstm_pallas.problem import InputGate, Problem, next_power_of_two
-from mlstm_pallas.stage import Cost, Stage, StageCall, StageConfig, search_of
+from mlstm_pallas.stage import MOSAIC_GPU_SHARED_BYTES, Cost, MosaicGpu, Stage, StageCall, StageConfig, search_of
 from mlstm_pallas.tiles import blocks, causal_mask, divide, loop
 
 _INF = float("inf")
@@ -158,12 +158,18 @@ def chunk_gates(
       starts: (B * NH, S) int32, 1 where a packed segment begins; None: nowhere.
       scaM_states: the stabilisers of the chunk boundaries, (B * NH, NC + 1) float32, where they are known.
     """
-    if call.plain:
+    if call.lowering.mosaic_gpu:
+        from mlstm_pallas.stages.mosaic_gpu import chunk_gates as on_mosaic_gpu
+
+        local = on_mosaic_gpu.local_gates(vecI, vecF, starts, input_gate, call)
+        if scaM_states is None and input_gate is InputGate.EXP:
+            scaM_states = on_mosaic_gpu.stabiliser_scan(local, scaM_initial, call)
+    elif call.plain:
         local = gates.local_gates(call.chunks(vecI), call.chunks(vecF), None if starts is None else call.chunks(starts), input_gate)
     else:
         local = _local_gates(vecI, vecF, starts, input_gate, call)
     if scaM_states is None:
-        if call.plain or input_gate is InputGate.SIGMOID:
+        if call.plain or input_gate is InputGate.SIGMOID:  # which has no scan
             scaM_states = gates.stabiliser_scan(local, scaM_initial, input_gate)
         else:
             scaM_states = _stabiliser_scan(local, scaM_initial, call)
@@ -221,6 +227,11 @@ def _cost(p: Problem, itemsize: int) -> Cost:
     return Cost(0, 4 * (9 * p.BNH * p.S + 2 * p.BNH * p.NC + 2 * p.BNH))
 
 
+def _mosaic_gpu_takes(tiles: StageConfig, p: Problem) -> bool:
+    """22 numbers a step are in shared memory."""
+    return p.L % 64 == 0 and 22 * 4 * p.L + 1024 <= MOSAIC_GPU_SHARED_BYTES
+
+
 STAGE = Stage(
     name="chunk_gates",
     run=chunk_gates,
@@ -229,4 +240,5 @@ STAGE = Stage(
     heuristic=lambda DHQK, dtype: StageConfig(siz_b_LQ=16, num_warps=1, num_stages=1),
     cost=_cost,
     loops=lambda tiles, p: (),
+    mosaic_gpu=MosaicGpu(search={}, heuristic=lambda p: StageConfig(), takes=_mosaic_gpu_takes),
 )

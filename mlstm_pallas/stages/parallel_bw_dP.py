@@ -24,7 +24,19 @@ from mlstm_pallas.gates import ChunkGates, causal, decay_matrix, fusion_barrier
 from mlstm_pallas.launch import kernel_call, masked_store
 from mlstm_pallas.normaliser import NormaliserGradients, query_scale
 from mlstm_pallas.problem import MAX_TILE, Problem
-from mlstm_pallas.stage import Cost, LoopOperands, Stage, StageCall, StageConfig, search_of, sequence_spec
+from mlstm_pallas.stage import (
+    MOSAIC_GPU_HEADS,
+    MOSAIC_GPU_SHARED_BYTES,
+    Cost,
+    LoopOperands,
+    MosaicGpu,
+    Stage,
+    StageCall,
+    StageConfig,
+    search_of,
+    sequence_spec,
+    steps_like,
+)
 from mlstm_pallas.tiles import Precision, block_at, blocks, causal_mask, decay_tile, dot, loop, sum_of
 
 
@@ -37,8 +49,8 @@ class GradientTiles(NamedTuple):
 
     matP: jax.Array  # (B * NH, S, L)
     matDeltaP: jax.Array  # (B * NH, S, L), times scale
-    matQ_scaled: jax.Array  # (B * NH, S, DHQK) qbar
-    matK_scaled: Any  # (B * NH, S, DHQK) kbar; None where states are not recomputed
+    matQ_scaled: Any  # (B * NH, S, DHQK) qbar; None where recurrent_bw_dC weighs the queries
+    matK_scaled: Any  # (B * NH, S, DHQK) kbar; None where it weighs the keys, or states are not recomputed
     pairs: TilePairs
     vecN_added: Any  # (B * NH, NC, DHQK) sum of abar_s k_s; None where states are not recomputed
     vecDeltaN_added: jax.Array | None  # (B * NH, NC, DHQK) sum of w_t scale dz_t q_t; None without a normaliser
@@ -154,6 +166,7 @@ def parallel_bw_dP(
     gradients: NormaliserGradients,
     *,
     scale_keys: bool = True,
+    scaled: bool = True,
     call: StageCall,
 ) -> GradientTiles:
     """Runs the stage.
@@ -162,9 +175,12 @@ def parallel_bw_dP(
       matQ, matK: (B * NH, S, DHQK), matV, matDeltaH: (B * NH, S, DHHV), in the kernel dtype.
       gates, gradients: of chunk_gates, and of the normaliser.
       scale_keys: whether kbar and vecN_added, from which states are recomputed, are wanted.
+      scaled: whether qbar and kbar are; on Mosaic GPU recurrent_bw_dC may weigh queries and keys itself.
     """
     if call.plain:
         return _plain(matQ, matK, matV, matDeltaH, gates, gradients, scale_keys, call)
+    if call.lowering.mosaic_gpu:
+        return _on_mosaic_gpu(matQ, matK, matV, matDeltaH, gates, gradients, scale_keys, scaled, call)
     p, T = call.problem, call.tiles.siz_b_LQ
     n = blocks(p.L, T)
     vector = pl.BlockSpec((None, p.L), lambda x, c, b: (b, c))
@@ -174,7 +190,7 @@ def parallel_bw_dP(
         for x, width in ((matQ, p.DHQK), (matK, p.DHQK), (matV, p.DHHV), (matDeltaH, p.DHHV))
     )
     tile = pl.BlockSpec((None, p.L, p.L), lambda x, c, b: (b, c, 0)), jax.ShapeDtypeStruct((p.BNH, p.S, p.L), matQ.dtype)
-    scaled = (
+    operand = (
         pl.BlockSpec((None, p.L, p.DHQK), lambda x, c, b: (b, c, 0)),
         jax.ShapeDtypeStruct((p.BNH, p.S, p.DHQK), matQ.dtype),
     )
@@ -183,8 +199,8 @@ def parallel_bw_dP(
         pl.BlockSpec((None, n, p.DHQK), lambda x, c, b: (b, c, 0)),
         jax.ShapeDtypeStruct((p.BNH, p.NC * n, p.DHQK), jnp.float32),
     )
-    outputs = [tile, tile, scaled, sums, sums, (vector, jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32))]
-    outputs += [scaled, norm] * scale_keys + [norm] * normalise
+    outputs = [tile, tile, operand, sums, sums, (vector, jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32))]
+    outputs += [operand, norm] * scale_keys + [norm] * normalise
     g = gates.per_step()
     P, dP, qbar, per_query, per_key, diagonal, *more = kernel_call(
         _parallel_bw_dP_kernel,
@@ -205,6 +221,23 @@ def parallel_bw_dP(
     tiles = (p.BNH, n, p.NC, n, T)
     pairs = TilePairs(per_query.reshape(tiles), per_key.reshape(tiles), diagonal.reshape(p.BNH, p.NC, n, T))
     return GradientTiles(P, dP, qbar, kbar, pairs, added.pop(0) if scale_keys else None, added.pop(0) if normalise else None)
+
+
+def _on_mosaic_gpu(matQ, matK, matV, matDeltaH, gates, gradients, scale_keys, scaled, call) -> GradientTiles:
+    from mlstm_pallas.stages.mosaic_gpu.parallel_bw_dP import parallel_bw_dP as on_mosaic_gpu
+    from mlstm_pallas.stages.mosaic_gpu.step_sums import step_sums
+
+    g = gates.per_step()
+    r = query_scale(g.vecW, call.problem.qk_scale, gradients.vecInvDen)
+    P, dP, pairs = on_mosaic_gpu(matQ, matK, matV, matDeltaH, gates, gradients, call)
+
+    def times(x, weights):
+        return (x.astype(jnp.float32) * steps_like(weights, x)).astype(x.dtype)
+
+    qbar, kbar = times(matQ, r) if scaled else None, times(matK, g.vecAbar) if scaled and scale_keys else None
+    n_added = step_sums(matK, g.vecAbar, call) if scale_keys else None
+    dn_added = None if gradients.vecDzDen is None else step_sums(matQ, r * gradients.vecDzDen, call)
+    return GradientTiles(P, dP, qbar, kbar, pairs, n_added, dn_added)
 
 
 def _plain(matQ, matK, matV, matDeltaH, gates, gradients, scale_keys, call) -> GradientTiles:
@@ -259,6 +292,13 @@ def clamp_to_tile(tiles: StageConfig, p: Problem) -> StageConfig:
     return tiles.replace(siz_b_LQ=min(tiles.siz_b_LQ, p.T))
 
 
+def _mosaic_gpu_takes(tiles: StageConfig, p: Problem) -> bool:
+    """Stages of two tiles of 128 x 64, four output tiles of 64 x 64, what sums take, and barriers."""
+    shared = 2 * (tiles.num_stages * 2 * 128 * 64 + 4 * 64 * 64) + 4 * 2 * 2048 + 2048 + 1024
+    fits = tiles.num_stages >= 2 and shared <= MOSAIC_GPU_SHARED_BYTES
+    return fits and p.DHQK % 64 == 0 and p.DHHV % 64 == 0 and p.L % 128 == 0 and p.BNH <= MOSAIC_GPU_HEADS
+
+
 STAGE = Stage(
     name="parallel_bw_dP",
     run=parallel_bw_dP,
@@ -268,4 +308,9 @@ STAGE = Stage(
     cost=_cost,
     loops=_loops,
     clamp=clamp_to_tile,
+    mosaic_gpu=MosaicGpu(
+        search=dict(num_stages=(3, 4, 5)),
+        heuristic=lambda p: StageConfig(num_stages=5),
+        takes=_mosaic_gpu_takes,
+    ),
 )

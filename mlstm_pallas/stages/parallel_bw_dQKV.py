@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.gates import ChunkGates
+from mlstm_pallas.gates import ChunkGates, causal
 from mlstm_pallas.launch import kernel_call
 from mlstm_pallas.normaliser import NormaliserGradients, query_scale
 from mlstm_pallas.problem import Problem
@@ -220,6 +220,8 @@ def parallel_bw_dQKV(
 def _plain(matQ, matK, matV, matDeltaH, gates, gradients, tiles, C, n, dC, dn, call) -> Gradients:
     p, acc = call.problem, gates.vecW.dtype
     q, k, v, dh, P, dP = map(call.chunks, (matQ, matK, matV, matDeltaH, tiles.matP, tiles.matDeltaP))
+    if p.L > p.T:  # the kernels of parallel_bw_dP write no tile in which all keys are later than all queries
+        P, dP = causal(P), causal(dP)
 
     def product(subscripts, *operands):
         return jnp.einsum(subscripts, *operands, preferred_element_type=acc, precision=call.precision)
@@ -239,7 +241,7 @@ def _plain(matQ, matK, matV, matDeltaH, gates, gradients, tiles, C, n, dC, dn, c
     )
     dq += product("ncts,ncsk->nctk", dP, k)
     dk += product("ncts,nctk->ncsk", dP, q)
-    dQ, dK, dV = (dx.reshape(x.shape).astype(x.dtype) for dx, x in ((dq, matQ), (dk, matK), (dv, matV)))
+    dQ, dK, dV = (call.steps(dx, x).astype(x.dtype) for dx, x in ((dq, matQ), (dk, matK), (dv, matV)))
     return Gradients(dQ, dK, dV, inner[0].reshape(p.BNH, p.S), inner[1].reshape(p.BNH, p.S), inner[2])
 
 
@@ -263,13 +265,21 @@ def _loops(tiles: StageConfig, p: Problem) -> Sequence[LoopOperands]:
     return [*of_states, *(LoopOperands(tile_step < p.L, LQ, LQ * tile_step, (tile_step * width,)) for width in (BK, BV))]
 
 
-def _mosaic_gpu_takes(tiles: StageConfig, p: Problem) -> bool:
-    """A step has 128 x 64 elements of the left operand and 64 x 256 of the right one. With narrower heads Triton's kernel is faster.
+def mosaic_gpu_by_chunk(p: Problem) -> bool:
+    """Whether a CTA of the Mosaic GPU kernel makes all gradients of a chunk: a warpgroup has registers for 64 x 128 of dq and of dk."""
+    return p.L == p.DHQK == 128
 
-    An item waits for three steps at once, those between its products: with fewer stages it would wait for ever.
+
+def _mosaic_gpu_takes(tiles: StageConfig, p: Problem) -> bool:
+    """A stage in shared memory has 128 x 128 elements where a CTA makes a whole chunk, and k and P stay there too; else (128 + 256) x 64.
+
+    A step of a chunk waits for two stages at once, an item of the other kernel for three: with fewer it would wait for ever.
     """
+    if mosaic_gpu_by_chunk(p):
+        shared = 2 * (tiles.num_stages * 128 * 128 + 2 * 128 * 128 + 4 * 64 * 64) + 3072
+        return tiles.num_stages >= 2 and p.DHHV % 128 == 0 and shared <= MOSAIC_GPU_SHARED_BYTES
     shared = 2 * (tiles.num_stages * 64 * (128 + 256) + 4 * 64 * 64) + 1024
-    return tiles.num_stages >= 3 and p.L % 128 == 0 and p.DHQK % 256 == 0 and p.DHHV % 256 == 0 and shared <= MOSAIC_GPU_SHARED_BYTES
+    return tiles.num_stages >= 3 and shared <= MOSAIC_GPU_SHARED_BYTES and p.L % 128 == 0 and p.DHQK % 256 == 0 and p.DHHV % 256 == 0
 
 
 STAGE = Stage(

@@ -191,7 +191,7 @@ def _plain(matQ, matK, matV, gates, matC_states, vecN_states, normaliser, output
     if normaliser is not None:
         z = jnp.sum(q.astype(w.dtype) * vecN_states[:, :, None], axis=-1) * w + jnp.sum(P, axis=-1)
         num = normaliser.normalise(num, z, gates.vecM)
-    return Outputs(num.astype(output_dtype).reshape(matV.shape), None if z is None else z.reshape(p.BNH, p.S))
+    return Outputs(call.steps(num.astype(output_dtype), matV), None if z is None else z.reshape(p.BNH, p.S))
 
 
 def _heuristic(DHQK: int, dtype: jnp.dtype) -> StageConfig:

@@ -12,7 +12,6 @@ keys for it in memory. Bytes: R K itemsize.
 FLOPs: R (L + 1) K. Bytes: q, k, kbar and P, R (3 K + L) itemsize.
 """
 
-import dataclasses
 from typing import Any, NamedTuple
 
 import jax
@@ -134,16 +133,14 @@ def parallel_fw_P(
       scale_keys: whether keys are scaled here; else recurrent_fw_H does it.
     """
     if call.plain:
-        return _plain(matQ, matK, gates, vecN_initial, normaliser, call)
+        return _plain(matQ, matK, gates, vecN_initial, normaliser, scale_keys, call)
     p = call.problem
-    mosaic_gpu = call.lowering.mosaic_gpu
-    sums_call = dataclasses.replace(call, tiles=_TILES, lowering=call.lowering.without_mosaic_gpu) if mosaic_gpu else call
-    n, n_last = vector_states(_key_sums(matK, gates, sums_call), gates.scaGamma, vecN_initial)
-    if mosaic_gpu:
+    if call.lowering.mosaic_gpu:
         from mlstm_pallas.stages.mosaic_gpu.parallel_fw_P import parallel_fw_P as on_mosaic_gpu
 
-        P, r, z = on_mosaic_gpu(matQ, matK, n, gates, normaliser, call)
+        P, r, z, n, n_last = on_mosaic_gpu(matQ, matK, gates, vecN_initial, normaliser, call)
         return Scores(P, matK, r, z, n, n_last, gates.per_step().vecAbar)
+    n, n_last = vector_states(_key_sums(matK, gates, call), gates.scaGamma, vecN_initial)
     steps = pl.BlockSpec((None, p.L), lambda c, b: (b, c))
     q, k = (sequence_spec(x, p, p.L, p.DHQK, lambda c, b: (b, c, 0)) for x in (matQ, matK))
     kbar = pl.BlockSpec((None, p.L, p.DHQK), lambda c, b: (b, c, 0))
@@ -179,7 +176,7 @@ def parallel_fw_P(
     return Scores(P, keys, r, more.pop() if normalise else None, n, n_last, abar)
 
 
-def _plain(matQ, matK, gates, vecN_initial, normaliser, call) -> Scores:
+def _plain(matQ, matK, gates, vecN_initial, normaliser, scale_keys, call) -> Scores:
     p, q, k = call.problem, call.chunks(matQ), call.chunks(matK)
     kbar = k.astype(gates.vecW.dtype) * gates.vecAbar[..., None]
     n, n_last = vector_states(jnp.sum(kbar, axis=2), gates.scaGamma, vecN_initial)
@@ -191,7 +188,8 @@ def _plain(matQ, matK, gates, vecN_initial, normaliser, call) -> Scores:
         made = normaliser.normalise(jnp.concatenate([P, r[..., None]], axis=-1), z, gates.vecM)
         P, r = made[..., :-1], made[..., -1]
     P, kbar, r = (x.reshape(p.BNH, p.S, *x.shape[3:]) for x in (P.astype(q.dtype), kbar.astype(q.dtype), r))
-    return Scores(P, kbar, r, None if z is None else z.reshape(p.BNH, p.S), n, n_last)
+    keys, abar = (kbar, None) if scale_keys else (matK, gates.per_step().vecAbar)
+    return Scores(P, keys, r, None if z is None else z.reshape(p.BNH, p.S), n, n_last, abar)
 
 
 def _cost(p: Problem, itemsize: int) -> Cost:

@@ -2,8 +2,8 @@
 
     X_{next} = gamma_c X + sum_t r_t a_t b_t^T        x_{next} = gamma_c x + sum_t r_t a_t
 
-chunk by chunk, forward or backward in time: (X, a, b, r) = (C, k, v, abar), or with operands that come scaled, without r and x,
-(C, kbar, v) or (dC, qbar, dh).
+chunk by chunk, forward or backward in time. (X, a, b, r) is (C, k, v, abar) or, without x, (dC, q, dh, r). With operands that come
+scaled there is no r: (X, a, b) is (C, kbar, v) or (dC, qbar, dh).
 
 Grid (DHHV / siz_b_DHHV, DHQK / siz_b_DHQK, B * NH), times the number of recurrences: one launch may run several. A CTA owns a
 siz_b_DHQK x siz_b_DHHV block of X, in float32 registers, and loops over the sequence in tiles of siz_b_LKV steps. At each chunk
@@ -32,7 +32,7 @@ from mlstm_pallas.gates import vector_states
 from mlstm_pallas.launch import kernel_call
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.splits import decays_in_splits, heads_of_splits, split_states, splits_as_heads
-from mlstm_pallas.stage import Cost, LoopOperands, StageCall, StageConfig, search_of, sequence_spec, steps_like
+from mlstm_pallas.stage import Cost, LoopOperands, StageCall, StageConfig, mosaic_gpu_rows, search_of, sequence_spec, steps_like
 from mlstm_pallas.tiles import Precision, blocks, divide, dot, loop, remainder
 
 # CTAs that leave no SM of a large GPU without two. Splitting pays for its second launch only from four splits on.
@@ -48,7 +48,8 @@ class Recurrence:
       gamma: (B * NH, NC), X_initial: (B * NH, DHQK, DHHV), None: zeros; float32.
       return_last: whether X after the last chunk is wanted.
       backward: in time.
-      r, x_initial: (B * NH, S), (B * NH, DHQK), float32; both, or none where a is scaled.
+      r: (B * NH, S) float32; None: a comes scaled.
+      x_initial: (B * NH, DHQK) float32; None: x is not wanted. It needs r.
     """
 
     a: jax.Array
@@ -66,17 +67,17 @@ class RecurrenceOutputs(NamedTuple):
 
     X: jax.Array  # (B * NH, NC, DHQK, DHHV) before each chunk, in the kernel dtype
     X_last: Any  # (B * NH, DHQK, DHHV) after the last chunk; None where it is not wanted
-    x: Any  # (B * NH, NC, DHQK); None without r
-    x_last: Any  # (B * NH, DHQK); None without r
+    x: Any  # (B * NH, NC, DHQK); None without x_initial
+    x_last: Any  # (B * NH, DHQK); None without x_initial
 
 
 def _recurrence_kernel(
     a_ref,  # (S, siz_b_DHQK)
     b_ref,  # (S, siz_b_DHHV)
-    r_ref,  # (S,), absent where a is scaled; so are x_initial, x and x_last
+    r_ref,  # (S,), absent where a is scaled
     gamma_ref,  # (NC,)
     X_initial_ref,  # (siz_b_DHQK, siz_b_DHHV), may be absent
-    x_initial_ref,  # (siz_b_DHQK,)
+    x_initial_ref,  # (siz_b_DHQK,), absent where x is not wanted; so are x and x_last
     X_ref,  # out (NC, siz_b_DHQK, siz_b_DHHV)
     *more_refs,  # out, as wanted: X_last (siz_b_DHQK, siz_b_DHHV); x (NC, siz_b_DHQK) and x_last (siz_b_DHQK,)
     tiles: int,
@@ -95,7 +96,7 @@ def _recurrence_kernel(
         XT, x = carry
         chunk = num_chunks - 1 - index if backward else index
         X_ref[chunk, :, :] = XT.astype(X_ref.dtype).T
-        if r_ref is not None:
+        if x_initial_ref is not None:
 
             @pl.when(owns_x)
             def _():
@@ -107,18 +108,18 @@ def _recurrence_kernel(
             a = a_ref[steps, :]
             if r_ref is not None:
                 scaled = a.astype(jnp.float32) * r_ref[steps][:, None]
-                a, x = scaled.astype(a.dtype), x + jnp.sum(scaled, axis=0)
+                a, x = scaled.astype(a.dtype), None if x is None else x + jnp.sum(scaled, axis=0)
             return XT + dot(b_ref[steps, :], a, precision, a_axis=0), x
 
         gamma = gamma_ref[chunk]
         return loop(tiles, add, (XT * gamma, None if x is None else x * gamma))
 
-    x = None if r_ref is None else x_initial_ref[...]
+    x = None if x_initial_ref is None else x_initial_ref[...]
     XT = jnp.zeros((b_ref.shape[1], a_ref.shape[1]), jnp.float32) if X_initial_ref is None else X_initial_ref[...].T
     XT, x = loop(num_chunks, step, (XT, x))
     if X_last_ref is not None:
         X_last_ref[...] = XT.T
-    if r_ref is not None:
+    if x_initial_ref is not None:
 
         @pl.when(owns_x)
         def _():
@@ -175,7 +176,7 @@ def _launch(
         own: Any = [((p.NC, p.DHQK, p.DHHV), x.a.dtype, block((p.NC, BK, BV), lambda iv, ik: (0, ik, iv), output_head))]
         if x.return_last:
             own.append(((p.DHQK, p.DHHV), jnp.float32, block((BK, BV), state, output_head)))
-        if x.r is not None:
+        if x.x_initial is not None:
             own.append(((p.NC, p.DHQK), jnp.float32, block((p.NC, BK), lambda iv, ik: (0, ik), output_head)))
             own.append(((p.DHQK,), jnp.float32, block((BK,), norm, output_head)))
         outputs += own
@@ -199,7 +200,7 @@ def _launch(
 
     def outputs_of(x: Recurrence) -> RecurrenceOutputs:
         X, X_last = next(found), next(found) if x.return_last else None
-        return RecurrenceOutputs(X, X_last, *((next(found), next(found)) if x.r is not None else (None, None)))
+        return RecurrenceOutputs(X, X_last, *((next(found), next(found)) if x.x_initial is not None else (None, None)))
 
     return [outputs_of(x) for x in recurrences]
 
@@ -213,20 +214,16 @@ def split_products(
     as of a ``Recurrence``; the call's tiles need not be clamped.
     """
     p = call.problem
-    if call.plain:
-
-        def split(x):
-            return x.reshape(p.BNH, num_splits, p.S // num_splits, x.shape[-1])
-
-        scaled = split((a.astype(r.dtype) * r[..., None]).astype(a.dtype))
-        X = jnp.einsum("npsk,npsv->npkv", scaled, split(b), precision=call.precision, preferred_element_type=r.dtype)
+    if call.plain or call.lowering.mosaic_gpu:
+        of_splits = dataclasses.replace(call, problem=dataclasses.replace(p, L=p.S // num_splits))
+        scaled, b = of_splits.chunks((a.astype(r.dtype) * steps_like(r, a)).astype(a.dtype)), of_splits.chunks(b)
+        X = jnp.einsum("npsk,npsv->npkv", scaled, b, precision=call.precision, preferred_element_type=r.dtype)
         return X if all_splits else X[:, 1:] if backward else X[:, :-1]
     p = p.split(num_splits)
     p = dataclasses.replace(p, L=p.S)
     call = dataclasses.replace(call, problem=p, tiles=shrunk(call.tiles.clamped(p), p))
     a, b, r = (splits_as_heads(x, num_splits) for x in (a, b, r))
-    one, none = jnp.ones((p.BNH, 1), jnp.float32), jnp.zeros((p.BNH, p.DHQK), jnp.float32)
-    whole = Recurrence(a, b, one, None, return_last=True, r=r, x_initial=none)
+    whole = Recurrence(a, b, jnp.ones((p.BNH, 1), jnp.float32), None, return_last=True, r=r)
     taken = range(num_splits) if all_splits else range(1, num_splits) if backward else range(num_splits - 1)
     (outputs,) = _launch("split_products", [whole], call, (taken, num_splits))
     return heads_of_splits(outputs.X_last, len(taken))
@@ -261,9 +258,10 @@ def _whole(x: Recurrence, outputs: RecurrenceOutputs, vectors: tuple[Any, Any], 
 def _in_splits(x: Recurrence, num_splits: int, call: StageCall) -> tuple[Recurrence, tuple[Any, Any]]:
     """The recurrence on splits, from the states before them; where it has x, that is computed here."""
     vectors: tuple[Any, Any] = (None, None)
-    if x.r is not None and x.x_initial is not None:
+    if x.r is not None:
         scaled = x.a.astype(jnp.float32) * steps_like(x.r, x.a)
-        vectors = vector_states(chunk_sums(scaled, call), x.gamma, x.x_initial, backward=x.backward)
+        if x.x_initial is not None:
+            vectors = vector_states(chunk_sums(scaled, call), x.gamma, x.x_initial, backward=x.backward)
         x = dataclasses.replace(x, a=scaled.astype(x.a.dtype), r=None, x_initial=None)
     decays = decays_in_splits(x.gamma, num_splits, call.problem.S, backward=x.backward)
     products = split_products(x.a, x.b, decays, num_splits, backward=x.backward, call=call)
@@ -339,6 +337,27 @@ def _loops(tiles: StageConfig, p: Problem) -> Sequence[LoopOperands]:
     tiles = shrunk(tiles, p)
     LKV, BK, BV = tiles.siz_b_LKV, tiles.siz_b_DHQK, tiles.siz_b_DHHV
     return [LoopOperands(p.L > LKV, BV, LKV * BV, (LKV * BK,))]
+
+
+MOSAIC_GPU_COLUMNS = 128  # of the block of X of a CTA on Mosaic GPU
+MOSAIC_GPU_ENOUGH_CTAS = 128  # of a launch there: an H200 has 132 SMs, and an SM holds one such CTA
+
+
+def mosaic_gpu_ctas(rows: int, p: Problem) -> int:
+    """Of one recurrence on Mosaic GPU; 0 where no such blocks fit."""
+    return p.BNH * (p.DHQK // rows) * (p.DHHV // MOSAIC_GPU_COLUMNS) if rows else 0
+
+
+def mosaic_gpu_tile(p: Problem, recurrences: int) -> int:
+    """siz_b_DHQK on Mosaic GPU: the most rows of a block with which a launch of so many recurrences has enough CTAs."""
+    sizes = 256, 128, 64
+    return next((x for x in sizes if recurrences * mosaic_gpu_ctas(mosaic_gpu_rows(p.DHQK, x), p) >= MOSAIC_GPU_ENOUGH_CTAS), sizes[-1])
+
+
+def mosaic_gpu_rows_of(tiles: StageConfig, p: Problem, recurrences: int) -> int:
+    """Rows of a block: those of the tiles, which are for two recurrences. One alone has fewer where it would have few CTAs."""
+    tile = tiles.siz_b_DHQK if recurrences > 1 else min(tiles.siz_b_DHQK, mosaic_gpu_tile(p, recurrences))
+    return mosaic_gpu_rows(p.DHQK, tile)
 
 
 FACTS: dict[str, Any] = dict(

@@ -1,6 +1,8 @@
 """Stage recurrent_bw_dC: the gradients of the states at the chunk boundaries, and the states themselves where they are recomputed.
 
-    dC_c = gamma_c dC_{c+1} + sum_t qbar_t dh_t^T        C_{c+1} = gamma_c C_c + sum_t kbar_t v_t^T        (qbar, kbar: parallel_bw_dP)
+    dC_c = gamma_c dC_{c+1} + sum_t qbar_t dh_t^T        C_{c+1} = gamma_c C_c + sum_t kbar_t v_t^T
+
+qbar = r q and kbar = abar k come from parallel_bw_dP, or they are weighted here.
 
 Kernel, grid, what a CTA owns, plain form, FLOPs and bytes are those of recurrence.py, dC backward in time. Both recurrences share a
 launch: neither needs the other, and with few heads one alone does not fill a GPU.
@@ -12,9 +14,10 @@ import jax
 
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import MOSAIC_GPU_HEADS, MOSAIC_GPU_SHARED_BYTES, Cost, MosaicGpu, Stage, StageCall, StageConfig, mosaic_gpu_rows
-from mlstm_pallas.stages.recurrence import FACTS, Recurrence, recurrences
+from mlstm_pallas.stages.recurrence import FACTS, MOSAIC_GPU_COLUMNS, Recurrence, mosaic_gpu_ctas, mosaic_gpu_tile, recurrences
 
-MOSAIC_GPU_MIN_CTAS = 128  # of one recurrence; with fewer Triton's kernel, which splits sequences, is faster
+# CTAs of both recurrences, of an H200's 132 SMs. With fewer Triton's kernel runs: it has blocks of 64 x 64 and splits sequences.
+MOSAIC_GPU_MIN_CTAS = 96
 
 
 class StateGradients(NamedTuple):
@@ -35,6 +38,8 @@ def recurrent_bw_dC(
     matV: jax.Array | None = None,
     matC_initial: jax.Array | None = None,
     *,
+    vecR: jax.Array | None = None,
+    vecAbar: jax.Array | None = None,
     return_initial: bool = True,
     return_last: bool = True,
     call: StageCall,
@@ -42,18 +47,19 @@ def recurrent_bw_dC(
     """Runs the stage.
 
     Args:
-      matQ_scaled, matDeltaH: (B * NH, S, DHQK), (B * NH, S, DHHV) in the kernel dtype.
+      matQ_scaled, matDeltaH: (B * NH, S, DHQK), (B * NH, S, DHHV) in the kernel dtype. With vecR the queries as they are.
       scaGamma: (B * NH, NC), matDeltaC_last: gradient of the last C, (B * NH, DHQK, DHHV), None: zeros; float32.
       matK_scaled, matV: shaped as matQ_scaled and matDeltaH, where the states are recomputed; matC_initial: (B * NH, DHQK, DHHV)
-        float32, None: zeros.
+        float32, None: zeros. With vecAbar the keys as they are.
+      vecR, vecAbar: r and abar, the weights of the queries and of the keys, (B * NH, S) float32. None: these come scaled.
       return_initial: whether the gradient of the initial C is wanted.
       return_last: whether the last C is wanted.
     """
-    of_dC = Recurrence(matQ_scaled, matDeltaH, scaGamma, matDeltaC_last, return_initial, backward=True)
+    of_dC = Recurrence(matQ_scaled, matDeltaH, scaGamma, matDeltaC_last, return_initial, backward=True, r=vecR)
     if matK_scaled is None or matV is None:
         (dC,) = recurrences("recurrent_bw_dC", of_dC, call=call)
         return StateGradients(dC.X, dC.X_last, None, None)
-    of_C = Recurrence(matK_scaled, matV, scaGamma, matC_initial, return_last)
+    of_C = Recurrence(matK_scaled, matV, scaGamma, matC_initial, return_last, r=vecAbar)
     C, dC = recurrences("recurrent_bw_dC", of_C, of_dC, call=call)
     return StateGradients(dC.X, dC.X_last, C.X, C.X_last)
 
@@ -64,12 +70,13 @@ def _cost(p: Problem, itemsize: int) -> Cost:
 
 
 def _mosaic_gpu_takes(tiles: StageConfig, p: Problem) -> bool:
-    """CTAs of 128 columns and up to 256 rows, enough of them for the SMs of an H200. A stage is free when the next one's product runs."""
-    rows = mosaic_gpu_rows(p.DHQK)
-    shared = 2 * (tiles.num_stages * 64 * (rows + 128) + 4 * 64 * 64) + 1024
-    if rows == 0 or p.DHHV % 128 or p.L % 64 or tiles.num_stages < 2 or shared > MOSAIC_GPU_SHARED_BYTES or 2 * p.BNH > MOSAIC_GPU_HEADS:
+    """Whether blocks fit, with enough CTAs for the SMs of an H200. A stage is free when the next one's product runs."""
+    rows = mosaic_gpu_rows(p.DHQK, tiles.siz_b_DHQK)
+    if rows == 0 or p.DHHV % MOSAIC_GPU_COLUMNS or p.L % 64 or tiles.num_stages < 2 or 2 * p.BNH > MOSAIC_GPU_HEADS:
         return False
-    return p.BNH * (p.DHQK // rows) * (p.DHHV // 128) >= MOSAIC_GPU_MIN_CTAS
+    # Tiles of a, b and X, weights, and barriers; arrays begin at multiples of 1024 bytes.
+    shared = 2 * (tiles.num_stages * 64 * (rows + MOSAIC_GPU_COLUMNS) + 4 * 64 * 64) + -(-tiles.num_stages * 64 * 4 // 1024) * 1024 + 1024
+    return shared <= MOSAIC_GPU_SHARED_BYTES and 2 * mosaic_gpu_ctas(rows, p) >= MOSAIC_GPU_MIN_CTAS
 
 
 STAGE = Stage(
@@ -78,8 +85,8 @@ STAGE = Stage(
     inputs=("matQ_scaled", "matDeltaH", "scaGamma", "matDeltaC_last", "matK_scaled", "matV", "matC_initial"),
     **FACTS | {"cost": _cost},
     mosaic_gpu=MosaicGpu(
-        search=dict(num_stages=(3, 4, 5, 6)),
-        heuristic=lambda p: StageConfig(num_stages=4),
+        search=dict(siz_b_DHQK=(64, 128, 256), num_stages=(3, 4, 5, 6)),
+        heuristic=lambda p: StageConfig(siz_b_DHQK=mosaic_gpu_tile(p, recurrences=2), num_stages=4),
         takes=_mosaic_gpu_takes,
     ),
 )

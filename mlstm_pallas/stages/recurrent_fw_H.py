@@ -212,7 +212,7 @@ def _plain(matQ, matV, scores, scaGamma, matC_initial, return_last, store_every,
     C = zero_states(scaGamma[:, 0], p.DHQK, p.DHHV) if matC_initial is None else matC_initial
     chunks = [*map(call.chunks, (matQ, scores.matK_scaled, matV, scores.matP, scores.vecR)), scaGamma]
     C, (h, states) = lax.scan(step, C, tuple(jnp.moveaxis(x, 1, 0) for x in chunks))
-    H = jnp.moveaxis(h, 0, 1).reshape(matV.shape).astype(output_dtype)
+    H = call.steps(jnp.moveaxis(h, 0, 1).astype(output_dtype), matV)
     return FusedScan(H, C if return_last else None, jnp.moveaxis(states, 0, 1)[:, ::store_every] if store_every else None)
 
 

@@ -1,6 +1,8 @@
-"""parallel_bw_dQKV on Mosaic GPU: the products of ``stages/parallel_bw_dQKV.py``, for head dimensions that are multiples of 256.
+"""parallel_bw_dQKV on Mosaic GPU: the products of ``stages/parallel_bw_dQKV.py``.
 
-Up to 132 CTAs, one an SM. Each takes every 132nd item; an item is 128 x 256 elements of dq, dk or dv, or 128 rows of the states for
+Where L = DHQK = 128 a CTA makes all gradients of a chunk: ``parallel_bw_dQKV_by_chunk``. Here, head dimensions are multiples of 256.
+
+One CTA an SM. Each takes every n-th item; an item is 128 x 256 elements of dq, dk or dv, or 128 rows of the states for
 <C_c, dC_{c+1}>. It is a sequence of steps, each with a tile of the left and a tile of the right operand. One warpgroup copies them
 num_stages steps ahead, into the next item too. Two warpgroups multiply, each for 64 rows: the product with the state, which is then
 weighted, and the one with the tiles, in the same accumulator.
@@ -29,6 +31,7 @@ from mlstm_pallas.launch_mosaic_gpu import (
     head_of,
     load,
     mosaic_call,
+    multiprocessors,
     one_of,
     plgpu,
     tile_transforms,
@@ -36,12 +39,13 @@ from mlstm_pallas.launch_mosaic_gpu import (
 from mlstm_pallas.normaliser import NormaliserGradients, query_scale
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Lowering, StageCall, sequence_shape
+from mlstm_pallas.stages.mosaic_gpu.parallel_bw_dQKV_by_chunk import parallel_bw_dQKV_by_chunk
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
-from mlstm_pallas.tiles import blocks, divide, remainder
+from mlstm_pallas.stages.parallel_bw_dQKV import mosaic_gpu_by_chunk
+from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 ROWS, COLUMNS = 128, 256  # of an item
 DEPTH = 64  # of the product of a step
-SMS = 132  # of an H100 and an H200
 
 
 class _Role(enum.IntEnum):
@@ -88,7 +92,6 @@ def _kernel(
     abar,
     inv_den,  # absent without a normaliser
     dz_den,  # likewise
-    kbar,  # (B * NH, S, DHQK), may be absent
     dq,  # out, like q
     q_inter,  # out (B * NH, column blocks, S)
     dk,
@@ -159,7 +162,7 @@ def _kernel(
                     plgpu.copy_gmem_to_smem(source, tile, full.at[slot])
                 return _
 
-            lax.fori_loop(np.int32(0), count, one, ())
+            loop(count, one, ())
 
         def halves(x, start, size, tile):
             half = size // 2
@@ -176,7 +179,7 @@ def _kernel(
             feed(0, items.with_state, both_states)
             return
         # dh C^T, v dC^T, k dC; then the tiles with k, q, dh.
-        a, X, tiles, b = ((dh, C, dP, k), (v, dC, dP, q), (k if kbar is None else kbar, dC, P, dh))[role]
+        a, X, tiles, b = ((dh, C, dP, k), (v, dC, dP, q), (k, dC, P, dh))[role]
         a, tiles, b = in_chunk(a, head, chunk), in_chunk(tiles, head, chunk), in_chunk(b, head, chunk)
 
         def with_state(j, slot):
@@ -257,32 +260,24 @@ def _kernel(
             found = lax.fori_loop(np.int32(0), np.int32(items.with_state), inner, products.zeros(R, DEPTH))
             states.at[head, chunk, mine][...] = jnp.sum(found, axis=1)
             return
-        if role == _Role.DV and kbar is not None:
-
-            def whole(accumulator):
-                with_state(accumulator)
-                with_tiles(accumulator)
-
-            acc = products.from_zeros(whole, R, COLUMNS)
-        else:
-            # Loaded before the product and used after it: their latency is hidden.
-            weights = of_rows(w if role == _Role.DQ else abar)
-            inv, bias = (None if role != _Role.DQ or x is None else of_rows(x) for x in (inv_den, dz_den))
-            acc = products.from_zeros(with_state, R, COLUMNS)
-            slots = [slot_of(items.with_state + x) for x in range(items.weighted + items.norm)]
-            for slot in slots:
-                plgpu.barrier_wait(full.at[slot])
-            if role == _Role.DQ:
-                weights = query_scale(weights, scale, inv)
-            acc *= across(weights)
-            if items.norm:
-                norm = load(right_vector.at[slots[-1], :COLUMNS], BY_COLUMNS)
-                acc += across(weights if bias is None else weights * bias) * lax.broadcast_in_dim(norm, (R, COLUMNS), [1])
-            if items.weighted:
-                x = load(right.at[slot_of(items.with_state + wg)])
-                products.release(*(empty.at[slot] for slot in slots))
-                (q_inter, k_inter)[role].at[head, column, steps][...] = jnp.sum(acc * x.astype(jnp.float32), axis=1)
-            (acc,) = products.onto(with_tiles, acc)
+        # Loaded before the product and used after it: their latency is hidden.
+        weights = of_rows(w if role == _Role.DQ else abar)
+        inv, bias = (None if role != _Role.DQ or x is None else of_rows(x) for x in (inv_den, dz_den))
+        acc = products.from_zeros(with_state, R, COLUMNS)
+        slots = [slot_of(items.with_state + x) for x in range(items.weighted + items.norm)]
+        for slot in slots:
+            plgpu.barrier_wait(full.at[slot])
+        if role == _Role.DQ:
+            weights = query_scale(weights, scale, inv)
+        acc *= across(weights)
+        if items.norm:
+            norm = load(right_vector.at[slots[-1], :COLUMNS], BY_COLUMNS)
+            acc += across(weights if bias is None else weights * bias) * lax.broadcast_in_dim(norm, (R, COLUMNS), [1])
+        if items.weighted:
+            x = load(right.at[slot_of(items.with_state + wg)])
+            products.release(*(empty.at[slot] for slot in slots))
+            (q_inter, k_inter)[role].at[head, column, steps][...] = jnp.sum(acc * x.astype(jnp.float32), axis=1)
+        (acc,) = products.onto(with_tiles, acc)
         out = in_chunk((dq, dk, dv)[role], head, chunk)
         for j in range(COLUMNS // R):
             tile = out_tiles.at[wg, j % 2]
@@ -324,8 +319,26 @@ def parallel_bw_dQKV(
     p, dtype, num_stages = call.problem, matQ.dtype, call.tiles.num_stages
     interpret = call.lowering is Lowering.MOSAIC_GPU_INTERPRET
     normalise, g = gradients.vecInvDen is not None, gates.per_step()
+    inputs = dict(
+        q=matQ,
+        k=matK,
+        v=matV,
+        dh=matDeltaH,
+        C=matC_states,
+        n=vecN_states if normalise else None,
+        dC=matDeltaC_states,
+        dn=vecDeltaN_states,
+        P=tiles.matP,
+        dP=tiles.matDeltaP,
+        w=g.vecW,
+        abar=g.vecAbar,
+        inv_den=gradients.vecInvDen,
+        dz_den=gradients.vecDzDen,
+    )
+    if mosaic_gpu_by_chunk(p):
+        return parallel_bw_dQKV_by_chunk(inputs, call)
     items = p.BNH * p.NC * sum(x.rows * x.columns for x in _items(p, normalise))
-    programs = min(2 if interpret else SMS, items)
+    programs = min(multiprocessors(interpret), items)
 
     def tile(rows, columns):
         return plgpu.SMEM((num_stages, rows, columns), dtype, transforms=tile_transforms(columns, dtype.itemsize))
@@ -358,22 +371,6 @@ def parallel_bw_dQKV(
             "empty": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
         },
         interpret=interpret,
-    )(
-        q=matQ,
-        k=matK,
-        v=matV,
-        dh=matDeltaH,
-        C=matC_states,
-        n=vecN_states if normalise else None,
-        dC=matDeltaC_states,
-        dn=vecDeltaN_states,
-        P=tiles.matP,
-        dP=tiles.matDeltaP,
-        w=g.vecW,
-        abar=g.vecAbar,
-        inv_den=gradients.vecInvDen,
-        dz_den=gradients.vecDzDen,
-        kbar=tiles.matK_scaled,
-    )
+    )(**inputs)
     q_inter, k_inter = (found[name].sum(1) for name in ("q_inter", "k_inter"))
     return found["dq"], found["dk"], found["dv"], q_inter, k_inter, found["states"].sum(-1)

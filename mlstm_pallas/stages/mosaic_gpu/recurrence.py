@@ -1,7 +1,10 @@
-"""The recurrences of ``stages/recurrence.py`` on Mosaic GPU, of operands that come scaled.
+"""The recurrences of ``stages/recurrence.py`` on Mosaic GPU, without x.
 
 Grid (B * NH times the number of recurrences, DHQK / rows, DHHV / 128). A CTA owns up to 256 rows and 128 columns of X. It has two
 warpgroups that multiply, each with 64 columns, kept transposed in registers, and one that copies num_stages tiles of 64 steps ahead.
+
+With r the left operand of the transposed product is r b, weighted in registers: (r b)^T a = b^T (r a), and a tile of b has 64 columns a
+warpgroup. The operand of a step is made while the product of the step before runs.
 """
 
 import functools
@@ -14,17 +17,19 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.launch_mosaic_gpu import REGISTER_ROWS, Products, head_of, load, mosaic_call, plgpu, tile_transforms
+from mlstm_pallas.launch_mosaic_gpu import BY_COLUMNS, REGISTER_ROWS, Products, head_of, load, mosaic_call, plgpu, tile_transforms
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Lowering, StageCall, mosaic_gpu_rows
+from mlstm_pallas.stage import Lowering, StageCall
+from mlstm_pallas.stages.recurrence import MOSAIC_GPU_COLUMNS, mosaic_gpu_rows_of
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
-STEPS, COLUMNS = 64, 128  # of a tile, and of the block of a CTA
+STEPS, COLUMNS = 64, MOSAIC_GPU_COLUMNS  # of a tile, and of the block of a CTA
 
 
 def _kernel(
     a_tiles,  # shared (stages, 64, rows)
     b_tiles,  # shared (stages, 64, 128)
+    weights,  # shared (stages, 64) float32, absent without r
     out_tiles,  # shared (2 warpgroups, 2, 64, 64)
     full,  # barriers, one a stage
     empty,
@@ -34,11 +39,13 @@ def _kernel(
     backward: Sequence[bool],
     num_stages: int,
     products: Products,
-    **refs,  # of recurrence j a_j (B * NH, S, DHQK) and b_j (B * NH, S, DHHV) or (B, S, NH, D), gamma_j (B * NH, NC), X_initial_j
-    # (B * NH, DHHV, DHQK) transposed, may be absent; out X_j (B * NH, NC, DHQK, DHHV), X_last_j (B * NH, DHHV, DHQK), may be absent
+    **refs,  # of recurrence j a_j (B * NH, S, DHQK) and b_j (B * NH, S, DHHV) or (B, S, NH, D), r_j (B * NH, S), may be absent,
+    # gamma_j (B * NH, NC), X_initial_j (B * NH, DHHV, DHQK) transposed, may be absent; out X_j (B * NH, NC, DHQK, DHHV), X_last_j
+    # (B * NH, DHHV, DHQK), may be absent
 ):
     wg, index = lax.axis_index("wg"), lax.axis_index("head")
     R, tiles_of_chunk = REGISTER_ROWS, p.L // STEPS
+    unrolled = min(tiles_of_chunk, 2)  # steps whose left operands have registers of their own; L is a power of two
     own_rows = pl.ds(pl.multiple_of(lax.axis_index("rows") * rows, rows), rows)
     columns = pl.ds(pl.multiple_of(lax.axis_index("columns") * COLUMNS, COLUMNS), COLUMNS)
     own = pl.ds(pl.multiple_of(lax.axis_index("columns") * COLUMNS + wg * R, R), R)
@@ -49,6 +56,7 @@ def _kernel(
 
     def copy(j):
         a, b = (head_of(refs[f"{name}_{j}"], head, p) for name in "ab")
+        r = refs[f"r_{j}"]
 
         def one(step, _):
             slot = remainder(step, num_stages)
@@ -57,6 +65,8 @@ def _kernel(
             pl.when(step >= num_stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
             plgpu.copy_gmem_to_smem(a.at[steps, own_rows], a_tiles.at[slot], full.at[slot])
             plgpu.copy_gmem_to_smem(b.at[steps, columns], b_tiles.at[slot], full.at[slot])
+            if r is not None:
+                plgpu.copy_gmem_to_smem(r.at[head, steps], weights.at[slot], full.at[slot])
             return _
 
         total = p.NC * tiles_of_chunk
@@ -66,6 +76,14 @@ def _kernel(
 
     def multiply(j):
         gamma, X, X_initial, X_last = (refs[f"{name}_{j}"] for name in ("gamma", "X", "X_initial", "X_last"))
+
+        def left(slot):
+            """b of a tile, transposed and weighted, (64 columns, 64 steps)."""
+            bT = b_tiles.at[slot, :, pl.ds(pl.multiple_of(wg * R, R), R)].T
+            if weights is None:
+                return bT
+            of_steps = lax.broadcast_in_dim(load(weights.at[slot], BY_COLUMNS), (R, STEPS), [1])
+            return (load(bT).astype(jnp.float32) * of_steps).astype(X.dtype)
 
         def chunk(c, carry):
             XT, decay = carry
@@ -80,16 +98,18 @@ def _kernel(
                 plgpu.copy_smem_to_gmem(tile, X.at[head, at, block, own])
 
             def add(accumulator):
-                def one(t, _):
-                    step = c * tiles_of_chunk + t
-                    slot = remainder(step, num_stages)
-                    plgpu.barrier_wait(full.at[slot])
-                    products.add(accumulator, b_tiles.at[slot, :, pl.ds(pl.multiple_of(wg * R, R), R)].T, a_tiles.at[slot])
-                    products.wait(1)
-                    pl.when(t > 0)(lambda: products.release(empty.at[remainder(step - 1, num_stages)]))
+                def some(i, _):
+                    for x in range(unrolled):
+                        step = c * tiles_of_chunk + i * unrolled + x
+                        slot = remainder(step, num_stages)
+                        plgpu.barrier_wait(full.at[slot])
+                        products.add(accumulator, left(slot), a_tiles.at[slot])
+                        products.wait(1)
+                        release = functools.partial(products.release, empty.at[remainder(step - 1, num_stages)])
+                        pl.when(i > 0)(release) if x == 0 else release()
                     return _
 
-                products.loop(accumulator, tiles_of_chunk, one)
+                products.loop(accumulator, tiles_of_chunk // unrolled, some)
                 products.wait(0)
                 products.release(empty.at[remainder((c + 1) * tiles_of_chunk - 1, num_stages)])
 
@@ -120,11 +140,15 @@ def _kernel(
 def recurrences(name: str, given: Sequence[Any], call: StageCall) -> list[tuple[jax.Array, jax.Array | None]]:
     """X and the last X of each ``Recurrence``, in one launch."""
     p, dtype, num_stages = call.problem, given[0].a.dtype, call.tiles.num_stages
-    rows, interpret, R = mosaic_gpu_rows(p.DHQK), call.lowering is Lowering.MOSAIC_GPU_INTERPRET, REGISTER_ROWS
+    rows, interpret, R = mosaic_gpu_rows_of(call.tiles, p, len(given)), call.lowering is Lowering.MOSAIC_GPU_INTERPRET, REGISTER_ROWS
+    weighted = given[0].r is not None
+    if any((x.r is not None) != weighted or x.x_initial is not None for x in given):
+        raise NotImplementedError(f"{name} has r in some of its recurrences, or x, expected r in all or in none, and no x")
     inputs: dict[str, Any] = {}
     outputs: dict[str, Any] = {}
     for j, x in enumerate(given):
-        inputs |= {f"a_{j}": x.a, f"b_{j}": x.b, f"gamma_{j}": x.gamma, f"X_initial_{j}": None if x.X_initial is None else x.X_initial.mT}
+        inputs |= {f"a_{j}": x.a, f"b_{j}": x.b, f"r_{j}": x.r, f"gamma_{j}": x.gamma}
+        inputs[f"X_initial_{j}"] = None if x.X_initial is None else x.X_initial.mT
         last = jax.ShapeDtypeStruct((p.BNH, p.DHHV, p.DHQK), jnp.float32) if x.return_last else None
         outputs |= {f"X_{j}": jax.ShapeDtypeStruct((p.BNH, p.NC, p.DHQK, p.DHHV), dtype), f"X_last_{j}": last}
 
@@ -142,8 +166,9 @@ def recurrences(name: str, given: Sequence[Any], call: StageCall) -> list[tuple[
         scratch={
             "a_tiles": tile((num_stages, STEPS, rows)),
             "b_tiles": tile((num_stages, STEPS, COLUMNS)),
+            "weights": plgpu.SMEM((num_stages, STEPS), jnp.float32) if weighted else None,
             "out_tiles": tile((2, 2, R, R)),
-            "full": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
+            "full": plgpu.Barrier(num_arrivals=3 if weighted else 2, num_barriers=num_stages),  # one a copy
             "empty": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
         },
         interpret=interpret,

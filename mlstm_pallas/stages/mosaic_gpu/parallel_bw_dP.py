@@ -1,0 +1,270 @@
+"""parallel_bw_dP on Mosaic GPU: P, dP and the sums of W of ``stages/parallel_bw_dP.py``, without scaled queries and keys.
+
+One CTA an SM. Each takes every n-th item, a tile of 128 queries and 128 keys of a chunk. One warpgroup copies the operands
+num_stages steps ahead, into the next item too; a step is 64 columns of q and k, or of dh and v, and the last one has e_s. Two warpgroups
+multiply, each for 64 queries: scores and dnum . v in two accumulators, from which they compute what is written, 64 keys at a time.
+
+An item reads 256 (DHQK + DHHV) elements. Tiles of 64 x 64 would read twice as much through the L2.
+"""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.gate_gradients import TilePairs
+from mlstm_pallas.gates import ChunkGates
+from mlstm_pallas.launch_mosaic_gpu import (
+    BY_COLUMNS,
+    BY_ROWS,
+    REGISTER_ROWS,
+    SUM_SCRATCH,
+    Products,
+    head_of,
+    load,
+    mosaic_call,
+    multiprocessors,
+    one_of,
+    plgpu,
+    tile_transforms,
+)
+from mlstm_pallas.normaliser import NormaliserGradients
+from mlstm_pallas.problem import Problem
+from mlstm_pallas.stage import Lowering, StageCall
+from mlstm_pallas.tiles import blocks, divide, loop, remainder
+
+TILE = 128  # queries, and keys, of an item
+DEPTH = 64  # of the product of a step
+LOG2_E = float(np.log2(np.e))
+
+
+def _kernel(
+    q,  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
+    k,
+    v,  # (B * NH, S, DHHV) or (B, S, NH, DHHV)
+    dh,
+    e_hi,  # (B * NH, S), as all that follow
+    e_lo,
+    u_hi,
+    u_lo,
+    inv_den,  # absent without a normaliser
+    dz_den,  # likewise
+    P,  # out (B * NH, S, L)
+    dP,  # out (B * NH, S, L)
+    per_query,  # out (B * NH, L / 64, S) sum of W_ts over s < t in each tile of keys
+    per_key,  # out (B * NH, L / 64, S) sum of W_ts over t > s in each tile of queries
+    diagonal,  # out (B * NH, S) W_tt
+    operands,  # shared: the tiles of a step, and the vectors that take their place
+    out_tiles,  # shared (2 warpgroups, 2, 64, 64)
+    scratch,  # shared (2 warpgroups, 2048), for sums over queries
+    full,  # barriers, one a stage
+    empty,
+    *,
+    p: Problem,
+    scale: float,
+    programs: int,
+    num_stages: int,
+    products: Products,
+):
+    wg, program = lax.axis_index("wg"), lax.axis_index("program")
+    (left, left_vector), (right, right_vector) = operands
+    R, tiles = REGISTER_ROWS, blocks(p.L, TILE)
+    items_of_chunk = tiles * (tiles + 1) // 2
+    steps_k, steps_v = blocks(p.DHQK, DEPTH), blocks(p.DHHV, DEPTH)
+    steps_of_item = steps_k + steps_v + 1
+    items = divide(p.BNH * p.NC * items_of_chunk - 1 - program, programs) + 1
+
+    def block(index, size):
+        return pl.ds(pl.multiple_of(index * size, size), size)
+
+    def item(index):
+        """Head, chunk, and the tiles of queries and of keys: in order of queries, tile i of them has i + 1 tiles of keys."""
+        index = program + index * programs
+        x, chunk = remainder(index, items_of_chunk), divide(index, items_of_chunk)
+        i: Any = sum((lax.convert_element_type(x >= m * (m + 1) // 2, jnp.int32) for m in range(1, tiles)), np.int32(0))
+        j = x - divide(i * (i + 1), 2)
+        return divide(chunk, p.NC), remainder(chunk, p.NC), i, j
+
+    def copy(index, carry):
+        head, chunk, i, j = item(index)
+        queries, keys = block(chunk * tiles + i, TILE), block(chunk * tiles + j, TILE)
+
+        def one(x, _):
+            step = index * steps_of_item + x
+            slot = remainder(step, num_stages)
+            pl.when(step >= num_stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+
+            def operands(a, b, x):
+                for y, steps, tile in ((a, queries, left), (b, keys, right)):
+                    plgpu.copy_gmem_to_smem(head_of(y, head, p).at[steps, block(x, DEPTH)], tile.at[slot], full.at[slot])
+
+            def vectors():
+                for y, tile in ((e_hi, left_vector), (e_lo, right_vector)):
+                    plgpu.copy_gmem_to_smem(y.at[head, keys], tile.at[slot, :TILE], full.at[slot])
+
+            pl.when(x < steps_k)(lambda: operands(q, k, x))
+            pl.when((x >= steps_k) & (x < steps_k + steps_v))(lambda: operands(dh, v, x - steps_k))
+            pl.when(x == steps_k + steps_v)(vectors)
+            return _
+
+        loop(steps_of_item, one, ())
+        return carry
+
+    def multiply(index, carry):
+        head, chunk, i, j = item(index)
+        own = block(wg, R)
+        steps = block((chunk * tiles + i) * 2 + wg, R)
+
+        def slot_of(x):
+            return remainder(index * steps_of_item + x, num_stages)
+
+        def of_rows(x):
+            return load(x.at[head, steps], BY_ROWS, optimized=False)
+
+        def across(x):
+            return lax.broadcast_in_dim(x, (R, R), [0])
+
+        def down(x):
+            return lax.broadcast_in_dim(x, (R, R), [1])
+
+        def scaled(x):
+            """Times scale / den_t."""
+            return x * (scale if inv is None else across(inv * scale))
+
+        # Loaded before the products and used after them: their latency is hidden.
+        u = of_rows(u_hi), of_rows(u_lo)
+        inv, bias = (None if x is None else of_rows(x) for x in (inv_den, dz_den))
+
+        def both(scores, dA):
+            def add(accumulator, start, count):
+                def one(x, _):
+                    slot = slot_of(start + x)
+                    plgpu.barrier_wait(full.at[slot])
+                    products.add(accumulator, left.at[slot, own], right.at[slot].T)
+                    products.wait(1)
+                    pl.when(start + x > 0)(lambda: products.release(empty.at[slot_of(start + x - 1)]))
+                    return _
+
+                products.loop(accumulator, count, one)
+
+            add(scores, 0, steps_k)
+            add(dA, steps_k, steps_v)
+            products.wait(0)
+            products.release(empty.at[slot_of(steps_k + steps_v - 1)])
+
+        scores, dA = products.onto(both, products.zeros(R, TILE), products.zeros(R, TILE))
+        slot = slot_of(steps_of_item - 1)
+        plgpu.barrier_wait(full.at[slot])
+        t, s = (plgpu.broadcasted_iota(jnp.int32, (R, R), axis, layout=plgpu.Layout.WGMMA) for axis in range(2))
+        on_diagonal = None
+
+        def store(x, tile, destination, columns):
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+            tile[...] = x.astype(q.dtype)
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(tile, destination.at[head, steps, columns])
+
+        for b in range(TILE // R):
+            hi, lo = (
+                down(load(x.at[slot, b * R : (b + 1) * R], BY_COLUMNS)) - across(y)
+                for x, y in zip((left_vector, right_vector), u, strict=True)
+            )
+            last_seen = t + ((i - j) * TILE + wg * R - b * R)  # the key of a query's own step
+            D = jnp.where(s <= last_seen, jnp.exp2(hi * LOG2_E + lo * LOG2_E), 0.0)
+            columns = block(j * (TILE // R) + b, R)
+            x = D * scores[:, b * R : (b + 1) * R]
+            store(scaled(x), out_tiles.at[wg, 0], P, columns)
+            dx = dA[:, b * R : (b + 1) * R]
+            dx = scaled(dx if bias is None else dx + across(bias))
+            store(D * dx, out_tiles.at[wg, 1], dP, columns)
+            W = x * dx
+            on_tile_diagonal = jnp.sum(jnp.where(s == last_seen, W, 0.0), axis=1)
+            on_diagonal = on_tile_diagonal if on_diagonal is None else on_diagonal + on_tile_diagonal
+            W = jnp.where(s < last_seen, W, 0.0)
+            per_query.at[head, j * (TILE // R) + b, steps][...] = jnp.sum(W, axis=1)
+            keys = block((chunk * tiles + j) * (TILE // R) + b, R)
+            per_key.at[head, i * (TILE // R) + wg, keys][...] = products.sum_over_rows(W, scratch.at[wg])
+        products.release(empty.at[slot])
+
+        @pl.when(i == j)
+        def write():
+            diagonal.at[head, steps][...] = on_diagonal
+
+        return carry
+
+    @pl.when(wg == 2)
+    def _():
+        plgpu.set_max_registers(40, action="decrease")
+        loop(items, copy, ())
+        for x in range(num_stages):  # the last releases: no barrier may be left in the middle of a phase
+            step = items * steps_of_item - num_stages + x
+            pl.when(step >= 0)(functools.partial(plgpu.barrier_wait, empty.at[remainder(step, num_stages)]))
+
+    @pl.when(wg < 2)
+    def _():
+        plgpu.set_max_registers(232, action="increase")
+        loop(items, multiply, ())
+        plgpu.wait_smem_to_gmem(0)
+
+
+def parallel_bw_dP(
+    matQ: jax.Array,
+    matK: jax.Array,
+    matV: jax.Array,
+    matDeltaH: jax.Array,
+    gates: ChunkGates,
+    gradients: NormaliserGradients,
+    call: StageCall,
+) -> tuple[jax.Array, jax.Array, TilePairs]:
+    """Runs the stage: P, dP, and the sums of W in tiles of 64 steps."""
+    p, dtype, num_stages, g = call.problem, matQ.dtype, call.tiles.num_stages, gates.per_step()
+    interpret = call.lowering is Lowering.MOSAIC_GPU_INTERPRET
+    tiles, T = blocks(p.L, TILE), REGISTER_ROWS
+    n = p.L // T
+    programs = min(multiprocessors(interpret), p.BNH * p.NC * tiles * (tiles + 1) // 2)
+
+    # The tile and the vector have the same bytes, so that a slot has the same place in both.
+    tile = plgpu.SMEM((num_stages, TILE, DEPTH), dtype, transforms=tile_transforms(DEPTH, dtype.itemsize))
+    vector = plgpu.SMEM((num_stages, TILE * DEPTH * dtype.itemsize // 4), jnp.float32)
+    matrix, sums = jax.ShapeDtypeStruct((p.BNH, p.S, p.L), dtype), jax.ShapeDtypeStruct((p.BNH, n, p.S), jnp.float32)
+    found = mosaic_call(
+        functools.partial(_kernel, p=p, scale=p.qk_scale, programs=programs, num_stages=num_stages, products=Products(interpret)),
+        name="parallel_bw_dP",
+        grid={"program": programs},
+        warpgroups=3,
+        outputs={
+            "P": matrix,
+            "dP": matrix,
+            "per_query": sums,
+            "per_key": sums,
+            "diagonal": jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32),
+        },
+        scratch={
+            "operands": [one_of(tile, vector, interpret=interpret), one_of(tile, vector, interpret=interpret)],
+            "out_tiles": plgpu.SMEM((2, 2, T, T), dtype, transforms=tile_transforms(T, dtype.itemsize)),
+            "scratch": plgpu.SMEM((2, SUM_SCRATCH), jnp.float32),
+            "full": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
+            "empty": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
+        },
+        interpret=interpret,
+    )(
+        q=matQ,
+        k=matK,
+        v=matV,
+        dh=matDeltaH,
+        e_hi=g.vecE[0],
+        e_lo=g.vecE[1],
+        u_hi=g.vecU[0],
+        u_lo=g.vecU[1],
+        inv_den=gradients.vecInvDen,
+        dz_den=gradients.vecDzDen,
+    )
+    of_tiles = (p.BNH, n, p.NC, n, T)
+    pairs = TilePairs(
+        found["per_query"].reshape(of_tiles), found["per_key"].reshape(of_tiles), found["diagonal"].reshape(p.BNH, p.NC, n, T)
+    )
+    return found["P"], found["dP"], pairs
