@@ -464,7 +464,7 @@ class Call:
 
     def spec(self) -> CallSpec:
         dtype = jnp.dtype(self.dtype)
-        chosen = dict(device_kind=self.device.kind, chunk_size=self.chunk_size, explicit=self.config)
+        chosen = dict(device_kind=self.device.kind, chunk_size=self.chunk_size, explicit=self.config, backend=self.backend)
         filled = config_for(self.DHQK, self.DHHV, self.dims[2], dtype, **chosen)
         problem = make_problem((*self.dims, self.DHQK), self.DHHV, filled.L, pad_heads=True)
         return CallSpec(problem, filled, dtype, DEFAULT_NORMALISER, backend=self.backend)

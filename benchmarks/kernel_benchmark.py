@@ -197,8 +197,8 @@ class MlstmPallas(peers.JaxImplementation):
         variant: str = "exp",
     ):
         self.name, self.variant, self.oracle, self.recompute_states_in_bw = backend, variant, ORACLE_OF[variant], recompute_states_in_bw
-        kind = target_device_kind()
-        self.filled = config_for(*shape[3:], shape.S, jnp.dtype(dtype), device_kind=kind, chunk_size=chunk_size, explicit=config)
+        chosen: dict[str, Any] = dict(chunk_size=chunk_size, explicit=config, backend=backend)
+        self.filled = config_for(*shape[3:], shape.S, jnp.dtype(dtype), device_kind=target_device_kind(), **chosen)
         self.config = config_row(call_spec(backend, shape, dtype, self.filled))
 
     def computation(self, inputs, direction):
@@ -243,7 +243,7 @@ class MlstmPallasStage(MlstmPallas):
             raise NoSuchKernel(f"{stage} has no Mosaic GPU kernel for this shape and dtype")
 
     def phases(self, shape, itemsize, direction):
-        return (self.stage.cost(self.call.problem, itemsize),)
+        return (roofline.of_stage(self.stage, self.call, itemsize),)
 
     def computation(self, inputs, direction):
         arrays = dict(inputs)

@@ -1,7 +1,7 @@
 """The roofline: FLOPs and bytes of the chunkwise mLSTM and of attention, and the least time that a device needs for them.
 
-A stage has a cost of its own (``Stage.cost``). A FLOP is a multiplication or an addition of a matrix product; products of two steps of one
-chunk count for s <= t alone. Bytes: each input read once, each output written once.
+A stage has a cost of its own (``Stage.cost``, ``of_stage``). A FLOP is a multiplication or an addition of a matrix product; products of
+two steps of one chunk count for s <= t alone. Bytes: each input read once, each output written once.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from mlstm_pallas.call_spec import CallSpec
 from mlstm_pallas.config import heuristic_config
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Cost
+from mlstm_pallas.stage import Cost, Stage, StageCall
 from mlstm_pallas.stages import STAGES
 
 # Whole functions are counted at one chunk size, whatever chunk size runs: more work for the same result is not a better rate.
@@ -42,10 +42,18 @@ class Shape(NamedTuple):
 
 
 def schedules(fused_min_heads: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of the stages of the forward and of the backward pass, materialised (0) or with the fused scan (1)."""
+    """Names of the stages of the forward and of the backward pass, materialised (0) or with the fused scan (1), on any backend."""
     config = heuristic_config(64, jnp.dtype("bfloat16")).replace(fused_min_heads=fused_min_heads)
     spec = CallSpec(Problem(1, 1, 64, 64, 64, 64, 1.0), config, jnp.dtype("bfloat16"), DEFAULT_NORMALISER)
     return spec.forward_stages, spec.backward_stages
+
+
+def of_stage(stage: Stage, call: StageCall, itemsize: int) -> Cost:
+    """Of a stage as it runs. On Mosaic GPU recurrent_fw_H weights the keys: parallel_fw_P writes none, and the scan reads abar."""
+    p, (flops, moved) = call.problem, stage.cost(call.problem, itemsize)
+    if call.lowering.mosaic_gpu:
+        moved += {"parallel_fw_P": -itemsize * p.DHQK, "recurrent_fw_H": 4}.get(stage.name, 0) * p.BNH * p.S
+    return Cost(flops, moved)
 
 
 def _flops(shape: Shape, stages: Sequence[str]) -> int:

@@ -3,6 +3,7 @@ r"""Finds tiles and launch parameters for shapes and dtypes on the GPU at hand a
     python benchmarks/tune.py --minutes=9                                                   # the seven head sizes, bfloat16
     python benchmarks/tune.py --shape=tfla-8k --dtype=float32 --minutes=5
     python benchmarks/tune.py --shape=7b-8k --stage=parallel_fw_H,recurrent_bw_dC --minutes=3
+    python benchmarks/tune.py --backend=mosaic_gpu --minutes=3                                # the Mosaic GPU kernels' tiles, on Hopper
 
 Search. Each stage at each chunk size is searched by itself: coordinate descent from the present row and the heuristic over the fields
 in ``Stage.search``. A round takes up to 16 candidates that differ from the best by one step of one field, then of two fields. The next
@@ -18,22 +19,24 @@ that take more shared memory than there is, or spill more than --max_spill_bytes
 only if the outputs are those of the plain form in float32 and have the same bits in three runs: in a pipelined loop Triton miscompiles
 some tilings, differently in every run. Whole calls are checked as in kernel_benchmark.py.
 
+With --backend=mosaic_gpu the tiles of the stages' Mosaic GPU kernels are searched, in chunks of the present row, which keeps its Triton
+tiles. Each stage has a process (worker.py), which is killed when a candidate does not end. What ptxas says of a candidate decides whether
+it runs: spills, and products that wait for each other. A stage's tiles are written when it is at least 3 % faster than with those of its
+heuristic; a present entry that is not is removed.
+
 Every result is a line of --log. A second run with the same code, jax and device takes stages from there instead of timing them, and
 so continues an unfinished one. Exit code 1 when a case has no result, 2 when the request makes no sense, 130 after Ctrl-C (what was
 timed is in the log).
 """
 
 import contextlib
-import copy
 import dataclasses
 import datetime
 import functools
 import hashlib
-import importlib.util
 import itertools
 import json
 import os
-import statistics
 import sys
 import time
 from collections import Counter
@@ -41,32 +44,30 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import Any
 
 import command
-import compile_report
 import jax
 import jax.numpy as jnp
 import kernel_benchmark
 from absl import flags
-from kernel_benchmark import STAGES, Case, MlstmPallas, RequestError, check_names, implementation, parse_shapes, time_calls, wrong_outputs
+from candidates import Bench, DeviceLost, IsolatedBench, Result, pruner_for, stage_workers
+from kernel_benchmark import STAGES, RequestError, check_names, parse_shapes
 from roofline import Shape, schedules
 from tqdm import tqdm
 
 import mlstm_pallas
+from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.call_spec import CallSpec
-from mlstm_pallas.config import KernelConfig, config_from_rows, heuristic_config, tuning_name
+from mlstm_pallas.config import KernelConfig, config_from_row, config_from_rows, heuristic_config, tuning_name
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER
 from mlstm_pallas.problem import Problem, check_chunk_size, clamp_chunk_size, make_problem, padded_head_dim
-from mlstm_pallas.shared_memory import available_shared_bytes
-from mlstm_pallas.stage import StageConfig
+from mlstm_pallas.stage import Lowering, StageConfig
 from mlstm_pallas.validation import KERNEL_DTYPES
 
-MIN_GAIN = 0.03  # of a whole call, over the heuristic
-RUNS = 3  # that must have the same bits
-ROUND = 16  # candidates
+MIN_GAIN = 0.03  # of a whole call, or of a stage on Mosaic GPU, over the heuristic
+ROUND, MOSAIC_GPU_ROUND = 16, 4  # candidates
 COMPILE_SECONDS = 60  # per candidate
-SLOW = 1.2  # times the best so far: not worth timing exactly
 HOPELESS = 1.4  # times the smallest sum over stages of a chunk size
 SEARCH_SHARE = 0.7  # of a case's time; the rest is for whole calls
 
@@ -77,10 +78,6 @@ FUSED_MIN_CTAS = 192  # of the fused scan; with fewer, too many SMs are idle and
 ALGORITHMS = {fused: tuple(itertools.chain(*schedules(fused))) for fused in (0, 1)}
 # Those that the other algorithm does not have.
 OWN_STAGES = {fused: set(stages) - set(ALGORITHMS[1 - fused]) for fused, stages in ALGORITHMS.items()}
-
-
-class DeviceLost(RuntimeError):
-    """The device does not answer after a candidate."""
 
 
 # ---------------------------------------------------------------- candidates
@@ -100,16 +97,16 @@ def as_run(config: KernelConfig, problem: Problem) -> KernelConfig:
     return KernelConfig(chunk_size=problem.L, fused_min_heads=int(spec.fused), **tiles)
 
 
-def neighbours(stage: str, tiles: StageConfig, problem: Problem) -> Iterator[StageConfig]:
+def neighbours(tiles: StageConfig, search: Mapping[str, Sequence[Any]], canonical: Callable[..., StageConfig]) -> Iterator[StageConfig]:
     """Distinct tiles that differ by one step of one field, then of two."""
     steps = []
-    for name, values in STAGES[stage].search.items():
+    for name, values in search.items():
         at = min(range(len(values)), key=lambda n: abs(values[n] - getattr(tiles, name)))
         steps += [(name, values[n]) for n in (at + 1, at - 1) if 0 <= n < len(values)]
     pairs = (pair for pair in itertools.combinations(steps, 2) if pair[0][0] != pair[1][0])
-    seen = {canonical(stage, tiles, problem)}
+    seen = {canonical(tiles)}
     for changes in itertools.chain(([step] for step in steps), pairs):
-        found = canonical(stage, tiles.replace(**dict(changes)), problem)
+        found = canonical(tiles.replace(**dict(changes)))
         if found not in seen:
             seen.add(found)
             yield found
@@ -118,15 +115,29 @@ def neighbours(stage: str, tiles: StageConfig, problem: Problem) -> Iterator[Sta
 class Search:
     """Coordinate descent of one stage at one chunk size."""
 
+    round_size = ROUND
+
     def __init__(self, stage: str, problem: Problem, starts: Sequence[StageConfig]):
         self.stage, self.problem, self.fused = stage, problem, STAGES[stage].fused
-        self.starts = list(dict.fromkeys(canonical(stage, start, problem) for start in starts))
+        self.starts = list(dict.fromkeys(map(self.canonical, starts)))
         self.results: dict[StageConfig, Result] = {}
         self.rounds, self.done = 0, False
 
     @property
     def L(self) -> int:
         return self.problem.L
+
+    @property
+    def values(self) -> Mapping[str, Sequence[Any]]:
+        """What is searched, by field."""
+        return STAGES[self.stage].search
+
+    def canonical(self, tiles: StageConfig) -> StageConfig:
+        return canonical(self.stage, tiles, self.problem)
+
+    def takes(self, tiles: StageConfig) -> bool:
+        """Whether the kernel can have the tiles."""
+        return True
 
     @property
     def share(self) -> float:
@@ -147,160 +158,65 @@ class Search:
         chunks: dict[str, Any] = {FUSED_SCAN: StageConfig(siz_b_LKV=self.L)} if self.fused else {}
         return KernelConfig(chunk_size=self.L, **chunks | {self.stage: tiles})
 
+    def tiles(self, config: KernelConfig) -> StageConfig:
+        """Of a candidate."""
+        return config.stage(self.stage)
+
     def next_round(self) -> list[StageConfig]:
         """Candidates to try next; none when no neighbour of the best is left."""
         if not self.results:
             return self.starts
         around = [self.best[1]] if self.best else self.starts
-        untried = (x for start in around for x in neighbours(self.stage, start, self.problem) if x not in self.results)
-        return list(itertools.islice(dict.fromkeys(untried), ROUND))
+        untried = (x for start in around for x in neighbours(start, self.values, self.canonical) if x not in self.results and self.takes(x))
+        return list(itertools.islice(dict.fromkeys(untried), self.round_size))
 
 
-# ---------------------------------------------------------------- judging candidates
+class MosaicGpuSearch(Search):
+    """Of the tiles of a stage's Mosaic GPU kernel. Without starts where the kernel cannot run with those of its heuristic.
 
+    Args:
+      stage: its name.
+      config: complete, of the call in which the stage runs.
+      spec: the call of a config.
+    """
 
-@dataclasses.dataclass(frozen=True)
-class Result:
-    """Status: "ok"; "pruned" by the compile report; "failed" to compile or to run; "wrong" output. note: the reason."""
+    round_size = MOSAIC_GPU_ROUND
 
-    status: str
-    ms: float | None = None
-    note: str = ""
+    def __init__(self, stage: str, config: KernelConfig, spec: Callable[[KernelConfig], CallSpec]):
+        self.stage, self.config, self.spec, self.problem = stage, config, spec, spec(config).problem
+        heuristic, present = (self.running(self.in_call(tiles)) for tiles in (None, config.stage(stage).mosaic_gpu))
+        super().__init__(stage, self.problem, [tiles for tiles in (heuristic, present) if heuristic and tiles])
 
+    @property
+    def values(self) -> Mapping[str, Sequence[Any]]:
+        return STAGES[self.stage].mosaic_gpu.search
 
-class Pruner:
-    """Prunes candidates by the compile report, for the device at hand."""
+    def canonical(self, tiles: StageConfig) -> StageConfig:
+        """A tile beyond its axis is that of the axis."""
+        found = {name: getattr(tiles, name) for name in self.values}
+        for name, size in (("siz_b_DHQK", self.problem.DHQK), ("siz_b_DHHV", self.problem.DHHV)):
+            if name in found:
+                found[name] = min([found[name], *(x for x in self.values[name] if x >= size)])
+        return StageConfig(**found)
 
-    def __init__(self, device: compile_report.Device, max_spill_bytes: int):
-        self.device, self.max_spill_bytes = device, max_spill_bytes
+    def in_call(self, tiles: StageConfig | None) -> KernelConfig:
+        """The config of the call with these tiles, None: the heuristic's."""
+        return self.config.replace(**{self.stage: self.config.stage(self.stage).replace(mosaic_gpu=tiles)})
 
-    def __call__(self, function: Callable[..., Any], args: Sequence[Any]) -> str:
-        """The reason not to run the kernels of the function; "" where there is none."""
-        shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-        for kernel in compile_report.lowered_kernels(function, *shapes, device=self.device):
-            if kernel.cause:
-                return kernel.cause
-            try:
-                usage = compile_report.compile_kernel(kernel.ir, kernel.num_warps, kernel.num_stages, self.device.capability)
-            except compile_report.CompileError as error:
-                return str(error)
-            if usage.shared_bytes > self.device.shared_bytes:
-                return f"takes {usage.shared_bytes} bytes of shared memory, the device has {self.device.shared_bytes}"
-            if usage.spill_store_bytes > self.max_spill_bytes:
-                return f"spills {usage.spill_store_bytes} bytes, at most {self.max_spill_bytes}"
-        return ""
+    def running(self, config: KernelConfig, stage: str | None = None) -> StageConfig | None:
+        """The tiles with which a stage, or the one that is searched, runs on Mosaic GPU; None where it does not."""
+        return dict(self.spec(config).mosaic_gpu).get(stage or self.stage)
 
+    def takes(self, tiles: StageConfig) -> bool:
+        return self.running(self.in_call(tiles)) is not None
 
-def pruner_for(device: Any, max_spill_bytes: int) -> Pruner | None:
-    """None, with the reason printed, where the compile report cannot compile for the device."""
-    if device.platform != "gpu":
-        reason = "there is no GPU"
-    elif importlib.util.find_spec("triton") is None:
-        reason = "it needs the triton package: pip install 'mlstm_pallas[test]'"
-    elif available_shared_bytes(device.device_kind) is None:
-        reason = f"it does not know the shared memory of {device.device_kind}"
-    else:
-        capability = round(10 * float(device.compute_capability))
-        return Pruner(compile_report.Device(device.device_kind, capability), max_spill_bytes)
-    print(f"nothing is pruned by the compile report: {reason}")
-    return None
+    def candidate(self, tiles: StageConfig) -> KernelConfig:
+        """A config with these tiles of the stage; of a stage of the fused scan also with those that decide the chunks."""
+        scan: dict[str, Any] = {FUSED_SCAN: StageConfig(mosaic_gpu=self.running(self.config, FUSED_SCAN))} if self.fused else {}
+        return KernelConfig(chunk_size=self.L, **scan | {self.stage: StageConfig(mosaic_gpu=tiles)})
 
-
-def _compare(impl: MlstmPallas, outputs: Any, again: Any, expected: Any) -> tuple[dict[str, Any], jax.Array]:
-    """Of each output, the norms of its error and of what is expected; and whether another run has the same bits."""
-    found, wanted = impl.named(outputs), impl.named(expected)
-    pairs = {name: (found[name].astype(jnp.float32), x) for name, x in wanted.items()}
-    norms = {name: (jnp.linalg.norm((x - y).ravel()), jnp.linalg.norm(y.ravel())) for name, (x, y) in pairs.items()}
-    same = [jnp.all(x == y) for x, y in zip(jax.tree.leaves(outputs), jax.tree.leaves(again), strict=True)]
-    return norms, jnp.stack(same).all()
-
-
-class Check(NamedTuple):
-    """Compiled for one stage and chunk size: the plain form, of float32 inputs, and _compare, of ``kernel_benchmark.written`` outputs."""
-
-    plain: Callable[..., Any]
-    compare: Callable[..., Any]
-
-
-class Bench:
-    """Compiles, checks and times candidates of one shape and dtype. A candidate is a stage ("": the whole) and a config."""
-
-    def __init__(self, backend: str, shape: Shape, dtype: str, pruner: Pruner | None, repeats: int):
-        self.backend, self.shape, self.dtype, self.pruner, self.repeats = backend, shape, dtype, pruner, repeats
-        self._case: Case | None = None
-
-    def case(self, stage: str) -> Case:
-        """All stages have the same inputs and arrays; the whole leaves none of these on the device."""
-        if self._case is None or bool(self._case.stage) != bool(stage):
-            self._case = Case(self.shape, self.dtype, stage, gradients=not stage)
-            jax.block_until_ready(self._case.inputs)
-        found = copy.copy(self._case)
-        found.stage = stage
-        return found
-
-    def implementation(self, stage: str, config: KernelConfig) -> MlstmPallas:
-        return implementation(stage, self.backend, self.shape, self.dtype, None, config)
-
-    def compile_check(self, case: Case, config: KernelConfig, inputs: Any) -> Check | None:
-        """In any thread. For whole calls the case computes and keeps what is expected."""
-        impl = self.implementation(case.stage, config)
-        if not case.stage:
-            case.expected(impl)
-            return None
-        function, args = impl.computation(inputs, "fwd")
-        wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), args)
-        outputs = jax.eval_shape(lambda *xs: kernel_benchmark.written(function(*xs)), *args)
-        plain = jax.jit(impl.reference).lower(*wide).compile()
-        compare = jax.jit(functools.partial(_compare, impl)).lower(outputs, outputs, jax.eval_shape(impl.reference, *wide)).compile()
-        return Check(plain, compare)
-
-    def expected(self, stage: str, L: int, check: Check | None) -> Any:
-        """The outputs of the stage's plain form in float32, on the device."""
-        if check is None:
-            return None
-        arrays = self.case(stage).arrays(L)
-        return check.plain(*jax.tree.map(lambda x: x.astype(jnp.float32), [arrays[name] for name in STAGES[stage].inputs]))
-
-    def prepare(self, stage: str, config: KernelConfig, inputs: Any, prune: bool) -> tuple[MlstmPallas, Callable[[], Any]] | Result:
-        """Compiles; in any thread."""
-        try:
-            impl = self.implementation(stage, config)
-            direction = "fwd" if stage else "fwbw"
-            if prune and self.pruner and (reason := self.pruner(*impl.computation(inputs, direction))):
-                return Result("pruned", note=reason)
-            return impl, impl.build(inputs, direction)
-        except Exception as error:
-            return Result("failed", note=kernel_benchmark.one_line(error))
-
-    def judge(
-        self, stage: str, impl: MlstmPallas, call: Callable[[], Any], check: Check | None, expected: Any, best: float | None
-    ) -> Result:
-        """Checks, then times. Raises DeviceLost."""
-        case = self.case(stage)
-        try:
-            outputs = jax.block_until_ready(kernel_benchmark.written(call()))
-            for _ in range(RUNS - 1):
-                again = kernel_benchmark.written(call())
-                if check:
-                    norms, same = jax.device_get(check.compare(outputs, again, expected))
-                    errors = {name: float(x / max(y, 1e-30)) for name, (x, y) in norms.items()}
-                else:
-                    errors, same = case.errors(impl, outputs, "fwbw"), jax.tree.all(jax.tree.map(jnp.array_equal, outputs, again))
-                if wrong := wrong_outputs(case, errors):
-                    return Result("wrong", note=wrong)
-                if not same:
-                    return Result("wrong", note="other bits in another run")
-            del outputs, again
-            [seconds] = time_calls(call, impl.synchronise, 1)
-            if best is None or 1e3 * seconds < SLOW * best:
-                seconds = statistics.median(time_calls(call, impl.synchronise, self.repeats))
-            return Result("ok", 1e3 * seconds)
-        except Exception as error:
-            try:
-                jax.block_until_ready(jnp.zeros(8) + 1)
-            except Exception:
-                raise DeviceLost(f"{stage} {impl.config}: {kernel_benchmark.one_line(error)}") from None
-            return Result("failed", note=kernel_benchmark.one_line(error))
+    def tiles(self, config: KernelConfig) -> StageConfig:
+        return config.stage(self.stage).mosaic_gpu
 
 
 # ---------------------------------------------------------------- results of earlier runs
@@ -353,7 +269,7 @@ class Log:
 class Tuner:
     """One shape and dtype: the search of its stages, and the whole calls."""
 
-    bench: Bench
+    bench: Bench | IsolatedBench
     log: Log
     pool: ThreadPoolExecutor
     threads: int
@@ -424,7 +340,7 @@ class Tuner:
         best = {search.stage: search.best[0] for search in searches if search.best}
         results = self.evaluate(items, until, best=best, prune=prune)
         for search in searches:
-            search.results |= {config.stage(stage): result for (stage, config), result in results.items() if stage == search.stage}
+            search.results |= {search.tiles(config): result for (stage, config), result in results.items() if stage == search.stage}
             search.rounds += 1
             search.done = not any(stage == search.stage for stage, _ in items) or (search.best is None and search.rounds >= 3)
 
@@ -573,6 +489,64 @@ def tune(tuner: Tuner, options: flags.FlagValues, rows: Sequence[dict[str, Any]]
     return row_of(shape, dtype, best, times[best], reference.ms) if gain >= MIN_GAIN else None
 
 
+def tune_mosaic_gpu(tuner: Tuner, options: flags.FlagValues, rows: Sequence[dict[str, Any]], deadline: float) -> dict[str, Any]:
+    """The present row of the tuner's case with tiles of Mosaic GPU kernels. Raises RuntimeError without a result."""
+    shape, dtype = tuner.bench.shape, tuner.bench.dtype
+    present = next((row for row in rows if row_key(row) == (dtype, *shape[3:])), None)
+    if present is None:
+        raise RuntimeError("there is no row for the tiles: tune these heads with --backend=triton first")
+    config = config_from_row(present, options.backend).or_else(heuristic_config(shape.DHQK, jnp.dtype(dtype)))
+    config = config.replace(chunk_size=clamp_chunk_size(config.L, shape.S))
+    spec = functools.partial(kernel_benchmark.call_spec, options.backend, shape, dtype)
+    stages = [stage for stage in options.stage or STAGES if stage in mosaic_gpu_stages()]
+    searches = [search for search in (MosaicGpuSearch(stage, config, spec) for stage in stages) if search.starts]
+    if not searches:
+        tqdm.write(f"{tuner.name}: no Mosaic GPU kernel with tiles to search runs for these heads")
+        return present
+    tuner.round(searches, deadline, prune=False)
+    while (alive := [search for search in searches if not search.done]) and time.monotonic() <= deadline:
+        tuner.round(alive, deadline, prune=True)
+    decided = [search for search in searches if search.best and search.results.keys() >= {*search.starts}]
+    if not decided:
+        raise RuntimeError("no stage was timed with the tiles of its heuristic and of the present row")
+    row, measured = dict(present), dict(present.get("measured", {}))
+    of_stages, today = dict(measured.pop("mosaic_gpu", {})), datetime.date.today().isoformat()
+    for search in decided:
+        (ms, tiles), reference = search.best, search.results[search.starts[0]].ms
+        kept = reference is None or 1 - ms / reference >= MIN_GAIN
+        found = {name: getattr(tiles, name) for name in search.values}
+        triton = {name: x for name, x in (config.as_row() | present)[search.stage].items() if name != "mosaic_gpu"}
+        row[search.stage] = triton | ({"mosaic_gpu": found} if kept else {})
+        of_stages.pop(search.stage, None)
+        if kept:
+            times = dict(ms=round(ms, 4), heuristic_ms=reference and round(reference, 4))
+            of_stages[search.stage] = times | dict(jax=jax.__version__, date=today)
+        heuristic = "does not run" if reference is None else f"{reference:.3f} ms"
+        described = ", ".join(f"{name} {x}" for name, x in found.items())
+        verdict = "kept" if kept else "no entry: the heuristic is as good"
+        tqdm.write(
+            f"{tuner.name} {search.stage}: heuristic {heuristic}, best {ms:.3f} ({len(search.results)} tried), {described}: {verdict}"
+        )
+    return row | {"measured": measured | ({"mosaic_gpu": of_stages} if of_stages else {})}
+
+
+def mosaic_gpu_stages() -> list[str]:
+    """With a Mosaic GPU kernel that has tiles to search."""
+    return [name for name, stage in STAGES.items() if stage.mosaic_gpu and stage.mosaic_gpu.search]
+
+
+def with_mosaic_gpu(row: dict[str, Any], present: dict[str, Any]) -> dict[str, Any]:
+    """A new row with what the present one has for Mosaic GPU. Tiles are of its chunk size."""
+    own = {"mosaic_gpu": present["mosaic_gpu"]} if "mosaic_gpu" in present else {}
+    of_stages = {name: present[name]["mosaic_gpu"] for name in STAGES if "mosaic_gpu" in present.get(name, {})}
+    row = row | own
+    if not of_stages or config_from_row(row, "mosaic_gpu").L != config_from_row(present, "mosaic_gpu").L:
+        return row
+    measured = {name: x for name, x in present.get("measured", {}).items() if name == "mosaic_gpu"}
+    tiles = {name: row[name] | {"mosaic_gpu": x} for name, x in of_stages.items() if name in row}
+    return row | tiles | {"measured": row["measured"] | measured}
+
+
 # ---------------------------------------------------------------- the command
 
 
@@ -586,26 +560,32 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_float("minutes", 9.0, "Time for all cases together.", lower_bound=0.0, **define)
     flags.DEFINE_string("log", "tune.jsonl", "Results of all candidates; those in it are not timed again.", **define)
     flags.DEFINE_string("output", None, "Tuning file; none: that of the device in mlstm_pallas/tuning.", **define)
-    flags.DEFINE_enum("backend", "triton", ["triton", "interpret"], "interpret: a dry run without a GPU, with --output.", **define)
+    backends = "Whose kernels. Interpreted ones are a dry run without a GPU, with --output."
+    flags.DEFINE_enum("backend", "triton", ["triton", "mosaic_gpu", "interpret", "mosaic_gpu_interpret"], backends, **define)
     flags.DEFINE_integer("threads", os.cpu_count() or 1, "Threads that compile.", lower_bound=1, **define)
     flags.DEFINE_integer("repeats", 5, "Batches of calls; the median counts.", lower_bound=1, **define)
+    flags.DEFINE_float("run_seconds", 20.0, "On Mosaic GPU, for a candidate to run; then it is killed.", lower_bound=0.0, **define)
     flags.DEFINE_integer("max_spill_bytes", 512, "Per thread; candidates that spill more are not run.", lower_bound=0, **define)
 
 
 def parse_request(options: flags.FlagValues) -> tuple[list[tuple[Shape, str]], str]:
     """The cases and the tuning file."""
-    device, folder = jax.devices()[0], Path(mlstm_pallas.__file__).parent / "tuning"
+    device, folder, lowering = jax.devices()[0], Path(mlstm_pallas.__file__).parent / "tuning", Lowering(options.backend)
     check_names("dtype", options.dtype, KERNEL_DTYPES)
-    check_names("stage", options.stage, list(STAGES))
-    if options.backend == "triton" and device.platform != "gpu":
+    check_names("stage", options.stage, mosaic_gpu_stages() if lowering.mosaic_gpu else list(STAGES))
+    interpreted = lowering in (Lowering.INTERPRET, Lowering.MOSAIC_GPU_INTERPRET)
+    if not interpreted and device.platform != "gpu":
         raise RequestError("there is no GPU here to tune for; --backend=interpret --output=FILE is a dry run")
-    if options.backend == "interpret" and (not options.output or folder in Path(options.output).resolve().parents):
+    if interpreted and (not options.output or folder in Path(options.output).resolve().parents):
         raise RequestError("times of interpreted kernels do not belong in mlstm_pallas/tuning: give another --output")
-    for text in options.chunk_size:
-        try:
+    if lowering.mosaic_gpu and options.chunk_size:
+        raise RequestError(f"--chunk_size is not for {lowering}, which runs in the chunks of the present row")
+    try:
+        requested_backend(options.backend)
+        for text in options.chunk_size:
             check_chunk_size(int(text))
-        except ValueError as error:
-            raise RequestError(str(error)) from None
+    except ValueError as error:
+        raise RequestError(str(error)) from None
     shapes = parse_shapes(options.shape)
     for name, shape in shapes.items():
         if shape[3:] != tuple(map(padded_head_dim, shape[3:])):
@@ -630,19 +610,28 @@ def run(options: flags.FlagValues) -> int:
     except (RequestError, OSError) as error:
         print(f"tune: {error}", file=sys.stderr)
         return 2
-    pruner = pruner_for(device, options.max_spill_bytes)
+    mosaic_gpu = Lowering(options.backend).mosaic_gpu
+    pruner = None if mosaic_gpu else pruner_for(device, options.max_spill_bytes)
+    stages = options.stage or mosaic_gpu_stages()
+    workers = stage_workers(stages, options.backend, options.repeats, options.max_spill_bytes) if mosaic_gpu else {}
     start, code = time.monotonic(), 0
     end, counts = start + 60 * options.minutes, Counter()
-    pool = ThreadPoolExecutor(options.threads)
+    # A stage's process compiles one candidate after the other: the threads do nothing but wait for their answers.
+    threads, pool = (1, ThreadPoolExecutor(len(workers) * ROUND)) if mosaic_gpu else (options.threads, ThreadPoolExecutor(options.threads))
     with contextlib.closing(
         tqdm(total=round(60 * options.minutes), unit="s", leave=False, mininterval=0.5 if sys.stderr.isatty() else 10)
     ) as bar:
         try:
             for n, (shape, dtype) in enumerate(cases):
                 now = time.monotonic()
-                bench = Bench(options.backend, shape, dtype, pruner, options.repeats)
+                deadline = now + (end - now) / (len(cases) - n)
+                limits = dict(compile_seconds=COMPILE_SECONDS, run_seconds=options.run_seconds)
+                if mosaic_gpu:
+                    bench: Any = IsolatedBench(workers, shape, dtype, deadline, **limits)
+                else:
+                    bench = Bench(options.backend, shape, dtype, pruner, options.repeats)
                 try:
-                    row = tune(Tuner(bench, log, pool, options.threads, bar, counts), options, rows, now + (end - now) / (len(cases) - n))
+                    row = (tune_mosaic_gpu if mosaic_gpu else tune)(Tuner(bench, log, pool, threads, bar, counts), options, rows, deadline)
                 except DeviceLost as error:
                     tqdm.write(
                         f"tune: the device is lost after {error}. Run the same again: it continues after that candidate.", file=sys.stderr
@@ -653,6 +642,8 @@ def run(options: flags.FlagValues) -> int:
                     code = 1
                     continue
                 others = [x for x in rows if row_key(x) != (dtype, *shape[3:])]
+                if row and not mosaic_gpu:
+                    row = next((with_mosaic_gpu(row, x) for x in rows if row_key(x) == row_key(row)), row)
                 if [*others, *filter(None, [row])] != rows:
                     rows = [*others, *filter(None, [row])]
                     write_tuning(output, device.device_kind, rows)
@@ -661,6 +652,8 @@ def run(options: flags.FlagValues) -> int:
             code = 130
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
+            for worker in workers.values():
+                worker.close()
     print(f"{output}: {len(rows)} rows; candidates: {', '.join(f'{n} {status}' for status, n in sorted(counts.items()) if n) or 'none'}")
     return code
 
@@ -668,4 +661,5 @@ def run(options: flags.FlagValues) -> int:
 if __name__ == "__main__":
     # The plain forms are for checks alone: XLA need not look for their fastest products.
     os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes of the stages share the GPU's memory
     command.main(define_flags, run)

@@ -11,7 +11,7 @@ from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.launch import HAS_TRITON, without_mosaic_gpu
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import InputGate, Layout, Problem, next_power_of_two
-from mlstm_pallas.stage import Lowering, StageCall, StageConfig, clamped, mosaic_gpu_rows
+from mlstm_pallas.stage import Lowering, StageCall, StageConfig, clamped, mosaic_gpu_rows, on_mosaic_gpu
 from mlstm_pallas.stages import STAGES
 
 # Shorter splits cost more than idle SMs, and narrower heads (DHQK * DHHV) are as fast with materialised states.
@@ -95,7 +95,7 @@ class CallSpec:
     def _mosaic_gpu_tiles(self, name: str) -> StageConfig | None:
         """None where the stage does not run on Mosaic GPU."""
         facts = STAGES[name].mosaic_gpu
-        if facts is None or self.backend is None or not Lowering(self.backend).mosaic_gpu or self.dtype.itemsize != 2:
+        if facts is None or not on_mosaic_gpu(self.backend) or self.dtype.itemsize != 2:
             return None
         config = self.config.stage(name)
         tiles, problem, num_splits = config.mosaic_gpu or facts.heuristic(self.problem), self.problem, config.num_splits or 1

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlstm_pallas.problem import check_chunk_size, clamp_chunk_size, next_power_of_two, padded_head_dim
-from mlstm_pallas.stage import StageConfig
+from mlstm_pallas.stage import StageConfig, on_mosaic_gpu
 from mlstm_pallas.stages import STAGES
 from mlstm_pallas.tiles import Precision
 
@@ -131,22 +131,25 @@ def _tiles_from_row(row: Mapping[str, Any]) -> StageConfig:
     return StageConfig(**{**row, "mosaic_gpu": None if own is None else StageConfig(**own)})
 
 
-def config_from_row(row: Mapping[str, Any]) -> KernelConfig:
+def config_from_row(row: Mapping[str, Any], backend: str | None = None) -> KernelConfig:
+    """The config of a row, for calls of this backend: on Mosaic GPU a row may have another chunk size or fused_min_heads."""
+    if on_mosaic_gpu(backend):
+        row = {**row, **row.get("mosaic_gpu", {})}
     stages: dict[str, Any] = {name: _tiles_from_row(row[name]) for name in STAGES if name in row}
     return KernelConfig(chunk_size=row["chunk_size"], fused_min_heads=row.get("fused_min_heads"), **stages)
 
 
-def config_from_rows(rows: Sequence[dict[str, Any]], DHQK: int, DHHV: int, dtype: str) -> KernelConfig | None:
+def config_from_rows(rows: Sequence[dict[str, Any]], DHQK: int, DHHV: int, dtype: str, backend: str | None = None) -> KernelConfig | None:
     """The row of these head dimensions, else of the smallest that are no smaller, else of the largest; None without one of this dtype."""
     rows = sorted((row for row in rows if row["dtype"] == dtype), key=lambda row: row["DHQK"] * row["DHHV"])
     covering = (row for row in rows if row["DHQK"] >= DHQK and row["DHHV"] >= DHHV)
     row = next(covering, rows[-1] if rows else None)
-    return None if row is None else config_from_row(row)
+    return None if row is None else config_from_row(row, backend)
 
 
-def tuned_config(device_kind: str, DHQK: int, DHHV: int, dtype: jnp.dtype) -> KernelConfig | None:
+def tuned_config(device_kind: str, DHQK: int, DHHV: int, dtype: jnp.dtype, backend: str | None = None) -> KernelConfig | None:
     # float16 has the size and the speed of bfloat16.
-    return config_from_rows(tuned_rows(device_kind), DHQK, DHHV, "bfloat16" if dtype.name == "float16" else dtype.name)
+    return config_from_rows(tuned_rows(device_kind), DHQK, DHHV, "bfloat16" if dtype.name == "float16" else dtype.name, backend)
 
 
 def heuristic_config(DHQK: int, dtype: jnp.dtype) -> KernelConfig:
@@ -175,6 +178,7 @@ def config_for(
     device_kind: str = UNKNOWN_DEVICE,
     chunk_size: int | None = None,
     explicit: KernelConfig | None = None,
+    backend: str | None = None,
 ) -> KernelConfig:
     """The complete config of a call: what is explicit, else the tuned row of the device, else the heuristic.
 
@@ -184,7 +188,7 @@ def config_for(
     heuristic = heuristic_config(DHQK, dtype)
     if device_kind == UNKNOWN_DEVICE:
         heuristic = heuristic.replace(chunk_size=plain_chunk_size(DHQK, DHHV, S))
-    filled = tuned_config(device_kind, DHQK, DHHV, dtype)
+    filled = tuned_config(device_kind, DHQK, DHHV, dtype, backend)
     filled = heuristic if filled is None else filled.or_else(heuristic)
     if explicit is not None:
         filled = explicit.or_else(filled)

@@ -108,7 +108,8 @@ def spec_for(
     if B * NH == 0:
         backend = "xla"  # a kernel has no empty grid
     device_kind = target_device_kind()
-    config = config_for(DHQK, DHV, S, dtype, device_kind=device_kind, chunk_size=options.chunk_size, explicit=options.config)
+    chosen: dict[str, Any] = dict(chunk_size=options.chunk_size, explicit=options.config, backend=backend)
+    config = config_for(DHQK, DHV, S, dtype, device_kind=device_kind, **chosen)
     # Where m is 0 the floor does not depend on it.
     normaliser = Normaliser(options.eps, options.norm_val, options.stabilize_correctly and gate is InputGate.EXP)
     spec = CallSpec(

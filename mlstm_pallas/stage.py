@@ -31,6 +31,11 @@ class Lowering(enum.StrEnum):
         return self in (Lowering.MOSAIC_GPU, Lowering.MOSAIC_GPU_INTERPRET)
 
 
+def on_mosaic_gpu(backend: str | None) -> bool:
+    """Whether calls of this backend run on Mosaic GPU where they can."""
+    return backend is not None and Lowering(backend).mosaic_gpu
+
+
 def clamped(tile: int, size: int) -> int:
     """The largest power of two up to the tile, a power of two itself, that divides the size."""
     return min(tile, size & -size)

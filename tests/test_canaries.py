@@ -1,14 +1,23 @@
-"""Every kernel writes all of its outputs and reads nothing of its neighbours, which are NaN here; repeats are bitwise equal."""
+"""Every kernel writes all of its outputs and reads nothing of its neighbours, which are NaN here; repeats are bitwise equal.
+
+Those of Mosaic GPU also compile for Hopper with all products in flight and next to no spills.
+"""
 
 import importlib
 import pkgutil
+from unittest import mock
 
+import compile_report
 import jax
 import jax.numpy as jnp
+import kernel_benchmark
 import numpy as np
+import peers
 import pytest
 from jax.experimental import pallas as pl
 from oracle import HELPERS, random_inputs
+from roofline import Shape
+from test_mosaic_gpu import ROWS, max_spill_bytes, needs_compiler, needs_jax
 
 from mlstm_pallas import KernelConfig, StageConfig, launch, stages
 from mlstm_pallas.backward import backward
@@ -18,7 +27,7 @@ from mlstm_pallas.fwbw import residuals_of
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER
 from mlstm_pallas.problem import MAX_TILE, Problem
 from mlstm_pallas.stage import Lowering, StageCall
-from mlstm_pallas.stages import STAGES
+from mlstm_pallas.stages import STAGES, recurrent_bw_dC
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -146,3 +155,76 @@ def test_what_is_not_written_is_nan_when_interpreted():
     options = dict(grid=(1,), in_specs=[block], out_specs=[block], out_shape=[shape], call=call)
     (y,) = launch.kernel_call(writes_half, name="writes_half", **options)(jnp.zeros((32,)))
     assert np.array_equal(np.isnan(y), np.arange(32) >= 16)
+
+
+# ---------------------------------------------------------------- Mosaic GPU
+
+MOSAIC_GPU = [name for name, stage in kernel_benchmark.STAGES.items() if stage.mosaic_gpu]
+HEAD_SIZES = ((64, 128), (128, 128), (256, 256))
+HARMLESS = {"C7519"}  # a warpgroup.arrive more
+
+
+def smallest_on_mosaic_gpu(stage):
+    """The stage, interpreted, at the smallest of HEAD_SIZES at which it has a kernel."""
+    for heads in HEAD_SIZES:
+        try:
+            return kernel_benchmark.MlstmPallasStage(stage, "mosaic_gpu_interpret", Shape(1, HEADS, 256, *heads), "bfloat16", 128)
+        except kernel_benchmark.NoSuchKernel:
+            continue
+    pytest.fail(f"{stage} has no kernel at any of {HEAD_SIZES}")
+
+
+@needs_jax
+@pytest.mark.slow
+@pytest.mark.parametrize("stage", MOSAIC_GPU)
+@mock.patch.object(recurrent_bw_dC, "MOSAIC_GPU_MIN_CTAS", 1)  # at any number of heads
+def test_mosaic_gpu_kernels_write_everything_and_read_nothing_of_their_neighbours(stage):
+    """By stage: what its outputs leave out, ``kernel_benchmark.written`` leaves out. On a GPU test_mosaic_gpu.py compares whole calls."""
+    impl = smallest_on_mosaic_gpu(stage)
+    p = impl.call.problem
+    x = peers.random_inputs(jax.random.key(0), Shape(1, HEADS, p.S, p.DHQK, p.DHHV), "bfloat16")
+    arguments = impl.computation(kernel_benchmark.stage_arrays(x, p.L, impl.stage.fused), "fwd")[1]
+    outputs = {}
+
+    def run(*args):
+        found = kernel_benchmark.written(impl.stage.run(*args, call=impl.call))
+        outputs["of the stage"] = [y for y in jax.tree.leaves(impl.without_keys(found)) if jnp.ndim(y)]
+
+    assert check(run, outputs, arguments) == {"of the stage"}
+
+
+@needs_jax
+def test_what_is_not_written_is_nan_when_interpreted_for_mosaic_gpu():
+    from mlstm_pallas.launch_mosaic_gpu import mosaic_call
+
+    def writes_half(x, y):
+        y[pl.ds(0, 16)] = x[pl.ds(0, 16)]
+
+    outputs = {"y": jax.ShapeDtypeStruct((32,), jnp.float32)}
+    found = mosaic_call(writes_half, name="writes_half", grid={"program": 1}, warpgroups=1, outputs=outputs, scratch={}, interpret=True)
+    assert np.array_equal(np.isnan(found(x=jnp.zeros((32,)))["y"]), np.arange(32) >= 16)
+
+
+@needs_jax
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", ROWS, ids="{0[0]}_{0[1]}".format)
+def test_products_on_mosaic_gpu_stay_in_flight(heads):
+    """At the shipped tiles, in float16 without a normaliser; test_mosaic_gpu.py compiles bfloat16 with one."""
+    config = KernelConfig(fused_min_heads=1)
+    device, variant = compile_report.DEVICES["H200"], "unnormalised"
+    call = compile_report.Call(device, *heads, "float16", config=config, direction="fwbw", variant=variant, backend="mosaic_gpu")
+    spec = call.spec()
+    on_mosaic_gpu = {name for name, _ in spec.mosaic_gpu} & {*spec.stages}
+    if not on_mosaic_gpu:
+        pytest.skip("no stage has a Mosaic GPU kernel for these heads")
+    kernels = compile_report.mosaic_gpu_kernels(call)
+    assert {kernel.name for kernel, _ in kernels} >= on_mosaic_gpu
+    for kernel, usage in kernels:
+        assert kernel.cause == ""
+        assert not usage.wgmma_serialized, kernel.name
+        assert {*usage.messages} <= HARMLESS, (kernel.name, usage.messages)
+        assert max(usage.spill_store_bytes, usage.spill_load_bytes) <= max_spill_bytes(kernel.name, spec), (kernel.name, usage)
+        assert 32 * kernel.num_warps * usage.registers <= 65_536, (kernel.name, usage.registers)
+        multiplies = kernel.name in on_mosaic_gpu and STAGES[kernel.name].cost(spec.problem, 2).flops > 0
+        assert (usage.wgmma > 0, usage.mma) == (multiplies, 0), (kernel.name, usage.wgmma)

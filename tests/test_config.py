@@ -151,12 +151,26 @@ def test_a_row_of_a_config_is_that_config(dtype):
 @pytest.mark.parametrize("name", ROWS)
 def test_every_tuned_row_is_a_config(name):
     row = ROWS[name]
-    assert row.keys() <= {"DHQK", "DHHV", "dtype", "chunk_size", "fused_min_heads", "measured", *STAGES}
+    assert row.keys() <= {"DHQK", "DHHV", "dtype", "chunk_size", "fused_min_heads", "mosaic_gpu", "measured", *STAGES}
+    assert row.get("mosaic_gpu", {}).keys() <= {"chunk_size", "fused_min_heads"}
     tuned = config_from_row(row).or_else(heuristic_config(row["DHQK"], jnp.dtype(row["dtype"])))
     assert tuned.stages.keys() == STAGES.keys()
     for stage in row.keys() & STAGES.keys():
-        assert row[stage].items() <= vars(tuned.stage(stage)).items(), stage
-        assert row[stage].keys() <= STAGES[stage].search.keys() | {"num_splits"}, stage
+        tiles, facts = {name: x for name, x in row[stage].items() if name != "mosaic_gpu"}, STAGES[stage].mosaic_gpu
+        assert tiles.items() <= vars(tuned.stage(stage)).items(), stage
+        assert tiles.keys() <= STAGES[stage].search.keys() | {"num_splits"}, stage
+        if "mosaic_gpu" in row[stage]:
+            assert facts is not None
+            assert row[stage]["mosaic_gpu"].keys() == facts.search.keys(), stage
+
+
+@pytest.mark.parametrize(("backend", "L"), [(None, 64), ("triton", 64), ("mosaic_gpu", 128), ("mosaic_gpu_interpret", 128)])
+def test_a_row_may_have_another_chunk_size_for_mosaic_gpu(backend, L):
+    chosen = dict(device_kind="NVIDIA H200", backend=backend)
+    assert config_for(128, 128, 8192, BF16, **chosen).L == L
+    assert config_for(128, 128, 8192, BF16, chunk_size=32, **chosen).L == 32
+    assert config_for(128, 128, 8192, BF16, explicit=KernelConfig(chunk_size=256), **chosen).L == 256
+    assert config_for(256, 512, 8192, BF16, **chosen).L == 256
 
 
 def test_no_row_is_tuned_twice():

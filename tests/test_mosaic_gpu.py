@@ -42,6 +42,8 @@ from mlstm_pallas.problem import MAX_TILE, InputGate, Layout, Problem, make_prob
 from mlstm_pallas.shared_memory import compute_capability
 from mlstm_pallas.stage import Lowering, StageCall
 from mlstm_pallas.stages import STAGES, recurrent_bw_dC
+from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
+from mlstm_pallas.stages.parallel_bw_dQKV import mosaic_gpu_by_chunk
 from mlstm_pallas.stages.recurrence import mosaic_gpu_rows_of
 from mlstm_pallas.validation import MOSAIC_GPU_JAX
 from mlstm_pallas.xlstm_jax import triton_stablef
@@ -367,6 +369,51 @@ def test_the_stabiliser_scan_of_many_chunks():
     assert np.abs(found[finite] - expected[finite]).max() <= 2 * NC.bit_length() * 2.0**-24 * largest
 
 
+@needs_jax
+@pytest.mark.parametrize(
+    ("L", "DHQK", "DHHV", "normalise", "layout"),
+    [
+        (128, 128, 256, True, "BTNH"),  # a CTA makes all gradients of a chunk
+        pytest.param(128, 128, 128, False, "BNTH", marks=pytest.mark.slow),
+        pytest.param(256, 256, 512, True, "BNTH", marks=pytest.mark.slow),
+        pytest.param(128, 512, 256, False, "BTNH", marks=pytest.mark.slow),
+    ],
+)
+def test_parallel_bw_dQKV_agrees_with_the_plain_form(L, DHQK, DHHV, normalise, layout, capsys):
+    """All outputs; more items, or chunks, than CTAs."""
+    B, NH, S = 1, 2, 512
+    p, draw = Problem(B, NH, S, DHQK, DHHV, L, DHQK**-0.5), np.random.default_rng(4)
+
+    def in_bfloat16(*shape):
+        return jnp.asarray(draw.normal(size=shape), "bfloat16")
+
+    q, k, v, dh = (in_bfloat16(B, NH, S, D) for D in (DHQK, DHQK, DHHV, DHHV))
+    C, dC = (in_bfloat16(p.BNH, p.NC, DHQK, DHHV) for _ in range(2))
+    n, dn = draw.normal(size=(2, p.BNH, p.NC, DHQK)).astype("float32")
+    P, dP = (jnp.tril(in_bfloat16(p.BNH, p.NC, L, L)) for _ in range(2))
+    gates = random_gates(draw, p.BNH, p.NC, L)
+    inv_den, dz_den = draw.uniform(size=(p.BNH, S)).astype("float32"), draw.normal(size=(p.BNH, S)).astype("float32")
+    gradients = NormaliserGradients(inv_den, None, dz_den, None) if normalise else NormaliserGradients()
+
+    def run(lowering, dtype, layout="BNTH"):
+        """The stage, of operands in this dtype."""
+        call = StageCall(p, StageConfig(num_stages=4), lax.Precision.HIGHEST, lowering)
+        of_calls = [(swapped(x) if layout == "BTNH" else x[0]).astype(dtype) for x in (q, k, v, dh)]
+        of_tiles = [x.reshape(p.BNH, S, L).astype(dtype) for x in (P, dP)]
+        tiles = GradientTiles(*of_tiles, None, None, None, None, None)
+        states = C.astype(dtype), n, dC.astype(dtype), dn
+        stage = functools.partial(STAGES["parallel_bw_dQKV"].run, call=call)
+        found = jax.jit(stage)(*of_calls, gates, gradients, tiles, *states)
+        flat = [swapped(x).reshape(p.BNH, S, -1) if x.ndim == 4 else x for x in found]
+        return dict(zip(found._fields, (np.asarray(x.astype("float32"), "float64") for x in flat), strict=True))
+
+    found = run(Lowering.MOSAIC_GPU_INTERPRET, "bfloat16", layout)
+    assert RACE not in capsys.readouterr().out
+    for name, wanted in run(Lowering.XLA, "float32").items():
+        rounded = "bfloat16" if name.startswith("mat") else "float32"
+        assert error(found[name], wanted) < tolerance(rounded, DHQK * DHHV if name == "scaStates" else DHQK + DHHV + L), name
+
+
 def check_neighbours(backend, shape):
     """Heads next to one that is NaN have the bits that they have next to finite ones; outputs and gradients."""
     MIDDLE = 1
@@ -651,6 +698,11 @@ H200 = compile_report.DEVICES["H200"]
 ROWS = [(row["DHQK"], row["DHHV"]) for row in tuned_rows(H200.kind) if row["dtype"] == "bfloat16"]
 
 
+def max_spill_bytes(stage, spec):
+    """None are in a loop over steps. Where a CTA makes all gradients of a chunk, its registers are full: once a chunk it loads 50 words."""
+    return 200 if stage == "parallel_bw_dQKV" and mosaic_gpu_by_chunk(spec.problem) else 64
+
+
 @needs_jax
 @needs_compiler
 @pytest.mark.slow
@@ -670,7 +722,7 @@ def test_the_kernels_compile_at_the_tuned_tiles(heads, variant):
         assert kernel.cause == ""
         assert "C7512" not in usage.messages, kernel.name
         assert not usage.wgmma_serialized, kernel.name
-        assert max(usage.spill_store_bytes, usage.spill_load_bytes) <= 64, (kernel.name, usage)
+        assert max(usage.spill_store_bytes, usage.spill_load_bytes) <= max_spill_bytes(kernel.name, spec), (kernel.name, usage)
         assert usage.shared_bytes <= H200.shared_bytes
         assert (usage.wgmma > 0) == (kernel.name not in {"chunk_gates", *HELPERS})
 

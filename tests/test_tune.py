@@ -1,12 +1,17 @@
-"""The tuner: candidates, checks, the log, the tuning file, requests."""
+"""The tuner: candidates, checks, the log, the tuning file, requests; processes in which Mosaic GPU candidates run."""
 
+import functools
+import importlib
 import itertools
 import json
+import os
 import re
 import threading
+import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 
+import candidates
 import compile_report
 import jax
 import jax.numpy as jnp
@@ -14,12 +19,15 @@ import kernel_benchmark
 import numpy as np
 import pytest
 import tune
+import worker
 from absl import flags
 from roofline import Shape
+from test_compile_report import NO_SPILL, SPILL, TWICE
 
 from mlstm_pallas import KernelConfig, StageConfig
-from mlstm_pallas.config import config_from_row, heuristic_config, tuning_name
+from mlstm_pallas.config import config_from_row, heuristic_config, tuned_rows, tuning_name
 from mlstm_pallas.problem import make_problem
+from mlstm_pallas.validation import MOSAIC_GPU_JAX
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -66,7 +74,7 @@ def rows_in(path):
 def test_neighbours_run_are_distinct_and_near_ones_come_first(stage):
     search = tune.STAGES[stage].search
     start = tune.canonical(stage, heuristic_config(64, BF16).stage(stage), problem())
-    found = list(tune.neighbours(stage, start, problem()))
+    found = list(tune.neighbours(start, search, lambda tiles: tune.canonical(stage, tiles, problem())))
     assert found
     assert len(set(found)) == len(found)
     assert start not in found
@@ -104,7 +112,7 @@ def test_the_search_descends_to_the_best_without_trying_all():
     while (tried := search.next_round()) and not (search.best and search.best[0] == 1):
         assert len(tried) <= tune.ROUND
         assert not set(tried) & set(search.results)
-        search.results |= {tiles: tune.Result("ok", 1 + distance(tiles, best, stage)) for tiles in tried}
+        search.results |= {tiles: candidates.Result("ok", 1 + distance(tiles, best, stage)) for tiles in tried}
     assert search.best == (1, best)
     assert len(search.results) < 0.1 * 3 * 3 * 3 * 4 * 2 * 4 * 2  # of all
 
@@ -112,11 +120,11 @@ def test_the_search_descends_to_the_best_without_trying_all():
 def test_what_is_wrong_or_pruned_is_never_the_best():
     search = tune.Search("chunk_gates", problem(), [StageConfig(siz_b_LQ=32)])
     [start] = search.next_round()
-    search.results[start] = tune.Result("wrong", note="error")
+    search.results[start] = candidates.Result("wrong", note="error")
     assert search.best is None
     around = search.next_round()
     assert start not in around
-    search.results |= dict.fromkeys(around, tune.Result("pruned")) | {around[1]: tune.Result("ok", 2.0)}
+    search.results |= dict.fromkeys(around, candidates.Result("pruned")) | {around[1]: candidates.Result("ok", 2.0)}
     assert search.best == (2.0, around[1])
 
 
@@ -142,7 +150,7 @@ def candidate_of(bench, stage, L, **tiles):
 @pytest.fixture(scope="module")
 def judge():
     """judge(change) is the result of a stage in plain jnp with its outputs changed."""
-    bench = tune.Bench("xla", TINY, "bfloat16", None, 1)
+    bench = candidates.Bench("xla", TINY, "bfloat16", None, 1)
     impl, call = bench.prepare(STAGE, candidate_of(bench, STAGE, 16), bench.case(STAGE).arrays(16), False)
     check, expected = checked(bench, STAGE, 16)
     return lambda change: bench.judge(STAGE, impl, lambda: change(call()), check, expected, None)
@@ -155,7 +163,7 @@ def test_a_right_candidate_is_timed(judge):
 
 
 def test_a_wrong_candidate_is_not_timed(judge, monkeypatch):
-    monkeypatch.setattr(tune, "time_calls", lambda *_: pytest.fail("a wrong output was timed"))
+    monkeypatch.setattr(candidates, "time_calls", lambda *_: pytest.fail("a wrong output was timed"))
     result = judge(lambda outputs: outputs._replace(matC_states=outputs.matC_states * 1.02))
     assert result.status == "wrong"
     assert re.fullmatch(r"error [12]\.\de-02 in matC_states, at most 5e-03", result.note)
@@ -164,19 +172,19 @@ def test_a_wrong_candidate_is_not_timed(judge, monkeypatch):
 
 def test_a_candidate_that_does_not_repeat_its_bits_is_wrong(judge, monkeypatch):
     """A race: right within the tolerance, and another result in the third run."""
-    monkeypatch.setattr(tune, "time_calls", lambda *_: pytest.fail("a wrong output was timed"))
-    runs = iter(range(tune.RUNS))
+    monkeypatch.setattr(candidates, "time_calls", lambda *_: pytest.fail("a wrong output was timed"))
+    runs = iter(range(candidates.RUNS))
 
     def racy(outputs):
-        factor = 1.0 + 2.0**-6 * (next(runs) == tune.RUNS - 1)
+        factor = 1.0 + 2.0**-6 * (next(runs) == candidates.RUNS - 1)
         return outputs._replace(matC_states=outputs.matC_states.at[0, 1, 3, 5].multiply(factor))
 
-    assert judge(racy) == tune.Result("wrong", note="other bits in another run")
+    assert judge(racy) == candidates.Result("wrong", note="other bits in another run")
 
 
 @pytest.mark.parametrize("stage", FUSED)
 def test_a_fused_stage_is_checked_at_its_own_chunks(stage):
-    bench = tune.Bench("interpret", TINY, "bfloat16", None, 1)
+    bench = candidates.Bench("interpret", TINY, "bfloat16", None, 1)
     prepared = bench.prepare(stage, candidate_of(bench, stage, 16), bench.case(stage).arrays(16), False)
     assert prepared[0].call.problem.L == 16
     assert bench.judge(stage, *prepared, *checked(bench, stage, 16), None).status == "ok"
@@ -185,7 +193,7 @@ def test_a_fused_stage_is_checked_at_its_own_chunks(stage):
 @pytest.mark.parametrize("siz_b_LQ", [16, 32])
 def test_candidates_whose_outputs_have_other_shapes_share_a_check(siz_b_LQ):
     """parallel_bw_dP has sums for each tile of siz_b_LQ steps."""
-    bench, stage = tune.Bench("interpret", TINY, "bfloat16", None, 1), "parallel_bw_dP"
+    bench, stage = candidates.Bench("interpret", TINY, "bfloat16", None, 1), "parallel_bw_dP"
     check, expected = checked(bench, stage, 32)  # compiled for the heuristic's tiles
     prepared = bench.prepare(stage, candidate_of(bench, stage, 32, siz_b_LQ=siz_b_LQ), bench.case(stage).arrays(32), False)
     assert prepared[0].call.tiles.siz_b_LQ == siz_b_LQ
@@ -195,7 +203,7 @@ def test_candidates_whose_outputs_have_other_shapes_share_a_check(siz_b_LQ):
 
 def test_recurrent_bw_dC_is_timed_with_both_recurrences_in_one_launch():
     """As it runs in a backward pass that recomputes the states."""
-    bench = tune.Bench("interpret", TINY, "bfloat16", None, 1)
+    bench = candidates.Bench("interpret", TINY, "bfloat16", None, 1)
     impl = bench.implementation("recurrent_bw_dC", candidate_of(bench, "recurrent_bw_dC", 16))
     inputs = jax.eval_shape(lambda: bench.case("recurrent_bw_dC").arrays(16))
     function, args = impl.computation(inputs, "fwd")
@@ -211,14 +219,14 @@ def test_a_failure_is_its_candidates_only_as_long_as_the_device_answers(judge, m
     def fail(outputs):
         raise RuntimeError("out of memory\nhere")
 
-    assert judge(fail) == tune.Result("failed", note="RuntimeError: out of memory here")
-    monkeypatch.setattr(tune.jnp, "zeros", fail)
-    with pytest.raises(tune.DeviceLost, match=r"recurrent_fw_C .*out of memory"):
+    assert judge(fail) == candidates.Result("failed", note="RuntimeError: out of memory here")
+    monkeypatch.setattr(candidates.jnp, "zeros", fail)
+    with pytest.raises(candidates.DeviceLost, match=r"recurrent_fw_C .*out of memory"):
         judge(fail)
 
 
 def test_the_whole_is_checked_with_its_gradients():
-    bench = tune.Bench("xla", Shape(1, 1, 16, 16, 16), "float32", None, 1)
+    bench = candidates.Bench("xla", Shape(1, 1, 16, 16, 16), "float32", None, 1)
     heuristic = heuristic_config(16, jnp.dtype("float32"))
     whole = tune.as_run(heuristic, problem(16, bench.shape))
     impl, call = bench.prepare("", whole, bench.case("").inputs, False)
@@ -229,11 +237,11 @@ def test_the_whole_is_checked_with_its_gradients():
 
 
 def test_what_the_compile_report_refuses_is_not_compiled(monkeypatch):
-    bench = tune.Bench("xla", TINY, "bfloat16", lambda function, args: "spills 9999 bytes, at most 512", 1)
+    bench = candidates.Bench("xla", TINY, "bfloat16", lambda function, args: "spills 9999 bytes, at most 512", 1)
     inputs = bench.case(STAGE).arrays(16)
-    monkeypatch.setattr(tune.MlstmPallas, "build", lambda *_: pytest.fail("compiled"))
+    monkeypatch.setattr(candidates.MlstmPallas, "build", lambda *_: pytest.fail("compiled"))
     config = KernelConfig(chunk_size=16)
-    assert bench.prepare(STAGE, config, inputs, True) == tune.Result("pruned", note="spills 9999 bytes, at most 512")
+    assert bench.prepare(STAGE, config, inputs, True) == candidates.Result("pruned", note="spills 9999 bytes, at most 512")
     with pytest.raises(pytest.fail.Exception, match="compiled"):  # as the starts are
         bench.prepare(STAGE, config, inputs, False)
 
@@ -260,7 +268,7 @@ def test_the_compile_report_decides_by_shared_memory_and_spills(usage, reason, m
     lowered = compile_report.Lowered("kernel", (1,), 4, 2, ir="ir")
     monkeypatch.setattr(compile_report, "lowered_kernels", lambda *_, device: [lowered])
     monkeypatch.setattr(compile_report, "compile_kernel", compile_kernel)
-    assert tune.Pruner(compile_report.DEVICES["L4"], 512)(None, [jnp.zeros(3)]) == reason
+    assert candidates.Pruner(compile_report.DEVICES["L4"], 512)(None, [jnp.zeros(3)]) == reason
 
 
 @pytest.mark.slow
@@ -272,8 +280,8 @@ def test_real_kernels_are_pruned_without_a_gpu():
     reasons = []
     for tiles in (StageConfig(), StageConfig(siz_b_LKV=32, siz_b_DHQK=128, siz_b_DHHV=256)):
         config = KernelConfig(chunk_size=128, recurrent_fw_C=tiles)
-        impl = tune.implementation("recurrent_fw_C", "triton", shape, "bfloat16", None, config)
-        reasons.append(tune.Pruner(compile_report.Device("NVIDIA L4", 89), 512)(*impl.computation(inputs, "fwd")))
+        impl = candidates.implementation("recurrent_fw_C", "triton", shape, "bfloat16", None, config)
+        reasons.append(candidates.Pruner(compile_report.Device("NVIDIA L4", 89), 512)(*impl.computation(inputs, "fwd")))
     assert reasons[0] == ""
     assert re.fullmatch(r"spills \d+ bytes, at most 512", reasons[1])
 
@@ -284,11 +292,11 @@ class Platform:
 
 
 def test_the_compile_report_is_asked_about_devices_that_it_knows(monkeypatch, capsys):
-    assert tune.pruner_for(Platform(), 512).device == compile_report.DEVICES["H200"]
-    assert tune.pruner_for(Platform(kind="NVIDIA TITAN V"), 512) is None
-    monkeypatch.setattr(tune.importlib.util, "find_spec", lambda name: None)
-    assert tune.pruner_for(Platform(), 512) is None
-    assert tune.pruner_for(Platform("cpu"), 512) is None
+    assert candidates.pruner_for(Platform(), 512).device == compile_report.DEVICES["H200"]
+    assert candidates.pruner_for(Platform(kind="NVIDIA TITAN V"), 512) is None
+    monkeypatch.setattr(candidates.importlib.util, "find_spec", lambda name: None)
+    assert candidates.pruner_for(Platform(), 512) is None
+    assert candidates.pruner_for(Platform("cpu"), 512) is None
     *_, kind, package, cpu = capsys.readouterr().out.splitlines()
     assert "shared memory of NVIDIA TITAN V" in kind
     assert "pip install 'mlstm_pallas[test]'" in package
@@ -331,8 +339,8 @@ class FakeBench:
         self.clock()
         self.judged.append((stage, json.dumps(config.as_row())))
         if stage:
-            return tune.Result("ok", self.time_of(stage, config))
-        return tune.Result("ok", 5 + sum(self.time_of(stage, config) for stage in tune.ALGORITHMS[config.fused_min_heads]))
+            return candidates.Result("ok", self.time_of(stage, config))
+        return candidates.Result("ok", 5 + sum(self.time_of(stage, config) for stage in tune.ALGORITHMS[config.fused_min_heads]))
 
 
 @pytest.fixture
@@ -367,7 +375,7 @@ def test_a_row_needs_three_per_cent(gain, kept, run, fake, tmp_path, monkeypatch
 
     def judge(self, stage, config, *rest):
         result = real(self, stage, config, *rest)
-        return result if stage else tune.Result("ok", 1.0 if config == heuristic else 1 - gain)
+        return result if stage else candidates.Result("ok", 1.0 if config == heuristic else 1 - gain)
 
     monkeypatch.setattr(fake, "judge", judge)
     present = tune.row_of(SHAPE, "bfloat16", heuristic, 1.0, 1.0)
@@ -522,7 +530,7 @@ def test_a_stage_that_never_runs_leaves_time_for_the_others(broken, algorithms, 
     real = fake.judge
 
     def judge(self, stage, *rest):
-        return tune.Result("failed", note="no") if stage == broken else real(self, stage, *rest)
+        return candidates.Result("failed", note="no") if stage == broken else real(self, stage, *rest)
 
     monkeypatch.setattr(fake, "judge", judge)
     assert run("--minutes=5") == 0
@@ -563,7 +571,7 @@ def test_a_lost_device_ends_the_run_and_its_candidate(run, fake, tmp_path, monke
     def judge(self, stage, config, *rest):
         result = real(self, stage, config, *rest)
         if len(self.judged) == 7:
-            raise tune.DeviceLost("an illegal address")
+            raise candidates.DeviceLost("an illegal address")
         return result
 
     monkeypatch.setattr(fake, "judge", judge)
@@ -580,21 +588,324 @@ def test_a_dry_run_of_real_kernels(run, tmp_path, monkeypatch, capsys):
     stage = tune.STAGES["chunk_gates"]
     few = compile_report.dataclasses.replace(stage, search={"siz_b_LQ": (16,), "num_warps": (1, 2), "num_stages": (1,)})
     monkeypatch.setitem(tune.STAGES, "chunk_gates", few)
-    prepare, judge = tune.Bench.prepare, tune.Bench.judge
+    prepare, judge = candidates.Bench.prepare, candidates.Bench.judge
 
     def prepare_stage(self, stage, config, *rest):
         return prepare(self, stage, config, *rest) if stage else (config, None)
 
     def judge_stage(self, stage, impl, *rest):
-        return judge(self, stage, impl, *rest) if stage else tune.Result("ok", 2.0 - (impl.stage("chunk_gates").num_warps == 2))
+        return judge(self, stage, impl, *rest) if stage else candidates.Result("ok", 2.0 - (impl.stage("chunk_gates").num_warps == 2))
 
-    monkeypatch.setattr(tune.Bench, "prepare", prepare_stage)
-    monkeypatch.setattr(tune.Bench, "judge", judge_stage)
-    monkeypatch.setattr(tune.Case, "expected", lambda *_: None)
+    monkeypatch.setattr(candidates.Bench, "prepare", prepare_stage)
+    monkeypatch.setattr(candidates.Bench, "judge", judge_stage)
+    monkeypatch.setattr(candidates.Case, "expected", lambda *_: None)
     assert run("--minutes=5", "--stage=chunk_gates", "--chunk_size=16", shape=TINY) == 0
     lines = log_lines(tmp_path)
     assert [(line["config"]["chunk_gates"]["num_warps"], line["status"]) for line in lines if line["stage"]] == [(1, "ok"), (2, "ok")]
     assert "nothing is pruned by the compile report: there is no GPU" in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- Mosaic GPU
+
+MOSAIC_GPU = tune.mosaic_gpu_stages()
+WIDE = Shape(1, 64, 512, 256, 512)  # at which all Mosaic GPU kernels run
+[WIDE_ROW] = [row for row in tuned_rows("NVIDIA H200") if tune.row_key(row) == ("bfloat16", 256, 512)]
+
+
+def mosaic_gpu_search(stage, shape=WIDE):
+    spec = functools.partial(kernel_benchmark.call_spec, "mosaic_gpu", shape, "bfloat16")
+    return tune.MosaicGpuSearch(stage, config_from_row(WIDE_ROW).or_else(heuristic_config(256, BF16)), spec)
+
+
+@pytest.mark.parametrize("stage", MOSAIC_GPU)
+def test_candidates_for_mosaic_gpu_are_tiles_that_the_kernel_takes(stage):
+    search = mosaic_gpu_search(stage)
+    facts, seen = tune.STAGES[stage].mosaic_gpu, []
+    while tried := search.next_round():
+        assert len(tried) <= tune.MOSAIC_GPU_ROUND
+        assert not {*tried} & {*seen}
+        seen += tried
+        search.results |= {tiles: candidates.Result("ok", 1.0 + len(seen)) for tiles in tried}
+    for tiles in seen:
+        assert all(getattr(tiles, name) in values for name, values in facts.search.items())
+        config = search.candidate(tiles)
+        impl = candidates.implementation(stage, "mosaic_gpu", WIDE, "bfloat16", None, config_from_row(config.as_row()))
+        assert impl.call.lowering.mosaic_gpu
+        assert search.canonical(impl.call.tiles) == search.tiles(config) == tiles
+    problem = search.spec(search.config).fused_problem if search.fused else search.spec(search.config).problem
+    assert seen[0] == search.canonical(facts.heuristic(problem))
+
+
+def test_tiles_for_mosaic_gpu_beyond_their_axis_are_one_candidate():
+    search = mosaic_gpu_search("recurrent_bw_dC", Shape(1, 128, 512, 64, 128))
+    rows = tune.STAGES["recurrent_bw_dC"].mosaic_gpu.search["siz_b_DHQK"]
+    assert {search.canonical(StageConfig(siz_b_DHQK=n)).siz_b_DHQK for n in rows} == {min(x for x in rows if x >= 64)}
+    tiles = [*search.starts, *tune.neighbours(search.starts[0], search.values, search.canonical)]
+    assert len({x.num_stages for x in tiles}) == len(tiles) > 1
+
+
+@functools.cache
+def with_other_tiles():
+    """{stage: tiles other than the heuristic's}, of the stages that have some."""
+    found = {}
+    for stage in MOSAIC_GPU:
+        search = mosaic_gpu_search(stage)
+        if others := [x for x in tune.neighbours(search.starts[0], search.values, search.canonical) if search.takes(x)]:
+            found[stage] = others[0]
+    return found
+
+
+def row_with(tiles):
+    """WIDE_ROW with tiles for Mosaic GPU, by stage."""
+    of_stages = {stage: {name: getattr(x, name) for name in tune.STAGES[stage].mosaic_gpu.search} for stage, x in tiles.items()}
+    return WIDE_ROW | {stage: WIDE_ROW[stage] | {"mosaic_gpu": x} for stage, x in of_stages.items()}
+
+
+def test_the_heuristic_is_tried_first_and_the_present_tiles_with_it():
+    assert len(with_other_tiles()) > 1
+    for stage, tiles in with_other_tiles().items():
+        search = mosaic_gpu_search(stage)
+        config = config_from_row(row_with({stage: tiles})).or_else(search.config)
+        assert tune.MosaicGpuSearch(stage, config, search.spec).starts == [search.starts[0], tiles]
+        no_kernel = functools.partial(kernel_benchmark.call_spec, "mosaic_gpu", WIDE, "float32")
+        assert tune.MosaicGpuSearch(stage, config, no_kernel).starts == []
+
+
+class FakeProcess:
+    """Of a stage, in this process: the heuristic's tiles take 1 ms, others what ``ms`` says."""
+
+    def __init__(self, stage, judged, ms):
+        self.search, self.judged, self.ms, self.ready, self.closed = mosaic_gpu_search(stage), judged, ms, [], False
+
+    def __call__(self, what, shape, dtype, stage, row, argument, *, seconds):
+        assert (shape, dtype, stage) == (tuple(WIDE), "bfloat16", self.search.stage)
+        tiles = self.search.tiles(config_from_row(row))
+        if what == "prepare":
+            self.ready.append(tiles)
+            return None
+        assert tiles in self.ready
+        self.judged.append((stage, tiles))
+        return "ok", 1.0 if tiles == self.search.starts[0] else self.ms(stage), ""
+
+    def close(self):
+        self.closed = True
+
+
+@pytest.fixture
+def run_mosaic_gpu(run, monkeypatch, tmp_path):
+    """The command with fake processes and the row of WIDE; ``processes`` are those of the last run."""
+    monkeypatch.setattr(tune, "requested_backend", lambda backend: backend)  # which refuses an older jax
+    processes, judged = {}, []
+
+    def command(*arguments, ms=lambda stage: 2.0, present=WIDE_ROW):
+        def stage_workers(stages, *_):
+            processes.clear()
+            processes.update({stage: FakeProcess(stage, judged, ms) for stage in stages})
+            return processes
+
+        monkeypatch.setattr(tune, "stage_workers", stage_workers)
+        if not (tmp_path / "rows.json").exists():
+            tune.write_tuning(str(tmp_path / "rows.json"), "cpu", [present] if present else [])
+        return run("--backend=mosaic_gpu_interpret", "--minutes=5", *arguments, shape=WIDE)
+
+    command.processes, command.judged = processes, judged
+    return command
+
+
+def without_mosaic_gpu(row):
+    return {name: {k: v for k, v in x.items() if k != "mosaic_gpu"} if isinstance(x, dict) else x for name, x in row.items()}
+
+
+def stages_with_tiles(row):
+    assert row["measured"].get("mosaic_gpu", {}).keys() == {name for name in STAGES if "mosaic_gpu" in row[name]}
+    return {*row["measured"].get("mosaic_gpu", {})}
+
+
+def test_tiles_for_mosaic_gpu_are_written_beside_those_of_triton(run_mosaic_gpu, tmp_path, capsys):
+    best, *_ = with_other_tiles()
+    assert run_mosaic_gpu(ms=lambda stage: 0.5 if stage == best else 0.98) == 0
+    [row] = rows_in(tmp_path / "rows.json")
+    assert without_mosaic_gpu(row) == WIDE_ROW
+    assert stages_with_tiles(row) == {best}
+    config = config_from_row(row).or_else(heuristic_config(256, BF16))
+    found = config.stage(best).mosaic_gpu
+    assert found == with_other_tiles()[best]
+    assert dict(kernel_benchmark.call_spec("mosaic_gpu", WIDE, "bfloat16", config).mosaic_gpu)[best] == found
+    measured = row["measured"]["mosaic_gpu"][best]
+    assert (measured["ms"], measured["heuristic_ms"], measured["jax"]) == (0.5, 1.0, jax.__version__)
+    assert {stage for stage, _ in run_mosaic_gpu.judged} == {*MOSAIC_GPU}
+    assert all(process.closed for process in run_mosaic_gpu.processes.values())
+    assert re.search(rf"{best}: heuristic 1.000 ms, best 0.500 .*: kept", capsys.readouterr().out)
+
+
+def test_tiles_for_mosaic_gpu_that_gain_nothing_any_more_are_removed(run_mosaic_gpu, tmp_path):
+    first, second, *_ = with_other_tiles()
+    stages = f"--stage={first},{second}"
+    assert run_mosaic_gpu(stages, ms=lambda stage: 0.5) == 0
+    [row] = rows_in(tmp_path / "rows.json")
+    assert stages_with_tiles(row) == {first, second}
+    assert run_mosaic_gpu(f"--stage={first}", "--log=other.jsonl", ms=lambda stage: 0.98) == 0
+    [row] = rows_in(tmp_path / "rows.json")
+    assert stages_with_tiles(row) == {second}
+    assert run_mosaic_gpu(stages, "--log=another.jsonl") == 0
+    assert rows_in(tmp_path / "rows.json") == [WIDE_ROW]
+
+
+def test_without_a_row_there_is_no_chunk_size_to_tune_at(run_mosaic_gpu, tmp_path, capsys):
+    assert run_mosaic_gpu(present=None) == 1
+    assert "there is no row for the tiles: tune these heads with --backend=triton first" in capsys.readouterr().err
+    assert rows_in(tmp_path / "rows.json") == []
+
+
+def test_without_time_the_row_stays(run_mosaic_gpu, tmp_path, capsys):
+    assert run_mosaic_gpu("--minutes=0") == 1
+    assert "no stage was timed" in capsys.readouterr().err
+    assert rows_in(tmp_path / "rows.json") == [WIDE_ROW]
+    assert not run_mosaic_gpu.judged
+
+
+@pytest.mark.parametrize(("chunk_size", "kept"), [(256, True), (128, False)])
+def test_a_row_for_triton_keeps_the_tiles_for_mosaic_gpu_of_its_chunk_size(chunk_size, kept):
+    stage, *_ = with_other_tiles()
+    present = row_with(with_other_tiles()) | {"measured": {"fwbw_ms": 1.0, "mosaic_gpu": {stage: {"ms": 0.5}}}}
+    new = WIDE_ROW | {"chunk_size": chunk_size, "measured": {"fwbw_ms": 2.0}}
+    row = tune.with_mosaic_gpu(new, present)
+    assert without_mosaic_gpu(row) == new
+    assert ("mosaic_gpu" in row[stage], "mosaic_gpu" in row["measured"]) == (kept, kept)
+    assert tune.with_mosaic_gpu(new, WIDE_ROW) == new
+
+
+def test_an_interrupted_sweep_of_mosaic_gpu_goes_on_where_it_was(run_mosaic_gpu, tmp_path, capsys):
+    def interrupted(stage):
+        if len(run_mosaic_gpu.judged) == 2 + len(MOSAIC_GPU):
+            raise KeyboardInterrupt
+        return 2.0
+
+    assert run_mosaic_gpu(ms=interrupted) == 130
+    assert "interrupted; what was timed is in tune.jsonl" in capsys.readouterr().err
+    assert all(process.closed for process in run_mosaic_gpu.processes.values())
+    *before, at_ctrl_c = run_mosaic_gpu.judged
+    assert [line["stage"] for line in log_lines(tmp_path)] == [stage for stage, _ in before]
+    run_mosaic_gpu.judged.clear()
+    assert run_mosaic_gpu() == 0
+    assert not {*before} & {*run_mosaic_gpu.judged}
+    assert at_ctrl_c in run_mosaic_gpu.judged
+
+
+SLEEPER = """
+import os, time
+
+def answer(what, shape, dtype, stage, row, argument):
+    if what == "judge":
+        stages = row[stage]["mosaic_gpu"]["num_stages"]
+        if stages == {sleeps}:
+            time.sleep(600)
+        if stages == {ends}:
+            os._exit(3)
+        return "ok", 1.0, str(os.getpid())
+"""
+
+
+def test_a_candidate_that_hangs_is_killed_and_logged(run_mosaic_gpu, run, tmp_path, monkeypatch):
+    """In a process that sleeps, as one does whose kernel waits for ever; another candidate ends its process."""
+    stage = "recurrent_bw_dC"
+    present = mosaic_gpu_search(stage).starts[0].num_stages
+    sleeps, ends = present + 1, present - 1
+    monkeypatch.setattr(tune.MosaicGpuSearch, "takes", lambda *_: True)
+    (tmp_path / "sleeper.py").write_text(SLEEPER.format(sleeps=sleeps, ends=ends))
+    monkeypatch.syspath_prepend(tmp_path)
+    sleeper = importlib.import_module("sleeper")
+    workers = {stage: worker.Worker(sleeper.answer)}
+    monkeypatch.setattr(tune, "stage_workers", lambda *_: workers)
+    tune.write_tuning(str(tmp_path / "rows.json"), "cpu", [WIDE_ROW])
+    arguments = "--backend=mosaic_gpu_interpret", "--minutes=5", f"--stage={stage}", "--run_seconds=0.2"
+    start = time.monotonic()
+    assert run(*arguments, shape=WIDE) == 0
+    assert time.monotonic() - start < 60
+    lines = {}
+    for line in log_lines(tmp_path):
+        lines.setdefault(line["config"][stage]["mosaic_gpu"]["num_stages"], set()).add((line["status"], line["note"]))
+    assert present in lines
+    assert lines.pop(sleeps) == {("hangs", "no answer within 0.2 s")}
+    assert lines.pop(ends) == {("failed", "the process ended with exit code 3")}
+    assert {status for found in lines.values() for status, _ in found} == {"ok"}
+    for pid in {int(note) for found in lines.values() for _, note in found}:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert rows_in(tmp_path / "rows.json") == [WIDE_ROW]
+
+
+def test_a_worker_answers_and_starts_again_after_a_call_that_does_not_end(monkeypatch):
+    monkeypatch.setenv("INHERITED", "here")
+    sleeping, reading, ending = worker.Worker(time.sleep), worker.Worker(os.getenv, {"OF_THE_WORKER": "there"}), worker.Worker(os._exit)
+    assert sleeping(0.0, seconds=30) is None
+    with pytest.raises(worker.NoAnswer, match=r"no answer within 0\.1 s"):
+        sleeping(600, seconds=0.1)
+    assert sleeping(0.0, seconds=30) is None
+    with pytest.raises(worker.ProcessEnded, match="TypeError"):
+        sleeping("a while", seconds=30)
+    assert [reading(name, seconds=30) for name in ("OF_THE_WORKER", "INHERITED")] == ["there", "here"]
+    assert "OF_THE_WORKER" not in os.environ
+    with pytest.raises(worker.ProcessEnded, match="exit code 7"):
+        ending(7, seconds=30)
+    for x in (sleeping, reading, ending):
+        x.close()
+        with pytest.raises(worker.ProcessEnded, match="closed"):
+            x(0, seconds=30)
+
+
+def test_a_call_ends_when_its_worker_is_closed():
+    sleeping, raised = worker.Worker(time.sleep), []
+    assert sleeping(0.0, seconds=30) is None
+
+    def call():
+        with pytest.raises(worker.ProcessEnded) as error:
+            sleeping(600, seconds=600)
+        raised.append(error)
+
+    thread = threading.Thread(target=call)
+    thread.start()
+    sleeping.close()
+    thread.join(30)
+    assert raised
+
+
+def test_candidates_that_wait_for_their_process_at_the_end_are_left_out():
+    config, called = KernelConfig(chunk_size=64), []
+    bench = candidates.IsolatedBench(
+        {STAGE: lambda *args, seconds: called.append(args)}, WIDE, "bfloat16", time.monotonic() - 1, compile_seconds=1.0, run_seconds=1.0
+    )
+    assert bench.prepare(STAGE, config, None, True).note == "the time was up"
+    assert not called
+
+
+@pytest.mark.parametrize(
+    ("logs", "reason"),
+    [
+        ([], ""),
+        ([NO_SPILL], ""),
+        ([NO_SPILL, SPILL], "spills 876 bytes, at most 512"),
+        ([TWICE], "every product waits for the one before: C7512, C7519"),
+    ],
+)
+def test_what_ptxas_says_decides_whether_a_candidate_runs(logs, reason, tmp_path):
+    for number, log in enumerate(logs):
+        (tmp_path / f"{number}.ptxas").write_text(log)
+    (tmp_path / "0.ptx").write_text("not a log")
+    assert candidates.refused_by_ptxas(str(tmp_path), 512) == reason
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(jax.__version_info__ < MOSAIC_GPU_JAX, reason="the Mosaic GPU kernels need jax 0.11.2")
+def test_a_dry_run_of_real_kernels_of_mosaic_gpu(run, tmp_path):
+    """Interpreted, in their processes."""
+    shape = Shape(1, 2, 128, 128, 128)
+    [row] = [row for row in tuned_rows("NVIDIA H200") if tune.row_key(row) == ("bfloat16", 128, 128)]
+    tune.write_tuning(str(tmp_path / "rows.json"), "cpu", [row])
+    assert run("--backend=mosaic_gpu_interpret", "--minutes=5", "--run_seconds=300", "--stage=recurrent_fw_H", shape=shape) == 0
+    found = {line["config"]["recurrent_fw_H"]["mosaic_gpu"]["num_stages"]: line["status"] for line in log_lines(tmp_path)}
+    assert len(found) > 1
+    assert {*found.values()} == {"ok"}
 
 
 # ---------------------------------------------------------------- requests
@@ -612,6 +923,10 @@ def test_a_dry_run_of_real_kernels(run, tmp_path, monkeypatch, capsys):
         (["--shape=1x1x512x65x64"], "shape 1x1x512x65x64 is padded when it runs: tune DHQK, DHHV = 128, 64"),
         (["--shape=1x1x96x64x64"], "shape 1x1x96x64x64: S = 96 is no multiple of the chunk size 64"),
         (["--stage=bw"], "unknown stage bw, known are chunk_gates"),
+        (["--backend=mosaic_gpu"], "there is no GPU here to tune for"),
+        (["--backend=mosaic_gpu_interpret", "--output="], "times of interpreted kernels do not belong in mlstm_pallas/tuning"),
+        (["--backend=mosaic_gpu_interpret", "--stage=recurrent_fw_C"], "unknown stage recurrent_fw_C, known are "),
+        (["--backend=mosaic_gpu_interpret", "--chunk_size=64"], "--chunk_size is not for mosaic_gpu_interpret"),
         (["--dtype=float64"], "unknown dtype float64"),
         (["--chunk_size=100"], "chunk_size is 100"),
         (["--chunk_size=x"], "invalid literal for int() with base 10: 'x'"),

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 
+from mlstm_pallas.launch import HAS_TRITON
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import MOSAIC_GPU_HEADS, MOSAIC_GPU_SHARED_BYTES, Cost, MosaicGpu, Stage, StageCall, StageConfig, mosaic_gpu_rows
 from mlstm_pallas.stages.recurrence import FACTS, MOSAIC_GPU_COLUMNS, Recurrence, mosaic_gpu_ctas, mosaic_gpu_tile, recurrences
@@ -76,7 +77,7 @@ def _mosaic_gpu_takes(tiles: StageConfig, p: Problem) -> bool:
         return False
     # Tiles of a, b and X, weights, and barriers; arrays begin at multiples of 1024 bytes.
     shared = 2 * (tiles.num_stages * 64 * (rows + MOSAIC_GPU_COLUMNS) + 4 * 64 * 64) + -(-tiles.num_stages * 64 * 4 // 1024) * 1024 + 1024
-    return shared <= MOSAIC_GPU_SHARED_BYTES and 2 * mosaic_gpu_ctas(rows, p) >= MOSAIC_GPU_MIN_CTAS
+    return shared <= MOSAIC_GPU_SHARED_BYTES and (not HAS_TRITON or 2 * mosaic_gpu_ctas(rows, p) >= MOSAIC_GPU_MIN_CTAS)
 
 
 STAGE = Stage(

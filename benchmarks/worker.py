@@ -1,0 +1,120 @@
+"""Calls of a function in a process of its own, with a time limit: a GPU kernel that waits for ever ends with its process alone.
+
+This module imports no jax: a process imports what its function needs, in an environment of its own.
+"""
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing.connection import Connection
+from types import MappingProxyType
+from typing import Any
+
+START_SECONDS = 120.0  # for what the function imports
+_SPAWN = multiprocessing.get_context("spawn")
+_starting = threading.Lock()  # a process inherits os.environ
+
+
+class NoAnswer(RuntimeError):
+    """A call took longer than it may. Its process was killed."""
+
+
+class ProcessEnded(RuntimeError):
+    """A call raised, or ended its process; the message says how. The process is gone."""
+
+
+def _serve(function: Callable[..., Any], connection: Connection) -> None:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # also where the parent is killed in a call
+    connection.send((True, None))
+    while True:
+        try:
+            args = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer = True, function(*args)
+        except Exception as error:
+            answer = False, " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        connection.send(answer)
+
+
+@contextlib.contextmanager
+def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+    before = dict(os.environ)
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+
+
+class Worker:
+    """A function in a process, which starts with the first call. After NoAnswer and ProcessEnded the next call starts another one.
+
+    Attributes:
+      function: it, its arguments and results can be pickled.
+      environment: variables of the process beside those of this one.
+    """
+
+    def __init__(self, function: Callable[..., Any], environment: Mapping[str, str] = MappingProxyType({})):
+        self.function, self.environment = function, environment
+        self._lock = threading.Lock()
+        self._process: Any = None
+        self._connection: Any = None
+        self._closed = False
+
+    def __call__(self, *args: Any, seconds: float) -> Any:
+        """function(*args). Calls of several threads run one after the other. The time of a start is not counted."""
+        with self._lock:
+            try:
+                if self._closed or self._process is None:
+                    self._start()
+                self._connection.send(args)
+                return self._answer(seconds)
+            except BaseException as error:
+                exit_code, self._process = self._end(), None
+                if isinstance(error, EOFError | OSError):
+                    raise ProcessEnded(f"the process ended with exit code {exit_code}") from None
+                raise
+
+    def close(self) -> None:
+        """Ends the process, and a call that is running in another thread."""
+        with _starting:
+            self._closed = True
+        self._end()
+
+    def _start(self) -> None:
+        self._connection, other = _SPAWN.Pipe()
+        process = _SPAWN.Process(target=_serve, args=(self.function, other), daemon=True)
+        with _starting, _environment(self.environment):
+            if self._closed:
+                raise ProcessEnded("the worker is closed")
+            process.start()
+            self._process = process
+        other.close()  # the process has the only other end: when it ends, so does the wait for an answer
+        self._answer(START_SECONDS)
+
+    def _answer(self, seconds: float) -> Any:
+        if not self._connection.poll(seconds):
+            raise NoAnswer(f"no answer within {seconds:g} s")
+        succeeded, answer = self._connection.recv()
+        if not succeeded:
+            raise ProcessEnded(answer)
+        return answer
+
+    def _end(self) -> int | None:
+        """Its exit code, None where there is no process."""
+        process = self._process
+        if process is None:
+            return None
+        process.join(0.1)  # one that ended by itself has an exit code of its own
+        process.kill()
+        process.join(10)
+        return process.exitcode

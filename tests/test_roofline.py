@@ -1,0 +1,49 @@
+"""The roofline of stages on Mosaic GPU; test_kernel_benchmark.py has that of Triton's stages and of whole calls."""
+
+import jax
+import kernel_benchmark
+import peers
+import pytest
+import roofline
+from roofline import Shape
+from test_kernel_benchmark import READ, nbytes
+
+SHAPE = Shape(1, 64, 256, 256, 512)  # at which all Mosaic GPU kernels run
+CASES = [name for name, stage in kernel_benchmark.STAGES.items() if stage.mosaic_gpu]
+WITH_ABAR = {"recurrent_fw_H": {"parallel_fw_P": lambda x: (x.matP, x.matK_scaled, x.vecR, x.vecAbar)}}
+
+
+def stage_on(backend, stage):
+    impl = kernel_benchmark.MlstmPallasStage(stage, backend, SHAPE, "bfloat16", 128)
+    x = jax.eval_shape(lambda: peers.random_inputs(jax.random.key(0), SHAPE, "bfloat16"))
+    L = impl.call.problem.L
+    return impl, jax.eval_shape(lambda x: kernel_benchmark.stage_arrays(x, L, impl.stage.fused), x)
+
+
+@pytest.mark.parametrize("stage", CASES)
+def test_bytes_of_a_stage_on_mosaic_gpu_are_those_of_its_arrays(stage):
+    impl, inputs = stage_on("mosaic_gpu", stage)
+    assert impl.call.lowering.mosaic_gpu
+    args = jax.eval_shape(lambda x: impl.computation(x, "fwd")[1], inputs)
+    outputs = jax.eval_shape(impl.reference, *impl.oracle_arguments(inputs)[0])
+    read = (READ | WITH_ABAR).get(stage, {})
+    found = [read.get(name, lambda x: x)(x) for name, x in zip(impl.stage.inputs, args, strict=True)]
+    cost = roofline.of_stage(impl.stage, impl.call, 2)
+    assert cost.bytes == nbytes(found) + nbytes(list(outputs._asdict().values()))
+    assert cost.flops == impl.stage.cost(impl.call.problem, 2).flops
+
+
+def test_the_fused_scan_on_mosaic_gpu_is_counted_in_its_own_chunks():
+    """The FLOPs inside chunks and the bytes of P grow with L."""
+    calls = {backend: stage_on(backend, "recurrent_fw_H")[0].call for backend in ("mosaic_gpu", "interpret")}
+    assert {backend: call.problem.L for backend, call in calls.items()} == {"mosaic_gpu": 64, "interpret": 32}
+    R, K, V = SHAPE.steps, SHAPE.DHQK, SHAPE.DHHV
+    floats = 2 * R + R // 64 + 2 * SHAPE.B * SHAPE.NH * K * V
+    expected = 4 * R * K * V + R * 65 * V, 2 * R * (2 * K + 2 * V + 64) + 4 * floats
+    assert roofline.of_stage(kernel_benchmark.STAGES["recurrent_fw_H"], calls["mosaic_gpu"], 2) == expected
+
+
+@pytest.mark.parametrize("stage", CASES)
+def test_other_backends_have_the_cost_of_the_stage(stage):
+    impl, _ = stage_on("interpret", stage)
+    assert roofline.of_stage(impl.stage, impl.call, 2) == impl.stage.cost(impl.call.problem, 2)
