@@ -50,6 +50,7 @@ from roofline import Shape
 
 from mlstm_pallas import mlstm_chunkwise, stages
 from mlstm_pallas.backend import target_device_kind
+from mlstm_pallas.backward import state_weights
 from mlstm_pallas.call_spec import CallSpec
 from mlstm_pallas.config import KernelConfig, config_for
 from mlstm_pallas.gate_gradients import TilePairs, inner
@@ -239,22 +240,31 @@ class MlstmPallasStage(MlstmPallas):
         if shape != (p.B, p.NH, p.S, p.DHQK, p.DHHV):
             raise ValueError(f"a stage by itself is not padded: its tiles need S, DHQK, DHHV = {p.S}, {p.DHQK}, {p.DHHV}")
         self.call = spec.call(stage, Lowering(backend), spec.fused_problem if self.stage.fused else None)
+        self.weights_operands = spec.weights_operands
         if Lowering(backend).mosaic_gpu and not self.call.lowering.mosaic_gpu:
             raise NoSuchKernel(f"{stage} has no Mosaic GPU kernel for this shape and dtype")
 
     def phases(self, shape, itemsize, direction):
-        return (roofline.of_stage(self.stage, self.call, itemsize),)
+        return (roofline.of_stage(self.stage, self.call, itemsize, self.weights_operands),)
 
     def computation(self, inputs, direction):
-        arrays = dict(inputs)
+        arrays, more = dict(inputs), {}
         if self.keys_unscaled and self.stage.name == "recurrent_fw_H":
             abar = inputs["chunk_gates"].per_step().vecAbar
             arrays["parallel_fw_P"] = inputs["parallel_fw_P"]._replace(matK_scaled=inputs["matK"], vecAbar=abar)
 
-        def run(*args):
-            return self.without_keys(self.stage.run(*args, call=self.call))
+        statics = {}
+        if self.weights_operands and self.stage.name == "parallel_bw_dP":
+            statics = dict(scaled=False)
+        if self.weights_operands and self.stage.name == "recurrent_bw_dC":
+            arrays |= dict(matQ_scaled=inputs["matQ"], matK_scaled=inputs["matK"])
+            more = state_weights(self.call.problem, inputs["chunk_gates"], inputs["normaliser_gradients"])
 
-        return run, [arrays[name] for name in self.stage.inputs]
+        def run(*args):
+            given, weights = args[: len(self.stage.inputs)], dict(zip(more, args[len(self.stage.inputs) :], strict=True))
+            return self.without_keys(self.stage.run(*given, **weights, **statics, call=self.call))
+
+        return run, [*(arrays[name] for name in self.stage.inputs), *more.values()]
 
     @property
     def keys_unscaled(self) -> bool:
@@ -262,7 +272,9 @@ class MlstmPallasStage(MlstmPallas):
         return self.call.lowering.mosaic_gpu and self.stage.name in ("parallel_fw_P", "recurrent_fw_H")
 
     def without_keys(self, outputs):
-        """The outputs, of parallel_fw_P without the keys where they are returned as they came."""
+        """The outputs, without keys and queries that are returned as they came, or not at all."""
+        if self.weights_operands and self.stage.name == "parallel_bw_dP":
+            return outputs._replace(matQ_scaled=None, matK_scaled=None)
         if self.keys_unscaled and self.stage.name == "parallel_fw_P":
             return outputs._replace(matK_scaled=None, vecAbar=None)
         return outputs

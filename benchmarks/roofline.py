@@ -48,11 +48,15 @@ def schedules(fused_min_heads: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
     return spec.forward_stages, spec.backward_stages
 
 
-def of_stage(stage: Stage, call: StageCall, itemsize: int) -> Cost:
-    """Of a stage as it runs. On Mosaic GPU recurrent_fw_H weights the keys: parallel_fw_P writes none, and the scan reads abar."""
+def of_stage(stage: Stage, call: StageCall, itemsize: int, weights_operands: bool = False) -> Cost:
+    """Of a stage as it runs. On Mosaic GPU recurrent_fw_H weights the keys: parallel_fw_P writes none, and the scan reads abar.
+
+    With weights_operands recurrent_bw_dC likewise reads r and abar, and parallel_bw_dP writes no queries and keys.
+    """
     p, (flops, moved) = call.problem, stage.cost(call.problem, itemsize)
-    if call.lowering.mosaic_gpu:
-        moved += {"parallel_fw_P": -itemsize * p.DHQK, "recurrent_fw_H": 4}.get(stage.name, 0) * p.BNH * p.S
+    more = {"parallel_fw_P": -itemsize * p.DHQK, "recurrent_fw_H": 4} if call.lowering.mosaic_gpu else {}
+    more |= {"parallel_bw_dP": -2 * itemsize * p.DHQK, "recurrent_bw_dC": 8} if weights_operands else {}
+    moved += more.get(stage.name, 0) * p.BNH * p.S
     return Cost(flops, moved)
 
 

@@ -19,10 +19,10 @@ that take more shared memory than there is, or spill more than --max_spill_bytes
 only if the outputs are those of the plain form in float32 and have the same bits in three runs: in a pipelined loop Triton miscompiles
 some tilings, differently in every run. Whole calls are checked as in kernel_benchmark.py.
 
-With --backend=mosaic_gpu the tiles of the stages' Mosaic GPU kernels are searched, in chunks of the present row, which keeps its Triton
-tiles. Each stage has a process (worker.py), which is killed when a candidate does not end. What ptxas says of a candidate decides whether
-it runs: spills, and products that wait for each other. A stage's tiles are written when it is at least 3 % faster than with those of its
-heuristic; a present entry that is not is removed.
+With --backend=mosaic_gpu the tiles of the stages' Mosaic GPU kernels are searched, in the chunks that the present row has for them; its
+Triton tiles stay. Each stage has a process (worker.py), which is killed when a candidate does not end. What ptxas says of a candidate
+decides whether it runs: spills, and products that wait for each other. A stage's tiles are written when it is at least 3 % faster than
+with those of its heuristic; a present entry that is not is removed.
 
 Every result is a line of --log. A second run with the same code, jax and device takes stages from there instead of timing them, and
 so continues an unfinished one. Exit code 1 when a case has no result, 2 when the request makes no sense, 130 after Ctrl-C (what was
@@ -579,7 +579,7 @@ def parse_request(options: flags.FlagValues) -> tuple[list[tuple[Shape, str]], s
     if interpreted and (not options.output or folder in Path(options.output).resolve().parents):
         raise RequestError("times of interpreted kernels do not belong in mlstm_pallas/tuning: give another --output")
     if lowering.mosaic_gpu and options.chunk_size:
-        raise RequestError(f"--chunk_size is not for {lowering}, which runs in the chunks of the present row")
+        raise RequestError(f"--chunk_size is not for {lowering}, which runs in the present row's chunks for it")
     try:
         requested_backend(options.backend)
         for text in options.chunk_size:

@@ -15,6 +15,7 @@ from mlstm_pallas.gate_gradients import (
 )
 from mlstm_pallas.gates import ChunkGates, vector_states
 from mlstm_pallas.normaliser import NormaliserGradients, query_scale
+from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Lowering, steps_of
 from mlstm_pallas.stages.chunk_gates import chunk_gates
 from mlstm_pallas.stages.parallel_bw_dP import parallel_bw_dP
@@ -50,17 +51,18 @@ def _backward(spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangen
     gamma = gates.scaGamma
     of_normaliser = normaliser_gradients(spec, dh, h, z, gates)
     operands = x.q, x.k, x.v, dh, gates, of_normaliser
-    tiles_call, states_call = spec.call("parallel_bw_dP", lowering), spec.call("recurrent_bw_dC", lowering)
-    scaled = not (tiles_call.lowering.mosaic_gpu and states_call.lowering.mosaic_gpu)
-    tiles = parallel_bw_dP(*operands, scale_keys=stored is None, scaled=scaled, call=tiles_call)
-    queries, keys, weights = (tiles.matQ_scaled, tiles.matK_scaled, {}) if scaled else (x.q, x.k, _weights(spec, gates, of_normaliser))
+    tiles_call = spec.call("parallel_bw_dP", lowering)
+    tiles = parallel_bw_dP(*operands, scale_keys=stored is None, scaled=not spec.weights_operands, call=tiles_call)
+    queries, keys, weights = tiles.matQ_scaled, tiles.matK_scaled, {}
+    if spec.weights_operands:
+        queries, keys, weights = x.q, x.k, state_weights(spec.problem, gates, of_normaliser)
     recomputed = (keys, x.v, x.c_initial) if stored is None else ()
     dC, dC_initial, C, C_last = recurrent_bw_dC(
         *(queries, dh, gamma, last.c, *recomputed),
         **weights,
         return_initial=spec.has_initial_state,
         return_last=spec.return_last_states,
-        call=states_call,
+        call=spec.call("recurrent_bw_dC", lowering),
     )
     if stored is None:
         n, n_last = vector_states(tiles.vecN_added, gamma, x.n_initial)
@@ -84,10 +86,10 @@ def _backward(spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangen
     return Inputs(gradients.matDeltaQ, gradients.matDeltaK, gradients.matDeltaV, di, df, dC_initial, dn_initial, dm_initial)
 
 
-def _weights(spec: CallSpec, gates: ChunkGates, of_normaliser: NormaliserGradients) -> dict[str, jax.Array]:
-    """Of the queries and the keys of each step in the states."""
+def state_weights(p: Problem, gates: ChunkGates, of_normaliser: NormaliserGradients) -> dict[str, jax.Array]:
+    """Of the queries and the keys of each step in dC and in C, for recurrent_bw_dC."""
     g = gates.per_step()
-    return dict(vecR=query_scale(g.vecW, spec.problem.qk_scale, of_normaliser.vecInvDen), vecAbar=g.vecAbar)
+    return dict(vecR=query_scale(g.vecW, p.qk_scale, of_normaliser.vecInvDen), vecAbar=g.vecAbar)
 
 
 def normaliser_gradients(spec: CallSpec, dh, h, z, gates: ChunkGates) -> NormaliserGradients:

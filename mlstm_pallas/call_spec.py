@@ -11,7 +11,7 @@ from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.launch import HAS_TRITON, without_mosaic_gpu
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import InputGate, Layout, Problem, next_power_of_two
-from mlstm_pallas.stage import Lowering, StageCall, StageConfig, clamped, mosaic_gpu_rows, on_mosaic_gpu
+from mlstm_pallas.stage import Lowering, StageCall, StageConfig, clamped, mosaic_gpu_rows, wants_mosaic_gpu
 from mlstm_pallas.stages import STAGES
 
 # Shorter splits cost more than idle SMs, and narrower heads (DHQK * DHHV) are as fast with materialised states.
@@ -95,7 +95,7 @@ class CallSpec:
     def _mosaic_gpu_tiles(self, name: str) -> StageConfig | None:
         """None where the stage does not run on Mosaic GPU."""
         facts = STAGES[name].mosaic_gpu
-        if facts is None or not on_mosaic_gpu(self.backend) or self.dtype.itemsize != 2:
+        if facts is None or not wants_mosaic_gpu(self.backend) or self.dtype.itemsize != 2:
             return None
         config = self.config.stage(name)
         tiles, problem, num_splits = config.mosaic_gpu or facts.heuristic(self.problem), self.problem, config.num_splits or 1
@@ -109,6 +109,14 @@ class CallSpec:
                 return None
             problem = problem.in_chunks_of(scan.siz_b_LKV)
         return tiles if facts.takes(tiles, problem) else None
+
+    @property
+    def weights_operands(self) -> bool:
+        """Whether recurrent_bw_dC weights queries and keys, which else come scaled from parallel_bw_dP.
+
+        It weights dh in place of q: in float16 r dh would fall below the normal numbers.
+        """
+        return self.dtype != jnp.float16 and {"parallel_bw_dP", "recurrent_bw_dC"} <= dict(self.mosaic_gpu).keys()
 
     @property
     def forward_stages(self) -> tuple[str, ...]:
@@ -171,8 +179,7 @@ class CallSpec:
 
         The least power of two that makes enough heads.
         """
-        mosaic_gpu = self.backend is not None and Lowering(self.backend).mosaic_gpu
-        if mosaic_gpu and not HAS_TRITON and "recurrent_fw_H" not in dict(self.mosaic_gpu):
+        if wants_mosaic_gpu(self.backend) and not HAS_TRITON and "recurrent_fw_H" not in dict(self.mosaic_gpu):
             return 0  # the plain form of the scan is slower than materialised states
         heads, num_splits, p = self.config.fused_min_heads or 0, self.config.stage("recurrent_fw_H").num_splits, self.fused_problem
         whole_chunks = p.NC & -p.NC

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlstm_pallas.problem import check_chunk_size, clamp_chunk_size, next_power_of_two, padded_head_dim
-from mlstm_pallas.stage import StageConfig, on_mosaic_gpu
+from mlstm_pallas.stage import StageConfig, wants_mosaic_gpu
 from mlstm_pallas.stages import STAGES
 from mlstm_pallas.tiles import Precision
 
@@ -133,7 +133,7 @@ def _tiles_from_row(row: Mapping[str, Any]) -> StageConfig:
 
 def config_from_row(row: Mapping[str, Any], backend: str | None = None) -> KernelConfig:
     """The config of a row, for calls of this backend: on Mosaic GPU a row may have another chunk size or fused_min_heads."""
-    if on_mosaic_gpu(backend):
+    if wants_mosaic_gpu(backend):
         row = {**row, **row.get("mosaic_gpu", {})}
     stages: dict[str, Any] = {name: _tiles_from_row(row[name]) for name in STAGES if name in row}
     return KernelConfig(chunk_size=row["chunk_size"], fused_min_heads=row.get("fused_min_heads"), **stages)

@@ -1,6 +1,6 @@
-"""The seam to the compiler: the only importer of jax.experimental.pallas.triton.
+"""The seam to Triton: the only importer of jax.experimental.pallas.triton.
 
-Every kernel is launched through ``kernel_call``: compiled through Triton on a GPU, or interpreted.
+Every Triton kernel is launched through ``kernel_call``: compiled on a GPU, or interpreted.
 """
 
 import functools

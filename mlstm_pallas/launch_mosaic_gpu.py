@@ -6,6 +6,7 @@ in registers, the products are jnp.dot.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -106,6 +107,19 @@ def copy_where(where: jax.Array | None, tile: Any, destination: Any, *, interpre
         pl.when(where)(lambda: plgpu.copy_smem_to_gmem(tile, destination))
     else:
         plgpu.copy_smem_to_gmem(tile, destination, predicate=where)
+
+
+def block(index: Any, size: int) -> Any:
+    """The elements of a block of an axis."""
+    start = index * size
+    return pl.ds(start if isinstance(start, int) else pl.multiple_of(start, size), size)
+
+
+def drain(empty: Any, steps: jax.Array, num_stages: int) -> None:
+    """Waits for the last releases of so many steps: no barrier may be left in the middle of a phase."""
+    for x in range(num_stages):
+        step = steps - num_stages + x
+        pl.when(step >= 0)(functools.partial(plgpu.barrier_wait, empty.at[remainder(step, num_stages)]))
 
 
 def one_of(*tiles: Any, interpret: bool) -> Any:

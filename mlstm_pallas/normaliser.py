@@ -42,7 +42,7 @@ class Normaliser:
         return self.norm_val * jnp.exp(-m) if self.floor_needs_m else self.norm_val
 
     def denominator(self, z: jax.Array, m: jax.Array | None) -> jax.Array:
-        """den, with 1 for 0, as 0/0 is 0. Lowers to Triton."""
+        """den, with 1 for 0, as 0/0 is 0. Lowers to Triton and Mosaic GPU."""
         den = jnp.maximum(jnp.abs(z), self.floor(m)) + self.eps
         return jnp.where(den == 0, 1.0, den) if self.eps == 0 else den
 

@@ -31,7 +31,7 @@ class Lowering(enum.StrEnum):
         return self in (Lowering.MOSAIC_GPU, Lowering.MOSAIC_GPU_INTERPRET)
 
 
-def on_mosaic_gpu(backend: str | None) -> bool:
+def wants_mosaic_gpu(backend: str | None) -> bool:
     """Whether calls of this backend run on Mosaic GPU where they can."""
     return backend is not None and Lowering(backend).mosaic_gpu
 

@@ -1,4 +1,4 @@
-"""In-kernel algebra that the stages share. It works on loaded tiles and lowers to Triton."""
+"""In-kernel algebra that the stages share. It works on loaded tiles; what has no product lowers to Mosaic GPU as well as to Triton."""
 
 import math
 from collections.abc import Callable

@@ -414,6 +414,26 @@ def test_parallel_bw_dQKV_agrees_with_the_plain_form(L, DHQK, DHHV, normalise, l
         assert error(found[name], wanted) < tolerance(rounded, DHQK * DHHV if name == "scaStates" else DHQK + DHHV + L), name
 
 
+@needs_jax
+@pytest.mark.slow
+@mock.patch.object(recurrent_bw_dC, "MOSAIC_GPU_MIN_CTAS", 1)
+def test_small_cotangents_in_float16():
+    """r dh would fall below the normal numbers of float16: as exact as the plain form."""
+    inputs = random_inputs(5, 1, 1, 256, 64, 128, dtype="float16", states=False)
+    cotangents = [2.0**-10 * x for x in cotangents_for(inputs, "float16", states=False)]
+    options = dict(return_last_states=True, config=fused())
+    assert {"parallel_bw_dP", "recurrent_bw_dC"} <= dict(spec_of(inputs, backend="mosaic_gpu_interpret", **options).mosaic_gpu).keys()
+    expected = expected_of(inputs, cotangents)
+    plain, found = (
+        errors_of(
+            inputs, outputs_and_gradients(functools.partial(mlstm_chunkwise, backend=backend, **options))(inputs, cotangents), expected
+        )[1]
+        for backend in ("xla", "mosaic_gpu_interpret")
+    )
+    for name, e in found.items():
+        assert e < 1.5 * plain[name], (name, e, plain)
+
+
 def check_neighbours(backend, shape):
     """Heads next to one that is NaN have the bits that they have next to finite ones; outputs and gradients."""
     MIDDLE = 1

@@ -27,8 +27,11 @@ def test_bytes_of_a_stage_on_mosaic_gpu_are_those_of_its_arrays(stage):
     args = jax.eval_shape(lambda x: impl.computation(x, "fwd")[1], inputs)
     outputs = jax.eval_shape(impl.reference, *impl.oracle_arguments(inputs)[0])
     read = (READ | WITH_ABAR).get(stage, {})
-    found = [read.get(name, lambda x: x)(x) for name, x in zip(impl.stage.inputs, args, strict=True)]
-    cost = roofline.of_stage(impl.stage, impl.call, 2)
+    given, weights = args[: len(impl.stage.inputs)], args[len(impl.stage.inputs) :]
+    found = [read.get(name, lambda x: x)(x) for name, x in zip(impl.stage.inputs, given, strict=True)] + weights
+    assert impl.weights_operands
+    assert len(weights) == (2 if stage == "recurrent_bw_dC" else 0)
+    cost = roofline.of_stage(impl.stage, impl.call, 2, impl.weights_operands)
     assert cost.bytes == nbytes(found) + nbytes(list(outputs._asdict().values()))
     assert cost.flops == impl.stage.cost(impl.call.problem, 2).flops
 

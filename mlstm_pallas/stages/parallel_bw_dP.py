@@ -25,7 +25,6 @@ from mlstm_pallas.launch import kernel_call, masked_store
 from mlstm_pallas.normaliser import NormaliserGradients, query_scale
 from mlstm_pallas.problem import MAX_TILE, Problem
 from mlstm_pallas.stage import (
-    MOSAIC_GPU_HEADS,
     MOSAIC_GPU_SHARED_BYTES,
     Cost,
     LoopOperands,
@@ -49,8 +48,8 @@ class GradientTiles(NamedTuple):
 
     matP: jax.Array  # (B * NH, S, L)
     matDeltaP: jax.Array  # (B * NH, S, L), times scale
-    matQ_scaled: Any  # (B * NH, S, DHQK) qbar; None where recurrent_bw_dC weighs the queries
-    matK_scaled: Any  # (B * NH, S, DHQK) kbar; None where it weighs the keys, or states are not recomputed
+    matQ_scaled: Any  # (B * NH, S, DHQK) qbar, on Mosaic GPU in the layout of q; None where recurrent_bw_dC weights the queries
+    matK_scaled: Any  # (B * NH, S, DHQK) kbar, likewise; None where it weights the keys, or states are not recomputed
     pairs: TilePairs
     vecN_added: Any  # (B * NH, NC, DHQK) sum of abar_s k_s; None where states are not recomputed
     vecDeltaN_added: jax.Array | None  # (B * NH, NC, DHQK) sum of w_t scale dz_t q_t; None without a normaliser
@@ -73,7 +72,7 @@ def _parallel_bw_dP_kernel(
     dP_ref,  # out (L, L)
     qbar_ref,  # out (L, DHQK)
     per_query_ref,  # out (n, L) sum of W_ts over s < t in each tile of keys
-    sums_scale_keys_ref,  # out (n, L) sum of W_ts over t > s in each tile of queries
+    per_key_ref,  # out (n, L) sum of W_ts over t > s in each tile of queries
     diagonal_ref,  # out (L,) W_tt
     *more_refs,  # out, as wanted: kbar (L, DHQK) and n_added (n, DHQK); with a normaliser dn_added (n, DHQK)
     T: int,
@@ -116,7 +115,7 @@ def _parallel_bw_dP_kernel(
         W, strict = dP * scores, causal_mask(T, T, offset - 1)
         before = jnp.where(strict, W, 0.0)
         per_query_ref[j, queries] = jnp.sum(before, axis=1)
-        sums_scale_keys_ref[i, keys] = jnp.sum(before, axis=0)
+        per_key_ref[i, keys] = jnp.sum(before, axis=0)
         P_ref[queries, keys] = P.astype(P_ref.dtype)
         dP_ref[queries, keys] = (dP * scale).astype(P_ref.dtype)
 
@@ -175,7 +174,7 @@ def parallel_bw_dP(
       matQ, matK: (B * NH, S, DHQK), matV, matDeltaH: (B * NH, S, DHHV), in the kernel dtype.
       gates, gradients: of chunk_gates, and of the normaliser.
       scale_keys: whether kbar and vecN_added, from which states are recomputed, are wanted.
-      scaled: whether qbar and kbar are; on Mosaic GPU recurrent_bw_dC may weigh queries and keys itself.
+      scaled: whether qbar and kbar are; on Mosaic GPU recurrent_bw_dC may weight queries and keys itself.
     """
     if call.plain:
         return _plain(matQ, matK, matV, matDeltaH, gates, gradients, scale_keys, call)
@@ -296,7 +295,7 @@ def _mosaic_gpu_takes(tiles: StageConfig, p: Problem) -> bool:
     """Stages of two tiles of 128 x 64, four output tiles of 64 x 64, what sums take, and barriers."""
     shared = 2 * (tiles.num_stages * 2 * 128 * 64 + 4 * 64 * 64) + 4 * 2 * 2048 + 2048 + 1024
     fits = tiles.num_stages >= 2 and shared <= MOSAIC_GPU_SHARED_BYTES
-    return fits and p.DHQK % 64 == 0 and p.DHHV % 64 == 0 and p.L % 128 == 0 and p.BNH <= MOSAIC_GPU_HEADS
+    return fits and p.DHQK % 64 == 0 and p.DHHV % 64 == 0 and p.L % 128 == 0
 
 
 STAGE = Stage(

@@ -278,7 +278,7 @@ def _mosaic_gpu_takes(tiles: StageConfig, p: Problem) -> bool:
     if mosaic_gpu_by_chunk(p):
         shared = 2 * (tiles.num_stages * 128 * 128 + 2 * 128 * 128 + 4 * 64 * 64) + 3072
         return tiles.num_stages >= 2 and p.DHHV % 128 == 0 and shared <= MOSAIC_GPU_SHARED_BYTES
-    shared = 2 * (tiles.num_stages * 64 * (128 + 256) + 4 * 64 * 64) + 1024
+    shared = 2 * (tiles.num_stages * 64 * (128 + 256) + 4 * 64 * 64) + 2048 + 1024
     return tiles.num_stages >= 3 and shared <= MOSAIC_GPU_SHARED_BYTES and p.L % 128 == 0 and p.DHQK % 256 == 0 and p.DHHV % 256 == 0
 
 

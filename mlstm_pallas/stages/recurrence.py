@@ -214,7 +214,7 @@ def split_products(
     as of a ``Recurrence``; the call's tiles need not be clamped.
     """
     p = call.problem
-    if call.plain or call.lowering.mosaic_gpu:
+    if call.plain:
         of_splits = dataclasses.replace(call, problem=dataclasses.replace(p, L=p.S // num_splits))
         scaled, b = of_splits.chunks((a.astype(r.dtype) * steps_like(r, a)).astype(a.dtype)), of_splits.chunks(b)
         X = jnp.einsum("npsk,npsv->npkv", scaled, b, precision=call.precision, preferred_element_type=r.dtype)

@@ -73,7 +73,7 @@ def _cost(p: Problem, itemsize: int) -> Cost:
 def _mosaic_gpu_takes(tiles: StageConfig, p: Problem) -> bool:
     """Whether blocks fit, with enough CTAs for the SMs of an H200. A stage is free when the next one's product runs."""
     rows = mosaic_gpu_rows(p.DHQK, tiles.siz_b_DHQK)
-    if rows == 0 or p.DHHV % MOSAIC_GPU_COLUMNS or p.L % 64 or tiles.num_stages < 2 or 2 * p.BNH > MOSAIC_GPU_HEADS:
+    if not 0 < rows <= 256 or p.DHHV % MOSAIC_GPU_COLUMNS or p.L % 64 or tiles.num_stages < 2 or 2 * p.BNH > MOSAIC_GPU_HEADS:
         return False
     # Tiles of a, b and X, weights, and barriers; arrays begin at multiples of 1024 bytes.
     shared = 2 * (tiles.num_stages * 64 * (rows + MOSAIC_GPU_COLUMNS) + 4 * 64 * 64) + -(-tiles.num_stages * 64 * 4 // 1024) * 1024 + 1024

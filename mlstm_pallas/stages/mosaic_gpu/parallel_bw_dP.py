@@ -24,6 +24,8 @@ from mlstm_pallas.launch_mosaic_gpu import (
     REGISTER_ROWS,
     SUM_SCRATCH,
     Products,
+    block,
+    drain,
     head_of,
     load,
     mosaic_call,
@@ -77,9 +79,6 @@ def _kernel(
     steps_k, steps_v = blocks(p.DHQK, DEPTH), blocks(p.DHHV, DEPTH)
     steps_of_item = steps_k + steps_v + 1
     items = divide(p.BNH * p.NC * items_of_chunk - 1 - program, programs) + 1
-
-    def block(index, size):
-        return pl.ds(pl.multiple_of(index * size, size), size)
 
     def item(index):
         """Head, chunk, and the tiles of queries and of keys: in order of queries, tile i of them has i + 1 tiles of keys."""
@@ -200,9 +199,7 @@ def _kernel(
     def _():
         plgpu.set_max_registers(40, action="decrease")
         loop(items, copy, ())
-        for x in range(num_stages):  # the last releases: no barrier may be left in the middle of a phase
-            step = items * steps_of_item - num_stages + x
-            pl.when(step >= 0)(functools.partial(plgpu.barrier_wait, empty.at[remainder(step, num_stages)]))
+        drain(empty, items * steps_of_item, num_stages)
 
     @pl.when(wg < 2)
     def _():

@@ -28,6 +28,8 @@ from mlstm_pallas.launch_mosaic_gpu import (
     BY_ROWS,
     REGISTER_ROWS,
     Products,
+    block,
+    drain,
     head_of,
     load,
     mosaic_call,
@@ -142,9 +144,6 @@ def _kernel(
 
         count = divide(p.BNH * p.NC * items_of_chunk - 1 - program, programs) + 1
         return lax.fori_loop(np.int32(0), count, item, np.int32(0))
-
-    def block(index, size):
-        return pl.ds(pl.multiple_of(index * size, size), size)
 
     def in_chunk(x, head, chunk):
         return head_of(x, head, p).at[block(chunk, p.L)]
@@ -289,10 +288,7 @@ def _kernel(
     @pl.when(wg == 2)
     def _():
         plgpu.set_max_registers(40, action="decrease")
-        taken = for_each_item(copy)
-        for j in range(num_stages):  # the last releases: no barrier may be left in the middle of a phase
-            step = taken - num_stages + j
-            pl.when(step >= 0)(functools.partial(plgpu.barrier_wait, empty.at[remainder(step, num_stages)]))
+        drain(empty, for_each_item(copy), num_stages)
 
     @pl.when(wg < 2)
     def _():

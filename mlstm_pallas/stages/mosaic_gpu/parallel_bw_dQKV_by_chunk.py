@@ -21,6 +21,8 @@ from mlstm_pallas.launch_mosaic_gpu import (
     BY_ROWS,
     REGISTER_ROWS,
     Products,
+    block,
+    drain,
     head_of,
     load,
     mosaic_call,
@@ -90,10 +92,6 @@ def _kernel(
     R, steps = REGISTER_ROWS, 2 * blocks(p.DHHV, 2 * DEPTH)
     slots_of_chunk = 2 * steps + 2
     chunks = divide(p.BNH * p.NC - 1 - program, programs) + 1
-
-    def block(index, size):
-        start = index * size
-        return pl.ds(start if isinstance(start, int) else pl.multiple_of(start, size), size)
 
     def place(index):
         """Head and chunk."""
@@ -224,8 +222,7 @@ def _kernel(
     def _():
         plgpu.set_max_registers(40, action="decrease")
         loop(chunks * steps, copy, ())
-        for x in range(num_stages):  # the last releases: no barrier may be left in the middle of a phase
-            plgpu.barrier_wait(empty.at[remainder(chunks * slots_of_chunk - num_stages + x, num_stages)])
+        drain(empty, chunks * slots_of_chunk, num_stages)
         plgpu.barrier_wait(k_empty)
         plgpu.barrier_wait(P_empty)
 

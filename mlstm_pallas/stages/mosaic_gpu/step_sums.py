@@ -1,7 +1,8 @@
 """Weighted sums over the steps of each chunk on Mosaic GPU: sum_t w_t x_t, which the vector states n and dn take.
 
-Grid (B * NH * blocks of steps * column blocks). A CTA is one warpgroup; it takes 256 steps of 128 columns, where there are so many, and
-holds them in shared memory, 64 KiB at most. It has no pipeline: an SM has three CTAs, and one's copies run while another one computes.
+Grid (B * NH * blocks of steps * column blocks). A CTA is one warpgroup; it takes 256 or 512 steps, where there are so many, and the
+columns that shared memory has room for, 64 KiB. It has no pipeline: an SM has three CTAs, and one's copies run while another one
+computes.
 
 Bytes: x, R D itemsize. No matrix product: XLA may turn this sum into one and transpose x for it in memory.
 """
