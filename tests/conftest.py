@@ -3,6 +3,7 @@
 import importlib.util
 import os
 from importlib import metadata
+from unittest import mock
 
 import jax
 import pytest
@@ -32,16 +33,31 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 jax.config.update("jax_num_cpu_devices", 8)  # for the tests of sharding; what runs on one device is the same and as fast
 
 
+all_devices = jax.devices
+
+
 def gpu_count() -> int:
-    return sum(device.platform == "gpu" for device in jax.devices())
+    return sum(device.platform == "gpu" for device in all_devices())
+
+
+def cpu_devices(backend=None):
+    return all_devices(backend or "cpu")
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """A test runs on the CPU, also where there is a GPU, unless it is marked; so do the fixtures that it is the first to use."""
+    """A test runs on the CPU and sees no GPU, also where there is one, unless it is marked; so do the fixtures that it is the first to use.
+
+    Processes that it starts are as blind.
+    """
     marked = any(map(item.get_closest_marker, ("gpu", "gpu_multi")))
-    jax.config.update("jax_default_device", jax.devices("cpu")[0] if gpu_count() and not marked else None)
-    return (yield)
+    if marked or not gpu_count():
+        jax.config.update("jax_default_device", None)
+        return (yield)
+    jax.config.update("jax_default_device", all_devices("cpu")[0])
+    blind = mock.patch.multiple(jax, devices=cpu_devices, default_backend=lambda: "cpu")
+    with blind, mock.patch.dict(os.environ, JAX_PLATFORMS="cpu"):
+        return (yield)
 
 
 def pytest_collection_modifyitems(items):

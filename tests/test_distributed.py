@@ -140,7 +140,8 @@ def test_kernels_on_shards_that_are_no_multiple_of_the_chunk(alone):
     check(found, alone(*x), x)
 
 
-@pytest.mark.parametrize("case", ["resets", *[pytest.param(case, marks=pytest.mark.slow) for case in ("ordinary", "closed_shards")]])
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["resets", "ordinary", "closed_shards"])
 def test_splits_of_a_shard_take_their_products_from_its_summary(case, alone):
     """The fused scan, interpreted, on two devices: two splits each in the forward pass, whose products are computed once."""
     config = KernelConfig(fused_min_heads=1, recurrent_fw_H=StageConfig(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, num_splits=2))

@@ -81,7 +81,8 @@ def loss(run, *x):
     return sum(jnp.sum(jnp.sin(y)) for y in (h, *states))
 
 
-@pytest.mark.parametrize("backend", [pytest.param("xla", marks=pytest.mark.slow), *BACKENDS[1:]])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_nan_checks_of_jax_are_silent(backend):
     """Resets, masked input gates, padded steps and columns: no NaN on the way. In one jit only what comes out is checked."""
     x = list(random_inputs(1, 1, 2, 20, 12, 20, resets=True).values())

@@ -82,7 +82,11 @@ def run_cases(backend: str, names: tuple[str, ...], layouts: tuple[str, ...]) ->
     return run(CASES.format(backend=backend, names=names, layouts=layouts, quick=backend != "mosaic_gpu", **folders), timeout=600)
 
 
-@pytest.mark.parametrize("backends", [(None, "xla"), pytest.param(("mosaic_gpu_interpret",), marks=needs_mosaic_gpu)], ids=str)
+@pytest.mark.parametrize(
+    "backends",
+    [(None,), pytest.param(("xla",), marks=pytest.mark.slow), pytest.param(("mosaic_gpu_interpret",), marks=needs_mosaic_gpu)],
+    ids=str,
+)
 def test_the_plain_form_runs(backends):
     """On Mosaic GPU in float32, of which it has no kernels."""
     result = run(PLAIN.replace("{backends}", str(backends)))
