@@ -38,7 +38,8 @@ def _backward(spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangen
     x, h, z, stored = residuals
     if not spec.has_initial_state:
         x = x._replace(c_initial=None)
-    if stored is None:
+    recompute = stored.C is None
+    if recompute:
         # Else XLA sees that the forward pass computed the same states, and keeps those. On CPUs a barrier copies what passes it: k and v do
         # not, as states and scores differ by the others.
         k, v = x.k, x.v
@@ -46,17 +47,16 @@ def _backward(spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangen
         if lowering is Lowering.XLA:
             x = x._replace(k=k, v=v)
     dh, last = cotangents.h, cotangents.last or States(None, jnp.zeros_like(x.n_initial), None)
-    m_states = None if stored is None else stored.m
-    gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, spec.input_gate, m_states, call=spec.call("chunk_gates", lowering))
+    gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, spec.input_gate, stored.m, call=spec.call("chunk_gates", lowering))
     gamma = gates.scaGamma
     of_normaliser = normaliser_gradients(spec, dh, h, z, gates)
     operands = x.q, x.k, x.v, dh, gates, of_normaliser
     tiles_call = spec.call("parallel_bw_dP", lowering)
-    tiles = parallel_bw_dP(*operands, scale_keys=stored is None, scaled=not spec.weights_operands, call=tiles_call)
+    tiles = parallel_bw_dP(*operands, scale_keys=recompute, scaled=not spec.weights_operands, call=tiles_call)
     queries, keys, weights = tiles.matQ_scaled, tiles.matK_scaled, {}
     if spec.weights_operands:
         queries, keys, weights = x.q, x.k, state_weights(spec.problem, gates, of_normaliser)
-    recomputed = (keys, x.v, x.c_initial) if stored is None else ()
+    recomputed = (keys, x.v, x.c_initial) if recompute else ()
     dC, dC_initial, C, C_last = recurrent_bw_dC(
         *(queries, dh, gamma, last.c, *recomputed),
         **weights,
@@ -64,10 +64,9 @@ def _backward(spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangen
         return_last=spec.return_last_states,
         call=spec.call("recurrent_bw_dC", lowering),
     )
-    if stored is None:
-        n, n_last = vector_states(tiles.vecN_added, gamma, x.n_initial)
-    else:
-        C, n, _, C_last, n_last = stored
+    if not recompute:
+        C, C_last = stored.C, stored.C_last
+    n = stored.n
     dn_added = jnp.zeros_like(n) if tiles.vecDeltaN_added is None else tiles.vecDeltaN_added
     dn, dn_initial = vector_states(dn_added, gamma, last.n, backward=True)
     gradients = parallel_bw_dQKV(*operands, tiles, C, n, dC, dn, call=spec.call("parallel_bw_dQKV", lowering))
@@ -76,7 +75,7 @@ def _backward(spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangen
     sums, through_tile = tile_sums(tiles.pairs, gradients.vecQ_inter, gradients.vecK_inter, through_chunk)
     dm = of_normaliser.vecDm if spec.stabilised else None
     if dm is not None and spec.return_last_states:
-        dm = last_stabiliser_cotangent(dm, last, C_last, n_last)
+        dm = last_stabiliser_cotangent(dm, last, C_last, stored.n_last)
     starts = None if x.starts is None else spec.chunks(x.starts)
     di, df, dm_initial = gate_gradients(gates, spec.chunks(x.i), spec.chunks(x.f), sums, through_tile, dm, starts, spec.input_gate)
     if not spec.has_initial_state:  # nobody asks for these

@@ -218,10 +218,10 @@ class States(NamedTuple):
 class StoredStates(NamedTuple):
     """At the chunk boundaries, of L steps; the true states are these times exp(m)."""
 
-    C: jax.Array  # (B, NH, NC, DHQK, DHHV) in the kernel dtype
+    C: Any  # (B, NH, NC, DHQK, DHHV) in the kernel dtype; None: recomputed
     n: jax.Array  # (B, NH, NC, DHQK) float32, as what follows
     m: Any  # (B, NH, NC + 1); None: recomputed
-    C_last: Any  # (B, NH, DHQK, DHHV); None where the last states are not wanted
+    C_last: Any  # (B, NH, DHQK, DHHV); None where C is, or the last states are not wanted
     n_last: jax.Array  # (B, NH, DHQK)
 
 
@@ -231,7 +231,7 @@ class Forward(NamedTuple):
     h: jax.Array  # (B, NH, S, DHHV)
     last: States | None  # None where they are not wanted
     z: jax.Array | None  # (B, NH, S); None without a normaliser
-    states: StoredStates | None  # None where the backward pass recomputes them
+    states: StoredStates
 
 
 class Cotangents(NamedTuple):
@@ -240,9 +240,9 @@ class Cotangents(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What the backward pass reads of the forward pass: h and z for the normaliser, the states where they are not recomputed."""
+    """What the backward pass reads of the forward pass: h and z for the normaliser, and the states."""
 
     inputs: Inputs
     h: jax.Array | None
     z: jax.Array | None
-    states: StoredStates | None
+    states: StoredStates

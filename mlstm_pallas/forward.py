@@ -32,8 +32,8 @@ def materialised(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
     )
     h, z = parallel_fw_H(x.q, x.k, x.v, gates, C, n, normaliser=spec.normaliser, call=spec.call("parallel_fw_H", lowering))
     last = States(C_last, n_last, gates.scaM_states[:, -1]) if C_last is not None else None
-    stored = None if spec.recompute_states_in_bw else StoredStates(C, n, gates.scaM_states, C_last, n_last)
-    return Forward(h, last, z, stored)
+    stored = StoredStates(C, n, gates.scaM_states, C_last, n_last)
+    return Forward(h, last, z, stored._replace(C=None, C_last=None) if spec.recompute_states_in_bw else stored)
 
 
 def fused(spec: CallSpec, lowering: Lowering, x: Inputs, products: SplitProducts | None) -> Forward:
@@ -61,18 +61,18 @@ def fused(spec: CallSpec, lowering: Lowering, x: Inputs, products: SplitProducts
         q, v, gamma = (splits_as_heads(y, num_splits) for y in (q, v, gamma))
         of_splits = {name: splits_as_heads(y, num_splits) for name in PER_STEP if (y := getattr(scores, name)) is not None}
         scores = scores._replace(**of_splits)
-    store_every = 0 if spec.recompute_states_in_bw else spec.problem.L // p.L
+    stride = spec.problem.L // p.L
     H, C_last, C = recurrent_fw_H(
         *(q, v, scores, gamma, C_initial),
         return_last=spec.return_last_states,
-        store_every=store_every,
+        store_every=0 if spec.recompute_states_in_bw else stride,
         call=scan_call,
     )
-    last, stored = None, None
+    last = None
     if C_last is not None:
         C_last = heads_of_splits(C_last, num_splits)[:, -1]
         last = States(C_last, scores.vecN_last, gates.scaM_states[:, -1])
+    stored = StoredStates(None, scores.vecN_states[:, ::stride], gates.scaM_states[:, ::stride], None, scores.vecN_last)
     if C is not None:
-        C = C.reshape(p.BNH, spec.problem.NC, *C.shape[2:])
-        stored = StoredStates(C, scores.vecN_states[:, ::store_every], gates.scaM_states[:, ::store_every], C_last, scores.vecN_last)
+        stored = stored._replace(C=C.reshape(p.BNH, spec.problem.NC, *C.shape[2:]), C_last=C_last)
     return Forward(H.reshape(x.v.shape), last, scores.vecZ, stored)

@@ -11,9 +11,12 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import NAMES, assert_close, error, initial_state_scale, random_inputs
+from test_mosaic_gpu import MOSAIC_CALL
 
 from mlstm_pallas import KernelConfig, StageConfig, call_spec, distributed, mlstm_chunkwise
 from mlstm_pallas.distributed import Summary, joined, mlstm_chunkwise_sequence_parallel
+from mlstm_pallas.shared_memory import compute_capability
+from mlstm_pallas.validation import MOSAIC_GPU_JAX
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -320,15 +323,25 @@ def test_shards_on_one_gpu_give_the_numbers_of_the_whole(dtype):
 
 
 @pytest.mark.gpu_multi
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(
+    ("backend", "dtype", "shape"),
+    [
+        ("triton", "float32", (2, 4, 8192, 128, 256)),
+        ("triton", "bfloat16", (2, 4, 8192, 128, 256)),
+        ("mosaic_gpu", "bfloat16", (1, 8, 8192, 256, 512)),
+    ],
+)
 @pytest.mark.parametrize("gpus", [2, 4])
-def test_gpus_give_the_numbers_of_one(gpus, dtype):
+def test_gpus_give_the_numbers_of_one(gpus, backend, dtype, shape):
     if jax.device_count() < gpus:
         pytest.skip(f"fewer than {gpus} GPUs")
-    x = list(random_inputs(0, 2, 4, 8192, 128, 256, dtype=dtype, f_shift=5.0).values())
-    split = gradient_of(over(mesh_of((gpus,), ("s",), platform="gpu"), backend="triton"))
+    if backend == "mosaic_gpu" and (jax.__version_info__ < MOSAIC_GPU_JAX or compute_capability(jax.devices()[0].device_kind) != 90):
+        pytest.skip("the Mosaic GPU kernels are for Hopper and jax 0.11.2")
+    x = list(random_inputs(0, *shape, dtype=dtype, f_shift=5.0).values())
+    split = gradient_of(over(mesh_of((gpus,), ("s",), platform="gpu"), backend=backend))
     compiled = split.lower(*x).compile()
     assert {name for name, _ in exchanged(compiled)} <= {"collective-permute", "all-reduce"}
+    assert (compiled.as_text().count(f'"{MOSAIC_CALL}"') >= 8) == (backend == "mosaic_gpu")  # all stages of both passes
     expected = gradient_of(functools.partial(mlstm_chunkwise, backend="triton", return_last_states=True))(*x)
     check(compiled(*x), expected, x, {"float32": 1e-4, "bfloat16": 2e-2}[dtype])
 

@@ -232,7 +232,7 @@ def test_shards_lower_for_cuda_without_a_device(inside):
     with jax.sharding.use_abstract_mesh(mesh):
         text = jax.jit(jax.grad(loss, tuple(range(5)))).trace(*x).lower(lowering_platforms=("cuda",)).as_text()
     calls = [line for line in text.splitlines() if "__gpu$xla.gpu.triton" in line]
-    assert len(calls) >= 9
+    assert len(calls) == 8  # four kernels a pass
     assert any("tensor<4x64x16xbf16>" in line for line in calls)  # a shard of 2 batch entries and 2 heads
     assert not any("tensor<32x" in line for line in calls)
 

@@ -5,7 +5,7 @@
 
 Grid (CTAs of a chunk, NC, B * NH). With T = siz_b_LQ a chunk has n = L / T tiles of queries: n (n + 1) / 2 CTAs own a T x T tile of P
 and dP each, from siz_b_loop columns of q and k, of v and dh, at a time; n more scale T queries and keys. For the gates' gradients the
-former sum W_ts = dP_ts scale q_t . k_s over the queries and the keys of their tile; the latter sum what their steps add to n and dn.
+former sum W_ts = dP_ts scale q_t . k_s over the queries and the keys of their tile; the latter sum what their steps add to dn.
 
 FLOPs: R (L + 1) (K + V). Bytes: q, k, v, dh, qbar, kbar, P and dP, R (4 K + 2 V + 2 L) itemsize.
 """
@@ -49,9 +49,8 @@ class GradientTiles(NamedTuple):
     matP: jax.Array  # (B * NH, S, L)
     matDeltaP: jax.Array  # (B * NH, S, L), times scale
     matQ_scaled: Any  # (B * NH, S, DHQK) qbar, on Mosaic GPU in the layout of q; None where recurrent_bw_dC weights the queries
-    matK_scaled: Any  # (B * NH, S, DHQK) kbar, likewise; None where it weights the keys, or states are not recomputed
+    matK_scaled: Any  # (B * NH, S, DHQK) kbar, likewise; None where it weights the keys, or C is not recomputed
     pairs: TilePairs
-    vecN_added: Any  # (B * NH, NC, DHQK) sum of abar_s k_s; None where states are not recomputed
     vecDeltaN_added: jax.Array | None  # (B * NH, NC, DHQK) sum of w_t scale dz_t q_t; None without a normaliser
 
 
@@ -74,7 +73,7 @@ def _parallel_bw_dP_kernel(
     per_query_ref,  # out (n, L) sum of W_ts over s < t in each tile of keys
     per_key_ref,  # out (n, L) sum of W_ts over t > s in each tile of queries
     diagonal_ref,  # out (L,) W_tt
-    *more_refs,  # out, as wanted: kbar (L, DHQK) and n_added (n, DHQK); with a normaliser dn_added (n, DHQK)
+    *more_refs,  # out, as wanted: kbar (L, DHQK); with a normaliser dn_added (n, DHQK)
     T: int,
     scale_keys: bool,
     scale: float,
@@ -84,7 +83,6 @@ def _parallel_bw_dP_kernel(
     (L, DHQK), DHHV = q_ref.shape, v_ref.shape[1]
     more = iter(more_refs)
     kbar_ref: Any = next(more) if scale_keys else None
-    n_added_ref: Any = next(more) if scale_keys else None
     dn_added_ref: Any = next(more, None)
     n = L // T
     index, pairs = pl.program_id(0), n * (n + 1) // 2
@@ -148,7 +146,6 @@ def _parallel_bw_dP_kernel(
             if kbar_ref is not None:
                 k = k_ref[steps, columns].astype(jnp.float32) * abar
                 kbar_ref[steps, columns] = k.astype(kbar_ref.dtype)
-                n_added_ref[tile, columns] = jnp.sum(k, axis=0)
             if dn_added_ref is not None:
                 dn_added_ref[tile, columns] = jnp.sum(q * dz_den, axis=0)
             return _
@@ -173,7 +170,7 @@ def parallel_bw_dP(
     Args:
       matQ, matK: (B * NH, S, DHQK), matV, matDeltaH: (B * NH, S, DHHV), in the kernel dtype.
       gates, gradients: of chunk_gates, and of the normaliser.
-      scale_keys: whether kbar and vecN_added, from which states are recomputed, are wanted.
+      scale_keys: whether kbar, from which C is recomputed, is wanted.
       scaled: whether qbar and kbar are; on Mosaic GPU recurrent_bw_dC may weight queries and keys itself.
     """
     if call.plain:
@@ -199,7 +196,7 @@ def parallel_bw_dP(
         jax.ShapeDtypeStruct((p.BNH, p.NC * n, p.DHQK), jnp.float32),
     )
     outputs = [tile, tile, operand, sums, sums, (vector, jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32))]
-    outputs += [operand, norm] * scale_keys + [norm] * normalise
+    outputs += [operand] * scale_keys + [norm] * normalise
     g = gates.per_step()
     P, dP, qbar, per_query, per_key, diagonal, *more = kernel_call(
         _parallel_bw_dP_kernel,
@@ -216,10 +213,10 @@ def parallel_bw_dP(
         precision=call.precision,
     )(matQ, matK, matV, matDeltaH, *g.vecE, *g.vecU, g.vecW, g.vecAbar, gradients.vecInvDen, gradients.vecDzDen)
     kbar = more.pop(0) if scale_keys else None
-    added = [jnp.sum(x.reshape(p.BNH, p.NC, n, p.DHQK), axis=2) for x in more]
+    dn_added = jnp.sum(more.pop().reshape(p.BNH, p.NC, n, p.DHQK), axis=2) if normalise else None
     tiles = (p.BNH, n, p.NC, n, T)
     pairs = TilePairs(per_query.reshape(tiles), per_key.reshape(tiles), diagonal.reshape(p.BNH, p.NC, n, T))
-    return GradientTiles(P, dP, qbar, kbar, pairs, added.pop(0) if scale_keys else None, added.pop(0) if normalise else None)
+    return GradientTiles(P, dP, qbar, kbar, pairs, dn_added)
 
 
 def _on_mosaic_gpu(matQ, matK, matV, matDeltaH, gates, gradients, scale_keys, scaled, call) -> GradientTiles:
@@ -234,9 +231,8 @@ def _on_mosaic_gpu(matQ, matK, matV, matDeltaH, gates, gradients, scale_keys, sc
         return (x.astype(jnp.float32) * steps_like(weights, x)).astype(x.dtype)
 
     qbar, kbar = times(matQ, r) if scaled else None, times(matK, g.vecAbar) if scaled and scale_keys else None
-    n_added = step_sums(matK, g.vecAbar, call) if scale_keys else None
     dn_added = None if gradients.vecDzDen is None else step_sums(matQ, r * gradients.vecDzDen, call)
-    return GradientTiles(P, dP, qbar, kbar, pairs, n_added, dn_added)
+    return GradientTiles(P, dP, qbar, kbar, pairs, dn_added)
 
 
 def _plain(matQ, matK, matV, matDeltaH, gates, gradients, scale_keys, call) -> GradientTiles:
@@ -263,9 +259,7 @@ def _plain(matQ, matK, matV, matDeltaH, gates, gradients, scale_keys, call) -> G
     kbar = k.astype(acc) * gates.vecAbar[..., None]
     P, dP, Q_scaled, K_scaled = (x.reshape(p.BNH, p.S, x.shape[-1]).astype(q.dtype) for x in (P, dP * p.qk_scale, qbar, kbar))
     dn_added = None if dz_den is None else jnp.sum(qbar * dz_den[..., None], axis=2)
-    if not scale_keys:
-        return GradientTiles(P, dP, Q_scaled, None, pairs, None, dn_added)
-    return GradientTiles(P, dP, Q_scaled, K_scaled, pairs, jnp.sum(kbar, axis=2), dn_added)
+    return GradientTiles(P, dP, Q_scaled, K_scaled if scale_keys else None, pairs, dn_added)
 
 
 def _heuristic(DHQK: int, dtype: jnp.dtype) -> StageConfig:
@@ -274,9 +268,9 @@ def _heuristic(DHQK: int, dtype: jnp.dtype) -> StageConfig:
 
 
 def _cost(p: Problem, itemsize: int) -> Cost:
-    """Beside the above in float32 e, u, w, abar, 1/den, dz den, three sums for the gates' gradients, what a chunk adds to n and to dn."""
+    """Beside the above in float32 e, u, w, abar, 1/den, dz den, three sums for the gates' gradients, what a chunk adds to dn."""
     R, K, V = p.BNH * p.S, p.DHQK, p.DHHV
-    floats = 11 * R + 2 * p.BNH * p.NC * K
+    floats = 11 * R + p.BNH * p.NC * K
     return Cost(R * (p.L + 1) * (K + V), itemsize * R * (4 * K + 2 * V + 2 * p.L) + 4 * floats)
 
 

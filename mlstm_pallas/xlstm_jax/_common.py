@@ -333,10 +333,10 @@ def _backward_on_shard(spec: CallSpec, lowering: Lowering, q, k, v, i, f, C_init
     q, k, v = _padded(q, spec.dtype, p.DHQK), _padded(k, spec.dtype, p.DHQK), _padded(v, spec.dtype, p.DHHV)
     C_initial, n_initial = _padded(C_initial, acc, p.DHQK, p.DHHV), _padded(n_initial, acc, p.DHQK)
     x = Inputs(q, k, v, i.astype(acc), f.astype(acc), C_initial, n_initial, m_initial)
-    no_n, stored = jnp.zeros_like(n_initial), None
+    no_n = jnp.zeros_like(n_initial)
     if C is not None:
         C = _padded(_blocks(C, DHQK)[:, : p.NC], spec.dtype, p.DHQK, p.DHHV)
-        stored = StoredStates(C, jnp.zeros(C.shape[:-1], acc), None, None, no_n)
+    stored = StoredStates(C, jnp.zeros((*no_n.shape[:-1], p.NC, p.DHQK), acc), None, None, no_n)
     last = States(_padded(dC_last, acc, p.DHQK, p.DHHV), no_n, None)
     residuals = Residuals(x, jnp.zeros_like(v), vecN_out.astype(acc), stored)
     dx = backward_schedule(spec, lowering, residuals, Cotangents(_padded(dh, spec.dtype, p.DHHV), last))
