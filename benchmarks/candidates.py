@@ -5,6 +5,7 @@ import copy
 import dataclasses
 import functools
 import importlib.util
+import os
 import shutil
 import statistics
 import tempfile
@@ -218,7 +219,7 @@ class StageProcess:
         """Compiles; a result where there is nothing to judge."""
         case, L = bench.case(stage), bench.implementation(stage, config).call.problem.L
         inputs = case.arrays(L)
-        for path in Path(self.folder).iterdir():
+        for path in Path(self.folder).glob("*.*"):
             path.unlink()
         found = bench.prepare(stage, config, inputs, False)
         if isinstance(found, Result):
@@ -306,5 +307,6 @@ def stage_workers(stages: Sequence[str], *args: Any) -> dict[str, Worker]:
         environment = compile_report.DUMP | dict(MOSAIC_GPU_DUMP_TO=folder, JAX_ENABLE_COMPILATION_CACHE="false")
         # Threads of GPU interpret mode wait for each other. With one CPU device XLA has too few threads for them on a small machine.
         environment["JAX_NUM_CPU_DEVICES"] = "8"
-        workers[stage] = Worker(StageProcess(*args, folder), environment)
+        # Where there is no nvdisasm Mosaic GPU says so for each kernel.
+        workers[stage] = Worker(StageProcess(*args, folder), environment, stderr=os.path.join(folder, "stderr"))
     return workers

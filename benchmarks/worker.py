@@ -26,8 +26,11 @@ class ProcessEnded(RuntimeError):
     """A call raised, or ended its process; the message says how. The process is gone."""
 
 
-def _serve(function: Callable[..., Any], connection: Connection) -> None:
+def _serve(function: Callable[..., Any], connection: Connection, stderr: str | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
+    if stderr is not None:
+        with open(stderr, "wb") as file:
+            os.dup2(file.fileno(), 2)
     parent = multiprocessing.parent_process()
     assert parent is not None
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # also where the parent is killed in a call
@@ -61,10 +64,11 @@ class Worker:
     Attributes:
       function: it, its arguments and results can be pickled.
       environment: variables of the process beside those of this one.
+      stderr: file for what the process writes there; ProcessEnded has its end. None: that of this process.
     """
 
-    def __init__(self, function: Callable[..., Any], environment: Mapping[str, str] = MappingProxyType({})):
-        self.function, self.environment = function, environment
+    def __init__(self, function: Callable[..., Any], environment: Mapping[str, str] = MappingProxyType({}), stderr: str | None = None):
+        self.function, self.environment, self.stderr = function, environment, stderr
         self._lock = threading.Lock()
         self._process: Any = None
         self._connection: Any = None
@@ -81,7 +85,7 @@ class Worker:
             except BaseException as error:
                 exit_code, self._process = self._end(), None
                 if isinstance(error, EOFError | OSError):
-                    raise ProcessEnded(f"the process ended with exit code {exit_code}") from None
+                    raise ProcessEnded(f"the process ended with exit code {exit_code}{self._last_words()}") from None
                 raise
 
     def close(self) -> None:
@@ -92,7 +96,7 @@ class Worker:
 
     def _start(self) -> None:
         self._connection, other = _SPAWN.Pipe()
-        process = _SPAWN.Process(target=_serve, args=(self.function, other), daemon=True)
+        process = _SPAWN.Process(target=_serve, args=(self.function, other, self.stderr), daemon=True)
         with _starting, _environment(self.environment):
             if self._closed:
                 raise ProcessEnded("the worker is closed")
@@ -100,6 +104,12 @@ class Worker:
             self._process = process
         other.close()  # the process has the only other end: when it ends, so does the wait for an answer
         self._answer(START_SECONDS)
+
+    def _last_words(self) -> str:
+        if self.stderr is None or not os.path.exists(self.stderr):
+            return ""
+        with open(self.stderr, errors="replace") as file:
+            return f"; {' '.join(file.read().split())[-200:]}".rstrip("; ")
 
     def _answer(self, seconds: float) -> Any:
         if not self._connection.poll(seconds):

@@ -854,6 +854,12 @@ def test_a_worker_answers_and_starts_again_after_a_call_that_does_not_end(monkey
             x(0, seconds=30)
 
 
+def test_what_a_process_writes_before_it_ends_is_in_the_error(tmp_path):
+    ending = worker.Worker(exec, stderr=str(tmp_path / "stderr"))
+    with pytest.raises(worker.ProcessEnded, match=r"exit code 3; out of memory$"):
+        ending("import os; os.write(2, b'out of memory\\n'); os._exit(3)", seconds=20)
+
+
 def test_a_call_ends_when_its_worker_is_closed():
     sleeping, raised = worker.Worker(time.sleep), []
     assert sleeping(0.0, seconds=30) is None
