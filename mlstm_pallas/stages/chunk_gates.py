@@ -20,7 +20,7 @@ from mlstm_pallas import gates
 from mlstm_pallas.gates import ChunkGates, LocalGates, log_gates, pair_add, pair_max, reset_offset, split_for_exact_sums, stabiliser_sources
 from mlstm_pallas.launch import kernel_call
 from mlstm_pallas.problem import InputGate, Problem, next_power_of_two
-from mlstm_pallas.stage import MOSAIC_GPU_SHARED_BYTES, Cost, MosaicGpu, Stage, StageCall, StageConfig, search_of
+from mlstm_pallas.stage import Cost, MosaicGpu, Stage, StageCall, StageConfig, search_of
 from mlstm_pallas.tiles import blocks, causal_mask, divide, loop
 
 _INF = float("inf")
@@ -228,8 +228,8 @@ def _cost(p: Problem, itemsize: int) -> Cost:
 
 
 def _mosaic_gpu_takes(tiles: StageConfig, p: Problem) -> bool:
-    """22 numbers a step are in shared memory."""
-    return p.L % 64 == 0 and 22 * 4 * p.L + 1024 <= MOSAIC_GPU_SHARED_BYTES
+    """A thread has 16 steps of a chunk of 2048 in registers."""
+    return p.L % 64 == 0 and p.L <= 2048
 
 
 STAGE = Stage(

@@ -267,16 +267,21 @@ def _loops(tiles: StageConfig, p: Problem) -> Sequence[LoopOperands]:
 
 def mosaic_gpu_by_chunk(p: Problem) -> bool:
     """Whether a CTA of the Mosaic GPU kernel makes all gradients of a chunk: a warpgroup has registers for 64 x 128 of dq and of dk."""
-    return p.L == p.DHQK == 128
+    return p.L == 128 and p.DHQK in (64, 128)
+
+
+def mosaic_gpu_kept_tiles(p: Problem) -> int:
+    """Tiles in shared memory for k and P, where a CTA makes all gradients of a chunk. Where they are small there is one for the next k."""
+    return 3 if p.DHQK == 64 else 2
 
 
 def _mosaic_gpu_takes(tiles: StageConfig, p: Problem) -> bool:
-    """A stage in shared memory has 128 x 128 elements where a CTA makes a whole chunk, and k and P stay there too; else (128 + 256) x 64.
+    """A stage has (128 + DHQK) x 64 elements of shared memory where a CTA makes a whole chunk, as k and P have; else (128 + 256) x 64.
 
     A step of a chunk waits for two stages at once, an item of the other kernel for three: with fewer it would wait for ever.
     """
     if mosaic_gpu_by_chunk(p):
-        shared = 2 * (tiles.num_stages * 128 * 128 + 2 * 128 * 128 + 4 * 64 * 64) + 3072
+        shared = 2 * ((tiles.num_stages + mosaic_gpu_kept_tiles(p)) * (128 + p.DHQK) * 64 + 4 * 64 * 64) + 2048 + 1024
         return tiles.num_stages >= 2 and p.DHHV % 128 == 0 and shared <= MOSAIC_GPU_SHARED_BYTES
     shared = 2 * (tiles.num_stages * 64 * (128 + 256) + 4 * 64 * 64) + 2048 + 1024
     return tiles.num_stages >= 3 and shared <= MOSAIC_GPU_SHARED_BYTES and p.L % 128 == 0 and p.DHQK % 256 == 0 and p.DHHV % 256 == 0
@@ -296,7 +301,7 @@ STAGE = Stage(
     clamp=clamp_to_tile,
     mosaic_gpu=MosaicGpu(
         search=dict(num_stages=(3, 4, 5, 6)),
-        heuristic=lambda p: StageConfig(num_stages=4),
+        heuristic=lambda p: StageConfig(num_stages=5 if p.DHQK == 64 else 4),
         takes=_mosaic_gpu_takes,
     ),
 )
