@@ -1,5 +1,7 @@
 """The backward schedule: which stages run, and what goes from one to the next. Arrays are those of a shard, (B * NH, ...)."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -10,7 +12,6 @@ from mlstm_pallas.gate_gradients import (
     initial_stabiliser_gradient,
     inner,
     last_stabiliser_cotangent,
-    tile_sums,
     zero_states,
 )
 from mlstm_pallas.gates import ChunkGates, vector_states
@@ -21,6 +22,7 @@ from mlstm_pallas.stages.chunk_gates import chunk_gates
 from mlstm_pallas.stages.parallel_bw_dP import parallel_bw_dP
 from mlstm_pallas.stages.parallel_bw_dQKV import parallel_bw_dQKV
 from mlstm_pallas.stages.recurrent_bw_dC import recurrent_bw_dC
+from mlstm_pallas.stages.step_gradients import step_gradients
 
 
 def backward(spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangents: Cotangents) -> Inputs:
@@ -72,12 +74,20 @@ def _backward(spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangen
     gradients = parallel_bw_dQKV(*operands, tiles, C, n, dC, dn, call=spec.call("parallel_bw_dQKV", lowering))
 
     through_chunk = gamma * (gradients.scaStates + inner(n, dn))
-    sums, through_tile = tile_sums(tiles.pairs, gradients.vecQ_inter, gradients.vecK_inter, through_chunk)
     dm = of_normaliser.vecDm if spec.stabilised else None
     if dm is not None and spec.return_last_states:
         dm = last_stabiliser_cotangent(dm, last, C_last, stored.n_last)
     starts = None if x.starts is None else spec.chunks(x.starts)
-    di, df, dm_initial = gate_gradients(gates, spec.chunks(x.i), spec.chunks(x.f), sums, through_tile, dm, starts, spec.input_gate)
+    di, df, dm_initial = gate_gradients(
+        *(gates, spec.chunks(x.i), spec.chunks(x.f), tiles.pairs),
+        gradients.vecQ_inter,
+        gradients.vecK_inter,
+        through_chunk,
+        dm,
+        starts,
+        spec.input_gate,
+        step_gradients=functools.partial(step_gradients, call=tiles_call),
+    )
     if not spec.has_initial_state:  # nobody asks for these
         dC_initial = zero_states(dm_initial, spec.problem.DHQK, spec.problem.DHHV)
     elif spec.stabilised:

@@ -1,6 +1,7 @@
 """Gradients of the gates: what the normaliser, the stabilisers and the sums of the stages pass back to the gate pre-activations."""
 
 import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,15 +12,6 @@ from mlstm_pallas.problem import InputGate, accumulator_dtype
 
 # exp of anything below these is 0, subnormals included.
 _LEAST_EXPONENT = {"float32": -104.0, "float64": -746.0}
-
-
-class TileSums(NamedTuple):
-    """Inner products that the gates' gradients are sums of, for tiles of T steps; (B * NH, S / T, T) each."""
-
-    vecQ_inter: jax.Array  # q_t with the part of dq_t that comes from before the tile
-    vecK_inter: jax.Array  # k_s with the part of dk_s that goes beyond the tile
-    vecK_intra: jax.Array  # k_s with the rest of dk_s: sum over t of W_ts = dP_ts scale q_t . k_s
-    vecPairs: jax.Array  # at r: sum of W_ts over t >= r > s
 
 
 class TilePairs(NamedTuple):
@@ -39,45 +31,61 @@ def inner(a: jax.Array, b: jax.Array, axes: int = 1) -> jax.Array:
     return jnp.sum(a.astype(acc) * b.astype(acc), axis=tuple(range(-axes, 0)))
 
 
-def suffix_sums(x: jax.Array) -> jax.Array:
-    """sum over tau >= t along the last axis, which is short: a product with a triangle of ones, exact to float32."""
-    T = x.shape[-1]
-    return jnp.einsum("...s,st->...t", x, jnp.tri(T, dtype=x.dtype), precision="highest")
+class TileSums(NamedTuple):
+    """What the gates' gradients sum over steps, for tiles of T steps; (B * NH, S / T, T) each."""
+
+    vecQ: jax.Array  # at t: q_t with the part of dq_t that comes from before the tile; of pairs in the tile, sum over s of W_ts - W_st
+    vecK_inter: jax.Array  # at s: k_s with the part of dk_s that goes beyond the tile
+    vecK_intra: jax.Array  # at s: k_s with the rest of dk_s, sum over t of W_ts
 
 
-def tile_sums(pairs: TilePairs, vecQ_inter: jax.Array, vecK_inter: jax.Array, through: jax.Array) -> tuple[TileSums, jax.Array]:
-    """TileSums, and what goes through each tile (B * NH, S / T), from the sums of the stages.
+def _later_tiles(n: int) -> jax.Array:
+    """[i, j]: whether tile i of a chunk lies after tile j."""
+    return jnp.tri(n, k=-1, dtype=bool)
+
+
+def _only(x: jax.Array, where: jax.Array, *axes: int) -> jax.Array:
+    """x, and 0 where the mask, which has these axes of x, does not hold. What is not in the chunk's triangle was never written."""
+    shape = [size if axis in axes else 1 for axis, size in enumerate(x.shape)]
+    return jnp.where(jnp.broadcast_to(where.reshape(shape), x.shape), x, 0.0)
+
+
+def tile_sums(pairs: TilePairs, vecQ_inter: jax.Array, vecK_inter: jax.Array) -> TileSums:
+    """From the sums of the stages; vecQ_inter, vecK_inter: (B * NH, S), of parallel_bw_dQKV."""
+    BNH, NC, n, T = pairs.diagonal.shape
+    later, same = _later_tiles(n), jnp.eye(n, dtype=bool)
+
+    def total(x, where):
+        return jnp.sum(_only(x, where, 1, 3), axis=1)
+
+    keys_intra = total(pairs.per_key, same)
+    q_inter, k_inter = (x.reshape(pairs.diagonal.shape) for x in (vecQ_inter, vecK_inter))
+    sums = TileSums(
+        q_inter + (total(pairs.per_query, ~later) - keys_intra),
+        k_inter + total(pairs.per_key, later),
+        keys_intra + pairs.diagonal,
+    )
+    return TileSums(*(x.reshape(BNH, NC * n, T) for x in sums))
+
+
+def through_tiles(pairs: TilePairs, vecQ_inter: jax.Array, vecK_inter: jax.Array, through: jax.Array) -> jax.Array:
+    """What goes through each tile, from before it to beyond it: (B * NH, S / T).
 
     Args:
       vecQ_inter, vecK_inter: (B * NH, S): of parallel_bw_dQKV, with the inter-chunk parts.
       through: (B * NH, NC) what goes through each chunk.
     """
-    BNH, NC, n, T = pairs.diagonal.shape
-    index = jnp.arange(n)
-    later = index[:, None] > index[None, :]  # [i, j]: tile i lies after tile j
-
-    def only(x, where):  # what is not in the chunk's triangle was never written
-        return jnp.where(jnp.broadcast_to(where.reshape(1, n, 1, n, 1), x.shape), x, 0.0)
-
-    before = only(pairs.per_query, later.T)  # [j, chunk, i, t]
-    after = only(pairs.per_key, later)  # [i, chunk, j, s]
-    same = jnp.eye(n, dtype=bool)
-    queries_intra, keys_intra = jnp.sum(only(pairs.per_query, same), axis=1), jnp.sum(only(pairs.per_key, same), axis=1)
-    q_inter, k_inter = (x.reshape(pairs.diagonal.shape) for x in (vecQ_inter, vecK_inter))
-
-    einsum = functools.partial(jnp.einsum, precision="highest")
-    weight = later.astype(through.dtype)
-    # Through tile m: from the state to later tiles, from earlier ones to the state, and from an earlier tile j to a later one i.
-    read, written, between = (jnp.sum(x, axis=-1) for x in (q_inter, k_inter, before))
-    through = through[..., None] + einsum("im,...i->...m", weight, read) + einsum("mj,...j->...m", weight, written)
-    through += einsum("...jci,im,mj->...cm", between, weight, weight)
-    sums = TileSums(
-        q_inter + jnp.sum(before, axis=1),
-        k_inter + jnp.sum(after, axis=1),
-        keys_intra + pairs.diagonal,
-        suffix_sums(queries_intra - keys_intra),
-    )
-    return TileSums(*(x.reshape(BNH, NC * n, T) for x in sums)), through.reshape(BNH, NC * n)
+    BNH, NC, n, _ = pairs.diagonal.shape
+    if n == 1:
+        return through
+    later = _later_tiles(n)
+    read, written = (jnp.sum(x.reshape(pairs.diagonal.shape), axis=-1) for x in (vecQ_inter, vecK_inter))
+    between = jnp.sum(_only(pairs.per_query, later.T, 1, 3), axis=-1)  # [j, chunk, i]
+    # What tile i takes from before tile m, the state included: [m, chunk, i].
+    before = read[:, None] + jnp.cumsum(jnp.pad(between[:, :-1], [(0, 0), (1, 0), (0, 0), (0, 0)]), axis=1)
+    before = jnp.swapaxes(jnp.sum(_only(before, later.T, 1, 3), axis=-1), 1, 2)
+    written = jnp.sum(_only(jnp.broadcast_to(written[..., None, :], (BNH, NC, n, n)), later, 2, 3), axis=-1)
+    return (through[..., None] + before + written).reshape(BNH, NC * n)
 
 
 def carried_steps(gates: ChunkGates, vecF: jax.Array) -> jax.Array:
@@ -110,21 +118,12 @@ def run_sums(x: jax.Array, goes_on: jax.Array) -> jax.Array:
     return R.reshape(*groups[:-2], groups[-2] * size)[..., :n]
 
 
-def stabiliser_gradients(
-    gates: ChunkGates, vecF: jax.Array, dm: jax.Array, begins: jax.Array | None
-) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Passes dm_t on to what won the maximum in m_t: (parts of di, of dfbar, of dm_initial).
+class GateSteps(NamedTuple):
+    """(B * NH, S) bool."""
 
-    m_t is either i_t or log sigmoid(f_t) + m_{t-1}: what arrives at t, its own dm_t included, goes to i_t in the first case, through f_t to
-    t - 1 in the second, and no further than f_t where a packed segment begins. vecF, dm, begins: (B * NH, NC, L).
-    """
-    carried = carried_steps(gates, vecF)
-    steps = dm.shape[0], dm.shape[1] * dm.shape[2]
-    goes_on = (carried if begins is None else carried & ~begins).reshape(steps)
-    leaves = run_sums(jnp.where(goes_on, dm.reshape(steps), 0.0), goes_on)  # to the step before
-    after = jnp.concatenate([leaves[..., 1:], jnp.zeros_like(leaves[..., :1])], axis=-1)
-    arrives = (dm.reshape(steps) + after).reshape(dm.shape)
-    return jnp.where(carried, 0.0, arrives), jnp.where(carried, arrives, 0.0), leaves[..., 0]
+    carried: jax.Array  # see ``carried_steps``
+    goes_on: jax.Array  # whether what arrives at m_t is passed on to m_{t-1}: there, but where a packed segment begins
+    passes: jax.Array  # see ``any_passes``
 
 
 def any_passes(gates: ChunkGates, vecF: jax.Array, begins: jax.Array | None) -> jax.Array:
@@ -135,45 +134,86 @@ def any_passes(gates: ChunkGates, vecF: jax.Array, begins: jax.Array | None) -> 
     return decays & ~(reset if begins is None else reset | begins)
 
 
-def gate_gradients(
-    gates: ChunkGates,
-    vecI: jax.Array,
+def to_step_before(goes_on: jax.Array) -> jax.Array:
+    """At t, whether step t + 1 passes on to it."""
+    return jnp.pad(goes_on[:, 1:], [(0, 0), (0, 1)])
+
+
+def step_gradients(
     vecF: jax.Array,
-    sums: TileSums,
+    pairs: TilePairs,
+    vecQ_inter: jax.Array,
+    vecK_inter: jax.Array,
     through: jax.Array,
+    steps: GateSteps,
     dm: jax.Array | None,
-    starts: jax.Array | None = None,
-    input_gate: InputGate = InputGate.EXP,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of the gate pre-activations and of m_initial, the latter without its share in the initial states.
+    """Gradients of log i_t and f_t, and what arrives at m_1. stages/mosaic_gpu/gate_gradients.py has a kernel for it.
 
     f_r takes part in everything that passes from before r to r or later. Per tile of T steps that is: pairs inside the tile, the state's
     part in the queries from r on, the keys before r that go beyond the tile, and what goes through the whole tile. No difference of
     long sums is taken.
 
+    m_t is either i_t or log sigmoid(f_t) + m_{t-1}: what arrives at t, its own dm_t included, goes to i_t in the first case, through f_t to
+    t - 1 in the second, and no further than f_t where a packed segment begins.
+
+    Args:
+      vecF, vecQ_inter, vecK_inter, dm: (B * NH, S); dm None: m is a constant.
+      through: (B * NH, S / T), of ``through_tiles``.
+
+    Returns:
+      (B * NH, S) twice, (B * NH,).
+    """
+    sums = tile_sums(pairs, vecQ_inter, vecK_inter)
+    triangle = jnp.tri(sums.vecQ.shape[-1], dtype=through.dtype)
+    product = functools.partial(jnp.matmul, precision="highest")  # exact to float32
+    # From t on of the queries, before t of the keys.
+    of_tile = product(sums.vecQ, triangle) + product(sums.vecK_inter, jnp.triu(jnp.ones_like(triangle), k=1))
+    dfbar = jnp.where(steps.passes, (of_tile + through[..., None]).reshape(vecF.shape), 0.0)
+    di, first = (sums.vecK_inter + sums.vecK_intra).reshape(vecF.shape), jnp.zeros_like(through[:, 0])
+    if dm is not None:
+        arrives = run_sums(dm, to_step_before(steps.goes_on))
+        di, dfbar = di + jnp.where(steps.carried, 0.0, arrives), dfbar + jnp.where(steps.carried, arrives, 0.0)
+        first = arrives[:, 0]
+    return di, dfbar * jax.nn.sigmoid(-vecF), first
+
+
+def gate_gradients(
+    gates: ChunkGates,
+    vecI: jax.Array,
+    vecF: jax.Array,
+    pairs: TilePairs,
+    vecQ_inter: jax.Array,
+    vecK_inter: jax.Array,
+    through: jax.Array,
+    dm: jax.Array | None,
+    starts: jax.Array | None = None,
+    input_gate: InputGate = InputGate.EXP,
+    step_gradients: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] = step_gradients,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of the gate pre-activations and of m_initial, the latter without its share in the initial states.
+
     Args:
       gates, vecI, vecF, starts: of chunks, (B * NH, NC, L).
-      sums: for tiles of T steps, a tile being a chunk or less.
-      through: (B * NH, S / T) what goes through the tile.
+      pairs: of parallel_bw_dP.
+      vecQ_inter, vecK_inter: (B * NH, S), of parallel_bw_dQKV.
+      through: (B * NH, NC) what goes through each chunk.
       dm: dm_t (B * NH, S); None: m is a constant.
+      step_gradients: the function of that name, or a kernel for it.
 
     Returns:
       vecDeltaI, vecDeltaF: (B * NH, S); scaDeltaM: (B * NH,).
     """
-    T = sums.vecPairs.shape[-1]
-    before = jnp.einsum("...s,ts->...t", sums.vecK_inter, jnp.tri(T, k=-1, dtype=through.dtype), precision="highest")
-    dfbar = (sums.vecPairs + suffix_sums(sums.vecQ_inter) + before + through[..., None]).reshape(vecF.shape)
     begins = None if starts is None else starts > 0
-    dfbar = jnp.where(any_passes(gates, vecF, begins), dfbar, 0.0)
-    di = (sums.vecK_inter + sums.vecK_intra).reshape(vecI.shape)
-    dm_initial = jnp.zeros(vecI.shape[:1], di.dtype)
-    if dm is not None:
-        di_m, dfbar_m, dm_initial = stabiliser_gradients(gates, vecF, dm.reshape(vecF.shape), begins)
-        di, dfbar = di + di_m, dfbar + dfbar_m
+    carried, passes = carried_steps(gates, vecF), any_passes(gates, vecF, begins)
+    all_steps = vecF.shape[0], vecF.shape[1] * vecF.shape[2]
+    steps = GateSteps(*(x.reshape(all_steps) for x in (carried, carried if begins is None else carried & ~begins, passes)))
+    through = through_tiles(pairs, vecQ_inter, vecK_inter, through)
+    di, df, first = step_gradients(vecF.reshape(all_steps), pairs, vecQ_inter, vecK_inter, through, steps, dm)
     if input_gate is InputGate.SIGMOID:
+        vecI = vecI.reshape(all_steps)
         di = jnp.where(vecI <= MASKED, 0.0, di * jax.nn.sigmoid(-vecI))
-    steps = vecF.shape[0], vecF.shape[1] * vecF.shape[2]
-    return di.reshape(steps), (dfbar * jax.nn.sigmoid(-vecF)).reshape(steps), dm_initial
+    return di, df, jnp.where(steps.goes_on[:, 0], first, 0.0)
 
 
 def last_stabiliser_cotangent(dm: jax.Array, last: Any, C_last: jax.Array, n_last: jax.Array) -> jax.Array:

@@ -35,12 +35,18 @@ def mosaic_call(
     outputs: Mapping[str, jax.ShapeDtypeStruct | None],
     scratch: Mapping[str, Any | None],
     interpret: bool,
+    infer_layouts: bool = True,
 ) -> Callable[..., dict[str, Any]]:
     """plgpu.kernel of ``kernel(**refs)``; the last grid axis varies fastest.
 
     The function returned takes the inputs by name and gives the outputs by name. Absent ones are None, for the kernel too. The axis of
     the warpgroups is called "wg".
+
+    Args:
+      infer_layouts: False for a kernel that gives the layouts of all its arrays. Inferring them may take Python seconds. LLVM unrolls
+        loops around products where they are not inferred.
     """
+    semantics = plgpu.LoweringSemantics.Warpgroup if infer_layouts else plgpu.LoweringSemantics.Lane
 
     def launch(**inputs: jax.Array | None) -> dict[str, Any]:
         present = {name: x for name, x in inputs.items() if x is not None}
@@ -62,7 +68,7 @@ def mosaic_call(
             thread_name="wg",
             scratch_types=buffers,
             # Each kernel orders its own accesses to shared memory: a barrier for every read that a later copy overwrites.
-            compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True),
+            compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, lowering_semantics=semantics),
             interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,  # type: ignore[attr-defined]
             kernel_name=name,
         )(*(_varying_nowhere.bind(x) if varying else x for x in present.values()))

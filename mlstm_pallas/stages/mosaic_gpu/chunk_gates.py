@@ -34,7 +34,10 @@ _SCAN_BLOCK = 1024  # chunks that a CTA of the stabiliser scan holds
 
 
 def _layout(vector: int = 1) -> Any:
-    """Of a tile (rows, columns) of which a thread holds whole rows, in registers of so many columns."""
+    """Of a tile (rows, columns) of which a thread holds whole rows, in registers of so many columns.
+
+    Blackwell's tensor memory, which gave the layout its name, is not involved.
+    """
     return plgpu.Layout.TCGEN05_TMEM_NATIVE(vector)
 
 
@@ -177,6 +180,7 @@ def local_gates(vecI: jax.Array, vecF: jax.Array, starts: jax.Array | None, inpu
         outputs={name: jax.ShapeDtypeStruct((ctas, rows, STEPS), jnp.float32) for name in names},
         scratch={name: _buffer(3, rows, rows // chunks) for name in ("sums", "maxima")},
         interpret=call.lowering is Lowering.MOSAIC_GPU_INTERPRET,
+        infer_layouts=False,
     )(
         i=of_ctas(x.vecI, rows, STEPS),
         fbar=of_ctas(x.vecF, rows, STEPS),
@@ -231,5 +235,6 @@ def stabiliser_scan(local: LocalGates, scaM_initial: jax.Array, call: StageCall)
         outputs={"m": jax.ShapeDtypeStruct((p.BNH, padded, STEPS), jnp.float32)},
         scratch={"sums": _buffer(2, rows, rows), "last": plgpu.SMEM((rows, STEPS), jnp.float32)},
         interpret=call.lowering is Lowering.MOSAIC_GPU_INTERPRET,
+        infer_layouts=False,
     )(g=by_rows(jnp.where(reset, np.float32(-_INF), g)), a=by_rows(a), m_initial=scaM_initial)["m"]
     return jnp.concatenate([scaM_initial[:, None], found.reshape(p.BNH, -1)[:, : p.NC]], axis=1)
