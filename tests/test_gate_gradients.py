@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from mlstm_pallas.gate_gradients import TilePairs, run_sums, tile_sums
+from mlstm_pallas.gate_gradients import TilePairs, run_sums, through_tiles, tile_sums
 
 
 @pytest.mark.parametrize("n", [1, 32, 33, 1000])
@@ -39,10 +39,12 @@ def test_what_passes_a_step_is_the_same_for_tiles_of_any_size(T):
     diagonal = np.diagonal(W, axis1=-2, axis2=-1).reshape(1, 2, n, T)
     with jax.enable_x64(True):
         pairs = TilePairs(*map(jnp.asarray, (*pairs, diagonal)))
-        sums, through_tiles = jax.tree.map(np.asarray, tile_sums(pairs, *map(jnp.asarray, (q_inter, k_inter, through))))
-    assert through_tiles.shape == (1, 2 * n)
+        inter = [jnp.asarray(y) for y in (q_inter, k_inter)]
+        sums = jax.tree.map(np.asarray, tile_sums(pairs, *inter))
+        through_tile = np.asarray(through_tiles(pairs, *inter, jnp.asarray(through)))
+    assert through_tile.shape == (1, 2 * n)
     assert {y.shape for y in sums} == {(1, 2 * n, T)}
-    passes = sums.vecPairs + np.einsum("...s,st->...t", sums.vecQ_inter, np.tri(T)) + through_tiles[..., None]
+    passes = np.einsum("...s,st->...t", sums.vecQ, np.tri(T)) + through_tile[..., None]
     passes += np.einsum("...s,ts->...t", sums.vecK_inter, np.tri(T, k=-1))
     step = np.arange(L)
     over = np.stack([(W * ((step[:, None] >= at) & (step < at))).sum((-2, -1)) for at in step], axis=-1)

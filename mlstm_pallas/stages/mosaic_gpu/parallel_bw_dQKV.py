@@ -1,6 +1,7 @@
 """parallel_bw_dQKV on Mosaic GPU: the products of ``stages/parallel_bw_dQKV.py``.
 
-Where L = DHQK = 128 a CTA makes all gradients of a chunk: ``parallel_bw_dQKV_by_chunk``. Here, head dimensions are multiples of 256.
+Where L is 128 and DHQK 64 or 128, a CTA makes all gradients of a chunk: ``parallel_bw_dQKV_by_chunk``. Here, DHQK and DHHV are
+multiples of 256.
 
 One CTA an SM. Each takes every n-th item; an item is 128 x 256 elements of dq, dk or dv, or 128 rows of the states for
 <C_c, dC_{c+1}>. It is a sequence of steps, each with a tile of the left and a tile of the right operand. One warpgroup copies them
