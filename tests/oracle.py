@@ -9,7 +9,7 @@ import numpy as np
 
 from mlstm_pallas import reference
 
-HELPERS = {"stabiliser_scan", "key_sums", "step_sums", "split_products"}  # kernels that are no stages
+HELPERS = {"stabiliser_scan", "key_sums", "step_sums", "step_gradients", "split_products"}  # kernels that are no stages
 NAMES = ("q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial")
 
 

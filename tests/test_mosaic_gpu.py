@@ -28,13 +28,14 @@ from oracle import HELPERS, assert_close, error, initial_state_scale, random_inp
 from test_float16 import backward_bound, forward_bound
 from test_gradients import BOUND
 
-from mlstm_pallas import KernelConfig, StageConfig, gates, mlstm_chunkwise, mlstm_recurrent_step, reference, use_backend
+from mlstm_pallas import KernelConfig, StageConfig, gate_gradients, gates, mlstm_chunkwise, mlstm_recurrent_step, reference, use_backend
 from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.call_spec import CallSpec
 from mlstm_pallas.config import config_for, config_from_row, tuned_rows
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 from mlstm_pallas.entry import Options, spec_for
 from mlstm_pallas.export import export
+from mlstm_pallas.gate_gradients import GateSteps, TilePairs, through_tiles
 from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.launch import CUSTOM_CALL_TARGET
 from mlstm_pallas.normaliser import Normaliser, NormaliserGradients
@@ -45,6 +46,7 @@ from mlstm_pallas.stages import STAGES, recurrent_bw_dC
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
 from mlstm_pallas.stages.parallel_bw_dQKV import mosaic_gpu_by_chunk
 from mlstm_pallas.stages.recurrence import mosaic_gpu_rows_of
+from mlstm_pallas.stages.step_gradients import step_gradients
 from mlstm_pallas.validation import MOSAIC_GPU_JAX
 from mlstm_pallas.xlstm_jax import triton_stablef
 
@@ -285,6 +287,42 @@ def test_parallel_bw_dP_against_float64(L, normalise, layout, capsys):
     for name, (wanted, actual) in expected.items():
         rounded = "bfloat16" if name.startswith("mat") else "float32"
         assert error(actual, wanted) < tolerance(rounded, DHQK + DHHV + L), name
+
+
+@needs_jax
+@pytest.mark.parametrize(
+    ("BNH", "S", "L", "share", "has_dm"),
+    [
+        (2, 384, 128, 1.0, True),  # blocks of 128 steps, runs over several of them
+        pytest.param(1, 1536, 512, 0.99, True, marks=pytest.mark.slow),  # one chunk a block
+        pytest.param(1, 1024, 1024, 0.5, True, marks=pytest.mark.slow),  # two blocks a chunk
+        pytest.param(2, 256, 256, 0.9, False, marks=pytest.mark.slow),
+    ],
+)
+def test_step_gradients_against_float64(BNH, S, L, share, has_dm, capsys):
+    """What the stages leave unwritten is NaN. share: of the steps whose stabiliser is that of the step before."""
+    draw, n, NC, T = np.random.default_rng(0), L // 64, S // L, 64
+    later, same = np.tri(n, k=-1, dtype=bool), np.eye(n, dtype=bool)
+    per_query, per_key = (
+        np.where((where | same).reshape(1, n, 1, n, 1), draw.normal(size=(BNH, n, NC, n, T)), np.nan) for where in (later.T, later)
+    )
+    vectors = (draw.normal(size=shape) for shape in [(BNH, S)] * 4 + [(BNH, NC)])
+    x = (TilePairs(per_query, per_key, draw.normal(size=(BNH, NC, n, T))), *vectors)
+    x = jax.tree.map(lambda y: y.astype("float32"), x)
+    carried = draw.uniform(size=(BNH, S)) < share
+    steps = GateSteps(carried, carried & (draw.uniform(size=(BNH, S)) < 0.999), draw.uniform(size=(BNH, S)) < 0.95)
+    call = StageCall(Problem(1, BNH, S, 64, 64, L, 1.0), StageConfig(), None, Lowering.MOSAIC_GPU_INTERPRET)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(form, pairs, q_inter, k_inter, f, dm, through):
+        return form(f, pairs, q_inter, k_inter, through_tiles(pairs, q_inter, k_inter, through), steps, dm if has_dm else None)
+
+    found = run(functools.partial(step_gradients, call=call), *x)
+    assert RACE not in capsys.readouterr().out
+    with jax.enable_x64(True):
+        expected = run(gate_gradients.step_gradients, *jax.tree.map(lambda y: jnp.asarray(y, "float64"), x))
+        for actual, wanted in zip(found, map(np.asarray, expected), strict=True):
+            assert error(actual, wanted) < tolerance("float32", S)
 
 
 @needs_jax

@@ -171,6 +171,7 @@ def step_gradients(
             "run_buffers": None if dm is None else plgpu.SMEM((2, 2, 2 * size), jnp.float32),
         },
         interpret=call.lowering is Lowering.MOSAIC_GPU_INTERPRET,
+        infer_layouts=False,
     )(
         per_query=pairs.per_query.reshape(p.BNH, n, p.S // T, T),
         per_key=pairs.per_key.reshape(p.BNH, n, p.S // T, T),
