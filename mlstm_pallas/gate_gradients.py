@@ -148,7 +148,7 @@ def step_gradients(
     steps: GateSteps,
     dm: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of log i_t and f_t, and what arrives at m_1. stages/mosaic_gpu/gate_gradients.py has a kernel for it.
+    """Gradients of log i_t and f_t, and what arrives at m_1. stages/mosaic_gpu/step_gradients.py has a kernel for it.
 
     f_r takes part in everything that passes from before r to r or later. Per tile of T steps that is: pairs inside the tile, the state's
     part in the queries from r on, the keys before r that go beyond the tile, and what goes through the whole tile. No difference of
