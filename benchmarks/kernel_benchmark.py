@@ -53,7 +53,7 @@ from mlstm_pallas.backend import target_device_kind
 from mlstm_pallas.backward import state_weights
 from mlstm_pallas.call_spec import CallSpec
 from mlstm_pallas.config import KernelConfig, config_for
-from mlstm_pallas.gate_gradients import TilePairs, inner
+from mlstm_pallas.gate_gradients import TilePairs
 from mlstm_pallas.gates import vector_states
 from mlstm_pallas.problem import MAX_TILE, Problem, check_chunk_size, make_problem
 from mlstm_pallas.stage import Lowering, Stage, StageCall, StageConfig
@@ -115,9 +115,6 @@ def stage_arrays(x: Inputs, L: int, fused: bool) -> dict[str, Any]:
         match name:  # what no stage returns
             case "chunk_gates":
                 known["vecAbar"] = outputs.per_step().vecAbar
-            case "parallel_fw_H":
-                vecM = known["chunk_gates"].per_step().vecM
-                known["normaliser_gradients"] = NORMALISER.gradients(inner(dh, outputs.matH), outputs.vecZ, vecM)
             case "parallel_bw_dP":
                 known["vecDeltaN_states"], _ = vector_states(outputs.vecDeltaN_added, known["scaGamma"], n, backward=True)
     return {name: known[name] for name in wanted}

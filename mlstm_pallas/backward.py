@@ -17,7 +17,7 @@ from mlstm_pallas.gate_gradients import (
 from mlstm_pallas.gates import ChunkGates, vector_states
 from mlstm_pallas.normaliser import NormaliserGradients, query_scale
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Lowering, steps_of
+from mlstm_pallas.stage import Lowering
 from mlstm_pallas.stages.chunk_gates import chunk_gates
 from mlstm_pallas.stages.parallel_bw_dP import parallel_bw_dP
 from mlstm_pallas.stages.parallel_bw_dQKV import parallel_bw_dQKV
@@ -51,10 +51,10 @@ def _backward(spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangen
     dh, last = cotangents.h, cotangents.last or States(None, jnp.zeros_like(x.n_initial), None)
     gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, spec.input_gate, stored.m, call=spec.call("chunk_gates", lowering))
     gamma = gates.scaGamma
-    of_normaliser = normaliser_gradients(spec, dh, h, z, gates)
-    operands = x.q, x.k, x.v, dh, gates, of_normaliser
-    tiles_call = spec.call("parallel_bw_dP", lowering)
-    tiles = parallel_bw_dP(*operands, scale_keys=recompute, scaled=not spec.weights_operands, call=tiles_call)
+    operands, tiles_call = (x.q, x.k, x.v, dh, gates), spec.call("parallel_bw_dP", lowering)
+    scaled = not spec.weights_operands
+    tiles = parallel_bw_dP(*operands, h, z, normaliser=spec.normaliser, scale_keys=recompute, scaled=scaled, call=tiles_call)
+    of_normaliser = tiles.normaliser_gradients
     queries, keys, weights = tiles.matQ_scaled, tiles.matK_scaled, {}
     if spec.weights_operands:
         queries, keys, weights = x.q, x.k, state_weights(spec.problem, gates, of_normaliser)
@@ -71,7 +71,7 @@ def _backward(spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangen
     n = stored.n
     dn_added = jnp.zeros_like(n) if tiles.vecDeltaN_added is None else tiles.vecDeltaN_added
     dn, dn_initial = vector_states(dn_added, gamma, last.n, backward=True)
-    gradients = parallel_bw_dQKV(*operands, tiles, C, n, dC, dn, call=spec.call("parallel_bw_dQKV", lowering))
+    gradients = parallel_bw_dQKV(*operands, of_normaliser, tiles, C, n, dC, dn, call=spec.call("parallel_bw_dQKV", lowering))
 
     through_chunk = gamma * (gradients.scaStates + inner(n, dn))
     dm = of_normaliser.vecDm if spec.stabilised else None
@@ -99,9 +99,3 @@ def state_weights(p: Problem, gates: ChunkGates, of_normaliser: NormaliserGradie
     """Of the queries and the keys of each step in dC and in C, for recurrent_bw_dC."""
     g = gates.per_step()
     return dict(vecR=query_scale(g.vecW, p.qk_scale, of_normaliser.vecInvDen), vecAbar=g.vecAbar)
-
-
-def normaliser_gradients(spec: CallSpec, dh, h, z, gates: ChunkGates) -> NormaliserGradients:
-    if spec.normaliser is None:
-        return NormaliserGradients()
-    return spec.normaliser.gradients(steps_of(inner(dh, h)), z, gates.per_step().vecM)

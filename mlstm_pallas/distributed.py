@@ -29,7 +29,6 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlstm_pallas.backend import on_backend
-from mlstm_pallas.backward import normaliser_gradients
 from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, Residuals, States
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.entry import Options, run
@@ -40,6 +39,7 @@ from mlstm_pallas.normaliser import query_scale
 from mlstm_pallas.splits import SplitProducts, decays_in_splits, decays_of_others
 from mlstm_pallas.stage import Lowering, steps_like
 from mlstm_pallas.stages.chunk_gates import chunk_gates
+from mlstm_pallas.stages.parallel_bw_dP import normaliser_gradients
 from mlstm_pallas.stages.recurrence import split_products
 
 
@@ -161,7 +161,7 @@ def _gradient_summary(summary_spec: SummarySpec, residuals: Residuals, dh) -> Gr
         if lowering is not Lowering.XLA:
             q, h, dh = spec.strided(q), None if h is None else spec.strided(h), spec.strided(dh)
         gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, spec.input_gate, call=spec.call("chunk_gates", lowering))
-        gradients = normaliser_gradients(spec, dh, h, z, gates)
+        gradients = normaliser_gradients(spec.normaliser, dh, h, z, gates)
         gamma, w, S = gates.scaGamma, query_scale(gates.per_step().vecW, spec.problem.qk_scale), x.f.shape[-1]
         r = w if gradients.vecInvDen is None else w * gradients.vecInvDen
         products = _products(spec, lowering, q, dh, r * decays_in_splits(gamma, num_splits, S, backward=True), num_splits)

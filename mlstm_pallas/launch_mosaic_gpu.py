@@ -178,14 +178,20 @@ class Products:
 
     def from_zeros(self, issue: Callable[[Any], None], rows: int, columns: int) -> jax.Array:
         """The accumulator after ``issue(accumulator)``."""
-        if self.interpret:
-            return self.onto(issue, jnp.zeros((rows, columns), jnp.float32))[0]
+        return self.all_from_zeros(issue, (rows, columns))[1]
 
-        def scope(accumulator):
-            issue(accumulator)
-            return accumulator[...]
+    def all_from_zeros(self, issue: Callable[..., Any], *shapes: tuple[int, int]) -> Sequence[Any]:
+        """What ``issue(*accumulators)`` returns, and the accumulators after it."""
 
-        return pl.run_scoped(scope, plgpu.ACC((rows, columns), jnp.float32))
+        def scope(*accumulators):
+            found = issue(*accumulators)
+            return found, *(self.read(x, 0) for x in accumulators)
+
+        if not self.interpret:
+            return pl.run_scoped(scope, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
+        found = scope(*(_Sum(jnp.zeros(shape, jnp.float32)) for shape in shapes))
+        plgpu.commit_smem()
+        return found
 
     def onto(self, issue: Callable[..., None], *initial: jax.Array) -> Sequence[jax.Array]:
         """The accumulators, which start from these values, after ``issue(*accumulators)``."""
@@ -196,18 +202,18 @@ class Products:
             return [x.value for x in sums]
         return pl.run_state(lambda refs: issue(*refs))(tuple(plgpu.ACC.init(x) for x in initial))
 
-    def loop(self, accumulator: Any, count: Any, body: Callable[[jax.Array, Any], Any]) -> None:
-        """body(j, ()) for each j below count, which adds to the accumulator."""
+    def loop(self, accumulator: Any, count: Any, body: Callable[[jax.Array, Any], Any], init: Any = None) -> Any:
+        """``tiles.loop`` of a body that adds to the accumulator."""
         if not self.interpret:
-            loop(count, body, ())
-            return
+            return loop(count, body, init)
 
-        def step(j, value):
-            accumulator.value = value
-            body(j, ())
-            return accumulator.value
+        def step(j, values):
+            accumulator.value, carry = values
+            carry = body(j, carry)
+            return accumulator.value, carry
 
-        accumulator.value = loop(count, step, accumulator.value)
+        accumulator.value, carry = loop(count, step, (accumulator.value, init))
+        return carry
 
     def sum_over_rows(self, x: jax.Array, scratch: Any) -> jax.Array:
         """The sums over axis 0 of a float32 tile, BY_COLUMNS; scratch: of this warpgroup alone, where jnp.sum has one for the CTA."""

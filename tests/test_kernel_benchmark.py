@@ -17,6 +17,7 @@ from roofline import Shape
 
 from mlstm_pallas import KernelConfig, StageConfig, reference
 from mlstm_pallas.config import heuristic_config
+from mlstm_pallas.normaliser import NormaliserGradients
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.validation import MOSAIC_GPU_JAX
 
@@ -65,7 +66,7 @@ READ = {
     "parallel_fw_H": {"chunk_gates": lambda x: (GATES(x), x.vecM)},
     "parallel_fw_P": {"chunk_gates": lambda x: (GATES(x), x.vecAbar, x.vecM, x.scaGamma)},
     "recurrent_fw_H": {"parallel_fw_P": lambda x: (x.matP, x.matK_scaled, x.vecR)},
-    "parallel_bw_dP": {"chunk_gates": lambda x: (GATES(x), x.vecAbar), "normaliser_gradients": lambda x: (x.vecInvDen, x.vecDzDen)},
+    "parallel_bw_dP": {"chunk_gates": lambda x: (GATES(x), x.vecAbar, x.vecM)},
     "recurrent_bw_dC": {"scaGamma": lambda x: (x, x)},
     "parallel_bw_dQKV": {
         "chunk_gates": lambda x: (x.vecW, x.vecAbar),
@@ -337,7 +338,8 @@ def test_what_a_chunk_of_many_tiles_leaves_unwritten_is_not_compared(impl, tmp_p
     assert run("--stage=parallel_bw_dP", f"--impl={impl}", *request, f"--jsonl={jsonl}") == 0
     [record] = records_in(jsonl)
     tiles = "matP", "matDeltaP", "matQ_scaled", "matK_scaled"
-    assert record["errors"].keys() == {*tiles, "vecDeltaN_added", "per_query", "per_key", "diagonal"}
+    sums = "vecDeltaN_added", "per_query", "per_key", "diagonal"
+    assert record["errors"].keys() == {*tiles, *NormaliserGradients._fields, *sums}
 
 
 def test_a_wrong_output_is_refused(monkeypatch, tmp_path, capsys):

@@ -242,24 +242,33 @@ def random_gates(draw, BNH, NC, L):
     ],
 )
 def test_parallel_bw_dP_against_float64(L, normalise, layout, capsys):
-    """All outputs, in chunks of several tiles and of one; more items than CTAs."""
-    B, NH, S, DHQK, DHHV = 1, 2, 512, 128, 64
+    """All outputs, in chunks of several tiles and of one; more items than CTAs, and floors above and below |z|."""
+    B, NH, S, DHQK, DHHV = 1, 2, 512, 64, 128
     p, draw = Problem(B, NH, S, DHQK, DHHV, L, DHQK**-0.5), np.random.default_rng(3)
-    q, k, v, dh = (jnp.asarray(draw.normal(size=(B, NH, S, D)), "bfloat16") for D in (DHQK, DHQK, DHHV, DHHV))
+    q, k, v, dh, h = (jnp.asarray(draw.normal(size=(B, NH, S, D)), "bfloat16") for D in (DHQK, DHQK, DHHV, DHHV, DHHV))
     gates = random_gates(draw, p.BNH, p.NC, L)
-    inv_den, dz_den = draw.uniform(size=(p.BNH, S)).astype("float32"), draw.normal(size=(p.BNH, S)).astype("float32")
-    gradients = NormaliserGradients(inv_den, None, dz_den, None) if normalise else NormaliserGradients()
+    z, m = draw.normal(size=(2, p.BNH, p.NC, L)).astype("float32")
+    gates, normaliser = gates._replace(vecM=m), Normaliser(eps=0.1) if normalise else None
     call = StageCall(p, StageConfig(num_stages=3), None, Lowering.MOSAIC_GPU_INTERPRET)
-    given = [swapped(x) if layout == "BTNH" else x[0] for x in (q, k, v, dh)]
-    found = jax.jit(lambda *x: STAGES["parallel_bw_dP"].run(*x, gates, gradients, call=call))(*given)
+    given = [swapped(x) if layout == "BTNH" else x[0] for x in (q, k, v, dh, h)]
+
+    @jax.jit
+    def run(q, k, v, dh, h):
+        of_forward = (h, z.reshape(p.BNH, S)) if normalise else (None, None)
+        return STAGES["parallel_bw_dP"].run(q, k, v, dh, gates, *of_forward, normaliser=normaliser, call=call)
+
+    found = run(*given)
     assert RACE not in capsys.readouterr().out
 
     def chunks(x):
         return np.asarray(jnp.asarray(x).astype("float32"), "float64").reshape(p.BNH, p.NC, L, -1)
 
-    q, k, v, dh = map(chunks, (q, k, v, dh))
+    q, k, v, dh, h = map(chunks, (q, k, v, dh, h))
     (e, u), w = (sum(map(np.float64, x)) for x in (gates.vecE, gates.vecU)), np.float64(gates.vecW)
-    inv, bias = (np.float64(x).reshape(w.shape) if normalise else y for x, y in ((inv_den, np.ones_like(w)), (dz_den, np.zeros_like(w))))
+    inv, bias, delta = np.ones_like(w), np.zeros_like(w), np.sum(dh * h, axis=-1)
+    if normalise:
+        z, floor = np.float64(z), np.exp(-np.float64(m))
+        inv, bias = 1 / (np.maximum(np.abs(z), floor) + 0.1), np.where(np.abs(z) >= floor, -np.sign(z) * delta, 0.0)
     D = np.tril(np.exp(np.minimum(e[..., None, :] - u[..., None], 80.0)))
     scores, dA = np.einsum("nctk,ncsk->ncts", q, k) * p.qk_scale, np.einsum("nctv,ncsv->ncts", dh, v)
     dP = D * (dA + bias[..., None]) * inv[..., None]
@@ -282,7 +291,10 @@ def test_parallel_bw_dP_against_float64(L, normalise, layout, capsys):
     }
     if normalise:
         expected["vecDeltaN_added"] = np.einsum("nct,nctk->nck", r * bias, q), np.float64(found.vecDeltaN_added)
+        of_normaliser = dict(vecInvDen=inv, vecDz=bias * inv, vecDzDen=bias, vecDm=-delta * 0.1 * inv)
+        expected |= {name: (x.reshape(p.BNH, S), getattr(found.normaliser_gradients, name)) for name, x in of_normaliser.items()}
     else:
+        assert found.normaliser_gradients == NormaliserGradients()
         assert found.vecDeltaN_added is None
     for name, (wanted, actual) in expected.items():
         rounded = "bfloat16" if name.startswith("mat") else "float32"

@@ -1,13 +1,16 @@
 """Stage parallel_bw_dP: what recurrent_bw_dC and parallel_bw_dQKV multiply, all tiles in parallel.
 
     P_ts = D_ts scale q_t . k_s / den_t        dP_ts = D_ts (dnum_t . v_s + dz_t),  s <= t inside the chunk        dnum_t = dh_t / den_t
-    kbar_s = abar_s k_s                        qbar_t = w_t scale / den_t q_t
+    kbar_s = abar_s k_s                        qbar_t = w_t scale / den_t q_t                                delta_t = dh_t . h_t
+
+The normaliser's gradients, dz among them, are multiples of delta. The Mosaic GPU kernel computes delta, as it reads dh anyway; for the
+Triton kernel XLA does, in a pass over h and dh.
 
 Grid (CTAs of a chunk, NC, B * NH). With T = siz_b_LQ a chunk has n = L / T tiles of queries: n (n + 1) / 2 CTAs own a T x T tile of P
 and dP each, from siz_b_loop columns of q and k, of v and dh, at a time; n more scale T queries and keys. For the gates' gradients the
 former sum W_ts = dP_ts scale q_t . k_s over the queries and the keys of their tile; the latter sum what their steps add to dn.
 
-FLOPs: R (L + 1) (K + V). Bytes: q, k, v, dh, qbar, kbar, P and dP, R (4 K + 2 V + 2 L) itemsize.
+FLOPs: R (L + 1) (K + V). Bytes: q, k, v, dh, h, qbar, kbar, P and dP, R (4 K + 3 V + 2 L) itemsize.
 """
 
 from collections.abc import Sequence
@@ -19,10 +22,10 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.gate_gradients import TilePairs
+from mlstm_pallas.gate_gradients import TilePairs, inner
 from mlstm_pallas.gates import ChunkGates, causal, decay_matrix, fusion_barrier
 from mlstm_pallas.launch import kernel_call, masked_store
-from mlstm_pallas.normaliser import NormaliserGradients, query_scale
+from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, NormaliserGradients, query_scale
 from mlstm_pallas.problem import MAX_TILE, Problem
 from mlstm_pallas.stage import (
     MOSAIC_GPU_SHARED_BYTES,
@@ -35,6 +38,7 @@ from mlstm_pallas.stage import (
     search_of,
     sequence_spec,
     steps_like,
+    steps_of,
 )
 from mlstm_pallas.tiles import Precision, block_at, blocks, causal_mask, decay_tile, dot, loop, sum_of
 
@@ -51,7 +55,18 @@ class GradientTiles(NamedTuple):
     matQ_scaled: Any  # (B * NH, S, DHQK) qbar, on Mosaic GPU in the layout of q; None where recurrent_bw_dC weights the queries
     matK_scaled: Any  # (B * NH, S, DHQK) kbar, likewise; None where it weights the keys, or C is not recomputed
     pairs: TilePairs
+    normaliser_gradients: NormaliserGradients
     vecDeltaN_added: jax.Array | None  # (B * NH, NC, DHQK) sum of w_t scale dz_t q_t; None without a normaliser
+
+
+def normaliser_gradients(
+    normaliser: Normaliser | None, matDeltaH: jax.Array, matH: jax.Array | None, vecZ: Any, gates: ChunkGates
+) -> NormaliserGradients:
+    """What the normaliser passes back; the arguments are those of the stage."""
+    if normaliser is None:
+        return NormaliserGradients()
+    delta = jnp.zeros_like(vecZ) if matH is None else steps_of(inner(matDeltaH, matH))
+    return normaliser.gradients(delta, vecZ, gates.per_step().vecM)
 
 
 def _parallel_bw_dP_kernel(
@@ -159,8 +174,10 @@ def parallel_bw_dP(
     matV: jax.Array,
     matDeltaH: jax.Array,
     gates: ChunkGates,
-    gradients: NormaliserGradients,
+    matH: jax.Array | None,
+    vecZ: jax.Array | None,
     *,
+    normaliser: Normaliser | None = DEFAULT_NORMALISER,
     scale_keys: bool = True,
     scaled: bool = True,
     call: StageCall,
@@ -169,14 +186,18 @@ def parallel_bw_dP(
 
     Args:
       matQ, matK: (B * NH, S, DHQK), matV, matDeltaH: (B * NH, S, DHHV), in the kernel dtype.
-      gates, gradients: of chunk_gates, and of the normaliser.
+      gates: of chunk_gates.
+      matH, vecZ: of the forward pass, (B * NH, S, DHHV) in the kernel dtype and (B * NH, S) float32. Without a normaliser neither is
+        read. matH None: the denominator is a constant, as of an h of zeros.
+      normaliser: None: h is the numerator.
       scale_keys: whether kbar, from which C is recomputed, is wanted.
       scaled: whether qbar and kbar are; on Mosaic GPU recurrent_bw_dC may weight queries and keys itself.
     """
+    if call.lowering.mosaic_gpu:
+        return _on_mosaic_gpu(matQ, matK, matV, matDeltaH, gates, matH, vecZ, normaliser, scale_keys, scaled, call)
+    gradients = normaliser_gradients(normaliser, matDeltaH, matH, vecZ, gates)
     if call.plain:
         return _plain(matQ, matK, matV, matDeltaH, gates, gradients, scale_keys, call)
-    if call.lowering.mosaic_gpu:
-        return _on_mosaic_gpu(matQ, matK, matV, matDeltaH, gates, gradients, scale_keys, scaled, call)
     p, T = call.problem, call.tiles.siz_b_LQ
     n = blocks(p.L, T)
     vector = pl.BlockSpec((None, p.L), lambda x, c, b: (b, c))
@@ -216,23 +237,29 @@ def parallel_bw_dP(
     dn_added = jnp.sum(more.pop().reshape(p.BNH, p.NC, n, p.DHQK), axis=2) if normalise else None
     tiles = (p.BNH, n, p.NC, n, T)
     pairs = TilePairs(per_query.reshape(tiles), per_key.reshape(tiles), diagonal.reshape(p.BNH, p.NC, n, T))
-    return GradientTiles(P, dP, qbar, kbar, pairs, dn_added)
+    return GradientTiles(P, dP, qbar, kbar, pairs, gradients, dn_added)
 
 
-def _on_mosaic_gpu(matQ, matK, matV, matDeltaH, gates, gradients, scale_keys, scaled, call) -> GradientTiles:
+def _on_mosaic_gpu(matQ, matK, matV, matDeltaH, gates, matH, vecZ, normaliser, scale_keys, scaled, call) -> GradientTiles:
     from mlstm_pallas.stages.mosaic_gpu.parallel_bw_dP import parallel_bw_dP as on_mosaic_gpu
     from mlstm_pallas.stages.mosaic_gpu.step_sums import step_sums
 
-    g = gates.per_step()
+    g, gradients = gates.per_step(), NormaliserGradients()
+    if normaliser is None:
+        P, dP, pairs, _ = on_mosaic_gpu(matQ, matK, matV, matDeltaH, gates, None, None, None, call)
+    else:
+        per_delta = normaliser.gradients(jnp.ones_like(vecZ), vecZ, g.vecM)  # which are linear in delta
+        of_normaliser = per_delta.vecInvDen, per_delta.vecDzDen
+        P, dP, pairs, delta = on_mosaic_gpu(matQ, matK, matV, matDeltaH, gates, matH, *of_normaliser, call)
+        gradients = normaliser.gradients(jnp.zeros_like(vecZ) if delta is None else delta, vecZ, g.vecM)
     r = query_scale(g.vecW, call.problem.qk_scale, gradients.vecInvDen)
-    P, dP, pairs = on_mosaic_gpu(matQ, matK, matV, matDeltaH, gates, gradients, call)
 
     def times(x, weights):
         return (x.astype(jnp.float32) * steps_like(weights, x)).astype(x.dtype)
 
     qbar, kbar = times(matQ, r) if scaled else None, times(matK, g.vecAbar) if scaled and scale_keys else None
     dn_added = None if gradients.vecDzDen is None else step_sums(matQ, r * gradients.vecDzDen, call)
-    return GradientTiles(P, dP, qbar, kbar, pairs, dn_added)
+    return GradientTiles(P, dP, qbar, kbar, pairs, gradients, dn_added)
 
 
 def _plain(matQ, matK, matV, matDeltaH, gates, gradients, scale_keys, call) -> GradientTiles:
@@ -259,7 +286,7 @@ def _plain(matQ, matK, matV, matDeltaH, gates, gradients, scale_keys, call) -> G
     kbar = k.astype(acc) * gates.vecAbar[..., None]
     P, dP, Q_scaled, K_scaled = (x.reshape(p.BNH, p.S, x.shape[-1]).astype(q.dtype) for x in (P, dP * p.qk_scale, qbar, kbar))
     dn_added = None if dz_den is None else jnp.sum(qbar * dz_den[..., None], axis=2)
-    return GradientTiles(P, dP, Q_scaled, K_scaled if scale_keys else None, pairs, dn_added)
+    return GradientTiles(P, dP, Q_scaled, K_scaled if scale_keys else None, pairs, gradients, dn_added)
 
 
 def _heuristic(DHQK: int, dtype: jnp.dtype) -> StageConfig:
@@ -268,10 +295,10 @@ def _heuristic(DHQK: int, dtype: jnp.dtype) -> StageConfig:
 
 
 def _cost(p: Problem, itemsize: int) -> Cost:
-    """Beside the above in float32 e, u, w, abar, 1/den, dz den, three sums for the gates' gradients, what a chunk adds to dn."""
+    """Beside the above in float32 e, u, w, abar, m, z, 1/den, dz, dz den, dm, three sums for the gates, what a chunk adds to dn."""
     R, K, V = p.BNH * p.S, p.DHQK, p.DHHV
-    floats = 11 * R + p.BNH * p.NC * K
-    return Cost(R * (p.L + 1) * (K + V), itemsize * R * (4 * K + 2 * V + 2 * p.L) + 4 * floats)
+    floats = 15 * R + p.BNH * p.NC * K
+    return Cost(R * (p.L + 1) * (K + V), itemsize * R * (4 * K + 3 * V + 2 * p.L) + 4 * floats)
 
 
 def _loops(tiles: StageConfig, p: Problem) -> Sequence[LoopOperands]:
@@ -286,8 +313,8 @@ def clamp_to_tile(tiles: StageConfig, p: Problem) -> StageConfig:
 
 
 def _mosaic_gpu_takes(tiles: StageConfig, p: Problem) -> bool:
-    """Stages of two tiles of 128 x 64, four output tiles of 64 x 64, what sums take, and barriers."""
-    shared = 2 * (tiles.num_stages * 2 * 128 * 64 + 4 * 64 * 64) + 4 * 2 * 2048 + 2048 + 1024
+    """Stages of two tiles of 128 x 64, three such tiles of h, four output tiles of 64 x 64, what sums take, and barriers."""
+    shared = 2 * ((tiles.num_stages * 2 + 3) * 128 * 64 + 4 * 64 * 64) + 4 * 2 * 2048 + 2048 + 1024
     fits = tiles.num_stages >= 2 and shared <= MOSAIC_GPU_SHARED_BYTES
     return fits and p.DHQK % 64 == 0 and p.DHHV % 64 == 0 and p.L % 128 == 0
 
@@ -295,15 +322,15 @@ def _mosaic_gpu_takes(tiles: StageConfig, p: Problem) -> bool:
 STAGE = Stage(
     name="parallel_bw_dP",
     run=parallel_bw_dP,
-    inputs=("matQ", "matK", "matV", "matDeltaH", "chunk_gates", "normaliser_gradients"),
+    inputs=("matQ", "matK", "matV", "matDeltaH", "chunk_gates", "matH", "vecZ"),
     search=search_of("siz_b_loop", siz_b_LQ=(16, 32, 64, 128)),
     heuristic=_heuristic,
     cost=_cost,
     loops=_loops,
     clamp=clamp_to_tile,
     mosaic_gpu=MosaicGpu(
-        search=dict(num_stages=(3, 4, 5)),
-        heuristic=lambda p: StageConfig(num_stages=5),
+        search=dict(num_stages=(2, 3, 4)),
+        heuristic=lambda p: StageConfig(num_stages=4),
         takes=_mosaic_gpu_takes,
     ),
 )

@@ -285,10 +285,11 @@ def input_gradients(spec: CallSpec, lowering: Lowering, q, k, v, dh, gates: Chun
     v, dh = _padded(v, spec.dtype, p.DHHV), _padded(dh, spec.dtype, p.DHHV)
     C, dC = (_padded(_blocks(x, DHQK), spec.dtype, p.DHQK, p.DHHV) for x in (C, dC))
     n = jnp.zeros((p.BNH, p.NC, p.DHQK), gates.vecW.dtype)  # meets a dz of 0, and so is its gradient
-    operands = q, k, v, dh, gates, constant_denominator(spec, vecN_out)
-    tiles = parallel_bw_dP(*operands, scale_keys=False, call=spec.call("parallel_bw_dP", lowering))
+    operands, z = (q, k, v, dh, gates), vecN_out.astype(accumulator(spec))
+    call = spec.call("parallel_bw_dP", lowering)
+    tiles = parallel_bw_dP(*operands, None, z, normaliser=spec.normaliser, scale_keys=False, call=call)
     call = spec.call("parallel_bw_dQKV", lowering)
-    dq, dk, dv, *_ = parallel_bw_dQKV(*operands, tiles, C[:, : p.NC], n, dC[:, -p.NC :], n, call=call)
+    dq, dk, dv, *_ = parallel_bw_dQKV(*operands, tiles.normaliser_gradients, tiles, C[:, : p.NC], n, dC[:, -p.NC :], n, call=call)
     return dq[..., :DHQK], dk[..., :DHQK], dv[..., :DHHV]
 
 

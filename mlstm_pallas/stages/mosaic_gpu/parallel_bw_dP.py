@@ -1,10 +1,14 @@
-"""parallel_bw_dP on Mosaic GPU: P, dP and the sums of W of ``stages/parallel_bw_dP.py``, without scaled queries and keys.
+"""parallel_bw_dP on Mosaic GPU: P, dP, the sums of W and delta of ``stages/parallel_bw_dP.py``, without scaled queries and keys.
 
 One CTA an SM. Each takes every n-th item, a tile of 128 queries and 128 keys of a chunk. One warpgroup copies the operands
 num_stages steps ahead, into the next item too; a step is 64 columns of q and k, or of dh and v, and the last one has e_s. Two warpgroups
-multiply, each for 64 queries: scores and dnum . v in two accumulators, from which they compute what is written, 64 keys at a time.
+multiply, each for 64 queries: scores and dh . v in two accumulators, from which they compute what is written, 64 keys at a time.
 
-An item reads 256 (DHQK + DHHV) elements. Tiles of 64 x 64 would read twice as much through the L2.
+With a normaliser dz_t den_t = slope_t delta_t; slope_t is -sign(z_t), or 0 where the floor is larger than |z_t|. While a product with a
+tile of dh runs, its warpgroup multiplies its rows of that tile with those of h for delta. The tiles of h have stages of their own. All
+items of a tile of queries compute the same delta to the bit; the one on the diagonal writes it.
+
+An item reads 256 (DHQK + DHHV) elements, and 128 DHHV of h. Tiles of 64 x 64 would read twice as much through the L2.
 """
 
 import functools
@@ -34,13 +38,13 @@ from mlstm_pallas.launch_mosaic_gpu import (
     plgpu,
     tile_transforms,
 )
-from mlstm_pallas.normaliser import NormaliserGradients
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Lowering, StageCall
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 TILE = 128  # queries, and keys, of an item
 DEPTH = 64  # of the product of a step
+H_STAGES = 3  # tiles of h in shared memory
 LOG2_E = float(np.log2(np.e))
 
 
@@ -49,22 +53,27 @@ def _kernel(
     k,
     v,  # (B * NH, S, DHHV) or (B, S, NH, DHHV)
     dh,
+    h,  # likewise; absent where delta is 0 and without a normaliser
     e_hi,  # (B * NH, S), as all that follow
     e_lo,
     u_hi,
     u_lo,
     inv_den,  # absent without a normaliser
-    dz_den,  # likewise
+    slope,  # absent where h is
     P,  # out (B * NH, S, L)
     dP,  # out (B * NH, S, L)
     per_query,  # out (B * NH, L / 64, S) sum of W_ts over s < t in each tile of keys
     per_key,  # out (B * NH, L / 64, S) sum of W_ts over t > s in each tile of queries
     diagonal,  # out (B * NH, S) W_tt
+    delta,  # out (B * NH, S); absent where h is
     operands,  # shared: the tiles of a step, and the vectors that take their place
+    h_tiles,  # shared (H_STAGES, 128, 64)
     out_tiles,  # shared (2 warpgroups, 2, 64, 64)
     scratch,  # shared (2 warpgroups, 2048), for sums over queries
     full,  # barriers, one a stage
     empty,
+    h_full,  # barriers, one a stage of h
+    h_empty,
     *,
     p: Problem,
     scale: float,
@@ -101,12 +110,24 @@ def _kernel(
                 for y, steps, tile in ((a, queries, left), (b, keys, right)):
                     plgpu.copy_gmem_to_smem(head_of(y, head, p).at[steps, block(x, DEPTH)], tile.at[slot], full.at[slot])
 
+            def tile_of_h(x):
+                step = index * steps_v + x
+                slot = remainder(step, H_STAGES)
+                pl.when(step >= H_STAGES)(lambda: plgpu.barrier_wait(h_empty.at[slot]))
+                plgpu.copy_gmem_to_smem(head_of(h, head, p).at[queries, block(x, DEPTH)], h_tiles.at[slot], h_full.at[slot])
+
             def vectors():
                 for y, tile in ((e_hi, left_vector), (e_lo, right_vector)):
                     plgpu.copy_gmem_to_smem(y.at[head, keys], tile.at[slot, :TILE], full.at[slot])
 
             pl.when(x < steps_k)(lambda: operands(q, k, x))
-            pl.when((x >= steps_k) & (x < steps_k + steps_v))(lambda: operands(dh, v, x - steps_k))
+
+            @pl.when((x >= steps_k) & (x < steps_k + steps_v))
+            def values():
+                operands(dh, v, x - steps_k)
+                if h is not None:
+                    tile_of_h(x - steps_k)
+
             pl.when(x == steps_k + steps_v)(vectors)
             return _
 
@@ -136,26 +157,36 @@ def _kernel(
 
         # Loaded before the products and used after them: their latency is hidden.
         u = of_rows(u_hi), of_rows(u_lo)
-        inv, bias = (None if x is None else of_rows(x) for x in (inv_den, dz_den))
+        inv, slopes = (None if x is None else of_rows(x) for x in (inv_den, slope))
+
+        def times_h(x, slot):
+            """dh_t . h_t over the columns of a step."""
+            h_slot = remainder(index * steps_v + x, H_STAGES)
+            plgpu.barrier_wait(h_full.at[h_slot])
+            a, b = (load(tile).astype(jnp.float32) for tile in (left.at[slot, own], h_tiles.at[h_slot, own]))
+            products.release(h_empty.at[h_slot])
+            return products.sum_over_columns(a * b)
 
         def both(scores, dA):
-            def add(accumulator, start, count):
-                def one(x, _):
+            def add(accumulator, start, count, row_sums=None):
+                def one(x, row_sums):
                     slot = slot_of(start + x)
                     plgpu.barrier_wait(full.at[slot])
                     products.add(accumulator, left.at[slot, own], right.at[slot].T)
                     products.wait(1)
                     pl.when(start + x > 0)(lambda: products.release(empty.at[slot_of(start + x - 1)]))
-                    return _
+                    return None if row_sums is None else row_sums + times_h(x, slot)
 
-                products.loop(accumulator, count, one)
+                return products.loop(accumulator, count, one, row_sums)
 
             add(scores, 0, steps_k)
-            add(dA, steps_k, steps_v)
+            row_sums = add(dA, steps_k, steps_v, None if h is None else plgpu.layout_cast(jnp.zeros((R,), jnp.float32), BY_ROWS))
             products.wait(0)
             products.release(empty.at[slot_of(steps_k + steps_v - 1)])
+            return row_sums
 
-        scores, dA = products.onto(both, products.zeros(R, TILE), products.zeros(R, TILE))
+        delta_of_rows, scores, dA = products.all_from_zeros(both, (R, TILE), (R, TILE))
+        bias = None if h is None else slopes * delta_of_rows
         slot = slot_of(steps_of_item - 1)
         plgpu.barrier_wait(full.at[slot])
         t, s = (plgpu.broadcasted_iota(jnp.int32, (R, R), axis, layout=plgpu.Layout.WGMMA) for axis in range(2))
@@ -192,6 +223,8 @@ def _kernel(
         @pl.when(i == j)
         def write():
             diagonal.at[head, steps][...] = on_diagonal
+            if h is not None:
+                delta.at[head, steps][...] = delta_of_rows
 
         return carry
 
@@ -200,6 +233,8 @@ def _kernel(
         plgpu.set_max_registers(40, action="decrease")
         loop(items, copy, ())
         drain(empty, items * steps_of_item, num_stages)
+        if h is not None:
+            drain(h_empty, items * steps_v, H_STAGES)
 
     @pl.when(wg < 2)
     def _():
@@ -214,19 +249,28 @@ def parallel_bw_dP(
     matV: jax.Array,
     matDeltaH: jax.Array,
     gates: ChunkGates,
-    gradients: NormaliserGradients,
+    matH: jax.Array | None,
+    vecInvDen: jax.Array | None,
+    vecSlope: jax.Array | None,
     call: StageCall,
-) -> tuple[jax.Array, jax.Array, TilePairs]:
-    """Runs the stage: P, dP, and the sums of W in tiles of 64 steps."""
+) -> tuple[jax.Array, jax.Array, TilePairs, jax.Array | None]:
+    """Runs the stage: P, dP, the sums of W in tiles of 64 steps, and delta.
+
+    Args:
+      matH: as matDeltaH; None: delta is 0.
+      vecInvDen, vecSlope: 1 / den_t and slope_t, (B * NH, S) float32; None without a normaliser.
+    """
     p, dtype, num_stages, g = call.problem, matQ.dtype, call.tiles.num_stages, gates.per_step()
-    interpret = call.lowering is Lowering.MOSAIC_GPU_INTERPRET
+    interpret, reads_h = call.lowering is Lowering.MOSAIC_GPU_INTERPRET, matH is not None
     tiles, T = blocks(p.L, TILE), REGISTER_ROWS
     n = p.L // T
     programs = min(multiprocessors(interpret), p.BNH * p.NC * tiles * (tiles + 1) // 2)
 
     # The tile and the vector have the same bytes, so that a slot has the same place in both.
-    tile = plgpu.SMEM((num_stages, TILE, DEPTH), dtype, transforms=tile_transforms(DEPTH, dtype.itemsize))
+    transforms = tile_transforms(DEPTH, dtype.itemsize)
+    tile = plgpu.SMEM((num_stages, TILE, DEPTH), dtype, transforms=transforms)
     vector = plgpu.SMEM((num_stages, TILE * DEPTH * dtype.itemsize // 4), jnp.float32)
+    per_step = jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32)
     matrix, sums = jax.ShapeDtypeStruct((p.BNH, p.S, p.L), dtype), jax.ShapeDtypeStruct((p.BNH, n, p.S), jnp.float32)
     found = mosaic_call(
         functools.partial(_kernel, p=p, scale=p.qk_scale, programs=programs, num_stages=num_stages, products=Products(interpret)),
@@ -238,14 +282,18 @@ def parallel_bw_dP(
             "dP": matrix,
             "per_query": sums,
             "per_key": sums,
-            "diagonal": jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32),
+            "diagonal": per_step,
+            "delta": per_step if reads_h else None,
         },
         scratch={
             "operands": [one_of(tile, vector, interpret=interpret), one_of(tile, vector, interpret=interpret)],
+            "h_tiles": plgpu.SMEM((H_STAGES, TILE, DEPTH), dtype, transforms=transforms) if reads_h else None,
             "out_tiles": plgpu.SMEM((2, 2, T, T), dtype, transforms=tile_transforms(T, dtype.itemsize)),
             "scratch": plgpu.SMEM((2, SUM_SCRATCH), jnp.float32),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
             "empty": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
+            "h_full": plgpu.Barrier(num_arrivals=1, num_barriers=H_STAGES) if reads_h else None,
+            "h_empty": plgpu.Barrier(num_arrivals=2, num_barriers=H_STAGES) if reads_h else None,
         },
         interpret=interpret,
     )(
@@ -253,15 +301,16 @@ def parallel_bw_dP(
         k=matK,
         v=matV,
         dh=matDeltaH,
+        h=matH,
         e_hi=g.vecE[0],
         e_lo=g.vecE[1],
         u_hi=g.vecU[0],
         u_lo=g.vecU[1],
-        inv_den=gradients.vecInvDen,
-        dz_den=gradients.vecDzDen,
+        inv_den=vecInvDen,
+        slope=vecSlope if reads_h else None,
     )
     of_tiles = (p.BNH, n, p.NC, n, T)
     pairs = TilePairs(
         found["per_query"].reshape(of_tiles), found["per_key"].reshape(of_tiles), found["diagonal"].reshape(p.BNH, p.NC, n, T)
     )
-    return found["P"], found["dP"], pairs
+    return found["P"], found["dP"], pairs, found["delta"]
