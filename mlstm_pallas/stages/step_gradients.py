@@ -14,4 +14,4 @@ def step_gradients(*arguments: Any, call: StageCall) -> tuple[jax.Array, jax.Arr
         return gate_gradients.step_gradients(*arguments)
     from mlstm_pallas.stages.mosaic_gpu.step_gradients import step_gradients as on_mosaic_gpu
 
-    return on_mosaic_gpu(*arguments, call)
+    return on_mosaic_gpu(*arguments, call=call)
