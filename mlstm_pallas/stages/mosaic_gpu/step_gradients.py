@@ -143,6 +143,7 @@ def step_gradients(
     through: jax.Array,
     steps: GateSteps,
     dm: jax.Array | None,
+    *,
     call: StageCall,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """``gate_gradients.step_gradients`` of what parallel_bw_dP makes on Mosaic GPU; call: its own."""
