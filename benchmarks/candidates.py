@@ -219,7 +219,7 @@ class StageProcess:
         """Compiles; a result where there is nothing to judge."""
         case, L = bench.case(stage), bench.implementation(stage, config).call.problem.L
         inputs = case.arrays(L)
-        for path in Path(self.folder).glob("*.*"):
+        for path in Path(self.folder).glob("*.*"):  # not "stderr"
             path.unlink()
         found = bench.prepare(stage, config, inputs, False)
         if isinstance(found, Result):

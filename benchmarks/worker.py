@@ -100,6 +100,8 @@ class Worker:
         with _starting, _environment(self.environment):
             if self._closed:
                 raise ProcessEnded("the worker is closed")
+            if self.stderr is not None:
+                open(self.stderr, "wb").close()  # what the process before wrote
             process.start()
             self._process = process
         other.close()  # the process has the only other end: when it ends, so does the wait for an answer

@@ -65,7 +65,8 @@ def mlstm_chunkwise(
       input_gate: "exp" or "sigmoid".
       normalize: False leaves out the denominator: h_t = scale C_t^T q_t. For the sigmoid gate only.
       recompute_states_in_bw: False keeps the states at the chunk boundaries for the backward pass, NC DHQK DHV elements of the kernel
-        dtype a head, which then has less to compute. Where nothing is differentiated no states are stored.
+        dtype a head, which then has less to compute. n and m of every chunk, NC (DHQK + 1) floats a head, are kept in any case. Where
+        nothing is differentiated no states are stored.
       layout: "BNTH", or "BTNH": q, k (B, S, NH, DHQK), v and h (B, S, NH, DHV), i and f (B, S, NH), as a model's projections make them;
         the kernels read and write these as they are. States and segment_ids have the same shapes with both.
       backend: "triton" (GPU kernels), "interpret" (the same kernels interpreted: slow, for tests; in a shard_map with check_vma=False),

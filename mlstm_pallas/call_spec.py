@@ -219,10 +219,10 @@ class StoredStates(NamedTuple):
     """At the chunk boundaries, of L steps; the true states are these times exp(m)."""
 
     C: Any  # (B, NH, NC, DHQK, DHHV) in the kernel dtype; None: recomputed
-    n: jax.Array  # (B, NH, NC, DHQK) float32, as what follows
+    n: Any  # (B, NH, NC, DHQK) float32, as what follows; None where only m is read, of a shard in sequence parallelism
     m: Any  # (B, NH, NC + 1); None: recomputed
     C_last: Any  # (B, NH, DHQK, DHHV); None where C is, or the last states are not wanted
-    n_last: jax.Array  # (B, NH, DHQK)
+    n_last: Any  # (B, NH, DHQK); None where n is
 
 
 class Forward(NamedTuple):
@@ -243,6 +243,6 @@ class Residuals(NamedTuple):
     """What the backward pass reads of the forward pass: h and z for the normaliser, and the states."""
 
     inputs: Inputs
-    h: jax.Array | None
+    h: jax.Array | None  # None where the denominator is a constant, too
     z: jax.Array | None
     states: StoredStates

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlstm_pallas.backend import on_backend
-from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, Residuals, States
+from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, Residuals, States, StoredStates
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.entry import Options, run
 from mlstm_pallas.fwbw import backward, forward, in_reverse_mode, operation, residuals_of, swap_heads_of_residuals
@@ -156,11 +156,11 @@ def _gradient_summary(summary_spec: SummarySpec, residuals: Residuals, dh) -> Gr
     spec, num_splits = summary_spec.call, summary_spec.num_splits
 
     def of_shard(lowering: Lowering, residuals: Residuals, dh):
-        x, h, z, _ = residuals
+        x, h, z, stored = residuals
         q = x.q
         if lowering is not Lowering.XLA:
             q, h, dh = spec.strided(q), None if h is None else spec.strided(h), spec.strided(dh)
-        gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, spec.input_gate, call=spec.call("chunk_gates", lowering))
+        gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, spec.input_gate, stored.m, call=spec.call("chunk_gates", lowering))
         gradients = normaliser_gradients(spec.normaliser, dh, h, z, gates)
         gamma, w, S = gates.scaGamma, query_scale(gates.per_step().vecW, spec.problem.qk_scale), x.f.shape[-1]
         r = w if gradients.vecInvDen is None else w * gradients.vecInvDen
@@ -237,7 +237,8 @@ def _sequence_bwd(axis_name: str, spec: CallSpec, residuals_and_last, cotangents
     dh, (dC, dn, dm) = cotangents  # of the shard's own last states
     dm = dm - inner(dC, last.c, 2) - inner(dn, last.n)
     # The residuals without what the summary does not read.
-    read = residuals._replace(inputs=residuals.inputs._replace(k=None, v=None, c_initial=None, n_initial=None), states=None)
+    inputs = residuals.inputs._replace(k=None, v=None, c_initial=None, n_initial=None)
+    read = residuals._replace(inputs=inputs, states=StoredStates(None, None, residuals.states.m, None, None))
     read = swap_heads_of_residuals(spec, read)
     local = operation(_gradient_summary, _summary_spec(spec, of_forward=False), read, spec.swap_heads(dh))
     one, zero = jnp.ones_like(dm), jnp.zeros_like(dm)

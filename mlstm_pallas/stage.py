@@ -1,7 +1,7 @@
 """What a stage is, and what everything around the stages has to know of one.
 
-Each file in stages/ has one stage: its kernel, its launcher, its plain jnp form, and a ``Stage`` with its facts. KernelConfig, the
-shared-memory check, the tuner, the roofline, the benchmark and the tests read those facts and list no stage themselves.
+A file in stages/ with a ``STAGE`` has one stage: its kernel, its launcher, its plain jnp form, and a ``Stage`` with its facts.
+KernelConfig, the shared-memory check, the tuner, the roofline, the benchmark and the tests read those facts and list no stage themselves.
 """
 
 import dataclasses

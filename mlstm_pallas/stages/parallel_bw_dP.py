@@ -313,7 +313,7 @@ def clamp_to_tile(tiles: StageConfig, p: Problem) -> StageConfig:
 
 
 def _mosaic_gpu_takes(tiles: StageConfig, p: Problem) -> bool:
-    """Stages of two tiles of 128 x 64, three such tiles of h, four output tiles of 64 x 64, what sums take, and barriers."""
+    """Stages of two tiles of 128 x 64, three such tiles of h, read or not, four of 64 x 64 for outputs, what sums take, and barriers."""
     shared = 2 * ((tiles.num_stages * 2 + 3) * 128 * 64 + 4 * 64 * 64) + 4 * 2 * 2048 + 2048 + 1024
     fits = tiles.num_stages >= 2 and shared <= MOSAIC_GPU_SHARED_BYTES
     return fits and p.DHQK % 64 == 0 and p.DHHV % 64 == 0 and p.L % 128 == 0

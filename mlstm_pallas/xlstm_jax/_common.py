@@ -19,12 +19,12 @@ from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, Residuals, Stat
 from mlstm_pallas.config import config_for
 from mlstm_pallas.entry import check_spec_fits
 from mlstm_pallas.gates import ChunkGates, LocalGates
-from mlstm_pallas.normaliser import Normaliser, NormaliserGradients, query_scale
+from mlstm_pallas.normaliser import Normaliser, query_scale
 from mlstm_pallas.problem import MIN_CHUNK_SIZE, make_problem
 from mlstm_pallas.sharding import over_shards
 from mlstm_pallas.stage import Lowering, StageConfig
 from mlstm_pallas.stages.chunk_gates import chunk_gates
-from mlstm_pallas.stages.parallel_bw_dP import parallel_bw_dP
+from mlstm_pallas.stages.parallel_bw_dP import normaliser_gradients, parallel_bw_dP
 from mlstm_pallas.stages.parallel_bw_dQKV import parallel_bw_dQKV
 from mlstm_pallas.stages.parallel_fw_H import parallel_fw_H
 from mlstm_pallas.stages.recurrent_bw_dC import recurrent_bw_dC
@@ -261,17 +261,11 @@ def outputs(spec: CallSpec, lowering: Lowering, q, k, v, gates: ChunkGates, C, n
     return found.matH[..., :DHHV], jnp.maximum(jnp.abs(found.vecZ), normaliser.floor(m))
 
 
-def constant_denominator(spec: CallSpec, vecN_out) -> NormaliserGradients:
-    """1 / (vecN_out + eps), and nothing for z and m: what the normaliser passes back of an h of zeros, without a floor."""
-    normaliser: Any = spec.normaliser
-    z = vecN_out.astype(accumulator(spec))
-    return normaliser.gradients(jnp.zeros_like(z), z, None)
-
-
 def state_gradients(spec: CallSpec, lowering: Lowering, q, dh, gates: ChunkGates, vecN_out, dC_last):
     """The gradients of C after each chunk, in the kernel dtype, and of the first C, float32."""
     p, DHQK, DHHV = spec.problem, q.shape[-1], dh.shape[-1]
-    r = query_scale(gates.per_step().vecW, p.qk_scale, constant_denominator(spec, vecN_out).vecInvDen)
+    of_normaliser = normaliser_gradients(spec.normaliser, dh, None, vecN_out.astype(accumulator(spec)), gates)
+    r = query_scale(gates.per_step().vecW, p.qk_scale, of_normaliser.vecInvDen)
     q, dh = _padded(q * r[..., None], spec.dtype, p.DHQK), _padded(dh, spec.dtype, p.DHHV)
     dC_last = _padded(dC_last, r.dtype, p.DHQK, p.DHHV)
     dC, dC_first, *_ = recurrent_bw_dC(q, dh, gates.scaGamma, dC_last, call=spec.call("recurrent_bw_dC", lowering))
@@ -329,7 +323,7 @@ def backward(arguments: Arguments, C: jax.Array | None) -> tuple[jax.Array, ...]
 
 
 def _backward_on_shard(spec: CallSpec, lowering: Lowering, q, k, v, i, f, C_initial, n_initial, m_initial, C, vecN_out, dh, dC_last):
-    """The exact backward pass of an h of zeros, |z| = vecN_out and no floor: its denominator passes nothing back."""
+    """The exact backward pass with a constant denominator, vecN_out + eps, which passes nothing back."""
     p, acc, DHQK, DHHV = spec.problem, accumulator(spec), q.shape[-1], v.shape[-1]
     q, k, v = _padded(q, spec.dtype, p.DHQK), _padded(k, spec.dtype, p.DHQK), _padded(v, spec.dtype, p.DHHV)
     C_initial, n_initial = _padded(C_initial, acc, p.DHQK, p.DHHV), _padded(n_initial, acc, p.DHQK)
@@ -337,9 +331,10 @@ def _backward_on_shard(spec: CallSpec, lowering: Lowering, q, k, v, i, f, C_init
     no_n = jnp.zeros_like(n_initial)
     if C is not None:
         C = _padded(_blocks(C, DHQK)[:, : p.NC], spec.dtype, p.DHQK, p.DHHV)
+    # n meets a dz of 0.
     stored = StoredStates(C, jnp.zeros((*no_n.shape[:-1], p.NC, p.DHQK), acc), None, None, no_n)
     last = States(_padded(dC_last, acc, p.DHQK, p.DHHV), no_n, None)
-    residuals = Residuals(x, jnp.zeros_like(v), vecN_out.astype(acc), stored)
+    residuals = Residuals(x, None, vecN_out.astype(acc), stored)
     dx = backward_schedule(spec, lowering, residuals, Cotangents(_padded(dh, spec.dtype, p.DHHV), last))
     dC, dn = dx.c_initial[..., :DHQK, :DHHV], dx.n_initial[..., :DHQK]
     return dx.q[..., :DHQK], dx.k[..., :DHQK], dx.v[..., :DHHV], dx.i, dx.f, dC, dn, dx.m_initial

@@ -1,6 +1,7 @@
 """chunk_gates on Mosaic GPU: the local gates and the stabiliser scan of ``stages/chunk_gates.py``.
 
-Local gates: grid (B * NH * NC * L / 512). A CTA is one warpgroup and owns 512 consecutive steps: several chunks, or one of up to 2048.
+Local gates: grid (B * NH * S / 512, rounded up). A CTA is one warpgroup and owns 512 consecutive steps, several chunks; beyond L = 512 it
+owns a chunk, of up to 2048.
 XLA takes the logarithms of the gates and their extremes, as ``gates.scan_inputs``.
 Stabiliser scan: grid (B * NH). A CTA is one warpgroup and owns a head. It reads the summaries of up to 1024 chunks at a time.
 

@@ -186,7 +186,8 @@ def _kernel(
             return row_sums
 
         delta_of_rows, scores, dA = products.all_from_zeros(both, (R, TILE), (R, TILE))
-        bias = None if h is None else slopes * delta_of_rows
+        # Where the floor is larger nothing passes back, also where h is inf.
+        bias = None if h is None else jnp.where(slopes == 0.0, 0.0, slopes * delta_of_rows)
         slot = slot_of(steps_of_item - 1)
         plgpu.barrier_wait(full.at[slot])
         t, s = (plgpu.broadcasted_iota(jnp.int32, (R, R), axis, layout=plgpu.Layout.WGMMA) for axis in range(2))

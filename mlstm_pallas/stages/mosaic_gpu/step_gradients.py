@@ -4,7 +4,7 @@ Grid (B * NH * blocks of up to 512 steps). A CTA is one warpgroup and owns a blo
 memory, in rounds: in round j each step adds those of the three places at distances of 4^j. What arrives at the first step of a block is
 passed on to the block before. For that, XLA sums the first run of steps of each block, and joins these sums over the blocks.
 
-Bytes: L / 32 + 7 vectors of B NH S float32. No matrix product.
+Bytes: L / 32 + 8 vectors of B NH S float32. No matrix product.
 """
 
 import functools
@@ -41,7 +41,8 @@ def _rounds(n: int) -> list[range]:
 def _sums_in_tiles(queries: jax.Array, keys: jax.Array, buffers: Any) -> jax.Array:
     """The queries' sum from each step of its tile on, and the keys' before it: with the keys behind the queries, of T places.
 
-    queries, keys: (tiles, T); buffers: shared (2, tiles, 2 T + T / 4).
+    queries, keys: (tiles, T); buffers: shared (2, tiles, 2 T + T / 4). The last T / 4 places are read, never written: no query's sum
+    reaches them.
     """
     for index, places in enumerate(_rounds(T)):
         buffer = buffers.at[index % 2]
@@ -89,8 +90,8 @@ def _kernel(
     after,  # (B * NH, blocks) what arrives at the step after each block; likewise
     di,  # out (B * NH, S / T, T)
     df,  # out (B * NH, S / T, T)
-    tile_buffers,
-    run_buffers,  # absent without dm
+    tile_buffers,  # shared: see _sums_in_tiles
+    run_buffers,  # shared: see _sums_of_runs; absent without dm
     *,
     tiles: int,
 ):
@@ -112,7 +113,7 @@ def _kernel(
         queries += jnp.where(tile >= other, W_queries, 0.0) - own
         keys += jnp.where(tile < other, W_keys, 0.0)
         keys_intra += own
-    steps, flag = vector(f.at[head]), vector(flags.at[head])
+    flag = vector(flags.at[head])
     of_log_i, of_log_f = keys + keys_intra, _sums_in_tiles(queries, keys, tile_buffers)
     for j in range(tiles):
         of_log_f += jnp.where(row == j, through[head, first + j], 0.0)
@@ -124,7 +125,7 @@ def _kernel(
         arrives = arrives.reshape(tiles, T)
         of_log_i, of_log_f = of_log_i + jnp.where(carried, 0.0, arrives), of_log_f + jnp.where(carried, arrives, 0.0)
     di.at[head, rows][...] = of_log_i
-    df.at[head, rows][...] = of_log_f / (1.0 + jnp.exp(steps))
+    df.at[head, rows][...] = of_log_f / (1.0 + jnp.exp(vector(f.at[head])))  # times sigmoid(-f)
 
 
 def _arriving_at_blocks(dm: jax.Array, flags: jax.Array, size: int) -> jax.Array:
