@@ -302,6 +302,19 @@ def test_parallel_bw_dP_against_float64(L, normalise, layout, capsys):
 
 
 @needs_jax
+def test_an_inf_in_h_reaches_no_tile_where_the_floor_is_larger():
+    p, draw = Problem(1, 1, 128, 64, 128, 128, 0.125), np.random.default_rng(0)
+    q, k, v, dh, h = (jnp.asarray(draw.normal(size=(1, 128, D)), "bfloat16") for D in (64, 64, 128, 128, 128))
+    gates = random_gates(draw, 1, 1, 128)
+    z = jnp.where(jnp.arange(128) % 2 == 0, 2.0, 0.5)[None]  # the floor is 1: m is 0
+    call = StageCall(p, StageConfig(num_stages=2), None, Lowering.MOSAIC_GPU_INTERPRET)
+    run = jax.jit(lambda h: STAGES["parallel_bw_dP"].run(q, k, v, dh, gates, h, z, normaliser=Normaliser(), call=call))
+    expected, found = run(h), run(h.at[0, 33].set(jnp.inf))
+    assert_same_bits(found[:2], expected[:2])
+    assert_same_bits(found.pairs, expected.pairs)
+
+
+@needs_jax
 @pytest.mark.parametrize(
     ("BNH", "S", "L", "share", "has_dm"),
     [
