@@ -29,7 +29,7 @@ class ProcessEnded(RuntimeError):
 def _serve(function: Callable[..., Any], connection: Connection, stderr: str | None) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
     if stderr is not None:
-        with open(stderr, "wb") as file:
+        with open(stderr, "ab") as file:
             os.dup2(file.fileno(), 2)
     parent = multiprocessing.parent_process()
     assert parent is not None
@@ -108,7 +108,7 @@ class Worker:
         self._answer(START_SECONDS)
 
     def _last_words(self) -> str:
-        if self.stderr is None or not os.path.exists(self.stderr):
+        if self.stderr is None:
             return ""
         with open(self.stderr, errors="replace") as file:
             return f"; {' '.join(file.read().split())[-200:]}".rstrip("; ")

@@ -243,6 +243,6 @@ class Residuals(NamedTuple):
     """What the backward pass reads of the forward pass: h and z for the normaliser, and the states."""
 
     inputs: Inputs
-    h: jax.Array | None  # None where the denominator is a constant, too
+    h: jax.Array | None  # None without a normaliser, or where the denominator is a constant
     z: jax.Array | None
     states: StoredStates

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from oracle import NAMES, assert_close, error, initial_state_scale, random_inputs
-from test_mosaic_gpu import MOSAIC_CALL
+from oracle import MOSAIC_CALL, NAMES, assert_close, error, initial_state_scale, random_inputs
 
 from mlstm_pallas import KernelConfig, StageConfig, call_spec, distributed, mlstm_chunkwise
 from mlstm_pallas.distributed import Summary, joined, mlstm_chunkwise_sequence_parallel

@@ -24,7 +24,7 @@ import test_gpu
 from jax import lax
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
-from oracle import HELPERS, assert_close, error, initial_state_scale, random_inputs, tolerance
+from oracle import HELPERS, MOSAIC_CALL, assert_close, error, initial_state_scale, random_inputs, tolerance
 from test_float16 import backward_bound, forward_bound
 from test_gradients import BOUND
 
@@ -688,7 +688,6 @@ def test_shard_map_lowers(check_vma):
 
 
 HALF = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in random_inputs(0, 1, 1, 128, 256, 256, dtype="bfloat16", states=False).values()]
-MOSAIC_CALL = "mosaic_gpu_v2"  # the target of the custom call
 
 
 def under(backend, function):
@@ -1095,18 +1094,13 @@ def layouts_on_a_gpu():
 GPU_CHECKS = [
     *((case_on_a_gpu, name) for name in CASES),
     *((tuned_config_on_a_gpu, S, *heads) for heads in OF_HEADS for S in (500, 2048)),
-    *(
-        (check,)
-        for check in (
-            recurrences_on_a_gpu,
-            neighbours_on_a_gpu,
-            long_sequences_on_a_gpu,
-            packed_resets_on_a_gpu,
-            extremes_on_a_gpu,
-            repeats_on_a_gpu,
-            layouts_on_a_gpu,
-        )
-    ),
+    (recurrences_on_a_gpu,),
+    (neighbours_on_a_gpu,),
+    (long_sequences_on_a_gpu,),
+    (packed_resets_on_a_gpu,),
+    (extremes_on_a_gpu,),
+    (repeats_on_a_gpu,),
+    (layouts_on_a_gpu,),
 ]
 
 
