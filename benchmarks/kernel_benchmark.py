@@ -58,6 +58,7 @@ from mlstm_pallas.gates import vector_states
 from mlstm_pallas.problem import MAX_TILE, Problem, check_chunk_size, make_problem
 from mlstm_pallas.stage import Lowering, Stage, StageCall, StageConfig
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
+from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
 from mlstm_pallas.validation import BACKENDS, KERNEL_DTYPES
 
 HEADS = [(64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512), (512, 512)]
@@ -123,8 +124,10 @@ def stage_arrays(x: Inputs, L: int, fused: bool) -> dict[str, Any]:
 def written(outputs: Any) -> Any:
     """The outputs of a stage; those of parallel_bw_dP without what it leaves unwritten, and with sums over chunks in place of tiles.
 
-    So their shapes do not depend on the tiles.
+    So their shapes do not depend on the tiles. Those of parallel_bw_dQKV come without sums of W, which only one of its kernels makes.
     """
+    if isinstance(outputs, Gradients):
+        return outputs._replace(pairs=None)
     return _written(outputs) if isinstance(outputs, GradientTiles) else outputs
 
 

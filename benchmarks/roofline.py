@@ -15,6 +15,7 @@ from mlstm_pallas.normaliser import DEFAULT_NORMALISER
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Cost, Stage, StageCall
 from mlstm_pallas.stages import STAGES
+from mlstm_pallas.stages.parallel_bw_dQKV import mosaic_gpu_by_chunk
 
 # Whole functions are counted at one chunk size, whatever chunk size runs: more work for the same result is not a better rate.
 REFERENCE_CHUNK = 128
@@ -51,11 +52,15 @@ def schedules(fused_min_heads: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def of_stage(stage: Stage, call: StageCall, itemsize: int, weights_operands: bool = False) -> Cost:
     """Of a stage as it runs. On Mosaic GPU recurrent_fw_H weights the keys: parallel_fw_P writes none, and the scan reads abar.
 
-    With weights_operands recurrent_bw_dC likewise reads r and abar, and parallel_bw_dP writes no queries and keys.
+    With weights_operands recurrent_bw_dC likewise reads r and abar, and parallel_bw_dP writes no queries and keys. Where parallel_bw_dQKV
+    computes P and dP it has their FLOPs too, reads no tiles but e and u, of two floats each, and writes three sums.
     """
     p, (flops, moved) = call.problem, stage.cost(call.problem, itemsize)
     more = {"parallel_fw_P": -itemsize * p.DHQK, "recurrent_fw_H": 4} if call.lowering.mosaic_gpu else {}
     more |= {"parallel_bw_dP": -2 * itemsize * p.DHQK, "recurrent_bw_dC": 8} if weights_operands else {}
+    if stage.name == "parallel_bw_dQKV" and call.lowering.mosaic_gpu and mosaic_gpu_by_chunk(p):
+        flops += STAGES["parallel_bw_dP"].cost(p, itemsize).flops
+        more[stage.name] = 4 * (4 + 3) - 2 * itemsize * p.L
     moved += more.get(stage.name, 0) * p.BNH * p.S
     return Cost(flops, moved)
 

@@ -1,6 +1,7 @@
 """The backward schedule: which stages run, and what goes from one to the next. Arrays are those of a shard, (B * NH, ...)."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +15,16 @@ from mlstm_pallas.gate_gradients import (
     last_stabiliser_cotangent,
     zero_states,
 )
-from mlstm_pallas.gates import ChunkGates, vector_states
+from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.normaliser import NormaliserGradients, query_scale
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Lowering
+from mlstm_pallas.stage import Lowering, StageCall
 from mlstm_pallas.stages.chunk_gates import chunk_gates
-from mlstm_pallas.stages.parallel_bw_dP import parallel_bw_dP
+from mlstm_pallas.stages.parallel_bw_dP import GradientTiles, parallel_bw_dP, without_tiles
 from mlstm_pallas.stages.parallel_bw_dQKV import parallel_bw_dQKV
 from mlstm_pallas.stages.recurrent_bw_dC import recurrent_bw_dC
 from mlstm_pallas.stages.step_gradients import step_gradients
+from mlstm_pallas.stages.vector_states import vector_states
 
 
 def backward(spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangents: Cotangents) -> Inputs:
@@ -51,9 +53,8 @@ def _backward(spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangen
     dh, last = cotangents.h, cotangents.last or States(None, jnp.zeros_like(x.n_initial), None)
     gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, spec.input_gate, stored.m, call=spec.call("chunk_gates", lowering))
     gamma = gates.scaGamma
-    operands, tiles_call = (x.q, x.k, x.v, dh, gates), spec.call("parallel_bw_dP", lowering)
-    scaled = not spec.weights_operands
-    tiles = parallel_bw_dP(*operands, h, z, normaliser=spec.normaliser, scale_keys=recompute, scaled=scaled, call=tiles_call)
+    operands, tiles_call = (x.q, x.k, x.v, dh, gates), call_of_tiles(spec, lowering)
+    tiles = gradient_tiles(spec, lowering, *operands, h, z, scale_keys=recompute, scaled=not spec.weights_operands)
     of_normaliser = tiles.normaliser_gradients
     queries, keys, weights = tiles.matQ_scaled, tiles.matK_scaled, {}
     if spec.weights_operands:
@@ -70,7 +71,7 @@ def _backward(spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangen
         C, C_last = stored.C, stored.C_last
     n = stored.n
     dn_added = jnp.zeros_like(n) if tiles.vecDeltaN_added is None else tiles.vecDeltaN_added
-    dn, dn_initial = vector_states(dn_added, gamma, last.n, backward=True)
+    dn, dn_initial = vector_states(dn_added, gamma, last.n, tiles_call, backward=True)
     gradients = parallel_bw_dQKV(*operands, of_normaliser, tiles, C, n, dC, dn, call=spec.call("parallel_bw_dQKV", lowering))
 
     through_chunk = gamma * (gradients.scaStates + inner(n, dn))
@@ -79,7 +80,7 @@ def _backward(spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangen
         dm = last_stabiliser_cotangent(dm, last, C_last, stored.n_last)
     starts = None if x.starts is None else spec.chunks(x.starts)
     di, df, dm_initial = gate_gradients(
-        *(gates, spec.chunks(x.i), spec.chunks(x.f), tiles.pairs),
+        *(gates, spec.chunks(x.i), spec.chunks(x.f), gradients.pairs if tiles.pairs is None else tiles.pairs),
         gradients.vecQ_inter,
         gradients.vecK_inter,
         through_chunk,
@@ -93,6 +94,21 @@ def _backward(spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangen
     elif spec.stabilised:
         dm_initial += initial_stabiliser_gradient(dC_initial, dn_initial, x.c_initial, x.n_initial)
     return Inputs(gradients.matDeltaQ, gradients.matDeltaK, gradients.matDeltaV, di, df, dC_initial, dn_initial, dm_initial)
+
+
+def call_of_tiles(spec: CallSpec, lowering: Lowering) -> StageCall:
+    """Of the stage that computes P and dP."""
+    return spec.call("parallel_bw_dQKV" if spec.fused_tiles else "parallel_bw_dP", lowering)
+
+
+def gradient_tiles(
+    spec: CallSpec, lowering: Lowering, q, k, v, dh, gates: ChunkGates, h, z, *, scale_keys: bool, scaled: bool
+) -> GradientTiles:
+    """parallel_bw_dP, or what it returns beside tiles where parallel_bw_dQKV computes those; the arguments are those of the stage."""
+    options: dict[str, Any] = dict(normaliser=spec.normaliser, scale_keys=scale_keys, scaled=scaled, call=call_of_tiles(spec, lowering))
+    if spec.fused_tiles:
+        return without_tiles(q, k, dh, gates, h, z, **options)
+    return parallel_bw_dP(q, k, v, dh, gates, h, z, **options)
 
 
 def state_weights(p: Problem, gates: ChunkGates, of_normaliser: NormaliserGradients) -> dict[str, jax.Array]:

@@ -13,6 +13,7 @@ from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import InputGate, Layout, Problem, next_power_of_two
 from mlstm_pallas.stage import Lowering, StageCall, StageConfig, clamped, mosaic_gpu_rows, wants_mosaic_gpu
 from mlstm_pallas.stages import STAGES
+from mlstm_pallas.stages.parallel_bw_dQKV import mosaic_gpu_by_chunk
 
 # Shorter splits cost more than idle SMs, and narrower heads (DHQK * DHHV) are as fast with materialised states.
 MIN_SPLIT_STEPS, MIN_SPLIT_STATE = 2048, 2**17
@@ -111,12 +112,18 @@ class CallSpec:
         return tiles if facts.takes(tiles, problem) else None
 
     @property
+    def fused_tiles(self) -> bool:
+        """Whether parallel_bw_dQKV computes P and dP itself; parallel_bw_dP then does not run."""
+        return "parallel_bw_dQKV" in dict(self.mosaic_gpu) and mosaic_gpu_by_chunk(self.problem)
+
+    @property
     def weights_operands(self) -> bool:
-        """Whether recurrent_bw_dC weights queries and keys, which else come scaled from parallel_bw_dP.
+        """Whether recurrent_bw_dC weights queries and keys. Else they come scaled: from parallel_bw_dP on Triton, from XLA on Mosaic GPU.
 
         It weights dh in place of q: in float16 r dh would fall below the normal numbers.
         """
-        return self.dtype != jnp.float16 and {"parallel_bw_dP", "recurrent_bw_dC"} <= dict(self.mosaic_gpu).keys()
+        on_mosaic_gpu = dict(self.mosaic_gpu).keys()
+        return self.dtype != jnp.float16 and "recurrent_bw_dC" in on_mosaic_gpu and (self.fused_tiles or "parallel_bw_dP" in on_mosaic_gpu)
 
     @property
     def forward_stages(self) -> tuple[str, ...]:
@@ -124,7 +131,8 @@ class CallSpec:
 
     @property
     def backward_stages(self) -> tuple[str, ...]:
-        return "chunk_gates", "parallel_bw_dP", "recurrent_bw_dC", "parallel_bw_dQKV"
+        tiles = () if self.fused_tiles else ("parallel_bw_dP",)
+        return "chunk_gates", *tiles, "recurrent_bw_dC", "parallel_bw_dQKV"
 
     @property
     def stages(self) -> tuple[str, ...]:

@@ -195,7 +195,7 @@ def gate_gradients(
 
     Args:
       gates, vecI, vecF, starts: of chunks, (B * NH, NC, L).
-      pairs: of parallel_bw_dP.
+      pairs: of parallel_bw_dP or parallel_bw_dQKV.
       vecQ_inter, vecK_inter: (B * NH, S), of parallel_bw_dQKV.
       through: (B * NH, NC) what goes through each chunk.
       dm: dm_t (B * NH, S); None: m is a constant.

@@ -12,18 +12,25 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import utils
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, vector
 
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.tiles import divide, loop, remainder
 
+# A vector of 64 elements in every warp, two neighbouring ones a lane.
+BY_LANES = plgpu.Layout.TILED(plgpu.Tiling(((64,), (2,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1)
 BY_ROWS, BY_COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  # of a vector beside the rows, the columns of a tile
 REGISTER_ROWS = 64  # of an accumulator in the registers of one warpgroup
-SUM_SCRATCH = 2048  # float32 elements, for ``Products.sum_over_rows`` of a tile of 64 columns
+SUM_SCRATCH = 4 * REGISTER_ROWS  # float32 elements, for ``Products.sum_over_rows``
 
 
 def mosaic_call(
@@ -216,18 +223,14 @@ class Products:
         return carry
 
     def sum_over_rows(self, x: jax.Array, scratch: Any) -> jax.Array:
-        """The sums over axis 0 of a float32 tile, BY_COLUMNS; scratch: of this warpgroup alone, where jnp.sum has one for the CTA."""
+        """The sums over axis 0 of a float32 tile (64, 64), in the order of the columns; scratch: SUM_SCRATCH, of this warpgroup alone.
+
+        jnp.sum has one scratch for the CTA. It also exchanges each sum with all lanes that hold a part of it, 48 shuffles a lane.
+        """
         if self.interpret:
             return jnp.sum(x, axis=0)
-
-        @plgpu.inline_mgpu(
-            arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()),
-            return_type=plgpu.ShapeDtypeStruct(x.shape[1:], jnp.float32, layout=BY_COLUMNS),
-        )
-        def sums(_, tile, memory):
-            return tile.reduce("add", 0, memory)
-
-        return sums(x, scratch)
+        columns = plgpu.ShapeDtypeStruct(x.shape[1:], jnp.float32, layout=BY_LANES)
+        return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()), return_type=columns)(_sum_over_rows)(x, scratch)
 
     def sum_over_columns(self, x: jax.Array) -> jax.Array:
         """jnp.sum(x, axis=1), BY_ROWS, without the 2 KB of shared memory that it sets aside for sums over the other axis."""
@@ -247,6 +250,36 @@ class Products:
             plgpu.commit_smem()
         for barrier in barriers:
             plgpu.barrier_arrive(barrier)
+
+
+def _sum_over_rows(_: Any, tile: Any, scratch: Any) -> mgpu.FragmentedArray:
+    """Each lane has 16 columns of two rows. In a round it gives half of its columns to a lane that has them too, and keeps the other half.
+
+    After three rounds lane x of a warp has the sums of columns 2 x and 2 x + 1 over the warp's 16 rows. Those of the four warps meet in
+    shared memory.
+    """
+    i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+    pairs = tile.registers.reshape(8, 2)  # of neighbouring columns: [columns from 8 j on, row of the lane]
+    sums = [arith.addf(x, y) for x, y in pairs]
+    thread = arith.remui(utils.thread_idx(), utils.c(128, i32))
+    lane, warp = arith.remui(thread, utils.c(32, i32)), arith.divui(thread, utils.c(32, i32))
+    for distance in (16, 8, 4):
+        half = len(sums) // 2
+        upper = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(lane, utils.c(distance, i32)), utils.c(0, i32))
+        kept = [arith.select(upper, y, x) for x, y in zip(sums[:half], sums[half:], strict=True)]
+        given = [arith.select(upper, x, y) for x, y in zip(sums[:half], sums[half:], strict=True)]
+        sums = [arith.addf(x, utils.shfl_bfly(y, distance)) for x, y in zip(kept, given, strict=True)]
+
+    def place(warp):
+        return [arith.index_cast(index, arith.addi(arith.muli(warp, utils.c(64, i32)), arith.muli(lane, utils.c(2, i32))))]
+
+    vector.store(sums[0], scratch, place(warp))
+    utils.warpgroup_barrier()
+    a, b, c, d = (vector.load(sums[0].type, scratch, place(utils.c(other, i32))) for other in range(4))
+    utils.warpgroup_barrier()  # the next sums go to the same place
+    total, layout = arith.addf(arith.addf(a, b), arith.addf(c, d)), BY_LANES.to_mgpu()
+    registers = np.full(layout.registers_shape((64,)), total, dtype=object)
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 
 def _loaded(x: Any) -> jax.Array:

@@ -10,7 +10,7 @@ import numpy as np
 from mlstm_pallas import reference
 
 MOSAIC_CALL = "mosaic_gpu_v2"  # the target of the custom call of a Mosaic GPU kernel
-HELPERS = {"stabiliser_scan", "key_sums", "step_sums", "step_gradients", "split_products"}  # kernels that are no stages
+HELPERS = {"stabiliser_scan", "key_sums", "step_sums", "vector_states", "step_gradients", "split_products"}  # kernels that are no stages
 NAMES = ("q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial")
 
 

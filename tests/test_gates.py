@@ -136,15 +136,19 @@ def test_log_forget_gate_has_its_derivative_at_0_and_far_out():
         assert float(found) == pytest.approx(float(jax.nn.sigmoid(jnp.float32(-f))), rel=1e-6), f
 
 
-@pytest.mark.parametrize("backward", [False, True])
-def test_vector_states(backward):
+def check_vector_states(vector_states, BNH, NC, D, backward):
     r = np.random.default_rng(0)
-    added, gamma, x = (y.astype("float32") for y in (r.normal(size=(6, 5, 8)), r.random((6, 5)), r.normal(size=(6, 8))))
-    found, last = jax.jit(functools.partial(gates.vector_states, backward=backward))(added, gamma, x)
+    added, gamma, x = (y.astype("float32") for y in (r.normal(size=(BNH, NC, D)), r.random((BNH, NC)), r.normal(size=(BNH, D))))
+    found, last = jax.jit(functools.partial(vector_states, backward=backward))(added, gamma, x)
     added, gamma, x = (y.astype("float64") for y in (added, gamma, x))
     states = {}
-    for c in reversed(range(5)) if backward else range(5):
+    for c in reversed(range(NC)) if backward else range(NC):
         states[c] = x
         x = gamma[:, c, None] * x + added[:, c]
-    assert_close(found, np.stack([states[c] for c in range(5)], axis=1), tolerance("float32", 5))
-    assert_close(last, x, tolerance("float32", 5))
+    assert_close(found, np.stack([states[c] for c in range(NC)], axis=1), tolerance("float32", NC))
+    assert_close(last, x, tolerance("float32", NC))
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_vector_states(backward):
+    check_vector_states(gates.vector_states, 6, 5, 8, backward)

@@ -44,7 +44,7 @@ from mlstm_pallas.shared_memory import compute_capability
 from mlstm_pallas.stage import Lowering, StageCall
 from mlstm_pallas.stages import STAGES, recurrent_bw_dC
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
-from mlstm_pallas.stages.parallel_bw_dQKV import mosaic_gpu_by_chunk
+from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, mosaic_gpu_by_chunk
 from mlstm_pallas.stages.recurrence import mosaic_gpu_rows_of
 from mlstm_pallas.stages.step_gradients import step_gradients
 from mlstm_pallas.validation import MOSAIC_GPU_JAX
@@ -184,7 +184,9 @@ def check_case(name, backend):
     cotangents = cotangents_for(inputs, case.dtype)
     options = dict(return_last_states=True, config=case.config, backend=backend) | case.options
     spec = spec_of(inputs, **options)
-    assert {stage for stage, _ in spec.mosaic_gpu} & {*spec.stages} >= case.stages
+    assert spec.fused_tiles == (spec.problem.DHQK in (64, 128))  # then parallel_bw_dQKV does what parallel_bw_dP does
+    expected = case.stages - ({"parallel_bw_dP"} if spec.fused_tiles else set())
+    assert {stage for stage, _ in spec.mosaic_gpu} & {*spec.stages} >= expected
     assert (spec.fused, spec.num_splits) == (True, case.splits)
     layout = case.options.get("layout", "BNTH")
     found = outputs_and_gradients(functools.partial(mlstm_chunkwise, segment_ids=ids, **options), layout)(inputs, cotangents)
@@ -243,7 +245,7 @@ def random_gates(draw, BNH, NC, L):
 )
 def test_parallel_bw_dP_against_float64(L, normalise, layout, capsys):
     """All outputs, in chunks of several tiles and of one; more items than CTAs, and floors above and below |z|."""
-    B, NH, S, DHQK, DHHV = 1, 2, 512, 64, 128
+    B, NH, S, DHQK, DHHV = 1, 2, 512, 128, 128
     p, draw = Problem(B, NH, S, DHQK, DHHV, L, DHQK**-0.5), np.random.default_rng(3)
     q, k, v, dh, h = (jnp.asarray(draw.normal(size=(B, NH, S, D)), "bfloat16") for D in (DHQK, DHQK, DHHV, DHHV, DHHV))
     gates = random_gates(draw, p.BNH, p.NC, L)
@@ -312,6 +314,7 @@ def test_an_inf_in_h_reaches_no_tile_where_the_floor_is_larger():
     expected, found = run(h), run(h.at[0, 33].set(jnp.inf))
     assert_same_bits(found[:2], expected[:2])
     assert_same_bits(found.pairs, expected.pairs)
+    assert_same_bits(found.vecDeltaN_added, expected.vecDeltaN_added)
 
 
 @needs_jax
@@ -374,6 +377,17 @@ def test_step_sums_against_float64(shape, L, layout, dtype, capsys):
     assert found.dtype == jnp.float32
     # A product and a sum of L terms in float32, each rounded to 2**-24 of what it is at the most.
     assert (np.abs(np.asarray(found) - terms.sum(axis=2)) <= L * 2.0**-24 * np.abs(terms).sum(axis=2)).all()
+
+
+@needs_jax
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("NC", [5, 16, 50])  # less than a group of chunks, one, and three with two chunks more
+def test_vector_states(NC, backward, capsys):
+    from mlstm_pallas.stages.mosaic_gpu.vector_states import vector_states
+
+    call = StageCall(make_problem((1, 2, 64 * NC, 128), 128, 64, pad_heads=False), StageConfig(), None, Lowering.MOSAIC_GPU_INTERPRET)
+    test_gates.check_vector_states(functools.partial(vector_states, call=call), 2, NC, 128, backward)
+    assert RACE not in capsys.readouterr().out
 
 
 @needs_jax
@@ -456,36 +470,51 @@ def test_the_stabiliser_scan_of_many_chunks():
     ],
 )
 def test_parallel_bw_dQKV_agrees_with_the_plain_form(L, DHQK, DHHV, normalise, layout, capsys):
-    """All outputs; more items, or chunks, than CTAs, which have not all as many."""
+    """All outputs; more items, or chunks, than CTAs, which have not all as many. The kernel of whole chunks gets no tiles."""
     B, NH, S = 1, 3, 3 * L
     p, draw = Problem(B, NH, S, DHQK, DHHV, L, DHQK**-0.5), np.random.default_rng(4)
 
     def in_bfloat16(*shape):
         return jnp.asarray(draw.normal(size=shape), "bfloat16")
 
-    q, k, v, dh = (in_bfloat16(B, NH, S, D) for D in (DHQK, DHQK, DHHV, DHHV))
+    q, k, v, dh, h = (in_bfloat16(B, NH, S, D) for D in (DHQK, DHQK, DHHV, DHHV, DHHV))
     C, dC = (in_bfloat16(p.BNH, p.NC, DHQK, DHHV) for _ in range(2))
     n, dn = draw.normal(size=(2, p.BNH, p.NC, DHQK)).astype("float32")
-    P, dP = (jnp.tril(in_bfloat16(p.BNH, p.NC, L, L)) for _ in range(2))
-    gates = random_gates(draw, p.BNH, p.NC, L)
-    inv_den, dz_den = draw.uniform(size=(p.BNH, S)).astype("float32"), draw.normal(size=(p.BNH, S)).astype("float32")
-    gradients = NormaliserGradients(inv_den, None, dz_den, None) if normalise else NormaliserGradients()
+    gates, z = random_gates(draw, p.BNH, p.NC, L), draw.normal(size=(p.BNH, S)).astype("float32")
+    normaliser = Normaliser(eps=0.1) if normalise else None
+    call = StageCall(p, StageConfig(), lax.Precision.HIGHEST, Lowering.XLA)
+    plain = jax.jit(functools.partial(STAGES["parallel_bw_dP"].run, normaliser=normaliser, call=call))
+    *of_steps, of_h = (x[0].astype("float32") for x in (q, k, v, dh, h))
+    tiles = plain(*of_steps, gates, of_h, z)
+    gradients, rounded_tiles = tiles.normaliser_gradients, [x.astype("bfloat16") for x in (tiles.matP, tiles.matDeltaP)]
 
     def run(lowering, dtype, layout="BNTH"):
         """The stage, of operands in this dtype."""
         call = StageCall(p, StageConfig(num_stages=4), lax.Precision.HIGHEST, lowering)
         of_calls = [(swapped(x) if layout == "BTNH" else x[0]).astype(dtype) for x in (q, k, v, dh)]
-        of_tiles = {name: x.reshape(p.BNH, S, L).astype(dtype) for name, x in (("matP", P), ("matDeltaP", dP))}
-        tiles = GradientTiles(**dict.fromkeys(GradientTiles._fields) | of_tiles)
+        P, dP = (None, None) if lowering.mosaic_gpu and mosaic_gpu_by_chunk(p) else (x.astype(dtype) for x in rounded_tiles)
+        given = GradientTiles(**dict.fromkeys(GradientTiles._fields) | dict(matP=P, matDeltaP=dP))
         states = C.astype(dtype), n, dC.astype(dtype), dn
         stage = functools.partial(STAGES["parallel_bw_dQKV"].run, call=call)
-        found = jax.jit(stage)(*of_calls, gates, gradients, tiles, *states)
+        *found, pairs = jax.jit(stage)(*of_calls, gates, gradients, given, *states)
         flat = [swapped(x).reshape(p.BNH, S, -1) if x.ndim == 4 else x for x in found]
-        return dict(zip(found._fields, (np.asarray(x.astype("float32"), "float64") for x in flat), strict=True))
+        return {name: np.asarray(x.astype("float32"), "float64") for name, x in zip(Gradients._fields, flat, strict=False)}, pairs
 
-    found = run(Lowering.MOSAIC_GPU_INTERPRET, "bfloat16", layout)
+    found, pairs = run(Lowering.MOSAIC_GPU_INTERPRET, "bfloat16", layout)
     assert RACE not in capsys.readouterr().out
-    for name, wanted in run(Lowering.XLA, "float32").items():
+    expected, no_pairs = run(Lowering.XLA, "float32")
+    assert no_pairs is None
+    assert (pairs is None) == (not mosaic_gpu_by_chunk(p))
+    if pairs is not None:
+        of_chunks = [np.asarray(x.astype("float32"), "float64").reshape(p.BNH, p.NC, L, -1) for x in (q[0], k[0], tiles.matDeltaP)]
+        W = np.einsum("nctk,ncsk,ncts->ncts", *of_chunks, optimize=True)
+        blocks, lower = np.tril(W, -1).reshape(p.BNH, p.NC, 2, 64, 2, 64), np.tri(2, dtype=bool)
+        found |= {"diagonal": np.float64(pairs.diagonal)}
+        found |= {"per_query": np.where(lower.T.reshape(1, 2, 1, 2, 1), np.float64(pairs.per_query), 0.0)}
+        found |= {"per_key": np.where(lower.reshape(1, 2, 1, 2, 1), np.float64(pairs.per_key), 0.0)}
+        expected |= {"diagonal": np.diagonal(W, axis1=-2, axis2=-1).reshape(p.BNH, p.NC, 2, 64)}
+        expected |= {"per_query": np.moveaxis(blocks.sum(-1), -1, 1), "per_key": np.moveaxis(blocks.sum(-3), 2, 1)}
+    for name, wanted in expected.items():
         rounded = "bfloat16" if name.startswith("mat") else "float32"
         assert error(found[name], wanted) < tolerance(rounded, DHQK * DHHV if name == "scaStates" else DHQK + DHHV + L), name
 
@@ -498,7 +527,7 @@ def test_small_cotangents_in_float16():
     inputs = random_inputs(5, 1, 1, 256, 64, 128, dtype="float16", states=False)
     cotangents = [2.0**-10 * x for x in cotangents_for(inputs, "float16", states=False)]
     options = dict(return_last_states=True, config=fused())
-    assert {"parallel_bw_dP", "recurrent_bw_dC"} <= dict(spec_of(inputs, backend="mosaic_gpu_interpret", **options).mosaic_gpu).keys()
+    assert {"parallel_bw_dQKV", "recurrent_bw_dC"} <= dict(spec_of(inputs, backend="mosaic_gpu_interpret", **options).mosaic_gpu).keys()
     expected = expected_of(inputs, cotangents)
     plain, found = (
         errors_of(
@@ -794,8 +823,11 @@ ROWS = [(row["DHQK"], row["DHHV"]) for row in tuned_rows(H200.kind) if row["dtyp
 
 
 def max_spill_bytes(stage, spec):
-    """None are in a loop over steps, but for addresses of barriers where a CTA makes all gradients of a chunk."""
-    return 96 if stage == "parallel_bw_dQKV" and mosaic_gpu_by_chunk(spec.problem) else 64
+    """None are in a loop over steps, but for addresses of barriers where a CTA makes all gradients of a chunk.
+
+    There, what is the same for all chunks does not fit beside the accumulators, and comes from local memory once a chunk.
+    """
+    return 208 if stage == "parallel_bw_dQKV" and mosaic_gpu_by_chunk(spec.problem) else 64
 
 
 @needs_jax
@@ -962,7 +994,7 @@ def in_process(check, *arguments):
     """Runs a function of this module in a process of its own."""
     tests = Path(__file__).parent
     path = os.pathsep.join(map(str, [tests, tests.parent, tests.parent / "benchmarks", os.environ.get("PYTHONPATH", "")]))
-    env = os.environ | {"PYTHONPATH": path, "XLA_PYTHON_CLIENT_PREALLOCATE": "false"}
+    env = os.environ | {"PYTHONPATH": path}
     command = [sys.executable, "-c", f"import test_mosaic_gpu\ntest_mosaic_gpu.{check}(*{arguments})\nprint('all ran')"]
     child = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True)
     try:

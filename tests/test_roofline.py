@@ -13,9 +13,9 @@ CASES = [name for name, stage in kernel_benchmark.STAGES.items() if stage.mosaic
 WITH_ABAR = {"recurrent_fw_H": {"parallel_fw_P": lambda x: (x.matP, x.matK_scaled, x.vecR, x.vecAbar)}}
 
 
-def stage_on(backend, stage):
-    impl = kernel_benchmark.MlstmPallasStage(stage, backend, SHAPE, "bfloat16", 128)
-    x = jax.eval_shape(lambda: peers.random_inputs(jax.random.key(0), SHAPE, "bfloat16"))
+def stage_on(backend, stage, shape=SHAPE):
+    impl = kernel_benchmark.MlstmPallasStage(stage, backend, shape, "bfloat16", 128)
+    x = jax.eval_shape(lambda: peers.random_inputs(jax.random.key(0), shape, "bfloat16"))
     L = impl.call.problem.L
     return impl, jax.eval_shape(lambda x: kernel_benchmark.stage_arrays(x, L, impl.stage.fused), x)
 
@@ -34,6 +34,20 @@ def test_bytes_of_a_stage_on_mosaic_gpu_are_those_of_its_arrays(stage):
     cost = roofline.of_stage(impl.stage, impl.call, 2, impl.weights_operands)
     assert cost.bytes == nbytes(found) + nbytes(list(outputs._asdict().values()))
     assert cost.flops == impl.stage.cost(impl.call.problem, 2).flops
+
+
+@pytest.mark.parametrize("heads", [(64, 128), (128, 256)])
+def test_a_kernel_that_computes_its_tiles_reads_none(heads):
+    shape, name = Shape(1, 64, 256, *heads), "parallel_bw_dQKV"
+    impl, inputs = stage_on("mosaic_gpu", name, shape)
+    args = jax.eval_shape(lambda x: impl.computation(x, "fwd")[1], inputs)
+    outputs = jax.eval_shape(impl.reference, *args)
+    read = READ[name] | {"chunk_gates": lambda x: (x.vecE, x.vecU, x.vecW, x.vecAbar), "parallel_bw_dP": lambda x: ()}
+    found = [read.get(name, lambda x: x)(x) for name, x in zip(impl.stage.inputs, args, strict=True)]
+    cost = roofline.of_stage(impl.stage, impl.call, 2, impl.weights_operands)
+    assert cost.bytes == nbytes(found) + nbytes(list(outputs._asdict().values())) + 3 * 4 * shape.steps  # the sums of W
+    both = [kernel_benchmark.STAGES[stage].cost(impl.call.problem, 2).flops for stage in (name, "parallel_bw_dP")]
+    assert cost.flops == sum(both)
 
 
 def test_the_fused_scan_on_mosaic_gpu_is_counted_in_its_own_chunks():

@@ -50,11 +50,11 @@ class GradientTiles(NamedTuple):
     nothing is written elsewhere.
     """
 
-    matP: jax.Array  # (B * NH, S, L)
-    matDeltaP: jax.Array  # (B * NH, S, L), times scale
+    matP: Any  # (B * NH, S, L); None, as matDeltaP and pairs, where parallel_bw_dQKV computes them itself
+    matDeltaP: Any  # (B * NH, S, L), times scale
     matQ_scaled: Any  # (B * NH, S, DHQK) qbar, on Mosaic GPU in the layout of q; None where recurrent_bw_dC weights the queries
     matK_scaled: Any  # (B * NH, S, DHQK) kbar, likewise; None where it weights the keys, or C is not recomputed
-    pairs: TilePairs
+    pairs: Any  # TilePairs
     normaliser_gradients: NormaliserGradients
     vecDeltaN_added: jax.Array | None  # (B * NH, NC, DHQK) sum of w_t scale dz_t q_t; None without a normaliser
 
@@ -242,16 +242,45 @@ def parallel_bw_dP(
 
 def _on_mosaic_gpu(matQ, matK, matV, matDeltaH, gates, matH, vecZ, normaliser, scale_keys, scaled, call) -> GradientTiles:
     from mlstm_pallas.stages.mosaic_gpu.parallel_bw_dP import parallel_bw_dP as on_mosaic_gpu
-    from mlstm_pallas.stages.mosaic_gpu.step_sums import step_sums
 
-    g, gradients = gates.per_step(), NormaliserGradients()
+    gradients = NormaliserGradients()
     if normaliser is None:
         P, dP, pairs, _ = on_mosaic_gpu(matQ, matK, matV, matDeltaH, gates, None, None, None, call)
     else:
-        per_delta = normaliser.gradients(jnp.ones_like(vecZ), vecZ, g.vecM)  # which are linear in delta
+        m = gates.per_step().vecM
+        per_delta = normaliser.gradients(jnp.ones_like(vecZ), vecZ, m)  # which are linear in delta
         of_normaliser = per_delta.vecInvDen, per_delta.vecDzDen
         P, dP, pairs, delta = on_mosaic_gpu(matQ, matK, matV, matDeltaH, gates, matH, *of_normaliser, call)
-        gradients = normaliser.gradients(jnp.zeros_like(vecZ) if delta is None else delta, vecZ, g.vecM)
+        gradients = normaliser.gradients(jnp.zeros_like(vecZ) if delta is None else delta, vecZ, m)
+    return _beside_tiles(matQ, matK, gates, gradients, scale_keys, scaled, call)._replace(matP=P, matDeltaP=dP, pairs=pairs)
+
+
+def without_tiles(
+    matQ: jax.Array,
+    matK: jax.Array,
+    matDeltaH: jax.Array,
+    gates: ChunkGates,
+    matH: jax.Array | None,
+    vecZ: jax.Array | None,
+    *,
+    normaliser: Normaliser | None,
+    scale_keys: bool,
+    scaled: bool,
+    call: StageCall,
+) -> GradientTiles:
+    """What the stage returns beside tiles and pairs, where parallel_bw_dQKV computes these on Mosaic GPU.
+
+    Args:
+      call: of parallel_bw_dQKV; the others are those of ``parallel_bw_dP``.
+    """
+    gradients = normaliser_gradients(normaliser, matDeltaH, matH, vecZ, gates)
+    return _beside_tiles(matQ, matK, gates, gradients, scale_keys, scaled, call)
+
+
+def _beside_tiles(matQ, matK, gates, gradients, scale_keys, scaled, call) -> GradientTiles:
+    from mlstm_pallas.stages.mosaic_gpu.step_sums import step_sums
+
+    g = gates.per_step()
     r = query_scale(g.vecW, call.problem.qk_scale, gradients.vecInvDen)
 
     def times(x, weights):
@@ -259,7 +288,7 @@ def _on_mosaic_gpu(matQ, matK, matV, matDeltaH, gates, matH, vecZ, normaliser, s
 
     qbar, kbar = times(matQ, r) if scaled else None, times(matK, g.vecAbar) if scaled and scale_keys else None
     dn_added = None if gradients.vecDzDen is None else step_sums(matQ, r * gradients.vecDzDen, call)
-    return GradientTiles(P, dP, qbar, kbar, pairs, gradients, dn_added)
+    return GradientTiles(None, None, qbar, kbar, None, gradients, dn_added)
 
 
 def _plain(matQ, matK, matV, matDeltaH, gates, gradients, scale_keys, call) -> GradientTiles:
@@ -314,7 +343,7 @@ def clamp_to_tile(tiles: StageConfig, p: Problem) -> StageConfig:
 
 def _mosaic_gpu_takes(tiles: StageConfig, p: Problem) -> bool:
     """Stages of two tiles of 128 x 64, three such tiles of h, read or not, four of 64 x 64 for outputs, what sums take, and barriers."""
-    shared = 2 * ((tiles.num_stages * 2 + 3) * 128 * 64 + 4 * 64 * 64) + 4 * 2 * 2048 + 2048 + 1024
+    shared = 2 * ((tiles.num_stages * 2 + 3) * 128 * 64 + 4 * 64 * 64) + 4 * 2 * 256 + 2048 + 1024
     fits = tiles.num_stages >= 2 and shared <= MOSAIC_GPU_SHARED_BYTES
     return fits and p.DHQK % 64 == 0 and p.DHHV % 64 == 0 and p.L % 128 == 0
 

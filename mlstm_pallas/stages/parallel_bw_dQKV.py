@@ -10,12 +10,15 @@ weighted, and one with the tiles, both siz_b_loop at a time. Its loops hold prod
 products of q and k with the inter-chunk part are taken in float32; CTAs that own a siz_b_DHQK x siz_b_DHHV block of the states take
 <C_c, dC_{c+1}>.
 
+Where a CTA of the Mosaic GPU kernel makes all gradients of a chunk, it also computes P and dP, which then never are in memory, and the
+sums of W that parallel_bw_dP returns. That stage does not run.
+
 FLOPs: 6 R K V + R (L + 1) (2 K + V). Bytes: q, k, v, dh, dq, dk, dv, P, dP and both states,
 (R (4 K + 3 V + 2 L) + 2 B NH NC K V) itemsize; the operands again for each column and row block, mostly from L2.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -48,6 +51,7 @@ class Gradients(NamedTuple):
     vecQ_inter: jax.Array  # (B * NH, S) float32: q_t with the inter-chunk part of dq_t
     vecK_inter: jax.Array  # (B * NH, S) float32: k_s with the inter-chunk part of dk_s
     scaStates: jax.Array  # (B * NH, NC) float32: <C_c, dC_{c+1}>
+    pairs: Any = None  # TilePairs, with n = 2; None where parallel_bw_dP returns them
 
 
 def _parallel_bw_dQKV_kernel(
@@ -157,7 +161,7 @@ def parallel_bw_dQKV(
 
     Args:
       matQ, matK, matV, matDeltaH: in the kernel dtype.
-      gates, gradients, tiles: of chunk_gates, of the normaliser and of parallel_bw_dP.
+      gates, gradients, tiles: of chunk_gates, of the normaliser and of parallel_bw_dP; a kernel that computes P and dP reads no tiles.
       matC_states, vecN_states: before each chunk; matDeltaC_states, vecDeltaN_states: after each chunk. (B * NH, NC, DHQK, DHHV) in
         the kernel dtype and (B * NH, NC, DHQK) float32.
     """
@@ -266,23 +270,22 @@ def _loops(tiles: StageConfig, p: Problem) -> Sequence[LoopOperands]:
 
 
 def mosaic_gpu_by_chunk(p: Problem) -> bool:
-    """Whether a CTA of the Mosaic GPU kernel makes all gradients of a chunk: a warpgroup has registers for 64 x 128 of dq and of dk."""
+    """Whether a CTA of the Mosaic GPU kernel makes P, dP and all gradients of a chunk.
+
+    A warpgroup has registers for 64 x 128 of dq and of dk.
+    """
     return p.L == 128 and p.DHQK in (64, 128)
 
 
-def mosaic_gpu_kept_tiles(p: Problem) -> int:
-    """Tiles in shared memory for k and P, where a CTA makes all gradients of a chunk. Where they are small there is one for the next k."""
-    return 3 if p.DHQK == 64 else 2
-
-
 def _mosaic_gpu_takes(tiles: StageConfig, p: Problem) -> bool:
-    """A stage has (128 + DHQK) x 64 elements of shared memory where a CTA makes a whole chunk, as k and P have; else (128 + 256) x 64.
+    """A kernel with fewer stages than a step waits for at once would wait for ever.
 
-    A step of a chunk waits for two stages at once, an item of the other kernel for three: with fewer it would wait for ever.
+    A stage has 128 x 64 elements of shared memory where a CTA makes a whole chunk, beside k, three blocks of 64 x 64 of P and of dP, and
+    four for outputs, and what sums take; else (128 + 256) x 64.
     """
     if mosaic_gpu_by_chunk(p):
-        shared = 2 * ((tiles.num_stages + mosaic_gpu_kept_tiles(p)) * (128 + p.DHQK) * 64 + 4 * 64 * 64) + 2048 + 1024
-        return tiles.num_stages >= 2 and p.DHHV % 128 == 0 and shared <= MOSAIC_GPU_SHARED_BYTES
+        shared = 2 * (128 * 64 * tiles.num_stages + 128 * p.DHQK + (3 + 3 + 4) * 64 * 64) + 4 * 2 * 256 + 2048 + 1024
+        return tiles.num_stages >= 4 and p.DHHV % 128 == 0 and shared <= MOSAIC_GPU_SHARED_BYTES
     shared = 2 * (tiles.num_stages * 64 * (128 + 256) + 4 * 64 * 64) + 2048 + 1024
     return tiles.num_stages >= 3 and shared <= MOSAIC_GPU_SHARED_BYTES and p.L % 128 == 0 and p.DHQK % 256 == 0 and p.DHHV % 256 == 0
 
@@ -300,8 +303,8 @@ STAGE = Stage(
     loops=_loops,
     clamp=clamp_to_tile,
     mosaic_gpu=MosaicGpu(
-        search=dict(num_stages=(3, 4, 5, 6)),
-        heuristic=lambda p: StageConfig(num_stages=5 if p.DHQK == 64 else 4),
+        search=dict(num_stages=(3, 4, 5, 6, 7, 8)),
+        heuristic=lambda p: StageConfig(num_stages=6 if mosaic_gpu_by_chunk(p) else 4),
         takes=_mosaic_gpu_takes,
     ),
 )

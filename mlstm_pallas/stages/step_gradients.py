@@ -9,7 +9,7 @@ from mlstm_pallas.stage import StageCall
 
 
 def step_gradients(*arguments: Any, call: StageCall) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """``gate_gradients.step_gradients``; call: of parallel_bw_dP, which made the pairs."""
+    """``gate_gradients.step_gradients``; call: of the stage that made the pairs."""
     if not call.lowering.mosaic_gpu:
         return gate_gradients.step_gradients(*arguments)
     from mlstm_pallas.stages.mosaic_gpu.step_gradients import step_gradients as on_mosaic_gpu

@@ -15,6 +15,7 @@ from jax import lax
 from mlstm_pallas import gates as gate_forms
 from mlstm_pallas.backend import on_backend, requested_backend, target_device_kind
 from mlstm_pallas.backward import backward as backward_schedule
+from mlstm_pallas.backward import gradient_tiles
 from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, Residuals, States, StoredStates
 from mlstm_pallas.config import config_for
 from mlstm_pallas.entry import check_spec_fits
@@ -24,7 +25,7 @@ from mlstm_pallas.problem import MIN_CHUNK_SIZE, make_problem
 from mlstm_pallas.sharding import over_shards
 from mlstm_pallas.stage import Lowering, StageConfig
 from mlstm_pallas.stages.chunk_gates import chunk_gates
-from mlstm_pallas.stages.parallel_bw_dP import normaliser_gradients, parallel_bw_dP
+from mlstm_pallas.stages.parallel_bw_dP import normaliser_gradients
 from mlstm_pallas.stages.parallel_bw_dQKV import parallel_bw_dQKV
 from mlstm_pallas.stages.parallel_fw_H import parallel_fw_H
 from mlstm_pallas.stages.recurrent_bw_dC import recurrent_bw_dC
@@ -280,8 +281,7 @@ def input_gradients(spec: CallSpec, lowering: Lowering, q, k, v, dh, gates: Chun
     C, dC = (_padded(_blocks(x, DHQK), spec.dtype, p.DHQK, p.DHHV) for x in (C, dC))
     n = jnp.zeros((p.BNH, p.NC, p.DHQK), gates.vecW.dtype)  # meets a dz of 0, and so is its gradient
     operands, z = (q, k, v, dh, gates), vecN_out.astype(accumulator(spec))
-    call = spec.call("parallel_bw_dP", lowering)
-    tiles = parallel_bw_dP(*operands, None, z, normaliser=spec.normaliser, scale_keys=False, call=call)
+    tiles = gradient_tiles(spec, lowering, *operands, None, z, scale_keys=False, scaled=False)
     call = spec.call("parallel_bw_dQKV", lowering)
     dq, dk, dv, *_ = parallel_bw_dQKV(*operands, tiles.normaliser_gradients, tiles, C[:, : p.NC], n, dC[:, -p.NC :], n, call=call)
     return dq[..., :DHQK], dk[..., :DHQK], dv[..., :DHHV]

@@ -69,7 +69,7 @@ def _kernel(
     operands,  # shared: the tiles of a step, and the vectors that take their place
     h_tiles,  # shared (H_STAGES, 128, 64)
     out_tiles,  # shared (2 warpgroups, 2, 64, 64)
-    scratch,  # shared (2 warpgroups, 2048), for sums over queries
+    scratch,  # shared (2 warpgroups, 256), for sums over queries
     full,  # barriers, one a stage
     empty,
     h_full,  # barriers, one a stage of h

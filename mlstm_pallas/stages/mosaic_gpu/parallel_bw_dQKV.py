@@ -15,7 +15,7 @@ read; the L2's rate is the limit of this stage.
 import enum
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -311,7 +311,7 @@ def parallel_bw_dQKV(
     matDeltaC_states: jax.Array,
     vecDeltaN_states: jax.Array,
     call: StageCall,
-) -> tuple[jax.Array, ...]:
+) -> tuple[Any, ...]:
     """Runs the stage; the outputs in the order of ``Gradients``."""
     p, dtype, num_stages = call.problem, matQ.dtype, call.tiles.num_stages
     interpret = call.lowering is Lowering.MOSAIC_GPU_INTERPRET
@@ -325,15 +325,14 @@ def parallel_bw_dQKV(
         n=vecN_states if normalise else None,
         dC=matDeltaC_states,
         dn=vecDeltaN_states,
-        P=tiles.matP,
-        dP=tiles.matDeltaP,
         w=g.vecW,
         abar=g.vecAbar,
         inv_den=gradients.vecInvDen,
         dz_den=gradients.vecDzDen,
     )
     if mosaic_gpu_by_chunk(p):
-        return parallel_bw_dQKV_by_chunk(inputs, call)
+        (e_hi, e_lo), (u_hi, u_lo) = g.vecE, g.vecU
+        return parallel_bw_dQKV_by_chunk(inputs | dict(e_hi=e_hi, e_lo=e_lo, u_hi=u_hi, u_lo=u_lo), call)
     items = p.BNH * p.NC * sum(x.rows * x.columns for x in _items(p, normalise))
     programs = min(multiprocessors(interpret), items)
 
@@ -368,6 +367,6 @@ def parallel_bw_dQKV(
             "empty": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
         },
         interpret=interpret,
-    )(**inputs)
+    )(**inputs, P=tiles.matP, dP=tiles.matDeltaP)
     q_inter, k_inter = (found[name].sum(1) for name in ("q_inter", "k_inter"))
     return found["dq"], found["dk"], found["dv"], q_inter, k_inter, found["states"].sum(-1)

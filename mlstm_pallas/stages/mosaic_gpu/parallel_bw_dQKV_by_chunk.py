@@ -1,10 +1,14 @@
-"""parallel_bw_dQKV on Mosaic GPU where a CTA makes all gradients of a chunk: L = 128, DHQK 64 or 128.
+"""parallel_bw_dQKV on Mosaic GPU where a CTA makes all gradients of a chunk, P and dP too: L = 128, DHQK 64 or 128.
 
-One CTA an SM; each takes every n-th chunk. Two warpgroups multiply, each for 64 rows of the chunk, and one copies. Their rows of dq and
-dk, 64 x DHQK each, stay in registers while the columns of v and dh pass, 64 at a time: a step has tiles of dh, v, C and dC in shared
-memory, adds to dq, dk and <C_c, dC_{c+1}>, and makes 64 columns of dv. k and P stay in shared memory for the whole chunk; q and dP
-follow the last step. Each operand is read once, so memory is the limit of this stage, not the L2. The quarter of P and of dP in which
-all keys are later than all queries is not read.
+One CTA an SM; each takes every n-th chunk. Two warpgroups multiply, each for 64 rows of the chunk, and one copies tiles of 64 columns,
+num_stages of them ahead, into the next chunk too. k stays in shared memory for the whole chunk.
+
+First come P and dP, and the sums of W, as in parallel_bw_dP: dh . v over DHHV, then q . k over DHQK. P and dP are in shared memory alone.
+The quarter of them in which all keys are later than all queries is multiplied, but used nowhere.
+
+Then the rows of dq and dk of a warpgroup, 64 x DHQK each, stay in registers while the columns of v and dh pass once more: a step has tiles
+of v, dC, C and dh in shared memory, adds to dq, dk and <C_c, dC_{c+1}>, and makes 64 columns of dv. The second time v, dh and q come from
+the L2.
 """
 
 import enum
@@ -14,13 +18,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from mlstm_pallas.gate_gradients import TilePairs
 from mlstm_pallas.launch_mosaic_gpu import (
     BY_COLUMNS,
     BY_ROWS,
     REGISTER_ROWS,
+    SUM_SCRATCH,
     Products,
     block,
     drain,
@@ -34,20 +41,20 @@ from mlstm_pallas.launch_mosaic_gpu import (
 from mlstm_pallas.normaliser import query_scale
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Lowering, StageCall, sequence_shape
-from mlstm_pallas.stages.parallel_bw_dQKV import mosaic_gpu_kept_tiles
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 CHUNK = 128  # steps of a chunk
-DEPTH = 64  # columns of v, dh, C and dC of a step
+DEPTH = 64  # columns of a tile
+LOG2_E = float(np.log2(np.e))
 
 
 class _Vector(enum.IntEnum):
-    """Rows of the vectors in shared memory; the last three with a normaliser."""
+    """Rows of the vectors in shared memory; the last one with a normaliser."""
 
-    DN = 0
-    N = 1
-    INV_DEN = 2
-    DZ_DEN = 3
+    E_HI = 0
+    E_LO = 1
+    DN = 2
+    N = 3
 
 
 def _kernel(
@@ -59,9 +66,11 @@ def _kernel(
     n,  # (B * NH, NC, DHQK), absent without a normaliser
     dC,
     dn,
-    P,  # (B * NH, S, L)
-    dP,
-    w,  # (B * NH, S), as all that follow
+    e_hi,  # (B * NH, S), as all that follow
+    e_lo,
+    u_hi,
+    u_lo,
+    w,
     abar,
     inv_den,  # absent without a normaliser
     dz_den,  # likewise
@@ -71,17 +80,21 @@ def _kernel(
     k_inter,
     dv,  # out, like v
     states,  # out (B * NH, NC, 128), parts of the sum
-    slots,  # shared (num_stages, 128 + DHQK, 64): v above dC, dh above C, q, or dP
-    kept,  # shared ((2 or 3) * (128 + DHQK), 64): k and P
+    per_query,  # out (B * NH, 2, S) sum of W_ts over s < t in each tile of 64 keys
+    per_key,  # out (B * NH, 2, S) sum of W_ts over t > s in each tile of 64 queries
+    diagonal,  # out (B * NH, S) W_tt
+    slots,  # shared (num_stages, 128, 64): columns of q, v or dh, or of a state, which has DHQK rows
+    k_tile,  # shared (DHQK / 64 * 128, 64), 64 columns below the other 64
+    P_tile,  # shared (3 * 64, 64): what 64 queries t and 64 keys s have is block t + s
+    dP_tile,
     out_tiles,  # shared (2 warpgroups, 2, 64, 64)
+    scratch,  # shared (2 warpgroups, 256), for sums over queries
     vectors,  # shared (4, 128), see ``_Vector``
-    full,  # barriers, one a slot: of v and dC, or of dh and C
+    full,  # barriers, one a slot
     empty,
-    k_full,
+    k_full,  # of k and the vectors
     k_empty,
-    P_full,
-    P_empty,
-    rest_full,  # of q, dP and the vectors
+    tiles_full,  # of P and dP
     *,
     p: Problem,
     scale: float,
@@ -91,120 +104,91 @@ def _kernel(
 ):
     wg, program = lax.axis_index("wg"), lax.axis_index("program")
     R, steps, parts = REGISTER_ROWS, 2 * blocks(p.DHHV, 2 * DEPTH), blocks(p.DHQK, DEPTH)
-    tile_rows, slots_of_chunk = CHUNK + p.DHQK, 2 * steps + 2
+    # Slots of a chunk: dh and v of each step, q; v, dC, C and dh of each step, q.
+    first_q, second_step, second_q = 2 * steps, 2 * steps + parts, 6 * steps + parts
+    slots_of_chunk = second_q + parts
     chunks = divide(p.BNH * p.NC - 1 - program, programs) + 1
-    # In two tiles k and P take turns: each takes the place of the other of the chunk before. In three P stays in the last one.
-    k_turns = kept.shape[0] // tile_rows - 1
-    P_stays = k_turns == 2
 
     def place(index):
         """Head and chunk."""
         index = program + index * programs
         return divide(index, p.NC), remainder(index, p.NC)
 
-    def kept_tiles(index):
-        """The tiles of k and of P."""
-        turn = remainder(index, 2)
-        return kept.at[block(turn, tile_rows)], kept.at[block(2 if P_stays else 1 - turn, tile_rows)]
-
     def slot_of(index, x):
         return remainder(index * slots_of_chunk + x, num_stages)
 
+    def last_first(j):
+        """The columns of v and dh that pass in step j the second time: those that passed last are the most likely to be in the L2."""
+        return steps - 1 - j
+
     def copy(step, carry):
-        index, j = divide(step, steps), remainder(step, steps)
-        (head, chunk), (k_tile, P_tile), k_turn, columns = place(index), kept_tiles(index), remainder(index, k_turns), block(j, DEPTH)
+        index, x = divide(step, 2 * steps), remainder(step, 2 * steps)
+        head, chunk = place(index)
         rows = block(chunk, CHUNK)
 
-        def in_chunk(x):
-            return head_of(x, head, p).at[rows]
+        def copy_tile(x, at, height=CHUNK):
+            """Into a slot of the chunk, when it has been released."""
+            slot = slot_of(index, at)
+            pl.when(index * slots_of_chunk + at >= num_stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+            plgpu.copy_gmem_to_smem(x, slots.at[slot, :height], full.at[slot])
 
-        def free_slot(x):
-            """Slot x of the chunk, when it has been released."""
-            slot = slot_of(index, x)
-            pl.when(index * slots_of_chunk + x >= num_stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
-            return slot
+        def columns_of(x, y):
+            return head_of(x, head, p).at[rows, block(y, DEPTH)]
 
-        def copy_columns(x, X, at):
-            """64 columns of v or dh, and of a state, into a slot of the chunk."""
-            slot = free_slot(at)
-            plgpu.copy_gmem_to_smem(in_chunk(x).at[:, columns], slots.at[slot, :CHUNK], full.at[slot])
-            plgpu.copy_gmem_to_smem(X.at[head, chunk, :, columns], slots.at[slot, CHUNK:], full.at[slot])
-
-        def copy_parts(x, tile, full):
-            """q or k, 64 columns below the other 64."""
+        def copy_q(at):
             for y in range(parts):
-                plgpu.copy_gmem_to_smem(in_chunk(x).at[:, y * DEPTH : (y + 1) * DEPTH], tile.at[y * CHUNK : (y + 1) * CHUNK], full)
+                copy_tile(columns_of(q, y), at + y)
 
-        def copy_triangle(x, tile, full):
-            """P or dP: what blocks t of 64 queries and s of 64 keys have is block t + s of the tile. None is copied where s > t."""
-            x = x.at[head, rows]
-            plgpu.copy_gmem_to_smem(x.at[:, :R], tile.at[:CHUNK], full)
-            plgpu.copy_gmem_to_smem(x.at[R:, R:], tile.at[CHUNK : CHUNK + R], full)
+        @pl.when(x < steps)
+        def for_tiles():
+            copy_tile(columns_of(dh, x), 2 * x)
+            copy_tile(columns_of(v, x), 2 * x + 1)
 
-        before_k, before_P = (k_empty.at[k_turn], P_empty) if P_stays else (P_empty, k_empty.at[k_turn])
-        copy_columns(v, dC, 2 * j)
-
-        @pl.when(j == 0)
-        def keep_k():
-            pl.when(index >= k_turns)(lambda: plgpu.barrier_wait(before_k))
-            copy_parts(k, k_tile, k_full.at[k_turn])
-
-        copy_columns(dh, C, 2 * j + 1)
-
-        @pl.when(j == 0)
-        def keep_P():
-            pl.when(index > 0)(lambda: plgpu.barrier_wait(before_P))
-            copy_triangle(P, P_tile, P_full)
-
-        @pl.when(j == steps - 1)
+        @pl.when(x == steps - 1)
         def rest():
-            copy_parts(q, slots.at[free_slot(2 * steps)], rest_full)
-            copy_triangle(dP, slots.at[free_slot(2 * steps + 1)], rest_full)
-            # A chunk uses at least num_stages slots, so those of the chunk before have been released, after its vectors were read.
-            of_states, of_steps = {_Vector.DN: dn}, {}
-            if n is not None:
-                of_states, of_steps = of_states | {_Vector.N: n}, {_Vector.INV_DEN: inv_den, _Vector.DZ_DEN: dz_den}
-            for y, x in of_states.items():
-                plgpu.copy_gmem_to_smem(x.at[head, chunk], vectors.at[int(y), : p.DHQK], rest_full)
-            for y, x in of_steps.items():
-                plgpu.copy_gmem_to_smem(x.at[head, rows], vectors.at[int(y)], rest_full)
+            copy_q(first_q)
+            pl.when(index > 0)(lambda: plgpu.barrier_wait(k_empty))
+            for y in range(parts):
+                plgpu.copy_gmem_to_smem(columns_of(k, y), k_tile.at[y * CHUNK : (y + 1) * CHUNK], k_full)
+            for y, z in {_Vector.E_HI: e_hi, _Vector.E_LO: e_lo}.items():
+                plgpu.copy_gmem_to_smem(z.at[head, rows], vectors.at[int(y)], k_full)
+            for y, z in ({_Vector.DN: dn} if n is None else {_Vector.DN: dn, _Vector.N: n}).items():
+                plgpu.copy_gmem_to_smem(z.at[head, chunk], vectors.at[int(y), : p.DHQK], k_full)
 
+        @pl.when(x >= steps)
+        def for_gradients():
+            j = x - steps
+            y, at = last_first(j), second_step + 4 * j
+            copy_tile(columns_of(v, y), at)
+            for z, X in ((1, dC), (2, C)):
+                copy_tile(X.at[head, chunk, :, block(y, DEPTH)], at + z, p.DHQK)
+            copy_tile(columns_of(dh, y), at + 3)
+
+        pl.when(x == 2 * steps - 1)(lambda: copy_q(second_q))
         return carry
 
     def multiply(index, carry):
-        (head, chunk), (k_tile, P_tile), k_turn = place(index), kept_tiles(index), remainder(index, k_turns)
+        head, chunk = place(index)
         own, rows = block(wg, R), block(chunk * 2 + wg, R)  # its rows: in a tile, in the sequence
 
+        first_slot = slot_of(index, 0)
+
+        def slot(x):
+            return remainder(first_slot + x, num_stages)
+
         def part(y, x):
-            """Block x of 64 rows of block y of 64 columns, in a tile of q or k."""
+            """Block x of 64 rows of columns y of k."""
             return block(y * (CHUNK // R) + x, R)
 
         def across(x):
-            return lax.broadcast_in_dim(x, (R, DEPTH), [0])
+            return lax.broadcast_in_dim(x, (R, R), [0])
 
         def down(x, y):
-            return lax.broadcast_in_dim(load(vectors.at[int(x), y * DEPTH : (y + 1) * DEPTH], BY_COLUMNS), (R, DEPTH), [1])
+            """64 elements of a vector."""
+            return lax.broadcast_in_dim(load(vectors.at[int(x), block(y, R)], BY_COLUMNS), (R, R), [1])
 
         def of_rows(x):
-            return load(vectors.at[int(x), own], BY_ROWS)
-
-        def add_earlier(accumulator, tile, x, y):
-            """Adds the tile's product for the warpgroup's queries: with columns y of x, of the keys up to them."""
-
-            def add(j, carry):
-                products.add(accumulator, tile.at[block(wg + j, R)], x.at[part(y, j)])
-                return carry
-
-            products.loop(accumulator, wg + 1, add)
-
-        def add_later(accumulator, tile, x, y):
-            """Adds the transposed tile's product for the warpgroup's keys: with columns y of x, of the queries from them on."""
-
-            def add(j, carry):
-                products.add(accumulator, tile.at[block(2 * wg + j, R)].T, x.at[part(y, wg + j)])
-                return carry
-
-            products.loop(accumulator, 2 - wg, add)
+            return None if x is None else load(x.at[head, rows], BY_ROWS, optimized=False)
 
         def store(x, turn, out, column):
             """Writes 64 x 64 elements of a gradient. Two tiles take turns: there is an even number of stores in a chunk."""
@@ -214,55 +198,132 @@ def _kernel(
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(tile, head_of(out, head, p).at[rows, block(column, R)])
 
-        weights, key_weights = (load(x.at[head, rows], BY_ROWS, optimized=False) for x in (w, abar))
+        # Loaded before the products and used after them: their latency is hidden.
+        u = of_rows(u_hi), of_rows(u_lo)
+        inv, bias = of_rows(inv_den), of_rows(dz_den)
+
+        def scores_and_dA(scores, dA):
+            def add(x, carry):
+                left, right = slot(2 * x), slot(2 * x + 1)
+                plgpu.barrier_wait(full.at[left])
+                plgpu.barrier_wait(full.at[right])
+                products.add(dA, slots.at[left, own], slots.at[right].T)
+                products.wait(1)
+                pl.when(x > 0)(lambda: products.release(empty.at[slot(2 * x - 2)], empty.at[slot(2 * x - 1)]))
+                return carry
+
+            products.loop(dA, steps, add)
+            for y in range(parts):
+                at = slot(first_q + y)
+                plgpu.barrier_wait(full.at[at])
+                if y == 0:
+                    plgpu.barrier_wait(k_full)
+                products.add(scores, slots.at[at, own], k_tile.at[y * CHUNK : (y + 1) * CHUNK].T)
+                if y == 0:
+                    products.wait(1)
+                    products.release(empty.at[slot(first_q - 2)], empty.at[slot(first_q - 1)])
+            products.wait(0)
+            products.release(*(empty.at[slot(first_q + y)] for y in range(parts)))
+
+        _, scores, dA = products.all_from_zeros(scores_and_dA, (R, CHUNK), (R, CHUNK))
+        t, s = (plgpu.broadcasted_iota(jnp.int32, (R, R), axis, layout=plgpu.Layout.WGMMA) for axis in range(2))
+
+        def scaled(x):
+            """Times scale / den_t."""
+            return x * (scale if inv is None else across(inv * scale))
+
+        def make_tiles(b, both):
+            """P and dP of 64 keys; both: scores and dA of these keys, and of the others."""
+            (x, dx), others = both
+            hi, lo = (down(e, b) - across(y) for e, y in zip((_Vector.E_HI, _Vector.E_LO), u, strict=True))
+            last_seen = t + (wg - b) * R  # the key of a query's own step
+            D = jnp.where(s <= last_seen, jnp.exp2(hi * LOG2_E + lo * LOG2_E), 0.0)
+            x = D * x
+            P_tile.at[block(wg + b, R)][...] = scaled(x).astype(q.dtype)
+            dx = scaled(dx if bias is None else dx + across(bias))
+            dP_tile.at[block(wg + b, R)][...] = (D * dx).astype(q.dtype)
+            W = x * dx
+            on_diagonal = products.sum_over_columns(jnp.where(s == last_seen, W, 0.0))
+
+            @pl.when(wg == b)
+            def _():
+                diagonal.at[head, rows][...] = on_diagonal
+
+            W = jnp.where(s < last_seen, W, 0.0)
+            per_query.at[head, b, rows][...] = products.sum_over_columns(W)
+            per_key.at[head, wg, block(chunk * 2 + b, R)][...] = products.sum_over_rows(W, scratch.at[wg])
+            return others, others
+
+        loop(wg + 1, make_tiles, tuple((scores[:, b * R : (b + 1) * R], dA[:, b * R : (b + 1) * R]) for b in range(CHUNK // R)))
+        plgpu.commit_smem()
+        plgpu.barrier_arrive(tiles_full)
+
+        def add_earlier(accumulator, tile, x, at):
+            """Adds the tile's product for the warpgroup's queries: with x from a block on, of the keys up to them."""
+
+            def add(j, carry):
+                products.add(accumulator, tile.at[block(wg + j, R)], x.at[block(at + j, R)])
+                return carry
+
+            products.loop(accumulator, wg + 1, add)
+
+        def add_later(accumulator, tile, x):
+            """Adds the transposed tile's product for the warpgroup's keys: with x, of the queries from them on."""
+
+            def add(j, carry):
+                products.add(accumulator, tile.at[block(2 * wg + j, R)].T, x.at[block(wg + j, R)])
+                return carry
+
+            products.loop(accumulator, 2 - wg, add)
+
+        weights, key_weights = query_scale(of_rows(w), scale, inv), of_rows(abar)
+        of_n = None if n is None else weights * bias
 
         def step(j, carry):
             total, *sums = carry
-            first, second = slot_of(index, 2 * j), slot_of(index, 2 * j + 1)
+            at_v, at_dC, at_C, at_dh = (slot(second_step + 4 * j + x) for x in range(4))
 
             def with_states(sum_q, sum_k, sum_v):
-                plgpu.barrier_wait(full.at[first])
-                products.add(sum_k, slots.at[first, own], slots.at[first, CHUNK:].T)
-                pl.when(j == 0)(lambda: plgpu.barrier_wait(k_full.at[k_turn]))
+                plgpu.barrier_wait(full.at[at_v])
+                plgpu.barrier_wait(full.at[at_dC])
+                products.add(sum_k, slots.at[at_v, own], slots.at[at_dC, : p.DHQK].T)
                 for y in range(parts):
-                    products.add(sum_v, k_tile.at[part(y, wg)], slots.at[first, CHUNK + y * DEPTH : CHUNK + (y + 1) * DEPTH])
-                plgpu.barrier_wait(full.at[second])
-                products.add(sum_q, slots.at[second, own], slots.at[second, CHUNK:].T)
+                    products.add(sum_v, k_tile.at[part(y, wg)], slots.at[at_dC, y * R : (y + 1) * R])
+                plgpu.barrier_wait(full.at[at_C])
+                plgpu.barrier_wait(full.at[at_dh])
+                products.add(sum_q, slots.at[at_dh, own], slots.at[at_C, : p.DHQK].T)
 
             *sums, new = products.onto(with_states, *sums, products.zeros(R, DEPTH))
 
             def inner(total):
-                of_state = block(CHUNK // R + (wg if parts == 2 else 0), R)
-                x, y = (load(slots.at[slot, of_state]).astype(jnp.float32) for slot in (first, second))
+                of_state = block(wg if parts == 2 else 0, R)
+                x, y = (load(slots.at[slot, of_state]).astype(jnp.float32) for slot in (at_dC, at_C))
                 return total + products.sum_over_columns(x * y)
 
             # Of the 128 rows of a state a warpgroup takes 64; 64 rows it takes in every other step.
             total = inner(total) if parts == 2 else lax.cond(remainder(j, 2) == wg, inner, lambda total: total, total)
-            products.release(empty.at[first])
+            products.release(*(empty.at[x] for x in (at_v, at_dC, at_C)))
             new *= across(key_weights)
-            pl.when(j == 0)(lambda: plgpu.barrier_wait(P_full))
-            (new,) = products.onto(lambda sum_v: add_later(sum_v, P_tile, slots.at[second], 0), new)
-            products.release(empty.at[second])
-            store(new, remainder(j, 2), dv, j)
+            pl.when(j == 0)(lambda: plgpu.barrier_wait(tiles_full))
+            (new,) = products.onto(lambda sum_v: add_later(sum_v, P_tile, slots.at[at_dh]), new)
+            products.release(empty.at[at_dh])
+            store(new, remainder(j, 2), dv, last_first(j))
             return total, *sums
 
         zeros = products.zeros(R, p.DHQK)
         total, new_q, new_k = loop(steps, step, (plgpu.layout_cast(jnp.zeros((R,), jnp.float32), BY_ROWS), zeros, zeros))
-        products.release(P_empty)
         states.at[head, chunk, own][...] = total
 
-        at_q, at_dP = slot_of(index, 2 * steps), slot_of(index, 2 * steps + 1)
-        q_tile, dP_tile = slots.at[at_q], slots.at[at_dP]
-        plgpu.barrier_wait(rest_full)
-        weights = query_scale(weights, scale, None if n is None else of_rows(_Vector.INV_DEN))
         inter, of_q, of_k = [], [], []
         for y in range(parts):
+            at = slot(second_q + y)
+            plgpu.barrier_wait(full.at[at])
             x, z = (a[:, y * DEPTH : (y + 1) * DEPTH] for a in (new_q, new_k))
             x *= across(weights)
-            if n is not None:
-                x += across(weights * of_rows(_Vector.DZ_DEN)) * down(_Vector.N, y)
+            if of_n is not None:
+                x += across(of_n) * down(_Vector.N, y)
             z = (z + down(_Vector.DN, y)) * across(key_weights)
-            of_q.append(products.sum_over_columns(x * load(q_tile.at[part(y, wg)]).astype(jnp.float32)))
+            of_q.append(products.sum_over_columns(x * load(slots.at[at, own]).astype(jnp.float32)))
             of_k.append(products.sum_over_columns(z * load(k_tile.at[part(y, wg)]).astype(jnp.float32)))
             inter += [x, z]
         q_inter.at[head, rows][...] = functools.reduce(jnp.add, of_q)
@@ -270,11 +331,11 @@ def _kernel(
 
         def with_tiles(*sums):
             for y in range(parts):
-                add_earlier(sums[2 * y], dP_tile, k_tile, y)
-                add_later(sums[2 * y + 1], dP_tile, q_tile, y)
+                add_earlier(sums[2 * y], dP_tile, k_tile, y * (CHUNK // R))
+                add_later(sums[2 * y + 1], dP_tile, slots.at[slot(second_q + y)])
 
         gradients = products.onto(with_tiles, *inter)
-        products.release(k_empty.at[k_turn], empty.at[at_q], empty.at[at_dP])
+        products.release(k_empty, *(empty.at[slot(second_q + y)] for y in range(parts)))
         for y in range(parts):
             store(gradients[2 * y], 0, dq, y)
             store(gradients[2 * y + 1], 1, dk, y)
@@ -283,10 +344,9 @@ def _kernel(
     @pl.when(wg == 2)
     def _():
         plgpu.set_max_registers(24, action="decrease")
-        loop(chunks * steps, copy, ())
+        loop(chunks * (2 * steps), copy, ())
         drain(empty, chunks * slots_of_chunk, num_stages)
-        drain(k_empty, chunks, k_turns)
-        plgpu.barrier_wait(P_empty)
+        plgpu.barrier_wait(k_empty)
 
     @pl.when(wg < 2)
     def _():
@@ -295,11 +355,12 @@ def _kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
-def parallel_bw_dQKV_by_chunk(inputs: Mapping[str, Any], call: StageCall) -> tuple[jax.Array, ...]:
+def parallel_bw_dQKV_by_chunk(inputs: Mapping[str, Any], call: StageCall) -> tuple[Any, ...]:
     """Runs the stage; inputs as the kernel's, outputs in the order of ``Gradients``."""
     p, num_stages, dtype = call.problem, call.tiles.num_stages, inputs["q"].dtype
     interpret = call.lowering is Lowering.MOSAIC_GPU_INTERPRET
-    programs, kept_tiles = min(multiprocessors(interpret), p.BNH * p.NC), mosaic_gpu_kept_tiles(p)
+    programs, T = min(multiprocessors(interpret), p.BNH * p.NC), REGISTER_ROWS
+    parts, n = p.DHQK // DEPTH, CHUNK // T
 
     def tiles(*shape):
         return plgpu.SMEM((*shape, DEPTH), dtype, transforms=tile_transforms(DEPTH, dtype.itemsize))
@@ -310,7 +371,6 @@ def parallel_bw_dQKV_by_chunk(inputs: Mapping[str, Any], call: StageCall) -> tup
     def barrier(num_arrivals, num_barriers=1):
         return plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_barriers)
 
-    parts, vectors = p.DHQK // DEPTH, 1 if inputs["n"] is None else len(_Vector)
     found = mosaic_call(
         functools.partial(_kernel, p=p, scale=p.qk_scale, programs=programs, num_stages=num_stages, products=Products(interpret)),
         name="parallel_bw_dQKV",
@@ -322,21 +382,29 @@ def parallel_bw_dQKV_by_chunk(inputs: Mapping[str, Any], call: StageCall) -> tup
             "dk": sequence_shape(inputs["k"], p.DHQK, dtype),
             "k_inter": float32(p.BNH, p.S),
             "dv": sequence_shape(inputs["v"], p.DHHV, dtype),
-            "states": float32(p.BNH, p.NC, 2 * REGISTER_ROWS),
+            "states": float32(p.BNH, p.NC, CHUNK),
+            "per_query": float32(p.BNH, n, p.S),
+            "per_key": float32(p.BNH, n, p.S),
+            "diagonal": float32(p.BNH, p.S),
         },
         scratch={
-            "slots": tiles(num_stages, CHUNK + p.DHQK),
-            "kept": tiles(kept_tiles * (CHUNK + p.DHQK)),
-            "out_tiles": tiles(2, 2, REGISTER_ROWS),
+            "slots": tiles(num_stages, CHUNK),
+            "k_tile": tiles(parts * CHUNK),
+            "P_tile": tiles(3 * T),
+            "dP_tile": tiles(3 * T),
+            "out_tiles": tiles(2, 2, T),
+            "scratch": plgpu.SMEM((2, SUM_SCRATCH), jnp.float32),
             "vectors": plgpu.SMEM((len(_Vector), CHUNK), jnp.float32),
-            "full": barrier(2, num_stages),
+            "full": barrier(1, num_stages),
             "empty": barrier(2, num_stages),
-            "k_full": barrier(parts, kept_tiles - 1),
-            "k_empty": barrier(2, kept_tiles - 1),
-            "P_full": barrier(2),
-            "P_empty": barrier(2),
-            "rest_full": barrier(parts + 2 + vectors),
+            "k_full": barrier(parts + (3 if inputs["n"] is None else 4)),
+            "k_empty": barrier(2),
+            "tiles_full": barrier(2),
         },
         interpret=interpret,
     )(**inputs)
-    return found["dq"], found["dk"], found["dv"], found["q_inter"], found["k_inter"], found["states"].sum(-1)
+    of_tiles = (p.BNH, n, p.NC, n, T)
+    pairs = TilePairs(
+        found["per_query"].reshape(of_tiles), found["per_key"].reshape(of_tiles), found["diagonal"].reshape(p.BNH, p.NC, n, T)
+    )
+    return found["dq"], found["dk"], found["dv"], found["q_inter"], found["k_inter"], found["states"].sum(-1), pairs

@@ -1,6 +1,6 @@
 """parallel_fw_P on Mosaic GPU: the scores, r, z and n of ``stages/parallel_fw_P.py``, without scaled keys.
 
-n follows from the sums of step_sums.py.
+n follows from the sums of step_sums.py, by the recurrence of vector_states.py.
 
 Grid (B * NH, NC). A CTA is one warpgroup and owns one chunk of 64 steps. It has no pipeline: up to DHQK = 256 an SM has three CTAs, and
 one's copies run while another one computes.
@@ -14,12 +14,13 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.gates import ChunkGates, vector_states
+from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.launch_mosaic_gpu import BY_COLUMNS, BY_ROWS, REGISTER_ROWS, Products, head_of, load, mosaic_call, plgpu, tile_transforms
 from mlstm_pallas.normaliser import Normaliser, query_scale
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Lowering, StageCall
 from mlstm_pallas.stages.mosaic_gpu.step_sums import step_sums
+from mlstm_pallas.stages.mosaic_gpu.vector_states import vector_states
 from mlstm_pallas.tiles import divide, loop, remainder
 
 LOG2_E = float(np.log2(np.e))
@@ -109,7 +110,7 @@ def parallel_fw_P(
     interpret = call.lowering is Lowering.MOSAIC_GPU_INTERPRET
     columns = next(size for size in (COLUMNS, 192, 128, 64) if p.DHQK % size == 0)
     copies, g = p.DHQK // columns, gates.per_step()
-    n, n_last = vector_states(step_sums(matK, g.vecAbar, call), gates.scaGamma, vecN_initial)
+    n, n_last = vector_states(step_sums(matK, g.vecAbar, call), gates.scaGamma, vecN_initial, call)
     needs_m, vector = normaliser is not None and normaliser.floor_needs_m, jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32)
     operand = plgpu.SMEM((copies, L, columns), dtype, transforms=tile_transforms(columns, dtype.itemsize))
     found = mosaic_call(

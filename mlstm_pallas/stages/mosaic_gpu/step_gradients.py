@@ -147,7 +147,7 @@ def step_gradients(
     *,
     call: StageCall,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """``gate_gradients.step_gradients`` of what parallel_bw_dP makes on Mosaic GPU; call: its own."""
+    """``gate_gradients.step_gradients`` of pairs that a stage made on Mosaic GPU; call: of that stage."""
     p = call.problem
     size, n = min(p.S & -p.S, _STEPS), blocks(p.L, T)
     by_flag = (_CARRIED, steps.carried), (_GOES_ON, to_step_before(steps.goes_on)), (_PASSES, steps.passes)
