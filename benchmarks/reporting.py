@@ -175,7 +175,7 @@ def plot(records: Sequence[Record], path: str) -> None:
             times = {record.shape: record.ms for record in here if label(record) == line}
             if sweep:
                 points = sorted((getattr(shape, sweep), ms) for shape, ms in times.items())
-                bold = 2.4 if line.startswith(("triton", "xla")) else 1.3
+                bold = 2.4 if line.startswith(("triton", "mosaic_gpu", "xla")) else 1.3
                 axes.plot(
                     *zip(*points, strict=True) if points else ([], []), color=colour, marker=marker, markersize=5, lw=bold, label=line
                 )
