@@ -498,7 +498,7 @@ def tune_mosaic_gpu(tuner: Tuner, options: flags.FlagValues, rows: Sequence[dict
     config = config_from_row(present, options.backend).or_else(heuristic_config(shape.DHQK, jnp.dtype(dtype)))
     config = config.replace(chunk_size=clamp_chunk_size(config.L, shape.S))
     spec = functools.partial(kernel_benchmark.call_spec, options.backend, shape, dtype)
-    stages = [stage for stage in options.stage or STAGES if stage in mosaic_gpu_stages()]
+    stages = [stage for stage in options.stage or STAGES if stage in mosaic_gpu_stages() and stage in spec(config).stages]
     searches = [search for search in (MosaicGpuSearch(stage, config, spec) for stage in stages) if search.starts]
     if not searches:
         tqdm.write(f"{tuner.name}: no Mosaic GPU kernel with tiles to search runs for these heads")

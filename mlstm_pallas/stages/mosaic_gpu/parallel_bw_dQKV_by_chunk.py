@@ -7,8 +7,8 @@ First come P and dP, and the sums of W, as in parallel_bw_dP: dh . v over DHHV, 
 The quarter of them in which all keys are later than all queries is multiplied, but used nowhere.
 
 Then the rows of dq and dk of a warpgroup, 64 x DHQK each, stay in registers while the columns of v and dh pass once more: a step has tiles
-of v, dC, C and dh in shared memory, adds to dq, dk and <C_c, dC_{c+1}>, and makes 64 columns of dv. The second time v, dh and q come from
-the L2.
+of v, dC, C and dh in shared memory, adds to dq, dk and <C_c, dC_{c+1}>, and makes 64 columns of dv. The second time v, dh and q come
+mostly from the L2.
 """
 
 import enum
