@@ -53,7 +53,7 @@ def of_stage(stage: Stage, call: StageCall, itemsize: int, weights_operands: boo
     """Of a stage as it runs. On Mosaic GPU recurrent_fw_H weights the keys: parallel_fw_P writes none, and the scan reads abar.
 
     With weights_operands recurrent_bw_dC likewise reads r and abar, and parallel_bw_dP writes no queries and keys. Where parallel_bw_dQKV
-    computes P and dP it has their FLOPs too, reads no tiles but e and u, of two floats each, and writes three sums.
+    computes P and dP it has their FLOPs too. It then reads e and u, of two floats each, in place of the tiles, and writes three sums.
     """
     p, (flops, moved) = call.problem, stage.cost(call.problem, itemsize)
     more = {"parallel_fw_P": -itemsize * p.DHQK, "recurrent_fw_H": 4} if call.lowering.mosaic_gpu else {}

@@ -34,7 +34,7 @@ class CallSpec:
       layout: of q, k, v, h and their gradients.
       fused: whether the forward pass is the fused scan; else it materialises the states. It follows from the rest.
       num_splits: of each sequence in the fused scan. It follows from the rest.
-      mosaic_gpu: (name, tiles) of the stages that run on Mosaic GPU. It follows from the rest.
+      mosaic_gpu: (name, tiles) of the stages that run on Mosaic GPU if they are among ``stages``. It follows from the rest.
     """
 
     problem: Problem

@@ -1,8 +1,8 @@
 """The seam to Mosaic GPU: the only importer of jax.experimental.pallas.mosaic_gpu. For Hopper, from jax 0.11.2 on.
 
 Its interface changes between versions of jax, so what the kernels share of it is here: a launch, the layout of tiles in shared memory,
-and products on the tensor cores (wgmma). In GPU interpret mode, which knows no accumulator that starts from a value and no left operand
-in registers, the products are jnp.dot.
+products on the tensor cores (wgmma), and sums over the rows of a tile, which are written in MLIR. In GPU interpret mode, which knows no
+accumulator that starts from a value and no left operand in registers, the products are jnp.dot.
 """
 
 import dataclasses
@@ -223,7 +223,7 @@ class Products:
         return carry
 
     def sum_over_rows(self, x: jax.Array, scratch: Any) -> jax.Array:
-        """The sums over axis 0 of a float32 tile (64, 64), in the order of the columns; scratch: SUM_SCRATCH, of this warpgroup alone.
+        """The sums over axis 0 of a float32 tile (64, 64), BY_LANES; scratch: SUM_SCRATCH elements, of this warpgroup alone.
 
         jnp.sum has one scratch for the CTA. It also exchanges each sum with all lanes that hold a part of it, 48 shuffles a lane.
         """
@@ -253,7 +253,7 @@ class Products:
 
 
 def _sum_over_rows(_: Any, tile: Any, scratch: Any) -> mgpu.FragmentedArray:
-    """Each lane has 16 columns of two rows. In a round it gives half of its columns to a lane that has them too, and keeps the other half.
+    """Each lane holds 16 columns of two rows. In each round two lanes with the same columns exchange halves of their sums.
 
     After three rounds lane x of a warp has the sums of columns 2 x and 2 x + 1 over the warp's 16 rows. Those of the four warps meet in
     shared memory.

@@ -28,7 +28,7 @@ def plugins_installed() -> bool:
 
 if flag := quick_fusions(metadata.version("jaxlib"), plugins_installed()):
     os.environ.setdefault("XLA_FLAGS", flag)  # with XLA_FLAGS= tests run what users get
-# What is freed goes back to the GPU, whose memory xdist's workers share, and the processes that tests start.
+# Freed memory goes back to the GPU, which xdist's workers share with the processes that tests start.
 os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
 jax.config.update("jax_num_cpu_devices", 8)  # for the tests of sharding; what runs on one device is the same and as fast
 

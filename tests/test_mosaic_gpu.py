@@ -41,12 +41,13 @@ from mlstm_pallas.launch import CUSTOM_CALL_TARGET
 from mlstm_pallas.normaliser import Normaliser, NormaliserGradients
 from mlstm_pallas.problem import MAX_TILE, InputGate, Layout, Problem, make_problem
 from mlstm_pallas.shared_memory import compute_capability
-from mlstm_pallas.stage import Lowering, StageCall
+from mlstm_pallas.stage import MOSAIC_GPU_HEADS, Lowering, StageCall
 from mlstm_pallas.stages import STAGES, recurrent_bw_dC
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, mosaic_gpu_by_chunk
 from mlstm_pallas.stages.recurrence import mosaic_gpu_rows_of
 from mlstm_pallas.stages.step_gradients import step_gradients
+from mlstm_pallas.stages.vector_states import vector_states
 from mlstm_pallas.validation import MOSAIC_GPU_JAX
 from mlstm_pallas.xlstm_jax import triton_stablef
 
@@ -383,8 +384,6 @@ def test_step_sums_against_float64(shape, L, layout, dtype, capsys):
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize("NC", [5, 16, 50])  # less than a group of chunks, one, and three with two chunks more
 def test_vector_states(NC, backward, capsys):
-    from mlstm_pallas.stages.mosaic_gpu.vector_states import vector_states
-
     call = StageCall(make_problem((1, 2, 64 * NC, 128), 128, 64, pad_heads=False), StageConfig(), None, Lowering.MOSAIC_GPU_INTERPRET)
     test_gates.check_vector_states(functools.partial(vector_states, call=call), 2, NC, 128, backward)
     assert RACE not in capsys.readouterr().out
@@ -977,6 +976,22 @@ def test_heads_beyond_the_grid_run_on_triton():
     assert stages_on_mosaic_gpu(1, 32_768, 64, *heads) == always | SCAN
     assert stages_on_mosaic_gpu(1, 65_536, 64, *heads) == always
     assert stages_on_mosaic_gpu(1, 32_767, 8192, *heads, recurrent_fw_H=StageConfig(num_splits=4)) == always | {"recurrent_bw_dC"}
+
+
+@needs_jax
+@pytest.mark.parametrize("heads", [65_535, 65_536])
+def test_vector_states_of_heads_beyond_the_grid_are_plain(heads):
+    call = StageCall(make_problem((1, heads, 128, 64), 128, 128, pad_heads=False), StageConfig(), None, Lowering.MOSAIC_GPU)
+    shapes = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((heads, 1, 64), (heads, 1), (heads, 64)))
+    computation = jax.make_jaxpr(functools.partial(vector_states, call=call))(*shapes)
+    assert ("vector_states" in str(computation)) == (heads <= MOSAIC_GPU_HEADS)
+
+
+def test_three_stages_are_too_few_where_a_cta_makes_a_chunk():
+    """A step holds v, dC, C and dh at once."""
+    shape = 8, 16, 8192, 128, 256
+    assert "parallel_bw_dQKV" in stages_on_mosaic_gpu(*shape, parallel_bw_dQKV=tiles(num_stages=4))
+    assert "parallel_bw_dQKV" not in stages_on_mosaic_gpu(*shape, parallel_bw_dQKV=tiles(num_stages=3))
 
 
 @pytest.mark.parametrize("stage", sorted(ALL))

@@ -3,8 +3,8 @@
     P_ts = D_ts scale q_t . k_s / den_t        dP_ts = D_ts (dnum_t . v_s + dz_t),  s <= t inside the chunk        dnum_t = dh_t / den_t
     kbar_s = abar_s k_s                        qbar_t = w_t scale / den_t q_t                                delta_t = dh_t . h_t
 
-The normaliser's gradients, dz among them, are multiples of delta. The Mosaic GPU kernel computes delta, as it reads dh anyway; for the
-Triton kernel XLA does, in a pass over h and dh.
+The normaliser's gradients, dz among them, are multiples of delta. The Mosaic GPU kernel computes delta, as it reads dh anyway. For
+the Triton kernel, and where parallel_bw_dQKV makes P and dP, XLA does, in a pass over h and dh.
 
 Grid (CTAs of a chunk, NC, B * NH). With T = siz_b_LQ a chunk has n = L / T tiles of queries: n (n + 1) / 2 CTAs own a T x T tile of P
 and dP each, from siz_b_loop columns of q and k, of v and dh, at a time; n more scale T queries and keys. For the gates' gradients the

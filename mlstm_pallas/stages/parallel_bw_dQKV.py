@@ -10,8 +10,8 @@ weighted, and one with the tiles, both siz_b_loop at a time. Its loops hold prod
 products of q and k with the inter-chunk part are taken in float32; CTAs that own a siz_b_DHQK x siz_b_DHHV block of the states take
 <C_c, dC_{c+1}>.
 
-Where a CTA of the Mosaic GPU kernel makes all gradients of a chunk, it also computes P and dP, which then never are in memory, and the
-sums of W that parallel_bw_dP returns. That stage does not run.
+Where a CTA of the Mosaic GPU kernel makes all gradients of a chunk, it also computes P and dP, which stay in shared memory, and the sums
+of W. parallel_bw_dP then does not run.
 
 FLOPs: 6 R K V + R (L + 1) (2 K + V). Bytes: q, k, v, dh, dq, dk, dv, P, dP and both states,
 (R (4 K + 3 V + 2 L) + 2 B NH NC K V) itemsize; the operands again for each column and row block, mostly from L2.
@@ -278,10 +278,11 @@ def mosaic_gpu_by_chunk(p: Problem) -> bool:
 
 
 def _mosaic_gpu_takes(tiles: StageConfig, p: Problem) -> bool:
-    """A kernel with fewer stages than a step waits for at once would wait for ever.
+    """Whether there are enough stages, and shared memory for them. With fewer stages than a step holds at once it would wait for ever.
 
-    A stage has 128 x 64 elements of shared memory where a CTA makes a whole chunk, beside k, three blocks of 64 x 64 of P and of dP, and
-    four for outputs, and what sums take; else (128 + 256) x 64.
+    A step holds four stages of 128 x 64 elements where a CTA makes a whole chunk. Beside the stages that kernel has k, three blocks of
+    64 x 64 of P and of dP each, four for outputs, and in float32 what sums take and four vectors. In the other kernel a step holds three
+    stages of (128 + 256) x 64; it has four blocks for outputs.
     """
     if mosaic_gpu_by_chunk(p):
         shared = 2 * (128 * 64 * tiles.num_stages + 128 * p.DHQK + (3 + 3 + 4) * 64 * 64) + 4 * 2 * 256 + 2048 + 1024
@@ -303,7 +304,7 @@ STAGE = Stage(
     loops=_loops,
     clamp=clamp_to_tile,
     mosaic_gpu=MosaicGpu(
-        search=dict(num_stages=(3, 4, 5, 6, 7, 8)),
+        search=dict(num_stages=(3, 4, 5, 6, 7)),
         heuristic=lambda p: StageConfig(num_stages=6 if mosaic_gpu_by_chunk(p) else 4),
         takes=_mosaic_gpu_takes,
     ),

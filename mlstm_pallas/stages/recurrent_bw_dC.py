@@ -2,7 +2,7 @@
 
     dC_c = gamma_c dC_{c+1} + sum_t qbar_t dh_t^T        C_{c+1} = gamma_c C_c + sum_t kbar_t v_t^T
 
-qbar = r q and kbar = abar k come from parallel_bw_dP, or they are weighted here.
+qbar = r q and kbar = abar k come from parallel_bw_dP or, on Mosaic GPU, from XLA; or they are weighted here.
 
 Kernel, grid, what a CTA owns, plain form, FLOPs and bytes are those of recurrence.py, dC backward in time. Both recurrences share a
 launch: neither needs the other, and with few heads one alone does not fill a GPU.

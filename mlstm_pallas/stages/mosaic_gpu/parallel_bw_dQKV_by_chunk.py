@@ -7,8 +7,8 @@ First come P and dP, and the sums of W, as in parallel_bw_dP: dh . v over DHHV, 
 The quarter of them in which all keys are later than all queries is multiplied, but used nowhere.
 
 Then the rows of dq and dk of a warpgroup, 64 x DHQK each, stay in registers while the columns of v and dh pass once more: a step has tiles
-of v, dC, C and dh in shared memory, adds to dq, dk and <C_c, dC_{c+1}>, and makes 64 columns of dv. The second time v, dh and q come
-mostly from the L2.
+of v, dC, C and dh in shared memory, adds to dq, dk and <C_c, dC_{c+1}>, and makes 64 columns of dv. The second time v and dh pass in
+reverse order, so that a part of them is still in the L2.
 """
 
 import enum
@@ -49,7 +49,7 @@ LOG2_E = float(np.log2(np.e))
 
 
 class _Vector(enum.IntEnum):
-    """Rows of the vectors in shared memory; the last one with a normaliser."""
+    """Rows of the vectors in shared memory; N only with a normaliser."""
 
     E_HI = 0
     E_LO = 1
@@ -93,7 +93,7 @@ def _kernel(
     full,  # barriers, one a slot
     empty,
     k_full,  # of k and the vectors
-    k_empty,
+    k_empty,  # guards P and dP too: both warpgroups wait for the next k before they write them
     tiles_full,  # of P and dP
     *,
     p: Problem,

@@ -1,7 +1,7 @@
 """The recurrence of n and dn over the chunks on Mosaic GPU: ``vector_states`` of ``gates.py``.
 
-Grid (B * NH, DHQK / 64). A CTA is one warpgroup and owns 64 columns; all of its warps hold the same numbers. It reads the terms of
-AHEAD chunks before it joins those of the AHEAD chunks before them, so it waits once for so many loads.
+Grid (B * NH, DHQK / 64). A CTA is one warpgroup and owns 64 columns; its four warps compute the same numbers. It loads the terms of the
+next AHEAD chunks before it joins the present ones, and so waits once for AHEAD loads.
 
 Bytes: what is added and the states, 2 B NH NC DHQK float32. No matrix product.
 """
