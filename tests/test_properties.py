@@ -309,7 +309,7 @@ PARTIAL = ("one_chunk", "chunks", "tiles", "packed", "padded", "bfloat16", "sigm
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        pytest.param(name, backend, marks=[pytest.mark.slow] * (name in PARTIAL))
+        pytest.param(name, backend, marks=[pytest.mark.slow] * (name in PARTIAL or (name, backend) == ("packed_tiles", "interpret")))
         for backend, names in (("xla", PLAIN), ("interpret", INTERPRETED))
         for name in names
     ],

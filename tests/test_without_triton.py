@@ -84,7 +84,10 @@ def run_cases(backend: str, names: tuple[str, ...], layouts: tuple[str, ...]) ->
 
 @pytest.mark.parametrize(
     "backends",
-    [(None,), pytest.param(("xla",), marks=pytest.mark.slow), pytest.param(("mosaic_gpu_interpret",), marks=needs_mosaic_gpu)],
+    [
+        *(pytest.param((name,), marks=pytest.mark.slow) for name in (None, "xla")),
+        pytest.param(("mosaic_gpu_interpret",), marks=needs_mosaic_gpu),
+    ],
     ids=str,
 )
 def test_the_plain_form_runs(backends):
@@ -119,7 +122,8 @@ def test_mosaic_gpu_kernels_run_on_a_gpu():
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("backend", ["triton", pytest.param("interpret", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["triton", "interpret"])
 def test_a_triton_kernel_says_what_is_missing(backend):
     result = run(f"mlstm_pallas.mlstm_chunkwise(q, k, v, i, f, backend={backend!r})")
     message = "is a Triton kernel, and jax [0-9.]+ has no Triton backend: expected jax < 0.13, or backend 'xla'"
