@@ -20,7 +20,7 @@ from mlstm_pallas.normaliser import NormaliserGradients, query_scale
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Lowering, StageCall
 from mlstm_pallas.stages.chunk_gates import chunk_gates
-from mlstm_pallas.stages.parallel_bw_dP import GradientTiles, parallel_bw_dP, without_tiles
+from mlstm_pallas.stages.parallel_bw_dP import GradientTiles, parallel_bw_dP, with_delta, without_tiles
 from mlstm_pallas.stages.parallel_bw_dQKV import parallel_bw_dQKV
 from mlstm_pallas.stages.recurrent_bw_dC import recurrent_bw_dC
 from mlstm_pallas.stages.step_gradients import step_gradients
@@ -55,21 +55,23 @@ def _backward(spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangen
     gamma = gates.scaGamma
     operands, tiles_call = (x.q, x.k, x.v, dh, gates), call_of_tiles(spec, lowering)
     tiles = gradient_tiles(spec, lowering, *operands, h, z, scale_keys=recompute, scaled=not spec.weights_operands)
-    of_normaliser = tiles.normaliser_gradients
     queries, keys, weights = tiles.matQ_scaled, tiles.matK_scaled, {}
     if spec.weights_operands:
-        queries, keys, weights = x.q, x.k, state_weights(spec.problem, gates, of_normaliser)
+        queries, keys, weights = x.q, x.k, state_weights(spec.problem, gates, tiles.normaliser_gradients)
     recomputed = (keys, x.v, x.c_initial) if recompute else ()
-    dC, dC_initial, C, C_last = recurrent_bw_dC(
+    dC, dC_initial, C, C_last, delta = recurrent_bw_dC(
         *(queries, dh, gamma, last.c, *recomputed),
         **weights,
+        matH=h if spec.fused_tiles else None,
         return_initial=spec.has_initial_state,
         return_last=spec.return_last_states,
         call=spec.call("recurrent_bw_dC", lowering),
     )
     if not recompute:
         C, C_last = stored.C, stored.C_last
-    n = stored.n
+    if spec.normaliser is not None and delta is not None:
+        tiles = with_delta(tiles, x.q, gates, z, delta, normaliser=spec.normaliser, call=tiles_call)
+    of_normaliser, n = tiles.normaliser_gradients, stored.n
     dn_added = jnp.zeros_like(n) if tiles.vecDeltaN_added is None else tiles.vecDeltaN_added
     dn, dn_initial = vector_states(dn_added, gamma, last.n, tiles_call, backward=True)
     gradients = parallel_bw_dQKV(*operands, of_normaliser, tiles, C, n, dC, dn, call=spec.call("parallel_bw_dQKV", lowering))
@@ -104,10 +106,13 @@ def call_of_tiles(spec: CallSpec, lowering: Lowering) -> StageCall:
 def gradient_tiles(
     spec: CallSpec, lowering: Lowering, q, k, v, dh, gates: ChunkGates, h, z, *, scale_keys: bool, scaled: bool
 ) -> GradientTiles:
-    """parallel_bw_dP, or what it returns beside tiles where parallel_bw_dQKV computes those; the arguments are those of the stage."""
+    """parallel_bw_dP, or ``without_tiles`` where parallel_bw_dQKV computes P and dP; the arguments are those of the stage.
+
+    With an h recurrent_bw_dC then computes delta, and ``with_delta`` adds what takes it.
+    """
     options: dict[str, Any] = dict(normaliser=spec.normaliser, scale_keys=scale_keys, scaled=scaled, call=call_of_tiles(spec, lowering))
     if spec.fused_tiles:
-        return without_tiles(q, k, dh, gates, h, z, **options)
+        return without_tiles(q, k, gates, z, needs_delta=h is not None, **options)
     return parallel_bw_dP(q, k, v, dh, gates, h, z, **options)
 
 

@@ -26,11 +26,18 @@ from jaxlib.mlir.dialects import arith, vector
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.tiles import divide, loop, remainder
 
-# A vector of 64 elements in every warp, two neighbouring ones a lane.
-BY_LANES = plgpu.Layout.TILED(plgpu.Tiling(((64,), (2,))), warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1)
 BY_ROWS, BY_COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  # of a vector beside the rows, the columns of a tile
 REGISTER_ROWS = 64  # of an accumulator in the registers of one warpgroup
 SUM_SCRATCH = 4 * REGISTER_ROWS  # float32 elements, for ``Products.sum_over_rows``
+
+
+def by_lanes(columns: int) -> Any:
+    """The layout of a vector that every warp holds, 32 or 64 elements, neighbouring ones in a lane."""
+    tiling = plgpu.Tiling(((columns,), (columns // 32,)))
+    return plgpu.Layout.TILED(tiling, warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1)
+
+
+BY_LANES = by_lanes(64)
 
 
 def mosaic_call(
@@ -209,27 +216,34 @@ class Products:
             return [x.value for x in sums]
         return pl.run_state(lambda refs: issue(*refs))(tuple(plgpu.ACC.init(x) for x in initial))
 
-    def loop(self, accumulator: Any, count: Any, body: Callable[[jax.Array, Any], Any], init: Any = None) -> Any:
-        """``tiles.loop`` of a body that adds to the accumulator."""
+    def loop(self, accumulators: Any, count: Any, body: Callable[[jax.Array, Any], Any], init: Any = None) -> Any:
+        """``tiles.loop`` of a body that adds to the accumulators: one, or a tuple."""
         if not self.interpret:
             return loop(count, body, init)
+        sums = accumulators if isinstance(accumulators, tuple) else (accumulators,)
 
-        def step(j, values):
-            accumulator.value, carry = values
+        def put(values):
+            for x, value in zip(sums, values, strict=True):
+                x.value = value
+
+        def step(j, carry):
+            values, carry = carry
+            put(values)
             carry = body(j, carry)
-            return accumulator.value, carry
+            return [x.value for x in sums], carry
 
-        accumulator.value, carry = loop(count, step, (accumulator.value, init))
+        values, carry = loop(count, step, ([x.value for x in sums], init))
+        put(values)
         return carry
 
     def sum_over_rows(self, x: jax.Array, scratch: Any) -> jax.Array:
-        """The sums over axis 0 of a float32 tile (64, 64), BY_LANES; scratch: SUM_SCRATCH elements, of this warpgroup alone.
+        """The sums over axis 0 of a float32 tile (64, 32 or 64), ``by_lanes``; scratch: SUM_SCRATCH elements, of this warpgroup alone.
 
         jnp.sum has one scratch for the CTA. It also exchanges each sum with all lanes that hold a part of it, 48 shuffles a lane.
         """
         if self.interpret:
             return jnp.sum(x, axis=0)
-        columns = plgpu.ShapeDtypeStruct(x.shape[1:], jnp.float32, layout=BY_LANES)
+        columns = plgpu.ShapeDtypeStruct(x.shape[1:], jnp.float32, layout=by_lanes(x.shape[1]))
         return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()), return_type=columns)(_sum_over_rows)(x, scratch)
 
     def sum_over_columns(self, x: jax.Array) -> jax.Array:
@@ -253,32 +267,39 @@ class Products:
 
 
 def _sum_over_rows(_: Any, tile: Any, scratch: Any) -> mgpu.FragmentedArray:
-    """Each lane holds 16 columns of two rows. In each round two lanes with the same columns exchange halves of their sums.
+    """Each lane holds 16 columns of two rows, or 8. In a round two lanes with the same columns exchange halves of their sums.
 
-    After three rounds lane x of a warp has the sums of columns 2 x and 2 x + 1 over the warp's 16 rows. Those of the four warps meet in
-    shared memory.
+    After the rounds lane x of a warp has the sums of two columns over the warp's 16 rows: 2 x and 2 x + 1 of 64; of 32, where lanes that
+    hold one sum each add them up in the last round, two lanes have the same. Those of the four warps meet in shared memory.
     """
-    i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
-    pairs = tile.registers.reshape(8, 2)  # of neighbouring columns: [columns from 8 j on, row of the lane]
+    i32, index, columns = ir.IntegerType.get_signless(32), ir.IndexType.get(), tile.shape[1]
+    pairs = tile.registers.reshape(columns // 8, 2)  # of neighbouring columns: [columns from 8 j on, row of the lane]
     sums = [arith.addf(x, y) for x, y in pairs]
     thread = arith.remui(utils.thread_idx(), utils.c(128, i32))
     lane, warp = arith.remui(thread, utils.c(32, i32)), arith.divui(thread, utils.c(32, i32))
     for distance in (16, 8, 4):
         half = len(sums) // 2
+        if half == 0:
+            sums = [arith.addf(sums[0], utils.shfl_bfly(sums[0], distance))]
+            continue
         upper = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(lane, utils.c(distance, i32)), utils.c(0, i32))
         kept = [arith.select(upper, y, x) for x, y in zip(sums[:half], sums[half:], strict=True)]
         given = [arith.select(upper, x, y) for x, y in zip(sums[:half], sums[half:], strict=True)]
         sums = [arith.addf(x, utils.shfl_bfly(y, distance)) for x, y in zip(kept, given, strict=True)]
 
-    def place(warp):
-        return [arith.index_cast(index, arith.addi(arith.muli(warp, utils.c(64, i32)), arith.muli(lane, utils.c(2, i32))))]
+    def place(warp, column):
+        return [arith.index_cast(index, arith.addi(arith.muli(warp, utils.c(columns, i32)), column))]
 
-    vector.store(sums[0], scratch, place(warp))
+    per_lane = columns // 32
+    group = arith.divui(lane, utils.c(8 // per_lane, i32))
+    first = arith.addi(arith.muli(group, utils.c(8, i32)), arith.muli(arith.remui(lane, utils.c(4, i32)), utils.c(2, i32)))
+    vector.store(sums[0], scratch, place(warp, first))
     utils.warpgroup_barrier()
-    a, b, c, d = (vector.load(sums[0].type, scratch, place(utils.c(other, i32))) for other in range(4))
+    of_lane, column = ir.VectorType.get((per_lane,), ir.F32Type.get()), arith.muli(lane, utils.c(per_lane, i32))
+    a, b, c, d = (vector.load(of_lane, scratch, place(utils.c(other, i32), column)) for other in range(4))
     utils.warpgroup_barrier()  # the next sums go to the same place
-    total, layout = arith.addf(arith.addf(a, b), arith.addf(c, d)), BY_LANES.to_mgpu()
-    registers = np.full(layout.registers_shape((64,)), total, dtype=object)
+    total, layout = arith.addf(arith.addf(a, b), arith.addf(c, d)), by_lanes(columns).to_mgpu()
+    registers = np.full(layout.registers_shape((columns,)), total, dtype=object)
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
 
 

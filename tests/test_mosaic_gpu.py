@@ -43,7 +43,7 @@ from mlstm_pallas.problem import MAX_TILE, InputGate, Layout, Problem, make_prob
 from mlstm_pallas.shared_memory import compute_capability
 from mlstm_pallas.stage import MOSAIC_GPU_HEADS, Lowering, StageCall
 from mlstm_pallas.stages import STAGES, recurrent_bw_dC
-from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
+from mlstm_pallas.stages.parallel_bw_dP import GradientTiles, with_delta, without_tiles
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, mosaic_gpu_by_chunk
 from mlstm_pallas.stages.recurrence import mosaic_gpu_rows_of
 from mlstm_pallas.stages.step_gradients import step_gradients
@@ -319,6 +319,30 @@ def test_an_inf_in_h_reaches_no_tile_where_the_floor_is_larger():
 
 
 @needs_jax
+def test_an_inf_in_h_reaches_no_other_delta_and_no_dn_where_the_floor_is_larger():
+    """Where recurrent_bw_dC computes delta."""
+    p, draw, STEP = Problem(1, 1, 128, 64, 128, 128, 0.125), np.random.default_rng(0), 33
+    q, dh, h = (jnp.asarray(draw.normal(size=(1, 128, D)), "bfloat16") for D in (64, 128, 128))
+    gates, normaliser = random_gates(draw, 1, 1, 128), Normaliser()
+    z = jnp.where(jnp.arange(128) % 2 == 0, 2.0, 0.5)[None]  # the floor is 1: m is 0
+    tiles = StageConfig(siz_b_DHQK=64, num_stages=2)
+    states_call, tiles_call = (StageCall(p, x, None, Lowering.MOSAIC_GPU_INTERPRET) for x in (tiles, StageConfig(num_stages=4)))
+
+    @jax.jit
+    def run(h):
+        delta = recurrent_bw_dC.recurrent_bw_dC(q, dh, gates.scaGamma, None, matH=h, call=states_call).vecDelta
+        before = without_tiles(q, q, gates, z, normaliser=normaliser, needs_delta=True, scale_keys=True, scaled=False, call=tiles_call)
+        return delta, with_delta(before, q, gates, z, delta, normaliser=normaliser, call=tiles_call)
+
+    (expected_delta, expected), (delta, found) = run(h), run(h.at[0, STEP].set(jnp.inf))
+    assert not np.isfinite(delta[0, STEP])
+    assert_same_bits(delta.at[0, STEP].set(0.0), expected_delta.at[0, STEP].set(0.0))
+    assert np.any(expected.normaliser_gradients.vecDzDen)
+    assert_same_bits(found.normaliser_gradients[:3], expected.normaliser_gradients[:3])
+    assert_same_bits(found.vecDeltaN_added, expected.vecDeltaN_added)
+
+
+@needs_jax
 @pytest.mark.parametrize(
     ("BNH", "S", "L", "share", "has_dm"),
     [
@@ -572,6 +596,7 @@ class Recurrences:
     layout: str = "BNTH"
     states: bool = True  # an initial state and an initial dC, and whether the last ones are wanted
     alone: bool = False  # dC without C
+    delta: bool = False  # whether delta is wanted
     dtype: str = "bfloat16"
     device: compile_report.Device = compile_report.DEVICES["H200"]
 
@@ -580,23 +605,24 @@ class Recurrences:
         return make_problem(self.shape[:-1], self.shape[-1], self.L, pad_heads=False)
 
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
-        """q, dh, k, v, r, abar, gamma, the last dC, the initial C."""
+        """q, dh, k, v, r, abar, gamma, the last dC, the initial C, h."""
         (B, NH, S, K, V), n = self.shape, self.problem.BNH
         of_steps = {D: ((n, S, D), (B, S, NH, D))[self.layout == "BTNH"] for D in (K, V)}
         ab = of_steps[K] if self.weighted else (n, S, K), of_steps[V]  # parallel_bw_dP writes scaled operands in one layout
         floats = [(n, S), (n, S), (n, self.problem.NC), (n, K, V), (n, K, V)]
-        return [jax.ShapeDtypeStruct(x, self.dtype) for x in (*ab, *ab)] + [jax.ShapeDtypeStruct(x, "float32") for x in floats]
+        found = [jax.ShapeDtypeStruct(x, self.dtype) for x in (*ab, *ab)] + [jax.ShapeDtypeStruct(x, "float32") for x in floats]
+        return [*found, jax.ShapeDtypeStruct(ab[1], self.dtype)]
 
     def function(self, lowering=Lowering.MOSAIC_GPU):
         """Of arrays of these shapes."""
         call = StageCall(self.problem, self.tiles, None, lowering)
         wanted = dict(return_initial=self.states, return_last=self.states, call=call)
 
-        def run(q, dh, k, v, r, abar, gamma, dC_last, C_initial):
-            weights = dict(vecR=r, vecAbar=abar) if self.weighted else {}
+        def run(q, dh, k, v, r, abar, gamma, dC_last, C_initial, h):
+            more = (dict(vecR=r, vecAbar=abar) if self.weighted else {}) | (dict(matH=h) if self.delta else {})
             dC_last, C_initial = (dC_last, C_initial) if self.states else (None, None)
             of_C = () if self.alone else (k, v, C_initial)
-            return recurrent_bw_dC.recurrent_bw_dC(q, dh, gamma, dC_last, *of_C, **weights, **wanted)
+            return recurrent_bw_dC.recurrent_bw_dC(q, dh, gamma, dC_last, *of_C, **more, **wanted)
 
         return run
 
@@ -607,7 +633,7 @@ class Recurrences:
         x[4:7] = (draw.uniform(size=y.shape) for y in x[4:7])
         x = [jnp.asarray(y, shape.dtype) for y, shape in zip(x, self.shapes(), strict=True)]
         found = jax.jit(self.function(lowering))(*x)
-        q, dh, k, v, r, abar, gamma, dC_last, C_initial = (np.asarray(y.astype("float32"), "float64") for y in x)
+        q, dh, k, v, r, abar, gamma, dC_last, C_initial, h = (np.asarray(y.astype("float32"), "float64") for y in x)
 
         def states(a, b, weights, X, chunks):
             a, b = (np.moveaxis(y, 2, 1).reshape(p.BNH, p.S, -1) if y.ndim == 4 else y for y in (a, b))
@@ -620,13 +646,16 @@ class Recurrences:
 
         expected = [*states(q, dh, r, dC_last, reversed(range(p.NC)))]
         expected += [None, None] if self.alone else states(k, v, abar, C_initial, range(p.NC))
+        delta = np.sum(dh * h, axis=-1)
+        expected.append((np.moveaxis(delta, 2, 1).reshape(p.BNH, p.S) if delta.ndim == 3 else delta) if self.delta else None)
         # Roundings to the kernel dtype: of the weighted operand, and of the states that are stored. Those of terms are independent.
         unit, sums = {"bfloat16": 2.0**-8, "float16": 2.0**-11}[self.dtype], math.sqrt(p.S) * 2.0**-24
         for name, actual, wanted in zip(found._fields, found, expected, strict=True):
             stored = name.endswith("_states")
-            assert (actual is None) == (wanted is None or not (stored or self.states)), name
+            assert (actual is None) == (wanted is None or not (stored or name == "vecDelta" or self.states)), name
             if actual is not None:
-                assert_close(actual, wanted, math.sqrt((self.weighted + stored) / 3) * unit + sums, name)
+                rounded = 0 if name == "vecDelta" else self.weighted + stored  # of delta only the sums are
+                assert_close(actual, wanted, math.sqrt(rounded / 3) * unit + sums, name)
 
 
 RECURRENCES = {
@@ -641,11 +670,16 @@ RECURRENCES = {
     "rows_of_192": Recurrences(shape=(1, 1, 256, 192, 128), L=64),
     "rows_of_256": Recurrences(shape=(1, 1, 512, 512, 128), L=256),
     "one_block_of_rows": Recurrences(shape=(1, 2, 64, 64, 128), L=64),
+    "delta": Recurrences(shape=(1, 2, 256, 64, 128), delta=True),
+    "delta_BTNH": Recurrences(shape=(2, 2, 256, 128, 256), layout="BTNH", delta=True),
+    "delta_rows_of_64": Recurrences(tiles=StageConfig(siz_b_DHQK=64, num_stages=2), delta=True),
+    "delta_dC_alone": Recurrences(shape=(1, 1, 512, 128, 128), alone=True, states=False, delta=True),
+    "delta_scaled_float16": Recurrences(weighted=False, dtype="float16", delta=True),
 }
 
 
 @needs_jax
-@pytest.mark.parametrize("name", slow(RECURRENCES, quick=("weighted",)))
+@pytest.mark.parametrize("name", slow(RECURRENCES, quick=("weighted", "delta")))
 def test_interpreted_recurrences_against_float64(name, capsys):
     RECURRENCES[name].check(Lowering.MOSAIC_GPU_INTERPRET)
     assert RACE not in capsys.readouterr().out
@@ -654,7 +688,7 @@ def test_interpreted_recurrences_against_float64(name, capsys):
 @needs_jax
 def test_recurrences_have_weights_all_or_none():
     call = StageCall(Recurrences().problem, RECURRENCE_TILES, None, Lowering.MOSAIC_GPU_INTERPRET)
-    q, dh, k, v, r, _, gamma, dC_last, C_initial = Recurrences().shapes()
+    q, dh, k, v, r, _, gamma, dC_last, C_initial, _ = Recurrences().shapes()
     with pytest.raises(NotImplementedError, match="recurrent_bw_dC has r in some of its recurrences"):
         jax.eval_shape(functools.partial(recurrent_bw_dC.recurrent_bw_dC, call=call), q, dh, gamma, dC_last, k, v, C_initial, vecR=r)
 
@@ -857,7 +891,12 @@ COMPILED_RECURRENCES = {
     "7b": Recurrences(shape=(8, 8, 8192, 256, 512), L=256, tiles=StageConfig(siz_b_DHQK=256, num_stages=4), layout="BTNH"),
     "7b_states": Recurrences(shape=(8, 8, 8192, 256, 512), L=256, tiles=StageConfig(siz_b_DHQK=256, num_stages=4), alone=True),
     "b1": Recurrences(shape=(1, 8, 8192, 256, 512), L=256, tiles=StageConfig(siz_b_DHQK=128, num_stages=6)),
-    "tfla": Recurrences(shape=(8, 16, 8192, 128, 256), L=128, tiles=StageConfig(siz_b_DHQK=256, num_stages=6)),
+    "tfla": Recurrences(shape=(8, 16, 8192, 128, 256), tiles=StageConfig(siz_b_DHQK=256, num_stages=4), delta=True),
+    "tfla_stored_BTNH": Recurrences(
+        shape=(8, 16, 8192, 128, 256), tiles=StageConfig(siz_b_DHQK=256, num_stages=4), delta=True, alone=True, layout="BTNH"
+    ),
+    "64_128": Recurrences(shape=(8, 32, 8192, 64, 128), tiles=StageConfig(siz_b_DHQK=64, num_stages=6), delta=True),
+    "few_heads": Recurrences(shape=(1, 16, 8192, 128, 256), tiles=StageConfig(siz_b_DHQK=64, num_stages=4), delta=True),
 }
 
 
@@ -962,6 +1001,17 @@ def test_few_heads_have_blocks_of_few_rows(heads, tile, rows):
     assert mosaic_gpu_rows_of(StageConfig(siz_b_DHQK=128), narrow, 2) == 64
 
 
+def test_tiles_of_h_count_where_delta_is_computed():
+    facts, tiles = STAGES["recurrent_bw_dC"].mosaic_gpu, [StageConfig(siz_b_DHQK=128, num_stages=n) for n in (4, 5, 6)]
+    with_h, without = (make_problem((8, 16, 8192, 128), 256, L, pad_heads=True) for L in (128, 256))
+    assert [facts.takes(x, with_h) for x in tiles] == [True, False, False]
+    assert [facts.takes(x, without) for x in tiles] == [True, True, True]
+    for heads in (16, 128, 512):
+        for DHQK in (64, 128):
+            p = make_problem((1, heads, 8192, DHQK), 2 * DHQK, 128, pad_heads=True)
+            assert facts.takes(facts.heuristic(p), p) or recurrent_bw_dC.mosaic_gpu_ctas(64, p) * 2 < recurrent_bw_dC.MOSAIC_GPU_MIN_CTAS
+
+
 def test_recurrences_of_few_heads_run_on_triton():
     """Two heads of 256/512 are 64 CTAs."""
     assert "recurrent_bw_dC" in stages_on_mosaic_gpu(1, 3, 8192, 256, 512)
@@ -1024,8 +1074,8 @@ def in_process(check, *arguments):
 
 def test_a_check_that_does_not_end_is_stopped(monkeypatch):
     monkeypatch.setitem(globals(), "SECONDS", 0.1)
-    with pytest.raises(pytest.fail.Exception, match=r"repeats_on_a_gpu\(\) does not end"):
-        in_process("repeats_on_a_gpu")
+    with pytest.raises(pytest.fail.Exception, match=r"layouts_on_a_gpu\(\) does not end"):
+        in_process("layouts_on_a_gpu")
 
 
 def case_on_a_gpu(name):
@@ -1055,6 +1105,15 @@ def tuned_config_on_a_gpu(S, *heads):
         outputs, gradients = test_gpu.errors_of("bfloat16", *shape, backend="mosaic_gpu", **options)
         assert_below(outputs, test_gpu.FORWARD["bfloat16"])
         assert_below(gradients, test_gpu.BACKWARD["bfloat16"])
+
+
+def many_chunks_on_a_gpu(DHQK, DHHV):
+    """More chunks of 128 steps than SMs: CTAs that own a chunk take another one after it."""
+    shape, config = (1, 20, 1024, DHQK, DHHV), KernelConfig(fused_min_heads=1)
+    assert mosaic_stages(*shape, config) >= SCAN | {"parallel_bw_dQKV"}
+    outputs, gradients = test_gpu.errors_of("bfloat16", *shape, backend="mosaic_gpu", config=config)
+    assert_below(outputs, test_gpu.FORWARD["bfloat16"])
+    assert_below(gradients, test_gpu.BACKWARD["bfloat16"])
 
 
 def neighbours_on_a_gpu():
@@ -1112,14 +1171,13 @@ def extremes_on_a_gpu():
             assert bool(jnp.isfinite(x.astype("float32")).all()), values
 
 
-def repeats_on_a_gpu():
-    """50 calls at 7b-8k."""
-    keys = jax.random.split(jax.random.key(0), 6)
-    rows = (8, 8, 8192)
-    q, k = (jax.random.normal(key, (*rows, 256), "bfloat16") for key in keys[:2])
-    v, dh = (jax.random.normal(key, (*rows, 512), "bfloat16") for key in keys[2:4])
+def repeats_on_a_gpu(B, NH, S, DHQK, DHHV):
+    """50 calls."""
+    keys, rows = jax.random.split(jax.random.key(0), 6), (B, NH, S)
+    q, k = (jax.random.normal(key, (*rows, DHQK), "bfloat16") for key in keys[:2])
+    v, dh = (jax.random.normal(key, (*rows, DHHV), "bfloat16") for key in keys[2:4])
     i, f = jax.random.normal(keys[4], rows), jax.random.normal(keys[5], rows) + 4.0
-    assert mosaic_stages(*rows, 256, 512) == ALL
+    assert mosaic_stages(*rows, DHQK, DHHV) == ALL - ({"parallel_bw_dP"} if DHQK in (64, 128) else set())
     run = outputs_and_gradients_on_a_gpu()
     first = run(dh, q, k, v, i, f)
     same = jax.jit(lambda a, b: jnp.stack([jnp.array_equal(x, y, equal_nan=True) for x, y in zip(a, b, strict=True)]))
@@ -1142,11 +1200,12 @@ GPU_CHECKS = [
     *((case_on_a_gpu, name) for name in CASES),
     *((tuned_config_on_a_gpu, S, *heads) for heads in OF_HEADS for S in (500, 2048)),
     (recurrences_on_a_gpu,),
+    *((many_chunks_on_a_gpu, *heads) for heads in ((64, 128), (128, 128), (128, 256))),
     (neighbours_on_a_gpu,),
     (long_sequences_on_a_gpu,),
     (packed_resets_on_a_gpu,),
     (extremes_on_a_gpu,),
-    (repeats_on_a_gpu,),
+    *((repeats_on_a_gpu, *shape) for shape in ((8, 8, 8192, 256, 512), (8, 16, 8192, 128, 256), (8, 32, 8192, 64, 128))),
     (layouts_on_a_gpu,),
 ]
 

@@ -50,9 +50,9 @@ def forward(lowering, x, num_splits=None, return_last=True):
 
 
 def backward(lowering, x, num_splits=None, wanted=True):
-    """Of the state's gradient, and of the state with the operands in each other's place."""
+    """Of the state's gradient, and of the state with the operands in each other's place; and delta."""
     run = functools.partial(recurrent_bw_dC, return_initial=wanted, return_last=wanted, call=call_of(lowering, num_splits))
-    return jax.jit(run)(x["a"], x["b"], x["gamma"], x["X"], x["a"][:, ::-1], x["b"][:, ::-1], x["X"])
+    return jax.jit(run)(x["a"], x["b"], x["gamma"], x["X"], x["a"][:, ::-1], x["b"][:, ::-1], x["X"], matH=x["b"][..., ::-1])
 
 
 STAGES = {"recurrent_fw_C": forward, "recurrent_bw_dC": backward}

@@ -4,7 +4,7 @@
     kbar_s = abar_s k_s                        qbar_t = w_t scale / den_t q_t                                delta_t = dh_t . h_t
 
 The normaliser's gradients, dz among them, are multiples of delta. The Mosaic GPU kernel computes delta, as it reads dh anyway. For
-the Triton kernel, and where parallel_bw_dQKV makes P and dP, XLA does, in a pass over h and dh.
+the Triton kernel XLA does, in a pass over h and dh. Where parallel_bw_dQKV makes P and dP, recurrent_bw_dC computes delta.
 
 Grid (CTAs of a chunk, NC, B * NH). With T = siz_b_LQ a chunk has n = L / T tiles of queries: n (n + 1) / 2 CTAs own a T x T tile of P
 and dP each, from siz_b_loop columns of q and k, of v and dh, at a time; n more scale T queries and keys. For the gates' gradients the
@@ -258,12 +258,11 @@ def _on_mosaic_gpu(matQ, matK, matV, matDeltaH, gates, matH, vecZ, normaliser, s
 def without_tiles(
     matQ: jax.Array,
     matK: jax.Array,
-    matDeltaH: jax.Array,
     gates: ChunkGates,
-    matH: jax.Array | None,
-    vecZ: jax.Array | None,
+    vecZ: Any,
     *,
     normaliser: Normaliser | None,
+    needs_delta: bool,
     scale_keys: bool,
     scaled: bool,
     call: StageCall,
@@ -271,15 +270,40 @@ def without_tiles(
     """What the stage returns beside tiles and pairs, where parallel_bw_dQKV computes these on Mosaic GPU.
 
     Args:
+      needs_delta: whether delta is still to be computed. Of the normaliser there is 1 / den alone then; ``with_delta`` adds the rest.
+        Else delta is 0.
       call: of parallel_bw_dQKV; the others are those of ``parallel_bw_dP``.
     """
-    gradients = normaliser_gradients(normaliser, matDeltaH, matH, vecZ, gates)
+    gradients = NormaliserGradients()
+    if normaliser is not None:
+        gradients = normaliser.gradients(jnp.zeros_like(vecZ), vecZ, gates.per_step().vecM)
+        gradients = NormaliserGradients(gradients.vecInvDen) if needs_delta else gradients
     return _beside_tiles(matQ, matK, gates, gradients, scale_keys, scaled, call)
 
 
-def _beside_tiles(matQ, matK, gates, gradients, scale_keys, scaled, call) -> GradientTiles:
+def with_delta(
+    tiles: GradientTiles,
+    matQ: jax.Array,
+    gates: ChunkGates,
+    vecZ: Any,
+    vecDelta: jax.Array,
+    *,
+    normaliser: Normaliser,
+    call: StageCall,
+) -> GradientTiles:
+    """What ``without_tiles`` returned, with what takes delta, (B * NH, S) float32; call: of parallel_bw_dQKV."""
+    gradients = normaliser.gradients(vecDelta, vecZ, gates.per_step().vecM)
+    return tiles._replace(normaliser_gradients=gradients, vecDeltaN_added=_dn_added(matQ, gates, gradients, call))
+
+
+def _dn_added(matQ, gates, gradients, call) -> jax.Array:
     from mlstm_pallas.stages.mosaic_gpu.step_sums import step_sums
 
+    r = query_scale(gates.per_step().vecW, call.problem.qk_scale, gradients.vecInvDen)
+    return step_sums(matQ, r * gradients.vecDzDen, call)
+
+
+def _beside_tiles(matQ, matK, gates, gradients, scale_keys, scaled, call) -> GradientTiles:
     g = gates.per_step()
     r = query_scale(g.vecW, call.problem.qk_scale, gradients.vecInvDen)
 
@@ -287,7 +311,7 @@ def _beside_tiles(matQ, matK, gates, gradients, scale_keys, scaled, call) -> Gra
         return (x.astype(jnp.float32) * steps_like(weights, x)).astype(x.dtype)
 
     qbar, kbar = times(matQ, r) if scaled else None, times(matK, g.vecAbar) if scaled and scale_keys else None
-    dn_added = None if gradients.vecDzDen is None else step_sums(matQ, r * gradients.vecDzDen, call)
+    dn_added = None if gradients.vecDzDen is None else _dn_added(matQ, gates, gradients, call)
     return GradientTiles(None, None, qbar, kbar, None, gradients, dn_added)
 
 

@@ -28,11 +28,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from mlstm_pallas.gate_gradients import inner
 from mlstm_pallas.gates import vector_states
 from mlstm_pallas.launch import kernel_call
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.splits import decays_in_splits, heads_of_splits, split_states, splits_as_heads
-from mlstm_pallas.stage import Cost, LoopOperands, StageCall, StageConfig, mosaic_gpu_rows, search_of, sequence_spec, steps_like
+from mlstm_pallas.stage import Cost, LoopOperands, StageCall, StageConfig, mosaic_gpu_rows, search_of, sequence_spec, steps_like, steps_of
 from mlstm_pallas.tiles import Precision, blocks, divide, dot, loop, remainder
 
 # CTAs that leave no SM of a large GPU without two. Splitting pays for its second launch only from four splits on.
@@ -50,6 +51,7 @@ class Recurrence:
       backward: in time.
       r: (B * NH, S) float32; None: a comes scaled.
       x_initial: (B * NH, DHQK) float32; None: x is not wanted. It needs r.
+      h: as b; None: no inner products are wanted.
     """
 
     a: jax.Array
@@ -60,6 +62,7 @@ class Recurrence:
     backward: bool = False
     r: jax.Array | None = None
     x_initial: jax.Array | None = None
+    h: jax.Array | None = None
 
 
 class RecurrenceOutputs(NamedTuple):
@@ -69,6 +72,7 @@ class RecurrenceOutputs(NamedTuple):
     X_last: Any  # (B * NH, DHQK, DHHV) after the last chunk; None where it is not wanted
     x: Any  # (B * NH, NC, DHQK); None without x_initial
     x_last: Any  # (B * NH, DHQK); None without x_initial
+    inner: Any = None  # (B * NH, S) b_t . h_t; None without h
 
 
 def _recurrence_kernel(
@@ -230,13 +234,17 @@ def split_products(
 
 
 def recurrences(name: str, *given: Recurrence, call: StageCall) -> list[RecurrenceOutputs]:
-    """Runs recurrences that do not depend on each other, in one launch under ``name``."""
-    if call.plain:
-        return [_plain(x, call) for x in given]
+    """Runs recurrences that do not depend on each other, in one launch under ``name``. But for Mosaic GPU, XLA computes inner products."""
     if call.lowering.mosaic_gpu:
         from mlstm_pallas.stages.mosaic_gpu.recurrence import recurrences as on_mosaic_gpu
 
-        return [RecurrenceOutputs(X, X_last, None, None) for X, X_last in on_mosaic_gpu(name, given, call)]
+        return on_mosaic_gpu(name, given, call)
+    found = [_plain(x, call) for x in given] if call.plain else _on_triton(name, given, call)
+    return [y if x.h is None else y._replace(inner=steps_of(inner(x.b, x.h))) for x, y in zip(given, found, strict=True)]
+
+
+def _on_triton(name: str, given: Sequence[Recurrence], call: StageCall) -> list[RecurrenceOutputs]:
+    """All but the inner products."""
     p, tiles = call.problem, shrunk(call.tiles, call.problem, len(given))
     num_splits = splits_of(tiles, p, len(given))
     if num_splits == 1:
@@ -340,6 +348,7 @@ def _loops(tiles: StageConfig, p: Problem) -> Sequence[LoopOperands]:
 
 
 MOSAIC_GPU_COLUMNS = 128  # of the block of X of a CTA on Mosaic GPU
+MOSAIC_GPU_H_STAGES = 3  # tiles of h, of 64 steps of such a block's columns, in shared memory
 MOSAIC_GPU_ENOUGH_CTAS = 128  # of a launch there: an H200 has 132 SMs, and an SM holds one such CTA
 
 

@@ -42,7 +42,7 @@ def recurrent_fw_C(
     """
     of_C = Recurrence(matK, matV, scaGamma, matC_initial, return_last, r=vecAbar, x_initial=vecN_initial)
     (outputs,) = recurrences("recurrent_fw_C", of_C, call=call)
-    return States(*outputs)
+    return States(outputs.X, outputs.X_last, outputs.x, outputs.x_last)
 
 
 def _cost(p: Problem, itemsize: int) -> Cost:

@@ -4,7 +4,7 @@ One CTA an SM; each takes every n-th chunk. Two warpgroups multiply, each for 64
 num_stages of them ahead, into the next chunk too. k stays in shared memory for the whole chunk.
 
 First come P and dP, and the sums of W, as in parallel_bw_dP: dh . v over DHHV, then q . k over DHQK. P and dP are in shared memory alone.
-The quarter of them in which all keys are later than all queries is multiplied, but used nowhere.
+Each warpgroup makes the block of 64 x 64 on the diagonal that has its queries, and half the keys of the block below the diagonal.
 
 Then the rows of dq and dk of a warpgroup, 64 x DHQK each, stay in registers while the columns of v and dh pass once more: a step has tiles
 of v, dC, C and dh in shared memory, adds to dq, dk and <C_c, dC_{c+1}>, and makes 64 columns of dv. The second time v and dh pass in
@@ -35,6 +35,7 @@ from mlstm_pallas.launch_mosaic_gpu import (
     load,
     mosaic_call,
     multiprocessors,
+    one_of,
     plgpu,
     tile_transforms,
 )
@@ -45,6 +46,7 @@ from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 CHUNK = 128  # steps of a chunk
 DEPTH = 64  # columns of a tile
+HALF = 32  # keys of the block below the diagonal that a warpgroup makes
 LOG2_E = float(np.log2(np.e))
 
 
@@ -80,21 +82,20 @@ def _kernel(
     k_inter,
     dv,  # out, like v
     states,  # out (B * NH, NC, 128), parts of the sum
-    per_query,  # out (B * NH, 2, S) sum of W_ts over s < t in each tile of 64 keys
+    per_query,  # out (B * NH, 2, S) sum of W_ts over s < t in each tile of 64 keys; scratch where these keys are later than t
     per_key,  # out (B * NH, 2, S) sum of W_ts over t > s in each tile of 64 queries
     diagonal,  # out (B * NH, S) W_tt
     slots,  # shared (num_stages, 128, 64): columns of q, v or dh, or of a state, which has DHQK rows
     k_tile,  # shared (DHQK / 64 * 128, 64), 64 columns below the other 64
-    P_tile,  # shared (3 * 64, 64): what 64 queries t and 64 keys s have is block t + s
+    P_tile,  # shared (3 * 64, 64), transposed: what 64 keys s and 64 queries t have is block t + s
     dP_tile,
-    out_tiles,  # shared (2 warpgroups, 2, 64, 64)
-    scratch,  # shared (2 warpgroups, 256), for sums over queries
+    staging,  # shared, of each warpgroup: (64, 64) of an output; in the same place float32, SUM_SCRATCH of it for sums over queries
     vectors,  # shared (4, 128), see ``_Vector``
     full,  # barriers, one a slot
     empty,
     k_full,  # of k and the vectors
     k_empty,  # guards P and dP too: both warpgroups wait for the next k before they write them
-    tiles_full,  # of P and dP
+    tiles_full,  # of P and dP, and of per_query from warpgroup 0 to warpgroup 1
     *,
     p: Problem,
     scale: float,
@@ -102,7 +103,8 @@ def _kernel(
     num_stages: int,
     products: Products,
 ):
-    wg, program = lax.axis_index("wg"), lax.axis_index("program")
+    warpgroup, program = lax.axis_index("wg"), lax.axis_index("program")
+    out_tiles, scratch = staging
     R, steps, parts = REGISTER_ROWS, 2 * blocks(p.DHHV, 2 * DEPTH), blocks(p.DHQK, DEPTH)
     # Slots of a chunk: dh and v of each step, q; v, dC, C and dh of each step, q.
     first_q, second_step, second_q = 2 * steps, 2 * steps + parts, 6 * steps + parts
@@ -168,8 +170,10 @@ def _kernel(
         return carry
 
     def multiply(index, carry):
+        wg = lax.optimization_barrier(warpgroup)  # what follows from it is not kept in registers from chunk to chunk
         head, chunk = place(index)
         own, rows = block(wg, R), block(chunk * 2 + wg, R)  # its rows: in a tile, in the sequence
+        out_tile = out_tiles.at[wg]
 
         first_slot = slot_of(index, 0)
 
@@ -180,35 +184,45 @@ def _kernel(
             """Block x of 64 rows of columns y of k."""
             return block(y * (CHUNK // R) + x, R)
 
-        def across(x):
-            return lax.broadcast_in_dim(x, (R, R), [0])
+        def across(x, columns=R):
+            return lax.broadcast_in_dim(x, (R, columns), [0])
 
-        def down(x, y):
-            """64 elements of a vector."""
-            return lax.broadcast_in_dim(load(vectors.at[int(x), block(y, R)], BY_COLUMNS), (R, R), [1])
+        def down(x, at, columns=R):
+            """Elements of a vector."""
+            return lax.broadcast_in_dim(load(vectors.at[int(x), pl.ds(at, columns)], BY_COLUMNS), (R, columns), [1])
 
-        def of_rows(x):
+        def of_rows(x, rows=rows):
             return None if x is None else load(x.at[head, rows], BY_ROWS, optimized=False)
 
-        def store(x, turn, out, column):
-            """Writes 64 x 64 elements of a gradient. Two tiles take turns: there is an even number of stores in a chunk."""
-            tile = out_tiles.at[wg, turn]
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            tile[...] = x.astype(q.dtype)
+        def store(columns):
+            """Writes 64 x 64 elements of each of a few gradients, by way of tiles that no copy reads any more."""
+            for x, tile, _, _ in columns:
+                tile[...] = x.astype(q.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(tile, head_of(out, head, p).at[rows, block(column, R)])
+            for _, tile, out, column in columns:
+                plgpu.copy_smem_to_gmem(tile, head_of(out, head, p).at[rows, block(column, R)])
 
+        # Queries and keys of the two blocks: the one on the diagonal, and half of the one below.
+        later, half = block(chunk * 2 + 1, R), pl.multiple_of(wg * HALF, HALF)
+        queries_of, keys_of, widths = (rows, later), (pl.multiple_of(wg * R, R), half), (R, HALF)
         # Loaded before the products and used after them: their latency is hidden.
-        u = of_rows(u_hi), of_rows(u_lo)
-        inv, bias = of_rows(inv_den), of_rows(dz_den)
+        of_queries = [[of_rows(x, y) for x in (u_hi, u_lo, inv_den, dz_den)] for y in queries_of]
+        weights, key_weights = query_scale(of_rows(w), scale, of_queries[0][2]), of_rows(abar)
 
-        def scores_and_dA(scores, dA):
+        def scores_and_dA(*sums):
+            scores, dA = sums[:2], sums[2:]
+
+            def add_blocks(sums, left, right, first=0):
+                """Of tiles of queries and keys."""
+                for x, t, s, width in zip(sums, (own, block(1, R)), keys_of, widths, strict=True):
+                    products.add(x, left.at[t], right.T.at[:, pl.ds(first + s, width)])
+
             def add(x, carry):
                 left, right = slot(2 * x), slot(2 * x + 1)
                 plgpu.barrier_wait(full.at[left])
                 plgpu.barrier_wait(full.at[right])
-                products.add(dA, slots.at[left, own], slots.at[right].T)
-                products.wait(1)
+                add_blocks(dA, slots.at[left], slots.at[right])
+                products.wait(2)
                 pl.when(x > 0)(lambda: products.release(empty.at[slot(2 * x - 2)], empty.at[slot(2 * x - 1)]))
                 return carry
 
@@ -218,66 +232,78 @@ def _kernel(
                 plgpu.barrier_wait(full.at[at])
                 if y == 0:
                     plgpu.barrier_wait(k_full)
-                products.add(scores, slots.at[at, own], k_tile.at[y * CHUNK : (y + 1) * CHUNK].T)
+                add_blocks(scores, slots.at[at], k_tile, y * CHUNK)
                 if y == 0:
-                    products.wait(1)
+                    products.wait(2)
                     products.release(empty.at[slot(first_q - 2)], empty.at[slot(first_q - 1)])
             products.wait(0)
             products.release(*(empty.at[slot(first_q + y)] for y in range(parts)))
 
-        _, scores, dA = products.all_from_zeros(scores_and_dA, (R, CHUNK), (R, CHUNK))
-        t, s = (plgpu.broadcasted_iota(jnp.int32, (R, R), axis, layout=plgpu.Layout.WGMMA) for axis in range(2))
+        _, *found = products.all_from_zeros(scores_and_dA, *((R, width) for width in 2 * widths))
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last gradients of the chunk before went out from these places
 
-        def scaled(x):
-            """Times scale / den_t."""
-            return x * (scale if inv is None else across(inv * scale))
+        def make_tiles(x, mask, place):
+            """Writes one of the two blocks of P and of dP; its W."""
+            (*u, inv, bias), key, width = of_queries[x], keys_of[x], widths[x]
+            x, dx = found[x], found[2 + x]
 
-        def make_tiles(b, both):
-            """P and dP of 64 keys; both: scores and dA of these keys, and of the others."""
-            (x, dx), others = both
-            hi, lo = (down(e, b) - across(y) for e, y in zip((_Vector.E_HI, _Vector.E_LO), u, strict=True))
-            last_seen = t + (wg - b) * R  # the key of a query's own step
-            D = jnp.where(s <= last_seen, jnp.exp2(hi * LOG2_E + lo * LOG2_E), 0.0)
+            def scaled(x):
+                """Times scale / den_t."""
+                return x * (scale if inv is None else across(inv * scale, width))
+
+            hi, lo = (down(e, key, width) - across(y, width) for e, y in zip((_Vector.E_HI, _Vector.E_LO), u, strict=True))
+            D = jnp.exp2(hi * LOG2_E + lo * LOG2_E)
+            if mask is not None:
+                D = jnp.where(mask, D, 0.0)
             x = D * x
-            P_tile.at[block(wg + b, R)][...] = scaled(x).astype(q.dtype)
-            dx = scaled(dx if bias is None else dx + across(bias))
-            dP_tile.at[block(wg + b, R)][...] = (D * dx).astype(q.dtype)
-            W = x * dx
-            on_diagonal = products.sum_over_columns(jnp.where(s == last_seen, W, 0.0))
+            P_tile.at[place].T[...] = scaled(x).astype(q.dtype)
+            dx = scaled(dx if bias is None else dx + across(bias, width))
+            dP_tile.at[place].T[...] = (D * dx).astype(q.dtype)
+            return x * dx
 
-            @pl.when(wg == b)
-            def _():
-                diagonal.at[head, rows][...] = on_diagonal
+        def sum_over_queries(W):
+            return products.sum_over_rows(W, scratch.at[wg, :SUM_SCRATCH])
 
-            W = jnp.where(s < last_seen, W, 0.0)
-            per_query.at[head, b, rows][...] = products.sum_over_columns(W)
-            per_key.at[head, wg, block(chunk * 2 + b, R)][...] = products.sum_over_rows(W, scratch.at[wg])
-            return others, others
+        W = make_tiles(1, None, block(2 + wg, HALF))
+        of_half = products.sum_over_columns(W)
 
-        loop(wg + 1, make_tiles, tuple((scores[:, b * R : (b + 1) * R], dA[:, b * R : (b + 1) * R]) for b in range(CHUNK // R)))
+        @pl.when(wg == 0)
+        def give():  # warpgroup 1 adds it to its own
+            per_query.at[head, 1, rows][...] = of_half
+
         plgpu.commit_smem()
         plgpu.barrier_arrive(tiles_full)
+        per_key.at[head, 1, pl.ds(pl.multiple_of(chunk * CHUNK + wg * HALF, HALF), HALF)][...] = sum_over_queries(W)
+
+        corner = block(2 * wg, R)
+        t, s = (plgpu.broadcasted_iota(jnp.int32, (R, R), axis, layout=plgpu.Layout.WGMMA) for axis in range(2))
+        W = make_tiles(0, s <= t, corner)
+        diagonal.at[head, rows][...] = products.sum_over_columns(jnp.where(s == t, W, 0.0))
+        W = jnp.where(s < t, W, 0.0)
+        per_query.at[head, wg, rows][...] = products.sum_over_columns(W)
+        per_key.at[head, wg, rows][...] = sum_over_queries(W)
+        plgpu.commit_smem()
+        plgpu.barrier_wait(tiles_full)
 
         def add_earlier(accumulator, tile, x, at):
-            """Adds the tile's product for the warpgroup's queries: with x from a block on, of the keys up to them."""
+            """Adds the transposed tile's product for the warpgroup's queries: with x from a block on, of the keys up to them."""
 
             def add(j, carry):
-                products.add(accumulator, tile.at[block(wg + j, R)], x.at[block(at + j, R)])
+                products.add(accumulator, tile.at[block(wg + j, R)].T, x.at[block(at + j, R)])
                 return carry
 
             products.loop(accumulator, wg + 1, add)
 
         def add_later(accumulator, tile, x):
-            """Adds the transposed tile's product for the warpgroup's keys: with x, of the queries from them on."""
+            """Adds the tile's product for the warpgroup's keys: with x, of the queries from them on."""
 
             def add(j, carry):
-                products.add(accumulator, tile.at[block(2 * wg + j, R)].T, x.at[block(wg + j, R)])
+                products.add(accumulator, tile.at[block(2 * wg + j, R)], x.at[block(wg + j, R)])
                 return carry
 
             products.loop(accumulator, 2 - wg, add)
 
-        weights, key_weights = query_scale(of_rows(w), scale, inv), of_rows(abar)
-        of_n = None if n is None else weights * bias
+        of_n = None if n is None else weights * of_queries[0][3]
 
         def step(j, carry):
             total, *sums = carry
@@ -304,15 +330,19 @@ def _kernel(
             total = inner(total) if parts == 2 else lax.cond(remainder(j, 2) == wg, inner, lambda total: total, total)
             products.release(*(empty.at[x] for x in (at_v, at_dC, at_C)))
             new *= across(key_weights)
-            pl.when(j == 0)(lambda: plgpu.barrier_wait(tiles_full))
             (new,) = products.onto(lambda sum_v: add_later(sum_v, P_tile, slots.at[at_dh]), new)
             products.release(empty.at[at_dh])
-            store(new, remainder(j, 2), dv, last_first(j))
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            store([(new, out_tile, dv, last_first(j))])
             return total, *sums
 
         zeros = products.zeros(R, p.DHQK)
         total, new_q, new_k = loop(steps, step, (plgpu.layout_cast(jnp.zeros((R,), jnp.float32), BY_ROWS), zeros, zeros))
         states.at[head, chunk, own][...] = total
+
+        @pl.when(wg == 1)
+        def add_halves():
+            per_query.at[head, 0, rows][...] = of_half + of_rows(per_query.at[:, 1], block(chunk * 2, R))
 
         inter, of_q, of_k = [], [], []
         for y in range(parts):
@@ -321,8 +351,8 @@ def _kernel(
             x, z = (a[:, y * DEPTH : (y + 1) * DEPTH] for a in (new_q, new_k))
             x *= across(weights)
             if of_n is not None:
-                x += across(of_n) * down(_Vector.N, y)
-            z = (z + down(_Vector.DN, y)) * across(key_weights)
+                x += across(of_n) * down(_Vector.N, y * R)
+            z = (z + down(_Vector.DN, y * R)) * across(key_weights)
             of_q.append(products.sum_over_columns(x * load(slots.at[at, own]).astype(jnp.float32)))
             of_k.append(products.sum_over_columns(z * load(k_tile.at[part(y, wg)]).astype(jnp.float32)))
             inter += [x, z]
@@ -336,19 +366,24 @@ def _kernel(
 
         gradients = products.onto(with_tiles, *inter)
         products.release(k_empty, *(empty.at[slot(second_q + y)] for y in range(parts)))
-        for y in range(parts):
-            store(gradients[2 * y], 0, dq, y)
-            store(gradients[2 * y + 1], 1, dk, y)
+        # The corner blocks of P and dP are read by the warpgroup that wrote them alone.
+        columns = [(gradients[2 * y + z], out, y) for y in range(parts) for z, out in enumerate((dq, dk))]
+        places = out_tile, P_tile.at[corner], dP_tile.at[corner]
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        store([(x, tile, *where) for (x, *where), tile in zip(columns, places, strict=False)])
+        if columns[3:]:
+            plgpu.wait_smem_to_gmem(2, wait_read_only=True)
+            store([(x, tile, *where) for (x, *where), tile in zip(columns[3:], places, strict=False)])
         return carry
 
-    @pl.when(wg == 2)
+    @pl.when(warpgroup == 2)
     def _():
         plgpu.set_max_registers(24, action="decrease")
         loop(chunks * (2 * steps), copy, ())
         drain(empty, chunks * slots_of_chunk, num_stages)
         plgpu.barrier_wait(k_empty)
 
-    @pl.when(wg < 2)
+    @pl.when(warpgroup < 2)
     def _():
         plgpu.set_max_registers(240, action="increase")
         loop(chunks, multiply, ())
@@ -392,8 +427,7 @@ def parallel_bw_dQKV_by_chunk(inputs: Mapping[str, Any], call: StageCall) -> tup
             "k_tile": tiles(parts * CHUNK),
             "P_tile": tiles(3 * T),
             "dP_tile": tiles(3 * T),
-            "out_tiles": tiles(2, 2, T),
-            "scratch": plgpu.SMEM((2, SUM_SCRATCH), jnp.float32),
+            "staging": one_of(tiles(2, T), plgpu.SMEM((2, T * DEPTH * dtype.itemsize // 4), jnp.float32), interpret=interpret),
             "vectors": plgpu.SMEM((len(_Vector), CHUNK), jnp.float32),
             "full": barrier(1, num_stages),
             "empty": barrier(2, num_stages),

@@ -5,6 +5,9 @@ warpgroups that multiply, each with 64 columns, kept transposed in registers, an
 
 With r the left operand of the transposed product is r b, weighted in registers: (r b)^T a = b^T (r a), and a tile of b has 64 columns a
 warpgroup. The operand of a step is made while the product of the step before runs.
+
+A recurrence with an h also has the inner products b_t . h_t, a warpgroup's 64 columns at a time: while the product of a step runs, the
+warpgroup multiplies its tile of b with that of h. The CTAs of the first row block do it. The tiles of h have stages of their own.
 """
 
 import functools
@@ -17,22 +20,26 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.launch_mosaic_gpu import BY_COLUMNS, REGISTER_ROWS, Products, head_of, load, mosaic_call, plgpu, tile_transforms
+from mlstm_pallas.launch_mosaic_gpu import BY_COLUMNS, REGISTER_ROWS, Products, block, head_of, load, mosaic_call, plgpu, tile_transforms
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Lowering, StageCall
-from mlstm_pallas.stages.recurrence import MOSAIC_GPU_COLUMNS, mosaic_gpu_rows_of
+from mlstm_pallas.stages.recurrence import MOSAIC_GPU_COLUMNS, MOSAIC_GPU_H_STAGES, RecurrenceOutputs, mosaic_gpu_rows_of
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 STEPS, COLUMNS = 64, MOSAIC_GPU_COLUMNS  # of a tile, and of the block of a CTA
+H_STAGES = MOSAIC_GPU_H_STAGES  # tiles of h in shared memory
 
 
 def _kernel(
     a_tiles,  # shared (stages, 64, rows)
     b_tiles,  # shared (stages, 64, 128)
     weights,  # shared (stages, 64) float32, absent without r
+    h_tiles,  # shared (H_STAGES, 64, 128), absent where no recurrence has an h
     out_tiles,  # shared (2 warpgroups, 2, 64, 64)
     full,  # barriers, one a stage
     empty,
+    h_full,  # barriers, one a stage of h
+    h_empty,
     *,
     p: Problem,
     rows: int,
@@ -40,8 +47,9 @@ def _kernel(
     num_stages: int,
     products: Products,
     **refs,  # of recurrence j a_j (B * NH, S, DHQK) and b_j (B * NH, S, DHHV) or (B, S, NH, D), r_j (B * NH, S), may be absent,
-    # gamma_j (B * NH, NC), X_initial_j (B * NH, DHHV, DHQK) transposed, may be absent; out X_j (B * NH, NC, DHQK, DHHV), X_last_j
-    # (B * NH, DHHV, DHQK), may be absent
+    # h_j as b_j, may be absent, gamma_j (B * NH, NC), X_initial_j (B * NH, DHHV, DHQK) transposed, may be absent; out X_j (B * NH, NC,
+    # DHQK, DHHV), X_last_j (B * NH, DHHV, DHQK), may be absent, inner_j (B * NH, DHHV / 64, S) sums of b_j h_j over 64 columns each,
+    # absent where h_j is
 ):
     wg, index = lax.axis_index("wg"), lax.axis_index("head")
     R, tiles_of_chunk = REGISTER_ROWS, p.L // STEPS
@@ -54,9 +62,9 @@ def _kernel(
     def chunk_at(c, j):
         return p.NC - 1 - c if backward[j] else c
 
-    def copy(j):
+    def copy(j, reads_h):
         a, b = (head_of(refs[f"{name}_{j}"], head, p) for name in "ab")
-        r = refs[f"r_{j}"]
+        r, h = refs[f"r_{j}"], head_of(refs[f"h_{j}"], head, p) if reads_h else None
 
         def one(step, _):
             slot = remainder(step, num_stages)
@@ -67,14 +75,19 @@ def _kernel(
             plgpu.copy_gmem_to_smem(b.at[steps, columns], b_tiles.at[slot], full.at[slot])
             if r is not None:
                 plgpu.copy_gmem_to_smem(r.at[head, steps], weights.at[slot], full.at[slot])
+            if h is not None:
+                h_slot = remainder(step, H_STAGES)
+                pl.when(step >= H_STAGES)(lambda: plgpu.barrier_wait(h_empty.at[h_slot]))
+                plgpu.copy_gmem_to_smem(h.at[steps, columns], h_tiles.at[h_slot], h_full.at[h_slot])
             return _
 
         total = p.NC * tiles_of_chunk
         loop(total, one, ())
-        for step in range(max(total - num_stages, 0), total):  # the last releases; no barrier may be left in the middle of a phase
-            plgpu.barrier_wait(empty.at[step % num_stages])
+        for barriers, count in ((empty, num_stages), (h_empty, H_STAGES if reads_h else 0)):
+            for step in range(max(total - count, 0), total):  # the last releases; no barrier may be left in the middle of a phase
+                plgpu.barrier_wait(barriers.at[step % count])
 
-    def multiply(j):
+    def multiply(j, reads_h):
         gamma, X, X_initial, X_last = (refs[f"{name}_{j}"] for name in ("gamma", "X", "X_initial", "X_last"))
 
         def left(slot):
@@ -84,6 +97,16 @@ def _kernel(
                 return bT
             of_steps = lax.broadcast_in_dim(load(weights.at[slot], BY_COLUMNS), (R, STEPS), [1])
             return (load(bT).astype(jnp.float32) * of_steps).astype(X.dtype)
+
+        def inner(step, tile):
+            """The sums of b h over the columns of the warpgroup, for the steps of a tile."""
+            slot, h_slot = remainder(step, num_stages), remainder(step, H_STAGES)
+            plgpu.barrier_wait(h_full.at[h_slot])
+            own_columns = pl.ds(pl.multiple_of(wg * R, R), R)
+            x, y = (load(z.at[:, own_columns]).astype(jnp.float32) for z in (b_tiles.at[slot], h_tiles.at[h_slot]))
+            products.release(h_empty.at[h_slot])
+            part = lax.axis_index("columns") * (COLUMNS // R) + wg
+            refs[f"inner_{j}"].at[head, part, block(tile, STEPS)][...] = products.sum_over_columns(x * y)
 
         def chunk(c, carry):
             XT, decay = carry
@@ -107,6 +130,8 @@ def _kernel(
                         products.wait(1)
                         release = functools.partial(products.release, empty.at[remainder(step - 1, num_stages)])
                         pl.when(i > 0)(release) if x == 0 else release()
+                        if reads_h:
+                            inner(step, at * tiles_of_chunk + i * unrolled + x)
                     return _
 
                 products.loop(accumulator, tiles_of_chunk // unrolled, some)
@@ -124,7 +149,12 @@ def _kernel(
 
     def for_own_recurrence(run):
         for j in range(len(backward)):
-            pl.when(divide(index, p.BNH) == j)(functools.partial(run, j))
+            own, has_h = divide(index, p.BNH) == j, refs[f"h_{j}"] is not None
+            if not has_h or rows == p.DHQK:
+                pl.when(own)(functools.partial(run, j, has_h))
+                continue
+            for reads_h in (True, False):  # no branch in the loop over steps
+                pl.when(own & ((lax.axis_index("rows") == 0) == reads_h))(functools.partial(run, j, reads_h))
 
     @pl.when(wg == 2)
     def _():
@@ -137,20 +167,22 @@ def _kernel(
         for_own_recurrence(multiply)
 
 
-def recurrences(name: str, given: Sequence[Any], call: StageCall) -> list[tuple[jax.Array, jax.Array | None]]:
-    """X and the last X of each ``Recurrence``, in one launch."""
+def recurrences(name: str, given: Sequence[Any], call: StageCall) -> list[RecurrenceOutputs]:
+    """The outputs of each ``Recurrence``, in one launch."""
     p, dtype, num_stages = call.problem, given[0].a.dtype, call.tiles.num_stages
     rows, interpret, R = mosaic_gpu_rows_of(call.tiles, p, len(given)), call.lowering is Lowering.MOSAIC_GPU_INTERPRET, REGISTER_ROWS
     weighted = given[0].r is not None
     if any((x.r is not None) != weighted or x.x_initial is not None for x in given):
         raise NotImplementedError(f"{name} has r in some of its recurrences, or x, expected r in all or in none, and no x")
+    has_h = any(x.h is not None for x in given)
     inputs: dict[str, Any] = {}
     outputs: dict[str, Any] = {}
     for j, x in enumerate(given):
-        inputs |= {f"a_{j}": x.a, f"b_{j}": x.b, f"r_{j}": x.r, f"gamma_{j}": x.gamma}
+        inputs |= {f"a_{j}": x.a, f"b_{j}": x.b, f"r_{j}": x.r, f"h_{j}": x.h, f"gamma_{j}": x.gamma}
         inputs[f"X_initial_{j}"] = None if x.X_initial is None else x.X_initial.mT
         last = jax.ShapeDtypeStruct((p.BNH, p.DHHV, p.DHQK), jnp.float32) if x.return_last else None
-        outputs |= {f"X_{j}": jax.ShapeDtypeStruct((p.BNH, p.NC, p.DHQK, p.DHHV), dtype), f"X_last_{j}": last}
+        inner = None if x.h is None else jax.ShapeDtypeStruct((p.BNH, blocks(p.DHHV, R), p.S), jnp.float32)
+        outputs |= {f"X_{j}": jax.ShapeDtypeStruct((p.BNH, p.NC, p.DHQK, p.DHHV), dtype), f"X_last_{j}": last, f"inner_{j}": inner}
 
     def tile(shape):
         return plgpu.SMEM(shape, dtype, transforms=tile_transforms(shape[-1], dtype.itemsize))
@@ -167,11 +199,19 @@ def recurrences(name: str, given: Sequence[Any], call: StageCall) -> list[tuple[
             "a_tiles": tile((num_stages, STEPS, rows)),
             "b_tiles": tile((num_stages, STEPS, COLUMNS)),
             "weights": plgpu.SMEM((num_stages, STEPS), jnp.float32) if weighted else None,
+            "h_tiles": tile((H_STAGES, STEPS, COLUMNS)) if has_h else None,
             "out_tiles": tile((2, 2, R, R)),
             "full": plgpu.Barrier(num_arrivals=3 if weighted else 2, num_barriers=num_stages),  # one a copy
             "empty": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
+            "h_full": plgpu.Barrier(num_arrivals=1, num_barriers=H_STAGES) if has_h else None,
+            "h_empty": plgpu.Barrier(num_arrivals=2, num_barriers=H_STAGES) if has_h else None,
         },
         interpret=interpret,
     )(**inputs)
-    lasts = [found[f"X_last_{j}"] for j in range(len(given))]
-    return [(found[f"X_{j}"], None if last is None else last.mT) for j, last in enumerate(lasts)]
+
+    def outputs_of(j):
+        last, inner = found[f"X_last_{j}"], found[f"inner_{j}"]
+        inner = None if inner is None else jnp.sum(inner, axis=1)
+        return RecurrenceOutputs(found[f"X_{j}"], None if last is None else last.mT, None, None, inner)
+
+    return [outputs_of(j) for j in range(len(given))]
