@@ -281,18 +281,18 @@ def _mosaic_gpu_heuristic(p: Problem) -> StageConfig:
     """By chunk, at DHQK 128, six stages: with more of them what registers spill does not fit into the L1 that shared memory leaves."""
     if not mosaic_gpu_by_chunk(p):
         return StageConfig(num_stages=4)
-    return StageConfig(num_stages=6 if p.DHQK == 128 else 8)
+    return StageConfig(num_stages=6 if p.DHQK == 128 else 7)
 
 
 def _mosaic_gpu_takes(tiles: StageConfig, p: Problem) -> bool:
     """Whether there are enough stages, and shared memory for them. With fewer stages than a step holds at once it would wait for ever.
 
-    A step holds four stages of 128 x 64 elements where a CTA makes a whole chunk. Beside the stages that kernel has k, three blocks of
-    64 x 64 of P and of dP each, two for outputs, and four vectors in float32. In the other kernel a step holds three stages of
-    (128 + 256) x 64; it has four blocks for outputs.
+    A step holds four stages of 128 x 64 elements where a CTA makes a whole chunk. Beside the stages that kernel has 128 columns
+    of k, of two chunks at DHQK 64, and for each of these chunks four vectors in float32; three blocks of 64 x 64 of P and of dP each, and
+    two for outputs. In the other kernel a step holds three stages of (128 + 256) x 64; it has four blocks for outputs.
     """
     if mosaic_gpu_by_chunk(p):
-        shared = 2 * (128 * 64 * tiles.num_stages + 128 * p.DHQK + (3 + 3 + 2) * 64 * 64) + 2048 + 512
+        shared = 2 * (128 * 64 * tiles.num_stages + 128 * 128 + (3 + 3 + 2) * 64 * 64) + 128 // p.DHQK * 2048 + 512
         return tiles.num_stages >= 4 and p.DHHV % 128 == 0 and shared <= MOSAIC_GPU_SHARED_BYTES
     shared = 2 * (tiles.num_stages * 64 * (128 + 256) + 4 * 64 * 64) + 2048 + 1024
     return tiles.num_stages >= 3 and shared <= MOSAIC_GPU_SHARED_BYTES and p.L % 128 == 0 and p.DHQK % 256 == 0 and p.DHHV % 256 == 0

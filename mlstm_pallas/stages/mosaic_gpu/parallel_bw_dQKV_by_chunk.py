@@ -1,7 +1,8 @@
 """parallel_bw_dQKV on Mosaic GPU where a CTA makes all gradients of a chunk, P and dP too: L = 128, DHQK 64 or 128.
 
 One CTA an SM; each takes every n-th chunk. Two warpgroups multiply, each for 64 rows of the chunk, and one copies tiles of 64 columns,
-num_stages of them ahead, into the next chunk too. k stays in shared memory for the whole chunk.
+num_stages of them ahead, into the next chunk too. k stays in shared memory for the whole chunk. At DHQK 64 there is room for the k of the
+next chunk; at 128 its copy waits for the end of the chunk.
 
 First come P and dP, and the sums of W, as in parallel_bw_dP: dh . v over DHHV, then q . k over DHQK. P and dP are in shared memory alone.
 Each warpgroup makes the block of 64 x 64 on the diagonal that has its queries, and half the keys of the block below the diagonal.
@@ -59,6 +60,11 @@ class _Vector(enum.IntEnum):
     N = 3
 
 
+def _k_stages(p: Problem) -> int:
+    """Chunks whose k is in shared memory."""
+    return 128 // p.DHQK
+
+
 def _kernel(
     q,  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
     k,
@@ -86,16 +92,17 @@ def _kernel(
     per_key,  # out (B * NH, 2, S) sum of W_ts over t > s in each tile of 64 queries
     diagonal,  # out (B * NH, S) W_tt
     slots,  # shared (num_stages, 128, 64): columns of q, v or dh, or of a state, which has DHQK rows
-    k_tile,  # shared (DHQK / 64 * 128, 64), 64 columns below the other 64
+    k_tiles,  # shared (k_stages, DHQK / 64 * 128, 64), 64 columns below the other 64
     P_tile,  # shared (3 * 64, 64), transposed: what 64 keys s and 64 queries t have is block t + s
     dP_tile,
     staging,  # shared, of each warpgroup: (64, 64) of an output; in the same place float32, SUM_SCRATCH of it for sums over queries
-    vectors,  # shared (4, 128), see ``_Vector``
+    vectors,  # shared (k_stages, 4, 128), see ``_Vector``
     full,  # barriers, one a slot
     empty,
-    k_full,  # of k and the vectors
-    k_empty,  # guards P and dP too: both warpgroups wait for the next k before they write them
+    k_full,  # barriers of k and the vectors, one a stage
+    k_empty,
     tiles_full,  # of P and dP, and of per_query from warpgroup 0 to warpgroup 1
+    tiles_empty,  # absent with one stage of k: both warpgroups wait for the next k before they write P and dP
     *,
     p: Problem,
     scale: float,
@@ -108,7 +115,7 @@ def _kernel(
     R, steps, parts = REGISTER_ROWS, 2 * blocks(p.DHHV, 2 * DEPTH), blocks(p.DHQK, DEPTH)
     # Slots of a chunk: dh and v of each step, q; v, dC, C and dh of each step, q.
     first_q, second_step, second_q = 2 * steps, 2 * steps + parts, 6 * steps + parts
-    slots_of_chunk = second_q + parts
+    slots_of_chunk, k_stages = second_q + parts, _k_stages(p)
     chunks = divide(p.BNH * p.NC - 1 - program, programs) + 1
 
     def place(index):
@@ -149,13 +156,14 @@ def _kernel(
         @pl.when(x == steps - 1)
         def rest():
             copy_q(first_q)
-            pl.when(index > 0)(lambda: plgpu.barrier_wait(k_empty))
+            k_slot = remainder(index, k_stages)
+            pl.when(index >= k_stages)(lambda: plgpu.barrier_wait(k_empty.at[k_slot]))
             for y in range(parts):
-                plgpu.copy_gmem_to_smem(columns_of(k, y), k_tile.at[y * CHUNK : (y + 1) * CHUNK], k_full)
+                plgpu.copy_gmem_to_smem(columns_of(k, y), k_tiles.at[k_slot, y * CHUNK : (y + 1) * CHUNK], k_full.at[k_slot])
             for y, z in {_Vector.E_HI: e_hi, _Vector.E_LO: e_lo}.items():
-                plgpu.copy_gmem_to_smem(z.at[head, rows], vectors.at[int(y)], k_full)
+                plgpu.copy_gmem_to_smem(z.at[head, rows], vectors.at[k_slot, int(y)], k_full.at[k_slot])
             for y, z in ({_Vector.DN: dn} if n is None else {_Vector.DN: dn, _Vector.N: n}).items():
-                plgpu.copy_gmem_to_smem(z.at[head, chunk], vectors.at[int(y), : p.DHQK], k_full)
+                plgpu.copy_gmem_to_smem(z.at[head, chunk], vectors.at[k_slot, int(y), : p.DHQK], k_full.at[k_slot])
 
         @pl.when(x >= steps)
         def for_gradients():
@@ -173,8 +181,8 @@ def _kernel(
         wg = lax.optimization_barrier(warpgroup)  # what follows from it is not kept in registers from chunk to chunk
         head, chunk = place(index)
         own, rows = block(wg, R), block(chunk * 2 + wg, R)  # its rows: in a tile, in the sequence
-        out_tile = out_tiles.at[wg]
-
+        out_tile, k_slot = out_tiles.at[wg], remainder(index, k_stages)
+        k_tile = k_tiles.at[k_slot]
         first_slot = slot_of(index, 0)
 
         def slot(x):
@@ -189,7 +197,7 @@ def _kernel(
 
         def down(x, at, columns=R):
             """Elements of a vector."""
-            return lax.broadcast_in_dim(load(vectors.at[int(x), pl.ds(at, columns)], BY_COLUMNS), (R, columns), [1])
+            return lax.broadcast_in_dim(load(vectors.at[k_slot, int(x), pl.ds(at, columns)], BY_COLUMNS), (R, columns), [1])
 
         def of_rows(x, rows=rows):
             return None if x is None else load(x.at[head, rows], BY_ROWS, optimized=False)
@@ -231,7 +239,7 @@ def _kernel(
                 at = slot(first_q + y)
                 plgpu.barrier_wait(full.at[at])
                 if y == 0:
-                    plgpu.barrier_wait(k_full)
+                    plgpu.barrier_wait(k_full.at[k_slot])
                 add_blocks(scores, slots.at[at], k_tile, y * CHUNK)
                 if y == 0:
                     products.wait(2)
@@ -241,6 +249,8 @@ def _kernel(
 
         _, *found = products.all_from_zeros(scores_and_dA, *((R, width) for width in 2 * widths))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last gradients of the chunk before went out from these places
+        if tiles_empty is not None:
+            pl.when(index > 0)(lambda: plgpu.barrier_wait(tiles_empty))
 
         def make_tiles(x, mask, place):
             """Writes one of the two blocks of P and of dP; its W."""
@@ -365,7 +375,9 @@ def _kernel(
                 add_later(sums[2 * y + 1], dP_tile, slots.at[slot(second_q + y)])
 
         gradients = products.onto(with_tiles, *inter)
-        products.release(k_empty, *(empty.at[slot(second_q + y)] for y in range(parts)))
+        products.release(k_empty.at[k_slot], *(empty.at[slot(second_q + y)] for y in range(parts)))
+        if tiles_empty is not None:
+            products.release(tiles_empty)
         # The corner blocks of P and dP are read by the warpgroup that wrote them alone.
         columns = [(gradients[2 * y + z], out, y) for y in range(parts) for z, out in enumerate((dq, dk))]
         places = out_tile, P_tile.at[corner], dP_tile.at[corner]
@@ -381,12 +393,14 @@ def _kernel(
         plgpu.set_max_registers(24, action="decrease")
         loop(chunks * (2 * steps), copy, ())
         drain(empty, chunks * slots_of_chunk, num_stages)
-        plgpu.barrier_wait(k_empty)
+        drain(k_empty, chunks, k_stages)
 
     @pl.when(warpgroup < 2)
     def _():
         plgpu.set_max_registers(240, action="increase")
         loop(chunks, multiply, ())
+        if tiles_empty is not None:
+            plgpu.barrier_wait(tiles_empty)
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -395,7 +409,7 @@ def parallel_bw_dQKV_by_chunk(inputs: Mapping[str, Any], call: StageCall) -> tup
     p, num_stages, dtype = call.problem, call.tiles.num_stages, inputs["q"].dtype
     interpret = call.lowering is Lowering.MOSAIC_GPU_INTERPRET
     programs, T = min(multiprocessors(interpret), p.BNH * p.NC), REGISTER_ROWS
-    parts, n = p.DHQK // DEPTH, CHUNK // T
+    parts, n, k_stages = p.DHQK // DEPTH, CHUNK // T, _k_stages(p)
 
     def tiles(*shape):
         return plgpu.SMEM((*shape, DEPTH), dtype, transforms=tile_transforms(DEPTH, dtype.itemsize))
@@ -424,16 +438,17 @@ def parallel_bw_dQKV_by_chunk(inputs: Mapping[str, Any], call: StageCall) -> tup
         },
         scratch={
             "slots": tiles(num_stages, CHUNK),
-            "k_tile": tiles(parts * CHUNK),
+            "k_tiles": tiles(k_stages, parts * CHUNK),
             "P_tile": tiles(3 * T),
             "dP_tile": tiles(3 * T),
             "staging": one_of(tiles(2, T), plgpu.SMEM((2, T * DEPTH * dtype.itemsize // 4), jnp.float32), interpret=interpret),
-            "vectors": plgpu.SMEM((len(_Vector), CHUNK), jnp.float32),
+            "vectors": plgpu.SMEM((k_stages, len(_Vector), CHUNK), jnp.float32),
             "full": barrier(1, num_stages),
             "empty": barrier(2, num_stages),
-            "k_full": barrier(parts + (3 if inputs["n"] is None else 4)),
-            "k_empty": barrier(2),
+            "k_full": barrier(parts + (3 if inputs["n"] is None else 4), k_stages),
+            "k_empty": barrier(2, k_stages),
             "tiles_full": barrier(2),
+            "tiles_empty": barrier(2) if k_stages > 1 else None,
         },
         interpret=interpret,
     )(**inputs)
