@@ -33,8 +33,8 @@ from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, Residuals, Stat
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.entry import Options, run
 from mlstm_pallas.fwbw import backward, forward, in_reverse_mode, operation, residuals_of, swap_heads_of_residuals
-from mlstm_pallas.gate_gradients import carried_steps, inner
-from mlstm_pallas.gates import log_forget_gate, segment_starts, split_for_exact_sums
+from mlstm_pallas.gate_gradients import inner, step_flags
+from mlstm_pallas.gates import GOES_ON, log_forget_gate, segment_starts, split_for_exact_sums
 from mlstm_pallas.normaliser import query_scale
 from mlstm_pallas.splits import SplitProducts, decays_in_splits, decays_of_others
 from mlstm_pallas.stage import Lowering, steps_like
@@ -172,9 +172,8 @@ def _gradient_summary(summary_spec: SummarySpec, residuals: Residuals, dh) -> Gr
         whole = jnp.prod(gamma, axis=-1)
         dm, passes = jnp.zeros_like(whole), jnp.ones_like(whole)
         if spec.stabilised:
-            carried = carried_steps(gates, spec.chunks(x.f)).reshape(x.f.shape)
-            goes_on = carried if x.starts is None else carried & (x.starts == 0)
-            unbroken = jnp.cumsum(~goes_on, axis=-1) == 0
+            flags = step_flags(gates, spec.chunks(x.f), None if x.starts is None else spec.chunks(x.starts) > 0)
+            unbroken = jnp.cumsum((flags.reshape(x.f.shape) & GOES_ON) == 0, axis=-1) == 0
             dm = jnp.sum(jnp.where(unbroken, gradients.vecDm, 0.0), axis=-1)
             passes = unbroken[:, -1].astype(dm.dtype)
         return GradientSummary(dC, dn, whole, dm, passes)

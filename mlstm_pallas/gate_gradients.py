@@ -7,11 +7,8 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mlstm_pallas.gates import MASKED, ChunkGates, log_forget_gate
+from mlstm_pallas.gates import CARRIED, GOES_ON, MASKED, PASSES, ChunkGates, join_flags, log_forget_gate
 from mlstm_pallas.problem import InputGate, accumulator_dtype
-
-# exp of anything below these is 0, subnormals included.
-_LEAST_EXPONENT = {"float32": -104.0, "float64": -746.0}
 
 
 class TilePairs(NamedTuple):
@@ -88,12 +85,6 @@ def through_tiles(pairs: TilePairs, vecQ_inter: jax.Array, vecK_inter: jax.Array
     return (through[..., None] + before + written).reshape(BNH, NC * n)
 
 
-def carried_steps(gates: ChunkGates, vecF: jax.Array) -> jax.Array:
-    """Where m_t is log sigmoid(f_t) + m_{t-1}, not i_t: (B * NH, NC, L), as vecF."""
-    (e_hi, e_lo), (u_hi, u_lo) = gates.vecE, gates.vecU
-    return ((e_hi != u_hi) | (e_lo != u_lo)) & (vecF > MASKED)
-
-
 _GROUP = 16  # steps that are summed at once; the work is so many times the length
 
 
@@ -118,20 +109,14 @@ def run_sums(x: jax.Array, goes_on: jax.Array) -> jax.Array:
     return R.reshape(*groups[:-2], groups[-2] * size)[..., :n]
 
 
-class GateSteps(NamedTuple):
-    """(B * NH, S) bool."""
-
-    carried: jax.Array  # see ``carried_steps``
-    goes_on: jax.Array  # whether what arrives at m_t is passed on to m_{t-1}: there, but where a packed segment begins
-    passes: jax.Array  # see ``any_passes``
-
-
-def any_passes(gates: ChunkGates, vecF: jax.Array, begins: jax.Array | None) -> jax.Array:
-    """Whether any weight of what is before t at t or later is not 0; else the sums for f_t hold rounding errors alone. (B * NH, NC, L)"""
-    fbar, reset = log_forget_gate(vecF)
+def step_flags(gates: ChunkGates, vecF: jax.Array, begins: jax.Array | None) -> jax.Array:
+    """``gates.join_flags`` of all steps, as vecF: (B * NH, NC, L) int32."""
+    if gates.vecFlags is not None:
+        return gates.vecFlags
+    log_f, reset = log_forget_gate(vecF)
     m_before = jnp.concatenate([gates.scaM_states[..., :-1, None], gates.vecM[..., :-1]], axis=-1)
-    decays = fbar + m_before - gates.vecM > _LEAST_EXPONENT[fbar.dtype.name]  # not a number where nothing was stored
-    return decays & ~(reset if begins is None else reset | begins)
+    restarts = reset if begins is None else reset | begins
+    return join_flags(gates.vecE, gates.vecU, gates.vecM, m_before, vecF, log_f, restarts, begins)
 
 
 def to_step_before(goes_on: jax.Array) -> jax.Array:
@@ -145,7 +130,7 @@ def step_gradients(
     vecQ_inter: jax.Array,
     vecK_inter: jax.Array,
     through: jax.Array,
-    steps: GateSteps,
+    flags: jax.Array,
     dm: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Gradients of log i_t and f_t, and what arrives at m_1. stages/mosaic_gpu/step_gradients.py has a kernel for it.
@@ -159,21 +144,22 @@ def step_gradients(
 
     Args:
       vecF, vecQ_inter, vecK_inter, dm: (B * NH, S); dm None: m is a constant.
-      through: (B * NH, S / T), of ``through_tiles``.
+      through: (B * NH, NC) what goes through each chunk.
+      flags: (B * NH, S), of ``step_flags``.
 
     Returns:
       (B * NH, S) twice, (B * NH,).
     """
-    sums = tile_sums(pairs, vecQ_inter, vecK_inter)
+    sums, through = tile_sums(pairs, vecQ_inter, vecK_inter), through_tiles(pairs, vecQ_inter, vecK_inter, through)
     triangle = jnp.tri(sums.vecQ.shape[-1], dtype=through.dtype)
     product = functools.partial(jnp.matmul, precision="highest")  # exact to float32
     # From t on of the queries, before t of the keys.
     of_tile = product(sums.vecQ, triangle) + product(sums.vecK_inter, jnp.triu(jnp.ones_like(triangle), k=1))
-    dfbar = jnp.where(steps.passes, (of_tile + through[..., None]).reshape(vecF.shape), 0.0)
+    dfbar = jnp.where((flags & PASSES) > 0, (of_tile + through[..., None]).reshape(vecF.shape), 0.0)
     di, first = (sums.vecK_inter + sums.vecK_intra).reshape(vecF.shape), jnp.zeros_like(through[:, 0])
     if dm is not None:
-        arrives = run_sums(dm, to_step_before(steps.goes_on))
-        di, dfbar = di + jnp.where(steps.carried, 0.0, arrives), dfbar + jnp.where(steps.carried, arrives, 0.0)
+        arrives, carried = run_sums(dm, to_step_before((flags & GOES_ON) > 0)), (flags & CARRIED) > 0
+        di, dfbar = di + jnp.where(carried, 0.0, arrives), dfbar + jnp.where(carried, arrives, 0.0)
         first = arrives[:, 0]
     return di, dfbar * jax.nn.sigmoid(-vecF), first
 
@@ -204,16 +190,13 @@ def gate_gradients(
     Returns:
       vecDeltaI, vecDeltaF: (B * NH, S); scaDeltaM: (B * NH,).
     """
-    begins = None if starts is None else starts > 0
-    carried, passes = carried_steps(gates, vecF), any_passes(gates, vecF, begins)
     all_steps = vecF.shape[0], vecF.shape[1] * vecF.shape[2]
-    steps = GateSteps(*(x.reshape(all_steps) for x in (carried, carried if begins is None else carried & ~begins, passes)))
-    through = through_tiles(pairs, vecQ_inter, vecK_inter, through)
-    di, df, first = step_gradients(vecF.reshape(all_steps), pairs, vecQ_inter, vecK_inter, through, steps, dm)
+    flags = step_flags(gates, vecF, None if starts is None else starts > 0).reshape(all_steps)
+    di, df, first = step_gradients(vecF.reshape(all_steps), pairs, vecQ_inter, vecK_inter, through, flags, dm)
     if input_gate is InputGate.SIGMOID:
         vecI = vecI.reshape(all_steps)
         di = jnp.where(vecI <= MASKED, 0.0, di * jax.nn.sigmoid(-vecI))
-    return di, df, jnp.where(steps.goes_on[:, 0], first, 0.0)
+    return di, df, jnp.where((flags[:, 0] & GOES_ON) > 0, first, 0.0)
 
 
 def last_stabiliser_cotangent(dm: jax.Array, last: Any, C_last: jax.Array, n_last: jax.Array) -> jax.Array:

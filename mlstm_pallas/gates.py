@@ -40,6 +40,8 @@ _INF = float("inf")
 MASKED = -1e6
 # exp of the negative is 0 in float32 and float64.
 _UNDERFLOW = 1024.0
+# exp of anything below these is 0, subnormals included.
+LEAST_EXPONENT = {"float32": -104.0, "float64": -746.0}
 
 
 class LocalGates(NamedTuple):
@@ -61,6 +63,7 @@ class ChunkGates(NamedTuple):
     vecAbar: jax.Array  # (B * NH, NC, L) abar_t
     scaGamma: jax.Array  # (B * NH, NC) gamma_c
     scaM_states: jax.Array  # (B * NH, NC + 1) m_c at the chunk boundaries
+    vecFlags: jax.Array | None = None  # (B * NH, NC, L) int32, of ``gate_gradients.step_flags``, where a kernel computed them
 
     def per_step(self) -> "ChunkGates":
         """The gates of every step as (B * NH, S)."""
@@ -85,10 +88,14 @@ def pair_max(a: Pair, b: Pair) -> Pair:
     return jnp.where(first, a[0], b[0]), jnp.where(first, a[1], b[1])
 
 
-def exact_sum_grid(largest: jax.Array, count: int) -> jax.Array:
+def least_power_of_two(x: jax.Array) -> jax.Array:
+    """The least that is no smaller than x > 0, up to the rounding of log2; without a derivative."""
+    return jnp.exp2(jnp.ceil(jnp.log2(lax.stop_gradient(x))))
+
+
+def exact_sum_grid(largest: jax.Array, count: int, power: Callable[[jax.Array], jax.Array] = least_power_of_two) -> jax.Array:
     """What ``split_at`` takes for sums of up to ``count`` numbers to be exact; ``largest`` bounds their magnitudes."""
-    largest = lax.stop_gradient(largest)
-    return 1.5 * jnp.exp2(jnp.ceil(jnp.log2(jnp.maximum(largest, 1e-30) * count)) + 1.0)
+    return 3.0 * power(jnp.maximum(largest, 1e-30) * count)
 
 
 def split_at(x: jax.Array, grid: jax.Array) -> Pair:
@@ -108,27 +115,39 @@ def log_sigmoid(f: jax.Array, log1p: Callable[[jax.Array], jax.Array] = jnp.log1
     return jnp.where(below, f, 0.0) - log1p(jnp.exp(jnp.where(below, f, -f)))
 
 
-def log_forget_gate(f: jax.Array) -> tuple[jax.Array, jax.Array]:
+def branchless_log1p(x: jax.Array) -> jax.Array:
+    """log1p(x) for x in [0, 1], as log(y) with the rounding of y = 1 + x put right. Mosaic GPU has no log1p.
+
+    In a kernel of Triton log1p itself branches, and the compiler would move every load before it behind the branch.
+    """
+    one = jnp.where(x > 1.0, x, 1.0)  # XLA cancels (1 + x) - 1
+    y = one + x
+    return jnp.log(y) + (x - (y - one)) / y
+
+
+def log_forget_gate(f: jax.Array, log1p: Callable[[jax.Array], jax.Array] = jnp.log1p) -> tuple[jax.Array, jax.Array]:
     """log sigmoid(f), 0 at a reset, and where the resets are."""
     reset = f <= MASKED
-    return jnp.where(reset, 0.0, log_sigmoid(jnp.where(reset, 0.0, f))), reset
+    return jnp.where(reset, 0.0, log_sigmoid(jnp.where(reset, 0.0, f), log1p)), reset
 
 
-def log_input_gate(i: jax.Array, input_gate: InputGate) -> jax.Array:
+def log_input_gate(i: jax.Array, input_gate: InputGate, log1p: Callable[[jax.Array], jax.Array] = jnp.log1p) -> jax.Array:
     """Logarithm of the input gate; -inf where nothing is stored. A NaN stays."""
-    stored = ~(i <= MASKED)
+    masked = i <= MASKED
     if input_gate is InputGate.SIGMOID:
-        i = log_forget_gate(i)[0]
-    return jnp.where(stored, i, -_INF)
+        i = log_forget_gate(i, log1p)[0]
+    return jnp.where(masked, -_INF, i)
 
 
-def log_gates(i: jax.Array, f: jax.Array, input_gate: InputGate) -> tuple[jax.Array, jax.Array, jax.Array]:
+def log_gates(
+    i: jax.Array, f: jax.Array, input_gate: InputGate, log1p: Callable[[jax.Array], jax.Array] = jnp.log1p
+) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Logarithms of the input and the forget gate, and where the resets are.
 
     A NaN in f is moved to i: there it spoils every later step and no sum over the chunk, hence no earlier step.
     """
     nan = jnp.isnan(f)
-    return log_input_gate(jnp.where(nan, f, i), input_gate), *log_forget_gate(jnp.where(nan, 0.0, f))
+    return log_input_gate(jnp.where(nan, f, i), input_gate, log1p), *log_forget_gate(jnp.where(nan, 0.0, f), log1p)
 
 
 def segment_starts(segment_ids: jax.Array) -> jax.Array:
@@ -136,13 +155,14 @@ def segment_starts(segment_ids: jax.Array) -> jax.Array:
     return jnp.pad(segment_ids[..., 1:] != segment_ids[..., :-1], [(0, 0)] * (segment_ids.ndim - 1) + [(1, 0)])
 
 
-def reset_offset(i_min: jax.Array, i_max: jax.Array, total_decay: jax.Array) -> jax.Array:
+def reset_offset(
+    i_min: jax.Array, i_max: jax.Array, total_decay: jax.Array, power: Callable[[jax.Array], jax.Array] = least_power_of_two
+) -> jax.Array:
     """A power of two above the spread of e_t in a chunk by enough for exp to underflow.
 
     i_min and i_max bound the finite input gates (inf, -inf when there are none), total_decay = sum |log sigmoid(f)|.
     """
-    spread = jnp.maximum(i_max - i_min, 0.0) + total_decay + _UNDERFLOW
-    return jnp.exp2(jnp.ceil(jnp.log2(lax.stop_gradient(spread))))
+    return power(jnp.maximum(i_max - i_min, 0.0) + total_decay + _UNDERFLOW)
 
 
 def _where_pair(where: jax.Array, x: Pair) -> Pair:
@@ -219,9 +239,12 @@ def chunk_summaries(local: LocalGates) -> tuple[jax.Array, jax.Array, jax.Array]
     def last(x):
         return x[..., -1]
 
-    b_hi, b_lo, offset = last(local.vecB[0]), last(local.vecB[1]), last(local.vecOffset)
-    a = (last(local.vecEmax[0]) - offset) + b_hi + (last(local.vecEmax[1]) + b_lo)
-    return b_hi + b_lo, a, offset > 0
+    return summary(*jax.tree.map(last, (local.vecB, local.vecEmax, local.vecOffset)))
+
+
+def summary(b: Pair, emax: Pair, offset: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """``chunk_summaries`` from the last step of each chunk. Lowers to Mosaic GPU."""
+    return b[0] + b[1], (emax[0] - offset) + b[0] + (emax[1] + b[1]), offset > 0
 
 
 def stabiliser_scan(local: LocalGates, scaM_initial: jax.Array, input_gate: InputGate = InputGate.EXP) -> jax.Array:
@@ -240,10 +263,25 @@ def stabiliser_scan(local: LocalGates, scaM_initial: jax.Array, input_gate: Inpu
 
 def join_chunks(local: LocalGates, scaM_states: jax.Array, input_gate: InputGate = InputGate.EXP) -> ChunkGates:
     """Completes the local gates with the stabilisers m_c of the chunk boundaries, scaM_states: (B * NH, NC + 1)."""
-    (b_hi, b_lo), e, emax, offset = local
     m_start = scaM_states[..., :-1, None]
-    carried = offset == 0
+    b_hi, b_lo, offset = (y[..., -1:] for y in (*local.vecB, local.vecOffset))
+    p, gamma = join_ends(b_hi, b_lo, offset, m_start, scaM_states[..., 1:, None])
+    u, w, m, abar = join_steps(local, m_start, p, input_gate)
+    return ChunkGates(local.vecE, u, w, m, abar, gamma[..., 0], scaM_states)
 
+
+def join_ends(b_hi: jax.Array, b_lo: jax.Array, offset: jax.Array, m_start: jax.Array, m_end: jax.Array) -> tuple[Pair, jax.Array]:
+    """p, +inf where nothing is stored, and gamma of each chunk, from its last step and its boundaries. Lowers to Mosaic GPU."""
+    nothing = m_end == -_INF
+    p = pair_add(two_sum(offset, jnp.where(nothing, 0.0, m_end)), (-b_hi, -b_lo))
+    p = jnp.where(nothing, _INF, p[0]), jnp.where(nothing, 0.0, p[1])
+    return p, jnp.where(offset == 0, jnp.exp((m_start - p[0]) - p[1]), 0.0)
+
+
+def join_steps(local: LocalGates, m_start: jax.Array, p: Pair, input_gate: InputGate) -> tuple[Pair, jax.Array, jax.Array, jax.Array]:
+    """u, w, m and abar of every step; m_start and p as of ``join_ends``. Lowers to Mosaic GPU."""
+    (b_hi, b_lo), e, emax, offset = local
+    carried = offset == 0
     u = pair_max(emax, (jnp.where(carried, m_start, -_INF), jnp.zeros_like(m_start)))
     empty = u[0] == -_INF
     u = (jnp.where(empty, _INF, u[0]), u[1])
@@ -252,14 +290,34 @@ def join_chunks(local: LocalGates, scaM_states: jax.Array, input_gate: InputGate
         m = jnp.zeros_like(b_hi)
     else:
         m = jnp.where(empty, -_INF, ((jnp.where(empty, 0.0, u[0]) - offset) + b_hi) + (u[1] + b_lo))
+    return u, w, m, jnp.exp((e[0] - p[0]) + (e[1] - p[1]))
 
-    m_end = scaM_states[..., 1:, None]
-    nothing = m_end == -_INF
-    p = pair_add(two_sum(offset[..., -1:], jnp.where(nothing, 0.0, m_end)), (-b_hi[..., -1:], -b_lo[..., -1:]))
-    p_hi, p_lo = jnp.where(nothing, _INF, p[0]), jnp.where(nothing, 0.0, p[1])
-    abar = jnp.exp((e[0] - p_hi) + (e[1] - p_lo))
-    gamma = jnp.where(carried[..., -1], jnp.exp((m_start - p_hi) - p_lo)[..., 0], 0.0)
-    return ChunkGates(e, u, w, m, abar, gamma, scaM_states)
+
+CARRIED, GOES_ON, PASSES = 1, 2, 4  # bits of ``join_flags``
+
+
+def join_flags(
+    e: Pair, u: Pair, m: jax.Array, m_before: jax.Array, f: jax.Array, log_f: jax.Array, restarts: jax.Array, begins: jax.Array | None
+) -> jax.Array:
+    """What the gates' gradients have to know of a step: int32. Lowers to Mosaic GPU.
+
+    CARRIED: m_t is log sigmoid(f_t) + m_{t-1}, not i_t. GOES_ON: what arrives at m_t is passed on to m_{t-1}: there, but where a packed
+    segment begins. PASSES: a weight of what is before t at t or later is not 0; else the sums for f_t hold rounding errors alone.
+
+    Args:
+      m_before: m_{t-1}.
+      f, log_f: the pre-activation, and the logarithm of the gate.
+      restarts: where resets are, and where packed segments begin; begins: where those begin, None: nowhere.
+    """
+
+    def bits(where, flag):
+        return jnp.where(where, jnp.full(m.shape, flag, jnp.int32), 0)
+
+    carried = ((e[0] != u[0]) | (e[1] != u[1])) & (f > MASKED)
+    passes = log_f + m_before - m > LEAST_EXPONENT[m.dtype.name]  # not a number where nothing was stored
+    goes_on = bits(carried, GOES_ON)
+    flags = bits(carried, CARRIED) + (goes_on if begins is None else jnp.where(begins, 0, goes_on))
+    return flags + jnp.where(restarts, 0, bits(passes, PASSES))
 
 
 def causal(x: jax.Array, *, offset: int = 0, fill: float = 0.0) -> jax.Array:

@@ -50,6 +50,7 @@ def mosaic_call(
     scratch: Mapping[str, Any | None],
     interpret: bool,
     infer_layouts: bool = True,
+    approx_math: bool = True,
 ) -> Callable[..., dict[str, Any]]:
     """plgpu.kernel of ``kernel(**refs)``; the last grid axis varies fastest.
 
@@ -59,6 +60,7 @@ def mosaic_call(
     Args:
       infer_layouts: False for a kernel that gives the layouts of all its arrays. Inferring them may take Python seconds. LLVM unrolls
         loops around products where they are not inferred.
+      approx_math: False for exp and log to a unit or two in the last place.
     """
     semantics = plgpu.LoweringSemantics.Warpgroup if infer_layouts else plgpu.LoweringSemantics.Lane
 
@@ -82,7 +84,7 @@ def mosaic_call(
             thread_name="wg",
             scratch_types=buffers,
             # Each kernel orders its own accesses to shared memory: a barrier for every read that a later copy overwrites.
-            compiler_params=plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=True, lowering_semantics=semantics),
+            compiler_params=plgpu.CompilerParams(approx_math=approx_math, unsafe_no_auto_barriers=True, lowering_semantics=semantics),
             interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,  # type: ignore[attr-defined]
             kernel_name=name,
         )(*(_varying_nowhere.bind(x) if varying else x for x in present.values()))

@@ -1,5 +1,6 @@
 """What all tests share: XLA's flags, the device that a test runs on, and what keeps compiling cheap."""
 
+import gc
 import importlib.util
 import os
 from importlib import metadata
@@ -8,17 +9,21 @@ from unittest import mock
 import jax
 import pytest
 
+# The older of XLA's code generators for CPUs, which compiles in half the time; and one LLVM module a program instead of up to 32, without
+# inlining before the split, which takes a quarter off the rest: the thread that traces waits for compiled code anyway.
+QUICK_CODE = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 --xla_llvm_force_inline_before_split=false"
 
-def quick_fusions(jaxlib: str, plugins: bool) -> str | None:
-    """The flag that selects the older of XLA's code generators for CPUs, which compiles in half the time; None where it may be unknown.
 
-    XLA ends the process at a flag that it does not know. jaxlib 0.10 knows this one, 0.11 does not, and a GPU plugin has its own XLA.
+def quick_code(jaxlib: str, plugins: bool) -> str | None:
+    """The flags with which XLA compiles quickly for CPUs; None where one of them may be unknown.
+
+    XLA ends the process at a flag that it does not know. jaxlib 0.10 knows these, 0.11 does not, and a GPU plugin has its own XLA.
 
     Args:
       jaxlib: its version.
       plugins: whether plugins for other devices are installed.
     """
-    return "--xla_cpu_use_fusion_emitters=false" if jaxlib.startswith("0.10.") and not plugins else None
+    return QUICK_CODE if jaxlib.startswith("0.10.") and not plugins else None
 
 
 def plugins_installed() -> bool:
@@ -26,8 +31,8 @@ def plugins_installed() -> bool:
     return importlib.util.find_spec("jax_plugins") is not None or bool(metadata.entry_points(group="jax_plugins"))
 
 
-if flag := quick_fusions(metadata.version("jaxlib"), plugins_installed()):
-    os.environ.setdefault("XLA_FLAGS", flag)  # with XLA_FLAGS= tests run what users get
+if flags := quick_code(metadata.version("jaxlib"), plugins_installed()):
+    os.environ.setdefault("XLA_FLAGS", flags)  # with XLA_FLAGS= tests run what users get
 # Freed memory goes back to the GPU, which xdist's workers share with the processes that tests start.
 os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
 jax.config.update("jax_num_cpu_devices", 8)  # for the tests of sharding; what runs on one device is the same and as fast
@@ -69,11 +74,22 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="fewer than two GPUs"))
 
 
+def pytest_collection_finish():
+    """Python's garbage collector reads all that is alive again and again: by default 8 of 95 s in test_gradients.py.
+
+    What is there before the first test stays for good. The rest is collected at the end of each module, and seldom in between.
+    """
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(100_000, 50, 100)
+
+
 @pytest.fixture(autouse=True, scope="module")
 def compiled_code_is_freed():
     """Linux lets a process map 65,530 pieces of memory. The code of all tests together is more, and XLA crashes on the next."""
     yield
     jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture(scope="module")

@@ -10,8 +10,14 @@ import numpy as np
 from mlstm_pallas import reference
 
 MOSAIC_CALL = "mosaic_gpu_v2"  # the target of the custom call of a Mosaic GPU kernel
-HELPERS = {"stabiliser_scan", "key_sums", "step_sums", "vector_states", "step_gradients", "split_products"}  # kernels that are no stages
+# Kernels that are no stages.
+HELPERS = {"chunk_summaries", "stabiliser_scan", "key_sums", "step_sums", "vector_states", "step_gradients", "split_products"}
 NAMES = ("q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial")
+
+
+def array(x, dtype):
+    """A jax.Array of the dtype. jnp.asarray and astype round alike, but by a program that is compiled for each shape."""
+    return jax.device_put(np.asarray(x).astype(jnp.dtype(dtype)))
 
 
 def random_inputs(
@@ -49,7 +55,7 @@ def random_inputs(
         x["n_initial"] = np.abs(r.normal(size=(B, NH, DHQK)))
         if m_initial:
             x["m_initial"] = r.normal(size=(B, NH))
-    return {name: jnp.asarray(value, dtype if name in "qkv" else "float32") for name, value in x.items()}
+    return {name: array(value, dtype if name in "qkv" else "float32") for name, value in x.items()}
 
 
 @functools.partial(jax.jit, static_argnames=("eps", "stabilize_correctly", "norm_val", "input_gate", "normalize"))
@@ -60,13 +66,13 @@ def _recurrence(inputs, segment_ids, **options):
 def oracle(inputs, segment_ids=None, **options):
     """reference.recurrence in float64: h, (c, n, m) as float64 numpy arrays. Options: those of recurrence."""
     with jax.enable_x64(True):
-        wide = {name: jnp.asarray(np.asarray(x.astype("float32")), "float64") for name, x in inputs.items()}
+        wide = {name: array(x, "float64") for name, x in inputs.items()}
         return jax.tree.map(np.asarray, _recurrence(wide, segment_ids, **options))
 
 
 def error(actual, expected):
     """||actual - expected|| / ||expected||; infinite where only one of the two is finite."""
-    actual, expected = np.asarray(jnp.asarray(actual).astype("float32"), "float64"), np.asarray(expected, "float64")
+    actual, expected = np.asarray(np.asarray(actual).astype("float32"), "float64"), np.asarray(expected, "float64")
     assert actual.shape == expected.shape
     finite = np.isfinite(expected)
     if not np.array_equal(finite, np.isfinite(actual)):

@@ -12,7 +12,7 @@ import pytest
     ids=["known", "known_with_plugins", "unknown", "unknown_with_plugins", "unknown_minor_version"],
 )
 def test_a_flag_that_may_be_unknown_is_not_set(jaxlib, plugins, known):
-    assert (conftest.quick_fusions(jaxlib, plugins) is not None) is known
+    assert (conftest.quick_code(jaxlib, plugins) is not None) is known
 
 
 @pytest.mark.parametrize(

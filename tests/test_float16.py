@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import NAMES, assert_close, initial_state_scale, oracle, random_inputs
+from oracle import NAMES, array, assert_close, initial_state_scale, oracle, random_inputs
 
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, mlstm_recurrent_step, reference
 
@@ -54,9 +54,9 @@ def expected(shape):
     inputs = random_inputs(3, *shape, dtype="float16")
     draw = np.random.default_rng(0)
     shapes = (B, NH, S, DHHV), (B, NH, DHQK, DHHV), (B, NH, DHQK), (B, NH)
-    cotangents = [jnp.asarray(draw.normal(size=size), "float16").astype("float32") for size in shapes]
+    cotangents = [array(draw.normal(size=size).astype("float16"), "float32") for size in shapes]
     with jax.enable_x64(True):
-        wide = jax.tree.map(lambda y: jnp.asarray(np.asarray(y.astype("float32")), "float64"), (inputs, cotangents))
+        wide = jax.tree.map(lambda y: array(y, "float64"), (inputs, cotangents))
         found = outputs_and_gradients(functools.partial(reference.recurrence), *wide)
         return inputs, cotangents, *jax.tree.map(np.asarray, found)
 

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
-from oracle import assert_close, oracle, random_inputs, tolerance
+from oracle import array, assert_close, oracle, random_inputs, tolerance
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, reference
 
@@ -34,7 +34,7 @@ def test_one_step_of_one_head(backend):
     every = tuple(range(8))
     found = jax.jit(jax.grad(functools.partial(loss, run), every))(*inputs.values())
     with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(x), "float64") for x in inputs.values()]
+        wide = [array(x, "float64") for x in inputs.values()]
         expected = jax.jit(jax.grad(functools.partial(loss, reference.recurrence), every))(*wide)
         expected = [np.asarray(x) for x in expected]
     for name, actual, wanted in zip(inputs, found, expected, strict=True):

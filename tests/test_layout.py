@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from oracle import NAMES, assert_close, oracle, random_inputs, tolerance
+from oracle import NAMES, array, assert_close, oracle, random_inputs, tolerance
 
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
@@ -35,7 +35,7 @@ def in_layout(layout, arrays):
 def cotangents_like(outputs):
     """The same for both layouts."""
     draw = np.random.default_rng(99)
-    return jax.tree.map(lambda y: jnp.asarray(draw.normal(size=y.shape), y.dtype), outputs)
+    return jax.tree.map(lambda y: array(draw.normal(size=y.shape), y.dtype), outputs)
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -102,7 +102,7 @@ CASES = {
 
 
 # The rest are other paths through the same kernels and specs.
-QUICK = {"interpret": ("fused_splits_launches",), "xla": ("materialised", "padded")}
+QUICK = {"interpret": ("fused_splits_launches",), "xla": ("materialised",)}  # and "padded" in 16 bits
 
 
 def ids_of(case, B, S):
@@ -125,10 +125,10 @@ def check_layouts(case, backend, dtype="float32"):
     bound = 0.0 if backend == "interpret" and "splits" not in case else same_sums(dtype, S + DHQK)
     for name, actual, wanted in zip(OUTPUTS, found, expected, strict=True):
         assert actual.dtype == wanted.dtype
-        assert_close(actual, wanted.astype("float32"), bound, name)
+        assert_close(actual, np.asarray(wanted).astype("float32"), bound, name)
     for name, actual, wanted in zip(NAMES[: len(arrays)], gradients, expected_gradients, strict=True):
         assert actual.dtype == wanted.dtype
-        assert_close(actual, wanted.astype("float32"), bound, "gradient of " + name)
+        assert_close(actual, np.asarray(wanted).astype("float32"), bound, "gradient of " + name)
 
 
 def slow(values, condition):
@@ -232,8 +232,8 @@ def test_shards_of_batch_and_heads_stay_where_they_are(inputs, expected, kind, b
     assert collectives(compiled) == {"all-reduce"}  # that of the loss
     found = compiled(*x)
     check(found, expected)
-    for array, spec in zip((*found[0][1], *found[1]), (SEQUENCE, *[STATE] * 3, *SPECS), strict=True):
-        assert array.sharding.is_equivalent_to(NamedSharding(mesh, spec), array.ndim)
+    for found_array, spec in zip((*found[0][1], *found[1]), (SEQUENCE, *[STATE] * 3, *SPECS), strict=True):
+        assert found_array.sharding.is_equivalent_to(NamedSharding(mesh, spec), found_array.ndim)
 
 
 def test_inside_the_users_shard_map(inputs, expected):

@@ -35,14 +35,15 @@ from mlstm_pallas.config import config_for, config_from_row, tuned_rows
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 from mlstm_pallas.entry import Options, spec_for
 from mlstm_pallas.export import export
-from mlstm_pallas.gate_gradients import GateSteps, TilePairs, through_tiles
-from mlstm_pallas.gates import ChunkGates
+from mlstm_pallas.gate_gradients import TilePairs
+from mlstm_pallas.gates import CARRIED, GOES_ON, PASSES, ChunkGates
 from mlstm_pallas.launch import CUSTOM_CALL_TARGET
 from mlstm_pallas.normaliser import Normaliser, NormaliserGradients
 from mlstm_pallas.problem import MAX_TILE, InputGate, Layout, Problem, make_problem
 from mlstm_pallas.shared_memory import compute_capability
 from mlstm_pallas.stage import MOSAIC_GPU_HEADS, Lowering, StageCall
 from mlstm_pallas.stages import STAGES, recurrent_bw_dC
+from mlstm_pallas.stages.chunk_gates import chunk_gates
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles, with_delta, without_tiles
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, mosaic_gpu_by_chunk
 from mlstm_pallas.stages.recurrence import mosaic_gpu_rows_of
@@ -363,12 +364,13 @@ def test_step_gradients_against_float64(BNH, S, L, share, has_dm, capsys):
     x = (TilePairs(per_query, per_key, draw.normal(size=(BNH, NC, n, T))), *vectors)
     x = jax.tree.map(lambda y: y.astype("float32"), x)
     carried = draw.uniform(size=(BNH, S)) < share
-    steps = GateSteps(carried, carried & (draw.uniform(size=(BNH, S)) < 0.999), draw.uniform(size=(BNH, S)) < 0.95)
+    goes_on, passes = carried & (draw.uniform(size=(BNH, S)) < 0.999), draw.uniform(size=(BNH, S)) < 0.95
+    flags = (CARRIED * carried + GOES_ON * goes_on + PASSES * passes).astype("int32")
     call = StageCall(Problem(1, BNH, S, 64, 64, L, 1.0), StageConfig(), None, Lowering.MOSAIC_GPU_INTERPRET)
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(form, pairs, q_inter, k_inter, f, dm, through):
-        return form(f, pairs, q_inter, k_inter, through_tiles(pairs, q_inter, k_inter, through), steps, dm if has_dm else None)
+        return form(f, pairs, q_inter, k_inter, through, flags, dm if has_dm else None)
 
     found = run(functools.partial(step_gradients, call=call), *x)
     assert RACE not in capsys.readouterr().out
@@ -432,28 +434,42 @@ def test_gates_are_those_of_the_recurrence(case, L, capsys):
         pytest.param("exp", True, 2048, 1024, id="a CTA holds one long chunk"),
     ],
 )
-def test_local_gates_are_those_of_the_plain_form(input_gate, packed, S, L, capsys):
+def test_gates_are_those_of_the_plain_form(input_gate, packed, S, L, capsys):
     """Resets included. The sums of what ``split_at`` leaves are rounded, in another order than in the plain form."""
-    from mlstm_pallas.stages.mosaic_gpu.chunk_gates import local_gates
-
     heads, gate = 2, InputGate(input_gate)
     x = random_inputs(3, 1, heads, S, 1, 1, resets=True)
     starts = jnp.asarray(np.random.default_rng(0).random((heads, S)) < 0.03, "int32") if packed else None
-    call = StageCall(Problem(1, heads, S, 64, 64, L, 1.0), StageConfig(), None, Lowering.MOSAIC_GPU_INTERPRET)
-    i, f, begins = (None if y is None else call.chunks(y) for y in (x["i"][0], x["f"][0], starts))
-    inputs = gates.scan_inputs(i, f, begins, gate)
-    with mock.patch.object(gates, "scan_inputs", return_value=inputs):  # two compilations may round a logarithm differently
-        found = jax.jit(lambda i, f: local_gates(i, f, starts, gate, call))(x["i"][0], x["f"][0])
-        expected = gates.local_gates(i, f, begins, gate)
-    spacing = np.spacing(np.asarray(inputs.scaGrid)).astype("float64")
-    assert np.array_equal(found.vecOffset, expected.vecOffset)
-    for actual, wanted in zip(found[:3], expected[:3], strict=True):
+    on_mosaic_gpu, plain = (
+        StageCall(Problem(1, heads, S, 64, 64, L, 1.0), StageConfig(), None, lowering)
+        for lowering in (Lowering.MOSAIC_GPU_INTERPRET, Lowering.XLA)
+    )
+    m_initial = jnp.zeros(heads) if gate is InputGate.SIGMOID else x["m_initial"][0]
+
+    def run(call, states=None):
+        arguments = x["i"][0], x["f"][0], m_initial, starts
+        return jax.jit(lambda *x: chunk_gates(*x, gate, states, call=call))(*arguments)
+
+    with mock.patch.object(gates, "log_sigmoid", lambda f, _: jnp.minimum(f, 0.0)):  # the forms take different logarithms
+        expected, own = run(plain), run(on_mosaic_gpu)
+        found = run(on_mosaic_gpu, expected.scaM_states)
+        i, f, begins = (None if y is None else y.reshape(heads, -1, L) for y in (x["i"][0], x["f"][0], starts))
+        flags = gate_gradients.step_flags(found._replace(vecFlags=None), f, None if begins is None else begins > 0)
+        spacing = np.spacing(np.asarray(gates.scan_inputs(i, f, begins, gate).scaGrid)).astype("float64")
+    # Two sums of L numbers below spacing / 2, each of L roundings; and of a pair, of 2 * 24 digits.
+    of_sums = L * 2.0**-24 * L * spacing
+    for actual, wanted in zip((found.vecE, found.vecU), (expected.vecE, expected.vecU), strict=True):
         actual, wanted = ([np.asarray(y, "float64") for y in pair] for pair in (actual, wanted))
         stored = np.isfinite(wanted[0])
-        assert np.array_equal(np.isfinite(actual[0]), stored)
+        assert np.array_equal(actual[0][~stored], wanted[0][~stored])
         difference = np.where(stored, actual[0], 0.0) - np.where(stored, wanted[0], 0.0) + (actual[1] - wanted[1])
-        # Two sums of L numbers below spacing / 2, each of L roundings; and of a pair, of 2 * 24 digits.
-        assert (np.abs(difference) <= L * 2.0**-24 * L * spacing + 2.0**-44 * np.abs(np.where(stored, wanted[0], 0.0))).all()
+        assert (np.abs(difference) <= of_sums + 2.0**-44 * np.abs(np.where(stored, wanted[0], 0.0))).all()
+    of_sums = of_sums.reshape(heads, -1)
+    for name, errors in dict(vecW=of_sums[..., None], vecAbar=of_sums[..., None], scaGamma=of_sums).items():
+        test_gates.assert_decays(np.asarray(getattr(found, name)), np.asarray(getattr(expected, name), "float64"), 4 * errors)
+    np.testing.assert_allclose(found.vecM, expected.vecM, rtol=2.0**-22, atol=2.0**-22)
+    np.testing.assert_allclose(own.scaM_states, expected.scaM_states, rtol=2.0**-22, atol=2.0**-22)
+    assert own.vecFlags is None
+    assert np.array_equal(found.vecFlags, flags)
     assert RACE not in capsys.readouterr().out
 
 
@@ -466,9 +482,12 @@ def test_the_stabiliser_scan_of_many_chunks():
     b, e = (draw.normal(size=(heads, NC, 1)).astype("float32") for _ in range(2))
     e[:, ::3], zeros = -np.inf, np.zeros_like(b)
     local = gates.LocalGates((b, zeros), (e, zeros), (e, zeros), np.where(draw.random(b.shape) < 0.01, np.float32(1024), 0))
+    g, a, reset = (np.asarray(y) for y in gates.chunk_summaries(local))
+    padding = [(0, 0), (0, -NC % 1024)]  # two blocks
+    g, a = (np.pad(y, padding, constant_values=np.nan) for y in (np.where(reset, np.float32(-np.inf), g), a))
     initial = draw.normal(size=heads).astype("float32")
     call = StageCall(Problem(1, heads, 64 * NC, 64, 64, 64, 1.0), StageConfig(), None, Lowering.MOSAIC_GPU_INTERPRET)
-    found = np.asarray(jax.jit(functools.partial(stabiliser_scan, call=call))(local, initial))
+    found = np.asarray(jax.jit(functools.partial(stabiliser_scan, call=call))(g, a, initial))
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: jnp.asarray(x, "float64"), (local, initial))
         expected = np.asarray(gates.stabiliser_scan(*wide))
@@ -1028,15 +1047,6 @@ def test_heads_beyond_the_grid_run_on_triton():
     assert stages_on_mosaic_gpu(1, 32_767, 8192, *heads, recurrent_fw_H=StageConfig(num_splits=4)) == always | {"recurrent_bw_dC"}
 
 
-@needs_jax
-@pytest.mark.parametrize("heads", [65_535, 65_536])
-def test_vector_states_of_heads_beyond_the_grid_are_plain(heads):
-    call = StageCall(make_problem((1, heads, 128, 64), 128, 128, pad_heads=False), StageConfig(), None, Lowering.MOSAIC_GPU)
-    shapes = (jax.ShapeDtypeStruct(shape, "float32") for shape in ((heads, 1, 64), (heads, 1), (heads, 64)))
-    computation = jax.make_jaxpr(functools.partial(vector_states, call=call))(*shapes)
-    assert ("vector_states" in str(computation)) == (heads <= MOSAIC_GPU_HEADS)
-
-
 def test_three_stages_are_too_few_where_a_cta_makes_a_chunk():
     """A step holds v, dC, C and dh at once."""
     shape = 8, 16, 8192, 128, 256
@@ -1093,6 +1103,13 @@ def mosaic_stages(B, NH, S, DHQK, DHHV, config=None, **options):
 def recurrences_on_a_gpu():
     for recurrences in RECURRENCES.values():
         recurrences.check(Lowering.MOSAIC_GPU)
+
+
+def vector_states_of_many_heads_on_a_gpu():
+    """More than the second and the third axis of a grid of CUDA have CTAs."""
+    heads, NC = MOSAIC_GPU_HEADS + 2, 3
+    call = StageCall(make_problem((1, heads, 64 * NC, 128), 128, 64, pad_heads=False), StageConfig(), None, Lowering.MOSAIC_GPU)
+    test_gates.check_vector_states(functools.partial(vector_states, call=call), heads, NC, 128, False)
 
 
 def tuned_config_on_a_gpu(S, *heads):
@@ -1200,6 +1217,7 @@ GPU_CHECKS = [
     *((case_on_a_gpu, name) for name in CASES),
     *((tuned_config_on_a_gpu, S, *heads) for heads in OF_HEADS for S in (500, 2048)),
     (recurrences_on_a_gpu,),
+    (vector_states_of_many_heads_on_a_gpu,),
     *((many_chunks_on_a_gpu, *heads) for heads in ((64, 128), (128, 128), (128, 256))),
     (neighbours_on_a_gpu,),
     (long_sequences_on_a_gpu,),

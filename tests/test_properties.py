@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import NAMES, initial_state_scale, tolerance
+from oracle import NAMES, array, initial_state_scale, tolerance
 
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, reference
 
@@ -122,9 +122,9 @@ class Recipe:
         }
         ids = np.cumsum(r.random((case.B, case.S)) < self.starts, axis=1).astype("int32") if case.packed else None
         cotangents = [r.normal(size=s) for s in ((*steps, case.DHHV), (*heads, case.DHQK, case.DHHV), (*heads, case.DHQK))]
-        cotangents[0] = np.asarray(jnp.asarray(cotangents[0], case.dtype).astype("float32"), "float64")  # as h has it
+        cotangents[0] = np.asarray(cotangents[0].astype(jnp.dtype(case.dtype)), "float64")  # as h has it
         kinds = {name: case.dtype if name in "qkv" else "float32" for name in NAMES}
-        return {name: jnp.asarray(x[name], kinds[name]) for name in case.names}, ids, cotangents
+        return {name: array(x[name], kinds[name]) for name in case.names}, ids, cotangents
 
 
 MAGNITUDES = st.sampled_from([1.0, 1.0, 1.0, 1e-30, 1e-3, 1e4])
@@ -187,8 +187,8 @@ def compiled_oracle(case: Case):
 
     def call(x, ids, cotangents):
         with jax.enable_x64(True):
-            wide = {name: jnp.asarray(np.asarray(y.astype("float32")), "float64") for name, y in x.items()}
-            return jax.tree.map(np.asarray, expected(wide, ids, [jnp.asarray(w) for w in cotangents]))
+            wide = {name: array(y, "float64") for name, y in x.items()}
+            return jax.tree.map(np.asarray, expected(wide, ids, [array(w, "float64") for w in cotangents]))
 
     return call
 
@@ -202,7 +202,7 @@ def compiled(case: Case, backend: str):
         run = functools.partial(mlstm_chunkwise, segment_ids=ids, return_last_states=True, **launch, **dict(case.options))
         return _value_and_gradients(lambda x: run(**x), x, cotangents)
 
-    return lambda x, ids, cotangents: found(x, ids, [jnp.asarray(w, "float32") for w in cotangents])
+    return lambda x, ids, cotangents: found(x, ids, [array(w, "float32") for w in cotangents])
 
 
 BOUND = {"float32": 1e-3, "bfloat16": 2e-2}
@@ -233,7 +233,7 @@ def check(case: Case, backend: str, recipe: Recipe):
     expected, expected_gradients, terms, of_dz, of_dm = compiled_oracle(case)(x, ids, cotangents)
 
     def compare(name, actual, wanted, scale, bound, rounding=0.0):
-        actual = np.asarray(jnp.asarray(actual).astype("float32"), "float64")
+        actual = np.asarray(np.asarray(actual).astype("float32"), "float64")
         assert np.isfinite(wanted).all(), f"{name}: the oracle is not finite"
         assert np.isfinite(actual).all(), f"{name} is not finite"
         off, allowed = norm(actual - wanted), bound * (norm(wanted) + scale) + rounding + FLOOR
@@ -249,7 +249,7 @@ def check(case: Case, backend: str, recipe: Recipe):
     for name, actual, wanted in zip("hcn", (h, c, n), expected[:3], strict=True):
         compare(name, actual, wanted, 0.0, BOUND[case.dtype] if name == "h" else bound)
     # The gates' gradients are sums of q . dq and k . dk, the forget gates' and m_initial's of many of them, which may cancel.
-    wide = {name: np.asarray(y.astype("float32"), "float64") for name, y in x.items()}
+    wide = {name: np.asarray(y).astype("float64") for name, y in x.items()}
     of_q, of_k = (wide[name] * terms[name] for name in "qk")
     flow, initial = norm(of_q) + norm(of_k), np.zeros(of_q.shape[:2])
     last = initial_state_scale(*cotangents[1:], {"c_initial": expected[1], "n_initial": expected[2]})

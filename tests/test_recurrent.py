@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import assert_close, oracle, random_inputs, tolerance
+from oracle import array, assert_close, oracle, random_inputs, tolerance
 
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, mlstm_recurrent_sequence, mlstm_recurrent_step, reference, use_backend
 from mlstm_pallas.stages.recurrent_step import step_gates
@@ -26,12 +26,12 @@ def arguments(seed, B, NH, S, DHQK, DHHV, *, state_dtype="float32", **options):
     x = random_inputs(seed, B, NH, max(S, 1), DHQK, DHHV, **options)
     x = {name: np.asarray(y) for name, y in x.items()}  # whose slices are not compiled
     x |= {name: y.astype(jnp.dtype(state_dtype)) for name, y in x.items() if name in ("c_initial", "n_initial")}
-    arrays = {name.removesuffix("_initial"): jnp.asarray(y if S or "initial" in name else y[:, :, 0]) for name, y in x.items()}
+    arrays = {name.removesuffix("_initial"): jax.device_put(y if S or "initial" in name else y[:, :, 0]) for name, y in x.items()}
     return arrays, x
 
 
 def token(x, t):
-    return {name: jnp.asarray(np.asarray(x[name])[:, :, t]) for name in ("q", "k", "v", "i", "f")}
+    return {name: jax.device_put(np.asarray(x[name])[:, :, t]) for name in ("q", "k", "v", "i", "f")}
 
 
 def sigmoid_recurrence(q, k, v, i, f, c_initial, n_initial, *, eps=1e-6, norm_val=1.0, normalize=True):
@@ -49,7 +49,7 @@ def sigmoid_recurrence(q, k, v, i, f, c_initial, n_initial, *, eps=1e-6, norm_va
 
 def in_float64(function, x):
     with jax.enable_x64(True):
-        x = {name: jnp.asarray(np.asarray(y, "float64")) for name, y in x.items()}
+        x = {name: array(y, "float64") for name, y in x.items()}
         return jax.tree.map(np.asarray, jax.jit(function)(x))
 
 
@@ -206,7 +206,7 @@ def test_without_states_it_starts_from_zeros():
 
 def test_float64_through_xla():
     with jax.enable_x64(True):
-        x = {name: jnp.asarray(np.asarray(y), "float64") for name, y in random_inputs(8, 1, 2, 3, 16, 8).items()}
+        x = {name: array(y, "float64") for name, y in random_inputs(8, 1, 2, 3, 16, 8).items()}
         h, states = mlstm_recurrent_sequence(**{name.removesuffix("_initial"): y for name, y in x.items()}, backend="xla")
         expected_h, expected = reference.recurrence(**x)
         for actual, y in zip((h, *states), (expected_h, *expected), strict=True):

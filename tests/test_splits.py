@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from oracle import assert_close, oracle, random_inputs, tolerance
+from oracle import array, assert_close, oracle, random_inputs, tolerance
 
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise
 from mlstm_pallas.problem import Problem
@@ -37,11 +37,11 @@ def arrays(dtype, resets=False):
     gamma = draw.random((HEADS, NC)) * (draw.random((HEADS, NC)) > 0.3 if resets else 1)
     shapes = dict(a=(S, DHQK), b=(S, DHHV), X=(DHQK, DHHV), x=(DHQK,))
     found = {name: draw.normal(size=(HEADS, *shape)) for name, shape in shapes.items()} | dict(r=draw.random((HEADS, S)), gamma=gamma)
-    return {name: jnp.asarray(y, dtype if name in "ab" else "float32") for name, y in found.items()}
+    return {name: array(y, dtype if name in "ab" else "float32") for name, y in found.items()}
 
 
 def wide(tree):
-    return jax.tree.map(lambda y: jnp.asarray(np.asarray(y.astype("float32")), "float64"), tree)
+    return jax.tree.map(lambda y: array(y, "float64"), tree)
 
 
 def forward(lowering, x, num_splits=None, return_last=True):

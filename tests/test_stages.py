@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from oracle import assert_close, random_inputs, tolerance
+from oracle import array, assert_close, random_inputs, tolerance
 
 from mlstm_pallas.gate_gradients import TilePairs
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER
@@ -43,7 +43,7 @@ class Case:
         inputs |= zip(STAGES["recurrent_step"].inputs, token, strict=True)
 
         def normal(*shape, dtype="float32"):
-            return jnp.asarray(r.normal(size=(HEADS, *shape)), dtype)
+            return array(r.normal(size=(HEADS, *shape)), dtype)
 
         inputs |= dict(matDeltaH=normal(S, DHHV, dtype=dtype), matDeltaC_last=normal(DHQK, DHHV), vecDeltaN_states=normal(S // L, DHQK))
         self.inputs, self.found = jax.jit(self.with_outputs)(inputs), {}
@@ -75,7 +75,7 @@ class Case:
             inputs = self.inputs | changes
             with jax.enable_x64(True):
                 inputs = {key: inputs[key] for key in STAGES[name].inputs}
-                wide = jax.tree.map(lambda y: jnp.asarray(np.asarray(y.astype("float32")), "float64"), inputs)
+                wide = jax.tree.map(lambda y: array(y, "float64"), inputs)
                 self.found[key] = jax.tree.map(np.asarray, self.plain(name, wide, **options))
         return self.found[key]
 

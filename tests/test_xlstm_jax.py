@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import NAMES, assert_close, oracle, random_inputs, tolerance
+from oracle import NAMES, array, assert_close, oracle, random_inputs, tolerance
 
 from mlstm_pallas import reference, use_backend
 from mlstm_pallas.xlstm_jax import max_triton_fwbw_v3noslice as v3
@@ -122,10 +122,10 @@ def case(dtype="float32", scale=None, eps=1e-6):
     """Inputs, and in float64 everything that the stages make of them."""
     x = inputs_of(dtype)
     r = np.random.default_rng(1)
-    dh = jnp.asarray(r.normal(size=x["v"].shape), dtype)
-    dC_last = jnp.asarray(r.normal(size=x["c_initial"].shape), "float32")
+    dh = array(r.normal(size=x["v"].shape), dtype)
+    dC_last = array(r.normal(size=x["c_initial"].shape), "float32")
     scale = DHQK**-0.5 if scale is None else scale
-    q, k, v, i, f, C, n, m = (np.asarray(y.astype("float32"), "float64") for y in x.values())
+    q, k, v, i, f, C, n, m = (np.asarray(y).astype("float64") for y in x.values())
     fbar = -np.log1p(np.exp(-f))
     Cs, ns, ms, h, den, row_m = [C], [n], [m], [], [], []
     for t in range(S):
@@ -143,10 +143,15 @@ def case(dtype="float32", scale=None, eps=1e-6):
     expected = {"h": h, "den": den, "m": row_m, "C": Cs, "n": ns, "m_boundaries": ms}
     with jax.enable_x64(True):
         constants = dict(
-            den=den + eps, m=row_m, m_boundaries=ms, dh=np.asarray(dh, "float64"), dC_last=np.asarray(dC_last, "float64"), scale=scale
+            den=den + eps,
+            m=row_m,
+            m_boundaries=ms,
+            dh=np.asarray(dh).astype("float64"),
+            dC_last=np.asarray(dC_last, "float64"),
+            scale=scale,
         )
         gradient = jax.grad(functools.partial(constant_denominator_loss, **constants), tuple(range(8)))
-        wide = [np.asarray(y.astype("float32"), "float64") for y in x.values()]
+        wide = [np.asarray(y).astype("float64") for y in x.values()]
         made = jax.jit(gradient)(*(jnp.asarray(y) for y in (*wide[:6], wide[7], np.zeros_like(Cs))))
         names = ("q", "k", "v", "i", "f", "c_initial", "m_initial", "dC")
         expected |= {f"d{name}" if len(name) == 1 else name: np.asarray(y) for name, y in zip(names, made, strict=True)}
@@ -159,7 +164,7 @@ def fused(x):
 
 
 def f32(x):
-    return jnp.asarray(x, "float32")
+    return array(x, "float32")
 
 
 def split(x):
@@ -177,6 +182,14 @@ def backend(request):
     with use_backend(request.param):
         yield
 
+
+# The whole runs interpreted with the documented scale in test_forward and test_backward.
+scales = pytest.mark.parametrize(
+    ("scale", "backend"),
+    [(None, None), (0.7, None), pytest.param(None, "interpret", marks=pytest.mark.slow), (0.7, "interpret")],
+    indirect=["backend"],
+    ids=["None-default", "0.7-default", "None-interpret", "0.7-interpret"],
+)
 
 # The stages, forward.
 
@@ -211,7 +224,7 @@ def test_buffers_of_recurrent_fw_C_set_the_dtypes():
     assert [y.dtype for y in made] == ["bfloat16", "float32", "float32"]
 
 
-@pytest.mark.parametrize("scale", [None, 0.7])
+@scales
 @pytest.mark.parametrize("system", SYSTEMS, ids=["v3", "v5", "stablef"])
 def test_parallel_fw_H(system, scale, backend):
     x, _, _, expected = case(scale=scale)
@@ -291,7 +304,7 @@ def test_resets_where_the_forget_gate_itself_comes_in():
 # The stages, backward.
 
 
-@pytest.mark.parametrize("scale", [None, 0.7])
+@scales
 @pytest.mark.parametrize("system", SYSTEMS, ids=["v3", "v5", "stablef"])
 def test_recurrent_bw_dC(system, scale, backend):
     x, dh, dC_last, expected = case(scale=scale, eps=0.05)
@@ -331,7 +344,7 @@ def test_parallel_bw_dQKV(system, dtype, backend):
     check_inputs(made, "qkv", expected, BOUND[dtype])
 
 
-@pytest.mark.parametrize("scale", [None, 0.7])
+@scales
 @pytest.mark.parametrize("name", "QKV")
 def test_parallel_bw_of_one_input(name, scale, backend):
     x, dh, _, expected = case(scale=scale)
@@ -405,7 +418,7 @@ def test_backward_in_a_chunk_of_several_tiles():
 def test_stages_take_float64_on_the_plain_path():
     x, _, _, expected = case()
     with jax.enable_x64(True), use_backend("xla"):
-        wide = {name: jnp.asarray(np.asarray(y), "float64") for name, y in x.items()}
+        wide = {name: array(y, "float64") for name, y in x.items()}
         made = np.asarray(stablef._mlstm_chunkwise_fw(*wide.values(), chunk_size=L)[0])
     assert np.linalg.norm(made - expected["h"]) < 1e-12 * np.linalg.norm(expected["h"])
 
@@ -426,7 +439,7 @@ def exact_gradients(x, weights, options):
             h, (C, n, m) = reference.recurrence(*x, **options)
             return jnp.sum(h * weights) + jnp.sum(C) + jnp.sum(n) + jnp.sum(m)
 
-        wide = [jnp.asarray(np.asarray(y.astype("float32")), "float64") for y in x.values()]
+        wide = [array(y, "float64") for y in x.values()]
         return [np.asarray(y) for y in jax.jit(jax.grad(loss, tuple(range(8))))(*wide)]
 
 

@@ -161,10 +161,8 @@ def chunk_gates(
     if call.lowering.mosaic_gpu:
         from mlstm_pallas.stages.mosaic_gpu import chunk_gates as on_mosaic_gpu
 
-        local = on_mosaic_gpu.local_gates(vecI, vecF, starts, input_gate, call)
-        if scaM_states is None and input_gate is InputGate.EXP:
-            scaM_states = on_mosaic_gpu.stabiliser_scan(local, scaM_initial, call)
-    elif call.plain:
+        return on_mosaic_gpu.chunk_gates(vecI, vecF, scaM_initial, starts, input_gate, scaM_states, call)
+    if call.plain:
         local = gates.local_gates(call.chunks(vecI), call.chunks(vecF), None if starts is None else call.chunks(starts), input_gate)
     else:
         local = _local_gates(vecI, vecF, starts, input_gate, call)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.gates import MASKED, log_sigmoid
+from mlstm_pallas.gates import MASKED, branchless_log1p, log_sigmoid
 from mlstm_pallas.launch import kernel_call, masked_load, masked_store
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser
 from mlstm_pallas.problem import MIN_TILE, Problem, accumulator_dtype, next_power_of_two
@@ -43,16 +43,6 @@ def rounded(x: jax.Array, dtype: jnp.dtype, compiled: bool) -> jax.Array:
     return lax.reduce_precision(x, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
 
 
-def _branchless_log1p(x: jax.Array) -> jax.Array:
-    """log1p(x) for x in [0, 1], as log(y) with the rounding of y = 1 + x put right.
-
-    log1p itself branches, and the compiler would move every load of the states behind the branch.
-    """
-    one = lax.stop_gradient(jnp.maximum(x, 1.0))  # XLA cancels (1 + x) - 1
-    y = one + x
-    return jnp.log(y) + (x - (y - one)) / y
-
-
 def step_gates(i: jax.Array, f: jax.Array, m: jax.Array | None, round_m: Callable[[jax.Array], jax.Array]) -> tuple[jax.Array, ...]:
     """(decay, gain, m') of a step, in the dtype of i and f; m None: the sigmoid input gate, which needs no stabiliser.
 
@@ -60,7 +50,7 @@ def step_gates(i: jax.Array, f: jax.Array, m: jax.Array | None, round_m: Callabl
     """
     if m is None:
         return jax.nn.sigmoid(f), jax.nn.sigmoid(i), jnp.zeros_like(i)
-    carried = jnp.where(f <= MASKED, -_INF, log_sigmoid(f, _branchless_log1p) + m)
+    carried = jnp.where(f <= MASKED, -_INF, log_sigmoid(f, branchless_log1p) + m)
     i = jnp.where(i <= MASKED, -_INF, i)
     m_new = round_m(jnp.maximum(carried, i))
     m_safe = jnp.where(m_new == -_INF, 0.0, m_new)

@@ -1,17 +1,20 @@
-"""chunk_gates on Mosaic GPU: the local gates and the stabiliser scan of ``stages/chunk_gates.py``.
+"""chunk_gates on Mosaic GPU: the gates and the stabilisers of ``stages/chunk_gates.py``.
 
-Local gates: grid (B * NH * S / 512, rounded up). A CTA is one warpgroup and owns 512 consecutive steps, several chunks; beyond L = 512 it
-owns a chunk, of up to 2048.
-XLA takes the logarithms of the gates and their extremes, as ``gates.scan_inputs``.
-Stabiliser scan: grid (B * NH). A CTA is one warpgroup and owns a head. It reads the summaries of up to 1024 chunks at a time.
+A CTA of ``chunk_summaries`` or ``chunk_gates`` is one warpgroup and owns 512 consecutive steps, several chunks; beyond L = 512 it owns a
+chunk, of up to 2048. Grid (B * NH * S / 512, rounded up).
+
+chunk_summaries: what each chunk does to m, from the gate pre-activations. It does not run where m is known.
+stabiliser_scan: m at all chunk boundaries. Grid (B * NH). A CTA is one warpgroup and owns a head. It reads the summaries of up to 1024
+chunks at a time.
+chunk_gates: the gates of every step, from the pre-activations and m. It takes the sums of a chunk again, which is faster than to write
+and read them.
 
 A thread holds whole rows of 4 consecutive steps: 16 bytes, which it reads and writes at once. Running sums and maxima are taken inside
 the rows first. The totals of the rows then meet in shared memory, in log4(rows of a chunk) rounds.
 """
 
 import functools
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,11 +24,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas import gates
-from mlstm_pallas.gates import MASKED, LocalGates, ScanInputs, chunk_summaries, pair_max, split_at, stabiliser_sources, two_sum
+from mlstm_pallas.gates import ChunkGates, LocalGates, branchless_log1p, pair_max, split_at, stabiliser_sources, two_sum
 from mlstm_pallas.launch_mosaic_gpu import load, mosaic_call, plgpu
 from mlstm_pallas.problem import InputGate, Problem, next_power_of_two
 from mlstm_pallas.stage import Lowering, StageCall
-from mlstm_pallas.tiles import loop
+from mlstm_pallas.tiles import divide, loop, remainder
 
 _INF = float("inf")
 LANES = 128  # of a warpgroup
@@ -104,35 +107,63 @@ def _running(
     return [jnp.concatenate(y, axis=1) for y in zip(*(join(before, column) for column in columns), strict=True)]
 
 
-def _local_gates_kernel(
-    i,  # (CTAs, rows, STEPS) logarithms of the gates
-    fbar,
-    f,  # (CTAs, rows, STEPS) the forget gate itself
-    starts,  # (CTAs, rows, STEPS) int32, 1 where a packed segment begins; may be absent
-    scalars,  # (CTAs, chunks, 2): scaGrid and scaOffset of ``gates.ScanInputs``
-    b_hi,  # out (CTAs, rows, STEPS), as all that follow
-    b_lo,
-    e_hi,
-    e_lo,
-    emax_hi,
-    emax_lo,
-    offset,
-    sums,  # shared, as maxima: see _buffer
-    maxima,
-    *,
+def _last_of_chunks(columns: Sequence[jax.Array], chunk_rows: int, buffer: Any) -> list[jax.Array]:
+    """For every row what the last row of its chunk has. columns: (rows, 1); buffer: shared (rows, number of columns)."""
+    rows = columns[0].shape[0]
+    buffer[...] = jnp.concatenate(columns, axis=1)
+    plgpu.commit_smem()
+    ends = range(chunk_rows - 1, rows, chunk_rows)
+    return [_of_chunks([buffer[end, k] for end in ends], rows) for k in range(len(columns))]
+
+
+def _of_chunks(values: Sequence[jax.Array], rows: int) -> jax.Array:
+    """(rows, 1) from a scalar a chunk."""
+    x = plgpu.layout_cast(jnp.full((rows, 1), values[0], jnp.float32), _layout())
+    for chunk, value in enumerate(values[1:], 1):
+        x = jnp.where(_rows((rows, 1)) >= chunk * (rows // len(values)), value, x)
+    return x
+
+
+def _across(column: jax.Array) -> jax.Array:
+    return jnp.concatenate([column] * STEPS, axis=1)
+
+
+def _last(*x: jax.Array) -> list[jax.Array]:
+    return [_columns(y)[-1] for y in x]
+
+
+def _least_power_of_two(x: jax.Array) -> jax.Array:
+    """The least that is no smaller than x, a positive normal number."""
+    up = (lax.bitcast_convert_type(x, jnp.int32) + np.int32(0x7FFFFF)) & np.int32(0x7F800000)
+    return lax.bitcast_convert_type(up, jnp.float32)
+
+
+def _row_before(column: jax.Array, first: jax.Array, chunk_rows: int, buffer: Any) -> jax.Array:
+    """What the row before has of a column, and in the first row of a chunk ``first``: (rows, 1) each; buffer: of ``_buffer``."""
+    rows = column.shape[0]
+    buffer.at[0, chunk_rows:][...] = jnp.concatenate([column] * buffer.shape[-1], axis=1)
+    plgpu.commit_smem()
+    found = _columns(load(buffer.at[0, pl.ds(chunk_rows - 1, rows)], _layout(), optimized=False))[0]
+    return jnp.where((_rows((rows, 1)) & (chunk_rows - 1)) > 0, found, first)
+
+
+def _local_gates(
+    log_i: jax.Array,
+    log_f: jax.Array,
+    reset: jax.Array,
+    begins: jax.Array | None,
+    buffers: Mapping[str, Any],
+    chunk_rows: int,
     input_gate: InputGate,
-):
-    cta, (_, rows, _), chunks = lax.axis_index("cta"), i.shape, scalars.shape[1]
-    chunk_rows = rows // chunks
+) -> LocalGates:
+    """``gates.local_gates`` of a CTA's chunks, from ``gates.log_gates`` and where packed segments begin: (rows, STEPS) each."""
+    rows, steps = log_i.shape[0], chunk_rows * STEPS
 
     def full(value):
         return plgpu.layout_cast(jnp.full((rows, STEPS), value, jnp.float32), _layout())
 
-    def of_chunks(column):
-        x = full(scalars[cta, 0, column])
-        for chunk in range(1, chunks):
-            x = jnp.where(_rows(x.shape) >= chunk * chunk_rows, scalars[cta, chunk, column], x)
-        return x
+    def join_bounds(left, x):
+        return jnp.minimum(left[0], x[0]), jnp.maximum(left[1], x[1]), jnp.maximum(left[2], x[2]), left[3] + x[3]
 
     def add(left, x):
         return [a + y for a, y in zip(left, x, strict=True)]
@@ -142,55 +173,179 @@ def _local_gates_kernel(
         same = left[2] == x[2]
         return *(jnp.where(same, y, own) for y, own in zip(pair_max(left[:2], x[:2]), x[:2], strict=True)), x[2]
 
-    log_i, log_f, reset = _load(i.at[cta]), _load(fbar.at[cta]), _load(f.at[cta]) <= MASKED
-    begins = None if starts is None else _load(starts.at[cta]) > 0
     restarts = reset if begins is None else reset | begins
-    split = *split_at(log_f, of_chunks(0)), jnp.where(restarts, full(1.0), 0.0)
-    hi, lo, count = _running(add, split, (0.0,) * 3, chunk_rows, sums)
-    b, offsets = two_sum(hi, lo), count * of_chunks(1)
-    e, largest = stabiliser_sources(log_i, log_f, b, offsets, reset, begins, input_gate)
+    stored, decay = log_i > -_INF, -log_f
+    of_steps = jnp.where(stored, log_i, _INF), jnp.where(stored, log_i, -_INF), decay, decay
+    bounds = _running(join_bounds, of_steps, (_INF, -_INF, 0.0, 0.0), chunk_rows, buffers["bounds"])
+    i_min, i_max, largest_decay, total_decay = _last_of_chunks(_last(*bounds), chunk_rows, buffers["last_bounds"])
+    if begins is not None or input_gate is InputGate.SIGMOID:
+        i_min, i_max = jnp.minimum(i_min, 0.0), jnp.maximum(i_max, 0.0)  # m = 0 is a source as well
+    grid = gates.exact_sum_grid(largest_decay, steps, _least_power_of_two)
+    offset_unit = gates.reset_offset(i_min, i_max, total_decay, _least_power_of_two)
+
+    split = *split_at(log_f, _across(grid)), jnp.where(restarts, full(1.0), 0.0)
+    hi, lo, count = _running(add, split, (0.0,) * 3, chunk_rows, buffers["sums"])
+    b, offset = two_sum(hi, lo), count * _across(offset_unit)
+    e, largest = stabiliser_sources(log_i, log_f, b, offset, reset, begins, input_gate)
     if input_gate is not InputGate.SIGMOID:
-        max_hi, max_lo, _ = _running(largest_since_reset, (*largest, count), (-_INF, 0.0, -1.0), chunk_rows, maxima)
+        max_hi, max_lo, _ = _running(largest_since_reset, (*largest, count), (-_INF, 0.0, -1.0), chunk_rows, buffers["maxima"])
         largest = max_hi, max_lo
-    outputs = zip((b_hi, b_lo, e_hi, e_lo, emax_hi, emax_lo, offset), (*b, *e, *largest, offsets), strict=True)
-    for ref, x in outputs:
+    return LocalGates(b, e, largest, offset)
+
+
+def _places(chunks: int, p: Problem) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
+    """Of a CTA's chunks: whether there is such a chunk, its head, its index. Those beyond the last have the last one's."""
+    first = lax.axis_index("cta") * chunks
+    indices = [first + chunk for chunk in range(chunks)]
+    last = p.BNH * p.NC - 1
+    clamped = [lax.min(index, np.int32(last)) for index in indices]
+    return [(index <= last, divide(at, p.NC), remainder(at, p.NC)) for index, at in zip(indices, clamped, strict=True)]
+
+
+def _summaries_kernel(
+    i,  # (CTAs, rows, STEPS) pre-activations
+    f,
+    starts,  # (CTAs, rows, STEPS) int32, 1 where a packed segment begins; may be absent
+    g,  # out (B * NH, padded NC): see ``_stabiliser_scan_kernel``. What is beyond NC is not written
+    a,  # out (B * NH, padded NC)
+    last,  # shared (rows, 2)
+    *,
+    p: Problem,
+    chunk_rows: int,
+    input_gate: InputGate,
+    **buffers,  # shared: see _launch
+):
+    cta, rows = lax.axis_index("cta"), last.shape[0]
+    begins = None if starts is None else _load(starts.at[cta]) > 0
+    log_gates = gates.log_gates(_load(i.at[cta]), _load(f.at[cta]), input_gate, branchless_log1p)
+    local = _local_gates(*log_gates, begins, buffers, chunk_rows, input_gate)
+    b_hi, b_lo, max_hi, max_lo, offset = _last(*local.vecB, *local.vecEmax, local.vecOffset)
+    added, own, reset = gates.summary((b_hi, b_lo), (max_hi, max_lo), offset)
+    last[...] = jnp.concatenate([jnp.where(reset, -_INF, added), own], axis=1)
+    plgpu.commit_smem()
+    for chunk, (exists, head, c) in enumerate(_places(rows // chunk_rows, p)):
+
+        @pl.when(exists)
+        def store(end=(chunk + 1) * chunk_rows - 1, head=head, c=c):
+            g[head, c], a[head, c] = last[end, 0], last[end, 1]
+
+
+def _gates_kernel(
+    i,  # (CTAs, rows, STEPS) pre-activations
+    f,
+    starts,  # (CTAs, rows, STEPS) int32, 1 where a packed segment begins; may be absent
+    m_states,  # (B * NH, NC + 1)
+    e_hi,  # out (CTAs, rows, STEPS), as those that follow
+    e_lo,
+    u_hi,
+    u_lo,
+    w,
+    m,
+    abar,
+    gamma,  # out (B * NH, NC)
+    last,  # shared (rows, 3)
+    flags=None,  # out (CTAs, rows, STEPS) int32, in the backward pass
+    *,
+    p: Problem,
+    chunk_rows: int,
+    input_gate: InputGate,
+    **buffers,  # shared: see _launch
+):
+    cta, rows = lax.axis_index("cta"), last.shape[0]
+    places = _places(rows // chunk_rows, p)
+    m_start, m_end = (_of_chunks([m_states[head, c + after] for _, head, c in places], rows) for after in range(2))
+    begins, own_f = None if starts is None else _load(starts.at[cta]) > 0, _load(f.at[cta])
+    log_i, log_f, reset = gates.log_gates(_load(i.at[cta]), own_f, input_gate, branchless_log1p)
+    local = _local_gates(log_i, log_f, reset, begins, buffers, chunk_rows, input_gate)
+    b_hi, b_lo, offset = _last_of_chunks(_last(*local.vecB, local.vecOffset), chunk_rows, last)
+    pair, of_chunk = gates.join_ends(b_hi, b_lo, offset, m_start, m_end)
+    of_u, of_w, of_m, of_abar = gates.join_steps(local, _across(m_start), (_across(pair[0]), _across(pair[1])), input_gate)
+    for ref, x in zip((e_hi, e_lo, u_hi, u_lo, w, m, abar), (*local.vecE, *of_u, of_w, of_m, of_abar), strict=True):
         _store(ref.at[cta], x)
+    if flags is not None:
+        *earlier, column = _columns(of_m)
+        m_before = jnp.concatenate([_row_before(column, m_start, chunk_rows, buffers["sums"]), *earlier], axis=1)
+        restarts = reset if begins is None else reset | begins
+        _store(flags.at[cta], gates.join_flags(local.vecE, of_u, of_m, m_before, own_f, log_f, restarts, begins))
+    buffers["last_bounds"][...] = jnp.concatenate([of_chunk] * 4, axis=1)
+    plgpu.commit_smem()
+    for chunk, (exists, head, c) in enumerate(places):
+
+        @pl.when(exists)
+        def store(end=(chunk + 1) * chunk_rows - 1, head=head, c=c):
+            gamma[head, c] = buffers["last_bounds"][end, 0]
 
 
-def local_gates(vecI: jax.Array, vecF: jax.Array, starts: jax.Array | None, input_gate: InputGate, call: StageCall) -> LocalGates:
-    """``gates.local_gates`` of (B * NH, S), of a chunk size that is a power of two from 64 on."""
+def _launch(
+    kernel: Callable[..., None],
+    name: str,
+    per_step: Mapping[str, Any],
+    per_chunk: Mapping[str, tuple[int, int]],
+    columns: int,
+    vecs: Sequence[jax.Array | None],
+    input_gate: InputGate,
+    call: StageCall,
+    **inputs: jax.Array,
+) -> dict[str, Any]:
+    """Runs a kernel.
+
+    Args:
+      per_step, per_chunk: dtypes of its outputs (B * NH, NC, L), and shapes of those of chunks, float32.
+      columns: of ``last``.
+      vecs: i, f and starts, (B * NH, S).
+    """
     p = call.problem
-    given = None if starts is None else call.chunks(starts)
-    x: ScanInputs = gates.scan_inputs(call.chunks(vecI), call.chunks(vecF), given, input_gate)
-    names = ("b_hi", "b_lo", "e_hi", "e_lo", "emax_hi", "emax_lo", "offset")
     rows = max(LANES, p.L // STEPS)
-    chunks = rows * STEPS // p.L
-    ctas = -(-p.BNH * p.NC // chunks)
+    chunk_rows = p.L // STEPS
+    ctas = -(-p.BNH * p.S // (rows * STEPS))
 
-    def of_ctas(y, *shape):
-        if y is None:
-            return None
-        size = ctas * math.prod(shape)
-        return jnp.pad(y.reshape(-1), (0, size - y.size)).reshape(ctas, *shape)
+    def of_ctas(x):
+        return None if x is None else jnp.pad(x.reshape(-1), (0, ctas * rows * STEPS - x.size)).reshape(ctas, rows, STEPS)
 
     found = mosaic_call(
-        functools.partial(_local_gates_kernel, input_gate=input_gate),
-        name="chunk_gates",
+        functools.partial(kernel, p=p, chunk_rows=chunk_rows, input_gate=input_gate),
+        name=name,
         grid={"cta": ctas},
         warpgroups=1,
-        outputs={name: jax.ShapeDtypeStruct((ctas, rows, STEPS), jnp.float32) for name in names},
-        scratch={name: _buffer(3, rows, rows // chunks) for name in ("sums", "maxima")},
+        outputs={name: jax.ShapeDtypeStruct((ctas, rows, STEPS), dtype) for name, dtype in per_step.items()}
+        | {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in per_chunk.items()},
+        scratch={
+            "last": plgpu.SMEM((rows, columns), jnp.float32),
+            "bounds": _buffer(4, rows, chunk_rows),
+            "last_bounds": plgpu.SMEM((rows, 4), jnp.float32),
+            "sums": _buffer(3, rows, chunk_rows),
+            "maxima": None if input_gate is InputGate.SIGMOID else _buffer(3, rows, chunk_rows),
+        },
         interpret=call.lowering is Lowering.MOSAIC_GPU_INTERPRET,
         infer_layouts=False,
-    )(
-        i=of_ctas(x.vecI, rows, STEPS),
-        fbar=of_ctas(x.vecF, rows, STEPS),
-        f=of_ctas(vecF, rows, STEPS),
-        starts=of_ctas(starts, rows, STEPS),
-        scalars=of_ctas(jnp.concatenate([x.scaGrid, x.scaOffset], axis=-1), chunks, 2),
-    )
-    b_hi, b_lo, e_hi, e_lo, emax_hi, emax_lo, offset = (found[name].reshape(-1)[: vecF.size].reshape(p.BNH, p.NC, p.L) for name in names)
-    return LocalGates((b_hi, b_lo), (e_hi, e_lo), (emax_hi, emax_lo), offset)
+        approx_math=False,
+    )(**dict(zip(("i", "f", "starts"), map(of_ctas, vecs), strict=True)), **inputs)
+    return {name: x if name in per_chunk else x.reshape(-1)[: p.BNH * p.S].reshape(p.BNH, p.NC, p.L) for name, x in found.items()}
+
+
+def chunk_gates(
+    vecI: jax.Array,
+    vecF: jax.Array,
+    scaM_initial: jax.Array,
+    starts: jax.Array | None,
+    input_gate: InputGate,
+    scaM_states: jax.Array | None,
+    call: StageCall,
+) -> ChunkGates:
+    """Runs the stage, of a chunk size that is a power of two from 64 on."""
+    p, vecs, backward = call.problem, (vecI, vecF, starts), scaM_states is not None
+    if scaM_states is None and input_gate is InputGate.SIGMOID:
+        scaM_states = jnp.zeros((p.BNH, p.NC + 1), scaM_initial.dtype)
+    elif scaM_states is None:
+        summaries = {name: (p.BNH, _padded_chunks(p)) for name in "ga"}
+        found = _launch(_summaries_kernel, "chunk_summaries", {}, summaries, 2, vecs, input_gate, call)
+        scaM_states = stabiliser_scan(found["g"], found["a"], scaM_initial, call)
+    per_step = dict.fromkeys(("e_hi", "e_lo", "u_hi", "u_lo", "w", "m", "abar"), jnp.float32)
+    if backward:
+        per_step |= {"flags": jnp.int32}
+    x = _launch(_gates_kernel, "chunk_gates", per_step, {"gamma": (p.BNH, p.NC)}, 3, vecs, input_gate, call, m_states=scaM_states)
+    e, u = (x["e_hi"], x["e_lo"]), (x["u_hi"], x["u_lo"])
+    return ChunkGates(e, u, x["w"], x["m"], x["abar"], x["gamma"], scaM_states, x.get("flags"))
 
 
 def _stabiliser_scan_kernel(
@@ -218,24 +373,31 @@ def _stabiliser_scan_kernel(
     loop(g.shape[1] // rows, one, m_initial[head])
 
 
-def stabiliser_scan(local: LocalGates, scaM_initial: jax.Array, call: StageCall) -> jax.Array:
-    """``gates.stabiliser_scan`` with the exponential input gate: (B * NH, NC + 1)."""
-    p: Problem = call.problem
-    rows = min(max(next_power_of_two(p.NC), LANES * STEPS), _SCAN_BLOCK) // STEPS
-    padded = -(-p.NC // (rows * STEPS)) * rows
-    g, a, reset = chunk_summaries(local)
+def _scan_rows(p: Problem) -> int:
+    return min(max(next_power_of_two(p.NC), LANES * STEPS), _SCAN_BLOCK) // STEPS
 
-    def by_rows(x):
-        return jnp.pad(x.astype(jnp.float32), [(0, 0), (0, padded * STEPS - p.NC)]).reshape(p.BNH, padded, STEPS)
 
+def _padded_chunks(p: Problem) -> int:
+    """A multiple of the chunks that a CTA of the stabiliser scan reads at a time."""
+    block = _scan_rows(p) * STEPS
+    return -(-p.NC // block) * block
+
+
+def stabiliser_scan(g: jax.Array, a: jax.Array, scaM_initial: jax.Array, call: StageCall) -> jax.Array:
+    """``gates.stabiliser_scan`` with the exponential input gate: (B * NH, NC + 1).
+
+    g, a: (B * NH, padded NC), as the kernel's. What is beyond NC is not used.
+    """
+    p, rows = call.problem, _scan_rows(call.problem)
+    by_rows = p.BNH, g.shape[1] // STEPS, STEPS
     found = mosaic_call(
         _stabiliser_scan_kernel,
         name="stabiliser_scan",
         grid={"head": p.BNH},
         warpgroups=1,
-        outputs={"m": jax.ShapeDtypeStruct((p.BNH, padded, STEPS), jnp.float32)},
+        outputs={"m": jax.ShapeDtypeStruct(by_rows, jnp.float32)},
         scratch={"sums": _buffer(2, rows, rows), "last": plgpu.SMEM((rows, STEPS), jnp.float32)},
         interpret=call.lowering is Lowering.MOSAIC_GPU_INTERPRET,
         infer_layouts=False,
-    )(g=by_rows(jnp.where(reset, np.float32(-_INF), g)), a=by_rows(a), m_initial=scaM_initial)["m"]
+    )(g=g.reshape(by_rows), a=a.reshape(by_rows), m_initial=scaM_initial)["m"]
     return jnp.concatenate([scaM_initial[:, None], found.reshape(p.BNH, -1)[:, : p.NC]], axis=1)

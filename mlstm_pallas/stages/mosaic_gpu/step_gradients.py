@@ -4,10 +4,14 @@ Grid (B * NH * blocks of up to 512 steps). A CTA is one warpgroup and owns a blo
 memory, in rounds: in round j each step adds those of the three places at distances of 4^j. What arrives at the first step of a block is
 passed on to the block before. For that, XLA sums the first run of steps of each block, and joins these sums over the blocks.
 
+What goes through a whole tile, see ``gate_gradients.through_tiles``, is a sum over other tiles of its chunk. The kernel adds them place by
+place, to the queries and to the keys of the tile: every step then has each of them once. Chunks beyond 512 steps leave that sum to XLA.
+
 Bytes: L / 32 + 8 vectors of B NH S float32. No matrix product.
 """
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -16,7 +20,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.gate_gradients import GateSteps, TilePairs, run_sums, to_step_before
+from mlstm_pallas.gate_gradients import TilePairs, run_sums, through_tiles
+from mlstm_pallas.gates import CARRIED, GOES_ON, PASSES
 from mlstm_pallas.launch_mosaic_gpu import REGISTER_ROWS, load, mosaic_call, plgpu
 from mlstm_pallas.stage import Lowering, StageCall
 from mlstm_pallas.tiles import blocks, divide, remainder
@@ -24,7 +29,6 @@ from mlstm_pallas.tiles import blocks, divide, remainder
 T = REGISTER_ROWS
 _STEPS = 512  # of a CTA at most
 _RADIX = 4  # places that a round joins
-_CARRIED, _GOES_ON, _PASSES = 1, 2, 4  # of ``GateSteps``; _GOES_ON: of the step after
 
 
 def _strided(*shape: int) -> Any:
@@ -56,8 +60,39 @@ def _sums_in_tiles(queries: jax.Array, keys: jax.Array, buffers: Any) -> jax.Arr
     return queries
 
 
+def _through_tiles(read: Sequence[jax.Array], written: jax.Array, tile: jax.Array, buffers: Any) -> jax.Array:
+    """(tiles, T), whose sum over T is what goes through each tile from other tiles of its chunk.
+
+    Args:
+      read: [d - 1]: what the tile takes from before the tile d places earlier, (tiles, T); d < n.
+      written: what the tile writes for what is beyond the chunk.
+      tile: its index in the chunk.
+      buffers: shared (n, tiles + n - 1, T). Rows that are never written are read, not used.
+    """
+    n, tiles = len(read) + 1, written.shape[0]
+    for d, x in enumerate(read, 1):
+        buffers.at[d - 1, :tiles][...] = x
+    buffers.at[n - 1, n - 1 :][...] = written
+    plgpu.commit_smem()
+
+    def rows(slot, first):
+        return load(buffers.at[slot, first : first + tiles], _strided(*written.shape), optimized=False)
+
+    later = [jnp.where(tile + d < n, rows(d - 1, d), 0.0) for d in range(1, n)]
+    earlier = [jnp.where(tile >= d, rows(n - 1, n - 1 - d), 0.0) for d in range(1, n)]
+    return functools.reduce(jnp.add, later + earlier)
+
+
+def _of_next(x: jax.Array, buffer: Any) -> jax.Array:
+    """x of the next step; after the last one what the buffer, shared (2 n,), has behind n places."""
+    n = x.shape[0]
+    buffer.at[:n][...] = x
+    plgpu.commit_smem()
+    return load(buffer.at[1 : n + 1], _strided(n), optimized=False)
+
+
 def _sums_of_runs(x: jax.Array, goes_on: jax.Array, after: jax.Array, buffers: Any) -> jax.Array:
-    """R_t = x_t + R_{t+1} where goes_on_t is 1, x_t where it is 0; R after the last step is ``after``. x, goes_on: (n,), a power of two.
+    """R_t = x_t + R_{t+1} where goes_on_{t+1} is 1, x_t where it is 0; to the last R ``after`` is added. x, goes_on: (n,), a power of two.
 
     buffers: shared (2, 2, 2 n).
     """
@@ -65,6 +100,7 @@ def _sums_of_runs(x: jax.Array, goes_on: jax.Array, after: jax.Array, buffers: A
     for slot in range(2):
         for j, neutral in enumerate((0.0, 1.0)):
             buffers.at[slot, j, n:][...] = plgpu.layout_cast(jnp.full((n,), neutral, jnp.float32), _strided(n))
+    goes_on = _of_next(goes_on, buffers.at[1, 1])
     for index, places in enumerate(_rounds(n)):
         buffer = buffers.at[index % 2]
         buffer.at[0, :n][...] = x
@@ -83,13 +119,14 @@ def _kernel(
     diagonal,  # (B * NH, S / T, T)
     q_inter,  # (B * NH, S / T, T)
     k_inter,  # (B * NH, S / T, T)
-    through,  # (B * NH, S / T)
+    through,  # (B * NH, NC), or (B * NH, S / T)
     f,  # (B * NH, S / T, T)
     flags,  # (B * NH, S / T, T) int32
     dm,  # (B * NH, S / T, T); absent where m is a constant
-    after,  # (B * NH, blocks) what arrives at the step after each block; likewise
+    after,  # (B * NH, blocks) what the step after each block passes on to it; likewise
     di,  # out (B * NH, S / T, T)
     df,  # out (B * NH, S / T, T)
+    other_tiles,  # shared: see _through_tiles; absent where through is that of tiles
     tile_buffers,  # shared: see _sums_in_tiles
     run_buffers,  # shared: see _sums_of_runs; absent without dm
     *,
@@ -107,20 +144,27 @@ def _kernel(
     row = plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, (tiles, T), 0), layout)
     tile = (row + first) & np.int32(n - 1)  # in its chunk
     queries, keys, keys_intra = vector(q_inter.at[head]), vector(k_inter.at[head]), vector(diagonal.at[head])
+    of_through = num_tiles // through.shape[1]  # tiles
+    read, written = [queries] * (of_through - 1), keys
     for other in range(n):
         W_queries, W_keys = vector(per_query.at[head, other]), vector(per_key.at[head, other])
         own = jnp.where(tile == other, W_keys, 0.0)
         queries += jnp.where(tile >= other, W_queries, 0.0) - own
         keys += jnp.where(tile < other, W_keys, 0.0)
         keys_intra += own
+        read = [x + jnp.where(tile > other + d, W_queries, 0.0) for d, x in enumerate(read, 1)]
     flag = vector(flags.at[head])
-    of_log_i, of_log_f = keys + keys_intra, _sums_in_tiles(queries, keys, tile_buffers)
-    for j in range(tiles):
-        of_log_f += jnp.where(row == j, through[head, first + j], 0.0)
-    of_log_f = jnp.where((flag & _PASSES) > 0, of_log_f, 0.0)
+    of_log_i = keys + keys_intra
+    if other_tiles is not None:
+        passing = _through_tiles(read, written, tile, other_tiles)
+        queries, keys = queries + passing, keys + passing
+    of_log_f = _sums_in_tiles(queries, keys, tile_buffers)
+    for j in range(0, tiles, of_through):
+        of_log_f += jnp.where((row & np.int32(-of_through)) == j, through[head, divide(first + j, of_through)], 0.0)
+    of_log_f = jnp.where((flag & PASSES) > 0, of_log_f, 0.0)
     if dm is not None:
         size = tiles * T
-        goes_on, carried = jnp.where((flag & _GOES_ON) > 0, np.float32(1), np.float32(0)), (flag & _CARRIED) > 0
+        goes_on, carried = jnp.where((flag & GOES_ON) > 0, np.float32(1), np.float32(0)), (flag & CARRIED) > 0
         arrives = _sums_of_runs(vector(dm.at[head]).reshape(size), goes_on.reshape(size), after[head, block], run_buffers)
         arrives = arrives.reshape(tiles, T)
         of_log_i, of_log_f = of_log_i + jnp.where(carried, 0.0, arrives), of_log_f + jnp.where(carried, arrives, 0.0)
@@ -128,12 +172,16 @@ def _kernel(
     df.at[head, rows][...] = of_log_f / (1.0 + jnp.exp(vector(f.at[head])))  # times sigmoid(-f)
 
 
-def _arriving_at_blocks(dm: jax.Array, flags: jax.Array, size: int) -> jax.Array:
-    """What arrives at the first step of each block of so many, (B * NH, blocks)."""
+def _arriving_at_blocks(dm: jax.Array, flags: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
+    """What arrives at the first step of each block of so many, and what it passes on to the block before: (B * NH, blocks) each."""
     dm, flags = (x.reshape(x.shape[0], -1, size) for x in (dm, flags))
     step = jnp.broadcast_to(jnp.arange(size, dtype=np.int32), dm.shape)
-    last = jnp.min(jnp.where((flags & _GOES_ON) > 0, np.int32(size), step), axis=-1, keepdims=True)  # of the first run
-    return run_sums(jnp.sum(jnp.where(step <= last, dm, 0.0), axis=-1), last[..., 0] == size)
+    goes_on = (flags & GOES_ON) > 0
+    end = jnp.min(jnp.where(goes_on | (step == 0), np.int32(size), step), axis=-1, keepdims=True)  # of the first run
+    passes_on = jnp.any(goes_on & (step == 0), axis=-1)  # one kernel with the minimum; goes_on[:, :, 0] is another one
+    to_end = (end[..., 0] == size) & jnp.pad(passes_on[:, 1:], [(0, 0), (0, 1)])
+    arrives = run_sums(jnp.sum(jnp.where(step < end, dm, 0.0), axis=-1), to_end)
+    return arrives, jnp.where(passes_on, arrives, 0.0)
 
 
 def step_gradients(
@@ -142,7 +190,7 @@ def step_gradients(
     vecQ_inter: jax.Array,
     vecK_inter: jax.Array,
     through: jax.Array,
-    steps: GateSteps,
+    flags: jax.Array,
     dm: jax.Array | None,
     *,
     call: StageCall,
@@ -150,18 +198,19 @@ def step_gradients(
     """``gate_gradients.step_gradients`` of pairs that a stage made on Mosaic GPU; call: of that stage."""
     p = call.problem
     size, n = min(p.S & -p.S, _STEPS), blocks(p.L, T)
-    by_flag = (_CARRIED, steps.carried), (_GOES_ON, to_step_before(steps.goes_on)), (_PASSES, steps.passes)
-    # In memory, or each sum over a block would read all that the flags depend on.
-    flags = lax.optimization_barrier(sum(jnp.where(where, np.int32(flag), np.int32(0)) for flag, where in by_flag))
+    flags = lax.optimization_barrier(flags)  # in memory, or each sum over a block would read all that they depend on
     arrives, after = jnp.zeros((p.BNH, 1), jnp.float32), None
     if dm is not None:
-        arrives = _arriving_at_blocks(dm, flags, size)
-        after = jnp.pad(arrives[:, 1:], [(0, 0), (0, 1)])
+        arrives, passed_on = _arriving_at_blocks(dm, flags, size)
+        after = jnp.pad(passed_on[:, 1:], [(0, 0), (0, 1)])
 
     def in_tiles(x: jax.Array | None) -> jax.Array | None:
         return None if x is None else x.reshape(*x.shape[:-1], blocks(x.shape[-1], T), T)
 
     tiles = blocks(size, T)
+    in_block = 1 < n <= tiles
+    if not in_block:
+        through = through_tiles(pairs, vecQ_inter, vecK_inter, through)
     found = mosaic_call(
         functools.partial(_kernel, tiles=tiles),
         name="step_gradients",
@@ -169,6 +218,7 @@ def step_gradients(
         warpgroups=1,
         outputs={name: jax.ShapeDtypeStruct((p.BNH, p.S // T, T), jnp.float32) for name in ("di", "df")},
         scratch={
+            "other_tiles": plgpu.SMEM((n, tiles + n - 1, T), jnp.float32) if in_block else None,
             "tile_buffers": plgpu.SMEM((2, tiles, 2 * T + T // _RADIX), jnp.float32),
             "run_buffers": None if dm is None else plgpu.SMEM((2, 2, 2 * size), jnp.float32),
         },

@@ -1,6 +1,6 @@
 """The recurrence of n and dn over the chunks on Mosaic GPU: ``vector_states`` of ``gates.py``.
 
-Grid (B * NH, DHQK / 64). A CTA is one warpgroup and owns 64 columns; its four warps compute the same numbers. It loads the terms of the
+Grid (B * NH * DHQK / 64). A CTA is one warpgroup and owns 64 columns; its four warps compute the same numbers. It loads the terms of the
 next AHEAD chunks before it joins the present ones, and so waits once for AHEAD loads.
 
 Bytes: what is added and the states, 2 B NH NC DHQK float32. No matrix product.
@@ -15,7 +15,7 @@ from jax import lax
 
 from mlstm_pallas.launch_mosaic_gpu import BY_LANES, block, load, mosaic_call
 from mlstm_pallas.stage import Lowering, StageCall
-from mlstm_pallas.tiles import blocks, loop
+from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 COLUMNS = 64  # of a CTA
 AHEAD = 16  # chunks
@@ -30,8 +30,9 @@ def _kernel(
     *,
     backward: bool,
 ):
-    NC = added.shape[1]
-    head, columns = lax.axis_index("head"), block(lax.axis_index("columns"), COLUMNS)
+    _, NC, D = added.shape
+    index, of_head = lax.axis_index("program"), blocks(D, COLUMNS)
+    head, columns = divide(index, of_head), block(remainder(index, of_head), COLUMNS)
     groups, rest = divmod(NC, AHEAD)
 
     def chunk_at(c):
@@ -67,7 +68,7 @@ def vector_states(
     found = mosaic_call(
         functools.partial(_kernel, backward=backward),
         name="vector_states",
-        grid={"head": BNH, "columns": blocks(D, COLUMNS)},
+        grid={"program": BNH * blocks(D, COLUMNS)},
         warpgroups=1,
         outputs={
             "states": jax.ShapeDtypeStruct(added.shape, jnp.float32),
