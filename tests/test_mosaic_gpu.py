@@ -885,8 +885,13 @@ def max_spill_bytes(stage, spec):
 @needs_jax
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("variant", ["exp", "BTNH"])
-@pytest.mark.parametrize("heads", ROWS, ids="{0[0]}_{0[1]}".format)
+@pytest.mark.parametrize(
+    ("heads", "variant"),
+    [
+        *(pytest.param(heads, variant, id=f"{heads[0]}_{heads[1]}-{variant}") for heads in ROWS for variant in ("exp", "BTNH")),
+        *(pytest.param((64, 128), variant, id=f"64_128-{variant}") for variant in ("packed", "sigmoid", "unnormalised")),
+    ],
+)
 def test_the_kernels_compile_at_the_tuned_tiles(heads, variant):
     """C7512: ptxas makes each product wait for the one before."""
     config = KernelConfig(fused_min_heads=1)

@@ -263,7 +263,7 @@ def _gates_kernel(
     for ref, x in zip((e_hi, e_lo, u_hi, u_lo, w, m, abar), (*local.vecE, *of_u, of_w, of_m, of_abar), strict=True):
         _store(ref.at[cta], x)
     if flags is not None:
-        *earlier, column = _columns(of_m)
+        *earlier, column = _columns(plgpu.layout_cast(of_m, _layout()))  # with the sigmoid gate m is a constant, of no layout
         m_before = jnp.concatenate([_row_before(column, m_start, chunk_rows, buffers["sums"]), *earlier], axis=1)
         restarts = reset if begins is None else reset | begins
         _store(flags.at[cta], gates.join_flags(local.vecE, of_u, of_m, m_before, own_f, log_f, restarts, begins))
