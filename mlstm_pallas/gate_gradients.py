@@ -14,7 +14,7 @@ from mlstm_pallas.problem import InputGate, accumulator_dtype
 class TilePairs(NamedTuple):
     """Sums of W_ts = dP_ts scale q_t . k_s, float32, for chunks of n tiles of T steps.
 
-    Where the tile of queries lies before that of keys nothing is written.
+    Where the tile of queries lies before that of keys the values are undefined.
     """
 
     per_query: jax.Array  # (B * NH, n, NC, n, T): [j, chunk, i, t] over s < t in tile j
@@ -42,7 +42,7 @@ def _later_tiles(n: int) -> jax.Array:
 
 
 def _only(x: jax.Array, where: jax.Array, *axes: int) -> jax.Array:
-    """x, and 0 where the mask, which has these axes of x, does not hold. What is not in the chunk's triangle was never written."""
+    """x where the mask holds, else 0; the mask has these axes of x. Outside the chunk's triangle values are undefined."""
     shape = [size if axis in axes else 1 for axis, size in enumerate(x.shape)]
     return jnp.where(jnp.broadcast_to(where.reshape(shape), x.shape), x, 0.0)
 

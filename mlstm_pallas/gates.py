@@ -63,7 +63,7 @@ class ChunkGates(NamedTuple):
     vecAbar: jax.Array  # (B * NH, NC, L) abar_t
     scaGamma: jax.Array  # (B * NH, NC) gamma_c
     scaM_states: jax.Array  # (B * NH, NC + 1) m_c at the chunk boundaries
-    vecFlags: jax.Array | None = None  # (B * NH, NC, L) int32, of ``gate_gradients.step_flags``, where a kernel computed them
+    vecFlags: jax.Array | None = None  # (B * NH, NC, L) int32, of ``join_flags``; None: not computed
 
     def per_step(self) -> "ChunkGates":
         """The gates of every step as (B * NH, S)."""
@@ -191,33 +191,16 @@ def stabiliser_sources(
     return e, (jnp.where(reset, e[0], sources[0]), jnp.where(reset, e[1], sources[1]))
 
 
-class ScanInputs(NamedTuple):
-    """What the running sums and maxima of the chunks are taken of; shapes as in ``LocalGates``."""
-
-    vecI: jax.Array  # logarithm of the input gate
-    vecF: jax.Array  # logarithm of the forget gate, 0 at a reset
-    isReset: jax.Array  # bool
-    isStart: jax.Array | None  # bool, where packed segments begin; None: nowhere
-    scaGrid: jax.Array  # (B * NH, NC, 1), with which ``split_at`` makes the sums of vecF exact
-    scaOffset: jax.Array  # (B * NH, NC, 1), what a reset adds to the offset
-
-
-def scan_inputs(vecI: jax.Array, vecF: jax.Array, starts: jax.Array | None, input_gate: InputGate) -> ScanInputs:
-    """Arguments as of ``local_gates``."""
+def local_gates(vecI: jax.Array, vecF: jax.Array, starts: jax.Array | None = None, input_gate: InputGate = InputGate.EXP) -> LocalGates:
+    """Gates of every chunk on its own. vecI, vecF: pre-activations (B * NH, NC, L); starts: 1 where a packed segment begins."""
     i, fbar, reset = log_gates(vecI, vecF, input_gate)
     i_min = jnp.min(jnp.where(i > -_INF, i, _INF), axis=-1, keepdims=True)
     i_max = jnp.max(jnp.where(i > -_INF, i, -_INF), axis=-1, keepdims=True)
     begins = None if starts is None else starts > 0
     if begins is not None or input_gate is InputGate.SIGMOID:
         i_min, i_max = jnp.minimum(i_min, 0.0), jnp.maximum(i_max, 0.0)  # m = 0 is a source as well
-    grid = exact_sum_grid(jnp.max(jnp.abs(fbar), axis=-1, keepdims=True), fbar.shape[-1])
-    return ScanInputs(i, fbar, reset, begins, grid, reset_offset(i_min, i_max, jnp.sum(-fbar, axis=-1, keepdims=True)))
-
-
-def local_gates(vecI: jax.Array, vecF: jax.Array, starts: jax.Array | None = None, input_gate: InputGate = InputGate.EXP) -> LocalGates:
-    """Gates of every chunk on its own. vecI, vecF: pre-activations (B * NH, NC, L); starts: 1 where a packed segment begins."""
-    i, fbar, reset, begins, grid, offset_unit = scan_inputs(vecI, vecF, starts, input_gate)
-    hi, lo = split_at(fbar, grid)
+    offset_unit = reset_offset(i_min, i_max, jnp.sum(-fbar, axis=-1, keepdims=True))
+    hi, lo = split_at(fbar, exact_sum_grid(jnp.max(jnp.abs(fbar), axis=-1, keepdims=True), fbar.shape[-1]))
     b = two_sum(jnp.cumsum(hi, axis=-1), jnp.cumsum(lo, axis=-1))
     restarts = reset if begins is None else reset | begins
     offset = jnp.cumsum(restarts, axis=-1, dtype=vecI.dtype) * offset_unit

@@ -271,8 +271,8 @@ class Products:
 def _sum_over_rows(_: Any, tile: Any, scratch: Any) -> mgpu.FragmentedArray:
     """Each lane holds 16 columns of two rows, or 8. In a round two lanes with the same columns exchange halves of their sums.
 
-    After the rounds lane x of a warp has the sums of two columns over the warp's 16 rows: 2 x and 2 x + 1 of 64; of 32, where lanes that
-    hold one sum each add them up in the last round, two lanes have the same. Those of the four warps meet in shared memory.
+    After the rounds each lane has the sums of two neighbouring columns over the warp's 16 rows. Of 64 columns lane x has 2 x and 2 x + 1.
+    Of 32, two lanes have each pair: in the last round they add up their halves. The sums of the four warps meet in shared memory.
     """
     i32, index, columns = ir.IntegerType.get_signless(32), ir.IndexType.get(), tile.shape[1]
     pairs = tile.registers.reshape(columns // 8, 2)  # of neighbouring columns: [columns from 8 j on, row of the lane]

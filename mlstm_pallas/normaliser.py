@@ -11,7 +11,10 @@ import jax.numpy as jnp
 
 
 class NormaliserGradients(NamedTuple):
-    """What the normaliser passes back, elementwise, for every step: (B * NH, S) each. All None where h is the numerator."""
+    """What the normaliser passes back, elementwise, for every step: (B * NH, S) each. All None where h is the numerator.
+
+    Before delta is known there is vecInvDen alone (``parallel_bw_dP.without_tiles``).
+    """
 
     vecInvDen: jax.Array | None = None  # 1 / den_t
     vecDz: jax.Array | None = None  # dz_t

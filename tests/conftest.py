@@ -9,8 +9,8 @@ from unittest import mock
 import jax
 import pytest
 
-# The older of XLA's code generators for CPUs, which compiles in half the time; and one LLVM module a program instead of up to 32, without
-# inlining before the split, which takes a quarter off the rest: the thread that traces waits for compiled code anyway.
+# The older of XLA's code generators for CPUs compiles in half the time. One LLVM module a program instead of up to 32, without inlining
+# before the split, saves a quarter of the rest.
 QUICK_CODE = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 --xla_llvm_force_inline_before_split=false"
 
 

@@ -431,7 +431,9 @@ def test_gates_are_those_of_the_recurrence(case, L, capsys):
         ("sigmoid", False, 192, 64),
         ("sigmoid", True, 192, 64),
         pytest.param("exp", False, 448, 64, id="two CTAs, of which the second has fewer chunks"),
+        pytest.param("exp", False, 1024, 512, id="a CTA holds one chunk", marks=pytest.mark.slow),
         pytest.param("exp", True, 2048, 1024, id="a CTA holds one long chunk"),
+        pytest.param("exp", True, 2048, 2048, id="five rounds", marks=pytest.mark.slow),
     ],
 )
 def test_gates_are_those_of_the_plain_form(input_gate, packed, S, L, capsys):
@@ -454,7 +456,8 @@ def test_gates_are_those_of_the_plain_form(input_gate, packed, S, L, capsys):
         found = run(on_mosaic_gpu, expected.scaM_states)
         i, f, begins = (None if y is None else y.reshape(heads, -1, L) for y in (x["i"][0], x["f"][0], starts))
         flags = gate_gradients.step_flags(found._replace(vecFlags=None), f, None if begins is None else begins > 0)
-        spacing = np.spacing(np.asarray(gates.scan_inputs(i, f, begins, gate).scaGrid)).astype("float64")
+        grid = gates.exact_sum_grid(jnp.max(jnp.abs(gates.log_gates(i, f, gate)[1]), axis=-1, keepdims=True), L)
+        spacing = np.spacing(np.asarray(grid)).astype("float64")
     # Two sums of L numbers below spacing / 2, each of L roundings; and of a pair, of 2 * 24 digits.
     of_sums = L * 2.0**-24 * L * spacing
     for actual, wanted in zip((found.vecE, found.vecU), (expected.vecE, expected.vecU), strict=True):

@@ -221,7 +221,10 @@ def _stabiliser_scan(local: LocalGates, scaM_initial: jax.Array, call: StageCall
 
 
 def _cost(p: Problem, itemsize: int) -> Cost:
-    """No product. Bytes: i, f, and e and u in two floats each, w, m, abar, 4 * 9 R; gamma, m at the boundaries and m_initial."""
+    """No product. Bytes: i, f, and e and u in two floats each, w, m, abar, 4 * 9 R; gamma, m at the boundaries and m_initial.
+
+    In the backward pass Mosaic GPU writes the flags too, 4 R.
+    """
     return Cost(0, 4 * (9 * p.BNH * p.S + 2 * p.BNH * p.NC + 2 * p.BNH))
 
 

@@ -56,7 +56,7 @@ class GradientTiles(NamedTuple):
     matK_scaled: Any  # (B * NH, S, DHQK) kbar, likewise; None where it weights the keys, or C is not recomputed
     pairs: Any  # TilePairs
     normaliser_gradients: NormaliserGradients
-    vecDeltaN_added: jax.Array | None  # (B * NH, NC, DHQK) sum of w_t scale dz_t q_t; None without a normaliser
+    vecDeltaN_added: jax.Array | None  # (B * NH, NC, DHQK) sum of w_t scale dz_t q_t; None without a normaliser, and before ``with_delta``
 
 
 def normaliser_gradients(

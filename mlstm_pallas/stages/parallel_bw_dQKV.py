@@ -278,7 +278,7 @@ def mosaic_gpu_by_chunk(p: Problem) -> bool:
 
 
 def _mosaic_gpu_heuristic(p: Problem) -> StageConfig:
-    """By chunk, at DHQK 128, six stages: with more of them what registers spill does not fit into the L1 that shared memory leaves."""
+    """By chunk at DHQK 128 six stages: with more, shared memory leaves too little L1 for the registers that spill."""
     if not mosaic_gpu_by_chunk(p):
         return StageConfig(num_stages=4)
     return StageConfig(num_stages=6 if p.DHQK == 128 else 7)

@@ -234,7 +234,10 @@ def split_products(
 
 
 def recurrences(name: str, *given: Recurrence, call: StageCall) -> list[RecurrenceOutputs]:
-    """Runs recurrences that do not depend on each other, in one launch under ``name``. But for Mosaic GPU, XLA computes inner products."""
+    """Runs recurrences that do not depend on each other, in one launch under ``name``.
+
+    XLA computes the inner products, except on Mosaic GPU.
+    """
     if call.lowering.mosaic_gpu:
         from mlstm_pallas.stages.mosaic_gpu.recurrence import recurrences as on_mosaic_gpu
 

@@ -5,7 +5,7 @@
 qbar = r q and kbar = abar k come from parallel_bw_dP or, on Mosaic GPU, from XLA; or they are weighted here.
 
 Where parallel_bw_dQKV makes P and dP, nothing before this stage needs delta_t = dh_t . h_t, and it is computed here. The Mosaic GPU kernel
-reads dh anyway; for Triton's XLA computes delta.
+reads dh anyway; beside the Triton kernel XLA computes delta.
 
 Kernel, grid, what a CTA owns, plain form, FLOPs and bytes are those of recurrence.py, dC backward in time. Both recurrences share a
 launch: neither needs the other, and with few heads one alone does not fill a GPU.
@@ -81,7 +81,7 @@ def recurrent_bw_dC(
 
 
 def _cost(p: Problem, itemsize: int) -> Cost:
-    """Of both recurrences."""
+    """Of both recurrences. delta is not in it: h is R V more to read."""
     return Cost(*(2 * x for x in FACTS["cost"](p, itemsize)))
 
 

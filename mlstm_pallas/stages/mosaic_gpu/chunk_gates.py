@@ -6,8 +6,8 @@ chunk, of up to 2048. Grid (B * NH * S / 512, rounded up).
 chunk_summaries: what each chunk does to m, from the gate pre-activations. It does not run where m is known.
 stabiliser_scan: m at all chunk boundaries. Grid (B * NH). A CTA is one warpgroup and owns a head. It reads the summaries of up to 1024
 chunks at a time.
-chunk_gates: the gates of every step, from the pre-activations and m. It takes the sums of a chunk again, which is faster than to write
-and read them.
+chunk_gates: the gates of every step, from the pre-activations and m; in the backward pass their flags too (``gates.join_flags``). It sums
+each chunk again, which is faster than to write and read the sums.
 
 A thread holds whole rows of 4 consecutive steps: 16 bytes, which it reads and writes at once. Running sums and maxima are taken inside
 the rows first. The totals of the rows then meet in shared memory, in log4(rows of a chunk) rounds.
@@ -91,18 +91,18 @@ def _running(
     for k in range(1, STEPS):
         columns[k] = join(columns[k - 1], columns[k])
 
-    def earlier(slot, places):
-        """What the slot has of the row so many places before each."""
-        found = _columns(load(slot.at[pl.ds(chunk_rows - places, rows)], _layout(), optimized=False))
-        return [jnp.where(row_of_chunk >= places, y, identity) for y, identity in zip(found, identities, strict=True)]
+    def earlier(slot, distance):
+        """What the slot has of the row so many rows before each."""
+        found = _columns(load(slot.at[pl.ds(chunk_rows - distance, rows)], _layout(), optimized=False))
+        return [jnp.where(row_of_chunk >= distance, y, identity) for y, identity in zip(found, identities, strict=True)]
 
     before, reach, slot = columns[-1], 1, 0
     while reach < chunk_rows:
         buffer.at[slot, chunk_rows:][...] = jnp.concatenate(before, axis=1)
         plgpu.commit_smem()
         shift = 1 if reach == 1 else 0  # in the first round these are totals of the rows, later ones of ``reach`` rows before each
-        places = [shift + k * reach for k in reversed(range(_RADIX))]
-        before = functools.reduce(join, [earlier(buffer.at[slot], n) if n else before for n in places if n < chunk_rows])
+        distances = [shift + k * reach for k in reversed(range(_RADIX))]
+        before = functools.reduce(join, [earlier(buffer.at[slot], n) if n else before for n in distances if n < chunk_rows])
         reach, slot = reach * _RADIX, 1 - slot
     return [jnp.concatenate(y, axis=1) for y in zip(*(join(before, column) for column in columns), strict=True)]
 
@@ -159,9 +159,6 @@ def _local_gates(
     """``gates.local_gates`` of a CTA's chunks, from ``gates.log_gates`` and where packed segments begin: (rows, STEPS) each."""
     rows, steps = log_i.shape[0], chunk_rows * STEPS
 
-    def full(value):
-        return plgpu.layout_cast(jnp.full((rows, STEPS), value, jnp.float32), _layout())
-
     def join_bounds(left, x):
         return jnp.minimum(left[0], x[0]), jnp.maximum(left[1], x[1]), jnp.maximum(left[2], x[2]), left[3] + x[3]
 
@@ -183,7 +180,8 @@ def _local_gates(
     grid = gates.exact_sum_grid(largest_decay, steps, _least_power_of_two)
     offset_unit = gates.reset_offset(i_min, i_max, total_decay, _least_power_of_two)
 
-    split = *split_at(log_f, _across(grid)), jnp.where(restarts, full(1.0), 0.0)
+    ones = plgpu.layout_cast(jnp.ones((rows, STEPS), jnp.float32), _layout())
+    split = *split_at(log_f, _across(grid)), jnp.where(restarts, ones, 0.0)
     hi, lo, count = _running(add, split, (0.0,) * 3, chunk_rows, buffers["sums"])
     b, offset = two_sum(hi, lo), count * _across(offset_unit)
     e, largest = stabiliser_sources(log_i, log_f, b, offset, reset, begins, input_gate)
@@ -193,7 +191,7 @@ def _local_gates(
     return LocalGates(b, e, largest, offset)
 
 
-def _places(chunks: int, p: Problem) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
+def _chunks_of_cta(chunks: int, p: Problem) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
     """Of a CTA's chunks: whether there is such a chunk, its head, its index. Those beyond the last have the last one's."""
     first = lax.axis_index("cta") * chunks
     indices = [first + chunk for chunk in range(chunks)]
@@ -223,7 +221,7 @@ def _summaries_kernel(
     added, own, reset = gates.summary((b_hi, b_lo), (max_hi, max_lo), offset)
     last[...] = jnp.concatenate([jnp.where(reset, -_INF, added), own], axis=1)
     plgpu.commit_smem()
-    for chunk, (exists, head, c) in enumerate(_places(rows // chunk_rows, p)):
+    for chunk, (exists, head, c) in enumerate(_chunks_of_cta(rows // chunk_rows, p)):
 
         @pl.when(exists)
         def store(end=(chunk + 1) * chunk_rows - 1, head=head, c=c):
@@ -252,8 +250,8 @@ def _gates_kernel(
     **buffers,  # shared: see _launch
 ):
     cta, rows = lax.axis_index("cta"), last.shape[0]
-    places = _places(rows // chunk_rows, p)
-    m_start, m_end = (_of_chunks([m_states[head, c + after] for _, head, c in places], rows) for after in range(2))
+    own_chunks = _chunks_of_cta(rows // chunk_rows, p)
+    m_start, m_end = (_of_chunks([m_states[head, c + after] for _, head, c in own_chunks], rows) for after in range(2))
     begins, own_f = None if starts is None else _load(starts.at[cta]) > 0, _load(f.at[cta])
     log_i, log_f, reset = gates.log_gates(_load(i.at[cta]), own_f, input_gate, branchless_log1p)
     local = _local_gates(log_i, log_f, reset, begins, buffers, chunk_rows, input_gate)
@@ -269,7 +267,7 @@ def _gates_kernel(
         _store(flags.at[cta], gates.join_flags(local.vecE, of_u, of_m, m_before, own_f, log_f, restarts, begins))
     buffers["last_bounds"][...] = jnp.concatenate([of_chunk] * 4, axis=1)
     plgpu.commit_smem()
-    for chunk, (exists, head, c) in enumerate(places):
+    for chunk, (exists, head, c) in enumerate(own_chunks):
 
         @pl.when(exists)
         def store(end=(chunk + 1) * chunk_rows - 1, head=head, c=c):
@@ -295,8 +293,8 @@ def _launch(
       vecs: i, f and starts, (B * NH, S).
     """
     p = call.problem
-    rows = max(LANES, p.L // STEPS)
     chunk_rows = p.L // STEPS
+    rows = max(LANES, chunk_rows)
     ctas = -(-p.BNH * p.S // (rows * STEPS))
 
     def of_ctas(x):

@@ -93,9 +93,9 @@ def _kernel(
     diagonal,  # out (B * NH, S) W_tt
     slots,  # shared (num_stages, 128, 64): columns of q, v or dh, or of a state, which has DHQK rows
     k_tiles,  # shared (k_stages, DHQK / 64 * 128, 64), 64 columns below the other 64
-    P_tile,  # shared (3 * 64, 64), transposed: what 64 keys s and 64 queries t have is block t + s
+    P_tile,  # shared (3 * 64, 64), blocks of 64 x 64, transposed: block s + t has the keys of block s and the queries of block t
     dP_tile,
-    staging,  # shared, of each warpgroup: (64, 64) of an output; in the same place float32, SUM_SCRATCH of it for sums over queries
+    staging,  # shared, of each warpgroup a tile (64, 64) for outputs; in the same memory SUM_SCRATCH float32 for sums over queries
     vectors,  # shared (k_stages, 4, 128), see ``_Vector``
     full,  # barriers, one a slot
     empty,
@@ -118,8 +118,7 @@ def _kernel(
     slots_of_chunk, k_stages = second_q + parts, _k_stages(p)
     chunks = divide(p.BNH * p.NC - 1 - program, programs) + 1
 
-    def place(index):
-        """Head and chunk."""
+    def head_and_chunk(index):
         index = program + index * programs
         return divide(index, p.NC), remainder(index, p.NC)
 
@@ -132,7 +131,7 @@ def _kernel(
 
     def copy(step, carry):
         index, x = divide(step, 2 * steps), remainder(step, 2 * steps)
-        head, chunk = place(index)
+        head, chunk = head_and_chunk(index)
         rows = block(chunk, CHUNK)
 
         def copy_tile(x, at, height=CHUNK):
@@ -179,7 +178,7 @@ def _kernel(
 
     def multiply(index, carry):
         wg = lax.optimization_barrier(warpgroup)  # what follows from it is not kept in registers from chunk to chunk
-        head, chunk = place(index)
+        head, chunk = head_and_chunk(index)
         own, rows = block(wg, R), block(chunk * 2 + wg, R)  # its rows: in a tile, in the sequence
         out_tile, k_slot = out_tiles.at[wg], remainder(index, k_stages)
         k_tile = k_tiles.at[k_slot]
@@ -226,10 +225,10 @@ def _kernel(
                     products.add(x, left.at[t], right.T.at[:, pl.ds(first + s, width)])
 
             def add(x, carry):
-                left, right = slot(2 * x), slot(2 * x + 1)
-                plgpu.barrier_wait(full.at[left])
-                plgpu.barrier_wait(full.at[right])
-                add_blocks(dA, slots.at[left], slots.at[right])
+                at_dh, at_v = slot(2 * x), slot(2 * x + 1)
+                plgpu.barrier_wait(full.at[at_dh])
+                plgpu.barrier_wait(full.at[at_v])
+                add_blocks(dA, slots.at[at_dh], slots.at[at_v])
                 products.wait(2)
                 pl.when(x > 0)(lambda: products.release(empty.at[slot(2 * x - 2)], empty.at[slot(2 * x - 1)]))
                 return carry
@@ -252,10 +251,10 @@ def _kernel(
         if tiles_empty is not None:
             pl.when(index > 0)(lambda: plgpu.barrier_wait(tiles_empty))
 
-        def make_tiles(x, mask, place):
+        def make_tiles(index, mask, at):
             """Writes one of the two blocks of P and of dP; its W."""
-            (*u, inv, bias), key, width = of_queries[x], keys_of[x], widths[x]
-            x, dx = found[x], found[2 + x]
+            (*u, inv, bias), key, width = of_queries[index], keys_of[index], widths[index]
+            x, dx = found[index], found[2 + index]
 
             def scaled(x):
                 """Times scale / den_t."""
@@ -266,9 +265,9 @@ def _kernel(
             if mask is not None:
                 D = jnp.where(mask, D, 0.0)
             x = D * x
-            P_tile.at[place].T[...] = scaled(x).astype(q.dtype)
+            P_tile.at[at].T[...] = scaled(x).astype(q.dtype)
             dx = scaled(dx if bias is None else dx + across(bias, width))
-            dP_tile.at[place].T[...] = (D * dx).astype(q.dtype)
+            dP_tile.at[at].T[...] = (D * dx).astype(q.dtype)
             return x * dx
 
         def sum_over_queries(W):
@@ -380,12 +379,10 @@ def _kernel(
             products.release(tiles_empty)
         # The corner blocks of P and dP are read by the warpgroup that wrote them alone.
         columns = [(gradients[2 * y + z], out, y) for y in range(parts) for z, out in enumerate((dq, dk))]
-        places = out_tile, P_tile.at[corner], dP_tile.at[corner]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        store([(x, tile, *where) for (x, *where), tile in zip(columns, places, strict=False)])
-        if columns[3:]:
-            plgpu.wait_smem_to_gmem(2, wait_read_only=True)
-            store([(x, tile, *where) for (x, *where), tile in zip(columns[3:], places, strict=False)])
+        free_tiles = out_tile, P_tile.at[corner], dP_tile.at[corner]
+        for first in range(0, len(columns), len(free_tiles)):
+            plgpu.wait_smem_to_gmem(2 if first else 0, wait_read_only=True)  # for one tile more, or for all
+            store([(x, tile, *where) for (x, *where), tile in zip(columns[first:], free_tiles, strict=False)])
         return carry
 
     @pl.when(warpgroup == 2)

@@ -54,9 +54,9 @@ def _kernel(
     wg, index = lax.axis_index("wg"), lax.axis_index("head")
     R, tiles_of_chunk = REGISTER_ROWS, p.L // STEPS
     unrolled = min(tiles_of_chunk, 2)  # steps whose left operands have registers of their own; L is a power of two
-    own_rows = pl.ds(pl.multiple_of(lax.axis_index("rows") * rows, rows), rows)
-    columns = pl.ds(pl.multiple_of(lax.axis_index("columns") * COLUMNS, COLUMNS), COLUMNS)
-    own = pl.ds(pl.multiple_of(lax.axis_index("columns") * COLUMNS + wg * R, R), R)
+    own_rows, columns = block(lax.axis_index("rows"), rows), block(lax.axis_index("columns"), COLUMNS)
+    own_part = lax.axis_index("columns") * (COLUMNS // R) + wg
+    own, own_of_tile = block(own_part, R), block(wg, R)  # columns of the warpgroup, in the array and in a tile
     head = remainder(index, p.BNH)
 
     def chunk_at(c, j):
@@ -69,7 +69,7 @@ def _kernel(
         def one(step, _):
             slot = remainder(step, num_stages)
             tile = chunk_at(divide(step, tiles_of_chunk), j) * tiles_of_chunk + remainder(step, tiles_of_chunk)
-            steps = pl.ds(pl.multiple_of(tile * STEPS, STEPS), STEPS)
+            steps = block(tile, STEPS)
             pl.when(step >= num_stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
             plgpu.copy_gmem_to_smem(a.at[steps, own_rows], a_tiles.at[slot], full.at[slot])
             plgpu.copy_gmem_to_smem(b.at[steps, columns], b_tiles.at[slot], full.at[slot])
@@ -92,7 +92,7 @@ def _kernel(
 
         def left(slot):
             """b of a tile, transposed and weighted, (64 columns, 64 steps)."""
-            bT = b_tiles.at[slot, :, pl.ds(pl.multiple_of(wg * R, R), R)].T
+            bT = b_tiles.at[slot, :, own_of_tile].T
             if weights is None:
                 return bT
             of_steps = lax.broadcast_in_dim(load(weights.at[slot], BY_COLUMNS), (R, STEPS), [1])
@@ -102,11 +102,9 @@ def _kernel(
             """The sums of b h over the columns of the warpgroup, for the steps of a tile."""
             slot, h_slot = remainder(step, num_stages), remainder(step, H_STAGES)
             plgpu.barrier_wait(h_full.at[h_slot])
-            own_columns = pl.ds(pl.multiple_of(wg * R, R), R)
-            x, y = (load(z.at[:, own_columns]).astype(jnp.float32) for z in (b_tiles.at[slot], h_tiles.at[h_slot]))
+            x, y = (load(z.at[:, own_of_tile]).astype(jnp.float32) for z in (b_tiles.at[slot], h_tiles.at[h_slot]))
             products.release(h_empty.at[h_slot])
-            part = lax.axis_index("columns") * (COLUMNS // R) + wg
-            refs[f"inner_{j}"].at[head, part, block(tile, STEPS)][...] = products.sum_over_columns(x * y)
+            refs[f"inner_{j}"].at[head, own_part, block(tile, STEPS)][...] = products.sum_over_columns(x * y)
 
         def chunk(c, carry):
             XT, decay = carry
@@ -117,8 +115,7 @@ def _kernel(
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
                 tile.T[...] = XT[:, x * R : (x + 1) * R].astype(X.dtype)
                 plgpu.commit_smem()
-                block = pl.ds(pl.multiple_of(lax.axis_index("rows") * rows + x * R, R), R)
-                plgpu.copy_smem_to_gmem(tile, X.at[head, at, block, own])
+                plgpu.copy_smem_to_gmem(tile, X.at[head, at, block(lax.axis_index("rows") * (rows // R) + x, R), own])
 
             def add(accumulator):
                 def some(i, _):

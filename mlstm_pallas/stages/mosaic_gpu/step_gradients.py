@@ -4,8 +4,9 @@ Grid (B * NH * blocks of up to 512 steps). A CTA is one warpgroup and owns a blo
 memory, in rounds: in round j each step adds those of the three places at distances of 4^j. What arrives at the first step of a block is
 passed on to the block before. For that, XLA sums the first run of steps of each block, and joins these sums over the blocks.
 
-What goes through a whole tile, see ``gate_gradients.through_tiles``, is a sum over other tiles of its chunk. The kernel adds them place by
-place, to the queries and to the keys of the tile: every step then has each of them once. Chunks beyond 512 steps leave that sum to XLA.
+What goes through a whole tile is what goes through its chunk and a sum over the chunk's other tiles (``gate_gradients.through_tiles``).
+The kernel makes that sum place by place and adds it to the tile's queries and to its keys. The queries from t on and the keys before t
+hold each place once, so every step gets all of it. In chunks of more than 512 steps XLA computes the sum.
 
 Bytes: L / 32 + 8 vectors of B NH S float32. No matrix product.
 """
