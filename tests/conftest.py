@@ -1,6 +1,5 @@
 """What all tests share: XLA's flags, the device that a test runs on, and what keeps compiling cheap."""
 
-import gc
 import importlib.util
 import os
 from importlib import metadata
@@ -74,22 +73,11 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="fewer than two GPUs"))
 
 
-def pytest_collection_finish():
-    """Python's garbage collector reads all that is alive again and again: by default 8 of 95 s in test_gradients.py.
-
-    What is there before the first test stays for good. The rest is collected at the end of each module, and seldom in between.
-    """
-    gc.collect()
-    gc.freeze()
-    gc.set_threshold(100_000, 50, 100)
-
-
 @pytest.fixture(autouse=True, scope="module")
 def compiled_code_is_freed():
     """Linux lets a process map 65,530 pieces of memory. The code of all tests together is more, and XLA crashes on the next."""
     yield
     jax.clear_caches()
-    gc.collect()
 
 
 @pytest.fixture(scope="module")
