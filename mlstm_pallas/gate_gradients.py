@@ -119,11 +119,6 @@ def step_flags(gates: ChunkGates, vecF: jax.Array, begins: jax.Array | None) -> 
     return join_flags(gates.vecE, gates.vecU, gates.vecM, m_before, vecF, log_f, restarts, begins)
 
 
-def to_step_before(goes_on: jax.Array) -> jax.Array:
-    """At t, whether step t + 1 passes on to it."""
-    return jnp.pad(goes_on[:, 1:], [(0, 0), (0, 1)])
-
-
 def step_gradients(
     vecF: jax.Array,
     pairs: TilePairs,
@@ -158,7 +153,8 @@ def step_gradients(
     dfbar = jnp.where((flags & PASSES) > 0, (of_tile + through[..., None]).reshape(vecF.shape), 0.0)
     di, first = (sums.vecK_inter + sums.vecK_intra).reshape(vecF.shape), jnp.zeros_like(through[:, 0])
     if dm is not None:
-        arrives, carried = run_sums(dm, to_step_before((flags & GOES_ON) > 0)), (flags & CARRIED) > 0
+        goes_on, carried = (flags & GOES_ON) > 0, (flags & CARRIED) > 0
+        arrives = run_sums(dm, jnp.pad(goes_on[:, 1:], [(0, 0), (0, 1)]))  # at t, whether step t + 1 passes on to it
         di, dfbar = di + jnp.where(carried, 0.0, arrives), dfbar + jnp.where(carried, arrives, 0.0)
         first = arrives[:, 0]
     return di, dfbar * jax.nn.sigmoid(-vecF), first
