@@ -45,6 +45,9 @@ CASES = {
     "fused-stored": (dict(fused_min_heads=1, recurrent_fw_H=TILES.replace(siz_b_loop=DHQK)), dict(recompute_states_in_bw=False), 64, 32),
 }
 LOWERINGS = (Lowering.INTERPRET, pytest.param(Lowering.TRITON, marks=pytest.mark.gpu))
+QUICK = ("materialised", "fused", "fused-stored")
+CALLS = [pytest.param(Lowering.INTERPRET, case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CASES]
+CALLS += [pytest.param(Lowering.TRITON, case, marks=pytest.mark.gpu) for case in CASES]
 
 
 @pytest.fixture
@@ -120,8 +123,7 @@ def check(run, outputs, arguments, L=None):
     return {*runs[0]}
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize("lowering", LOWERINGS)
+@pytest.mark.parametrize(("lowering", "case"), CALLS)
 def test_kernels_write_everything_and_read_nothing_of_their_neighbours(lowering, case, outputs):
     run, spec = passes(lowering, case)
     inputs = {name: x[0] for name, x in random_inputs(0, 1, HEADS, spec.problem.S, DHQK, DHHV).items()}

@@ -163,6 +163,7 @@ def test_splits_of_a_shard_take_their_products_from_its_summary(case, alone):
         assert len(products.findall(str(traced))) == 1
 
 
+@pytest.mark.slow
 def test_shards_of_few_heads_have_splits_of_their_own(alone, monkeypatch):
     """The batch is left to the compiler: four heads are enough for the fused scan, the two of a shard are not."""
     monkeypatch.setattr(call_spec, "MIN_SPLIT_STEPS", 16)
@@ -350,7 +351,7 @@ def test_gpus_give_the_numbers_of_one(gpus, backend, dtype, shape):
     [
         pytest.param({}, id="exp"),
         pytest.param({"input_gate": "sigmoid"}, id="sigmoid", marks=pytest.mark.slow),
-        pytest.param({"input_gate": "sigmoid", "normalize": False}, id="sigmoid_unnormalised"),
+        pytest.param({"input_gate": "sigmoid", "normalize": False}, id="sigmoid_unnormalised", marks=pytest.mark.slow),
     ],
 )
 def test_packed_sequences_and_the_sigmoid_gate_over_four_devices(options):

@@ -542,7 +542,7 @@ def test_arrays_of_different_dtypes_are_taken_where_the_kernel_dtype_is_given():
     assert h.dtype == jnp.float32  # that of q
 
 
-@pytest.mark.parametrize("normalize", [True, False], ids=["normalised", "unnormalised"])
+@pytest.mark.parametrize("normalize", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["normalised", "unnormalised"])
 def test_last_states_of_the_sigmoid_gate_are_taken_as_initial_ones(normalize):
     x = arrays()
     x["v"] = x["v"] + 1.0

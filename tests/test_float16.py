@@ -94,13 +94,14 @@ def check(shape, layout="BNTH", **options):
 
 @pytest.mark.parametrize(
     "algorithm",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in ("splits", "stored"))) for name in ALGORITHMS],
+    [pytest.param(name, marks=[pytest.mark.slow] * (name in ("xla", "splits", "stored"))) for name in ALGORITHMS],
 )
 def test_against_float64(algorithm):
     check((2, 2, 128, 32, 64), chunk_size=32, **ALGORITHMS[algorithm])
 
 
-@pytest.mark.parametrize("algorithm", ["xla", pytest.param("materialised", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("algorithm", ["xla", "materialised"])
 def test_padded_heads_and_steps(algorithm):
     check((1, 3, 41, 20, 9), chunk_size=16, **ALGORITHMS[algorithm])
 

@@ -125,9 +125,9 @@ QUICK = ("xla", "materialised", "fused", "splits")
     ("dtype", "algorithm", "chunk_size"),
     [
         *[slow(("float32", algorithm, 64), algorithm not in QUICK) for algorithm in ALGORITHMS],
-        ("float32", "xla", 16),
+        slow(("float32", "xla", 16)),
         slow(("float32", "materialised", 16)),
-        *[slow(("bfloat16", algorithm, 64), algorithm in ("fused", "splits")) for algorithm in ("xla", "materialised", "fused", "splits")],
+        *[slow(("bfloat16", algorithm, 64), algorithm != "xla") for algorithm in QUICK],  # test_float16.py has quick ones of kernels
     ],
 )
 def test_gradients(dtype, algorithm, chunk_size):
@@ -154,7 +154,7 @@ IN_SPLITS = {
 @pytest.mark.parametrize(
     ("case", "algorithm", "num_splits"),
     [
-        ("resets", "materialised", 2),
+        slow(("resets", "materialised", 2)),
         *[slow((case, "fused", 4), case != "unnormalised") for case in IN_SPLITS],
         *[slow((case, "fused", 2)) for case in IN_SPLITS],
     ],
@@ -217,11 +217,13 @@ CASES = {
 SOME = ("resets", "closed_forget_gates", "packed", "sigmoid_without_normaliser")
 # Two of the others at once, which test_properties.py draws as well: resets are among its gates.
 BOTH = ("packed_resets", "sigmoid_resets", "sigmoid_packed")
+# Another value of what a quick case has.
+OTHER_VALUES = ("eps_large", "floor_at_no_step", "unstabilised")
 
 
 @pytest.mark.parametrize(
     ("case", "algorithm"),
-    [slow((case, "xla"), case in BOTH) for case in CASES]
+    [slow((case, "xla"), case in BOTH + OTHER_VALUES) for case in CASES]
     + [slow((case, "materialised"), case not in SOME) for case in CASES]
     + [slow((case, algorithm)) for case in SOME for algorithm in ("tiles16", "fused")],
 )
@@ -232,7 +234,7 @@ def test_gradients_of_gates_and_normalisers(case, algorithm):
 
 
 @pytest.mark.parametrize("algorithm", ["materialised", slow(["tiles16"]), slow(["splits"])])
-@pytest.mark.parametrize(("open_gates", "nearly_closed"), [(3.0, -2.0), (9.0, -6.0), (12.0, -10.0), (6.0, -20.0)])
+@pytest.mark.parametrize(("open_gates", "nearly_closed"), [(3.0, -2.0), slow((9.0, -6.0)), slow((12.0, -10.0)), (6.0, -20.0)])
 def test_gradients_of_forget_gates_that_nearly_close_among_open_ones(algorithm, open_gates, nearly_closed):
     """Next to nothing passes where most of the gradient is: what passes elsewhere must not leave its rounding there."""
     inputs = random_inputs(11, 1, 1, 256, 16, 16, dtype="bfloat16", f_shift=open_gates)
@@ -248,7 +250,7 @@ LOSSES = {
 }
 
 
-@pytest.mark.parametrize("algorithm", ["xla", "materialised", slow(["fused"])])
+@pytest.mark.parametrize("algorithm", [slow(["xla"]), "materialised", slow(["fused"])])
 @pytest.mark.parametrize("loss", LOSSES)
 def test_gradients_of_losses(loss, algorithm):
     options, skip = LOSSES[loss]
@@ -257,7 +259,7 @@ def test_gradients_of_losses(loss, algorithm):
 
 
 @pytest.mark.parametrize("states", ["recomputed", slow(["stored"])])
-@pytest.mark.parametrize("algorithm", ["xla", slow(["materialised"]), slow(["fused"]), "splits"])
+@pytest.mark.parametrize("algorithm", [slow(["xla"]), slow(["materialised"]), slow(["fused"]), "splits"])
 def test_gradients_of_h_alone_from_no_initial_states(algorithm, states):
     """There are no initial states, and the last ones are not returned: neither is read or written."""
     inputs = random_inputs(13, 1, 2, 64, 16, 16, states=False)

@@ -299,7 +299,7 @@ def test_a_stage_on_mosaic_gpu_by_itself(tmp_path):
 
 
 @pytest.mark.usefixtures("few_calls")
-@pytest.mark.parametrize("impl", ["interpret", "xla"])
+@pytest.mark.parametrize("impl", [pytest.param("interpret", marks=pytest.mark.slow), "xla"])
 def test_stages_by_themselves(impl, tmp_path):
     """One stage of each kind: without products, of the fused scan, backward."""
     jsonl, stages = tmp_path / "rows.jsonl", ["chunk_gates", "recurrent_fw_H", "recurrent_bw_dC"]
@@ -331,7 +331,7 @@ def test_an_input_that_no_stage_returns_is_named(monkeypatch):
 
 
 @pytest.mark.usefixtures("few_calls")
-@pytest.mark.parametrize("impl", ["interpret", "xla"])
+@pytest.mark.parametrize("impl", ["interpret", pytest.param("xla", marks=pytest.mark.slow)])
 def test_what_a_chunk_of_many_tiles_leaves_unwritten_is_not_compared(impl, tmp_path):
     jsonl, config = tmp_path / "rows.jsonl", json.dumps({"parallel_bw_dP": {"siz_b_LQ": 64}})
     request = "--chunk_size=256", "--shape=1x2x256x16x16", f"--config={config}"
@@ -388,6 +388,7 @@ def test_a_stage_that_is_wrong_is_refused(monkeypatch, capsys):
     assert "wrong: error 2.0e+00 in vecZ" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_variants_are_held_to_their_own_oracles(capsys, tmp_path):
     jsonl = tmp_path / "rows.jsonl"
     variants = "exp,packed,sigmoid,unnormalised"

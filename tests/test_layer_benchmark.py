@@ -75,6 +75,7 @@ def test_elementwise_bytes_are_those_of_the_arrays():
     assert layer_benchmark.elementwise_bytes(shape, "fwbw") == forward + backward
 
 
+@pytest.mark.slow
 def test_measures_both_layouts_and_skips_a_peer_that_is_not_there(no_peer, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(roofline, "DEVICE_RATES", {jax.devices()[0].device_kind: (1e9, 1e8)})
     path, impls = tmp_path / "rows.jsonl", (*layer_benchmark.JAX_IMPLS, PEER)

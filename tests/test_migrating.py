@@ -210,14 +210,14 @@ def bound(dtype):
     return 20 * math.sqrt(B * S) * float(jnp.finfo(dtype).eps) / 2
 
 
-# Float64 tells functions apart; one package is enough for float32 behind a norm.
-SLOW = ("mlstm_kernels-layout", "float32")
+# Float64 tells functions apart; one model is enough for float32 behind a norm.
+SLOW = [(model, "float32") for model in MODELS if model != "xlstm_jax-layout"]
 
 
 @pytest.mark.parametrize(
     ("model", "dtype", "norm_eps"),
     [
-        pytest.param(model, dtype, eps, id=f"{model}-{dtype}-{norm}", marks=[pytest.mark.slow] * ((model, dtype) == SLOW))
+        pytest.param(model, dtype, eps, id=f"{model}-{dtype}-{norm}", marks=[pytest.mark.slow] * ((model, dtype) in SLOW))
         for model in MODELS
         for dtype, eps, norm in (("float32", 1e-6, "norm"), ("float64", None, "no_norm"))
     ],

@@ -294,6 +294,7 @@ REGRESSIONS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", REGRESSIONS)
 def test_regressions(name):
     case, recipe = REGRESSIONS[name]
@@ -303,13 +304,14 @@ def test_regressions(name):
 # The others run the same kernels, or the same plain forms; the slow ones have but a part of what a quick one has.
 PLAIN = [name for name in CASES if name not in ("tiles", "fused", "splits")]
 INTERPRETED = [name for name in CASES if name not in ("one_chunk", "batch", "unstabilised")]
+LONG = (("packed_tiles", "interpret"), ("batch", "xla"))  # for what they add
 PARTIAL = ("one_chunk", "chunks", "tiles", "packed", "padded", "bfloat16", "sigmoid")
 
 
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        pytest.param(name, backend, marks=[pytest.mark.slow] * (name in PARTIAL or (name, backend) == ("packed_tiles", "interpret")))
+        pytest.param(name, backend, marks=[pytest.mark.slow] * (name in PARTIAL or (name, backend) in LONG))
         for backend, names in (("xla", PLAIN), ("interpret", INTERPRETED))
         for name in names
     ],

@@ -50,11 +50,11 @@ CASES = {
 }
 
 
-# What is compiled without states is another function.
+# Chunks of 16 steps compile what chunks of 64 do; without states it is another function, of which test_gradients.py has quick tests.
 @pytest.mark.parametrize(
     ("dtype", "chunk_size", "case"),
     [
-        pytest.param(dtype, chunk_size, case, marks=[pytest.mark.slow] * (case == "no_states" and (dtype, chunk_size) != ("float32", 64)))
+        pytest.param(dtype, chunk_size, case, marks=[pytest.mark.slow] * ((dtype, chunk_size) == ("float32", 16) or case == "no_states"))
         for dtype, chunk_size in (("float32", 16), ("float32", 64), ("float32", 256), ("bfloat16", 64))
         for case in CASES
     ],
@@ -73,7 +73,7 @@ def test_chunkwise_equals_recurrence(dtype, chunk_size, case):
         assert_close(actual, expected, state_bound, name)
 
 
-@pytest.mark.parametrize("chunk_size", [32, 128])
+@pytest.mark.parametrize("chunk_size", [32, pytest.param(128, marks=pytest.mark.slow)])
 def test_chunkwise_in_float64_is_exact_to_rounding(chunk_size):
     inputs = random_inputs(2, 1, 2, 128, 16, 8, resets=True)
     expected_h, expected_states = oracle(inputs)

@@ -115,7 +115,11 @@ def test_shards_of_batch_and_heads_stay_where_they_are(inputs, expected, mesh, k
 
 @pytest.mark.parametrize(
     ("case", "kind"),
-    [pytest.param("other_axes", AUTO, marks=pytest.mark.slow), ("other_axes", EXPLICIT), ("disagreement", AUTO)],
+    [
+        pytest.param("other_axes", AUTO, marks=pytest.mark.slow),
+        ("other_axes", EXPLICIT),
+        pytest.param("disagreement", AUTO, marks=pytest.mark.slow),
+    ],
     ids=lambda x: getattr(x, "name", x),
 )
 def test_shardings_that_cannot_be_kept_are_undone_with_the_right_numbers(inputs, expected, case, kind):
@@ -279,7 +283,7 @@ def test_gpus_run_their_shards(gpus, kind, inside):
     assert found[0][1][0].sharding.is_equivalent_to(NamedSharding(mesh, spec), 4)
 
 
-@pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=lambda x: x.name)
+@pytest.mark.parametrize("kind", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.slow)], ids=lambda x: x.name)
 def test_packed_sequences_stay_sharded(inputs, kind):
     ids = jnp.cumsum(jnp.asarray(np.random.default_rng(1).random((B, S)) < 0.2), axis=1)
     run = jax.jit(lambda ids, *x: run_on("xla")(*x, segment_ids=ids))

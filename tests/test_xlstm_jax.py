@@ -443,6 +443,7 @@ def exact_gradients(x, weights, options):
         return [np.asarray(y) for y in jax.jit(jax.grad(loss, tuple(range(8))))(*wide)]
 
 
+@pytest.mark.parametrize("backend", [None, pytest.param("interpret", marks=pytest.mark.slow)], ids=["default", "interpret"], indirect=True)
 def test_entry(backend):
     x = random_inputs(12, B, NH, 40, 16, 16)
     options = dict(eps=0.02, norm_val=2.0)
