@@ -304,7 +304,8 @@ def test_regressions(name):
 # The others run the same kernels, or the same plain forms; the slow ones have but a part of what a quick one has.
 PLAIN = [name for name in CASES if name not in ("tiles", "fused", "splits")]
 INTERPRETED = [name for name in CASES if name not in ("one_chunk", "batch", "unstabilised")]
-LONG = (("packed_tiles", "interpret"), ("batch", "xla"))  # for what they add
+# Long for what they add to the quick ones.
+LONG = (("packed_tiles", "interpret"), ("fused", "interpret"), ("batch", "xla"), ("bfloat16_packed", "xla"))
 PARTIAL = ("one_chunk", "chunks", "tiles", "packed", "padded", "bfloat16", "sigmoid")
 
 

@@ -183,6 +183,11 @@ def backend(request):
         yield
 
 
+INTERPRETED_SLOWLY = pytest.mark.parametrize(
+    "backend", [None, pytest.param("interpret", marks=pytest.mark.slow)], ids=["default", "interpret"], indirect=True
+)
+
+
 # The whole runs interpreted with the documented scale in test_forward and test_backward.
 scales = pytest.mark.parametrize(
     ("scale", "backend"),
@@ -377,6 +382,7 @@ def backward_of(system, x, scale, C, den, dh, dC_last, eps, row_m=None, m=None):
     return stablef._mlstm_chunkwise_bw(*x.values(), scale, C, m, den + eps, row_m, dh, dC_last, L)
 
 
+@INTERPRETED_SLOWLY
 @pytest.mark.parametrize(("given", "scale"), [(True, 0.7), (False, None)], ids=["states", "no_states"])
 @pytest.mark.parametrize("system", SYSTEMS, ids=["v3", "v5", "stablef"])
 def test_backward(system, given, scale, backend):
@@ -443,7 +449,7 @@ def exact_gradients(x, weights, options):
         return [np.asarray(y) for y in jax.jit(jax.grad(loss, tuple(range(8))))(*wide)]
 
 
-@pytest.mark.parametrize("backend", [None, pytest.param("interpret", marks=pytest.mark.slow)], ids=["default", "interpret"], indirect=True)
+@INTERPRETED_SLOWLY
 def test_entry(backend):
     x = random_inputs(12, B, NH, 40, 16, 16)
     options = dict(eps=0.02, norm_val=2.0)
