@@ -71,8 +71,8 @@ def mlstm_chunkwise(
         the kernels read and write these as they are. States and segment_ids have the same shapes with both.
       backend: "triton" (GPU kernels), "interpret" (the same kernels interpreted: slow, for tests; in a shard_map with check_vma=False),
         "xla" (plain jnp).
-        "mosaic_gpu": on a Hopper GPU with jax >= 0.11.2, 16-bit stages that have a Mosaic GPU kernel run it, the others the Triton one
-        (plain jnp where jax has no Triton backend).
+        "mosaic_gpu": on a Hopper GPU, with jax >= 0.11.2 and < 0.12, 16-bit stages that have a Mosaic GPU kernel run it, the others the
+        Triton one (plain jnp where jax has no Triton backend).
         "mosaic_gpu_interpret": the same kernels interpreted on a CPU (slow, for tests; on one device).
         None: triton where the computation is lowered for an NVIDIA GPU, else xla.
       config: tiles and launch parameters in place of the tuned ones.

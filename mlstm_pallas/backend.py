@@ -51,10 +51,17 @@ def requested_backend(backend: str | None = None) -> str | None:
     return backend
 
 
+def jax_has_mosaic_gpu() -> bool:
+    """Whether the present jax compiles the Mosaic GPU kernels."""
+    first, end = MOSAIC_GPU_JAX
+    return first <= jax.__version_info__ < end
+
+
 def _check_mosaic_gpu(lowering: Lowering) -> None:
-    if jax.__version_info__ < MOSAIC_GPU_JAX:
+    if not jax_has_mosaic_gpu():
+        first, end = (".".join(map(str, version)) for version in MOSAIC_GPU_JAX)
         raise ValueError(
-            f"backend is '{lowering}' and jax is {jax.__version__}, expected jax >= {'.'.join(map(str, MOSAIC_GPU_JAX))} or backend "
+            f"backend is '{lowering}' and jax is {jax.__version__}, expected jax >= {first} and < {end}, or backend "
             f"'{without_mosaic_gpu(lowering)}'"
         )
     kind = target_device_kind()

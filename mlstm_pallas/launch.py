@@ -54,7 +54,7 @@ def kernel_call(
 
     if plgpu is None:
         raise RuntimeError(
-            f"{name} is a Triton kernel, and jax {jax.__version__} has no Triton backend: expected jax < 0.13, or backend 'xla'"
+            f"{name} is a Triton kernel, and jax {jax.__version__} has no Triton backend: expected jax < 0.12, or backend 'xla'"
         )
 
     def launch(*args: jax.Array | None):

@@ -1,4 +1,4 @@
-"""The seam to Mosaic GPU: the only importer of jax.experimental.pallas.mosaic_gpu. For Hopper, from jax 0.11.2 on.
+"""The seam to Mosaic GPU: the only importer of jax.experimental.pallas.mosaic_gpu. For Hopper and jax 0.11, from 0.11.2 on.
 
 Its interface changes between versions of jax, so what the kernels share of it is here: a launch, the layout of tiles in shared memory,
 products on the tensor cores (wgmma), and sums over the rows of a tile, which are written in MLIR. In GPU interpret mode, which knows no
