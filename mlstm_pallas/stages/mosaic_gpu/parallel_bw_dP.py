@@ -26,8 +26,6 @@ from mlstm_pallas.launch_mosaic_gpu import (
     BY_COLUMNS,
     BY_ROWS,
     REGISTER_ROWS,
-    SUM_SCRATCH,
-    Products,
     block,
     drain,
     head_of,
@@ -40,6 +38,7 @@ from mlstm_pallas.launch_mosaic_gpu import (
 )
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Lowering, StageCall
+from mlstm_pallas.stages.mosaic_gpu.products import SUM_SCRATCH, Products
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 TILE = 128  # queries, and keys, of an item

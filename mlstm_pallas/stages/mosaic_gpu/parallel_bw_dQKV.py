@@ -28,7 +28,6 @@ from mlstm_pallas.launch_mosaic_gpu import (
     BY_COLUMNS,
     BY_ROWS,
     REGISTER_ROWS,
-    Products,
     block,
     drain,
     head_of,
@@ -43,6 +42,7 @@ from mlstm_pallas.normaliser import NormaliserGradients, query_scale
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Lowering, StageCall, sequence_shape
 from mlstm_pallas.stages.mosaic_gpu.parallel_bw_dQKV_by_chunk import parallel_bw_dQKV_by_chunk
+from mlstm_pallas.stages.mosaic_gpu.products import Products
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
 from mlstm_pallas.stages.parallel_bw_dQKV import mosaic_gpu_by_chunk
 from mlstm_pallas.tiles import blocks, divide, loop, remainder

@@ -28,8 +28,6 @@ from mlstm_pallas.launch_mosaic_gpu import (
     BY_COLUMNS,
     BY_ROWS,
     REGISTER_ROWS,
-    SUM_SCRATCH,
-    Products,
     block,
     drain,
     head_of,
@@ -43,6 +41,7 @@ from mlstm_pallas.launch_mosaic_gpu import (
 from mlstm_pallas.normaliser import query_scale
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Lowering, StageCall, sequence_shape
+from mlstm_pallas.stages.mosaic_gpu.products import SUM_SCRATCH, Products
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 CHUNK = 128  # steps of a chunk

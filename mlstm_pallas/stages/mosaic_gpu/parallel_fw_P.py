@@ -15,10 +15,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.gates import ChunkGates
-from mlstm_pallas.launch_mosaic_gpu import BY_COLUMNS, BY_ROWS, REGISTER_ROWS, Products, head_of, load, mosaic_call, plgpu, tile_transforms
+from mlstm_pallas.launch_mosaic_gpu import BY_COLUMNS, BY_ROWS, REGISTER_ROWS, head_of, load, mosaic_call, plgpu, tile_transforms
 from mlstm_pallas.normaliser import Normaliser, query_scale
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Lowering, StageCall
+from mlstm_pallas.stages.mosaic_gpu.products import Products
 from mlstm_pallas.stages.mosaic_gpu.step_sums import step_sums
 from mlstm_pallas.stages.mosaic_gpu.vector_states import vector_states
 from mlstm_pallas.tiles import divide, loop, remainder

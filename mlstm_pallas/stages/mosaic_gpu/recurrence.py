@@ -20,9 +20,10 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.launch_mosaic_gpu import BY_COLUMNS, REGISTER_ROWS, Products, block, head_of, load, mosaic_call, plgpu, tile_transforms
+from mlstm_pallas.launch_mosaic_gpu import BY_COLUMNS, REGISTER_ROWS, block, head_of, load, mosaic_call, plgpu, tile_transforms
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Lowering, StageCall
+from mlstm_pallas.stages.mosaic_gpu.products import Products
 from mlstm_pallas.stages.recurrence import MOSAIC_GPU_COLUMNS, MOSAIC_GPU_H_STAGES, RecurrenceOutputs, mosaic_gpu_rows_of
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 

@@ -17,7 +17,6 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.launch_mosaic_gpu import (
     BY_COLUMNS,
     REGISTER_ROWS,
-    Products,
     copy_where,
     head_of,
     load,
@@ -27,6 +26,7 @@ from mlstm_pallas.launch_mosaic_gpu import (
 )
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Lowering, StageCall, mosaic_gpu_rows, sequence_shape
+from mlstm_pallas.stages.mosaic_gpu.products import Products
 from mlstm_pallas.stages.parallel_fw_P import Scores
 from mlstm_pallas.tiles import blocks, divide, remainder
 

@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mlstm_pallas.launch_mosaic_gpu import BY_LANES, block, load, mosaic_call
+from mlstm_pallas.launch_mosaic_gpu import block, load, mosaic_call
 from mlstm_pallas.stage import Lowering, StageCall
+from mlstm_pallas.stages.mosaic_gpu.products import BY_LANES
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 COLUMNS = 64  # of a CTA
