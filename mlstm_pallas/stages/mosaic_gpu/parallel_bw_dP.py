@@ -1,8 +1,8 @@
 """parallel_bw_dP on Mosaic GPU: P, dP, the sums of W and delta of ``stages/parallel_bw_dP.py``, without scaled queries and keys.
 
-One CTA an SM. Each takes every n-th item, a tile of 128 queries and 128 keys of a chunk. One warpgroup copies the operands
-num_stages steps ahead, into the next item too; a step is 64 columns of q and k, or of dh and v, and the last one has e_s. Two warpgroups
-multiply, each for 64 queries: scores and dh . v in two accumulators, from which they compute what is written, 64 keys at a time.
+One CTA an SM. Each takes every n-th item, a tile of 128 queries and 128 keys of a chunk. Operands are copied num_stages steps ahead, into
+the next item too; a step is 64 columns of q and k, or of dh and v, and the last one has e_s. The two warpgroups have 64 queries each:
+scores and dh . v in two accumulators, from which they compute what is written, 64 keys at a time.
 
 With a normaliser dz_t den_t = slope_t delta_t; slope_t is -sign(z_t), or 0 where the floor is larger than |z_t|. While a product with a
 tile of dh runs, its warpgroup multiplies its rows of that tile with those of h for delta. The tiles of h have stages of their own. All
@@ -27,7 +27,6 @@ from mlstm_pallas.launch_mosaic_gpu import (
     BY_ROWS,
     REGISTER_ROWS,
     block,
-    drain,
     head_of,
     load,
     mosaic_call,
@@ -38,6 +37,7 @@ from mlstm_pallas.launch_mosaic_gpu import (
 )
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Lowering, StageCall
+from mlstm_pallas.stages.mosaic_gpu.copy_ring import CopyRing, ring_barriers
 from mlstm_pallas.stages.mosaic_gpu.products import SUM_SCRATCH, Products
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
@@ -69,10 +69,8 @@ def _kernel(
     h_tiles,  # shared (H_STAGES, 128, 64)
     out_tiles,  # shared (2 warpgroups, 2, 64, 64)
     scratch,  # shared (2 warpgroups, 256), for sums over queries
-    full,  # barriers, one a stage
-    empty,
-    h_full,  # barriers, one a stage of h
-    h_empty,
+    barriers,  # of the ring of operands
+    h_barriers,  # of the ring of tiles of h; absent where h is
     *,
     p: Problem,
     scale: float,
@@ -96,50 +94,38 @@ def _kernel(
         j = x - divide(i * (i + 1), 2)
         return divide(chunk, p.NC), remainder(chunk, p.NC), i, j
 
-    def copy(index, carry):
+    def copy(step, slot, barrier):
+        """The copies of a step: q and k, dh and v, or the vectors of the keys."""
+        index, x = divide(step, steps_of_item), remainder(step, steps_of_item)
         head, chunk, i, j = item(index)
         queries, keys = block(chunk * tiles + i, TILE), block(chunk * tiles + j, TILE)
 
-        def one(x, _):
-            step = index * steps_of_item + x
-            slot = remainder(step, num_stages)
-            pl.when(step >= num_stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
+        def operands(a, b, x):
+            for y, steps, tile in ((a, queries, left), (b, keys, right)):
+                plgpu.copy_gmem_to_smem(head_of(y, head, p).at[steps, block(x, DEPTH)], tile.at[slot], barrier)
 
-            def operands(a, b, x):
-                for y, steps, tile in ((a, queries, left), (b, keys, right)):
-                    plgpu.copy_gmem_to_smem(head_of(y, head, p).at[steps, block(x, DEPTH)], tile.at[slot], full.at[slot])
+        def vectors():
+            for y, tile in ((e_hi, left_vector), (e_lo, right_vector)):
+                plgpu.copy_gmem_to_smem(y.at[head, keys], tile.at[slot, :TILE], barrier)
 
-            def tile_of_h(x):
-                step = index * steps_v + x
-                slot = remainder(step, H_STAGES)
-                pl.when(step >= H_STAGES)(lambda: plgpu.barrier_wait(h_empty.at[slot]))
-                plgpu.copy_gmem_to_smem(head_of(h, head, p).at[queries, block(x, DEPTH)], h_tiles.at[slot], h_full.at[slot])
+        pl.when(x < steps_k)(lambda: operands(q, k, x))
+        pl.when((x >= steps_k) & (x < steps_k + steps_v))(lambda: operands(dh, v, x - steps_k))
+        pl.when(x == steps_k + steps_v)(vectors)
 
-            def vectors():
-                for y, tile in ((e_hi, left_vector), (e_lo, right_vector)):
-                    plgpu.copy_gmem_to_smem(y.at[head, keys], tile.at[slot, :TILE], full.at[slot])
+    def copy_h(step, slot, barrier):
+        head, chunk, i, _ = item(divide(step, steps_v))
+        tile = head_of(h, head, p).at[block(chunk * tiles + i, TILE), block(remainder(step, steps_v), DEPTH)]
+        plgpu.copy_gmem_to_smem(tile, h_tiles.at[slot], barrier)
 
-            pl.when(x < steps_k)(lambda: operands(q, k, x))
-
-            @pl.when((x >= steps_k) & (x < steps_k + steps_v))
-            def values():
-                operands(dh, v, x - steps_k)
-                if h is not None:
-                    tile_of_h(x - steps_k)
-
-            pl.when(x == steps_k + steps_v)(vectors)
-            return _
-
-        loop(steps_of_item, one, ())
-        return carry
+    ring = CopyRing(barriers, num_stages, items * steps_of_item, copy, products)
+    h_ring = CopyRing(h_barriers, H_STAGES, items * steps_v, copy_h, products)
 
     def multiply(index, carry):
         head, chunk, i, j = item(index)
         own = block(wg, R)
         steps = block((chunk * tiles + i) * 2 + wg, R)
 
-        def slot_of(x):
-            return remainder(index * steps_of_item + x, num_stages)
+        first = index * steps_of_item
 
         def of_rows(x):
             return load(x.at[head, steps], BY_ROWS, optimized=False)
@@ -160,35 +146,38 @@ def _kernel(
 
         def times_h(x, slot):
             """dh_t . h_t over the columns of a step."""
-            h_slot = remainder(index * steps_v + x, H_STAGES)
-            plgpu.barrier_wait(h_full.at[h_slot])
+            h_slot = h_ring.wait(index * steps_v + x)
             a, b = (load(tile).astype(jnp.float32) for tile in (left.at[slot, own], h_tiles.at[h_slot, own]))
-            products.release(h_empty.at[h_slot])
+            h_ring.release(index * steps_v + x)
             return products.sum_over_columns(a * b)
 
         def both(scores, dA):
             def add(accumulator, start, count, row_sums=None):
                 def one(x, row_sums):
-                    slot = slot_of(start + x)
-                    plgpu.barrier_wait(full.at[slot])
+                    step = first + start + x
+                    slot = ring.wait(step)
                     products.add(accumulator, left.at[slot, own], right.at[slot].T)
                     products.wait(1)
-                    pl.when(start + x > 0)(lambda: products.release(empty.at[slot_of(start + x - 1)]))
-                    return None if row_sums is None else row_sums + times_h(x, slot)
+                    pl.when(start + x > 0)(lambda: ring.release(step - 1))
+                    if row_sums is not None:
+                        row_sums += times_h(x, slot)
+                        h_ring.refill(index * steps_v + x)
+                    pl.when(step > 0)(lambda: ring.refill(step - 1))
+                    return row_sums
 
                 return products.loop(accumulator, count, one, row_sums)
 
             add(scores, 0, steps_k)
             row_sums = add(dA, steps_k, steps_v, None if h is None else plgpu.layout_cast(jnp.zeros((R,), jnp.float32), BY_ROWS))
             products.wait(0)
-            products.release(empty.at[slot_of(steps_k + steps_v - 1)])
+            ring.release(first + steps_k + steps_v - 1)
+            ring.refill(first + steps_k + steps_v - 1)
             return row_sums
 
         delta_of_rows, scores, dA = products.all_from_zeros(both, (R, TILE), (R, TILE))
         # Where the floor is larger nothing passes back, also where h is inf.
         bias = None if h is None else jnp.where(slopes == 0.0, 0.0, slopes * delta_of_rows)
-        slot = slot_of(steps_of_item - 1)
-        plgpu.barrier_wait(full.at[slot])
+        slot = ring.wait(first + steps_of_item - 1)
         t, s = (plgpu.broadcasted_iota(jnp.int32, (R, R), axis, layout=plgpu.Layout.WGMMA) for axis in range(2))
         on_diagonal = None
 
@@ -218,7 +207,7 @@ def _kernel(
             per_query.at[head, j * (TILE // R) + b, steps][...] = jnp.sum(W, axis=1)
             keys = block((chunk * tiles + j) * (TILE // R) + b, R)
             per_key.at[head, i * (TILE // R) + wg, keys][...] = products.sum_over_rows(W, scratch.at[wg])
-        products.release(empty.at[slot])
+        ring.release(first + steps_of_item - 1)
 
         @pl.when(i == j)
         def write():
@@ -228,19 +217,13 @@ def _kernel(
 
         return carry
 
-    @pl.when(wg == 2)
-    def _():
-        plgpu.set_max_registers(40, action="decrease")
-        loop(items, copy, ())
-        drain(empty, items * steps_of_item, num_stages)
-        if h is not None:
-            drain(h_empty, items * steps_v, H_STAGES)
-
-    @pl.when(wg < 2)
-    def _():
-        plgpu.set_max_registers(232, action="increase")
-        loop(items, multiply, ())
-        plgpu.wait_smem_to_gmem(0)
+    rings = [ring] if h is None else [ring, h_ring]
+    for x in rings:
+        x.start()
+    loop(items, multiply, ())
+    plgpu.wait_smem_to_gmem(0)
+    for x in rings:
+        x.drain()
 
 
 def parallel_bw_dP(
@@ -276,7 +259,7 @@ def parallel_bw_dP(
         functools.partial(_kernel, p=p, scale=p.qk_scale, programs=programs, num_stages=num_stages, products=Products(interpret)),
         name="parallel_bw_dP",
         grid={"program": programs},
-        warpgroups=3,
+        warpgroups=2,
         outputs={
             "P": matrix,
             "dP": matrix,
@@ -290,10 +273,8 @@ def parallel_bw_dP(
             "h_tiles": plgpu.SMEM((H_STAGES, TILE, DEPTH), dtype, transforms=transforms) if reads_h else None,
             "out_tiles": plgpu.SMEM((2, 2, T, T), dtype, transforms=tile_transforms(T, dtype.itemsize)),
             "scratch": plgpu.SMEM((2, SUM_SCRATCH), jnp.float32),
-            "full": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
-            "empty": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
-            "h_full": plgpu.Barrier(num_arrivals=1, num_barriers=H_STAGES) if reads_h else None,
-            "h_empty": plgpu.Barrier(num_arrivals=2, num_barriers=H_STAGES) if reads_h else None,
+            "barriers": ring_barriers(num_stages, copies=2),
+            "h_barriers": ring_barriers(H_STAGES, copies=1) if reads_h else None,
         },
         interpret=interpret,
     )(

@@ -14,7 +14,7 @@ read; the L2's rate is the limit of this stage.
 
 import enum
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -29,7 +29,6 @@ from mlstm_pallas.launch_mosaic_gpu import (
     BY_ROWS,
     REGISTER_ROWS,
     block,
-    drain,
     head_of,
     load,
     mosaic_call,
@@ -41,6 +40,7 @@ from mlstm_pallas.launch_mosaic_gpu import (
 from mlstm_pallas.normaliser import NormaliserGradients, query_scale
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Lowering, StageCall, sequence_shape
+from mlstm_pallas.stages.mosaic_gpu.copy_ring import CopyRing, ring_barriers
 from mlstm_pallas.stages.mosaic_gpu.parallel_bw_dQKV_by_chunk import parallel_bw_dQKV_by_chunk
 from mlstm_pallas.stages.mosaic_gpu.products import Products
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
@@ -80,6 +80,13 @@ def _items(p: Problem, normalise: bool) -> list[_Items]:
     ]
 
 
+def _by_role(role: jax.Array, values: Sequence[Any]) -> jax.Array:
+    found = np.int32(0)
+    for kind, value in zip(_Role, values, strict=True):
+        found = jnp.where(role == kind, value, found)
+    return found
+
+
 def _kernel(
     q,  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
     k,
@@ -103,8 +110,7 @@ def _kernel(
     states,  # out (B * NH, NC, DHQK), sums over the columns
     operands,  # shared: tiles of a step, each in the shapes that ``parallel_bw_dQKV`` lists
     out_tiles,  # shared (2 warpgroups, 2, 64, 64)
-    full,  # barriers, one a stage
-    empty,
+    barriers,  # of the ring of operands
     *,
     p: Problem,
     scale: float,
@@ -118,6 +124,25 @@ def _kernel(
     items_of_chunk = sum(items.rows * items.columns for items in roles)
     steps_of_rows = ROWS // DEPTH
 
+    items = divide(p.BNH * p.NC * items_of_chunk - 1 - program, programs) + 1
+    ring = CopyRing(barriers, num_stages, None, None, products, readers=0)
+
+    def in_chunk(x, head, chunk):
+        return head_of(x, head, p).at[block(chunk, p.L)]
+
+    def item(index):
+        """Head, chunk, role, row and column of an item of this CTA."""
+        index = program + index * programs
+        x, chunk = remainder(index, items_of_chunk), divide(index, items_of_chunk)
+        start, role, row, column = 0, np.int32(0), x, np.int32(0)
+        for kind, of_kind in zip(_Role, roles, strict=True):
+            here = x >= start
+            role = jnp.where(here, np.int32(kind), role)
+            row = jnp.where(here, divide(x - start, of_kind.columns), row)
+            column = jnp.where(here, remainder(x - start, of_kind.columns), column)
+            start += of_kind.rows * of_kind.columns
+        return divide(chunk, p.NC), remainder(chunk, p.NC), role, row, column
+
     def tile_steps(role, row):
         """Steps with tiles, and the first of them: queries see the keys up to their own, keys the queries from their own on."""
         if role == _Role.STATES:
@@ -127,42 +152,31 @@ def _kernel(
         return p.L // DEPTH - row * steps_of_rows, row * steps_of_rows
 
     def for_each_item(run: Callable[..., None]) -> jax.Array:
-        """run(role, items, step, head, chunk, row, column) for each item of this CTA; returns the steps of all, of which step is one."""
+        """run(step, *item) for each item of this CTA; returns the steps of all. step: of all, the item's first."""
 
-        def item(j, step):
-            index = program + j * programs
-            x, chunk = remainder(index, items_of_chunk), divide(index, items_of_chunk)
-            head, chunk = divide(chunk, p.NC), remainder(chunk, p.NC)
-            start, taken = 0, jnp.int32(0)
-            for role, items in zip(_Role, roles, strict=True):
-                end = start + items.rows * items.columns
-                row, column = divide(x - start, items.columns), remainder(x - start, items.columns)
-                here = (x >= start) & (x < end)
-                pl.when(here)(functools.partial(run, role, items, step, head, chunk, row, column))
-                taken += jnp.where(here, items.with_state + items.weighted + items.norm + tile_steps(role, row)[0], 0)
-                start = end
-            return step + taken
+        def one(index, step):
+            head, chunk, role, row, column = item(index)
+            run(step, head, chunk, role, row, column)
+            counts = [x.with_state + x.weighted + x.norm + tile_steps(kind, row)[0] for kind, x in zip(_Role, roles, strict=True)]
+            return step + _by_role(role, counts)
 
-        count = divide(p.BNH * p.NC * items_of_chunk - 1 - program, programs) + 1
-        return lax.fori_loop(np.int32(0), count, item, np.int32(0))
+        return loop(items, one, np.int32(0))
 
-    def in_chunk(x, head, chunk):
-        return head_of(x, head, p).at[block(chunk, p.L)]
-
-    def copy(role, items, step, head, chunk, row, column):
-        """The copying warpgroup's part of an item. A step is two copies."""
-        rows, columns, (tiles_count, first) = block(row, ROWS), block(column, COLUMNS), tile_steps(role, row)
+    def copy(kind, step, head, chunk, row, column):
+        """Starts the copies of an item. A step is two copies."""
+        of_kind, (tiles_count, first) = roles[kind], tile_steps(kind, row)
+        rows, columns = block(row, ROWS), block(column, COLUMNS)
 
         def feed(start, count, copies):
-            def one(j, _):
-                at = step + start + j
-                slot = remainder(at, num_stages)
-                pl.when(at >= num_stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
-                for source, tile in copies(j, slot):
-                    plgpu.copy_gmem_to_smem(source, tile, full.at[slot])
-                return _
+            def one(j, carry):
+                def start_copies(_, slot, barrier):
+                    for source, tile in copies(j, slot):
+                        plgpu.copy_gmem_to_smem(source, tile, barrier)
 
-            loop(count, one, ())
+                ring.fetch(step + start + j, start_copies)
+                return carry
+
+            loop(count, one, None)
 
         def halves(x, start, size, tile):
             half = size // 2
@@ -175,125 +189,161 @@ def _kernel(
                 (dC.at[head, chunk, rows, columns], right_transposed.at[slot, :ROWS]),
             ]
 
-        if role == _Role.STATES:
-            feed(0, items.with_state, both_states)
+        if kind == _Role.STATES:
+            feed(0, of_kind.with_state, both_states)
             return
         # dh C^T, v dC^T, k dC; then the tiles with k, q, dh.
-        a, X, tiles, b = ((dh, C, dP, k), (v, dC, dP, q), (k, dC, P, dh))[role]
+        a, X, tiles, b = ((dh, C, dP, k), (v, dC, dP, q), (k, dC, P, dh))[kind]
         a, tiles, b = in_chunk(a, head, chunk), in_chunk(tiles, head, chunk), in_chunk(b, head, chunk)
 
         def with_state(j, slot):
             depth = block(j, DEPTH)
-            if role == _Role.DV:
+            if kind == _Role.DV:
                 return [(a.at[rows, depth], left.at[slot]), (X.at[head, chunk, depth, columns], right.at[slot])]
             return [(a.at[rows, depth], left.at[slot]), (X.at[head, chunk, columns, depth], right_transposed.at[slot])]
 
         def weighted(j, slot):
-            x = in_chunk((q, k)[role], head, chunk)
+            x = in_chunk((q, k)[kind], head, chunk)
             return halves(lambda steps: x.at[steps, columns], pl.multiple_of(row * ROWS, ROWS) + j * R, R, right.at[slot])
 
         def norm(j, slot):
-            x = (n, dn)[role].at[head, chunk]
+            x = (n, dn)[kind].at[head, chunk]
             return halves(lambda rows: x.at[rows], pl.multiple_of(column * COLUMNS, COLUMNS), COLUMNS, right_vector.at[slot])
 
         def with_tiles(j, slot):
             others = block(first + j, DEPTH)
-            if role == _Role.DQ:
+            if kind == _Role.DQ:
                 return [(tiles.at[rows, others], left.at[slot]), (b.at[others, columns], right.at[slot])]
             return [(tiles.at[others, rows], left_transposed.at[slot]), (b.at[others, columns], right.at[slot])]
 
-        feed(0, items.with_state, with_state)
-        if items.weighted:
-            feed(items.with_state, items.weighted, weighted)
-        if items.norm:
-            feed(items.with_state + items.weighted, items.norm, norm)
-        feed(items.with_state + items.weighted + items.norm, tiles_count, with_tiles)
+        feed(0, of_kind.with_state, with_state)
+        if of_kind.weighted:
+            feed(of_kind.with_state, of_kind.weighted, weighted)
+        if of_kind.norm:
+            feed(of_kind.with_state + of_kind.weighted, of_kind.norm, norm)
+        feed(of_kind.with_state + of_kind.weighted + of_kind.norm, tiles_count, with_tiles)
 
-    def multiply(role, items, step, head, chunk, row, column):
-        """A multiplying warpgroup's part of an item."""
-        own, mine = block(wg, R), pl.ds(pl.multiple_of(row * ROWS + wg * R, R), R)  # its rows: in the left tile, in the chunk
+    def copy_item(step, head, chunk, role, row, column):
+        for kind in _Role:
+            pl.when(role == kind)(functools.partial(copy, kind, step, head, chunk, row, column))
+
+    own = block(wg, R)  # rows of this warpgroup in a tile
+
+    def inner_states(step, head, chunk, row):
+        def add(j, total):
+            slot = ring.wait(step + j)
+            x, y = (load(z.at[slot, own]).astype(jnp.float32) for z in (left, right_transposed))
+            ring.release(step + j)
+            return total + x * y
+
+        found = loop(roles[_Role.STATES].with_state, add, products.zeros(R, DEPTH))
+        states.at[head, chunk, pl.ds(pl.multiple_of(row * ROWS + wg * R, R), R)][...] = jnp.sum(found, axis=1)
+
+    def gradient(step, head, chunk, role, row, column):
+        """One item of dq, dk or dv. One body for all of them, as it takes the compiler seconds: roles differ in operands."""
+        is_dq, is_dv = role == _Role.DQ, role == _Role.DV
+        mine = pl.ds(pl.multiple_of(row * ROWS + wg * R, R), R)
         steps = pl.ds(pl.multiple_of(chunk * p.L + row * ROWS + wg * R, R), R)
-        tiles_count, _ = tile_steps(role, row)
-
-        def slot_of(x):
-            return remainder(step + x, num_stages)
+        after_state = step + _by_role(role, [x.with_state for x in roles])
+        before_tiles = after_state + _by_role(role, [x.weighted + x.norm for x in roles])
+        tiles_count = _by_role(role, [tile_steps(kind, row)[0] for kind in _Role])
 
         def product(accumulator, start, count, operands_of):
-            def one(j, _):
-                slot = slot_of(start + j)
-                plgpu.barrier_wait(full.at[slot])
+            def one(j, carry):
+                slot = ring.wait(start + j)
                 products.add(accumulator, *operands_of(slot))
                 products.wait(1)
-                pl.when(j > 0)(lambda: products.release(empty.at[slot_of(start + j - 1)]))
-                return _
+                pl.when(j > 0)(lambda: ring.release(start + j - 1))
+                return carry
 
             products.loop(accumulator, count, one)
             products.wait(0)
-            products.release(empty.at[slot_of(start + count - 1)])
+            ring.release(start + count - 1)
 
         def with_state(accumulator):
-            def operands_of(slot):
-                return left.at[slot, own], right.at[slot] if role == _Role.DV else right_transposed.at[slot].T
+            def of_dv(accumulator):
+                product(accumulator, step, roles[_Role.DV].with_state, lambda slot: (left.at[slot, own], right.at[slot]))
 
-            product(accumulator, 0, items.with_state, operands_of)
+            def of_others(accumulator):
+                product(accumulator, step, roles[_Role.DQ].with_state, lambda slot: (left.at[slot, own], right_transposed.at[slot].T))
+
+            products.either(is_dv, of_dv, of_others, accumulator)
 
         def with_tiles(accumulator):
-            def operands_of(slot):
-                return left.at[slot, own] if role == _Role.DQ else left_transposed.at[slot, :, own].T, right.at[slot]
+            def of_dq(accumulator):
+                product(accumulator, before_tiles, tiles_count, lambda slot: (left.at[slot, own], right.at[slot]))
 
-            product(accumulator, items.with_state + items.weighted + items.norm, tiles_count, operands_of)
+            def of_others(accumulator):
+                product(accumulator, before_tiles, tiles_count, lambda slot: (left_transposed.at[slot, :, own].T, right.at[slot]))
+
+            products.either(is_dq, of_dq, of_others, accumulator)
 
         def of_rows(x):
             return load(x.at[head, steps], BY_ROWS, optimized=False)
 
         def across(x):
-            return lax.broadcast_in_dim(x, (R, COLUMNS), [0])
+            return lax.broadcast_in_dim(x, (R, R), [0])
 
-        def inner(j, total):
-            slot = slot_of(j)
-            plgpu.barrier_wait(full.at[slot])
-            x, y = (load(z.at[slot, own]).astype(jnp.float32) for z in (left, right_transposed))
-            products.release(empty.at[slot])
-            return total + x * y
-
-        if role == _Role.STATES:
-            found = lax.fori_loop(np.int32(0), np.int32(items.with_state), inner, products.zeros(R, DEPTH))
-            states.at[head, chunk, mine][...] = jnp.sum(found, axis=1)
-            return
         # Loaded before the product and used after it: their latency is hidden.
-        weights = of_rows(w if role == _Role.DQ else abar)
-        inv, bias = (None if role != _Role.DQ or x is None else of_rows(x) for x in (inv_den, dz_den))
+        query_weights, key_weights = of_rows(w), of_rows(abar)
+        inv, bias = (None if x is None else of_rows(x) for x in (inv_den, dz_den))
         acc = products.from_zeros(with_state, R, COLUMNS)
-        slots = [slot_of(items.with_state + x) for x in range(items.weighted + items.norm)]
-        for slot in slots:
-            plgpu.barrier_wait(full.at[slot])
-        if role == _Role.DQ:
-            weights = query_scale(weights, scale, inv)
-        acc *= across(weights)
-        if items.norm:
-            norm = load(right_vector.at[slots[-1], :COLUMNS], BY_COLUMNS)
-            acc += across(weights if bias is None else weights * bias) * lax.broadcast_in_dim(norm, (R, COLUMNS), [1])
-        if items.weighted:
-            x = load(right.at[slot_of(items.with_state + wg)])
-            products.release(*(empty.at[slot] for slot in slots))
-            (q_inter, k_inter)[role].at[head, column, steps][...] = jnp.sum(acc * x.astype(jnp.float32), axis=1)
+        weights = lax.cond(is_dq, lambda: query_scale(query_weights, scale, inv), lambda: key_weights)
+        # By 64 columns: what is read beside the accumulator takes few registers at a time.
+        of_parts = [slice(j * R, (j + 1) * R) for j in range(COLUMNS // R)]
+
+        def scaled(acc):
+            return jnp.concatenate([acc[:, at] * across(weights) for at in of_parts], axis=1)
+
+        def scaled_with_sums(acc):
+            parts = [acc[:, at] * across(weights) for at in of_parts]
+            count = roles[_Role.DK].weighted + roles[_Role.DK].norm
+            for x in range(count - 1):
+                ring.wait(after_state + x)
+            of_norm = weights if bias is None else lax.cond(is_dq, lambda: weights * bias, lambda: weights)
+
+            def add_norm(*parts):
+                slot = ring.wait(after_state + count - 1)
+                rows = [lax.broadcast_in_dim(load(right_vector.at[slot, at], BY_COLUMNS), (R, R), [1]) for at in of_parts]
+                return [x + across(of_norm) * y for x, y in zip(parts, rows, strict=True)]
+
+            parts = add_norm(*parts) if n is not None else lax.cond(is_dq, lambda *parts: list(parts), add_norm, *parts)
+            slot = ring.slot(after_state + wg)
+            tiles = (load(right.at[slot, :, at]).astype(jnp.float32) for at in of_parts)
+            sums = functools.reduce(jnp.add, [products.sum_over_columns(x * y) for x, y in zip(parts, tiles, strict=True)])
+            ring.release(*(after_state + x for x in range(count - 1)))
+            release_norm = functools.partial(ring.release, after_state + count - 1)
+            release_norm() if n is not None else pl.when(~is_dq)(release_norm)
+            for kind, x in ((_Role.DQ, q_inter), (_Role.DK, k_inter)):
+
+                @pl.when(role == kind)
+                def store(x=x):
+                    x.at[head, column, steps][...] = sums
+
+            return jnp.concatenate(parts, axis=1)
+
+        acc = lax.cond(is_dv, scaled, scaled_with_sums, acc)
         (acc,) = products.onto(with_tiles, acc)
-        out = in_chunk((dq, dk, dv)[role], head, chunk)
-        for j in range(COLUMNS // R):
+        for j, at in enumerate(of_parts):
             tile = out_tiles.at[wg, j % 2]
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            tile[...] = acc[:, j * R : (j + 1) * R].astype(q.dtype)
+            tile[...] = acc[:, at].astype(q.dtype)
             plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(tile, out.at[mine, pl.ds(pl.multiple_of(column * COLUMNS + j * R, R), R)])
+            columns = pl.ds(pl.multiple_of(column * COLUMNS + j * R, R), R)
+            for kind, x in ((_Role.DQ, dq), (_Role.DK, dk), (_Role.DV, dv)):
+                pl.when(role == kind)(functools.partial(plgpu.copy_smem_to_gmem, tile, in_chunk(x, head, chunk).at[mine, columns]))
+
+    def multiply(step, head, chunk, role, row, column):
+        is_states = role == _Role.STATES
+        pl.when(is_states)(functools.partial(inner_states, step, head, chunk, row))
+        pl.when(~is_states)(functools.partial(gradient, step, head, chunk, role, row, column))
 
     @pl.when(wg == 2)
-    def _():
-        plgpu.set_max_registers(40, action="decrease")
-        drain(empty, for_each_item(copy), num_stages)
+    def copies():
+        ring.drain(for_each_item(copy_item))
 
     @pl.when(wg < 2)
-    def _():
-        plgpu.set_max_registers(232, action="increase")
+    def multiplications():
         for_each_item(multiply)
         plgpu.wait_smem_to_gmem(0)
 
@@ -363,8 +413,7 @@ def parallel_bw_dQKV(
         scratch={
             "operands": [one_of(*left, interpret=interpret), one_of(*right, interpret=interpret)],
             "out_tiles": plgpu.SMEM((2, 2, REGISTER_ROWS, REGISTER_ROWS), dtype, transforms=tile_transforms(REGISTER_ROWS, dtype.itemsize)),
-            "full": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
-            "empty": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
+            "barriers": ring_barriers(num_stages, copies=2),
         },
         interpret=interpret,
     )(**inputs, P=tiles.matP, dP=tiles.matDeltaP)

@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
@@ -106,6 +107,23 @@ class Products:
         values, carry = loop(count, step, ([x.value for x in sums], init))
         put(values)
         return carry
+
+    def either(self, condition: Any, this: Callable[[Any], None], that: Callable[[Any], None], accumulator: Any) -> None:
+        """this(accumulator) where the condition holds, else that(accumulator)."""
+        if not self.interpret:
+            pl.when(condition)(lambda: this(accumulator))
+            pl.when(jnp.logical_not(condition))(lambda: that(accumulator))
+            return
+
+        def added(issue: Callable[[Any], None]) -> Callable[[jax.Array], jax.Array]:
+            def run(value: jax.Array) -> jax.Array:
+                total = _Sum(value)
+                issue(total)
+                return total.value
+
+            return run
+
+        accumulator.value = lax.cond(condition, added(this), added(that), accumulator.value)
 
     def sum_over_rows(self, x: jax.Array, scratch: Any) -> jax.Array:
         """The sums over axis 0 of a float32 tile (64, 32 or 64), ``by_lanes``; scratch: SUM_SCRATCH elements, of this warpgroup alone.

@@ -1,7 +1,7 @@
 """The recurrences of ``stages/recurrence.py`` on Mosaic GPU, without x.
 
 Grid (B * NH times the number of recurrences, DHQK / rows, DHHV / 128). A CTA owns up to 256 rows and 128 columns of X. It has two
-warpgroups that multiply, each with 64 columns, kept transposed in registers, and one that copies num_stages tiles of 64 steps ahead.
+warpgroups, each with 64 columns, kept transposed in registers. They share the copying, num_stages tiles of 64 steps ahead.
 
 With r the left operand of the transposed product is r b, weighted in registers: (r b)^T a = b^T (r a), and a tile of b has 64 columns a
 warpgroup. The operand of a step is made while the product of the step before runs.
@@ -23,6 +23,7 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.launch_mosaic_gpu import BY_COLUMNS, REGISTER_ROWS, block, head_of, load, mosaic_call, plgpu, tile_transforms
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Lowering, StageCall
+from mlstm_pallas.stages.mosaic_gpu.copy_ring import CopyRing, ring_barriers
 from mlstm_pallas.stages.mosaic_gpu.products import Products
 from mlstm_pallas.stages.recurrence import MOSAIC_GPU_COLUMNS, MOSAIC_GPU_H_STAGES, RecurrenceOutputs, mosaic_gpu_rows_of
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
@@ -37,10 +38,8 @@ def _kernel(
     weights,  # shared (stages, 64) float32, absent without r
     h_tiles,  # shared (H_STAGES, 64, 128), absent where no recurrence has an h
     out_tiles,  # shared (2 warpgroups, 2, 64, 64)
-    full,  # barriers, one a stage
-    empty,
-    h_full,  # barriers, one a stage of h
-    h_empty,
+    barriers,  # of the ring of operands
+    h_barriers,  # of the ring of tiles of h, absent likewise
     *,
     p: Problem,
     rows: int,
@@ -63,32 +62,33 @@ def _kernel(
     def chunk_at(c, j):
         return p.NC - 1 - c if backward[j] else c
 
-    def copy(j, reads_h):
+    def rings(j, reads_h):
+        """Of the operands, and of the tiles of h."""
         a, b = (head_of(refs[f"{name}_{j}"], head, p) for name in "ab")
         r, h = refs[f"r_{j}"], head_of(refs[f"h_{j}"], head, p) if reads_h else None
 
-        def one(step, _):
-            slot = remainder(step, num_stages)
+        def steps_of(step):
             tile = chunk_at(divide(step, tiles_of_chunk), j) * tiles_of_chunk + remainder(step, tiles_of_chunk)
-            steps = block(tile, STEPS)
-            pl.when(step >= num_stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
-            plgpu.copy_gmem_to_smem(a.at[steps, own_rows], a_tiles.at[slot], full.at[slot])
-            plgpu.copy_gmem_to_smem(b.at[steps, columns], b_tiles.at[slot], full.at[slot])
+            return block(tile, STEPS)
+
+        def copy(step, slot, barrier):
+            steps = steps_of(step)
+            plgpu.copy_gmem_to_smem(a.at[steps, own_rows], a_tiles.at[slot], barrier)
+            plgpu.copy_gmem_to_smem(b.at[steps, columns], b_tiles.at[slot], barrier)
             if r is not None:
-                plgpu.copy_gmem_to_smem(r.at[head, steps], weights.at[slot], full.at[slot])
-            if h is not None:
-                h_slot = remainder(step, H_STAGES)
-                pl.when(step >= H_STAGES)(lambda: plgpu.barrier_wait(h_empty.at[h_slot]))
-                plgpu.copy_gmem_to_smem(h.at[steps, columns], h_tiles.at[h_slot], h_full.at[h_slot])
-            return _
+                plgpu.copy_gmem_to_smem(r.at[head, steps], weights.at[slot], barrier)
+
+        def copy_h(step, slot, barrier):
+            plgpu.copy_gmem_to_smem(h.at[steps_of(step), columns], h_tiles.at[slot], barrier)
 
         total = p.NC * tiles_of_chunk
-        loop(total, one, ())
-        for barriers, count in ((empty, num_stages), (h_empty, H_STAGES if reads_h else 0)):
-            for step in range(max(total - count, 0), total):  # the last releases; no barrier may be left in the middle of a phase
-                plgpu.barrier_wait(barriers.at[step % count])
+        operands = CopyRing(barriers, num_stages, total, copy, products)
+        return operands, CopyRing(h_barriers, H_STAGES, total, copy_h, products) if reads_h else None
 
     def multiply(j, reads_h):
+        ring, h_ring = rings(j, reads_h)
+        for x in (ring, h_ring) if reads_h else (ring,):
+            x.start()
         gamma, X, X_initial, X_last = (refs[f"{name}_{j}"] for name in ("gamma", "X", "X_initial", "X_last"))
 
         def left(slot):
@@ -101,10 +101,9 @@ def _kernel(
 
         def inner(step, tile):
             """The sums of b h over the columns of the warpgroup, for the steps of a tile."""
-            slot, h_slot = remainder(step, num_stages), remainder(step, H_STAGES)
-            plgpu.barrier_wait(h_full.at[h_slot])
+            slot, h_slot = ring.slot(step), h_ring.wait(step)
             x, y = (load(z.at[:, own_of_tile]).astype(jnp.float32) for z in (b_tiles.at[slot], h_tiles.at[h_slot]))
-            products.release(h_empty.at[h_slot])
+            h_ring.release(step)
             refs[f"inner_{j}"].at[head, own_part, block(tile, STEPS)][...] = products.sum_over_columns(x * y)
 
         def chunk(c, carry):
@@ -122,19 +121,20 @@ def _kernel(
                 def some(i, _):
                     for x in range(unrolled):
                         step = c * tiles_of_chunk + i * unrolled + x
-                        slot = remainder(step, num_stages)
-                        plgpu.barrier_wait(full.at[slot])
+                        slot = ring.wait(step)
                         products.add(accumulator, left(slot), a_tiles.at[slot])
                         products.wait(1)
-                        release = functools.partial(products.release, empty.at[remainder(step - 1, num_stages)])
+                        release = functools.partial(ring.release, step - 1)
                         pl.when(i > 0)(release) if x == 0 else release()
                         if reads_h:
                             inner(step, at * tiles_of_chunk + i * unrolled + x)
+                            h_ring.refill(step)
+                        pl.when(step > 0)(functools.partial(ring.refill, step - 1))
                     return _
 
                 products.loop(accumulator, tiles_of_chunk // unrolled, some)
                 products.wait(0)
-                products.release(empty.at[remainder((c + 1) * tiles_of_chunk - 1, num_stages)])
+                ring.release((c + 1) * tiles_of_chunk - 1)
 
             (XT,) = products.onto(add, XT * decay)
             return XT, following
@@ -144,25 +144,18 @@ def _kernel(
         if X_last is not None:
             X_last[head, own, own_rows] = XT
         plgpu.wait_smem_to_gmem(0)
+        ring.drain()
+        if reads_h:
+            h_ring.drain()
 
-    def for_own_recurrence(run):
-        for j in range(len(backward)):
-            own, has_h = divide(index, p.BNH) == j, refs[f"h_{j}"] is not None
-            if not has_h or rows == p.DHQK:
-                pl.when(own)(functools.partial(run, j, has_h))
-                continue
-            for reads_h in (True, False):  # no branch in the loop over steps
-                pl.when(own & ((lax.axis_index("rows") == 0) == reads_h))(functools.partial(run, j, reads_h))
-
-    @pl.when(wg == 2)
-    def _():
-        plgpu.set_max_registers(40, action="decrease")
-        for_own_recurrence(copy)
-
-    @pl.when(wg < 2)
-    def _():
-        plgpu.set_max_registers(232, action="increase")
-        for_own_recurrence(multiply)
+    for j in range(len(backward)):
+        own_recurrence, has_h = divide(index, p.BNH) == j, refs[f"h_{j}"] is not None
+        if not has_h or rows == p.DHQK:
+            pl.when(own_recurrence)(functools.partial(multiply, j, has_h))
+            continue
+        for reads_h in (True, False):  # no branch in the loop over steps
+            first_rows = (lax.axis_index("rows") == 0) == reads_h
+            pl.when(own_recurrence & first_rows)(functools.partial(multiply, j, reads_h))
 
 
 def recurrences(name: str, given: Sequence[Any], call: StageCall) -> list[RecurrenceOutputs]:
@@ -191,7 +184,7 @@ def recurrences(name: str, given: Sequence[Any], call: StageCall) -> list[Recurr
         ),
         name=name,
         grid={"head": len(given) * p.BNH, "rows": blocks(p.DHQK, rows), "columns": blocks(p.DHHV, COLUMNS)},
-        warpgroups=3,
+        warpgroups=2,
         outputs=outputs,
         scratch={
             "a_tiles": tile((num_stages, STEPS, rows)),
@@ -199,10 +192,8 @@ def recurrences(name: str, given: Sequence[Any], call: StageCall) -> list[Recurr
             "weights": plgpu.SMEM((num_stages, STEPS), jnp.float32) if weighted else None,
             "h_tiles": tile((H_STAGES, STEPS, COLUMNS)) if has_h else None,
             "out_tiles": tile((2, 2, R, R)),
-            "full": plgpu.Barrier(num_arrivals=3 if weighted else 2, num_barriers=num_stages),  # one a copy
-            "empty": plgpu.Barrier(num_arrivals=2, num_barriers=num_stages),
-            "h_full": plgpu.Barrier(num_arrivals=1, num_barriers=H_STAGES) if has_h else None,
-            "h_empty": plgpu.Barrier(num_arrivals=2, num_barriers=H_STAGES) if has_h else None,
+            "barriers": ring_barriers(num_stages, copies=3 if weighted else 2),
+            "h_barriers": ring_barriers(H_STAGES, copies=1) if has_h else None,
         },
         interpret=interpret,
     )(**inputs)

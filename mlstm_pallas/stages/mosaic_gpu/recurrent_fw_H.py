@@ -1,8 +1,9 @@
 """recurrent_fw_H on Mosaic GPU: the fused scan of ``stages/recurrent_fw_H.py``.
 
-Grid (B * NH, DHHV / siz_b_DHHV). A CTA has two warpgroups that compute and one that copies. Each of the former owns siz_b_DHHV / 2 columns
-of C and of h, in blocks of 64. A block of C is kept transposed in registers, 64 x siz_b_loop floats, and is the left operand of C^T q.
-Copies into shared memory run num_stages chunks ahead. While the state's product runs, the outputs of the chunk are stored.
+Grid (B * NH, DHHV / siz_b_DHHV). A CTA has two warpgroups. Each owns siz_b_DHHV / 2 columns of C
+and of h, in blocks of 64. A block of C is kept transposed in registers, 64 x siz_b_loop floats, and
+is the left operand of C^T q. Copies run up to num_stages chunks ahead. While the state's product
+runs, the outputs of the chunk are stored.
 """
 
 import functools
@@ -17,6 +18,7 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.launch_mosaic_gpu import (
     BY_COLUMNS,
     REGISTER_ROWS,
+    block,
     copy_where,
     head_of,
     load,
@@ -26,9 +28,10 @@ from mlstm_pallas.launch_mosaic_gpu import (
 )
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Lowering, StageCall, mosaic_gpu_rows, sequence_shape
+from mlstm_pallas.stages.mosaic_gpu.copy_ring import CopyRing, ring_barriers
 from mlstm_pallas.stages.mosaic_gpu.products import Products
 from mlstm_pallas.stages.parallel_fw_P import Scores
-from mlstm_pallas.tiles import blocks, divide, remainder
+from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 
 def _kernel(
@@ -44,6 +47,8 @@ def _kernel(
     h,  # out, like v
     C_last,  # out (B * NH, DHHV, siz_b_loop), transposed, may be absent
     C_states,  # out (B * NH, stored, DHQK, DHHV), may be absent
+    slots,  # shared, by name: the tiles of the chunks in flight, (num_stages, ...) each
+    barriers,  # of the ring of slots
     out_tiles,  # shared (blocks of 64 columns, L, 64)
     state_tiles,  # shared (warpgroups, 2, 64, 64), for C_states
     *,
@@ -59,29 +64,20 @@ def _kernel(
     n, column_block, wg = lax.axis_index("head"), lax.axis_index("columns"), lax.axis_index("wg")
     L, R, dtype = p.L, REGISTER_ROWS, v.dtype
     owned = siz_b_DHHV // (warpgroups * R)  # blocks of a warpgroup
-    transforms = functools.partial(tile_transforms, itemsize=dtype.itemsize)
-
-    def block(shape, index, **more):
-        return plgpu.BlockSpec(shape, index, **more)
-
-    def row(x):
-        return None if x is None else x.at[n]
-
-    def matrix(x):
-        return None if x is None else head_of(x, n, p)
-
-    values = block((L, siz_b_DHHV), lambda c: (c, column_block), transforms=transforms(siz_b_DHHV))
-    inputs = {
-        "q": (matrix(q), block((L, rows), lambda c: (c, launch), transforms=transforms(rows))),
-        "k": (matrix(k), block((L, rows), lambda c: (c, launch), transforms=transforms(rows))),
-        "v": (matrix(v), values),
-        "P": (row(P), block((L, L), lambda c: (c, 0), transforms=transforms(L))),
-        "r": (row(r), block((L,), lambda c: (c,))),
-        "abar": (row(abar), block((L,), lambda c: (c,))),
-        "partial": (matrix(partial), values),
-    }
-    inputs = {name: x for name, x in inputs.items() if x[0] is not None}
     outputs = head_of(h, n, p)
+    sequences = {"q": (q, launch * rows, rows), "k": (k, launch * rows, rows)}
+    sequences |= {name: (x, column_block * siz_b_DHHV, siz_b_DHHV) for name, x in (("v", v), ("partial", partial)) if x is not None}
+
+    def copy(chunk, slot, barrier):
+        steps = block(chunk, L)
+        for name, (x, start, size) in sequences.items():
+            columns = pl.ds(start if isinstance(start, int) else pl.multiple_of(start, size), size)
+            plgpu.copy_gmem_to_smem(head_of(x, n, p).at[steps, columns], slots[name].at[slot], barrier)
+        for name, x in (("P", P), ("r", r), ("abar", abar)):
+            if x is not None:
+                plgpu.copy_gmem_to_smem(x.at[n, steps], slots[name].at[slot], barrier)
+
+    ring = CopyRing(barriers, num_stages, p.NC, copy, products)
 
     def columns(b):
         """Those of block b of the warpgroup: in the tile, in the array."""
@@ -95,21 +91,15 @@ def _kernel(
         plgpu.commit_smem()
         copy_where(where, tile, destination, interpret=products.interpret)
 
-    def compute(pipeline):
-        CT = [products.zeros(R, rows) if C_initial is None else _initial(b) for b in range(owned)]
-        CT, _ = pipeline((CT, gamma[n, 0]))
-        if C_last is not None:
-            for b in range(owned):
-                C_last[n, columns(b)[1]] = CT[b]
-        plgpu.wait_smem_to_gmem(0)
-
-    def _initial(b):
+    def initial(b):
         own = C_initial.at[n, columns(b)[1], pl.ds(launch * rows, rows)]
         return load(own, optimized=False)
 
-    def chunk(indices, *args):
-        (index,), (*refs, (CT, decay)) = indices, args
-        x, free = dict(zip(inputs, refs[: len(inputs)], strict=True)), dict(zip(inputs, refs[len(inputs) :], strict=True))
+    def chunk(index, carry):
+        CT, decay = carry
+        pl.when(index > 0)(lambda: ring.refill(index - 1))
+        slot = ring.wait(index)
+        x = {name: tile.at[slot] for name, tile in slots.items()}
         following = gamma[n, lax.min(index + 1, np.int32(p.NC - 1))]
         row_scale = lax.broadcast_in_dim(load(x["r"], BY_COLUMNS), (R, L), [1])
         weights = lax.broadcast_in_dim(load(x["abar"], BY_COLUMNS), (R, L), [1])
@@ -127,8 +117,6 @@ def _kernel(
                         store(tile, state_tiles.at[wg, j % 2], states, 1, remainder(index, store_every) == 0)
 
             hT = products.from_zeros(inter, R, L) * row_scale
-            if b == owned - 1:
-                products.release(free["q"])
             if partial is not None:
                 hT += load(x["partial"].at[:, own].T).astype(jnp.float32)
             vT = load(x["v"].at[:, own].T)
@@ -142,20 +130,17 @@ def _kernel(
                 store(hT.astype(dtype), out_tiles.at[wg * owned + b], outputs.at[pl.ds(index * L, L), destination], owned - 1)
 
             new.append(products.onto(rest, hT, CT[b] * decay)[1])
-        products.release(*(barrier for name, barrier in free.items() if name != "q"))
+        ring.release(index)
         return new, following
 
-    plgpu.emit_pipeline_warp_specialized(
-        chunk,
-        grid=(p.NC,),
-        in_specs=[spec for _, spec in inputs.values()],
-        wg_axis="wg",
-        num_compute_wgs=warpgroups,
-        memory_registers=24,
-        max_concurrent_steps=num_stages,
-        manual_consumed_barriers=True,
-        compute_context=compute,
-    )(*(ref for ref, _ in inputs.values()))
+    ring.start()
+    CT = [products.zeros(R, rows) if C_initial is None else initial(b) for b in range(owned)]
+    CT, _ = loop(p.NC, chunk, (CT, gamma[n, 0]))
+    if C_last is not None:
+        for b in range(owned):
+            C_last[n, columns(b)[1]] = CT[b]
+    plgpu.wait_smem_to_gmem(0)
+    ring.drain()
 
 
 def recurrent_fw_H(
@@ -173,12 +158,22 @@ def recurrent_fw_H(
     p, tiles, dtype, R = call.problem, call.tiles, matQ.dtype, REGISTER_ROWS
     rows, warpgroups = mosaic_gpu_rows(p.DHQK, tiles.siz_b_loop), tiles.num_warps // 4
     interpret = call.lowering is Lowering.MOSAIC_GPU_INTERPRET
-    tile = functools.partial(plgpu.SMEM, dtype=dtype, transforms=tile_transforms(R, dtype.itemsize))
+
+    def tile(*shape):
+        return plgpu.SMEM(shape, dtype, transforms=tile_transforms(shape[-1], dtype.itemsize))
+
+    def slots(first_launch):
+        depth, V = tiles.num_stages, tiles.siz_b_DHHV
+        found = {"q": tile(depth, p.L, rows), "k": tile(depth, p.L, rows), "v": tile(depth, p.L, V)}
+        found |= {"P": tile(depth, p.L, p.L)} if first_launch else {"partial": tile(depth, p.L, V)}
+        return found | {name: plgpu.SMEM((depth, p.L), jnp.float32) for name in ("r", "abar")}
+
     C_last = jax.ShapeDtypeStruct((p.BNH, p.DHHV, rows), jnp.float32) if return_last else None
     states = jax.ShapeDtypeStruct((p.BNH, p.NC // store_every, p.DHQK, p.DHHV), dtype) if store_every else None
     found: dict[str, Any] = {"h": None}
     lasts = []
     for launch in range(blocks(p.DHQK, rows)):
+        ring = slots(launch == 0)
         found = mosaic_call(
             functools.partial(
                 _kernel,
@@ -193,11 +188,13 @@ def recurrent_fw_H(
             ),
             name="recurrent_fw_H",
             grid={"head": p.BNH, "columns": blocks(p.DHHV, tiles.siz_b_DHHV)},
-            warpgroups=warpgroups + 1,
+            warpgroups=warpgroups,
             outputs={"h": sequence_shape(matV, p.DHHV, dtype), "C_last": C_last, "C_states": states},
             scratch={
-                "out_tiles": tile((tiles.siz_b_DHHV // R, p.L, R)),
-                "state_tiles": tile((warpgroups, 2, R, R)) if store_every else None,
+                "slots": ring,
+                "barriers": ring_barriers(tiles.num_stages, copies=len(ring), readers=warpgroups),
+                "out_tiles": tile(tiles.siz_b_DHHV // R, p.L, R),
+                "state_tiles": tile(warpgroups, 2, R, R) if store_every else None,
             },
             interpret=interpret,
         )(

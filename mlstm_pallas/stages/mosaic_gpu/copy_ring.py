@@ -1,0 +1,108 @@
+"""A ring of slots in shared memory: copies run ahead of the warpgroups that read them.
+
+A sequence of steps goes through the slots in order, step x through slot x mod num_slots. Each slot
+has two barriers: ``full``, on which its copies arrive, and ``empty``, on which every reading
+warpgroup arrives when it has read the slot.
+
+Who starts the copies is a static choice. Shared: the readers do, each for its share of the slots,
+so that none of them waits for the others more often than its neighbour. Dedicated: a further
+warpgroup does, which calls ``fetch`` for every step. Neither needs setmaxnreg, which nvJitLink
+ignores: two warpgroups have 255 registers a thread from the launch on, three have 168.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.launch_mosaic_gpu import plgpu
+from mlstm_pallas.stages.mosaic_gpu.products import Products
+from mlstm_pallas.tiles import loop, remainder
+
+
+class RingBarriers(NamedTuple):
+    full: Any  # one a slot
+    empty: Any
+
+
+def ring_barriers(num_slots: int, copies: int, readers: int = 2) -> RingBarriers:
+    """Those of a ring; copies: of a step."""
+    full = plgpu.Barrier(num_arrivals=copies, num_barriers=num_slots)
+    return RingBarriers(full, plgpu.Barrier(num_arrivals=readers, num_barriers=num_slots))
+
+
+@dataclasses.dataclass(frozen=True)
+class CopyRing:
+    """A ring, as one CTA sees it.
+
+    Attributes:
+      barriers: those of ``ring_barriers``, in the kernel.
+      num_slots: slots.
+      steps: how many steps go through the ring, or None: ``fetch`` and ``drain`` alone are called.
+      copies: copies(step, slot, barrier) starts the copies of a step.
+      products: of the reading warpgroup.
+      readers: warpgroups that share the copying; 0: a further warpgroup does it.
+    """
+
+    barriers: RingBarriers
+    num_slots: int
+    steps: Any
+    copies: Callable[[Any, Any, Any], None] | None
+    products: Products
+    readers: int = 2
+
+    def slot(self, step: Any) -> Any:
+        return remainder(step, self.num_slots)
+
+    def fetch(self, step: Any, copies: Callable[[Any, Any, Any], None] | None = None) -> None:
+        """Starts the copies of a step, once the slot's last reader has released it.
+
+        copies: in place of the ring's.
+        """
+        slot = self.slot(step)
+        pl.when(step >= self.num_slots)(lambda: plgpu.barrier_wait(self.barriers.empty.at[slot]))
+        (copies or self.copies)(step, slot, self.barriers.full.at[slot])
+
+    def wait(self, step: Any) -> Any:
+        """Waits for the copies of a step; its slot."""
+        slot = self.slot(step)
+        plgpu.barrier_wait(self.barriers.full.at[slot])
+        return slot
+
+    def release(self, *steps: Any) -> None:
+        """The warpgroup has read these steps."""
+        self.products.release(*(self.barriers.empty.at[self.slot(step)] for step in steps))
+
+    def _for_own_slot(self, slot: Any, condition: Any, run: Callable[[], None]) -> None:
+        pl.when((remainder(slot, self.readers) == lax.axis_index("wg")) & condition)(run)
+
+    def start(self) -> None:
+        """Starts the copies of the first steps, one a slot."""
+
+        def first(step, carry):
+            self._for_own_slot(step, step < self.steps, lambda: self.fetch(step))
+            return carry
+
+        if self.readers:
+            loop(self.num_slots, first, None)
+
+    def refill(self, *steps: Any) -> None:
+        """Starts the copies into the slots of these steps, which this warpgroup has released."""
+        if not self.readers:
+            return
+        for step in steps:
+            following = step + self.num_slots
+            self._for_own_slot(self.slot(step), following < self.steps, lambda step=following: self.fetch(step))
+
+    def drain(self, steps: Any = None) -> None:
+        """Waits for the last releases: no barrier may be left in the middle of a phase."""
+        total = self.steps if steps is None else steps
+        for x in range(self.num_slots):
+            step = lax.convert_element_type(total, np.int32) - np.int32(self.num_slots - x)
+            slot = self.slot(step)
+            wait = functools.partial(plgpu.barrier_wait, self.barriers.empty.at[slot])
+            self._for_own_slot(slot, step >= 0, wait) if self.readers else pl.when(step >= 0)(wait)
