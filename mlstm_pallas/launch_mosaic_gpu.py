@@ -1,4 +1,4 @@
-"""The seam to Mosaic GPU: the only importer of jax.experimental.pallas.mosaic_gpu. For Hopper and jax 0.11, from 0.11.2 on.
+"""The seam to Mosaic GPU: the only importer of jax.experimental.pallas.mosaic_gpu. For Hopper GPUs, and jax from 0.11.2 on.
 
 Its interface changes between versions of jax, so what the kernels share of it is here: a launch, the layout of tiles in shared memory,
 copies. ``stages/mosaic_gpu/products.py`` has the products on the tensor cores.
@@ -103,6 +103,17 @@ def tile_transforms(columns: int, itemsize: int) -> tuple[Any, ...]:
 def load(ref: Any, layout: Any = plgpu.Layout.WGMMA, *, optimized: bool = True) -> jax.Array:
     """A tile in registers, as an accumulator is, or a vector beside one. Not optimized: from global memory, element by element."""
     return plgpu.load(ref, layout=layout, optimized=optimized)  # type: ignore[call-arg]
+
+
+def write(ref: Any, x: jax.Array) -> None:
+    """Writes to shared memory, in a kernel that gives its layouts, also where banks conflict.
+
+    jax 0.12 refuses such a store unless told so; jax 0.11 knows no other.
+    """
+    if hasattr(plgpu, "store"):
+        plgpu.store(ref, x, optimized=False)
+    else:
+        ref[...] = x
 
 
 def copy_where(where: jax.Array | None, tile: Any, destination: Any, *, interpret: bool) -> None:

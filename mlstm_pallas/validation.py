@@ -14,7 +14,7 @@ from mlstm_pallas.problem import InputGate, Layout, as_integer, is_power_of_two
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 INPUT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 BACKENDS = ("triton", "mosaic_gpu", "interpret", "mosaic_gpu_interpret", "xla")
-MOSAIC_GPU_JAX = (0, 11, 2), (0, 12)  # the first version that compiles the Mosaic GPU kernels, and the next that does not
+MOSAIC_GPU_JAX = (0, 11, 2), (0, 13)  # the first version that compiles the Mosaic GPU kernels, and the next that is not known to
 
 Dims = Sequence[str]
 # Of a sequence, by the names of the arguments of mlstm_chunkwise.

@@ -278,16 +278,14 @@ def mosaic_gpu_by_chunk(p: Problem) -> bool:
 
 
 def _mosaic_gpu_heuristic(p: Problem) -> StageConfig:
-    """By chunk at DHQK 128 six stages: with more, shared memory leaves too little L1 for the registers that spill."""
-    if not mosaic_gpu_by_chunk(p):
-        return StageConfig(num_stages=4)
-    return StageConfig(num_stages=6 if p.DHQK == 128 else 7)
+    """By chunk three pairs of tiles: with more, shared memory leaves too little L1 for the registers that spill."""
+    return StageConfig(num_stages=4 if not mosaic_gpu_by_chunk(p) else 6 if p.DHQK == 128 else 7)
 
 
 def _mosaic_gpu_takes(tiles: StageConfig, p: Problem) -> bool:
     """Whether there are enough stages, and shared memory for them. With fewer stages than a step holds at once it would wait for ever.
 
-    A step holds four stages of 128 x 64 elements where a CTA makes a whole chunk. Beside the stages that kernel has 128 columns
+    A step holds two stages of 2 x 128 x 64 elements where a CTA makes a whole chunk. Beside the stages that kernel has 128 columns
     of k, of two chunks at DHQK 64, and for each of these chunks four vectors in float32; three blocks of 64 x 64 of P and of dP each, and
     two for outputs. In the other kernel a step holds three stages of (128 + 256) x 64; it has four blocks for outputs.
     """
@@ -311,7 +309,7 @@ STAGE = Stage(
     loops=_loops,
     clamp=clamp_to_tile,
     mosaic_gpu=MosaicGpu(
-        search=dict(num_stages=(3, 4, 5, 6, 7, 8)),
+        search=dict(num_stages=(2, 3, 4, 5, 6, 7, 8)),
         heuristic=_mosaic_gpu_heuristic,
         takes=_mosaic_gpu_takes,
     ),

@@ -24,7 +24,7 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas import gates
 from mlstm_pallas.gates import ChunkGates, LocalGates, branchless_log1p, pair_max, split_at, stabiliser_sources, two_sum
-from mlstm_pallas.launch_mosaic_gpu import mosaic_call, plgpu
+from mlstm_pallas.launch_mosaic_gpu import mosaic_call, plgpu, write
 from mlstm_pallas.problem import InputGate, Problem, next_power_of_two
 from mlstm_pallas.stage import Lowering, StageCall
 from mlstm_pallas.stages.mosaic_gpu.chunk_scans import (
@@ -126,7 +126,7 @@ def _summaries_kernel(
     local = _local_gates(*log_gates, begins, buffers, chunk_rows, input_gate)
     b_hi, b_lo, max_hi, max_lo, offset = last_columns(*local.vecB, *local.vecEmax, local.vecOffset)
     added, own, reset = gates.summary((b_hi, b_lo), (max_hi, max_lo), offset)
-    last[...] = jnp.concatenate([jnp.where(reset, -_INF, added), own], axis=1)
+    write(last, jnp.concatenate([jnp.where(reset, -_INF, added), own], axis=1))
     plgpu.commit_smem()
     for chunk, (exists, head, c) in enumerate(_chunks_of_cta(rows // chunk_rows, p)):
 
@@ -172,7 +172,7 @@ def _gates_kernel(
         m_before = jnp.concatenate([row_before(column, m_start, chunk_rows, buffers["sums"]), *earlier], axis=1)
         restarts = reset if begins is None else reset | begins
         store_rows(flags.at[cta], gates.join_flags(local.vecE, of_u, of_m, m_before, own_f, log_f, restarts, begins))
-    buffers["last_bounds"][...] = jnp.concatenate([of_chunk] * 4, axis=1)
+    write(buffers["last_bounds"], jnp.concatenate([of_chunk] * 4, axis=1))
     plgpu.commit_smem()
     for chunk, (exists, head, c) in enumerate(own_chunks):
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.launch_mosaic_gpu import load, plgpu
+from mlstm_pallas.launch_mosaic_gpu import load, plgpu, write
 
 LANES = 128  # of a warpgroup
 STEPS = 4  # of a row
@@ -81,7 +81,7 @@ def running(
 
     before, reach, slot = columns[-1], 1, 0
     while reach < chunk_rows:
-        buffer.at[slot, chunk_rows:][...] = jnp.concatenate(before, axis=1)
+        write(buffer.at[slot, chunk_rows:], jnp.concatenate(before, axis=1))
         plgpu.commit_smem()
         shift = 1 if reach == 1 else 0  # in the first round these are totals of the rows, later ones of ``reach`` rows before each
         distances = [shift + k * reach for k in reversed(range(_RADIX))]
@@ -93,7 +93,7 @@ def running(
 def last_of_chunks(columns: Sequence[jax.Array], chunk_rows: int, buffer: Any) -> list[jax.Array]:
     """For every row what the last row of its chunk has. columns: (rows, 1); buffer: shared (rows, number of columns)."""
     rows = columns[0].shape[0]
-    buffer[...] = jnp.concatenate(columns, axis=1)
+    write(buffer, jnp.concatenate(columns, axis=1))
     plgpu.commit_smem()
     ends = range(chunk_rows - 1, rows, chunk_rows)
     return [of_chunks([buffer[end, k] for end in ends], rows) for k in range(len(columns))]
@@ -118,7 +118,7 @@ def last_columns(*x: jax.Array) -> list[jax.Array]:
 def row_before(column: jax.Array, first: jax.Array, chunk_rows: int, buffer: Any) -> jax.Array:
     """What the row before has of a column, and in the first row of a chunk ``first``: (rows, 1) each; buffer: a ``scan_buffer``."""
     rows = column.shape[0]
-    buffer.at[0, chunk_rows:][...] = jnp.concatenate([column] * buffer.shape[-1], axis=1)
+    write(buffer.at[0, chunk_rows:], jnp.concatenate([column] * buffer.shape[-1], axis=1))
     plgpu.commit_smem()
     found = split_columns(load(buffer.at[0, pl.ds(chunk_rows - 1, rows)], rows_layout(), optimized=False))[0]
     return jnp.where((row_index((rows, 1)) & (chunk_rows - 1)) > 0, found, first)

@@ -78,7 +78,8 @@ class CopyRing:
         self.products.release(*(self.barriers.empty.at[self.slot(step)] for step in steps))
 
     def _for_own_slot(self, slot: Any, condition: Any, run: Callable[[], None]) -> None:
-        pl.when((remainder(slot, self.readers) == lax.axis_index("wg")) & condition)(run)
+        copier = remainder(slot, self.readers) if self.readers else np.int32(2)
+        pl.when((lax.axis_index("wg") == copier) & condition)(run)
 
     def start(self) -> None:
         """Starts the copies of the first steps, one a slot."""
@@ -90,19 +91,24 @@ class CopyRing:
         if self.readers:
             loop(self.num_slots, first, None)
 
-    def refill(self, *steps: Any) -> None:
-        """Starts the copies into the slots of these steps, which this warpgroup has released."""
+    def refill(self, *steps: Any, copies: Callable[[Any, Any, Any], None] | None = None) -> None:
+        """Starts the copies into the slots of these steps, which this warpgroup has released.
+
+        copies: in place of the ring's.
+        """
         if not self.readers:
             return
         for step in steps:
-            following = step + self.num_slots
-            self._for_own_slot(self.slot(step), following < self.steps, lambda step=following: self.fetch(step))
+            # What follows from the step is computed here, not kept in registers meanwhile.
+            following = lax.optimization_barrier(step) + self.num_slots
+            fetch = functools.partial(self.fetch, following, copies)
+            self._for_own_slot(self.slot(step), following < self.steps, fetch)
 
     def drain(self, steps: Any = None) -> None:
         """Waits for the last releases: no barrier may be left in the middle of a phase."""
-        total = self.steps if steps is None else steps
+        total = lax.convert_element_type(self.steps if steps is None else steps, np.int32)
         for x in range(self.num_slots):
-            step = lax.convert_element_type(total, np.int32) - np.int32(self.num_slots - x)
+            step = total - np.int32(self.num_slots - x)
             slot = self.slot(step)
             wait = functools.partial(plgpu.barrier_wait, self.barriers.empty.at[slot])
-            self._for_own_slot(slot, step >= 0, wait) if self.readers else pl.when(step >= 0)(wait)
+            self._for_own_slot(slot, step >= 0, wait)

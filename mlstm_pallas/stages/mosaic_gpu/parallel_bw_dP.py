@@ -44,6 +44,8 @@ from mlstm_pallas.tiles import blocks, divide, loop, remainder
 TILE = 128  # queries, and keys, of an item
 DEPTH = 64  # of the product of a step
 H_STAGES = 3  # tiles of h in shared memory
+READERS = 2
+SLICE = 32  # keys whose P and dP a warpgroup makes at a time: with more there are too few registers
 LOG2_E = float(np.log2(np.e))
 
 
@@ -95,8 +97,10 @@ def _kernel(
         return divide(chunk, p.NC), remainder(chunk, p.NC), i, j
 
     def copy(step, slot, barrier):
-        """The copies of a step: q and k, dh and v, or the vectors of the keys."""
-        index, x = divide(step, steps_of_item), remainder(step, steps_of_item)
+        copy_of_item(divide(step, steps_of_item), remainder(step, steps_of_item), slot, barrier)
+
+    def copy_of_item(index, x, slot, barrier):
+        """The copies of step x of an item: q and k, dh and v, or the vectors of the keys."""
         head, chunk, i, j = item(index)
         queries, keys = block(chunk * tiles + i, TILE), block(chunk * tiles + j, TILE)
 
@@ -117,8 +121,8 @@ def _kernel(
         tile = head_of(h, head, p).at[block(chunk * tiles + i, TILE), block(remainder(step, steps_v), DEPTH)]
         plgpu.copy_gmem_to_smem(tile, h_tiles.at[slot], barrier)
 
-    ring = CopyRing(barriers, num_stages, items * steps_of_item, copy, products)
-    h_ring = CopyRing(h_barriers, H_STAGES, items * steps_v, copy_h, products)
+    ring = CopyRing(barriers, num_stages, items * steps_of_item, copy, products, READERS)
+    h_ring = CopyRing(h_barriers, H_STAGES, items * steps_v, copy_h, products, READERS)
 
     def multiply(index, carry):
         head, chunk, i, j = item(index)
@@ -127,14 +131,22 @@ def _kernel(
 
         first = index * steps_of_item
 
+        def copy_after(step, slot, barrier):
+            """Of this item or of the next: cheaper to find than of any."""
+            x = step - lax.optimization_barrier(index) * steps_of_item
+            here = x < steps_of_item
+            copy_of_item(jnp.where(here, index, index + 1), jnp.where(here, x, x - steps_of_item), slot, barrier)
+
+        refill = functools.partial(ring.refill, copies=copy_after)
+
         def of_rows(x):
             return load(x.at[head, steps], BY_ROWS, optimized=False)
 
         def across(x):
-            return lax.broadcast_in_dim(x, (R, R), [0])
+            return lax.broadcast_in_dim(x, (R, SLICE), [0])
 
         def down(x):
-            return lax.broadcast_in_dim(x, (R, R), [1])
+            return lax.broadcast_in_dim(x, (R, SLICE), [1])
 
         def scaled(x):
             """Times scale / den_t."""
@@ -162,7 +174,7 @@ def _kernel(
                     if row_sums is not None:
                         row_sums += times_h(x, slot)
                         h_ring.refill(index * steps_v + x)
-                    pl.when(step > 0)(lambda: ring.refill(step - 1))
+                    pl.when(step > 0)(lambda: refill(step - 1))
                     return row_sums
 
                 return products.loop(accumulator, count, one, row_sums)
@@ -171,42 +183,44 @@ def _kernel(
             row_sums = add(dA, steps_k, steps_v, None if h is None else plgpu.layout_cast(jnp.zeros((R,), jnp.float32), BY_ROWS))
             products.wait(0)
             ring.release(first + steps_k + steps_v - 1)
-            ring.refill(first + steps_k + steps_v - 1)
+            refill(first + steps_k + steps_v - 1)
             return row_sums
 
         delta_of_rows, scores, dA = products.all_from_zeros(both, (R, TILE), (R, TILE))
         # Where the floor is larger nothing passes back, also where h is inf.
         bias = None if h is None else jnp.where(slopes == 0.0, 0.0, slopes * delta_of_rows)
         slot = ring.wait(first + steps_of_item - 1)
-        t, s = (plgpu.broadcasted_iota(jnp.int32, (R, R), axis, layout=plgpu.Layout.WGMMA) for axis in range(2))
-        on_diagonal = None
+        t, s = (plgpu.broadcasted_iota(jnp.int32, (R, SLICE), axis, layout=plgpu.Layout.WGMMA) for axis in range(2))
+        on_diagonal = 0.0
 
-        def store(x, tile, destination, columns):
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            tile[...] = x.astype(q.dtype)
-            plgpu.commit_smem()
-            plgpu.copy_smem_to_gmem(tile, destination.at[head, steps, columns])
+        def tiles_of_keys(start):
+            """Writes P and dP of SLICE keys, from ``start`` on, into the tiles to store; returns their W by place."""
+            columns, in_tile = slice(start, start + SLICE), slice(start % R, start % R + SLICE)
+            hi, lo = (down(load(x.at[slot, columns], BY_COLUMNS)) - across(y) for x, y in zip((left_vector, right_vector), u, strict=True))
+            last_seen = t + ((i - j) * TILE + wg * R - start)  # the key of a query's own step
+            D = jnp.where(s <= last_seen, jnp.exp2(hi * LOG2_E + lo * LOG2_E), 0.0)
+            x = D * scores[:, columns]
+            out_tiles.at[wg, 0, :, in_tile][...] = scaled(x).astype(q.dtype)
+            dx = dA[:, columns]
+            dx = scaled(dx if bias is None else dx + across(bias))
+            out_tiles.at[wg, 1, :, in_tile][...] = (D * dx).astype(q.dtype)
+            W = x * dx
+            earlier = jnp.where(s < last_seen, W, 0.0)
+            keys = pl.ds(pl.multiple_of((chunk * tiles + j) * TILE + start, SLICE), SLICE)
+            per_key.at[head, i * (TILE // R) + wg, keys][...] = products.sum_over_rows(earlier, scratch.at[wg])
+            at_own_step = products.sum_over_columns(jnp.where(s == last_seen, W, 0.0))
+            return at_own_step, products.sum_over_columns(earlier)
 
         for b in range(TILE // R):
-            hi, lo = (
-                down(load(x.at[slot, b * R : (b + 1) * R], BY_COLUMNS)) - across(y)
-                for x, y in zip((left_vector, right_vector), u, strict=True)
-            )
-            last_seen = t + ((i - j) * TILE + wg * R - b * R)  # the key of a query's own step
-            D = jnp.where(s <= last_seen, jnp.exp2(hi * LOG2_E + lo * LOG2_E), 0.0)
-            columns = block(j * (TILE // R) + b, R)
-            x = D * scores[:, b * R : (b + 1) * R]
-            store(scaled(x), out_tiles.at[wg, 0], P, columns)
-            dx = dA[:, b * R : (b + 1) * R]
-            dx = scaled(dx if bias is None else dx + across(bias))
-            store(D * dx, out_tiles.at[wg, 1], dP, columns)
-            W = x * dx
-            on_tile_diagonal = jnp.sum(jnp.where(s == last_seen, W, 0.0), axis=1)
-            on_diagonal = on_tile_diagonal if on_diagonal is None else on_diagonal + on_tile_diagonal
-            W = jnp.where(s < last_seen, W, 0.0)
-            per_query.at[head, j * (TILE // R) + b, steps][...] = jnp.sum(W, axis=1)
-            keys = block((chunk * tiles + j) * (TILE // R) + b, R)
-            per_key.at[head, i * (TILE // R) + wg, keys][...] = products.sum_over_rows(W, scratch.at[wg])
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+            sums = [tiles_of_keys(start) for start in range(b * R, (b + 1) * R, SLICE)]
+            of_diagonal, of_earlier = (functools.reduce(jnp.add, x) for x in zip(*sums, strict=True))
+            on_diagonal += of_diagonal
+            per_query.at[head, j * (TILE // R) + b, steps][...] = of_earlier
+            plgpu.commit_smem()
+            for x, destination in enumerate((P, dP)):
+                columns = block(j * (TILE // R) + b, R)
+                plgpu.copy_smem_to_gmem(out_tiles.at[wg, x], destination.at[head, steps, columns])
         ring.release(first + steps_of_item - 1)
 
         @pl.when(i == j)
@@ -218,10 +232,25 @@ def _kernel(
         return carry
 
     rings = [ring] if h is None else [ring, h_ring]
-    for x in rings:
-        x.start()
-    loop(items, multiply, ())
-    plgpu.wait_smem_to_gmem(0)
+
+    def run():
+        loop(items, multiply, ())
+        plgpu.wait_smem_to_gmem(0)
+
+    def copy_step(step, carry):
+        index, x = divide(step, steps_of_item), remainder(step, steps_of_item)
+        ring.fetch(step)
+        if h is not None:
+            pl.when((x >= steps_k) & (x < steps_k + steps_v))(lambda: h_ring.fetch(index * steps_v + x - steps_k))
+        return carry
+
+    if READERS:
+        for x in rings:
+            x.start()
+        run()
+    else:
+        pl.when(wg < 2)(run)
+        pl.when(wg == 2)(lambda: loop(items * steps_of_item, copy_step, None))
     for x in rings:
         x.drain()
 
@@ -259,7 +288,7 @@ def parallel_bw_dP(
         functools.partial(_kernel, p=p, scale=p.qk_scale, programs=programs, num_stages=num_stages, products=Products(interpret)),
         name="parallel_bw_dP",
         grid={"program": programs},
-        warpgroups=2,
+        warpgroups=READERS or 3,
         outputs={
             "P": matrix,
             "dP": matrix,
@@ -271,7 +300,7 @@ def parallel_bw_dP(
         scratch={
             "operands": [one_of(tile, vector, interpret=interpret), one_of(tile, vector, interpret=interpret)],
             "h_tiles": plgpu.SMEM((H_STAGES, TILE, DEPTH), dtype, transforms=transforms) if reads_h else None,
-            "out_tiles": plgpu.SMEM((2, 2, T, T), dtype, transforms=tile_transforms(T, dtype.itemsize)),
+            "out_tiles": plgpu.SMEM((2, 2, T, T), dtype, transforms=tile_transforms(SLICE, dtype.itemsize)),
             "scratch": plgpu.SMEM((2, SUM_SCRATCH), jnp.float32),
             "barriers": ring_barriers(num_stages, copies=2),
             "h_barriers": ring_barriers(H_STAGES, copies=1) if reads_h else None,

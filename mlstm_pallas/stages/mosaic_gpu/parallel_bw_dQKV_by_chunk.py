@@ -1,8 +1,11 @@
 """parallel_bw_dQKV on Mosaic GPU where a CTA makes all gradients of a chunk, P and dP too: L = 128, DHQK 64 or 128.
 
-One CTA an SM; each takes every n-th chunk. Two warpgroups multiply, each for 64 rows of the chunk, and one copies tiles of 64 columns,
-num_stages of them ahead, into the next chunk too. k stays in shared memory for the whole chunk. At DHQK 64 there is room for the k of the
-next chunk; at 128 its copy waits for the end of the chunk.
+One CTA an SM; each takes every n-th chunk. Two warpgroups multiply, each for 64 rows of the chunk. Tiles of 64 columns are copied two at
+a time, num_stages such pairs ahead, into the next chunk too. k stays in shared memory for the whole chunk. At DHQK 64 there is room for
+the k of the next chunk; at 128 its copy waits for the end of the chunk.
+
+At DHQK 64 a third warpgroup copies: 168 registers a thread are enough for 64 x 64 of dq, dk and dv. At 128 the two share the copying and
+have 255.
 
 First come P and dP, and the sums of W, as in parallel_bw_dP: dh . v over DHHV, then q . k over DHQK. P and dP are in shared memory alone.
 Each warpgroup makes the block of 64 x 64 on the diagonal that has its queries, and half the keys of the block below the diagonal.
@@ -29,7 +32,6 @@ from mlstm_pallas.launch_mosaic_gpu import (
     BY_ROWS,
     REGISTER_ROWS,
     block,
-    drain,
     head_of,
     load,
     mosaic_call,
@@ -41,6 +43,7 @@ from mlstm_pallas.launch_mosaic_gpu import (
 from mlstm_pallas.normaliser import query_scale
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Lowering, StageCall, sequence_shape
+from mlstm_pallas.stages.mosaic_gpu.copy_ring import CopyRing, ring_barriers
 from mlstm_pallas.stages.mosaic_gpu.products import SUM_SCRATCH, Products
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
@@ -62,6 +65,11 @@ class _Vector(enum.IntEnum):
 def _k_stages(p: Problem) -> int:
     """Chunks whose k is in shared memory."""
     return 128 // p.DHQK
+
+
+def _readers(p: Problem) -> int:
+    """Warpgroups that share the copying; 0: a third one copies."""
+    return 0 if p.DHQK == 64 else 2
 
 
 def _kernel(
@@ -96,10 +104,8 @@ def _kernel(
     dP_tile,
     staging,  # shared, of each warpgroup a tile (64, 64) for outputs; in the same memory SUM_SCRATCH float32 for sums over queries
     vectors,  # shared (k_stages, 4, 128), see ``_Vector``
-    full,  # barriers, one a slot
-    empty,
-    k_full,  # barriers of k and the vectors, one a stage
-    k_empty,
+    barriers,  # of the ring of tiles
+    k_barriers,  # of the ring of k and the vectors
     tiles_full,  # of P and dP, and of per_query from warpgroup 0 to warpgroup 1
     tiles_empty,  # absent with one stage of k: both warpgroups wait for the next k before they write P and dP
     *,
@@ -112,79 +118,74 @@ def _kernel(
     warpgroup, program = lax.axis_index("wg"), lax.axis_index("program")
     out_tiles, scratch = staging
     R, steps, parts = REGISTER_ROWS, 2 * blocks(p.DHHV, 2 * DEPTH), blocks(p.DHQK, DEPTH)
-    # Slots of a chunk: dh and v of each step, q; v, dC, C and dh of each step, q.
+    # Tiles of a chunk: dh and v of each step, q; v, dC, C and dh of each step, q.
     first_q, second_step, second_q = 2 * steps, 2 * steps + parts, 6 * steps + parts
-    slots_of_chunk, k_stages = second_q + parts, _k_stages(p)
+    tiles_of_chunk, k_stages, readers = second_q + parts, _k_stages(p), _readers(p)
     chunks = divide(p.BNH * p.NC - 1 - program, programs) + 1
 
     def head_and_chunk(index):
         index = program + index * programs
         return divide(index, p.NC), remainder(index, p.NC)
 
-    def slot_of(index, x):
-        return remainder(index * slots_of_chunk + x, num_stages)
-
     def last_first(j):
         """The columns of v and dh that pass in step j the second time: those that passed last are the most likely to be in the L2."""
         return steps - 1 - j
 
-    def copy(step, carry):
-        index, x = divide(step, 2 * steps), remainder(step, 2 * steps)
+    def copy(step, slot, barrier):
+        copy_of_chunk(divide(step, tiles_of_chunk), remainder(step, tiles_of_chunk), slot, barrier)
+
+    def copy_of_chunk(index, x, slot, barrier):
+        """The copy of tile x of a chunk."""
+        head, chunk = head_and_chunk(index)
+        rows, y = block(chunk, CHUNK), x - second_step
+        for_tiles, for_gradients = x < first_q, (y >= 0) & (x < second_q)
+        which = jnp.where(for_tiles, 3 - 3 * remainder(x, 2), jnp.where(for_gradients, remainder(y, 4), 4))
+        of_q = x - jnp.where(y < 0, np.int32(first_q), np.int32(second_q))
+        column = jnp.where(for_tiles, divide(x, 2), jnp.where(for_gradients, last_first(divide(y, 4)), of_q))
+
+        def start(x, is_state):
+            tile = slots.at[slot, : p.DHQK if is_state else CHUNK]
+            source = x.at[head, chunk] if is_state else head_of(x, head, p).at[rows]
+            plgpu.copy_gmem_to_smem(source.at[:, block(column, DEPTH)], tile, barrier)
+
+        for kind, array in enumerate((v, dC, C, dh, q)):
+            pl.when(which == kind)(functools.partial(start, array, kind in (1, 2)))
+
+    def copy_k(index, k_slot, barrier):
+        """k and the vectors of a chunk."""
         head, chunk = head_and_chunk(index)
         rows = block(chunk, CHUNK)
+        for y in range(parts):
+            tile = k_tiles.at[k_slot, y * CHUNK : (y + 1) * CHUNK]
+            plgpu.copy_gmem_to_smem(head_of(k, head, p).at[rows, block(y, DEPTH)], tile, barrier)
+        for y, z in {_Vector.E_HI: e_hi, _Vector.E_LO: e_lo}.items():
+            plgpu.copy_gmem_to_smem(z.at[head, rows], vectors.at[k_slot, int(y)], barrier)
+        for y, z in ({_Vector.DN: dn} if n is None else {_Vector.DN: dn, _Vector.N: n}).items():
+            plgpu.copy_gmem_to_smem(z.at[head, chunk], vectors.at[k_slot, int(y), : p.DHQK], barrier)
 
-        def copy_tile(x, at, height=CHUNK):
-            """Into a slot of the chunk, when it has been released."""
-            slot = slot_of(index, at)
-            pl.when(index * slots_of_chunk + at >= num_stages)(lambda: plgpu.barrier_wait(empty.at[slot]))
-            plgpu.copy_gmem_to_smem(x, slots.at[slot, :height], full.at[slot])
+    ring = CopyRing(barriers, num_stages, chunks * tiles_of_chunk, copy, products, readers)
+    k_ring = CopyRing(k_barriers, k_stages, chunks, copy_k, products, readers)
 
-        def columns_of(x, y):
-            return head_of(x, head, p).at[rows, block(y, DEPTH)]
-
-        def copy_q(at):
-            for y in range(parts):
-                copy_tile(columns_of(q, y), at + y)
-
-        @pl.when(x < steps)
-        def for_tiles():
-            copy_tile(columns_of(dh, x), 2 * x)
-            copy_tile(columns_of(v, x), 2 * x + 1)
-
-        @pl.when(x == steps - 1)
-        def rest():
-            copy_q(first_q)
-            k_slot = remainder(index, k_stages)
-            pl.when(index >= k_stages)(lambda: plgpu.barrier_wait(k_empty.at[k_slot]))
-            for y in range(parts):
-                plgpu.copy_gmem_to_smem(columns_of(k, y), k_tiles.at[k_slot, y * CHUNK : (y + 1) * CHUNK], k_full.at[k_slot])
-            for y, z in {_Vector.E_HI: e_hi, _Vector.E_LO: e_lo}.items():
-                plgpu.copy_gmem_to_smem(z.at[head, rows], vectors.at[k_slot, int(y)], k_full.at[k_slot])
-            for y, z in ({_Vector.DN: dn} if n is None else {_Vector.DN: dn, _Vector.N: n}).items():
-                plgpu.copy_gmem_to_smem(z.at[head, chunk], vectors.at[k_slot, int(y), : p.DHQK], k_full.at[k_slot])
-
-        @pl.when(x >= steps)
-        def for_gradients():
-            j = x - steps
-            y, at = last_first(j), second_step + 4 * j
-            copy_tile(columns_of(v, y), at)
-            for z, X in ((1, dC), (2, C)):
-                copy_tile(X.at[head, chunk, :, block(y, DEPTH)], at + z, p.DHQK)
-            copy_tile(columns_of(dh, y), at + 3)
-
-        pl.when(x == 2 * steps - 1)(lambda: copy_q(second_q))
+    def copy_tile(step, carry):
+        """The part of a warpgroup that copies only. k comes before the queries that it is multiplied with."""
+        pl.when(remainder(step, tiles_of_chunk) == first_q)(lambda: k_ring.fetch(divide(step, tiles_of_chunk)))
+        ring.fetch(step)
         return carry
 
     def multiply(index, carry):
         wg = lax.optimization_barrier(warpgroup)  # what follows from it is not kept in registers from chunk to chunk
         head, chunk = head_and_chunk(index)
         own, rows = block(wg, R), block(chunk * 2 + wg, R)  # its rows: in a tile, in the sequence
-        out_tile, k_slot = out_tiles.at[wg], remainder(index, k_stages)
-        k_tile = k_tiles.at[k_slot]
-        first_slot = slot_of(index, 0)
+        out_tile, k_slot = out_tiles.at[wg], k_ring.slot(index)
+        k_tile, first = k_tiles.at[k_slot], index * tiles_of_chunk
 
-        def slot(x):
-            return remainder(first_slot + x, num_stages)
+        def copy_after(step, slot, barrier):
+            """Of this chunk or of the next: cheaper to find than of any."""
+            x = step - lax.optimization_barrier(index) * tiles_of_chunk
+            here = x < tiles_of_chunk
+            copy_of_chunk(jnp.where(here, index, index + 1), jnp.where(here, x, x - tiles_of_chunk), slot, barrier)
+
+        refill = functools.partial(ring.refill, copies=copy_after)
 
         def part(y, x):
             """Block x of 64 rows of columns y of k."""
@@ -224,55 +225,68 @@ def _kernel(
                     products.add(x, left.at[t], right.T.at[:, pl.ds(first + s, width)])
 
             def add(x, carry):
-                at_dh, at_v = slot(2 * x), slot(2 * x + 1)
-                plgpu.barrier_wait(full.at[at_dh])
-                plgpu.barrier_wait(full.at[at_v])
-                add_blocks(dA, slots.at[at_dh], slots.at[at_v])
+                at_dh, at_v = first + 2 * x, first + 2 * x + 1
+                add_blocks(dA, slots.at[ring.wait(at_dh)], slots.at[ring.wait(at_v)])
                 products.wait(2)
-                pl.when(x > 0)(lambda: products.release(empty.at[slot(2 * x - 2)], empty.at[slot(2 * x - 1)]))
+
+                @pl.when(x > 0)
+                def next_tiles():
+                    ring.release(at_dh - 2, at_v - 2)
+                    refill(at_dh - 2, at_v - 2)
+
+                if readers:
+
+                    @pl.when((x == 0) & (index > 0))
+                    def next_k():
+                        k_ring.refill(index - 1)
+
                 return carry
 
             products.loop(dA, steps, add)
             for y in range(parts):
-                at = slot(first_q + y)
-                plgpu.barrier_wait(full.at[at])
+                slot = ring.wait(first + first_q + y)
                 if y == 0:
-                    plgpu.barrier_wait(k_full.at[k_slot])
-                add_blocks(scores, slots.at[at], k_tile, y * CHUNK)
+                    k_ring.wait(index)
+                add_blocks(scores, slots.at[slot], k_tile, y * CHUNK)
                 if y == 0:
                     products.wait(2)
-                    products.release(empty.at[slot(first_q - 2)], empty.at[slot(first_q - 1)])
+                    ring.release(first + first_q - 2, first + first_q - 1)
             products.wait(0)
-            products.release(*(empty.at[slot(first_q + y)] for y in range(parts)))
+            ring.release(*(first + first_q + y for y in range(parts)))
+            refill(*(first + first_q + y for y in range(-2, parts)))
 
         _, *found = products.all_from_zeros(scores_and_dA, *((R, width) for width in 2 * widths))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last gradients of the chunk before went out from these places
         if tiles_empty is not None:
             pl.when(index > 0)(lambda: plgpu.barrier_wait(tiles_empty))
 
-        def make_tiles(index, mask, at):
-            """Writes one of the two blocks of P and of dP; its W."""
-            (*u, inv, bias), key, width = of_queries[index], keys_of[index], widths[index]
-            x, dx = found[index], found[2 + index]
+        def make_tiles(index, first_key, at, mask=None):
+            """Writes P and dP of 32 keys, from ``first_key`` of the block on; returns their W."""
+            (*u, inv, bias), columns = of_queries[index], slice(first_key, first_key + HALF)
+            key = pl.multiple_of(keys_of[index] + first_key, HALF)
+            x, dx = found[index][:, columns], found[2 + index][:, columns]
 
             def scaled(x):
                 """Times scale / den_t."""
-                return x * (scale if inv is None else across(inv * scale, width))
+                return x * (scale if inv is None else across(inv * scale, HALF))
 
-            hi, lo = (down(e, key, width) - across(y, width) for e, y in zip((_Vector.E_HI, _Vector.E_LO), u, strict=True))
+            hi, lo = (down(e, key, HALF) - across(y, HALF) for e, y in zip((_Vector.E_HI, _Vector.E_LO), u, strict=True))
             D = jnp.exp2(hi * LOG2_E + lo * LOG2_E)
             if mask is not None:
                 D = jnp.where(mask, D, 0.0)
             x = D * x
             P_tile.at[at].T[...] = scaled(x).astype(q.dtype)
-            dx = scaled(dx if bias is None else dx + across(bias, width))
+            dx = scaled(dx if bias is None else dx + across(bias, HALF))
             dP_tile.at[at].T[...] = (D * dx).astype(q.dtype)
             return x * dx
 
         def sum_over_queries(W):
             return products.sum_over_rows(W, scratch.at[wg, :SUM_SCRATCH])
 
-        W = make_tiles(1, None, block(2 + wg, HALF))
+        def keys_from(start):
+            return pl.ds(pl.multiple_of(chunk * CHUNK + start, HALF), HALF)
+
+        W = make_tiles(1, 0, block(2 + wg, HALF))
         of_half = products.sum_over_columns(W)
 
         @pl.when(wg == 0)
@@ -281,15 +295,20 @@ def _kernel(
 
         plgpu.commit_smem()
         plgpu.barrier_arrive(tiles_full)
-        per_key.at[head, 1, pl.ds(pl.multiple_of(chunk * CHUNK + wg * HALF, HALF), HALF)][...] = sum_over_queries(W)
+        per_key.at[head, 1, keys_from(half)][...] = sum_over_queries(W)
 
+        of_diagonal, of_earlier = [], []
+        for first_key in range(0, R, HALF):
+            t, s = (plgpu.broadcasted_iota(jnp.int32, (R, HALF), axis, layout=plgpu.Layout.WGMMA) for axis in range(2))
+            s += first_key
+            W = make_tiles(0, first_key, pl.ds(pl.multiple_of(2 * wg * R + first_key, HALF), HALF), s <= t)
+            of_diagonal.append(products.sum_over_columns(jnp.where(s == t, W, 0.0)))
+            W = jnp.where(s < t, W, 0.0)
+            of_earlier.append(products.sum_over_columns(W))
+            per_key.at[head, wg, keys_from(wg * R + first_key)][...] = sum_over_queries(W)
+        diagonal.at[head, rows][...] = of_diagonal[0] + of_diagonal[1]
+        per_query.at[head, wg, rows][...] = of_earlier[0] + of_earlier[1]
         corner = block(2 * wg, R)
-        t, s = (plgpu.broadcasted_iota(jnp.int32, (R, R), axis, layout=plgpu.Layout.WGMMA) for axis in range(2))
-        W = make_tiles(0, s <= t, corner)
-        diagonal.at[head, rows][...] = products.sum_over_columns(jnp.where(s == t, W, 0.0))
-        W = jnp.where(s < t, W, 0.0)
-        per_query.at[head, wg, rows][...] = products.sum_over_columns(W)
-        per_key.at[head, wg, rows][...] = sum_over_queries(W)
         plgpu.commit_smem()
         plgpu.barrier_wait(tiles_full)
 
@@ -315,31 +334,40 @@ def _kernel(
 
         def step(j, carry):
             total, *sums = carry
-            at_v, at_dC, at_C, at_dh = (slot(second_step + 4 * j + x) for x in range(4))
+            at_v, at_dC, at_C, at_dh = (first + second_step + 4 * j + x for x in range(4))
+
+            def tile(step):
+                return slots.at[ring.slot(step)]
 
             def with_states(sum_q, sum_k, sum_v):
-                plgpu.barrier_wait(full.at[at_v])
-                plgpu.barrier_wait(full.at[at_dC])
-                products.add(sum_k, slots.at[at_v, own], slots.at[at_dC, : p.DHQK].T)
+                ring.wait(at_v)
+                ring.wait(at_dC)
+                products.add(sum_k, tile(at_v).at[own], tile(at_dC).at[: p.DHQK].T)
                 for y in range(parts):
-                    products.add(sum_v, k_tile.at[part(y, wg)], slots.at[at_dC, y * R : (y + 1) * R])
-                plgpu.barrier_wait(full.at[at_C])
-                plgpu.barrier_wait(full.at[at_dh])
-                products.add(sum_q, slots.at[at_dh, own], slots.at[at_C, : p.DHQK].T)
+                    products.add(sum_v, k_tile.at[part(y, wg)], tile(at_dC).at[y * R : (y + 1) * R])
+                ring.wait(at_C)
+                ring.wait(at_dh)
+                products.add(sum_q, tile(at_dh).at[own], tile(at_C).at[: p.DHQK].T)
 
             *sums, new = products.onto(with_states, *sums, products.zeros(R, DEPTH))
 
             def inner(total):
                 of_state = block(wg if parts == 2 else 0, R)
-                x, y = (load(slots.at[slot, of_state]).astype(jnp.float32) for slot in (at_dC, at_C))
+                x, y = (load(z.at[of_state]).astype(jnp.float32) for z in (tile(at_dC), tile(at_C)))
                 return total + products.sum_over_columns(x * y)
 
             # Of the 128 rows of a state a warpgroup takes 64; 64 rows it takes in every other step.
             total = inner(total) if parts == 2 else lax.cond(remainder(j, 2) == wg, inner, lambda total: total, total)
-            products.release(*(empty.at[x] for x in (at_v, at_dC, at_C)))
+            ring.release(at_v, at_dC, at_C)
             new *= across(key_weights)
-            (new,) = products.onto(lambda sum_v: add_later(sum_v, P_tile, slots.at[at_dh]), new)
-            products.release(empty.at[at_dh])
+
+            def with_tile(sum_v):
+                add_later(sum_v, P_tile, tile(at_dh))
+                refill(at_v, at_dC, at_C)  # while the product runs
+
+            (new,) = products.onto(with_tile, new)
+            ring.release(at_dh)
+            refill(at_dh)
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
             store([(new, out_tile, dv, last_first(j))])
             return total, *sums
@@ -354,14 +382,13 @@ def _kernel(
 
         inter, of_q, of_k = [], [], []
         for y in range(parts):
-            at = slot(second_q + y)
-            plgpu.barrier_wait(full.at[at])
+            slot = ring.wait(first + second_q + y)
             x, z = (a[:, y * DEPTH : (y + 1) * DEPTH] for a in (new_q, new_k))
             x *= across(weights)
             if of_n is not None:
                 x += across(of_n) * down(_Vector.N, y * R)
             z = (z + down(_Vector.DN, y * R)) * across(key_weights)
-            of_q.append(products.sum_over_columns(x * load(slots.at[at, own]).astype(jnp.float32)))
+            of_q.append(products.sum_over_columns(x * load(slots.at[slot, own]).astype(jnp.float32)))
             of_k.append(products.sum_over_columns(z * load(k_tile.at[part(y, wg)]).astype(jnp.float32)))
             inter += [x, z]
         q_inter.at[head, rows][...] = functools.reduce(jnp.add, of_q)
@@ -370,10 +397,12 @@ def _kernel(
         def with_tiles(*sums):
             for y in range(parts):
                 add_earlier(sums[2 * y], dP_tile, k_tile, y * (CHUNK // R))
-                add_later(sums[2 * y + 1], dP_tile, slots.at[slot(second_q + y)])
+                add_later(sums[2 * y + 1], dP_tile, slots.at[ring.slot(first + second_q + y)])
 
         gradients = products.onto(with_tiles, *inter)
-        products.release(k_empty.at[k_slot], *(empty.at[slot(second_q + y)] for y in range(parts)))
+        k_ring.release(index)
+        ring.release(*(first + second_q + y for y in range(parts)))
+        refill(*(first + second_q + y for y in range(parts)))
         if tiles_empty is not None:
             products.release(tiles_empty)
         # The corner blocks of P and dP are read by the warpgroup that wrote them alone.
@@ -384,20 +413,21 @@ def _kernel(
             store([(x, tile, *where) for (x, *where), tile in zip(columns[first:], free_tiles, strict=False)])
         return carry
 
-    @pl.when(warpgroup == 2)
-    def _():
-        plgpu.set_max_registers(24, action="decrease")
-        loop(chunks * (2 * steps), copy, ())
-        drain(empty, chunks * slots_of_chunk, num_stages)
-        drain(k_empty, chunks, k_stages)
-
-    @pl.when(warpgroup < 2)
-    def _():
-        plgpu.set_max_registers(240, action="increase")
+    def gradients():
         loop(chunks, multiply, ())
         if tiles_empty is not None:
             plgpu.barrier_wait(tiles_empty)
         plgpu.wait_smem_to_gmem(0)
+
+    if readers:
+        ring.start()
+        k_ring.start()
+        gradients()
+    else:
+        pl.when(warpgroup < 2)(gradients)
+        pl.when(warpgroup == 2)(lambda: loop(chunks * tiles_of_chunk, copy_tile, None))
+    ring.drain()
+    k_ring.drain()
 
 
 def parallel_bw_dQKV_by_chunk(inputs: Mapping[str, Any], call: StageCall) -> tuple[Any, ...]:
@@ -420,7 +450,7 @@ def parallel_bw_dQKV_by_chunk(inputs: Mapping[str, Any], call: StageCall) -> tup
         functools.partial(_kernel, p=p, scale=p.qk_scale, programs=programs, num_stages=num_stages, products=Products(interpret)),
         name="parallel_bw_dQKV",
         grid={"program": programs},
-        warpgroups=3,
+        warpgroups=_readers(p) or 3,
         outputs={
             "dq": sequence_shape(inputs["q"], p.DHQK, dtype),
             "q_inter": float32(p.BNH, p.S),
@@ -439,10 +469,8 @@ def parallel_bw_dQKV_by_chunk(inputs: Mapping[str, Any], call: StageCall) -> tup
             "dP_tile": tiles(3 * T),
             "staging": one_of(tiles(2, T), plgpu.SMEM((2, T * DEPTH * dtype.itemsize // 4), jnp.float32), interpret=interpret),
             "vectors": plgpu.SMEM((k_stages, len(_Vector), CHUNK), jnp.float32),
-            "full": barrier(1, num_stages),
-            "empty": barrier(2, num_stages),
-            "k_full": barrier(parts + (3 if inputs["n"] is None else 4), k_stages),
-            "k_empty": barrier(2, k_stages),
+            "barriers": ring_barriers(num_stages, copies=1),
+            "k_barriers": ring_barriers(k_stages, copies=parts + (3 if inputs["n"] is None else 4)),
             "tiles_full": barrier(2),
             "tiles_empty": barrier(2) if k_stages > 1 else None,
         },
