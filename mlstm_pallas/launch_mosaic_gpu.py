@@ -16,6 +16,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
 from mlstm_pallas.problem import Problem
+from mlstm_pallas.stage import MOVES_REGISTERS
 from mlstm_pallas.tiles import divide, remainder
 
 BY_ROWS, BY_COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  # of a vector beside the rows, the columns of a tile
@@ -103,6 +104,15 @@ def tile_transforms(columns: int, itemsize: int) -> tuple[Any, ...]:
 def load(ref: Any, layout: Any = plgpu.Layout.WGMMA, *, optimized: bool = True) -> jax.Array:
     """A tile in registers, as an accumulator is, or a vector beside one. Not optimized: from global memory, element by element."""
     return plgpu.load(ref, layout=layout, optimized=optimized)  # type: ignore[call-arg]
+
+
+def move_registers(count: int) -> None:
+    """Gives the warpgroup so many registers a thread, where the compiler can.
+
+    For a kernel that a copying warpgroup leaves too few. All others have enough without it.
+    """
+    if MOVES_REGISTERS:
+        plgpu.set_max_registers(count, action="increase" if count > 168 else "decrease")
 
 
 def write(ref: Any, x: jax.Array) -> None:

@@ -160,6 +160,11 @@ MOSAIC_GPU_SHARED_BYTES = 232_448  # that a CTA may have on Hopper
 MOSAIC_GPU_HEADS = 65_535  # CTAs along a grid axis of CUDA's other than the first
 
 
+# ptxas moves registers between warpgroups (setmaxnreg). nvJitLink, with which jax compiles from 0.12
+# on where it finds the library, ignores that: every thread keeps what it has at the launch.
+MOVES_REGISTERS = jax.__version_info__ < (0, 12)
+
+
 def mosaic_gpu_rows(DHQK: int, most: int = 256) -> int:
     """Rows of a block of the state in the registers of Mosaic GPU kernels, a multiple of 64 that divides DHQK; 0: there is none."""
     return next((DHQK // n for n in range(1, DHQK // 64 + 1) if DHQK % (64 * n) == 0 and DHQK // n <= most), 0)

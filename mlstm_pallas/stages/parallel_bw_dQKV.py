@@ -30,6 +30,7 @@ from mlstm_pallas.normaliser import NormaliserGradients, query_scale
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import (
     MOSAIC_GPU_SHARED_BYTES,
+    MOVES_REGISTERS,
     Cost,
     LoopOperands,
     MosaicGpu,
@@ -278,8 +279,10 @@ def mosaic_gpu_by_chunk(p: Problem) -> bool:
 
 
 def _mosaic_gpu_heuristic(p: Problem) -> StageConfig:
-    """By chunk three pairs of tiles: with more, shared memory leaves too little L1 for the registers that spill."""
-    return StageConfig(num_stages=4 if not mosaic_gpu_by_chunk(p) else 6 if p.DHQK == 128 else 7)
+    """By chunk at DHQK 64: with more, shared memory leaves too little L1 for the registers that spill, where any do."""
+    if not mosaic_gpu_by_chunk(p):
+        return StageConfig(num_stages=4)
+    return StageConfig(num_stages=8 if p.DHQK == 128 else 7 if MOVES_REGISTERS else 6)
 
 
 def _mosaic_gpu_takes(tiles: StageConfig, p: Problem) -> bool:

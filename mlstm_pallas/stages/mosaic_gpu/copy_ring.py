@@ -6,8 +6,8 @@ warpgroup arrives when it has read the slot.
 
 Who starts the copies is a static choice. Shared: the readers do, each for its share of the slots,
 so that none of them waits for the others more often than its neighbour. Dedicated: a further
-warpgroup does, which calls ``fetch`` for every step. Neither needs setmaxnreg, which nvJitLink
-ignores: two warpgroups have 255 registers a thread from the launch on, three have 168.
+warpgroup, number 2, does, which calls ``fetch`` for every step. From the launch on two warpgroups
+have 255 registers a thread, three have 168.
 """
 
 import dataclasses

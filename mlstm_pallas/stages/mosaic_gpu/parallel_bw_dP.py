@@ -44,7 +44,6 @@ from mlstm_pallas.tiles import blocks, divide, loop, remainder
 TILE = 128  # queries, and keys, of an item
 DEPTH = 64  # of the product of a step
 H_STAGES = 3  # tiles of h in shared memory
-READERS = 2
 SLICE = 32  # keys whose P and dP a warpgroup makes at a time: with more there are too few registers
 LOG2_E = float(np.log2(np.e))
 
@@ -121,8 +120,8 @@ def _kernel(
         tile = head_of(h, head, p).at[block(chunk * tiles + i, TILE), block(remainder(step, steps_v), DEPTH)]
         plgpu.copy_gmem_to_smem(tile, h_tiles.at[slot], barrier)
 
-    ring = CopyRing(barriers, num_stages, items * steps_of_item, copy, products, READERS)
-    h_ring = CopyRing(h_barriers, H_STAGES, items * steps_v, copy_h, products, READERS)
+    ring = CopyRing(barriers, num_stages, items * steps_of_item, copy, products)
+    h_ring = CopyRing(h_barriers, H_STAGES, items * steps_v, copy_h, products)
 
     def multiply(index, carry):
         head, chunk, i, j = item(index)
@@ -233,24 +232,10 @@ def _kernel(
 
     rings = [ring] if h is None else [ring, h_ring]
 
-    def run():
-        loop(items, multiply, ())
-        plgpu.wait_smem_to_gmem(0)
-
-    def copy_step(step, carry):
-        index, x = divide(step, steps_of_item), remainder(step, steps_of_item)
-        ring.fetch(step)
-        if h is not None:
-            pl.when((x >= steps_k) & (x < steps_k + steps_v))(lambda: h_ring.fetch(index * steps_v + x - steps_k))
-        return carry
-
-    if READERS:
-        for x in rings:
-            x.start()
-        run()
-    else:
-        pl.when(wg < 2)(run)
-        pl.when(wg == 2)(lambda: loop(items * steps_of_item, copy_step, None))
+    for x in rings:
+        x.start()
+    loop(items, multiply, ())
+    plgpu.wait_smem_to_gmem(0)
     for x in rings:
         x.drain()
 
@@ -288,7 +273,7 @@ def parallel_bw_dP(
         functools.partial(_kernel, p=p, scale=p.qk_scale, programs=programs, num_stages=num_stages, products=Products(interpret)),
         name="parallel_bw_dP",
         grid={"program": programs},
-        warpgroups=READERS or 3,
+        warpgroups=2,
         outputs={
             "P": matrix,
             "dP": matrix,

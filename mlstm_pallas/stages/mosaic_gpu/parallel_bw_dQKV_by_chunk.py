@@ -35,6 +35,7 @@ from mlstm_pallas.launch_mosaic_gpu import (
     head_of,
     load,
     mosaic_call,
+    move_registers,
     multiprocessors,
     one_of,
     plgpu,
@@ -42,7 +43,7 @@ from mlstm_pallas.launch_mosaic_gpu import (
 )
 from mlstm_pallas.normaliser import query_scale
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Lowering, StageCall, sequence_shape
+from mlstm_pallas.stage import MOVES_REGISTERS, Lowering, StageCall, sequence_shape
 from mlstm_pallas.stages.mosaic_gpu.copy_ring import CopyRing, ring_barriers
 from mlstm_pallas.stages.mosaic_gpu.products import SUM_SCRATCH, Products
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
@@ -62,6 +63,16 @@ class _Vector(enum.IntEnum):
     N = 3
 
 
+class _Tile(enum.IntEnum):
+    """What a tile has, in the order of a step of the gradients."""
+
+    V = 0
+    DC = 1
+    C = 2
+    DH = 3
+    Q = 4
+
+
 def _k_stages(p: Problem) -> int:
     """Chunks whose k is in shared memory."""
     return 128 // p.DHQK
@@ -70,6 +81,11 @@ def _k_stages(p: Problem) -> int:
 def _readers(p: Problem) -> int:
     """Warpgroups that share the copying; 0: a third one copies."""
     return 0 if p.DHQK == 64 else 2
+
+
+def _keys_at_a_time(p: Problem) -> int:
+    """Of the block on the diagonal, whose P and dP a warpgroup makes at a time: half of them take fewer registers."""
+    return REGISTER_ROWS if _readers(p) == 0 and MOVES_REGISTERS else HALF
 
 
 def _kernel(
@@ -131,25 +147,25 @@ def _kernel(
         """The columns of v and dh that pass in step j the second time: those that passed last are the most likely to be in the L2."""
         return steps - 1 - j
 
+    def copy_tile(kind, head, chunk, column, slot, barrier):
+        x, is_state = (v, dC, C, dh, q)[kind], kind in (_Tile.DC, _Tile.C)
+        tile = slots.at[slot, : p.DHQK if is_state else CHUNK]
+        source = x.at[head, chunk] if is_state else head_of(x, head, p).at[block(chunk, CHUNK)]
+        plgpu.copy_gmem_to_smem(source.at[:, block(column, DEPTH)], tile, barrier)
+
     def copy(step, slot, barrier):
         copy_of_chunk(divide(step, tiles_of_chunk), remainder(step, tiles_of_chunk), slot, barrier)
 
     def copy_of_chunk(index, x, slot, barrier):
         """The copy of tile x of a chunk."""
         head, chunk = head_and_chunk(index)
-        rows, y = block(chunk, CHUNK), x - second_step
+        y = x - second_step
         for_tiles, for_gradients = x < first_q, (y >= 0) & (x < second_q)
-        which = jnp.where(for_tiles, 3 - 3 * remainder(x, 2), jnp.where(for_gradients, remainder(y, 4), 4))
+        kind = jnp.where(for_tiles, 3 - 3 * remainder(x, 2), jnp.where(for_gradients, remainder(y, 4), np.int32(_Tile.Q)))
         of_q = x - jnp.where(y < 0, np.int32(first_q), np.int32(second_q))
         column = jnp.where(for_tiles, divide(x, 2), jnp.where(for_gradients, last_first(divide(y, 4)), of_q))
-
-        def start(x, is_state):
-            tile = slots.at[slot, : p.DHQK if is_state else CHUNK]
-            source = x.at[head, chunk] if is_state else head_of(x, head, p).at[rows]
-            plgpu.copy_gmem_to_smem(source.at[:, block(column, DEPTH)], tile, barrier)
-
-        for kind, array in enumerate((v, dC, C, dh, q)):
-            pl.when(which == kind)(functools.partial(start, array, kind in (1, 2)))
+        for own_kind in _Tile:
+            pl.when(kind == own_kind)(functools.partial(copy_tile, own_kind, head, chunk, column, slot, barrier))
 
     def copy_k(index, k_slot, barrier):
         """k and the vectors of a chunk."""
@@ -166,10 +182,34 @@ def _kernel(
     ring = CopyRing(barriers, num_stages, chunks * tiles_of_chunk, copy, products, readers)
     k_ring = CopyRing(k_barriers, k_stages, chunks, copy_k, products, readers)
 
-    def copy_tile(step, carry):
-        """The part of a warpgroup that copies only. k comes before the queries that it is multiplied with."""
-        pl.when(remainder(step, tiles_of_chunk) == first_q)(lambda: k_ring.fetch(divide(step, tiles_of_chunk)))
-        ring.fetch(step)
+    def copy_chunk(index, carry):
+        """The part of a warpgroup that copies only: with the kinds of the tiles known it delays no copy."""
+        head, chunk = head_and_chunk(index)
+        first = index * tiles_of_chunk
+
+        def fetch(at, kind, column):
+            def start(_, slot, barrier):
+                copy_tile(kind, head, chunk, column, slot, barrier)
+
+            ring.fetch(first + at, start)
+
+        def for_tiles(x, carry):
+            fetch(2 * x, _Tile.DH, x)
+            fetch(2 * x + 1, _Tile.V, x)
+            return carry
+
+        def for_gradients(j, carry):
+            for kind in (_Tile.V, _Tile.DC, _Tile.C, _Tile.DH):
+                fetch(second_step + 4 * j + int(kind), kind, last_first(j))
+            return carry
+
+        loop(steps, for_tiles, None)
+        for y in range(parts):
+            fetch(first_q + y, _Tile.Q, y)
+        k_ring.fetch(index)
+        loop(steps, for_gradients, None)
+        for y in range(parts):
+            fetch(second_q + y, _Tile.Q, y)
         return carry
 
     def multiply(index, carry):
@@ -260,33 +300,33 @@ def _kernel(
         if tiles_empty is not None:
             pl.when(index > 0)(lambda: plgpu.barrier_wait(tiles_empty))
 
-        def make_tiles(index, first_key, at, mask=None):
-            """Writes P and dP of 32 keys, from ``first_key`` of the block on; returns their W."""
-            (*u, inv, bias), columns = of_queries[index], slice(first_key, first_key + HALF)
+        def make_tiles(index, first_key, width, at, mask=None):
+            """Writes P and dP of so many keys, from ``first_key`` of the block on; returns their W."""
+            (*u, inv, bias), columns = of_queries[index], slice(first_key, first_key + width)
             key = pl.multiple_of(keys_of[index] + first_key, HALF)
             x, dx = found[index][:, columns], found[2 + index][:, columns]
 
             def scaled(x):
                 """Times scale / den_t."""
-                return x * (scale if inv is None else across(inv * scale, HALF))
+                return x * (scale if inv is None else across(inv * scale, width))
 
-            hi, lo = (down(e, key, HALF) - across(y, HALF) for e, y in zip((_Vector.E_HI, _Vector.E_LO), u, strict=True))
+            hi, lo = (down(e, key, width) - across(y, width) for e, y in zip((_Vector.E_HI, _Vector.E_LO), u, strict=True))
             D = jnp.exp2(hi * LOG2_E + lo * LOG2_E)
             if mask is not None:
                 D = jnp.where(mask, D, 0.0)
             x = D * x
             P_tile.at[at].T[...] = scaled(x).astype(q.dtype)
-            dx = scaled(dx if bias is None else dx + across(bias, HALF))
+            dx = scaled(dx if bias is None else dx + across(bias, width))
             dP_tile.at[at].T[...] = (D * dx).astype(q.dtype)
             return x * dx
 
         def sum_over_queries(W):
             return products.sum_over_rows(W, scratch.at[wg, :SUM_SCRATCH])
 
-        def keys_from(start):
-            return pl.ds(pl.multiple_of(chunk * CHUNK + start, HALF), HALF)
+        def keys_from(start, width):
+            return pl.ds(pl.multiple_of(chunk * CHUNK + start, HALF), width)
 
-        W = make_tiles(1, 0, block(2 + wg, HALF))
+        W = make_tiles(1, 0, HALF, block(2 + wg, HALF))
         of_half = products.sum_over_columns(W)
 
         @pl.when(wg == 0)
@@ -295,19 +335,19 @@ def _kernel(
 
         plgpu.commit_smem()
         plgpu.barrier_arrive(tiles_full)
-        per_key.at[head, 1, keys_from(half)][...] = sum_over_queries(W)
+        per_key.at[head, 1, keys_from(half, HALF)][...] = sum_over_queries(W)
 
-        of_diagonal, of_earlier = [], []
-        for first_key in range(0, R, HALF):
-            t, s = (plgpu.broadcasted_iota(jnp.int32, (R, HALF), axis, layout=plgpu.Layout.WGMMA) for axis in range(2))
-            s += first_key
-            W = make_tiles(0, first_key, pl.ds(pl.multiple_of(2 * wg * R + first_key, HALF), HALF), s <= t)
+        of_diagonal, of_earlier, width = [], [], _keys_at_a_time(p)
+        for start in range(0, R, width):
+            t, s = (plgpu.broadcasted_iota(jnp.int32, (R, width), axis, layout=plgpu.Layout.WGMMA) for axis in range(2))
+            s += start
+            W = make_tiles(0, start, width, pl.ds(pl.multiple_of(2 * wg * R + start, HALF), width), s <= t)
             of_diagonal.append(products.sum_over_columns(jnp.where(s == t, W, 0.0)))
             W = jnp.where(s < t, W, 0.0)
             of_earlier.append(products.sum_over_columns(W))
-            per_key.at[head, wg, keys_from(wg * R + first_key)][...] = sum_over_queries(W)
-        diagonal.at[head, rows][...] = of_diagonal[0] + of_diagonal[1]
-        per_query.at[head, wg, rows][...] = of_earlier[0] + of_earlier[1]
+            per_key.at[head, wg, keys_from(wg * R + start, width)][...] = sum_over_queries(W)
+        diagonal.at[head, rows][...] = functools.reduce(jnp.add, of_diagonal)
+        per_query.at[head, wg, rows][...] = functools.reduce(jnp.add, of_earlier)
         corner = block(2 * wg, R)
         plgpu.commit_smem()
         plgpu.barrier_wait(tiles_full)
@@ -424,8 +464,17 @@ def _kernel(
         k_ring.start()
         gradients()
     else:
-        pl.when(warpgroup < 2)(gradients)
-        pl.when(warpgroup == 2)(lambda: loop(chunks * tiles_of_chunk, copy_tile, None))
+
+        @pl.when(warpgroup < 2)
+        def multiplications():
+            move_registers(232)
+            gradients()
+
+        @pl.when(warpgroup == 2)
+        def copies():
+            move_registers(40)
+            loop(chunks, copy_chunk, None)
+
     ring.drain()
     k_ring.drain()
 
