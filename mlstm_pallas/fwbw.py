@@ -25,6 +25,8 @@ NO_SUCH_DERIVATIVE = (
 )
 
 
+# jit: the custom_vjp traces its function and its forward rule, but the kernels once.
+@functools.partial(jax.jit, static_argnums=0, inline=True)
 def _forward(spec: CallSpec, inputs: Inputs, products: SplitProducts | None) -> Forward:
     return on_backend(spec.backend, functools.partial(forward_schedule.forward, spec), inputs, products)
 

@@ -158,7 +158,8 @@ def _gates_kernel(
 ):
     cta, rows = lax.axis_index("cta"), last.shape[0]
     own_chunks = _chunks_of_cta(rows // chunk_rows, p)
-    m_start, m_end = (of_chunks([m_states[head, c + after] for _, head, c in own_chunks], rows) for after in range(2))
+    of_ends = ([m_states[head, c + after] for _, head, c in own_chunks] for after in range(2))
+    m_start, m_end = of_chunks(list(of_ends), rows)
     begins, own_f = None if starts is None else load_rows(starts.at[cta]) > 0, load_rows(f.at[cta])
     log_i, log_f, reset = gates.log_gates(load_rows(i.at[cta]), own_f, input_gate, branchless_log1p)
     local = _local_gates(log_i, log_f, reset, begins, buffers, chunk_rows, input_gate)

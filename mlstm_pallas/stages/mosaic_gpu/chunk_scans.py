@@ -96,15 +96,22 @@ def last_of_chunks(columns: Sequence[jax.Array], chunk_rows: int, buffer: Any) -
     write(buffer, jnp.concatenate(columns, axis=1))
     plgpu.commit_smem()
     ends = range(chunk_rows - 1, rows, chunk_rows)
-    return [of_chunks([buffer[end, k] for end in ends], rows) for k in range(len(columns))]
+    return of_chunks([[buffer[end, k] for end in ends] for k in range(len(columns))], rows)
 
 
-def of_chunks(values: Sequence[jax.Array], rows: int) -> jax.Array:
-    """(rows, 1) from a scalar a chunk."""
-    x = plgpu.layout_cast(jnp.full((rows, 1), values[0], jnp.float32), rows_layout())
-    for chunk, value in enumerate(values[1:], 1):
-        x = jnp.where(row_index((rows, 1)) >= chunk * (rows // len(values)), value, x)
-    return x
+def of_chunks(columns: Sequence[Sequence[jax.Array]], rows: int) -> list[jax.Array]:
+    """(rows, 1) each, from a scalar a chunk."""
+    num_chunks, row = len(columns[0]), row_index((rows, 1))
+    # Compared once for all columns: Mosaic GPU repeats equal operations, which takes compile time.
+    from_chunk = [row >= chunk * (rows // num_chunks) for chunk in range(1, num_chunks)]
+
+    def column(first, *others):
+        x = plgpu.layout_cast(jnp.full((rows, 1), first, jnp.float32), rows_layout())
+        for here, value in zip(from_chunk, others, strict=True):
+            x = jnp.where(here, value, x)
+        return x
+
+    return [column(*values) for values in columns]
 
 
 def across(column: jax.Array) -> jax.Array:

@@ -49,10 +49,13 @@ def _kernel(
     head, block = divide(index, of_head * of_columns), remainder(divide(index, of_columns), of_head)
     of_block = pl.ds(pl.multiple_of(remainder(index, of_columns) * columns, columns), columns)
 
-    for j in range(num_tiles):
+    def start_copies(j, _):
         steps = pl.ds(pl.multiple_of((block * num_tiles + j) * TILE, TILE), TILE)
         plgpu.copy_gmem_to_smem(head_of(x, head, p).at[steps, of_block], tiles.at[j], full.at[j])
         plgpu.copy_gmem_to_smem(weights.at[head, steps], tile_weights.at[j], full.at[j])
+        return _
+
+    loop(num_tiles, start_copies, ())
 
     def tile_sum(j, total):
         plgpu.barrier_wait(full.at[j])

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
+from jax.experimental import pallas as pl
 
 from mlstm_pallas.launch_mosaic_gpu import block, load, mosaic_call
 from mlstm_pallas.stage import Lowering, StageCall
@@ -36,18 +37,25 @@ def _kernel(
     head, columns = divide(index, of_head), block(remainder(index, of_head), COLUMNS)
     groups, rest = divmod(NC, AHEAD)
 
-    def chunk_at(c):
-        return NC - 1 - c if backward else c
+    def chunks_from(first, count):
+        """So many chunks of the recurrence, in the order of memory."""
+        return pl.ds(NC - first - count if backward else first, count)
 
     def terms(first, count):
         """gamma_c and what is added, of so many chunks."""
-        chunks = [chunk_at(first + j) for j in range(count)]
-        return [(gamma[head, c], load(added.at[head, c, columns], BY_LANES, optimized=False)) for c in chunks]
+        chunks = chunks_from(first, count)
+        # One load for all: Mosaic GPU computes the indices anew for each, which takes compile time.
+        tile = load(added.at[head, chunks, columns], BY_LANES, optimized=False)
+        return [gamma[head, chunks.start + j] for j in range(count)], tile
 
     def join(x, first, found):
-        for j, (factor, term) in enumerate(found):
-            states.at[head, chunk_at(first + j), columns][...] = x
-            x = factor * x + term
+        gammas, tile = found
+        count, before = len(gammas), {}
+        for j in reversed(range(count)) if backward else range(count):
+            before[j] = x
+            x = gammas[j] * x + lax.slice(tile, (j, 0), (j + 1, COLUMNS))
+        found_states = jnp.concatenate([before[j] for j in range(count)])
+        states.at[head, chunks_from(first, count), columns][...] = found_states
         return x
 
     def group(j, carry):
@@ -55,10 +63,12 @@ def _kernel(
         following = terms(lax.min((j + 1) * AHEAD, np.int32((groups - 1) * AHEAD)), AHEAD)
         return join(x, j * AHEAD, found), following
 
-    x = load(initial.at[head, columns], BY_LANES, optimized=False)
+    x = load(initial.at[pl.ds(head, 1), columns], BY_LANES, optimized=False)
     if groups:
         x, _ = loop(groups, group, (x, terms(0, AHEAD)))
-    last.at[head, columns][...] = join(x, groups * AHEAD, terms(groups * AHEAD, rest))
+    if rest:
+        x = join(x, groups * AHEAD, terms(groups * AHEAD, rest))
+    last.at[pl.ds(head, 1), columns][...] = x
 
 
 def vector_states(
