@@ -87,6 +87,8 @@ def _kernel(
     steps_k, steps_v = blocks(p.DHQK, DEPTH), blocks(p.DHHV, DEPTH)
     steps_of_item = steps_k + steps_v + 1
     items = divide(p.BNH * p.NC * items_of_chunk - 1 - program, programs) + 1
+    products.guard(empty, left, left_vector, right, right_vector)
+    products.guard(h_empty, h_tiles)
 
     def item(index):
         """Head, chunk, and the tiles of queries and of keys: in order of queries, tile i of them has i + 1 tiles of keys."""
@@ -194,7 +196,7 @@ def _kernel(
 
         def store(x, tile, destination, columns):
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            tile[...] = x.astype(q.dtype)
+            products.store(tile, x.astype(q.dtype))
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(tile, destination.at[head, steps, columns])
 

@@ -117,6 +117,7 @@ def _kernel(
     R, roles = REGISTER_ROWS, _items(p, n is not None)
     items_of_chunk = sum(items.rows * items.columns for items in roles)
     steps_of_rows = ROWS // DEPTH
+    products.guard(empty, left, left_transposed, right, right_transposed, right_vector)
 
     def tile_steps(role, row):
         """Steps with tiles, and the first of them: queries see the keys up to their own, keys the queries from their own on."""
@@ -282,7 +283,7 @@ def _kernel(
         for j in range(COLUMNS // R):
             tile = out_tiles.at[wg, j % 2]
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            tile[...] = acc[:, j * R : (j + 1) * R].astype(q.dtype)
+            products.store(tile, acc[:, j * R : (j + 1) * R].astype(q.dtype))
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(tile, out.at[mine, pl.ds(pl.multiple_of(column * COLUMNS + j * R, R), R)])
 

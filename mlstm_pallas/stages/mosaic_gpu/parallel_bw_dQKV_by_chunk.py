@@ -116,6 +116,9 @@ def _kernel(
     first_q, second_step, second_q = 2 * steps, 2 * steps + parts, 6 * steps + parts
     slots_of_chunk, k_stages = second_q + parts, _k_stages(p)
     chunks = divide(p.BNH * p.NC - 1 - program, programs) + 1
+    products.guard(empty, slots)
+    products.guard(k_empty, k_tiles, vectors)
+    products.guard(tiles_empty, P_tile, dP_tile)
 
     def head_and_chunk(index):
         index = program + index * programs
@@ -203,7 +206,7 @@ def _kernel(
         def store(columns):
             """Writes 64 x 64 elements of each of a few gradients, by way of tiles that no copy reads any more."""
             for x, tile, _, _ in columns:
-                tile[...] = x.astype(q.dtype)
+                products.store(tile, x.astype(q.dtype))
             plgpu.commit_smem()
             for _, tile, out, column in columns:
                 plgpu.copy_smem_to_gmem(tile, head_of(out, head, p).at[rows, block(column, R)])
@@ -264,9 +267,9 @@ def _kernel(
             if mask is not None:
                 D = jnp.where(mask, D, 0.0)
             x = D * x
-            P_tile.at[at].T[...] = scaled(x).astype(q.dtype)
+            products.store(P_tile.at[at].T, scaled(x).astype(q.dtype))
             dx = scaled(dx if bias is None else dx + across(bias, width))
-            dP_tile.at[at].T[...] = (D * dx).astype(q.dtype)
+            products.store(dP_tile.at[at].T, (D * dx).astype(q.dtype))
             return x * dx
 
         def sum_over_queries(W):

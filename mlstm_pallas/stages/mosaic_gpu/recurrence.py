@@ -59,6 +59,8 @@ def _kernel(
     own_part = lax.axis_index("columns") * (COLUMNS // R) + wg
     own, own_of_tile = block(own_part, R), block(wg, R)  # columns of the warpgroup, in the array and in a tile
     head = remainder(index, p.BNH)
+    products.guard(empty, a_tiles, b_tiles, weights)
+    products.guard(h_empty, h_tiles)
 
     def chunk_at(c, j):
         return p.NC - 1 - c if backward[j] else c
@@ -114,7 +116,7 @@ def _kernel(
             for x in range(rows // R):
                 tile = out_tiles.at[wg, remainder(c * (rows // R) + x, 2)]
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                tile.T[...] = XT[:, x * R : (x + 1) * R].astype(X.dtype)
+                products.store(tile.T, XT[:, x * R : (x + 1) * R].astype(X.dtype))
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(tile, X.at[head, at, block(lax.axis_index("rows") * (rows // R) + x, R), own])
 

@@ -91,7 +91,7 @@ def _kernel(
     def store(value, tile, destination, pending, where=None):
         """Writes the transposed value into the tile and copies it out. pending: how many of the latest copies may run on meanwhile."""
         plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
-        tile.T[...] = value
+        products.store(tile.T, value)
         plgpu.commit_smem()
         copy_where(where, tile, destination, interpret=products.interpret)
 
@@ -110,6 +110,8 @@ def _kernel(
     def chunk(indices, *args):
         (index,), (*refs, (CT, decay)) = indices, args
         x, free = dict(zip(inputs, refs[: len(inputs)], strict=True)), dict(zip(inputs, refs[len(inputs) :], strict=True))
+        for name, barrier in free.items():
+            products.guard(barrier, x[name])
         following = gamma[n, lax.min(index + 1, np.int32(p.NC - 1))]
         row_scale = lax.broadcast_in_dim(load(x["r"], BY_COLUMNS), (R, L), [1])
         weights = lax.broadcast_in_dim(load(x["abar"], BY_COLUMNS), (R, L), [1])
