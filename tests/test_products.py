@@ -1,6 +1,10 @@
 """GPU interpret mode refuses what a running product still uses: only on a GPU would it be wrong."""
 
 import functools
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +51,7 @@ def assert_close(x, y):
     np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-4)
 
 
-def sum_of_squares(*, in_loop=1, after_loop=0, guards=True):
+def sum_of_squares(*, in_loop=1, after_loop=0, guards=True, releases=True):
     """The sum of x_j x_j, of tiles that another warpgroup copies.
 
     Args:
@@ -77,7 +81,7 @@ def sum_of_squares(*, in_loop=1, after_loop=0, guards=True):
                 PRODUCTS.add(accumulator, left.at[slot], right.at[slot])
                 PRODUCTS.wait(in_loop)
                 before = remainder(j - 1, SLOTS)
-                pl.when(j > 0)(lambda: PRODUCTS.release(empty.at[before]))
+                pl.when((j > 0) & releases)(lambda: PRODUCTS.release(empty.at[before]))
                 return carry
 
             PRODUCTS.loop(accumulator, STEPS, one)
@@ -168,6 +172,28 @@ def test_a_release_of_nothing_known_is_refused():
     message = r"sum_of_squares releases empty, of which no Products\.guard says what it guards"
     with pytest.raises(ValueError, match=message):
         sum_of_squares(guards=False)
+
+
+@pytest.mark.slow
+def test_a_kernel_that_waits_for_ever_ends_the_run(tmp_path):
+    """By the timeout of pyproject.toml, made shorter. The output has the name of the test."""
+    tests = Path(__file__).parent
+    test = tmp_path / "test_that_hangs.py"
+    call = "test_products.sum_of_squares(releases=False)"
+    test.write_text(f"import test_products\n\ndef test_of_a_missing_release():\n    {call}\n")
+    options = ("-c", tests.parent / "pyproject.toml", "-o", "timeout=5", "-p", "no:cacheprovider")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [tests, tests.parent, *sys.path]))}
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", *options, test],
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 1
+    assert "+ Timeout +" in done.stdout
+    assert "in test_of_a_missing_release" in done.stdout
 
 
 def jaxprs_in(jaxpr):
