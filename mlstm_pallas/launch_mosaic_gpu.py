@@ -4,6 +4,7 @@ Its interface changes between versions of jax, so what the kernels share of it i
 copies. ``stages/mosaic_gpu/products.py`` has the products on the tensor cores.
 """
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -15,6 +16,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from mlstm_pallas.in_flight import InFlight
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import MOVES_REGISTERS
 from mlstm_pallas.tiles import divide, remainder
@@ -55,8 +57,11 @@ def mosaic_call(
         # Inside a shard_map that checks it, outputs have to say over which axes they vary. plgpu.kernel itself knows of no such axes.
         varying = tuple(frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in present.values())))
 
+        in_flight = InFlight(name) if interpret else None
+
         def entry(*refs: Any, **scratch_refs: Any) -> None:
-            kernel(**dict(zip((*present, *wanted), refs, strict=True)), **absent, **scratch_refs)
+            with contextlib.nullcontext() if in_flight is None else in_flight.traced(scratch_refs):
+                kernel(**dict(zip((*present, *wanted), refs, strict=True)), **absent, **scratch_refs)
 
         found = plgpu.kernel(
             entry,
@@ -71,6 +76,8 @@ def mosaic_call(
             interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,  # type: ignore[attr-defined]
             kernel_name=name,
         )(*(_varying_nowhere.bind(x) if varying else x for x in present.values()))
+        if in_flight is not None:
+            in_flight.report()
         found = [lax.pcast(x, varying, to="varying") for x in found] if varying else found
         return dict.fromkeys(outputs) | dict(zip(wanted, found, strict=True))
 

@@ -11,10 +11,10 @@ import sys
 import pytest
 from sanitize import KERNELS
 
-pytestmark = pytest.mark.gpu
-
 DRIVER = pathlib.Path(__file__).with_name("sanitize.py")
 SECONDS = 900
+
+pytestmark = [pytest.mark.gpu, pytest.mark.timeout(2 * SECONDS + 60)]  # a test runs the driver up to twice
 
 
 def sanitizer():

@@ -19,7 +19,7 @@ FLOORS = (
     ("stages",),
     ("launch", "launch_mosaic_gpu", "gate_gradients"),
     ("stage", "gates", "sharding", "validation"),
-    ("problem", "tiles", "normaliser", "splits", "version"),
+    ("problem", "tiles", "normaliser", "splits", "version", "in_flight"),
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 

@@ -12,7 +12,7 @@ have 255 registers a thread, three have 168.
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,6 +45,7 @@ class CopyRing:
       steps: how many steps go through the ring, or None: ``fetch`` and ``drain`` alone are called.
       copies: copies(step, slot, barrier) starts the copies of a step.
       products: of the reading warpgroup.
+      buffers: what the copies fill, each with an axis of slots in front.
       readers: warpgroups that share the copying; 0: a further warpgroup does it.
     """
 
@@ -53,7 +54,11 @@ class CopyRing:
     steps: Any
     copies: Callable[[Any, Any, Any], None] | None
     products: Products
+    buffers: Sequence[Any]
     readers: int = 2
+
+    def __post_init__(self):
+        self.products.guard(self.barriers.empty, *self.buffers)
 
     def slot(self, step: Any) -> Any:
         return remainder(step, self.num_slots)

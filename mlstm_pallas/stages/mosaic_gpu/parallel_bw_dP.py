@@ -120,8 +120,10 @@ def _kernel(
         tile = head_of(h, head, p).at[block(chunk * tiles + i, TILE), block(remainder(step, steps_v), DEPTH)]
         plgpu.copy_gmem_to_smem(tile, h_tiles.at[slot], barrier)
 
-    ring = CopyRing(barriers, num_stages, items * steps_of_item, copy, products)
-    h_ring = CopyRing(h_barriers, H_STAGES, items * steps_v, copy_h, products)
+    ring = CopyRing(barriers, num_stages, items * steps_of_item, copy, products, (left, left_vector, right, right_vector))
+    h_ring: Any = None
+    if h is not None:
+        h_ring = CopyRing(h_barriers, H_STAGES, items * steps_v, copy_h, products, (h_tiles,))
 
     def multiply(index, carry):
         head, chunk, i, j = item(index)
@@ -199,10 +201,10 @@ def _kernel(
             last_seen = t + ((i - j) * TILE + wg * R - start)  # the key of a query's own step
             D = jnp.where(s <= last_seen, jnp.exp2(hi * LOG2_E + lo * LOG2_E), 0.0)
             x = D * scores[:, columns]
-            out_tiles.at[wg, 0, :, in_tile][...] = scaled(x).astype(q.dtype)
+            products.store(out_tiles.at[wg, 0, :, in_tile], scaled(x).astype(q.dtype))
             dx = dA[:, columns]
             dx = scaled(dx if bias is None else dx + across(bias))
-            out_tiles.at[wg, 1, :, in_tile][...] = (D * dx).astype(q.dtype)
+            products.store(out_tiles.at[wg, 1, :, in_tile], (D * dx).astype(q.dtype))
             W = x * dx
             earlier = jnp.where(s < last_seen, W, 0.0)
             keys = pl.ds(pl.multiple_of((chunk * tiles + j) * TILE + start, SLICE), SLICE)

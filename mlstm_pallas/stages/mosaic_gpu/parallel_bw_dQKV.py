@@ -125,7 +125,8 @@ def _kernel(
     steps_of_rows = ROWS // DEPTH
 
     items = divide(p.BNH * p.NC * items_of_chunk - 1 - program, programs) + 1
-    ring = CopyRing(barriers, num_stages, None, None, products, readers=0)
+    buffers = left, left_transposed, right, right_transposed, right_vector
+    ring = CopyRing(barriers, num_stages, None, None, products, buffers, readers=0)
 
     def in_chunk(x, head, chunk):
         return head_of(x, head, p).at[block(chunk, p.L)]
@@ -327,7 +328,7 @@ def _kernel(
         for j, at in enumerate(of_parts):
             tile = out_tiles.at[wg, j % 2]
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            tile[...] = acc[:, at].astype(q.dtype)
+            products.store(tile, acc[:, at].astype(q.dtype))
             plgpu.commit_smem()
             columns = pl.ds(pl.multiple_of(column * COLUMNS + j * R, R), R)
             for kind, x in ((_Role.DQ, dq), (_Role.DK, dk), (_Role.DV, dv)):

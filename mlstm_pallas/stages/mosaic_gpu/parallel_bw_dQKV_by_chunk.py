@@ -179,8 +179,9 @@ def _kernel(
         for y, z in ({_Vector.DN: dn} if n is None else {_Vector.DN: dn, _Vector.N: n}).items():
             plgpu.copy_gmem_to_smem(z.at[head, chunk], vectors.at[k_slot, int(y), : p.DHQK], barrier)
 
-    ring = CopyRing(barriers, num_stages, chunks * tiles_of_chunk, copy, products, readers)
-    k_ring = CopyRing(k_barriers, k_stages, chunks, copy_k, products, readers)
+    products.guard(tiles_empty, P_tile, dP_tile)
+    ring = CopyRing(barriers, num_stages, chunks * tiles_of_chunk, copy, products, (slots,), readers)
+    k_ring = CopyRing(k_barriers, k_stages, chunks, copy_k, products, (k_tiles, vectors), readers)
 
     def copy_chunk(index, carry):
         """The part of a warpgroup that copies only: with the kinds of the tiles known it delays no copy."""
@@ -244,7 +245,7 @@ def _kernel(
         def store(columns):
             """Writes 64 x 64 elements of each of a few gradients, by way of tiles that no copy reads any more."""
             for x, tile, _, _ in columns:
-                tile[...] = x.astype(q.dtype)
+                products.store(tile, x.astype(q.dtype))
             plgpu.commit_smem()
             for _, tile, out, column in columns:
                 plgpu.copy_smem_to_gmem(tile, head_of(out, head, p).at[rows, block(column, R)])
@@ -315,9 +316,9 @@ def _kernel(
             if mask is not None:
                 D = jnp.where(mask, D, 0.0)
             x = D * x
-            P_tile.at[at].T[...] = scaled(x).astype(q.dtype)
+            products.store(P_tile.at[at].T, scaled(x).astype(q.dtype))
             dx = scaled(dx if bias is None else dx + across(bias, width))
-            dP_tile.at[at].T[...] = (D * dx).astype(q.dtype)
+            products.store(dP_tile.at[at].T, (D * dx).astype(q.dtype))
             return x * dx
 
         def sum_over_queries(W):

@@ -97,7 +97,7 @@ def _kernel(
         tile, row_scale = tile * across(inv_den), row_scale * inv_den
         z.at[head, steps][...] = sums
     r.at[head, steps][...] = row_scale
-    P_tile[...] = tile.astype(q.dtype)
+    products.store(P_tile, tile.astype(q.dtype))
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(P_tile, P.at[head, steps])
     plgpu.wait_smem_to_gmem(0)

@@ -17,6 +17,7 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
+from mlstm_pallas import in_flight
 from mlstm_pallas.launch_mosaic_gpu import BY_ROWS, REGISTER_ROWS, plgpu
 from mlstm_pallas.tiles import loop
 
@@ -33,7 +34,7 @@ BY_LANES = by_lanes(64)
 
 
 @dataclasses.dataclass
-class _Sum:
+class _Accumulator:
     value: jax.Array
 
 
@@ -46,18 +47,25 @@ class Products:
     def add(self, accumulator: Any, a: Any, b: Any) -> None:
         """accumulator += a b; a in shared memory or registers, b in shared memory."""
         if self.interpret:
+            in_flight.current().issue(accumulator, a, b)
             accumulator.value += jnp.dot(_loaded(a), _loaded(b), preferred_element_type=jnp.float32)
         else:
             plgpu.wgmma(accumulator, a, b)
 
     def wait(self, pending: int) -> None:
         """Until no more than so many products are running."""
-        if not self.interpret:
+        if self.interpret:
+            in_flight.current().wait(pending)
+        else:
             plgpu.wgmma_wait(pending)
 
     def read(self, accumulator: Any, pending: int) -> jax.Array:
         """Waits until no more than ``pending`` products, issued after the accumulator's own, are running; its value."""
-        return accumulator.value if self.interpret else plgpu.wgmma_accumulator_load(accumulator, wait_n=pending)
+        if not self.interpret:
+            return plgpu.wgmma_accumulator_load(accumulator, wait_n=pending)
+        self.wait(pending)
+        in_flight.current().read(accumulator)
+        return accumulator.value
 
     def zeros(self, rows: int, columns: int) -> jax.Array:
         return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), plgpu.Layout.WGMMA)
@@ -75,15 +83,16 @@ class Products:
 
         if not self.interpret:
             return pl.run_scoped(scope, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
-        found = scope(*(_Sum(jnp.zeros(shape, jnp.float32)) for shape in shapes))
+        found = scope(*(_Accumulator(jnp.zeros(shape, jnp.float32)) for shape in shapes))
         plgpu.commit_smem()
         return found
 
     def onto(self, issue: Callable[..., None], *initial: jax.Array) -> Sequence[jax.Array]:
         """The accumulators, which start from these values, after ``issue(*accumulators)``."""
         if self.interpret:
-            sums = [_Sum(x) for x in initial]
+            sums = [_Accumulator(x) for x in initial]
             issue(*sums)
+            self.wait(0)
             plgpu.commit_smem()
             return [x.value for x in sums]
         return pl.run_state(lambda refs: issue(*refs))(tuple(plgpu.ACC.init(x) for x in initial))
@@ -117,7 +126,7 @@ class Products:
 
         def added(issue: Callable[[Any], None]) -> Callable[[jax.Array], jax.Array]:
             def run(value: jax.Array) -> jax.Array:
-                total = _Sum(value)
+                total = _Accumulator(value)
                 issue(total)
                 return total.value
 
@@ -147,9 +156,25 @@ class Products:
 
         return sums(x)
 
-    def release(self, *barriers: Any) -> None:
-        """The warpgroup has read what these barriers guard."""
+    def guard(self, barriers: Any, *buffers: Any) -> None:
+        """Says of which buffers ``release`` of barrier i of these gives up slot i, or all slots if it is the only barrier.
+
+        Buffers that are absent are None, barriers too.
+        """
+        if self.interpret and barriers is not None:
+            in_flight.current().guard(barriers, *(x for x in buffers if x is not None))
+
+    def store(self, tile: Any, value: jax.Array) -> None:
+        """tile[...] = value; a tile in shared memory."""
         if self.interpret:
+            in_flight.current().overwrite(tile)
+        tile[...] = value
+
+    def release(self, *barriers: Any) -> None:
+        """The warpgroup has read what these barriers guard: see ``guard``."""
+        if self.interpret:
+            for barrier in barriers:
+                in_flight.current().release(barrier)
             plgpu.commit_smem()
         for barrier in barriers:
             plgpu.barrier_arrive(barrier)

@@ -82,8 +82,8 @@ def _kernel(
             plgpu.copy_gmem_to_smem(h.at[steps_of(step), columns], h_tiles.at[slot], barrier)
 
         total = p.NC * tiles_of_chunk
-        operands = CopyRing(barriers, num_stages, total, copy, products)
-        return operands, CopyRing(h_barriers, H_STAGES, total, copy_h, products) if reads_h else None
+        operands = CopyRing(barriers, num_stages, total, copy, products, (a_tiles, b_tiles, weights))
+        return operands, CopyRing(h_barriers, H_STAGES, total, copy_h, products, (h_tiles,)) if reads_h else None
 
     def multiply(j, reads_h):
         ring, h_ring = rings(j, reads_h)
@@ -113,7 +113,7 @@ def _kernel(
             for x in range(rows // R):
                 tile = out_tiles.at[wg, remainder(c * (rows // R) + x, 2)]
                 plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-                tile.T[...] = XT[:, x * R : (x + 1) * R].astype(X.dtype)
+                products.store(tile.T, XT[:, x * R : (x + 1) * R].astype(X.dtype))
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(tile, X.at[head, at, block(lax.axis_index("rows") * (rows // R) + x, R), own])
 

@@ -77,7 +77,7 @@ def _kernel(
             if x is not None:
                 plgpu.copy_gmem_to_smem(x.at[n, steps], slots[name].at[slot], barrier)
 
-    ring = CopyRing(barriers, num_stages, p.NC, copy, products)
+    ring = CopyRing(barriers, num_stages, p.NC, copy, products, tuple(slots.values()))
 
     def columns(b):
         """Those of block b of the warpgroup: in the tile, in the array."""
@@ -87,7 +87,7 @@ def _kernel(
     def store(value, tile, destination, pending, where=None):
         """Writes the transposed value into the tile and copies it out. pending: how many of the latest copies may run on meanwhile."""
         plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
-        tile.T[...] = value
+        products.store(tile.T, value)
         plgpu.commit_smem()
         copy_where(where, tile, destination, interpret=products.interpret)
 
