@@ -27,7 +27,7 @@ TRAILING = dict(q=(DHQK,), k=(DHQK,), v=(DHV,), i=(), f=())
 STATES = dict(c_initial=(B, NH, DHQK, DHV), n_initial=(B, NH, DHQK), m_initial=(B, NH))
 SHAPES = {name: (B, NH, S, *shape) for name, shape in TRAILING.items()} | STATES
 Q = "as q has shape (2, 3, 40, 16)"
-INPUT_DTYPES = "float16, bfloat16, float32, float64"
+KERNEL_DTYPES, INPUT_DTYPES = "float32, bfloat16, float16", "float16, bfloat16, float32, float64"
 BACKENDS = "expected None or one of triton, mosaic_gpu, interpret, mosaic_gpu_interpret, xla"
 
 
@@ -88,7 +88,7 @@ SWAPPED = (
 OF_BTNH = dict(came=(B, NH, S), axes="B, S, NH", expected=(B, S, NH), q=(B, S, NH, DHQK), other="BNTH")
 OF_BNTH = dict(came=(B, S, NH), axes="B, NH, S", expected=(B, NH, S), q=(B, NH, S, DHQK), other="BTNH")
 ONE_BY_ONE = "c_initial is a {}, expected an array: pass the states one by one"
-ONLY_ON_XLA = '; float64 runs on backend="xla" only: cast q, k and v to float32, or set autocast_kernel_dtype'
+FLOAT64 = '; float64 needs backend="xla" and jax_enable_x64'
 
 
 # Changed arguments of mlstm_chunkwise: (error, whole message).
@@ -145,7 +145,7 @@ CHUNKWISE = {
         f"segment_ids has shape (2, 3, 40), expected (B, S) = (2, 40), {Q}",
     ),
     # dtypes
-    "q_integer": ({"q": array(2, 3, 40, 16, dtype="int32")}, TypeError, f"q has dtype int32, expected one of {INPUT_DTYPES}"),
+    "q_integer": ({"q": array(2, 3, 40, 16, dtype="int32")}, TypeError, f"q has dtype int32, expected one of {KERNEL_DTYPES}"),
     "k_dtype": ({"k": array(2, 3, 40, 16, dtype="bfloat16")}, TypeError, "k has dtype bfloat16, expected float32, the dtype of q"),
     "v_dtype": ({"v": array(2, 3, 40, 24, dtype="float16")}, TypeError, "v has dtype float16, expected float32, the dtype of q"),
     "i_integer": ({"i": array(2, 3, 40, dtype="int8")}, TypeError, f"i has dtype int8, expected one of {INPUT_DTYPES}"),
@@ -167,13 +167,12 @@ CHUNKWISE = {
     "autocast_float64": (
         {"autocast_kernel_dtype": "float64", "backend": "triton"},
         TypeError,
-        'autocast_kernel_dtype is float64, expected one of float32, bfloat16, float16; float64 runs on backend="xla" only: '
-        "cast q, k and v to float32, or set autocast_kernel_dtype",
+        f"autocast_kernel_dtype is float64, expected one of {KERNEL_DTYPES}{FLOAT64}",
     ),
     "float64_without_x64": (
         {"autocast_kernel_dtype": "float64", "backend": "xla"},
         TypeError,
-        "autocast_kernel_dtype is float64, expected one of float32, bfloat16, float16: jax_enable_x64, which float64 needs, is not set",
+        f"autocast_kernel_dtype is float64, expected one of {KERNEL_DTYPES}{FLOAT64}",
     ),
     # scalars and flags
     "chunk_size_odd": ({"chunk_size": 48}, ValueError, "chunk_size is 48, expected None or a power of two >= 16"),
@@ -256,8 +255,8 @@ HEADS = dict(q=array(1, 8, 512, 256, dtype="bfloat16"), k=array(1, 8, 512, 256, 
 )
 TILES = "expected a power of two >= 16"
 GPU_ONLY = (
-    "backend is 'triton' or 'mosaic_gpu', whose kernels are for GPUs, and the computation is lowered for a CPU: expected backend None "
-    "or 'xla' (plain jnp), or 'interpret' (the kernels, interpreted)"
+    "backend is 'triton', whose kernels are for GPUs, and the computation is lowered for a CPU: expected backend None or 'xla' "
+    "(plain jnp), or 'interpret' (the kernels, interpreted)"
 )
 
 # Other calls: (call, error, whole message).
@@ -281,12 +280,12 @@ OTHERS = {
     "arrays_of_float64_without_x64": (
         lambda: mlstm_chunkwise(**{name: np.zeros(SHAPES[name]) for name in PLAIN}),
         TypeError,
-        "q has dtype float64, expected one of float32, bfloat16, float16" + ONLY_ON_XLA,
+        f"q has dtype float64, expected one of {KERNEL_DTYPES}: cast q, k and v, or set autocast_kernel_dtype{FLOAT64}",
     ),
     "keys_of_random_numbers": (
         lambda: shapes_of(mlstm_chunkwise, PLAIN | {"q": array(2, 3, 40, 16, dtype=jax.eval_shape(jax.random.key, 0).dtype)}),
         TypeError,
-        f"q has dtype key<fry>, expected one of {INPUT_DTYPES}",
+        f"q has dtype key<fry>, expected one of {KERNEL_DTYPES}",
     ),
     "use_backend": (lambda: enters("gpu"), ValueError, f"backend is 'gpu', {BACKENDS}"),
     "use_backend_type": (lambda: enters(jnp), ValueError, f"backend is {jnp!r}, {BACKENDS}"),
@@ -438,14 +437,20 @@ BAD = {
     "num_warps": {name: integers("expected 1, 2, 4, 8 or 16")[name] for name in LAUNCH},
     "num_stages": {name: integers("expected an integer from 1 to 8")[name] for name in LAUNCH},
 }
-ARRAY = {
-    "list": ([1.0], TypeError, "{} is a list, expected an array"),
-    "integer": (array(1, dtype="int32"), TypeError, f"{{}} has dtype int32, expected one of {INPUT_DTYPES}"),
-}
+ARRAY, SEQUENCE = (
+    {
+        "list": ([1.0], TypeError, "{} is a list, expected an array"),
+        "integer": (array(1, dtype="int32"), TypeError, f"{{}} has dtype int32, expected one of {dtypes}"),
+    }
+    for dtypes in (INPUT_DTYPES, KERNEL_DTYPES)
+)
+SEQUENCES = ("q", "k", "v", "matQ", "matK", "matV", "matDeltaH")
 GENERATORS = ("_mlstm_chunkwise_fwbw_generator", "_get_chunkwise_fwbw_kernel")
 ENTRY = "mlstm_chunkwise_triton_stablef"
+COPIES = ("mlstm_chunkwise_max_triton", "mlstm_chunkwise__xl_chunk")  # of it
 # Each function once: the systems share the generators and the entry.
-FUNCTIONS = {getattr(system, name): (system, name) for system in (v3noslice, v5xlchunksize, triton_stablef) for name in system.__all__}
+SYSTEMS = (v3noslice, v5xlchunksize, triton_stablef)
+FUNCTIONS = {getattr(system, name): (system, name) for system in SYSTEMS for name in system.__all__ if name not in COPIES}
 
 
 def parameters_of(system, name):
@@ -459,7 +464,7 @@ def parameters_of(system, name):
         elif key in BAD:
             found[parameter] = None, BAD[key]
         else:
-            found[parameter] = ARRAYS.get(parameter, array(1)), ARRAY
+            found[parameter] = ARRAYS.get(parameter, array(1)), SEQUENCE if parameter in SEQUENCES else ARRAY
     return found
 
 
