@@ -93,14 +93,15 @@ def jax_has_mosaic_gpu() -> bool:
 
 
 def _check_mosaic_gpu(name: str, lowering: Lowering) -> None:
-    other = "None" if lowering is Lowering.MOSAIC_GPU else f"'{without_mosaic_gpu(lowering)}'"
     if not jax_has_mosaic_gpu():
         first, end = (".".join(map(str, version)) for version in MOSAIC_GPU_JAX)
+        other = "None" if lowering is Lowering.MOSAIC_GPU else f"'{without_mosaic_gpu(lowering)}'"  # Triton needs a GPU
         raise ValueError(f"{name} is '{lowering}' and jax is {jax.__version__}, expected jax >= {first} and < {end}, or backend {other}")
     kind = target_device_kind()
     if lowering is Lowering.MOSAIC_GPU and compute_capability(kind) not in (90, None):
         raise ValueError(
-            f"{name} is '{lowering}' and the GPU is a {kind}, expected a Hopper GPU (H100, H200, H800, H20, GH200) or backend {other}"
+            f"{name} is '{lowering}' and the GPU is a {kind}, expected a Hopper GPU (H100, H200, H800, H20, GH200) or backend "
+            f"'{without_mosaic_gpu(lowering)}'"
         )
 
 

@@ -355,9 +355,11 @@ def mlstm_chunkwise_sequence_parallel(
     Example, for as many devices as there are::
 
       >>> import functools, jax, jax.numpy as jnp
-      >>> from jax.sharding import PartitionSpec
+      >>> from jax.sharding import AxisType, PartitionSpec
       >>> from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
-      >>> mesh = jax.make_mesh((jax.device_count(),), ("sequence",))
+      >>> mesh = jax.make_mesh(
+      ...     (jax.device_count(),), ("sequence",), axis_types=(AxisType.Auto,)
+      ... )
       >>> steps = PartitionSpec(None, "sequence")  # axis 1 of BTNH
       >>> run = jax.shard_map(
       ...     functools.partial(
