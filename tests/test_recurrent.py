@@ -444,5 +444,5 @@ def test_layouts_of_a_sequence_are_checked():
     message = "i has shape (2, 3, 5), expected (B, S, NH) = (2, 5, 3), as q has shape (2, 5, 3, 16): axes 1 and 2 are swapped; "
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         mlstm_recurrent_sequence(**tokens, layout="BTNH")
-    with pytest.raises(ValueError, match="^layout is 'BSNH', expected one of BNTH, BTNH$"):
+    with pytest.raises(ValueError, match=r"^layout is 'BSNH', expected one of BNTH, BTNH$"):
         mlstm_recurrent_sequence(**tokens, layout="BSNH")
