@@ -172,9 +172,9 @@ def mlstm_chunkwise(
         fastest are "mosaic_gpu" on Hopper GPUs in 16-bit dtypes, "triton" on
         other NVIDIA GPUs and in float32, and "xla" elsewhere.
         "triton": Triton kernels.
-        "mosaic_gpu": on Hopper, with jax >= 0.11.2 and < 0.12, 16-bit stages
-        that have a Mosaic GPU kernel run it, the others the Triton one (plain
-        jnp where jax has no Triton backend).
+        "mosaic_gpu": on Hopper, 16-bit stages that have a Mosaic GPU kernel
+        run it, the others the Triton one (plain jnp where jax has no Triton
+        backend). Another GPU or an unfit jax is a ValueError.
         "xla": plain jnp, on any device.
         "interpret", "mosaic_gpu_interpret": the kernels interpreted on a CPU;
         slow, for tests; the former in a shard_map with check_vma=False, the
