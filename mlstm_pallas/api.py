@@ -191,8 +191,9 @@ def mlstm_chunkwise(
         what was expected.
 
     Warns:
-      UserWarning: once, where S < NH as layout reads the arrays, as they then
-        probably have the other layout.
+      UserWarning: once, where S < NH as layout reads the arrays and neither
+        initial states nor segment_ids have that S or NH: the arrays may have
+        the other layout.
     """
     options = Options(
         return_last_states=return_last_states,

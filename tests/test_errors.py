@@ -598,6 +598,17 @@ def test_arrays_of_the_other_layout_get_a_warning_once(layout):
     assert [(str(warning.message), warning.filename) for warning in caught] == [(message, __file__)]
 
 
+@pytest.mark.filterwarnings("error")
+def test_states_and_segments_tell_the_layout():
+    """A single token after an earlier part is no mistake."""
+    x = {name: jnp.zeros((B, 1, NH, *shape)) for name, shape in TRAILING.items()}
+    states = {name: jnp.zeros(shape) for name, shape in STATES.items()}
+    validation.warn_of_layout.cache_clear()
+    for others in (states, dict(segment_ids=jnp.zeros((B, 1), "int32"))):
+        assert jax.eval_shape(functools.partial(mlstm_chunkwise, layout="BTNH"), **x, **others).shape == (B, 1, NH, DHV)
+
+
+@pytest.mark.filterwarnings("error")
 def test_the_entry_of_xlstm_jax_has_one_layout():
     """Which no warning can tell the caller to change."""
     x = {name: jnp.zeros((1, 4, 2, *shape)) for name, shape in TRAILING.items()}
