@@ -73,7 +73,8 @@ def requested_backend(backend: str | None = None, *, mosaic_gpu_kernels: bool = 
       mosaic_gpu_kernels: whether the call has any; the others run without them on that backend.
 
     Raises:
-      ValueError: where the Mosaic GPU kernels are asked for and cannot run, and for a wrong MLSTM_PALLAS_BACKEND.
+      ValueError: where the Mosaic GPU kernels are asked for and cannot run, and for a wrong
+        MLSTM_PALLAS_BACKEND.
     """
     name = "backend"
     if backend is None:
@@ -95,7 +96,8 @@ def jax_has_mosaic_gpu() -> bool:
 def _check_mosaic_gpu(name: str, lowering: Lowering) -> None:
     if not jax_has_mosaic_gpu():
         first, end = (".".join(map(str, version)) for version in MOSAIC_GPU_JAX)
-        other = "None" if lowering is Lowering.MOSAIC_GPU else f"'{without_mosaic_gpu(lowering)}'"  # Triton needs a GPU
+        # Not Triton, which needs a GPU.
+        other = "None" if lowering is Lowering.MOSAIC_GPU else f"'{without_mosaic_gpu(lowering)}'"
         raise ValueError(f"{name} is '{lowering}' and jax is {jax.__version__}, expected jax >= {first} and < {end}, or backend {other}")
     kind = target_device_kind()
     if lowering is Lowering.MOSAIC_GPU and compute_capability(kind) not in (90, None):

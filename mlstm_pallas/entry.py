@@ -57,7 +57,8 @@ def run(
     layout = validation.check_layout(options.layout)
     q, k, v, i, f, c_initial, n_initial, m_initial = arrays
     sizes = validation.check_chunkwise_arrays(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, gate, layout)
-    if takes_layout and sizes["S"] < sizes["NH"] and c_initial is None and segment_ids is None:  # which would not fit the other layout
+    told = c_initial is not None or segment_ids is not None  # which would not fit the other layout
+    if takes_layout and sizes["S"] < sizes["NH"] and not told:
         validation.warn_of_layout(layout)
     if options.autocast_kernel_dtype is None:
         validation.check_one_dtype(dict(q=q, k=k, v=v))

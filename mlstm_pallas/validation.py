@@ -139,7 +139,7 @@ def sequence_dims(layout: Layout) -> dict[str, Dims]:
 
 
 def check_axes_of_gates(arrays: Mapping[str, Any], layout: Layout) -> None:
-    """Gates whose axes 1 and 2 are swapped: the likeliest mistake in a model that changes its layout."""
+    """Refuses gates whose axes 1 and 2 are swapped, the likeliest mistake in a change of layout."""
     q = arrays["q"]
     if len(q.shape) != 4:
         return
@@ -160,7 +160,7 @@ def _other(layout: Layout) -> Layout:
 
 @functools.cache
 def warn_of_layout(layout: Layout) -> None:
-    """Warns the caller's caller's caller, once for each layout, that there are fewer steps than heads."""
+    """Warns three callers up, once for each layout, that there are fewer steps than heads."""
     other = _other(layout)
     axes, others = (", ".join(sequence_dims(x)["q"]) for x in (layout, other))
     warnings.warn(

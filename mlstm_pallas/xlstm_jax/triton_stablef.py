@@ -168,9 +168,9 @@ def mlstm_chunkwise_triton_stablef(
     autocast_kernel_dtype: DTypeLike | None = jnp.float32, stabilize_correctly: bool = True,
     norm_val: float = 1.0,
 ) -> jax.Array | tuple[jax.Array, States]:  # fmt: skip
-    """h (B, NH, S, DHV) in the dtype of q, or (h, (c, n, m)); with exact gradients of all eight arrays.
+    """h (B, NH, S, DHV) in the dtype of q, or (h, (c, n, m)).
 
-    The other systems have this entry under names of their own.
+    The gradients of all eight arrays are exact. The other systems have this entry under names of their own.
 
     Args:
       q, k: (B, NH, S, DHQK); v: (B, NH, S, DHV); i, f: gate pre-activations (B, NH, S).
