@@ -1,7 +1,8 @@
 """mlstm_pallas: the chunkwise-parallel mLSTM of xLSTM as JAX Pallas kernels."""
 
 import importlib
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING
 
 from mlstm_pallas.api import mlstm_chunkwise
 from mlstm_pallas.backend import use_backend
@@ -10,20 +11,33 @@ from mlstm_pallas.recurrent import mlstm_recurrent_sequence, mlstm_recurrent_ste
 from mlstm_pallas.stage import StageConfig
 from mlstm_pallas.version import __version__
 
+if TYPE_CHECKING:
+    from mlstm_pallas import distributed, export, reference, xlstm_jax
+
 __all__ = [
     "KernelConfig",
     "StageConfig",
     "__version__",
+    "distributed",
+    "export",
     "mlstm_chunkwise",
     "mlstm_recurrent_sequence",
     "mlstm_recurrent_step",
+    "reference",
     "use_backend",
+    "xlstm_jax",
 ]
 
 _MODULES = ("distributed", "export", "reference", "xlstm_jax")  # imported when they are first asked for
 
 
-def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return importlib.import_module(f"{__name__}.{name}")
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+if not TYPE_CHECKING:  # so that a wrong name is one to a type checker
+
+    def __getattr__(name: str) -> ModuleType:
+        if name in _MODULES:
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,6 +1,7 @@
 """Where a call runs: on the Triton or the Mosaic GPU kernels, on the same kernels interpreted, or in plain jnp."""
 
 import functools
+import os
 import warnings
 from collections.abc import Callable
 from contextvars import ContextVar, Token
@@ -10,23 +11,45 @@ from jax import lax
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
+from mlstm_pallas.annotations import BackendName
 from mlstm_pallas.config import UNKNOWN_DEVICE
 from mlstm_pallas.launch import HAS_TRITON, without_mosaic_gpu
 from mlstm_pallas.shared_memory import compute_capability
 from mlstm_pallas.stage import Lowering
 from mlstm_pallas.validation import MOSAIC_GPU_JAX, check_backend
 
-_default: ContextVar[str | None] = ContextVar("backend", default=None)
+VARIABLE = "MLSTM_PALLAS_BACKEND"
+_UNSET = ""
+_default: ContextVar[str | None] = ContextVar("backend", default=_UNSET)
 
 
 class use_backend:
     """Inside, ``backend`` is the backend of calls that name none themselves.
 
-    It is "triton", "mosaic_gpu" (where a stage has such a kernel, on Hopper), "interpret", "mosaic_gpu_interpret", "xla", or None: by
-    lowering platform. It is read when a function is called, that is at trace time under jit: functions traced before stay as they are.
+    It is "triton", "mosaic_gpu" (where a stage has such a kernel, on Hopper),
+    "interpret", "mosaic_gpu_interpret" or "xla", as for ``mlstm_chunkwise``.
+    None chooses by the platform that a computation is lowered for.
+
+    The argument ``backend`` of a call comes first, then the innermost
+    use_backend, then the environment variable MLSTM_PALLAS_BACKEND. All are
+    read when a function is called, that is at trace time under jit: functions
+    that were traced before stay as they are.
+
+    A use_backend holds in the thread, or the asyncio task, that entered it.
+    Threads started inside do not see it. For those, and for a whole program,
+    set MLSTM_PALLAS_BACKEND.
+
+    Example::
+
+      >>> from mlstm_pallas import use_backend
+      >>> with use_backend("xla"):
+      ...     pass  # calls, or the first call of a jitted function
+
+    Raises:
+      ValueError: for another backend.
     """
 
-    def __init__(self, backend: str | None):
+    def __init__(self, backend: BackendName | None):
         self._entered = True  # nothing to say of a backend that is refused
         check_backend(backend)
         self._backend, self._tokens, self._entered = backend, list[Token](), False
@@ -35,19 +58,32 @@ class use_backend:
         self._entered = True
         self._tokens.append(_default.set(self._backend))
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *_: object) -> None:
         _default.reset(self._tokens.pop())
 
-    def __del__(self):
+    def __del__(self) -> None:
         if not self._entered:
             warnings.warn(f"use_backend({self._backend!r}) did nothing: it is for a with statement", RuntimeWarning, stacklevel=2)
 
 
-def requested_backend(backend: str | None = None) -> str | None:
-    """The backend of a call that names this one. Raises ValueError where the Mosaic GPU kernels are asked for and cannot run."""
-    backend = _default.get() if backend is None else backend
-    if backend is not None and Lowering(backend).mosaic_gpu:
-        _check_mosaic_gpu(Lowering(backend))
+def requested_backend(backend: str | None = None, *, mosaic_gpu_kernels: bool = True) -> str | None:
+    """The backend of a call that names this one.
+
+    Args:
+      mosaic_gpu_kernels: whether the call has any; the others run without them on that backend.
+
+    Raises:
+      ValueError: where the Mosaic GPU kernels are asked for and cannot run, and for a wrong
+        MLSTM_PALLAS_BACKEND.
+    """
+    name = "backend"
+    if backend is None:
+        backend = _default.get()
+    if backend == _UNSET:
+        name, backend = VARIABLE, os.environ.get(VARIABLE) or None
+        check_backend(backend, variable=VARIABLE)
+    if backend is not None and Lowering(backend).mosaic_gpu and mosaic_gpu_kernels:
+        _check_mosaic_gpu(name, Lowering(backend))
     return backend
 
 
@@ -57,36 +93,36 @@ def jax_has_mosaic_gpu() -> bool:
     return first <= jax.__version_info__ < end
 
 
-def _check_mosaic_gpu(lowering: Lowering) -> None:
+def _check_mosaic_gpu(name: str, lowering: Lowering) -> None:
     if not jax_has_mosaic_gpu():
         first, end = (".".join(map(str, version)) for version in MOSAIC_GPU_JAX)
-        raise ValueError(
-            f"backend is '{lowering}' and jax is {jax.__version__}, expected jax >= {first} and < {end}, or backend "
-            f"'{without_mosaic_gpu(lowering)}'"
-        )
+        # Not Triton, which needs a GPU.
+        other = "None" if lowering is Lowering.MOSAIC_GPU else f"'{without_mosaic_gpu(lowering)}'"
+        raise ValueError(f"{name} is '{lowering}' and jax is {jax.__version__}, expected jax >= {first} and < {end}, or backend {other}")
     kind = target_device_kind()
     if lowering is Lowering.MOSAIC_GPU and compute_capability(kind) not in (90, None):
         raise ValueError(
-            f"backend is '{lowering}' and the GPU is a {kind}, expected a Hopper GPU (H100, H200, H800, H20, GH200) or backend "
+            f"{name} is '{lowering}' and the GPU is a {kind}, expected a Hopper GPU (H100, H200, H800, H20, GH200) or backend "
             f"'{without_mosaic_gpu(lowering)}'"
         )
 
 
 # The identity, which cannot be lowered for a CPU: Pallas would say no more there than that only interpret mode is supported.
 _for_gpus = Primitive("for_gpus")
-_for_gpus.def_abstract_eval(lambda x: x)
-_for_gpus.def_impl(lambda x: jax.jit(_for_gpus.bind)(x))
+_for_gpus.def_abstract_eval(lambda x, *, backend: x)
+_for_gpus.def_impl(lambda x, *, backend: jax.jit(functools.partial(_for_gpus.bind, backend=backend))(x))
 batching.defvectorized(_for_gpus)
 
 
-def _refuse(*_):
+def _refuse(*_, backend: str):
+    interpreted = "interpret" if backend == "triton" else "mosaic_gpu_interpret"
     raise ValueError(
-        "backend is 'triton' or 'mosaic_gpu', whose kernels are for GPUs, and the computation is lowered for a CPU: expected backend None "
-        "or 'xla' (plain jnp), or 'interpret' (the kernels, interpreted)"
+        f"backend is {backend!r}, whose kernels are for GPUs, and the computation is lowered for a CPU: expected backend None or 'xla' "
+        f"(plain jnp), or {interpreted!r} (the kernels, interpreted)"
     )
 
 
-mlir.register_lowering(_for_gpus, lambda _, x: [x])
+mlir.register_lowering(_for_gpus, lambda _, x, *, backend: [x])
 mlir.register_lowering(_for_gpus, _refuse, platform="cpu")
 
 
@@ -99,7 +135,7 @@ def on_backend(backend: str | None, run: Callable, *args):
         return lax.platform_dependent(*args, cuda=gpu, default=other)
     if backend in ("triton", "mosaic_gpu"):
         (first, *others), tree = jax.tree.flatten(args)
-        args = jax.tree.unflatten(tree, [_for_gpus.bind(first), *others])
+        args = jax.tree.unflatten(tree, [_for_gpus.bind(first, backend=backend), *others])
     return run(Lowering(backend), *args)
 
 

@@ -18,7 +18,7 @@ from mlstm_pallas.tiles import Precision
 UNKNOWN_DEVICE = "unknown"
 
 
-@dataclasses.dataclass(frozen=True, init=False)
+@dataclasses.dataclass(frozen=True, init=False, repr=False)
 class KernelConfig:
     """Everything that may be tuned. What is left None comes from the tuned row or the heuristic.
 
@@ -59,6 +59,13 @@ class KernelConfig:
         fields = dict(chunk_size=check_chunk_size(chunk_size), precision=precision, fused_min_heads=heads, stages=given)
         for name, value in fields.items():
             object.__setattr__(self, name, value)
+
+    def __repr__(self) -> str:
+        """The call that makes it."""
+        fields: dict[str, Any] = {name: x for name, x in (self._fields() | self.stages).items() if x is not None}
+        if isinstance(self.precision, lax.Precision | lax.DotAlgorithmPreset):
+            fields["precision"] = f"jax.lax.{type(self.precision).__name__}.{self.precision.name}"
+        return f"KernelConfig({', '.join(f'{name}={x}' for name, x in fields.items())})"
 
     def replace(self, **changes: Any) -> "KernelConfig":
         return KernelConfig(**self._fields() | self.stages | changes)

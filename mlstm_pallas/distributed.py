@@ -22,12 +22,15 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Any, NamedTuple, TypeVar
+from typing import Literal, NamedTuple, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
+from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName
+from mlstm_pallas.annotations import States as StateTuple
 from mlstm_pallas.backend import on_backend
 from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, Residuals, States, StoredStates
 from mlstm_pallas.config import KernelConfig
@@ -270,55 +273,141 @@ def _starts(axis_name: str, segment_ids: jax.Array) -> jax.Array:
     return segment_starts(segment_ids).at[..., 0].set(begins)
 
 
+@overload
 def mlstm_chunkwise_sequence_parallel(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    i: jax.Array,
-    f: jax.Array,
-    c_initial: jax.Array | None = None,
-    n_initial: jax.Array | None = None,
-    m_initial: jax.Array | None = None,
+    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None,
+    return_last_states: Literal[False] = False, eps: float = 1e-6, chunk_size: int | None = None,
+    autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
+    norm_val: float = 1.0, *, axis_name: str, segment_ids: Array | None = None,
+    input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
+    layout: LayoutName = "BNTH", backend: BackendName | None = None, config: KernelConfig | None = None,
+) -> jax.Array: ...  # fmt: skip
+@overload
+def mlstm_chunkwise_sequence_parallel(
+    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None,
+    return_last_states: Literal[True] = ..., eps: float = 1e-6, chunk_size: int | None = None,
+    autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
+    norm_val: float = 1.0, *, axis_name: str, segment_ids: Array | None = None,
+    input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
+    layout: LayoutName = "BNTH", backend: BackendName | None = None, config: KernelConfig | None = None,
+) -> tuple[jax.Array, StateTuple]: ...  # fmt: skip
+@overload
+def mlstm_chunkwise_sequence_parallel(
+    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None,
+    return_last_states: bool = ..., eps: float = 1e-6, chunk_size: int | None = None,
+    autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
+    norm_val: float = 1.0, *, axis_name: str, segment_ids: Array | None = None,
+    input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
+    layout: LayoutName = "BNTH", backend: BackendName | None = None, config: KernelConfig | None = None,
+) -> jax.Array | tuple[jax.Array, StateTuple]: ...  # fmt: skip
+def mlstm_chunkwise_sequence_parallel(
+    q: Array,
+    k: Array,
+    v: Array,
+    i: Array,
+    f: Array,
+    c_initial: Array | None = None,
+    n_initial: Array | None = None,
+    m_initial: Array | None = None,
     return_last_states: bool = False,
     eps: float = 1e-6,
     chunk_size: int | None = None,
-    autocast_kernel_dtype: Any = None,
+    autocast_kernel_dtype: DTypeLike | None = None,
     stabilize_correctly: bool = True,
     norm_val: float = 1.0,
     *,
     axis_name: str,
-    segment_ids: jax.Array | None = None,
-    input_gate: str = "exp",
+    segment_ids: Array | None = None,
+    input_gate: InputGateName = "exp",
     normalize: bool = True,
     recompute_states_in_bw: bool = True,
-    layout: str = "BNTH",
-    backend: str | None = None,
+    layout: LayoutName = "BNTH",
+    backend: BackendName | None = None,
     config: KernelConfig | None = None,
-) -> jax.Array | tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    """``mlstm_chunkwise`` of a sequence that is split over a mesh axis, for use inside ``jax.shard_map``.
+) -> jax.Array | tuple[jax.Array, StateTuple]:
+    """``mlstm_chunkwise`` of a sequence that is split over a mesh axis.
 
-    Device j of P holds steps j S / P to (j + 1) S / P of the whole sequence of S. Gradients are exact, also those of the initial states.
+    For use inside ``jax.shard_map``. Device j of P holds steps j S / P to
+    (j + 1) S / P of the whole sequence of S steps. Gradients are exact, also
+    those of the initial states. The dimensions are::
 
-    Each device sends 1 + ceil(log2(P - 1)) summaries of a shard forward, and as many backward (P > 1; none for P = 1): up to
-    DHQK DHV + DHQK + 2 floats of 4 bytes a batch entry and head, backward one more. Head dimensions count as the kernels see them (padded
-    to a power of two from 16 to 64, beyond that to a multiple of 64; not padded with backend "xla"). return_last_states adds one
-    all-reduce of the states. What a device holds does not depend on P.
+      B     batch
+      S     steps of the whole sequence
+      P     devices along the mesh axis; S is a multiple of it
+      NH    heads
+      DHQK  head dimension of q and k
+      DHV   head dimension of v and h
+
+    Each device sends 1 + ceil(log2(P - 1)) summaries of a shard forward, and
+    as many backward (P > 1; none for P = 1). A summary has up to
+    DHQK DHV + DHQK + 2 floats of 4 bytes a batch entry and head, backward one
+    more. Head dimensions count as the kernels see them: padded to a power of
+    two from 16 to 64, beyond that to a multiple of 64, and not padded with
+    backend "xla". return_last_states adds one all-reduce of the states. The
+    memory of a device does not depend on P.
+
+    Derivatives are of first order and in reverse mode, as those of
+    ``mlstm_chunkwise``.
+
+    Example, for as many devices as there are::
+
+      >>> import functools, jax, jax.numpy as jnp
+      >>> from jax.sharding import AxisType, PartitionSpec
+      >>> from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
+      >>> mesh = jax.make_mesh(
+      ...     (jax.device_count(),), ("sequence",), axis_types=(AxisType.Auto,)
+      ... )
+      >>> steps = PartitionSpec(None, "sequence")  # axis 1 of BTNH
+      >>> run = jax.shard_map(
+      ...     functools.partial(
+      ...         mlstm_chunkwise_sequence_parallel,
+      ...         axis_name="sequence",
+      ...         layout="BTNH",
+      ...     ),
+      ...     mesh=mesh,
+      ...     in_specs=(steps,) * 5,
+      ...     out_specs=steps,
+      ... )
+      >>> q = k = v = jnp.ones((1, 64 * jax.device_count(), 2, 16))
+      >>> i = f = jnp.ones(q.shape[:3])
+      >>> jax.jit(run)(q, k, v, i, f).shape == v.shape
+      True
 
     Args:
-      q, k: (B, NH, S / P, DHQK); v: (B, NH, S / P, DHV); i, f: (B, NH, S / P): this device's shard.
-      c_initial, n_initial, m_initial: initial states of the whole sequence, (B, NH, DHQK, DHV), (B, NH, DHQK), (B, NH), the same on
-        all devices of the axis; all three, or none for zeros.
-      return_last_states: whether to return the states after the last step of the whole sequence as well, on every device.
-      segment_ids: (B, S / P): this device's shard.
-      axis_name: the mesh axis that the sequence is split over; on one device it may be the axis_name of a vmap.
-      backend: as for ``mlstm_chunkwise``, "mosaic_gpu" included; "mosaic_gpu_interpret" for an axis of one device only.
-      Others: as for ``mlstm_pallas.mlstm_chunkwise``; a chunk ends at the end of a shard.
+      q: queries of this device's shard, (B, NH, S / P, DHQK), or
+        (B, S / P, NH, DHQK) with layout "BTNH".
+      k: keys, shaped as q.
+      v: values, (B, NH, S / P, DHV), or (B, S / P, NH, DHV) with "BTNH".
+      i: input gate pre-activations, (B, NH, S / P), or (B, S / P, NH) with
+        "BTNH".
+      f: forget gate pre-activations, shaped as i.
+      c_initial: state C before the whole sequence, (B, NH, DHQK, DHV), the
+        same on all devices of the axis. None: zeros. Initial states come all
+        three or not at all.
+      n_initial: state n before the whole sequence, (B, NH, DHQK).
+      m_initial: stabiliser m before the whole sequence, (B, NH).
+      return_last_states: whether the states after the last step of the whole
+        sequence are returned as well, on every device.
+      axis_name: the mesh axis that the sequence is split over; on one device
+        it may be the axis_name of a vmap.
+      segment_ids: (B, S / P) integers of this device's shard.
+      chunk_size: as for ``mlstm_chunkwise``; a chunk ends where a shard ends.
+      backend: as for ``mlstm_chunkwise``; "mosaic_gpu_interpret" for an axis
+        of one device only.
+      eps, autocast_kernel_dtype, stabilize_correctly, norm_val, input_gate,
+        normalize, recompute_states_in_bw, layout, config: as for
+        ``mlstm_chunkwise``.
 
     Returns:
-      h (B, NH, S / P, DHV) of this device's shard; with return_last_states (h, (c, n, m)), as ``mlstm_chunkwise``.
+      h of this device's shard, shaped as v, in the dtype of q. With
+      return_last_states (h, (c, n, m)), as ``mlstm_chunkwise``.
 
     Raises:
-      TypeError, ValueError: as ``mlstm_chunkwise``; ValueError for an axis_name that is no axis of the surrounding shard_map.
+      TypeError, ValueError: as ``mlstm_chunkwise``. ValueError for an
+        axis_name that is no axis of the surrounding shard_map.
     """
     try:
         lax.axis_size(axis_name)

@@ -44,12 +44,22 @@ def run(
     options: Options,
     arrays: tuple[Any, ...],
     segment_ids: Any,
+    *,
+    takes_layout: bool = True,
 ) -> Any:
-    """``mlstm_chunkwise`` by a forward function of its own; starts_of: ids (B, NH, S) to where segments begin."""
+    """``mlstm_chunkwise`` by a forward function of its own.
+
+    Args:
+      starts_of: ids (B, NH, S) to where segments begin.
+      takes_layout: whether the caller's caller can choose the layout.
+    """
     gate, normalize = validation.check_input_gate(options.input_gate, options.normalize)
     layout = validation.check_layout(options.layout)
     q, k, v, i, f, c_initial, n_initial, m_initial = arrays
     sizes = validation.check_chunkwise_arrays(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, gate, layout)
+    told = c_initial is not None or segment_ids is not None  # which would not fit the other layout
+    if takes_layout and sizes["S"] < sizes["NH"] and not told:
+        validation.warn_of_layout(layout)
     if options.autocast_kernel_dtype is None:
         validation.check_one_dtype(dict(q=q, k=k, v=v))
     spec = spec_for(options, gate, normalize, q.dtype, sizes, layout, has_initial_state=c_initial is not None)

@@ -161,7 +161,7 @@ def _mlstm_chunkwise_fwbw_generator(
 def _forward_function(options: Options) -> Callable[..., tuple[jax.Array, Any, Any, Any]]:
     def forward(matQ, matK, matV, vecI, vecF, matC_initial=None, vecN_initial=None, scaM_initial=None):
         arrays = matQ, matK, matV, vecI, vecF, matC_initial, vecN_initial, scaM_initial
-        outputs = run(mlstm_forward, segment_starts, options, arrays, None)
+        outputs = run(mlstm_forward, segment_starts, options, arrays, None, takes_layout=False)
         return (outputs[0], *outputs[1]) if options.return_last_states else (outputs, None, None, None)
 
     return forward

@@ -9,11 +9,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlstm_pallas import validation
+from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName
+from mlstm_pallas.annotations import States as StateTuple
 from mlstm_pallas.backend import on_backend, requested_backend, target_device_kind
 from mlstm_pallas.config import KernelConfig, config_for
 from mlstm_pallas.launch import without_mosaic_gpu
 from mlstm_pallas.normaliser import Normaliser
-from mlstm_pallas.problem import InputGate, Problem, accumulator_dtype
+from mlstm_pallas.problem import InputGate, Layout, Problem, accumulator_dtype
 from mlstm_pallas.sharding import aligned, over_shards
 from mlstm_pallas.stage import Lowering, StageCall, StageConfig
 from mlstm_pallas.stages.recurrent_step import recurrent_step
@@ -88,39 +90,39 @@ def sequence(spec: StepSpec, x: Token, states: States) -> tuple[jax.Array, State
     return jnp.moveaxis(h, 0, 2), states
 
 
-def _check_dtype(name: str, dtype: Any, expected: tuple[str, ...], backend: str | None) -> None:
-    if jnp.dtype(dtype).name in expected or (dtype == jnp.float64 and backend == "xla"):
-        return
-    hint = '; float64 runs on backend="xla" only' if dtype == jnp.float64 else ""
-    raise TypeError(f"{name} has dtype {dtype}, expected one of {', '.join(expected)}{hint}")
-
-
-def _check_arrays(x: Token, c, n, m, *, steps: bool, input_gate: InputGate, backend: str | None) -> None:
-    states = dict(c=c, n=n) | ({} if m is None and input_gate is InputGate.SIGMOID else dict(m=m))
+def _check_arrays(x: Token, c, n, m, *, steps: bool, gate: InputGate, layout: Layout, backend: str | None) -> None:
+    states = dict(c=c, n=n) | ({} if m is None and gate is InputGate.SIGMOID else dict(m=m))
     given = validation.check_states_complete(states)
     arrays = x._asdict() | (states if given else {})
     for name, y in arrays.items():
         validation.check_is_array(name, y)
-        if name in "if":
-            _check_dtype(name, y.dtype, validation.INPUT_DTYPES, backend)
-        else:
-            _check_dtype(name, y.dtype, validation.KERNEL_DTYPES, backend)
-    of_token = {name: [dim for dim in dims if steps or dim != "S"] for name, dims in validation.SEQUENCE_DIMS.items()}
+        expected = validation.INPUT_DTYPES if name in "if" else validation.KERNEL_DTYPES
+        validation.check_dtype_runs(name, y.dtype, expected, backend)
+    dims = validation.sequence_dims(layout)
+    if steps:
+        validation.check_axes_of_gates(arrays, layout)
+    of_token = {name: [dim for dim in names if steps or dim != "S"] for name, names in dims.items()}
     validation.check_shapes(arrays, of_token | validation.STATE_DIMS)
     validation.check_one_dtype(arrays)
+    if gate is InputGate.SIGMOID:
+        validation.check_zeros("m", m)
 
 
 def _run(
-    x: Token, c, n, m, *, steps: bool, eps, norm_val, stabilize_correctly, input_gate, normalize, backend, config
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
+    token: tuple[Any, ...], c, n, m, *, steps: bool, layout, eps, norm_val, stabilize_correctly, input_gate, normalize, backend, config
+) -> tuple[jax.Array, StateTuple]:
     stabilize_correctly = validation.check_flag("stabilize_correctly", stabilize_correctly)
     gate, normalize = validation.check_input_gate(input_gate, normalize)
+    layout = validation.check_layout(layout)
     eps, norm_val = validation.check_scalar("eps", eps), validation.check_scalar("norm_val", norm_val)
     validation.check_backend(backend)
-    backend = requested_backend(backend)
+    backend = requested_backend(backend, mosaic_gpu_kernels=False)
     validation.check_instance("config", config, KernelConfig)
-    _check_arrays(x, c, n, m, steps=steps, input_gate=gate, backend=backend)
+    x = Token(*token)
+    _check_arrays(x, c, n, m, steps=steps, gate=gate, layout=layout, backend=backend)
 
+    if layout is Layout.BTNH:
+        x = Token(*(jnp.swapaxes(y, 1, 2) for y in x))
     (B, NH, *_, DHQK), DHV = x.q.shape, x.v.shape[-1]
     zeros = functools.partial(jnp.zeros, dtype=accumulator_dtype(x.q.dtype))
     if c is None:
@@ -130,104 +132,163 @@ def _run(
     filled = config_for(DHQK, DHV, 1, c.dtype, device_kind=target_device_kind(), explicit=config)
     if B * NH == 0:
         backend = "xla"  # a kernel has no empty grid
-    *token, c, n, m = aligned(*x, c, n, m)
+    *arrays, c, n, m = aligned(*x, c, n, m)
     normaliser = Normaliser(eps, norm_val, stabilize_correctly) if normalize else None
     problem = Problem(B, NH, 1, DHQK, DHV, 1, DHQK**-0.5)
     spec = StepSpec(problem, filled.stage("recurrent_step"), normaliser, backend)
-    h, states = (sequence if steps else step)(spec, Token(*token), States(c, n, None if gate is InputGate.SIGMOID else m))
+    h, states = (sequence if steps else step)(spec, Token(*arrays), States(c, n, None if gate is InputGate.SIGMOID else m))
+    if layout is Layout.BTNH:
+        h = jnp.swapaxes(h, 1, 2)
     return h, (states.c, states.n, m if states.m is None else states.m)
 
 
 def mlstm_recurrent_step(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    i: jax.Array,
-    f: jax.Array,
-    c: jax.Array | None = None,
-    n: jax.Array | None = None,
-    m: jax.Array | None = None,
+    q: Array,
+    k: Array,
+    v: Array,
+    i: Array,
+    f: Array,
+    c: Array | None = None,
+    n: Array | None = None,
+    m: Array | None = None,
     *,
     eps: float = 1e-6,
     norm_val: float = 1.0,
     stabilize_correctly: bool = True,
-    input_gate: str = "exp",
+    input_gate: InputGateName = "exp",
     normalize: bool = True,
-    backend: str | None = None,
+    backend: BackendName | None = None,
     config: KernelConfig | None = None,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    """One step of the mLSTM of xLSTM (arXiv:2405.04517, equations 19 to 27), from the states before the token to those after it.
+) -> tuple[jax.Array, StateTuple]:
+    """One step of the mLSTM of xLSTM: a token and the states before it.
 
-        m' = max(log sigmoid(f) + m, i)
-        C' = exp(log sigmoid(f) + m - m') C + exp(i - m') k v^T                                 (n' alike, with k)
-        h  = scale C'^T q / (max(|scale q . n'|, norm_val exp(-m')) + eps)                      scale = DHQK ** -0.5
+    For every batch entry and head (arXiv:2405.04517, equations 19 to 27)::
 
-    With the sigmoid input gate (mLSTMsig, arXiv:2503.14376) exp(i - m') is sigmoid(i), the decay sigmoid(f), and m stays 0:
+      m' = max(log sigmoid(f) + m, i)
+      C' = exp(log sigmoid(f) + m - m') C + exp(i - m') k v^T
+      n' = exp(log sigmoid(f) + m - m') n + exp(i - m') k
+      h  = scale C'^T q / (max(|scale n' . q|, norm_val exp(-m')) + eps)
 
-        h  = scale C'^T q / (max(|scale q . n'|, norm_val) + eps), or without normalize  scale C'^T q
+    where scale = DHQK ** -0.5: pass q unscaled. The dimensions are::
 
-    f = -inf resets the state, i = -inf stores nothing; values of -1e6 and below count as -inf. The arithmetic is float32 throughout.
+      B     batch
+      NH    heads
+      DHQK  head dimension of q and k
+      DHV   head dimension of v and h
 
-    The kernel reads and writes every state once, c in place where the caller has no more use for it: in a jitted loop, or under
-    jax.jit(..., donate_argnums) of c. Else c is copied first. n and m, which are small, go to new memory: donating them gains nothing, and
-    a loop with two steps in an iteration (unroll=2) does without copying them back.
+    f = -inf resets the state and i = -inf stores nothing. Values of -1e6 and
+    below count as -inf. The arithmetic is float32.
+
+    The kernel reads and writes every state once. c is updated in place where
+    the caller has no more use for it: in a jitted loop, or under
+    jax.jit(..., donate_argnums) of c. Otherwise c is copied first. n and m are
+    small and go to new memory: donating them gains nothing. A loop with two
+    steps in an iteration (unroll=2) does not copy them back.
+
+    The kernels have no derivatives; backend "xla" has them, of every order.
+
+    Example::
+
+      >>> import jax.numpy as jnp
+      >>> from mlstm_pallas import mlstm_recurrent_step
+      >>> B, NH, DHQK, DHV = 2, 4, 16, 32
+      >>> q, k, v = (jnp.ones((B, NH, D)) for D in (DHQK, DHQK, DHV))
+      >>> i, f = jnp.zeros((B, NH)), jnp.full((B, NH), 4.0)
+      >>> h, states = mlstm_recurrent_step(q, k, v, i, f)
+      >>> h, (c, n, m) = mlstm_recurrent_step(q, k, v, i, f, *states)
+      >>> h.shape, c.shape, n.shape, m.shape
+      ((2, 4, 32), (2, 4, 16, 32), (2, 4, 16), (2, 4))
 
     Args:
-      q, k: (B, NH, DHQK); v: (B, NH, DHV); one dtype: bfloat16, float32, float16, or float64 with backend "xla".
-      i, f: input and forget gate pre-activations (B, NH), natural log.
-      c, n, m: states (B, NH, DHQK, DHV), (B, NH, DHQK), (B, NH), float32, bfloat16 or float16 (float64 with backend "xla"), as
-        ``mlstm_chunkwise`` and this function return them; all three, or none for zeros in float32.
+      q: query, (B, NH, DHQK), bfloat16, float16 or float32; float64 with
+        backend "xla" and jax_enable_x64.
+      k: key, shaped as q, in its dtype.
+      v: value, (B, NH, DHV), in the dtype of q.
+      i: input gate pre-activation, natural log, (B, NH), any float dtype.
+      f: forget gate pre-activation, (B, NH); sigmoid is applied here.
+      c: state C before the token, (B, NH, DHQK, DHV), float32, bfloat16 or
+        float16 (float64 with backend "xla"), as ``mlstm_chunkwise`` and this
+        function return it. None: zeros, in float32. The states come all three
+        or not at all.
+      n: state n before the token, (B, NH, DHQK).
+      m: stabiliser m before the token, (B, NH). The true states are exp(m) C
+        and exp(m) n.
       eps: added to the denominator.
-      norm_val: see above.
-      stabilize_correctly: False takes norm_val instead of norm_val exp(-m') as the floor of the denominator.
-      input_gate: "exp" or "sigmoid". For "sigmoid" m is None or zeros; it is not read and comes back as it is.
-      normalize: False leaves out the denominator; for the sigmoid input gate only.
-      backend: "triton" (GPU kernel), "interpret" (the same kernel interpreted: slow, for tests), "xla" (plain jnp, differentiable).
-        "mosaic_gpu" and "mosaic_gpu_interpret" run these two, as a step has no Mosaic GPU kernel, or where jax has no Triton backend, xla.
-        None: triton where the computation is lowered for an NVIDIA GPU, else xla, without derivatives.
-      config: tiles and launch parameters in place of the default ones; of its stages, recurrent_step.
+      norm_val: of the floor of the denominator, at least 0.
+      stabilize_correctly: False takes norm_val in place of norm_val exp(-m')
+        as the floor of the denominator.
+      input_gate: "exp", or "sigmoid" (mLSTMsig, arXiv:2503.14376): then
+        sigmoid(i) stands for exp(i - m'), sigmoid(f) is the decay and the
+        floor is norm_val. m is then None or zeros, is not read, and comes back
+        as it is; a traced one cannot be checked.
+      normalize: False leaves out the denominator: h = scale C'^T q. For the
+        sigmoid gate only.
+      backend: "triton" (GPU kernel), "xla" (plain jnp, with derivatives) or
+        "interpret" (the kernel interpreted on a CPU; slow, for tests). A step
+        has no Mosaic GPU kernel: "mosaic_gpu" runs the Triton one and
+        "mosaic_gpu_interpret" interprets it; where jax has no Triton backend
+        both are plain jnp. None, the default, is ``use_backend``'s, else that
+        of the environment variable MLSTM_PALLAS_BACKEND, else "triton" where
+        the computation is lowered for an NVIDIA GPU and "xla" elsewhere,
+        without derivatives.
+      config: tiles and launch parameters in place of the default ones; of its
+        stages, recurrent_step.
 
     Returns:
-      h (B, NH, DHV) in the dtype of q and the new states (c, n, m) in the dtypes of the old.
+      h (B, NH, DHV) in the dtype of q, and the states (c, n, m) after the
+      token, in the dtypes of those before.
 
     Raises:
-      TypeError, ValueError: at trace time, naming the argument, what came and what was expected. TypeError where a derivative is asked of
-        any backend but "xla".
+      TypeError, ValueError: at trace time, naming the argument, what came and
+        what was expected. TypeError where a derivative is asked of any backend
+        but "xla".
     """
     options = dict(input_gate=input_gate, normalize=normalize, backend=backend, config=config)
     normaliser = dict(eps=eps, norm_val=norm_val, stabilize_correctly=stabilize_correctly)
-    return _run(Token(q, k, v, i, f), c, n, m, steps=False, **normaliser, **options)
+    return _run((q, k, v, i, f), c, n, m, steps=False, layout="BNTH", **normaliser, **options)
 
 
 def mlstm_recurrent_sequence(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    i: jax.Array,
-    f: jax.Array,
-    c: jax.Array | None = None,
-    n: jax.Array | None = None,
-    m: jax.Array | None = None,
+    q: Array,
+    k: Array,
+    v: Array,
+    i: Array,
+    f: Array,
+    c: Array | None = None,
+    n: Array | None = None,
+    m: Array | None = None,
     *,
     eps: float = 1e-6,
     norm_val: float = 1.0,
     stabilize_correctly: bool = True,
-    input_gate: str = "exp",
+    input_gate: InputGateName = "exp",
     normalize: bool = True,
-    backend: str | None = None,
+    layout: LayoutName = "BNTH",
+    backend: BackendName | None = None,
     config: KernelConfig | None = None,
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, jax.Array]]:
-    """``mlstm_recurrent_step`` for a few tokens, one after the other; for many ``mlstm_chunkwise`` is the faster one.
+) -> tuple[jax.Array, StateTuple]:
+    """``mlstm_recurrent_step`` for a few tokens, one after the other.
+
+    For many tokens ``mlstm_chunkwise`` is faster.
 
     Args:
-      q, k: (B, NH, S, DHQK); v: (B, NH, S, DHV); i, f: (B, NH, S). All else as for ``mlstm_recurrent_step``.
+      q: queries, (B, NH, S, DHQK), or (B, S, NH, DHQK) with layout "BTNH".
+      k: keys, shaped as q.
+      v: values, (B, NH, S, DHV), or (B, S, NH, DHV) with layout "BTNH".
+      i: input gate pre-activations, (B, NH, S), or (B, S, NH) with "BTNH".
+      f: forget gate pre-activations, shaped as i.
+      layout: "BNTH" or "BTNH", of q, k, v, i, f and h. The states have the
+        same shapes in both.
+      c, n, m, eps, norm_val, stabilize_correctly, input_gate, normalize,
+        backend, config: as for ``mlstm_recurrent_step``.
 
     Returns:
-      h (B, NH, S, DHV) in the dtype of q and the states (c, n, m) after the last token, in the dtypes of the first.
+      h, shaped as v, in the dtype of q, and the states (c, n, m) after the
+      last token, in the dtypes of those before the first.
 
     Raises:
       TypeError, ValueError: as ``mlstm_recurrent_step``.
     """
     options = dict(input_gate=input_gate, normalize=normalize, backend=backend, config=config)
     normaliser = dict(eps=eps, norm_val=norm_val, stabilize_correctly=stabilize_correctly)
-    return _run(Token(q, k, v, i, f), c, n, m, steps=True, **normaliser, **options)
+    return _run((q, k, v, i, f), c, n, m, steps=True, layout=layout, **normaliser, **options)

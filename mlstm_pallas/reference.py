@@ -1,19 +1,19 @@
 """The mLSTM in plain jnp: the recurrence, step by step, and its chunkwise form.
 
-Both are differentiable as often as wanted, in reverse and forward mode, and run in float64 where jax_enable_x64 is set.
-``recurrence`` is the oracle of the tests.
-
-Notation (after the TFLA paper, Beck et al. 2025, arXiv:2503.14376): B batch, NH heads, S sequence length, DHQK head dimension of q and k,
-DHHV of v and h, NC chunks of L steps.
+Both have derivatives of every order, in reverse and forward mode, and run in float64 where
+jax_enable_x64 is set. ``recurrence`` is the oracle of the tests.
 """
 
-from typing import Any
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 
+from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.call_spec import CallSpec, Inputs
+from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.entry import Options, run
 from mlstm_pallas.forward import forward
 from mlstm_pallas.fwbw import swap_heads
@@ -21,50 +21,69 @@ from mlstm_pallas.gates import log_forget_gate, log_input_gate, segment_starts
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import InputGate, accumulator_dtype
 from mlstm_pallas.stage import Lowering
+from mlstm_pallas.validation import check_zeros
 
 _INF = float("inf")
-States = tuple[jax.Array, jax.Array, jax.Array]
 
 
 def recurrence(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    i: jax.Array,
-    f: jax.Array,
-    c_initial: jax.Array | None = None,
-    n_initial: jax.Array | None = None,
-    m_initial: jax.Array | None = None,
+    q: Array,
+    k: Array,
+    v: Array,
+    i: Array,
+    f: Array,
+    c_initial: Array | None = None,
+    n_initial: Array | None = None,
+    m_initial: Array | None = None,
     *,
-    segment_ids: jax.Array | None = None,
+    segment_ids: Array | None = None,
     eps: float = 1e-6,
     stabilize_correctly: bool = True,
     norm_val: float = 1.0,
-    input_gate: str = "exp",
+    input_gate: InputGateName = "exp",
     normalize: bool = True,
 ) -> tuple[jax.Array, States]:
-    """The mLSTM as it is defined, one step at a time (xLSTM, Beck et al. 2024, arXiv:2405.04517, equations 19 to 27).
+    """The mLSTM as it is defined, one step at a time, in plain jnp.
 
-    Computes in the common dtype of the inputs, at least float32.
+    Equations 19 to 27 of arXiv:2405.04517, as in ``mlstm_chunkwise``. It is
+    computed in the common dtype of the inputs, at least float32, and has
+    derivatives of every order in both modes. Arguments are not checked.
 
     Args:
-      q, k: (B, NH, S, DHQK); v: (B, NH, S, DHHV); i, f: gate pre-activations (B, NH, S).
-      c_initial, n_initial, m_initial: (B, NH, DHQK, DHHV), (B, NH, DHQK), (B, NH); zeros when None.
-      segment_ids: (B, S); eps, stabilize_correctly, norm_val, input_gate, normalize: as for ``mlstm_pallas.mlstm_chunkwise``.
+      q: queries, (B, NH, S, DHQK).
+      k: keys, shaped as q.
+      v: values, (B, NH, S, DHV).
+      i: input gate pre-activations, (B, NH, S).
+      f: forget gate pre-activations, (B, NH, S).
+      c_initial: (B, NH, DHQK, DHV). None: zeros, as of the next two.
+      n_initial: (B, NH, DHQK).
+      m_initial: (B, NH); with the sigmoid gate None or zeros.
+      segment_ids: (B, S) integers.
+      eps, stabilize_correctly, norm_val, input_gate, normalize: as for
+        ``mlstm_chunkwise``.
 
     Returns:
-      h (B, NH, S, DHHV) and the last states (c, n, m), shaped as the initial ones.
+      h (B, NH, S, DHV) and the last states (c, n, m), shaped as the initial
+      ones.
+
+    Raises:
+      ValueError: for the sigmoid gate with an m_initial other than zeros.
     """
+    q, k, v, i, f = map(jnp.asarray, (q, k, v, i, f))
     dtype = accumulator_dtype(q.dtype, k.dtype, v.dtype, i.dtype, f.dtype)
     B, NH, _, DHQK = q.shape
-    C = jnp.zeros((B, NH, DHQK, v.shape[-1]), dtype) if c_initial is None else c_initial.astype(dtype)
-    n = jnp.zeros((B, NH, DHQK), dtype) if n_initial is None else n_initial.astype(dtype)
-    m = jnp.zeros((B, NH), dtype) if m_initial is None else m_initial.astype(dtype)
+    C = jnp.zeros((B, NH, DHQK, v.shape[-1]), dtype) if c_initial is None else jnp.asarray(c_initial, dtype)
+    n = jnp.zeros((B, NH, DHQK), dtype) if n_initial is None else jnp.asarray(n_initial, dtype)
+    m = jnp.zeros((B, NH), dtype) if m_initial is None else jnp.asarray(m_initial, dtype)
     scale = DHQK**-0.5
     fbar, reset = log_forget_gate(f.astype(dtype))
     gate, normaliser = InputGate(input_gate), Normaliser(eps, norm_val, stabilize_correctly)
+    if gate is InputGate.SIGMOID:
+        check_zeros("m_initial", m_initial)
     i = log_input_gate(i.astype(dtype), gate)
-    starts = jnp.zeros(f.shape, bool) if segment_ids is None else jnp.broadcast_to(segment_starts(segment_ids)[:, None], f.shape)
+    starts = (
+        jnp.zeros(f.shape, bool) if segment_ids is None else jnp.broadcast_to(segment_starts(jnp.asarray(segment_ids))[:, None], f.shape)
+    )
 
     def step(states, x):
         q, k, v, i, fbar, reset, start = x
@@ -84,32 +103,109 @@ def recurrence(
     return jnp.moveaxis(h, 0, 2), states
 
 
+@overload
 def chunkwise(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    i: jax.Array,
-    f: jax.Array,
-    c_initial: jax.Array | None = None,
-    n_initial: jax.Array | None = None,
-    m_initial: jax.Array | None = None,
+    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None,
+    return_last_states: Literal[False] = False, eps: float = 1e-6, chunk_size: int | None = None,
+    autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
+    norm_val: float = 1.0, *, segment_ids: Array | None = None, input_gate: InputGateName = "exp",
+    normalize: bool = True, recompute_states_in_bw: bool = True, layout: LayoutName = "BNTH",
+    backend: BackendName | None = None, config: KernelConfig | None = None,
+) -> jax.Array: ...  # fmt: skip
+@overload
+def chunkwise(
+    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None,
+    return_last_states: Literal[True] = ..., eps: float = 1e-6, chunk_size: int | None = None,
+    autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
+    norm_val: float = 1.0, *, segment_ids: Array | None = None, input_gate: InputGateName = "exp",
+    normalize: bool = True, recompute_states_in_bw: bool = True, layout: LayoutName = "BNTH",
+    backend: BackendName | None = None, config: KernelConfig | None = None,
+) -> tuple[jax.Array, States]: ...  # fmt: skip
+@overload
+def chunkwise(
+    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None,
+    return_last_states: bool = ..., eps: float = 1e-6, chunk_size: int | None = None,
+    autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
+    norm_val: float = 1.0, *, segment_ids: Array | None = None, input_gate: InputGateName = "exp",
+    normalize: bool = True, recompute_states_in_bw: bool = True, layout: LayoutName = "BNTH",
+    backend: BackendName | None = None, config: KernelConfig | None = None,
+) -> jax.Array | tuple[jax.Array, States]: ...  # fmt: skip
+def chunkwise(
+    q: Array,
+    k: Array,
+    v: Array,
+    i: Array,
+    f: Array,
+    c_initial: Array | None = None,
+    n_initial: Array | None = None,
+    m_initial: Array | None = None,
     return_last_states: bool = False,
     eps: float = 1e-6,
     chunk_size: int | None = None,
-    autocast_kernel_dtype: Any = None,
+    autocast_kernel_dtype: DTypeLike | None = None,
     stabilize_correctly: bool = True,
     norm_val: float = 1.0,
     *,
-    segment_ids: jax.Array | None = None,
-    **options: Any,
-) -> Any:
-    """``mlstm_pallas.mlstm_chunkwise``, with its arguments and results, in plain jnp without a derivative rule of its own.
+    segment_ids: Array | None = None,
+    input_gate: InputGateName = "exp",
+    normalize: bool = True,
+    recompute_states_in_bw: bool = True,
+    layout: LayoutName = "BNTH",
+    backend: BackendName | None = None,
+    config: KernelConfig | None = None,
+) -> jax.Array | tuple[jax.Array, States]:
+    """``mlstm_chunkwise`` in plain jnp, without a derivative rule of its own.
 
-    The chunkwise form (TFLA paper, section 3): equal to ``recurrence`` up to rounding. backend is not read.
+    It takes the arguments of ``mlstm_chunkwise``, layout included, and has
+    derivatives of every order, in reverse and in forward mode. The chunkwise
+    form is that of arXiv:2503.14376, section 3: equal to ``recurrence`` up to
+    rounding.
+
+    Example, a derivative in forward mode::
+
+      >>> import jax, jax.numpy as jnp
+      >>> from mlstm_pallas import reference
+      >>> q = k = v = jnp.ones((1, 2, 16, 8))
+      >>> i = f = jnp.ones((1, 2, 16))
+      >>> h, dh = jax.jvp(
+      ...     lambda q: reference.chunkwise(q, k, v, i, f), (q,), (q,)
+      ... )
+      >>> dh.shape
+      (1, 2, 16, 8)
+
+    Args:
+      recompute_states_in_bw, backend: not read.
+      q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps,
+        chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val,
+        segment_ids, input_gate, normalize, layout, config: as for
+        ``mlstm_chunkwise``.
+
+    Returns:
+      As ``mlstm_chunkwise``.
+
+    Raises:
+      TypeError, ValueError: as ``mlstm_chunkwise``.
     """
-    positional = return_last_states, eps, chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val
+    del backend
+    options = Options(
+        return_last_states=return_last_states,
+        eps=eps,
+        chunk_size=chunk_size,
+        autocast_kernel_dtype=autocast_kernel_dtype,
+        stabilize_correctly=stabilize_correctly,
+        norm_val=norm_val,
+        input_gate=input_gate,
+        normalize=normalize,
+        recompute_states_in_bw=recompute_states_in_bw,
+        layout=layout,
+        backend="xla",
+        config=config,
+    )
     arrays = q, k, v, i, f, c_initial, n_initial, m_initial
-    return run(_plain_forward, segment_starts, Options(*positional, **options | {"backend": "xla"}), arrays, segment_ids)
+    return run(_plain_forward, segment_starts, options, arrays, segment_ids)
 
 
 def _plain_forward(spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, Any]:

@@ -1,20 +1,26 @@
 """Every check of the arguments. A wrong one is a TypeError or ValueError that names it, what came and what was expected."""
 
+import functools
+import inspect
 import math
 import numbers
+import warnings
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from mlstm_pallas.annotations import BackendName
 from mlstm_pallas.problem import InputGate, Layout, as_integer, is_power_of_two
 
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 INPUT_DTYPES = ("float16", "bfloat16", "float32", "float64")
-BACKENDS = ("triton", "mosaic_gpu", "interpret", "mosaic_gpu_interpret", "xla")
-MOSAIC_GPU_JAX = (0, 11, 2), (0, 13)  # the first version that compiles the Mosaic GPU kernels, and the next that is not known to
+FLOAT64 = '; float64 needs backend="xla" and jax_enable_x64'
+BACKENDS: tuple[str, ...] = get_args(BackendName)
+# The first version that compiles the Mosaic GPU kernels, and the first that is not tested.
+MOSAIC_GPU_JAX = (0, 11, 2), (0, 13)
 
 Dims = Sequence[str]
 # Of a sequence, by the names of the arguments of mlstm_chunkwise.
@@ -34,15 +40,36 @@ def check_is_array(name: str, x: Any) -> None:
     hint = ""
     if isinstance(x, tuple | list) and any(isinstance(y, jax.Array | np.ndarray) for y in x):
         hint = ": pass the states one by one" if name.startswith("c") else ""
-    elif hasattr(x, "value"):
-        hint = ": pass its value"
+    elif inspect.getattr_static(x, "value", None) is not None:  # reading it may be deprecated
+        hint = ": pass its array, x[...]" if hasattr(type(x), "__getitem__") else ": pass its value"
     raise TypeError(f"{name} is a {type(x).__name__}, expected an array{hint}")
 
 
-def check_array(name: str, x: Any, dtypes: Sequence[str]) -> None:
+def check_array(name: str, x: Any, dtypes: Sequence[str], *, listed: Sequence[str] = ()) -> None:
+    """listed: those that the message recommends, in place of all."""
     check_is_array(name, x)
     if str(x.dtype) not in dtypes:
-        raise TypeError(f"{name} has dtype {x.dtype}, expected one of {', '.join(dtypes)}")
+        raise TypeError(f"{name} has dtype {x.dtype}, expected one of {', '.join(listed or dtypes)}")
+
+
+def check_dtype_runs(name: str, dtype: Any, expected: Sequence[str], backend: str | None) -> None:
+    """The dtype is one of those expected, or float64 where the backend computes in it."""
+    if jnp.dtype(dtype).name in expected or float64_runs(dtype, backend):
+        return
+    hint = FLOAT64 if dtype == jnp.float64 else ""
+    raise TypeError(f"{name} has dtype {dtype}, expected one of {', '.join(expected)}{hint}")
+
+
+def float64_runs(dtype: Any, backend: str | None) -> bool:
+    return dtype == jnp.float64 and backend == "xla" and jax.dtypes.canonicalize_dtype(dtype) == dtype
+
+
+def check_zeros(name: str, x: Any) -> None:
+    """A stabiliser is None or zeros; one whose values are not known here passes."""
+    if x is None or isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+        return
+    if np.any(np.asarray(x) != 0):
+        raise ValueError(f"{name} has values other than 0 with input_gate 'sigmoid', expected None or zeros")
 
 
 def check_shapes(arrays: Mapping[str, Any], dims: Mapping[str, Dims], sizes: Mapping[str, int] | None = None) -> dict[str, int]:
@@ -112,6 +139,37 @@ def sequence_dims(layout: Layout) -> dict[str, Dims]:
     return {name: ("B", "S", "NH", *dims[3:]) for name, dims in SEQUENCE_DIMS.items()}
 
 
+def check_axes_of_gates(arrays: Mapping[str, Any], layout: Layout) -> None:
+    """Refuses gates whose axes 1 and 2 are swapped, the likeliest mistake in a change of layout."""
+    q = arrays["q"]
+    if len(q.shape) != 4:
+        return
+    B, first, second = q.shape[:3]
+    for name in "if":
+        x = arrays[name]
+        if tuple(x.shape) == (B, second, first) != (B, first, second):
+            axes, shape = ", ".join(sequence_dims(layout)[name]), (B, first, second)
+            raise ValueError(
+                f"{name} has shape {tuple(x.shape)}, expected ({axes}) = {shape}, as q has shape {tuple(q.shape)}: axes 1 and 2 are "
+                f'swapped; layout="{_other(layout)}" has them so for all of q, k, v, i, f'
+            )
+
+
+def _other(layout: Layout) -> Layout:
+    return next(y for y in Layout if y is not layout)
+
+
+@functools.cache
+def warn_of_layout(layout: Layout) -> None:
+    """Warns three callers up, once for each layout, that there are fewer steps than heads."""
+    other = _other(layout)
+    axes, others = (", ".join(sequence_dims(x)["q"]) for x in (layout, other))
+    warnings.warn(
+        f'layout="{layout}" reads q as ({axes}) and finds S < NH, fewer steps than heads: if it is ({others}), pass layout="{other}"',
+        stacklevel=4,
+    )
+
+
 def check_chunkwise_arrays(
     q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, input_gate: InputGate, layout: Layout = Layout.BNTH
 ) -> dict[str, int]:
@@ -123,23 +181,17 @@ def check_chunkwise_arrays(
     if check_states_complete(states, "initial states"):
         arrays |= states
     for name, x in arrays.items():
-        check_array(name, x, INPUT_DTYPES)
+        check_array(name, x, INPUT_DTYPES, listed=KERNEL_DTYPES if name in "qkv" else INPUT_DTYPES)
+    check_axes_of_gates(arrays, layout)
     dims = sequence_dims(layout)
-    for name in "if":  # the likeliest mistake in a model that changes its layout
-        x, (B, first, second) = arrays[name], q.shape[:3] if len(q.shape) == 4 else (None, None, None)
-        if tuple(x.shape) == (B, second, first) != (B, first, second):
-            other = next(y for y in Layout if y is not layout)
-            axes, shape = ", ".join(dims[name]), (B, first, second)
-            raise ValueError(
-                f"{name} has shape {tuple(x.shape)}, expected ({axes}) = {shape}, as q has shape {tuple(q.shape)}: axes 1 and 2 are "
-                f'swapped; layout="{other}" has them so for all of q, k, v, i, f'
-            )
     sizes = check_shapes(arrays, dims | {f"{name}_initial": dims for name, dims in STATE_DIMS.items()})
     if segment_ids is not None:
         check_is_array("segment_ids", segment_ids)
         if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
             raise TypeError(f"segment_ids has dtype {segment_ids.dtype}, expected an integer dtype")
         check_shapes(dict(q=q, segment_ids=segment_ids), {"q": dims["q"], "segment_ids": ("B", "S")})
+    if input_gate is InputGate.SIGMOID:
+        check_zeros("m_initial", m_initial)
     return sizes
 
 
@@ -183,9 +235,11 @@ def check_flag(name: str, x: Any) -> bool:
     return bool(x)
 
 
-def check_backend(backend: Any) -> None:
+def check_backend(backend: Any, *, variable: str | None = None) -> None:
+    """variable: of the environment, where it has its value from."""
     if backend is not None and backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r}, expected None or one of {', '.join(BACKENDS)}")
+        expected = f"{'None or ' if variable is None else ''}one of {', '.join(BACKENDS)}"
+        raise ValueError(f"{variable or 'backend'} is {backend!r}, expected {expected}")
 
 
 def check_instance(name: str, x: Any, kind: type) -> None:
@@ -215,14 +269,10 @@ def kernel_dtype(autocast_kernel_dtype: Any, q_dtype: Any, backend: str | None) 
     """The dtype of q, k, v in the matrix products."""
     dtype = jnp.dtype(q_dtype) if autocast_kernel_dtype is None else as_dtype("autocast_kernel_dtype", autocast_kernel_dtype)
     given = f"autocast_kernel_dtype is {dtype.name}" if autocast_kernel_dtype is not None else f"q has dtype {dtype.name}"
-    if dtype.name == "float64" and backend == "xla":
-        if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-            raise TypeError(f"{given}, expected one of {', '.join(KERNEL_DTYPES)}: jax_enable_x64, which float64 needs, is not set")
-        return dtype
-    if dtype.name in KERNEL_DTYPES:
+    if dtype.name in KERNEL_DTYPES or float64_runs(dtype, backend):
         return dtype
     if dtype.name == "float64":
-        hint = '; float64 runs on backend="xla" only: cast q, k and v to float32, or set autocast_kernel_dtype'
+        hint = (": cast q, k and v, or set autocast_kernel_dtype" if autocast_kernel_dtype is None else "") + FLOAT64
     else:
         hint = "; pass autocast_kernel_dtype to compute in another dtype" if autocast_kernel_dtype is None else ""
     raise TypeError(f"{given}, expected one of {', '.join(KERNEL_DTYPES)}{hint}")

@@ -34,6 +34,7 @@ if flags := quick_code(metadata.version("jaxlib"), plugins_installed()):
     os.environ.setdefault("XLA_FLAGS", flags)  # with XLA_FLAGS= tests run what users get
 # Freed memory goes back to the GPU, which xdist's workers share with the processes that tests start.
 os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
+os.environ.pop("MLSTM_PALLAS_BACKEND", None)  # tests name their backends
 jax.config.update("jax_num_cpu_devices", 8)  # for the tests of sharding; what runs on one device is the same and as fast
 
 

@@ -3,6 +3,7 @@
 import json
 from importlib import resources
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -181,3 +182,18 @@ def test_the_package_has_its_data():
     files = {x.name for x in resources.files("mlstm_pallas").iterdir()}
     assert "py.typed" in files
     assert "nvidia_h200.json" in FILES
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        KernelConfig(),
+        KernelConfig(chunk_size=64, precision=jax.lax.Precision.HIGHEST, fused_min_heads=0),
+        KernelConfig(
+            precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3, recurrent_fw_H=StageConfig(num_warps=8, mosaic_gpu=StageConfig())
+        ),
+    ],
+    ids=["empty", "fields", "stages"],
+)
+def test_repr_is_the_call_that_makes_it(config):
+    assert eval(repr(config)) == config

@@ -5,7 +5,9 @@ import inspect
 import re
 import subprocess
 import sys
+import warnings
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +17,16 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 import mlstm_pallas
-from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, mlstm_recurrent_step, reference, use_backend
+from mlstm_pallas import (
+    KernelConfig,
+    StageConfig,
+    mlstm_chunkwise,
+    mlstm_recurrent_sequence,
+    mlstm_recurrent_step,
+    reference,
+    use_backend,
+    validation,
+)
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 from mlstm_pallas.stages import STAGES
 from mlstm_pallas.xlstm_jax import max_triton_fwbw_v3noslice as v3noslice
@@ -27,7 +38,7 @@ TRAILING = dict(q=(DHQK,), k=(DHQK,), v=(DHV,), i=(), f=())
 STATES = dict(c_initial=(B, NH, DHQK, DHV), n_initial=(B, NH, DHQK), m_initial=(B, NH))
 SHAPES = {name: (B, NH, S, *shape) for name, shape in TRAILING.items()} | STATES
 Q = "as q has shape (2, 3, 40, 16)"
-INPUT_DTYPES = "float16, bfloat16, float32, float64"
+KERNEL_DTYPES, INPUT_DTYPES = "float32, bfloat16, float16", "float16, bfloat16, float32, float64"
 BACKENDS = "expected None or one of triton, mosaic_gpu, interpret, mosaic_gpu_interpret, xla"
 
 
@@ -75,6 +86,21 @@ class Param:
         self.value = value
 
 
+class Variable:
+    """What a variable of flax.nnx looks like: its value is deprecated."""
+
+    def __init__(self, value):
+        self._array = value
+
+    def __getitem__(self, index):
+        return self._array[index]
+
+    @property
+    def value(self):
+        warnings.warn("'.value' access is now deprecated", DeprecationWarning, stacklevel=2)
+        return self._array
+
+
 class Foreign:
     """An array of another library."""
 
@@ -88,7 +114,7 @@ SWAPPED = (
 OF_BTNH = dict(came=(B, NH, S), axes="B, S, NH", expected=(B, S, NH), q=(B, S, NH, DHQK), other="BNTH")
 OF_BNTH = dict(came=(B, S, NH), axes="B, NH, S", expected=(B, NH, S), q=(B, NH, S, DHQK), other="BTNH")
 ONE_BY_ONE = "c_initial is a {}, expected an array: pass the states one by one"
-ONLY_ON_XLA = '; float64 runs on backend="xla" only: cast q, k and v to float32, or set autocast_kernel_dtype'
+FLOAT64 = '; float64 needs backend="xla" and jax_enable_x64'
 
 
 # Changed arguments of mlstm_chunkwise: (error, whole message).
@@ -144,8 +170,13 @@ CHUNKWISE = {
         ValueError,
         f"segment_ids has shape (2, 3, 40), expected (B, S) = (2, 40), {Q}",
     ),
+    "m_of_the_sigmoid_gate": (
+        {"input_gate": "sigmoid", "m_initial": np.full((B, NH), 2.0, "float32")},
+        ValueError,
+        "m_initial has values other than 0 with input_gate 'sigmoid', expected None or zeros",
+    ),
     # dtypes
-    "q_integer": ({"q": array(2, 3, 40, 16, dtype="int32")}, TypeError, f"q has dtype int32, expected one of {INPUT_DTYPES}"),
+    "q_integer": ({"q": array(2, 3, 40, 16, dtype="int32")}, TypeError, f"q has dtype int32, expected one of {KERNEL_DTYPES}"),
     "k_dtype": ({"k": array(2, 3, 40, 16, dtype="bfloat16")}, TypeError, "k has dtype bfloat16, expected float32, the dtype of q"),
     "v_dtype": ({"v": array(2, 3, 40, 24, dtype="float16")}, TypeError, "v has dtype float16, expected float32, the dtype of q"),
     "i_integer": ({"i": array(2, 3, 40, dtype="int8")}, TypeError, f"i has dtype int8, expected one of {INPUT_DTYPES}"),
@@ -167,13 +198,12 @@ CHUNKWISE = {
     "autocast_float64": (
         {"autocast_kernel_dtype": "float64", "backend": "triton"},
         TypeError,
-        'autocast_kernel_dtype is float64, expected one of float32, bfloat16, float16; float64 runs on backend="xla" only: '
-        "cast q, k and v to float32, or set autocast_kernel_dtype",
+        f"autocast_kernel_dtype is float64, expected one of {KERNEL_DTYPES}{FLOAT64}",
     ),
     "float64_without_x64": (
         {"autocast_kernel_dtype": "float64", "backend": "xla"},
         TypeError,
-        "autocast_kernel_dtype is float64, expected one of float32, bfloat16, float16: jax_enable_x64, which float64 needs, is not set",
+        f"autocast_kernel_dtype is float64, expected one of {KERNEL_DTYPES}{FLOAT64}",
     ),
     # scalars and flags
     "chunk_size_odd": ({"chunk_size": 48}, ValueError, "chunk_size is 48, expected None or a power of two >= 16"),
@@ -229,6 +259,7 @@ CHUNKWISE = {
     ),
     "states_in_a_list": ({"c_initial": list(map(np.zeros, STATES.values()))}, TypeError, ONE_BY_ONE.format("list")),
     "parameter": ({"k": Param(np.zeros(SHAPES["k"]))}, TypeError, "k is a Param, expected an array: pass its value"),
+    "variable": ({"k": Variable(np.zeros(SHAPES["k"]))}, TypeError, "k is a Variable, expected an array: pass its array, x[...]"),
     "foreign_array": ({"q": Foreign()}, TypeError, "q is a Foreign, expected an array"),
     "list": ({"v": [[1.0]]}, TypeError, "v is a list, expected an array"),
     "input_gate_an_array": (
@@ -256,8 +287,8 @@ HEADS = dict(q=array(1, 8, 512, 256, dtype="bfloat16"), k=array(1, 8, 512, 256, 
 )
 TILES = "expected a power of two >= 16"
 GPU_ONLY = (
-    "backend is 'triton' or 'mosaic_gpu', whose kernels are for GPUs, and the computation is lowered for a CPU: expected backend None "
-    "or 'xla' (plain jnp), or 'interpret' (the kernels, interpreted)"
+    "backend is 'triton', whose kernels are for GPUs, and the computation is lowered for a CPU: expected backend None or 'xla' "
+    "(plain jnp), or 'interpret' (the kernels, interpreted)"
 )
 
 # Other calls: (call, error, whole message).
@@ -281,12 +312,12 @@ OTHERS = {
     "arrays_of_float64_without_x64": (
         lambda: mlstm_chunkwise(**{name: np.zeros(SHAPES[name]) for name in PLAIN}),
         TypeError,
-        "q has dtype float64, expected one of float32, bfloat16, float16" + ONLY_ON_XLA,
+        f"q has dtype float64, expected one of {KERNEL_DTYPES}: cast q, k and v, or set autocast_kernel_dtype{FLOAT64}",
     ),
     "keys_of_random_numbers": (
         lambda: shapes_of(mlstm_chunkwise, PLAIN | {"q": array(2, 3, 40, 16, dtype=jax.eval_shape(jax.random.key, 0).dtype)}),
         TypeError,
-        f"q has dtype key<fry>, expected one of {INPUT_DTYPES}",
+        f"q has dtype key<fry>, expected one of {KERNEL_DTYPES}",
     ),
     "use_backend": (lambda: enters("gpu"), ValueError, f"backend is 'gpu', {BACKENDS}"),
     "use_backend_type": (lambda: enters(jnp), ValueError, f"backend is {jnp!r}, {BACKENDS}"),
@@ -438,14 +469,20 @@ BAD = {
     "num_warps": {name: integers("expected 1, 2, 4, 8 or 16")[name] for name in LAUNCH},
     "num_stages": {name: integers("expected an integer from 1 to 8")[name] for name in LAUNCH},
 }
-ARRAY = {
-    "list": ([1.0], TypeError, "{} is a list, expected an array"),
-    "integer": (array(1, dtype="int32"), TypeError, f"{{}} has dtype int32, expected one of {INPUT_DTYPES}"),
-}
+ARRAY, SEQUENCE = (
+    {
+        "list": ([1.0], TypeError, "{} is a list, expected an array"),
+        "integer": (array(1, dtype="int32"), TypeError, f"{{}} has dtype int32, expected one of {dtypes}"),
+    }
+    for dtypes in (INPUT_DTYPES, KERNEL_DTYPES)
+)
+SEQUENCES = ("q", "k", "v", "matQ", "matK", "matV", "matDeltaH")
 GENERATORS = ("_mlstm_chunkwise_fwbw_generator", "_get_chunkwise_fwbw_kernel")
 ENTRY = "mlstm_chunkwise_triton_stablef"
+COPIES = ("mlstm_chunkwise_max_triton", "mlstm_chunkwise__xl_chunk")  # of it
 # Each function once: the systems share the generators and the entry.
-FUNCTIONS = {getattr(system, name): (system, name) for system in (v3noslice, v5xlchunksize, triton_stablef) for name in system.__all__}
+SYSTEMS = (v3noslice, v5xlchunksize, triton_stablef)
+FUNCTIONS = {getattr(system, name): (system, name) for system in SYSTEMS for name in system.__all__ if name not in COPIES}
 
 
 def parameters_of(system, name):
@@ -459,7 +496,7 @@ def parameters_of(system, name):
         elif key in BAD:
             found[parameter] = None, BAD[key]
         else:
-            found[parameter] = ARRAYS.get(parameter, array(1)), ARRAY
+            found[parameter] = ARRAYS.get(parameter, array(1)), SEQUENCE if parameter in SEQUENCES else ARRAY
     return found
 
 
@@ -493,6 +530,25 @@ def test_a_refused_flag_leaves_the_generator_as_it_was():
     assert generate("float32", chunk_size=np.int64(128)) is generate("float32", chunk_size=128)
 
 
+def test_a_stabiliser_other_than_zeros_is_refused_with_the_sigmoid_gate():
+    """By every function; where it is traced nothing is known of it."""
+    message = "has values other than 0 with input_gate 'sigmoid', expected None or zeros$"
+    x, m = arrays(states=True), jnp.full((B, NH), 1.0)
+    token = {name: x[name][:, :, 0] for name in "qkvif"} | dict(c=x["c_initial"], n=x["n_initial"])
+    for function in (mlstm_chunkwise, reference.chunkwise, reference.recurrence):
+        with pytest.raises(ValueError, match=f"^m_initial {message}"):
+            function(**x | {"m_initial": m}, input_gate="sigmoid")
+    for function, arguments in (
+        (mlstm_recurrent_step, token),
+        (mlstm_recurrent_sequence, {name: x[name] for name in "qkvif"} | {name: token[name] for name in "cn"}),
+    ):
+        run = functools.partial(function, **arguments, input_gate="sigmoid")
+        with pytest.raises(ValueError, match=f"^m {message}"):
+            run(m=m)
+        h, (_, _, last) = jax.eval_shape(lambda m, run=run: run(m=m), m)
+        assert (h.shape[-1], last.shape) == (DHV, (B, NH))
+
+
 def test_integers_and_bools_of_numpy_are_taken():
     expected = jax.eval_shape(functools.partial(mlstm_chunkwise, chunk_size=16, return_last_states=True), **PLAIN)
     numpys = functools.partial(mlstm_chunkwise, chunk_size=np.int64(16), return_last_states=np.bool_(True), eps=np.float32(1e-6))
@@ -522,6 +578,42 @@ def test_sequence_parallelism_checks_the_layout_alike():
     message = re.escape(SWAPPED.format(name="i", **of_a_shard))
     with pytest.raises(ValueError, match=f"^{message}(\\n|$)"):
         jax.eval_shape(split, *x.values())
+
+
+SWAPPED_LAYOUT = 'layout="{}" reads q as ({}) and finds S < NH, fewer steps than heads: if it is ({}), pass layout="{}"'
+
+
+@pytest.mark.parametrize("layout", ["BNTH", "BTNH"])
+def test_arrays_of_the_other_layout_get_a_warning_once(layout):
+    axes = {"BNTH": "B, NH, S, DHQK", "BTNH": "B, S, NH, DHQK"}
+    other = {"BNTH": "BTNH", "BTNH": "BNTH"}[layout]
+    message = SWAPPED_LAYOUT.format(layout, axes[layout], axes[other], other)
+    x = arrays(other)
+    validation.warn_of_layout.cache_clear()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            mlstm_chunkwise(**x, layout=layout)
+    validation.warn_of_layout.cache_clear()
+    assert [(str(warning.message), warning.filename) for warning in caught] == [(message, __file__)]
+
+
+@pytest.mark.filterwarnings("error")
+def test_states_and_segments_tell_the_layout():
+    """A single token after an earlier part is no mistake."""
+    x = {name: jnp.zeros((B, 1, NH, *shape)) for name, shape in TRAILING.items()}
+    states = {name: jnp.zeros(shape) for name, shape in STATES.items()}
+    validation.warn_of_layout.cache_clear()
+    for others in (states, dict(segment_ids=jnp.zeros((B, 1), "int32"))):
+        assert jax.eval_shape(functools.partial(mlstm_chunkwise, layout="BTNH"), **x, **others).shape == (B, 1, NH, DHV)
+
+
+@pytest.mark.filterwarnings("error")
+def test_the_entry_of_xlstm_jax_has_one_layout():
+    """Which no warning can tell the caller to change."""
+    x = {name: jnp.zeros((1, 4, 2, *shape)) for name, shape in TRAILING.items()}
+    validation.warn_of_layout.cache_clear()
+    assert jax.eval_shape(triton_stablef.mlstm_chunkwise_triton_stablef, **x).shape == (1, 4, 2, DHV)
 
 
 def test_square_gates_fit_both_layouts():
@@ -646,10 +738,69 @@ def test_modules_are_attributes_that_are_imported_when_asked_for(module):
     assert out == ["False", f"mlstm_pallas.{module}"]
 
 
+@pytest.mark.parametrize("module", ["mlstm_pallas", "mlstm_pallas.xlstm_jax"])
+def test_modules_list_all_that_they_have(module):
+    program = (
+        f"import {module} as module\nprint(set(module.__all__) <= set(dir(module)), *[getattr(module, name) for name in module.__all__])"
+    )
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert out.startswith("True ")
+
+
+def test_the_systems_of_xlstm_jax_are_attributes():
+    program = "import mlstm_pallas\nprint(mlstm_pallas.xlstm_jax.triton_stablef.mlstm_chunkwise_triton_stablef.__name__)"
+    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
+    assert out == ["mlstm_chunkwise_triton_stablef"]
+
+
 def test_an_attribute_that_is_none():
     with pytest.raises(AttributeError) as caught:
         mlstm_pallas.no_such_module  # noqa: B018
     assert str(caught.value) == "module 'mlstm_pallas' has no attribute 'no_such_module'"
+    with pytest.raises(AttributeError, match=r"^module 'mlstm_pallas.xlstm_jax' has no attribute 'no_such_module'$"):
+        mlstm_pallas.xlstm_jax.no_such_module  # noqa: B018
+
+
+def lowering_of(call):
+    """The kernels in the jaxpr of a call, "both" where the platform decides, or "xla"."""
+    x = {name: jnp.zeros(shape) for name, shape in ONE_STEP.items()}
+    text = str(jax.make_jaxpr(lambda: call(**x))())  # a function that was not traced before
+    return "both" if "platform_index" in text else "kernels" if "pallas_call" in text else "xla"
+
+
+def test_the_backend_of_the_environment_comes_last(monkeypatch):
+    """And is read when a function is traced."""
+    monkeypatch.setenv("MLSTM_PALLAS_BACKEND", "interpret")
+    entry = triton_stablef.mlstm_chunkwise_triton_stablef
+    for call in (mlstm_chunkwise, entry):
+        assert lowering_of(call) == "kernels"
+    assert lowering_of(functools.partial(mlstm_chunkwise, backend="xla")) == "xla"
+    for backend, expected in (("xla", "xla"), (None, "both")):
+        with use_backend(backend):
+            assert lowering_of(mlstm_chunkwise) == lowering_of(entry) == expected
+    monkeypatch.setenv("MLSTM_PALLAS_BACKEND", "xla")
+    assert lowering_of(mlstm_chunkwise) == lowering_of(entry) == "xla"
+    for nothing in (lambda: monkeypatch.setenv("MLSTM_PALLAS_BACKEND", ""), lambda: monkeypatch.delenv("MLSTM_PALLAS_BACKEND")):
+        nothing()
+        assert lowering_of(mlstm_chunkwise) == lowering_of(entry) == "both"
+
+
+def test_a_wrong_backend_of_the_environment_is_named(monkeypatch):
+    monkeypatch.setenv("MLSTM_PALLAS_BACKEND", "cuda")
+    token = {name: jnp.zeros((B, NH, *shape)) for name, shape in TRAILING.items()}
+    for call in (functools.partial(mlstm_chunkwise, **arrays()), functools.partial(mlstm_recurrent_step, **token)):
+        with pytest.raises(ValueError, match=r"^MLSTM_PALLAS_BACKEND is 'cuda', expected one of triton, mosaic_gpu, interpret, "):
+            call()
+    monkeypatch.setenv("MLSTM_PALLAS_BACKEND", "mosaic_gpu")
+    monkeypatch.setattr(jax, "__version_info__", (0, 11, 1))
+    with pytest.raises(ValueError, match=r"^MLSTM_PALLAS_BACKEND is 'mosaic_gpu' and jax is "):
+        mlstm_chunkwise(**arrays())
+
+
+def test_use_backend_stays_in_its_thread():
+    with use_backend("xla"), ThreadPoolExecutor() as threads:
+        assert lowering_of(mlstm_chunkwise) == "xla"
+        assert threads.submit(lowering_of, mlstm_chunkwise).result() == "both"
 
 
 def test_use_backend_that_is_never_entered_warns():
@@ -672,3 +823,7 @@ def test_messages_of_a_step():
         mlstm_recurrent_step(**token, eps=1e39)
     with pytest.raises(TypeError, match=r"^input_gate is a ArrayImpl, expected one of exp, sigmoid$"):
         mlstm_recurrent_step(**token, input_gate=jnp.zeros(3))
+    for backend in (None, "xla"):
+        with pytest.raises(TypeError) as caught:
+            mlstm_recurrent_step(**{name: np.zeros(x.shape) for name, x in token.items()}, backend=backend)
+        assert str(caught.value) == f"q has dtype float64, expected one of {KERNEL_DTYPES}{FLOAT64}"

@@ -19,7 +19,7 @@ FLOORS = (
     ("stages",),
     ("launch", "launch_mosaic_gpu", "gate_gradients"),
     ("stage", "gates", "sharding", "validation"),
-    ("problem", "tiles", "normaliser", "splits", "version", "in_flight"),
+    ("problem", "tiles", "normaliser", "splits", "version", "in_flight", "annotations"),
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 
@@ -40,7 +40,10 @@ def imported(node):
 
 
 def imports(tree):
-    return [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom)]
+    """All but those for type checkers."""
+    checked = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    unread = {child for node in checked for child in ast.walk(node)}
+    return [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) and node not in unread]
 
 
 def within_package(name):

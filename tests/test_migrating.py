@@ -10,6 +10,7 @@ import math
 import re
 import sys
 import types
+import warnings
 from pathlib import Path
 
 import jax
@@ -19,7 +20,9 @@ import pytest
 
 import mlstm_pallas
 from mlstm_pallas import mlstm_chunkwise, use_backend
+from mlstm_pallas.xlstm_jax import max_triton_fwbw_v3noslice as v3
 from mlstm_pallas.xlstm_jax import max_triton_fwbw_v5xlchunksize as v5xl
+from mlstm_pallas.xlstm_jax import triton_stablef as stablef
 from mlstm_pallas.xlstm_jax.triton_stablef import mlstm_chunkwise_triton_stablef
 
 PAGE = (Path(__file__).parents[1] / "docs" / "migrating.md").read_text()
@@ -63,6 +66,26 @@ def other_kernel(
     return (h, states) if return_last_states else h
 
 
+def other_sigmoid_kernel(q, k, v, i, f, c_initial=None, n_initial=None, *, return_last_states=False, eps=1e-6, **others):
+    """The same with the gate of mLSTMsig, without a stabiliser: two states."""
+    del others  # chunk_size, constant_denominator
+    if c_initial is None:
+        c_initial, n_initial = (jnp.zeros((B, NH, *dims), q.dtype) for dims in ((DHQK, DHV), (DHQK,)))
+
+    def step(states, token):
+        C, n = states
+        q, k, v, i, f = token
+        decay, weight = jax.nn.sigmoid(f), jax.nn.sigmoid(i)
+        C = decay[..., None, None] * C + weight[..., None, None] * k[..., :, None] * v[..., None, :]
+        n = decay[..., None] * n + weight[..., None] * k
+        denominator = jnp.maximum(jnp.abs(jnp.sum(q * n, -1)), 1.0) + eps
+        return (C, n), jnp.einsum("bhk,bhkv->bhv", q, C) / denominator[..., None]
+
+    states, h = jax.lax.scan(step, (c_initial, n_initial), tuple(jnp.moveaxis(x, 2, 0) for x in (q * DHQK**-0.5, k, v, i, f)))
+    h = jnp.moveaxis(h, 0, 2)
+    return (h, states) if return_last_states else h
+
+
 # ---------------------------------------------------------------- the models
 
 
@@ -95,6 +118,12 @@ def layer(params, x):
     return output(params, x, head_norm(h))
 """
 
+OF_TWO_PARTS = """
+def layer(params, x):
+    first, states = part(params, x[:, :23], ())
+    second, _ = part(params, x[:, 23:], states)
+    return jnp.concatenate([first, second], axis=1)
+"""
 MLSTM_KERNELS = """
 def part(params, x, states):
     q, k, v, i, f = projections(params, x)
@@ -103,15 +132,23 @@ def part(params, x, states):
     h, states = mlstm(q, k, v, i, f, *states, return_last_states=True, eps=1e-6, chunk_size=128)
     h = h.swapaxes(1, 2)  # (B, S, NH, DHV)
     return output(params, x, head_norm(h)), states
-
-
-def layer(params, x):
-    first, states = part(params, x[:, :23], ())
-    second, _ = part(params, x[:, 23:], states)
-    return jnp.concatenate([first, second], axis=1)
+"""
+MLSTM_KERNELS_SIGING = """
+def part(params, x, states):
+    q, k, v, i, f = projections(params, x)
+    mlstm = get_mlstm_kernel("chunkwise--triton_xl_chunk_siging")
+    q, k, v, i, f = (y.swapaxes(1, 2) for y in (q, k, v, i, f))  # (B, NH, S, ...)
+    h, (c, n) = mlstm(q, k, v, i, f, *states, return_last_states=True, chunk_size=128)
+    h = h.swapaxes(1, 2)  # (B, S, NH, DHV)
+    return output(params, x, head_norm(h)), (c, n)
 """
 
-MODELS = {"xlstm_jax-import": XLSTM_JAX, "xlstm_jax-layout": XLSTM_JAX, "mlstm_kernels-layout": MLSTM_KERNELS}
+MODELS = {
+    "xlstm_jax-import": XLSTM_JAX,
+    "xlstm_jax-layout": XLSTM_JAX,
+    "mlstm_kernels-layout": MLSTM_KERNELS + OF_TWO_PARTS,
+    "mlstm_kernels-siging": MLSTM_KERNELS_SIGING + OF_TWO_PARTS,
+}
 DIFFS = dict(zip(MODELS, code_blocks("diff"), strict=True))
 
 
@@ -141,7 +178,7 @@ def layer_before(source, norm_eps, constant_denominator):
     package.mlstm_chunkwise_triton_stablef = kernel
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, OTHER_KERNELS, package)
-        return layer_of(source, norm_eps, get_mlstm_kernel=lambda name: kernel)
+        return layer_of(source, norm_eps, get_mlstm_kernel=lambda name: other_sigmoid_kernel if name.endswith("_siging") else kernel)
 
 
 def layer_after(model, norm_eps):
@@ -259,9 +296,90 @@ def test_states_of_another_stabiliser_are_the_same():
     assert np.linalg.norm(found - expected) < bound("float64") * np.linalg.norm(expected)
 
 
+THEIRS = {
+    *("get_mlstm_kernel", "max_triton_fwbw_v3", "v3noslice", "mLSTMBackend", "xLSTMBackend", "parallel_stabilized_simple"),
+    *("reduce_slicing", "store_final_state", "save_states_every_nth_chunk", "chunk_size_inter", "chunk_size_intra"),
+    *("vecN_all", "scaM_all", "vecM_out", "matC_all", "vecM_combine", "scaMinter_initial"),
+}
+
+
 def test_names_exist():
-    names = set(re.findall(r"`([a-z]\w+)[`=]", PAGE)) - {"get_mlstm_kernel"}
-    assert names <= {*vars(mlstm_pallas), "mlstm_chunkwise_triton_stablef", *v5xl.__all__, *inspect.signature(mlstm_chunkwise).parameters}
+    """But for tables, which have names of the other packages."""
+    text = "\n".join(line for line in PAGE.splitlines() if not line.startswith("|"))
+    names = set(re.findall(r"`([a-zA-Z]\w+)[`=]", text)) - THEIRS
+    ours = {name for system in (v3, v5xl, stablef) for function in system.__all__ for name in parameters(system, function)}
+    assert names <= {
+        *dir(mlstm_pallas),
+        "mlstm_chunkwise_triton_stablef",
+        *v5xl.__all__,
+        *inspect.signature(mlstm_chunkwise).parameters,
+        *ours,
+    }
+    for module in re.findall(r"`(mlstm_pallas\.[\w.]+)`", PAGE):
+        assert hasattr(importlib.import_module(module), "mlstm_chunkwise_max_triton")
+    assert hasattr(v5xl, "mlstm_chunkwise__xl_chunk")
+
+
+def parameters(system, name):
+    return list(inspect.signature(getattr(system, name)).parameters)
+
+
+def test_the_list_of_stage_functions():
+    """What it says of ours."""
+    for system, name, absent, present in (
+        (v3, "_mlstm_chunkwise_bw", ("vecN_all", "scaM_all", "vecM_out", "matC_all", "reduce_slicing"), ("matC_states",)),
+        (v3, "_mlstm_chunkwise__recurrent_bw_dC", ("scaM_inter", "vecM_combine"), ("vecI", "scaMinter_states")),
+        (v3, "_mlstm_chunkwise__parallel_bw_dQKV", ("scaM_inter", "vecM_combine"), ("scaMinter_states",)),
+        (v5xl, "mlstm_chunkwise_bw", ("vecN_all", "scaM_all", "vecM_out", "chunk_size_inter"), ("matC_all", "chunk_size")),
+        (v5xl, "mlstm_chunkwise_fw", ("chunk_size_inter", "chunk_size_intra"), ("chunk_size",)),
+        (v5xl, "mlstm_chunkwise__recurrent_bw_dC", ("scaM_inter", "vecM_combine"), ("vecI", "scaM_all")),
+        (v5xl, "mlstm_chunkwise__recurrent_fw_C", ("scaMinter_initial", "save_states_every_nth_chunk"), ("scaM_initial",)),
+    ):
+        assert set(present) <= set(parameters(system, name))
+        assert not set(absent) & set(parameters(system, name))
+    assert parameters(stablef, "_mlstm_chunkwise__recurrent_fw_C")[7] == "qk_scale"
+    order = parameters(stablef, "_mlstm_chunkwise__parallel_fw_H")
+    assert order.index("vecF") < order.index("matC_states") < order.index("scaM_inter")
+    order = parameters(stablef, "_mlstm_chunkwise_fw")
+    assert order[order.index("chunk_size") + 1] == "eps"
+    order = parameters(v3, "_mlstm_chunkwise__parallel_bw_dQKV")
+    assert order.index("vecI") < order.index("vecB")
+    for name, eps in (("mlstm_chunkwise_fw", 1e-6), ("mlstm_chunkwise_bw", 0.0)):
+        assert inspect.signature(getattr(v5xl, name)).parameters["eps"].default == eps
+
+
+@pytest.mark.parametrize("initial", [False, True], ids=["zeros", "states"])
+def test_it_is_the_function_of_transformers(initial):
+    """Outputs, states and gradients of its backend in float32, with what the table says of the arguments."""
+    torch = pytest.importorskip("torch")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of packages that transformers looks for
+        modeling = pytest.importorskip("transformers.models.xlstm.modeling_xlstm")
+        config = modeling.xLSTMConfig(hidden_size=NH * DHV, num_heads=NH, chunk_size=16, mode="train", return_last_states=True)
+    config.autocast_kernel_dtype = "float32"
+    backend = modeling.xLSTMBackend(config)
+    S, r = 48, np.random.default_rng(2)
+    shapes = [(B, NH, S, DHQK)] * 2 + [(B, NH, S, DHV)] + [(B, NH, S)] * 2
+    shapes += [(B, NH, DHQK, DHV), (B, NH, DHQK), (B, NH)] * initial
+    x = [np.float32(r.normal(size=shape)) for shape in shapes]
+    cotangents = [np.float32(r.normal(size=shape)) for shape in ((B, NH, S, DHV), (B, NH, DHQK, DHV), (B, NH, DHQK))]
+
+    theirs = [torch.tensor(y[..., None] if y.shape == (B, NH) else y, requires_grad=True) for y in x]
+    h, (c, n, m) = backend(*theirs)
+    loss = sum((y * torch.tensor(dy)).sum() for y, dy in zip((h, c, n), cotangents, strict=True))
+    loss.backward()
+    expected = [y.detach().numpy() for y in (h, c, n, m[..., 0], *(y.grad.reshape(z.shape) for y, z in zip(theirs, x, strict=True)))]
+
+    def run(*x):
+        h, states = mlstm_chunkwise(*x, return_last_states=True, eps=config.eps)
+        return h, *states
+
+    found, vjp = jax.vjp(jax.jit(run), *x)
+    found = [np.asarray(y) for y in (*found, *vjp((*cotangents, jnp.zeros((B, NH)))))]
+    names = ["h", "c", "n", "m", *("d" + name for name in (*"qkvif", "c", "n", "m"))]
+    errors = {name: np.linalg.norm(y - z) / np.linalg.norm(z) for name, y, z in zip(names, found, expected, strict=False)}
+    assert len(errors) == 4 + len(x)
+    assert all(error < bound("float32") for error in errors.values()), errors
     for module in re.findall(r"`(mlstm_pallas\.[\w.]+)`", PAGE):
         assert hasattr(importlib.import_module(module), "mlstm_chunkwise_max_triton")
     assert hasattr(v5xl, "mlstm_chunkwise__xl_chunk")

@@ -384,7 +384,7 @@ BAD = {
     "q_float64": (
         dict(q=np.zeros((1, 2, 16))),
         TypeError,
-        'q has dtype float64, expected one of float32, bfloat16, float16; float64 runs on backend="xla" only',
+        'q has dtype float64, expected one of float32, bfloat16, float16; float64 needs backend="xla" and jax_enable_x64',
     ),
     "eps_negative": (dict(eps=-1.0), ValueError, "eps is -1.0, expected a finite number >= 0"),
     "norm_val_string": (dict(norm_val="1"), TypeError, "norm_val is a str, expected a float"),
@@ -425,3 +425,24 @@ def test_options_are_not_traced():
     x, _ = arguments(19, 1, 1, 0, 16, 16)
     with pytest.raises(TypeError, match="eps is traced, expected a Python float: mark it static in jit"):
         jax.jit(lambda eps: mlstm_recurrent_step(**x, eps=eps))(1e-6)
+
+
+@pytest.mark.parametrize("backend", ["xla", pytest.param("interpret", marks=pytest.mark.slow)])
+def test_a_sequence_in_the_layout_of_projections(backend):
+    x, _ = arguments(20, 2, 3, 5, 16, 24)
+    tokens = {name: jnp.swapaxes(y, 1, 2) if name in "qkvif" else y for name, y in x.items()}
+    expected, expected_states = mlstm_recurrent_sequence(**x, backend=backend)
+    h, states = mlstm_recurrent_sequence(**tokens, layout="BTNH", backend=backend)
+    assert np.array_equal(h, jnp.swapaxes(expected, 1, 2))
+    for one, other in zip(states, expected_states, strict=True):
+        assert np.array_equal(one, other)
+
+
+def test_layouts_of_a_sequence_are_checked():
+    x, _ = arguments(20, 2, 3, 5, 16, 24)
+    tokens = {name: jnp.swapaxes(x[name], 1, 2) for name in "qkv"} | {name: x[name] for name in "if"}
+    message = "i has shape (2, 3, 5), expected (B, S, NH) = (2, 5, 3), as q has shape (2, 5, 3, 16): axes 1 and 2 are swapped; "
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
+        mlstm_recurrent_sequence(**tokens, layout="BTNH")
+    with pytest.raises(ValueError, match=r"^layout is 'BSNH', expected one of BNTH, BTNH$"):
+        mlstm_recurrent_sequence(**tokens, layout="BSNH")

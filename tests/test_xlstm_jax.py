@@ -434,8 +434,23 @@ def test_stages_take_float64_on_the_plain_path():
 entry = stablef.mlstm_chunkwise_triton_stablef
 
 
-def test_the_systems_share_an_entry():
-    assert all(other is entry for other in (v3.mlstm_chunkwise_max_triton, v5.mlstm_chunkwise_max_triton, v5.mlstm_chunkwise__xl_chunk))
+@pytest.mark.parametrize(
+    ("system", "name"), [(v3, "mlstm_chunkwise_max_triton"), (v5, "mlstm_chunkwise_max_triton"), (v5, "mlstm_chunkwise__xl_chunk")]
+)
+def test_the_systems_share_an_entry_under_names_of_their_own(system, name):
+    other = getattr(system, name)
+    assert (other.__code__.co_code, other.__defaults__, other.__doc__) == (entry.__code__.co_code, entry.__defaults__, entry.__doc__)
+    assert (other.__name__, other.__qualname__, other.__module__) == (name, name, system.__name__)
+    assert inspect.signature(other) == inspect.signature(entry)
+    with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'reduce_slicing'$"):
+        other(*inputs_of().values(), reduce_slicing=True)
+
+
+@pytest.mark.parametrize("name", "QKV")
+def test_wrong_calls_of_the_stages_name_them(name):
+    function = f"mlstm_chunkwise__parallel_bw_d{name}"
+    with pytest.raises(TypeError, match=rf"^{function}\(\) missing 12 required positional arguments: 'matK', "):
+        getattr(v5, function)(jnp.zeros(1))
 
 
 def exact_gradients(x, weights, options):
@@ -532,7 +547,7 @@ def test_other_errors():
         stablef._mlstm_chunkwise_bw(*x.values(), matDeltaH=dh, chunk_size=L)
     with pytest.raises(ValueError, match="all three or not at all: got matC_initial without vecN_initial, scaM_initial"):
         v3._mlstm_chunkwise_fw(*list(x.values())[:6], CHUNK_SIZE=L)
-    with pytest.raises(TypeError, match="matQ has dtype int32, expected one of float16, bfloat16, float32, float64"):
+    with pytest.raises(TypeError, match="matQ has dtype int32, expected one of float32, bfloat16, float16"):
         v3._mlstm_chunkwise_fw(*(y.astype("int32") for y in x.values()), CHUNK_SIZE=L)
     with pytest.raises(ValueError, match="backend is 'cuda'"), use_backend("cuda"):
         pass

@@ -13,3 +13,28 @@ An adapter checks its arguments and calls the stages or schedules of mlstm_palla
 
 Signatures are laid out as in the documents, hence ``fmt: skip``.
 """
+
+import importlib
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from mlstm_pallas.xlstm_jax import (
+        max_triton_fwbw_v3noslice,
+        max_triton_fwbw_v5xlchunksize,
+        triton_stablef,
+    )
+
+__all__ = ["max_triton_fwbw_v3noslice", "max_triton_fwbw_v5xlchunksize", "triton_stablef"]
+
+
+if not TYPE_CHECKING:  # so that a wrong name is one to a type checker
+
+    def __getattr__(name: str) -> ModuleType:
+        if name in __all__:  # imported when they are first asked for
+            return importlib.import_module(f"{__name__}.{name}")
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

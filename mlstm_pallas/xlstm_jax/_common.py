@@ -5,14 +5,16 @@ Notation: B batch, NH heads, S sequence length, DHQK head dimension of q and k, 
 
 import dataclasses
 import functools
+import types
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from mlstm_pallas import gates as gate_forms
+from mlstm_pallas.annotations import Array
 from mlstm_pallas.backend import on_backend, requested_backend, target_device_kind
 from mlstm_pallas.backward import backward as backward_schedule
 from mlstm_pallas.backward import gradient_tiles
@@ -34,6 +36,7 @@ from mlstm_pallas.validation import (
     INPUT_DTYPES,
     KERNEL_DTYPES,
     check_array,
+    check_dtype_runs,
     check_flag,
     check_integer,
     check_output_dtype,
@@ -72,6 +75,18 @@ FLAGS = ("stabilize_correctly", "return_last_states", "return_all_states", "stor
 Arguments = Mapping[str, Any]  # of a documented function, by name
 
 
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def renamed(function: Function, name: str, module: str) -> Function:
+    """A copy under another name, which messages about its arguments then have."""
+    original = cast(types.FunctionType, function)
+    code = original.__code__.replace(co_name=name, co_qualname=name)
+    copy = types.FunctionType(code, original.__globals__, name, original.__defaults__)
+    copy.__doc__, copy.__annotations__, copy.__module__ = original.__doc__, original.__annotations__, module
+    return cast(Function, copy)
+
+
 def check_statics(arguments: Arguments) -> dict[str, Any]:
     """Checks what is no array; returns it by the names in lower case, without what is None."""
     StageConfig(**{name: arguments[name] for name in TILES if arguments.get(name) is not None})
@@ -99,7 +114,7 @@ def check_arguments(
     check_states_complete({name: x for name, x in arrays.items() if name.endswith("_initial")}, "initial states")
     for name, x in list(arrays.items()):
         if x is not None:
-            check_array(name, x, INPUT_DTYPES)
+            check_array(name, x, INPUT_DTYPES, listed=KERNEL_DTYPES if name in SEQUENCES else INPUT_DTYPES)
         elif name in (*OPTIONAL, *optional) or name.endswith("_initial"):
             del arrays[name]
         else:
@@ -142,9 +157,9 @@ def call_spec(
     sizes = check_arguments(arguments, chunk_size, statics.get("num_chunks"), CONTRACTS | shapes, optional)
     backend, device_kind = requested_backend(), target_device_kind()
     B, NH, S, DHQK, DHHV = (sizes[dim] for dim in ("B", "NH", "S", "DHQK", "DHHV"))
-    dtype = next(jnp.dtype(x.dtype) for name, x in arguments.items() if name in SEQUENCES)
-    if dtype.name not in KERNEL_DTYPES and not (dtype.name == "float64" and backend == "xla"):
-        raise TypeError(f"matQ, matK, matV have dtype {dtype.name}, expected one of {', '.join(KERNEL_DTYPES)}")
+    first = next(name for name in arguments if name in SEQUENCES)
+    dtype = jnp.dtype(arguments[first].dtype)
+    check_dtype_runs(first, dtype, KERNEL_DTYPES, backend)
     if B * NH == 0:
         backend = "xla"  # a kernel has no empty grid
     config = config_for(DHQK, DHHV, S, dtype, device_kind=device_kind, chunk_size=chunk_size).replace(fused_min_heads=0)
@@ -165,11 +180,11 @@ def accumulator(spec: CallSpec) -> jnp.dtype:
     return jnp.promote_types(spec.dtype, jnp.float32)
 
 
-def initial_states(spec: CallSpec, k: jax.Array, v: jax.Array, *given: jax.Array | None) -> list[jax.Array]:
+def initial_states(spec: CallSpec, k: Array, v: Array, *given: Array | None) -> list[jax.Array]:
     """C, n, m as given, or zeros; in the accumulator's dtype."""
     (B, NH, _, DHQK), acc = k.shape, accumulator(spec)
     shapes = (B, NH, DHQK, v.shape[-1]), (B, NH, DHQK), (B, NH)
-    return [jnp.zeros(shape, acc) if x is None else x.astype(acc) for x, shape in zip(given, shapes, strict=True)]
+    return [jnp.zeros(shape, acc) if x is None else jnp.asarray(x, acc) for x, shape in zip(given, shapes, strict=True)]
 
 
 @functools.partial(jax.jit, static_argnums=0)
@@ -311,7 +326,7 @@ def _forward_on_shard(spec: CallSpec, lowering: Lowering, q, k, v, i, f, C, n, m
     return *outputs(spec, lowering, q, k, v, gates, *found[:2], output_dtype=output_dtype), gates.per_step().vecM, found
 
 
-def backward(arguments: Arguments, C: jax.Array | None) -> tuple[jax.Array, ...]:
+def backward(arguments: Arguments, C: Array | None) -> tuple[jax.Array, ...]:
     """The gradients of q, k, v, i, f and of the initial states, where there are any. C: before each chunk, None: recomputed."""
     spec = call_spec(arguments, optional=("matC_states", "matC_all"), constant_denominator=True, vecI=STEPS, vecF=STEPS)
     given = [arguments[name] for name in (*_INPUTS, *_INITIAL)]

@@ -12,12 +12,14 @@ of H without EPS.
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
+from mlstm_pallas.annotations import Array, States
 from mlstm_pallas.fwbw import _get_chunkwise_fwbw_kernel, _mlstm_chunkwise_fwbw_generator
 from mlstm_pallas.xlstm_jax import _common
-from mlstm_pallas.xlstm_jax._common import C_STATES, M_STATES, N_STATES, call_spec, gates_of, on_shards
-from mlstm_pallas.xlstm_jax.triton_stablef import mlstm_chunkwise_triton_stablef as mlstm_chunkwise_max_triton
+from mlstm_pallas.xlstm_jax._common import C_STATES, M_STATES, N_STATES, call_spec, gates_of, on_shards, renamed
+from mlstm_pallas.xlstm_jax.triton_stablef import mlstm_chunkwise_triton_stablef
 
 __all__ = [
     "_get_chunkwise_fwbw_kernel",
@@ -31,11 +33,16 @@ __all__ = [
     "mlstm_chunkwise_max_triton",
 ]
 
+mlstm_chunkwise_max_triton = renamed(mlstm_chunkwise_triton_stablef, "mlstm_chunkwise_max_triton", __name__)
+
 
 def _mlstm_chunkwise__recurrent_fw_C(
-    matK, matV, vecB, vecI, matC_states=None, vecN_states=None, scaMinter_states=None, matC_initial=None, vecN_initial=None,
-    scaMinter_initial=None, qk_scale=None, CHUNK_SIZE=64, NUM_CHUNKS=1
-):  # fmt: skip
+    matK: Array, matV: Array, vecB: Array, vecI: Array, matC_states: Array | None = None,
+    vecN_states: Array | None = None, scaMinter_states: Array | None = None,
+    matC_initial: Array | None = None, vecN_initial: Array | None = None,
+    scaMinter_initial: Array | None = None, qk_scale: float | None = None, CHUNK_SIZE: int = 64,
+    NUM_CHUNKS: int = 1,
+) -> States:  # fmt: skip
     """C, N and M at the chunk boundaries: C in the dtype of matK, N and M float32.
 
     Args:
@@ -48,12 +55,15 @@ def _mlstm_chunkwise__recurrent_fw_C(
     C, n, m = _common.initial_states(spec, matK, matV, matC_initial, vecN_initial, scaMinter_initial)
     found = on_shards(_common.states)(spec, matK, matV, gates_of(spec, vecI, m, vecB=vecB), C, n)
     given = matC_states, vecN_states, scaMinter_states
-    return tuple(x if buffer is None else x.astype(buffer.dtype) for x, buffer in zip(found[:3], given, strict=True))
+    C, n, m = (x if buffer is None else x.astype(buffer.dtype) for x, buffer in zip(found[:3], given, strict=True))
+    return C, n, m
 
 
 def _mlstm_chunkwise__parallel_fw_H(
-    matQ, matK, matV, matC_states, vecN_states, scaMinter_states, vecI, vecB, qk_scale=None, CHUNK_SIZE=64, NUM_CHUNKS=1, EPS=1e-6
-):
+    matQ: Array, matK: Array, matV: Array, matC_states: Array, vecN_states: Array,
+    scaMinter_states: Array, vecI: Array, vecB: Array, qk_scale: float | None = None,
+    CHUNK_SIZE: int = 64, NUM_CHUNKS: int = 1, EPS: float = 1e-6,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """H (B, NH, S, DHHV) in the dtype of matQ, and vecN_out, from the states before each chunk."""
     spec = call_spec(locals())
     gates = gates_of(spec, vecI, scaMinter_states, vecB=vecB)
@@ -61,9 +71,12 @@ def _mlstm_chunkwise__parallel_fw_H(
 
 
 def _mlstm_chunkwise_fw(
-    matQ, matK, matV, vecI, vecF, matC_initial=None, vecN_initial=None, scaM_initial=None, qk_scale=None, return_last_states=False,
-    return_all_states=False, CHUNK_SIZE=64, EPS=1e-6
-):  # fmt: skip
+    matQ: Array, matK: Array, matV: Array, vecI: Array, vecF: Array,
+    matC_initial: Array | None = None, vecN_initial: Array | None = None,
+    scaM_initial: Array | None = None, qk_scale: float | None = None,
+    return_last_states: bool = False, return_all_states: bool = False, CHUNK_SIZE: int = 64,
+    EPS: float = 1e-6,
+) -> tuple[Any, ...]:  # fmt: skip
     """H and vecN_out as of ``_mlstm_chunkwise__parallel_fw_H``, and the last m (B, NH). vecI, vecF: pre-activations (B, NH, S).
 
     Then, each if asked for, the last states (C, N, M), float32, and those at all chunk boundaries.
@@ -73,8 +86,10 @@ def _mlstm_chunkwise_fw(
 
 
 def _mlstm_chunkwise__recurrent_bw_dC(
-    matQ, vecI, vecB, scaMinter_states, vecN_out, matDeltaH, matDeltaC_last=None, qk_scale=None, CHUNK_SIZE=64, NUM_CHUNKS=1, EPS=1e-6
-):
+    matQ: Array, vecI: Array, vecB: Array, scaMinter_states: Array, vecN_out: Array,
+    matDeltaH: Array, matDeltaC_last: Array | None = None, qk_scale: float | None = None,
+    CHUNK_SIZE: int = 64, NUM_CHUNKS: int = 1, EPS: float = 1e-6,
+) -> jax.Array:  # fmt: skip
     """The gradients of C at the chunk boundaries, in the dtype of matQ. matDeltaC_last: that of the last C, (B, NH, DHQK, DHHV)."""
     spec = call_spec(locals(), constant_denominator=True)
     gates = gates_of(spec, vecI, scaMinter_states, vecB=vecB)
@@ -83,9 +98,10 @@ def _mlstm_chunkwise__recurrent_bw_dC(
 
 
 def _mlstm_chunkwise__parallel_bw_dQKV(
-    matQ, matK, matV, vecI, vecB, scaMinter_states, matC_states, vecN_out, matDeltaH, matDeltaC_states, qk_scale=None, CHUNK_SIZE=64,
-    NUM_CHUNKS=1, EPS=1e-6
-):  # fmt: skip
+    matQ: Array, matK: Array, matV: Array, vecI: Array, vecB: Array, scaMinter_states: Array,
+    matC_states: Array, vecN_out: Array, matDeltaH: Array, matDeltaC_states: Array,
+    qk_scale: float | None = None, CHUNK_SIZE: int = 64, NUM_CHUNKS: int = 1, EPS: float = 1e-6,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """dQ, dK and dV in the dtype of matQ, from C before each chunk and the gradients of C after each: NC blocks, or one boundary more."""
     spec = call_spec(locals(), constant_denominator=True)
     gates = gates_of(spec, vecI, scaMinter_states, vecB=vecB)
@@ -93,9 +109,13 @@ def _mlstm_chunkwise__parallel_bw_dQKV(
 
 
 def _mlstm_chunkwise_bw(
-    matQ, matK, matV, vecI, vecF, matC_initial=None, vecN_initial=None, scaM_initial=None, qk_scale=None, matC_states=None,
-    vecN_out=None, matDeltaH=None, matDeltaC_last=None, CHUNK_SIZE=64, EPS=1e-6
-):  # fmt: skip
+    matQ: Array, matK: Array, matV: Array, vecI: Array, vecF: Array,
+    matC_initial: Array | None = None, vecN_initial: Array | None = None,
+    scaM_initial: Array | None = None, qk_scale: float | None = None,
+    matC_states: Array | None = None, vecN_out: Array | None = None,
+    matDeltaH: Array | None = None, matDeltaC_last: Array | None = None, CHUNK_SIZE: int = 64,
+    EPS: float = 1e-6,
+) -> tuple[jax.Array, ...]:  # fmt: skip
     """dQ, dK, dV, dI, dF and, with initial states, their dC, dN, dM: see ``triton_stablef._mlstm_chunkwise_bw``.
 
     vecN_out, which is needed, is that of ``_mlstm_chunkwise_fw``; EPS is added to it.

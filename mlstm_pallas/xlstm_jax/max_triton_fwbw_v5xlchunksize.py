@@ -11,15 +11,17 @@ denominator of H without eps. siz_b_*, num_warps and num_stages replace those of
 its axis is clamped.
 """
 
-import functools
-import inspect
+from typing import Any
 
+import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
+from mlstm_pallas.annotations import Array, States
 from mlstm_pallas.fwbw import _get_chunkwise_fwbw_kernel, _mlstm_chunkwise_fwbw_generator
 from mlstm_pallas.xlstm_jax import _common
-from mlstm_pallas.xlstm_jax._common import STEPS, call_spec, gates_of, on_shards
-from mlstm_pallas.xlstm_jax.triton_stablef import mlstm_chunkwise_triton_stablef as mlstm_chunkwise__xl_chunk
+from mlstm_pallas.xlstm_jax._common import STEPS, Arguments, call_spec, gates_of, on_shards, renamed
+from mlstm_pallas.xlstm_jax.triton_stablef import mlstm_chunkwise_triton_stablef
 
 __all__ = [
     "_get_chunkwise_fwbw_kernel",
@@ -36,13 +38,17 @@ __all__ = [
     "mlstm_chunkwise_max_triton",
 ]
 
-mlstm_chunkwise_max_triton = mlstm_chunkwise__xl_chunk  # the name in xlstm_jax
+mlstm_chunkwise_max_triton = renamed(mlstm_chunkwise_triton_stablef, "mlstm_chunkwise_max_triton", __name__)
+mlstm_chunkwise__xl_chunk = renamed(mlstm_chunkwise_triton_stablef, "mlstm_chunkwise__xl_chunk", __name__)
 
 
 def mlstm_chunkwise__recurrent_fw_C(
-    matK, matV, vecF, vecI, matC_initial=None, vecN_initial=None, scaM_initial=None, qk_scale=None, chunk_size=64, siz_b_LKV=None,
-    siz_b_DHQK=None, siz_b_DHHV=None, num_warps=None, num_stages=None
-):  # fmt: skip
+    matK: Array, matV: Array, vecF: Array, vecI: Array, matC_initial: Array | None = None,
+    vecN_initial: Array | None = None, scaM_initial: Array | None = None,
+    qk_scale: float | None = None, chunk_size: int = 64, siz_b_LKV: int | None = None,
+    siz_b_DHQK: int | None = None, siz_b_DHHV: int | None = None, num_warps: int | None = None,
+    num_stages: int | None = None,
+) -> States:  # fmt: skip
     """C, N and M at the chunk boundaries: C in the dtype of matK, N and M float32."""
     spec = call_spec(locals(), stage="recurrent_fw_C", vecF=STEPS)
     C, n, m = _common.initial_states(spec, matK, matV, matC_initial, vecN_initial, scaM_initial)
@@ -50,9 +56,12 @@ def mlstm_chunkwise__recurrent_fw_C(
 
 
 def mlstm_chunkwise__parallel_fw_Hintra(
-    matQ, matK, matV, vecI, vecF, matC_all, vecN_all, scaM_all, qk_scale=None, chunk_size=64, siz_b_LQ=32, siz_b_LKV=32,
-    siz_b_DHQK=None, siz_b_DHHV=None, num_warps=None, num_stages=None, eps=1e-6, output_dtype=jnp.float32
-):  # fmt: skip
+    matQ: Array, matK: Array, matV: Array, vecI: Array, vecF: Array, matC_all: Array,
+    vecN_all: Array, scaM_all: Array, qk_scale: float | None = None, chunk_size: int = 64,
+    siz_b_LQ: int = 32, siz_b_LKV: int = 32, siz_b_DHQK: int | None = None,
+    siz_b_DHHV: int | None = None, num_warps: int | None = None, num_stages: int | None = None,
+    eps: float = 1e-6, output_dtype: DTypeLike = jnp.float32,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """H (B, NH, S, DHHV) in output_dtype, and vecN_out. H is the whole output, with the inter-chunk part, for all that the name says."""
     spec = call_spec(locals(), stage="parallel_fw_H", vecF=STEPS)
     gates = gates_of(spec, vecI, scaM_all, vecF=vecF)
@@ -61,9 +70,12 @@ def mlstm_chunkwise__parallel_fw_Hintra(
 
 
 def mlstm_chunkwise_fw(
-    matQ, matK, matV, vecI, vecF, matC_initial=None, vecN_initial=None, scaM_initial=None, qk_scale=None, return_last_states=False,
-    return_all_states=False, chunk_size=64, eps=1e-6, output_dtype=jnp.float32
-):  # fmt: skip
+    matQ: Array, matK: Array, matV: Array, vecI: Array, vecF: Array,
+    matC_initial: Array | None = None, vecN_initial: Array | None = None,
+    scaM_initial: Array | None = None, qk_scale: float | None = None,
+    return_last_states: bool = False, return_all_states: bool = False, chunk_size: int = 64,
+    eps: float = 1e-6, output_dtype: DTypeLike = jnp.float32,
+) -> tuple[Any, ...]:  # fmt: skip
     """H (B, NH, S, DHHV) in output_dtype, vecN_out and the m of every step, (B, NH, S). vecI, vecF: pre-activations (B, NH, S).
 
     Then, each if asked for, the last states (C, N, M), float32, and those at all chunk boundaries.
@@ -73,9 +85,11 @@ def mlstm_chunkwise_fw(
 
 
 def mlstm_chunkwise__recurrent_bw_dC(
-    matQ, vecI, vecF, scaM_all, vecN_out, matDeltaH, matDeltaC_last=None, qk_scale=None, chunk_size=64, siz_b_LQ=None, siz_b_DHQK=None,
-    siz_b_DHHV=None, num_warps=None, num_stages=None, eps=0.0
-):  # fmt: skip
+    matQ: Array, vecI: Array, vecF: Array, scaM_all: Array, vecN_out: Array, matDeltaH: Array,
+    matDeltaC_last: Array | None = None, qk_scale: float | None = None, chunk_size: int = 64,
+    siz_b_LQ: int | None = None, siz_b_DHQK: int | None = None, siz_b_DHHV: int | None = None,
+    num_warps: int | None = None, num_stages: int | None = None, eps: float = 0.0,
+) -> jax.Array:  # fmt: skip
     """The gradients of C at the chunk boundaries, (B, NH, (NC + 1) * DHQK, DHHV), in the dtype of matQ."""
     # The steps of a tile are siz_b_LKV to the stage, which shares its kernel with recurrent_fw_C.
     renamed = {"siz_b_LKV": "siz_b_LQ"}
@@ -86,10 +100,13 @@ def mlstm_chunkwise__recurrent_bw_dC(
 
 
 def mlstm_chunkwise__parallel_bw_dV(
-    matQ, matK, matV, vecI, vecA, vecB, matC_all, vecN_all, scaM_all, vecN_out, vecM_out, matDeltaH, matDeltaC_states, qk_scale=None,
-    chunk_size=64, siz_b_LQ=32, siz_b_LKV=32, siz_b_DHQK=None, siz_b_DHHV=None, num_warps=None, num_stages=None, eps=0.0,
-    output_dtype=jnp.float32
-):  # fmt: skip
+    matQ: Array, matK: Array, matV: Array, vecI: Array, vecA: Array, vecB: Array, matC_all: Array,
+    vecN_all: Array, scaM_all: Array, vecN_out: Array, vecM_out: Array, matDeltaH: Array,
+    matDeltaC_states: Array, qk_scale: float | None = None, chunk_size: int = 64,
+    siz_b_LQ: int = 32, siz_b_LKV: int = 32, siz_b_DHQK: int | None = None,
+    siz_b_DHHV: int | None = None, num_warps: int | None = None, num_stages: int | None = None,
+    eps: float = 0.0, output_dtype: DTypeLike = jnp.float32,
+) -> jax.Array:  # fmt: skip
     """The gradient of v, (B, NH, S, DHHV), in output_dtype. The stages that it runs compute those of q and k too.
 
     The document speaks of "deltaK", of DHQK columns and of an eps of 1e-6; none of that is so.
@@ -103,7 +120,31 @@ def mlstm_chunkwise__parallel_bw_dV(
     return _gradient("V", locals())
 
 
-def _gradient(name, arguments):
+def mlstm_chunkwise__parallel_bw_dQ(
+    matQ: Array, matK: Array, matV: Array, vecI: Array, vecA: Array, vecB: Array, matC_all: Array,
+    vecN_all: Array, scaM_all: Array, vecN_out: Array, vecM_out: Array, matDeltaH: Array,
+    matDeltaC_states: Array, qk_scale: float | None = None, chunk_size: int = 64,
+    siz_b_LQ: int = 32, siz_b_LKV: int = 32, siz_b_DHQK: int | None = None,
+    siz_b_DHHV: int | None = None, num_warps: int | None = None, num_stages: int | None = None,
+    eps: float = 0.0, output_dtype: DTypeLike = jnp.float32,
+) -> jax.Array:  # fmt: skip
+    """The gradient of q, (B, NH, S, DHQK). Arguments as of ``mlstm_chunkwise__parallel_bw_dV``."""
+    return _gradient("Q", locals())
+
+
+def mlstm_chunkwise__parallel_bw_dK(
+    matQ: Array, matK: Array, matV: Array, vecI: Array, vecA: Array, vecB: Array, matC_all: Array,
+    vecN_all: Array, scaM_all: Array, vecN_out: Array, vecM_out: Array, matDeltaH: Array,
+    matDeltaC_states: Array, qk_scale: float | None = None, chunk_size: int = 64,
+    siz_b_LQ: int = 32, siz_b_LKV: int = 32, siz_b_DHQK: int | None = None,
+    siz_b_DHHV: int | None = None, num_warps: int | None = None, num_stages: int | None = None,
+    eps: float = 0.0, output_dtype: DTypeLike = jnp.float32,
+) -> jax.Array:  # fmt: skip
+    """The gradient of k, (B, NH, S, DHQK). Arguments as of ``mlstm_chunkwise__parallel_bw_dV``."""
+    return _gradient("K", locals())
+
+
+def _gradient(name: str, arguments: Arguments) -> jax.Array:
     """The gradient of one of q, k and v, in output_dtype."""
     # parallel_bw_dQKV calls the rows of its output tiles siz_b_LQ, for keys too.
     renamed = {} if name == "Q" else {"siz_b_LQ": "siz_b_LKV"}
@@ -114,28 +155,13 @@ def _gradient(name, arguments):
     return gradients["QKV".index(name)].astype(arguments["output_dtype"])
 
 
-def _counterpart(name):
-    """``mlstm_chunkwise__parallel_bw_dV`` for q or k."""
-
-    @functools.wraps(mlstm_chunkwise__parallel_bw_dV)
-    def gradient(*args, **kwargs):
-        bound = inspect.signature(mlstm_chunkwise__parallel_bw_dV).bind(*args, **kwargs)
-        bound.apply_defaults()
-        return _gradient(name, bound.arguments)
-
-    gradient.__name__ = gradient.__qualname__ = f"mlstm_chunkwise__parallel_bw_d{name}"
-    gradient.__doc__ = f"The gradient of {name.lower()}, (B, NH, S, DHQK). Arguments as of ``mlstm_chunkwise__parallel_bw_dV``."
-    return gradient
-
-
-mlstm_chunkwise__parallel_bw_dQ = _counterpart("Q")
-mlstm_chunkwise__parallel_bw_dK = _counterpart("K")
-
-
 def mlstm_chunkwise_bw(
-    matQ, matK, matV, vecI, vecF, matC_initial=None, vecN_initial=None, scaM_initial=None, qk_scale=None, matC_all=None, vecN_out=None,
-    matDeltaH=None, matDeltaC_last=None, chunk_size=64, eps=0.0
-):  # fmt: skip
+    matQ: Array, matK: Array, matV: Array, vecI: Array, vecF: Array,
+    matC_initial: Array | None = None, vecN_initial: Array | None = None,
+    scaM_initial: Array | None = None, qk_scale: float | None = None,
+    matC_all: Array | None = None, vecN_out: Array | None = None, matDeltaH: Array | None = None,
+    matDeltaC_last: Array | None = None, chunk_size: int = 64, eps: float = 0.0,
+) -> tuple[jax.Array, ...]:  # fmt: skip
     """dQ, dK, dV, dI, dF and, with initial states, their dC, dN, dM: see ``triton_stablef._mlstm_chunkwise_bw``.
 
     vecN_out, which is needed, is that of ``mlstm_chunkwise_fw``, and eps that of the forward pass, which is added to it.

@@ -14,8 +14,13 @@ Dimensions as in the documents: H heads, T steps, K and V head dimensions (DHQK,
   NT for NT + 1; a stage that reads the latter takes the former too.
 """
 
-import jax.numpy as jnp
+from typing import Any, Literal, overload
 
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from mlstm_pallas.annotations import Array, States
 from mlstm_pallas.fwbw import _get_chunkwise_fwbw_kernel, _mlstm_chunkwise_fwbw_generator
 from mlstm_pallas.xlstm_jax import _common
 from mlstm_pallas.xlstm_jax._common import call_spec, gates_of, on_shards
@@ -34,8 +39,10 @@ __all__ = [
 
 
 def _mlstm_chunkwise__recurrent_fw_C(
-    matK, matV, vecF, vecI, matC_initial=None, vecN_initial=None, scaMinter_initial=None, qk_scale=None, chunk_size=64, num_chunks=1
-):
+    matK: Array, matV: Array, vecF: Array, vecI: Array, matC_initial: Array | None = None,
+    vecN_initial: Array | None = None, scaMinter_initial: Array | None = None,
+    qk_scale: float | None = None, chunk_size: int = 64, num_chunks: int = 1,
+) -> States:  # fmt: skip
     """C, N and M at the chunk boundaries: C in the dtype of matK, N and M float32."""
     spec = call_spec(locals())
     C, n, m = _common.initial_states(spec, matK, matV, matC_initial, vecN_initial, scaMinter_initial)
@@ -43,9 +50,11 @@ def _mlstm_chunkwise__recurrent_fw_C(
 
 
 def _mlstm_chunkwise__parallel_fw_H(
-    matQ, matK, matV, vecI, vecF, matC_states, vecN_states, scaM_inter, qk_scale=None, chunk_size=64, num_chunks=1, eps=1e-6,
-    stabilize_correctly=True, norm_val=1.0
-):  # fmt: skip
+    matQ: Array, matK: Array, matV: Array, vecI: Array, vecF: Array, matC_states: Array,
+    vecN_states: Array, scaM_inter: Array, qk_scale: float | None = None, chunk_size: int = 64,
+    num_chunks: int = 1, eps: float = 1e-6, stabilize_correctly: bool = True,
+    norm_val: float = 1.0,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """H (B, H, T, V) in the dtype of matQ, vecN_out and the m of every step, (B, H, T), from the states before each chunk."""
     spec = call_spec(locals())
     gates = gates_of(spec, vecI, scaM_inter, log_f=vecF)
@@ -54,9 +63,12 @@ def _mlstm_chunkwise__parallel_fw_H(
 
 
 def _mlstm_chunkwise_fw(
-    matQ, matK, matV, vecI, vecF, matC_initial=None, vecN_initial=None, scaM_initial=None, qk_scale=None, return_last_states=False,
-    return_all_states=False, chunk_size=64, eps=1e-6, stabilize_correctly=True, norm_val=1.0
-):  # fmt: skip
+    matQ: Array, matK: Array, matV: Array, vecI: Array, vecF: Array,
+    matC_initial: Array | None = None, vecN_initial: Array | None = None,
+    scaM_initial: Array | None = None, qk_scale: float | None = None,
+    return_last_states: bool = False, return_all_states: bool = False, chunk_size: int = 64,
+    eps: float = 1e-6, stabilize_correctly: bool = True, norm_val: float = 1.0,
+) -> tuple[Any, ...]:  # fmt: skip
     """H, vecN_out and m as of ``_mlstm_chunkwise__parallel_fw_H``. vecI, vecF: pre-activations (B, H, T).
 
     Then, each if asked for, the last states (C, N, M), float32, and those at all chunk boundaries.
@@ -66,9 +78,10 @@ def _mlstm_chunkwise_fw(
 
 
 def _mlstm_chunkwise__recurrent_bw_dC(
-    matQ, vecF, scaM_inter, vecM, vecN_out, matDeltaH, matDeltaC_last=None, qk_scale=None, chunk_size=64, num_chunks=1,
-    store_initial_state=False
-):  # fmt: skip
+    matQ: Array, vecF: Array, scaM_inter: Array, vecM: Array, vecN_out: Array, matDeltaH: Array,
+    matDeltaC_last: Array | None = None, qk_scale: float | None = None, chunk_size: int = 64,
+    num_chunks: int = 1, store_initial_state: bool = False,
+) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """The gradients of C after each chunk (B, H, NT * DHQK, DHHV), in the dtype of matQ, and of the first C (B, H, DHQK, DHHV), float32.
 
     Args:
@@ -83,9 +96,11 @@ def _mlstm_chunkwise__recurrent_bw_dC(
 
 
 def _mlstm_chunkwise__parallel_bw_dQKV(
-    matQ, matK, matV, vecI, vecF, vecM_combine, scaM_inter, matC_states, matDeltaH, vecN_out, matDeltaC_states, qk_scale=None,
-    chunk_size=64, num_chunks=1
-):  # fmt: skip
+    matQ: Array, matK: Array, matV: Array, vecI: Array, vecF: Array, vecM_combine: Array,
+    scaM_inter: Array, matC_states: Array, matDeltaH: Array, vecN_out: Array,
+    matDeltaC_states: Array, qk_scale: float | None = None, chunk_size: int = 64,
+    num_chunks: int = 1,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
     """dQ, dK (B, H, T, K) and dV (B, H, T, V) in the dtype of matQ.
 
     Args:
@@ -100,9 +115,13 @@ def _mlstm_chunkwise__parallel_bw_dQKV(
 
 
 def _mlstm_chunkwise_bw(
-    matQ, matK, matV, vecI, vecF, matC_initial=None, vecN_initial=None, scaM_initial=None, qk_scale=None, matC_states=None,
-    scaM_states=None, vecN_out=None, vecM_out=None, matDeltaH=None, matDeltaC_last=None, chunk_size=64
-):  # fmt: skip
+    matQ: Array, matK: Array, matV: Array, vecI: Array, vecF: Array,
+    matC_initial: Array | None = None, vecN_initial: Array | None = None,
+    scaM_initial: Array | None = None, qk_scale: float | None = None,
+    matC_states: Array | None = None, scaM_states: Array | None = None,
+    vecN_out: Array | None = None, vecM_out: Array | None = None, matDeltaH: Array | None = None,
+    matDeltaC_last: Array | None = None, chunk_size: int = 64,
+) -> tuple[jax.Array, ...]:  # fmt: skip
     """dQ, dK, dV, dI and dF, shaped and typed as their arguments; with initial states their dC, dN and dM too.
 
     dN is zero, as only the denominator reads n. dM is <dC_0, C_0>, as exp(m) scales the state.
@@ -118,11 +137,40 @@ def _mlstm_chunkwise_bw(
     return _common.backward(locals(), matC_states)
 
 
+@overload
 def mlstm_chunkwise_triton_stablef(
-    q, k, v, i, f, c_initial=None, n_initial=None, m_initial=None, return_last_states=False, eps=1e-6, chunk_size=64,
-    autocast_kernel_dtype=jnp.float32, stabilize_correctly=True, norm_val=1.0
-):  # fmt: skip
-    """h (B, NH, S, DHV) in the dtype of q, or (h, (c, n, m)); with exact gradients of all eight arrays. The entry of all three systems.
+    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None,
+    return_last_states: Literal[False] = False, eps: float = 1e-6, chunk_size: int | None = 64,
+    autocast_kernel_dtype: DTypeLike | None = jnp.float32, stabilize_correctly: bool = True,
+    norm_val: float = 1.0,
+) -> jax.Array: ...  # fmt: skip
+@overload
+def mlstm_chunkwise_triton_stablef(
+    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None,
+    return_last_states: Literal[True] = ..., eps: float = 1e-6, chunk_size: int | None = 64,
+    autocast_kernel_dtype: DTypeLike | None = jnp.float32, stabilize_correctly: bool = True,
+    norm_val: float = 1.0,
+) -> tuple[jax.Array, States]: ...  # fmt: skip
+@overload
+def mlstm_chunkwise_triton_stablef(
+    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None,
+    return_last_states: bool = ..., eps: float = 1e-6, chunk_size: int | None = 64,
+    autocast_kernel_dtype: DTypeLike | None = jnp.float32, stabilize_correctly: bool = True,
+    norm_val: float = 1.0,
+) -> jax.Array | tuple[jax.Array, States]: ...  # fmt: skip
+def mlstm_chunkwise_triton_stablef(
+    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None,
+    return_last_states: bool = False, eps: float = 1e-6, chunk_size: int | None = 64,
+    autocast_kernel_dtype: DTypeLike | None = jnp.float32, stabilize_correctly: bool = True,
+    norm_val: float = 1.0,
+) -> jax.Array | tuple[jax.Array, States]:  # fmt: skip
+    """h (B, NH, S, DHV) in the dtype of q, or (h, (c, n, m)).
+
+    The gradients of all eight arrays are exact. The other systems have this entry under names of their own.
 
     Args:
       q, k: (B, NH, S, DHQK); v: (B, NH, S, DHV); i, f: gate pre-activations (B, NH, S).

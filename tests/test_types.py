@@ -1,0 +1,124 @@
+"""A client of the public functions passes mypy --strict, and docstrings have an entry an argument."""
+
+import doctest
+import inspect
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import mlstm_pallas
+from mlstm_pallas import distributed, reference
+
+ROOT = Path(__file__).parents[1]
+# A line that is ignored has an error of that kind: --strict refuses an ignore that is not needed.
+CLIENT = """
+from typing import assert_type
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import mlstm_pallas
+from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, mlstm_recurrent_sequence
+from mlstm_pallas import mlstm_recurrent_step, use_backend
+from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
+from mlstm_pallas.xlstm_jax.max_triton_fwbw_v3noslice import mlstm_chunkwise_max_triton
+from mlstm_pallas.xlstm_jax.triton_stablef import mlstm_chunkwise_triton_stablef
+
+Array = jax.Array
+States = tuple[Array, Array, Array]
+x, gate = jnp.zeros((1, 2, 16, 16)), jnp.zeros((1, 2, 16))
+flag = bool(x.any())
+
+assert_type(mlstm_chunkwise(x, x, x, gate, gate, layout="BTNH"), Array)
+assert_type(mlstm_chunkwise(x, x, x, gate, gate, None, None, None, True), tuple[Array, States])
+assert_type(mlstm_chunkwise(x, x, x, gate, gate, return_last_states=False, eps=1e-5), Array)
+assert_type(
+    mlstm_chunkwise(x, x, x, gate, gate, return_last_states=flag), Array | tuple[Array, States]
+)
+h, (c, n, m) = mlstm_chunkwise(
+    np.asarray(x), x, x, gate, gate, return_last_states=True, autocast_kernel_dtype="bfloat16",
+    input_gate="sigmoid", normalize=False, backend="xla",
+    config=KernelConfig(chunk_size=64, recurrent_fw_H=StageConfig(num_warps=8)),
+)
+assert_type((h, c, n, m), tuple[Array, Array, Array, Array])
+mlstm_chunkwise(x, x, x, gate, gate, layout="BSNH")  # type: ignore[call-overload]
+mlstm_chunkwise(x, x, x, gate, gate, backend="cuda")  # type: ignore[call-overload]
+mlstm_chunkwise(x, x, x, gate, gate, input_gate="relu")  # type: ignore[call-overload]
+mlstm_chunkwise(x, x, x, gate, gate).shape
+mlstm_chunkwise(x, x, x, gate, gate, return_last_states=True).shape  # type: ignore[attr-defined]
+
+token = x[:, :, 0]
+h, states = mlstm_recurrent_step(token, token, token, gate[..., 0], gate[..., 0], c, n, m)
+assert_type(states, States)
+assert_type(
+    mlstm_recurrent_sequence(x, x, x, gate, gate, *states, layout="BTNH"), tuple[Array, States]
+)
+for run in (mlstm_chunkwise_triton_stablef, mlstm_chunkwise_max_triton):
+    assert_type(run(x, x, x, gate, gate), Array)
+    assert_type(run(x, x, x, gate, gate, return_last_states=True), tuple[Array, States])
+assert_type(mlstm_pallas.reference.chunkwise(x, x, x, gate, gate, layout="BTNH"), Array)
+assert_type(mlstm_pallas.reference.recurrence(x, x, x, gate, gate), tuple[Array, States])
+stages = mlstm_pallas.xlstm_jax.triton_stablef
+assert_type(stages._mlstm_chunkwise__recurrent_fw_C(x, x, gate, gate), States)
+mlstm_pallas.mlstm_chunkwize  # type: ignore[attr-defined]
+
+
+def shard(x: Array, gate: Array) -> Array:
+    return mlstm_chunkwise_sequence_parallel(x, x, x, gate, gate, axis_name="sequence")
+
+
+def loss(x: Array) -> Array:
+    with use_backend("xla"):
+        return jnp.sum(mlstm_chunkwise(x, x, x, gate, gate) ** 2)
+
+
+gradient: Array = jax.grad(loss)(x)
+exported = mlstm_pallas.export.export(loss, x, platform="cpu")
+"""
+
+
+@pytest.mark.slow
+def test_a_client_passes_strict_mypy(tmp_path):
+    pytest.importorskip("mypy")
+    client = tmp_path / "client.py"
+    client.write_text(CLIENT)
+    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent", "--config-file="]
+    environment = os.environ | {"MYPYPATH": str(ROOT), "MYPY_CACHE_DIR": str(tmp_path / "cache")}
+    result = subprocess.run([*command, str(client)], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    assert result.returncode == 0, result.stdout + result.stderr
+
+
+FUNCTIONS = (
+    mlstm_pallas.mlstm_chunkwise,
+    mlstm_pallas.mlstm_recurrent_step,
+    mlstm_pallas.mlstm_recurrent_sequence,
+    distributed.mlstm_chunkwise_sequence_parallel,
+    reference.chunkwise,
+    reference.recurrence,
+)
+functions = pytest.mark.parametrize("function", FUNCTIONS, ids=lambda x: x.__name__)
+
+
+@functions
+def test_a_docstring_has_an_entry_for_each_argument_in_80_columns(function):
+    lines = inspect.getdoc(function).splitlines()
+    assert max(map(len, lines)) <= 76  # and four of indentation
+    arguments = "\n".join(lines).partition("\nArgs:\n")[2].partition("\n\n")[0]
+    entries = re.findall(r"^  (\w[\w, \n]*):", arguments, re.M)
+    named = [name for entry in entries for name in re.findall(r"\w+", entry)]
+    assert sorted(named) == sorted(inspect.signature(function).parameters)
+
+
+EXAMPLES = {*FUNCTIONS, mlstm_pallas.use_backend} - {mlstm_pallas.mlstm_recurrent_sequence, reference.recurrence}
+
+
+@pytest.mark.parametrize("function", sorted(EXAMPLES, key=lambda x: x.__name__), ids=lambda x: x.__name__)
+def test_the_example_of_a_docstring_runs(function):
+    [example] = doctest.DocTestFinder(recurse=False).find(function, function.__name__, globs={})
+    result = doctest.DocTestRunner().run(example)
+    assert (result.failed, result.attempted > 0) == (0, True)
