@@ -13,12 +13,15 @@ import atexit
 import contextlib
 import dataclasses
 import functools
+import glob
 import importlib.util
 import io
 import json
 import multiprocessing
 import os
 import re
+import shutil
+import subprocess
 import sys
 import tempfile
 import threading
@@ -383,20 +386,46 @@ def _compile_mosaic_gpu(call: "Call", folder: str) -> list[tuple[Lowered, Usage 
         start, usage = time.perf_counter(), None
         try:
             jax.jit(functools.partial(equation.primitive.bind, **equation.params)).lower(*args).compile()
-            usage = _dumped_usage(folder, time.perf_counter() - start)
+            usage = _dumped_usage(folder, time.perf_counter() - start, call.relocatable)
         except Exception as error:
             kernel = dataclasses.replace(kernel, cause=_one_line(error))
         found[str(equation)] = kernel, usage
     return list(found.values())
 
 
-def _dumped_usage(folder: str, seconds: float) -> Usage:
+def find_ptxas() -> str:
+    """That of NVIDIA's wheel, else the one on the PATH."""
+    spec = importlib.util.find_spec("nvidia")
+    folders = [*(spec.submodule_search_locations or [])] if spec else []
+    found = [path for folder in folders for path in glob.glob(os.path.join(folder, "*", "bin", "ptxas"))]
+    if path := next(iter(found), None) or shutil.which("ptxas"):
+        return path
+    raise RequestError("relocatable code needs ptxas: pip install nvidia-cuda-nvcc")
+
+
+def relocatable_log(ptx: str) -> str:
+    """What ptxas says when it makes relocatable code, as nvJitLink does: the same code, to the byte.
+
+    jax >= 0.12 compiles with nvJitLink where it finds the library. setmaxnreg is then ignored.
+    """
+    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
+        file.write(ptx)
+        file.flush()
+        command = [find_ptxas(), "-c", "-v", "-O3", "-arch=sm_90a", file.name, "-o", os.devnull]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    if done.returncode:
+        raise CompileError(_one_line(RuntimeError(done.stderr)))
+    return done.stderr + done.stdout
+
+
+def _dumped_usage(folder: str, seconds: float, relocatable: bool) -> Usage:
     def dumped(suffix: str) -> str:
         (name,) = (name for name in os.listdir(folder) if name.endswith(suffix))
         with open(os.path.join(folder, name), errors="replace") as file:
             return file.read()
 
-    log, ptx, resources = dumped(".ptxas"), dumped(".ptx"), dumped(".resources.txt")
+    ptx, resources = dumped(".ptx"), dumped(".resources.txt")
+    log = relocatable_log(ptx) if relocatable else dumped(".ptxas")
     return Usage(
         *parse_ptxas(log),
         shared_bytes=parse_resources(resources),
@@ -457,6 +486,7 @@ class Call:
     direction: str = "fwd"
     variant: str = "exp"
     backend: str = "triton"
+    relocatable: bool = False  # Mosaic GPU kernels as nvJitLink compiles them
 
     @property
     def dims(self) -> tuple[int, ...]:
@@ -527,6 +557,7 @@ def report(
     direction: str = "fwd",
     variant: str = "exp",
     backend: str = "triton",
+    relocatable: bool = False,
 ) -> Iterator[Row]:
     """Compiles the kernels of mlstm_chunkwise or mlstm_recurrent_step and yields a row for each.
 
@@ -540,6 +571,7 @@ def report(
       direction: "fwd", "fwbw" for the gradient with its forward, or "step" for one recurrent step, with states of the dtype.
       variant: a name in VARIANTS.
       backend: "triton", or "mosaic_gpu": the Mosaic GPU kernels, and the Triton ones of the other stages.
+      relocatable: registers and spills of the Mosaic GPU kernels as nvJitLink compiles them: ``relocatable_log``.
     """
     target = find_device(device)
     try:
@@ -557,7 +589,7 @@ def report(
 
     for DHQK, DHHV in heads:
         for dtype in dtypes:
-            call = Call(target, DHQK, DHHV, dtype, seqlen, chunk_size, config, direction, variant, backend)
+            call = Call(target, DHQK, DHHV, dtype, seqlen, chunk_size, config, direction, variant, backend, relocatable)
             spec = call.spec()
             case = Row(device, DHQK, DHHV, dtype, "(tracing)", spec.problem.L)
             try:
@@ -652,6 +684,7 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_enum("direction", "fwd", list(DIRECTIONS), "Forward, gradient with it, or one recurrent step.", flag_values=values)
     flags.DEFINE_enum("variant", "exp", list(VARIANTS), "Input gate and normaliser; packed: exp with segment_ids.", flag_values=values)
     flags.DEFINE_enum("backend", "triton", ["triton", "mosaic_gpu"], "The kernels of mosaic_gpu are for H100 and H200.", flag_values=values)
+    flags.DEFINE_bool("relocatable", False, "The kernels of mosaic_gpu as nvJitLink compiles them, for jax >= 0.12.", flag_values=values)
     flags.DEFINE_bool("jsonl", False, "Print JSON lines, with sizes in bytes, not a table.", flag_values=values)
 
 
@@ -671,6 +704,7 @@ def run(options: flags.FlagValues) -> int:
             direction=options.direction,
             variant=options.variant,
             backend=options.backend,
+            relocatable=options.relocatable,
         )
         for index, row in enumerate(rows):
             if index == 0 and not options.jsonl:

@@ -84,7 +84,9 @@ def requested_backend(backend: str | None = None, *, mosaic_gpu_kernels: bool = 
         check_backend(backend, variable=VARIABLE)
     if backend is not None and Lowering(backend).mosaic_gpu and mosaic_gpu_kernels:
         _check_mosaic_gpu(name, Lowering(backend))
-    return backend
+    # Where jax has no Triton. What has no Mosaic GPU kernel, float32 for one, then runs in plain jnp.
+    without_triton = backend is None and not HAS_TRITON and mosaic_gpu_kernels and jax_has_mosaic_gpu()
+    return "mosaic_gpu" if without_triton and compute_capability(target_device_kind()) == 90 else backend
 
 
 def jax_has_mosaic_gpu() -> bool:
@@ -98,7 +100,9 @@ def _check_mosaic_gpu(name: str, lowering: Lowering) -> None:
         first, end = (".".join(map(str, version)) for version in MOSAIC_GPU_JAX)
         # Not Triton, which needs a GPU.
         other = "None" if lowering is Lowering.MOSAIC_GPU else f"'{without_mosaic_gpu(lowering)}'"
-        raise ValueError(f"{name} is '{lowering}' and jax is {jax.__version__}, expected jax >= {first} and < {end}, or backend {other}")
+        python = ", which needs Python >= 3.12" if jax.__version_info__ < MOSAIC_GPU_JAX[0] else ""
+        versions = f"jax >= {first} and < {end}{python}"
+        raise ValueError(f"{name} is '{lowering}' and jax is {jax.__version__}, expected {versions}, or backend {other}")
     kind = target_device_kind()
     if lowering is Lowering.MOSAIC_GPU and compute_capability(kind) not in (90, None):
         raise ValueError(
@@ -127,11 +131,15 @@ mlir.register_lowering(_for_gpus, _refuse, platform="cpu")
 
 
 def on_backend(backend: str | None, run: Callable, *args):
-    """run(lowering, *args); for None the lowering is chosen where the computation is lowered: Triton for CUDA, if jax has it, else XLA."""
+    """run(lowering, *args); for None the lowering is chosen where the computation is lowered: Triton for CUDA, else XLA.
+
+    Where jax has no Triton, None is XLA. "mosaic_gpu", which may stand for None there (``requested_backend``), is XLA on a CPU.
+    """
     if backend is None and not HAS_TRITON:
         return run(Lowering.XLA, *args)
-    if backend is None:
-        gpu, other = functools.partial(run, Lowering.TRITON), functools.partial(run, Lowering.XLA)
+    if backend is None or (backend == "mosaic_gpu" and not HAS_TRITON):
+        on_gpu = Lowering.TRITON if backend is None else Lowering.MOSAIC_GPU
+        gpu, other = functools.partial(run, on_gpu), functools.partial(run, Lowering.XLA)
         return lax.platform_dependent(*args, cuda=gpu, default=other)
     if backend in ("triton", "mosaic_gpu"):
         (first, *others), tree = jax.tree.flatten(args)

@@ -54,7 +54,8 @@ def kernel_call(
 
     if plgpu is None:
         raise RuntimeError(
-            f"{name} is a Triton kernel, and jax {jax.__version__} has no Triton backend: expected jax < 0.12, or backend 'xla'"
+            f"{name} is a Triton kernel, and jax {jax.__version__} has no Triton backend of Pallas: expected "
+            "a jax that has one, such as 0.11.2 and 0.12.0.1, or backend None, 'mosaic_gpu' or 'xla'"
         )
 
     def launch(*args: jax.Array | None):

@@ -283,7 +283,7 @@ def test_a_record_has_the_tiles_that_run():
     assert configs["interpret"]["parallel_fw_H"] == configs["mosaic_gpu_interpret"]["parallel_fw_H"]
 
 
-@pytest.mark.skipif(not jax_has_mosaic_gpu(), reason="the Mosaic GPU kernels need jax 0.11.2 or a later 0.11")
+@pytest.mark.skipif(not jax_has_mosaic_gpu(), reason="the Mosaic GPU kernels need jax >= 0.11.2 and < 0.13")
 @pytest.mark.usefixtures("few_calls")
 def test_a_stage_on_mosaic_gpu_by_itself(tmp_path):
     """What it has no kernel for is skipped."""

@@ -41,7 +41,7 @@ from mlstm_pallas.launch import CUSTOM_CALL_TARGET
 from mlstm_pallas.normaliser import Normaliser, NormaliserGradients
 from mlstm_pallas.problem import MAX_TILE, InputGate, Layout, Problem, make_problem
 from mlstm_pallas.shared_memory import compute_capability
-from mlstm_pallas.stage import MOSAIC_GPU_HEADS, Lowering, StageCall
+from mlstm_pallas.stage import MOSAIC_GPU_HEADS, MOVES_REGISTERS, Lowering, StageCall
 from mlstm_pallas.stages import STAGES, recurrent_bw_dC
 from mlstm_pallas.stages.chunk_gates import chunk_gates
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles, with_delta, without_tiles
@@ -54,7 +54,7 @@ from mlstm_pallas.xlstm_jax import triton_stablef
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-needs_jax = pytest.mark.skipif(not jax_has_mosaic_gpu(), reason="the Mosaic GPU kernels need jax 0.11.2 or a later 0.11")
+needs_jax = pytest.mark.skipif(not jax_has_mosaic_gpu(), reason="the Mosaic GPU kernels need jax >= 0.11.2 and < 0.13")
 PLUGINS = [name for name in ("jax_cuda12_plugin", "jax_cuda13_plugin") if importlib.util.find_spec(name)]
 needs_compiler = pytest.mark.skipif(not PLUGINS, reason="XLA's compiler for CUDA is in jax_cuda13_plugin, which is not installed")
 OUTPUTS = ("h", "c", "n", "m")
@@ -222,8 +222,12 @@ def test_a_race_is_found(capsys):
 
     outputs = {"y": jax.ShapeDtypeStruct((2, 8, 128), jnp.float32)}
     launch = dict(name="races", grid={"program": 1}, warpgroups=2, outputs=outputs, scratch={"tile": plgpu.SMEM((8, 128), jnp.float32)})
-    jax.block_until_ready(mosaic_call(kernel, interpret=True, **launch)(x=jnp.zeros((8, 128))))
-    assert RACE in capsys.readouterr().out
+    raised = ""  # jax 0.12 raises it, 0.11 prints it
+    try:
+        jax.block_until_ready(mosaic_call(kernel, interpret=True, **launch)(x=jnp.zeros((8, 128))))
+    except jax.errors.JaxRuntimeError as error:
+        raised = str(error)
+    assert RACE in capsys.readouterr().out + raised
 
 
 def random_gates(draw, BNH, NC, L):
@@ -621,6 +625,7 @@ class Recurrences:
     delta: bool = False  # whether delta is wanted
     dtype: str = "bfloat16"
     device: compile_report.Device = compile_report.DEVICES["H200"]
+    relocatable: bool = False
 
     @property
     def problem(self) -> Problem:
@@ -799,18 +804,19 @@ DOORS_WITH_KERNELS = [door for door in DOORS if door != "step"]
 
 
 @pytest.mark.parametrize("door", DOORS_WITH_KERNELS)
-@pytest.mark.parametrize("version", [(0, 11, 1), (0, 12, 0)], ids=["older", "newer"])
+@pytest.mark.parametrize("version", [(0, 11, 1), (0, 13, 0)], ids=["older", "newer"])
 @pytest.mark.parametrize(("backend", "other"), [("mosaic_gpu", "None"), ("mosaic_gpu_interpret", "'interpret'")])
 def test_another_jax_is_refused(backend, other, version, door, monkeypatch):
     name = ".".join(map(str, version))
     monkeypatch.setattr(jax, "__version_info__", version)
     monkeypatch.setattr(jax, "__version__", name)
-    message = f"backend is '{backend}' and jax is {name}, expected jax >= 0.11.2 and < 0.12, or backend {other}"
+    versions = "jax >= 0.11.2 and < 0.13" + (", which needs Python >= 3.12" if version < (0, 12) else "")
+    message = f"backend is '{backend}' and jax is {name}, expected {versions}, or backend {other}"
     with pytest.raises(ValueError, match=re.escape(message)):
         jax.eval_shape(DOORS[door](backend), *HALF)
 
 
-@pytest.mark.parametrize("version", [(0, 11, 1), (0, 12, 0)], ids=["older", "newer"])
+@pytest.mark.parametrize("version", [(0, 11, 1), (0, 13, 0)], ids=["older", "newer"])
 @pytest.mark.parametrize("backend", ["mosaic_gpu", "mosaic_gpu_interpret"])
 def test_a_step_needs_no_such_jax(backend, version, monkeypatch):
     """It has no Mosaic GPU kernel."""
@@ -893,12 +899,26 @@ def max_spill_bytes(stage, spec):
 
     There, what is the same for all chunks does not fit beside the accumulators, and comes from local memory once a chunk.
     """
-    return 208 if stage == "parallel_bw_dQKV" and mosaic_gpu_by_chunk(spec.problem) else 64
+    return 112 if stage == "parallel_bw_dQKV" and mosaic_gpu_by_chunk(spec.problem) else 64
+
+
+# How jax compiles: with ptxas, and from 0.12 on with nvJitLink where it finds the library, which makes relocatable code.
+COMPILERS = ["ptxas", pytest.param("nvjitlink", marks=pytest.mark.skipif(MOVES_REGISTERS, reason="jax < 0.12 compiles with ptxas"))]
+
+
+def check_messages(kernel, usage):
+    """No product waits for the one before (C7512), and no setmaxnreg is ignored (C7504).
+
+    C7519 says that ptxas put a fence before a product.
+    """
+    assert set(usage.messages) <= {"C7519"}, (kernel.name, usage.messages)
+    assert not usage.wgmma_serialized, kernel.name
 
 
 @needs_jax
 @needs_compiler
 @pytest.mark.slow
+@pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize(
     ("heads", "variant"),
     [
@@ -906,10 +926,10 @@ def max_spill_bytes(stage, spec):
         *(pytest.param((64, 128), variant, id=f"64_128-{variant}") for variant in ("packed", "sigmoid", "unnormalised")),
     ],
 )
-def test_the_kernels_compile_at_the_tuned_tiles(heads, variant):
-    """C7512: ptxas makes each product wait for the one before."""
+def test_the_kernels_compile_at_the_tuned_tiles(heads, variant, compiler):
     config = KernelConfig(fused_min_heads=1)
     call = compile_report.Call(H200, *heads, "bfloat16", config=config, direction="fwbw", variant=variant, backend="mosaic_gpu")
+    call = dataclasses.replace(call, relocatable=compiler == "nvjitlink")
     spec = call.spec()
     expected = {name for name, _ in spec.mosaic_gpu} & {*spec.stages}
     if not expected:
@@ -918,8 +938,7 @@ def test_the_kernels_compile_at_the_tuned_tiles(heads, variant):
     assert {kernel.name for kernel, _ in kernels} - HELPERS == expected
     for kernel, usage in kernels:
         assert kernel.cause == ""
-        assert "C7512" not in usage.messages, kernel.name
-        assert not usage.wgmma_serialized, kernel.name
+        check_messages(kernel, usage)
         assert max(usage.spill_store_bytes, usage.spill_load_bytes) <= max_spill_bytes(kernel.name, spec), (kernel.name, usage)
         assert usage.shared_bytes <= H200.shared_bytes
         assert (usage.wgmma > 0) == (kernel.name not in {"chunk_gates", *HELPERS})
@@ -941,15 +960,15 @@ COMPILED_RECURRENCES = {
 @needs_jax
 @needs_compiler
 @pytest.mark.slow
+@pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("name", COMPILED_RECURRENCES)
-def test_weighted_recurrences_compile(name):
+def test_weighted_recurrences_compile(name, compiler):
     """Weighted operands come from registers, of which there are enough, and products need not wait for each other."""
-    call = COMPILED_RECURRENCES[name]
+    call = dataclasses.replace(COMPILED_RECURRENCES[name], relocatable=compiler == "nvjitlink")
     assert STAGES["recurrent_bw_dC"].mosaic_gpu.takes(call.tiles, call.problem)
     [(kernel, usage)] = compile_report.mosaic_gpu_kernels(call)
     assert kernel.cause == ""
-    assert "C7512" not in usage.messages
-    assert not usage.wgmma_serialized
+    check_messages(kernel, usage)
     assert (usage.spill_store_bytes, usage.spill_load_bytes) == (0, 0)
     assert usage.shared_bytes <= H200.shared_bytes
     assert usage.wgmma > 0

@@ -902,7 +902,7 @@ def test_what_ptxas_says_decides_whether_a_candidate_runs(logs, reason, tmp_path
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not jax_has_mosaic_gpu(), reason="the Mosaic GPU kernels need jax 0.11.2 or a later 0.11")
+@pytest.mark.skipif(not jax_has_mosaic_gpu(), reason="the Mosaic GPU kernels need jax >= 0.11.2 and < 0.13")
 def test_a_dry_run_of_real_kernels_of_mosaic_gpu(run, tmp_path):
     """Interpreted, in their processes."""
     shape = Shape(1, 2, 128, 128, 128)
