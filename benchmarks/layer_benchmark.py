@@ -10,6 +10,7 @@ forget gates float32.
 
     mlstm_pallas_BNTH  q, k, v, i, f are transposed to (B, NH, S, ...), h is transposed back
     mlstm_pallas_BTNH  the arrays are passed as the projections return them
+    mlstm_pallas_mosaic_gpu    the same on backend "mosaic_gpu", whatever --backend is
     without_mlstm      h = v; all projections, the norm and the output gate remain
     products           without the norm and the output gate too: the matrix products alone
     torch_without_mlstm, mlstm_kernels_*, fla_simple_gla    an equal layer in torch, with the functions of peers.py
@@ -54,16 +55,19 @@ from reporting import DIRECTIONS, aligned
 from roofline import Shape
 
 from mlstm_pallas import mlstm_chunkwise
+from mlstm_pallas.shared_memory import compute_capability
 from mlstm_pallas.validation import BACKENDS
 
 DTYPE = "bfloat16"
 NORM_EPS, GATE_CAP = 1e-6, 15.0
 LAYOUTS = {"mlstm_pallas_BNTH": "BNTH", "mlstm_pallas_BTNH": "BTNH"}
 JAX_IMPLS = (*LAYOUTS, "without_mlstm", "products")
+MOSAIC_GPU = "mlstm_pallas_mosaic_gpu"  # on Hopper
+OURS = (*JAX_IMPLS, MOSAIC_GPU)
 TORCH_IMPLS = ("torch_without_mlstm", "mlstm_kernels_limit_chunk", "mlstm_kernels_xl_chunk", "fla_simple_gla")
-IMPLS = (*JAX_IMPLS, *TORCH_IMPLS)
+IMPLS = (*OURS, *TORCH_IMPLS)
 # Whose layer in float32 has the expected outputs, where it is not that of the same name.
-REFERENCES = {"mlstm_pallas_BTNH": "mlstm_pallas_BNTH", "torch_without_mlstm": "without_mlstm"}
+REFERENCES = {"mlstm_pallas_BTNH": "mlstm_pallas_BNTH", MOSAIC_GPU: "mlstm_pallas_BNTH", "torch_without_mlstm": "without_mlstm"}
 REFERENCES |= {name: "mlstm_pallas_BNTH" for name in TORCH_IMPLS if name.startswith("mlstm_kernels")}
 # Gradients that are not compared: those that `first` makes up, and the gate gradients of mlstm_kernels (peers.MlstmKernels.checked).
 MADE_UP, GATES = ("query", "key", "input_gate", "forget_gate"), ("input_gate", "forget_gate")
@@ -141,7 +145,7 @@ def mlstm(impl: str, backend: str, q, k, v, i, f) -> jax.Array:
     if impl == "fla_simple_gla":  # its function: no normaliser, and an input gate of sigmoid(100) = 1
         i = jnp.full_like(i, 100.0)
         return mlstm_chunkwise(q, k, v, i, f, input_gate="sigmoid", normalize=False, layout="BTNH", backend=backend)
-    if LAYOUTS[impl] == "BTNH":
+    if impl == MOSAIC_GPU or LAYOUTS[impl] == "BTNH":
         return mlstm_chunkwise(q, k, v, i, f, layout="BTNH", backend=backend)
     q, k, v, i, f = (jnp.swapaxes(y, 1, 2) for y in (q, k, v, i, f))
     return jnp.swapaxes(mlstm_chunkwise(q, k, v, i, f, backend=backend), 1, 2)
@@ -396,20 +400,21 @@ def measure(record: Record, case: Case, built: JaxLayer | TorchLayer, repeats: i
     record.product_pct = record.product_floor_ms and 100 * record.product_floor_ms / record.ms
 
 
-def measured_records(options: flags.FlagValues, shapes: dict[str, Shape], backend: str) -> Iterator[Record]:
+def measured_records(options: flags.FlagValues, shapes: dict[str, Shape], impls: Sequence[str], backend: str) -> Iterator[Record]:
     """A record for each shape, direction and implementation, as soon as it is measured."""
     device, commit = jax.devices()[0].device_kind, options.commit or git_commit()
     rates = roofline.device_rates(device, DTYPE)
     for name, shape in shapes.items():
         case = Case(shape, options.norm, options.direction)
-        for direction, impl in itertools.product(options.direction, options.impl or IMPLS):
-            ours, versions = impl in JAX_IMPLS, dict(jax=jax.__version__, jaxlib=jaxlib.__version__)
+        for direction, impl in itertools.product(options.direction, impls):
+            ours, versions = impl in OURS, dict(jax=jax.__version__, jaxlib=jaxlib.__version__)
             need = product_flops(shape, direction), elementwise_bytes(shape, direction)
             floors = (rate and 1e3 * x / rate for x, rate in zip(need, rates, strict=True))
-            common = options.norm, backend if ours else "torch", device, versions, commit
+            backend_of = "mosaic_gpu" if impl == MOSAIC_GPU else backend if ours else "torch"
+            common = options.norm, backend_of, device, versions, commit
             record = Record(name, shape, impl, direction, *common, *need, *floors)
             try:
-                built = JaxLayer(impl, options.norm, backend) if ours else TorchLayer(impl, options.norm, options.torch_compile)
+                built = JaxLayer(impl, options.norm, backend_of) if ours else TorchLayer(impl, options.norm, options.torch_compile)
                 measure(record, case, built, options.repeats)
             except Exception as error:
                 record.status = "failed" if ours else "skipped"
@@ -465,7 +470,7 @@ def plot(records: Sequence[Record], path: str) -> None:
     figure = Figure(figsize=(2.0 + 4.5 * len(measured), 1.8 + 0.35 * max(map(len, measured.values()))), layout="constrained")
     for axes, (title, here) in zip(figure.subplots(1, len(measured), squeeze=False)[0], measured.items(), strict=True):
         for impl, record in here.items():
-            without = here.get("without_mlstm" if impl in JAX_IMPLS else "torch_without_mlstm", record)
+            without = here.get("without_mlstm" if impl in OURS else "torch_without_mlstm", record)
             base = min(without.ms, record.ms)
             axes.barh(impl, base, color="tab:grey")
             axes.bar_label(axes.barh(impl, record.ms - base, left=base, color="tab:blue"), [f"{record.ms:.3g}"], padding=2, fontsize=8)
@@ -492,25 +497,29 @@ def read_records(path: str) -> list[Record]:
 # ---------------------------------------------------------------- the command
 
 
-def parse_request(options: flags.FlagValues) -> tuple[dict[str, Shape], str]:
-    """Shapes, and the backend of mlstm_pallas."""
-    gpu = jax.devices()[0].platform == "gpu"
+def parse_request(options: flags.FlagValues) -> tuple[dict[str, Shape], Sequence[str], str]:
+    """Shapes, implementations, and the backend of mlstm_pallas."""
+    device = jax.devices()[0]
+    gpu = device.platform == "gpu"
+    hopper = gpu and compute_capability(device.device_kind) == 90
+    impls = options.impl or [name for name in IMPLS if hopper or name != MOSAIC_GPU]
     backend = options.backend or ("triton" if gpu else "xla")
-    check_names("impl", options.impl, IMPLS)
+    check_names("impl", impls, IMPLS)
     check_names("direction", options.direction, ["fwd", "fwbw"])
-    if backend == "triton" and not gpu:
-        raise RequestError("backend triton needs a GPU, JAX has none here; xla and interpret run anywhere")
+    if not gpu and (backend in ("triton", "mosaic_gpu") or MOSAIC_GPU in impls):
+        needed = f"impl {MOSAIC_GPU}" if MOSAIC_GPU in impls else f"backend {backend}"
+        raise RequestError(f"{needed} needs a GPU, JAX has none here; xla and interpret run anywhere")
     shapes = parse_shapes(options.shape or (["7b-8k"] if gpu else ["2x2x64x16x32"]))
     if not gpu:
         print(f"no GPU here: measuring backend {backend} on the CPU, at {', '.join(shapes)}; these are not the speeds of the kernels")
-    return shapes, backend
+    return shapes, impls, backend
 
 
 def define_flags(values: flags.FlagValues) -> None:
     """Not at import: modules that import this one have flags of their own."""
     define = dict(flag_values=values)
     flags.DEFINE_list("shape", [], "As in kernel_benchmark.py, E = NH * DHHV; none: 7b-8k, without a GPU 2x2x64x16x32.", **define)
-    flags.DEFINE_list("impl", [], f"{', '.join(IMPLS)}; none: all.", **define)
+    flags.DEFINE_list("impl", [], f"{', '.join(IMPLS)}; none: all that the device runs.", **define)
     flags.DEFINE_list("direction", ["fwd", "fwbw"], "fwd: forward; fwbw: with the gradients of all parameters and x.", **define)
     flags.DEFINE_enum("norm", "rms", ["rms", "layer"], "Norm of each head.", **define)
     flags.DEFINE_enum("backend", None, list(BACKENDS), "Of mlstm_pallas; none: triton, without a GPU xla.", **define)

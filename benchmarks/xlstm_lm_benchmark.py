@@ -1,0 +1,479 @@
+r"""Times a training step of an xLSTM language model, with mlstm_pallas and with mlstm_kernels.
+
+    python benchmarks/xlstm_lm_benchmark.py                               # 1.3b on a GPU, else tiny
+    python benchmarks/xlstm_lm_benchmark.py --impl=triton,mosaic_gpu --jsonl=lm.jsonl
+    python benchmarks/xlstm_lm_benchmark.py --model=1.3b-8heads --batch=4 --sequence=16384
+
+The model has the blocks of xLSTM-7B (arXiv:2503.13427): RMS norm, mLSTM layer, RMS norm, gated MLP,
+each of the two beside a residual connection. The mLSTM layer projects to q, k, v, an output gate
+and the pre-activations of the input and forget gates, 15 tanh(x / 15). An RMS norm a head, the
+output gate and a projection follow. Logits are 30 tanh(x / 30). The embedding is not tied.
+
+    1.3b         24 blocks of width 2048, 4 heads of 256/512 as in xLSTM-7B, MLP of width 5504
+                 (8/3 of the width, rounded up to 64), 32,000 tokens: 1,345,865,920 parameters
+    1.3b-8heads  the same with 8 heads of 128/256
+
+Parameters, gradients and AdamW's moments are float32, products and activations bfloat16. The blocks
+are one scan and rematerialised. The batch of random tokens is the same in each step, so that the
+loss falls. The state is donated.
+
+FLOPs of the model are 6 for each token and parameter of a matrix product, and three times the
+forward products of the mLSTM in chunks of 128. Neither the embedding nor what is computed again
+counts. MFU is the share of the data sheet's dense bfloat16 rate, "of measured" that of the rate in
+roofline.py. Memory is that of the compiled step: its arguments, which it updates in place, and
+temporary arrays.
+
+Every implementation starts from the same parameters and tokens. Its losses and its first gradient
+norm are compared with those of the implementation before all others. Exit code 1 when they differ
+or mlstm_pallas fails, 2 when the request makes no sense, 130 after Ctrl-C.
+"""
+
+import contextlib
+import dataclasses
+import functools
+import importlib
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from importlib import metadata
+from typing import Any, NamedTuple
+
+import command
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import jaxlib
+import optax
+import roofline
+from absl import flags
+from compile_report import RequestError
+from kernel_benchmark import check_names, git_commit, one_line
+from reporting import aligned
+
+from mlstm_pallas import mlstm_chunkwise
+from mlstm_pallas.validation import BACKENDS
+
+DTYPE = "bfloat16"
+GATE_CAP, LOGIT_CAP = 15.0, 30.0
+# Dense bfloat16 FLOP/s of the data sheet, by a part of the device's name.
+PEAK_FLOPS = {"H200": 989e12}
+# The first loss differs by rounding alone. Adam's first updates have the size of the learning rate
+# whatever the gradient's size is, so the losses of later steps also differ by updates of noise.
+FIRST_TOLERANCE, LATER_TOLERANCE, GRADIENT_NORM_TOLERANCE = 1e-3, 1e-2, 2e-2
+
+MLSTM = Callable[..., jax.Array]  # q, k, v, i, f as (B, S, NH, ...) -> h (B, S, NH, DHHV)
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    """Dimensions; heads of q and k are half as wide as those of v."""
+
+    layers: int
+    width: int
+    heads: int
+    mlp_width: int
+    vocabulary: int
+
+    @property
+    def qk_width(self) -> int:
+        return self.width // 2
+
+    @property
+    def product_parameters(self) -> int:
+        """Those of matrix products."""
+        mlstm = self.width * (2 * self.qk_width + 3 * self.width + 2 * self.heads)
+        mlp = 3 * self.width * self.mlp_width
+        return self.layers * (mlstm + mlp) + self.width * self.vocabulary
+
+    @property
+    def parameters(self) -> int:
+        others = self.layers * (3 * self.width + 2 * self.heads) + self.width  # norms and biases
+        return self.product_parameters + self.vocabulary * self.width + others
+
+    def mlstm_shape(self, batch: int, sequence: int) -> roofline.Shape:
+        """Of the mLSTM in one layer."""
+        heads = self.qk_width // self.heads, self.width // self.heads
+        return roofline.Shape(batch, self.heads, sequence, *heads)
+
+    def flops(self, batch: int, sequence: int) -> int:
+        """Of a training step."""
+        mlstm = roofline.forward(self.mlstm_shape(batch, sequence), jnp.dtype(DTYPE).itemsize).flops
+        return 6 * self.product_parameters * batch * sequence + 3 * self.layers * mlstm
+
+
+MODELS = {
+    "1.3b": Model(layers=24, width=2048, heads=4, mlp_width=5504, vocabulary=32000),
+    "1.3b-8heads": Model(layers=24, width=2048, heads=8, mlp_width=5504, vocabulary=32000),
+    "tiny": Model(layers=2, width=64, heads=2, mlp_width=192, vocabulary=128),
+}
+
+
+# ---------------------------------------------------------------- the model
+
+dense = functools.partial(nn.Dense, use_bias=False, dtype=DTYPE)
+norm = functools.partial(nn.RMSNorm, dtype=DTYPE)
+
+
+def residual_dense(model: Model) -> nn.Dense:
+    """A projection onto the residual stream, smaller the more layers add to it."""
+    init = nn.initializers.variance_scaling(0.5 / model.layers, "fan_in", "normal")
+    return dense(model.width, kernel_init=init)
+
+
+def capped(x: jax.Array, cap: float) -> jax.Array:
+    """x in float32, smoothly within +-cap."""
+    return cap * jnp.tanh(x.astype(jnp.float32) / cap)
+
+
+def forget_bias(key: jax.Array, shape: Sequence[int], dtype: Any) -> jax.Array:
+    """From short to long memory."""
+    return jnp.linspace(3.0, 6.0, *shape, dtype=dtype)
+
+
+class MLSTMLayer(nn.Module):
+    model: Model
+    mlstm: MLSTM
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x (B, S, width) -> the same."""
+        model = self.model
+
+        def heads(width: int, name: str) -> jax.Array:
+            return dense(width, name=name)(x).reshape(*x.shape[:2], model.heads, -1)
+
+        def gate(bias: Any, name: str) -> jax.Array:
+            options = dict(use_bias=True, bias_init=bias, kernel_init=nn.initializers.normal(0.02))
+            return capped(dense(model.heads, name=name, **options)(x), GATE_CAP)
+
+        q, k = heads(model.qk_width, "query"), heads(model.qk_width, "key")
+        v = heads(model.width, "value")
+        # Trainings start with almost closed input gates, a bias of -10. With open ones the loss
+        # depends on the mLSTM from the first step on.
+        i = gate(nn.initializers.zeros, "input_gate")
+        h = self.mlstm(q, k, v, i, gate(forget_bias, "forget_gate"))
+        # One mean a head, one scale a channel.
+        h = norm(reduction_axes=-1, feature_axes=(-2, -1), name="head_norm")(h).reshape(x.shape)
+        return residual_dense(model)(h * nn.sigmoid(dense(model.width, name="output_gate")(x)))
+
+
+class GatedMLP(nn.Module):
+    model: Model
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> jax.Array:
+        """x (B, S, width) -> the same."""
+        gate, up = dense(self.model.mlp_width), dense(self.model.mlp_width)
+        return residual_dense(self.model)(nn.silu(gate(x)) * up(x))
+
+
+class Block(nn.Module):
+    model: Model
+    mlstm: MLSTM
+
+    @nn.compact
+    def __call__(self, x: jax.Array) -> tuple[jax.Array, None]:
+        """x (B, S, width) -> the same, as a carry of the scan."""
+        x = x + MLSTMLayer(self.model, self.mlstm)(norm()(x))
+        return x + GatedMLP(self.model)(norm()(x)), None
+
+
+class LanguageModel(nn.Module):
+    model: Model
+    mlstm: MLSTM
+
+    @nn.compact
+    def __call__(self, tokens: jax.Array) -> jax.Array:
+        """tokens (B, S) -> float32 logits (B, S, vocabulary)."""
+        options = dict(embedding_init=nn.initializers.normal(0.02), dtype=DTYPE)
+        x = nn.Embed(self.model.vocabulary, self.model.width, **options)(tokens)
+        # In a scan the compiler cannot merge what is computed again with what was computed before.
+        block = nn.remat(Block, prevent_cse=False)
+        axes = dict(variable_axes={"params": 0}, split_rngs={"params": True})
+        blocks = nn.scan(block, length=self.model.layers, **axes)
+        x, _ = blocks(self.model, self.mlstm, name="blocks")(x)
+        return capped(dense(self.model.vocabulary, name="unembedding")(norm()(x)), LOGIT_CAP)
+
+
+# ---------------------------------------------------------------- implementations of the mLSTM
+
+
+def ours(backend: str, recompute_states_in_bw: bool) -> MLSTM:
+    options = dict(backend=backend, recompute_states_in_bw=recompute_states_in_bw)
+    return functools.partial(mlstm_chunkwise, layout="BTNH", **options)
+
+
+CHUNK_SIZE = 64  # of limit_chunk
+
+
+def limit_chunk(shape: roofline.Shape) -> MLSTM:
+    """mlstm_kernels (NX-AI) through jax-triton. Raises where a package is missing.
+
+    Its xl_chunk in JAX takes no number of warps, and with the default the LLVM inside triton 3.6.0
+    stops on an assertion, and the process with it.
+    """
+    B, NH, S, DHQK, DHHV = shape
+    if (states := B * NH * (S // CHUNK_SIZE + 1) * DHQK * DHHV) > 2**31:  # as in peers.MlstmKernels
+        raise ValueError(f"its states would have {states} elements, beyond its offsets of 32 bits")
+    function = importlib.import_module("mlstm_kernels.jax.chunkwise").mlstm_chunkwise__limit_chunk
+
+    def mlstm(q, k, v, i, f):
+        arrays = (jnp.swapaxes(x, 1, 2) for x in (q, k, v, i, f))
+        options = dict(eps=1e-6, chunk_size=CHUNK_SIZE, autocast_kernel_dtype=jnp.dtype(DTYPE))
+        return jnp.swapaxes(function(*arrays, **options), 1, 2)
+
+    return mlstm
+
+
+PEERS = {"mlstm_kernels_limit_chunk": limit_chunk}
+PEER_PACKAGES = ("mlstm_kernels", "jax-triton", "triton")
+# A missing package; one that is made for another jax; a refused shape; a compiler; out of memory.
+FAILURES = (ImportError, AttributeError, TypeError, AssertionError, ValueError, RuntimeError)
+
+
+# ---------------------------------------------------------------- the training step
+
+
+class State(NamedTuple):
+    params: Any
+    optimizer: Any
+
+
+class Metrics(NamedTuple):
+    loss: jax.Array
+    gradient_norm: jax.Array
+
+
+ADAMW = optax.adamw(3e-4, b1=0.9, b2=0.95, weight_decay=0.1)
+OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def initial_state(model: Model) -> State:
+    """The same for all implementations; a short sequence on backend "xla" tells the shapes."""
+    network = LanguageModel(model, ours("xla", True))
+    params = network.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
+    return State(params, OPTIMIZER.init(params))
+
+
+def loss_of(network: LanguageModel, params: Any, tokens: jax.Array) -> jax.Array:
+    """Mean nats of every token (B, S + 1) but the first, given those before it."""
+    logits = network.apply(params, tokens[:, :-1])
+    return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
+
+
+def train_step(network: LanguageModel, state: State, tokens: jax.Array) -> tuple[State, Metrics]:
+    """One update; the metrics are those before it."""
+    loss, gradients = jax.value_and_grad(functools.partial(loss_of, network))(state.params, tokens)
+    updates, optimizer = OPTIMIZER.update(gradients, state.optimizer, state.params)
+    metrics = Metrics(loss, optax.tree.norm(gradients))
+    return State(optax.apply_updates(state.params, updates), optimizer), metrics
+
+
+# ---------------------------------------------------------------- measuring
+
+
+@dataclasses.dataclass
+class Record:
+    """A measurement. What was not measured is None.
+
+    status is "ok", "wrong", "failed" or "skipped", and note says why.
+    """
+
+    name: str
+    model: Model
+    batch: int
+    sequence: int
+    impl: str
+    recompute_states_in_bw: bool | None  # of mlstm_pallas
+    device: str
+    versions: dict[str, str]
+    commit: str | None
+    parameters: int
+    product_parameters: int
+    flops: int  # of the model in a step
+    dtype: str = DTYPE
+    param_dtype: str = "float32"
+    status: str = "ok"
+    note: str = ""
+    ms: float | None = None  # a step
+    spread: float | None = None  # (slowest - fastest) / median of the steps
+    tokens_per_s: float | None = None
+    mfu_pct: float | None = None
+    measured_pct: float | None = None  # FLOP/s as a share of the measured rate
+    peak_mib: float | None = None
+    first_call_s: float | None = None  # tracing, compiling and one step
+    losses: list[float] = dataclasses.field(default_factory=list)
+    gradient_norms: list[float] = dataclasses.field(default_factory=list)
+    error: float | None = None  # the largest relative difference of a loss
+
+
+def measure(record: Record, mlstm: MLSTM, tokens: jax.Array, warmup: int, steps: int) -> None:
+    """Fills the record but for the comparison."""
+    network = LanguageModel(record.model, mlstm)
+    state = jax.block_until_ready(initial_state(record.model))
+    start = time.perf_counter()
+    step = jax.jit(functools.partial(train_step, network), donate_argnums=0)
+    compiled = step.lower(state, tokens).compile()
+    times = []
+    for _ in range(warmup + steps):
+        state, metrics = jax.block_until_ready(compiled(state, tokens))
+        times.append(time.perf_counter() - start)
+        record.losses.append(float(metrics.loss))
+        record.gradient_norms.append(float(metrics.gradient_norm))
+        start = time.perf_counter()
+    record.first_call_s, timed = times[0], times[warmup:]
+    seconds = statistics.median(timed)
+    record.ms, record.spread = 1e3 * seconds, (max(timed) - min(timed)) / seconds
+    record.tokens_per_s = record.batch * record.sequence / seconds
+    memory = compiled.memory_analysis()
+    arrays = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
+    record.peak_mib = (arrays - memory.alias_size_in_bytes) / 2**20
+    peak = next((x for part, x in PEAK_FLOPS.items() if part in record.device), None)
+    measured, _ = roofline.device_rates(record.device, DTYPE)
+    record.mfu_pct = peak and 100 * record.flops / seconds / peak
+    record.measured_pct = measured and 100 * record.flops / seconds / measured
+
+
+def compare(record: Record, first: Record) -> None:
+    """Of two measured records. What is wrong keeps its time, which the note qualifies."""
+    tolerances = [FIRST_TOLERANCE, *[LATER_TOLERANCE] * (len(record.losses) - 1)]
+    errors = [abs(x / y - 1) for x, y in zip(record.losses, first.losses, strict=True)]
+    record.error = max(errors)
+    named = [(f"loss {n}", *pair) for n, pair in enumerate(zip(errors, tolerances, strict=True))]
+    norm_error = abs(record.gradient_norms[0] / first.gradient_norms[0] - 1)
+    named.append(("gradient norm", norm_error, GRADIENT_NORM_TOLERANCE))
+    # A NaN is neither more nor less.
+    if wrong := [f"{name} {x:.1e} > {limit:.1e}" for name, x, limit in named if not x <= limit]:
+        record.status, record.note = "wrong", f"wrong: {', '.join(wrong)}"
+
+
+class Request(NamedTuple):
+    """The flags, read for this machine."""
+
+    name: str
+    model: Model
+    batch: int
+    sequence: int
+    impls: Sequence[str]
+    recompute: Sequence[bool]
+
+
+def measured_records(options: flags.FlagValues, request: Request) -> Iterator[Record]:
+    """A record for each implementation, as soon as it is measured."""
+    name, model, batch, sequence, impls, recompute_of_ours = request
+    sizes = model.parameters, model.product_parameters, model.flops(batch, sequence)
+    device, commit = jax.devices()[0].device_kind, options.commit or git_commit()
+    tokens = jax.random.randint(jax.random.key(1), (batch, sequence + 1), 0, model.vocabulary)
+    first = None
+    for impl in impls:
+        for recompute in recompute_of_ours if impl in BACKENDS else [None]:
+            versions = dict(jax=jax.__version__, jaxlib=jaxlib.__version__)
+            which = name, model, batch, sequence, impl, recompute
+            record = Record(*which, device, versions, commit, *sizes)
+            try:
+                if impl in BACKENDS:
+                    mlstm = ours(impl, recompute)
+                else:
+                    mlstm = PEERS[impl](model.mlstm_shape(batch, sequence))
+                    versions |= {name: metadata.version(name) for name in PEER_PACKAGES}
+                measure(record, mlstm, tokens, options.warmup, options.steps)
+                first = first or record
+                compare(record, first)
+            except FAILURES as error:
+                record.status = "failed" if impl in BACKENDS else "skipped"
+                record.note = f"{record.status}: {one_line(error)}"
+            yield record
+
+
+# ---------------------------------------------------------------- reporting
+
+
+NUMBERS = {"ms": ("ms", "{:.1f}"), "spread %": ("spread", "{:.1%}")}
+NUMBERS |= {"tokens/s": ("tokens_per_s", "{:.0f}"), "MFU %": ("mfu_pct", "{:.1f}")}
+NUMBERS |= {"of measured %": ("measured_pct", "{:.1f}"), "peak MiB": ("peak_mib", "{:.0f}")}
+NUMBERS |= {"first call s": ("first_call_s", "{:.1f}"), "error": ("error", "{:.1e}")}
+COLUMNS = ("model", "tokens", "impl", *NUMBERS, "losses", "note")
+
+
+def cells(record: Record) -> list[str]:
+    stored = ", states stored" if record.recompute_states_in_bw is False else ""
+    case = record.name, f"{record.batch} x {record.sequence}", record.impl + stored
+    values = ((getattr(record, field), text) for field, text in NUMBERS.values())
+    numbers = ["-" if x is None else text.format(x).rstrip("%") for x, text in values]
+    losses = " ".join(f"{record.losses[n]:.4f}" for n in (0, 1, -1)) if record.ms else "-"
+    return [*case, *numbers, losses, record.note]
+
+
+def progress(record: Record) -> str:
+    *case, note = cells(record)
+    names = [*NUMBERS, "losses"]
+    numbers = (f"{name} {cell}" for name, cell in zip(names, case[3:], strict=True) if cell != "-")
+    return f"{' '.join(case[:3])}: {', '.join(filter(None, (*numbers, note)))}"
+
+
+# ---------------------------------------------------------------- the command
+
+
+def parse_request(options: flags.FlagValues) -> Request:
+    gpu = jax.devices()[0].platform == "gpu"
+    impls = options.impl or (["triton", "mosaic_gpu", *PEERS] if gpu else ["xla"])
+    check_names("impl", impls, [*BACKENDS, *PEERS])
+    check_names("recompute_states_in_bw", options.recompute_states_in_bw, ["true", "false"])
+    if needed := [name for name in ("triton", "mosaic_gpu") if name in impls and not gpu]:
+        message = "needs a GPU, JAX has none here; xla and interpret run anywhere"
+        raise RequestError(f"impl {needed[0]} {message}")
+    name = options.model or ("1.3b" if gpu else "tiny")
+    model = MODELS[name]
+    if layers := options.layers:
+        name, model = f"{name}, {layers} layers", dataclasses.replace(model, layers=layers)
+    batch, sequence = options.batch or (8 if gpu else 2), options.sequence or (8192 if gpu else 64)
+    if not gpu:
+        print(f"no GPU here: {', '.join(impls)} on the CPU; not at the speed of the kernels")
+    recompute = [x == "true" for x in options.recompute_states_in_bw]
+    return Request(name, model, batch, sequence, impls, recompute)
+
+
+def define_flags(values: flags.FlagValues) -> None:
+    """Not at import: modules that import this one have flags of their own."""
+    define = dict(flag_values=values)
+    positive = define | dict(lower_bound=1)
+    default = "none: triton, mosaic_gpu and peers, without a GPU xla."
+    impls = f"Of the mLSTM: {', '.join((*BACKENDS, *PEERS))}; {default}"
+    recompute = "Of mlstm_pallas: true, false. The states that are stored are those of one block."
+    warmup = "Steps that are not timed, the first call among them."
+    commit = "For the records; none: that of the git working tree, if it is one."
+    jsonl = "File to which each record is appended as it is measured."
+    flags.DEFINE_list("impl", [], impls, **define)
+    flags.DEFINE_enum("model", None, list(MODELS), "None: 1.3b, without a GPU tiny.", **define)
+    flags.DEFINE_integer("layers", None, "Blocks, other than those of the model.", **positive)
+    flags.DEFINE_integer("batch", None, "Sequences; none: 8, without a GPU 2.", **positive)
+    flags.DEFINE_integer("sequence", None, "Steps; none: 8192, without a GPU 64.", **positive)
+    flags.DEFINE_list("recompute_states_in_bw", ["false"], recompute, **define)
+    flags.DEFINE_integer("warmup", 2, warmup, **positive)
+    flags.DEFINE_integer("steps", 5, "Steps that are timed; the median counts.", **positive)
+    flags.DEFINE_string("commit", None, commit, **define)
+    flags.DEFINE_string("jsonl", None, jsonl, **define)
+
+
+def run(options: flags.FlagValues) -> int:
+    """Measures and prints; returns the exit code."""
+    with contextlib.ExitStack() as stack:
+        try:
+            request = parse_request(options)
+            jsonl = stack.enter_context(open(options.jsonl, "a")) if options.jsonl else None
+        except (RequestError, OSError) as error:
+            print(f"xlstm_lm_benchmark: {error}", file=sys.stderr)
+            return 2
+        model, batch, sequence = request.model, request.batch, request.sequence
+        step = f"{batch * sequence:,} tokens and {model.flops(batch, sequence):.3e} FLOP a step"
+        print(f"{request.name}: {model.parameters:,} parameters, {step}", flush=True)
+        records, code = command.collect(measured_records(options, request), progress, jsonl)
+    if records:
+        print(f"\n{aligned([COLUMNS, *map(cells, records)], '<<<' + '>' * len(NUMBERS) + '<<')}")
+    return code
+
+
+if __name__ == "__main__":
+    command.main(define_flags, run)
