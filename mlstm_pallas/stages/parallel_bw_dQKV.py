@@ -279,10 +279,10 @@ def mosaic_gpu_by_chunk(p: Problem) -> bool:
 
 
 def _mosaic_gpu_heuristic(p: Problem) -> StageConfig:
-    """By chunk at DHQK 64: with more, shared memory leaves too little L1 for the registers that spill, where any do."""
+    """By chunk six stages where registers spill: with more, shared memory leaves too little L1 for them."""
     if not mosaic_gpu_by_chunk(p):
         return StageConfig(num_stages=4)
-    return StageConfig(num_stages=8 if p.DHQK == 128 else 7 if MOVES_REGISTERS else 6)
+    return StageConfig(num_stages=7 if p.DHQK == 64 and MOVES_REGISTERS else 6)
 
 
 def _mosaic_gpu_takes(tiles: StageConfig, p: Problem) -> bool:
