@@ -102,6 +102,30 @@ def test_a_step_runs_in_plain_form():
     assert result.returncode == 0, result.stderr
 
 
+DEFAULT = """
+from jax.sharding import AbstractDevice, AbstractMesh
+from mlstm_pallas.backend import requested_backend
+
+call = jax.jit(lambda *x: mlstm_pallas.mlstm_chunkwise(*x, config=mlstm_pallas.KernelConfig(fused_min_heads=1)))
+half = [jax.ShapeDtypeStruct((1, 2, 256, D), "bfloat16") for D in (64, 64, 128)]
+gates = [jax.ShapeDtypeStruct((1, 2, 256), "float32")] * 2
+for kind, backend in {"NVIDIA H200": "mosaic_gpu", "NVIDIA A100-SXM4-80GB": None}.items():
+    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kind, None, "gpu"))):
+        assert requested_backend() == backend, kind
+        for platform in ("cuda", "cpu"):
+            text = call.trace(*half, *gates).lower(lowering_platforms=(platform,)).as_text()
+            assert ("mosaic_gpu" in text) == (platform == "cuda" and backend is not None), (kind, platform)
+        wide = [jax.ShapeDtypeStruct(x.shape, "float32") for x in half]
+        assert "mosaic_gpu" not in call.trace(*wide, *gates).lower(lowering_platforms=("cuda",)).as_text()
+"""
+
+
+@needs_mosaic_gpu
+def test_the_default_is_mosaic_gpu_on_hopper_in_16_bits():
+    result = run(DEFAULT)
+    assert result.returncode == 0, result.stderr
+
+
 @needs_mosaic_gpu
 @pytest.mark.parametrize("layout", ["BNTH", "BTNH"])
 @pytest.mark.parametrize("name", ["plain_stages", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fused", "splits"))])

@@ -6,7 +6,8 @@ multiples of 256.
 One CTA an SM. Each takes every n-th item; an item is 128 x 256 elements of dq, dk or dv, or 128 rows of the states for
 <C_c, dC_{c+1}>. It is a sequence of steps, each with a tile of the left and a tile of the right operand. One warpgroup copies them
 num_stages steps ahead, into the next item too. Two warpgroups multiply, each for 64 rows: the product with the state, which is then
-weighted, and the one with the tiles, in the same accumulator.
+weighted, and the one with the tiles, in the same accumulator. What is done to the accumulator between the two takes 64 columns at a
+time, so that 168 registers a thread are enough.
 
 128 x 256 is the largest item that two warpgroups have registers for. Its operands are three quarters of what two items of 128 x 128
 read; the L2's rate is the limit of this stage.
