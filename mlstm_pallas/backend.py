@@ -85,6 +85,7 @@ def requested_backend(backend: str | None = None, *, mosaic_gpu_kernels: bool = 
     if backend is not None and Lowering(backend).mosaic_gpu and mosaic_gpu_kernels:
         _check_mosaic_gpu(name, Lowering(backend))
     # Where jax has no Triton. What has no Mosaic GPU kernel, float32 for one, then runs in plain jnp.
+    # It is decided when the call is traced: for the CPU of such a machine the backend is "xla".
     without_triton = backend is None and not HAS_TRITON and mosaic_gpu_kernels and jax_has_mosaic_gpu()
     return "mosaic_gpu" if without_triton and compute_capability(target_device_kind()) == 90 else backend
 
@@ -133,13 +134,12 @@ mlir.register_lowering(_for_gpus, _refuse, platform="cpu")
 def on_backend(backend: str | None, run: Callable, *args):
     """run(lowering, *args); for None the lowering is chosen where the computation is lowered: Triton for CUDA, else XLA.
 
-    Where jax has no Triton, None is XLA. "mosaic_gpu", which may stand for None there (``requested_backend``), is XLA on a CPU.
+    Where jax has no Triton, None is XLA; ``requested_backend`` says where it is not None by then.
     """
     if backend is None and not HAS_TRITON:
         return run(Lowering.XLA, *args)
-    if backend is None or (backend == "mosaic_gpu" and not HAS_TRITON):
-        on_gpu = Lowering.TRITON if backend is None else Lowering.MOSAIC_GPU
-        gpu, other = functools.partial(run, on_gpu), functools.partial(run, Lowering.XLA)
+    if backend is None:
+        gpu, other = functools.partial(run, Lowering.TRITON), functools.partial(run, Lowering.XLA)
         return lax.platform_dependent(*args, cuda=gpu, default=other)
     if backend in ("triton", "mosaic_gpu"):
         (first, *others), tree = jax.tree.flatten(args)

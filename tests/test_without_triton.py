@@ -112,9 +112,8 @@ gates = [jax.ShapeDtypeStruct((1, 2, 256), "float32")] * 2
 for kind, backend in {"NVIDIA H200": "mosaic_gpu", "NVIDIA A100-SXM4-80GB": None}.items():
     with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kind, None, "gpu"))):
         assert requested_backend() == backend, kind
-        for platform in ("cuda", "cpu"):
-            text = call.trace(*half, *gates).lower(lowering_platforms=(platform,)).as_text()
-            assert ("mosaic_gpu" in text) == (platform == "cuda" and backend is not None), (kind, platform)
+        text = call.trace(*half, *gates).lower(lowering_platforms=("cuda",)).as_text()
+        assert ("mosaic_gpu" in text) == (backend is not None), kind
         wide = [jax.ShapeDtypeStruct(x.shape, "float32") for x in half]
         assert "mosaic_gpu" not in call.trace(*wide, *gates).lower(lowering_platforms=("cuda",)).as_text()
 """
