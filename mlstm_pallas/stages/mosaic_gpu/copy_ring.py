@@ -43,7 +43,7 @@ class CopyRing:
       barriers: those of ``ring_barriers``, in the kernel.
       num_slots: slots.
       steps: how many steps go through the ring, or None: ``fetch`` and ``drain`` alone are called.
-      copies: copies(step, slot, barrier) starts the copies of a step.
+      copies: copies(step, slot, barrier) starts the copies of a step; None with ``steps``.
       products: of the reading warpgroup.
       buffers: what the copies fill, each with an axis of slots in front.
       readers: warpgroups that share the copying; 0: a further warpgroup does it.
@@ -52,7 +52,7 @@ class CopyRing:
     barriers: RingBarriers
     num_slots: int
     steps: Any
-    copies: Callable[[Any, Any, Any], None] | None
+    copies: Any
     products: Products
     buffers: Sequence[Any]
     readers: int = 2

@@ -82,7 +82,7 @@ def _items(p: Problem, normalise: bool) -> list[_Items]:
 
 
 def _by_role(role: jax.Array, values: Sequence[Any]) -> jax.Array:
-    found = np.int32(0)
+    found: Any = np.int32(0)
     for kind, value in zip(_Role, values, strict=True):
         found = jnp.where(role == kind, value, found)
     return found
@@ -136,7 +136,8 @@ def _kernel(
         """Head, chunk, role, row and column of an item of this CTA."""
         index = program + index * programs
         x, chunk = remainder(index, items_of_chunk), divide(index, items_of_chunk)
-        start, role, row, column = 0, np.int32(0), x, np.int32(0)
+        role: Any = np.int32(0)
+        start, row, column = 0, x, role
         for kind, of_kind in zip(_Role, roles, strict=True):
             here = x >= start
             role = jnp.where(here, np.int32(kind), role)
@@ -162,7 +163,8 @@ def _kernel(
             counts = [x.with_state + x.weighted + x.norm + tile_steps(kind, row)[0] for kind, x in zip(_Role, roles, strict=True)]
             return step + _by_role(role, counts)
 
-        return loop(items, one, np.int32(0))
+        steps: Any = np.int32(0)
+        return loop(items, one, steps)
 
     def copy(kind, step, head, chunk, row, column):
         """Starts the copies of an item. A step is two copies."""

@@ -65,7 +65,8 @@ def _kernel(
     def rings(j, reads_h):
         """Of the operands, and of the tiles of h."""
         a, b = (head_of(refs[f"{name}_{j}"], head, p) for name in "ab")
-        r, h = refs[f"r_{j}"], head_of(refs[f"h_{j}"], head, p) if reads_h else None
+        r: Any = refs[f"r_{j}"]
+        h: Any = head_of(refs[f"h_{j}"], head, p) if reads_h else None
 
         def steps_of(step):
             tile = chunk_at(divide(step, tiles_of_chunk), j) * tiles_of_chunk + remainder(step, tiles_of_chunk)

@@ -65,7 +65,7 @@ def _kernel(
     L, R, dtype = p.L, REGISTER_ROWS, v.dtype
     owned = siz_b_DHHV // (warpgroups * R)  # blocks of a warpgroup
     outputs = head_of(h, n, p)
-    sequences = {"q": (q, launch * rows, rows), "k": (k, launch * rows, rows)}
+    sequences: dict[str, tuple[Any, Any, int]] = {"q": (q, launch * rows, rows), "k": (k, launch * rows, rows)}
     sequences |= {name: (x, column_block * siz_b_DHHV, siz_b_DHHV) for name, x in (("v", v), ("partial", partial)) if x is not None}
 
     def copy(chunk, slot, barrier):
