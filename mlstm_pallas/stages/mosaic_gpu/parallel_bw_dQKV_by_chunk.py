@@ -1,11 +1,13 @@
 """parallel_bw_dQKV on Mosaic GPU where a CTA makes all gradients of a chunk, P and dP too: L = 128, DHQK 64 or 128.
 
-One CTA an SM; each takes every n-th chunk. Two warpgroups multiply, each for 64 rows of the chunk. Tiles of 64 columns are copied two at
-a time, num_stages such pairs ahead, into the next chunk too. k stays in shared memory for the whole chunk. At DHQK 64 there is room for
-the k of the next chunk; at 128 its copy waits for the end of the chunk.
+One CTA an SM; each takes every n-th chunk. Two warpgroups multiply, each for 64 rows of the chunk.
+Tiles of 64 columns are copied num_stages ahead, into the next chunk too. k stays in shared memory
+for the whole chunk. At DHQK 64 there is room for the k of the next chunk; at 128 its copy waits for
+the end of the chunk.
 
-At DHQK 64 a third warpgroup copies: 168 registers a thread are enough for 64 x 64 of dq, dk and dv. At 128 the two share the copying and
-have 255.
+At DHQK 128 the two warpgroups share the copying and have 255 registers a thread. At 64 a third one
+copies. Where the compiler does not move registers between warpgroups, each then has 168, and the
+block of P and dP on the diagonal is made in two halves.
 
 First come P and dP, and the sums of W, as in parallel_bw_dP: dh . v over DHHV, then q . k over DHQK. P and dP are in shared memory alone.
 Each warpgroup makes the block of 64 x 64 on the diagonal that has its queries, and half the keys of the block below the diagonal.
@@ -161,6 +163,7 @@ def _kernel(
         head, chunk = head_and_chunk(index)
         y = x - second_step
         for_tiles, for_gradients = x < first_q, (y >= 0) & (x < second_q)
+        # dh and v in turn; v, dC, C and dh in turn; q.
         kind = jnp.where(for_tiles, 3 - 3 * remainder(x, 2), jnp.where(for_gradients, remainder(y, 4), np.int32(_Tile.Q)))
         of_q = x - jnp.where(y < 0, np.int32(first_q), np.int32(second_q))
         column = jnp.where(for_tiles, divide(x, 2), jnp.where(for_gradients, last_first(divide(y, 4)), of_q))
