@@ -194,7 +194,7 @@ def _kernel(
         t, s = (plgpu.broadcasted_iota(jnp.int32, (R, SLICE), axis, layout=plgpu.Layout.WGMMA) for axis in range(2))
         on_diagonal = 0.0
 
-        def tiles_of_keys(start):
+        def make_tiles(start):
             """Writes P and dP of SLICE keys, from ``start`` on, into the tiles to store; returns their W by place."""
             columns, in_tile = slice(start, start + SLICE), slice(start % R, start % R + SLICE)
             hi, lo = (down(load(x.at[slot, columns], BY_COLUMNS)) - across(y) for x, y in zip((left_vector, right_vector), u, strict=True))
@@ -214,7 +214,7 @@ def _kernel(
 
         for b in range(TILE // R):
             plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            sums = [tiles_of_keys(start) for start in range(b * R, (b + 1) * R, SLICE)]
+            sums = [make_tiles(start) for start in range(b * R, (b + 1) * R, SLICE)]
             of_diagonal, of_earlier = (functools.reduce(jnp.add, x) for x in zip(*sums, strict=True))
             on_diagonal += of_diagonal
             per_query.at[head, j * (TILE // R) + b, steps][...] = of_earlier
