@@ -13,9 +13,10 @@ from jax.interpreters import batching, mlir
 
 from mlstm_pallas.annotations import BackendName
 from mlstm_pallas.config import UNKNOWN_DEVICE
-from mlstm_pallas.launch import HAS_TRITON, without_mosaic_gpu
-from mlstm_pallas.shared_memory import compute_capability
+from mlstm_pallas.devices import compute_capability
+from mlstm_pallas.dispatch import lowerings
 from mlstm_pallas.stage import Lowering
+from mlstm_pallas.triton.launch import HAS_TRITON
 from mlstm_pallas.validation import MOSAIC_GPU_JAX, check_backend
 
 VARIABLE = "MLSTM_PALLAS_BACKEND"
@@ -82,7 +83,7 @@ def requested_backend(backend: str | None = None, *, mosaic_gpu_kernels: bool = 
     if backend == _UNSET:
         name, backend = VARIABLE, os.environ.get(VARIABLE) or None
         check_backend(backend, variable=VARIABLE)
-    if backend is not None and Lowering(backend).mosaic_gpu and mosaic_gpu_kernels:
+    if backend is not None and Lowering(backend).room == "mosaic_gpu" and mosaic_gpu_kernels:
         _check_mosaic_gpu(name, Lowering(backend))
     # Where jax has no Triton. What has no Mosaic GPU kernel, float32 for one, then runs in plain jnp.
     # It is decided when the call is traced: for the CPU of such a machine the backend is "xla".
@@ -100,7 +101,7 @@ def _check_mosaic_gpu(name: str, lowering: Lowering) -> None:
     if not jax_has_mosaic_gpu():
         first, end = (".".join(map(str, version)) for version in MOSAIC_GPU_JAX)
         # Not Triton, which needs a GPU.
-        other = "None" if lowering is Lowering.MOSAIC_GPU else f"'{without_mosaic_gpu(lowering)}'"
+        other = "None" if lowering is Lowering.MOSAIC_GPU else f"'{lowerings(lowering)[1]}'"
         python = ", which needs Python >= 3.12" if jax.__version_info__ < MOSAIC_GPU_JAX[0] else ""
         versions = f"jax >= {first} and < {end}{python}"
         raise ValueError(f"{name} is '{lowering}' and jax is {jax.__version__}, expected {versions}, or backend {other}")
@@ -108,7 +109,7 @@ def _check_mosaic_gpu(name: str, lowering: Lowering) -> None:
     if lowering is Lowering.MOSAIC_GPU and compute_capability(kind) not in (90, None):
         raise ValueError(
             f"{name} is '{lowering}' and the GPU is a {kind}, expected a Hopper GPU (H100, H200, H800, H20, GH200) or backend "
-            f"'{without_mosaic_gpu(lowering)}'"
+            f"'{lowerings(lowering)[1]}'"
         )
 
 

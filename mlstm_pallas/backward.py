@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, Residuals, States
+from mlstm_pallas.dispatch import run
 from mlstm_pallas.gate_gradients import (
     gate_gradients,
     initial_stabiliser_gradient,
@@ -17,14 +18,10 @@ from mlstm_pallas.gate_gradients import (
 )
 from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.normaliser import NormaliserGradients, query_scale
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Lowering, StageCall
-from mlstm_pallas.stages.chunk_gates import chunk_gates
-from mlstm_pallas.stages.parallel_bw_dP import GradientTiles, parallel_bw_dP, with_delta, without_tiles
-from mlstm_pallas.stages.parallel_bw_dQKV import parallel_bw_dQKV
-from mlstm_pallas.stages.recurrent_bw_dC import recurrent_bw_dC
-from mlstm_pallas.stages.step_gradients import step_gradients
-from mlstm_pallas.stages.vector_states import vector_states
+from mlstm_pallas.stage import Lowering, StageCall, Weighted
+from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
+from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
+from mlstm_pallas.stages.recurrent_bw_dC import StateGradients
 
 
 def backward(spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangents: Cotangents) -> Inputs:
@@ -51,30 +48,46 @@ def _backward(spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangen
         if lowering is Lowering.XLA:
             x = x._replace(k=k, v=v)
     dh, last = cotangents.h, cotangents.last or States(None, jnp.zeros_like(x.n_initial), None)
-    gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, spec.input_gate, stored.m, call=spec.call("chunk_gates", lowering))
-    gamma = gates.scaGamma
-    operands, tiles_call = (x.q, x.k, x.v, dh, gates), call_of_tiles(spec, lowering)
-    tiles = gradient_tiles(spec, lowering, *operands, h, z, scale_keys=recompute, scaled=not spec.weights_operands)
-    queries, keys, weights = tiles.matQ_scaled, tiles.matK_scaled, {}
-    if spec.weights_operands:
-        queries, keys, weights = x.q, x.k, state_weights(spec.problem, gates, tiles.normaliser_gradients)
-    recomputed = (keys, x.v, x.c_initial) if recompute else ()
-    dC, dC_initial, C, C_last, delta = recurrent_bw_dC(
-        *(queries, dh, gamma, last.c, *recomputed),
-        **weights,
-        matH=h if spec.fused_tiles else None,
+    gates: ChunkGates = run(
+        "chunk_gates",
+        *(x.i, x.f, x.m_initial, x.starts, spec.input_gate, stored.m),
+        call=spec.call("chunk_gates", lowering),
+    )
+    gamma, n = gates.scaGamma, stored.n
+    on_chip = spec.tiles_on_chip(lowering)
+    if on_chip:
+        tiles = before_tiles(spec, x.q, x.k, gates, z)
+    else:
+        tiles = run(
+            "parallel_bw_dP",
+            *(x.q, x.k, x.v, dh, gates, h, z),
+            normaliser=spec.normaliser,
+            return_keys=recompute,
+            call=spec.call("parallel_bw_dP", lowering),
+        )
+    recomputed = (tiles.keys, x.v, x.c_initial) if recompute else ()
+    state_gradients: StateGradients = run(
+        "recurrent_bw_dC",
+        *(tiles.queries, dh, gamma, last.c, *recomputed),
+        matH=h if on_chip else None,
         return_initial=spec.has_initial_state,
         return_last=spec.return_last_states,
         call=spec.call("recurrent_bw_dC", lowering),
     )
+    dC, dC_initial, C, C_last, delta = state_gradients
     if not recompute:
         C, C_last = stored.C, stored.C_last
-    if spec.normaliser is not None and delta is not None:
-        tiles = with_delta(tiles, x.q, gates, z, delta, normaliser=spec.normaliser, call=tiles_call)
-    of_normaliser, n = tiles.normaliser_gradients, stored.n
+    tiles_call = spec.call("parallel_bw_dQKV" if on_chip else "parallel_bw_dP", lowering)
+    if on_chip and spec.normaliser is not None:
+        tiles = with_delta(spec, tiles, x.q, gates, z, delta, tiles_call)
+    of_normaliser = tiles.normaliser_gradients
     dn_added = jnp.zeros_like(n) if tiles.vecDeltaN_added is None else tiles.vecDeltaN_added
-    dn, dn_initial = vector_states(dn_added, gamma, last.n, tiles_call, backward=True)
-    gradients = parallel_bw_dQKV(*operands, of_normaliser, tiles, C, n, dC, dn, call=spec.call("parallel_bw_dQKV", lowering))
+    dn, dn_initial = run("vector_states", dn_added, gamma, last.n, backward=True, call=tiles_call)
+    gradients: Gradients = run(
+        "parallel_bw_dQKV",
+        *(x.q, x.k, x.v, dh, gates, of_normaliser, tiles, C, n, dC, dn),
+        call=spec.call("parallel_bw_dQKV", lowering),
+    )
 
     through_chunk = gamma * (gradients.scaStates + inner(n, dn))
     dm = of_normaliser.vecDm if spec.stabilised else None
@@ -89,7 +102,7 @@ def _backward(spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangen
         dm,
         starts,
         spec.input_gate,
-        step_gradients=functools.partial(step_gradients, call=tiles_call),
+        step_gradients=functools.partial(run, "step_gradients", call=tiles_call),
     )
     if not spec.has_initial_state:  # nobody asks for these
         dC_initial = zero_states(dm_initial, spec.problem.DHQK, spec.problem.DHHV)
@@ -98,25 +111,23 @@ def _backward(spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangen
     return Inputs(gradients.matDeltaQ, gradients.matDeltaK, gradients.matDeltaV, di, df, dC_initial, dn_initial, dm_initial)
 
 
-def call_of_tiles(spec: CallSpec, lowering: Lowering) -> StageCall:
-    """Of the stage that computes P and dP."""
-    return spec.call("parallel_bw_dQKV" if spec.fused_tiles else "parallel_bw_dP", lowering)
+def before_tiles(spec: CallSpec, q: jax.Array, k: jax.Array, gates: ChunkGates, z: Any) -> GradientTiles:
+    """What recurrent_bw_dC reads, where parallel_bw_dQKV makes the tiles; delta is not known yet."""
+    g, inv_den = gates.per_step(), None
+    if spec.normaliser is not None:
+        inv_den = spec.normaliser.gradients(jnp.zeros_like(z), z, g.vecM).vecInvDen
+    queries = Weighted(q, query_scale(g.vecW, spec.problem.qk_scale, inv_den))
+    keys = Weighted(k, g.vecAbar)
+    return GradientTiles(None, None, queries, keys, None, NormaliserGradients(inv_den), None)
 
 
-def gradient_tiles(
-    spec: CallSpec, lowering: Lowering, q, k, v, dh, gates: ChunkGates, h, z, *, scale_keys: bool, scaled: bool
+def with_delta(
+    spec: CallSpec, tiles: GradientTiles, q: jax.Array, gates: ChunkGates, z: Any, delta: jax.Array | None, call: StageCall
 ) -> GradientTiles:
-    """parallel_bw_dP, or ``without_tiles`` where parallel_bw_dQKV computes P and dP; the arguments are those of the stage.
-
-    With an h recurrent_bw_dC then computes delta, and ``with_delta`` adds what takes it.
-    """
-    options: dict[str, Any] = dict(normaliser=spec.normaliser, scale_keys=scale_keys, scaled=scaled, call=call_of_tiles(spec, lowering))
-    if spec.fused_tiles:
-        return without_tiles(q, k, gates, z, needs_delta=h is not None, **options)
-    return parallel_bw_dP(q, k, v, dh, gates, h, z, **options)
-
-
-def state_weights(p: Problem, gates: ChunkGates, of_normaliser: NormaliserGradients) -> dict[str, jax.Array]:
-    """Of the queries and the keys of each step in dC and in C, for recurrent_bw_dC."""
+    """The tiles of ``before_tiles`` with what takes delta, (B * NH, S); None: 0."""
+    assert spec.normaliser is not None
     g = gates.per_step()
-    return dict(vecR=query_scale(g.vecW, p.qk_scale, of_normaliser.vecInvDen), vecAbar=g.vecAbar)
+    gradients = spec.normaliser.gradients(jnp.zeros_like(z) if delta is None else delta, z, g.vecM)
+    r = query_scale(g.vecW, spec.problem.qk_scale, gradients.vecInvDen)
+    dn_added = run("step_sums", q, r * gradients.vecDzDen, call=call)
+    return tiles._replace(normaliser_gradients=gradients, vecDeltaN_added=dn_added)

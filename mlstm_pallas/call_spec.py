@@ -1,22 +1,42 @@
 """A call: everything static about it, decided once, its arrays, and what its backward pass reads of its forward pass."""
 
 import dataclasses
+import enum
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mlstm_pallas import dispatch
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.launch import HAS_TRITON, without_mosaic_gpu
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import InputGate, Layout, Problem, next_power_of_two
-from mlstm_pallas.stage import Lowering, StageCall, StageConfig, clamped, mosaic_gpu_rows, wants_mosaic_gpu
+from mlstm_pallas.stage import Lowering, StageCall, StageConfig
 from mlstm_pallas.stages import STAGES
-from mlstm_pallas.stages.parallel_bw_dQKV import mosaic_gpu_by_chunk
 
-# Shorter splits cost more than idle SMs, and narrower heads (DHQK * DHHV) are as fast with materialised states.
+# Shorter splits cost more than idle SMs, and narrower heads (DHQK * DHHV) are as fast with
+# materialised states.
 MIN_SPLIT_STEPS, MIN_SPLIT_STATE = 2048, 2**17
+
+
+class BackwardPlan(enum.StrEnum):
+    """Which stages make P, dP and delta = dh . h in the backward pass.
+
+    TILES_IN_MEMORY: parallel_bw_dP makes all three. TILES_ON_CHIP: parallel_bw_dQKV makes P and dP
+    of each chunk where it reads them, and recurrent_bw_dC, which runs before it, makes delta.
+    """
+
+    TILES_IN_MEMORY = "P and dP in memory"
+    TILES_ON_CHIP = "P and dP on the chip"
+
+
+class Choice(NamedTuple):
+    """The kernel of a stage in a call."""
+
+    lowering: Lowering
+    tiles: StageConfig  # not clamped
+    L: int  # steps of the chunks that it was chosen for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,9 +52,12 @@ class CallSpec:
       has_initial_state: else the states start from zeros, which have no gradients.
       return_last_states: whether the last states are wanted.
       layout: of q, k, v, h and their gradients.
-      fused: whether the forward pass is the fused scan; else it materialises the states. It follows from the rest.
-      num_splits: of each sequence in the fused scan. It follows from the rest.
-      mosaic_gpu: (name, tiles) of the stages that run on Mosaic GPU if they are among ``stages``. It follows from the rest.
+
+    These follow from the rest:
+      kernels: (name, choice) of all stages, used or not. For plain jnp there is nothing to choose.
+      fused: whether the forward pass is the fused scan; else it materialises the states.
+      num_splits: of each sequence in the fused scan.
+      backward_plan: see there.
     """
 
     problem: Problem
@@ -47,29 +70,52 @@ class CallSpec:
     has_initial_state: bool = True
     return_last_states: bool = True
     layout: Layout = Layout.BNTH
+    kernels: tuple[tuple[str, Choice], ...] = dataclasses.field(init=False)
     fused: bool = dataclasses.field(init=False)
     num_splits: int = dataclasses.field(init=False)
-    mosaic_gpu: tuple[tuple[str, StageConfig], ...] = dataclasses.field(init=False)
+    backward_plan: BackwardPlan = dataclasses.field(init=False)
 
-    def __post_init__(self):
-        found = ((name, self._mosaic_gpu_tiles(name)) for name in STAGES)
-        object.__setattr__(self, "mosaic_gpu", tuple((name, tiles) for name, tiles in found if tiles is not None))
+    def __post_init__(self) -> None:
+        def fill(**fields: Any) -> None:
+            for name, value in fields.items():
+                object.__setattr__(self, name, value)
+
+        first = Lowering(self.backend or Lowering.TRITON)
+        scan = self._chosen("recurrent_fw_H", first, self.problem)
+        fill(kernels=(("recurrent_fw_H", scan),))
+        # All stages of the scan run in its chunks, and on its lowering.
+        fused = {x: self._chosen(x, scan.lowering, self.fused_problem) for x in STAGES if STAGES[x].fused}
+        of_call = {x: self._chosen(x, first, self.problem) for x in STAGES if not STAGES[x].fused}
+        fused["recurrent_fw_H"] = scan._replace(L=self.fused_problem.L)
+        fill(kernels=tuple((x, (fused | of_call)[x]) for x in STAGES))
         splits = self._fused_splits()
-        fused = splits > 0 and (self.recompute_states_in_bw or self._can_store_states(splits))
-        object.__setattr__(self, "fused", fused)
-        object.__setattr__(self, "num_splits", splits if fused else 1)
+        used = splits > 0 and (self.recompute_states_in_bw or self._can_store_states(splits))
+        fill(fused=used, num_splits=splits if used else 1)
+        facts = dispatch.kernel("parallel_bw_dQKV", of_call["parallel_bw_dQKV"].lowering)
+        on_chip = facts is not None and facts.makes_tiles(self.problem)
+        fill(backward_plan=BackwardPlan.TILES_ON_CHIP if on_chip else BackwardPlan.TILES_IN_MEMORY)
+
+    def _chosen(self, name: str, first: Lowering, problem: Problem) -> Choice:
+        config = self.config.stage(name)
+        return Choice(*dispatch.choose(name, first, config, problem, self.dtype), problem.L)
 
     def __str__(self) -> str:
-        p, row = self.problem, self.config.as_row()
-        for name, tiles in self.mosaic_gpu:
-            facts = STAGES[name].mosaic_gpu
-            row[name] = {"mosaic_gpu": {field: getattr(tiles, field) for field in facts.search} if facts else {}}
-        fused = f"fused scan in chunks of {self.fused_problem.L} and {self.num_splits} splits"
-        stages = ", ".join(f"{name} {row[name]}" for name in self.stages)
+        p = self.problem
+        plans = f"fused scan in chunks of {self.fused_problem.L} and {self.num_splits} splits"
+        plans = f"forward: {plans if self.fused else 'materialised states'}; backward: {self.backward_plan}"
         return (
-            f"{self.layout}, B {p.B}, NH {p.NH}, S {p.S}, {self.dtype.name} heads of {p.DHQK}/{p.DHHV} in chunks of {p.L}, "
-            f"backend {self.backend}; forward: {fused if self.fused else 'materialised states'}; tiles: {stages}"
+            f"{self.layout}, B {p.B}, NH {p.NH}, S {p.S}, {self.dtype.name} heads of {p.DHQK}/{p.DHHV} "
+            f"in chunks of {p.L}, backend {self.backend}; {plans}; "
+            f"tiles: {', '.join(f'{name} {self.row(name)}' for name in self.stages)}"
         )
+
+    def row(self, name: str) -> dict[str, Any]:
+        """The tiles of a stage as in a row of tuning/."""
+        lowering, tiles, _ = dict(self.kernels)[name]
+        if lowering.room not in ("triton", "stages"):
+            facts = dispatch.kernel(name, lowering)
+            return {lowering.room: {x: getattr(tiles, x) for x in facts.search} if facts else {}}
+        return self.config.as_row()[name]
 
     @property
     def stabilised(self) -> bool:
@@ -90,72 +136,45 @@ class CallSpec:
         return self.problem.in_chunks_of(self.tiles("recurrent_fw_H").siz_b_LKV)
 
     def tiles(self, name: str) -> StageConfig:
-        """Of the kernel that runs the stage, not clamped."""
-        return dict(self.mosaic_gpu).get(name) or self.config.stage(name)
+        """The tiles of the kernel that runs the stage, not clamped."""
+        return dict(self.kernels)[name].tiles
 
-    def _mosaic_gpu_tiles(self, name: str) -> StageConfig | None:
-        """None where the stage does not run on Mosaic GPU."""
-        facts = STAGES[name].mosaic_gpu
-        if facts is None or not wants_mosaic_gpu(self.backend) or self.dtype.itemsize != 2:
-            return None
-        config = self.config.stage(name)
-        tiles, problem, num_splits = config.mosaic_gpu or facts.heuristic(self.problem), self.problem, config.num_splits or 1
-        if num_splits > 1:
-            if name == "recurrent_bw_dC":  # whose kernel splits no sequence
-                return None
-            problem = dataclasses.replace(problem, NH=problem.NH * num_splits)
-        if STAGES[name].fused:  # all of them in the chunks of the scan, and on Mosaic GPU with it
-            scan = tiles if name == "recurrent_fw_H" else self._mosaic_gpu_tiles("recurrent_fw_H")
-            if scan is None:
-                return None
-            problem = problem.in_chunks_of(scan.siz_b_LKV)
-        return tiles if facts.takes(tiles, problem) else None
+    def stages_in(self, room: str) -> dict[str, StageConfig]:
+        """The stages that run in a room if they run, with their tiles."""
+        return {name: x.tiles for name, x in self.kernels if x.lowering.room == room}
 
-    @property
-    def fused_tiles(self) -> bool:
-        """Whether parallel_bw_dQKV computes P and dP itself; parallel_bw_dP then does not run."""
-        return "parallel_bw_dQKV" in dict(self.mosaic_gpu) and mosaic_gpu_by_chunk(self.problem)
-
-    @property
-    def weights_operands(self) -> bool:
-        """Whether recurrent_bw_dC weights queries and keys. Else they come scaled: from parallel_bw_dP on Triton, from XLA on Mosaic GPU.
-
-        It weights dh in place of q: in float16 r dh would fall below the normal numbers.
-        """
-        on_mosaic_gpu = dict(self.mosaic_gpu).keys()
-        return self.dtype != jnp.float16 and "recurrent_bw_dC" in on_mosaic_gpu and (self.fused_tiles or "parallel_bw_dP" in on_mosaic_gpu)
+    def tiles_on_chip(self, lowering: Lowering) -> bool:
+        """Whether ``backward_plan`` is TILES_ON_CHIP; plain jnp has that of memory alone."""
+        return lowering is not Lowering.XLA and self.backward_plan is BackwardPlan.TILES_ON_CHIP
 
     @property
     def forward_stages(self) -> tuple[str, ...]:
-        return ("chunk_gates", *(("parallel_fw_P", "recurrent_fw_H") if self.fused else ("recurrent_fw_C", "parallel_fw_H")))
+        stages = ("parallel_fw_P", "recurrent_fw_H") if self.fused else ("recurrent_fw_C", "parallel_fw_H")
+        return "chunk_gates", *stages
 
     @property
     def backward_stages(self) -> tuple[str, ...]:
-        tiles = () if self.fused_tiles else ("parallel_bw_dP",)
+        tiles = () if self.backward_plan is BackwardPlan.TILES_ON_CHIP else ("parallel_bw_dP",)
         return "chunk_gates", *tiles, "recurrent_bw_dC", "parallel_bw_dQKV"
 
     @property
     def stages(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*self.forward_stages, *self.backward_stages)))
 
-    def launches(self) -> list[tuple[str, StageConfig, Problem]]:
-        """Name, tiles and problem of each Triton kernel of the forward and the backward pass; chunk_gates in the chunks of the call."""
-        names = [name for name in self.stages if name not in dict(self.mosaic_gpu)] if HAS_TRITON else []
-        return [(name, self.config.stage(name), self.fused_problem if STAGES[name].fused else self.problem) for name in names]
-
     def call(self, name: str, lowering: Lowering, problem: Problem | None = None, *, clamp: bool = True) -> StageCall:
         """How a stage runs in this call; problem: in place of the call's."""
-        problem, tiles, facts = problem or self.problem, self.tiles(name), STAGES[name].mosaic_gpu
-        if lowering.mosaic_gpu and name in dict(self.mosaic_gpu):
-            # chunk_gates runs in chunks of the call and of the fused scan. It may have a kernel for the former alone.
-            if name != "chunk_gates" or (facts is not None and facts.takes(tiles, problem)):
-                return StageCall(problem, tiles, None, lowering)
-            tiles = self.config.stage(name)
-        lowering = without_mosaic_gpu(lowering)
-        precision = self.config.dot_precision(self.dtype, interpret=lowering is Lowering.INTERPRET)
-        precision = lax.Precision.HIGHEST if lowering is Lowering.XLA else precision
-        clamp = clamp and lowering is not Lowering.XLA  # the plain forms have no tiles; their heads may be narrower than one
-        return StageCall(problem, STAGES[name].clamp(tiles, problem) if clamp else tiles, precision, lowering)
+        problem = problem or self.problem
+        if lowering is Lowering.XLA:  # the plain forms have no tiles; heads may be narrower than one
+            return StageCall(problem, self.config.stage(name), lax.Precision.HIGHEST, lowering)
+        choice = dict(self.kernels)[name]
+        if choice.L != problem.L:  # chunk_gates runs in the chunks of the call and of the fused scan
+            choice = self._chosen(name, lowering, problem)
+        facts = dispatch.kernel(name, choice.lowering)
+        if facts is None:
+            return StageCall(problem, choice.tiles, lax.Precision.HIGHEST, choice.lowering)
+        tiles = facts.clamp(choice.tiles, problem) if clamp else choice.tiles
+        precision = self.config.dot_precision(self.dtype, interpret=choice.lowering.interpret)
+        return StageCall(problem, tiles, precision, choice.lowering)
 
     def swap_heads(self, x: jax.Array) -> jax.Array:
         """The layout of the call to (B, NH, S, D), and back. XLA cancels the one against the other."""
@@ -175,19 +194,20 @@ class CallSpec:
         return x.reshape(x.shape[0], self.problem.NC, self.problem.L, *x.shape[2:])
 
     def _can_store_states(self, splits: int) -> bool:
-        """Whether splits end where chunks do, and one launch of the scan holds all rows of the state."""
-        p = self.problem
-        tiles = self.tiles("recurrent_fw_H")
-        mosaic_gpu = "recurrent_fw_H" in dict(self.mosaic_gpu)
-        rows = mosaic_gpu_rows(p.DHQK, tiles.siz_b_loop) if mosaic_gpu else clamped(tiles.siz_b_loop, p.DHQK)
-        return p.NC % splits == 0 and rows == p.DHQK
+        """Whether splits end where chunks do, and the scan can store states."""
+        choice = dict(self.kernels)["recurrent_fw_H"]
+        facts = dispatch.kernel("recurrent_fw_H", choice.lowering)
+        can_store = facts is not None and facts.stores_states(choice.tiles, self.problem)
+        return can_store and self.problem.NC % splits == 0
 
     def _fused_splits(self) -> int:
-        """Splits of a sequence, of whole chunks of the fused scan; 0 where there are too few heads for it, or it is not wanted.
+        """Splits of a sequence, of whole chunks of the fused scan.
 
-        The least power of two that makes enough heads.
+        The least power of two that makes enough heads; 0 where there are too few for the scan, or
+        it is not wanted.
         """
-        if wants_mosaic_gpu(self.backend) and not HAS_TRITON and "recurrent_fw_H" not in dict(self.mosaic_gpu):
+        plain = dispatch.kernel("recurrent_fw_H", dict(self.kernels)["recurrent_fw_H"].lowering) is None
+        if plain and self.backend != Lowering.XLA:
             return 0  # the plain form of the scan is slower than materialised states
         heads, num_splits, p = self.config.fused_min_heads or 0, self.config.stage("recurrent_fw_H").num_splits, self.fused_problem
         whole_chunks = p.NC & -p.NC

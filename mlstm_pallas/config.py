@@ -10,8 +10,9 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 
-from mlstm_pallas.problem import check_chunk_size, clamp_chunk_size, next_power_of_two, padded_head_dim
-from mlstm_pallas.stage import StageConfig, wants_mosaic_gpu
+from mlstm_pallas import dispatch
+from mlstm_pallas.problem import Problem, check_chunk_size, clamp_chunk_size, next_power_of_two, padded_head_dim
+from mlstm_pallas.stage import Lowering, StageConfig
 from mlstm_pallas.stages import STAGES
 from mlstm_pallas.tiles import Precision
 
@@ -101,11 +102,11 @@ class KernelConfig:
         row: dict[str, Any] = {"chunk_size": self.chunk_size, "fused_min_heads": self.fused_min_heads}
         row = {name: value for name, value in row.items() if value is not None}
         for name, tiles in self.stages.items():
-            row[name] = {field: getattr(tiles, field) for field in STAGES[name].search}
+            row[name] = {field: getattr(tiles, field) for field in dispatch.configured(name).search}
             if tiles.num_splits is not None:
                 row[name]["num_splits"] = tiles.num_splits
-            if (mosaic_gpu := STAGES[name].mosaic_gpu) and tiles.mosaic_gpu:
-                row[name]["mosaic_gpu"] = {field: getattr(tiles.mosaic_gpu, field) for field in mosaic_gpu.search}
+            if tiles.mosaic_gpu and (facts := dispatch.kernel(name, Lowering.MOSAIC_GPU)):
+                row[name]["mosaic_gpu"] = {field: getattr(tiles.mosaic_gpu, field) for field in facts.search}
         return row
 
 
@@ -139,9 +140,9 @@ def _tiles_from_row(row: Mapping[str, Any]) -> StageConfig:
 
 
 def config_from_row(row: Mapping[str, Any], backend: str | None = None) -> KernelConfig:
-    """The config of a row, for calls of this backend: on Mosaic GPU a row may have another chunk size or fused_min_heads."""
-    if wants_mosaic_gpu(backend):
-        row = {**row, **row.get("mosaic_gpu", {})}
+    """The config of a row, for calls of this backend, for which a row may have another chunk size or fused_min_heads."""
+    if backend is not None:
+        row = {**row, **row.get(Lowering(backend).room, {})}
     stages: dict[str, Any] = {name: _tiles_from_row(row[name]) for name in STAGES if name in row}
     return KernelConfig(chunk_size=row["chunk_size"], fused_min_heads=row.get("fused_min_heads"), **stages)
 
@@ -161,7 +162,8 @@ def tuned_config(device_kind: str, DHQK: int, DHHV: int, dtype: jnp.dtype, backe
 
 def heuristic_config(DHQK: int, dtype: jnp.dtype) -> KernelConfig:
     """Tiles that fit 99 KiB of shared memory, the least of the supported devices, at any head size."""
-    stages: dict[str, Any] = {name: stage.heuristic(DHQK, dtype) for name, stage in STAGES.items()}
+    problem = Problem(1, 1, 64, DHQK, DHQK, 64, 1.0)
+    stages: dict[str, Any] = {name: dispatch.configured(name).heuristic(problem, dtype) for name in STAGES}
     return KernelConfig(chunk_size=64, fused_min_heads=0, **stages)
 
 

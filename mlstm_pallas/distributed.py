@@ -34,16 +34,15 @@ from mlstm_pallas.annotations import States as StateTuple
 from mlstm_pallas.backend import on_backend
 from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, Residuals, States, StoredStates
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.entry import Options, run
+from mlstm_pallas.dispatch import run
+from mlstm_pallas.entry import Options
 from mlstm_pallas.fwbw import backward, forward, in_reverse_mode, operation, residuals_of, swap_heads_of_residuals
 from mlstm_pallas.gate_gradients import inner, step_flags
 from mlstm_pallas.gates import GOES_ON, log_forget_gate, segment_starts, split_for_exact_sums
 from mlstm_pallas.normaliser import query_scale
 from mlstm_pallas.splits import SplitProducts, decays_in_splits, decays_of_others
 from mlstm_pallas.stage import Lowering, steps_like
-from mlstm_pallas.stages.chunk_gates import chunk_gates
 from mlstm_pallas.stages.parallel_bw_dP import normaliser_gradients
-from mlstm_pallas.stages.recurrence import split_products
 
 
 class Summary(NamedTuple):
@@ -120,7 +119,7 @@ def _products(spec: CallSpec, lowering: Lowering, a, b, r, num_splits: int) -> j
     call = spec.call("recurrent_fw_C", lowering, clamp=False)
     if a.ndim == 3:
         call = dataclasses.replace(call, lowering=Lowering.XLA)
-    return split_products(a, b, r, num_splits, all_splits=True, call=call)
+    return run("split_products", a, b, r, num_splits, all_splits=True, call=call)
 
 
 def _weighted_sum(x: jax.Array, weights: jax.Array) -> jax.Array:
@@ -139,7 +138,7 @@ def _summary(summary_spec: SummarySpec, k, v, i, f, starts) -> tuple[Summary, Sp
     spec, num_splits = summary_spec.call, summary_spec.num_splits
 
     def of_shard(lowering: Lowering, k, v, i, f, starts):
-        gates = chunk_gates(i, f, jnp.full_like(i[:, 0], -jnp.inf), starts, spec.input_gate, call=spec.call("chunk_gates", lowering))
+        gates = run("chunk_gates", i, f, jnp.full_like(i[:, 0], -jnp.inf), starts, spec.input_gate, call=spec.call("chunk_gates", lowering))
         abar, gamma, S = gates.per_step().vecAbar, gates.scaGamma, f.shape[-1]
         if lowering is not Lowering.XLA:
             k, v = spec.strided(k), spec.strided(v)
@@ -163,7 +162,7 @@ def _gradient_summary(summary_spec: SummarySpec, residuals: Residuals, dh) -> Gr
         q = x.q
         if lowering is not Lowering.XLA:
             q, h, dh = spec.strided(q), None if h is None else spec.strided(h), spec.strided(dh)
-        gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, spec.input_gate, stored.m, call=spec.call("chunk_gates", lowering))
+        gates = run("chunk_gates", x.i, x.f, x.m_initial, x.starts, spec.input_gate, stored.m, call=spec.call("chunk_gates", lowering))
         gradients = normaliser_gradients(spec.normaliser, dh, h, z, gates)
         gamma, w, S = gates.scaGamma, query_scale(gates.per_step().vecW, spec.problem.qk_scale), x.f.shape[-1]
         r = w if gradients.vecInvDen is None else w * gradients.vecInvDen

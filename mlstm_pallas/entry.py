@@ -15,7 +15,6 @@ from mlstm_pallas.config import KernelConfig, config_for
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import InputGate, Layout, accumulator_dtype, check_chunk_size, make_problem
 from mlstm_pallas.sharding import aligned
-from mlstm_pallas.shared_memory import check_fits
 
 _log = logging.getLogger("mlstm_pallas")
 
@@ -122,7 +121,7 @@ def spec_for(
     config = config_for(DHQK, DHV, S, dtype, device_kind=device_kind, **chosen)
     # Where m is 0 the floor does not depend on it.
     normaliser = Normaliser(options.eps, options.norm_val, options.stabilize_correctly and gate is InputGate.EXP)
-    spec = CallSpec(
+    return CallSpec(
         make_problem((B, NH, S, DHQK), DHV, config.L, pad_heads=backend != "xla"),
         config,
         dtype,
@@ -134,16 +133,6 @@ def spec_for(
         options.return_last_states,
         layout,
     )
-    check_spec_fits(spec, device_kind)
-    return spec
-
-
-def check_spec_fits(spec: CallSpec, device_kind: str) -> None:
-    """Raises where a Triton kernel cannot have its shared memory; float32 at another precision than the default is left to the compiler."""
-    if spec.backend not in ("triton", "mosaic_gpu", None) or (spec.dtype == jnp.float32 and spec.config.precision is not None):
-        return
-    # No backward pass may follow, which is not known here, and then the forward pass stores no states.
-    check_fits({launch[0]: launch for x in (spec, spec.forward_only) for launch in x.launches()}.values(), spec.dtype, device_kind)
 
 
 def _pad(x: jax.Array, sizes: dict[int, int], value: float = 0) -> jax.Array:

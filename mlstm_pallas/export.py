@@ -9,7 +9,7 @@ from jax.export import DisabledSafetyCheck, Exported
 from jax.export import export as jax_export
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from mlstm_pallas.launch import CUSTOM_CALL_TARGET
+from mlstm_pallas.triton.launch import CUSTOM_CALL_TARGET
 
 PLATFORMS = ("cpu", "cuda")
 

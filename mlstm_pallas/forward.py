@@ -1,14 +1,14 @@
 """The forward schedule: which stages run, and what goes from one to the next. Arrays are those of a shard, (B * NH, ...)."""
 
+import jax
+
 from mlstm_pallas.call_spec import CallSpec, Forward, Inputs, States, StoredStates
+from mlstm_pallas.dispatch import run
+from mlstm_pallas.gates import ChunkGates
+from mlstm_pallas.problem import Problem
 from mlstm_pallas.splits import SplitProducts, decays_in_splits, heads_of_splits, split_states, splits_as_heads
 from mlstm_pallas.stage import Lowering
-from mlstm_pallas.stages.chunk_gates import chunk_gates
-from mlstm_pallas.stages.parallel_fw_H import parallel_fw_H
-from mlstm_pallas.stages.parallel_fw_P import PER_STEP, parallel_fw_P
-from mlstm_pallas.stages.recurrence import split_products
-from mlstm_pallas.stages.recurrent_fw_C import recurrent_fw_C
-from mlstm_pallas.stages.recurrent_fw_H import recurrent_fw_H
+from mlstm_pallas.stages.parallel_fw_P import Scores
 
 
 def forward(spec: CallSpec, lowering: Lowering, x: Inputs, products: SplitProducts | None = None) -> Forward:
@@ -22,15 +22,29 @@ def forward(spec: CallSpec, lowering: Lowering, x: Inputs, products: SplitProduc
     return outputs._replace(h=spec.flat(outputs.h))
 
 
+def gates_of(spec: CallSpec, lowering: Lowering, x: Inputs, problem: Problem | None = None) -> ChunkGates:
+    """The gates in the chunks of the call, or of another problem."""
+    call = spec.call("chunk_gates", lowering, problem)
+    gates: ChunkGates = run("chunk_gates", x.i, x.f, x.m_initial, x.starts, spec.input_gate, call=call)
+    return gates
+
+
 def materialised(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
     """With the state of every chunk in memory."""
-    gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, spec.input_gate, call=spec.call("chunk_gates", lowering))
+    gates = gates_of(spec, lowering, x)
     abar, gamma = gates.per_step().vecAbar, gates.scaGamma
-    states_call = spec.call("recurrent_fw_C", lowering)
-    C, C_last, n, n_last = recurrent_fw_C(
-        x.k, x.v, abar, gamma, x.c_initial, x.n_initial, return_last=spec.return_last_states, call=states_call
+    C, C_last, n, n_last = run(
+        "recurrent_fw_C",
+        *(x.k, x.v, abar, gamma, x.c_initial, x.n_initial),
+        return_last=spec.return_last_states,
+        call=spec.call("recurrent_fw_C", lowering),
     )
-    h, z = parallel_fw_H(x.q, x.k, x.v, gates, C, n, normaliser=spec.normaliser, call=spec.call("parallel_fw_H", lowering))
+    h, z = run(
+        "parallel_fw_H",
+        *(x.q, x.k, x.v, gates, C, n),
+        normaliser=spec.normaliser,
+        call=spec.call("parallel_fw_H", lowering),
+    )
     last = States(C_last, n_last, gates.scaM_states[:, -1]) if C_last is not None else None
     stored = StoredStates(C, n, gates.scaM_states, C_last, n_last)
     return Forward(h, last, z, stored._replace(C=None, C_last=None) if spec.recompute_states_in_bw else stored)
@@ -42,31 +56,33 @@ def fused(spec: CallSpec, lowering: Lowering, x: Inputs, products: SplitProducts
     Stored states are those at the boundaries of the backward pass's chunks.
     """
     p, num_splits = spec.fused_problem, spec.num_splits
-    gates = chunk_gates(x.i, x.f, x.m_initial, x.starts, spec.input_gate, call=spec.call("chunk_gates", lowering, p))
-    scores_call = spec.call("parallel_fw_P", lowering, p)
-    scan_call = spec.call("recurrent_fw_H", lowering, p.split(num_splits))
-    scale_keys = not scan_call.lowering.mosaic_gpu
-    scores = parallel_fw_P(x.q, x.k, gates, x.n_initial, normaliser=spec.normaliser, scale_keys=scale_keys, call=scores_call)
-    C_initial = x.c_initial
-    q, v, gamma = x.q, x.v, gates.scaGamma
+    gates = gates_of(spec, lowering, x, p)
+    scores: Scores = run(
+        "parallel_fw_P",
+        *(x.q, x.k, gates, x.n_initial),
+        normaliser=spec.normaliser,
+        call=spec.call("parallel_fw_P", lowering, p),
+    )
+    q, v, gamma, keys, C_initial = x.q, x.v, gates.scaGamma, scores.keys, x.c_initial
+    of_scan = scores
     if num_splits > 1:
         added = None if products is None else products.all_but_last(num_splits, gates.scaM_states)
         if added is None:
-            decays = decays_in_splits(gates.scaGamma, num_splits, p.S)
-            if scores.vecAbar is not None:  # the keys are not scaled: the weights of a split's steps are
-                decays *= scores.vecAbar
-            products_call = spec.call("recurrent_fw_C", lowering, p, clamp=False)
-            added = split_products(scores.matK_scaled, x.v, decays, num_splits, call=products_call)
-        C_initial = split_states(added, gates.scaGamma, C_initial)
-        q, v, gamma = (splits_as_heads(y, num_splits) for y in (q, v, gamma))
-        of_splits = {name: splits_as_heads(y, num_splits) for name in PER_STEP if (y := getattr(scores, name)) is not None}
-        scores = scores._replace(**of_splits)
+            weights = keys.times(decays_in_splits(gamma, num_splits, p.S))
+            call = spec.call("recurrent_fw_C", lowering, p, clamp=False)
+            added = run("split_products", keys.array, v, weights, num_splits, call=call)
+        C_initial = split_states(added, gamma, C_initial)
+        q, v, gamma, of_scan = jax.tree.map(
+            lambda y: splits_as_heads(y, num_splits),
+            (q, v, gamma, scores._replace(vecZ=None, vecN_states=None, vecN_last=None)),
+        )
     stride = spec.problem.L // p.L
-    H, C_last, C = recurrent_fw_H(
-        *(q, v, scores, gamma, C_initial),
+    H, C_last, C = run(
+        "recurrent_fw_H",
+        *(q, v, of_scan, gamma, C_initial),
         return_last=spec.return_last_states,
         store_every=0 if spec.recompute_states_in_bw else stride,
-        call=scan_call,
+        call=spec.call("recurrent_fw_H", lowering, p.split(num_splits)),
     )
     last = None
     if C_last is not None:

@@ -108,6 +108,10 @@ class Problem:
     def in_chunks_of(self, L: int) -> "Problem":
         return dataclasses.replace(self, L=min(L, self.L))
 
+    def in_splits(self, num_splits: int) -> "Problem":
+        """The problem with a chunk for each of equal splits."""
+        return dataclasses.replace(self, L=self.S // num_splits)
+
     def split(self, num_splits: int) -> "Problem":
         """The problem with every sequence cut into equal splits, which count as heads."""
         return dataclasses.replace(self, NH=self.NH * num_splits, S=self.S // num_splits)

@@ -13,12 +13,11 @@ from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutNa
 from mlstm_pallas.annotations import States as StateTuple
 from mlstm_pallas.backend import on_backend, requested_backend, target_device_kind
 from mlstm_pallas.config import KernelConfig, config_for
-from mlstm_pallas.launch import without_mosaic_gpu
+from mlstm_pallas.dispatch import choose, run
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import InputGate, Layout, Problem, accumulator_dtype
 from mlstm_pallas.sharding import aligned, over_shards
 from mlstm_pallas.stage import Lowering, StageCall, StageConfig
-from mlstm_pallas.stages.recurrent_step import recurrent_step
 
 NO_DERIVATIVE = 'the kernels of mlstm_recurrent_step and mlstm_recurrent_sequence have no derivatives; backend="xla" has them'
 
@@ -53,12 +52,13 @@ class Token(NamedTuple):
 
 
 def _step(spec: StepSpec, x: Token, states: States) -> tuple[jax.Array, States]:
-    def run(lowering: Lowering, x: Token, states: States):
-        call = StageCall(spec.problem, spec.tiles, None, without_mosaic_gpu(lowering))
-        h, c, n, m = recurrent_step(*x, *states, normaliser=spec.normaliser, call=call)
+    def token(lowering: Lowering, x: Token, states: States) -> tuple[jax.Array, States]:
+        lowering, tiles = choose("recurrent_step", lowering, spec.tiles, spec.problem, x.q.dtype)
+        call = StageCall(spec.problem, tiles, None, lowering)
+        h, c, n, m = run("recurrent_step", *x, *states, normaliser=spec.normaliser, call=call)
         return h, States(c, n, m)
 
-    return on_backend(spec.backend, run, x, states)
+    return on_backend(spec.backend, token, x, states)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))

@@ -1,7 +1,7 @@
-"""What a stage is, and what everything around the stages has to know of one.
+"""What a stage is, how a call of one runs, and what its kernels say of themselves.
 
-A file in stages/ with a ``STAGE`` has one stage: its kernel, its launcher, its plain jnp form, and a ``Stage`` with its facts.
-KernelConfig, the shared-memory check, the tuner, the roofline, the benchmark and the tests read those facts and list no stage themselves.
+``stages/`` has the contracts, a file each. ``triton/`` and ``mosaic_gpu/`` have the kernels, in
+files of the same names, and ``dispatch.py`` finds them.
 """
 
 import dataclasses
@@ -18,7 +18,7 @@ from mlstm_pallas.tiles import Precision, divide, remainder
 
 
 class Lowering(enum.StrEnum):
-    """How a stage runs: its kernel compiled by Triton or interpreted, its Mosaic GPU kernel likewise, or its plain jnp form."""
+    """How a stage runs: its kernel in one of the rooms, compiled or interpreted, or in plain jnp."""
 
     TRITON = "triton"
     INTERPRET = "interpret"
@@ -27,13 +27,13 @@ class Lowering(enum.StrEnum):
     XLA = "xla"
 
     @property
-    def mosaic_gpu(self) -> bool:
-        return self in (Lowering.MOSAIC_GPU, Lowering.MOSAIC_GPU_INTERPRET)
+    def interpret(self) -> bool:
+        return self.endswith("interpret")
 
-
-def wants_mosaic_gpu(backend: str | None) -> bool:
-    """Whether calls of this backend run on Mosaic GPU where they can."""
-    return backend is not None and Lowering(backend).mosaic_gpu
+    @property
+    def room(self) -> str:
+        """The folder of its kernels."""
+        return {"interpret": "triton", "xla": "stages"}.get(self, self.removesuffix("_interpret"))
 
 
 def clamped(tile: int, size: int) -> int:
@@ -55,8 +55,9 @@ class StageConfig:
         block by block for every key tile. Needs siz_b_LQ * DHQK elements of it, and a padded DHQK that is a power of two.
       num_splits: recurrent_fw_C, recurrent_bw_dC and recurrent_fw_H only: parts of the sequence that run at the same time, a power of
         two. None: more than one where there are few CTAs, or heads.
-      mosaic_gpu: tiles of the stage's Mosaic GPU kernel; num_warps are those that compute. None: its heuristic. Where the kernel cannot
-        have them the stage runs as ``launch.without_mosaic_gpu`` says.
+      mosaic_gpu: tiles of the stage's Mosaic GPU kernel; num_warps are those that compute. None: its
+        heuristic. Where the kernel cannot have them the stage falls to the next lowering
+        (``dispatch.py``).
     """
 
     siz_b_LQ: int = 64
@@ -92,6 +93,10 @@ class StageConfig:
     def replace(self, **changes: Any) -> "StageConfig":
         return dataclasses.replace(self, **changes)
 
+    def of(self, room: str) -> "StageConfig | None":
+        """The tiles of the kernel in a room; None: its heuristic."""
+        return self.mosaic_gpu if room == "mosaic_gpu" else self
+
     def clamped(self, problem: Problem) -> "StageConfig":
         """The config with every tile clamped to what divides the problem's (padded) dimensions."""
         return self.replace(
@@ -121,8 +126,8 @@ class StageCall:
     lowering: Lowering
 
     @property
-    def plain(self) -> bool:
-        return self.lowering is Lowering.XLA
+    def interpret(self) -> bool:
+        return self.lowering.interpret
 
     def chunks(self, x: jax.Array) -> jax.Array:
         """(B * NH, S, ...), or (B, S, NH, D), to (B * NH, NC, L, ...)."""
@@ -139,77 +144,48 @@ class StageCall:
         return jnp.swapaxes(x.reshape(B, NH, S, x.shape[-1]), 1, 2)
 
 
-class Cost(NamedTuple):
-    """FLOPs of the matrix products, a multiplication or an addition each, and bytes, each input read and each output written once."""
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """What a kernel says of itself: ``KERNEL`` in the module that has it.
 
-    flops: int
-    bytes: int
-
-
-class LoopOperands(NamedTuple):
-    """Operands of the matrix products of one loop, in elements: what takes shared memory."""
-
-    pipelined: bool  # the loop has more than one iteration
-    rows: int  # of the left operand
-    left: int  # left operands, loaded in every iteration
-    right: tuple[int, ...]  # right operands, loaded in every iteration
-    kept: int = 0  # a left operand that stays; in float32 in registers
-
-
-MOSAIC_GPU_SHARED_BYTES = 232_448  # that a CTA may have on Hopper
-MOSAIC_GPU_HEADS = 65_535  # CTAs along a grid axis of CUDA's other than the first
-
-
-# ptxas moves registers between warpgroups (setmaxnreg). nvJitLink, with which jax compiles from 0.12
-# on where it finds the library, ignores that: every thread keeps what it has at the launch.
-MOVES_REGISTERS = jax.__version_info__ < (0, 12)
-
-
-def mosaic_gpu_rows(DHQK: int, most: int = 256) -> int:
-    """Rows of a block of the state in the registers of Mosaic GPU kernels, a multiple of 64 that divides DHQK; 0: there is none."""
-    return next((DHQK // n for n in range(1, DHQK // 64 + 1) if DHQK % (64 * n) == 0 and DHQK // n <= most), 0)
-
-
-class MosaicGpu(NamedTuple):
-    """The facts of a stage's Mosaic GPU kernel, for 16-bit dtypes; problem: in the stage's chunks."""
+    Attributes:
+      search: the fields of StageConfig that it reads, with the values that the tuner tries.
+      heuristic: (problem, dtype) -> tiles. Triton's fit 99 KiB of shared memory, the least of the
+        supported devices, at any head size.
+      clamp: (tiles, problem) -> the tiles that run.
+      takes: (tiles, problem, dtype) -> whether it can run, else the stage falls to the next
+        lowering.
+      pays: (tiles, problem) -> whether it is faster than the kernel of the next lowering.
+      makes_tiles: problem -> whether it makes P and dP itself; of parallel_bw_dQKV.
+      stores_states: (tiles, problem) -> whether it can store states; of recurrent_fw_H.
+    """
 
     search: Mapping[str, Sequence[Any]]
-    heuristic: Callable[[Problem], StageConfig]
-    takes: Callable[[StageConfig, Problem], bool]  # whether it can run; else see launch.without_mosaic_gpu
+    heuristic: Callable[[Problem, jnp.dtype], StageConfig]
+    clamp: Callable[[StageConfig, Problem], StageConfig] = StageConfig.clamped
+    takes: Callable[[StageConfig, Problem, jnp.dtype], bool] = lambda tiles, p, dtype: True
+    pays: Callable[[StageConfig, Problem], bool] = lambda tiles, p: True
+    makes_tiles: Callable[[Problem], bool] = lambda p: False
+    stores_states: Callable[[StageConfig, Problem], bool] = lambda tiles, p: False
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A stage's facts.
+    """A stage's contract.
 
     Attributes:
-      name: of the file, the launcher, the kernel, the field of KernelConfig, the benchmark's flag, the test id and the profile.
-      run: the launcher: run(*inputs, call=StageCall) -> a NamedTuple or an array.
-      inputs: what it takes, by documented name: an input of the call, a field of the outputs of an earlier stage, or the name of
-        an earlier stage for its outputs as they are.
-      search: the fields of StageConfig that it reads, with the values that the tuner tries.
-      heuristic: (DHQK, dtype) -> tiles that fit 99 KiB of shared memory, the least of the supported devices, at any head size.
-      cost: (problem, bytes of an element of q, k, v) -> Cost. R below stands for B NH S, K for DHQK, V for DHHV.
-      loops: (tiles, problem) -> the loops whose operands take shared memory.
-      clamp: (tiles, problem) -> the tiles that run.
+      name: of the file, the function, the kernels, the field of KernelConfig, the benchmark's
+        flag, the test id and the profile.
+      inputs: what it takes, by documented name: an input of the call, a field of the outputs of an
+        earlier stage, or the name of an earlier stage for its outputs as they are.
       fused: whether it runs in the chunks of the fused scan, not in those of the call.
-      transposes_left: whether the left operand of its loops is transposed on its way, from one copy.
       decode: whether it is a stage of generation, not of mlstm_chunkwise.
-      mosaic_gpu: of its kernel in stages/mosaic_gpu/, if it has one.
     """
 
     name: str
-    run: Callable[..., Any]
     inputs: Sequence[str]
-    search: Mapping[str, Sequence[Any]]
-    heuristic: Callable[[int, jnp.dtype], StageConfig]
-    cost: Callable[[Problem, int], Cost]
-    loops: Callable[[StageConfig, Problem], Sequence[LoopOperands]]
-    clamp: Callable[[StageConfig, Problem], StageConfig] = StageConfig.clamped
     fused: bool = False
-    transposes_left: bool = False
     decode: bool = False
-    mosaic_gpu: MosaicGpu | None = None
 
     @property
     def backward(self) -> bool:
@@ -264,3 +240,21 @@ def steps_of(vec: jax.Array) -> jax.Array:
         return vec
     B, S, NH = vec.shape
     return jnp.swapaxes(vec, 1, 2).reshape(B * NH, S)
+
+
+class Weighted(NamedTuple):
+    """An operand whose steps are weighted in a product: by the kernel, or before it."""
+
+    array: jax.Array  # (B * NH, S, D) or (B, S, NH, D)
+    weights: jax.Array | None  # (B * NH, S) float32; None: the array is weighted
+
+    def product(self) -> jax.Array:
+        """The weighted array, in its dtype."""
+        if self.weights is None:
+            return self.array
+        weights = steps_like(self.weights, self.array)
+        return (self.array.astype(weights.dtype) * weights).astype(self.array.dtype)
+
+    def times(self, factors: jax.Array) -> jax.Array:
+        """The weights of the array, with factors (B * NH, S) of the weighted one."""
+        return factors if self.weights is None else factors * self.weights

@@ -1,143 +1,11 @@
-"""Stage chunk_gates: the gates and stabilisers of all chunks (the equations are in gates.py).
-
-chunk_gates: running sums and running maxima inside each chunk, as ``gates.local_gates`` in plain jnp. Grid (NC, B * NH). A CTA owns
-one chunk and loops over it in tiles of siz_b_LQ steps, carrying sum, maximum and number of resets. The running maximum is a masked
-maximum over a siz_b_LQ x siz_b_LQ tile; with the sigmoid gate there is none to take.
-Bytes: 9 vectors of B NH S float32, one more with packed segments; no matrix product.
-
-stabiliser_scan: m_c at the chunk boundaries, as ``gates.stabiliser_scan``. Grid (NC + 1, B * NH). A CTA reads the summaries of the
-chunks before its boundary, in its block of up to 512. With several blocks, a launch before it with one CTA a head computes the
-stabiliser before each block.
-"""
+"""Stage chunk_gates: the gates and stabilisers of all chunks; ``gates.py`` has the equations."""
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax import lax
-from jax.experimental import pallas as pl
 
 from mlstm_pallas import gates
-from mlstm_pallas.gates import ChunkGates, LocalGates, log_gates, pair_add, pair_max, reset_offset, split_for_exact_sums, stabiliser_sources
-from mlstm_pallas.launch import kernel_call
-from mlstm_pallas.problem import InputGate, Problem, next_power_of_two
-from mlstm_pallas.stage import Cost, MosaicGpu, Stage, StageCall, StageConfig, search_of
-from mlstm_pallas.tiles import blocks, causal_mask, divide, loop
-
-_INF = float("inf")
-_SCAN_BLOCK = 512  # chunks that a CTA of stabiliser_scan reads
-
-
-def _chunk_gates_kernel(
-    i_ref,  # (L,)
-    f_ref,  # (L,)
-    starts_ref,  # (L,) int32, 1 where a packed segment begins; may be absent
-    b_hi_ref,  # out (L,), as all that follow
-    b_lo_ref,
-    e_hi_ref,
-    e_lo_ref,
-    emax_hi_ref,
-    emax_lo_ref,
-    offset_ref,
-    *,
-    tiles: int,
-    siz_b: int,
-    input_gate: InputGate,
-):
-    sigmoid = input_gate is InputGate.SIGMOID
-
-    def spread(tile, carry):
-        i_min, i_max, decay = carry
-        steps = pl.ds(tile * siz_b, siz_b)
-        i, fbar, _ = log_gates(i_ref[steps], f_ref[steps], input_gate)
-        stored_min, stored_max = jnp.min(jnp.where(i > -_INF, i, _INF)), jnp.max(jnp.where(i > -_INF, i, -_INF))
-        return jnp.minimum(i_min, stored_min), jnp.maximum(i_max, stored_max), decay + jnp.sum(-fbar)
-
-    # m = 0 is a source as well: with the sigmoid gate, and where a packed segment begins
-    bound = 0.0 if sigmoid or starts_ref is not None else _INF
-    i_min, i_max, decay = loop(tiles, spread, (jnp.float32(bound), jnp.float32(-bound), jnp.float32(0.0)))
-    offset_unit = reset_offset(i_min, i_max, decay)
-    last = lax.iota(jnp.int32, siz_b) == siz_b - 1
-
-    def last_of(x):
-        return jnp.sum(jnp.where(last, x, 0.0))
-
-    def step(tile, carry):
-        sum_hi, sum_lo, max_hi, max_lo, resets = carry
-        steps = pl.ds(tile * siz_b, siz_b)
-        i, fbar, reset = log_gates(i_ref[steps], f_ref[steps], input_gate)
-        hi, lo = split_for_exact_sums(fbar, jnp.max(jnp.abs(fbar)), siz_b)
-        hi, lo = jnp.cumsum(hi), jnp.cumsum(lo)
-        b = pair_add((hi, lo), (jnp.broadcast_to(sum_hi, hi.shape), jnp.broadcast_to(sum_lo, hi.shape)))
-        begins = None if starts_ref is None else starts_ref[steps] > 0
-        restarts = reset if begins is None else reset | begins
-        count = resets + jnp.cumsum(restarts.astype(jnp.float32))
-        offset = count * offset_unit
-
-        (e_hi, e_lo), (source_hi, source_lo) = stabiliser_sources(i, fbar, b, offset, reset, begins, input_gate)
-        if sigmoid:
-            emax_hi, emax_lo = source_hi, source_lo
-        else:
-            seen = causal_mask(siz_b, siz_b, 0) & (count[None, :] == count[:, None])
-            tile_max_hi = jnp.max(jnp.where(seen, source_hi[None, :], -_INF), axis=1)
-            largest = seen & (source_hi[None, :] == tile_max_hi[:, None])
-            tile_max_lo = jnp.max(jnp.where(largest, source_lo[None, :], -_INF), axis=1)
-            before = count == resets  # the maximum so far still counts
-            reaching = jnp.where(before, max_hi, -_INF), jnp.where(before, max_lo, 0.0)
-            emax_hi, emax_lo = pair_max((tile_max_hi, tile_max_lo), reaching)
-            emax_lo = jnp.where(emax_hi == -_INF, 0.0, emax_lo)
-
-        for ref, x in (
-            (b_hi_ref, b[0]),
-            (b_lo_ref, b[1]),
-            (e_hi_ref, e_hi),
-            (e_lo_ref, e_lo),
-            (emax_hi_ref, emax_hi),
-            (emax_lo_ref, emax_lo),
-            (offset_ref, offset),
-        ):
-            ref[steps] = x
-        last_max = jnp.max(jnp.where(last, emax_hi, -_INF))
-        return last_of(b[0]), last_of(b[1]), last_max, last_of(emax_lo), last_of(count)
-
-    start = jnp.float32(0.0), jnp.float32(0.0), jnp.float32(-_INF), jnp.float32(0.0), jnp.float32(0.0)
-    loop(tiles, step, start)
-
-
-def _stabiliser_scan_kernel(
-    g_ref,  # (padded NC,) running sum of log sigmoid(f) over the chunk
-    a_ref,  # (padded NC,) m of the chunk on its own
-    reset_ref,  # (padded NC,) 1 where the chunk has a reset
-    m_before_ref,  # (1,), or (blocks,) before each block
-    m_ref,  # out (NC + 1,), or (blocks,) before each block
-    *,
-    block: int,
-    every_boundary: bool,
-):
-    def step(j, m, boundary):
-        chunks = pl.ds(j * block, block)
-        index = j * block + lax.iota(jnp.int32, block)
-        before = index < boundary
-        g = jnp.where(before, g_ref[chunks], 0.0)
-        resets = jnp.cumsum(jnp.where(before, reset_ref[chunks], 0.0))
-        hi, lo = split_for_exact_sums(g, jnp.max(jnp.abs(g)), block)
-        hi, lo, total_resets = jnp.cumsum(hi), jnp.cumsum(lo), jnp.max(resets)
-        last = lax.iota(jnp.int32, block) == block - 1
-        total_hi, total_lo = jnp.sum(jnp.where(last, hi, 0.0)), jnp.sum(jnp.where(last, lo, 0.0))
-        reaches = before & (resets == total_resets)
-        a = jnp.where(reaches, a_ref[chunks], -_INF) + ((total_hi - hi) + (total_lo - lo))
-        return jnp.maximum(jnp.where(total_resets > 0, -_INF, m + (total_hi + total_lo)), jnp.max(a))
-
-    if every_boundary:
-        boundary = pl.program_id(0)
-        of = divide(lax.max(boundary - 1, np.int32(0)), block)
-        m_ref[boundary] = step(of, m_before_ref[of], boundary)
-        return
-
-    def whole_block(j, m):
-        m_ref[j] = m
-        return step(j, m, (j + 1) * block)
-
-    loop(m_ref.shape[0], whole_block, m_before_ref[0])
+from mlstm_pallas.gates import ChunkGates
+from mlstm_pallas.problem import InputGate
+from mlstm_pallas.stage import Stage, StageCall
 
 
 def chunk_gates(
@@ -156,90 +24,15 @@ def chunk_gates(
       vecI, vecF: pre-activations (B * NH, S), float32.
       scaM_initial: (B * NH,), float32; zeros with the sigmoid gate.
       starts: (B * NH, S) int32, 1 where a packed segment begins; None: nowhere.
-      scaM_states: the stabilisers of the chunk boundaries, (B * NH, NC + 1) float32, where they are known.
+      scaM_states: the stabilisers of the chunk boundaries, (B * NH, NC + 1) float32, where they are
+        known.
     """
-    if call.lowering.mosaic_gpu:
-        from mlstm_pallas.stages.mosaic_gpu import chunk_gates as on_mosaic_gpu
-
-        return on_mosaic_gpu.chunk_gates(vecI, vecF, scaM_initial, starts, input_gate, scaM_states, call)
-    if call.plain:
-        local = gates.local_gates(call.chunks(vecI), call.chunks(vecF), None if starts is None else call.chunks(starts), input_gate)
-    else:
-        local = _local_gates(vecI, vecF, starts, input_gate, call)
+    begins = None if starts is None else call.chunks(starts)
+    local = gates.local_gates(call.chunks(vecI), call.chunks(vecF), begins, input_gate)
     if scaM_states is None:
-        if call.plain or input_gate is InputGate.SIGMOID:  # which has no scan
-            scaM_states = gates.stabiliser_scan(local, scaM_initial, input_gate)
-        else:
-            scaM_states = _stabiliser_scan(local, scaM_initial, call)
-    found = gates.join_chunks(local, scaM_states, input_gate)
-    return gates.fusion_barrier(found, found.scaGamma) if call.plain else found
+        scaM_states = gates.stabiliser_scan(local, scaM_initial, input_gate)
+    joined = gates.join_chunks(local, scaM_states, input_gate)
+    return gates.fusion_barrier(joined, joined.scaGamma)
 
 
-def _local_gates(vecI: jax.Array, vecF: jax.Array, starts: jax.Array | None, input_gate: InputGate, call: StageCall) -> LocalGates:
-    p, siz_b = call.problem, call.tiles.siz_b_LQ
-    chunk = pl.BlockSpec((None, p.L), lambda c, b: (b, c))
-    outputs = kernel_call(
-        _chunk_gates_kernel,
-        name="chunk_gates",
-        grid=(p.NC, p.BNH),
-        in_specs=[chunk, chunk, None if starts is None else chunk],
-        out_specs=[chunk] * 7,
-        out_shape=[jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32)] * 7,
-        call=call,
-        tiles=blocks(p.L, siz_b),
-        siz_b=siz_b,
-        input_gate=input_gate,
-    )(vecI, vecF, starts)
-    b_hi, b_lo, e_hi, e_lo, emax_hi, emax_lo, offset = map(call.chunks, outputs)
-    return LocalGates((b_hi, b_lo), (e_hi, e_lo), (emax_hi, emax_lo), offset)
-
-
-def _stabiliser_scan(local: LocalGates, scaM_initial: jax.Array, call: StageCall) -> jax.Array:
-    p = call.problem
-    block = min(next_power_of_two(p.NC), _SCAN_BLOCK)
-    padded = -(-p.NC // block) * block
-    summaries = [jnp.pad(x.astype(jnp.float32), [(0, 0), (0, padded - p.NC)]) for x in gates.chunk_summaries(local)]
-    row = pl.BlockSpec((None, padded), lambda c, b: (b, 0))
-
-    def scan(m_before: jax.Array, ctas: int, size: int) -> jax.Array:
-        return kernel_call(
-            _stabiliser_scan_kernel,
-            name="stabiliser_scan",
-            grid=(ctas, p.BNH),
-            in_specs=[row, row, row, pl.BlockSpec((None, m_before.shape[1]), lambda c, b: (b, 0))],
-            out_specs=[pl.BlockSpec((None, size), lambda c, b: (b, 0))],
-            out_shape=[jax.ShapeDtypeStruct((p.BNH, size), jnp.float32)],
-            call=call,
-            block=block,
-            every_boundary=ctas > 1,
-        )(*summaries, m_before)[0]
-
-    m = scaM_initial[:, None]
-    if padded > block:
-        m = scan(m, 1, padded // block)
-    return scan(m, p.NC + 1, p.NC + 1)
-
-
-def _cost(p: Problem, itemsize: int) -> Cost:
-    """No product. Bytes: i, f, and e and u in two floats each, w, m, abar, 4 * 9 R; gamma, m at the boundaries and m_initial.
-
-    In the backward pass Mosaic GPU writes the flags too, 4 R.
-    """
-    return Cost(0, 4 * (9 * p.BNH * p.S + 2 * p.BNH * p.NC + 2 * p.BNH))
-
-
-def _mosaic_gpu_takes(tiles: StageConfig, p: Problem) -> bool:
-    """A thread has 16 steps of a chunk of 2048 in registers."""
-    return p.L % 64 == 0 and p.L <= 2048
-
-
-STAGE = Stage(
-    name="chunk_gates",
-    run=chunk_gates,
-    inputs=("vecI", "vecF", "scaM_initial"),
-    search=search_of("siz_b_LQ", num_warps=(1, 2, 4)),
-    heuristic=lambda DHQK, dtype: StageConfig(siz_b_LQ=16, num_warps=1, num_stages=1),
-    cost=_cost,
-    loops=lambda tiles, p: (),
-    mosaic_gpu=MosaicGpu(search={}, heuristic=lambda p: StageConfig(), takes=_mosaic_gpu_takes),
-)
+STAGE = Stage(name="chunk_gates", inputs=("vecI", "vecF", "scaM_initial"))

@@ -2,16 +2,16 @@
 
     C_{c+1} = gamma_c C_c + sum_t abar_t k_t v_t^T        n_{c+1} = gamma_c n_c + sum_t abar_t k_t
 
-Kernel, grid, what a CTA owns, plain form, FLOPs and bytes are those of recurrence.py, forward in time.
+It is a recurrence over the chunks, forward in time: ``recurrence.py``.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Cost, Stage, StageCall
-from mlstm_pallas.stages.recurrence import FACTS, Recurrence, recurrences
+from mlstm_pallas.stage import Stage, StageCall
+from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, recurrences
 
 
 class States(NamedTuple):
@@ -30,6 +30,7 @@ def recurrent_fw_C(
     vecN_initial: jax.Array,
     *,
     return_last: bool = True,
+    recurrences: Callable[..., list[RecurrenceOutputs]] = recurrences,
     call: StageCall,
 ) -> States:
     """Runs the stage.
@@ -39,21 +40,14 @@ def recurrent_fw_C(
       vecAbar, scaGamma: (B * NH, S), (B * NH, NC), float32.
       matC_initial, vecN_initial: (B * NH, DHQK, DHHV), None: zeros; (B * NH, DHQK); float32.
       return_last: whether the last C is wanted.
+      recurrences: the function of that name of a lowering.
     """
     of_C = Recurrence(matK, matV, scaGamma, matC_initial, return_last, r=vecAbar, x_initial=vecN_initial)
     (outputs,) = recurrences("recurrent_fw_C", of_C, call=call)
     return States(outputs.X, outputs.X_last, outputs.x, outputs.x_last)
 
 
-def _cost(p: Problem, itemsize: int) -> Cost:
-    """Beside that of the recurrence abar, and n at all chunk boundaries."""
-    flops, bytes_of_C = FACTS["cost"](p, itemsize)
-    return Cost(flops, bytes_of_C + 4 * p.BNH * (p.S + (p.NC + 2) * p.DHQK))
-
-
 STAGE = Stage(
     name="recurrent_fw_C",
-    run=recurrent_fw_C,
     inputs=("matK", "matV", "vecAbar", "scaGamma", "matC_initial", "vecN_initial"),
-    **FACTS | {"cost": _cost},
 )

@@ -1,121 +1,26 @@
 """Stage recurrent_fw_H: the outputs by a fused scan, which keeps the state on the chip.
 
     h_t = r_t C_c^T q_t + sum_s P_ts v_s        C_{c+1} = gamma_c C_c + sum_s kbar_s v_s^T        (P, r, kbar: parallel_fw_P)
-
-Grid (DHHV / siz_b_DHHV, B * NH). A CTA owns siz_b_DHHV columns of C, in float32 registers, and of h, and loops over the chunks. The
-state is kept transposed, as the left operand of C^T q: what one product leaves in registers the next takes from there, rounded to the
-kernel dtype, and no state goes through shared memory. It is held as tiles of siz_b_DHQK rows: only one rounded tile at a time fits
-beside it. Where C has more than siz_b_loop rows, a launch for each siz_b_loop of them adds to the output of the launch before.
-
-C before every n-th chunk may be stored on the way, for the backward pass: the loop over chunks is then two nested loops.
-
-No tile that the pipeline loads feeds plain arithmetic as well as a product (see parallel_fw_H).
-
-FLOPs: 4 R K V + R (L + 1) V. Bytes: q, kbar, v, h and P, R (2 K + 2 V + L) itemsize; q, kbar and P again for each column block, mostly
-from L2, and h twice more for each further launch.
 """
 
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 
 from mlstm_pallas.gate_gradients import zero_states
-from mlstm_pallas.launch import kernel_call
-from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import (
-    MOSAIC_GPU_HEADS,
-    MOSAIC_GPU_SHARED_BYTES,
-    Cost,
-    LoopOperands,
-    MosaicGpu,
     Stage,
     StageCall,
-    StageConfig,
-    clamped,
-    mosaic_gpu_rows,
-    search_of,
-    sequence_shape,
-    sequence_spec,
 )
 from mlstm_pallas.stages.parallel_fw_P import Scores
-from mlstm_pallas.tiles import Precision, block_at, blocks, dot, loop
 
 
 class FusedScan(NamedTuple):
     matH: jax.Array  # (B * NH, S, DHHV) in the output dtype
     matC_last: jax.Array | None  # (B * NH, DHQK, DHHV) float32; None where it is not wanted
     matC_states: jax.Array | None  # (B * NH, NC / store_every, DHQK, DHHV) in the kernel dtype; None where none are stored
-
-
-def _recurrent_fw_H_kernel(
-    q_ref,  # (S, siz_b_loop)
-    kbar_ref,  # (S, siz_b_loop)
-    v_ref,  # (S, siz_b_DHHV)
-    P_ref,  # (S, L), in the first launch
-    r_ref,  # (S,)
-    gamma_ref,  # (NC,)
-    C_initial_ref,  # (siz_b_loop, siz_b_DHHV), may be absent
-    partial_ref,  # (S, siz_b_DHHV) h of the launches before, absent in the first
-    h_ref,  # out (S, siz_b_DHHV)
-    *more_refs,  # out, as wanted: C_last (siz_b_loop, siz_b_DHHV); C (stored, siz_b_loop, siz_b_DHHV)
-    L: int,
-    siz_b_DHQK: int,
-    return_last: bool,
-    store_every: int,
-    precision: Precision,
-):
-    S, rows = q_ref.shape
-    more = iter(more_refs)
-    C_last_ref: Any = next(more) if return_last else None
-    C_ref: Any = next(more) if store_every else None
-    row_tiles = [pl.ds(start, siz_b_DHQK) for start in range(0, rows, siz_b_DHQK)]
-    chunks = S // L
-
-    # The pipeline copies operands of products alone. The rest is prefetched a chunk ahead, or each load would be waited for. So is P:
-    # the pipeline would hold several of its tiles, too much shared memory for two CTAs on an SM.
-    def prefetch(index):
-        chunk = lax.min(index, np.int32(chunks - 1))
-        steps = block_at(chunk, L)
-        return gamma_ref[chunk], r_ref[steps], *(None if ref is None else ref[steps, :] for ref in (partial_ref, P_ref))
-
-    def step(index, carry):
-        CT, (gamma, r, partial, P) = carry
-        steps = block_at(index, L)
-        following = prefetch(index + 1)
-        v = v_ref[steps, :]
-        hT = jnp.zeros((v.shape[1], L), jnp.float32)
-        for tile, block in zip(row_tiles, CT, strict=True):
-            hT += dot(block.astype(v.dtype), q_ref[steps, tile], precision, b_axis=1)
-        hT = hT * r[None, :]
-        if P is not None:
-            hT += dot(v, P, precision, a_axis=0, b_axis=1)
-        if partial is None:
-            h_ref[steps, :] = hT.astype(h_ref.dtype).T
-        else:
-            h_ref[steps, :] = (hT.T + partial.astype(jnp.float32)).astype(h_ref.dtype)
-        CT = tuple(block * gamma + dot(v, kbar_ref[steps, tile], precision, a_axis=0) for tile, block in zip(row_tiles, CT, strict=True))
-        return CT, following
-
-    def initial(tile):
-        if C_initial_ref is None:
-            return jnp.zeros((v_ref.shape[1], siz_b_DHQK), jnp.float32)
-        return C_initial_ref[tile, :].T
-
-    def store_and_step(index, carry):
-        for tile, block in zip(row_tiles, carry[0], strict=True):
-            C_ref[index, tile, :] = block.astype(C_ref.dtype).T
-        return loop(store_every, lambda chunk, carry: step(index * store_every + chunk, carry), carry)
-
-    carry = tuple(map(initial, row_tiles)), prefetch(np.int32(0))
-    CT, _ = loop(chunks // store_every, store_and_step, carry) if store_every else loop(chunks, step, carry)
-    if C_last_ref is not None:
-        for tile, block in zip(row_tiles, CT, strict=True):
-            C_last_ref[tile, :] = block.T
 
 
 def recurrent_fw_H(
@@ -140,65 +45,7 @@ def recurrent_fw_H(
       store_every: C before chunks 0, n, 2n, ... is wanted, n a divisor of NC; 0: nowhere. For one launch.
       output_dtype: of h; None: that of matQ.
     """
-    p, tiles = call.problem, call.tiles
     output_dtype = matQ.dtype if output_dtype is None else output_dtype
-    if call.plain:
-        return _plain(matQ, matV, scores, scaGamma, matC_initial, return_last, store_every, output_dtype, call)
-    if call.lowering.mosaic_gpu:
-        from mlstm_pallas.stages.mosaic_gpu.recurrent_fw_H import recurrent_fw_H as on_mosaic_gpu
-
-        return FusedScan(*on_mosaic_gpu(matQ, matV, scores, scaGamma, matC_initial, return_last, store_every, output_dtype, call))
-    siz_b, rows = tiles.siz_b_DHHV, tiles.siz_b_loop
-    launches = blocks(p.DHQK, rows)
-    if store_every and launches > 1:
-        raise ValueError(f"recurrent_fw_H stores states of up to {rows} rows, expected {p.DHQK}")
-    values = sequence_spec(matV, p, p.S, siz_b, lambda i, b: (b, 0, i))
-    H: Any = None
-    lasts, states = [], None
-    for index in range(launches):
-        q, kbar = (sequence_spec(x, p, p.S, rows, lambda i, b, index=index: (b, 0, index)) for x in (matQ, scores.matK_scaled))
-        arrays = [
-            (matQ, q),
-            (scores.matK_scaled, kbar),
-            (matV, values),
-            (scores.matP if index == 0 else None, pl.BlockSpec((None, p.S, p.L), lambda i, b: (b, 0, 0))),
-            (scores.vecR, pl.BlockSpec((None, p.S), lambda i, b: (b, 0))),
-            (scaGamma, pl.BlockSpec((None, p.NC), lambda i, b: (b, 0))),
-            (matC_initial, pl.BlockSpec((None, rows, siz_b), lambda i, b, index=index: (b, index, i))),
-            (H, values),
-        ]
-        # h may be rounded twice within its promised error, not once a launch.
-        dtype = output_dtype if index == launches - 1 or launches == 2 else jnp.float32
-        outputs: list[Any] = [(sequence_shape(matV, p.DHHV, dtype), values)]
-        if return_last:
-            shape = jax.ShapeDtypeStruct((p.BNH, rows, p.DHHV), jnp.float32)
-            outputs.append((shape, pl.BlockSpec((None, rows, siz_b), lambda i, b: (b, 0, i))))
-        if store_every:
-            stored = blocks(p.NC, store_every)
-            shape = jax.ShapeDtypeStruct((p.BNH, stored, p.DHQK, p.DHHV), matQ.dtype)
-            outputs.append((shape, pl.BlockSpec((None, stored, p.DHQK, siz_b), lambda i, b: (b, 0, 0, i))))
-        H, *more = kernel_call(
-            _recurrent_fw_H_kernel,
-            name="recurrent_fw_H",
-            grid=(blocks(p.DHHV, siz_b), p.BNH),
-            in_specs=[None if x is None else spec for x, spec in arrays],
-            out_specs=[spec for _, spec in outputs],
-            out_shape=[shape for shape, _ in outputs],
-            call=call,
-            L=p.L,
-            siz_b_DHQK=tiles.siz_b_DHQK,
-            return_last=return_last,
-            store_every=store_every,
-            precision=call.precision,
-        )(*(x for x, _ in arrays))
-        if return_last:
-            lasts.append(more.pop(0))
-        if store_every:
-            states = more.pop()
-    return FusedScan(H, jnp.concatenate(lasts, axis=-2) if lasts else None, states)
-
-
-def _plain(matQ, matV, scores, scaGamma, matC_initial, return_last, store_every, output_dtype, call) -> FusedScan:
     p, acc = call.problem, scaGamma.dtype
 
     def product(subscripts, *operands):
@@ -210,70 +57,14 @@ def _plain(matQ, matV, scores, scaGamma, matC_initial, return_last, store_every,
         return gamma[:, None, None] * C + product("nsk,nsv->nkv", kbar, v), (h, C.astype(q.dtype))
 
     C = zero_states(scaGamma[:, 0], p.DHQK, p.DHHV) if matC_initial is None else matC_initial
-    chunks = [*map(call.chunks, (matQ, scores.matK_scaled, matV, scores.matP, scores.vecR)), scaGamma]
+    chunks = [*map(call.chunks, (matQ, scores.keys.product(), matV, scores.matP, scores.vecR)), scaGamma]
     C, (h, states) = lax.scan(step, C, tuple(jnp.moveaxis(x, 1, 0) for x in chunks))
     H = call.steps(jnp.moveaxis(h, 0, 1).astype(output_dtype), matV)
     return FusedScan(H, C if return_last else None, jnp.moveaxis(states, 0, 1)[:, ::store_every] if store_every else None)
 
 
-def _clamp(tiles: StageConfig, p: Problem) -> StageConfig:
-    rows, fitted = clamped(tiles.siz_b_loop, p.DHQK), tiles.clamped(p)
-    return fitted.replace(siz_b_LKV=p.L, siz_b_loop=rows, siz_b_DHQK=min(fitted.siz_b_DHQK, rows))
-
-
-def _heuristic(DHQK: int, dtype: jnp.dtype) -> StageConfig:
-    """Two CTAs on an SM of Hopper."""
-    rows = 64 if dtype.itemsize > 2 else 128
-    return StageConfig(siz_b_LKV=32, siz_b_DHQK=rows, siz_b_DHHV=64, siz_b_loop=256, num_warps=4, num_stages=2)
-
-
-def _cost(p: Problem, itemsize: int) -> Cost:
-    """Beside the above in float32 r, gamma, the first and the last C."""
-    R, K, V = p.BNH * p.S, p.DHQK, p.DHHV
-    floats = R + p.BNH * p.NC + 2 * p.BNH * K * V
-    return Cost(4 * R * K * V + R * (p.L + 1) * V, itemsize * R * (2 * K + 2 * V + p.L) + 4 * floats)
-
-
-def _loops(tiles: StageConfig, p: Problem) -> Sequence[LoopOperands]:
-    if p.NC == 1 or tiles.num_stages == 1:
-        return []  # the operands come through registers, bit by bit
-    operands = (p.L * tiles.siz_b_DHQK,) * (2 * tiles.siz_b_loop // tiles.siz_b_DHQK)
-    return [LoopOperands(True, tiles.siz_b_DHHV, 0, operands, p.L * tiles.siz_b_DHHV)]
-
-
-def _mosaic_gpu_takes(tiles: StageConfig, p: Problem) -> bool:
-    """A warpgroup has at most 64 x 256 floats of C.
-
-    Two of them: with one the copying warpgroup has no registers to give away, with four a thread starts with 96, too few for a product.
-    """
-    warpgroups, rows, Vb, L = tiles.num_warps // 4, mosaic_gpu_rows(p.DHQK, tiles.siz_b_loop), tiles.siz_b_DHHV, p.L
-    launches = p.DHQK // max(rows, 1)
-    if warpgroups != 2 or p.BNH > MOSAIC_GPU_HEADS or rows == 0 or launches > 2 or L % 64 or p.DHHV % Vb or Vb % (64 * warpgroups):
-        return False
-    # The first launch reads P, the second one h of the first. One launch alone stores states.
-    a_stage = 2 * L * (2 * rows + Vb + (max(L, Vb) if launches > 1 else L)) + 8 * L
-    states = 2 * warpgroups * 2 * 64 * 64 if launches == 1 else 0
-    shared = tiles.num_stages * a_stage + 2 * L * Vb + states + 1024
-    return Vb // (64 * warpgroups) * rows <= 256 and shared <= MOSAIC_GPU_SHARED_BYTES
-
-
-def _mosaic_gpu_heuristic(p: Problem) -> StageConfig:
-    return StageConfig(siz_b_LKV=64, siz_b_DHHV=128, siz_b_loop=256, num_warps=8, num_stages=2 if p.DHQK > 128 else 3)
-
-
 STAGE = Stage(
     name="recurrent_fw_H",
-    run=recurrent_fw_H,
     inputs=("matQ", "matV", "parallel_fw_P", "scaGamma", "matC_initial"),
-    search=search_of("siz_b_LKV", siz_b_DHQK=(64, 128, 256), siz_b_DHHV=(64, 128), siz_b_loop=(64, 128, 256, 512), num_stages=(2, 3, 4)),
-    heuristic=_heuristic,
-    cost=_cost,
-    loops=_loops,
-    clamp=_clamp,
     fused=True,
-    mosaic_gpu=MosaicGpu(
-        search=dict(siz_b_LKV=(64,), siz_b_DHHV=(128, 256), siz_b_loop=(256,), num_warps=(8,), num_stages=(2, 3, 4)),
-        heuristic=_mosaic_gpu_heuristic,
-        takes=_mosaic_gpu_takes,
-    ),
 )

@@ -2,13 +2,6 @@
 
     C' = decay C + gain k v^T        n' = decay n + gain k        z = scale q . n'
     h  = scale C'^T q / (max(|z|, floor) + eps)                   decay, gain, m' and the floor by ``step_gates``
-
-Grid (ceil(DHHV / siz_b_DHHV), B * NH). A CTA owns siz_b_DHHV columns of C of one head and loops over them in blocks of siz_b_DHQK
-rows, each prefetched while the one before is worked on. Every CTA computes n' and z for itself; those of the first columns store n'
-and m'. C is updated in place. n and m are not: other CTAs may still read them. Sizes that the tiles do not divide are masked, as
-padding would move the states once more.
-
-FLOPs: 4 B NH K V. Bytes: C twice, 2 B NH K V itemsize; the rest is less by the factor of V or K.
 """
 
 from collections.abc import Callable
@@ -17,14 +10,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.experimental import pallas as pl
 
 from mlstm_pallas.gates import MASKED, branchless_log1p, log_sigmoid
-from mlstm_pallas.launch import kernel_call, masked_load, masked_store
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser
-from mlstm_pallas.problem import MIN_TILE, Problem, accumulator_dtype, next_power_of_two
-from mlstm_pallas.stage import Cost, Lowering, Stage, StageCall, StageConfig, search_of
-from mlstm_pallas.tiles import block_at, loop
+from mlstm_pallas.problem import accumulator_dtype
+from mlstm_pallas.stage import Stage, StageCall
 
 _INF = float("inf")
 
@@ -57,84 +47,6 @@ def step_gates(i: jax.Array, f: jax.Array, m: jax.Array | None, round_m: Callabl
     return jnp.exp(carried - m_safe), jnp.exp(i - m_safe), m_new
 
 
-def _recurrent_step_kernel(
-    C_ref,  # (DHQK, DHHV), the whole head's
-    q_ref,  # (DHQK,)
-    k_ref,  # (DHQK,)
-    v_ref,  # (DHHV,)
-    n_ref,  # (DHQK,)
-    i_ref,  # ()
-    f_ref,  # ()
-    m_ref,  # (), or absent: the sigmoid input gate
-    C_new_ref,  # out (DHQK, DHHV), in place of C
-    h_ref,  # out (DHHV,)
-    n_new_ref,  # out (DHQK,)
-    m_new_ref=None,  # out (), or absent
-    *,
-    scale: float,
-    normaliser: Normaliser | None,
-    compiled: bool,
-    siz_b_DHQK: int,
-    siz_b_DHHV: int,
-):
-    DHQK, DHHV = C_ref.shape
-    owns_n = pl.program_id(0) == 0
-    columns, in_columns = _block(pl.program_id(0), siz_b_DHHV, DHHV)
-    num_blocks = -(-DHQK // siz_b_DHQK)
-
-    def load(ik):
-        rows, in_rows = _block(ik, siz_b_DHQK, DHQK)
-        C = masked_load(C_ref.at[rows, columns], _outer(in_rows, in_columns))
-        q, k, n = (masked_load(ref.at[rows], in_rows).astype(jnp.float32) for ref in (q_ref, k_ref, n_ref))
-        return C, q, k, n, k[:, None]  # which goes through shared memory: behind a barrier, before the gates
-
-    def update(ik, loaded, num, z):
-        rows, in_rows = _block(ik, siz_b_DHQK, DHQK)
-        C, q, k, n, k_column = loaded
-        C = decay * C.astype(jnp.float32) + (gain * k_column) * v[None, :]
-        n = decay * n + gain * k
-        masked_store(C_new_ref.at[rows, columns], C.astype(C_new_ref.dtype), _outer(in_rows, in_columns))
-
-        @pl.when(owns_n)
-        def _():
-            masked_store(n_new_ref.at[rows], n.astype(n_new_ref.dtype), in_rows)
-
-        return num + jnp.sum(q[:, None] * C, axis=0), z + jnp.sum(q * n)
-
-    def step(ik, carry):
-        following = load(ik + 1)
-        return following, *update(ik, *carry)
-
-    # The first block is loaded before anything waits.
-    i, f = (ref[...].astype(jnp.float32) for ref in (i_ref, f_ref))
-    m = None if m_ref is None else m_ref[...].astype(jnp.float32)
-    v = masked_load(v_ref.at[columns], in_columns).astype(jnp.float32)
-    carry = load(jnp.zeros((), jnp.int32)), jnp.zeros((siz_b_DHHV,), jnp.float32), jnp.zeros((), jnp.float32)
-    decay, gain, m_new = step_gates(i, f, m, lambda x: rounded(x, m_new_ref.dtype, compiled))
-    if num_blocks > 1:
-        carry = loop(num_blocks - 1, step, carry)
-    num, z = update(jnp.full((), num_blocks - 1, jnp.int32), *carry)
-    h = num * scale if normaliser is None else normaliser.normalise(num * scale, z * scale, m_new)
-    masked_store(h_ref.at[columns], h.astype(h_ref.dtype), in_columns)
-    if m_new_ref is not None:
-
-        @pl.when(owns_n)
-        def _():
-            m_new_ref[...] = m_new.astype(m_new_ref.dtype)
-
-
-def _block(index: jax.Array, size: int, total: int):
-    """Where the block is, and which of its elements are inside the axis; None: all."""
-    inside = None if total % size == 0 else index * size + lax.iota(jnp.int32, size) < total
-    return block_at(index, size), inside
-
-
-def _outer(rows: jax.Array | None, columns: jax.Array | None) -> jax.Array | None:
-    if rows is None:
-        return None if columns is None else columns[None, :]
-    return rows[:, None] if columns is None else rows[:, None] & columns[None, :]
-
-
 def recurrent_step(
     vecQ: jax.Array,
     vecK: jax.Array,
@@ -154,39 +66,6 @@ def recurrent_step(
       vecQ, vecK: (B * NH, DHQK); vecV: (B * NH, DHHV); scaI, scaF: pre-activations (B * NH,). Any floating dtypes of at most 32 bits.
       matC, vecN, scaM: (B * NH, DHQK, DHHV), (B * NH, DHQK), (B * NH,), likewise; scaM None: the sigmoid input gate.
     """
-    if call.plain:
-        return _plain(vecQ, vecK, vecV, scaI, scaF, matC, vecN, scaM, normaliser, call)
-    heads, DHQK, DHHV = matC.shape
-    sizes = (call.tiles.siz_b_DHQK, DHQK), (call.tiles.siz_b_DHHV, DHHV)
-    BK, BV = (min(tile, max(next_power_of_two(size), MIN_TILE)) for tile, size in sizes)
-    state = pl.BlockSpec((None, DHQK, DHHV), lambda iv, b: (b, 0, 0))
-    qk, hv = (pl.BlockSpec((None, size), lambda iv, b: (b, 0)) for size in (DHQK, DHHV))
-    gate = pl.BlockSpec((None,), lambda iv, b: (b,))
-    C, h, n, *m = kernel_call(
-        _recurrent_step_kernel,
-        name="recurrent_step",
-        grid=(-(-DHHV // BV), heads),
-        in_specs=[state, qk, qk, hv, qk, gate, gate, None if scaM is None else gate],
-        out_specs=[state, hv, qk, *([] if scaM is None else [gate])],
-        out_shape=[
-            jax.ShapeDtypeStruct(matC.shape, matC.dtype),
-            jax.ShapeDtypeStruct(vecV.shape, vecQ.dtype),
-            jax.ShapeDtypeStruct(vecN.shape, vecN.dtype),
-            *([] if scaM is None else [jax.ShapeDtypeStruct(scaM.shape, scaM.dtype)]),
-        ],
-        input_output_aliases={0: 0},
-        call=call,
-        scale=call.problem.qk_scale,
-        normaliser=normaliser,
-        compiled=call.lowering is not Lowering.INTERPRET,
-        siz_b_DHQK=BK,
-        siz_b_DHHV=BV,
-    )(matC, vecQ, vecK, vecV, vecN, scaI, scaF, scaM)
-    return Step(h, C, n, m[0] if m else None)
-
-
-def _plain(vecQ, vecK, vecV, scaI, scaF, matC, vecN, scaM, normaliser, call) -> Step:
-    """With any leading axes."""
     acc = accumulator_dtype(*(x.dtype for x in (vecQ, vecK, vecV, scaI, scaF, matC, vecN)))
     q, k, v, i, f, c, n = (x.astype(acc) for x in (vecQ, vecK, vecV, scaI, scaF, matC, vecN))
     m = None if scaM is None else scaM.astype(acc)
@@ -201,21 +80,8 @@ def _plain(vecQ, vecK, vecV, scaI, scaF, matC, vecN, scaM, normaliser, call) -> 
     return Step(h.astype(vecQ.dtype), c.astype(matC.dtype), n.astype(vecN.dtype), None if scaM is None else m_new.astype(scaM.dtype))
 
 
-def _cost(p: Problem, itemsize: int) -> Cost:
-    """Beside the above q, k, v, h and n twice; itemsize is that of every array."""
-    K, V = p.DHQK, p.DHHV
-    return Cost(4 * p.BNH * K * V, itemsize * p.BNH * (2 * K * V + 4 * K + 2 * V + 4))
-
-
 STAGE = Stage(
     name="recurrent_step",
-    run=recurrent_step,
     inputs=("vecQ", "vecK", "vecV", "scaI", "scaF", "matC", "vecN", "scaM"),
-    search=search_of("siz_b_DHQK", "siz_b_DHHV"),
-    # Up to 32 KiB a CTA, all loaded at once: 128 CTAs for 8 heads of 256/512, four on an SM where there are more.
-    heuristic=lambda DHQK, dtype: StageConfig(siz_b_DHQK=256, siz_b_DHHV=32, num_warps=8, num_stages=1),
-    cost=_cost,
-    loops=lambda tiles, p: (),
-    clamp=lambda tiles, p: tiles,
     decode=True,
 )

@@ -17,21 +17,16 @@ from mlstm_pallas import gates as gate_forms
 from mlstm_pallas.annotations import Array
 from mlstm_pallas.backend import on_backend, requested_backend, target_device_kind
 from mlstm_pallas.backward import backward as backward_schedule
-from mlstm_pallas.backward import gradient_tiles
+from mlstm_pallas.backward import before_tiles, with_delta
 from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, Residuals, States, StoredStates
 from mlstm_pallas.config import config_for
-from mlstm_pallas.entry import check_spec_fits
+from mlstm_pallas.dispatch import run
 from mlstm_pallas.gates import ChunkGates, LocalGates
 from mlstm_pallas.normaliser import Normaliser, query_scale
 from mlstm_pallas.problem import MIN_CHUNK_SIZE, make_problem
 from mlstm_pallas.sharding import over_shards
-from mlstm_pallas.stage import Lowering, StageConfig
-from mlstm_pallas.stages.chunk_gates import chunk_gates
+from mlstm_pallas.stage import Lowering, StageConfig, Weighted
 from mlstm_pallas.stages.parallel_bw_dP import normaliser_gradients
-from mlstm_pallas.stages.parallel_bw_dQKV import parallel_bw_dQKV
-from mlstm_pallas.stages.parallel_fw_H import parallel_fw_H
-from mlstm_pallas.stages.recurrent_bw_dC import recurrent_bw_dC
-from mlstm_pallas.stages.recurrent_fw_C import recurrent_fw_C
 from mlstm_pallas.validation import (
     INPUT_DTYPES,
     KERNEL_DTYPES,
@@ -171,9 +166,7 @@ def call_spec(
         problem = dataclasses.replace(problem, qk_scale=statics["qk_scale"])
     floor = 0.0 if constant_denominator else statics.get("norm_val", 1.0)
     normaliser = Normaliser(statics.get("eps", 0.0), floor, statics.get("stabilize_correctly", True))
-    spec = CallSpec(problem, config, dtype, normaliser, recompute_states_in_bw=False, backend=backend)
-    check_spec_fits(spec, device_kind)
-    return spec
+    return CallSpec(problem, config, dtype, normaliser, recompute_states_in_bw=False, backend=backend)
 
 
 def accumulator(spec: CallSpec) -> jnp.dtype:
@@ -260,7 +253,7 @@ def states(spec: CallSpec, lowering: Lowering, k, v, gates: ChunkGates, C, n):
     k, v = _padded(k, spec.dtype, p.DHQK), _padded(v, spec.dtype, p.DHHV)
     C, n = _padded(C, C.dtype, p.DHQK, p.DHHV), _padded(n, n.dtype, p.DHQK)
     abar, call = gates.per_step().vecAbar, spec.call("recurrent_fw_C", lowering)
-    C, C_last, n, n_last = recurrent_fw_C(k, v, abar, gates.scaGamma, C, n, call=call)
+    C, C_last, n, n_last = run("recurrent_fw_C", k, v, abar, gates.scaGamma, C, n, call=call)
     C, C_last, n, n_last = C[..., :DHQK, :DHHV], C_last[..., :DHQK, :DHHV], n[..., :DHQK], n_last[..., :DHQK]
     C = jnp.concatenate([C, C_last[:, None].astype(C.dtype)], axis=1)
     return _joined(C), _joined(jnp.concatenate([n, n_last[:, None]], axis=1)), gates.scaM_states, C_last, n_last
@@ -273,7 +266,7 @@ def outputs(spec: CallSpec, lowering: Lowering, q, k, v, gates: ChunkGates, C, n
     C, n = _padded(_blocks(C, DHQK)[:, : p.NC], spec.dtype, p.DHQK, p.DHHV), _padded(_blocks(n, DHQK)[:, : p.NC], m.dtype, p.DHQK)
     normaliser: Any = spec.normaliser
     call = spec.call("parallel_fw_H", lowering)
-    found: Any = parallel_fw_H(q, k, v, gates, C, n, normaliser=normaliser, output_dtype=output_dtype, call=call)
+    found: Any = run("parallel_fw_H", q, k, v, gates, C, n, normaliser=normaliser, output_dtype=output_dtype, call=call)
     return found.matH[..., :DHHV], jnp.maximum(jnp.abs(found.vecZ), normaliser.floor(m))
 
 
@@ -284,7 +277,7 @@ def state_gradients(spec: CallSpec, lowering: Lowering, q, dh, gates: ChunkGates
     r = query_scale(gates.per_step().vecW, p.qk_scale, of_normaliser.vecInvDen)
     q, dh = _padded(q * r[..., None], spec.dtype, p.DHQK), _padded(dh, spec.dtype, p.DHHV)
     dC_last = _padded(dC_last, r.dtype, p.DHQK, p.DHHV)
-    dC, dC_first, *_ = recurrent_bw_dC(q, dh, gates.scaGamma, dC_last, call=spec.call("recurrent_bw_dC", lowering))
+    dC, dC_first, *_ = run("recurrent_bw_dC", Weighted(q, None), dh, gates.scaGamma, dC_last, call=spec.call("recurrent_bw_dC", lowering))
     return _joined(dC[..., :DHQK, :DHHV]), dC_first[..., :DHQK, :DHHV]
 
 
@@ -296,9 +289,13 @@ def input_gradients(spec: CallSpec, lowering: Lowering, q, k, v, dh, gates: Chun
     C, dC = (_padded(_blocks(x, DHQK), spec.dtype, p.DHQK, p.DHHV) for x in (C, dC))
     n = jnp.zeros((p.BNH, p.NC, p.DHQK), gates.vecW.dtype)  # meets a dz of 0, and so is its gradient
     operands, z = (q, k, v, dh, gates), vecN_out.astype(accumulator(spec))
-    tiles = gradient_tiles(spec, lowering, *operands, None, z, scale_keys=False, scaled=False)
     call = spec.call("parallel_bw_dQKV", lowering)
-    dq, dk, dv, *_ = parallel_bw_dQKV(*operands, tiles.normaliser_gradients, tiles, C[:, : p.NC], n, dC[:, -p.NC :], n, call=call)
+    if spec.tiles_on_chip(lowering):
+        tiles = with_delta(spec, before_tiles(spec, q, k, gates, z), q, gates, z, None, call)
+    else:
+        options = dict(normaliser=spec.normaliser, call=spec.call("parallel_bw_dP", lowering))
+        tiles = run("parallel_bw_dP", *operands, None, z, return_keys=False, **options)
+    dq, dk, dv, *_ = run("parallel_bw_dQKV", *operands, tiles.normaliser_gradients, tiles, C[:, : p.NC], n, dC[:, -p.NC :], n, call=call)
     return dq[..., :DHQK], dk[..., :DHQK], dv[..., :DHHV]
 
 
@@ -313,15 +310,15 @@ def forward(arguments: Arguments) -> tuple[Any, ...]:
     spec = call_spec(arguments, vecI=STEPS, vecF=STEPS)
     inputs = [arguments[name] for name in _INPUTS]
     initial = initial_states(spec, *inputs[1:3], *(arguments[name] for name in _INITIAL))
-    run = on_shards(_forward_on_shard, output_dtype=jnp.dtype(arguments.get("output_dtype", spec.dtype)))
-    H, vecN, vecM, (C, n, m, C_last, n_last) = run(spec, *inputs, *initial)
+    on_shard = on_shards(_forward_on_shard, output_dtype=jnp.dtype(arguments.get("output_dtype", spec.dtype)))
+    H, vecN, vecM, (C, n, m, C_last, n_last) = on_shard(spec, *inputs, *initial)
     last = C_last, n_last, m[..., -1]
     asked = (arguments["return_last_states"], last), (arguments["return_all_states"], (C, n, m))
     return H, vecN, vecM, last[2], *(found for flag, found in asked if flag)
 
 
 def _forward_on_shard(spec: CallSpec, lowering: Lowering, q, k, v, i, f, C, n, m, *, output_dtype: Any):
-    gates = chunk_gates(i.astype(m.dtype), f.astype(m.dtype), m, call=spec.call("chunk_gates", lowering))
+    gates = run("chunk_gates", i.astype(m.dtype), f.astype(m.dtype), m, call=spec.call("chunk_gates", lowering))
     found = states(spec, lowering, k, v, gates, C, n)
     return *outputs(spec, lowering, q, k, v, gates, *found[:2], output_dtype=output_dtype), gates.per_step().vecM, found
 

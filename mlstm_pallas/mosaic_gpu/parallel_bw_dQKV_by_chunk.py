@@ -29,7 +29,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.gate_gradients import TilePairs
-from mlstm_pallas.launch_mosaic_gpu import (
+from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
+from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     BY_ROWS,
     REGISTER_ROWS,
@@ -43,11 +44,11 @@ from mlstm_pallas.launch_mosaic_gpu import (
     plgpu,
     tile_transforms,
 )
+from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS
+from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH, Products
 from mlstm_pallas.normaliser import query_scale
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import MOVES_REGISTERS, Lowering, StageCall, sequence_shape
-from mlstm_pallas.stages.mosaic_gpu.copy_ring import CopyRing, ring_barriers
-from mlstm_pallas.stages.mosaic_gpu.products import SUM_SCRATCH, Products
+from mlstm_pallas.stage import Lowering, StageCall, sequence_shape
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 CHUNK = 128  # steps of a chunk

@@ -17,8 +17,8 @@ from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from mlstm_pallas import in_flight
-from mlstm_pallas.launch_mosaic_gpu import BY_ROWS, REGISTER_ROWS, plgpu
+from mlstm_pallas.mosaic_gpu import in_flight
+from mlstm_pallas.mosaic_gpu.launch import BY_ROWS, REGISTER_ROWS, plgpu
 from mlstm_pallas.tiles import loop
 
 SUM_SCRATCH = 4 * REGISTER_ROWS  # float32 elements, for ``Products.sum_over_rows``

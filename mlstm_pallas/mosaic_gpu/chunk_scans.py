@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.launch_mosaic_gpu import load, plgpu, write
+from mlstm_pallas.mosaic_gpu.launch import load, plgpu, write
 
 LANES = 128  # of a warpgroup
 STEPS = 4  # of a row

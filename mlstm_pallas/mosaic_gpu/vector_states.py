@@ -14,9 +14,9 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.launch_mosaic_gpu import block, load, mosaic_call
+from mlstm_pallas.mosaic_gpu.launch import block, load, mosaic_call
+from mlstm_pallas.mosaic_gpu.products import BY_LANES
 from mlstm_pallas.stage import Lowering, StageCall
-from mlstm_pallas.stages.mosaic_gpu.products import BY_LANES
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 COLUMNS = 64  # of a CTA
@@ -72,7 +72,7 @@ def _kernel(
 
 
 def vector_states(
-    added: jax.Array, gamma: jax.Array, initial: jax.Array, call: StageCall, *, backward: bool = False
+    added: jax.Array, gamma: jax.Array, initial: jax.Array, *, backward: bool = False, call: StageCall
 ) -> tuple[jax.Array, jax.Array]:
     """``gates.vector_states``; DHQK is a multiple of 64."""
     BNH, _, D = added.shape

@@ -11,7 +11,6 @@ each chunk again, which is faster than to write and read the sums.
 
 ``chunk_scans.py`` has the scans over the steps of a chunk, and which steps a thread holds.
 """
-
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -24,10 +23,7 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas import gates
 from mlstm_pallas.gates import ChunkGates, LocalGates, branchless_log1p, pair_max, split_at, stabiliser_sources, two_sum
-from mlstm_pallas.launch_mosaic_gpu import mosaic_call, plgpu, write
-from mlstm_pallas.problem import InputGate, Problem, next_power_of_two
-from mlstm_pallas.stage import Lowering, StageCall
-from mlstm_pallas.stages.mosaic_gpu.chunk_scans import (
+from mlstm_pallas.mosaic_gpu.chunk_scans import (
     LANES,
     STEPS,
     across,
@@ -42,6 +38,10 @@ from mlstm_pallas.stages.mosaic_gpu.chunk_scans import (
     split_columns,
     store_rows,
 )
+from mlstm_pallas.mosaic_gpu.launch import mosaic_call, plgpu, write
+from mlstm_pallas.mosaic_gpu.limits import kernel
+from mlstm_pallas.problem import InputGate, Problem, next_power_of_two
+from mlstm_pallas.stage import Lowering, StageCall, StageConfig
 from mlstm_pallas.tiles import divide, loop, remainder
 
 _INF = float("inf")
@@ -236,12 +236,13 @@ def chunk_gates(
     vecI: jax.Array,
     vecF: jax.Array,
     scaM_initial: jax.Array,
-    starts: jax.Array | None,
-    input_gate: InputGate,
-    scaM_states: jax.Array | None,
+    starts: jax.Array | None = None,
+    input_gate: InputGate = InputGate.EXP,
+    scaM_states: jax.Array | None = None,
+    *,
     call: StageCall,
 ) -> ChunkGates:
-    """Runs the stage, of a chunk size that is a power of two from 64 on."""
+    """Runs the stage: ``stages/chunk_gates.py``."""
     p, vecs, backward = call.problem, (vecI, vecF, starts), scaM_states is not None
     if scaM_states is None and input_gate is InputGate.SIGMOID:
         scaM_states = jnp.zeros((p.BNH, p.NC + 1), scaM_initial.dtype)
@@ -309,3 +310,10 @@ def stabiliser_scan(g: jax.Array, a: jax.Array, scaM_initial: jax.Array, call: S
         infer_layouts=False,
     )(g=g.reshape(by_rows), a=a.reshape(by_rows), m_initial=scaM_initial)["m"]
     return jnp.concatenate([scaM_initial[:, None], found.reshape(p.BNH, -1)[:, : p.NC]], axis=1)
+
+
+KERNEL = kernel(
+    search={},
+    heuristic=lambda p: StageConfig(),
+    takes=lambda tiles, p: p.L % 64 == 0 and p.L <= 2048,  # of which a thread has 16 steps
+)

@@ -3,7 +3,6 @@
 Its interface changes between versions of jax, so what the kernels share of it is here: a launch, the layout of tiles in shared memory,
 copies. ``stages/mosaic_gpu/products.py`` has the products on the tensor cores.
 """
-
 import contextlib
 import functools
 from collections.abc import Callable, Mapping
@@ -16,9 +15,9 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
-from mlstm_pallas.in_flight import InFlight
+from mlstm_pallas.mosaic_gpu.in_flight import InFlight
+from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import MOVES_REGISTERS
 from mlstm_pallas.tiles import divide, remainder
 
 BY_ROWS, BY_COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  # of a vector beside the rows, the columns of a tile

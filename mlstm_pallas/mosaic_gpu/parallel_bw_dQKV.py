@@ -12,7 +12,6 @@ time, so that 168 registers a thread are enough.
 128 x 256 is the largest item that two warpgroups have registers for. Its operands are three quarters of what two items of 128 x 128
 read; the L2's rate is the limit of this stage.
 """
-
 import enum
 import functools
 from collections.abc import Callable, Sequence
@@ -25,7 +24,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.gates import ChunkGates
-from mlstm_pallas.launch_mosaic_gpu import (
+from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
+from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     BY_ROWS,
     REGISTER_ROWS,
@@ -38,14 +38,14 @@ from mlstm_pallas.launch_mosaic_gpu import (
     plgpu,
     tile_transforms,
 )
+from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS, SHARED_BYTES, kernel
+from mlstm_pallas.mosaic_gpu.parallel_bw_dQKV_by_chunk import parallel_bw_dQKV_by_chunk
+from mlstm_pallas.mosaic_gpu.products import Products
 from mlstm_pallas.normaliser import NormaliserGradients, query_scale
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Lowering, StageCall, sequence_shape
-from mlstm_pallas.stages.mosaic_gpu.copy_ring import CopyRing, ring_barriers
-from mlstm_pallas.stages.mosaic_gpu.parallel_bw_dQKV_by_chunk import parallel_bw_dQKV_by_chunk
-from mlstm_pallas.stages.mosaic_gpu.products import Products
+from mlstm_pallas.stage import Lowering, StageCall, StageConfig, sequence_shape
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
-from mlstm_pallas.stages.parallel_bw_dQKV import mosaic_gpu_by_chunk
+from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 ROWS, COLUMNS = 128, 256  # of an item
@@ -364,9 +364,10 @@ def parallel_bw_dQKV(
     vecN_states: jax.Array,
     matDeltaC_states: jax.Array,
     vecDeltaN_states: jax.Array,
+    *,
     call: StageCall,
-) -> tuple[Any, ...]:
-    """Runs the stage; the outputs in the order of ``Gradients``."""
+) -> Gradients:
+    """Runs the stage: ``stages/parallel_bw_dQKV.py``."""
     p, dtype, num_stages = call.problem, matQ.dtype, call.tiles.num_stages
     interpret = call.lowering is Lowering.MOSAIC_GPU_INTERPRET
     normalise, g = gradients.vecInvDen is not None, gates.per_step()
@@ -384,9 +385,9 @@ def parallel_bw_dQKV(
         inv_den=gradients.vecInvDen,
         dz_den=gradients.vecDzDen,
     )
-    if mosaic_gpu_by_chunk(p):
+    if by_chunk(p):
         (e_hi, e_lo), (u_hi, u_lo) = g.vecE, g.vecU
-        return parallel_bw_dQKV_by_chunk(inputs | dict(e_hi=e_hi, e_lo=e_lo, u_hi=u_hi, u_lo=u_lo), call)
+        return Gradients(*parallel_bw_dQKV_by_chunk(inputs | dict(e_hi=e_hi, e_lo=e_lo, u_hi=u_hi, u_lo=u_lo), call))
     items = p.BNH * p.NC * sum(x.rows * x.columns for x in _items(p, normalise))
     programs = min(multiprocessors(interpret), items)
 
@@ -422,4 +423,41 @@ def parallel_bw_dQKV(
         interpret=interpret,
     )(**inputs, P=tiles.matP, dP=tiles.matDeltaP)
     q_inter, k_inter = (found[name].sum(1) for name in ("q_inter", "k_inter"))
-    return found["dq"], found["dk"], found["dv"], q_inter, k_inter, found["states"].sum(-1)
+    return Gradients(found["dq"], found["dk"], found["dv"], q_inter, k_inter, found["states"].sum(-1))
+
+
+def by_chunk(p: Problem) -> bool:
+    """Whether a CTA makes P, dP and all gradients of a chunk.
+
+    A warpgroup has registers for 64 x 128 of dq and of dk.
+    """
+    return p.L == 128 and p.DHQK in (64, 128)
+
+
+def _heuristic(p: Problem) -> StageConfig:
+    """By chunk six stages where registers spill: with more, shared memory leaves too little L1 for them."""
+    if not by_chunk(p):
+        return StageConfig(num_stages=4)
+    return StageConfig(num_stages=7 if p.DHQK == 64 and MOVES_REGISTERS else 6)
+
+
+def _takes(tiles: StageConfig, p: Problem) -> bool:
+    """Whether there are enough stages, and shared memory for them. With fewer stages than a step holds at once it would wait for ever.
+
+    A step holds two stages of 2 x 128 x 64 elements where a CTA makes a whole chunk. Beside the stages that kernel has 128 columns
+    of k, of two chunks at DHQK 64, and for each of these chunks four vectors in float32; three blocks of 64 x 64 of P and of dP each, and
+    two for outputs. In the other kernel a step holds three stages of (128 + 256) x 64; it has four blocks for outputs.
+    """
+    if by_chunk(p):
+        shared = 2 * (128 * 64 * tiles.num_stages + 128 * 128 + (3 + 3 + 2) * 64 * 64) + 128 // p.DHQK * 2048 + 512
+        return tiles.num_stages >= 4 and p.DHHV % 128 == 0 and shared <= SHARED_BYTES
+    shared = 2 * (tiles.num_stages * 64 * (128 + 256) + 4 * 64 * 64) + 2048 + 1024
+    return tiles.num_stages >= 3 and shared <= SHARED_BYTES and p.L % 128 == 0 and p.DHQK % 256 == 0 and p.DHHV % 256 == 0
+
+
+KERNEL = kernel(
+    search=dict(num_stages=(2, 3, 4, 5, 6, 7, 8)),
+    heuristic=_heuristic,
+    takes=_takes,
+    makes_tiles=by_chunk,
+)

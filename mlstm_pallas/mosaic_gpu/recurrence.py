@@ -9,7 +9,6 @@ warpgroup. The operand of a step is made while the product of the step before ru
 A recurrence with an h also has the inner products b_t . h_t, a warpgroup's 64 columns at a time: while the product of a step runs, the
 warpgroup multiplies its tile of b with that of h. The CTAs of the first row block do it. The tiles of h have stages of their own.
 """
-
 import functools
 from collections.abc import Sequence
 from typing import Any
@@ -20,16 +19,18 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.launch_mosaic_gpu import BY_COLUMNS, REGISTER_ROWS, block, head_of, load, mosaic_call, plgpu, tile_transforms
+from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
+from mlstm_pallas.mosaic_gpu.launch import BY_COLUMNS, REGISTER_ROWS, block, head_of, load, mosaic_call, plgpu, tile_transforms
+from mlstm_pallas.mosaic_gpu.limits import state_rows
+from mlstm_pallas.mosaic_gpu.products import Products
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Lowering, StageCall
-from mlstm_pallas.stages.mosaic_gpu.copy_ring import CopyRing, ring_barriers
-from mlstm_pallas.stages.mosaic_gpu.products import Products
-from mlstm_pallas.stages.recurrence import MOSAIC_GPU_COLUMNS, MOSAIC_GPU_H_STAGES, RecurrenceOutputs, mosaic_gpu_rows_of
+from mlstm_pallas.stage import Lowering, StageCall, StageConfig
+from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
-STEPS, COLUMNS = 64, MOSAIC_GPU_COLUMNS  # of a tile, and of the block of a CTA
-H_STAGES = MOSAIC_GPU_H_STAGES  # tiles of h in shared memory
+STEPS, COLUMNS = 64, 128  # of a tile, and of the block of X of a CTA
+H_STAGES = 3  # tiles of h in shared memory
+ENOUGH_CTAS = 128  # of a launch: an H200 has 132 SMs, and an SM holds one such CTA
 
 
 def _kernel(
@@ -159,10 +160,10 @@ def _kernel(
             pl.when(own_recurrence & first_rows)(functools.partial(multiply, j, reads_h))
 
 
-def recurrences(name: str, given: Sequence[Any], call: StageCall) -> list[RecurrenceOutputs]:
-    """The outputs of each ``Recurrence``, in one launch."""
+def recurrences(name: str, *given: Recurrence, call: StageCall) -> list[RecurrenceOutputs]:
+    """``stages/recurrence.py``, in one launch."""
     p, dtype, num_stages = call.problem, given[0].a.dtype, call.tiles.num_stages
-    rows, interpret, R = mosaic_gpu_rows_of(call.tiles, p, len(given)), call.lowering is Lowering.MOSAIC_GPU_INTERPRET, REGISTER_ROWS
+    rows, interpret, R = block_rows(call.tiles, p, len(given)), call.lowering is Lowering.MOSAIC_GPU_INTERPRET, REGISTER_ROWS
     weighted = given[0].r is not None
     if any((x.r is not None) != weighted or x.x_initial is not None for x in given):
         raise NotImplementedError(f"{name} has r in some of its recurrences, or x, expected r in all or in none, and no x")
@@ -205,3 +206,24 @@ def recurrences(name: str, given: Sequence[Any], call: StageCall) -> list[Recurr
         return RecurrenceOutputs(found[f"X_{j}"], None if last is None else last.mT, None, None, inner)
 
     return [outputs_of(j) for j in range(len(given))]
+
+
+def num_ctas(rows: int, p: Problem) -> int:
+    """CTAs of one recurrence; 0 where no such blocks fit."""
+    return p.BNH * (p.DHQK // rows) * (p.DHHV // COLUMNS) if rows else 0
+
+
+def heuristic_rows(p: Problem, recurrences: int) -> int:
+    """siz_b_DHQK: the most rows of a block with which so many recurrences have enough CTAs."""
+    sizes = 256, 128, 64
+    enough = (x for x in sizes if recurrences * num_ctas(state_rows(p.DHQK, x), p) >= ENOUGH_CTAS)
+    return next(enough, sizes[-1])
+
+
+def block_rows(tiles: StageConfig, p: Problem, recurrences: int) -> int:
+    """Rows of a block: those of the tiles, which are for two recurrences.
+
+    One alone has fewer where it would have few CTAs.
+    """
+    tile = tiles.siz_b_DHQK
+    return state_rows(p.DHQK, tile if recurrences > 1 else min(tile, heuristic_rows(p, recurrences)))

@@ -19,8 +19,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.launch_mosaic_gpu import plgpu
-from mlstm_pallas.stages.mosaic_gpu.products import Products
+from mlstm_pallas.mosaic_gpu.launch import plgpu
+from mlstm_pallas.mosaic_gpu.products import Products
 from mlstm_pallas.tiles import loop, remainder
 
 

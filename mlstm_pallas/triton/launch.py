@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.stage import Lowering, StageCall
+from mlstm_pallas.stage import StageCall
 
 plgpu: Any
 try:
@@ -25,14 +25,6 @@ warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecat
 
 HAS_TRITON = plgpu is not None
 CUSTOM_CALL_TARGET = getattr(plgpu, "CUSTOM_CALL_TARGET_NAME", "__gpu$xla.gpu.triton")  # jax 0.10 has no name for it
-
-
-def without_mosaic_gpu(lowering: Lowering) -> Lowering:
-    """That of a stage, or a problem, for which there is no Mosaic GPU kernel: Triton's where jax has it, else plain jnp."""
-    if not lowering.mosaic_gpu:
-        return lowering
-    kernels = Lowering.TRITON if lowering is Lowering.MOSAIC_GPU else Lowering.INTERPRET
-    return kernels if HAS_TRITON else Lowering.XLA
 
 
 def kernel_call(
@@ -69,7 +61,7 @@ def kernel_call(
             out_specs=tuple(out_specs),
             out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=kind) for x in out_shape),
             compiler_params=plgpu.CompilerParams(num_warps=call.tiles.num_warps, num_stages=call.tiles.num_stages),
-            interpret=call.lowering is Lowering.INTERPRET,
+            interpret=call.interpret,
             input_output_aliases=dict(input_output_aliases),
             name=name,
         )(*args)

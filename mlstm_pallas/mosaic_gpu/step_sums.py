@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.launch_mosaic_gpu import head_of, load, mosaic_call, plgpu, tile_transforms
+from mlstm_pallas.mosaic_gpu.launch import head_of, load, mosaic_call, plgpu, tile_transforms
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Lowering, StageCall
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
@@ -75,7 +75,7 @@ def _kernel(
     loop(sums_of_block, part_sum, ())
 
 
-def step_sums(x: jax.Array, weights: jax.Array, call: StageCall) -> jax.Array:
+def step_sums(x: jax.Array, weights: jax.Array, *, call: StageCall) -> jax.Array:
     """sum_t weights_t x_t over the steps of each chunk, (B * NH, NC, D) float32; products and sums are float32.
 
     Args:

@@ -10,7 +10,6 @@ items of a tile of queries compute the same delta to the bit; the one on the dia
 
 An item reads 256 (DHQK + DHHV) elements, and 128 DHHV of h. Tiles of 64 x 64 would read twice as much through the L2.
 """
-
 import functools
 from typing import Any
 
@@ -22,7 +21,8 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.gate_gradients import TilePairs
 from mlstm_pallas.gates import ChunkGates
-from mlstm_pallas.launch_mosaic_gpu import (
+from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
+from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     BY_ROWS,
     REGISTER_ROWS,
@@ -35,10 +35,13 @@ from mlstm_pallas.launch_mosaic_gpu import (
     plgpu,
     tile_transforms,
 )
+from mlstm_pallas.mosaic_gpu.limits import SHARED_BYTES, kernel
+from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH, Products
+from mlstm_pallas.mosaic_gpu.step_sums import step_sums
+from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, NormaliserGradients, query_scale
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Lowering, StageCall
-from mlstm_pallas.stages.mosaic_gpu.copy_ring import CopyRing, ring_barriers
-from mlstm_pallas.stages.mosaic_gpu.products import SUM_SCRATCH, Products
+from mlstm_pallas.stage import Lowering, StageCall, StageConfig, Weighted
+from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 TILE = 128  # queries, and keys, of an item
@@ -242,7 +245,7 @@ def _kernel(
         x.drain()
 
 
-def parallel_bw_dP(
+def _launch(
     matQ: jax.Array,
     matK: jax.Array,
     matV: jax.Array,
@@ -253,7 +256,7 @@ def parallel_bw_dP(
     vecSlope: jax.Array | None,
     call: StageCall,
 ) -> tuple[jax.Array, jax.Array, TilePairs, jax.Array | None]:
-    """Runs the stage: P, dP, the sums of W in tiles of 64 steps, and delta.
+    """P, dP, the sums of W in tiles of 64 steps, and delta.
 
     Args:
       matH: as matDeltaH; None: delta is 0.
@@ -311,3 +314,46 @@ def parallel_bw_dP(
         found["per_query"].reshape(of_tiles), found["per_key"].reshape(of_tiles), found["diagonal"].reshape(p.BNH, p.NC, n, T)
     )
     return found["P"], found["dP"], pairs, found["delta"]
+
+
+def parallel_bw_dP(
+    matQ: jax.Array,
+    matK: jax.Array,
+    matV: jax.Array,
+    matDeltaH: jax.Array,
+    gates: ChunkGates,
+    matH: jax.Array | None,
+    vecZ: jax.Array | None,
+    *,
+    normaliser: Normaliser | None = DEFAULT_NORMALISER,
+    return_keys: bool = True,
+    call: StageCall,
+) -> GradientTiles:
+    """Runs the stage: ``stages/parallel_bw_dP.py``. Queries and keys come with their weights."""
+    arrays, g = (matQ, matK, matV, matDeltaH, gates), gates.per_step()
+    gradients, dn_added = NormaliserGradients(), None
+    if normaliser is None or vecZ is None:
+        P, dP, pairs, _ = _launch(*arrays, None, None, None, call)
+    else:
+        per_delta = normaliser.gradients(jnp.ones_like(vecZ), vecZ, g.vecM)  # which are linear in delta
+        P, dP, pairs, delta = _launch(*arrays, matH, per_delta.vecInvDen, per_delta.vecDzDen, call)
+        gradients = normaliser.gradients(jnp.zeros_like(vecZ) if delta is None else delta, vecZ, g.vecM)
+    r = query_scale(g.vecW, call.problem.qk_scale, gradients.vecInvDen)
+    if gradients.vecDzDen is not None:
+        dn_added = step_sums(matQ, r * gradients.vecDzDen, call=call)
+    keys = Weighted(matK, g.vecAbar) if return_keys else None
+    return GradientTiles(P, dP, Weighted(matQ, r), keys, pairs, gradients, dn_added)
+
+
+def _takes(tiles: StageConfig, p: Problem) -> bool:
+    """Stages of two tiles of 128 x 64, three such tiles of h, read or not, four of 64 x 64 for outputs, what sums take, and barriers."""
+    shared = 2 * ((tiles.num_stages * 2 + 3) * 128 * 64 + 4 * 64 * 64) + 4 * 2 * 256 + 2048 + 1024
+    fits = tiles.num_stages >= 2 and shared <= SHARED_BYTES
+    return fits and p.DHQK % 64 == 0 and p.DHHV % 64 == 0 and p.L % 128 == 0
+
+
+KERNEL = kernel(
+    search=dict(num_stages=(2, 3, 4)),
+    heuristic=lambda p: StageConfig(num_stages=4),
+    takes=_takes,
+)

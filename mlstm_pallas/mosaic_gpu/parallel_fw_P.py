@@ -5,7 +5,6 @@ n follows from the sums of step_sums.py, by the recurrence of vector_states.py.
 Grid (B * NH, NC). A CTA is one warpgroup and owns one chunk of 64 steps. It has no pipeline: up to DHQK = 256 an SM has three CTAs, and
 one's copies run while another one computes.
 """
-
 import functools
 
 import jax
@@ -15,13 +14,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.gates import ChunkGates
-from mlstm_pallas.launch_mosaic_gpu import BY_COLUMNS, BY_ROWS, REGISTER_ROWS, head_of, load, mosaic_call, plgpu, tile_transforms
-from mlstm_pallas.normaliser import Normaliser, query_scale
+from mlstm_pallas.mosaic_gpu.launch import BY_COLUMNS, BY_ROWS, REGISTER_ROWS, head_of, load, mosaic_call, plgpu, tile_transforms
+from mlstm_pallas.mosaic_gpu.limits import HEADS, SHARED_BYTES, kernel
+from mlstm_pallas.mosaic_gpu.products import Products
+from mlstm_pallas.mosaic_gpu.step_sums import step_sums
+from mlstm_pallas.mosaic_gpu.vector_states import vector_states
+from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Lowering, StageCall
-from mlstm_pallas.stages.mosaic_gpu.products import Products
-from mlstm_pallas.stages.mosaic_gpu.step_sums import step_sums
-from mlstm_pallas.stages.mosaic_gpu.vector_states import vector_states
+from mlstm_pallas.stage import Lowering, StageCall, StageConfig, Weighted
+from mlstm_pallas.stages.parallel_fw_P import Scores
 from mlstm_pallas.tiles import divide, loop, remainder
 
 LOG2_E = float(np.log2(np.e))
@@ -104,14 +105,20 @@ def _kernel(
 
 
 def parallel_fw_P(
-    matQ: jax.Array, matK: jax.Array, gates: ChunkGates, vecN_initial: jax.Array, normaliser: Normaliser | None, call: StageCall
-) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array, jax.Array]:
-    """Runs the stage: P, r, z, n before each chunk, and the last n."""
+    matQ: jax.Array,
+    matK: jax.Array,
+    gates: ChunkGates,
+    vecN_initial: jax.Array,
+    *,
+    normaliser: Normaliser | None = DEFAULT_NORMALISER,
+    call: StageCall,
+) -> Scores:
+    """Runs the stage: ``stages/parallel_fw_P.py``. The keys come with their weights."""
     p, dtype, L = call.problem, matQ.dtype, REGISTER_ROWS
     interpret = call.lowering is Lowering.MOSAIC_GPU_INTERPRET
     columns = next(size for size in (COLUMNS, 192, 128, 64) if p.DHQK % size == 0)
     copies, g = p.DHQK // columns, gates.per_step()
-    n, n_last = vector_states(step_sums(matK, g.vecAbar, call), gates.scaGamma, vecN_initial, call)
+    n, n_last = vector_states(step_sums(matK, g.vecAbar, call=call), gates.scaGamma, vecN_initial, call=call)
     needs_m, vector = normaliser is not None and normaliser.floor_needs_m, jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32)
     operand = plgpu.SMEM((copies, L, columns), dtype, transforms=tile_transforms(columns, dtype.itemsize))
     found = mosaic_call(
@@ -138,4 +145,13 @@ def parallel_fw_P(
         w=g.vecW,
         m=g.vecM if needs_m else None,
     )
-    return found["P"], found["r"], found["z"], n, n_last
+    return Scores(found["P"], Weighted(matK, g.vecAbar), found["r"], found["z"], n, n_last)
+
+
+def _takes(tiles: StageConfig, p: Problem) -> bool:
+    """q and k of a chunk are in shared memory, whole."""
+    shared = 2 * (2 * p.L * p.DHQK + p.L * p.L) + 1024
+    return p.BNH <= HEADS and p.L == REGISTER_ROWS and p.DHQK % 64 == 0 and shared <= SHARED_BYTES
+
+
+KERNEL = kernel(search={}, heuristic=lambda p: StageConfig(), takes=_takes)

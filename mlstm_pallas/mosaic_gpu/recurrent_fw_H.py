@@ -5,7 +5,6 @@ and of h, in blocks of 64. A block of C is kept transposed in registers, 64 x si
 is the left operand of C^T q. Copies run up to num_stages chunks ahead. While the state's product
 runs, the outputs of the chunk are stored.
 """
-
 import functools
 from typing import Any
 
@@ -15,7 +14,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.launch_mosaic_gpu import (
+from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
+from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     REGISTER_ROWS,
     block,
@@ -26,11 +26,12 @@ from mlstm_pallas.launch_mosaic_gpu import (
     plgpu,
     tile_transforms,
 )
+from mlstm_pallas.mosaic_gpu.limits import HEADS, SHARED_BYTES, kernel, state_rows
+from mlstm_pallas.mosaic_gpu.products import Products
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Lowering, StageCall, mosaic_gpu_rows, sequence_shape
-from mlstm_pallas.stages.mosaic_gpu.copy_ring import CopyRing, ring_barriers
-from mlstm_pallas.stages.mosaic_gpu.products import Products
+from mlstm_pallas.stage import Lowering, StageCall, StageConfig, sequence_shape
 from mlstm_pallas.stages.parallel_fw_P import Scores
+from mlstm_pallas.stages.recurrent_fw_H import FusedScan
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 
@@ -149,14 +150,15 @@ def recurrent_fw_H(
     scores: Scores,
     scaGamma: jax.Array,
     matC_initial: jax.Array | None,
-    return_last: bool,
-    store_every: int,
-    output_dtype: Any,
+    *,
+    return_last: bool = True,
+    store_every: int = 0,
+    output_dtype: Any = None,
     call: StageCall,
-) -> tuple[jax.Array, jax.Array | None, jax.Array | None]:
-    """Runs the stage: h, the last C, the stored C. The keys of the scores are not scaled."""
+) -> FusedScan:
+    """Runs the stage: ``stages/recurrent_fw_H.py``."""
     p, tiles, dtype, R = call.problem, call.tiles, matQ.dtype, REGISTER_ROWS
-    rows, warpgroups = mosaic_gpu_rows(p.DHQK, tiles.siz_b_loop), tiles.num_warps // 4
+    rows, warpgroups = state_rows(p.DHQK, tiles.siz_b_loop), tiles.num_warps // 4
     interpret = call.lowering is Lowering.MOSAIC_GPU_INTERPRET
 
     def tile(*shape):
@@ -199,15 +201,44 @@ def recurrent_fw_H(
             interpret=interpret,
         )(
             q=matQ,
-            k=scores.matK_scaled,
+            k=scores.keys.array,
             v=matV,
             P=scores.matP if launch == 0 else None,
             r=scores.vecR,
-            abar=scores.vecAbar,
+            abar=jnp.ones_like(scores.vecR) if scores.keys.weights is None else scores.keys.weights,
             gamma=scaGamma,
             C_initial=None if matC_initial is None else matC_initial.mT,
             partial=found["h"],
         )
         lasts.append(found["C_last"])
-    H = found["h"].astype(output_dtype)
-    return H, jnp.concatenate([x.mT for x in lasts], axis=1) if return_last else None, found["C_states"]
+    H = found["h"].astype(dtype if output_dtype is None else output_dtype)
+    C_last = jnp.concatenate([x.mT for x in lasts], axis=1) if return_last else None
+    return FusedScan(H, C_last, found["C_states"])
+
+
+def _takes(tiles: StageConfig, p: Problem) -> bool:
+    """A warpgroup has at most 64 x 256 floats of C. There are two of them.
+
+    parallel_fw_P takes chunks of 64 steps alone.
+    """
+    warpgroups, rows, Vb, L = tiles.num_warps // 4, state_rows(p.DHQK, tiles.siz_b_loop), tiles.siz_b_DHHV, tiles.siz_b_LKV
+    launches = p.DHQK // max(rows, 1)
+    if warpgroups != 2 or p.BNH * (tiles.num_splits or 1) > HEADS or rows == 0 or launches > 2 or L % 64 or p.DHHV % Vb or Vb % (64 * warpgroups):
+        return False
+    # The first launch reads P, the second one h of the first. One launch alone stores states.
+    a_stage = 2 * L * (2 * rows + Vb + (max(L, Vb) if launches > 1 else L)) + 8 * L
+    states = 2 * warpgroups * 2 * 64 * 64 if launches == 1 else 0
+    shared = tiles.num_stages * a_stage + 2 * L * Vb + states + 1024
+    return Vb // (64 * warpgroups) * rows <= 256 and shared <= SHARED_BYTES
+
+
+def _heuristic(p: Problem) -> StageConfig:
+    return StageConfig(siz_b_LKV=64, siz_b_DHHV=128, siz_b_loop=256, num_warps=8, num_stages=2 if p.DHQK > 128 else 3)
+
+
+KERNEL = kernel(
+    search=dict(siz_b_LKV=(64,), siz_b_DHHV=(128, 256), siz_b_loop=(256,), num_warps=(8,), num_stages=(2, 3, 4)),
+    heuristic=_heuristic,
+    takes=_takes,
+    stores_states=lambda tiles, p: state_rows(p.DHQK, tiles.siz_b_loop) == p.DHQK,
+)

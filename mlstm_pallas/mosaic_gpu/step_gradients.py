@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.gate_gradients import TilePairs, run_sums, through_tiles
 from mlstm_pallas.gates import CARRIED, GOES_ON, PASSES
-from mlstm_pallas.launch_mosaic_gpu import REGISTER_ROWS, load, mosaic_call, plgpu
+from mlstm_pallas.mosaic_gpu.launch import REGISTER_ROWS, load, mosaic_call, plgpu
 from mlstm_pallas.stage import Lowering, StageCall
 from mlstm_pallas.tiles import blocks, divide, remainder
 

@@ -1,0 +1,93 @@
+"""The one table of the lowerings: which of them runs a stage, and where its kernel is.
+
+A stage that a lowering does not have, or does not take, falls to the next one. The function of a
+stage has one name and one signature in every room: ``stages/`` (plain jnp), ``triton/`` and
+``mosaic_gpu/``. A room is imported when a call is to run there.
+"""
+
+import functools
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+
+from mlstm_pallas import gate_gradients, gates
+from mlstm_pallas.problem import Problem
+from mlstm_pallas.stage import Kernel, Lowering, StageCall, StageConfig
+from mlstm_pallas.stages import STAGES, recurrence
+from mlstm_pallas.triton.launch import HAS_TRITON
+
+_KERNELS = {
+    "triton": {*STAGES},
+    "mosaic_gpu": {
+        *("chunk_gates", "parallel_fw_P", "recurrent_fw_H"),
+        *("parallel_bw_dP", "recurrent_bw_dC", "parallel_bw_dQKV"),
+    },
+}
+
+
+def _without_call(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda *inputs, call, **options: function(*inputs, **options)
+
+
+# What runs beside the stages: the module of each room that has a kernel for it, and the plain form.
+_HELPERS: dict[str, tuple[dict[str, str], Callable[..., Any]]] = {
+    "split_products": ({"triton": "recurrence"}, recurrence.split_products),
+    "step_sums": ({"mosaic_gpu": "step_sums"}, recurrence.step_sums),
+    "vector_states": ({"mosaic_gpu": "vector_states"}, _without_call(gates.vector_states)),
+    "step_gradients": ({"mosaic_gpu": "step_gradients"}, _without_call(gate_gradients.step_gradients)),
+}
+
+
+def lowerings(first: Lowering) -> tuple[Lowering, ...]:
+    """The lowering, and those that a stage falls to."""
+    triton = Lowering.INTERPRET if first.interpret else Lowering.TRITON
+    fallbacks = {"mosaic_gpu": (triton, Lowering.XLA) if HAS_TRITON else (Lowering.XLA,)}
+    return first, *fallbacks.get(first.room, ())
+
+
+def kernel(stage: str, lowering: Lowering) -> Kernel | None:
+    """What the kernel of a stage says of itself; None: the lowering has none."""
+    return _facts(stage, lowering.room) if stage in _KERNELS.get(lowering.room, ()) else None
+
+
+@functools.cache
+def _facts(stage: str, room: str) -> Kernel:
+    facts = importlib.import_module(f"mlstm_pallas.{room}.{stage}").KERNEL
+    assert isinstance(facts, Kernel)
+    return facts
+
+
+def configured(stage: str) -> Kernel:
+    """The kernel that reads the fields of a StageConfig itself, not those of one inside."""
+    return _facts(stage, Lowering.TRITON.room)
+
+
+def choose(
+    stage: str, first: Lowering, config: StageConfig, problem: Problem, dtype: jnp.dtype
+) -> tuple[Lowering, StageConfig]:
+    """The lowering that runs a stage, and its tiles, not clamped."""
+    *others, last = lowerings(first)
+    for index, lowering in enumerate(others):
+        if (facts := kernel(stage, lowering)) is None:
+            continue
+        tiles = config.of(lowering.room) or facts.heuristic(problem, dtype)
+        tiles = tiles.replace(num_splits=config.num_splits)
+        alone = index == len(others) - 1
+        if facts.takes(tiles, problem, dtype) and (alone or facts.pays(tiles, problem)):
+            return lowering, tiles
+    return last, config
+
+
+def run(name: str, *inputs: Any, call: StageCall, **options: Any) -> Any:
+    """A stage, or what runs beside the stages, as the call says; the signature is the stage's."""
+    room = call.lowering.room
+    if name not in _HELPERS:
+        module = name
+    elif room in (modules := _HELPERS[name][0]):
+        module = modules[room]
+    else:
+        return _HELPERS[name][1](*inputs, call=call, **options)
+    function = getattr(importlib.import_module(f"mlstm_pallas.{room}.{module}"), name)
+    return function(*inputs, call=call, **options)

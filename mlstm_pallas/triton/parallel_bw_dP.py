@@ -1,0 +1,206 @@
+"""parallel_bw_dP in Triton; XLA computes delta, in a pass over h and dh.
+
+Grid (CTAs of a chunk, NC, B * NH). With T = siz_b_LQ a chunk has n = L / T tiles of queries: n (n + 1) / 2 CTAs own a T x T tile of P
+and dP each, from siz_b_loop columns of q and k, of v and dh, at a time; n more scale T queries and keys. For the gates' gradients the
+former sum W_ts = dP_ts scale q_t . k_s over the queries and the keys of their tile; the latter sum what their steps add to dn.
+
+FLOPs: R (L + 1) (K + V). Bytes: q, k, v, dh, h, qbar, kbar, P and dP, R (4 K + 3 V + 2 L) itemsize.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.gate_gradients import TilePairs
+from mlstm_pallas.gates import ChunkGates
+from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
+from mlstm_pallas.problem import MAX_TILE, Problem
+from mlstm_pallas.stage import (
+    Kernel,
+    StageCall,
+    StageConfig,
+    Weighted,
+    search_of,
+    sequence_spec,
+)
+from mlstm_pallas.stages.parallel_bw_dP import GradientTiles, normaliser_gradients
+from mlstm_pallas.tiles import Precision, block_at, blocks, causal_mask, decay_tile, dot, loop, sum_of
+from mlstm_pallas.triton.launch import kernel_call, masked_store
+
+
+def _parallel_bw_dP_kernel(
+    q_ref,  # (L, DHQK)
+    k_ref,  # (L, DHQK)
+    v_ref,  # (L, DHHV)
+    dh_ref,  # (L, DHHV)
+    e_hi_ref,  # (L,), as all that follow
+    e_lo_ref,
+    u_hi_ref,
+    u_lo_ref,
+    w_ref,
+    abar_ref,
+    inv_den_ref,  # absent without a normaliser
+    dz_den_ref,  # likewise
+    P_ref,  # out (L, L)
+    dP_ref,  # out (L, L)
+    qbar_ref,  # out (L, DHQK)
+    per_query_ref,  # out (n, L) sum of W_ts over s < t in each tile of keys
+    per_key_ref,  # out (n, L) sum of W_ts over t > s in each tile of queries
+    diagonal_ref,  # out (L,) W_tt
+    *more_refs,  # out, as wanted: kbar (L, DHQK); with a normaliser dn_added (n, DHQK)
+    T: int,
+    scale_keys: bool,
+    scale: float,
+    siz_b_loop: int,
+    precision: Precision,
+):
+    (L, DHQK), DHHV = q_ref.shape, v_ref.shape[1]
+    more = iter(more_refs)
+    kbar_ref: Any = next(more) if scale_keys else None
+    dn_added_ref: Any = next(more, None)
+    n = L // T
+    index, pairs = pl.program_id(0), n * (n + 1) // 2
+    # The tiles in order of queries, tile i of them having i + 1 tiles of keys.
+    i: Any = sum(((index >= m * (m + 1) // 2).astype(jnp.int32) for m in range(1, n)), np.int32(0))
+    j = index - lax.div(i * (i + 1), np.int32(2))
+    step_k, step_v = min(siz_b_loop, DHQK), min(siz_b_loop, DHHV)
+
+    @pl.when(index < pairs)
+    def _tile():
+        queries, keys = block_at(i, T), block_at(j, T)
+
+        def dh_times_v(x):
+            return dot(dh_ref[queries, block_at(x, step_v)], v_ref[keys, block_at(x, step_v)], precision, b_axis=1)
+
+        def q_times_k(x):
+            return dot(q_ref[queries, block_at(x, step_k)], k_ref[keys, block_at(x, step_k)], precision, b_axis=1)
+
+        dA = sum_of(DHHV // step_v, dh_times_v, (T, T))
+        scores = sum_of(DHQK // step_k, q_times_k, (T, T)) * scale
+        offset = (i - j) * T
+        D = decay_tile(e_hi_ref[keys], e_lo_ref[keys], u_hi_ref[queries], u_lo_ref[queries], causal_mask(T, T, offset))
+        P = D * scores
+        if inv_den_ref is not None:
+            inv_den = inv_den_ref[queries][:, None]
+            P, dA = P * inv_den, (dA + dz_den_ref[queries][:, None]) * inv_den
+        dP = D * dA
+        W, strict = dP * scores, causal_mask(T, T, offset - 1)
+        before = jnp.where(strict, W, 0.0)
+        per_query_ref[j, queries] = jnp.sum(before, axis=1)
+        per_key_ref[i, keys] = jnp.sum(before, axis=0)
+        P_ref[queries, keys] = P.astype(P_ref.dtype)
+        dP_ref[queries, keys] = (dP * scale).astype(P_ref.dtype)
+
+        # Summed in every tile: a branch that reads W takes as many registers, fifty.
+        masked_store(diagonal_ref.at[queries], jnp.sum(jnp.where(strict, 0.0, W), axis=1), jnp.full((T,), i == j))
+
+        whole = max(MAX_TILE // T, 1)  # tiles on a side of a block
+
+        def above(x, _):
+            zeros = jnp.zeros((T, T), P_ref.dtype)
+            P_ref[queries, block_at(x, T)] = zeros
+            dP_ref[queries, block_at(x, T)] = zeros
+            return _
+
+        if whole > 1:
+            end = lax.min(lax.div(i, np.int32(whole)) * whole + whole, np.int32(n))
+            lax.fori_loop(j + 1, jnp.where(i == j, end, j + 1), above, ())
+
+    @pl.when(index >= pairs)
+    def _scaled_operands():
+        tile = index - pairs
+        steps = block_at(tile, T)
+        abar, r = abar_ref[steps][:, None], query_scale(w_ref[steps], scale, None if inv_den_ref is None else inv_den_ref[steps])
+        dz_den = None if dz_den_ref is None else dz_den_ref[steps][:, None]
+
+        def scaled(x, _):
+            columns = block_at(x, step_k)
+            q = q_ref[steps, columns].astype(jnp.float32) * r[:, None]
+            qbar_ref[steps, columns] = q.astype(qbar_ref.dtype)
+            if kbar_ref is not None:
+                k = k_ref[steps, columns].astype(jnp.float32) * abar
+                kbar_ref[steps, columns] = k.astype(kbar_ref.dtype)
+            if dn_added_ref is not None:
+                dn_added_ref[tile, columns] = jnp.sum(q * dz_den, axis=0)
+            return _
+
+        loop(DHQK // step_k, scaled, ())
+
+
+def parallel_bw_dP(
+    matQ: jax.Array,
+    matK: jax.Array,
+    matV: jax.Array,
+    matDeltaH: jax.Array,
+    gates: ChunkGates,
+    matH: jax.Array | None,
+    vecZ: jax.Array | None,
+    *,
+    normaliser: Normaliser | None = DEFAULT_NORMALISER,
+    return_keys: bool = True,
+    call: StageCall,
+) -> GradientTiles:
+    """Runs the stage: ``stages/parallel_bw_dP.py``."""
+    gradients = normaliser_gradients(normaliser, matDeltaH, matH, vecZ, gates)
+    p, T = call.problem, call.tiles.siz_b_LQ
+    n = blocks(p.L, T)
+    vector = pl.BlockSpec((None, p.L), lambda x, c, b: (b, c))
+    normalise = gradients.vecInvDen is not None
+    q, k, v, dh = (
+        sequence_spec(x, p, p.L, width, lambda x, c, b: (b, c, 0))
+        for x, width in ((matQ, p.DHQK), (matK, p.DHQK), (matV, p.DHHV), (matDeltaH, p.DHHV))
+    )
+    tile = pl.BlockSpec((None, p.L, p.L), lambda x, c, b: (b, c, 0)), jax.ShapeDtypeStruct((p.BNH, p.S, p.L), matQ.dtype)
+    operand = (
+        pl.BlockSpec((None, p.L, p.DHQK), lambda x, c, b: (b, c, 0)),
+        jax.ShapeDtypeStruct((p.BNH, p.S, p.DHQK), matQ.dtype),
+    )
+    sums = pl.BlockSpec((None, n, p.L), lambda x, c, b: (b, 0, c)), jax.ShapeDtypeStruct((p.BNH, n, p.S), jnp.float32)
+    norm = (
+        pl.BlockSpec((None, n, p.DHQK), lambda x, c, b: (b, c, 0)),
+        jax.ShapeDtypeStruct((p.BNH, p.NC * n, p.DHQK), jnp.float32),
+    )
+    outputs = [tile, tile, operand, sums, sums, (vector, jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32))]
+    outputs += [operand] * return_keys + [norm] * normalise
+    g = gates.per_step()
+    P, dP, qbar, per_query, per_key, diagonal, *more = kernel_call(
+        _parallel_bw_dP_kernel,
+        name="parallel_bw_dP",
+        grid=(n * (n + 1) // 2 + n, p.NC, p.BNH),
+        in_specs=[q, k, v, dh, *[vector] * 6, *[vector if normalise else None] * 2],
+        out_specs=[spec for spec, _ in outputs],
+        out_shape=[shape for _, shape in outputs],
+        call=call,
+        T=T,
+        scale_keys=return_keys,
+        scale=p.qk_scale,
+        siz_b_loop=call.tiles.siz_b_loop,
+        precision=call.precision,
+    )(matQ, matK, matV, matDeltaH, *g.vecE, *g.vecU, g.vecW, g.vecAbar, gradients.vecInvDen, gradients.vecDzDen)
+    keys = Weighted(more.pop(0), None) if return_keys else None
+    dn_added = jnp.sum(more.pop().reshape(p.BNH, p.NC, n, p.DHQK), axis=2) if normalise else None
+    tiles = (p.BNH, n, p.NC, n, T)
+    pairs = TilePairs(per_query.reshape(tiles), per_key.reshape(tiles), diagonal.reshape(p.BNH, p.NC, n, T))
+    return GradientTiles(P, dP, Weighted(qbar, None), keys, pairs, gradients, dn_added)
+
+
+def _heuristic(p: Problem, dtype: jnp.dtype) -> StageConfig:
+    wide = dtype.itemsize > 2
+    return StageConfig(siz_b_LQ=64, siz_b_loop=32 if wide else 64, num_warps=4, num_stages=2 if wide else 3)
+
+
+def clamp_to_tile(tiles: StageConfig, p: Problem) -> StageConfig:
+    """At most MAX_TILE queries: no difference of sums over more than that is taken."""
+    tiles = tiles.clamped(p)
+    return tiles.replace(siz_b_LQ=min(tiles.siz_b_LQ, p.T))
+
+
+KERNEL = Kernel(
+    search=search_of("siz_b_loop", siz_b_LQ=(16, 32, 64, 128)),
+    heuristic=_heuristic,
+    clamp=clamp_to_tile,
+)

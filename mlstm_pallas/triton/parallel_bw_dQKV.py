@@ -1,0 +1,198 @@
+"""parallel_bw_dQKV in Triton.
+
+Grid (blocks of a chunk's gradients, NC, B * NH): those of one chunk run at the same time and find what they share in the L2. A CTA
+owns siz_b_LQ steps and siz_b_DHQK columns of dq or dk, or siz_b_DHHV columns of dv: one product with the state, whose sum is then
+weighted, and one with the tiles, both siz_b_loop at a time. Its loops hold products alone. For the gates' gradients the inner
+products of q and k with the inter-chunk part are taken in float32; CTAs that own a siz_b_DHQK x siz_b_DHHV block of the states take
+<C_c, dC_{c+1}>.
+
+FLOPs: 6 R K V + R (L + 1) (2 K + V). Bytes: q, k, v, dh, dq, dk, dv, P, dP and both states,
+(R (4 K + 3 V + 2 L) + 2 B NH NC K V) itemsize; the operands again for each column and row block, mostly from L2.
+"""
+
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.gates import ChunkGates
+from mlstm_pallas.normaliser import NormaliserGradients, query_scale
+from mlstm_pallas.problem import Problem
+from mlstm_pallas.stage import (
+    Kernel,
+    StageCall,
+    StageConfig,
+    search_of,
+    sequence_shape,
+    sequence_spec,
+)
+from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
+from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
+from mlstm_pallas.tiles import Precision, block_at, blocks, divide, dot, loop, remainder, sum_of
+from mlstm_pallas.triton.launch import kernel_call
+from mlstm_pallas.triton.parallel_bw_dP import clamp_to_tile
+
+
+def _parallel_bw_dQKV_kernel(
+    q_ref,  # (L, DHQK)
+    k_ref,  # (L, DHQK)
+    v_ref,  # (L, DHHV)
+    dh_ref,  # (L, DHHV)
+    C_ref,  # (DHQK, DHHV) before the chunk
+    n_ref,  # (DHQK,) before the chunk, absent without a normaliser
+    dC_ref,  # (DHQK, DHHV) after the chunk
+    dn_ref,  # (DHQK,) after the chunk
+    P_ref,  # (L, L)
+    dP_ref,  # (L, L)
+    w_ref,  # (L,), as all that follow
+    abar_ref,
+    inv_den_ref,  # absent without a normaliser
+    dz_den_ref,  # likewise
+    dq_ref,  # out (L, DHQK)
+    q_inter_ref,  # out (column blocks, L)
+    dk_ref,  # out (L, DHQK)
+    k_inter_ref,  # out (column blocks, L)
+    dv_ref,  # out (L, DHHV)
+    states_ref,  # out (blocks,)
+    *,
+    scale: float,
+    siz_b_LQ: int,
+    siz_b_DHQK: int,
+    siz_b_DHHV: int,
+    siz_b_loop: int,
+    precision: Precision,
+):
+    L = q_ref.shape[0]
+
+    def times_state(steps, columns, a_ref, X_ref, size, *, transposed):
+        step = min(siz_b_loop, a_ref.shape[1])
+
+        def product(x):
+            X = X_ref[columns, block_at(x, step)] if transposed else X_ref[block_at(x, step), columns]
+            return dot(a_ref[steps, block_at(x, step)], X, precision, b_axis=1 if transposed else 0)
+
+        return sum_of(a_ref.shape[1] // step, product, (siz_b_LQ, size))
+
+    def plus_tiles(acc, row, columns, tile_ref, operand_ref, *, transposed):
+        """Adds a product with the tiles: of queries with the keys up to them, transposed of keys with the queries from them on."""
+        step, steps = min(siz_b_loop, siz_b_LQ), block_at(row, siz_b_LQ)
+        first = row * (siz_b_LQ // step) if transposed else 0
+
+        def add(x, acc):
+            others = block_at(first + x, step)
+            tile = tile_ref[others, steps] if transposed else tile_ref[steps, others]
+            return acc + dot(tile, operand_ref[others, columns], precision, a_axis=0 if transposed else 1)
+
+        return loop(L // step - first if transposed else (row + 1) * (siz_b_LQ // step), add, acc)
+
+    def dq(row, column, steps, columns):
+        r = query_scale(w_ref[steps], scale, None if inv_den_ref is None else inv_den_ref[steps])
+        acc = times_state(steps, columns, dh_ref, C_ref, siz_b_DHQK, transposed=True) * r[:, None]
+        if n_ref is not None:
+            acc += (r * dz_den_ref[steps])[:, None] * n_ref[columns][None, :]
+        q_inter_ref[column, steps] = jnp.sum(acc * q_ref[steps, columns].astype(jnp.float32), axis=1)
+        dq_ref[steps, columns] = plus_tiles(acc, row, columns, dP_ref, k_ref, transposed=False).astype(dq_ref.dtype)
+
+    def dk(row, column, steps, columns):
+        acc = times_state(steps, columns, v_ref, dC_ref, siz_b_DHQK, transposed=True)
+        acc = (acc + dn_ref[columns][None, :]) * abar_ref[steps][:, None]
+        k_inter_ref[column, steps] = jnp.sum(acc * k_ref[steps, columns].astype(jnp.float32), axis=1)
+        dk_ref[steps, columns] = plus_tiles(acc, row, columns, dP_ref, q_ref, transposed=True).astype(dk_ref.dtype)
+
+    def dv(row, column, steps, columns):
+        acc = times_state(steps, columns, k_ref, dC_ref, siz_b_DHHV, transposed=False) * abar_ref[steps][:, None]
+        dv_ref[steps, columns] = plus_tiles(acc, row, columns, P_ref, dh_ref, transposed=True).astype(dv_ref.dtype)
+
+    def states(row, column, rows, columns):
+        C, dC = C_ref[rows, columns].astype(jnp.float32), dC_ref[rows, columns].astype(jnp.float32)
+        states_ref[row * blocks(C_ref.shape[1], siz_b_DHHV) + column] = jnp.sum(C * dC)
+
+    start, index = 0, pl.program_id(0)
+    of_L, of_DHQK, of_DHHV = (L, siz_b_LQ), (q_ref.shape[1], siz_b_DHQK), (v_ref.shape[1], siz_b_DHHV)
+    for role, of_rows, of_columns in ((dq, of_L, of_DHQK), (dk, of_L, of_DHQK), (dv, of_L, of_DHHV), (states, of_DHQK, of_DHHV)):
+        columns = blocks(*of_columns)
+        end = start + blocks(*of_rows) * columns
+
+        @pl.when((start <= index) & (index < end))
+        def _(role=role, start=start, columns=columns, height=of_rows[1], width=of_columns[1]):
+            row, column = divide(index - start, columns), remainder(index - start, columns)
+            role(row, column, block_at(row, height), block_at(column, width))
+
+        start = end
+
+
+def parallel_bw_dQKV(
+    matQ: jax.Array,
+    matK: jax.Array,
+    matV: jax.Array,
+    matDeltaH: jax.Array,
+    gates: ChunkGates,
+    gradients: NormaliserGradients,
+    tiles: GradientTiles,
+    matC_states: jax.Array,
+    vecN_states: jax.Array,
+    matDeltaC_states: jax.Array,
+    vecDeltaN_states: jax.Array,
+    *,
+    call: StageCall,
+) -> Gradients:
+    """Runs the stage: ``stages/parallel_bw_dQKV.py``."""
+    p, LQ, BK, BV = call.problem, call.tiles.siz_b_LQ, call.tiles.siz_b_DHQK, call.tiles.siz_b_DHHV
+    normalise = gradients.vecInvDen is not None
+    tile = pl.BlockSpec((None, p.L, p.L), lambda x, c, b: (b, c, 0))
+    q, k, v, dh = (
+        sequence_spec(x, p, p.L, width, lambda x, c, b: (b, c, 0))
+        for x, width in ((matQ, p.DHQK), (matK, p.DHQK), (matV, p.DHHV), (matDeltaH, p.DHHV))
+    )
+    state = pl.BlockSpec((None, None, p.DHQK, p.DHHV), lambda x, c, b: (b, c, 0, 0))
+    norm = pl.BlockSpec((None, None, p.DHQK), lambda x, c, b: (b, c, 0))
+    vector = pl.BlockSpec((None, p.L), lambda x, c, b: (b, c))
+    blocks_of_DHQK, blocks_of_DHHV = blocks(p.DHQK, BK), blocks(p.DHHV, BV)
+    inter = (
+        pl.BlockSpec((None, blocks_of_DHQK, p.L), lambda x, c, b: (b, 0, c)),
+        jax.ShapeDtypeStruct((p.BNH, blocks_of_DHQK, p.S), jnp.float32),
+    )
+    blocks_of_state = blocks_of_DHQK * blocks_of_DHHV
+    inner = (
+        pl.BlockSpec((None, None, blocks_of_state), lambda x, c, b: (b, c, 0)),
+        jax.ShapeDtypeStruct((p.BNH, p.NC, blocks_of_state), jnp.float32),
+    )
+    dq, dk, dv = (sequence_shape(x, x.shape[-1], matQ.dtype) for x in (matQ, matK, matV))
+    outputs = [(q, dq), inter, (k, dk), inter, (v, dv), inner]
+    g = gates.per_step()
+    dQ, q_inter, dK, k_inter, dV, states_inner = kernel_call(
+        _parallel_bw_dQKV_kernel,
+        name="parallel_bw_dQKV",
+        grid=(p.L // LQ * (2 * blocks_of_DHQK + blocks_of_DHHV) + blocks_of_state, p.NC, p.BNH),
+        in_specs=[
+            *(q, k, v, dh, state, norm if normalise else None, state, norm, tile, tile),
+            *[vector] * 2,
+            *[vector if normalise else None] * 2,
+        ],
+        out_specs=[spec for spec, _ in outputs],
+        out_shape=[shape for _, shape in outputs],
+        call=call,
+        scale=p.qk_scale,
+        siz_b_LQ=LQ,
+        siz_b_DHQK=BK,
+        siz_b_DHHV=BV,
+        siz_b_loop=call.tiles.siz_b_loop,
+        precision=call.precision,
+    )(
+        *(matQ, matK, matV, matDeltaH),
+        *(matC_states, vecN_states if normalise else None, matDeltaC_states, vecDeltaN_states),
+        *(tiles.matP, tiles.matDeltaP, g.vecW, g.vecAbar, gradients.vecInvDen, gradients.vecDzDen),
+    )
+    return Gradients(dQ, dK, dV, q_inter.sum(1), k_inter.sum(1), states_inner.sum(-1))
+
+
+def _heuristic(p: Problem, dtype: jnp.dtype) -> StageConfig:
+    stages, step, columns = (2, 32, 64) if dtype.itemsize > 2 else (3, 64, 128)
+    return StageConfig(siz_b_LQ=64, siz_b_DHQK=columns, siz_b_DHHV=columns, siz_b_loop=step, num_warps=4, num_stages=stages)
+
+
+KERNEL = Kernel(
+    search=search_of("siz_b_DHQK", "siz_b_DHHV", "siz_b_loop", siz_b_LQ=(16, 32, 64, 128)),
+    heuristic=_heuristic,
+    clamp=clamp_to_tile,
+)

@@ -1,0 +1,171 @@
+"""parallel_fw_H in Triton.
+
+Grid (DHHV / siz_b_DHHV, S / siz_b_LQ, B * NH). A CTA owns siz_b_LQ queries and siz_b_DHHV columns of h, in float32 registers. It loops
+over DHQK in steps of siz_b_DHQK for the inter-chunk part, then over the key tiles of siz_b_LKV at and before its own queries in the
+chunk. The stabilisers are known, so nothing is rescaled on the way. The column blocks of the same queries run next to each other: q, k
+and the gates come from memory once, then from L2.
+
+FLOPs: 2 R K V + R (L + 1) (K + V), q.k again for each column block. Bytes: q, k, v, h and C, (R (2 K + 2 V) + B NH NC K V) itemsize.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.gates import ChunkGates
+from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
+from mlstm_pallas.problem import Problem
+from mlstm_pallas.stage import Kernel, StageCall, StageConfig, search_of, sequence_shape, sequence_spec
+from mlstm_pallas.stages.parallel_fw_H import Outputs
+from mlstm_pallas.tiles import Precision, blocks, causal_mask, decay_tile, divide, dot, loop, remainder
+from mlstm_pallas.triton.launch import kernel_call
+
+
+def _parallel_fw_H_kernel(
+    q_ref,  # (siz_b_LQ, DHQK)
+    k_ref,  # (L, DHQK)
+    v_ref,  # (L, siz_b_DHHV)
+    C_ref,  # (DHQK, siz_b_DHHV)
+    n_ref,  # (DHQK,), absent without a normaliser
+    e_hi_ref,  # (L,)
+    e_lo_ref,  # (L,)
+    u_hi_ref,  # (siz_b_LQ,)
+    u_lo_ref,  # (siz_b_LQ,)
+    w_ref,  # (siz_b_LQ,)
+    m_ref,  # (siz_b_LQ,), absent where the floor does not need it
+    h_ref,  # out (siz_b_LQ, siz_b_DHHV)
+    z_ref=None,  # out (siz_b_LQ,), absent without a normaliser
+    *,
+    scale: float,
+    normaliser: Normaliser | None,
+    L: int,
+    siz_b_LKV: int,
+    siz_b_DHQK: int,
+    keep_q: bool,
+    precision: Precision,
+):
+    LQ, DHQK = q_ref.shape
+    first = remainder(pl.program_id(1), L // LQ) * LQ  # of the first query, inside its chunk
+    num_k = DHQK // siz_b_DHQK
+
+    # q . n has a loop of its own: where a tile that the pipeline loads feeds a product and plain arithmetic as well, Triton gives it one
+    # buffer too few, and the copy of a later tile overwrites it under the running product.
+    def add_norm(ik, z):
+        columns = pl.ds(ik * siz_b_DHQK, siz_b_DHQK)
+        return z + jnp.sum(q_ref[:, columns].astype(jnp.float32) * n_ref[columns][None, :], axis=1)
+
+    def add_state(ik, num):
+        columns = pl.ds(ik * siz_b_DHQK, siz_b_DHQK)
+        return num + dot(q_ref[:, columns], C_ref[columns, :], precision)
+
+    num = loop(num_k, add_state, jnp.zeros((LQ, h_ref.shape[1]), jnp.float32))
+    if keep_q:
+        q_whole = q_ref[...]
+    if normaliser is None:
+        z: Any = None
+    elif keep_q:
+        z = jnp.sum(q_whole.astype(jnp.float32) * n_ref[...][None, :], axis=1)
+    else:
+        z = loop(num_k, add_norm, jnp.zeros((LQ,), jnp.float32))
+    w = query_scale(w_ref[...], scale)
+    num, z = num * w[:, None], None if z is None else z * w
+    u_hi, u_lo = u_hi_ref[...], u_lo_ref[...]
+
+    def from_keys(j, carry):
+        num, z = carry
+        keys = pl.ds(j * siz_b_LKV, siz_b_LKV)
+        if keep_q:
+            scores = dot(q_whole, k_ref[keys, :], precision, b_axis=1)
+        else:
+
+            def add_columns(ik, scores):
+                columns = pl.ds(ik * siz_b_DHQK, siz_b_DHQK)
+                return scores + dot(q_ref[:, columns], k_ref[keys, columns], precision, b_axis=1)
+
+            scores = loop(num_k, add_columns, jnp.zeros((LQ, siz_b_LKV), jnp.float32))
+        # Masked after the product, not before: a NaN in k reaches no earlier step.
+        D = decay_tile(e_hi_ref[keys], e_lo_ref[keys], u_hi, u_lo, None)
+        P = jnp.where(causal_mask(LQ, siz_b_LKV, first - j * siz_b_LKV), scores * (D * scale), 0.0)
+        return num + dot(P.astype(v_ref.dtype), v_ref[keys, :], precision), None if z is None else z + jnp.sum(P, axis=1)
+
+    num_keys = divide(first + LQ + siz_b_LKV - 1, siz_b_LKV)
+    num, z = loop(num_keys, from_keys, (num, z))
+    if normaliser is None:
+        h_ref[...] = num.astype(h_ref.dtype)
+        return
+
+    den = normaliser.denominator(z, None if m_ref is None else m_ref[...])
+    h_ref[...] = (num / den[:, None]).astype(h_ref.dtype)
+
+    @pl.when(pl.program_id(0) == 0)
+    def _():
+        z_ref[...] = z
+
+
+def parallel_fw_H(
+    matQ: jax.Array,
+    matK: jax.Array,
+    matV: jax.Array,
+    gates: ChunkGates,
+    matC_states: jax.Array,
+    vecN_states: jax.Array,
+    *,
+    normaliser: Normaliser | None = DEFAULT_NORMALISER,
+    output_dtype: Any = None,
+    call: StageCall,
+) -> Outputs:
+    """Runs the stage: ``stages/parallel_fw_H.py``."""
+    output_dtype = matQ.dtype if output_dtype is None else output_dtype
+    p, tiles = call.problem, call.tiles
+    LQ, BV = tiles.siz_b_LQ, tiles.siz_b_DHHV
+    tiles_of_chunk = blocks(p.L, LQ)
+    queries = pl.BlockSpec((None, LQ), lambda iv, iq, b: (b, iq))
+    chunk = pl.BlockSpec((None, p.L), lambda iv, iq, b: (b, iq // tiles_of_chunk))
+    normalise, needs_m = normaliser is not None, normaliser is not None and normaliser.floor_needs_m
+    g = gates.per_step()
+    H, *z = kernel_call(
+        _parallel_fw_H_kernel,
+        name="parallel_fw_H",
+        grid=(blocks(p.DHHV, BV), p.NC * tiles_of_chunk, p.BNH),
+        in_specs=[
+            sequence_spec(matQ, p, LQ, p.DHQK, lambda iv, iq, b: (b, iq, 0)),
+            sequence_spec(matK, p, p.L, p.DHQK, lambda iv, iq, b: (b, iq // tiles_of_chunk, 0)),
+            sequence_spec(matV, p, p.L, BV, lambda iv, iq, b: (b, iq // tiles_of_chunk, iv)),
+            pl.BlockSpec((None, None, p.DHQK, BV), lambda iv, iq, b: (b, iq // tiles_of_chunk, 0, iv)),
+            pl.BlockSpec((None, None, p.DHQK), lambda iv, iq, b: (b, iq // tiles_of_chunk, 0)) if normalise else None,
+            chunk,
+            chunk,
+            queries,
+            queries,
+            queries,
+            queries if needs_m else None,
+        ],
+        out_specs=[sequence_spec(matV, p, LQ, BV, lambda iv, iq, b: (b, iq, iv)), *[queries] * normalise],
+        out_shape=[sequence_shape(matV, p.DHHV, output_dtype), *[jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32)] * normalise],
+        call=call,
+        scale=p.qk_scale,
+        normaliser=normaliser,
+        L=p.L,
+        siz_b_LKV=tiles.siz_b_LKV,
+        siz_b_DHQK=tiles.siz_b_DHQK,
+        keep_q=tiles.keep_q,
+        precision=call.precision,
+    )(
+        *(matQ, matK, matV, matC_states, vecN_states if normalise else None),
+        *(*g.vecE, *g.vecU, g.vecW, g.vecM if needs_m else None),
+    )
+    return Outputs(H, z[0] if normalise else None)
+
+
+def _heuristic(p: Problem, dtype: jnp.dtype) -> StageConfig:
+    wide = dtype.itemsize > 2
+    sizes: dict[str, Any] = dict(siz_b_LQ=64, siz_b_LKV=32, siz_b_DHQK=32 if wide else 64, siz_b_DHHV=128)
+    return StageConfig(**sizes, num_warps=4, num_stages=2, keep_q=not wide and p.DHQK <= 256)
+
+
+KERNEL = Kernel(
+    search=search_of("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", keep_q=(False, True)),
+    heuristic=_heuristic,
+)

@@ -1,0 +1,150 @@
+"""parallel_fw_P in Triton, of two kernels.
+
+Grid (NC, B * NH). A CTA owns one chunk of L steps and reads siz_b_DHQK columns of q and k at a time. So each tile of decays is computed
+once, not once for each column block of v.
+
+key_sums: sum_s kbar_s of each chunk, from which n_c follows. Grid (NC, B * NH). XLA may turn this sum into a product and transpose the
+keys for it in memory. Bytes: R K itemsize.
+
+FLOPs: R (L + 1) K. Bytes: q, k, kbar and P, R (3 K + L) itemsize.
+"""
+
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.gates import ChunkGates, vector_states
+from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
+from mlstm_pallas.stage import (
+    Kernel,
+    StageCall,
+    StageConfig,
+    Weighted,
+    sequence_spec,
+)
+from mlstm_pallas.stages.parallel_fw_P import Scores
+from mlstm_pallas.tiles import Precision, causal_mask, decay_tile, dot
+from mlstm_pallas.triton.launch import kernel_call
+
+
+def _parallel_fw_P_kernel(
+    q_ref,  # (L, DHQK)
+    k_ref,  # (L, DHQK)
+    n_ref,  # (DHQK,), absent without a normaliser
+    e_hi_ref,  # (L,)
+    e_lo_ref,  # (L,)
+    u_hi_ref,  # (L,)
+    u_lo_ref,  # (L,)
+    w_ref,  # (L,)
+    abar_ref,  # (L,)
+    m_ref,  # (L,), absent where the floor does not need it
+    P_ref,  # out (L, L)
+    r_ref,  # out (L,)
+    kbar_ref,  # out (L, DHQK)
+    z_ref=None,  # out (L,), absent without a normaliser
+    *,
+    siz_b_DHQK: int,
+    scale: float,
+    normaliser: Normaliser | None,
+    precision: Precision,
+):
+    L, DHQK = q_ref.shape
+    scores, q_n = jnp.zeros((L, L), jnp.float32), jnp.zeros((L,), jnp.float32)
+    for start in range(0, DHQK, siz_b_DHQK):
+        columns = pl.ds(start, siz_b_DHQK)
+        q, k = q_ref[:, columns], k_ref[:, columns]
+        scores += dot(q, k, precision, b_axis=1)
+        if n_ref is not None:
+            q_n += jnp.sum(q.astype(jnp.float32) * n_ref[columns][None, :], axis=1)
+        kbar_ref[:, columns] = (k.astype(jnp.float32) * abar_ref[...][:, None]).astype(kbar_ref.dtype)
+    # Masked after the product, not before: a NaN in k reaches no earlier step.
+    D = decay_tile(e_hi_ref[...], e_lo_ref[...], u_hi_ref[...], u_lo_ref[...], None)
+    P = jnp.where(causal_mask(L, L, 0), scores * (D * scale), 0.0)
+    r = query_scale(w_ref[...], scale)
+    if normaliser is not None:
+        z = r * q_n + jnp.sum(P, axis=1)
+        inv_den = 1.0 / normaliser.denominator(z, None if m_ref is None else m_ref[...])
+        P, r = P * inv_den[:, None], r * inv_den
+        z_ref[...] = z
+    P_ref[...] = P.astype(P_ref.dtype)
+    r_ref[...] = r
+
+
+def _key_sums_kernel(
+    k_ref,  # (L, DHQK)
+    abar_ref,  # (L,)
+    sums_ref,  # out (DHQK,)
+    *,
+    siz_b_DHQK: int,
+):
+    abar = abar_ref[...][:, None]
+    for start in range(0, k_ref.shape[1], siz_b_DHQK):
+        columns = pl.ds(start, siz_b_DHQK)
+        sums_ref[columns] = jnp.sum(k_ref[:, columns].astype(jnp.float32) * abar, axis=0)
+
+
+def _key_sums(matK: jax.Array, gates: ChunkGates, call: StageCall) -> jax.Array:
+    """What each chunk adds to n, (B * NH, NC, DHQK) float32."""
+    p = call.problem
+    return kernel_call(
+        _key_sums_kernel,
+        name="key_sums",
+        grid=(p.NC, p.BNH),
+        in_specs=[sequence_spec(matK, p, p.L, p.DHQK, lambda c, b: (b, c, 0)), pl.BlockSpec((None, p.L), lambda c, b: (b, c))],
+        out_specs=[pl.BlockSpec((None, None, p.DHQK), lambda c, b: (b, c, 0))],
+        out_shape=[jax.ShapeDtypeStruct((p.BNH, p.NC, p.DHQK), jnp.float32)],
+        call=call,
+        siz_b_DHQK=call.tiles.siz_b_DHQK,
+    )(matK, gates.per_step().vecAbar)[0]
+
+
+def parallel_fw_P(
+    matQ: jax.Array,
+    matK: jax.Array,
+    gates: ChunkGates,
+    vecN_initial: jax.Array,
+    *,
+    normaliser: Normaliser | None = DEFAULT_NORMALISER,
+    call: StageCall,
+) -> Scores:
+    """Runs the stage: ``stages/parallel_fw_P.py``."""
+    p = call.problem
+    n, n_last = vector_states(_key_sums(matK, gates, call), gates.scaGamma, vecN_initial)
+    steps = pl.BlockSpec((None, p.L), lambda c, b: (b, c))
+    q, k = (sequence_spec(x, p, p.L, p.DHQK, lambda c, b: (b, c, 0)) for x in (matQ, matK))
+    kbar = pl.BlockSpec((None, p.L, p.DHQK), lambda c, b: (b, c, 0))
+    normalise, needs_m = normaliser is not None, normaliser is not None and normaliser.floor_needs_m
+    vector, g = jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32), gates.per_step()
+    P, r, keys, *z = kernel_call(
+        _parallel_fw_P_kernel,
+        name="parallel_fw_P",
+        grid=(p.NC, p.BNH),
+        in_specs=[
+            q,
+            k,
+            pl.BlockSpec((None, None, p.DHQK), lambda c, b: (b, c, 0)) if normalise else None,
+            *[steps] * 5,
+            steps,
+            steps if needs_m else None,
+        ],
+        out_specs=[pl.BlockSpec((None, p.L, p.L), lambda c, b: (b, c, 0)), steps, kbar, *[steps] * normalise],
+        out_shape=[
+            jax.ShapeDtypeStruct((p.BNH, p.S, p.L), matQ.dtype),
+            vector,
+            jax.ShapeDtypeStruct((p.BNH, p.S, p.DHQK), matQ.dtype),
+            *[vector] * normalise,
+        ],
+        call=call,
+        siz_b_DHQK=call.tiles.siz_b_DHQK,
+        scale=p.qk_scale,
+        normaliser=normaliser,
+        precision=call.precision,
+    )(matQ, matK, n if normalise else None, *g.vecE, *g.vecU, g.vecW, g.vecAbar, g.vecM if needs_m else None)
+    return Scores(P, Weighted(keys, None), r, z[0] if normalise else None, n, n_last)
+
+
+KERNEL = Kernel(
+    search={"siz_b_DHQK": (32, 64, 128, 256), "num_warps": (1, 2, 4, 8)},
+    heuristic=lambda p, dtype: StageConfig(num_warps=4, num_stages=1),
+)

@@ -1,0 +1,193 @@
+"""recurrent_fw_H in Triton.
+
+Grid (DHHV / siz_b_DHHV, B * NH). A CTA owns siz_b_DHHV columns of C, in float32 registers, and of h, and loops over the chunks. The
+state is kept transposed, as the left operand of C^T q: what one product leaves in registers the next takes from there, rounded to the
+kernel dtype, and no state goes through shared memory. It is held as tiles of siz_b_DHQK rows: only one rounded tile at a time fits
+beside it. Where C has more than siz_b_loop rows, a launch for each siz_b_loop of them adds to the output of the launch before.
+
+C before every n-th chunk may be stored on the way, for the backward pass: the loop over chunks is then two nested loops.
+
+No tile that the pipeline loads feeds plain arithmetic as well as a product (see parallel_fw_H).
+
+FLOPs: 4 R K V + R (L + 1) V. Bytes: q, kbar, v, h and P, R (2 K + 2 V + L) itemsize; q, kbar and P again for each column block, mostly
+from L2, and h twice more for each further launch.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.problem import Problem
+from mlstm_pallas.stage import (
+    Kernel,
+    StageCall,
+    StageConfig,
+    clamped,
+    search_of,
+    sequence_shape,
+    sequence_spec,
+)
+from mlstm_pallas.stages.parallel_fw_P import Scores
+from mlstm_pallas.stages.recurrent_fw_H import FusedScan
+from mlstm_pallas.tiles import Precision, block_at, blocks, dot, loop
+from mlstm_pallas.triton.launch import kernel_call
+
+
+def _recurrent_fw_H_kernel(
+    q_ref,  # (S, siz_b_loop)
+    kbar_ref,  # (S, siz_b_loop)
+    v_ref,  # (S, siz_b_DHHV)
+    P_ref,  # (S, L), in the first launch
+    r_ref,  # (S,)
+    gamma_ref,  # (NC,)
+    C_initial_ref,  # (siz_b_loop, siz_b_DHHV), may be absent
+    partial_ref,  # (S, siz_b_DHHV) h of the launches before, absent in the first
+    h_ref,  # out (S, siz_b_DHHV)
+    *more_refs,  # out, as wanted: C_last (siz_b_loop, siz_b_DHHV); C (stored, siz_b_loop, siz_b_DHHV)
+    L: int,
+    siz_b_DHQK: int,
+    return_last: bool,
+    store_every: int,
+    precision: Precision,
+):
+    S, rows = q_ref.shape
+    more = iter(more_refs)
+    C_last_ref: Any = next(more) if return_last else None
+    C_ref: Any = next(more) if store_every else None
+    row_tiles = [pl.ds(start, siz_b_DHQK) for start in range(0, rows, siz_b_DHQK)]
+    chunks = S // L
+
+    # The pipeline copies operands of products alone. The rest is prefetched a chunk ahead, or each load would be waited for. So is P:
+    # the pipeline would hold several of its tiles, too much shared memory for two CTAs on an SM.
+    def prefetch(index):
+        chunk = lax.min(index, np.int32(chunks - 1))
+        steps = block_at(chunk, L)
+        return gamma_ref[chunk], r_ref[steps], *(None if ref is None else ref[steps, :] for ref in (partial_ref, P_ref))
+
+    def step(index, carry):
+        CT, (gamma, r, partial, P) = carry
+        steps = block_at(index, L)
+        following = prefetch(index + 1)
+        v = v_ref[steps, :]
+        hT = jnp.zeros((v.shape[1], L), jnp.float32)
+        for tile, block in zip(row_tiles, CT, strict=True):
+            hT += dot(block.astype(v.dtype), q_ref[steps, tile], precision, b_axis=1)
+        hT = hT * r[None, :]
+        if P is not None:
+            hT += dot(v, P, precision, a_axis=0, b_axis=1)
+        if partial is None:
+            h_ref[steps, :] = hT.astype(h_ref.dtype).T
+        else:
+            h_ref[steps, :] = (hT.T + partial.astype(jnp.float32)).astype(h_ref.dtype)
+        CT = tuple(block * gamma + dot(v, kbar_ref[steps, tile], precision, a_axis=0) for tile, block in zip(row_tiles, CT, strict=True))
+        return CT, following
+
+    def initial(tile):
+        if C_initial_ref is None:
+            return jnp.zeros((v_ref.shape[1], siz_b_DHQK), jnp.float32)
+        return C_initial_ref[tile, :].T
+
+    def store_and_step(index, carry):
+        for tile, block in zip(row_tiles, carry[0], strict=True):
+            C_ref[index, tile, :] = block.astype(C_ref.dtype).T
+        return loop(store_every, lambda chunk, carry: step(index * store_every + chunk, carry), carry)
+
+    carry = tuple(map(initial, row_tiles)), prefetch(np.int32(0))
+    CT, _ = loop(chunks // store_every, store_and_step, carry) if store_every else loop(chunks, step, carry)
+    if C_last_ref is not None:
+        for tile, block in zip(row_tiles, CT, strict=True):
+            C_last_ref[tile, :] = block.T
+
+
+def recurrent_fw_H(
+    matQ: jax.Array,
+    matV: jax.Array,
+    scores: Scores,
+    scaGamma: jax.Array,
+    matC_initial: jax.Array | None,
+    *,
+    return_last: bool = True,
+    store_every: int = 0,
+    output_dtype: Any = None,
+    call: StageCall,
+) -> FusedScan:
+    """Runs the stage: ``stages/recurrent_fw_H.py``."""
+    p, tiles = call.problem, call.tiles
+    output_dtype = matQ.dtype if output_dtype is None else output_dtype
+    siz_b, rows = tiles.siz_b_DHHV, tiles.siz_b_loop
+    launches = blocks(p.DHQK, rows)
+    if store_every and launches > 1:
+        raise ValueError(f"recurrent_fw_H stores states of up to {rows} rows, expected {p.DHQK}")
+    values = sequence_spec(matV, p, p.S, siz_b, lambda i, b: (b, 0, i))
+    H: Any = None
+    lasts, states = [], None
+    for index in range(launches):
+        q, kbar = (sequence_spec(x, p, p.S, rows, lambda i, b, index=index: (b, 0, index)) for x in (matQ, scores.keys.product()))
+        arrays = [
+            (matQ, q),
+            (scores.keys.product(), kbar),
+            (matV, values),
+            (scores.matP if index == 0 else None, pl.BlockSpec((None, p.S, p.L), lambda i, b: (b, 0, 0))),
+            (scores.vecR, pl.BlockSpec((None, p.S), lambda i, b: (b, 0))),
+            (scaGamma, pl.BlockSpec((None, p.NC), lambda i, b: (b, 0))),
+            (matC_initial, pl.BlockSpec((None, rows, siz_b), lambda i, b, index=index: (b, index, i))),
+            (H, values),
+        ]
+        # h may be rounded twice within its promised error, not once a launch.
+        dtype = output_dtype if index == launches - 1 or launches == 2 else jnp.float32
+        outputs: list[Any] = [(sequence_shape(matV, p.DHHV, dtype), values)]
+        if return_last:
+            shape = jax.ShapeDtypeStruct((p.BNH, rows, p.DHHV), jnp.float32)
+            outputs.append((shape, pl.BlockSpec((None, rows, siz_b), lambda i, b: (b, 0, i))))
+        if store_every:
+            stored = blocks(p.NC, store_every)
+            shape = jax.ShapeDtypeStruct((p.BNH, stored, p.DHQK, p.DHHV), matQ.dtype)
+            outputs.append((shape, pl.BlockSpec((None, stored, p.DHQK, siz_b), lambda i, b: (b, 0, 0, i))))
+        H, *more = kernel_call(
+            _recurrent_fw_H_kernel,
+            name="recurrent_fw_H",
+            grid=(blocks(p.DHHV, siz_b), p.BNH),
+            in_specs=[None if x is None else spec for x, spec in arrays],
+            out_specs=[spec for _, spec in outputs],
+            out_shape=[shape for shape, _ in outputs],
+            call=call,
+            L=p.L,
+            siz_b_DHQK=tiles.siz_b_DHQK,
+            return_last=return_last,
+            store_every=store_every,
+            precision=call.precision,
+        )(*(x for x, _ in arrays))
+        if return_last:
+            lasts.append(more.pop(0))
+        if store_every:
+            states = more.pop()
+    return FusedScan(H, jnp.concatenate(lasts, axis=-2) if lasts else None, states)
+
+
+def _clamp(tiles: StageConfig, p: Problem) -> StageConfig:
+    rows, fitting = clamped(tiles.siz_b_loop, p.DHQK), tiles.clamped(p)
+    return fitting.replace(siz_b_LKV=p.L, siz_b_loop=rows, siz_b_DHQK=min(fitting.siz_b_DHQK, rows))
+
+
+def _heuristic(p: Problem, dtype: jnp.dtype) -> StageConfig:
+    """Two CTAs on an SM of Hopper."""
+    rows = 64 if dtype.itemsize > 2 else 128
+    return StageConfig(siz_b_LKV=32, siz_b_DHQK=rows, siz_b_DHHV=64, siz_b_loop=256, num_warps=4, num_stages=2)
+
+
+KERNEL = Kernel(
+    search=search_of(
+        *("siz_b_LKV",),
+        siz_b_DHQK=(64, 128, 256),
+        siz_b_DHHV=(64, 128),
+        siz_b_loop=(64, 128, 256, 512),
+        num_stages=(2, 3, 4),
+    ),
+    heuristic=_heuristic,
+    clamp=_clamp,
+    stores_states=lambda tiles, p: clamped(tiles.siz_b_loop, p.DHQK) == p.DHQK,
+)

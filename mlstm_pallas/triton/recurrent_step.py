@@ -1,0 +1,152 @@
+"""recurrent_step in Triton.
+
+Grid (ceil(DHHV / siz_b_DHHV), B * NH). A CTA owns siz_b_DHHV columns of C of one head and loops over them in blocks of siz_b_DHQK
+rows, each prefetched while the one before is worked on. Every CTA computes n' and z for itself; those of the first columns store n'
+and m'. C is updated in place. n and m are not: other CTAs may still read them. Sizes that the tiles do not divide are masked, as
+padding would move the states once more.
+
+FLOPs: 4 B NH K V. Bytes: C twice, 2 B NH K V itemsize; the rest is less by the factor of V or K.
+"""
+
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser
+from mlstm_pallas.problem import MIN_TILE, next_power_of_two
+from mlstm_pallas.stage import Kernel, StageCall, StageConfig, search_of
+from mlstm_pallas.stages.recurrent_step import Step, rounded, step_gates
+from mlstm_pallas.tiles import block_at, loop
+from mlstm_pallas.triton.launch import kernel_call, masked_load, masked_store
+
+
+def _recurrent_step_kernel(
+    C_ref,  # (DHQK, DHHV), the whole head's
+    q_ref,  # (DHQK,)
+    k_ref,  # (DHQK,)
+    v_ref,  # (DHHV,)
+    n_ref,  # (DHQK,)
+    i_ref,  # ()
+    f_ref,  # ()
+    m_ref,  # (), or absent: the sigmoid input gate
+    C_new_ref,  # out (DHQK, DHHV), in place of C
+    h_ref,  # out (DHHV,)
+    n_new_ref,  # out (DHQK,)
+    m_new_ref=None,  # out (), or absent
+    *,
+    scale: float,
+    normaliser: Normaliser | None,
+    compiled: bool,
+    siz_b_DHQK: int,
+    siz_b_DHHV: int,
+):
+    DHQK, DHHV = C_ref.shape
+    owns_n = pl.program_id(0) == 0
+    columns, in_columns = _block(pl.program_id(0), siz_b_DHHV, DHHV)
+    num_blocks = -(-DHQK // siz_b_DHQK)
+
+    def load(ik):
+        rows, in_rows = _block(ik, siz_b_DHQK, DHQK)
+        C = masked_load(C_ref.at[rows, columns], _outer(in_rows, in_columns))
+        q, k, n = (masked_load(ref.at[rows], in_rows).astype(jnp.float32) for ref in (q_ref, k_ref, n_ref))
+        return C, q, k, n, k[:, None]  # which goes through shared memory: behind a barrier, before the gates
+
+    def update(ik, loaded, num, z):
+        rows, in_rows = _block(ik, siz_b_DHQK, DHQK)
+        C, q, k, n, k_column = loaded
+        C = decay * C.astype(jnp.float32) + (gain * k_column) * v[None, :]
+        n = decay * n + gain * k
+        masked_store(C_new_ref.at[rows, columns], C.astype(C_new_ref.dtype), _outer(in_rows, in_columns))
+
+        @pl.when(owns_n)
+        def _():
+            masked_store(n_new_ref.at[rows], n.astype(n_new_ref.dtype), in_rows)
+
+        return num + jnp.sum(q[:, None] * C, axis=0), z + jnp.sum(q * n)
+
+    def step(ik, carry):
+        following = load(ik + 1)
+        return following, *update(ik, *carry)
+
+    # The first block is loaded before anything waits.
+    i, f = (ref[...].astype(jnp.float32) for ref in (i_ref, f_ref))
+    m = None if m_ref is None else m_ref[...].astype(jnp.float32)
+    v = masked_load(v_ref.at[columns], in_columns).astype(jnp.float32)
+    carry = load(jnp.zeros((), jnp.int32)), jnp.zeros((siz_b_DHHV,), jnp.float32), jnp.zeros((), jnp.float32)
+    decay, gain, m_new = step_gates(i, f, m, lambda x: rounded(x, m_new_ref.dtype, compiled))
+    if num_blocks > 1:
+        carry = loop(num_blocks - 1, step, carry)
+    num, z = update(jnp.full((), num_blocks - 1, jnp.int32), *carry)
+    h = num * scale if normaliser is None else normaliser.normalise(num * scale, z * scale, m_new)
+    masked_store(h_ref.at[columns], h.astype(h_ref.dtype), in_columns)
+    if m_new_ref is not None:
+
+        @pl.when(owns_n)
+        def _():
+            m_new_ref[...] = m_new.astype(m_new_ref.dtype)
+
+
+def _block(index: jax.Array, size: int, total: int):
+    """Where the block is, and which of its elements are inside the axis; None: all."""
+    inside = None if total % size == 0 else index * size + lax.iota(jnp.int32, size) < total
+    return block_at(index, size), inside
+
+
+def _outer(rows: jax.Array | None, columns: jax.Array | None) -> jax.Array | None:
+    if rows is None:
+        return None if columns is None else columns[None, :]
+    return rows[:, None] if columns is None else rows[:, None] & columns[None, :]
+
+
+def recurrent_step(
+    vecQ: jax.Array,
+    vecK: jax.Array,
+    vecV: jax.Array,
+    scaI: jax.Array,
+    scaF: jax.Array,
+    matC: jax.Array,
+    vecN: jax.Array,
+    scaM: jax.Array | None,
+    *,
+    normaliser: Normaliser | None = DEFAULT_NORMALISER,
+    call: StageCall,
+) -> Step:
+    """Runs the stage: ``stages/recurrent_step.py``."""
+    heads, DHQK, DHHV = matC.shape
+    sizes = (call.tiles.siz_b_DHQK, DHQK), (call.tiles.siz_b_DHHV, DHHV)
+    BK, BV = (min(tile, max(next_power_of_two(size), MIN_TILE)) for tile, size in sizes)
+    state = pl.BlockSpec((None, DHQK, DHHV), lambda iv, b: (b, 0, 0))
+    qk, hv = (pl.BlockSpec((None, size), lambda iv, b: (b, 0)) for size in (DHQK, DHHV))
+    gate = pl.BlockSpec((None,), lambda iv, b: (b,))
+    C, h, n, *m = kernel_call(
+        _recurrent_step_kernel,
+        name="recurrent_step",
+        grid=(-(-DHHV // BV), heads),
+        in_specs=[state, qk, qk, hv, qk, gate, gate, None if scaM is None else gate],
+        out_specs=[state, hv, qk, *([] if scaM is None else [gate])],
+        out_shape=[
+            jax.ShapeDtypeStruct(matC.shape, matC.dtype),
+            jax.ShapeDtypeStruct(vecV.shape, vecQ.dtype),
+            jax.ShapeDtypeStruct(vecN.shape, vecN.dtype),
+            *([] if scaM is None else [jax.ShapeDtypeStruct(scaM.shape, scaM.dtype)]),
+        ],
+        input_output_aliases={0: 0},
+        call=call,
+        scale=call.problem.qk_scale,
+        normaliser=normaliser,
+        compiled=not call.interpret,
+        siz_b_DHQK=BK,
+        siz_b_DHHV=BV,
+    )(matC, vecQ, vecK, vecV, vecN, scaI, scaF, scaM)
+    return Step(h, C, n, m[0] if m else None)
+
+
+KERNEL = Kernel(
+    search=search_of("siz_b_DHQK", "siz_b_DHHV"),
+    # Up to 32 KiB a CTA, all loaded at once: 128 CTAs for 8 heads of 256/512, four on an SM where
+    # there are more.
+    heuristic=lambda p, dtype: StageConfig(siz_b_DHQK=256, siz_b_DHHV=32, num_warps=8, num_stages=1),
+    clamp=lambda tiles, p: tiles,
+)
