@@ -139,9 +139,9 @@ NOTES = (
 
 def height(step):
     """Of a stage or of the arrays after it."""
-    return (
-        LINE * (len(step) + 0.5) if isinstance(step, list) else LINE * (1 + len(step[2])) + 2 * PAD
-    )
+    if isinstance(step, list):
+        return LINE * (len(step) + 0.5)
+    return LINE * (1 + len(step[2])) + 2 * PAD
 
 
 def draw(axes, left, title, steps):
@@ -178,13 +178,12 @@ def draw(axes, left, title, steps):
                 edgecolor="black",
             )
             axes.add_patch(box)
-            axes.text(
-                left + 0.2, y - PAD - LINE / 2, name, va="center", fontsize=12.5, weight="bold"
-            )
+            first = y - PAD - LINE / 2
+            axes.text(left + 0.2, first, name, va="center", fontsize=12.5, weight="bold")
             for n, line in enumerate(reads):
                 axes.text(
                     left + 0.2,
-                    y - PAD - LINE * (n + 1.5),
+                    first - LINE * (n + 1),
                     line,
                     va="center",
                     fontsize=11,
