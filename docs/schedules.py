@@ -1,0 +1,224 @@
+"""Draws docs/schedules.png: the stages of both passes, and the arrays between them.
+
+python docs/schedules.py
+"""
+
+from pathlib import Path
+
+from matplotlib.figure import Figure
+from matplotlib.patches import FancyBboxPatch
+
+KERNEL, XLA, SOME = "#cfe2f3", "#e7e6e6", "#fff2cc"
+WIDTH, GAP = 8.6, 1.0  # of a column, and between columns
+LINE, PAD = 0.34, 0.16  # heights
+
+# A column has stages and arrays in turn. A stage: (colour, name, what it reads). Arrays: [names
+# and shapes].
+FORWARD_MATERIALISED = [
+    (KERNEL, "chunk_gates, stabiliser_scan", ["vecI, vecF (B, NH, S)   scaM_initial (B, NH)"]),
+    [
+        "vecE, vecU, vecW, vecM, vecAbar (B, NH, NC, L)",
+        "scaGamma (B, NH, NC)   scaM_states (B, NH, NC + 1)",
+    ],
+    (
+        KERNEL,
+        "recurrent_fw_C",
+        [
+            "matK (B, NH, S, DHQK)   matV (B, NH, S, DHHV)",
+            "matC_initial, vecN_initial   vecAbar, scaGamma",
+        ],
+    ),
+    [
+        "matC_states (B, NH, NC, DHQK, DHHV)",
+        "vecN_states (B, NH, NC, DHQK)",
+        "matC_last (B, NH, DHQK, DHHV)   vecN_last (B, NH, DHQK)",
+    ],
+    (KERNEL, "parallel_fw_H", ["matQ (B, NH, S, DHQK)   matK, matV   gates"]),
+    ["matH (B, NH, S, DHHV)   vecZ (B, NH, S)"],
+]
+FORWARD_FUSED = [
+    (KERNEL, "chunk_gates, stabiliser_scan", ["vecI, vecF (B, NH, S)   scaM_initial (B, NH)"]),
+    [
+        "vecE, vecU, vecW, vecM, vecAbar (B, NH, NCF, LF)",
+        "scaGamma (B, NH, NCF)   scaM_states (B, NH, NCF + 1)",
+    ],
+    (
+        KERNEL,
+        "parallel_fw_P, with sums of keys and vector_states",
+        ["matQ, matK (B, NH, S, DHQK)   vecN_initial   gates"],
+    ),
+    [
+        "matP (B, NH, S, LF)   vecR, vecZ (B, NH, S)",
+        "matK_scaled (B, NH, S, DHQK), or matK and vecAbar",
+        "vecN_states (B, NH, NCF, DHQK)   vecN_last (B, NH, DHQK)",
+    ],
+    (
+        SOME,
+        "split_products, split_states: if num_splits > 1",
+        ["matK_scaled   matV (B, NH, S, DHHV)   scaGamma"],
+    ),
+    [
+        "C before each split (B, NH, num_splits, DHQK, DHHV)",
+        "splits are heads: (B, NH * num_splits, S / num_splits, ...)",
+    ],
+    (
+        KERNEL,
+        "recurrent_fw_H: C stays in registers",
+        ["matQ, matV   matP, matK_scaled, vecR   scaGamma", "matC_initial, or C before each split"],
+    ),
+    [
+        "matH (B, NH, S, DHHV)   matC_last (B, NH, DHQK, DHHV)",
+        "matC_states (B, NH, NC, DHQK, DHHV)",
+        "    if recompute_states_in_bw=False",
+    ],
+]
+BACKWARD = [
+    (KERNEL, "chunk_gates", ["vecI, vecF   scaM_states of the forward pass"]),
+    ["the gates (B, NH, NC, L)"],
+    (
+        SOME,
+        "parallel_bw_dP",
+        [
+            "matQ, matK, matV   matDeltaH, matH (B, NH, S, DHHV)   vecZ",
+            "not run where parallel_bw_dQKV makes P and dP",
+        ],
+    ),
+    [
+        "matP, matDeltaP (B, NH, S, L)   sums of W: pairs",
+        "matQ_scaled, matK_scaled (B, NH, S, DHQK), or vecR, vecAbar",
+        "vecDeltaN_added (B, NH, NC, DHQK)   vecDz, vecDm (B, NH, S)",
+    ],
+    (
+        KERNEL,
+        "recurrent_bw_dC: C and dC in one launch",
+        [
+            "matK_scaled, matV, matC_initial: C, unless the forward pass stored it",
+            "matQ_scaled, matDeltaH, matDeltaC_last: dC",
+        ],
+    ),
+    [
+        "matC_states, matDeltaC_states (B, NH, NC, DHQK, DHHV)",
+        "matDeltaC_initial (B, NH, DHQK, DHHV)",
+    ],
+    (
+        KERNEL,
+        "parallel_bw_dQKV, with vector_states",
+        [
+            "matQ, matK, matV, matDeltaH   P, dP, C, dC   gates",
+            "vecN_states, vecDeltaN_states (B, NH, NC, DHQK)",
+        ],
+    ),
+    [
+        "matDeltaQ, matDeltaK (B, NH, S, DHQK)   matDeltaV (B, NH, S, DHHV)",
+        "vecQ_inter, vecK_inter (B, NH, S)   scaStates (B, NH, NC)",
+    ],
+    (
+        XLA,
+        "gate_gradients, step_gradients",
+        ["pairs, vecQ_inter, vecK_inter, scaStates, vecDm   gates"],
+    ),
+    ["vecDeltaI, vecDeltaF (B, NH, S)   scaDeltaM (B, NH)"],
+]
+COLUMNS = (
+    ("forward, materialised", FORWARD_MATERIALISED),
+    ("forward, fused scan", FORWARD_FUSED),
+    ("backward", BACKWARD),
+)
+LEGEND = (
+    (KERNEL, "kernel, or plain jnp"),
+    (SOME, "not in every call"),
+    (XLA, "XLA, and a kernel on Mosaic GPU"),
+)
+NOTES = (
+    "Inside the seam of shards B and NH are one axis. NC chunks have L steps, NCF chunks of the "
+    "fused scan LF. pairs: (B, NH, n, NC, n, T) with T = min(L, 128), n = L / T.",
+    "Kept for the backward pass: the inputs, matH, vecZ, vecN_states and scaM_states of every "
+    "chunk of L steps, and matC_states if recompute_states_in_bw=False.",
+)
+
+
+def height(step):
+    """Of a stage or of the arrays after it."""
+    if isinstance(step, list):
+        return LINE * (len(step) + 0.5)
+    return LINE * (1 + len(step[2])) + 2 * PAD
+
+
+def draw(axes, left, title, steps):
+    """One column, from y = 0 down; returns its lower end."""
+    centre, y = left + WIDTH / 2, 0.0
+    axes.text(centre, 0.45, title, ha="center", va="center", fontsize=15, weight="bold")
+    for step in steps:
+        end = y - height(step)
+        if isinstance(step, list):
+            last = step is steps[-1]
+            axes.annotate(
+                "",
+                (left + 0.35, end),
+                (left + 0.35, y),
+                arrowprops=dict(arrowstyle="-|>", color="black", lw=1.3),
+            )
+            for n, line in enumerate(step):
+                axes.text(
+                    left + 0.6,
+                    y - LINE * (n + 0.75),
+                    line,
+                    va="center",
+                    fontsize=11,
+                    weight="bold" if last else "normal",
+                )
+        else:
+            colour, name, reads = step
+            box = FancyBboxPatch(
+                (left, end),
+                WIDTH,
+                y - end,
+                boxstyle="round,pad=0,rounding_size=0.12",
+                facecolor=colour,
+                edgecolor="black",
+            )
+            axes.add_patch(box)
+            first = y - PAD - LINE / 2
+            axes.text(left + 0.2, first, name, va="center", fontsize=12.5, weight="bold")
+            for n, line in enumerate(reads):
+                axes.text(
+                    left + 0.2,
+                    first - LINE * (n + 1),
+                    line,
+                    va="center",
+                    fontsize=11,
+                    color="#333333",
+                )
+        y = end
+    return y
+
+
+def main():
+    lefts = [n * (WIDTH + GAP) for n in range(len(COLUMNS))]
+    figure = Figure(figsize=(20, 12.2))
+    axes = figure.add_axes((0.01, 0.01, 0.98, 0.98))
+    axes.axis("off")
+    low = min(draw(axes, left, *column) for left, column in zip(lefts, COLUMNS, strict=True))
+    right = lefts[-1] + WIDTH
+    for n, (colour, text) in enumerate(LEGEND):
+        x = n * 6.2
+        axes.add_patch(
+            FancyBboxPatch(
+                (x, low - 0.75),
+                0.5,
+                0.3,
+                boxstyle="square,pad=0",
+                facecolor=colour,
+                edgecolor="black",
+            )
+        )
+        axes.text(x + 0.7, low - 0.6, text, va="center", fontsize=12)
+    for n, note in enumerate(NOTES):
+        axes.text(0, low - 1.15 - 0.4 * n, note, va="center", fontsize=12)
+    axes.set_xlim(-0.1, right + 0.1)
+    axes.set_ylim(low - 1.8, 0.8)
+    figure.savefig(Path(__file__).with_suffix(".png"), dpi=90, metadata={"Software": None})
+
+
+if __name__ == "__main__":
+    main()
