@@ -8,7 +8,12 @@ import numpy as np
 
 VOCABULARY = 256
 HELD_OUT_SHARE = 20  # one file in so many, or the last of so many parts of a single file
-NOT_EVERYWHERE = {"site-packages", "dist-packages", "test", "tests"}  # folders of the standard library that differ between installations
+NOT_EVERYWHERE = {
+    "site-packages",
+    "dist-packages",
+    "test",
+    "tests",
+}  # folders of the standard library that differ between installations
 
 
 class CorpusError(ValueError):
@@ -19,7 +24,11 @@ def corpus_files(corpus: Path | None) -> dict[str, Path]:
     """Name -> file, sorted: the file ``corpus``, all files below the folder ``corpus``, or the standard library's sources when None."""
     if corpus is None:
         root = Path(sysconfig.get_path("stdlib"))
-        files = [path for path in root.rglob("*.py") if not NOT_EVERYWHERE & set(path.relative_to(root).parts)]
+        files = [
+            path
+            for path in root.rglob("*.py")
+            if not NOT_EVERYWHERE & set(path.relative_to(root).parts)
+        ]
     elif corpus.is_dir():
         root, files = corpus, [path for path in corpus.rglob("*") if path.is_file()]
     else:
@@ -30,7 +39,9 @@ def corpus_files(corpus: Path | None) -> dict[str, Path]:
 
 def split_files(names: list[str]) -> tuple[list[str], list[str]]:
     """Names for training and held-out names: those of the lowest hashes, so that a new file moves few others; at least one of each."""
-    ranked = sorted(names, key=lambda name: hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest())
+    ranked = sorted(
+        names, key=lambda name: hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+    )
     count = max(1, len(names) // HELD_OUT_SHARE)
     return sorted(ranked[count:]), sorted(ranked[:count])
 
@@ -51,10 +62,14 @@ def read_corpus(corpus: Path | None, seq_len: int) -> tuple[np.ndarray, np.ndarr
         cut = len(text) - len(text) // HELD_OUT_SHARE
         train, held_out = text[:cut], text[cut:]
     else:
-        train, held_out = (b"\n".join(texts[name] for name in names) for names in split_files(list(texts)))
+        train, held_out = (
+            b"\n".join(texts[name] for name in names) for names in split_files(list(texts))
+        )
     for part, text in (("training", train), ("held-out", held_out)):
         if len(text) <= seq_len:
-            raise CorpusError(f"{source} has {len(text)} bytes of {part} text, fewer than the {seq_len + 1} of one sequence")
+            raise CorpusError(
+                f"{source} has {len(text)} bytes of {part} text, fewer than the {seq_len + 1} of one sequence"
+            )
     return np.frombuffer(train, np.uint8), np.frombuffer(held_out, np.uint8)
 
 

@@ -49,7 +49,9 @@ def whole_mlstm(mesh: Mesh | None, options: dict[str, Any]) -> Callable[..., jax
     if mesh.shape["sequence"] == 1:
         shard = functools.partial(mlstm_chunkwise, **options)
     else:
-        shard = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="sequence", **options)
+        shard = functools.partial(
+            mlstm_chunkwise_sequence_parallel, axis_name="sequence", **options
+        )
     return jax.shard_map(shard, mesh=mesh, in_specs=HEADS, out_specs=HEADS)
 
 
@@ -60,11 +62,19 @@ class MLSTMLayer(nnx.Module):
         D, NH = config.embedding_dim, config.heads
         linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
         self.config = config
-        self.query, self.key, self.value = linear(D, config.qk_dim), linear(D, config.qk_dim), linear(D, D)
-        gate = functools.partial(nnx.Linear, D, NH, kernel_init=nnx.initializers.normal(0.02), rngs=rngs)
+        self.query, self.key, self.value = (
+            linear(D, config.qk_dim),
+            linear(D, config.qk_dim),
+            linear(D, D),
+        )
+        gate = functools.partial(
+            nnx.Linear, D, NH, kernel_init=nnx.initializers.normal(0.02), rngs=rngs
+        )
         # A quiet start, as in xLSTM-7B: input gates almost closed, forget gates from short to long memory.
         self.input_gate = gate(bias_init=nnx.initializers.constant(-10.0))
-        self.forget_gate = gate(bias_init=lambda key, shape, dtype: jnp.linspace(3.0, 6.0, *shape, dtype=dtype))
+        self.forget_gate = gate(
+            bias_init=lambda key, shape, dtype: jnp.linspace(3.0, 6.0, *shape, dtype=dtype)
+        )
         self.head_norm = nnx.RMSNorm(D // NH, use_scale=False, rngs=rngs)
         self.head_scale = nnx.Param(jnp.ones(D))
         self.output_gate = linear(D, D)
@@ -80,12 +90,18 @@ class MLSTMLayer(nnx.Module):
         def gate(y):  # (B, S, NH), soft-capped
             return 15.0 * jnp.tanh(y / 15.0)
 
-        inputs = (*(heads(f(x)) for f in (self.query, self.key, self.value)), gate(self.input_gate(x)), gate(self.forget_gate(x)))
+        inputs = (
+            *(heads(f(x)) for f in (self.query, self.key, self.value)),
+            gate(self.input_gate(x)),
+            gate(self.forget_gate(x)),
+        )
         options = dict(chunk_size=config.chunk_size, layout="BTNH", backend=config.backend)
         if state is None:
             h = whole_mlstm(config.mesh, options)(*inputs)
         elif x.shape[1] == 1:
-            h, state = mlstm_recurrent_step(*(y[:, 0] for y in inputs), *state, backend=config.backend)
+            h, state = mlstm_recurrent_step(
+                *(y[:, 0] for y in inputs), *state, backend=config.backend
+            )
             h = h[:, None]
         else:
             h, state = mlstm_chunkwise(*inputs, *state, return_last_states=True, **options)
@@ -110,7 +126,9 @@ class Block(nnx.Module):
     """An mLSTM layer and an MLP, each behind a norm and beside a residual connection."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        self.mlstm_norm, self.mlp_norm = (nnx.RMSNorm(config.embedding_dim, rngs=rngs) for _ in range(2))
+        self.mlstm_norm, self.mlp_norm = (
+            nnx.RMSNorm(config.embedding_dim, rngs=rngs) for _ in range(2)
+        )
         self.mlstm, self.mlp = MLSTMLayer(config, rngs), GatedMLP(config, rngs)
 
     def __call__(self, x: jax.Array, state: State | None) -> tuple[jax.Array, State | None]:
@@ -125,22 +143,40 @@ class ByteLM(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.config = config
-        self.embedding = nnx.Embed(VOCABULARY, config.embedding_dim, embedding_init=nnx.initializers.normal(0.1), rngs=rngs)
+        self.embedding = nnx.Embed(
+            VOCABULARY, config.embedding_dim, embedding_init=nnx.initializers.normal(0.1), rngs=rngs
+        )
         self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
         self.norm = nnx.RMSNorm(config.embedding_dim, rngs=rngs)
         self.unembedding = nnx.Linear(config.embedding_dim, VOCABULARY, use_bias=False, rngs=rngs)
 
     def initial_states(self, batch: int) -> list[State]:
         """The states before the first byte, one for each layer."""
-        NH, DHQK, DHV = self.config.heads, self.config.qk_dim // self.config.heads, self.config.embedding_dim // self.config.heads
-        return [(jnp.zeros((batch, NH, DHQK, DHV)), jnp.zeros((batch, NH, DHQK)), jnp.zeros((batch, NH)))] * self.config.layers
+        NH, DHQK, DHV = (
+            self.config.heads,
+            self.config.qk_dim // self.config.heads,
+            self.config.embedding_dim // self.config.heads,
+        )
+        return [
+            (
+                jnp.zeros((batch, NH, DHQK, DHV)),
+                jnp.zeros((batch, NH, DHQK)),
+                jnp.zeros((batch, NH)),
+            )
+        ] * self.config.layers
 
     def place(self, x: jax.Array) -> jax.Array:
         """x (B, S, D), sharded over the mesh."""
         mesh = self.config.mesh
-        return x if mesh is None else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, RESIDUAL_STREAM))
+        return (
+            x
+            if mesh is None
+            else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, RESIDUAL_STREAM))
+        )
 
-    def __call__(self, tokens: jax.Array, states: list[State] | None = None) -> tuple[jax.Array, list[State | None]]:
+    def __call__(
+        self, tokens: jax.Array, states: list[State] | None = None
+    ) -> tuple[jax.Array, list[State | None]]:
         """tokens (B, S), and the states before them -> logits (B, S, 256), and the states after them (of None if none were given)."""
         x = self.place(self.embedding(tokens))
         after = []
@@ -166,21 +202,32 @@ def train_step(model: ByteLM, optimizer: nnx.Optimizer, sequences: jax.Array) ->
     """One update from sequences (B, S + 1); returns the loss before it, in nats per byte."""
     loss, gradients = nnx.value_and_grad(cross_entropy)(model, sequences)
     optimizer.update(model, gradients)
-    if model.config.mesh is not None:  # else XLA may leave the new state elsewhere, and the next step compiles anew
+    if (
+        model.config.mesh is not None
+    ):  # else XLA may leave the new state elsewhere, and the next step compiles anew
         state = nnx.state((model, optimizer))
-        nnx.update((model, optimizer), jax.lax.with_sharding_constraint(state, state_shardings(state, model.config.mesh)))
+        nnx.update(
+            (model, optimizer),
+            jax.lax.with_sharding_constraint(state, state_shardings(state, model.config.mesh)),
+        )
     return loss
 
 
 @functools.partial(nnx.jit, static_argnames=("length", "temperature"))
-def generate(model: ByteLM, prompt: jax.Array, key: jax.Array, *, length: int, temperature: float) -> jax.Array:
+def generate(
+    model: ByteLM, prompt: jax.Array, key: jax.Array, *, length: int, temperature: float
+) -> jax.Array:
     """prompt (B, S) -> the next bytes (B, length).
 
     The prompt is read by mlstm_chunkwise, each byte after it by mlstm_recurrent_step, with states of one size however long the text gets.
     """
 
     def pick(logits, key):
-        return jnp.argmax(logits, -1) if temperature == 0 else jax.random.categorical(key, logits / temperature)
+        return (
+            jnp.argmax(logits, -1)
+            if temperature == 0
+            else jax.random.categorical(key, logits / temperature)
+        )
 
     def step(carry, key):
         token, states = carry

@@ -38,7 +38,9 @@ class Checkpoints:
     def __init__(self, folder: Path):
         self._folder = folder.absolute()
         latest = ocp.checkpoint_managers.LatestN(KEPT)
-        options = ocp.CheckpointManagerOptions(preservation_policy=latest, cleanup_tmp_directories=True)
+        options = ocp.CheckpointManagerOptions(
+            preservation_policy=latest, cleanup_tmp_directories=True
+        )
         self._manager = ocp.CheckpointManager(self._folder, options=options)
 
     def latest(self) -> int | None:
@@ -52,7 +54,9 @@ class Checkpoints:
         """Begins to write the arrays of state, of 32 bits each, and progress, which JSON must be able to hold."""
         text = json.dumps(progress | dict(checksum=int(checksum(state))))
         checked = dict(text=text, crc32=zlib.crc32(text.encode()))
-        parts = dict(state=ocp.args.StandardSave(_named(state)), progress=ocp.args.JsonSave(checked))
+        parts = dict(
+            state=ocp.args.StandardSave(_named(state)), progress=ocp.args.JsonSave(checked)
+        )
         self._manager.save(step, args=ocp.args.Composite(**parts), force=True)
 
     def progress(self, step: int) -> dict[str, Any]:
@@ -73,7 +77,9 @@ class Checkpoints:
         Raises:
           CheckpointError: it cannot be read, has changed since it was written, or has other arrays than ``like``.
         """
-        target = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), _named(like))
+        target = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), _named(like)
+        )
         self._check(step, target)
         arrays = self._read(step, state=ocp.args.StandardRestore(target))
         return jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in target])
@@ -84,7 +90,12 @@ class Checkpoints:
         for name in names:
             kvstore = dict(driver="ocdbt", base=f"file://{self.path(step)}/state/", path=f"{name}/")
             try:
-                x = tensorstore.open(dict(driver="auto", kvstore=kvstore), read=True).result().read().result()
+                x = (
+                    tensorstore.open(dict(driver="auto", kvstore=kvstore), read=True)
+                    .result()
+                    .read()
+                    .result()
+                )
             except ValueError as error:
                 raise self._damaged(step, str(error)) from error
             words += int(np.sum(x.view(np.uint32), dtype=np.uint32))
@@ -95,11 +106,15 @@ class Checkpoints:
         [name] = part
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**part))[name]
-        except Exception as error:  # orbax, tensorstore and json have one of their own for each kind of damage
+        except (
+            Exception
+        ) as error:  # orbax, tensorstore and json have one of their own for each kind of damage
             raise self._damaged(step, f"{type(error).__name__}: {error}") from error
 
     def _damaged(self, step: int, reason: str) -> CheckpointError:
-        return CheckpointError(f"the checkpoint {self.path(step)} is damaged: {' '.join(reason.split())[:300]}")
+        return CheckpointError(
+            f"the checkpoint {self.path(step)} is damaged: {' '.join(reason.split())[:300]}"
+        )
 
     def clear(self) -> None:
         """Removes all."""
@@ -112,4 +127,7 @@ class Checkpoints:
 
 
 def _named(state: nnx.State) -> dict[str, jax.Array]:
-    return {jax.tree_util.keystr(path, simple=True, separator="."): x for path, x in jax.tree.leaves_with_path(state)}
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="."): x
+        for path, x in jax.tree.leaves_with_path(state)
+    }

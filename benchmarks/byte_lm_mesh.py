@@ -16,7 +16,17 @@ from jax.sharding import PartitionSpec as P
 AXES = ("data", "tensor", "sequence")
 RESIDUAL_STREAM = P("data", "sequence")  # (B, S, D)
 HEADS = P("data", "sequence", "tensor")  # (B, S, NH, ...)
-SPLIT_COLUMNS = {"query", "key", "value", "input_gate", "forget_gate", "head_scale", "output_gate", "gate", "up"}
+SPLIT_COLUMNS = {
+    "query",
+    "key",
+    "value",
+    "input_gate",
+    "forget_gate",
+    "head_scale",
+    "output_gate",
+    "gate",
+    "up",
+}
 SPLIT_ROWS = {"output", "down"}
 
 
@@ -54,11 +64,20 @@ def make_mesh(text: str) -> Mesh | None:
     """
     wanted, present = mesh_size(text), jax.device_count()
     if wanted > present or (jax.process_count() > 1 and wanted != present):
-        of = f" in {jax.process_count()} processes, which take part with all" if jax.process_count() > 1 else ""
+        of = (
+            f" in {jax.process_count()} processes, which take part with all"
+            if jax.process_count() > 1
+            else ""
+        )
         raise MeshError(f"--mesh={text} has {wanted} devices, there are {present}{of}")
     if wanted == 1:
         return None
-    return jax.make_mesh(tuple(parse_mesh(text).values()), AXES, axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:wanted])
+    return jax.make_mesh(
+        tuple(parse_mesh(text).values()),
+        AXES,
+        axis_types=(AxisType.Auto,) * 3,
+        devices=jax.devices()[:wanted],
+    )
 
 
 def spread(x: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
@@ -68,14 +87,18 @@ def spread(x: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
 
 def settled(x: jax.Array, mesh: Mesh | None) -> jax.Array:
     """x, which CPU devices have computed: the collectives of two programs under way would wait for each other's threads there."""
-    return x.block_until_ready() if mesh is not None and mesh.devices.flat[0].platform == "cpu" else x
+    return (
+        x.block_until_ready() if mesh is not None and mesh.devices.flat[0].platform == "cpu" else x
+    )
 
 
 def state_shardings(state: nnx.State, mesh: Mesh) -> nnx.State:
     """For the state of a model, or of its optimizer, whose moments are sharded as their parameters are."""
 
     def sharding(path, x):
-        names = set(jax.tree_util.keystr(path[:-1], simple=True, separator="/").split("/"))  # the last is "value", of a Variable
+        names = set(
+            jax.tree_util.keystr(path[:-1], simple=True, separator="/").split("/")
+        )  # the last is "value", of a Variable
         if names & SPLIT_COLUMNS:
             return NamedSharding(mesh, P(*[None] * (x.ndim - 1), "tensor"))
         return NamedSharding(mesh, P("tensor") if names & SPLIT_ROWS else P())
@@ -86,7 +109,12 @@ def state_shardings(state: nnx.State, mesh: Mesh) -> nnx.State:
 def shard(modules: tuple[nnx.Module, ...], mesh: Mesh) -> None:
     """Shards the arrays of modules, the same in every process, over the devices of the mesh."""
     state = nnx.state(modules)
-    nnx.update(modules, jax.tree.map(lambda x, to: spread(np.asarray(x), mesh, to.spec), state, state_shardings(state, mesh)))
+    nnx.update(
+        modules,
+        jax.tree.map(
+            lambda x, to: spread(np.asarray(x), mesh, to.spec), state, state_shardings(state, mesh)
+        ),
+    )
 
 
 def gathered(state: nnx.State) -> nnx.State:

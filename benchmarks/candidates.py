@@ -24,7 +24,7 @@ from roofline import Shape
 from worker import NoAnswer, ProcessEnded, Worker
 
 from mlstm_pallas.config import KernelConfig, config_from_row
-from mlstm_pallas.shared_memory import available_shared_bytes
+from mlstm_pallas.devices import available_shared_bytes
 
 RUNS = 3  # that must have the same bits
 SLOW = 1.2  # times the best so far: not worth timing exactly
@@ -56,7 +56,9 @@ class Pruner:
             if kernel.cause:
                 return kernel.cause
             try:
-                usage = compile_report.compile_kernel(kernel.ir, kernel.num_warps, kernel.num_stages, self.device.capability)
+                usage = compile_report.compile_kernel(
+                    kernel.ir, kernel.num_warps, kernel.num_stages, self.device.capability
+                )
             except compile_report.CompileError as error:
                 return str(error)
             if usage.shared_bytes > self.device.shared_bytes:
@@ -81,12 +83,20 @@ def pruner_for(device: Any, max_spill_bytes: int) -> Pruner | None:
     return None
 
 
-def _compare(impl: MlstmPallas, outputs: Any, again: Any, expected: Any) -> tuple[dict[str, Any], jax.Array]:
+def _compare(
+    impl: MlstmPallas, outputs: Any, again: Any, expected: Any
+) -> tuple[dict[str, Any], jax.Array]:
     """Of each output, the norms of its error and of what is expected; and whether another run has the same bits."""
     found, wanted = impl.named(outputs), impl.named(expected)
     pairs = {name: (found[name].astype(jnp.float32), x) for name, x in wanted.items()}
-    norms = {name: (jnp.linalg.norm((x - y).ravel()), jnp.linalg.norm(y.ravel())) for name, (x, y) in pairs.items()}
-    same = [jnp.all(x == y) for x, y in zip(jax.tree.leaves(outputs), jax.tree.leaves(again), strict=True)]
+    norms = {
+        name: (jnp.linalg.norm((x - y).ravel()), jnp.linalg.norm(y.ravel()))
+        for name, (x, y) in pairs.items()
+    }
+    same = [
+        jnp.all(x == y)
+        for x, y in zip(jax.tree.leaves(outputs), jax.tree.leaves(again), strict=True)
+    ]
     return norms, jnp.stack(same).all()
 
 
@@ -101,7 +111,13 @@ class Bench:
     """Compiles, checks and times candidates of one shape and dtype. A candidate is a stage ("": the whole) and a config."""
 
     def __init__(self, backend: str, shape: Shape, dtype: str, pruner: Pruner | None, repeats: int):
-        self.backend, self.shape, self.dtype, self.pruner, self.repeats = backend, shape, dtype, pruner, repeats
+        self.backend, self.shape, self.dtype, self.pruner, self.repeats = (
+            backend,
+            shape,
+            dtype,
+            pruner,
+            repeats,
+        )
         self._case: Case | None = None
 
     def case(self, stage: str) -> Case:
@@ -123,10 +139,16 @@ class Bench:
             case.expected(impl)
             return None
         function, args = impl.computation(inputs, "fwd")
-        wide = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), impl.oracle_arguments(inputs)[0])
+        wide = jax.tree.map(
+            lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), impl.oracle_arguments(inputs)[0]
+        )
         outputs = jax.eval_shape(lambda *xs: kernel_benchmark.written(function(*xs)), *args)
         plain = jax.jit(impl.reference).lower(*wide).compile()
-        compare = jax.jit(functools.partial(_compare, impl)).lower(outputs, outputs, jax.eval_shape(impl.reference, *wide)).compile()
+        compare = (
+            jax.jit(functools.partial(_compare, impl))
+            .lower(outputs, outputs, jax.eval_shape(impl.reference, *wide))
+            .compile()
+        )
         return Check(plain, compare)
 
     def expected(self, stage: str, L: int, check: Check | None) -> Any:
@@ -134,21 +156,37 @@ class Bench:
         if check is None:
             return None
         arrays = self.case(stage).arrays(L)
-        return check.plain(*jax.tree.map(lambda x: x.astype(jnp.float32), [arrays[name] for name in STAGES[stage].inputs]))
+        return check.plain(
+            *jax.tree.map(
+                lambda x: x.astype(jnp.float32), [arrays[name] for name in STAGES[stage].inputs]
+            )
+        )
 
-    def prepare(self, stage: str, config: KernelConfig, inputs: Any, prune: bool) -> tuple[MlstmPallas, Callable[[], Any]] | Result:
+    def prepare(
+        self, stage: str, config: KernelConfig, inputs: Any, prune: bool
+    ) -> tuple[MlstmPallas, Callable[[], Any]] | Result:
         """Compiles; in any thread."""
         try:
             impl = self.implementation(stage, config)
             direction = "fwd" if stage else "fwbw"
-            if prune and self.pruner and (reason := self.pruner(*impl.computation(inputs, direction))):
+            if (
+                prune
+                and self.pruner
+                and (reason := self.pruner(*impl.computation(inputs, direction)))
+            ):
                 return Result("pruned", note=reason)
             return impl, impl.build(inputs, direction)
         except Exception as error:
             return Result("failed", note=kernel_benchmark.one_line(error))
 
     def judge(
-        self, stage: str, impl: MlstmPallas, call: Callable[[], Any], check: Check | None, expected: Any, best: float | None
+        self,
+        stage: str,
+        impl: MlstmPallas,
+        call: Callable[[], Any],
+        check: Check | None,
+        expected: Any,
+        best: float | None,
     ) -> Result:
         """Checks, then times. Raises DeviceLost."""
         case = self.case(stage)
@@ -160,7 +198,10 @@ class Bench:
                     norms, same = jax.device_get(check.compare(outputs, again, expected))
                     errors = {name: float(x / max(y, 1e-30)) for name, (x, y) in norms.items()}
                 else:
-                    errors, same = case.errors(impl, outputs, "fwbw"), jax.tree.all(jax.tree.map(jnp.array_equal, outputs, again))
+                    errors, same = (
+                        case.errors(impl, outputs, "fwbw"),
+                        jax.tree.all(jax.tree.map(jnp.array_equal, outputs, again)),
+                    )
                 if wrong := wrong_outputs(case, errors):
                     return Result("wrong", note=wrong)
                 if not same:
@@ -174,7 +215,9 @@ class Bench:
             try:
                 jax.block_until_ready(jnp.zeros(8) + 1)
             except Exception:
-                raise DeviceLost(f"{stage} {impl.config}: {kernel_benchmark.one_line(error)}") from None
+                raise DeviceLost(
+                    f"{stage} {impl.config}: {kernel_benchmark.one_line(error)}"
+                ) from None
             return Result("failed", note=kernel_benchmark.one_line(error))
 
 
@@ -202,10 +245,23 @@ class StageProcess:
     """
 
     def __init__(self, backend: str, repeats: int, max_spill_bytes: int, folder: str):
-        self.backend, self.repeats, self.max_spill_bytes, self.folder = backend, repeats, max_spill_bytes, folder
+        self.backend, self.repeats, self.max_spill_bytes, self.folder = (
+            backend,
+            repeats,
+            max_spill_bytes,
+            folder,
+        )
         self.bench: Bench | None = None
 
-    def __call__(self, what: str, shape: Sequence[int], dtype: str, stage: str, row: dict[str, Any], argument: Any) -> Any:
+    def __call__(
+        self,
+        what: str,
+        shape: Sequence[int],
+        dtype: str,
+        stage: str,
+        row: dict[str, Any],
+        argument: Any,
+    ) -> Any:
         case = Shape(*shape), dtype
         if self.bench is None or (self.bench.shape, self.bench.dtype) != case:
             self.bench = Bench(self.backend, *case, None, self.repeats)
@@ -232,7 +288,9 @@ class StageProcess:
         self.prepared[config] = found
         return None
 
-    def judge(self, bench: Bench, stage: str, config: KernelConfig, best: float | None) -> Result | None:
+    def judge(
+        self, bench: Bench, stage: str, config: KernelConfig, best: float | None
+    ) -> Result | None:
         """Checks, then times; None for what this process has not prepared."""
         found = self.prepared.pop(config, None)
         return found and bench.judge(stage, *found, self.check, self.expected, best)
@@ -249,7 +307,14 @@ class IsolatedBench:
     inputs = None
 
     def __init__(
-        self, workers: Mapping[str, Worker], shape: Shape, dtype: str, deadline: float, *, compile_seconds: float, run_seconds: float
+        self,
+        workers: Mapping[str, Worker],
+        shape: Shape,
+        dtype: str,
+        deadline: float,
+        *,
+        compile_seconds: float,
+        run_seconds: float,
     ):
         self.workers, self.shape, self.dtype, self.deadline = workers, shape, dtype, deadline
         self.compile_seconds, self.run_seconds = compile_seconds, run_seconds
@@ -266,24 +331,43 @@ class IsolatedBench:
 
     def expected(self, stage: str, L: int, check: None) -> None: ...
 
-    def _ask(self, seconds: float, what: str, stage: str, config: KernelConfig, argument: Any) -> Result | None:
-        answer = self.workers[stage](what, tuple(self.shape), self.dtype, stage, config.as_row(), argument, seconds=seconds)
+    def _ask(
+        self, seconds: float, what: str, stage: str, config: KernelConfig, argument: Any
+    ) -> Result | None:
+        answer = self.workers[stage](
+            what, tuple(self.shape), self.dtype, stage, config.as_row(), argument, seconds=seconds
+        )
         return None if answer is None else Result(*answer)
 
-    def prepare(self, stage: str, config: KernelConfig, inputs: None, prune: bool) -> Sequence[Any] | Result:
+    def prepare(
+        self, stage: str, config: KernelConfig, inputs: None, prune: bool
+    ) -> Sequence[Any] | Result:
         """In any thread."""
         with self._turns[stage]:
             if time.monotonic() > self.deadline:
-                return Result("failed", note="the time was up")  # which the tuner does not ask for any more
+                return Result(
+                    "failed", note="the time was up"
+                )  # which the tuner does not ask for any more
             return self._prepare(stage, config, prune)
 
     def _prepare(self, stage: str, config: KernelConfig, prune: bool) -> Sequence[Any] | Result:
         try:
-            return self._ask(self.compile_seconds, "prepare", stage, config, prune) or (config, None)
+            return self._ask(self.compile_seconds, "prepare", stage, config, prune) or (
+                config,
+                None,
+            )
         except (NoAnswer, ProcessEnded) as error:
             return Result("failed", note=f"not compiled: {error}")
 
-    def judge(self, stage: str, config: KernelConfig, call: None, check: None, expected: None, best: float | None) -> Result:
+    def judge(
+        self,
+        stage: str,
+        config: KernelConfig,
+        call: None,
+        check: None,
+        expected: None,
+        best: float | None,
+    ) -> Result:
         """A candidate whose process was killed with another one is prepared again."""
         try:
             while (result := self._ask(self.run_seconds, "judge", stage, config, best)) is None:
@@ -304,9 +388,13 @@ def stage_workers(stages: Sequence[str], *args: Any) -> dict[str, Worker]:
         folder = tempfile.mkdtemp(prefix=f"{stage}-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
         # Mosaic GPU reads the first ones when jax is imported. A compiled program from the user's cache would leave no log.
-        environment = compile_report.DUMP | dict(MOSAIC_GPU_DUMP_TO=folder, JAX_ENABLE_COMPILATION_CACHE="false")
+        environment = compile_report.DUMP | dict(
+            MOSAIC_GPU_DUMP_TO=folder, JAX_ENABLE_COMPILATION_CACHE="false"
+        )
         # Threads of GPU interpret mode wait for each other. With one CPU device XLA has too few threads for them on a small machine.
         environment["JAX_NUM_CPU_DEVICES"] = "8"
         # Where there is no nvdisasm Mosaic GPU says so for each kernel.
-        workers[stage] = Worker(StageProcess(*args, folder), environment, stderr=os.path.join(folder, "stderr"))
+        workers[stage] = Worker(
+            StageProcess(*args, folder), environment, stderr=os.path.join(folder, "stderr")
+        )
     return workers

@@ -10,7 +10,9 @@ from typing import Any, TextIO
 from absl import app, flags
 
 
-def main(define_flags: Callable[[flags.FlagValues], None], run: Callable[[flags.FlagValues], int]) -> None:
+def main(
+    define_flags: Callable[[flags.FlagValues], None], run: Callable[[flags.FlagValues], int]
+) -> None:
     """Runs a benchmark on the command line; a wrong flag, or a word that is none, is one line and exit code 2."""
 
     def parse(argv: list[str]) -> list[str]:
@@ -27,7 +29,9 @@ def main(define_flags: Callable[[flags.FlagValues], None], run: Callable[[flags.
     app.run(lambda _: run(flags.FLAGS), flags_parser=parse)
 
 
-def collect(measured: Iterator[Any], line: Callable[[Any], str] | None, jsonl: TextIO | None) -> tuple[list[Any], int]:
+def collect(
+    measured: Iterator[Any], line: Callable[[Any], str] | None, jsonl: TextIO | None
+) -> tuple[list[Any], int]:
     """The records, each printed as a line and stored as soon as it is measured, and the exit code.
 
     The exit code is 1 where a record is wrong or failed, and 130 after Ctrl-C, with the records before it.
@@ -46,7 +50,9 @@ def collect(measured: Iterator[Any], line: Callable[[Any], str] | None, jsonl: T
     return records, int(any(record.status in ("wrong", "failed") for record in records))
 
 
-def plot_measured(plot: Callable[[Sequence[Any], str], None], records: Sequence[Any], path: str | None) -> None:
+def plot_measured(
+    plot: Callable[[Sequence[Any], str], None], records: Sequence[Any], path: str | None
+) -> None:
     """Writes the plot, where one is asked for and anything was measured."""
     if path and any(record.ms for record in records):
         plot(records, path)

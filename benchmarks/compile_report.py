@@ -38,12 +38,12 @@ from absl import flags
 from jax.sharding import AbstractDevice, AbstractMesh
 from pipelines import overwritten_operands
 
-from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step
+from mlstm_pallas import KernelConfig, dispatch, mlstm_chunkwise, mlstm_recurrent_step
 from mlstm_pallas.call_spec import CallSpec
 from mlstm_pallas.config import config_for, config_from_row
+from mlstm_pallas.devices import available_shared_bytes
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER
 from mlstm_pallas.problem import check_chunk_size, make_problem
-from mlstm_pallas.shared_memory import available_shared_bytes
 from mlstm_pallas.stage import Lowering
 from mlstm_pallas.stages import STAGES
 from mlstm_pallas.validation import KERNEL_DTYPES
@@ -52,8 +52,15 @@ from mlstm_pallas.validation import KERNEL_DTYPES
 BATCH, NUM_HEADS = 1, 8
 
 # Arguments of mlstm_chunkwise; packed has segment_ids as well, and the arrays of BTNH are (B, S, NH, ...).
-VARIANTS: dict[str, dict[str, Any]] = {"exp": {}, "packed": {}, "sigmoid": {"input_gate": "sigmoid"}}
-VARIANTS |= {"unnormalised": {"input_gate": "sigmoid", "normalize": False}, "BTNH": {"layout": "BTNH"}}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "exp": {},
+    "packed": {},
+    "sigmoid": {"input_gate": "sigmoid"},
+}
+VARIANTS |= {
+    "unnormalised": {"input_gate": "sigmoid", "normalize": False},
+    "BTNH": {"layout": "BTNH"},
+}
 NOT_OF_STEPS = ("packed", "BTNH")
 
 DIRECTIONS = ("fwd", "fwbw", "step")
@@ -144,7 +151,9 @@ class Row:
     stage: str
     chunk_size: int
     grid: tuple[int, ...] = ()
-    config: dict[str, int] = dataclasses.field(default_factory=dict)  # the tiles that a stage reads, clamped; empty for helper kernels
+    config: dict[str, int] = dataclasses.field(
+        default_factory=dict
+    )  # the tiles that a stage reads, clamped; empty for helper kernels
     num_warps: int = 0
     num_stages: int = 0
     usage: Usage | None = None
@@ -179,11 +188,15 @@ def _triton_ir(lowered: jax.stages.Lowered) -> str:
                     yield from calls(child.operation)
 
     module = lowered.compiler_ir()
-    [call] = [x for x in calls(module.operation) if x["call_target_name"].value == "__gpu$xla.gpu.triton"]
+    [call] = [
+        x for x in calls(module.operation) if x["call_target_name"].value == "__gpu$xla.gpu.triton"
+    ]
     context = ir.Context()
     dialect.register_dialect(context)
     with context, ir.Location.unknown():
-        return ir.Module.parse(call["mhlo.backend_config"]["ir"].value_bytes).operation.get_asm(enable_debug_info=False)
+        return ir.Module.parse(call["mhlo.backend_config"]["ir"].value_bytes).operation.get_asm(
+            enable_debug_info=False
+        )
 
 
 def equations(jaxpr, primitive: str) -> Iterator:
@@ -199,7 +212,9 @@ def equations(jaxpr, primitive: str) -> Iterator:
 
 
 def _target(kind: str):
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kind, None, "gpu")))
+    return jax.sharding.use_abstract_mesh(
+        AbstractMesh((), (), abstract_device=AbstractDevice(kind, None, "gpu"))
+    )
 
 
 def trace(fn: Callable, *shapes: jax.ShapeDtypeStruct, device: Device) -> Any:
@@ -211,30 +226,45 @@ def trace(fn: Callable, *shapes: jax.ShapeDtypeStruct, device: Device) -> Any:
 def lower(call) -> Lowered:
     """The kernel of a pallas_call equation."""
     launch = call.params["compiler_params"]
-    kernel = Lowered(call.params["name"], tuple(call.params["grid_mapping"].grid), launch.num_warps, launch.num_stages)
+    kernel = Lowered(
+        call.params["name"],
+        tuple(call.params["grid_mapping"].grid),
+        launch.num_warps,
+        launch.num_stages,
+    )
     args = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in call.invars]
     try:
         # JAX >= 0.11 lowers only for the kinds of device that it knows. The tiles are chosen already; from here on the kind decides
         # about nothing but casts to float8.
         with _target("NVIDIA H200"):
             traced = jax.jit(functools.partial(call.primitive.bind, **call.params)).trace(*args)
-            return dataclasses.replace(kernel, ir=_triton_ir(traced.lower(lowering_platforms=("cuda",))))
+            return dataclasses.replace(
+                kernel, ir=_triton_ir(traced.lower(lowering_platforms=("cuda",)))
+            )
     except Exception as error:
         return dataclasses.replace(kernel, cause=_one_line(error))
 
 
 def lowered_kernels(fn: Callable, *shapes: jax.ShapeDtypeStruct, device: Device) -> list[Lowered]:
     """The distinct kernels of fn(*shapes) in order of appearance, each lowered for the device on its own, so that all are tried."""
-    return list(dict.fromkeys(map(lower, equations(trace(fn, *shapes, device=device), "pallas_call"))))
+    return list(
+        dict.fromkeys(map(lower, equations(trace(fn, *shapes, device=device), "pallas_call")))
+    )
 
 
 def parse_ptxas(log: str) -> tuple[int, int, int]:
     """(registers, bytes of spill stores, bytes of spill loads) per thread of a kernel and its functions, from the log of ptxas -v."""
     registers = re.findall(r"Used (\d+) registers", log)
-    spills = re.findall(r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)  # a warning says it a second time
+    spills = re.findall(
+        r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log
+    )  # a warning says it a second time
     if not registers or not spills:
         raise ValueError(f"no registers or spills in the output of ptxas -v: {log!r}")
-    return max(map(int, registers)), sum(int(store) for store, _ in spills), sum(int(load) for _, load in spills)
+    return (
+        max(map(int, registers)),
+        sum(int(store) for store, _ in spills),
+        sum(int(load) for _, load in spills),
+    )
 
 
 def _optimise(path: str, target, options: dict[str, int]) -> None:
@@ -262,8 +292,15 @@ def _compile(ir: str, num_warps: int, num_stages: int, capability: int) -> Usage
     from triton.backends.compiler import GPUTarget
 
     log = io.StringIO()
-    with tempfile.TemporaryDirectory() as folder, knobs.cache.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(log):
-        knobs.cache.dir = folder  # a hit in the user's cache would have neither a log nor a compile time
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        knobs.cache.scope(),
+        knobs.nvidia.scope(),
+        contextlib.redirect_stdout(log),
+    ):
+        knobs.cache.dir = (
+            folder  # a hit in the user's cache would have neither a log nor a compile time
+        )
         knobs.nvidia.dump_ptxas_log = True
         path = os.path.join(folder, "kernel.ttir")
         with open(path, "w") as file:
@@ -274,10 +311,14 @@ def _compile(ir: str, num_warps: int, num_stages: int, capability: int) -> Usage
             _optimise(path, GPUTarget("cuda", capability, 32), options)
             kernel = triton.compile(path, target=GPUTarget("cuda", capability, 32), options=options)
         except Exception as error:
-            raise CompileError(_one_line(error)) from None  # some of triton's exceptions cannot be pickled
+            raise CompileError(
+                _one_line(error)
+            ) from None  # some of triton's exceptions cannot be pickled
         seconds = time.perf_counter() - start
     if overwritten := overwritten_operands(kernel.asm["ttgir"], num_stages):
-        raise CompileError(f"a copy may overwrite what a running product reads, in {len(overwritten)} pipelined tiles (pipelines.py)")
+        raise CompileError(
+            f"a copy may overwrite what a running product reads, in {len(overwritten)} pipelined tiles (pipelines.py)"
+        )
     ptx = kernel.asm["ptx"]
     return Usage(
         *parse_ptxas(log.getvalue()),
@@ -292,7 +333,9 @@ def _compile(ir: str, num_warps: int, num_stages: int, capability: int) -> Usage
 
 def _messages(log: str) -> dict[str, Any]:
     codes = tuple(sorted(set(re.findall(r"\((C75\d\d)\)", log))))
-    return dict(wgmma_serialized="wgmma.mma_async instructions are serialized" in log, messages=codes)
+    return dict(
+        wgmma_serialized="wgmma.mma_async instructions are serialized" in log, messages=codes
+    )
 
 
 def _send_stderr_to(path: str) -> None:
@@ -308,7 +351,9 @@ def _compiler() -> tuple[ProcessPoolExecutor, str]:
     if not hasattr(_thread_local, "compiler"):
         stderr = tempfile.NamedTemporaryFile(suffix=".stderr")  # noqa: SIM115, it lives as long as the process
         context = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(1, mp_context=context, initializer=_send_stderr_to, initargs=(stderr.name,))
+        pool = ProcessPoolExecutor(
+            1, mp_context=context, initializer=_send_stderr_to, initargs=(stderr.name,)
+        )
         atexit.register(stderr.close)
         atexit.register(pool.shutdown)
         _thread_local.compiler = pool, stderr.name
@@ -373,19 +418,30 @@ def _compile_mosaic_gpu(call: "Call", folder: str) -> list[tuple[Lowered, Usage 
     from jax.sharding import NamedSharding, PartitionSpec
 
     topology = topologies.get_topology_desc(platform="cuda", target_config=HOPPER, topology="1x1x1")
-    sharding = NamedSharding(topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",)), PartitionSpec())
+    sharding = NamedSharding(
+        topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",)), PartitionSpec()
+    )
     found = {}
-    for equation in equations(trace(call.function(), *call.shapes(), device=call.device), "mpmd_map"):
+    for equation in equations(
+        trace(call.function(), *call.shapes(), device=call.device), "mpmd_map"
+    ):
         if str(equation) in found:
             continue
         (mesh,) = equation.params["meshes"]
-        kernel = Lowered(equation.params["name"], (*mesh.grid, *mesh.cluster), 4 * (mesh.num_threads or 1), 0)
+        kernel = Lowered(
+            equation.params["name"], (*mesh.grid, *mesh.cluster), 4 * (mesh.num_threads or 1), 0
+        )
         for name in os.listdir(folder):
             os.unlink(os.path.join(folder, name))
-        args = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype, sharding=sharding) for x in equation.invars]
+        args = [
+            jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype, sharding=sharding)
+            for x in equation.invars
+        ]
         start, usage = time.perf_counter(), None
         try:
-            jax.jit(functools.partial(equation.primitive.bind, **equation.params)).lower(*args).compile()
+            jax.jit(functools.partial(equation.primitive.bind, **equation.params)).lower(
+                *args
+            ).compile()
             usage = _dumped_usage(folder, time.perf_counter() - start, call.relocatable)
         except Exception as error:
             kernel = dataclasses.replace(kernel, cause=_one_line(error))
@@ -397,7 +453,9 @@ def find_ptxas() -> str:
     """That of NVIDIA's wheel, else the one on the PATH."""
     spec = importlib.util.find_spec("nvidia")
     folders = [*(spec.submodule_search_locations or [])] if spec else []
-    found = [path for folder in folders for path in glob.glob(os.path.join(folder, "*", "bin", "ptxas"))]
+    found = [
+        path for folder in folders for path in glob.glob(os.path.join(folder, "*", "bin", "ptxas"))
+    ]
     if path := next(iter(found), None) or shutil.which("ptxas"):
         return path
     raise RequestError("relocatable code needs ptxas: pip install nvidia-cuda-nvcc")
@@ -442,21 +500,33 @@ def parse_resources(text: str) -> int:
     found = re.search(r"smem_scratch_bytes=(\d+)", text)
     if not found:
         raise ValueError(f"no shared memory in the resources of a kernel: {text!r}")
-    return int(found[1]) + 8 * sum(int(size) * int(count) for size, count in re.findall(r"num_barriers=(\d+)[^:}]*\): (\d+)", text))
+    return int(found[1]) + 8 * sum(
+        int(size) * int(count)
+        for size, count in re.findall(r"num_barriers=(\d+)[^:}]*\): (\d+)", text)
+    )
 
 
 def mosaic_gpu_kernels(call: "Call") -> list[tuple[Lowered, Usage | None]]:
     """The distinct Mosaic GPU kernels of a call, compiled in a process of its own."""
     if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
-        raise RequestError("compiling Mosaic GPU kernels needs JAX's CUDA packages: pip install 'mlstm_pallas[cuda]'")
-    with tempfile.TemporaryDirectory() as folder, tempfile.NamedTemporaryFile(suffix=".stderr") as stderr:
+        raise RequestError(
+            "compiling Mosaic GPU kernels needs JAX's CUDA packages: pip install 'mlstm_pallas[cuda]'"
+        )
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        tempfile.NamedTemporaryFile(suffix=".stderr") as stderr,
+    ):
         # A compiled program from the user's cache would leave nothing in the folder.
-        changed = DUMP | dict(MOSAIC_GPU_DUMP_TO=folder, JAX_PLATFORMS="cpu", JAX_ENABLE_COMPILATION_CACHE="false")
+        changed = DUMP | dict(
+            MOSAIC_GPU_DUMP_TO=folder, JAX_PLATFORMS="cpu", JAX_ENABLE_COMPILATION_CACHE="false"
+        )
         before = {name: os.environ.get(name) for name in changed}
         os.environ.update(changed)
         try:
             context = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(1, mp_context=context, initializer=_send_stderr_to, initargs=(stderr.name,)) as pool:
+            with ProcessPoolExecutor(
+                1, mp_context=context, initializer=_send_stderr_to, initargs=(stderr.name,)
+            ) as pool:
                 return pool.submit(_compile_mosaic_gpu, call, folder).result()
         except BrokenProcessPool:
             text = stderr.read().decode(errors="replace")
@@ -494,7 +564,12 @@ class Call:
 
     def spec(self) -> CallSpec:
         dtype = jnp.dtype(self.dtype)
-        chosen = dict(device_kind=self.device.kind, chunk_size=self.chunk_size, explicit=self.config, backend=self.backend)
+        chosen = dict(
+            device_kind=self.device.kind,
+            chunk_size=self.chunk_size,
+            explicit=self.config,
+            backend=self.backend,
+        )
         filled = config_for(self.DHQK, self.DHHV, self.dims[2], dtype, **chosen)
         problem = make_problem((*self.dims, self.DHQK), self.DHHV, filled.L, pad_heads=True)
         return CallSpec(problem, filled, dtype, DEFAULT_NORMALISER, backend=self.backend)
@@ -508,7 +583,16 @@ class Call:
         qk, v = (jax.ShapeDtypeStruct((*rows, size), dtype) for size in (self.DHQK, self.DHHV))
         gate = jax.ShapeDtypeStruct(rows, jnp.float32)
         if self.direction == "step":
-            return [qk, qk, v, gate, gate, jax.ShapeDtypeStruct((*qk.shape, self.DHHV), dtype), qk, gate]
+            return [
+                qk,
+                qk,
+                v,
+                gate,
+                gate,
+                jax.ShapeDtypeStruct((*qk.shape, self.DHHV), dtype),
+                qk,
+                gate,
+            ]
         return [qk, qk, v, gate, gate, jax.ShapeDtypeStruct((BATCH, self.seqlen), jnp.int32)]
 
     def function(self) -> Callable[..., Any]:
@@ -516,19 +600,36 @@ class Call:
 
         def forward(q, k, v, i, f, segment_ids):
             ids = segment_ids if self.variant == "packed" else None
-            return mlstm_chunkwise(q, k, v, i, f, segment_ids=ids, chunk_size=self.chunk_size, **options)
+            return mlstm_chunkwise(
+                q, k, v, i, f, segment_ids=ids, chunk_size=self.chunk_size, **options
+            )
 
         def gradient(*args):
-            return jax.grad(lambda *xs: jnp.sum(forward(*xs), dtype=jnp.float32), argnums=(0, 1, 2, 3, 4))(*args)
+            return jax.grad(
+                lambda *xs: jnp.sum(forward(*xs), dtype=jnp.float32), argnums=(0, 1, 2, 3, 4)
+            )(*args)
 
         def step(q, k, v, i, f, c, n, m):
-            return mlstm_recurrent_step(q, k, v, i, f, c, n, None if "input_gate" in VARIANTS[self.variant] else m, **options)
+            return mlstm_recurrent_step(
+                q,
+                k,
+                v,
+                i,
+                f,
+                c,
+                n,
+                None if "input_gate" in VARIANTS[self.variant] else m,
+                **options,
+            )
 
         return dict(fwd=forward, fwbw=gradient, step=step)[self.direction]
 
     def kernels(self) -> list[tuple[Lowered, Usage | None]]:
         """Triton kernels, which are not compiled yet, and those of Mosaic GPU, which are."""
-        triton = [(kernel, None) for kernel in lowered_kernels(self.function(), *self.shapes(), device=self.device)]
+        triton = [
+            (kernel, None)
+            for kernel in lowered_kernels(self.function(), *self.shapes(), device=self.device)
+        ]
         return triton + (mosaic_gpu_kernels(self) if self.backend == "mosaic_gpu" else [])
 
 
@@ -536,12 +637,16 @@ def _compiled_row(row: Row, kernel: Lowered, usage: Usage | None, device: Device
     cause = kernel.cause
     if usage is None and not cause:
         try:
-            usage = compile_kernel(kernel.ir, kernel.num_warps, kernel.num_stages, device.capability)
+            usage = compile_kernel(
+                kernel.ir, kernel.num_warps, kernel.num_stages, device.capability
+            )
         except CompileError as error:
             cause = str(error)
     if usage and usage.shared_bytes > device.shared_bytes:
         cause = f"takes {usage.shared_bytes} bytes of shared memory, the device has {device.shared_bytes}"
-    launch = dict(grid=kernel.grid, num_warps=kernel.num_warps, num_stages=kernel.num_stages or row.num_stages)
+    launch = dict(
+        grid=kernel.grid, num_warps=kernel.num_warps, num_stages=kernel.num_stages or row.num_stages
+    )
     return dataclasses.replace(row, **launch, usage=usage, cause=cause)
 
 
@@ -589,7 +694,19 @@ def report(
 
     for DHQK, DHHV in heads:
         for dtype in dtypes:
-            call = Call(target, DHQK, DHHV, dtype, seqlen, chunk_size, config, direction, variant, backend, relocatable)
+            call = Call(
+                target,
+                DHQK,
+                DHHV,
+                dtype,
+                seqlen,
+                chunk_size,
+                config,
+                direction,
+                variant,
+                backend,
+                relocatable,
+            )
             spec = call.spec()
             case = Row(device, DHQK, DHHV, dtype, "(tracing)", spec.problem.L)
             try:
@@ -601,7 +718,9 @@ def report(
                 continue
             names = list(dict.fromkeys(kernel.name for kernel, _ in kernels))
             if missing := [stage for stage in stages if stage not in names]:
-                raise RequestError(f"no stage {', '.join(missing)} in {direction}, there are {', '.join(names)}")
+                raise RequestError(
+                    f"no stage {', '.join(missing)} in {direction}, there are {', '.join(names)}"
+                )
             for kernel, usage in kernels:
                 if not stages or kernel.name in stages:
                     row = dataclasses.replace(case, stage=kernel.name, **_tiling(kernel.name, spec))
@@ -612,18 +731,41 @@ def _tiling(name: str, spec: CallSpec) -> dict[str, Any]:
     """The chunk size of a kernel, and of a stage the tiles that it reads."""
     if name not in STAGES:
         return {}
-    stage, lowering = STAGES[name], Lowering(spec.backend or Lowering.TRITON)
-    call = spec.call(name, lowering, spec.fused_problem if stage.fused else None)
-    facts = stage.mosaic_gpu if call.lowering.mosaic_gpu else stage
+    lowering = Lowering(spec.backend or Lowering.TRITON)
+    call = spec.call(name, lowering, spec.fused_problem if STAGES[name].fused else None)
+    facts = dispatch.kernel(name, call.lowering)
     assert facts is not None, name
     config = {field: getattr(call.tiles, field) for field in facts.search}
     return dict(chunk_size=call.problem.L, config=config, num_stages=call.tiles.num_stages)
 
 
-TILES = {"siz_b_LQ": "LQ", "siz_b_LKV": "LKV", "siz_b_DHQK": "DQK", "siz_b_DHHV": "DHV", "siz_b_loop": "loop"}
-COLUMNS = {"heads": ">7", "dtype": "<8", "stage": "<16", "L": ">4", "grid": ">12", "/".join(TILES.values()): ">19", "warps": ">5"}
+TILES = {
+    "siz_b_LQ": "LQ",
+    "siz_b_LKV": "LKV",
+    "siz_b_DHQK": "DQK",
+    "siz_b_DHHV": "DHV",
+    "siz_b_loop": "loop",
+}
+COLUMNS = {
+    "heads": ">7",
+    "dtype": "<8",
+    "stage": "<16",
+    "L": ">4",
+    "grid": ">12",
+    "/".join(TILES.values()): ">19",
+    "warps": ">5",
+}
 COLUMNS |= {"stages": ">6"}
-COLUMNS |= {"regs": ">4", "spill B": ">11", "shared KiB": ">11", "wgmma": ">5", "mma": ">5", "cp.async": ">8", "sec": ">5", "notes": ""}
+COLUMNS |= {
+    "regs": ">4",
+    "spill B": ">11",
+    "shared KiB": ">11",
+    "wgmma": ">5",
+    "mma": ">5",
+    "cp.async": ">8",
+    "sec": ">5",
+    "notes": "",
+}
 
 
 def _table_line(cells) -> str:
@@ -638,10 +780,16 @@ def table_row(row: Row) -> str:
     cells += ["x".join(map(str, row.grid)), tiles, row.num_warps, row.num_stages]
     if usage is None:
         return _table_line([*cells, *["-"] * 7, row.cause])
-    cells += [usage.registers, f"{usage.spill_store_bytes}/{usage.spill_load_bytes}", f"{usage.shared_bytes / 1024:.1f}/{limit}"]
+    cells += [
+        usage.registers,
+        f"{usage.spill_store_bytes}/{usage.spill_load_bytes}",
+        f"{usage.shared_bytes / 1024:.1f}/{limit}",
+    ]
     cells += [usage.wgmma, usage.mma, usage.cp_async, f"{usage.compile_seconds:.1f}"]
     serialized = "wgmma serialized" if usage.wgmma_serialized else ""
-    return _table_line([*cells, "; ".join(filter(None, (row.cause, serialized, " ".join(usage.messages))))])
+    return _table_line(
+        [*cells, "; ".join(filter(None, (row.cause, serialized, " ".join(usage.messages))))]
+    )
 
 
 def parse_heads(text: str) -> tuple[int, int]:
@@ -668,12 +816,25 @@ def parse_config(text: str) -> KernelConfig:
 
 def define_flags(values: flags.FlagValues) -> None:
     """Not at import: modules that import this one have flags of their own."""
-    flags.DEFINE_string("device", "H200", f"The GPU to compile for: {', '.join(DEVICES)}.", flag_values=values)
-    flags.DEFINE_list("heads", ["64/64", "128/256", "256/512"], "Head sizes, DHQK/DHHV each.", flag_values=values)
-    flags.DEFINE_list("dtype", ["bfloat16", "float32"], f"Of q, k, v: {', '.join(KERNEL_DTYPES)}.", flag_values=values)
+    flags.DEFINE_string(
+        "device", "H200", f"The GPU to compile for: {', '.join(DEVICES)}.", flag_values=values
+    )
+    flags.DEFINE_list(
+        "heads", ["64/64", "128/256", "256/512"], "Head sizes, DHQK/DHHV each.", flag_values=values
+    )
+    flags.DEFINE_list(
+        "dtype",
+        ["bfloat16", "float32"],
+        f"Of q, k, v: {', '.join(KERNEL_DTYPES)}.",
+        flag_values=values,
+    )
     flags.DEFINE_list("stage", [], "Only these stages; empty: all.", flag_values=values)
-    flags.DEFINE_integer("seqlen", 8192, "Steps of the sequence.", lower_bound=1, flag_values=values)
-    flags.DEFINE_integer("chunk_size", None, "Steps of a chunk; none: the default config's.", flag_values=values)
+    flags.DEFINE_integer(
+        "seqlen", 8192, "Steps of the sequence.", lower_bound=1, flag_values=values
+    )
+    flags.DEFINE_integer(
+        "chunk_size", None, "Steps of a chunk; none: the default config's.", flag_values=values
+    )
     flags.DEFINE_string(
         "config",
         None,
@@ -681,11 +842,36 @@ def define_flags(values: flags.FlagValues) -> None:
         "'{\"fused_min_heads\": 1}', the materialised forward pass with '{\"fused_min_heads\": 0}'.",
         flag_values=values,
     )
-    flags.DEFINE_enum("direction", "fwd", list(DIRECTIONS), "Forward, gradient with it, or one recurrent step.", flag_values=values)
-    flags.DEFINE_enum("variant", "exp", list(VARIANTS), "Input gate and normaliser; packed: exp with segment_ids.", flag_values=values)
-    flags.DEFINE_enum("backend", "triton", ["triton", "mosaic_gpu"], "The kernels of mosaic_gpu are for H100 and H200.", flag_values=values)
-    flags.DEFINE_bool("relocatable", False, "The kernels of mosaic_gpu as nvJitLink compiles them, for jax >= 0.12.", flag_values=values)
-    flags.DEFINE_bool("jsonl", False, "Print JSON lines, with sizes in bytes, not a table.", flag_values=values)
+    flags.DEFINE_enum(
+        "direction",
+        "fwd",
+        list(DIRECTIONS),
+        "Forward, gradient with it, or one recurrent step.",
+        flag_values=values,
+    )
+    flags.DEFINE_enum(
+        "variant",
+        "exp",
+        list(VARIANTS),
+        "Input gate and normaliser; packed: exp with segment_ids.",
+        flag_values=values,
+    )
+    flags.DEFINE_enum(
+        "backend",
+        "triton",
+        ["triton", "mosaic_gpu"],
+        "The kernels of mosaic_gpu are for H100 and H200.",
+        flag_values=values,
+    )
+    flags.DEFINE_bool(
+        "relocatable",
+        False,
+        "The kernels of mosaic_gpu as nvJitLink compiles them, for jax >= 0.12.",
+        flag_values=values,
+    )
+    flags.DEFINE_bool(
+        "jsonl", False, "Print JSON lines, with sizes in bytes, not a table.", flag_values=values
+    )
 
 
 def run(options: flags.FlagValues) -> int:
@@ -709,7 +895,9 @@ def run(options: flags.FlagValues) -> int:
         for index, row in enumerate(rows):
             if index == 0 and not options.jsonl:
                 print(_table_line(COLUMNS))
-            print(json.dumps(dataclasses.asdict(row)) if options.jsonl else table_row(row), flush=True)
+            print(
+                json.dumps(dataclasses.asdict(row)) if options.jsonl else table_row(row), flush=True
+            )
             failed |= bool(row.cause)
     except RequestError as error:
         print(f"compile_report: {error}", file=sys.stderr)

@@ -48,17 +48,17 @@ from peers import NORMALISER, Inputs, random_inputs
 from reporting import Record, markdown, plot, progress, read_records, table
 from roofline import Shape
 
-from mlstm_pallas import mlstm_chunkwise, stages
+from mlstm_pallas import dispatch, mlstm_chunkwise, stages
 from mlstm_pallas.backend import target_device_kind
-from mlstm_pallas.backward import state_weights
 from mlstm_pallas.call_spec import CallSpec
 from mlstm_pallas.config import KernelConfig, config_for
 from mlstm_pallas.gate_gradients import TilePairs
 from mlstm_pallas.gates import vector_states
 from mlstm_pallas.problem import MAX_TILE, Problem, check_chunk_size, make_problem
-from mlstm_pallas.stage import Lowering, Stage, StageCall, StageConfig
+from mlstm_pallas.stage import Lowering, Stage, StageCall, StageConfig, Weighted
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
+from mlstm_pallas.stages.parallel_fw_P import Scores
 from mlstm_pallas.validation import BACKENDS, KERNEL_DTYPES
 
 HEADS = [(64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512), (512, 512)]
@@ -75,7 +75,11 @@ SHAPES = {
 }
 # Relative norms of the error. bfloat16 has steps of 2**-8, and its gradients are made of products of rounded products; float16 has steps
 # of an eighth of that; float32 has room for sums of a few thousand terms.
-TOLERANCES = {"bfloat16": (5e-3, 2e-2), "float16": (5e-3 / 8, 2e-2 / 8), "float32": (1e-5, 1e-4)}  # of outputs, of gradients
+TOLERANCES = {
+    "bfloat16": (5e-3, 2e-2),
+    "float16": (5e-3 / 8, 2e-2 / 8),
+    "float32": (1e-5, 1e-4),
+}  # of outputs, of gradients
 BATCH_SECONDS, MAX_CALLS = 0.05, 100  # calls in flight between two synchronisations
 
 Rates = tuple[float | None, float | None]  # FLOP/s, bytes/s
@@ -84,12 +88,15 @@ Rates = tuple[float | None, float | None]  # FLOP/s, bytes/s
 # ---------------------------------------------------------------- stages and implementations
 
 
-STAGES = {name: stage for name, stage in stages.STAGES.items() if not stage.decode}  # step_benchmark.py times those of generation
+STAGES = {
+    name: stage for name, stage in stages.STAGES.items() if not stage.decode
+}  # step_benchmark.py times those of generation
 
 
 def plain(stage: Stage, problem: Problem) -> Callable[..., Any]:
     """The plain form of a stage, in the precision of its inputs."""
-    return functools.partial(stage.run, call=StageCall(problem, StageConfig(), lax.Precision.HIGHEST, Lowering.XLA))
+    call = StageCall(problem, StageConfig(), lax.Precision.HIGHEST, Lowering.XLA)
+    return functools.partial(dispatch.run, stage.name, call=call)
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -112,12 +119,18 @@ def stage_arrays(x: Inputs, L: int, fused: bool) -> dict[str, Any]:
             raise ValueError(f"no stage returns {', '.join(sorted(unknown))}")
         waiting.remove(name)
         outputs = plain(STAGES[name], problem)(*(known[x] for x in STAGES[name].inputs))
-        known = {name: outputs} | {field: y for field, y in outputs._asdict().items() if y is not None} | known
+        known = (
+            {name: outputs}
+            | {field: y for field, y in outputs._asdict().items() if y is not None}
+            | known
+        )
         match name:  # what no stage returns
             case "chunk_gates":
                 known["vecAbar"] = outputs.per_step().vecAbar
             case "parallel_bw_dP":
-                known["vecDeltaN_states"], _ = vector_states(outputs.vecDeltaN_added, known["scaGamma"], n, backward=True)
+                known["vecDeltaN_states"], _ = vector_states(
+                    outputs.vecDeltaN_added, known["scaGamma"], n, backward=True
+                )
     return {name: known[name] for name in wanted}
 
 
@@ -125,9 +138,12 @@ def written(outputs: Any) -> Any:
     """The outputs of a stage; those of parallel_bw_dP without what it leaves unwritten, and with sums over chunks in place of tiles.
 
     So their shapes do not depend on the tiles. Those of parallel_bw_dQKV come without sums of W, which only one of its kernels makes.
+    Weighted operands are their products.
     """
     if isinstance(outputs, Gradients):
         return outputs._replace(pairs=None)
+    if isinstance(outputs, Scores):
+        return outputs._replace(keys=outputs.keys.product())
     return _written(outputs) if isinstance(outputs, GradientTiles) else outputs
 
 
@@ -143,9 +159,15 @@ def _written(outputs: GradientTiles) -> GradientTiles:
         return jnp.sum(jnp.where(where.reshape(n, 1, n, 1), x, 0.0), axis=1).reshape(BNH, -1)
 
     per_query, per_key, diagonal = outputs.pairs
-    per_query, per_key = total(per_query, tile[:, None] <= tile), total(per_key, tile[:, None] >= tile)
+    per_query, per_key = (
+        total(per_query, tile[:, None] <= tile),
+        total(per_key, tile[:, None] >= tile),
+    )
     pairs = TilePairs(per_query, per_key, diagonal.reshape(BNH, -1))
-    return outputs._replace(matP=lower(outputs.matP), matDeltaP=lower(outputs.matDeltaP), pairs=pairs)
+    products = dict(queries=outputs.queries.product(), keys=outputs.keys.product())
+    return outputs._replace(
+        matP=lower(outputs.matP), matDeltaP=lower(outputs.matDeltaP), pairs=pairs, **products
+    )
 
 
 # Arrays (B, S, NH, ...): taken as they are, or transposed by the caller.
@@ -174,9 +196,10 @@ def config_row(spec: CallSpec) -> dict[str, Any]:
     row = {name: dict(x) if isinstance(x, dict) else x for name, x in spec.config.as_row().items()}
     for name in STAGES.keys() & row.keys():
         row[name].pop("mosaic_gpu", None)
-    for name, tiles in spec.mosaic_gpu:
-        splits = {field: x for field, x in row[name].items() if field == "num_splits"}
-        row[name] = splits | {"mosaic_gpu": {field: getattr(tiles, field) for field in STAGES[name].mosaic_gpu.search}}
+    for name in spec.stages_in("mosaic_gpu"):
+        row[name] = {
+            field: x for field, x in row[name].items() if field == "num_splits"
+        } | spec.row(name)
     return row
 
 
@@ -197,13 +220,25 @@ class MlstmPallas(peers.JaxImplementation):
         recompute_states_in_bw: bool = True,
         variant: str = "exp",
     ):
-        self.name, self.variant, self.oracle, self.recompute_states_in_bw = backend, variant, ORACLE_OF[variant], recompute_states_in_bw
+        self.name, self.variant, self.oracle, self.recompute_states_in_bw = (
+            backend,
+            variant,
+            ORACLE_OF[variant],
+            recompute_states_in_bw,
+        )
         chosen: dict[str, Any] = dict(chunk_size=chunk_size, explicit=config, backend=backend)
-        self.filled = config_for(*shape[3:], shape.S, jnp.dtype(dtype), device_kind=target_device_kind(), **chosen)
+        self.filled = config_for(
+            *shape[3:], shape.S, jnp.dtype(dtype), device_kind=target_device_kind(), **chosen
+        )
         self.config = config_row(call_spec(backend, shape, dtype, self.filled))
 
     def computation(self, inputs, direction):
-        options = dict(backend=self.name, config=self.filled, recompute_states_in_bw=self.recompute_states_in_bw, **VARIANTS[self.variant])
+        options = dict(
+            backend=self.name,
+            config=self.filled,
+            recompute_states_in_bw=self.recompute_states_in_bw,
+            **VARIANTS[self.variant],
+        )
         if self.variant == "packed":
             B, _, S, *_ = inputs.shape
             if S % peers.PACKED:
@@ -221,10 +256,16 @@ class MlstmPallas(peers.JaxImplementation):
             h, vjp = jax.vjp(forward, q, k, v, i, f)
             return h, *vjp(dh)
 
-        return (lambda *args: (forward(*args),), inputs[:5]) if direction == "fwd" else (forward_backward, inputs)
+        return (
+            (lambda *args: (forward(*args),), inputs[:5])
+            if direction == "fwd"
+            else (forward_backward, inputs)
+        )
 
     def heads(self, outputs, index):
-        return super().heads(swap_heads(*outputs) if self.variant in STEPS_FIRST else outputs, index)
+        return super().heads(
+            swap_heads(*outputs) if self.variant in STEPS_FIRST else outputs, index
+        )
 
 
 class MlstmPallasStage(MlstmPallas):
@@ -238,53 +279,46 @@ class MlstmPallasStage(MlstmPallas):
         spec = call_spec(backend, shape, dtype, self.filled)
         p = spec.problem
         if shape != (p.B, p.NH, p.S, p.DHQK, p.DHHV):
-            raise ValueError(f"a stage by itself is not padded: its tiles need S, DHQK, DHHV = {p.S}, {p.DHQK}, {p.DHHV}")
-        self.call = spec.call(stage, Lowering(backend), spec.fused_problem if self.stage.fused else None)
-        self.weights_operands = spec.weights_operands
-        if Lowering(backend).mosaic_gpu and not self.call.lowering.mosaic_gpu:
+            raise ValueError(
+                f"a stage by itself is not padded: its tiles need S, DHQK, DHHV = {p.S}, {p.DHQK}, {p.DHHV}"
+            )
+        self.call = spec.call(
+            stage, Lowering(backend), spec.fused_problem if self.stage.fused else None
+        )
+        on_mosaic_gpu = spec.stages_in("mosaic_gpu").keys()
+        # Whether recurrent_bw_dC has queries and keys with their weights.
+        weights = "parallel_bw_dP" in on_mosaic_gpu or "parallel_bw_dP" not in spec.stages
+        self.weighted = "recurrent_bw_dC" in on_mosaic_gpu and weights
+        if Lowering(backend).room == "mosaic_gpu" != self.call.lowering.room:
             raise NoSuchKernel(f"{stage} has no Mosaic GPU kernel for this shape and dtype")
 
     def phases(self, shape, itemsize, direction):
-        return (roofline.of_stage(self.stage, self.call, itemsize, self.weights_operands),)
+        return (roofline.of_stage(self.stage, self.call, itemsize, weighted=self.weighted),)
 
     def computation(self, inputs, direction):
-        arrays, more = dict(inputs), {}
-        if self.keys_unscaled and self.stage.name == "recurrent_fw_H":
-            abar = inputs["chunk_gates"].per_step().vecAbar
-            arrays["parallel_fw_P"] = inputs["parallel_fw_P"]._replace(matK_scaled=inputs["matK"], vecAbar=abar)
+        arrays, g = dict(inputs), inputs["chunk_gates"].per_step()
+        keys = Weighted(inputs["matK"], g.vecAbar)
+        if self.call.lowering.room == "mosaic_gpu" and self.stage.name == "recurrent_fw_H":
+            arrays["parallel_fw_P"] = inputs["parallel_fw_P"]._replace(keys=keys)
+        if self.weighted and self.stage.name == "recurrent_bw_dC":
+            r = query_scale(
+                g.vecW, self.call.problem.qk_scale, inputs["normaliser_gradients"].vecInvDen
+            )
+            arrays |= dict(queries=Weighted(inputs["matQ"], r), keys=keys)
 
-        statics = {}
-        if self.weights_operands and self.stage.name == "parallel_bw_dP":
-            statics = dict(scaled=False)
-        if self.weights_operands and self.stage.name == "recurrent_bw_dC":
-            arrays |= dict(matQ_scaled=inputs["matQ"], matK_scaled=inputs["matK"])
-            more = state_weights(self.call.problem, inputs["chunk_gates"], inputs["normaliser_gradients"])
+        def stage(*args):
+            return dispatch.run(self.stage.name, *args, call=self.call)
 
-        def run(*args):
-            given, weights = args[: len(self.stage.inputs)], dict(zip(more, args[len(self.stage.inputs) :], strict=True))
-            return self.without_keys(self.stage.run(*given, **weights, **statics, call=self.call))
-
-        return run, [*(arrays[name] for name in self.stage.inputs), *more.values()]
-
-    @property
-    def keys_unscaled(self) -> bool:
-        """On Mosaic GPU recurrent_fw_H scales the keys, and not parallel_fw_P."""
-        return self.call.lowering.mosaic_gpu and self.stage.name in ("parallel_fw_P", "recurrent_fw_H")
-
-    def without_keys(self, outputs):
-        """The outputs, without keys and queries that are returned as they came, or not at all."""
-        if self.weights_operands and self.stage.name == "parallel_bw_dP":
-            return outputs._replace(matQ_scaled=None, matK_scaled=None)
-        if self.keys_unscaled and self.stage.name == "parallel_fw_P":
-            return outputs._replace(matK_scaled=None, vecAbar=None)
-        return outputs
+        return stage, [arrays[name] for name in self.stage.inputs]
 
     def oracle_arguments(self, inputs):
         return [inputs[name] for name in self.stage.inputs], None
 
     def reference(self, *args):
         heads = jax.tree.leaves(args)[0].shape[0]
-        return self.without_keys(written(plain(self.stage, dataclasses.replace(self.call.problem, B=1, NH=heads))(*args)))
+        return written(
+            plain(self.stage, dataclasses.replace(self.call.problem, B=1, NH=heads))(*args)
+        )
 
     def finite(self, outputs):
         return super().finite(written(outputs))
@@ -336,11 +370,15 @@ class Case:
 
     def inputs_of(self, impl: peers.Implementation) -> Any:
         """The inputs of impl.build."""
-        return self.arrays(impl.call.problem.L) if isinstance(impl, MlstmPallasStage) else self.inputs
+        return (
+            self.arrays(impl.call.problem.L) if isinstance(impl, MlstmPallasStage) else self.inputs
+        )
 
     def expected(self, impl: peers.Implementation) -> tuple[np.ndarray, Any]:
         """Indices of the checked heads, and the expected outputs of these, float64."""
-        key = (self.stage, impl.call.problem.L, impl.keys_unscaled) if isinstance(impl, MlstmPallasStage) else impl.oracle
+        key = (
+            (self.stage, impl.call.problem.L) if isinstance(impl, MlstmPallasStage) else impl.oracle
+        )
         if key not in self._expected:
             args, cotangent = impl.oracle_arguments(self.inputs_of(impl))
             index = self.checked_heads(math.prod(jax.tree.leaves(args)[0].shape[: impl.head_axes]))
@@ -360,25 +398,34 @@ class Case:
     def checked_heads(self, heads: int) -> np.ndarray:
         return np.unique([0, heads // 2, heads - 1])[0 if self.shape.S <= 2**15 else -1 :]
 
-    def errors(self, impl: peers.Implementation, outputs: Any, direction: str = "") -> dict[str, float]:
+    def errors(
+        self, impl: peers.Implementation, outputs: Any, direction: str = ""
+    ) -> dict[str, float]:
         """Of each output, the norm of its error over its norm."""
         index, expected = self.expected(impl)
         expected, found = impl.named(expected), impl.named(impl.heads(outputs, index))
         if direction == "fwd" and not self.stage:
             expected = dict(list(expected.items())[:1])
-        return {name: float(np.linalg.norm(found[name] - x) / max(np.linalg.norm(x), 1e-30)) for name, x in expected.items()}
+        return {
+            name: float(np.linalg.norm(found[name] - x) / max(np.linalg.norm(x), 1e-30))
+            for name, x in expected.items()
+        }
 
     def tolerance(self, name: str) -> float:
         if not self.stage:
             return TOLERANCES[self.dtype][name.startswith("d")]
-        matrices = any(name.startswith("mat") for name in STAGES[self.stage].inputs)  # the rest is float32, whatever the dtype
+        matrices = any(
+            name.startswith("mat") for name in STAGES[self.stage].inputs
+        )  # the rest is float32, whatever the dtype
         return TOLERANCES[self.dtype if matrices else "float32"][STAGES[self.stage].backward]
 
 
 # ---------------------------------------------------------------- measuring
 
 
-def time_calls(call: Callable[[], Any], synchronise: Callable[[Any], None], repeats: int) -> list[float]:
+def time_calls(
+    call: Callable[[], Any], synchronise: Callable[[Any], None], repeats: int
+) -> list[float]:
     """Seconds per call in each batch of calls with one synchronisation."""
 
     def batch(calls: int) -> float:
@@ -400,10 +447,16 @@ def one_line(error: BaseException) -> str:
 def wrong_outputs(case: Case, errors: Mapping[str, float], checked: Sequence[str] = ()) -> str:
     """The outputs beyond their tolerance; "" when there are none."""
     limits = {name: case.tolerance(name) for name in checked or errors if name in errors}
-    return "; ".join(f"error {errors[name]:.1e} in {name}, at most {x:.0e}" for name, x in limits.items() if not errors[name] <= x)
+    return "; ".join(
+        f"error {errors[name]:.1e} in {name}, at most {x:.0e}"
+        for name, x in limits.items()
+        if not errors[name] <= x
+    )
 
 
-def measure(record: Record, case: Case, impl: peers.Implementation, repeats: int, rates: Rates) -> None:
+def measure(
+    record: Record, case: Case, impl: peers.Implementation, repeats: int, rates: Rates
+) -> None:
     """Fills the record; does not time a wrong output."""
     inputs = case.inputs_of(impl)
     start = time.perf_counter()
@@ -433,7 +486,15 @@ def measure(record: Record, case: Case, impl: peers.Implementation, repeats: int
 
 
 def git_commit() -> str | None:
-    describe = ["git", "-C", os.path.dirname(os.path.abspath(__file__)), "describe", "--always", "--dirty", "--abbrev=12"]
+    describe = [
+        "git",
+        "-C",
+        os.path.dirname(os.path.abspath(__file__)),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=12",
+    ]
     try:
         return subprocess.run(describe, check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
@@ -457,27 +518,50 @@ class Request(NamedTuple):
 def measured_records(options: flags.FlagValues, request: Request) -> Iterator[Record]:
     """A record for each shape, dtype, stage or direction, and implementation, as soon as it is measured."""
     common = dict(device=jax.devices()[0].device_kind, commit=options.commit or git_commit())
-    for (name, shape), dtype, stage in itertools.product(request.shapes.items(), request.dtypes, request.stages or [""]):
+    for (name, shape), dtype, stage in itertools.product(
+        request.shapes.items(), request.dtypes, request.stages or [""]
+    ):
         directions = [("bwd" if STAGES[stage].backward else "fwd")] if stage else request.directions
         case = Case(shape, dtype, stage, gradients="fwbw" in directions)
         for direction, impl in itertools.product(directions, request.impls):
             ours = impl in BACKENDS
             variants = request.variants if ours and not stage else [None]
-            for variant, recompute in itertools.product(variants, request.recompute if ours and direction == "fwbw" else [None]):
+            for variant, recompute in itertools.product(
+                variants, request.recompute if ours and direction == "fwbw" else [None]
+            ):
                 versions = dict(jax=jax.__version__, jaxlib=jaxlib.__version__)
                 options_of = dict(recompute_states_in_bw=recompute, variant=variant)
-                record = Record(name, shape, impl, stage, direction, dtype, versions=versions, **options_of, **common)
+                record = Record(
+                    name,
+                    shape,
+                    impl,
+                    stage,
+                    direction,
+                    dtype,
+                    versions=versions,
+                    **options_of,
+                    **common,
+                )
                 try:
                     if ours:
-                        chosen = options.chunk_size, request.config, recompute is not False, variant or "exp"
-                        built: peers.Implementation = implementation(stage, impl, shape, dtype, *chosen)
+                        chosen = (
+                            options.chunk_size,
+                            request.config,
+                            recompute is not False,
+                            variant or "exp",
+                        )
+                        built: peers.Implementation = implementation(
+                            stage, impl, shape, dtype, *chosen
+                        )
                     elif stage:
                         raise ValueError("stages are those of mlstm_pallas alone")
                     else:
                         built = peers.PEERS[impl]()
                     measure(record, case, built, options.repeats, request.rates[dtype])
                 except Exception as error:
-                    record.status = "failed" if ours and not isinstance(error, NoSuchKernel) else "skipped"
+                    record.status = (
+                        "failed" if ours and not isinstance(error, NoSuchKernel) else "skipped"
+                    )
                     record.note = f"{record.status}: {one_line(error)}"
                 yield record
 
@@ -486,11 +570,15 @@ def parse_shapes(texts: Sequence[str]) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {}
     for text in texts:
         if text in SHAPES:
-            shapes |= {text if len(SHAPES[text]) == 1 else str(shape): shape for shape in SHAPES[text]}
+            shapes |= {
+                text if len(SHAPES[text]) == 1 else str(shape): shape for shape in SHAPES[text]
+            }
         elif re.fullmatch(r"[1-9]\d*(x[1-9]\d*){4}", text):
             shapes[text] = Shape(*map(int, text.split("x")))
         else:
-            raise RequestError(f"unknown shape {text!r}, known are {', '.join(SHAPES)} and BxNHxSxDHQKxDHHV")
+            raise RequestError(
+                f"unknown shape {text!r}, known are {', '.join(SHAPES)} and BxNHxSxDHQKxDHHV"
+            )
     return shapes
 
 
@@ -518,7 +606,9 @@ def parse_request(options: flags.FlagValues) -> Request:
     check_names("dtype", options.dtype, KERNEL_DTYPES)
     check_names("recompute_states_in_bw", options.recompute_states_in_bw, ["true", "false"])
     if needed := [name for name in ("triton", "mosaic_gpu") if name in impls and not gpu]:
-        raise RequestError(f"impl {needed[0]} needs a GPU, JAX has none here; xla and interpret run anywhere")
+        raise RequestError(
+            f"impl {needed[0]} needs a GPU, JAX has none here; xla and interpret run anywhere"
+        )
     if options.stage and options["direction"].present:
         raise RequestError("a stage has one direction: give --stage or --direction, not both")
     check_plot(options.plot)
@@ -531,18 +621,36 @@ def parse_request(options: flags.FlagValues) -> Request:
     asked, rates = (options.peak_tflops, options.peak_tbps), {}
     for dtype in options.dtype:
         known = roofline.device_rates(device.device_kind, dtype)
-        flops, bandwidth = (rate if x is None else x * 1e12 for x, rate in zip(asked, known, strict=True))
+        flops, bandwidth = (
+            rate if x is None else x * 1e12 for x, rate in zip(asked, known, strict=True)
+        )
         rates[dtype] = flops, bandwidth
     if not gpu:
-        print(f"no GPU here: measuring {', '.join(impls)} on the CPU, at {', '.join(shapes)}; these are not the speeds of the kernels")
+        print(
+            f"no GPU here: measuring {', '.join(impls)} on the CPU, at {', '.join(shapes)}; these are not the speeds of the kernels"
+        )
     recompute = [x == "true" for x in options.recompute_states_in_bw]
-    return Request(shapes, impls, options.direction, options.dtype, options.stage, recompute, options.variant, config, rates)
+    return Request(
+        shapes,
+        impls,
+        options.direction,
+        options.dtype,
+        options.stage,
+        recompute,
+        options.variant,
+        config,
+        rates,
+    )
 
 
 @contextlib.contextmanager
 def persistent_cache(folder: str | None) -> Iterator[None]:
     """A context in which compiled programs are kept in the folder and loaded from there; without a folder nothing changes."""
-    names = ("jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs", "jax_persistent_cache_min_entry_size_bytes")
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    )
     before = [getattr(jax.config, name) for name in names]
 
     def use(values):
@@ -565,32 +673,77 @@ def persistent_cache(folder: str | None) -> Iterator[None]:
 def define_flags(values: flags.FlagValues) -> None:
     """Not at import: modules that import this one have flags of their own."""
     define = dict(flag_values=values)
-    flags.DEFINE_list("shape", [], f"{', '.join(SHAPES)}, or BxNHxSxDHQKxDHHV; none: the 8k ones, without a GPU tiny.", **define)
+    flags.DEFINE_list(
+        "shape",
+        [],
+        f"{', '.join(SHAPES)}, or BxNHxSxDHQKxDHHV; none: the 8k ones, without a GPU tiny.",
+        **define,
+    )
     impls = f"{', '.join(BACKENDS)}, {', '.join(peers.PEERS)}; all: mlstm_pallas and every peer; none: triton, without a GPU xla."
     flags.DEFINE_list("impl", [], impls, **define)
     flags.DEFINE_list("stage", [], f"Stages by themselves: {', '.join(STAGES)}.", **define)
     flags.DEFINE_list("direction", ["fwd"], "fwd: forward; fwbw: forward and backward.", **define)
     flags.DEFINE_list("dtype", ["bfloat16"], f"Of q, k, v: {', '.join(KERNEL_DTYPES)}.", **define)
-    flags.DEFINE_integer("chunk_size", None, "Of mlstm_pallas; none: that of the default config.", **define)
-    flags.DEFINE_string(
-        "config", None, "Of mlstm_pallas: any part of a row of mlstm_pallas/tuning, '{\"chunk_size\": 64}', or a file of it.", **define
+    flags.DEFINE_integer(
+        "chunk_size", None, "Of mlstm_pallas; none: that of the default config.", **define
     )
-    flags.DEFINE_list("recompute_states_in_bw", ["true"], "Of mlstm_pallas, forward and backward: true, false.", **define)
+    flags.DEFINE_string(
+        "config",
+        None,
+        "Of mlstm_pallas: any part of a row of mlstm_pallas/tuning, '{\"chunk_size\": 64}', or a file of it.",
+        **define,
+    )
+    flags.DEFINE_list(
+        "recompute_states_in_bw",
+        ["true"],
+        "Of mlstm_pallas, forward and backward: true, false.",
+        **define,
+    )
     flags.DEFINE_list(
         "variant",
         ["exp"],
         f"Of mlstm_pallas: {', '.join(VARIANTS)}; packed: exp with {peers.PACKED} packed sequences; BTNH: exp with (B, S, NH, D).",
         **define,
     )
-    flags.DEFINE_integer("repeats", 10, "Batches of calls; the median counts.", lower_bound=1, **define)
-    flags.DEFINE_string("compilation_cache_dir", None, "Folder in which compiled programs are kept between processes.", **define)
-    flags.DEFINE_string("commit", None, "For the records; none: that of the git working tree, if it is one.", **define)
-    flags.DEFINE_list("from_jsonl", [], "Measure nothing; report the records of these files.", **define)
-    flags.DEFINE_string("jsonl", None, "File to which each record is appended as it is measured.", **define)
+    flags.DEFINE_integer(
+        "repeats", 10, "Batches of calls; the median counts.", lower_bound=1, **define
+    )
+    flags.DEFINE_string(
+        "compilation_cache_dir",
+        None,
+        "Folder in which compiled programs are kept between processes.",
+        **define,
+    )
+    flags.DEFINE_string(
+        "commit",
+        None,
+        "For the records; none: that of the git working tree, if it is one.",
+        **define,
+    )
+    flags.DEFINE_list(
+        "from_jsonl", [], "Measure nothing; report the records of these files.", **define
+    )
+    flags.DEFINE_string(
+        "jsonl", None, "File to which each record is appended as it is measured.", **define
+    )
     flags.DEFINE_string("plot", None, "PNG to write at the end.", **define)
-    flags.DEFINE_bool("markdown", False, "Print a table of the medians in Markdown at the end.", **define)
-    flags.DEFINE_float("peak_tflops", None, "The device's rate of matrix products, for the roofline.", lower_bound=1e-9, **define)
-    flags.DEFINE_float("peak_tbps", None, "The device's memory bandwidth, for the roofline.", lower_bound=1e-9, **define)
+    flags.DEFINE_bool(
+        "markdown", False, "Print a table of the medians in Markdown at the end.", **define
+    )
+    flags.DEFINE_float(
+        "peak_tflops",
+        None,
+        "The device's rate of matrix products, for the roofline.",
+        lower_bound=1e-9,
+        **define,
+    )
+    flags.DEFINE_float(
+        "peak_tbps",
+        None,
+        "The device's memory bandwidth, for the roofline.",
+        lower_bound=1e-9,
+        **define,
+    )
 
 
 def stored_records(paths: Sequence[str]) -> list[Record]:

@@ -50,12 +50,20 @@ import peers
 import roofline
 from absl import flags
 from compile_report import RequestError
-from kernel_benchmark import TOLERANCES, check_names, check_plot, git_commit, one_line, parse_shapes, time_calls
+from kernel_benchmark import (
+    TOLERANCES,
+    check_names,
+    check_plot,
+    git_commit,
+    one_line,
+    parse_shapes,
+    time_calls,
+)
+from mlstm_pallas.shared_memory import compute_capability
 from reporting import DIRECTIONS, aligned
 from roofline import Shape
 
 from mlstm_pallas import mlstm_chunkwise
-from mlstm_pallas.shared_memory import compute_capability
 from mlstm_pallas.validation import BACKENDS
 
 DTYPE = "bfloat16"
@@ -64,14 +72,29 @@ LAYOUTS = {"mlstm_pallas_BNTH": "BNTH", "mlstm_pallas_BTNH": "BTNH"}
 JAX_IMPLS = (*LAYOUTS, "without_mlstm", "products")
 MOSAIC_GPU = "mlstm_pallas_mosaic_gpu"  # on Hopper
 OURS = (*JAX_IMPLS, MOSAIC_GPU)
-TORCH_IMPLS = ("torch_without_mlstm", "mlstm_kernels_limit_chunk", "mlstm_kernels_xl_chunk", "fla_simple_gla")
+TORCH_IMPLS = (
+    "torch_without_mlstm",
+    "mlstm_kernels_limit_chunk",
+    "mlstm_kernels_xl_chunk",
+    "fla_simple_gla",
+)
 IMPLS = (*OURS, *TORCH_IMPLS)
 # Whose layer in float32 has the expected outputs, where it is not that of the same name.
-REFERENCES = {"mlstm_pallas_BTNH": "mlstm_pallas_BNTH", MOSAIC_GPU: "mlstm_pallas_BNTH", "torch_without_mlstm": "without_mlstm"}
-REFERENCES |= {name: "mlstm_pallas_BNTH" for name in TORCH_IMPLS if name.startswith("mlstm_kernels")}
+REFERENCES = {
+    "mlstm_pallas_BTNH": "mlstm_pallas_BNTH",
+    MOSAIC_GPU: "mlstm_pallas_BNTH",
+    "torch_without_mlstm": "without_mlstm",
+}
+REFERENCES |= {
+    name: "mlstm_pallas_BNTH" for name in TORCH_IMPLS if name.startswith("mlstm_kernels")
+}
 # Gradients that are not compared: those that `first` makes up, and the gate gradients of mlstm_kernels (peers.MlstmKernels.checked).
 MADE_UP, GATES = ("query", "key", "input_gate", "forget_gate"), ("input_gate", "forget_gate")
-NOT_COMPARED = {"without_mlstm": MADE_UP, "torch_without_mlstm": MADE_UP, "products": (*MADE_UP, "output_gate")}
+NOT_COMPARED = {
+    "without_mlstm": MADE_UP,
+    "torch_without_mlstm": MADE_UP,
+    "products": (*MADE_UP, "output_gate"),
+}
 NOT_COMPARED |= {name: GATES for name in TORCH_IMPLS if name.startswith("mlstm_kernels")}
 # Rounding to bfloat16 is an error of 2**-8 / 3**0.5 relative to the power of two below, 1.7e-3 of the norm of an array. The layer rounds
 # up to 11 arrays on the way to y outside of the mLSTM: q, k, v, the projections of three gates, y, and four between h and the last product.
@@ -107,7 +130,18 @@ def random_inputs(shape: Shape) -> Inputs:
     B, NH, S, K, V = shape
     E = NH * V
     gate, square, activation = ((E, NH), (NH,)), (E, E), (B, S, E)
-    dims = ((E, NH * K), (E, NH * K), square, *gate, *gate, (E,), square, square, activation, activation)
+    dims = (
+        (E, NH * K),
+        (E, NH * K),
+        square,
+        *gate,
+        *gate,
+        (E,),
+        square,
+        square,
+        activation,
+        activation,
+    )
     keys = jax.random.split(jax.random.key(0), len(dims))
     *params, x, dy = (jax.random.normal(key, dim) for key, dim in zip(keys, dims, strict=True))
     p = Params(*(y * E**-0.5 for y in params))
@@ -142,16 +176,22 @@ first.defvjp(lambda x, *others: (x, others), lambda others, dx: (dx, *others))
 
 
 def mlstm(impl: str, backend: str, q, k, v, i, f) -> jax.Array:
-    if impl == "fla_simple_gla":  # its function: no normaliser, and an input gate of sigmoid(100) = 1
+    if (
+        impl == "fla_simple_gla"
+    ):  # its function: no normaliser, and an input gate of sigmoid(100) = 1
         i = jnp.full_like(i, 100.0)
-        return mlstm_chunkwise(q, k, v, i, f, input_gate="sigmoid", normalize=False, layout="BTNH", backend=backend)
+        return mlstm_chunkwise(
+            q, k, v, i, f, input_gate="sigmoid", normalize=False, layout="BTNH", backend=backend
+        )
     if impl == MOSAIC_GPU or LAYOUTS[impl] == "BTNH":
         return mlstm_chunkwise(q, k, v, i, f, layout="BTNH", backend=backend)
     q, k, v, i, f = (jnp.swapaxes(y, 1, 2) for y in (q, k, v, i, f))
     return jnp.swapaxes(mlstm_chunkwise(q, k, v, i, f, backend=backend), 1, 2)
 
 
-def layer(impl: str, norm: str, backend: str, p: Params, x: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def layer(
+    impl: str, norm: str, backend: str, p: Params, x: jax.Array
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """y, and the projections that y does not depend on."""
 
     def heads(w):
@@ -171,7 +211,11 @@ def layer(impl: str, norm: str, backend: str, p: Params, x: jax.Array) -> tuple[
     if norm == "layer":
         h -= jnp.mean(h, -1, keepdims=True)
     h *= jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + NORM_EPS)
-    h = h.reshape(x.shape) * p.norm_scale.astype(jnp.float32) * jax.nn.sigmoid(o.astype(jnp.float32))
+    h = (
+        h.reshape(x.shape)
+        * p.norm_scale.astype(jnp.float32)
+        * jax.nn.sigmoid(o.astype(jnp.float32))
+    )
     return h.astype(x.dtype) @ p.output, unused
 
 
@@ -183,7 +227,11 @@ def outputs_of(impl: str, norm: str, backend: str, direction: str) -> Callable[[
         y, vjp, _ = jax.vjp(of_params_and_x, inputs.params, inputs.x, has_aux=True)
         return y, *vjp(inputs.dy)
 
-    return (lambda inputs: of_params_and_x(inputs.params, inputs.x)) if direction == "fwd" else forward_backward
+    return (
+        (lambda inputs: of_params_and_x(inputs.params, inputs.x))
+        if direction == "fwd"
+        else forward_backward
+    )
 
 
 class JaxLayer:
@@ -238,18 +286,28 @@ class TorchLayer:
     """The arrays are those of JAX, not copies."""
 
     def __init__(self, impl: str, norm: str, compiled: bool):
-        self.peer = peers.PEERS.get(impl, TorchWithout)()  # raises where the package or the GPU is missing
+        self.peer = peers.PEERS.get(
+            impl, TorchWithout
+        )()  # raises where the package or the GPU is missing
         self.reference = REFERENCES.get(impl, impl)
         self.norm, self.note = norm, "other function" if impl == "fla_simple_gla" else ""
         self.peer.torch.compiler.reset()  # torch stops compiling a function after eight variants of it
         self.finish = self.peer.torch.compile(self.after_mlstm) if compiled else self.after_mlstm
-        self.versions, self.synchronise, self.peak_memory_bytes = self.peer.versions, self.peer.synchronise, self.peer.peak_memory_bytes
+        self.versions, self.synchronise, self.peak_memory_bytes = (
+            self.peer.versions,
+            self.peer.synchronise,
+            self.peer.peak_memory_bytes,
+        )
 
     def mlstm(self, q, k, v, i, f):
         if isinstance(self.peer, peers.MlstmKernels):
             (B, S, NH, K), V = q.shape, v.shape[-1]
-            if (states := B * NH * (S // self.peer.config["chunk_size"] + 1) * K * V) > 2**31:  # as in peers.MlstmKernels.build
-                raise ValueError(f"its states would have {states} elements, beyond its offsets of 32 bits")
+            if (
+                states := B * NH * (S // self.peer.config["chunk_size"] + 1) * K * V
+            ) > 2**31:  # as in peers.MlstmKernels.build
+                raise ValueError(
+                    f"its states would have {states} elements, beyond its offsets of 32 bits"
+                )
             return self.peer.forward(*(y.transpose(1, 2) for y in (q, k, v, i, f))).transpose(1, 2)
         if isinstance(self.peer, peers.SimpleGLA):
             return self.peer.forward(q, k, v, self.peer.torch.nn.functional.logsigmoid(f))
@@ -258,7 +316,11 @@ class TorchLayer:
     def after_mlstm(self, p, x, h):
         functional = self.peer.torch.nn.functional
         norm = functional.rms_norm if self.norm == "rms" else functional.layer_norm
-        return (norm(h, h.shape[-1:], eps=NORM_EPS).flatten(2) * p.norm_scale * (x @ p.output_gate).sigmoid()) @ p.output
+        return (
+            norm(h, h.shape[-1:], eps=NORM_EPS).flatten(2)
+            * p.norm_scale
+            * (x @ p.output_gate).sigmoid()
+        ) @ p.output
 
     def layer(self, p, x):
         def heads(w):
@@ -281,7 +343,9 @@ class TorchLayer:
 
         def forward_backward(dy):
             y = self.layer(p, x)
-            *dp, dx = torch.autograd.grad(y, (*p, x), torch.from_dlpack(dy), allow_unused=True, materialize_grads=True)
+            *dp, dx = torch.autograd.grad(
+                y, (*p, x), torch.from_dlpack(dy), allow_unused=True, materialize_grads=True
+            )
             return y.detach(), Params(*dp), dx
 
         for y in (*p, x):
@@ -301,7 +365,10 @@ class Case:
     def __init__(self, shape: Shape, norm: str, directions: Sequence[str]):
         self.inputs = jax.block_until_ready(random_inputs(shape))
         self.masked_dy = jax.block_until_ready(self.inputs.dy.at[1:].set(0))
-        self.norm, self.direction = norm, max(directions, key=len)  # "fwbw" has all outputs of "fwd"
+        self.norm, self.direction = (
+            norm,
+            max(directions, key=len),
+        )  # "fwbw" has all outputs of "fwd"
         self.of_first_layout: dict[str, dict[str, jax.Array]] = {}  # by direction
         self.expected = functools.cache(self._expected)
 
@@ -328,7 +395,9 @@ def named(outputs: Any, array: Callable[[Any], jax.Array] = lambda y: y) -> dict
     return found
 
 
-def relative_errors(found: dict[str, jax.Array], expected: dict[str, jax.Array], skipped: Sequence[str] = ()) -> dict[str, float]:
+def relative_errors(
+    found: dict[str, jax.Array], expected: dict[str, jax.Array], skipped: Sequence[str] = ()
+) -> dict[str, float]:
     def error(x, y):
         return float(jnp.linalg.norm(x - y) / jnp.maximum(jnp.linalg.norm(y), 1e-30))
 
@@ -337,8 +406,14 @@ def relative_errors(found: dict[str, jax.Array], expected: dict[str, jax.Array],
 
 def wrong_outputs(errors: dict[str, float]) -> str:
     """The outputs beyond their tolerance; "" when there are none."""
-    limits = {name: OUTPUT_TOLERANCE if name.startswith("y") else GRADIENT_TOLERANCE for name in errors}
-    return ", ".join(f"{name} {errors[name]:.1e} > {limit:.1e}" for name, limit in limits.items() if not errors[name] <= limit)
+    limits = {
+        name: OUTPUT_TOLERANCE if name.startswith("y") else GRADIENT_TOLERANCE for name in errors
+    }
+    return ", ".join(
+        f"{name} {errors[name]:.1e} > {limit:.1e}"
+        for name, limit in limits.items()
+        if not errors[name] <= limit
+    )
 
 
 @dataclasses.dataclass
@@ -368,7 +443,9 @@ class Record:
     peak_mib: float | None = None
     first_call_s: float | None = None
     error: float | None = None  # the largest of errors
-    errors: dict[str, float] = dataclasses.field(default_factory=dict)  # of y and of each gradient; "y, layouts": against the other layout
+    errors: dict[str, float] = dataclasses.field(
+        default_factory=dict
+    )  # of y and of each gradient; "y, layouts": against the other layout
 
 
 def measure(record: Record, case: Case, built: JaxLayer | TorchLayer, repeats: int) -> None:
@@ -381,11 +458,16 @@ def measure(record: Record, case: Case, built: JaxLayer | TorchLayer, repeats: i
     record.first_call_s = time.perf_counter() - start
     found = named(outputs, built.array)
     del outputs
-    record.errors = relative_errors(found, case.expected(built.reference), NOT_COMPARED.get(record.impl, ()))
+    record.errors = relative_errors(
+        found, case.expected(built.reference), NOT_COMPARED.get(record.impl, ())
+    )
     if record.impl in LAYOUTS:
         of_first_layout = case.of_first_layout.setdefault(record.direction, found)
         if of_first_layout is not found:
-            record.errors |= {f"{name}, layouts": error for name, error in relative_errors(found, of_first_layout).items()}
+            record.errors |= {
+                f"{name}, layouts": error
+                for name, error in relative_errors(found, of_first_layout).items()
+            }
     record.error = max(record.errors.values())
     if wrong := wrong_outputs(record.errors):
         record.status, record.note = "wrong", f"wrong: {wrong}"
@@ -400,7 +482,9 @@ def measure(record: Record, case: Case, built: JaxLayer | TorchLayer, repeats: i
     record.product_pct = record.product_floor_ms and 100 * record.product_floor_ms / record.ms
 
 
-def measured_records(options: flags.FlagValues, shapes: dict[str, Shape], impls: Sequence[str], backend: str) -> Iterator[Record]:
+def measured_records(
+    options: flags.FlagValues, shapes: dict[str, Shape], impls: Sequence[str], backend: str
+) -> Iterator[Record]:
     """A record for each shape, direction and implementation, as soon as it is measured."""
     device, commit = jax.devices()[0].device_kind, options.commit or git_commit()
     rates = roofline.device_rates(device, DTYPE)
@@ -414,7 +498,11 @@ def measured_records(options: flags.FlagValues, shapes: dict[str, Shape], impls:
             common = options.norm, backend_of, device, versions, commit
             record = Record(name, shape, impl, direction, *common, *need, *floors)
             try:
-                built = JaxLayer(impl, options.norm, backend_of) if ours else TorchLayer(impl, options.norm, options.torch_compile)
+                built = (
+                    JaxLayer(impl, options.norm, backend_of)
+                    if ours
+                    else TorchLayer(impl, options.norm, options.torch_compile)
+                )
                 measure(record, case, built, options.repeats)
             except Exception as error:
                 record.status = "failed" if ours else "skipped"
@@ -425,8 +513,16 @@ def measured_records(options: flags.FlagValues, shapes: dict[str, Shape], impls:
 # ---------------------------------------------------------------- reporting
 
 
-NUMBERS = {"ms": ("ms", "{:.3f}"), "spread %": ("spread", "{:.1%}"), "products %": ("product_pct", "{:.0f}")}
-NUMBERS |= {"tokens/s": ("tokens_per_s", "{:.3g}"), "peak MiB": ("peak_mib", "{:.1f}"), "first call s": ("first_call_s", "{:.1f}")}
+NUMBERS = {
+    "ms": ("ms", "{:.3f}"),
+    "spread %": ("spread", "{:.1%}"),
+    "products %": ("product_pct", "{:.0f}"),
+}
+NUMBERS |= {
+    "tokens/s": ("tokens_per_s", "{:.3g}"),
+    "peak MiB": ("peak_mib", "{:.1f}"),
+    "first call s": ("first_call_s", "{:.1f}"),
+}
 NUMBERS |= {"error": ("error", "{:.1e}")}
 COLUMNS = ("shape", "norm", "direction", "impl", *NUMBERS, "note")
 
@@ -439,7 +535,9 @@ def cells(record: Record) -> list[str]:
 
 def progress(record: Record) -> str:
     *case, note = cells(record)
-    numbers = (f"{name} {cell}" for name, cell in zip(NUMBERS, case[4:], strict=True) if cell != "-")
+    numbers = (
+        f"{name} {cell}" for name, cell in zip(NUMBERS, case[4:], strict=True) if cell != "-"
+    )
     return f"{' '.join(case[:4])}: {', '.join(filter(None, (*numbers, note)))}"
 
 
@@ -447,17 +545,25 @@ def panels(records: Sequence[Record]) -> dict[str, dict[str, Record]]:
     """The records of each shape, norm and direction by implementation; of several of one case the last."""
     found: dict[str, dict[str, Record]] = {}
     for record in records:
-        found.setdefault(f"{record.name}, {record.norm} norm, {DIRECTIONS[record.direction]}", {})[record.impl] = record
+        found.setdefault(f"{record.name}, {record.norm} norm, {DIRECTIONS[record.direction]}", {})[
+            record.impl
+        ] = record
     return found
 
 
 def remainder(title: str, here: dict[str, Record]) -> str:
     """What the layer spends beside products and mLSTM: the floor, and what was measured."""
     record = next(iter(here.values()))
-    without, products = (here[name].ms if name in here else None for name in ("without_mlstm", "products"))
-    differences = [None if None in (without, x) else without - x for x in (products, record.product_floor_ms)]
+    without, products = (
+        here[name].ms if name in here else None for name in ("without_mlstm", "products")
+    )
+    differences = [
+        None if None in (without, x) else without - x for x in (products, record.product_floor_ms)
+    ]
     floors = record.product_floor_ms, record.elementwise_floor_ms
-    product_floor, floor, beyond, beyond_floor = ("-" if x is None else f"{x:.3f} ms" for x in (*floors, *differences))
+    product_floor, floor, beyond, beyond_floor = (
+        "-" if x is None else f"{x:.3f} ms" for x in (*floors, *differences)
+    )
     needs = f"products {record.product_flops:.3e} FLOP, floor {product_floor}; the rest {record.elementwise_bytes:.3e} bytes, floor {floor}"
     return f"{title}: {needs}; without_mlstm less products {beyond}, less the floor of products {beyond_floor}"
 
@@ -467,13 +573,23 @@ def plot(records: Sequence[Record], path: str) -> None:
     from matplotlib.figure import Figure
 
     measured = panels([record for record in records if record.ms is not None])
-    figure = Figure(figsize=(2.0 + 4.5 * len(measured), 1.8 + 0.35 * max(map(len, measured.values()))), layout="constrained")
-    for axes, (title, here) in zip(figure.subplots(1, len(measured), squeeze=False)[0], measured.items(), strict=True):
+    figure = Figure(
+        figsize=(2.0 + 4.5 * len(measured), 1.8 + 0.35 * max(map(len, measured.values()))),
+        layout="constrained",
+    )
+    for axes, (title, here) in zip(
+        figure.subplots(1, len(measured), squeeze=False)[0], measured.items(), strict=True
+    ):
         for impl, record in here.items():
             without = here.get("without_mlstm" if impl in OURS else "torch_without_mlstm", record)
             base = min(without.ms, record.ms)
             axes.barh(impl, base, color="tab:grey")
-            axes.bar_label(axes.barh(impl, record.ms - base, left=base, color="tab:blue"), [f"{record.ms:.3g}"], padding=2, fontsize=8)
+            axes.bar_label(
+                axes.barh(impl, record.ms - base, left=base, color="tab:blue"),
+                [f"{record.ms:.3g}"],
+                padding=2,
+                fontsize=8,
+            )
         if record.product_floor_ms is not None:
             axes.axvline(record.product_floor_ms, color="black", linestyle="--", linewidth=1)
         axes.invert_yaxis()
@@ -481,7 +597,9 @@ def plot(records: Sequence[Record], path: str) -> None:
         axes.set_xlabel("ms")
         axes.set_title(title, fontsize=10)
     devices = ", ".join(dict.fromkeys(record.device for record in records))
-    figure.suptitle(f"{DTYPE} on {devices}; blue: mLSTM; dashed: floor of the products", fontsize=10)
+    figure.suptitle(
+        f"{DTYPE} on {devices}; blue: mLSTM; dashed: floor of the products", fontsize=10
+    )
     figure.savefig(path, dpi=130)
 
 
@@ -491,7 +609,9 @@ def read_records(path: str) -> list[Record]:
             rows = [json.loads(line) for line in file]
             return [Record(**row | {"shape": Shape(*row["shape"])}) for row in rows]
         except (KeyError, TypeError, ValueError) as error:
-            raise RequestError(f"{path} has a line that is no record of this benchmark: {error}") from None
+            raise RequestError(
+                f"{path} has a line that is no record of this benchmark: {error}"
+            ) from None
 
 
 # ---------------------------------------------------------------- the command
@@ -508,26 +628,57 @@ def parse_request(options: flags.FlagValues) -> tuple[dict[str, Shape], Sequence
     check_names("direction", options.direction, ["fwd", "fwbw"])
     if not gpu and (backend in ("triton", "mosaic_gpu") or MOSAIC_GPU in impls):
         needed = f"impl {MOSAIC_GPU}" if MOSAIC_GPU in impls else f"backend {backend}"
-        raise RequestError(f"{needed} needs a GPU, JAX has none here; xla and interpret run anywhere")
+        raise RequestError(
+            f"{needed} needs a GPU, JAX has none here; xla and interpret run anywhere"
+        )
     shapes = parse_shapes(options.shape or (["7b-8k"] if gpu else ["2x2x64x16x32"]))
     if not gpu:
-        print(f"no GPU here: measuring backend {backend} on the CPU, at {', '.join(shapes)}; these are not the speeds of the kernels")
+        print(
+            f"no GPU here: measuring backend {backend} on the CPU, at {', '.join(shapes)}; these are not the speeds of the kernels"
+        )
     return shapes, impls, backend
 
 
 def define_flags(values: flags.FlagValues) -> None:
     """Not at import: modules that import this one have flags of their own."""
     define = dict(flag_values=values)
-    flags.DEFINE_list("shape", [], "As in kernel_benchmark.py, E = NH * DHHV; none: 7b-8k, without a GPU 2x2x64x16x32.", **define)
+    flags.DEFINE_list(
+        "shape",
+        [],
+        "As in kernel_benchmark.py, E = NH * DHHV; none: 7b-8k, without a GPU 2x2x64x16x32.",
+        **define,
+    )
     flags.DEFINE_list("impl", [], f"{', '.join(IMPLS)}; none: all that the device runs.", **define)
-    flags.DEFINE_list("direction", ["fwd", "fwbw"], "fwd: forward; fwbw: with the gradients of all parameters and x.", **define)
+    flags.DEFINE_list(
+        "direction",
+        ["fwd", "fwbw"],
+        "fwd: forward; fwbw: with the gradients of all parameters and x.",
+        **define,
+    )
     flags.DEFINE_enum("norm", "rms", ["rms", "layer"], "Norm of each head.", **define)
-    flags.DEFINE_enum("backend", None, list(BACKENDS), "Of mlstm_pallas; none: triton, without a GPU xla.", **define)
+    flags.DEFINE_enum(
+        "backend",
+        None,
+        list(BACKENDS),
+        "Of mlstm_pallas; none: triton, without a GPU xla.",
+        **define,
+    )
     flags.DEFINE_bool("torch_compile", True, "Compile what follows the mLSTM in torch.", **define)
-    flags.DEFINE_integer("repeats", 10, "Batches of calls; the median counts.", lower_bound=1, **define)
-    flags.DEFINE_string("commit", None, "For the records; none: that of the git working tree, if it is one.", **define)
-    flags.DEFINE_list("from_jsonl", [], "Measure nothing; report the records of these files.", **define)
-    flags.DEFINE_string("jsonl", None, "File to which each record is appended as it is measured.", **define)
+    flags.DEFINE_integer(
+        "repeats", 10, "Batches of calls; the median counts.", lower_bound=1, **define
+    )
+    flags.DEFINE_string(
+        "commit",
+        None,
+        "For the records; none: that of the git working tree, if it is one.",
+        **define,
+    )
+    flags.DEFINE_list(
+        "from_jsonl", [], "Measure nothing; report the records of these files.", **define
+    )
+    flags.DEFINE_string(
+        "jsonl", None, "File to which each record is appended as it is measured.", **define
+    )
     flags.DEFINE_string("plot", None, "PNG to write at the end.", **define)
 
 
@@ -537,7 +688,9 @@ def run(options: flags.FlagValues) -> int:
         try:
             check_plot(options.plot)
             if options.from_jsonl:
-                measured = iter([record for path in options.from_jsonl for record in read_records(path)])
+                measured = iter(
+                    [record for path in options.from_jsonl for record in read_records(path)]
+                )
             else:
                 measured = measured_records(options, *parse_request(options))
             jsonl = stack.enter_context(open(options.jsonl, "a")) if options.jsonl else None

@@ -44,8 +44,18 @@ def random_inputs(key: jax.Array, shape: Shape, dtype: str) -> Inputs:
     """q and k have a positive mean, so that q.n does not come near 0, where h has no digits to compare."""
     rows = shape[:3]
     dims = ((*rows, shape.DHQK),) * 2 + ((*rows, shape.DHHV), rows, rows, (*rows, shape.DHHV))
-    q, k, v, i, f, dh = (jax.random.normal(key, dim, jnp.float32) for key, dim in zip(jax.random.split(key, 6), dims, strict=True))
-    return Inputs((q + 0.5).astype(dtype), (k + 0.5).astype(dtype), v.astype(dtype), i, f + 4.0, dh.astype(dtype))
+    q, k, v, i, f, dh = (
+        jax.random.normal(key, dim, jnp.float32)
+        for key, dim in zip(jax.random.split(key, 6), dims, strict=True)
+    )
+    return Inputs(
+        (q + 0.5).astype(dtype),
+        (k + 0.5).astype(dtype),
+        v.astype(dtype),
+        i,
+        f + 4.0,
+        dh.astype(dtype),
+    )
 
 
 ROWS = 128  # of a block, or what divides S: the scores of all rows at once would not fit
@@ -55,7 +65,10 @@ def blocks_of_rows(function: Callable[..., jax.Array], *arrays: jax.Array) -> ja
     """function(first row, rows of each array) on blocks of rows of (B, NH, S, ...), joined; of its values only the inputs are kept."""
     S = arrays[0].shape[2]
     length = math.gcd(S, ROWS)
-    blocks = [jnp.moveaxis(x.reshape(*x.shape[:2], S // length, length, *x.shape[3:]), 2, 0) for x in arrays]
+    blocks = [
+        jnp.moveaxis(x.reshape(*x.shape[:2], S // length, length, *x.shape[3:]), 2, 0)
+        for x in arrays
+    ]
     values = lax.map(jax.checkpoint(lambda x: function(*x)), (jnp.arange(0, S, length), *blocks))
     values = jnp.moveaxis(values, 0, 2)
     return values.reshape(*values.shape[:2], S, *values.shape[4:])
@@ -73,7 +86,11 @@ def exact(q, k, v, i, f, *, eps=NORMALISER.eps, norm_val=NORMALISER.norm_val):
         seen = jnp.arange(k.shape[2]) <= (first + jnp.arange(q.shape[2]))[:, None]
         exponents = jnp.where(seen, e[:, :, None, :], -jnp.inf)
         u = jnp.maximum(exponents.max(-1), 0.0)  # m starts at 0
-        P = jnp.exp(exponents - u[..., None]) * jnp.einsum("bhtk,bhsk->bhts", q, k) * q.shape[-1] ** -0.5
+        P = (
+            jnp.exp(exponents - u[..., None])
+            * jnp.einsum("bhtk,bhsk->bhts", q, k)
+            * q.shape[-1] ** -0.5
+        )
         den = jnp.maximum(jnp.abs(P.sum(-1)), norm_val * jnp.exp(-b - u)) + eps
         return jnp.einsum("bhts,bhsv->bhtv", P, v) / den[..., None]
 
@@ -102,7 +119,9 @@ def sigmoid_input_gate(q, k, v, i, f):
 def sigmoid_normalised(q, k, v, i, f):
     """mLSTMsig with its normaliser."""
     both = sigmoid_input_gate(q, k, jnp.concatenate([v, jnp.ones_like(v[..., :1])], -1), i, f)
-    return both[..., :-1] / (jnp.maximum(jnp.abs(both[..., -1:]), NORMALISER.norm_val) + NORMALISER.eps)
+    return both[..., :-1] / (
+        jnp.maximum(jnp.abs(both[..., -1:]), NORMALISER.norm_val) + NORMALISER.eps
+    )
 
 
 PACKED = 8  # sequences in a row
@@ -138,7 +157,9 @@ ORACLES: dict[str, Callable[..., jax.Array]] = MLSTM | {f.__name__: f for f in O
 
 def take_heads(arrays: Any, index: np.ndarray, *, axes: int = 2) -> Any:
     """Heads index of each JAX array (B, NH, ...), or of (B * NH, ...) with axes=1, in a tree, float64."""
-    return jax.tree.map(lambda x: np.asarray(x.reshape(-1, *x.shape[axes:])[index]).astype(np.float64), arrays)
+    return jax.tree.map(
+        lambda x: np.asarray(x.reshape(-1, *x.shape[axes:])[index]).astype(np.float64), arrays
+    )
 
 
 class Implementation(abc.ABC):
@@ -230,11 +251,22 @@ class TorchPeer(Implementation):
             raise RuntimeError("torch finds no GPU")
 
     def versions(self):
-        packages, distributions = ("torch", "triton", *(name.partition(".")[0] for name in self.modules)), metadata.packages_distributions()
-        return {name: metadata.version(distributions[name][0]) for name in packages if name in distributions}
+        packages, distributions = (
+            ("torch", "triton", *(name.partition(".")[0] for name in self.modules)),
+            metadata.packages_distributions(),
+        )
+        return {
+            name: metadata.version(distributions[name][0])
+            for name in packages
+            if name in distributions
+        }
 
     def tensor(self, x: Any, dtype: Any) -> Any:
-        return self.torch.tensor(np.asarray(x).astype(np.float32), device="cuda").to(getattr(self.torch, str(dtype))).contiguous()
+        return (
+            self.torch.tensor(np.asarray(x).astype(np.float32), device="cuda")
+            .to(getattr(self.torch, str(dtype)))
+            .contiguous()
+        )
 
     def arguments(self, inputs: Inputs) -> tuple[Sequence[jax.Array], jax.Array]:
         """The arguments of forward, and the cotangent of its result."""
@@ -247,7 +279,10 @@ class TorchPeer(Implementation):
         torch = self.torch
         torch.cuda.empty_cache()
         args, cotangent = self.arguments(inputs)
-        args, cotangent = [self.tensor(x, x.dtype) for x in args], self.tensor(cotangent, inputs.v.dtype)
+        args, cotangent = (
+            [self.tensor(x, x.dtype) for x in args],
+            self.tensor(cotangent, inputs.v.dtype),
+        )
         if direction == "fwd":
 
             def call():
@@ -278,7 +313,9 @@ class TorchPeer(Implementation):
         return all(bool(self.torch.isfinite(x).all()) for x in outputs)
 
     def heads(self, outputs, index):
-        return tuple(x.reshape(-1, *x.shape[2:])[index.tolist()].double().cpu().numpy() for x in outputs)
+        return tuple(
+            x.reshape(-1, *x.shape[2:])[index.tolist()].double().cpu().numpy() for x in outputs
+        )
 
 
 class MlstmKernels(TorchPeer):
@@ -293,12 +330,18 @@ class MlstmKernels(TorchPeer):
     def build(self, inputs, direction):
         B, NH, S, DHQK, DHHV = inputs.shape
         states = B * NH * (S // self.config["chunk_size"] + 1) * DHQK * DHHV
-        if states > 2**31:  # it writes to other addresses then, and no CUDA call of the process works any more
-            raise ValueError(f"its states would have {states} elements, beyond its offsets of 32 bits")
+        if (
+            states > 2**31
+        ):  # it writes to other addresses then, and no CUDA call of the process works any more
+            raise ValueError(
+                f"its states would have {states} elements, beyond its offsets of 32 bits"
+            )
         return super().build(inputs, direction)
 
     def forward(self, q, k, v, i, f):
-        return getattr(self.module, self.function)(q, k, v, i, f, eps=1e-6, autocast_kernel_dtype=q.dtype, **self.config)
+        return getattr(self.module, self.function)(
+            q, k, v, i, f, eps=1e-6, autocast_kernel_dtype=q.dtype, **self.config
+        )
 
 
 class LimitChunk(MlstmKernels):
@@ -315,7 +358,11 @@ class XLChunk(MlstmKernels):
 class XLChunkSiging(MlstmKernels):
     """The mLSTM with a sigmoid input gate, here without its normaliser."""
 
-    name, function, oracle = "mlstm_kernels_xl_chunk_siging", "mlstm_siging_chunkwise__xl_chunk", "sigmoid_input_gate"
+    name, function, oracle = (
+        "mlstm_kernels_xl_chunk_siging",
+        "mlstm_siging_chunkwise__xl_chunk",
+        "sigmoid_input_gate",
+    )
     config = MappingProxyType(dict(chunk_size=128, normalize=False))
 
 
@@ -344,7 +391,9 @@ def attention_heads(shape: Shape) -> int:
     """Attention of the same width as h: how many heads of 128."""
     heads, rest = divmod(shape.NH * shape.DHHV, ATTENTION_HEAD)
     if rest:
-        raise ValueError(f"the width NH * DHHV = {shape.NH * shape.DHHV} has no heads of {ATTENTION_HEAD}")
+        raise ValueError(
+            f"the width NH * DHHV = {shape.NH * shape.DHHV} has no heads of {ATTENTION_HEAD}"
+        )
     return heads
 
 
@@ -362,7 +411,9 @@ class Attention(Implementation):
     oracle, outputs = "causal_attention", ("o", "dq", "dk", "dv")
 
     def phases(self, shape, itemsize, direction):
-        return roofline.attention(shape.B, attention_heads(shape), shape.S, ATTENTION_HEAD, itemsize, direction)
+        return roofline.attention(
+            shape.B, attention_heads(shape), shape.S, ATTENTION_HEAD, itemsize, direction
+        )
 
     def oracle_arguments(self, inputs):
         *args, cotangent = (jnp.swapaxes(x, 1, 2) for x in attention_inputs(inputs))
@@ -404,9 +455,22 @@ class JaxCudnnAttention(Attention, JaxImplementation):
             return o, *vjp(do)
 
         q, k, v, do = attention_inputs(inputs)
-        return (lambda *args: (forward(*args),), (q, k, v)) if direction == "fwd" else (forward_backward, (q, k, v, do))
+        return (
+            (lambda *args: (forward(*args),), (q, k, v))
+            if direction == "fwd"
+            else (forward_backward, (q, k, v, do))
+        )
 
 
 PEERS: dict[str, Callable[[], Implementation]] = {
-    peer.name: peer for peer in (LimitChunk, XLChunk, XLChunkSiging, SimpleGLA, TorchAttentionCudnn, TorchAttentionFlash, JaxCudnnAttention)
+    peer.name: peer
+    for peer in (
+        LimitChunk,
+        XLChunk,
+        XLChunkSiging,
+        SimpleGLA,
+        TorchAttentionCudnn,
+        TorchAttentionFlash,
+        JaxCudnnAttention,
+    )
 }

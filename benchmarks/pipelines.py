@@ -30,16 +30,31 @@ def overwritten_operands(ir: str, num_stages: int) -> list[str]:
         if "scf.for" not in line:
             continue
         indent = line[: len(line) - len(line.lstrip())]
-        body = lines[start + 1 : next(end for end in range(start, len(lines)) if lines[end].startswith(indent + "}"))]
-        running: list[tuple[int, str]] = []  # (iteration, buffers) of products that nothing has waited for, two operands each
+        body = lines[
+            start + 1 : next(
+                end for end in range(start, len(lines)) if lines[end].startswith(indent + "}")
+            )
+        ]
+        running: list[
+            tuple[int, str]
+        ] = []  # (iteration, buffers) of products that nothing has waited for, two operands each
         for iteration in range(2):
             for inner in body:
                 if wait := _WAIT.search(inner):
                     running = running[len(running) - 2 * int(wait[1]) :] if int(wait[1]) else []
                 elif product := _PRODUCT.search(inner):
-                    running += [(iteration, whole.get(product[operand], product[operand])) for operand in (2, 3)]
+                    running += [
+                        (iteration, whole.get(product[operand], product[operand]))
+                        for operand in (2, 3)
+                    ]
                 elif copy := _COPY.search(inner):
                     buffers = whole.get(copy[1], copy[1])
-                    ahead = {num_stages - 1 + iteration - other for other, operand in running if operand == buffers}
-                    found |= {buffers for distance in ahead if distance % number.get(buffers, 1) == 0}
+                    ahead = {
+                        num_stages - 1 + iteration - other
+                        for other, operand in running
+                        if operand == buffers
+                    }
+                    found |= {
+                        buffers for distance in ahead if distance % number.get(buffers, 1) == 0
+                    }
     return sorted(found)

@@ -41,7 +41,9 @@ class Record:
         """The stage, or the direction and its options."""
         if self.stage:
             return self.stage
-        return " ".join(filter(None, (self.direction, self.option))) + (", states stored" if self.recompute_states_in_bw is False else "")
+        return " ".join(filter(None, (self.direction, self.option))) + (
+            ", states stored" if self.recompute_states_in_bw is False else ""
+        )
 
     @property
     def option(self) -> str:
@@ -58,13 +60,24 @@ def read_records(path: str) -> list[Record]:
                 record = Record(**json.loads(line))
                 record.shape = Shape(*record.shape)
             except (TypeError, ValueError) as error:
-                raise ValueError(f"{path}, line {number} is no record of this benchmark: {error}") from None
+                raise ValueError(
+                    f"{path}, line {number} is no record of this benchmark: {error}"
+                ) from None
             records.append(record)
     return records
 
 
-NUMBERS = {"ms": ("ms", "{:.3f}"), "spread %": ("spread", "{:.1%}"), "TFLOP/s": ("tflops", "{:.3g}"), "TB/s": ("tbps", "{:.3g}")}
-NUMBERS |= {"roofline %": ("roofline_pct", "{:.0f}"), "peak MiB": ("peak_mib", "{:.1f}"), "first call s": ("first_call_s", "{:.1f}")}
+NUMBERS = {
+    "ms": ("ms", "{:.3f}"),
+    "spread %": ("spread", "{:.1%}"),
+    "TFLOP/s": ("tflops", "{:.3g}"),
+    "TB/s": ("tbps", "{:.3g}"),
+}
+NUMBERS |= {
+    "roofline %": ("roofline_pct", "{:.0f}"),
+    "peak MiB": ("peak_mib", "{:.1f}"),
+    "first call s": ("first_call_s", "{:.1f}"),
+}
 NUMBERS |= {"error": ("error", "{:.1e}")}
 COLUMNS = ("shape", "impl", "what", "dtype", *NUMBERS, "note")
 
@@ -77,7 +90,9 @@ def cells(record: Record) -> list[str]:
 
 def progress(record: Record) -> str:
     *case, note = cells(record)
-    numbers = (f"{name} {cell}" for name, cell in zip(NUMBERS, case[4:], strict=True) if cell != "-")
+    numbers = (
+        f"{name} {cell}" for name, cell in zip(NUMBERS, case[4:], strict=True) if cell != "-"
+    )
     return f"{' '.join(case[:4])}: {', '.join(filter(None, (*numbers, note)))}"
 
 
@@ -98,7 +113,12 @@ def _labels(records: Sequence[Record]) -> Callable[[Record], str]:
 
     def label(record: Record) -> str:
         stored = "states stored" if record.recompute_states_in_bw is False else ""
-        return " ".join(filter(None, (record.impl, record.option, record.stage, record.dtype if several else "", stored)))
+        return " ".join(
+            filter(
+                None,
+                (record.impl, record.option, record.stage, record.dtype if several else "", stored),
+            )
+        )
 
     return label
 
@@ -125,21 +145,33 @@ def markdown(records: Sequence[Record]) -> str:
             return record.status
         return "" if value is None else f"{value:#.3g}" if value < 100 else f"{value:.0f}"
 
-    per_shape = [(direction, "ms", DIRECTIONS[direction]) for direction in directions] + [(directions[-1], "peak_mib", "MiB")]
+    per_shape = [(direction, "ms", DIRECTIONS[direction]) for direction in directions] + [
+        (directions[-1], "peak_mib", "MiB")
+    ]
     if len(shapes) <= 4:
         head = ["ms", *(f"{name} {title}" for name in shapes.values() for *_, title in per_shape)]
-        body = [[line, *(cell(line, shape, *what) for shape in shapes for *what, _ in per_shape)] for line in lines]
+        body = [
+            [line, *(cell(line, shape, *what) for shape in shapes for *what, _ in per_shape)]
+            for line in lines
+        ]
     else:
         head = ["ms", *(f"{line}, {title}" for line in lines for *_, title in per_shape[:-1])]
-        body = [[name, *(cell(line, shape, *what) for line in lines for *what, _ in per_shape[:-1])] for shape, name in shapes.items()]
+        body = [
+            [name, *(cell(line, shape, *what) for line in lines for *what, _ in per_shape[:-1])]
+            for shape, name in shapes.items()
+        ]
     text = [f"| {' | '.join(line)} |" for line in (head, ["---"] * len(head), *body)]
     notes: dict[str, list[str]] = {}
     for record in found.values():
         if record.status != "ok":
-            notes.setdefault(f"{label(record)}: {record.note}", []).append(f"{record.name} {record.direction}")
+            notes.setdefault(f"{label(record)}: {record.note}", []).append(
+                f"{record.name} {record.direction}"
+            )
         elif record.note == "other function":
             notes.setdefault("Other functions", []).append(label(record))
-    return "\n".join([*text, *(f"\n{note} ({', '.join(dict.fromkeys(cases))})" for note, cases in notes.items())])
+    return "\n".join(
+        [*text, *(f"\n{note} ({', '.join(dict.fromkeys(cases))})" for note, cases in notes.items())]
+    )
 
 
 def _sweep(shapes: Sequence[Shape]) -> str:
@@ -163,12 +195,21 @@ def plot(records: Sequence[Record], path: str) -> None:
     measured = [record for record in records if record.ms is not None]
     label = _labels(records)
     lines = list(dict.fromkeys(map(label, measured)))
-    styles = {line: (colormaps["tab10"](n % 10), "osD^vP*X<>"[n % 10]) for n, line in enumerate(lines)}
+    styles = {
+        line: (colormaps["tab10"](n % 10), "osD^vP*X<>"[n % 10]) for n, line in enumerate(lines)
+    }
     panels = [d for d in DIRECTIONS if any(record.direction == d for record in measured)]
-    figure = Figure(figsize=(1.5 + 5.5 * len(panels), 4.2 + 0.22 * -(-len(lines) // 3)), layout="constrained")
-    for axes, direction in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True):
+    figure = Figure(
+        figsize=(1.5 + 5.5 * len(panels), 4.2 + 0.22 * -(-len(lines) // 3)), layout="constrained"
+    )
+    for axes, direction in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
+    ):
         here = [record for record in measured if record.direction == direction]
-        shapes = sorted(dict.fromkeys(record.shape for record in here), key=[record.shape for record in records].index)
+        shapes = sorted(
+            dict.fromkeys(record.shape for record in here),
+            key=[record.shape for record in records].index,
+        )
         sweep = _sweep(shapes)
         for n, line in enumerate(lines):
             colour, marker = styles[line]
@@ -177,13 +218,24 @@ def plot(records: Sequence[Record], path: str) -> None:
                 points = sorted((getattr(shape, sweep), ms) for shape, ms in times.items())
                 bold = 2.4 if line.startswith(("triton", "mosaic_gpu", "xla")) else 1.3
                 axes.plot(
-                    *zip(*points, strict=True) if points else ([], []), color=colour, marker=marker, markersize=5, lw=bold, label=line
+                    *zip(*points, strict=True) if points else ([], []),
+                    color=colour,
+                    marker=marker,
+                    markersize=5,
+                    lw=bold,
+                    label=line,
                 )
             else:
                 width = 0.8 / len(lines)
-                positions = [shapes.index(shape) + (n - (len(lines) - 1) / 2) * width for shape in times]
+                positions = [
+                    shapes.index(shape) + (n - (len(lines) - 1) / 2) * width for shape in times
+                ]
                 bars = axes.bar(positions, list(times.values()), width, color=colour, label=line)
-                axes.bar_label(bars, [f"{ms:.2g}" if ms < 10 else f"{ms:.0f}" for ms in times.values()], fontsize=6)
+                axes.bar_label(
+                    bars,
+                    [f"{ms:.2g}" if ms < 10 else f"{ms:.0f}" for ms in times.values()],
+                    fontsize=6,
+                )
         if sweep:
             axes.set_xscale("log", base=2)
             ticks = sorted({getattr(shape, sweep) for shape in shapes})
@@ -193,7 +245,11 @@ def plot(records: Sequence[Record], path: str) -> None:
             axes.set_xlabel(("sequence length S" if sweep == "S" else "batch B") + constant)
         else:
             names = {record.shape: record.name for record in here}
-            axes.set_xticks(range(len(shapes)), [names[shape] for shape in shapes], rotation=20 if len(shapes) > 3 else 0)
+            axes.set_xticks(
+                range(len(shapes)),
+                [names[shape] for shape in shapes],
+                rotation=20 if len(shapes) > 3 else 0,
+            )
         axes.set_yscale("log")
         axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
         axes.yaxis.set_major_formatter(lambda y, _: f"{y:g}")
@@ -203,9 +259,19 @@ def plot(records: Sequence[Record], path: str) -> None:
         axes.set_title(DIRECTIONS[direction])
         axes.grid(which="major", alpha=0.4)
         axes.grid(which="minor", axis="y", alpha=0.15)
-    handles = {text: handle for axes in figure.axes for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)}
-    figure.legend(handles.values(), handles, loc="outside lower center", ncols=3, fontsize=8, frameon=False)
+    handles = {
+        text: handle
+        for axes in figure.axes
+        for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        handles.values(), handles, loc="outside lower center", ncols=3, fontsize=8, frameon=False
+    )
     heads = dict.fromkeys(f"{record.shape.DHQK}/{record.shape.DHHV}" for record in measured)
     common = f", heads of {next(iter(heads))}" if len(heads) == 1 else ""
-    figure.suptitle("; ".join(dict.fromkeys(f"{record.dtype} on {record.device}" for record in measured)) + common, fontsize=10)
+    figure.suptitle(
+        "; ".join(dict.fromkeys(f"{record.dtype} on {record.device}" for record in measured))
+        + common,
+        fontsize=10,
+    )
     figure.savefig(path, dpi=130)

@@ -30,7 +30,14 @@ import peers
 from absl import flags
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from kernel_benchmark import RequestError, check_plot, git_commit, one_line, parse_shapes, time_calls
+from kernel_benchmark import (
+    RequestError,
+    check_plot,
+    git_commit,
+    one_line,
+    parse_shapes,
+    time_calls,
+)
 from peers import Inputs, random_inputs
 from reporting import aligned
 from roofline import Shape
@@ -50,7 +57,11 @@ class Mode(NamedTuple):
     grows: bool
 
     def whole(self, shape: Shape, n: int) -> Shape:
-        return shape._replace(**{Shape._fields[self.dim]: shape[self.dim] * n}) if self.grows else shape
+        return (
+            shape._replace(**{Shape._fields[self.dim]: shape[self.dim] * n})
+            if self.grows
+            else shape
+        )
 
     def reduced(self, shape: Shape, n: int) -> Shape:
         """The shape that is checked in its place: one head and at most 256 steps per device."""
@@ -89,7 +100,9 @@ class Record:
     efficiency_pct: float | None = None
     peak_mib: float | None = None  # of a device
     error: float | None = None  # the largest of errors
-    errors: dict[str, float] = dataclasses.field(default_factory=dict)  # of each output, at the reduced size
+    errors: dict[str, float] = dataclasses.field(
+        default_factory=dict
+    )  # of each output, at the reduced size
 
 
 class Spread(peers.JaxImplementation):
@@ -97,18 +110,24 @@ class Spread(peers.JaxImplementation):
 
     oracle = "exact"
 
-    def __init__(self, backend: str, dim: int, devices: Sequence[jax.Device], chunk_size: int | None):
+    def __init__(
+        self, backend: str, dim: int, devices: Sequence[jax.Device], chunk_size: int | None
+    ):
         self.name, self.spec = backend, P(*[None] * dim, AXIS)
         self.mesh = Mesh(np.array(devices), (AXIS,))
         options: dict[str, Any] = dict(chunk_size=chunk_size, backend=backend)
         if dim == 2 and len(devices) > 1:
-            self.forward = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name=AXIS, **options)
+            self.forward = functools.partial(
+                mlstm_chunkwise_sequence_parallel, axis_name=AXIS, **options
+            )
         else:
             self.forward = functools.partial(mlstm_chunkwise, **options)
 
     def inputs(self, shape: Shape, dtype: str) -> Inputs:
         """Computed on the devices that need them; the same for any number of devices."""
-        make = jax.jit(random_inputs, static_argnums=(1, 2), out_shardings=NamedSharding(self.mesh, self.spec))
+        make = jax.jit(
+            random_inputs, static_argnums=(1, 2), out_shardings=NamedSharding(self.mesh, self.spec)
+        )
         return make(jax.random.key(0), shape, dtype)
 
     def computation(self, inputs, direction):
@@ -116,13 +135,23 @@ class Spread(peers.JaxImplementation):
             h, vjp = jax.vjp(self.forward, q, k, v, i, f)
             return h, *vjp(dh)
 
-        function = forward_backward if direction == "fwbw" else lambda q, k, v, i, f, dh: (self.forward(q, k, v, i, f),)
-        return jax.shard_map(function, mesh=self.mesh, in_specs=self.spec, out_specs=self.spec), inputs
+        function = (
+            forward_backward
+            if direction == "fwbw"
+            else lambda q, k, v, i, f, dh: (self.forward(q, k, v, i, f),)
+        )
+        return jax.shard_map(
+            function, mesh=self.mesh, in_specs=self.spec, out_specs=self.spec
+        ), inputs
 
     def build(self, inputs, direction):
         call = super().build(inputs, direction)
         # On a CPU the collectives of two calls in flight would wait for each other's threads.
-        return call if self.mesh.devices[0].platform == "gpu" else lambda: jax.block_until_ready(call())
+        return (
+            call
+            if self.mesh.devices[0].platform == "gpu"
+            else lambda: jax.block_until_ready(call())
+        )
 
 
 class ReducedCase(kernel_benchmark.Case):
@@ -134,7 +163,11 @@ class ReducedCase(kernel_benchmark.Case):
 
 def measure(record: Record, impl: Spread, repeats: int) -> None:
     """Fills the record but for its efficiency; does not time a wrong output."""
-    case = ReducedCase(MODES[record.mode].reduced(record.of, record.devices), record.dtype, gradients=record.direction == "fwbw")
+    case = ReducedCase(
+        MODES[record.mode].reduced(record.of, record.devices),
+        record.dtype,
+        gradients=record.direction == "fwbw",
+    )
     call = impl.build(impl.inputs(case.shape, record.dtype), record.direction)
     outputs = call()
     record.errors = case.errors(impl, outputs, record.direction)
@@ -157,7 +190,9 @@ def rate(record: Record) -> float:
     return record.shape.steps / record.devices / record.ms
 
 
-def measured_records(options: flags.FlagValues, shapes: dict[str, Sequence[Shape]], counts: Sequence[int]) -> Iterator[Record]:
+def measured_records(
+    options: flags.FlagValues, shapes: dict[str, Sequence[Shape]], counts: Sequence[int]
+) -> Iterator[Record]:
     """A record for each mode, shape and number of devices, as soon as it is measured."""
     devices, versions = jax.local_devices(), dict(jax=jax.__version__, jaxlib=jaxlib.__version__)
     common = dict(backend=options.backend, direction=options.direction, dtype=options.dtype)
@@ -167,7 +202,11 @@ def measured_records(options: flags.FlagValues, shapes: dict[str, Sequence[Shape
         for n in counts:
             record = Record(name, mode.whole(of, n), of, n, **common)
             try:
-                measure(record, Spread(options.backend, mode.dim, devices[:n], options.chunk_size), options.repeats)
+                measure(
+                    record,
+                    Spread(options.backend, mode.dim, devices[:n], options.chunk_size),
+                    options.repeats,
+                )
             except Exception as error:
                 record.status = "skipped" if "RESOURCE_EXHAUSTED" in str(error) else "failed"
                 record.note = f"{record.status}: {one_line(error)}"
@@ -181,11 +220,17 @@ def default_shapes(gpu: bool, most: int) -> dict[str, Sequence[Shape]]:
     """By mode: 7b-8k for batch and heads, up to 2**20 steps of it for the sequence; tiny ones without a GPU."""
     if not gpu:
         [tiny] = kernel_benchmark.SHAPES["tiny"]
-        return {name: [tiny if mode.grows else tiny._replace(S=tiny.S * most)] for name, mode in MODES.items()}
+        return {
+            name: [tiny if mode.grows else tiny._replace(S=tiny.S * most)]
+            for name, mode in MODES.items()
+        }
     [big] = kernel_benchmark.SHAPES["7b-8k"]
     parts = dict.fromkeys((LONGEST // 8, LONGEST // most))
     lengths = {"weak-sequence": parts, "strong-sequence": (LONGEST // 16, LONGEST // 4, LONGEST)}
-    return {name: [big._replace(B=1, S=S) for S in lengths[name]] if name in lengths else [big] for name in MODES}
+    return {
+        name: [big._replace(B=1, S=S) for S in lengths[name]] if name in lengths else [big]
+        for name in MODES
+    }
 
 
 def parse_request(options: flags.FlagValues) -> tuple[dict[str, Sequence[Shape]], Sequence[int]]:
@@ -194,11 +239,15 @@ def parse_request(options: flags.FlagValues) -> tuple[dict[str, Sequence[Shape]]
     gpu = present[0].platform == "gpu"
     options.backend = options.backend or ("triton" if gpu else "xla")
     if options.backend == "triton" and not gpu:
-        raise RequestError("backend triton needs a GPU, JAX has none here; xla and interpret run anywhere")
+        raise RequestError(
+            "backend triton needs a GPU, JAX has none here; xla and interpret run anywhere"
+        )
     if unknown := [name for name in options.mode if name not in MODES]:
         raise RequestError(f"unknown mode {', '.join(unknown)}, known are {', '.join(MODES)}")
     try:
-        counts = sorted({int(n) for n in options.devices}) or [2**k for k in range(len(present).bit_length())]
+        counts = sorted({int(n) for n in options.devices}) or [
+            2**k for k in range(len(present).bit_length())
+        ]
         check_chunk_size(options.chunk_size)
     except ValueError as error:
         raise RequestError(str(error)) from None
@@ -210,9 +259,13 @@ def parse_request(options: flags.FlagValues) -> tuple[dict[str, Sequence[Shape]]
         shapes = {mode: list(parse_shapes(options.shape).values()) for mode in MODES}
     for shape in shapes["strong-sequence"] if "strong-sequence" in options.mode else ():
         if odd := [n for n in counts if shape.S % n]:
-            raise RequestError(f"strong-sequence: {shape.S} steps of shape {shape} are not a multiple of {odd[0]} devices")
+            raise RequestError(
+                f"strong-sequence: {shape.S} steps of shape {shape} are not a multiple of {odd[0]} devices"
+            )
     if not gpu:
-        print("no GPU here: measuring on the CPU, whose devices share its cores; these are not the speeds of the kernels")
+        print(
+            "no GPU here: measuring on the CPU, whose devices share its cores; these are not the speeds of the kernels"
+        )
     return shapes, counts
 
 
@@ -222,7 +275,11 @@ NUMBERS = {
     "spread %": ("spread", "{:.1%}"),
     "tokens/s": ("tokens_per_second", "{:.4g}"),
 }
-NUMBERS |= {"efficiency %": ("efficiency_pct", "{:.1f}"), "peak MiB": ("peak_mib", "{:.1f}"), "error": ("error", "{:.1e}")}
+NUMBERS |= {
+    "efficiency %": ("efficiency_pct", "{:.1f}"),
+    "peak MiB": ("peak_mib", "{:.1f}"),
+    "error": ("error", "{:.1e}"),
+}
 COLUMNS = ("mode", "shape", *NUMBERS, "note")
 
 
@@ -243,7 +300,11 @@ def plot(records: Sequence[Record], path: str) -> None:
     figure = Figure(figsize=(11, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
     for name, of in dict.fromkeys((record.mode, record.of) for record in records):
-        measured = [record for record in records if (record.mode, record.of) == (name, of) and record.ms is not None]
+        measured = [
+            record
+            for record in records
+            if (record.mode, record.of) == (name, of) and record.ms is not None
+        ]
         devices = [record.devices for record in measured]
         label = f"{name} {of}" + (" a device" if MODES[name].grows else "")
         left.plot(devices, [record.ms for record in measured], marker="o", label=label)
@@ -257,7 +318,9 @@ def plot(records: Sequence[Record], path: str) -> None:
         axes.set_xticks(counts, map(str, counts))
         axes.set_xlabel("devices")
         axes.grid(which="both", alpha=0.3)
-    figure.legend(*left.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small")
+    figure.legend(
+        *left.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small"
+    )
     first = records[0]
     figure.suptitle(f"{first.direction} {first.dtype}, backend {first.backend}, on {first.device}")
     figure.savefig(path, dpi=120)
@@ -265,16 +328,41 @@ def plot(records: Sequence[Record], path: str) -> None:
 
 def define_flags(values: flags.FlagValues) -> None:
     """Not at import: modules that import this one have flags of their own."""
-    flags.DEFINE_list("mode", list(MODES), "The dimension that is split, and whether it grows.", flag_values=values)
+    flags.DEFINE_list(
+        "mode",
+        list(MODES),
+        "The dimension that is split, and whether it grows.",
+        flag_values=values,
+    )
     shapes = "BxNHxSxDHQKxDHHV or a name of kernel_benchmark.py, for all modes; none: 7b-8k and up to 2**20 steps, without a GPU tiny."
     flags.DEFINE_list("shape", [], shapes, flag_values=values)
-    flags.DEFINE_list("devices", [], "Numbers of devices; none: 1, 2, 4, ... up to those present.", flag_values=values)
-    flags.DEFINE_enum("backend", None, BACKENDS, "None: triton, without a GPU xla.", flag_values=values)
-    flags.DEFINE_enum("direction", "fwd", ["fwd", "fwbw"], "Forward, or forward and backward.", flag_values=values)
-    flags.DEFINE_enum("dtype", "bfloat16", list(reversed(KERNEL_DTYPES)), "Of q, k, v.", flag_values=values)
-    flags.DEFINE_integer("chunk_size", None, "Steps of a chunk; none: the default config's.", flag_values=values)
-    flags.DEFINE_integer("repeats", 10, "Batches of calls; the median counts.", lower_bound=1, flag_values=values)
-    flags.DEFINE_string("jsonl", None, "File to which each record is appended as it is measured.", flag_values=values)
+    flags.DEFINE_list(
+        "devices",
+        [],
+        "Numbers of devices; none: 1, 2, 4, ... up to those present.",
+        flag_values=values,
+    )
+    flags.DEFINE_enum(
+        "backend", None, BACKENDS, "None: triton, without a GPU xla.", flag_values=values
+    )
+    flags.DEFINE_enum(
+        "direction", "fwd", ["fwd", "fwbw"], "Forward, or forward and backward.", flag_values=values
+    )
+    flags.DEFINE_enum(
+        "dtype", "bfloat16", list(reversed(KERNEL_DTYPES)), "Of q, k, v.", flag_values=values
+    )
+    flags.DEFINE_integer(
+        "chunk_size", None, "Steps of a chunk; none: the default config's.", flag_values=values
+    )
+    flags.DEFINE_integer(
+        "repeats", 10, "Batches of calls; the median counts.", lower_bound=1, flag_values=values
+    )
+    flags.DEFINE_string(
+        "jsonl",
+        None,
+        "File to which each record is appended as it is measured.",
+        flag_values=values,
+    )
     flags.DEFINE_string("plot", None, "PNG to write at the end.", flag_values=values)
 
 
@@ -288,7 +376,9 @@ def run(options: flags.FlagValues) -> int:
             print(f"scaling_benchmark: {error}", file=sys.stderr)
             return 2
         measured = measured_records(options, shapes, counts)
-        records, code = command.collect(measured, lambda record: " ".join(filter(None, cells(record))), jsonl)
+        records, code = command.collect(
+            measured, lambda record: " ".join(filter(None, cells(record))), jsonl
+        )
     print(f"\n{table(records)}")
     command.plot_measured(plot, records, options.plot)
     return code

@@ -114,7 +114,9 @@ def random_inputs(shape: Shape, dtype: str, state_dtype: str) -> tuple[Token, St
     B, NH, K, V = shape
     dims = ((K,), (K,), (V,), (), (), (K, V), (K,), ())
     keys = jax.random.split(jax.random.key(0), len(dims))
-    q, k, v, i, f, c, n, _ = (jax.random.normal(key, (B, NH, *dim)) for key, dim in zip(keys, dims, strict=True))
+    q, k, v, i, f, c, n, _ = (
+        jax.random.normal(key, (B, NH, *dim)) for key, dim in zip(keys, dims, strict=True)
+    )
     token = Token((q + 0.5).astype(dtype), (k + 0.5).astype(dtype), v.astype(dtype), i, f + 4.0)
     return token, (c.astype(state_dtype), (n + 0.5).astype(state_dtype), jnp.zeros((B, NH)))
 
@@ -125,7 +127,9 @@ class MlstmPallas:
     def __init__(self, backend: str, shape: Shape, state_dtype: str, unroll: int, variant: str):
         self.step = functools.partial(mlstm_recurrent_step, backend=backend, **VARIANTS[variant])
         self.unroll = unroll
-        filled = config_for(shape.DHQK, shape.DHHV, 1, jnp.dtype(state_dtype), device_kind=target_device_kind())
+        filled = config_for(
+            shape.DHQK, shape.DHHV, 1, jnp.dtype(state_dtype), device_kind=target_device_kind()
+        )
         self.config = dataclasses.asdict(filled.stage("recurrent_step"))
 
     def versions(self) -> dict[str, str]:
@@ -139,7 +143,9 @@ class MlstmPallas:
             def body(_, carry):
                 return self.step(*token, *carry[1])
 
-            return lax.fori_loop(0, steps, body, (jnp.zeros_like(token.v), states), unroll=min(self.unroll, steps))
+            return lax.fori_loop(
+                0, steps, body, (jnp.zeros_like(token.v), states), unroll=min(self.unroll, steps)
+            )
 
         current = jax.tree.map(jnp.copy, states)
 
@@ -176,7 +182,11 @@ class MlstmKernelsStep:
 
         def tensor(x):
             x = x if x.ndim > 2 else x[..., None]
-            return torch.tensor(np.asarray(x).astype(np.float32), device="cuda").to(getattr(torch, str(x.dtype))).contiguous()
+            return (
+                torch.tensor(np.asarray(x).astype(np.float32), device="cuda")
+                .to(getattr(torch, str(x.dtype)))
+                .contiguous()
+            )
 
         token, first = tuple(map(tensor, token)), tuple(map(tensor, states))
         sets = tuple(tuple(map(torch.empty_like, first)) for _ in range(2))
@@ -185,8 +195,13 @@ class MlstmKernelsStep:
             for x, y in zip(sets[0], first, strict=True):
                 x.copy_(y)
             for t in range(count):
-                old, new = sets[t % 2], dict(zip(("matC_new", "vecN_new", "scaM_new"), sets[(t + 1) % 2], strict=True))
-                h, _ = self.module.mlstm_recurrent_step__triton(*token, *old, eps=1e-6, dtype_state=first[0].dtype, **new)
+                old, new = (
+                    sets[t % 2],
+                    dict(zip(("matC_new", "vecN_new", "scaM_new"), sets[(t + 1) % 2], strict=True)),
+                )
+                h, _ = self.module.mlstm_recurrent_step__triton(
+                    *token, *old, eps=1e-6, dtype_state=first[0].dtype, **new
+                )
             return h
 
         run(1)  # compiles: a graph can only record
@@ -218,7 +233,9 @@ def expected_h(token: Token, states: States, index: np.ndarray, variant: str) ->
     @jax.jit
     def last_h(token, states):
         x = (jnp.repeat(x[None, :, None], CHECKED_STEPS, axis=2) for x in token)
-        return reference.recurrence(*x, *(x[None] for x in states), **VARIANTS[variant])[0][0, :, -1]
+        return reference.recurrence(*x, *(x[None] for x in states), **VARIANTS[variant])[0][
+            0, :, -1
+        ]
 
     with jax.enable_x64(True):
         return np.asarray(last_h(token, states))
@@ -245,7 +262,10 @@ def measure(record: Record, impl: Any, repeats: int) -> None:
     record.error = float(np.linalg.norm(impl.heads(h, index) - expected) / np.linalg.norm(expected))
     limit = max(TOLERANCES[dtype] for dtype in (record.dtype, record.state_dtype))
     if not record.error <= limit:
-        record.status, record.note = "wrong", f"wrong: error {record.error:.1e} in h, at most {limit:.0e}"
+        record.status, record.note = (
+            "wrong",
+            f"wrong: error {record.error:.1e} in h, at most {limit:.0e}",
+        )
         return
     times = time_calls(impl.build(token, states, record.steps), impl.synchronise, repeats)
     seconds = statistics.median(times) / record.steps
@@ -254,17 +274,37 @@ def measure(record: Record, impl: Any, repeats: int) -> None:
     record.copy_pct = 100 * record.gbps / record.copy_gbps
 
 
-def measured_records(options: flags.FlagValues, shapes: dict[str, Shape], impls: Sequence[str], steps: int) -> Iterator[Record]:
+def measured_records(
+    options: flags.FlagValues, shapes: dict[str, Shape], impls: Sequence[str], steps: int
+) -> Iterator[Record]:
     """A record for each shape and implementation, as soon as it is measured."""
-    common = dict(dtype=options.dtype, state_dtype=options.state_dtype, steps=steps, unroll=options.unroll, variant=options.variant)
-    common |= dict(device=jax.devices()[0].device_kind, commit=git_commit(), copy_gbps=copy_rate(options.repeats) / 1e9)
+    common = dict(
+        dtype=options.dtype,
+        state_dtype=options.state_dtype,
+        steps=steps,
+        unroll=options.unroll,
+        variant=options.variant,
+    )
+    common |= dict(
+        device=jax.devices()[0].device_kind,
+        commit=git_commit(),
+        copy_gbps=copy_rate(options.repeats) / 1e9,
+    )
     for name, shape in shapes.items():
         for impl in impls:
-            record = Record(name, shape, impl, versions=dict(jax=jax.__version__, jaxlib=jaxlib.__version__), **common)
+            record = Record(
+                name,
+                shape,
+                impl,
+                versions=dict(jax=jax.__version__, jaxlib=jaxlib.__version__),
+                **common,
+            )
             ours = impl in BACKENDS
             try:
                 if ours:
-                    built: Any = MlstmPallas(impl, shape, options.state_dtype, options.unroll, options.variant)
+                    built: Any = MlstmPallas(
+                        impl, shape, options.state_dtype, options.unroll, options.variant
+                    )
                 elif options.variant != "exp":
                     raise ValueError(f"it has no variant {options.variant}")
                 else:
@@ -272,7 +312,9 @@ def measured_records(options: flags.FlagValues, shapes: dict[str, Shape], impls:
                 measure(record, built, options.repeats)
             except Exception as error:
                 record.status = "failed" if ours else "skipped"
-                record.note = " ".join(f"{record.status}: {type(error).__name__}: {error}".split())[:200]
+                record.note = " ".join(f"{record.status}: {type(error).__name__}: {error}".split())[
+                    :200
+                ]
             yield record
 
 
@@ -281,20 +323,32 @@ def parse_request(options: flags.FlagValues) -> tuple[dict[str, Shape], Sequence
     gpu = jax.devices()[0].platform == "gpu"
     impls = options.impl or (["triton", *PEERS] if gpu else ["xla"])
     if unknown := [name for name in impls if name not in (*BACKENDS, *PEERS)]:
-        raise RequestError(f"unknown impl {', '.join(unknown)}, known are {', '.join((*BACKENDS, *PEERS))}")
+        raise RequestError(
+            f"unknown impl {', '.join(unknown)}, known are {', '.join((*BACKENDS, *PEERS))}"
+        )
     if "triton" in impls and not gpu:
-        raise RequestError("impl triton needs a GPU, JAX has none here; xla and interpret run anywhere")
+        raise RequestError(
+            "impl triton needs a GPU, JAX has none here; xla and interpret run anywhere"
+        )
     shapes = {}
     for text in options.shape or (["b1", "256mib"] if gpu else ["tiny"]):
         if text not in SHAPES and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){3}", text):
-            raise RequestError(f"unknown shape {text!r}, known are {', '.join(SHAPES)} and BxNHxDHQKxDHHV")
+            raise RequestError(
+                f"unknown shape {text!r}, known are {', '.join(SHAPES)} and BxNHxDHQKxDHHV"
+            )
         shapes[text] = SHAPES[text] if text in SHAPES else Shape(*map(int, text.split("x")))
     if not gpu:
-        print(f"no GPU here: measuring {', '.join(impls)} on the CPU, at {', '.join(shapes)}; these are not the speeds of the kernels")
+        print(
+            f"no GPU here: measuring {', '.join(impls)} on the CPU, at {', '.join(shapes)}; these are not the speeds of the kernels"
+        )
     return shapes, impls, options.steps or (1000 if gpu else 10)
 
 
-NUMBERS = {"us/step": ("us", "{:.2f}"), "spread %": ("spread", "{:.1%}"), "GB/s": ("gbps", "{:.4g}")}
+NUMBERS = {
+    "us/step": ("us", "{:.2f}"),
+    "spread %": ("spread", "{:.1%}"),
+    "GB/s": ("gbps", "{:.4g}"),
+}
 NUMBERS |= {"copy %": ("copy_pct", "{:.0f}"), "error": ("error", "{:.1e}")}
 COLUMNS = ("shape", "state MiB", "impl", *NUMBERS, "note")
 
@@ -317,17 +371,50 @@ def table(records: Sequence[Record]) -> str:
 
 def define_flags(values: flags.FlagValues) -> None:
     """Not at import: modules that import this one have flags of their own."""
-    flags.DEFINE_list("shape", [], f"{', '.join(SHAPES)}, or BxNHxDHQKxDHHV; none: b1, 256mib, without a GPU tiny.", flag_values=values)
-    flags.DEFINE_list("impl", [], f"{', '.join((*BACKENDS, *PEERS))}; none: triton and peers, without a GPU xla.", flag_values=values)
-    flags.DEFINE_enum("dtype", "bfloat16", list(reversed(KERNEL_DTYPES)), "Of q, k, v and h.", flag_values=values)
-    flags.DEFINE_enum("state_dtype", "float32", list(KERNEL_DTYPES), "Of C and n; m is float32.", flag_values=values)
-    flags.DEFINE_integer("steps", None, "Steps of a loop; none: 1000, without a GPU 10.", lower_bound=1, flag_values=values)
+    flags.DEFINE_list(
+        "shape",
+        [],
+        f"{', '.join(SHAPES)}, or BxNHxDHQKxDHHV; none: b1, 256mib, without a GPU tiny.",
+        flag_values=values,
+    )
+    flags.DEFINE_list(
+        "impl",
+        [],
+        f"{', '.join((*BACKENDS, *PEERS))}; none: triton and peers, without a GPU xla.",
+        flag_values=values,
+    )
+    flags.DEFINE_enum(
+        "dtype", "bfloat16", list(reversed(KERNEL_DTYPES)), "Of q, k, v and h.", flag_values=values
+    )
+    flags.DEFINE_enum(
+        "state_dtype",
+        "float32",
+        list(KERNEL_DTYPES),
+        "Of C and n; m is float32.",
+        flag_values=values,
+    )
+    flags.DEFINE_integer(
+        "steps",
+        None,
+        "Steps of a loop; none: 1000, without a GPU 10.",
+        lower_bound=1,
+        flag_values=values,
+    )
     unroll = "Of mlstm_pallas, steps in an iteration of the loop. n and m go to new memory: one step per iteration costs a copy of each."
     flags.DEFINE_integer("unroll", 2, unroll, lower_bound=1, flag_values=values)
     variants = [name for name in VARIANTS if name not in NOT_OF_STEPS]
-    flags.DEFINE_enum("variant", "exp", variants, "Input gate and normaliser of mlstm_pallas.", flag_values=values)
-    flags.DEFINE_integer("repeats", 10, "Batches of calls; the median counts.", lower_bound=1, flag_values=values)
-    flags.DEFINE_string("jsonl", None, "File to which each record is appended as it is measured.", flag_values=values)
+    flags.DEFINE_enum(
+        "variant", "exp", variants, "Input gate and normaliser of mlstm_pallas.", flag_values=values
+    )
+    flags.DEFINE_integer(
+        "repeats", 10, "Batches of calls; the median counts.", lower_bound=1, flag_values=values
+    )
+    flags.DEFINE_string(
+        "jsonl",
+        None,
+        "File to which each record is appended as it is measured.",
+        flag_values=values,
+    )
 
 
 def run(options: flags.FlagValues) -> int:
@@ -339,7 +426,11 @@ def run(options: flags.FlagValues) -> int:
         except (RequestError, OSError) as error:
             print(f"step_benchmark: {error}", file=sys.stderr)
             return 2
-        records, code = command.collect(measured_records(options, *request), lambda record: " ".join(filter(None, cells(record))), jsonl)
+        records, code = command.collect(
+            measured_records(options, *request),
+            lambda record: " ".join(filter(None, cells(record))),
+            jsonl,
+        )
     if records:
         print(f"\ncopy: {records[0].copy_gbps:.4g} GB/s\n{table(records)}")
     return code

@@ -47,41 +47,79 @@ from jax.sharding import PartitionSpec as P
 from matplotlib.figure import Figure
 from tqdm import tqdm
 
-CORPUS = flags.DEFINE_string("corpus", None, "Folder or file to learn; the Python standard library's sources when not given.")
-OUTPUT_DIR = flags.DEFINE_string("output_dir", "runs/byte_lm", "Folder for log.jsonl, loss.png, sample.txt and checkpoints/.")
+CORPUS = flags.DEFINE_string(
+    "corpus", None, "Folder or file to learn; the Python standard library's sources when not given."
+)
+OUTPUT_DIR = flags.DEFINE_string(
+    "output_dir", "runs/byte_lm", "Folder for log.jsonl, loss.png, sample.txt and checkpoints/."
+)
 LAYERS = flags.DEFINE_integer("layers", 2, "Blocks of an mLSTM layer and an MLP.", lower_bound=1)
-EMBEDDING_DIM = flags.DEFINE_integer("embedding_dim", 128, "Width of the residual stream.", lower_bound=1)
+EMBEDDING_DIM = flags.DEFINE_integer(
+    "embedding_dim", 128, "Width of the residual stream.", lower_bound=1
+)
 HEADS = flags.DEFINE_integer("heads", 4, "mLSTM heads; divides embedding_dim.", lower_bound=1)
-QK_DIM_FACTOR = flags.DEFINE_float("qk_dim_factor", 0.5, "Width of the queries (and keys) of all heads over embedding_dim.")
+QK_DIM_FACTOR = flags.DEFINE_float(
+    "qk_dim_factor", 0.5, "Width of the queries (and keys) of all heads over embedding_dim."
+)
 MLP_FACTOR = flags.DEFINE_float("mlp_factor", 2.0, "Width of the gated MLP over embedding_dim.")
 SEQ_LEN = flags.DEFINE_integer("seq_len", 256, "Bytes in a sequence.", lower_bound=1)
 BATCH_SIZE = flags.DEFINE_integer("batch_size", 8, "Sequences in a step.", lower_bound=1)
 STEPS = flags.DEFINE_integer("steps", 1000, "Training steps.", lower_bound=1)
 LEARNING_RATE = flags.DEFINE_float("learning_rate", 4e-3, "Peak learning rate.", lower_bound=0.0)
-WARMUP_STEPS = flags.DEFINE_integer("warmup_steps", 50, "Steps of linear warm-up, cut to half of all.", lower_bound=0)
+WARMUP_STEPS = flags.DEFINE_integer(
+    "warmup_steps", 50, "Steps of linear warm-up, cut to half of all.", lower_bound=0
+)
 SEED = flags.DEFINE_integer("seed", 0, "Of the weights, the batches and the sample.", lower_bound=0)
-CHUNK_SIZE = flags.DEFINE_integer("chunk_size", None, "Of the chunkwise form, a power of two >= 16; the tuned one when not given.")
-DTYPE = flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of q, k and v in the mLSTM.")
-BACKEND = flags.DEFINE_enum("backend", "auto", ["auto", "triton", "interpret", "xla"], "Of the mLSTM; auto: triton on a GPU, else xla.")
+CHUNK_SIZE = flags.DEFINE_integer(
+    "chunk_size", None, "Of the chunkwise form, a power of two >= 16; the tuned one when not given."
+)
+DTYPE = flags.DEFINE_enum(
+    "dtype", "float32", ["float32", "bfloat16"], "Of q, k and v in the mLSTM."
+)
+BACKEND = flags.DEFINE_enum(
+    "backend",
+    "auto",
+    ["auto", "triton", "interpret", "xla"],
+    "Of the mLSTM; auto: triton on a GPU, else xla.",
+)
 LOG_EVERY = flags.DEFINE_integer("log_every", 10, "Steps between log lines.", lower_bound=1)
 EVAL_EVERY = flags.DEFINE_integer("eval_every", 100, "Steps between evaluations.", lower_bound=1)
-EVAL_BATCHES = flags.DEFINE_integer("eval_batches", 32, "Batches of held-out text in an evaluation.", lower_bound=1)
-CHECKPOINT_EVERY = flags.DEFINE_integer("checkpoint_every", 100, "Steps between checkpoints; 0: only one, at the end.", lower_bound=0)
-RESUME = flags.DEFINE_boolean(
-    "resume", True, "Go on from the last checkpoint in output_dir, if there is one; else start over and remove them."
+EVAL_BATCHES = flags.DEFINE_integer(
+    "eval_batches", 32, "Batches of held-out text in an evaluation.", lower_bound=1
 )
-MAX_MINUTES = flags.DEFINE_float("max_minutes", None, "End after so many minutes, with a checkpoint to go on from.", lower_bound=0.0)
+CHECKPOINT_EVERY = flags.DEFINE_integer(
+    "checkpoint_every", 100, "Steps between checkpoints; 0: only one, at the end.", lower_bound=0
+)
+RESUME = flags.DEFINE_boolean(
+    "resume",
+    True,
+    "Go on from the last checkpoint in output_dir, if there is one; else start over and remove them.",
+)
+MAX_MINUTES = flags.DEFINE_float(
+    "max_minutes",
+    None,
+    "End after so many minutes, with a checkpoint to go on from.",
+    lower_bound=0.0,
+)
 MESH = flags.DEFINE_string(
-    "mesh", "", "Devices along data, tensor and sequence, such as data:2,tensor:1,sequence:4; an axis left out has 1."
+    "mesh",
+    "",
+    "Devices along data, tensor and sequence, such as data:2,tensor:1,sequence:4; an axis left out has 1.",
 )
 COORDINATOR_ADDRESS = flags.DEFINE_string(
-    "coordinator_address", None, "HOST:PORT of the first of several processes; auto: JAX finds this and the two below (Slurm, MPI, clouds)."
+    "coordinator_address",
+    None,
+    "HOST:PORT of the first of several processes; auto: JAX finds this and the two below (Slurm, MPI, clouds).",
 )
 NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes.", lower_bound=1)
-PROCESS_ID = flags.DEFINE_integer("process_id", None, "Number of this process, from 0.", lower_bound=0)
+PROCESS_ID = flags.DEFINE_integer(
+    "process_id", None, "Number of this process, from 0.", lower_bound=0
+)
 PROMPT = flags.DEFINE_string("prompt", "def ", "Start of the sample.")
 SAMPLE_LENGTH = flags.DEFINE_integer("sample_length", 400, "Bytes to generate.", lower_bound=1)
-TEMPERATURE = flags.DEFINE_float("temperature", 0.8, "Of the sampling; 0 takes the likeliest byte.", lower_bound=0.0)
+TEMPERATURE = flags.DEFINE_float(
+    "temperature", 0.8, "Of the sampling; 0 takes the likeliest byte.", lower_bound=0.0
+)
 
 
 def is_mesh(text: str) -> bool:
@@ -91,11 +129,19 @@ def is_mesh(text: str) -> bool:
         return False
 
 
-flags.register_validator("chunk_size", lambda x: x is None or (x >= 16 and x & (x - 1) == 0), "must be a power of two >= 16")
+flags.register_validator(
+    "chunk_size",
+    lambda x: x is None or (x >= 16 and x & (x - 1) == 0),
+    "must be a power of two >= 16",
+)
 flags.register_validator("prompt", bool, "must not be empty")
-flags.register_validator("mesh", is_mesh, "must be a list of axis:size, each axis (data, tensor, sequence) at most once")
+flags.register_validator(
+    "mesh", is_mesh, "must be a list of axis:size, each axis (data, tensor, sequence) at most once"
+)
 flags.register_multi_flags_validator(
-    ["embedding_dim", "heads"], lambda x: x["embedding_dim"] % x["heads"] == 0, "embedding_dim must be a multiple of heads"
+    ["embedding_dim", "heads"],
+    lambda x: x["embedding_dim"] % x["heads"] == 0,
+    "embedding_dim must be a multiple of heads",
 )
 flags.register_multi_flags_validator(
     ["embedding_dim", "heads", "qk_dim_factor"],
@@ -110,7 +156,9 @@ flags.register_multi_flags_validator(
 for name, axis in (("batch_size", "data"), ("heads", "tensor"), ("seq_len", "sequence")):
     flags.register_multi_flags_validator(
         [name, "mesh"],
-        lambda x, name=name, axis=axis: not is_mesh(x["mesh"]) or x[name] % parse_mesh(x["mesh"])[axis] == 0,
+        lambda x, name=name, axis=axis: (
+            not is_mesh(x["mesh"]) or x[name] % parse_mesh(x["mesh"])[axis] == 0
+        ),
         f"{name} must be a multiple of {axis} in mesh",
     )
 flags.register_multi_flags_validator(
@@ -123,7 +171,9 @@ flags.register_multi_flags_validator(
 )
 flags.register_multi_flags_validator(
     ["coordinator_address", "num_processes", "process_id"],
-    lambda x: x["coordinator_address"] == "auto" or len({value is None for value in x.values()}) == 1,
+    lambda x: (
+        x["coordinator_address"] == "auto" or len({value is None for value in x.values()}) == 1
+    ),
     "coordinator_address, num_processes and process_id belong together",
 )
 # A checkpoint can be gone on from with the same values of these; devices, backend, logging and sampling may change.
@@ -136,7 +186,9 @@ DECIDE_ON_THE_CURVE = (
 def make_optimizer(model: ByteLM) -> nnx.Optimizer:
     """AdamW, weight decay on the matrices alone, behind gradient clipping; a linear warm-up, then a cosine down to a tenth of the peak."""
     peak, steps = LEARNING_RATE.value, STEPS.value
-    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, min(WARMUP_STEPS.value, steps // 2), steps, 0.1 * peak)
+    schedule = optax.warmup_cosine_decay_schedule(
+        0.0, peak, min(WARMUP_STEPS.value, steps // 2), steps, 0.1 * peak
+    )
     matrices = functools.partial(jax.tree.map, lambda parameter: parameter.ndim > 1)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=matrices)
     return nnx.Optimizer(model, optax.chain(optax.clip_by_global_norm(1.0), adamw), wrt=nnx.Param)
@@ -152,7 +204,11 @@ class Log:
         if step and path.exists():
             complete = path.read_text().split("\n")[:-1]  # a kill may have cut the last line
             lines = map(json.loads, complete)
-            self.lines = [line for line in lines if line.get("step", 0) <= step and not line.get("interrupted")]
+            self.lines = [
+                line
+                for line in lines
+                if line.get("step", 0) <= step and not line.get("interrupted")
+            ]
         if self._path:
             rewritten = path.with_suffix(".new")
             rewritten.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
@@ -188,13 +244,17 @@ class Training:
         """One step."""
         starts = self.rng.integers(0, len(self.text) - SEQ_LEN.value, BATCH_SIZE.value)
         mesh = self.model.config.mesh
-        self.losses.append(settled(train_step(self.model, self.optimizer, batch(self.text, starts, mesh)), mesh))
+        self.losses.append(
+            settled(train_step(self.model, self.optimizer, batch(self.text, starts, mesh)), mesh)
+        )
         self.step += 1
 
     def save(self, checkpoints: Checkpoints) -> None:
         """Begins a checkpoint."""
         settings = {flag.name: flag.value for flag in DECIDE_ON_THE_CURVE}
-        progress = dict(settings=settings, text=zlib.crc32(self.text), rng=self.rng.bit_generator.state)
+        progress = dict(
+            settings=settings, text=zlib.crc32(self.text), rng=self.rng.bit_generator.state
+        )
         progress |= dict(losses=finite(self.losses, self.step))
         checkpoints.save(self.step, nnx.state((self.model, self.optimizer)), progress)
 
@@ -209,7 +269,9 @@ class Training:
         for flag in DECIDE_ON_THE_CURVE:
             before = progress["settings"][flag.name]
             if before != flag.value:
-                raise CheckpointError(f"a run with --{flag.name}={before} cannot go on with --{flag.name}={flag.value}: {otherwise}")
+                raise CheckpointError(
+                    f"a run with --{flag.name}={before} cannot go on with --{flag.name}={flag.value}: {otherwise}"
+                )
         if progress["text"] != zlib.crc32(self.text):
             raise CheckpointError(f"a run cannot go on with other text in --corpus: {otherwise}")
         modules = (self.model, self.optimizer)
@@ -238,7 +300,11 @@ def finite(losses: list[jax.Array | float], step: int) -> list[float]:
 
 
 def train(
-    training: Training, held_out: np.ndarray, log: Log, checkpoints: Checkpoints, asked_to_end: Callable[[int], bool]
+    training: Training,
+    held_out: np.ndarray,
+    log: Log,
+    checkpoints: Checkpoints,
+    asked_to_end: Callable[[int], bool],
 ) -> float | None:
     """Trains to the last step, or to one at which ``asked_to_end`` says yes.
 
@@ -249,7 +315,9 @@ def train(
       FloatingPointError: the loss is not finite.
     """
     bits = None
-    with tqdm(total=STEPS.value, initial=training.step, unit="step", disable=jax.process_index() > 0) as bar:
+    with tqdm(
+        total=STEPS.value, initial=training.step, unit="step", disable=jax.process_index() > 0
+    ) as bar:
         since, done = time.perf_counter(), training.step
         while training.step < STEPS.value:
             training.advance()
@@ -258,7 +326,9 @@ def train(
             finished = step == STEPS.value
             early = not finished and asked_to_end(step)
             if finished or early or step % LOG_EVERY.value == 0:
-                log_step(training, (step - done) * BATCH_SIZE.value * SEQ_LEN.value, since, log, bar)
+                log_step(
+                    training, (step - done) * BATCH_SIZE.value * SEQ_LEN.value, since, log, bar
+                )
                 since, done = time.perf_counter(), step
             if finished or step % EVAL_EVERY.value == 0:
                 bits = held_out_bits(training.model, held_out)
@@ -277,7 +347,9 @@ def log_step(training: Training, tokens: int, since: float, log: Log, bar: tqdm)
     """Writes the mean loss, and the speed since the last log line; that of the first line counts the compilation."""
     step = training.step
     try:
-        training.losses = finite(training.losses, step)  # waits for the steps: before the clock is read
+        training.losses = finite(
+            training.losses, step
+        )  # waits for the steps: before the clock is read
     except FloatingPointError as error:
         log.write(step=step, error=str(error))
         raise
@@ -285,7 +357,13 @@ def log_step(training: Training, tokens: int, since: float, log: Log, bar: tqdm)
     loss = sum(training.losses) / len(training.losses)
     due = step % LOG_EVERY.value == 0 or step == STEPS.value
     mark = {} if due else dict(interrupted=True)
-    log.write(step=step, loss=loss, train_bits_per_byte=loss / math.log(2), tokens_per_second=round(speed, 1), **mark)
+    log.write(
+        step=step,
+        loss=loss,
+        train_bits_per_byte=loss / math.log(2),
+        tokens_per_second=round(speed, 1),
+        **mark,
+    )
     bar.set_postfix(loss=f"{loss:.3f}", tokens_per_s=f"{speed:.0f}")
     if due:
         training.losses = []
@@ -293,10 +371,18 @@ def log_step(training: Training, tokens: int, since: float, log: Log, bar: tqdm)
 
 def held_out_bits(model: ByteLM, held_out: np.ndarray) -> float:
     """Bits per byte over sequences spread evenly over the held-out text (bytes,), the same ones at every call."""
-    starts = np.linspace(0, len(held_out) - SEQ_LEN.value - 1, EVAL_BATCHES.value * BATCH_SIZE.value).astype(int)
+    starts = np.linspace(
+        0, len(held_out) - SEQ_LEN.value - 1, EVAL_BATCHES.value * BATCH_SIZE.value
+    ).astype(int)
     mesh = model.config.mesh
     batches = (batch(held_out, part, mesh) for part in np.split(starts, EVAL_BATCHES.value))
-    return float(np.mean(jax.device_get([settled(evaluation_step(model, sequences), mesh) for sequences in batches]))) / math.log(2)
+    return float(
+        np.mean(
+            jax.device_get(
+                [settled(evaluation_step(model, sequences), mesh) for sequences in batches]
+            )
+        )
+    ) / math.log(2)
 
 
 def sample(model: ByteLM) -> tuple[str, float]:
@@ -305,7 +391,13 @@ def sample(model: ByteLM) -> tuple[str, float]:
     tokens = jnp.asarray([list(prompt)], jnp.int32)
     for _ in range(2):
         start = time.perf_counter()
-        text = generate(model, tokens, jax.random.key(SEED.value), length=SAMPLE_LENGTH.value, temperature=TEMPERATURE.value)
+        text = generate(
+            model,
+            tokens,
+            jax.random.key(SEED.value),
+            length=SAMPLE_LENGTH.value,
+            temperature=TEMPERATURE.value,
+        )
         text.block_until_ready()
     speed = SAMPLE_LENGTH.value / (time.perf_counter() - start)
     return (prompt + bytes(np.asarray(text[0], np.uint8))).decode(errors="backslashreplace"), speed
@@ -354,7 +446,9 @@ def asked_to_end(stop: threading.Event, deadline: float, step: int) -> bool:
     asked = stop.is_set() or time.monotonic() > deadline
     if jax.process_count() == 1:
         return asked
-    return step % LOG_EVERY.value == 0 and bool(multihost_utils.process_allgather(np.asarray(asked)).any())
+    return step % LOG_EVERY.value == 0 and bool(
+        multihost_utils.process_allgather(np.asarray(asked)).any()
+    )
 
 
 def say(text: str) -> None:
@@ -368,19 +462,25 @@ def model_config(mesh: Mesh | None = None) -> ModelConfig:
     D = EMBEDDING_DIM.value
     qk_dim, mlp_dim = round(QK_DIM_FACTOR.value * D), round(MLP_FACTOR.value * D)
     backend = None if BACKEND.value == "auto" else BACKEND.value
-    return ModelConfig(LAYERS.value, D, HEADS.value, qk_dim, mlp_dim, CHUNK_SIZE.value, DTYPE.value, backend, mesh)
+    return ModelConfig(
+        LAYERS.value, D, HEADS.value, qk_dim, mlp_dim, CHUNK_SIZE.value, DTYPE.value, backend, mesh
+    )
 
 
 def run(stop: threading.Event) -> bool:
     """The whole job, from the corpus to the plot; returns whether all steps are done."""
-    deadline = time.monotonic() + 60 * (math.inf if MAX_MINUTES.value is None else MAX_MINUTES.value)
+    deadline = time.monotonic() + 60 * (
+        math.inf if MAX_MINUTES.value is None else MAX_MINUTES.value
+    )
     mesh = make_mesh(MESH.value)
     train_text, held_out = read_corpus(Path(CORPUS.value) if CORPUS.value else None, SEQ_LEN.value)
     unigram = unigram_bits(train_text, held_out)
     training = Training(model_config(mesh), train_text)
     parameters = sum(x.size for x in jax.tree.leaves(nnx.state(training.model, nnx.Param)))
     devices, device = 1 if mesh is None else mesh.size, jax.devices()[0].device_kind
-    say(f"{parameters:,} parameters, {len(train_text):,} bytes to learn, {len(held_out):,} held out, on {devices} x {device}")
+    say(
+        f"{parameters:,} parameters, {len(train_text):,} bytes to learn, {len(held_out):,} held out, on {devices} x {device}"
+    )
 
     output = Path(OUTPUT_DIR.value)
     output.mkdir(parents=True, exist_ok=True)
@@ -393,16 +493,34 @@ def run(stop: threading.Event) -> bool:
         log = Log(output / "log.jsonl", training.step)
         if not log.lines:
             settings = {
-                flag.name: flag.value for flag in flags.FLAGS.get_key_flags_for_module(flags.FLAGS.find_module_defining_flag("corpus"))
+                flag.name: flag.value
+                for flag in flags.FLAGS.get_key_flags_for_module(
+                    flags.FLAGS.find_module_defining_flag("corpus")
+                )
             }
-            texts = dict(train_bytes=len(train_text), held_out_bytes=len(held_out), unigram_bits_per_byte=unigram)
-            log.write(flags=settings, device=device, devices=devices, jax=jax.__version__, parameters=parameters, **texts)
-        bits = train(training, held_out, log, checkpoints, functools.partial(asked_to_end, stop, deadline))
+            texts = dict(
+                train_bytes=len(train_text),
+                held_out_bytes=len(held_out),
+                unigram_bits_per_byte=unigram,
+            )
+            log.write(
+                flags=settings,
+                device=device,
+                devices=devices,
+                jax=jax.__version__,
+                parameters=parameters,
+                **texts,
+            )
+        bits = train(
+            training, held_out, log, checkpoints, functools.partial(asked_to_end, stop, deadline)
+        )
 
     finished, mark = training.step == STEPS.value, {}
     if not finished:
         mark = dict(interrupted=True)
-        say(f"interrupted after step {training.step}: ending with what there is; the same command goes on from here")
+        say(
+            f"interrupted after step {training.step}: ending with what there is; the same command goes on from here"
+        )
     if bits is None:
         bits = held_out_bits(training.model, held_out)
         if not finished:
@@ -415,7 +533,9 @@ def run(stop: threading.Event) -> bool:
             log.write(step=training.step, generated_tokens_per_second=round(speed, 1), **mark)
         (output / "sample.txt").write_text(text, encoding="utf-8")
         say(f"--- sample\n{text}\n--- generated at {speed:.0f} tokens per second")
-        say(f"held-out bits per byte: {bits:.3f} (unigram: {unigram:.3f}); log, plot and sample are in {output}")
+        say(
+            f"held-out bits per byte: {bits:.3f} (unigram: {unigram:.3f}); log, plot and sample are in {output}"
+        )
     return finished
 
 
@@ -426,7 +546,9 @@ def start_processes() -> None:
     try:
         jax.distributed.initialize(address, **given)
     except (RuntimeError, ValueError) as error:
-        sys.exit(f"error: --coordinator_address={COORDINATOR_ADDRESS.value}: {' '.join(str(error).split())}")
+        sys.exit(
+            f"error: --coordinator_address={COORDINATOR_ADDRESS.value}: {' '.join(str(error).split())}"
+        )
 
 
 def main(argv: list[str]) -> int:

@@ -57,12 +57,25 @@ from roofline import Shape, schedules
 from tqdm import tqdm
 
 import mlstm_pallas
+from mlstm_pallas import dispatch
 from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.call_spec import CallSpec
-from mlstm_pallas.config import KernelConfig, config_from_row, config_from_rows, heuristic_config, tuning_name
+from mlstm_pallas.config import (
+    KernelConfig,
+    config_from_row,
+    config_from_rows,
+    heuristic_config,
+    tuning_name,
+)
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER
-from mlstm_pallas.problem import Problem, check_chunk_size, clamp_chunk_size, make_problem, padded_head_dim
-from mlstm_pallas.stage import Lowering, StageConfig
+from mlstm_pallas.problem import (
+    Problem,
+    check_chunk_size,
+    clamp_chunk_size,
+    make_problem,
+    padded_head_dim,
+)
+from mlstm_pallas.stage import Kernel, Lowering, StageConfig
 from mlstm_pallas.validation import KERNEL_DTYPES
 
 MIN_GAIN = 0.03  # of a whole call, or of a stage on Mosaic GPU, over the heuristic
@@ -73,11 +86,15 @@ SEARCH_SHARE = 0.7  # of a case's time; the rest is for whole calls
 
 FUSED_SCAN = "recurrent_fw_H"  # its siz_b_LKV is the chunk size of the fused stages
 FUSED_CHUNKS = (16, 32, 64, 128)
-FUSED_MIN_CTAS = 192  # of the fused scan; with fewer, too many SMs are idle and materialised states are faster
+FUSED_MIN_CTAS = (
+    192  # of the fused scan; with fewer, too many SMs are idle and materialised states are faster
+)
 # By fused_min_heads, 0 or 1, the stages of a forward and backward pass; chunk_gates is in both passes.
 ALGORITHMS = {fused: tuple(itertools.chain(*schedules(fused))) for fused in (0, 1)}
 # Those that the other algorithm does not have.
-OWN_STAGES = {fused: set(stages) - set(ALGORITHMS[1 - fused]) for fused, stages in ALGORITHMS.items()}
+OWN_STAGES = {
+    fused: set(stages) - set(ALGORITHMS[1 - fused]) for fused, stages in ALGORITHMS.items()
+}
 
 
 # ---------------------------------------------------------------- candidates
@@ -85,19 +102,28 @@ OWN_STAGES = {fused: set(stages) - set(ALGORITHMS[1 - fused]) for fused, stages 
 
 def canonical(stage: str, tiles: StageConfig, problem: Problem) -> StageConfig:
     """The tiles that run in the problem's chunks: equal for all that run the same kernel."""
-    clamped = STAGES[stage].clamp(tiles, problem)
-    return StageConfig(**{name: getattr(clamped, name) for name in STAGES[stage].search})
+    kernel = dispatch.configured(stage)
+    clamped = kernel.clamp(tiles, problem)
+    return StageConfig(**{name: getattr(clamped, name) for name in kernel.search})
 
 
 def as_run(config: KernelConfig, problem: Problem) -> KernelConfig:
     """The stages and the algorithm that run of a complete config."""
-    spec = CallSpec(problem, config, jnp.dtype("bfloat16"), DEFAULT_NORMALISER)  # the dtype does not matter here
-    problems = {name: spec.fused_problem if stage.fused else problem for name, stage in STAGES.items()}
-    tiles: dict[str, Any] = {name: canonical(name, config.stage(name), p) for name, p in problems.items()}
+    spec = CallSpec(
+        problem, config, jnp.dtype("bfloat16"), DEFAULT_NORMALISER
+    )  # the dtype does not matter here
+    problems = {
+        name: spec.fused_problem if stage.fused else problem for name, stage in STAGES.items()
+    }
+    tiles: dict[str, Any] = {
+        name: canonical(name, config.stage(name), p) for name, p in problems.items()
+    }
     return KernelConfig(chunk_size=problem.L, fused_min_heads=int(spec.fused), **tiles)
 
 
-def neighbours(tiles: StageConfig, search: Mapping[str, Sequence[Any]], canonical: Callable[..., StageConfig]) -> Iterator[StageConfig]:
+def neighbours(
+    tiles: StageConfig, search: Mapping[str, Sequence[Any]], canonical: Callable[..., StageConfig]
+) -> Iterator[StageConfig]:
     """Distinct tiles that differ by one step of one field, then of two."""
     steps = []
     for name, values in search.items():
@@ -130,7 +156,7 @@ class Search:
     @property
     def values(self) -> Mapping[str, Sequence[Any]]:
         """What is searched, by field."""
-        return STAGES[self.stage].search
+        return dispatch.configured(self.stage).search
 
     def canonical(self, tiles: StageConfig) -> StageConfig:
         return canonical(self.stage, tiles, self.problem)
@@ -147,7 +173,11 @@ class Search:
 
     @property
     def best(self) -> tuple[float, StageConfig] | None:
-        times = [(result.ms, n, tiles) for n, (tiles, result) in enumerate(self.results.items()) if result.status == "ok"]
+        times = [
+            (result.ms, n, tiles)
+            for n, (tiles, result) in enumerate(self.results.items())
+            if result.status == "ok"
+        ]
         if not times:
             return None
         ms, _, tiles = min(times)
@@ -167,7 +197,12 @@ class Search:
         if not self.results:
             return self.starts
         around = [self.best[1]] if self.best else self.starts
-        untried = (x for start in around for x in neighbours(start, self.values, self.canonical) if x not in self.results and self.takes(x))
+        untried = (
+            x
+            for start in around
+            for x in neighbours(start, self.values, self.canonical)
+            if x not in self.results and self.takes(x)
+        )
         return list(itertools.islice(dict.fromkeys(untried), self.round_size))
 
 
@@ -184,12 +219,16 @@ class MosaicGpuSearch(Search):
 
     def __init__(self, stage: str, config: KernelConfig, spec: Callable[[KernelConfig], CallSpec]):
         self.stage, self.config, self.spec, self.problem = stage, config, spec, spec(config).problem
-        heuristic, present = (self.running(self.in_call(tiles)) for tiles in (None, config.stage(stage).mosaic_gpu))
-        super().__init__(stage, self.problem, [tiles for tiles in (heuristic, present) if heuristic and tiles])
+        heuristic, present = (
+            self.running(self.in_call(tiles)) for tiles in (None, config.stage(stage).mosaic_gpu)
+        )
+        super().__init__(
+            stage, self.problem, [tiles for tiles in (heuristic, present) if heuristic and tiles]
+        )
 
     @property
     def values(self) -> Mapping[str, Sequence[Any]]:
-        return STAGES[self.stage].mosaic_gpu.search
+        return mosaic_gpu_kernel(self.stage).search
 
     def canonical(self, tiles: StageConfig) -> StageConfig:
         """A tile beyond its axis is that of the axis."""
@@ -201,18 +240,24 @@ class MosaicGpuSearch(Search):
 
     def in_call(self, tiles: StageConfig | None) -> KernelConfig:
         """The config of the call with these tiles, None: the heuristic's."""
-        return self.config.replace(**{self.stage: self.config.stage(self.stage).replace(mosaic_gpu=tiles)})
+        return self.config.replace(
+            **{self.stage: self.config.stage(self.stage).replace(mosaic_gpu=tiles)}
+        )
 
     def running(self, config: KernelConfig, stage: str | None = None) -> StageConfig | None:
         """The tiles with which a stage, or the one that is searched, runs on Mosaic GPU; None where it does not."""
-        return dict(self.spec(config).mosaic_gpu).get(stage or self.stage)
+        return self.spec(config).stages_in("mosaic_gpu").get(stage or self.stage)
 
     def takes(self, tiles: StageConfig) -> bool:
         return self.running(self.in_call(tiles)) is not None
 
     def candidate(self, tiles: StageConfig) -> KernelConfig:
         """A config with these tiles of the stage; of a stage of the fused scan also with those that decide the chunks."""
-        scan: dict[str, Any] = {FUSED_SCAN: StageConfig(mosaic_gpu=self.running(self.config, FUSED_SCAN))} if self.fused else {}
+        scan: dict[str, Any] = (
+            {FUSED_SCAN: StageConfig(mosaic_gpu=self.running(self.config, FUSED_SCAN))}
+            if self.fused
+            else {}
+        )
         return KernelConfig(chunk_size=self.L, **scan | {self.stage: StageConfig(mosaic_gpu=tiles)})
 
     def tiles(self, config: KernelConfig) -> StageConfig:
@@ -242,7 +287,10 @@ class Log:
         for number, line in enumerate(whole.splitlines(), 1):
             try:
                 entry = json.loads(line)
-                key, result = self._key(entry["case"], entry["stage"], entry["config"]), Result(entry["status"], entry["ms"], entry["note"])
+                key, result = (
+                    self._key(entry["case"], entry["stage"], entry["config"]),
+                    Result(entry["status"], entry["ms"], entry["note"]),
+                )
             except (KeyError, TypeError, ValueError):
                 raise RequestError(f"{path}, line {number} is no result of this program") from None
             if entry["context"] == context:
@@ -256,7 +304,13 @@ class Log:
         return self.known.get(self._key(case, stage, config.as_row()))
 
     def put(self, case: str, stage: str, config: KernelConfig, result: Result) -> None:
-        entry = dict(context=self.context, case=case, stage=stage, config=config.as_row(), **dataclasses.asdict(result))
+        entry = dict(
+            context=self.context,
+            case=case,
+            stage=stage,
+            config=config.as_row(),
+            **dataclasses.asdict(result),
+        )
         with open(self.path, "a") as file:
             print(json.dumps(entry), file=file, flush=True)
         self.known[self._key(case, stage, config.as_row())] = result
@@ -301,32 +355,47 @@ class Tuner:
             if (stage, config) not in results:
                 case = self.bench.case(stage)
                 inputs = case.arrays(config.L) if stage else case.inputs
-                prepared[stage, config] = self.pool.submit(self.bench.prepare, stage, config, inputs, prune)
+                prepared[stage, config] = self.pool.submit(
+                    self.bench.prepare, stage, config, inputs, prune
+                )
                 key = stage, config.L if stage else 0
                 if key not in self.checks:
-                    self.checks[key] = self.pool.submit(self.bench.compile_check, case, config, inputs)
+                    self.checks[key] = self.pool.submit(
+                        self.bench.compile_check, case, config, inputs
+                    )
                 checks[stage] = self.checks[key]
         # Nothing is timed while others compile; but a compiler that hangs does not take all the time.
         limit = COMPILE_SECONDS * -(-len(prepared) // self.threads)
-        wait([*prepared.values(), *checks.values()], timeout=max(min(deadline - time.monotonic(), limit), 0))
+        wait(
+            [*prepared.values(), *checks.values()],
+            timeout=max(min(deadline - time.monotonic(), limit), 0),
+        )
         bests, checked, check, expected = dict(best), None, None, None
         for (stage, config), future in prepared.items():
             if future.cancel() or time.monotonic() > deadline:
                 continue
-            candidate = future.result() if future.done() else Result("failed", note=f"not compiled within {limit:g} s")
+            candidate = (
+                future.result()
+                if future.done()
+                else Result("failed", note=f"not compiled within {limit:g} s")
+            )
             if checked != stage:
                 checked, check = stage, checks[stage].result()
                 expected = self.bench.expected(stage, config.L, check)
             try:
                 result = (
-                    candidate if isinstance(candidate, Result) else self.bench.judge(stage, *candidate, check, expected, bests.get(stage))
+                    candidate
+                    if isinstance(candidate, Result)
+                    else self.bench.judge(stage, *candidate, check, expected, bests.get(stage))
                 )
             except DeviceLost as error:
                 self.log.put(self.name, stage, config, Result("failed", note=str(error)))
                 raise
             self.log.put(self.name, stage, config, result)
             self.counts[result.status] += 1
-            self.bar.update(max(min(int(self.bar.format_dict["elapsed"]), self.bar.total) - self.bar.n, 0))
+            self.bar.update(
+                max(min(int(self.bar.format_dict["elapsed"]), self.bar.total) - self.bar.n, 0)
+            )
             results[stage, config] = result
             if result.ms is not None:
                 bests[stage] = min(result.ms, bests.get(stage, result.ms))
@@ -334,52 +403,82 @@ class Tuner:
 
     def round(self, searches: Sequence[Search], until: float, *, prune: bool) -> None:
         """The next round of searches of one chunk size; a search with nothing left to try is done."""
-        stages = ", ".join(f"{x.stage} {x.best[0]:.3f} ms" if x.best else x.stage for x in searches) if prune else "all stages"
+        stages = (
+            ", ".join(f"{x.stage} {x.best[0]:.3f} ms" if x.best else x.stage for x in searches)
+            if prune
+            else "all stages"
+        )
         self.bar.set_postfix_str(f"{self.name} L={searches[0].L} {stages}", refresh=False)
-        items = [(search.stage, search.candidate(x)) for search in searches for x in search.next_round()]
+        items = [
+            (search.stage, search.candidate(x)) for search in searches for x in search.next_round()
+        ]
         best = {search.stage: search.best[0] for search in searches if search.best}
         results = self.evaluate(items, until, best=best, prune=prune)
         for search in searches:
-            search.results |= {search.tiles(config): result for (stage, config), result in results.items() if stage == search.stage}
+            search.results |= {
+                search.tiles(config): result
+                for (stage, config), result in results.items()
+                if stage == search.stage
+            }
             search.rounds += 1
-            search.done = not any(stage == search.stage for stage, _ in items) or (search.best is None and search.rounds >= 3)
+            search.done = not any(stage == search.stage for stage, _ in items) or (
+                search.best is None and search.rounds >= 3
+            )
 
     def search(self, searches: Sequence[Search], until: float) -> None:
         """The starts of all, then rounds where there is most to gain, until no neighbour is left or the time is up."""
         groups = dict.fromkeys((search.fused, search.L) for search in searches)
         for group in groups:
             if time.monotonic() <= until:
-                self.round([search for search in searches if (search.fused, search.L) == group], until, prune=False)
+                self.round(
+                    [search for search in searches if (search.fused, search.L) == group],
+                    until,
+                    prune=False,
+                )
         while time.monotonic() <= until:
             sums = {(fused, L): sum_of_stages(searches, L, fused) for fused, L in groups}
-            least = {fused: min((ms for group, ms in sums.items() if group[0] == fused), default=0.0) for fused in (False, True)}
+            least = {
+                fused: min((ms for group, ms in sums.items() if group[0] == fused), default=0.0)
+                for fused in (False, True)
+            }
             alive, shares = [], []
             for search in searches:
                 ms = sums[search.fused, search.L]
                 if not search.done and not HOPELESS * least[search.fused] < ms < float("inf"):
                     alive.append(search)
-                    shares.append(search.share * (least[search.fused] / ms if ms < float("inf") else 1.0) ** 4)
+                    shares.append(
+                        search.share * (least[search.fused] / ms if ms < float("inf") else 1.0) ** 4
+                    )
             if not alive:
                 return
             self.round([alive[shares.index(max(shares))]], until, prune=True)
 
     def whole(self, configs: Sequence[KernelConfig], deadline: float) -> dict[KernelConfig, Result]:
         self.bar.set_postfix_str(f"{self.name} forward and backward", refresh=False)
-        results = self.evaluate([("", config) for config in dict.fromkeys(configs)], deadline, prune=False, resume=False)
+        results = self.evaluate(
+            [("", config) for config in dict.fromkeys(configs)], deadline, prune=False, resume=False
+        )
         return {config: result for (_, config), result in results.items()}
 
 
-Found = dict[str, tuple[float, StageConfig | None]]  # by stage: ms and tiles of the best, inf and None where there is none
+Found = dict[
+    str, tuple[float, StageConfig | None]
+]  # by stage: ms and tiles of the best, inf and None where there is none
 
 
 def found_at(searches: Sequence[Search], L: int, *, fused: bool) -> Found:
     """Of the stages of the fused scan, or of all others, at chunks of L steps."""
-    return {x.stage: x.best or (float("inf"), None) for x in searches if (x.fused, x.L) == (fused, L)}
+    return {
+        x.stage: x.best or (float("inf"), None) for x in searches if (x.fused, x.L) == (fused, L)
+    }
 
 
 def found_within(searches: Sequence[Search], L: int) -> Found:
     """Of all stages in a call at chunks of L steps; the fused scan at the chunk size with the least sum over its stages."""
-    groups = [found_at(searches, length, fused=True) for length in sorted({x.L for x in searches if x.fused and x.L <= L})]
+    groups = [
+        found_at(searches, length, fused=True)
+        for length in sorted({x.L for x in searches if x.fused and x.L <= L})
+    ]
     fused: Found = min(groups, key=lambda group: sum(ms for ms, _ in group.values()), default={})
     return found_at(searches, L, fused=False) | fused
 
@@ -390,10 +489,15 @@ def sum_of_stages(searches: Sequence[Search], L: int, fused: bool) -> float:
         return sum(ms for ms, _ in found_at(searches, L, fused=True).values())
     found = found_within(searches, L)
     algorithms = [fused for fused in ALGORITHMS if OWN_STAGES[fused] & found.keys()] or ALGORITHMS
-    return min(sum(found[stage][0] for stage in ALGORITHMS[fused] if stage in found) for fused in algorithms)
+    return min(
+        sum(found[stage][0] for stage in ALGORITHMS[fused] if stage in found)
+        for fused in algorithms
+    )
 
 
-def joined(searches: Sequence[Search], base: KernelConfig, problem: Problem) -> Iterator[tuple[float, KernelConfig]]:
+def joined(
+    searches: Sequence[Search], base: KernelConfig, problem: Problem
+) -> Iterator[tuple[float, KernelConfig]]:
     """For each algorithm of which stages were searched, a config of the best stages at the problem's chunks, and their sum in ms.
 
     Other stages have the base's tiles.
@@ -404,16 +508,37 @@ def joined(searches: Sequence[Search], base: KernelConfig, problem: Problem) -> 
     algorithms = [fused for fused, stages in own.items() if stages and stages <= best.keys()]
     for fused in algorithms or [base.fused_min_heads]:
         ms = sum(best[stage][0] for stage in ALGORITHMS[fused] if stage in best)
-        config = base.replace(chunk_size=problem.L, fused_min_heads=fused, **{stage: tiles for stage, (_, tiles) in best.items()})
+        config = base.replace(
+            chunk_size=problem.L,
+            fused_min_heads=fused,
+            **{stage: tiles for stage, (_, tiles) in best.items()},
+        )
         yield ms, as_run(config, problem)
 
 
-def row_of(shape: Shape, dtype: str, config: KernelConfig, ms: float, heuristic_ms: float) -> dict[str, Any]:
-    measured = dict(shape=str(shape), fwbw_ms=round(ms, 4), heuristic_fwbw_ms=round(heuristic_ms, 4), jax=jax.__version__)
+def row_of(
+    shape: Shape, dtype: str, config: KernelConfig, ms: float, heuristic_ms: float
+) -> dict[str, Any]:
+    measured = dict(
+        shape=str(shape),
+        fwbw_ms=round(ms, 4),
+        heuristic_fwbw_ms=round(heuristic_ms, 4),
+        jax=jax.__version__,
+    )
     measured["date"] = datetime.date.today().isoformat()
     if config.fused_min_heads:
-        config = config.replace(fused_min_heads=-(-FUSED_MIN_CTAS // (shape.DHHV // config.stage(FUSED_SCAN).siz_b_DHHV)))
-    return {"DHQK": shape.DHQK, "DHHV": shape.DHHV, "dtype": dtype, **config.as_row(), "measured": measured}
+        config = config.replace(
+            fused_min_heads=-(
+                -FUSED_MIN_CTAS // (shape.DHHV // config.stage(FUSED_SCAN).siz_b_DHHV)
+            )
+        )
+    return {
+        "DHQK": shape.DHQK,
+        "DHHV": shape.DHHV,
+        "dtype": dtype,
+        **config.as_row(),
+        "measured": measured,
+    }
 
 
 def row_key(row: dict[str, Any]) -> tuple[str, int, int]:
@@ -443,7 +568,9 @@ def write_tuning(path: str, device_kind: str, rows: Sequence[dict[str, Any]]) ->
     os.replace(f"{path}.part", path)
 
 
-def tune(tuner: Tuner, options: flags.FlagValues, rows: Sequence[dict[str, Any]], deadline: float) -> dict[str, Any] | None:
+def tune(
+    tuner: Tuner, options: flags.FlagValues, rows: Sequence[dict[str, Any]], deadline: float
+) -> dict[str, Any] | None:
     """The row of the tuner's case, None where the heuristic is as good. Raises RuntimeError without a result."""
     shape, dtype = tuner.bench.shape, tuner.bench.dtype
 
@@ -451,7 +578,9 @@ def tune(tuner: Tuner, options: flags.FlagValues, rows: Sequence[dict[str, Any]]
         return make_problem(shape[:4], shape.DHHV, clamp_chunk_size(L, shape.S), pad_heads=True)
 
     heuristic = heuristic_config(shape.DHQK, jnp.dtype(dtype))
-    present = config_from_rows(rows, padded_head_dim(shape.DHQK), padded_head_dim(shape.DHHV), dtype)
+    present = config_from_rows(
+        rows, padded_head_dim(shape.DHQK), padded_head_dim(shape.DHHV), dtype
+    )
     complete = [heuristic, *([present.or_else(heuristic)] if present else [])]
     known = [as_run(config, problem_at(config.L)) for config in complete]
     base = known[-1]
@@ -466,56 +595,94 @@ def tune(tuner: Tuner, options: flags.FlagValues, rows: Sequence[dict[str, Any]]
         return [problem_at(L) for L in lengths if max(problem.L for problem in problems) >= L]
 
     starts = list(reversed(known))
-    searches = [Search(stage, problem, [x.stage(stage) for x in starts]) for stage in wanted for problem in problems_of(stage)]
+    searches = [
+        Search(stage, problem, [x.stage(stage) for x in starts])
+        for stage in wanted
+        for problem in problems_of(stage)
+    ]
     now = time.monotonic()
     tuner.search(searches, now + SEARCH_SHARE * (deadline - now))
     for search in searches:
         if search.best:
-            tiles = ", ".join(f"{name} {getattr(search.best[1], name)}" for name in STAGES[search.stage].search)
-            tqdm.write(f"{tuner.name} {search.stage} L={search.L}: {search.best[0]:.3f} ms ({len(search.results)} tried), {tiles}")
+            tiles = ", ".join(f"{name} {getattr(search.best[1], name)}" for name in search.values)
+            tqdm.write(
+                f"{tuner.name} {search.stage} L={search.L}: {search.best[0]:.3f} ms ({len(search.results)} tried), {tiles}"
+            )
 
-    candidates = sorted((x for problem in problems for x in joined(searches, base, problem)), key=lambda x: x[0])
+    candidates = sorted(
+        (x for problem in problems for x in joined(searches, base, problem)), key=lambda x: x[0]
+    )
     results = tuner.whole([*known, *(config for _, config in candidates)], deadline)
     reference = results.get(known[0])
     times = {config: result.ms for config, result in results.items() if result.ms is not None}
     if reference is None or reference.ms is None:
-        reason = "the time was up before it was timed" if reference is None else f"{reference.status}: {reference.note}"
+        reason = (
+            "the time was up before it was timed"
+            if reference is None
+            else f"{reference.status}: {reference.note}"
+        )
         raise RuntimeError(f"no time of the heuristic to compare with, {reason}")
     best = min(times, key=times.__getitem__)
     gain = 1 - times[best] / reference.ms
     of_present = f", present row {times[base]:.3f}" if base in times and base != known[0] else ""
     verdict = "kept" if gain >= MIN_GAIN else "no row: the heuristic is as good"
-    tqdm.write(f"{tuner.name}: heuristic {reference.ms:.3f} ms{of_present}, best {times[best]:.3f} ({100 * gain:.1f} % less): {verdict}")
+    tqdm.write(
+        f"{tuner.name}: heuristic {reference.ms:.3f} ms{of_present}, best {times[best]:.3f} ({100 * gain:.1f} % less): {verdict}"
+    )
     return row_of(shape, dtype, best, times[best], reference.ms) if gain >= MIN_GAIN else None
 
 
-def tune_mosaic_gpu(tuner: Tuner, options: flags.FlagValues, rows: Sequence[dict[str, Any]], deadline: float) -> dict[str, Any]:
+def tune_mosaic_gpu(
+    tuner: Tuner, options: flags.FlagValues, rows: Sequence[dict[str, Any]], deadline: float
+) -> dict[str, Any]:
     """The present row of the tuner's case with tiles of Mosaic GPU kernels. Raises RuntimeError without a result."""
     shape, dtype = tuner.bench.shape, tuner.bench.dtype
     present = next((row for row in rows if row_key(row) == (dtype, *shape[3:])), None)
     if present is None:
-        raise RuntimeError("there is no row for the tiles: tune these heads with --backend=triton first")
-    config = config_from_row(present, options.backend).or_else(heuristic_config(shape.DHQK, jnp.dtype(dtype)))
+        raise RuntimeError(
+            "there is no row for the tiles: tune these heads with --backend=triton first"
+        )
+    config = config_from_row(present, options.backend).or_else(
+        heuristic_config(shape.DHQK, jnp.dtype(dtype))
+    )
     config = config.replace(chunk_size=clamp_chunk_size(config.L, shape.S))
     spec = functools.partial(kernel_benchmark.call_spec, options.backend, shape, dtype)
-    stages = [stage for stage in options.stage or STAGES if stage in mosaic_gpu_stages() and stage in spec(config).stages]
-    searches = [search for search in (MosaicGpuSearch(stage, config, spec) for stage in stages) if search.starts]
+    stages = [
+        stage
+        for stage in options.stage or STAGES
+        if stage in mosaic_gpu_stages() and stage in spec(config).stages
+    ]
+    searches = [
+        search
+        for search in (MosaicGpuSearch(stage, config, spec) for stage in stages)
+        if search.starts
+    ]
     if not searches:
         tqdm.write(f"{tuner.name}: no Mosaic GPU kernel with tiles to search runs for these heads")
         return present
     tuner.round(searches, deadline, prune=False)
-    while (alive := [search for search in searches if not search.done]) and time.monotonic() <= deadline:
+    while (
+        alive := [search for search in searches if not search.done]
+    ) and time.monotonic() <= deadline:
         tuner.round(alive, deadline, prune=True)
-    decided = [search for search in searches if search.best and search.results.keys() >= {*search.starts}]
+    decided = [
+        search for search in searches if search.best and search.results.keys() >= {*search.starts}
+    ]
     if not decided:
-        raise RuntimeError("no stage was timed with the tiles of its heuristic and of the present row")
+        raise RuntimeError(
+            "no stage was timed with the tiles of its heuristic and of the present row"
+        )
     row, measured = dict(present), dict(present.get("measured", {}))
     of_stages, today = dict(measured.pop("mosaic_gpu", {})), datetime.date.today().isoformat()
     for search in decided:
         (ms, tiles), reference = search.best, search.results[search.starts[0]].ms
         kept = reference is None or 1 - ms / reference >= MIN_GAIN
         found = {name: getattr(tiles, name) for name in search.values}
-        triton = {name: x for name, x in (config.as_row() | present)[search.stage].items() if name != "mosaic_gpu"}
+        triton = {
+            name: x
+            for name, x in (config.as_row() | present)[search.stage].items()
+            if name != "mosaic_gpu"
+        }
         row[search.stage] = triton | ({"mosaic_gpu": found} if kept else {})
         of_stages.pop(search.stage, None)
         if kept:
@@ -530,17 +697,29 @@ def tune_mosaic_gpu(tuner: Tuner, options: flags.FlagValues, rows: Sequence[dict
     return row | {"measured": measured | ({"mosaic_gpu": of_stages} if of_stages else {})}
 
 
+def mosaic_gpu_kernel(stage: str) -> Kernel | None:
+    return dispatch.kernel(stage, Lowering.MOSAIC_GPU)
+
+
 def mosaic_gpu_stages() -> list[str]:
     """With a Mosaic GPU kernel that has tiles to search."""
-    return [name for name, stage in STAGES.items() if stage.mosaic_gpu and stage.mosaic_gpu.search]
+    kernels = {name: mosaic_gpu_kernel(name) for name in STAGES}
+    return [name for name, kernel in kernels.items() if kernel and kernel.search]
 
 
 def with_mosaic_gpu(row: dict[str, Any], present: dict[str, Any]) -> dict[str, Any]:
     """A new row with what the present one has for Mosaic GPU. Tiles are of its chunk size."""
     own = {"mosaic_gpu": present["mosaic_gpu"]} if "mosaic_gpu" in present else {}
-    of_stages = {name: present[name]["mosaic_gpu"] for name in STAGES if "mosaic_gpu" in present.get(name, {})}
+    of_stages = {
+        name: present[name]["mosaic_gpu"]
+        for name in STAGES
+        if "mosaic_gpu" in present.get(name, {})
+    }
     row = row | own
-    if not of_stages or config_from_row(row, "mosaic_gpu").L != config_from_row(present, "mosaic_gpu").L:
+    if (
+        not of_stages
+        or config_from_row(row, "mosaic_gpu").L != config_from_row(present, "mosaic_gpu").L
+    ):
         return row
     measured = {name: x for name, x in present.get("measured", {}).items() if name == "mosaic_gpu"}
     tiles = {name: row[name] | {"mosaic_gpu": x} for name, x in of_stages.items() if name in row}
@@ -553,33 +732,80 @@ def with_mosaic_gpu(row: dict[str, Any], present: dict[str, Any]) -> dict[str, A
 def define_flags(values: flags.FlagValues) -> None:
     """Not at import: modules that import this one have flags of their own."""
     define = dict(flag_values=values)
-    flags.DEFINE_list("shape", ["heads"], f"{', '.join(kernel_benchmark.SHAPES)}, or BxNHxSxDHQKxDHHV.", **define)
+    flags.DEFINE_list(
+        "shape", ["heads"], f"{', '.join(kernel_benchmark.SHAPES)}, or BxNHxSxDHQKxDHHV.", **define
+    )
     flags.DEFINE_list("dtype", ["bfloat16"], f"Of q, k, v: {', '.join(KERNEL_DTYPES)}.", **define)
     flags.DEFINE_list("stage", [], f"Stages to search: {', '.join(STAGES)}; none: all.", **define)
-    flags.DEFINE_list("chunk_size", [], "Chunk sizes to search; none: 64, 128, 256, with --stage that of the present row.", **define)
+    flags.DEFINE_list(
+        "chunk_size",
+        [],
+        "Chunk sizes to search; none: 64, 128, 256, with --stage that of the present row.",
+        **define,
+    )
     flags.DEFINE_float("minutes", 9.0, "Time for all cases together.", lower_bound=0.0, **define)
-    flags.DEFINE_string("log", "tune.jsonl", "Results of all candidates; those in it are not timed again.", **define)
-    flags.DEFINE_string("output", None, "Tuning file; none: that of the device in mlstm_pallas/tuning.", **define)
+    flags.DEFINE_string(
+        "log", "tune.jsonl", "Results of all candidates; those in it are not timed again.", **define
+    )
+    flags.DEFINE_string(
+        "output", None, "Tuning file; none: that of the device in mlstm_pallas/tuning.", **define
+    )
     backends = "Whose kernels. Interpreted ones are a dry run without a GPU, with --output."
-    flags.DEFINE_enum("backend", "triton", ["triton", "mosaic_gpu", "interpret", "mosaic_gpu_interpret"], backends, **define)
-    flags.DEFINE_integer("threads", os.cpu_count() or 1, "Threads that compile.", lower_bound=1, **define)
-    flags.DEFINE_integer("repeats", 5, "Batches of calls; the median counts.", lower_bound=1, **define)
-    flags.DEFINE_float("run_seconds", 20.0, "On Mosaic GPU, for a candidate to run; then it is killed.", lower_bound=0.0, **define)
-    flags.DEFINE_integer("max_spill_bytes", 512, "Per thread; candidates that spill more are not run.", lower_bound=0, **define)
+    flags.DEFINE_enum(
+        "backend",
+        "triton",
+        ["triton", "mosaic_gpu", "interpret", "mosaic_gpu_interpret"],
+        backends,
+        **define,
+    )
+    flags.DEFINE_integer(
+        "threads", os.cpu_count() or 1, "Threads that compile.", lower_bound=1, **define
+    )
+    flags.DEFINE_integer(
+        "repeats", 5, "Batches of calls; the median counts.", lower_bound=1, **define
+    )
+    flags.DEFINE_float(
+        "run_seconds",
+        20.0,
+        "On Mosaic GPU, for a candidate to run; then it is killed.",
+        lower_bound=0.0,
+        **define,
+    )
+    flags.DEFINE_integer(
+        "max_spill_bytes",
+        512,
+        "Per thread; candidates that spill more are not run.",
+        lower_bound=0,
+        **define,
+    )
 
 
 def parse_request(options: flags.FlagValues) -> tuple[list[tuple[Shape, str]], str]:
     """The cases and the tuning file."""
-    device, folder, lowering = jax.devices()[0], Path(mlstm_pallas.__file__).parent / "tuning", Lowering(options.backend)
+    device, folder, lowering = (
+        jax.devices()[0],
+        Path(mlstm_pallas.__file__).parent / "tuning",
+        Lowering(options.backend),
+    )
     check_names("dtype", options.dtype, KERNEL_DTYPES)
-    check_names("stage", options.stage, mosaic_gpu_stages() if lowering.mosaic_gpu else list(STAGES))
-    interpreted = lowering in (Lowering.INTERPRET, Lowering.MOSAIC_GPU_INTERPRET)
+    check_names(
+        "stage",
+        options.stage,
+        mosaic_gpu_stages() if lowering.room == "mosaic_gpu" else list(STAGES),
+    )
+    interpreted = lowering.interpret
     if not interpreted and device.platform != "gpu":
-        raise RequestError("there is no GPU here to tune for; --backend=interpret --output=FILE is a dry run")
+        raise RequestError(
+            "there is no GPU here to tune for; --backend=interpret --output=FILE is a dry run"
+        )
     if interpreted and (not options.output or folder in Path(options.output).resolve().parents):
-        raise RequestError("times of interpreted kernels do not belong in mlstm_pallas/tuning: give another --output")
-    if lowering.mosaic_gpu and options.chunk_size:
-        raise RequestError(f"--chunk_size is not for {lowering}, which runs in the present row's chunks for it")
+        raise RequestError(
+            "times of interpreted kernels do not belong in mlstm_pallas/tuning: give another --output"
+        )
+    if lowering.room == "mosaic_gpu" and options.chunk_size:
+        raise RequestError(
+            f"--chunk_size is not for {lowering}, which runs in the present row's chunks for it"
+        )
     try:
         requested_backend(options.backend)
         for text in options.chunk_size:
@@ -592,8 +818,14 @@ def parse_request(options: flags.FlagValues) -> tuple[list[tuple[Shape, str]], s
             raise RequestError(
                 f"shape {name} is padded when it runs: tune DHQK, DHHV = {', '.join(map(str, map(padded_head_dim, shape[3:])))}"
             )
-        if too_small := [L for L in map(int, options.chunk_size or [64]) if shape.S % clamp_chunk_size(L, shape.S)]:
-            raise RequestError(f"shape {name}: S = {shape.S} is no multiple of the chunk size {too_small[0]}")
+        if too_small := [
+            L
+            for L in map(int, options.chunk_size or [64])
+            if shape.S % clamp_chunk_size(L, shape.S)
+        ]:
+            raise RequestError(
+                f"shape {name}: S = {shape.S} is no multiple of the chunk size {too_small[0]}"
+            )
     output = options.output or str(folder / f"{tuning_name(device.device_kind)}.json")
     if not os.path.isdir(os.path.dirname(os.path.abspath(output))):
         raise RequestError(f"no folder for {output}")
@@ -605,21 +837,39 @@ def run(options: flags.FlagValues) -> int:
     device = jax.devices()[0]
     try:
         cases, output = parse_request(options)
-        context = dict(device=device.device_kind, jax=jax.__version__, source=source_hash(), backend=options.backend)
+        context = dict(
+            device=device.device_kind,
+            jax=jax.__version__,
+            source=source_hash(),
+            backend=options.backend,
+        )
         log, rows = Log(options.log, context), read_tuning(output, device.device_kind)
     except (RequestError, OSError) as error:
         print(f"tune: {error}", file=sys.stderr)
         return 2
-    mosaic_gpu = Lowering(options.backend).mosaic_gpu
+    mosaic_gpu = Lowering(options.backend).room == "mosaic_gpu"
     pruner = None if mosaic_gpu else pruner_for(device, options.max_spill_bytes)
     stages = options.stage or mosaic_gpu_stages()
-    workers = stage_workers(stages, options.backend, options.repeats, options.max_spill_bytes) if mosaic_gpu else {}
+    workers = (
+        stage_workers(stages, options.backend, options.repeats, options.max_spill_bytes)
+        if mosaic_gpu
+        else {}
+    )
     start, code = time.monotonic(), 0
     end, counts = start + 60 * options.minutes, Counter()
     # A stage's process compiles one candidate after the other: the threads do nothing but wait for their answers.
-    threads, pool = (1, ThreadPoolExecutor(len(workers) * ROUND)) if mosaic_gpu else (options.threads, ThreadPoolExecutor(options.threads))
+    threads, pool = (
+        (1, ThreadPoolExecutor(len(workers) * ROUND))
+        if mosaic_gpu
+        else (options.threads, ThreadPoolExecutor(options.threads))
+    )
     with contextlib.closing(
-        tqdm(total=round(60 * options.minutes), unit="s", leave=False, mininterval=0.5 if sys.stderr.isatty() else 10)
+        tqdm(
+            total=round(60 * options.minutes),
+            unit="s",
+            leave=False,
+            mininterval=0.5 if sys.stderr.isatty() else 10,
+        )
     ) as bar:
         try:
             for n, (shape, dtype) in enumerate(cases):
@@ -631,10 +881,13 @@ def run(options: flags.FlagValues) -> int:
                 else:
                     bench = Bench(options.backend, shape, dtype, pruner, options.repeats)
                 try:
-                    row = (tune_mosaic_gpu if mosaic_gpu else tune)(Tuner(bench, log, pool, threads, bar, counts), options, rows, deadline)
+                    row = (tune_mosaic_gpu if mosaic_gpu else tune)(
+                        Tuner(bench, log, pool, threads, bar, counts), options, rows, deadline
+                    )
                 except DeviceLost as error:
                     tqdm.write(
-                        f"tune: the device is lost after {error}. Run the same again: it continues after that candidate.", file=sys.stderr
+                        f"tune: the device is lost after {error}. Run the same again: it continues after that candidate.",
+                        file=sys.stderr,
                     )
                     return 1
                 except RuntimeError as error:
@@ -643,7 +896,9 @@ def run(options: flags.FlagValues) -> int:
                     continue
                 others = [x for x in rows if row_key(x) != (dtype, *shape[3:])]
                 if row and not mosaic_gpu:
-                    row = next((with_mosaic_gpu(row, x) for x in rows if row_key(x) == row_key(row)), row)
+                    row = next(
+                        (with_mosaic_gpu(row, x) for x in rows if row_key(x) == row_key(row)), row
+                    )
                 if [*others, *filter(None, [row])] != rows:
                     rows = [*others, *filter(None, [row])]
                     write_tuning(output, device.device_kind, rows)
@@ -654,12 +909,16 @@ def run(options: flags.FlagValues) -> int:
             pool.shutdown(wait=False, cancel_futures=True)
             for worker in workers.values():
                 worker.close()
-    print(f"{output}: {len(rows)} rows; candidates: {', '.join(f'{n} {status}' for status, n in sorted(counts.items()) if n) or 'none'}")
+    print(
+        f"{output}: {len(rows)} rows; candidates: {', '.join(f'{n} {status}' for status, n in sorted(counts.items()) if n) or 'none'}"
+    )
     return code
 
 
 if __name__ == "__main__":
     # The plain forms are for checks alone: XLA need not look for their fastest products.
     os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # the processes of the stages share the GPU's memory
+    os.environ.setdefault(
+        "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
+    )  # the processes of the stages share the GPU's memory
     command.main(define_flags, run)

@@ -27,13 +27,17 @@ class ProcessEnded(RuntimeError):
 
 
 def _serve(function: Callable[..., Any], connection: Connection, stderr: str | None) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
+    signal.signal(
+        signal.SIGINT, signal.SIG_IGN
+    )  # Ctrl-C is for the parent, which ends this process
     if stderr is not None:
         with open(stderr, "ab") as file:
             os.dup2(file.fileno(), 2)
     parent = multiprocessing.parent_process()
     assert parent is not None
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()  # also where the parent is killed in a call
+    threading.Thread(
+        target=lambda: (parent.join(), os._exit(1)), daemon=True
+    ).start()  # also where the parent is killed in a call
     connection.send((True, None))
     while True:
         try:
@@ -67,7 +71,12 @@ class Worker:
       stderr: file for what the process writes there; ProcessEnded has its end. None: that of this process.
     """
 
-    def __init__(self, function: Callable[..., Any], environment: Mapping[str, str] = MappingProxyType({}), stderr: str | None = None):
+    def __init__(
+        self,
+        function: Callable[..., Any],
+        environment: Mapping[str, str] = MappingProxyType({}),
+        stderr: str | None = None,
+    ):
         self.function, self.environment, self.stderr = function, environment, stderr
         self._lock = threading.Lock()
         self._process: Any = None
@@ -85,7 +94,9 @@ class Worker:
             except BaseException as error:
                 exit_code, self._process = self._end(), None
                 if isinstance(error, EOFError | OSError):
-                    raise ProcessEnded(f"the process ended with exit code {exit_code}{self._last_words()}") from None
+                    raise ProcessEnded(
+                        f"the process ended with exit code {exit_code}{self._last_words()}"
+                    ) from None
                 raise
 
     def close(self) -> None:
@@ -96,7 +107,9 @@ class Worker:
 
     def _start(self) -> None:
         self._connection, other = _SPAWN.Pipe()
-        process = _SPAWN.Process(target=_serve, args=(self.function, other, self.stderr), daemon=True)
+        process = _SPAWN.Process(
+            target=_serve, args=(self.function, other, self.stderr), daemon=True
+        )
         with _starting, _environment(self.environment):
             if self._closed:
                 raise ProcessEnded("the worker is closed")

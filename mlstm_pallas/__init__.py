@@ -28,7 +28,12 @@ __all__ = [
     "xlstm_jax",
 ]
 
-_MODULES = ("distributed", "export", "reference", "xlstm_jax")  # imported when they are first asked for
+_MODULES = (
+    "distributed",
+    "export",
+    "reference",
+    "xlstm_jax",
+)  # imported when they are first asked for
 
 
 if not TYPE_CHECKING:  # so that a wrong name is one to a type checker

@@ -64,7 +64,11 @@ class use_backend:
 
     def __del__(self) -> None:
         if not self._entered:
-            warnings.warn(f"use_backend({self._backend!r}) did nothing: it is for a with statement", RuntimeWarning, stacklevel=2)
+            warnings.warn(
+                f"use_backend({self._backend!r}) did nothing: it is for a with statement",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
 
 def requested_backend(backend: str | None = None, *, mosaic_gpu_kernels: bool = True) -> str | None:
@@ -87,8 +91,14 @@ def requested_backend(backend: str | None = None, *, mosaic_gpu_kernels: bool = 
         _check_mosaic_gpu(name, Lowering(backend))
     # Where jax has no Triton. What has no Mosaic GPU kernel, float32 for one, then runs in plain jnp.
     # It is decided when the call is traced: for the CPU of such a machine the backend is "xla".
-    without_triton = backend is None and not HAS_TRITON and mosaic_gpu_kernels and jax_has_mosaic_gpu()
-    return "mosaic_gpu" if without_triton and compute_capability(target_device_kind()) == 90 else backend
+    without_triton = (
+        backend is None and not HAS_TRITON and mosaic_gpu_kernels and jax_has_mosaic_gpu()
+    )
+    return (
+        "mosaic_gpu"
+        if without_triton and compute_capability(target_device_kind()) == 90
+        else backend
+    )
 
 
 def jax_has_mosaic_gpu() -> bool:
@@ -104,7 +114,9 @@ def _check_mosaic_gpu(name: str, lowering: Lowering) -> None:
         other = "None" if lowering is Lowering.MOSAIC_GPU else f"'{lowerings(lowering)[1]}'"
         python = ", which needs Python >= 3.12" if jax.__version_info__ < MOSAIC_GPU_JAX[0] else ""
         versions = f"jax >= {first} and < {end}{python}"
-        raise ValueError(f"{name} is '{lowering}' and jax is {jax.__version__}, expected {versions}, or backend {other}")
+        raise ValueError(
+            f"{name} is '{lowering}' and jax is {jax.__version__}, expected {versions}, or backend {other}"
+        )
     kind = target_device_kind()
     if lowering is Lowering.MOSAIC_GPU and compute_capability(kind) not in (90, None):
         raise ValueError(
@@ -116,7 +128,9 @@ def _check_mosaic_gpu(name: str, lowering: Lowering) -> None:
 # The identity, which cannot be lowered for a CPU: Pallas would say no more there than that only interpret mode is supported.
 _for_gpus = Primitive("for_gpus")
 _for_gpus.def_abstract_eval(lambda x, *, backend: x)
-_for_gpus.def_impl(lambda x, *, backend: jax.jit(functools.partial(_for_gpus.bind, backend=backend))(x))
+_for_gpus.def_impl(
+    lambda x, *, backend: jax.jit(functools.partial(_for_gpus.bind, backend=backend))(x)
+)
 batching.defvectorized(_for_gpus)
 
 

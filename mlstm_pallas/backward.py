@@ -24,18 +24,26 @@ from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
 from mlstm_pallas.stages.recurrent_bw_dC import StateGradients
 
 
-def backward(spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangents: Cotangents) -> Inputs:
+def backward(
+    spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangents: Cotangents
+) -> Inputs:
     """The gradients of the inputs."""
     if lowering is Lowering.XLA:
         return _backward(spec, lowering, residuals, cotangents)
     x, h = residuals.inputs, residuals.h
     x = x._replace(q=spec.strided(x.q), k=spec.strided(x.k), v=spec.strided(x.v))
     residuals = residuals._replace(inputs=x, h=None if h is None else spec.strided(h))
-    gradients = _backward(spec, lowering, residuals, cotangents._replace(h=spec.strided(cotangents.h)))
-    return gradients._replace(q=spec.flat(gradients.q), k=spec.flat(gradients.k), v=spec.flat(gradients.v))
+    gradients = _backward(
+        spec, lowering, residuals, cotangents._replace(h=spec.strided(cotangents.h))
+    )
+    return gradients._replace(
+        q=spec.flat(gradients.q), k=spec.flat(gradients.k), v=spec.flat(gradients.v)
+    )
 
 
-def _backward(spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangents: Cotangents) -> Inputs:
+def _backward(
+    spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangents: Cotangents
+) -> Inputs:
     x, h, z, stored = residuals
     if not spec.has_initial_state:
         x = x._replace(c_initial=None)
@@ -95,7 +103,12 @@ def _backward(spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangen
         dm = last_stabiliser_cotangent(dm, last, C_last, stored.n_last)
     starts = None if x.starts is None else spec.chunks(x.starts)
     di, df, dm_initial = gate_gradients(
-        *(gates, spec.chunks(x.i), spec.chunks(x.f), gradients.pairs if tiles.pairs is None else tiles.pairs),
+        *(
+            gates,
+            spec.chunks(x.i),
+            spec.chunks(x.f),
+            gradients.pairs if tiles.pairs is None else tiles.pairs,
+        ),
         gradients.vecQ_inter,
         gradients.vecK_inter,
         through_chunk,
@@ -108,10 +121,21 @@ def _backward(spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangen
         dC_initial = zero_states(dm_initial, spec.problem.DHQK, spec.problem.DHHV)
     elif spec.stabilised:
         dm_initial += initial_stabiliser_gradient(dC_initial, dn_initial, x.c_initial, x.n_initial)
-    return Inputs(gradients.matDeltaQ, gradients.matDeltaK, gradients.matDeltaV, di, df, dC_initial, dn_initial, dm_initial)
+    return Inputs(
+        gradients.matDeltaQ,
+        gradients.matDeltaK,
+        gradients.matDeltaV,
+        di,
+        df,
+        dC_initial,
+        dn_initial,
+        dm_initial,
+    )
 
 
-def before_tiles(spec: CallSpec, q: jax.Array, k: jax.Array, gates: ChunkGates, z: Any) -> GradientTiles:
+def before_tiles(
+    spec: CallSpec, q: jax.Array, k: jax.Array, gates: ChunkGates, z: Any
+) -> GradientTiles:
     """What recurrent_bw_dC reads, where parallel_bw_dQKV makes the tiles; delta is not known yet."""
     g, inv_den = gates.per_step(), None
     if spec.normaliser is not None:
@@ -122,7 +146,13 @@ def before_tiles(spec: CallSpec, q: jax.Array, k: jax.Array, gates: ChunkGates, 
 
 
 def with_delta(
-    spec: CallSpec, tiles: GradientTiles, q: jax.Array, gates: ChunkGates, z: Any, delta: jax.Array | None, call: StageCall
+    spec: CallSpec,
+    tiles: GradientTiles,
+    q: jax.Array,
+    gates: ChunkGates,
+    z: Any,
+    delta: jax.Array | None,
+    call: StageCall,
 ) -> GradientTiles:
     """The tiles of ``before_tiles`` with what takes delta, (B * NH, S); None: 0."""
     assert spec.normaliser is not None

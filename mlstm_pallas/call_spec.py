@@ -84,7 +84,9 @@ class CallSpec:
         scan = self._chosen("recurrent_fw_H", first, self.problem)
         fill(kernels=(("recurrent_fw_H", scan),))
         # All stages of the scan run in its chunks, and on its lowering.
-        fused = {x: self._chosen(x, scan.lowering, self.fused_problem) for x in STAGES if STAGES[x].fused}
+        fused = {
+            x: self._chosen(x, scan.lowering, self.fused_problem) for x in STAGES if STAGES[x].fused
+        }
         of_call = {x: self._chosen(x, first, self.problem) for x in STAGES if not STAGES[x].fused}
         fused["recurrent_fw_H"] = scan._replace(L=self.fused_problem.L)
         fill(kernels=tuple((x, (fused | of_call)[x]) for x in STAGES))
@@ -149,7 +151,11 @@ class CallSpec:
 
     @property
     def forward_stages(self) -> tuple[str, ...]:
-        stages = ("parallel_fw_P", "recurrent_fw_H") if self.fused else ("recurrent_fw_C", "parallel_fw_H")
+        stages = (
+            ("parallel_fw_P", "recurrent_fw_H")
+            if self.fused
+            else ("recurrent_fw_C", "parallel_fw_H")
+        )
         return "chunk_gates", *stages
 
     @property
@@ -161,13 +167,19 @@ class CallSpec:
     def stages(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys((*self.forward_stages, *self.backward_stages)))
 
-    def call(self, name: str, lowering: Lowering, problem: Problem | None = None, *, clamp: bool = True) -> StageCall:
+    def call(
+        self, name: str, lowering: Lowering, problem: Problem | None = None, *, clamp: bool = True
+    ) -> StageCall:
         """How a stage runs in this call; problem: in place of the call's."""
         problem = problem or self.problem
-        if lowering is Lowering.XLA:  # the plain forms have no tiles; heads may be narrower than one
+        if (
+            lowering is Lowering.XLA
+        ):  # the plain forms have no tiles; heads may be narrower than one
             return StageCall(problem, self.config.stage(name), lax.Precision.HIGHEST, lowering)
         choice = dict(self.kernels)[name]
-        if choice.L != problem.L:  # chunk_gates runs in the chunks of the call and of the fused scan
+        if (
+            choice.L != problem.L
+        ):  # chunk_gates runs in the chunks of the call and of the fused scan
             choice = self._chosen(name, lowering, problem)
         facts = dispatch.kernel(name, choice.lowering)
         if facts is None:
@@ -187,7 +199,11 @@ class CallSpec:
 
     def flat(self, x: jax.Array) -> jax.Array:
         """The inverse of ``strided``."""
-        return x if self.layout is Layout.BNTH else self.swap_heads(x).reshape(self.problem.BNH, self.problem.S, x.shape[-1])
+        return (
+            x
+            if self.layout is Layout.BNTH
+            else self.swap_heads(x).reshape(self.problem.BNH, self.problem.S, x.shape[-1])
+        )
 
     def chunks(self, x: jax.Array) -> jax.Array:
         """(B * NH, S, ...) to (B * NH, NC, L, ...)."""
@@ -206,10 +222,16 @@ class CallSpec:
         The least power of two that makes enough heads; 0 where there are too few for the scan, or
         it is not wanted.
         """
-        plain = dispatch.kernel("recurrent_fw_H", dict(self.kernels)["recurrent_fw_H"].lowering) is None
+        plain = (
+            dispatch.kernel("recurrent_fw_H", dict(self.kernels)["recurrent_fw_H"].lowering) is None
+        )
         if plain and self.backend != Lowering.XLA:
             return 0  # the plain form of the scan is slower than materialised states
-        heads, num_splits, p = self.config.fused_min_heads or 0, self.config.stage("recurrent_fw_H").num_splits, self.fused_problem
+        heads, num_splits, p = (
+            self.config.fused_min_heads or 0,
+            self.config.stage("recurrent_fw_H").num_splits,
+            self.fused_problem,
+        )
         whole_chunks = p.NC & -p.NC
         if num_splits is not None:
             splits = min(num_splits, whole_chunks)

@@ -11,7 +11,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlstm_pallas import dispatch
-from mlstm_pallas.problem import Problem, check_chunk_size, clamp_chunk_size, next_power_of_two, padded_head_dim
+from mlstm_pallas.problem import (
+    Problem,
+    check_chunk_size,
+    clamp_chunk_size,
+    next_power_of_two,
+    padded_head_dim,
+)
 from mlstm_pallas.stage import Lowering, StageConfig
 from mlstm_pallas.stages import STAGES
 from mlstm_pallas.tiles import Precision
@@ -47,23 +53,38 @@ class KernelConfig:
         **stages: StageConfig | None,
     ):
         if not isinstance(precision, Precision):
-            raise TypeError(f"config.precision is {precision!r}, expected None, a jax.lax.Precision or a jax.lax.DotAlgorithmPreset")
+            raise TypeError(
+                f"config.precision is {precision!r}, expected None, a jax.lax.Precision or a jax.lax.DotAlgorithmPreset"
+            )
         heads = fused_min_heads
-        if heads is not None and (not isinstance(heads, int) or isinstance(heads, bool) or heads < 0):
-            raise TypeError(f"config.fused_min_heads is {heads!r}, expected None or a number of heads")
+        if heads is not None and (
+            not isinstance(heads, int) or isinstance(heads, bool) or heads < 0
+        ):
+            raise TypeError(
+                f"config.fused_min_heads is {heads!r}, expected None or a number of heads"
+            )
         for name, tiles in stages.items():
             if name not in STAGES:
                 raise TypeError(f"config.{name} is no stage, expected one of {', '.join(STAGES)}")
             if not isinstance(tiles, StageConfig | None):
-                raise TypeError(f"config.{name} is a {type(tiles).__name__}, expected a StageConfig or None")
+                raise TypeError(
+                    f"config.{name} is a {type(tiles).__name__}, expected a StageConfig or None"
+                )
         given = _Stages({name: stages[name] for name in STAGES if stages.get(name) is not None})
-        fields = dict(chunk_size=check_chunk_size(chunk_size), precision=precision, fused_min_heads=heads, stages=given)
+        fields = dict(
+            chunk_size=check_chunk_size(chunk_size),
+            precision=precision,
+            fused_min_heads=heads,
+            stages=given,
+        )
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
         """The call that makes it."""
-        fields: dict[str, Any] = {name: x for name, x in (self._fields() | self.stages).items() if x is not None}
+        fields: dict[str, Any] = {
+            name: x for name, x in (self._fields() | self.stages).items() if x is not None
+        }
         if isinstance(self.precision, lax.Precision | lax.DotAlgorithmPreset):
             fields["precision"] = f"jax.lax.{type(self.precision).__name__}.{self.precision.name}"
         return f"KernelConfig({', '.join(f'{name}={x}' for name, x in fields.items())})"
@@ -73,10 +94,16 @@ class KernelConfig:
 
     def or_else(self, other: "KernelConfig") -> "KernelConfig":
         """This config, with what it leaves None taken from the other."""
-        return other.replace(**{name: x for name, x in self._fields().items() if x is not None} | self.stages)
+        return other.replace(
+            **{name: x for name, x in self._fields().items() if x is not None} | self.stages
+        )
 
     def _fields(self) -> dict[str, Any]:
-        return dict(chunk_size=self.chunk_size, precision=self.precision, fused_min_heads=self.fused_min_heads)
+        return dict(
+            chunk_size=self.chunk_size,
+            precision=self.precision,
+            fused_min_heads=self.fused_min_heads,
+        )
 
     def dot_precision(self, dtype: jnp.dtype, interpret: bool) -> Precision:
         """The precision of products of tiles of dtype; a CPU, which interprets, has no split algorithms but multiplies exactly."""
@@ -99,14 +126,19 @@ class KernelConfig:
 
     def as_row(self) -> dict[str, Any]:
         """The config as in a row of tuning/: of each stage the fields that it reads, and no precision."""
-        row: dict[str, Any] = {"chunk_size": self.chunk_size, "fused_min_heads": self.fused_min_heads}
+        row: dict[str, Any] = {
+            "chunk_size": self.chunk_size,
+            "fused_min_heads": self.fused_min_heads,
+        }
         row = {name: value for name, value in row.items() if value is not None}
         for name, tiles in self.stages.items():
             row[name] = {field: getattr(tiles, field) for field in dispatch.configured(name).search}
             if tiles.num_splits is not None:
                 row[name]["num_splits"] = tiles.num_splits
             if tiles.mosaic_gpu and (facts := dispatch.kernel(name, Lowering.MOSAIC_GPU)):
-                row[name]["mosaic_gpu"] = {field: getattr(tiles.mosaic_gpu, field) for field in facts.search}
+                row[name]["mosaic_gpu"] = {
+                    field: getattr(tiles.mosaic_gpu, field) for field in facts.search
+                }
         return row
 
 
@@ -131,7 +163,9 @@ def tuned_rows(device_kind: str) -> tuple[dict[str, Any], ...]:
     """The rows of tuning/<device kind>.json, else those of the same chip; none for a device that was never tuned."""
     names = [tuning_name(device_kind), *(name for chip, name in _SAME_CHIP if chip in device_kind)]
     files = [resources.files("mlstm_pallas") / "tuning" / f"{name}.json" for name in names]
-    return next((tuple(json.loads(file.read_text())["rows"]) for file in files if file.is_file()), ())
+    return next(
+        (tuple(json.loads(file.read_text())["rows"]) for file in files if file.is_file()), ()
+    )
 
 
 def _tiles_from_row(row: Mapping[str, Any]) -> StageConfig:
@@ -144,26 +178,42 @@ def config_from_row(row: Mapping[str, Any], backend: str | None = None) -> Kerne
     if backend is not None:
         row = {**row, **row.get(Lowering(backend).room, {})}
     stages: dict[str, Any] = {name: _tiles_from_row(row[name]) for name in STAGES if name in row}
-    return KernelConfig(chunk_size=row["chunk_size"], fused_min_heads=row.get("fused_min_heads"), **stages)
+    return KernelConfig(
+        chunk_size=row["chunk_size"], fused_min_heads=row.get("fused_min_heads"), **stages
+    )
 
 
-def config_from_rows(rows: Sequence[dict[str, Any]], DHQK: int, DHHV: int, dtype: str, backend: str | None = None) -> KernelConfig | None:
+def config_from_rows(
+    rows: Sequence[dict[str, Any]], DHQK: int, DHHV: int, dtype: str, backend: str | None = None
+) -> KernelConfig | None:
     """The row of these head dimensions, else of the smallest that are no smaller, else of the largest; None without one of this dtype."""
-    rows = sorted((row for row in rows if row["dtype"] == dtype), key=lambda row: row["DHQK"] * row["DHHV"])
+    rows = sorted(
+        (row for row in rows if row["dtype"] == dtype), key=lambda row: row["DHQK"] * row["DHHV"]
+    )
     covering = (row for row in rows if row["DHQK"] >= DHQK and row["DHHV"] >= DHHV)
     row = next(covering, rows[-1] if rows else None)
     return None if row is None else config_from_row(row, backend)
 
 
-def tuned_config(device_kind: str, DHQK: int, DHHV: int, dtype: jnp.dtype, backend: str | None = None) -> KernelConfig | None:
+def tuned_config(
+    device_kind: str, DHQK: int, DHHV: int, dtype: jnp.dtype, backend: str | None = None
+) -> KernelConfig | None:
     # float16 has the size and the speed of bfloat16.
-    return config_from_rows(tuned_rows(device_kind), DHQK, DHHV, "bfloat16" if dtype.name == "float16" else dtype.name, backend)
+    return config_from_rows(
+        tuned_rows(device_kind),
+        DHQK,
+        DHHV,
+        "bfloat16" if dtype.name == "float16" else dtype.name,
+        backend,
+    )
 
 
 def heuristic_config(DHQK: int, dtype: jnp.dtype) -> KernelConfig:
     """Tiles that fit 99 KiB of shared memory, the least of the supported devices, at any head size."""
     problem = Problem(1, 1, 64, DHQK, DHQK, 64, 1.0)
-    stages: dict[str, Any] = {name: dispatch.configured(name).heuristic(problem, dtype) for name in STAGES}
+    stages: dict[str, Any] = {
+        name: dispatch.configured(name).heuristic(problem, dtype) for name in STAGES
+    }
     return KernelConfig(chunk_size=64, fused_min_heads=0, **stages)
 
 

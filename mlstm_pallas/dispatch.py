@@ -36,7 +36,10 @@ _HELPERS: dict[str, tuple[dict[str, str], Callable[..., Any]]] = {
     "split_products": ({"triton": "recurrence"}, recurrence.split_products),
     "step_sums": ({"mosaic_gpu": "step_sums"}, recurrence.step_sums),
     "vector_states": ({"mosaic_gpu": "vector_states"}, _without_call(gates.vector_states)),
-    "step_gradients": ({"mosaic_gpu": "step_gradients"}, _without_call(gate_gradients.step_gradients)),
+    "step_gradients": (
+        {"mosaic_gpu": "step_gradients"},
+        _without_call(gate_gradients.step_gradients),
+    ),
 }
 
 

@@ -36,7 +36,14 @@ from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, Residuals, Stat
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.entry import Options
-from mlstm_pallas.fwbw import backward, forward, in_reverse_mode, operation, residuals_of, swap_heads_of_residuals
+from mlstm_pallas.fwbw import (
+    backward,
+    forward,
+    in_reverse_mode,
+    operation,
+    residuals_of,
+    swap_heads_of_residuals,
+)
 from mlstm_pallas.gate_gradients import inner, step_flags
 from mlstm_pallas.gates import GOES_ON, log_forget_gate, segment_starts, split_for_exact_sums
 from mlstm_pallas.normaliser import query_scale
@@ -124,7 +131,9 @@ def _products(spec: CallSpec, lowering: Lowering, a, b, r, num_splits: int) -> j
 
 def _weighted_sum(x: jax.Array, weights: jax.Array) -> jax.Array:
     """sum_t weights_t x_t, (B * NH, D), of an array in the layout that the kernels read."""
-    return jnp.sum(x.astype(weights.dtype) * steps_like(weights, x), axis=1).reshape(weights.shape[0], x.shape[-1])
+    return jnp.sum(x.astype(weights.dtype) * steps_like(weights, x), axis=1).reshape(
+        weights.shape[0], x.shape[-1]
+    )
 
 
 def _state_after(gamma: jax.Array, products: jax.Array, *, backward: bool = False) -> jax.Array:
@@ -138,18 +147,32 @@ def _summary(summary_spec: SummarySpec, k, v, i, f, starts) -> tuple[Summary, Sp
     spec, num_splits = summary_spec.call, summary_spec.num_splits
 
     def of_shard(lowering: Lowering, k, v, i, f, starts):
-        gates = run("chunk_gates", i, f, jnp.full_like(i[:, 0], -jnp.inf), starts, spec.input_gate, call=spec.call("chunk_gates", lowering))
+        gates = run(
+            "chunk_gates",
+            i,
+            f,
+            jnp.full_like(i[:, 0], -jnp.inf),
+            starts,
+            spec.input_gate,
+            call=spec.call("chunk_gates", lowering),
+        )
         abar, gamma, S = gates.per_step().vecAbar, gates.scaGamma, f.shape[-1]
         if lowering is not Lowering.XLA:
             k, v = spec.strided(k), spec.strided(v)
-        products = _products(spec, lowering, k, v, abar * decays_in_splits(gamma, num_splits, S), num_splits)
+        products = _products(
+            spec, lowering, k, v, abar * decays_in_splits(gamma, num_splits, S), num_splits
+        )
         n = _weighted_sum(k, abar * decays_in_splits(gamma, 1, S))
         fbar, reset = log_forget_gate(f)
         high, low = split_for_exact_sums(fbar, jnp.max(jnp.abs(fbar), axis=-1, keepdims=True), S)
         restarts = reset if starts is None else reset | (starts > 0)
-        g = jnp.where(jnp.any(restarts, axis=-1), -jnp.inf, jnp.sum(high, axis=-1) + jnp.sum(low, axis=-1))
+        g = jnp.where(
+            jnp.any(restarts, axis=-1), -jnp.inf, jnp.sum(high, axis=-1) + jnp.sum(low, axis=-1)
+        )
         every, m = gamma.shape[1] // num_splits, gates.scaM_states
-        return Summary(_state_after(gamma, products), n, m[:, -1], g), SplitProducts(products, m[:, every::every])
+        return Summary(_state_after(gamma, products), n, m[:, -1], g), SplitProducts(
+            products, m[:, every::every]
+        )
 
     return on_backend(spec.backend, of_shard, k, v, i, f, starts)
 
@@ -162,19 +185,43 @@ def _gradient_summary(summary_spec: SummarySpec, residuals: Residuals, dh) -> Gr
         q = x.q
         if lowering is not Lowering.XLA:
             q, h, dh = spec.strided(q), None if h is None else spec.strided(h), spec.strided(dh)
-        gates = run("chunk_gates", x.i, x.f, x.m_initial, x.starts, spec.input_gate, stored.m, call=spec.call("chunk_gates", lowering))
+        gates = run(
+            "chunk_gates",
+            x.i,
+            x.f,
+            x.m_initial,
+            x.starts,
+            spec.input_gate,
+            stored.m,
+            call=spec.call("chunk_gates", lowering),
+        )
         gradients = normaliser_gradients(spec.normaliser, dh, h, z, gates)
-        gamma, w, S = gates.scaGamma, query_scale(gates.per_step().vecW, spec.problem.qk_scale), x.f.shape[-1]
+        gamma, w, S = (
+            gates.scaGamma,
+            query_scale(gates.per_step().vecW, spec.problem.qk_scale),
+            x.f.shape[-1],
+        )
         r = w if gradients.vecInvDen is None else w * gradients.vecInvDen
-        products = _products(spec, lowering, q, dh, r * decays_in_splits(gamma, num_splits, S, backward=True), num_splits)
+        products = _products(
+            spec,
+            lowering,
+            q,
+            dh,
+            r * decays_in_splits(gamma, num_splits, S, backward=True),
+            num_splits,
+        )
         dC = _state_after(gamma, products, backward=True)
         dn = jnp.zeros_like(dC[..., 0])
         if gradients.vecDz is not None:
-            dn = _weighted_sum(q, w * gradients.vecDz * decays_in_splits(gamma, 1, S, backward=True))
+            dn = _weighted_sum(
+                q, w * gradients.vecDz * decays_in_splits(gamma, 1, S, backward=True)
+            )
         whole = jnp.prod(gamma, axis=-1)
         dm, passes = jnp.zeros_like(whole), jnp.ones_like(whole)
         if spec.stabilised:
-            flags = step_flags(gates, spec.chunks(x.f), None if x.starts is None else spec.chunks(x.starts) > 0)
+            flags = step_flags(
+                gates, spec.chunks(x.f), None if x.starts is None else spec.chunks(x.starts) > 0
+            )
             unbroken = jnp.cumsum((flags.reshape(x.f.shape) & GOES_ON) == 0, axis=-1) == 0
             dm = jnp.sum(jnp.where(unbroken, gradients.vecDm, 0.0), axis=-1)
             passes = unbroken[:, -1].astype(dm.dtype)
@@ -187,7 +234,13 @@ Element = TypeVar("Element", Summary, GradientSummary)
 
 
 def _exclusive_prefix(
-    join: Callable[[Element, Element], Element], local: Element, empty: Element, axis_name: str, index: jax.Array, *, reverse=False
+    join: Callable[[Element, Element], Element],
+    local: Element,
+    empty: Element,
+    axis_name: str,
+    index: jax.Array,
+    *,
+    reverse=False,
 ) -> Element:
     """The elements of all devices before this one (after it with reverse), joined: Hillis and Steele (1986), one element a device.
 
@@ -198,7 +251,9 @@ def _exclusive_prefix(
 
     def from_before(x: Element, distance: int) -> Element:
         step = -distance if reverse else distance
-        pairs = [(j, (j + step) % size) for j in range(size)]  # around the end as well: vmap takes no other permutation
+        pairs = [
+            (j, (j + step) % size) for j in range(size)
+        ]  # around the end as well: vmap takes no other permutation
         received = lax.ppermute(x, axis_name, pairs)
         return jax.tree.map(lambda a, b: jnp.where(place >= distance, a, b), received, empty)
 
@@ -222,9 +277,16 @@ def _sequence_fwd(axis_name: str, spec: CallSpec, x: Inputs):
     first = index == 0
     zero = jnp.zeros_like(x.m_initial)
     initial = Summary(x.c_initial, x.n_initial, x.m_initial, zero)
-    empty = Summary(jnp.zeros_like(x.c_initial), jnp.zeros_like(x.n_initial), jnp.full_like(zero, -jnp.inf), zero)
+    empty = Summary(
+        jnp.zeros_like(x.c_initial),
+        jnp.zeros_like(x.n_initial),
+        jnp.full_like(zero, -jnp.inf),
+        zero,
+    )
     k, v = spec.swap_heads(x.k), spec.swap_heads(x.v)
-    local, products = operation(_summary, _summary_spec(spec, of_forward=True), k, v, x.i, x.f, x.starts)
+    local, products = operation(
+        _summary, _summary_spec(spec, of_forward=True), k, v, x.i, x.f, x.starts
+    )
     local = jax.tree.map(functools.partial(jnp.where, first), joined(initial, local), local)
     before = _exclusive_prefix(joined, local, empty, axis_name, index)
     start = jax.tree.map(functools.partial(jnp.where, first), initial, before)
@@ -233,15 +295,21 @@ def _sequence_fwd(axis_name: str, spec: CallSpec, x: Inputs):
     return (outputs.h, outputs.last), (residuals_of(spec, x, outputs), outputs.last, index)
 
 
-def _sequence_bwd(axis_name: str, spec: CallSpec, residuals_and_last, cotangents: tuple[jax.Array, States]):
+def _sequence_bwd(
+    axis_name: str, spec: CallSpec, residuals_and_last, cotangents: tuple[jax.Array, States]
+):
     residuals, last, index = residuals_and_last
     dh, (dC, dn, dm) = cotangents  # of the shard's own last states
     dm = dm - inner(dC, last.c, 2) - inner(dn, last.n)
     # The residuals without what the summary does not read.
     inputs = residuals.inputs._replace(k=None, v=None, c_initial=None, n_initial=None)
-    read = residuals._replace(inputs=inputs, states=StoredStates(None, None, residuals.states.m, None, None))
+    read = residuals._replace(
+        inputs=inputs, states=StoredStates(None, None, residuals.states.m, None, None)
+    )
     read = swap_heads_of_residuals(spec, read)
-    local = operation(_gradient_summary, _summary_spec(spec, of_forward=False), read, spec.swap_heads(dh))
+    local = operation(
+        _gradient_summary, _summary_spec(spec, of_forward=False), read, spec.swap_heads(dh)
+    )
     one, zero = jnp.ones_like(dm), jnp.zeros_like(dm)
     local = joined_gradients(GradientSummary(dC, dn, one, dm, one), local)
     empty = GradientSummary(jnp.zeros_like(dC), jnp.zeros_like(dn), one, zero, one)
@@ -249,7 +317,10 @@ def _sequence_bwd(axis_name: str, spec: CallSpec, residuals_and_last, cotangents
     dC, dn = dC + after.dC, dn + after.dn
     dm = dm + after.dm + inner(dC, last.c, 2) + inner(dn, last.n)
     gradients = backward(spec, residuals, Cotangents(dh, States(dC, dn, dm)))
-    of_initial = {name: jnp.where(index == 0, getattr(gradients, name), 0.0) for name in ("c_initial", "n_initial", "m_initial")}
+    of_initial = {
+        name: jnp.where(index == 0, getattr(gradients, name), 0.0)
+        for name in ("c_initial", "n_initial", "m_initial")
+    }
     return (gradients._replace(**of_initial),)
 
 
@@ -267,7 +338,9 @@ def _whole(axis_name: str, spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, S
 def _starts(axis_name: str, segment_ids: jax.Array) -> jax.Array:
     """Where the id differs from that of the step before, which may be another device's."""
     size = lax.axis_size(axis_name)
-    before = lax.ppermute(segment_ids[..., -1], axis_name, [(j, (j + 1) % size) for j in range(size)])
+    before = lax.ppermute(
+        segment_ids[..., -1], axis_name, [(j, (j + 1) % size) for j in range(size)]
+    )
     begins = (segment_ids[..., 0] != before) & (lax.axis_index(axis_name) > 0)
     return segment_starts(segment_ids).at[..., 0].set(begins)
 
@@ -411,7 +484,9 @@ def mlstm_chunkwise_sequence_parallel(
     try:
         lax.axis_size(axis_name)
     except NameError:
-        raise ValueError(f"axis_name is {axis_name!r}, expected a mesh axis of the surrounding jax.shard_map") from None
+        raise ValueError(
+            f"axis_name is {axis_name!r}, expected a mesh axis of the surrounding jax.shard_map"
+        ) from None
     options = Options(
         return_last_states=return_last_states,
         eps=eps,
@@ -427,4 +502,10 @@ def mlstm_chunkwise_sequence_parallel(
         config=config,
     )
     arrays = q, k, v, i, f, c_initial, n_initial, m_initial
-    return run(functools.partial(_whole, axis_name), functools.partial(_starts, axis_name), options, arrays, segment_ids)
+    return run(
+        functools.partial(_whole, axis_name),
+        functools.partial(_starts, axis_name),
+        options,
+        arrays,
+        segment_ids,
+    )

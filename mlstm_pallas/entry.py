@@ -13,7 +13,13 @@ from mlstm_pallas.backend import requested_backend, target_device_kind
 from mlstm_pallas.call_spec import CallSpec, Inputs, States
 from mlstm_pallas.config import KernelConfig, config_for
 from mlstm_pallas.normaliser import Normaliser
-from mlstm_pallas.problem import InputGate, Layout, accumulator_dtype, check_chunk_size, make_problem
+from mlstm_pallas.problem import (
+    InputGate,
+    Layout,
+    accumulator_dtype,
+    check_chunk_size,
+    make_problem,
+)
 from mlstm_pallas.sharding import aligned
 
 _log = logging.getLogger("mlstm_pallas")
@@ -55,13 +61,17 @@ def run(
     gate, normalize = validation.check_input_gate(options.input_gate, options.normalize)
     layout = validation.check_layout(options.layout)
     q, k, v, i, f, c_initial, n_initial, m_initial = arrays
-    sizes = validation.check_chunkwise_arrays(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, gate, layout)
+    sizes = validation.check_chunkwise_arrays(
+        q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, gate, layout
+    )
     told = c_initial is not None or segment_ids is not None  # which would not fit the other layout
     if takes_layout and sizes["S"] < sizes["NH"] and not told:
         validation.warn_of_layout(layout)
     if options.autocast_kernel_dtype is None:
         validation.check_one_dtype(dict(q=q, k=k, v=v))
-    spec = spec_for(options, gate, normalize, q.dtype, sizes, layout, has_initial_state=c_initial is not None)
+    spec = spec_for(
+        options, gate, normalize, q.dtype, sizes, layout, has_initial_state=c_initial is not None
+    )
     _log.debug("%s", spec)
     p, dtype, acc = spec.problem, spec.dtype, accumulator_dtype(spec.dtype)
 
@@ -98,13 +108,24 @@ def run(
 def checked(options: Options) -> Options:
     """With flags, scalars and the chunk size as Python's own."""
     flags = ("return_last_states", "stabilize_correctly", "recompute_states_in_bw")
-    found: dict[str, Any] = {name: validation.check_flag(name, getattr(options, name)) for name in flags}
-    found |= {name: validation.check_scalar(name, getattr(options, name)) for name in ("eps", "norm_val")}
+    found: dict[str, Any] = {
+        name: validation.check_flag(name, getattr(options, name)) for name in flags
+    }
+    found |= {
+        name: validation.check_scalar(name, getattr(options, name)) for name in ("eps", "norm_val")
+    }
     return dataclasses.replace(options, chunk_size=check_chunk_size(options.chunk_size), **found)
 
 
 def spec_for(
-    options: Options, gate: InputGate, normalize: bool, q_dtype: Any, sizes: Mapping[str, int], layout: Layout, *, has_initial_state: bool
+    options: Options,
+    gate: InputGate,
+    normalize: bool,
+    q_dtype: Any,
+    sizes: Mapping[str, int],
+    layout: Layout,
+    *,
+    has_initial_state: bool,
 ) -> CallSpec:
     """The rest of the checks, and everything that is chosen for a call."""
     options = checked(options)
@@ -117,10 +138,14 @@ def spec_for(
     if B * NH == 0:
         backend = "xla"  # a kernel has no empty grid
     device_kind = target_device_kind()
-    chosen: dict[str, Any] = dict(chunk_size=options.chunk_size, explicit=options.config, backend=backend)
+    chosen: dict[str, Any] = dict(
+        chunk_size=options.chunk_size, explicit=options.config, backend=backend
+    )
     config = config_for(DHQK, DHV, S, dtype, device_kind=device_kind, **chosen)
     # Where m is 0 the floor does not depend on it.
-    normaliser = Normaliser(options.eps, options.norm_val, options.stabilize_correctly and gate is InputGate.EXP)
+    normaliser = Normaliser(
+        options.eps, options.norm_val, options.stabilize_correctly and gate is InputGate.EXP
+    )
     return CallSpec(
         make_problem((B, NH, S, DHQK), DHV, config.L, pad_heads=backend != "xla"),
         config,

@@ -14,7 +14,13 @@ from mlstm_pallas.triton.launch import CUSTOM_CALL_TARGET
 PLATFORMS = ("cpu", "cuda")
 
 
-def export(function: Callable[..., Any], *args: Any, platform: str, device_kind: str | None = None, **kwargs: Any) -> Exported:
+def export(
+    function: Callable[..., Any],
+    *args: Any,
+    platform: str,
+    device_kind: str | None = None,
+    **kwargs: Any,
+) -> Exported:
     """``jax.export`` of ``function`` for one platform, with the one safety check disabled that the kernels need disabled.
 
     jax.export vouches for the custom calls that it knows: for that of Mosaic GPU, not for Triton's. An export for CUDA carries the
@@ -45,6 +51,8 @@ def export(function: Callable[..., Any], *args: Any, platform: str, device_kind:
         device = AbstractDevice(device_kind, None, "gpu" if platform == "cuda" else platform)
         context = jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
     with context:
-        return jax_export(jitted, platforms=[platform], disabled_checks=[DisabledSafetyCheck.custom_call(CUSTOM_CALL_TARGET)])(
-            *args, **kwargs
-        )
+        return jax_export(
+            jitted,
+            platforms=[platform],
+            disabled_checks=[DisabledSafetyCheck.custom_call(CUSTOM_CALL_TARGET)],
+        )(*args, **kwargs)

@@ -6,12 +6,20 @@ from mlstm_pallas.call_spec import CallSpec, Forward, Inputs, States, StoredStat
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.splits import SplitProducts, decays_in_splits, heads_of_splits, split_states, splits_as_heads
+from mlstm_pallas.splits import (
+    SplitProducts,
+    decays_in_splits,
+    heads_of_splits,
+    split_states,
+    splits_as_heads,
+)
 from mlstm_pallas.stage import Lowering
 from mlstm_pallas.stages.parallel_fw_P import Scores
 
 
-def forward(spec: CallSpec, lowering: Lowering, x: Inputs, products: SplitProducts | None = None) -> Forward:
+def forward(
+    spec: CallSpec, lowering: Lowering, x: Inputs, products: SplitProducts | None = None
+) -> Forward:
     """The forward pass. products: of the splits of the sequence, where they are known."""
     if not spec.has_initial_state:
         x = x._replace(c_initial=None)
@@ -22,10 +30,14 @@ def forward(spec: CallSpec, lowering: Lowering, x: Inputs, products: SplitProduc
     return outputs._replace(h=spec.flat(outputs.h))
 
 
-def gates_of(spec: CallSpec, lowering: Lowering, x: Inputs, problem: Problem | None = None) -> ChunkGates:
+def gates_of(
+    spec: CallSpec, lowering: Lowering, x: Inputs, problem: Problem | None = None
+) -> ChunkGates:
     """The gates in the chunks of the call, or of another problem."""
     call = spec.call("chunk_gates", lowering, problem)
-    gates: ChunkGates = run("chunk_gates", x.i, x.f, x.m_initial, x.starts, spec.input_gate, call=call)
+    gates: ChunkGates = run(
+        "chunk_gates", x.i, x.f, x.m_initial, x.starts, spec.input_gate, call=call
+    )
     return gates
 
 
@@ -47,7 +59,9 @@ def materialised(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
     )
     last = States(C_last, n_last, gates.scaM_states[:, -1]) if C_last is not None else None
     stored = StoredStates(C, n, gates.scaM_states, C_last, n_last)
-    return Forward(h, last, z, stored._replace(C=None, C_last=None) if spec.recompute_states_in_bw else stored)
+    return Forward(
+        h, last, z, stored._replace(C=None, C_last=None) if spec.recompute_states_in_bw else stored
+    )
 
 
 def fused(spec: CallSpec, lowering: Lowering, x: Inputs, products: SplitProducts | None) -> Forward:
@@ -88,7 +102,13 @@ def fused(spec: CallSpec, lowering: Lowering, x: Inputs, products: SplitProducts
     if C_last is not None:
         C_last = heads_of_splits(C_last, num_splits)[:, -1]
         last = States(C_last, scores.vecN_last, gates.scaM_states[:, -1])
-    stored = StoredStates(None, scores.vecN_states[:, ::stride], gates.scaM_states[:, ::stride], None, scores.vecN_last)
+    stored = StoredStates(
+        None,
+        scores.vecN_states[:, ::stride],
+        gates.scaM_states[:, ::stride],
+        None,
+        scores.vecN_last,
+    )
     if C is not None:
         stored = stored._replace(C=C.reshape(p.BNH, spec.problem.NC, *C.shape[2:]), C_last=C_last)
     return Forward(H.reshape(x.v.shape), last, scores.vecZ, stored)

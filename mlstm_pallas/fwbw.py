@@ -28,11 +28,15 @@ NO_SUCH_DERIVATIVE = (
 # jit: the custom_vjp traces its function and its forward rule, but the kernels once.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _forward(spec: CallSpec, inputs: Inputs, products: SplitProducts | None) -> Forward:
-    return on_backend(spec.backend, functools.partial(forward_schedule.forward, spec), inputs, products)
+    return on_backend(
+        spec.backend, functools.partial(forward_schedule.forward, spec), inputs, products
+    )
 
 
 def _backward(spec: CallSpec, residuals: Residuals, cotangents: Cotangents) -> Inputs:
-    return on_backend(spec.backend, functools.partial(backward_schedule.backward, spec), residuals, cotangents)
+    return on_backend(
+        spec.backend, functools.partial(backward_schedule.backward, spec), residuals, cotangents
+    )
 
 
 def _refuse(*_, **__):
@@ -51,18 +55,28 @@ ad.primitive_transposes[_tangent] = lambda cotangent, _: [cotangent]
 
 def _identity(name: str, jvp: Callable[..., Any]) -> Callable[..., Any]:
     """The identity of a pytree with a derivative of its own, and without a trace in compiled programs."""
-    identity = Primitive(name)  # jax drops the rule of a custom_jvp in the first of two reverse passes through a scan
-    identity.multiple_results = True  # all at once, so that no array is a copy where another one is differentiated
+    identity = Primitive(
+        name
+    )  # jax drops the rule of a custom_jvp in the first of two reverse passes through a scan
+    identity.multiple_results = (
+        True  # all at once, so that no array is a copy where another one is differentiated
+    )
     identity.def_abstract_eval(lambda *xs: xs)
     identity.def_impl(lambda *xs: xs)
     batching.primitive_batchers[identity] = lambda xs, axes: (identity.bind(*xs), axes)
     mlir.register_lowering(identity, lambda _, *xs: xs)
     ad.primitive_jvps[identity] = jvp
-    return lambda tree: jax.tree.unflatten(jax.tree.structure(tree), identity.bind(*jax.tree.leaves(tree)))
+    return lambda tree: jax.tree.unflatten(
+        jax.tree.structure(tree), identity.bind(*jax.tree.leaves(tree))
+    )
 
 
 in_reverse_mode = _identity(
-    "in_reverse_mode", lambda primals, tangents: (primals, [x if type(x) is ad.Zero else _tangent.bind(x) for x in tangents])
+    "in_reverse_mode",
+    lambda primals, tangents: (
+        primals,
+        [x if type(x) is ad.Zero else _tangent.bind(x) for x in tangents],
+    ),
 )
 _not_differentiated = _identity("not_differentiated", _refuse)
 
@@ -81,13 +95,17 @@ def forward(spec: CallSpec, inputs: Inputs, products: SplitProducts | None = Non
 def backward(spec: CallSpec, residuals: Residuals, cotangents: Cotangents) -> Inputs:
     """The gradients of the inputs, on shards."""
     residuals = swap_heads_of_residuals(spec, residuals)
-    gradients = operation(_backward, spec, residuals, cotangents._replace(h=spec.swap_heads(cotangents.h)))
+    gradients = operation(
+        _backward, spec, residuals, cotangents._replace(h=spec.swap_heads(cotangents.h))
+    )
     return swap_heads(spec, gradients)
 
 
 def swap_heads(spec: CallSpec, x: Inputs) -> Inputs:
     """From the layout of the call to (B, NH, S, D), as shards are described, and back."""
-    return x._replace(**{name: spec.swap_heads(y) for name in "qkv" if (y := getattr(x, name)) is not None})
+    return x._replace(
+        **{name: spec.swap_heads(y) for name in "qkv" if (y := getattr(x, name)) is not None}
+    )
 
 
 def swap_heads_of_residuals(spec: CallSpec, residuals: Residuals) -> Residuals:
@@ -96,7 +114,9 @@ def swap_heads_of_residuals(spec: CallSpec, residuals: Residuals) -> Residuals:
 
 
 def residuals_of(spec: CallSpec, inputs: Inputs, outputs: Forward) -> Residuals:
-    return Residuals(inputs, None if spec.normaliser is None else outputs.h, outputs.z, outputs.states)
+    return Residuals(
+        inputs, None if spec.normaliser is None else outputs.h, outputs.z, outputs.states
+    )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -149,7 +169,9 @@ def _mlstm_chunkwise_fwbw_generator(
         return_last_states,
         eps,
         chunk_size,
-        None if autocast_kernel_dtype is None else as_dtype("autocast_kernel_dtype", autocast_kernel_dtype),
+        None
+        if autocast_kernel_dtype is None
+        else as_dtype("autocast_kernel_dtype", autocast_kernel_dtype),
         stabilize_correctly,
         norm_val,
         recompute_states_in_bw=recompute_states_in_bw,
@@ -159,10 +181,14 @@ def _mlstm_chunkwise_fwbw_generator(
 
 @functools.cache
 def _forward_function(options: Options) -> Callable[..., tuple[jax.Array, Any, Any, Any]]:
-    def forward(matQ, matK, matV, vecI, vecF, matC_initial=None, vecN_initial=None, scaM_initial=None):
+    def forward(
+        matQ, matK, matV, vecI, vecF, matC_initial=None, vecN_initial=None, scaM_initial=None
+    ):
         arrays = matQ, matK, matV, vecI, vecF, matC_initial, vecN_initial, scaM_initial
         outputs = run(mlstm_forward, segment_starts, options, arrays, None, takes_layout=False)
-        return (outputs[0], *outputs[1]) if options.return_last_states else (outputs, None, None, None)
+        return (
+            (outputs[0], *outputs[1]) if options.return_last_states else (outputs, None, None, None)
+        )
 
     return forward
 

@@ -7,7 +7,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mlstm_pallas.gates import CARRIED, GOES_ON, MASKED, PASSES, ChunkGates, join_flags, log_forget_gate
+from mlstm_pallas.gates import (
+    CARRIED,
+    GOES_ON,
+    MASKED,
+    PASSES,
+    ChunkGates,
+    join_flags,
+    log_forget_gate,
+)
 from mlstm_pallas.problem import InputGate, accumulator_dtype
 
 
@@ -65,7 +73,9 @@ def tile_sums(pairs: TilePairs, vecQ_inter: jax.Array, vecK_inter: jax.Array) ->
     return TileSums(*(x.reshape(BNH, NC * n, T) for x in sums))
 
 
-def through_tiles(pairs: TilePairs, vecQ_inter: jax.Array, vecK_inter: jax.Array, through: jax.Array) -> jax.Array:
+def through_tiles(
+    pairs: TilePairs, vecQ_inter: jax.Array, vecK_inter: jax.Array, through: jax.Array
+) -> jax.Array:
     """What goes through each tile, from before it to beyond it: (B * NH, S / T).
 
     Args:
@@ -76,12 +86,18 @@ def through_tiles(pairs: TilePairs, vecQ_inter: jax.Array, vecK_inter: jax.Array
     if n == 1:
         return through
     later = _later_tiles(n)
-    read, written = (jnp.sum(x.reshape(pairs.diagonal.shape), axis=-1) for x in (vecQ_inter, vecK_inter))
+    read, written = (
+        jnp.sum(x.reshape(pairs.diagonal.shape), axis=-1) for x in (vecQ_inter, vecK_inter)
+    )
     between = jnp.sum(_only(pairs.per_query, later.T, 1, 3), axis=-1)  # [j, chunk, i]
     # What tile i takes from before tile m, the state included: [m, chunk, i].
-    before = read[:, None] + jnp.cumsum(jnp.pad(between[:, :-1], [(0, 0), (1, 0), (0, 0), (0, 0)]), axis=1)
+    before = read[:, None] + jnp.cumsum(
+        jnp.pad(between[:, :-1], [(0, 0), (1, 0), (0, 0), (0, 0)]), axis=1
+    )
     before = jnp.swapaxes(jnp.sum(_only(before, later.T, 1, 3), axis=-1), 1, 2)
-    written = jnp.sum(_only(jnp.broadcast_to(written[..., None, :], (BNH, NC, n, n)), later, 2, 3), axis=-1)
+    written = jnp.sum(
+        _only(jnp.broadcast_to(written[..., None, :], (BNH, NC, n, n)), later, 2, 3), axis=-1
+    )
     return (through[..., None] + before + written).reshape(BNH, NC * n)
 
 
@@ -145,16 +161,26 @@ def step_gradients(
     Returns:
       (B * NH, S) twice, (B * NH,).
     """
-    sums, through = tile_sums(pairs, vecQ_inter, vecK_inter), through_tiles(pairs, vecQ_inter, vecK_inter, through)
+    sums, through = (
+        tile_sums(pairs, vecQ_inter, vecK_inter),
+        through_tiles(pairs, vecQ_inter, vecK_inter, through),
+    )
     triangle = jnp.tri(sums.vecQ.shape[-1], dtype=through.dtype)
     product = functools.partial(jnp.matmul, precision="highest")  # exact to float32
     # From t on of the queries, before t of the keys.
-    of_tile = product(sums.vecQ, triangle) + product(sums.vecK_inter, jnp.triu(jnp.ones_like(triangle), k=1))
+    of_tile = product(sums.vecQ, triangle) + product(
+        sums.vecK_inter, jnp.triu(jnp.ones_like(triangle), k=1)
+    )
     dfbar = jnp.where((flags & PASSES) > 0, (of_tile + through[..., None]).reshape(vecF.shape), 0.0)
-    di, first = (sums.vecK_inter + sums.vecK_intra).reshape(vecF.shape), jnp.zeros_like(through[:, 0])
+    di, first = (
+        (sums.vecK_inter + sums.vecK_intra).reshape(vecF.shape),
+        jnp.zeros_like(through[:, 0]),
+    )
     if dm is not None:
         goes_on, carried = (flags & GOES_ON) > 0, (flags & CARRIED) > 0
-        arrives = run_sums(dm, jnp.pad(goes_on[:, 1:], [(0, 0), (0, 1)]))  # at t, whether step t + 1 passes on to it
+        arrives = run_sums(
+            dm, jnp.pad(goes_on[:, 1:], [(0, 0), (0, 1)])
+        )  # at t, whether step t + 1 passes on to it
         di, dfbar = di + jnp.where(carried, 0.0, arrives), dfbar + jnp.where(carried, arrives, 0.0)
         first = arrives[:, 0]
     return di, dfbar * jax.nn.sigmoid(-vecF), first
@@ -188,14 +214,18 @@ def gate_gradients(
     """
     all_steps = vecF.shape[0], vecF.shape[1] * vecF.shape[2]
     flags = step_flags(gates, vecF, None if starts is None else starts > 0).reshape(all_steps)
-    di, df, first = step_gradients(vecF.reshape(all_steps), pairs, vecQ_inter, vecK_inter, through, flags, dm)
+    di, df, first = step_gradients(
+        vecF.reshape(all_steps), pairs, vecQ_inter, vecK_inter, through, flags, dm
+    )
     if input_gate is InputGate.SIGMOID:
         vecI = vecI.reshape(all_steps)
         di = jnp.where(vecI <= MASKED, 0.0, di * jax.nn.sigmoid(-vecI))
     return di, df, jnp.where((flags[:, 0] & GOES_ON) > 0, first, 0.0)
 
 
-def last_stabiliser_cotangent(dm: jax.Array, last: Any, C_last: jax.Array, n_last: jax.Array) -> jax.Array:
+def last_stabiliser_cotangent(
+    dm: jax.Array, last: Any, C_last: jax.Array, n_last: jax.Array
+) -> jax.Array:
     """dm with what the last m adds at the last step; dm: (B * NH, S), last: cotangents of the last states (c, n, m).
 
     The true state is exp(m) (C, n): what m has in C and n is not its own.
@@ -203,7 +233,9 @@ def last_stabiliser_cotangent(dm: jax.Array, last: Any, C_last: jax.Array, n_las
     return dm.at[..., -1].add(last.m - inner(last.c, C_last, 2) - inner(last.n, n_last))
 
 
-def initial_stabiliser_gradient(dC: jax.Array, dn: jax.Array, C: jax.Array, n: jax.Array) -> jax.Array:
+def initial_stabiliser_gradient(
+    dC: jax.Array, dn: jax.Array, C: jax.Array, n: jax.Array
+) -> jax.Array:
     """What the initial m has in the initial states: <dC, C> + dn . n, (B * NH,)."""
     return inner(dC, C, 2) + inner(dn, n)
 

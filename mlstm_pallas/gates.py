@@ -50,7 +50,9 @@ class LocalGates(NamedTuple):
     vecB: Pair  # b_t, resets left out
     vecE: Pair  # e_t, reset offset included
     vecEmax: Pair  # max of e_s over s <= t and since the last reset
-    vecOffset: jax.Array  # reset offset in e_t: > 0 where a reset lies between the chunk's start and t
+    vecOffset: (
+        jax.Array
+    )  # reset offset in e_t: > 0 where a reset lies between the chunk's start and t
 
 
 class ChunkGates(NamedTuple):
@@ -63,7 +65,9 @@ class ChunkGates(NamedTuple):
     vecAbar: jax.Array  # (B * NH, NC, L) abar_t
     scaGamma: jax.Array  # (B * NH, NC) gamma_c
     scaM_states: jax.Array  # (B * NH, NC + 1) m_c at the chunk boundaries
-    vecFlags: jax.Array | None = None  # (B * NH, NC, L) int32, of ``join_flags``; None: not computed
+    vecFlags: jax.Array | None = (
+        None  # (B * NH, NC, L) int32, of ``join_flags``; None: not computed
+    )
 
     def per_step(self) -> "ChunkGates":
         """The gates of every step as (B * NH, S)."""
@@ -93,7 +97,9 @@ def least_power_of_two(x: jax.Array) -> jax.Array:
     return jnp.exp2(jnp.ceil(jnp.log2(lax.stop_gradient(x))))
 
 
-def exact_sum_grid(largest: jax.Array, count: int, power: Callable[[jax.Array], jax.Array] = least_power_of_two) -> jax.Array:
+def exact_sum_grid(
+    largest: jax.Array, count: int, power: Callable[[jax.Array], jax.Array] = least_power_of_two
+) -> jax.Array:
     """What ``split_at`` takes for sums of up to ``count`` numbers to be exact; ``largest`` bounds their magnitudes."""
     return 3.0 * power(jnp.maximum(largest, 1e-30) * count)
 
@@ -125,13 +131,17 @@ def branchless_log1p(x: jax.Array) -> jax.Array:
     return jnp.log(y) + (x - (y - one)) / y
 
 
-def log_forget_gate(f: jax.Array, log1p: Callable[[jax.Array], jax.Array] = jnp.log1p) -> tuple[jax.Array, jax.Array]:
+def log_forget_gate(
+    f: jax.Array, log1p: Callable[[jax.Array], jax.Array] = jnp.log1p
+) -> tuple[jax.Array, jax.Array]:
     """log sigmoid(f), 0 at a reset, and where the resets are."""
     reset = f <= MASKED
     return jnp.where(reset, 0.0, log_sigmoid(jnp.where(reset, 0.0, f), log1p)), reset
 
 
-def log_input_gate(i: jax.Array, input_gate: InputGate, log1p: Callable[[jax.Array], jax.Array] = jnp.log1p) -> jax.Array:
+def log_input_gate(
+    i: jax.Array, input_gate: InputGate, log1p: Callable[[jax.Array], jax.Array] = jnp.log1p
+) -> jax.Array:
     """Logarithm of the input gate; -inf where nothing is stored. A NaN stays."""
     masked = i <= MASKED
     if input_gate is InputGate.SIGMOID:
@@ -140,23 +150,33 @@ def log_input_gate(i: jax.Array, input_gate: InputGate, log1p: Callable[[jax.Arr
 
 
 def log_gates(
-    i: jax.Array, f: jax.Array, input_gate: InputGate, log1p: Callable[[jax.Array], jax.Array] = jnp.log1p
+    i: jax.Array,
+    f: jax.Array,
+    input_gate: InputGate,
+    log1p: Callable[[jax.Array], jax.Array] = jnp.log1p,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """Logarithms of the input and the forget gate, and where the resets are.
 
     A NaN in f is moved to i: there it spoils every later step and no sum over the chunk, hence no earlier step.
     """
     nan = jnp.isnan(f)
-    return log_input_gate(jnp.where(nan, f, i), input_gate, log1p), *log_forget_gate(jnp.where(nan, 0.0, f), log1p)
+    return log_input_gate(jnp.where(nan, f, i), input_gate, log1p), *log_forget_gate(
+        jnp.where(nan, 0.0, f), log1p
+    )
 
 
 def segment_starts(segment_ids: jax.Array) -> jax.Array:
     """Where the id differs from that of the step before: (..., S) bool, as the ids; the first step has none before it."""
-    return jnp.pad(segment_ids[..., 1:] != segment_ids[..., :-1], [(0, 0)] * (segment_ids.ndim - 1) + [(1, 0)])
+    return jnp.pad(
+        segment_ids[..., 1:] != segment_ids[..., :-1], [(0, 0)] * (segment_ids.ndim - 1) + [(1, 0)]
+    )
 
 
 def reset_offset(
-    i_min: jax.Array, i_max: jax.Array, total_decay: jax.Array, power: Callable[[jax.Array], jax.Array] = least_power_of_two
+    i_min: jax.Array,
+    i_max: jax.Array,
+    total_decay: jax.Array,
+    power: Callable[[jax.Array], jax.Array] = least_power_of_two,
 ) -> jax.Array:
     """A power of two above the spread of e_t in a chunk by enough for exp to underflow.
 
@@ -171,7 +191,13 @@ def _where_pair(where: jax.Array, x: Pair) -> Pair:
 
 
 def stabiliser_sources(
-    i: jax.Array, fbar: jax.Array, b: Pair, offset: jax.Array, reset: jax.Array, begins: jax.Array | None, input_gate: InputGate
+    i: jax.Array,
+    fbar: jax.Array,
+    b: Pair,
+    offset: jax.Array,
+    reset: jax.Array,
+    begins: jax.Array | None,
+    input_gate: InputGate,
 ) -> tuple[Pair, Pair]:
     """e_t, and what the running maximum is taken of; with the sigmoid gate the maximum itself.
 
@@ -191,7 +217,12 @@ def stabiliser_sources(
     return e, (jnp.where(reset, e[0], sources[0]), jnp.where(reset, e[1], sources[1]))
 
 
-def local_gates(vecI: jax.Array, vecF: jax.Array, starts: jax.Array | None = None, input_gate: InputGate = InputGate.EXP) -> LocalGates:
+def local_gates(
+    vecI: jax.Array,
+    vecF: jax.Array,
+    starts: jax.Array | None = None,
+    input_gate: InputGate = InputGate.EXP,
+) -> LocalGates:
     """Gates of every chunk on its own. vecI, vecF: pre-activations (B * NH, NC, L); starts: 1 where a packed segment begins."""
     i, fbar, reset = log_gates(vecI, vecF, input_gate)
     i_min = jnp.min(jnp.where(i > -_INF, i, _INF), axis=-1, keepdims=True)
@@ -200,7 +231,9 @@ def local_gates(vecI: jax.Array, vecF: jax.Array, starts: jax.Array | None = Non
     if begins is not None or input_gate is InputGate.SIGMOID:
         i_min, i_max = jnp.minimum(i_min, 0.0), jnp.maximum(i_max, 0.0)  # m = 0 is a source as well
     offset_unit = reset_offset(i_min, i_max, jnp.sum(-fbar, axis=-1, keepdims=True))
-    hi, lo = split_at(fbar, exact_sum_grid(jnp.max(jnp.abs(fbar), axis=-1, keepdims=True), fbar.shape[-1]))
+    hi, lo = split_at(
+        fbar, exact_sum_grid(jnp.max(jnp.abs(fbar), axis=-1, keepdims=True), fbar.shape[-1])
+    )
     b = two_sum(jnp.cumsum(hi, axis=-1), jnp.cumsum(lo, axis=-1))
     restarts = reset if begins is None else reset | begins
     offset = jnp.cumsum(restarts, axis=-1, dtype=vecI.dtype) * offset_unit
@@ -210,7 +243,11 @@ def local_gates(vecI: jax.Array, vecF: jax.Array, starts: jax.Array | None = Non
 
     def since_reset(left, right):
         best = pair_max(left[:2], right[:2])
-        return jnp.where(right[2], right[0], best[0]), jnp.where(right[2], right[1], best[1]), left[2] | right[2]
+        return (
+            jnp.where(right[2], right[0], best[0]),
+            jnp.where(right[2], right[1], best[1]),
+            left[2] | right[2],
+        )
 
     emax_hi, emax_lo, _ = lax.associative_scan(since_reset, (*sources, restarts), axis=-1)
     return LocalGates(b, e, (emax_hi, emax_lo), offset)
@@ -230,7 +267,9 @@ def summary(b: Pair, emax: Pair, offset: jax.Array) -> tuple[jax.Array, jax.Arra
     return b[0] + b[1], (emax[0] - offset) + b[0] + (emax[1] + b[1]), offset > 0
 
 
-def stabiliser_scan(local: LocalGates, scaM_initial: jax.Array, input_gate: InputGate = InputGate.EXP) -> jax.Array:
+def stabiliser_scan(
+    local: LocalGates, scaM_initial: jax.Array, input_gate: InputGate = InputGate.EXP
+) -> jax.Array:
     """m_c at all chunk boundaries (B * NH, NC + 1): a prefix in (max, +) over the chunks."""
     g, a, reset = chunk_summaries(local)
     if input_gate is InputGate.SIGMOID:
@@ -239,12 +278,16 @@ def stabiliser_scan(local: LocalGates, scaM_initial: jax.Array, input_gate: Inpu
     def join(left, right):
         return left[0] + right[0], jnp.maximum(left[1] + right[0], right[1])
 
-    g = jnp.concatenate([jnp.zeros_like(scaM_initial)[..., None], jnp.where(reset, -_INF, g)], axis=-1)
+    g = jnp.concatenate(
+        [jnp.zeros_like(scaM_initial)[..., None], jnp.where(reset, -_INF, g)], axis=-1
+    )
     a = jnp.concatenate([scaM_initial[..., None], a], axis=-1)
     return lax.associative_scan(join, (g, a), axis=-1)[1]
 
 
-def join_chunks(local: LocalGates, scaM_states: jax.Array, input_gate: InputGate = InputGate.EXP) -> ChunkGates:
+def join_chunks(
+    local: LocalGates, scaM_states: jax.Array, input_gate: InputGate = InputGate.EXP
+) -> ChunkGates:
     """Completes the local gates with the stabilisers m_c of the chunk boundaries, scaM_states: (B * NH, NC + 1)."""
     m_start = scaM_states[..., :-1, None]
     b_hi, b_lo, offset = (y[..., -1:] for y in (*local.vecB, local.vecOffset))
@@ -253,7 +296,9 @@ def join_chunks(local: LocalGates, scaM_states: jax.Array, input_gate: InputGate
     return ChunkGates(local.vecE, u, w, m, abar, gamma[..., 0], scaM_states)
 
 
-def join_ends(b_hi: jax.Array, b_lo: jax.Array, offset: jax.Array, m_start: jax.Array, m_end: jax.Array) -> tuple[Pair, jax.Array]:
+def join_ends(
+    b_hi: jax.Array, b_lo: jax.Array, offset: jax.Array, m_start: jax.Array, m_end: jax.Array
+) -> tuple[Pair, jax.Array]:
     """p, +inf where nothing is stored, and gamma of each chunk, from its last step and its boundaries. Lowers to Mosaic GPU."""
     nothing = m_end == -_INF
     p = pair_add(two_sum(offset, jnp.where(nothing, 0.0, m_end)), (-b_hi, -b_lo))
@@ -261,7 +306,9 @@ def join_ends(b_hi: jax.Array, b_lo: jax.Array, offset: jax.Array, m_start: jax.
     return p, jnp.where(offset == 0, jnp.exp((m_start - p[0]) - p[1]), 0.0)
 
 
-def join_steps(local: LocalGates, m_start: jax.Array, p: Pair, input_gate: InputGate) -> tuple[Pair, jax.Array, jax.Array, jax.Array]:
+def join_steps(
+    local: LocalGates, m_start: jax.Array, p: Pair, input_gate: InputGate
+) -> tuple[Pair, jax.Array, jax.Array, jax.Array]:
     """u, w, m and abar of every step; m_start and p as of ``join_ends``. Lowers to Mosaic GPU."""
     (b_hi, b_lo), e, emax, offset = local
     carried = offset == 0
@@ -280,7 +327,14 @@ CARRIED, GOES_ON, PASSES = 1, 2, 4  # bits of ``join_flags``
 
 
 def join_flags(
-    e: Pair, u: Pair, m: jax.Array, m_before: jax.Array, f: jax.Array, log_f: jax.Array, restarts: jax.Array, begins: jax.Array | None
+    e: Pair,
+    u: Pair,
+    m: jax.Array,
+    m_before: jax.Array,
+    f: jax.Array,
+    log_f: jax.Array,
+    restarts: jax.Array,
+    begins: jax.Array | None,
 ) -> jax.Array:
     """What the gates' gradients have to know of a step: int32. Lowers to Mosaic GPU.
 
@@ -297,7 +351,9 @@ def join_flags(
         return jnp.where(where, jnp.full(m.shape, flag, jnp.int32), 0)
 
     carried = ((e[0] != u[0]) | (e[1] != u[1])) & (f > MASKED)
-    passes = log_f + m_before - m > LEAST_EXPONENT[m.dtype.name]  # not a number where nothing was stored
+    passes = (
+        log_f + m_before - m > LEAST_EXPONENT[m.dtype.name]
+    )  # not a number where nothing was stored
     goes_on = bits(carried, GOES_ON)
     flags = bits(carried, CARRIED) + (goes_on if begins is None else jnp.where(begins, 0, goes_on))
     return flags + jnp.where(restarts, 0, bits(passes, PASSES))
@@ -321,10 +377,14 @@ def fusion_barrier(tree, at_least_zero: jax.Array):
     XLA for CPUs fuses the computation of vectors into the loops over the L x L tiles that they enter, and computes them again for every
     element: up to five times the time of the whole forward pass. It looks through optimization barriers, but not into a conditional.
     """
-    return lax.cond(jnp.any(at_least_zero < 0), lambda x: jax.tree.map(jnp.zeros_like, x), lambda x: x, tree)
+    return lax.cond(
+        jnp.any(at_least_zero < 0), lambda x: jax.tree.map(jnp.zeros_like, x), lambda x: x, tree
+    )
 
 
-def vector_states(added: jax.Array, gamma: jax.Array, initial: jax.Array, *, backward: bool = False) -> tuple[jax.Array, jax.Array]:
+def vector_states(
+    added: jax.Array, gamma: jax.Array, initial: jax.Array, *, backward: bool = False
+) -> tuple[jax.Array, jax.Array]:
     """x_{next} = gamma_c x_c + added_c: the recurrence of n, in plain jnp, for C see stages/recurrence.py.
 
     Args:
@@ -342,6 +402,8 @@ def vector_states(added: jax.Array, gamma: jax.Array, initial: jax.Array, *, bac
         return jnp.concatenate([x[:, 1:], first] if backward else [first, x[:, :-1]], axis=1)
 
     factors = entering(jnp.ones_like(gamma[:, :1]), gamma)[..., None]
-    _, x = lax.associative_scan(join, (factors, entering(initial[:, None], added)), reverse=backward, axis=1)
+    _, x = lax.associative_scan(
+        join, (factors, entering(initial[:, None], added)), reverse=backward, axis=1
+    )
     end = 0 if backward else -1
     return x, gamma[:, end, None] * x[:, end] + added[:, end]

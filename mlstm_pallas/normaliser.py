@@ -70,7 +70,11 @@ class Normaliser:
         inv_den = inverse(jnp.maximum(jnp.abs(z), floor) + self.eps)
         larger = jnp.abs(z) >= floor
         dz_den = jnp.where(larger, -jnp.sign(z) * delta, 0.0)
-        share = self.eps * inv_den if self.stabilize_correctly else jnp.where(larger, self.eps * inv_den, 1.0)
+        share = (
+            self.eps * inv_den
+            if self.stabilize_correctly
+            else jnp.where(larger, self.eps * inv_den, 1.0)
+        )
         return NormaliserGradients(inv_den, dz_den * inv_den, dz_den, -delta * share)
 
 

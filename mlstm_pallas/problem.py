@@ -117,8 +117,12 @@ class Problem:
         return dataclasses.replace(self, NH=self.NH * num_splits, S=self.S // num_splits)
 
 
-def make_problem(q_shape: tuple[int, ...], DHHV: int, chunk_size: int, *, pad_heads: bool) -> Problem:
+def make_problem(
+    q_shape: tuple[int, ...], DHHV: int, chunk_size: int, *, pad_heads: bool
+) -> Problem:
     """The padded problem of q (B, NH, S, DHQK) with value dimension DHHV at a chunk size that is already clamped."""
     B, NH, S, DHQK = q_shape
     pad = padded_head_dim if pad_heads else int
-    return Problem(B, NH, -(-S // chunk_size) * chunk_size, pad(DHQK), pad(DHHV), chunk_size, DHQK**-0.5)
+    return Problem(
+        B, NH, -(-S // chunk_size) * chunk_size, pad(DHQK), pad(DHHV), chunk_size, DHQK**-0.5
+    )

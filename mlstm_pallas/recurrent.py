@@ -90,7 +90,9 @@ def sequence(spec: StepSpec, x: Token, states: States) -> tuple[jax.Array, State
     return jnp.moveaxis(h, 0, 2), states
 
 
-def _check_arrays(x: Token, c, n, m, *, steps: bool, gate: InputGate, layout: Layout, backend: str | None) -> None:
+def _check_arrays(
+    x: Token, c, n, m, *, steps: bool, gate: InputGate, layout: Layout, backend: str | None
+) -> None:
     states = dict(c=c, n=n) | ({} if m is None and gate is InputGate.SIGMOID else dict(m=m))
     given = validation.check_states_complete(states)
     arrays = x._asdict() | (states if given else {})
@@ -109,12 +111,28 @@ def _check_arrays(x: Token, c, n, m, *, steps: bool, gate: InputGate, layout: La
 
 
 def _run(
-    token: tuple[Any, ...], c, n, m, *, steps: bool, layout, eps, norm_val, stabilize_correctly, input_gate, normalize, backend, config
+    token: tuple[Any, ...],
+    c,
+    n,
+    m,
+    *,
+    steps: bool,
+    layout,
+    eps,
+    norm_val,
+    stabilize_correctly,
+    input_gate,
+    normalize,
+    backend,
+    config,
 ) -> tuple[jax.Array, StateTuple]:
     stabilize_correctly = validation.check_flag("stabilize_correctly", stabilize_correctly)
     gate, normalize = validation.check_input_gate(input_gate, normalize)
     layout = validation.check_layout(layout)
-    eps, norm_val = validation.check_scalar("eps", eps), validation.check_scalar("norm_val", norm_val)
+    eps, norm_val = (
+        validation.check_scalar("eps", eps),
+        validation.check_scalar("norm_val", norm_val),
+    )
     validation.check_backend(backend)
     backend = requested_backend(backend, mosaic_gpu_kernels=False)
     validation.check_instance("config", config, KernelConfig)
@@ -136,7 +154,9 @@ def _run(
     normaliser = Normaliser(eps, norm_val, stabilize_correctly) if normalize else None
     problem = Problem(B, NH, 1, DHQK, DHV, 1, DHQK**-0.5)
     spec = StepSpec(problem, filled.stage("recurrent_step"), normaliser, backend)
-    h, states = (sequence if steps else step)(spec, Token(*arrays), States(c, n, None if gate is InputGate.SIGMOID else m))
+    h, states = (sequence if steps else step)(
+        spec, Token(*arrays), States(c, n, None if gate is InputGate.SIGMOID else m)
+    )
     if layout is Layout.BTNH:
         h = jnp.swapaxes(h, 1, 2)
     return h, (states.c, states.n, m if states.m is None else states.m)

@@ -72,7 +72,11 @@ def recurrence(
     q, k, v, i, f = map(jnp.asarray, (q, k, v, i, f))
     dtype = accumulator_dtype(q.dtype, k.dtype, v.dtype, i.dtype, f.dtype)
     B, NH, _, DHQK = q.shape
-    C = jnp.zeros((B, NH, DHQK, v.shape[-1]), dtype) if c_initial is None else jnp.asarray(c_initial, dtype)
+    C = (
+        jnp.zeros((B, NH, DHQK, v.shape[-1]), dtype)
+        if c_initial is None
+        else jnp.asarray(c_initial, dtype)
+    )
     n = jnp.zeros((B, NH, DHQK), dtype) if n_initial is None else jnp.asarray(n_initial, dtype)
     m = jnp.zeros((B, NH), dtype) if m_initial is None else jnp.asarray(m_initial, dtype)
     scale = DHQK**-0.5
@@ -82,12 +86,16 @@ def recurrence(
         check_zeros("m_initial", m_initial)
     i = log_input_gate(i.astype(dtype), gate)
     starts = (
-        jnp.zeros(f.shape, bool) if segment_ids is None else jnp.broadcast_to(segment_starts(jnp.asarray(segment_ids))[:, None], f.shape)
+        jnp.zeros(f.shape, bool)
+        if segment_ids is None
+        else jnp.broadcast_to(segment_starts(jnp.asarray(segment_ids))[:, None], f.shape)
     )
 
     def step(states, x):
         q, k, v, i, fbar, reset, start = x
-        C, n, m = (jnp.where(start.reshape(start.shape + (1,) * (y.ndim - 2)), 0.0, y) for y in states)
+        C, n, m = (
+            jnp.where(start.reshape(start.shape + (1,) * (y.ndim - 2)), 0.0, y) for y in states
+        )
         carried = jnp.where(reset, -_INF, fbar + m)
         m_new = jnp.maximum(carried, i) if gate is InputGate.EXP else m
         m_safe = jnp.where(m_new == -_INF, 0.0, m_new)
@@ -98,7 +106,9 @@ def recurrence(
         z = scale * jnp.einsum("bhk,bhk->bh", q, n, precision="highest")
         return (C, n, m_new), normaliser.normalise(num, z, m_new) if normalize else num
 
-    xs = [jnp.moveaxis(x.astype(dtype), 2, 0) for x in (q, k, v, i, fbar)] + [jnp.moveaxis(x, 2, 0) for x in (reset, starts)]
+    xs = [jnp.moveaxis(x.astype(dtype), 2, 0) for x in (q, k, v, i, fbar)] + [
+        jnp.moveaxis(x, 2, 0) for x in (reset, starts)
+    ]
     states, h = lax.scan(step, (C, n, m), tuple(xs))
     return jnp.moveaxis(h, 0, 2), states
 

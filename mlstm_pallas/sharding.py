@@ -31,7 +31,9 @@ from jax.sharding import PartitionSpec as P
 
 from mlstm_pallas.version import __version__
 
-Function = Callable[..., Any]  # (spec, *pytrees of arrays (B * NH, ...)) -> pytree of arrays (B * NH, ...), for any B and NH
+Function = Callable[
+    ..., Any
+]  # (spec, *pytrees of arrays (B * NH, ...)) -> pytree of arrays (B * NH, ...), for any B and NH
 
 
 def over_shards(function: Function, spec: Any, *args: Any) -> Any:
@@ -51,7 +53,10 @@ def aligned(*arrays: jax.Array) -> list[jax.Array]:
         return [_resharded(x, mesh, spec) for x in arrays]
     varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
     missing = [tuple(sorted(varying - jax.typeof(x).manual_axis_type.varying)) for x in arrays]
-    return [jax.lax.pcast(x, axes, to="varying") if axes else x for x, axes in zip(arrays, missing, strict=True)]
+    return [
+        jax.lax.pcast(x, axes, to="varying") if axes else x
+        for x, axes in zip(arrays, missing, strict=True)
+    ]
 
 
 def _common_spec(specs: Iterable[P], count: int) -> P:
@@ -60,7 +65,10 @@ def _common_spec(specs: Iterable[P], count: int) -> P:
     taken: set[str] = set()
     common: list[tuple[str, ...] | None] = []
     for axis in range(count):
-        choices = ((entry,) if isinstance(entry, str) else entry or () for entry in (spec[axis] for spec in specs))
+        choices = (
+            (entry,) if isinstance(entry, str) else entry or ()
+            for entry in (spec[axis] for spec in specs)
+        )
         chosen = next((names for names in choices if names and not taken.intersection(names)), None)
         taken.update(chosen or ())
         common.append(chosen)
@@ -84,7 +92,11 @@ def _mappable(function: Function, spec: Any, mapped: int) -> Function:
 
     @call.def_vmap
     def rule(axis_size, is_mapped, *args):
-        args = jax.tree.map(lambda x, at: x if at else jnp.broadcast_to(x, (axis_size, *x.shape)), args, tuple(is_mapped))
+        args = jax.tree.map(
+            lambda x, at: x if at else jnp.broadcast_to(x, (axis_size, *x.shape)),
+            args,
+            tuple(is_mapped),
+        )
         outputs = _mappable(function, spec, mapped + 1)(*args)
         return outputs, jax.tree.map(lambda _: True, outputs)
 
@@ -98,11 +110,19 @@ def _on_mesh(function: Function, spec: Any, mapped: int, *args: Any) -> Any:
     if axes := set(first.mesh.explicit_axes):
         if len(axes) == len(first.mesh.axis_names):
             axes = set()  # all but those of which vmap has taken hold, which only shard_map knows
-        common = _common_spec([jax.typeof(x).sharding.spec for x in jax.tree.leaves(args)], mapped + 2)
+        common = _common_spec(
+            [jax.typeof(x).sharding.spec for x in jax.tree.leaves(args)], mapped + 2
+        )
         args = jax.tree.map(lambda x: _resharded(x, first.mesh, common), args)
         mesh = None if context == first.mesh else first.mesh
-        return jax.shard_map(local, mesh=mesh, in_specs=common, out_specs=common, axis_names=axes, check_vma=False)(*args)
-    alone = context.abstract_device is not None if context.empty else math.prod(context.shape[axis] for axis in context.auto_axes) == 1
+        return jax.shard_map(
+            local, mesh=mesh, in_specs=common, out_specs=common, axis_names=axes, check_vma=False
+        )(*args)
+    alone = (
+        context.abstract_device is not None
+        if context.empty
+        else math.prod(context.shape[axis] for axis in context.auto_axes) == 1
+    )
     # Interpreted Mosaic GPU kernels call back in order, which custom_partitioning does not allow: they run on one device.
     if alone or spec.backend == "mosaic_gpu_interpret":
         return local(*args)
@@ -120,7 +140,9 @@ def _on_shard(function: Function, spec: Any, mapped: int, *args: Any) -> Any:
     (heads,) = shapes
     *batch, NH = heads
     spec = spec.with_heads(math.prod(batch), NH)
-    outputs = function(spec, *jax.tree.map(lambda x: x.reshape(math.prod(heads), *x.shape[len(heads) :]), args))
+    outputs = function(
+        spec, *jax.tree.map(lambda x: x.reshape(math.prod(heads), *x.shape[len(heads) :]), args)
+    )
     return jax.tree.map(lambda x: x.reshape(*heads, *x.shape[1:]), outputs)
 
 
@@ -135,7 +157,9 @@ def _identity(function: Function, spec: Any, mapped: int) -> np.ndarray:
 
 
 @functools.partial(custom_partitioning, static_argnums=(0, 1, 2))
-def _partitioned(function: Function, spec: Any, mapped: int, identity: jax.Array, *args: Any) -> Any:
+def _partitioned(
+    function: Function, spec: Any, mapped: int, identity: jax.Array, *args: Any
+) -> Any:
     return _on_shard(function, spec, mapped, *args)
 
 
@@ -144,7 +168,10 @@ def _sharding_rule(function: Function, spec: Any, mapped: int, mesh: Any, operan
     whole = [f"whole{n}" for n in range(1 + sum(x.rank for x in (*operands, *results)))]
     names = iter(whole)
     identity, *shapes = (
-        " ".join((free if index else []) + [next(names) for _ in range(x.rank - (len(free) if index else 0))])
+        " ".join(
+            (free if index else [])
+            + [next(names) for _ in range(x.rank - (len(free) if index else 0))]
+        )
         for index, x in enumerate((*operands, *results))
     )
     inputs, outputs = [identity, *shapes[: len(operands) - 1]], shapes[len(operands) - 1 :]

@@ -37,10 +37,14 @@ def decays_of_others(gamma: jax.Array, *, backward: bool = False) -> jax.Array:
     """prod of gamma over the later chunks (earlier ones with backward), along the last axis."""
     products = lax.cumprod(gamma, axis=gamma.ndim - 1, reverse=not backward)
     one = jnp.ones_like(gamma[..., :1])
-    return jnp.concatenate([one, products[..., :-1]] if backward else [products[..., 1:], one], axis=-1)
+    return jnp.concatenate(
+        [one, products[..., :-1]] if backward else [products[..., 1:], one], axis=-1
+    )
 
 
-def decays_in_splits(gamma: jax.Array, num_splits: int, S: int, *, backward: bool = False) -> jax.Array:
+def decays_in_splits(
+    gamma: jax.Array, num_splits: int, S: int, *, backward: bool = False
+) -> jax.Array:
     """For every step the prod of gamma over the later chunks of its split (earlier ones with backward).
 
     gamma: (B * NH, NC). Returns (B * NH, S).
@@ -50,7 +54,9 @@ def decays_in_splits(gamma: jax.Array, num_splits: int, S: int, *, backward: boo
     return jnp.broadcast_to(decays.reshape(BNH, NC, 1), (BNH, NC, S // NC)).reshape(BNH, S)
 
 
-def split_states(added: jax.Array, gamma: jax.Array, initial: jax.Array | None, *, backward: bool = False) -> jax.Array:
+def split_states(
+    added: jax.Array, gamma: jax.Array, initial: jax.Array | None, *, backward: bool = False
+) -> jax.Array:
     """X where each split begins, with backward where it ends, with splits as heads: (B * NH * num_splits, DHQK, DHHV) float32.
 
     Args:
@@ -59,12 +65,16 @@ def split_states(added: jax.Array, gamma: jax.Array, initial: jax.Array | None, 
       initial: (B * NH, DHQK, DHHV) float32 where the sequence begins, or ends; None: zeros.
     """
     BNH, others = added.shape[:2]
-    gamma = jnp.prod(gamma.reshape(BNH, others + 1, gamma.shape[1] // (others + 1)), axis=-1)[..., None, None]
+    gamma = jnp.prod(gamma.reshape(BNH, others + 1, gamma.shape[1] // (others + 1)), axis=-1)[
+        ..., None, None
+    ]
     gamma = gamma[:, 1:] if backward else gamma[:, :-1]
     X = [jnp.zeros_like(added[:, 0]) if initial is None else initial]
     for j in reversed(range(others)) if backward else range(others):
         X.append(gamma[:, j] * X[-1] + added[:, j])
-    return jnp.stack(X[::-1] if backward else X, axis=1).reshape(BNH * (others + 1), *added.shape[2:])
+    return jnp.stack(X[::-1] if backward else X, axis=1).reshape(
+        BNH * (others + 1), *added.shape[2:]
+    )
 
 
 def splits_as_heads(x: jax.Array, num_splits: int) -> jax.Array:

@@ -81,14 +81,20 @@ class StageConfig:
                 raise ValueError(f"{name} is {tile!r}, expected a power of two >= {MIN_TILE}")
         if not is_power_of_two(self.num_warps) or self.num_warps > 16:
             raise ValueError(f"num_warps is {self.num_warps!r}, expected 1, 2, 4, 8 or 16")
-        if not isinstance(self.num_stages, int) or isinstance(self.num_stages, bool) or not 1 <= self.num_stages <= 8:
+        if (
+            not isinstance(self.num_stages, int)
+            or isinstance(self.num_stages, bool)
+            or not 1 <= self.num_stages <= 8
+        ):
             raise ValueError(f"num_stages is {self.num_stages!r}, expected an integer from 1 to 8")
         if self.num_splits is not None and not is_power_of_two(self.num_splits):
             raise ValueError(f"num_splits is {self.num_splits!r}, expected None or a power of two")
         if not isinstance(self.keep_q, bool):
             raise TypeError(f"keep_q is {self.keep_q!r}, expected a bool")
         if not isinstance(self.mosaic_gpu, StageConfig | None):
-            raise TypeError(f"mosaic_gpu is a {type(self.mosaic_gpu).__name__}, expected a StageConfig or None")
+            raise TypeError(
+                f"mosaic_gpu is a {type(self.mosaic_gpu).__name__}, expected a StageConfig or None"
+            )
 
     def replace(self, **changes: Any) -> "StageConfig":
         return dataclasses.replace(self, **changes)
@@ -104,7 +110,9 @@ class StageConfig:
             siz_b_LKV=clamped(self.siz_b_LKV, problem.L),
             siz_b_DHQK=clamped(self.siz_b_DHQK, problem.DHQK),
             siz_b_DHHV=clamped(self.siz_b_DHHV, problem.DHHV),
-            siz_b_loop=min(clamped(self.siz_b_loop, problem.DHQK), clamped(self.siz_b_loop, problem.DHHV)),
+            siz_b_loop=min(
+                clamped(self.siz_b_loop, problem.DHQK), clamped(self.siz_b_loop, problem.DHHV)
+            ),
             keep_q=self.keep_q and is_power_of_two(problem.DHQK),
         )
 
@@ -205,7 +213,9 @@ def search_of(*names: str, **values: Sequence[Any]) -> dict[str, Sequence[Any]]:
 # their number of axes tells. Gates, tiles, states and scaled operands have the layouts of the kernels.
 
 
-def sequence_spec(x: Any, p: Problem, rows: int, columns: int, index_map: Callable[..., tuple[Any, Any, Any]]) -> pl.BlockSpec:
+def sequence_spec(
+    x: Any, p: Problem, rows: int, columns: int, index_map: Callable[..., tuple[Any, Any, Any]]
+) -> pl.BlockSpec:
     """Blocks of such an array, or of its shape; index_map: the grid to (head, row block, column block). Splits count as heads."""
     if x.ndim == 3:
         return pl.BlockSpec((None, rows, columns), index_map)

@@ -16,7 +16,9 @@ _NEG_INF = float("-inf")
 _LOG2_E = math.log2(math.e)
 
 
-def dot(a: jax.Array, b: jax.Array, precision: Precision, *, a_axis: int = 1, b_axis: int = 0) -> jax.Array:
+def dot(
+    a: jax.Array, b: jax.Array, precision: Precision, *, a_axis: int = 1, b_axis: int = 0
+) -> jax.Array:
     """Contracts axis a_axis of the tile a with axis b_axis of the tile b; float32 sums."""
     dims = (((a_axis,), (b_axis,)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
@@ -56,10 +58,14 @@ def remainder(x: jax.Array, n: int) -> jax.Array:
 
 def loop(count: int | jax.Array, body: Callable[[jax.Array, Carry], Carry], init: Carry) -> Carry:
     """body(0), ..., body(count - 1), carrying its result."""
-    return lax.fori_loop(0, count, lambda index, carry: body(lax.convert_element_type(index, np.int32), carry), init)
+    return lax.fori_loop(
+        0, count, lambda index, carry: body(lax.convert_element_type(index, np.int32), carry), init
+    )
 
 
-def sum_of(count: int, product: Callable[[jax.Array], jax.Array], shape: tuple[int, int]) -> jax.Array:
+def sum_of(
+    count: int, product: Callable[[jax.Array], jax.Array], shape: tuple[int, int]
+) -> jax.Array:
     """product(0) + ... + product(count - 1), in float32."""
     return loop(count, lambda index, acc: acc + product(index), jnp.zeros(shape, jnp.float32))
 

@@ -31,7 +31,11 @@ SEQUENCE_DIMS: dict[str, Dims] = {
     "i": ("B", "NH", "S"),
     "f": ("B", "NH", "S"),
 }
-STATE_DIMS: dict[str, Dims] = {"c": ("B", "NH", "DHQK", "DHV"), "n": ("B", "NH", "DHQK"), "m": ("B", "NH")}
+STATE_DIMS: dict[str, Dims] = {
+    "c": ("B", "NH", "DHQK", "DHV"),
+    "n": ("B", "NH", "DHQK"),
+    "m": ("B", "NH"),
+}
 
 
 def check_is_array(name: str, x: Any) -> None:
@@ -49,7 +53,9 @@ def check_array(name: str, x: Any, dtypes: Sequence[str], *, listed: Sequence[st
     """listed: those that the message recommends, in place of all."""
     check_is_array(name, x)
     if str(x.dtype) not in dtypes:
-        raise TypeError(f"{name} has dtype {x.dtype}, expected one of {', '.join(listed or dtypes)}")
+        raise TypeError(
+            f"{name} has dtype {x.dtype}, expected one of {', '.join(listed or dtypes)}"
+        )
 
 
 def check_dtype_runs(name: str, dtype: Any, expected: Sequence[str], backend: str | None) -> None:
@@ -61,18 +67,28 @@ def check_dtype_runs(name: str, dtype: Any, expected: Sequence[str], backend: st
 
 
 def float64_runs(dtype: Any, backend: str | None) -> bool:
-    return dtype == jnp.float64 and backend == "xla" and jax.dtypes.canonicalize_dtype(dtype) == dtype
+    return (
+        dtype == jnp.float64 and backend == "xla" and jax.dtypes.canonicalize_dtype(dtype) == dtype
+    )
 
 
 def check_zeros(name: str, x: Any) -> None:
     """A stabiliser is None or zeros; one whose values are not known here passes."""
-    if x is None or isinstance(x, jax.core.Tracer) or (isinstance(x, jax.Array) and not x.is_fully_addressable):
+    if (
+        x is None
+        or isinstance(x, jax.core.Tracer)
+        or (isinstance(x, jax.Array) and not x.is_fully_addressable)
+    ):
         return
     if np.any(np.asarray(x) != 0):
-        raise ValueError(f"{name} has values other than 0 with input_gate 'sigmoid', expected None or zeros")
+        raise ValueError(
+            f"{name} has values other than 0 with input_gate 'sigmoid', expected None or zeros"
+        )
 
 
-def check_shapes(arrays: Mapping[str, Any], dims: Mapping[str, Dims], sizes: Mapping[str, int] | None = None) -> dict[str, int]:
+def check_shapes(
+    arrays: Mapping[str, Any], dims: Mapping[str, Dims], sizes: Mapping[str, int] | None = None
+) -> dict[str, int]:
     """Checks every array that is not None against its named dimensions; returns their sizes.
 
     A dimension has the size that it has in the first array; ``sizes`` are known beforehand. All but B and NH are at least 1.
@@ -83,21 +99,31 @@ def check_shapes(arrays: Mapping[str, Any], dims: Mapping[str, Dims], sizes: Map
             continue
         shape, names = tuple(x.shape), dims[name]
         text = f"({', '.join(names)})"
-        known = f" = ({', '.join(str(sizes.get(dim, dim)) for dim in names)}{',' * (len(names) == 1)})"
+        known = (
+            f" = ({', '.join(str(sizes.get(dim, dim)) for dim in names)}{',' * (len(names) == 1)})"
+        )
         if len(shape) != len(names):
             bound = [dim for dim in names if dim in sizes]
-            expected = text + known * bool(bound) + _as_shape(arrays, sources, bound[:1]) * (len(bound) == len(names))
+            expected = (
+                text
+                + known * bool(bound)
+                + _as_shape(arrays, sources, bound[:1]) * (len(bound) == len(names))
+            )
             raise ValueError(f"{name} has shape {shape}, expected {expected}")
         for dim, size in zip(names, shape, strict=True):
             if size < 1 and dim not in ("B", "NH"):
                 raise ValueError(f"{name} has shape {shape}, expected {text} with {dim} >= 1")
-        wrong = [dim for dim, size in zip(names, shape, strict=True) if sizes.get(dim, size) != size]
+        wrong = [
+            dim for dim, size in zip(names, shape, strict=True) if sizes.get(dim, size) != size
+        ]
         for dim, size in zip(names, shape, strict=True):
             sources.setdefault(dim, "" if dim in sizes else name)
             sizes.setdefault(dim, size)
         if wrong:
             known = f" = ({', '.join(str(sizes[dim]) for dim in names)}{',' * (len(names) == 1)})"
-            raise ValueError(f"{name} has shape {shape}, expected {text}{known}{_as_shape(arrays, sources, wrong)}")
+            raise ValueError(
+                f"{name} has shape {shape}, expected {text}{known}{_as_shape(arrays, sources, wrong)}"
+            )
     return sizes
 
 
@@ -115,7 +141,9 @@ def check_states_complete(states: Mapping[str, Any], kind: str = "states") -> bo
     if given and len(given) < len(states):
         missing = [name for name in states if name not in given]
         count = "all three" if len(states) == 3 else "both"
-        raise ValueError(f"{kind} come {count} or not at all: got {', '.join(given)} without {', '.join(missing)}")
+        raise ValueError(
+            f"{kind} come {count} or not at all: got {', '.join(given)} without {', '.join(missing)}"
+        )
     return bool(given)
 
 
@@ -123,7 +151,9 @@ def check_one_dtype(arrays: Mapping[str, Any]) -> None:
     """k and v have the dtype of q."""
     for name in ("k", "v"):
         if arrays[name].dtype != arrays["q"].dtype:
-            raise TypeError(f"{name} has dtype {arrays[name].dtype}, expected {arrays['q'].dtype}, the dtype of q")
+            raise TypeError(
+                f"{name} has dtype {arrays[name].dtype}, expected {arrays['q'].dtype}, the dtype of q"
+            )
 
 
 def check_layout(layout: Any) -> Layout:
@@ -171,7 +201,17 @@ def warn_of_layout(layout: Layout) -> None:
 
 
 def check_chunkwise_arrays(
-    q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, input_gate: InputGate, layout: Layout = Layout.BNTH
+    q,
+    k,
+    v,
+    i,
+    f,
+    c_initial,
+    n_initial,
+    m_initial,
+    segment_ids,
+    input_gate: InputGate,
+    layout: Layout = Layout.BNTH,
 ) -> dict[str, int]:
     """The arrays of mlstm_chunkwise; returns the sizes of their dimensions."""
     arrays = dict(q=q, k=k, v=v, i=i, f=f)
@@ -184,12 +224,16 @@ def check_chunkwise_arrays(
         check_array(name, x, INPUT_DTYPES, listed=KERNEL_DTYPES if name in "qkv" else INPUT_DTYPES)
     check_axes_of_gates(arrays, layout)
     dims = sequence_dims(layout)
-    sizes = check_shapes(arrays, dims | {f"{name}_initial": dims for name, dims in STATE_DIMS.items()})
+    sizes = check_shapes(
+        arrays, dims | {f"{name}_initial": dims for name, dims in STATE_DIMS.items()}
+    )
     if segment_ids is not None:
         check_is_array("segment_ids", segment_ids)
         if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
             raise TypeError(f"segment_ids has dtype {segment_ids.dtype}, expected an integer dtype")
-        check_shapes(dict(q=q, segment_ids=segment_ids), {"q": dims["q"], "segment_ids": ("B", "S")})
+        check_shapes(
+            dict(q=q, segment_ids=segment_ids), {"q": dims["q"], "segment_ids": ("B", "S")}
+        )
     if input_gate is InputGate.SIGMOID:
         check_zeros("m_initial", m_initial)
     return sizes
@@ -197,12 +241,16 @@ def check_chunkwise_arrays(
 
 def check_input_gate(input_gate: Any, normalize: Any) -> tuple[InputGate, bool]:
     if not isinstance(input_gate, str):
-        raise TypeError(f"input_gate is a {type(input_gate).__name__}, expected one of {', '.join(InputGate)}")
+        raise TypeError(
+            f"input_gate is a {type(input_gate).__name__}, expected one of {', '.join(InputGate)}"
+        )
     if input_gate not in list(InputGate):
         raise ValueError(f"input_gate is {input_gate!r}, expected one of {', '.join(InputGate)}")
     normalize = check_flag("normalize", normalize)
     if not normalize and input_gate != InputGate.SIGMOID:
-        raise ValueError(f'normalize is False with input_gate {input_gate!r}, expected input_gate="sigmoid"')
+        raise ValueError(
+            f'normalize is False with input_gate {input_gate!r}, expected input_gate="sigmoid"'
+        )
     return InputGate(input_gate), normalize
 
 
@@ -219,10 +267,18 @@ def check_scalar(name: str, x: Any, *, signed: bool = False) -> float:
 
 
 def check_integer(name: str, x: Any, least: int, *, power_of_two: bool = False) -> int:
-    size, expected = as_integer(x), f"expected {'a power of two' if power_of_two else 'an integer'} >= {least}"
+    size, expected = (
+        as_integer(x),
+        f"expected {'a power of two' if power_of_two else 'an integer'} >= {least}",
+    )
     if isinstance(x, jax.core.Tracer):
         raise TypeError(f"{name} is traced, {expected}: mark it static in jit")
-    if not isinstance(size, int) or isinstance(size, bool) or size < least or (power_of_two and not is_power_of_two(size)):
+    if (
+        not isinstance(size, int)
+        or isinstance(size, bool)
+        or size < least
+        or (power_of_two and not is_power_of_two(size))
+    ):
         raise ValueError(f"{name} is {x!r}, {expected}")
     return size
 
@@ -247,9 +303,13 @@ def check_instance(name: str, x: Any, kind: type) -> None:
         raise TypeError(f"{name} is a {type(x).__name__}, expected a {kind.__name__} or None")
 
 
-def as_dtype(name: str, x: Any, expected: str = f"None or one of {', '.join(KERNEL_DTYPES)}") -> jnp.dtype:
+def as_dtype(
+    name: str, x: Any, expected: str = f"None or one of {', '.join(KERNEL_DTYPES)}"
+) -> jnp.dtype:
     try:
-        if x is None or isinstance(x, jax.Array | np.ndarray):  # of which NumPy makes float64, and the dtype of the array
+        if x is None or isinstance(
+            x, jax.Array | np.ndarray
+        ):  # of which NumPy makes float64, and the dtype of the array
             raise TypeError
         return jnp.dtype(x)
     except (TypeError, ValueError):
@@ -261,18 +321,36 @@ def check_output_dtype(name: str, x: Any) -> jnp.dtype:
     if dtype.name not in INPUT_DTYPES:
         raise TypeError(f"{name} is {dtype.name}, expected one of {', '.join(INPUT_DTYPES)}")
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise TypeError(f"{name} is {dtype.name}, which needs jax_enable_x64, expected one of {', '.join(INPUT_DTYPES[:-1])}")
+        raise TypeError(
+            f"{name} is {dtype.name}, which needs jax_enable_x64, expected one of {', '.join(INPUT_DTYPES[:-1])}"
+        )
     return dtype
 
 
 def kernel_dtype(autocast_kernel_dtype: Any, q_dtype: Any, backend: str | None) -> jnp.dtype:
     """The dtype of q, k, v in the matrix products."""
-    dtype = jnp.dtype(q_dtype) if autocast_kernel_dtype is None else as_dtype("autocast_kernel_dtype", autocast_kernel_dtype)
-    given = f"autocast_kernel_dtype is {dtype.name}" if autocast_kernel_dtype is not None else f"q has dtype {dtype.name}"
+    dtype = (
+        jnp.dtype(q_dtype)
+        if autocast_kernel_dtype is None
+        else as_dtype("autocast_kernel_dtype", autocast_kernel_dtype)
+    )
+    given = (
+        f"autocast_kernel_dtype is {dtype.name}"
+        if autocast_kernel_dtype is not None
+        else f"q has dtype {dtype.name}"
+    )
     if dtype.name in KERNEL_DTYPES or float64_runs(dtype, backend):
         return dtype
     if dtype.name == "float64":
-        hint = (": cast q, k and v, or set autocast_kernel_dtype" if autocast_kernel_dtype is None else "") + FLOAT64
+        hint = (
+            ": cast q, k and v, or set autocast_kernel_dtype"
+            if autocast_kernel_dtype is None
+            else ""
+        ) + FLOAT64
     else:
-        hint = "; pass autocast_kernel_dtype to compute in another dtype" if autocast_kernel_dtype is None else ""
+        hint = (
+            "; pass autocast_kernel_dtype to compute in another dtype"
+            if autocast_kernel_dtype is None
+            else ""
+        )
     raise TypeError(f"{given}, expected one of {', '.join(KERNEL_DTYPES)}{hint}")

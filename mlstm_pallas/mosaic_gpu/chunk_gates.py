@@ -22,7 +22,15 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas import gates
-from mlstm_pallas.gates import ChunkGates, LocalGates, branchless_log1p, pair_max, split_at, stabiliser_sources, two_sum
+from mlstm_pallas.gates import (
+    ChunkGates,
+    LocalGates,
+    branchless_log1p,
+    pair_max,
+    split_at,
+    stabiliser_sources,
+    two_sum,
+)
 from mlstm_pallas.mosaic_gpu.chunk_scans import (
     LANES,
     STEPS,

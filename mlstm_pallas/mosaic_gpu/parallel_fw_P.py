@@ -14,7 +14,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.gates import ChunkGates
-from mlstm_pallas.mosaic_gpu.launch import BY_COLUMNS, BY_ROWS, REGISTER_ROWS, head_of, load, mosaic_call, plgpu, tile_transforms
+from mlstm_pallas.mosaic_gpu.launch import (
+    BY_COLUMNS,
+    BY_ROWS,
+    REGISTER_ROWS,
+    head_of,
+    load,
+    mosaic_call,
+    plgpu,
+    tile_transforms,
+)
 from mlstm_pallas.mosaic_gpu.limits import HEADS, SHARED_BYTES, kernel
 from mlstm_pallas.mosaic_gpu.products import Products
 from mlstm_pallas.mosaic_gpu.step_sums import step_sums

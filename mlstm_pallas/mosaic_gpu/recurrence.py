@@ -20,7 +20,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
-from mlstm_pallas.mosaic_gpu.launch import BY_COLUMNS, REGISTER_ROWS, block, head_of, load, mosaic_call, plgpu, tile_transforms
+from mlstm_pallas.mosaic_gpu.launch import (
+    BY_COLUMNS,
+    REGISTER_ROWS,
+    block,
+    head_of,
+    load,
+    mosaic_call,
+    plgpu,
+    tile_transforms,
+)
 from mlstm_pallas.mosaic_gpu.limits import state_rows
 from mlstm_pallas.mosaic_gpu.products import Products
 from mlstm_pallas.problem import Problem

@@ -11,7 +11,13 @@ import jax.numpy as jnp
 
 from mlstm_pallas.mosaic_gpu.limits import HEADS, SHARED_BYTES, kernel, state_rows
 from mlstm_pallas.mosaic_gpu.parallel_bw_dQKV import by_chunk
-from mlstm_pallas.mosaic_gpu.recurrence import COLUMNS, H_STAGES, heuristic_rows, num_ctas, recurrences
+from mlstm_pallas.mosaic_gpu.recurrence import (
+    COLUMNS,
+    H_STAGES,
+    heuristic_rows,
+    num_ctas,
+    recurrences,
+)
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import StageCall, StageConfig, Weighted
 from mlstm_pallas.stages import recurrent_bw_dC as stage

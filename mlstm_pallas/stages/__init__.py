@@ -10,9 +10,15 @@ from mlstm_pallas.stage import Stage
 
 
 def _found() -> dict[str, Stage]:
-    modules = (importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__))
+    modules = (
+        importlib.import_module(f"{__name__}.{module.name}")
+        for module in pkgutil.iter_modules(__path__)
+    )
     stages = [module.STAGE for module in modules if hasattr(module, "STAGE")]
-    return {stage.name: stage for stage in sorted(stages, key=lambda stage: (stage.decode, stage.backward))}
+    return {
+        stage.name: stage
+        for stage in sorted(stages, key=lambda stage: (stage.decode, stage.backward))
+    }
 
 
 STAGES = _found()

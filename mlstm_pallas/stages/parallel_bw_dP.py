@@ -30,11 +30,17 @@ class GradientTiles(NamedTuple):
     keys: Weighted | None  # (B * NH, S, DHQK), weighted kbar; None where C is not recomputed
     pairs: Any  # TilePairs
     normaliser_gradients: NormaliserGradients
-    vecDeltaN_added: jax.Array | None  # (B * NH, NC, DHQK) sum of w_t scale dz_t q_t; None without a normaliser, or before delta is known
+    vecDeltaN_added: (
+        jax.Array | None
+    )  # (B * NH, NC, DHQK) sum of w_t scale dz_t q_t; None without a normaliser, or before delta is known
 
 
 def normaliser_gradients(
-    normaliser: Normaliser | None, matDeltaH: jax.Array, matH: jax.Array | None, vecZ: Any, gates: ChunkGates
+    normaliser: Normaliser | None,
+    matDeltaH: jax.Array,
+    matH: jax.Array | None,
+    vecZ: Any,
+    gates: ChunkGates,
 ) -> NormaliserGradients:
     """What the normaliser passes back; the arguments are those of the stage."""
     if normaliser is None:
@@ -71,24 +77,34 @@ def parallel_bw_dP(
     q, k, v, dh = map(call.chunks, (matQ, matK, matV, matDeltaH))
 
     def product(subscripts, *operands):
-        return jnp.einsum(subscripts, *operands, preferred_element_type=gates.vecW.dtype, precision=call.precision)
+        return jnp.einsum(
+            subscripts, *operands, preferred_element_type=gates.vecW.dtype, precision=call.precision
+        )
 
     D, scores = decay_matrix(gates), product("nctk,ncsk->ncts", q, k) * p.qk_scale
     P, dA = D * scores, product("nctv,ncsv->ncts", dh, v)
     inv_den = dz_den = None
     if gradients.vecInvDen is not None:
-        inv_den, dz_den = fusion_barrier((call.chunks(gradients.vecInvDen), call.chunks(gradients.vecDzDen)), gradients.vecInvDen)
+        inv_den, dz_den = fusion_barrier(
+            (call.chunks(gradients.vecInvDen), call.chunks(gradients.vecDzDen)), gradients.vecInvDen
+        )
         P, dA = P * inv_den[..., None], (dA + dz_den[..., None]) * inv_den[..., None]
     dP = D * dA
     n, T = p.L // p.T, p.T
     W = dP * scores
     strict = causal(W, offset=-1).reshape(p.BNH, p.NC, n, T, n, T)
     diagonal = jnp.diagonal(W, axis1=-2, axis2=-1).reshape(p.BNH, p.NC, n, T)
-    pairs = TilePairs(jnp.moveaxis(jnp.sum(strict, axis=-1), -1, 1), jnp.moveaxis(jnp.sum(strict, axis=-3), 2, 1), diagonal)
+    pairs = TilePairs(
+        jnp.moveaxis(jnp.sum(strict, axis=-1), -1, 1),
+        jnp.moveaxis(jnp.sum(strict, axis=-3), 2, 1),
+        diagonal,
+    )
     acc = gates.vecW.dtype
     qbar = q.astype(acc) * query_scale(gates.vecW, p.qk_scale, inv_den)[..., None]
     kbar = k.astype(acc) * gates.vecAbar[..., None]
-    P, dP, Q_scaled, K_scaled = (x.reshape(p.BNH, p.S, x.shape[-1]).astype(q.dtype) for x in (P, dP * p.qk_scale, qbar, kbar))
+    P, dP, Q_scaled, K_scaled = (
+        x.reshape(p.BNH, p.S, x.shape[-1]).astype(q.dtype) for x in (P, dP * p.qk_scale, qbar, kbar)
+    )
     dn_added = None if dz_den is None else jnp.sum(qbar * dz_den[..., None], axis=2)
     keys = Weighted(K_scaled, None) if return_keys else None
     return GradientTiles(P, dP, Weighted(Q_scaled, None), keys, pairs, gradients, dn_added)

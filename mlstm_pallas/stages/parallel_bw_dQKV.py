@@ -1,8 +1,8 @@
 """Stage parallel_bw_dQKV: the gradients of q, k and v, from states and tiles, for chunks of any size.
 
-    dq_t = r_t (C_c dh_t + dz_t den_t n_c) + sum_s scale dP_ts k_s          r_t = w_t scale / den_t
-    dk_s = abar_s (dC_{c+1} v_s + dn_{c+1}) + sum_t scale dP_ts q_t
-    dv_s = abar_s dC_{c+1}^T k_s + sum_t (P_ts / den_t) dh_t                (P / den and scale dP: parallel_bw_dP)
+dq_t = r_t (C_c dh_t + dz_t den_t n_c) + sum_s scale dP_ts k_s          r_t = w_t scale / den_t
+dk_s = abar_s (dC_{c+1} v_s + dn_{c+1}) + sum_t scale dP_ts q_t
+dv_s = abar_s dC_{c+1}^T k_s + sum_t (P_ts / den_t) dh_t                (P / den and scale dP: parallel_bw_dP)
 """
 
 from typing import Any, NamedTuple
@@ -54,12 +54,18 @@ def parallel_bw_dQKV(
     """
     C, n, dC, dn = matC_states, vecN_states, matDeltaC_states, vecDeltaN_states
     p, acc = call.problem, gates.vecW.dtype
-    q, k, v, dh, P, dP = map(call.chunks, (matQ, matK, matV, matDeltaH, tiles.matP, tiles.matDeltaP))
-    if p.L > p.T:  # the kernels of parallel_bw_dP write no tile in which all keys are later than all queries
+    q, k, v, dh, P, dP = map(
+        call.chunks, (matQ, matK, matV, matDeltaH, tiles.matP, tiles.matDeltaP)
+    )
+    if (
+        p.L > p.T
+    ):  # the kernels of parallel_bw_dP write no tile in which all keys are later than all queries
         P, dP = causal(P), causal(dP)
 
     def product(subscripts, *operands):
-        return jnp.einsum(subscripts, *operands, preferred_element_type=acc, precision=call.precision)
+        return jnp.einsum(
+            subscripts, *operands, preferred_element_type=acc, precision=call.precision
+        )
 
     abar, inv_den = gates.vecAbar[..., None], None
     dq = product("nctv,nckv->nctk", dh, C)
@@ -76,8 +82,12 @@ def parallel_bw_dQKV(
     )
     dq += product("ncts,ncsk->nctk", dP, k)
     dk += product("ncts,nctk->ncsk", dP, q)
-    dQ, dK, dV = (call.steps(dx, x).astype(x.dtype) for dx, x in ((dq, matQ), (dk, matK), (dv, matV)))
-    return Gradients(dQ, dK, dV, inner[0].reshape(p.BNH, p.S), inner[1].reshape(p.BNH, p.S), inner[2])
+    dQ, dK, dV = (
+        call.steps(dx, x).astype(x.dtype) for dx, x in ((dq, matQ), (dk, matK), (dv, matV))
+    )
+    return Gradients(
+        dQ, dK, dV, inner[0].reshape(p.BNH, p.S), inner[1].reshape(p.BNH, p.S), inner[2]
+    )
 
 
 STAGE = Stage(

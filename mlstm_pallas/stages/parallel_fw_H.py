@@ -1,8 +1,8 @@
 """Stage parallel_fw_H: the outputs from the states at the chunk boundaries, all chunks in parallel.
 
-    num_t = w_t scale C_c^T q_t + sum_s P_ts v_s        P_ts = D_ts scale q_t . k_s,  s <= t inside the chunk
-    z_t   = w_t scale n_c . q_t + sum_s P_ts
-    h_t   = num_t / den_t (normaliser.py); without a normaliser num_t, and z is not computed
+num_t = w_t scale C_c^T q_t + sum_s P_ts v_s        P_ts = D_ts scale q_t . k_s,  s <= t inside the chunk
+z_t   = w_t scale n_c . q_t + sum_s P_ts
+h_t   = num_t / den_t (normaliser.py); without a normaliser num_t, and z is not computed
 """
 
 from typing import Any, NamedTuple
@@ -44,9 +44,13 @@ def parallel_fw_H(
     p, (q, k, v) = call.problem, map(call.chunks, (matQ, matK, matV))
 
     def product(subscripts, *operands):
-        return jnp.einsum(subscripts, *operands, preferred_element_type=gates.vecW.dtype, precision=call.precision)
+        return jnp.einsum(
+            subscripts, *operands, preferred_element_type=gates.vecW.dtype, precision=call.precision
+        )
 
-    P = causal(product("nctk,ncsk->ncts", q, k) * (decay_matrix(gates) * p.qk_scale))  # 0 times a NaN in k is none
+    P = causal(
+        product("nctk,ncsk->ncts", q, k) * (decay_matrix(gates) * p.qk_scale)
+    )  # 0 times a NaN in k is none
     w = query_scale(gates.vecW, p.qk_scale)
     num = product("nctk,nckv->nctv", q, matC_states) * w[..., None]
     num += product("ncts,ncsv->nctv", P.astype(q.dtype), v)
@@ -54,7 +58,9 @@ def parallel_fw_H(
     if normaliser is not None:
         z = jnp.sum(q.astype(w.dtype) * vecN_states[:, :, None], axis=-1) * w + jnp.sum(P, axis=-1)
         num = normaliser.normalise(num, z, gates.vecM)
-    return Outputs(call.steps(num.astype(output_dtype), matV), None if z is None else z.reshape(p.BNH, p.S))
+    return Outputs(
+        call.steps(num.astype(output_dtype), matV), None if z is None else z.reshape(p.BNH, p.S)
+    )
 
 
 STAGE = Stage(

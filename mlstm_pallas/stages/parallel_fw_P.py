@@ -1,7 +1,7 @@
 """Stage parallel_fw_P: what recurrent_fw_H multiplies, all chunks in parallel.
 
-    P_ts = D_ts scale q_t . k_s / den_t,  s <= t inside the chunk        r_t = w_t scale / den_t        kbar_s = abar_s k_s
-    z_t  = w_t scale n_c . q_t + den_t sum_s P_ts        den_t: normaliser.py; without a normaliser 1, and z is not computed
+P_ts = D_ts scale q_t . k_s / den_t,  s <= t inside the chunk        r_t = w_t scale / den_t        kbar_s = abar_s k_s
+z_t  = w_t scale n_c . q_t + den_t sum_s P_ts        den_t: normaliser.py; without a normaliser 1, and z is not computed
 """
 
 from typing import NamedTuple
@@ -48,14 +48,20 @@ def parallel_fw_P(
     p, q, k = call.problem, call.chunks(matQ), call.chunks(matK)
     kbar = k.astype(gates.vecW.dtype) * gates.vecAbar[..., None]
     n, n_last = vector_states(jnp.sum(kbar, axis=2), gates.scaGamma, vecN_initial)
-    P = jnp.einsum("nctk,ncsk->ncts", q, k, preferred_element_type=gates.vecW.dtype, precision=call.precision)
+    P = jnp.einsum(
+        "nctk,ncsk->ncts", q, k, preferred_element_type=gates.vecW.dtype, precision=call.precision
+    )
     P = causal(P * (decay_matrix(gates) * p.qk_scale))
     r, z = query_scale(gates.vecW, p.qk_scale), None
     if normaliser is not None:
         z = r * jnp.sum(q.astype(n.dtype) * n[:, :, None], axis=-1) + jnp.sum(P, axis=-1)
-        normalised = normaliser.normalise(jnp.concatenate([P, r[..., None]], axis=-1), z, gates.vecM)
+        normalised = normaliser.normalise(
+            jnp.concatenate([P, r[..., None]], axis=-1), z, gates.vecM
+        )
         P, r = normalised[..., :-1], normalised[..., -1]
-    P, kbar, r = (x.reshape(p.BNH, p.S, *x.shape[3:]) for x in (P.astype(q.dtype), kbar.astype(q.dtype), r))
+    P, kbar, r = (
+        x.reshape(p.BNH, p.S, *x.shape[3:]) for x in (P.astype(q.dtype), kbar.astype(q.dtype), r)
+    )
     z = None if z is None else z.reshape(p.BNH, p.S)
     return Scores(P, Weighted(kbar, None), r, z, n, n_last)
 

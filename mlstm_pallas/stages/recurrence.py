@@ -70,8 +70,18 @@ def with_inner(x: Recurrence, outputs: RecurrenceOutputs) -> RecurrenceOutputs:
 
 def _recurrence(x: Recurrence, call: StageCall) -> RecurrenceOutputs:
     acc = x.gamma.dtype
-    a = call.chunks(x.a) if x.r is None else call.chunks(x.a).astype(acc) * call.chunks(x.r)[..., None]
-    products = jnp.einsum("nclk,nclv->nckv", a.astype(x.a.dtype), call.chunks(x.b), preferred_element_type=acc, precision=call.precision)
+    a = (
+        call.chunks(x.a)
+        if x.r is None
+        else call.chunks(x.a).astype(acc) * call.chunks(x.r)[..., None]
+    )
+    products = jnp.einsum(
+        "nclk,nclv->nckv",
+        a.astype(x.a.dtype),
+        call.chunks(x.b),
+        preferred_element_type=acc,
+        precision=call.precision,
+    )
     X_initial = jnp.zeros_like(products[:, 0]) if x.X_initial is None else x.X_initial
 
     def step(carry, chunk):
@@ -82,7 +92,9 @@ def _recurrence(x: Recurrence, call: StageCall) -> RecurrenceOutputs:
 
     chunks = jnp.arange(x.gamma.shape[1]), x.gamma.T
     (X_last, after), _ = lax.scan(step, (X_initial, products), chunks, reverse=x.backward)
-    states = [after[:, 1:], X_initial[:, None]] if x.backward else [X_initial[:, None], after[:, :-1]]
+    states = (
+        [after[:, 1:], X_initial[:, None]] if x.backward else [X_initial[:, None], after[:, :-1]]
+    )
     X = jnp.concatenate([y.astype(x.a.dtype) for y in states], axis=1)
     vectors: tuple[Any, Any] = (None, None)
     if x.x_initial is not None:

@@ -23,7 +23,9 @@ from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, recurr
 class StateGradients(NamedTuple):
     """None: not wanted."""
 
-    matDeltaC_states: jax.Array  # (B * NH, NC, DHQK, DHHV) of the state after each chunk, in the kernel dtype
+    matDeltaC_states: (
+        jax.Array
+    )  # (B * NH, NC, DHQK, DHHV) of the state after each chunk, in the kernel dtype
     matDeltaC_initial: Any  # (B * NH, DHQK, DHHV) float32
     matC_states: Any  # (B * NH, NC, DHQK, DHHV) before each chunk, in the kernel dtype
     matC_last: Any  # (B * NH, DHQK, DHHV) float32
@@ -59,7 +61,9 @@ def recurrent_bw_dC(
       recurrences: the function of that name of a lowering.
     """
     q, r = queries
-    of_dC = Recurrence(q, matDeltaH, scaGamma, matDeltaC_last, return_initial, backward=True, r=r, h=matH)
+    of_dC = Recurrence(
+        q, matDeltaH, scaGamma, matDeltaC_last, return_initial, backward=True, r=r, h=matH
+    )
     if keys is None or matV is None:
         (dC,) = recurrences("recurrent_bw_dC", of_dC, call=call)
         return StateGradients(dC.X, dC.X_last, None, None, dC.inner)

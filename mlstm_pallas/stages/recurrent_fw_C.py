@@ -42,7 +42,9 @@ def recurrent_fw_C(
       return_last: whether the last C is wanted.
       recurrences: the function of that name of a lowering.
     """
-    of_C = Recurrence(matK, matV, scaGamma, matC_initial, return_last, r=vecAbar, x_initial=vecN_initial)
+    of_C = Recurrence(
+        matK, matV, scaGamma, matC_initial, return_last, r=vecAbar, x_initial=vecN_initial
+    )
     (outputs,) = recurrences("recurrent_fw_C", of_C, call=call)
     return States(outputs.X, outputs.X_last, outputs.x, outputs.x_last)
 

@@ -1,6 +1,6 @@
 """Stage recurrent_fw_H: the outputs by a fused scan, which keeps the state on the chip.
 
-    h_t = r_t C_c^T q_t + sum_s P_ts v_s        C_{c+1} = gamma_c C_c + sum_s kbar_s v_s^T        (P, r, kbar: parallel_fw_P)
+h_t = r_t C_c^T q_t + sum_s P_ts v_s        C_{c+1} = gamma_c C_c + sum_s kbar_s v_s^T        (P, r, kbar: parallel_fw_P)
 """
 
 from typing import Any, NamedTuple
@@ -20,7 +20,9 @@ from mlstm_pallas.stages.parallel_fw_P import Scores
 class FusedScan(NamedTuple):
     matH: jax.Array  # (B * NH, S, DHHV) in the output dtype
     matC_last: jax.Array | None  # (B * NH, DHQK, DHHV) float32; None where it is not wanted
-    matC_states: jax.Array | None  # (B * NH, NC / store_every, DHQK, DHHV) in the kernel dtype; None where none are stored
+    matC_states: (
+        jax.Array | None
+    )  # (B * NH, NC / store_every, DHQK, DHHV) in the kernel dtype; None where none are stored
 
 
 def recurrent_fw_H(
@@ -49,18 +51,29 @@ def recurrent_fw_H(
     p, acc = call.problem, scaGamma.dtype
 
     def product(subscripts, *operands):
-        return jnp.einsum(subscripts, *operands, preferred_element_type=acc, precision=call.precision)
+        return jnp.einsum(
+            subscripts, *operands, preferred_element_type=acc, precision=call.precision
+        )
 
     def step(C, chunk):
         q, kbar, v, P, r, gamma = chunk
-        h = product("ntk,nkv->ntv", q, C.astype(q.dtype)) * r[..., None] + product("nts,nsv->ntv", P, v)
+        h = product("ntk,nkv->ntv", q, C.astype(q.dtype)) * r[..., None] + product(
+            "nts,nsv->ntv", P, v
+        )
         return gamma[:, None, None] * C + product("nsk,nsv->nkv", kbar, v), (h, C.astype(q.dtype))
 
     C = zero_states(scaGamma[:, 0], p.DHQK, p.DHHV) if matC_initial is None else matC_initial
-    chunks = [*map(call.chunks, (matQ, scores.keys.product(), matV, scores.matP, scores.vecR)), scaGamma]
+    chunks = [
+        *map(call.chunks, (matQ, scores.keys.product(), matV, scores.matP, scores.vecR)),
+        scaGamma,
+    ]
     C, (h, states) = lax.scan(step, C, tuple(jnp.moveaxis(x, 1, 0) for x in chunks))
     H = call.steps(jnp.moveaxis(h, 0, 1).astype(output_dtype), matV)
-    return FusedScan(H, C if return_last else None, jnp.moveaxis(states, 0, 1)[:, ::store_every] if store_every else None)
+    return FusedScan(
+        H,
+        C if return_last else None,
+        jnp.moveaxis(states, 0, 1)[:, ::store_every] if store_every else None,
+    )
 
 
 STAGE = Stage(

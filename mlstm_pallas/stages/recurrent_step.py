@@ -1,7 +1,7 @@
 """Stage recurrent_step: one token, from the states before it to those after it.
 
-    C' = decay C + gain k v^T        n' = decay n + gain k        z = scale q . n'
-    h  = scale C'^T q / (max(|z|, floor) + eps)                   decay, gain, m' and the floor by ``step_gates``
+C' = decay C + gain k v^T        n' = decay n + gain k        z = scale q . n'
+h  = scale C'^T q / (max(|z|, floor) + eps)                   decay, gain, m' and the floor by ``step_gates``
 """
 
 from collections.abc import Callable
@@ -33,7 +33,9 @@ def rounded(x: jax.Array, dtype: jnp.dtype, compiled: bool) -> jax.Array:
     return lax.reduce_precision(x, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
 
 
-def step_gates(i: jax.Array, f: jax.Array, m: jax.Array | None, round_m: Callable[[jax.Array], jax.Array]) -> tuple[jax.Array, ...]:
+def step_gates(
+    i: jax.Array, f: jax.Array, m: jax.Array | None, round_m: Callable[[jax.Array], jax.Array]
+) -> tuple[jax.Array, ...]:
     """(decay, gain, m') of a step, in the dtype of i and f; m None: the sigmoid input gate, which needs no stabiliser.
 
     round_m: to the precision in which m' is stored. The states are scaled by the rounded m' alone, so its rounding costs them nothing.
@@ -77,7 +79,12 @@ def recurrent_step(
     h = jnp.einsum("...k,...kv->...v", q, c, precision="highest") * call.problem.qk_scale
     if normaliser is not None:
         h = normaliser.normalise(h, jnp.sum(q * n, axis=-1) * call.problem.qk_scale, m_new)
-    return Step(h.astype(vecQ.dtype), c.astype(matC.dtype), n.astype(vecN.dtype), None if scaM is None else m_new.astype(scaM.dtype))
+    return Step(
+        h.astype(vecQ.dtype),
+        c.astype(matC.dtype),
+        n.astype(vecN.dtype),
+        None if scaM is None else m_new.astype(scaM.dtype),
+    )
 
 
 STAGE = Stage(

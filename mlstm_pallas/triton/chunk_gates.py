@@ -17,7 +17,16 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas import gates
-from mlstm_pallas.gates import ChunkGates, LocalGates, log_gates, pair_add, pair_max, reset_offset, split_for_exact_sums, stabiliser_sources
+from mlstm_pallas.gates import (
+    ChunkGates,
+    LocalGates,
+    log_gates,
+    pair_add,
+    pair_max,
+    reset_offset,
+    split_for_exact_sums,
+    stabiliser_sources,
+)
 from mlstm_pallas.problem import InputGate, next_power_of_two
 from mlstm_pallas.stage import Kernel, StageCall, StageConfig, search_of
 from mlstm_pallas.tiles import blocks, causal_mask, divide, loop
@@ -49,12 +58,21 @@ def _chunk_gates_kernel(
         i_min, i_max, decay = carry
         steps = pl.ds(tile * siz_b, siz_b)
         i, fbar, _ = log_gates(i_ref[steps], f_ref[steps], input_gate)
-        stored_min, stored_max = jnp.min(jnp.where(i > -_INF, i, _INF)), jnp.max(jnp.where(i > -_INF, i, -_INF))
-        return jnp.minimum(i_min, stored_min), jnp.maximum(i_max, stored_max), decay + jnp.sum(-fbar)
+        stored_min, stored_max = (
+            jnp.min(jnp.where(i > -_INF, i, _INF)),
+            jnp.max(jnp.where(i > -_INF, i, -_INF)),
+        )
+        return (
+            jnp.minimum(i_min, stored_min),
+            jnp.maximum(i_max, stored_max),
+            decay + jnp.sum(-fbar),
+        )
 
     # m = 0 is a source as well: with the sigmoid gate, and where a packed segment begins
     bound = 0.0 if sigmoid or starts_ref is not None else _INF
-    i_min, i_max, decay = loop(tiles, spread, (jnp.float32(bound), jnp.float32(-bound), jnp.float32(0.0)))
+    i_min, i_max, decay = loop(
+        tiles, spread, (jnp.float32(bound), jnp.float32(-bound), jnp.float32(0.0))
+    )
     offset_unit = reset_offset(i_min, i_max, decay)
     last = lax.iota(jnp.int32, siz_b) == siz_b - 1
 
@@ -67,13 +85,17 @@ def _chunk_gates_kernel(
         i, fbar, reset = log_gates(i_ref[steps], f_ref[steps], input_gate)
         hi, lo = split_for_exact_sums(fbar, jnp.max(jnp.abs(fbar)), siz_b)
         hi, lo = jnp.cumsum(hi), jnp.cumsum(lo)
-        b = pair_add((hi, lo), (jnp.broadcast_to(sum_hi, hi.shape), jnp.broadcast_to(sum_lo, hi.shape)))
+        b = pair_add(
+            (hi, lo), (jnp.broadcast_to(sum_hi, hi.shape), jnp.broadcast_to(sum_lo, hi.shape))
+        )
         begins = None if starts_ref is None else starts_ref[steps] > 0
         restarts = reset if begins is None else reset | begins
         count = resets + jnp.cumsum(restarts.astype(jnp.float32))
         offset = count * offset_unit
 
-        (e_hi, e_lo), (source_hi, source_lo) = stabiliser_sources(i, fbar, b, offset, reset, begins, input_gate)
+        (e_hi, e_lo), (source_hi, source_lo) = stabiliser_sources(
+            i, fbar, b, offset, reset, begins, input_gate
+        )
         if sigmoid:
             emax_hi, emax_lo = source_hi, source_lo
         else:
@@ -99,7 +121,13 @@ def _chunk_gates_kernel(
         last_max = jnp.max(jnp.where(last, emax_hi, -_INF))
         return last_of(b[0]), last_of(b[1]), last_max, last_of(emax_lo), last_of(count)
 
-    start = jnp.float32(0.0), jnp.float32(0.0), jnp.float32(-_INF), jnp.float32(0.0), jnp.float32(0.0)
+    start = (
+        jnp.float32(0.0),
+        jnp.float32(0.0),
+        jnp.float32(-_INF),
+        jnp.float32(0.0),
+        jnp.float32(0.0),
+    )
     loop(tiles, step, start)
 
 
@@ -125,7 +153,9 @@ def _stabiliser_scan_kernel(
         total_hi, total_lo = jnp.sum(jnp.where(last, hi, 0.0)), jnp.sum(jnp.where(last, lo, 0.0))
         reaches = before & (resets == total_resets)
         a = jnp.where(reaches, a_ref[chunks], -_INF) + ((total_hi - hi) + (total_lo - lo))
-        return jnp.maximum(jnp.where(total_resets > 0, -_INF, m + (total_hi + total_lo)), jnp.max(a))
+        return jnp.maximum(
+            jnp.where(total_resets > 0, -_INF, m + (total_hi + total_lo)), jnp.max(a)
+        )
 
     if every_boundary:
         boundary = pl.program_id(0)
@@ -155,11 +185,21 @@ def chunk_gates(
     if scaM_states is None:
         sigmoid = input_gate is InputGate.SIGMOID  # which has no scan
         plain = gates.stabiliser_scan
-        scaM_states = plain(local, scaM_initial, input_gate) if sigmoid else _stabiliser_scan(local, scaM_initial, call)
+        scaM_states = (
+            plain(local, scaM_initial, input_gate)
+            if sigmoid
+            else _stabiliser_scan(local, scaM_initial, call)
+        )
     return gates.join_chunks(local, scaM_states, input_gate)
 
 
-def _local_gates(vecI: jax.Array, vecF: jax.Array, starts: jax.Array | None, input_gate: InputGate, call: StageCall) -> LocalGates:
+def _local_gates(
+    vecI: jax.Array,
+    vecF: jax.Array,
+    starts: jax.Array | None,
+    input_gate: InputGate,
+    call: StageCall,
+) -> LocalGates:
     p, siz_b = call.problem, call.tiles.siz_b_LQ
     chunk = pl.BlockSpec((None, p.L), lambda c, b: (b, c))
     outputs = kernel_call(
@@ -182,7 +222,10 @@ def _stabiliser_scan(local: LocalGates, scaM_initial: jax.Array, call: StageCall
     p = call.problem
     block = min(next_power_of_two(p.NC), _SCAN_BLOCK)
     padded = -(-p.NC // block) * block
-    summaries = [jnp.pad(x.astype(jnp.float32), [(0, 0), (0, padded - p.NC)]) for x in gates.chunk_summaries(local)]
+    summaries = [
+        jnp.pad(x.astype(jnp.float32), [(0, 0), (0, padded - p.NC)])
+        for x in gates.chunk_summaries(local)
+    ]
     row = pl.BlockSpec((None, padded), lambda c, b: (b, 0))
 
     def scan(m_before: jax.Array, ctas: int, size: int) -> jax.Array:

@@ -21,10 +21,14 @@ except ImportError:  # jax will remove this backend; the plain forms need no ker
     plgpu = None
 
 # jax >= 0.11 warns at each lowering that Pallas' Triton backend will go one day. A user of the package can do nothing about it.
-warnings.filterwarnings("ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning)
+warnings.filterwarnings(
+    "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning
+)
 
 HAS_TRITON = plgpu is not None
-CUSTOM_CALL_TARGET = getattr(plgpu, "CUSTOM_CALL_TARGET_NAME", "__gpu$xla.gpu.triton")  # jax 0.10 has no name for it
+CUSTOM_CALL_TARGET = getattr(
+    plgpu, "CUSTOM_CALL_TARGET_NAME", "__gpu$xla.gpu.triton"
+)  # jax 0.10 has no name for it
 
 
 def kernel_call(
@@ -52,15 +56,21 @@ def kernel_call(
 
     def launch(*args: jax.Array | None):
         # Inside a shard_map that checks it, outputs have to say over which axes they vary.
-        varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(args)))
+        varying = frozenset().union(
+            *(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(args))
+        )
         kind = jax.sharding.ManualAxisType(varying=varying)
         return pl.pallas_call(
             functools.partial(kernel, **statics),
             grid=grid,
             in_specs=list(in_specs),
             out_specs=tuple(out_specs),
-            out_shape=tuple(jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=kind) for x in out_shape),
-            compiler_params=plgpu.CompilerParams(num_warps=call.tiles.num_warps, num_stages=call.tiles.num_stages),
+            out_shape=tuple(
+                jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=kind) for x in out_shape
+            ),
+            compiler_params=plgpu.CompilerParams(
+                num_warps=call.tiles.num_warps, num_stages=call.tiles.num_stages
+            ),
             interpret=call.interpret,
             input_output_aliases=dict(input_output_aliases),
             name=name,

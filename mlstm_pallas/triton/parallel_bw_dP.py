@@ -28,7 +28,16 @@ from mlstm_pallas.stage import (
     sequence_spec,
 )
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles, normaliser_gradients
-from mlstm_pallas.tiles import Precision, block_at, blocks, causal_mask, decay_tile, dot, loop, sum_of
+from mlstm_pallas.tiles import (
+    Precision,
+    block_at,
+    blocks,
+    causal_mask,
+    decay_tile,
+    dot,
+    loop,
+    sum_of,
+)
 from mlstm_pallas.triton.launch import kernel_call, masked_store
 
 
@@ -74,15 +83,31 @@ def _parallel_bw_dP_kernel(
         queries, keys = block_at(i, T), block_at(j, T)
 
         def dh_times_v(x):
-            return dot(dh_ref[queries, block_at(x, step_v)], v_ref[keys, block_at(x, step_v)], precision, b_axis=1)
+            return dot(
+                dh_ref[queries, block_at(x, step_v)],
+                v_ref[keys, block_at(x, step_v)],
+                precision,
+                b_axis=1,
+            )
 
         def q_times_k(x):
-            return dot(q_ref[queries, block_at(x, step_k)], k_ref[keys, block_at(x, step_k)], precision, b_axis=1)
+            return dot(
+                q_ref[queries, block_at(x, step_k)],
+                k_ref[keys, block_at(x, step_k)],
+                precision,
+                b_axis=1,
+            )
 
         dA = sum_of(DHHV // step_v, dh_times_v, (T, T))
         scores = sum_of(DHQK // step_k, q_times_k, (T, T)) * scale
         offset = (i - j) * T
-        D = decay_tile(e_hi_ref[keys], e_lo_ref[keys], u_hi_ref[queries], u_lo_ref[queries], causal_mask(T, T, offset))
+        D = decay_tile(
+            e_hi_ref[keys],
+            e_lo_ref[keys],
+            u_hi_ref[queries],
+            u_lo_ref[queries],
+            causal_mask(T, T, offset),
+        )
         P = D * scores
         if inv_den_ref is not None:
             inv_den = inv_den_ref[queries][:, None]
@@ -96,7 +121,11 @@ def _parallel_bw_dP_kernel(
         dP_ref[queries, keys] = (dP * scale).astype(P_ref.dtype)
 
         # Summed in every tile: a branch that reads W takes as many registers, fifty.
-        masked_store(diagonal_ref.at[queries], jnp.sum(jnp.where(strict, 0.0, W), axis=1), jnp.full((T,), i == j))
+        masked_store(
+            diagonal_ref.at[queries],
+            jnp.sum(jnp.where(strict, 0.0, W), axis=1),
+            jnp.full((T,), i == j),
+        )
 
         whole = max(MAX_TILE // T, 1)  # tiles on a side of a block
 
@@ -114,7 +143,10 @@ def _parallel_bw_dP_kernel(
     def _scaled_operands():
         tile = index - pairs
         steps = block_at(tile, T)
-        abar, r = abar_ref[steps][:, None], query_scale(w_ref[steps], scale, None if inv_den_ref is None else inv_den_ref[steps])
+        abar, r = (
+            abar_ref[steps][:, None],
+            query_scale(w_ref[steps], scale, None if inv_den_ref is None else inv_den_ref[steps]),
+        )
         dz_den = None if dz_den_ref is None else dz_den_ref[steps][:, None]
 
         def scaled(x, _):
@@ -154,17 +186,30 @@ def parallel_bw_dP(
         sequence_spec(x, p, p.L, width, lambda x, c, b: (b, c, 0))
         for x, width in ((matQ, p.DHQK), (matK, p.DHQK), (matV, p.DHHV), (matDeltaH, p.DHHV))
     )
-    tile = pl.BlockSpec((None, p.L, p.L), lambda x, c, b: (b, c, 0)), jax.ShapeDtypeStruct((p.BNH, p.S, p.L), matQ.dtype)
+    tile = (
+        pl.BlockSpec((None, p.L, p.L), lambda x, c, b: (b, c, 0)),
+        jax.ShapeDtypeStruct((p.BNH, p.S, p.L), matQ.dtype),
+    )
     operand = (
         pl.BlockSpec((None, p.L, p.DHQK), lambda x, c, b: (b, c, 0)),
         jax.ShapeDtypeStruct((p.BNH, p.S, p.DHQK), matQ.dtype),
     )
-    sums = pl.BlockSpec((None, n, p.L), lambda x, c, b: (b, 0, c)), jax.ShapeDtypeStruct((p.BNH, n, p.S), jnp.float32)
+    sums = (
+        pl.BlockSpec((None, n, p.L), lambda x, c, b: (b, 0, c)),
+        jax.ShapeDtypeStruct((p.BNH, n, p.S), jnp.float32),
+    )
     norm = (
         pl.BlockSpec((None, n, p.DHQK), lambda x, c, b: (b, c, 0)),
         jax.ShapeDtypeStruct((p.BNH, p.NC * n, p.DHQK), jnp.float32),
     )
-    outputs = [tile, tile, operand, sums, sums, (vector, jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32))]
+    outputs = [
+        tile,
+        tile,
+        operand,
+        sums,
+        sums,
+        (vector, jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32)),
+    ]
     outputs += [operand] * return_keys + [norm] * normalise
     g = gates.per_step()
     P, dP, qbar, per_query, per_key, diagonal, *more = kernel_call(
@@ -180,17 +225,32 @@ def parallel_bw_dP(
         scale=p.qk_scale,
         siz_b_loop=call.tiles.siz_b_loop,
         precision=call.precision,
-    )(matQ, matK, matV, matDeltaH, *g.vecE, *g.vecU, g.vecW, g.vecAbar, gradients.vecInvDen, gradients.vecDzDen)
+    )(
+        matQ,
+        matK,
+        matV,
+        matDeltaH,
+        *g.vecE,
+        *g.vecU,
+        g.vecW,
+        g.vecAbar,
+        gradients.vecInvDen,
+        gradients.vecDzDen,
+    )
     keys = Weighted(more.pop(0), None) if return_keys else None
     dn_added = jnp.sum(more.pop().reshape(p.BNH, p.NC, n, p.DHQK), axis=2) if normalise else None
     tiles = (p.BNH, n, p.NC, n, T)
-    pairs = TilePairs(per_query.reshape(tiles), per_key.reshape(tiles), diagonal.reshape(p.BNH, p.NC, n, T))
+    pairs = TilePairs(
+        per_query.reshape(tiles), per_key.reshape(tiles), diagonal.reshape(p.BNH, p.NC, n, T)
+    )
     return GradientTiles(P, dP, Weighted(qbar, None), keys, pairs, gradients, dn_added)
 
 
 def _heuristic(p: Problem, dtype: jnp.dtype) -> StageConfig:
     wide = dtype.itemsize > 2
-    return StageConfig(siz_b_LQ=64, siz_b_loop=32 if wide else 64, num_warps=4, num_stages=2 if wide else 3)
+    return StageConfig(
+        siz_b_LQ=64, siz_b_loop=32 if wide else 64, num_warps=4, num_stages=2 if wide else 3
+    )
 
 
 def clamp_to_tile(tiles: StageConfig, p: Problem) -> StageConfig:

@@ -10,7 +10,6 @@ FLOPs: 6 R K V + R (L + 1) (2 K + V). Bytes: q, k, v, dh, dq, dk, dv, P, dP and 
 (R (4 K + 3 V + 2 L) + 2 B NH NC K V) itemsize; the operands again for each column and row block, mostly from L2.
 """
 
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -68,7 +67,11 @@ def _parallel_bw_dQKV_kernel(
         step = min(siz_b_loop, a_ref.shape[1])
 
         def product(x):
-            X = X_ref[columns, block_at(x, step)] if transposed else X_ref[block_at(x, step), columns]
+            X = (
+                X_ref[columns, block_at(x, step)]
+                if transposed
+                else X_ref[block_at(x, step), columns]
+            )
             return dot(a_ref[steps, block_at(x, step)], X, precision, b_axis=1 if transposed else 0)
 
         return sum_of(a_ref.shape[1] // step, product, (siz_b_LQ, size))
@@ -81,7 +84,9 @@ def _parallel_bw_dQKV_kernel(
         def add(x, acc):
             others = block_at(first + x, step)
             tile = tile_ref[others, steps] if transposed else tile_ref[steps, others]
-            return acc + dot(tile, operand_ref[others, columns], precision, a_axis=0 if transposed else 1)
+            return acc + dot(
+                tile, operand_ref[others, columns], precision, a_axis=0 if transposed else 1
+            )
 
         return loop(L // step - first if transposed else (row + 1) * (siz_b_LQ // step), add, acc)
 
@@ -90,26 +95,48 @@ def _parallel_bw_dQKV_kernel(
         acc = times_state(steps, columns, dh_ref, C_ref, siz_b_DHQK, transposed=True) * r[:, None]
         if n_ref is not None:
             acc += (r * dz_den_ref[steps])[:, None] * n_ref[columns][None, :]
-        q_inter_ref[column, steps] = jnp.sum(acc * q_ref[steps, columns].astype(jnp.float32), axis=1)
-        dq_ref[steps, columns] = plus_tiles(acc, row, columns, dP_ref, k_ref, transposed=False).astype(dq_ref.dtype)
+        q_inter_ref[column, steps] = jnp.sum(
+            acc * q_ref[steps, columns].astype(jnp.float32), axis=1
+        )
+        dq_ref[steps, columns] = plus_tiles(
+            acc, row, columns, dP_ref, k_ref, transposed=False
+        ).astype(dq_ref.dtype)
 
     def dk(row, column, steps, columns):
         acc = times_state(steps, columns, v_ref, dC_ref, siz_b_DHQK, transposed=True)
         acc = (acc + dn_ref[columns][None, :]) * abar_ref[steps][:, None]
-        k_inter_ref[column, steps] = jnp.sum(acc * k_ref[steps, columns].astype(jnp.float32), axis=1)
-        dk_ref[steps, columns] = plus_tiles(acc, row, columns, dP_ref, q_ref, transposed=True).astype(dk_ref.dtype)
+        k_inter_ref[column, steps] = jnp.sum(
+            acc * k_ref[steps, columns].astype(jnp.float32), axis=1
+        )
+        dk_ref[steps, columns] = plus_tiles(
+            acc, row, columns, dP_ref, q_ref, transposed=True
+        ).astype(dk_ref.dtype)
 
     def dv(row, column, steps, columns):
-        acc = times_state(steps, columns, k_ref, dC_ref, siz_b_DHHV, transposed=False) * abar_ref[steps][:, None]
-        dv_ref[steps, columns] = plus_tiles(acc, row, columns, P_ref, dh_ref, transposed=True).astype(dv_ref.dtype)
+        acc = (
+            times_state(steps, columns, k_ref, dC_ref, siz_b_DHHV, transposed=False)
+            * abar_ref[steps][:, None]
+        )
+        dv_ref[steps, columns] = plus_tiles(
+            acc, row, columns, P_ref, dh_ref, transposed=True
+        ).astype(dv_ref.dtype)
 
     def states(row, column, rows, columns):
         C, dC = C_ref[rows, columns].astype(jnp.float32), dC_ref[rows, columns].astype(jnp.float32)
         states_ref[row * blocks(C_ref.shape[1], siz_b_DHHV) + column] = jnp.sum(C * dC)
 
     start, index = 0, pl.program_id(0)
-    of_L, of_DHQK, of_DHHV = (L, siz_b_LQ), (q_ref.shape[1], siz_b_DHQK), (v_ref.shape[1], siz_b_DHHV)
-    for role, of_rows, of_columns in ((dq, of_L, of_DHQK), (dk, of_L, of_DHQK), (dv, of_L, of_DHHV), (states, of_DHQK, of_DHHV)):
+    of_L, of_DHQK, of_DHHV = (
+        (L, siz_b_LQ),
+        (q_ref.shape[1], siz_b_DHQK),
+        (v_ref.shape[1], siz_b_DHHV),
+    )
+    for role, of_rows, of_columns in (
+        (dq, of_L, of_DHQK),
+        (dk, of_L, of_DHQK),
+        (dv, of_L, of_DHHV),
+        (states, of_DHQK, of_DHHV),
+    ):
         columns = blocks(*of_columns)
         end = start + blocks(*of_rows) * columns
 
@@ -188,7 +215,14 @@ def parallel_bw_dQKV(
 
 def _heuristic(p: Problem, dtype: jnp.dtype) -> StageConfig:
     stages, step, columns = (2, 32, 64) if dtype.itemsize > 2 else (3, 64, 128)
-    return StageConfig(siz_b_LQ=64, siz_b_DHQK=columns, siz_b_DHHV=columns, siz_b_loop=step, num_warps=4, num_stages=stages)
+    return StageConfig(
+        siz_b_LQ=64,
+        siz_b_DHQK=columns,
+        siz_b_DHHV=columns,
+        siz_b_loop=step,
+        num_warps=4,
+        num_stages=stages,
+    )
 
 
 KERNEL = Kernel(

@@ -17,9 +17,25 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Kernel, StageCall, StageConfig, search_of, sequence_shape, sequence_spec
+from mlstm_pallas.stage import (
+    Kernel,
+    StageCall,
+    StageConfig,
+    search_of,
+    sequence_shape,
+    sequence_spec,
+)
 from mlstm_pallas.stages.parallel_fw_H import Outputs
-from mlstm_pallas.tiles import Precision, blocks, causal_mask, decay_tile, divide, dot, loop, remainder
+from mlstm_pallas.tiles import (
+    Precision,
+    blocks,
+    causal_mask,
+    decay_tile,
+    divide,
+    dot,
+    loop,
+    remainder,
+)
 from mlstm_pallas.triton.launch import kernel_call
 
 
@@ -88,7 +104,9 @@ def _parallel_fw_H_kernel(
         # Masked after the product, not before: a NaN in k reaches no earlier step.
         D = decay_tile(e_hi_ref[keys], e_lo_ref[keys], u_hi, u_lo, None)
         P = jnp.where(causal_mask(LQ, siz_b_LKV, first - j * siz_b_LKV), scores * (D * scale), 0.0)
-        return num + dot(P.astype(v_ref.dtype), v_ref[keys, :], precision), None if z is None else z + jnp.sum(P, axis=1)
+        return num + dot(
+            P.astype(v_ref.dtype), v_ref[keys, :], precision
+        ), None if z is None else z + jnp.sum(P, axis=1)
 
     num_keys = divide(first + LQ + siz_b_LKV - 1, siz_b_LKV)
     num, z = loop(num_keys, from_keys, (num, z))
@@ -133,8 +151,12 @@ def parallel_fw_H(
             sequence_spec(matQ, p, LQ, p.DHQK, lambda iv, iq, b: (b, iq, 0)),
             sequence_spec(matK, p, p.L, p.DHQK, lambda iv, iq, b: (b, iq // tiles_of_chunk, 0)),
             sequence_spec(matV, p, p.L, BV, lambda iv, iq, b: (b, iq // tiles_of_chunk, iv)),
-            pl.BlockSpec((None, None, p.DHQK, BV), lambda iv, iq, b: (b, iq // tiles_of_chunk, 0, iv)),
-            pl.BlockSpec((None, None, p.DHQK), lambda iv, iq, b: (b, iq // tiles_of_chunk, 0)) if normalise else None,
+            pl.BlockSpec(
+                (None, None, p.DHQK, BV), lambda iv, iq, b: (b, iq // tiles_of_chunk, 0, iv)
+            ),
+            pl.BlockSpec((None, None, p.DHQK), lambda iv, iq, b: (b, iq // tiles_of_chunk, 0))
+            if normalise
+            else None,
             chunk,
             chunk,
             queries,
@@ -142,8 +164,14 @@ def parallel_fw_H(
             queries,
             queries if needs_m else None,
         ],
-        out_specs=[sequence_spec(matV, p, LQ, BV, lambda iv, iq, b: (b, iq, iv)), *[queries] * normalise],
-        out_shape=[sequence_shape(matV, p.DHHV, output_dtype), *[jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32)] * normalise],
+        out_specs=[
+            sequence_spec(matV, p, LQ, BV, lambda iv, iq, b: (b, iq, iv)),
+            *[queries] * normalise,
+        ],
+        out_shape=[
+            sequence_shape(matV, p.DHHV, output_dtype),
+            *[jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32)] * normalise,
+        ],
         call=call,
         scale=p.qk_scale,
         normaliser=normaliser,
@@ -161,7 +189,9 @@ def parallel_fw_H(
 
 def _heuristic(p: Problem, dtype: jnp.dtype) -> StageConfig:
     wide = dtype.itemsize > 2
-    sizes: dict[str, Any] = dict(siz_b_LQ=64, siz_b_LKV=32, siz_b_DHQK=32 if wide else 64, siz_b_DHHV=128)
+    sizes: dict[str, Any] = dict(
+        siz_b_LQ=64, siz_b_LKV=32, siz_b_DHQK=32 if wide else 64, siz_b_DHHV=128
+    )
     return StageConfig(**sizes, num_warps=4, num_stages=2, keep_q=not wide and p.DHQK <= 256)
 
 

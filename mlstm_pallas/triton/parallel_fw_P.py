@@ -9,7 +9,6 @@ keys for it in memory. Bytes: R K itemsize.
 FLOPs: R (L + 1) K. Bytes: q, k, kbar and P, R (3 K + L) itemsize.
 """
 
-
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -57,7 +56,9 @@ def _parallel_fw_P_kernel(
         scores += dot(q, k, precision, b_axis=1)
         if n_ref is not None:
             q_n += jnp.sum(q.astype(jnp.float32) * n_ref[columns][None, :], axis=1)
-        kbar_ref[:, columns] = (k.astype(jnp.float32) * abar_ref[...][:, None]).astype(kbar_ref.dtype)
+        kbar_ref[:, columns] = (k.astype(jnp.float32) * abar_ref[...][:, None]).astype(
+            kbar_ref.dtype
+        )
     # Masked after the product, not before: a NaN in k reaches no earlier step.
     D = decay_tile(e_hi_ref[...], e_lo_ref[...], u_hi_ref[...], u_lo_ref[...], None)
     P = jnp.where(causal_mask(L, L, 0), scores * (D * scale), 0.0)
@@ -91,7 +92,10 @@ def _key_sums(matK: jax.Array, gates: ChunkGates, call: StageCall) -> jax.Array:
         _key_sums_kernel,
         name="key_sums",
         grid=(p.NC, p.BNH),
-        in_specs=[sequence_spec(matK, p, p.L, p.DHQK, lambda c, b: (b, c, 0)), pl.BlockSpec((None, p.L), lambda c, b: (b, c))],
+        in_specs=[
+            sequence_spec(matK, p, p.L, p.DHQK, lambda c, b: (b, c, 0)),
+            pl.BlockSpec((None, p.L), lambda c, b: (b, c)),
+        ],
         out_specs=[pl.BlockSpec((None, None, p.DHQK), lambda c, b: (b, c, 0))],
         out_shape=[jax.ShapeDtypeStruct((p.BNH, p.NC, p.DHQK), jnp.float32)],
         call=call,
@@ -128,7 +132,12 @@ def parallel_fw_P(
             steps,
             steps if needs_m else None,
         ],
-        out_specs=[pl.BlockSpec((None, p.L, p.L), lambda c, b: (b, c, 0)), steps, kbar, *[steps] * normalise],
+        out_specs=[
+            pl.BlockSpec((None, p.L, p.L), lambda c, b: (b, c, 0)),
+            steps,
+            kbar,
+            *[steps] * normalise,
+        ],
         out_shape=[
             jax.ShapeDtypeStruct((p.BNH, p.S, p.L), matQ.dtype),
             vector,
@@ -140,7 +149,16 @@ def parallel_fw_P(
         scale=p.qk_scale,
         normaliser=normaliser,
         precision=call.precision,
-    )(matQ, matK, n if normalise else None, *g.vecE, *g.vecU, g.vecW, g.vecAbar, g.vecM if needs_m else None)
+    )(
+        matQ,
+        matK,
+        n if normalise else None,
+        *g.vecE,
+        *g.vecU,
+        g.vecW,
+        g.vecAbar,
+        g.vecM if needs_m else None,
+    )
     return Scores(P, Weighted(keys, None), r, z[0] if normalise else None, n, n_last)
 
 

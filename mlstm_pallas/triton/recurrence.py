@@ -78,7 +78,11 @@ def _recurrence_kernel(
         return loop(tiles, add, (XT * gamma, None if x is None else x * gamma))
 
     x = None if x_initial_ref is None else x_initial_ref[...]
-    XT = jnp.zeros((b_ref.shape[1], a_ref.shape[1]), jnp.float32) if X_initial_ref is None else X_initial_ref[...].T
+    XT = (
+        jnp.zeros((b_ref.shape[1], a_ref.shape[1]), jnp.float32)
+        if X_initial_ref is None
+        else X_initial_ref[...].T
+    )
     XT, x = loop(num_chunks, step, (XT, x))
     if X_last_ref is not None:
         X_last_ref[...] = XT.T
@@ -106,7 +110,10 @@ def _recurrences_kernel(*refs, each: Sequence[tuple[int, dict[str, Any]]], heads
 
 
 def _launch(
-    name: str, recurrences: Sequence[Recurrence], call: StageCall, taken: tuple[range, int] | None = None
+    name: str,
+    recurrences: Sequence[Recurrence],
+    call: StageCall,
+    taken: tuple[range, int] | None = None,
 ) -> list[RecurrenceOutputs]:
     """One launch of the kernel. taken: (these, of each n) heads alone."""
     p, BK, BV = call.problem, call.tiles.siz_b_DHQK, call.tiles.siz_b_DHHV
@@ -118,7 +125,11 @@ def _launch(
 
     def head(n):
         n = output_head(n)
-        return n if taken is None else divide(n, len(these)) * of_each + remainder(n, len(these)) + these.start
+        return (
+            n
+            if taken is None
+            else divide(n, len(these)) * of_each + remainder(n, len(these)) + these.start
+        )
 
     def block(shape, index, of=head):
         return pl.BlockSpec((None, *shape), lambda iv, ik, n: (of(n), *index(iv, ik)))
@@ -136,11 +147,23 @@ def _launch(
             (x.X_initial, block((BK, BV), state)),
             (x.x_initial, block((BK,), norm)),
         ]
-        own: Any = [((p.NC, p.DHQK, p.DHHV), x.a.dtype, block((p.NC, BK, BV), lambda iv, ik: (0, ik, iv), output_head))]
+        own: Any = [
+            (
+                (p.NC, p.DHQK, p.DHHV),
+                x.a.dtype,
+                block((p.NC, BK, BV), lambda iv, ik: (0, ik, iv), output_head),
+            )
+        ]
         if x.return_last:
             own.append(((p.DHQK, p.DHHV), jnp.float32, block((BK, BV), state, output_head)))
         if x.x_initial is not None:
-            own.append(((p.NC, p.DHQK), jnp.float32, block((p.NC, BK), lambda iv, ik: (0, ik), output_head)))
+            own.append(
+                (
+                    (p.NC, p.DHQK),
+                    jnp.float32,
+                    block((p.NC, BK), lambda iv, ik: (0, ik), output_head),
+                )
+            )
             own.append(((p.DHQK,), jnp.float32, block((BK,), norm, output_head)))
         outputs += own
         each.append((len(own), dict(backward=x.backward, return_last=x.return_last)))
@@ -163,13 +186,22 @@ def _launch(
 
     def outputs_of(x: Recurrence) -> RecurrenceOutputs:
         X, X_last = next(found), next(found) if x.return_last else None
-        return RecurrenceOutputs(X, X_last, *((next(found), next(found)) if x.x_initial is not None else (None, None)))
+        return RecurrenceOutputs(
+            X, X_last, *((next(found), next(found)) if x.x_initial is not None else (None, None))
+        )
 
     return [outputs_of(x) for x in recurrences]
 
 
 def split_products(
-    a: jax.Array, b: jax.Array, r: jax.Array, num_splits: int, *, backward: bool = False, all_splits: bool = False, call: StageCall
+    a: jax.Array,
+    b: jax.Array,
+    r: jax.Array,
+    num_splits: int,
+    *,
+    backward: bool = False,
+    all_splits: bool = False,
+    call: StageCall,
 ) -> jax.Array:
     """``stages/recurrence.py``."""
     p = call.problem.split(num_splits)
@@ -177,7 +209,13 @@ def split_products(
     call = dataclasses.replace(call, problem=p, tiles=shrunk(call.tiles.clamped(p), p))
     a, b, r = (splits_as_heads(x, num_splits) for x in (a, b, r))
     whole = Recurrence(a, b, jnp.ones((p.BNH, 1), jnp.float32), None, return_last=True, r=r)
-    taken = range(num_splits) if all_splits else range(1, num_splits) if backward else range(num_splits - 1)
+    taken = (
+        range(num_splits)
+        if all_splits
+        else range(1, num_splits)
+        if backward
+        else range(num_splits - 1)
+    )
     (outputs,) = _launch("split_products", [whole], call, (taken, num_splits))
     return heads_of_splits(outputs.X_last, len(taken))
 
@@ -196,10 +234,14 @@ def _recurrences(name: str, each: Sequence[Recurrence], call: StageCall) -> list
     parts = [_in_splits(x, num_splits, call) for x in each]
     split_call = dataclasses.replace(call, problem=p.split(num_splits), tiles=tiles)
     outputs = _launch(name, [x for x, _ in parts], split_call)
-    return [_whole(x, y, vectors, num_splits) for y, (x, vectors) in zip(outputs, parts, strict=True)]
+    return [
+        _whole(x, y, vectors, num_splits) for y, (x, vectors) in zip(outputs, parts, strict=True)
+    ]
 
 
-def _whole(x: Recurrence, outputs: RecurrenceOutputs, vectors: tuple[Any, Any], num_splits: int) -> RecurrenceOutputs:
+def _whole(
+    x: Recurrence, outputs: RecurrenceOutputs, vectors: tuple[Any, Any], num_splits: int
+) -> RecurrenceOutputs:
     """The outputs of whole sequences from those of splits; vectors: x and x_last."""
     X, X_last = heads_of_splits(outputs.X, num_splits), outputs.X_last
     if X_last is not None:
@@ -207,13 +249,17 @@ def _whole(x: Recurrence, outputs: RecurrenceOutputs, vectors: tuple[Any, Any], 
     return RecurrenceOutputs(X.reshape(X.shape[0], -1, *X.shape[3:]), X_last, *vectors)
 
 
-def _in_splits(x: Recurrence, num_splits: int, call: StageCall) -> tuple[Recurrence, tuple[Any, Any]]:
+def _in_splits(
+    x: Recurrence, num_splits: int, call: StageCall
+) -> tuple[Recurrence, tuple[Any, Any]]:
     """The recurrence on splits, from the states before them; where it has x, that is computed here."""
     vectors: tuple[Any, Any] = (None, None)
     if x.r is not None:
         scaled = x.a.astype(jnp.float32) * steps_like(x.r, x.a)
         if x.x_initial is not None:
-            vectors = vector_states(chunk_sums(scaled, call), x.gamma, x.x_initial, backward=x.backward)
+            vectors = vector_states(
+                chunk_sums(scaled, call), x.gamma, x.x_initial, backward=x.backward
+            )
         x = dataclasses.replace(x, a=scaled.astype(x.a.dtype), r=None, x_initial=None)
     decays = decays_in_splits(x.gamma, num_splits, call.problem.S, backward=x.backward)
     products = split_products(x.a, x.b, decays, num_splits, backward=x.backward, call=call)
@@ -246,5 +292,7 @@ def splits_of(tiles: StageConfig, p: Problem, recurrences: int = 1) -> int:
 
 KERNEL = Kernel(
     search=search_of("siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV"),
-    heuristic=lambda p, dtype: StageConfig(siz_b_LKV=64, siz_b_DHQK=64, siz_b_DHHV=64, num_warps=4, num_stages=2),
+    heuristic=lambda p, dtype: StageConfig(
+        siz_b_LKV=64, siz_b_DHQK=64, siz_b_DHHV=64, num_warps=4, num_stages=2
+    ),
 )

@@ -66,7 +66,11 @@ def _recurrent_fw_H_kernel(
     def prefetch(index):
         chunk = lax.min(index, np.int32(chunks - 1))
         steps = block_at(chunk, L)
-        return gamma_ref[chunk], r_ref[steps], *(None if ref is None else ref[steps, :] for ref in (partial_ref, P_ref))
+        return (
+            gamma_ref[chunk],
+            r_ref[steps],
+            *(None if ref is None else ref[steps, :] for ref in (partial_ref, P_ref)),
+        )
 
     def step(index, carry):
         CT, (gamma, r, partial, P) = carry
@@ -83,7 +87,10 @@ def _recurrent_fw_H_kernel(
             h_ref[steps, :] = hT.astype(h_ref.dtype).T
         else:
             h_ref[steps, :] = (hT.T + partial.astype(jnp.float32)).astype(h_ref.dtype)
-        CT = tuple(block * gamma + dot(v, kbar_ref[steps, tile], precision, a_axis=0) for tile, block in zip(row_tiles, CT, strict=True))
+        CT = tuple(
+            block * gamma + dot(v, kbar_ref[steps, tile], precision, a_axis=0)
+            for tile, block in zip(row_tiles, CT, strict=True)
+        )
         return CT, following
 
     def initial(tile):
@@ -94,10 +101,16 @@ def _recurrent_fw_H_kernel(
     def store_and_step(index, carry):
         for tile, block in zip(row_tiles, carry[0], strict=True):
             C_ref[index, tile, :] = block.astype(C_ref.dtype).T
-        return loop(store_every, lambda chunk, carry: step(index * store_every + chunk, carry), carry)
+        return loop(
+            store_every, lambda chunk, carry: step(index * store_every + chunk, carry), carry
+        )
 
     carry = tuple(map(initial, row_tiles)), prefetch(np.int32(0))
-    CT, _ = loop(chunks // store_every, store_and_step, carry) if store_every else loop(chunks, step, carry)
+    CT, _ = (
+        loop(chunks // store_every, store_and_step, carry)
+        if store_every
+        else loop(chunks, step, carry)
+    )
     if C_last_ref is not None:
         for tile, block in zip(row_tiles, CT, strict=True):
             C_last_ref[tile, :] = block.T
@@ -126,15 +139,24 @@ def recurrent_fw_H(
     H: Any = None
     lasts, states = [], None
     for index in range(launches):
-        q, kbar = (sequence_spec(x, p, p.S, rows, lambda i, b, index=index: (b, 0, index)) for x in (matQ, scores.keys.product()))
+        q, kbar = (
+            sequence_spec(x, p, p.S, rows, lambda i, b, index=index: (b, 0, index))
+            for x in (matQ, scores.keys.product())
+        )
         arrays = [
             (matQ, q),
             (scores.keys.product(), kbar),
             (matV, values),
-            (scores.matP if index == 0 else None, pl.BlockSpec((None, p.S, p.L), lambda i, b: (b, 0, 0))),
+            (
+                scores.matP if index == 0 else None,
+                pl.BlockSpec((None, p.S, p.L), lambda i, b: (b, 0, 0)),
+            ),
             (scores.vecR, pl.BlockSpec((None, p.S), lambda i, b: (b, 0))),
             (scaGamma, pl.BlockSpec((None, p.NC), lambda i, b: (b, 0))),
-            (matC_initial, pl.BlockSpec((None, rows, siz_b), lambda i, b, index=index: (b, index, i))),
+            (
+                matC_initial,
+                pl.BlockSpec((None, rows, siz_b), lambda i, b, index=index: (b, index, i)),
+            ),
             (H, values),
         ]
         # h may be rounded twice within its promised error, not once a launch.
@@ -146,7 +168,9 @@ def recurrent_fw_H(
         if store_every:
             stored = blocks(p.NC, store_every)
             shape = jax.ShapeDtypeStruct((p.BNH, stored, p.DHQK, p.DHHV), matQ.dtype)
-            outputs.append((shape, pl.BlockSpec((None, stored, p.DHQK, siz_b), lambda i, b: (b, 0, 0, i))))
+            outputs.append(
+                (shape, pl.BlockSpec((None, stored, p.DHQK, siz_b), lambda i, b: (b, 0, 0, i)))
+            )
         H, *more = kernel_call(
             _recurrent_fw_H_kernel,
             name="recurrent_fw_H",
@@ -176,7 +200,9 @@ def _clamp(tiles: StageConfig, p: Problem) -> StageConfig:
 def _heuristic(p: Problem, dtype: jnp.dtype) -> StageConfig:
     """Two CTAs on an SM of Hopper."""
     rows = 64 if dtype.itemsize > 2 else 128
-    return StageConfig(siz_b_LKV=32, siz_b_DHQK=rows, siz_b_DHHV=64, siz_b_loop=256, num_warps=4, num_stages=2)
+    return StageConfig(
+        siz_b_LKV=32, siz_b_DHQK=rows, siz_b_DHHV=64, siz_b_loop=256, num_warps=4, num_stages=2
+    )
 
 
 KERNEL = Kernel(

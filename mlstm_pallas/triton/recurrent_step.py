@@ -8,7 +8,6 @@ padding would move the states once more.
 FLOPs: 4 B NH K V. Bytes: C twice, 2 B NH K V itemsize; the rest is less by the factor of V or K.
 """
 
-
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -50,15 +49,25 @@ def _recurrent_step_kernel(
     def load(ik):
         rows, in_rows = _block(ik, siz_b_DHQK, DHQK)
         C = masked_load(C_ref.at[rows, columns], _outer(in_rows, in_columns))
-        q, k, n = (masked_load(ref.at[rows], in_rows).astype(jnp.float32) for ref in (q_ref, k_ref, n_ref))
-        return C, q, k, n, k[:, None]  # which goes through shared memory: behind a barrier, before the gates
+        q, k, n = (
+            masked_load(ref.at[rows], in_rows).astype(jnp.float32) for ref in (q_ref, k_ref, n_ref)
+        )
+        return (
+            C,
+            q,
+            k,
+            n,
+            k[:, None],
+        )  # which goes through shared memory: behind a barrier, before the gates
 
     def update(ik, loaded, num, z):
         rows, in_rows = _block(ik, siz_b_DHQK, DHQK)
         C, q, k, n, k_column = loaded
         C = decay * C.astype(jnp.float32) + (gain * k_column) * v[None, :]
         n = decay * n + gain * k
-        masked_store(C_new_ref.at[rows, columns], C.astype(C_new_ref.dtype), _outer(in_rows, in_columns))
+        masked_store(
+            C_new_ref.at[rows, columns], C.astype(C_new_ref.dtype), _outer(in_rows, in_columns)
+        )
 
         @pl.when(owns_n)
         def _():
@@ -74,7 +83,11 @@ def _recurrent_step_kernel(
     i, f = (ref[...].astype(jnp.float32) for ref in (i_ref, f_ref))
     m = None if m_ref is None else m_ref[...].astype(jnp.float32)
     v = masked_load(v_ref.at[columns], in_columns).astype(jnp.float32)
-    carry = load(jnp.zeros((), jnp.int32)), jnp.zeros((siz_b_DHHV,), jnp.float32), jnp.zeros((), jnp.float32)
+    carry = (
+        load(jnp.zeros((), jnp.int32)),
+        jnp.zeros((siz_b_DHHV,), jnp.float32),
+        jnp.zeros((), jnp.float32),
+    )
     decay, gain, m_new = step_gates(i, f, m, lambda x: rounded(x, m_new_ref.dtype, compiled))
     if num_blocks > 1:
         carry = loop(num_blocks - 1, step, carry)
@@ -147,6 +160,8 @@ KERNEL = Kernel(
     search=search_of("siz_b_DHQK", "siz_b_DHHV"),
     # Up to 32 KiB a CTA, all loaded at once: 128 CTAs for 8 heads of 256/512, four on an SM where
     # there are more.
-    heuristic=lambda p, dtype: StageConfig(siz_b_DHQK=256, siz_b_DHHV=32, num_warps=8, num_stages=1),
+    heuristic=lambda p, dtype: StageConfig(
+        siz_b_DHQK=256, siz_b_DHHV=32, num_warps=8, num_stages=1
+    ),
     clamp=lambda tiles, p: tiles,
 )

@@ -50,7 +50,12 @@ VALUES: Shapes = (("B", "NH", "S", "DHHV"),)
 C_STATES: Shapes = (("B", "NH", "NC * DHQK", "DHHV"), ("B", "NH", "(NC + 1) * DHQK", "DHHV"))
 N_STATES: Shapes = (("B", "NH", "NC * DHQK"), ("B", "NH", "(NC + 1) * DHQK"))
 M_STATES: Shapes = (("B", "NH", "NC"), ("B", "NH", "(NC + 1)"))
-SEQUENCES: dict[str, Shapes] = {"matQ": QUERIES, "matK": QUERIES, "matV": VALUES, "matDeltaH": VALUES}
+SEQUENCES: dict[str, Shapes] = {
+    "matQ": QUERIES,
+    "matK": QUERIES,
+    "matV": VALUES,
+    "matDeltaH": VALUES,
+}
 CONTRACTS: dict[str, Shapes] = {
     **SEQUENCES,
     **dict.fromkeys(("vecI", "vecF", "vecA", "vecB"), CHUNKS),
@@ -78,7 +83,11 @@ def renamed(function: Function, name: str, module: str) -> Function:
     original = cast(types.FunctionType, function)
     code = original.__code__.replace(co_name=name, co_qualname=name)
     copy = types.FunctionType(code, original.__globals__, name, original.__defaults__)
-    copy.__doc__, copy.__annotations__, copy.__module__ = original.__doc__, original.__annotations__, module
+    copy.__doc__, copy.__annotations__, copy.__module__ = (
+        original.__doc__,
+        original.__annotations__,
+        module,
+    )
     return cast(Function, copy)
 
 
@@ -102,25 +111,46 @@ def check_statics(arguments: Arguments) -> dict[str, Any]:
 
 
 def check_arguments(
-    arguments: Arguments, chunk_size: int, num_chunks: int | None, contracts: Mapping[str, Shapes], optional: tuple[str, ...]
+    arguments: Arguments,
+    chunk_size: int,
+    num_chunks: int | None,
+    contracts: Mapping[str, Shapes],
+    optional: tuple[str, ...],
 ) -> dict[str, int]:
     """Checks the arrays; returns the sizes of the dimensions."""
     arrays = {name: x for name, x in arguments.items() if name in contracts}
-    check_states_complete({name: x for name, x in arrays.items() if name.endswith("_initial")}, "initial states")
+    check_states_complete(
+        {name: x for name, x in arrays.items() if name.endswith("_initial")}, "initial states"
+    )
     for name, x in list(arrays.items()):
         if x is not None:
-            check_array(name, x, INPUT_DTYPES, listed=KERNEL_DTYPES if name in SEQUENCES else INPUT_DTYPES)
+            check_array(
+                name, x, INPUT_DTYPES, listed=KERNEL_DTYPES if name in SEQUENCES else INPUT_DTYPES
+            )
         elif name in (*OPTIONAL, *optional) or name.endswith("_initial"):
             del arrays[name]
         else:
-            raise ValueError(f"{name} is None, expected an array of shape ({', '.join(contracts[name][0])})")
+            raise ValueError(
+                f"{name} is None, expected an array of shape ({', '.join(contracts[name][0])})"
+            )
     sequences = {name: dims for name, (dims,) in SEQUENCES.items() if name in arrays}
     sizes = check_shapes({name: x for name, x in arrays.items() if name in sequences}, sequences)
     S, DHQK, NC = sizes["S"], sizes["DHQK"], sizes["S"] // chunk_size
     if S % chunk_size or num_chunks not in (None, NC):
-        name, chunks = next(iter(arrays)), "chunks" if num_chunks is None else f"{num_chunks} chunks"
-        raise ValueError(f"{name} has shape {tuple(arrays[name].shape)}, expected S = {S} to be {chunks} of {chunk_size} steps")
-    sizes |= {"NC": NC, "(NC + 1)": NC + 1, "L": chunk_size, "NC * DHQK": NC * DHQK, "(NC + 1) * DHQK": (NC + 1) * DHQK}
+        name, chunks = (
+            next(iter(arrays)),
+            "chunks" if num_chunks is None else f"{num_chunks} chunks",
+        )
+        raise ValueError(
+            f"{name} has shape {tuple(arrays[name].shape)}, expected S = {S} to be {chunks} of {chunk_size} steps"
+        )
+    sizes |= {
+        "NC": NC,
+        "(NC + 1)": NC + 1,
+        "L": chunk_size,
+        "NC * DHQK": NC * DHQK,
+        "(NC + 1) * DHQK": (NC + 1) * DHQK,
+    }
     for name, x in arrays.items():
         expected = {dims: tuple(sizes[dim] for dim in dims) for dims in contracts[name]}
         if tuple(x.shape) not in expected.values():
@@ -149,7 +179,9 @@ def call_spec(
     """
     statics = check_statics(arguments)
     chunk_size = statics["chunk_size"]
-    sizes = check_arguments(arguments, chunk_size, statics.get("num_chunks"), CONTRACTS | shapes, optional)
+    sizes = check_arguments(
+        arguments, chunk_size, statics.get("num_chunks"), CONTRACTS | shapes, optional
+    )
     backend, device_kind = requested_backend(), target_device_kind()
     B, NH, S, DHQK, DHHV = (sizes[dim] for dim in ("B", "NH", "S", "DHQK", "DHHV"))
     first = next(name for name in arguments if name in SEQUENCES)
@@ -157,16 +189,28 @@ def call_spec(
     check_dtype_runs(first, dtype, KERNEL_DTYPES, backend)
     if B * NH == 0:
         backend = "xla"  # a kernel has no empty grid
-    config = config_for(DHQK, DHHV, S, dtype, device_kind=device_kind, chunk_size=chunk_size).replace(fused_min_heads=0)
+    config = config_for(
+        DHQK, DHHV, S, dtype, device_kind=device_kind, chunk_size=chunk_size
+    ).replace(fused_min_heads=0)
     if stage is not None:
         tiles = {name: arguments.get((renamed or {}).get(name, name)) for name in TILES}
-        config = config.replace(**{stage: config.stage(stage).replace(**{name: x for name, x in tiles.items() if x is not None})})
+        config = config.replace(
+            **{
+                stage: config.stage(stage).replace(
+                    **{name: x for name, x in tiles.items() if x is not None}
+                )
+            }
+        )
     problem = make_problem((B, NH, S, DHQK), DHHV, chunk_size, pad_heads=True)
     if "qk_scale" in statics:
         problem = dataclasses.replace(problem, qk_scale=statics["qk_scale"])
     floor = 0.0 if constant_denominator else statics.get("norm_val", 1.0)
-    normaliser = Normaliser(statics.get("eps", 0.0), floor, statics.get("stabilize_correctly", True))
-    return CallSpec(problem, config, dtype, normaliser, recompute_states_in_bw=False, backend=backend)
+    normaliser = Normaliser(
+        statics.get("eps", 0.0), floor, statics.get("stabilize_correctly", True)
+    )
+    return CallSpec(
+        problem, config, dtype, normaliser, recompute_states_in_bw=False, backend=backend
+    )
 
 
 def accumulator(spec: CallSpec) -> jnp.dtype:
@@ -177,11 +221,22 @@ def initial_states(spec: CallSpec, k: Array, v: Array, *given: Array | None) -> 
     """C, n, m as given, or zeros; in the accumulator's dtype."""
     (B, NH, _, DHQK), acc = k.shape, accumulator(spec)
     shapes = (B, NH, DHQK, v.shape[-1]), (B, NH, DHQK), (B, NH)
-    return [jnp.zeros(shape, acc) if x is None else jnp.asarray(x, acc) for x, shape in zip(given, shapes, strict=True)]
+    return [
+        jnp.zeros(shape, acc) if x is None else jnp.asarray(x, acc)
+        for x, shape in zip(given, shapes, strict=True)
+    ]
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def gates_of(spec: CallSpec, vecI: jax.Array, scaM: jax.Array, *, vecF: Any = None, log_f: Any = None, vecB: Any = None) -> ChunkGates:
+def gates_of(
+    spec: CallSpec,
+    vecI: jax.Array,
+    scaM: jax.Array,
+    *,
+    vecF: Any = None,
+    log_f: Any = None,
+    vecB: Any = None,
+) -> ChunkGates:
     """The gates, with B and NH as two axes. Gates are given as (B, NH, S) or (B, NH, NC, L).
 
     Args:
@@ -201,7 +256,9 @@ def gates_of(spec: CallSpec, vecI: jax.Array, scaM: jax.Array, *, vecF: Any = No
         zeros = jnp.zeros_like(i)
         if log_f is not None:
             f = chunks(log_f)
-            hi, lo = gate_forms.split_for_exact_sums(f, jnp.max(jnp.abs(f), axis=-1, keepdims=True), L)
+            hi, lo = gate_forms.split_for_exact_sums(
+                f, jnp.max(jnp.abs(f), axis=-1, keepdims=True), L
+            )
             b = gate_forms.two_sum(jnp.cumsum(hi, axis=-1), jnp.cumsum(lo, axis=-1))
         else:
             b = chunks(vecB), zeros
@@ -211,7 +268,9 @@ def gates_of(spec: CallSpec, vecI: jax.Array, scaM: jax.Array, *, vecF: Any = No
         m = gate_forms.stabiliser_scan(local, m)
     elif m.shape[-1] == NC:
         last_chunk = jax.tree.map(lambda x: x[:, :, -1:], local)
-        m = jnp.concatenate([m[..., :-1], gate_forms.stabiliser_scan(last_chunk, m[..., -1])], axis=-1)
+        m = jnp.concatenate(
+            [m[..., :-1], gate_forms.stabiliser_scan(last_chunk, m[..., -1])], axis=-1
+        )
     return gate_forms.join_chunks(local, m)
 
 
@@ -233,7 +292,9 @@ def _padded(x: Any, dtype: Any, *sizes: int) -> Any:
     """x in dtype, its last axes filled up with zeros to the sizes; None stays."""
     if x is None:
         return None
-    widths = [(0, 0)] * (x.ndim - len(sizes)) + [(0, size - old) for size, old in zip(sizes, x.shape[-len(sizes) :], strict=True)]
+    widths = [(0, 0)] * (x.ndim - len(sizes)) + [
+        (0, size - old) for size, old in zip(sizes, x.shape[-len(sizes) :], strict=True)
+    ]
     return jnp.pad(x.astype(dtype), widths)
 
 
@@ -254,40 +315,95 @@ def states(spec: CallSpec, lowering: Lowering, k, v, gates: ChunkGates, C, n):
     C, n = _padded(C, C.dtype, p.DHQK, p.DHHV), _padded(n, n.dtype, p.DHQK)
     abar, call = gates.per_step().vecAbar, spec.call("recurrent_fw_C", lowering)
     C, C_last, n, n_last = run("recurrent_fw_C", k, v, abar, gates.scaGamma, C, n, call=call)
-    C, C_last, n, n_last = C[..., :DHQK, :DHHV], C_last[..., :DHQK, :DHHV], n[..., :DHQK], n_last[..., :DHQK]
+    C, C_last, n, n_last = (
+        C[..., :DHQK, :DHHV],
+        C_last[..., :DHQK, :DHHV],
+        n[..., :DHQK],
+        n_last[..., :DHQK],
+    )
     C = jnp.concatenate([C, C_last[:, None].astype(C.dtype)], axis=1)
-    return _joined(C), _joined(jnp.concatenate([n, n_last[:, None]], axis=1)), gates.scaM_states, C_last, n_last
+    return (
+        _joined(C),
+        _joined(jnp.concatenate([n, n_last[:, None]], axis=1)),
+        gates.scaM_states,
+        C_last,
+        n_last,
+    )
 
 
-def outputs(spec: CallSpec, lowering: Lowering, q, k, v, gates: ChunkGates, C, n, *, output_dtype: Any = None):
+def outputs(
+    spec: CallSpec,
+    lowering: Lowering,
+    q,
+    k,
+    v,
+    gates: ChunkGates,
+    C,
+    n,
+    *,
+    output_dtype: Any = None,
+):
     """H in output_dtype (None: the kernel dtype) and its denominator without eps, from the states before each chunk."""
     p, m, DHQK, DHHV = spec.problem, gates.per_step().vecM, q.shape[-1], v.shape[-1]
-    q, k, v = _padded(q, spec.dtype, p.DHQK), _padded(k, spec.dtype, p.DHQK), _padded(v, spec.dtype, p.DHHV)
-    C, n = _padded(_blocks(C, DHQK)[:, : p.NC], spec.dtype, p.DHQK, p.DHHV), _padded(_blocks(n, DHQK)[:, : p.NC], m.dtype, p.DHQK)
+    q, k, v = (
+        _padded(q, spec.dtype, p.DHQK),
+        _padded(k, spec.dtype, p.DHQK),
+        _padded(v, spec.dtype, p.DHHV),
+    )
+    C, n = (
+        _padded(_blocks(C, DHQK)[:, : p.NC], spec.dtype, p.DHQK, p.DHHV),
+        _padded(_blocks(n, DHQK)[:, : p.NC], m.dtype, p.DHQK),
+    )
     normaliser: Any = spec.normaliser
     call = spec.call("parallel_fw_H", lowering)
-    found: Any = run("parallel_fw_H", q, k, v, gates, C, n, normaliser=normaliser, output_dtype=output_dtype, call=call)
+    found: Any = run(
+        "parallel_fw_H",
+        q,
+        k,
+        v,
+        gates,
+        C,
+        n,
+        normaliser=normaliser,
+        output_dtype=output_dtype,
+        call=call,
+    )
     return found.matH[..., :DHHV], jnp.maximum(jnp.abs(found.vecZ), normaliser.floor(m))
 
 
-def state_gradients(spec: CallSpec, lowering: Lowering, q, dh, gates: ChunkGates, vecN_out, dC_last):
+def state_gradients(
+    spec: CallSpec, lowering: Lowering, q, dh, gates: ChunkGates, vecN_out, dC_last
+):
     """The gradients of C after each chunk, in the kernel dtype, and of the first C, float32."""
     p, DHQK, DHHV = spec.problem, q.shape[-1], dh.shape[-1]
-    of_normaliser = normaliser_gradients(spec.normaliser, dh, None, vecN_out.astype(accumulator(spec)), gates)
+    of_normaliser = normaliser_gradients(
+        spec.normaliser, dh, None, vecN_out.astype(accumulator(spec)), gates
+    )
     r = query_scale(gates.per_step().vecW, p.qk_scale, of_normaliser.vecInvDen)
     q, dh = _padded(q * r[..., None], spec.dtype, p.DHQK), _padded(dh, spec.dtype, p.DHHV)
     dC_last = _padded(dC_last, r.dtype, p.DHQK, p.DHHV)
-    dC, dC_first, *_ = run("recurrent_bw_dC", Weighted(q, None), dh, gates.scaGamma, dC_last, call=spec.call("recurrent_bw_dC", lowering))
+    dC, dC_first, *_ = run(
+        "recurrent_bw_dC",
+        Weighted(q, None),
+        dh,
+        gates.scaGamma,
+        dC_last,
+        call=spec.call("recurrent_bw_dC", lowering),
+    )
     return _joined(dC[..., :DHQK, :DHHV]), dC_first[..., :DHQK, :DHHV]
 
 
-def input_gradients(spec: CallSpec, lowering: Lowering, q, k, v, dh, gates: ChunkGates, vecN_out, C, dC):
+def input_gradients(
+    spec: CallSpec, lowering: Lowering, q, k, v, dh, gates: ChunkGates, vecN_out, C, dC
+):
     """dQ, dK and dV in the kernel dtype, from C before and the gradients of C after each chunk."""
     p, DHQK, DHHV = spec.problem, q.shape[-1], v.shape[-1]
     q, k = _padded(q, spec.dtype, p.DHQK), _padded(k, spec.dtype, p.DHQK)
     v, dh = _padded(v, spec.dtype, p.DHHV), _padded(dh, spec.dtype, p.DHHV)
     C, dC = (_padded(_blocks(x, DHQK), spec.dtype, p.DHQK, p.DHHV) for x in (C, dC))
-    n = jnp.zeros((p.BNH, p.NC, p.DHQK), gates.vecW.dtype)  # meets a dz of 0, and so is its gradient
+    n = jnp.zeros(
+        (p.BNH, p.NC, p.DHQK), gates.vecW.dtype
+    )  # meets a dz of 0, and so is its gradient
     operands, z = (q, k, v, dh, gates), vecN_out.astype(accumulator(spec))
     call = spec.call("parallel_bw_dQKV", lowering)
     if spec.tiles_on_chip(lowering):
@@ -295,7 +411,17 @@ def input_gradients(spec: CallSpec, lowering: Lowering, q, k, v, dh, gates: Chun
     else:
         options = dict(normaliser=spec.normaliser, call=spec.call("parallel_bw_dP", lowering))
         tiles = run("parallel_bw_dP", *operands, None, z, return_keys=False, **options)
-    dq, dk, dv, *_ = run("parallel_bw_dQKV", *operands, tiles.normaliser_gradients, tiles, C[:, : p.NC], n, dC[:, -p.NC :], n, call=call)
+    dq, dk, dv, *_ = run(
+        "parallel_bw_dQKV",
+        *operands,
+        tiles.normaliser_gradients,
+        tiles,
+        C[:, : p.NC],
+        n,
+        dC[:, -p.NC :],
+        n,
+        call=call,
+    )
     return dq[..., :DHQK], dk[..., :DHQK], dv[..., :DHHV]
 
 
@@ -310,34 +436,77 @@ def forward(arguments: Arguments) -> tuple[Any, ...]:
     spec = call_spec(arguments, vecI=STEPS, vecF=STEPS)
     inputs = [arguments[name] for name in _INPUTS]
     initial = initial_states(spec, *inputs[1:3], *(arguments[name] for name in _INITIAL))
-    on_shard = on_shards(_forward_on_shard, output_dtype=jnp.dtype(arguments.get("output_dtype", spec.dtype)))
+    on_shard = on_shards(
+        _forward_on_shard, output_dtype=jnp.dtype(arguments.get("output_dtype", spec.dtype))
+    )
     H, vecN, vecM, (C, n, m, C_last, n_last) = on_shard(spec, *inputs, *initial)
     last = C_last, n_last, m[..., -1]
     asked = (arguments["return_last_states"], last), (arguments["return_all_states"], (C, n, m))
     return H, vecN, vecM, last[2], *(found for flag, found in asked if flag)
 
 
-def _forward_on_shard(spec: CallSpec, lowering: Lowering, q, k, v, i, f, C, n, m, *, output_dtype: Any):
-    gates = run("chunk_gates", i.astype(m.dtype), f.astype(m.dtype), m, call=spec.call("chunk_gates", lowering))
+def _forward_on_shard(
+    spec: CallSpec, lowering: Lowering, q, k, v, i, f, C, n, m, *, output_dtype: Any
+):
+    gates = run(
+        "chunk_gates",
+        i.astype(m.dtype),
+        f.astype(m.dtype),
+        m,
+        call=spec.call("chunk_gates", lowering),
+    )
     found = states(spec, lowering, k, v, gates, C, n)
-    return *outputs(spec, lowering, q, k, v, gates, *found[:2], output_dtype=output_dtype), gates.per_step().vecM, found
+    return (
+        *outputs(spec, lowering, q, k, v, gates, *found[:2], output_dtype=output_dtype),
+        gates.per_step().vecM,
+        found,
+    )
 
 
 def backward(arguments: Arguments, C: Array | None) -> tuple[jax.Array, ...]:
     """The gradients of q, k, v, i, f and of the initial states, where there are any. C: before each chunk, None: recomputed."""
-    spec = call_spec(arguments, optional=("matC_states", "matC_all"), constant_denominator=True, vecI=STEPS, vecF=STEPS)
+    spec = call_spec(
+        arguments,
+        optional=("matC_states", "matC_all"),
+        constant_denominator=True,
+        vecI=STEPS,
+        vecF=STEPS,
+    )
     given = [arguments[name] for name in (*_INPUTS, *_INITIAL)]
-    spec = dataclasses.replace(spec, has_initial_state=given[5] is not None, return_last_states=False)
+    spec = dataclasses.replace(
+        spec, has_initial_state=given[5] is not None, return_last_states=False
+    )
     initial = initial_states(spec, *given[1:3], *given[5:])
     of_forward = C, *(arguments[name] for name in ("vecN_out", "matDeltaH", "matDeltaC_last"))
     gradients = on_shards(_backward_on_shard)(spec, *given[:5], *initial, *of_forward)
-    return tuple(dx.astype(x.dtype) for dx, x in zip(gradients, given, strict=True) if x is not None)
+    return tuple(
+        dx.astype(x.dtype) for dx, x in zip(gradients, given, strict=True) if x is not None
+    )
 
 
-def _backward_on_shard(spec: CallSpec, lowering: Lowering, q, k, v, i, f, C_initial, n_initial, m_initial, C, vecN_out, dh, dC_last):
+def _backward_on_shard(
+    spec: CallSpec,
+    lowering: Lowering,
+    q,
+    k,
+    v,
+    i,
+    f,
+    C_initial,
+    n_initial,
+    m_initial,
+    C,
+    vecN_out,
+    dh,
+    dC_last,
+):
     """The exact backward pass with a constant denominator, vecN_out + eps, which passes nothing back."""
     p, acc, DHQK, DHHV = spec.problem, accumulator(spec), q.shape[-1], v.shape[-1]
-    q, k, v = _padded(q, spec.dtype, p.DHQK), _padded(k, spec.dtype, p.DHQK), _padded(v, spec.dtype, p.DHHV)
+    q, k, v = (
+        _padded(q, spec.dtype, p.DHQK),
+        _padded(k, spec.dtype, p.DHQK),
+        _padded(v, spec.dtype, p.DHHV),
+    )
     C_initial, n_initial = _padded(C_initial, acc, p.DHQK, p.DHHV), _padded(n_initial, acc, p.DHQK)
     x = Inputs(q, k, v, i.astype(acc), f.astype(acc), C_initial, n_initial, m_initial)
     no_n = jnp.zeros_like(n_initial)
@@ -347,6 +516,8 @@ def _backward_on_shard(spec: CallSpec, lowering: Lowering, q, k, v, i, f, C_init
     stored = StoredStates(C, jnp.zeros((*no_n.shape[:-1], p.NC, p.DHQK), acc), None, None, no_n)
     last = States(_padded(dC_last, acc, p.DHQK, p.DHHV), no_n, None)
     residuals = Residuals(x, None, vecN_out.astype(acc), stored)
-    dx = backward_schedule(spec, lowering, residuals, Cotangents(_padded(dh, spec.dtype, p.DHHV), last))
+    dx = backward_schedule(
+        spec, lowering, residuals, Cotangents(_padded(dh, spec.dtype, p.DHHV), last)
+    )
     dC, dn = dx.c_initial[..., :DHQK, :DHHV], dx.n_initial[..., :DHQK]
     return dx.q[..., :DHQK], dx.k[..., :DHQK], dx.v[..., :DHHV], dx.i, dx.f, dC, dn, dx.m_initial

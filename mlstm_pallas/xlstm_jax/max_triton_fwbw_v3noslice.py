@@ -18,7 +18,15 @@ import jax.numpy as jnp
 from mlstm_pallas.annotations import Array, States
 from mlstm_pallas.fwbw import _get_chunkwise_fwbw_kernel, _mlstm_chunkwise_fwbw_generator
 from mlstm_pallas.xlstm_jax import _common
-from mlstm_pallas.xlstm_jax._common import C_STATES, M_STATES, N_STATES, call_spec, gates_of, on_shards, renamed
+from mlstm_pallas.xlstm_jax._common import (
+    C_STATES,
+    M_STATES,
+    N_STATES,
+    call_spec,
+    gates_of,
+    on_shards,
+    renamed,
+)
 from mlstm_pallas.xlstm_jax.triton_stablef import mlstm_chunkwise_triton_stablef
 
 __all__ = [
@@ -33,7 +41,9 @@ __all__ = [
     "mlstm_chunkwise_max_triton",
 ]
 
-mlstm_chunkwise_max_triton = renamed(mlstm_chunkwise_triton_stablef, "mlstm_chunkwise_max_triton", __name__)
+mlstm_chunkwise_max_triton = renamed(
+    mlstm_chunkwise_triton_stablef, "mlstm_chunkwise_max_triton", __name__
+)
 
 
 def _mlstm_chunkwise__recurrent_fw_C(
@@ -50,12 +60,19 @@ def _mlstm_chunkwise__recurrent_fw_C(
         (C is rounded to the dtype of matK in any case) and is not written to.
       matC_initial, vecN_initial, scaMinter_initial: (B, NH, DHQK, DHHV), (B, NH, DHQK), (B, NH): all or none (zeros).
     """
-    buffers: dict[str, Any] = dict(matC_states=C_STATES[1:], vecN_states=N_STATES[1:], scaMinter_states=M_STATES[1:])
+    buffers: dict[str, Any] = dict(
+        matC_states=C_STATES[1:], vecN_states=N_STATES[1:], scaMinter_states=M_STATES[1:]
+    )
     spec = call_spec(locals(), optional=tuple(buffers), **buffers)
-    C, n, m = _common.initial_states(spec, matK, matV, matC_initial, vecN_initial, scaMinter_initial)
+    C, n, m = _common.initial_states(
+        spec, matK, matV, matC_initial, vecN_initial, scaMinter_initial
+    )
     found = on_shards(_common.states)(spec, matK, matV, gates_of(spec, vecI, m, vecB=vecB), C, n)
     given = matC_states, vecN_states, scaMinter_states
-    C, n, m = (x if buffer is None else x.astype(buffer.dtype) for x, buffer in zip(found[:3], given, strict=True))
+    C, n, m = (
+        x if buffer is None else x.astype(buffer.dtype)
+        for x, buffer in zip(found[:3], given, strict=True)
+    )
     return C, n, m
 
 
@@ -93,7 +110,9 @@ def _mlstm_chunkwise__recurrent_bw_dC(
     """The gradients of C at the chunk boundaries, in the dtype of matQ. matDeltaC_last: that of the last C, (B, NH, DHQK, DHHV)."""
     spec = call_spec(locals(), constant_denominator=True)
     gates = gates_of(spec, vecI, scaMinter_states, vecB=vecB)
-    dC, first = on_shards(_common.state_gradients)(spec, matQ, matDeltaH, gates, vecN_out, matDeltaC_last)
+    dC, first = on_shards(_common.state_gradients)(
+        spec, matQ, matDeltaH, gates, vecN_out, matDeltaC_last
+    )
     return jnp.concatenate([first.astype(dC.dtype), dC], axis=2)
 
 
@@ -105,7 +124,9 @@ def _mlstm_chunkwise__parallel_bw_dQKV(
     """dQ, dK and dV in the dtype of matQ, from C before each chunk and the gradients of C after each: NC blocks, or one boundary more."""
     spec = call_spec(locals(), constant_denominator=True)
     gates = gates_of(spec, vecI, scaMinter_states, vecB=vecB)
-    return on_shards(_common.input_gradients)(spec, matQ, matK, matV, matDeltaH, gates, vecN_out, matC_states, matDeltaC_states)
+    return on_shards(_common.input_gradients)(
+        spec, matQ, matK, matV, matDeltaH, gates, vecN_out, matC_states, matDeltaC_states
+    )
 
 
 def _mlstm_chunkwise_bw(

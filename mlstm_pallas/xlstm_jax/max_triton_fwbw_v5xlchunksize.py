@@ -38,8 +38,12 @@ __all__ = [
     "mlstm_chunkwise_max_triton",
 ]
 
-mlstm_chunkwise_max_triton = renamed(mlstm_chunkwise_triton_stablef, "mlstm_chunkwise_max_triton", __name__)
-mlstm_chunkwise__xl_chunk = renamed(mlstm_chunkwise_triton_stablef, "mlstm_chunkwise__xl_chunk", __name__)
+mlstm_chunkwise_max_triton = renamed(
+    mlstm_chunkwise_triton_stablef, "mlstm_chunkwise_max_triton", __name__
+)
+mlstm_chunkwise__xl_chunk = renamed(
+    mlstm_chunkwise_triton_stablef, "mlstm_chunkwise__xl_chunk", __name__
+)
 
 
 def mlstm_chunkwise__recurrent_fw_C(
@@ -93,9 +97,13 @@ def mlstm_chunkwise__recurrent_bw_dC(
     """The gradients of C at the chunk boundaries, (B, NH, (NC + 1) * DHQK, DHHV), in the dtype of matQ."""
     # The steps of a tile are siz_b_LKV to the stage, which shares its kernel with recurrent_fw_C.
     renamed = {"siz_b_LKV": "siz_b_LQ"}
-    spec = call_spec(locals(), constant_denominator=True, stage="recurrent_bw_dC", renamed=renamed, vecF=STEPS)
+    spec = call_spec(
+        locals(), constant_denominator=True, stage="recurrent_bw_dC", renamed=renamed, vecF=STEPS
+    )
     gates = gates_of(spec, vecI, scaM_all, vecF=vecF)
-    dC, first = on_shards(_common.state_gradients)(spec, matQ, matDeltaH, gates, vecN_out, matDeltaC_last)
+    dC, first = on_shards(_common.state_gradients)(
+        spec, matQ, matDeltaH, gates, vecN_out, matDeltaC_last
+    )
     return jnp.concatenate([first.astype(dC.dtype), dC], axis=2)
 
 
@@ -148,9 +156,14 @@ def _gradient(name: str, arguments: Arguments) -> jax.Array:
     """The gradient of one of q, k and v, in output_dtype."""
     # parallel_bw_dQKV calls the rows of its output tiles siz_b_LQ, for keys too.
     renamed = {} if name == "Q" else {"siz_b_LQ": "siz_b_LKV"}
-    spec = call_spec(arguments, constant_denominator=True, stage="parallel_bw_dQKV", renamed=renamed)
+    spec = call_spec(
+        arguments, constant_denominator=True, stage="parallel_bw_dQKV", renamed=renamed
+    )
     gates = gates_of(spec, arguments["vecI"], arguments["scaM_all"], vecB=arguments["vecB"])
-    q, k, v, dh, *others = (arguments[x] for x in ("matQ", "matK", "matV", "matDeltaH", "vecN_out", "matC_all", "matDeltaC_states"))
+    q, k, v, dh, *others = (
+        arguments[x]
+        for x in ("matQ", "matK", "matV", "matDeltaH", "vecN_out", "matC_all", "matDeltaC_states")
+    )
     gradients = on_shards(_common.input_gradients)(spec, q, k, v, dh, gates, *others)
     return gradients["QKV".index(name)].astype(arguments["output_dtype"])
 

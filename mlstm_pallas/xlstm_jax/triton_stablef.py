@@ -45,8 +45,12 @@ def _mlstm_chunkwise__recurrent_fw_C(
 ) -> States:  # fmt: skip
     """C, N and M at the chunk boundaries: C in the dtype of matK, N and M float32."""
     spec = call_spec(locals())
-    C, n, m = _common.initial_states(spec, matK, matV, matC_initial, vecN_initial, scaMinter_initial)
-    return on_shards(_common.states)(spec, matK, matV, gates_of(spec, vecI, m, log_f=vecF), C, n)[:3]
+    C, n, m = _common.initial_states(
+        spec, matK, matV, matC_initial, vecN_initial, scaMinter_initial
+    )
+    return on_shards(_common.states)(spec, matK, matV, gates_of(spec, vecI, m, log_f=vecF), C, n)[
+        :3
+    ]
 
 
 def _mlstm_chunkwise__parallel_fw_H(
@@ -92,7 +96,9 @@ def _mlstm_chunkwise__recurrent_bw_dC(
     """
     spec = call_spec(locals(), constant_denominator=True)
     gates = gates_of(spec, vecM, scaM_inter, log_f=vecF)
-    return on_shards(_common.state_gradients)(spec, matQ, matDeltaH, gates, vecN_out, matDeltaC_last)
+    return on_shards(_common.state_gradients)(
+        spec, matQ, matDeltaH, gates, vecN_out, matDeltaC_last
+    )
 
 
 def _mlstm_chunkwise__parallel_bw_dQKV(
@@ -111,7 +117,9 @@ def _mlstm_chunkwise__parallel_bw_dQKV(
     """
     spec = call_spec(locals(), constant_denominator=True)
     gates = gates_of(spec, vecI, scaM_inter, log_f=vecF)
-    return on_shards(_common.input_gradients)(spec, matQ, matK, matV, matDeltaH, gates, vecN_out, matC_states, matDeltaC_states)
+    return on_shards(_common.input_gradients)(
+        spec, matQ, matK, matV, matDeltaH, gates, vecN_out, matC_states, matDeltaC_states
+    )
 
 
 def _mlstm_chunkwise_bw(
