@@ -54,6 +54,7 @@ from mlstm_pallas.call_spec import CallSpec
 from mlstm_pallas.config import KernelConfig, config_for
 from mlstm_pallas.gate_gradients import TilePairs
 from mlstm_pallas.gates import vector_states
+from mlstm_pallas.normaliser import query_scale
 from mlstm_pallas.problem import MAX_TILE, Problem, check_chunk_size, make_problem
 from mlstm_pallas.stage import Lowering, Stage, StageCall, StageConfig, Weighted
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles

@@ -502,7 +502,7 @@ def mlstm_chunkwise_sequence_parallel(
         config=config,
     )
     arrays = q, k, v, i, f, c_initial, n_initial, m_initial
-    return run(
+    return run_door(
         functools.partial(_whole, axis_name),
         functools.partial(_starts, axis_name),
         options,
