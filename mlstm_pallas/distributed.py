@@ -29,6 +29,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
+from mlstm_pallas import entry
 from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName
 from mlstm_pallas.annotations import States as StateTuple
 from mlstm_pallas.backend import on_backend
@@ -502,7 +503,7 @@ def mlstm_chunkwise_sequence_parallel(
         config=config,
     )
     arrays = q, k, v, i, f, c_initial, n_initial, m_initial
-    return run_door(
+    return entry.run(
         functools.partial(_whole, axis_name),
         functools.partial(_starts, axis_name),
         options,
