@@ -1,4 +1,7 @@
-"""The contract of mlstm_chunkwise: transformations, platforms and dtypes. Gradients: test_gradients.py; errors: test_errors.py."""
+"""The contract of mlstm_chunkwise: transformations, platforms and dtypes.
+
+Gradients: test_gradients.py; errors: test_errors.py.
+"""
 
 import functools
 import re
@@ -30,12 +33,19 @@ def test_default_backend_on_a_cpu_is_xla():
     found = mlstm_chunkwise(**INPUTS, chunk_size=16)
     expected = mlstm_chunkwise(**INPUTS, chunk_size=16, backend="xla")
     assert np.array_equal(np.asarray(found), np.asarray(expected))
-    assert "pallas_call" not in jax.jit(functools.partial(mlstm_chunkwise, backend="xla")).trace(*PLAIN.values()).jaxpr.pretty_print()
+    assert (
+        "pallas_call"
+        not in jax.jit(functools.partial(mlstm_chunkwise, backend="xla"))
+        .trace(*PLAIN.values())
+        .jaxpr.pretty_print()
+    )
 
 
 def an_h200():
     """Lowering for CUDA on a machine without a GPU needs to be told which one is meant."""
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu")))
+    return jax.sharding.use_abstract_mesh(
+        AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))
+    )
 
 
 def test_one_trace_lowers_for_the_cpu_and_for_cuda():
@@ -55,7 +65,9 @@ def test_gradient_lowers_for_cuda(dtype):
         traced = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3, 4))).trace(*shapes(dtype))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     kernels = set(re.findall(r'name = "(\w+)", num_stages', text)) - HELPERS
-    assert kernels == {name for name, stage in STAGES.items() if not stage.fused and not stage.decode}
+    assert kernels == {
+        name for name, stage in STAGES.items() if not stage.fused and not stage.decode
+    }
 
 
 @pytest.mark.parametrize("backend", ["xla", pytest.param("interpret", marks=pytest.mark.slow)])
@@ -73,16 +85,28 @@ def test_jit_vmap_scan_and_remat_give_the_same_numbers(backend):
 
 @pytest.mark.parametrize(
     ("given", "autocast", "computed"),
-    [("float32", None, "float32"), ("bfloat16", None, "bfloat16"), ("float32", "bfloat16", "bfloat16"), ("float16", "float32", "float32")],
+    [
+        ("float32", None, "float32"),
+        ("bfloat16", None, "bfloat16"),
+        ("float32", "bfloat16", "bfloat16"),
+        ("float16", "float32", "float32"),
+    ],
 )
 def test_dtypes(given, autocast, computed):
     inputs = random_inputs(1, 1, 2, 20, 16, 16, dtype=given)
-    h, states = mlstm_chunkwise(**inputs, autocast_kernel_dtype=autocast, chunk_size=16, return_last_states=True)
+    h, states = mlstm_chunkwise(
+        **inputs, autocast_kernel_dtype=autocast, chunk_size=16, return_last_states=True
+    )
     assert h.dtype == jnp.dtype(given)
     assert [x.dtype for x in states] == [jnp.float32] * 3
     rounded = {name: x.astype(computed) if name in "qkv" else x for name, x in inputs.items()}
     expected = mlstm_chunkwise(**rounded, chunk_size=16)
-    assert_close(h, expected.astype("float32"), tolerance("bfloat16" if given == "float16" else given, 40), "h")
+    assert_close(
+        h,
+        expected.astype("float32"),
+        tolerance("bfloat16" if given == "float16" else given, 40),
+        "h",
+    )
 
 
 @pytest.mark.parametrize("backend", [None, "xla", "interpret"])
@@ -91,32 +115,51 @@ def test_padded_heads_keep_their_scale(backend):
     inputs = random_inputs(2, 1, 2, 20, 24, 40)
     inputs["q"] *= 1e-2
     expected, _ = oracle(inputs, eps=0.5)
-    assert_close(mlstm_chunkwise(**inputs, chunk_size=16, backend=backend, eps=0.5), expected, tolerance("float32", 20 + 24))
+    assert_close(
+        mlstm_chunkwise(**inputs, chunk_size=16, backend=backend, eps=0.5),
+        expected,
+        tolerance("float32", 20 + 24),
+    )
 
 
 def test_use_backend_is_the_default_of_calls_inside():
     with use_backend("interpret"):
-        assert "pallas_call" in str(jax.make_jaxpr(lambda *x: mlstm_chunkwise(*x, chunk_size=16))(*PLAIN.values()))
-        assert "pallas_call" not in str(jax.make_jaxpr(lambda *x: mlstm_chunkwise(*x, chunk_size=16, backend="xla"))(*PLAIN.values()))
+        assert "pallas_call" in str(
+            jax.make_jaxpr(lambda *x: mlstm_chunkwise(*x, chunk_size=16))(*PLAIN.values())
+        )
+        assert "pallas_call" not in str(
+            jax.make_jaxpr(lambda *x: mlstm_chunkwise(*x, chunk_size=16, backend="xla"))(
+                *PLAIN.values()
+            )
+        )
     with pytest.raises(ValueError, match="backend is 'cuda'"), use_backend("cuda"):
         pass
 
 
 def test_a_chunk_beyond_the_sequence_is_clamped():
     expected = mlstm_chunkwise(**INPUTS, chunk_size=64)
-    assert np.array_equal(np.asarray(mlstm_chunkwise(**INPUTS, chunk_size=4096)), np.asarray(expected))
+    assert np.array_equal(
+        np.asarray(mlstm_chunkwise(**INPUTS, chunk_size=4096)), np.asarray(expected)
+    )
 
 
 @pytest.mark.parametrize(("B", "NH"), [(0, 2), (2, 0)])
 def test_an_empty_batch_gives_empty_outputs(B, NH):
     inputs = random_inputs(0, B, NH, 20, 16, 24)
     h, (c, n, m) = mlstm_chunkwise(**inputs, return_last_states=True, backend="interpret")
-    assert (h.shape, c.shape, n.shape, m.shape) == ((B, NH, 20, 24), (B, NH, 16, 24), (B, NH, 16), (B, NH))
+    assert (h.shape, c.shape, n.shape, m.shape) == (
+        (B, NH, 20, 24),
+        (B, NH, 16, 24),
+        (B, NH, 16),
+        (B, NH),
+    )
 
 
 def test_the_device_decides_on_the_config():
     assert target_device_kind() == UNKNOWN_DEVICE or jax.devices()[0].platform == "gpu"
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA A100-SXM4-80GB", None, "gpu"))):
+    with jax.sharding.use_abstract_mesh(
+        AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA A100-SXM4-80GB", None, "gpu"))
+    ):
         assert target_device_kind() == "NVIDIA A100-SXM4-80GB"
 
 

@@ -29,13 +29,30 @@ def call_of(name, problem, dtype, lowering, tiles):
 
 
 class Case:
-    """The inputs of every stage, by name: those of a call, and what the plain forms of earlier stages return."""
+    """The inputs of every stage, by name: those of a call, and what the plain forms of earlier
+    stages return."""
 
-    def __init__(self, dtype, L, S=128, *, normalised=True, input_gate=InputGate.EXP, resets=False, DHQK=DHQK):
+    def __init__(
+        self, dtype, L, S=128, *, normalised=True, input_gate=InputGate.EXP, resets=False, DHQK=DHQK
+    ):
         self.dtype, self.problem = jnp.dtype(dtype), Problem(1, HEADS, S, DHQK, DHHV, L, DHQK**-0.5)
-        self.options = dict(normaliser=DEFAULT_NORMALISER if normalised else None, input_gate=input_gate)
-        x, r = random_inputs(L, 1, HEADS, S, DHQK, DHHV, dtype=dtype, resets=resets), np.random.default_rng(L)
-        names = ("matQ", "matK", "matV", "vecI", "vecF", "matC_initial", "vecN_initial", "scaM_initial")
+        self.options = dict(
+            normaliser=DEFAULT_NORMALISER if normalised else None, input_gate=input_gate
+        )
+        x, r = (
+            random_inputs(L, 1, HEADS, S, DHQK, DHHV, dtype=dtype, resets=resets),
+            np.random.default_rng(L),
+        )
+        names = (
+            "matQ",
+            "matK",
+            "matV",
+            "vecI",
+            "vecF",
+            "matC_initial",
+            "vecN_initial",
+            "scaM_initial",
+        )
         inputs = {name: y[0] for name, y in zip(names, x.values(), strict=True)}
         if input_gate is InputGate.SIGMOID:
             inputs["scaM_initial"] = jnp.zeros_like(inputs["scaM_initial"])
@@ -45,7 +62,11 @@ class Case:
         def normal(*shape, dtype="float32"):
             return array(r.normal(size=(HEADS, *shape)), dtype)
 
-        inputs |= dict(matDeltaH=normal(S, DHHV, dtype=dtype), matDeltaC_last=normal(DHQK, DHHV), vecDeltaN_states=normal(S // L, DHQK))
+        inputs |= dict(
+            matDeltaH=normal(S, DHHV, dtype=dtype),
+            matDeltaC_last=normal(DHQK, DHHV),
+            vecDeltaN_states=normal(S // L, DHQK),
+        )
         self.inputs, self.found = jax.jit(self.with_outputs)(inputs), {}
 
     def with_outputs(self, inputs):
@@ -63,7 +84,9 @@ class Case:
         taken = inspect.signature(stage.run).parameters
         options = {key: value for key, value in self.options.items() if key in taken} | options
         call = call_of(name, self.problem, self.dtype, lowering, tiles)
-        return jax.jit(functools.partial(stage.run, **options, call=call))(*(inputs.get(name) for name in stage.inputs))
+        return jax.jit(functools.partial(stage.run, **options, call=call))(
+            *(inputs.get(name) for name in stage.inputs)
+        )
 
     def plain(self, name, inputs, **options):
         return self.run(name, inputs, Lowering.XLA, **options)
@@ -80,19 +103,28 @@ class Case:
         return self.found[key]
 
     def check(self, name, tiles=TILES_OF_64, without=(), **options):
-        """The kernel agrees with the plain form, every output in dtype and within its bound; returns the kernel's outputs.
+        """The kernel agrees with the plain form, every output in dtype and within its bound;
+        returns the kernel's outputs.
 
-        Matrices are of the kernel dtype, or sums of products of what was rounded to it. Vectors and scalars are sums in float32 of what
-        was not rounded.
+        Matrices are of the kernel dtype, or sums of products of what was rounded to it. Vectors and
+        scalars are sums in float32 of what was not rounded.
         """
         changes = dict.fromkeys(without)
-        inputs, p, expected = self.inputs | changes, self.problem, self.expected(name, changes, options)
+        inputs, p, expected = (
+            self.inputs | changes,
+            self.problem,
+            self.expected(name, changes, options),
+        )
         found = self.run(name, inputs, Lowering.INTERPRET, tiles, **options)
         plain = jax.eval_shape(functools.partial(self.plain, name, **options), inputs)
-        assert [y.dtype for y in jax.tree.leaves(found)] == [y.dtype for y in jax.tree.leaves(plain)]
+        assert [y.dtype for y in jax.tree.leaves(found)] == [
+            y.dtype for y in jax.tree.leaves(plain)
+        ]
         if name == "parallel_bw_dP":
             found = written(found)
-            expected = expected._replace(pairs=tile_pairs(self, expected, found.pairs.diagonal.shape[-1]))
+            expected = expected._replace(
+                pairs=tile_pairs(self, expected, found.pairs.diagonal.shape[-1])
+            )
         for key, actual, wanted in zip(found._fields, found, expected, strict=True):
             assert (actual is None) == (wanted is None), key
             terms = p.DHQK * p.DHHV if key == "scaStates" else p.S + p.DHQK + p.DHHV
@@ -100,7 +132,12 @@ class Case:
                 actual, wanted = (np.asarray(y[0], "float64") + y[1] for y in (actual, wanted))
             for one, other in zip(jax.tree.leaves(actual), jax.tree.leaves(wanted), strict=True):
                 rounded = key.startswith("mat") or one.dtype == self.dtype
-                assert_close(one, other, tolerance(self.dtype if rounded else "float32", terms), f"{name}: {key}")
+                assert_close(
+                    one,
+                    other,
+                    tolerance(self.dtype if rounded else "float32", terms),
+                    f"{name}: {key}",
+                )
         return found
 
 
@@ -108,21 +145,32 @@ case = functools.cache(Case)
 
 
 def written(outputs):
-    """The outputs of parallel_bw_dP, with 0 where it writes nothing: in tiles of queries that lie before the tile of keys."""
+    """The outputs of parallel_bw_dP, with 0 where it writes nothing: in tiles of queries that lie
+    before the tile of keys."""
     heads, NC, n, _ = outputs.pairs.diagonal.shape
     L = outputs.matP.shape[-1]
-    P, dP = (jnp.tril(y.reshape(heads, NC, L, L)).reshape(y.shape) for y in (outputs.matP, outputs.matDeltaP))
+    P, dP = (
+        jnp.tril(y.reshape(heads, NC, L, L)).reshape(y.shape)
+        for y in (outputs.matP, outputs.matDeltaP)
+    )
     after = jnp.tri(n, dtype=bool)  # [i, j]
     sums = ((after.T, outputs.pairs.per_query), (after, outputs.pairs.per_key))
     queries, keys = (jnp.where(where.reshape(n, 1, n, 1), y, 0.0) for where, y in sums)
-    return outputs._replace(matP=P, matDeltaP=dP, pairs=TilePairs(queries, keys, outputs.pairs.diagonal))
+    return outputs._replace(
+        matP=P, matDeltaP=dP, pairs=TilePairs(queries, keys, outputs.pairs.diagonal)
+    )
 
 
 def tile_pairs(x, outputs, T):
     """The sums for tiles of T steps, from W_ts = (scale dP_ts) q_t . k_s."""
     p, n = x.problem, x.problem.L // T
-    q, k = (np.asarray(x.inputs[name].astype("float32"), "float64").reshape(HEADS, p.NC, p.L, p.DHQK) for name in ("matQ", "matK"))
-    W = np.tril(outputs.matDeltaP.reshape(HEADS, p.NC, p.L, p.L)) * np.einsum("nctk,ncsk->ncts", q, k)
+    q, k = (
+        np.asarray(x.inputs[name].astype("float32"), "float64").reshape(HEADS, p.NC, p.L, p.DHQK)
+        for name in ("matQ", "matK")
+    )
+    W = np.tril(outputs.matDeltaP.reshape(HEADS, p.NC, p.L, p.L)) * np.einsum(
+        "nctk,ncsk->ncts", q, k
+    )
     tiles = np.tril(W, -1).reshape(HEADS, p.NC, n, T, n, T)
     diagonal = np.diagonal(W, axis1=-2, axis2=-1).reshape(HEADS, p.NC, n, T)
     return TilePairs(np.moveaxis(tiles.sum(-1), -1, 1), np.moveaxis(tiles.sum(-3), 2, 1), diagonal)
@@ -134,7 +182,14 @@ def test_the_kernel_agrees_with_the_plain_form(stage, dtype):
     case(dtype, 32, 64).check(stage)
 
 
-SIZES = {"LQ": "siz_b_LQ", "LKV": "siz_b_LKV", "K": "siz_b_DHQK", "V": "siz_b_DHHV", "loop": "siz_b_loop", "keep_q": "keep_q"}
+SIZES = {
+    "LQ": "siz_b_LQ",
+    "LKV": "siz_b_LKV",
+    "K": "siz_b_DHQK",
+    "V": "siz_b_DHHV",
+    "loop": "siz_b_loop",
+    "keep_q": "keep_q",
+}
 # stage: dtype, chunk size, tiles
 TILES = {
     "chunk_gates": [("float32", 64, dict(LQ=16)), ("float32", 64, dict(LQ=64))],
@@ -145,9 +200,18 @@ TILES = {
     ],
     "parallel_fw_H": [
         *[("float32", L, dict(LQ=16, LKV=16, K=16, V=16)) for L in (16, 128)],
-        *[("float32", 128, tiles) for tiles in (dict(LQ=64, LKV=16, K=32, V=16), dict(LQ=16, LKV=64, K=16, V=32))],
-        *[("float32", 64, dict(LQ=16, LKV=32, K=16, V=32, keep_q=keep_q)) for keep_q in (False, True)],
-        *[("bfloat16", 64, dict(LQ=64, LKV=16, K=32, V=16, keep_q=keep_q)) for keep_q in (False, True)],
+        *[
+            ("float32", 128, tiles)
+            for tiles in (dict(LQ=64, LKV=16, K=32, V=16), dict(LQ=16, LKV=64, K=16, V=32))
+        ],
+        *[
+            ("float32", 64, dict(LQ=16, LKV=32, K=16, V=32, keep_q=keep_q))
+            for keep_q in (False, True)
+        ],
+        *[
+            ("bfloat16", 64, dict(LQ=64, LKV=16, K=32, V=16, keep_q=keep_q))
+            for keep_q in (False, True)
+        ],
     ],
     "parallel_fw_P": [("float32", 16, dict(K=16)), ("bfloat16", 64, dict(K=16))],
     "recurrent_fw_H": [
@@ -156,7 +220,10 @@ TILES = {
         ("bfloat16", 32, dict(K=32, V=16, loop=32)),
     ],
     "parallel_bw_dP": [
-        *[("float32", L, dict(LQ=LQ, loop=16)) for L, LQ in ((16, 16), (64, 16), (256, 32), (256, 256))],
+        *[
+            ("float32", L, dict(LQ=LQ, loop=16))
+            for L, LQ in ((16, 16), (64, 16), (256, 32), (256, 256))
+        ],
         ("bfloat16", 256, dict(LQ=128, loop=32)),
     ],
     "recurrent_bw_dC": [
@@ -167,11 +234,19 @@ TILES = {
         ("float32", 16, dict(LQ=16, K=16, V=16, loop=16)),
         ("float32", 64, dict(LQ=64, K=16, V=64, loop=16)),
         ("float32", 256, dict(LQ=32, K=32, V=16, loop=64)),
-        *[(dtype, 256, dict(LQ=256, K=32, V=64, loop=32)) for dtype in ("float32", "bfloat16")],  # MAX_TILE steps a CTA
+        *[
+            (dtype, 256, dict(LQ=256, K=32, V=64, loop=32)) for dtype in ("float32", "bfloat16")
+        ],  # MAX_TILE steps a CTA
     ],
 }
 TILINGS = [
-    pytest.param(stage, dtype, L, tiles, id=f"{stage}-{dtype}-L{L}-{'-'.join(f'{key}{size}' for key, size in tiles.items())}")
+    pytest.param(
+        stage,
+        dtype,
+        L,
+        tiles,
+        id=f"{stage}-{dtype}-L{L}-{'-'.join(f'{key}{size}' for key, size in tiles.items())}",
+    )
     for stage, cases in TILES.items()
     for dtype, L, tiles in cases
 ]
@@ -193,11 +268,17 @@ def test_heads_that_are_no_power_of_two(stage):
     case("float32", 32, 64, DHQK=48).check(stage, StageConfig(siz_b_DHQK=16, siz_b_loop=16))
 
 
-VARIANTS = {"resets": dict(resets=True), "sigmoid-unnormalised": dict(input_gate=InputGate.SIGMOID, normalised=False)}
+VARIANTS = {
+    "resets": dict(resets=True),
+    "sigmoid-unnormalised": dict(input_gate=InputGate.SIGMOID, normalised=False),
+}
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("stage", ["chunk_gates", *(name for name, stage in STAGES.items() if "chunk_gates" in stage.inputs)])
+@pytest.mark.parametrize(
+    "stage",
+    ["chunk_gates", *(name for name, stage in STAGES.items() if "chunk_gates" in stage.inputs)],
+)
 def test_resets_gates_and_normalisers(stage, variant):
     case("float32", 32, 64, **VARIANTS[variant]).check(stage)
 
@@ -205,7 +286,10 @@ def test_resets_gates_and_normalisers(stage, variant):
 @pytest.mark.parametrize("stage", ["recurrent_fw_C", "recurrent_fw_H", "recurrent_bw_dC"])
 def test_no_initial_state_is_one_of_zeros(stage):
     """And a last state that is not wanted is not returned."""
-    x, last = case("float32", 16, 64), "return_initial" if stage == "recurrent_bw_dC" else "return_last"
+    x, last = (
+        case("float32", 16, 64),
+        "return_initial" if stage == "recurrent_bw_dC" else "return_last",
+    )
     initial = "matDeltaC_last" if stage == "recurrent_bw_dC" else "matC_initial"
     tiles = StageConfig(siz_b_DHQK=16, siz_b_DHHV=32, num_splits=1)
     zeros = x.inputs | {initial: jnp.zeros_like(x.inputs[initial])}
@@ -241,9 +325,19 @@ def test_recurrent_fw_H_stores_no_states_of_several_launches():
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_key_sums(dtype):
     x = case(dtype, 32, 64)
-    p, call = x.problem, call_of("parallel_fw_P", x.problem, x.dtype, Lowering.INTERPRET, StageConfig(siz_b_DHQK=16))
-    found = jax.jit(functools.partial(_key_sums, call=call))(x.inputs["matK"], x.inputs["chunk_gates"])
-    scaled = np.asarray(x.inputs["matK"].astype("float32"), "float64") * np.asarray(x.inputs["vecAbar"], "float64")[..., None]
+    p, call = (
+        x.problem,
+        call_of(
+            "parallel_fw_P", x.problem, x.dtype, Lowering.INTERPRET, StageConfig(siz_b_DHQK=16)
+        ),
+    )
+    found = jax.jit(functools.partial(_key_sums, call=call))(
+        x.inputs["matK"], x.inputs["chunk_gates"]
+    )
+    scaled = (
+        np.asarray(x.inputs["matK"].astype("float32"), "float64")
+        * np.asarray(x.inputs["vecAbar"], "float64")[..., None]
+    )
     assert_close(found, scaled.reshape(HEADS, p.NC, p.L, p.DHQK).sum(-2), tolerance("float32", p.L))
 
 
@@ -268,9 +362,15 @@ def test_parallel_bw_dQKV_reads_nothing_above_the_diagonal_blocks(LQ):
     x = case("float32", 256, 256)
     block = np.arange(256) // MAX_TILE
     tiles = x.inputs["parallel_bw_dP"]
-    P, dP = (jnp.where(block[:, None] < block, jnp.nan, y.reshape(HEADS, 256, 256)) for y in (tiles.matP, tiles.matDeltaP))
+    P, dP = (
+        jnp.where(block[:, None] < block, jnp.nan, y.reshape(HEADS, 256, 256))
+        for y in (tiles.matP, tiles.matDeltaP)
+    )
     poisoned = x.inputs | dict(parallel_bw_dP=tiles._replace(matP=P, matDeltaP=dP))
     config = StageConfig(siz_b_LQ=LQ, siz_b_DHQK=32, siz_b_DHHV=64, siz_b_loop=32)
-    found, expected = (x.run("parallel_bw_dQKV", inputs, Lowering.INTERPRET, config) for inputs in (poisoned, x.inputs))
+    found, expected = (
+        x.run("parallel_bw_dQKV", inputs, Lowering.INTERPRET, config)
+        for inputs in (poisoned, x.inputs)
+    )
     for key, actual, wanted in zip(found._fields, found, expected, strict=True):
         assert np.array_equal(actual, wanted), key
