@@ -55,7 +55,9 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @needs_jax
-@pytest.mark.parametrize("name", slow(CASES, quick=("states_BTNH",)))
+@pytest.mark.parametrize(
+    "name", slow(CASES, quick=("states_BTNH", "one_block_of_rows_stored_float16"))
+)
 def test_interpreted_kernels_against_float64(name, capsys):
     check_case(name, "mosaic_gpu_interpret")
     assert RACE not in capsys.readouterr().out

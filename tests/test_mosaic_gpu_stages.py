@@ -20,21 +20,22 @@ from mosaic_gpu_cases import (
     swapped,
 )
 from oracle import error, random_inputs, tolerance
+from test_stages import case
 
 from mlstm_pallas import StageConfig, gate_gradients, gates
 from mlstm_pallas.gate_gradients import TilePairs
-from mlstm_pallas.gates import CARRIED, GOES_ON, PASSES, ChunkGates
-from mlstm_pallas.normaliser import Normaliser, NormaliserGradients
-from mlstm_pallas.problem import MAX_TILE, InputGate, Problem, make_problem
+from mlstm_pallas.gates import CARRIED, GOES_ON, PASSES
+from mlstm_pallas.normaliser import Normaliser
+from mlstm_pallas.problem import InputGate, Problem, make_problem
 from mlstm_pallas.stage import Lowering, StageCall
 from mlstm_pallas.stages import STAGES, recurrent_bw_dC
 from mlstm_pallas.stages.chunk_gates import chunk_gates
-from mlstm_pallas.stages.parallel_bw_dP import GradientTiles, with_delta, without_tiles
-from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, mosaic_gpu_by_chunk
+from mlstm_pallas.stages.parallel_bw_dP import with_delta, without_tiles
 from mlstm_pallas.stages.step_gradients import step_gradients
 from mlstm_pallas.stages.vector_states import vector_states
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
+ON = dict(lowering=Lowering.MOSAIC_GPU_INTERPRET)
 
 
 @needs_jax
@@ -62,133 +63,70 @@ def test_a_race_is_found(capsys):
     assert RACE in capsys.readouterr().out + raised
 
 
-def random_gates(draw, BNH, NC, L):
-    """e and u of chunks in two floats each, such that no weight exceeds 1; w and abar below 1."""
-    e, u_offset = draw.normal(size=(BNH, NC, L)), draw.uniform(0.0, 2.0, size=(BNH, NC, L))
-    u = np.maximum.accumulate(e, axis=-1) + u_offset
-    pairs = [
-        (x.astype("float32"), (1e-5 * draw.normal(size=x.shape)).astype("float32")) for x in (e, u)
-    ]
-    w, abar = draw.uniform(size=(2, BNH, NC, L)).astype("float32")
-    m = np.zeros_like(w)
-    return ChunkGates(*pairs, w, m, abar, m[..., 0], np.zeros((BNH, NC + 1), "float32"))
-
-
 @needs_jax
 @pytest.mark.parametrize(
-    ("L", "normalise", "layout"),
+    ("L", "normalised", "layout"),
     [
         (256, True, "BNTH"),
         pytest.param(128, True, "BTNH", marks=pytest.mark.slow),
         pytest.param(512, False, "BTNH", marks=pytest.mark.slow),
     ],
 )
-def test_parallel_bw_dP_against_float64(L, normalise, layout, capsys):
-    """All outputs, in chunks of several tiles and of one; more items than CTAs, and floors above
-    and below |z|."""
-    B, NH, S, DHQK, DHHV = 1, 2, 512, 128, 128
-    p, draw = Problem(B, NH, S, DHQK, DHHV, L, DHQK**-0.5), np.random.default_rng(3)
-    q, k, v, dh, h = (
-        jnp.asarray(draw.normal(size=(B, NH, S, D)), "bfloat16")
-        for D in (DHQK, DHQK, DHHV, DHHV, DHHV)
-    )
-    gates = random_gates(draw, p.BNH, p.NC, L)
-    z, m = draw.normal(size=(2, p.BNH, p.NC, L)).astype("float32")
-    gates, normaliser = gates._replace(vecM=m), Normaliser(eps=0.1) if normalise else None
-    call = StageCall(p, StageConfig(num_stages=3), None, Lowering.MOSAIC_GPU_INTERPRET)
-    given = [swapped(x) if layout == "BTNH" else x[0] for x in (q, k, v, dh, h)]
-
-    @jax.jit
-    def run(q, k, v, dh, h):
-        of_forward = (h, z.reshape(p.BNH, S)) if normalise else (None, None)
-        return STAGES["parallel_bw_dP"].run(
-            q, k, v, dh, gates, *of_forward, normaliser=normaliser, call=call
-        )
-
-    found = run(*given)
+def test_parallel_bw_dP(L, normalised, layout, capsys):
+    """In chunks of several tiles and of one; more items than CTAs."""
+    options = dict(DHQK=128, DHHV=128, f_shift=6.0, normalised=normalised, layout=layout)
+    case("bfloat16", L, 512, **options).check("parallel_bw_dP", StageConfig(num_stages=3), **ON)
     assert RACE not in capsys.readouterr().out
 
-    def chunks(x):
-        return np.asarray(jnp.asarray(x).astype("float32"), "float64").reshape(p.BNH, p.NC, L, -1)
 
-    q, k, v, dh, h = map(chunks, (q, k, v, dh, h))
-    (e, u), w = (sum(map(np.float64, x)) for x in (gates.vecE, gates.vecU)), np.float64(gates.vecW)
-    inv, bias, delta = np.ones_like(w), np.zeros_like(w), np.sum(dh * h, axis=-1)
-    if normalise:
-        z, floor = np.float64(z), np.exp(-np.float64(m))
-        inv, bias = (
-            1 / (np.maximum(np.abs(z), floor) + 0.1),
-            np.where(np.abs(z) >= floor, -np.sign(z) * delta, 0.0),
-        )
-    D = np.tril(np.exp(np.minimum(e[..., None, :] - u[..., None], 80.0)))
-    scores, dA = (
-        np.einsum("nctk,ncsk->ncts", q, k) * p.qk_scale,
-        np.einsum("nctv,ncsv->ncts", dh, v),
-    )
-    dP = D * (dA + bias[..., None]) * inv[..., None]
-    W, n = dP * scores, L // 64
-    strict = np.tril(W, -1).reshape(p.BNH, p.NC, n, 64, n, 64)
-    index = np.arange(n)
-    later = (index[:, None] >= index)[
-        :, None, :, None
-    ]  # tile i of queries lies no earlier than tile j of keys
-    block = np.arange(L) // MAX_TILE
-    lower, r = block[:, None] >= block, w * p.qk_scale * inv
-    expected = {
-        "matP": (D * scores * inv[..., None], np.where(lower, chunks(found.matP), 0.0)),
-        "matDeltaP": (dP * p.qk_scale, np.where(lower, chunks(found.matDeltaP), 0.0)),
-        "matQ_scaled": (
-            q * r[..., None],
-            chunks(swapped(found.matQ_scaled) if layout == "BTNH" else found.matQ_scaled),
-        ),
-        "per_query": (
-            np.moveaxis(strict.sum(-1), -1, 1),
-            np.where(later.swapaxes(0, 2), np.float64(found.pairs.per_query), 0.0),
-        ),
-        "per_key": (
-            np.moveaxis(strict.sum(-3), 2, 1),
-            np.where(later, np.float64(found.pairs.per_key), 0.0),
-        ),
-        "diagonal": (
-            np.diagonal(W, axis1=-2, axis2=-1).reshape(p.BNH, p.NC, n, 64),
-            np.float64(found.pairs.diagonal),
-        ),
-    }
-    if normalise:
-        expected["vecDeltaN_added"] = (
-            np.einsum("nct,nctk->nck", r * bias, q),
-            np.float64(found.vecDeltaN_added),
-        )
-        of_normaliser = dict(
-            vecInvDen=inv, vecDz=bias * inv, vecDzDen=bias, vecDm=-delta * 0.1 * inv
-        )
-        expected |= {
-            name: (x.reshape(p.BNH, S), getattr(found.normaliser_gradients, name))
-            for name, x in of_normaliser.items()
-        }
-    else:
-        assert found.normaliser_gradients == NormaliserGradients()
-        assert found.vecDeltaN_added is None
-    for name, (wanted, actual) in expected.items():
-        rounded = "bfloat16" if name.startswith("mat") else "float32"
-        assert error(actual, wanted) < tolerance(rounded, DHQK + DHHV + L), name
+@needs_jax
+@pytest.mark.parametrize(
+    ("L", "DHQK", "DHHV", "normalised", "layout"),
+    [
+        # A CTA makes all gradients of a chunk, as in the four that follow.
+        (128, 128, 256, True, "BTNH"),
+        (128, 64, 128, True, "BNTH"),
+        pytest.param(128, 64, 256, True, "BTNH", marks=pytest.mark.slow),
+        pytest.param(128, 64, 512, False, "BTNH", marks=pytest.mark.slow),
+        pytest.param(128, 128, 128, False, "BNTH", marks=pytest.mark.slow),
+        pytest.param(256, 256, 512, True, "BNTH", marks=pytest.mark.slow),
+        pytest.param(128, 512, 256, False, "BTNH", marks=pytest.mark.slow),
+    ],
+)
+def test_parallel_bw_dQKV(L, DHQK, DHHV, normalised, layout, capsys):
+    """More items, or chunks, than CTAs, which have not all as many.
+
+    The kernel of whole chunks gets no tiles.
+    """
+    options = dict(heads=(1, 3), f_shift=6.0, normalised=normalised, layout=layout)
+    x = case("bfloat16", L, 3 * L, DHQK=DHQK, DHHV=DHHV, **options)
+    x.check("parallel_bw_dQKV", StageConfig(num_stages=4), tiles_inside=DHQK in (64, 128), **ON)
+    assert RACE not in capsys.readouterr().out
+
+
+def with_floors_of_one():
+    """The inputs of a chunk of a head whose floor is larger than |z| in odd steps, h[33] = inf too.
+
+    Returns the gates with an m of 0, z, and the two h.
+    """
+    x = case("bfloat16", 128, 128, heads=(1, 1), DHQK=64, DHHV=128).inputs
+    gates = x["chunk_gates"]
+    gates = gates._replace(vecM=jnp.zeros_like(gates.vecM))
+    z = jnp.where(jnp.arange(128) % 2 == 0, 2.0, 0.5)[None]
+    return x, gates, z, (x["matH"], x["matH"].at[0, 33].set(jnp.inf))
+
+
+CHUNK = Problem(1, 1, 128, 64, 128, 128, 0.125)
 
 
 @needs_jax
 def test_an_inf_in_h_reaches_no_tile_where_the_floor_is_larger():
-    p, draw = Problem(1, 1, 128, 64, 128, 128, 0.125), np.random.default_rng(0)
-    q, k, v, dh, h = (
-        jnp.asarray(draw.normal(size=(1, 128, D)), "bfloat16") for D in (64, 64, 128, 128, 128)
-    )
-    gates = random_gates(draw, 1, 1, 128)
-    z = jnp.where(jnp.arange(128) % 2 == 0, 2.0, 0.5)[None]  # the floor is 1: m is 0
-    call = StageCall(p, StageConfig(num_stages=2), None, Lowering.MOSAIC_GPU_INTERPRET)
-    run = jax.jit(
-        lambda h: STAGES["parallel_bw_dP"].run(
-            q, k, v, dh, gates, h, z, normaliser=Normaliser(), call=call
-        )
-    )
-    expected, found = run(h), run(h.at[0, 33].set(jnp.inf))
+    x, gates, z, hs = with_floors_of_one()
+    call = StageCall(CHUNK, StageConfig(num_stages=2), None, Lowering.MOSAIC_GPU_INTERPRET)
+    operands = [x[name] for name in ("matQ", "matK", "matV", "matDeltaH")]
+    stage = STAGES["parallel_bw_dP"].run
+    run = jax.jit(lambda h: stage(*operands, gates, h, z, normaliser=Normaliser(), call=call))
+    expected, found = map(run, hs)
     assert_same_bits(found[:2], expected[:2])
     assert_same_bits(found.pairs, expected.pairs)
     assert_same_bits(found.vecDeltaN_added, expected.vecDeltaN_added)
@@ -197,37 +135,23 @@ def test_an_inf_in_h_reaches_no_tile_where_the_floor_is_larger():
 @needs_jax
 def test_an_inf_in_h_reaches_no_other_delta_and_no_dn_where_the_floor_is_larger():
     """Where recurrent_bw_dC computes delta."""
-    p, draw, STEP = Problem(1, 1, 128, 64, 128, 128, 0.125), np.random.default_rng(0), 33
-    q, dh, h = (jnp.asarray(draw.normal(size=(1, 128, D)), "bfloat16") for D in (64, 128, 128))
-    gates, normaliser = random_gates(draw, 1, 1, 128), Normaliser()
-    z = jnp.where(jnp.arange(128) % 2 == 0, 2.0, 0.5)[None]  # the floor is 1: m is 0
-    tiles = StageConfig(siz_b_DHQK=64, num_stages=2)
-    states_call, tiles_call = (
-        StageCall(p, x, None, Lowering.MOSAIC_GPU_INTERPRET)
-        for x in (tiles, StageConfig(num_stages=4))
-    )
+    x, gates, z, hs = with_floors_of_one()
+    q, dh, normaliser = x["matQ"], x["matDeltaH"], Normaliser()
+    calls = (StageConfig(siz_b_DHQK=64, num_stages=2), StageConfig(num_stages=4))
+    calls = [StageCall(CHUNK, tiles, None, Lowering.MOSAIC_GPU_INTERPRET) for tiles in calls]
 
     @jax.jit
     def run(h):
-        delta = recurrent_bw_dC.recurrent_bw_dC(
-            q, dh, gates.scaGamma, None, matH=h, call=states_call
-        ).vecDelta
-        before = without_tiles(
-            q,
-            q,
-            gates,
-            z,
-            normaliser=normaliser,
-            needs_delta=True,
-            scale_keys=True,
-            scaled=False,
-            call=tiles_call,
-        )
-        return delta, with_delta(before, q, gates, z, delta, normaliser=normaliser, call=tiles_call)
+        stage = STAGES["recurrent_bw_dC"].run
+        delta = stage(q, dh, gates.scaGamma, None, matH=h, call=calls[0]).vecDelta
+        options = dict(normaliser=normaliser, call=calls[1])
+        more = dict(needs_delta=True, scale_keys=True, scaled=False)
+        before = without_tiles(q, q, gates, z, **more, **options)
+        return delta, with_delta(before, q, gates, z, delta, **options)
 
-    (expected_delta, expected), (delta, found) = run(h), run(h.at[0, STEP].set(jnp.inf))
-    assert not np.isfinite(delta[0, STEP])
-    assert_same_bits(delta.at[0, STEP].set(0.0), expected_delta.at[0, STEP].set(0.0))
+    (expected_delta, expected), (delta, found) = map(run, hs)
+    assert not np.isfinite(delta[0, 33])
+    assert_same_bits(delta.at[0, 33].set(0.0), expected_delta.at[0, 33].set(0.0))
     assert np.any(expected.normaliser_gradients.vecDzDen)
     assert_same_bits(found.normaliser_gradients[:3], expected.normaliser_gradients[:3])
     assert_same_bits(found.vecDeltaN_added, expected.vecDeltaN_added)
@@ -462,100 +386,6 @@ def test_the_stabiliser_scan_of_many_chunks():
     assert (
         np.abs(found[finite] - expected[finite]).max() <= 2 * NC.bit_length() * 2.0**-24 * largest
     )
-
-
-@needs_jax
-@pytest.mark.parametrize(
-    ("L", "DHQK", "DHHV", "normalise", "layout"),
-    [
-        (
-            128,
-            128,
-            256,
-            True,
-            "BTNH",
-        ),  # a CTA makes all gradients of a chunk, as in the four that follow
-        (128, 64, 128, True, "BNTH"),
-        pytest.param(128, 64, 256, True, "BTNH", marks=pytest.mark.slow),
-        pytest.param(128, 64, 512, False, "BTNH", marks=pytest.mark.slow),
-        pytest.param(128, 128, 128, False, "BNTH", marks=pytest.mark.slow),
-        pytest.param(256, 256, 512, True, "BNTH", marks=pytest.mark.slow),
-        pytest.param(128, 512, 256, False, "BTNH", marks=pytest.mark.slow),
-    ],
-)
-def test_parallel_bw_dQKV_agrees_with_the_plain_form(L, DHQK, DHHV, normalise, layout, capsys):
-    """All outputs; more items, or chunks, than CTAs, which have not all as many.
-
-    The kernel of whole chunks gets no tiles.
-    """
-    B, NH, S = 1, 3, 3 * L
-    p, draw = Problem(B, NH, S, DHQK, DHHV, L, DHQK**-0.5), np.random.default_rng(4)
-
-    def in_bfloat16(*shape):
-        return jnp.asarray(draw.normal(size=shape), "bfloat16")
-
-    q, k, v, dh, h = (in_bfloat16(B, NH, S, D) for D in (DHQK, DHQK, DHHV, DHHV, DHHV))
-    C, dC = (in_bfloat16(p.BNH, p.NC, DHQK, DHHV) for _ in range(2))
-    n, dn = draw.normal(size=(2, p.BNH, p.NC, DHQK)).astype("float32")
-    gates, z = random_gates(draw, p.BNH, p.NC, L), draw.normal(size=(p.BNH, S)).astype("float32")
-    normaliser = Normaliser(eps=0.1) if normalise else None
-    call = StageCall(p, StageConfig(), lax.Precision.HIGHEST, Lowering.XLA)
-    plain = jax.jit(
-        functools.partial(STAGES["parallel_bw_dP"].run, normaliser=normaliser, call=call)
-    )
-    *of_steps, of_h = (x[0].astype("float32") for x in (q, k, v, dh, h))
-    tiles = plain(*of_steps, gates, of_h, z)
-    gradients, rounded_tiles = (
-        tiles.normaliser_gradients,
-        [x.astype("bfloat16") for x in (tiles.matP, tiles.matDeltaP)],
-    )
-
-    def run(lowering, dtype, layout="BNTH"):
-        """The stage, of operands in this dtype."""
-        call = StageCall(p, StageConfig(num_stages=4), lax.Precision.HIGHEST, lowering)
-        of_calls = [(swapped(x) if layout == "BTNH" else x[0]).astype(dtype) for x in (q, k, v, dh)]
-        P, dP = (
-            (None, None)
-            if lowering.mosaic_gpu and mosaic_gpu_by_chunk(p)
-            else (x.astype(dtype) for x in rounded_tiles)
-        )
-        given = GradientTiles(**dict.fromkeys(GradientTiles._fields) | dict(matP=P, matDeltaP=dP))
-        states = C.astype(dtype), n, dC.astype(dtype), dn
-        stage = functools.partial(STAGES["parallel_bw_dQKV"].run, call=call)
-        *found, pairs = jax.jit(stage)(*of_calls, gates, gradients, given, *states)
-        flat = [swapped(x).reshape(p.BNH, S, -1) if x.ndim == 4 else x for x in found]
-        return {
-            name: np.asarray(x.astype("float32"), "float64")
-            for name, x in zip(Gradients._fields, flat, strict=False)
-        }, pairs
-
-    found, pairs = run(Lowering.MOSAIC_GPU_INTERPRET, "bfloat16", layout)
-    assert RACE not in capsys.readouterr().out
-    expected, no_pairs = run(Lowering.XLA, "float32")
-    assert no_pairs is None
-    assert (pairs is None) == (not mosaic_gpu_by_chunk(p))
-    if pairs is not None:
-        of_chunks = [
-            np.asarray(x.astype("float32"), "float64").reshape(p.BNH, p.NC, L, -1)
-            for x in (q[0], k[0], tiles.matDeltaP)
-        ]
-        W = np.einsum("nctk,ncsk,ncts->ncts", *of_chunks, optimize=True)
-        blocks, lower = np.tril(W, -1).reshape(p.BNH, p.NC, 2, 64, 2, 64), np.tri(2, dtype=bool)
-        found |= {"diagonal": np.float64(pairs.diagonal)}
-        found |= {
-            "per_query": np.where(lower.T.reshape(1, 2, 1, 2, 1), np.float64(pairs.per_query), 0.0)
-        }
-        found |= {"per_key": np.where(lower.reshape(1, 2, 1, 2, 1), np.float64(pairs.per_key), 0.0)}
-        expected |= {"diagonal": np.diagonal(W, axis1=-2, axis2=-1).reshape(p.BNH, p.NC, 2, 64)}
-        expected |= {
-            "per_query": np.moveaxis(blocks.sum(-1), -1, 1),
-            "per_key": np.moveaxis(blocks.sum(-3), 2, 1),
-        }
-    for name, wanted in expected.items():
-        rounded = "bfloat16" if name.startswith("mat") else "float32"
-        assert error(found[name], wanted) < tolerance(
-            rounded, DHQK * DHHV if name == "scaStates" else DHQK + DHHV + L
-        ), name
 
 
 @needs_jax
