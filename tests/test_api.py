@@ -4,6 +4,7 @@ Gradients: test_gradients.py; errors: test_errors.py.
 """
 
 import functools
+import inspect
 import re
 
 import jax
@@ -13,8 +14,16 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 from oracle import HELPERS, assert_close, oracle, random_inputs, tolerance
 
-from mlstm_pallas import KernelConfig, mlstm_chunkwise, use_backend
-from mlstm_pallas.backend import target_device_kind
+from mlstm_pallas import (
+    KernelConfig,
+    mlstm_chunkwise,
+    mlstm_recurrent_sequence,
+    mlstm_recurrent_step,
+    reference,
+    use_backend,
+)
+from mlstm_pallas.backend import requested_backend, target_device_kind
+from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 from mlstm_pallas.config import UNKNOWN_DEVICE
 from mlstm_pallas.stages import STAGES
 
@@ -134,6 +143,43 @@ def test_use_backend_is_the_default_of_calls_inside():
         )
     with pytest.raises(ValueError, match="backend is 'cuda'"), use_backend("cuda"):
         pass
+
+
+def test_use_backend_is_left_by_an_exception():
+    with use_backend("xla"):
+        with pytest.raises(KeyError), use_backend("interpret"):
+            assert requested_backend() == "interpret"
+            assert requested_backend("triton") == "triton"
+            raise KeyError
+        assert requested_backend() == "xla"
+        with use_backend(None):
+            assert requested_backend() is None
+    assert requested_backend() is None
+
+
+DEFAULTS = dict(
+    **dict.fromkeys(("c_initial", "n_initial", "m_initial", "c", "n", "m", "segment_ids")),
+    **dict.fromkeys(("chunk_size", "autocast_kernel_dtype", "backend", "config")),
+    **dict(return_last_states=False, recompute_states_in_bw=True, layout="BNTH"),
+    **dict(eps=1e-6, norm_val=1.0, stabilize_correctly=True, input_gate="exp", normalize=True),
+)
+DOORS = (
+    mlstm_chunkwise,
+    mlstm_chunkwise_sequence_parallel,
+    mlstm_recurrent_sequence,
+    mlstm_recurrent_step,
+    reference.chunkwise,
+    reference.recurrence,
+)
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
+def test_the_defaults_of_every_door_are_those_of_mlstm_chunkwise(door):
+    """The documented ones; test_xlstm_jax.py has those of the adapters."""
+    parameters = inspect.signature(door).parameters.values()
+    found = {p.name: p.default for p in parameters if p.default is not p.empty}
+    assert found == {name: DEFAULTS[name] for name in found}
+    assert {"eps", "norm_val", "stabilize_correctly"} <= found.keys()
 
 
 def test_a_chunk_beyond_the_sequence_is_clamped():

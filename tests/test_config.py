@@ -1,13 +1,16 @@
 """config_for: explicit > tuned row > heuristic; and every tuned row is a valid config."""
 
+import functools
 import json
+import re
 from importlib import resources
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
-from mlstm_pallas import KernelConfig, StageConfig, config
+from mlstm_pallas import KernelConfig, StageConfig, config, mlstm_recurrent_step
 from mlstm_pallas.config import (
     config_for,
     config_from_row,
@@ -45,6 +48,37 @@ def test_explicit_beats_tuned_beats_heuristic():
     assert filled.stage("parallel_fw_H") == explicit.stage("parallel_fw_H")
     assert filled.stage("recurrent_fw_C") == tuned.stage("recurrent_fw_C")
     assert filled.L == 64
+
+
+def test_float16_has_the_rows_of_bfloat16():
+    rows = {
+        dtype: config_for(128, 256, 8192, jnp.dtype(dtype), device_kind="NVIDIA H200").as_row()
+        for dtype in ("float16", "bfloat16", "float32")
+    }
+    assert rows["float16"] == rows["bfloat16"] != rows["float32"]
+    assert rows["float16"]["chunk_size"] != heuristic_config(128, jnp.dtype("float16")).chunk_size
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_step_has_the_tiles_of_its_row(dtype, monkeypatch):
+    """That of the device, for the dtype of the states: here two CTAs a head."""
+    row = dict(DHQK=64, DHHV=64, dtype="float32" if dtype == "float32" else "bfloat16")
+    row |= dict(chunk_size=64, recurrent_step=dict(siz_b_DHHV=32))
+    rows = {"NVIDIA H200": (row,)}
+    monkeypatch.setattr(config, "tuned_rows", lambda kind: rows.get(kind, ()))
+    array = jax.ShapeDtypeStruct
+    x = [array((1, 3, 64), "bfloat16")] * 3 + [array((1, 3), "float32")] * 2
+    x += [array((1, 3, 64, 64), dtype), array((1, 3, 64), dtype), array((1, 3), "float32")]
+    mesh = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))
+
+    def ctas(explicit=None):
+        step = functools.partial(mlstm_recurrent_step, backend="triton", config=explicit)
+        with jax.sharding.use_abstract_mesh(mesh):
+            text = str(jax.make_jaxpr(step)(*x))
+        return re.findall(r"grid=\(([\d, ]+)\)", text)
+
+    assert ctas() == ["2, 3"]
+    assert ctas(KernelConfig(recurrent_step=StageConfig(siz_b_DHHV=16))) == ["4, 3"]
 
 
 def test_what_is_explicit_may_be_zero():

@@ -88,7 +88,7 @@ CASES = {
         dict(config=KernelConfig(fused_min_heads=1, recurrent_fw_H=tiles(siz_b_loop=16))),
     ),
     "fused_splits_launches": (
-        (2, 2, 64, 32, 32),
+        (2, 3, 64, 32, 32),
         {},
         dict(
             config=KernelConfig(

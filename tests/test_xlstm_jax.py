@@ -90,11 +90,28 @@ def test_signature_is_the_documented_one(module, name):
     assert signature == documented
 
 
+# Others than None, by the name in lower case.
+DEFAULTS = dict(
+    **dict(chunk_size=64, num_chunks=1, eps=1e-6, norm_val=1.0, stabilize_correctly=True),
+    **dict.fromkeys(("return_last_states", "return_all_states", "store_initial_state"), False),
+    **dict(recompute_states_in_bw=True, output_dtype=jnp.float32),
+)
+
+
 @pytest.mark.parametrize("system", SYSTEMS, ids=lambda x: x.__name__.split(".")[-1])
-def test_every_listed_name_is_there(system):
-    assert all(
-        callable(getattr(system, name)) and getattr(system, name).__doc__ for name in system.__all__
-    )
+def test_every_listed_function_has_a_docstring_and_the_defaults_of_its_system(system):
+    for name in system.__all__:
+        function, of_it = getattr(system, name), DEFAULTS
+        assert function.__doc__
+        if system is v5 and "_bw" in name and "fwbw" not in name:
+            of_it = of_it | dict(eps=0.0)
+        if "__parallel" in name:
+            of_it = of_it | dict(siz_b_lq=32, siz_b_lkv=32)
+        generator = name == "_mlstm_chunkwise_fwbw_generator"
+        of_it = of_it | dict(autocast_kernel_dtype=jnp.bfloat16 if generator else jnp.float32)
+        parameters = inspect.signature(function).parameters.values()
+        found = {p.name.lower(): p.default for p in parameters if p.default is not p.empty}
+        assert found == {key: of_it.get(key) for key in found}, name
 
 
 # The float64 forms.
