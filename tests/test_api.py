@@ -6,6 +6,7 @@ Gradients: test_gradients.py; errors: test_errors.py.
 import functools
 import inspect
 import re
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -180,10 +181,11 @@ DOORS = (
 @pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
 def test_the_defaults_of_every_door_are_those_of_mlstm_chunkwise(door):
     """The documented ones; test_xlstm_jax.py has those of the adapters."""
-    parameters = inspect.signature(door).parameters.values()
-    found = {p.name: p.default for p in parameters if p.default is not p.empty}
-    assert found == {name: DEFAULTS[name] for name in found}
-    assert {"eps", "norm_val", "stabilize_correctly"} <= found.keys()
+    for function in (*typing.get_overloads(door), door):
+        parameters = inspect.signature(function).parameters.values()
+        found = {p.name: p.default for p in parameters if p.default not in (p.empty, ...)}
+        assert found == {name: DEFAULTS[name] for name in found}
+        assert {"eps", "norm_val", "stabilize_correctly"} <= found.keys()
 
 
 def test_a_chunk_beyond_the_sequence_is_clamped():

@@ -61,9 +61,9 @@ def test_float16_has_the_rows_of_bfloat16():
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_step_has_the_tiles_of_its_row(dtype, monkeypatch):
-    """That of the device, for the dtype of the states: here two CTAs a head."""
+    """That of the device, for the dtype of the states: here four CTAs a head."""
     row = dict(DHQK=64, DHHV=64, dtype="float32" if dtype == "float32" else "bfloat16")
-    row |= dict(chunk_size=64, recurrent_step=dict(siz_b_DHHV=32))
+    row |= dict(chunk_size=64, recurrent_step=dict(siz_b_DHHV=16))
     rows = {"NVIDIA H200": (row,)}
     monkeypatch.setattr(config, "tuned_rows", lambda kind: rows.get(kind, ()))
     array = jax.ShapeDtypeStruct
@@ -77,8 +77,8 @@ def test_a_step_has_the_tiles_of_its_row(dtype, monkeypatch):
             text = str(jax.make_jaxpr(step)(*x))
         return re.findall(r"grid=\(([\d, ]+)\)", text)
 
-    assert ctas() == ["2, 3"]
-    assert ctas(KernelConfig(recurrent_step=StageConfig(siz_b_DHHV=16))) == ["4, 3"]
+    assert ctas() == ["4, 3"]
+    assert ctas(KernelConfig(recurrent_step=StageConfig(siz_b_DHHV=64))) == ["1, 3"]
 
 
 def test_what_is_explicit_may_be_zero():
