@@ -11,7 +11,7 @@ import pytest
 from absl import flags
 from oracle import HELPERS
 
-from mlstm_pallas import KernelConfig, StageConfig, entry
+from mlstm_pallas import KernelConfig
 from mlstm_pallas.call_spec import CallSpec
 from mlstm_pallas.config import config_for, tuned_rows
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER
@@ -166,16 +166,12 @@ def test_a_log_of_ptxas_without_numbers_is_refused():
     ("argument", "message"),
     [
         ("--device=K80", "unknown device 'K80', known are A100, "),
-        ("--heads=64x64", "cannot read the head sizes '64x64'"),
-        ("--dtype=float64", "unknown dtype 'float64', known are "),
         ("--chunk_size=48", "chunk_size is 48, expected None or a power of two"),
         ("--stage=nonsense", "no stage nonsense in fwd, there are chunk_gates, "),
         (
             '--config={"nonsense": 1}',
             "--config: unknown nonsense, known are chunk_size, fused_min_heads, chunk_gates, ",
         ),
-        ('--config={"parallel_fw_H": {"nonsense": 1}}', "--config: "),
-        ("--config=nonsense.json", "--config: "),
     ],
 )
 def test_a_wrong_request_is_one_line_and_exit_code_2(argument, message, capsys):
@@ -246,17 +242,6 @@ def test_every_variant_lowers(variant):
     )
 
 
-@pytest.mark.usefixtures("lowers_only")
-def test_a_config_of_the_command_line_reaches_the_kernels(capsys):
-    config = {"fused_min_heads": 1, "recurrent_fw_H": {"siz_b_LKV": 16, "siz_b_loop": 256}}
-    assert (
-        run("--heads=256/64", "--dtype=bfloat16", "--jsonl", f"--config={json.dumps(config)}") == 0
-    )
-    rows = {row["stage"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
-    assert {rows[name]["chunk_size"] for name, stage in STAGES.items() if stage.fused} == {16}
-    assert rows["recurrent_fw_H"]["config"]["siz_b_loop"] == 256
-
-
 def test_one_kernel_too_large_and_one_that_fails_leave_the_others(monkeypatch, capsys):
     def compile_kernel(ir, *_):
         if "recurrent_fw_C" in ir:
@@ -295,24 +280,6 @@ def test_a_call_that_does_not_trace_leaves_the_other_cases(monkeypatch):
     assert rows[1].grid == (1, 2, 3)
     for row in rows:
         assert row.cause in compile_report.table_row(row)
-
-
-def test_the_table_has_a_line_for_a_kernel(monkeypatch, capsys):
-    monkeypatch.setattr(compile_report, "compile_kernel", lambda *_: usage(shared_bytes=112 * 1024))
-    assert (
-        run(
-            "--heads=256/512",
-            "--dtype=bfloat16",
-            "--stage=parallel_fw_H",
-            "--seqlen=1024",
-            "--chunk_size=64",
-        )
-        == 0
-    )
-    titles, line = capsys.readouterr().out.splitlines()
-    assert titles.split()[:4] == ["heads", "dtype", "stage", "L"]
-    assert line.split()[:4] == ["256/512", "bfloat16", "parallel_fw_H", "64"]
-    assert "112.0/227" in line
 
 
 @pytest.mark.slow
@@ -381,21 +348,3 @@ def test_every_tuned_row_compiles_and_fits(device, DHQK, DHHV, dtype):
                 if field != "mosaic_gpu"
             }
             assert tiles.items() <= x.config.items(), x.stage
-
-
-@pytest.mark.slow
-def test_tiles_beyond_the_shared_memory_are_reported(monkeypatch):
-    pytest.importorskip("triton")
-    monkeypatch.setattr(entry, "check_fits", lambda *_: None)
-    tiles = StageConfig(
-        siz_b_LQ=128, siz_b_LKV=128, siz_b_DHQK=64, siz_b_DHHV=256, num_warps=8, num_stages=3
-    )
-    config = KernelConfig(chunk_size=256, parallel_fw_H=tiles)
-    [row] = compile_report.report(
-        "A10", [(256, 512)], ["bfloat16"], stages=["parallel_fw_H"], config=config
-    )
-    assert row.usage.shared_bytes > compile_report.DEVICES["A10"].shared_bytes
-    assert (
-        row.cause
-        == f"takes {row.usage.shared_bytes} bytes of shared memory, the device has {99 * 1024}"
-    )

@@ -24,7 +24,6 @@ from mlstm_pallas import mlstm_chunkwise, use_backend
 from mlstm_pallas.xlstm_jax import max_triton_fwbw_v3noslice as v3
 from mlstm_pallas.xlstm_jax import max_triton_fwbw_v5xlchunksize as v5xl
 from mlstm_pallas.xlstm_jax import triton_stablef as stablef
-from mlstm_pallas.xlstm_jax.triton_stablef import mlstm_chunkwise_triton_stablef
 
 PAGE = (Path(__file__).parents[1] / "docs" / "migrating.md").read_text()
 B, S, NH, E, DHQK, DHV = 2, 40, 2, 12, 4, 6
@@ -413,60 +412,6 @@ def parameters(system, name):
     return list(inspect.signature(getattr(system, name)).parameters)
 
 
-def test_the_list_of_stage_functions():
-    """What it says of ours."""
-    for system, name, absent, present in (
-        (
-            v3,
-            "_mlstm_chunkwise_bw",
-            ("vecN_all", "scaM_all", "vecM_out", "matC_all", "reduce_slicing"),
-            ("matC_states",),
-        ),
-        (
-            v3,
-            "_mlstm_chunkwise__recurrent_bw_dC",
-            ("scaM_inter", "vecM_combine"),
-            ("vecI", "scaMinter_states"),
-        ),
-        (
-            v3,
-            "_mlstm_chunkwise__parallel_bw_dQKV",
-            ("scaM_inter", "vecM_combine"),
-            ("scaMinter_states",),
-        ),
-        (
-            v5xl,
-            "mlstm_chunkwise_bw",
-            ("vecN_all", "scaM_all", "vecM_out", "chunk_size_inter"),
-            ("matC_all", "chunk_size"),
-        ),
-        (v5xl, "mlstm_chunkwise_fw", ("chunk_size_inter", "chunk_size_intra"), ("chunk_size",)),
-        (
-            v5xl,
-            "mlstm_chunkwise__recurrent_bw_dC",
-            ("scaM_inter", "vecM_combine"),
-            ("vecI", "scaM_all"),
-        ),
-        (
-            v5xl,
-            "mlstm_chunkwise__recurrent_fw_C",
-            ("scaMinter_initial", "save_states_every_nth_chunk"),
-            ("scaM_initial",),
-        ),
-    ):
-        assert set(present) <= set(parameters(system, name))
-        assert not set(absent) & set(parameters(system, name))
-    assert parameters(stablef, "_mlstm_chunkwise__recurrent_fw_C")[7] == "qk_scale"
-    order = parameters(stablef, "_mlstm_chunkwise__parallel_fw_H")
-    assert order.index("vecF") < order.index("matC_states") < order.index("scaM_inter")
-    order = parameters(stablef, "_mlstm_chunkwise_fw")
-    assert order[order.index("chunk_size") + 1] == "eps"
-    order = parameters(v3, "_mlstm_chunkwise__parallel_bw_dQKV")
-    assert order.index("vecI") < order.index("vecB")
-    for name, eps in (("mlstm_chunkwise_fw", 1e-6), ("mlstm_chunkwise_bw", 0.0)):
-        assert inspect.signature(getattr(v5xl, name)).parameters["eps"].default == eps
-
-
 @pytest.mark.parametrize("initial", [False, True], ids=["zeros", "states"])
 def test_it_is_the_function_of_transformers(initial):
     """Outputs, states and gradients of its backend in float32, with what the table says of the
@@ -522,14 +467,3 @@ def test_it_is_the_function_of_transformers(initial):
     for module in re.findall(r"`(mlstm_pallas\.[\w.]+)`", PAGE):
         assert hasattr(importlib.import_module(module), "mlstm_chunkwise_max_triton")
     assert hasattr(v5xl, "mlstm_chunkwise__xl_chunk")
-
-
-def test_defaults():
-    def default(function, name):
-        return inspect.signature(function).parameters[name].default
-
-    stated = dict(
-        norm_val=1.0, eps=1e-6, chunk_size=None, autocast_kernel_dtype=None, layout="BNTH"
-    )
-    assert {name: default(mlstm_chunkwise, name) for name in stated} == stated
-    assert default(mlstm_chunkwise_triton_stablef, "autocast_kernel_dtype") == jnp.float32

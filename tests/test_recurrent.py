@@ -410,7 +410,6 @@ def zeros(*shape, dtype="float32"):
 Q = "as q has shape (1, 2, 16)"
 # Changed arguments: (error, whole message).
 BAD = {
-    "q_list": (dict(q=[1.0]), TypeError, "q is a list, expected an array"),
     "q_rank": (
         dict(q=zeros(1, 2, 3, 16)),
         ValueError,
@@ -421,35 +420,15 @@ BAD = {
         ValueError,
         f"k has shape (1, 2, 8), expected (B, NH, DHQK) = (1, 2, 16), {Q}",
     ),
-    "v_batch": (
-        dict(v=zeros(2, 2, 8)),
-        ValueError,
-        f"v has shape (2, 2, 8), expected (B, NH, DHV) = (1, 2, 8), {Q}",
-    ),
     "v_no_columns": (
         dict(v=zeros(1, 2, 0)),
         ValueError,
         "v has shape (1, 2, 0), expected (B, NH, DHV) with DHV >= 1",
     ),
-    "i_heads": (
-        dict(i=zeros(1, 3)),
-        ValueError,
-        f"i has shape (1, 3), expected (B, NH) = (1, 2), {Q}",
-    ),
-    "f_rank": (
-        dict(f=zeros(1, 2, 1)),
-        ValueError,
-        f"f has shape (1, 2, 1), expected (B, NH) = (1, 2), {Q}",
-    ),
     "c_swapped": (
         dict(c=zeros(1, 2, 8, 16)),
         ValueError,
         f"c has shape (1, 2, 8, 16), expected (B, NH, DHQK, DHV) = (1, 2, 16, 8), {Q}",
-    ),
-    "n_of_values": (
-        dict(n=zeros(1, 2, 8)),
-        ValueError,
-        f"n has shape (1, 2, 8), expected (B, NH, DHQK) = (1, 2, 16), {Q}",
     ),
     "m_rank": (
         dict(m=zeros(1, 2, 1)),
@@ -461,11 +440,6 @@ BAD = {
         dict(c=None, m=None, input_gate="sigmoid"),
         ValueError,
         "states come both or not at all: got n without c",
-    ),
-    "q_integer": (
-        dict(q=zeros(1, 2, 16, dtype="int32")),
-        TypeError,
-        "q has dtype int32, expected one of float32, bfloat16, float16",
     ),
     "k_dtype": (
         dict(k=zeros(1, 2, 16, dtype="bfloat16")),
@@ -482,32 +456,16 @@ BAD = {
         TypeError,
         "c has dtype int32, expected one of float32, bfloat16, float16",
     ),
-    "q_float64": (
-        dict(q=np.zeros((1, 2, 16))),
-        TypeError,
-        'q has dtype float64, expected one of float32, bfloat16, float16; float64 needs backend="xla" and jax_enable_x64',
-    ),
     "eps_negative": (dict(eps=-1.0), ValueError, "eps is -1.0, expected a finite number >= 0"),
-    "norm_val_string": (dict(norm_val="1"), TypeError, "norm_val is a str, expected a float"),
     "stabilize_correctly": (
         dict(stabilize_correctly=1),
         TypeError,
         "stabilize_correctly is a int, expected a Python bool",
     ),
-    "normalize": (
-        dict(normalize=None),
-        TypeError,
-        "normalize is a NoneType, expected a Python bool",
-    ),
     "normalize_exp": (
         dict(normalize=False),
         ValueError,
         "normalize is False with input_gate 'exp', expected input_gate=\"sigmoid\"",
-    ),
-    "input_gate": (
-        dict(input_gate="tanh"),
-        ValueError,
-        "input_gate is 'tanh', expected one of exp, sigmoid",
     ),
     "backend": (
         dict(backend="cuda"),

@@ -82,9 +82,3 @@ def test_the_fused_scan_on_mosaic_gpu_is_counted_in_its_own_chunks():
         roofline.of_stage(kernel_benchmark.STAGES["recurrent_fw_H"], calls["mosaic_gpu"], 2)
         == expected
     )
-
-
-@pytest.mark.parametrize("stage", CASES)
-def test_other_backends_have_the_cost_of_the_stage(stage):
-    impl, _ = stage_on("interpret", stage)
-    assert roofline.of_stage(impl.stage, impl.call, 2) == impl.stage.cost(impl.call.problem, 2)

@@ -80,11 +80,6 @@ def test_efficiency_is_tokens_per_device_and_second(records):
 
 
 @pytest.mark.slow
-def test_plot(folder):
-    assert (folder / "plot.png").read_bytes().startswith(b"\x89PNG")
-
-
-@pytest.mark.slow
 def test_gradients_of_a_split_sequence_are_checked():
     if jax.local_device_count() < 2:
         pytest.skip("needs two devices")
@@ -114,13 +109,6 @@ def test_reduced_shapes_keep_the_head_dimensions():
     assert scaling.MODES["strong-sequence"].reduced(big._replace(S=64), 4) == Shape(
         1, 1, 64, 256, 512
     )
-
-
-def test_defaults_reach_a_million_steps():
-    for most in (1, 2, 4, 8):
-        shapes = scaling.default_shapes(True, most)
-        assert max(shape.S for shape in shapes["strong-sequence"]) == 2**20
-        assert max(shape.S * most for shape in shapes["weak-sequence"]) == 2**20
 
 
 def test_wrong_output_is_not_timed(monkeypatch, capsys):
@@ -177,13 +165,8 @@ def test_errors_are_records(monkeypatch, capsys, tmp_path, message, status, code
     ("argument", "message"),
     [
         ("--mode=strong-batch", "unknown mode strong-batch, known are weak-batch, "),
-        ("--shape=8k", "unknown shape '8k'"),
-        ("--devices=0", "devices, not 0"),
         ("--devices=1,4096", "devices, not 1, 4096"),
-        ("--devices=two", "two"),
-        ("--chunk_size=48", "chunk_size"),
         ("--jsonl=/no/such/folder/rows", "/no/such/folder/rows"),
-        ("--plot=/no/such/folder/plot.png", "no folder for /no/such/folder/plot.png"),
     ],
 )
 def test_a_wrong_request_is_one_line_and_exit_code_2(argument, message, capsys):

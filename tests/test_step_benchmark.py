@@ -104,7 +104,6 @@ def test_a_wrong_step_is_not_timed(change, monkeypatch, capsys):
             "unknown impl nonsense, known are triton, interpret, xla, mlstm_kernels_triton_step",
         ),
         ("--impl=triton", "impl triton needs a GPU"),
-        ("--shape=1x2x3", "unknown shape '1x2x3', known are b1, "),
         ("--jsonl=/no/such/folder/rows", "No such file"),
     ],
 )

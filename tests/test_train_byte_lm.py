@@ -241,13 +241,6 @@ def test_training_learns(output):
     assert losses(output)[-1] < 0.7 * losses(output)[0]
 
 
-def test_plot_and_sample(output):
-    assert (output / "loss.png").read_bytes().startswith(b"\x89PNG")
-    sample = (output / "sample.txt").read_text()
-    assert sample.startswith("def ")
-    assert len(sample) >= len("def ") + TINY["sample_length"]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(("seed", "same"), [(0, True), (1, False)])
 def test_seed_decides_the_curve(lm, text_folder, output, tmp_path, seed, same):
@@ -352,9 +345,7 @@ def test_noresume_starts_over(lm, text_folder, interrupted, tmp_path):
     assert [line["step"] for line in read_log(tmp_path)[1:]] == [1, 1, 1]
 
 
-@pytest.mark.parametrize(
-    "changed", [dict(layers=2), dict(steps=41), dict(seed=1), dict(learning_rate=1e-2)], ids=str
-)
+@pytest.mark.parametrize("changed", [dict(layers=2), dict(seed=1)], ids=str)
 def test_changed_flags_do_not_fit(lm, text_folder, interrupted, changed):
     [(name, x)] = changed.items()
     message = error_of(functools.partial(go_on, lm, text_folder, interrupted, **changed))
@@ -377,16 +368,19 @@ def flip_a_bit(path):
 
 
 @pytest.mark.parametrize(
-    "damage",
-    [Path.unlink, lambda path: os.truncate(path, path.stat().st_size // 2), flip_a_bit],
-    ids=["gone", "cut", "flip"],
+    ("part", "damage"),
+    [
+        ("arrays", Path.unlink),
+        ("arrays", flip_a_bit),
+        ("rest", lambda path: os.truncate(path, path.stat().st_size // 2)),
+    ],
+    ids=["arrays-gone", "arrays-flip", "rest-cut"],
 )
-@pytest.mark.parametrize("part", ["the arrays", "the rest"])
 def test_damaged_checkpoint(lm, text_folder, interrupted, tmp_path, capfd, part, damage):
     shutil.copytree(interrupted, tmp_path, dirs_exist_ok=True)
     checkpoint = tmp_path / "checkpoints" / "13"
     arrays = max(checkpoint.glob("state/ocdbt.process_0/d/*"), key=lambda path: path.stat().st_size)
-    damage(arrays if part == "the arrays" else checkpoint / "progress" / "metadata")
+    damage(arrays if part == "arrays" else checkpoint / "progress" / "metadata")
     assert f"the checkpoint {checkpoint} is damaged: " in error_of(
         functools.partial(go_on, lm, text_folder, tmp_path)
     )
@@ -480,11 +474,8 @@ def error_of(call, *args):
     [
         ({}, "missing", "No such file"),
         ({}, "", "has no text"),
-        ({"empty": b""}, "", "has no text"),
         ({"book": b"x" * 400}, "book", "20 bytes of held-out text, fewer than the 33"),
-        ({"a": b"x" * 20, "b": b"x" * 20}, "", "20 bytes of training text, fewer than the 33"),
     ],
-    ids=["missing", "empty-folder", "empty-file", "short-file", "short-files"],
 )
 def test_unusable_corpus(lm, tmp_path, files, source, message):
     for name, text in files.items():
@@ -500,24 +491,12 @@ def test_unusable_corpus(lm, tmp_path, files, source, message):
     ("argument", "message"),
     [
         ("--heads=3", "embedding_dim must be a multiple of heads"),
-        ("--qk_dim_factor=0", "qk_dim_factor"),
         ("--qk_dim_factor=nan", "qk_dim_factor"),
-        ("--mlp_factor=inf", "mlp_factor"),
         ("--steps=-1", "steps"),
-        ("--seq_len=0", "seq_len"),
         ("--chunk_size=48", "power of two"),
         ("--dtype=float16", "dtype"),
-        ("--prompt=", "prompt"),
         ("--mesh=data:0", "mesh"),
-        ("--mesh=model:2", "mesh"),
-        ("--mesh=data:2,data:2", "mesh"),
         ("--mesh=data:3", "batch_size must be a multiple of data in mesh"),
-        ("--mesh=data:2,tensor:3", "heads must be a multiple of tensor in mesh"),
-        ("--mesh=sequence:5", "seq_len must be a multiple of sequence in mesh"),
-        (
-            "--mlp_factor=1.0078125 --mesh=tensor:2",
-            "mlp_factor * embedding_dim must be a multiple of tensor in mesh",
-        ),
         ("--num_processes=2", "coordinator_address, num_processes and process_id belong together"),
         ("--no_such_flag", "no_such_flag"),
     ],
@@ -574,14 +553,6 @@ def start(*arguments, **settings):
         text=True,
         env=os.environ | settings,
     )
-
-
-@pytest.mark.slow
-def test_command_line_error():
-    process = start("--corpus=/no/such/folder")
-    _, stderr = process.communicate(timeout=120)
-    assert process.returncode == 1
-    assert stderr == "error: [Errno 2] No such file or directory: '/no/such/folder'\n"
 
 
 @pytest.mark.slow
