@@ -11,7 +11,10 @@ import pytest
 
 # The older of XLA's code generators for CPUs compiles in half the time. One LLVM module a program
 # instead of up to 32, without inlining before the split, saves a quarter of the rest.
-QUICK_CODE = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 --xla_llvm_force_inline_before_split=false"
+QUICK_CODE = (
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
+    "--xla_llvm_force_inline_before_split=false"
+)
 
 
 def quick_code(jaxlib: str, plugins: bool) -> str | None:
@@ -73,13 +76,18 @@ def pytest_runtest_protocol(item):
         return (yield)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    """Of the tests that need GPUs the quick selection has those that are marked smoke."""
     gpus = gpu_count()
     for item in items:
-        if item.get_closest_marker("gpu") and gpus < 1:
-            item.add_marker(pytest.mark.skip(reason="no GPU"))
-        if item.get_closest_marker("gpu_multi") and gpus < 2:
-            item.add_marker(pytest.mark.skip(reason="fewer than two GPUs"))
+        needed = 2 if item.get_closest_marker("gpu_multi") else 1
+        if needed == 2 or item.get_closest_marker("gpu"):
+            if not item.get_closest_marker("smoke"):
+                item.add_marker(pytest.mark.slow)
+            if gpus < needed:
+                reason = "no GPU" if needed == 1 else "fewer than two GPUs"
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -16,9 +16,10 @@ import numpy as np
 import peers
 import pytest
 from jax.experimental import pallas as pl
+from mosaic_gpu_cases import needs_jax
 from oracle import HELPERS, random_inputs
 from roofline import Shape
-from test_mosaic_gpu import ROWS, max_spill_bytes, needs_compiler, needs_jax
+from test_mosaic_gpu_compile import ROWS, max_spill_bytes, needs_compiler
 
 from mlstm_pallas import KernelConfig, StageConfig, launch, stages
 from mlstm_pallas.backward import backward

@@ -57,7 +57,7 @@ FORMS = {
     "kernel-LQ16": (Lowering.INTERPRET, 16),
     "kernel-LQ64": (Lowering.INTERPRET, 64),
 }
-MOSAIC_GPU = {"mosaic_gpu": (Lowering.MOSAIC_GPU_INTERPRET, 64)}  # of test_mosaic_gpu.py
+MOSAIC_GPU = {"mosaic_gpu": (Lowering.MOSAIC_GPU_INTERPRET, 64)}  # of test_mosaic_gpu_stages.py
 
 
 @functools.partial(jax.jit, static_argnames=("L", "form"))

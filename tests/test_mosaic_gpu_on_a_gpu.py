@@ -267,13 +267,22 @@ GPU_CHECKS = [
 ]
 
 
+# Of the quick selection.
+SMOKE = {(case_on_a_gpu, "states_BTNH"), (case_on_a_gpu, "splits"), (recurrences_on_a_gpu,)}
+
+
 @needs_jax
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("check", "arguments"),
     [
-        pytest.param(check.__name__, arguments, id="-".join(map(str, (check.__name__, *arguments))))
-        for check, *arguments in GPU_CHECKS
+        pytest.param(
+            check[0].__name__,
+            check[1:],
+            id="-".join(map(str, (check[0].__name__, *check[1:]))),
+            marks=[pytest.mark.smoke] * (check in SMOKE),
+        )
+        for check in GPU_CHECKS
     ],
 )
 def test_on_a_gpu(check, arguments):
