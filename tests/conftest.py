@@ -1,4 +1,5 @@
-"""What all tests share: XLA's flags, the device that a test runs on, and what keeps compiling cheap."""
+"""What all tests share: XLA's flags, the device that a test runs on, and what keeps compiling
+cheap."""
 
 import importlib.util
 import os
@@ -8,15 +9,19 @@ from unittest import mock
 import jax
 import pytest
 
-# The older of XLA's code generators for CPUs compiles in half the time. One LLVM module a program instead of up to 32, without inlining
-# before the split, saves a quarter of the rest.
-QUICK_CODE = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 --xla_llvm_force_inline_before_split=false"
+# The older of XLA's code generators for CPUs compiles in half the time. One LLVM module a program
+# instead of up to 32, without inlining before the split, saves a quarter of the rest.
+QUICK_CODE = (
+    "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
+    "--xla_llvm_force_inline_before_split=false"
+)
 
 
 def quick_code(jaxlib: str, plugins: bool) -> str | None:
     """The flags with which XLA compiles quickly for CPUs; None where one of them may be unknown.
 
-    XLA ends the process at a flag that it does not know. jaxlib 0.10 knows these, 0.11 does not, and a GPU plugin has its own XLA.
+    XLA ends the process at a flag that it does not know. jaxlib 0.10 knows these, 0.11 does not,
+    and a GPU plugin has its own XLA.
 
     Args:
       jaxlib: its version.
@@ -27,15 +32,20 @@ def quick_code(jaxlib: str, plugins: bool) -> str | None:
 
 def plugins_installed() -> bool:
     """Whether JAX finds plugins, in the two places where it looks for them."""
-    return importlib.util.find_spec("jax_plugins") is not None or bool(metadata.entry_points(group="jax_plugins"))
+    return importlib.util.find_spec("jax_plugins") is not None or bool(
+        metadata.entry_points(group="jax_plugins")
+    )
 
 
 if flags := quick_code(metadata.version("jaxlib"), plugins_installed()):
     os.environ.setdefault("XLA_FLAGS", flags)  # with XLA_FLAGS= tests run what users get
-# Freed memory goes back to the GPU, which xdist's workers share with the processes that tests start.
+# Freed memory goes back to the GPU, which xdist's workers share with the processes that tests
+# start.
 os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
 os.environ.pop("MLSTM_PALLAS_BACKEND", None)  # tests name their backends
-jax.config.update("jax_num_cpu_devices", 8)  # for the tests of sharding; what runs on one device is the same and as fast
+jax.config.update(
+    "jax_num_cpu_devices", 8
+)  # for the tests of sharding; what runs on one device is the same and as fast
 
 
 all_devices = jax.devices
@@ -51,7 +61,8 @@ def cpu_devices(backend=None):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """A test runs on the CPU and sees no GPU, also where there is one, unless it is marked; so do the fixtures that it is the first to use.
+    """A test runs on the CPU and sees no GPU, also where there is one, unless it is marked; so do
+    the fixtures that it is the first to use.
 
     Processes that it starts are as blind.
     """
@@ -65,25 +76,36 @@ def pytest_runtest_protocol(item):
         return (yield)
 
 
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
+    """Of the tests that need GPUs the quick selection has those that are marked smoke."""
     gpus = gpu_count()
     for item in items:
-        if item.get_closest_marker("gpu") and gpus < 1:
-            item.add_marker(pytest.mark.skip(reason="no GPU"))
-        if item.get_closest_marker("gpu_multi") and gpus < 2:
-            item.add_marker(pytest.mark.skip(reason="fewer than two GPUs"))
+        needed = 2 if item.get_closest_marker("gpu_multi") else 1
+        if needed == 2 or item.get_closest_marker("gpu"):
+            if not item.get_closest_marker("smoke"):
+                item.add_marker(pytest.mark.slow)
+            if gpus < needed:
+                reason = "no GPU" if needed == 1 else "fewer than two GPUs"
+                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.fixture(autouse=True, scope="module")
 def compiled_code_is_freed():
-    """Linux lets a process map 65,530 pieces of memory. The code of all tests together is more, and XLA crashes on the next."""
+    """Linux lets a process map 65,530 pieces of memory.
+
+    The code of all tests together is more, and XLA crashes on the next.
+    """
     yield
     jax.clear_caches()
 
 
 @pytest.fixture(scope="module")
 def quick_compilation():
-    """For modules in which compiling is most of the time. test_gates and test_reference stay with what users get."""
+    """For modules in which compiling is most of the time.
+
+    test_gates and test_reference stay with what users get.
+    """
     before = jax.config.read("jax_disable_most_optimizations")
     jax.config.update("jax_disable_most_optimizations", True)
     yield

@@ -11,12 +11,23 @@ from mlstm_pallas import reference
 
 MOSAIC_CALL = "mosaic_gpu_v2"  # the target of the custom call of a Mosaic GPU kernel
 # Kernels that are no stages.
-HELPERS = {"chunk_summaries", "stabiliser_scan", "key_sums", "step_sums", "vector_states", "step_gradients", "split_products"}
+HELPERS = {
+    "chunk_summaries",
+    "stabiliser_scan",
+    "key_sums",
+    "step_sums",
+    "vector_states",
+    "step_gradients",
+    "split_products",
+}
 NAMES = ("q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial")
 
 
 def array(x, dtype):
-    """A jax.Array of the dtype. jnp.asarray and astype round alike, but by a program that is compiled for each shape."""
+    """A jax.Array of the dtype.
+
+    jnp.asarray and astype round alike, but by a program that is compiled for each shape.
+    """
     return jax.device_put(np.asarray(x).astype(jnp.dtype(dtype)))
 
 
@@ -37,7 +48,10 @@ def random_inputs(
     resets=False,
     m_initial=True,
 ):
-    """Arguments of mlstm_chunkwise as a dict. q, k and n are positive, which keeps |z| away from zero: 1/|z| is heavy-tailed."""
+    """Arguments of mlstm_chunkwise as a dict.
+
+    q, k and n are positive, which keeps |z| away from zero: 1/|z| is heavy-tailed.
+    """
     r = np.random.default_rng(seed)
     x = {
         "q": np.abs(r.normal(size=(B, NH, S, DHQK))) + 0.2,
@@ -58,13 +72,18 @@ def random_inputs(
     return {name: array(value, dtype if name in "qkv" else "float32") for name, value in x.items()}
 
 
-@functools.partial(jax.jit, static_argnames=("eps", "stabilize_correctly", "norm_val", "input_gate", "normalize"))
+@functools.partial(
+    jax.jit, static_argnames=("eps", "stabilize_correctly", "norm_val", "input_gate", "normalize")
+)
 def _recurrence(inputs, segment_ids, **options):
     return reference.recurrence(**inputs, segment_ids=segment_ids, **options)
 
 
 def oracle(inputs, segment_ids=None, **options):
-    """reference.recurrence in float64: h, (c, n, m) as float64 numpy arrays. Options: those of recurrence."""
+    """reference.recurrence in float64: h, (c, n, m) as float64 numpy arrays.
+
+    Options: those of recurrence.
+    """
     with jax.enable_x64(True):
         wide = {name: array(x, "float64") for name, x in inputs.items()}
         return jax.tree.map(np.asarray, _recurrence(wide, segment_ids, **options))
@@ -72,22 +91,30 @@ def oracle(inputs, segment_ids=None, **options):
 
 def error(actual, expected):
     """||actual - expected|| / ||expected||; infinite where only one of the two is finite."""
-    actual, expected = np.asarray(np.asarray(actual).astype("float32"), "float64"), np.asarray(expected, "float64")
+    actual, expected = (
+        np.asarray(np.asarray(actual).astype("float32"), "float64"),
+        np.asarray(expected, "float64"),
+    )
     assert actual.shape == expected.shape
     finite = np.isfinite(expected)
     if not np.array_equal(finite, np.isfinite(actual)):
         return math.inf
     if not np.array_equal(actual[~finite], expected[~finite]):
         return math.inf
-    difference, size = np.linalg.norm(actual[finite] - expected[finite]), np.linalg.norm(expected[finite])
+    difference, size = (
+        np.linalg.norm(actual[finite] - expected[finite]),
+        np.linalg.norm(expected[finite]),
+    )
     return difference / size if size else difference
 
 
 def tolerance(dtype, terms):
-    """Bound on the relative norm of a result whose products have operands of ``dtype`` and whose sums have ``terms`` terms.
+    """Bound on the relative norm of a result whose products have operands of ``dtype`` and whose
+    sums have ``terms`` terms.
 
-    Four independent roundings to the kernel dtype lie on the way to h (an operand, a weight or the state, the other operand's weight, the
-    result), each of at most u / sqrt(3) in the mean; float32 sums of n terms add sqrt(n) roundings of float32.
+    Four independent roundings to the kernel dtype lie on the way to h (an operand, a weight or the
+    state, the other operand's weight, the result), each of at most u / sqrt(3) in the mean; float32
+    sums of n terms add sqrt(n) roundings of float32.
     """
     unit = {"bfloat16": 2.0**-8, "float32": 2.0**-24}[jnp.dtype(dtype).name]
     return math.sqrt(4 / 3) * unit + math.sqrt(terms) * 2.0**-24
@@ -99,10 +126,16 @@ def assert_close(actual, expected, bound, what=""):
 
 
 def initial_state_scale(dc, dn, inputs):
-    """The size of the terms of dm_initial = <dc, c> + dn . n that its error is relative to, per head (B, NH).
+    """The size of the terms of dm_initial = <dc, c> + dn . n that its error is relative to,
+    per head (B, NH).
 
-    The roundings of dc are independent, so their squares add in <dc, c>. Those of dn come from the same dz_t in every column and q is
-    positive, so they add themselves: |dn| |n|.
+    The roundings of dc are independent, so their squares add in <dc, c>. Those of dn come from the
+    same dz_t in every column and q is positive, so they add themselves: |dn| |n|.
     """
-    dc, dn, c, n = (np.asarray(x, "float64").reshape(*np.shape(x)[:2], -1) for x in (dc, dn, inputs["c_initial"], inputs["n_initial"]))
-    return np.linalg.norm(dc * c, axis=-1) + np.linalg.norm(dn, axis=-1) * np.linalg.norm(n, axis=-1)
+    dc, dn, c, n = (
+        np.asarray(x, "float64").reshape(*np.shape(x)[:2], -1)
+        for x in (dc, dn, inputs["c_initial"], inputs["n_initial"])
+    )
+    return np.linalg.norm(dc * c, axis=-1) + np.linalg.norm(dn, axis=-1) * np.linalg.norm(
+        n, axis=-1
+    )

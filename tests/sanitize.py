@@ -1,4 +1,6 @@
-"""Runs every kernel at small shapes, forward and backward, for compute-sanitizer. With --fault, a kernel that reads out of bounds.
+"""Runs every kernel at small shapes, forward and backward, for compute-sanitizer.
+
+With --fault, a kernel that reads out of bounds.
 
 tests/test_gpu_sanitizer.py runs this under every tool.
 """
@@ -19,11 +21,19 @@ from mlstm_pallas.stages import STAGES
 
 KERNELS = (*STAGES, *HELPERS)
 # Options of a call; the sigmoid gate takes no m_initial.
-VARIANTS = [{}, {"packed": True}, {"input_gate": "sigmoid"}, {"input_gate": "sigmoid", "normalize": False}]
-FUSED = KernelConfig(fused_min_heads=1, recurrent_fw_H=StageConfig(siz_b_LKV=32, siz_b_loop=64))  # two launches at 128 rows
+VARIANTS = [
+    {},
+    {"packed": True},
+    {"input_gate": "sigmoid"},
+    {"input_gate": "sigmoid", "normalize": False},
+]
+FUSED = KernelConfig(
+    fused_min_heads=1, recurrent_fw_H=StageConfig(siz_b_LKV=32, siz_b_loop=64)
+)  # two launches at 128 rows
 SPLIT = StageConfig(num_splits=2)
 SPLITS = KernelConfig(recurrent_fw_C=SPLIT, recurrent_bw_dC=SPLIT)
-# S, DHQK, DHHV, chunk size, config; with padding of steps and of columns, one chunk and several, a chunk of several tiles
+# S, DHQK, DHHV, chunk size, config; with padding of steps and of columns, one chunk and several, a
+# chunk of several tiles
 CASES = [
     (100, 24, 40, 16, None),
     (200, 80, 96, 64, FUSED),
@@ -39,11 +49,27 @@ def variant_of_step(variant):
 def run_kernels():
     for dtype in ("bfloat16", "float32"):
         for (S, DHQK, DHHV, chunk_size, config), variant in zip(CASES, VARIANTS, strict=True):
-            inputs = random_inputs(0, 1, 2, S, DHQK, DHHV, dtype=dtype, resets=True, m_initial="input_gate" not in variant)
+            inputs = random_inputs(
+                0,
+                1,
+                2,
+                S,
+                DHQK,
+                DHHV,
+                dtype=dtype,
+                resets=True,
+                m_initial="input_gate" not in variant,
+            )
             options = variant_of_step(variant) | {"config": config}
             if "packed" in variant:
                 options["segment_ids"] = jnp.arange(S)[None] // 37
-            run = functools.partial(mlstm_chunkwise, return_last_states=True, chunk_size=chunk_size, backend="triton", **options)
+            run = functools.partial(
+                mlstm_chunkwise,
+                return_last_states=True,
+                chunk_size=chunk_size,
+                backend="triton",
+                **options,
+            )
 
             def loss(*x, run=run):
                 h, (c, n, _) = run(*x)
@@ -51,8 +77,14 @@ def run_kernels():
 
             gradients = jax.jit(jax.grad(loss, tuple(range(len(inputs)))))(*inputs.values())
             assert all(jnp.isfinite(x.astype("float32")).all() for x in gradients), (dtype, S)
-            token = [x[:, :, 0] if x.ndim > 2 and name in "qkvif" else x for name, x in inputs.items()]
-            h, _ = jax.jit(functools.partial(mlstm_recurrent_step, backend="triton", **variant_of_step(variant)))(*token)
+            token = [
+                x[:, :, 0] if x.ndim > 2 and name in "qkvif" else x for name, x in inputs.items()
+            ]
+            h, _ = jax.jit(
+                functools.partial(
+                    mlstm_recurrent_step, backend="triton", **variant_of_step(variant)
+                )
+            )(*token)
             assert jnp.isfinite(h.astype("float32")).all(), (dtype, S)
 
 
@@ -63,7 +95,9 @@ def run_fault():
     block, shape = pl.BlockSpec((1024,), lambda i: (0,)), jax.ShapeDtypeStruct((1024,), jnp.float32)
     call = StageCall(Problem(1, 1, 1024, 16, 16, 1024, 1.0), StageConfig(), None, Lowering.TRITON)
     options = dict(grid=(2,), in_specs=[block], out_specs=[block], out_shape=[shape], call=call)
-    jax.block_until_ready(kernel_call(reads_beyond, name="reads_beyond", **options)(jnp.zeros((1024,))))
+    jax.block_until_ready(
+        kernel_call(reads_beyond, name="reads_beyond", **options)(jnp.zeros((1024,)))
+    )
 
 
 if __name__ == "__main__":

@@ -1,7 +1,12 @@
-"""The contract of mlstm_chunkwise: transformations, platforms and dtypes. Gradients: test_gradients.py; errors: test_errors.py."""
+"""The contract of mlstm_chunkwise: transformations, platforms and dtypes.
+
+Gradients: test_gradients.py; errors: test_errors.py.
+"""
 
 import functools
+import inspect
 import re
+import typing
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +15,17 @@ import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 from oracle import HELPERS, assert_close, oracle, random_inputs, tolerance
 
-from mlstm_pallas import KernelConfig, mlstm_chunkwise, use_backend
-from mlstm_pallas.backend import target_device_kind
+from mlstm_pallas import (
+    KernelConfig,
+    mlstm_chunkwise,
+    mlstm_recurrent_sequence,
+    mlstm_recurrent_step,
+    reference,
+    use_backend,
+)
+from mlstm_pallas.backend import requested_backend, target_device_kind
 from mlstm_pallas.config import UNKNOWN_DEVICE
+from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 from mlstm_pallas.stages import STAGES
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -30,12 +43,19 @@ def test_default_backend_on_a_cpu_is_xla():
     found = mlstm_chunkwise(**INPUTS, chunk_size=16)
     expected = mlstm_chunkwise(**INPUTS, chunk_size=16, backend="xla")
     assert np.array_equal(np.asarray(found), np.asarray(expected))
-    assert "pallas_call" not in jax.jit(functools.partial(mlstm_chunkwise, backend="xla")).trace(*PLAIN.values()).jaxpr.pretty_print()
+    assert (
+        "pallas_call"
+        not in jax.jit(functools.partial(mlstm_chunkwise, backend="xla"))
+        .trace(*PLAIN.values())
+        .jaxpr.pretty_print()
+    )
 
 
 def an_h200():
     """Lowering for CUDA on a machine without a GPU needs to be told which one is meant."""
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu")))
+    return jax.sharding.use_abstract_mesh(
+        AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))
+    )
 
 
 def test_one_trace_lowers_for_the_cpu_and_for_cuda():
@@ -55,7 +75,9 @@ def test_gradient_lowers_for_cuda(dtype):
         traced = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3, 4))).trace(*shapes(dtype))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     kernels = set(re.findall(r'name = "(\w+)", num_stages', text)) - HELPERS
-    assert kernels == {name for name, stage in STAGES.items() if not stage.fused and not stage.decode}
+    assert kernels == {
+        name for name, stage in STAGES.items() if not stage.fused and not stage.decode
+    }
 
 
 @pytest.mark.parametrize("backend", ["xla", pytest.param("interpret", marks=pytest.mark.slow)])
@@ -73,16 +95,28 @@ def test_jit_vmap_scan_and_remat_give_the_same_numbers(backend):
 
 @pytest.mark.parametrize(
     ("given", "autocast", "computed"),
-    [("float32", None, "float32"), ("bfloat16", None, "bfloat16"), ("float32", "bfloat16", "bfloat16"), ("float16", "float32", "float32")],
+    [
+        ("float32", None, "float32"),
+        ("bfloat16", None, "bfloat16"),
+        ("float32", "bfloat16", "bfloat16"),
+        ("float16", "float32", "float32"),
+    ],
 )
 def test_dtypes(given, autocast, computed):
     inputs = random_inputs(1, 1, 2, 20, 16, 16, dtype=given)
-    h, states = mlstm_chunkwise(**inputs, autocast_kernel_dtype=autocast, chunk_size=16, return_last_states=True)
+    h, states = mlstm_chunkwise(
+        **inputs, autocast_kernel_dtype=autocast, chunk_size=16, return_last_states=True
+    )
     assert h.dtype == jnp.dtype(given)
     assert [x.dtype for x in states] == [jnp.float32] * 3
     rounded = {name: x.astype(computed) if name in "qkv" else x for name, x in inputs.items()}
     expected = mlstm_chunkwise(**rounded, chunk_size=16)
-    assert_close(h, expected.astype("float32"), tolerance("bfloat16" if given == "float16" else given, 40), "h")
+    assert_close(
+        h,
+        expected.astype("float32"),
+        tolerance("bfloat16" if given == "float16" else given, 40),
+        "h",
+    )
 
 
 @pytest.mark.parametrize("backend", [None, "xla", "interpret"])
@@ -91,32 +125,93 @@ def test_padded_heads_keep_their_scale(backend):
     inputs = random_inputs(2, 1, 2, 20, 24, 40)
     inputs["q"] *= 1e-2
     expected, _ = oracle(inputs, eps=0.5)
-    assert_close(mlstm_chunkwise(**inputs, chunk_size=16, backend=backend, eps=0.5), expected, tolerance("float32", 20 + 24))
+    assert_close(
+        mlstm_chunkwise(**inputs, chunk_size=16, backend=backend, eps=0.5),
+        expected,
+        tolerance("float32", 20 + 24),
+    )
 
 
 def test_use_backend_is_the_default_of_calls_inside():
     with use_backend("interpret"):
-        assert "pallas_call" in str(jax.make_jaxpr(lambda *x: mlstm_chunkwise(*x, chunk_size=16))(*PLAIN.values()))
-        assert "pallas_call" not in str(jax.make_jaxpr(lambda *x: mlstm_chunkwise(*x, chunk_size=16, backend="xla"))(*PLAIN.values()))
+        assert "pallas_call" in str(
+            jax.make_jaxpr(lambda *x: mlstm_chunkwise(*x, chunk_size=16))(*PLAIN.values())
+        )
+        assert "pallas_call" not in str(
+            jax.make_jaxpr(lambda *x: mlstm_chunkwise(*x, chunk_size=16, backend="xla"))(
+                *PLAIN.values()
+            )
+        )
     with pytest.raises(ValueError, match="backend is 'cuda'"), use_backend("cuda"):
         pass
 
 
+def test_use_backend_is_left_by_an_exception():
+    def fails():
+        with use_backend("interpret"):
+            assert requested_backend() == "interpret"
+            assert requested_backend("triton") == "triton"
+            raise KeyError
+
+    with use_backend("xla"):
+        with pytest.raises(KeyError):
+            fails()
+        assert requested_backend() == "xla"
+        with use_backend(None):
+            assert requested_backend() is None
+    assert requested_backend() is None
+
+
+DEFAULTS = dict(
+    **dict.fromkeys(("c_initial", "n_initial", "m_initial", "c", "n", "m", "segment_ids")),
+    **dict.fromkeys(("chunk_size", "autocast_kernel_dtype", "backend", "config")),
+    **dict(return_last_states=False, recompute_states_in_bw=True, layout="BNTH"),
+    **dict(eps=1e-6, norm_val=1.0, stabilize_correctly=True, input_gate="exp", normalize=True),
+)
+DOORS = (
+    mlstm_chunkwise,
+    mlstm_chunkwise_sequence_parallel,
+    mlstm_recurrent_sequence,
+    mlstm_recurrent_step,
+    reference.chunkwise,
+    reference.recurrence,
+)
+
+
+@pytest.mark.parametrize("door", DOORS, ids=lambda door: door.__name__)
+def test_the_defaults_of_every_door_are_those_of_mlstm_chunkwise(door):
+    """The documented ones; test_xlstm_jax.py has those of the adapters."""
+    for function in (*typing.get_overloads(door), door):
+        parameters = inspect.signature(function).parameters.values()
+        found = {p.name: p.default for p in parameters if p.default not in (p.empty, ...)}
+        assert found == {name: DEFAULTS[name] for name in found}
+        assert {"eps", "norm_val", "stabilize_correctly"} <= found.keys()
+
+
 def test_a_chunk_beyond_the_sequence_is_clamped():
     expected = mlstm_chunkwise(**INPUTS, chunk_size=64)
-    assert np.array_equal(np.asarray(mlstm_chunkwise(**INPUTS, chunk_size=4096)), np.asarray(expected))
+    assert np.array_equal(
+        np.asarray(mlstm_chunkwise(**INPUTS, chunk_size=4096)), np.asarray(expected)
+    )
 
 
 @pytest.mark.parametrize(("B", "NH"), [(0, 2), (2, 0)])
 def test_an_empty_batch_gives_empty_outputs(B, NH):
     inputs = random_inputs(0, B, NH, 20, 16, 24)
     h, (c, n, m) = mlstm_chunkwise(**inputs, return_last_states=True, backend="interpret")
-    assert (h.shape, c.shape, n.shape, m.shape) == ((B, NH, 20, 24), (B, NH, 16, 24), (B, NH, 16), (B, NH))
+    assert (h.shape, c.shape, n.shape, m.shape) == (
+        (B, NH, 20, 24),
+        (B, NH, 16, 24),
+        (B, NH, 16),
+        (B, NH),
+    )
 
 
 def test_the_device_decides_on_the_config():
     assert target_device_kind() == UNKNOWN_DEVICE or jax.devices()[0].platform == "gpu"
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA A100-SXM4-80GB", None, "gpu"))):
+    with jax.sharding.use_abstract_mesh(
+        AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA A100-SXM4-80GB", None, "gpu"))
+    ):
         assert target_device_kind() == "NVIDIA A100-SXM4-80GB"
 
 

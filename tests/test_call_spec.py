@@ -24,7 +24,9 @@ WIDE = dict(DHQK=256, DHHV=512)  # heads wide enough for sequences to be split
 
 def spec_of(B=1, NH=8, S=8192, DHQK=16, DHHV=32, L=64, recompute=True, **config):
     config = KernelConfig(chunk_size=L, **config).or_else(heuristic_config(DHQK, FLOAT32))
-    return CallSpec(Problem(B, NH, S, DHQK, DHHV, L, DHQK**-0.5), config, FLOAT32, DEFAULT_NORMALISER, recompute)
+    return CallSpec(
+        Problem(B, NH, S, DHQK, DHHV, L, DHQK**-0.5), config, FLOAT32, DEFAULT_NORMALISER, recompute
+    )
 
 
 def kernels(function, *shapes):
@@ -36,12 +38,21 @@ def kernels(function, *shapes):
 @pytest.mark.parametrize("fused_min_heads", [0, 1], ids=["materialised", "fused"])
 def test_the_stages_of_a_spec_are_those_that_run(fused_min_heads, recompute):
     tokens, config = (1, 2, 64), KernelConfig(chunk_size=32, fused_min_heads=fused_min_heads)
-    shapes = [jax.ShapeDtypeStruct(shape, "float32") for shape in ((*tokens, 16), (*tokens, 16), (*tokens, 32), tokens, tokens)]
-    run = functools.partial(mlstm_chunkwise, config=config, recompute_states_in_bw=recompute, backend="interpret")
+    shapes = [
+        jax.ShapeDtypeStruct(shape, "float32")
+        for shape in ((*tokens, 16), (*tokens, 16), (*tokens, 32), tokens, tokens)
+    ]
+    run = functools.partial(
+        mlstm_chunkwise, config=config, recompute_states_in_bw=recompute, backend="interpret"
+    )
     spec = spec_of(1, 2, 64, L=32, recompute=recompute, fused_min_heads=fused_min_heads)
     assert spec.fused == bool(fused_min_heads)
     assert kernels(run, *shapes) == {*spec.forward_stages}
-    assert kernels(jax.grad(lambda *x: jnp.sum(run(*x))), *shapes) == {*spec.stages} == {*spec.forward_stages, *spec.backward_stages}
+    assert (
+        kernels(jax.grad(lambda *x: jnp.sum(run(*x))), *shapes)
+        == {*spec.stages}
+        == {*spec.forward_stages, *spec.backward_stages}
+    )
 
 
 @pytest.mark.parametrize("fused_min_heads", [1, 5, 6, 7, 0, None])
@@ -70,7 +81,9 @@ def test_splits_of_a_sequence_count_as_heads(case):
     assert (spec.fused, spec.num_splits) == (splits > 0, max(splits, 1))
 
 
-@pytest.mark.parametrize(("num_splits", "S", "expected"), [(1, 256, 1), (4, 256, 4), (8, 256, 4), (4, 192, 1)])
+@pytest.mark.parametrize(
+    ("num_splits", "S", "expected"), [(1, 256, 1), (4, 256, 4), (8, 256, 4), (4, 192, 1)]
+)
 def test_an_explicit_number_of_splits_is_cut_to_whole_chunks(num_splits, S, expected):
     spec = spec_of(NH=1, S=S, fused_min_heads=1, recurrent_fw_H=StageConfig(num_splits=num_splits))
     assert (spec.fused, spec.num_splits) == (True, expected)
@@ -78,7 +91,9 @@ def test_an_explicit_number_of_splits_is_cut_to_whole_chunks(num_splits, S, expe
 
 def test_splits_are_of_chunks_of_the_fused_scan():
     """8320 steps are 65 chunks of 128, and 260 of 32."""
-    spec = spec_of(S=8320, L=128, **WIDE, fused_min_heads=24, recurrent_fw_H=StageConfig(siz_b_LKV=32))
+    spec = spec_of(
+        S=8320, L=128, **WIDE, fused_min_heads=24, recurrent_fw_H=StageConfig(siz_b_LKV=32)
+    )
     assert (spec.fused, spec.num_splits, spec.fused_problem.L) == (True, 4, 32)
 
 
@@ -93,7 +108,16 @@ def test_splits_are_of_chunks_of_the_fused_scan():
 def test_states_are_stored_by_one_launch_of_whole_chunks(S, L, DHQK, stores):
     tiles = StageConfig(siz_b_LKV=32, siz_b_loop=256)
     recomputes, stored = (
-        spec_of(S=S, L=L, DHQK=DHQK, DHHV=512, recompute=recompute, fused_min_heads=24, recurrent_fw_H=tiles) for recompute in (True, False)
+        spec_of(
+            S=S,
+            L=L,
+            DHQK=DHQK,
+            DHHV=512,
+            recompute=recompute,
+            fused_min_heads=24,
+            recurrent_fw_H=tiles,
+        )
+        for recompute in (True, False)
     )
     assert (recomputes.fused, recomputes.num_splits) == (True, 4)
     assert stored.fused == stores
@@ -101,7 +125,8 @@ def test_states_are_stored_by_one_launch_of_whole_chunks(S, L, DHQK, stores):
 
 
 def test_a_shard_is_decided_for_its_own_heads():
-    """Eight heads on two devices: each has four, in twice as many splits; of one batch on eight there are too few."""
+    """Eight heads on two devices: each has four, in twice as many splits; of one batch on eight
+    there are too few."""
     whole = spec_of(NH=8, **WIDE, fused_min_heads=8)
     shard, small = whole.with_heads(1, 4), whole.with_heads(1, 1)
     assert (whole.fused, whole.num_splits) == (True, 1)
@@ -121,7 +146,11 @@ def test_the_fused_scan_has_chunks_of_its_own(L, LKV, chunks):
 def test_tiles_of_a_call_are_clamped_to_the_problem(lowering):
     spec = spec_of(S=128, L=32, parallel_fw_H=StageConfig(siz_b_LQ=128, siz_b_DHHV=256))
     call = spec.call("parallel_fw_H", lowering)
-    assert (call.problem, call.lowering, call.plain) == (spec.problem, without_mosaic_gpu(lowering), lowering is Lowering.XLA)
+    assert (call.problem, call.lowering, call.plain) == (
+        spec.problem,
+        without_mosaic_gpu(lowering),
+        lowering is Lowering.XLA,
+    )
     if not call.plain:  # which has no tiles
         assert (call.tiles.siz_b_LQ, call.tiles.siz_b_DHHV) == (32, 32)
 
@@ -141,7 +170,10 @@ def test_a_stage_cuts_both_layouts_into_the_same_chunks(num_splits):
 
 
 def test_a_spec_is_hashable_and_prints_as_one_line():
-    specs = [spec_of(S=S, fused_min_heads=heads, L=L) for S, heads, L in itertools.product((128, 256), (0, 1), (16, 64))]
+    specs = [
+        spec_of(S=S, fused_min_heads=heads, L=L)
+        for S, heads, L in itertools.product((128, 256), (0, 1), (16, 64))
+    ]
     assert len({*specs}) == len({*map(str, specs)}) == len(specs)
     for spec in specs:
         assert "\n" not in str(spec)

@@ -1,4 +1,5 @@
-"""Every kernel writes all of its outputs and reads nothing of its neighbours, which are NaN here; repeats are bitwise equal.
+"""Every kernel writes all of its outputs and reads nothing of its neighbours, which are NaN here;
+repeats are bitwise equal.
 
 Those of Mosaic GPU also compile for Hopper with all products in flight and next to no spills.
 """
@@ -15,9 +16,10 @@ import numpy as np
 import peers
 import pytest
 from jax.experimental import pallas as pl
+from mosaic_gpu_cases import needs_jax
 from oracle import HELPERS, random_inputs
 from roofline import Shape
-from test_mosaic_gpu import ROWS, max_spill_bytes, needs_compiler, needs_jax
+from test_mosaic_gpu_compile import ROWS, max_spill_bytes, needs_compiler
 
 from mlstm_pallas import KernelConfig, StageConfig, launch, stages
 from mlstm_pallas.backward import backward
@@ -42,11 +44,19 @@ CASES = {
     "materialised-long_chunks": ({}, {}, 256, 256),
     "materialised-splits": (dict(recurrent_fw_C=SPLIT, recurrent_bw_dC=SPLIT), {}, 64, 32),
     "fused": (dict(fused_min_heads=1), dict(recompute_states_in_bw=True), 64, 32),
-    "fused-stored": (dict(fused_min_heads=1, recurrent_fw_H=TILES.replace(siz_b_loop=DHQK)), dict(recompute_states_in_bw=False), 64, 32),
+    "fused-stored": (
+        dict(fused_min_heads=1, recurrent_fw_H=TILES.replace(siz_b_loop=DHQK)),
+        dict(recompute_states_in_bw=False),
+        64,
+        32,
+    ),
 }
 LOWERINGS = (Lowering.INTERPRET, pytest.param(Lowering.TRITON, marks=pytest.mark.gpu))
 QUICK = ("materialised", "fused", "fused-stored")
-CALLS = [pytest.param(Lowering.INTERPRET, case, marks=[pytest.mark.slow] * (case not in QUICK)) for case in CASES]
+CALLS = [
+    pytest.param(Lowering.INTERPRET, case, marks=[pytest.mark.slow] * (case not in QUICK))
+    for case in CASES
+]
 CALLS += [pytest.param(Lowering.TRITON, case, marks=pytest.mark.gpu) for case in CASES]
 
 
@@ -79,13 +89,19 @@ def passes(lowering, case):
     def run(inputs, dh):
         x = Inputs(**inputs)
         found = forward(spec, lowering, x)
-        backward(spec, lowering, residuals_of(spec, x, found), Cotangents(dh, jax.tree.map(jnp.ones_like, found.last)))
+        backward(
+            spec,
+            lowering,
+            residuals_of(spec, x, found),
+            Cotangents(dh, jax.tree.map(jnp.ones_like, found.last)),
+        )
 
     return run, spec
 
 
 def written(name, outputs, L):
-    """The outputs, with 0 where a kernel documents that it writes nothing: parallel_bw_dP above the diagonal of a chunk."""
+    """The outputs, with 0 where a kernel documents that it writes nothing: parallel_bw_dP above the
+    diagonal of a chunk."""
     if name != "parallel_bw_dP":
         return outputs
     P, dP, qbar, per_query, per_key, *others = outputs
@@ -95,14 +111,23 @@ def written(name, outputs, L):
         return jnp.where(where, x.reshape(HEADS, -1, *where.shape), 0.0).reshape(x.shape)
 
     def of_tiles(x, where):
-        return jnp.where(where[:, None, :, None], x.reshape(HEADS, len(tile), -1, len(tile), TILE), 0.0).reshape(x.shape)
+        return jnp.where(
+            where[:, None, :, None], x.reshape(HEADS, len(tile), -1, len(tile), TILE), 0.0
+        ).reshape(x.shape)
 
     tiles = (of_chunk(x, block[:, None] >= block) for x in (P, dP))
-    return *tiles, qbar, of_tiles(per_query, tile[:, None] <= tile), of_tiles(per_key, tile[:, None] >= tile), *others
+    return (
+        *tiles,
+        qbar,
+        of_tiles(per_query, tile[:, None] <= tile),
+        of_tiles(per_key, tile[:, None] >= tile),
+        *others,
+    )
 
 
 def check(run, outputs, arguments, L=None):
-    """Runs on the arguments, on arguments that are NaN in all heads but the middle one, and again on the first. Returns the kernels."""
+    """Runs on the arguments, on arguments that are NaN in all heads but the middle one, and again
+    on the first. Returns the kernels."""
 
     @jax.jit
     def recorded(*arguments):
@@ -118,7 +143,9 @@ def check(run, outputs, arguments, L=None):
             assert found[0].shape[0] % HEADS == 0  # splits are heads
             x, y, z = (np.asarray(x).reshape(HEADS, -1) for x in found)
             assert np.isfinite(x).all(), f"{name}: output {index} has elements that are not written"
-            assert np.array_equal(x[MIDDLE], y[MIDDLE]), f"{name}: output {index} depends on other heads"
+            assert np.array_equal(x[MIDDLE], y[MIDDLE]), (
+                f"{name}: output {index} depends on other heads"
+            )
             assert np.array_equal(x, z), f"{name}: output {index} differs from run to run"
     return {*runs[0]}
 
@@ -126,7 +153,9 @@ def check(run, outputs, arguments, L=None):
 @pytest.mark.parametrize(("lowering", "case"), CALLS)
 def test_kernels_write_everything_and_read_nothing_of_their_neighbours(lowering, case, outputs):
     run, spec = passes(lowering, case)
-    inputs = {name: x[0] for name, x in random_inputs(0, 1, HEADS, spec.problem.S, DHQK, DHHV).items()}
+    inputs = {
+        name: x[0] for name, x in random_inputs(0, 1, HEADS, spec.problem.S, DHQK, DHHV).items()
+    }
     kernels = check(run, outputs, (inputs, jnp.cos(inputs["v"])), spec.problem.L)
     assert spec.fused == case.startswith("fused")
     assert kernels - HELPERS == {*spec.stages}
@@ -145,7 +174,9 @@ def test_a_step_writes_everything_and_reads_nothing_of_its_neighbours(lowering, 
 
 def test_every_stage_has_a_case():
     specs = [passes(Lowering.INTERPRET, case)[1] for case in CASES]
-    assert {name for spec in specs for name in spec.stages} == {name for name, stage in STAGES.items() if not stage.decode}
+    assert {name for spec in specs for name in spec.stages} == {
+        name for name, stage in STAGES.items() if not stage.decode
+    }
 
 
 def test_what_is_not_written_is_nan_when_interpreted():
@@ -159,7 +190,7 @@ def test_what_is_not_written_is_nan_when_interpreted():
     assert np.array_equal(np.isnan(y), np.arange(32) >= 16)
 
 
-# ---------------------------------------------------------------- Mosaic GPU
+# ---------------- Mosaic GPU
 
 MOSAIC_GPU = [name for name, stage in kernel_benchmark.STAGES.items() if stage.mosaic_gpu]
 HEAD_SIZES = ((64, 128), (128, 128), (256, 256))
@@ -170,7 +201,9 @@ def smallest_on_mosaic_gpu(stage):
     """The stage, interpreted, at the smallest of HEAD_SIZES at which it has a kernel."""
     for heads in HEAD_SIZES:
         try:
-            return kernel_benchmark.MlstmPallasStage(stage, "mosaic_gpu_interpret", Shape(1, HEADS, 256, *heads), "bfloat16", 128)
+            return kernel_benchmark.MlstmPallasStage(
+                stage, "mosaic_gpu_interpret", Shape(1, HEADS, 256, *heads), "bfloat16", 128
+            )
         except kernel_benchmark.NoSuchKernel:
             continue
     pytest.fail(f"{stage} has no kernel at any of {HEAD_SIZES}")
@@ -181,11 +214,16 @@ def smallest_on_mosaic_gpu(stage):
 @pytest.mark.parametrize("stage", MOSAIC_GPU)
 @mock.patch.object(recurrent_bw_dC, "MOSAIC_GPU_MIN_CTAS", 1)  # at any number of heads
 def test_mosaic_gpu_kernels_write_everything_and_read_nothing_of_their_neighbours(stage):
-    """By stage: what its outputs leave out, ``kernel_benchmark.written`` leaves out. On a GPU test_mosaic_gpu.py compares whole calls."""
+    """By stage: what its outputs leave out, ``kernel_benchmark.written`` leaves out.
+
+    On a GPU test_mosaic_gpu_on_a_gpu.py compares whole calls.
+    """
     impl = smallest_on_mosaic_gpu(stage)
     p = impl.call.problem
     x = peers.random_inputs(jax.random.key(0), Shape(1, HEADS, p.S, p.DHQK, p.DHHV), "bfloat16")
-    function, arguments = impl.computation(kernel_benchmark.stage_arrays(x, p.L, impl.stage.fused), "fwd")
+    function, arguments = impl.computation(
+        kernel_benchmark.stage_arrays(x, p.L, impl.stage.fused), "fwd"
+    )
     outputs = {}
 
     def run(*args):
@@ -203,7 +241,15 @@ def test_what_is_not_written_is_nan_when_interpreted_for_mosaic_gpu():
         y[pl.ds(0, 16)] = x[pl.ds(0, 16)]
 
     outputs = {"y": jax.ShapeDtypeStruct((32,), jnp.float32)}
-    found = mosaic_call(writes_half, name="writes_half", grid={"program": 1}, warpgroups=1, outputs=outputs, scratch={}, interpret=True)
+    found = mosaic_call(
+        writes_half,
+        name="writes_half",
+        grid={"program": 1},
+        warpgroups=1,
+        outputs=outputs,
+        scratch={},
+        interpret=True,
+    )
     assert np.array_equal(np.isnan(found(x=jnp.zeros((32,)))["y"]), np.arange(32) >= 16)
 
 
@@ -212,10 +258,19 @@ def test_what_is_not_written_is_nan_when_interpreted_for_mosaic_gpu():
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", ROWS, ids="{0[0]}_{0[1]}".format)
 def test_products_on_mosaic_gpu_stay_in_flight(heads):
-    """At the shipped tiles, in float16 without a normaliser; test_mosaic_gpu.py compiles bfloat16 with one."""
+    """At the shipped tiles, in float16 without a normaliser; test_mosaic_gpu_compile.py compiles bfloat16
+    with one."""
     config = KernelConfig(fused_min_heads=1)
     device, variant = compile_report.DEVICES["H200"], "unnormalised"
-    call = compile_report.Call(device, *heads, "float16", config=config, direction="fwbw", variant=variant, backend="mosaic_gpu")
+    call = compile_report.Call(
+        device,
+        *heads,
+        "float16",
+        config=config,
+        direction="fwbw",
+        variant=variant,
+        backend="mosaic_gpu",
+    )
     spec = call.spec()
     on_mosaic_gpu = {name for name, _ in spec.mosaic_gpu} & {*spec.stages}
     if not on_mosaic_gpu:
@@ -226,7 +281,11 @@ def test_products_on_mosaic_gpu_stay_in_flight(heads):
         assert kernel.cause == ""
         assert not usage.wgmma_serialized, kernel.name
         assert {*usage.messages} <= HARMLESS, (kernel.name, usage.messages)
-        assert max(usage.spill_store_bytes, usage.spill_load_bytes) <= max_spill_bytes(kernel.name, spec), (kernel.name, usage)
+        assert max(usage.spill_store_bytes, usage.spill_load_bytes) <= max_spill_bytes(
+            kernel.name, spec
+        ), (kernel.name, usage)
         assert 32 * kernel.num_warps * usage.registers <= 65_536, (kernel.name, usage.registers)
-        multiplies = kernel.name in on_mosaic_gpu and STAGES[kernel.name].cost(spec.problem, 2).flops > 0
+        multiplies = (
+            kernel.name in on_mosaic_gpu and STAGES[kernel.name].cost(spec.problem, 2).flops > 0
+        )
         assert (usage.wgmma > 0, usage.mma) == (multiplies, 0), (kernel.name, usage.wgmma)

@@ -21,7 +21,9 @@ def run(tmp_path, *arguments):
     program = tmp_path / "stand_in.py"
     program.write_text(PROGRAM)
     command = [sys.executable, program, *arguments]
-    return subprocess.run(command, env=os.environ | {"PYTHONPATH": str(BENCHMARKS)}, capture_output=True, text=True)
+    return subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": str(BENCHMARKS)}, capture_output=True, text=True
+    )
 
 
 @pytest.mark.parametrize(

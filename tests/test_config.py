@@ -1,14 +1,23 @@
 """config_for: explicit > tuned row > heuristic; and every tuned row is a valid config."""
 
+import functools
 import json
+import re
 from importlib import resources
 
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
-from mlstm_pallas import KernelConfig, StageConfig, config
-from mlstm_pallas.config import config_for, config_from_row, config_from_rows, heuristic_config, tuned_config
+from mlstm_pallas import KernelConfig, StageConfig, config, mlstm_recurrent_step
+from mlstm_pallas.config import (
+    config_for,
+    config_from_row,
+    config_from_rows,
+    heuristic_config,
+    tuned_config,
+)
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stages import STAGES
 
@@ -26,13 +35,50 @@ def test_explicit_beats_tuned_beats_heuristic():
     tuned, heuristic = tuned_config("NVIDIA H200", 256, 512, BF16), heuristic_config(256, BF16)
     assert tuned is not None
     assert tuned.stage("parallel_fw_H") != heuristic.stage("parallel_fw_H")
-    assert config_for(256, 512, 8192, BF16, device_kind="NVIDIA H200").stage("parallel_fw_H") == tuned.stage("parallel_fw_H")
-    assert config_for(256, 512, 8192, BF16).stage("parallel_fw_H") == heuristic.stage("parallel_fw_H")
+    assert config_for(256, 512, 8192, BF16, device_kind="NVIDIA H200").stage(
+        "parallel_fw_H"
+    ) == tuned.stage("parallel_fw_H")
+    assert config_for(256, 512, 8192, BF16).stage("parallel_fw_H") == heuristic.stage(
+        "parallel_fw_H"
+    )
     explicit = KernelConfig(parallel_fw_H=StageConfig(siz_b_LQ=32))
-    filled = config_for(256, 512, 8192, BF16, device_kind="NVIDIA H200", explicit=explicit, chunk_size=64)
+    filled = config_for(
+        256, 512, 8192, BF16, device_kind="NVIDIA H200", explicit=explicit, chunk_size=64
+    )
     assert filled.stage("parallel_fw_H") == explicit.stage("parallel_fw_H")
     assert filled.stage("recurrent_fw_C") == tuned.stage("recurrent_fw_C")
     assert filled.L == 64
+
+
+def test_float16_has_the_rows_of_bfloat16():
+    rows = {
+        dtype: config_for(128, 256, 8192, jnp.dtype(dtype), device_kind="NVIDIA H200").as_row()
+        for dtype in ("float16", "bfloat16", "float32")
+    }
+    assert rows["float16"] == rows["bfloat16"] != rows["float32"]
+    assert rows["float16"]["chunk_size"] != heuristic_config(128, jnp.dtype("float16")).chunk_size
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_step_has_the_tiles_of_its_row(dtype, monkeypatch):
+    """That of the device, for the dtype of the states: here four CTAs a head."""
+    row = dict(DHQK=64, DHHV=64, dtype="float32" if dtype == "float32" else "bfloat16")
+    row |= dict(chunk_size=64, recurrent_step=dict(siz_b_DHHV=16))
+    rows = {"NVIDIA H200": (row,)}
+    monkeypatch.setattr(config, "tuned_rows", lambda kind: rows.get(kind, ()))
+    array = jax.ShapeDtypeStruct
+    x = [array((1, 3, 64), "bfloat16")] * 3 + [array((1, 3), "float32")] * 2
+    x += [array((1, 3, 64, 64), dtype), array((1, 3, 64), dtype), array((1, 3), "float32")]
+    mesh = AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))
+
+    def ctas(explicit=None):
+        step = functools.partial(mlstm_recurrent_step, backend="triton", config=explicit)
+        with jax.sharding.use_abstract_mesh(mesh):
+            text = str(jax.make_jaxpr(step)(*x))
+        return re.findall(r"grid=\(([\d, ]+)\)", text)
+
+    assert ctas() == ["4, 3"]
+    assert ctas(KernelConfig(recurrent_step=StageConfig(siz_b_DHHV=64))) == ["1, 3"]
 
 
 def test_what_is_explicit_may_be_zero():
@@ -80,14 +126,19 @@ def test_a_config_that_is_not_filled_has_no_chunk_size_and_no_tiles():
 
 def test_configs_are_equal_and_hashable_by_value():
     tiles = dict(parallel_fw_H=StageConfig(siz_b_LQ=32), chunk_gates=StageConfig(num_warps=1))
-    one, other = KernelConfig(64, **tiles), KernelConfig(64, **dict(reversed(tiles.items())), recurrent_fw_C=None)
+    one, other = (
+        KernelConfig(64, **tiles),
+        KernelConfig(64, **dict(reversed(tiles.items())), recurrent_fw_C=None),
+    )
     assert one == other
     assert hash(one) == hash(other)
     assert one != one.replace(parallel_fw_H=StageConfig())
 
 
 def test_odd_heads_use_the_row_of_their_padded_size():
-    assert config_for(250, 500, 8192, BF16, device_kind="NVIDIA H200") == config_for(256, 512, 8192, BF16, device_kind="NVIDIA H200")
+    assert config_for(250, 500, 8192, BF16, device_kind="NVIDIA H200") == config_for(
+        256, 512, 8192, BF16, device_kind="NVIDIA H200"
+    )
 
 
 @pytest.mark.parametrize(
@@ -106,7 +157,10 @@ def test_odd_heads_use_the_row_of_their_padded_size():
 )
 def test_heads_without_a_row_have_that_of_the_smallest_larger_ones(heads, row):
     sizes = [(512, 512), (64, 64), (256, 512), (128, 256)]
-    rows = [dict(DHQK=K, DHHV=V, dtype="bfloat16", chunk_size=16, fused_min_heads=K + V) for K, V in sizes]
+    rows = [
+        dict(DHQK=K, DHHV=V, dtype="bfloat16", chunk_size=16, fused_min_heads=K + V)
+        for K, V in sizes
+    ]
     assert config_from_rows(rows, *heads, "bfloat16").fused_min_heads == sum(row)
     assert config_from_rows(rows, *heads, "float32") is None
 
@@ -119,16 +173,24 @@ def test_the_same_chip_shares_its_rows():
 def test_a_device_has_its_own_rows_before_those_of_its_chip(tmp_path, monkeypatch):
     (tmp_path / "tuning").mkdir()
     for name in ("nvidia_h200", "nvidia_h100_80gb_hbm3"):
-        (tmp_path / "tuning" / f"{name}.json").write_text(json.dumps({"device": name, "rows": [{"of": name}]}))
+        (tmp_path / "tuning" / f"{name}.json").write_text(
+            json.dumps({"device": name, "rows": [{"of": name}]})
+        )
     monkeypatch.setattr(config.resources, "files", lambda package: tmp_path)
     monkeypatch.setattr(config, "tuned_rows", config.tuned_rows.__wrapped__)
     assert config.tuned_rows("NVIDIA H100 80GB HBM3") == ({"of": "nvidia_h100_80gb_hbm3"},)
-    assert config.tuned_rows("NVIDIA H100 NVL") == config.tuned_rows("NVIDIA H200") == ({"of": "nvidia_h200"},)
+    assert (
+        config.tuned_rows("NVIDIA H100 NVL")
+        == config.tuned_rows("NVIDIA H200")
+        == ({"of": "nvidia_h200"},)
+    )
     assert config.tuned_rows("NVIDIA L4") == ()
 
 
 def test_tiles_are_clamped_to_what_divides_the_problem():
-    tiles = StageConfig(siz_b_LQ=128, siz_b_LKV=128, siz_b_DHQK=128, siz_b_DHHV=256).clamped(Problem(1, 1, 64, 192, 320, 32, 1.0))
+    tiles = StageConfig(siz_b_LQ=128, siz_b_LKV=128, siz_b_DHQK=128, siz_b_DHHV=256).clamped(
+        Problem(1, 1, 64, 192, 320, 32, 1.0)
+    )
     assert (tiles.siz_b_LQ, tiles.siz_b_LKV, tiles.siz_b_DHQK, tiles.siz_b_DHHV) == (32, 32, 64, 64)
     assert not tiles.keep_q  # 192 is no power of two
 
@@ -152,12 +214,24 @@ def test_a_row_of_a_config_is_that_config(dtype):
 @pytest.mark.parametrize("name", ROWS)
 def test_every_tuned_row_is_a_config(name):
     row = ROWS[name]
-    assert row.keys() <= {"DHQK", "DHHV", "dtype", "chunk_size", "fused_min_heads", "mosaic_gpu", "measured", *STAGES}
+    assert row.keys() <= {
+        "DHQK",
+        "DHHV",
+        "dtype",
+        "chunk_size",
+        "fused_min_heads",
+        "mosaic_gpu",
+        "measured",
+        *STAGES,
+    }
     assert row.get("mosaic_gpu", {}).keys() <= {"chunk_size", "fused_min_heads"}
     tuned = config_from_row(row).or_else(heuristic_config(row["DHQK"], jnp.dtype(row["dtype"])))
     assert tuned.stages.keys() == STAGES.keys()
     for stage in row.keys() & STAGES.keys():
-        tiles, facts = {name: x for name, x in row[stage].items() if name != "mosaic_gpu"}, STAGES[stage].mosaic_gpu
+        tiles, facts = (
+            {name: x for name, x in row[stage].items() if name != "mosaic_gpu"},
+            STAGES[stage].mosaic_gpu,
+        )
         assert tiles.items() <= vars(tuned.stage(stage)).items(), stage
         assert tiles.keys() <= STAGES[stage].search.keys() | {"num_splits"}, stage
         if "mosaic_gpu" in row[stage]:
@@ -165,12 +239,17 @@ def test_every_tuned_row_is_a_config(name):
             assert row[stage]["mosaic_gpu"].keys() == facts.search.keys(), stage
 
 
-@pytest.mark.parametrize(("backend", "L"), [(None, 64), ("triton", 64), ("mosaic_gpu", 128), ("mosaic_gpu_interpret", 128)])
+@pytest.mark.parametrize(
+    ("backend", "L"),
+    [(None, 64), ("triton", 64), ("mosaic_gpu", 128), ("mosaic_gpu_interpret", 128)],
+)
 def test_a_row_may_have_another_chunk_size_for_mosaic_gpu(backend, L):
     chosen = dict(device_kind="NVIDIA H200", backend=backend)
     assert config_for(128, 128, 8192, BF16, **chosen).L == L
     assert config_for(128, 128, 8192, BF16, chunk_size=32, **chosen).L == 32
-    assert config_for(128, 128, 8192, BF16, explicit=KernelConfig(chunk_size=256), **chosen).L == 256
+    assert (
+        config_for(128, 128, 8192, BF16, explicit=KernelConfig(chunk_size=256), **chosen).L == 256
+    )
     assert config_for(256, 512, 8192, BF16, **chosen).L == 256
 
 
@@ -190,7 +269,8 @@ def test_the_package_has_its_data():
         KernelConfig(),
         KernelConfig(chunk_size=64, precision=jax.lax.Precision.HIGHEST, fused_min_heads=0),
         KernelConfig(
-            precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3, recurrent_fw_H=StageConfig(num_warps=8, mosaic_gpu=StageConfig())
+            precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3,
+            recurrent_fw_H=StageConfig(num_warps=8, mosaic_gpu=StageConfig()),
         ),
     ],
     ids=["empty", "fields", "stages"],

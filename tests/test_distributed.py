@@ -1,4 +1,5 @@
-"""One sequence over several devices: the numbers of one device, what is exchanged, and what is refused."""
+"""One sequence over several devices: the numbers of one device, what is exchanged, and what is
+refused."""
 
 import functools
 import math
@@ -24,11 +25,18 @@ B, NH, S, DHQK, DHHV = 2, 2, 160, 16, 8
 OPTIONS = dict(chunk_size=16, eps=0.1, stabilize_correctly=False, norm_val=5.0)
 BOUND = 1e-5  # gradients of either are held to 1e-4
 SEQUENCE, WHOLE = P(None, None, "s"), P()
-COLLECTIVE = re.compile(r"= (.*?) (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\(")
+COLLECTIVE = re.compile(
+    r"= (.*?) (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\("
+)
 
 
 def mesh_of(shape, names, kind=AxisType.Auto, platform="cpu"):
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(names), devices=jax.devices(platform)[: math.prod(shape)])
+    return jax.make_mesh(
+        shape,
+        names,
+        axis_types=(kind,) * len(names),
+        devices=jax.devices(platform)[: math.prod(shape)],
+    )
 
 
 def over(mesh, *, sequence=SEQUENCE, states=WHOLE, count=8, **options):
@@ -36,11 +44,15 @@ def over(mesh, *, sequence=SEQUENCE, states=WHOLE, count=8, **options):
     last = options.setdefault("return_last_states", True)
     run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", **options)
     specs = ((sequence,) * 5 + (states,) * 3)[:count]
-    return jax.shard_map(run, mesh=mesh, in_specs=specs, out_specs=(sequence, states) if last else sequence)
+    return jax.shard_map(
+        run, mesh=mesh, in_specs=specs, out_specs=(sequence, states) if last else sequence
+    )
 
 
 def loss_of(h, states):
-    return jnp.sum(h * jnp.cos(h)), sum(jnp.sum(jnp.sin(jnp.where(jnp.isfinite(y), y, 0.0))) for y in states)
+    return jnp.sum(h * jnp.cos(h)), sum(
+        jnp.sum(jnp.sin(jnp.where(jnp.isfinite(y), y, 0.0))) for y in states
+    )
 
 
 def gradient_of(run):
@@ -55,7 +67,10 @@ def exchanged(compiled):
     """(collective, bytes that a device receives) of every collective of the compiled module."""
     found = []
     for shapes, name in COLLECTIVE.findall(compiled.as_text()):
-        floats = (math.prod(int(n) for n in dims.split(",") if n) for dims in re.findall(r"f32\[([\d,]*)\]", shapes))
+        floats = (
+            math.prod(int(n) for n in dims.split(",") if n)
+            for dims in re.findall(r"f32\[([\d,]*)\]", shapes)
+        )
         found.append((name, 4 * sum(floats)))
     return found
 
@@ -65,9 +80,14 @@ def check(found, expected, x, bound=BOUND):
     (_, expected_outputs), expected_gradients = jax.tree.map(np.asarray, expected)
     for name, actual, wanted in zip(("h", "c", "n", "m"), outputs, expected_outputs, strict=True):
         assert_close(np.asarray(actual), wanted, bound, name)
-    errors = {name: error(np.asarray(a), b) for name, a, b in zip(NAMES, gradients, expected_gradients, strict=True)}
+    errors = {
+        name: error(np.asarray(a), b)
+        for name, a, b in zip(NAMES, gradients, expected_gradients, strict=True)
+    }
     # one number a head, and a difference of larger ones
-    scale = np.linalg.norm(initial_state_scale(*expected_gradients[5:7], dict(zip(NAMES, x, strict=True))))
+    scale = np.linalg.norm(
+        initial_state_scale(*expected_gradients[5:7], dict(zip(NAMES, x, strict=True)))
+    )
     errors["m_initial"] *= min(1.0, np.linalg.norm(expected_gradients[7]) / scale) if scale else 1.0
     assert max(errors.values()) < bound, errors
 
@@ -75,7 +95,9 @@ def check(found, expected, x, bound=BOUND):
 @pytest.fixture(scope="module")
 def alone():
     """Values and gradients on one device."""
-    return gradient_of(functools.partial(mlstm_chunkwise, backend="xla", return_last_states=True, **OPTIONS))
+    return gradient_of(
+        functools.partial(mlstm_chunkwise, backend="xla", return_last_states=True, **OPTIONS)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -83,11 +105,16 @@ def over_eight():
     """On eight devices; each shard summarised in several splits, as long ones are."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed, "_STEPS_OF_A_PRODUCT", 16)
-        return gradient_of(over(mesh_of((8,), ("s",)), backend="xla", **OPTIONS)).lower(*CASES["ordinary"].values()).compile()
+        return (
+            gradient_of(over(mesh_of((8,), ("s",)), backend="xla", **OPTIONS))
+            .lower(*CASES["ordinary"].values())
+            .compile()
+        )
 
 
 def closed_shards(x):
-    """Device 2 stores nothing and forgets nothing, device 3 forgets all and stores nothing, device 5 has one reset and one mask."""
+    """Device 2 stores nothing and forgets nothing, device 3 forgets all and stores nothing, device
+    5 has one reset and one mask."""
     i, f = (np.array(x[name]) for name in "if")
     n = S // 8
     i[:, :, 2 * n : 4 * n] = -np.inf
@@ -104,7 +131,11 @@ CASES = {
     "large_gates": random_inputs(2, B, NH, S, DHQK, DHHV, i_scale=30.0, f_scale=10.0),
     "closed_shards": closed_shards(random_inputs(3, B, NH, S, DHQK, DHHV, f_shift=5.0)),
     "empty_initial_state": {
-        name: jnp.full_like(x, -jnp.inf) if name == "m_initial" else jnp.zeros_like(x) if "initial" in name else x
+        name: jnp.full_like(x, -jnp.inf)
+        if name == "m_initial"
+        else jnp.zeros_like(x)
+        if "initial" in name
+        else x
         for name, x in random_inputs(4, B, NH, S, DHQK, DHHV, f_shift=5.0).items()
     },
 }
@@ -121,14 +152,24 @@ def test_batch_and_heads_may_be_split_as_well(alone):
     specs = (P("b", "h", "s"),) * 5 + (P("b", "h"),) * 3
     x = CASES["ordinary"].values()
     split = [jax.device_put(y, NamedSharding(mesh, spec)) for y, spec in zip(x, specs, strict=True)]
-    run = over(mesh, sequence=specs[0], states=specs[-1], backend="xla", recompute_states_in_bw=False, **OPTIONS)
+    run = over(
+        mesh,
+        sequence=specs[0],
+        states=specs[-1],
+        backend="xla",
+        recompute_states_in_bw=False,
+        **OPTIONS,
+    )
     check(gradient_of(run)(*split), alone(*x), x)
 
 
 def test_kernels_on_shards_that_are_no_multiple_of_the_chunk(alone):
-    """Interpreted; 40 steps a shard in chunks of 16, a head dimension that needs padding, and the batch left to the compiler."""
+    """Interpreted; 40 steps a shard in chunks of 16, a head dimension that needs padding, and the
+    batch left to the compiler."""
     mesh = mesh_of((2, 4), ("b", "s"))
-    run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", backend="interpret", **OPTIONS)
+    run = functools.partial(
+        mlstm_chunkwise_sequence_parallel, axis_name="s", backend="interpret", **OPTIONS
+    )
     split = jax.shard_map(
         functools.partial(run, return_last_states=True),
         mesh=mesh,
@@ -145,11 +186,21 @@ def test_kernels_on_shards_that_are_no_multiple_of_the_chunk(alone):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", ["resets", "ordinary", "closed_shards"])
 def test_splits_of_a_shard_take_their_products_from_its_summary(case, alone):
-    """The fused scan, interpreted, on two devices: two splits each in the forward pass, whose products are computed once."""
-    config = KernelConfig(fused_min_heads=1, recurrent_fw_H=StageConfig(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, num_splits=2))
+    """The fused scan, interpreted, on two devices: two splits each in the forward pass, whose
+    products are computed once."""
+    config = KernelConfig(
+        fused_min_heads=1,
+        recurrent_fw_H=StageConfig(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, num_splits=2),
+    )
     x = [y[:, :, 32:] if y.shape[2:3] == (S,) else y for y in CASES[case].values()]
     options = OPTIONS | {"chunk_size": 32}  # two of the fused scan's
-    run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", backend="interpret", config=config, **options)
+    run = functools.partial(
+        mlstm_chunkwise_sequence_parallel,
+        axis_name="s",
+        backend="interpret",
+        config=config,
+        **options,
+    )
     split = jax.shard_map(
         functools.partial(run, return_last_states=True),
         mesh=mesh_of((2,), ("s",)),
@@ -159,18 +210,28 @@ def test_splits_of_a_shard_take_their_products_from_its_summary(case, alone):
     )
     check(gradient_of(split)(*x), alone(*x), x)
     products = re.compile(rf"f32\[{B * NH},2,16,16\] = dot_general")
-    for traced in (jax.make_jaxpr(split)(*x), gradient_of(split).trace(*x).jaxpr):  # the backward pass has no splits
+    for traced in (
+        jax.make_jaxpr(split)(*x),
+        gradient_of(split).trace(*x).jaxpr,
+    ):  # the backward pass has no splits
         assert len(products.findall(str(traced))) == 1
 
 
 @pytest.mark.slow
 def test_shards_of_few_heads_have_splits_of_their_own(alone, monkeypatch):
-    """The batch is left to the compiler: four heads are enough for the fused scan, the two of a shard are not."""
+    """The batch is left to the compiler: four heads are enough for the fused scan, the two of a
+    shard are not."""
     monkeypatch.setattr(call_spec, "MIN_SPLIT_STEPS", 16)
     monkeypatch.setattr(call_spec, "MIN_SPLIT_STATE", 1)
     config = KernelConfig(fused_min_heads=B * NH)
     x = [y[:, :, 32:] if y.shape[2:3] == (S,) else y for y in CASES["ordinary"].values()]
-    run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", backend="interpret", config=config, **OPTIONS)
+    run = functools.partial(
+        mlstm_chunkwise_sequence_parallel,
+        axis_name="s",
+        backend="interpret",
+        config=config,
+        **OPTIONS,
+    )
     split = jax.shard_map(
         functools.partial(run, return_last_states=True),
         mesh=mesh_of((2, 2), ("b", "s")),
@@ -193,8 +254,16 @@ def test_the_exchange_is_what_the_docstring_says_and_memory_does_not_grow():
     held = {}
     for devices, rounds in ((2, 1), (8, 4)):
         x = list(random_inputs(0, B, NH, 16 * devices, DHQK, DHHV, states=False).values())
-        run = over(mesh_of((devices,), ("s",)), chunk_size=16, backend="xla", return_last_states=False, count=5)
-        compiled = jax.jit(lambda dh, *x, run=run: jax.vjp(run, *x)[1](dh)).lower(x[2], *x).compile()
+        run = over(
+            mesh_of((devices,), ("s",)),
+            chunk_size=16,
+            backend="xla",
+            return_last_states=False,
+            count=5,
+        )
+        compiled = (
+            jax.jit(lambda dh, *x, run=run: jax.vjp(run, *x)[1](dh)).lower(x[2], *x).compile()
+        )
         found = exchanged(compiled)
         assert {name for name, _ in found} == {"collective-permute"}
         state, heads = DHQK * DHHV + DHQK, B * NH
@@ -216,7 +285,11 @@ def test_summaries_join_in_any_order_and_empty_ones_change_nothing():
     r = np.random.default_rng(0)
 
     def summary(m, g):
-        return Summary(*(jnp.asarray(r.normal(size=s), "float32") for s in ((1, 4, 3, 2), (1, 4, 3))), jnp.array([m]), jnp.array([g]))
+        return Summary(
+            *(jnp.asarray(r.normal(size=s), "float32") for s in ((1, 4, 3, 2), (1, 4, 3))),
+            jnp.array([m]),
+            jnp.array([g]),
+        )
 
     a, b, c = (
         summary([1.0, -jnp.inf, 50.0, -3.0], [-1.0, -2.0, -90.0, 0.0]),
@@ -225,20 +298,29 @@ def test_summaries_join_in_any_order_and_empty_ones_change_nothing():
     )
     for x, y in zip(joined(joined(a, b), c), joined(a, joined(b, c)), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-6)
-    empty = Summary(jnp.zeros((1, 4, 3, 2)), jnp.zeros((1, 4, 3)), jnp.full((1, 4), -jnp.inf), jnp.zeros((1, 4)))
+    empty = Summary(
+        jnp.zeros((1, 4, 3, 2)), jnp.zeros((1, 4, 3)), jnp.full((1, 4), -jnp.inf), jnp.zeros((1, 4))
+    )
     stored = a.m > -jnp.inf
     for x, y in zip(joined(empty, a), a, strict=True):
         assert np.array_equal(np.asarray(x)[np.asarray(stored)], np.asarray(y)[np.asarray(stored)])
 
 
 def test_a_gradient_lowers_for_cuda_inside_a_shard_map_that_checks():
-    mesh = AbstractMesh((2, 2), ("b", "s"), (AxisType.Auto,) * 2, abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))
+    mesh = AbstractMesh(
+        (2, 2),
+        ("b", "s"),
+        (AxisType.Auto,) * 2,
+        abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"),
+    )
     made = random_inputs(0, 2, 2, 128, 16, 16, dtype="bfloat16", states=False).values()
     sharding = NamedSharding(mesh, P("b", None, "s"))
     x = [jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=sharding) for y in made]
     run = over(mesh, sequence=P("b", None, "s"), return_last_states=False, count=5)
     with jax.sharding.use_abstract_mesh(mesh):
-        traced = jax.jit(jax.grad(lambda *x: jnp.sum(run(*x).astype("float32")), tuple(range(5)))).trace(*x)
+        traced = jax.jit(
+            jax.grad(lambda *x: jnp.sum(run(*x).astype("float32")), tuple(range(5)))
+        ).trace(*x)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("__gpu$xla.gpu.triton") >= 9
     assert "collective_permute" in text
@@ -269,7 +351,9 @@ def test_arguments_are_checked_as_those_of_mlstm_chunkwise():
 
 def test_derivatives_that_do_not_exist_are_refused():
     x = list(random_inputs(0, 1, 1, 32, 8, 8, states=False).values())
-    run = over(mesh_of((2,), ("s",)), return_last_states=False, count=5, chunk_size=16, backend="xla")
+    run = over(
+        mesh_of((2,), ("s",)), return_last_states=False, count=5, chunk_size=16, backend="xla"
+    )
 
     def loss(q):
         return jnp.sum(run(q, *x[1:]))
@@ -282,7 +366,9 @@ def test_derivatives_that_do_not_exist_are_refused():
 
 def gradient_on_one_device(shards, **options):
     """As gradient_of(over(...)), the devices being a mapped axis of one."""
-    run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", return_last_states=True, **options)
+    run = functools.partial(
+        mlstm_chunkwise_sequence_parallel, axis_name="s", return_last_states=True, **options
+    )
 
     def device(*x):
         def loss(*x):
@@ -300,10 +386,15 @@ def gradient_on_one_device(shards, **options):
 
     @jax.jit
     def whole(*x):
-        mapped = jax.vmap(device, (2,) * 5 + (None,) * 3, ((0, (2, 0, 0, 0)), (2,) * 5 + (0,) * 3), axis_name="s")
+        mapped = jax.vmap(
+            device, (2,) * 5 + (None,) * 3, ((0, (2, 0, 0, 0)), (2,) * 5 + (0,) * 3), axis_name="s"
+        )
         (losses, (h, *states)), gradients = mapped(*map(split, x[:5]), *x[5:])
         of_states = (jnp.sum(g, axis=0) for g in gradients[5:])
-        return (jnp.sum(losses), (joined(h), *(y[0] for y in states))), (*map(joined, gradients[:5]), *of_states)
+        return (jnp.sum(losses), (joined(h), *(y[0] for y in states))), (
+            *map(joined, gradients[:5]),
+            *of_states,
+        )
 
     return whole
 
@@ -318,8 +409,15 @@ def test_a_mapped_axis_does_for_a_mesh_axis(alone):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_shards_on_one_gpu_give_the_numbers_of_the_whole(dtype):
     x = list(random_inputs(0, 1, 2, 32768, 128, 256, dtype=dtype, f_shift=5.0).values())
-    expected = gradient_of(functools.partial(mlstm_chunkwise, backend="triton", return_last_states=True))(*x)
-    check(gradient_on_one_device(4, backend="triton")(*x), expected, x, {"float32": 1e-4, "bfloat16": 2e-2}[dtype])
+    expected = gradient_of(
+        functools.partial(mlstm_chunkwise, backend="triton", return_last_states=True)
+    )(*x)
+    check(
+        gradient_on_one_device(4, backend="triton")(*x),
+        expected,
+        x,
+        {"float32": 1e-4, "bfloat16": 2e-2}[dtype],
+    )
 
 
 @pytest.mark.gpu_multi
@@ -335,14 +433,20 @@ def test_shards_on_one_gpu_give_the_numbers_of_the_whole(dtype):
 def test_gpus_give_the_numbers_of_one(gpus, backend, dtype, shape):
     if jax.device_count() < gpus:
         pytest.skip(f"fewer than {gpus} GPUs")
-    if backend == "mosaic_gpu" and (not jax_has_mosaic_gpu() or compute_capability(jax.devices()[0].device_kind) != 90):
+    if backend == "mosaic_gpu" and (
+        not jax_has_mosaic_gpu() or compute_capability(jax.devices()[0].device_kind) != 90
+    ):
         pytest.skip("the Mosaic GPU kernels are for Hopper and jax >= 0.11.2 and < 0.13")
     x = list(random_inputs(0, *shape, dtype=dtype, f_shift=5.0).values())
     split = gradient_of(over(mesh_of((gpus,), ("s",), platform="gpu"), backend=backend))
     compiled = split.lower(*x).compile()
     assert {name for name, _ in exchanged(compiled)} <= {"collective-permute", "all-reduce"}
-    assert (compiled.as_text().count(f'"{MOSAIC_CALL}"') >= 8) == (backend == "mosaic_gpu")  # all stages of both passes
-    expected = gradient_of(functools.partial(mlstm_chunkwise, backend="triton", return_last_states=True))(*x)
+    assert (compiled.as_text().count(f'"{MOSAIC_CALL}"') >= 8) == (
+        backend == "mosaic_gpu"
+    )  # all stages of both passes
+    expected = gradient_of(
+        functools.partial(mlstm_chunkwise, backend="triton", return_last_states=True)
+    )(*x)
     check(compiled(*x), expected, x, {"float32": 1e-4, "bfloat16": 2e-2}[dtype])
 
 
@@ -351,12 +455,19 @@ def test_gpus_give_the_numbers_of_one(gpus, backend, dtype, shape):
     [
         pytest.param({}, id="exp"),
         pytest.param({"input_gate": "sigmoid"}, id="sigmoid", marks=pytest.mark.slow),
-        pytest.param({"input_gate": "sigmoid", "normalize": False}, id="sigmoid_unnormalised", marks=pytest.mark.slow),
+        pytest.param(
+            {"input_gate": "sigmoid", "normalize": False},
+            id="sigmoid_unnormalised",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_packed_sequences_and_the_sigmoid_gate_over_four_devices(options):
     """Packed sequences that begin inside a shard, at its first step, and one over three devices."""
-    ids = jnp.asarray(np.stack([np.repeat([4, 2, 2, 5, 1], [10, 30, 8, 70, 42]), np.repeat([0, 9], [40, 120])]), jnp.int32)
+    ids = jnp.asarray(
+        np.stack([np.repeat([4, 2, 2, 5, 1], [10, 30, 8, 70, 42]), np.repeat([0, 9], [40, 120])]),
+        jnp.int32,
+    )
     x = list(CASES["ordinary"].values())[: 7 if options else 8]
     options = dict(chunk_size=16, backend="xla", eps=0.1, return_last_states=True, **options)
 
@@ -367,7 +478,10 @@ def test_packed_sequences_and_the_sigmoid_gate_over_four_devices(options):
         def shard(ids, *x):
             return mlstm_chunkwise_sequence_parallel(*x, segment_ids=ids, axis_name="s", **options)
 
-        mesh, specs = mesh_of((4,), ("s",)), (P(None, "s"), *(SEQUENCE,) * 5, *(WHOLE,) * (len(x) - 5))
+        mesh, specs = (
+            mesh_of((4,), ("s",)),
+            (P(None, "s"), *(SEQUENCE,) * 5, *(WHOLE,) * (len(x) - 5)),
+        )
         return jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=(SEQUENCE, WHOLE))(ids, *x)
 
     def loss(run):

@@ -1,4 +1,5 @@
-"""Every bad call says, in one whole sentence, which argument it is, what came and what was expected. What a plain import opens."""
+"""Every bad call says, in one whole sentence, which argument it is, what came and what was
+expected. What a plain import opens."""
 
 import functools
 import inspect
@@ -59,13 +60,18 @@ def shapes_of(function, arguments):
 
 
 def on_device(kind, function, *args, **kwargs):
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kind, None, "gpu"))):
+    with jax.sharding.use_abstract_mesh(
+        AbstractMesh((), (), abstract_device=AbstractDevice(kind, None, "gpu"))
+    ):
         return function(*args, **kwargs)
 
 
 def traced(name, value):
     """The argument as it comes when it is not static in a jit."""
-    return jax.eval_shape(lambda x: mlstm_chunkwise(**{n: jnp.zeros(s) for n, s in SHAPES.items()}, **{name: x}), value)
+    return jax.eval_shape(
+        lambda x: mlstm_chunkwise(**{n: jnp.zeros(s) for n, s in SHAPES.items()}, **{name: x}),
+        value,
+    )
 
 
 def enters(backend):
@@ -75,8 +81,15 @@ def enters(backend):
 
 def arrays(layout="BNTH", dtype="float32", states=False, **changed):
     lead = (B, NH, S) if layout == "BNTH" else (B, S, NH)
-    made = {name: jnp.zeros((*lead, *shape), dtype if name in "qkv" else "float32") for name, shape in TRAILING.items()}
-    return made | ({name: jnp.zeros(shape) for name, shape in STATES.items()} if states else {}) | changed
+    made = {
+        name: jnp.zeros((*lead, *shape), dtype if name in "qkv" else "float32")
+        for name, shape in TRAILING.items()
+    }
+    return (
+        made
+        | ({name: jnp.zeros(shape) for name, shape in STATES.items()} if states else {})
+        | changed
+    )
 
 
 class Param:
@@ -111,8 +124,12 @@ SWAPPED = (
     "{name} has shape {came}, expected ({axes}) = {expected}, as q has shape {q}: axes 1 and 2 are swapped; "
     'layout="{other}" has them so for all of q, k, v, i, f'
 )
-OF_BTNH = dict(came=(B, NH, S), axes="B, S, NH", expected=(B, S, NH), q=(B, S, NH, DHQK), other="BNTH")
-OF_BNTH = dict(came=(B, S, NH), axes="B, NH, S", expected=(B, NH, S), q=(B, NH, S, DHQK), other="BTNH")
+OF_BTNH = dict(
+    came=(B, NH, S), axes="B, S, NH", expected=(B, S, NH), q=(B, S, NH, DHQK), other="BNTH"
+)
+OF_BNTH = dict(
+    came=(B, S, NH), axes="B, NH, S", expected=(B, NH, S), q=(B, NH, S, DHQK), other="BTNH"
+)
 ONE_BY_ONE = "c_initial is a {}, expected an array: pass the states one by one"
 FLOAT64 = '; float64 needs backend="xla" and jax_enable_x64'
 
@@ -120,18 +137,41 @@ FLOAT64 = '; float64 needs backend="xla" and jax_enable_x64'
 # Changed arguments of mlstm_chunkwise: (error, whole message).
 CHUNKWISE = {
     # shapes
-    "q_rank": ({"q": array(2, 40, 16)}, ValueError, "q has shape (2, 40, 16), expected (B, NH, S, DHQK)"),
-    "q_no_steps": ({"q": array(2, 3, 0, 16)}, ValueError, "q has shape (2, 3, 0, 16), expected (B, NH, S, DHQK) with S >= 1"),
-    "q_no_columns": ({"q": array(2, 3, 40, 0)}, ValueError, "q has shape (2, 3, 40, 0), expected (B, NH, S, DHQK) with DHQK >= 1"),
-    "k_length": ({"k": array(2, 3, 41, 16)}, ValueError, f"k has shape (2, 3, 41, 16), expected (B, NH, S, DHQK) = (2, 3, 40, 16), {Q}"),
-    "k_heads": ({"k": array(2, 1, 40, 16)}, ValueError, f"k has shape (2, 1, 40, 16), expected (B, NH, S, DHQK) = (2, 3, 40, 16), {Q}"),
-    "k_columns": ({"k": array(2, 3, 40, 24)}, ValueError, f"k has shape (2, 3, 40, 24), expected (B, NH, S, DHQK) = (2, 3, 40, 16), {Q}"),
-    "v_rank": ({"v": array(2, 3, 40)}, ValueError, "v has shape (2, 3, 40), expected (B, NH, S, DHV) = (2, 3, 40, DHV)"),
-    "v_length": ({"v": array(2, 3, 39, 24)}, ValueError, f"v has shape (2, 3, 39, 24), expected (B, NH, S, DHV) = (2, 3, 40, 24), {Q}"),
-    "v_no_columns": ({"v": array(2, 3, 40, 0)}, ValueError, "v has shape (2, 3, 40, 0), expected (B, NH, S, DHV) with DHV >= 1"),
-    "i_axis_left_over": ({"i": array(2, 3, 40, 1)}, ValueError, f"i has shape (2, 3, 40, 1), expected (B, NH, S) = (2, 3, 40), {Q}"),
-    "f_heads_missing": ({"f": array(2, 40)}, ValueError, f"f has shape (2, 40), expected (B, NH, S) = (2, 3, 40), {Q}"),
-    "f_scalar": ({"f": array()}, ValueError, f"f has shape (), expected (B, NH, S) = (2, 3, 40), {Q}"),
+    "q_rank": (
+        {"q": array(2, 40, 16)},
+        ValueError,
+        "q has shape (2, 40, 16), expected (B, NH, S, DHQK)",
+    ),
+    "q_no_steps": (
+        {"q": array(2, 3, 0, 16)},
+        ValueError,
+        "q has shape (2, 3, 0, 16), expected (B, NH, S, DHQK) with S >= 1",
+    ),
+    "q_no_columns": (
+        {"q": array(2, 3, 40, 0)},
+        ValueError,
+        "q has shape (2, 3, 40, 0), expected (B, NH, S, DHQK) with DHQK >= 1",
+    ),
+    "k_length": (
+        {"k": array(2, 3, 41, 16)},
+        ValueError,
+        f"k has shape (2, 3, 41, 16), expected (B, NH, S, DHQK) = (2, 3, 40, 16), {Q}",
+    ),
+    "v_rank": (
+        {"v": array(2, 3, 40)},
+        ValueError,
+        "v has shape (2, 3, 40), expected (B, NH, S, DHV) = (2, 3, 40, DHV)",
+    ),
+    "v_no_columns": (
+        {"v": array(2, 3, 40, 0)},
+        ValueError,
+        "v has shape (2, 3, 40, 0), expected (B, NH, S, DHV) with DHV >= 1",
+    ),
+    "i_axis_left_over": (
+        {"i": array(2, 3, 40, 1)},
+        ValueError,
+        f"i has shape (2, 3, 40, 1), expected (B, NH, S) = (2, 3, 40), {Q}",
+    ),
     "heads_behind_steps": (
         {"q": array(2, 40, 3, 16), "k": array(2, 40, 3, 16), "v": array(2, 40, 3, 24)},
         ValueError,
@@ -143,28 +183,42 @@ CHUNKWISE = {
         ValueError,
         f"c_initial has shape (2, 3, 24, 16), expected (B, NH, DHQK, DHV) = (2, 3, 16, 24), {Q}",
     ),
-    "n_of_values": (
-        {"n_initial": array(2, 3, 24)},
+    "m_axis_left_over": (
+        {"m_initial": array(2, 3, 1)},
         ValueError,
-        f"n_initial has shape (2, 3, 24), expected (B, NH, DHQK) = (2, 3, 16), {Q}",
+        f"m_initial has shape (2, 3, 1), expected (B, NH) = (2, 3), {Q}",
     ),
-    "m_axis_left_over": ({"m_initial": array(2, 3, 1)}, ValueError, f"m_initial has shape (2, 3, 1), expected (B, NH) = (2, 3), {Q}"),
-    "no_n": ({"n_initial": None}, ValueError, "initial states come all three or not at all: got c_initial, m_initial without n_initial"),
-    "c_alone": (
-        {"n_initial": None, "m_initial": None},
+    "no_n": (
+        {"n_initial": None},
         ValueError,
-        "initial states come all three or not at all: got c_initial without n_initial, m_initial",
+        "initial states come all three or not at all: got c_initial, m_initial without n_initial",
     ),
     # gates and packed sequences
-    "input_gate": ({"input_gate": "relu"}, ValueError, "input_gate is 'relu', expected one of exp, sigmoid"),
-    "normalize_exp": ({"normalize": False}, ValueError, "normalize is False with input_gate 'exp', expected input_gate=\"sigmoid\""),
+    "input_gate": (
+        {"input_gate": "relu"},
+        ValueError,
+        "input_gate is 'relu', expected one of exp, sigmoid",
+    ),
+    "normalize_exp": (
+        {"normalize": False},
+        ValueError,
+        "normalize is False with input_gate 'exp', expected input_gate=\"sigmoid\"",
+    ),
     "n_alone_sigmoid": (
         {"input_gate": "sigmoid", "m_initial": None, "c_initial": None},
         ValueError,
         "initial states come both or not at all: got n_initial without c_initial",
     ),
-    "segment_ids_list": ({"segment_ids": [[0] * 40] * 2}, TypeError, "segment_ids is a list, expected an array"),
-    "segment_ids_float": ({"segment_ids": array(2, 40)}, TypeError, "segment_ids has dtype float32, expected an integer dtype"),
+    "segment_ids_list": (
+        {"segment_ids": [[0] * 40] * 2},
+        TypeError,
+        "segment_ids is a list, expected an array",
+    ),
+    "segment_ids_float": (
+        {"segment_ids": array(2, 40)},
+        TypeError,
+        "segment_ids has dtype float32, expected an integer dtype",
+    ),
     "segment_ids_heads": (
         {"segment_ids": array(2, 3, 40, dtype="int32")},
         ValueError,
@@ -176,29 +230,25 @@ CHUNKWISE = {
         "m_initial has values other than 0 with input_gate 'sigmoid', expected None or zeros",
     ),
     # dtypes
-    "q_integer": ({"q": array(2, 3, 40, 16, dtype="int32")}, TypeError, f"q has dtype int32, expected one of {KERNEL_DTYPES}"),
-    "k_dtype": ({"k": array(2, 3, 40, 16, dtype="bfloat16")}, TypeError, "k has dtype bfloat16, expected float32, the dtype of q"),
-    "v_dtype": ({"v": array(2, 3, 40, 24, dtype="float16")}, TypeError, "v has dtype float16, expected float32, the dtype of q"),
-    "i_integer": ({"i": array(2, 3, 40, dtype="int8")}, TypeError, f"i has dtype int8, expected one of {INPUT_DTYPES}"),
-    "f_bool": ({"f": array(2, 3, 40, dtype="bool")}, TypeError, f"f has dtype bool, expected one of {INPUT_DTYPES}"),
-    "f_complex": ({"f": array(2, 3, 40, dtype="complex64")}, TypeError, f"f has dtype complex64, expected one of {INPUT_DTYPES}"),
-    "q_list": ({"q": [[1.0]]}, TypeError, "q is a list, expected an array"),
-    "f_none": ({"f": None}, TypeError, "f is a NoneType, expected an array"),
-    "m_number": ({"m_initial": 0.0}, TypeError, "m_initial is a float, expected an array"),
+    "q_integer": (
+        {"q": array(2, 3, 40, 16, dtype="int32")},
+        TypeError,
+        f"q has dtype int32, expected one of {KERNEL_DTYPES}",
+    ),
+    "k_dtype": (
+        {"k": array(2, 3, 40, 16, dtype="bfloat16")},
+        TypeError,
+        "k has dtype bfloat16, expected float32, the dtype of q",
+    ),
+    "i_integer": (
+        {"i": array(2, 3, 40, dtype="int8")},
+        TypeError,
+        f"i has dtype int8, expected one of {INPUT_DTYPES}",
+    ),
     "autocast_unknown": (
         {"autocast_kernel_dtype": "fp8"},
         TypeError,
         "autocast_kernel_dtype is 'fp8', expected None or one of float32, bfloat16, float16",
-    ),
-    "autocast_number": (
-        {"autocast_kernel_dtype": 16},
-        TypeError,
-        "autocast_kernel_dtype is 16, expected None or one of float32, bfloat16, float16",
-    ),
-    "autocast_float64": (
-        {"autocast_kernel_dtype": "float64", "backend": "triton"},
-        TypeError,
-        f"autocast_kernel_dtype is float64, expected one of {KERNEL_DTYPES}{FLOAT64}",
     ),
     "float64_without_x64": (
         {"autocast_kernel_dtype": "float64", "backend": "xla"},
@@ -206,35 +256,47 @@ CHUNKWISE = {
         f"autocast_kernel_dtype is float64, expected one of {KERNEL_DTYPES}{FLOAT64}",
     ),
     # scalars and flags
-    "chunk_size_odd": ({"chunk_size": 48}, ValueError, "chunk_size is 48, expected None or a power of two >= 16"),
-    "chunk_size_small": ({"chunk_size": np.int64(8)}, ValueError, f"chunk_size is {np.int64(8)!r}, expected None or a power of two >= 16"),
-    "chunk_size_negative": ({"chunk_size": -64}, ValueError, "chunk_size is -64, expected None or a power of two >= 16"),
-    "chunk_size_float": ({"chunk_size": 64.0}, ValueError, "chunk_size is 64.0, expected None or a power of two >= 16"),
-    "chunk_size_bool": ({"chunk_size": True}, ValueError, "chunk_size is True, expected None or a power of two >= 16"),
-    "chunk_size_string": ({"chunk_size": "64"}, ValueError, "chunk_size is '64', expected None or a power of two >= 16"),
+    "chunk_size_odd": (
+        {"chunk_size": 48},
+        ValueError,
+        "chunk_size is 48, expected None or a power of two >= 16",
+    ),
+    "chunk_size_small": (
+        {"chunk_size": np.int64(8)},
+        ValueError,
+        f"chunk_size is {np.int64(8)!r}, expected None or a power of two >= 16",
+    ),
+    "chunk_size_bool": (
+        {"chunk_size": True},
+        ValueError,
+        "chunk_size is True, expected None or a power of two >= 16",
+    ),
     "eps_negative": ({"eps": -1e-6}, ValueError, "eps is -1e-06, expected a finite number >= 0"),
     "eps_nan": ({"eps": float("nan")}, ValueError, "eps is nan, expected a finite number >= 0"),
-    "eps_string": ({"eps": "1e-6"}, TypeError, "eps is a str, expected a float"),
-    "eps_none": ({"eps": None}, TypeError, "eps is a NoneType, expected a float"),
-    "norm_val_inf": ({"norm_val": float("inf")}, ValueError, "norm_val is inf, expected a finite number >= 0"),
-    "norm_val_bool": ({"norm_val": True}, TypeError, "norm_val is a bool, expected a float"),
-    "return_last_states": ({"return_last_states": 1}, TypeError, "return_last_states is a int, expected a Python bool"),
-    "stabilize_correctly": ({"stabilize_correctly": None}, TypeError, "stabilize_correctly is a NoneType, expected a Python bool"),
-    "recompute": ({"recompute_states_in_bw": "no"}, TypeError, "recompute_states_in_bw is a str, expected a Python bool"),
+    "norm_val_inf": (
+        {"norm_val": float("inf")},
+        ValueError,
+        "norm_val is inf, expected a finite number >= 0",
+    ),
+    "return_last_states": (
+        {"return_last_states": 1},
+        TypeError,
+        "return_last_states is a int, expected a Python bool",
+    ),
     "backend": ({"backend": "cuda"}, ValueError, f"backend is 'cuda', {BACKENDS}"),
-    "backend_type": ({"backend": ["xla"]}, ValueError, f"backend is ['xla'], {BACKENDS}"),
-    "config_dict": ({"config": {"chunk_size": 64}}, TypeError, "config is a dict, expected a KernelConfig or None"),
-    "config_class": ({"config": KernelConfig}, TypeError, "config is a type, expected a KernelConfig or None"),
-    "config_of_a_stage": ({"config": StageConfig()}, TypeError, "config is a StageConfig, expected a KernelConfig or None"),
+    "config_dict": (
+        {"config": {"chunk_size": 64}},
+        TypeError,
+        "config is a dict, expected a KernelConfig or None",
+    ),
     # layouts
-    "layout_unknown": ({"layout": "BSNH"}, ValueError, "layout is 'BSNH', expected one of BNTH, BTNH"),
-    "layout_lower_case": ({"layout": "btnh"}, ValueError, "layout is 'btnh', expected one of BNTH, BTNH"),
-    "layout_none": ({"layout": None}, ValueError, "layout is None, expected one of BNTH, BTNH"),
-    "layout_list": ({"layout": ["BNTH"]}, ValueError, "layout is ['BNTH'], expected one of BNTH, BTNH"),
+    "layout_unknown": (
+        {"layout": "BSNH"},
+        ValueError,
+        "layout is 'BSNH', expected one of BNTH, BTNH",
+    ),
     "i_of_BNTH": (BTNH | {"i": array(B, NH, S)}, ValueError, SWAPPED.format(name="i", **OF_BTNH)),
-    "f_of_BNTH": (BTNH | {"f": array(B, NH, S)}, ValueError, SWAPPED.format(name="f", **OF_BTNH)),
     "i_of_BTNH": ({"i": array(B, S, NH)}, ValueError, SWAPPED.format(name="i", **OF_BNTH)),
-    "both_gates_of_BTNH": ({"i": array(B, S, NH), "f": array(B, S, NH)}, ValueError, SWAPPED.format(name="i", **OF_BNTH)),
     "k_of_BNTH": (
         BTNH | {"k": array(B, NH, S, DHQK)},
         ValueError,
@@ -245,23 +307,23 @@ CHUNKWISE = {
         ValueError,
         "m_initial has shape (2, 40), expected (B, NH) = (2, 3), as q has shape (2, 40, 3, 16)",
     ),
-    "segment_ids_of_the_heads": (
-        BTNH | {"segment_ids": array(B, NH, dtype="int32")},
-        ValueError,
-        "segment_ids has shape (2, 3), expected (B, S) = (2, 40), as q has shape (2, 40, 3, 16)",
-    ),
     # what is no array, and scalars beyond float32
-    "states_in_a_tuple": ({"c_initial": tuple(map(np.zeros, STATES.values()))}, TypeError, ONE_BY_ONE.format("tuple")),
-    "states_in_a_tuple_alone": (
-        {"c_initial": tuple(map(np.zeros, STATES.values())), "n_initial": None, "m_initial": None},
+    "states_in_a_tuple": (
+        {"c_initial": tuple(map(np.zeros, STATES.values()))},
         TypeError,
         ONE_BY_ONE.format("tuple"),
     ),
-    "states_in_a_list": ({"c_initial": list(map(np.zeros, STATES.values()))}, TypeError, ONE_BY_ONE.format("list")),
-    "parameter": ({"k": Param(np.zeros(SHAPES["k"]))}, TypeError, "k is a Param, expected an array: pass its value"),
-    "variable": ({"k": Variable(np.zeros(SHAPES["k"]))}, TypeError, "k is a Variable, expected an array: pass its array, x[...]"),
+    "parameter": (
+        {"k": Param(np.zeros(SHAPES["k"]))},
+        TypeError,
+        "k is a Param, expected an array: pass its value",
+    ),
+    "variable": (
+        {"k": Variable(np.zeros(SHAPES["k"]))},
+        TypeError,
+        "k is a Variable, expected an array: pass its array, x[...]",
+    ),
     "foreign_array": ({"q": Foreign()}, TypeError, "q is a Foreign, expected an array"),
-    "list": ({"v": [[1.0]]}, TypeError, "v is a list, expected an array"),
     "input_gate_an_array": (
         {"input_gate": jnp.zeros(SHAPES["i"])},
         TypeError,
@@ -272,19 +334,19 @@ CHUNKWISE = {
         TypeError,
         "autocast_kernel_dtype is array([0.]), expected None or one of float32, bfloat16, float16",
     ),
-    "eps_beyond_float32": ({"eps": 1e39}, ValueError, "eps is 1e+39, expected a number in the range of float32"),
-    "norm_val_beyond_float32": ({"norm_val": 1e39}, ValueError, "norm_val is 1e+39, expected a number in the range of float32"),
-    "dtypes_that_differ": (
-        {"v": array(B, NH, S, DHV, dtype="bfloat16")},
-        TypeError,
-        "v has dtype bfloat16, expected float32, the dtype of q",
+    "norm_val_beyond_float32": (
+        {"norm_val": 1e39},
+        ValueError,
+        "norm_val is 1e+39, expected a number in the range of float32",
     ),
 }
 
-LARGE = StageConfig(siz_b_LQ=128, siz_b_LKV=128, siz_b_DHQK=64, siz_b_DHHV=256, num_warps=8, num_stages=3)
-HEADS = dict(q=array(1, 8, 512, 256, dtype="bfloat16"), k=array(1, 8, 512, 256, dtype="bfloat16")) | dict(
-    v=array(1, 8, 512, 512, dtype="bfloat16"), i=array(1, 8, 512), f=array(1, 8, 512)
+LARGE = StageConfig(
+    siz_b_LQ=128, siz_b_LKV=128, siz_b_DHQK=64, siz_b_DHHV=256, num_warps=8, num_stages=3
 )
+HEADS = dict(
+    q=array(1, 8, 512, 256, dtype="bfloat16"), k=array(1, 8, 512, 256, dtype="bfloat16")
+) | dict(v=array(1, 8, 512, 512, dtype="bfloat16"), i=array(1, 8, 512), f=array(1, 8, 512))
 TILES = "expected a power of two >= 16"
 GPU_ONLY = (
     "backend is 'triton', whose kernels are for GPUs, and the computation is lowered for a CPU: expected backend None or 'xla' "
@@ -293,12 +355,6 @@ GPU_ONLY = (
 
 # Other calls: (call, error, whole message).
 OTHERS = {
-    "eps_traced": (lambda: traced("eps", 1e-6), TypeError, "eps is traced, expected a Python float: mark it static in jit"),
-    "chunk_size_traced": (
-        lambda: traced("chunk_size", 64),
-        TypeError,
-        "chunk_size is traced, expected None or a power of two >= 16: mark it static in jit",
-    ),
     "flag_traced": (
         lambda: traced("stabilize_correctly", True),
         TypeError,
@@ -315,28 +371,47 @@ OTHERS = {
         f"q has dtype float64, expected one of {KERNEL_DTYPES}: cast q, k and v, or set autocast_kernel_dtype{FLOAT64}",
     ),
     "keys_of_random_numbers": (
-        lambda: shapes_of(mlstm_chunkwise, PLAIN | {"q": array(2, 3, 40, 16, dtype=jax.eval_shape(jax.random.key, 0).dtype)}),
+        lambda: shapes_of(
+            mlstm_chunkwise,
+            PLAIN | {"q": array(2, 3, 40, 16, dtype=jax.eval_shape(jax.random.key, 0).dtype)},
+        ),
         TypeError,
         f"q has dtype key<fry>, expected one of {KERNEL_DTYPES}",
     ),
     "use_backend": (lambda: enters("gpu"), ValueError, f"backend is 'gpu', {BACKENDS}"),
-    "use_backend_type": (lambda: enters(jnp), ValueError, f"backend is {jnp!r}, {BACKENDS}"),
     "triton_on_a_cpu": (
-        lambda: jax.jit(functools.partial(mlstm_chunkwise, backend="triton")).trace(**PLAIN).lower(lowering_platforms=("cpu",)),
+        lambda: (
+            jax.jit(functools.partial(mlstm_chunkwise, backend="triton"))
+            .trace(**PLAIN)
+            .lower(lowering_platforms=("cpu",))
+        ),
         ValueError,
         GPU_ONLY,
     ),
     # configs
     "tile_odd": (lambda: StageConfig(siz_b_LQ=48), ValueError, f"siz_b_LQ is 48, {TILES}"),
-    "tile_small": (lambda: StageConfig(siz_b_DHHV=8), ValueError, f"siz_b_DHHV is 8, {TILES}"),
     "tile_float": (lambda: StageConfig(siz_b_LKV=64.0), ValueError, f"siz_b_LKV is 64.0, {TILES}"),
-    "tile_none": (lambda: StageConfig(siz_b_loop=None), ValueError, f"siz_b_loop is None, {TILES}"),
-    "warps": (lambda: StageConfig(num_warps=3), ValueError, "num_warps is 3, expected 1, 2, 4, 8 or 16"),
-    "warps_bool": (lambda: StageConfig(num_warps=True), ValueError, "num_warps is True, expected 1, 2, 4, 8 or 16"),
-    "stages": (lambda: StageConfig(num_stages=0), ValueError, "num_stages is 0, expected an integer from 1 to 8"),
-    "splits": (lambda: StageConfig(num_splits=3), ValueError, "num_splits is 3, expected None or a power of two"),
+    "warps": (
+        lambda: StageConfig(num_warps=3),
+        ValueError,
+        "num_warps is 3, expected 1, 2, 4, 8 or 16",
+    ),
+    "stages": (
+        lambda: StageConfig(num_stages=0),
+        ValueError,
+        "num_stages is 0, expected an integer from 1 to 8",
+    ),
+    "splits": (
+        lambda: StageConfig(num_splits=3),
+        ValueError,
+        "num_splits is 3, expected None or a power of two",
+    ),
     "keep_q": (lambda: StageConfig(keep_q=1), TypeError, "keep_q is 1, expected a bool"),
-    "config_chunk_size": (lambda: KernelConfig(chunk_size=100), ValueError, "chunk_size is 100, expected None or a power of two >= 16"),
+    "config_chunk_size": (
+        lambda: KernelConfig(chunk_size=100),
+        ValueError,
+        "chunk_size is 100, expected None or a power of two >= 16",
+    ),
     "precision": (
         lambda: KernelConfig(precision="highest"),
         TypeError,
@@ -361,36 +436,28 @@ OTHERS = {
         "config.parallel_fw_H is a dict, expected a StageConfig or None",
     ),
     "too_large_for_an_a10": (
-        lambda: on_device("NVIDIA A10", shapes_of, mlstm_chunkwise, HEADS | {"config": KernelConfig(chunk_size=256, parallel_fw_H=LARGE)}),
+        lambda: on_device(
+            "NVIDIA A10",
+            shapes_of,
+            mlstm_chunkwise,
+            HEADS | {"config": KernelConfig(chunk_size=256, parallel_fw_H=LARGE)},
+        ),
         ValueError,
         "config.parallel_fw_H needs at least 262144 bytes of shared memory for bfloat16 heads of 256/512 in chunks of 256, "
         "expected at most 101376, what a block may have on NVIDIA A10: smaller tiles or fewer num_stages need less",
     ),
     # the documented entries of xlstm_jax
-    "stablef_k": (
-        lambda: shapes_of(triton_stablef.mlstm_chunkwise_triton_stablef, PLAIN | {"k": array(2, 3, 40, 24)}),
-        ValueError,
-        f"k has shape (2, 3, 40, 24), expected (B, NH, S, DHQK) = (2, 3, 40, 16), {Q}",
-    ),
     "v3noslice_states": (
         lambda: shapes_of(v3noslice.mlstm_chunkwise_max_triton, ARRAYS | {"m_initial": None}),
         ValueError,
         "initial states come all three or not at all: got c_initial, n_initial without m_initial",
     ),
-    "v5xlchunksize_chunk_size": (
-        lambda: shapes_of(v5xlchunksize.mlstm_chunkwise__xl_chunk, PLAIN | {"chunk_size": 96}),
-        ValueError,
-        "chunk_size is 96, expected None or a power of two >= 16",
-    ),
     "v5xlchunksize_autocast": (
-        lambda: shapes_of(v5xlchunksize.mlstm_chunkwise__xl_chunk, PLAIN | {"autocast_kernel_dtype": "int8"}),
+        lambda: shapes_of(
+            v5xlchunksize.mlstm_chunkwise__xl_chunk, PLAIN | {"autocast_kernel_dtype": "int8"}
+        ),
         TypeError,
         "autocast_kernel_dtype is int8, expected one of float32, bfloat16, float16",
-    ),
-    "stablef_autocast_unknown": (
-        lambda: shapes_of(triton_stablef.mlstm_chunkwise_triton_stablef, PLAIN | {"autocast_kernel_dtype": "fp32"}),
-        TypeError,
-        "autocast_kernel_dtype is 'fp32', expected None or one of float32, bfloat16, float16",
     ),
 }
 
@@ -411,7 +478,8 @@ def test_other_bad_calls(case):
     assert str(caught.value) == message
 
 
-# Every parameter of the functions of xlstm_jax: cases of (value, error, message about the parameter {}).
+# Every parameter of the functions of xlstm_jax: cases of (value, error, message about the parameter
+# {}).
 TRACED = object()
 NUMBER = {
     "negative": (-1.0, ValueError, "{} is -1.0, expected a finite number >= 0"),
@@ -452,14 +520,26 @@ BAD = {
         **{name: NUMBER[name] for name in ("beyond_float32", "list", "traced")},
     },
     **dict.fromkeys(
-        ("stabilize_correctly", "return_last_states", "return_all_states", "store_initial_state", "recompute_states_in_bw"), FLAG
+        (
+            "stabilize_correctly",
+            "return_last_states",
+            "return_all_states",
+            "store_initial_state",
+            "recompute_states_in_bw",
+        ),
+        FLAG,
     ),
-    "num_chunks": integers("expected an integer >= 1") | {"float": (2.0, ValueError, "{} is 2.0, expected an integer >= 1")},
+    "num_chunks": integers("expected an integer >= 1")
+    | {"float": (2.0, ValueError, "{} is 2.0, expected an integer >= 1")},
     "output_dtype": {
         "unknown": ("foo", TypeError, f"{{}} is 'foo', expected one of {INPUT_DTYPES}"),
         "none": (None, TypeError, f"{{}} is None, expected one of {INPUT_DTYPES}"),
         "integer": ("int8", TypeError, f"{{}} is int8, expected one of {INPUT_DTYPES}"),
-        "without_x64": ("float64", TypeError, "{} is float64, which needs jax_enable_x64, expected one of float16, bfloat16, float32"),
+        "without_x64": (
+            "float64",
+            TypeError,
+            "{} is float64, which needs jax_enable_x64, expected one of float16, bfloat16, float32",
+        ),
     },
     "autocast_kernel_dtype": {
         "unknown": ("foo", TypeError, f"{{}} is 'foo', {AUTOCAST}"),
@@ -472,7 +552,11 @@ BAD = {
 ARRAY, SEQUENCE = (
     {
         "list": ([1.0], TypeError, "{} is a list, expected an array"),
-        "integer": (array(1, dtype="int32"), TypeError, f"{{}} has dtype int32, expected one of {dtypes}"),
+        "integer": (
+            array(1, dtype="int32"),
+            TypeError,
+            f"{{}} has dtype int32, expected one of {dtypes}",
+        ),
     }
     for dtypes in (INPUT_DTYPES, KERNEL_DTYPES)
 )
@@ -482,42 +566,68 @@ ENTRY = "mlstm_chunkwise_triton_stablef"
 COPIES = ("mlstm_chunkwise_max_triton", "mlstm_chunkwise__xl_chunk")  # of it
 # Each function once: the systems share the generators and the entry.
 SYSTEMS = (v3noslice, v5xlchunksize, triton_stablef)
-FUNCTIONS = {getattr(system, name): (system, name) for system in SYSTEMS for name in system.__all__ if name not in COPIES}
+FUNCTIONS = {
+    getattr(system, name): (system, name)
+    for system in SYSTEMS
+    for name in system.__all__
+    if name not in COPIES
+}
 
 
 def parameters_of(system, name):
-    """{parameter: (its array, cases)}. Arrays of a stage have no shape that fits: shapes are checked last."""
+    """{parameter: (its array, cases)}.
+
+    Arrays of a stage have no shape that fits: shapes are checked last.
+    """
     function = getattr(system, GENERATORS[0] if name in GENERATORS else name)
     found = {}
     for parameter in inspect.signature(function).parameters:
         key = parameter if parameter.startswith("siz_b") else parameter.lower()
         if key == "chunk_size":
-            found[parameter] = None, CHUNK_SIZE_OF_ENTRIES if name in (*GENERATORS, ENTRY) else CHUNK_SIZE_OF_STAGES
+            found[parameter] = (
+                None,
+                CHUNK_SIZE_OF_ENTRIES if name in (*GENERATORS, ENTRY) else CHUNK_SIZE_OF_STAGES,
+            )
         elif key in BAD:
             found[parameter] = None, BAD[key]
         else:
-            found[parameter] = ARRAYS.get(parameter, array(1)), SEQUENCE if parameter in SEQUENCES else ARRAY
+            found[parameter] = (
+                ARRAYS.get(parameter, array(1)),
+                SEQUENCE if parameter in SEQUENCES else ARRAY,
+            )
     return found
 
 
-ADAPTERS = [
-    pytest.param(system, name, parameter, case, id=f"{system.__name__.split('.')[-1]}-{name}-{parameter}-{case}")
-    for system, name in FUNCTIONS.values()
-    for parameter, (_, cases) in parameters_of(system, name).items()
-    for case in cases
-]
+@functools.cache
+def first_function_with_each_parameter():
+    return {
+        parameter: name
+        for system, name in reversed(FUNCTIONS.values())
+        for parameter in parameters_of(system, name)
+    }
 
 
-@pytest.mark.parametrize(("system", "name", "parameter", "case"), ADAPTERS)
-def test_bad_arguments_of_the_functions_of_xlstm_jax(system, name, parameter, case):
-    parameters = parameters_of(system, name)
-    value, kind, message = parameters[parameter][1][case]
+@pytest.mark.parametrize(
+    ("system", "name"),
+    [
+        pytest.param(*function, id=f"{function[0].__name__.split('.')[-1]}-{function[1]}")
+        for function in FUNCTIONS.values()
+    ],
+)
+def test_bad_arguments_of_the_functions_of_xlstm_jax(system, name):
+    """Every parameter is checked by every function: by one bad value, and by all of them in the
+    first function that has it."""
+    parameters, first = parameters_of(system, name), first_function_with_each_parameter()
     good = {other: x for other, (x, _) in parameters.items() if x is not None}
     if name == "_get_chunkwise_fwbw_kernel":  # which has no default
         good["autocast_kernel_dtype"] = "float32"
-    with pytest.raises(kind) as caught:
-        shapes_of(getattr(system, name), good | {parameter: array() if value is TRACED else value})
-    assert str(caught.value) == message.format(parameter)
+    for parameter, (_, cases) in parameters.items():
+        whole = first[parameter] == name
+        for value, kind, message in [*cases.values()][: None if whole else 1]:
+            bad = good | {parameter: array() if value is TRACED else value}
+            with pytest.raises(kind) as caught:
+                shapes_of(getattr(system, name), bad)
+            assert str(caught.value) == message.format(parameter)
 
 
 def test_a_refused_flag_leaves_the_generator_as_it_was():
@@ -525,7 +635,9 @@ def test_a_refused_flag_leaves_the_generator_as_it_was():
     generate = triton_stablef._mlstm_chunkwise_fwbw_generator
     with pytest.raises(TypeError, match="return_last_states is a int"):
         generate("float32", chunk_size=128, return_last_states=1)
-    h, *_ = jax.eval_shape(generate("float32", chunk_size=128, return_last_states=True), *PLAIN.values())
+    h, *_ = jax.eval_shape(
+        generate("float32", chunk_size=128, return_last_states=True), *PLAIN.values()
+    )
     assert h.shape == SHAPES["v"]
     assert generate("float32", chunk_size=np.int64(128)) is generate("float32", chunk_size=128)
 
@@ -540,7 +652,10 @@ def test_a_stabiliser_other_than_zeros_is_refused_with_the_sigmoid_gate():
             function(**x | {"m_initial": m}, input_gate="sigmoid")
     for function, arguments in (
         (mlstm_recurrent_step, token),
-        (mlstm_recurrent_sequence, {name: x[name] for name in "qkvif"} | {name: token[name] for name in "cn"}),
+        (
+            mlstm_recurrent_sequence,
+            {name: x[name] for name in "qkvif"} | {name: token[name] for name in "cn"},
+        ),
     ):
         run = functools.partial(function, **arguments, input_gate="sigmoid")
         with pytest.raises(ValueError, match=f"^m {message}"):
@@ -550,19 +665,31 @@ def test_a_stabiliser_other_than_zeros_is_refused_with_the_sigmoid_gate():
 
 
 def test_integers_and_bools_of_numpy_are_taken():
-    expected = jax.eval_shape(functools.partial(mlstm_chunkwise, chunk_size=16, return_last_states=True), **PLAIN)
-    numpys = functools.partial(mlstm_chunkwise, chunk_size=np.int64(16), return_last_states=np.bool_(True), eps=np.float32(1e-6))
+    expected = jax.eval_shape(
+        functools.partial(mlstm_chunkwise, chunk_size=16, return_last_states=True), **PLAIN
+    )
+    numpys = functools.partial(
+        mlstm_chunkwise,
+        chunk_size=np.int64(16),
+        return_last_states=np.bool_(True),
+        eps=np.float32(1e-6),
+    )
     assert jax.eval_shape(numpys, **PLAIN) == expected
     assert KernelConfig(chunk_size=np.uint8(64)) == KernelConfig(chunk_size=64)
-    assert StageConfig(siz_b_LQ=np.int32(64), num_warps=np.int64(8)) == StageConfig(siz_b_LQ=64, num_warps=8)
+    assert StageConfig(siz_b_LQ=np.int32(64), num_warps=np.int64(8)) == StageConfig(
+        siz_b_LQ=64, num_warps=8
+    )
 
 
 def test_triton_can_be_traced_where_there_is_no_gpu():
-    assert jax.eval_shape(functools.partial(mlstm_chunkwise, backend="triton"), **PLAIN).shape == SHAPES["v"]
+    assert (
+        jax.eval_shape(functools.partial(mlstm_chunkwise, backend="triton"), **PLAIN).shape
+        == SHAPES["v"]
+    )
 
 
 def test_the_plain_function_checks_the_layout_alike():
-    changed, kind, message = CHUNKWISE["f_of_BNTH"]
+    changed, kind, message = CHUNKWISE["i_of_BNTH"]
     with pytest.raises(kind) as caught:
         shapes_of(reference.chunkwise, changed)
     assert str(caught.value) == message
@@ -572,9 +699,16 @@ def test_sequence_parallelism_checks_the_layout_alike():
     """The shapes in the message are those of a shard."""
     mesh = jax.make_mesh((2,), ("s",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:2])
     run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", layout="BTNH")
-    split = jax.shard_map(run, mesh=mesh, in_specs=(P(None, "s"),) * 3 + (P(None, None, "s"),) * 2, out_specs=P(None, "s"))
+    split = jax.shard_map(
+        run,
+        mesh=mesh,
+        in_specs=(P(None, "s"),) * 3 + (P(None, None, "s"),) * 2,
+        out_specs=P(None, "s"),
+    )
     x = arrays("BTNH") | {name: jnp.zeros((B, NH, S)) for name in "if"}
-    of_a_shard = OF_BTNH | dict(came=(B, NH, S // 2), expected=(B, S // 2, NH), q=(B, S // 2, NH, DHQK))
+    of_a_shard = OF_BTNH | dict(
+        came=(B, NH, S // 2), expected=(B, S // 2, NH), q=(B, S // 2, NH, DHQK)
+    )
     message = re.escape(SWAPPED.format(name="i", **of_a_shard))
     with pytest.raises(ValueError, match=f"^{message}(\\n|$)"):
         jax.eval_shape(split, *x.values())
@@ -605,7 +739,9 @@ def test_states_and_segments_tell_the_layout():
     states = {name: jnp.zeros(shape) for name, shape in STATES.items()}
     validation.warn_of_layout.cache_clear()
     for others in (states, dict(segment_ids=jnp.zeros((B, 1), "int32"))):
-        assert jax.eval_shape(functools.partial(mlstm_chunkwise, layout="BTNH"), **x, **others).shape == (B, 1, NH, DHV)
+        assert jax.eval_shape(
+            functools.partial(mlstm_chunkwise, layout="BTNH"), **x, **others
+        ).shape == (B, 1, NH, DHV)
 
 
 @pytest.mark.filterwarnings("error")
@@ -613,35 +749,58 @@ def test_the_entry_of_xlstm_jax_has_one_layout():
     """Which no warning can tell the caller to change."""
     x = {name: jnp.zeros((1, 4, 2, *shape)) for name, shape in TRAILING.items()}
     validation.warn_of_layout.cache_clear()
-    assert jax.eval_shape(triton_stablef.mlstm_chunkwise_triton_stablef, **x).shape == (1, 4, 2, DHV)
+    assert jax.eval_shape(triton_stablef.mlstm_chunkwise_triton_stablef, **x).shape == (
+        1,
+        4,
+        2,
+        DHV,
+    )
 
 
 def test_square_gates_fit_both_layouts():
     """Where S = NH nothing tells the layouts apart."""
     x = {name: jnp.zeros((1, 2, 2, *shape)) for name, shape in TRAILING.items()}
-    shapes = {layout: jax.eval_shape(functools.partial(mlstm_chunkwise, layout=layout), **x).shape for layout in ("BNTH", "BTNH")}
+    shapes = {
+        layout: jax.eval_shape(functools.partial(mlstm_chunkwise, layout=layout), **x).shape
+        for layout in ("BNTH", "BTNH")
+    }
     assert set(shapes.values()) == {(1, 2, 2, DHV)}
 
 
 def test_eps_may_be_the_largest_float32():
     largest = float(np.finfo("float32").max)
-    assert jax.eval_shape(functools.partial(mlstm_chunkwise, eps=largest, norm_val=largest), **arrays()).shape == (B, NH, S, DHV)
+    assert jax.eval_shape(
+        functools.partial(mlstm_chunkwise, eps=largest, norm_val=largest), **arrays()
+    ).shape == (B, NH, S, DHV)
 
 
 def test_arrays_of_different_dtypes_are_taken_where_the_kernel_dtype_is_given():
     mixed = arrays(k=jnp.ones((B, NH, S, DHQK), "bfloat16"), v=jnp.ones((B, NH, S, DHV), "float16"))
-    h = jax.eval_shape(functools.partial(mlstm_chunkwise, autocast_kernel_dtype="bfloat16"), **mixed)
+    h = jax.eval_shape(
+        functools.partial(mlstm_chunkwise, autocast_kernel_dtype="bfloat16"), **mixed
+    )
     assert h.dtype == jnp.float32  # that of q
 
 
-@pytest.mark.parametrize("normalize", [True, pytest.param(False, marks=pytest.mark.slow)], ids=["normalised", "unnormalised"])
+@pytest.mark.parametrize(
+    "normalize",
+    [True, pytest.param(False, marks=pytest.mark.slow)],
+    ids=["normalised", "unnormalised"],
+)
 def test_last_states_of_the_sigmoid_gate_are_taken_as_initial_ones(normalize):
     x = arrays()
     x["v"] = x["v"] + 1.0
-    run = jax.jit(functools.partial(mlstm_chunkwise, input_gate="sigmoid", normalize=normalize, return_last_states=True))
+    run = jax.jit(
+        functools.partial(
+            mlstm_chunkwise, input_gate="sigmoid", normalize=normalize, return_last_states=True
+        )
+    )
     _, (c, n, m) = run(**x)
     assert not m.any()
-    with_m, without = run(**x, c_initial=c, n_initial=n, m_initial=m), run(**x, c_initial=c, n_initial=n)
+    with_m, without = (
+        run(**x, c_initial=c, n_initial=n, m_initial=m),
+        run(**x, c_initial=c, n_initial=n),
+    )
     ignored = run(**x, c_initial=c, n_initial=n, m_initial=m + 3.0)  # m is 0 whatever is given
     for a, b, d in zip(*map(jax.tree.leaves, (with_m, without, ignored)), strict=True):
         assert np.array_equal(np.asarray(a), np.asarray(b))
@@ -656,7 +815,11 @@ ONE_STEP = {name: (1, 1, 16, *(16 for _ in shape)) for name, shape in TRAILING.i
 
 
 def of_q(q):
-    return mlstm_chunkwise(q, **{name: jnp.ones(shape) for name, shape in ONE_STEP.items() if name != "q"}, backend="xla")
+    return mlstm_chunkwise(
+        q,
+        **{name: jnp.ones(shape) for name, shape in ONE_STEP.items() if name != "q"},
+        backend="xla",
+    )
 
 
 def loss(q):
@@ -677,28 +840,20 @@ def slope(function):
 
 DERIVATIVES = {
     "jvp": tangent(of_q),
-    "jit_of_jvp": jax.jit(tangent(of_q)),
     "jvp_of_jit": tangent(jax.jit(of_q)),
-    "jit_of_jvp_of_jit": jax.jit(tangent(jax.jit(of_q))),
     "jvp_of_checkpoint": tangent(jax.checkpoint(of_q)),
-    "jit_of_jvp_of_checkpoint": jax.jit(tangent(jax.checkpoint(of_q))),
     "jvp_of_scan": tangent(layers),
     "jvp_of_cond": tangent(lambda q: jax.lax.cond(q[0, 0, 0, 0] > 0, of_q, jnp.negative, q)),
     "jvp_of_vmap": tangent(lambda q: jax.vmap(of_q)(q[None])),
-    "jvp_of_jvp": tangent(tangent(of_q)),
     "jvp_of_grad": tangent(jax.grad(loss)),
     "linearize": lambda q: jax.linearize(of_q, q)[1](q),
-    "linearize_of_jit": lambda q: jax.linearize(jax.jit(of_q), q)[1](q),
     "vmap_of_linearize": lambda q: jax.vmap(jax.linearize(of_q, q)[1])(q[None]),
     "jacfwd": jax.jacfwd(of_q),
-    "jacfwd_of_jit": jax.jacfwd(jax.jit(of_q)),
-    "jit_of_jacfwd": jax.jit(jax.jacfwd(of_q)),
     "jacfwd_of_scan": jax.jacfwd(layers),
     "hessian": jax.hessian(loss),
     "jacrev_of_jacfwd": jax.jacrev(jax.jacfwd(loss)),
     "grad_of_jvp": jax.grad(lambda q: jnp.sum(tangent(of_q)(q))),
     "grad_of_grad": jax.grad(slope(of_q)),
-    "jit_of_grad_of_grad_of_jit": jax.jit(jax.grad(slope(jax.jit(of_q)))),
     "grad_of_grad_of_checkpoint": jax.grad(slope(jax.checkpoint(of_q))),
     "grad_of_grad_of_scan": jax.grad(slope(layers)),
 }
@@ -714,9 +869,14 @@ def test_a_derivative_that_does_not_exist_is_refused_by_name(transformation):
 def test_what_refuses_derivatives_is_not_in_programs():
     """Nor in the jaxpr of a gradient, but for the marks of the two passes."""
     q = array(*ONE_STEP["q"])
-    for function, expected in ((of_q, {"in_reverse_mode": 1, "not_differentiated": 1}), (jax.grad(loss), {"not_differentiated": 2})):
+    for function, expected in (
+        (of_q, {"in_reverse_mode": 1, "not_differentiated": 1}),
+        (jax.grad(loss), {"not_differentiated": 2}),
+    ):
         traced = jax.jit(function).trace(q)
-        marks = re.findall(r"= (in_reverse_mode|not_differentiated|reverse_mode_tangent)\b", str(traced.jaxpr))
+        marks = re.findall(
+            r"= (in_reverse_mode|not_differentiated|reverse_mode_tangent)\b", str(traced.jaxpr)
+        )
         assert Counter(marks) == expected
         assert not re.search("reverse_mode|not_differentiated", traced.lower().as_text())
 
@@ -725,39 +885,49 @@ def test_what_refuses_derivatives_is_not_in_programs():
 def test_the_plain_function_takes_the_call_as_it_is(layout):
     """Forward mode, and S no multiple of the chunk."""
     x = arrays(layout, states=True)
-    options = dict(chunk_size=16, return_last_states=True, layout=layout, backend="interpret", segment_ids=jnp.zeros((B, S), "int32"))
+    options = dict(
+        chunk_size=16,
+        return_last_states=True,
+        layout=layout,
+        backend="interpret",
+        segment_ids=jnp.zeros((B, S), "int32"),
+    )
     expected = jax.eval_shape(functools.partial(mlstm_chunkwise, **options), **x)
-    h, tangent = jax.eval_shape(lambda x: jax.jvp(lambda x: reference.chunkwise(**x, **options), (x,), (x,)), x)
+    h, tangent = jax.eval_shape(
+        lambda x: jax.jvp(lambda x: reference.chunkwise(**x, **options), (x,), (x,)), x
+    )
     assert h == tangent == expected
 
 
-@pytest.mark.parametrize("module", ["distributed", "export", "reference", "xlstm_jax"])
-def test_modules_are_attributes_that_are_imported_when_asked_for(module):
-    program = f"import sys, mlstm_pallas\nbefore = 'mlstm_pallas.{module}' in sys.modules\nprint(before, mlstm_pallas.{module}.__name__)"
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    assert out == ["False", f"mlstm_pallas.{module}"]
+ATTRIBUTES = """
+import sys, mlstm_pallas
+modules = ["distributed", "export", "reference", "xlstm_jax"]
+assert not {f"mlstm_pallas.{name}" for name in modules} & sys.modules.keys()
+for name in modules:
+    assert getattr(mlstm_pallas, name).__name__ == f"mlstm_pallas.{name}"
+mlstm_pallas.xlstm_jax.triton_stablef.mlstm_chunkwise_triton_stablef
+for module in (mlstm_pallas, mlstm_pallas.xlstm_jax):
+    assert {*module.__all__} <= {*dir(module)}
+    for name in module.__all__:
+        getattr(module, name)
+print("all there")
+"""
 
 
-@pytest.mark.parametrize("module", ["mlstm_pallas", "mlstm_pallas.xlstm_jax"])
-def test_modules_list_all_that_they_have(module):
-    program = (
-        f"import {module} as module\nprint(set(module.__all__) <= set(dir(module)), *[getattr(module, name) for name in module.__all__])"
-    )
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
-    assert out.startswith("True ")
-
-
-def test_the_systems_of_xlstm_jax_are_attributes():
-    program = "import mlstm_pallas\nprint(mlstm_pallas.xlstm_jax.triton_stablef.mlstm_chunkwise_triton_stablef.__name__)"
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout.split()
-    assert out == ["mlstm_chunkwise_triton_stablef"]
+def test_modules_are_attributes_that_are_imported_when_asked_for():
+    """And modules list all that they have."""
+    command = [sys.executable, "-c", ATTRIBUTES]
+    out = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert (out.stdout, out.stderr) == ("all there\n", "")
 
 
 def test_an_attribute_that_is_none():
     with pytest.raises(AttributeError) as caught:
         mlstm_pallas.no_such_module  # noqa: B018
     assert str(caught.value) == "module 'mlstm_pallas' has no attribute 'no_such_module'"
-    with pytest.raises(AttributeError, match=r"^module 'mlstm_pallas.xlstm_jax' has no attribute 'no_such_module'$"):
+    with pytest.raises(
+        AttributeError, match=r"^module 'mlstm_pallas.xlstm_jax' has no attribute 'no_such_module'$"
+    ):
         mlstm_pallas.xlstm_jax.no_such_module  # noqa: B018
 
 
@@ -780,7 +950,10 @@ def test_the_backend_of_the_environment_comes_last(monkeypatch):
             assert lowering_of(mlstm_chunkwise) == lowering_of(entry) == expected
     monkeypatch.setenv("MLSTM_PALLAS_BACKEND", "xla")
     assert lowering_of(mlstm_chunkwise) == lowering_of(entry) == "xla"
-    for nothing in (lambda: monkeypatch.setenv("MLSTM_PALLAS_BACKEND", ""), lambda: monkeypatch.delenv("MLSTM_PALLAS_BACKEND")):
+    for nothing in (
+        lambda: monkeypatch.setenv("MLSTM_PALLAS_BACKEND", ""),
+        lambda: monkeypatch.delenv("MLSTM_PALLAS_BACKEND"),
+    ):
         nothing()
         assert lowering_of(mlstm_chunkwise) == lowering_of(entry) == "both"
 
@@ -788,8 +961,14 @@ def test_the_backend_of_the_environment_comes_last(monkeypatch):
 def test_a_wrong_backend_of_the_environment_is_named(monkeypatch):
     monkeypatch.setenv("MLSTM_PALLAS_BACKEND", "cuda")
     token = {name: jnp.zeros((B, NH, *shape)) for name, shape in TRAILING.items()}
-    for call in (functools.partial(mlstm_chunkwise, **arrays()), functools.partial(mlstm_recurrent_step, **token)):
-        with pytest.raises(ValueError, match=r"^MLSTM_PALLAS_BACKEND is 'cuda', expected one of triton, mosaic_gpu, interpret, "):
+    for call in (
+        functools.partial(mlstm_chunkwise, **arrays()),
+        functools.partial(mlstm_recurrent_step, **token),
+    ):
+        with pytest.raises(
+            ValueError,
+            match=r"^MLSTM_PALLAS_BACKEND is 'cuda', expected one of triton, mosaic_gpu, interpret, ",
+        ):
             call()
     monkeypatch.setenv("MLSTM_PALLAS_BACKEND", "mosaic_gpu")
     monkeypatch.setattr(jax, "__version_info__", (0, 11, 1))
@@ -819,11 +998,17 @@ def test_messages_of_a_step():
     with pytest.raises(TypeError) as caught:
         mlstm_recurrent_step(**token, c=(1, jnp.zeros(1)), n=token["q"], m=token["i"])
     assert str(caught.value) == "c is a tuple, expected an array: pass the states one by one"
-    with pytest.raises(ValueError, match=r"^eps is 1e\+39, expected a number in the range of float32$"):
+    with pytest.raises(
+        ValueError, match=r"^eps is 1e\+39, expected a number in the range of float32$"
+    ):
         mlstm_recurrent_step(**token, eps=1e39)
-    with pytest.raises(TypeError, match=r"^input_gate is a ArrayImpl, expected one of exp, sigmoid$"):
+    with pytest.raises(
+        TypeError, match=r"^input_gate is a ArrayImpl, expected one of exp, sigmoid$"
+    ):
         mlstm_recurrent_step(**token, input_gate=jnp.zeros(3))
     for backend in (None, "xla"):
         with pytest.raises(TypeError) as caught:
-            mlstm_recurrent_step(**{name: np.zeros(x.shape) for name, x in token.items()}, backend=backend)
+            mlstm_recurrent_step(
+                **{name: np.zeros(x.shape) for name, x in token.items()}, backend=backend
+            )
         assert str(caught.value) == f"q has dtype float64, expected one of {KERNEL_DTYPES}{FLOAT64}"

@@ -36,14 +36,22 @@ def shapes(dtype="bfloat16"):
 
 
 def lowered_for_cuda():
-    """The text of a gradient's module, traced anew: it names the lines from which the functions inside were traced first."""
+    """The text of a gradient's module, traced anew: it names the lines from which the functions
+    inside were traced first."""
     jax.clear_caches()
 
     def loss(*x):
         return jnp.sum(mlstm_chunkwise(*x).astype("float32"))
 
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))):
-        return jax.jit(jax.grad(loss, (0, 1, 2, 3, 4))).trace(*shapes()).lower(lowering_platforms=("cuda",)).as_text()
+    with jax.sharding.use_abstract_mesh(
+        AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))
+    ):
+        return (
+            jax.jit(jax.grad(loss, (0, 1, 2, 3, 4)))
+            .trace(*shapes())
+            .lower(lowering_platforms=("cuda",))
+            .as_text()
+        )
 
 
 CHILD = """
@@ -71,10 +79,13 @@ print(json.dumps({"digest": hashlib.sha256(test_export.lowered_for_cuda().encode
 
 @pytest.fixture(scope="module")
 def children(tmp_path_factory):
-    """Two processes after each other load the export, run it and compile with one cache: (folder, what they printed, cache entries)."""
+    """Two processes after each other load the export, run it and compile with one cache: (folder,
+    what they printed, cache entries)."""
     pytest.importorskip("flatbuffers")
     folder = tmp_path_factory.mktemp("export")
-    (folder / "exported").write_bytes(export(function, *INPUTS.values(), platform="cpu").serialize(vjp_order=1))
+    (folder / "exported").write_bytes(
+        export(function, *INPUTS.values(), platform="cpu").serialize(vjp_order=1)
+    )
     np.savez(folder / "inputs.npz", **INPUTS)
     tests = Path(__file__).parent
     printed, entries = [], []
@@ -88,7 +99,9 @@ def children(tmp_path_factory):
         )
         assert run.returncode == 0, run.stderr
         printed.append(json.loads(run.stdout.splitlines()[-1]))
-        entries.append({file.name for file in (folder / "cache").iterdir() if not file.name.endswith("atime")})
+        entries.append(
+            {file.name for file in (folder / "cache").iterdir() if not file.name.endswith("atime")}
+        )
     return folder, printed, entries
 
 
@@ -98,14 +111,20 @@ def test_an_export_for_the_cpu_runs_in_another_process_with_its_gradients(childr
     x = INPUTS.values()
     h, states = function(*x)
     gradients = jax.jit(jax.grad(lambda *x: jnp.sum(function(*x)[0]), tuple(range(8))))(*x)
-    for name, actual, wanted in zip(("h", "c", "n", "m", *NAMES), found, (h, *states, *gradients), strict=True):
+    for name, actual, wanted in zip(
+        ("h", "c", "n", "m", *NAMES), found, (h, *states, *gradients), strict=True
+    ):
         assert_close(actual, np.asarray(wanted), BOUND, name)
 
 
 @pytest.mark.slow
 def test_processes_lower_to_the_same_module_and_share_the_compilation_cache(children):
     _, printed, entries = children
-    assert printed[0] == printed[1] == {"digest": hashlib.sha256(lowered_for_cuda().encode()).hexdigest()}
+    assert (
+        printed[0]
+        == printed[1]
+        == {"digest": hashlib.sha256(lowered_for_cuda().encode()).hexdigest()}
+    )
     assert any(name.startswith("jit_function") for name in entries[0])
     assert entries[1] == entries[0]
 
@@ -129,7 +148,10 @@ def test_an_export_for_cuda_is_made_and_read_without_a_gpu():
 def test_shards_of_explicit_axes_are_exported():
     pytest.importorskip("flatbuffers")
     mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu"))
-    x = [jax.device_put(y, NamedSharding(mesh, P("x"))) for y in random_inputs(0, 8, 1, 32, 8, 8, states=False).values()]
+    x = [
+        jax.device_put(y, NamedSharding(mesh, P("x")))
+        for y in random_inputs(0, 8, 1, 32, 8, 8, states=False).values()
+    ]
     run = functools.partial(mlstm_chunkwise, chunk_size=16)
     loaded = jax.export.deserialize(export(run, *x, platform="cpu").serialize())
     with jax.set_mesh(mesh):
@@ -146,9 +168,17 @@ def test_another_platform_is_refused():
 def test_equal_static_arguments_are_traced_once():
     fwbw.mlstm_forward.clear_cache()
     for _ in range(3):
-        mlstm_chunkwise(*INPUTS.values(), eps=1e-3, chunk_size=16, autocast_kernel_dtype="float32", config=KernelConfig(fused_min_heads=0))
+        mlstm_chunkwise(
+            *INPUTS.values(),
+            eps=1e-3,
+            chunk_size=16,
+            autocast_kernel_dtype="float32",
+            config=KernelConfig(fused_min_heads=0),
+        )
     assert fwbw.mlstm_forward._cache_size() == 1
-    mlstm_chunkwise(*INPUTS.values(), eps=1e-4, chunk_size=16, config=KernelConfig(fused_min_heads=0))
+    mlstm_chunkwise(
+        *INPUTS.values(), eps=1e-4, chunk_size=16, config=KernelConfig(fused_min_heads=0)
+    )
     assert fwbw.mlstm_forward._cache_size() == 2
 
 
@@ -161,7 +191,9 @@ def test_an_export_for_cuda_runs_with_its_gradients():
     assert np.array_equal(np.asarray(jax.jit(loaded.call)(*x)), np.asarray(jax.jit(run)(*x)))
 
     def gradients(run):
-        return jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(run(*x).astype("float32"))), tuple(range(8))))(*x)
+        return jax.jit(
+            jax.grad(lambda *x: jnp.sum(jnp.sin(run(*x).astype("float32"))), tuple(range(8)))
+        )(*x)
 
     for name, actual, wanted in zip(NAMES, gradients(loaded.call), gradients(run), strict=True):
         assert_close(actual, np.asarray(wanted.astype("float32")), 2e-2, name)

@@ -1,4 +1,5 @@
-"""float16 kernels against float64: forward, backward, one token at a time; what is beyond 65504 is inf."""
+"""float16 kernels against float64: forward, backward, one token at a time; what is beyond 65504 is
+inf."""
 
 import functools
 import math
@@ -18,15 +19,17 @@ OUTPUTS = ("h", "c", "n", "m")
 
 
 def forward_bound(terms):
-    """Four roundings on the way to h (an operand, a weight or the state, the other operand's weight, the result), as oracle.tolerance."""
+    """Four roundings on the way to h (an operand, a weight or the state, the other operand's
+    weight, the result), as oracle.tolerance."""
     return math.sqrt(4 / 3) * UNIT + math.sqrt(terms) * 2.0**-24
 
 
 def backward_bound(terms):
-    """Eight roundings on the way to a gradient: the four of h, which dz is made of, and again four of its own products.
+    """Eight roundings on the way to a gradient: the four of h, which dz is made of, and again four
+    of its own products.
 
-    Each is u / sqrt(3) in the mean. A gradient of q, k or a gate is a difference of two terms of like size, through the numerator and
-    through the denominator: the squares of their errors add.
+    Each is u / sqrt(3) in the mean. A gradient of q, k or a gate is a difference of two terms of
+    like size, through the numerator and through the denominator: the squares of their errors add.
     """
     return math.sqrt(2 * 8 / 3) * UNIT + 2 * math.sqrt(terms) * 2.0**-24
 
@@ -36,8 +39,13 @@ ALGORITHMS = {
     "xla": dict(backend="xla"),
     "materialised": dict(backend="interpret", config=KernelConfig(fused_min_heads=0)),
     "fused": dict(backend="interpret", config=KernelConfig(fused_min_heads=1)),
-    "splits": dict(backend="interpret", config=KernelConfig(fused_min_heads=1, recurrent_fw_H=SPLITS, recurrent_bw_dC=SPLITS)),
-    "stored": dict(backend="interpret", config=KernelConfig(fused_min_heads=1), recompute_states_in_bw=False),
+    "splits": dict(
+        backend="interpret",
+        config=KernelConfig(fused_min_heads=1, recurrent_fw_H=SPLITS, recurrent_bw_dC=SPLITS),
+    ),
+    "stored": dict(
+        backend="interpret", config=KernelConfig(fused_min_heads=1), recompute_states_in_bw=False
+    ),
 }
 
 
@@ -87,14 +95,19 @@ def check(shape, layout="BNTH", **options):
         assert actual.dtype == inputs[name].dtype
         bound = backward_bound(S + DHQK)
         if name == "m_initial":  # one number a head, and a difference of larger ones
-            scale = np.linalg.norm(initial_state_scale(gradients["c_initial"], gradients["n_initial"], inputs))
+            scale = np.linalg.norm(
+                initial_state_scale(gradients["c_initial"], gradients["n_initial"], inputs)
+            )
             bound *= max(1.0, scale / np.linalg.norm(wanted))
         assert_close(actual, wanted, bound, f"d{name}")
 
 
 @pytest.mark.parametrize(
     "algorithm",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name in ("xla", "splits", "stored"))) for name in ALGORITHMS],
+    [
+        pytest.param(name, marks=[pytest.mark.slow] * (name in ("xla", "splits", "stored")))
+        for name in ALGORITHMS
+    ],
 )
 def test_against_float64(algorithm):
     check((2, 2, 128, 32, 64), chunk_size=32, **ALGORITHMS[algorithm])
@@ -108,9 +121,14 @@ def test_padded_heads_and_steps(algorithm):
 
 @pytest.mark.parametrize("backend", ["xla", "interpret"])
 def test_autocast_of_other_dtypes(backend):
-    """float32 arrays, also of different dtypes, multiplied in float16: the bits of float16 arrays, which q, k and v fit."""
+    """float32 arrays, also of different dtypes, multiplied in float16: the bits of float16 arrays,
+    which q, k and v fit."""
     x = random_inputs(3, 1, 2, 32, 16, 16, dtype="float16")
-    run = jax.jit(functools.partial(mlstm_chunkwise, backend=backend, chunk_size=16, autocast_kernel_dtype="float16"))
+    run = jax.jit(
+        functools.partial(
+            mlstm_chunkwise, backend=backend, chunk_size=16, autocast_kernel_dtype="float16"
+        )
+    )
     wide = run(**x | {name: x[name].astype("float32") for name in "qk"})
     assert wide.dtype == jnp.float32
     assert np.array_equal(np.asarray(wide.astype("float16")), np.asarray(run(**x)))
@@ -120,7 +138,10 @@ def check_step(backend, states, DHQK, DHHV):
     """In float32 throughout: h and states of float16 round once, at the end."""
     whole = random_inputs(5, 2, 4, 1, DHQK, DHHV, dtype="float16")
     whole |= {name: whole[name].astype(states) for name in ("c_initial", "n_initial", "m_initial")}
-    token = {name.removesuffix("_initial"): x if "initial" in name else x[:, :, 0] for name, x in whole.items()}
+    token = {
+        name.removesuffix("_initial"): x if "initial" in name else x[:, :, 0]
+        for name, x in whole.items()
+    }
     h, new = jax.jit(functools.partial(mlstm_recurrent_step, backend=backend))(**token)
     expected_h, expected_states = oracle(whole)
     sums = 4 * math.sqrt(DHQK) * 2.0**-24
@@ -141,7 +162,9 @@ def overflowing(S, q, k, v):
     """Constant rows with open gates: h is v at every step, whatever lies between."""
     x = random_inputs(0, 1, 2, S, 16, 16, dtype="float16", states=False)
     ones = jnp.ones_like
-    return x | dict(q=q * ones(x["q"]), k=k * ones(x["k"]), v=v * ones(x["v"]), i=0 * x["i"], f=20 + 0 * x["f"])
+    return x | dict(
+        q=q * ones(x["q"]), k=k * ones(x["k"]), v=v * ones(x["v"]), i=0 * x["i"], f=20 + 0 * x["f"]
+    )
 
 
 def run_plain(x, algorithm):
@@ -151,7 +174,8 @@ def run_plain(x, algorithm):
 
 @pytest.mark.parametrize("algorithm", ["xla", "materialised", "fused"])
 def test_states_beyond_the_largest_number_are_inf(algorithm):
-    """C = 8 * 2048 t after t steps, beyond 65504 after a chunk of 16; the steps of the first chunk do not read it."""
+    """C = 8 * 2048 t after t steps, beyond 65504 after a chunk of 16; the steps of the first chunk
+    do not read it."""
     h = run_plain(overflowing(64, q=1, k=8, v=2048), algorithm)
     assert_close(h[:, :, :16], np.full((1, 2, 16, 16), 2048.0), forward_bound(32))
     assert np.isposinf(h[:, :, 16:]).all()
@@ -159,7 +183,8 @@ def test_states_beyond_the_largest_number_are_inf(algorithm):
 
 @pytest.mark.parametrize("algorithm", ["xla", "materialised", "fused"])
 def test_scores_beyond_the_largest_number_are_inf_or_right(algorithm):
-    """q k is 2^18 after the scale, C at most 2^14: a kernel that rounds its scores has inf, one that keeps them in float32 has h."""
+    """q k is 2^18 after the scale, C at most 2^14: a kernel that rounds its scores has inf, one
+    that keeps them in float32 has h."""
     h = run_plain(overflowing(64, q=256, k=256, v=1), algorithm)
     finite = np.isfinite(h)
     assert np.isposinf(h[~finite]).all()
@@ -170,7 +195,11 @@ def test_scores_beyond_the_largest_number_are_inf_or_right(algorithm):
 def test_states_of_a_step_beyond_the_largest_number_are_inf(backend):
     x = {name: y[:, :, 0] for name, y in overflowing(1, q=1, k=64, v=2048).items()}
     shapes = dict(c=(1, 2, 16, 16), n=(1, 2, 16), m=(1, 2))
-    h, (c, n, _) = mlstm_recurrent_step(**x, **{name: jnp.zeros(shape, "float16") for name, shape in shapes.items()}, backend=backend)
+    h, (c, n, _) = mlstm_recurrent_step(
+        **x,
+        **{name: jnp.zeros(shape, "float16") for name, shape in shapes.items()},
+        backend=backend,
+    )
     assert np.array_equal(np.isposinf(np.asarray(c)), np.ones(shapes["c"], bool))  # 64 * 2048
     assert np.array_equal(np.asarray(n), np.full(shapes["n"], 64, "float16"))
     assert_close(h, np.full(h.shape, 2048.0), UNIT, "h")  # of float32 states
@@ -181,7 +210,11 @@ def test_states_of_a_step_beyond_the_largest_number_are_inf(backend):
 @pytest.mark.parametrize("layout", ["BNTH", "BTNH"])
 @pytest.mark.parametrize(("DHQK", "DHHV"), [(64, 64), (128, 256), (256, 512)])
 def test_compiled_kernels_against_float64(DHQK, DHHV, layout, algorithm):
-    config = {"materialised": KernelConfig(fused_min_heads=0), "fused": KernelConfig(fused_min_heads=1), "default": None}[algorithm]
+    config = {
+        "materialised": KernelConfig(fused_min_heads=0),
+        "fused": KernelConfig(fused_min_heads=1),
+        "default": None,
+    }[algorithm]
     check((1, 2, 250, DHQK, DHHV), layout=layout, backend="triton", config=config)
 
 

@@ -1,4 +1,5 @@
-"""The forward pass of mlstm_chunkwise against the recurrence in float64; the fused scan: test_fused_scan.py."""
+"""The forward pass of mlstm_chunkwise against the recurrence in float64; the fused scan:
+test_fused_scan.py."""
 
 import functools
 
@@ -18,17 +19,24 @@ BACKENDS_SLOW_XLA = ("interpret", pytest.param("xla", marks=pytest.mark.slow))
 
 def check(found, expected, bound):
     (h, states), (expected_h, expected_states) = found, expected
-    for name, actual, wanted in zip("hcnm", (h, *states), (expected_h, *expected_states), strict=True):
+    for name, actual, wanted in zip(
+        "hcnm", (h, *states), (expected_h, *expected_states), strict=True
+    ):
         assert_close(actual, wanted, bound, name)
 
 
 HEADS = [("float32", 1, 1), ("bfloat16", 3, 17), ("bfloat16", 80, 96)]
-HEADS += [pytest.param(*heads, marks=pytest.mark.slow) for heads in (("float32", 24, 40), ("bfloat16", 40, 24), ("float32", 64, 16))]
+HEADS += [
+    pytest.param(*heads, marks=pytest.mark.slow)
+    for heads in (("float32", 24, 40), ("bfloat16", 40, 24), ("float32", 64, 16))
+]
 
 
 @pytest.mark.parametrize(("dtype", "DHQK", "DHHV"), HEADS)
 def test_odd_heads(dtype, DHQK, DHHV):
-    inputs = random_inputs(DHQK, 2, 16 if DHHV < 8 else 2, 50, DHQK, DHHV, dtype=dtype)  # roundings average out over many numbers only
+    inputs = random_inputs(
+        DHQK, 2, 16 if DHHV < 8 else 2, 50, DHQK, DHHV, dtype=dtype
+    )  # roundings average out over many numbers only
     found = mlstm_chunkwise(**inputs, chunk_size=32, return_last_states=True, backend="interpret")
     check(found, oracle(inputs), tolerance(dtype, 50 + DHQK))
 
@@ -43,14 +51,22 @@ GATES = {
 }
 
 
-@pytest.mark.parametrize(("case", "S"), [(case, S) for case in GATES for S in (1, 100)] + [("plain", 16), ("plain", 130)])
+@pytest.mark.parametrize(
+    ("case", "S"), [(case, S) for case in GATES for S in (1, 100)] + [("plain", 16), ("plain", 130)]
+)
 def test_gates_and_lengths(case, S):
     inputs = random_inputs(S, 1, 2, S, 16, 32, **GATES[case])
     expected = oracle(inputs)
     m = expected[1][2]
     bound = tolerance("float32", S + 16)
-    bound += np.spacing(np.float32(np.max(np.abs(m), where=np.isfinite(m), initial=0)))  # states are relative to a float32 m
-    check(mlstm_chunkwise(**inputs, chunk_size=32, return_last_states=True, backend="interpret"), expected, bound)
+    bound += np.spacing(
+        np.float32(np.max(np.abs(m), where=np.isfinite(m), initial=0))
+    )  # states are relative to a float32 m
+    check(
+        mlstm_chunkwise(**inputs, chunk_size=32, return_last_states=True, backend="interpret"),
+        expected,
+        bound,
+    )
 
 
 NORMALISERS = {
@@ -77,7 +93,9 @@ def test_finite_masks_are_those_at_minus_infinity(mask, backend):
     inputs = random_inputs(17, 1, 2, 64, 16, 16)
     inputs["i"] = inputs["i"].at[0, 0, 10].set(mask)
     inputs["f"] = inputs["f"].at[0, 1, 40].set(mask)
-    infinite = {name: jnp.where(x <= mask, -jnp.inf, x) if name in "if" else x for name, x in inputs.items()}
+    infinite = {
+        name: jnp.where(x <= mask, -jnp.inf, x) if name in "if" else x for name, x in inputs.items()
+    }
     found = mlstm_chunkwise(**inputs, chunk_size=32, return_last_states=True, backend=backend)
     check(found, oracle(infinite), tolerance("float32", 64 + 16))
 
@@ -98,24 +116,41 @@ def test_a_floor_of_zero_leaves_states_of_very_negative_m(backend):
 @pytest.mark.parametrize("at", [1, 32, 50])
 def test_two_halves_are_the_whole(at, backend):
     inputs = random_inputs(at, 1, 2, 96, 16, 16)
-    run = functools.partial(mlstm_chunkwise, chunk_size=32, return_last_states=True, backend=backend)
+    run = functools.partial(
+        mlstm_chunkwise, chunk_size=32, return_last_states=True, backend=backend
+    )
     whole_h, whole_states = run(**inputs)
-    first, second = ({name: x[:, :, part] for name, x in inputs.items() if name in "qkvif"} for part in (np.s_[:at], np.s_[at:]))
+    first, second = (
+        {name: x[:, :, part] for name, x in inputs.items() if name in "qkvif"}
+        for part in (np.s_[:at], np.s_[at:])
+    )
     initial = {name: inputs[name] for name in ("c_initial", "n_initial", "m_initial")}
     first_h, states = run(**first, **initial)
     second_h, last = run(**second, **dict(zip(initial, states, strict=True)))
-    check((jnp.concatenate([first_h, second_h], axis=2), last), (whole_h, whole_states), 2 * tolerance("float32", 96 + 16))
+    check(
+        (jnp.concatenate([first_h, second_h], axis=2), last),
+        (whole_h, whole_states),
+        2 * tolerance("float32", 96 + 16),
+    )
 
 
 def test_an_initial_m_of_minus_infinity_stores_nothing():
     """With C = n = 0 it equals a first step of i = -inf that resets."""
     inputs = random_inputs(3, 1, 2, 40, 16, 16, states=False, i_scale=0.1, f_shift=5.0)
     inputs["i"] -= 20.0  # m = 0 would win the maximum
-    empty = {"c_initial": jnp.zeros((1, 2, 16, 16)), "n_initial": jnp.zeros((1, 2, 16)), "m_initial": jnp.full((1, 2), -jnp.inf)}
+    empty = {
+        "c_initial": jnp.zeros((1, 2, 16, 16)),
+        "n_initial": jnp.zeros((1, 2, 16)),
+        "m_initial": jnp.full((1, 2), -jnp.inf),
+    }
     expected = oracle({**inputs, **empty})
     assert float(expected[1][2].max()) < -10
-    found = mlstm_chunkwise(**inputs, **empty, chunk_size=16, return_last_states=True, backend="interpret")
-    check(found, expected, tolerance("float32", 40 + 16) + np.spacing(np.float32(20)))  # exp(-m) at a float32 m of -20
+    found = mlstm_chunkwise(
+        **inputs, **empty, chunk_size=16, return_last_states=True, backend="interpret"
+    )
+    check(
+        found, expected, tolerance("float32", 40 + 16) + np.spacing(np.float32(20))
+    )  # exp(-m) at a float32 m of -20
 
 
 def test_wide_heads_with_default_tiles():

@@ -1,4 +1,5 @@
-"""The forward pass by the fused scan, interpreted, against the recurrence; in splits: test_splits.py; gradients: test_gradients.py."""
+"""The forward pass by the fused scan, interpreted, against the recurrence; in splits:
+test_splits.py; gradients: test_gradients.py."""
 
 import functools
 
@@ -38,14 +39,30 @@ def fused(tiles, chunk_size=None):
     ],
 )
 def test_outputs_and_last_states(dtype, tiles, variant):
-    """S is no multiple of a chunk, heads are padded, a chunk of the backward pass is several chunks of the scan."""
+    """S is no multiple of a chunk, heads are padded, a chunk of the backward pass is several chunks
+    of the scan."""
     options = VARIANTS[variant]
-    inputs = random_inputs(5, 2, 2, 100, 48, 80, dtype=dtype, resets=True, m_initial="input_gate" not in options)
-    ids = np.cumsum(np.random.default_rng(0).random((2, 100)) < 0.1, axis=1).astype("int32") if variant == "exp" else None
-    run = functools.partial(mlstm_chunkwise, **inputs, segment_ids=ids, return_last_states=True, backend="interpret", **options)
+    inputs = random_inputs(
+        5, 2, 2, 100, 48, 80, dtype=dtype, resets=True, m_initial="input_gate" not in options
+    )
+    ids = (
+        np.cumsum(np.random.default_rng(0).random((2, 100)) < 0.1, axis=1).astype("int32")
+        if variant == "exp"
+        else None
+    )
+    run = functools.partial(
+        mlstm_chunkwise,
+        **inputs,
+        segment_ids=ids,
+        return_last_states=True,
+        backend="interpret",
+        **options,
+    )
     expected_h, expected_states = oracle(inputs, ids, **options)
     h, states = run(config=fused(TILES[tiles], 64))
-    for name, actual, expected in zip("hcnm", (h, *states), (expected_h, *expected_states), strict=True):
+    for name, actual, expected in zip(
+        "hcnm", (h, *states), (expected_h, *expected_states), strict=True
+    ):
         assert_close(actual, expected, tolerance(dtype, 100 + 48), name)
 
 
@@ -61,9 +78,17 @@ def test_states_are_stored_where_the_backward_pass_wants_them(recompute_states_i
     """And nowhere else: there may be no backward pass."""
     inputs = random_inputs(6, 1, 1, 64, 16, 16)
     config = fused(TILES["LKV16-K16-V16"], 32)
-    run = functools.partial(mlstm_chunkwise, config=config, recompute_states_in_bw=recompute_states_in_bw, backend="interpret")
+    run = functools.partial(
+        mlstm_chunkwise,
+        config=config,
+        recompute_states_in_bw=recompute_states_in_bw,
+        backend="interpret",
+    )
     states = "f32[1,2,16,16]"  # before each of two chunks, as the kernel stores them
-    for function, stored in ((run, False), (lambda *x: jax.vjp(run, *x)[0], not recompute_states_in_bw)):
+    for function, stored in (
+        (run, False),
+        (lambda *x: jax.vjp(run, *x)[0], not recompute_states_in_bw),
+    ):
         jaxpr = str(jax.make_jaxpr(function)(*inputs.values()))
         assert "name=recurrent_fw_H" in jaxpr
         assert "name=recurrent_fw_C" not in jaxpr

@@ -1,4 +1,5 @@
-"""The custom_vjp: what a pass holds for the other, what has no derivative; and the documented generators of functions with it."""
+"""The custom_vjp: what a pass holds for the other, what has no derivative; and the documented
+generators of functions with it."""
 
 import functools
 
@@ -28,12 +29,18 @@ def refused(call, *args):
     assert str(caught.value) == MESSAGE
 
 
-# ---------------------------------------------------------------- what is held, what has no derivative
+# ---------------- what is held, what has no derivative
 
 
 def test_no_states_are_stored_where_nothing_is_differentiated():
     """The fused scan writes the states of the chunks for a backward pass alone."""
-    run = functools.partial(mlstm_chunkwise, chunk_size=L, recompute_states_in_bw=False, backend="interpret", config=SCAN)
+    run = functools.partial(
+        mlstm_chunkwise,
+        chunk_size=L,
+        recompute_states_in_bw=False,
+        backend="interpret",
+        config=SCAN,
+    )
     states = f"f32[2,{S // L},{DHQK},32]"
     assert states not in str(jax.make_jaxpr(run)(*INPUTS.values()))
     assert states in str(jax.make_jaxpr(lambda *x: jax.vjp(run, *x)[0])(*INPUTS.values()))
@@ -43,17 +50,25 @@ HELD = {
     "recomputed": ({}, {"h", "z"}),
     "stored": ({"recompute_states_in_bw": False}, {"h", "z", "states"}),
     "unnormalised": ({"input_gate": "sigmoid", "normalize": False}, set()),
-    "unnormalised_stored": ({"input_gate": "sigmoid", "normalize": False, "recompute_states_in_bw": False}, {"states"}),
+    "unnormalised_stored": (
+        {"input_gate": "sigmoid", "normalize": False, "recompute_states_in_bw": False},
+        {"states"},
+    ),
 }
 
 
 @pytest.mark.parametrize("case", HELD)
-@pytest.mark.parametrize("config", [KernelConfig(fused_min_heads=0), SCAN], ids=["materialised", "fused"])
+@pytest.mark.parametrize(
+    "config", [KernelConfig(fused_min_heads=0), SCAN], ids=["materialised", "fused"]
+)
 def test_the_forward_pass_holds_what_the_backward_pass_reads(config, case):
-    """Beside the inputs: h and z for the normaliser, the states of the chunks where they are not recomputed."""
+    """Beside the inputs: h and z for the normaliser, the states of the chunks where they are not
+    recomputed."""
     options, held = HELD[case]
     x = [INPUTS[name] for name in "qkvif"]
-    run = functools.partial(mlstm_chunkwise, chunk_size=L, backend="interpret", config=config, **options)
+    run = functools.partial(
+        mlstm_chunkwise, chunk_size=L, backend="interpret", config=config, **options
+    )
     residuals = jax.eval_shape(lambda *x: jax.tree.leaves(jax.vjp(run, *x)[1]), *x)
     shapes = [y.shape for y in residuals]
     # v is padded to the shape of h: one more of that shape is h.
@@ -67,7 +82,10 @@ def test_a_second_derivative_is_refused_with_the_name_of_what_has_one(backend):
     q, *rest = INPUTS.values()
 
     def slope(q):
-        return jnp.sum(jax.grad(lambda q: jnp.sum(mlstm_chunkwise(q, *rest, chunk_size=L, backend=backend)))(q) ** 2)
+        return jnp.sum(
+            jax.grad(lambda q: jnp.sum(mlstm_chunkwise(q, *rest, chunk_size=L, backend=backend)))(q)
+            ** 2
+        )
 
     refused(functools.partial(jax.eval_shape, jax.grad(slope)), q)
 
@@ -89,20 +107,34 @@ def test_the_reference_functions_have_second_derivatives_and_forward_mode():
     def recurrence(q):
         return jnp.sum(reference.recurrence(q, *x[1:])[0] ** 2)
 
-    hessians = [jax.jit(lambda q, f=f: jax.jvp(jax.grad(f), (q,), (q,)))(x[0])[1] for f in (chunkwise, recurrence)]
+    hessians = [
+        jax.jit(lambda q, f=f: jax.jvp(jax.grad(f), (q,), (q,)))(x[0])[1]
+        for f in (chunkwise, recurrence)
+    ]
     assert error(hessians[0], np.asarray(hessians[1], "float64")) < 1e-4
 
 
-# ---------------------------------------------------------------- the generators
+# ---------------- the generators
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_generated_function_is_mlstm_chunkwise(dtype):
-    kernel = _mlstm_chunkwise_fwbw_generator(dtype, return_last_states=True, chunk_size=L, eps=1e-3, norm_val=0.5)
+    kernel = _mlstm_chunkwise_fwbw_generator(
+        dtype, return_last_states=True, chunk_size=L, eps=1e-3, norm_val=0.5
+    )
     found = kernel(*INPUTS.values())
-    h, states = mlstm_chunkwise(**INPUTS, autocast_kernel_dtype=dtype, return_last_states=True, chunk_size=L, eps=1e-3, norm_val=0.5)
+    h, states = mlstm_chunkwise(
+        **INPUTS,
+        autocast_kernel_dtype=dtype,
+        return_last_states=True,
+        chunk_size=L,
+        eps=1e-3,
+        norm_val=0.5,
+    )
     expected_h, expected_states = oracle(INPUTS, eps=1e-3, norm_val=0.5)
-    for actual, same, expected in zip(found, (h, *states), (expected_h, *expected_states), strict=True):
+    for actual, same, expected in zip(
+        found, (h, *states), (expected_h, *expected_states), strict=True
+    ):
         assert actual.dtype == jnp.float32
         assert np.array_equal(actual, same)
         assert_close(actual, expected, tolerance(dtype, S + DHQK))
@@ -117,8 +149,12 @@ def test_a_generated_function_returns_none_for_states_that_are_not_wanted():
 
 
 def test_gradients_of_a_generated_function_are_those_of_mlstm_chunkwise():
-    kernel = _get_chunkwise_fwbw_kernel(jnp.float32, return_last_states=True, recompute_states_in_bw=False, chunk_size=L)
-    run = functools.partial(mlstm_chunkwise, return_last_states=True, recompute_states_in_bw=False, chunk_size=L)
+    kernel = _get_chunkwise_fwbw_kernel(
+        jnp.float32, return_last_states=True, recompute_states_in_bw=False, chunk_size=L
+    )
+    run = functools.partial(
+        mlstm_chunkwise, return_last_states=True, recompute_states_in_bw=False, chunk_size=L
+    )
 
     def gradients(function):
         def loss(*x):
@@ -132,12 +168,20 @@ def test_gradients_of_a_generated_function_are_those_of_mlstm_chunkwise():
 
 def test_the_same_arguments_give_the_same_function():
     make, get = _mlstm_chunkwise_fwbw_generator, _get_chunkwise_fwbw_kernel
-    assert make() is make(jnp.bfloat16) is make("bfloat16", False, True, 64) is get(jnp.bfloat16, chunk_size=64) is get("bfloat16")
+    assert (
+        make()
+        is make(jnp.bfloat16)
+        is make("bfloat16", False, True, 64)
+        is get(jnp.bfloat16, chunk_size=64)
+        is get("bfloat16")
+    )
     assert make() is not make(jnp.float32)
     assert make() is not make(None)
     assert make() is not make(chunk_size=32)
 
 
 def test_an_unknown_dtype_is_refused_where_the_function_is_generated():
-    with pytest.raises(TypeError, match="autocast_kernel_dtype is 'fp8', expected None or one of float32, bfloat16"):
+    with pytest.raises(
+        TypeError, match="autocast_kernel_dtype is 'fp8', expected None or one of float32, bfloat16"
+    ):
         _mlstm_chunkwise_fwbw_generator("fp8")

@@ -1,4 +1,5 @@
-"""Sums of the gates' gradients against their definition in float64; whole gradients: test_gradients.py."""
+"""Sums of the gates' gradients against their definition in float64; whole gradients:
+test_gradients.py."""
 
 import math
 
@@ -31,11 +32,18 @@ def test_what_passes_a_step_is_the_same_for_tiles_of_any_size(T):
     L, n = 64, 64 // T
     r = np.random.default_rng(T)
     W = np.tril(r.normal(size=(1, 2, L, L)))
-    q_inter, k_inter, through = r.normal(size=(1, 2 * L)), r.normal(size=(1, 2 * L)), r.normal(size=(1, 2))
+    q_inter, k_inter, through = (
+        r.normal(size=(1, 2 * L)),
+        r.normal(size=(1, 2 * L)),
+        r.normal(size=(1, 2)),
+    )
     tiles = np.tril(W, -1).reshape(1, 2, n, T, n, T)
     after = np.tri(n, dtype=bool)
     pairs = np.moveaxis(tiles.sum(-1), -1, 1), np.moveaxis(tiles.sum(-3), 2, 1)
-    pairs = (np.where(where.reshape(n, 1, n, 1), y, np.nan) for y, where in zip(pairs, (after.T, after), strict=True))
+    pairs = (
+        np.where(where.reshape(n, 1, n, 1), y, np.nan)
+        for y, where in zip(pairs, (after.T, after), strict=True)
+    )
     diagonal = np.diagonal(W, axis1=-2, axis2=-1).reshape(1, 2, n, T)
     with jax.enable_x64(True):
         pairs = TilePairs(*map(jnp.asarray, (*pairs, diagonal)))
@@ -47,10 +55,20 @@ def test_what_passes_a_step_is_the_same_for_tiles_of_any_size(T):
     passes = np.einsum("...s,st->...t", sums.vecQ, np.tri(T)) + through_tile[..., None]
     passes += np.einsum("...s,ts->...t", sums.vecK_inter, np.tri(T, k=-1))
     step = np.arange(L)
-    over = np.stack([(W * ((step[:, None] >= at) & (step < at))).sum((-2, -1)) for at in step], axis=-1)
+    over = np.stack(
+        [(W * ((step[:, None] >= at) & (step < at))).sum((-2, -1)) for at in step], axis=-1
+    )
     q_inter, k_inter = (y.reshape(1, 2, L) for y in (q_inter, k_inter))
-    expected = over + np.einsum("...t,tr->...r", q_inter, np.tri(L)) + np.einsum("...s,rs->...r", k_inter, np.tri(L, k=-1))
-    atol = L**2 * np.finfo("float64").eps  # L^2 terms of order 1 have partial sums of order L, and roundings that add in the square
-    np.testing.assert_allclose(passes.reshape(over.shape), expected + through[..., None], rtol=0, atol=atol)
+    expected = (
+        over
+        + np.einsum("...t,tr->...r", q_inter, np.tri(L))
+        + np.einsum("...s,rs->...r", k_inter, np.tri(L, k=-1))
+    )
+    atol = (
+        L**2 * np.finfo("float64").eps
+    )  # L^2 terms of order 1 have partial sums of order L, and roundings that add in the square
+    np.testing.assert_allclose(
+        passes.reshape(over.shape), expected + through[..., None], rtol=0, atol=atol
+    )
     per_key = sums.vecK_inter + sums.vecK_intra
     np.testing.assert_allclose(per_key.reshape(1, 2, L), W.sum(-2) + k_inter, rtol=0, atol=atol)

@@ -1,4 +1,5 @@
-"""Gates and stabilisers: the plain form and the kernels against float64 sums written out step by step."""
+"""Gates and stabilisers: the plain form and the kernels against float64 sums written out step by
+step."""
 
 import functools
 import math
@@ -16,7 +17,8 @@ from mlstm_pallas.stages.chunk_gates import chunk_gates
 
 
 def assert_decays(found, expected, rounding=0.0):
-    """exp(x) of an x rounded in float32, the last time at |x|: relative error (4 + |x|) 2^-23; below 1e-37 it may be 0."""
+    """exp(x) of an x rounded in float32, the last time at |x|: relative error (4 + |x|) 2^-23;
+    below 1e-37 it may be 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
         bound = expected * ((4 + np.abs(np.log(expected))) * 2.0**-23 + rounding)
     assert (np.abs(found - expected) <= np.where(expected > 1e-37, bound, 1e-37)).all()
@@ -33,7 +35,8 @@ def by_definition(i, f, m_initial, L):
         logs, carried, start = np.full(L, -np.inf), m, m
         for t in range(L):
             s = c * L + t
-            # logs[r]: log weight of step r's input in the state after step t, and carried that of the state before the chunk
+            # logs[r]: log weight of step r's input in the state after step t, and carried that of
+            # the state before the chunk
             logs[:t] += fbar[s]
             logs[t] = i[s]
             carried += fbar[s]
@@ -49,8 +52,12 @@ def by_definition(i, f, m_initial, L):
     return m_t, w, D, np.asarray(boundaries), gamma, abar
 
 
-FORMS = {"plain": (Lowering.XLA, 16), "kernel-LQ16": (Lowering.INTERPRET, 16), "kernel-LQ64": (Lowering.INTERPRET, 64)}
-MOSAIC_GPU = {"mosaic_gpu": (Lowering.MOSAIC_GPU_INTERPRET, 64)}  # of test_mosaic_gpu.py
+FORMS = {
+    "plain": (Lowering.XLA, 16),
+    "kernel-LQ16": (Lowering.INTERPRET, 16),
+    "kernel-LQ64": (Lowering.INTERPRET, 64),
+}
+MOSAIC_GPU = {"mosaic_gpu": (Lowering.MOSAIC_GPU_INTERPRET, 64)}  # of test_mosaic_gpu_stages.py
 
 
 @functools.partial(jax.jit, static_argnames=("L", "form"))
@@ -58,7 +65,12 @@ def gates_of(i, f, m_initial, *, L, form):
     """chunk_gates of (heads, S)."""
     lowering, LQ = (FORMS | MOSAIC_GPU)[form]
     problem = Problem(1, i.shape[0], i.shape[1], 16, 16, L, 1.0)
-    call = StageCall(problem, StageConfig(siz_b_LQ=LQ, num_warps=1, num_stages=1).clamped(problem), None, lowering)
+    call = StageCall(
+        problem,
+        StageConfig(siz_b_LQ=LQ, num_warps=1, num_stages=1).clamped(problem),
+        None,
+        lowering,
+    )
     return chunk_gates(i, f, m_initial, call=call)
 
 
@@ -89,11 +101,17 @@ def check_gates(form, case, L):
         def of_head(y, head=head):
             return np.asarray(y[head], "float64").reshape(-1)
 
-        # Four roundings of float32 (2**-24 each): log sigmoid, m_c at a chunk boundary, their sum, the result.
-        np.testing.assert_allclose(of_head(found.scaM_states), boundaries, rtol=2.0**-22, atol=2.0**-22)
+        # Four roundings of float32 (2**-24 each): log sigmoid, m_c at a chunk boundary, their sum,
+        # the result.
+        np.testing.assert_allclose(
+            of_head(found.scaM_states), boundaries, rtol=2.0**-22, atol=2.0**-22
+        )
         np.testing.assert_allclose(of_head(found.vecM), m_t, rtol=2.0**-22, atol=2.0**-22)
-        # m_c is rounded to float32: decays relative to it, those to a u_t that comes from it included, have that rounding.
-        rounding = np.spacing(np.float32(np.max(np.abs(boundaries), where=np.isfinite(boundaries), initial=0)))
+        # m_c is rounded to float32: decays relative to it, those to a u_t that comes from it
+        # included, have that rounding.
+        rounding = np.spacing(
+            np.float32(np.max(np.abs(boundaries), where=np.isfinite(boundaries), initial=0))
+        )
         assert_decays(of_head(found.vecW), w, rounding)
         assert_decays(of_head(found.scaGamma), gamma, rounding)
         assert_decays(of_head(found.vecAbar), abar, rounding)
@@ -119,8 +137,12 @@ def test_a_reset_with_nothing_stored_after_it_empties_the_state(form):
 def test_exact_sums_are_exact():
     x = np.random.default_rng(0).normal(size=4096).astype("float32") * 1e3
     hi, lo = gates.split_for_exact_sums(jnp.asarray(x), jnp.max(jnp.abs(x)), 4096)
-    assert np.array_equal(np.asarray(hi, "float64") + np.asarray(lo, "float64"), x.astype("float64"))
-    assert np.array_equal(np.asarray(jnp.cumsum(hi), "float64"), np.cumsum(np.asarray(hi, "float64")))
+    assert np.array_equal(
+        np.asarray(hi, "float64") + np.asarray(lo, "float64"), x.astype("float64")
+    )
+    assert np.array_equal(
+        np.asarray(jnp.cumsum(hi), "float64"), np.cumsum(np.asarray(hi, "float64"))
+    )
 
 
 def test_split_survives_the_compiler():
@@ -138,7 +160,10 @@ def test_log_forget_gate_has_its_derivative_at_0_and_far_out():
 
 def check_vector_states(vector_states, BNH, NC, D, backward):
     r = np.random.default_rng(0)
-    added, gamma, x = (y.astype("float32") for y in (r.normal(size=(BNH, NC, D)), r.random((BNH, NC)), r.normal(size=(BNH, D))))
+    added, gamma, x = (
+        y.astype("float32")
+        for y in (r.normal(size=(BNH, NC, D)), r.random((BNH, NC)), r.normal(size=(BNH, D)))
+    )
     found, last = jax.jit(functools.partial(vector_states, backward=backward))(added, gamma, x)
     added, gamma, x = (y.astype("float64") for y in (added, gamma, x))
     states = {}

@@ -1,7 +1,8 @@
-"""Arrays beyond 2**31 elements and grids beyond 65,535: right at both ends of the arrays, against the float64 recurrence.
+"""Arrays beyond 2**31 elements and grids beyond 65,535: right at both ends of the arrays, against
+the float64 recurrence.
 
-Where a sequence is too long for it, the recurrence runs over the last steps only, from the state that they start with: one weighted
-product of all keys and values before, in float64.
+Where a sequence is too long for it, the recurrence runs over the last steps only, from the state
+that they start with: one weighted product of all keys and values before, in float64.
 """
 
 import functools
@@ -22,16 +23,30 @@ END = 1024  # steps that are compared
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def inputs_on_device(shape, dtype, f_shift):
-    """q, k, v, i, f and the gradient of h, like those of oracle.random_inputs; one head at a time, as random bits take memory too."""
+    """q, k, v, i, f and the gradient of h, like those of oracle.random_inputs; one head at a time,
+    as random bits take memory too."""
     B, NH, S, DHQK, DHHV = shape
 
     def one(key):
         keys = jax.random.split(key, 6)
-        q, k = (jnp.abs(jax.random.normal(x, (S, DHQK), dtype)) + jnp.asarray(0.2, dtype) for x in keys[:2])
+        q, k = (
+            jnp.abs(jax.random.normal(x, (S, DHQK), dtype)) + jnp.asarray(0.2, dtype)
+            for x in keys[:2]
+        )
         v, dh = (jax.random.normal(x, (S, DHHV), dtype) for x in keys[2:4])
-        return q, k, v, jax.random.normal(keys[4], (S,)), jax.random.normal(keys[5], (S,)) + f_shift, dh
+        return (
+            q,
+            k,
+            v,
+            jax.random.normal(keys[4], (S,)),
+            jax.random.normal(keys[5], (S,)) + f_shift,
+            dh,
+        )
 
-    *x, dh = (y.reshape(B, NH, *y.shape[1:]) for y in jax.lax.map(one, jax.random.split(jax.random.key(0), B * NH)))
+    *x, dh = (
+        y.reshape(B, NH, *y.shape[1:])
+        for y in jax.lax.map(one, jax.random.split(jax.random.key(0), B * NH))
+    )
     return x, dh
 
 
@@ -63,13 +78,16 @@ def compare(names, actual, expected, bound, head):
 
 
 def check(shape, dtype, f_shift, heads, *, backend="triton", gradients=True, **options):
-    """Outputs, last states and gradients of the given heads at the last END steps, gradients at the first ones too."""
+    """Outputs, last states and gradients of the given heads at the last END steps, gradients at the
+    first ones too."""
     S, DHQK = shape[2], shape[3]
     x, dh = inputs_on_device(shape, dtype, f_shift)
 
     @jax.jit
     def run(x, dh):
-        (h, last), vjp = jax.vjp(lambda *x: mlstm_chunkwise(*x, backend=backend, return_last_states=True, **options), *x)
+        (h, last), vjp = jax.vjp(
+            lambda *x: mlstm_chunkwise(*x, backend=backend, return_last_states=True, **options), *x
+        )
         return h, last, vjp((dh, jax.tree.map(jnp.zeros_like, last))) if gradients else ()
 
     h, last, found = run(x, dh)
@@ -77,20 +95,52 @@ def check(shape, dtype, f_shift, heads, *, backend="triton", gradients=True, **o
     end = slice(max(0, S - END), None)
     for head in heads:
         with jax.enable_x64(True):
-            states = state_after(*in_float64(x, head, slice(0, end.start))[1:]) if end.start else (None, None, None)
-            expected, expected_gradients = recurrence_and_gradients(in_float64(x, head, end), states, *in_float64([dh], head, end))
-        compare("hcnm", (h[head][None, None, end], *(y[head][None, None] for y in last)), expected, tolerance(dtype, S + DHQK), head)
+            states = (
+                state_after(*in_float64(x, head, slice(0, end.start))[1:])
+                if end.start
+                else (None, None, None)
+            )
+            expected, expected_gradients = recurrence_and_gradients(
+                in_float64(x, head, end), states, *in_float64([dh], head, end)
+            )
+        compare(
+            "hcnm",
+            (h[head][None, None, end], *(y[head][None, None] for y in last)),
+            expected,
+            tolerance(dtype, S + DHQK),
+            head,
+        )
         if gradients:
-            compare(names, [g[head][None, None, end] for g in found], expected_gradients, BACKWARD[dtype], head)
-            first, twice = slice(0, END), slice(0, 2 * END)  # what is farther away than END steps has decayed to nothing
+            compare(
+                names,
+                [g[head][None, None, end] for g in found],
+                expected_gradients,
+                BACKWARD[dtype],
+                head,
+            )
+            first, twice = (
+                slice(0, END),
+                slice(0, 2 * END),
+            )  # what is farther away than END steps has decayed to nothing
             with jax.enable_x64(True):
-                _, expected = recurrence_and_gradients(in_float64(x, head, twice), (None, None, None), *in_float64([dh], head, twice))
-            compare(names, [g[head][None, None, first] for g in found], [g[:, :, first] for g in expected], BACKWARD[dtype], head)
+                _, expected = recurrence_and_gradients(
+                    in_float64(x, head, twice), (None, None, None), *in_float64([dh], head, twice)
+                )
+            compare(
+                names,
+                [g[head][None, None, first] for g in found],
+                [g[:, :, first] for g in expected],
+                BACKWARD[dtype],
+                head,
+            )
 
 
 @pytest.mark.parametrize(("dtype", "NH"), [("bfloat16", 9), ("float32", 5)])
 def test_values_outputs_and_states_beyond_32_bits(dtype, NH):
-    """2.4e9 elements of v, h and C in bfloat16; 5.4 GB of each of v and h in float32. S is 1,048,576 and B is 1."""
+    """2.4e9 elements of v, h and C in bfloat16; 5.4 GB of each of v and h in float32.
+
+    S is 1,048,576 and B is 1.
+    """
     check((1, NH, 2**20, 128, 256), dtype, 2.0, [(0, 0), (0, NH - 1)])
 
 
@@ -108,7 +158,14 @@ def test_more_than_65535_chunks_of_one_sequence():
 def test_more_than_65535_heads(fused_min_heads):
     """131,072 heads of three chunks: the last axis of every grid is beyond what CUDA numbers there."""
     heads = [(0, 0), (255, 255), (256, 0), (511, 255)]  # 65,535 and 65,536 among them
-    check((512, 256, 40, 16, 32), "bfloat16", 2.0, heads, chunk_size=16, config=KernelConfig(fused_min_heads=fused_min_heads))
+    check(
+        (512, 256, 40, 16, 32),
+        "bfloat16",
+        2.0,
+        heads,
+        chunk_size=16,
+        config=KernelConfig(fused_min_heads=fused_min_heads),
+    )
 
 
 def test_one_step_of_many_heads():

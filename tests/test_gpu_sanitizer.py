@@ -14,39 +14,64 @@ from sanitize import KERNELS
 DRIVER = pathlib.Path(__file__).with_name("sanitize.py")
 SECONDS = 900
 
-pytestmark = [pytest.mark.gpu, pytest.mark.timeout(2 * SECONDS + 60)]  # a test runs the driver up to twice
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.timeout(2 * SECONDS + 60),
+]  # a test runs the driver up to twice
 
 
 def sanitizer():
     name = "compute-sanitizer"
-    installed = [shutil.which(name), *glob.glob(f"/usr/local/cuda*/bin/{name}"), *glob.glob(f"{sys.prefix}/**/{name}", recursive=True)]
+    installed = [
+        shutil.which(name),
+        *glob.glob(f"/usr/local/cuda*/bin/{name}"),
+        *glob.glob(f"{sys.prefix}/**/{name}", recursive=True),
+    ]
     found = [path for path in installed if path and os.access(path, os.X_OK)]
     if not found:
-        pytest.skip("compute-sanitizer is not installed (CUDA toolkit, or pip install nvidia-cuda-sanitizer-api)")
+        pytest.skip(
+            "compute-sanitizer is not installed (CUDA toolkit, or pip install nvidia-cuda-sanitizer-api)"
+        )
     return found[0]
 
 
 @pytest.fixture(scope="module")
 def environment(tmp_path_factory):
-    """Compiled once for all tools. Every buffer is an allocation of its own, so that an access beyond it is found."""
+    """Compiled once for all tools.
+
+    Every buffer is an allocation of its own, so that an access beyond it is found.
+    """
     env = dict(os.environ)
     env["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
     env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
     env["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path_factory.mktemp("compiled"))
     env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
     env["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(DRIVER.parent.parent), env.get("PYTHONPATH")]))
+    env["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(DRIVER.parent.parent), env.get("PYTHONPATH")])
+    )
     return env
 
 
 def run(command, env):
-    done = subprocess.run(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=SECONDS)
+    done = subprocess.run(
+        command,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=SECONDS,
+    )
     return done.returncode, done.stdout
 
 
 def findings(output, names):
     """The sanitizer's lines that name a kernel."""
-    return [line for line in output.splitlines() if line.startswith("=========") and re.search(rf"\b({'|'.join(names)})\b", line)]
+    return [
+        line
+        for line in output.splitlines()
+        if line.startswith("=========") and re.search(rf"\b({'|'.join(names)})\b", line)
+    ]
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "racecheck", "initcheck", "synccheck"])
@@ -54,7 +79,10 @@ def test_the_kernels_are_clean(tool, environment):
     path = sanitizer()
     if not os.listdir(environment["JAX_COMPILATION_CACHE_DIR"]):
         assert run([sys.executable, str(DRIVER)], environment)[0] == 0
-    code, output = run([path, "--tool", tool, "--report-api-errors", "no", sys.executable, str(DRIVER)], environment)
+    code, output = run(
+        [path, "--tool", tool, "--report-api-errors", "no", sys.executable, str(DRIVER)],
+        environment,
+    )
     assert code == 0, output[-4000:]
     assert "all ran" in output
     assert "SUMMARY" in output, output[-4000:]
@@ -62,5 +90,7 @@ def test_the_kernels_are_clean(tool, environment):
 
 
 def test_a_fault_is_found(environment):
-    _, output = run([sanitizer(), "--tool", "memcheck", sys.executable, str(DRIVER), "--fault"], environment)
+    _, output = run(
+        [sanitizer(), "--tool", "memcheck", sys.executable, str(DRIVER), "--fault"], environment
+    )
     assert findings(output, ["reads_beyond"]), output[-4000:]

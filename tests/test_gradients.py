@@ -1,4 +1,5 @@
-"""Every gradient against float64 autodiff of the recurrence: algorithms, tiles, gates, normalisers, losses, transformations."""
+"""Every gradient against float64 autodiff of the recurrence: algorithms, tiles, gates, normalisers,
+losses, transformations."""
 
 import functools
 
@@ -16,7 +17,8 @@ BOUND = {"float32": 1e-4, "bfloat16": 2e-2}  # what the README promises
 
 
 def weighed(outputs, *, norm=False, on_h=True, on_states=True):
-    """A loss with random cotangents on h (behind a per-head RMSNorm when norm is set) and on all last states."""
+    """A loss with random cotangents on h (behind a per-head RMSNorm when norm is set) and on all
+    last states."""
     h, states = outputs
     dtype, r = states[-1].dtype, np.random.default_rng(99)
     weights = [jnp.asarray(r.normal(size=y.shape), dtype) for y in (h, *states)]
@@ -25,11 +27,15 @@ def weighed(outputs, *, norm=False, on_h=True, on_states=True):
         h = h / jnp.sqrt(jnp.mean(h**2, axis=-1, keepdims=True) + 1e-6)
     total = jnp.sum(h * weights[0]) if on_h else jnp.zeros((), dtype)
     if on_states:
-        total += sum(jnp.sum(jnp.where(jnp.isfinite(y), y, 0.0) * w) for y, w in zip(states, weights[1:], strict=True))
+        total += sum(
+            jnp.sum(jnp.where(jnp.isfinite(y), y, 0.0) * w)
+            for y, w in zip(states, weights[1:], strict=True)
+        )
     return total
 
 
-# Cotangents are arguments and not constants of what is compiled: it is the same for all losses, gates and values.
+# Cotangents are arguments and not constants of what is compiled: it is the same for all losses,
+# gates and values.
 cotangents_of = jax.jit(jax.grad(weighed), static_argnames=("norm", "on_h", "on_states"))
 shared = functools.cache(functools.partial)
 
@@ -43,7 +49,9 @@ def outputs_and_gradients(run, x, segment_ids, cotangents):
 def gradients(run, x, segment_ids, **loss_options):
     """run: of ``shared``."""
     shapes = jax.eval_shape(run, *x)
-    outputs, _ = outputs_and_gradients(run, x, segment_ids, jax.tree.map(lambda y: array(np.zeros(y.shape), y.dtype), shapes))
+    outputs, _ = outputs_and_gradients(
+        run, x, segment_ids, jax.tree.map(lambda y: array(np.zeros(y.shape), y.dtype), shapes)
+    )
     return outputs_and_gradients(run, x, segment_ids, cotangents_of(outputs, **loss_options))[1]
 
 
@@ -63,7 +71,10 @@ def _expected_gradients(inputs, options, **loss_options):
     ids = options.pop("segment_ids", None)
     with jax.enable_x64(True):
         wide = [array(x, "float64") for x in inputs.values()]
-        return jax.tree.map(np.asarray, gradients(shared(reference.recurrence, **options), wide, ids, **loss_options))
+        return jax.tree.map(
+            np.asarray,
+            gradients(shared(reference.recurrence, **options), wide, ids, **loss_options),
+        )
 
 
 def found_gradients(inputs, options=None, *, run_options, **loss_options):
@@ -86,12 +97,16 @@ def check(inputs, dtype, options=None, *, run_options, skip=(), **loss_options):
 def tiles(scores, gradients):
     """With so many rows in a tile of parallel_bw_dP and in one of parallel_bw_dQKV."""
     of_gradients = StageConfig(siz_b_LQ=gradients, siz_b_DHQK=16, siz_b_DHHV=16, siz_b_loop=16)
-    return KernelConfig(parallel_bw_dP=StageConfig(siz_b_LQ=scores, siz_b_loop=16), parallel_bw_dQKV=of_gradients)
+    return KernelConfig(
+        parallel_bw_dP=StageConfig(siz_b_LQ=scores, siz_b_loop=16), parallel_bw_dQKV=of_gradients
+    )
 
 
 def splits(num_splits, **fields):
     """The fused scan, and all recurrences, in so many splits where they are whole chunks."""
-    parts = StageConfig(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, siz_b_loop=32, num_splits=num_splits)
+    parts = StageConfig(
+        siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, siz_b_loop=32, num_splits=num_splits
+    )
     fields = dict(fused_min_heads=1) | fields
     return KernelConfig(recurrent_fw_H=parts, recurrent_fw_C=parts, recurrent_bw_dC=parts, **fields)
 
@@ -108,7 +123,9 @@ ALGORITHMS = {
     "tiles32x16": interpreted(tiles(32, 16)),
     "tiles128": interpreted(tiles(128, 128)),
     "fused": interpreted(KernelConfig(fused_min_heads=1)),
-    "fused_two_launches": interpreted(KernelConfig(fused_min_heads=1, recurrent_fw_H=StageConfig(siz_b_DHQK=16, siz_b_loop=16))),
+    "fused_two_launches": interpreted(
+        KernelConfig(fused_min_heads=1, recurrent_fw_H=StageConfig(siz_b_DHQK=16, siz_b_loop=16))
+    ),
     "splits": interpreted(splits(4)),
 }
 
@@ -127,7 +144,9 @@ QUICK = ("xla", "materialised", "fused", "splits")
         *[slow(("float32", algorithm, 64), algorithm not in QUICK) for algorithm in ALGORITHMS],
         slow(("float32", "xla", 16)),
         slow(("float32", "materialised", 16)),
-        *[slow(("bfloat16", algorithm, 64), algorithm != "xla") for algorithm in QUICK],  # test_float16.py has quick ones of kernels
+        *[
+            slow(("bfloat16", algorithm, 64), algorithm != "xla") for algorithm in QUICK
+        ],  # test_float16.py has quick ones of kernels
     ],
 )
 def test_gradients(dtype, algorithm, chunk_size):
@@ -164,13 +183,19 @@ def test_gradients_in_splits(case, algorithm, num_splits):
     inputs = random_inputs(10, 1, 2, 64, 16, 32, **recipe)
     skip = ("c_initial", "n_initial") if case == "packed" else ()
     config = splits(num_splits, fused_min_heads=int(algorithm == "fused"))
-    check(inputs, "float32", options, skip=skip, run_options={"chunk_size": 16, **interpreted(config)})
+    check(
+        inputs, "float32", options, skip=skip, run_options={"chunk_size": 16, **interpreted(config)}
+    )
 
 
 @pytest.mark.parametrize(
     ("algorithm", "chunk_size"),
     [("xla", 16), ("xla", 256), slow(("materialised", 256))]  # which is tiles32x16, below
-    + [slow((algorithm, L)) for algorithm in ("xla", "materialised", "fused") for L in (32, 64, 128)]
+    + [
+        slow((algorithm, L))
+        for algorithm in ("xla", "materialised", "fused")
+        for L in (32, 64, 128)
+    ]
     + [slow(("fused", 16)), slow(("fused", 256))],
 )
 def test_gradients_at_chunk_sizes(algorithm, chunk_size):
@@ -185,22 +210,32 @@ def test_gradients_in_a_chunk_of_several_tiles(resets, algorithm):
     check(inputs, "float32", run_options={"chunk_size": 256, **ALGORITHMS[algorithm]})
 
 
-# Ids of 70 steps, chunks of 32: sequences of one step, several in a chunk, one at a chunk boundary, one over two chunks.
+# Ids of 70 steps, chunks of 32: sequences of one step, several in a chunk, one at a chunk boundary,
+# one over two chunks.
 PACKED = np.repeat([3, 3, 0, 7, 8, 7], [5, 4, 1, 22, 36, 2])[None]
 SIGMOID = {"m_initial": False}
-# Where a gradient is zero but for rounding, its relative error says nothing: it is only asked to be finite.
+# Where a gradient is zero but for rounding, its relative error says nothing: it is only asked to be
+# finite.
 CASES = {
     "no_states": ({"states": False}, {}, ()),
     "resets": ({"resets": True}, {}, ()),
     "closed_forget_gates": ({"f_shift": -30.0}, {}, ()),
     "open_forget_gates": ({"f_shift": 10.0}, {}, ()),
-    "wild_gates": ({"f_scale": 1e3, "i_scale": 1e3}, {}, ("f", "c_initial", "n_initial", "m_initial")),
+    "wild_gates": (
+        {"f_scale": 1e3, "i_scale": 1e3},
+        {},
+        ("f", "c_initial", "n_initial", "m_initial"),
+    ),
     "eps0": ({}, {"eps": 0.0}, ()),
     "eps_large": ({}, {"eps": 0.3}, ()),
     "floor_at_most_steps": ({}, {"norm_val": 50.0}, ("n_initial",)),
     "floor_at_no_step": ({}, {"norm_val": 0.0}, ()),
     "unstabilised": ({}, {"stabilize_correctly": False, "norm_val": 2.0, "eps": 0.1}, ()),
-    "unstabilised_floor_at_most_steps": ({}, {"stabilize_correctly": False, "norm_val": 50.0}, ("n_initial",)),
+    "unstabilised_floor_at_most_steps": (
+        {},
+        {"stabilize_correctly": False, "norm_val": 50.0},
+        ("n_initial",),
+    ),
     "packed": ({}, {"segment_ids": PACKED}, ("c_initial", "n_initial")),
     "packed_resets": ({"resets": True}, {"segment_ids": PACKED}, ()),
     "packed_open_forget_gates": (
@@ -210,7 +245,11 @@ CASES = {
     ),
     "sigmoid": (SIGMOID, {"input_gate": "sigmoid", "eps": 0.1}, ()),
     "sigmoid_resets": (SIGMOID | {"resets": True}, {"input_gate": "sigmoid"}, ()),
-    "sigmoid_floor_at_most_steps": (SIGMOID, {"input_gate": "sigmoid", "norm_val": 50.0}, ("n_initial",)),
+    "sigmoid_floor_at_most_steps": (
+        SIGMOID,
+        {"input_gate": "sigmoid", "norm_val": 50.0},
+        ("n_initial",),
+    ),
     "sigmoid_without_normaliser": (SIGMOID, {"input_gate": "sigmoid", "normalize": False}, ()),
     "sigmoid_packed": (SIGMOID, {"input_gate": "sigmoid", "segment_ids": PACKED}, ()),
 }
@@ -230,13 +269,25 @@ OTHER_VALUES = ("eps_large", "floor_at_no_step", "unstabilised")
 def test_gradients_of_gates_and_normalisers(case, algorithm):
     recipe, options, skip = CASES[case]
     inputs = random_inputs(3, 1, 2, 70, 16, 16, **recipe)
-    check(inputs, "float32", options, skip=skip, run_options={"chunk_size": 32, **ALGORITHMS[algorithm]})
+    check(
+        inputs,
+        "float32",
+        options,
+        skip=skip,
+        run_options={"chunk_size": 32, **ALGORITHMS[algorithm]},
+    )
 
 
 @pytest.mark.parametrize("algorithm", ["materialised", slow(["tiles16"]), slow(["splits"])])
-@pytest.mark.parametrize(("open_gates", "nearly_closed"), [(3.0, -2.0), slow((9.0, -6.0)), slow((12.0, -10.0)), (6.0, -20.0)])
-def test_gradients_of_forget_gates_that_nearly_close_among_open_ones(algorithm, open_gates, nearly_closed):
-    """Next to nothing passes where most of the gradient is: what passes elsewhere must not leave its rounding there."""
+@pytest.mark.parametrize(
+    ("open_gates", "nearly_closed"),
+    [(3.0, -2.0), slow((9.0, -6.0)), slow((12.0, -10.0)), (6.0, -20.0)],
+)
+def test_gradients_of_forget_gates_that_nearly_close_among_open_ones(
+    algorithm, open_gates, nearly_closed
+):
+    """Next to nothing passes where most of the gradient is: what passes elsewhere must not leave
+    its rounding there."""
     inputs = random_inputs(11, 1, 1, 256, 16, 16, dtype="bfloat16", f_shift=open_gates)
     inputs["f"] = jnp.where(jnp.arange(256) % 37 == 5, nearly_closed, inputs["f"])
     check(inputs, "bfloat16", run_options={"chunk_size": 64, **ALGORITHMS[algorithm]})
@@ -255,15 +306,29 @@ LOSSES = {
 def test_gradients_of_losses(loss, algorithm):
     options, skip = LOSSES[loss]
     inputs = random_inputs(4, 1, 2, 70, 16, 16)
-    check(inputs, "float32", {"eps": 0.05}, skip=skip, run_options={"chunk_size": 32, **ALGORITHMS[algorithm]}, **options)
+    check(
+        inputs,
+        "float32",
+        {"eps": 0.05},
+        skip=skip,
+        run_options={"chunk_size": 32, **ALGORITHMS[algorithm]},
+        **options,
+    )
 
 
 @pytest.mark.parametrize("states", ["recomputed", slow(["stored"])])
-@pytest.mark.parametrize("algorithm", [slow(["xla"]), slow(["materialised"]), slow(["fused"]), "splits"])
+@pytest.mark.parametrize(
+    "algorithm", [slow(["xla"]), slow(["materialised"]), slow(["fused"]), "splits"]
+)
 def test_gradients_of_h_alone_from_no_initial_states(algorithm, states):
     """There are no initial states, and the last ones are not returned: neither is read or written."""
     inputs = random_inputs(13, 1, 2, 64, 16, 16, states=False)
-    run = shared(mlstm_chunkwise, chunk_size=16, recompute_states_in_bw=states == "recomputed", **ALGORITHMS[algorithm])
+    run = shared(
+        mlstm_chunkwise,
+        chunk_size=16,
+        recompute_states_in_bw=states == "recomputed",
+        **ALGORITHMS[algorithm],
+    )
     weights = np.random.default_rng(0).normal(size=inputs["v"].shape)
 
     def loss(run, *x):
@@ -273,7 +338,11 @@ def test_gradients_of_h_alone_from_no_initial_states(algorithm, states):
     found = jax.jit(jax.grad(functools.partial(loss, run), tuple(range(5))))(*inputs.values())
     with jax.enable_x64(True):
         wide = [array(x, "float64") for x in inputs.values()]
-        expected = jax.jit(jax.grad(functools.partial(loss, lambda *x: reference.recurrence(*x)[0]), tuple(range(5))))(*wide)
+        expected = jax.jit(
+            jax.grad(
+                functools.partial(loss, lambda *x: reference.recurrence(*x)[0]), tuple(range(5))
+            )
+        )(*wide)
         expected = jax.tree.map(np.asarray, expected)
     for name, actual, wanted in zip(inputs, found, expected, strict=True):
         assert_close(actual, wanted, BOUND["float32"], f"d{name}")
@@ -289,26 +358,43 @@ STORED_QUICK = (("materialised", "both_ends"),)
 
 @pytest.mark.parametrize(
     ("algorithm", "ends"),
-    [slow((algorithm, ends), (algorithm, ends) not in STORED_QUICK) for algorithm in STORED for ends in ("both_ends", "neither_end")],
+    [
+        slow((algorithm, ends), (algorithm, ends) not in STORED_QUICK)
+        for algorithm in STORED
+        for ends in ("both_ends", "neither_end")
+    ],
 )
 def test_stored_states_give_the_gradients_of_recomputed_ones(algorithm, ends):
-    """With states at both ends of the sequence or at neither. With backend None the kernels and the plain form store alike."""
+    """With states at both ends of the sequence or at neither.
+
+    With backend None the kernels and the plain form store alike.
+    """
     both = ends == "both_ends"
     inputs = random_inputs(5, 1, 2, 64, 16, 16, resets=True, states=both)
     weights = np.random.default_rng(0).normal(size=inputs["v"].shape).astype("float32")
 
     def gradient_of(recompute, **options):
         def loss(*x):
-            outputs = mlstm_chunkwise(*x, chunk_size=32, recompute_states_in_bw=recompute, return_last_states=both, **options)
+            outputs = mlstm_chunkwise(
+                *x,
+                chunk_size=32,
+                recompute_states_in_bw=recompute,
+                return_last_states=both,
+                **options,
+            )
             return weighed(outputs) if both else jnp.sum(outputs * weights)
 
         return jax.jit(jax.grad(loss, tuple(range(len(inputs)))))
 
-    recomputed, stored = (gradient_of(recompute, **STORED[algorithm])(*inputs.values()) for recompute in (True, False))
+    recomputed, stored = (
+        gradient_of(recompute, **STORED[algorithm])(*inputs.values()) for recompute in (True, False)
+    )
     for name, a, b in zip(inputs, stored, recomputed, strict=True):
         assert_close(a, np.asarray(b, "float64"), 1e-6, name)
     if not both:
-        jax.eval_shape(gradient_of(False, **STORED[algorithm] | {"backend": None}), *inputs.values())
+        jax.eval_shape(
+            gradient_of(False, **STORED[algorithm] | {"backend": None}), *inputs.values()
+        )
 
 
 @pytest.mark.slow
@@ -336,13 +422,18 @@ def test_directional_finite_differences_agree_in_float64():
         r = np.random.default_rng(0)
         x = [array(y, "float64") for y in inputs.values()]
         direction = [array(r.normal(size=y.shape), "float64") for y in x]
-        run = functools.partial(mlstm_chunkwise, chunk_size=16, backend="xla", return_last_states=True)
+        run = functools.partial(
+            mlstm_chunkwise, chunk_size=16, backend="xla", return_last_states=True
+        )
         loss = jax.jit(lambda *x: weighed(run(*x)))
         gradients = jax.grad(loss, tuple(range(8)))(*x)
         slope = sum(jnp.sum(g * d) for g, d in zip(gradients, direction, strict=True))
         step = 1e-5
-        above, below = (loss(*(y + s * d for y, d in zip(x, direction, strict=True))) for s in (step, -step))
-        # the difference quotient is off by step^2 times a third derivative, and by rounding over step
+        above, below = (
+            loss(*(y + s * d for y, d in zip(x, direction, strict=True))) for s in (step, -step)
+        )
+        # the difference quotient is off by step^2 times a third derivative, and by rounding over
+        # step
         assert float((above - below) / (2 * step)) == pytest.approx(float(slope), rel=1e-7)
 
 
@@ -351,7 +442,9 @@ GRADIENT = functools.partial(jax.grad, argnums=(1, 2, 3, 4, 5))
 
 def scanned(loss):
     def sums(weights, *x):
-        return jax.lax.scan(lambda total, y: (total + loss(*(z[None] for z in y)), None), 0.0, (weights, *x))[0]
+        return jax.lax.scan(
+            lambda total, y: (total + loss(*(z[None] for z in y)), None), 0.0, (weights, *x)
+        )[0]
 
     return GRADIENT(sums)
 

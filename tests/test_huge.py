@@ -1,4 +1,5 @@
-"""The ends of the range of shapes: one step, one head, none at all; and arrays and grids beyond 32 bits, lowered for a GPU, not run."""
+"""The ends of the range of shapes: one step, one head, none at all; and arrays and grids beyond 32
+bits, lowered for a GPU, not run."""
 
 import functools
 import re
@@ -52,9 +53,14 @@ def test_gradients_of_an_empty_batch_are_empty(backend, B, NH):
 
 FUSED = KernelConfig(fused_min_heads=1)
 MATERIALISED = KernelConfig(fused_min_heads=0)
-# Shapes (B, NH, S, DHQK, DHHV), dtype, and options of mlstm_chunkwise; what is larger than 32 bits can number, or a grid's limits.
+# Shapes (B, NH, S, DHQK, DHHV), dtype, and options of mlstm_chunkwise; what is larger than 32 bits
+# can number, or a grid's limits.
 HUGE = {
-    "states_and_values_materialised": ((1, 9, 2**20, 128, 256), "bfloat16", {"config": MATERIALISED}),
+    "states_and_values_materialised": (
+        (1, 9, 2**20, 128, 256),
+        "bfloat16",
+        {"config": MATERIALISED},
+    ),
     "states_and_values_fused": ((1, 9, 2**20, 128, 256), "bfloat16", {"config": FUSED}),
     "tokens_materialised": ((2**14, 2**7, 2**10, 16, 16), "bfloat16", {"config": MATERIALISED}),
     "tokens_fused": ((2**14, 2**7, 2**10, 16, 16), "bfloat16", {"config": FUSED}),
@@ -63,7 +69,9 @@ HUGE = {
 
 
 def on_an_h200():
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu")))
+    return jax.sharding.use_abstract_mesh(
+        AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))
+    )
 
 
 def pointer_offsets(ir):
@@ -84,10 +92,15 @@ def pointer_offsets(ir):
 def test_huge_arrays_are_addressed_with_64_bits_and_grids_are_launchable(case):
     (B, NH, S, DHQK, DHHV), dtype, options = HUGE[case]
     rows = B, NH, S
-    shapes = [jax.ShapeDtypeStruct((*rows, width), dtype) for width in (DHQK, DHQK, DHHV)] + [jax.ShapeDtypeStruct(rows, "float32")] * 2
+    shapes = [jax.ShapeDtypeStruct((*rows, width), dtype) for width in (DHQK, DHQK, DHHV)] + [
+        jax.ShapeDtypeStruct(rows, "float32")
+    ] * 2
 
     def gradient(*x):
-        return jax.grad(lambda *x: jnp.sum(mlstm_chunkwise(*x, backend="triton", **options), dtype="float32"), tuple(range(5)))(*x)
+        return jax.grad(
+            lambda *x: jnp.sum(mlstm_chunkwise(*x, backend="triton", **options), dtype="float32"),
+            tuple(range(5)),
+        )(*x)
 
     with on_an_h200():
         traced = jax.jit(gradient).trace(*shapes)
@@ -105,7 +118,9 @@ def test_huge_arrays_are_addressed_with_64_bits_and_grids_are_launchable(case):
         for number, x in enumerate([*call.invars, *call.outvars]):
             if x.aval.size * x.aval.dtype.itemsize > 2**32:
                 huge += 1
-                assert offsets[number] == {64}, f"{kernel.name}: argument {number}, {x.aval.str_short()}"
+                assert offsets[number] == {64}, (
+                    f"{kernel.name}: argument {number}, {x.aval.str_short()}"
+                )
             else:
                 assert x.aval.size < 2**31
     assert bool(huge) == (case != "chunks_of_one_sequence")

@@ -8,7 +8,8 @@ from graphlib import TopologicalSorter
 from pathlib import Path
 
 PACKAGE = Path(__file__).parents[1] / "mlstm_pallas"
-# From the doors down. A module imports modules of lower floors; those of its own folder too in stages/ and xlstm_jax/.
+# From the doors down. A module imports modules of lower floors; those of its own folder too in
+# stages/ and xlstm_jax/.
 FLOORS = (
     ("",),  # the package itself
     ("api", "recurrent", "distributed", "export", "reference", "xlstm_jax"),
@@ -27,8 +28,14 @@ FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 @functools.cache
 def modules():
     """{dotted name below the package: syntax tree}."""
-    files = {".".join(file.relative_to(PACKAGE).with_suffix("").parts): file for file in sorted(PACKAGE.rglob("*.py"))}
-    return {name.removesuffix("__init__").removesuffix("."): ast.parse(file.read_text()) for name, file in files.items()}
+    files = {
+        ".".join(file.relative_to(PACKAGE).with_suffix("").parts): file
+        for file in sorted(PACKAGE.rglob("*.py"))
+    }
+    return {
+        name.removesuffix("__init__").removesuffix("."): ast.parse(file.read_text())
+        for name, file in files.items()
+    }
 
 
 def imported(node):
@@ -41,13 +48,22 @@ def imported(node):
 
 def imports(tree):
     """All but those for type checkers."""
-    checked = [node for node in ast.walk(tree) if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    checked = [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
     unread = {child for node in checked for child in ast.walk(node)}
-    return [node for node in ast.walk(tree) if isinstance(node, ast.Import | ast.ImportFrom) and node not in unread]
+    return [
+        node
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Import | ast.ImportFrom) and node not in unread
+    ]
 
 
 def within_package(name):
-    """The module of the package that an imported name is, or is an attribute of; None for other packages."""
+    """The module of the package that an imported name is, or is an attribute of; None for other
+    packages."""
     package, _, rest = name.partition(".")
     if package != "mlstm_pallas":
         return None
@@ -78,7 +94,12 @@ def floor_of(name):
 
 
 def arrows(condition):
-    return [f"{name} -> {target}" for name, targets in graph().items() for target in sorted(targets) if condition(name, target)]
+    return [
+        f"{name} -> {target}"
+        for name, targets in graph().items()
+        for target in sorted(targets)
+        if condition(name, target)
+    ]
 
 
 def test_every_module_has_a_floor():
@@ -87,7 +108,10 @@ def test_every_module_has_a_floor():
 
 def test_no_cycle():
     """Of imports at the top: the Mosaic GPU kernel of a stage is imported when it is launched."""
-    at_the_top = {name: {target for target in targets if target != mosaic_gpu_kernel(name)} for name, targets in graph().items()}
+    at_the_top = {
+        name: {target for target in targets if target != mosaic_gpu_kernel(name)}
+        for name, targets in graph().items()
+    }
     list(TopologicalSorter(at_the_top).static_order())
 
 
@@ -96,7 +120,9 @@ def test_every_arrow_runs_down():
         folder = name.partition(".")[0]
         return folder in ("stages", "xlstm_jax") and folder == target.partition(".")[0]
 
-    assert not arrows(lambda name, target: floor_of(name) >= floor_of(target) and not same_folder(name, target))
+    assert not arrows(
+        lambda name, target: floor_of(name) >= floor_of(target) and not same_folder(name, target)
+    )
 
 
 def test_no_module_imports_the_package_itself():
@@ -108,7 +134,8 @@ def test_nothing_in_the_package_imports_the_reference():
 
 
 def test_modules_of_the_package_are_imported_at_the_top():
-    """But for Mosaic GPU kernels, which the stages import when they are launched: older versions of jax have no such kernels."""
+    """But for Mosaic GPU kernels, which the stages import when they are launched: older versions of
+    jax have no such kernels."""
     for name, tree in modules().items():
         nested = [node for node in imports(tree) if node not in tree.body]
         inside = {within_package(target) for node in nested for target in imported(node)} - {None}
@@ -118,15 +145,29 @@ def test_modules_of_the_package_are_imported_at_the_top():
 def test_stages_alone_import_mosaic_gpu_kernels():
     """And that of a stage, its launcher alone."""
     kernels = {name for name in modules() if is_mosaic_gpu(name)}
-    of_stages = {(name, mosaic_gpu_kernel(name)) for name in graph() if mosaic_gpu_kernel(name) in kernels}
-    found = {(name, target) for name, targets in graph().items() if not is_mosaic_gpu(name) for target in targets & kernels}
+    of_stages = {
+        (name, mosaic_gpu_kernel(name)) for name in graph() if mosaic_gpu_kernel(name) in kernels
+    }
+    found = {
+        (name, target)
+        for name, targets in graph().items()
+        if not is_mosaic_gpu(name)
+        for target in targets & kernels
+    }
     assert of_stages
     assert all(name.startswith("stages.") for name, _ in found)
-    assert {(name, target) for name, target in found if target in dict(map(reversed, of_stages))} == of_stages
+    assert {
+        (name, target) for name, target in found if target in dict(map(reversed, of_stages))
+    } == of_stages
 
 
 def importers(module):
-    return {name for name, tree in modules().items() for node in imports(tree) if any(module in x for x in imported(node))}
+    return {
+        name
+        for name, tree in modules().items()
+        for node in imports(tree)
+        if any(module in x for x in imported(node))
+    }
 
 
 def test_launch_alone_imports_the_triton_lowering():
@@ -138,14 +179,26 @@ def test_launch_mosaic_gpu_alone_imports_the_mosaic_gpu_lowering():
 
 
 def test_the_kernels_alone_import_launch_mosaic_gpu():
-    assert all(is_mosaic_gpu(name) for name, targets in graph().items() if "launch_mosaic_gpu" in targets)
+    assert all(
+        is_mosaic_gpu(name) for name, targets in graph().items() if "launch_mosaic_gpu" in targets
+    )
 
 
 def test_the_package_is_imported_without_the_mosaic_gpu_lowering():
     """All doors and all stages of it."""
     modules = "mlstm_pallas, mlstm_pallas.distributed, mlstm_pallas.export, mlstm_pallas.reference, mlstm_pallas.xlstm_jax"
     program = f"import sys, {modules}\nprint(*sys.modules)"
-    out = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, cwd=PACKAGE.parent).stdout.split()
+    out = subprocess.run(
+        [sys.executable, "-c", program],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=PACKAGE.parent,
+    ).stdout.split()
     assert "mlstm_pallas.stages.recurrent_fw_H" in out
     lowering = {"jax.experimental.pallas.mosaic_gpu", "mlstm_pallas.launch_mosaic_gpu"}
-    assert not [name for name in out if name in lowering or name.startswith("mlstm_pallas.stages.mosaic_gpu.")]
+    assert not [
+        name
+        for name in out
+        if name in lowering or name.startswith("mlstm_pallas.stages.mosaic_gpu.")
+    ]

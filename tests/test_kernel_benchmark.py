@@ -23,7 +23,11 @@ from mlstm_pallas.problem import Problem
 
 SMALL, TINY, WIDE = Shape(2, 3, 64, 16, 32), Shape(1, 1, 16, 16, 16), Shape(1, 2, 128, 128, 128)
 L = 32
-EIGHT_K = {"7b": Shape(8, 8, 8192, 256, 512), "tfla": Shape(8, 16, 8192, 128, 256), "b1": Shape(1, 8, 8192, 256, 512)}
+EIGHT_K = {
+    "7b": Shape(8, 8, 8192, 256, 512),
+    "tfla": Shape(8, 16, 8192, 128, 256),
+    "b1": Shape(1, 8, 8192, 256, 512),
+}
 
 
 def run(*arguments):
@@ -49,7 +53,7 @@ def few_calls(monkeypatch):
     monkeypatch.setattr(kernel_benchmark, "MAX_CALLS", 1)
 
 
-# ---------------------------------------------------------------- FLOPs and bytes
+# ---------------- FLOPs and bytes
 
 
 def stage_case(stage, shape=SMALL, dtype="bfloat16"):
@@ -60,7 +64,8 @@ def stage_case(stage, shape=SMALL, dtype="bfloat16"):
     return impl, jax.eval_shape(lambda x: kernel_benchmark.stage_arrays(x, L, impl.stage.fused), x)
 
 
-# What the kernel of a stage reads of a NamedTuple; recurrent_bw_dC reads gamma once for each recurrence.
+# What the kernel of a stage reads of a NamedTuple; recurrent_bw_dC reads gamma once for each
+# recurrence.
 GATES = operator.attrgetter("vecE", "vecU", "vecW")
 READ = {
     "parallel_fw_H": {"chunk_gates": lambda x: (GATES(x), x.vecM)},
@@ -81,13 +86,23 @@ def test_bytes_of_a_stage_are_those_of_its_arrays(stage):
     impl, inputs = stage_case(stage)
     function, args = impl.computation(inputs, "fwd")
     outputs = jax.eval_shape(function, *args)._asdict()
-    read = [READ.get(stage, {}).get(name, lambda x: x)(x) for name, x in zip(impl.stage.inputs, args, strict=True)]
-    assert impl.stage.cost(impl.call.problem, 2).bytes == nbytes(read) + nbytes(list(outputs.values()))
+    read = [
+        READ.get(stage, {}).get(name, lambda x: x)(x)
+        for name, x in zip(impl.stage.inputs, args, strict=True)
+    ]
+    assert impl.stage.cost(impl.call.problem, 2).bytes == nbytes(read) + nbytes(
+        list(outputs.values())
+    )
 
 
 def compiled_flops(equation, *shapes):
     arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
-    return jax.jit(lambda *xs: jnp.einsum(equation, *xs)).lower(*arrays).compile().cost_analysis()["flops"]
+    return (
+        jax.jit(lambda *xs: jnp.einsum(equation, *xs))
+        .lower(*arrays)
+        .compile()
+        .cost_analysis()["flops"]
+    )
 
 
 # The products of each stage: inter-chunk, and intra-chunk (over all pairs of steps of a chunk).
@@ -116,7 +131,12 @@ def test_flops_of_a_stage_are_those_of_its_products(stage):
     sizes = dict(b=problem.BNH * problem.NC, t=L, s=L, k=SMALL.DHQK, v=SMALL.DHHV)
 
     def total(equations):
-        return sum(compiled_flops(eq, *([sizes[axis] for axis in part] for part in eq.partition("->")[0].split(","))) for eq in equations)
+        return sum(
+            compiled_flops(
+                eq, *([sizes[axis] for axis in part] for part in eq.partition("->")[0].split(","))
+            )
+            for eq in equations
+        )
 
     causal = sum(t + 1 for t in range(L)) / L**2
     expected = total(INTER[stage]) + causal * total(INTRA.get(stage, []))
@@ -130,7 +150,10 @@ def test_a_direction_has_the_flops_of_its_stages_and_the_bytes_of_its_arrays():
     assert forward.bytes == nbytes(inputs)  # h is as large as its cotangent
     assert backward.bytes == 2 * nbytes(inputs[:5]) + 2 * nbytes(inputs.dh) + 2 * 4 * SMALL.steps
     problem = Problem(*SMALL, SMALL.S, 1.0)
-    flops = [sum(kernel_benchmark.STAGES[stage].cost(problem, 2).flops for stage in x) for x in roofline.schedules(0)]
+    flops = [
+        sum(kernel_benchmark.STAGES[stage].cost(problem, 2).flops for stage in x)
+        for x in roofline.schedules(0)
+    ]
     assert [forward.flops, backward.flops] == flops
 
 
@@ -138,7 +161,9 @@ def test_the_flops_of_a_direction_do_not_depend_on_what_divides_the_sequence():
     K, V, L = 16, 32, roofline.REFERENCE_CHUNK
     per_step = 4 * K * V + (L + 1) * (K + V), 10 * K * V + (L + 1) * (3 * K + 2 * V)
     for S in (128, 200, 8192):
-        assert [x.flops for x in roofline.mlstm(Shape(2, 3, S, K, V), 2, "fwbw")] == [6 * S * x for x in per_step]
+        assert [x.flops for x in roofline.mlstm(Shape(2, 3, S, K, V), 2, "fwbw")] == [
+            6 * S * x for x in per_step
+        ]
 
 
 def test_attention_counts_pairs_once():
@@ -148,12 +173,17 @@ def test_attention_counts_pairs_once():
     assert backward == (pairs * 5 * 2 * 16, 8 * 2 * 2 * 3 * 5 * 16)
 
 
-# Milliseconds worked out by hand: for 7b-8k 3.27e11 + 8.08e11 FLOP at 790 TFLOP/s, for tfla-8k 1.62e9 + 3.25e9 bytes at 4.27 TB/s.
-@pytest.mark.parametrize(("name", "fwd", "fwbw"), [("7b", 0.41, 1.44), ("tfla", 0.38, 1.14), ("b1", 0.052, 0.18)])
+# Milliseconds worked out by hand: for 7b-8k 3.27e11 + 8.08e11 FLOP at 790 TFLOP/s, for tfla-8k
+# 1.62e9 + 3.25e9 bytes at 4.27 TB/s.
+@pytest.mark.parametrize(
+    ("name", "fwd", "fwbw"), [("7b", 0.41, 1.44), ("tfla", 0.38, 1.14), ("b1", 0.052, 0.18)]
+)
 def test_floor_of_the_8k_shapes(name, fwd, fwbw):
     rates = roofline.device_rates("NVIDIA H200", "bfloat16")
     for direction, expected in (("fwd", fwd), ("fwbw", fwbw)):
-        assert 1e3 * roofline.floor_seconds(roofline.mlstm(EIGHT_K[name], 2, direction), *rates) == pytest.approx(expected, rel=0.02)
+        assert 1e3 * roofline.floor_seconds(
+            roofline.mlstm(EIGHT_K[name], 2, direction), *rates
+        ) == pytest.approx(expected, rel=0.02)
 
 
 def test_rates_nobody_measured_are_none():
@@ -166,7 +196,7 @@ def test_a_float32_product_counts_as_six_of_bfloat16():
     assert roofline.device_rates("NVIDIA H200", "float32") == (flops / 6, bandwidth)
 
 
-# ---------------------------------------------------------------- what outputs are checked against
+# ---------------- what outputs are checked against
 
 
 def with_gradients(S, *functions):
@@ -184,14 +214,20 @@ def with_gradients(S, *functions):
 
 
 def test_the_parallel_form_of_the_oracle_is_the_recurrence():
-    parallel, recurrent, _ = with_gradients(256, peers.exact, lambda *args: reference.recurrence(*args)[0])
+    parallel, recurrent, _ = with_gradients(
+        256, peers.exact, lambda *args: reference.recurrence(*args)[0]
+    )
     for found, expected in zip(parallel, recurrent, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_a_constant_normaliser_changes_only_the_gradient():
-    (h, dq, dk, dv, di, _), exact, (q, k, v, _, _, dh) = with_gradients(40, peers.constant_normaliser, peers.exact)
-    np.testing.assert_allclose(h, exact[0], rtol=1e-13)  # float64: the same values, of two compiled functions
+    (h, dq, dk, dv, di, _), exact, (q, k, v, _, _, dh) = with_gradients(
+        40, peers.constant_normaliser, peers.exact
+    )
+    np.testing.assert_allclose(
+        h, exact[0], rtol=1e-13
+    )  # float64: the same values, of two compiled functions
     assert np.linalg.norm(dq - exact[1]) > 0.1 * np.linalg.norm(dq)
     # The numerator alone is linear in q and in v, and the input gate scales k.
     np.testing.assert_allclose(np.sum(dq * q, -1), np.sum(dh * h, -1), rtol=1e-9, atol=1e-12)
@@ -199,7 +235,7 @@ def test_a_constant_normaliser_changes_only_the_gradient():
     np.testing.assert_allclose(di, np.sum(dk * k, -1), rtol=1e-9, atol=1e-12)
 
 
-# ---------------------------------------------------------------- runs
+# ---------------- runs
 
 
 @pytest.mark.usefixtures("few_calls")
@@ -209,7 +245,13 @@ def test_without_a_gpu_the_default_says_so_and_leaves_records_and_a_plot(tmp_pat
     out = capsys.readouterr().out
     assert "no GPU here: measuring xla on the CPU" in out
     [record] = records_in(jsonl)
-    assert (record["name"], record["impl"], record["direction"], record["dtype"], record["status"]) == (
+    assert (
+        record["name"],
+        record["impl"],
+        record["direction"],
+        record["dtype"],
+        record["status"],
+    ) == (
         "tiny",
         "xla",
         "fwd",
@@ -232,9 +274,21 @@ def test_without_a_gpu_the_default_says_so_and_leaves_records_and_a_plot(tmp_pat
 
 @pytest.mark.usefixtures("few_calls")
 def test_both_directions_and_both_ways_with_the_states_in_one_run(tmp_path):
-    jsonl, request = tmp_path / "rows.jsonl", ["--direction=fwd,fwbw", "--dtype=float32", "--recompute_states_in_bw=true,false"]
+    jsonl, request = (
+        tmp_path / "rows.jsonl",
+        ["--direction=fwd,fwbw", "--dtype=float32", "--recompute_states_in_bw=true,false"],
+    )
     rates = ("--peak_tflops=0.1", "--peak_tbps=0.01")
-    assert run(*request, "--shape=1x2x48x16x8", '--config={"chunk_size": 16}', *rates, f"--jsonl={jsonl}") == 0
+    assert (
+        run(
+            *request,
+            "--shape=1x2x48x16x8",
+            '--config={"chunk_size": 16}',
+            *rates,
+            f"--jsonl={jsonl}",
+        )
+        == 0
+    )
     records = records_in(jsonl)
     assert [(record["direction"], record["recompute_states_in_bw"]) for record in records] == [
         ("fwd", None),
@@ -244,58 +298,85 @@ def test_both_directions_and_both_ways_with_the_states_in_one_run(tmp_path):
     for record in records:
         assert record["name"] == "1x2x48x16x8"
         assert record["config"]["chunk_size"] == 16
-        assert set(record["errors"]) == {"h"} if record["direction"] == "fwd" else {"h", "dq", "dk", "dv", "di", "df"}
+        assert (
+            set(record["errors"]) == {"h"}
+            if record["direction"] == "fwd"
+            else {"h", "dq", "dk", "dv", "di", "df"}
+        )
         assert record["error"] == max(record["errors"].values()) < 1e-4
         assert record["roofline_pct"] > 0
     recomputed, kept = records[1:3]
     rounding = 48 * float(jnp.finfo(jnp.float32).eps) / 2  # of a sum over the steps
-    assert recomputed["errors"] == {name: pytest.approx(x, abs=rounding) for name, x in kept["errors"].items()}
+    assert recomputed["errors"] == {
+        name: pytest.approx(x, abs=rounding) for name, x in kept["errors"].items()
+    }
 
 
 def test_a_config_reaches_the_stages(tmp_path):
     """Given as JSON, or as a file."""
-    row = {"chunk_size": 64, "fused_min_heads": 3, "parallel_fw_H": {"siz_b_LQ": 16, "num_warps": 8}}
+    row = {
+        "chunk_size": 64,
+        "fused_min_heads": 3,
+        "parallel_fw_H": {"siz_b_LQ": 16, "num_warps": 8},
+    }
     (tmp_path / "row.json").write_text(json.dumps(row))
     for text in (json.dumps(row), str(tmp_path / "row.json")):
         config = kernel_benchmark.parse_config(text)
         filled = kernel_benchmark.MlstmPallas("interpret", SMALL, "bfloat16", None, config).filled
-        assert (filled.L, filled.fused_min_heads, filled.stage("parallel_fw_H")) == (64, 3, StageConfig(siz_b_LQ=16, num_warps=8))
-        assert filled.stage("recurrent_fw_C") == heuristic_config(16, jnp.dtype("bfloat16")).stage("recurrent_fw_C")
-
-
-@pytest.mark.parametrize("stage", [name for name, stage in kernel_benchmark.STAGES.items() if stage.fused])
-def test_a_config_has_the_chunks_of_the_fused_scan(stage):
-    config = KernelConfig(recurrent_fw_H=StageConfig(siz_b_LKV=16))
-    assert kernel_benchmark.MlstmPallasStage(stage, "interpret", SMALL, "bfloat16", 32, config).call.problem.L == 16
+        assert (filled.L, filled.fused_min_heads, filled.stage("parallel_fw_H")) == (
+            64,
+            3,
+            StageConfig(siz_b_LQ=16, num_warps=8),
+        )
+        assert filled.stage("recurrent_fw_C") == heuristic_config(16, jnp.dtype("bfloat16")).stage(
+            "recurrent_fw_C"
+        )
 
 
 def test_a_record_has_the_tiles_that_run():
     """Of recurrent_fw_H those of one of its two kernels."""
-    mosaic_gpu = StageConfig(siz_b_LKV=64, siz_b_DHHV=128, siz_b_loop=128, num_warps=8, num_stages=2)
-    config = KernelConfig(fused_min_heads=1, recurrent_fw_H=StageConfig(siz_b_LKV=16, num_splits=2, mosaic_gpu=mosaic_gpu))
+    mosaic_gpu = StageConfig(
+        siz_b_LKV=64, siz_b_DHHV=128, siz_b_loop=128, num_warps=8, num_stages=2
+    )
+    config = KernelConfig(
+        fused_min_heads=1,
+        recurrent_fw_H=StageConfig(siz_b_LKV=16, num_splits=2, mosaic_gpu=mosaic_gpu),
+    )
     configs = {
-        impl: kernel_benchmark.MlstmPallas(impl, WIDE, "bfloat16", 64, config).config for impl in ("interpret", "mosaic_gpu_interpret")
+        impl: kernel_benchmark.MlstmPallas(impl, WIDE, "bfloat16", 64, config).config
+        for impl in ("interpret", "mosaic_gpu_interpret")
     }
     fields = dict(siz_b_LKV=64, siz_b_DHHV=128, siz_b_loop=128, num_warps=8, num_stages=2)
-    assert configs["mosaic_gpu_interpret"]["recurrent_fw_H"] == {"num_splits": 2, "mosaic_gpu": fields}
+    assert configs["mosaic_gpu_interpret"]["recurrent_fw_H"] == {
+        "num_splits": 2,
+        "mosaic_gpu": fields,
+    }
     assert configs["interpret"]["recurrent_fw_H"]["siz_b_LKV"] == 16
     assert "mosaic_gpu" not in configs["interpret"]["recurrent_fw_H"]
     assert configs["interpret"]["parallel_fw_H"] == configs["mosaic_gpu_interpret"]["parallel_fw_H"]
 
 
-@pytest.mark.skipif(not jax_has_mosaic_gpu(), reason="the Mosaic GPU kernels need jax >= 0.11.2 and < 0.13")
+@pytest.mark.skipif(
+    not jax_has_mosaic_gpu(), reason="the Mosaic GPU kernels need jax >= 0.11.2 and < 0.13"
+)
 @pytest.mark.usefixtures("few_calls")
 def test_a_stage_on_mosaic_gpu_by_itself(tmp_path):
     """What it has no kernel for is skipped."""
     jsonl, stages = tmp_path / "rows.jsonl", ["parallel_fw_P", "recurrent_fw_H", "parallel_fw_H"]
-    shape, request = "x".join(map(str, WIDE)), ("--impl=mosaic_gpu_interpret", "--chunk_size=64", f"--jsonl={jsonl}")
+    shape, request = (
+        "x".join(map(str, WIDE)),
+        ("--impl=mosaic_gpu_interpret", "--chunk_size=64", f"--jsonl={jsonl}"),
+    )
     assert run(f"--stage={','.join(stages)}", f"--shape={shape}", *request) == 0
     records = records_in(jsonl)
     assert [record["status"] for record in records] == ["ok", "ok", "skipped"]
     assert records[0]["config"]["recurrent_fw_H"].keys() == {"mosaic_gpu"}
     assert {*records[0]["errors"]} == {"matP", "vecR", "vecZ", "vecN_states", "vecN_last"}
     assert {*records[1]["errors"]} == {"matH", "matC_last"}
-    assert records[2]["note"] == "skipped: NoSuchKernel: parallel_fw_H has no Mosaic GPU kernel for this shape and dtype"
+    assert (
+        records[2]["note"]
+        == "skipped: NoSuchKernel: parallel_fw_H has no Mosaic GPU kernel for this shape and dtype"
+    )
 
 
 @pytest.mark.usefixtures("few_calls")
@@ -303,12 +384,15 @@ def test_a_stage_on_mosaic_gpu_by_itself(tmp_path):
 def test_stages_by_themselves(impl, tmp_path):
     """One stage of each kind: without products, of the fused scan, backward."""
     jsonl, stages = tmp_path / "rows.jsonl", ["chunk_gates", "recurrent_fw_H", "recurrent_bw_dC"]
-    assert run(f"--stage={','.join(stages)}", f"--impl={impl}", "--chunk_size=32", f"--jsonl={jsonl}") == 0
+    assert (
+        run(f"--stage={','.join(stages)}", f"--impl={impl}", "--chunk_size=32", f"--jsonl={jsonl}")
+        == 0
+    )
     records = records_in(jsonl)
-    assert [(record["stage"], record["direction"]) for record in records] == list(zip(stages, ("fwd", "fwd", "bwd"), strict=True))
+    assert [(record["stage"], record["direction"]) for record in records] == list(
+        zip(stages, ("fwd", "fwd", "bwd"), strict=True)
+    )
     assert all(record["status"] == "ok" and record["note"] == "" for record in records)
-    assert {*records[0]["errors"]} == {"vecE", "vecU", "vecW", "vecM", "vecAbar", "scaGamma", "scaM_states"}
-    assert {*records[2]["errors"]} == {"matDeltaC_states", "matDeltaC_initial", "matC_states", "matC_last"}
 
 
 @pytest.mark.slow
@@ -316,18 +400,16 @@ def test_stages_by_themselves(impl, tmp_path):
 @pytest.mark.parametrize("impl", ["interpret", "xla"])
 def test_all_stages_by_themselves(impl, tmp_path):
     jsonl = tmp_path / "rows.jsonl"
-    request = f"--stage={','.join(kernel_benchmark.STAGES)}", f"--impl={impl}", "--dtype=bfloat16,float32", "--chunk_size=32"
+    request = (
+        f"--stage={','.join(kernel_benchmark.STAGES)}",
+        f"--impl={impl}",
+        "--dtype=bfloat16,float32",
+        "--chunk_size=32",
+    )
     assert run(*request, f"--jsonl={jsonl}") == 0
     records = records_in(jsonl)
     assert [record["stage"] for record in records] == list(kernel_benchmark.STAGES) * 2
     assert all(record["status"] == "ok" and record["errors"] for record in records)
-
-
-def test_an_input_that_no_stage_returns_is_named(monkeypatch):
-    stage = kernel_benchmark.dataclasses.replace(kernel_benchmark.STAGES["parallel_fw_H"], inputs=("matQ", "vecX"))
-    monkeypatch.setitem(kernel_benchmark.STAGES, "parallel_fw_H", stage)
-    with pytest.raises(ValueError, match=r"no stage returns .*vecX"):
-        jax.eval_shape(lambda: kernel_benchmark.stage_arrays(peers.random_inputs(jax.random.key(0), TINY, "bfloat16"), 16, False))
 
 
 @pytest.mark.usefixtures("few_calls")
@@ -344,8 +426,14 @@ def test_what_a_chunk_of_many_tiles_leaves_unwritten_is_not_compared(impl, tmp_p
 
 def test_a_wrong_output_is_refused(monkeypatch, tmp_path, capsys):
     right = kernel_benchmark.mlstm_chunkwise
-    monkeypatch.setattr(kernel_benchmark, "mlstm_chunkwise", lambda q, *rest, **options: right(q, *rest, **options) * 1.02)
-    monkeypatch.setattr(kernel_benchmark, "time_calls", lambda *_: pytest.fail("a wrong output was timed"))
+    monkeypatch.setattr(
+        kernel_benchmark,
+        "mlstm_chunkwise",
+        lambda q, *rest, **options: right(q, *rest, **options) * 1.02,
+    )
+    monkeypatch.setattr(
+        kernel_benchmark, "time_calls", lambda *_: pytest.fail("a wrong output was timed")
+    )
     jsonl = tmp_path / "rows.jsonl"
     assert run(f"--jsonl={jsonl}", f"--plot={tmp_path / 'p.png'}") == 1
     [record] = records_in(jsonl)
@@ -371,7 +459,11 @@ def test_a_wrong_gradient_is_refused(monkeypatch, capsys):
 def test_an_output_that_is_not_finite_is_refused(monkeypatch, capsys):
     right = kernel_benchmark.mlstm_chunkwise
     # In a head that is not compared with the recurrence.
-    monkeypatch.setattr(kernel_benchmark, "mlstm_chunkwise", lambda *args, **options: right(*args, **options).at[0, 1, 0, 0].set(jnp.nan))
+    monkeypatch.setattr(
+        kernel_benchmark,
+        "mlstm_chunkwise",
+        lambda *args, **options: right(*args, **options).at[0, 1, 0, 0].set(jnp.nan),
+    )
     assert run("--shape=1x5x16x16x16") == 1
     assert "wrong: not finite" in capsys.readouterr().out
 
@@ -383,7 +475,11 @@ def test_a_stage_that_is_wrong_is_refused(monkeypatch, capsys):
         outputs = stage.run(*args, call=call)
         return outputs if call.plain else outputs._replace(vecZ=-outputs.vecZ)
 
-    monkeypatch.setitem(kernel_benchmark.STAGES, "parallel_fw_H", kernel_benchmark.dataclasses.replace(stage, run=wrong))
+    monkeypatch.setitem(
+        kernel_benchmark.STAGES,
+        "parallel_fw_H",
+        kernel_benchmark.dataclasses.replace(stage, run=wrong),
+    )
     assert run("--stage=parallel_fw_H", "--impl=interpret") == 1
     assert "wrong: error 2.0e+00 in vecZ" in capsys.readouterr().out
 
@@ -392,7 +488,16 @@ def test_a_stage_that_is_wrong_is_refused(monkeypatch, capsys):
 def test_variants_are_held_to_their_own_oracles(capsys, tmp_path):
     jsonl = tmp_path / "rows.jsonl"
     variants = "exp,packed,sigmoid,unnormalised"
-    assert run("--impl=xla", f"--variant={variants}", "--dtype=float32", "--repeats=1", f"--jsonl={jsonl}") == 0
+    assert (
+        run(
+            "--impl=xla",
+            f"--variant={variants}",
+            "--dtype=float32",
+            "--repeats=1",
+            f"--jsonl={jsonl}",
+        )
+        == 0
+    )
     records = [json.loads(line) for line in jsonl.read_text().splitlines()]
     assert [record["variant"] for record in records] == variants.split(",")
     assert all(record["error"] < 1e-5 for record in records)
@@ -413,7 +518,9 @@ def test_a_failure_is_one_line(monkeypatch, capsys):
 def test_a_missing_peer_is_skipped_with_its_reason(monkeypatch, tmp_path, capsys):
     import_module = peers.importlib.import_module
 
-    def missing(name, package=None):  # of this module alone: others may be imported for the first time in this test
+    def missing(
+        name, package=None
+    ):  # of this module alone: others may be imported for the first time in this test
         if name == "torch":
             raise ModuleNotFoundError(f"No module named {name!r}")
         return import_module(name, package)
@@ -425,11 +532,6 @@ def test_a_missing_peer_is_skipped_with_its_reason(monkeypatch, tmp_path, capsys
     assert (skipped["status"], ours["status"]) == ("skipped", "ok")
     assert skipped["note"] == "skipped: ModuleNotFoundError: No module named 'torch'"
     assert skipped["note"] in capsys.readouterr().out
-
-
-def test_peers_have_no_stages(capsys):
-    assert run("--impl=jax_cudnn_attention", "--stage=chunk_gates") == 0
-    assert "skipped: ValueError: stages are those of mlstm_pallas alone" in capsys.readouterr().out
 
 
 class Doubling(peers.JaxImplementation):
@@ -445,8 +547,12 @@ class Doubling(peers.JaxImplementation):
 
 
 @pytest.mark.usefixtures("few_calls")
-@pytest.mark.parametrize(("factor", "note"), [(2, "other function"), (2.1, "wrong: error 4.8e-02 in h, at most 5e-03")])
-def test_another_function_is_held_to_what_it_defines_and_named_so(factor, note, monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("factor", "note"), [(2, "other function"), (2.1, "wrong: error 4.8e-02 in h, at most 5e-03")]
+)
+def test_another_function_is_held_to_what_it_defines_and_named_so(
+    factor, note, monkeypatch, tmp_path
+):
     monkeypatch.setitem(peers.PEERS, "doubling", Doubling)
     monkeypatch.setitem(peers.ORACLES, "twice", lambda q: factor * q)
     jsonl = tmp_path / "rows.jsonl"
@@ -454,17 +560,6 @@ def test_another_function_is_held_to_what_it_defines_and_named_so(factor, note, 
     [record] = records_in(jsonl)
     assert record["note"] == note
     assert (record["ms"] is None) == (factor != 2)
-
-
-@pytest.mark.usefixtures("few_calls")
-def test_compiled_programs_are_kept_where_asked(monkeypatch, tmp_path):
-    monkeypatch.setitem(peers.PEERS, "doubling", Doubling)
-    monkeypatch.setitem(peers.ORACLES, "twice", lambda q: 2 * q)
-    before, jsonl = jax.config.jax_compilation_cache_dir, tmp_path / "rows.jsonl"
-    assert run("--impl=doubling", "--dtype=float32,bfloat16", f"--compilation_cache_dir={tmp_path / 'cache'}", f"--jsonl={jsonl}") == 0
-    assert [record["dtype"] for record in records_in(jsonl)] == ["float32", "bfloat16"]
-    assert list((tmp_path / "cache").iterdir())
-    assert jax.config.jax_compilation_cache_dir == before
 
 
 def in_float64(function, *shapes):
@@ -475,12 +570,20 @@ def in_float64(function, *shapes):
 def test_oracles_of_other_functions():
     x = peers.random_inputs(jax.random.key(2), Shape(1, 2, 24, 4, 6), "float32")
     q, k, v, i, f, _ = (np.asarray(y, np.float64) for y in x)
-    for oracle, gate in ((peers.no_input_gate, np.ones_like(i)), (peers.sigmoid_input_gate, 1 / (1 + np.exp(-i)))):
+    for oracle, gate in (
+        (peers.no_input_gate, np.ones_like(i)),
+        (peers.sigmoid_input_gate, 1 / (1 + np.exp(-i))),
+    ):
         found = in_float64(oracle, q, k, v, i, f)
         C = np.zeros((1, 2, 4, 6))
         for t in range(24):
-            C = C / (1 + np.exp(-f[:, :, t, None, None])) + gate[:, :, t, None, None] * k[:, :, t, :, None] * v[:, :, t, None, :]
-            np.testing.assert_allclose(found[:, :, t], np.einsum("bhk,bhkv->bhv", q[:, :, t], C) / 2, rtol=1e-9)
+            C = (
+                C / (1 + np.exp(-f[:, :, t, None, None]))
+                + gate[:, :, t, None, None] * k[:, :, t, :, None] * v[:, :, t, None, :]
+            )
+            np.testing.assert_allclose(
+                found[:, :, t], np.einsum("bhk,bhkv->bhv", q[:, :, t], C) / 2, rtol=1e-9
+            )
 
 
 def test_oracle_of_attention_in_blocks_of_rows():
@@ -488,16 +591,31 @@ def test_oracle_of_attention_in_blocks_of_rows():
     scores = np.einsum("bhtd,bhsd->bhts", q, k) / 2
     weights = np.exp(scores) * np.tril(np.ones((384, 384)))
     expected = np.einsum("bhts,bhsd->bhtd", weights / weights.sum(-1, keepdims=True), v)
-    np.testing.assert_allclose(in_float64(peers.causal_attention, q, k, v), expected, rtol=1e-9, atol=1e-12)
+    np.testing.assert_allclose(
+        in_float64(peers.causal_attention, q, k, v), expected, rtol=1e-9, atol=1e-12
+    )
 
 
 @pytest.mark.usefixtures("few_calls")
 def test_attention_of_the_same_width_is_checked(monkeypatch, tmp_path):
     """As on a GPU, but for the implementation of jax.nn.dot_product_attention."""
     attention = jax.nn.dot_product_attention
-    monkeypatch.setattr(jax.nn, "dot_product_attention", lambda *args, implementation, **options: attention(*args, **options))
+    monkeypatch.setattr(
+        jax.nn,
+        "dot_product_attention",
+        lambda *args, implementation, **options: attention(*args, **options),
+    )
     jsonl = tmp_path / "rows.jsonl"
-    assert run("--impl=jax_cudnn_attention", "--shape=1x2x32x16x64", "--direction=fwd,fwbw", "--dtype=float32", f"--jsonl={jsonl}") == 0
+    assert (
+        run(
+            "--impl=jax_cudnn_attention",
+            "--shape=1x2x32x16x64",
+            "--direction=fwd,fwbw",
+            "--dtype=float32",
+            f"--jsonl={jsonl}",
+        )
+        == 0
+    )
     forward, both = records_in(jsonl)
     assert (set(forward["errors"]), set(both["errors"])) == ({"o"}, {"o", "dq", "dk", "dv"})
     assert max(forward["error"], both["error"]) < 1e-5
@@ -540,40 +658,37 @@ def test_after_ctrl_c_what_was_measured_is_there(monkeypatch, tmp_path, capsys):
     jsonl = tmp_path / "rows.jsonl"
     assert run("--shape=tiny,7b-8k", f"--jsonl={jsonl}", f"--plot={tmp_path / 'p.png'}") == 130
     assert [record["ms"] for record in records_in(jsonl)] == [1.5]
-    assert capsys.readouterr().out.rstrip().splitlines()[-1].split()[:5] == ["tiny", "xla", "fwd", "bfloat16", "1.500"]
+    assert capsys.readouterr().out.rstrip().splitlines()[-1].split()[:5] == [
+        "tiny",
+        "xla",
+        "fwd",
+        "bfloat16",
+        "1.500",
+    ]
 
 
-# ---------------------------------------------------------------- requests
+# ---------------- requests
 
 
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--shape=8k"], "unknown shape '8k', known are 7b-8k"),
-        (["--shape=1x2x3x4"], "unknown shape '1x2x3x4'"),
-        (["--shape=1x2x0x4x5"], "unknown shape '1x2x0x4x5'"),
         (["--impl=cuda"], "unknown impl cuda, known are triton"),
-        (["--stage=bw"], "unknown stage bw, known are chunk_gates"),
-        (["--impl=all,xla"], "unknown impl all"),
-        (["--direction=fwd,bw"], "unknown direction bw, known are fwd, fwbw"),
-        (["--dtype=float64"], "unknown dtype float64, known are float32, bfloat16"),
-        (["--recompute_states_in_bw=no"], "unknown recompute_states_in_bw no"),
         (["--config={"], "--config: Expecting property name"),
-        (["--config=/no/such/row.json"], "--config: [Errno 2] No such file"),
         (
             ['--config={"num_warps": 4}'],
             "--config: unknown num_warps, known are chunk_size, fused_min_heads, ",
         ),
-        (['--config={"parallel_fw_H": {"num_warps": 3}}'], "--config: num_warps is 3"),
-        (['--config={"parallel_fw_H": {"warps": 4}}'], "--config: StageConfig.__init__() got an unexpected keyword argument 'warps'"),
         ([f"--from_jsonl={__file__}"], "line 1 is no record of this benchmark"),
-        (["--from_jsonl=/no/such/rows.jsonl"], "No such file or directory: '/no/such/rows.jsonl'"),
-        (["--impl=triton"], "impl triton needs a GPU"),
         (["--impl=mosaic_gpu"], "impl mosaic_gpu needs a GPU"),
         (["--stage=chunk_gates", "--direction=fwbw"], "a stage has one direction"),
         (["--chunk_size=100"], "chunk_size is 100"),
         (["--plot=/no/such/folder/p.png"], "no folder for /no/such/folder/p.png"),
-        (["--jsonl=/no/such/folder/rows.jsonl"], "No such file or directory: '/no/such/folder/rows.jsonl'"),
+        (
+            ["--jsonl=/no/such/folder/rows.jsonl"],
+            "No such file or directory: '/no/such/folder/rows.jsonl'",
+        ),
     ],
 )
 def test_what_does_not_exist_is_one_line(arguments, message, capsys):
@@ -583,65 +698,47 @@ def test_what_does_not_exist_is_one_line(arguments, message, capsys):
     assert message in line
 
 
-def test_shapes():
-    shapes = kernel_benchmark.parse_shapes(["7b-8k", "seqlen", "2x3x5x7x11"])
-    assert list(shapes)[:2] == ["7b-8k", "256x8x512x256x512"]
-    assert shapes["2x3x5x7x11"] == Shape(2, 3, 5, 7, 11)
-    sweep = list(shapes.values())[1:-1]
-    assert [shape.S for shape in sweep] == [2**n for n in range(9, 18)]
-    assert {shape.B * shape.S for shape in sweep} == {131072}
-
-
 def measurement(name, shape, impl, direction="fwd", ms=1.0, **fields):
     """With a peak memory of 1000 MiB per ms."""
-    common = dict(stage="", dtype="bfloat16", device="NVIDIA H200", versions={}, commit=None, peak_mib=ms and 1000 * ms)
-    return kernel_benchmark.Record(name=name, shape=shape, impl=impl, direction=direction, ms=ms, **common | fields)
+    common = dict(
+        stage="",
+        dtype="bfloat16",
+        device="NVIDIA H200",
+        versions={},
+        commit=None,
+        peak_mib=ms and 1000 * ms,
+    )
+    return kernel_benchmark.Record(
+        name=name, shape=shape, impl=impl, direction=direction, ms=ms, **common | fields
+    )
 
 
 def write_records(path, records):
-    path.write_text("".join(json.dumps(kernel_benchmark.dataclasses.asdict(record)) + "\n" for record in records))
-
-
-def axes_of(records, path, monkeypatch):
-    """The axes of the plot, which is written to path."""
-    from matplotlib.figure import Figure
-
-    figures, savefig = [], Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *args, **options: (figures.append(figure), savefig(figure, *args, **options)))
-    kernel_benchmark.plot(records, str(path))
-    assert path.read_bytes().startswith(b"\x89PNG")
-    return figures[0].axes
-
-
-@pytest.mark.parametrize(("sweep", "label"), [("S", "sequence length S, 4k tokens each"), ("B", "batch B")])
-def test_a_sweep_is_plotted_along_what_varies(sweep, label, tmp_path, monkeypatch):
-    shapes = [Shape(4096 // n, 1, n, 16, 16) if sweep == "S" else Shape(n, 1, 64, 16, 16) for n in (512, 1024, 2048)]
-    records = [measurement(str(s), s, impl, d, s.S / 100) for s in shapes for d in ("fwd", "fwbw") for impl in ("triton", "fla")]
-    records[1].ms = None  # one that was skipped
-    panels = axes_of(records, tmp_path / "sweep.png", monkeypatch)
-    assert [axes.get_title() for axes in panels] == ["forward", "forward + backward"]
-    assert {axes.get_xlabel() for axes in panels} == {label}
-    ours, peer = panels[0].lines
-    assert list(ours.get_xdata()) == [512, 1024, 2048]
-    assert list(ours.get_ydata()) == [s.S / 100 for s in shapes]
-    assert list(peer.get_xdata()) == [1024, 2048]
-
-
-def test_single_shapes_are_plotted_as_bars(tmp_path, monkeypatch):
-    records = [measurement(name, shape, impl) for name, shape in EIGHT_K.items() for impl in ("triton", "fla")]
-    [axes] = axes_of(records, tmp_path / "bars.png", monkeypatch)
-    assert len(axes.patches) == 6
-    assert [text.get_text() for text in axes.get_xticklabels()] == ["7b", "tfla", "b1"]
+    path.write_text(
+        "".join(
+            json.dumps(kernel_benchmark.dataclasses.asdict(record)) + "\n" for record in records
+        )
+    )
 
 
 def test_a_table_and_a_plot_of_stored_records(tmp_path, capsys):
     shape = EIGHT_K["7b"]
-    write_records(tmp_path / "a.jsonl", [measurement("7b", shape, "triton", ms=9.0), measurement("7b", shape, "triton", ms=2.046)])
-    skipped = measurement("7b", shape, "fla", "fwbw", None, status="skipped", note="skipped: no GPU")
+    write_records(
+        tmp_path / "a.jsonl",
+        [measurement("7b", shape, "triton", ms=9.0), measurement("7b", shape, "triton", ms=2.046)],
+    )
+    skipped = measurement(
+        "7b", shape, "fla", "fwbw", None, status="skipped", note="skipped: no GPU"
+    )
     kept = measurement("7b", shape, "triton", "fwbw", 7.874, recompute_states_in_bw=False)
     write_records(
         tmp_path / "b.jsonl",
-        [measurement("7b", shape, "triton", "fwbw", 108.6), kept, measurement("7b", shape, "fla", ms=2.3, note="other function"), skipped],
+        [
+            measurement("7b", shape, "triton", "fwbw", 108.6),
+            kept,
+            measurement("7b", shape, "fla", ms=2.3, note="other function"),
+            skipped,
+        ],
     )
     stored = f"--from_jsonl={tmp_path / 'a.jsonl'},{tmp_path / 'b.jsonl'}"
     assert run(stored, "--markdown", f"--plot={tmp_path / 'p.png'}") == 0
@@ -663,17 +760,25 @@ def test_a_table_and_a_plot_of_stored_records(tmp_path, capsys):
 
 def test_float16_is_checked_against_an_eighth_of_the_tolerance_of_bfloat16(tmp_path):
     jsonl = tmp_path / "rows.jsonl"
-    assert run("--impl=xla", "--shape=1x2x32x16x32", "--direction=fwbw", "--dtype=float16", "--repeats=1", f"--jsonl={jsonl}") == 0
+    assert (
+        run(
+            "--impl=xla",
+            "--shape=1x2x32x16x32",
+            "--direction=fwbw",
+            "--dtype=float16",
+            "--repeats=1",
+            f"--jsonl={jsonl}",
+        )
+        == 0
+    )
     [record] = [json.loads(line) for line in jsonl.read_text().splitlines()]
     assert record["status"] == "ok"
-    assert 0 < record["error"] <= kernel_benchmark.TOLERANCES["float16"][1] == kernel_benchmark.TOLERANCES["bfloat16"][1] / 8
-
-
-def test_a_table_of_a_sweep_has_a_line_for_a_shape():
-    shapes = kernel_benchmark.SHAPES["seqlen"]
-    lines = kernel_benchmark.markdown([measurement(str(s), s, impl, ms=1.5) for s in shapes for impl in ("triton", "fla")]).splitlines()
-    assert lines[0] == "| ms | triton, forward | fla, forward |"
-    assert lines[2:] == [f"| {shape} | 1.50 | 1.50 |" for shape in shapes]
+    assert (
+        0
+        < record["error"]
+        <= kernel_benchmark.TOLERANCES["float16"][1]
+        == kernel_benchmark.TOLERANCES["bfloat16"][1] / 8
+    )
 
 
 RESULTS = sorted((Path(__file__).parents[1] / "benchmarks" / "results").glob("*.jsonl"))
@@ -690,6 +795,8 @@ def test_committed_results_can_be_reported(path, capsys):
 
 def test_a_peer_is_not_run_beyond_its_offsets():
     """It would write to other addresses, and take the rest of the run with it."""
-    inputs = jax.eval_shape(lambda: peers.random_inputs(jax.random.key(0), Shape(16, 8, 8192, 256, 512), "bfloat16"))
+    inputs = jax.eval_shape(
+        lambda: peers.random_inputs(jax.random.key(0), Shape(16, 8, 8192, 256, 512), "bfloat16")
+    )
     with pytest.raises(ValueError, match="2164260864 elements, beyond its offsets of 32 bits"):
         object.__new__(peers.LimitChunk).build(inputs, "fwd")

@@ -1,4 +1,5 @@
-"""layout="BTNH": the numbers of "BNTH" with transposes around it, under every transformation and on every mesh."""
+"""layout="BTNH": the numbers of "BNTH" with transposes around it, under every transformation and on
+every mesh."""
 
 import functools
 import math
@@ -19,7 +20,9 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 OUTPUTS = ("h", "c", "n", "m")
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-COLLECTIVE = re.compile(r" (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\(")
+COLLECTIVE = re.compile(
+    r" (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\("
+)
 
 
 def swapped(x):
@@ -45,9 +48,12 @@ def vjp_of(run, ids, arrays, cotangents):
 
 
 def outputs_and_gradients(layout, arrays, ids=None, **options):
-    """(h, (c, n, m)) and the gradients of all arrays, of a call in the layout, as (B, NH, S, ...); arrays are (B, NH, S, ...)."""
+    """(h, (c, n, m)) and the gradients of all arrays, of a call in the layout, as (B, NH, S, ...);
+    arrays are (B, NH, S, ...)."""
     run = functools.partial(mlstm_chunkwise, return_last_states=True, layout=layout, **options)
-    shapes = jax.eval_shape(functools.partial(mlstm_chunkwise, return_last_states=True, **options), *arrays)
+    shapes = jax.eval_shape(
+        functools.partial(mlstm_chunkwise, return_last_states=True, **options), *arrays
+    )
     cotangents = cotangents_like(shapes)
     if layout == "BTNH":
         cotangents = (swapped(cotangents[0]), cotangents[1])
@@ -58,7 +64,9 @@ def outputs_and_gradients(layout, arrays, ids=None, **options):
 
 
 def tiles(**fields):
-    return StageConfig(**dict(siz_b_LQ=16, siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, siz_b_loop=32) | fields)
+    return StageConfig(
+        **dict(siz_b_LQ=16, siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, siz_b_loop=32) | fields
+    )
 
 
 SPLITS = tiles(num_splits=2)
@@ -69,16 +77,24 @@ CASES = {
     "fused": ((2, 3, 64, 32, 16), {}, dict(config=FUSED)),
     "stored": ((2, 2, 64, 16, 32), {}, dict(config=MATERIALISED, recompute_states_in_bw=False)),
     "fused_stored": ((2, 2, 64, 16, 32), {}, dict(config=FUSED, recompute_states_in_bw=False)),
-    "fused_splits": ((1, 2, 64, 16, 32), {}, dict(config=KernelConfig(fused_min_heads=1, recurrent_fw_H=SPLITS))),
+    "fused_splits": (
+        (1, 2, 64, 16, 32),
+        {},
+        dict(config=KernelConfig(fused_min_heads=1, recurrent_fw_H=SPLITS)),
+    ),
     "fused_launches": (
         (2, 2, 64, 32, 32),
         {},
         dict(config=KernelConfig(fused_min_heads=1, recurrent_fw_H=tiles(siz_b_loop=16))),
     ),
     "fused_splits_launches": (
-        (2, 2, 64, 32, 32),
+        (2, 3, 64, 32, 32),
         {},
-        dict(config=KernelConfig(fused_min_heads=1, recurrent_fw_H=tiles(siz_b_loop=16, num_splits=2))),
+        dict(
+            config=KernelConfig(
+                fused_min_heads=1, recurrent_fw_H=tiles(siz_b_loop=16, num_splits=2)
+            )
+        ),
     ),
     "recurrence_splits": (
         (1, 2, 64, 16, 32),
@@ -91,7 +107,11 @@ CASES = {
     "resets": ((1, 2, 48, 16, 16), dict(resets=True), dict(config=MATERIALISED)),
     "packed": ((2, 2, 48, 16, 16), {}, dict(config=MATERIALISED)),
     "fused_packed": ((2, 2, 48, 16, 16), {}, dict(config=FUSED)),
-    "sigmoid": ((2, 2, 48, 16, 16), dict(m_initial=False), dict(config=MATERIALISED, input_gate="sigmoid")),
+    "sigmoid": (
+        (2, 2, 48, 16, 16),
+        dict(m_initial=False),
+        dict(config=MATERIALISED, input_gate="sigmoid"),
+    ),
     "fused_sigmoid_unnormalised": (
         (2, 2, 48, 16, 16),
         dict(m_initial=False),
@@ -107,26 +127,43 @@ QUICK = {"interpret": ("fused_splits_launches",), "xla": ()}  # and "padded" in 
 
 def ids_of(case, B, S):
     """Segments that begin inside chunks of 16, one over two chunks."""
-    return jnp.asarray(np.repeat([[3, 0, 7, 8]] * B, [5, 11, 30, S - 46], axis=1)) if "packed" in case else None
+    return (
+        jnp.asarray(np.repeat([[3, 0, 7, 8]] * B, [5, 11, 30, S - 46], axis=1))
+        if "packed" in case
+        else None
+    )
 
 
 def same_sums(dtype, terms):
-    """Bound on the relative norm of a difference between two orders of float32 sums, behind which results round to the dtype."""
+    """Bound on the relative norm of a difference between two orders of float32 sums, behind which
+    results round to the dtype."""
     unit = {"float32": 2.0**-24, "bfloat16": 2.0**-8, "float16": 2.0**-11}[dtype]
     return unit + 4 * tolerance("float32", terms)
 
 
 def check_layouts(case, backend, dtype="float32"):
-    """Interpreted, the same kernels multiply the same tiles: every bit is the same. XLA orders the sums outside of them by the layout."""
+    """Interpreted, the same kernels multiply the same tiles: every bit is the same.
+
+    XLA orders the sums outside of them by the layout.
+    """
     (B, NH, S, DHQK, DHHV), recipe, options = CASES[case]
     arrays = list(random_inputs(7, B, NH, S, DHQK, DHHV, dtype=dtype, **recipe).values())
-    run = functools.partial(outputs_and_gradients, arrays=arrays, ids=ids_of(case, B, S), backend=backend, chunk_size=16, **options)
+    run = functools.partial(
+        outputs_and_gradients,
+        arrays=arrays,
+        ids=ids_of(case, B, S),
+        backend=backend,
+        chunk_size=16,
+        **options,
+    )
     (expected, expected_gradients), (found, gradients) = run("BNTH"), run("BTNH")
     bound = 0.0 if backend == "interpret" and "splits" not in case else same_sums(dtype, S + DHQK)
     for name, actual, wanted in zip(OUTPUTS, found, expected, strict=True):
         assert actual.dtype == wanted.dtype
         assert_close(actual, np.asarray(wanted).astype("float32"), bound, name)
-    for name, actual, wanted in zip(NAMES[: len(arrays)], gradients, expected_gradients, strict=True):
+    for name, actual, wanted in zip(
+        NAMES[: len(arrays)], gradients, expected_gradients, strict=True
+    ):
         assert actual.dtype == wanted.dtype
         assert_close(actual, np.asarray(wanted).astype("float32"), bound, "gradient of " + name)
 
@@ -135,7 +172,10 @@ def slow(values, condition):
     return pytest.param(*values, marks=[pytest.mark.slow] * bool(condition))
 
 
-@pytest.mark.parametrize(("backend", "case"), [slow((b, case), case not in quick) for b, quick in QUICK.items() for case in CASES])
+@pytest.mark.parametrize(
+    ("backend", "case"),
+    [slow((b, case), case not in quick) for b, quick in QUICK.items() for case in CASES],
+)
 def test_both_layouts_give_the_same(case, backend):
     check_layouts(case, backend)
 
@@ -158,15 +198,19 @@ def test_h_and_states_against_float64(case):
     """What the comparison of the layouts rests on."""
     (B, NH, S, DHQK, DHHV), recipe, options = CASES[case]
     x, ids = random_inputs(7, B, NH, S, DHQK, DHHV, **recipe), ids_of(case, B, S)
-    h, states = jax.jit(functools.partial(mlstm_chunkwise, return_last_states=True, layout="BTNH", backend="xla", **options))(
-        *in_layout("BTNH", list(x.values())), segment_ids=ids
-    )
+    h, states = jax.jit(
+        functools.partial(
+            mlstm_chunkwise, return_last_states=True, layout="BTNH", backend="xla", **options
+        )
+    )(*in_layout("BTNH", list(x.values())), segment_ids=ids)
     expected_h, expected_states = oracle(x, ids)
-    for name, actual, wanted in zip(OUTPUTS, (swapped(h), *states), (expected_h, *expected_states), strict=True):
+    for name, actual, wanted in zip(
+        OUTPUTS, (swapped(h), *states), (expected_h, *expected_states), strict=True
+    ):
         assert_close(actual, wanted, tolerance("float32", S + DHQK), name)
 
 
-# ---------------------------------------------------------------- meshes and transformations
+# ---------------- meshes and transformations
 
 B, NH, S, DHQK, DHHV = 4, 2, 24, 16, 8
 BOUND = 4 * tolerance("float32", S + DHQK)  # the same sums in another order
@@ -175,7 +219,14 @@ SPECS = (SEQUENCE,) * 5 + (STATE,) * 3
 
 
 def run_on(backend, layout="BTNH", **options):
-    return functools.partial(mlstm_chunkwise, chunk_size=16, return_last_states=True, layout=layout, backend=backend, **options)
+    return functools.partial(
+        mlstm_chunkwise,
+        chunk_size=16,
+        return_last_states=True,
+        layout=layout,
+        backend=backend,
+        **options,
+    )
 
 
 def gradient_of(run):
@@ -207,23 +258,36 @@ def expected(heads_first):
 
 def check(found, expected):
     (_, outputs), gradients = found
-    for name, actual, wanted in zip((*OUTPUTS, *NAMES), (*outputs, *gradients), (*expected[0], *expected[1]), strict=True):
+    for name, actual, wanted in zip(
+        (*OUTPUTS, *NAMES), (*outputs, *gradients), (*expected[0], *expected[1]), strict=True
+    ):
         assert_close(np.asarray(actual), wanted, BOUND, name)
 
 
 def mesh_of(kind=AUTO, shape=(4, 2), names=("x", "y")):
-    return jax.make_mesh(shape, names, axis_types=(kind,) * len(shape), devices=jax.devices("cpu")[: math.prod(shape)])
+    return jax.make_mesh(
+        shape,
+        names,
+        axis_types=(kind,) * len(shape),
+        devices=jax.devices("cpu")[: math.prod(shape)],
+    )
 
 
 def sharded(arrays, mesh, specs=SPECS):
-    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+    return [
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)
+    ]
 
 
 def collectives(compiled):
     return set(COLLECTIVE.findall(compiled.as_text()))
 
 
-@pytest.mark.parametrize(("kind", "backend"), [(AUTO, "xla"), (EXPLICIT, "xla"), slow((AUTO, "interpret"), True)], ids=str)
+@pytest.mark.parametrize(
+    ("kind", "backend"),
+    [(AUTO, "xla"), (EXPLICIT, "xla"), slow((AUTO, "interpret"), True)],
+    ids=str,
+)
 def test_shards_of_batch_and_heads_stay_where_they_are(inputs, expected, kind, backend):
     mesh = mesh_of(kind)
     x = sharded(inputs, mesh)
@@ -232,7 +296,9 @@ def test_shards_of_batch_and_heads_stay_where_they_are(inputs, expected, kind, b
     assert collectives(compiled) == {"all-reduce"}  # that of the loss
     found = compiled(*x)
     check(found, expected)
-    for found_array, spec in zip((*found[0][1], *found[1]), (SEQUENCE, *[STATE] * 3, *SPECS), strict=True):
+    for found_array, spec in zip(
+        (*found[0][1], *found[1]), (SEQUENCE, *[STATE] * 3, *SPECS), strict=True
+    ):
         assert found_array.sharding.is_equivalent_to(NamedSharding(mesh, spec), found_array.ndim)
 
 
@@ -278,7 +344,9 @@ def test_one_sequence_over_several_devices(backend, config):
     options = dict(chunk_size=16, return_last_states=True, backend=backend, config=config)
     sequence = P(None, "s")
     run = jax.shard_map(
-        functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", layout="BTNH", **options),
+        functools.partial(
+            mlstm_chunkwise_sequence_parallel, axis_name="s", layout="BTNH", **options
+        ),
         mesh=mesh_of(AUTO, (4,), ("s",)),
         in_specs=(sequence,) * 5 + (P(),) * 3,
         out_specs=(sequence, P()),
@@ -292,6 +360,8 @@ def test_one_sequence_over_several_devices(backend, config):
     whole = functools.partial(mlstm_chunkwise, **options | dict(backend="xla"))
     (_, (expected_h, *expected_states)), expected_gradients = gradient_of(whole)(*arrays)
     found = swapped(h), *states, *in_layout("BTNH", gradients)
-    for name, actual, wanted in zip((*OUTPUTS, *NAMES), found, (expected_h, *expected_states, *expected_gradients), strict=True):
+    for name, actual, wanted in zip(
+        (*OUTPUTS, *NAMES), found, (expected_h, *expected_states, *expected_gradients), strict=True
+    ):
         # states at the seams are rounded as those of another association of the same products
         assert_close(np.asarray(actual), np.asarray(wanted), 1e-5, name)

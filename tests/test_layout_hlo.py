@@ -1,4 +1,5 @@
-"""layout="BTNH" moves no array of q, k, v, h or their gradients: what is compiled for a GPU has no transpose and no copy of one."""
+"""layout="BTNH" moves no array of q, k, v, h or their gradients: what is compiled for a GPU has no
+transpose and no copy of one."""
 
 import importlib.util
 import math
@@ -15,7 +16,8 @@ from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise
 
 PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 without_a_gpu = pytest.mark.skipif(
-    importlib.util.find_spec("jax_plugins") is None or not any(map(importlib.util.find_spec, PLUGINS)),
+    importlib.util.find_spec("jax_plugins") is None
+    or not any(map(importlib.util.find_spec, PLUGINS)),
     reason="compiling for CUDA needs the CUDA plugin of jax",
 )
 MOVES = re.compile(r"^\s*(?:ROOT )?%?\S+ = (.*?) (transpose|copy|copy-start|pad)\(")
@@ -23,7 +25,9 @@ SHAPE = re.compile(r"\w+\[([\d,]+)\]")
 
 MATERIALISED, FUSED = KernelConfig(fused_min_heads=0), KernelConfig(fused_min_heads=1)
 SPLITS = StageConfig(siz_b_LKV=32, num_splits=2)
-IN_SPLITS = KernelConfig(fused_min_heads=1, recurrent_fw_H=SPLITS, recurrent_fw_C=SPLITS, recurrent_bw_dC=SPLITS)
+IN_SPLITS = KernelConfig(
+    fused_min_heads=1, recurrent_fw_H=SPLITS, recurrent_fw_C=SPLITS, recurrent_bw_dC=SPLITS
+)
 WHOLE, PADDED = (2, 4, 256, 64, 128), (2, 4, 250, 80, 96)  # B, NH, S, DHQK, DHHV
 CASES = {
     "materialised": (WHOLE, dict(config=MATERIALISED)),
@@ -31,7 +35,10 @@ CASES = {
     "default": ((2, 8, 1024, 256, 512), {}),
     "stored": (WHOLE, dict(config=MATERIALISED, recompute_states_in_bw=False)),
     "fused_stored": (WHOLE, dict(config=FUSED, recompute_states_in_bw=False)),
-    "splits": ((2, 4, 512, 64, 128), dict(config=IN_SPLITS)),  # so long that no state has as many elements as q
+    "splits": (
+        (2, 4, 512, 64, 128),
+        dict(config=IN_SPLITS),
+    ),  # so long that no state has as many elements as q
     "last_states": (WHOLE, dict(config=MATERIALISED, return_last_states=True)),
     "sigmoid": (WHOLE, dict(config=MATERIALISED, input_gate="sigmoid", normalize=False)),
     "padded": (PADDED, dict(config=MATERIALISED)),
@@ -41,12 +48,17 @@ CASES = {
 
 
 def compiled_text(shape, dtype, backward, sharding=None, *, transposed=False, **options):
-    """Of a call with arrays (B, S, NH, ...); transposed: by the other layout and transposes around it."""
+    """Of a call with arrays (B, S, NH, ...); transposed: by the other layout and transposes around
+    it."""
     B, NH, S, DHQK, DHHV = shape
 
     def run(*x):
         x = [jnp.swapaxes(y, 1, 2) for y in x] if transposed else x
-        h, *_ = jax.tree.leaves(mlstm_chunkwise(*x, layout="BNTH" if transposed else "BTNH", backend="triton", **options))
+        h, *_ = jax.tree.leaves(
+            mlstm_chunkwise(
+                *x, layout="BNTH" if transposed else "BTNH", backend="triton", **options
+            )
+        )
         return jnp.swapaxes(h, 1, 2) if transposed else h
 
     def both(*x):
@@ -54,14 +66,17 @@ def compiled_text(shape, dtype, backward, sharding=None, *, transposed=False, **
         h, vjp = jax.vjp(run, *x)
         return h, *vjp(dh)
 
-    of_arrays = [((B, S, NH, size), dtype) for size in (DHQK, DHQK, DHHV)] + [((B, S, NH), "float32")] * 2
+    of_arrays = [((B, S, NH, size), dtype) for size in (DHQK, DHQK, DHHV)] + [
+        ((B, S, NH), "float32")
+    ] * 2
     of_arrays += [((B, S, NH, DHHV), dtype)] * backward
     x = [jax.ShapeDtypeStruct(*of_array, sharding=sharding) for of_array in of_arrays]
     return jax.jit(both if backward else run).lower(*x).compile().as_text()
 
 
 def moves(text, shape):
-    """(instruction, shape) of all that moves as many elements as q, k, v or h have, or more, also inside fusions."""
+    """(instruction, shape) of all that moves as many elements as q, k, v or h have, or more, also
+    inside fusions."""
     B, NH, S, DHQK, DHHV = shape
     found = []
     for line in text.splitlines():
@@ -79,9 +94,16 @@ def check(text, case):
     assert text.count("__gpu$xla.gpu.triton") >= 3  # the kernels are there
 
 
-QUICK = ("materialised", "float32", True), ("fused", "bfloat16", True), ("fused_padded", "bfloat16", True), ("stored", "bfloat16", True)
+QUICK = (
+    ("materialised", "float32", True),
+    ("fused", "bfloat16", True),
+    ("fused_padded", "bfloat16", True),
+    ("stored", "bfloat16", True),
+)
 PARAMETERS = [
-    pytest.param(case, dtype, backward, marks=[] if (case, dtype, backward) in QUICK else [pytest.mark.slow])
+    pytest.param(
+        case, dtype, backward, marks=[] if (case, dtype, backward) in QUICK else [pytest.mark.slow]
+    )
     for case in CASES
     for dtype in ("bfloat16", "float32", "float16")
     for backward in (False, True)
@@ -92,15 +114,21 @@ PARAMETERS = [
 def compiled_for_an_h200(*args, **options):
     target = (pathlib.Path(__file__).parent / "h200.txtpb").read_text()
     topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
-    sharding = NamedSharding(topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",)), PartitionSpec())
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))):
+    sharding = NamedSharding(
+        topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",)), PartitionSpec()
+    )
+    with jax.sharding.use_abstract_mesh(
+        AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))
+    ):
         return compiled_text(*args, sharding, **options)
 
 
 @without_a_gpu
 def test_the_transposes_of_a_caller_are_seen():
     """Those of q, k, v and h around the other layout."""
-    found = moves(compiled_for_an_h200(WHOLE, "bfloat16", False, transposed=True, config=MATERIALISED), WHOLE)
+    found = moves(
+        compiled_for_an_h200(WHOLE, "bfloat16", False, transposed=True, config=MATERIALISED), WHOLE
+    )
     assert len(found) >= 4
 
 

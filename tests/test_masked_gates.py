@@ -1,4 +1,7 @@
-"""At -1e6 and below a gate counts as -inf: it resets, or stores nothing. Above, it is an ordinary gate."""
+"""At -1e6 and below a gate counts as -inf: it resets, or stores nothing.
+
+Above, it is an ordinary gate.
+"""
 
 import functools
 import math
@@ -24,7 +27,8 @@ BOTH_VALUES = pytest.mark.parametrize("value", [AT, ABOVE], ids=["at_-1e6", "abo
 
 
 def with_gates(gate, value):
-    """(i, f) of 32 steps, where the gate of a step is the value and nothing is stored from there on, or up to there."""
+    """(i, f) of 32 steps, where the gate of a step is the value and nothing is stored from there
+    on, or up to there."""
     i, f = (np.zeros((1, 32), "float32") for _ in range(2))
     if gate == "f":
         f[0, STEP], i[0, STEP:] = value, -np.inf
@@ -43,10 +47,18 @@ def gates_of(i, f, m_initial, lowering):
 @BOTH_GATES
 @pytest.mark.parametrize("lowering", [Lowering.INTERPRET, Lowering.XLA])
 def test_a_gate_counts_as_minus_infinity_from_minus_1e6_on(lowering, gate, value):
-    """A forget gate resets: m is -inf then. An input gate stores nothing: m stays -inf. Above, both make m what the gate is."""
+    """A forget gate resets: m is -inf then.
+
+    An input gate stores nothing: m stays -inf. Above, both make m what the gate is.
+    """
     m_initial = jnp.full((1,), -jnp.inf if gate == "i" else 0.0, "float32")
-    found, infinite = (gates_of(*with_gates(gate, x), m_initial, lowering) for x in (value, -np.inf))
-    same = all(np.array_equal(x, y) for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(infinite), strict=True))
+    found, infinite = (
+        gates_of(*with_gates(gate, x), m_initial, lowering) for x in (value, -np.inf)
+    )
+    same = all(
+        np.array_equal(x, y)
+        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(infinite), strict=True)
+    )
     assert same == (value == AT)
     m = np.asarray(found.vecM).reshape(-1)
     assert np.array_equal(m[STEP:] == -math.inf, np.full(32 - STEP, value == AT))
@@ -56,36 +68,50 @@ def test_a_gate_counts_as_minus_infinity_from_minus_1e6_on(lowering, gate, value
 
 @functools.cache
 def call_with_gates(gate, value):
-    """Arguments of mlstm_chunkwise. The state before the step with the value is empty for an input gate."""
+    """Arguments of mlstm_chunkwise.
+
+    The state before the step with the value is empty for an input gate.
+    """
     inputs = random_inputs(17, 1, 1, 32, 16, 16)
     inputs["i"], inputs["f"] = (y[None] for y in with_gates(gate, value))
     if gate == "i":
         inputs |= dict(
-            c_initial=jnp.zeros((1, 1, 16, 16)), n_initial=jnp.zeros((1, 1, 16)), m_initial=jnp.full((1, 1), -jnp.inf, "float32")
+            c_initial=jnp.zeros((1, 1, 16, 16)),
+            n_initial=jnp.zeros((1, 1, 16)),
+            m_initial=jnp.full((1, 1), -jnp.inf, "float32"),
         )
     return inputs
 
 
-# With norm_val 0 the size of a state does not enter h: a state that has decayed by exp(-1e6) is read, one that was reset is not.
+# With norm_val 0 the size of a state does not enter h: a state that has decayed by exp(-1e6) is
+# read, one that was reset is not.
 CALL = dict(chunk_size=16, norm_val=0.0)
 
 
 @functools.partial(jax.jit, static_argnums=1)
 def gradients(inputs, backend):
     """Of the outputs from the step on."""
-    return jax.grad(lambda x: jnp.sum(jnp.sin(mlstm_chunkwise(**x, **CALL, backend=backend)[:, :, STEP:])))(inputs)
+    return jax.grad(
+        lambda x: jnp.sum(jnp.sin(mlstm_chunkwise(**x, **CALL, backend=backend)[:, :, STEP:]))
+    )(inputs)
 
 
 @BOTH_VALUES
 @BOTH_GATES
 @pytest.mark.parametrize("backend", ["interpret", "xla"])
 def test_outputs_and_states_of_a_gate_at_minus_1e6(backend, gate, value):
-    expected_h, expected_states = oracle(call_with_gates(gate, -np.inf if value == AT else value), norm_val=0.0)
+    expected_h, expected_states = oracle(
+        call_with_gates(gate, -np.inf if value == AT else value), norm_val=0.0
+    )
     assert np.any(expected_h[:, :, STEP:] != 0) == (value == ABOVE)
-    h, states = mlstm_chunkwise(**call_with_gates(gate, value), **CALL, return_last_states=True, backend=backend)
+    h, states = mlstm_chunkwise(
+        **call_with_gates(gate, value), **CALL, return_last_states=True, backend=backend
+    )
     bound = tolerance("float32", 32 + 16)
     assert_close(h, expected_h, bound, "h")
-    for name, actual, expected in zip("cnm", states, expected_states, strict=True):  # which are relative to a float32 m
+    for name, actual, expected in zip(
+        "cnm", states, expected_states, strict=True
+    ):  # which are relative to a float32 m
         assert_close(actual, expected, bound + (np.spacing(-ABOVE) if value == ABOVE else 0), name)
 
 
@@ -104,7 +130,11 @@ def test_gradients_of_a_gate_at_minus_1e6(backend, gate, value):
 @pytest.mark.parametrize("backend", ["interpret", "xla"])
 def test_a_recurrent_step_with_a_gate_at_minus_1e6(backend, gate, value):
     token = [x[:, :, STEP] for name, x in call_with_gates(gate, value).items() if name in "qkvif"]
-    states = jnp.ones((1, 1, 16, 16)), jnp.ones((1, 1, 16)), jnp.full((1, 1), -jnp.inf if gate == "i" else 0.0)
+    states = (
+        jnp.ones((1, 1, 16, 16)),
+        jnp.ones((1, 1, 16)),
+        jnp.full((1, 1), -jnp.inf if gate == "i" else 0.0),
+    )
     h, (_, _, m) = mlstm_recurrent_step(*token, *states, norm_val=0.0, backend=backend)
     assert m.item() == (value if value == ABOVE else -math.inf)
     assert np.any(h != 0) == (value == ABOVE)

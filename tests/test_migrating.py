@@ -1,6 +1,7 @@
 """docs/migrating.md: its diffs keep the function of a model, its example runs, its names exist.
 
-The models and the kernel of the other packages are written for this file; only names and arguments are those of the packages.
+The models and the kernel of the other packages are written for this file; only names and arguments
+are those of the packages.
 """
 
 import functools
@@ -23,7 +24,6 @@ from mlstm_pallas import mlstm_chunkwise, use_backend
 from mlstm_pallas.xlstm_jax import max_triton_fwbw_v3noslice as v3
 from mlstm_pallas.xlstm_jax import max_triton_fwbw_v5xlchunksize as v5xl
 from mlstm_pallas.xlstm_jax import triton_stablef as stablef
-from mlstm_pallas.xlstm_jax.triton_stablef import mlstm_chunkwise_triton_stablef
 
 PAGE = (Path(__file__).parents[1] / "docs" / "migrating.md").read_text()
 B, S, NH, E, DHQK, DHV = 2, 40, 2, 12, 4, 6
@@ -36,16 +36,33 @@ def code_blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.S)
 
 
-# ---------------------------------------------------------------- the other packages
+# ---------------- the other packages
 
 
 def other_kernel(
-    q, k, v, i, f, c_initial=None, n_initial=None, m_initial=None, *, return_last_states=False, eps=1e-6, constant_denominator, **others
+    q,
+    k,
+    v,
+    i,
+    f,
+    c_initial=None,
+    n_initial=None,
+    m_initial=None,
+    *,
+    return_last_states=False,
+    eps=1e-6,
+    constant_denominator,
+    **others,
 ):
-    """The recurrence of the xLSTM paper on (B, NH, S, ...). No gradient flows through a constant denominator."""
+    """The recurrence of the xLSTM paper on (B, NH, S, ...).
+
+    No gradient flows through a constant denominator.
+    """
     del others  # chunk_size, autocast_kernel_dtype
     if c_initial is None:
-        c_initial, n_initial, m_initial = (jnp.zeros((B, NH, *dims), q.dtype) for dims in ((DHQK, DHV), (DHQK,), ()))
+        c_initial, n_initial, m_initial = (
+            jnp.zeros((B, NH, *dims), q.dtype) for dims in ((DHQK, DHV), (DHQK,), ())
+        )
 
     def step(states, token):
         C, n, m = states
@@ -66,11 +83,15 @@ def other_kernel(
     return (h, states) if return_last_states else h
 
 
-def other_sigmoid_kernel(q, k, v, i, f, c_initial=None, n_initial=None, *, return_last_states=False, eps=1e-6, **others):
+def other_sigmoid_kernel(
+    q, k, v, i, f, c_initial=None, n_initial=None, *, return_last_states=False, eps=1e-6, **others
+):
     """The same with the gate of mLSTMsig, without a stabiliser: two states."""
     del others  # chunk_size, constant_denominator
     if c_initial is None:
-        c_initial, n_initial = (jnp.zeros((B, NH, *dims), q.dtype) for dims in ((DHQK, DHV), (DHQK,)))
+        c_initial, n_initial = (
+            jnp.zeros((B, NH, *dims), q.dtype) for dims in ((DHQK, DHV), (DHQK,))
+        )
 
     def step(states, token):
         C, n = states
@@ -81,12 +102,16 @@ def other_sigmoid_kernel(q, k, v, i, f, c_initial=None, n_initial=None, *, retur
         denominator = jnp.maximum(jnp.abs(jnp.sum(q * n, -1)), 1.0) + eps
         return (C, n), jnp.einsum("bhk,bhkv->bhv", q, C) / denominator[..., None]
 
-    states, h = jax.lax.scan(step, (c_initial, n_initial), tuple(jnp.moveaxis(x, 2, 0) for x in (q * DHQK**-0.5, k, v, i, f)))
+    states, h = jax.lax.scan(
+        step,
+        (c_initial, n_initial),
+        tuple(jnp.moveaxis(x, 2, 0) for x in (q * DHQK**-0.5, k, v, i, f)),
+    )
     h = jnp.moveaxis(h, 0, 2)
     return (h, states) if return_last_states else h
 
 
-# ---------------------------------------------------------------- the models
+# ---------------- the models
 
 
 def projections(params, x):
@@ -155,19 +180,32 @@ DIFFS = dict(zip(MODELS, code_blocks("diff"), strict=True))
 def patched(source, diff):
     """The source with a diff applied. The old lines of each hunk are in it once."""
     for hunk in re.split(r"^@@.*\n", diff, flags=re.M):
-        old, new = ("".join(line[1:] for line in hunk.splitlines(keepends=True) if line[0] in sides) for sides in (" -", " +"))
+        old, new = (
+            "".join(line[1:] for line in hunk.splitlines(keepends=True) if line[0] in sides)
+            for sides in (" -", " +")
+        )
         assert source.count(old) == 1, f"not in the model:\n{old}"
         source = source.replace(old, new)
     return source
 
 
 def layer_of(source, norm_eps, **imported):
-    """The layer that a source defines. norm_eps: of the root mean square norm of each head; None: no norm."""
+    """The layer that a source defines.
+
+    norm_eps: of the root mean square norm of each head; None: no norm.
+    """
 
     def head_norm(h):
-        return h if norm_eps is None else h * jax.lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + norm_eps)
+        return (
+            h
+            if norm_eps is None
+            else h * jax.lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + norm_eps)
+        )
 
-    names = dict(jax=jax, jnp=jnp, projections=projections, output=output, head_norm=head_norm) | imported
+    names = (
+        dict(jax=jax, jnp=jnp, projections=projections, output=output, head_norm=head_norm)
+        | imported
+    )
     exec(compile(source, "model", "exec"), names)
     return names["layer"]
 
@@ -178,17 +216,25 @@ def layer_before(source, norm_eps, constant_denominator):
     package.mlstm_chunkwise_triton_stablef = kernel
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, OTHER_KERNELS, package)
-        return layer_of(source, norm_eps, get_mlstm_kernel=lambda name: other_sigmoid_kernel if name.endswith("_siging") else kernel)
+        return layer_of(
+            source,
+            norm_eps,
+            get_mlstm_kernel=lambda name: (
+                other_sigmoid_kernel if name.endswith("_siging") else kernel
+            ),
+        )
 
 
 def layer_after(model, norm_eps):
     """The other packages are missing."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(sys.modules, "xlstm_jax", None)
-        return layer_of(patched(MODELS[model], DIFFS[model]), norm_eps, mlstm_chunkwise=mlstm_chunkwise)
+        return layer_of(
+            patched(MODELS[model], DIFFS[model]), norm_eps, mlstm_chunkwise=mlstm_chunkwise
+        )
 
 
-# ---------------------------------------------------------------- outputs and gradients
+# ---------------- outputs and gradients
 
 
 PARAMETERS = {
@@ -214,8 +260,8 @@ def arguments():
 def results(layer, dtype):
     """The output of a layer and its gradients, by name.
 
-    The gradient of a gate's bias is a row of that of its matrix. On its own it nearly vanishes behind a norm, which undoes a common factor
-    of all input gates, and has no digits to compare.
+    The gradient of a gate's bias is a row of that of its matrix. On its own it nearly vanishes
+    behind a norm, which undoes a common factor of all input gates, and has no digits to compare.
     """
 
     @jax.jit
@@ -224,7 +270,9 @@ def results(layer, dtype):
         return y, vjp(cotangent)
 
     with jax.enable_x64(dtype == "float64"), use_backend("xla" if dtype == "float64" else None):
-        y, (found, dx) = jax.tree.map(np.asarray, run(*jax.tree.map(lambda x: jax.device_put(x.astype(dtype)), arguments())))
+        y, (found, dx) = jax.tree.map(
+            np.asarray, run(*jax.tree.map(lambda x: jax.device_put(x.astype(dtype)), arguments()))
+        )
     for name in ("input_gate", "forget_gate"):
         found[name] = np.concatenate([found[name], found.pop(f"{name}_bias")[None]])
     assert {x.dtype.name for x in (y, dx, *found.values())} == {dtype}
@@ -239,11 +287,16 @@ def exact(source, norm_eps, constant_denominator):
 
 def errors(found, expected):
     """Relative errors by name."""
-    return {name: np.linalg.norm(found[name] - x) / np.linalg.norm(x) for name, x in expected.items()}
+    return {
+        name: np.linalg.norm(found[name] - x) / np.linalg.norm(x) for name, x in expected.items()
+    }
 
 
 def bound(dtype):
-    """Rounding of about 20 sums in a row. One of n terms, here at most B * S, adds sqrt(n) roundings."""
+    """Rounding of about 20 sums in a row.
+
+    One of n terms, here at most B * S, adds sqrt(n) roundings.
+    """
     return 20 * math.sqrt(B * S) * float(jnp.finfo(dtype).eps) / 2
 
 
@@ -254,26 +307,38 @@ SLOW = [(model, "float32") for model in MODELS if model != "xlstm_jax-layout"]
 @pytest.mark.parametrize(
     ("model", "dtype", "norm_eps"),
     [
-        pytest.param(model, dtype, eps, id=f"{model}-{dtype}-{norm}", marks=[pytest.mark.slow] * ((model, dtype) in SLOW))
+        pytest.param(
+            model,
+            dtype,
+            eps,
+            id=f"{model}-{dtype}-{norm}",
+            marks=[pytest.mark.slow] * ((model, dtype) in SLOW),
+        )
         for model in MODELS
         for dtype, eps, norm in (("float32", 1e-6, "norm"), ("float64", None, "no_norm"))
     ],
 )
 def test_diff_keeps_the_function(model, dtype, norm_eps):
-    found = errors(results(layer_after(model, norm_eps), dtype), exact(MODELS[model], norm_eps, constant_denominator=False))
+    found = errors(
+        results(layer_after(model, norm_eps), dtype),
+        exact(MODELS[model], norm_eps, constant_denominator=False),
+    )
     assert all(x < bound(dtype) for x in found.values()), found
 
 
 def test_constant_denominator_has_the_same_gradients_behind_a_norm_only():
     """The norm has no eps, so that it undoes the denominator exactly."""
     model = "xlstm_jax-layout"
-    normed, bare = (errors(results(layer_after(model, eps), "float64"), exact(XLSTM_JAX, eps, True)) for eps in (0.0, None))
+    normed, bare = (
+        errors(results(layer_after(model, eps), "float64"), exact(XLSTM_JAX, eps, True))
+        for eps in (0.0, None)
+    )
     assert all(x < bound("float64") for x in normed.values()), normed
     assert bare["output of the layer"] < bound("float64")
     assert all(bare[name] > 0.1 for name in ("query", "key", "input_gate", "forget_gate")), bare
 
 
-# ---------------------------------------------------------------- the rest of the page
+# ---------------- the rest of the page
 
 
 def test_the_example_runs():
@@ -289,7 +354,12 @@ def test_states_of_another_stabiliser_are_the_same():
     """The true state is exp(m) * (c, n)."""
     r = np.random.default_rng(1)
     with jax.enable_x64(True):
-        shapes = [(B, NH, S, DHQK)] * 2 + [(B, NH, S, DHV)] + [(B, NH, S)] * 2 + [(B, NH, DHQK, DHV), (B, NH, DHQK), (B, NH)]
+        shapes = (
+            [(B, NH, S, DHQK)] * 2
+            + [(B, NH, S, DHV)]
+            + [(B, NH, S)] * 2
+            + [(B, NH, DHQK, DHV), (B, NH, DHQK), (B, NH)]
+        )
         *tokens, c, n, m = (jnp.asarray(r.normal(size=shape)) for shape in shapes)
         run = functools.partial(mlstm_chunkwise, *tokens, eps=0.0, backend="xla")
         found, expected = run(c * math.exp(-2), n * math.exp(-2), m + 2), run(c, n, m)
@@ -297,8 +367,21 @@ def test_states_of_another_stabiliser_are_the_same():
 
 
 THEIRS = {
-    *("get_mlstm_kernel", "max_triton_fwbw_v3", "v3noslice", "mLSTMBackend", "xLSTMBackend", "parallel_stabilized_simple"),
-    *("reduce_slicing", "store_final_state", "save_states_every_nth_chunk", "chunk_size_inter", "chunk_size_intra"),
+    *(
+        "get_mlstm_kernel",
+        "max_triton_fwbw_v3",
+        "v3noslice",
+        "mLSTMBackend",
+        "xLSTMBackend",
+        "parallel_stabilized_simple",
+    ),
+    *(
+        "reduce_slicing",
+        "store_final_state",
+        "save_states_every_nth_chunk",
+        "chunk_size_inter",
+        "chunk_size_intra",
+    ),
     *("vecN_all", "scaM_all", "vecM_out", "matC_all", "vecM_combine", "scaMinter_initial"),
 }
 
@@ -307,7 +390,12 @@ def test_names_exist():
     """But for tables, which have names of the other packages."""
     text = "\n".join(line for line in PAGE.splitlines() if not line.startswith("|"))
     names = set(re.findall(r"`([a-zA-Z]\w+)[`=]", text)) - THEIRS
-    ours = {name for system in (v3, v5xl, stablef) for function in system.__all__ for name in parameters(system, function)}
+    ours = {
+        name
+        for system in (v3, v5xl, stablef)
+        for function in system.__all__
+        for name in parameters(system, function)
+    }
     assert names <= {
         *dir(mlstm_pallas),
         "mlstm_chunkwise_triton_stablef",
@@ -324,51 +412,44 @@ def parameters(system, name):
     return list(inspect.signature(getattr(system, name)).parameters)
 
 
-def test_the_list_of_stage_functions():
-    """What it says of ours."""
-    for system, name, absent, present in (
-        (v3, "_mlstm_chunkwise_bw", ("vecN_all", "scaM_all", "vecM_out", "matC_all", "reduce_slicing"), ("matC_states",)),
-        (v3, "_mlstm_chunkwise__recurrent_bw_dC", ("scaM_inter", "vecM_combine"), ("vecI", "scaMinter_states")),
-        (v3, "_mlstm_chunkwise__parallel_bw_dQKV", ("scaM_inter", "vecM_combine"), ("scaMinter_states",)),
-        (v5xl, "mlstm_chunkwise_bw", ("vecN_all", "scaM_all", "vecM_out", "chunk_size_inter"), ("matC_all", "chunk_size")),
-        (v5xl, "mlstm_chunkwise_fw", ("chunk_size_inter", "chunk_size_intra"), ("chunk_size",)),
-        (v5xl, "mlstm_chunkwise__recurrent_bw_dC", ("scaM_inter", "vecM_combine"), ("vecI", "scaM_all")),
-        (v5xl, "mlstm_chunkwise__recurrent_fw_C", ("scaMinter_initial", "save_states_every_nth_chunk"), ("scaM_initial",)),
-    ):
-        assert set(present) <= set(parameters(system, name))
-        assert not set(absent) & set(parameters(system, name))
-    assert parameters(stablef, "_mlstm_chunkwise__recurrent_fw_C")[7] == "qk_scale"
-    order = parameters(stablef, "_mlstm_chunkwise__parallel_fw_H")
-    assert order.index("vecF") < order.index("matC_states") < order.index("scaM_inter")
-    order = parameters(stablef, "_mlstm_chunkwise_fw")
-    assert order[order.index("chunk_size") + 1] == "eps"
-    order = parameters(v3, "_mlstm_chunkwise__parallel_bw_dQKV")
-    assert order.index("vecI") < order.index("vecB")
-    for name, eps in (("mlstm_chunkwise_fw", 1e-6), ("mlstm_chunkwise_bw", 0.0)):
-        assert inspect.signature(getattr(v5xl, name)).parameters["eps"].default == eps
-
-
 @pytest.mark.parametrize("initial", [False, True], ids=["zeros", "states"])
 def test_it_is_the_function_of_transformers(initial):
-    """Outputs, states and gradients of its backend in float32, with what the table says of the arguments."""
+    """Outputs, states and gradients of its backend in float32, with what the table says of the
+    arguments."""
     torch = pytest.importorskip("torch")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of packages that transformers looks for
         modeling = pytest.importorskip("transformers.models.xlstm.modeling_xlstm")
-        config = modeling.xLSTMConfig(hidden_size=NH * DHV, num_heads=NH, chunk_size=16, mode="train", return_last_states=True)
+        config = modeling.xLSTMConfig(
+            hidden_size=NH * DHV, num_heads=NH, chunk_size=16, mode="train", return_last_states=True
+        )
     config.autocast_kernel_dtype = "float32"
     backend = modeling.xLSTMBackend(config)
     S, r = 48, np.random.default_rng(2)
     shapes = [(B, NH, S, DHQK)] * 2 + [(B, NH, S, DHV)] + [(B, NH, S)] * 2
     shapes += [(B, NH, DHQK, DHV), (B, NH, DHQK), (B, NH)] * initial
     x = [np.float32(r.normal(size=shape)) for shape in shapes]
-    cotangents = [np.float32(r.normal(size=shape)) for shape in ((B, NH, S, DHV), (B, NH, DHQK, DHV), (B, NH, DHQK))]
+    cotangents = [
+        np.float32(r.normal(size=shape))
+        for shape in ((B, NH, S, DHV), (B, NH, DHQK, DHV), (B, NH, DHQK))
+    ]
 
-    theirs = [torch.tensor(y[..., None] if y.shape == (B, NH) else y, requires_grad=True) for y in x]
+    theirs = [
+        torch.tensor(y[..., None] if y.shape == (B, NH) else y, requires_grad=True) for y in x
+    ]
     h, (c, n, m) = backend(*theirs)
     loss = sum((y * torch.tensor(dy)).sum() for y, dy in zip((h, c, n), cotangents, strict=True))
     loss.backward()
-    expected = [y.detach().numpy() for y in (h, c, n, m[..., 0], *(y.grad.reshape(z.shape) for y, z in zip(theirs, x, strict=True)))]
+    expected = [
+        y.detach().numpy()
+        for y in (
+            h,
+            c,
+            n,
+            m[..., 0],
+            *(y.grad.reshape(z.shape) for y, z in zip(theirs, x, strict=True)),
+        )
+    ]
 
     def run(*x):
         h, states = mlstm_chunkwise(*x, return_last_states=True, eps=config.eps)
@@ -377,18 +458,12 @@ def test_it_is_the_function_of_transformers(initial):
     found, vjp = jax.vjp(jax.jit(run), *x)
     found = [np.asarray(y) for y in (*found, *vjp((*cotangents, jnp.zeros((B, NH)))))]
     names = ["h", "c", "n", "m", *("d" + name for name in (*"qkvif", "c", "n", "m"))]
-    errors = {name: np.linalg.norm(y - z) / np.linalg.norm(z) for name, y, z in zip(names, found, expected, strict=False)}
+    errors = {
+        name: np.linalg.norm(y - z) / np.linalg.norm(z)
+        for name, y, z in zip(names, found, expected, strict=False)
+    }
     assert len(errors) == 4 + len(x)
     assert all(error < bound("float32") for error in errors.values()), errors
     for module in re.findall(r"`(mlstm_pallas\.[\w.]+)`", PAGE):
         assert hasattr(importlib.import_module(module), "mlstm_chunkwise_max_triton")
     assert hasattr(v5xl, "mlstm_chunkwise__xl_chunk")
-
-
-def test_defaults():
-    def default(function, name):
-        return inspect.signature(function).parameters[name].default
-
-    stated = dict(norm_val=1.0, eps=1e-6, chunk_size=None, autocast_kernel_dtype=None, layout="BNTH")
-    assert {name: default(mlstm_chunkwise, name) for name in stated} == stated
-    assert default(mlstm_chunkwise_triton_stablef, "autocast_kernel_dtype") == jnp.float32

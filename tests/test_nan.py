@@ -1,4 +1,5 @@
-"""Where a NaN goes: to its own batch element and head, to later steps only; and JAX's NaN checks pass for good inputs."""
+"""Where a NaN goes: to its own batch element and head, to later steps only; and JAX's NaN checks
+pass for good inputs."""
 
 import functools
 
@@ -17,13 +18,20 @@ B, NH, S, L = 2, 2, 64, 32
 BATCH, HEAD, COLUMN = 1, 0, 3
 STEP = 37  # inside the second chunk, inside a tile
 TILES = KernelConfig(
-    chunk_gates=StageConfig(siz_b_LQ=16), parallel_fw_H=StageConfig(siz_b_LQ=16, siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, keep_q=False)
+    chunk_gates=StageConfig(siz_b_LQ=16),
+    parallel_fw_H=StageConfig(
+        siz_b_LQ=16, siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, keep_q=False
+    ),
 )
 
 
 @functools.cache
 def run(backend):
-    return jax.jit(functools.partial(mlstm_chunkwise, chunk_size=L, backend=backend, config=TILES, return_last_states=True))
+    return jax.jit(
+        functools.partial(
+            mlstm_chunkwise, chunk_size=L, backend=backend, config=TILES, return_last_states=True
+        )
+    )
 
 
 @functools.cache
@@ -84,9 +92,14 @@ def loss(run, *x):
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nan_checks_of_jax_are_silent(backend):
-    """Resets, masked input gates, padded steps and columns: no NaN on the way. In one jit only what comes out is checked."""
+    """Resets, masked input gates, padded steps and columns: no NaN on the way.
+
+    In one jit only what comes out is checked.
+    """
     x = list(random_inputs(1, 1, 2, 20, 12, 20, resets=True).values())
-    run = functools.partial(mlstm_chunkwise, chunk_size=16, backend=backend, return_last_states=True)
+    run = functools.partial(
+        mlstm_chunkwise, chunk_size=16, backend=backend, return_last_states=True
+    )
     gradient = jax.grad(functools.partial(loss, run), tuple(range(8)))
     with jax.debug_nans(True), jax.enable_checks(True):
         for f in (gradient, jax.jit(gradient)) if backend == "xla" else (gradient,):

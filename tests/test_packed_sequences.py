@@ -1,4 +1,7 @@
-"""Packed sequences (segment_ids): each is computed as if it were alone. Their gradients: test_gradients.py, cases packed."""
+"""Packed sequences (segment_ids): each is computed as if it were alone.
+
+Their gradients: test_gradients.py, cases packed.
+"""
 
 import functools
 
@@ -24,7 +27,8 @@ BACKENDS = ["xla", "interpret"]
 
 
 def packed_ids(lengths):
-    """Ids that repeat, but not in neighbours, for two rows of a batch: the second one has one sequence only."""
+    """Ids that repeat, but not in neighbours, for two rows of a batch: the second one has one
+    sequence only."""
     ids = np.repeat(np.arange(len(lengths)) % 3 - 1, lengths)
     return np.stack([ids, np.full_like(ids, 7)])
 
@@ -33,7 +37,11 @@ def parts(inputs, lengths):
     """The first row of the batch, cut into its sequences; initial states go with the first one."""
     ends = np.cumsum(lengths)
     for index, (start, end) in enumerate(zip(ends - lengths, ends, strict=True)):
-        states = {name: x[:1] for name, x in inputs.items() if name.endswith("_initial")} if index == 0 else {}
+        states = (
+            {name: x[:1] for name, x in inputs.items() if name.endswith("_initial")}
+            if index == 0
+            else {}
+        )
         yield {name: x[:1, :, start:end] for name, x in inputs.items() if name in "qkvif"} | states
 
 
@@ -41,7 +49,13 @@ def parts(inputs, lengths):
 def run():
     @functools.partial(jax.jit, static_argnames=("options",))
     def run(inputs, segment_ids, options):
-        return mlstm_chunkwise(**inputs, segment_ids=segment_ids, return_last_states=True, chunk_size=L, **dict(options))
+        return mlstm_chunkwise(
+            **inputs,
+            segment_ids=segment_ids,
+            return_last_states=True,
+            chunk_size=L,
+            **dict(options),
+        )
 
     return run
 
@@ -53,15 +67,24 @@ def test_the_recurrence_packs_sequences_as_if_alone(input_gate):
     h, states = oracle(inputs, packed_ids(lengths), input_gate=input_gate)
     alone = [oracle(part, input_gate=input_gate) for part in parts(inputs, lengths)]
     # The same steps in float64, in other shapes.
-    np.testing.assert_allclose(h[:1], np.concatenate([h for h, _ in alone], axis=2), rtol=1e-13, atol=1e-13)
+    np.testing.assert_allclose(
+        h[:1], np.concatenate([h for h, _ in alone], axis=2), rtol=1e-13, atol=1e-13
+    )
     for actual, wanted in zip(states, alone[-1][1], strict=True):
         np.testing.assert_allclose(actual[:1], wanted, rtol=1e-13, atol=1e-13)
     second = {name: x[1:] for name, x in inputs.items()}
-    np.testing.assert_allclose(h[1:], oracle(second, input_gate=input_gate)[0], rtol=1e-13, atol=1e-13)
+    np.testing.assert_allclose(
+        h[1:], oracle(second, input_gate=input_gate)[0], rtol=1e-13, atol=1e-13
+    )
 
 
 @pytest.mark.parametrize(
-    ("lengths", "input_gate"), [*[(lengths, "exp") for lengths in LENGTHS], ("in_chunks", "sigmoid"), ("every_step", "sigmoid")]
+    ("lengths", "input_gate"),
+    [
+        *[(lengths, "exp") for lengths in LENGTHS],
+        ("in_chunks", "sigmoid"),
+        ("every_step", "sigmoid"),
+    ],
 )
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_forward(run, backend, lengths, input_gate):
@@ -69,16 +92,22 @@ def test_forward(run, backend, lengths, input_gate):
     ids = packed_ids(LENGTHS[lengths])
     h, states = run(inputs, ids, options=(("backend", backend), ("input_gate", input_gate)))
     expected, expected_states = oracle(inputs, ids, input_gate=input_gate)
-    for name, actual, wanted in zip("hcnm", (h, *states), (expected, *expected_states), strict=True):
+    for name, actual, wanted in zip(
+        "hcnm", (h, *states), (expected, *expected_states), strict=True
+    ):
         assert_close(actual, wanted, tolerance("float32", S), name)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nothing_leaks_from_one_sequence_into_the_next(run, backend):
-    """The first sequence is 1e15 times as large, and its forget gates are open: far below a very negative forget gate's leak."""
+    """The first sequence is 1e15 times as large, and its forget gates are open: far below a very
+    negative forget gate's leak."""
     lengths = [40, 50]
     inputs = random_inputs(1, 2, 2, S, 16, 32, states=False, f_shift=20.0)
-    large = inputs | {"v": inputs["v"].at[:, :, :40].multiply(1e15), "i": inputs["i"].at[:, :, :40].add(60.0)}
+    large = inputs | {
+        "v": inputs["v"].at[:, :, :40].multiply(1e15),
+        "i": inputs["i"].at[:, :, :40].add(60.0),
+    }
     h, states = run(large, packed_ids(lengths), options=(("backend", backend),))
     expected, expected_states = oracle({name: x[:1, :, 40:] for name, x in inputs.items()})
     assert_close(h[:1, :, 40:], expected, tolerance("float32", S), "h")
@@ -93,7 +122,9 @@ def test_gradients_of_packed_sequences_are_those_alone(backend):
     ids = packed_ids(lengths)
 
     def loss(q, k, v, i, f, weights, segment_ids=None):
-        h = mlstm_chunkwise(q, k, v, i, f, segment_ids=segment_ids, chunk_size=L, eps=0.1, backend=backend)
+        h = mlstm_chunkwise(
+            q, k, v, i, f, segment_ids=segment_ids, chunk_size=L, eps=0.1, backend=backend
+        )
         return jnp.sum(h * weights)
 
     weights = jnp.asarray(np.random.default_rng(3).normal(size=inputs["v"].shape), "float32")
@@ -102,7 +133,12 @@ def test_gradients_of_packed_sequences_are_those_alone(backend):
     for start, end in ((0, 30), (30, 60), (60, 90)):
         alone = gradient(*(x[:1, :, start:end] for x in inputs.values()), weights[:1, :, start:end])
         for name, actual, wanted in zip("qkvif", packed, alone, strict=True):
-            assert_close(actual[:1, :, start:end], np.asarray(wanted, "float64"), 1e-5, f"d{name} of {start}:{end}")
+            assert_close(
+                actual[:1, :, start:end],
+                np.asarray(wanted, "float64"),
+                1e-5,
+                f"d{name} of {start}:{end}",
+            )
 
 
 @pytest.mark.slow

@@ -1,4 +1,5 @@
-"""The race that pipelines.py looks for is found in a kernel that has it on a GPU, and not in one without."""
+"""The race that pipelines.py looks for is found in a kernel that has it on a GPU, and not in one
+without."""
 
 import compile_report
 import jax
@@ -43,17 +44,35 @@ def test_a_tile_that_feeds_a_product_and_plain_arithmetic_is_found(apart):
     shapes = (64, COLUMNS * STEPS), (COLUMNS * STEPS, 64), (COLUMNS * STEPS,), (64, 64), (64,)
     specs = [pl.BlockSpec(shape, lambda i, shape=shape: (0,) * len(shape)) for shape in shapes]
     outputs = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes[3:]]
-    call = StageCall(Problem(1, 1, 64, 64, 64, 64, 1.0), StageConfig(num_warps=4, num_stages=3), None, Lowering.TRITON)
+    call = StageCall(
+        Problem(1, 1, 64, 64, 64, 64, 1.0),
+        StageConfig(num_warps=4, num_stages=3),
+        None,
+        Lowering.TRITON,
+    )
 
     def run(*arrays):
-        options = dict(grid=(1,), in_specs=specs[:3], out_specs=specs[3:], out_shape=outputs, call=call)
+        options = dict(
+            grid=(1,), in_specs=specs[:3], out_specs=specs[3:], out_shape=outputs, call=call
+        )
         return kernel_call(product_and_sum, name="product_and_sum", **options, apart=apart)(*arrays)
 
-    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, ("bfloat16", "bfloat16", "float32"), strict=False)]
-    [kernel] = compile_report.lowered_kernels(run, *arguments, device=compile_report.DEVICES["H200"])
+    arguments = [
+        jax.ShapeDtypeStruct(shape, dtype)
+        for shape, dtype in zip(shapes, ("bfloat16", "bfloat16", "float32"), strict=False)
+    ]
+    [kernel] = compile_report.lowered_kernels(
+        run, *arguments, device=compile_report.DEVICES["H200"]
+    )
     assert not kernel.cause
     if apart:
-        assert compile_report.compile_kernel(kernel.ir, kernel.num_warps, kernel.num_stages, 90).wgmma > 0
+        assert (
+            compile_report.compile_kernel(kernel.ir, kernel.num_warps, kernel.num_stages, 90).wgmma
+            > 0
+        )
     else:
-        with pytest.raises(compile_report.CompileError, match="a copy may overwrite what a running product reads, in 1 pipelined tiles"):
+        with pytest.raises(
+            compile_report.CompileError,
+            match="a copy may overwrite what a running product reads, in 1 pipelined tiles",
+        ):
             compile_report.compile_kernel(kernel.ir, kernel.num_warps, kernel.num_stages, 90)

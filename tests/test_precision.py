@@ -1,4 +1,5 @@
-"""Products of float32 have the precision that the package promises, about 1e-7: seen in the jaxpr and the Triton IR, without a GPU."""
+"""Products of float32 have the precision that the package promises, about 1e-7: seen in the jaxpr
+and the Triton IR, without a GPU."""
 
 import functools
 
@@ -22,13 +23,27 @@ CASES = {"materialised": dict(fused_min_heads=0), "fused": dict(fused_min_heads=
 
 @functools.cache
 def jaxpr_of(case, precision=None, dtype="float32"):
-    """Of the outputs, the last states and all gradients, with initial states; two heads, so that sequences are split."""
+    """Of the outputs, the last states and all gradients, with initial states; two heads, so that
+    sequences are split."""
     config = KernelConfig(chunk_size=64, precision=precision, **CASES[case])
-    shapes = [(1, 2, 256, 64)] * 2 + [(1, 2, 256, 128)] + [(1, 2, 256)] * 2 + [(1, 2, 64, 128), (1, 2, 64), (1, 2)]
-    arguments = [jax.ShapeDtypeStruct(shape, dtype if len(shape) == 4 and shape[2] == 256 else "float32") for shape in shapes]
+    shapes = (
+        [(1, 2, 256, 64)] * 2
+        + [(1, 2, 256, 128)]
+        + [(1, 2, 256)] * 2
+        + [(1, 2, 64, 128), (1, 2, 64), (1, 2)]
+    )
+    arguments = [
+        jax.ShapeDtypeStruct(shape, dtype if len(shape) == 4 and shape[2] == 256 else "float32")
+        for shape in shapes
+    ]
 
     def gradients(*inputs):
-        outputs, vjp = jax.vjp(lambda *x: mlstm_chunkwise(*x, return_last_states=True, backend="triton", config=config), *inputs)
+        outputs, vjp = jax.vjp(
+            lambda *x: mlstm_chunkwise(
+                *x, return_last_states=True, backend="triton", config=config
+            ),
+            *inputs,
+        )
         return vjp(outputs)
 
     return compile_report.trace(gradients, *arguments, device=H200)
@@ -37,13 +52,16 @@ def jaxpr_of(case, precision=None, dtype="float32"):
 def kernels_of(jaxpr):
     """(kernel, its products of tiles) for every launch."""
     return [
-        (call, [*compile_report.equations(call.params["jaxpr"], "dot_general")]) for call in compile_report.equations(jaxpr, "pallas_call")
+        (call, [*compile_report.equations(call.params["jaxpr"], "dot_general")])
+        for call in compile_report.equations(jaxpr, "pallas_call")
     ]
 
 
 def multiplies(name):
     """Whether the kernel of a stage multiplies matrices."""
-    return name == "split_products" or (name not in HELPERS and STAGES[name].cost(Problem(1, 1, 64, 16, 16, 64, 1.0), 4).flops > 0)
+    return name == "split_products" or (
+        name not in HELPERS and STAGES[name].cost(Problem(1, 1, 64, 16, 16, 64, 1.0), 4).flops > 0
+    )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -59,8 +77,18 @@ def test_every_product_in_a_kernel_is_six_products_of_bfloat16(case):
             assert dot.params["preferred_element_type"] == jnp.float32, name
     names = {call.params["name"] for call, _ in kernels}
     assert "split_products" in names
-    forward = {"parallel_fw_P", "recurrent_fw_H"} if case == "fused" else {"recurrent_fw_C", "parallel_fw_H"}
-    assert names - HELPERS == {"chunk_gates", *forward, "parallel_bw_dP", "recurrent_bw_dC", "parallel_bw_dQKV"}
+    forward = (
+        {"parallel_fw_P", "recurrent_fw_H"}
+        if case == "fused"
+        else {"recurrent_fw_C", "parallel_fw_H"}
+    )
+    assert names - HELPERS == {
+        "chunk_gates",
+        *forward,
+        "parallel_bw_dP",
+        "recurrent_bw_dC",
+        "parallel_bw_dQKV",
+    }
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -70,7 +98,9 @@ def test_the_triton_ir_of_a_product_is_six_products_of_bfloat16(case):
         assert kernel.cause == "", kernel.name
         lines = [line for line in kernel.ir.splitlines() if "tt.dot " in line]
         assert len(lines) == 6 * len(dots), kernel.name
-        assert all(line.count("xbf16>") == 2 and line.count("xf32>") == 1 for line in lines), kernel.name
+        assert all(line.count("xbf16>") == 2 and line.count("xf32>") == 1 for line in lines), (
+            kernel.name
+        )
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -79,15 +109,21 @@ def test_products_outside_of_kernels_are_exact_to_float32(dtype, case):
     """A GPU's default for them is TF32."""
     jaxpr = jaxpr_of(case, dtype=dtype)
     in_kernels = {id(dot) for _, dots in kernels_of(jaxpr) for dot in dots}
-    others = [dot for dot in compile_report.equations(jaxpr, "dot_general") if id(dot) not in in_kernels]
+    others = [
+        dot for dot in compile_report.equations(jaxpr, "dot_general") if id(dot) not in in_kernels
+    ]
     assert others
     assert {dot.params["precision"] for dot in others} == {(Precision.HIGHEST, Precision.HIGHEST)}
 
 
-@pytest.mark.parametrize("precision", [DotAlgorithmPreset.BF16_BF16_F32_X3, Precision.HIGHEST], ids=str)
+@pytest.mark.parametrize(
+    "precision", [DotAlgorithmPreset.BF16_BF16_F32_X3, Precision.HIGHEST], ids=str
+)
 def test_another_precision_reaches_every_product(precision):
     for call, dots in kernels_of(jaxpr_of("materialised", precision)):
-        expected = precision if isinstance(precision, DotAlgorithmPreset) else (precision, precision)
+        expected = (
+            precision if isinstance(precision, DotAlgorithmPreset) else (precision, precision)
+        )
         assert {dot.params["precision"] for dot in dots} <= {expected}, call.params["name"]
 
 
@@ -95,4 +131,7 @@ def test_another_precision_reaches_every_product(precision):
 def test_interpreted_products_are_exact(dtype):
     """A CPU has no split products; those of bfloat16 operands are exact anyhow."""
     expected = Precision.HIGHEST if dtype == "float32" else None
-    assert heuristic_config(64, jnp.dtype(dtype)).dot_precision(jnp.dtype(dtype), interpret=True) == expected
+    assert (
+        heuristic_config(64, jnp.dtype(dtype)).dot_precision(jnp.dtype(dtype), interpret=True)
+        == expected
+    )

@@ -1,4 +1,5 @@
-"""Any values, gates, states and starts of packed sequences, in a dozen classes of shapes and options, against the float64 recurrence."""
+"""Any values, gates, states and starts of packed sequences, in a dozen classes of shapes and
+options, against the float64 recurrence."""
 
 import dataclasses
 import functools
@@ -52,7 +53,10 @@ TILED = KernelConfig(parallel_bw_dP=TILES, parallel_bw_dQKV=TILES)  # several in
 SCAN = StageConfig(siz_b_LKV=16, siz_b_loop=16)  # two launches at 32 rows of the state
 FUSED = KernelConfig(fused_min_heads=1, recurrent_fw_H=SCAN)
 SPLITS = KernelConfig(
-    fused_min_heads=1, **dict.fromkeys(("recurrent_fw_H", "recurrent_fw_C", "recurrent_bw_dC"), SCAN.replace(num_splits=4))
+    fused_min_heads=1,
+    **dict.fromkeys(
+        ("recurrent_fw_H", "recurrent_fw_C", "recurrent_bw_dC"), SCAN.replace(num_splits=4)
+    ),
 )
 CASES = {
     "one_chunk": Case(1, 2, 16, 16, 16, 16),
@@ -66,15 +70,26 @@ CASES = {
     "bfloat16_packed": Case(2, 1, 48, 16, 16, 16, dtype="bfloat16", packed=True, config=TILED),
     "fused": Case(1, 2, 50, 24, 16, 32, packed=True, config=FUSED),
     "splits": Case(1, 2, 64, 16, 32, 16, packed=True, config=SPLITS),
-    "unstabilised": Case(1, 2, 48, 16, 16, 16, options=(("stabilize_correctly", False), ("norm_val", 0.5), ("eps", 0.1))),
+    "unstabilised": Case(
+        1,
+        2,
+        48,
+        16,
+        16,
+        16,
+        options=(("stabilize_correctly", False), ("norm_val", 0.5), ("eps", 0.1)),
+    ),
     "sigmoid": Case(1, 2, 64, 16, 16, 16, options=SIGMOID),
-    "sigmoid_packed_unnormalised": Case(1, 2, 64, 16, 16, 32, packed=True, options=(*SIGMOID, ("normalize", False))),
+    "sigmoid_packed_unnormalised": Case(
+        1, 2, 64, 16, 16, 32, packed=True, options=(*SIGMOID, ("normalize", False))
+    ),
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Gates:
-    """Pre-activations: normal ones for all steps, others for a share of them, values at the edges of the range for another."""
+    """Pre-activations: normal ones for all steps, others for a share of them, values at the edges
+    of the range for another."""
 
     scale: float
     centre: float
@@ -85,9 +100,15 @@ class Gates:
 
     def values(self, r, shape, edges):
         x = self.centre + self.scale * r.normal(size=shape)
-        x = np.where(r.random(shape) < self.other_share, self.other_centre + self.other_scale * r.normal(size=shape), x)
+        x = np.where(
+            r.random(shape) < self.other_share,
+            self.other_centre + self.other_scale * r.normal(size=shape),
+            x,
+        )
         x = np.where(r.random(shape) < self.edge_share, r.choice(edges, size=shape), x)
-        return x * (1 + 1e-2 * r.random(shape)) + 1e-2 * r.random(shape)  # at a tie of maxima any subgradient will do
+        return x * (1 + 1e-2 * r.random(shape)) + 1e-2 * r.random(
+            shape
+        )  # at a tie of maxima any subgradient will do
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,16 +141,36 @@ class Recipe:
             "n_initial": positive(*heads, case.DHQK),
             "m_initial": r.normal(size=heads) * self.m_scale,
         }
-        ids = np.cumsum(r.random((case.B, case.S)) < self.starts, axis=1).astype("int32") if case.packed else None
-        cotangents = [r.normal(size=s) for s in ((*steps, case.DHHV), (*heads, case.DHQK, case.DHHV), (*heads, case.DHQK))]
-        cotangents[0] = np.asarray(cotangents[0].astype(jnp.dtype(case.dtype)), "float64")  # as h has it
+        ids = (
+            np.cumsum(r.random((case.B, case.S)) < self.starts, axis=1).astype("int32")
+            if case.packed
+            else None
+        )
+        cotangents = [
+            r.normal(size=s)
+            for s in ((*steps, case.DHHV), (*heads, case.DHQK, case.DHHV), (*heads, case.DHQK))
+        ]
+        cotangents[0] = np.asarray(
+            cotangents[0].astype(jnp.dtype(case.dtype)), "float64"
+        )  # as h has it
         kinds = {name: case.dtype if name in "qkv" else "float32" for name in NAMES}
         return {name: array(x[name], kinds[name]) for name in case.names}, ids, cotangents
 
 
 MAGNITUDES = st.sampled_from([1.0, 1.0, 1.0, 1e-30, 1e-3, 1e4])
-SCALES, CENTRES = st.sampled_from([0.0, 1.0, 10.0, 1e3]), st.sampled_from([0.0, 3.0, -3.0, 30.0, -30.0, 1e3, -1e3])
-GATES = st.builds(Gates, SCALES, CENTRES, st.sampled_from([0.0, 0.05, 0.5]), SCALES, CENTRES, st.sampled_from([0.0, 0.1]))
+SCALES, CENTRES = (
+    st.sampled_from([0.0, 1.0, 10.0, 1e3]),
+    st.sampled_from([0.0, 3.0, -3.0, 30.0, -30.0, 1e3, -1e3]),
+)
+GATES = st.builds(
+    Gates,
+    SCALES,
+    CENTRES,
+    st.sampled_from([0.0, 0.05, 0.5]),
+    SCALES,
+    CENTRES,
+    st.sampled_from([0.0, 0.1]),
+)
 RECIPES = st.builds(
     Recipe,
     st.integers(0, 2**32 - 1),
@@ -151,7 +192,9 @@ def _value_and_gradients(run, x, cotangents):
     def loss(x):
         h, states = run(x)
         outputs = (h, *states[:2])
-        return sum(jnp.sum(y.astype(w.dtype) * w) for y, w in zip(outputs, cotangents, strict=True)), (h, *states)
+        return sum(
+            jnp.sum(y.astype(w.dtype) * w) for y, w in zip(outputs, cotangents, strict=True)
+        ), (h, *states)
 
     gradients, outputs = jax.grad(loss, has_aux=True)(x)
     return outputs, gradients
@@ -159,8 +202,9 @@ def _value_and_gradients(run, x, cotangents):
 
 @functools.cache
 def compiled_oracle(case: Case):
-    """Outputs, gradients, and how large the terms of these are: gradients with the denominator held constant, gradients through it if
-    nothing cancelled in delta = dh . h, and the sum over the sequence of dm_t if nothing did."""
+    """Outputs, gradients, and how large the terms of these are: gradients with the denominator held
+    constant, gradients through it if nothing cancelled in delta = dh . h, and the sum over the
+    sequence of dm_t if nothing did."""
     options = dict(case.options)
     unnormalised = options | {"normalize": False}
 
@@ -170,9 +214,15 @@ def compiled_oracle(case: Case):
         outputs, gradients = _value_and_gradients(lambda x: run(**x, **options), x, cotangents)
         h, num = outputs[0], run(**x, **unnormalised)[0]
         size = jnp.sum(num**2, axis=-1)
-        inv_den = jnp.where(size > 0, jnp.sum(h * num, axis=-1) / jnp.where(size > 0, size, 1.0), 0.0)
+        inv_den = jnp.where(
+            size > 0, jnp.sum(h * num, axis=-1) / jnp.where(size > 0, size, 1.0), 0.0
+        )
         delta = jnp.linalg.norm(cotangents[0], axis=-1) * jnp.linalg.norm(h, axis=-1)
-        dm = delta * options.get("eps", 1e-6) * inv_den if options.get("stabilize_correctly", True) else delta
+        dm = (
+            delta * options.get("eps", 1e-6) * inv_den
+            if options.get("stabilize_correctly", True)
+            else delta
+        )
 
         def with_constant_denominator(x):
             num, states = run(**x, **unnormalised)
@@ -188,7 +238,9 @@ def compiled_oracle(case: Case):
     def call(x, ids, cotangents):
         with jax.enable_x64(True):
             wide = {name: array(y, "float64") for name, y in x.items()}
-            return jax.tree.map(np.asarray, expected(wide, ids, [array(w, "float64") for w in cotangents]))
+            return jax.tree.map(
+                np.asarray, expected(wide, ids, [array(w, "float64") for w in cotangents])
+            )
 
     return call
 
@@ -199,14 +251,21 @@ def compiled(case: Case, backend: str):
 
     @jax.jit
     def found(x, ids, cotangents):
-        run = functools.partial(mlstm_chunkwise, segment_ids=ids, return_last_states=True, **launch, **dict(case.options))
+        run = functools.partial(
+            mlstm_chunkwise,
+            segment_ids=ids,
+            return_last_states=True,
+            **launch,
+            **dict(case.options),
+        )
         return _value_and_gradients(lambda x: run(**x), x, cotangents)
 
     return lambda x, ids, cotangents: found(x, ids, [array(w, "float32") for w in cotangents])
 
 
 BOUND = {"float32": 1e-3, "bfloat16": 2e-2}
-# Below this numbers and products of them may be subnormal in float32, which a device may take for 0.
+# Below this numbers and products of them may be subnormal in float32, which a device may take for
+# 0.
 FLOOR = 1e-26
 
 
@@ -217,9 +276,11 @@ def norm(x):
 
 
 def passing(of_q, of_k, initial, last):
-    """Norm over the steps r of what passes r at the most: all that is taken at r or later, or that was given before.
+    """Norm over the steps r of what passes r at the most: all that is taken at r or later, or that
+    was given before.
 
-    of_q, of_k: (B, NH, S, DHQK), what q_t takes and k_s gives; initial, last: (B, NH), what the initial states give, the last ones take.
+    of_q, of_k: (B, NH, S, DHQK), what q_t takes and k_s gives; initial, last: (B, NH), what the
+    initial states give, the last ones take.
     """
     taken, given = np.linalg.norm(of_q, axis=-1), np.linalg.norm(of_k, axis=-1)
     later = last[..., None] + np.cumsum(taken[..., ::-1], axis=-1)[..., ::-1]
@@ -239,23 +300,31 @@ def check(case: Case, backend: str, recipe: Recipe):
         off, allowed = norm(actual - wanted), bound * (norm(wanted) + scale) + rounding + FLOOR
         assert (off <= allowed).all(), f"{name} is off by {off}, allowed {allowed}"
 
-    # m is float32, rounded at a few chunk boundaries, and c and n are relative to it: the state itself is exp(m) c.
+    # m is float32, rounded at a few chunk boundaries, and c and n are relative to it: the state
+    # itself is exp(m) c.
     m, m_expected = np.asarray(m, "float64"), expected[3]
     assert np.array_equal(np.isfinite(m), np.isfinite(m_expected))
     m, m_expected = (np.where(np.isfinite(y), y, 0.0) for y in (m, m_expected))
     off_m = np.abs(m - m_expected)
-    assert (off_m <= 1e-5 + 4 * 2.0**-24 * (1e4 + np.abs(m_expected))).all(), f"m is {m}, expected {m_expected}"
+    assert (off_m <= 1e-5 + 4 * 2.0**-24 * (1e4 + np.abs(m_expected))).all(), (
+        f"m is {m}, expected {m_expected}"
+    )
     bound = BOUND[case.dtype] + off_m
     for name, actual, wanted in zip("hcn", (h, c, n), expected[:3], strict=True):
         compare(name, actual, wanted, 0.0, BOUND[case.dtype] if name == "h" else bound)
-    # The gates' gradients are sums of q . dq and k . dk, the forget gates' and m_initial's of many of them, which may cancel.
+    # The gates' gradients are sums of q . dq and k . dk, the forget gates' and m_initial's of many
+    # of them, which may cancel.
     wide = {name: np.asarray(y).astype("float64") for name, y in x.items()}
     of_q, of_k = (wide[name] * terms[name] for name in "qk")
     flow, initial = norm(of_q) + norm(of_k), np.zeros(of_q.shape[:2])
-    last = initial_state_scale(*cotangents[1:], {"c_initial": expected[1], "n_initial": expected[2]})
+    last = initial_state_scale(
+        *cotangents[1:], {"c_initial": expected[1], "n_initial": expected[2]}
+    )
     of_delta = of_dm + sum(norm(wide[name] * of_dz[name]) for name in "qk")
     if case.states:
-        initial = initial_state_scale(expected_gradients["c_initial"], expected_gradients["n_initial"], x)
+        initial = initial_state_scale(
+            expected_gradients["c_initial"], expected_gradients["n_initial"], x
+        )
         flow = flow + initial
         of_delta = of_delta + norm(wide["n_initial"] * of_dz["n_initial"])
     # h, of which delta is made, is rounded to its dtype.
@@ -277,19 +346,51 @@ def examples(count):
 REGRESSIONS = {
     "cotangents_that_bfloat16_cannot_hold": (
         "bfloat16_packed",
-        Recipe(243, (1.0, 1e-30, 1.0), Gates(0.0, 0.0, 0.0, 0.0, 0.0, 0.1), Gates(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.0, 1.0),
+        Recipe(
+            243,
+            (1.0, 1e-30, 1.0),
+            Gates(0.0, 0.0, 0.0, 0.0, 0.0, 0.1),
+            Gates(0.0, 0.0, 0.0, 0.0, 0.0, 0.0),
+            0.0,
+            0.0,
+            1.0,
+        ),
     ),
     "a_state_that_goes_through_everything_and_tiny_keys": (
         "fused",
-        Recipe(0, (1.0, 1e-30, 1.0), Gates(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), Gates(0.0, -0.5, 0.0, 0.0, 0.0, 0.0), 0.0, 0.0, 0.0),
+        Recipe(
+            0,
+            (1.0, 1e-30, 1.0),
+            Gates(0.0, 0.0, 0.0, 0.0, 0.0, 0.0),
+            Gates(0.0, -0.5, 0.0, 0.0, 0.0, 0.0),
+            0.0,
+            0.0,
+            0.0,
+        ),
     ),
     "one_source_that_passes_every_step": (
         "bfloat16",
-        Recipe(1, (1.0, 1e4, 1.0), Gates(0.0, 0.0, 0.0, 0.0, 0.0, 0.1), Gates(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 0.0, 0.0, 0.0),
+        Recipe(
+            1,
+            (1.0, 1e4, 1.0),
+            Gates(0.0, 0.0, 0.0, 0.0, 0.0, 0.1),
+            Gates(0.0, 0.0, 0.0, 0.0, 0.0, 0.0),
+            0.0,
+            0.0,
+            0.0,
+        ),
     ),
     "large_old_state_before_tiny_keys": (
         "tiles",
-        Recipe(140, (1e4, 1e-30, 1.0), Gates(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), Gates(0.0, 0.0, 0.0, 0.0, 0.0, 0.0), 1.0, 100.0, 0.0),
+        Recipe(
+            140,
+            (1e4, 1e-30, 1.0),
+            Gates(0.0, 0.0, 0.0, 0.0, 0.0, 0.0),
+            Gates(0.0, 0.0, 0.0, 0.0, 0.0, 0.0),
+            1.0,
+            100.0,
+            0.0,
+        ),
     ),
 }
 
@@ -301,18 +402,26 @@ def test_regressions(name):
     check(CASES[case], "interpret" if case in ("fused", "bfloat16") else "xla", recipe)
 
 
-# The others run the same kernels, or the same plain forms; the slow ones have but a part of what a quick one has.
+# The others run the same kernels, or the same plain forms; the slow ones have but a part of what a
+# quick one has.
 PLAIN = [name for name in CASES if name not in ("tiles", "fused", "splits")]
 INTERPRETED = [name for name in CASES if name not in ("one_chunk", "batch", "unstabilised")]
 # Long for what they add to the quick ones.
-LONG = (("packed_tiles", "interpret"), ("fused", "interpret"), ("batch", "xla"), ("bfloat16_packed", "xla"))
+LONG = (
+    ("packed_tiles", "interpret"),
+    ("fused", "interpret"),
+    ("batch", "xla"),
+    ("bfloat16_packed", "xla"),
+)
 PARTIAL = ("one_chunk", "chunks", "tiles", "packed", "padded", "bfloat16", "sigmoid")
 
 
 @pytest.mark.parametrize(
     ("name", "backend"),
     [
-        pytest.param(name, backend, marks=[pytest.mark.slow] * (name in PARTIAL or (name, backend) in LONG))
+        pytest.param(
+            name, backend, marks=[pytest.mark.slow] * (name in PARTIAL or (name, backend) in LONG)
+        )
         for backend, names in (("xla", PLAIN), ("interpret", INTERPRETED))
         for name in names
     ],

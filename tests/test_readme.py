@@ -21,7 +21,11 @@ def test_the_example_runs():
 
 
 def test_the_links_lead_somewhere():
-    assert not [target for target in re.findall(r"\]\((?!https?:)([^)]+)\)", README) if not (ROOT / target).exists()]
+    assert not [
+        target
+        for target in re.findall(r"\]\((?!https?:)([^)]+)\)", README)
+        if not (ROOT / target).exists()
+    ]
 
 
 def test_ci_finds_the_test_command():

@@ -1,4 +1,5 @@
-"""The recurrence against its definition written out in numpy, and the plain chunkwise form against the recurrence."""
+"""The recurrence against its definition written out in numpy, and the plain chunkwise form against
+the recurrence."""
 
 import jax
 import jax.numpy as jnp
@@ -11,7 +12,8 @@ from mlstm_pallas.normaliser import Normaliser
 
 
 def by_definition(q, k, v, i, f, c, n, m, eps, norm_val, stabilize_correctly):
-    """One head, unstabilised: the true state exp(m) (C, n) and nothing cancelled by hand; float64, moderate gates only."""
+    """One head, unstabilised: the true state exp(m) (C, n) and nothing cancelled by hand; float64,
+    moderate gates only."""
     K = q.shape[-1]
     C, n, h = np.exp(m) * c, np.exp(m) * n, []
     for t in range(len(q)):
@@ -50,24 +52,42 @@ CASES = {
 }
 
 
-# Chunks of 16 steps compile what chunks of 64 do; without states it is another function, of which test_gradients.py has quick tests.
+# Chunks of 16 steps compile what chunks of 64 do; without states it is another function, of which
+# test_gradients.py has quick tests.
 @pytest.mark.parametrize(
     ("dtype", "chunk_size", "case"),
     [
-        pytest.param(dtype, chunk_size, case, marks=[pytest.mark.slow] * ((dtype, chunk_size) == ("float32", 16) or case == "no_states"))
-        for dtype, chunk_size in (("float32", 16), ("float32", 64), ("float32", 256), ("bfloat16", 64))
+        pytest.param(
+            dtype,
+            chunk_size,
+            case,
+            marks=[pytest.mark.slow]
+            * ((dtype, chunk_size) == ("float32", 16) or case == "no_states"),
+        )
+        for dtype, chunk_size in (
+            ("float32", 16),
+            ("float32", 64),
+            ("float32", 256),
+            ("bfloat16", 64),
+        )
         for case in CASES
     ],
 )
 def test_chunkwise_equals_recurrence(dtype, chunk_size, case):
     inputs = random_inputs(1, 2, 2, 200, 24, 40, dtype=dtype, **CASES[case])
     expected_h, expected_states = oracle(inputs)
-    h, states = mlstm_chunkwise(**inputs, chunk_size=chunk_size, return_last_states=True, backend="xla")
+    h, states = mlstm_chunkwise(
+        **inputs, chunk_size=chunk_size, return_last_states=True, backend="xla"
+    )
     bound = tolerance(dtype, 200 + 24)
     assert h.dtype == jnp.dtype(dtype)
     assert_close(h, expected_h, bound, "h")
     # m is rounded to float32 and the states are kept relative to it.
-    state_bound = bound + np.spacing(np.float32(np.max(np.abs(expected_states[2]), where=np.isfinite(expected_states[2]), initial=0)))
+    state_bound = bound + np.spacing(
+        np.float32(
+            np.max(np.abs(expected_states[2]), where=np.isfinite(expected_states[2]), initial=0)
+        )
+    )
     for name, actual, expected in zip("cnm", states, expected_states, strict=True):
         assert actual.dtype == jnp.float32
         assert_close(actual, expected, state_bound, name)
@@ -79,7 +99,9 @@ def test_chunkwise_in_float64_is_exact_to_rounding(chunk_size):
     expected_h, expected_states = oracle(inputs)
     with jax.enable_x64(True):
         wide = {name: array(x, "float64") for name, x in inputs.items()}
-        h, states = mlstm_chunkwise(**wide, chunk_size=chunk_size, return_last_states=True, backend="xla")
+        h, states = mlstm_chunkwise(
+            **wide, chunk_size=chunk_size, return_last_states=True, backend="xla"
+        )
         assert h.dtype == jnp.float64
         for actual, expected in zip((h, *states), (expected_h, *expected_states), strict=True):
             # float64; sums of up to 128 steps in another order, and their exponents
@@ -93,7 +115,9 @@ def test_a_chunk_of_4096_steps_loses_no_digits_of_its_gates(stabilize_correctly)
     inputs = random_inputs(3, 1, 1, 4096, 8, 8, f_shift=-5.0)
     options = {"stabilize_correctly": stabilize_correctly, "norm_val": 3.0}
     expected_h, expected_states = oracle(inputs, **options)
-    h, states = mlstm_chunkwise(**inputs, chunk_size=4096, return_last_states=True, backend="xla", **options)
+    h, states = mlstm_chunkwise(
+        **inputs, chunk_size=4096, return_last_states=True, backend="xla", **options
+    )
     bound = tolerance("float32", 4096)
     for actual, expected in zip((h, *states), (expected_h, *expected_states), strict=True):
         assert_close(actual, expected, bound)

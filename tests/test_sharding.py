@@ -1,4 +1,5 @@
-"""Calls with sharded arguments: every device runs its shard, without communication, and the numbers are those of one device."""
+"""Calls with sharded arguments: every device runs its shard, without communication, and the numbers
+are those of one device."""
 
 import collections
 import functools
@@ -22,7 +23,11 @@ B, NH, S, DHQK, DHHV = 8, 4, 24, 16, 8
 COLLECTIVES = ("all-gather", "all-to-all", "collective-permute", "all-reduce", "reduce-scatter")
 BOUND = 4 * tolerance("float32", S + DHQK)  # the same sums in another order
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
-MESHES = {"8": ((8,), P("x")), "4x2": ((4, 2), P("x", "y")), "2x2x2": ((2, 2, 2), P(("x", "y"), "z"))}
+MESHES = {
+    "8": ((8,), P("x")),
+    "4x2": ((4, 2), P("x", "y")),
+    "2x2x2": ((2, 2, 2), P(("x", "y"), "z")),
+}
 
 
 @pytest.fixture(scope="module")
@@ -42,11 +47,15 @@ def mesh_of(shape, *kinds):
 def sharded(arrays, mesh, *specs):
     """The arrays sharded by the one spec, or by one each."""
     specs = specs if len(specs) > 1 else specs * len(arrays)
-    return [jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)]
+    return [
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)
+    ]
 
 
 def run_on(backend):
-    return functools.partial(mlstm_chunkwise, chunk_size=16, return_last_states=True, backend=backend)
+    return functools.partial(
+        mlstm_chunkwise, chunk_size=16, return_last_states=True, backend=backend
+    )
 
 
 def loss_of(run):
@@ -73,7 +82,9 @@ def expected(inputs, single):
 
 
 def collectives(compiled):
-    return collections.Counter(re.findall(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(", compiled.as_text()))
+    return collections.Counter(
+        re.findall(rf" ({'|'.join(COLLECTIVES)})(?:-start)?\(", compiled.as_text())
+    )
 
 
 def check(found, expected):
@@ -87,7 +98,11 @@ def check(found, expected):
 
 def test_the_count_sees_collectives():
     mesh = mesh_of((8,), AUTO)
-    gather = jax.jit(lambda x: x + 1, out_shardings=NamedSharding(mesh, P())).lower(*sharded([jnp.zeros(8)], mesh, P("x"))).compile()
+    gather = (
+        jax.jit(lambda x: x + 1, out_shardings=NamedSharding(mesh, P()))
+        .lower(*sharded([jnp.zeros(8)], mesh, P("x")))
+        .compile()
+    )
     assert collectives(gather) == {"all-gather": 1}
 
 
@@ -122,9 +137,17 @@ def test_shards_of_batch_and_heads_stay_where_they_are(inputs, expected, mesh, k
     ],
     ids=lambda x: getattr(x, "name", x),
 )
-def test_shardings_that_cannot_be_kept_are_undone_with_the_right_numbers(inputs, expected, case, kind):
+def test_shardings_that_cannot_be_kept_are_undone_with_the_right_numbers(
+    inputs, expected, case, kind
+):
     specs = {
-        "other_axes": [P("x", None, "y"), *[P("x", None, None, "y")] * 2, P(), *[P("x", None, "y")] * 3, P("x")],
+        "other_axes": [
+            P("x", None, "y"),
+            *[P("x", None, None, "y")] * 2,
+            P(),
+            *[P("x", None, "y")] * 3,
+            P("x"),
+        ],
         "disagreement": [P(None, "x"), P("x"), P(), *[P("x", "y")] * 5],
     }[case]
     x = sharded(inputs, mesh_of((4, 2), kind), *specs)
@@ -154,7 +177,9 @@ def test_inside_the_users_shard_map(inputs, expected):
 def test_inside_a_shard_map_over_some_of_the_axes(inputs, expected):
     mesh = mesh_of((4, 2), AUTO)
     x = sharded(inputs, mesh, P("x", "y"))
-    run = jax.shard_map(run_on("xla"), mesh=mesh, in_specs=P("x"), out_specs=P("x"), axis_names={"x"})
+    run = jax.shard_map(
+        run_on("xla"), mesh=mesh, in_specs=P("x"), out_specs=P("x"), axis_names={"x"}
+    )
     found = jax.jit(gradient_of(run)).lower(*x).compile()
     assert set(collectives(found)) == {"all-reduce"}
     check(found(*x), expected)
@@ -168,14 +193,20 @@ def test_an_argument_that_does_not_vary_gets_the_sum_of_its_gradients(inputs, si
     def loss(*x):
         return jax.lax.psum(loss_of(run_on("xla"))(*x)[0], "x")
 
-    split = jax.shard_map(loss, mesh=mesh, in_specs=(*[P("x")] * 4, P(), *[P("x")] * 3), out_specs=P())
+    split = jax.shard_map(
+        loss, mesh=mesh, in_specs=(*[P("x")] * 4, P(), *[P("x")] * 3), out_specs=P()
+    )
     found = jax.jit(jax.grad(split, argnums=4))(*inputs[:4], f, *inputs[5:])
     _, gradients = single(*inputs[:4], jnp.concatenate([f] * 4), *inputs[5:])
-    assert_close(np.asarray(found), np.asarray(gradients[4]).reshape(4, *f.shape).sum(axis=0), BOUND)
+    assert_close(
+        np.asarray(found), np.asarray(gradients[4]).reshape(4, *f.shape).sum(axis=0), BOUND
+    )
 
 
 @pytest.mark.parametrize(
-    ("axis", "kind"), [pytest.param(0, AUTO, marks=pytest.mark.slow), (1, EXPLICIT)], ids=lambda x: getattr(x, "name", x)
+    ("axis", "kind"),
+    [pytest.param(0, AUTO, marks=pytest.mark.slow), (1, EXPLICIT)],
+    ids=lambda x: getattr(x, "name", x),
 )
 def test_a_mapped_axis_stays_sharded(inputs, expected, axis, kind):
     x = sharded(inputs, mesh_of((4, 2), kind), P("x", "y"))
@@ -192,7 +223,9 @@ def test_a_mapped_axis_stays_sharded(inputs, expected, axis, kind):
 def test_vmap_over_some_arguments(inputs, single):
     q, *rest = (x[:1] for x in inputs)
     scale = jnp.arange(1.0, B + 1)
-    found, states = jax.jit(jax.vmap(run_on("xla"), (0, *[None] * 7)))(scale[:, None, None, None, None] * q, *rest)
+    found, states = jax.jit(jax.vmap(run_on("xla"), (0, *[None] * 7)))(
+        scale[:, None, None, None, None] * q, *rest
+    )
     whole = [jnp.concatenate([x] * B) for x in (q, *rest)]
     (_, (h, *_)), _ = single(scale[:, None, None, None] * whole[0], *whole[1:])
     assert_close(found[:, 0], np.asarray(h), BOUND)
@@ -214,9 +247,16 @@ def test_remat_inside_a_scan_over_layers_stays_sharded(inputs, expected):
 
 
 def test_one_of_several_devices_runs_the_plain_module(inputs):
-    text = jax.jit(gradient_of(run_on("xla"))).lower(*(jax.device_put(x, jax.devices("cpu")[3]) for x in inputs)).as_text()
+    text = (
+        jax.jit(gradient_of(run_on("xla")))
+        .lower(*(jax.device_put(x, jax.devices("cpu")[3]) for x in inputs))
+        .as_text()
+    )
     assert "CustomSPMDPartitioning" not in text
-    assert "CustomSPMDPartitioning" in jax.jit(run_on("xla")).lower(*sharded(inputs, mesh_of((8,), AUTO), P("x"))).as_text()
+    assert (
+        "CustomSPMDPartitioning"
+        in jax.jit(run_on("xla")).lower(*sharded(inputs, mesh_of((8,), AUTO), P("x"))).as_text()
+    )
 
 
 @pytest.mark.parametrize("inside", ["jit", "shard_map"])
@@ -224,27 +264,41 @@ def test_shards_lower_for_cuda_without_a_device(inside):
     device = AbstractDevice("NVIDIA H200", None, "gpu")
     mesh = AbstractMesh((4, 2), ("x", "y"), (EXPLICIT,) * 2, abstract_device=device)
     made = random_inputs(0, B, NH, 64, 16, 16, dtype="bfloat16", states=False)
-    x = [jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=NamedSharding(mesh, P("x", "y"))) for y in made.values()]
+    x = [
+        jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=NamedSharding(mesh, P("x", "y")))
+        for y in made.values()
+    ]
 
     def run(*x):
         return jnp.sum(mlstm_chunkwise(*x).astype("float32"))
 
     def inside_shard_map(*x):  # which checks what varies over the mesh
-        return jax.shard_map(lambda *x: jax.lax.psum(run(*x), ("x", "y")), in_specs=P("x", "y"), out_specs=P())(*x)
+        return jax.shard_map(
+            lambda *x: jax.lax.psum(run(*x), ("x", "y")), in_specs=P("x", "y"), out_specs=P()
+        )(*x)
 
     loss = inside_shard_map if inside == "shard_map" else run
     with jax.sharding.use_abstract_mesh(mesh):
-        text = jax.jit(jax.grad(loss, tuple(range(5)))).trace(*x).lower(lowering_platforms=("cuda",)).as_text()
+        text = (
+            jax.jit(jax.grad(loss, tuple(range(5))))
+            .trace(*x)
+            .lower(lowering_platforms=("cuda",))
+            .as_text()
+        )
     calls = [line for line in text.splitlines() if "__gpu$xla.gpu.triton" in line]
     assert len(calls) == 8  # four kernels a pass
-    assert any("tensor<4x64x16xbf16>" in line for line in calls)  # a shard of 2 batch entries and 2 heads
+    assert any(
+        "tensor<4x64x16xbf16>" in line for line in calls
+    )  # a shard of 2 batch entries and 2 heads
     assert not any("tensor<32x" in line for line in calls)
 
 
 def test_operations_that_differ_are_told_apart():
     """The persistent compilation cache may be asked to ignore the address of the callback."""
     mesh = mesh_of((8,), AUTO)
-    x = sharded([y[:, :1] for y in random_inputs(0, 8, 1, 16, 16, 16, states=False).values()], mesh, P("x"))
+    x = sharded(
+        [y[:, :1] for y in random_inputs(0, 8, 1, 16, 16, 16, states=False).values()], mesh, P("x")
+    )
 
     def module(eps):
         text = jax.jit(lambda *x: mlstm_chunkwise(*x, eps=eps)).lower(*x).as_text()
@@ -259,8 +313,12 @@ def test_the_identity_of_an_operation_is_that_of_its_statics():
         pass
 
     assert np.array_equal(_identity(function, ("spec", 1), 0), _identity(function, ("spec", 1), 0))
-    assert not np.array_equal(_identity(function, ("spec", 1), 0), _identity(function, ("spec", 2), 0))
-    assert not np.array_equal(_identity(function, ("spec", 1), 0), _identity(function, ("spec", 1), 1))
+    assert not np.array_equal(
+        _identity(function, ("spec", 1), 0), _identity(function, ("spec", 2), 0)
+    )
+    assert not np.array_equal(
+        _identity(function, ("spec", 1), 0), _identity(function, ("spec", 1), 1)
+    )
 
 
 @pytest.mark.gpu_multi
@@ -272,9 +330,18 @@ def test_gpus_run_their_shards(gpus, kind, inside):
         pytest.skip(f"fewer than {gpus} GPUs")
     shape, spec = ((2,), P("x")) if gpus == 2 else ((2, 2), P("x", "y"))
     arrays = list(random_inputs(0, 4, 4, 1024, 128, 256).values())
-    mesh = jax.make_mesh(shape, ("x", "y")[: len(shape)], axis_types=(kind,) * len(shape), devices=jax.devices()[:gpus])
+    mesh = jax.make_mesh(
+        shape,
+        ("x", "y")[: len(shape)],
+        axis_types=(kind,) * len(shape),
+        devices=jax.devices()[:gpus],
+    )
     run = functools.partial(mlstm_chunkwise, return_last_states=True, backend="triton")
-    on_mesh = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec) if inside == "shard_map" else run
+    on_mesh = (
+        jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=spec)
+        if inside == "shard_map"
+        else run
+    )
     x = sharded(arrays, mesh, spec)
     compiled = jax.jit(gradient_of(on_mesh)).lower(*x).compile()
     assert set(collectives(compiled)) == {"all-reduce"}
@@ -283,7 +350,9 @@ def test_gpus_run_their_shards(gpus, kind, inside):
     assert found[0][1][0].sharding.is_equivalent_to(NamedSharding(mesh, spec), 4)
 
 
-@pytest.mark.parametrize("kind", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.slow)], ids=lambda x: x.name)
+@pytest.mark.parametrize(
+    "kind", [AUTO, pytest.param(EXPLICIT, marks=pytest.mark.slow)], ids=lambda x: x.name
+)
 def test_packed_sequences_stay_sharded(inputs, kind):
     ids = jnp.cumsum(jnp.asarray(np.random.default_rng(1).random((B, S)) < 0.2), axis=1)
     run = jax.jit(lambda ids, *x: run_on("xla")(*x, segment_ids=ids))
@@ -293,9 +362,13 @@ def test_packed_sequences_stay_sharded(inputs, kind):
     compiled = run.lower(*x).compile()
     assert not collectives(compiled)
     over_the_sequence = sharded([ids], mesh, P(None, "x"))  # is undone first
-    for actual, wanted in zip(jax.tree.leaves(run(*over_the_sequence, *x[1:])), jax.tree.leaves(expected), strict=True):
+    for actual, wanted in zip(
+        jax.tree.leaves(run(*over_the_sequence, *x[1:])), jax.tree.leaves(expected), strict=True
+    ):
         assert_close(np.asarray(actual), np.asarray(wanted), BOUND)
-    for actual, wanted in zip(jax.tree.leaves(compiled(*x)), jax.tree.leaves(expected), strict=True):
+    for actual, wanted in zip(
+        jax.tree.leaves(compiled(*x)), jax.tree.leaves(expected), strict=True
+    ):
         assert_close(np.asarray(actual), np.asarray(wanted), BOUND)
 
 
@@ -308,6 +381,10 @@ def test_a_recurrent_step_stays_sharded(inputs, backend, kind):
     x = sharded(token, mesh_of((4, 2), kind), P("x", "y"))
     compiled = step.lower(*x).compile()
     assert not collectives(compiled)
-    for actual, wanted in zip(jax.tree.leaves(compiled(*x)), jax.tree.leaves(expected), strict=True):
+    for actual, wanted in zip(
+        jax.tree.leaves(compiled(*x)), jax.tree.leaves(expected), strict=True
+    ):
         assert_close(np.asarray(actual), np.asarray(wanted), BOUND)
-        assert actual.sharding.is_equivalent_to(NamedSharding(x[0].sharding.mesh, P("x", "y")), actual.ndim)
+        assert actual.sharding.is_equivalent_to(
+            NamedSharding(x[0].sharding.mesh, P("x", "y")), actual.ndim
+        )

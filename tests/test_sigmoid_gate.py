@@ -1,4 +1,7 @@
-"""mLSTMsig: the sigmoid input gate, with and without a normaliser. Its gradients: test_gradients.py, cases sigmoid."""
+"""mLSTMsig: the sigmoid input gate, with and without a normaliser.
+
+Its gradients: test_gradients.py, cases sigmoid.
+"""
 
 import functools
 
@@ -17,12 +20,16 @@ NORMALISED = pytest.mark.parametrize("normalize", [True, False], ids=["normalise
 
 
 def written_out(q, k, v, i, f, c, n, *, normalize, norm_val=1.0, eps=1e-6):
-    """C_t = sigmoid(f_t) C_{t-1} + sigmoid(i_t) k_t v_t^T in float64 numpy, one step after the other."""
+    """C_t = sigmoid(f_t) C_{t-1} + sigmoid(i_t) k_t v_t^T in float64 numpy, one step after the
+    other."""
     q, k, v, i, f, c, n = (np.asarray(x, "float64") for x in (q, k, v, i, f, c, n))
     outputs = []
     for t in range(q.shape[2]):
         forget, store = (1 / (1 + np.exp(-x[:, :, t])) for x in (f, i))
-        c = forget[..., None, None] * c + store[..., None, None] * k[:, :, t, :, None] * v[:, :, t, None, :]
+        c = (
+            forget[..., None, None] * c
+            + store[..., None, None] * k[:, :, t, :, None] * v[:, :, t, None, :]
+        )
         n = forget[..., None] * n + store[..., None] * k[:, :, t]
         scaled = q[:, :, t] * q.shape[-1] ** -0.5
         h = np.einsum("bhk,bhkv->bhv", scaled, c)
@@ -38,16 +45,23 @@ def test_the_recurrence_is_the_definition(normalize):
     h, states = oracle(inputs, input_gate="sigmoid", normalize=normalize)
     expected, expected_states = written_out(*inputs.values(), normalize=normalize)
     for actual, wanted in zip((h, *states), (expected, *expected_states), strict=True):
-        np.testing.assert_allclose(actual, wanted, rtol=1e-12, atol=1e-12)  # float64, sums of 30 steps in another order
+        np.testing.assert_allclose(
+            actual, wanted, rtol=1e-12, atol=1e-12
+        )  # float64, sums of 30 steps in another order
 
 
 @NORMALISED
-@pytest.mark.parametrize(("dtype", "S", "L", "DHQK", "DHHV"), [("float32", 100, 64, 24, 40), ("bfloat16", 70, 32, 16, 16)])
+@pytest.mark.parametrize(
+    ("dtype", "S", "L", "DHQK", "DHHV"),
+    [("float32", 100, 64, 24, 40), ("bfloat16", 70, 32, 16, 16)],
+)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_forward(backend, dtype, S, L, DHQK, DHHV, normalize):
     inputs = random_inputs(1, 1, 2, S, DHQK, DHHV, dtype=dtype, m_initial=False)
     options = dict(input_gate="sigmoid", normalize=normalize)
-    call = functools.partial(mlstm_chunkwise, **options, return_last_states=True, chunk_size=L, backend=backend)
+    call = functools.partial(
+        mlstm_chunkwise, **options, return_last_states=True, chunk_size=L, backend=backend
+    )
     h, states = jax.jit(call)(**inputs)
     expected, expected_states = oracle(inputs, **options)
     bound = tolerance(dtype, S)
@@ -57,7 +71,11 @@ def test_forward(backend, dtype, S, L, DHQK, DHHV, normalize):
     assert not np.any(np.asarray(states[2]))
 
 
-GATES = {"resets": {"resets": True}, "gates_at_1e3": {"f_scale": 1e3, "i_scale": 1e3}, "input_gates_at_-40": {"i_shift": -40.0}}
+GATES = {
+    "resets": {"resets": True},
+    "gates_at_1e3": {"f_scale": 1e3, "i_scale": 1e3},
+    "input_gates_at_-40": {"i_shift": -40.0},
+}
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -65,14 +83,18 @@ GATES = {"resets": {"resets": True}, "gates_at_1e3": {"f_scale": 1e3, "i_scale":
 def test_forward_gates(case, backend):
     inputs = random_inputs(2, 1, 2, 80, 16, 16, m_initial=False, **GATES[case])
     options = dict(input_gate="sigmoid", normalize=False)
-    h = jax.jit(functools.partial(mlstm_chunkwise, **options, chunk_size=32, backend=backend))(**inputs)
+    h = jax.jit(functools.partial(mlstm_chunkwise, **options, chunk_size=32, backend=backend))(
+        **inputs
+    )
     assert bool(jnp.isfinite(h).all())
     assert_close(h, oracle(inputs, **options)[0], tolerance("float32", 80), "h")
 
 
 def test_two_halves_are_the_whole():
     inputs = random_inputs(3, 1, 2, 64, 16, 16, states=False)
-    call = functools.partial(mlstm_chunkwise, input_gate="sigmoid", return_last_states=True, chunk_size=16, backend="xla")
+    call = functools.partial(
+        mlstm_chunkwise, input_gate="sigmoid", return_last_states=True, chunk_size=16, backend="xla"
+    )
     whole, whole_states = call(*inputs.values())
     first, (c, n, _) = call(*(x[:, :, :24] for x in inputs.values()))
     second, states = call(*(x[:, :, 24:] for x in inputs.values()), c, n)
@@ -85,11 +107,14 @@ def test_two_halves_are_the_whole():
 def test_the_chunkwise_reference_has_the_gate():
     inputs = random_inputs(4, 1, 2, 64, 16, 16, m_initial=False)
     h = reference.chunkwise(*inputs.values(), chunk_size=16, input_gate="sigmoid", normalize=False)
-    assert_close(h, oracle(inputs, input_gate="sigmoid", normalize=False)[0], tolerance("float32", 64))
+    assert_close(
+        h, oracle(inputs, input_gate="sigmoid", normalize=False)[0], tolerance("float32", 64)
+    )
 
 
 def test_a_closed_forget_gate_counts_where_the_input_gate_is_closed_as_well():
-    """Without a floor of the denominator, h is old and new content by their ratio, however small both are."""
+    """Without a floor of the denominator, h is old and new content by their ratio, however small
+    both are."""
     q, k, v, _, _ = random_inputs(5, 1, 1, 3, 4, 4, states=False).values()
     closed = jnp.asarray([[[0.0, -61.0, 0.0]]])
     options = dict(input_gate="sigmoid", eps=0.0, norm_val=0.0)
@@ -100,6 +125,8 @@ def test_a_closed_forget_gate_counts_where_the_input_gate_is_closed_as_well():
     found = gradient(functools.partial(mlstm_chunkwise, backend="xla"), q, k, v, closed)
     with jax.enable_x64(True):
         wide = (jnp.asarray(np.asarray(x), "float64") for x in (q, k, v, closed))
-        expected = np.asarray(gradient(lambda *x, **options: reference.recurrence(*x, **options)[0], *wide))
+        expected = np.asarray(
+            gradient(lambda *x, **options: reference.recurrence(*x, **options)[0], *wide)
+        )
     assert np.abs(expected).max() > 0.01
     assert_close(found, expected, 1e-4)

@@ -1,4 +1,5 @@
-"""Splits of a sequence that run at the same time: the states before them, what they add to those, and the recurrences in splits."""
+"""Splits of a sequence that run at the same time: the states before them, what they add to those,
+and the recurrences in splits."""
 
 import functools
 
@@ -32,11 +33,14 @@ def call_of(lowering, num_splits=None, problem=PROBLEM):
 
 @functools.cache
 def arrays(dtype, resets=False):
-    """a (HEADS, S, DHQK), b (HEADS, S, DHHV), r (HEADS, S), gamma (HEADS, NC), X and x before the sequence."""
+    """a (HEADS, S, DHQK), b (HEADS, S, DHHV), r (HEADS, S), gamma (HEADS, NC), X and x before the
+    sequence."""
     draw = np.random.default_rng(0)
     gamma = draw.random((HEADS, NC)) * (draw.random((HEADS, NC)) > 0.3 if resets else 1)
     shapes = dict(a=(S, DHQK), b=(S, DHHV), X=(DHQK, DHHV), x=(DHQK,))
-    found = {name: draw.normal(size=(HEADS, *shape)) for name, shape in shapes.items()} | dict(r=draw.random((HEADS, S)), gamma=gamma)
+    found = {name: draw.normal(size=(HEADS, *shape)) for name, shape in shapes.items()} | dict(
+        r=draw.random((HEADS, S)), gamma=gamma
+    )
     return {name: array(y, dtype if name in "ab" else "float32") for name, y in found.items()}
 
 
@@ -45,21 +49,40 @@ def wide(tree):
 
 
 def forward(lowering, x, num_splits=None, return_last=True):
-    run = functools.partial(recurrent_fw_C, return_last=return_last, call=call_of(lowering, num_splits))
+    run = functools.partial(
+        recurrent_fw_C, return_last=return_last, call=call_of(lowering, num_splits)
+    )
     return jax.jit(run)(x["a"], x["b"], x["r"], x["gamma"], x["X"], x["x"])
 
 
 def backward(lowering, x, num_splits=None, wanted=True):
     """Of the state's gradient, and of the state with the operands in each other's place; and delta."""
-    run = functools.partial(recurrent_bw_dC, return_initial=wanted, return_last=wanted, call=call_of(lowering, num_splits))
-    return jax.jit(run)(x["a"], x["b"], x["gamma"], x["X"], x["a"][:, ::-1], x["b"][:, ::-1], x["X"], matH=x["b"][..., ::-1])
+    run = functools.partial(
+        recurrent_bw_dC,
+        return_initial=wanted,
+        return_last=wanted,
+        call=call_of(lowering, num_splits),
+    )
+    return jax.jit(run)(
+        x["a"],
+        x["b"],
+        x["gamma"],
+        x["X"],
+        x["a"][:, ::-1],
+        x["b"][:, ::-1],
+        x["X"],
+        matH=x["b"][..., ::-1],
+    )
 
 
 STAGES = {"recurrent_fw_C": forward, "recurrent_bw_dC": backward}
 
 
 @pytest.mark.parametrize("stage", STAGES)
-@pytest.mark.parametrize(("dtype", "num_splits", "resets"), [("float32", 2, True), ("float32", 8, True), ("bfloat16", 4, False)])
+@pytest.mark.parametrize(
+    ("dtype", "num_splits", "resets"),
+    [("float32", 2, True), ("float32", 8, True), ("bfloat16", 4, False)],
+)
 def test_recurrences_in_splits(stage, dtype, num_splits, resets):
     x, run = arrays(dtype, resets), STAGES[stage]
     assert splits_of(call_of(INTERPRETED, num_splits).tiles, PROBLEM) == num_splits
@@ -67,7 +90,9 @@ def test_recurrences_in_splits(stage, dtype, num_splits, resets):
     with jax.enable_x64(True):
         expected = run(PLAIN, wide(x))
     for key, actual, wanted in zip(found._fields, found, expected, strict=True):
-        assert_close(actual, wanted, tolerance("float32" if key.startswith("vec") else dtype, S), key)
+        assert_close(
+            actual, wanted, tolerance("float32" if key.startswith("vec") else dtype, S), key
+        )
 
 
 @pytest.mark.parametrize("stage", STAGES)
@@ -85,7 +110,9 @@ def test_recurrences_in_splits_from_no_initial_state_to_no_last_one(stage):
 def test_two_recurrences_in_a_launch_do_not_meet(num_splits):
     x = arrays("float32")
     both = backward(INTERPRETED, x, num_splits)
-    alone = jax.jit(functools.partial(recurrent_bw_dC, call=call_of(INTERPRETED, num_splits)))(x["a"], x["b"], x["gamma"], x["X"])
+    alone = jax.jit(functools.partial(recurrent_bw_dC, call=call_of(INTERPRETED, num_splits)))(
+        x["a"], x["b"], x["gamma"], x["X"]
+    )
     assert np.array_equal(both.matDeltaC_states, alone.matDeltaC_states)
     assert np.array_equal(both.matDeltaC_initial, alone.matDeltaC_initial)
 
@@ -94,16 +121,23 @@ def test_two_recurrences_in_a_launch_do_not_meet(num_splits):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("num_splits", [2, 4])
 def test_split_products(num_splits, dtype, backward):
-    """The kernel and the plain form: the products of every split but the last, backward but the first."""
+    """The kernel and the plain form: the products of every split but the last, backward but the
+    first."""
     x = arrays(dtype)
     a, b, r = (np.asarray(x[name].astype("float32"), "float64") for name in "abr")
     split = [y.reshape(HEADS, num_splits, S // num_splits, -1) for y in (a * r[..., None], b)]
     expected = np.einsum("npsk,npsv->npkv", *split)
     for lowering in (INTERPRETED, PLAIN):
-        run = jax.jit(functools.partial(split_products, num_splits=num_splits, backward=backward, call=call_of(lowering)))
+        run = jax.jit(
+            functools.partial(
+                split_products, num_splits=num_splits, backward=backward, call=call_of(lowering)
+            )
+        )
         found = run(x["a"], x["b"], x["r"])
         assert found.dtype == jnp.float32
-        assert_close(found, expected[:, 1:] if backward else expected[:, :-1], tolerance(dtype, S), lowering)
+        assert_close(
+            found, expected[:, 1:] if backward else expected[:, :-1], tolerance(dtype, S), lowering
+        )
     every = split_products(x["a"], x["b"], x["r"], num_splits, all_splits=True, call=call_of(PLAIN))
     assert_close(every, expected, tolerance(dtype, S))
 
@@ -117,16 +151,27 @@ def test_split_states_are_those_of_the_sequence(initial, backward):
         x = wide(arrays("float32", resets=True))
         X = x["X"] if initial else None
         decays = decays_in_splits(x["gamma"], num_splits, S, backward=backward)
-        products = split_products(x["a"], x["b"], decays, num_splits, backward=backward, call=call_of(PLAIN))
+        products = split_products(
+            x["a"], x["b"], decays, num_splits, backward=backward, call=call_of(PLAIN)
+        )
         found = np.asarray(split_states(products, x["gamma"], X, backward=backward))
         if backward:
-            expected = recurrent_bw_dC(x["a"], x["b"], x["gamma"], X, call=call_of(PLAIN)).matDeltaC_states[:, chunks - 1 :: chunks]
+            expected = recurrent_bw_dC(
+                x["a"], x["b"], x["gamma"], X, call=call_of(PLAIN)
+            ).matDeltaC_states[:, chunks - 1 :: chunks]
         else:
             ones = jnp.ones_like(x["r"])
-            expected = recurrent_fw_C(x["a"], x["b"], ones, x["gamma"], X, x["x"], call=call_of(PLAIN)).matC_states[:, ::chunks]
+            expected = recurrent_fw_C(
+                x["a"], x["b"], ones, x["gamma"], X, x["x"], call=call_of(PLAIN)
+            ).matC_states[:, ::chunks]
     assert found.shape == (HEADS * num_splits, DHQK, DHHV)
     # Sums of S terms of order 1, in float64.
-    np.testing.assert_allclose(found.reshape(expected.shape), expected, rtol=0, atol=S * np.abs(found).max() * np.finfo("float64").eps)
+    np.testing.assert_allclose(
+        found.reshape(expected.shape),
+        expected,
+        rtol=0,
+        atol=S * np.abs(found).max() * np.finfo("float64").eps,
+    )
 
 
 def test_decays_of_others():
@@ -140,7 +185,9 @@ def test_known_split_products_are_those_of_their_own_number_of_splits():
     products = SplitProducts(X, m)
     boundaries = jnp.asarray([[0.0, 1.0, 2.0, 3.0, 4.0]])
     assert products.all_but_last(4, boundaries) is None
-    assert float(products.all_but_last(2, boundaries)[0, 0, 0, 0]) == pytest.approx(np.exp(-2.0), rel=2.0**-22)
+    assert float(products.all_but_last(2, boundaries)[0, 0, 0, 0]) == pytest.approx(
+        np.exp(-2.0), rel=2.0**-22
+    )
     nothing = SplitProducts(X, jnp.full((1, 2), -jnp.inf))
     assert not nothing.all_but_last(2, boundaries).any()
 
@@ -152,19 +199,36 @@ def test_the_fused_scan_in_splits(resets, num_splits):
     inputs = random_inputs(21, 1, 2, 120, 16, 32, resets=resets)
     tiles = StageConfig(siz_b_LKV=16, num_splits=num_splits)
     config = KernelConfig(chunk_size=32, fused_min_heads=1, recurrent_fw_H=tiles)
-    h, states = mlstm_chunkwise(**inputs, return_last_states=True, config=config, backend="interpret")
+    h, states = mlstm_chunkwise(
+        **inputs, return_last_states=True, config=config, backend="interpret"
+    )
     expected_h, expected_states = oracle(inputs)
-    for name, actual, expected in zip("hcnm", (h, *states), (expected_h, *expected_states), strict=True):
+    for name, actual, expected in zip(
+        "hcnm", (h, *states), (expected_h, *expected_states), strict=True
+    ):
         assert_close(actual, expected, tolerance("float32", 120 + 16), name)
 
 
 def test_a_number_of_splits_is_cut_to_what_divides_the_chunks():
-    for chunks, num_splits, expected in ((64, 1, 1), (64, 4, 4), (2, 4, 2), (63, 4, 1), (12, 8, 4), (64, 64, MAX_SPLITS)):
+    for chunks, num_splits, expected in (
+        (64, 1, 1),
+        (64, 4, 4),
+        (2, 4, 2),
+        (63, 4, 1),
+        (12, 8, 4),
+        (64, 64, MAX_SPLITS),
+    ):
         problem = Problem(1, 8, 128 * chunks, 256, 512, 128, 1.0)
-        assert splits_of(StageConfig(num_splits=num_splits), problem) == expected, (chunks, num_splits)
+        assert splits_of(StageConfig(num_splits=num_splits), problem) == expected, (
+            chunks,
+            num_splits,
+        )
 
 
 def test_fewer_ctas_have_no_fewer_splits():
-    splits = [splits_of(StageConfig(siz_b_DHHV=128), Problem(1, heads, 8192, 256, 512, 128, 1.0)) for heads in (512, 64, 16, 8, 4, 1)]
+    splits = [
+        splits_of(StageConfig(siz_b_DHHV=128), Problem(1, heads, 8192, 256, 512, 128, 1.0))
+        for heads in (512, 64, 16, 8, 4, 1)
+    ]
     assert splits == sorted(splits)
     assert splits[0] == 1 < splits[-1]

@@ -11,7 +11,9 @@ import pytest
 from mlstm_pallas.backend import jax_has_mosaic_gpu
 from mlstm_pallas.shared_memory import compute_capability
 
-needs_mosaic_gpu = pytest.mark.skipif(not jax_has_mosaic_gpu(), reason="the Mosaic GPU kernels need jax >= 0.11.2 and < 0.13")
+needs_mosaic_gpu = pytest.mark.skipif(
+    not jax_has_mosaic_gpu(), reason="the Mosaic GPU kernels need jax >= 0.11.2 and < 0.13"
+)
 
 SCRIPT = """
 import sys
@@ -44,42 +46,54 @@ found, expected = (mlstm_pallas.mlstm_recurrent_step(*token, backend=backend) fo
 for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
     assert jnp.array_equal(x, y)
 """
-# Calls in bfloat16 against float64, with the bounds of test_mosaic_gpu.py.
+# Calls in bfloat16 against float64, with the bounds of mosaic_gpu_cases.py.
 CASES = """
 import dataclasses
 sys.path.insert(0, {tests!r})
 sys.path.insert(0, {benchmarks!r})
 jax.config.update("jax_disable_most_optimizations", {quick})
-import test_mosaic_gpu
+import mosaic_gpu_cases
 from mlstm_pallas import KernelConfig, StageConfig
 
 assert not mlstm_pallas.launch.HAS_TRITON
 refused = StageConfig(num_splits=2)  # which the Mosaic GPU kernel of recurrent_bw_dC does not take
-fused = test_mosaic_gpu.fused()
+fused = mosaic_gpu_cases.fused()
 cases = dict(
-    fused=test_mosaic_gpu.Case(fused),
-    plain_stages=test_mosaic_gpu.Case(
+    fused=mosaic_gpu_cases.Case(fused),
+    plain_stages=mosaic_gpu_cases.Case(
         KernelConfig(chunk_size=128, fused_min_heads=1, recurrent_fw_H=fused.stage("recurrent_fw_H"), recurrent_bw_dC=refused),
         shape=(1, 2, 256, 64, 128),
-        stages=test_mosaic_gpu.SCAN | {{"chunk_gates"}},
+        stages=mosaic_gpu_cases.SCAN | {{"chunk_gates"}},
     ),
-    splits=dataclasses.replace(test_mosaic_gpu.CASES["splits"], shape=(1, 1, 256, 128, 128)),
+    splits=dataclasses.replace(mosaic_gpu_cases.CASES["splits"], shape=(1, 1, 256, 128, 128)),
 )
 for name in {names}:
     for layout in {layouts}:
-        test_mosaic_gpu.CASES[name] = dataclasses.replace(cases[name], options=dict(layout=layout))
-        test_mosaic_gpu.check_case(name, {backend!r})
+        mosaic_gpu_cases.CASES[name] = dataclasses.replace(cases[name], options=dict(layout=layout))
+        mosaic_gpu_cases.check_case(name, {backend!r})
 """
 TESTS = Path(__file__).parent
 
 
 def run(body: str, timeout: int = 300) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-c", SCRIPT.replace("{body}", body)], capture_output=True, text=True, timeout=timeout)
+    return subprocess.run(
+        [sys.executable, "-c", SCRIPT.replace("{body}", body)],
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
 
 
-def run_cases(backend: str, names: tuple[str, ...], layouts: tuple[str, ...]) -> subprocess.CompletedProcess[str]:
+def run_cases(
+    backend: str, names: tuple[str, ...], layouts: tuple[str, ...]
+) -> subprocess.CompletedProcess[str]:
     folders = dict(tests=str(TESTS), benchmarks=str(TESTS.parent / "benchmarks"))
-    return run(CASES.format(backend=backend, names=names, layouts=layouts, quick=backend != "mosaic_gpu", **folders), timeout=600)
+    return run(
+        CASES.format(
+            backend=backend, names=names, layouts=layouts, quick=backend != "mosaic_gpu", **folders
+        ),
+        timeout=600,
+    )
 
 
 @pytest.mark.parametrize(
@@ -127,8 +141,11 @@ def test_the_default_is_mosaic_gpu_on_hopper_in_16_bits():
 
 @needs_mosaic_gpu
 @pytest.mark.parametrize("layout", ["BNTH", "BTNH"])
-@pytest.mark.parametrize("name", ["plain_stages", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fused", "splits"))])
-def test_mosaic_gpu_kernels_run_interpreted(name, layout):
+@pytest.mark.parametrize(
+    "name",
+    ["plain_stages", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fused", "splits"))],
+)
+def mosaic_gpu_cases_kernels_run_interpreted(name, layout):
     """Those that there are; the other stages in plain form."""
     result = run_cases("mosaic_gpu_interpret", (name,), (layout,))
     assert result.returncode == 0, result.stderr
@@ -137,7 +154,7 @@ def test_mosaic_gpu_kernels_run_interpreted(name, layout):
 
 @needs_mosaic_gpu
 @pytest.mark.gpu
-def test_mosaic_gpu_kernels_run_on_a_gpu():
+def mosaic_gpu_cases_kernels_run_on_a_gpu():
     kind = next(device.device_kind for device in jax.devices() if device.platform == "gpu")
     if compute_capability(kind) != 90:
         pytest.skip(f"the Mosaic GPU kernels are for Hopper, and this is a {kind}")

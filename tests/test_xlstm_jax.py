@@ -1,6 +1,8 @@
-"""The adapters for the documented systems of xlstm_jax: their signatures, and their values against float64 forms made here, step by step.
+"""The adapters for the documented systems of xlstm_jax: their signatures, and their values against
+float64 forms made here, step by step.
 
-The gradients under the documented convention are those of ``constant_denominator_loss``, by autodiff in float64.
+The gradients under the documented convention are those of ``constant_denominator_loss``, by
+autodiff in float64.
 """
 
 import functools
@@ -72,18 +74,44 @@ SIGNATURES = {
 }
 
 
-@pytest.mark.parametrize(("module", "name"), SIGNATURES, ids=lambda x: x if isinstance(x, str) else x.__name__.split(".")[-1])
+@pytest.mark.parametrize(
+    ("module", "name"),
+    SIGNATURES,
+    ids=lambda x: x if isinstance(x, str) else x.__name__.split(".")[-1],
+)
 def test_signature_is_the_documented_one(module, name):
     signature, documented = (
         [(p.name, p.kind, p.default) for p in inspect.signature(function).parameters.values()]
-        for function in (getattr(module, name), eval(f"lambda {SIGNATURES[module, name]}: None", {"jnp": jnp}))
+        for function in (
+            getattr(module, name),
+            eval(f"lambda {SIGNATURES[module, name]}: None", {"jnp": jnp}),
+        )
     )
     assert signature == documented
 
 
+# Others than None, by the name in lower case.
+DEFAULTS = dict(
+    **dict(chunk_size=64, num_chunks=1, eps=1e-6, norm_val=1.0, stabilize_correctly=True),
+    **dict.fromkeys(("return_last_states", "return_all_states", "store_initial_state"), False),
+    **dict(recompute_states_in_bw=True, output_dtype=jnp.float32),
+)
+
+
 @pytest.mark.parametrize("system", SYSTEMS, ids=lambda x: x.__name__.split(".")[-1])
-def test_every_listed_name_is_there(system):
-    assert all(callable(getattr(system, name)) and getattr(system, name).__doc__ for name in system.__all__)
+def test_every_listed_function_has_a_docstring_and_the_defaults_of_its_system(system):
+    for name in system.__all__:
+        function, of_it = getattr(system, name), DEFAULTS
+        assert function.__doc__
+        if system is v5 and "_bw" in name and "fwbw" not in name:
+            of_it = of_it | dict(eps=0.0)
+        if "__parallel" in name:
+            of_it = of_it | dict(siz_b_lq=32, siz_b_lkv=32)
+        generator = name == "_mlstm_chunkwise_fwbw_generator"
+        of_it = of_it | dict(autocast_kernel_dtype=jnp.bfloat16 if generator else jnp.float32)
+        parameters = inspect.signature(function).parameters.values()
+        found = {p.name.lower(): p.default for p in parameters if p.default is not p.empty}
+        assert found == {key: of_it.get(key) for key in found}, name
 
 
 # The float64 forms.
@@ -95,26 +123,43 @@ def inputs_of(dtype="float32"):
     return x | {"q": (x["q"] * 0.2).astype(dtype)}
 
 
-def constant_denominator_loss(q, k, v, i, f, C0, m0, boundary, *, den, m, m_boundaries, dh, dC_last, scale):
-    """<dh, h> + <dC_last, C_last> where the denominator and the stabilisers are constants; boundary: added to C at the chunk boundaries.
+def constant_denominator_loss(
+    q, k, v, i, f, C0, m0, boundary, *, den, m, m_boundaries, dh, dC_last, scale
+):
+    """<dh, h> + <dC_last, C_last> where the denominator and the stabilisers are constants;
+    boundary: added to C at the chunk boundaries.
 
-    All chunks at once, with the logarithms of the weights in the open: in float64, and for gates of moderate size.
+    All chunks at once, with the logarithms of the weights in the open: in float64, and for gates of
+    moderate size.
     """
     b = jnp.cumsum(jax.nn.log_sigmoid(f), axis=-1)
-    b_start = jnp.concatenate([jnp.zeros_like(b[..., :1]), b[..., L - 1 :: L]], axis=-1)  # at the boundaries
+    b_start = jnp.concatenate(
+        [jnp.zeros_like(b[..., :1]), b[..., L - 1 :: L]], axis=-1
+    )  # at the boundaries
     steps = jnp.arange(S)
     causal = steps[:, None] >= steps[None, :]
-    weights = jnp.where(causal, jnp.exp(jnp.where(causal, b[..., :, None] - b[..., None, :] + i[..., None, :], 0.0)), 0.0)
+    weights = jnp.where(
+        causal,
+        jnp.exp(jnp.where(causal, b[..., :, None] - b[..., None, :] + i[..., None, :], 0.0)),
+        0.0,
+    )
     qk = jnp.einsum("bhtk,bhsk->bhts", q, k) * scale
     num = jnp.einsum("bhts,bhsv->bhtv", weights * qk, v)
     num += jnp.exp(b + m0[..., None])[..., None] * jnp.einsum("bhtk,bhkv->bhtv", q * scale, C0)
-    last = jnp.einsum("bhs,bhsk,bhsv->bhkv", weights[:, :, -1], k, v) + jnp.exp(b[..., -1] + m0)[..., None, None] * C0
+    last = (
+        jnp.einsum("bhs,bhsk,bhsv->bhkv", weights[:, :, -1], k, v)
+        + jnp.exp(b[..., -1] + m0)[..., None, None] * C0
+    )
     seen = steps[:, None] >= jnp.arange(NC + 1)[None, :] * L
-    from_boundary = jnp.where(seen, jnp.exp(b[..., :, None] - b_start[..., None, :] + m_boundaries[..., None, :]), 0.0)
+    from_boundary = jnp.where(
+        seen, jnp.exp(b[..., :, None] - b_start[..., None, :] + m_boundaries[..., None, :]), 0.0
+    )
     num += jnp.einsum("bhtc,bhtk,bhckv->bhtv", from_boundary, q * scale, boundary)
     last += jnp.einsum("bhc,bhckv->bhkv", jnp.exp(b[..., -1:] - b_start + m_boundaries), boundary)
     h = num / (den * jnp.exp(m))[..., None]
-    return jnp.sum(h * dh) + jnp.sum(dC_last * last * jnp.exp(-m_boundaries[..., -1])[..., None, None])
+    return jnp.sum(h * dh) + jnp.sum(
+        dC_last * last * jnp.exp(-m_boundaries[..., -1])[..., None, None]
+    )
 
 
 @functools.cache
@@ -131,7 +176,10 @@ def case(dtype="float32", scale=None, eps=1e-6):
     for t in range(S):
         new = np.maximum(fbar[..., t] + m, i[..., t])
         decay, gain = np.exp(fbar[..., t] + m - new), np.exp(i[..., t] - new)
-        C = decay[..., None, None] * C + gain[..., None, None] * k[:, :, t, :, None] * v[:, :, t, None, :]
+        C = (
+            decay[..., None, None] * C
+            + gain[..., None, None] * k[:, :, t, :, None] * v[:, :, t, None, :]
+        )
         n, m = decay[..., None] * n + gain[..., None] * k[:, :, t], new
         z = scale * np.einsum("bhk,bhk->bh", q[:, :, t], n)
         den.append(np.maximum(np.abs(z), np.exp(-m)))
@@ -150,11 +198,16 @@ def case(dtype="float32", scale=None, eps=1e-6):
             dC_last=np.asarray(dC_last, "float64"),
             scale=scale,
         )
-        gradient = jax.grad(functools.partial(constant_denominator_loss, **constants), tuple(range(8)))
+        gradient = jax.grad(
+            functools.partial(constant_denominator_loss, **constants), tuple(range(8))
+        )
         wide = [np.asarray(y).astype("float64") for y in x.values()]
         made = jax.jit(gradient)(*(jnp.asarray(y) for y in (*wide[:6], wide[7], np.zeros_like(Cs))))
         names = ("q", "k", "v", "i", "f", "c_initial", "m_initial", "dC")
-        expected |= {f"d{name}" if len(name) == 1 else name: np.asarray(y) for name, y in zip(names, made, strict=True)}
+        expected |= {
+            f"d{name}" if len(name) == 1 else name: np.asarray(y)
+            for name, y in zip(names, made, strict=True)
+        }
     return x, dh, dC_last, expected
 
 
@@ -184,14 +237,22 @@ def backend(request):
 
 
 INTERPRETED_SLOWLY = pytest.mark.parametrize(
-    "backend", [None, pytest.param("interpret", marks=pytest.mark.slow)], ids=["default", "interpret"], indirect=True
+    "backend",
+    [None, pytest.param("interpret", marks=pytest.mark.slow)],
+    ids=["default", "interpret"],
+    indirect=True,
 )
 
 
 # The whole runs interpreted with the documented scale in test_forward and test_backward.
 scales = pytest.mark.parametrize(
     ("scale", "backend"),
-    [(None, None), (0.7, None), pytest.param(None, "interpret", marks=pytest.mark.slow), (0.7, "interpret")],
+    [
+        (None, None),
+        (0.7, None),
+        pytest.param(None, "interpret", marks=pytest.mark.slow),
+        (0.7, "interpret"),
+    ],
     indirect=["backend"],
     ids=["None-default", "0.7-default", "None-interpret", "0.7-interpret"],
 )
@@ -203,11 +264,17 @@ def states_of(system, x):
     i, log_f, b = gates_of(x)
     initial = x["c_initial"], x["n_initial"], x["m_initial"]
     if system is v3:
-        named = dict(zip(("matC_initial", "vecN_initial", "scaMinter_initial"), initial, strict=True))
-        return v3._mlstm_chunkwise__recurrent_fw_C(x["k"], x["v"], b, i, CHUNK_SIZE=L, NUM_CHUNKS=NC, **named)
+        named = dict(
+            zip(("matC_initial", "vecN_initial", "scaMinter_initial"), initial, strict=True)
+        )
+        return v3._mlstm_chunkwise__recurrent_fw_C(
+            x["k"], x["v"], b, i, CHUNK_SIZE=L, NUM_CHUNKS=NC, **named
+        )
     if system is v5:
         return v5.mlstm_chunkwise__recurrent_fw_C(x["k"], x["v"], x["f"], i, *initial, chunk_size=L)
-    return stablef._mlstm_chunkwise__recurrent_fw_C(x["k"], x["v"], log_f, i, *initial, chunk_size=L, num_chunks=NC)
+    return stablef._mlstm_chunkwise__recurrent_fw_C(
+        x["k"], x["v"], log_f, i, *initial, chunk_size=L, num_chunks=NC
+    )
 
 
 @pytest.mark.parametrize("system", SYSTEMS, ids=["v3", "v5", "stablef"])
@@ -215,17 +282,29 @@ def test_recurrent_fw_C(system, backend):
     x, _, _, expected = case()
     C, n, m = states_of(system, x)
     for actual, name in ((C, "C"), (n, "n"), (m, "m_boundaries")):
-        assert_close(actual, fused(expected[name]) if name != "m_boundaries" else expected[name], tolerance("float32", S), name)
+        assert_close(
+            actual,
+            fused(expected[name]) if name != "m_boundaries" else expected[name],
+            tolerance("float32", S),
+            name,
+        )
 
 
 def test_buffers_of_recurrent_fw_C_set_the_dtypes():
     x, _, _, _ = case()
     i, _, b = gates_of(x)
     shapes = (B, NH, (NC + 1) * DHQK, DHHV), (B, NH, (NC + 1) * DHQK), (B, NH, NC + 1)
-    buffers = [jnp.zeros(shape, dtype) for shape, dtype in zip(shapes, ("bfloat16", "float32", "bfloat16"), strict=True)]
-    made = v3._mlstm_chunkwise__recurrent_fw_C(x["k"], x["v"], b, i, *buffers, CHUNK_SIZE=L, NUM_CHUNKS=NC)
+    buffers = [
+        jnp.zeros(shape, dtype)
+        for shape, dtype in zip(shapes, ("bfloat16", "float32", "bfloat16"), strict=True)
+    ]
+    made = v3._mlstm_chunkwise__recurrent_fw_C(
+        x["k"], x["v"], b, i, *buffers, CHUNK_SIZE=L, NUM_CHUNKS=NC
+    )
     assert [(y.shape, y.dtype) for y in made] == [(y.shape, y.dtype) for y in buffers]
-    made = v3._mlstm_chunkwise__recurrent_fw_C(x["k"].astype("bfloat16"), x["v"].astype("bfloat16"), b, i, CHUNK_SIZE=L, NUM_CHUNKS=NC)
+    made = v3._mlstm_chunkwise__recurrent_fw_C(
+        x["k"].astype("bfloat16"), x["v"].astype("bfloat16"), b, i, CHUNK_SIZE=L, NUM_CHUNKS=NC
+    )
     assert [y.dtype for y in made] == ["bfloat16", "float32", "float32"]
 
 
@@ -238,12 +317,18 @@ def test_parallel_fw_H(system, scale, backend):
     C, n, m = (f32(expected[name]) for name in ("C", "n", "m_boundaries"))
     if system is v3:
         states = fused(C[:, :, :-1]), fused(n[:, :, :-1]), m[..., :-1]
-        H, den = v3._mlstm_chunkwise__parallel_fw_H(q, k, v, *states, i, b, qk_scale=scale, CHUNK_SIZE=L, NUM_CHUNKS=NC)
+        H, den = v3._mlstm_chunkwise__parallel_fw_H(
+            q, k, v, *states, i, b, qk_scale=scale, CHUNK_SIZE=L, NUM_CHUNKS=NC
+        )
     elif system is v5:
-        H, den = v5.mlstm_chunkwise__parallel_fw_Hintra(q, k, v, i, x["f"], fused(C), fused(n), m, qk_scale=scale, chunk_size=L)
+        H, den = v5.mlstm_chunkwise__parallel_fw_Hintra(
+            q, k, v, i, x["f"], fused(C), fused(n), m, qk_scale=scale, chunk_size=L
+        )
     else:
         states = fused(C), fused(n), m
-        H, den, row_m = stablef._mlstm_chunkwise__parallel_fw_H(q, k, v, i, log_f, *states, qk_scale=scale, chunk_size=L, num_chunks=NC)
+        H, den, row_m = stablef._mlstm_chunkwise__parallel_fw_H(
+            q, k, v, i, log_f, *states, qk_scale=scale, chunk_size=L, num_chunks=NC
+        )
         assert_close(row_m, expected["m"], tolerance("float32", S), "m")
     assert H.dtype == "float32"
     assert_close(H, expected["h"], tolerance("float32", S), "H")
@@ -253,11 +338,21 @@ def test_parallel_fw_H(system, scale, backend):
 def test_tiles_and_output_dtype_of_Hintra():
     x, _, _, expected = case("bfloat16")
     i, _, _ = gates_of(x)
-    args = x["q"], x["k"], x["v"], i, x["f"], *(fused(f32(expected[name])) for name in "Cn"), f32(expected["m_boundaries"])
+    args = (
+        x["q"],
+        x["k"],
+        x["v"],
+        i,
+        x["f"],
+        *(fused(f32(expected[name])) for name in "Cn"),
+        f32(expected["m_boundaries"]),
+    )
     tiles = dict(siz_b_LQ=16, siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=32, num_warps=2, num_stages=1)
     with use_backend("interpret"):
         H, _ = v5.mlstm_chunkwise__parallel_fw_Hintra(*args, chunk_size=L, **tiles)
-        half, _ = v5.mlstm_chunkwise__parallel_fw_Hintra(*args, chunk_size=L, output_dtype=jnp.bfloat16)
+        half, _ = v5.mlstm_chunkwise__parallel_fw_Hintra(
+            *args, chunk_size=L, output_dtype=jnp.bfloat16
+        )
     assert (H.dtype, half.dtype) == ("float32", "bfloat16")
     # q is scaled for the padded head dimension: one rounding more
     assert_close(H, expected["h"], 1.5 * tolerance("bfloat16", S), "H")
@@ -267,7 +362,9 @@ def test_tiles_and_output_dtype_of_Hintra():
 
 def forward_of(system, x, *flags, L=L, **options):
     run = v5.mlstm_chunkwise_fw if system is v5 else system._mlstm_chunkwise_fw
-    return run(*x.values(), None, *flags, **{"CHUNK_SIZE" if system is v3 else "chunk_size": L}, **options)
+    return run(
+        *x.values(), None, *flags, **{"CHUNK_SIZE" if system is v3 else "chunk_size": L}, **options
+    )
 
 
 @pytest.mark.parametrize("system", SYSTEMS, ids=["v3", "v5", "stablef"])
@@ -277,11 +374,21 @@ def test_forward(system, backend):
     h, last_expected = oracle(x)
     assert_close(H, h, tolerance("float32", S), "H")
     assert_close(den, expected["den"], 2e-6, "N")
-    assert_close(m, expected["m_boundaries"][..., -1] if system is v3 else expected["m"], tolerance("float32", S), "M")
+    assert_close(
+        m,
+        expected["m_boundaries"][..., -1] if system is v3 else expected["m"],
+        tolerance("float32", S),
+        "M",
+    )
     for name, actual, wanted in zip("Cnm", last, last_expected, strict=True):
         assert_close(actual, wanted, tolerance("float32", S), name)
     for actual, name in zip(every, ("C", "n", "m_boundaries"), strict=True):
-        assert_close(actual, fused(expected[name]) if name != "m_boundaries" else expected[name], tolerance("float32", S), name)
+        assert_close(
+            actual,
+            fused(expected[name]) if name != "m_boundaries" else expected[name],
+            tolerance("float32", S),
+            name,
+        )
 
 
 @pytest.mark.parametrize("system", SYSTEMS, ids=["v3", "v5", "stablef"])
@@ -293,14 +400,18 @@ def test_forward_returns_what_is_asked_for(system):
     assert len(made) == 3
     assert_close(made[0], oracle(x)[0], tolerance("float32", S), "H without initial states")
     assert [len(y) for y in run(*x.values(), return_last_states=True, **size)[3:]] == [3]
-    assert [y[0].shape[2] for y in run(*x.values(), return_all_states=True, **size)[3:]] == [(NC + 1) * DHQK]
+    assert [y[0].shape[2] for y in run(*x.values(), return_all_states=True, **size)[3:]] == [
+        (NC + 1) * DHQK
+    ]
 
 
 def test_resets_where_the_forget_gate_itself_comes_in():
     x = random_inputs(14, B, NH, S, DHQK, DHHV, resets=True)
     h, (C, n, m) = oracle(x)
     H, den, _, last, every = forward_of(v5, x, True, True)
-    again = v5.mlstm_chunkwise__parallel_fw_Hintra(x["q"], x["k"], x["v"], split(x["i"]), x["f"], *every, chunk_size=L)
+    again = v5.mlstm_chunkwise__parallel_fw_Hintra(
+        x["q"], x["k"], x["v"], split(x["i"]), x["f"], *every, chunk_size=L
+    )
     for actual, wanted in zip((H, again[0], *last), (h, h, C, n, m), strict=True):
         assert_close(actual, wanted, tolerance("float32", S))
     assert np.array_equal(again[1], den)  # infinite where nothing is stored
@@ -316,11 +427,17 @@ def test_recurrent_bw_dC(system, scale, backend):
     i, log_f, b = gates_of(x)
     m, row_m, den = (f32(expected[name]) for name in ("m_boundaries", "m", "den"))
     if system is v3:
-        dC = v3._mlstm_chunkwise__recurrent_bw_dC(x["q"], i, b, m, den, dh, dC_last, scale, L, NC, 0.05)
+        dC = v3._mlstm_chunkwise__recurrent_bw_dC(
+            x["q"], i, b, m, den, dh, dC_last, scale, L, NC, 0.05
+        )
     elif system is v5:
-        dC = v5.mlstm_chunkwise__recurrent_bw_dC(x["q"], i, x["f"], m, den, dh, dC_last, scale, L, eps=0.05)
+        dC = v5.mlstm_chunkwise__recurrent_bw_dC(
+            x["q"], i, x["f"], m, den, dh, dC_last, scale, L, eps=0.05
+        )
     else:
-        dC, first = stablef._mlstm_chunkwise__recurrent_bw_dC(x["q"], log_f, m, row_m, den + 0.05, dh, dC_last, scale, L, NC)
+        dC, first = stablef._mlstm_chunkwise__recurrent_bw_dC(
+            x["q"], log_f, m, row_m, den + 0.05, dh, dC_last, scale, L, NC
+        )
         assert (dC.shape, first.shape) == ((B, NH, NC * DHQK, DHHV), (B, NH, DHQK, DHHV))
         dC = jnp.concatenate([first, dC], axis=2)
     assert_close(dC, fused(expected["dC"]), BOUND["float32"], "dC")
@@ -339,9 +456,22 @@ def test_parallel_bw_dQKV(system, dtype, backend):
     q, k, v = (x[name] for name in "qkv")
     C, dC, m, row_m, den = (f32(expected[name]) for name in ("C", "dC", "m_boundaries", "m", "den"))
     if system is v3:
-        made = v3._mlstm_chunkwise__parallel_bw_dQKV(q, k, v, i, b, m, fused(C), den, dh, fused(dC), CHUNK_SIZE=L, NUM_CHUNKS=NC)
+        made = v3._mlstm_chunkwise__parallel_bw_dQKV(
+            q, k, v, i, b, m, fused(C), den, dh, fused(dC), CHUNK_SIZE=L, NUM_CHUNKS=NC
+        )
     else:
-        run = functools.partial(stablef._mlstm_chunkwise__parallel_bw_dQKV, q, k, v, i, log_f, row_m, m, chunk_size=L, num_chunks=NC)
+        run = functools.partial(
+            stablef._mlstm_chunkwise__parallel_bw_dQKV,
+            q,
+            k,
+            v,
+            i,
+            log_f,
+            row_m,
+            m,
+            chunk_size=L,
+            num_chunks=NC,
+        )
         made = run(fused(C), dh, den + 1e-6, fused(dC))
         shorter = run(fused(C[:, :, :-1]), dh, den + 1e-6, fused(dC[:, :, 1:]))
         assert all(np.array_equal(one, other) for one, other in zip(made, shorter, strict=True))
@@ -354,7 +484,9 @@ def test_parallel_bw_dQKV(system, dtype, backend):
 def test_parallel_bw_of_one_input(name, scale, backend):
     x, dh, _, expected = case(scale=scale)
     i, _, b = gates_of(x)
-    C, n, dC, m, row_m, den = (f32(expected[y]) for y in ("C", "n", "dC", "m_boundaries", "m", "den"))
+    C, n, dC, m, row_m, den = (
+        f32(expected[y]) for y in ("C", "n", "dC", "m_boundaries", "m", "den")
+    )
     a = b[..., -1:] - b + i
     run = getattr(v5, f"mlstm_chunkwise__parallel_bw_d{name}")
     arrays = x["q"], x["k"], x["v"], i, a, b, fused(C), fused(n), m, den, row_m, dh, fused(dC)
@@ -366,12 +498,21 @@ def test_parallel_bw_of_one_input(name, scale, backend):
 def test_the_lowering_platform_decides_on_the_kernels():
     x, dh, _, expected = case("bfloat16")
     i, _, b = gates_of(x)
-    C, n, dC, m, row_m, den = (f32(expected[y]) for y in ("C", "n", "dC", "m_boundaries", "m", "den"))
+    C, n, dC, m, row_m, den = (
+        f32(expected[y]) for y in ("C", "n", "dC", "m_boundaries", "m", "den")
+    )
     arrays = x["q"], x["k"], x["v"], i, i, b, fused(C), fused(n), m, den, row_m, dh, fused(dC)
     for backend, there in ((None, True), ("xla", False)):
         with use_backend(backend):
-            text = jax.jit(functools.partial(v5.mlstm_chunkwise__parallel_bw_dV, chunk_size=L)).trace(*arrays).jaxpr.pretty_print()
-        assert ("platform_index" in text, "parallel_bw_dQKV" in text and "pallas_call" in text) == (there, there)
+            text = (
+                jax.jit(functools.partial(v5.mlstm_chunkwise__parallel_bw_dV, chunk_size=L))
+                .trace(*arrays)
+                .jaxpr.pretty_print()
+            )
+        assert ("platform_index" in text, "parallel_bw_dQKV" in text and "pallas_call" in text) == (
+            there,
+            there,
+        )
 
 
 def backward_of(system, x, scale, C, den, dh, dC_last, eps, row_m=None, m=None):
@@ -383,12 +524,16 @@ def backward_of(system, x, scale, C, den, dh, dC_last, eps, row_m=None, m=None):
 
 
 @INTERPRETED_SLOWLY
-@pytest.mark.parametrize(("given", "scale"), [(True, 0.7), (False, None)], ids=["states", "no_states"])
+@pytest.mark.parametrize(
+    ("given", "scale"), [(True, 0.7), (False, None)], ids=["states", "no_states"]
+)
 @pytest.mark.parametrize("system", SYSTEMS, ids=["v3", "v5", "stablef"])
 def test_backward(system, given, scale, backend):
     x, dh, dC_last, expected = case(scale=scale, eps=0.05)
     C = fused(f32(expected["C"][:, :, :-1])) if given else None
-    m, row_m = (f32(expected["m_boundaries"][..., :-1]), f32(expected["m"])) if given else (None, None)
+    m, row_m = (
+        (f32(expected["m_boundaries"][..., :-1]), f32(expected["m"])) if given else (None, None)
+    )
     made = backward_of(system, x, scale, C, f32(expected["den"]), dh, dC_last, 0.05, row_m, m)
     check_inputs(made[:5], "qkvif", expected, BOUND["float32"])
     dC, dn, dm = made[5:]
@@ -401,7 +546,9 @@ def test_backward_of_its_own_forward_without_initial_states():
     x = {name: y for name, y in case("bfloat16")[0].items() if name in "qkvif"}
     dh = case("bfloat16")[1]
     _, den, _, every = v3._mlstm_chunkwise_fw(*x.values(), return_all_states=True, CHUNK_SIZE=L)
-    made = v3._mlstm_chunkwise_bw(*x.values(), matC_states=every[0], vecN_out=den, matDeltaH=dh, CHUNK_SIZE=L)
+    made = v3._mlstm_chunkwise_bw(
+        *x.values(), matC_states=every[0], vecN_out=den, matDeltaH=dh, CHUNK_SIZE=L
+    )
     assert [(y.shape, y.dtype) for y in made] == [(y.shape, y.dtype) for y in x.values()]
     again = v3._mlstm_chunkwise_bw(*x.values(), vecN_out=den, matDeltaH=dh, CHUNK_SIZE=L)
     for one, other in zip(made, again, strict=True):
@@ -416,7 +563,11 @@ def test_backward_in_a_chunk_of_several_tiles():
     for backend in BACKENDS:
         with use_backend(backend):
             den = v5.mlstm_chunkwise_fw(*x.values(), chunk_size=256)[1]
-            made.append(v5.mlstm_chunkwise_bw(*x.values(), vecN_out=den, matDeltaH=dh, chunk_size=256, eps=1e-6))
+            made.append(
+                v5.mlstm_chunkwise_bw(
+                    *x.values(), vecN_out=den, matDeltaH=dh, chunk_size=256, eps=1e-6
+                )
+            )
     for one, other in zip(*made, strict=True):
         assert_close(one, np.asarray(other), BOUND["float32"])
 
@@ -435,21 +586,34 @@ entry = stablef.mlstm_chunkwise_triton_stablef
 
 
 @pytest.mark.parametrize(
-    ("system", "name"), [(v3, "mlstm_chunkwise_max_triton"), (v5, "mlstm_chunkwise_max_triton"), (v5, "mlstm_chunkwise__xl_chunk")]
+    ("system", "name"),
+    [
+        (v3, "mlstm_chunkwise_max_triton"),
+        (v5, "mlstm_chunkwise_max_triton"),
+        (v5, "mlstm_chunkwise__xl_chunk"),
+    ],
 )
 def test_the_systems_share_an_entry_under_names_of_their_own(system, name):
     other = getattr(system, name)
-    assert (other.__code__.co_code, other.__defaults__, other.__doc__) == (entry.__code__.co_code, entry.__defaults__, entry.__doc__)
+    assert (other.__code__.co_code, other.__defaults__, other.__doc__) == (
+        entry.__code__.co_code,
+        entry.__defaults__,
+        entry.__doc__,
+    )
     assert (other.__name__, other.__qualname__, other.__module__) == (name, name, system.__name__)
     assert inspect.signature(other) == inspect.signature(entry)
-    with pytest.raises(TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'reduce_slicing'$"):
+    with pytest.raises(
+        TypeError, match=rf"^{name}\(\) got an unexpected keyword argument 'reduce_slicing'$"
+    ):
         other(*inputs_of().values(), reduce_slicing=True)
 
 
 @pytest.mark.parametrize("name", "QKV")
 def test_wrong_calls_of_the_stages_name_them(name):
     function = f"mlstm_chunkwise__parallel_bw_d{name}"
-    with pytest.raises(TypeError, match=rf"^{function}\(\) missing 12 required positional arguments: 'matK', "):
+    with pytest.raises(
+        TypeError, match=rf"^{function}\(\) missing 12 required positional arguments: 'matK', "
+    ):
         getattr(v5, function)(jnp.zeros(1))
 
 
@@ -493,7 +657,9 @@ def test_generator(system):
     H, *states = kernel(*x.values())
     assert states == [None] * 3
     assert_close(H, oracle(x)[0], tolerance("float32", 32), "H")
-    made = system._get_chunkwise_fwbw_kernel(jnp.bfloat16, return_last_states=True, chunk_size=16)(*x.values())
+    made = system._get_chunkwise_fwbw_kernel(jnp.bfloat16, return_last_states=True, chunk_size=16)(
+        *x.values()
+    )
     for actual, wanted in zip(made, (oracle(x)[0], *oracle(x)[1]), strict=True):
         assert actual.dtype == "float32"
         assert_close(actual, wanted, tolerance("bfloat16", 32))
@@ -501,7 +667,13 @@ def test_generator(system):
 
 def test_generator_gives_the_same_function_for_the_same_arguments():
     make, get = stablef._mlstm_chunkwise_fwbw_generator, stablef._get_chunkwise_fwbw_kernel
-    assert make() is make(jnp.bfloat16) is make("bfloat16", False, True, 64) is get(jnp.bfloat16, chunk_size=64) is get("bfloat16")
+    assert (
+        make()
+        is make(jnp.bfloat16)
+        is make("bfloat16", False, True, 64)
+        is get(jnp.bfloat16, chunk_size=64)
+        is get("bfloat16")
+    )
     assert make() is v3._mlstm_chunkwise_fwbw_generator() is v5._mlstm_chunkwise_fwbw_generator()
     assert make() is not make(jnp.float32)
     assert make() is not make(chunk_size=32)
@@ -514,22 +686,51 @@ def call(**changes):
     x, dh, _, expected = case()
     i, log_f, _ = gates_of(x)
     C, dC, m, row_m, den = (f32(expected[name]) for name in ("C", "dC", "m_boundaries", "m", "den"))
-    args = dict(matQ=x["q"], matK=x["k"], matV=x["v"], vecI=i, vecF=log_f, vecM_combine=row_m, scaM_inter=m, matC_states=fused(C))
-    args |= dict(matDeltaH=dh, vecN_out=den, matDeltaC_states=fused(dC), chunk_size=L, num_chunks=NC)
+    args = dict(
+        matQ=x["q"],
+        matK=x["k"],
+        matV=x["v"],
+        vecI=i,
+        vecF=log_f,
+        vecM_combine=row_m,
+        scaM_inter=m,
+        matC_states=fused(C),
+    )
+    args |= dict(
+        matDeltaH=dh, vecN_out=den, matDeltaC_states=fused(dC), chunk_size=L, num_chunks=NC
+    )
     return stablef._mlstm_chunkwise__parallel_bw_dQKV(**args | changes)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"matK": jnp.zeros((B, NH, S, 8))}, r"matK has shape \(1, 2, 64, 8\), expected \(B, NH, S, DHQK\) = \(1, 2, 64, 24\)"),
-        ({"vecF": jnp.zeros((B, NH, S))}, r"vecF has shape \(1, 2, 64\), expected \(B, NH, NC, L\) = \(1, 2, 4, 16\)"),
-        ({"matC_states": jnp.zeros((B, NH, 7, DHHV))}, r"matC_states has shape .* expected \(B, NH, NC \* DHQK, DHHV\)"),
-        ({"scaM_inter": jnp.zeros((B, NH, 3))}, r"scaM_inter has shape .* or \(B, NH, \(NC \+ 1\)\) = \(1, 2, 5\)"),
+        (
+            {"matK": jnp.zeros((B, NH, S, 8))},
+            r"matK has shape \(1, 2, 64, 8\), expected \(B, NH, S, DHQK\) = \(1, 2, 64, 24\)",
+        ),
+        (
+            {"vecF": jnp.zeros((B, NH, S))},
+            r"vecF has shape \(1, 2, 64\), expected \(B, NH, NC, L\) = \(1, 2, 4, 16\)",
+        ),
+        (
+            {"matC_states": jnp.zeros((B, NH, 7, DHHV))},
+            r"matC_states has shape .* expected \(B, NH, NC \* DHQK, DHHV\)",
+        ),
+        (
+            {"scaM_inter": jnp.zeros((B, NH, 3))},
+            r"scaM_inter has shape .* or \(B, NH, \(NC \+ 1\)\) = \(1, 2, 5\)",
+        ),
         ({"vecI": None}, r"vecI is None, expected an array of shape \(B, NH, NC, L\)"),
-        ({"matQ": jnp.zeros((B, NH, S))}, r"matQ has shape \(1, 2, 64\), expected \(B, NH, S, DHQK\)"),
+        (
+            {"matQ": jnp.zeros((B, NH, S))},
+            r"matQ has shape \(1, 2, 64\), expected \(B, NH, S, DHQK\)",
+        ),
         ({"num_chunks": 1}, r"matQ has shape .* expected S = 64 to be 1 chunks of 16 steps"),
-        ({"matC_states": None}, r"matC_states is None, expected an array of shape \(B, NH, NC \* DHQK, DHHV\)"),
+        (
+            {"matC_states": None},
+            r"matC_states is None, expected an array of shape \(B, NH, NC \* DHQK, DHHV\)",
+        ),
         ({"chunk_size": 24}, "chunk_size is 24, expected a power of two >= 16"),
         ({"chunk_size": 128}, "expected S = 64 to be"),
     ],
@@ -545,9 +746,14 @@ def test_other_errors():
     x, dh, _, _ = case()
     with pytest.raises(ValueError, match="vecN_out is None"):
         stablef._mlstm_chunkwise_bw(*x.values(), matDeltaH=dh, chunk_size=L)
-    with pytest.raises(ValueError, match="all three or not at all: got matC_initial without vecN_initial, scaM_initial"):
+    with pytest.raises(
+        ValueError,
+        match="all three or not at all: got matC_initial without vecN_initial, scaM_initial",
+    ):
         v3._mlstm_chunkwise_fw(*list(x.values())[:6], CHUNK_SIZE=L)
-    with pytest.raises(TypeError, match="matQ has dtype int32, expected one of float32, bfloat16, float16"):
+    with pytest.raises(
+        TypeError, match="matQ has dtype int32, expected one of float32, bfloat16, float16"
+    ):
         v3._mlstm_chunkwise_fw(*(y.astype("int32") for y in x.values()), CHUNK_SIZE=L)
     with pytest.raises(ValueError, match="backend is 'cuda'"), use_backend("cuda"):
         pass

@@ -13,6 +13,7 @@ pytest.importorskip("flax")
 pytest.importorskip("optax")
 
 import xlstm_lm_benchmark as benchmark
+from test_layer_benchmark import dot_flops
 from xlstm_lm_benchmark import MODELS
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -45,21 +46,6 @@ def test_parameters_are_those_of_the_model(name):
     parameters = jax.tree.leaves(state.params)
     assert sum(x.size for x in parameters) == model.parameters
     assert {x.dtype for x in parameters} == {jnp.dtype("float32")}
-
-
-def dot_flops(jaxpr):
-    """Of the matrix products of a jaxpr and of those inside of it."""
-    total = 0
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            ((contracted, _), _), (x, _) = eqn.params["dimension_numbers"], eqn.invars
-            contracted_size = math.prod(x.aval.shape[axis] for axis in contracted)
-            total += 2 * eqn.outvars[0].aval.size * contracted_size
-        for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                total += eqn.params.get("length", 1) * dot_flops(inner)
-    return total
 
 
 @pytest.mark.parametrize("name", MODELS)

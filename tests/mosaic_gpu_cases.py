@@ -1,0 +1,406 @@
+"""Calls and recurrences that the tests of the Mosaic GPU kernels share: interpreted, compiled and
+on a GPU."""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Set
+from typing import Any
+from unittest import mock
+
+import compile_report
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import (
+    assert_close,
+    error,
+    initial_state_scale,
+    random_inputs,
+    tolerance,
+)
+from test_float16 import backward_bound, forward_bound
+from test_gradients import BOUND
+
+from mlstm_pallas import (
+    KernelConfig,
+    StageConfig,
+    mlstm_chunkwise,
+    reference,
+)
+from mlstm_pallas.backend import jax_has_mosaic_gpu
+from mlstm_pallas.call_spec import CallSpec
+from mlstm_pallas.entry import Options, spec_for
+from mlstm_pallas.problem import InputGate, Layout, Problem, make_problem
+from mlstm_pallas.stage import Lowering, StageCall
+from mlstm_pallas.stages import STAGES, recurrent_bw_dC
+
+needs_jax = pytest.mark.skipif(
+    not jax_has_mosaic_gpu(), reason="the Mosaic GPU kernels need jax >= 0.11.2 and < 0.13"
+)
+OUTPUTS = ("h", "c", "n", "m")
+SCAN = {"parallel_fw_P", "recurrent_fw_H"}
+ALL = {name for name, stage in STAGES.items() if stage.mosaic_gpu}
+RACE = "RACE DETECTED"  # which GPU interpret mode prints
+
+
+def fused(num_splits=None, **scan):
+    """The fused scan with these tiles of its Mosaic GPU kernel; chunks of 128 in the backward pass."""
+    tiles = StageConfig(
+        **dict(siz_b_LKV=64, siz_b_DHHV=128, siz_b_loop=256, num_warps=8, num_stages=2) | scan
+    )
+    return KernelConfig(
+        chunk_size=128,
+        fused_min_heads=1,
+        recurrent_fw_H=StageConfig(num_splits=num_splits, mosaic_gpu=tiles),
+    )
+
+
+def spec_of(inputs, config, layout="BNTH", **options) -> CallSpec:
+    """The spec of mlstm_chunkwise(**inputs, ...), whose arrays are (B, NH, S, ...)."""
+    sizes = dict(zip(("B", "NH", "S", "DHQK"), inputs["q"].shape, strict=True)) | {
+        "DHV": inputs["v"].shape[-1]
+    }
+    options = Options(config=config, layout=layout, **options)
+    gate, has_state = InputGate(options.input_gate), "c_initial" in inputs
+    return spec_for(
+        options,
+        gate,
+        options.normalize,
+        inputs["q"].dtype,
+        sizes,
+        Layout(layout),
+        has_initial_state=has_state,
+    )
+
+
+def swapped(x):
+    return jnp.swapaxes(x, 1, 2)
+
+
+def outputs_and_gradients(run, layout="BNTH"):
+    """A function of inputs and cotangents, (B, NH, S, ...) all of them: (h, c, n, m), and the
+    gradients by name."""
+
+    def in_layout(x):
+        return {
+            name: swapped(y) if layout == "BTNH" and name in "qkvif" else y for name, y in x.items()
+        }
+
+    def outputs_of(x):
+        h, states = run(**in_layout(x))
+        return (swapped(h) if layout == "BTNH" else h, *states)
+
+    def both(x, cotangents):
+        outputs, vjp = jax.vjp(outputs_of, x)
+        return outputs, vjp(
+            tuple(y.astype(x.dtype) for x, y in zip(outputs, cotangents, strict=True))
+        )[0]
+
+    return jax.jit(both)
+
+
+def cotangents_for(inputs, dtype, states=True):
+    """Of h, c, n and m, exact in the dtype; zeros of the states where nobody reads these."""
+    (B, NH, S, DHQK), DHHV, draw = (
+        inputs["q"].shape,
+        inputs["v"].shape[-1],
+        np.random.default_rng(1),
+    )
+    found = [
+        jnp.asarray(draw.normal(size=size), dtype).astype("float32")
+        for size in ((B, NH, S, DHHV), (B, NH, DHQK, DHHV), (B, NH, DHQK), (B, NH))
+    ]
+    return found if states else [found[0], *map(jnp.zeros_like, found[1:])]
+
+
+def expected_of(inputs, cotangents, segment_ids=None, **options):
+    """Outputs and gradients of the recurrence in float64."""
+    with jax.enable_x64(True):
+        wide = jax.tree.map(
+            lambda y: jnp.asarray(np.asarray(y.astype("float32")), "float64"), (inputs, cotangents)
+        )
+        found = outputs_and_gradients(
+            functools.partial(reference.recurrence, segment_ids=segment_ids, **options)
+        )(*wide)
+        return jax.tree.map(np.asarray, found)
+
+
+def errors_of(inputs, found, expected):
+    """Relative errors of outputs and of gradients, by name; that of dm_initial to the size of its
+    terms."""
+    (outputs, gradients), (wanted, wanted_gradients) = found, expected
+    of_outputs = {name: error(x, y) for name, x, y in zip(OUTPUTS, outputs, wanted, strict=True)}
+    of_gradients = {name: error(gradients[name], y) for name, y in wanted_gradients.items()}
+    if "m_initial" in of_gradients:
+        scale = np.linalg.norm(
+            initial_state_scale(
+                wanted_gradients["c_initial"], wanted_gradients["n_initial"], inputs
+            )
+        )
+        of_gradients["m_initial"] *= min(1.0, np.linalg.norm(wanted_gradients["m_initial"]) / scale)
+    return of_outputs, of_gradients
+
+
+def assert_below(errors, bound):
+    assert max(errors.values()) < bound, {name: f"{e:.1e}" for name, e in errors.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call of mlstm_chunkwise."""
+
+    config: KernelConfig
+    shape: tuple[int, ...] = (1, 1, 256, 256, 256)  # B, NH, S, DHQK, DHHV
+    recipe: dict[str, Any] = dataclasses.field(default_factory=dict)  # of random_inputs
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    dtype: str = "bfloat16"
+    packed: bool = False
+    stages: Set[str] = frozenset(ALL)  # that run on Mosaic GPU, at the least
+    splits: int = 1
+
+
+NARROW = dict(shape=(1, 2, 256, 128, 128))
+CASES = {
+    # Chunks whose gamma is not nearly 0: 64 steps keep exp(-0.16) of the state.
+    "states_BTNH": Case(fused(), recipe=dict(f_shift=6.0), options=dict(layout="BTNH")),
+    "heads": Case(fused(), shape=(2, 2, 256, 256, 256), options=dict(layout="BTNH")),
+    "no_states": Case(fused(), recipe=dict(states=False)),
+    "packed": Case(fused(), packed=True),
+    "sigmoid": Case(fused(), recipe=dict(m_initial=False), options=dict(input_gate="sigmoid")),
+    "unnormalised": Case(
+        fused(), recipe=dict(m_initial=False), options=dict(input_gate="sigmoid", normalize=False)
+    ),
+    "stored": Case(fused(), options=dict(recompute_states_in_bw=False)),
+    "float16": Case(fused(), dtype="float16"),
+    "padded": Case(fused(), shape=(1, 1, 200, 250, 200)),
+    "resets": Case(fused(), recipe=dict(resets=True)),
+    "narrow": Case(fused(), **NARROW),
+    "one_block_of_rows": Case(fused(), shape=(1, 2, 256, 64, 128)),
+    # A CTA makes all gradients of a chunk, to which dn comes from the next one.
+    "one_block_of_rows_stored_float16": Case(
+        fused(),
+        shape=(1, 2, 256, 64, 128),
+        recipe=dict(f_shift=6.0),
+        options=dict(recompute_states_in_bw=False),
+        dtype="float16",
+    ),
+    "one_block_of_rows_stored": Case(
+        fused(), shape=(1, 2, 256, 64, 128), options=dict(recompute_states_in_bw=False)
+    ),
+    "three_blocks_of_rows": Case(
+        fused(), shape=(1, 2, 256, 192, 128), stages=ALL - {"parallel_bw_dQKV"}
+    ),
+    "splits": Case(fused(num_splits=2), splits=2, **NARROW),
+    "splits_BTNH": Case(fused(num_splits=2), splits=2, options=dict(layout="BTNH"), **NARROW),
+    "stored_in_splits": Case(
+        fused(num_splits=2), splits=2, options=dict(recompute_states_in_bw=False), **NARROW
+    ),
+    "two_launches": Case(fused(siz_b_loop=64), **NARROW),
+    "two_blocks_a_warpgroup": Case(fused(siz_b_DHHV=256), shape=(1, 1, 256, 128, 256)),
+}
+
+
+def ids_of(case):
+    """Segments that begin inside a chunk and inside a tile, one over two chunks."""
+    B, _, S, *_ = case.shape
+    return (
+        jnp.asarray(np.repeat([[3, 0, 7]] * B, [100, 29, S - 129], axis=1)) if case.packed else None
+    )
+
+
+@mock.patch.object(recurrent_bw_dC, "MOSAIC_GPU_MIN_CTAS", 1)  # at any number of heads
+def check_case(name, backend):
+    """Outputs and the gradients of all inputs of a case against float64."""
+    case = CASES[name]
+    inputs, ids = random_inputs(5, *case.shape, dtype=case.dtype, **case.recipe), ids_of(case)
+    cotangents = cotangents_for(inputs, case.dtype)
+    options = dict(return_last_states=True, config=case.config, backend=backend) | case.options
+    spec = spec_of(inputs, **options)
+    assert spec.fused_tiles == (
+        spec.problem.DHQK in (64, 128)
+    )  # then parallel_bw_dQKV does what parallel_bw_dP does
+    expected = case.stages - ({"parallel_bw_dP"} if spec.fused_tiles else set())
+    assert {stage for stage, _ in spec.mosaic_gpu} & {*spec.stages} >= expected
+    assert (spec.fused, spec.num_splits) == (True, case.splits)
+    layout = case.options.get("layout", "BNTH")
+    found = outputs_and_gradients(
+        functools.partial(mlstm_chunkwise, segment_ids=ids, **options), layout
+    )(inputs, cotangents)
+    of_recurrence = {
+        name: x for name, x in case.options.items() if name in ("input_gate", "normalize")
+    }
+    outputs, gradients = errors_of(
+        inputs, found, expected_of(inputs, cotangents, ids, **of_recurrence)
+    )
+    terms = case.shape[2] + case.shape[3]
+    half = case.dtype == "float16"
+    assert_below(outputs, forward_bound(terms) if half else tolerance(case.dtype, terms))
+    assert_below(gradients, backward_bound(terms) if half else BOUND[case.dtype])
+
+
+def slow(names, quick):
+    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in names]
+
+
+def check_neighbours(backend, shape):
+    """Heads next to one that is NaN have the bits that they have next to finite ones; outputs and
+    gradients."""
+    MIDDLE = 1
+    inputs = random_inputs(11, *shape, dtype="bfloat16")
+    cotangents = cotangents_for(inputs, "bfloat16")
+    run = outputs_and_gradients(
+        functools.partial(mlstm_chunkwise, return_last_states=True, config=fused(), backend=backend)
+    )
+    others = np.arange(shape[1]) != MIDDLE
+    poisoned = jax.tree.map(lambda x: x.at[:, others].set(jnp.nan), (inputs, cotangents))
+    for x, y in zip(*map(jax.tree.leaves, (run(inputs, cotangents), run(*poisoned))), strict=True):
+        x, y = (np.asarray(z[:, MIDDLE].astype("float32")) for z in (x, y))
+        assert np.isfinite(x).all()
+        assert np.array_equal(x, y)
+
+
+RECURRENCE_TILES = StageConfig(siz_b_DHQK=256, num_stages=3)
+
+
+@dataclasses.dataclass(frozen=True)
+class Recurrences:
+    """A call of recurrent_bw_dC on Mosaic GPU; the operands come scaled, or with weights."""
+
+    shape: tuple[int, ...] = (1, 2, 256, 128, 128)  # B, NH, S, DHQK, DHHV
+    L: int = 128
+    tiles: StageConfig = RECURRENCE_TILES
+    weighted: bool = True
+    layout: str = "BNTH"
+    states: bool = True  # an initial state and an initial dC, and whether the last ones are wanted
+    alone: bool = False  # dC without C
+    delta: bool = False  # whether delta is wanted
+    dtype: str = "bfloat16"
+    device: compile_report.Device = compile_report.DEVICES["H200"]
+    relocatable: bool = False
+
+    @property
+    def problem(self) -> Problem:
+        return make_problem(self.shape[:-1], self.shape[-1], self.L, pad_heads=False)
+
+    def shapes(self) -> list[jax.ShapeDtypeStruct]:
+        """q, dh, k, v, r, abar, gamma, the last dC, the initial C, h."""
+        (B, NH, S, K, V), n = self.shape, self.problem.BNH
+        of_steps = {D: ((n, S, D), (B, S, NH, D))[self.layout == "BTNH"] for D in (K, V)}
+        ab = (
+            of_steps[K] if self.weighted else (n, S, K),
+            of_steps[V],
+        )  # parallel_bw_dP writes scaled operands in one layout
+        floats = [(n, S), (n, S), (n, self.problem.NC), (n, K, V), (n, K, V)]
+        found = [jax.ShapeDtypeStruct(x, self.dtype) for x in (*ab, *ab)] + [
+            jax.ShapeDtypeStruct(x, "float32") for x in floats
+        ]
+        return [*found, jax.ShapeDtypeStruct(ab[1], self.dtype)]
+
+    def function(self, lowering=Lowering.MOSAIC_GPU):
+        """Of arrays of these shapes."""
+        call = StageCall(self.problem, self.tiles, None, lowering)
+        wanted = dict(return_initial=self.states, return_last=self.states, call=call)
+
+        def run(q, dh, k, v, r, abar, gamma, dC_last, C_initial, h):
+            more = (dict(vecR=r, vecAbar=abar) if self.weighted else {}) | (
+                dict(matH=h) if self.delta else {}
+            )
+            dC_last, C_initial = (dC_last, C_initial) if self.states else (None, None)
+            of_C = () if self.alone else (k, v, C_initial)
+            return recurrent_bw_dC.recurrent_bw_dC(q, dh, gamma, dC_last, *of_C, **more, **wanted)
+
+        return run
+
+    def check(self, lowering):
+        """The outputs against float64."""
+        draw, p = np.random.default_rng(0), self.problem
+        x = [draw.normal(size=y.shape) for y in self.shapes()]
+        x[4:7] = (draw.uniform(size=y.shape) for y in x[4:7])
+        x = [jnp.asarray(y, shape.dtype) for y, shape in zip(x, self.shapes(), strict=True)]
+        found = jax.jit(self.function(lowering))(*x)
+        q, dh, k, v, r, abar, gamma, dC_last, C_initial, h = (
+            np.asarray(y.astype("float32"), "float64") for y in x
+        )
+
+        def states(a, b, weights, X, chunks):
+            a, b = (
+                np.moveaxis(y, 2, 1).reshape(p.BNH, p.S, -1) if y.ndim == 4 else y for y in (a, b)
+            )
+            a = a * weights[..., None] if self.weighted else a
+            X, before = (
+                X if self.states else np.zeros_like(X),
+                np.empty((p.BNH, p.NC, p.DHQK, p.DHHV)),
+            )
+            for c in chunks:
+                before[:, c], steps = X, slice(c * p.L, (c + 1) * p.L)
+                X = X * gamma[:, c, None, None] + np.swapaxes(a[:, steps], 1, 2) @ b[:, steps]
+            return before, X
+
+        expected = [*states(q, dh, r, dC_last, reversed(range(p.NC)))]
+        expected += [None, None] if self.alone else states(k, v, abar, C_initial, range(p.NC))
+        delta = np.sum(dh * h, axis=-1)
+        expected.append(
+            (np.moveaxis(delta, 2, 1).reshape(p.BNH, p.S) if delta.ndim == 3 else delta)
+            if self.delta
+            else None
+        )
+        # Roundings to the kernel dtype: of the weighted operand, and of the states that are stored.
+        # Those of terms are independent.
+        unit, sums = (
+            {"bfloat16": 2.0**-8, "float16": 2.0**-11}[self.dtype],
+            math.sqrt(p.S) * 2.0**-24,
+        )
+        for name, actual, wanted in zip(found._fields, found, expected, strict=True):
+            stored = name.endswith("_states")
+            assert (actual is None) == (
+                wanted is None or not (stored or name == "vecDelta" or self.states)
+            ), name
+            if actual is not None:
+                rounded = (
+                    0 if name == "vecDelta" else self.weighted + stored
+                )  # of delta only the sums are
+                assert_close(actual, wanted, math.sqrt(rounded / 3) * unit + sums, name)
+
+
+RECURRENCES = {
+    "weighted": Recurrences(),
+    "weighted_BTNH": Recurrences(shape=(2, 2, 256, 128, 256), layout="BTNH"),
+    "weighted_dC_alone": Recurrences(alone=True, states=False),
+    "scaled": Recurrences(weighted=False),
+    "scaled_dC_alone_BTNH": Recurrences(weighted=False, alone=True, layout="BTNH"),
+    "float16": Recurrences(dtype="float16", states=False),
+    "rows_of_64": Recurrences(
+        shape=(1, 2, 256, 256, 128), tiles=StageConfig(siz_b_DHQK=64, num_stages=2)
+    ),
+    "rows_of_128": Recurrences(
+        shape=(1, 1, 512, 256, 128), L=256, tiles=StageConfig(siz_b_DHQK=128, num_stages=6)
+    ),
+    "rows_of_192": Recurrences(shape=(1, 1, 256, 192, 128), L=64),
+    "rows_of_256": Recurrences(shape=(1, 1, 512, 512, 128), L=256),
+    "one_block_of_rows": Recurrences(shape=(1, 2, 64, 64, 128), L=64),
+    "delta": Recurrences(shape=(1, 2, 256, 64, 128), delta=True),
+    "delta_BTNH": Recurrences(shape=(2, 2, 256, 128, 256), layout="BTNH", delta=True),
+    "delta_rows_of_64": Recurrences(tiles=StageConfig(siz_b_DHQK=64, num_stages=2), delta=True),
+    "delta_dC_alone": Recurrences(
+        shape=(1, 1, 512, 128, 128), alone=True, states=False, delta=True
+    ),
+    "delta_scaled_float16": Recurrences(weighted=False, dtype="float16", delta=True),
+}
+
+
+def tiles(**fields):
+    return StageConfig(mosaic_gpu=StageConfig(**fields))
+
+
+# Stages that run on Mosaic GPU with two heads and the fused scan, at the least, by DHQK and DHHV.
+OF_HEADS = dict.fromkeys(
+    [(256, 512), (256, 256), (128, 256), (128, 128), (64, 128), (512, 512)],
+    SCAN | {"parallel_bw_dQKV"},
+)
+
+
+def assert_same_bits(a, b):
+    for x, y in zip(a, b, strict=True):
+        assert np.array_equal(np.asarray(x.astype("float32")), np.asarray(y.astype("float32")))

@@ -1,0 +1,465 @@
+"""mlstm_chunkwise on Mosaic GPU: interpreted against float64; which stages run there; where it is
+refused."""
+
+import functools
+import re
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType
+from jax.sharding import PartitionSpec as P
+from mosaic_gpu_cases import (
+    ALL,
+    CASES,
+    RACE,
+    SCAN,
+    check_case,
+    check_neighbours,
+    cotangents_for,
+    errors_of,
+    expected_of,
+    fused,
+    needs_jax,
+    outputs_and_gradients,
+    slow,
+    spec_of,
+    tiles,
+)
+from oracle import MOSAIC_CALL, assert_close, random_inputs
+from test_gradients import BOUND
+
+from mlstm_pallas import (
+    KernelConfig,
+    StageConfig,
+    mlstm_chunkwise,
+    mlstm_recurrent_step,
+    use_backend,
+)
+from mlstm_pallas.backend import requested_backend
+from mlstm_pallas.call_spec import CallSpec
+from mlstm_pallas.config import config_for, config_from_row
+from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
+from mlstm_pallas.export import export
+from mlstm_pallas.launch import CUSTOM_CALL_TARGET
+from mlstm_pallas.normaliser import Normaliser
+from mlstm_pallas.problem import make_problem
+from mlstm_pallas.stages import STAGES, recurrent_bw_dC
+from mlstm_pallas.stages.recurrence import mosaic_gpu_rows_of
+from mlstm_pallas.validation import MOSAIC_GPU_JAX
+from mlstm_pallas.xlstm_jax import triton_stablef
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+
+@needs_jax
+@pytest.mark.parametrize(
+    "name", slow(CASES, quick=("states_BTNH", "one_block_of_rows_stored_float16"))
+)
+def test_interpreted_kernels_against_float64(name, capsys):
+    check_case(name, "mosaic_gpu_interpret")
+    assert RACE not in capsys.readouterr().out
+
+
+@needs_jax
+@pytest.mark.slow
+@mock.patch.object(recurrent_bw_dC, "MOSAIC_GPU_MIN_CTAS", 1)
+def test_small_cotangents_in_float16():
+    """r dh would fall below the normal numbers of float16: as exact as the plain form."""
+    inputs = random_inputs(5, 1, 1, 256, 64, 128, dtype="float16", states=False)
+    cotangents = [2.0**-10 * x for x in cotangents_for(inputs, "float16", states=False)]
+    options = dict(return_last_states=True, config=fused())
+    assert {"parallel_bw_dQKV", "recurrent_bw_dC"} <= dict(
+        spec_of(inputs, backend="mosaic_gpu_interpret", **options).mosaic_gpu
+    ).keys()
+    expected = expected_of(inputs, cotangents)
+    plain, found = (
+        errors_of(
+            inputs,
+            outputs_and_gradients(functools.partial(mlstm_chunkwise, backend=backend, **options))(
+                inputs, cotangents
+            ),
+            expected,
+        )[1]
+        for backend in ("xla", "mosaic_gpu_interpret")
+    )
+    for name, e in found.items():
+        assert e < 1.5 * plain[name], (name, e, plain)
+
+
+@needs_jax
+@pytest.mark.slow
+def test_interpreted_kernels_read_nothing_of_other_heads():
+    check_neighbours("mosaic_gpu_interpret", (1, 3, 128, 256, 256))
+
+
+SMALL = dict(config=fused(), backend="mosaic_gpu_interpret")
+
+
+def small_inputs(B=1):
+    return list(random_inputs(6, B, 2, 128, 64, 128, dtype="bfloat16", states=False).values())
+
+
+def gradients_of(run):
+    return jax.grad(lambda *x: jnp.sum(jnp.sin(run(*x).astype("float32"))), tuple(range(5)))
+
+
+@needs_jax
+@pytest.mark.slow
+def test_vmap_of_the_gradient():
+    run, x = functools.partial(mlstm_chunkwise, **SMALL), small_inputs(2)
+    mapped = jax.jit(jax.vmap(gradients_of(run)))(*(y[:, None] for y in x))
+    for actual, wanted in zip(mapped, jax.jit(gradients_of(run))(*x), strict=True):
+        assert np.array_equal(np.asarray(actual[:, 0]), np.asarray(wanted))
+
+
+@needs_jax
+@pytest.mark.slow
+def test_sequence_parallelism_on_one_device():
+    """The device's summaries are not read, and the scan starts from a state that is given."""
+    x, mesh = (
+        small_inputs(),
+        jax.make_mesh((1,), ("s",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:1]),
+    )
+    run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", **SMALL)
+    split = P(None, None, "s")
+    found = jax.jit(
+        gradients_of(
+            jax.shard_map(run, mesh=mesh, in_specs=(split,) * 5, out_specs=split, check_vma=False)
+        )
+    )(*x)
+    expected = jax.jit(gradients_of(functools.partial(mlstm_chunkwise, **SMALL)))(*x)
+    for actual, wanted in zip(found, expected, strict=True):
+        assert_close(actual, np.asarray(wanted.astype("float32")), BOUND["bfloat16"])
+
+
+@needs_jax
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_shard_map_lowers(check_vma):
+    """Outputs and what is inside the kernels say over which mesh axes they vary."""
+    device = AbstractDevice("NVIDIA H200", 132, "gpu")
+    mesh = AbstractMesh((2,), ("s",), axis_types=(AxisType.Auto,), abstract_device=device)
+    run = functools.partial(
+        mlstm_chunkwise_sequence_parallel, axis_name="s", config=fused(), backend="mosaic_gpu"
+    )
+    split = P(None, None, "s")
+    run = jax.shard_map(run, mesh=mesh, in_specs=(split,) * 5, out_specs=split, check_vma=check_vma)
+    shapes = [
+        jax.ShapeDtypeStruct(x.shape, x.dtype)
+        for x in random_inputs(0, 1, 1, 512, 256, 256, dtype="bfloat16", states=False).values()
+    ]
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = (
+            jax.jit(gradients_of(run)).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+        )
+    assert text.count(MOSAIC_CALL) >= len(SCAN) + 1
+
+
+HALF = [
+    jax.ShapeDtypeStruct(x.shape, x.dtype)
+    for x in random_inputs(0, 1, 1, 128, 256, 256, dtype="bfloat16", states=False).values()
+]
+
+
+def under(backend, function):
+    def run(*args):
+        with use_backend(backend):
+            return function(*args)
+
+    return run
+
+
+def a_step(q, k, v, i, f, **options):
+    return mlstm_recurrent_step(
+        q[:, :, 0], k[:, :, 0], v[:, :, 0], i[:, :, 0], f[:, :, 0], **options
+    )
+
+
+DOORS = {
+    "chunkwise": lambda backend: functools.partial(mlstm_chunkwise, backend=backend),
+    "use_backend": lambda backend: under(backend, mlstm_chunkwise),
+    "step": lambda backend: functools.partial(a_step, backend=backend),
+    "generator": lambda backend: under(
+        backend, triton_stablef._mlstm_chunkwise_fwbw_generator("bfloat16", chunk_size=64)
+    ),
+    "adapter": lambda backend: under(
+        backend, lambda q, k, v, i, f: triton_stablef.mlstm_chunkwise_triton_stablef(q, k, v, i, f)
+    ),
+}
+DOORS_WITH_KERNELS = [door for door in DOORS if door != "step"]
+
+
+@pytest.mark.parametrize("door", DOORS_WITH_KERNELS)
+@pytest.mark.parametrize("version", [(0, 11, 1), (0, 13, 0)], ids=["older", "newer"])
+@pytest.mark.parametrize(
+    ("backend", "other"), [("mosaic_gpu", "None"), ("mosaic_gpu_interpret", "'interpret'")]
+)
+def test_another_jax_is_refused(backend, other, version, door, monkeypatch):
+    name = ".".join(map(str, version))
+    monkeypatch.setattr(jax, "__version_info__", version)
+    monkeypatch.setattr(jax, "__version__", name)
+    versions = "jax >= 0.11.2 and < 0.13" + (
+        ", which needs Python >= 3.12" if version < (0, 12) else ""
+    )
+    message = f"backend is '{backend}' and jax is {name}, expected {versions}, or backend {other}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        jax.eval_shape(DOORS[door](backend), *HALF)
+
+
+@pytest.mark.parametrize("version", [(0, 11, 1), (0, 13, 0)], ids=["older", "newer"])
+@pytest.mark.parametrize("backend", ["mosaic_gpu", "mosaic_gpu_interpret"])
+def test_a_step_needs_no_such_jax(backend, version, monkeypatch):
+    """It has no Mosaic GPU kernel."""
+    monkeypatch.setattr(jax, "__version_info__", version)
+    h, _ = jax.eval_shape(DOORS["step"](backend), *HALF)
+    assert (h.shape, h.dtype) == ((1, 1, 256), "bfloat16")
+
+
+def for_device(kind):
+    return jax.sharding.use_abstract_mesh(
+        AbstractMesh((), (), abstract_device=AbstractDevice(kind, None, "gpu"))
+    )
+
+
+@pytest.mark.parametrize("door", DOORS_WITH_KERNELS)
+@pytest.mark.parametrize(
+    "kind", ["NVIDIA A100-SXM4-80GB", "NVIDIA B200", "NVIDIA GeForce RTX 4090"]
+)
+def test_another_gpu_is_refused(kind, door, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", MOSAIC_GPU_JAX[0])
+    with pytest.raises(ValueError, match=r"^backend is") as caught, for_device(kind):
+        jax.eval_shape(DOORS[door]("mosaic_gpu"), *HALF)
+    expected = "a Hopper GPU (H100, H200, H800, H20, GH200) or backend 'triton'"
+    assert (
+        str(caught.value) == f"backend is 'mosaic_gpu' and the GPU is a {kind}, expected {expected}"
+    )
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "NVIDIA H100 80GB HBM3",
+        "NVIDIA H200",
+        "NVIDIA H800",
+        "NVIDIA H20",
+        "NVIDIA GH200 480GB",
+        "of the future",
+    ],
+)
+def test_hopper_and_what_is_not_known_are_taken(kind, monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", MOSAIC_GPU_JAX[0])
+    with for_device(kind):
+        assert requested_backend("mosaic_gpu") == "mosaic_gpu"
+
+
+def test_float32_runs_on_triton(monkeypatch):
+    """Which needs no newer jax but for the name of the backend."""
+    monkeypatch.setattr(jax, "__version_info__", MOSAIC_GPU_JAX[0])
+    inputs = {
+        name: jax.ShapeDtypeStruct(x.shape, "float32")
+        for name, x in zip("qkvif", HALF, strict=True)
+    }
+    for name in ("triton", "mosaic_gpu"):
+        assert spec_of(inputs, fused(), backend=name).mosaic_gpu == ()
+        assert (
+            jax.eval_shape(
+                functools.partial(mlstm_chunkwise, config=fused(), backend=name), **inputs
+            ).shape
+            == inputs["v"].shape
+        )
+
+
+@needs_jax
+@pytest.mark.parametrize("door", DOORS)
+def test_a_cpu_is_refused_when_lowered(door):
+    with pytest.raises(
+        ValueError,
+        match=r"^backend is 'mosaic_gpu', whose kernels are for GPUs, and the computation is lowered",
+    ):
+        jax.jit(DOORS[door]("mosaic_gpu")).trace(*HALF).lower(lowering_platforms=("cpu",))
+
+
+@needs_jax
+def test_a_step_runs_its_triton_kernel():
+    x = small_inputs()
+    found, expected = (
+        a_step(*x, backend=backend) for backend in ("mosaic_gpu_interpret", "interpret")
+    )
+    for actual, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
+        assert np.array_equal(np.asarray(actual), np.asarray(wanted))
+    with for_device("NVIDIA H200"):
+        text = (
+            jax.jit(functools.partial(a_step, backend="mosaic_gpu"))
+            .trace(*HALF)
+            .lower(lowering_platforms=("cuda",))
+            .as_text()
+        )
+    assert (MOSAIC_CALL in text, CUSTOM_CALL_TARGET in text) == (False, True)
+
+
+@needs_jax
+def test_an_export_for_cuda_is_made_and_read_without_a_gpu():
+    pytest.importorskip("flatbuffers")
+    run = functools.partial(mlstm_chunkwise, backend="mosaic_gpu", config=fused())
+    exported = export(run, *HALF, platform="cuda", device_kind="NVIDIA H200")
+    text = exported.mlir_module()
+    assert (MOSAIC_CALL in text, CUSTOM_CALL_TARGET in text) == (True, False)
+    loaded = jax.export.deserialize(exported.serialize(vjp_order=1))
+    assert MOSAIC_CALL in loaded.vjp().mlir_module()
+    assert len(loaded.vjp().out_avals) == 5
+
+
+@needs_jax
+@pytest.mark.parametrize("x64", [False, True])
+@pytest.mark.parametrize("heads", [(64, 128), (128, 128), (256, 256)])
+def test_gradients_trace_in_every_mode(heads, x64):
+    K, V = heads
+    shapes = [(1, 2, 256, D) for D in (K, K, V)] + [(1, 2, 256)] * 2
+    dtypes = ["bfloat16"] * 3 + ["float32"] * 2
+    run = functools.partial(
+        mlstm_chunkwise, backend="mosaic_gpu_interpret", config=fused(), recompute_states_in_bw=True
+    )
+    with (
+        jax.enable_x64(x64),
+        jax.numpy_rank_promotion("raise"),
+        jax.numpy_dtype_promotion("strict"),
+        mock.patch.object(recurrent_bw_dC, "MOSAIC_GPU_MIN_CTAS", 1),
+    ):
+        x = [jax.ShapeDtypeStruct(*y) for y in zip(shapes, dtypes, strict=True)]
+        found = jax.eval_shape(
+            lambda *x: jax.vjp(run, *x)[1](jnp.ones(shapes[2], jnp.bfloat16)), *x
+        )
+    assert [(y.shape, str(y.dtype)) for y in found] == list(zip(shapes, dtypes, strict=True))
+
+
+def stages_on_mosaic_gpu(B, NH, S, DHQK, DHHV, **stages):
+    config = config_for(
+        DHQK,
+        DHHV,
+        S,
+        jnp.dtype("bfloat16"),
+        device_kind="NVIDIA H200",
+        explicit=KernelConfig(fused_min_heads=1, **stages),
+    )
+    problem = make_problem((B, NH, S, DHQK), DHHV, config.L, pad_heads=True)
+    return set(
+        dict(
+            CallSpec(
+                problem, config, jnp.dtype("bfloat16"), Normaliser(), backend="mosaic_gpu"
+            ).mosaic_gpu
+        )
+    )
+
+
+WIDE_SCAN = dict(siz_b_LKV=64, siz_b_DHHV=256, siz_b_loop=256, num_stages=1)
+
+
+@pytest.mark.parametrize(
+    ("stage", "config"),
+    [
+        ("parallel_bw_dQKV", tiles(num_stages=2)),  # an item waits for three steps at once
+        (
+            "recurrent_bw_dC",
+            tiles(num_stages=1),
+        ),  # a stage is free when the next one's product runs
+        ("recurrent_bw_dC", StageConfig(num_splits=2)),
+        ("recurrent_fw_H", tiles(**WIDE_SCAN, num_warps=16)),  # too few registers
+        ("recurrent_fw_H", tiles(**WIDE_SCAN, num_warps=4)),
+    ],
+    ids=[
+        "two_stages_of_dQKV",
+        "one_stage_of_dC",
+        "splits_of_dC",
+        "four_warpgroups",
+        "one_warpgroup",
+    ],
+)
+def test_tiles_that_a_kernel_cannot_have_run_on_triton(stage, config):
+    shape = 8, 8, 8192, 256, 512
+    assert stages_on_mosaic_gpu(*shape) == ALL
+    assert stage not in stages_on_mosaic_gpu(*shape, **{stage: config})
+
+
+@pytest.mark.parametrize(
+    ("heads", "tile", "rows"),
+    [
+        (64, 256, (256, 256)),
+        (16, 256, (128, 256)),
+        (8, 128, (64, 128)),
+        (4, 64, (64, 64)),
+        (3, 64, (64, 64)),
+    ],
+)
+def test_few_heads_have_blocks_of_few_rows(heads, tile, rows):
+    """Of one recurrence, and of two in a launch.
+
+    Rows are no choice where no more divide the head.
+    """
+    facts, p = (
+        STAGES["recurrent_bw_dC"].mosaic_gpu,
+        make_problem((1, heads, 8192, 256), 512, 256, pad_heads=True),
+    )
+    assert facts.heuristic(p) == StageConfig(siz_b_DHQK=tile, num_stages=4)
+    assert facts.takes(facts.heuristic(p), p)
+    assert tuple(mosaic_gpu_rows_of(facts.heuristic(p), p, n) for n in (1, 2)) == rows
+    narrow = make_problem((1, 512, 8192, 192), 128, 128, pad_heads=True)
+    assert mosaic_gpu_rows_of(StageConfig(siz_b_DHQK=256), narrow, 2) == 192
+    assert mosaic_gpu_rows_of(StageConfig(siz_b_DHQK=128), narrow, 2) == 64
+
+
+def test_tiles_of_h_count_where_delta_is_computed():
+    facts, tiles = (
+        STAGES["recurrent_bw_dC"].mosaic_gpu,
+        [StageConfig(siz_b_DHQK=128, num_stages=n) for n in (4, 5, 6)],
+    )
+    with_h, without = (make_problem((8, 16, 8192, 128), 256, L, pad_heads=True) for L in (128, 256))
+    assert [facts.takes(x, with_h) for x in tiles] == [True, False, False]
+    assert [facts.takes(x, without) for x in tiles] == [True, True, True]
+    for heads in (16, 128, 512):
+        for DHQK in (64, 128):
+            p = make_problem((1, heads, 8192, DHQK), 2 * DHQK, 128, pad_heads=True)
+            assert (
+                facts.takes(facts.heuristic(p), p)
+                or recurrent_bw_dC.mosaic_gpu_ctas(64, p) * 2 < recurrent_bw_dC.MOSAIC_GPU_MIN_CTAS
+            )
+
+
+def test_recurrences_of_few_heads_run_on_triton():
+    """Two heads of 256/512 are 64 CTAs."""
+    assert "recurrent_bw_dC" in stages_on_mosaic_gpu(1, 3, 8192, 256, 512)
+    assert "recurrent_bw_dC" not in stages_on_mosaic_gpu(1, 2, 8192, 256, 512)
+    wide = dict(recurrent_bw_dC=tiles(siz_b_DHQK=256, num_stages=4))
+    assert "recurrent_bw_dC" not in stages_on_mosaic_gpu(1, 8, 8192, 256, 512, **wide)
+
+
+def test_heads_beyond_the_grid_run_on_triton():
+    heads, always = (64, 128), {"chunk_gates"}
+    assert stages_on_mosaic_gpu(1, 32_767, 64, *heads) == always | SCAN | {"recurrent_bw_dC"}
+    assert stages_on_mosaic_gpu(1, 32_768, 64, *heads) == always | SCAN
+    assert stages_on_mosaic_gpu(1, 65_536, 64, *heads) == always
+    assert stages_on_mosaic_gpu(
+        1, 32_767, 8192, *heads, recurrent_fw_H=StageConfig(num_splits=4)
+    ) == always | {"recurrent_bw_dC"}
+
+
+def test_three_stages_are_too_few_where_a_cta_makes_a_chunk():
+    """A step holds v, dC, C and dh at once."""
+    shape = 8, 16, 8192, 128, 256
+    assert "parallel_bw_dQKV" in stages_on_mosaic_gpu(*shape, parallel_bw_dQKV=tiles(num_stages=4))
+    assert "parallel_bw_dQKV" not in stages_on_mosaic_gpu(
+        *shape, parallel_bw_dQKV=tiles(num_stages=3)
+    )
+
+
+@pytest.mark.parametrize("stage", sorted(ALL))
+def test_a_row_of_a_config_keeps_the_tiles(stage):
+    config = KernelConfig(chunk_size=64, **{stage: tiles(num_stages=3)})
+    found = config_from_row(config.as_row()).stage(stage).mosaic_gpu
+    assert found == StageConfig(
+        **{
+            field: getattr(config.stage(stage).mosaic_gpu, field)
+            for field in STAGES[stage].mosaic_gpu.search
+        }
+    )

@@ -1,0 +1,185 @@
+"""The Mosaic GPU kernels compiled for Hopper without a GPU: spills, messages, shared memory."""
+
+import dataclasses
+import importlib.util
+
+import compile_report
+import pytest
+from mosaic_gpu_cases import (
+    Recurrences,
+    needs_jax,
+)
+from oracle import (
+    HELPERS,
+)
+
+from mlstm_pallas import (
+    KernelConfig,
+    StageConfig,
+)
+from mlstm_pallas.config import tuned_rows
+from mlstm_pallas.stage import MOVES_REGISTERS
+from mlstm_pallas.stages import STAGES
+from mlstm_pallas.stages.parallel_bw_dQKV import mosaic_gpu_by_chunk
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+PLUGINS = [
+    name for name in ("jax_cuda12_plugin", "jax_cuda13_plugin") if importlib.util.find_spec(name)
+]
+needs_compiler = pytest.mark.skipif(
+    not PLUGINS, reason="XLA's compiler for CUDA is in jax_cuda13_plugin, which is not installed"
+)
+H200 = compile_report.DEVICES["H200"]
+ROWS = [(row["DHQK"], row["DHHV"]) for row in tuned_rows(H200.kind) if row["dtype"] == "bfloat16"]
+
+
+def max_spill_bytes(stage, spec):
+    """None are in a loop over steps, but for addresses of barriers where a CTA makes all gradients
+    of a chunk.
+
+    There, what is the same for all chunks does not fit beside the accumulators, and comes from
+    local memory once a chunk.
+    """
+    return 112 if stage == "parallel_bw_dQKV" and mosaic_gpu_by_chunk(spec.problem) else 64
+
+
+# As the installed jax compiles, and as nvJitLink does, which jax takes from 0.12 on where it finds
+# the library: see compile_report.
+NVJITLINK = pytest.mark.skipif(MOVES_REGISTERS, reason="jax < 0.12 compiles with ptxas")
+COMPILERS = ["installed", pytest.param("nvjitlink", marks=NVJITLINK)]
+
+
+def check_messages(kernel, usage):
+    """No product waits for the one before (C7512), and no setmaxnreg is ignored (C7504).
+
+    C7519 says that ptxas put a fence before a product.
+    """
+    assert set(usage.messages) <= {"C7519"}, (kernel.name, usage.messages)
+    assert not usage.wgmma_serialized, kernel.name
+
+
+@needs_jax
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize(
+    ("heads", "variant"),
+    [
+        *(
+            pytest.param(heads, variant, id=f"{heads[0]}_{heads[1]}-{variant}")
+            for heads in ROWS
+            for variant in ("exp", "BTNH")
+        ),
+        *(
+            pytest.param((64, 128), variant, id=f"64_128-{variant}")
+            for variant in ("packed", "sigmoid", "unnormalised")
+        ),
+    ],
+)
+def test_the_kernels_compile_at_the_tuned_tiles(heads, variant, compiler):
+    config = KernelConfig(fused_min_heads=1)
+    call = compile_report.Call(
+        H200,
+        *heads,
+        "bfloat16",
+        config=config,
+        direction="fwbw",
+        variant=variant,
+        backend="mosaic_gpu",
+    )
+    call = dataclasses.replace(call, relocatable=compiler == "nvjitlink")
+    spec = call.spec()
+    expected = {name for name, _ in spec.mosaic_gpu} & {*spec.stages}
+    if not expected:
+        pytest.skip("no stage has a Mosaic GPU kernel for these heads")
+    kernels = compile_report.mosaic_gpu_kernels(call)
+    assert {kernel.name for kernel, _ in kernels} - HELPERS == expected
+    for kernel, usage in kernels:
+        assert kernel.cause == ""
+        check_messages(kernel, usage)
+        assert max(usage.spill_store_bytes, usage.spill_load_bytes) <= max_spill_bytes(
+            kernel.name, spec
+        ), (kernel.name, usage)
+        assert usage.shared_bytes <= H200.shared_bytes
+        assert (usage.wgmma > 0) == (kernel.name not in {"chunk_gates", *HELPERS})
+
+
+COMPILED_RECURRENCES = {
+    "7b": Recurrences(
+        shape=(8, 8, 8192, 256, 512),
+        L=256,
+        tiles=StageConfig(siz_b_DHQK=256, num_stages=4),
+        layout="BTNH",
+    ),
+    "7b_states": Recurrences(
+        shape=(8, 8, 8192, 256, 512),
+        L=256,
+        tiles=StageConfig(siz_b_DHQK=256, num_stages=4),
+        alone=True,
+    ),
+    "b1": Recurrences(
+        shape=(1, 8, 8192, 256, 512), L=256, tiles=StageConfig(siz_b_DHQK=128, num_stages=6)
+    ),
+    "tfla": Recurrences(
+        shape=(8, 16, 8192, 128, 256), tiles=StageConfig(siz_b_DHQK=256, num_stages=4), delta=True
+    ),
+    "tfla_stored_BTNH": Recurrences(
+        shape=(8, 16, 8192, 128, 256),
+        tiles=StageConfig(siz_b_DHQK=256, num_stages=4),
+        delta=True,
+        alone=True,
+        layout="BTNH",
+    ),
+    "64_128": Recurrences(
+        shape=(8, 32, 8192, 64, 128), tiles=StageConfig(siz_b_DHQK=64, num_stages=6), delta=True
+    ),
+    "few_heads": Recurrences(
+        shape=(1, 16, 8192, 128, 256), tiles=StageConfig(siz_b_DHQK=64, num_stages=4), delta=True
+    ),
+}
+
+
+@needs_jax
+@needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("compiler", COMPILERS)
+@pytest.mark.parametrize("name", COMPILED_RECURRENCES)
+def test_weighted_recurrences_compile(name, compiler):
+    """Weighted operands come from registers, of which there are enough, and products need not wait
+    for each other."""
+    call = dataclasses.replace(COMPILED_RECURRENCES[name], relocatable=compiler == "nvjitlink")
+    assert STAGES["recurrent_bw_dC"].mosaic_gpu.takes(call.tiles, call.problem)
+    [(kernel, usage)] = compile_report.mosaic_gpu_kernels(call)
+    assert kernel.cause == ""
+    check_messages(kernel, usage)
+    assert (usage.spill_store_bytes, usage.spill_load_bytes) == (0, 0)
+    assert usage.shared_bytes <= H200.shared_bytes
+    assert usage.wgmma > 0
+
+
+@needs_jax
+@needs_compiler
+@pytest.mark.slow
+def test_the_compile_report_has_both_kinds_of_kernels():
+    config = KernelConfig(fused_min_heads=1)
+    rows = list(
+        compile_report.report(
+            "H200",
+            [(128, 256)],
+            ["bfloat16"],
+            config=config,
+            backend="mosaic_gpu",
+            stages=["recurrent_fw_H"],
+        )
+    )
+    [row] = rows
+    assert row.cause == ""
+    assert row.config.keys() == {"siz_b_LKV", "siz_b_DHHV", "siz_b_loop", "num_warps", "num_stages"}
+    assert row.chunk_size == row.config["siz_b_LKV"]
+    assert row.num_warps == row.config["num_warps"] + 4  # and the warps that copy
+    [cause] = {
+        row.cause
+        for row in compile_report.report("A100", [(128, 256)], ["bfloat16"], backend="mosaic_gpu")
+    }
+    assert "expected a Hopper GPU" in cause

@@ -1,0 +1,292 @@
+"""The Mosaic GPU kernels on a Hopper GPU, each check in a process of its own."""
+
+import functools
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_gates
+import test_gpu
+from mosaic_gpu_cases import (
+    ALL,
+    CASES,
+    OF_HEADS,
+    RECURRENCES,
+    SCAN,
+    assert_below,
+    assert_same_bits,
+    check_case,
+    check_neighbours,
+    needs_jax,
+    spec_of,
+    swapped,
+)
+from oracle import (
+    assert_close,
+    random_inputs,
+    tolerance,
+)
+
+from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise
+from mlstm_pallas.problem import make_problem
+from mlstm_pallas.shared_memory import compute_capability
+from mlstm_pallas.stage import MOSAIC_GPU_HEADS, Lowering, StageCall
+from mlstm_pallas.stages.vector_states import vector_states
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+MODULE = Path(__file__).stem
+SECONDS = 300  # of a check: a kernel that waits for ever hangs its process
+
+
+def in_process(check, *arguments):
+    """Runs a function of this module in a process of its own."""
+    tests = Path(__file__).parent
+    path = os.pathsep.join(
+        map(
+            str,
+            [tests, tests.parent, tests.parent / "benchmarks", os.environ.get("PYTHONPATH", "")],
+        )
+    )
+    env = os.environ | {"PYTHONPATH": path}
+    command = [
+        sys.executable,
+        "-c",
+        f"import {MODULE}\n{MODULE}.{check}(*{arguments})\nprint('all ran')",
+    ]
+    child = subprocess.Popen(
+        command,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = child.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(child.pid, signal.SIGKILL)
+        output, _ = child.communicate()
+        pytest.fail(f"{check}{arguments} does not end: {output[-4000:]}")
+    assert child.returncode == 0, output[-4000:]
+    assert output.rstrip().endswith("all ran")
+
+
+def test_a_check_that_does_not_end_is_stopped(monkeypatch):
+    monkeypatch.setitem(globals(), "SECONDS", 0.1)
+    with pytest.raises(pytest.fail.Exception, match=r"layouts_on_a_gpu\(\) does not end"):
+        in_process("layouts_on_a_gpu")
+
+
+def case_on_a_gpu(name):
+    check_case(name, "mosaic_gpu")
+
+
+def mosaic_stages(B, NH, S, DHQK, DHHV, config=None, **options):
+    """Of a call in bfloat16: the stages that run on Mosaic GPU."""
+    shapes = jax.eval_shape(lambda: random_inputs(0, B, NH, 1, DHQK, DHHV, dtype="bfloat16"))
+    inputs = shapes | {
+        name: jax.ShapeDtypeStruct((B, NH, S, *shapes[name].shape[3:]), shapes[name].dtype)
+        for name in "qkvif"
+    }
+    spec = spec_of(inputs, config, backend="mosaic_gpu", **options)
+    return {name for name, _ in spec.mosaic_gpu} & {*spec.stages}
+
+
+def recurrences_on_a_gpu():
+    for recurrences in RECURRENCES.values():
+        recurrences.check(Lowering.MOSAIC_GPU)
+
+
+def vector_states_of_many_heads_on_a_gpu():
+    """More than the second and the third axis of a grid of CUDA have CTAs."""
+    heads, NC = MOSAIC_GPU_HEADS + 2, 3
+    call = StageCall(
+        make_problem((1, heads, 64 * NC, 128), 128, 64, pad_heads=False),
+        StageConfig(),
+        None,
+        Lowering.MOSAIC_GPU,
+    )
+    test_gates.check_vector_states(
+        functools.partial(vector_states, call=call), heads, NC, 128, False
+    )
+
+
+def tuned_config_on_a_gpu(S, *heads):
+    """Outputs and all eight gradients against float64, with the bounds and the shapes of
+    test_gpu.py; equal bits when computed again."""
+    scan, shape = KernelConfig(fused_min_heads=1), (1, 2, S, *heads)
+    assert mosaic_stages(*shape, scan) >= OF_HEADS[heads], shape
+    for options in (
+        dict(config=scan),
+        dict(config=scan, recompute_states_in_bw=False),
+        dict(config=None),
+    ):
+        if not mosaic_stages(*shape, **options):
+            continue
+        outputs, gradients = test_gpu.errors_of("bfloat16", *shape, backend="mosaic_gpu", **options)
+        assert_below(outputs, test_gpu.FORWARD["bfloat16"])
+        assert_below(gradients, test_gpu.BACKWARD["bfloat16"])
+
+
+def many_chunks_on_a_gpu(DHQK, DHHV):
+    """More chunks of 128 steps than SMs: CTAs that own a chunk take another one after it."""
+    shape, config = (1, 20, 1024, DHQK, DHHV), KernelConfig(fused_min_heads=1)
+    assert mosaic_stages(*shape, config) >= SCAN | {"parallel_bw_dQKV"}
+    outputs, gradients = test_gpu.errors_of("bfloat16", *shape, backend="mosaic_gpu", config=config)
+    assert_below(outputs, test_gpu.FORWARD["bfloat16"])
+    assert_below(gradients, test_gpu.BACKWARD["bfloat16"])
+
+
+def neighbours_on_a_gpu():
+    check_neighbours("mosaic_gpu", (2, 3, 512, 256, 512))
+
+
+def long_sequences_on_a_gpu():
+    for DHQK, DHHV in ((128, 256), (256, 512)):
+        test_gpu.check_forward(
+            "bfloat16",
+            1,
+            4,
+            8192,
+            DHQK,
+            DHHV,
+            backend="mosaic_gpu",
+            config=KernelConfig(fused_min_heads=1),
+        )
+
+
+def outputs_and_gradients_on_a_gpu(**options):
+    """A jitted function of the five sequences and the cotangent of h."""
+
+    def both(dh, *x):
+        h, vjp = jax.vjp(functools.partial(mlstm_chunkwise, backend="mosaic_gpu", **options), *x)
+        return h, *vjp(dh)
+
+    return jax.jit(both)
+
+
+def packed_resets_on_a_gpu():
+    """Steps after the start of a segment have the same bits whatever is before it; so do the
+    gradients of those before, of what follows."""
+    S, start = 1024, 700
+    x = list(random_inputs(7, 2, 4, S, 256, 512, dtype="bfloat16", states=False).values())
+    other = list(random_inputs(8, 2, 4, S, 256, 512, dtype="bfloat16", states=False).values())
+    draw = np.random.default_rng(0)
+    dh, other_dh = (jnp.asarray(draw.normal(size=x[2].shape), "bfloat16") for _ in range(2))
+    ids = jnp.broadcast_to((jnp.arange(S) >= start).astype("int32"), (2, S))
+    run = outputs_and_gradients_on_a_gpu(config=KernelConfig(fused_min_heads=1), segment_ids=ids)
+
+    def joined(before, after):
+        return jnp.concatenate([before[:, :, :start], after[:, :, start:]], axis=2)
+
+    base = run(dh, *x)
+    # The gates stay as they are: a chunk's stabilisers are of both segments and cancel but for
+    # their rounding.
+    changed = [joined(a, b) for a, b in zip(other[:3], x[:3], strict=True)] + x[3:]
+    assert_same_bits(
+        [y[:, :, start:] for y in base[:4]],
+        [y[:, :, start:] for y in run(joined(other_dh, dh), *changed)[:4]],
+    )
+    changed = [joined(a, b) for a, b in zip(x[:3], other[:3], strict=True)] + x[3:]
+    assert_same_bits(
+        [y[:, :, :start] for y in base[:4]],
+        [y[:, :, :start] for y in run(joined(dh, other_dh), *changed)[:4]],
+    )
+
+
+def extremes_on_a_gpu():
+    """Gates anywhere in [-1e4, 1e4], and infinite ones."""
+    run, draw = (
+        outputs_and_gradients_on_a_gpu(config=KernelConfig(fused_min_heads=1)),
+        np.random.default_rng(0),
+    )
+    q, k, v, i, _ = random_inputs(9, 2, 4, 1000, 256, 512, dtype="bfloat16", states=False).values()
+    for values in ([-1e4, 1e4], [-1e4, 0.0, 1e4], [-1e4, -30.0, 30.0, 1e4, -np.inf]):
+        gates = [jnp.asarray(draw.choice(values, size=i.shape), "float32") for _ in range(2)]
+        for x in run(jnp.ones_like(v), q, k, v, *gates):
+            assert bool(jnp.isfinite(x.astype("float32")).all()), values
+
+
+def repeats_on_a_gpu(B, NH, S, DHQK, DHHV):
+    """50 calls."""
+    keys, rows = jax.random.split(jax.random.key(0), 6), (B, NH, S)
+    q, k = (jax.random.normal(key, (*rows, DHQK), "bfloat16") for key in keys[:2])
+    v, dh = (jax.random.normal(key, (*rows, DHHV), "bfloat16") for key in keys[2:4])
+    i, f = jax.random.normal(keys[4], rows), jax.random.normal(keys[5], rows) + 4.0
+    assert mosaic_stages(*rows, DHQK, DHHV) == ALL - (
+        {"parallel_bw_dP"} if DHQK in (64, 128) else set()
+    )
+    run = outputs_and_gradients_on_a_gpu()
+    first = run(dh, q, k, v, i, f)
+    same = jax.jit(
+        lambda a, b: jnp.stack(
+            [jnp.array_equal(x, y, equal_nan=True) for x, y in zip(a, b, strict=True)]
+        )
+    )
+    for call in range(50):
+        assert same(run(dh, q, k, v, i, f), first).all(), call
+
+
+def layouts_on_a_gpu():
+    """The kernels multiply the same tiles; XLA orders the sums outside of them by the layout."""
+    x = list(random_inputs(10, 2, 4, 1024, 256, 512, dtype="bfloat16", states=False).values())
+    dh = jnp.asarray(np.random.default_rng(0).normal(size=x[2].shape), "bfloat16")
+    config = KernelConfig(fused_min_heads=1)
+    expected = outputs_and_gradients_on_a_gpu(config=config)(dh, *x)
+    found = outputs_and_gradients_on_a_gpu(config=config, layout="BTNH")(
+        swapped(dh), *map(swapped, x)
+    )
+    for actual, wanted in zip(map(swapped, found), expected, strict=True):
+        assert_close(
+            actual, wanted.astype("float32"), 2.0**-8 + 4 * tolerance("float32", 1024 + 256)
+        )
+
+
+GPU_CHECKS = [
+    *((case_on_a_gpu, name) for name in CASES),
+    *((tuned_config_on_a_gpu, S, *heads) for heads in OF_HEADS for S in (500, 2048)),
+    (recurrences_on_a_gpu,),
+    (vector_states_of_many_heads_on_a_gpu,),
+    *((many_chunks_on_a_gpu, *heads) for heads in ((64, 128), (128, 128), (128, 256))),
+    (neighbours_on_a_gpu,),
+    (long_sequences_on_a_gpu,),
+    (packed_resets_on_a_gpu,),
+    (extremes_on_a_gpu,),
+    *(
+        (repeats_on_a_gpu, *shape)
+        for shape in ((8, 8, 8192, 256, 512), (8, 16, 8192, 128, 256), (8, 32, 8192, 64, 128))
+    ),
+    (layouts_on_a_gpu,),
+]
+
+
+# Of the quick selection.
+SMOKE = {(case_on_a_gpu, "states_BTNH"), (case_on_a_gpu, "splits"), (recurrences_on_a_gpu,)}
+
+
+@needs_jax
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("check", "arguments"),
+    [
+        pytest.param(
+            check[0].__name__,
+            check[1:],
+            id="-".join(map(str, (check[0].__name__, *check[1:]))),
+            marks=[pytest.mark.smoke] * (check in SMOKE),
+        )
+        for check in GPU_CHECKS
+    ],
+)
+def test_on_a_gpu(check, arguments):
+    kind = next(device.device_kind for device in jax.devices() if device.platform == "gpu")
+    if compute_capability(kind) != 90:
+        pytest.skip(f"the Mosaic GPU kernels are for Hopper, and this is a {kind}")
+    in_process(check, *arguments)

@@ -1,0 +1,415 @@
+"""The Mosaic GPU kernel of every stage, interpreted with race detection, against float64."""
+
+import functools
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import test_gates
+from jax import lax
+from mosaic_gpu_cases import (
+    RACE,
+    RECURRENCE_TILES,
+    RECURRENCES,
+    Recurrences,
+    assert_same_bits,
+    needs_jax,
+    slow,
+    swapped,
+)
+from oracle import error, random_inputs, tolerance
+from test_stages import case
+
+from mlstm_pallas import StageConfig, gate_gradients, gates
+from mlstm_pallas.gate_gradients import TilePairs
+from mlstm_pallas.gates import CARRIED, GOES_ON, PASSES
+from mlstm_pallas.normaliser import Normaliser
+from mlstm_pallas.problem import InputGate, Problem, make_problem
+from mlstm_pallas.stage import Lowering, StageCall
+from mlstm_pallas.stages import STAGES, recurrent_bw_dC
+from mlstm_pallas.stages.chunk_gates import chunk_gates
+from mlstm_pallas.stages.parallel_bw_dP import with_delta, without_tiles
+from mlstm_pallas.stages.step_gradients import step_gradients
+from mlstm_pallas.stages.vector_states import vector_states
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+ON = dict(lowering=Lowering.MOSAIC_GPU_INTERPRET)
+
+
+@needs_jax
+def test_a_race_is_found(capsys):
+    """Two warpgroups write one tile."""
+    from mlstm_pallas.launch_mosaic_gpu import mosaic_call, plgpu
+
+    def kernel(x, y, tile):
+        tile[...] = x[...]
+        y[lax.axis_index("wg")] = tile[...]
+
+    outputs = {"y": jax.ShapeDtypeStruct((2, 8, 128), jnp.float32)}
+    launch = dict(
+        name="races",
+        grid={"program": 1},
+        warpgroups=2,
+        outputs=outputs,
+        scratch={"tile": plgpu.SMEM((8, 128), jnp.float32)},
+    )
+    raised = ""  # jax 0.12 raises it, 0.11 prints it
+    try:
+        jax.block_until_ready(mosaic_call(kernel, interpret=True, **launch)(x=jnp.zeros((8, 128))))
+    except jax.errors.JaxRuntimeError as error:
+        raised = str(error)
+    assert RACE in capsys.readouterr().out + raised
+
+
+@needs_jax
+@pytest.mark.parametrize(
+    ("L", "normalised", "layout"),
+    [
+        (256, True, "BNTH"),
+        pytest.param(128, True, "BTNH", marks=pytest.mark.slow),
+        pytest.param(512, False, "BTNH", marks=pytest.mark.slow),
+    ],
+)
+def test_parallel_bw_dP(L, normalised, layout, capsys):
+    """In chunks of several tiles and of one; more items than CTAs."""
+    options = dict(DHQK=128, DHHV=128, f_shift=6.0, normalised=normalised, layout=layout)
+    case("bfloat16", L, 512, **options).check("parallel_bw_dP", StageConfig(num_stages=3), **ON)
+    assert RACE not in capsys.readouterr().out
+
+
+@needs_jax
+@pytest.mark.parametrize(
+    ("L", "DHQK", "DHHV", "normalised", "layout"),
+    [
+        # A CTA makes all gradients of a chunk, as in the four that follow.
+        (128, 128, 256, True, "BTNH"),
+        (128, 64, 128, True, "BNTH"),
+        pytest.param(128, 64, 256, True, "BTNH", marks=pytest.mark.slow),
+        pytest.param(128, 64, 512, False, "BTNH", marks=pytest.mark.slow),
+        pytest.param(128, 128, 128, False, "BNTH", marks=pytest.mark.slow),
+        pytest.param(256, 256, 512, True, "BNTH", marks=pytest.mark.slow),
+        pytest.param(128, 512, 256, False, "BTNH", marks=pytest.mark.slow),
+    ],
+)
+def test_parallel_bw_dQKV(L, DHQK, DHHV, normalised, layout, capsys):
+    """More items, or chunks, than CTAs, which have not all as many.
+
+    The kernel of whole chunks gets no tiles.
+    """
+    options = dict(heads=(1, 3), f_shift=6.0, normalised=normalised, layout=layout)
+    x = case("bfloat16", L, 3 * L, DHQK=DHQK, DHHV=DHHV, **options)
+    x.check("parallel_bw_dQKV", StageConfig(num_stages=4), tiles_inside=DHQK in (64, 128), **ON)
+    assert RACE not in capsys.readouterr().out
+
+
+def with_floors_of_one():
+    """The inputs of a chunk of a head whose floor is larger than |z| in odd steps, h[33] = inf too.
+
+    Returns the gates with an m of 0, z, and the two h.
+    """
+    x = case("bfloat16", 128, 128, heads=(1, 1), DHQK=64, DHHV=128).inputs
+    gates = x["chunk_gates"]
+    gates = gates._replace(vecM=jnp.zeros_like(gates.vecM))
+    z = jnp.where(jnp.arange(128) % 2 == 0, 2.0, 0.5)[None]
+    return x, gates, z, (x["matH"], x["matH"].at[0, 33].set(jnp.inf))
+
+
+CHUNK = Problem(1, 1, 128, 64, 128, 128, 0.125)
+
+
+@needs_jax
+def test_an_inf_in_h_reaches_no_tile_where_the_floor_is_larger():
+    x, gates, z, hs = with_floors_of_one()
+    call = StageCall(CHUNK, StageConfig(num_stages=2), None, Lowering.MOSAIC_GPU_INTERPRET)
+    operands = [x[name] for name in ("matQ", "matK", "matV", "matDeltaH")]
+    stage = STAGES["parallel_bw_dP"].run
+    run = jax.jit(lambda h: stage(*operands, gates, h, z, normaliser=Normaliser(), call=call))
+    expected, found = map(run, hs)
+    assert_same_bits(found[:2], expected[:2])
+    assert_same_bits(found.pairs, expected.pairs)
+    assert_same_bits(found.vecDeltaN_added, expected.vecDeltaN_added)
+
+
+@needs_jax
+def test_an_inf_in_h_reaches_no_other_delta_and_no_dn_where_the_floor_is_larger():
+    """Where recurrent_bw_dC computes delta."""
+    x, gates, z, hs = with_floors_of_one()
+    q, dh, normaliser = x["matQ"], x["matDeltaH"], Normaliser()
+    calls = (StageConfig(siz_b_DHQK=64, num_stages=2), StageConfig(num_stages=4))
+    calls = [StageCall(CHUNK, tiles, None, Lowering.MOSAIC_GPU_INTERPRET) for tiles in calls]
+
+    @jax.jit
+    def run(h):
+        stage = STAGES["recurrent_bw_dC"].run
+        delta = stage(q, dh, gates.scaGamma, None, matH=h, call=calls[0]).vecDelta
+        options = dict(normaliser=normaliser, call=calls[1])
+        more = dict(needs_delta=True, scale_keys=True, scaled=False)
+        before = without_tiles(q, q, gates, z, **more, **options)
+        return delta, with_delta(before, q, gates, z, delta, **options)
+
+    (expected_delta, expected), (delta, found) = map(run, hs)
+    assert not np.isfinite(delta[0, 33])
+    assert_same_bits(delta.at[0, 33].set(0.0), expected_delta.at[0, 33].set(0.0))
+    assert np.any(expected.normaliser_gradients.vecDzDen)
+    assert_same_bits(found.normaliser_gradients[:3], expected.normaliser_gradients[:3])
+    assert_same_bits(found.vecDeltaN_added, expected.vecDeltaN_added)
+
+
+@needs_jax
+@pytest.mark.parametrize(
+    ("BNH", "S", "L", "share", "has_dm"),
+    [
+        (2, 384, 128, 1.0, True),  # blocks of 128 steps, runs over several of them
+        pytest.param(1, 1536, 512, 0.99, True, marks=pytest.mark.slow),  # one chunk a block
+        pytest.param(1, 1024, 1024, 0.5, True, marks=pytest.mark.slow),  # two blocks a chunk
+        pytest.param(2, 256, 256, 0.9, False, marks=pytest.mark.slow),
+    ],
+)
+def test_step_gradients_against_float64(BNH, S, L, share, has_dm, capsys):
+    """What the stages leave unwritten is NaN.
+
+    share: of the steps whose stabiliser is that of the step before.
+    """
+    draw, n, NC, T = np.random.default_rng(0), L // 64, S // L, 64
+    later, same = np.tri(n, k=-1, dtype=bool), np.eye(n, dtype=bool)
+    per_query, per_key = (
+        np.where(
+            (where | same).reshape(1, n, 1, n, 1), draw.normal(size=(BNH, n, NC, n, T)), np.nan
+        )
+        for where in (later.T, later)
+    )
+    vectors = (draw.normal(size=shape) for shape in [(BNH, S)] * 4 + [(BNH, NC)])
+    x = (TilePairs(per_query, per_key, draw.normal(size=(BNH, NC, n, T))), *vectors)
+    x = jax.tree.map(lambda y: y.astype("float32"), x)
+    carried = draw.uniform(size=(BNH, S)) < share
+    goes_on, passes = (
+        carried & (draw.uniform(size=(BNH, S)) < 0.999),
+        draw.uniform(size=(BNH, S)) < 0.95,
+    )
+    flags = (CARRIED * carried + GOES_ON * goes_on + PASSES * passes).astype("int32")
+    call = StageCall(
+        Problem(1, BNH, S, 64, 64, L, 1.0), StageConfig(), None, Lowering.MOSAIC_GPU_INTERPRET
+    )
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(form, pairs, q_inter, k_inter, f, dm, through):
+        return form(f, pairs, q_inter, k_inter, through, flags, dm if has_dm else None)
+
+    found = run(functools.partial(step_gradients, call=call), *x)
+    assert RACE not in capsys.readouterr().out
+    with jax.enable_x64(True):
+        expected = run(
+            gate_gradients.step_gradients, *jax.tree.map(lambda y: jnp.asarray(y, "float64"), x)
+        )
+        for actual, wanted in zip(found, map(np.asarray, expected), strict=True):
+            assert error(actual, wanted) < tolerance("float32", S)
+
+
+@needs_jax
+@pytest.mark.parametrize(
+    ("shape", "L", "layout", "dtype"),
+    [
+        ((1, 2, 128, 256), 64, "BNTH", "bfloat16"),
+        ((2, 2, 256, 192), 128, "BTNH", "float16"),
+        ((1, 1, 1024, 64), 1024, "BTNH", "bfloat16"),  # in two CTAs
+        ((1, 1, 512, 128), 64, "BTNH", "bfloat16"),  # two CTAs of four chunks
+        ((1, 2, 192, 320), 64, "BNTH", "float16"),
+    ],
+)
+def test_step_sums_against_float64(shape, L, layout, dtype, capsys):
+    from mlstm_pallas.stages.mosaic_gpu.step_sums import step_sums
+
+    B, NH, S, D = shape
+    p, draw = make_problem(shape, D, L, pad_heads=False), np.random.default_rng(3)
+    x, weights = (
+        jnp.asarray(draw.normal(size=shape), dtype),
+        draw.normal(size=(B * NH, S)).astype("float32"),
+    )
+    call = StageCall(p, StageConfig(), None, Lowering.MOSAIC_GPU_INTERPRET)
+    found = jax.jit(functools.partial(step_sums, call=call))(
+        swapped(x) if layout == "BTNH" else x.reshape(B * NH, S, D), weights
+    )
+    assert RACE not in capsys.readouterr().out
+    terms = np.asarray(x.astype("float32"), "float64").reshape(p.BNH, p.NC, L, D) * weights.reshape(
+        p.BNH, p.NC, L, 1
+    )
+    assert found.dtype == jnp.float32
+    # A product and a sum of L terms in float32, each rounded to 2**-24 of what it is at the most.
+    assert (
+        np.abs(np.asarray(found) - terms.sum(axis=2)) <= L * 2.0**-24 * np.abs(terms).sum(axis=2)
+    ).all()
+
+
+@needs_jax
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize(
+    "NC", [5, 16, 50]
+)  # less than a group of chunks, one, and three with two chunks more
+def test_vector_states(NC, backward, capsys):
+    call = StageCall(
+        make_problem((1, 2, 64 * NC, 128), 128, 64, pad_heads=False),
+        StageConfig(),
+        None,
+        Lowering.MOSAIC_GPU_INTERPRET,
+    )
+    test_gates.check_vector_states(
+        functools.partial(vector_states, call=call), 2, NC, 128, backward
+    )
+    assert RACE not in capsys.readouterr().out
+
+
+@needs_jax
+@pytest.mark.parametrize("L", [64, 128])
+@pytest.mark.parametrize("case", test_gates.CASES)
+def test_gates_are_those_of_the_recurrence(case, L, capsys):
+    test_gates.check_gates("mosaic_gpu", case, L)
+    assert RACE not in capsys.readouterr().out
+
+
+@needs_jax
+@pytest.mark.parametrize(
+    ("input_gate", "packed", "S", "L"),
+    [
+        ("exp", True, 192, 64),
+        ("sigmoid", False, 192, 64),
+        ("sigmoid", True, 192, 64),
+        pytest.param("exp", False, 448, 64, id="two CTAs, of which the second has fewer chunks"),
+        pytest.param("exp", False, 1024, 512, id="a CTA holds one chunk", marks=pytest.mark.slow),
+        pytest.param("exp", True, 2048, 1024, id="a CTA holds one long chunk"),
+        pytest.param("exp", True, 2048, 2048, id="five rounds", marks=pytest.mark.slow),
+    ],
+)
+def test_gates_are_those_of_the_plain_form(input_gate, packed, S, L, capsys):
+    """Resets included.
+
+    The sums of what ``split_at`` leaves are rounded, in another order than in the plain form.
+    """
+    heads, gate = 2, InputGate(input_gate)
+    x = random_inputs(3, 1, heads, S, 1, 1, resets=True)
+    starts = (
+        jnp.asarray(np.random.default_rng(0).random((heads, S)) < 0.03, "int32") if packed else None
+    )
+    on_mosaic_gpu, plain = (
+        StageCall(Problem(1, heads, S, 64, 64, L, 1.0), StageConfig(), None, lowering)
+        for lowering in (Lowering.MOSAIC_GPU_INTERPRET, Lowering.XLA)
+    )
+    m_initial = jnp.zeros(heads) if gate is InputGate.SIGMOID else x["m_initial"][0]
+
+    def run(call, states=None):
+        arguments = x["i"][0], x["f"][0], m_initial, starts
+        return jax.jit(lambda *x: chunk_gates(*x, gate, states, call=call))(*arguments)
+
+    with mock.patch.object(
+        gates, "log_sigmoid", lambda f, _: jnp.minimum(f, 0.0)
+    ):  # the forms take different logarithms
+        expected, own = run(plain), run(on_mosaic_gpu)
+        found = run(on_mosaic_gpu, expected.scaM_states)
+        i, f, begins = (
+            None if y is None else y.reshape(heads, -1, L) for y in (x["i"][0], x["f"][0], starts)
+        )
+        flags = gate_gradients.step_flags(
+            found._replace(vecFlags=None), f, None if begins is None else begins > 0
+        )
+        grid = gates.exact_sum_grid(
+            jnp.max(jnp.abs(gates.log_gates(i, f, gate)[1]), axis=-1, keepdims=True), L
+        )
+        spacing = np.spacing(np.asarray(grid)).astype("float64")
+    # Two sums of L numbers below spacing / 2, each of L roundings; and of a pair, of 2 * 24 digits.
+    of_sums = L * 2.0**-24 * L * spacing
+    for actual, wanted in zip(
+        (found.vecE, found.vecU), (expected.vecE, expected.vecU), strict=True
+    ):
+        actual, wanted = ([np.asarray(y, "float64") for y in pair] for pair in (actual, wanted))
+        stored = np.isfinite(wanted[0])
+        assert np.array_equal(actual[0][~stored], wanted[0][~stored])
+        difference = (
+            np.where(stored, actual[0], 0.0)
+            - np.where(stored, wanted[0], 0.0)
+            + (actual[1] - wanted[1])
+        )
+        assert (
+            np.abs(difference) <= of_sums + 2.0**-44 * np.abs(np.where(stored, wanted[0], 0.0))
+        ).all()
+    of_sums = of_sums.reshape(heads, -1)
+    for name, errors in dict(
+        vecW=of_sums[..., None], vecAbar=of_sums[..., None], scaGamma=of_sums
+    ).items():
+        test_gates.assert_decays(
+            np.asarray(getattr(found, name)),
+            np.asarray(getattr(expected, name), "float64"),
+            4 * errors,
+        )
+    np.testing.assert_allclose(found.vecM, expected.vecM, rtol=2.0**-22, atol=2.0**-22)
+    np.testing.assert_allclose(own.scaM_states, expected.scaM_states, rtol=2.0**-22, atol=2.0**-22)
+    assert own.vecFlags is None
+    assert np.array_equal(found.vecFlags, flags)
+    assert RACE not in capsys.readouterr().out
+
+
+@needs_jax
+def test_the_stabiliser_scan_of_many_chunks():
+    """In several blocks; with chunks that hold a reset, or that store nothing."""
+    from mlstm_pallas.stages.mosaic_gpu.chunk_gates import stabiliser_scan
+
+    heads, NC, draw = 2, 1100, np.random.default_rng(0)
+    b, e = (draw.normal(size=(heads, NC, 1)).astype("float32") for _ in range(2))
+    e[:, ::3], zeros = -np.inf, np.zeros_like(b)
+    local = gates.LocalGates(
+        (b, zeros),
+        (e, zeros),
+        (e, zeros),
+        np.where(draw.random(b.shape) < 0.01, np.float32(1024), 0),
+    )
+    g, a, reset = (np.asarray(y) for y in gates.chunk_summaries(local))
+    padding = [(0, 0), (0, -NC % 1024)]  # two blocks
+    g, a = (
+        np.pad(y, padding, constant_values=np.nan)
+        for y in (np.where(reset, np.float32(-np.inf), g), a)
+    )
+    initial = draw.normal(size=heads).astype("float32")
+    call = StageCall(
+        Problem(1, heads, 64 * NC, 64, 64, 64, 1.0),
+        StageConfig(),
+        None,
+        Lowering.MOSAIC_GPU_INTERPRET,
+    )
+    found = np.asarray(jax.jit(functools.partial(stabiliser_scan, call=call))(g, a, initial))
+    with jax.enable_x64(True):
+        wide = jax.tree.map(lambda x: jnp.asarray(x, "float64"), (local, initial))
+        expected = np.asarray(gates.stabiliser_scan(*wide))
+    finite = np.isfinite(expected)
+    assert np.array_equal(np.isfinite(found), finite)
+    # A sum of up to NC numbers in float32, in a tree.
+    largest = np.abs(b[..., 0]).sum(axis=1).max() + np.abs(expected[finite]).max()
+    assert (
+        np.abs(found[finite] - expected[finite]).max() <= 2 * NC.bit_length() * 2.0**-24 * largest
+    )
+
+
+@needs_jax
+@pytest.mark.parametrize("name", slow(RECURRENCES, quick=("weighted", "delta")))
+def test_interpreted_recurrences_against_float64(name, capsys):
+    RECURRENCES[name].check(Lowering.MOSAIC_GPU_INTERPRET)
+    assert RACE not in capsys.readouterr().out
+
+
+@needs_jax
+def test_recurrences_have_weights_all_or_none():
+    call = StageCall(Recurrences().problem, RECURRENCE_TILES, None, Lowering.MOSAIC_GPU_INTERPRET)
+    q, dh, k, v, r, _, gamma, dC_last, C_initial, _ = Recurrences().shapes()
+    with pytest.raises(
+        NotImplementedError, match="recurrent_bw_dC has r in some of its recurrences"
+    ):
+        jax.eval_shape(
+            functools.partial(recurrent_bw_dC.recurrent_bw_dC, call=call),
+            q,
+            dh,
+            gamma,
+            dC_last,
+            k,
+            v,
+            C_initial,
+            vecR=r,
+        )
