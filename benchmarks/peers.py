@@ -25,7 +25,7 @@ from mlstm_pallas.normaliser import DEFAULT_NORMALISER as NORMALISER
 
 
 class Inputs(NamedTuple):
-    """q, k (B, NH, S, DHQK), v (B, NH, S, DHHV), i, f (B, NH, S) float32, and the cotangent of h."""
+    """q, k (B, NH, S, DHQK), v (B, NH, S, DHHV), i, f (B, NH, S) float32, and the cotangent dh."""
 
     q: jax.Array
     k: jax.Array
@@ -41,7 +41,7 @@ class Inputs(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def random_inputs(key: jax.Array, shape: Shape, dtype: str) -> Inputs:
-    """q and k have a positive mean, so that q.n stays away from 0, where h has no digits to compare."""
+    """q and k have a positive mean: near q.n = 0, h would have no digits to compare."""
     rows = shape[:3]
     dims = ((*rows, shape.DHQK),) * 2 + ((*rows, shape.DHHV), rows, rows, (*rows, shape.DHHV))
     q, k, v, i, f, dh = (

@@ -85,7 +85,7 @@ def _recurrent_bw_dC(p: Problem, itemsize: int) -> Cost:
 
 
 def _parallel_bw_dP(p: Problem, itemsize: int) -> Cost:
-    """e, u, w, abar, m, z, 1/den, dz, dz den, dm, three sums for the gates, terms of dn by chunk."""
+    """e, u, w, abar, m, z, 1/den, dz, dz den, dm, three sums for the gates, and the terms of dn."""
     R, K, V = p.BNH * p.S, p.DHQK, p.DHHV
     floats = 15 * R + p.BNH * p.NC * K
     flops = R * (p.L + 1) * (K + V)
