@@ -673,7 +673,7 @@ def with_mosaic_gpu(row: dict[str, Any], present: dict[str, Any]) -> dict[str, A
     if not tuned:
         return row
     L, present_L = (config_from_row(x, "mosaic_gpu").L for x in (row, present))
-    if L != present_L:
+    if present_L != L:
         return row
     measured = {name: x for name, x in present.get("measured", {}).items() if name == "mosaic_gpu"}
     both = [name for name in tuned if name in row]
@@ -686,8 +686,7 @@ def with_mosaic_gpu(row: dict[str, Any], present: dict[str, Any]) -> dict[str, A
 
 def define_flags(values: flags.FlagValues) -> None:
     """Not at import: modules that import this one have flags of their own."""
-    define = dict(flag_values=values)
-    positive = define | dict(lower_bound=1)
+    define = command.Define(values)
     shape = f"{', '.join(kernel_benchmark.SHAPES)}, or BxNHxSxDHQKxDHHV."
     dtype = f"Of q, k, v: {', '.join(KERNEL_DTYPES)}."
     chunks = "Chunk sizes to search; none: 64, 128, 256, with --stage that of the present row."
@@ -697,18 +696,18 @@ def define_flags(values: flags.FlagValues) -> None:
     backend = "Whose kernels. Interpreted ones are a dry run without a GPU, with --output."
     seconds = "On Mosaic GPU, for a candidate to run; then it is killed."
     spills = "Per thread; candidates that spill more are not run."
-    flags.DEFINE_list("shape", ["heads"], shape, **define)
-    flags.DEFINE_list("dtype", ["bfloat16"], dtype, **define)
-    flags.DEFINE_list("stage", [], f"Stages to search: {', '.join(STAGES)}; none: all.", **define)
-    flags.DEFINE_list("chunk_size", [], chunks, **define)
-    flags.DEFINE_float("minutes", 9.0, "Time for all cases together.", lower_bound=0.0, **define)
-    flags.DEFINE_string("log", "tune.jsonl", log, **define)
-    flags.DEFINE_string("output", None, output, **define)
-    flags.DEFINE_enum("backend", "triton", backends, backend, **define)
-    flags.DEFINE_integer("threads", os.cpu_count() or 1, "Threads that compile.", **positive)
-    flags.DEFINE_integer("repeats", 5, "Batches of calls; the median counts.", **positive)
-    flags.DEFINE_float("run_seconds", 20.0, seconds, lower_bound=0.0, **define)
-    flags.DEFINE_integer("max_spill_bytes", 512, spills, lower_bound=0, **define)
+    define.list("shape", ["heads"], shape)
+    define.list("dtype", ["bfloat16"], dtype)
+    define.list("stage", [], f"Stages to search: {', '.join(STAGES)}; none: all.")
+    define.list("chunk_size", [], chunks)
+    define.float("minutes", 9.0, "Time for all cases together.", lower_bound=0.0)
+    define.string("log", "tune.jsonl", log)
+    define.string("output", None, output)
+    define.enum("backend", "triton", backends, backend)
+    define.integer("threads", os.cpu_count() or 1, "Threads that compile.", lower_bound=1)
+    define.integer("repeats", 5, "Batches of calls; the median counts.", lower_bound=1)
+    define.float("run_seconds", 20.0, seconds, lower_bound=0.0)
+    define.integer("max_spill_bytes", 512, spills, lower_bound=0)
 
 
 def parse_request(options: flags.FlagValues) -> tuple[list[tuple[Shape, str]], str]:
