@@ -359,8 +359,8 @@ class Tuner:
                 prepared[stage, config] = self.pool.submit(self.bench.prepare, *task)
                 key = stage, config.L if stage else 0
                 if key not in self.checks:
-                    check = self.pool.submit(self.bench.compile_check, case, config, inputs)
-                    self.checks[key] = check
+                    compiling = self.pool.submit(self.bench.compile_check, case, config, inputs)
+                    self.checks[key] = compiling
                 checks[stage] = self.checks[key]
         # Nothing is timed while others compile. A compiler that hangs does not take all the time.
         limit = COMPILE_SECONDS * -(-len(prepared) // self.threads)
