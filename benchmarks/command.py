@@ -11,6 +11,8 @@ from typing import Any
 
 from absl import app, flags
 
+flags.disclaim_key_flags()  # --help shows the flags defined here as those of the benchmark
+
 COMPILED = ("triton", "mosaic_gpu")  # backends
 
 
