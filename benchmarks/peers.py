@@ -21,7 +21,6 @@ from jax import lax
 from roofline import Shape
 
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER as NORMALISER
-from mlstm_pallas.stage import Cost
 
 
 class Inputs(NamedTuple):

@@ -26,22 +26,30 @@ from test_gradients import BOUND
 from mlstm_pallas import (
     KernelConfig,
     StageConfig,
+    dispatch,
     mlstm_chunkwise,
     reference,
 )
 from mlstm_pallas.backend import jax_has_mosaic_gpu
-from mlstm_pallas.call_spec import CallSpec
+from mlstm_pallas.call_spec import BackwardPlan, CallSpec
 from mlstm_pallas.entry import Options, spec_for
 from mlstm_pallas.problem import InputGate, Layout, Problem, make_problem
-from mlstm_pallas.stage import Lowering, StageCall
-from mlstm_pallas.stages import STAGES, recurrent_bw_dC
+from mlstm_pallas.stage import Lowering, StageCall, Weighted
+from mlstm_pallas.stages import STAGES
 
 needs_jax = pytest.mark.skipif(
     not jax_has_mosaic_gpu(), reason="the Mosaic GPU kernels need jax >= 0.11.2 and < 0.13"
 )
 OUTPUTS = ("h", "c", "n", "m")
 SCAN = {"parallel_fw_P", "recurrent_fw_H"}
-ALL = {name for name, stage in STAGES.items() if stage.mosaic_gpu}
+
+
+def mosaic_gpu_kernel(stage):
+    """What the Mosaic GPU kernel of a stage says of itself; None without one."""
+    return dispatch.kernel(stage, Lowering.MOSAIC_GPU)
+
+
+ALL = {*filter(mosaic_gpu_kernel, STAGES)}
 RACE = "RACE DETECTED"  # which GPU interpret mode prints
 
 
@@ -210,7 +218,7 @@ def ids_of(case):
     )
 
 
-@mock.patch.object(recurrent_bw_dC, "MOSAIC_GPU_MIN_CTAS", 1)  # at any number of heads
+@mock.patch("mlstm_pallas.mosaic_gpu.recurrent_bw_dC.MIN_CTAS", 1)  # at any number of heads
 def check_case(name, backend):
     """Outputs and the gradients of all inputs of a case against float64."""
     case = CASES[name]
@@ -218,11 +226,10 @@ def check_case(name, backend):
     cotangents = cotangents_for(inputs, case.dtype)
     options = dict(return_last_states=True, config=case.config, backend=backend) | case.options
     spec = spec_of(inputs, **options)
-    assert spec.fused_tiles == (
-        spec.problem.DHQK in (64, 128)
-    )  # then parallel_bw_dQKV does what parallel_bw_dP does
-    expected = case.stages - ({"parallel_bw_dP"} if spec.fused_tiles else set())
-    assert {stage for stage, _ in spec.mosaic_gpu} & {*spec.stages} >= expected
+    on_chip = spec.backward_plan is BackwardPlan.TILES_ON_CHIP
+    assert on_chip == (spec.problem.DHQK in (64, 128))
+    expected = case.stages - ({"parallel_bw_dP"} if on_chip else set())
+    assert {*spec.stages_in("mosaic_gpu")} & {*spec.stages} >= expected
     assert (spec.fused, spec.num_splits) == (True, case.splits)
     layout = case.options.get("layout", "BNTH")
     found = outputs_and_gradients(
@@ -304,12 +311,13 @@ class Recurrences:
         wanted = dict(return_initial=self.states, return_last=self.states, call=call)
 
         def run(q, dh, k, v, r, abar, gamma, dC_last, C_initial, h):
-            more = (dict(vecR=r, vecAbar=abar) if self.weighted else {}) | (
-                dict(matH=h) if self.delta else {}
+            queries, keys = (
+                Weighted(x, w if self.weighted else None) for x, w in ((q, r), (k, abar))
             )
             dC_last, C_initial = (dC_last, C_initial) if self.states else (None, None)
-            of_C = () if self.alone else (k, v, C_initial)
-            return recurrent_bw_dC.recurrent_bw_dC(q, dh, gamma, dC_last, *of_C, **more, **wanted)
+            of_C = () if self.alone else (keys, v, C_initial)
+            operands, matH = (queries, dh, gamma, dC_last, *of_C), h if self.delta else None
+            return dispatch.run("recurrent_bw_dC", *operands, matH=matH, **wanted)
 
         return run
 

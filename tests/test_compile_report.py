@@ -11,7 +11,7 @@ import pytest
 from absl import flags
 from oracle import HELPERS
 
-from mlstm_pallas import KernelConfig
+from mlstm_pallas import KernelConfig, dispatch
 from mlstm_pallas.call_spec import CallSpec
 from mlstm_pallas.config import config_for, tuned_rows
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER
@@ -201,18 +201,15 @@ def test_every_stage_lowers(DHQK, DHHV, device, dtype):
     spec = spec_of(device, DHQK, DHHV, dtype)
     assert {row.stage for row in rows} - HELPERS == {*spec.stages}
     assert all(row.num_warps > 0 and row.grid for row in rows)
-    launches = {
-        name: (STAGES[name].clamp(tiles, problem), problem.L)
-        for name, tiles, problem in spec.launches()
-    }
+    launches = {name: (x.tiles, x.L) for name, x in spec.kernels}
     for row in rows:
         assert bool(row.config) == (row.stage in STAGES)
         if row.stage in STAGES:
-            tiles, L = launches[row.stage]
+            (tiles, L), kernel = launches[row.stage], dispatch.configured(row.stage)
             assert row.chunk_size == L
-            assert row.config == {
-                field: getattr(tiles, field) for field in STAGES[row.stage].search
-            }
+            problem = spec.problem.in_chunks_of(L)
+            tiles = kernel.clamp(tiles, problem)
+            assert row.config == {field: getattr(tiles, field) for field in kernel.search}
 
 
 @pytest.mark.usefixtures("lowers_only")

@@ -15,8 +15,8 @@ from oracle import MOSAIC_CALL, NAMES, assert_close, error, initial_state_scale,
 
 from mlstm_pallas import KernelConfig, StageConfig, call_spec, distributed, mlstm_chunkwise
 from mlstm_pallas.backend import jax_has_mosaic_gpu
+from mlstm_pallas.devices import compute_capability
 from mlstm_pallas.distributed import Summary, joined, mlstm_chunkwise_sequence_parallel
-from mlstm_pallas.shared_memory import compute_capability
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -33,11 +33,11 @@ from oracle import (
     tolerance,
 )
 
-from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise
+from mlstm_pallas import KernelConfig, StageConfig, dispatch, mlstm_chunkwise
+from mlstm_pallas.devices import compute_capability
+from mlstm_pallas.mosaic_gpu.limits import HEADS
 from mlstm_pallas.problem import make_problem
-from mlstm_pallas.shared_memory import compute_capability
-from mlstm_pallas.stage import MOSAIC_GPU_HEADS, Lowering, StageCall
-from mlstm_pallas.stages.vector_states import vector_states
+from mlstm_pallas.stage import Lowering, StageCall
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -96,7 +96,7 @@ def mosaic_stages(B, NH, S, DHQK, DHHV, config=None, **options):
         for name in "qkvif"
     }
     spec = spec_of(inputs, config, backend="mosaic_gpu", **options)
-    return {name for name, _ in spec.mosaic_gpu} & {*spec.stages}
+    return {*spec.stages_in("mosaic_gpu")} & {*spec.stages}
 
 
 def recurrences_on_a_gpu():
@@ -106,7 +106,7 @@ def recurrences_on_a_gpu():
 
 def vector_states_of_many_heads_on_a_gpu():
     """More than the second and the third axis of a grid of CUDA have CTAs."""
-    heads, NC = MOSAIC_GPU_HEADS + 2, 3
+    heads, NC = HEADS + 2, 3
     call = StageCall(
         make_problem((1, heads, 64 * NC, 128), 128, 64, pad_heads=False),
         StageConfig(),
@@ -114,7 +114,7 @@ def vector_states_of_many_heads_on_a_gpu():
         Lowering.MOSAIC_GPU,
     )
     test_gates.check_vector_states(
-        functools.partial(vector_states, call=call), heads, NC, 128, False
+        functools.partial(dispatch.run, "vector_states", call=call), heads, NC, 128, False
     )
 
 

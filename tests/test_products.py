@@ -17,8 +17,8 @@ from mosaic_gpu_cases import CASES, cotangents_for, needs_jax, outputs_and_gradi
 from oracle import random_inputs
 
 from mlstm_pallas import mlstm_chunkwise
-from mlstm_pallas.launch_mosaic_gpu import mosaic_call, plgpu, tile_transforms
-from mlstm_pallas.stages.mosaic_gpu.products import Products
+from mlstm_pallas.mosaic_gpu.launch import mosaic_call, plgpu, tile_transforms
+from mlstm_pallas.mosaic_gpu.products import Products
 from mlstm_pallas.tiles import remainder
 
 pytestmark = needs_jax

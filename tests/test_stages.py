@@ -1,6 +1,7 @@
 """The kernel of every stage, interpreted, against the stage's plain jnp form in float64."""
 
 import functools
+import importlib
 import inspect
 
 import jax
@@ -10,12 +11,13 @@ import pytest
 from jax import lax
 from oracle import array, assert_close, random_inputs, tolerance
 
+from mlstm_pallas import dispatch
 from mlstm_pallas.gate_gradients import TilePairs
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import MAX_TILE, InputGate, Problem
 from mlstm_pallas.stage import Lowering, StageCall, StageConfig
 from mlstm_pallas.stages import STAGES
-from mlstm_pallas.stages.parallel_fw_P import _key_sums
+from mlstm_pallas.triton.parallel_fw_P import _key_sums
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -25,7 +27,9 @@ TILES_OF_64 = StageConfig(num_splits=1)
 
 def call_of(name, problem, dtype, lowering, tiles):
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 or lowering is Lowering.XLA else None
-    return StageCall(problem, STAGES[name].clamp(tiles, problem), precision, lowering)
+    kernel = dispatch.kernel(name, lowering)
+    tiles = kernel.clamp(tiles, problem) if kernel else tiles
+    return StageCall(problem, tiles, precision, lowering)
 
 
 class Case:
@@ -88,10 +92,11 @@ class Case:
 
     def run(self, name, inputs, lowering, tiles=TILES_OF_64, **options):
         stage = STAGES[name]
-        parameters = inspect.signature(stage.run).parameters
+        module = importlib.import_module(f"mlstm_pallas.stages.{name}")
+        parameters = inspect.signature(getattr(module, name)).parameters
         options = {key: x for key, x in self.options.items() if key in parameters} | options
         call = call_of(name, self.problem, self.dtype, lowering, tiles)
-        run = functools.partial(stage.run, **options, call=call)
+        run = functools.partial(dispatch.run, name, **options, call=call)
         return jax.jit(run)(*(inputs.get(key) for key in stage.inputs))
 
     def plain(self, name, inputs, **options):
@@ -179,8 +184,8 @@ class Case:
         return outputs._replace(
             matP=below(outputs.matP),
             matDeltaP=below(outputs.matDeltaP),
-            matQ_scaled=heads_first(outputs.matQ_scaled),
-            matK_scaled=heads_first(outputs.matK_scaled),
+            queries=heads_first(outputs.queries.product()),
+            keys=None if outputs.keys is None else heads_first(outputs.keys.product()),
             pairs=None if outputs.pairs is None else below_the_diagonal(outputs.pairs),
         )
 
@@ -340,7 +345,7 @@ def test_recurrent_bw_dC_without_the_states():
     """The states of the second recurrence do not enter the first."""
     x = case("float32", 16, 64)
     both = x.check("recurrent_bw_dC")
-    alone = x.check("recurrent_bw_dC", without=("matK_scaled", "matV"))
+    alone = x.check("recurrent_bw_dC", without=("keys", "matV"))
     assert alone.matC_states is None
     assert alone.matC_last is None
     assert np.array_equal(both.matDeltaC_states, alone.matDeltaC_states)
@@ -376,10 +381,10 @@ def test_key_sums(dtype):
     assert_close(found, scaled.reshape(HEADS, p.NC, p.L, p.DHQK).sum(-2), tolerance("float32", p.L))
 
 
-@pytest.mark.parametrize("scale_keys", [True, False])
-def test_parallel_bw_dP_scales_keys_where_C_is_recomputed(scale_keys):
-    found = case("float32", 32, 64).check("parallel_bw_dP", scale_keys=scale_keys)
-    assert (found.matK_scaled is None) == (not scale_keys)
+@pytest.mark.parametrize("return_keys", [True, False])
+def test_parallel_bw_dP_returns_keys_where_C_is_recomputed(return_keys):
+    found = case("float32", 32, 64).check("parallel_bw_dP", return_keys=return_keys)
+    assert (found.keys is None) == (not return_keys)
 
 
 @pytest.mark.parametrize("LQ", [32, 128])

@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from mlstm_pallas.backend import jax_has_mosaic_gpu
-from mlstm_pallas.shared_memory import compute_capability
+from mlstm_pallas.devices import compute_capability
 
 needs_mosaic_gpu = pytest.mark.skipif(
     not jax_has_mosaic_gpu(), reason="the Mosaic GPU kernels need jax >= 0.11.2 and < 0.13"
@@ -55,7 +55,7 @@ jax.config.update("jax_disable_most_optimizations", {quick})
 import mosaic_gpu_cases
 from mlstm_pallas import KernelConfig, StageConfig
 
-assert not mlstm_pallas.launch.HAS_TRITON
+assert not mlstm_pallas.triton.launch.HAS_TRITON
 refused = StageConfig(num_splits=2)  # which the Mosaic GPU kernel of recurrent_bw_dC does not take
 fused = mosaic_gpu_cases.fused()
 cases = dict(
