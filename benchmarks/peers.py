@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import roofline
 from jax import lax
-from roofline import Shape
+from roofline import Cost, Shape
 
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER as NORMALISER
 
