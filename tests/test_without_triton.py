@@ -145,7 +145,7 @@ def test_the_default_is_mosaic_gpu_on_hopper_in_16_bits():
     "name",
     ["plain_stages", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fused", "splits"))],
 )
-def mosaic_gpu_cases_kernels_run_interpreted(name, layout):
+def test_mosaic_gpu_kernels_run_interpreted(name, layout):
     """Those that there are; the other stages in plain form."""
     result = run_cases("mosaic_gpu_interpret", (name,), (layout,))
     assert result.returncode == 0, result.stderr
@@ -154,7 +154,7 @@ def mosaic_gpu_cases_kernels_run_interpreted(name, layout):
 
 @needs_mosaic_gpu
 @pytest.mark.gpu
-def mosaic_gpu_cases_kernels_run_on_a_gpu():
+def test_mosaic_gpu_kernels_run_on_a_gpu():
     kind = next(device.device_kind for device in jax.devices() if device.platform == "gpu")
     if compute_capability(kind) != 90:
         pytest.skip(f"the Mosaic GPU kernels are for Hopper, and this is a {kind}")
