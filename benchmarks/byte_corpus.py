@@ -1,4 +1,4 @@
-"""The text that train_byte_lm.py learns: files, the split into training and held-out text, windows of it."""
+"""The text that train_byte_lm.py learns: files, training and held-out text, windows of it."""
 
 import hashlib
 import sysconfig
@@ -8,12 +8,8 @@ import numpy as np
 
 VOCABULARY = 256
 HELD_OUT_SHARE = 20  # one file in so many, or the last of so many parts of a single file
-NOT_EVERYWHERE = {
-    "site-packages",
-    "dist-packages",
-    "test",
-    "tests",
-}  # folders of the standard library that differ between installations
+# Folders of the standard library that differ between installations.
+NOT_EVERYWHERE = {"site-packages", "dist-packages", "test", "tests"}
 
 
 class CorpusError(ValueError):
@@ -21,14 +17,15 @@ class CorpusError(ValueError):
 
 
 def corpus_files(corpus: Path | None) -> dict[str, Path]:
-    """Name -> file, sorted: the file ``corpus``, all files below the folder ``corpus``, or the standard library's sources when None."""
+    """Name -> file, sorted.
+
+    ``corpus`` is a file, or a folder of which all files count, those of its folders too. None: the
+    standard library's sources.
+    """
     if corpus is None:
         root = Path(sysconfig.get_path("stdlib"))
-        files = [
-            path
-            for path in root.rglob("*.py")
-            if not NOT_EVERYWHERE & set(path.relative_to(root).parts)
-        ]
+        paths = root.rglob("*.py")
+        files = [x for x in paths if not NOT_EVERYWHERE & set(x.relative_to(root).parts)]
     elif corpus.is_dir():
         root, files = corpus, [path for path in corpus.rglob("*") if path.is_file()]
     else:
@@ -38,19 +35,27 @@ def corpus_files(corpus: Path | None) -> dict[str, Path]:
 
 
 def split_files(names: list[str]) -> tuple[list[str], list[str]]:
-    """Names for training and held-out names: those of the lowest hashes, so that a new file moves few others; at least one of each."""
-    ranked = sorted(
-        names, key=lambda name: hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
-    )
+    """Names for training and held-out names, at least one of each.
+
+    The held-out names are those of the lowest hashes, so that a new file moves few others.
+    """
+
+    def digest(name: str) -> bytes:
+        return hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
+
+    ranked = sorted(names, key=digest)
     count = max(1, len(names) // HELD_OUT_SHARE)
     return sorted(ranked[count:]), sorted(ranked[:count])
 
 
 def read_corpus(corpus: Path | None, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
-    """Training and held-out text, each uint8 (bytes,) with more than seq_len bytes; no file is in both, unless there is only one.
+    """Training and held-out text, each uint8 (bytes,) with more than seq_len bytes.
+
+    No file is in both, unless there is only one.
 
     Raises:
-      CorpusError: too little text. OSError: a file that cannot be read.
+      CorpusError: too little text.
+      OSError: a file that cannot be read.
     """
     source = "the standard library" if corpus is None else f"corpus {corpus}"
     texts = {name: path.read_bytes() for name, path in corpus_files(corpus).items()}
@@ -62,14 +67,12 @@ def read_corpus(corpus: Path | None, seq_len: int) -> tuple[np.ndarray, np.ndarr
         cut = len(text) - len(text) // HELD_OUT_SHARE
         train, held_out = text[:cut], text[cut:]
     else:
-        train, held_out = (
-            b"\n".join(texts[name] for name in names) for names in split_files(list(texts))
-        )
+        parts = split_files(list(texts))
+        train, held_out = (b"\n".join(texts[name] for name in names) for names in parts)
     for part, text in (("training", train), ("held-out", held_out)):
         if len(text) <= seq_len:
-            raise CorpusError(
-                f"{source} has {len(text)} bytes of {part} text, fewer than the {seq_len + 1} of one sequence"
-            )
+            size = f"{len(text)} bytes of {part} text"
+            raise CorpusError(f"{source} has {size}, fewer than the {seq_len + 1} of one sequence")
     return np.frombuffer(train, np.uint8), np.frombuffer(held_out, np.uint8)
 
 
@@ -79,6 +82,9 @@ def windows(text: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
 
 
 def unigram_bits(train: np.ndarray, held_out: np.ndarray) -> float:
-    """Held-out bits per byte of a model that knows only how frequent each byte of the training text is (add-one smoothed)."""
+    """Held-out bits per byte of a model that knows only how frequent each byte is.
+
+    The frequencies are those of the training text, add-one smoothed.
+    """
     counts = np.bincount(train, minlength=VOCABULARY) + 1.0
     return float(-np.mean(np.log2(counts / counts.sum())[held_out]))

@@ -24,7 +24,10 @@ State = tuple[jax.Array, jax.Array, jax.Array]  # c (B, NH, DHQK, DHV), n (B, NH
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model, how its mLSTM runs, and on which devices; mesh None: those of the arrays."""
+    """Sizes of the model, how its mLSTM runs, and on which devices.
+
+    mesh None: the devices of the arrays.
+    """
 
     layers: int
     embedding_dim: int
@@ -38,20 +41,23 @@ class ModelConfig:
 
 
 def residual_init(config: ModelConfig) -> nnx.Initializer:
-    """For the 2 * layers matrices that add to the residual stream: their sum has the variance of one with the usual scale."""
+    """For the 2 * layers matrices that add to the residual stream.
+
+    Their sum has the variance of one matrix with the usual scale.
+    """
     return nnx.initializers.variance_scaling(0.5 / config.layers, "fan_in", "truncated_normal")
 
 
 def whole_mlstm(mesh: Mesh | None, options: dict[str, Any]) -> Callable[..., jax.Array]:
-    """(q, k, v, i, f) -> h of whole sequences; each device computes its shard of the batch, the heads and the steps."""
+    """(q, k, v, i, f) -> h of whole sequences.
+
+    Each device computes its shard of the batch, the heads and the steps.
+    """
     if mesh is None:
         return functools.partial(mlstm_chunkwise, **options)
     if mesh.shape["sequence"] == 1:
-        shard = functools.partial(mlstm_chunkwise, **options)
-    else:
-        shard = functools.partial(
-            mlstm_chunkwise_sequence_parallel, axis_name="sequence", **options
-        )
+        parallel = mlstm_chunkwise_sequence_parallel
+        shard = functools.partial(parallel, axis_name="sequence", **options)
     return jax.shard_map(shard, mesh=mesh, in_specs=HEADS, out_specs=HEADS)
 
 
@@ -62,26 +68,27 @@ class MLSTMLayer(nnx.Module):
         D, NH = config.embedding_dim, config.heads
         linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
         self.config = config
-        self.query, self.key, self.value = (
-            linear(D, config.qk_dim),
-            linear(D, config.qk_dim),
-            linear(D, D),
-        )
-        gate = functools.partial(
-            nnx.Linear, D, NH, kernel_init=nnx.initializers.normal(0.02), rngs=rngs
-        )
-        # A quiet start, as in xLSTM-7B: input gates almost closed, forget gates from short to long memory.
+        self.query, self.key = linear(D, config.qk_dim), linear(D, config.qk_dim)
+        self.value = linear(D, D)
+        narrow = nnx.initializers.normal(0.02)
+        gate = functools.partial(nnx.Linear, D, NH, kernel_init=narrow, rngs=rngs)
+
+        def forget_bias(key, shape, dtype):
+            return jnp.linspace(3.0, 6.0, *shape, dtype=dtype)
+
+        # As xLSTM-7B starts: input gates almost closed, forget gates from short to long memory.
         self.input_gate = gate(bias_init=nnx.initializers.constant(-10.0))
-        self.forget_gate = gate(
-            bias_init=lambda key, shape, dtype: jnp.linspace(3.0, 6.0, *shape, dtype=dtype)
-        )
+        self.forget_gate = gate(bias_init=forget_bias)
         self.head_norm = nnx.RMSNorm(D // NH, use_scale=False, rngs=rngs)
         self.head_scale = nnx.Param(jnp.ones(D))
         self.output_gate = linear(D, D)
         self.output = linear(D, D, kernel_init=residual_init(config))
 
     def __call__(self, x: jax.Array, state: State | None) -> tuple[jax.Array, State | None]:
-        """x (B, S, D), and the state before it (None: zeros) -> (B, S, D), and the state after it (None if none was given)."""
+        """x (B, S, D) and the state before it (None: zeros) -> (B, S, D) and the state after it.
+
+        The state after it is None where that before it is.
+        """
         config = self.config
 
         def heads(y):  # (B, S, NH * DH) -> (B, S, NH, DH)
@@ -90,18 +97,14 @@ class MLSTMLayer(nnx.Module):
         def gate(y):  # (B, S, NH), soft-capped
             return 15.0 * jnp.tanh(y / 15.0)
 
-        inputs = (
-            *(heads(f(x)) for f in (self.query, self.key, self.value)),
-            gate(self.input_gate(x)),
-            gate(self.forget_gate(x)),
-        )
+        qkv = (heads(project(x)) for project in (self.query, self.key, self.value))
+        inputs = *qkv, gate(self.input_gate(x)), gate(self.forget_gate(x))
         options = dict(chunk_size=config.chunk_size, layout="BTNH", backend=config.backend)
         if state is None:
             h = whole_mlstm(config.mesh, options)(*inputs)
         elif x.shape[1] == 1:
-            h, state = mlstm_recurrent_step(
-                *(y[:, 0] for y in inputs), *state, backend=config.backend
-            )
+            step = (y[:, 0] for y in inputs)
+            h, state = mlstm_recurrent_step(*step, *state, backend=config.backend)
             h = h[:, None]
         else:
             h, state = mlstm_chunkwise(*inputs, *state, return_last_states=True, **options)
@@ -126,9 +129,8 @@ class Block(nnx.Module):
     """An mLSTM layer and an MLP, each behind a norm and beside a residual connection."""
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        self.mlstm_norm, self.mlp_norm = (
-            nnx.RMSNorm(config.embedding_dim, rngs=rngs) for _ in range(2)
-        )
+        norms = (nnx.RMSNorm(config.embedding_dim, rngs=rngs) for _ in range(2))
+        self.mlstm_norm, self.mlp_norm = norms
         self.mlstm, self.mlp = MLSTMLayer(config, rngs), GatedMLP(config, rngs)
 
     def __call__(self, x: jax.Array, state: State | None) -> tuple[jax.Array, State | None]:
@@ -143,41 +145,34 @@ class ByteLM(nnx.Module):
 
     def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
         self.config = config
-        self.embedding = nnx.Embed(
-            VOCABULARY, config.embedding_dim, embedding_init=nnx.initializers.normal(0.1), rngs=rngs
-        )
+        embedding = dict(embedding_init=nnx.initializers.normal(0.1), rngs=rngs)
+        self.embedding = nnx.Embed(VOCABULARY, config.embedding_dim, **embedding)
         self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
         self.norm = nnx.RMSNorm(config.embedding_dim, rngs=rngs)
         self.unembedding = nnx.Linear(config.embedding_dim, VOCABULARY, use_bias=False, rngs=rngs)
 
     def initial_states(self, batch: int) -> list[State]:
         """The states before the first byte, one for each layer."""
-        NH, DHQK, DHV = (
-            self.config.heads,
-            self.config.qk_dim // self.config.heads,
-            self.config.embedding_dim // self.config.heads,
-        )
-        return [
-            (
-                jnp.zeros((batch, NH, DHQK, DHV)),
-                jnp.zeros((batch, NH, DHQK)),
-                jnp.zeros((batch, NH)),
-            )
-        ] * self.config.layers
+        config, NH = self.config, self.config.heads
+        DHQK, DHV = config.qk_dim // NH, config.embedding_dim // NH
+        dims = (NH, DHQK, DHV), (NH, DHQK), (NH,)
+        state: State = tuple(jnp.zeros((batch, *dim)) for dim in dims)
+        return [state] * config.layers
 
     def place(self, x: jax.Array) -> jax.Array:
         """x (B, S, D), sharded over the mesh."""
         mesh = self.config.mesh
-        return (
-            x
-            if mesh is None
-            else jax.lax.with_sharding_constraint(x, NamedSharding(mesh, RESIDUAL_STREAM))
-        )
+        if mesh is None:
+            return x
+        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, RESIDUAL_STREAM))
 
     def __call__(
         self, tokens: jax.Array, states: list[State] | None = None
     ) -> tuple[jax.Array, list[State | None]]:
-        """tokens (B, S), and the states before them -> logits (B, S, 256), and the states after them (of None if none were given)."""
+        """tokens (B, S) and the states before them -> logits (B, S, 256) and the states after them.
+
+        The states after them are None where there are none before them.
+        """
         x = self.place(self.embedding(tokens))
         after = []
         for block, state in zip(self.blocks, states or [None] * self.config.layers, strict=True):
@@ -188,7 +183,7 @@ class ByteLM(nnx.Module):
 
 
 def cross_entropy(model: ByteLM, sequences: jax.Array) -> jax.Array:
-    """Mean nats per byte of sequences (B, S + 1): of every byte but the first, given those before it."""
+    """Mean nats per byte of sequences (B, S + 1): each byte but the first from those before it."""
     tokens = sequences.astype(jnp.int32)
     logits, _ = model(tokens[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
@@ -202,14 +197,12 @@ def train_step(model: ByteLM, optimizer: nnx.Optimizer, sequences: jax.Array) ->
     """One update from sequences (B, S + 1); returns the loss before it, in nats per byte."""
     loss, gradients = nnx.value_and_grad(cross_entropy)(model, sequences)
     optimizer.update(model, gradients)
-    if (
-        model.config.mesh is not None
-    ):  # else XLA may leave the new state elsewhere, and the next step compiles anew
+    mesh = model.config.mesh
+    # Without a constraint XLA may place the new state otherwise, and the next step compiles anew.
+    if mesh is not None:
         state = nnx.state((model, optimizer))
-        nnx.update(
-            (model, optimizer),
-            jax.lax.with_sharding_constraint(state, state_shardings(state, model.config.mesh)),
-        )
+        placed = jax.lax.with_sharding_constraint(state, state_shardings(state, mesh))
+        nnx.update((model, optimizer), placed)
     return loss
 
 
@@ -219,15 +212,14 @@ def generate(
 ) -> jax.Array:
     """prompt (B, S) -> the next bytes (B, length).
 
-    The prompt is read by mlstm_chunkwise, each byte after it by mlstm_recurrent_step, with states of one size however long the text gets.
+    The prompt is read by mlstm_chunkwise, each byte after it by mlstm_recurrent_step. The states
+    have one size, however long the text gets.
     """
 
     def pick(logits, key):
-        return (
-            jnp.argmax(logits, -1)
-            if temperature == 0
-            else jax.random.categorical(key, logits / temperature)
-        )
+        if temperature == 0:
+            return jnp.argmax(logits, -1)
+        return jax.random.categorical(key, logits / temperature)
 
     def step(carry, key):
         token, states = carry

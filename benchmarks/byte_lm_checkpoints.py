@@ -1,4 +1,4 @@
-"""Checkpoints of train_byte_lm.py, by orbax: complete or not there, and checked when they are read."""
+"""Checkpoints of train_byte_lm.py, by orbax: whole or not there, checked when they are read."""
 
 import json
 import zlib
@@ -14,7 +14,7 @@ import tensorstore
 from flax import nnx
 from jax import lax
 
-KEPT = 2
+MAX_CHECKPOINTS = 2
 
 
 class CheckpointError(Exception):
@@ -31,13 +31,13 @@ def checksum(state: nnx.State) -> jax.Array:
 class Checkpoints:
     """The last checkpoints of a run, in a folder of their own that all its processes share.
 
-    They are written in the background. A checkpoint has its name, the number of steps, only when it is complete; what a killed process
-    leaves has another name, and the next run removes it.
+    They are written in the background. A checkpoint has its name, the number of steps, only when it
+    is complete. What a killed process leaves has another name, and the next run removes it.
     """
 
     def __init__(self, folder: Path):
         self._folder = folder.absolute()
-        latest = ocp.checkpoint_managers.LatestN(KEPT)
+        latest = ocp.checkpoint_managers.LatestN(MAX_CHECKPOINTS)
         options = ocp.CheckpointManagerOptions(
             preservation_policy=latest, cleanup_tmp_directories=True
         )
@@ -51,13 +51,12 @@ class Checkpoints:
         return self._folder / str(step)
 
     def save(self, step: int, state: nnx.State, progress: dict[str, Any]) -> None:
-        """Begins to write the arrays of state, of 32 bits each, and progress, which JSON must be able to hold."""
+        """Begins to write the state, arrays of 32 bits each, and the progress, which is JSON."""
         text = json.dumps(progress | dict(checksum=int(checksum(state))))
-        checked = dict(text=text, crc32=zlib.crc32(text.encode()))
-        parts = dict(
-            state=ocp.args.StandardSave(_named(state)), progress=ocp.args.JsonSave(checked)
-        )
-        self._manager.save(step, args=ocp.args.Composite(**parts), force=True)
+        record = dict(text=text, crc32=zlib.crc32(text.encode()))
+        arrays, record = ocp.args.StandardSave(_named(state)), ocp.args.JsonSave(record)
+        parts = ocp.args.Composite(state=arrays, progress=record)
+        self._manager.save(step, args=parts, force=True)
 
     def progress(self, step: int) -> dict[str, Any]:
         """What was saved beside the state.
@@ -75,27 +74,30 @@ class Checkpoints:
         """The saved state, each array on the devices where ``like`` has it.
 
         Raises:
-          CheckpointError: it cannot be read, has changed since it was written, or has other arrays than ``like``.
+          CheckpointError: it cannot be read, has changed since it was written, or has other arrays
+            than ``like``.
         """
-        target = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), _named(like)
-        )
+
+        def placed(x):
+            return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+        target = jax.tree.map(placed, _named(like))
         self._check(step, target)
         arrays = self._read(step, state=ocp.args.StandardRestore(target))
         return jax.tree.unflatten(jax.tree.structure(like), [arrays[name] for name in target])
 
     def _check(self, step: int, names: Iterable[str]) -> None:
-        """Reads all arrays, one by one: orbax reads them at once, and when one fails the others fill the terminal."""
+        """Reads all arrays, one by one.
+
+        orbax reads them at once, and when one fails the others fill the terminal.
+        """
         words = 0
         for name in names:
-            kvstore = dict(driver="ocdbt", base=f"file://{self.path(step)}/state/", path=f"{name}/")
+            base = f"file://{self.path(step)}/state/"
+            kvstore = dict(driver="ocdbt", base=base, path=f"{name}/")
             try:
-                x = (
-                    tensorstore.open(dict(driver="auto", kvstore=kvstore), read=True)
-                    .result()
-                    .read()
-                    .result()
-                )
+                opened = tensorstore.open(dict(driver="auto", kvstore=kvstore), read=True)
+                x = opened.result().read().result()
             except ValueError as error:
                 raise self._damaged(step, str(error)) from error
             words += int(np.sum(x.view(np.uint32), dtype=np.uint32))
@@ -106,15 +108,13 @@ class Checkpoints:
         [name] = part
         try:
             return self._manager.restore(step, args=ocp.args.Composite(**part))[name]
-        except (
-            Exception
-        ) as error:  # orbax, tensorstore and json have one of their own for each kind of damage
+        # orbax, tensorstore and json have an exception for each kind of damage.
+        except Exception as error:
             raise self._damaged(step, f"{type(error).__name__}: {error}") from error
 
     def _damaged(self, step: int, reason: str) -> CheckpointError:
-        return CheckpointError(
-            f"the checkpoint {self.path(step)} is damaged: {' '.join(reason.split())[:300]}"
-        )
+        reason = " ".join(reason.split())[:300]
+        return CheckpointError(f"the checkpoint {self.path(step)} is damaged: {reason}")
 
     def clear(self) -> None:
         """Removes all."""

@@ -1,7 +1,8 @@
 """Which device holds what when train_byte_lm.py trains on several.
 
-The mesh has three axes. data splits the batch; tensor splits the heads, with the columns of the matrices before and the rows of those
-behind them, and the hidden width of the MLP alike; sequence splits the steps. Embedding and unembedding are on every device.
+The mesh has three axes. data splits the batch. tensor splits the heads, with the columns of the
+matrices before them and the rows of those behind them, and likewise the hidden width of the MLP.
+sequence splits the steps. Embedding and unembedding are on every device.
 """
 
 import math
@@ -16,17 +17,8 @@ from jax.sharding import PartitionSpec as P
 AXES = ("data", "tensor", "sequence")
 RESIDUAL_STREAM = P("data", "sequence")  # (B, S, D)
 HEADS = P("data", "sequence", "tensor")  # (B, S, NH, ...)
-SPLIT_COLUMNS = {
-    "query",
-    "key",
-    "value",
-    "input_gate",
-    "forget_gate",
-    "head_scale",
-    "output_gate",
-    "gate",
-    "up",
-}
+GATES = {"input_gate", "forget_gate", "output_gate", "gate"}
+SPLIT_COLUMNS = {"query", "key", "value", "head_scale", "up"} | GATES
 SPLIT_ROWS = {"output", "down"}
 
 
@@ -35,18 +27,18 @@ class MeshError(ValueError):
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """ "data:2,sequence:4" -> the size of every axis, 1 where none is given.
+    """ "data:2,sequence:4" -> the size of every axis, 1 where the text has none.
 
     Raises:
       ValueError: not of that form.
     """
     sizes = dict.fromkeys(AXES, 1)
-    given = [part.partition(":")[::2] for part in text.split(",") if part]
-    for name, size in given:
+    parts = [part.partition(":")[::2] for part in text.split(",") if part]
+    for name, size in parts:
         if name not in AXES or not size.isdecimal() or int(size) < 1:
             raise ValueError(f"{name}:{size} is not an axis ({', '.join(AXES)}) and its size")
         sizes[name] = int(size)
-    if len(dict(given)) < len(given):
+    if len(dict(parts)) < len(parts):
         raise ValueError(f"{text} names an axis twice")
     return sizes
 
@@ -57,27 +49,21 @@ def mesh_size(text: str) -> int:
 
 
 def make_mesh(text: str) -> Mesh | None:
-    """The mesh over the first devices, over all of them if there are several processes; None for a single device.
+    """The mesh over the first devices, None for a single one.
+
+    With several processes it is over all devices.
 
     Raises:
       MeshError: too few devices, or a process without any.
     """
-    wanted, present = mesh_size(text), jax.device_count()
-    if wanted > present or (jax.process_count() > 1 and wanted != present):
-        of = (
-            f" in {jax.process_count()} processes, which take part with all"
-            if jax.process_count() > 1
-            else ""
-        )
-        raise MeshError(f"--mesh={text} has {wanted} devices, there are {present}{of}")
-    if wanted == 1:
+    size, present, processes = mesh_size(text), jax.device_count(), jax.process_count()
+    if size > present or (processes > 1 and size != present):
+        where = f" in {processes} processes, which take part with all" if processes > 1 else ""
+        raise MeshError(f"--mesh={text} has {size} devices, there are {present}{where}")
+    if size == 1:
         return None
-    return jax.make_mesh(
-        tuple(parse_mesh(text).values()),
-        AXES,
-        axis_types=(AxisType.Auto,) * 3,
-        devices=jax.devices()[:wanted],
-    )
+    options = dict(axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:size])
+    return jax.make_mesh(tuple(parse_mesh(text).values()), AXES, **options)
 
 
 def spread(x: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
@@ -86,19 +72,21 @@ def spread(x: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
 
 
 def settled(x: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """x, which CPU devices have computed: the collectives of two programs under way would wait for each other's threads there."""
-    return (
-        x.block_until_ready() if mesh is not None and mesh.devices.flat[0].platform == "cpu" else x
-    )
+    """x; on CPU devices it is waited for.
+
+    The collectives of two programs under way would wait for each other's threads there.
+    """
+    if mesh is not None and mesh.devices.flat[0].platform == "cpu":
+        return x.block_until_ready()
+    return x
 
 
 def state_shardings(state: nnx.State, mesh: Mesh) -> nnx.State:
-    """For the state of a model, or of its optimizer, whose moments are sharded as their parameters are."""
+    """Shardings of the state of a model and of its optimizer, whose moments are like parameters."""
 
     def sharding(path, x):
-        names = set(
-            jax.tree_util.keystr(path[:-1], simple=True, separator="/").split("/")
-        )  # the last is "value", of a Variable
+        # The last part of a path is "value", of a Variable.
+        names = set(jax.tree_util.keystr(path[:-1], simple=True, separator="/").split("/"))
         if names & SPLIT_COLUMNS:
             return NamedSharding(mesh, P(*[None] * (x.ndim - 1), "tensor"))
         return NamedSharding(mesh, P("tensor") if names & SPLIT_ROWS else P())
@@ -109,12 +97,11 @@ def state_shardings(state: nnx.State, mesh: Mesh) -> nnx.State:
 def shard(modules: tuple[nnx.Module, ...], mesh: Mesh) -> None:
     """Shards the arrays of modules, the same in every process, over the devices of the mesh."""
     state = nnx.state(modules)
-    nnx.update(
-        modules,
-        jax.tree.map(
-            lambda x, to: spread(np.asarray(x), mesh, to.spec), state, state_shardings(state, mesh)
-        ),
-    )
+
+    def spread_like(x, sharding):
+        return spread(np.asarray(x), mesh, sharding.spec)
+
+    nnx.update(modules, jax.tree.map(spread_like, state, state_shardings(state, mesh)))
 
 
 def gathered(state: nnx.State) -> nnx.State:

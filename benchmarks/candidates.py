@@ -1,4 +1,7 @@
-"""Candidates of the tuner: compiled, checked and timed, in this process or, for Mosaic GPU kernels, in one for each stage."""
+"""Candidates of the tuner: compiled, checked and timed.
+
+This happens in this process or, for Mosaic GPU kernels, in one for each stage.
+"""
 
 import atexit
 import copy
@@ -19,6 +22,7 @@ import compile_report
 import jax
 import jax.numpy as jnp
 import kernel_benchmark
+from command import one_line
 from kernel_benchmark import STAGES, Case, MlstmPallas, implementation, time_calls, wrong_outputs
 from roofline import Shape
 from worker import NoAnswer, ProcessEnded, Worker
@@ -36,7 +40,11 @@ class DeviceLost(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Status: "ok"; "pruned" by the compile report; "failed" to compile or to run; "wrong" output; "hangs". note: the reason."""
+    """Of a candidate; note has the reason of the status.
+
+    The status is "ok"; "pruned" by the compile report; "failed" to compile or to run; "wrong"
+    output; "hangs".
+    """
 
     status: str
     ms: float | None = None
@@ -56,13 +64,13 @@ class Pruner:
             if kernel.cause:
                 return kernel.cause
             try:
-                usage = compile_report.compile_kernel(
-                    kernel.ir, kernel.num_warps, kernel.num_stages, self.device.capability
-                )
+                launch = kernel.num_warps, kernel.num_stages
+                capability = self.device.capability
+                usage = compile_report.compile_kernel(kernel.ir, *launch, capability)
             except compile_report.CompileError as error:
                 return str(error)
-            if usage.shared_bytes > self.device.shared_bytes:
-                return f"takes {usage.shared_bytes} bytes of shared memory, the device has {self.device.shared_bytes}"
+            if excess := compile_report.too_much_shared_memory(usage, self.device):
+                return excess
             if usage.spill_store_bytes > self.max_spill_bytes:
                 return f"spills {usage.spill_store_bytes} bytes, at most {self.max_spill_bytes}"
         return ""
@@ -86,98 +94,92 @@ def pruner_for(device: Any, max_spill_bytes: int) -> Pruner | None:
 def _compare(
     impl: MlstmPallas, outputs: Any, again: Any, expected: Any
 ) -> tuple[dict[str, Any], jax.Array]:
-    """Of each output, the norms of its error and of what is expected; and whether another run has the same bits."""
-    found, wanted = impl.named(outputs), impl.named(expected)
-    pairs = {name: (found[name].astype(jnp.float32), x) for name, x in wanted.items()}
-    norms = {
-        name: (jnp.linalg.norm((x - y).ravel()), jnp.linalg.norm(y.ravel()))
-        for name, (x, y) in pairs.items()
-    }
-    same = [
-        jnp.all(x == y)
-        for x, y in zip(jax.tree.leaves(outputs), jax.tree.leaves(again), strict=True)
-    ]
-    return norms, jnp.stack(same).all()
+    """Norms of error and expectation by output, and whether two runs have the same bits."""
+
+    def norm(x):
+        return jnp.linalg.norm(x.ravel())
+
+    named, norms = impl.named(outputs), {}
+    for name, y in impl.named(expected).items():
+        norms[name] = norm(named[name].astype(jnp.float32) - y), norm(y)
+    runs = zip(jax.tree.leaves(outputs), jax.tree.leaves(again), strict=True)
+    return norms, jnp.stack([jnp.all(x == y) for x, y in runs]).all()
 
 
 class Check(NamedTuple):
-    """Compiled for one stage and chunk size: the plain form, of float32 inputs, and _compare, of ``kernel_benchmark.written`` outputs."""
+    """Programs for one stage and chunk size.
+
+    Attributes:
+      plain: the plain form, of float32 inputs.
+      compare: ``_compare``, of outputs as ``kernel_benchmark.written`` has them.
+    """
 
     plain: Callable[..., Any]
     compare: Callable[..., Any]
 
 
 class Bench:
-    """Compiles, checks and times candidates of one shape and dtype. A candidate is a stage ("": the whole) and a config."""
+    """Compiles, checks and times candidates of one shape and dtype.
+
+    A candidate is a stage ("": whole calls) and a config.
+    """
 
     def __init__(self, backend: str, shape: Shape, dtype: str, pruner: Pruner | None, repeats: int):
-        self.backend, self.shape, self.dtype, self.pruner, self.repeats = (
-            backend,
-            shape,
-            dtype,
-            pruner,
-            repeats,
-        )
+        self.backend, self.shape, self.dtype = backend, shape, dtype
+        self.pruner, self.repeats = pruner, repeats
         self._case: Case | None = None
 
     def case(self, stage: str) -> Case:
-        """All stages have the same inputs and arrays; the whole leaves none of these on the device."""
+        """All stages share inputs and arrays; whole calls leave none of these on the device."""
         if self._case is None or bool(self._case.stage) != bool(stage):
             self._case = Case(self.shape, self.dtype, stage, gradients=not stage)
             jax.block_until_ready(self._case.inputs)
-        found = copy.copy(self._case)
-        found.stage = stage
-        return found
+        case = copy.copy(self._case)
+        case.stage = stage
+        return case
 
     def implementation(self, stage: str, config: KernelConfig) -> MlstmPallas:
         return implementation(stage, self.backend, self.shape, self.dtype, None, config)
 
     def compile_check(self, case: Case, config: KernelConfig, inputs: Any) -> Check | None:
-        """In any thread. For whole calls the case computes and keeps what is expected."""
+        """Runs in any thread. For whole calls the case computes and keeps what is expected."""
         impl = self.implementation(case.stage, config)
         if not case.stage:
             case.expected(impl)
             return None
         function, args = impl.computation(inputs, "fwd")
-        wide = jax.tree.map(
-            lambda x: jax.ShapeDtypeStruct(x.shape, jnp.float32), impl.oracle_arguments(inputs)[0]
-        )
+
+        def wide(x):
+            return jax.ShapeDtypeStruct(x.shape, jnp.float32)
+
+        wide_args = jax.tree.map(wide, impl.oracle_arguments(inputs)[0])
         outputs = jax.eval_shape(lambda *xs: kernel_benchmark.written(function(*xs)), *args)
-        plain = jax.jit(impl.reference).lower(*wide).compile()
-        compare = (
-            jax.jit(functools.partial(_compare, impl))
-            .lower(outputs, outputs, jax.eval_shape(impl.reference, *wide))
-            .compile()
-        )
-        return Check(plain, compare)
+        plain = jax.jit(impl.reference).lower(*wide_args).compile()
+        expected = jax.eval_shape(impl.reference, *wide_args)
+        compare = jax.jit(functools.partial(_compare, impl)).lower(outputs, outputs, expected)
+        return Check(plain, compare.compile())
 
     def expected(self, stage: str, L: int, check: Check | None) -> Any:
         """The outputs of the stage's plain form in float32, on the device."""
         if check is None:
             return None
         arrays = self.case(stage).arrays(L)
-        return check.plain(
-            *jax.tree.map(
-                lambda x: x.astype(jnp.float32), [arrays[name] for name in STAGES[stage].inputs]
-            )
-        )
+        inputs = [arrays[name] for name in STAGES[stage].inputs]
+        return check.plain(*jax.tree.map(lambda x: x.astype(jnp.float32), inputs))
 
     def prepare(
         self, stage: str, config: KernelConfig, inputs: Any, prune: bool
     ) -> tuple[MlstmPallas, Callable[[], Any]] | Result:
-        """Compiles; in any thread."""
+        """Compiles, in any thread; a result where there is nothing to judge."""
         try:
             impl = self.implementation(stage, config)
             direction = "fwd" if stage else "fwbw"
-            if (
-                prune
-                and self.pruner
-                and (reason := self.pruner(*impl.computation(inputs, direction)))
-            ):
+            pruner = self.pruner if prune else None
+            if pruner and (reason := pruner(*impl.computation(inputs, direction))):
                 return Result("pruned", note=reason)
             return impl, impl.build(inputs, direction)
         except Exception as error:
-            return Result("failed", note=kernel_benchmark.one_line(error))
+            return Result("failed", note=one_line(error))
 
     def judge(
         self,
@@ -198,10 +200,8 @@ class Bench:
                     norms, same = jax.device_get(check.compare(outputs, again, expected))
                     errors = {name: float(x / max(y, 1e-30)) for name, (x, y) in norms.items()}
                 else:
-                    errors, same = (
-                        case.errors(impl, outputs, "fwbw"),
-                        jax.tree.all(jax.tree.map(jnp.array_equal, outputs, again)),
-                    )
+                    errors = case.errors(impl, outputs, "fwbw")
+                    same = jax.tree.all(jax.tree.map(jnp.array_equal, outputs, again))
                 if wrong := wrong_outputs(case, errors):
                     return Result("wrong", note=wrong)
                 if not same:
@@ -215,42 +215,42 @@ class Bench:
             try:
                 jax.block_until_ready(jnp.zeros(8) + 1)
             except Exception:
-                raise DeviceLost(
-                    f"{stage} {impl.config}: {kernel_benchmark.one_line(error)}"
-                ) from None
-            return Result("failed", note=kernel_benchmark.one_line(error))
+                raise DeviceLost(f"{stage} {impl.config}: {one_line(error)}") from None
+            return Result("failed", note=one_line(error))
 
 
-# ---------------------------------------------------------------- Mosaic GPU, in processes of their own
+# ---------------------------------------------------------------- Mosaic GPU, in other processes
 
 
 def refused_by_ptxas(folder: str, max_spill_bytes: int) -> str:
-    """The reason not to run what was compiled last, by the logs that Mosaic GPU left in the folder; "" where there is none."""
+    """The reason not to run what was compiled last, "" where there is none.
+
+    The logs that Mosaic GPU left in the folder have it.
+    """
     for path in sorted(Path(folder).glob("*.ptxas")):
         log = path.read_text(errors="replace")
         _, spilled, _ = compile_report.parse_ptxas(log)
         if spilled > max_spill_bytes:
             return f"spills {spilled} bytes, at most {max_spill_bytes}"
-        said = compile_report._messages(log)
-        if said["wgmma_serialized"]:
-            return f"every product waits for the one before: {', '.join(said['messages'])}"
+        messages = compile_report._messages(log)
+        if messages["wgmma_serialized"]:
+            codes = ", ".join(messages["messages"])
+            return f"every product waits for the one before: {codes}"
     return ""
 
 
 class StageProcess:
-    """What runs in the process of a stage: prepares and judges its candidates, which come as rows. A Result goes as a tuple.
+    """What runs in the process of a stage: prepares and judges its candidates.
+
+    Candidates come as rows. A Result goes as a tuple.
 
     Args:
       folder: where Mosaic GPU leaves the logs of ptxas.
     """
 
     def __init__(self, backend: str, repeats: int, max_spill_bytes: int, folder: str):
-        self.backend, self.repeats, self.max_spill_bytes, self.folder = (
-            backend,
-            repeats,
-            max_spill_bytes,
-            folder,
-        )
+        self.backend, self.repeats = backend, repeats
+        self.max_spill_bytes, self.folder = max_spill_bytes, folder
         self.bench: Bench | None = None
 
     def __call__(
@@ -277,31 +277,33 @@ class StageProcess:
         inputs = case.arrays(L)
         for path in Path(self.folder).glob("*.*"):  # not "stderr"
             path.unlink()
-        found = bench.prepare(stage, config, inputs, False)
-        if isinstance(found, Result):
-            return found
+        prepared = bench.prepare(stage, config, inputs, False)
+        if isinstance(prepared, Result):
+            return prepared
         if prune and (reason := refused_by_ptxas(self.folder, self.max_spill_bytes)):
             return Result("pruned", note=reason)
         if self.check is None:
             self.check = bench.compile_check(case, config, inputs)
             self.expected = jax.block_until_ready(bench.expected(stage, L, self.check))
-        self.prepared[config] = found
+        self.prepared[config] = prepared
         return None
 
     def judge(
         self, bench: Bench, stage: str, config: KernelConfig, best: float | None
     ) -> Result | None:
         """Checks, then times; None for what this process has not prepared."""
-        found = self.prepared.pop(config, None)
-        return found and bench.judge(stage, *found, self.check, self.expected, best)
+        prepared = self.prepared.pop(config, None)
+        return prepared and bench.judge(stage, *prepared, self.check, self.expected, best)
 
 
 class IsolatedBench:
-    """A Bench whose candidates are compiled, checked and timed in the process of their stage. One that does not end is killed.
+    """A Bench whose candidates are compiled, checked and timed in the process of their stage.
+
+    A process that does not end is killed.
 
     Args:
-      workers: of StageProcesses, by stage.
-      deadline: of the case; what still waits for its process then is not compiled.
+      workers: by stage, each with a StageProcess.
+      deadline: of the case; a candidate that still waits for its process then is not compiled.
     """
 
     inputs = None
@@ -334,28 +336,25 @@ class IsolatedBench:
     def _ask(
         self, seconds: float, what: str, stage: str, config: KernelConfig, argument: Any
     ) -> Result | None:
-        answer = self.workers[stage](
-            what, tuple(self.shape), self.dtype, stage, config.as_row(), argument, seconds=seconds
-        )
+        case = tuple(self.shape), self.dtype
+        request = what, *case, stage, config.as_row(), argument
+        answer = self.workers[stage](*request, seconds=seconds)
         return None if answer is None else Result(*answer)
 
     def prepare(
         self, stage: str, config: KernelConfig, inputs: None, prune: bool
     ) -> Sequence[Any] | Result:
-        """In any thread."""
+        """Runs in any thread."""
         with self._turns[stage]:
             if time.monotonic() > self.deadline:
-                return Result(
-                    "failed", note="the time was up"
-                )  # which the tuner does not ask for any more
+                # The tuner does not ask for the result any more.
+                return Result("failed", note="the time was up")
             return self._prepare(stage, config, prune)
 
     def _prepare(self, stage: str, config: KernelConfig, prune: bool) -> Sequence[Any] | Result:
         try:
-            return self._ask(self.compile_seconds, "prepare", stage, config, prune) or (
-                config,
-                None,
-            )
+            result = self._ask(self.compile_seconds, "prepare", stage, config, prune)
+            return result or (config, None)
         except (NoAnswer, ProcessEnded) as error:
             return Result("failed", note=f"not compiled: {error}")
 
@@ -387,14 +386,14 @@ def stage_workers(stages: Sequence[str], *args: Any) -> dict[str, Worker]:
     for stage in stages:
         folder = tempfile.mkdtemp(prefix=f"{stage}-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        # Mosaic GPU reads the first ones when jax is imported. A compiled program from the user's cache would leave no log.
-        environment = compile_report.DUMP | dict(
-            MOSAIC_GPU_DUMP_TO=folder, JAX_ENABLE_COMPILATION_CACHE="false"
-        )
-        # Threads of GPU interpret mode wait for each other. With one CPU device XLA has too few threads for them on a small machine.
-        environment["JAX_NUM_CPU_DEVICES"] = "8"
-        # Where there is no nvdisasm Mosaic GPU says so for each kernel.
-        workers[stage] = Worker(
-            StageProcess(*args, folder), environment, stderr=os.path.join(folder, "stderr")
-        )
+        # Mosaic GPU reads the first ones when jax is imported. A compiled program from the user's
+        # cache would leave no log.
+        variables = compile_report.DUMP | dict(MOSAIC_GPU_DUMP_TO=folder)
+        variables |= dict(JAX_ENABLE_COMPILATION_CACHE="false")
+        # Threads of GPU interpret mode wait for each other. With one CPU device XLA has too few
+        # threads for them on a small machine.
+        variables["JAX_NUM_CPU_DEVICES"] = "8"
+        # Where there is no nvdisasm Mosaic GPU writes so for each kernel.
+        stderr = os.path.join(folder, "stderr")
+        workers[stage] = Worker(StageProcess(*args, folder), variables, stderr=stderr)
     return workers

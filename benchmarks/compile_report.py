@@ -1,12 +1,16 @@
-"""Compiles the kernels of mlstm_chunkwise or mlstm_recurrent_step for a named GPU and prints their registers, spills and shared memory.
+"""Compiles the kernels of mlstm_chunkwise or mlstm_recurrent_step for a GPU, and reports on them.
+
+The report has their registers, spills and shared memory.
 
     python benchmarks/compile_report.py --device=H200 --heads=128/256,256/512 --dtype=bfloat16
-    python benchmarks/compile_report.py --device=H200 --dtype=bfloat16 --direction=fwbw --backend=mosaic_gpu
+    python benchmarks/compile_report.py --device=H200 --direction=fwbw --backend=mosaic_gpu
 
-It needs no GPU. Each kernel is one row, printed as soon as it is compiled. The exit code is 1 where a kernel does not compile or does
-not fit, and 2 where the request is wrong. The compiler is the Triton package, not the build of Triton inside XLA: spills and shared
-memory can differ a little from those of the kernels that run. Mosaic GPU kernels are compiled by XLA itself, which needs JAX's CUDA
-packages; their ptxas can be another one than that of the machine with the GPU.
+It needs no GPU. Each kernel is one row, printed as soon as it is compiled. The exit code is 1 where
+a kernel does not compile or does not fit, and 2 where the request is wrong.
+
+The compiler is the Triton package, not the build of Triton inside XLA: spills and shared memory can
+differ a little from those of the kernels that run. Mosaic GPU kernels are compiled by XLA itself,
+which needs JAX's CUDA packages; their ptxas can differ from that of the machine with the GPU.
 """
 
 import atexit
@@ -35,8 +39,10 @@ import command
 import jax
 import jax.numpy as jnp
 from absl import flags
+from command import RequestError, check_names, one_line
 from jax.sharding import AbstractDevice, AbstractMesh
 from pipelines import overwritten_operands
+from worker import environment
 
 from mlstm_pallas import KernelConfig, dispatch, mlstm_chunkwise, mlstm_recurrent_step
 from mlstm_pallas.call_spec import CallSpec
@@ -48,26 +54,22 @@ from mlstm_pallas.stage import Lowering
 from mlstm_pallas.stages import STAGES
 from mlstm_pallas.validation import KERNEL_DTYPES
 
-# Enough to make every stage's grid three-dimensional; the code of a kernel depends on them only through arrays beyond 2**32 bytes.
+# Enough to make every stage's grid three-dimensional. The code of a kernel depends on them only
+# through arrays beyond 2**32 bytes.
 BATCH, NUM_HEADS = 1, 8
 
-# Arguments of mlstm_chunkwise; packed has segment_ids as well, and the arrays of BTNH are (B, S, NH, ...).
+# Arguments of mlstm_chunkwise; packed has segment_ids as well, and the arrays of BTNH are
+# (B, S, NH, ...).
 VARIANTS: dict[str, dict[str, Any]] = {
     "exp": {},
     "packed": {},
     "sigmoid": {"input_gate": "sigmoid"},
-}
-VARIANTS |= {
     "unnormalised": {"input_gate": "sigmoid", "normalize": False},
     "BTNH": {"layout": "BTNH"},
 }
 NOT_OF_STEPS = ("packed", "BTNH")
 
 DIRECTIONS = ("fwd", "fwbw", "step")
-
-
-class RequestError(ValueError):
-    """The request names something that does not exist; the message is for the user."""
 
 
 class CompileError(RuntimeError):
@@ -84,9 +86,9 @@ class Device:
     @property
     def shared_bytes(self) -> int:
         """Shared memory that one CTA may have, in bytes."""
-        known = available_shared_bytes(self.kind)
-        assert known is not None, self.kind
-        return known
+        size = available_shared_bytes(self.kind)
+        assert size is not None, self.kind
+        return size
 
 
 DEVICES = {
@@ -104,7 +106,10 @@ DEVICES = {
 
 @dataclasses.dataclass(frozen=True)
 class Lowered:
-    """A kernel as JAX passes it to the compiler: Triton IR and launch parameters. cause says why there is no IR."""
+    """A kernel as JAX passes it to the compiler: Triton IR and launch parameters.
+
+    cause says why there is no IR.
+    """
 
     name: str
     grid: tuple[int, ...]
@@ -120,11 +125,13 @@ class Usage:
 
     Attributes:
       registers: per thread.
-      spill_store_bytes, spill_load_bytes: per thread, as in the code: not multiplied by the iterations of a loop.
+      spill_store_bytes, spill_load_bytes: per thread, as in the code: not multiplied by the
+        iterations of a loop.
       shared_bytes: per CTA.
-      wgmma, mma, cp_async: instructions in the code: Hopper's matrix products, those of other generations, asynchronous copies.
+      wgmma, mma, cp_async: instructions in the code: Hopper's matrix products, those of other
+        generations, asynchronous copies.
       wgmma_serialized: whether ptxas makes every wgmma wait for the one before.
-      compile_seconds: Triton IR to machine code; of a Mosaic GPU kernel from its jaxpr on.
+      compile_seconds: Triton IR to machine code; for a Mosaic GPU kernel from its jaxpr on.
       messages: codes of what ptxas says of wgmma, C75..
     """
 
@@ -142,7 +149,11 @@ class Usage:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A kernel of the report. usage is None where it does not compile; cause is empty where it compiles and fits the device."""
+    """A kernel of the report.
+
+    usage is None where it does not compile; cause is empty where it compiles and fits the device.
+    config has the tiles that a stage reads, clamped; it is empty for helper kernels.
+    """
 
     device: str
     DHQK: int
@@ -151,9 +162,7 @@ class Row:
     stage: str
     chunk_size: int
     grid: tuple[int, ...] = ()
-    config: dict[str, int] = dataclasses.field(
-        default_factory=dict
-    )  # the tiles that a stage reads, clamped; empty for helper kernels
+    config: dict[str, int] = dataclasses.field(default_factory=dict)
     num_warps: int = 0
     num_stages: int = 0
     usage: Usage | None = None
@@ -167,15 +176,10 @@ def find_device(name: str) -> Device:
     return known[name.lower()]
 
 
-def _one_line(error: BaseException) -> str:
-    text, _, _ = f"{type(error).__name__}: {error}".partition("Repro command")
-    return " ".join(text.split())[:300]
-
-
 def _triton_ir(lowered: jax.stages.Lowered) -> str:
     """The Triton IR, as text, of the one kernel in a lowered computation."""
-    # JAX has no public way to it: the custom call holds MLIR bytecode, which only the dialects inside jaxlib can read, and the
-    # Triton package wants text.
+    # JAX has no public way to it: the custom call holds MLIR bytecode, which only the dialects
+    # inside jaxlib can read, and the Triton package needs text.
     from jax._src.lib.mlir import ir
     from jax._src.lib.triton import dialect
 
@@ -188,15 +192,13 @@ def _triton_ir(lowered: jax.stages.Lowered) -> str:
                     yield from calls(child.operation)
 
     module = lowered.compiler_ir()
-    [call] = [
-        x for x in calls(module.operation) if x["call_target_name"].value == "__gpu$xla.gpu.triton"
-    ]
+    target = "__gpu$xla.gpu.triton"
+    [call] = [x for x in calls(module.operation) if x["call_target_name"].value == target]
     context = ir.Context()
     dialect.register_dialect(context)
     with context, ir.Location.unknown():
-        return ir.Module.parse(call["mhlo.backend_config"]["ir"].value_bytes).operation.get_asm(
-            enable_debug_info=False
-        )
+        kernel = ir.Module.parse(call["mhlo.backend_config"]["ir"].value_bytes)
+        return kernel.operation.get_asm(enable_debug_info=False)
 
 
 def equations(jaxpr, primitive: str) -> Iterator:
@@ -212,9 +214,8 @@ def equations(jaxpr, primitive: str) -> Iterator:
 
 
 def _target(kind: str):
-    return jax.sharding.use_abstract_mesh(
-        AbstractMesh((), (), abstract_device=AbstractDevice(kind, None, "gpu"))
-    )
+    device = AbstractDevice(kind, None, "gpu")
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
 def trace(fn: Callable, *shapes: jax.ShapeDtypeStruct, device: Device) -> Any:
@@ -226,51 +227,48 @@ def trace(fn: Callable, *shapes: jax.ShapeDtypeStruct, device: Device) -> Any:
 def lower(call) -> Lowered:
     """The kernel of a pallas_call equation."""
     launch = call.params["compiler_params"]
-    kernel = Lowered(
-        call.params["name"],
-        tuple(call.params["grid_mapping"].grid),
-        launch.num_warps,
-        launch.num_stages,
-    )
+    name, grid = call.params["name"], tuple(call.params["grid_mapping"].grid)
+    kernel = Lowered(name, grid, launch.num_warps, launch.num_stages)
     args = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in call.invars]
     try:
-        # JAX >= 0.11 lowers only for the kinds of device that it knows. The tiles are chosen already; from here on the kind decides
-        # about nothing but casts to float8.
+        # JAX >= 0.11 lowers only for the kinds of device that it knows. The tiles are chosen
+        # already; from here on the kind decides about nothing but casts to float8.
         with _target("NVIDIA H200"):
             traced = jax.jit(functools.partial(call.primitive.bind, **call.params)).trace(*args)
-            return dataclasses.replace(
-                kernel, ir=_triton_ir(traced.lower(lowering_platforms=("cuda",)))
-            )
+            text = _triton_ir(traced.lower(lowering_platforms=("cuda",)))
+            return dataclasses.replace(kernel, ir=text)
     except Exception as error:
-        return dataclasses.replace(kernel, cause=_one_line(error))
+        return dataclasses.replace(kernel, cause=one_line(error))
 
 
 def lowered_kernels(fn: Callable, *shapes: jax.ShapeDtypeStruct, device: Device) -> list[Lowered]:
-    """The distinct kernels of fn(*shapes) in order of appearance, each lowered for the device on its own, so that all are tried."""
-    return list(
-        dict.fromkeys(map(lower, equations(trace(fn, *shapes, device=device), "pallas_call")))
-    )
+    """The distinct kernels of fn(*shapes) in order of appearance.
+
+    Each is lowered for the device by itself, so that all are tried.
+    """
+    calls = equations(trace(fn, *shapes, device=device), "pallas_call")
+    return list(dict.fromkeys(map(lower, calls)))
 
 
 def parse_ptxas(log: str) -> tuple[int, int, int]:
-    """(registers, bytes of spill stores, bytes of spill loads) per thread of a kernel and its functions, from the log of ptxas -v."""
+    """(registers, bytes of spill stores, bytes of spill loads) per thread of a kernel.
+
+    The log is that of ptxas -v; the functions that the kernel calls count too.
+    """
     registers = re.findall(r"Used (\d+) registers", log)
-    spills = re.findall(
-        r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log
-    )  # a warning says it a second time
+    # A warning has the spills a second time, without the frame.
+    spills = re.findall(r"stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads", log)
     if not registers or not spills:
         raise ValueError(f"no registers or spills in the output of ptxas -v: {log!r}")
-    return (
-        max(map(int, registers)),
-        sum(int(store) for store, _ in spills),
-        sum(int(load) for _, load in spills),
-    )
+    stores, loads = (sum(map(int, column)) for column in zip(*spills, strict=True))
+    return max(map(int, registers)), stores, loads
 
 
 def _optimise(path: str, target, options: dict[str, int]) -> None:
-    """Runs Triton's first passes on the IR in the file, in place: XLA runs them too, and triton.compile skips them for a .ttir file.
+    """Runs Triton's first passes on the IR in the file, in place.
 
-    Without them a product is not folded into the accumulator that it is added to, and accumulators are counted twice.
+    XLA runs them too, and triton.compile skips them for a .ttir file. Without them a product is not
+    folded into the accumulator that it is added to, and accumulators are counted twice.
     """
     from triton._C.libtriton import ir
     from triton.compiler.compiler import make_backend
@@ -298,27 +296,24 @@ def _compile(ir: str, num_warps: int, num_stages: int, capability: int) -> Usage
         knobs.nvidia.scope(),
         contextlib.redirect_stdout(log),
     ):
-        knobs.cache.dir = (
-            folder  # a hit in the user's cache would have neither a log nor a compile time
-        )
+        # A hit in the user's cache would have neither a log nor a compile time.
+        knobs.cache.dir = folder
         knobs.nvidia.dump_ptxas_log = True
         path = os.path.join(folder, "kernel.ttir")
         with open(path, "w") as file:
             file.write(ir)
         start = time.perf_counter()
         options = dict(num_warps=num_warps, num_stages=num_stages)
+        target = GPUTarget("cuda", capability, 32)
         try:
-            _optimise(path, GPUTarget("cuda", capability, 32), options)
-            kernel = triton.compile(path, target=GPUTarget("cuda", capability, 32), options=options)
-        except Exception as error:
-            raise CompileError(
-                _one_line(error)
-            ) from None  # some of triton's exceptions cannot be pickled
+            _optimise(path, target, options)
+            kernel = triton.compile(path, target=target, options=options)
+        except Exception as error:  # some of triton's exceptions cannot be pickled
+            raise CompileError(one_line(error)) from None
         seconds = time.perf_counter() - start
     if overwritten := overwritten_operands(kernel.asm["ttgir"], num_stages):
-        raise CompileError(
-            f"a copy may overwrite what a running product reads, in {len(overwritten)} pipelined tiles (pipelines.py)"
-        )
+        what = "a copy may overwrite what a running product reads"
+        raise CompileError(f"{what}, in {len(overwritten)} pipelined tiles (pipelines.py)")
     ptx = kernel.asm["ptx"]
     return Usage(
         *parse_ptxas(log.getvalue()),
@@ -333,9 +328,8 @@ def _compile(ir: str, num_warps: int, num_stages: int, capability: int) -> Usage
 
 def _messages(log: str) -> dict[str, Any]:
     codes = tuple(sorted(set(re.findall(r"\((C75\d\d)\)", log))))
-    return dict(
-        wgmma_serialized="wgmma.mma_async instructions are serialized" in log, messages=codes
-    )
+    serialized = "wgmma.mma_async instructions are serialized" in log
+    return dict(wgmma_serialized=serialized, messages=codes)
 
 
 def _send_stderr_to(path: str) -> None:
@@ -346,14 +340,16 @@ _thread_local = threading.local()
 
 
 def _compiler() -> tuple[ProcessPoolExecutor, str]:
-    """The calling thread's process for compiling and the file of its stderr. LLVM ends its process on an assertion, which some tiles
-    violate."""
+    """The calling thread's process for compiling and the file of its stderr.
+
+    LLVM ends its process on an assertion, which some tiles violate.
+    """
     if not hasattr(_thread_local, "compiler"):
-        stderr = tempfile.NamedTemporaryFile(suffix=".stderr")  # noqa: SIM115, it lives as long as the process
+        # The file lives as long as the process.
+        stderr = tempfile.NamedTemporaryFile(suffix=".stderr")  # noqa: SIM115
         context = multiprocessing.get_context("spawn")
-        pool = ProcessPoolExecutor(
-            1, mp_context=context, initializer=_send_stderr_to, initargs=(stderr.name,)
-        )
+        start = dict(initializer=_send_stderr_to, initargs=(stderr.name,))
+        pool = ProcessPoolExecutor(1, mp_context=context, **start)
         atexit.register(stderr.close)
         atexit.register(pool.shutdown)
         _thread_local.compiler = pool, stderr.name
@@ -413,56 +409,52 @@ device_description_str: "NVIDIA H200"
 
 
 def _compile_mosaic_gpu(call: "Call", folder: str) -> list[tuple[Lowered, Usage | None]]:
-    """Of each distinct Mosaic GPU kernel; for a process of its own, started with MOSAIC_GPU_DUMP_TO=folder."""
+    """The distinct Mosaic GPU kernels of a call.
+
+    It runs in another process, started with MOSAIC_GPU_DUMP_TO=folder.
+    """
     from jax.experimental import topologies
     from jax.sharding import NamedSharding, PartitionSpec
 
     topology = topologies.get_topology_desc(platform="cuda", target_config=HOPPER, topology="1x1x1")
-    sharding = NamedSharding(
-        topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",)), PartitionSpec()
-    )
-    found = {}
-    for equation in equations(
-        trace(call.function(), *call.shapes(), device=call.device), "mpmd_map"
-    ):
-        if str(equation) in found:
+    devices = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
+    sharding = NamedSharding(devices, PartitionSpec())
+    kernels = {}
+    traced = trace(call.function(), *call.shapes(), device=call.device)
+    for equation in equations(traced, "mpmd_map"):
+        if str(equation) in kernels:
             continue
         (mesh,) = equation.params["meshes"]
-        kernel = Lowered(
-            equation.params["name"], (*mesh.grid, *mesh.cluster), 4 * (mesh.num_threads or 1), 0
-        )
+        grid, num_warps = (*mesh.grid, *mesh.cluster), 4 * (mesh.num_threads or 1)
+        kernel = Lowered(equation.params["name"], grid, num_warps, 0)
         for name in os.listdir(folder):
             os.unlink(os.path.join(folder, name))
-        args = [
-            jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype, sharding=sharding)
-            for x in equation.invars
-        ]
+        avals = [x.aval for x in equation.invars]
+        args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in avals]
+        function = functools.partial(equation.primitive.bind, **equation.params)
         start, usage = time.perf_counter(), None
         try:
-            jax.jit(functools.partial(equation.primitive.bind, **equation.params)).lower(
-                *args
-            ).compile()
+            jax.jit(function).lower(*args).compile()
             usage = _dumped_usage(folder, time.perf_counter() - start, call.relocatable)
         except Exception as error:
-            kernel = dataclasses.replace(kernel, cause=_one_line(error))
-        found[str(equation)] = kernel, usage
-    return list(found.values())
+            kernel = dataclasses.replace(kernel, cause=one_line(error))
+        kernels[str(equation)] = kernel, usage
+    return list(kernels.values())
 
 
 def find_ptxas() -> str:
-    """That of NVIDIA's wheel, else the one on the PATH."""
+    """The ptxas of NVIDIA's wheel, else the one on the PATH."""
     spec = importlib.util.find_spec("nvidia")
     folders = [*(spec.submodule_search_locations or [])] if spec else []
-    found = [
-        path for folder in folders for path in glob.glob(os.path.join(folder, "*", "bin", "ptxas"))
-    ]
-    if path := next(iter(found), None) or shutil.which("ptxas"):
+    patterns = [os.path.join(folder, "*", "bin", "ptxas") for folder in folders]
+    paths = [path for pattern in patterns for path in glob.glob(pattern)]
+    if path := next(iter(paths), None) or shutil.which("ptxas"):
         return path
     raise RequestError("relocatable code needs ptxas: pip install nvidia-cuda-nvcc")
 
 
 def relocatable_log(ptx: str) -> str:
-    """What ptxas says when it makes relocatable code, as nvJitLink does: the same code, to the byte.
+    """The log of ptxas for relocatable code, as nvJitLink makes it: the same code, to the byte.
 
     jax >= 0.12 compiles with nvJitLink where it finds the library. setmaxnreg is then ignored.
     """
@@ -472,7 +464,7 @@ def relocatable_log(ptx: str) -> str:
         command = [find_ptxas(), "-c", "-v", "-O3", "-arch=sm_90a", file.name, "-o", os.devnull]
         done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     if done.returncode:
-        raise CompileError(_one_line(RuntimeError(done.stderr)))
+        raise CompileError(one_line(RuntimeError(done.stderr)))
     return done.stderr + done.stdout
 
 
@@ -497,46 +489,33 @@ def _dumped_usage(folder: str, seconds: float, relocatable: bool) -> Usage:
 
 def parse_resources(text: str) -> int:
     """Shared memory of a Mosaic GPU kernel: its buffers, and 8 bytes for each barrier."""
-    found = re.search(r"smem_scratch_bytes=(\d+)", text)
-    if not found:
+    scratch = re.search(r"smem_scratch_bytes=(\d+)", text)
+    if not scratch:
         raise ValueError(f"no shared memory in the resources of a kernel: {text!r}")
-    return int(found[1]) + 8 * sum(
-        int(size) * int(count)
-        for size, count in re.findall(r"num_barriers=(\d+)[^:}]*\): (\d+)", text)
-    )
+    barriers = re.findall(r"num_barriers=(\d+)[^:}]*\): (\d+)", text)
+    return int(scratch[1]) + 8 * sum(int(size) * int(count) for size, count in barriers)
 
 
 def mosaic_gpu_kernels(call: "Call") -> list[tuple[Lowered, Usage | None]]:
-    """The distinct Mosaic GPU kernels of a call, compiled in a process of its own."""
+    """The distinct Mosaic GPU kernels of a call, compiled in another process."""
     if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
-        raise RequestError(
-            "compiling Mosaic GPU kernels needs JAX's CUDA packages: pip install 'mlstm_pallas[cuda]'"
-        )
+        packages = "JAX's CUDA packages: pip install 'mlstm_pallas[cuda]'"
+        raise RequestError(f"compiling Mosaic GPU kernels needs {packages}")
     with (
         tempfile.TemporaryDirectory() as folder,
         tempfile.NamedTemporaryFile(suffix=".stderr") as stderr,
     ):
         # A compiled program from the user's cache would leave nothing in the folder.
-        changed = DUMP | dict(
-            MOSAIC_GPU_DUMP_TO=folder, JAX_PLATFORMS="cpu", JAX_ENABLE_COMPILATION_CACHE="false"
-        )
-        before = {name: os.environ.get(name) for name in changed}
-        os.environ.update(changed)
+        variables = DUMP | dict(MOSAIC_GPU_DUMP_TO=folder, JAX_PLATFORMS="cpu")
+        variables |= dict(JAX_ENABLE_COMPILATION_CACHE="false")
+        start: dict[str, Any] = dict(initializer=_send_stderr_to, initargs=(stderr.name,))
+        start |= dict(mp_context=multiprocessing.get_context("spawn"))
         try:
-            context = multiprocessing.get_context("spawn")
-            with ProcessPoolExecutor(
-                1, mp_context=context, initializer=_send_stderr_to, initargs=(stderr.name,)
-            ) as pool:
+            with environment(variables), ProcessPoolExecutor(1, **start) as pool:
                 return pool.submit(_compile_mosaic_gpu, call, folder).result()
         except BrokenProcessPool:
             text = stderr.read().decode(errors="replace")
             raise CompileError(f"the compiler crashed; {' '.join(text.split())[-200:]}") from None
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
 
 
 # ---------------------------------------------------------------- the report
@@ -544,7 +523,7 @@ def mosaic_gpu_kernels(call: "Call") -> list[tuple[Lowered, Usage | None]]:
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A call whose kernels are compiled; see ``report``. It can be sent to another process."""
+    """A call whose kernels are compiled; see ``report``. Another process can have it."""
 
     device: Device
     DHQK: int
@@ -564,13 +543,9 @@ class Call:
 
     def spec(self) -> CallSpec:
         dtype = jnp.dtype(self.dtype)
-        chosen = dict(
-            device_kind=self.device.kind,
-            chunk_size=self.chunk_size,
-            explicit=self.config,
-            backend=self.backend,
-        )
-        filled = config_for(self.DHQK, self.DHHV, self.dims[2], dtype, **chosen)
+        options: dict[str, Any] = dict(explicit=self.config, backend=self.backend)
+        options |= dict(device_kind=self.device.kind, chunk_size=self.chunk_size)
+        filled = config_for(self.DHQK, self.DHHV, self.dims[2], dtype, **options)
         problem = make_problem((*self.dims, self.DHQK), self.DHHV, filled.L, pad_heads=True)
         return CallSpec(problem, filled, dtype, DEFAULT_NORMALISER, backend=self.backend)
 
@@ -583,70 +558,56 @@ class Call:
         qk, v = (jax.ShapeDtypeStruct((*rows, size), dtype) for size in (self.DHQK, self.DHHV))
         gate = jax.ShapeDtypeStruct(rows, jnp.float32)
         if self.direction == "step":
-            return [
-                qk,
-                qk,
-                v,
-                gate,
-                gate,
-                jax.ShapeDtypeStruct((*qk.shape, self.DHHV), dtype),
-                qk,
-                gate,
-            ]
+            c = jax.ShapeDtypeStruct((*qk.shape, self.DHHV), dtype)
+            return [qk, qk, v, gate, gate, c, qk, gate]
         return [qk, qk, v, gate, gate, jax.ShapeDtypeStruct((BATCH, self.seqlen), jnp.int32)]
 
     def function(self) -> Callable[..., Any]:
         options = dict(VARIANTS[self.variant], backend=self.backend, config=self.config)
+        chunks = dict(chunk_size=self.chunk_size)
 
         def forward(q, k, v, i, f, segment_ids):
             ids = segment_ids if self.variant == "packed" else None
-            return mlstm_chunkwise(
-                q, k, v, i, f, segment_ids=ids, chunk_size=self.chunk_size, **options
-            )
+            return mlstm_chunkwise(q, k, v, i, f, segment_ids=ids, **chunks, **options)
 
-        def gradient(*args):
-            return jax.grad(
-                lambda *xs: jnp.sum(forward(*xs), dtype=jnp.float32), argnums=(0, 1, 2, 3, 4)
-            )(*args)
+        def total(*args):
+            return jnp.sum(forward(*args), dtype=jnp.float32)
 
-        def step(q, k, v, i, f, c, n, m):
-            return mlstm_recurrent_step(
-                q,
-                k,
-                v,
-                i,
-                f,
-                c,
-                n,
-                None if "input_gate" in VARIANTS[self.variant] else m,
-                **options,
-            )
+        def step(*args):
+            *others, m = args
+            m = None if "input_gate" in VARIANTS[self.variant] else m
+            return mlstm_recurrent_step(*others, m, **options)
 
+        gradient = jax.grad(total, argnums=(0, 1, 2, 3, 4))
         return dict(fwd=forward, fwbw=gradient, step=step)[self.direction]
 
     def kernels(self) -> list[tuple[Lowered, Usage | None]]:
         """Triton kernels, which are not compiled yet, and those of Mosaic GPU, which are."""
-        triton = [
-            (kernel, None)
-            for kernel in lowered_kernels(self.function(), *self.shapes(), device=self.device)
-        ]
+        lowered = lowered_kernels(self.function(), *self.shapes(), device=self.device)
+        triton = [(kernel, None) for kernel in lowered]
         return triton + (mosaic_gpu_kernels(self) if self.backend == "mosaic_gpu" else [])
+
+
+def too_much_shared_memory(usage: Usage, device: Device) -> str:
+    """Why a kernel does not fit the device; "" where it does."""
+    if usage.shared_bytes <= device.shared_bytes:
+        return ""
+    limit = f"the device has {device.shared_bytes}"
+    return f"takes {usage.shared_bytes} bytes of shared memory, {limit}"
 
 
 def _compiled_row(row: Row, kernel: Lowered, usage: Usage | None, device: Device) -> Row:
     cause = kernel.cause
     if usage is None and not cause:
         try:
-            usage = compile_kernel(
-                kernel.ir, kernel.num_warps, kernel.num_stages, device.capability
-            )
+            launch = kernel.num_warps, kernel.num_stages
+            usage = compile_kernel(kernel.ir, *launch, device.capability)
         except CompileError as error:
             cause = str(error)
-    if usage and usage.shared_bytes > device.shared_bytes:
-        cause = f"takes {usage.shared_bytes} bytes of shared memory, the device has {device.shared_bytes}"
-    launch = dict(
-        grid=kernel.grid, num_warps=kernel.num_warps, num_stages=kernel.num_stages or row.num_stages
-    )
+    if usage and (excess := too_much_shared_memory(usage, device)):
+        cause = excess
+    num_stages = kernel.num_stages or row.num_stages
+    launch = dict(grid=kernel.grid, num_warps=kernel.num_warps, num_stages=num_stages)
     return dataclasses.replace(row, **launch, usage=usage, cause=cause)
 
 
@@ -673,40 +634,28 @@ def report(
       stages: only these; empty: all.
       seqlen: steps of the sequence.
       chunk_size, config: as in mlstm_chunkwise.
-      direction: "fwd", "fwbw" for the gradient with its forward, or "step" for one recurrent step, with states of the dtype.
+      direction: "fwd", "fwbw" for the gradient with its forward, or "step" for one recurrent step,
+        with states of the dtype.
       variant: a name in VARIANTS.
-      backend: "triton", or "mosaic_gpu": the Mosaic GPU kernels, and the Triton ones of the other stages.
-      relocatable: registers and spills of the Mosaic GPU kernels as nvJitLink compiles them: ``relocatable_log``.
+      backend: "triton", or "mosaic_gpu": the Mosaic GPU kernels, and the Triton ones of the other
+        stages.
+      relocatable: registers and spills of the Mosaic GPU kernels as nvJitLink compiles them:
+        ``relocatable_log``.
     """
     target = find_device(device)
     try:
         check_chunk_size(chunk_size)
     except ValueError as error:
         raise RequestError(str(error)) from None
-    for dtype in dtypes:
-        if dtype not in KERNEL_DTYPES:
-            raise RequestError(f"unknown dtype {dtype!r}, known are {', '.join(KERNEL_DTYPES)}")
-
-    if variant not in VARIANTS:
-        raise RequestError(f"unknown variant {variant!r}, known are {', '.join(VARIANTS)}")
+    check_names("dtype", dtypes, KERNEL_DTYPES)
+    check_names("variant", [variant], list(VARIANTS))
     if direction == "step" and variant in NOT_OF_STEPS:
         raise RequestError(f"a step has no variant {variant}")
+    options = seqlen, chunk_size, config, direction, variant, backend, relocatable
 
     for DHQK, DHHV in heads:
         for dtype in dtypes:
-            call = Call(
-                target,
-                DHQK,
-                DHHV,
-                dtype,
-                seqlen,
-                chunk_size,
-                config,
-                direction,
-                variant,
-                backend,
-                relocatable,
-            )
+            call = Call(target, DHQK, DHHV, dtype, *options)
             spec = call.spec()
             case = Row(device, DHQK, DHHV, dtype, "(tracing)", spec.problem.L)
             try:
@@ -714,13 +663,12 @@ def report(
             except RequestError:
                 raise
             except Exception as error:
-                yield dataclasses.replace(case, cause=_one_line(error))
+                yield dataclasses.replace(case, cause=one_line(error))
                 continue
             names = list(dict.fromkeys(kernel.name for kernel, _ in kernels))
             if missing := [stage for stage in stages if stage not in names]:
-                raise RequestError(
-                    f"no stage {', '.join(missing)} in {direction}, there are {', '.join(names)}"
-                )
+                absent = f"no stage {', '.join(missing)} in {direction}"
+                raise RequestError(f"{absent}, there are {', '.join(names)}")
             for kernel, usage in kernels:
                 if not stages or kernel.name in stages:
                     row = dataclasses.replace(case, stage=kernel.name, **_tiling(kernel.name, spec))
@@ -728,7 +676,7 @@ def report(
 
 
 def _tiling(name: str, spec: CallSpec) -> dict[str, Any]:
-    """The chunk size of a kernel, and of a stage the tiles that it reads."""
+    """The chunk size and the tiles that a stage reads; nothing for helper kernels."""
     if name not in STAGES:
         return {}
     lowering = Lowering(spec.backend or Lowering.TRITON)
@@ -739,24 +687,16 @@ def _tiling(name: str, spec: CallSpec) -> dict[str, Any]:
     return dict(chunk_size=call.problem.L, config=config, num_stages=call.tiles.num_stages)
 
 
-TILES = {
-    "siz_b_LQ": "LQ",
-    "siz_b_LKV": "LKV",
-    "siz_b_DHQK": "DQK",
-    "siz_b_DHHV": "DHV",
-    "siz_b_loop": "loop",
-}
+TILES = ("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "siz_b_loop")
 COLUMNS = {
     "heads": ">7",
     "dtype": "<8",
     "stage": "<16",
     "L": ">4",
     "grid": ">12",
-    "/".join(TILES.values()): ">19",
+    "LQ/LKV/DQK/DHV/loop": ">19",
     "warps": ">5",
-}
-COLUMNS |= {"stages": ">6"}
-COLUMNS |= {
+    "stages": ">6",
     "regs": ">4",
     "spill B": ">11",
     "shared KiB": ">11",
@@ -780,16 +720,12 @@ def table_row(row: Row) -> str:
     cells += ["x".join(map(str, row.grid)), tiles, row.num_warps, row.num_stages]
     if usage is None:
         return _table_line([*cells, *["-"] * 7, row.cause])
-    cells += [
-        usage.registers,
-        f"{usage.spill_store_bytes}/{usage.spill_load_bytes}",
-        f"{usage.shared_bytes / 1024:.1f}/{limit}",
-    ]
+    spills = f"{usage.spill_store_bytes}/{usage.spill_load_bytes}"
+    cells += [usage.registers, spills, f"{usage.shared_bytes / 1024:.1f}/{limit}"]
     cells += [usage.wgmma, usage.mma, usage.cp_async, f"{usage.compile_seconds:.1f}"]
     serialized = "wgmma serialized" if usage.wgmma_serialized else ""
-    return _table_line(
-        [*cells, "; ".join(filter(None, (row.cause, serialized, " ".join(usage.messages))))]
-    )
+    notes = filter(None, (row.cause, serialized, " ".join(usage.messages)))
+    return _table_line([*cells, "; ".join(notes)])
 
 
 def parse_heads(text: str) -> tuple[int, int]:
@@ -816,62 +752,33 @@ def parse_config(text: str) -> KernelConfig:
 
 def define_flags(values: flags.FlagValues) -> None:
     """Not at import: modules that import this one have flags of their own."""
-    flags.DEFINE_string(
-        "device", "H200", f"The GPU to compile for: {', '.join(DEVICES)}.", flag_values=values
+    define = dict(flag_values=values)
+    device = f"The GPU to compile for: {', '.join(DEVICES)}."
+    dtype = f"Of q, k, v: {', '.join(KERNEL_DTYPES)}."
+    chunk_size = "Steps of a chunk; none: the default config's."
+    config = (
+        "Part of a row of mlstm_pallas/tuning, or a file with it, in place of the default config's."
+        " The fused scan runs with '{\"fused_min_heads\": 1}', the materialised forward pass with "
+        "'{\"fused_min_heads\": 0}'."
     )
-    flags.DEFINE_list(
-        "heads", ["64/64", "128/256", "256/512"], "Head sizes, DHQK/DHHV each.", flag_values=values
-    )
-    flags.DEFINE_list(
-        "dtype",
-        ["bfloat16", "float32"],
-        f"Of q, k, v: {', '.join(KERNEL_DTYPES)}.",
-        flag_values=values,
-    )
-    flags.DEFINE_list("stage", [], "Only these stages; empty: all.", flag_values=values)
-    flags.DEFINE_integer(
-        "seqlen", 8192, "Steps of the sequence.", lower_bound=1, flag_values=values
-    )
-    flags.DEFINE_integer(
-        "chunk_size", None, "Steps of a chunk; none: the default config's.", flag_values=values
-    )
-    flags.DEFINE_string(
-        "config",
-        None,
-        "Part of a row of mlstm_pallas/tuning, or a file with it, in place of the default config's. The fused scan runs with "
-        "'{\"fused_min_heads\": 1}', the materialised forward pass with '{\"fused_min_heads\": 0}'.",
-        flag_values=values,
-    )
-    flags.DEFINE_enum(
-        "direction",
-        "fwd",
-        list(DIRECTIONS),
-        "Forward, gradient with it, or one recurrent step.",
-        flag_values=values,
-    )
-    flags.DEFINE_enum(
-        "variant",
-        "exp",
-        list(VARIANTS),
-        "Input gate and normaliser; packed: exp with segment_ids.",
-        flag_values=values,
-    )
-    flags.DEFINE_enum(
-        "backend",
-        "triton",
-        ["triton", "mosaic_gpu"],
-        "The kernels of mosaic_gpu are for H100 and H200.",
-        flag_values=values,
-    )
-    flags.DEFINE_bool(
-        "relocatable",
-        False,
-        "The kernels of mosaic_gpu as nvJitLink compiles them, for jax >= 0.12.",
-        flag_values=values,
-    )
-    flags.DEFINE_bool(
-        "jsonl", False, "Print JSON lines, with sizes in bytes, not a table.", flag_values=values
-    )
+    direction = "Forward, gradient with it, or one recurrent step."
+    variant = "Input gate and normaliser; packed: exp with segment_ids."
+    backend = "The kernels of mosaic_gpu are for H100 and H200."
+    relocatable = "The kernels of mosaic_gpu as nvJitLink compiles them, for jax >= 0.12."
+    jsonl = "Print JSON lines, with sizes in bytes, not a table."
+    heads = ["64/64", "128/256", "256/512"]
+    flags.DEFINE_string("device", "H200", device, **define)
+    flags.DEFINE_list("heads", heads, "Head sizes, DHQK/DHHV each.", **define)
+    flags.DEFINE_list("dtype", ["bfloat16", "float32"], dtype, **define)
+    flags.DEFINE_list("stage", [], "Only these stages; empty: all.", **define)
+    flags.DEFINE_integer("seqlen", 8192, "Steps of the sequence.", lower_bound=1, **define)
+    flags.DEFINE_integer("chunk_size", None, chunk_size, **define)
+    flags.DEFINE_string("config", None, config, **define)
+    flags.DEFINE_enum("direction", "fwd", list(DIRECTIONS), direction, **define)
+    flags.DEFINE_enum("variant", "exp", list(VARIANTS), variant, **define)
+    flags.DEFINE_enum("backend", "triton", ["triton", "mosaic_gpu"], backend, **define)
+    flags.DEFINE_bool("relocatable", False, relocatable, **define)
+    flags.DEFINE_bool("jsonl", False, jsonl, **define)
 
 
 def run(options: flags.FlagValues) -> int:
@@ -879,25 +786,16 @@ def run(options: flags.FlagValues) -> int:
     failed = False
     try:
         heads = [parse_heads(text) for text in options.heads]
-        rows = report(
-            options.device,
-            heads,
-            options.dtype,
-            stages=options.stage,
-            seqlen=options.seqlen,
-            chunk_size=options.chunk_size,
-            config=parse_config(options.config) if options.config else None,
-            direction=options.direction,
-            variant=options.variant,
-            backend=options.backend,
-            relocatable=options.relocatable,
-        )
+        config = parse_config(options.config) if options.config else None
+        same = ("seqlen", "chunk_size", "direction", "variant", "backend", "relocatable")
+        settings = {name: options[name].value for name in same}
+        case = options.device, heads, options.dtype
+        rows = report(*case, stages=options.stage, config=config, **settings)
         for index, row in enumerate(rows):
             if index == 0 and not options.jsonl:
                 print(_table_line(COLUMNS))
-            print(
-                json.dumps(dataclasses.asdict(row)) if options.jsonl else table_row(row), flush=True
-            )
+            line = json.dumps(dataclasses.asdict(row)) if options.jsonl else table_row(row)
+            print(line, flush=True)
             failed |= bool(row.cause)
     except RequestError as error:
         print(f"compile_report: {error}", file=sys.stderr)

@@ -1,33 +1,37 @@
-r"""Times a stage, the forward pass, or the forward and backward pass of mlstm_pallas, beside other implementations.
+r"""Times a stage, the forward pass, or forward and backward of mlstm_pallas, beside others.
 
-    python benchmarks/kernel_benchmark.py                                               # the three 8k shapes on a GPU, a tiny one without
-    python benchmarks/kernel_benchmark.py --shape=7b-8k,8x16x8192x128x128 --direction=fwd,fwbw --impl=all --markdown
-    python benchmarks/kernel_benchmark.py --shape=seqlen --impl=all --jsonl=seqlen.jsonl --plot=seqlen.png
-    python benchmarks/kernel_benchmark.py --stage=recurrent_fw_C,parallel_bw_dQKV --impl=triton,xla --dtype=bfloat16,float32
-    python benchmarks/kernel_benchmark.py --stage=recurrent_fw_H,parallel_bw_dQKV --impl=triton,mosaic_gpu              # on Hopper
-    python benchmarks/kernel_benchmark.py --from_jsonl=seqlen.jsonl,more.jsonl --plot=seqlen.png --markdown         # measures nothing
+    python benchmarks/kernel_benchmark.py         # the three 8k shapes on a GPU, a tiny one without
+    python benchmarks/kernel_benchmark.py --shape=7b-8k,8x16x8192x128x128 --direction=fwd,fwbw \
+        --impl=all --markdown
+    python benchmarks/kernel_benchmark.py --shape=seqlen --impl=all --jsonl=seqlen.jsonl
+    python benchmarks/kernel_benchmark.py --stage=recurrent_fw_C,parallel_bw_dQKV \
+        --impl=triton,xla --dtype=bfloat16,float32
+    python benchmarks/kernel_benchmark.py --stage=recurrent_fw_H --impl=triton,mosaic_gpu  # Hopper
+    python benchmarks/kernel_benchmark.py --from_jsonl=seqlen.jsonl,more.jsonl --markdown \
+        --plot=seqlen.png                                                    # measures nothing
 
-Outputs are checked before they are timed, on the first, a middle and the last head (of more than 32768 steps on the last alone), in
-float64: mlstm_pallas against the recurrence in its parallel form, a stage against its plain form, peers against their own definition.
-What is wrong is not timed. A time is the median over batches of calls in flight between two synchronisations, the spread is
-(slowest - fastest) / median of the batches. TFLOP/s, TB/s and roofline count the FLOPs and bytes that the result needs (roofline.py),
-whatever an implementation does. Memory is the peak beyond the inputs. The first call is traced, compiled (unless
---compilation_cache_dir has it) and run once.
+Outputs are checked before they are timed, in float64: mlstm_pallas against the recurrence in its
+parallel form, a stage against its plain form, peers against their own definition. The first, a
+middle and the last head are checked, beyond 32768 steps the last alone. A wrong output is not
+timed.
 
-Exit code 1 when an output is wrong or mlstm_pallas fails, 2 when the request makes no sense, 130 after Ctrl-C.
+A time is the median over batches of calls in flight between two synchronisations. The spread is
+(slowest - fastest) / median of the batches. TFLOP/s, TB/s and roofline count the FLOPs and bytes
+that the result needs (roofline.py), whatever an implementation does. Memory is the peak beyond the
+inputs. The first call is traced, compiled (unless --compilation_cache_dir has it) and run once.
+
+Exit code 1 when an output is wrong or mlstm_pallas fails, 2 when the request makes no sense, 130
+after Ctrl-C.
 """
 
 import contextlib
 import dataclasses
 import functools
-import importlib.util
 import itertools
 import math
 import os
 import re
 import statistics
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -41,11 +45,12 @@ import numpy as np
 import peers
 import roofline
 from absl import flags
-from compile_report import RequestError, parse_config
+from command import RequestError, check_names, check_plot, git_commit, one_line
+from compile_report import parse_config
 from jax import lax
 from jax.experimental.compilation_cache import compilation_cache
 from peers import NORMALISER, Inputs, random_inputs
-from reporting import Record, markdown, plot, progress, read_records, table
+from reporting import COLUMNS, Record, markdown, plot, progress, read_records, table
 from roofline import Shape
 
 from mlstm_pallas import dispatch, mlstm_chunkwise, stages
@@ -74,13 +79,14 @@ SHAPES = {
     "heads": [Shape(8, 4096 // max(V, 256), 8192, K, V) for K, V in HEADS],
     "tiny": [Shape(1, 2, 128, 32, 64)],
 }
-# Relative norms of the error. bfloat16 has steps of 2**-8, and its gradients are made of products of rounded products; float16 has steps
-# of an eighth of that; float32 has room for sums of a few thousand terms.
+# Relative norms of the error, of outputs and of gradients. bfloat16 has steps of 2**-8, and its
+# gradients are made of products of rounded products; float16 has steps of an eighth of that;
+# float32 has room for sums of a few thousand terms.
 TOLERANCES = {
     "bfloat16": (5e-3, 2e-2),
     "float16": (5e-3 / 8, 2e-2 / 8),
     "float32": (1e-5, 1e-4),
-}  # of outputs, of gradients
+}
 BATCH_SECONDS, MAX_CALLS = 0.05, 100  # calls in flight between two synchronisations
 
 Rates = tuple[float | None, float | None]  # FLOP/s, bytes/s
@@ -89,9 +95,8 @@ Rates = tuple[float | None, float | None]  # FLOP/s, bytes/s
 # ---------------------------------------------------------------- stages and implementations
 
 
-STAGES = {
-    name: stage for name, stage in stages.STAGES.items() if not stage.decode
-}  # step_benchmark.py times those of generation
+# step_benchmark.py times those of generation.
+STAGES = {name: stage for name, stage in stages.STAGES.items() if not stage.decode}
 
 
 def plain(stage: Stage, problem: Problem) -> Callable[..., Any]:
@@ -102,9 +107,10 @@ def plain(stage: Stage, problem: Problem) -> Callable[..., Any]:
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def stage_arrays(x: Inputs, L: int, fused: bool) -> dict[str, Any]:
-    """The inputs of the stages of the fused scan, or of all others, in chunks of L steps, by their names in ``Stage.inputs``.
+    """The inputs of the stages in chunks of L steps, by their names in ``Stage.inputs``.
 
-    The plain form of a stage runs when its inputs are known. Its outputs are then known by the stage's name, and its fields by theirs.
+    fused: the stages of the fused scan, or all others. The plain form of a stage runs when its
+    inputs are known. Its outputs are then known by the stage's name, and its fields by theirs.
     """
     B, NH, S, K, V = x.shape
     problem = Problem(B, NH, S, K, V, L, K**-0.5)
@@ -112,34 +118,31 @@ def stage_arrays(x: Inputs, L: int, fused: bool) -> dict[str, Any]:
     C, n, m = (jnp.zeros((B * NH, *dims), jnp.float32) for dims in ((K, V), (K,), ()))
     known: dict[str, Any] = dict(matQ=q, matK=k, matV=v, vecI=i, vecF=f, matDeltaH=dh)
     known |= dict(matC_initial=C, vecN_initial=n, scaM_initial=m, matDeltaC_last=C)
-    wanted = {name for stage in STAGES.values() if stage.fused == fused for name in stage.inputs}
+    required = {name for stage in STAGES.values() if stage.fused == fused for name in stage.inputs}
     waiting = [name for name, stage in STAGES.items() if fused or not stage.fused]
-    while unknown := wanted - known.keys():
+    while unknown := required - known.keys():
         name = next((name for name in waiting if known.keys() >= set(STAGES[name].inputs)), None)
         if name is None:
             raise ValueError(f"no stage returns {', '.join(sorted(unknown))}")
         waiting.remove(name)
         outputs = plain(STAGES[name], problem)(*(known[x] for x in STAGES[name].inputs))
-        known = (
-            {name: outputs}
-            | {field: y for field, y in outputs._asdict().items() if y is not None}
-            | known
-        )
+        fields = {field: y for field, y in outputs._asdict().items() if y is not None}
+        known = {name: outputs} | fields | known
         match name:  # what no stage returns
             case "chunk_gates":
                 known["vecAbar"] = outputs.per_step().vecAbar
             case "parallel_bw_dP":
-                known["vecDeltaN_states"], _ = vector_states(
-                    outputs.vecDeltaN_added, known["scaGamma"], n, backward=True
-                )
-    return {name: known[name] for name in wanted}
+                terms, gamma = outputs.vecDeltaN_added, known["scaGamma"]
+                known["vecDeltaN_states"], _ = vector_states(terms, gamma, n, backward=True)
+    return {name: known[name] for name in required}
 
 
 def written(outputs: Any) -> Any:
-    """The outputs of a stage; those of parallel_bw_dP without what it leaves unwritten, and with sums over chunks in place of tiles.
+    """The outputs of a stage in a form whose shapes do not depend on the tiles.
 
-    So their shapes do not depend on the tiles. Those of parallel_bw_dQKV come without sums of W, which only one of its kernels makes.
-    Weighted operands are their products.
+    Those of parallel_bw_dP come without what it leaves unwritten, and with sums over chunks in
+    place of sums by tile. Those of parallel_bw_dQKV come without sums of W, which only one of its
+    kernels makes. Weighted operands are their products.
     """
     if isinstance(outputs, Gradients):
         return outputs._replace(pairs=None)
@@ -160,26 +163,22 @@ def _written(outputs: GradientTiles) -> GradientTiles:
         return jnp.sum(jnp.where(where.reshape(n, 1, n, 1), x, 0.0), axis=1).reshape(BNH, -1)
 
     per_query, per_key, diagonal = outputs.pairs
-    per_query, per_key = (
-        total(per_query, tile[:, None] <= tile),
-        total(per_key, tile[:, None] >= tile),
-    )
-    pairs = TilePairs(per_query, per_key, diagonal.reshape(BNH, -1))
+    upper, lower_tiles = tile[:, None] <= tile, tile[:, None] >= tile
+    sums = total(per_query, upper), total(per_key, lower_tiles), diagonal.reshape(BNH, -1)
+    matrices = dict(matP=lower(outputs.matP), matDeltaP=lower(outputs.matDeltaP))
     products = dict(queries=outputs.queries.product(), keys=outputs.keys.product())
-    return outputs._replace(
-        matP=lower(outputs.matP), matDeltaP=lower(outputs.matDeltaP), pairs=pairs, **products
-    )
+    return outputs._replace(pairs=TilePairs(*sums), **matrices, **products)
 
 
-# Arrays (B, S, NH, ...): taken as they are, or transposed by the caller.
+# Arrays (B, S, NH, ...): passed as they are, or transposed by the caller.
 STEPS_FIRST = ("BTNH", "transposed")
 VARIANTS = compile_report.VARIANTS | {"transposed": {}}
-ORACLE_OF = dict.fromkeys(STEPS_FIRST, "exact") | {
-    "exp": "exact",
+# By variant.
+ORACLE_OF = dict.fromkeys(("exp", *STEPS_FIRST), "exact") | {
     "packed": "packed",
     "sigmoid": "sigmoid_normalised",
     "unnormalised": "sigmoid_input_gate",
-}  # of VARIANTS
+}
 
 
 def swap_heads(*arrays: jax.Array) -> list[jax.Array]:
@@ -193,19 +192,21 @@ def call_spec(backend: str, shape: Shape, dtype: str, config: KernelConfig) -> C
 
 
 def config_row(spec: CallSpec) -> dict[str, Any]:
-    """The config of a call; of a stage that runs on Mosaic GPU the tiles of that kernel, and of the others none."""
+    """The config of a call.
+
+    A stage that runs on Mosaic GPU has the tiles of that kernel; the others have none for it.
+    """
     row = {name: dict(x) if isinstance(x, dict) else x for name, x in spec.config.as_row().items()}
     for name in STAGES.keys() & row.keys():
         row[name].pop("mosaic_gpu", None)
     for name in spec.stages_in("mosaic_gpu"):
-        row[name] = {
-            field: x for field, x in row[name].items() if field == "num_splits"
-        } | spec.row(name)
+        splits = {field: x for field, x in row[name].items() if field == "num_splits"}
+        row[name] = splits | spec.row(name)
     return row
 
 
 class NoSuchKernel(ValueError):
-    """The backend has no kernel of its own for a stage."""
+    """The backend has no kernel for a stage."""
 
 
 class MlstmPallas(peers.JaxImplementation):
@@ -221,25 +222,16 @@ class MlstmPallas(peers.JaxImplementation):
         recompute_states_in_bw: bool = True,
         variant: str = "exp",
     ):
-        self.name, self.variant, self.oracle, self.recompute_states_in_bw = (
-            backend,
-            variant,
-            ORACLE_OF[variant],
-            recompute_states_in_bw,
-        )
-        chosen: dict[str, Any] = dict(chunk_size=chunk_size, explicit=config, backend=backend)
-        self.filled = config_for(
-            *shape[3:], shape.S, jnp.dtype(dtype), device_kind=target_device_kind(), **chosen
-        )
+        self.name, self.variant, self.oracle = backend, variant, ORACLE_OF[variant]
+        self.recompute_states_in_bw = recompute_states_in_bw
+        options: dict[str, Any] = dict(chunk_size=chunk_size, explicit=config, backend=backend)
+        options |= dict(device_kind=target_device_kind())
+        self.filled = config_for(*shape[3:], shape.S, jnp.dtype(dtype), **options)
         self.config = config_row(call_spec(backend, shape, dtype, self.filled))
 
     def computation(self, inputs, direction):
-        options = dict(
-            backend=self.name,
-            config=self.filled,
-            recompute_states_in_bw=self.recompute_states_in_bw,
-            **VARIANTS[self.variant],
-        )
+        options = dict(backend=self.name, config=self.filled, **VARIANTS[self.variant])
+        options |= dict(recompute_states_in_bw=self.recompute_states_in_bw)
         if self.variant == "packed":
             B, _, S, *_ = inputs.shape
             if S % peers.PACKED:
@@ -253,20 +245,11 @@ class MlstmPallas(peers.JaxImplementation):
             def forward(*args, heads_first=forward):
                 return swap_heads(heads_first(*swap_heads(*args)))[0]
 
-        def forward_backward(q, k, v, i, f, dh):
-            h, vjp = jax.vjp(forward, q, k, v, i, f)
-            return h, *vjp(dh)
-
-        return (
-            (lambda *args: (forward(*args),), inputs[:5])
-            if direction == "fwd"
-            else (forward_backward, inputs)
-        )
+        return peers.directed(forward, inputs, direction)
 
     def heads(self, outputs, index):
-        return super().heads(
-            swap_heads(*outputs) if self.variant in STEPS_FIRST else outputs, index
-        )
+        outputs = swap_heads(*outputs) if self.variant in STEPS_FIRST else outputs
+        return super().heads(outputs, index)
 
 
 class MlstmPallasStage(MlstmPallas):
@@ -280,12 +263,10 @@ class MlstmPallasStage(MlstmPallas):
         spec = call_spec(backend, shape, dtype, self.filled)
         p = spec.problem
         if shape != (p.B, p.NH, p.S, p.DHQK, p.DHHV):
-            raise ValueError(
-                f"a stage by itself is not padded: its tiles need S, DHQK, DHHV = {p.S}, {p.DHQK}, {p.DHHV}"
-            )
-        self.call = spec.call(
-            stage, Lowering(backend), spec.fused_problem if self.stage.fused else None
-        )
+            sizes = f"S, DHQK, DHHV = {p.S}, {p.DHQK}, {p.DHHV}"
+            raise ValueError(f"a stage by itself is not padded: its tiles need {sizes}")
+        fused = spec.fused_problem if self.stage.fused else None
+        self.call = spec.call(stage, Lowering(backend), fused)
         on_mosaic_gpu = spec.stages_in("mosaic_gpu").keys()
         # Whether recurrent_bw_dC has queries and keys with their weights.
         weights = "parallel_bw_dP" in on_mosaic_gpu or "parallel_bw_dP" not in spec.stages
@@ -302,9 +283,8 @@ class MlstmPallasStage(MlstmPallas):
         if self.call.lowering.room == "mosaic_gpu" and self.stage.name == "recurrent_fw_H":
             arrays["parallel_fw_P"] = inputs["parallel_fw_P"]._replace(keys=keys)
         if self.weighted and self.stage.name == "recurrent_bw_dC":
-            r = query_scale(
-                g.vecW, self.call.problem.qk_scale, inputs["normaliser_gradients"].vecInvDen
-            )
+            inverse = inputs["normaliser_gradients"].vecInvDen
+            r = query_scale(g.vecW, self.call.problem.qk_scale, inverse)
             arrays |= dict(queries=Weighted(inputs["matQ"], r), keys=keys)
 
         def stage(*args):
@@ -317,9 +297,8 @@ class MlstmPallasStage(MlstmPallas):
 
     def reference(self, *args):
         heads = jax.tree.leaves(args)[0].shape[0]
-        return written(
-            plain(self.stage, dataclasses.replace(self.call.problem, B=1, NH=heads))(*args)
-        )
+        problem = dataclasses.replace(self.call.problem, B=1, NH=heads)
+        return written(plain(self.stage, problem)(*args))
 
     def finite(self, outputs):
         return super().finite(written(outputs))
@@ -328,14 +307,14 @@ class MlstmPallasStage(MlstmPallas):
         return super().heads(written(outputs), index)
 
     def named(self, outputs):
-        """By field, those of NamedTuples inside included; pairs of floats as their sum."""
-        found: dict[str, Any] = {}
+        """By field; the fields of NamedTuples inside count, pairs of floats as their sum."""
+        fields: dict[str, Any] = {}
         for name, x in outputs._asdict().items():
             if hasattr(x, "_asdict"):
-                found |= self.named(x)
+                fields |= self.named(x)
             elif x is not None:
-                found[name] = sum(x) if isinstance(x, tuple) else x
-        return found
+                fields[name] = sum(x) if isinstance(x, tuple) else x
+        return fields
 
 
 def implementation(stage: str, *args: Any) -> MlstmPallas:
@@ -347,9 +326,11 @@ def implementation(stage: str, *args: Any) -> MlstmPallas:
 
 
 class Case:
-    """Inputs and expected outputs of one shape and dtype, and of a stage or, with "", of the whole; for all implementations.
+    """Inputs and expected outputs of one shape and dtype, for all implementations.
 
-    gradients: whether those of the whole are wanted.
+    Args:
+      stage: or "", whole calls.
+      gradients: whether those of whole calls are expected.
     """
 
     def __init__(self, shape: Shape, dtype: str, stage: str = "", *, gradients: bool = False):
@@ -371,15 +352,13 @@ class Case:
 
     def inputs_of(self, impl: peers.Implementation) -> Any:
         """The inputs of impl.build."""
-        return (
-            self.arrays(impl.call.problem.L) if isinstance(impl, MlstmPallasStage) else self.inputs
-        )
+        stage = isinstance(impl, MlstmPallasStage)
+        return self.arrays(impl.call.problem.L) if stage else self.inputs
 
     def expected(self, impl: peers.Implementation) -> tuple[np.ndarray, Any]:
         """Indices of the checked heads, and the expected outputs of these, float64."""
-        key = (
-            (self.stage, impl.call.problem.L) if isinstance(impl, MlstmPallasStage) else impl.oracle
-        )
+        stage = isinstance(impl, MlstmPallasStage)
+        key = (self.stage, impl.call.problem.L) if stage else impl.oracle
         if key not in self._expected:
             args, cotangent = impl.oracle_arguments(self.inputs_of(impl))
             index = self.checked_heads(math.prod(jax.tree.leaves(args)[0].shape[: impl.head_axes]))
@@ -402,22 +381,22 @@ class Case:
     def errors(
         self, impl: peers.Implementation, outputs: Any, direction: str = ""
     ) -> dict[str, float]:
-        """Of each output, the norm of its error over its norm."""
+        """By output, the norm of its error over its norm."""
         index, expected = self.expected(impl)
-        expected, found = impl.named(expected), impl.named(impl.heads(outputs, index))
+        named, expected = impl.named(impl.heads(outputs, index)), impl.named(expected)
         if direction == "fwd" and not self.stage:
             expected = dict(list(expected.items())[:1])
-        return {
-            name: float(np.linalg.norm(found[name] - x) / max(np.linalg.norm(x), 1e-30))
-            for name, x in expected.items()
-        }
+
+        def error(x, y):
+            return float(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30))
+
+        return {name: error(named[name], y) for name, y in expected.items()}
 
     def tolerance(self, name: str) -> float:
         if not self.stage:
             return TOLERANCES[self.dtype][name.startswith("d")]
-        matrices = any(
-            name.startswith("mat") for name in STAGES[self.stage].inputs
-        )  # the rest is float32, whatever the dtype
+        # What has no matrices is float32, whatever the dtype.
+        matrices = any(name.startswith("mat") for name in STAGES[self.stage].inputs)
         return TOLERANCES[self.dtype if matrices else "float32"][STAGES[self.stage].backward]
 
 
@@ -441,18 +420,22 @@ def time_calls(
     return [batch(calls) for _ in range(repeats)]
 
 
-def one_line(error: BaseException) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())[:200]
+def median_and_spread(times: Sequence[float]) -> tuple[float, float]:
+    """The median, and (slowest - fastest) / median."""
+    median = statistics.median(times)
+    return median, (max(times) - min(times)) / median
+
+
+def jax_versions() -> dict[str, str]:
+    return dict(jax=jax.__version__, jaxlib=jaxlib.__version__)
 
 
 def wrong_outputs(case: Case, errors: Mapping[str, float], checked: Sequence[str] = ()) -> str:
     """The outputs beyond their tolerance; "" when there are none."""
     limits = {name: case.tolerance(name) for name in checked or errors if name in errors}
-    return "; ".join(
-        f"error {errors[name]:.1e} in {name}, at most {x:.0e}"
-        for name, x in limits.items()
-        if not errors[name] <= x
-    )
+    # A NaN is neither more nor less.
+    wrong = [(errors[name], name, x) for name, x in limits.items() if not errors[name] <= x]
+    return "; ".join(f"error {error:.1e} in {name}, at most {x:.0e}" for error, name, x in wrong)
 
 
 def measure(
@@ -477,29 +460,12 @@ def measure(
     record.note = "" if impl.oracle in peers.MLSTM else "other function"
     del outputs
     record.peak_mib = impl.peak_memory_bytes(call) / 2**20
-    times = time_calls(call, impl.synchronise, repeats)
-    seconds = statistics.median(times)
+    seconds, record.spread = median_and_spread(time_calls(call, impl.synchronise, repeats))
     phases = impl.phases(case.shape, jnp.dtype(case.dtype).itemsize, record.direction)
-    record.ms, record.spread = 1e3 * seconds, (max(times) - min(times)) / seconds
+    record.ms = 1e3 * seconds
     record.tflops, record.tbps = (sum(x) / seconds / 1e12 for x in zip(*phases, strict=True))
     if None not in rates:
         record.roofline_pct = 100 * roofline.floor_seconds(phases, *rates) / seconds
-
-
-def git_commit() -> str | None:
-    describe = [
-        "git",
-        "-C",
-        os.path.dirname(os.path.abspath(__file__)),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=12",
-    ]
-    try:
-        return subprocess.run(describe, check=True, capture_output=True, text=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
 
 
 class Request(NamedTuple):
@@ -517,42 +483,26 @@ class Request(NamedTuple):
 
 
 def measured_records(options: flags.FlagValues, request: Request) -> Iterator[Record]:
-    """A record for each shape, dtype, stage or direction, and implementation, as soon as it is measured."""
+    """A record for each shape, dtype, stage or direction, and implementation."""
     common = dict(device=jax.devices()[0].device_kind, commit=options.commit or git_commit())
-    for (name, shape), dtype, stage in itertools.product(
-        request.shapes.items(), request.dtypes, request.stages or [""]
-    ):
+    cases = itertools.product(request.shapes.items(), request.dtypes, request.stages or [""])
+    for (name, shape), dtype, stage in cases:
         directions = [("bwd" if STAGES[stage].backward else "fwd")] if stage else request.directions
         case = Case(shape, dtype, stage, gradients="fwbw" in directions)
         for direction, impl in itertools.product(directions, request.impls):
             ours = impl in BACKENDS
             variants = request.variants if ours and not stage else [None]
-            for variant, recompute in itertools.product(
-                variants, request.recompute if ours and direction == "fwbw" else [None]
-            ):
-                versions = dict(jax=jax.__version__, jaxlib=jaxlib.__version__)
-                options_of = dict(recompute_states_in_bw=recompute, variant=variant)
-                record = Record(
-                    name,
-                    shape,
-                    impl,
-                    stage,
-                    direction,
-                    dtype,
-                    versions=versions,
-                    **options_of,
-                    **common,
-                )
+            recomputes = request.recompute if ours and direction == "fwbw" else [None]
+            for variant, recompute in itertools.product(variants, recomputes):
+                what = name, shape, impl, stage, direction, dtype
+                ways = dict(recompute_states_in_bw=recompute, variant=variant)
+                record = Record(*what, versions=jax_versions(), **ways, **common)
                 try:
                     if ours:
-                        chosen = (
-                            options.chunk_size,
-                            request.config,
-                            recompute is not False,
-                            variant or "exp",
-                        )
+                        config = options.chunk_size, request.config
+                        way = recompute is not False, variant or "exp"
                         built: peers.Implementation = implementation(
-                            stage, impl, shape, dtype, *chosen
+                            stage, impl, shape, dtype, *config, *way
                         )
                     elif stage:
                         raise ValueError("stages are those of mlstm_pallas alone")
@@ -560,9 +510,8 @@ def measured_records(options: flags.FlagValues, request: Request) -> Iterator[Re
                         built = peers.PEERS[impl]()
                     measure(record, case, built, options.repeats, request.rates[dtype])
                 except Exception as error:
-                    record.status = (
-                        "failed" if ours and not isinstance(error, NoSuchKernel) else "skipped"
-                    )
+                    failed = ours and not isinstance(error, NoSuchKernel)
+                    record.status = "failed" if failed else "skipped"
                     record.note = f"{record.status}: {one_line(error)}"
                 yield record
 
@@ -571,28 +520,14 @@ def parse_shapes(texts: Sequence[str]) -> dict[str, Shape]:
     shapes: dict[str, Shape] = {}
     for text in texts:
         if text in SHAPES:
-            shapes |= {
-                text if len(SHAPES[text]) == 1 else str(shape): shape for shape in SHAPES[text]
-            }
+            several = len(SHAPES[text]) > 1
+            shapes |= {str(shape) if several else text: shape for shape in SHAPES[text]}
         elif re.fullmatch(r"[1-9]\d*(x[1-9]\d*){4}", text):
             shapes[text] = Shape(*map(int, text.split("x")))
         else:
-            raise RequestError(
-                f"unknown shape {text!r}, known are {', '.join(SHAPES)} and BxNHxSxDHQKxDHHV"
-            )
+            known = f"known are {', '.join(SHAPES)} and BxNHxSxDHQKxDHHV"
+            raise RequestError(f"unknown shape {text!r}, {known}")
     return shapes
-
-
-def check_names(kind: str, asked: Sequence[str], known: Sequence[str]) -> None:
-    if unknown := [name for name in asked if name not in known]:
-        raise RequestError(f"unknown {kind} {', '.join(unknown)}, known are {', '.join(known)}")
-
-
-def check_plot(path: str | None) -> None:
-    if path and importlib.util.find_spec("matplotlib") is None:
-        raise RequestError("--plot needs matplotlib: pip install 'mlstm_pallas[benchmark]'")
-    if path and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
-        raise RequestError(f"no folder for {path}")
 
 
 def parse_request(options: flags.FlagValues) -> Request:
@@ -606,10 +541,9 @@ def parse_request(options: flags.FlagValues) -> Request:
     check_names("direction", options.direction, ["fwd", "fwbw"])
     check_names("dtype", options.dtype, KERNEL_DTYPES)
     check_names("recompute_states_in_bw", options.recompute_states_in_bw, ["true", "false"])
-    if needed := [name for name in ("triton", "mosaic_gpu") if name in impls and not gpu]:
-        raise RequestError(
-            f"impl {needed[0]} needs a GPU, JAX has none here; xla and interpret run anywhere"
-        )
+    for name in ("triton", "mosaic_gpu"):
+        if name in impls and not gpu:
+            raise command.needs_gpu(f"impl {name}")
     if options.stage and options["direction"].present:
         raise RequestError("a stage has one direction: give --stage or --direction, not both")
     check_plot(options.plot)
@@ -619,34 +553,25 @@ def parse_request(options: flags.FlagValues) -> Request:
         raise RequestError(str(error)) from None
     config = parse_config(options.config) if options.config else None
     shapes = parse_shapes(options.shape or (["7b-8k", "tfla-8k", "b1-8k"] if gpu else ["tiny"]))
-    asked, rates = (options.peak_tflops, options.peak_tbps), {}
+    requested, rates = (options.peak_tflops, options.peak_tbps), {}
     for dtype in options.dtype:
-        known = roofline.device_rates(device.device_kind, dtype)
-        flops, bandwidth = (
-            rate if x is None else x * 1e12 for x, rate in zip(asked, known, strict=True)
-        )
+        measured = roofline.device_rates(device.device_kind, dtype)
+        pairs = zip(requested, measured, strict=True)
+        flops, bandwidth = (rate if x is None else x * 1e12 for x, rate in pairs)
         rates[dtype] = flops, bandwidth
     if not gpu:
-        print(
-            f"no GPU here: measuring {', '.join(impls)} on the CPU, at {', '.join(shapes)}; these are not the speeds of the kernels"
-        )
+        command.say_no_gpu(", ".join(impls), list(shapes))
     recompute = [x == "true" for x in options.recompute_states_in_bw]
-    return Request(
-        shapes,
-        impls,
-        options.direction,
-        options.dtype,
-        options.stage,
-        recompute,
-        options.variant,
-        config,
-        rates,
-    )
+    what = options.direction, options.dtype, options.stage
+    return Request(shapes, impls, *what, recompute, options.variant, config, rates)
 
 
 @contextlib.contextmanager
 def persistent_cache(folder: str | None) -> Iterator[None]:
-    """A context in which compiled programs are kept in the folder and loaded from there; without a folder nothing changes."""
+    """A context in which compiled programs are kept in the folder and loaded from there.
+
+    Without a folder nothing changes.
+    """
     names = (
         "jax_compilation_cache_dir",
         "jax_persistent_cache_min_compile_time_secs",
@@ -657,7 +582,7 @@ def persistent_cache(folder: str | None) -> Iterator[None]:
     def use(values):
         for name, value in zip(names, values, strict=True):
             jax.config.update(name, value)
-        compilation_cache.reset_cache()  # which remembers the folder of its first use
+        compilation_cache.reset_cache()  # it remembers the folder of its first use
 
     if folder:
         use((folder, 0.0, -1))
@@ -674,102 +599,54 @@ def persistent_cache(folder: str | None) -> Iterator[None]:
 def define_flags(values: flags.FlagValues) -> None:
     """Not at import: modules that import this one have flags of their own."""
     define = dict(flag_values=values)
-    flags.DEFINE_list(
-        "shape",
-        [],
-        f"{', '.join(SHAPES)}, or BxNHxSxDHQKxDHHV; none: the 8k ones, without a GPU tiny.",
-        **define,
-    )
-    impls = f"{', '.join(BACKENDS)}, {', '.join(peers.PEERS)}; all: mlstm_pallas and every peer; none: triton, without a GPU xla."
-    flags.DEFINE_list("impl", [], impls, **define)
-    flags.DEFINE_list("stage", [], f"Stages by themselves: {', '.join(STAGES)}.", **define)
-    flags.DEFINE_list("direction", ["fwd"], "fwd: forward; fwbw: forward and backward.", **define)
-    flags.DEFINE_list("dtype", ["bfloat16"], f"Of q, k, v: {', '.join(KERNEL_DTYPES)}.", **define)
-    flags.DEFINE_integer(
-        "chunk_size", None, "Of mlstm_pallas; none: that of the default config.", **define
-    )
-    flags.DEFINE_string(
-        "config",
-        None,
-        "Of mlstm_pallas: any part of a row of mlstm_pallas/tuning, '{\"chunk_size\": 64}', or a file of it.",
-        **define,
-    )
-    flags.DEFINE_list(
-        "recompute_states_in_bw",
-        ["true"],
-        "Of mlstm_pallas, forward and backward: true, false.",
-        **define,
-    )
-    flags.DEFINE_list(
-        "variant",
-        ["exp"],
-        f"Of mlstm_pallas: {', '.join(VARIANTS)}; packed: exp with {peers.PACKED} packed sequences; BTNH: exp with (B, S, NH, D).",
-        **define,
-    )
-    flags.DEFINE_integer(
-        "repeats", 10, "Batches of calls; the median counts.", lower_bound=1, **define
-    )
-    flags.DEFINE_string(
-        "compilation_cache_dir",
-        None,
-        "Folder in which compiled programs are kept between processes.",
-        **define,
-    )
-    flags.DEFINE_string(
-        "commit",
-        None,
-        "For the records; none: that of the git working tree, if it is one.",
-        **define,
-    )
-    flags.DEFINE_list(
-        "from_jsonl", [], "Measure nothing; report the records of these files.", **define
-    )
-    flags.DEFINE_string(
-        "jsonl", None, "File to which each record is appended as it is measured.", **define
-    )
-    flags.DEFINE_string("plot", None, "PNG to write at the end.", **define)
-    flags.DEFINE_bool(
-        "markdown", False, "Print a table of the medians in Markdown at the end.", **define
-    )
-    flags.DEFINE_float(
-        "peak_tflops",
-        None,
-        "The device's rate of matrix products, for the roofline.",
-        lower_bound=1e-9,
-        **define,
-    )
-    flags.DEFINE_float(
-        "peak_tbps",
-        None,
-        "The device's memory bandwidth, for the roofline.",
-        lower_bound=1e-9,
-        **define,
-    )
-
-
-def stored_records(paths: Sequence[str]) -> list[Record]:
-    try:
-        return [record for path in paths for record in read_records(path)]
-    except ValueError as error:
-        raise RequestError(str(error)) from None
+    rate = define | dict(lower_bound=1e-9)
+    shape = f"{', '.join(SHAPES)}, or BxNHxSxDHQKxDHHV; none: the 8k ones, without a GPU tiny."
+    impls = f"{', '.join(BACKENDS)}, {', '.join(peers.PEERS)}"
+    default = "all: mlstm_pallas and every peer; none: triton, without a GPU xla."
+    stage = f"Stages by themselves: {', '.join(STAGES)}."
+    direction = "fwd: forward; fwbw: forward and backward."
+    dtype = f"Of q, k, v: {', '.join(KERNEL_DTYPES)}."
+    chunk_size = "Of mlstm_pallas; none: that of the default config."
+    row = "any part of a row of mlstm_pallas/tuning, '{\"chunk_size\": 64}', or a file of it."
+    recompute = "Of mlstm_pallas, forward and backward: true, false."
+    packed = f"packed: exp with {peers.PACKED} packed sequences; BTNH: exp with (B, S, NH, D)."
+    cache = "Folder in which compiled programs are kept between processes."
+    medians = "Print a table of the medians in Markdown at the end."
+    tflops = "The device's rate of matrix products, for the roofline."
+    tbps = "The device's memory bandwidth, for the roofline."
+    flags.DEFINE_list("shape", [], shape, **define)
+    flags.DEFINE_list("impl", [], f"{impls}; {default}", **define)
+    flags.DEFINE_list("stage", [], stage, **define)
+    flags.DEFINE_list("direction", ["fwd"], direction, **define)
+    flags.DEFINE_list("dtype", ["bfloat16"], dtype, **define)
+    flags.DEFINE_integer("chunk_size", None, chunk_size, **define)
+    flags.DEFINE_string("config", None, f"Of mlstm_pallas: {row}", **define)
+    flags.DEFINE_list("recompute_states_in_bw", ["true"], recompute, **define)
+    variants = f"Of mlstm_pallas: {', '.join(VARIANTS)}; {packed}"
+    flags.DEFINE_list("variant", ["exp"], variants, **define)
+    flags.DEFINE_string("compilation_cache_dir", None, cache, **define)
+    flags.DEFINE_bool("markdown", False, medians, **define)
+    flags.DEFINE_float("peak_tflops", None, tflops, **rate)
+    flags.DEFINE_float("peak_tbps", None, tbps, **rate)
+    command.define_shared_flags(values, "repeats", "commit", "from_jsonl", "jsonl", "plot")
 
 
 def run(options: flags.FlagValues) -> int:
     """Measures and prints; returns the exit code."""
-    with contextlib.ExitStack() as stack:
-        try:
-            if options.from_jsonl:
-                check_plot(options.plot)
-                measured: Iterator[Record] = iter(stored_records(options.from_jsonl))
-            else:
-                measured = measured_records(options, parse_request(options))
-            jsonl = stack.enter_context(open(options.jsonl, "a")) if options.jsonl else None
-        except (RequestError, OSError) as error:
-            print(f"kernel_benchmark: {error}", file=sys.stderr)
-            return 2
-        stack.enter_context(persistent_cache(options.compilation_cache_dir))
-        records, code = command.collect(measured, None if options.from_jsonl else progress, jsonl)
-    print(f"\n{table(records)}")
+    stored = bool(options.from_jsonl)
+
+    def start() -> Iterator[Record]:
+        if not stored:
+            return measured_records(options, parse_request(options))
+        check_plot(options.plot)
+        return iter([x for path in options.from_jsonl for x in read_records(path, Record)])
+
+    line = None if stored else functools.partial(progress, columns=COLUMNS)
+    with persistent_cache(options.compilation_cache_dir):
+        records, code = command.measure("kernel_benchmark", start, line, options.jsonl)
+    if code == 2:
+        return code
+    print(f"\n{table(records, COLUMNS)}")
     if options.markdown and records:
         print(f"\n{markdown(records)}")
     command.plot_measured(plot, records, options.plot)

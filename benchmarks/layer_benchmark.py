@@ -1,43 +1,47 @@
-r"""Times an mLSTM layer like that of xLSTM-7B, with mlstm_pallas in both layouts, with other packages, and without its mLSTM.
+r"""Times an mLSTM layer like that of xLSTM-7B.
 
-    python benchmarks/layer_benchmark.py                                                # 7b-8k on a GPU, a tiny shape without
-    python benchmarks/layer_benchmark.py --impl=mlstm_pallas_BTNH,without_mlstm,products --jsonl=layer.jsonl
-    python benchmarks/layer_benchmark.py --from_jsonl=layer.jsonl,peers.jsonl --plot=layer.png                # measures nothing
+It runs with mlstm_pallas in both layouts, with other packages, and without its mLSTM.
 
-The layer takes and returns (B, S, E), E = NH * DHHV: projections to q, k, v, input and forget gates 15 tanh((x W + b) / 15), mLSTM, norm
-of each head with a scale, times the sigmoid of an output gate, output projection. Parameters and projections are bfloat16, the input and
-forget gates float32.
+    python benchmarks/layer_benchmark.py                     # 7b-8k on a GPU, a tiny shape without
+    python benchmarks/layer_benchmark.py --impl=mlstm_pallas_BTNH,without_mlstm,products
+    python benchmarks/layer_benchmark.py --from_jsonl=layer.jsonl,peers.jsonl --plot=layer.png
 
-    mlstm_pallas_BNTH  q, k, v, i, f are transposed to (B, NH, S, ...), h is transposed back
-    mlstm_pallas_BTNH  the arrays are passed as the projections return them
-    mlstm_pallas_mosaic_gpu    the same on backend "mosaic_gpu", whatever --backend is
-    without_mlstm      h = v; all projections, the norm and the output gate remain
-    products           without the norm and the output gate too: the matrix products alone
-    torch_without_mlstm, mlstm_kernels_*, fla_simple_gla    an equal layer in torch, with the functions of peers.py
+The layer takes and returns (B, S, E), E = NH * DHHV: projections to q, k, v, input and forget gates
+15 tanh((x W + b) / 15), mLSTM, norm of each head with a scale, times the sigmoid of an output gate,
+output projection. Parameters and projections are bfloat16, the input and forget gates float32.
 
-Each program that is timed is checked first, against the same layer in float32 on backend "xla" in layout BNTH: y and the gradient of x in
-the first batch entry, and the gradients of the parameters for a dy that is 0 in all other entries. The layout that runs second is also
-compared with the first. What is wrong is not timed. Memory is the peak beyond inputs and parameters.
+    mlstm_pallas_BNTH        q, k, v, i, f are transposed to (B, NH, S, ...), h is transposed back
+    mlstm_pallas_BTNH        the arrays are passed as the projections return them
+    mlstm_pallas_mosaic_gpu  the same on backend "mosaic_gpu", whatever --backend is
+    without_mlstm            h = v; all projections, the norm and the output gate remain
+    products                 without norm and output gate too: the matrix products alone
+    torch_without_mlstm, mlstm_kernels_*, fla_simple_gla
+                             an equal layer in torch, with the functions of peers.py
+
+Each program is checked before it is timed, against the same layer in float32 on backend "xla" in
+layout BNTH: y and the gradient of x in the first batch entry, and the gradients of the parameters
+for a dy that is 0 in all other entries. The layout that runs second is also compared with the
+first. A wrong program is not timed. Memory is the peak beyond inputs and parameters.
 
 Beside the products and the mLSTM a layer moves at least these bytes, T = B * S (elementwise_bytes):
 
-    forward   norm and output gate: read h and the gate's projection, write the product          3 T E 2
-              gates: read the projection in bfloat16, write float32                              2 T NH (2 + 4)
-    backward  norm and output gate: read the same two and a gradient, write two gradients        5 T E 2
-              gates: read a float32 gradient and the projection, write a bfloat16 gradient       2 T NH (4 + 2 + 2)
+    forward   norm and output gate: read h and the gate's projection,
+              write the product                                                  3 T E 2
+              gates: read the projection in bfloat16, write float32              2 T NH (2 + 4)
+    backward  norm and output gate: read the same two and a gradient,
+              write two gradients                                                5 T E 2
+              gates: read a float32 gradient and the projection,
+              write a bfloat16 gradient                                          2 T NH (4 + 2 + 2)
 
-The floor assumes one kernel for norm, scale and output gate in each direction, casts fused into it, and products that add the gradients of
-x in their epilogues. Exit code 1 when an output is wrong or mlstm_pallas fails, 2 when the request makes no sense, 130 after Ctrl-C.
+The floor assumes one kernel for norm, scale and output gate in each direction, casts fused into it,
+and products that add the gradients of x in their epilogues. Exit code 1 when an output is wrong or
+mlstm_pallas fails, 2 when the request makes no sense, 130 after Ctrl-C.
 """
 
-import contextlib
 import dataclasses
 import functools
 import itertools
-import json
 import os
-import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -45,25 +49,22 @@ from typing import Any, NamedTuple
 import command
 import jax
 import jax.numpy as jnp
-import jaxlib
 import peers
 import roofline
 from absl import flags
-from compile_report import RequestError
+from command import check_names, check_plot, git_commit, one_line
 from kernel_benchmark import (
     TOLERANCES,
-    check_names,
-    check_plot,
-    git_commit,
-    one_line,
+    jax_versions,
+    median_and_spread,
     parse_shapes,
     time_calls,
 )
-from mlstm_pallas.shared_memory import compute_capability
-from reporting import DIRECTIONS, aligned
+from reporting import DIRECTIONS, progress, read_records, table
 from roofline import Shape
 
 from mlstm_pallas import mlstm_chunkwise
+from mlstm_pallas.devices import compute_capability
 from mlstm_pallas.validation import BACKENDS
 
 DTYPE = "bfloat16"
@@ -72,39 +73,32 @@ LAYOUTS = {"mlstm_pallas_BNTH": "BNTH", "mlstm_pallas_BTNH": "BTNH"}
 JAX_IMPLS = (*LAYOUTS, "without_mlstm", "products")
 MOSAIC_GPU = "mlstm_pallas_mosaic_gpu"  # on Hopper
 OURS = (*JAX_IMPLS, MOSAIC_GPU)
-TORCH_IMPLS = (
-    "torch_without_mlstm",
-    "mlstm_kernels_limit_chunk",
-    "mlstm_kernels_xl_chunk",
-    "fla_simple_gla",
-)
+MLSTM_KERNELS = ("mlstm_kernels_limit_chunk", "mlstm_kernels_xl_chunk")
+TORCH_IMPLS = ("torch_without_mlstm", *MLSTM_KERNELS, "fla_simple_gla")
 IMPLS = (*OURS, *TORCH_IMPLS)
-# Whose layer in float32 has the expected outputs, where it is not that of the same name.
-REFERENCES = {
-    "mlstm_pallas_BTNH": "mlstm_pallas_BNTH",
-    MOSAIC_GPU: "mlstm_pallas_BNTH",
-    "torch_without_mlstm": "without_mlstm",
-}
-REFERENCES |= {
-    name: "mlstm_pallas_BNTH" for name in TORCH_IMPLS if name.startswith("mlstm_kernels")
-}
-# Gradients that are not compared: those that `first` makes up, and the gate gradients of mlstm_kernels (peers.MlstmKernels.checked).
-MADE_UP, GATES = ("query", "key", "input_gate", "forget_gate"), ("input_gate", "forget_gate")
+# The implementation whose layer in float32 has the expected outputs, where it is another one.
+_LIKE_BNTH = ("mlstm_pallas_BTNH", MOSAIC_GPU, *MLSTM_KERNELS)
+REFERENCES = dict.fromkeys(_LIKE_BNTH, "mlstm_pallas_BNTH")
+REFERENCES |= {"torch_without_mlstm": "without_mlstm"}
+# Gradients that are not compared: those that `first` invents, and the gate gradients of
+# mlstm_kernels (peers.MlstmKernels.checked).
+GATES = ("input_gate", "forget_gate")
+INVENTED = ("query", "key", *GATES)
 NOT_COMPARED = {
-    "without_mlstm": MADE_UP,
-    "torch_without_mlstm": MADE_UP,
-    "products": (*MADE_UP, "output_gate"),
-}
-NOT_COMPARED |= {name: GATES for name in TORCH_IMPLS if name.startswith("mlstm_kernels")}
-# Rounding to bfloat16 is an error of 2**-8 / 3**0.5 relative to the power of two below, 1.7e-3 of the norm of an array. The layer rounds
-# up to 11 arrays on the way to y outside of the mLSTM: q, k, v, the projections of three gates, y, and four between h and the last product.
-# The errors are independent of each other and of the mLSTM's.
+    "without_mlstm": INVENTED,
+    "torch_without_mlstm": INVENTED,
+    "products": (*INVENTED, "output_gate"),
+} | dict.fromkeys(MLSTM_KERNELS, GATES)
+# Rounding to bfloat16 is an error of 2**-8 / 3**0.5 relative to the power of two below, 1.7e-3 of
+# the norm of an array. The layer rounds up to 11 arrays on the way to y outside of the mLSTM: q, k,
+# v, the projections of three gates, y, and four between h and the last product. The errors are
+# independent of each other and of the mLSTM's.
 OUTPUT_TOLERANCE = (TOLERANCES[DTYPE][0] ** 2 + 11 * 1.7e-3**2) ** 0.5  # 7.5e-3
 GRADIENT_TOLERANCE = TOLERANCES[DTYPE][1]
 
 
 class Params(NamedTuple):
-    """Of the layer, JAX or torch arrays."""
+    """Parameters of the layer, JAX or torch arrays."""
 
     query: Any  # (E, NH * DHQK)
     key: Any
@@ -130,18 +124,8 @@ def random_inputs(shape: Shape) -> Inputs:
     B, NH, S, K, V = shape
     E = NH * V
     gate, square, activation = ((E, NH), (NH,)), (E, E), (B, S, E)
-    dims = (
-        (E, NH * K),
-        (E, NH * K),
-        square,
-        *gate,
-        *gate,
-        (E,),
-        square,
-        square,
-        activation,
-        activation,
-    )
+    projections = (E, NH * K), (E, NH * K), square
+    dims = (*projections, *gate, *gate, (E,), square, square, activation, activation)
     keys = jax.random.split(jax.random.key(0), len(dims))
     *params, x, dy = (jax.random.normal(key, dim) for key, dim in zip(keys, dims, strict=True))
     p = Params(*(y * E**-0.5 for y in params))
@@ -150,7 +134,7 @@ def random_inputs(shape: Shape) -> Inputs:
 
 
 def product_flops(shape: Shape, direction: str) -> int:
-    """Of the matrix products outside of the mLSTM: one for each matrix forward, two backward."""
+    """FLOPs of the matrix products outside of the mLSTM: one per matrix forward, two backward."""
     E = shape.NH * shape.DHHV
     columns = 2 * shape.NH * shape.DHQK + 3 * E + 2 * shape.NH
     return 2 * shape.B * shape.S * E * columns * {"fwd": 1, "fwbw": 3}[direction]
@@ -168,7 +152,10 @@ def elementwise_bytes(shape: Shape, direction: str) -> int:
 
 @jax.custom_vjp
 def first(x: jax.Array, *others: jax.Array) -> jax.Array:
-    """x. The cotangents of the others are the others, so that their projections are differentiated at no further cost."""
+    """x. The cotangents of the others are the others, which costs nothing.
+
+    Their projections are differentiated all the same.
+    """
     return x
 
 
@@ -176,15 +163,14 @@ first.defvjp(lambda x, *others: (x, others), lambda others, dx: (dx, *others))
 
 
 def mlstm(impl: str, backend: str, q, k, v, i, f) -> jax.Array:
-    if (
-        impl == "fla_simple_gla"
-    ):  # its function: no normaliser, and an input gate of sigmoid(100) = 1
+    options = dict(layout="BTNH", backend=backend)
+    if impl == "fla_simple_gla":
+        # Its function has no normaliser, and here an input gate of sigmoid(100) = 1.
         i = jnp.full_like(i, 100.0)
-        return mlstm_chunkwise(
-            q, k, v, i, f, input_gate="sigmoid", normalize=False, layout="BTNH", backend=backend
-        )
+        gate = dict(input_gate="sigmoid", normalize=False)
+        return mlstm_chunkwise(q, k, v, i, f, **gate, **options)
     if impl == MOSAIC_GPU or LAYOUTS[impl] == "BTNH":
-        return mlstm_chunkwise(q, k, v, i, f, layout="BTNH", backend=backend)
+        return mlstm_chunkwise(q, k, v, i, f, **options)
     q, k, v, i, f = (jnp.swapaxes(y, 1, 2) for y in (q, k, v, i, f))
     return jnp.swapaxes(mlstm_chunkwise(q, k, v, i, f, backend=backend), 1, 2)
 
@@ -211,11 +197,8 @@ def layer(
     if norm == "layer":
         h -= jnp.mean(h, -1, keepdims=True)
     h *= jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + NORM_EPS)
-    h = (
-        h.reshape(x.shape)
-        * p.norm_scale.astype(jnp.float32)
-        * jax.nn.sigmoid(o.astype(jnp.float32))
-    )
+    h = h.reshape(x.shape) * p.norm_scale.astype(jnp.float32)
+    h *= jax.nn.sigmoid(o.astype(jnp.float32))
     return h.astype(x.dtype) @ p.output, unused
 
 
@@ -227,11 +210,10 @@ def outputs_of(impl: str, norm: str, backend: str, direction: str) -> Callable[[
         y, vjp, _ = jax.vjp(of_params_and_x, inputs.params, inputs.x, has_aux=True)
         return y, *vjp(inputs.dy)
 
-    return (
-        (lambda inputs: of_params_and_x(inputs.params, inputs.x))
-        if direction == "fwd"
-        else forward_backward
-    )
+    def forward(inputs):
+        return of_params_and_x(inputs.params, inputs.x)
+
+    return forward if direction == "fwd" else forward_backward
 
 
 class JaxLayer:
@@ -256,8 +238,7 @@ class JaxLayer:
         jax.block_until_ready(outputs)
 
     def peak_memory_bytes(self, call: Callable[[], Any]) -> int:
-        memory = self.compiled.memory_analysis()
-        return memory.temp_size_in_bytes + memory.output_size_in_bytes
+        return peers.compiled_peak_bytes(self.compiled)
 
 
 # ---------------------------------------------------------------- the layer in torch
@@ -286,28 +267,21 @@ class TorchLayer:
     """The arrays are those of JAX, not copies."""
 
     def __init__(self, impl: str, norm: str, compiled: bool):
-        self.peer = peers.PEERS.get(
-            impl, TorchWithout
-        )()  # raises where the package or the GPU is missing
+        # Raises where the package or the GPU is missing.
+        self.peer = peers.PEERS.get(impl, TorchWithout)()
         self.reference = REFERENCES.get(impl, impl)
         self.norm, self.note = norm, "other function" if impl == "fla_simple_gla" else ""
-        self.peer.torch.compiler.reset()  # torch stops compiling a function after eight variants of it
+        # torch stops compiling a function after eight variants of it.
+        self.peer.torch.compiler.reset()
         self.finish = self.peer.torch.compile(self.after_mlstm) if compiled else self.after_mlstm
-        self.versions, self.synchronise, self.peak_memory_bytes = (
-            self.peer.versions,
-            self.peer.synchronise,
-            self.peer.peak_memory_bytes,
-        )
+        self.versions, self.synchronise = self.peer.versions, self.peer.synchronise
+        self.peak_memory_bytes = self.peer.peak_memory_bytes
 
     def mlstm(self, q, k, v, i, f):
         if isinstance(self.peer, peers.MlstmKernels):
-            (B, S, NH, K), V = q.shape, v.shape[-1]
-            if (
-                states := B * NH * (S // self.peer.config["chunk_size"] + 1) * K * V
-            ) > 2**31:  # as in peers.MlstmKernels.build
-                raise ValueError(
-                    f"its states would have {states} elements, beyond its offsets of 32 bits"
-                )
+            B, S, NH, K = q.shape
+            shape = Shape(B, NH, S, K, v.shape[-1])
+            peers.check_state_size(shape, self.peer.config["chunk_size"])
             return self.peer.forward(*(y.transpose(1, 2) for y in (q, k, v, i, f))).transpose(1, 2)
         if isinstance(self.peer, peers.SimpleGLA):
             return self.peer.forward(q, k, v, self.peer.torch.nn.functional.logsigmoid(f))
@@ -316,11 +290,8 @@ class TorchLayer:
     def after_mlstm(self, p, x, h):
         functional = self.peer.torch.nn.functional
         norm = functional.rms_norm if self.norm == "rms" else functional.layer_norm
-        return (
-            norm(h, h.shape[-1:], eps=NORM_EPS).flatten(2)
-            * p.norm_scale
-            * (x @ p.output_gate).sigmoid()
-        ) @ p.output
+        h = norm(h, h.shape[-1:], eps=NORM_EPS).flatten(2)
+        return (h * p.norm_scale * (x @ p.output_gate).sigmoid()) @ p.output
 
     def layer(self, p, x):
         def heads(w):
@@ -343,9 +314,8 @@ class TorchLayer:
 
         def forward_backward(dy):
             y = self.layer(p, x)
-            *dp, dx = torch.autograd.grad(
-                y, (*p, x), torch.from_dlpack(dy), allow_unused=True, materialize_grads=True
-            )
+            options = dict(allow_unused=True, materialize_grads=True)
+            *dp, dx = torch.autograd.grad(y, (*p, x), torch.from_dlpack(dy), **options)
             return y.detach(), Params(*dp), dx
 
         for y in (*p, x):
@@ -365,60 +335,63 @@ class Case:
     def __init__(self, shape: Shape, norm: str, directions: Sequence[str]):
         self.inputs = jax.block_until_ready(random_inputs(shape))
         self.masked_dy = jax.block_until_ready(self.inputs.dy.at[1:].set(0))
-        self.norm, self.direction = (
-            norm,
-            max(directions, key=len),
-        )  # "fwbw" has all outputs of "fwd"
+        self.norm = norm
+        self.direction = max(directions, key=len)  # "fwbw" has all outputs of "fwd"
         self.of_first_layout: dict[str, dict[str, jax.Array]] = {}  # by direction
         self.expected = functools.cache(self._expected)
 
     def _expected(self, impl: str) -> dict[str, jax.Array]:
         p, x, dy = self.inputs
         inputs = jax.tree.map(lambda y: y.astype(jnp.float32), Inputs(p, x[:1], dy[:1]))
+        function = outputs_of(impl, self.norm, "xla", self.direction)
         with jax.default_matmul_precision("highest"):
-            return named(jax.jit(outputs_of(impl, self.norm, "xla", self.direction))(inputs))
+            return named(jax.jit(function)(inputs))
 
 
 def named(outputs: Any, array: Callable[[Any], jax.Array] = lambda y: y) -> dict[str, jax.Array]:
     """y and the gradients by name in float32, of y and x those of the first batch entry.
 
-    A gate's matrix and bias are one array. The gradient of the input gate's bias alone has no digits to compare: a shift of all input gates
-    scales C and n alike, which the norm divides out.
+    y and the gradient of x are those of the first batch entry. A gate's matrix and bias are one
+    array. The gradient of the input gate's bias alone has no digits to compare: a shift of all
+    input gates scales C and n alike, which the norm divides out.
     """
-    found = {"y": outputs[0][:1]}
+    arrays = {"y": outputs[0][:1]}
     if backward := len(outputs) == 3:
         _, dp, dx = outputs
-        found |= dp._asdict() | {"x": dx[:1]}
-    found = {name: array(y).astype(jnp.float32) for name, y in found.items()}
+        arrays |= dp._asdict() | {"x": dx[:1]}
+    arrays = {name: array(y).astype(jnp.float32) for name, y in arrays.items()}
     for gate in GATES if backward else ():
-        found[gate] = jnp.vstack([found[gate], found.pop(gate.replace("gate", "bias"))])
-    return found
+        arrays[gate] = jnp.vstack([arrays[gate], arrays.pop(gate.replace("gate", "bias"))])
+    return arrays
 
 
 def relative_errors(
-    found: dict[str, jax.Array], expected: dict[str, jax.Array], skipped: Sequence[str] = ()
+    outputs: dict[str, jax.Array], expected: dict[str, jax.Array], skipped: Sequence[str] = ()
 ) -> dict[str, float]:
     def error(x, y):
         return float(jnp.linalg.norm(x - y) / jnp.maximum(jnp.linalg.norm(y), 1e-30))
 
-    return {name: error(x, expected[name]) for name, x in found.items() if name not in skipped}
+    return {name: error(x, expected[name]) for name, x in outputs.items() if name not in skipped}
 
 
 def wrong_outputs(errors: dict[str, float]) -> str:
     """The outputs beyond their tolerance; "" when there are none."""
-    limits = {
-        name: OUTPUT_TOLERANCE if name.startswith("y") else GRADIENT_TOLERANCE for name in errors
-    }
-    return ", ".join(
-        f"{name} {errors[name]:.1e} > {limit:.1e}"
-        for name, limit in limits.items()
-        if not errors[name] <= limit
-    )
+
+    def limit(name):
+        return OUTPUT_TOLERANCE if name.startswith("y") else GRADIENT_TOLERANCE
+
+    # A NaN is neither more nor less.
+    wrong = [(name, x) for name, x in errors.items() if not x <= limit(name)]
+    return ", ".join(f"{name} {x:.1e} > {limit(name):.1e}" for name, x in wrong)
 
 
 @dataclasses.dataclass
 class Record:
-    """A measurement. What was not measured is None; status is "ok", "wrong", "failed" or "skipped", and note says why."""
+    """A measurement. What was not measured is None.
+
+    status is "ok", "wrong", "failed" or "skipped", and note says why. errors has y and each
+    gradient, and with "y, layouts" and the like the differences from the other layout.
+    """
 
     name: str
     shape: Shape
@@ -443,9 +416,7 @@ class Record:
     peak_mib: float | None = None
     first_call_s: float | None = None
     error: float | None = None  # the largest of errors
-    errors: dict[str, float] = dataclasses.field(
-        default_factory=dict
-    )  # of y and of each gradient; "y, layouts": against the other layout
+    errors: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def measure(record: Record, case: Case, built: JaxLayer | TorchLayer, repeats: int) -> None:
@@ -456,28 +427,25 @@ def measure(record: Record, case: Case, built: JaxLayer | TorchLayer, repeats: i
     outputs = run(case.masked_dy)
     built.synchronise(outputs)
     record.first_call_s = time.perf_counter() - start
-    found = named(outputs, built.array)
+    arrays = named(outputs, built.array)
     del outputs
-    record.errors = relative_errors(
-        found, case.expected(built.reference), NOT_COMPARED.get(record.impl, ())
-    )
+    skipped = NOT_COMPARED.get(record.impl, ())
+    record.errors = relative_errors(arrays, case.expected(built.reference), skipped)
     if record.impl in LAYOUTS:
-        of_first_layout = case.of_first_layout.setdefault(record.direction, found)
-        if of_first_layout is not found:
-            record.errors |= {
-                f"{name}, layouts": error
-                for name, error in relative_errors(found, of_first_layout).items()
-            }
+        of_first_layout = case.of_first_layout.setdefault(record.direction, arrays)
+        if of_first_layout is not arrays:
+            differences = relative_errors(arrays, of_first_layout)
+            record.errors |= {f"{name}, layouts": x for name, x in differences.items()}
     record.error = max(record.errors.values())
     if wrong := wrong_outputs(record.errors):
         record.status, record.note = "wrong", f"wrong: {wrong}"
         return
-    del found
+    del arrays
     record.note = built.note
     record.peak_mib = built.peak_memory_bytes(lambda: run(case.inputs.dy)) / 2**20
     times = time_calls(lambda: run(case.inputs.dy), built.synchronise, repeats)
-    seconds = statistics.median(times)
-    record.ms, record.spread = 1e3 * seconds, (max(times) - min(times)) / seconds
+    seconds, record.spread = median_and_spread(times)
+    record.ms = 1e3 * seconds
     record.tokens_per_s = record.shape.B * record.shape.S / seconds
     record.product_pct = record.product_floor_ms and 100 * record.product_floor_ms / record.ms
 
@@ -485,24 +453,23 @@ def measure(record: Record, case: Case, built: JaxLayer | TorchLayer, repeats: i
 def measured_records(
     options: flags.FlagValues, shapes: dict[str, Shape], impls: Sequence[str], backend: str
 ) -> Iterator[Record]:
-    """A record for each shape, direction and implementation, as soon as it is measured."""
+    """A record for each shape, direction and implementation."""
     device, commit = jax.devices()[0].device_kind, options.commit or git_commit()
     rates = roofline.device_rates(device, DTYPE)
     for name, shape in shapes.items():
         case = Case(shape, options.norm, options.direction)
         for direction, impl in itertools.product(options.direction, impls):
-            ours, versions = impl in OURS, dict(jax=jax.__version__, jaxlib=jaxlib.__version__)
+            ours = impl in OURS
             need = product_flops(shape, direction), elementwise_bytes(shape, direction)
             floors = (rate and 1e3 * x / rate for x, rate in zip(need, rates, strict=True))
             backend_of = "mosaic_gpu" if impl == MOSAIC_GPU else backend if ours else "torch"
-            common = options.norm, backend_of, device, versions, commit
+            common = options.norm, backend_of, device, jax_versions(), commit
             record = Record(name, shape, impl, direction, *common, *need, *floors)
             try:
-                built = (
-                    JaxLayer(impl, options.norm, backend_of)
-                    if ours
-                    else TorchLayer(impl, options.norm, options.torch_compile)
-                )
+                if ours:
+                    built: JaxLayer | TorchLayer = JaxLayer(impl, options.norm, backend_of)
+                else:
+                    built = TorchLayer(impl, options.norm, options.torch_compile)
                 measure(record, case, built, options.repeats)
             except Exception as error:
                 record.status = "failed" if ours else "skipped"
@@ -513,83 +480,69 @@ def measured_records(
 # ---------------------------------------------------------------- reporting
 
 
-NUMBERS = {
-    "ms": ("ms", "{:.3f}"),
-    "spread %": ("spread", "{:.1%}"),
-    "products %": ("product_pct", "{:.0f}"),
+COLUMNS = {
+    "shape": ("name", ""),
+    "norm": ("norm", ""),
+    "direction": ("direction", ""),
+    "impl": ("impl", ""),
+    "ms": ("ms", ".3f"),
+    "spread %": ("spread", ".1%"),
+    "products %": ("product_pct", ".0f"),
+    "tokens/s": ("tokens_per_s", ".3g"),
+    "peak MiB": ("peak_mib", ".1f"),
+    "first call s": ("first_call_s", ".1f"),
+    "error": ("error", ".1e"),
+    "note": ("note", ""),
 }
-NUMBERS |= {
-    "tokens/s": ("tokens_per_s", "{:.3g}"),
-    "peak MiB": ("peak_mib", "{:.1f}"),
-    "first call s": ("first_call_s", "{:.1f}"),
-}
-NUMBERS |= {"error": ("error", "{:.1e}")}
-COLUMNS = ("shape", "norm", "direction", "impl", *NUMBERS, "note")
-
-
-def cells(record: Record) -> list[str]:
-    values = ((getattr(record, field), text) for field, text in NUMBERS.values())
-    numbers = ["-" if value is None else text.format(value).rstrip("%") for value, text in values]
-    return [record.name, record.norm, record.direction, record.impl, *numbers, record.note]
-
-
-def progress(record: Record) -> str:
-    *case, note = cells(record)
-    numbers = (
-        f"{name} {cell}" for name, cell in zip(NUMBERS, case[4:], strict=True) if cell != "-"
-    )
-    return f"{' '.join(case[:4])}: {', '.join(filter(None, (*numbers, note)))}"
 
 
 def panels(records: Sequence[Record]) -> dict[str, dict[str, Record]]:
-    """The records of each shape, norm and direction by implementation; of several of one case the last."""
-    found: dict[str, dict[str, Record]] = {}
+    """The records of each shape, norm and direction by implementation.
+
+    Where a case has several records the last one counts.
+    """
+    by_case: dict[str, dict[str, Record]] = {}
     for record in records:
-        found.setdefault(f"{record.name}, {record.norm} norm, {DIRECTIONS[record.direction]}", {})[
-            record.impl
-        ] = record
-    return found
+        case = f"{record.name}, {record.norm} norm, {DIRECTIONS[record.direction]}"
+        by_case.setdefault(case, {})[record.impl] = record
+    return by_case
 
 
 def remainder(title: str, here: dict[str, Record]) -> str:
     """What the layer spends beside products and mLSTM: the floor, and what was measured."""
     record = next(iter(here.values()))
-    without, products = (
-        here[name].ms if name in here else None for name in ("without_mlstm", "products")
+
+    def ms(x: float | None) -> str:
+        return "-" if x is None else f"{x:.3f} ms"
+
+    def less(x: float | None) -> str:
+        return ms(None if None in (without, x) else without - x)
+
+    names = "without_mlstm", "products"
+    without, products = (here[name].ms if name in here else None for name in names)
+    floor = record.product_floor_ms
+    rest = f"{record.elementwise_bytes:.3e} bytes, floor {ms(record.elementwise_floor_ms)}"
+    return (
+        f"{title}: products {record.product_flops:.3e} FLOP, floor {ms(floor)}; the rest {rest}; "
+        f"without_mlstm less products {less(products)}, less the floor of products {less(floor)}"
     )
-    differences = [
-        None if None in (without, x) else without - x for x in (products, record.product_floor_ms)
-    ]
-    floors = record.product_floor_ms, record.elementwise_floor_ms
-    product_floor, floor, beyond, beyond_floor = (
-        "-" if x is None else f"{x:.3f} ms" for x in (*floors, *differences)
-    )
-    needs = f"products {record.product_flops:.3e} FLOP, floor {product_floor}; the rest {record.elementwise_bytes:.3e} bytes, floor {floor}"
-    return f"{title}: {needs}; without_mlstm less products {beyond}, less the floor of products {beyond_floor}"
 
 
 def plot(records: Sequence[Record], path: str) -> None:
-    """Bars of each implementation: the layer without its mLSTM, in JAX or torch, and what the mLSTM adds."""
+    """Bars of each implementation: the layer without its mLSTM, and what the mLSTM adds."""
     from matplotlib.figure import Figure
 
     measured = panels([record for record in records if record.ms is not None])
-    figure = Figure(
-        figsize=(2.0 + 4.5 * len(measured), 1.8 + 0.35 * max(map(len, measured.values()))),
-        layout="constrained",
-    )
-    for axes, (title, here) in zip(
-        figure.subplots(1, len(measured), squeeze=False)[0], measured.items(), strict=True
-    ):
+    size = 2.0 + 4.5 * len(measured), 1.8 + 0.35 * max(map(len, measured.values()))
+    figure = Figure(figsize=size, layout="constrained")
+    all_axes = figure.subplots(1, len(measured), squeeze=False)[0]
+    for axes, (title, here) in zip(all_axes, measured.items(), strict=True):
         for impl, record in here.items():
             without = here.get("without_mlstm" if impl in OURS else "torch_without_mlstm", record)
             base = min(without.ms, record.ms)
             axes.barh(impl, base, color="tab:grey")
-            axes.bar_label(
-                axes.barh(impl, record.ms - base, left=base, color="tab:blue"),
-                [f"{record.ms:.3g}"],
-                padding=2,
-                fontsize=8,
-            )
+            bars = axes.barh(impl, record.ms - base, left=base, color="tab:blue")
+            axes.bar_label(bars, [f"{record.ms:.3g}"], padding=2, fontsize=8)
         if record.product_floor_ms is not None:
             axes.axvline(record.product_floor_ms, color="black", linestyle="--", linewidth=1)
         axes.invert_yaxis()
@@ -597,21 +550,9 @@ def plot(records: Sequence[Record], path: str) -> None:
         axes.set_xlabel("ms")
         axes.set_title(title, fontsize=10)
     devices = ", ".join(dict.fromkeys(record.device for record in records))
-    figure.suptitle(
-        f"{DTYPE} on {devices}; blue: mLSTM; dashed: floor of the products", fontsize=10
-    )
+    legend = "blue: mLSTM; dashed: floor of the products"
+    figure.suptitle(f"{DTYPE} on {devices}; {legend}", fontsize=10)
     figure.savefig(path, dpi=130)
-
-
-def read_records(path: str) -> list[Record]:
-    with open(path) as file:
-        try:
-            rows = [json.loads(line) for line in file]
-            return [Record(**row | {"shape": Shape(*row["shape"])}) for row in rows]
-        except (KeyError, TypeError, ValueError) as error:
-            raise RequestError(
-                f"{path} has a line that is no record of this benchmark: {error}"
-            ) from None
 
 
 # ---------------------------------------------------------------- the command
@@ -627,78 +568,46 @@ def parse_request(options: flags.FlagValues) -> tuple[dict[str, Shape], Sequence
     check_names("impl", impls, IMPLS)
     check_names("direction", options.direction, ["fwd", "fwbw"])
     if not gpu and (backend in ("triton", "mosaic_gpu") or MOSAIC_GPU in impls):
-        needed = f"impl {MOSAIC_GPU}" if MOSAIC_GPU in impls else f"backend {backend}"
-        raise RequestError(
-            f"{needed} needs a GPU, JAX has none here; xla and interpret run anywhere"
+        raise command.needs_gpu(
+            f"impl {MOSAIC_GPU}" if MOSAIC_GPU in impls else f"backend {backend}"
         )
     shapes = parse_shapes(options.shape or (["7b-8k"] if gpu else ["2x2x64x16x32"]))
     if not gpu:
-        print(
-            f"no GPU here: measuring backend {backend} on the CPU, at {', '.join(shapes)}; these are not the speeds of the kernels"
-        )
+        command.say_no_gpu(f"backend {backend}", list(shapes))
     return shapes, impls, backend
 
 
 def define_flags(values: flags.FlagValues) -> None:
     """Not at import: modules that import this one have flags of their own."""
     define = dict(flag_values=values)
-    flags.DEFINE_list(
-        "shape",
-        [],
-        "As in kernel_benchmark.py, E = NH * DHHV; none: 7b-8k, without a GPU 2x2x64x16x32.",
-        **define,
-    )
+    default = "none: 7b-8k, without a GPU 2x2x64x16x32."
+    shape = f"As in kernel_benchmark.py, E = NH * DHHV; {default}"
+    direction = "fwd: forward; fwbw: with the gradients of all parameters and x."
+    backend = "Of mlstm_pallas; none: triton, without a GPU xla."
+    flags.DEFINE_list("shape", [], shape, **define)
     flags.DEFINE_list("impl", [], f"{', '.join(IMPLS)}; none: all that the device runs.", **define)
-    flags.DEFINE_list(
-        "direction",
-        ["fwd", "fwbw"],
-        "fwd: forward; fwbw: with the gradients of all parameters and x.",
-        **define,
-    )
+    flags.DEFINE_list("direction", ["fwd", "fwbw"], direction, **define)
     flags.DEFINE_enum("norm", "rms", ["rms", "layer"], "Norm of each head.", **define)
-    flags.DEFINE_enum(
-        "backend",
-        None,
-        list(BACKENDS),
-        "Of mlstm_pallas; none: triton, without a GPU xla.",
-        **define,
-    )
+    flags.DEFINE_enum("backend", None, list(BACKENDS), backend, **define)
     flags.DEFINE_bool("torch_compile", True, "Compile what follows the mLSTM in torch.", **define)
-    flags.DEFINE_integer(
-        "repeats", 10, "Batches of calls; the median counts.", lower_bound=1, **define
-    )
-    flags.DEFINE_string(
-        "commit",
-        None,
-        "For the records; none: that of the git working tree, if it is one.",
-        **define,
-    )
-    flags.DEFINE_list(
-        "from_jsonl", [], "Measure nothing; report the records of these files.", **define
-    )
-    flags.DEFINE_string(
-        "jsonl", None, "File to which each record is appended as it is measured.", **define
-    )
-    flags.DEFINE_string("plot", None, "PNG to write at the end.", **define)
+    command.define_shared_flags(values, "repeats", "commit", "from_jsonl", "jsonl", "plot")
 
 
 def run(options: flags.FlagValues) -> int:
     """Measures and prints; returns the exit code."""
-    with contextlib.ExitStack() as stack:
-        try:
-            check_plot(options.plot)
-            if options.from_jsonl:
-                measured = iter(
-                    [record for path in options.from_jsonl for record in read_records(path)]
-                )
-            else:
-                measured = measured_records(options, *parse_request(options))
-            jsonl = stack.enter_context(open(options.jsonl, "a")) if options.jsonl else None
-        except (RequestError, OSError) as error:
-            print(f"layer_benchmark: {error}", file=sys.stderr)
-            return 2
-        records, code = command.collect(measured, None if options.from_jsonl else progress, jsonl)
-    print(f"\n{aligned([COLUMNS, *map(cells, records)], '<<<<' + '>' * len(NUMBERS) + '<')}\n")
+    stored = bool(options.from_jsonl)
+
+    def start() -> Iterator[Record]:
+        check_plot(options.plot)
+        if not stored:
+            return measured_records(options, *parse_request(options))
+        return iter([x for path in options.from_jsonl for x in read_records(path, Record)])
+
+    line = None if stored else functools.partial(progress, columns=COLUMNS)
+    records, code = command.measure("layer_benchmark", start, line, options.jsonl)
+    if code == 2:
+        return code
+    print(f"\n{table(records, COLUMNS)}\n")
     for title, here in panels(records).items():
         print(remainder(title, here))
     command.plot_measured(plot, records, options.plot)

@@ -1,7 +1,8 @@
-"""Other implementations to measure beside mlstm_pallas, the inputs of all, and the float64 oracles that they are checked against.
+"""Other implementations to measure beside mlstm_pallas, the inputs of all, the float64 oracles.
 
-Each is imported only when it is asked for, and called, never copied from. Building one raises where the package or the device is
-missing, or where the package does not take the shape.
+A package is imported only when it is asked for, and called, never copied from. Building an
+implementation raises where the package or the device is missing, or where the package does not take
+the shape.
 """
 
 import abc
@@ -24,7 +25,7 @@ from mlstm_pallas.normaliser import DEFAULT_NORMALISER as NORMALISER
 
 
 class Inputs(NamedTuple):
-    """q, k (B, NH, S, DHQK), v (B, NH, S, DHHV), i, f (B, NH, S) float32, and the cotangent of h."""
+    """q, k (B, NH, S, DHQK), v (B, NH, S, DHHV), i, f (B, NH, S) float32, and the cotangent dh."""
 
     q: jax.Array
     k: jax.Array
@@ -40,44 +41,45 @@ class Inputs(NamedTuple):
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
 def random_inputs(key: jax.Array, shape: Shape, dtype: str) -> Inputs:
-    """q and k have a positive mean, so that q.n does not come near 0, where h has no digits to compare."""
+    """q and k have a positive mean: near q.n = 0, h would have no digits to compare."""
     rows = shape[:3]
     dims = ((*rows, shape.DHQK),) * 2 + ((*rows, shape.DHHV), rows, rows, (*rows, shape.DHHV))
     q, k, v, i, f, dh = (
         jax.random.normal(key, dim, jnp.float32)
         for key, dim in zip(jax.random.split(key, 6), dims, strict=True)
     )
-    return Inputs(
-        (q + 0.5).astype(dtype),
-        (k + 0.5).astype(dtype),
-        v.astype(dtype),
-        i,
-        f + 4.0,
-        dh.astype(dtype),
-    )
+    q, k, v, dh = (x.astype(dtype) for x in (q + 0.5, k + 0.5, v, dh))
+    return Inputs(q, k, v, i, f + 4.0, dh)
 
 
-ROWS = 128  # of a block, or what divides S: the scores of all rows at once would not fit
+ROWS = 128  # in a block, or what divides S: the scores of all rows at once would not fit
 
 
 def blocks_of_rows(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
-    """function(first row, rows of each array) on blocks of rows of (B, NH, S, ...), joined; of its values only the inputs are kept."""
+    """function(first row, rows of each array) on blocks of rows of (B, NH, S, ...), joined.
+
+    The backward pass computes the values again; only the inputs are kept.
+    """
     S = arrays[0].shape[2]
     length = math.gcd(S, ROWS)
-    blocks = [
-        jnp.moveaxis(x.reshape(*x.shape[:2], S // length, length, *x.shape[3:]), 2, 0)
-        for x in arrays
-    ]
+
+    def split(x):
+        blocks = x.reshape(*x.shape[:2], S // length, length, *x.shape[3:])
+        return jnp.moveaxis(blocks, 2, 0)
+
+    blocks = [split(x) for x in arrays]
     values = lax.map(jax.checkpoint(lambda x: function(*x)), (jnp.arange(0, S, length), *blocks))
     values = jnp.moveaxis(values, 0, 2)
     return values.reshape(*values.shape[:2], S, *values.shape[4:])
 
 
 def exact(q, k, v, i, f, *, eps=NORMALISER.eps, norm_val=NORMALISER.norm_val):
-    """The recurrence in its parallel form, every step against all before it (arXiv:2405.04517, appendix on the mLSTM).
+    """The recurrence in its parallel form, every step against all before it.
 
-    No step waits for another, so long sequences take a GPU seconds; and it shares no code with the chunkwise form.
+    arXiv:2405.04517, appendix on the mLSTM. No step waits for another, so long sequences take a GPU
+    seconds. It shares no code with the chunkwise form.
     """
+
     b = jnp.cumsum(jax.nn.log_sigmoid(f), -1)
     e = i - b
 
@@ -85,29 +87,28 @@ def exact(q, k, v, i, f, *, eps=NORMALISER.eps, norm_val=NORMALISER.norm_val):
         seen = jnp.arange(k.shape[2]) <= (first + jnp.arange(q.shape[2]))[:, None]
         exponents = jnp.where(seen, e[:, :, None, :], -jnp.inf)
         u = jnp.maximum(exponents.max(-1), 0.0)  # m starts at 0
-        P = (
-            jnp.exp(exponents - u[..., None])
-            * jnp.einsum("bhtk,bhsk->bhts", q, k)
-            * q.shape[-1] ** -0.5
-        )
+        scores = jnp.einsum("bhtk,bhsk->bhts", q, k) * q.shape[-1] ** -0.5
+        P = jnp.exp(exponents - u[..., None]) * scores
         den = jnp.maximum(jnp.abs(P.sum(-1)), norm_val * jnp.exp(-b - u)) + eps
         return jnp.einsum("bhts,bhsv->bhtv", P, v) / den[..., None]
 
     return blocks_of_rows(rows, q, b)
 
 
+# Above any |z|. As the floor of the denominator it is the denominator: h is the numerator, scaled.
+HUGE = 1e15
+
+
 def constant_normaliser(q, k, v, i, f):
     """The same values; the gradient takes the denominator for a constant."""
-    huge = 1e15  # above any |z|, so that as the floor of the denominator it is the denominator, and h the numerator, scaled
-    num = exact(q, k, v, i, f, eps=0.0, norm_val=huge) * huge
+    num = exact(q, k, v, i, f, eps=0.0, norm_val=HUGE) * HUGE
     den = jnp.sum(num * num, -1) / jnp.sum(num * exact(q, k, v, i, f), -1)
     return num / lax.stop_gradient(den)[..., None]
 
 
 def unnormalised(q, k, v, i, f):
     """exp(m_t) C_t^T q_t scale: the floor of the denominator, norm_val exp(-m_t), is all of it."""
-    huge = 1e15
-    return exact(q, k, v, i, f, eps=0.0, norm_val=huge) * huge
+    return exact(q, k, v, i, f, eps=0.0, norm_val=HUGE) * HUGE
 
 
 def sigmoid_input_gate(q, k, v, i, f):
@@ -117,20 +118,20 @@ def sigmoid_input_gate(q, k, v, i, f):
 
 def sigmoid_normalised(q, k, v, i, f):
     """mLSTMsig with its normaliser."""
-    both = sigmoid_input_gate(q, k, jnp.concatenate([v, jnp.ones_like(v[..., :1])], -1), i, f)
-    return both[..., :-1] / (
-        jnp.maximum(jnp.abs(both[..., -1:]), NORMALISER.norm_val) + NORMALISER.eps
-    )
+    ones = jnp.ones_like(v[..., :1])
+    both = sigmoid_input_gate(q, k, jnp.concatenate([v, ones], -1), i, f)
+    num, z = both[..., :-1], both[..., -1:]
+    return num / (jnp.maximum(jnp.abs(z), NORMALISER.norm_val) + NORMALISER.eps)
 
 
 PACKED = 8  # sequences in a row
 
 
 def packed(q, k, v, i, f):
-    """Packed sequences, each on its own."""
+    """Packed sequences, none of which sees another."""
     B, NH, S, _ = q.shape
-    alone = (x.reshape(B, NH * PACKED, S // PACKED, *x.shape[3:]) for x in (q, k, v, i, f))
-    return exact(*alone).reshape(v.shape)
+    sequences = (x.reshape(B, NH * PACKED, S // PACKED, *x.shape[3:]) for x in (q, k, v, i, f))
+    return exact(*sequences).reshape(v.shape)
 
 
 def no_input_gate(q, k, v, i, f):
@@ -155,7 +156,7 @@ ORACLES: dict[str, Callable[..., jax.Array]] = MLSTM | {f.__name__: f for f in O
 
 
 def take_heads(arrays: Any, index: np.ndarray, *, axes: int = 2) -> Any:
-    """Heads index of each JAX array (B, NH, ...), or of (B * NH, ...) with axes=1, in a tree, float64."""
+    """Heads of each JAX array (B, NH, ...) in a tree, or of (B * NH, ...) with axes=1, float64."""
     return jax.tree.map(
         lambda x: np.asarray(x.reshape(-1, *x.shape[axes:])[index]).astype(np.float64), arrays
     )
@@ -166,7 +167,8 @@ class Implementation(abc.ABC):
 
     Attributes:
       name: as in the flag --impl.
-      oracle: what its outputs are checked against, in ORACLES; those outside MLSTM are other functions.
+      oracle: name in ORACLES of the function that its outputs are checked against; those outside
+        MLSTM are other functions.
       outputs: names of the first outputs; the others are not checked.
       checked: the outputs that have to be within the tolerance; empty: all.
       config: for the record.
@@ -213,7 +215,32 @@ class Implementation(abc.ABC):
 
     @abc.abstractmethod
     def heads(self, outputs: Any, index: np.ndarray) -> Any:
-        """Heads index of the B * NH heads of each output, float64."""
+        """Some of the B * NH heads of each output, float64."""
+
+
+def compiled_peak_bytes(compiled: Any) -> int:
+    """Peak memory of a jitted program beyond its inputs."""
+    memory = compiled.memory_analysis()
+    return memory.temp_size_in_bytes + memory.output_size_in_bytes
+
+
+def directed(
+    forward: Callable[..., jax.Array], inputs: Sequence[Any], direction: str
+) -> tuple[Callable[..., tuple[jax.Array, ...]], Sequence[Any]]:
+    """A function of inputs with the cotangent of its result at their end, and its arguments.
+
+    Forward it is (*inputs) -> (result,), forward and backward (*inputs, cotangent) -> (result,
+    *gradients).
+    """
+
+    def forward_backward(*args):
+        *args, cotangent = args
+        result, vjp = jax.vjp(forward, *args)
+        return result, *vjp(cotangent)
+
+    if direction == "fwd":
+        return lambda *args: (forward(*args),), inputs[:-1]
+    return forward_backward, inputs
 
 
 class JaxImplementation(Implementation):
@@ -230,14 +257,19 @@ class JaxImplementation(Implementation):
         jax.block_until_ready(outputs)
 
     def peak_memory_bytes(self, call):
-        memory = self.compiled.memory_analysis()
-        return memory.temp_size_in_bytes + memory.output_size_in_bytes
+        return compiled_peak_bytes(self.compiled)
 
     def finite(self, outputs):
         return all(bool(jnp.all(jnp.isfinite(x))) for x in jax.tree.leaves(outputs))
 
     def heads(self, outputs, index):
         return take_heads(outputs, index, axes=self.head_axes)
+
+
+def torch_tensor(torch: Any, x: Any, dtype: Any) -> Any:
+    """An array of JAX or NumPy as a tensor on the GPU."""
+    tensor = torch.tensor(np.asarray(x).astype(np.float32), device="cuda")
+    return tensor.to(getattr(torch, str(dtype))).contiguous()
 
 
 class TorchPeer(Implementation):
@@ -250,22 +282,9 @@ class TorchPeer(Implementation):
             raise RuntimeError("torch finds no GPU")
 
     def versions(self):
-        packages, distributions = (
-            ("torch", "triton", *(name.partition(".")[0] for name in self.modules)),
-            metadata.packages_distributions(),
-        )
-        return {
-            name: metadata.version(distributions[name][0])
-            for name in packages
-            if name in distributions
-        }
-
-    def tensor(self, x: Any, dtype: Any) -> Any:
-        return (
-            self.torch.tensor(np.asarray(x).astype(np.float32), device="cuda")
-            .to(getattr(self.torch, str(dtype)))
-            .contiguous()
-        )
+        packages = ("torch", "triton", *(name.partition(".")[0] for name in self.modules))
+        known = metadata.packages_distributions()
+        return {name: metadata.version(known[name][0]) for name in packages if name in known}
 
     def arguments(self, inputs: Inputs) -> tuple[Sequence[jax.Array], jax.Array]:
         """The arguments of forward, and the cotangent of its result."""
@@ -278,10 +297,8 @@ class TorchPeer(Implementation):
         torch = self.torch
         torch.cuda.empty_cache()
         args, cotangent = self.arguments(inputs)
-        args, cotangent = (
-            [self.tensor(x, x.dtype) for x in args],
-            self.tensor(cotangent, inputs.v.dtype),
-        )
+        args = [torch_tensor(torch, x, x.dtype) for x in args]
+        cotangent = torch_tensor(torch, cotangent, inputs.v.dtype)
         if direction == "fwd":
 
             def call():
@@ -312,35 +329,37 @@ class TorchPeer(Implementation):
         return all(bool(self.torch.isfinite(x).all()) for x in outputs)
 
     def heads(self, outputs, index):
-        return tuple(
-            x.reshape(-1, *x.shape[2:])[index.tolist()].double().cpu().numpy() for x in outputs
-        )
+        heads = (x.reshape(-1, *x.shape[2:])[index.tolist()] for x in outputs)
+        return tuple(x.double().cpu().numpy() for x in heads)
+
+
+def check_state_size(shape: Shape, chunk_size: int) -> None:
+    """Raises ValueError where the states of mlstm_kernels are beyond its offsets of 32 bits.
+
+    It writes to other addresses then, and no CUDA call of the process works any more.
+    """
+    states = shape.B * shape.NH * (shape.S // chunk_size + 1) * shape.DHQK * shape.DHHV
+    if states > 2**31:
+        raise ValueError(f"its states would have {states} elements, beyond its offsets of 32 bits")
 
 
 class MlstmKernels(TorchPeer):
     """mlstm_kernels (NX-AI): the stabilised mLSTM; no gradient flows through its normaliser."""
 
     oracle = "constant normaliser"
-    # Its gate gradients are sums over the whole sequence of products that were rounded before: reported, not held against it.
+    # Its gate gradients are sums over the whole sequence of products that were rounded before. They
+    # are reported and not checked.
     checked = ("h", "dq", "dk", "dv")
     modules = ("mlstm_kernels.torch.chunkwise",)
     function: str
 
     def build(self, inputs, direction):
-        B, NH, S, DHQK, DHHV = inputs.shape
-        states = B * NH * (S // self.config["chunk_size"] + 1) * DHQK * DHHV
-        if (
-            states > 2**31
-        ):  # it writes to other addresses then, and no CUDA call of the process works any more
-            raise ValueError(
-                f"its states would have {states} elements, beyond its offsets of 32 bits"
-            )
+        check_state_size(inputs.shape, self.config["chunk_size"])
         return super().build(inputs, direction)
 
     def forward(self, q, k, v, i, f):
-        return getattr(self.module, self.function)(
-            q, k, v, i, f, eps=1e-6, autocast_kernel_dtype=q.dtype, **self.config
-        )
+        options = dict(eps=1e-6, autocast_kernel_dtype=q.dtype, **self.config)
+        return getattr(self.module, self.function)(q, k, v, i, f, **options)
 
 
 class LimitChunk(MlstmKernels):
@@ -357,11 +376,8 @@ class XLChunk(MlstmKernels):
 class XLChunkSiging(MlstmKernels):
     """The mLSTM with a sigmoid input gate, here without its normaliser."""
 
-    name, function, oracle = (
-        "mlstm_kernels_xl_chunk_siging",
-        "mlstm_siging_chunkwise__xl_chunk",
-        "sigmoid_input_gate",
-    )
+    name, oracle = "mlstm_kernels_xl_chunk_siging", "sigmoid_input_gate"
+    function = "mlstm_siging_chunkwise__xl_chunk"
     config = MappingProxyType(dict(chunk_size=128, normalize=False))
 
 
@@ -387,13 +403,11 @@ ATTENTION_HEAD = 128
 
 
 def attention_heads(shape: Shape) -> int:
-    """Attention of the same width as h: how many heads of 128."""
-    heads, rest = divmod(shape.NH * shape.DHHV, ATTENTION_HEAD)
-    if rest:
-        raise ValueError(
-            f"the width NH * DHHV = {shape.NH * shape.DHHV} has no heads of {ATTENTION_HEAD}"
-        )
-    return heads
+    """The number of heads of 128 that have the width of h together."""
+    width = shape.NH * shape.DHHV
+    if width % ATTENTION_HEAD:
+        raise ValueError(f"the width NH * DHHV = {width} has no heads of {ATTENTION_HEAD}")
+    return width // ATTENTION_HEAD
 
 
 def attention_inputs(inputs: Inputs) -> list[jax.Array]:
@@ -410,9 +424,8 @@ class Attention(Implementation):
     oracle, outputs = "causal_attention", ("o", "dq", "dk", "dv")
 
     def phases(self, shape, itemsize, direction):
-        return roofline.attention(
-            shape.B, attention_heads(shape), shape.S, ATTENTION_HEAD, itemsize, direction
-        )
+        sizes = shape.B, attention_heads(shape), shape.S, ATTENTION_HEAD
+        return roofline.attention(*sizes, itemsize, direction)
 
     def oracle_arguments(self, inputs):
         *args, cotangent = (jnp.swapaxes(x, 1, 2) for x in attention_inputs(inputs))
@@ -449,27 +462,11 @@ class JaxCudnnAttention(Attention, JaxImplementation):
         def forward(q, k, v):
             return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
 
-        def forward_backward(q, k, v, do):
-            o, vjp = jax.vjp(forward, q, k, v)
-            return o, *vjp(do)
-
-        q, k, v, do = attention_inputs(inputs)
-        return (
-            (lambda *args: (forward(*args),), (q, k, v))
-            if direction == "fwd"
-            else (forward_backward, (q, k, v, do))
-        )
+        return directed(forward, attention_inputs(inputs), direction)
 
 
-PEERS: dict[str, Callable[[], Implementation]] = {
-    peer.name: peer
-    for peer in (
-        LimitChunk,
-        XLChunk,
-        XLChunkSiging,
-        SimpleGLA,
-        TorchAttentionCudnn,
-        TorchAttentionFlash,
-        JaxCudnnAttention,
-    )
-}
+_PEERS = (
+    *(LimitChunk, XLChunk, XLChunkSiging, SimpleGLA),
+    *(TorchAttentionCudnn, TorchAttentionFlash, JaxCudnnAttention),
+)
+PEERS: dict[str, Callable[[], Implementation]] = {peer.name: peer for peer in _PEERS}

@@ -1,7 +1,8 @@
-"""The roofline: FLOPs and bytes of the chunkwise mLSTM and of attention, and the least time that a device needs for them.
+"""The roofline: FLOPs and bytes of the chunkwise mLSTM and of attention, and the least time.
 
-A stage has a cost of its own (``COSTS``, ``of_stage``). A FLOP is a multiplication or an addition of a matrix product; products of
-two steps of one chunk count for s <= t alone. Bytes: each input read once, each output written once.
+The least time is what a device needs for them at its full rates. ``COSTS`` and ``of_stage`` have
+the cost of a stage. A FLOP is a multiplication or an addition of a matrix product; products of two
+steps of one chunk count for s <= t alone. Bytes: each input read once, each output written once.
 """
 
 from collections.abc import Callable, Sequence
@@ -16,7 +17,8 @@ from mlstm_pallas.normaliser import DEFAULT_NORMALISER
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Stage, StageCall
 
-# Whole functions are counted at one chunk size, whatever chunk size runs: more work for the same result is not a better rate.
+# Whole functions are counted at one chunk size, whatever chunk size runs: more work for the same
+# result is not a better rate.
 REFERENCE_CHUNK = 128
 
 # (FLOP/s of bfloat16 products, bytes/s of a copy), measured; by a part of the device's name.
@@ -24,9 +26,7 @@ DEVICE_RATES = {"H200": (790e12, 4.27e12)}
 
 
 class Cost(NamedTuple):
-    """FLOPs of the matrix products, a multiplication or an addition each, and bytes, each input read
-    once and each output written once.
-    """
+    """FLOPs of matrix products, and bytes that are read and written."""
 
     flops: int
     bytes: int
@@ -85,9 +85,7 @@ def _recurrent_bw_dC(p: Problem, itemsize: int) -> Cost:
 
 
 def _parallel_bw_dP(p: Problem, itemsize: int) -> Cost:
-    """e, u, w, abar, m, z, 1/den, dz, dz den, dm, three sums for the gates, and what a chunk adds to
-    dn.
-    """
+    """e, u, w, abar, m, z, 1/den, dz, dz den, dm, three sums for the gates, and the terms of dn."""
     R, K, V = p.BNH * p.S, p.DHQK, p.DHHV
     floats = 15 * R + p.BNH * p.NC * K
     flops = R * (p.L + 1) * (K + V)
@@ -133,7 +131,7 @@ class Shape(NamedTuple):
 
     @property
     def steps(self) -> int:
-        """Of all heads together."""
+        """Steps of all heads together."""
         return self.B * self.NH * self.S
 
     def __str__(self) -> str:
@@ -141,11 +139,13 @@ class Shape(NamedTuple):
 
 
 def schedules(fused_min_heads: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of the stages of the forward and of the backward pass, materialised (0) or with the fused scan (1), on any backend."""
-    config = heuristic_config(64, jnp.dtype("bfloat16")).replace(fused_min_heads=fused_min_heads)
-    spec = CallSpec(
-        Problem(1, 1, 64, 64, 64, 64, 1.0), config, jnp.dtype("bfloat16"), DEFAULT_NORMALISER
-    )
+    """Names of the stages of the forward and of the backward pass, on any backend.
+
+    They are those of the materialised schedule (0) or of the fused scan (1).
+    """
+    dtype = jnp.dtype("bfloat16")
+    config = heuristic_config(64, dtype).replace(fused_min_heads=fused_min_heads)
+    spec = CallSpec(Problem(1, 1, 64, 64, 64, 64, 1.0), config, dtype, DEFAULT_NORMALISER)
     return spec.forward_stages, spec.backward_stages
 
 
@@ -157,7 +157,8 @@ def of_stage(stage: Stage, call: StageCall, itemsize: int, *, weighted: bool = F
     and abar. Where parallel_bw_dQKV makes P and dP it has their FLOPs too. It then reads e and u,
     of two floats each, in place of the tiles, and writes three sums.
     """
-    p, (flops, moved) = call.problem, COSTS[stage.name](call.problem, itemsize)
+    p = call.problem
+    flops, moved = COSTS[stage.name](p, itemsize)
     more = {"recurrent_bw_dC": 8} if weighted else {}
     if call.lowering.room == "mosaic_gpu":
         more |= {"parallel_fw_P": -itemsize * p.DHQK, "recurrent_fw_H": 4}
@@ -173,34 +174,33 @@ def of_stage(stage: Stage, call: StageCall, itemsize: int, *, weighted: bool = F
 def _flops(shape: Shape, stages: Sequence[str]) -> int:
     L = min(REFERENCE_CHUNK, shape.S)
     chunk = Problem(1, 1, L, shape.DHQK, shape.DHHV, L, 1.0)
-    return (
-        sum(COSTS[name](chunk, 2).flops for name in stages) // L * shape.steps
-    )  # they are proportional to the steps
+    per_chunk = sum(COSTS[name](chunk, 2).flops for name in stages)
+    return per_chunk // L * shape.steps  # the FLOPs are proportional to the steps
 
 
 def forward(shape: Shape, itemsize: int) -> Cost:
-    """FLOPs with materialised states. Bytes: q, k, v, h and, in float32, i, f; states stay on the chip."""
-    return Cost(
-        _flops(shape, schedules(0)[0]),
-        shape.steps * (itemsize * (2 * shape.DHQK + 2 * shape.DHHV) + 8),
-    )
+    """FLOPs with materialised states.
+
+    Bytes: q, k, v, h and, in float32, i, f. The states stay on the chip.
+    """
+    moved = itemsize * (2 * shape.DHQK + 2 * shape.DHHV) + 8
+    return Cost(_flops(shape, schedules(0)[0]), shape.steps * moved)
 
 
 def backward(shape: Shape, itemsize: int) -> Cost:
-    """FLOPs with the states recomputed. Bytes: q, k, v, h, dh, dq, dk, dv and, in float32, i, f, z, m, di, df; states and tiles stay on
+    """FLOPs with the states recomputed.
+
+    Bytes: q, k, v, h, dh, dq, dk, dv and, in float32, i, f, z, m, di, df. States and tiles stay on
     the chip.
     """
-    return Cost(
-        _flops(shape, schedules(0)[1]),
-        shape.steps * (itemsize * (4 * shape.DHQK + 4 * shape.DHHV) + 24),
-    )
+    moved = itemsize * (4 * shape.DHQK + 4 * shape.DHHV) + 24
+    return Cost(_flops(shape, schedules(0)[1]), shape.steps * moved)
 
 
 def mlstm(shape: Shape, itemsize: int, direction: str) -> tuple[Cost, ...]:
     """The phases of a direction, one after the other: "fwd", or "fwbw"."""
-    return (forward(shape, itemsize),) + (
-        (backward(shape, itemsize),) if direction == "fwbw" else ()
-    )
+    passes = (forward, backward) if direction == "fwbw" else (forward,)
+    return tuple(cost(shape, itemsize) for cost in passes)
 
 
 def attention(
@@ -208,24 +208,24 @@ def attention(
 ) -> tuple[Cost, ...]:
     """The phases of causal softmax attention, with P = B heads S (S + 1) / 2 pairs.
 
-    FLOPs: forward q.k and P v, 4 P D; backward five products, 10 P D. Bytes: q, k, v, o; backward q, k, v, o, do, dq, dk, dv.
+    FLOPs: forward q.k and P v, 4 P D; backward five products, 10 P D. Bytes: q, k, v, o; backward
+    q, k, v, o, do, dq, dk, dv.
     """
     pairs, array = B * heads * S * (S + 1) // 2, itemsize * B * heads * S * D
-    return (Cost(4 * pairs * D, 4 * array),) + (
-        (Cost(10 * pairs * D, 8 * array),) if direction == "fwbw" else ()
-    )
+    phases = Cost(4 * pairs * D, 4 * array), Cost(10 * pairs * D, 8 * array)
+    return phases if direction == "fwbw" else phases[:1]
 
 
 def device_rates(device_kind: str, dtype: str) -> tuple[float | None, float | None]:
     """(FLOP/s, bytes/s) of a device; None where they were not measured.
 
-    float16 products are as fast as bfloat16's. A float32 product counts as six of these: the fastest way to float32 quality on a known
-    device.
+    float16 products are as fast as bfloat16's. A float32 product counts as six of these, which is
+    the fastest way to float32 quality on a known device.
     """
-    flops, bandwidth = next(
-        (rates for part, rates in DEVICE_RATES.items() if part in device_kind), (None, None)
-    )
-    return flops and flops / {"bfloat16": 1, "float16": 1, "float32": 6}[dtype], bandwidth
+    known = (rates for part, rates in DEVICE_RATES.items() if part in device_kind)
+    flops, bandwidth = next(known, (None, None))
+    products = {"bfloat16": 1, "float16": 1, "float32": 6}[dtype]
+    return flops and flops / products, bandwidth
 
 
 def floor_seconds(phases: Sequence[Cost], flops_rate: float, bytes_rate: float) -> float:

@@ -1,45 +1,38 @@
-r"""Times the mLSTM on 1, 2, 4, ... devices of this machine: how well batch, heads and sequence spread over them.
+r"""Times the mLSTM on 1, 2, 4, ... devices of this machine, with a split batch, heads or sequence.
 
     python benchmarks/scaling_benchmark.py --direction=fwbw --jsonl=scaling.jsonl --plot=scaling.png
-    python benchmarks/scaling_benchmark.py --mode=strong-sequence --shape=1x8x1048576x256x512 --devices=2,4
-    JAX_NUM_CPU_DEVICES=8 JAX_PLATFORMS=cpu python benchmarks/scaling_benchmark.py                  # tiny shapes: does it run
+    python benchmarks/scaling_benchmark.py --mode=strong-sequence --shape=1x8x1048576x256x512
+    JAX_NUM_CPU_DEVICES=8 JAX_PLATFORMS=cpu python benchmarks/scaling_benchmark.py  # tiny shapes
 
-Weak scaling gives every device one --shape: n devices have n times the batch, the heads or the steps. Strong scaling splits the steps of
-one --shape over the devices. Efficiency is tokens per second and device, relative to the fewest devices that could run the shape.
-Split batches and heads need no communication; a split sequence is mlstm_chunkwise_sequence_parallel. Before a time is taken, the same
-function on the same devices is checked against the float64 recurrence, with one head and few steps a device. Memory is the peak of a device
-beyond its inputs.
+Weak scaling gives every device one --shape: n devices have n times the batch, the heads or the
+steps. Strong scaling splits the steps of one --shape over the devices. Efficiency is tokens per
+second and device, relative to the fewest devices that could run the shape. Split batches and heads
+need no communication; a split sequence is mlstm_chunkwise_sequence_parallel.
 
-Exit code 1 when an output is wrong or a run fails for any reason but memory, 2 when the request makes no sense, 130 after Ctrl-C.
+Before a function is timed, it is checked on the same devices against the float64 recurrence, with
+one head and few steps a device. Memory is the peak of a device beyond its inputs.
+
+Exit code 1 when an output is wrong or a run fails for any reason but memory, 2 when the request
+makes no sense, 130 after Ctrl-C.
 """
 
-import contextlib
 import dataclasses
 import functools
-import statistics
-import sys
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import command
 import jax
-import jaxlib
 import kernel_benchmark
 import numpy as np
 import peers
 from absl import flags
+from command import RequestError, check_names, check_plot, git_commit, one_line
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from kernel_benchmark import (
-    RequestError,
-    check_plot,
-    git_commit,
-    one_line,
-    parse_shapes,
-    time_calls,
-)
+from kernel_benchmark import jax_versions, median_and_spread, parse_shapes, time_calls
 from peers import Inputs, random_inputs
-from reporting import aligned
+from reporting import progress, table
 from roofline import Shape
 
 from mlstm_pallas import mlstm_chunkwise
@@ -51,17 +44,18 @@ AXIS = "devices"
 
 
 class Mode(NamedTuple):
-    """Dimension ``dim`` of the arrays is split over the devices; on n devices it is n times as long if it grows."""
+    """Dimension ``dim`` of the arrays is split over the devices.
+
+    On n devices it is n times as long if it grows.
+    """
 
     dim: int
     grows: bool
 
     def whole(self, shape: Shape, n: int) -> Shape:
-        return (
-            shape._replace(**{Shape._fields[self.dim]: shape[self.dim] * n})
-            if self.grows
-            else shape
-        )
+        if not self.grows:
+            return shape
+        return shape._replace(**{Shape._fields[self.dim]: shape[self.dim] * n})
 
     def reduced(self, shape: Shape, n: int) -> Shape:
         """The shape that is checked in its place: one head and at most 256 steps per device."""
@@ -80,7 +74,11 @@ LONGEST = 2**20
 
 @dataclasses.dataclass
 class Record:
-    """A measurement. What was not measured is None; status is "ok", "wrong", "failed" or "skipped", and note says why."""
+    """A measurement. What was not measured is None.
+
+    status is "ok", "wrong", "failed" or "skipped", and note says why. errors has each output at the
+    reduced size.
+    """
 
     mode: str
     shape: Shape  # of all devices together
@@ -100,9 +98,7 @@ class Record:
     efficiency_pct: float | None = None
     peak_mib: float | None = None  # of a device
     error: float | None = None  # the largest of errors
-    errors: dict[str, float] = dataclasses.field(
-        default_factory=dict
-    )  # of each output, at the reduced size
+    errors: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 class Spread(peers.JaxImplementation):
@@ -116,42 +112,28 @@ class Spread(peers.JaxImplementation):
         self.name, self.spec = backend, P(*[None] * dim, AXIS)
         self.mesh = Mesh(np.array(devices), (AXIS,))
         options: dict[str, Any] = dict(chunk_size=chunk_size, backend=backend)
+        self.forward = functools.partial(mlstm_chunkwise, **options)
         if dim == 2 and len(devices) > 1:
-            self.forward = functools.partial(
-                mlstm_chunkwise_sequence_parallel, axis_name=AXIS, **options
-            )
-        else:
-            self.forward = functools.partial(mlstm_chunkwise, **options)
+            parallel = mlstm_chunkwise_sequence_parallel
+            self.forward = functools.partial(parallel, axis_name=AXIS, **options)
 
     def inputs(self, shape: Shape, dtype: str) -> Inputs:
         """Computed on the devices that need them; the same for any number of devices."""
-        make = jax.jit(
-            random_inputs, static_argnums=(1, 2), out_shardings=NamedSharding(self.mesh, self.spec)
-        )
+        sharding = NamedSharding(self.mesh, self.spec)
+        make = jax.jit(random_inputs, static_argnums=(1, 2), out_shardings=sharding)
         return make(jax.random.key(0), shape, dtype)
 
     def computation(self, inputs, direction):
-        def forward_backward(q, k, v, i, f, dh):
-            h, vjp = jax.vjp(self.forward, q, k, v, i, f)
-            return h, *vjp(dh)
-
-        function = (
-            forward_backward
-            if direction == "fwbw"
-            else lambda q, k, v, i, f, dh: (self.forward(q, k, v, i, f),)
-        )
-        return jax.shard_map(
-            function, mesh=self.mesh, in_specs=self.spec, out_specs=self.spec
-        ), inputs
+        function, args = peers.directed(self.forward, inputs, direction)
+        specs = dict(in_specs=self.spec, out_specs=self.spec)
+        return jax.shard_map(function, mesh=self.mesh, **specs), args
 
     def build(self, inputs, direction):
         call = super().build(inputs, direction)
         # On a CPU the collectives of two calls in flight would wait for each other's threads.
-        return (
-            call
-            if self.mesh.devices[0].platform == "gpu"
-            else lambda: jax.block_until_ready(call())
-        )
+        if self.mesh.devices[0].platform == "gpu":
+            return call
+        return lambda: jax.block_until_ready(call())
 
 
 class ReducedCase(kernel_benchmark.Case):
@@ -163,11 +145,8 @@ class ReducedCase(kernel_benchmark.Case):
 
 def measure(record: Record, impl: Spread, repeats: int) -> None:
     """Fills the record but for its efficiency; does not time a wrong output."""
-    case = ReducedCase(
-        MODES[record.mode].reduced(record.of, record.devices),
-        record.dtype,
-        gradients=record.direction == "fwbw",
-    )
+    shape = MODES[record.mode].reduced(record.of, record.devices)
+    case = ReducedCase(shape, record.dtype, gradients=record.direction == "fwbw")
     call = impl.build(impl.inputs(case.shape, record.dtype), record.direction)
     outputs = call()
     record.errors = case.errors(impl, outputs, record.direction)
@@ -179,9 +158,8 @@ def measure(record: Record, impl: Spread, repeats: int) -> None:
     if record.shape != case.shape:
         call = impl.build(impl.inputs(record.shape, record.dtype), record.direction)
     record.peak_mib = impl.peak_memory_bytes(call) / 2**20
-    times = time_calls(call, impl.synchronise, repeats)
-    seconds = statistics.median(times)
-    record.ms, record.spread = 1e3 * seconds, (max(times) - min(times)) / seconds
+    seconds, record.spread = median_and_spread(time_calls(call, impl.synchronise, repeats))
+    record.ms = 1e3 * seconds
     record.tokens_per_second = record.shape.B * record.shape.S / seconds
 
 
@@ -193,20 +171,17 @@ def rate(record: Record) -> float:
 def measured_records(
     options: flags.FlagValues, shapes: dict[str, Sequence[Shape]], counts: Sequence[int]
 ) -> Iterator[Record]:
-    """A record for each mode, shape and number of devices, as soon as it is measured."""
-    devices, versions = jax.local_devices(), dict(jax=jax.__version__, jaxlib=jaxlib.__version__)
+    """A record for each mode, shape and number of devices."""
+    devices = jax.local_devices()
     common = dict(backend=options.backend, direction=options.direction, dtype=options.dtype)
-    common |= dict(device=devices[0].device_kind, versions=versions, commit=git_commit())
+    common |= dict(device=devices[0].device_kind, versions=jax_versions(), commit=git_commit())
     for name, of in [(mode, shape) for mode in options.mode for shape in shapes[mode]]:
         base, mode = None, MODES[name]
         for n in counts:
             record = Record(name, mode.whole(of, n), of, n, **common)
             try:
-                measure(
-                    record,
-                    Spread(options.backend, mode.dim, devices[:n], options.chunk_size),
-                    options.repeats,
-                )
+                impl = Spread(options.backend, mode.dim, devices[:n], options.chunk_size)
+                measure(record, impl, options.repeats)
             except Exception as error:
                 record.status = "skipped" if "RESOURCE_EXHAUSTED" in str(error) else "failed"
                 record.note = f"{record.status}: {one_line(error)}"
@@ -217,13 +192,11 @@ def measured_records(
 
 
 def default_shapes(gpu: bool, most: int) -> dict[str, Sequence[Shape]]:
-    """By mode: 7b-8k for batch and heads, up to 2**20 steps of it for the sequence; tiny ones without a GPU."""
+    """By mode: 7b-8k for batch and heads, with up to 2**20 steps for the sequence; tiny on CPUs."""
     if not gpu:
         [tiny] = kernel_benchmark.SHAPES["tiny"]
-        return {
-            name: [tiny if mode.grows else tiny._replace(S=tiny.S * most)]
-            for name, mode in MODES.items()
-        }
+        grown = tiny._replace(S=tiny.S * most)
+        return {name: [tiny if mode.grows else grown] for name, mode in MODES.items()}
     [big] = kernel_benchmark.SHAPES["7b-8k"]
     parts = dict.fromkeys((LONGEST // 8, LONGEST // most))
     lengths = {"weak-sequence": parts, "strong-sequence": (LONGEST // 16, LONGEST // 4, LONGEST)}
@@ -239,15 +212,11 @@ def parse_request(options: flags.FlagValues) -> tuple[dict[str, Sequence[Shape]]
     gpu = present[0].platform == "gpu"
     options.backend = options.backend or ("triton" if gpu else "xla")
     if options.backend == "triton" and not gpu:
-        raise RequestError(
-            "backend triton needs a GPU, JAX has none here; xla and interpret run anywhere"
-        )
-    if unknown := [name for name in options.mode if name not in MODES]:
-        raise RequestError(f"unknown mode {', '.join(unknown)}, known are {', '.join(MODES)}")
+        raise command.needs_gpu("backend triton")
+    check_names("mode", options.mode, list(MODES))
     try:
-        counts = sorted({int(n) for n in options.devices}) or [
-            2**k for k in range(len(present).bit_length())
-        ]
+        default = [2**k for k in range(len(present).bit_length())]
+        counts = sorted({int(n) for n in options.devices}) or default
         check_chunk_size(options.chunk_size)
     except ValueError as error:
         raise RequestError(str(error)) from None
@@ -259,38 +228,26 @@ def parse_request(options: flags.FlagValues) -> tuple[dict[str, Sequence[Shape]]
         shapes = {mode: list(parse_shapes(options.shape).values()) for mode in MODES}
     for shape in shapes["strong-sequence"] if "strong-sequence" in options.mode else ():
         if odd := [n for n in counts if shape.S % n]:
-            raise RequestError(
-                f"strong-sequence: {shape.S} steps of shape {shape} are not a multiple of {odd[0]} devices"
-            )
+            steps = f"strong-sequence: {shape.S} steps of shape {shape}"
+            raise RequestError(f"{steps} are not a multiple of {odd[0]} devices")
     if not gpu:
-        print(
-            "no GPU here: measuring on the CPU, whose devices share its cores; these are not the speeds of the kernels"
-        )
+        where = "measuring on the CPU, whose devices share its cores"
+        print(f"no GPU here: {where}; these are not the speeds of the kernels")
     return shapes, counts
 
 
-NUMBERS = {
-    "devices": ("devices", "{}"),
-    "ms": ("ms", "{:.3f}"),
-    "spread %": ("spread", "{:.1%}"),
-    "tokens/s": ("tokens_per_second", "{:.4g}"),
+COLUMNS = {
+    "mode": ("mode", ""),
+    "shape": ("shape", ""),
+    "devices": ("devices", "d"),
+    "ms": ("ms", ".3f"),
+    "spread %": ("spread", ".1%"),
+    "tokens/s": ("tokens_per_second", ".4g"),
+    "efficiency %": ("efficiency_pct", ".1f"),
+    "peak MiB": ("peak_mib", ".1f"),
+    "error": ("error", ".1e"),
+    "note": ("note", ""),
 }
-NUMBERS |= {
-    "efficiency %": ("efficiency_pct", "{:.1f}"),
-    "peak MiB": ("peak_mib", "{:.1f}"),
-    "error": ("error", "{:.1e}"),
-}
-COLUMNS = ("mode", "shape", *NUMBERS, "note")
-
-
-def cells(record: Record) -> list[str]:
-    values = ((getattr(record, field), text) for field, text in NUMBERS.values())
-    numbers = ["-" if value is None else text.format(value).rstrip("%") for value, text in values]
-    return [record.mode, str(record.shape), *numbers, record.note]
-
-
-def table(records: Sequence[Record]) -> str:
-    return aligned([COLUMNS, *map(cells, records)], "<<" + ">" * len(NUMBERS) + "<")
 
 
 def plot(records: Sequence[Record], path: str) -> None:
@@ -300,11 +257,8 @@ def plot(records: Sequence[Record], path: str) -> None:
     figure = Figure(figsize=(11, 5), layout="constrained")
     left, right = figure.subplots(1, 2)
     for name, of in dict.fromkeys((record.mode, record.of) for record in records):
-        measured = [
-            record
-            for record in records
-            if (record.mode, record.of) == (name, of) and record.ms is not None
-        ]
+        same = [record for record in records if (record.mode, record.of) == (name, of)]
+        measured = [record for record in same if record.ms is not None]
         devices = [record.devices for record in measured]
         label = f"{name} {of}" + (" a device" if MODES[name].grows else "")
         left.plot(devices, [record.ms for record in measured], marker="o", label=label)
@@ -318,9 +272,8 @@ def plot(records: Sequence[Record], path: str) -> None:
         axes.set_xticks(counts, map(str, counts))
         axes.set_xlabel("devices")
         axes.grid(which="both", alpha=0.3)
-    figure.legend(
-        *left.get_legend_handles_labels(), loc="outside lower center", ncols=2, fontsize="small"
-    )
+    legend = dict(loc="outside lower center", ncols=2, fontsize="small")
+    figure.legend(*left.get_legend_handles_labels(), **legend)
     first = records[0]
     figure.suptitle(f"{first.direction} {first.dtype}, backend {first.backend}, on {first.device}")
     figure.savefig(path, dpi=120)
@@ -328,58 +281,35 @@ def plot(records: Sequence[Record], path: str) -> None:
 
 def define_flags(values: flags.FlagValues) -> None:
     """Not at import: modules that import this one have flags of their own."""
-    flags.DEFINE_list(
-        "mode",
-        list(MODES),
-        "The dimension that is split, and whether it grows.",
-        flag_values=values,
-    )
-    shapes = "BxNHxSxDHQKxDHHV or a name of kernel_benchmark.py, for all modes; none: 7b-8k and up to 2**20 steps, without a GPU tiny."
-    flags.DEFINE_list("shape", [], shapes, flag_values=values)
-    flags.DEFINE_list(
-        "devices",
-        [],
-        "Numbers of devices; none: 1, 2, 4, ... up to those present.",
-        flag_values=values,
-    )
-    flags.DEFINE_enum(
-        "backend", None, BACKENDS, "None: triton, without a GPU xla.", flag_values=values
-    )
-    flags.DEFINE_enum(
-        "direction", "fwd", ["fwd", "fwbw"], "Forward, or forward and backward.", flag_values=values
-    )
-    flags.DEFINE_enum(
-        "dtype", "bfloat16", list(reversed(KERNEL_DTYPES)), "Of q, k, v.", flag_values=values
-    )
-    flags.DEFINE_integer(
-        "chunk_size", None, "Steps of a chunk; none: the default config's.", flag_values=values
-    )
-    flags.DEFINE_integer(
-        "repeats", 10, "Batches of calls; the median counts.", lower_bound=1, flag_values=values
-    )
-    flags.DEFINE_string(
-        "jsonl",
-        None,
-        "File to which each record is appended as it is measured.",
-        flag_values=values,
-    )
-    flags.DEFINE_string("plot", None, "PNG to write at the end.", flag_values=values)
+    define = dict(flag_values=values)
+    mode = "The dimension that is split, and whether it grows."
+    shape = "BxNHxSxDHQKxDHHV or a name of kernel_benchmark.py, for all modes"
+    default = "none: 7b-8k and up to 2**20 steps, without a GPU tiny."
+    devices = "Numbers of devices; none: 1, 2, 4, ... up to those present."
+    direction = "Forward, or forward and backward."
+    dtypes = list(reversed(KERNEL_DTYPES))
+    chunk_size = "Steps of a chunk; none: the default config's."
+    flags.DEFINE_list("mode", list(MODES), mode, **define)
+    flags.DEFINE_list("shape", [], f"{shape}; {default}", **define)
+    flags.DEFINE_list("devices", [], devices, **define)
+    flags.DEFINE_enum("backend", None, BACKENDS, "None: triton, without a GPU xla.", **define)
+    flags.DEFINE_enum("direction", "fwd", ["fwd", "fwbw"], direction, **define)
+    flags.DEFINE_enum("dtype", "bfloat16", dtypes, "Of q, k, v.", **define)
+    flags.DEFINE_integer("chunk_size", None, chunk_size, **define)
+    command.define_shared_flags(values, "repeats", "jsonl", "plot")
 
 
 def run(options: flags.FlagValues) -> int:
     """Measures and prints; returns the exit code."""
-    with contextlib.ExitStack() as stack:
-        try:
-            shapes, counts = parse_request(options)
-            jsonl: Any = stack.enter_context(open(options.jsonl, "a")) if options.jsonl else None
-        except (RequestError, OSError) as error:
-            print(f"scaling_benchmark: {error}", file=sys.stderr)
-            return 2
-        measured = measured_records(options, shapes, counts)
-        records, code = command.collect(
-            measured, lambda record: " ".join(filter(None, cells(record))), jsonl
-        )
-    print(f"\n{table(records)}")
+    records, code = command.measure(
+        "scaling_benchmark",
+        lambda: measured_records(options, *parse_request(options)),
+        functools.partial(progress, columns=COLUMNS),
+        options.jsonl,
+    )
+    if code == 2:
+        return code
+    print(f"\n{table(records, COLUMNS)}")
     command.plot_measured(plot, records, options.plot)
     return code
 

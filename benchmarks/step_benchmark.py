@@ -1,23 +1,25 @@
-r"""Times a step of the recurrent mLSTM, as a generation loop sees it, beside other implementations and a copy of the device's memory.
+r"""Times a step of the recurrent mLSTM, as a generation loop sees it, beside other implementations.
 
-    python benchmarks/step_benchmark.py                                              # b1 and 256mib on a GPU, a tiny one without
-    python benchmarks/step_benchmark.py --shape=b1,128x8x256x512 --impl=triton,xla,mlstm_kernels_triton_step --jsonl=step.jsonl
+    python benchmarks/step_benchmark.py                # b1 and 256mib on a GPU, a tiny one without
+    python benchmarks/step_benchmark.py --shape=b1,128x8x256x512 \
+        --impl=triton,xla,mlstm_kernels_triton_step --jsonl=step.jsonl
 
-mlstm_pallas runs in one jitted loop of --steps steps that updates its states in place; a peer in torch as a CUDA graph of as many
-launches. The outputs after a few steps are checked against the float64 recurrence, on the first, a middle and the last head; what is
-wrong is not timed. Bytes are those of the states, read once and written once, 2 B NH (DHQK DHHV + DHQK + 1) itemsize, whatever an
-implementation moves; the rate of the copy, bytes read and written, is measured in the same run. Exit code 1 when an output is wrong or
-mlstm_pallas fails, 2 when the request makes no sense, 130 after Ctrl-C.
+mlstm_pallas runs in one jitted loop of --steps steps that updates its states in place, a peer in
+torch as a CUDA graph of as many launches. The outputs after a few steps are checked against the
+float64 recurrence, on the first, a middle and the last head. A wrong output is not timed.
+
+Bytes are those of the states, read once and written once, 2 B NH (DHQK DHHV + DHQK + 1) itemsize,
+whatever an implementation moves. The rate of a copy of the device's memory, bytes read and written,
+is measured in the same run. Exit code 1 when an output is wrong or mlstm_pallas fails, 2 when the
+request makes no sense, 130 after Ctrl-C.
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib
 import os
 import re
 import statistics
-import sys
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from typing import Any, NamedTuple
@@ -25,14 +27,14 @@ from typing import Any, NamedTuple
 import command
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 from absl import flags
+from command import RequestError, check_names, git_commit, one_line
 from compile_report import NOT_OF_STEPS, VARIANTS
 from jax import lax
-from kernel_benchmark import RequestError, git_commit, time_calls
-from peers import take_heads
-from reporting import aligned
+from kernel_benchmark import jax_versions, median_and_spread, time_calls
+from peers import take_heads, torch_tensor
+from reporting import progress, table
 
 from mlstm_pallas import mlstm_recurrent_step, reference
 from mlstm_pallas.backend import target_device_kind
@@ -65,8 +67,8 @@ SHAPES = {
     "tiny": Shape(1, 2, 32, 64),
 }
 CHECKED_STEPS = 4
-# Relative norms of the error of h, by the coarser of the dtypes: sums of a few hundred float32 products, or values rounded to 16 bits
-# in each of a few steps.
+# Relative norms of the error of h, by the coarser of the dtypes: sums of a few hundred float32
+# products, or values rounded to 16 bits in each of a few steps.
 TOLERANCES = {"float32": 1e-5, "float16": 1e-2 / 8, "bfloat16": 1e-2}
 COPIED_BYTES = {"gpu": 2**29, "cpu": 2**24}
 
@@ -84,7 +86,10 @@ States = tuple[jax.Array, jax.Array, jax.Array]  # c, n, m
 
 @dataclasses.dataclass
 class Record:
-    """A measurement. What was not measured is None; status is "ok", "wrong", "failed" or "skipped", and note says why."""
+    """A measurement. What was not measured is None.
+
+    status is "ok", "wrong", "failed" or "skipped", and note says why.
+    """
 
     name: str
     shape: Shape
@@ -107,10 +112,17 @@ class Record:
     copy_pct: float | None = None
     error: float | None = None
 
+    @property
+    def state_mib(self) -> str:
+        return f"{self.shape.state_bytes(jnp.dtype(self.state_dtype).itemsize) / 2**20:.4g}"
+
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def random_inputs(shape: Shape, dtype: str, state_dtype: str) -> tuple[Token, States]:
-    """q, k and n have a positive mean, so that q.n does not come near 0, where h has no digits to compare. m is 0, as any gate has it."""
+    """q, k and n have a positive mean: near q.n = 0, h would have no digits to compare.
+
+    m is 0, as any gate has it.
+    """
     B, NH, K, V = shape
     dims = ((K,), (K,), (V,), (), (), (K, V), (K,), ())
     keys = jax.random.split(jax.random.key(0), len(dims))
@@ -127,9 +139,8 @@ class MlstmPallas:
     def __init__(self, backend: str, shape: Shape, state_dtype: str, unroll: int, variant: str):
         self.step = functools.partial(mlstm_recurrent_step, backend=backend, **VARIANTS[variant])
         self.unroll = unroll
-        filled = config_for(
-            shape.DHQK, shape.DHHV, 1, jnp.dtype(state_dtype), device_kind=target_device_kind()
-        )
+        heads, device_kind = (shape.DHQK, shape.DHHV), target_device_kind()
+        filled = config_for(*heads, 1, jnp.dtype(state_dtype), device_kind=device_kind)
         self.config = dataclasses.asdict(filled.stage("recurrent_step"))
 
     def versions(self) -> dict[str, str]:
@@ -143,9 +154,8 @@ class MlstmPallas:
             def body(_, carry):
                 return self.step(*token, *carry[1])
 
-            return lax.fori_loop(
-                0, steps, body, (jnp.zeros_like(token.v), states), unroll=min(self.unroll, steps)
-            )
+            first, unroll = (jnp.zeros_like(token.v), states), min(self.unroll, steps)
+            return lax.fori_loop(0, steps, body, first, unroll=unroll)
 
         current = jax.tree.map(jnp.copy, states)
 
@@ -164,7 +174,10 @@ class MlstmPallas:
 
 
 class MlstmKernelsStep:
-    """mlstm_kernels (NX-AI), its Triton step kernel: between two sets of states, as it does not update in place."""
+    """mlstm_kernels (NX-AI), its Triton step kernel.
+
+    It does not update in place: the steps go to and fro between two sets of states.
+    """
 
     config = None
 
@@ -181,12 +194,7 @@ class MlstmKernelsStep:
         torch = self.torch
 
         def tensor(x):
-            x = x if x.ndim > 2 else x[..., None]
-            return (
-                torch.tensor(np.asarray(x).astype(np.float32), device="cuda")
-                .to(getattr(torch, str(x.dtype)))
-                .contiguous()
-            )
+            return torch_tensor(torch, x if x.ndim > 2 else x[..., None], x.dtype)
 
         token, first = tuple(map(tensor, token)), tuple(map(tensor, states))
         sets = tuple(tuple(map(torch.empty_like, first)) for _ in range(2))
@@ -195,13 +203,10 @@ class MlstmKernelsStep:
             for x, y in zip(sets[0], first, strict=True):
                 x.copy_(y)
             for t in range(count):
-                old, new = (
-                    sets[t % 2],
-                    dict(zip(("matC_new", "vecN_new", "scaM_new"), sets[(t + 1) % 2], strict=True)),
-                )
-                h, _ = self.module.mlstm_recurrent_step__triton(
-                    *token, *old, eps=1e-6, dtype_state=first[0].dtype, **new
-                )
+                old, into = sets[t % 2], sets[(t + 1) % 2]
+                new = dict(zip(("matC_new", "vecN_new", "scaM_new"), into, strict=True))
+                options = dict(eps=1e-6, dtype_state=first[0].dtype, **new)
+                h, _ = self.module.mlstm_recurrent_step__triton(*token, *old, **options)
             return h
 
         run(1)  # compiles: a graph can only record
@@ -233,9 +238,9 @@ def expected_h(token: Token, states: States, index: np.ndarray, variant: str) ->
     @jax.jit
     def last_h(token, states):
         x = (jnp.repeat(x[None, :, None], CHECKED_STEPS, axis=2) for x in token)
-        return reference.recurrence(*x, *(x[None] for x in states), **VARIANTS[variant])[0][
-            0, :, -1
-        ]
+        states = (x[None] for x in states)
+        h, _ = reference.recurrence(*x, *states, **VARIANTS[variant])
+        return h[0, :, -1]
 
     with jax.enable_x64(True):
         return np.asarray(last_h(token, states))
@@ -262,14 +267,13 @@ def measure(record: Record, impl: Any, repeats: int) -> None:
     record.error = float(np.linalg.norm(impl.heads(h, index) - expected) / np.linalg.norm(expected))
     limit = max(TOLERANCES[dtype] for dtype in (record.dtype, record.state_dtype))
     if not record.error <= limit:
-        record.status, record.note = (
-            "wrong",
-            f"wrong: error {record.error:.1e} in h, at most {limit:.0e}",
-        )
+        wrong = f"wrong: error {record.error:.1e} in h, at most {limit:.0e}"
+        record.status, record.note = "wrong", wrong
         return
     times = time_calls(impl.build(token, states, record.steps), impl.synchronise, repeats)
-    seconds = statistics.median(times) / record.steps
-    record.us, record.spread = 1e6 * seconds, (max(times) - min(times)) / statistics.median(times)
+    seconds, record.spread = median_and_spread(times)
+    seconds /= record.steps
+    record.us = 1e6 * seconds
     record.gbps = 2 * shape.state_bytes(jnp.dtype(record.state_dtype).itemsize) / seconds / 1e9
     record.copy_pct = 100 * record.gbps / record.copy_gbps
 
@@ -277,34 +281,19 @@ def measure(record: Record, impl: Any, repeats: int) -> None:
 def measured_records(
     options: flags.FlagValues, shapes: dict[str, Shape], impls: Sequence[str], steps: int
 ) -> Iterator[Record]:
-    """A record for each shape and implementation, as soon as it is measured."""
-    common = dict(
-        dtype=options.dtype,
-        state_dtype=options.state_dtype,
-        steps=steps,
-        unroll=options.unroll,
-        variant=options.variant,
-    )
-    common |= dict(
-        device=jax.devices()[0].device_kind,
-        commit=git_commit(),
-        copy_gbps=copy_rate(options.repeats) / 1e9,
-    )
+    """A record for each shape and implementation."""
+    names = "dtype", "state_dtype", "unroll", "variant"
+    common = {name: options[name].value for name in names} | dict(steps=steps)
+    common |= dict(device=jax.devices()[0].device_kind, commit=git_commit())
+    common |= dict(copy_gbps=copy_rate(options.repeats) / 1e9)
     for name, shape in shapes.items():
         for impl in impls:
-            record = Record(
-                name,
-                shape,
-                impl,
-                versions=dict(jax=jax.__version__, jaxlib=jaxlib.__version__),
-                **common,
-            )
+            record = Record(name, shape, impl, versions=jax_versions(), **common)
             ours = impl in BACKENDS
             try:
                 if ours:
-                    built: Any = MlstmPallas(
-                        impl, shape, options.state_dtype, options.unroll, options.variant
-                    )
+                    loop = options.unroll, options.variant
+                    built: Any = MlstmPallas(impl, shape, options.state_dtype, *loop)
                 elif options.variant != "exp":
                     raise ValueError(f"it has no variant {options.variant}")
                 else:
@@ -312,9 +301,7 @@ def measured_records(
                 measure(record, built, options.repeats)
             except Exception as error:
                 record.status = "failed" if ours else "skipped"
-                record.note = " ".join(f"{record.status}: {type(error).__name__}: {error}".split())[
-                    :200
-                ]
+                record.note = f"{record.status}: {one_line(error)}"
             yield record
 
 
@@ -322,117 +309,64 @@ def parse_request(options: flags.FlagValues) -> tuple[dict[str, Shape], Sequence
     """Shapes, implementations, steps of a loop."""
     gpu = jax.devices()[0].platform == "gpu"
     impls = options.impl or (["triton", *PEERS] if gpu else ["xla"])
-    if unknown := [name for name in impls if name not in (*BACKENDS, *PEERS)]:
-        raise RequestError(
-            f"unknown impl {', '.join(unknown)}, known are {', '.join((*BACKENDS, *PEERS))}"
-        )
+    check_names("impl", impls, (*BACKENDS, *PEERS))
     if "triton" in impls and not gpu:
-        raise RequestError(
-            "impl triton needs a GPU, JAX has none here; xla and interpret run anywhere"
-        )
+        raise command.needs_gpu("impl triton")
     shapes = {}
     for text in options.shape or (["b1", "256mib"] if gpu else ["tiny"]):
         if text not in SHAPES and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){3}", text):
-            raise RequestError(
-                f"unknown shape {text!r}, known are {', '.join(SHAPES)} and BxNHxDHQKxDHHV"
-            )
+            known = f"known are {', '.join(SHAPES)} and BxNHxDHQKxDHHV"
+            raise RequestError(f"unknown shape {text!r}, {known}")
         shapes[text] = SHAPES[text] if text in SHAPES else Shape(*map(int, text.split("x")))
     if not gpu:
-        print(
-            f"no GPU here: measuring {', '.join(impls)} on the CPU, at {', '.join(shapes)}; these are not the speeds of the kernels"
-        )
+        command.say_no_gpu(", ".join(impls), list(shapes))
     return shapes, impls, options.steps or (1000 if gpu else 10)
 
 
-NUMBERS = {
-    "us/step": ("us", "{:.2f}"),
-    "spread %": ("spread", "{:.1%}"),
-    "GB/s": ("gbps", "{:.4g}"),
+COLUMNS = {
+    "shape": ("name", ""),
+    "state MiB": ("state_mib", ""),
+    "impl": ("impl", ""),
+    "us/step": ("us", ".2f"),
+    "spread %": ("spread", ".1%"),
+    "GB/s": ("gbps", ".4g"),
+    "copy %": ("copy_pct", ".0f"),
+    "error": ("error", ".1e"),
+    "note": ("note", ""),
 }
-NUMBERS |= {"copy %": ("copy_pct", "{:.0f}"), "error": ("error", "{:.1e}")}
-COLUMNS = ("shape", "state MiB", "impl", *NUMBERS, "note")
-
-
-def cells(record: Record) -> list[str]:
-    values = ((getattr(record, field), text) for field, text in NUMBERS.values())
-    numbers = ["-" if value is None else text.format(value).rstrip("%") for value, text in values]
-    return [
-        record.name,
-        f"{record.shape.state_bytes(jnp.dtype(record.state_dtype).itemsize) / 2**20:.4g}",
-        record.impl,
-        *numbers,
-        record.note,
-    ]
-
-
-def table(records: Sequence[Record]) -> str:
-    return aligned([COLUMNS, *map(cells, records)], "<><" + ">" * len(NUMBERS) + "<")
 
 
 def define_flags(values: flags.FlagValues) -> None:
     """Not at import: modules that import this one have flags of their own."""
-    flags.DEFINE_list(
-        "shape",
-        [],
-        f"{', '.join(SHAPES)}, or BxNHxDHQKxDHHV; none: b1, 256mib, without a GPU tiny.",
-        flag_values=values,
-    )
-    flags.DEFINE_list(
-        "impl",
-        [],
-        f"{', '.join((*BACKENDS, *PEERS))}; none: triton and peers, without a GPU xla.",
-        flag_values=values,
-    )
-    flags.DEFINE_enum(
-        "dtype", "bfloat16", list(reversed(KERNEL_DTYPES)), "Of q, k, v and h.", flag_values=values
-    )
-    flags.DEFINE_enum(
-        "state_dtype",
-        "float32",
-        list(KERNEL_DTYPES),
-        "Of C and n; m is float32.",
-        flag_values=values,
-    )
-    flags.DEFINE_integer(
-        "steps",
-        None,
-        "Steps of a loop; none: 1000, without a GPU 10.",
-        lower_bound=1,
-        flag_values=values,
-    )
-    unroll = "Of mlstm_pallas, steps in an iteration of the loop. n and m go to new memory: one step per iteration costs a copy of each."
-    flags.DEFINE_integer("unroll", 2, unroll, lower_bound=1, flag_values=values)
+    define = dict(flag_values=values)
+    positive = define | dict(lower_bound=1)
+    shape = f"{', '.join(SHAPES)}, or BxNHxDHQKxDHHV; none: b1, 256mib, without a GPU tiny."
+    impls = f"{', '.join((*BACKENDS, *PEERS))}; none: triton and peers, without a GPU xla."
+    dtypes = list(KERNEL_DTYPES)
+    loop = "Of mlstm_pallas, steps in an iteration of the loop."
+    unroll = f"{loop} n and m go to new memory: one step per iteration costs a copy of each."
     variants = [name for name in VARIANTS if name not in NOT_OF_STEPS]
-    flags.DEFINE_enum(
-        "variant", "exp", variants, "Input gate and normaliser of mlstm_pallas.", flag_values=values
-    )
-    flags.DEFINE_integer(
-        "repeats", 10, "Batches of calls; the median counts.", lower_bound=1, flag_values=values
-    )
-    flags.DEFINE_string(
-        "jsonl",
-        None,
-        "File to which each record is appended as it is measured.",
-        flag_values=values,
-    )
+    variant = "Input gate and normaliser of mlstm_pallas."
+    flags.DEFINE_list("shape", [], shape, **define)
+    flags.DEFINE_list("impl", [], impls, **define)
+    flags.DEFINE_enum("dtype", "bfloat16", dtypes[::-1], "Of q, k, v and h.", **define)
+    flags.DEFINE_enum("state_dtype", "float32", dtypes, "Of C and n; m is float32.", **define)
+    flags.DEFINE_integer("steps", None, "Of a loop; none: 1000, without a GPU 10.", **positive)
+    flags.DEFINE_integer("unroll", 2, unroll, **positive)
+    flags.DEFINE_enum("variant", "exp", variants, variant, **define)
+    command.define_shared_flags(values, "repeats", "jsonl")
 
 
 def run(options: flags.FlagValues) -> int:
     """Measures and prints; returns the exit code."""
-    with contextlib.ExitStack() as stack:
-        try:
-            request = parse_request(options)
-            jsonl = stack.enter_context(open(options.jsonl, "a")) if options.jsonl else None
-        except (RequestError, OSError) as error:
-            print(f"step_benchmark: {error}", file=sys.stderr)
-            return 2
-        records, code = command.collect(
-            measured_records(options, *request),
-            lambda record: " ".join(filter(None, cells(record))),
-            jsonl,
-        )
+    records, code = command.measure(
+        "step_benchmark",
+        lambda: measured_records(options, *parse_request(options)),
+        functools.partial(progress, columns=COLUMNS),
+        options.jsonl,
+    )
     if records:
-        print(f"\ncopy: {records[0].copy_gbps:.4g} GB/s\n{table(records)}")
+        print(f"\ncopy: {records[0].copy_gbps:.4g} GB/s\n{table(records, COLUMNS)}")
     return code
 
 

@@ -1,21 +1,26 @@
-"""Trains a byte-level xLSTM language model on text: mlstm_chunkwise at work in a whole training job.
+r"""Trains a byte-level xLSTM language model on text: mlstm_chunkwise in a whole training job.
 
-    python benchmarks/train_byte_lm.py      # learns the Python standard library: two minutes on two CPU cores; Triton kernels on a GPU
-    python benchmarks/train_byte_lm.py --corpus=FOLDER_OR_FILE --embedding_dim=512 --layers=8 --seq_len=2048 --dtype=bfloat16
+    python benchmarks/train_byte_lm.py      # the Python standard library: two minutes on two cores
+    python benchmarks/train_byte_lm.py --corpus=FOLDER_OR_FILE --embedding_dim=512 --layers=8 \
+        --seq_len=2048 --dtype=bfloat16
 
-The model is in byte_lm.py. The output folder gets log.jsonl (the configuration, then a line for each logged step and each evaluation),
-loss.png, sample.txt and checkpoints/, which has the last two.
+On a GPU it runs the Triton kernels. The model is in byte_lm.py. The output folder gets log.jsonl
+(the configuration, then a line for each logged step and each evaluation), loss.png, sample.txt and
+checkpoints/, which has the last two.
 
-Ctrl-C ends the training early: evaluation, sample and plot follow, and the exit code is 130. A second Ctrl-C kills.
---max_minutes ends it alike, with exit code 75. However a run has ended, the same command goes on from its last checkpoint, along the same
-curve; --noresume starts over.
+Ctrl-C ends the training early: evaluation, sample and plot follow, and the exit code is 130. A
+second Ctrl-C kills. --max_minutes ends it alike, with exit code 75. However a run has ended, the
+same command continues it from its last checkpoint, along the same curve; --noresume starts over.
 
-On several devices the batch, the heads and the steps of a sequence may be split, each over an axis of a mesh:
+On several devices the batch, the heads and the steps of a sequence may be split, each over an axis
+of a mesh:
 
     python benchmarks/train_byte_lm.py --mesh=data:2,tensor:2,sequence:2
-    python benchmarks/train_byte_lm.py --mesh=data:4 --coordinator_address=HOST:PORT --num_processes=2 --process_id=0  # and 1
+    python benchmarks/train_byte_lm.py --mesh=data:4 --coordinator_address=HOST:PORT \
+        --num_processes=2 --process_id=0  # and 1
 
-Several processes (jax.distributed) share the output folder; the first one writes log, plot and sample.
+Several processes (jax.distributed) share the output folder; the first one writes log, plot and
+sample.
 """
 
 import contextlib
@@ -48,7 +53,7 @@ from matplotlib.figure import Figure
 from tqdm import tqdm
 
 CORPUS = flags.DEFINE_string(
-    "corpus", None, "Folder or file to learn; the Python standard library's sources when not given."
+    "corpus", None, "Folder or file to learn; none: the Python standard library's sources."
 )
 OUTPUT_DIR = flags.DEFINE_string(
     "output_dir", "runs/byte_lm", "Folder for log.jsonl, loss.png, sample.txt and checkpoints/."
@@ -71,16 +76,14 @@ WARMUP_STEPS = flags.DEFINE_integer(
 )
 SEED = flags.DEFINE_integer("seed", 0, "Of the weights, the batches and the sample.", lower_bound=0)
 CHUNK_SIZE = flags.DEFINE_integer(
-    "chunk_size", None, "Of the chunkwise form, a power of two >= 16; the tuned one when not given."
+    "chunk_size", None, "Of the chunkwise form, a power of two >= 16; none: the tuned one."
 )
 DTYPE = flags.DEFINE_enum(
     "dtype", "float32", ["float32", "bfloat16"], "Of q, k and v in the mLSTM."
 )
+BACKENDS = ["auto", "triton", "interpret", "xla"]
 BACKEND = flags.DEFINE_enum(
-    "backend",
-    "auto",
-    ["auto", "triton", "interpret", "xla"],
-    "Of the mLSTM; auto: triton on a GPU, else xla.",
+    "backend", "auto", BACKENDS, "Of the mLSTM; auto: triton on a GPU, else xla."
 )
 LOG_EVERY = flags.DEFINE_integer("log_every", 10, "Steps between log lines.", lower_bound=1)
 EVAL_EVERY = flags.DEFINE_integer("eval_every", 100, "Steps between evaluations.", lower_bound=1)
@@ -91,25 +94,19 @@ CHECKPOINT_EVERY = flags.DEFINE_integer(
     "checkpoint_every", 100, "Steps between checkpoints; 0: only one, at the end.", lower_bound=0
 )
 RESUME = flags.DEFINE_boolean(
-    "resume",
-    True,
-    "Go on from the last checkpoint in output_dir, if there is one; else start over and remove them.",
+    "resume", True, "Continue from the last checkpoint in output_dir; else remove all there."
 )
 MAX_MINUTES = flags.DEFINE_float(
-    "max_minutes",
-    None,
-    "End after so many minutes, with a checkpoint to go on from.",
-    lower_bound=0.0,
+    "max_minutes", None, "End after so many minutes, with a checkpoint.", lower_bound=0.0
 )
 MESH = flags.DEFINE_string(
-    "mesh",
-    "",
-    "Devices along data, tensor and sequence, such as data:2,tensor:1,sequence:4; an axis left out has 1.",
+    "mesh", "", "Devices along axes, such as data:2,tensor:1,sequence:4; an axis left out has 1."
 )
 COORDINATOR_ADDRESS = flags.DEFINE_string(
     "coordinator_address",
     None,
-    "HOST:PORT of the first of several processes; auto: JAX finds this and the two below (Slurm, MPI, clouds).",
+    "HOST:PORT of the first of several processes; auto: JAX detects this and the two below "
+    "(Slurm, MPI, clouds).",
 )
 NUM_PROCESSES = flags.DEFINE_integer("num_processes", None, "Number of processes.", lower_bound=1)
 PROCESS_ID = flags.DEFINE_integer(
@@ -129,15 +126,29 @@ def is_mesh(text: str) -> bool:
         return False
 
 
-flags.register_validator(
-    "chunk_size",
-    lambda x: x is None or (x >= 16 and x & (x - 1) == 0),
-    "must be a power of two >= 16",
-)
+def axis_size(text: str, axis: str) -> int:
+    """The size of an axis of the mesh, 1 where the text is no mesh, which another check refuses."""
+    return parse_mesh(text)[axis] if is_mesh(text) else 1
+
+
+def splits_mlp(x: dict) -> bool:
+    if not math.isfinite(x["mlp_factor"]):
+        return True
+    return round(x["mlp_factor"] * x["embedding_dim"]) % axis_size(x["mesh"], "tensor") == 0
+
+
+def belong_together(x: dict) -> bool:
+    return x["coordinator_address"] == "auto" or len({value is None for value in x.values()}) == 1
+
+
+def is_chunk_size(x: int | None) -> bool:
+    return x is None or (x >= 16 and x & (x - 1) == 0)
+
+
+A_MESH = "must be a list of axis:size, each axis (data, tensor, sequence) at most once"
+flags.register_validator("chunk_size", is_chunk_size, "must be a power of two >= 16")
 flags.register_validator("prompt", bool, "must not be empty")
-flags.register_validator(
-    "mesh", is_mesh, "must be a list of axis:size, each axis (data, tensor, sequence) at most once"
-)
+flags.register_validator("mesh", is_mesh, A_MESH)
 flags.register_multi_flags_validator(
     ["embedding_dim", "heads"],
     lambda x: x["embedding_dim"] % x["heads"] == 0,
@@ -156,27 +167,21 @@ flags.register_multi_flags_validator(
 for name, axis in (("batch_size", "data"), ("heads", "tensor"), ("seq_len", "sequence")):
     flags.register_multi_flags_validator(
         [name, "mesh"],
-        lambda x, name=name, axis=axis: (
-            not is_mesh(x["mesh"]) or x[name] % parse_mesh(x["mesh"])[axis] == 0
-        ),
+        lambda x, name=name, axis=axis: x[name] % axis_size(x["mesh"], axis) == 0,
         f"{name} must be a multiple of {axis} in mesh",
     )
 flags.register_multi_flags_validator(
     ["embedding_dim", "mlp_factor", "mesh"],
-    lambda x: (
-        not (is_mesh(x["mesh"]) and math.isfinite(x["mlp_factor"]))
-        or round(x["mlp_factor"] * x["embedding_dim"]) % parse_mesh(x["mesh"])["tensor"] == 0
-    ),
+    splits_mlp,
     "mlp_factor * embedding_dim must be a multiple of tensor in mesh",
 )
 flags.register_multi_flags_validator(
     ["coordinator_address", "num_processes", "process_id"],
-    lambda x: (
-        x["coordinator_address"] == "auto" or len({value is None for value in x.values()}) == 1
-    ),
+    belong_together,
     "coordinator_address, num_processes and process_id belong together",
 )
-# A checkpoint can be gone on from with the same values of these; devices, backend, logging and sampling may change.
+# A run continues from a checkpoint with the same values of these; devices, backend, logging and
+# sampling may change.
 DECIDE_ON_THE_CURVE = (
     *(LAYERS, EMBEDDING_DIM, HEADS, QK_DIM_FACTOR, MLP_FACTOR, DTYPE, SEED),
     *(SEQ_LEN, BATCH_SIZE, STEPS, LEARNING_RATE, WARMUP_STEPS),
@@ -184,31 +189,33 @@ DECIDE_ON_THE_CURVE = (
 
 
 def make_optimizer(model: ByteLM) -> nnx.Optimizer:
-    """AdamW, weight decay on the matrices alone, behind gradient clipping; a linear warm-up, then a cosine down to a tenth of the peak."""
+    """AdamW with weight decay on the matrices alone, behind gradient clipping.
+
+    The learning rate warms up linearly, then follows a cosine down to a tenth of the peak.
+    """
     peak, steps = LEARNING_RATE.value, STEPS.value
-    schedule = optax.warmup_cosine_decay_schedule(
-        0.0, peak, min(WARMUP_STEPS.value, steps // 2), steps, 0.1 * peak
-    )
+    warmup = min(WARMUP_STEPS.value, steps // 2)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps, 0.1 * peak)
     matrices = functools.partial(jax.tree.map, lambda parameter: parameter.ndim > 1)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=matrices)
     return nnx.Optimizer(model, optax.chain(optax.clip_by_global_norm(1.0), adamw), wrt=nnx.Param)
 
 
 class Log:
-    """log.jsonl: a line is on disk as soon as it is written. All lines stay in ``lines`` as well. Only the first process writes."""
+    """log.jsonl: a line is on disk as soon as it is written.
+
+    All lines stay in ``lines`` as well. Only the first process writes.
+    """
 
     def __init__(self, path: Path, step: int = 0):
-        """Starts anew, or after ``step`` steps goes on behind what was logged up to them."""
+        """Starts anew, or after ``step`` steps continues what was logged up to them."""
         self.lines: list[dict] = []
         self._path = path if jax.process_index() == 0 else None
         if step and path.exists():
             complete = path.read_text().split("\n")[:-1]  # a kill may have cut the last line
-            lines = map(json.loads, complete)
-            self.lines = [
-                line
-                for line in lines
-                if line.get("step", 0) <= step and not line.get("interrupted")
-            ]
+            lines = [json.loads(line) for line in complete]
+            lines = [line for line in lines if line.get("step", 0) <= step]
+            self.lines = [line for line in lines if not line.get("interrupted")]
         if self._path:
             rewritten = path.with_suffix(".new")
             rewritten.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
@@ -244,22 +251,20 @@ class Training:
         """One step."""
         starts = self.rng.integers(0, len(self.text) - SEQ_LEN.value, BATCH_SIZE.value)
         mesh = self.model.config.mesh
-        self.losses.append(
-            settled(train_step(self.model, self.optimizer, batch(self.text, starts, mesh)), mesh)
-        )
+        sequences = batch(self.text, starts, mesh)
+        self.losses.append(settled(train_step(self.model, self.optimizer, sequences), mesh))
         self.step += 1
 
     def save(self, checkpoints: Checkpoints) -> None:
         """Begins a checkpoint."""
         settings = {flag.name: flag.value for flag in DECIDE_ON_THE_CURVE}
-        progress = dict(
-            settings=settings, text=zlib.crc32(self.text), rng=self.rng.bit_generator.state
-        )
-        progress |= dict(losses=finite(self.losses, self.step))
+        text, rng = zlib.crc32(self.text), self.rng.bit_generator.state
+        losses = finite(self.losses, self.step)
+        progress = dict(settings=settings, text=text, rng=rng, losses=losses)
         checkpoints.save(self.step, nnx.state((self.model, self.optimizer)), progress)
 
     def restore(self, checkpoints: Checkpoints, step: int) -> None:
-        """Goes on from the training that the checkpoint was saved by.
+        """Continues the training that the checkpoint was saved by.
 
         Raises:
           CheckpointError: it is damaged, or of another training.
@@ -269,9 +274,8 @@ class Training:
         for flag in DECIDE_ON_THE_CURVE:
             before = progress["settings"][flag.name]
             if before != flag.value:
-                raise CheckpointError(
-                    f"a run with --{flag.name}={before} cannot go on with --{flag.name}={flag.value}: {otherwise}"
-                )
+                change = f"--{flag.name}={before} cannot go on with --{flag.name}={flag.value}"
+                raise CheckpointError(f"a run with {change}: {otherwise}")
         if progress["text"] != zlib.crc32(self.text):
             raise CheckpointError(f"a run cannot go on with other text in --corpus: {otherwise}")
         modules = (self.model, self.optimizer)
@@ -315,9 +319,8 @@ def train(
       FloatingPointError: the loss is not finite.
     """
     bits = None
-    with tqdm(
-        total=STEPS.value, initial=training.step, unit="step", disable=jax.process_index() > 0
-    ) as bar:
+    quiet, bytes_per_step = jax.process_index() > 0, BATCH_SIZE.value * SEQ_LEN.value
+    with tqdm(total=STEPS.value, initial=training.step, unit="step", disable=quiet) as bar:
         since, done = time.perf_counter(), training.step
         while training.step < STEPS.value:
             training.advance()
@@ -326,9 +329,7 @@ def train(
             finished = step == STEPS.value
             early = not finished and asked_to_end(step)
             if finished or early or step % LOG_EVERY.value == 0:
-                log_step(
-                    training, (step - done) * BATCH_SIZE.value * SEQ_LEN.value, since, log, bar
-                )
+                log_step(training, (step - done) * bytes_per_step, since, log, bar)
                 since, done = time.perf_counter(), step
             if finished or step % EVAL_EVERY.value == 0:
                 bits = held_out_bits(training.model, held_out)
@@ -344,12 +345,14 @@ def train(
 
 
 def log_step(training: Training, tokens: int, since: float, log: Log, bar: tqdm) -> None:
-    """Writes the mean loss, and the speed since the last log line; that of the first line counts the compilation."""
+    """Writes the mean loss, and the speed since the last log line.
+
+    The speed of the first line counts the compilation.
+    """
     step = training.step
     try:
-        training.losses = finite(
-            training.losses, step
-        )  # waits for the steps: before the clock is read
+        # Waits for the steps, before the clock is read.
+        training.losses = finite(training.losses, step)
     except FloatingPointError as error:
         log.write(step=step, error=str(error))
         raise
@@ -357,47 +360,36 @@ def log_step(training: Training, tokens: int, since: float, log: Log, bar: tqdm)
     loss = sum(training.losses) / len(training.losses)
     due = step % LOG_EVERY.value == 0 or step == STEPS.value
     mark = {} if due else dict(interrupted=True)
-    log.write(
-        step=step,
-        loss=loss,
-        train_bits_per_byte=loss / math.log(2),
-        tokens_per_second=round(speed, 1),
-        **mark,
-    )
+    values = dict(loss=loss, train_bits_per_byte=loss / math.log(2))
+    log.write(step=step, **values, tokens_per_second=round(speed, 1), **mark)
     bar.set_postfix(loss=f"{loss:.3f}", tokens_per_s=f"{speed:.0f}")
     if due:
         training.losses = []
 
 
 def held_out_bits(model: ByteLM, held_out: np.ndarray) -> float:
-    """Bits per byte over sequences spread evenly over the held-out text (bytes,), the same ones at every call."""
-    starts = np.linspace(
-        0, len(held_out) - SEQ_LEN.value - 1, EVAL_BATCHES.value * BATCH_SIZE.value
-    ).astype(int)
-    mesh = model.config.mesh
+    """Bits per byte over sequences spread evenly over the held-out text (bytes,).
+
+    They are the same ones at every call.
+    """
+    count, last = EVAL_BATCHES.value * BATCH_SIZE.value, len(held_out) - SEQ_LEN.value - 1
+    starts, mesh = np.linspace(0, last, count).astype(int), model.config.mesh
     batches = (batch(held_out, part, mesh) for part in np.split(starts, EVAL_BATCHES.value))
-    return float(
-        np.mean(
-            jax.device_get(
-                [settled(evaluation_step(model, sequences), mesh) for sequences in batches]
-            )
-        )
-    ) / math.log(2)
+    nats = [settled(evaluation_step(model, sequences), mesh) for sequences in batches]
+    return float(np.mean(jax.device_get(nats))) / math.log(2)
 
 
 def sample(model: ByteLM) -> tuple[str, float]:
-    """The prompt and what the model makes of it; the bytes generated per second, reading the prompt included and compiling not."""
+    """The prompt and what the model makes of it, and the bytes generated per second.
+
+    The time counts reading the prompt, and not compiling.
+    """
     prompt = PROMPT.value.encode()
     tokens = jnp.asarray([list(prompt)], jnp.int32)
+    options = dict(length=SAMPLE_LENGTH.value, temperature=TEMPERATURE.value)
     for _ in range(2):
         start = time.perf_counter()
-        text = generate(
-            model,
-            tokens,
-            jax.random.key(SEED.value),
-            length=SAMPLE_LENGTH.value,
-            temperature=TEMPERATURE.value,
-        )
+        text = generate(model, tokens, jax.random.key(SEED.value), **options)
         text.block_until_ready()
     speed = SAMPLE_LENGTH.value / (time.perf_counter() - start)
     return (prompt + bytes(np.asarray(text[0], np.uint8))).decode(errors="backslashreplace"), speed
@@ -442,13 +434,16 @@ def stop_on_interrupt() -> Iterator[threading.Event]:
 
 
 def asked_to_end(stop: threading.Event, deadline: float, step: int) -> bool:
-    """Whether to end after this step, as a Ctrl-C or --max_minutes wants. Several processes settle that where they log."""
+    """Whether to end after this step, because of a Ctrl-C or --max_minutes.
+
+    Several processes agree on it where they log.
+    """
     asked = stop.is_set() or time.monotonic() > deadline
     if jax.process_count() == 1:
         return asked
-    return step % LOG_EVERY.value == 0 and bool(
-        multihost_utils.process_allgather(np.asarray(asked)).any()
-    )
+    if step % LOG_EVERY.value:
+        return False
+    return bool(multihost_utils.process_allgather(np.asarray(asked)).any())
 
 
 def say(text: str) -> None:
@@ -462,25 +457,22 @@ def model_config(mesh: Mesh | None = None) -> ModelConfig:
     D = EMBEDDING_DIM.value
     qk_dim, mlp_dim = round(QK_DIM_FACTOR.value * D), round(MLP_FACTOR.value * D)
     backend = None if BACKEND.value == "auto" else BACKEND.value
-    return ModelConfig(
-        LAYERS.value, D, HEADS.value, qk_dim, mlp_dim, CHUNK_SIZE.value, DTYPE.value, backend, mesh
-    )
+    sizes = LAYERS.value, D, HEADS.value, qk_dim, mlp_dim
+    return ModelConfig(*sizes, CHUNK_SIZE.value, DTYPE.value, backend, mesh)
 
 
 def run(stop: threading.Event) -> bool:
     """The whole job, from the corpus to the plot; returns whether all steps are done."""
-    deadline = time.monotonic() + 60 * (
-        math.inf if MAX_MINUTES.value is None else MAX_MINUTES.value
-    )
+    minutes = math.inf if MAX_MINUTES.value is None else MAX_MINUTES.value
+    deadline = time.monotonic() + 60 * minutes
     mesh = make_mesh(MESH.value)
     train_text, held_out = read_corpus(Path(CORPUS.value) if CORPUS.value else None, SEQ_LEN.value)
     unigram = unigram_bits(train_text, held_out)
     training = Training(model_config(mesh), train_text)
     parameters = sum(x.size for x in jax.tree.leaves(nnx.state(training.model, nnx.Param)))
     devices, device = 1 if mesh is None else mesh.size, jax.devices()[0].device_kind
-    say(
-        f"{parameters:,} parameters, {len(train_text):,} bytes to learn, {len(held_out):,} held out, on {devices} x {device}"
-    )
+    sizes = f"{len(train_text):,} bytes to learn, {len(held_out):,} held out"
+    say(f"{parameters:,} parameters, {sizes}, on {devices} x {device}")
 
     output = Path(OUTPUT_DIR.value)
     output.mkdir(parents=True, exist_ok=True)
@@ -492,35 +484,26 @@ def run(stop: threading.Event) -> bool:
             say(f"going on after step {before} of {STEPS.value} with {checkpoints.path(before)}")
         log = Log(output / "log.jsonl", training.step)
         if not log.lines:
-            settings = {
-                flag.name: flag.value
-                for flag in flags.FLAGS.get_key_flags_for_module(
-                    flags.FLAGS.find_module_defining_flag("corpus")
-                )
-            }
-            texts = dict(
-                train_bytes=len(train_text),
-                held_out_bytes=len(held_out),
-                unigram_bits_per_byte=unigram,
-            )
+            corpus_module = flags.FLAGS.find_module_defining_flag("corpus")
+            program_flags = flags.FLAGS.get_key_flags_for_module(corpus_module)
+            texts = dict(train_bytes=len(train_text), held_out_bytes=len(held_out))
             log.write(
-                flags=settings,
+                flags={flag.name: flag.value for flag in program_flags},
                 device=device,
                 devices=devices,
                 jax=jax.__version__,
                 parameters=parameters,
                 **texts,
+                unigram_bits_per_byte=unigram,
             )
-        bits = train(
-            training, held_out, log, checkpoints, functools.partial(asked_to_end, stop, deadline)
-        )
+        ends = functools.partial(asked_to_end, stop, deadline)
+        bits = train(training, held_out, log, checkpoints, ends)
 
     finished, mark = training.step == STEPS.value, {}
     if not finished:
         mark = dict(interrupted=True)
-        say(
-            f"interrupted after step {training.step}: ending with what there is; the same command goes on from here"
-        )
+        what = "ending with what there is; the same command goes on from here"
+        say(f"interrupted after step {training.step}: {what}")
     if bits is None:
         bits = held_out_bits(training.model, held_out)
         if not finished:
@@ -533,27 +516,28 @@ def run(stop: threading.Event) -> bool:
             log.write(step=training.step, generated_tokens_per_second=round(speed, 1), **mark)
         (output / "sample.txt").write_text(text, encoding="utf-8")
         say(f"--- sample\n{text}\n--- generated at {speed:.0f} tokens per second")
-        say(
-            f"held-out bits per byte: {bits:.3f} (unigram: {unigram:.3f}); log, plot and sample are in {output}"
-        )
+        result = f"held-out bits per byte: {bits:.3f} (unigram: {unigram:.3f})"
+        say(f"{result}; log, plot and sample are in {output}")
     return finished
 
 
 def start_processes() -> None:
-    """Joins the processes of the run, as the flags or JAX's detection of the cluster have it."""
-    given = dict(num_processes=NUM_PROCESSES.value, process_id=PROCESS_ID.value)
+    """Joins the processes of the run that the flags or JAX's detection of the cluster name."""
+    this = dict(num_processes=NUM_PROCESSES.value, process_id=PROCESS_ID.value)
     address = None if COORDINATOR_ADDRESS.value == "auto" else COORDINATOR_ADDRESS.value
     try:
-        jax.distributed.initialize(address, **given)
+        jax.distributed.initialize(address, **this)
     except (RuntimeError, ValueError) as error:
-        sys.exit(
-            f"error: --coordinator_address={COORDINATOR_ADDRESS.value}: {' '.join(str(error).split())}"
-        )
+        reason = " ".join(str(error).split())
+        sys.exit(f"error: --coordinator_address={COORDINATOR_ADDRESS.value}: {reason}")
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit code: 0, 75 after --max_minutes, 130 after a Ctrl-C; 1 and one line for errors of the user's making."""
-    logging.set_verbosity(logging.WARNING)  # at INFO, jax names every backend that it does not find
+    """Returns the exit code: 0, 75 after --max_minutes, 130 after a Ctrl-C.
+
+    Errors of the user's making are one line, with exit code 1.
+    """
+    logging.set_verbosity(logging.WARNING)  # at INFO, jax names every backend that is missing
     if len(argv) > 1:
         sys.exit(f"error: unexpected argument {argv[1]}")
     if COORDINATOR_ADDRESS.value is not None:

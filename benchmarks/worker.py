@@ -1,6 +1,7 @@
-"""Calls of a function in a process of its own, with a time limit: a GPU kernel that waits for ever ends with its process alone.
+"""Calls of a function in another process, with a time limit.
 
-This module imports no jax: a process imports what its function needs, in an environment of its own.
+A GPU kernel that waits for ever ends with its process alone. This module imports no jax: a process
+imports what its function needs, with environment variables of its own.
 """
 
 import contextlib
@@ -12,6 +13,8 @@ from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
 from types import MappingProxyType
 from typing import Any
+
+from command import one_line
 
 START_SECONDS = 120.0  # for what the function imports
 _SPAWN = multiprocessing.get_context("spawn")
@@ -27,17 +30,14 @@ class ProcessEnded(RuntimeError):
 
 
 def _serve(function: Callable[..., Any], connection: Connection, stderr: str | None) -> None:
-    signal.signal(
-        signal.SIGINT, signal.SIG_IGN
-    )  # Ctrl-C is for the parent, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
     if stderr is not None:
         with open(stderr, "ab") as file:
             os.dup2(file.fileno(), 2)
     parent = multiprocessing.parent_process()
     assert parent is not None
-    threading.Thread(
-        target=lambda: (parent.join(), os._exit(1)), daemon=True
-    ).start()  # also where the parent is killed in a call
+    # The process also ends where the parent is killed in a call.
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     connection.send((True, None))
     while True:
         try:
@@ -47,12 +47,13 @@ def _serve(function: Callable[..., Any], connection: Connection, stderr: str | N
         try:
             answer = True, function(*args)
         except Exception as error:
-            answer = False, " ".join(f"{type(error).__name__}: {error}".split())[:300]
+            answer = False, one_line(error)
         connection.send(answer)
 
 
 @contextlib.contextmanager
-def _environment(changes: Mapping[str, str]) -> Iterator[None]:
+def environment(changes: Mapping[str, str]) -> Iterator[None]:
+    """A context in which this process has other environment variables."""
     before = dict(os.environ)
     os.environ.update(changes)
     try:
@@ -63,28 +64,34 @@ def _environment(changes: Mapping[str, str]) -> Iterator[None]:
 
 
 class Worker:
-    """A function in a process, which starts with the first call. After NoAnswer and ProcessEnded the next call starts another one.
+    """A function in a process, which starts with the first call.
+
+    After NoAnswer and ProcessEnded the next call starts another process.
 
     Attributes:
-      function: it, its arguments and results can be pickled.
-      environment: variables of the process beside those of this one.
-      stderr: file for what the process writes there; ProcessEnded has its end. None: that of this process.
+      function: it can be pickled, and so can its arguments and results.
+      variables: environment variables of the process beside those of this one.
+      stderr: file for what the process writes there; ProcessEnded has its last words. None: the
+        stderr of this process.
     """
 
     def __init__(
         self,
         function: Callable[..., Any],
-        environment: Mapping[str, str] = MappingProxyType({}),
+        variables: Mapping[str, str] = MappingProxyType({}),
         stderr: str | None = None,
     ):
-        self.function, self.environment, self.stderr = function, environment, stderr
+        self.function, self.variables, self.stderr = function, variables, stderr
         self._lock = threading.Lock()
         self._process: Any = None
         self._connection: Any = None
         self._closed = False
 
     def __call__(self, *args: Any, seconds: float) -> Any:
-        """function(*args). Calls of several threads run one after the other. The time of a start is not counted."""
+        """function(*args), within so many seconds after the process has started.
+
+        Calls of several threads run one after the other.
+        """
         with self._lock:
             try:
                 if self._closed or self._process is None:
@@ -94,9 +101,8 @@ class Worker:
             except BaseException as error:
                 exit_code, self._process = self._end(), None
                 if isinstance(error, EOFError | OSError):
-                    raise ProcessEnded(
-                        f"the process ended with exit code {exit_code}{self._last_words()}"
-                    ) from None
+                    ended = f"the process ended with exit code {exit_code}"
+                    raise ProcessEnded(ended + self._last_words()) from None
                 raise
 
     def close(self) -> None:
@@ -107,17 +113,17 @@ class Worker:
 
     def _start(self) -> None:
         self._connection, other = _SPAWN.Pipe()
-        process = _SPAWN.Process(
-            target=_serve, args=(self.function, other, self.stderr), daemon=True
-        )
-        with _starting, _environment(self.environment):
+        arguments = self.function, other, self.stderr
+        process = _SPAWN.Process(target=_serve, args=arguments, daemon=True)
+        with _starting, environment(self.variables):
             if self._closed:
                 raise ProcessEnded("the worker is closed")
             if self.stderr is not None:
                 open(self.stderr, "wb").close()  # what the process before wrote
             process.start()
             self._process = process
-        other.close()  # the process has the only other end: when it ends, so does the wait for an answer
+        # The process has the only other end now: when it ends, so does the wait for an answer.
+        other.close()
         self._answer(START_SECONDS)
 
     def _last_words(self) -> str:
@@ -139,7 +145,7 @@ class Worker:
         process = self._process
         if process is None:
             return None
-        process.join(0.1)  # one that ended by itself has an exit code of its own
+        process.join(0.1)  # a process that has ended by itself keeps its exit code
         process.kill()
         process.join(10)
         return process.exitcode

@@ -28,12 +28,9 @@ norm are compared with those of the implementation before all others. Exit code 
 or mlstm_pallas fails, 2 when the request makes no sense, 130 after Ctrl-C.
 """
 
-import contextlib
 import dataclasses
 import functools
 import importlib
-import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
@@ -43,13 +40,13 @@ import command
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-import jaxlib
 import optax
+import peers
 import roofline
 from absl import flags
-from compile_report import RequestError
-from kernel_benchmark import check_names, git_commit, one_line
-from reporting import aligned
+from command import check_names, git_commit, one_line
+from kernel_benchmark import jax_versions, median_and_spread
+from reporting import progress, table
 
 from mlstm_pallas import mlstm_chunkwise
 from mlstm_pallas.validation import BACKENDS
@@ -93,12 +90,12 @@ class Model:
         return self.product_parameters + self.vocabulary * self.width + others
 
     def mlstm_shape(self, batch: int, sequence: int) -> roofline.Shape:
-        """Of the mLSTM in one layer."""
+        """The shape of the mLSTM in one layer."""
         heads = self.qk_width // self.heads, self.width // self.heads
         return roofline.Shape(batch, self.heads, sequence, *heads)
 
     def flops(self, batch: int, sequence: int) -> int:
-        """Of a training step."""
+        """FLOPs of a training step."""
         mlstm = roofline.forward(self.mlstm_shape(batch, sequence), jnp.dtype(DTYPE).itemsize).flops
         return 6 * self.product_parameters * batch * sequence + 3 * self.layers * mlstm
 
@@ -214,9 +211,7 @@ def limit_chunk(shape: roofline.Shape) -> MLSTM:
     Its xl_chunk in JAX takes no number of warps, and with the default the LLVM inside triton 3.6.0
     stops on an assertion, and the process with it.
     """
-    B, NH, S, DHQK, DHHV = shape
-    if (states := B * NH * (S // CHUNK_SIZE + 1) * DHQK * DHHV) > 2**31:  # as in peers.MlstmKernels
-        raise ValueError(f"its states would have {states} elements, beyond its offsets of 32 bits")
+    peers.check_state_size(shape, CHUNK_SIZE)
     function = importlib.import_module("mlstm_kernels.jax.chunkwise").mlstm_chunkwise__limit_chunk
 
     def mlstm(q, k, v, i, f):
@@ -309,6 +304,20 @@ class Record:
     gradient_norms: list[float] = dataclasses.field(default_factory=list)
     error: float | None = None  # the largest difference of a loss, as a share of the first loss
 
+    @property
+    def tokens(self) -> str:
+        return f"{self.batch} x {self.sequence}"
+
+    @property
+    def label(self) -> str:
+        """The implementation, and whether it stores the states."""
+        return self.impl + (", states stored" if self.recompute_states_in_bw is False else "")
+
+    @property
+    def some_losses(self) -> str | None:
+        """The first two and the last one."""
+        return " ".join(f"{self.losses[n]:.4f}" for n in (0, 1, -1)) if self.ms else None
+
 
 def measure(record: Record, mlstm: MLSTM, tokens: jax.Array, warmup: int, steps: int) -> None:
     """Fills the record but for the comparison."""
@@ -325,8 +334,8 @@ def measure(record: Record, mlstm: MLSTM, tokens: jax.Array, warmup: int, steps:
         record.gradient_norms.append(float(metrics.gradient_norm))
         start = time.perf_counter()
     record.first_call_s, timed = times[0], times[warmup:]
-    seconds = statistics.median(timed)
-    record.ms, record.spread = 1e3 * seconds, (max(timed) - min(timed)) / seconds
+    seconds, record.spread = median_and_spread(timed)
+    record.ms = 1e3 * seconds
     record.tokens_per_s = record.batch * record.sequence / seconds
     memory = compiled.memory_analysis()
     arrays = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
@@ -363,15 +372,17 @@ class Request(NamedTuple):
 
 
 def measured_records(options: flags.FlagValues, request: Request) -> Iterator[Record]:
-    """A record for each implementation, as soon as it is measured."""
+    """A record for each implementation, and before them a line about the model."""
     name, model, batch, sequence, impls, recompute_of_ours = request
     sizes = model.parameters, model.product_parameters, model.flops(batch, sequence)
+    step = f"{batch * sequence:,} tokens and {model.flops(batch, sequence):.3e} FLOP a step"
+    print(f"{name}: {model.parameters:,} parameters, {step}", flush=True)
     device, commit = jax.devices()[0].device_kind, options.commit or git_commit()
     tokens = jax.random.randint(jax.random.key(1), (batch, sequence + 1), 0, model.vocabulary)
     first = None
     for impl in impls:
         for recompute in recompute_of_ours if impl in BACKENDS else [None]:
-            versions = dict(jax=jax.__version__, jaxlib=jaxlib.__version__)
+            versions = jax_versions()
             which = name, model, batch, sequence, impl, recompute
             record = Record(*which, device, versions, commit, *sizes)
             try:
@@ -392,27 +403,21 @@ def measured_records(options: flags.FlagValues, request: Request) -> Iterator[Re
 # ---------------------------------------------------------------- reporting
 
 
-NUMBERS = {"ms": ("ms", "{:.1f}"), "spread %": ("spread", "{:.1%}")}
-NUMBERS |= {"tokens/s": ("tokens_per_s", "{:.0f}"), "MFU %": ("mfu_pct", "{:.1f}")}
-NUMBERS |= {"of measured %": ("measured_pct", "{:.1f}"), "peak MiB": ("peak_mib", "{:.0f}")}
-NUMBERS |= {"first call s": ("first_call_s", "{:.1f}"), "error": ("error", "{:.1e}")}
-COLUMNS = ("model", "tokens", "impl", *NUMBERS, "losses", "note")
-
-
-def cells(record: Record) -> list[str]:
-    stored = ", states stored" if record.recompute_states_in_bw is False else ""
-    case = record.name, f"{record.batch} x {record.sequence}", record.impl + stored
-    values = ((getattr(record, field), text) for field, text in NUMBERS.values())
-    numbers = ["-" if x is None else text.format(x).rstrip("%") for x, text in values]
-    losses = " ".join(f"{record.losses[n]:.4f}" for n in (0, 1, -1)) if record.ms else "-"
-    return [*case, *numbers, losses, record.note]
-
-
-def progress(record: Record) -> str:
-    *case, note = cells(record)
-    names = [*NUMBERS, "losses"]
-    numbers = (f"{name} {cell}" for name, cell in zip(names, case[3:], strict=True) if cell != "-")
-    return f"{' '.join(case[:3])}: {', '.join(filter(None, (*numbers, note)))}"
+COLUMNS = {
+    "model": ("name", ""),
+    "tokens": ("tokens", ""),
+    "impl": ("label", ""),
+    "ms": ("ms", ".1f"),
+    "spread %": ("spread", ".1%"),
+    "tokens/s": ("tokens_per_s", ".0f"),
+    "MFU %": ("mfu_pct", ".1f"),
+    "of measured %": ("measured_pct", ".1f"),
+    "peak MiB": ("peak_mib", ".0f"),
+    "first call s": ("first_call_s", ".1f"),
+    "error": ("error", ".1e"),
+    "losses": ("some_losses", ""),
+    "note": ("note", ""),
+}
 
 
 # ---------------------------------------------------------------- the command
@@ -423,16 +428,16 @@ def parse_request(options: flags.FlagValues) -> Request:
     impls = options.impl or (["triton", "mosaic_gpu", *PEERS] if gpu else ["xla"])
     check_names("impl", impls, [*BACKENDS, *PEERS])
     check_names("recompute_states_in_bw", options.recompute_states_in_bw, ["true", "false"])
-    if needed := [name for name in ("triton", "mosaic_gpu") if name in impls and not gpu]:
-        message = "needs a GPU, JAX has none here; xla and interpret run anywhere"
-        raise RequestError(f"impl {needed[0]} {message}")
+    for backend in ("triton", "mosaic_gpu"):
+        if backend in impls and not gpu:
+            raise command.needs_gpu(f"impl {backend}")
     name = options.model or ("1.3b" if gpu else "tiny")
     model = MODELS[name]
     if layers := options.layers:
         name, model = f"{name}, {layers} layers", dataclasses.replace(model, layers=layers)
     batch, sequence = options.batch or (8 if gpu else 2), options.sequence or (8192 if gpu else 64)
     if not gpu:
-        print(f"no GPU here: {', '.join(impls)} on the CPU; not at the speed of the kernels")
+        command.say_no_gpu(", ".join(impls), [name])
     recompute = [x == "true" for x in options.recompute_states_in_bw]
     return Request(name, model, batch, sequence, impls, recompute)
 
@@ -445,8 +450,6 @@ def define_flags(values: flags.FlagValues) -> None:
     impls = f"Of the mLSTM: {', '.join((*BACKENDS, *PEERS))}; {default}"
     recompute = "Of mlstm_pallas: true, false. The states that are stored are those of one block."
     warmup = "Steps that are not timed, the first call among them."
-    commit = "For the records; none: that of the git working tree, if it is one."
-    jsonl = "File to which each record is appended as it is measured."
     flags.DEFINE_list("impl", [], impls, **define)
     flags.DEFINE_enum("model", None, list(MODELS), "None: 1.3b, without a GPU tiny.", **define)
     flags.DEFINE_integer("layers", None, "Blocks, other than those of the model.", **positive)
@@ -455,25 +458,19 @@ def define_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_list("recompute_states_in_bw", ["false"], recompute, **define)
     flags.DEFINE_integer("warmup", 2, warmup, **positive)
     flags.DEFINE_integer("steps", 5, "Steps that are timed; the median counts.", **positive)
-    flags.DEFINE_string("commit", None, commit, **define)
-    flags.DEFINE_string("jsonl", None, jsonl, **define)
+    command.define_shared_flags(values, "commit", "jsonl")
 
 
 def run(options: flags.FlagValues) -> int:
     """Measures and prints; returns the exit code."""
-    with contextlib.ExitStack() as stack:
-        try:
-            request = parse_request(options)
-            jsonl = stack.enter_context(open(options.jsonl, "a")) if options.jsonl else None
-        except (RequestError, OSError) as error:
-            print(f"xlstm_lm_benchmark: {error}", file=sys.stderr)
-            return 2
-        model, batch, sequence = request.model, request.batch, request.sequence
-        step = f"{batch * sequence:,} tokens and {model.flops(batch, sequence):.3e} FLOP a step"
-        print(f"{request.name}: {model.parameters:,} parameters, {step}", flush=True)
-        records, code = command.collect(measured_records(options, request), progress, jsonl)
+    records, code = command.measure(
+        "xlstm_lm_benchmark",
+        lambda: measured_records(options, parse_request(options)),
+        functools.partial(progress, columns=COLUMNS),
+        options.jsonl,
+    )
     if records:
-        print(f"\n{aligned([COLUMNS, *map(cells, records)], '<<<' + '>' * len(NUMBERS) + '<<')}")
+        print(f"\n{table(records, COLUMNS)}")
     return code
 
 
