@@ -18,17 +18,21 @@ from mosaic_gpu_cases import (
     SCAN,
     check_case,
     check_neighbours,
-    cotangents_for,
-    errors_of,
-    expected_of,
     fused,
     needs_jax,
-    outputs_and_gradients,
     slow,
     spec_of,
     tiles,
 )
-from oracle import MOSAIC_CALL, assert_close, random_inputs
+from oracle import (
+    MOSAIC_CALL,
+    assert_close,
+    cotangents_for,
+    errors_of,
+    expected_of,
+    outputs_and_gradients,
+    random_inputs,
+)
 from test_gradients import BOUND
 
 from mlstm_pallas import (
