@@ -242,6 +242,17 @@ def test_every_variant_lowers(variant):
     )
 
 
+@pytest.mark.usefixtures("lowers_only")
+def test_a_config_of_the_command_line_reaches_the_kernels(capsys):
+    config = {"fused_min_heads": 1, "recurrent_fw_H": {"siz_b_LKV": 16, "siz_b_loop": 256}}
+    assert (
+        run("--heads=256/64", "--dtype=bfloat16", "--jsonl", f"--config={json.dumps(config)}") == 0
+    )
+    rows = {row["stage"]: row for row in map(json.loads, capsys.readouterr().out.splitlines())}
+    assert {rows[name]["chunk_size"] for name, stage in STAGES.items() if stage.fused} == {16}
+    assert rows["recurrent_fw_H"]["config"]["siz_b_loop"] == 256
+
+
 def test_one_kernel_too_large_and_one_that_fails_leave_the_others(monkeypatch, capsys):
     def compile_kernel(ir, *_):
         if "recurrent_fw_C" in ir:
