@@ -52,7 +52,7 @@ CASES = {
     ),
 }
 LOWERINGS = (Lowering.INTERPRET, pytest.param(Lowering.TRITON, marks=pytest.mark.gpu))
-QUICK = ("materialised", "fused", "fused-stored")
+QUICK = ("materialised", "fused-stored")
 CALLS = [
     pytest.param(Lowering.INTERPRET, case, marks=[pytest.mark.slow] * (case not in QUICK))
     for case in CASES

@@ -18,7 +18,6 @@ from mlstm_pallas.normaliser import DEFAULT_NORMALISER
 from mlstm_pallas.problem import make_problem
 from mlstm_pallas.stages import STAGES
 
-HEADS = ((64, 64), (128, 256), (256, 512))
 DTYPES = ("bfloat16", "float32")
 
 # Every stage, head size, dtype and device, and the stage that takes most shared memory of each pair
@@ -26,17 +25,12 @@ DTYPES = ("bfloat16", "float32")
 COMPILED = (
     ("chunk_gates", (64, 64), "bfloat16", "H200"),
     ("stabiliser_scan", (64, 64), "bfloat16", "H200"),
-    ("recurrent_fw_C", (64, 64), "bfloat16", "H200"),
-    ("recurrent_fw_C", (128, 256), "float32", "H200"),
     ("recurrent_fw_C", (256, 512), "float32", "A100"),
-    ("parallel_fw_H", (64, 64), "bfloat16", "H200"),
-    ("parallel_fw_H", (128, 256), "float32", "H200"),
     ("parallel_fw_H", (256, 512), "bfloat16", "A100"),
     # Devices with 99 KiB, of which the heuristic takes most here.
     ("parallel_fw_H", (256, 256), "bfloat16", "A10"),
     ("parallel_fw_H", (256, 256), "bfloat16", "RTX5090"),
     ("recurrent_fw_C", (1024, 1024), "float32", "L4"),
-    ("parallel_bw_dP", (64, 64), "bfloat16", "L4"),
     ("parallel_bw_dP", (256, 512), "bfloat16", "H200"),
     ("parallel_bw_dP", (128, 256), "float32", "A100"),
     ("recurrent_bw_dC", (256, 512), "bfloat16", "H200"),
@@ -191,7 +185,8 @@ def test_without_triton_says_what_to_install(monkeypatch, capsys):
 
 @pytest.mark.usefixtures("lowers_only")
 @pytest.mark.parametrize(
-    ("DHQK", "DHHV", "device"), [*((*heads, "H200") for heads in HEADS), (256, 512, "A100")]
+    ("DHQK", "DHHV", "device"),
+    [(64, 64, "H200"), (256, 512, "H200"), pytest.param(256, 512, "A100", marks=pytest.mark.slow)],
 )
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_every_stage_lowers(DHQK, DHHV, device, dtype):
