@@ -47,7 +47,8 @@ RACE = "RACE DETECTED"  # which GPU interpret mode prints
 
 
 def fused(num_splits=None, **scan):
-    """The fused scan with these tiles of its Mosaic GPU kernel; chunks of 128 in the backward pass."""
+    """The fused scan with these tiles of its Mosaic GPU kernel; chunks of 128 in the backward
+    pass."""
     tiles = StageConfig(
         **dict(siz_b_LKV=64, siz_b_DHHV=128, siz_b_loop=256, num_warps=8, num_stages=2) | scan
     )
@@ -108,8 +109,8 @@ CASES = {
     "resets": Case(fused(), recipe=dict(resets=True)),
     "narrow": Case(fused(), **NARROW),
     "one_block_of_rows": Case(fused(), shape=(1, 2, 256, 64, 128)),
-    # A CTA makes all gradients of a chunk, to which dn comes from the next one. r dh falls below the
-    # normal numbers of float16.
+    # A CTA makes all gradients of a chunk, to which dn comes from the next one. r dh falls below
+    # the normal numbers of float16.
     "one_block_of_rows_stored_float16": Case(
         fused(),
         shape=(1, 2, 256, 64, 128),

@@ -83,8 +83,10 @@ ptxas info    : Function properties for dQKV
 ptxas info    : Used 168 registers, used 16 barriers, 1 bytes smem
 """
 RESOURCES = (
-    "Resources(smem_scratch_bytes=231424, tmem_scratch_cols=0, barrier_counts=Counter({ClusterBarrier(collective_dims=(<Dimension.x: 0>,), "
-    "arrival_count=2, num_barriers=4, leader_tracked=False): 1, Barrier(arrival_count=2, num_barriers=2, orders_tensor_core=False): 6}))"
+    "Resources(smem_scratch_bytes=231424, tmem_scratch_cols=0, "
+    "barrier_counts=Counter({ClusterBarrier(collective_dims=(<Dimension.x: 0>,), "
+    "arrival_count=2, num_barriers=4, leader_tracked=False): 1, Barrier(arrival_count=2, "
+    "num_barriers=2, orders_tensor_core=False): 6}))"
 )
 
 

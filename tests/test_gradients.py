@@ -330,7 +330,8 @@ def test_gradients_of_losses(loss, algorithm):
     ],
 )
 def test_gradients_of_h_alone_from_no_initial_states(algorithm, states):
-    """There are no initial states, and the last ones are not returned: neither is read or written."""
+    """There are no initial states, and the last ones are not returned: neither is read or
+    written."""
     inputs = random_inputs(13, 1, 2, 64, 16, 16, states=False)
     run = shared(
         mlstm_chunkwise,

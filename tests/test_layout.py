@@ -294,7 +294,8 @@ def test_a_mapped_axis_stays_sharded(inputs, expected):
     ids=["xla", "materialised", "fused"],
 )
 def test_one_sequence_over_several_devices(backend, config):
-    """Shards of S, which is axis 1, with a state handed from device to device and nothing gathered."""
+    """Shards of S, which is axis 1, with a state handed from device to device and nothing
+    gathered."""
     arrays = list(random_inputs(3, 2, 2, 128, 16, 8, f_shift=5.0).values())
     options = dict(chunk_size=16, return_last_states=True, backend=backend, config=config)
     sequence = P(None, "s")

@@ -280,7 +280,8 @@ def test_float32_runs_on_triton(monkeypatch):
 def test_a_cpu_is_refused_when_lowered(door):
     with pytest.raises(
         ValueError,
-        match=r"^backend is 'mosaic_gpu', whose kernels are for GPUs, and the computation is lowered",
+        match=r"^backend is 'mosaic_gpu', whose kernels are for GPUs, and the computation is "
+        r"lowered",
     ):
         jax.jit(DOORS[door]("mosaic_gpu")).trace(*HALF).lower(lowering_platforms=("cpu",))
 

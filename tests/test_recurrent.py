@@ -455,7 +455,8 @@ BAD = {
     "backend": (
         dict(backend="cuda"),
         ValueError,
-        "backend is 'cuda', expected None or one of triton, mosaic_gpu, interpret, mosaic_gpu_interpret, xla",
+        "backend is 'cuda', expected None or one of triton, mosaic_gpu, interpret, "
+        "mosaic_gpu_interpret, xla",
     ),
     "config": (
         dict(config=StageConfig()),
@@ -516,7 +517,10 @@ def test_layouts_of_a_sequence_are_checked():
     tokens = {name: jnp.swapaxes(x[name], 1, 2) for name in "qkv"} | {
         name: x[name] for name in "if"
     }
-    message = "i has shape (2, 3, 5), expected (B, S, NH) = (2, 5, 3), as q has shape (2, 5, 3, 16): axes 1 and 2 are swapped; "
+    message = (
+        "i has shape (2, 3, 5), expected (B, S, NH) = (2, 5, 3), as q has shape (2, 5, 3, 16): "
+        "axes 1 and 2 are swapped; "
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         mlstm_recurrent_sequence(**tokens, layout="BTNH")
     with pytest.raises(ValueError, match=r"^layout is 'BSNH', expected one of BNTH, BTNH$"):

@@ -205,7 +205,8 @@ def test_the_bound_is_one_and_what_it_refuses_does_not_fit(
 
 
 def test_every_stage_is_compared_with_its_compiled_kernels():
-    """All that the shared memory of limits: chunk_gates and recurrent_step have no operands in it."""
+    """All that the shared memory of limits: chunk_gates and recurrent_step have no operands in
+    it."""
     assert {x[0] for x in COMPILED} == {*STAGES} - {"chunk_gates", "recurrent_step"}
 
 

@@ -56,7 +56,8 @@ def forward(lowering, x, num_splits=None, return_last=True):
 
 
 def backward(lowering, x, num_splits=None, wanted=True):
-    """Of the state's gradient, and of the state with the operands in each other's place; and delta."""
+    """Of the state's gradient, and of the state with the operands in each other's place; and
+    delta."""
     run = functools.partial(
         recurrent_bw_dC,
         return_initial=wanted,
