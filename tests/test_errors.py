@@ -857,16 +857,11 @@ DERIVATIVES = {
     "jvp_of_scan": tangent(layers),
     "jvp_of_cond": tangent(lambda q: jax.lax.cond(q[0, 0, 0, 0] > 0, of_q, jnp.negative, q)),
     "jvp_of_vmap": tangent(lambda q: jax.vmap(of_q)(q[None])),
-    "jvp_of_grad": tangent(jax.grad(loss)),
     "linearize": lambda q: jax.linearize(of_q, q)[1](q),
-    "vmap_of_linearize": lambda q: jax.vmap(jax.linearize(of_q, q)[1])(q[None]),
     "jacfwd": jax.jacfwd(of_q),
-    "jacfwd_of_scan": jax.jacfwd(layers),
     "hessian": jax.hessian(loss),
     "jacrev_of_jacfwd": jax.jacrev(jax.jacfwd(loss)),
-    "grad_of_jvp": jax.grad(lambda q: jnp.sum(tangent(of_q)(q))),
     "grad_of_grad": jax.grad(slope(of_q)),
-    "grad_of_grad_of_checkpoint": jax.grad(slope(jax.checkpoint(of_q))),
     "grad_of_grad_of_scan": jax.grad(slope(layers)),
 }
 

@@ -134,13 +134,14 @@ def slow(values, condition=True):
 
 
 # Each path through the code once in float32; the rest are other tiles of the same kernels.
-QUICK = ("xla", "materialised", "fused", "splits")
+QUICK = ("xla", "materialised", "fused")
 
 
 @pytest.mark.parametrize(
     ("dtype", "algorithm", "chunk_size"),
     [
         *[("float32", algorithm, 64) for algorithm in QUICK],
+        slow(("float32", "splits", 64)),
         slow(("float32", "fused_two_launches", 64)),
         slow(("float32", "materialised", 16)),
         # test_float16.py has quick ones of kernels.

@@ -380,7 +380,8 @@ def test_a_stage_on_mosaic_gpu_by_itself(tmp_path):
 
 
 @pytest.mark.usefixtures("few_calls")
-@pytest.mark.parametrize("impl", [pytest.param("interpret", marks=pytest.mark.slow), "xla"])
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", ["interpret", "xla"])
 def test_stages_by_themselves(impl, tmp_path):
     """One stage of each kind: without products, of the fused scan, backward."""
     jsonl, stages = tmp_path / "rows.jsonl", ["chunk_gates", "recurrent_fw_H", "recurrent_bw_dC"]

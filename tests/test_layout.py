@@ -156,7 +156,7 @@ def test_both_layouts_give_the_same(case, backend):
 @pytest.mark.parametrize(
     ("backend", "case", "dtype"),
     [
-        ("xla", "padded", "float16"),
+        slow(("xla", "padded", "float16"), True),
         slow(("xla", "stored", "bfloat16"), True),
         slow(("interpret", "fused_padded", "bfloat16"), True),
         slow(("interpret", "fused_splits", "float16"), True),
