@@ -14,9 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import (
+    assert_below,
     assert_close,
-    error,
-    initial_state_scale,
+    cotangents_for,
+    errors_of,
+    expected_of,
+    outputs_and_gradients,
     random_inputs,
     tolerance,
 )
@@ -28,7 +31,6 @@ from mlstm_pallas import (
     StageConfig,
     dispatch,
     mlstm_chunkwise,
-    reference,
 )
 from mlstm_pallas.backend import jax_has_mosaic_gpu
 from mlstm_pallas.call_spec import BackwardPlan, CallSpec
@@ -40,7 +42,6 @@ from mlstm_pallas.stages import STAGES
 needs_jax = pytest.mark.skipif(
     not jax_has_mosaic_gpu(), reason="the Mosaic GPU kernels need jax >= 0.11.2 and < 0.13"
 )
-OUTPUTS = ("h", "c", "n", "m")
 SCAN = {"parallel_fw_P", "recurrent_fw_H"}
 
 
@@ -54,7 +55,8 @@ RACE = "RACE DETECTED"  # which GPU interpret mode prints
 
 
 def fused(num_splits=None, **scan):
-    """The fused scan with these tiles of its Mosaic GPU kernel; chunks of 128 in the backward pass."""
+    """The fused scan with these tiles of its Mosaic GPU kernel; chunks of 128 in the backward
+    pass."""
     tiles = StageConfig(
         **dict(siz_b_LKV=64, siz_b_DHHV=128, siz_b_loop=256, num_warps=8, num_stages=2) | scan
     )
@@ -81,78 +83,6 @@ def spec_of(inputs, config, layout="BNTH", **options) -> CallSpec:
         Layout(layout),
         has_initial_state=has_state,
     )
-
-
-def swapped(x):
-    return jnp.swapaxes(x, 1, 2)
-
-
-def outputs_and_gradients(run, layout="BNTH"):
-    """A function of inputs and cotangents, (B, NH, S, ...) all of them: (h, c, n, m), and the
-    gradients by name."""
-
-    def in_layout(x):
-        return {
-            name: swapped(y) if layout == "BTNH" and name in "qkvif" else y for name, y in x.items()
-        }
-
-    def outputs_of(x):
-        h, states = run(**in_layout(x))
-        return (swapped(h) if layout == "BTNH" else h, *states)
-
-    def both(x, cotangents):
-        outputs, vjp = jax.vjp(outputs_of, x)
-        return outputs, vjp(
-            tuple(y.astype(x.dtype) for x, y in zip(outputs, cotangents, strict=True))
-        )[0]
-
-    return jax.jit(both)
-
-
-def cotangents_for(inputs, dtype, states=True):
-    """Of h, c, n and m, exact in the dtype; zeros of the states where nobody reads these."""
-    (B, NH, S, DHQK), DHHV, draw = (
-        inputs["q"].shape,
-        inputs["v"].shape[-1],
-        np.random.default_rng(1),
-    )
-    found = [
-        jnp.asarray(draw.normal(size=size), dtype).astype("float32")
-        for size in ((B, NH, S, DHHV), (B, NH, DHQK, DHHV), (B, NH, DHQK), (B, NH))
-    ]
-    return found if states else [found[0], *map(jnp.zeros_like, found[1:])]
-
-
-def expected_of(inputs, cotangents, segment_ids=None, **options):
-    """Outputs and gradients of the recurrence in float64."""
-    with jax.enable_x64(True):
-        wide = jax.tree.map(
-            lambda y: jnp.asarray(np.asarray(y.astype("float32")), "float64"), (inputs, cotangents)
-        )
-        found = outputs_and_gradients(
-            functools.partial(reference.recurrence, segment_ids=segment_ids, **options)
-        )(*wide)
-        return jax.tree.map(np.asarray, found)
-
-
-def errors_of(inputs, found, expected):
-    """Relative errors of outputs and of gradients, by name; that of dm_initial to the size of its
-    terms."""
-    (outputs, gradients), (wanted, wanted_gradients) = found, expected
-    of_outputs = {name: error(x, y) for name, x, y in zip(OUTPUTS, outputs, wanted, strict=True)}
-    of_gradients = {name: error(gradients[name], y) for name, y in wanted_gradients.items()}
-    if "m_initial" in of_gradients:
-        scale = np.linalg.norm(
-            initial_state_scale(
-                wanted_gradients["c_initial"], wanted_gradients["n_initial"], inputs
-            )
-        )
-        of_gradients["m_initial"] *= min(1.0, np.linalg.norm(wanted_gradients["m_initial"]) / scale)
-    return of_outputs, of_gradients
-
-
-def assert_below(errors, bound):
-    assert max(errors.values()) < bound, {name: f"{e:.1e}" for name, e in errors.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -187,8 +117,8 @@ CASES = {
     "resets": Case(fused(), recipe=dict(resets=True)),
     "narrow": Case(fused(), **NARROW),
     "one_block_of_rows": Case(fused(), shape=(1, 2, 256, 64, 128)),
-    # A CTA makes all gradients of a chunk, to which dn comes from the next one. r dh falls below the
-    # normal numbers of float16.
+    # A CTA makes all gradients of a chunk, to which dn comes from the next one. r dh falls below
+    # the normal numbers of float16.
     "one_block_of_rows_stored_float16": Case(
         fused(),
         shape=(1, 2, 256, 64, 128),
@@ -241,7 +171,7 @@ def check_case(name, backend):
     of_recurrence = {
         name: x for name, x in case.options.items() if name in ("input_gate", "normalize")
     }
-    expected = expected_of(inputs, cotangents, ids, **of_recurrence)
+    expected = expected_of(inputs, cotangents, segment_ids=ids, **of_recurrence)
     outputs, gradients = errors_of(inputs, found, expected)
     terms = case.shape[2] + case.shape[3]
     half = case.dtype == "float16"

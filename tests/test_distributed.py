@@ -274,6 +274,7 @@ def test_the_exchange_is_what_the_docstring_says_and_memory_does_not_grow():
     assert held[8] < 1.25 * held[2]
 
 
+@pytest.mark.slow
 def test_vmap_is_a_larger_batch(alone):
     x = list(CASES["ordinary"].values())
     run = over(mesh_of((2,), ("s",)), backend="xla", **OPTIONS)

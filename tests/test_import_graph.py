@@ -186,7 +186,10 @@ def test_the_kernels_alone_import_launch_mosaic_gpu():
 
 def test_the_package_is_imported_without_the_mosaic_gpu_lowering():
     """All doors and all stages of it."""
-    modules = "mlstm_pallas, mlstm_pallas.distributed, mlstm_pallas.export, mlstm_pallas.reference, mlstm_pallas.xlstm_jax"
+    modules = (
+        "mlstm_pallas, mlstm_pallas.distributed, mlstm_pallas.export, mlstm_pallas.reference, "
+        "mlstm_pallas.xlstm_jax"
+    )
     program = f"import sys, {modules}\nprint(*sys.modules)"
     out = subprocess.run(
         [sys.executable, "-c", program],

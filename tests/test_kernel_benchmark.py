@@ -380,7 +380,8 @@ def test_a_stage_on_mosaic_gpu_by_itself(tmp_path):
 
 
 @pytest.mark.usefixtures("few_calls")
-@pytest.mark.parametrize("impl", [pytest.param("interpret", marks=pytest.mark.slow), "xla"])
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", ["interpret", "xla"])
 def test_stages_by_themselves(impl, tmp_path):
     """One stage of each kind: without products, of the fused scan, backward."""
     jsonl, stages = tmp_path / "rows.jsonl", ["chunk_gates", "recurrent_fw_H", "recurrent_bw_dC"]
@@ -413,7 +414,8 @@ def test_all_stages_by_themselves(impl, tmp_path):
 
 
 @pytest.mark.usefixtures("few_calls")
-@pytest.mark.parametrize("impl", ["interpret", pytest.param("xla", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("impl", ["interpret", "xla"])
 def test_what_a_chunk_of_many_tiles_leaves_unwritten_is_not_compared(impl, tmp_path):
     jsonl, config = tmp_path / "rows.jsonl", json.dumps({"parallel_bw_dP": {"siz_b_LQ": 64}})
     request = "--chunk_size=256", "--shape=1x2x256x16x16", f"--config={config}"
@@ -756,6 +758,7 @@ def test_a_table_and_a_plot_of_stored_records(tmp_path, capsys):
     ]
 
 
+@pytest.mark.slow
 def test_float16_is_checked_against_an_eighth_of_the_tolerance_of_bfloat16(tmp_path):
     jsonl = tmp_path / "rows.jsonl"
     assert (

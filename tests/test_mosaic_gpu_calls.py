@@ -18,18 +18,22 @@ from mosaic_gpu_cases import (
     SCAN,
     check_case,
     check_neighbours,
-    cotangents_for,
-    errors_of,
-    expected_of,
     fused,
     mosaic_gpu_kernel,
     needs_jax,
-    outputs_and_gradients,
     slow,
     spec_of,
     tiles,
 )
-from oracle import MOSAIC_CALL, assert_close, random_inputs
+from oracle import (
+    MOSAIC_CALL,
+    assert_close,
+    cotangents_for,
+    errors_of,
+    expected_of,
+    outputs_and_gradients,
+    random_inputs,
+)
 from test_gradients import BOUND
 
 from mlstm_pallas import (
@@ -276,7 +280,8 @@ def test_float32_runs_on_triton(monkeypatch):
 def test_a_cpu_is_refused_when_lowered(door):
     with pytest.raises(
         ValueError,
-        match=r"^backend is 'mosaic_gpu', whose kernels are for GPUs, and the computation is lowered",
+        match=r"^backend is 'mosaic_gpu', whose kernels are for GPUs, and the computation is "
+        r"lowered",
     ):
         jax.jit(DOORS[door]("mosaic_gpu")).trace(*HALF).lower(lowering_platforms=("cpu",))
 

@@ -19,17 +19,17 @@ from mosaic_gpu_cases import (
     OF_HEADS,
     RECURRENCES,
     SCAN,
-    assert_below,
     assert_same_bits,
     check_case,
     check_neighbours,
     needs_jax,
     spec_of,
-    swapped,
 )
 from oracle import (
+    assert_below,
     assert_close,
     random_inputs,
+    swapped,
     tolerance,
 )
 
@@ -130,7 +130,9 @@ def tuned_config_on_a_gpu(S, *heads):
     ):
         if not mosaic_stages(*shape, **options):
             continue
-        outputs, gradients = test_gpu.errors_of("bfloat16", *shape, backend="mosaic_gpu", **options)
+        outputs, gradients = test_gpu.errors_of_call(
+            "bfloat16", *shape, backend="mosaic_gpu", **options
+        )
         assert_below(outputs, test_gpu.FORWARD["bfloat16"])
         assert_below(gradients, test_gpu.BACKWARD["bfloat16"])
 
@@ -139,7 +141,9 @@ def many_chunks_on_a_gpu(DHQK, DHHV):
     """More chunks of 128 steps than SMs: CTAs that own a chunk take another one after it."""
     shape, config = (1, 20, 1024, DHQK, DHHV), KernelConfig(fused_min_heads=1)
     assert mosaic_stages(*shape, config) >= SCAN | {"parallel_bw_dQKV"}
-    outputs, gradients = test_gpu.errors_of("bfloat16", *shape, backend="mosaic_gpu", config=config)
+    outputs, gradients = test_gpu.errors_of_call(
+        "bfloat16", *shape, backend="mosaic_gpu", config=config
+    )
     assert_below(outputs, test_gpu.FORWARD["bfloat16"])
     assert_below(gradients, test_gpu.BACKWARD["bfloat16"])
 

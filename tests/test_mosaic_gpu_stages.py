@@ -17,9 +17,8 @@ from mosaic_gpu_cases import (
     assert_same_bits,
     needs_jax,
     slow,
-    swapped,
 )
-from oracle import error, random_inputs, tolerance
+from oracle import error, random_inputs, swapped, tolerance
 from test_stages import case
 
 from mlstm_pallas import StageConfig, dispatch, gate_gradients, gates

@@ -216,10 +216,10 @@ def tile_pairs(x, outputs, T):
     )
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("stage", STAGES)
-def test_the_kernel_agrees_with_the_plain_form(stage, dtype):
-    case(dtype, 32, 64).check(stage)
+def test_the_kernel_agrees_with_the_plain_form(stage):
+    """In bfloat16; the tiles below are in float32, most of them."""
+    case("bfloat16", 32, 64).check(stage)
 
 
 SIZES = {
@@ -274,9 +274,7 @@ TILES = {
         ("float32", 16, dict(LQ=16, K=16, V=16, loop=16)),
         ("float32", 64, dict(LQ=64, K=16, V=64, loop=16)),
         ("float32", 256, dict(LQ=32, K=32, V=16, loop=64)),
-        *[
-            (dtype, 256, dict(LQ=256, K=32, V=64, loop=32)) for dtype in ("float32", "bfloat16")
-        ],  # MAX_TILE steps a CTA
+        ("bfloat16", 256, dict(LQ=256, K=32, V=64, loop=32)),  # MAX_TILE steps a CTA
     ],
 }
 TILINGS = [

@@ -731,7 +731,8 @@ class FakeProcess:
 
 @pytest.fixture
 def run_mosaic_gpu(run, monkeypatch, tmp_path):
-    """The command with fake processes and the row of WIDE; ``processes`` are those of the last run."""
+    """The command with fake processes and the row of WIDE; ``processes`` are those of the last
+    run."""
     monkeypatch.setattr(
         tune, "requested_backend", lambda backend: backend
     )  # which refuses an older jax

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Kernel, StageConfig
 
+KERNEL_DTYPE = jnp.dtype("bfloat16")  # float16 is of the same size
 SHARED_BYTES = 232_448  # that a CTA may have
 HEADS = 65_535  # CTAs along a grid axis of CUDA's other than the first
 
