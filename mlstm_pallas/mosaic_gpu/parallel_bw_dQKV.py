@@ -566,7 +566,7 @@ def _takes(config: StageConfig, p: Problem) -> bool:
         shapes = scratch(config, KERNEL_DTYPE)
         fits = config.num_stages >= 3
         fits = fits and p.L % 128 == 0 and p.DHQK % 256 == 0 and p.DHHV % 256 == 0
-    return fits and shared_bytes(shapes, has_sum=True) <= SHARED_BYTES
+    return fits and shared_bytes(shapes, has_sum=not by_chunk(p)) <= SHARED_BYTES
 
 
 KERNEL = kernel(
