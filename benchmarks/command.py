@@ -1,17 +1,17 @@
-"""What the benchmarks share as programs: flags, requests, records as they come, exit codes."""
+"""What the benchmarks share as programs: the command line, flags, requests."""
 
-import contextlib
-import dataclasses
+import functools
 import importlib.util
-import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any
 
 from absl import app, flags
+
+COMPILED = ("triton", "mosaic_gpu")  # backends
 
 
 class RequestError(ValueError):
@@ -42,20 +42,28 @@ def main(
 
 COMMIT = "For the records; none: that of the git working tree, if it is one."
 SHARED_FLAGS = {
-    "repeats": (flags.DEFINE_integer, 10, "Batches of calls; the median counts."),
-    "commit": (flags.DEFINE_string, None, COMMIT),
-    "from_jsonl": (flags.DEFINE_list, [], "Measure nothing; report the records of these files."),
-    "jsonl": (flags.DEFINE_string, None, "File to append each record to as it is measured."),
-    "plot": (flags.DEFINE_string, None, "PNG to write at the end."),
+    "repeats": ("integer", 10, "Batches of calls; the median counts.", 1),
+    "commit": ("string", None, COMMIT),
+    "from_jsonl": ("list", [], "Measure nothing; report the records of these files."),
+    "jsonl": ("string", None, "File to append each record to as it is measured."),
+    "plot": ("string", None, "PNG to write at the end."),
 }
 
 
-def define_shared_flags(values: flags.FlagValues, *names: str) -> None:
-    """Defines flags of ``SHARED_FLAGS``."""
-    for name in names:
-        define, default, text = SHARED_FLAGS[name]
-        bounds = dict(lower_bound=1) if define is flags.DEFINE_integer else {}
-        define(name, default, text, flag_values=values, **bounds)
+class Define:
+    """Defines flags: ``define.list("shape", [], help)`` is flags.DEFINE_list."""
+
+    def __init__(self, values: flags.FlagValues):
+        self._values = values
+
+    def __getattr__(self, kind: str) -> Callable[..., Any]:
+        return functools.partial(getattr(flags, f"DEFINE_{kind}"), flag_values=self._values)
+
+    def shared(self, *names: str) -> None:
+        """Flags of ``SHARED_FLAGS``."""
+        for name in names:
+            kind, *arguments = SHARED_FLAGS[name]
+            getattr(self, kind)(name, *arguments)
 
 
 def one_line(error: BaseException) -> str:
@@ -87,66 +95,18 @@ def check_plot(path: str | None) -> None:
         raise RequestError(f"no folder for {path}")
 
 
-def needs_gpu(what: str) -> RequestError:
-    return RequestError(f"{what} needs a GPU, JAX has none here; xla and interpret run anywhere")
+def check_gpu(kind: str, names: Sequence[str], gpu: bool, need: Sequence[str] = COMPILED) -> None:
+    """Raises RequestError where there is no GPU and one of the names needs one."""
+    if needed := [name for name in need if name in names and not gpu]:
+        absent = "JAX has none here; xla and interpret run anywhere"
+        raise RequestError(f"{kind} {needed[0]} needs a GPU, {absent}")
+
+
+def parse_booleans(name: str, texts: Sequence[str]) -> list[bool]:
+    check_names(name, texts, ["true", "false"])
+    return [text == "true" for text in texts]
 
 
 def say_no_gpu(what: str, shapes: Sequence[str]) -> None:
     where = f"measuring {what} on the CPU, at {', '.join(shapes)}"
     print(f"no GPU here: {where}; these are not the speeds of the kernels")
-
-
-# ---------------------------------------------------------------- records
-
-
-def collect(
-    measured: Iterator[Any], line: Callable[[Any], str] | None, jsonl: TextIO | None
-) -> tuple[list[Any], int]:
-    """The records, each printed as a line and stored as soon as it is measured, and the exit code.
-
-    The exit code is 1 where a record is wrong or failed, and 130 after Ctrl-C, with the records
-    before it.
-    """
-    records = []
-    try:
-        for record in measured:
-            records.append(record)
-            if line:
-                print(line(record), flush=True)
-            if jsonl:
-                print(json.dumps(dataclasses.asdict(record), default=str), file=jsonl, flush=True)
-    except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        return records, 130
-    return records, int(any(record.status in ("wrong", "failed") for record in records))
-
-
-def measure(
-    name: str,
-    start: Callable[[], Iterator[Any]],
-    line: Callable[[Any], str] | None,
-    jsonl: str | None,
-) -> tuple[list[Any], int]:
-    """The records of the benchmark ``name`` and its exit code, as ``collect`` has them.
-
-    Exit code 2, with one line on stderr, where ``start`` refuses the request or there is no way to
-    write the file ``jsonl``.
-    """
-    with contextlib.ExitStack() as stack:
-        try:
-            measured = start()
-            file = stack.enter_context(open(jsonl, "a")) if jsonl else None
-        except (RequestError, OSError) as error:
-            print(f"{name}: {error}", file=sys.stderr)
-            return [], 2
-        return collect(measured, line, file)
-
-
-def plot_measured(
-    plot: Callable[[Sequence[Any], str], None], records: Sequence[Any], path: str | None
-) -> None:
-    """Writes the plot, where one is asked for and anything was measured."""
-    if path and any(record.ms for record in records):
-        plot(records, path)
-    elif path:
-        print(f"nothing was measured: {path} is not written")

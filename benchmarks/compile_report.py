@@ -752,7 +752,7 @@ def parse_config(text: str) -> KernelConfig:
 
 def define_flags(values: flags.FlagValues) -> None:
     """Not at import: modules that import this one have flags of their own."""
-    define = dict(flag_values=values)
+    define = command.Define(values)
     device = f"The GPU to compile for: {', '.join(DEVICES)}."
     dtype = f"Of q, k, v: {', '.join(KERNEL_DTYPES)}."
     chunk_size = "Steps of a chunk; none: the default config's."
@@ -767,18 +767,18 @@ def define_flags(values: flags.FlagValues) -> None:
     relocatable = "The kernels of mosaic_gpu as nvJitLink compiles them, for jax >= 0.12."
     jsonl = "Print JSON lines, with sizes in bytes, not a table."
     heads = ["64/64", "128/256", "256/512"]
-    flags.DEFINE_string("device", "H200", device, **define)
-    flags.DEFINE_list("heads", heads, "Head sizes, DHQK/DHHV each.", **define)
-    flags.DEFINE_list("dtype", ["bfloat16", "float32"], dtype, **define)
-    flags.DEFINE_list("stage", [], "Only these stages; empty: all.", **define)
-    flags.DEFINE_integer("seqlen", 8192, "Steps of the sequence.", lower_bound=1, **define)
-    flags.DEFINE_integer("chunk_size", None, chunk_size, **define)
-    flags.DEFINE_string("config", None, config, **define)
-    flags.DEFINE_enum("direction", "fwd", list(DIRECTIONS), direction, **define)
-    flags.DEFINE_enum("variant", "exp", list(VARIANTS), variant, **define)
-    flags.DEFINE_enum("backend", "triton", ["triton", "mosaic_gpu"], backend, **define)
-    flags.DEFINE_bool("relocatable", False, relocatable, **define)
-    flags.DEFINE_bool("jsonl", False, jsonl, **define)
+    define.string("device", "H200", device)
+    define.list("heads", heads, "Head sizes, DHQK/DHHV each.")
+    define.list("dtype", ["bfloat16", "float32"], dtype)
+    define.list("stage", [], "Only these stages; empty: all.")
+    define.integer("seqlen", 8192, "Steps of the sequence.", lower_bound=1)
+    define.integer("chunk_size", None, chunk_size)
+    define.string("config", None, config)
+    define.enum("direction", "fwd", list(DIRECTIONS), direction)
+    define.enum("variant", "exp", list(VARIANTS), variant)
+    define.enum("backend", "triton", ["triton", "mosaic_gpu"], backend)
+    define.bool("relocatable", False, relocatable)
+    define.bool("jsonl", False, jsonl)
 
 
 def run(options: flags.FlagValues) -> int:

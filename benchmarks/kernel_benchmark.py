@@ -43,14 +43,23 @@ import jax.numpy as jnp
 import jaxlib
 import numpy as np
 import peers
+import reporting
 import roofline
 from absl import flags
-from command import RequestError, check_names, check_plot, git_commit, one_line
+from command import (
+    RequestError,
+    check_gpu,
+    check_names,
+    git_commit,
+    one_line,
+    parse_booleans,
+    say_no_gpu,
+)
 from compile_report import parse_config
 from jax import lax
 from jax.experimental.compilation_cache import compilation_cache
 from peers import NORMALISER, Inputs, random_inputs
-from reporting import COLUMNS, Record, markdown, plot, progress, read_records, table
+from reporting import COLUMNS, Record, markdown, plot, plot_measured
 from roofline import Shape
 
 from mlstm_pallas import dispatch, mlstm_chunkwise, stages
@@ -540,13 +549,10 @@ def parse_request(options: flags.FlagValues) -> Request:
     check_names("variant", options.variant, list(VARIANTS))
     check_names("direction", options.direction, ["fwd", "fwbw"])
     check_names("dtype", options.dtype, KERNEL_DTYPES)
-    check_names("recompute_states_in_bw", options.recompute_states_in_bw, ["true", "false"])
-    for name in ("triton", "mosaic_gpu"):
-        if name in impls and not gpu:
-            raise command.needs_gpu(f"impl {name}")
+    recompute = parse_booleans("recompute_states_in_bw", options.recompute_states_in_bw)
+    check_gpu("impl", impls, gpu)
     if options.stage and options["direction"].present:
         raise RequestError("a stage has one direction: give --stage or --direction, not both")
-    check_plot(options.plot)
     try:
         check_chunk_size(options.chunk_size)
     except ValueError as error:
@@ -560,8 +566,7 @@ def parse_request(options: flags.FlagValues) -> Request:
         flops, bandwidth = (rate if x is None else x * 1e12 for x, rate in pairs)
         rates[dtype] = flops, bandwidth
     if not gpu:
-        command.say_no_gpu(", ".join(impls), list(shapes))
-    recompute = [x == "true" for x in options.recompute_states_in_bw]
+        say_no_gpu(", ".join(impls), list(shapes))
     what = options.direction, options.dtype, options.stage
     return Request(shapes, impls, *what, recompute, options.variant, config, rates)
 
@@ -598,8 +603,7 @@ def persistent_cache(folder: str | None) -> Iterator[None]:
 
 def define_flags(values: flags.FlagValues) -> None:
     """Not at import: modules that import this one have flags of their own."""
-    define = dict(flag_values=values)
-    rate = define | dict(lower_bound=1e-9)
+    define = command.Define(values)
     shape = f"{', '.join(SHAPES)}, or BxNHxSxDHQKxDHHV; none: the 8k ones, without a GPU tiny."
     impls = f"{', '.join(BACKENDS)}, {', '.join(peers.PEERS)}"
     default = "all: mlstm_pallas and every peer; none: triton, without a GPU xla."
@@ -614,42 +618,34 @@ def define_flags(values: flags.FlagValues) -> None:
     medians = "Print a table of the medians in Markdown at the end."
     tflops = "The device's rate of matrix products, for the roofline."
     tbps = "The device's memory bandwidth, for the roofline."
-    flags.DEFINE_list("shape", [], shape, **define)
-    flags.DEFINE_list("impl", [], f"{impls}; {default}", **define)
-    flags.DEFINE_list("stage", [], stage, **define)
-    flags.DEFINE_list("direction", ["fwd"], direction, **define)
-    flags.DEFINE_list("dtype", ["bfloat16"], dtype, **define)
-    flags.DEFINE_integer("chunk_size", None, chunk_size, **define)
-    flags.DEFINE_string("config", None, f"Of mlstm_pallas: {row}", **define)
-    flags.DEFINE_list("recompute_states_in_bw", ["true"], recompute, **define)
+    define.list("shape", [], shape)
+    define.list("impl", [], f"{impls}; {default}")
+    define.list("stage", [], stage)
+    define.list("direction", ["fwd"], direction)
+    define.list("dtype", ["bfloat16"], dtype)
+    define.integer("chunk_size", None, chunk_size)
+    define.string("config", None, f"Of mlstm_pallas: {row}")
+    define.list("recompute_states_in_bw", ["true"], recompute)
     variants = f"Of mlstm_pallas: {', '.join(VARIANTS)}; {packed}"
-    flags.DEFINE_list("variant", ["exp"], variants, **define)
-    flags.DEFINE_string("compilation_cache_dir", None, cache, **define)
-    flags.DEFINE_bool("markdown", False, medians, **define)
-    flags.DEFINE_float("peak_tflops", None, tflops, **rate)
-    flags.DEFINE_float("peak_tbps", None, tbps, **rate)
-    command.define_shared_flags(values, "repeats", "commit", "from_jsonl", "jsonl", "plot")
+    define.list("variant", ["exp"], variants)
+    define.string("compilation_cache_dir", None, cache)
+    define.bool("markdown", False, medians)
+    define.float("peak_tflops", None, tflops, lower_bound=1e-9)
+    define.float("peak_tbps", None, tbps, lower_bound=1e-9)
+    define.shared("repeats", "commit", "from_jsonl", "jsonl", "plot")
 
 
 def run(options: flags.FlagValues) -> int:
     """Measures and prints; returns the exit code."""
-    stored = bool(options.from_jsonl)
 
     def start() -> Iterator[Record]:
-        if not stored:
-            return measured_records(options, parse_request(options))
-        check_plot(options.plot)
-        return iter([x for path in options.from_jsonl for x in read_records(path, Record)])
+        return measured_records(options, parse_request(options))
 
-    line = None if stored else functools.partial(progress, columns=COLUMNS)
     with persistent_cache(options.compilation_cache_dir):
-        records, code = command.measure("kernel_benchmark", start, line, options.jsonl)
-    if code == 2:
-        return code
-    print(f"\n{table(records, COLUMNS)}")
+        records, code = reporting.measure("kernel_benchmark", options, start, COLUMNS, Record)
     if options.markdown and records:
         print(f"\n{markdown(records)}")
-    command.plot_measured(plot, records, options.plot)
+    plot_measured(plot, records, options.plot)
     return code
 
 

@@ -50,9 +50,10 @@ import command
 import jax
 import jax.numpy as jnp
 import peers
+import reporting
 import roofline
 from absl import flags
-from command import check_names, check_plot, git_commit, one_line
+from command import check_gpu, check_names, git_commit, one_line, say_no_gpu
 from kernel_benchmark import (
     TOLERANCES,
     jax_versions,
@@ -60,7 +61,7 @@ from kernel_benchmark import (
     parse_shapes,
     time_calls,
 )
-from reporting import DIRECTIONS, progress, read_records, table
+from reporting import DIRECTIONS
 from roofline import Shape
 
 from mlstm_pallas import mlstm_chunkwise
@@ -567,50 +568,40 @@ def parse_request(options: flags.FlagValues) -> tuple[dict[str, Shape], Sequence
     backend = options.backend or ("triton" if gpu else "xla")
     check_names("impl", impls, IMPLS)
     check_names("direction", options.direction, ["fwd", "fwbw"])
-    if not gpu and (backend in ("triton", "mosaic_gpu") or MOSAIC_GPU in impls):
-        raise command.needs_gpu(
-            f"impl {MOSAIC_GPU}" if MOSAIC_GPU in impls else f"backend {backend}"
-        )
+    check_gpu("impl", impls, gpu, [MOSAIC_GPU])
+    check_gpu("backend", [backend], gpu)
     shapes = parse_shapes(options.shape or (["7b-8k"] if gpu else ["2x2x64x16x32"]))
     if not gpu:
-        command.say_no_gpu(f"backend {backend}", list(shapes))
+        say_no_gpu(f"backend {backend}", list(shapes))
     return shapes, impls, backend
 
 
 def define_flags(values: flags.FlagValues) -> None:
     """Not at import: modules that import this one have flags of their own."""
-    define = dict(flag_values=values)
+    define = command.Define(values)
     default = "none: 7b-8k, without a GPU 2x2x64x16x32."
     shape = f"As in kernel_benchmark.py, E = NH * DHHV; {default}"
     direction = "fwd: forward; fwbw: with the gradients of all parameters and x."
     backend = "Of mlstm_pallas; none: triton, without a GPU xla."
-    flags.DEFINE_list("shape", [], shape, **define)
-    flags.DEFINE_list("impl", [], f"{', '.join(IMPLS)}; none: all that the device runs.", **define)
-    flags.DEFINE_list("direction", ["fwd", "fwbw"], direction, **define)
-    flags.DEFINE_enum("norm", "rms", ["rms", "layer"], "Norm of each head.", **define)
-    flags.DEFINE_enum("backend", None, list(BACKENDS), backend, **define)
-    flags.DEFINE_bool("torch_compile", True, "Compile what follows the mLSTM in torch.", **define)
-    command.define_shared_flags(values, "repeats", "commit", "from_jsonl", "jsonl", "plot")
+    define.list("shape", [], shape)
+    define.list("impl", [], f"{', '.join(IMPLS)}; none: all that the device runs.")
+    define.list("direction", ["fwd", "fwbw"], direction)
+    define.enum("norm", "rms", ["rms", "layer"], "Norm of each head.")
+    define.enum("backend", None, list(BACKENDS), backend)
+    define.bool("torch_compile", True, "Compile what follows the mLSTM in torch.")
+    define.shared("repeats", "commit", "from_jsonl", "jsonl", "plot")
 
 
 def run(options: flags.FlagValues) -> int:
     """Measures and prints; returns the exit code."""
-    stored = bool(options.from_jsonl)
 
     def start() -> Iterator[Record]:
-        check_plot(options.plot)
-        if not stored:
-            return measured_records(options, *parse_request(options))
-        return iter([x for path in options.from_jsonl for x in read_records(path, Record)])
+        return measured_records(options, *parse_request(options))
 
-    line = None if stored else functools.partial(progress, columns=COLUMNS)
-    records, code = command.measure("layer_benchmark", start, line, options.jsonl)
-    if code == 2:
-        return code
-    print(f"\n{table(records, COLUMNS)}\n")
+    records, code = reporting.measure("layer_benchmark", options, start, COLUMNS, Record)
     for title, here in panels(records).items():
-        print(remainder(title, here))
-    command.plot_measured(plot, records, options.plot)
+        print(f"\n{remainder(title, here)}")
+    reporting.plot_measured(plot, records, options.plot)
     return code
 
 

@@ -1,11 +1,14 @@
-"""Records of the benchmarks: read from JSONL, as a line, as a table, in Markdown, as a plot."""
+"""Records of the benchmarks: as they are measured, in JSONL, as a table, in Markdown, as a plot."""
 
+import contextlib
 import dataclasses
 import json
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-from command import RequestError
+from absl import flags
+from command import RequestError, check_plot
 from roofline import Shape
 
 RecordType = TypeVar("RecordType")
@@ -57,6 +60,61 @@ def table(records: Sequence[Any], columns: Columns) -> str:
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     pad = "{:{}{}}".format
     return "\n".join("  ".join(map(pad, line, aligns, widths)).rstrip() for line in lines)
+
+
+def measure(
+    name: str,
+    options: flags.FlagValues,
+    start: Callable[[], Iterator[Any]],
+    columns: Columns,
+    record_type: Callable[..., Any] | None = None,
+) -> tuple[list[Any], int]:
+    """The records of the benchmark ``name`` and its exit code.
+
+    Each record is printed as a line, and appended to the file of --jsonl, as soon as it is
+    measured; at the end there is a table. With a record_type, --from_jsonl has files of records to
+    read instead.
+
+    The exit code is 1 where a record is wrong or failed, and 130 after Ctrl-C, with the records
+    before it. It is 2, with one line on stderr, where ``start`` refuses the request or a file
+    cannot be opened.
+    """
+    stored = options.from_jsonl if record_type else []
+    records: list[Any] = []
+    with contextlib.ExitStack() as stack:
+        try:
+            check_plot(options.plot if "plot" in options else None)
+            read = [record for path in stored for record in read_records(path, record_type)]
+            measured = iter(read) if stored else start()
+            jsonl = stack.enter_context(open(options.jsonl, "a")) if options.jsonl else None
+        except (RequestError, OSError) as error:
+            print(f"{name}: {error}", file=sys.stderr)
+            return [], 2
+        try:
+            for record in measured:
+                records.append(record)
+                if not stored:
+                    print(progress(record, columns), flush=True)
+                if jsonl:
+                    row = dataclasses.asdict(record)
+                    print(json.dumps(row, default=str), file=jsonl, flush=True)
+            code = int(any(record.status in ("wrong", "failed") for record in records))
+        except KeyboardInterrupt:
+            print("interrupted", file=sys.stderr)
+            code = 130
+    if records:
+        print(f"\n{table(records, columns)}")
+    return records, code
+
+
+def plot_measured(
+    plot: Callable[[Sequence[Any], str], None], records: Sequence[Any], path: str | None
+) -> None:
+    """Writes the plot, where one is asked for and anything was measured."""
+    if path and any(record.ms for record in records):
+        plot(records, path)
+    elif path and records:
+        print(f"nothing was measured: {path} is not written")
 
 
 # ---------------------------------------------------------------- the kernel benchmark

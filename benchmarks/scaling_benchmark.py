@@ -26,13 +26,19 @@ import jax
 import kernel_benchmark
 import numpy as np
 import peers
+import reporting
 from absl import flags
-from command import RequestError, check_names, check_plot, git_commit, one_line
+from command import (
+    RequestError,
+    check_gpu,
+    check_names,
+    git_commit,
+    one_line,
+)
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from kernel_benchmark import jax_versions, median_and_spread, parse_shapes, time_calls
 from peers import Inputs, random_inputs
-from reporting import progress, table
 from roofline import Shape
 
 from mlstm_pallas import mlstm_chunkwise
@@ -211,8 +217,7 @@ def parse_request(options: flags.FlagValues) -> tuple[dict[str, Sequence[Shape]]
     present = jax.local_devices()
     gpu = present[0].platform == "gpu"
     options.backend = options.backend or ("triton" if gpu else "xla")
-    if options.backend == "triton" and not gpu:
-        raise command.needs_gpu("backend triton")
+    check_gpu("backend", [options.backend], gpu)
     check_names("mode", options.mode, list(MODES))
     try:
         default = [2**k for k in range(len(present).bit_length())]
@@ -222,7 +227,6 @@ def parse_request(options: flags.FlagValues) -> tuple[dict[str, Sequence[Shape]]
         raise RequestError(str(error)) from None
     if not 1 <= counts[0] <= counts[-1] <= len(present):
         raise RequestError(f"there are {len(present)} devices, not {', '.join(map(str, counts))}")
-    check_plot(options.plot)
     shapes = default_shapes(gpu, counts[-1])
     if options.shape:
         shapes = {mode: list(parse_shapes(options.shape).values()) for mode in MODES}
@@ -281,7 +285,7 @@ def plot(records: Sequence[Record], path: str) -> None:
 
 def define_flags(values: flags.FlagValues) -> None:
     """Not at import: modules that import this one have flags of their own."""
-    define = dict(flag_values=values)
+    define = command.Define(values)
     mode = "The dimension that is split, and whether it grows."
     shape = "BxNHxSxDHQKxDHHV or a name of kernel_benchmark.py, for all modes"
     default = "none: 7b-8k and up to 2**20 steps, without a GPU tiny."
@@ -289,28 +293,24 @@ def define_flags(values: flags.FlagValues) -> None:
     direction = "Forward, or forward and backward."
     dtypes = list(reversed(KERNEL_DTYPES))
     chunk_size = "Steps of a chunk; none: the default config's."
-    flags.DEFINE_list("mode", list(MODES), mode, **define)
-    flags.DEFINE_list("shape", [], f"{shape}; {default}", **define)
-    flags.DEFINE_list("devices", [], devices, **define)
-    flags.DEFINE_enum("backend", None, BACKENDS, "None: triton, without a GPU xla.", **define)
-    flags.DEFINE_enum("direction", "fwd", ["fwd", "fwbw"], direction, **define)
-    flags.DEFINE_enum("dtype", "bfloat16", dtypes, "Of q, k, v.", **define)
-    flags.DEFINE_integer("chunk_size", None, chunk_size, **define)
-    command.define_shared_flags(values, "repeats", "jsonl", "plot")
+    define.list("mode", list(MODES), mode)
+    define.list("shape", [], f"{shape}; {default}")
+    define.list("devices", [], devices)
+    define.enum("backend", None, BACKENDS, "None: triton, without a GPU xla.")
+    define.enum("direction", "fwd", ["fwd", "fwbw"], direction)
+    define.enum("dtype", "bfloat16", dtypes, "Of q, k, v.")
+    define.integer("chunk_size", None, chunk_size)
+    define.shared("repeats", "jsonl", "plot")
 
 
 def run(options: flags.FlagValues) -> int:
     """Measures and prints; returns the exit code."""
-    records, code = command.measure(
-        "scaling_benchmark",
-        lambda: measured_records(options, *parse_request(options)),
-        functools.partial(progress, columns=COLUMNS),
-        options.jsonl,
-    )
-    if code == 2:
-        return code
-    print(f"\n{table(records, COLUMNS)}")
-    command.plot_measured(plot, records, options.plot)
+
+    def start() -> Iterator[Record]:
+        return measured_records(options, *parse_request(options))
+
+    records, code = reporting.measure("scaling_benchmark", options, start, COLUMNS)
+    reporting.plot_measured(plot, records, options.plot)
     return code
 
 

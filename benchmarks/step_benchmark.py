@@ -28,13 +28,13 @@ import command
 import jax
 import jax.numpy as jnp
 import numpy as np
+import reporting
 from absl import flags
-from command import RequestError, check_names, git_commit, one_line
+from command import RequestError, check_gpu, check_names, git_commit, one_line, say_no_gpu
 from compile_report import NOT_OF_STEPS, VARIANTS
 from jax import lax
 from kernel_benchmark import jax_versions, median_and_spread, time_calls
 from peers import take_heads, torch_tensor
-from reporting import progress, table
 
 from mlstm_pallas import mlstm_recurrent_step, reference
 from mlstm_pallas.backend import target_device_kind
@@ -285,10 +285,13 @@ def measured_records(
     names = "dtype", "state_dtype", "unroll", "variant"
     common = {name: options[name].value for name in names} | dict(steps=steps)
     common |= dict(device=jax.devices()[0].device_kind, commit=git_commit())
-    common |= dict(copy_gbps=copy_rate(options.repeats) / 1e9)
+    copy_gbps = copy_rate(options.repeats) / 1e9
+    print(f"\ncopy: {copy_gbps:.4g} GB/s")
     for name, shape in shapes.items():
         for impl in impls:
-            record = Record(name, shape, impl, versions=jax_versions(), **common)
+            record = Record(
+                name, shape, impl, copy_gbps=copy_gbps, versions=jax_versions(), **common
+            )
             ours = impl in BACKENDS
             try:
                 if ours:
@@ -310,8 +313,7 @@ def parse_request(options: flags.FlagValues) -> tuple[dict[str, Shape], Sequence
     gpu = jax.devices()[0].platform == "gpu"
     impls = options.impl or (["triton", *PEERS] if gpu else ["xla"])
     check_names("impl", impls, (*BACKENDS, *PEERS))
-    if "triton" in impls and not gpu:
-        raise command.needs_gpu("impl triton")
+    check_gpu("impl", impls, gpu)
     shapes = {}
     for text in options.shape or (["b1", "256mib"] if gpu else ["tiny"]):
         if text not in SHAPES and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){3}", text):
@@ -319,7 +321,7 @@ def parse_request(options: flags.FlagValues) -> tuple[dict[str, Shape], Sequence
             raise RequestError(f"unknown shape {text!r}, {known}")
         shapes[text] = SHAPES[text] if text in SHAPES else Shape(*map(int, text.split("x")))
     if not gpu:
-        command.say_no_gpu(", ".join(impls), list(shapes))
+        say_no_gpu(", ".join(impls), list(shapes))
     return shapes, impls, options.steps or (1000 if gpu else 10)
 
 
@@ -338,8 +340,7 @@ COLUMNS = {
 
 def define_flags(values: flags.FlagValues) -> None:
     """Not at import: modules that import this one have flags of their own."""
-    define = dict(flag_values=values)
-    positive = define | dict(lower_bound=1)
+    define = command.Define(values)
     shape = f"{', '.join(SHAPES)}, or BxNHxDHQKxDHHV; none: b1, 256mib, without a GPU tiny."
     impls = f"{', '.join((*BACKENDS, *PEERS))}; none: triton and peers, without a GPU xla."
     dtypes = list(KERNEL_DTYPES)
@@ -347,26 +348,23 @@ def define_flags(values: flags.FlagValues) -> None:
     unroll = f"{loop} n and m go to new memory: one step per iteration costs a copy of each."
     variants = [name for name in VARIANTS if name not in NOT_OF_STEPS]
     variant = "Input gate and normaliser of mlstm_pallas."
-    flags.DEFINE_list("shape", [], shape, **define)
-    flags.DEFINE_list("impl", [], impls, **define)
-    flags.DEFINE_enum("dtype", "bfloat16", dtypes[::-1], "Of q, k, v and h.", **define)
-    flags.DEFINE_enum("state_dtype", "float32", dtypes, "Of C and n; m is float32.", **define)
-    flags.DEFINE_integer("steps", None, "Of a loop; none: 1000, without a GPU 10.", **positive)
-    flags.DEFINE_integer("unroll", 2, unroll, **positive)
-    flags.DEFINE_enum("variant", "exp", variants, variant, **define)
-    command.define_shared_flags(values, "repeats", "jsonl")
+    define.list("shape", [], shape)
+    define.list("impl", [], impls)
+    define.enum("dtype", "bfloat16", dtypes[::-1], "Of q, k, v and h.")
+    define.enum("state_dtype", "float32", dtypes, "Of C and n; m is float32.")
+    define.integer("steps", None, "Of a loop; none: 1000, without a GPU 10.", lower_bound=1)
+    define.integer("unroll", 2, unroll, lower_bound=1)
+    define.enum("variant", "exp", variants, variant)
+    define.shared("repeats", "jsonl")
 
 
 def run(options: flags.FlagValues) -> int:
     """Measures and prints; returns the exit code."""
-    records, code = command.measure(
-        "step_benchmark",
-        lambda: measured_records(options, *parse_request(options)),
-        functools.partial(progress, columns=COLUMNS),
-        options.jsonl,
-    )
-    if records:
-        print(f"\ncopy: {records[0].copy_gbps:.4g} GB/s\n{table(records, COLUMNS)}")
+
+    def start() -> Iterator[Record]:
+        return measured_records(options, *parse_request(options))
+
+    _, code = reporting.measure("step_benchmark", options, start, COLUMNS)
     return code
 
 

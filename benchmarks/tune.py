@@ -1,32 +1,43 @@
-r"""Finds tiles and launch parameters for shapes and dtypes on the GPU at hand and writes them into mlstm_pallas/tuning/<device>.json.
+r"""Finds tiles and launch parameters for shapes and dtypes on the GPU at hand.
 
-    python benchmarks/tune.py --minutes=9                                                   # the seven head sizes, bfloat16
+It writes them into mlstm_pallas/tuning/<device>.json.
+
+    python benchmarks/tune.py --minutes=9                           # the seven head sizes, bfloat16
     python benchmarks/tune.py --shape=tfla-8k --dtype=float32 --minutes=5
     python benchmarks/tune.py --shape=7b-8k --stage=parallel_fw_H,recurrent_bw_dC --minutes=3
-    python benchmarks/tune.py --backend=mosaic_gpu --minutes=3                                # the Mosaic GPU kernels' tiles, on Hopper
+    python benchmarks/tune.py --backend=mosaic_gpu --minutes=3      # Mosaic GPU kernels, on Hopper
 
-Search. Each stage at each chunk size is searched by itself: coordinate descent from the present row and the heuristic over the fields
-in ``Stage.search``. A round takes up to 16 candidates that differ from the best by one step of one field, then of two fields. The next
-round goes to the stage and chunk size with most time to gain: long stages with few rounds so far, at chunk sizes with a small sum over
-stages; a chunk size with a far larger sum is dropped. Tiles are clamped to the problem, and the same tiles are tried once. The stages of
-the fused scan have chunk sizes of their own. The last third of a case's time goes to whole calls, forward and backward: the best stages
-of each chunk size with materialised states and with the fused scan, beside the heuristic and the present row, in one run. Heads without
-a row start from that of the smallest larger heads, as a call of them would. A row is written when its call is at least 3 % faster than
-the heuristic's; a present row that is not is removed.
+Search. Each stage at each chunk size is searched by itself: coordinate descent from the present row
+and the heuristic over the fields that its kernel lets the tuner search. A round takes up to 16
+candidates that differ from the best by one step of one field, then of two fields. The next round
+goes to the stage and chunk size with most time to gain: long stages with few rounds so far, at
+chunk sizes with a small sum over stages; a chunk size with a far larger sum is dropped. Tiles are
+clamped to the problem, and equal tiles are tried once. The stages of the fused scan have chunk
+sizes of their own.
 
-Candidates of a round are compiled in parallel, first by the compile report (in a process per thread, as LLVM aborts on some): those
-that take more shared memory than there is, or spill more than --max_spill_bytes, never run. Then they are timed one by one. A time counts
-only if the outputs are those of the plain form in float32 and have the same bits in three runs: in a pipelined loop Triton miscompiles
-some tilings, differently in every run. Whole calls are checked as in kernel_benchmark.py.
+Whole calls. They get the last third of a case's time, forward and backward: the best stages of each
+chunk size with materialised states and with the fused scan, beside the heuristic and the present
+row, in one run. Heads without a row start from that of the smallest larger heads, as a call of them
+would. A row is written when its call is at least 3 % faster than the heuristic's; a present row
+that is not is removed.
 
-With --backend=mosaic_gpu the tiles of the stages' Mosaic GPU kernels are searched, in the chunks that the present row has for them; its
-Triton tiles stay. Each stage has a process (worker.py), which is killed when a candidate does not end. What ptxas says of a candidate
-decides whether it runs: spills, and products that wait for each other. A stage's tiles are written when it is at least 3 % faster than
-with those of its heuristic; a present entry that is not is removed.
+Checks. Candidates of a round are compiled in parallel, first by the compile report (in a process
+per thread, as LLVM aborts on some). Those that take more shared memory than there is, or spill more
+than --max_spill_bytes, never run. The others are timed one by one. A time counts only if the
+outputs are those of the plain form in float32 and have the same bits in three runs: in a pipelined
+loop Triton miscompiles some tilings, differently in every run. Whole calls are checked as in
+kernel_benchmark.py.
 
-Every result is a line of --log. A second run with the same code, jax and device takes stages from there instead of timing them, and
-so continues an unfinished one. Exit code 1 when a case has no result, 2 when the request makes no sense, 130 after Ctrl-C (what was
-timed is in the log).
+Mosaic GPU. With --backend=mosaic_gpu the tiles of the stages' Mosaic GPU kernels are searched, in
+the chunks that the present row has for them; its Triton tiles stay. Each stage has a process
+(worker.py), which is killed when a candidate does not end. The log of ptxas decides whether a
+candidate runs: it has the spills, and the products that wait for each other. A stage's tiles are
+written when it is at least 3 % faster than with those of its heuristic; a present entry that is not
+is removed.
+
+Every result is a line of --log. A second run with the same code, jax and device takes stages from
+there instead of timing them, and so continues an unfinished one. Exit code 1 when a case has no
+result, 2 when the request makes no sense, 130 after Ctrl-C (what was timed is in the log).
 """
 
 import contextlib
@@ -52,7 +63,8 @@ import jax.numpy as jnp
 import kernel_benchmark
 from absl import flags
 from candidates import Bench, DeviceLost, IsolatedBench, Result, pruner_for, stage_workers
-from kernel_benchmark import STAGES, RequestError, check_names, parse_shapes
+from command import RequestError, check_names
+from kernel_benchmark import STAGES, parse_shapes
 from roofline import Shape, schedules
 from tqdm import tqdm
 
@@ -86,15 +98,12 @@ SEARCH_SHARE = 0.7  # of a case's time; the rest is for whole calls
 
 FUSED_SCAN = "recurrent_fw_H"  # its siz_b_LKV is the chunk size of the fused stages
 FUSED_CHUNKS = (16, 32, 64, 128)
-FUSED_MIN_CTAS = (
-    192  # of the fused scan; with fewer, too many SMs are idle and materialised states are faster
-)
-# By fused_min_heads, 0 or 1, the stages of a forward and backward pass; chunk_gates is in both passes.
+FUSED_MIN_CTAS = 192  # of the fused scan; with fewer too many SMs are idle, and it is slower
+# The stages of a forward and backward pass by fused_min_heads, 0 or 1; chunk_gates is in both
+# passes.
 ALGORITHMS = {fused: tuple(itertools.chain(*schedules(fused))) for fused in (0, 1)}
-# Those that the other algorithm does not have.
-OWN_STAGES = {
-    fused: set(stages) - set(ALGORITHMS[1 - fused]) for fused, stages in ALGORITHMS.items()
-}
+# The stages that the other algorithm does not have.
+OWN_STAGES = {fused: {*ALGORITHMS[fused]} - {*ALGORITHMS[1 - fused]} for fused in (0, 1)}
 
 
 # ---------------------------------------------------------------- candidates
@@ -108,16 +117,13 @@ def canonical(stage: str, tiles: StageConfig, problem: Problem) -> StageConfig:
 
 
 def as_run(config: KernelConfig, problem: Problem) -> KernelConfig:
-    """The stages and the algorithm that run of a complete config."""
-    spec = CallSpec(
-        problem, config, jnp.dtype("bfloat16"), DEFAULT_NORMALISER
-    )  # the dtype does not matter here
-    problems = {
-        name: spec.fused_problem if stage.fused else problem for name, stage in STAGES.items()
-    }
-    tiles: dict[str, Any] = {
-        name: canonical(name, config.stage(name), p) for name, p in problems.items()
-    }
+    """The stages and the algorithm of a complete config that run."""
+    # The dtype decides about neither.
+    spec = CallSpec(problem, config, jnp.dtype("bfloat16"), DEFAULT_NORMALISER)
+    tiles: dict[str, Any] = {}
+    for name, stage in STAGES.items():
+        p = spec.fused_problem if stage.fused else problem
+        tiles[name] = canonical(name, config.stage(name), p)
     return KernelConfig(chunk_size=problem.L, fused_min_heads=int(spec.fused), **tiles)
 
 
@@ -132,10 +138,10 @@ def neighbours(
     pairs = (pair for pair in itertools.combinations(steps, 2) if pair[0][0] != pair[1][0])
     seen = {canonical(tiles)}
     for changes in itertools.chain(([step] for step in steps), pairs):
-        found = canonical(tiles.replace(**dict(changes)))
-        if found not in seen:
-            seen.add(found)
-            yield found
+        candidate = canonical(tiles.replace(**dict(changes)))
+        if candidate not in seen:
+            seen.add(candidate)
+            yield candidate
 
 
 class Search:
@@ -167,20 +173,17 @@ class Search:
 
     @property
     def share(self) -> float:
-        """What a round may gain: of the time of the stage in a whole call, less with each round."""
+        """What a round may gain: a share of the stage's time in a whole call, less every round."""
         launches = max(stages.count(self.stage) for stages in ALGORITHMS.values())
         return launches * (self.best[0] if self.best else float("inf")) / (1 + self.rounds)
 
     @property
     def best(self) -> tuple[float, StageConfig] | None:
-        times = [
-            (result.ms, n, tiles)
-            for n, (tiles, result) in enumerate(self.results.items())
-            if result.status == "ok"
-        ]
-        if not times:
+        tried = enumerate(self.results.items())
+        timed = [(x.ms, n, tiles) for n, (tiles, x) in tried if x.status == "ok"]
+        if not timed:
             return None
-        ms, _, tiles = min(times)
+        ms, _, tiles = min(timed)
         return ms, tiles
 
     def candidate(self, tiles: StageConfig) -> KernelConfig:
@@ -189,7 +192,7 @@ class Search:
         return KernelConfig(chunk_size=self.L, **chunks | {self.stage: tiles})
 
     def tiles(self, config: KernelConfig) -> StageConfig:
-        """Of a candidate."""
+        """The tiles of a candidate."""
         return config.stage(self.stage)
 
     def next_round(self) -> list[StageConfig]:
@@ -197,17 +200,15 @@ class Search:
         if not self.results:
             return self.starts
         around = [self.best[1]] if self.best else self.starts
-        untried = (
-            x
-            for start in around
-            for x in neighbours(start, self.values, self.canonical)
-            if x not in self.results and self.takes(x)
-        )
+        near = (x for tiles in around for x in neighbours(tiles, self.values, self.canonical))
+        untried = (x for x in near if x not in self.results and self.takes(x))
         return list(itertools.islice(dict.fromkeys(untried), self.round_size))
 
 
 class MosaicGpuSearch(Search):
-    """Of the tiles of a stage's Mosaic GPU kernel. Without starts where the kernel cannot run with those of its heuristic.
+    """The search of the tiles of a stage's Mosaic GPU kernel.
+
+    It has no starts where the kernel cannot run with the tiles of its heuristic.
 
     Args:
       stage: its name.
@@ -219,12 +220,10 @@ class MosaicGpuSearch(Search):
 
     def __init__(self, stage: str, config: KernelConfig, spec: Callable[[KernelConfig], CallSpec]):
         self.stage, self.config, self.spec, self.problem = stage, config, spec, spec(config).problem
-        heuristic, present = (
-            self.running(self.in_call(tiles)) for tiles in (None, config.stage(stage).mosaic_gpu)
-        )
-        super().__init__(
-            stage, self.problem, [tiles for tiles in (heuristic, present) if heuristic and tiles]
-        )
+        tiles = None, config.stage(stage).mosaic_gpu
+        heuristic, present = (self.running(self.in_call(x)) for x in tiles)
+        starts = [x for x in (heuristic, present) if heuristic and x]
+        super().__init__(stage, self.problem, starts)
 
     @property
     def values(self) -> Mapping[str, Sequence[Any]]:
@@ -232,33 +231,37 @@ class MosaicGpuSearch(Search):
 
     def canonical(self, tiles: StageConfig) -> StageConfig:
         """A tile beyond its axis is that of the axis."""
-        found = {name: getattr(tiles, name) for name in self.values}
+        fields = {name: getattr(tiles, name) for name in self.values}
         for name, size in (("siz_b_DHQK", self.problem.DHQK), ("siz_b_DHHV", self.problem.DHHV)):
-            if name in found:
-                found[name] = min([found[name], *(x for x in self.values[name] if x >= size)])
-        return StageConfig(**found)
+            if name in fields:
+                fields[name] = min([fields[name], *(x for x in self.values[name] if x >= size)])
+        return StageConfig(**fields)
 
     def in_call(self, tiles: StageConfig | None) -> KernelConfig:
-        """The config of the call with these tiles, None: the heuristic's."""
-        return self.config.replace(
-            **{self.stage: self.config.stage(self.stage).replace(mosaic_gpu=tiles)}
-        )
+        """The config of the call with these tiles; None: those of the heuristic."""
+        config = self.config.stage(self.stage).replace(mosaic_gpu=tiles)
+        return self.config.replace(**{self.stage: config})
 
     def running(self, config: KernelConfig, stage: str | None = None) -> StageConfig | None:
-        """The tiles with which a stage, or the one that is searched, runs on Mosaic GPU; None where it does not."""
+        """The tiles with which a stage runs on Mosaic GPU; None where it does not.
+
+        stage None: the stage that is searched.
+        """
         return self.spec(config).stages_in("mosaic_gpu").get(stage or self.stage)
 
     def takes(self, tiles: StageConfig) -> bool:
         return self.running(self.in_call(tiles)) is not None
 
     def candidate(self, tiles: StageConfig) -> KernelConfig:
-        """A config with these tiles of the stage; of a stage of the fused scan also with those that decide the chunks."""
-        scan: dict[str, Any] = (
-            {FUSED_SCAN: StageConfig(mosaic_gpu=self.running(self.config, FUSED_SCAN))}
-            if self.fused
-            else {}
-        )
-        return KernelConfig(chunk_size=self.L, **scan | {self.stage: StageConfig(mosaic_gpu=tiles)})
+        """A config with these tiles of the stage.
+
+        A stage of the fused scan comes with the tiles of the scan that decide the chunks.
+        """
+        stages: dict[str, Any] = {}
+        if self.fused:
+            stages[FUSED_SCAN] = StageConfig(mosaic_gpu=self.running(self.config, FUSED_SCAN))
+        stages[self.stage] = StageConfig(mosaic_gpu=tiles)
+        return KernelConfig(chunk_size=self.L, **stages)
 
     def tiles(self, config: KernelConfig) -> StageConfig:
         return config.stage(self.stage).mosaic_gpu
@@ -268,13 +271,16 @@ class MosaicGpuSearch(Search):
 
 
 def source_hash() -> str:
-    """Of the package's code: a result counts for the code that it was measured with."""
+    """A hash of the package's code: a result counts for the code that it was measured with."""
     files = sorted(Path(mlstm_pallas.__file__).parent.rglob("*.py"))
     return hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
 
 
 class Log:
-    """Results by candidate, and the JSONL file to which they are appended. Lines of another context in the file do not count."""
+    """Results by candidate, and the JSONL file to which they are appended.
+
+    Lines of another context in the file do not count.
+    """
 
     def __init__(self, path: str, context: dict[str, str]):
         self.path, self.context = path, context
@@ -287,10 +293,8 @@ class Log:
         for number, line in enumerate(whole.splitlines(), 1):
             try:
                 entry = json.loads(line)
-                key, result = (
-                    self._key(entry["case"], entry["stage"], entry["config"]),
-                    Result(entry["status"], entry["ms"], entry["note"]),
-                )
+                key = self._key(entry["case"], entry["stage"], entry["config"])
+                result = Result(entry["status"], entry["ms"], entry["note"])
             except (KeyError, TypeError, ValueError):
                 raise RequestError(f"{path}, line {number} is no result of this program") from None
             if entry["context"] == context:
@@ -304,16 +308,11 @@ class Log:
         return self.known.get(self._key(case, stage, config.as_row()))
 
     def put(self, case: str, stage: str, config: KernelConfig, result: Result) -> None:
-        entry = dict(
-            context=self.context,
-            case=case,
-            stage=stage,
-            config=config.as_row(),
-            **dataclasses.asdict(result),
-        )
+        row = config.as_row()
+        entry = dict(context=self.context, case=case, stage=stage, config=row)
         with open(self.path, "a") as file:
-            print(json.dumps(entry), file=file, flush=True)
-        self.known[self._key(case, stage, config.as_row())] = result
+            print(json.dumps(entry | dataclasses.asdict(result)), file=file, flush=True)
+        self.known[self._key(case, stage, row)] = result
 
 
 # ---------------------------------------------------------------- a case
@@ -343,202 +342,171 @@ class Tuner:
         prune: bool = True,
         resume: bool = True,
     ) -> dict[tuple[str, KernelConfig], Result]:
-        """Results of stages with their configs, of one chunk size (or of whole calls), from the log or measured.
+        """Results of stages with their configs, from the log or measured.
 
-        Those after the deadline are missing. best: the ms so far, by stage.
+        All are of one chunk size, or of whole calls. Those after the deadline are missing. best:
+        the ms so far, by stage.
         """
-        found = {item: self.log.get(self.name, *item) for item in items} if resume else {}
-        results = {item: result for item, result in found.items() if result is not None}
+        logged = {item: self.log.get(self.name, *item) for item in items} if resume else {}
+        results = {item: result for item, result in logged.items() if result is not None}
         self.counts["known"] += len(results)
         prepared, checks = {}, {}
         for stage, config in items:
             if (stage, config) not in results:
                 case = self.bench.case(stage)
                 inputs = case.arrays(config.L) if stage else case.inputs
-                prepared[stage, config] = self.pool.submit(
-                    self.bench.prepare, stage, config, inputs, prune
-                )
+                task = stage, config, inputs, prune
+                prepared[stage, config] = self.pool.submit(self.bench.prepare, *task)
                 key = stage, config.L if stage else 0
                 if key not in self.checks:
-                    self.checks[key] = self.pool.submit(
-                        self.bench.compile_check, case, config, inputs
-                    )
+                    compiling = self.pool.submit(self.bench.compile_check, case, config, inputs)
+                    self.checks[key] = compiling
                 checks[stage] = self.checks[key]
-        # Nothing is timed while others compile; but a compiler that hangs does not take all the time.
+        # Nothing is timed while others compile. A compiler that hangs does not take all the time.
         limit = COMPILE_SECONDS * -(-len(prepared) // self.threads)
-        wait(
-            [*prepared.values(), *checks.values()],
-            timeout=max(min(deadline - time.monotonic(), limit), 0),
-        )
+        timeout = max(min(deadline - time.monotonic(), limit), 0)
+        wait([*prepared.values(), *checks.values()], timeout=timeout)
         bests, checked, check, expected = dict(best), None, None, None
         for (stage, config), future in prepared.items():
             if future.cancel() or time.monotonic() > deadline:
                 continue
-            candidate = (
-                future.result()
-                if future.done()
-                else Result("failed", note=f"not compiled within {limit:g} s")
-            )
+            late = Result("failed", note=f"not compiled within {limit:g} s")
+            candidate = future.result() if future.done() else late
             if checked != stage:
                 checked, check = stage, checks[stage].result()
                 expected = self.bench.expected(stage, config.L, check)
             try:
-                result = (
-                    candidate
-                    if isinstance(candidate, Result)
-                    else self.bench.judge(stage, *candidate, check, expected, bests.get(stage))
-                )
+                if isinstance(candidate, Result):
+                    result = candidate
+                else:
+                    judged = *candidate, check, expected, bests.get(stage)
+                    result = self.bench.judge(stage, *judged)
             except DeviceLost as error:
                 self.log.put(self.name, stage, config, Result("failed", note=str(error)))
                 raise
             self.log.put(self.name, stage, config, result)
             self.counts[result.status] += 1
-            self.bar.update(
-                max(min(int(self.bar.format_dict["elapsed"]), self.bar.total) - self.bar.n, 0)
-            )
+            elapsed = min(int(self.bar.format_dict["elapsed"]), self.bar.total)
+            self.bar.update(max(elapsed - self.bar.n, 0))
             results[stage, config] = result
             if result.ms is not None:
                 bests[stage] = min(result.ms, bests.get(stage, result.ms))
         return results
 
     def round(self, searches: Sequence[Search], until: float, *, prune: bool) -> None:
-        """The next round of searches of one chunk size; a search with nothing left to try is done."""
-        stages = (
-            ", ".join(f"{x.stage} {x.best[0]:.3f} ms" if x.best else x.stage for x in searches)
-            if prune
-            else "all stages"
-        )
-        self.bar.set_postfix_str(f"{self.name} L={searches[0].L} {stages}", refresh=False)
-        items = [
-            (search.stage, search.candidate(x)) for search in searches for x in search.next_round()
-        ]
+        """The next round of searches of one chunk size; those with nothing left to try are done."""
         best = {search.stage: search.best[0] for search in searches if search.best}
+        stages = "all stages"
+        if prune:
+            times = {stage: f" {ms:.3f} ms" for stage, ms in best.items()}
+            stages = ", ".join(search.stage + times.get(search.stage, "") for search in searches)
+        self.bar.set_postfix_str(f"{self.name} L={searches[0].L} {stages}", refresh=False)
+        rounds = [(search, search.next_round()) for search in searches]
+        items = [(search.stage, search.candidate(x)) for search, xs in rounds for x in xs]
         results = self.evaluate(items, until, best=best, prune=prune)
-        for search in searches:
-            search.results |= {
-                search.tiles(config): result
-                for (stage, config), result in results.items()
-                if stage == search.stage
-            }
+        for search, tried in rounds:
+            for (stage, config), result in results.items():
+                if stage == search.stage:
+                    search.results[search.tiles(config)] = result
             search.rounds += 1
-            search.done = not any(stage == search.stage for stage, _ in items) or (
-                search.best is None and search.rounds >= 3
-            )
+            search.done = not tried or (search.best is None and search.rounds >= 3)
 
     def search(self, searches: Sequence[Search], until: float) -> None:
-        """The starts of all, then rounds where there is most to gain, until no neighbour is left or the time is up."""
+        """The starts of all, then rounds where there is most to gain.
+
+        It ends when no neighbour is left or the time is up.
+        """
         groups = dict.fromkeys((search.fused, search.L) for search in searches)
         for group in groups:
             if time.monotonic() <= until:
-                self.round(
-                    [search for search in searches if (search.fused, search.L) == group],
-                    until,
-                    prune=False,
-                )
+                group_searches = [x for x in searches if (x.fused, x.L) == group]
+                self.round(group_searches, until, prune=False)
         while time.monotonic() <= until:
             sums = {(fused, L): sum_of_stages(searches, L, fused) for fused, L in groups}
-            least = {
-                fused: min((ms for group, ms in sums.items() if group[0] == fused), default=0.0)
-                for fused in (False, True)
-            }
+            least = dict.fromkeys((False, True), float("inf"))
+            for (fused, _), ms in sums.items():
+                least[fused] = min(least[fused], ms)
             alive, shares = [], []
             for search in searches:
-                ms = sums[search.fused, search.L]
-                if not search.done and not HOPELESS * least[search.fused] < ms < float("inf"):
-                    alive.append(search)
-                    shares.append(
-                        search.share * (least[search.fused] / ms if ms < float("inf") else 1.0) ** 4
-                    )
+                ms, best_ms = sums[search.fused, search.L], least[search.fused]
+                if search.done or HOPELESS * best_ms < ms < float("inf"):
+                    continue
+                alive.append(search)
+                shares.append(search.share * (best_ms / ms if ms < float("inf") else 1.0) ** 4)
             if not alive:
                 return
             self.round([alive[shares.index(max(shares))]], until, prune=True)
 
     def whole(self, configs: Sequence[KernelConfig], deadline: float) -> dict[KernelConfig, Result]:
         self.bar.set_postfix_str(f"{self.name} forward and backward", refresh=False)
-        results = self.evaluate(
-            [("", config) for config in dict.fromkeys(configs)], deadline, prune=False, resume=False
-        )
+        items = [("", config) for config in dict.fromkeys(configs)]
+        results = self.evaluate(items, deadline, prune=False, resume=False)
         return {config: result for (_, config), result in results.items()}
 
 
-Found = dict[
-    str, tuple[float, StageConfig | None]
-]  # by stage: ms and tiles of the best, inf and None where there is none
+# By stage the ms and tiles of the best candidate; inf and None where there is none.
+Best = dict[str, tuple[float, StageConfig | None]]
 
 
-def found_at(searches: Sequence[Search], L: int, *, fused: bool) -> Found:
-    """Of the stages of the fused scan, or of all others, at chunks of L steps."""
-    return {
-        x.stage: x.best or (float("inf"), None) for x in searches if (x.fused, x.L) == (fused, L)
-    }
+def best_at(searches: Sequence[Search], L: int, *, fused: bool) -> Best:
+    """The best of the stages of the fused scan, or of all others, at chunks of L steps."""
+    group = [x for x in searches if (x.fused, x.L) == (fused, L)]
+    return {x.stage: x.best or (float("inf"), None) for x in group}
 
 
-def found_within(searches: Sequence[Search], L: int) -> Found:
-    """Of all stages in a call at chunks of L steps; the fused scan at the chunk size with the least sum over its stages."""
-    groups = [
-        found_at(searches, length, fused=True)
-        for length in sorted({x.L for x in searches if x.fused and x.L <= L})
-    ]
-    fused: Found = min(groups, key=lambda group: sum(ms for ms, _ in group.values()), default={})
-    return found_at(searches, L, fused=False) | fused
+def best_within(searches: Sequence[Search], L: int) -> Best:
+    """The best of all stages in a call at chunks of L steps.
+
+    The fused scan is at the chunk size with the least sum over its stages.
+    """
+    lengths = sorted({x.L for x in searches if x.fused and x.L <= L})
+    groups = [best_at(searches, length, fused=True) for length in lengths]
+    fused: Best = min(groups, key=lambda group: sum(ms for ms, _ in group.values()), default={})
+    return best_at(searches, L, fused=False) | fused
 
 
 def sum_of_stages(searches: Sequence[Search], L: int, fused: bool) -> float:
-    """ms of the stages of the fused scan, or of a call with the better algorithm; stages that are not searched count as 0."""
+    """ms of the stages of the fused scan, or of a call with the better algorithm.
+
+    Stages that are not searched count as 0.
+    """
     if fused:
-        return sum(ms for ms, _ in found_at(searches, L, fused=True).values())
-    found = found_within(searches, L)
-    algorithms = [fused for fused in ALGORITHMS if OWN_STAGES[fused] & found.keys()] or ALGORITHMS
-    return min(
-        sum(found[stage][0] for stage in ALGORITHMS[fused] if stage in found)
-        for fused in algorithms
-    )
+        return sum(ms for ms, _ in best_at(searches, L, fused=True).values())
+    best = best_within(searches, L)
+    algorithms = [fused for fused in ALGORITHMS if OWN_STAGES[fused] & best.keys()] or ALGORITHMS
+    sums = (sum(best[x][0] for x in ALGORITHMS[fused] if x in best) for fused in algorithms)
+    return min(sums)
 
 
 def joined(
     searches: Sequence[Search], base: KernelConfig, problem: Problem
 ) -> Iterator[tuple[float, KernelConfig]]:
-    """For each algorithm of which stages were searched, a config of the best stages at the problem's chunks, and their sum in ms.
+    """For each algorithm with stages that were searched, its sum in ms and a config.
 
-    Other stages have the base's tiles.
+    The config has the best stages at the problem's chunks; other stages have the base's tiles.
     """
-    found = found_within(searches, problem.L)
-    best = {stage: (ms, tiles) for stage, (ms, tiles) in found.items() if tiles}
-    own = {fused: stages & found.keys() for fused, stages in OWN_STAGES.items()}
-    algorithms = [fused for fused, stages in own.items() if stages and stages <= best.keys()]
+    every = best_within(searches, problem.L)
+    best = {stage: (ms, tiles) for stage, (ms, tiles) in every.items() if tiles}
+    distinct = {fused: stages & every.keys() for fused, stages in OWN_STAGES.items()}
+    algorithms = [fused for fused, stages in distinct.items() if stages and stages <= best.keys()]
+    stage_tiles: dict[str, Any] = {stage: tiles for stage, (_, tiles) in best.items()}
     for fused in algorithms or [base.fused_min_heads]:
         ms = sum(best[stage][0] for stage in ALGORITHMS[fused] if stage in best)
-        config = base.replace(
-            chunk_size=problem.L,
-            fused_min_heads=fused,
-            **{stage: tiles for stage, (_, tiles) in best.items()},
-        )
+        config = base.replace(chunk_size=problem.L, fused_min_heads=fused, **stage_tiles)
         yield ms, as_run(config, problem)
 
 
 def row_of(
     shape: Shape, dtype: str, config: KernelConfig, ms: float, heuristic_ms: float
 ) -> dict[str, Any]:
-    measured = dict(
-        shape=str(shape),
-        fwbw_ms=round(ms, 4),
-        heuristic_fwbw_ms=round(heuristic_ms, 4),
-        jax=jax.__version__,
-    )
-    measured["date"] = datetime.date.today().isoformat()
+    times = dict(fwbw_ms=round(ms, 4), heuristic_fwbw_ms=round(heuristic_ms, 4))
+    date = datetime.date.today().isoformat()
+    measured = dict(shape=str(shape), **times, jax=jax.__version__, date=date)
     if config.fused_min_heads:
-        config = config.replace(
-            fused_min_heads=-(
-                -FUSED_MIN_CTAS // (shape.DHHV // config.stage(FUSED_SCAN).siz_b_DHHV)
-            )
-        )
-    return {
-        "DHQK": shape.DHQK,
-        "DHHV": shape.DHHV,
-        "dtype": dtype,
-        **config.as_row(),
-        "measured": measured,
-    }
+        ctas_per_head = shape.DHHV // config.stage(FUSED_SCAN).siz_b_DHHV
+        config = config.replace(fused_min_heads=-(-FUSED_MIN_CTAS // ctas_per_head))
+    case = dict(DHQK=shape.DHQK, DHHV=shape.DHHV, dtype=dtype)
+    return case | config.as_row() | dict(measured=measured)
 
 
 def row_key(row: dict[str, Any]) -> tuple[str, int, int]:
@@ -551,8 +519,8 @@ def read_tuning(path: str, device_kind: str) -> list[dict[str, Any]]:
         return []
     with open(path) as file:
         try:
-            found = json.load(file)
-            device, rows = found["device"], found["rows"]
+            content = json.load(file)
+            device, rows = content["device"], content["rows"]
         except (KeyError, TypeError, ValueError):
             raise RequestError(f"{path} is no tuning file") from None
     if device != device_kind:
@@ -571,129 +539,119 @@ def write_tuning(path: str, device_kind: str, rows: Sequence[dict[str, Any]]) ->
 def tune(
     tuner: Tuner, options: flags.FlagValues, rows: Sequence[dict[str, Any]], deadline: float
 ) -> dict[str, Any] | None:
-    """The row of the tuner's case, None where the heuristic is as good. Raises RuntimeError without a result."""
+    """The row of the tuner's case; None where the heuristic is as good.
+
+    Raises:
+      RuntimeError: there is no result.
+    """
     shape, dtype = tuner.bench.shape, tuner.bench.dtype
 
     def problem_at(L: int) -> Problem:
         return make_problem(shape[:4], shape.DHHV, clamp_chunk_size(L, shape.S), pad_heads=True)
 
     heuristic = heuristic_config(shape.DHQK, jnp.dtype(dtype))
-    present = config_from_rows(
-        rows, padded_head_dim(shape.DHQK), padded_head_dim(shape.DHHV), dtype
-    )
+    heads = padded_head_dim(shape.DHQK), padded_head_dim(shape.DHHV)
+    present = config_from_rows(rows, *heads, dtype)
     complete = [heuristic, *([present.or_else(heuristic)] if present else [])]
     known = [as_run(config, problem_at(config.L)) for config in complete]
     base = known[-1]
     default = [base.L] if options.stage else [64, 128, 256]
     problems = list(dict.fromkeys(problem_at(int(L)) for L in options.chunk_size or default))
-    wanted = options.stage or list(STAGES)
+    stages = options.stage or list(STAGES)
 
     def problems_of(stage: str) -> list[Problem]:
         if not STAGES[stage].fused:
             return problems
-        lengths = FUSED_CHUNKS if FUSED_SCAN in wanted else [base.stage(FUSED_SCAN).siz_b_LKV]
+        lengths = FUSED_CHUNKS if FUSED_SCAN in stages else [base.stage(FUSED_SCAN).siz_b_LKV]
         return [problem_at(L) for L in lengths if max(problem.L for problem in problems) >= L]
 
     starts = list(reversed(known))
     searches = [
         Search(stage, problem, [x.stage(stage) for x in starts])
-        for stage in wanted
+        for stage in stages
         for problem in problems_of(stage)
     ]
     now = time.monotonic()
     tuner.search(searches, now + SEARCH_SHARE * (deadline - now))
     for search in searches:
         if search.best:
-            tiles = ", ".join(f"{name} {getattr(search.best[1], name)}" for name in search.values)
-            tqdm.write(
-                f"{tuner.name} {search.stage} L={search.L}: {search.best[0]:.3f} ms ({len(search.results)} tried), {tiles}"
-            )
+            ms, tiles = search.best
+            fields = ", ".join(f"{name} {getattr(tiles, name)}" for name in search.values)
+            tried = f"{ms:.3f} ms ({len(search.results)} tried)"
+            tqdm.write(f"{tuner.name} {search.stage} L={search.L}: {tried}, {fields}")
 
-    candidates = sorted(
-        (x for problem in problems for x in joined(searches, base, problem)), key=lambda x: x[0]
-    )
+    candidates = [x for problem in problems for x in joined(searches, base, problem)]
+    candidates.sort(key=lambda x: x[0])
     results = tuner.whole([*known, *(config for _, config in candidates)], deadline)
     reference = results.get(known[0])
     times = {config: result.ms for config, result in results.items() if result.ms is not None}
     if reference is None or reference.ms is None:
-        reason = (
-            "the time was up before it was timed"
-            if reference is None
-            else f"{reference.status}: {reference.note}"
-        )
+        reason = "the time was up before it was timed"
+        if reference is not None:
+            reason = f"{reference.status}: {reference.note}"
         raise RuntimeError(f"no time of the heuristic to compare with, {reason}")
     best = min(times, key=times.__getitem__)
     gain = 1 - times[best] / reference.ms
     of_present = f", present row {times[base]:.3f}" if base in times and base != known[0] else ""
     verdict = "kept" if gain >= MIN_GAIN else "no row: the heuristic is as good"
-    tqdm.write(
-        f"{tuner.name}: heuristic {reference.ms:.3f} ms{of_present}, best {times[best]:.3f} ({100 * gain:.1f} % less): {verdict}"
-    )
+    best_ms = f"best {times[best]:.3f} ({100 * gain:.1f} % less)"
+    tqdm.write(f"{tuner.name}: heuristic {reference.ms:.3f} ms{of_present}, {best_ms}: {verdict}")
     return row_of(shape, dtype, best, times[best], reference.ms) if gain >= MIN_GAIN else None
 
 
 def tune_mosaic_gpu(
     tuner: Tuner, options: flags.FlagValues, rows: Sequence[dict[str, Any]], deadline: float
 ) -> dict[str, Any]:
-    """The present row of the tuner's case with tiles of Mosaic GPU kernels. Raises RuntimeError without a result."""
+    """The present row of the tuner's case with tiles of Mosaic GPU kernels.
+
+    Raises:
+      RuntimeError: there is no result.
+    """
     shape, dtype = tuner.bench.shape, tuner.bench.dtype
     present = next((row for row in rows if row_key(row) == (dtype, *shape[3:])), None)
     if present is None:
-        raise RuntimeError(
-            "there is no row for the tiles: tune these heads with --backend=triton first"
-        )
-    config = config_from_row(present, options.backend).or_else(
-        heuristic_config(shape.DHQK, jnp.dtype(dtype))
-    )
+        first = "tune these heads with --backend=triton first"
+        raise RuntimeError(f"there is no row for the tiles: {first}")
+    heuristic = heuristic_config(shape.DHQK, jnp.dtype(dtype))
+    config = config_from_row(present, options.backend).or_else(heuristic)
     config = config.replace(chunk_size=clamp_chunk_size(config.L, shape.S))
     spec = functools.partial(kernel_benchmark.call_spec, options.backend, shape, dtype)
-    stages = [
-        stage
-        for stage in options.stage or STAGES
-        if stage in mosaic_gpu_stages() and stage in spec(config).stages
-    ]
-    searches = [
-        search
-        for search in (MosaicGpuSearch(stage, config, spec) for stage in stages)
-        if search.starts
-    ]
+    possible = set(mosaic_gpu_stages()) & set(spec(config).stages)
+    stages = [stage for stage in options.stage or STAGES if stage in possible]
+    searches = [MosaicGpuSearch(stage, config, spec) for stage in stages]
+    searches = [search for search in searches if search.starts]
     if not searches:
         tqdm.write(f"{tuner.name}: no Mosaic GPU kernel with tiles to search runs for these heads")
         return present
     tuner.round(searches, deadline, prune=False)
-    while (
-        alive := [search for search in searches if not search.done]
-    ) and time.monotonic() <= deadline:
+    while time.monotonic() <= deadline:
+        alive = [search for search in searches if not search.done]
+        if not alive:
+            break
         tuner.round(alive, deadline, prune=True)
-    decided = [
-        search for search in searches if search.best and search.results.keys() >= {*search.starts}
-    ]
+    timed = [search for search in searches if search.best]
+    decided = [search for search in timed if search.results.keys() >= {*search.starts}]
     if not decided:
-        raise RuntimeError(
-            "no stage was timed with the tiles of its heuristic and of the present row"
-        )
+        which = "the tiles of its heuristic and of the present row"
+        raise RuntimeError(f"no stage was timed with {which}")
     row, measured = dict(present), dict(present.get("measured", {}))
     of_stages, today = dict(measured.pop("mosaic_gpu", {})), datetime.date.today().isoformat()
     for search in decided:
         (ms, tiles), reference = search.best, search.results[search.starts[0]].ms
         kept = reference is None or 1 - ms / reference >= MIN_GAIN
-        found = {name: getattr(tiles, name) for name in search.values}
-        triton = {
-            name: x
-            for name, x in (config.as_row() | present)[search.stage].items()
-            if name != "mosaic_gpu"
-        }
-        row[search.stage] = triton | ({"mosaic_gpu": found} if kept else {})
+        fields = {name: getattr(tiles, name) for name in search.values}
+        triton = dict((config.as_row() | present)[search.stage])
+        triton.pop("mosaic_gpu", None)
+        row[search.stage] = triton | ({"mosaic_gpu": fields} if kept else {})
         of_stages.pop(search.stage, None)
         if kept:
             times = dict(ms=round(ms, 4), heuristic_ms=reference and round(reference, 4))
             of_stages[search.stage] = times | dict(jax=jax.__version__, date=today)
         heuristic = "does not run" if reference is None else f"{reference:.3f} ms"
-        described = ", ".join(f"{name} {x}" for name, x in found.items())
+        described = ", ".join(f"{name} {x}" for name, x in fields.items())
         verdict = "kept" if kept else "no entry: the heuristic is as good"
-        tqdm.write(
-            f"{tuner.name} {search.stage}: heuristic {heuristic}, best {ms:.3f} ({len(search.results)} tried), {described}: {verdict}"
-        )
+        best = f"best {ms:.3f} ({len(search.results)} tried), {described}"
+        tqdm.write(f"{tuner.name} {search.stage}: heuristic {heuristic}, {best}: {verdict}")
     return row | {"measured": measured | ({"mosaic_gpu": of_stages} if of_stages else {})}
 
 
@@ -702,27 +660,24 @@ def mosaic_gpu_kernel(stage: str) -> Kernel | None:
 
 
 def mosaic_gpu_stages() -> list[str]:
-    """With a Mosaic GPU kernel that has tiles to search."""
+    """The stages with a Mosaic GPU kernel that has tiles to search."""
     kernels = {name: mosaic_gpu_kernel(name) for name in STAGES}
     return [name for name, kernel in kernels.items() if kernel and kernel.search]
 
 
 def with_mosaic_gpu(row: dict[str, Any], present: dict[str, Any]) -> dict[str, Any]:
     """A new row with what the present one has for Mosaic GPU. Tiles are of its chunk size."""
-    own = {"mosaic_gpu": present["mosaic_gpu"]} if "mosaic_gpu" in present else {}
-    of_stages = {
-        name: present[name]["mosaic_gpu"]
-        for name in STAGES
-        if "mosaic_gpu" in present.get(name, {})
-    }
-    row = row | own
-    if (
-        not of_stages
-        or config_from_row(row, "mosaic_gpu").L != config_from_row(present, "mosaic_gpu").L
-    ):
+    if "mosaic_gpu" in present:
+        row = row | {"mosaic_gpu": present["mosaic_gpu"]}
+    tuned = [name for name in STAGES if "mosaic_gpu" in present.get(name, {})]
+    if not tuned:
+        return row
+    L, present_L = (config_from_row(x, "mosaic_gpu").L for x in (row, present))
+    if present_L != L:
         return row
     measured = {name: x for name, x in present.get("measured", {}).items() if name == "mosaic_gpu"}
-    tiles = {name: row[name] | {"mosaic_gpu": x} for name, x in of_stages.items() if name in row}
+    both = [name for name in tuned if name in row]
+    tiles = {name: row[name] | {"mosaic_gpu": present[name]["mosaic_gpu"]} for name in both}
     return row | tiles | {"measured": row["measured"] | measured}
 
 
@@ -731,81 +686,46 @@ def with_mosaic_gpu(row: dict[str, Any], present: dict[str, Any]) -> dict[str, A
 
 def define_flags(values: flags.FlagValues) -> None:
     """Not at import: modules that import this one have flags of their own."""
-    define = dict(flag_values=values)
-    flags.DEFINE_list(
-        "shape", ["heads"], f"{', '.join(kernel_benchmark.SHAPES)}, or BxNHxSxDHQKxDHHV.", **define
-    )
-    flags.DEFINE_list("dtype", ["bfloat16"], f"Of q, k, v: {', '.join(KERNEL_DTYPES)}.", **define)
-    flags.DEFINE_list("stage", [], f"Stages to search: {', '.join(STAGES)}; none: all.", **define)
-    flags.DEFINE_list(
-        "chunk_size",
-        [],
-        "Chunk sizes to search; none: 64, 128, 256, with --stage that of the present row.",
-        **define,
-    )
-    flags.DEFINE_float("minutes", 9.0, "Time for all cases together.", lower_bound=0.0, **define)
-    flags.DEFINE_string(
-        "log", "tune.jsonl", "Results of all candidates; those in it are not timed again.", **define
-    )
-    flags.DEFINE_string(
-        "output", None, "Tuning file; none: that of the device in mlstm_pallas/tuning.", **define
-    )
-    backends = "Whose kernels. Interpreted ones are a dry run without a GPU, with --output."
-    flags.DEFINE_enum(
-        "backend",
-        "triton",
-        ["triton", "mosaic_gpu", "interpret", "mosaic_gpu_interpret"],
-        backends,
-        **define,
-    )
-    flags.DEFINE_integer(
-        "threads", os.cpu_count() or 1, "Threads that compile.", lower_bound=1, **define
-    )
-    flags.DEFINE_integer(
-        "repeats", 5, "Batches of calls; the median counts.", lower_bound=1, **define
-    )
-    flags.DEFINE_float(
-        "run_seconds",
-        20.0,
-        "On Mosaic GPU, for a candidate to run; then it is killed.",
-        lower_bound=0.0,
-        **define,
-    )
-    flags.DEFINE_integer(
-        "max_spill_bytes",
-        512,
-        "Per thread; candidates that spill more are not run.",
-        lower_bound=0,
-        **define,
-    )
+    define = command.Define(values)
+    shape = f"{', '.join(kernel_benchmark.SHAPES)}, or BxNHxSxDHQKxDHHV."
+    dtype = f"Of q, k, v: {', '.join(KERNEL_DTYPES)}."
+    chunks = "Chunk sizes to search; none: 64, 128, 256, with --stage that of the present row."
+    log = "Results of all candidates; those in it are not timed again."
+    output = "Tuning file; none: that of the device in mlstm_pallas/tuning."
+    backends = ["triton", "mosaic_gpu", "interpret", "mosaic_gpu_interpret"]
+    backend = "Whose kernels. Interpreted ones are a dry run without a GPU, with --output."
+    seconds = "On Mosaic GPU, for a candidate to run; then it is killed."
+    spills = "Per thread; candidates that spill more are not run."
+    define.list("shape", ["heads"], shape)
+    define.list("dtype", ["bfloat16"], dtype)
+    define.list("stage", [], f"Stages to search: {', '.join(STAGES)}; none: all.")
+    define.list("chunk_size", [], chunks)
+    define.float("minutes", 9.0, "Time for all cases together.", lower_bound=0.0)
+    define.string("log", "tune.jsonl", log)
+    define.string("output", None, output)
+    define.enum("backend", "triton", backends, backend)
+    define.integer("threads", os.cpu_count() or 1, "Threads that compile.", lower_bound=1)
+    define.integer("repeats", 5, "Batches of calls; the median counts.", lower_bound=1)
+    define.float("run_seconds", 20.0, seconds, lower_bound=0.0)
+    define.integer("max_spill_bytes", 512, spills, lower_bound=0)
 
 
 def parse_request(options: flags.FlagValues) -> tuple[list[tuple[Shape, str]], str]:
     """The cases and the tuning file."""
-    device, folder, lowering = (
-        jax.devices()[0],
-        Path(mlstm_pallas.__file__).parent / "tuning",
-        Lowering(options.backend),
-    )
+    device, lowering = jax.devices()[0], Lowering(options.backend)
+    folder = Path(mlstm_pallas.__file__).parent / "tuning"
+    on_mosaic_gpu, interpreted = lowering.room == "mosaic_gpu", lowering.interpret
     check_names("dtype", options.dtype, KERNEL_DTYPES)
-    check_names(
-        "stage",
-        options.stage,
-        mosaic_gpu_stages() if lowering.room == "mosaic_gpu" else list(STAGES),
-    )
-    interpreted = lowering.interpret
+    check_names("stage", options.stage, mosaic_gpu_stages() if on_mosaic_gpu else list(STAGES))
     if not interpreted and device.platform != "gpu":
-        raise RequestError(
-            "there is no GPU here to tune for; --backend=interpret --output=FILE is a dry run"
-        )
+        dry_run = "--backend=interpret --output=FILE is a dry run"
+        raise RequestError(f"there is no GPU here to tune for; {dry_run}")
     if interpreted and (not options.output or folder in Path(options.output).resolve().parents):
-        raise RequestError(
-            "times of interpreted kernels do not belong in mlstm_pallas/tuning: give another --output"
-        )
-    if lowering.room == "mosaic_gpu" and options.chunk_size:
-        raise RequestError(
-            f"--chunk_size is not for {lowering}, which runs in the present row's chunks for it"
-        )
+        times = "times of interpreted kernels do not belong in mlstm_pallas/tuning"
+        raise RequestError(f"{times}: give another --output")
+    if on_mosaic_gpu and options.chunk_size:
+        chunks = "which runs in the present row's chunks for it"
+        raise RequestError(f"--chunk_size is not for {lowering}, {chunks}")
     try:
         requested_backend(options.backend)
         for text in options.chunk_size:
@@ -814,18 +734,14 @@ def parse_request(options: flags.FlagValues) -> tuple[list[tuple[Shape, str]], s
         raise RequestError(str(error)) from None
     shapes = parse_shapes(options.shape)
     for name, shape in shapes.items():
-        if shape[3:] != tuple(map(padded_head_dim, shape[3:])):
-            raise RequestError(
-                f"shape {name} is padded when it runs: tune DHQK, DHHV = {', '.join(map(str, map(padded_head_dim, shape[3:])))}"
-            )
-        if too_small := [
-            L
-            for L in map(int, options.chunk_size or [64])
-            if shape.S % clamp_chunk_size(L, shape.S)
-        ]:
-            raise RequestError(
-                f"shape {name}: S = {shape.S} is no multiple of the chunk size {too_small[0]}"
-            )
+        padded = tuple(map(padded_head_dim, shape[3:]))
+        if shape[3:] != padded:
+            sizes = ", ".join(map(str, padded))
+            raise RequestError(f"shape {name} is padded when it runs: tune DHQK, DHHV = {sizes}")
+        for L in map(int, options.chunk_size or [64]):
+            if shape.S % clamp_chunk_size(L, shape.S):
+                multiple = f"no multiple of the chunk size {L}"
+                raise RequestError(f"shape {name}: S = {shape.S} is {multiple}")
     output = options.output or str(folder / f"{tuning_name(device.device_kind)}.json")
     if not os.path.isdir(os.path.dirname(os.path.abspath(output))):
         raise RequestError(f"no folder for {output}")
@@ -837,40 +753,28 @@ def run(options: flags.FlagValues) -> int:
     device = jax.devices()[0]
     try:
         cases, output = parse_request(options)
-        context = dict(
-            device=device.device_kind,
-            jax=jax.__version__,
-            source=source_hash(),
-            backend=options.backend,
-        )
+        context = dict(device=device.device_kind, jax=jax.__version__, source=source_hash())
+        context |= dict(backend=options.backend)
         log, rows = Log(options.log, context), read_tuning(output, device.device_kind)
     except (RequestError, OSError) as error:
         print(f"tune: {error}", file=sys.stderr)
         return 2
     mosaic_gpu = Lowering(options.backend).room == "mosaic_gpu"
     pruner = None if mosaic_gpu else pruner_for(device, options.max_spill_bytes)
-    stages = options.stage or mosaic_gpu_stages()
-    workers = (
-        stage_workers(stages, options.backend, options.repeats, options.max_spill_bytes)
-        if mosaic_gpu
-        else {}
-    )
+    workers = {}
+    if mosaic_gpu:
+        stages = options.stage or mosaic_gpu_stages()
+        settings = options.backend, options.repeats, options.max_spill_bytes
+        workers = stage_workers(stages, *settings)
     start, code = time.monotonic(), 0
     end, counts = start + 60 * options.minutes, Counter()
-    # A stage's process compiles one candidate after the other: the threads do nothing but wait for their answers.
-    threads, pool = (
-        (1, ThreadPoolExecutor(len(workers) * ROUND))
-        if mosaic_gpu
-        else (options.threads, ThreadPoolExecutor(options.threads))
-    )
-    with contextlib.closing(
-        tqdm(
-            total=round(60 * options.minutes),
-            unit="s",
-            leave=False,
-            mininterval=0.5 if sys.stderr.isatty() else 10,
-        )
-    ) as bar:
+    # A stage's process compiles one candidate after the other: the threads do nothing but wait for
+    # their answers.
+    threads = 1 if mosaic_gpu else options.threads
+    pool = ThreadPoolExecutor(len(workers) * ROUND if mosaic_gpu else threads)
+    seconds = round(60 * options.minutes)
+    refresh = dict(mininterval=0.5 if sys.stderr.isatty() else 10)
+    with contextlib.closing(tqdm(total=seconds, unit="s", leave=False, **refresh)) as bar:
         try:
             for n, (shape, dtype) in enumerate(cases):
                 now = time.monotonic()
@@ -881,26 +785,25 @@ def run(options: flags.FlagValues) -> int:
                 else:
                     bench = Bench(options.backend, shape, dtype, pruner, options.repeats)
                 try:
-                    row = (tune_mosaic_gpu if mosaic_gpu else tune)(
-                        Tuner(bench, log, pool, threads, bar, counts), options, rows, deadline
-                    )
+                    tuner = Tuner(bench, log, pool, threads, bar, counts)
+                    case = tuner, options, rows, deadline
+                    row = tune_mosaic_gpu(*case) if mosaic_gpu else tune(*case)
                 except DeviceLost as error:
-                    tqdm.write(
-                        f"tune: the device is lost after {error}. Run the same again: it continues after that candidate.",
-                        file=sys.stderr,
-                    )
+                    again = "Run the same again: it continues after that candidate."
+                    tqdm.write(f"tune: the device is lost after {error}. {again}", file=sys.stderr)
                     return 1
                 except RuntimeError as error:
                     tqdm.write(f"tune: {shape} {dtype}: {error}", file=sys.stderr)
                     code = 1
                     continue
-                others = [x for x in rows if row_key(x) != (dtype, *shape[3:])]
+                key = dtype, *shape[3:]
+                others = [x for x in rows if row_key(x) != key]
                 if row and not mosaic_gpu:
-                    row = next(
-                        (with_mosaic_gpu(row, x) for x in rows if row_key(x) == row_key(row)), row
-                    )
-                if [*others, *filter(None, [row])] != rows:
-                    rows = [*others, *filter(None, [row])]
+                    present = next((x for x in rows if row_key(x) == key), None)
+                    row = with_mosaic_gpu(row, present) if present else row
+                tuned = [*others, *([row] if row else [])]
+                if tuned != rows:
+                    rows = tuned
                     write_tuning(output, device.device_kind, rows)
         except KeyboardInterrupt:
             print(f"interrupted; what was timed is in {options.log}", file=sys.stderr)
@@ -909,16 +812,14 @@ def run(options: flags.FlagValues) -> int:
             pool.shutdown(wait=False, cancel_futures=True)
             for worker in workers.values():
                 worker.close()
-    print(
-        f"{output}: {len(rows)} rows; candidates: {', '.join(f'{n} {status}' for status, n in sorted(counts.items()) if n) or 'none'}"
-    )
+    results = ", ".join(f"{n} {status}" for status, n in sorted(counts.items()) if n)
+    print(f"{output}: {len(rows)} rows; candidates: {results or 'none'}")
     return code
 
 
 if __name__ == "__main__":
     # The plain forms are for checks alone: XLA need not look for their fastest products.
     os.environ.setdefault("XLA_FLAGS", "--xla_gpu_autotune_level=0")
-    os.environ.setdefault(
-        "XLA_PYTHON_CLIENT_PREALLOCATE", "false"
-    )  # the processes of the stages share the GPU's memory
+    # The processes of the stages share the GPU's memory.
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     command.main(define_flags, run)

@@ -30,7 +30,7 @@ class ProcessEnded(RuntimeError):
 
 
 def _serve(function: Callable[..., Any], connection: Connection, stderr: str | None) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this process
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this one
     if stderr is not None:
         with open(stderr, "ab") as file:
             os.dup2(file.fileno(), 2)

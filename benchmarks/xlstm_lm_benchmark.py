@@ -42,11 +42,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import peers
+import reporting
 import roofline
 from absl import flags
-from command import check_names, git_commit, one_line
+from command import check_gpu, check_names, git_commit, one_line, parse_booleans, say_no_gpu
 from kernel_benchmark import jax_versions, median_and_spread
-from reporting import progress, table
 
 from mlstm_pallas import mlstm_chunkwise
 from mlstm_pallas.validation import BACKENDS
@@ -427,50 +427,43 @@ def parse_request(options: flags.FlagValues) -> Request:
     gpu = jax.devices()[0].platform == "gpu"
     impls = options.impl or (["triton", "mosaic_gpu", *PEERS] if gpu else ["xla"])
     check_names("impl", impls, [*BACKENDS, *PEERS])
-    check_names("recompute_states_in_bw", options.recompute_states_in_bw, ["true", "false"])
-    for backend in ("triton", "mosaic_gpu"):
-        if backend in impls and not gpu:
-            raise command.needs_gpu(f"impl {backend}")
+    recompute = parse_booleans("recompute_states_in_bw", options.recompute_states_in_bw)
+    check_gpu("impl", impls, gpu)
     name = options.model or ("1.3b" if gpu else "tiny")
     model = MODELS[name]
     if layers := options.layers:
         name, model = f"{name}, {layers} layers", dataclasses.replace(model, layers=layers)
     batch, sequence = options.batch or (8 if gpu else 2), options.sequence or (8192 if gpu else 64)
     if not gpu:
-        command.say_no_gpu(", ".join(impls), [name])
-    recompute = [x == "true" for x in options.recompute_states_in_bw]
+        say_no_gpu(", ".join(impls), [name])
     return Request(name, model, batch, sequence, impls, recompute)
 
 
 def define_flags(values: flags.FlagValues) -> None:
     """Not at import: modules that import this one have flags of their own."""
-    define = dict(flag_values=values)
-    positive = define | dict(lower_bound=1)
+    define = command.Define(values)
     default = "none: triton, mosaic_gpu and peers, without a GPU xla."
     impls = f"Of the mLSTM: {', '.join((*BACKENDS, *PEERS))}; {default}"
     recompute = "Of mlstm_pallas: true, false. The states that are stored are those of one block."
     warmup = "Steps that are not timed, the first call among them."
-    flags.DEFINE_list("impl", [], impls, **define)
-    flags.DEFINE_enum("model", None, list(MODELS), "None: 1.3b, without a GPU tiny.", **define)
-    flags.DEFINE_integer("layers", None, "Blocks, other than those of the model.", **positive)
-    flags.DEFINE_integer("batch", None, "Sequences; none: 8, without a GPU 2.", **positive)
-    flags.DEFINE_integer("sequence", None, "Steps; none: 8192, without a GPU 64.", **positive)
-    flags.DEFINE_list("recompute_states_in_bw", ["false"], recompute, **define)
-    flags.DEFINE_integer("warmup", 2, warmup, **positive)
-    flags.DEFINE_integer("steps", 5, "Steps that are timed; the median counts.", **positive)
-    command.define_shared_flags(values, "commit", "jsonl")
+    define.list("impl", [], impls)
+    define.enum("model", None, list(MODELS), "None: 1.3b, without a GPU tiny.")
+    define.integer("layers", None, "Blocks, other than those of the model.", lower_bound=1)
+    define.integer("batch", None, "Sequences; none: 8, without a GPU 2.", lower_bound=1)
+    define.integer("sequence", None, "Steps; none: 8192, without a GPU 64.", lower_bound=1)
+    define.list("recompute_states_in_bw", ["false"], recompute)
+    define.integer("warmup", 2, warmup, lower_bound=1)
+    define.integer("steps", 5, "Steps that are timed; the median counts.", lower_bound=1)
+    define.shared("commit", "jsonl")
 
 
 def run(options: flags.FlagValues) -> int:
     """Measures and prints; returns the exit code."""
-    records, code = command.measure(
-        "xlstm_lm_benchmark",
-        lambda: measured_records(options, parse_request(options)),
-        functools.partial(progress, columns=COLUMNS),
-        options.jsonl,
-    )
-    if records:
-        print(f"\n{table(records, COLUMNS)}")
+
+    def start() -> Iterator[Record]:
+        return measured_records(options, parse_request(options))
+
+    _, code = reporting.measure("xlstm_lm_benchmark", options, start, COLUMNS)
     return code
 
 

@@ -12,8 +12,8 @@ KERNEL, XLA, SOME = "#cfe2f3", "#e7e6e6", "#fff2cc"
 WIDTH, GAP = 8.6, 1.0  # of a column, and between columns
 LINE, PAD = 0.34, 0.16  # heights
 
-# A column has stages and arrays in turn. A stage: (colour, name, what it reads). Arrays: [names
-# and shapes].
+# A column has stages and arrays in turn. A stage: (colour, name, what it reads). Arrays: a list of
+# names and shapes.
 FORWARD_MATERIALISED = [
     (KERNEL, "chunk_gates, stabiliser_scan", ["vecI, vecF (B, NH, S)   scaM_initial (B, NH)"]),
     [
@@ -138,7 +138,7 @@ NOTES = (
 
 
 def height(step):
-    """Of a stage or of the arrays after it."""
+    """The height of a stage or of the arrays after it."""
     if isinstance(step, list):
         return LINE * (len(step) + 0.5)
     return LINE * (1 + len(step[2])) + 2 * PAD
@@ -152,43 +152,20 @@ def draw(axes, left, title, steps):
         end = y - height(step)
         if isinstance(step, list):
             last = step is steps[-1]
-            axes.annotate(
-                "",
-                (left + 0.35, end),
-                (left + 0.35, y),
-                arrowprops=dict(arrowstyle="-|>", color="black", lw=1.3),
-            )
+            x, arrow = left + 0.35, dict(arrowstyle="-|>", color="black", lw=1.3)
+            axes.annotate("", (x, end), (x, y), arrowprops=arrow)
+            font = dict(fontsize=11, weight="bold" if last else "normal")
             for n, line in enumerate(step):
-                axes.text(
-                    left + 0.6,
-                    y - LINE * (n + 0.75),
-                    line,
-                    va="center",
-                    fontsize=11,
-                    weight="bold" if last else "normal",
-                )
+                axes.text(left + 0.6, y - LINE * (n + 0.75), line, va="center", **font)
         else:
             colour, name, reads = step
-            box = FancyBboxPatch(
-                (left, end),
-                WIDTH,
-                y - end,
-                boxstyle="round,pad=0,rounding_size=0.12",
-                facecolor=colour,
-                edgecolor="black",
-            )
-            axes.add_patch(box)
-            first = y - PAD - LINE / 2
-            axes.text(left + 0.2, first, name, va="center", fontsize=12.5, weight="bold")
+            style = dict(boxstyle="round,pad=0,rounding_size=0.12")
+            style |= dict(facecolor=colour, edgecolor="black")
+            axes.add_patch(FancyBboxPatch((left, end), WIDTH, y - end, **style))
+            x, first, font = left + 0.2, y - PAD - LINE / 2, dict(fontsize=11, color="#333333")
+            axes.text(x, first, name, va="center", fontsize=12.5, weight="bold")
             for n, line in enumerate(reads):
-                axes.text(
-                    left + 0.2,
-                    first - LINE * (n + 1),
-                    line,
-                    va="center",
-                    fontsize=11,
-                    color="#333333",
-                )
+                axes.text(x, first - LINE * (n + 1), line, va="center", **font)
         y = end
     return y
 
@@ -202,16 +179,8 @@ def main():
     right = lefts[-1] + WIDTH
     for n, (colour, text) in enumerate(LEGEND):
         x = n * 6.2
-        axes.add_patch(
-            FancyBboxPatch(
-                (x, low - 0.75),
-                0.5,
-                0.3,
-                boxstyle="square,pad=0",
-                facecolor=colour,
-                edgecolor="black",
-            )
-        )
+        style = dict(boxstyle="square,pad=0", facecolor=colour, edgecolor="black")
+        axes.add_patch(FancyBboxPatch((x, low - 0.75), 0.5, 0.3, **style))
         axes.text(x + 0.7, low - 0.6, text, va="center", fontsize=12)
     for n, note in enumerate(NOTES):
         axes.text(0, low - 1.15 - 0.4 * n, note, va="center", fontsize=12)
