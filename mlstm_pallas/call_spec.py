@@ -34,7 +34,7 @@ class BackwardPlan(enum.StrEnum):
 class Choice(NamedTuple):
     """The kernel of a stage in a call."""
 
-    lowering: Lowering
+    room: str
     tiles: StageConfig  # not clamped
     L: int  # steps of a chunk in the problem that it was chosen for
 
@@ -85,18 +85,18 @@ class CallSpec:
         fill(kernels=(("recurrent_fw_H", scan),))
         # All stages of the fused scan run in its chunks and on its lowering.
         p = self.fused_problem
+        of_scan = dispatch.lowering_in(scan.room, first)
         kernels = {
-            x: self._chosen(x, scan.lowering, p)
-            if STAGES[x].fused
-            else self._chosen(x, first, self.problem)
-            for x in STAGES
+            name: self._chosen(name, *((of_scan, p) if stage.fused else (first, self.problem)))
+            for name, stage in STAGES.items()
+            if not stage.decode
         }
         kernels["recurrent_fw_H"] = scan._replace(L=p.L)
         fill(kernels=tuple(kernels.items()))
         splits = self._fused_splits()
         used = splits > 0 and (self.recompute_states_in_bw or self._can_store_states(splits))
         fill(fused=used, num_splits=splits if used else 1)
-        facts = dispatch.kernel("parallel_bw_dQKV", kernels["parallel_bw_dQKV"].lowering)
+        facts = dispatch.kernel("parallel_bw_dQKV", kernels["parallel_bw_dQKV"].room)
         on_chip = facts is not None and facts.makes_tiles(self.problem)
         fill(backward_plan=BackwardPlan.TILES_ON_CHIP if on_chip else BackwardPlan.TILES_IN_MEMORY)
 
@@ -117,10 +117,10 @@ class CallSpec:
 
     def row(self, name: str) -> dict[str, Any]:
         """The tiles of a stage as in a row of tuning/."""
-        lowering, tiles, _ = dict(self.kernels)[name]
-        if lowering.room not in ("triton", "stages"):
-            facts = dispatch.kernel(name, lowering)
-            return {lowering.room: {x: getattr(tiles, x) for x in facts.search} if facts else {}}
+        room, tiles, _ = dict(self.kernels)[name]
+        facts = dispatch.kernel(name, room)
+        if facts is not None and facts is not dispatch.configured(name):
+            return {room: {x: getattr(tiles, x) for x in facts.search}}
         row: dict[str, Any] = self.config.as_row()[name]
         return row
 
@@ -148,7 +148,7 @@ class CallSpec:
 
     def stages_in(self, room: str) -> dict[str, StageConfig]:
         """The stages, used or not, whose kernels are in a room, with their tiles."""
-        return {name: x.tiles for name, x in self.kernels if x.lowering.room == room}
+        return {name: x.tiles for name, x in self.kernels if x.room == room}
 
     def tiles_on_chip(self, lowering: Lowering) -> bool:
         """Whether ``backward_plan`` is TILES_ON_CHIP; in plain jnp the tiles are in memory."""
@@ -184,12 +184,12 @@ class CallSpec:
         # chunk_gates runs in the chunks of the call and in those of the fused scan.
         if choice.L != problem.L:
             choice = self._chosen(name, lowering, problem)
-        facts = dispatch.kernel(name, choice.lowering)
+        facts, lowering = dispatch.kernel(name, choice.room), dispatch.lowering_in(choice.room, lowering)
         if facts is None:
-            return StageCall(problem, choice.tiles, lax.Precision.HIGHEST, choice.lowering)
+            return StageCall(problem, choice.tiles, lax.Precision.HIGHEST, lowering)
         tiles = facts.clamp(choice.tiles, problem) if clamp else choice.tiles
-        precision = self.config.dot_precision(self.dtype, interpret=choice.lowering.interpret)
-        return StageCall(problem, tiles, precision, choice.lowering)
+        precision = self.config.dot_precision(self.dtype, interpret=lowering.interpret)
+        return StageCall(problem, tiles, precision, lowering)
 
     def swap_heads(self, x: jax.Array) -> jax.Array:
         """The layout of the call to (B, NH, S, D), and back. XLA cancels one against the other."""
@@ -213,7 +213,7 @@ class CallSpec:
     def _can_store_states(self, splits: int) -> bool:
         """Whether splits end at chunk boundaries and the fused scan can store states."""
         choice = dict(self.kernels)["recurrent_fw_H"]
-        facts = dispatch.kernel("recurrent_fw_H", choice.lowering)
+        facts = dispatch.kernel("recurrent_fw_H", choice.room)
         can_store = facts is not None and facts.stores_states(choice.tiles, self.problem)
         return can_store and self.problem.NC % splits == 0
 
@@ -222,7 +222,7 @@ class CallSpec:
 
         It is the least power of two that makes fused_min_heads heads; 0 where none does.
         """
-        scan = dict(self.kernels)["recurrent_fw_H"].lowering
+        scan = dict(self.kernels)["recurrent_fw_H"].room
         if dispatch.kernel("recurrent_fw_H", scan) is None and self.backend != Lowering.XLA:
             return 0  # the scan in plain jnp is slower than materialised states
         heads, p = self.config.fused_min_heads or 0, self.fused_problem

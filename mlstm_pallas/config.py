@@ -143,7 +143,7 @@ class KernelConfig:
             row[name] = {field: getattr(tiles, field) for field in dispatch.configured(name).search}
             if tiles.num_splits is not None:
                 row[name]["num_splits"] = tiles.num_splits
-            if tiles.mosaic_gpu and (facts := dispatch.kernel(name, Lowering.MOSAIC_GPU)):
+            if tiles.mosaic_gpu and (facts := dispatch.kernel(name, "mosaic_gpu")):
                 row[name]["mosaic_gpu"] = {
                     field: getattr(tiles.mosaic_gpu, field) for field in facts.search
                 }

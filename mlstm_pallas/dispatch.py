@@ -50,9 +50,9 @@ def lowerings(first: Lowering) -> tuple[Lowering, ...]:
     return first, *fallbacks.get(first.room, ())
 
 
-def kernel(stage: str, lowering: Lowering) -> Kernel | None:
-    """The facts of a stage's kernel; None: the lowering has none."""
-    return _facts(stage, lowering.room) if stage in _KERNELS.get(lowering.room, ()) else None
+def kernel(stage: str, room: str) -> Kernel | None:
+    """The facts of a stage's kernel; None: the room has none."""
+    return _facts(stage, room) if stage in _KERNELS.get(room, ()) else None
 
 
 @functools.cache
@@ -69,18 +69,23 @@ def configured(stage: str) -> Kernel:
 
 def choose(
     stage: str, first: Lowering, config: StageConfig, problem: Problem, dtype: jnp.dtype
-) -> tuple[Lowering, StageConfig]:
-    """The lowering that runs a stage, and its tiles, not clamped."""
+) -> tuple[str, StageConfig]:
+    """The room of the kernel that runs a stage, and its tiles, not clamped."""
     *others, last = lowerings(first)
     for index, lowering in enumerate(others):
-        if (facts := kernel(stage, lowering)) is None:
+        if (facts := kernel(stage, lowering.room)) is None:
             continue
         tiles = config.of(lowering.room) or facts.heuristic(problem, dtype)
         tiles = tiles.replace(num_splits=config.num_splits)
         final = index == len(others) - 1  # the last kernel before plain jnp
         if facts.takes(tiles, problem, dtype) and (final or facts.pays(tiles, problem)):
-            return lowering, tiles
-    return last, config
+            return lowering.room, tiles
+    return last.room, config
+
+
+def lowering_in(room: str, first: Lowering) -> Lowering:
+    """The lowering that is, or that the first one falls to, in a room."""
+    return next(x for x in lowerings(first) if x.room == room)
 
 
 def run(name: str, *inputs: Any, call: StageCall, **options: Any) -> Any:

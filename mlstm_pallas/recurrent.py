@@ -12,7 +12,7 @@ from mlstm_pallas import validation
 from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.backend import on_backend, requested_backend, target_device_kind
 from mlstm_pallas.config import KernelConfig, config_for
-from mlstm_pallas.dispatch import choose, run
+from mlstm_pallas.dispatch import choose, lowering_in, run
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import InputGate, Layout, Problem, accumulator_dtype
 from mlstm_pallas.sharding import aligned, over_shards
@@ -55,8 +55,8 @@ class Token(NamedTuple):
 
 def _step(spec: StepSpec, x: Token, states: StepStates) -> Any:
     def token(lowering: Lowering, x: Token, states: StepStates) -> tuple[jax.Array, StepStates]:
-        lowering, tiles = choose("recurrent_step", lowering, spec.tiles, spec.problem, x.q.dtype)
-        call = StageCall(spec.problem, tiles, None, lowering)
+        room, tiles = choose("recurrent_step", lowering, spec.tiles, spec.problem, x.q.dtype)
+        call = StageCall(spec.problem, tiles, None, lowering_in(room, lowering))
         h, c, n, m = run("recurrent_step", *x, *states, normaliser=spec.normaliser, call=call)
         return h, StepStates(c, n, m)
 

@@ -47,7 +47,7 @@ SCAN = {"parallel_fw_P", "recurrent_fw_H"}
 
 def mosaic_gpu_kernel(stage):
     """What the Mosaic GPU kernel of a stage says of itself; None without one."""
-    return dispatch.kernel(stage, Lowering.MOSAIC_GPU)
+    return dispatch.kernel(stage, "mosaic_gpu")
 
 
 ALL = {*filter(mosaic_gpu_kernel, STAGES)}

@@ -19,7 +19,6 @@ from mlstm_pallas.config import (
     tuned_config,
 )
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Lowering
 from mlstm_pallas.stages import STAGES
 
 BF16 = jnp.dtype("bfloat16")
@@ -231,7 +230,7 @@ def test_every_tuned_row_is_a_config(name):
     for stage in row.keys() & STAGES.keys():
         tiles, facts = (
             {name: x for name, x in row[stage].items() if name != "mosaic_gpu"},
-            dispatch.kernel(stage, Lowering.MOSAIC_GPU),
+            dispatch.kernel(stage, "mosaic_gpu"),
         )
         assert tiles.items() <= vars(tuned.stage(stage)).items(), stage
         assert tiles.keys() <= dispatch.configured(stage).search.keys() | {"num_splits"}, stage

@@ -441,19 +441,6 @@ OTHERS = {
         TypeError,
         "config.parallel_fw_H is a dict, expected a StageConfig or None",
     ),
-    "too_large_for_an_a10": (
-        lambda: on_device(
-            "NVIDIA A10",
-            shapes_of,
-            mlstm_chunkwise,
-            HEADS | {"config": KernelConfig(chunk_size=256, parallel_fw_H=LARGE)},
-        ),
-        ValueError,
-        "config.parallel_fw_H needs at least 262144 bytes of shared memory for bfloat16 heads of "
-        "256/512 in chunks of 256, "
-        "expected at most 101376, what a block may have on NVIDIA A10: smaller tiles or fewer "
-        "num_stages need less",
-    ),
     # the documented entries of xlstm_jax
     "v3noslice_states": (
         lambda: shapes_of(v3noslice.mlstm_chunkwise_max_triton, ARRAYS | {"m_initial": None}),

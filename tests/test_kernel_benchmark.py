@@ -371,7 +371,7 @@ def test_a_stage_on_mosaic_gpu_by_itself(tmp_path):
     records = records_in(jsonl)
     assert [record["status"] for record in records] == ["ok", "ok", "skipped"]
     assert records[0]["config"]["recurrent_fw_H"].keys() == {"mosaic_gpu"}
-    assert {*records[0]["errors"]} == {"matP", "vecR", "vecZ", "vecN_states", "vecN_last"}
+    assert {*records[0]["errors"]} == {"matP", "keys", "vecR", "vecZ", "vecN_states", "vecN_last"}
     assert {*records[1]["errors"]} == {"matH", "matC_last"}
     assert (
         records[2]["note"]

@@ -10,10 +10,9 @@ from roofline import Shape
 from test_kernel_benchmark import READ, nbytes
 
 from mlstm_pallas import dispatch
-from mlstm_pallas.stage import Lowering
 
 SHAPE = Shape(1, 64, 256, 256, 512)  # at which all Mosaic GPU kernels run
-CASES = [name for name in kernel_benchmark.STAGES if dispatch.kernel(name, Lowering.MOSAIC_GPU)]
+CASES = [name for name in kernel_benchmark.STAGES if dispatch.kernel(name, "mosaic_gpu")]
 WITH_ABAR = {"recurrent_fw_H": {"parallel_fw_P": lambda x: (x.matP, x.keys, x.vecR)}}
 
 

@@ -15,7 +15,7 @@ from mlstm_pallas import dispatch
 from mlstm_pallas.gate_gradients import TilePairs
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import MAX_TILE, InputGate, Problem
-from mlstm_pallas.stage import Lowering, StageCall, StageConfig
+from mlstm_pallas.stage import Lowering, StageCall, StageConfig, Weighted
 from mlstm_pallas.stages import STAGES
 from mlstm_pallas.triton.parallel_fw_P import _key_sums
 
@@ -27,7 +27,7 @@ TILES_OF_64 = StageConfig(num_splits=1)
 
 def call_of(name, problem, dtype, lowering, tiles):
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 or lowering is Lowering.XLA else None
-    kernel = dispatch.kernel(name, lowering)
+    kernel = dispatch.kernel(name, lowering.room)
     tiles = kernel.clamp(tiles, problem) if kernel else tiles
     return StageCall(problem, tiles, precision, lowering)
 
@@ -139,12 +139,13 @@ class Case:
             self.problem,
             self.expected(name, changes, options),
         )
-        plain = jax.eval_shape(functools.partial(self.plain, name, **options), inputs)
+        plain = jax.eval_shape(lambda x: products(self.plain(name, x, **options)), inputs)
+        expected = products(expected)
         if tiles_inside:
             W = self.expected("parallel_bw_dP", {}, {})
             expected = expected._replace(pairs=tile_pairs(self, W, 64))
             inputs["parallel_bw_dP"] = jax.tree.map(lambda _: None, inputs["parallel_bw_dP"])
-        found = returned = self.run(name, inputs, lowering, tiles, **options)
+        found = returned = products(self.run(name, inputs, lowering, tiles, **options))
         dtypes = [
             y.dtype for y in jax.tree.leaves(found._replace(pairs=None) if tiles_inside else found)
         ]
@@ -184,13 +185,22 @@ class Case:
         return outputs._replace(
             matP=below(outputs.matP),
             matDeltaP=below(outputs.matDeltaP),
-            queries=heads_first(outputs.queries.product()),
-            keys=None if outputs.keys is None else heads_first(outputs.keys.product()),
+            queries=heads_first(outputs.queries),
+            keys=None if outputs.keys is None else heads_first(outputs.keys),
             pairs=None if outputs.pairs is None else below_the_diagonal(outputs.pairs),
         )
 
 
 case = functools.cache(Case)
+
+
+def products(outputs):
+    """The outputs with weighted operands as their products."""
+
+    def weighted(x):
+        return isinstance(x, Weighted)
+
+    return jax.tree.map(lambda x: x.product() if weighted(x) else x, outputs, is_leaf=weighted)
 
 
 def below_the_diagonal(pairs):

@@ -595,14 +595,14 @@ def test_a_lost_device_ends_the_run_and_its_candidate(run, fake, tmp_path, monke
     assert fake.judged.count(lost) == 1
 
 
-def test_a_dry_run_of_real_kernels(run, tmp_path, monkeypatch, capsys):
+def test_a_dry_run_of_real_kernels(run, tmp_path, monkeypatch, capsys, request):
     """Interpreted on the CPU; whole calls, which would take long to compile, have times by a
     formula."""
-    stage = tune.STAGES["chunk_gates"]
-    few = compile_report.dataclasses.replace(
-        stage, search={"siz_b_LQ": (16,), "num_warps": (1, 2), "num_stages": (1,)}
-    )
-    monkeypatch.setitem(tune.STAGES, "chunk_gates", few)
+    few = {"siz_b_LQ": (16,), "num_warps": (1, 2), "num_stages": (1,)}
+    kernel = compile_report.dataclasses.replace(dispatch.configured("chunk_gates"), search=few)
+    monkeypatch.setattr("mlstm_pallas.triton.chunk_gates.KERNEL", kernel)
+    dispatch._facts.cache_clear()
+    request.addfinalizer(dispatch._facts.cache_clear)
     prepare, judge = candidates.Bench.prepare, candidates.Bench.judge
 
     def prepare_stage(self, stage, config, *rest):
