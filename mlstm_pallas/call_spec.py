@@ -184,7 +184,10 @@ class CallSpec:
         # chunk_gates runs in the chunks of the call and in those of the fused scan.
         if choice.L != problem.L:
             choice = self._chosen(name, lowering, problem)
-        facts, lowering = dispatch.kernel(name, choice.room), dispatch.lowering_in(choice.room, lowering)
+        facts, lowering = (
+            dispatch.kernel(name, choice.room),
+            dispatch.lowering_in(choice.room, lowering),
+        )
         if facts is None:
             return StageCall(problem, choice.tiles, lax.Precision.HIGHEST, lowering)
         tiles = facts.clamp(choice.tiles, problem) if clamp else choice.tiles

@@ -8,7 +8,7 @@ kernels share of it is here: a launch, the layout of tiles in shared memory, cop
 import contextlib
 import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -115,6 +115,19 @@ def sm_count(interpret: bool) -> int:
     device = jax.devices()[0] if abstract is None else abstract
     known = getattr(device, "core_count" if abstract is None else "num_cores", None)
     return known if device.platform == "gpu" and known else 132
+
+
+class PersistentScheduler(NamedTuple):
+    """The items of a CTA that stays: every num_ctas-th, from that of its index on."""
+
+    program: jax.Array
+    num_ctas: int
+
+    def item(self, index: Any) -> Any:
+        return self.program + index * self.num_ctas
+
+    def num_items(self, items: int) -> jax.Array:
+        return divide(items - 1 - self.program, self.num_ctas) + 1
 
 
 def tile_transforms(columns: int, itemsize: int) -> tuple[Any, ...]:

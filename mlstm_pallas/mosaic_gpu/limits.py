@@ -19,7 +19,7 @@ MOVES_REGISTERS = jax.__version_info__ < (0, 12)
 
 
 def state_rows(DHQK: int, most: int = 256) -> int:
-    """Rows of a block of the state in registers, a multiple of 64 that divides DHQK; 0: none fits."""
+    """Rows of a block of the state in registers, a multiple of 64 that divides DHQK; 0: none."""
     sizes = (DHQK // n for n in range(1, DHQK // 64 + 1) if DHQK % (64 * n) == 0)
     return next((rows for rows in sizes if rows <= most), 0)
 

@@ -35,6 +35,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     BY_ROWS,
     REGISTER_ROWS,
+    PersistentScheduler,
     block,
     float32,
     head_of,
@@ -95,8 +96,7 @@ class _CTA:
 
     refs: _Refs
     p: Problem
-    program: jax.Array
-    num_ctas: int
+    scheduler: PersistentScheduler
     num_tiles: int  # of queries, in a chunk
     steps_k: int
     steps_v: int
@@ -106,7 +106,7 @@ class _CTA:
         """Head, chunk, and the tiles of queries and of keys: tile i of queries has the first i + 1
         tiles of keys."""
         items_of_chunk, NC = _items_of_chunk(self.p), self.p.NC
-        index = self.program + index * self.num_ctas
+        index = self.scheduler.item(index)
         x, chunk = remainder(index, items_of_chunk), divide(index, items_of_chunk)
         later = (x >= m * (m + 1) // 2 for m in range(1, self.num_tiles))
         i: Any = sum((lax.convert_element_type(y, jnp.int32) for y in later), np.int32(0))
@@ -267,12 +267,13 @@ def _kernel(
     *, p: Problem, num_ctas: int, num_stages: int, interpret: bool, **refs_by_name: Any
 ) -> None:
     refs, products = _Refs(**refs_by_name), Products(interpret)
-    wg, program = lax.axis_index("wg"), lax.axis_index("program")
+    wg = lax.axis_index("wg")
+    scheduler = PersistentScheduler(lax.axis_index("program"), num_ctas)
     steps = blocks(p.DHQK, DEPTH), blocks(p.DHHV, DEPTH)
     of_item = sum(steps) + 1
-    of_cta = refs, p, program, num_ctas, blocks(p.L, TILE), *steps, of_item
+    of_cta = refs, p, scheduler, blocks(p.L, TILE), *steps, of_item
     cta = _CTA(*of_cta)
-    items = divide(p.BNH * p.NC * _items_of_chunk(p) - 1 - program, num_ctas) + 1
+    items = scheduler.num_items(p.BNH * p.NC * _items_of_chunk(p))
     left, right = refs.operands
     buffers = *left, *right
     total = items * of_item

@@ -32,6 +32,7 @@ from mlstm_pallas.mosaic_gpu.fragments import across_columns, across_rows, load_
 from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     REGISTER_ROWS,
+    PersistentScheduler,
     block,
     float32,
     head_of,
@@ -154,8 +155,7 @@ class _CTA:
     refs: _Refs
     p: Problem
     roles: Sequence[_Items]
-    program: jax.Array
-    num_ctas: int
+    scheduler: PersistentScheduler
     items: jax.Array
     ring: CopyRing
     tile_rows: Any  # of the warpgroup
@@ -169,7 +169,7 @@ class _CTA:
         return head_of(x, item.head, self.p).at[block(item.chunk, self.p.L)]
 
     def item(self, index: jax.Array, step: jax.Array) -> _Item:
-        index, items_of_chunk = self.program + index * self.num_ctas, _items_of_chunk(self.roles)
+        index, items_of_chunk = self.scheduler.item(index), _items_of_chunk(self.roles)
         x, chunk = remainder(index, items_of_chunk), divide(index, items_of_chunk)
         role: Any = np.int32(0)
         start, row, column = 0, x, role
@@ -390,32 +390,28 @@ def _gradient(cta: _CTA, item: _Item) -> None:
     before_tiles = after_state + _by_role(role, [x.weighted + x.norm for x in roles])
     tile_count = _by_role(role, [_tile_steps(kind, item.row, cta.p)[0] for kind in _Role])
 
-    def with_state(accumulator: Any) -> None:
-        of_dv, of_others = (roles[x].with_state for x in (_Role.DV, _Role.DQ))
-        products.cond(
-            is_dv,
-            lambda x: multiply(
-                item.step, of_dv, lambda slot: (left.at[slot, tile_rows], right.at[slot]), x
-            ),
-            lambda x: multiply(
-                item.step,
-                of_others,
-                lambda slot: (left.at[slot, tile_rows], right_transposed.at[slot].T),
-                x,
-            ),
-            accumulator,
-        )
+    def plain(slot: Any) -> tuple[Any, Any]:
+        return left.at[slot, tile_rows], right.at[slot]
 
-    def with_tiles(accumulator: Any) -> None:
-        add = functools.partial(multiply, before_tiles, tile_count)
-        products.cond(
-            is_dq,
-            functools.partial(add, lambda slot: (left.at[slot, tile_rows], right.at[slot])),
-            functools.partial(
-                add, lambda slot: (left_transposed.at[slot, :, tile_rows].T, right.at[slot])
-            ),
-            accumulator,
-        )
+    def times_transposed(slot: Any) -> tuple[Any, Any]:
+        return left.at[slot, tile_rows], right_transposed.at[slot].T
+
+    def transposed_times(slot: Any) -> tuple[Any, Any]:
+        return left_transposed.at[slot, :, tile_rows].T, right.at[slot]
+
+    of_dv, of_others = (roles[x].with_state for x in (_Role.DV, _Role.DQ))
+    with_state = functools.partial(
+        products.cond,
+        is_dv,
+        functools.partial(multiply, item.step, of_dv, plain),
+        functools.partial(multiply, item.step, of_others, times_transposed),
+    )
+    with_tiles = functools.partial(
+        products.cond,
+        is_dq,
+        functools.partial(multiply, before_tiles, tile_count, plain),
+        functools.partial(multiply, before_tiles, tile_count, transposed_times),
+    )
 
     # Loaded before the product and used after it: their latency is hidden.
     query_weights, key_weights, inv_den, dz_den = (
@@ -438,14 +434,15 @@ def _gradient(cta: _CTA, item: _Item) -> None:
 def _kernel(
     *, p: Problem, num_ctas: int, num_stages: int, interpret: bool, **refs_by_name: Any
 ) -> None:
-    refs, wg, program = _Refs(**refs_by_name), lax.axis_index("wg"), lax.axis_index("program")
+    refs, wg = _Refs(**refs_by_name), lax.axis_index("wg")
+    scheduler = PersistentScheduler(lax.axis_index("program"), num_ctas)
     roles = _items(p, refs.n is not None)
-    items = divide(p.BNH * p.NC * _items_of_chunk(roles) - 1 - program, num_ctas) + 1
+    items = scheduler.num_items(p.BNH * p.NC * _items_of_chunk(roles))
     left, right = refs.operands
     ring = CopyRing(
         refs.barriers, num_stages, None, None, Products(interpret), (*left, *right), readers=0
     )
-    cta = _CTA(refs, p, roles, program, num_ctas, items, ring, block(wg, R), wg)
+    cta = _CTA(refs, p, roles, scheduler, items, ring, block(wg, R), wg)
 
     def copy(item: _Item) -> None:
         for role in _Role:

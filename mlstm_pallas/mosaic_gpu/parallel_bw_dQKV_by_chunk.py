@@ -43,6 +43,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     BY_ROWS,
     REGISTER_ROWS,
+    PersistentScheduler,
     block,
     float32,
     head_of,
@@ -159,11 +160,10 @@ class _CTA:
     refs: _Refs
     p: Problem
     order: _Order
-    program: jax.Array
-    num_ctas: int
+    scheduler: PersistentScheduler
 
     def head_and_chunk(self, index: Any) -> tuple[jax.Array, jax.Array]:
-        index = self.program + index * self.num_ctas
+        index = self.scheduler.item(index)
         return divide(index, self.p.NC), remainder(index, self.p.NC)
 
     def last_first(self, step: Any) -> Any:
@@ -325,15 +325,15 @@ def _blocks_and_weights(c: _Chunk) -> tuple[_Block, _Block, jax.Array, jax.Array
     return first, second, weights, load_by_rows(refs.abar, c.head, c.rows)
 
 
-def _scores_and_dA(c: _Chunk, pair: Sequence[_Block]) -> list[_Block]:
+def _scores_and_dA(c: _Chunk, both: Sequence[_Block]) -> list[_Block]:
     """The blocks with q k^T and dh v^T."""
     order, ring, products, first = c.order, c.ring, c.products, c.first
     slots, first_q = c.refs.slots, order.first_q
 
     def add_blocks(sums: Sequence[Any], left: Any, right: Any, start: int = 0) -> None:
-        for x, of in zip(sums, pair, strict=True):
-            keys = pl.ds(start + of.key, of.keys)
-            products.add(x, left.at[of.tile_rows], right.T.at[:, keys])
+        for x, part in zip(sums, both, strict=True):
+            keys = pl.ds(start + part.key, part.keys)
+            products.add(x, left.at[part.tile_rows], right.T.at[:, keys])
 
     def issue(*sums: Any) -> None:
         scores, dA = sums[:2], sums[2:]
@@ -364,21 +364,21 @@ def _scores_and_dA(c: _Chunk, pair: Sequence[_Block]) -> list[_Block]:
         ring.release(*(first + first_q + y for y in range(order.parts)))
         c.refill(*(first + first_q + y for y in range(-2, order.parts)))
 
-    shapes = [(R, of.keys) for of in pair]
+    shapes = [(R, part.keys) for part in both]
     _, *sums = products.all_from_zeros(issue, *shapes, *shapes)
-    return [x._replace(scores=sums[j], dA=sums[2 + j]) for j, x in enumerate(pair)]
+    return [x._replace(scores=sums[j], dA=sums[2 + j]) for j, x in enumerate(both)]
 
 
 def _write_keys(
-    c: _Chunk, of: _Block, start: int, keys: int, at: Any, mask: jax.Array | None = None
+    c: _Chunk, x: _Block, start: int, keys: int, at: Any, mask: jax.Array | None = None
 ) -> Any:
     """Writes P and dP of so many keys of a block, from ``start`` on; returns their W."""
     refs, columns = c.refs, slice(start, start + keys)
-    *u, inv_den, dz_den = of.vectors
-    key = pl.multiple_of(of.key + start, HALF)
-    e = (c.vector(x, key, keys) for x in (_E_HI, _E_LO))
+    *u, inv_den, dz_den = x.vectors
+    key = pl.multiple_of(x.key + start, HALF)
+    e = (c.vector(y, key, keys) for y in (_E_HI, _E_LO))
     tiles = refs.P_tile.at[at].T, refs.dP_tile.at[at].T
-    scores, dA = of.scores[:, columns], of.dA[:, columns]
+    scores, dA = x.scores[:, columns], x.dA[:, columns]
     return write_tiles(*tiles, scores, dA, e, u, inv_den, dz_den, mask, c.p.qk_scale, c.products)
 
 
@@ -566,18 +566,17 @@ def _kernel(
     *, p: Problem, num_ctas: int, num_stages: int, interpret: bool, **refs_by_name: Any
 ) -> None:
     refs, products = _Refs(**refs_by_name), Products(interpret)
-    warpgroup, program = lax.axis_index("wg"), lax.axis_index("program")
-    of_cta, copying = (refs, p, _order(p), program, num_ctas), _copying_warpgroups(p)
+    warpgroup = lax.axis_index("wg")
+    scheduler = PersistentScheduler(lax.axis_index("program"), num_ctas)
+    of_cta, copying = (refs, p, _order(p), scheduler), _copying_warpgroups(p)
     cta = _CTA(*of_cta)
-    chunks = divide(p.BNH * p.NC - 1 - program, num_ctas) + 1
+    chunks = scheduler.num_items(p.BNH * p.NC)
     products.guard(refs.tiles_empty, refs.P_tile, refs.dP_tile)
-    num_tiles, slots = cta.order.num_tiles, (refs.slots,)
-    steps, k_slots = chunks * num_tiles, (refs.k_tiles, refs.vectors)
+    n, copy, copy_k = cta.order.num_tiles, cta.copy_any_tile, cta.copy_k
+    slots, k_slots = (refs.slots,), (refs.k_tiles, refs.vectors)
     rings = (
-        CopyRing(
-            refs.barriers, num_stages, steps, cta.copy_any_tile, products, slots, copying, num_tiles
-        ),
-        CopyRing(refs.k_barriers, _k_stages(p), chunks, cta.copy_k, products, k_slots, copying),
+        CopyRing(refs.barriers, num_stages, chunks * n, copy, products, slots, copying, n),
+        CopyRing(refs.k_barriers, _k_stages(p), chunks, copy_k, products, k_slots, copying),
     )
     # Half the keys of the block on the diagonal at a time take fewer registers.
     keys = R if not copying and MOVES_REGISTERS else HALF
@@ -586,7 +585,7 @@ def _kernel(
         wg = lax.optimization_barrier(warpgroup)  # what follows from it is not kept in registers
         head, chunk = cta.head_and_chunk(index)
         rows, k_slot = (block(wg, R), block(chunk * 2 + wg, R)), rings[1].slot(index)
-        place = index, wg, head, chunk, *rows, k_slot, index * num_tiles
+        place = index, wg, head, chunk, *rows, k_slot, index * n
         _multiply(_Chunk(*of_cta, *rings, products, *place), keys)
 
     def gradients() -> None:

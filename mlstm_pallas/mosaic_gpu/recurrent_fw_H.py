@@ -313,11 +313,11 @@ def _takes(config: StageConfig, p: Problem) -> bool:
     if (
         warpgroups != 2
         or rows == 0
-        or p.DHQK > 2 * rows
+        or 2 * rows < p.DHQK
         or p.BNH * (config.num_splits or 1) > HEADS
     ):
         return False
-    fits = p.L == 64 and p.DHHV % columns == 0 and columns % (64 * warpgroups) == 0
+    fits = p.L == 64 and not p.DHHV % columns and not columns % (64 * warpgroups)
     if not fits or columns // (64 * warpgroups) * rows > 256:
         return False
     # The first launch reads P, the second one h of the first. One launch alone stores states.
