@@ -681,7 +681,7 @@ def _tiling(name: str, spec: CallSpec) -> dict[str, Any]:
         return {}
     lowering = Lowering(spec.backend or Lowering.TRITON)
     call = spec.call(name, lowering, spec.fused_problem if STAGES[name].fused else None)
-    facts = dispatch.kernel(name, call.lowering)
+    facts = dispatch.kernel(name, call.lowering.room)
     assert facts is not None, name
     config = {field: getattr(call.tiles, field) for field in facts.search}
     return dict(chunk_size=call.problem.L, config=config, num_stages=call.tiles.num_stages)

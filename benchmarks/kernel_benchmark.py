@@ -287,14 +287,15 @@ class MlstmPallasStage(MlstmPallas):
         return (roofline.of_stage(self.stage, self.call, itemsize, weighted=self.weighted),)
 
     def computation(self, inputs, direction):
-        arrays, g = dict(inputs), inputs["chunk_gates"].per_step()
-        keys = Weighted(inputs["matK"], g.vecAbar)
-        if self.call.lowering.room == "mosaic_gpu" and self.stage.name == "recurrent_fw_H":
+        arrays, name = dict(inputs), self.stage.name
+        if self.call.lowering.room == "mosaic_gpu" and name == "recurrent_fw_H":
+            keys = Weighted(inputs["matK"], inputs["chunk_gates"].per_step().vecAbar)
             arrays["parallel_fw_P"] = inputs["parallel_fw_P"]._replace(keys=keys)
-        if self.weighted and self.stage.name == "recurrent_bw_dC":
-            inverse = inputs["normaliser_gradients"].vecInvDen
+        if self.weighted and name == "recurrent_bw_dC":
+            g, inverse = inputs["chunk_gates"].per_step(), inputs["normaliser_gradients"].vecInvDen
             r = query_scale(g.vecW, self.call.problem.qk_scale, inverse)
-            arrays |= dict(queries=Weighted(inputs["matQ"], r), keys=keys)
+            arrays |= dict(queries=Weighted(inputs["matQ"], r))
+            arrays |= dict(keys=Weighted(inputs["matK"], g.vecAbar))
 
         def stage(*args):
             return dispatch.run(self.stage.name, *args, call=self.call)

@@ -163,7 +163,7 @@ def of_stage(stage: Stage, call: StageCall, itemsize: int, *, weighted: bool = F
     if call.lowering.room == "mosaic_gpu":
         more |= {"parallel_fw_P": -itemsize * p.DHQK, "recurrent_fw_H": 4}
         more |= {"parallel_bw_dP": -2 * itemsize * p.DHQK}
-    kernel = dispatch.kernel(stage.name, call.lowering)
+    kernel = dispatch.kernel(stage.name, call.lowering.room)
     if kernel and kernel.makes_tiles(p):
         flops += COSTS["parallel_bw_dP"](p, itemsize).flops
         more[stage.name] = 4 * (4 + 3) - 2 * itemsize * p.L

@@ -656,7 +656,7 @@ def tune_mosaic_gpu(
 
 
 def mosaic_gpu_kernel(stage: str) -> Kernel | None:
-    return dispatch.kernel(stage, Lowering.MOSAIC_GPU)
+    return dispatch.kernel(stage, "mosaic_gpu")
 
 
 def mosaic_gpu_stages() -> list[str]:

@@ -43,29 +43,14 @@ def mlstm_chunkwise(
     backend: BackendName | None = None, config: KernelConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, States]: ...  # fmt: skip
 def mlstm_chunkwise(
-    q: Array,
-    k: Array,
-    v: Array,
-    i: Array,
-    f: Array,
-    c_initial: Array | None = None,
-    n_initial: Array | None = None,
-    m_initial: Array | None = None,
-    return_last_states: bool = False,
-    eps: float = 1e-6,
-    chunk_size: int | None = None,
-    autocast_kernel_dtype: DTypeLike | None = None,
-    stabilize_correctly: bool = True,
-    norm_val: float = 1.0,
-    *,
-    segment_ids: Array | None = None,
-    input_gate: InputGateName = "exp",
-    normalize: bool = True,
-    recompute_states_in_bw: bool = True,
-    layout: LayoutName = "BNTH",
-    backend: BackendName | None = None,
-    config: KernelConfig | None = None,
-) -> jax.Array | tuple[jax.Array, States]:
+    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None,
+    return_last_states: bool = False, eps: float = 1e-6, chunk_size: int | None = None,
+    autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
+    norm_val: float = 1.0, *, segment_ids: Array | None = None, input_gate: InputGateName = "exp",
+    normalize: bool = True, recompute_states_in_bw: bool = True, layout: LayoutName = "BNTH",
+    backend: BackendName | None = None, config: KernelConfig | None = None,
+) -> jax.Array | tuple[jax.Array, States]:  # fmt: skip
     """The mLSTM of xLSTM, computed in chunks of the sequence.
 
     For every batch entry and head (arXiv:2405.04517, equations 19 to 27; the
@@ -210,4 +195,6 @@ def mlstm_chunkwise(
         config=config,
     )
     arrays = q, k, v, i, f, c_initial, n_initial, m_initial
-    return run(mlstm_forward, segment_starts, options, arrays, segment_ids)
+    outputs: jax.Array | tuple[jax.Array, States]
+    outputs = run(mlstm_forward, segment_starts, options, arrays, segment_ids)
+    return outputs

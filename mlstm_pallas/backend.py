@@ -1,10 +1,11 @@
-"""Where a call runs: on the Triton or the Mosaic GPU kernels, on the same kernels interpreted, or in plain jnp."""
+"""Where a call runs: on the Triton or Mosaic GPU kernels, compiled or interpreted, or in jnp."""
 
 import functools
 import os
 import warnings
 from collections.abc import Callable
 from contextvars import ContextVar, Token
+from typing import Any, NoReturn
 
 import jax
 from jax import lax
@@ -51,9 +52,10 @@ class use_backend:
     """
 
     def __init__(self, backend: BackendName | None):
-        self._entered = True  # nothing to say of a backend that is refused
+        self._entered = True  # no warning where check_backend raises
         check_backend(backend)
-        self._backend, self._tokens, self._entered = backend, list[Token](), False
+        self._backend, self._entered = backend, False
+        self._tokens: list[Token[str | None]] = []
 
     def __enter__(self) -> None:
         self._entered = True
@@ -72,14 +74,13 @@ class use_backend:
 
 
 def requested_backend(backend: str | None = None, *, mosaic_gpu_kernels: bool = True) -> str | None:
-    """The backend of a call that names this one.
+    """The backend of a call, from its argument, ``use_backend`` or the environment.
 
     Args:
-      mosaic_gpu_kernels: whether the call has any; the others run without them on that backend.
+      mosaic_gpu_kernels: whether the call has any. One without runs on backend "mosaic_gpu" too.
 
     Raises:
-      ValueError: where the Mosaic GPU kernels are asked for and cannot run, and for a wrong
-        MLSTM_PALLAS_BACKEND.
+      ValueError: where the Mosaic GPU kernels cannot run, and for a wrong MLSTM_PALLAS_BACKEND.
     """
     name = "backend"
     if backend is None:
@@ -89,8 +90,9 @@ def requested_backend(backend: str | None = None, *, mosaic_gpu_kernels: bool = 
         check_backend(backend, variable=VARIABLE)
     if backend is not None and Lowering(backend).room == "mosaic_gpu" and mosaic_gpu_kernels:
         _check_mosaic_gpu(name, Lowering(backend))
-    # Where jax has no Triton. What has no Mosaic GPU kernel, float32 for one, then runs in plain jnp.
-    # It is decided when the call is traced: for the CPU of such a machine the backend is "xla".
+    # Where jax has no Triton, None is "mosaic_gpu" on Hopper. Stages without such a kernel, those
+    # in float32 for one, run in plain jnp. This is decided when the call is traced: pass "xla" for
+    # a computation on the CPU of such a machine.
     without_triton = (
         backend is None and not HAS_TRITON and mosaic_gpu_kernels and jax_has_mosaic_gpu()
     )
@@ -102,9 +104,9 @@ def requested_backend(backend: str | None = None, *, mosaic_gpu_kernels: bool = 
 
 
 def jax_has_mosaic_gpu() -> bool:
-    """Whether the present jax compiles the Mosaic GPU kernels."""
-    first, end = MOSAIC_GPU_JAX
-    return first <= jax.__version_info__ < end
+    """Whether the installed jax compiles the Mosaic GPU kernels."""
+    version: tuple[int, ...] = jax.__version_info__
+    return MOSAIC_GPU_JAX[0] <= version < MOSAIC_GPU_JAX[1]
 
 
 def _check_mosaic_gpu(name: str, lowering: Lowering) -> None:
@@ -115,17 +117,19 @@ def _check_mosaic_gpu(name: str, lowering: Lowering) -> None:
         python = ", which needs Python >= 3.12" if jax.__version_info__ < MOSAIC_GPU_JAX[0] else ""
         versions = f"jax >= {first} and < {end}{python}"
         raise ValueError(
-            f"{name} is '{lowering}' and jax is {jax.__version__}, expected {versions}, or backend {other}"
+            f"{name} is '{lowering}' and jax is {jax.__version__}, expected {versions}, "
+            f"or backend {other}"
         )
     kind = target_device_kind()
     if lowering is Lowering.MOSAIC_GPU and compute_capability(kind) not in (90, None):
         raise ValueError(
-            f"{name} is '{lowering}' and the GPU is a {kind}, expected a Hopper GPU (H100, H200, H800, H20, GH200) or backend "
-            f"'{lowerings(lowering)[1]}'"
+            f"{name} is '{lowering}' and the GPU is a {kind}, expected a Hopper GPU "
+            f"(H100, H200, H800, H20, GH200) or backend '{lowerings(lowering)[1]}'"
         )
 
 
-# The identity, which cannot be lowered for a CPU: Pallas would say no more there than that only interpret mode is supported.
+# The identity, with an error where it is lowered for a CPU: Pallas' message there is only that
+# interpret mode alone is supported.
 _for_gpus = Primitive("for_gpus")
 _for_gpus.def_abstract_eval(lambda x, *, backend: x)
 _for_gpus.def_impl(
@@ -134,11 +138,12 @@ _for_gpus.def_impl(
 batching.defvectorized(_for_gpus)
 
 
-def _refuse(*_, backend: str):
+def _refuse(*_: Any, backend: str) -> NoReturn:
     interpreted = "interpret" if backend == "triton" else "mosaic_gpu_interpret"
     raise ValueError(
-        f"backend is {backend!r}, whose kernels are for GPUs, and the computation is lowered for a CPU: expected backend None or 'xla' "
-        f"(plain jnp), or {interpreted!r} (the kernels, interpreted)"
+        f"backend is {backend!r}, whose kernels are for GPUs, and the computation is lowered for a "
+        f"CPU: expected backend None or 'xla' (plain jnp), or {interpreted!r} (the kernels, "
+        "interpreted)"
     )
 
 
@@ -146,10 +151,11 @@ mlir.register_lowering(_for_gpus, lambda _, x, *, backend: [x])
 mlir.register_lowering(_for_gpus, _refuse, platform="cpu")
 
 
-def on_backend(backend: str | None, run: Callable, *args):
-    """run(lowering, *args); for None the lowering is chosen where the computation is lowered: Triton for CUDA, else XLA.
+def on_backend(backend: str | None, run: Callable[..., Any], *args: Any) -> Any:
+    """run(lowering, *args).
 
-    Where jax has no Triton, None is XLA; ``requested_backend`` says where it is not None by then.
+    None is Triton where the computation is lowered for CUDA, else XLA. Where jax has no Triton it
+    is XLA, unless ``requested_backend`` chose "mosaic_gpu".
     """
     if backend is None and not HAS_TRITON:
         return run(Lowering.XLA, *args)
@@ -163,9 +169,8 @@ def on_backend(backend: str | None, run: Callable, *args):
 
 
 def target_device_kind() -> str:
-    """The kind of GPU that the caller's computation is for: of the abstract mesh in use, else of this process's first GPU."""
+    """The GPU of the computation: that of the abstract mesh in use, else this process's first."""
     abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if abstract is not None:
-        return abstract.device_kind
-    device = jax.devices()[0]
-    return device.device_kind if device.platform == "gpu" else UNKNOWN_DEVICE
+    device = jax.devices()[0] if abstract is None else abstract
+    kind: str = device.device_kind
+    return kind if abstract is not None or device.platform == "gpu" else UNKNOWN_DEVICE

@@ -1,4 +1,7 @@
-"""The backward schedule: which stages run, and what goes from one to the next. Arrays are those of a shard, (B * NH, ...)."""
+"""The backward schedule: the order of the stages, and what one hands to the next.
+
+Arrays are those of a shard, (B * NH, ...).
+"""
 
 import functools
 from typing import Any
@@ -7,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, Residuals, States
+from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, LastStates, Residuals
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.gate_gradients import (
     gate_gradients,
@@ -49,13 +52,14 @@ def _backward(
         x = x._replace(c_initial=None)
     recompute = stored.C is None
     if recompute:
-        # Else XLA sees that the forward pass computed the same states, and keeps those. On CPUs a barrier copies what passes it: k and v do
-        # not, as states and scores differ by the others.
+        # Without the barrier XLA finds the same states in the forward pass and keeps those. On CPUs
+        # a barrier copies its operands, so k and v go around it: states and scores still differ by
+        # the other operands.
         k, v = x.k, x.v
         x = lax.optimization_barrier(x)
         if lowering is Lowering.XLA:
             x = x._replace(k=k, v=v)
-    dh, last = cotangents.h, cotangents.last or States(None, jnp.zeros_like(x.n_initial), None)
+    dh, last = cotangents.h, cotangents.last or LastStates(None, jnp.zeros_like(x.n_initial), None)
     gates: ChunkGates = run(
         "chunk_gates",
         *(x.i, x.f, x.m_initial, x.starts, spec.input_gate, stored.m),
@@ -64,19 +68,19 @@ def _backward(
     gamma, n = gates.scaGamma, stored.n
     on_chip = spec.tiles_on_chip(lowering)
     if on_chip:
-        tiles = before_tiles(spec, x.q, x.k, gates, z)
+        operands = before_tiles(spec, x.q, x.k, gates, z)
     else:
-        tiles = run(
+        operands = run(
             "parallel_bw_dP",
             *(x.q, x.k, x.v, dh, gates, h, z),
             normaliser=spec.normaliser,
             return_keys=recompute,
             call=spec.call("parallel_bw_dP", lowering),
         )
-    recomputed = (tiles.keys, x.v, x.c_initial) if recompute else ()
+    recomputed = (operands.keys, x.v, x.c_initial) if recompute else ()
     state_gradients: StateGradients = run(
         "recurrent_bw_dC",
-        *(tiles.queries, dh, gamma, last.c, *recomputed),
+        *(operands.queries, dh, gamma, last.c, *recomputed),
         matH=h if on_chip else None,
         return_initial=spec.has_initial_state,
         return_last=spec.return_last_states,
@@ -87,13 +91,13 @@ def _backward(
         C, C_last = stored.C, stored.C_last
     tiles_call = spec.call("parallel_bw_dQKV" if on_chip else "parallel_bw_dP", lowering)
     if on_chip and spec.normaliser is not None:
-        tiles = with_delta(spec, tiles, x.q, gates, z, delta, tiles_call)
-    of_normaliser = tiles.normaliser_gradients
-    dn_added = jnp.zeros_like(n) if tiles.vecDeltaN_added is None else tiles.vecDeltaN_added
+        operands = with_delta(spec, operands, x.q, gates, z, delta, tiles_call)
+    of_normaliser, dn_added = operands.normaliser_gradients, operands.vecDeltaN_added
+    dn_added = jnp.zeros_like(n) if dn_added is None else dn_added
     dn, dn_initial = run("vector_states", dn_added, gamma, last.n, backward=True, call=tiles_call)
     gradients: Gradients = run(
         "parallel_bw_dQKV",
-        *(x.q, x.k, x.v, dh, gates, of_normaliser, tiles, C, n, dC, dn),
+        *(x.q, x.k, x.v, dh, gates, of_normaliser, operands, C, n, dC, dn),
         call=spec.call("parallel_bw_dQKV", lowering),
     )
 
@@ -103,12 +107,10 @@ def _backward(
         dm = last_stabiliser_cotangent(dm, last, C_last, stored.n_last)
     starts = None if x.starts is None else spec.chunks(x.starts)
     di, df, dm_initial = gate_gradients(
-        *(
-            gates,
-            spec.chunks(x.i),
-            spec.chunks(x.f),
-            gradients.pairs if tiles.pairs is None else tiles.pairs,
-        ),
+        gates,
+        spec.chunks(x.i),
+        spec.chunks(x.f),
+        gradients.pairs if operands.pairs is None else operands.pairs,
         gradients.vecQ_inter,
         gradients.vecK_inter,
         through_chunk,
@@ -117,26 +119,18 @@ def _backward(
         spec.input_gate,
         step_gradients=functools.partial(run, "step_gradients", call=tiles_call),
     )
-    if not spec.has_initial_state:  # nobody asks for these
+    if not spec.has_initial_state:  # the caller drops these
         dC_initial = zero_states(dm_initial, spec.problem.DHQK, spec.problem.DHHV)
     elif spec.stabilised:
         dm_initial += initial_stabiliser_gradient(dC_initial, dn_initial, x.c_initial, x.n_initial)
-    return Inputs(
-        gradients.matDeltaQ,
-        gradients.matDeltaK,
-        gradients.matDeltaV,
-        di,
-        df,
-        dC_initial,
-        dn_initial,
-        dm_initial,
-    )
+    dq, dk, dv = gradients.matDeltaQ, gradients.matDeltaK, gradients.matDeltaV
+    return Inputs(dq, dk, dv, di, df, dC_initial, dn_initial, dm_initial)
 
 
 def before_tiles(
     spec: CallSpec, q: jax.Array, k: jax.Array, gates: ChunkGates, z: Any
 ) -> GradientTiles:
-    """What recurrent_bw_dC reads, where parallel_bw_dQKV makes the tiles; delta is not known yet."""
+    """The operands of recurrent_bw_dC with TILES_ON_CHIP, before delta is known."""
     g, inv_den = gates.per_step(), None
     if spec.normaliser is not None:
         inv_den = spec.normaliser.gradients(jnp.zeros_like(z), z, g.vecM).vecInvDen
@@ -147,17 +141,17 @@ def before_tiles(
 
 def with_delta(
     spec: CallSpec,
-    tiles: GradientTiles,
+    operands: GradientTiles,
     q: jax.Array,
     gates: ChunkGates,
     z: Any,
     delta: jax.Array | None,
     call: StageCall,
 ) -> GradientTiles:
-    """The tiles of ``before_tiles`` with what takes delta, (B * NH, S); None: 0."""
+    """The result of ``before_tiles`` with the fields that need delta, (B * NH, S); None: 0."""
     assert spec.normaliser is not None
     g = gates.per_step()
     gradients = spec.normaliser.gradients(jnp.zeros_like(z) if delta is None else delta, z, g.vecM)
     r = query_scale(g.vecW, spec.problem.qk_scale, gradients.vecInvDen)
     dn_added = run("step_sums", q, r * gradients.vecDzDen, call=call)
-    return tiles._replace(normaliser_gradients=gradients, vecDeltaN_added=dn_added)
+    return operands._replace(normaliser_gradients=gradients, vecDeltaN_added=dn_added)

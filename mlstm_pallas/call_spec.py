@@ -1,4 +1,4 @@
-"""A call: everything static about it, decided once, its arrays, and what its backward pass reads of its forward pass."""
+"""A call: its static choices, made once, its arrays, and the residuals of its forward pass."""
 
 import dataclasses
 import enum
@@ -21,10 +21,10 @@ MIN_SPLIT_STEPS, MIN_SPLIT_STATE = 2048, 2**17
 
 
 class BackwardPlan(enum.StrEnum):
-    """Which stages make P, dP and delta = dh . h in the backward pass.
+    """Which stages compute P, dP and delta = dh . h in the backward pass.
 
-    TILES_IN_MEMORY: parallel_bw_dP makes all three. TILES_ON_CHIP: parallel_bw_dQKV makes P and dP
-    of each chunk where it reads them, and recurrent_bw_dC, which runs before it, makes delta.
+    TILES_IN_MEMORY: parallel_bw_dP computes all three. TILES_ON_CHIP: parallel_bw_dQKV computes P
+    and dP of each chunk where it reads them, and recurrent_bw_dC, which runs before it, delta.
     """
 
     TILES_IN_MEMORY = "P and dP in memory"
@@ -34,14 +34,14 @@ class BackwardPlan(enum.StrEnum):
 class Choice(NamedTuple):
     """The kernel of a stage in a call."""
 
-    lowering: Lowering
+    room: str
     tiles: StageConfig  # not clamped
-    L: int  # steps of the chunks that it was chosen for
+    L: int  # steps of a chunk in the problem that it was chosen for
 
 
 @dataclasses.dataclass(frozen=True)
 class CallSpec:
-    """Everything static about a call; what is below reads it and decides nothing again.
+    """The static choices of a call; the code below reads them and decides nothing again.
 
     Attributes:
       problem: padded.
@@ -49,15 +49,15 @@ class CallSpec:
       dtype: of q, k, v in the matrix products.
       normaliser: None: h is the numerator.
       backend: the caller's; None: by the platform of the lowering.
-      has_initial_state: else the states start from zeros, which have no gradients.
-      return_last_states: whether the last states are wanted.
+      has_initial_state: False: the states start from zeros, which have no gradients.
+      return_last_states: whether the call returns the last states.
       layout: of q, k, v, h and their gradients.
 
     These follow from the rest:
-      kernels: (name, choice) of all stages, used or not. For plain jnp there is nothing to choose.
-      fused: whether the forward pass is the fused scan; else it materialises the states.
+      kernels: (name, choice) of all stages, used or not. Plain jnp has nothing to choose.
+      fused: True: the forward pass is the fused scan. False: it materialises the states.
       num_splits: of each sequence in the fused scan.
-      backward_plan: see there.
+      backward_plan: which stages compute P, dP and delta.
     """
 
     problem: Problem
@@ -83,17 +83,20 @@ class CallSpec:
         first = Lowering(self.backend or Lowering.TRITON)
         scan = self._chosen("recurrent_fw_H", first, self.problem)
         fill(kernels=(("recurrent_fw_H", scan),))
-        # All stages of the scan run in its chunks, and on its lowering.
-        fused = {
-            x: self._chosen(x, scan.lowering, self.fused_problem) for x in STAGES if STAGES[x].fused
+        # All stages of the fused scan run in its chunks and on its lowering.
+        p = self.fused_problem
+        of_scan = dispatch.lowering_in(scan.room, first)
+        kernels = {
+            name: self._chosen(name, *((of_scan, p) if stage.fused else (first, self.problem)))
+            for name, stage in STAGES.items()
+            if not stage.decode
         }
-        of_call = {x: self._chosen(x, first, self.problem) for x in STAGES if not STAGES[x].fused}
-        fused["recurrent_fw_H"] = scan._replace(L=self.fused_problem.L)
-        fill(kernels=tuple((x, (fused | of_call)[x]) for x in STAGES))
+        kernels["recurrent_fw_H"] = scan._replace(L=p.L)
+        fill(kernels=tuple(kernels.items()))
         splits = self._fused_splits()
         used = splits > 0 and (self.recompute_states_in_bw or self._can_store_states(splits))
         fill(fused=used, num_splits=splits if used else 1)
-        facts = dispatch.kernel("parallel_bw_dQKV", of_call["parallel_bw_dQKV"].lowering)
+        facts = dispatch.kernel("parallel_bw_dQKV", kernels["parallel_bw_dQKV"].room)
         on_chip = facts is not None and facts.makes_tiles(self.problem)
         fill(backward_plan=BackwardPlan.TILES_ON_CHIP if on_chip else BackwardPlan.TILES_IN_MEMORY)
 
@@ -103,21 +106,23 @@ class CallSpec:
 
     def __str__(self) -> str:
         p = self.problem
-        plans = f"fused scan in chunks of {self.fused_problem.L} and {self.num_splits} splits"
-        plans = f"forward: {plans if self.fused else 'materialised states'}; backward: {self.backward_plan}"
+        forward = f"fused scan in chunks of {self.fused_problem.L} and {self.num_splits} splits"
         return (
-            f"{self.layout}, B {p.B}, NH {p.NH}, S {p.S}, {self.dtype.name} heads of {p.DHQK}/{p.DHHV} "
-            f"in chunks of {p.L}, backend {self.backend}; {plans}; "
+            f"{self.layout}, B {p.B}, NH {p.NH}, S {p.S}, {self.dtype.name} heads of "
+            f"{p.DHQK}/{p.DHHV} in chunks of {p.L}, backend {self.backend}; "
+            f"forward: {forward if self.fused else 'materialised states'}; "
+            f"backward: {self.backward_plan}; "
             f"tiles: {', '.join(f'{name} {self.row(name)}' for name in self.stages)}"
         )
 
     def row(self, name: str) -> dict[str, Any]:
         """The tiles of a stage as in a row of tuning/."""
-        lowering, tiles, _ = dict(self.kernels)[name]
-        if lowering.room not in ("triton", "stages"):
-            facts = dispatch.kernel(name, lowering)
-            return {lowering.room: {x: getattr(tiles, x) for x in facts.search} if facts else {}}
-        return self.config.as_row()[name]
+        room, tiles, _ = dict(self.kernels)[name]
+        facts = dispatch.kernel(name, room)
+        if facts is not None and facts is not dispatch.configured(name):
+            return {room: {x: getattr(tiles, x) for x in facts.search}}
+        row: dict[str, Any] = self.config.as_row()[name]
+        return row
 
     @property
     def stabilised(self) -> bool:
@@ -125,7 +130,7 @@ class CallSpec:
 
     @property
     def forward_only(self) -> "CallSpec":
-        """The spec of a forward pass that no backward pass follows: there are no states to store."""
+        """The spec of a forward pass without a backward pass, which stores no states."""
         return dataclasses.replace(self, recompute_states_in_bw=True)
 
     def with_heads(self, B: int, NH: int) -> "CallSpec":
@@ -138,15 +143,15 @@ class CallSpec:
         return self.problem.in_chunks_of(self.tiles("recurrent_fw_H").siz_b_LKV)
 
     def tiles(self, name: str) -> StageConfig:
-        """The tiles of the kernel that runs the stage, not clamped."""
+        """The tiles of the stage's kernel, not clamped."""
         return dict(self.kernels)[name].tiles
 
     def stages_in(self, room: str) -> dict[str, StageConfig]:
-        """The stages that run in a room if they run, with their tiles."""
-        return {name: x.tiles for name, x in self.kernels if x.lowering.room == room}
+        """The stages, used or not, whose kernels are in a room, with their tiles."""
+        return {name: x.tiles for name, x in self.kernels if x.room == room}
 
     def tiles_on_chip(self, lowering: Lowering) -> bool:
-        """Whether ``backward_plan`` is TILES_ON_CHIP; plain jnp has that of memory alone."""
+        """Whether ``backward_plan`` is TILES_ON_CHIP; in plain jnp the tiles are in memory."""
         return lowering is not Lowering.XLA and self.backward_plan is BackwardPlan.TILES_ON_CHIP
 
     @property
@@ -170,68 +175,61 @@ class CallSpec:
     def call(
         self, name: str, lowering: Lowering, problem: Problem | None = None, *, clamp: bool = True
     ) -> StageCall:
-        """How a stage runs in this call; problem: in place of the call's."""
+        """How a stage runs in this call; problem: replaces the call's."""
         problem = problem or self.problem
-        if (
-            lowering is Lowering.XLA
-        ):  # the plain forms have no tiles; heads may be narrower than one
+        # Plain jnp has no tiles; its heads may be narrower than one.
+        if lowering is Lowering.XLA:
             return StageCall(problem, self.config.stage(name), lax.Precision.HIGHEST, lowering)
         choice = dict(self.kernels)[name]
-        if (
-            choice.L != problem.L
-        ):  # chunk_gates runs in the chunks of the call and of the fused scan
+        # chunk_gates runs in the chunks of the call and in those of the fused scan.
+        if choice.L != problem.L:
             choice = self._chosen(name, lowering, problem)
-        facts = dispatch.kernel(name, choice.lowering)
+        facts, lowering = (
+            dispatch.kernel(name, choice.room),
+            dispatch.lowering_in(choice.room, lowering),
+        )
         if facts is None:
-            return StageCall(problem, choice.tiles, lax.Precision.HIGHEST, choice.lowering)
+            return StageCall(problem, choice.tiles, lax.Precision.HIGHEST, lowering)
         tiles = facts.clamp(choice.tiles, problem) if clamp else choice.tiles
-        precision = self.config.dot_precision(self.dtype, interpret=choice.lowering.interpret)
-        return StageCall(problem, tiles, precision, choice.lowering)
+        precision = self.config.dot_precision(self.dtype, interpret=lowering.interpret)
+        return StageCall(problem, tiles, precision, lowering)
 
     def swap_heads(self, x: jax.Array) -> jax.Array:
-        """The layout of the call to (B, NH, S, D), and back. XLA cancels the one against the other."""
+        """The layout of the call to (B, NH, S, D), and back. XLA cancels one against the other."""
         return jnp.swapaxes(x, 1, 2) if self.layout is Layout.BTNH else x
 
     def strided(self, x: jax.Array) -> jax.Array:
-        """(B * NH, S, D) to what the kernels read: the layout of the call, with B and NH one axis where they are neighbours."""
+        """(B * NH, S, D) to the layout that the kernels read: (B * NH, S, D) or (B, S, NH, D)."""
         B, NH = self.problem.B, self.problem.NH
         return x if self.layout is Layout.BNTH else self.swap_heads(x.reshape(B, NH, *x.shape[1:]))
 
     def flat(self, x: jax.Array) -> jax.Array:
         """The inverse of ``strided``."""
-        return (
-            x
-            if self.layout is Layout.BNTH
-            else self.swap_heads(x).reshape(self.problem.BNH, self.problem.S, x.shape[-1])
-        )
+        if self.layout is Layout.BNTH:
+            return x
+        return self.swap_heads(x).reshape(self.problem.BNH, self.problem.S, x.shape[-1])
 
     def chunks(self, x: jax.Array) -> jax.Array:
         """(B * NH, S, ...) to (B * NH, NC, L, ...)."""
         return x.reshape(x.shape[0], self.problem.NC, self.problem.L, *x.shape[2:])
 
     def _can_store_states(self, splits: int) -> bool:
-        """Whether splits end where chunks do, and the scan can store states."""
+        """Whether splits end at chunk boundaries and the fused scan can store states."""
         choice = dict(self.kernels)["recurrent_fw_H"]
-        facts = dispatch.kernel("recurrent_fw_H", choice.lowering)
+        facts = dispatch.kernel("recurrent_fw_H", choice.room)
         can_store = facts is not None and facts.stores_states(choice.tiles, self.problem)
         return can_store and self.problem.NC % splits == 0
 
     def _fused_splits(self) -> int:
-        """Splits of a sequence, of whole chunks of the fused scan.
+        """Splits of a sequence into whole chunks of the fused scan; 0: the scan is not used.
 
-        The least power of two that makes enough heads; 0 where there are too few for the scan, or
-        it is not wanted.
+        It is the least power of two that makes fused_min_heads heads; 0 where none does.
         """
-        plain = (
-            dispatch.kernel("recurrent_fw_H", dict(self.kernels)["recurrent_fw_H"].lowering) is None
-        )
-        if plain and self.backend != Lowering.XLA:
-            return 0  # the plain form of the scan is slower than materialised states
-        heads, num_splits, p = (
-            self.config.fused_min_heads or 0,
-            self.config.stage("recurrent_fw_H").num_splits,
-            self.fused_problem,
-        )
+        scan = dict(self.kernels)["recurrent_fw_H"].room
+        if dispatch.kernel("recurrent_fw_H", scan) is None and self.backend != Lowering.XLA:
+            return 0  # the scan in plain jnp is slower than materialised states
+        heads, p = self.config.fused_min_heads or 0, self.fused_problem
+        num_splits = self.config.stage("recurrent_fw_H").num_splits
         whole_chunks = p.NC & -p.NC
         if num_splits is not None:
             splits = min(num_splits, whole_chunks)
@@ -244,21 +242,21 @@ class CallSpec:
 
 
 class Inputs(NamedTuple):
-    """Padded and cast: q, k, v in the kernel dtype, starts (1 where a packed segment begins) int32, the rest float32."""
+    """Padded and cast: q, k, v in the kernel dtype, gates and states float32."""
 
     q: jax.Array
     k: jax.Array
     v: jax.Array
     i: jax.Array
     f: jax.Array
-    c_initial: Any  # an array; None within a pass that starts from zeros
+    c_initial: Any  # an array; None inside a pass that starts from zeros
     n_initial: jax.Array
     m_initial: jax.Array
-    starts: jax.Array | None = None
+    starts: jax.Array | None = None  # int32, 1 where a packed segment begins
 
 
-class States(NamedTuple):
-    """The last states, or their cotangents; of the latter c and m None: zeros."""
+class LastStates(NamedTuple):
+    """The last states, or their cotangents, whose c and m may be None: zeros."""
 
     c: Any  # (B, NH, DHQK, DHHV)
     n: jax.Array  # (B, NH, DHQK)
@@ -266,31 +264,35 @@ class States(NamedTuple):
 
 
 class StoredStates(NamedTuple):
-    """At the chunk boundaries, of L steps; the true states are these times exp(m)."""
+    """The states at the boundaries of the call's chunks; the true ones are these times exp(m).
 
-    C: Any  # (B, NH, NC, DHQK, DHHV) in the kernel dtype; None: recomputed
-    n: Any  # (B, NH, NC, DHQK) float32, as what follows; None where only m is read, of a shard in sequence parallelism
+    C is in the kernel dtype, the rest float32. n and n_last are None where only m is read, for the
+    summary of a shard in sequence parallelism.
+    """
+
+    C: Any  # (B, NH, NC, DHQK, DHHV); None: recomputed
+    n: Any  # (B, NH, NC, DHQK)
     m: Any  # (B, NH, NC + 1); None: recomputed
-    C_last: Any  # (B, NH, DHQK, DHHV); None where C is, or the last states are not wanted
-    n_last: Any  # (B, NH, DHQK); None where n is
+    C_last: Any  # (B, NH, DHQK, DHHV); None where C is None or the last states are not returned
+    n_last: Any  # (B, NH, DHQK)
 
 
 class Forward(NamedTuple):
-    """Of a forward pass."""
+    """The outputs of a forward pass."""
 
     h: jax.Array  # (B, NH, S, DHHV)
-    last: States | None  # None where they are not wanted
+    last: LastStates | None  # None where they are not returned
     z: jax.Array | None  # (B, NH, S); None without a normaliser
     states: StoredStates
 
 
 class Cotangents(NamedTuple):
     h: jax.Array
-    last: States | None  # None where the last states are not wanted
+    last: LastStates | None  # None where the last states are not returned
 
 
 class Residuals(NamedTuple):
-    """What the backward pass reads of the forward pass: h and z for the normaliser, and the states."""
+    """What the backward pass reads of the forward pass; h and z are for the normaliser."""
 
     inputs: Inputs
     h: jax.Array | None  # None without a normaliser, or where the denominator is a constant

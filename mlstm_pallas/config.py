@@ -1,4 +1,7 @@
-"""Tile sizes and launch parameters: explicit > tuned row > heuristic. Pure functions, no device is asked anything."""
+"""Tile sizes and launch parameters: explicit > tuned row > heuristic.
+
+All functions are pure: none queries a device.
+"""
 
 import dataclasses
 import functools
@@ -27,16 +30,18 @@ UNKNOWN_DEVICE = "unknown"
 
 @dataclasses.dataclass(frozen=True, init=False, repr=False)
 class KernelConfig:
-    """Everything that may be tuned. What is left None comes from the tuned row or the heuristic.
+    """The tunable parameters. Those left None come from the tuned row or the heuristic.
 
         KernelConfig(chunk_size=128, parallel_fw_H=StageConfig(siz_b_LQ=128, num_warps=8))
 
     Attributes:
       chunk_size: L, a power of two >= 16.
-      precision: of float32 products. None: true float32 quality, as six bfloat16 products on the tensor cores.
-      fused_min_heads: from this many heads, B * NH, on, the forward pass is the fused scan (parallel_fw_P and recurrent_fw_H), which
-        keeps the states on the chip; below it, and with 0, the states are materialised (recurrent_fw_C and parallel_fw_H). Where
-        heads are wide and sequences long, splits of a sequence count as heads.
+      precision: of float32 products. None: true float32 quality, as six bfloat16 products on the
+        tensor cores.
+      fused_min_heads: from this many heads (B * NH) on the forward pass is the fused scan
+        (parallel_fw_P and recurrent_fw_H), which keeps the states on the chip. Below, and with 0,
+        the states are materialised (recurrent_fw_C and parallel_fw_H). Where heads are wide and
+        sequences long, splits of a sequence count as heads.
       stages: tiles of the stages, by name; keywords of the constructor.
     """
 
@@ -54,7 +59,8 @@ class KernelConfig:
     ):
         if not isinstance(precision, Precision):
             raise TypeError(
-                f"config.precision is {precision!r}, expected None, a jax.lax.Precision or a jax.lax.DotAlgorithmPreset"
+                f"config.precision is {precision!r}, expected None, a jax.lax.Precision or a "
+                "jax.lax.DotAlgorithmPreset"
             )
         heads = fused_min_heads
         if heads is not None and (
@@ -70,18 +76,17 @@ class KernelConfig:
                 raise TypeError(
                     f"config.{name} is a {type(tiles).__name__}, expected a StageConfig or None"
                 )
-        given = _Stages({name: stages[name] for name in STAGES if stages.get(name) is not None})
         fields = dict(
             chunk_size=check_chunk_size(chunk_size),
             precision=precision,
             fused_min_heads=heads,
-            stages=given,
+            stages=_Stages((name, x) for name in STAGES if (x := stages.get(name)) is not None),
         )
         for name, value in fields.items():
             object.__setattr__(self, name, value)
 
     def __repr__(self) -> str:
-        """The call that makes it."""
+        """The constructor call."""
         fields: dict[str, Any] = {
             name: x for name, x in (self._fields() | self.stages).items() if x is not None
         }
@@ -93,7 +98,7 @@ class KernelConfig:
         return KernelConfig(**self._fields() | self.stages | changes)
 
     def or_else(self, other: "KernelConfig") -> "KernelConfig":
-        """This config, with what it leaves None taken from the other."""
+        """This config, its None fields filled from the other."""
         return other.replace(
             **{name: x for name, x in self._fields().items() if x is not None} | self.stages
         )
@@ -106,7 +111,10 @@ class KernelConfig:
         )
 
     def dot_precision(self, dtype: jnp.dtype, interpret: bool) -> Precision:
-        """The precision of products of tiles of dtype; a CPU, which interprets, has no split algorithms but multiplies exactly."""
+        """The precision of products of tiles of dtype.
+
+        Interpreted on a CPU, which has no split algorithms, products are in full float32.
+        """
         if dtype != jnp.float32:
             return None
         if interpret and not isinstance(self.precision, lax.Precision):
@@ -125,7 +133,7 @@ class KernelConfig:
         return self.stages[name]
 
     def as_row(self) -> dict[str, Any]:
-        """The config as in a row of tuning/: of each stage the fields that it reads, and no precision."""
+        """The config as a row of tuning/: the fields that each stage reads, without precision."""
         row: dict[str, Any] = {
             "chunk_size": self.chunk_size,
             "fused_min_heads": self.fused_min_heads,
@@ -135,17 +143,17 @@ class KernelConfig:
             row[name] = {field: getattr(tiles, field) for field in dispatch.configured(name).search}
             if tiles.num_splits is not None:
                 row[name]["num_splits"] = tiles.num_splits
-            if tiles.mosaic_gpu and (facts := dispatch.kernel(name, Lowering.MOSAIC_GPU)):
+            if tiles.mosaic_gpu and (facts := dispatch.kernel(name, "mosaic_gpu")):
                 row[name]["mosaic_gpu"] = {
                     field: getattr(tiles.mosaic_gpu, field) for field in facts.search
                 }
         return row
 
 
-class _Stages(dict):
+class _Stages(dict[str, StageConfig]):
     """Tiles by stage, hashable; never changed."""
 
-    def __hash__(self) -> int:  # type: ignore[override]
+    def __hash__(self) -> int:  # type: ignore[override]  # dict sets it to None
         return hash(tuple(self.items()))
 
 
@@ -154,13 +162,13 @@ _SAME_CHIP = (("H100", "nvidia_h200"), ("H200", "nvidia_h200"), ("H800", "nvidia
 
 
 def tuning_name(device_kind: str) -> str:
-    """The name in tuning/ of a device's own rows, without .json."""
+    """The name of a device's file in tuning/, without .json."""
     return device_kind.lower().replace(" ", "_")
 
 
 @functools.cache
 def tuned_rows(device_kind: str) -> tuple[dict[str, Any], ...]:
-    """The rows of tuning/<device kind>.json, else those of the same chip; none for a device that was never tuned."""
+    """The rows of tuning/<device kind>.json, else those of the same chip, else none."""
     names = [tuning_name(device_kind), *(name for chip, name in _SAME_CHIP if chip in device_kind)]
     files = [resources.files("mlstm_pallas") / "tuning" / f"{name}.json" for name in names]
     return next(
@@ -169,12 +177,12 @@ def tuned_rows(device_kind: str) -> tuple[dict[str, Any], ...]:
 
 
 def _tiles_from_row(row: Mapping[str, Any]) -> StageConfig:
-    own = row.get("mosaic_gpu")
-    return StageConfig(**{**row, "mosaic_gpu": None if own is None else StageConfig(**own)})
+    inner = row.get("mosaic_gpu")
+    return StageConfig(**{**row, "mosaic_gpu": None if inner is None else StageConfig(**inner)})
 
 
 def config_from_row(row: Mapping[str, Any], backend: str | None = None) -> KernelConfig:
-    """The config of a row, for calls of this backend, for which a row may have another chunk size or fused_min_heads."""
+    """The config of a row. A row may have another chunk_size and fused_min_heads for a backend."""
     if backend is not None:
         row = {**row, **row.get(Lowering(backend).room, {})}
     stages: dict[str, Any] = {name: _tiles_from_row(row[name]) for name in STAGES if name in row}
@@ -186,7 +194,10 @@ def config_from_row(row: Mapping[str, Any], backend: str | None = None) -> Kerne
 def config_from_rows(
     rows: Sequence[dict[str, Any]], DHQK: int, DHHV: int, dtype: str, backend: str | None = None
 ) -> KernelConfig | None:
-    """The row of these head dimensions, else of the smallest that are no smaller, else of the largest; None without one of this dtype."""
+    """The config of the row for these head dimensions; None without a row of this dtype.
+
+    The row is that of the smallest dimensions that cover them, else that of the largest.
+    """
     rows = sorted(
         (row for row in rows if row["dtype"] == dtype), key=lambda row: row["DHQK"] * row["DHHV"]
     )
@@ -199,17 +210,12 @@ def tuned_config(
     device_kind: str, DHQK: int, DHHV: int, dtype: jnp.dtype, backend: str | None = None
 ) -> KernelConfig | None:
     # float16 has the size and the speed of bfloat16.
-    return config_from_rows(
-        tuned_rows(device_kind),
-        DHQK,
-        DHHV,
-        "bfloat16" if dtype.name == "float16" else dtype.name,
-        backend,
-    )
+    name = "bfloat16" if dtype.name == "float16" else dtype.name
+    return config_from_rows(tuned_rows(device_kind), DHQK, DHHV, name, backend)
 
 
 def heuristic_config(DHQK: int, dtype: jnp.dtype) -> KernelConfig:
-    """Tiles that fit 99 KiB of shared memory, the least of the supported devices, at any head size."""
+    """Tiles that fit 99 KiB of shared memory, the least of supported devices, at any head size."""
     problem = Problem(1, 1, 64, DHQK, DHQK, 64, 1.0)
     stages: dict[str, Any] = {
         name: dispatch.configured(name).heuristic(problem, dtype) for name in STAGES
@@ -218,9 +224,10 @@ def heuristic_config(DHQK: int, dtype: jnp.dtype) -> KernelConfig:
 
 
 def plain_chunk_size(DHQK: int, DHHV: int, S: int) -> int:
-    """The chunk size where no GPU is known, and the plain form runs: 64 to 256, and no more padding of S than with 64.
+    """The chunk size in plain jnp: 64 to 256, without more padding of S than 64 needs.
 
-    The products inside chunks then take about half the FLOPs of those with the states, and the states about the memory of q, k and v.
+    The products inside chunks then take about half the FLOPs of the products with the states, and
+    the states take about as much memory as q, k and v.
     """
     size = min(max(next_power_of_two(DHQK * DHHV // (DHQK + DHHV)), 64), 256)
     while -S % size > -S % 64:
@@ -239,7 +246,7 @@ def config_for(
     explicit: KernelConfig | None = None,
     backend: str | None = None,
 ) -> KernelConfig:
-    """The complete config of a call: what is explicit, else the tuned row of the device, else the heuristic.
+    """The complete config of a call: explicit, else the device's tuned row, else the heuristic.
 
     The chunk size is clamped to S; a tile beyond its axis is clamped when a stage is launched.
     """

@@ -1,8 +1,8 @@
 """The one table of the lowerings: which of them runs a stage, and where its kernel is.
 
-A stage that a lowering does not have, or does not take, falls to the next one. The function of a
-stage has one name and one signature in every room: ``stages/`` (plain jnp), ``triton/`` and
-``mosaic_gpu/``. A room is imported when a call is to run there.
+A stage that a lowering does not have, or cannot run, falls to the next one. The function of a stage
+has one name and one signature in every room: ``stages/`` (plain jnp), ``triton/`` and
+``mosaic_gpu/``. A room is imported when a call runs there.
 """
 
 import functools
@@ -31,7 +31,7 @@ def _without_call(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *inputs, call, **options: function(*inputs, **options)
 
 
-# What runs beside the stages: the module of each room that has a kernel for it, and the plain form.
+# Functions beside the stages: the module of each room that has a kernel, and the plain form.
 _HELPERS: dict[str, tuple[dict[str, str], Callable[..., Any]]] = {
     "split_products": ({"triton": "recurrence"}, recurrence.split_products),
     "step_sums": ({"mosaic_gpu": "step_sums"}, recurrence.step_sums),
@@ -44,15 +44,15 @@ _HELPERS: dict[str, tuple[dict[str, str], Callable[..., Any]]] = {
 
 
 def lowerings(first: Lowering) -> tuple[Lowering, ...]:
-    """The lowering, and those that a stage falls to."""
+    """The lowering, then those that a stage falls to."""
     triton = Lowering.INTERPRET if first.interpret else Lowering.TRITON
     fallbacks = {"mosaic_gpu": (triton, Lowering.XLA) if HAS_TRITON else (Lowering.XLA,)}
     return first, *fallbacks.get(first.room, ())
 
 
-def kernel(stage: str, lowering: Lowering) -> Kernel | None:
-    """What the kernel of a stage says of itself; None: the lowering has none."""
-    return _facts(stage, lowering.room) if stage in _KERNELS.get(lowering.room, ()) else None
+def kernel(stage: str, room: str) -> Kernel | None:
+    """The facts of a stage's kernel; None: the room has none."""
+    return _facts(stage, room) if stage in _KERNELS.get(room, ()) else None
 
 
 @functools.cache
@@ -63,28 +63,33 @@ def _facts(stage: str, room: str) -> Kernel:
 
 
 def configured(stage: str) -> Kernel:
-    """The kernel that reads the fields of a StageConfig itself, not those of one inside."""
+    """The facts of the kernel whose tiles are a StageConfig's, not those of the one inside."""
     return _facts(stage, Lowering.TRITON.room)
 
 
 def choose(
     stage: str, first: Lowering, config: StageConfig, problem: Problem, dtype: jnp.dtype
-) -> tuple[Lowering, StageConfig]:
-    """The lowering that runs a stage, and its tiles, not clamped."""
+) -> tuple[str, StageConfig]:
+    """The room of the kernel that runs a stage, and its tiles, not clamped."""
     *others, last = lowerings(first)
     for index, lowering in enumerate(others):
-        if (facts := kernel(stage, lowering)) is None:
+        if (facts := kernel(stage, lowering.room)) is None:
             continue
         tiles = config.of(lowering.room) or facts.heuristic(problem, dtype)
         tiles = tiles.replace(num_splits=config.num_splits)
-        alone = index == len(others) - 1
-        if facts.takes(tiles, problem, dtype) and (alone or facts.pays(tiles, problem)):
-            return lowering, tiles
-    return last, config
+        final = index == len(others) - 1  # the last kernel before plain jnp
+        if facts.takes(tiles, problem, dtype) and (final or facts.pays(tiles, problem)):
+            return lowering.room, tiles
+    return last.room, config
+
+
+def lowering_in(room: str, first: Lowering) -> Lowering:
+    """The lowering that is, or that the first one falls to, in a room."""
+    return next(x for x in lowerings(first) if x.room == room)
 
 
 def run(name: str, *inputs: Any, call: StageCall, **options: Any) -> Any:
-    """A stage, or what runs beside the stages, as the call says; the signature is the stage's."""
+    """Runs a stage, or a function beside the stages, on the call's lowering."""
     room = call.lowering.room
     if name not in _HELPERS:
         module = name

@@ -1,28 +1,35 @@
 """Sequence (context) parallelism: one sequence split over the devices of a mesh axis.
 
-The state after shard j of the sequence is a linear function of the state before it, known from the shard alone: with C_j, n_j, m_j
-computed from an empty state (m = -inf, C = n = 0; a start at m = 0 would enter the maximum) and g_j the sum of log sigmoid(f),
+The state after shard j of the sequence is a linear function of the state before it. The shard alone
+determines this function: C_j, n_j and m_j are its states from an empty start (C = n = 0, m = -inf,
+as 0 would enter the maximum), and g_j is its sum of log sigmoid(f).
 
-    m' = max(m_j, g_j + m)        C' = exp(m_j - m') C_j + exp(g_j + m - m') C        n' alike
+    m' = max(m_j, g_j + m)
+    C' = exp(m_j - m') C_j + exp(g_j + m - m') C        n' likewise
 
-and such functions are composed by the same formula. So every device summarises its shard in matrix products (splits.py),
+The same formula composes two such functions. Every device computes the summary of its shard with
+matrix products (splits.py), where c(t) is the chunk of step t:
 
-    C_j = sum_t [abar_t prod_{c' > c(t)} gamma_c'] k_t v_t^T        (c(t): the chunk of t; BUILD_NOTES.md has the notation)
+    C_j = sum_t [abar_t prod_{c' > c(t)} gamma_c'] k_t v_t^T
 
-a prefix over the devices gives each its initial state, and the forward pass is the usual one from there. The backward pass is its mirror
-image: the gradient of the state before a shard is a linear function of that of the state after it, dC' = A_j + Gamma_j dC, with
+A prefix over the devices gives each its initial state, from which the usual forward pass runs. The
+backward pass is its mirror image. The gradient of the state before a shard is a linear function of
+the gradient of the state after it:
 
-    A_j = sum_t [w_t prod_{c' < c(t)} gamma_c' scale / den_t] q_t dh_t^T        Gamma_j = prod_c gamma_c
+    dC'     = A_j + Gamma_j dC
+    A_j     = sum_t [w_t prod_{c' < c(t)} gamma_c' scale / den_t] q_t dh_t^T
+    Gamma_j = prod_c gamma_c
 
-a suffix over the devices gives each the gradient of its last state, and the usual backward pass the rest. The gradient that travels
-along the path of the stabilisers' maximum (dm) passes a shard whole, or not at all.
+A suffix over the devices gives each the gradient of its last state, from which the usual backward
+pass runs. The gradient dm follows the path of the stabilisers' maximum: it passes a shard whole, or
+not at all.
 """
 
 import dataclasses
 import functools
 import math
 from collections.abc import Callable
-from typing import Literal, NamedTuple, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -30,10 +37,9 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mlstm_pallas import entry
-from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName
-from mlstm_pallas.annotations import States as StateTuple
+from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.backend import on_backend
-from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, Residuals, States, StoredStates
+from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, LastStates, Residuals, StoredStates
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.entry import Options
@@ -54,7 +60,7 @@ from mlstm_pallas.stages.parallel_bw_dP import normaliser_gradients
 
 
 class Summary(NamedTuple):
-    """What a shard does to the state before it; float32."""
+    """The function from the state before a shard to the state after it; float32."""
 
     C: jax.Array  # (B, NH, DHQK, DHHV)
     n: jax.Array  # (B, NH, DHQK)
@@ -63,13 +69,16 @@ class Summary(NamedTuple):
 
 
 class GradientSummary(NamedTuple):
-    """What a shard does to the gradient of the state after it; float32."""
+    """The function from the gradient of the state after a shard to that of the state before it.
+
+    All fields are float32.
+    """
 
     dC: jax.Array  # (B, NH, DHQK, DHHV)
     dn: jax.Array  # (B, NH, DHQK)
     gamma: jax.Array  # (B, NH)
-    dm: jax.Array  # (B, NH) without what m has in dC and dn
-    passes: jax.Array  # (B, NH) 1 where the maximum after the shard is the one before it, else 0
+    dm: jax.Array  # (B, NH) without m's part as the scale of C and n
+    passes: jax.Array  # (B, NH) 1 where the maximum before the shard wins in it, else 0
 
 
 def joined(earlier: Summary, later: Summary) -> Summary:
@@ -91,15 +100,16 @@ def joined_gradients(later: GradientSummary, earlier: GradientSummary) -> Gradie
     )
 
 
-_STEPS_OF_A_PRODUCT = 4096  # enough work for each, and enough of them to fill a GPU where batch entries and heads are few
+# Enough work for a product, and enough products to fill a GPU with few batch entries and heads.
+_STEPS_OF_A_PRODUCT = 4096
 
 
 @dataclasses.dataclass(frozen=True)
 class SummarySpec:
-    """Everything static about a summary: the call, and the splits of a shard that products are taken of.
+    """The static choices of a summary: the call, and the splits of a shard for its products.
 
-    num_splits is the same on all shards of batch and heads. Their forward passes may have other numbers of splits, and then take their
-    own products.
+    num_splits is equal on all shards of batch and heads. A forward pass with another number of
+    splits computes its products again.
     """
 
     call: CallSpec
@@ -114,115 +124,104 @@ class SummarySpec:
 
 
 def _summary_spec(spec: CallSpec, *, of_forward: bool) -> SummarySpec:
-    """With the splits of the forward pass, where it has several."""
+    """of_forward: with the splits of the forward pass, where it has several."""
     NC, S = spec.problem.NC, spec.problem.S
     if of_forward and spec.num_splits > 1 and NC % spec.num_splits == 0:
         return SummarySpec(spec, spec.num_splits)
-    wanted = max(S // _STEPS_OF_A_PRODUCT, 1)
-    return SummarySpec(spec, math.gcd(NC, 1 << (wanted.bit_length() - 1)))
+    enough = max(S // _STEPS_OF_A_PRODUCT, 1)
+    return SummarySpec(spec, math.gcd(NC, 1 << (enough.bit_length() - 1)))
 
 
-def _products(spec: CallSpec, lowering: Lowering, a, b, r, num_splits: int) -> jax.Array:
-    """Of all splits: by XLA, which is faster at that than the kernel, but for arrays that it would have to transpose."""
+def _products(
+    spec: CallSpec, lowering: Lowering, a: jax.Array, b: jax.Array, r: jax.Array, num_splits: int
+) -> jax.Array:
+    """``split_products`` of all splits.
+
+    XLA is faster than the kernel, except for arrays (B, S, NH, D), which it would transpose.
+    """
     call = spec.call("recurrent_fw_C", lowering, clamp=False)
     if a.ndim == 3:
         call = dataclasses.replace(call, lowering=Lowering.XLA)
-    return run("split_products", a, b, r, num_splits, all_splits=True, call=call)
+    products: jax.Array = run("split_products", a, b, r, num_splits, all_splits=True, call=call)
+    return products
 
 
 def _weighted_sum(x: jax.Array, weights: jax.Array) -> jax.Array:
-    """sum_t weights_t x_t, (B * NH, D), of an array in the layout that the kernels read."""
-    return jnp.sum(x.astype(weights.dtype) * steps_like(weights, x), axis=1).reshape(
-        weights.shape[0], x.shape[-1]
-    )
+    """sum_t weights_t x_t, (B * NH, D), of an array in either layout."""
+    weighted = x.astype(weights.dtype) * steps_like(weights, x)
+    return jnp.sum(weighted, axis=1).reshape(weights.shape[0], x.shape[-1])
 
 
 def _state_after(gamma: jax.Array, products: jax.Array, *, backward: bool = False) -> jax.Array:
-    """The state that the splits make of an empty one, (B * NH, DHQK, DHHV)."""
+    """The state after all splits, from an empty one: (B * NH, DHQK, DHHV)."""
     by_split = gamma.reshape(*products.shape[:2], gamma.shape[1] // products.shape[1])
     weights = decays_of_others(jnp.prod(by_split, axis=-1), backward=backward)
     return jnp.sum(weights[..., None, None] * products, axis=1)
 
 
-def _summary(summary_spec: SummarySpec, k, v, i, f, starts) -> tuple[Summary, SplitProducts]:
+def _summary(summary_spec: SummarySpec, *inputs: jax.Array | None) -> Any:
+    """(Summary, SplitProducts) of a shard's k, v, i, f and starts."""
     spec, num_splits = summary_spec.call, summary_spec.num_splits
 
-    def of_shard(lowering: Lowering, k, v, i, f, starts):
-        gates = run(
-            "chunk_gates",
-            i,
-            f,
-            jnp.full_like(i[:, 0], -jnp.inf),
-            starts,
-            spec.input_gate,
-            call=spec.call("chunk_gates", lowering),
-        )
+    def of_shard(
+        lowering: Lowering,
+        k: jax.Array,
+        v: jax.Array,
+        i: jax.Array,
+        f: jax.Array,
+        starts: jax.Array | None,
+    ) -> tuple[Summary, SplitProducts]:
+        empty = jnp.full_like(i[:, 0], -jnp.inf)
+        call = spec.call("chunk_gates", lowering)
+        gates = run("chunk_gates", i, f, empty, starts, spec.input_gate, call=call)
         abar, gamma, S = gates.per_step().vecAbar, gates.scaGamma, f.shape[-1]
         if lowering is not Lowering.XLA:
             k, v = spec.strided(k), spec.strided(v)
-        products = _products(
-            spec, lowering, k, v, abar * decays_in_splits(gamma, num_splits, S), num_splits
-        )
+        weights = abar * decays_in_splits(gamma, num_splits, S)
+        products = _products(spec, lowering, k, v, weights, num_splits)
         n = _weighted_sum(k, abar * decays_in_splits(gamma, 1, S))
         fbar, reset = log_forget_gate(f)
         high, low = split_for_exact_sums(fbar, jnp.max(jnp.abs(fbar), axis=-1, keepdims=True), S)
         restarts = reset if starts is None else reset | (starts > 0)
-        g = jnp.where(
-            jnp.any(restarts, axis=-1), -jnp.inf, jnp.sum(high, axis=-1) + jnp.sum(low, axis=-1)
-        )
+        total = jnp.sum(high, axis=-1) + jnp.sum(low, axis=-1)
+        g = jnp.where(jnp.any(restarts, axis=-1), -jnp.inf, total)
         every, m = gamma.shape[1] // num_splits, gates.scaM_states
-        return Summary(_state_after(gamma, products), n, m[:, -1], g), SplitProducts(
-            products, m[:, every::every]
-        )
+        summary = Summary(_state_after(gamma, products), n, m[:, -1], g)
+        return summary, SplitProducts(products, m[:, every::every])
 
-    return on_backend(spec.backend, of_shard, k, v, i, f, starts)
+    return on_backend(spec.backend, of_shard, *inputs)
 
 
-def _gradient_summary(summary_spec: SummarySpec, residuals: Residuals, dh) -> GradientSummary:
+def _gradient_summary(summary_spec: SummarySpec, residuals: Residuals, dh: jax.Array) -> Any:
+    """The GradientSummary of a shard."""
     spec, num_splits = summary_spec.call, summary_spec.num_splits
 
-    def of_shard(lowering: Lowering, residuals: Residuals, dh):
+    def of_shard(lowering: Lowering, residuals: Residuals, dh: jax.Array) -> GradientSummary:
         x, h, z, stored = residuals
         q = x.q
         if lowering is not Lowering.XLA:
             q, h, dh = spec.strided(q), None if h is None else spec.strided(h), spec.strided(dh)
         gates = run(
             "chunk_gates",
-            x.i,
-            x.f,
-            x.m_initial,
-            x.starts,
-            spec.input_gate,
-            stored.m,
+            *(x.i, x.f, x.m_initial, x.starts, spec.input_gate, stored.m),
             call=spec.call("chunk_gates", lowering),
         )
         gradients = normaliser_gradients(spec.normaliser, dh, h, z, gates)
-        gamma, w, S = (
-            gates.scaGamma,
-            query_scale(gates.per_step().vecW, spec.problem.qk_scale),
-            x.f.shape[-1],
-        )
+        w = query_scale(gates.per_step().vecW, spec.problem.qk_scale)
         r = w if gradients.vecInvDen is None else w * gradients.vecInvDen
-        products = _products(
-            spec,
-            lowering,
-            q,
-            dh,
-            r * decays_in_splits(gamma, num_splits, S, backward=True),
-            num_splits,
-        )
+        gamma, S = gates.scaGamma, x.f.shape[-1]
+        weights = r * decays_in_splits(gamma, num_splits, S, backward=True)
+        products = _products(spec, lowering, q, dh, weights, num_splits)
         dC = _state_after(gamma, products, backward=True)
         dn = jnp.zeros_like(dC[..., 0])
         if gradients.vecDz is not None:
-            dn = _weighted_sum(
-                q, w * gradients.vecDz * decays_in_splits(gamma, 1, S, backward=True)
-            )
+            decays = decays_in_splits(gamma, 1, S, backward=True)
+            dn = _weighted_sum(q, w * gradients.vecDz * decays)
         whole = jnp.prod(gamma, axis=-1)
         dm, passes = jnp.zeros_like(whole), jnp.ones_like(whole)
         if spec.stabilised:
-            flags = step_flags(
-                gates, spec.chunks(x.f), None if x.starts is None else spec.chunks(x.starts) > 0
-            )
+            begins = None if x.starts is None else spec.chunks(x.starts) > 0
+            flags = step_flags(gates, spec.chunks(x.f), begins)
             unbroken = jnp.cumsum((flags.reshape(x.f.shape) & GOES_ON) == 0, axis=-1) == 0
             dm = jnp.sum(jnp.where(unbroken, gradients.vecDm, 0.0), axis=-1)
             passes = unbroken[:, -1].astype(dm.dtype)
@@ -241,22 +240,24 @@ def _exclusive_prefix(
     axis_name: str,
     index: jax.Array,
     *,
-    reverse=False,
+    reverse: bool = False,
 ) -> Element:
-    """The elements of all devices before this one (after it with reverse), joined: Hillis and Steele (1986), one element a device.
+    """The joined elements of all devices before this one (after it with reverse).
 
-    1 + ceil(log2(P - 1)) rounds, in each of which a device sends one element and receives one.
+    It is the scan of Hillis and Steele (1986) with one element a device. In each of its
+    1 + ceil(log2(P - 1)) rounds a device sends one element and receives one.
     """
     size = lax.axis_size(axis_name)
-    place = size - 1 - index if reverse else index
+    position = size - 1 - index if reverse else index
 
     def from_before(x: Element, distance: int) -> Element:
         step = -distance if reverse else distance
-        pairs = [
-            (j, (j + step) % size) for j in range(size)
-        ]  # around the end as well: vmap takes no other permutation
-        received = lax.ppermute(x, axis_name, pairs)
-        return jax.tree.map(lambda a, b: jnp.where(place >= distance, a, b), received, empty)
+        # It wraps around, since vmap accepts only whole permutations.
+        permutation = [(j, (j + step) % size) for j in range(size)]
+        received = lax.ppermute(x, axis_name, permutation)
+        valid = functools.partial(jnp.where, position >= distance)
+        before: Element = jax.tree.map(valid, received, empty)
+        return before
 
     if size == 1:
         return empty
@@ -268,12 +269,16 @@ def _exclusive_prefix(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _sequence(axis_name: str, spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, States]:
-    return _sequence_fwd(axis_name, spec.forward_only, inputs)[0]
+def _sequence(axis_name: str, spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, LastStates]:
+    outputs: tuple[jax.Array, LastStates] = _sequence_fwd(axis_name, spec.forward_only, inputs)[0]
+    return outputs
 
 
-def _sequence_fwd(axis_name: str, spec: CallSpec, x: Inputs):
-    """h and the last states of the shard; the initial states are those of the whole, of which the first device's count."""
+def _sequence_fwd(axis_name: str, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
+    """h and the last states of the shard.
+
+    The initial states are those of the whole sequence; only the first device's are read.
+    """
     index = lax.axis_index(axis_name)
     first = index == 0
     zero = jnp.zeros_like(x.m_initial)
@@ -297,12 +302,15 @@ def _sequence_fwd(axis_name: str, spec: CallSpec, x: Inputs):
 
 
 def _sequence_bwd(
-    axis_name: str, spec: CallSpec, residuals_and_last, cotangents: tuple[jax.Array, States]
-):
+    axis_name: str,
+    spec: CallSpec,
+    residuals_and_last: Any,
+    cotangents: tuple[jax.Array, LastStates],
+) -> tuple[Any, ...]:
     residuals, last, index = residuals_and_last
-    dh, (dC, dn, dm) = cotangents  # of the shard's own last states
+    dh, (dC, dn, dm) = cotangents  # of h and the last states of the shard
     dm = dm - inner(dC, last.c, 2) - inner(dn, last.n)
-    # The residuals without what the summary does not read.
+    # The residuals that the summary reads.
     inputs = residuals.inputs._replace(k=None, v=None, c_initial=None, n_initial=None)
     read = residuals._replace(
         inputs=inputs, states=StoredStates(None, None, residuals.states.m, None, None)
@@ -317,7 +325,7 @@ def _sequence_bwd(
     after = _exclusive_prefix(joined_gradients, local, empty, axis_name, index, reverse=True)
     dC, dn = dC + after.dC, dn + after.dn
     dm = dm + after.dm + inner(dC, last.c, 2) + inner(dn, last.n)
-    gradients = backward(spec, residuals, Cotangents(dh, States(dC, dn, dm)))
+    gradients = backward(spec, residuals, Cotangents(dh, LastStates(dC, dn, dm)))
     of_initial = {
         name: jnp.where(index == 0, getattr(gradients, name), 0.0)
         for name in ("c_initial", "n_initial", "m_initial")
@@ -328,7 +336,7 @@ def _sequence_bwd(
 _sequence.defvjp(_sequence_fwd, _sequence_bwd)
 
 
-def _whole(axis_name: str, spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, States]:
+def _whole(axis_name: str, spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, LastStates]:
     """h of the shard and the last states of the whole sequence, on every device."""
     spec = dataclasses.replace(spec, has_initial_state=True, return_last_states=True)
     h, states = _sequence(axis_name, spec, in_reverse_mode(inputs))
@@ -337,7 +345,7 @@ def _whole(axis_name: str, spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, S
 
 
 def _starts(axis_name: str, segment_ids: jax.Array) -> jax.Array:
-    """Where the id differs from that of the step before, which may be another device's."""
+    """Where the id differs from that of the step before, which may be on another device."""
     size = lax.axis_size(axis_name)
     before = lax.ppermute(
         segment_ids[..., -1], axis_name, [(j, (j + 1) % size) for j in range(size)]
@@ -354,7 +362,8 @@ def mlstm_chunkwise_sequence_parallel(
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
     norm_val: float = 1.0, *, axis_name: str, segment_ids: Array | None = None,
     input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
-    layout: LayoutName = "BNTH", backend: BackendName | None = None, config: KernelConfig | None = None,
+    layout: LayoutName = "BNTH", backend: BackendName | None = None,
+    config: KernelConfig | None = None,
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def mlstm_chunkwise_sequence_parallel(
@@ -364,8 +373,9 @@ def mlstm_chunkwise_sequence_parallel(
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
     norm_val: float = 1.0, *, axis_name: str, segment_ids: Array | None = None,
     input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
-    layout: LayoutName = "BNTH", backend: BackendName | None = None, config: KernelConfig | None = None,
-) -> tuple[jax.Array, StateTuple]: ...  # fmt: skip
+    layout: LayoutName = "BNTH", backend: BackendName | None = None,
+    config: KernelConfig | None = None,
+) -> tuple[jax.Array, States]: ...  # fmt: skip
 @overload
 def mlstm_chunkwise_sequence_parallel(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
@@ -374,33 +384,19 @@ def mlstm_chunkwise_sequence_parallel(
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
     norm_val: float = 1.0, *, axis_name: str, segment_ids: Array | None = None,
     input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
-    layout: LayoutName = "BNTH", backend: BackendName | None = None, config: KernelConfig | None = None,
-) -> jax.Array | tuple[jax.Array, StateTuple]: ...  # fmt: skip
-def mlstm_chunkwise_sequence_parallel(
-    q: Array,
-    k: Array,
-    v: Array,
-    i: Array,
-    f: Array,
-    c_initial: Array | None = None,
-    n_initial: Array | None = None,
-    m_initial: Array | None = None,
-    return_last_states: bool = False,
-    eps: float = 1e-6,
-    chunk_size: int | None = None,
-    autocast_kernel_dtype: DTypeLike | None = None,
-    stabilize_correctly: bool = True,
-    norm_val: float = 1.0,
-    *,
-    axis_name: str,
-    segment_ids: Array | None = None,
-    input_gate: InputGateName = "exp",
-    normalize: bool = True,
-    recompute_states_in_bw: bool = True,
-    layout: LayoutName = "BNTH",
-    backend: BackendName | None = None,
+    layout: LayoutName = "BNTH", backend: BackendName | None = None,
     config: KernelConfig | None = None,
-) -> jax.Array | tuple[jax.Array, StateTuple]:
+) -> jax.Array | tuple[jax.Array, States]: ...  # fmt: skip
+def mlstm_chunkwise_sequence_parallel(
+    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None,
+    return_last_states: bool = False, eps: float = 1e-6, chunk_size: int | None = None,
+    autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
+    norm_val: float = 1.0, *, axis_name: str, segment_ids: Array | None = None,
+    input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
+    layout: LayoutName = "BNTH", backend: BackendName | None = None,
+    config: KernelConfig | None = None,
+) -> jax.Array | tuple[jax.Array, States]:  # fmt: skip
     """``mlstm_chunkwise`` of a sequence that is split over a mesh axis.
 
     For use inside ``jax.shard_map``. Device j of P holds steps j S / P to
@@ -503,10 +499,8 @@ def mlstm_chunkwise_sequence_parallel(
         config=config,
     )
     arrays = q, k, v, i, f, c_initial, n_initial, m_initial
-    return entry.run(
-        functools.partial(_whole, axis_name),
-        functools.partial(_starts, axis_name),
-        options,
-        arrays,
-        segment_ids,
-    )
+    forward = functools.partial(_whole, axis_name)
+    starts = functools.partial(_starts, axis_name)
+    outputs: jax.Array | tuple[jax.Array, States]
+    outputs = entry.run(forward, starts, options, arrays, segment_ids)
+    return outputs

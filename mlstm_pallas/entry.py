@@ -1,4 +1,4 @@
-"""What every door does with its arguments: validate, choose everything static, cast, pad, run, cut."""
+"""The steps that every public function shares: validate, make a CallSpec, cast, pad, run, cut."""
 
 import dataclasses
 import logging
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from mlstm_pallas import validation
 from mlstm_pallas.backend import requested_backend, target_device_kind
-from mlstm_pallas.call_spec import CallSpec, Inputs, States
+from mlstm_pallas.call_spec import CallSpec, Inputs, LastStates
 from mlstm_pallas.config import KernelConfig, config_for
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import (
@@ -27,7 +27,7 @@ _log = logging.getLogger("mlstm_pallas")
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The static arguments of mlstm_chunkwise, as they are given; their meaning is there."""
+    """The static arguments of ``mlstm_chunkwise``, which documents them."""
 
     return_last_states: bool = False
     eps: float = 1e-6
@@ -44,7 +44,7 @@ class Options:
 
 
 def run(
-    forward: Callable[[CallSpec, Inputs], tuple[jax.Array, States | None]],
+    forward: Callable[[CallSpec, Inputs], tuple[jax.Array, LastStates | None]],
     starts_of: Callable[[jax.Array], jax.Array],
     options: Options,
     arrays: tuple[Any, ...],
@@ -52,11 +52,11 @@ def run(
     *,
     takes_layout: bool = True,
 ) -> Any:
-    """``mlstm_chunkwise`` by a forward function of its own.
+    """``mlstm_chunkwise`` with another forward function.
 
     Args:
-      starts_of: ids (B, NH, S) to where segments begin.
-      takes_layout: whether the caller's caller can choose the layout.
+      starts_of: segment_ids, (B, NH, S), to where segments begin.
+      takes_layout: whether the public function has the argument layout.
     """
     gate, normalize = validation.check_input_gate(options.input_gate, options.normalize)
     layout = validation.check_layout(options.layout)
@@ -64,8 +64,9 @@ def run(
     sizes = validation.check_chunkwise_arrays(
         q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, gate, layout
     )
-    told = c_initial is not None or segment_ids is not None  # which would not fit the other layout
-    if takes_layout and sizes["S"] < sizes["NH"] and not told:
+    # Initial states and segment_ids would not fit the other layout.
+    unclear = c_initial is None and segment_ids is None
+    if takes_layout and sizes["S"] < sizes["NH"] and unclear:
         validation.warn_of_layout(layout)
     if options.autocast_kernel_dtype is None:
         validation.check_one_dtype(dict(q=q, k=k, v=v))
@@ -106,15 +107,13 @@ def run(
 
 
 def checked(options: Options) -> Options:
-    """With flags, scalars and the chunk size as Python's own."""
-    flags = ("return_last_states", "stabilize_correctly", "recompute_states_in_bw")
-    found: dict[str, Any] = {
-        name: validation.check_flag(name, getattr(options, name)) for name in flags
-    }
-    found |= {
-        name: validation.check_scalar(name, getattr(options, name)) for name in ("eps", "norm_val")
-    }
-    return dataclasses.replace(options, chunk_size=check_chunk_size(options.chunk_size), **found)
+    """The options with flags, scalars and the chunk size checked and as Python objects."""
+    changes: dict[str, Any] = {}
+    for name in ("return_last_states", "stabilize_correctly", "recompute_states_in_bw"):
+        changes[name] = validation.check_flag(name, getattr(options, name))
+    for name in ("eps", "norm_val"):
+        changes[name] = validation.check_scalar(name, getattr(options, name))
+    return dataclasses.replace(options, chunk_size=check_chunk_size(options.chunk_size), **changes)
 
 
 def spec_for(
@@ -127,7 +126,7 @@ def spec_for(
     *,
     has_initial_state: bool,
 ) -> CallSpec:
-    """The rest of the checks, and everything that is chosen for a call."""
+    """Checks the rest of the options and makes the CallSpec."""
     options = checked(options)
     validation.check_backend(options.backend)
     backend = requested_backend(options.backend)
@@ -142,7 +141,7 @@ def spec_for(
         chunk_size=options.chunk_size, explicit=options.config, backend=backend
     )
     config = config_for(DHQK, DHV, S, dtype, device_kind=device_kind, **chosen)
-    # Where m is 0 the floor does not depend on it.
+    # With the sigmoid gate m is 0, so the floor does not depend on it.
     normaliser = Normaliser(
         options.eps, options.norm_val, options.stabilize_correctly and gate is InputGate.EXP
     )
@@ -161,6 +160,6 @@ def spec_for(
 
 
 def _pad(x: jax.Array, sizes: dict[int, int], value: float = 0) -> jax.Array:
-    """Fills axis a up to sizes[a]."""
+    """Pads axis a up to sizes[a]."""
     widths = [(0, sizes.get(axis, size) - size) for axis, size in enumerate(x.shape)]
     return jnp.pad(x, widths, constant_values=value) if any(high for _, high in widths) else x

@@ -21,24 +21,29 @@ def export(
     device_kind: str | None = None,
     **kwargs: Any,
 ) -> Exported:
-    """``jax.export`` of ``function`` for one platform, with the one safety check disabled that the kernels need disabled.
+    """``jax.export`` of ``function`` for one platform, without the safety check of Triton kernels.
 
-    jax.export vouches for the custom calls that it knows: for that of Mosaic GPU, not for Triton's. An export for CUDA carries the
-    Triton IR of the kernels (with backend "mosaic_gpu" the Mosaic GPU IR of some), which the XLA that loads it compiles: load it with the
-    version of jax that made it. Loading needs no mlstm_pallas.
+    jax.export accepts the custom calls of Mosaic GPU, and those of Triton only where that check is
+    disabled. An export for CUDA holds the Triton IR of the kernels (with backend "mosaic_gpu" the
+    Mosaic GPU IR of some), which is compiled where it is loaded. Load it with the version of jax
+    that made it; mlstm_pallas is not needed there.
 
         exported = export(function, *arguments, platform="cuda", device_kind="NVIDIA H200")
-        file.write_bytes(exported.serialize(vjp_order=1))                      # needs the package flatbuffers; vjp_order: gradients too
-        jax.jit(jax.export.deserialize(file.read_bytes()).call)(*arguments)    # in another process
+        # Needs the package flatbuffers. vjp_order=1 includes gradients.
+        file.write_bytes(exported.serialize(vjp_order=1))
+        # In another process.
+        jax.jit(jax.export.deserialize(file.read_bytes()).call)(*arguments)
 
-    Shards over several devices export from explicit mesh axes and from shard_map; not from automatic axes, whose partitioning calls back
-    into this process (NotImplementedError of jax.export).
+    Functions of arrays sharded over several devices export with explicit mesh axes and shard_map,
+    but not with automatic axes: their partitioning calls back into this process, and jax.export
+    raises NotImplementedError.
 
     Args:
       function: to be exported; jitted here unless it is already.
       args, kwargs: its arguments, or jax.ShapeDtypeStructs of them.
-      platform: "cpu" or "cuda"; no GPU is needed to export for one.
-      device_kind: the GPU for which tiles are chosen and kernels lowered ("NVIDIA H200"). None: this process's first device.
+      platform: "cpu" or "cuda"; no GPU is needed to export for "cuda".
+      device_kind: the GPU for which tiles are chosen and kernels lowered ("NVIDIA H200"). None:
+        this process's first device.
 
     Raises:
       ValueError: for another platform.
@@ -46,7 +51,7 @@ def export(
     if platform not in PLATFORMS:
         raise ValueError(f"platform is {platform!r}, expected one of {', '.join(PLATFORMS)}")
     jitted: Any = function if hasattr(function, "trace") else jax.jit(function)
-    context: contextlib.AbstractContextManager = contextlib.nullcontext()
+    context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if device_kind is not None:
         device = AbstractDevice(device_kind, None, "gpu" if platform == "cuda" else platform)
         context = jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))

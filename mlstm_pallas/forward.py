@@ -1,8 +1,11 @@
-"""The forward schedule: which stages run, and what goes from one to the next. Arrays are those of a shard, (B * NH, ...)."""
+"""The forward schedule: the order of the stages, and what one hands to the next.
+
+Arrays are those of a shard, (B * NH, ...).
+"""
 
 import jax
 
-from mlstm_pallas.call_spec import CallSpec, Forward, Inputs, States, StoredStates
+from mlstm_pallas.call_spec import CallSpec, Forward, Inputs, LastStates, StoredStates
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.problem import Problem
@@ -20,7 +23,7 @@ from mlstm_pallas.stages.parallel_fw_P import Scores
 def forward(
     spec: CallSpec, lowering: Lowering, x: Inputs, products: SplitProducts | None = None
 ) -> Forward:
-    """The forward pass. products: of the splits of the sequence, where they are known."""
+    """The forward pass. products: of the splits of the sequence, if already computed."""
     if not spec.has_initial_state:
         x = x._replace(c_initial=None)
     if lowering is Lowering.XLA:
@@ -42,7 +45,7 @@ def gates_of(
 
 
 def materialised(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
-    """With the state of every chunk in memory."""
+    """The forward pass with the state of every chunk in memory."""
     gates = gates_of(spec, lowering, x)
     abar, gamma = gates.per_step().vecAbar, gates.scaGamma
     C, C_last, n, n_last = run(
@@ -57,17 +60,17 @@ def materialised(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
         normaliser=spec.normaliser,
         call=spec.call("parallel_fw_H", lowering),
     )
-    last = States(C_last, n_last, gates.scaM_states[:, -1]) if C_last is not None else None
-    stored = StoredStates(C, n, gates.scaM_states, C_last, n_last)
-    return Forward(
-        h, last, z, stored._replace(C=None, C_last=None) if spec.recompute_states_in_bw else stored
-    )
+    m = gates.scaM_states
+    last = LastStates(C_last, n_last, m[:, -1]) if C_last is not None else None
+    if spec.recompute_states_in_bw:
+        C = C_last = None
+    return Forward(h, last, z, StoredStates(C, n, m, C_last, n_last))
 
 
 def fused(spec: CallSpec, lowering: Lowering, x: Inputs, products: SplitProducts | None) -> Forward:
-    """With the state on the chip, in the chunks of the fused scan; its splits count as heads.
+    """The fused scan, with the state on the chip. It has chunks of its own; splits count as heads.
 
-    Stored states are those at the boundaries of the backward pass's chunks.
+    Stored states are those at the boundaries of the call's chunks.
     """
     p, num_splits = spec.fused_problem, spec.num_splits
     gates = gates_of(spec, lowering, x, p)
@@ -101,14 +104,9 @@ def fused(spec: CallSpec, lowering: Lowering, x: Inputs, products: SplitProducts
     last = None
     if C_last is not None:
         C_last = heads_of_splits(C_last, num_splits)[:, -1]
-        last = States(C_last, scores.vecN_last, gates.scaM_states[:, -1])
-    stored = StoredStates(
-        None,
-        scores.vecN_states[:, ::stride],
-        gates.scaM_states[:, ::stride],
-        None,
-        scores.vecN_last,
-    )
+        last = LastStates(C_last, scores.vecN_last, gates.scaM_states[:, -1])
+    n, m = scores.vecN_states[:, ::stride], gates.scaM_states[:, ::stride]
+    stored = StoredStates(None, n, m, None, scores.vecN_last)
     if C is not None:
         stored = stored._replace(C=C.reshape(p.BNH, spec.problem.NC, *C.shape[2:]), C_last=C_last)
     return Forward(H.reshape(x.v.shape), last, scores.vecZ, stored)

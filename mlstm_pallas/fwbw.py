@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -12,7 +12,7 @@ from jax.interpreters import ad, batching, mlir
 from mlstm_pallas import backward as backward_schedule
 from mlstm_pallas import forward as forward_schedule
 from mlstm_pallas.backend import on_backend
-from mlstm_pallas.call_spec import CallSpec, Cotangents, Forward, Inputs, Residuals, States
+from mlstm_pallas.call_spec import CallSpec, Cotangents, Forward, Inputs, LastStates, Residuals
 from mlstm_pallas.entry import Options, checked, run
 from mlstm_pallas.gates import segment_starts
 from mlstm_pallas.sharding import over_shards
@@ -20,31 +20,31 @@ from mlstm_pallas.splits import SplitProducts
 from mlstm_pallas.validation import as_dtype
 
 NO_SUCH_DERIVATIVE = (
-    "mlstm_chunkwise has first derivatives in reverse mode only; for second derivatives and forward mode use "
-    "mlstm_pallas.reference.chunkwise or mlstm_pallas.reference.recurrence"
+    "mlstm_chunkwise has first derivatives in reverse mode only; for second derivatives and "
+    "forward mode use mlstm_pallas.reference.chunkwise or mlstm_pallas.reference.recurrence"
 )
 
 
-# jit: the custom_vjp traces its function and its forward rule, but the kernels once.
+# The custom_vjp traces both its function and its forward rule; under jit the kernels only once.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _forward(spec: CallSpec, inputs: Inputs, products: SplitProducts | None) -> Forward:
+def _forward(spec: CallSpec, inputs: Inputs, products: SplitProducts | None) -> Any:
     return on_backend(
         spec.backend, functools.partial(forward_schedule.forward, spec), inputs, products
     )
 
 
-def _backward(spec: CallSpec, residuals: Residuals, cotangents: Cotangents) -> Inputs:
+def _backward(spec: CallSpec, residuals: Residuals, cotangents: Cotangents) -> Any:
     return on_backend(
         spec.backend, functools.partial(backward_schedule.backward, spec), residuals, cotangents
     )
 
 
-def _refuse(*_, **__):
+def _refuse(*_: Any, **__: Any) -> NoReturn:
     raise TypeError(NO_SUCH_DERIVATIVE)
 
 
-# What marks a tangent until reverse mode transposes the mark away. Forward mode evaluates or batches it, as it would the tangent of the
-# custom_vjp right after it, of which jax has a message without a name.
+# Marks a tangent until reverse mode transposes the mark away. Forward mode evaluates or batches
+# it before it reaches the custom_vjp, whose error in jax names no function.
 _tangent = Primitive("reverse_mode_tangent")
 _tangent.def_abstract_eval(lambda x: x)
 _tangent.def_impl(_refuse)
@@ -54,13 +54,11 @@ ad.primitive_transposes[_tangent] = lambda cotangent, _: [cotangent]
 
 
 def _identity(name: str, jvp: Callable[..., Any]) -> Callable[..., Any]:
-    """The identity of a pytree with a derivative of its own, and without a trace in compiled programs."""
-    identity = Primitive(
-        name
-    )  # jax drops the rule of a custom_jvp in the first of two reverse passes through a scan
-    identity.multiple_results = (
-        True  # all at once, so that no array is a copy where another one is differentiated
-    )
+    """The identity of a pytree, with its jvp rule; compiled programs do not contain it."""
+    # No custom_jvp: jax drops its rule in the first of two reverse passes through a scan.
+    identity = Primitive(name)
+    # All arrays at once: with one primitive an array, some would be copied.
+    identity.multiple_results = True
     identity.def_abstract_eval(lambda *xs: xs)
     identity.def_impl(lambda *xs: xs)
     batching.primitive_batchers[identity] = lambda xs, axes: (identity.bind(*xs), axes)
@@ -82,13 +80,13 @@ _not_differentiated = _identity("not_differentiated", _refuse)
 
 
 def operation(function: Callable[..., Any], spec: Any, *args: Any) -> Any:
-    """function(spec, *args) on shards of batch and heads; it has no derivatives of its own."""
+    """function(spec, *args) on shards of batch and heads, without derivatives."""
     return over_shards(function, spec, *_not_differentiated(args))
 
 
 def forward(spec: CallSpec, inputs: Inputs, products: SplitProducts | None = None) -> Forward:
-    """The forward pass on shards. products: of the splits of the sequence, where they are known."""
-    outputs = operation(_forward, spec, swap_heads(spec, inputs), products)
+    """The forward pass on shards. products: of the splits of the sequence, if already computed."""
+    outputs: Forward = operation(_forward, spec, swap_heads(spec, inputs), products)
     return outputs._replace(h=spec.swap_heads(outputs.h))
 
 
@@ -102,7 +100,7 @@ def backward(spec: CallSpec, residuals: Residuals, cotangents: Cotangents) -> In
 
 
 def swap_heads(spec: CallSpec, x: Inputs) -> Inputs:
-    """From the layout of the call to (B, NH, S, D), as shards are described, and back."""
+    """q, k, v from the layout of the call to (B, NH, S, D), which shards have, and back."""
     return x._replace(
         **{name: spec.swap_heads(y) for name in "qkv" if (y := getattr(x, name)) is not None}
     )
@@ -120,17 +118,19 @@ def residuals_of(spec: CallSpec, inputs: Inputs, outputs: Forward) -> Residuals:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _mlstm(spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, States | None]:
+def _mlstm(spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, LastStates | None]:
     outputs = forward(spec.forward_only, inputs)
     return outputs.h, outputs.last
 
 
-def _mlstm_fwd(spec: CallSpec, inputs: Inputs):
+def _mlstm_fwd(spec: CallSpec, inputs: Inputs) -> tuple[Any, ...]:
     outputs = forward(spec, inputs)
     return (outputs.h, outputs.last), residuals_of(spec, inputs, outputs)
 
 
-def _mlstm_bwd(spec: CallSpec, residuals: Residuals, cotangents: tuple[jax.Array, States | None]):
+def _mlstm_bwd(
+    spec: CallSpec, residuals: Residuals, cotangents: tuple[jax.Array, LastStates | None]
+) -> tuple[Any, ...]:
     return (backward(spec, residuals, Cotangents(*cotangents)),)
 
 
@@ -138,7 +138,7 @@ _mlstm.defvjp(_mlstm_fwd, _mlstm_bwd)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def mlstm_forward(spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, States | None]:
+def mlstm_forward(spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, LastStates | None]:
     """h and the last states of the padded problem."""
     return _mlstm(spec, in_reverse_mode(inputs))
 
@@ -152,47 +152,58 @@ def _mlstm_chunkwise_fwbw_generator(
     stabilize_correctly: bool = True,
     norm_val: float = 1.0,
 ) -> Callable[..., tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]]:
-    """A function with exact gradients of all its arguments (xlstm_jax public API document of triton_stablef.triton_fwbw).
+    """A function with exact gradients of all its arguments.
 
-    The same arguments give the same function, so that jit does not compile anew.
+    It is documented in the xlstm_jax public API document of triton_stablef.triton_fwbw. Equal
+    arguments give the same function, so that jit does not compile it again.
 
     Args:
-      autocast_kernel_dtype: of q, k, v in the matrix products; None: that of matQ. Gates and states stay float32.
-      return_last_states: whether C, N and M of the last step are returned; else None in their places.
-      recompute_states_in_bw, chunk_size, eps, stabilize_correctly, norm_val: as for ``mlstm_pallas.mlstm_chunkwise``.
+      autocast_kernel_dtype: of q, k, v in the matrix products; None: that of matQ. Gates and states
+        stay float32.
+      return_last_states: whether C, N and M of the last step are returned; else None in their
+        places.
+      recompute_states_in_bw, chunk_size, eps, stabilize_correctly, norm_val: as for
+        ``mlstm_pallas.mlstm_chunkwise``.
 
     Returns:
-      forward(matQ (B, NH, S, DHQK), matK, matV (B, NH, S, DHV), vecI (B, NH, S), vecF, matC_initial=None (B, NH, DHQK, DHV),
-      vecN_initial=None (B, NH, DHQK), scaM_initial=None (B, NH)) -> (H, C, N, M). H has the dtype of matQ, the states are float32.
+      forward(matQ, matK, matV, vecI, vecF, matC_initial=None, vecN_initial=None,
+      scaM_initial=None) -> (H, C, N, M), where matQ and matK are (B, NH, S, DHQK), matV and H
+      (B, NH, S, DHV), vecI and vecF (B, NH, S), and the states (B, NH, DHQK, DHV), (B, NH, DHQK)
+      and (B, NH). H has the dtype of matQ, the returned states are float32.
     """
+    dtype = autocast_kernel_dtype
     options = Options(
         return_last_states,
         eps,
         chunk_size,
-        None
-        if autocast_kernel_dtype is None
-        else as_dtype("autocast_kernel_dtype", autocast_kernel_dtype),
+        None if dtype is None else as_dtype("autocast_kernel_dtype", dtype),
         stabilize_correctly,
         norm_val,
         recompute_states_in_bw=recompute_states_in_bw,
     )
-    return _forward_function(checked(options))  # the cache takes 1 for True
+    return _forward_function(checked(options))  # checked: to the cache 1 equals True
 
 
 @functools.cache
 def _forward_function(options: Options) -> Callable[..., tuple[jax.Array, Any, Any, Any]]:
     def forward(
-        matQ, matK, matV, vecI, vecF, matC_initial=None, vecN_initial=None, scaM_initial=None
-    ):
+        matQ: jax.Array,
+        matK: jax.Array,
+        matV: jax.Array,
+        vecI: jax.Array,
+        vecF: jax.Array,
+        matC_initial: jax.Array | None = None,
+        vecN_initial: jax.Array | None = None,
+        scaM_initial: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any, Any, Any]:
         arrays = matQ, matK, matV, vecI, vecF, matC_initial, vecN_initial, scaM_initial
         outputs = run(mlstm_forward, segment_starts, options, arrays, None, takes_layout=False)
-        return (
-            (outputs[0], *outputs[1]) if options.return_last_states else (outputs, None, None, None)
-        )
+        h, states = outputs if options.return_last_states else (outputs, (None, None, None))
+        return h, *states
 
     return forward
 
 
 def _get_chunkwise_fwbw_kernel(autocast_kernel_dtype: Any, **kwargs: Any) -> Callable[..., Any]:
-    """The function of ``_mlstm_chunkwise_fwbw_generator`` (xlstm_jax public API document of triton_stablef.triton_fwbw)."""
+    """The function of ``_mlstm_chunkwise_fwbw_generator``, documented with it."""
     return _mlstm_chunkwise_fwbw_generator(autocast_kernel_dtype, **kwargs)

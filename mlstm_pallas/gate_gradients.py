@@ -1,4 +1,4 @@
-"""Gradients of the gates: what the normaliser, the stabilisers and the sums of the stages pass back to the gate pre-activations."""
+"""Gradients of the gate pre-activations from the stages' sums, the normaliser and stabilisers."""
 
 import functools
 from collections.abc import Callable
@@ -22,7 +22,7 @@ from mlstm_pallas.problem import InputGate, accumulator_dtype
 class TilePairs(NamedTuple):
     """Sums of W_ts = dP_ts scale q_t . k_s, float32, for chunks of n tiles of T steps.
 
-    Where the tile of queries lies before that of keys the values are undefined.
+    Where the tile of queries is before that of keys the values are undefined.
     """
 
     per_query: jax.Array  # (B * NH, n, NC, n, T): [j, chunk, i, t] over s < t in tile j
@@ -37,30 +37,32 @@ def inner(a: jax.Array, b: jax.Array, axes: int = 1) -> jax.Array:
 
 
 class TileSums(NamedTuple):
-    """What the gates' gradients sum over steps, for tiles of T steps; (B * NH, S / T, T) each."""
+    """The summands of the gate gradients for tiles of T steps; (B * NH, S / T, T) each."""
 
-    vecQ: jax.Array  # at t: q_t with the part of dq_t that comes from before the tile; of pairs in the tile, sum over s of W_ts - W_st
-    vecK_inter: jax.Array  # at s: k_s with the part of dk_s that goes beyond the tile
-    vecK_intra: jax.Array  # at s: k_s with the rest of dk_s, sum over t of W_ts
+    # At t: the inner product of q_t with the part of dq_t from before the tile, plus the sum of
+    # W_ts - W_st over the steps s of the tile.
+    vecQ: jax.Array
+    vecK_inter: jax.Array  # at s: k_s with the part of dk_s from beyond the tile
+    vecK_intra: jax.Array  # at s: k_s with the rest of dk_s, the sum of W_ts over t
 
 
 def _later_tiles(n: int) -> jax.Array:
-    """[i, j]: whether tile i of a chunk lies after tile j."""
+    """[i, j]: whether tile i of a chunk is after tile j."""
     return jnp.tri(n, k=-1, dtype=bool)
 
 
 def _only(x: jax.Array, where: jax.Array, *axes: int) -> jax.Array:
-    """x where the mask holds, else 0; the mask has these axes of x. Outside the chunk's triangle values are undefined."""
+    """x where the mask, over these axes of x, holds, else 0: the rest of x may be undefined."""
     shape = [size if axis in axes else 1 for axis, size in enumerate(x.shape)]
     return jnp.where(jnp.broadcast_to(where.reshape(shape), x.shape), x, 0.0)
 
 
 def tile_sums(pairs: TilePairs, vecQ_inter: jax.Array, vecK_inter: jax.Array) -> TileSums:
-    """From the sums of the stages; vecQ_inter, vecK_inter: (B * NH, S), of parallel_bw_dQKV."""
+    """TileSums from the sums of the stages; vecQ_inter, vecK_inter: as of ``step_gradients``."""
     BNH, NC, n, T = pairs.diagonal.shape
     later, same = _later_tiles(n), jnp.eye(n, dtype=bool)
 
-    def total(x, where):
+    def total(x: jax.Array, where: jax.Array) -> jax.Array:
         return jnp.sum(_only(x, where, 1, 3), axis=1)
 
     keys_intra = total(pairs.per_key, same)
@@ -76,12 +78,7 @@ def tile_sums(pairs: TilePairs, vecQ_inter: jax.Array, vecK_inter: jax.Array) ->
 def through_tiles(
     pairs: TilePairs, vecQ_inter: jax.Array, vecK_inter: jax.Array, through: jax.Array
 ) -> jax.Array:
-    """What goes through each tile, from before it to beyond it: (B * NH, S / T).
-
-    Args:
-      vecQ_inter, vecK_inter: (B * NH, S): of parallel_bw_dQKV, with the inter-chunk parts.
-      through: (B * NH, NC) what goes through each chunk.
-    """
+    """Sums of W_ts with s before and t after each tile, (B * NH, S / T); args of step_gradients."""
     BNH, NC, n, _ = pairs.diagonal.shape
     if n == 1:
         return through
@@ -90,7 +87,7 @@ def through_tiles(
         jnp.sum(x.reshape(pairs.diagonal.shape), axis=-1) for x in (vecQ_inter, vecK_inter)
     )
     between = jnp.sum(_only(pairs.per_query, later.T, 1, 3), axis=-1)  # [j, chunk, i]
-    # What tile i takes from before tile m, the state included: [m, chunk, i].
+    # What tile i reads from before tile m, the state included: [m, chunk, i].
     before = read[:, None] + jnp.cumsum(
         jnp.pad(between[:, :-1], [(0, 0), (1, 0), (0, 0), (0, 0)]), axis=1
     )
@@ -101,13 +98,13 @@ def through_tiles(
     return (through[..., None] + before + written).reshape(BNH, NC * n)
 
 
-_GROUP = 16  # steps that are summed at once; the work is so many times the length
+_GROUP = 16  # steps summed at once; the work is this many times the length
 
 
 def run_sums(x: jax.Array, goes_on: jax.Array) -> jax.Array:
-    """R_t = x_t + R_{t+1} where goes_on_t holds, x_t elsewhere, along the last axis; R after it is 0.
+    """R_t = x_t + R_{t+1} where goes_on_t holds, else x_t, along the last axis.
 
-    Runs of steps are summed within groups, then groups in groups of those: no difference is taken.
+    Steps are summed within groups, then groups within groups of groups, without any difference.
     """
     n, size = x.shape[-1], _GROUP if x.shape[-1] > 2 * _GROUP else x.shape[-1]
     padding = [*[(0, 0)] * (x.ndim - 1), (0, -n % size)]
@@ -126,7 +123,7 @@ def run_sums(x: jax.Array, goes_on: jax.Array) -> jax.Array:
 
 
 def step_flags(gates: ChunkGates, vecF: jax.Array, begins: jax.Array | None) -> jax.Array:
-    """``gates.join_flags`` of all steps, as vecF: (B * NH, NC, L) int32."""
+    """``gates.join_flags`` of all steps, shaped as vecF: (B * NH, NC, L) int32."""
     if gates.vecFlags is not None:
         return gates.vecFlags
     log_f, reset = log_forget_gate(vecF)
@@ -144,43 +141,39 @@ def step_gradients(
     flags: jax.Array,
     dm: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of log i_t and f_t, and what arrives at m_1. stages/mosaic_gpu/step_gradients.py has a kernel for it.
+    """The gradients of log i_t and f_t, and the gradient that reaches m_1.
 
-    f_r takes part in everything that passes from before r to r or later. Per tile of T steps that is: pairs inside the tile, the state's
-    part in the queries from r on, the keys before r that go beyond the tile, and what goes through the whole tile. No difference of
-    long sums is taken.
+    f_r decays everything that passes from before r to r or later. In a tile of T steps these are
+    the pairs s < r <= t, what queries from r on read from before the tile, what keys before r add
+    beyond it, and what passes through the whole tile. No difference of long sums is taken.
 
-    m_t is either i_t or log sigmoid(f_t) + m_{t-1}: what arrives at t, its own dm_t included, goes to i_t in the first case, through f_t to
-    t - 1 in the second, and no further than f_t where a packed segment begins.
+    m_t is i_t or log sigmoid(f_t) + m_{t-1}. In the first case the gradient that reaches m_t goes
+    to i_t. In the second it goes to f_t and, unless a packed segment begins at t, on to m_{t-1}.
 
     Args:
-      vecF, vecQ_inter, vecK_inter, dm: (B * NH, S); dm None: m is a constant.
-      through: (B * NH, NC) what goes through each chunk.
+      vecF, dm: (B * NH, S); dm None: m is a constant.
+      vecQ_inter, vecK_inter: (B * NH, S), of parallel_bw_dQKV, with the inter-chunk parts.
+      through: (B * NH, NC), what passes through each chunk.
       flags: (B * NH, S), of ``step_flags``.
 
     Returns:
       (B * NH, S) twice, (B * NH,).
     """
-    sums, through = (
-        tile_sums(pairs, vecQ_inter, vecK_inter),
-        through_tiles(pairs, vecQ_inter, vecK_inter, through),
-    )
+    sums = tile_sums(pairs, vecQ_inter, vecK_inter)
+    through = through_tiles(pairs, vecQ_inter, vecK_inter, through)
     triangle = jnp.tri(sums.vecQ.shape[-1], dtype=through.dtype)
     product = functools.partial(jnp.matmul, precision="highest")  # exact to float32
-    # From t on of the queries, before t of the keys.
+    # The queries from t on, the keys before t.
     of_tile = product(sums.vecQ, triangle) + product(
         sums.vecK_inter, jnp.triu(jnp.ones_like(triangle), k=1)
     )
     dfbar = jnp.where((flags & PASSES) > 0, (of_tile + through[..., None]).reshape(vecF.shape), 0.0)
-    di, first = (
-        (sums.vecK_inter + sums.vecK_intra).reshape(vecF.shape),
-        jnp.zeros_like(through[:, 0]),
-    )
+    di = (sums.vecK_inter + sums.vecK_intra).reshape(vecF.shape)
+    first = jnp.zeros_like(through[:, 0])
     if dm is not None:
         goes_on, carried = (flags & GOES_ON) > 0, (flags & CARRIED) > 0
-        arrives = run_sums(
-            dm, jnp.pad(goes_on[:, 1:], [(0, 0), (0, 1)])
-        )  # at t, whether step t + 1 passes on to it
+        # At t: whether step t + 1 passes its gradient on to t.
+        arrives = run_sums(dm, jnp.pad(goes_on[:, 1:], [(0, 0), (0, 1)]))
         di, dfbar = di + jnp.where(carried, 0.0, arrives), dfbar + jnp.where(carried, arrives, 0.0)
         first = arrives[:, 0]
     return di, dfbar * jax.nn.sigmoid(-vecF), first
@@ -199,15 +192,15 @@ def gate_gradients(
     input_gate: InputGate = InputGate.EXP,
     step_gradients: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] = step_gradients,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Gradients of the gate pre-activations and of m_initial, the latter without its share in the initial states.
+    """The gradients of the gate pre-activations, and of m_initial except for ``<dC, C> + dn . n``.
 
     Args:
       gates, vecI, vecF, starts: of chunks, (B * NH, NC, L).
       pairs: of parallel_bw_dP or parallel_bw_dQKV.
       vecQ_inter, vecK_inter: (B * NH, S), of parallel_bw_dQKV.
-      through: (B * NH, NC) what goes through each chunk.
-      dm: dm_t (B * NH, S); None: m is a constant.
-      step_gradients: the function of that name, or a kernel for it.
+      through: (B * NH, NC), what passes through each chunk.
+      dm: dm_t, (B * NH, S); None: m is a constant.
+      step_gradients: the function above, or a kernel for it.
 
     Returns:
       vecDeltaI, vecDeltaF: (B * NH, S); scaDeltaM: (B * NH,).
@@ -226,9 +219,9 @@ def gate_gradients(
 def last_stabiliser_cotangent(
     dm: jax.Array, last: Any, C_last: jax.Array, n_last: jax.Array
 ) -> jax.Array:
-    """dm with what the last m adds at the last step; dm: (B * NH, S), last: cotangents of the last states (c, n, m).
+    """dm, (B * NH, S), with the last m's gradient at the last step; last: cotangents (c, n, m).
 
-    The true state is exp(m) (C, n): what m has in C and n is not its own.
+    The true state is exp(m) (C, n), so the part of m's cotangent that rescales C and n is removed.
     """
     return dm.at[..., -1].add(last.m - inner(last.c, C_last, 2) - inner(last.n, n_last))
 
@@ -236,10 +229,10 @@ def last_stabiliser_cotangent(
 def initial_stabiliser_gradient(
     dC: jax.Array, dn: jax.Array, C: jax.Array, n: jax.Array
 ) -> jax.Array:
-    """What the initial m has in the initial states: <dC, C> + dn . n, (B * NH,)."""
+    """The initial m's gradient as the scale of the initial states, <dC, C> + dn . n: (B * NH,)."""
     return inner(dC, C, 2) + inner(dn, n)
 
 
 def zero_states(like: jax.Array, DHQK: int, DHHV: int) -> jax.Array:
-    """Zeros (B * NH, DHQK, DHHV) that vary over the mesh axes that ``like``, (B * NH,), varies over."""
+    """Zeros (B * NH, DHQK, DHHV), varying over the same mesh axes as ``like``, (B * NH,)."""
     return jnp.zeros_like(jnp.broadcast_to(like[:, None, None], (like.shape[0], DHQK, DHHV)))

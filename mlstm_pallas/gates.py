@@ -1,30 +1,34 @@
-"""Gates and stabilisers of the chunkwise form: everything that depends on the gate pre-activations alone.
+"""Gates and stabilisers of the chunkwise form: all that depends on the gate pre-activations alone.
 
 Inside a chunk of L steps, with b_t the running sum of log sigmoid(f) through t and e_t = i_t - b_t:
 
-    u_t = max(m_c, max_{s <= t} e_s)        m_t = b_t + u_t
-    D_ts = exp(e_s - u_t)                   w_t = exp(m_c - u_t)
-    m_{c+1} = m_L      p = m_{c+1} - b_L    abar_t = exp(e_t - p)     gamma = exp(m_c - p)
+    u_t     = max(m_c, max_{s <= t} e_s)        m_t = b_t + u_t
+    D_ts    = exp(e_s - u_t)                    w_t = exp(m_c - u_t)
+    m_{c+1} = m_L                               p   = m_{c+1} - b_L
+    abar_t  = exp(e_t - p)                      gamma = exp(m_c - p)
 
-None of it needs a matrix product, so the kernels never rescale an accumulator.
+The stabilisers need no matrix product, so the kernels never rescale an accumulator.
 
-With the sigmoid input gate (mLSTMsig of the TFLA paper) log sigmoid(i_t) stands for i_t and m_t is 0 throughout: u_t = -b_t. A packed
-segment that begins at step r starts from m = 0, so m_r is at least log sigmoid(f_r): the maxima have a second source beside e_r.
+With the sigmoid input gate (mLSTMsig of the TFLA paper) log sigmoid(i_t) replaces i_t, every m_t is
+0 and u_t = -b_t. A packed segment that begins at step r starts from m = 0, so m_r is at least
+log sigmoid(f_r), and the maxima have a second source beside e_r.
 
 Two precautions keep the matrix kernels simple:
 
-* Running sums are carried in two floats. A sum over a long chunk is large while the differences that enter the
-  exponentials are small: one float would lose the digits that the result needs. Each log gate is split into a multiple
-  of a coarse grid, whose sums are exact, and a small rest (Rump, Ogita, Oishi: "Accurate floating-point summation", 2008).
-* A reset (f = -inf, or below MASKED, or the first step of a packed segment) adds an offset to every later e_t of its chunk. The offset
-  is larger than the spread of e: decays across the reset underflow to exactly 0, and later ones keep all digits. A step with nothing
-  stored has u_t = +inf: all decays to it are 0.
+* Running sums are carried in two floats. The sum over a long chunk is large, the differences that
+  enter the exponentials are small, and one float would lose their digits. Each log gate is split
+  into a multiple of a coarse grid, whose sums are exact, and a small rest (Rump, Ogita, Oishi:
+  "Accurate floating-point summation", 2008).
+* A reset (f at or below MASKED, or the first step of a packed segment) adds an offset to every
+  later e_t of its chunk. The offset exceeds the spread of e: decays across the reset underflow to
+  exactly 0, and later ones keep all digits. Where nothing is stored yet u_t is +inf, and all
+  decays to it are 0.
 
-Arrays are (B * NH, NC, L), or (B * NH, NC) for a number a chunk; the functions accept any leading axes.
+Arrays are (B * NH, NC, L), or (B * NH, NC) for one number a chunk. Any leading axes will do.
 """
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -35,8 +39,9 @@ from mlstm_pallas.problem import InputGate
 Pair = tuple[jax.Array, jax.Array]  # an unevaluated sum hi + lo
 
 _INF = float("inf")
-# A gate at or below this is one at -inf: i stores nothing, f resets. Finite values that mask (-1e9, the least of a dtype) are meant
-# so, and as ordinary gates they would take the digits of all others in the chunk's sums.
+# A gate at or below this counts as -inf: i stores nothing, f resets. Callers mask with finite
+# values (-1e9, the least of a dtype), which as ordinary gates would cost the chunk's sums their
+# digits.
 MASKED = -1e6
 # exp of the negative is 0 in float32 and float64.
 _UNDERFLOW = 1024.0
@@ -45,14 +50,14 @@ LEAST_EXPONENT = {"float32": -104.0, "float64": -746.0}
 
 
 class LocalGates(NamedTuple):
-    """What a chunk knows without its initial state; (B * NH, NC, L), float32 (float64 for float64 gates)."""
+    """The gates of chunks without their initial states: (B * NH, NC, L), dtypes as ChunkGates."""
 
     vecB: Pair  # b_t, resets left out
     vecE: Pair  # e_t, reset offset included
     vecEmax: Pair  # max of e_s over s <= t and since the last reset
     vecOffset: (
         jax.Array
-    )  # reset offset in e_t: > 0 where a reset lies between the chunk's start and t
+    )  # reset offset in e_t: > 0 where a reset is between the chunk's start and t
 
 
 class ChunkGates(NamedTuple):
@@ -65,14 +70,16 @@ class ChunkGates(NamedTuple):
     vecAbar: jax.Array  # (B * NH, NC, L) abar_t
     scaGamma: jax.Array  # (B * NH, NC) gamma_c
     scaM_states: jax.Array  # (B * NH, NC + 1) m_c at the chunk boundaries
-    vecFlags: jax.Array | None = (
-        None  # (B * NH, NC, L) int32, of ``join_flags``; None: not computed
-    )
+    # (B * NH, NC, L) int32, of ``join_flags``; None: not computed
+    vecFlags: jax.Array | None = None
 
     def per_step(self) -> "ChunkGates":
         """The gates of every step as (B * NH, S)."""
         BNH, NC, L = self.vecW.shape
-        return jax.tree.map(lambda x: x.reshape(BNH, NC * L) if x.ndim == 3 else x, self)
+        flat: ChunkGates = jax.tree.map(
+            lambda x: x.reshape(BNH, NC * L) if x.ndim == 3 else x, self
+        )
+        return flat
 
 
 def two_sum(a: jax.Array, b: jax.Array) -> Pair:
@@ -93,14 +100,14 @@ def pair_max(a: Pair, b: Pair) -> Pair:
 
 
 def least_power_of_two(x: jax.Array) -> jax.Array:
-    """The least that is no smaller than x > 0, up to the rounding of log2; without a derivative."""
+    """The least power of two >= x > 0, up to the rounding of log2; without a derivative."""
     return jnp.exp2(jnp.ceil(jnp.log2(lax.stop_gradient(x))))
 
 
 def exact_sum_grid(
     largest: jax.Array, count: int, power: Callable[[jax.Array], jax.Array] = least_power_of_two
 ) -> jax.Array:
-    """What ``split_at`` takes for sums of up to ``count`` numbers to be exact; ``largest`` bounds their magnitudes."""
+    """The ``split_at`` grid for which sums of up to ``count`` hi are exact; ``largest`` >= |x|."""
     return 3.0 * power(jnp.maximum(largest, 1e-30) * count)
 
 
@@ -116,15 +123,16 @@ def split_for_exact_sums(x: jax.Array, largest: jax.Array, count: int) -> Pair:
 
 
 def log_sigmoid(f: jax.Array, log1p: Callable[[jax.Array], jax.Array] = jnp.log1p) -> jax.Array:
-    """Its derivative is right at 0 too: neither abs nor minimum, whose derivatives there are not those of the sum."""
+    """log sigmoid(f). Without abs and minimum its derivative is right at 0 too."""
     below = f <= 0
     return jnp.where(below, f, 0.0) - log1p(jnp.exp(jnp.where(below, f, -f)))
 
 
 def branchless_log1p(x: jax.Array) -> jax.Array:
-    """log1p(x) for x in [0, 1], as log(y) with the rounding of y = 1 + x put right. Mosaic GPU has no log1p.
+    """log1p(x) for x in [0, 1]: log(y) with a correction for the rounding of y = 1 + x.
 
-    In a kernel of Triton log1p itself branches, and the compiler would move every load before it behind the branch.
+    Mosaic GPU has no log1p. Triton's branches, and its compiler moves earlier loads behind the
+    branch.
     """
     one = jnp.where(x > 1.0, x, 1.0)  # XLA cancels (1 + x) - 1
     y = one + x
@@ -142,7 +150,7 @@ def log_forget_gate(
 def log_input_gate(
     i: jax.Array, input_gate: InputGate, log1p: Callable[[jax.Array], jax.Array] = jnp.log1p
 ) -> jax.Array:
-    """Logarithm of the input gate; -inf where nothing is stored. A NaN stays."""
+    """The logarithm of the input gate, -inf where nothing is stored. A NaN stays."""
     masked = i <= MASKED
     if input_gate is InputGate.SIGMOID:
         i = log_forget_gate(i, log1p)[0]
@@ -155,9 +163,10 @@ def log_gates(
     input_gate: InputGate,
     log1p: Callable[[jax.Array], jax.Array] = jnp.log1p,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Logarithms of the input and the forget gate, and where the resets are.
+    """The logarithms of the input and the forget gate, and where the resets are.
 
-    A NaN in f is moved to i: there it spoils every later step and no sum over the chunk, hence no earlier step.
+    A NaN in f is moved to i. There it reaches every later step but no sum over the chunk, and so no
+    earlier step.
     """
     nan = jnp.isnan(f)
     return log_input_gate(jnp.where(nan, f, i), input_gate, log1p), *log_forget_gate(
@@ -166,7 +175,7 @@ def log_gates(
 
 
 def segment_starts(segment_ids: jax.Array) -> jax.Array:
-    """Where the id differs from that of the step before: (..., S) bool, as the ids; the first step has none before it."""
+    """Where the id, (..., S), differs from that of the step before; False at the first step."""
     return jnp.pad(
         segment_ids[..., 1:] != segment_ids[..., :-1], [(0, 0)] * (segment_ids.ndim - 1) + [(1, 0)]
     )
@@ -178,9 +187,10 @@ def reset_offset(
     total_decay: jax.Array,
     power: Callable[[jax.Array], jax.Array] = least_power_of_two,
 ) -> jax.Array:
-    """A power of two above the spread of e_t in a chunk by enough for exp to underflow.
+    """A power of two that exceeds the spread of e_t in a chunk by enough for exp to underflow.
 
-    i_min and i_max bound the finite input gates (inf, -inf when there are none), total_decay = sum |log sigmoid(f)|.
+    i_min and i_max bound the finite input gates (inf, -inf if there are none), and total_decay is
+    the sum of |log sigmoid(f)|.
     """
     return power(jnp.maximum(i_max - i_min, 0.0) + total_decay + _UNDERFLOW)
 
@@ -199,9 +209,10 @@ def stabiliser_sources(
     begins: jax.Array | None,
     input_gate: InputGate,
 ) -> tuple[Pair, Pair]:
-    """e_t, and what the running maximum is taken of; with the sigmoid gate the maximum itself.
+    """e_t, and the values whose running maximum is emax; with the sigmoid gate emax itself.
 
-    i, fbar: logarithms of the gates; offset: of the resets through t; begins: where packed segments begin. Lowers to Triton and Mosaic GPU.
+    i, fbar: logarithms of the gates; offset: reset offset of e_t; begins: where packed segments
+    begin. Lowers to Triton and Mosaic GPU.
     """
 
     def source(log_gate: jax.Array) -> Pair:
@@ -223,7 +234,10 @@ def local_gates(
     starts: jax.Array | None = None,
     input_gate: InputGate = InputGate.EXP,
 ) -> LocalGates:
-    """Gates of every chunk on its own. vecI, vecF: pre-activations (B * NH, NC, L); starts: 1 where a packed segment begins."""
+    """The gates of every chunk by itself.
+
+    vecI, vecF: pre-activations (B * NH, NC, L); starts: 1 where a packed segment begins.
+    """
     i, fbar, reset = log_gates(vecI, vecF, input_gate)
     i_min = jnp.min(jnp.where(i > -_INF, i, _INF), axis=-1, keepdims=True)
     i_max = jnp.max(jnp.where(i > -_INF, i, -_INF), axis=-1, keepdims=True)
@@ -241,7 +255,7 @@ def local_gates(
     if input_gate is InputGate.SIGMOID:
         return LocalGates(b, e, sources, offset)
 
-    def since_reset(left, right):
+    def since_reset(left: Any, right: Any) -> tuple[Any, ...]:
         best = pair_max(left[:2], right[:2])
         return (
             jnp.where(right[2], right[0], best[0]),
@@ -254,9 +268,9 @@ def local_gates(
 
 
 def chunk_summaries(local: LocalGates) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """What each chunk does to m: m_{c+1} = max(g + m_c, a), or a alone after a reset. (g, a, reset), (B * NH, NC) each."""
+    """(g, a, reset), (B * NH, NC) each: m_{c+1} is a after a reset, else max(g + m_c, a)."""
 
-    def last(x):
+    def last(x: jax.Array) -> jax.Array:
         return x[..., -1]
 
     return summary(*jax.tree.map(last, (local.vecB, local.vecEmax, local.vecOffset)))
@@ -270,25 +284,26 @@ def summary(b: Pair, emax: Pair, offset: jax.Array) -> tuple[jax.Array, jax.Arra
 def stabiliser_scan(
     local: LocalGates, scaM_initial: jax.Array, input_gate: InputGate = InputGate.EXP
 ) -> jax.Array:
-    """m_c at all chunk boundaries (B * NH, NC + 1): a prefix in (max, +) over the chunks."""
+    """m_c at all chunk boundaries, (B * NH, NC + 1): a prefix in (max, +) over the chunks."""
     g, a, reset = chunk_summaries(local)
     if input_gate is InputGate.SIGMOID:
         return jnp.zeros((*g.shape[:-1], g.shape[-1] + 1), scaM_initial.dtype)
 
-    def join(left, right):
+    def join(left: Any, right: Any) -> tuple[Any, ...]:
         return left[0] + right[0], jnp.maximum(left[1] + right[0], right[1])
 
     g = jnp.concatenate(
         [jnp.zeros_like(scaM_initial)[..., None], jnp.where(reset, -_INF, g)], axis=-1
     )
     a = jnp.concatenate([scaM_initial[..., None], a], axis=-1)
-    return lax.associative_scan(join, (g, a), axis=-1)[1]
+    m: jax.Array = lax.associative_scan(join, (g, a), axis=-1)[1]
+    return m
 
 
 def join_chunks(
     local: LocalGates, scaM_states: jax.Array, input_gate: InputGate = InputGate.EXP
 ) -> ChunkGates:
-    """Completes the local gates with the stabilisers m_c of the chunk boundaries, scaM_states: (B * NH, NC + 1)."""
+    """Completes the local gates with the chunk boundaries' m_c, scaM_states: (B * NH, NC + 1)."""
     m_start = scaM_states[..., :-1, None]
     b_hi, b_lo, offset = (y[..., -1:] for y in (*local.vecB, local.vecOffset))
     p, gamma = join_ends(b_hi, b_lo, offset, m_start, scaM_states[..., 1:, None])
@@ -299,7 +314,10 @@ def join_chunks(
 def join_ends(
     b_hi: jax.Array, b_lo: jax.Array, offset: jax.Array, m_start: jax.Array, m_end: jax.Array
 ) -> tuple[Pair, jax.Array]:
-    """p, +inf where nothing is stored, and gamma of each chunk, from its last step and its boundaries. Lowers to Mosaic GPU."""
+    """p (+inf where nothing is stored) and gamma of each chunk. Lowers to Mosaic GPU.
+
+    b and offset are those of the chunk's last step, m_start and m_end those of its boundaries.
+    """
     nothing = m_end == -_INF
     p = pair_add(two_sum(offset, jnp.where(nothing, 0.0, m_end)), (-b_hi, -b_lo))
     p = jnp.where(nothing, _INF, p[0]), jnp.where(nothing, 0.0, p[1])
@@ -336,24 +354,26 @@ def join_flags(
     restarts: jax.Array,
     begins: jax.Array | None,
 ) -> jax.Array:
-    """What the gates' gradients have to know of a step: int32. Lowers to Mosaic GPU.
+    """The bits that the gate gradients read of every step, int32. Lowers to Mosaic GPU.
 
-    CARRIED: m_t is log sigmoid(f_t) + m_{t-1}, not i_t. GOES_ON: what arrives at m_t is passed on to m_{t-1}: there, but where a packed
-    segment begins. PASSES: a weight of what is before t at t or later is not 0; else the sums for f_t hold rounding errors alone.
+    CARRIED: m_t is log sigmoid(f_t) + m_{t-1}, not i_t.
+    GOES_ON: CARRIED, and no packed segment begins at t: the gradient of m_t reaches m_{t-1}.
+    PASSES: some decay from before t to t or later is not 0. Without it the sums for f_t hold only
+    rounding errors.
 
     Args:
       m_before: m_{t-1}.
       f, log_f: the pre-activation, and the logarithm of the gate.
-      restarts: where resets are, and where packed segments begin; begins: where those begin, None: nowhere.
+      restarts: where resets are and where packed segments begin.
+      begins: where packed segments begin; None: nowhere.
     """
 
-    def bits(where, flag):
+    def bits(where: jax.Array, flag: int) -> jax.Array:
         return jnp.where(where, jnp.full(m.shape, flag, jnp.int32), 0)
 
     carried = ((e[0] != u[0]) | (e[1] != u[1])) & (f > MASKED)
-    passes = (
-        log_f + m_before - m > LEAST_EXPONENT[m.dtype.name]
-    )  # not a number where nothing was stored
+    # A NaN, hence False, where nothing was stored.
+    passes = log_f + m_before - m > LEAST_EXPONENT[m.dtype.name]
     goes_on = bits(carried, GOES_ON)
     flags = bits(carried, CARRIED) + (goes_on if begins is None else jnp.where(begins, 0, goes_on))
     return flags + jnp.where(restarts, 0, bits(passes, PASSES))
@@ -371,11 +391,12 @@ def decay_matrix(gates: ChunkGates) -> jax.Array:
     return jnp.exp(causal(exponent, fill=-_INF))
 
 
-def fusion_barrier(tree, at_least_zero: jax.Array):
-    """The tree as it is, computed before it is used; ``at_least_zero`` is an array of which that is known.
+def fusion_barrier(tree: Any, at_least_zero: jax.Array) -> Any:
+    """The tree, unchanged, computed before it is used; ``at_least_zero`` is any array that is >= 0.
 
-    XLA for CPUs fuses the computation of vectors into the loops over the L x L tiles that they enter, and computes them again for every
-    element: up to five times the time of the whole forward pass. It looks through optimization barriers, but not into a conditional.
+    XLA for CPUs fuses the computation of vectors into the loops over L x L tiles and repeats it for
+    every element, which takes up to five times as long as the whole forward pass. It looks through
+    optimization barriers, but not into a conditional.
     """
     return lax.cond(
         jnp.any(at_least_zero < 0), lambda x: jax.tree.map(jnp.zeros_like, x), lambda x: x, tree
@@ -385,20 +406,21 @@ def fusion_barrier(tree, at_least_zero: jax.Array):
 def vector_states(
     added: jax.Array, gamma: jax.Array, initial: jax.Array, *, backward: bool = False
 ) -> tuple[jax.Array, jax.Array]:
-    """x_{next} = gamma_c x_c + added_c: the recurrence of n, in plain jnp, for C see stages/recurrence.py.
+    """x_{next} = gamma_c x_c + added_c, the recurrence of n; stages/recurrence.py has that of C.
 
     Args:
       added: (B * NH, NC, DHQK), gamma: (B * NH, NC), initial: (B * NH, DHQK), float32.
 
     Returns:
-      x before each chunk (after it with backward), (B * NH, NC, DHQK), and x after the last (before the first); float32.
+      x before each chunk (after it with backward), (B * NH, NC, DHQK), and x after the last chunk
+      (before the first); float32.
     """
 
-    def join(left, right):
+    def join(left: Any, right: Any) -> tuple[Any, ...]:
         return left[0] * right[0], left[1] * right[0] + right[1]
 
-    def entering(first, x):
-        """What is before each chunk in place of what is at it; its last one is not needed."""
+    def entering(first: jax.Array, x: jax.Array) -> jax.Array:
+        """x of the chunk before each (after it with backward); ``first`` at the first one."""
         return jnp.concatenate([x[:, 1:], first] if backward else [first, x[:, :-1]], axis=1)
 
     factors = entering(jnp.ones_like(gamma[:, :1]), gamma)[..., None]

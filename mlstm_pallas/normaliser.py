@@ -1,6 +1,8 @@
-"""The denominator of h, its floor, and what it passes back.
+"""The denominator of h, its floor, and its gradients.
 
-den_t = max(|z_t|, floor_t) + eps        floor_t = norm_val exp(-m_t), or norm_val        h_t = num_t / den_t, and 0/0 is 0
+h_t     = num_t / den_t, and 0/0 is 0
+den_t   = max(|z_t|, floor_t) + eps
+floor_t = norm_val exp(-m_t), or norm_val
 """
 
 import dataclasses
@@ -11,14 +13,14 @@ import jax.numpy as jnp
 
 
 class NormaliserGradients(NamedTuple):
-    """What the normaliser passes back, elementwise, for every step: (B * NH, S) each. All None where h is the numerator.
+    """The normaliser's gradients of every step, (B * NH, S) each; all None without a normaliser.
 
-    Before delta is known there is vecInvDen alone (``parallel_bw_dP.without_tiles``).
+    Before delta is known only vecInvDen is (``backward.before_tiles``).
     """
 
     vecInvDen: jax.Array | None = None  # 1 / den_t
     vecDz: jax.Array | None = None  # dz_t
-    vecDzDen: jax.Array | None = None  # dz_t den_t
+    vecDzDen: Any = None  # dz_t den_t; an array where vecDz is one
     vecDm: Any = None  # dm_t
 
 
@@ -29,7 +31,8 @@ class Normaliser:
     Attributes:
       eps: added to the denominator.
       norm_val: the floor of |z|.
-      stabilize_correctly: whether the floor is norm_val exp(-m): the same floor for every stabiliser m. Both are equal where m is 0.
+      stabilize_correctly: True: the floor is norm_val exp(-m), so that h does not depend on the
+        stabiliser m. False: it is norm_val.
     """
 
     eps: float = 1e-6
@@ -41,18 +44,19 @@ class Normaliser:
         return self.stabilize_correctly and self.norm_val > 0
 
     def floor(self, m: Any) -> Any:
-        """floor_t; m may be None where the floor does not need it."""
+        """floor_t; m may be None unless ``floor_needs_m``."""
         return self.norm_val * jnp.exp(-m) if self.floor_needs_m else self.norm_val
 
     def denominator(self, z: jax.Array, m: jax.Array | None) -> jax.Array:
-        """den, with 1 for 0, as 0/0 is 0. Lowers to Triton and Mosaic GPU."""
+        """den, and 1 where it is 0, as 0/0 is 0. Lowers to Triton and Mosaic GPU."""
         den = jnp.maximum(jnp.abs(z), self.floor(m)) + self.eps
         return jnp.where(den == 0, 1.0, den) if self.eps == 0 else den
 
     def normalise(self, num: jax.Array, z: jax.Array, m: jax.Array) -> jax.Array:
         """h = num / den; num: (..., DHHV), z and m: (...).
 
-        Differentiable, and finite for any m: both sides are scaled by exp(min(m, 0)), so neither the floor nor its derivative overflows.
+        Differentiable, and finite for any m: numerator and denominator are scaled by
+        exp(min(m, 0)), so that neither the floor nor its derivative overflows.
         """
         if self.floor_needs_m:
             m = jnp.maximum(m, -1e30)
@@ -87,6 +91,6 @@ def inverse(den: jax.Array) -> jax.Array:
 
 
 def query_scale(w: jax.Array, qk_scale: float, inv_den: jax.Array | None = None) -> jax.Array:
-    """r_t = w_t scale / den_t: what the inter-chunk part of a query is scaled by; without inv_den w_t scale."""
+    """r_t = w_t scale / den_t, the scale of a query's inter-chunk part. Without inv_den: w_t scale."""
     r = w * qk_scale
     return r if inv_den is None else r * inv_den

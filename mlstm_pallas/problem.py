@@ -1,7 +1,7 @@
-"""The dimensions of a call, as the kernels see them, and the chunk sizes and head dimensions that they take.
+"""The dimensions of a call as the kernels see them, and the chunk sizes and head dimensions allowed.
 
-Notation: B batch, NH heads, S sequence length, DHQK head dimension of q and k, DHHV head dimension of v and h,
-NC chunks of L steps.
+Notation: B batch, NH heads, S sequence length, DHQK head dimension of q and k, DHHV head dimension
+of v and h, NC chunks of L steps.
 """
 
 import dataclasses
@@ -19,21 +19,21 @@ MAX_TILE = 128
 
 
 class InputGate(enum.StrEnum):
-    """exp(i) behind a stabiliser (xLSTM), or sigmoid(i), which needs none (mLSTMsig of the TFLA paper)."""
+    """exp(i) with a stabiliser (xLSTM), or sigmoid(i) without one (mLSTMsig of the TFLA paper)."""
 
     EXP = "exp"
     SIGMOID = "sigmoid"
 
 
 class Layout(enum.StrEnum):
-    """Of q, k, v, h and their gradients: (B, NH, S, D), or (B, S, NH, D)."""
+    """The layout of q, k, v, h and their gradients: (B, NH, S, D) or (B, S, NH, D)."""
 
     BNTH = "BNTH"
     BTNH = "BTNH"
 
 
 def accumulator_dtype(*dtypes: Any) -> jnp.dtype:
-    """Of sums of these dtypes: float64 where one of them is, else float32."""
+    """The dtype of sums over arrays of these dtypes: float64 if one of them is, else float32."""
     return jnp.dtype("float64" if any(dtype == jnp.float64 for dtype in dtypes) else "float32")
 
 
@@ -42,7 +42,7 @@ def next_power_of_two(x: int) -> int:
 
 
 def as_integer(x: Any) -> Any:
-    """An integer of any kind (NumPy's, a concrete JAX scalar) as an int; anything else, bools too, as it is."""
+    """Any integer (NumPy's, a concrete JAX scalar) as an int; all else, bools too, unchanged."""
     if isinstance(x, bool | np.bool_ | jax.core.Tracer):
         return x
     try:
@@ -57,7 +57,7 @@ def is_power_of_two(x: Any) -> bool:
 
 def check_chunk_size(chunk_size: Any) -> int | None:
     """The chunk size as an int or None."""
-    size = as_integer(chunk_size)
+    size: int | None = as_integer(chunk_size)
     if size is not None and (not is_power_of_two(size) or size < MIN_CHUNK_SIZE):
         expected = f"expected None or a power of two >= {MIN_CHUNK_SIZE}"
         if isinstance(size, jax.core.Tracer):
@@ -72,13 +72,13 @@ def clamp_chunk_size(chunk_size: int, S: int) -> int:
 
 
 def padded_head_dim(dim: int) -> int:
-    """The head dimension that the kernels see: a power of two from 16 up to 64, beyond that a multiple of 64."""
+    """The head dimension of the kernels: a power of two from 16 to 64, or a multiple of 64."""
     return max(next_power_of_two(dim), MIN_TILE) if dim <= 64 else -(-dim // 64) * 64
 
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """Dimensions of one call, as the kernels see them: padded, so that tiles divide everything."""
+    """The dimensions of a call as the kernels see them, padded so that tiles divide all of them."""
 
     B: int
     NH: int
@@ -88,7 +88,7 @@ class Problem:
     L: int
     qk_scale: float  # DHQK ** -0.5 of the unpadded head dimension
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         if self.S % self.L:
             raise ValueError(f"S = {self.S} is not a multiple of the chunk size L = {self.L}")
 
@@ -98,7 +98,7 @@ class Problem:
 
     @property
     def T(self) -> int:
-        """Steps of a tile: no difference of sums over more than this is taken."""
+        """Steps of a tile; differences are taken only of sums over at most this many steps."""
         return min(self.L, MAX_TILE)
 
     @property
@@ -109,18 +109,18 @@ class Problem:
         return dataclasses.replace(self, L=min(L, self.L))
 
     def in_splits(self, num_splits: int) -> "Problem":
-        """The problem with a chunk for each of equal splits."""
+        """The problem with one chunk a split, for equal splits."""
         return dataclasses.replace(self, L=self.S // num_splits)
 
     def split(self, num_splits: int) -> "Problem":
-        """The problem with every sequence cut into equal splits, which count as heads."""
+        """The problem with every sequence cut into equal splits that count as heads."""
         return dataclasses.replace(self, NH=self.NH * num_splits, S=self.S // num_splits)
 
 
 def make_problem(
     q_shape: tuple[int, ...], DHHV: int, chunk_size: int, *, pad_heads: bool
 ) -> Problem:
-    """The padded problem of q (B, NH, S, DHQK) with value dimension DHHV at a chunk size that is already clamped."""
+    """The padded problem for q (B, NH, S, DHQK), value dimension DHHV and a clamped chunk size."""
     B, NH, S, DHQK = q_shape
     pad = padded_head_dim if pad_heads else int
     return Problem(

@@ -1,30 +1,32 @@
-"""mlstm_recurrent_step, mlstm_recurrent_sequence: the mLSTM one token at a time, as in generation."""
+"""mlstm_recurrent_step, mlstm_recurrent_sequence: the mLSTM token by token, as in generation."""
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from mlstm_pallas import validation
-from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName
-from mlstm_pallas.annotations import States as StateTuple
+from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.backend import on_backend, requested_backend, target_device_kind
 from mlstm_pallas.config import KernelConfig, config_for
-from mlstm_pallas.dispatch import choose, run
+from mlstm_pallas.dispatch import choose, lowering_in, run
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import InputGate, Layout, Problem, accumulator_dtype
 from mlstm_pallas.sharding import aligned, over_shards
 from mlstm_pallas.stage import Lowering, StageCall, StageConfig
 
-NO_DERIVATIVE = 'the kernels of mlstm_recurrent_step and mlstm_recurrent_sequence have no derivatives; backend="xla" has them'
+NO_DERIVATIVE = (
+    "the kernels of mlstm_recurrent_step and mlstm_recurrent_sequence have no derivatives; "
+    'backend="xla" has them'
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class StepSpec:
-    """Everything static about a step."""
+    """The static choices of a step."""
 
     problem: Problem
     tiles: StageConfig
@@ -35,14 +37,14 @@ class StepSpec:
         return dataclasses.replace(self, problem=dataclasses.replace(self.problem, B=B, NH=NH))
 
 
-class States(NamedTuple):
+class StepStates(NamedTuple):
     c: jax.Array  # (B, NH, DHQK, DHV)
     n: jax.Array  # (B, NH, DHQK)
     m: jax.Array | None  # (B, NH); None: the sigmoid input gate
 
 
 class Token(NamedTuple):
-    """q, k (B, NH, DHQK), v (B, NH, DHV), i, f (B, NH); of several tokens with S after NH."""
+    """q, k (B, NH, DHQK), v (B, NH, DHV), i, f (B, NH); several tokens have S after NH."""
 
     q: jax.Array
     k: jax.Array
@@ -51,38 +53,40 @@ class Token(NamedTuple):
     f: jax.Array
 
 
-def _step(spec: StepSpec, x: Token, states: States) -> tuple[jax.Array, States]:
-    def token(lowering: Lowering, x: Token, states: States) -> tuple[jax.Array, States]:
-        lowering, tiles = choose("recurrent_step", lowering, spec.tiles, spec.problem, x.q.dtype)
-        call = StageCall(spec.problem, tiles, None, lowering)
+def _step(spec: StepSpec, x: Token, states: StepStates) -> Any:
+    def token(lowering: Lowering, x: Token, states: StepStates) -> tuple[jax.Array, StepStates]:
+        room, tiles = choose("recurrent_step", lowering, spec.tiles, spec.problem, x.q.dtype)
+        call = StageCall(spec.problem, tiles, None, lowering_in(room, lowering))
         h, c, n, m = run("recurrent_step", *x, *states, normaliser=spec.normaliser, call=call)
-        return h, States(c, n, m)
+        return h, StepStates(c, n, m)
 
     return on_backend(spec.backend, token, x, states)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _step_on_shards(spec: StepSpec, x: Token, states: States) -> tuple[jax.Array, States]:
+def _step_on_shards(spec: StepSpec, x: Token, states: StepStates) -> Any:
     return over_shards(_step, spec, x, states)
 
 
 @_step_on_shards.defjvp
-def _no_jvp(spec: StepSpec, primals, tangents):
+def _no_jvp(spec: StepSpec, primals: Any, tangents: Any) -> NoReturn:
     raise TypeError(NO_DERIVATIVE)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def step(spec: StepSpec, x: Token, states: States) -> tuple[jax.Array, States]:
-    """h (B, NH, DHV) and the new states. B and NH lead everywhere."""
-    # The plain form alone is differentiable.
-    return (_step if spec.backend == "xla" else _step_on_shards)(spec, x, states)
+def step(spec: StepSpec, x: Token, states: StepStates) -> tuple[jax.Array, StepStates]:
+    """h (B, NH, DHV) and the new states. B and NH are the first axes of all arrays."""
+    # Only plain jnp is differentiable.
+    outputs: tuple[jax.Array, StepStates]
+    outputs = (_step if spec.backend == "xla" else _step_on_shards)(spec, x, states)
+    return outputs
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def sequence(spec: StepSpec, x: Token, states: States) -> tuple[jax.Array, States]:
+def sequence(spec: StepSpec, x: Token, states: StepStates) -> tuple[jax.Array, StepStates]:
     """h (B, NH, S, DHV) and the last states."""
 
-    def one(states, x):
+    def one(states: StepStates, x: Token) -> tuple[StepStates, jax.Array]:
         h, states = step(spec, x, states)
         return states, h
 
@@ -91,11 +95,19 @@ def sequence(spec: StepSpec, x: Token, states: States) -> tuple[jax.Array, State
 
 
 def _check_arrays(
-    x: Token, c, n, m, *, steps: bool, gate: InputGate, layout: Layout, backend: str | None
+    x: Token,
+    c: Any,
+    n: Any,
+    m: Any,
+    *,
+    steps: bool,
+    gate: InputGate,
+    layout: Layout,
+    backend: str | None,
 ) -> None:
     states = dict(c=c, n=n) | ({} if m is None and gate is InputGate.SIGMOID else dict(m=m))
-    given = validation.check_states_complete(states)
-    arrays = x._asdict() | (states if given else {})
+    has_states = validation.check_states_complete(states)
+    arrays = x._asdict() | (states if has_states else {})
     for name, y in arrays.items():
         validation.check_is_array(name, y)
         expected = validation.INPUT_DTYPES if name in "if" else validation.KERNEL_DTYPES
@@ -112,27 +124,25 @@ def _check_arrays(
 
 def _run(
     token: tuple[Any, ...],
-    c,
-    n,
-    m,
+    c: Any,
+    n: Any,
+    m: Any,
     *,
     steps: bool,
-    layout,
-    eps,
-    norm_val,
-    stabilize_correctly,
-    input_gate,
-    normalize,
-    backend,
-    config,
-) -> tuple[jax.Array, StateTuple]:
+    layout: Any,
+    eps: Any,
+    norm_val: Any,
+    stabilize_correctly: Any,
+    input_gate: Any,
+    normalize: Any,
+    backend: Any,
+    config: Any,
+) -> tuple[jax.Array, States]:
     stabilize_correctly = validation.check_flag("stabilize_correctly", stabilize_correctly)
     gate, normalize = validation.check_input_gate(input_gate, normalize)
     layout = validation.check_layout(layout)
-    eps, norm_val = (
-        validation.check_scalar("eps", eps),
-        validation.check_scalar("norm_val", norm_val),
-    )
+    eps = validation.check_scalar("eps", eps)
+    norm_val = validation.check_scalar("norm_val", norm_val)
     validation.check_backend(backend)
     backend = requested_backend(backend, mosaic_gpu_kernels=False)
     validation.check_instance("config", config, KernelConfig)
@@ -155,7 +165,7 @@ def _run(
     problem = Problem(B, NH, 1, DHQK, DHV, 1, DHQK**-0.5)
     spec = StepSpec(problem, filled.stage("recurrent_step"), normaliser, backend)
     h, states = (sequence if steps else step)(
-        spec, Token(*arrays), States(c, n, None if gate is InputGate.SIGMOID else m)
+        spec, Token(*arrays), StepStates(c, n, None if gate is InputGate.SIGMOID else m)
     )
     if layout is Layout.BTNH:
         h = jnp.swapaxes(h, 1, 2)
@@ -179,7 +189,7 @@ def mlstm_recurrent_step(
     normalize: bool = True,
     backend: BackendName | None = None,
     config: KernelConfig | None = None,
-) -> tuple[jax.Array, StateTuple]:
+) -> tuple[jax.Array, States]:
     """One step of the mLSTM of xLSTM: a token and the states before it.
 
     For every batch entry and head (arXiv:2405.04517, equations 19 to 27)::
@@ -286,7 +296,7 @@ def mlstm_recurrent_sequence(
     layout: LayoutName = "BNTH",
     backend: BackendName | None = None,
     config: KernelConfig | None = None,
-) -> tuple[jax.Array, StateTuple]:
+) -> tuple[jax.Array, States]:
     """``mlstm_recurrent_step`` for a few tokens, one after the other.
 
     For many tokens ``mlstm_chunkwise`` is faster.

@@ -72,13 +72,11 @@ def recurrence(
     q, k, v, i, f = map(jnp.asarray, (q, k, v, i, f))
     dtype = accumulator_dtype(q.dtype, k.dtype, v.dtype, i.dtype, f.dtype)
     B, NH, _, DHQK = q.shape
-    C = (
-        jnp.zeros((B, NH, DHQK, v.shape[-1]), dtype)
-        if c_initial is None
-        else jnp.asarray(c_initial, dtype)
+    shapes = (B, NH, DHQK, v.shape[-1]), (B, NH, DHQK), (B, NH)
+    C, n, m = (
+        jnp.zeros(shape, dtype) if x is None else jnp.asarray(x, dtype)
+        for x, shape in zip((c_initial, n_initial, m_initial), shapes, strict=True)
     )
-    n = jnp.zeros((B, NH, DHQK), dtype) if n_initial is None else jnp.asarray(n_initial, dtype)
-    m = jnp.zeros((B, NH), dtype) if m_initial is None else jnp.asarray(m_initial, dtype)
     scale = DHQK**-0.5
     fbar, reset = log_forget_gate(f.astype(dtype))
     gate, normaliser = InputGate(input_gate), Normaliser(eps, norm_val, stabilize_correctly)
@@ -91,7 +89,7 @@ def recurrence(
         else jnp.broadcast_to(segment_starts(jnp.asarray(segment_ids))[:, None], f.shape)
     )
 
-    def step(states, x):
+    def step(states: Any, x: Any) -> tuple[States, jax.Array]:
         q, k, v, i, fbar, reset, start = x
         C, n, m = (
             jnp.where(start.reshape(start.shape + (1,) * (y.ndim - 2)), 0.0, y) for y in states
@@ -106,10 +104,8 @@ def recurrence(
         z = scale * jnp.einsum("bhk,bhk->bh", q, n, precision="highest")
         return (C, n, m_new), normaliser.normalise(num, z, m_new) if normalize else num
 
-    xs = [jnp.moveaxis(x.astype(dtype), 2, 0) for x in (q, k, v, i, fbar)] + [
-        jnp.moveaxis(x, 2, 0) for x in (reset, starts)
-    ]
-    states, h = lax.scan(step, (C, n, m), tuple(xs))
+    xs = *(x.astype(dtype) for x in (q, k, v, i, fbar)), reset, starts
+    states, h = lax.scan(step, (C, n, m), tuple(jnp.moveaxis(x, 2, 0) for x in xs))
     return jnp.moveaxis(h, 0, 2), states
 
 
@@ -144,29 +140,14 @@ def chunkwise(
     backend: BackendName | None = None, config: KernelConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, States]: ...  # fmt: skip
 def chunkwise(
-    q: Array,
-    k: Array,
-    v: Array,
-    i: Array,
-    f: Array,
-    c_initial: Array | None = None,
-    n_initial: Array | None = None,
-    m_initial: Array | None = None,
-    return_last_states: bool = False,
-    eps: float = 1e-6,
-    chunk_size: int | None = None,
-    autocast_kernel_dtype: DTypeLike | None = None,
-    stabilize_correctly: bool = True,
-    norm_val: float = 1.0,
-    *,
-    segment_ids: Array | None = None,
-    input_gate: InputGateName = "exp",
-    normalize: bool = True,
-    recompute_states_in_bw: bool = True,
-    layout: LayoutName = "BNTH",
-    backend: BackendName | None = None,
-    config: KernelConfig | None = None,
-) -> jax.Array | tuple[jax.Array, States]:
+    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None,
+    return_last_states: bool = False, eps: float = 1e-6, chunk_size: int | None = None,
+    autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
+    norm_val: float = 1.0, *, segment_ids: Array | None = None, input_gate: InputGateName = "exp",
+    normalize: bool = True, recompute_states_in_bw: bool = True, layout: LayoutName = "BNTH",
+    backend: BackendName | None = None, config: KernelConfig | None = None,
+) -> jax.Array | tuple[jax.Array, States]:  # fmt: skip
     """``mlstm_chunkwise`` in plain jnp, without a derivative rule of its own.
 
     It takes the arguments of ``mlstm_chunkwise``, layout included, and has
@@ -215,11 +196,13 @@ def chunkwise(
         config=config,
     )
     arrays = q, k, v, i, f, c_initial, n_initial, m_initial
-    return run(_plain_forward, segment_starts, options, arrays, segment_ids)
+    outputs: jax.Array | tuple[jax.Array, States]
+    outputs = run(_plain_forward, segment_starts, options, arrays, segment_ids)
+    return outputs
 
 
 def _plain_forward(spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, Any]:
-    """On (B * NH, ...), without the seam of shards, which has no derivatives."""
+    """The forward pass in plain jnp, without ``over_shards``, which has no derivatives."""
     B, NH = spec.problem.B, spec.problem.NH
     x = swap_heads(spec, inputs)
     x = jax.tree.map(lambda y: y.reshape(B * NH, *y.shape[2:]), x)

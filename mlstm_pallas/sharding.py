@@ -1,24 +1,27 @@
 """Sharded calls: every device computes its own batch entries and heads.
 
-A Triton kernel is a custom call, which XLA cannot partition: left alone it gathers all shards on every device. Batch entries and heads
-do not depend on each other, so the operations of fwbw.py and recurrent.py can run on the shards of those two axes as they are. How a
-call learns of its shards depends on the mesh:
+A Triton kernel is a custom call, which XLA cannot partition: by default it gathers all shards on
+every device. Batch entries and heads are independent, so the operations of fwbw.py and recurrent.py
+run on shards of these two axes unchanged. How a call learns its shards depends on the mesh:
 
-* Auto axes: shardings are known only when XLA has propagated them, long after tracing. ``custom_partitioning`` is what JAX (0.10.2 to
-  0.12) has for this: a Shardy rule (the batch and head axes are free, all others need replication) and a function that is traced
-  anew for the shapes of one shard. On one device it lowers to the function itself. It has no batching rule: ``custom_vmap`` around
-  it turns a mapped axis into one more free axis. Its callback cannot be exported and needs devices when it is lowered.
-* Explicit axes: shardings are in the types of the arrays and are read when the call is traced: ``jax.shard_map`` over those axes.
-  That lowers without devices (AbstractMesh), and exports.
-* Manual axes, inside the user's own shard_map: what is at hand is the shard.
+* Auto axes: XLA propagates shardings long after tracing. JAX (0.10.2 to 0.12) has
+  ``custom_partitioning`` for this: a Shardy rule (the batch and head axes are free, all others need
+  replication) and a function that is traced again for the shapes of one shard. On one device it
+  lowers to the function itself. It has no batching rule, so ``custom_vmap`` around it turns a
+  mapped axis into one more free axis. Its callback cannot be exported and needs devices when it is
+  lowered.
+* Explicit axes: shardings are in the types of the arrays and are read when the call is traced.
+  ``jax.shard_map`` over those axes lowers without devices (AbstractMesh), and exports.
+* Manual axes, inside the user's shard_map: the arrays are the shard.
 
-Sharding of any other axis (sequence, head dimensions) is undone first: by XLA on auto axes, by ``jax.sharding.reshard`` on explicit ones.
+Shardings of other axes (sequence, head dimensions) are undone first: by XLA on auto axes, by
+``jax.sharding.reshard`` on explicit ones.
 """
 
 import functools
 import hashlib
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -31,22 +34,24 @@ from jax.sharding import PartitionSpec as P
 
 from mlstm_pallas.version import __version__
 
-Function = Callable[
-    ..., Any
-]  # (spec, *pytrees of arrays (B * NH, ...)) -> pytree of arrays (B * NH, ...), for any B and NH
+# (spec, *pytrees of arrays (B * NH, ...)) -> pytree of arrays (B * NH, ...), for any B and NH
+Function = Callable[..., Any]
 
 
 def over_shards(function: Function, spec: Any, *args: Any) -> Any:
-    """function(spec, *args) on the shards of the first two axes, B and NH, of every array, which are one axis for the function.
+    """function(spec, *args) on shards of B and NH, the first two axes of every array.
 
-    The spec has a backend; that of a shard is spec.with_heads(B, NH).
+    The function gets them as one axis. The spec has a backend; a shard's is spec.with_heads(B, NH).
     """
     return _mappable(function, spec, 0)(*args)
 
 
 def aligned(*arrays: jax.Array) -> list[jax.Array]:
-    """Arrays (B, NH, ...) with types alike: sharded over the same explicit axes in B and NH and over none in others, varying over the
-    same manual axes."""
+    """The arrays, (B, NH, ...), with equal types as regards the mesh.
+
+    They are sharded over the same explicit axes in B and NH and over none in other axes, and vary
+    over the same manual axes.
+    """
     mesh = jax.typeof(arrays[0]).sharding.mesh
     if mesh.explicit_axes:
         spec = _common_spec([jax.typeof(x).sharding.spec for x in arrays], 2)
@@ -60,23 +65,24 @@ def aligned(*arrays: jax.Array) -> list[jax.Array]:
 
 
 def _common_spec(specs: Iterable[P], count: int) -> P:
-    """For each of the first ``count`` axes the mesh axes of the first array that is sharded over it, none of them twice."""
+    """For each of the first ``count`` axes the first spec's mesh axes, none of them used twice."""
     specs = [_padded(spec, count) for spec in specs]
-    taken: set[str] = set()
+    used: set[str] = set()
     common: list[tuple[str, ...] | None] = []
     for axis in range(count):
         choices = (
             (entry,) if isinstance(entry, str) else entry or ()
             for entry in (spec[axis] for spec in specs)
         )
-        chosen = next((names for names in choices if names and not taken.intersection(names)), None)
-        taken.update(chosen or ())
+        chosen = next((names for names in choices if names and not used.intersection(names)), None)
+        used.update(chosen or ())
         common.append(chosen)
     return P(*common)
 
 
 def _resharded(x: jax.Array, mesh: Any, spec: P) -> jax.Array:
-    return jax.sharding.reshard(x, NamedSharding(mesh, _padded(spec, x.ndim)))
+    y: jax.Array = jax.sharding.reshard(x, NamedSharding(mesh, _padded(spec, x.ndim)))
+    return y
 
 
 def _padded(spec: P, ndim: int) -> P:
@@ -87,11 +93,11 @@ def _mappable(function: Function, spec: Any, mapped: int) -> Function:
     """The operation on arrays with ``mapped`` axes of vmap before B and NH."""
 
     @custom_vmap
-    def call(*args):
+    def call(*args: Any) -> Any:
         return _on_mesh(function, spec, mapped, *args)
 
     @call.def_vmap
-    def rule(axis_size, is_mapped, *args):
+    def rule(axis_size: int, is_mapped: Sequence[Any], *args: Any) -> tuple[Any, Any]:
         args = jax.tree.map(
             lambda x, at: x if at else jnp.broadcast_to(x, (axis_size, *x.shape)),
             args,
@@ -109,7 +115,7 @@ def _on_mesh(function: Function, spec: Any, mapped: int, *args: Any) -> Any:
     context = jax.sharding.get_abstract_mesh()
     if axes := set(first.mesh.explicit_axes):
         if len(axes) == len(first.mesh.axis_names):
-            axes = set()  # all but those of which vmap has taken hold, which only shard_map knows
+            axes = set()  # all axes but those that vmap holds, which only shard_map knows
         common = _common_spec(
             [jax.typeof(x).sharding.spec for x in jax.tree.leaves(args)], mapped + 2
         )
@@ -118,24 +124,26 @@ def _on_mesh(function: Function, spec: Any, mapped: int, *args: Any) -> Any:
         return jax.shard_map(
             local, mesh=mesh, in_specs=common, out_specs=common, axis_names=axes, check_vma=False
         )(*args)
-    alone = (
+    one_device = (
         context.abstract_device is not None
         if context.empty
         else math.prod(context.shape[axis] for axis in context.auto_axes) == 1
     )
-    # Interpreted Mosaic GPU kernels call back in order, which custom_partitioning does not allow: they run on one device.
-    if alone or spec.backend == "mosaic_gpu_interpret":
+    # Interpreted Mosaic GPU kernels run on one device: they use ordered callbacks, which
+    # custom_partitioning does not allow.
+    if one_device or spec.backend == "mosaic_gpu_interpret":
         return local(*args)
     return _partitioned(function, spec, mapped, _identity(function, spec, mapped), *args)
 
 
 def _on_shard(function: Function, spec: Any, mapped: int, *args: Any) -> Any:
-    """The operation on the arrays at hand, whose mapped axes, B and NH become one."""
+    """The operation on the arrays of a shard, whose mapped axes, B and NH become one."""
     shapes = {x.shape[: mapped + 2] for x in jax.tree.leaves(args)}
     if len(shapes) > 1:
         raise ValueError(
-            f"arguments have shards of {' and '.join(map(str, sorted(shapes)))} batch entries and heads, expected one: "
-            "inside a shard_map that leaves mesh axes to the compiler constrain them with jax.lax.with_sharding_constraint"
+            f"arguments have shards of {' and '.join(map(str, sorted(shapes)))} batch entries and "
+            "heads, expected one: inside a shard_map that leaves mesh axes to the compiler "
+            "constrain them with jax.lax.with_sharding_constraint"
         )
     (heads,) = shapes
     *batch, NH = heads
@@ -146,11 +154,12 @@ def _on_shard(function: Function, spec: Any, mapped: int, *args: Any) -> Any:
     return jax.tree.map(lambda x: x.reshape(*heads, *x.shape[1:]), outputs)
 
 
-def _identity(function: Function, spec: Any, mapped: int) -> np.ndarray:
-    """Tells operations apart in the compiled module, where nothing else does but the address of a callback.
+def _identity(function: Function, spec: Any, mapped: int) -> Any:
+    """An operand that distinguishes operations in the compiled module.
 
-    jax_remove_custom_partitioning_ptr_from_cache_key takes that address out of the key of the persistent compilation cache, for hits
-    in other processes; calls that differ in eps alone would then share an entry.
+    Otherwise only the address of a callback differs there, which
+    jax_remove_custom_partitioning_ptr_from_cache_key removes from the key of the persistent
+    compilation cache, and calls that differ in eps alone would share an entry.
     """
     identity = repr((__version__, function.__name__, spec, mapped))
     return np.frombuffer(hashlib.sha256(identity.encode()).digest(), np.uint32)
@@ -163,7 +172,9 @@ def _partitioned(
     return _on_shard(function, spec, mapped, *args)
 
 
-def _sharding_rule(function: Function, spec: Any, mapped: int, mesh: Any, operands, results):
+def _sharding_rule(
+    function: Function, spec: Any, mapped: int, mesh: Any, operands: Any, results: Any
+) -> tuple[Any, ...]:
     free = [f"free{axis}" for axis in range(mapped + 2)]
     whole = [f"whole{n}" for n in range(1 + sum(x.rank for x in (*operands, *results)))]
     names = iter(whole)
@@ -179,24 +190,28 @@ def _sharding_rule(function: Function, spec: Any, mapped: int, mesh: Any, operan
     return f"{', '.join(inputs)} -> {', '.join(outputs)}", {"need_replication_factors": tuple(used)}
 
 
-def _partition(function: Function, spec: Any, mapped: int, mesh: Any, args, results):
-    """Operands come as their producers left them; all of them, and the results, get one sharding of the free axes and no other."""
+def _partition(
+    function: Function, spec: Any, mapped: int, mesh: Any, args: Any, results: Any
+) -> tuple[Any, ...]:
+    """Gives all operands and results one sharding of the free axes and none of other axes."""
     leaves = jax.tree.leaves((results, args[1:]))
     if isinstance(leaves[0].sharding, NamedSharding):
         common = _common_spec([x.sharding.spec for x in leaves], mapped + 2)
 
-        def sharding(x):
+        def sharding(x: Any) -> Any:
             return NamedSharding(leaves[0].sharding.mesh, _padded(common, len(x.shape)))
-    else:  # inside a shard_map over some of the axes shardings have no names; those of results follow the rule
+    else:
+        # Inside a shard_map over some of the axes shardings have no names. Those of the results
+        # follow the rule.
         of_rank = {len(x.shape): x.sharding for x in reversed(leaves)}
 
-        def sharding(x):
+        def sharding(x: Any) -> Any:
             return of_rank[len(x.shape)]
 
     identity, *arrays = args
     in_shardings = (identity.sharding, *jax.tree.map(sharding, arrays))
 
-    def on_shard(identity, *args):
+    def on_shard(identity: jax.Array, *args: Any) -> Any:
         return _on_shard(function, spec, mapped, *args)
 
     return mesh, on_shard, jax.tree.map(sharding, results), in_shardings

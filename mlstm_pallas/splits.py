@@ -1,11 +1,12 @@
 """States at the boundaries of splits: equal parts of a sequence that run at the same time.
 
-X_{c+1} = gamma_c X_c + sum_t a_t b_t^T, with a the scaled keys or queries of chunk c, is linear in the state before a split:
+The recurrence X_{c+1} = gamma_c X_c + sum_t a_t b_t^T, where a are the scaled keys or queries of
+chunk c, is linear in the state before a split. With c(t) the chunk of step t,
 
-    X after a split = (prod_c gamma_c) X before it + sum_t [prod_{c' > c(t)} gamma_c'] a_t b_t^T        (c(t): the chunk of t)
+    X after a split = (prod_c gamma_c) X before it + sum_t [prod_{c' > c(t)} gamma_c'] a_t b_t^T
 
-and with earlier chunks for later ones where time runs backward. All these weights are at most 1. With the state before each split known,
-splits are as independent as heads. The products sum_t [...] a_t b_t^T are those of ``stages/recurrence.py``.
+and c' < c(t) where time runs backward. All weights are at most 1. Once the state before each split
+is known, splits are as independent as heads. ``split_products`` computes sum_t [...] a_t b_t^T.
 """
 
 from typing import NamedTuple
@@ -22,9 +23,9 @@ class SplitProducts(NamedTuple):
     m: jax.Array  # (B * NH, num_splits)
 
     def all_but_last(self, num_splits: int, m: jax.Array) -> jax.Array | None:
-        """X of all splits but the last, relative to other stabilisers; None where there is another number of splits.
+        """X of all splits but the last, relative to other stabilisers; None for other num_splits.
 
-        m: stabilisers at all chunk boundaries, (B * NH, NC + 1), no smaller than these.
+        m: the stabilisers at all chunk boundaries, (B * NH, NC + 1), no smaller than self.m.
         """
         if self.X.shape[1] != num_splits:
             return None
@@ -45,7 +46,7 @@ def decays_of_others(gamma: jax.Array, *, backward: bool = False) -> jax.Array:
 def decays_in_splits(
     gamma: jax.Array, num_splits: int, S: int, *, backward: bool = False
 ) -> jax.Array:
-    """For every step the prod of gamma over the later chunks of its split (earlier ones with backward).
+    """prod of gamma over the later chunks of each step's split (earlier ones with backward).
 
     gamma: (B * NH, NC). Returns (B * NH, S).
     """
@@ -57,12 +58,14 @@ def decays_in_splits(
 def split_states(
     added: jax.Array, gamma: jax.Array, initial: jax.Array | None, *, backward: bool = False
 ) -> jax.Array:
-    """X where each split begins, with backward where it ends, with splits as heads: (B * NH * num_splits, DHQK, DHHV) float32.
+    """X before each split, after it with backward: (B * NH * num_splits, DHQK, DHHV) float32.
 
     Args:
-      added: what each split but the last adds to X, with backward each but the first: (B * NH, num_splits - 1, DHQK, DHHV) float32.
+      added: (B * NH, num_splits - 1, DHQK, DHHV) float32, what each split adds to X: all splits but
+        the last, with backward all but the first.
       gamma: (B * NH, NC) float32, NC a multiple of num_splits.
-      initial: (B * NH, DHQK, DHHV) float32 where the sequence begins, or ends; None: zeros.
+      initial: X before the sequence, after it with backward: (B * NH, DHQK, DHHV) float32; None:
+        zeros.
     """
     BNH, others = added.shape[:2]
     gamma = jnp.prod(gamma.reshape(BNH, others + 1, gamma.shape[1] // (others + 1)), axis=-1)[
@@ -78,7 +81,10 @@ def split_states(
 
 
 def splits_as_heads(x: jax.Array, num_splits: int) -> jax.Array:
-    """(B * NH, n, ...) to (B * NH * num_splits, n / num_splits, ...); (B, S, NH, D) as it is, whose splits ``sequence_spec`` addresses."""
+    """(B * NH, n, ...) to (B * NH * num_splits, n / num_splits, ...).
+
+    (B, S, NH, D) stays as it is: ``sequence_spec`` addresses its splits.
+    """
     if x.ndim == 4:
         return x
     return x.reshape(x.shape[0] * num_splits, x.shape[1] // num_splits, *x.shape[2:])

@@ -1,4 +1,4 @@
-"""What a stage is, how a call of one runs, and what its kernels say of themselves.
+"""The types that describe a stage, a call of a stage, and a stage's kernels.
 
 ``stages/`` has the contracts, a file each. ``triton/`` and ``mosaic_gpu/`` have the kernels, in
 files of the same names, and ``dispatch.py`` finds them.
@@ -18,7 +18,7 @@ from mlstm_pallas.tiles import Precision, divide, remainder
 
 
 class Lowering(enum.StrEnum):
-    """How a stage runs: its kernel in one of the rooms, compiled or interpreted, or in plain jnp."""
+    """How a stage runs: as a kernel, compiled or interpreted, or in plain jnp."""
 
     TRITON = "triton"
     INTERPRET = "interpret"
@@ -37,27 +37,29 @@ class Lowering(enum.StrEnum):
 
 
 def clamped(tile: int, size: int) -> int:
-    """The largest power of two up to the tile, a power of two itself, that divides the size."""
+    """The largest power of two up to the tile (itself a power of two) that divides the size."""
     return min(tile, size & -size)
 
 
 @dataclasses.dataclass(frozen=True)
 class StageConfig:
-    """Tiles of one stage. A stage reads the sizes that its ``Stage.search`` names and ignores the others.
+    """Tiles of one stage. A kernel reads the fields that its ``Kernel.search`` names.
 
     Attributes:
       siz_b_LQ, siz_b_LKV: queries and keys in a tile, along the sequence.
       siz_b_DHQK, siz_b_DHHV: head dimension columns of q, k and of v, h in a tile.
-      siz_b_loop: columns that a backward stage sums over in an iteration, of either head dimension; in recurrent_fw_H the rows of
-        the state that a launch holds.
+      siz_b_loop: columns that a backward stage sums over in an iteration, along either head
+        dimension; in recurrent_fw_H the rows of the state that a launch holds.
       num_warps, num_stages: Triton's warps per CTA and depth of the software pipeline.
-      keep_q: parallel_fw_H only: keep the queries of a tile whole in shared memory during the loop over keys, instead of reading them
-        block by block for every key tile. Needs siz_b_LQ * DHQK elements of it, and a padded DHQK that is a power of two.
-      num_splits: recurrent_fw_C, recurrent_bw_dC and recurrent_fw_H only: parts of the sequence that run at the same time, a power of
-        two. None: more than one where there are few CTAs, or heads.
-      mosaic_gpu: tiles of the stage's Mosaic GPU kernel; num_warps are those that compute. None: its
-        heuristic. Where the kernel cannot have them the stage falls to the next lowering
-        (``dispatch.py``).
+      keep_q: parallel_fw_H only. True keeps a tile's queries whole in shared memory during the
+        loop over keys; False reads them block by block for every key tile. True takes
+        siz_b_LQ * DHQK elements and needs a padded DHQK that is a power of two.
+      num_splits: recurrent_fw_C, recurrent_bw_dC and recurrent_fw_H only. Parts of the sequence
+        that run at the same time, a power of two. None: more than one where there are few CTAs or
+        heads.
+      mosaic_gpu: tiles of the stage's Mosaic GPU kernel; its num_warps are those that compute.
+        None: its heuristic. Where the kernel cannot run with them the stage falls to the next
+        lowering (``dispatch.py``).
     """
 
     siz_b_LQ: int = 64
@@ -71,7 +73,7 @@ class StageConfig:
     num_splits: int | None = None
     mosaic_gpu: "StageConfig | None" = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         sizes = ("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "siz_b_loop")
         for name in (*sizes, "num_warps", "num_stages", "num_splits"):
             object.__setattr__(self, name, as_integer(getattr(self, name)))
@@ -122,10 +124,10 @@ class StageCall:
     """How one call of a stage runs.
 
     Attributes:
-      problem: in the stage's own chunks.
+      problem: in the chunks of the stage.
       tiles: clamped to the problem.
-      precision: of float32 products in the kernels; the plain forms multiply exactly.
-      lowering: see there.
+      precision: of float32 products in the kernels; plain jnp multiplies in full float32.
+      lowering: the kernel or plain jnp.
     """
 
     problem: Problem
@@ -154,18 +156,18 @@ class StageCall:
 
 @dataclasses.dataclass(frozen=True)
 class Kernel:
-    """What a kernel says of itself: ``KERNEL`` in the module that has it.
+    """The facts of a kernel: ``KERNEL`` in its module.
 
     Attributes:
       search: the fields of StageConfig that it reads, with the values that the tuner tries.
       heuristic: (problem, dtype) -> tiles. Triton's fit 99 KiB of shared memory, the least of the
         supported devices, at any head size.
       clamp: (tiles, problem) -> the tiles that run.
-      takes: (tiles, problem, dtype) -> whether it can run, else the stage falls to the next
+      takes: (tiles, problem, dtype) -> whether it can run; else the stage falls to the next
         lowering.
       pays: (tiles, problem) -> whether it is faster than the kernel of the next lowering.
-      makes_tiles: problem -> whether it makes P and dP itself; of parallel_bw_dQKV.
-      stores_states: (tiles, problem) -> whether it can store states; of recurrent_fw_H.
+      makes_tiles: problem -> whether it computes P and dP itself; parallel_bw_dQKV only.
+      stores_states: (tiles, problem) -> whether it can store states; recurrent_fw_H only.
     """
 
     search: Mapping[str, Sequence[Any]]
@@ -179,13 +181,13 @@ class Kernel:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """A stage's contract.
+    """The name and inputs of a stage.
 
     Attributes:
       name: of the file, the function, the kernels, the field of KernelConfig, the benchmark's
         flag, the test id and the profile.
-      inputs: what it takes, by documented name: an input of the call, a field of the outputs of an
-        earlier stage, or the name of an earlier stage for its outputs as they are.
+      inputs: by documented name: an input of the call, a field of an earlier stage's outputs, or
+        the name of an earlier stage for all of its outputs.
       fused: whether it runs in the chunks of the fused scan, not in those of the call.
       decode: whether it is a stage of generation, not of mlstm_chunkwise.
     """
@@ -205,24 +207,28 @@ LAUNCH_SEARCH: dict[str, Sequence[Any]] = {"num_warps": (4, 8), "num_stages": (1
 
 
 def search_of(*names: str, **values: Sequence[Any]) -> dict[str, Sequence[Any]]:
-    """The usual values of the named sizes, those given, and of num_warps and num_stages."""
+    """The usual values of the named sizes, num_warps and num_stages, overridden by ``values``."""
     return dict.fromkeys(names, TILE_SIZES) | LAUNCH_SEARCH | values
 
 
-# q, k, v, h, dh, dq, dk, dv are addressed here alone. In memory they are (B * NH, S, D), or with the layout "BTNH" (B, S, NH, D), which
-# their number of axes tells. Gates, tiles, states and scaled operands have the layouts of the kernels.
+# q, k, v, h, dh, dq, dk, dv are addressed here alone. In memory they are (B * NH, S, D), or with
+# the layout "BTNH" (B, S, NH, D); the number of axes tells which. Gates, tiles, states and scaled
+# operands have the layouts of the kernels.
 
 
 def sequence_spec(
     x: Any, p: Problem, rows: int, columns: int, index_map: Callable[..., tuple[Any, Any, Any]]
 ) -> pl.BlockSpec:
-    """Blocks of such an array, or of its shape; index_map: the grid to (head, row block, column block). Splits count as heads."""
+    """Blocks of q, k, v or another array of steps, in either layout.
+
+    index_map: the grid indices to (head, row block, column block). Splits count as heads.
+    """
     if x.ndim == 3:
         return pl.BlockSpec((None, rows, columns), index_map)
     B, _, NH, _ = x.shape
     num_splits, row_blocks = p.BNH // (B * NH), p.S // rows
 
-    def strided(*grid):
+    def strided(*grid: Any) -> tuple[Any, ...]:
         n, row, column = index_map(*grid)
         head = n if num_splits == 1 else divide(n, num_splits)
         row = row if num_splits == 1 else remainder(n, num_splits) * row_blocks + row
@@ -232,12 +238,12 @@ def sequence_spec(
 
 
 def sequence_shape(like: jax.Array, columns: int, dtype: Any) -> jax.ShapeDtypeStruct:
-    """Of an array in the layout of ``like``."""
+    """The shape of an array in the layout of ``like``."""
     return jax.ShapeDtypeStruct((*like.shape[:-1], columns), dtype)
 
 
 def steps_like(vec: jax.Array, x: jax.Array) -> jax.Array:
-    """A number a step, (B * NH, S), to multiply such an array with: (B * NH, S, 1) or (B, S, NH, 1)."""
+    """A number a step, (B * NH, S), to multiply x with: (B * NH, S, 1) or (B, S, NH, 1)."""
     if x.ndim == 3:
         return vec[..., None]
     B, S, NH, _ = x.shape
@@ -253,7 +259,7 @@ def steps_of(vec: jax.Array) -> jax.Array:
 
 
 class Weighted(NamedTuple):
-    """An operand whose steps are weighted in a product: by the kernel, or before it."""
+    """An operand whose steps are weighted in a product, by the kernel or before it."""
 
     array: jax.Array  # (B * NH, S, D) or (B, S, NH, D)
     weights: jax.Array | None  # (B * NH, S) float32; None: the array is weighted
@@ -266,5 +272,5 @@ class Weighted(NamedTuple):
         return (self.array.astype(weights.dtype) * weights).astype(self.array.dtype)
 
     def times(self, factors: jax.Array) -> jax.Array:
-        """The weights of the array, with factors (B * NH, S) of the weighted one."""
+        """The weights of ``array`` that multiply the weighted one with the factors (B * NH, S)."""
         return factors if self.weights is None else factors * self.weights

@@ -1,4 +1,7 @@
-"""Every check of the arguments. A wrong one is a TypeError or ValueError that names it, what came and what was expected."""
+"""Checks of all arguments.
+
+A wrong argument is a TypeError or ValueError with its name, what came and what was expected.
+"""
 
 import functools
 import inspect
@@ -23,7 +26,7 @@ BACKENDS: tuple[str, ...] = get_args(BackendName)
 MOSAIC_GPU_JAX = (0, 11, 2), (0, 13)
 
 Dims = Sequence[str]
-# Of a sequence, by the names of the arguments of mlstm_chunkwise.
+# The dimensions of sequences and states, by the names of the arguments.
 SEQUENCE_DIMS: dict[str, Dims] = {
     "q": ("B", "NH", "S", "DHQK"),
     "k": ("B", "NH", "S", "DHQK"),
@@ -50,7 +53,7 @@ def check_is_array(name: str, x: Any) -> None:
 
 
 def check_array(name: str, x: Any, dtypes: Sequence[str], *, listed: Sequence[str] = ()) -> None:
-    """listed: those that the message recommends, in place of all."""
+    """listed: the dtypes that the message lists, in place of all."""
     check_is_array(name, x)
     if str(x.dtype) not in dtypes:
         raise TypeError(
@@ -59,7 +62,7 @@ def check_array(name: str, x: Any, dtypes: Sequence[str], *, listed: Sequence[st
 
 
 def check_dtype_runs(name: str, dtype: Any, expected: Sequence[str], backend: str | None) -> None:
-    """The dtype is one of those expected, or float64 where the backend computes in it."""
+    """Accepts the expected dtypes, and float64 where the backend computes in it."""
     if jnp.dtype(dtype).name in expected or float64_runs(dtype, backend):
         return
     hint = FLOAT64 if dtype == jnp.float64 else ""
@@ -73,12 +76,10 @@ def float64_runs(dtype: Any, backend: str | None) -> bool:
 
 
 def check_zeros(name: str, x: Any) -> None:
-    """A stabiliser is None or zeros; one whose values are not known here passes."""
-    if (
-        x is None
-        or isinstance(x, jax.core.Tracer)
-        or (isinstance(x, jax.Array) and not x.is_fully_addressable)
-    ):
+    """Accepts None, zeros, and arrays whose values this process cannot read."""
+    if x is None or isinstance(x, jax.core.Tracer):
+        return
+    if isinstance(x, jax.Array) and not x.is_fully_addressable:
         return
     if np.any(np.asarray(x) != 0):
         raise ValueError(
@@ -91,7 +92,8 @@ def check_shapes(
 ) -> dict[str, int]:
     """Checks every array that is not None against its named dimensions; returns their sizes.
 
-    A dimension has the size that it has in the first array; ``sizes`` are known beforehand. All but B and NH are at least 1.
+    The first array that has a dimension sets its size, unless ``sizes`` does. All dimensions but B
+    and NH are at least 1.
     """
     sizes, sources = dict(sizes or {}), dict[str, str]()
     for name, x in arrays.items():
@@ -122,29 +124,30 @@ def check_shapes(
         if wrong:
             known = f" = ({', '.join(str(sizes[dim]) for dim in names)}{',' * (len(names) == 1)})"
             raise ValueError(
-                f"{name} has shape {shape}, expected {text}{known}{_as_shape(arrays, sources, wrong)}"
+                f"{name} has shape {shape}, expected {text}{known}"
+                f"{_as_shape(arrays, sources, wrong)}"
             )
     return sizes
 
 
 def _as_shape(arrays: Mapping[str, Any], sources: Mapping[str, str], dims: Dims) -> str:
-    """Where the first of the dimensions has its size from."""
+    """Names the array that set the size of the first of the dimensions."""
     source = sources.get(dims[0]) if dims else None
     return f", as {source} has shape {tuple(arrays[source].shape)}" if source else ""
 
 
 def check_states_complete(states: Mapping[str, Any], kind: str = "states") -> bool:
-    """Whether states are given: all of them, or none."""
-    given = [name for name, x in states.items() if x is not None]
-    for name in given:
+    """Whether there are states; refuses some without the others."""
+    present = [name for name, x in states.items() if x is not None]
+    for name in present:
         check_is_array(name, states[name])
-    if given and len(given) < len(states):
-        missing = [name for name in states if name not in given]
+    if present and len(present) < len(states):
+        missing = ", ".join(name for name in states if name not in present)
         count = "all three" if len(states) == 3 else "both"
         raise ValueError(
-            f"{kind} come {count} or not at all: got {', '.join(given)} without {', '.join(missing)}"
+            f"{kind} come {count} or not at all: got {', '.join(present)} without {missing}"
         )
-    return bool(given)
+    return bool(present)
 
 
 def check_one_dtype(arrays: Mapping[str, Any]) -> None:
@@ -152,7 +155,8 @@ def check_one_dtype(arrays: Mapping[str, Any]) -> None:
     for name in ("k", "v"):
         if arrays[name].dtype != arrays["q"].dtype:
             raise TypeError(
-                f"{name} has dtype {arrays[name].dtype}, expected {arrays['q'].dtype}, the dtype of q"
+                f"{name} has dtype {arrays[name].dtype}, expected {arrays['q'].dtype}, "
+                "the dtype of q"
             )
 
 
@@ -163,7 +167,7 @@ def check_layout(layout: Any) -> Layout:
 
 
 def sequence_dims(layout: Layout) -> dict[str, Dims]:
-    """SEQUENCE_DIMS with S and NH where the layout has them."""
+    """SEQUENCE_DIMS in this layout."""
     if layout is Layout.BNTH:
         return SEQUENCE_DIMS
     return {name: ("B", "S", "NH", *dims[3:]) for name, dims in SEQUENCE_DIMS.items()}
@@ -180,8 +184,9 @@ def check_axes_of_gates(arrays: Mapping[str, Any], layout: Layout) -> None:
         if tuple(x.shape) == (B, second, first) != (B, first, second):
             axes, shape = ", ".join(sequence_dims(layout)[name]), (B, first, second)
             raise ValueError(
-                f"{name} has shape {tuple(x.shape)}, expected ({axes}) = {shape}, as q has shape {tuple(q.shape)}: axes 1 and 2 are "
-                f'swapped; layout="{_other(layout)}" has them so for all of q, k, v, i, f'
+                f"{name} has shape {tuple(x.shape)}, expected ({axes}) = {shape}, as q has shape "
+                f'{tuple(q.shape)}: axes 1 and 2 are swapped; layout="{_other(layout)}" has them '
+                "so for all of q, k, v, i, f"
             )
 
 
@@ -191,25 +196,26 @@ def _other(layout: Layout) -> Layout:
 
 @functools.cache
 def warn_of_layout(layout: Layout) -> None:
-    """Warns three callers up, once for each layout, that there are fewer steps than heads."""
+    """Warns once for each layout, three callers up, that there are fewer steps than heads."""
     other = _other(layout)
     axes, others = (", ".join(sequence_dims(x)["q"]) for x in (layout, other))
     warnings.warn(
-        f'layout="{layout}" reads q as ({axes}) and finds S < NH, fewer steps than heads: if it is ({others}), pass layout="{other}"',
+        f'layout="{layout}" reads q as ({axes}) and finds S < NH, fewer steps than heads: '
+        f'if it is ({others}), pass layout="{other}"',
         stacklevel=4,
     )
 
 
 def check_chunkwise_arrays(
-    q,
-    k,
-    v,
-    i,
-    f,
-    c_initial,
-    n_initial,
-    m_initial,
-    segment_ids,
+    q: Any,
+    k: Any,
+    v: Any,
+    i: Any,
+    f: Any,
+    c_initial: Any,
+    n_initial: Any,
+    m_initial: Any,
+    segment_ids: Any,
     input_gate: InputGate,
     layout: Layout = Layout.BNTH,
 ) -> dict[str, int]:
@@ -267,20 +273,14 @@ def check_scalar(name: str, x: Any, *, signed: bool = False) -> float:
 
 
 def check_integer(name: str, x: Any, least: int, *, power_of_two: bool = False) -> int:
-    size, expected = (
-        as_integer(x),
-        f"expected {'a power of two' if power_of_two else 'an integer'} >= {least}",
-    )
+    size = as_integer(x)
+    expected = f"expected {'a power of two' if power_of_two else 'an integer'} >= {least}"
     if isinstance(x, jax.core.Tracer):
         raise TypeError(f"{name} is traced, {expected}: mark it static in jit")
-    if (
-        not isinstance(size, int)
-        or isinstance(size, bool)
-        or size < least
-        or (power_of_two and not is_power_of_two(size))
-    ):
+    is_integer = isinstance(size, int) and not isinstance(size, bool)
+    if not is_integer or size < least or (power_of_two and not is_power_of_two(size)):
         raise ValueError(f"{name} is {x!r}, {expected}")
-    return size
+    return int(size)
 
 
 def check_flag(name: str, x: Any) -> bool:
@@ -292,7 +292,7 @@ def check_flag(name: str, x: Any) -> bool:
 
 
 def check_backend(backend: Any, *, variable: str | None = None) -> None:
-    """variable: of the environment, where it has its value from."""
+    """variable: the environment variable that has the value, if one has."""
     if backend is not None and backend not in BACKENDS:
         expected = f"{'None or ' if variable is None else ''}one of {', '.join(BACKENDS)}"
         raise ValueError(f"{variable or 'backend'} is {backend!r}, expected {expected}")
@@ -307,13 +307,13 @@ def as_dtype(
     name: str, x: Any, expected: str = f"None or one of {', '.join(KERNEL_DTYPES)}"
 ) -> jnp.dtype:
     try:
-        if x is None or isinstance(
-            x, jax.Array | np.ndarray
-        ):  # of which NumPy makes float64, and the dtype of the array
+        # NumPy reads None as float64 and an array as its dtype.
+        if x is None or isinstance(x, jax.Array | np.ndarray):
             raise TypeError
-        return jnp.dtype(x)
+        dtype: jnp.dtype = jnp.dtype(x)
     except (TypeError, ValueError):
         raise TypeError(f"{name} is {x!r}, expected {expected}") from None
+    return dtype
 
 
 def check_output_dtype(name: str, x: Any) -> jnp.dtype:
@@ -322,35 +322,25 @@ def check_output_dtype(name: str, x: Any) -> jnp.dtype:
         raise TypeError(f"{name} is {dtype.name}, expected one of {', '.join(INPUT_DTYPES)}")
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise TypeError(
-            f"{name} is {dtype.name}, which needs jax_enable_x64, expected one of {', '.join(INPUT_DTYPES[:-1])}"
+            f"{name} is {dtype.name}, which needs jax_enable_x64, expected one of "
+            f"{', '.join(INPUT_DTYPES[:-1])}"
         )
     return dtype
 
 
 def kernel_dtype(autocast_kernel_dtype: Any, q_dtype: Any, backend: str | None) -> jnp.dtype:
     """The dtype of q, k, v in the matrix products."""
-    dtype = (
-        jnp.dtype(q_dtype)
-        if autocast_kernel_dtype is None
-        else as_dtype("autocast_kernel_dtype", autocast_kernel_dtype)
-    )
-    given = (
-        f"autocast_kernel_dtype is {dtype.name}"
-        if autocast_kernel_dtype is not None
-        else f"q has dtype {dtype.name}"
-    )
+    if autocast_kernel_dtype is None:
+        dtype: jnp.dtype = jnp.dtype(q_dtype)
+        is_float64 = dtype.name == "float64"
+        message = f"q has dtype {dtype.name}"
+        hint = ": cast q, k and v, or set autocast_kernel_dtype"
+        hint = hint if is_float64 else "; pass autocast_kernel_dtype to compute in another dtype"
+    else:
+        dtype = as_dtype("autocast_kernel_dtype", autocast_kernel_dtype)
+        is_float64 = dtype.name == "float64"
+        message, hint = f"autocast_kernel_dtype is {dtype.name}", ""
     if dtype.name in KERNEL_DTYPES or float64_runs(dtype, backend):
         return dtype
-    if dtype.name == "float64":
-        hint = (
-            ": cast q, k and v, or set autocast_kernel_dtype"
-            if autocast_kernel_dtype is None
-            else ""
-        ) + FLOAT64
-    else:
-        hint = (
-            "; pass autocast_kernel_dtype to compute in another dtype"
-            if autocast_kernel_dtype is None
-            else ""
-        )
-    raise TypeError(f"{given}, expected one of {', '.join(KERNEL_DTYPES)}{hint}")
+    hint += FLOAT64 if is_float64 else ""
+    raise TypeError(f"{message}, expected one of {', '.join(KERNEL_DTYPES)}{hint}")

@@ -20,6 +20,7 @@ HELPERS = {
     "step_gradients",
     "split_products",
 }
+OUTPUTS = ("h", "c", "n", "m")
 NAMES = ("q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial")
 
 
@@ -139,3 +140,73 @@ def initial_state_scale(dc, dn, inputs):
     return np.linalg.norm(dc * c, axis=-1) + np.linalg.norm(dn, axis=-1) * np.linalg.norm(
         n, axis=-1
     )
+
+
+def swapped(x):
+    return jnp.swapaxes(x, 1, 2)
+
+
+def outputs_and_gradients(run, layout="BNTH"):
+    """A function of inputs and cotangents, (B, NH, S, ...) all of them: (h, c, n, m), and the
+    gradients by name."""
+
+    def in_layout(x):
+        return {
+            name: swapped(y) if layout == "BTNH" and name in "qkvif" else y for name, y in x.items()
+        }
+
+    def outputs_of(x):
+        h, states = run(**in_layout(x))
+        return (swapped(h) if layout == "BTNH" else h, *states)
+
+    def both(x, cotangents):
+        outputs, vjp = jax.vjp(outputs_of, x)
+        return outputs, vjp(
+            tuple(y.astype(x.dtype) for x, y in zip(outputs, cotangents, strict=True))
+        )[0]
+
+    return jax.jit(both)
+
+
+def cotangents_for(inputs, dtype, states=True):
+    """Of h, c, n and m, exact in the dtype; zeros of the states where nobody reads these."""
+    (B, NH, S, DHQK), DHHV, draw = (
+        inputs["q"].shape,
+        inputs["v"].shape[-1],
+        np.random.default_rng(1),
+    )
+    found = [
+        jnp.asarray(draw.normal(size=size), dtype).astype("float32")
+        for size in ((B, NH, S, DHHV), (B, NH, DHQK, DHHV), (B, NH, DHQK), (B, NH))
+    ]
+    return found if states else [found[0], *map(jnp.zeros_like, found[1:])]
+
+
+def expected_of(inputs, cotangents, run=reference.recurrence, **options):
+    """Outputs and gradients of the recurrence in float64."""
+    with jax.enable_x64(True):
+        wide = jax.tree.map(
+            lambda y: jnp.asarray(np.asarray(y.astype("float32")), "float64"), (inputs, cotangents)
+        )
+        found = outputs_and_gradients(functools.partial(run, **options))(*wide)
+        return jax.tree.map(np.asarray, found)
+
+
+def errors_of(inputs, found, expected):
+    """Relative errors of outputs and of gradients, by name; that of dm_initial to the size of its
+    terms."""
+    (outputs, gradients), (wanted, wanted_gradients) = found, expected
+    of_outputs = {name: error(x, y) for name, x, y in zip(OUTPUTS, outputs, wanted, strict=True)}
+    of_gradients = {name: error(gradients[name], y) for name, y in wanted_gradients.items()}
+    if "m_initial" in of_gradients:
+        scale = np.linalg.norm(
+            initial_state_scale(
+                wanted_gradients["c_initial"], wanted_gradients["n_initial"], inputs
+            )
+        )
+        of_gradients["m_initial"] *= min(1.0, np.linalg.norm(wanted_gradients["m_initial"]) / scale)
+    return of_outputs, of_gradients
+
+
+def assert_below(errors, bound):
+    assert max(errors.values()) < bound, {name: f"{e:.1e}" for name, e in errors.items()}

@@ -14,10 +14,10 @@ from jax.experimental import pallas as pl
 from oracle import HELPERS, random_inputs
 
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, mlstm_recurrent_step
-from mlstm_pallas.launch import kernel_call
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Lowering, StageCall
 from mlstm_pallas.stages import STAGES
+from mlstm_pallas.triton.launch import kernel_call
 
 KERNELS = (*STAGES, *HELPERS)
 # Options of a call; the sigmoid gate takes no m_initial.

@@ -66,13 +66,12 @@ def test_one_trace_lowers_for_the_cpu_and_for_cuda():
         assert target in traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_gradient_lowers_for_cuda(dtype):
+def test_gradient_lowers_for_cuda():
     def loss(*x):
         return mlstm_chunkwise(*x).astype("float32").sum()
 
     with an_h200():
-        traced = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3, 4))).trace(*shapes(dtype))
+        traced = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3, 4))).trace(*shapes())
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     kernels = set(re.findall(r'name = "(\w+)", num_stages', text)) - HELPERS
     assert kernels == {
@@ -119,7 +118,7 @@ def test_dtypes(given, autocast, computed):
     )
 
 
-@pytest.mark.parametrize("backend", [None, "xla", "interpret"])
+@pytest.mark.parametrize("backend", [None, "interpret"])
 def test_padded_heads_keep_their_scale(backend):
     """With q this small eps decides on h, and so does the factor on q."""
     inputs = random_inputs(2, 1, 2, 20, 24, 40)

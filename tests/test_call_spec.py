@@ -1,5 +1,6 @@
 """CallSpec: which stages a call runs, in which chunks and splits, decided once."""
 
+import dataclasses
 import functools
 import itertools
 import re
@@ -12,7 +13,6 @@ import pytest
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise
 from mlstm_pallas.call_spec import MIN_SPLIT_STATE, MIN_SPLIT_STEPS, CallSpec
 from mlstm_pallas.config import heuristic_config
-from mlstm_pallas.launch import without_mosaic_gpu
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Lowering, StageCall
@@ -138,20 +138,19 @@ def test_a_shard_is_decided_for_its_own_heads():
 @pytest.mark.parametrize(("L", "LKV", "chunks"), [(64, 32, 32), (16, 32, 16), (64, 64, 64)])
 def test_the_fused_scan_has_chunks_of_its_own(L, LKV, chunks):
     spec = spec_of(S=128, L=L, fused_min_heads=1, recurrent_fw_H=StageConfig(siz_b_LKV=LKV))
-    launches = {name: problem.L for name, _, problem in spec.launches()}
-    assert launches == {name: chunks if STAGES[name].fused else L for name in spec.stages}
+    found = {name: choice.L for name, choice in spec.kernels if name in spec.stages}
+    assert found == {name: chunks if STAGES[name].fused else L for name in spec.stages}
 
 
 @pytest.mark.parametrize("lowering", Lowering)
 def test_tiles_of_a_call_are_clamped_to_the_problem(lowering):
     spec = spec_of(S=128, L=32, parallel_fw_H=StageConfig(siz_b_LQ=128, siz_b_DHHV=256))
+    spec = dataclasses.replace(spec, backend=lowering.value)
     call = spec.call("parallel_fw_H", lowering)
-    assert (call.problem, call.lowering, call.plain) == (
-        spec.problem,
-        without_mosaic_gpu(lowering),
-        lowering is Lowering.XLA,
-    )
-    if not call.plain:  # which has no tiles
+    # It has no Mosaic GPU kernel.
+    expected = {Lowering.MOSAIC_GPU: "triton", Lowering.MOSAIC_GPU_INTERPRET: "interpret"}
+    assert (call.problem, call.lowering) == (spec.problem, expected.get(lowering, lowering))
+    if lowering is not Lowering.XLA:  # which has no tiles
         assert (call.tiles.siz_b_LQ, call.tiles.siz_b_DHHV) == (32, 32)
 
 

@@ -4,6 +4,7 @@ repeats are bitwise equal.
 Those of Mosaic GPU also compile for Hopper with all products in flight and next to no spills.
 """
 
+import functools
 import importlib
 import pkgutil
 from unittest import mock
@@ -15,13 +16,14 @@ import kernel_benchmark
 import numpy as np
 import peers
 import pytest
+import roofline
 from jax.experimental import pallas as pl
-from mosaic_gpu_cases import needs_jax
+from mosaic_gpu_cases import mosaic_gpu_kernel, needs_jax
 from oracle import HELPERS, random_inputs
 from roofline import Shape
 from test_mosaic_gpu_compile import ROWS, max_spill_bytes, needs_compiler
 
-from mlstm_pallas import KernelConfig, StageConfig, launch, stages
+from mlstm_pallas import KernelConfig, StageConfig, dispatch, triton
 from mlstm_pallas.backward import backward
 from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs
 from mlstm_pallas.forward import forward
@@ -29,7 +31,8 @@ from mlstm_pallas.fwbw import residuals_of
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER
 from mlstm_pallas.problem import MAX_TILE, Problem
 from mlstm_pallas.stage import Lowering, StageCall
-from mlstm_pallas.stages import STAGES, recurrent_bw_dC
+from mlstm_pallas.stages import STAGES
+from mlstm_pallas.triton import launch
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -52,7 +55,7 @@ CASES = {
     ),
 }
 LOWERINGS = (Lowering.INTERPRET, pytest.param(Lowering.TRITON, marks=pytest.mark.gpu))
-QUICK = ("materialised", "fused", "fused-stored")
+QUICK = ("materialised", "fused-stored")
 CALLS = [
     pytest.param(Lowering.INTERPRET, case, marks=[pytest.mark.slow] * (case not in QUICK))
     for case in CASES
@@ -72,9 +75,9 @@ def outputs(monkeypatch):
 
         return call
 
-    for module in pkgutil.iter_modules(stages.__path__):
-        module = importlib.import_module(f"{stages.__name__}.{module.name}")
-        if hasattr(module, "kernel_call"):
+    for module in pkgutil.iter_modules(triton.__path__):
+        module = importlib.import_module(f"{triton.__name__}.{module.name}")
+        if hasattr(module, "kernel_call") and module is not launch:
             monkeypatch.setattr(module, "kernel_call", recording)
     return found
 
@@ -167,9 +170,9 @@ def test_a_step_writes_everything_and_reads_nothing_of_its_neighbours(lowering, 
     """With rows and columns that the tiles do not divide."""
     inputs = random_inputs(0, 1, HEADS, 1, 40, 24)
     token = [x[0] if name.endswith("initial") else x[0, :, 0] for name, x in inputs.items()]
-    stage = STAGES["recurrent_step"]
     call = StageCall(Problem(1, HEADS, 1, 40, 24, 1, 40**-0.5), TILES, None, lowering)
-    assert check(lambda *x: stage.run(*x, call=call), outputs, tuple(token)) == {stage.name}
+    run = functools.partial(dispatch.run, "recurrent_step", call=call)
+    assert check(run, outputs, tuple(token)) == {"recurrent_step"}
 
 
 def test_every_stage_has_a_case():
@@ -192,7 +195,7 @@ def test_what_is_not_written_is_nan_when_interpreted():
 
 # ---------------- Mosaic GPU
 
-MOSAIC_GPU = [name for name, stage in kernel_benchmark.STAGES.items() if stage.mosaic_gpu]
+MOSAIC_GPU = [*filter(mosaic_gpu_kernel, kernel_benchmark.STAGES)]
 HEAD_SIZES = ((64, 128), (128, 128), (256, 256))
 HARMLESS = {"C7519"}  # a warpgroup.arrive more
 
@@ -212,7 +215,7 @@ def smallest_on_mosaic_gpu(stage):
 @needs_jax
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", MOSAIC_GPU)
-@mock.patch.object(recurrent_bw_dC, "MOSAIC_GPU_MIN_CTAS", 1)  # at any number of heads
+@mock.patch("mlstm_pallas.mosaic_gpu.recurrent_bw_dC.MIN_CTAS", 1)  # at any number of heads
 def test_mosaic_gpu_kernels_write_everything_and_read_nothing_of_their_neighbours(stage):
     """By stage: what its outputs leave out, ``kernel_benchmark.written`` leaves out.
 
@@ -235,7 +238,7 @@ def test_mosaic_gpu_kernels_write_everything_and_read_nothing_of_their_neighbour
 
 @needs_jax
 def test_what_is_not_written_is_nan_when_interpreted_for_mosaic_gpu():
-    from mlstm_pallas.launch_mosaic_gpu import mosaic_call
+    from mlstm_pallas.mosaic_gpu.launch import mosaic_call
 
     def writes_half(x, y):
         y[pl.ds(0, 16)] = x[pl.ds(0, 16)]
@@ -258,8 +261,8 @@ def test_what_is_not_written_is_nan_when_interpreted_for_mosaic_gpu():
 @pytest.mark.slow
 @pytest.mark.parametrize("heads", ROWS, ids="{0[0]}_{0[1]}".format)
 def test_products_on_mosaic_gpu_stay_in_flight(heads):
-    """At the shipped tiles, in float16 without a normaliser; test_mosaic_gpu_compile.py compiles bfloat16
-    with one."""
+    """At the shipped tiles, in float16 without a normaliser; test_mosaic_gpu_compile.py compiles
+    bfloat16 with one."""
     config = KernelConfig(fused_min_heads=1)
     device, variant = compile_report.DEVICES["H200"], "unnormalised"
     call = compile_report.Call(
@@ -272,7 +275,7 @@ def test_products_on_mosaic_gpu_stay_in_flight(heads):
         backend="mosaic_gpu",
     )
     spec = call.spec()
-    on_mosaic_gpu = {name for name, _ in spec.mosaic_gpu} & {*spec.stages}
+    on_mosaic_gpu = {*spec.stages_in("mosaic_gpu")} & {*spec.stages}
     if not on_mosaic_gpu:
         pytest.skip("no stage has a Mosaic GPU kernel for these heads")
     kernels = compile_report.mosaic_gpu_kernels(call)
@@ -286,6 +289,6 @@ def test_products_on_mosaic_gpu_stay_in_flight(heads):
         ), (kernel.name, usage)
         assert 32 * kernel.num_warps * usage.registers <= 65_536, (kernel.name, usage.registers)
         multiplies = (
-            kernel.name in on_mosaic_gpu and STAGES[kernel.name].cost(spec.problem, 2).flops > 0
+            kernel.name in on_mosaic_gpu and roofline.COSTS[kernel.name](spec.problem, 2).flops > 0
         )
         assert (usage.wgmma > 0, usage.mma) == (multiplies, 0), (kernel.name, usage.wgmma)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from mlstm_pallas import KernelConfig, StageConfig, config, mlstm_recurrent_step
+from mlstm_pallas import KernelConfig, StageConfig, config, dispatch, mlstm_recurrent_step
 from mlstm_pallas.config import (
     config_for,
     config_from_row,
@@ -198,7 +198,7 @@ def test_tiles_are_clamped_to_what_divides_the_problem():
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_stage_reads_fields_of_its_config(stage):
     """And the tuner's values of each make a config."""
-    for name, values in STAGES[stage].search.items():
+    for name, values in dispatch.configured(stage).search.items():
         for value in values:
             assert getattr(StageConfig(**{name: value}), name) == value
 
@@ -230,10 +230,10 @@ def test_every_tuned_row_is_a_config(name):
     for stage in row.keys() & STAGES.keys():
         tiles, facts = (
             {name: x for name, x in row[stage].items() if name != "mosaic_gpu"},
-            STAGES[stage].mosaic_gpu,
+            dispatch.kernel(stage, "mosaic_gpu"),
         )
         assert tiles.items() <= vars(tuned.stage(stage)).items(), stage
-        assert tiles.keys() <= STAGES[stage].search.keys() | {"num_splits"}, stage
+        assert tiles.keys() <= dispatch.configured(stage).search.keys() | {"num_splits"}, stage
         if "mosaic_gpu" in row[stage]:
             assert facts is not None
             assert row[stage]["mosaic_gpu"].keys() == facts.search.keys(), stage

@@ -15,8 +15,8 @@ from oracle import MOSAIC_CALL, NAMES, assert_close, error, initial_state_scale,
 
 from mlstm_pallas import KernelConfig, StageConfig, call_spec, distributed, mlstm_chunkwise
 from mlstm_pallas.backend import jax_has_mosaic_gpu
+from mlstm_pallas.devices import compute_capability
 from mlstm_pallas.distributed import Summary, joined, mlstm_chunkwise_sequence_parallel
-from mlstm_pallas.shared_memory import compute_capability
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -274,6 +274,7 @@ def test_the_exchange_is_what_the_docstring_says_and_memory_does_not_grow():
     assert held[8] < 1.25 * held[2]
 
 
+@pytest.mark.slow
 def test_vmap_is_a_larger_batch(alone):
     x = list(CASES["ordinary"].values())
     run = over(mesh_of((2,), ("s",)), backend="xla", **OPTIONS)

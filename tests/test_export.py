@@ -18,7 +18,7 @@ from oracle import NAMES, assert_close, random_inputs, tolerance
 
 from mlstm_pallas import KernelConfig, fwbw, mlstm_chunkwise
 from mlstm_pallas.export import export
-from mlstm_pallas.launch import CUSTOM_CALL_TARGET
+from mlstm_pallas.triton.launch import CUSTOM_CALL_TARGET
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

@@ -17,7 +17,8 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 S, L, DHQK, DHHV = 64, 16, 16, 24
 INPUTS = random_inputs(0, 1, 2, S, DHQK, DHHV)
 MESSAGE = (
-    "mlstm_chunkwise has first derivatives in reverse mode only; for second derivatives and forward mode use "
+    "mlstm_chunkwise has first derivatives in reverse mode only; for second derivatives and "
+    "forward mode use "
     "mlstm_pallas.reference.chunkwise or mlstm_pallas.reference.recurrence"
 )
 SCAN = KernelConfig(fused_min_heads=1, recurrent_fw_H=StageConfig(siz_b_LKV=16))

@@ -28,7 +28,8 @@ def test_sums_over_runs_of_steps(n, share):
 
 @pytest.mark.parametrize("T", [16, 64])
 def test_what_passes_a_step_is_the_same_for_tiles_of_any_size(T):
-    """What passes from before step r to r or later: of pairs inside the chunk, and of the states."""
+    """What passes from before step r to r or later: of pairs inside the chunk, and of the
+    states."""
     L, n = 64, 64 // T
     r = np.random.default_rng(T)
     W = np.tril(r.normal(size=(1, 2, L, L)))

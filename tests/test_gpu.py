@@ -8,7 +8,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.lax import DotAlgorithmPreset
-from oracle import error, initial_state_scale, oracle, random_inputs
+from oracle import (
+    OUTPUTS,
+    assert_below,
+    cotangents_for,
+    error,
+    errors_of,
+    expected_of,
+    oracle,
+    outputs_and_gradients,
+    random_inputs,
+)
 
 from mlstm_pallas import (
     KernelConfig,
@@ -36,7 +46,6 @@ HEADS = [
     (192, 320),
     (1024, 1024),
 ]
-OUTPUTS = ("h", "c", "n", "m")
 # Heads of the quick selection, in both dtypes.
 SMOKE = [pytest.param(*x, marks=pytest.mark.smoke) if x == (128, 256) else x for x in HEADS]
 
@@ -44,10 +53,6 @@ SMOKE = [pytest.param(*x, marks=pytest.mark.smoke) if x == (128, 256) else x for
 def assert_bitwise_equal(a, b):
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         assert np.array_equal(np.asarray(x), np.asarray(y))
-
-
-def assert_below(errors, bound):
-    assert max(errors.values()) < bound, {name: f"{e:.1e}" for name, e in errors.items()}
 
 
 def check_forward(dtype, B, NH, S, DHQK, DHHV, **options):
@@ -84,80 +89,38 @@ def test_forward_chunk_sizes(dtype, chunk_size):
     check_forward(dtype, 1, 2, 4096, 128, 256, chunk_size=chunk_size)
 
 
-def outputs_and_gradients(run, dtype, shape, DHQK):
-    """A function of the inputs: (h, c, n, m), and the gradients of a loss with random cotangents on
-    all four."""
-    r = np.random.default_rng(1)
-    B, NH, S, DHHV = shape
-    weights = [
-        jnp.asarray(r.normal(size=s), dtype)
-        for s in ((B, NH, S, DHHV), (B, NH, DHQK, DHHV), (B, NH, DHQK), (B, NH))
-    ]
-
-    def loss(*x):
-        h, states = run(*x)
-        return sum(
-            jnp.sum(y.astype(dtype) * w) for y, w in zip((h, *states), weights, strict=True)
-        ), (h, *states)
-
-    def both(*x):
-        gradients, outputs = jax.grad(loss, tuple(range(8)), has_aux=True)(*x)
-        return outputs, gradients
-
-    return jax.jit(both)
-
-
-def recurrence_in_parts(*x, size=512):
+def recurrence_in_parts(q, k, v, i, f, c_initial, n_initial, m_initial, size=512):
     """reference.recurrence with a checkpoint at every part: its backward pass holds the states of
     one part only."""
-    sequence, states = x[:5], x[5:]
-    hs = []
-    for start in range(0, sequence[0].shape[2], size):
-        part = [y[:, :, start : start + size] for y in sequence]
+    states, hs = (c_initial, n_initial, m_initial), []
+    for start in range(0, q.shape[2], size):
+        part = [x[:, :, start : start + size] for x in (q, k, v, i, f)]
         h, states = jax.checkpoint(reference.recurrence)(*part, *states)
         hs.append(h)
     return jnp.concatenate(hs, axis=2), states
 
 
 @functools.lru_cache(maxsize=1)
-def expected_outputs_and_gradients(dtype, B, NH, S, DHQK, DHHV, f_shift):
-    """The inputs too; in float64."""
+def expected(dtype, B, NH, S, DHQK, DHHV, f_shift):
+    """Inputs, cotangents, outputs and gradients in float64."""
     inputs = random_inputs(1, B, NH, S, DHQK, DHHV, dtype=dtype, f_shift=f_shift)
-    with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(y.astype("float32")), "float64") for y in inputs.values()]
-        expected = outputs_and_gradients(recurrence_in_parts, "float64", wide[2].shape, DHQK)(*wide)
-        return inputs, jax.tree.map(np.asarray, expected)
+    cotangents = cotangents_for(inputs, dtype)
+    return inputs, cotangents, expected_of(inputs, cotangents, recurrence_in_parts)
 
 
-def errors_of(dtype, B, NH, S, DHQK, DHHV, *, f_shift=2.0, **options):
+def errors_of_call(dtype, *shape, f_shift=2.0, **options):
     """Relative errors of outputs and of gradients, by name; they are the same bits when computed
     again."""
-    inputs, (outputs, gradients) = expected_outputs_and_gradients(
-        dtype, B, NH, S, DHQK, DHHV, f_shift
-    )
-    x = list(inputs.values())
-    run = functools.partial(
-        mlstm_chunkwise, return_last_states=True, **dict(backend="triton") | options
-    )
-    run = outputs_and_gradients(run, "float32", x[2].shape, DHQK)
-    found = run(*x)
-    of_outputs = {
-        name: error(actual, wanted)
-        for name, actual, wanted in zip(OUTPUTS, found[0], outputs, strict=True)
-    }
-    of_gradients = {
-        name: error(actual, wanted)
-        for name, actual, wanted in zip(inputs, found[1], gradients, strict=True)
-    }
-    # dm is one number a head, and a small difference of large sums
-    scale = np.linalg.norm(initial_state_scale(gradients[5], gradients[6], inputs))
-    of_gradients["m_initial"] *= min(1.0, np.linalg.norm(gradients[7]) / scale)
-    assert_bitwise_equal(run(*x), found)
-    return of_outputs, of_gradients
+    inputs, cotangents, wanted = expected(dtype, *shape, f_shift)
+    options = dict(backend="triton", return_last_states=True) | options
+    run = outputs_and_gradients(functools.partial(mlstm_chunkwise, **options))
+    found = run(inputs, cotangents)
+    assert_bitwise_equal(run(inputs, cotangents), found)
+    return errors_of(inputs, found, wanted)
 
 
 def check_gradients(dtype, *shape, **options):
-    _, errors = errors_of(dtype, *shape, **options)
+    _, errors = errors_of_call(dtype, *shape, **options)
     assert_below(errors, BACKWARD[dtype])
 
 
@@ -240,14 +203,14 @@ FLOAT32_SHAPES = [(1, 2, 1000, 128, 256), (1, 2, 1000, 256, 512)]
 @pytest.mark.parametrize("algorithm", ["default", "materialised64", "fused"])
 @pytest.mark.parametrize("shape", FLOAT32_SHAPES, ids="{0[3]}_{0[4]}".format)
 def test_float32_has_the_digits_of_six_products(shape, algorithm):
-    outputs, gradients = errors_of("float32", *shape, config=ALGORITHMS[algorithm])
+    outputs, gradients = errors_of_call("float32", *shape, config=ALGORITHMS[algorithm])
     assert_below(outputs, FLOAT32_OUTPUTS)
     assert_below(gradients, FLOAT32_GRADIENTS)
 
 
 @pytest.mark.parametrize("shape", FLOAT32_SHAPES, ids="{0[3]}_{0[4]}".format)
 def test_three_products_do_not_have_them(shape):
-    outputs, gradients = errors_of(
+    outputs, gradients = errors_of_call(
         "float32", *shape, config=KernelConfig(precision=DotAlgorithmPreset.BF16_BF16_F32_X3)
     )
     assert outputs["h"] > FLOAT32_OUTPUTS

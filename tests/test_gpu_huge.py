@@ -156,7 +156,8 @@ def test_more_than_65535_chunks_of_one_sequence():
 
 @pytest.mark.parametrize("fused_min_heads", [0, 1], ids=["materialised", "fused"])
 def test_more_than_65535_heads(fused_min_heads):
-    """131,072 heads of three chunks: the last axis of every grid is beyond what CUDA numbers there."""
+    """131,072 heads of three chunks: the last axis of every grid is beyond what CUDA numbers
+    there."""
     heads = [(0, 0), (255, 255), (256, 0), (511, 255)]  # 65,535 and 65,536 among them
     check(
         (512, 256, 40, 16, 32),

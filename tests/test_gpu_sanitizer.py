@@ -30,7 +30,8 @@ def sanitizer():
     found = [path for path in installed if path and os.access(path, os.X_OK)]
     if not found:
         pytest.skip(
-            "compute-sanitizer is not installed (CUDA toolkit, or pip install nvidia-cuda-sanitizer-api)"
+            "compute-sanitizer is not installed (CUDA toolkit, or pip install "
+            "nvidia-cuda-sanitizer-api)"
         )
     return found[0]
 

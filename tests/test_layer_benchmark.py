@@ -107,7 +107,10 @@ def test_measures_both_layouts_and_skips_a_peer_that_is_not_there(
     ms = {record["impl"]: record["ms"] for record in ours}
     text = capsys.readouterr().out
     assert all(impl in text for impl in impls)
-    measured = f"without_mlstm less products {ms['without_mlstm'] - ms['products']:.3f} ms, less the floor of products "
+    measured = (
+        f"without_mlstm less products {ms['without_mlstm'] - ms['products']:.3f} ms, less the "
+        f"floor of products "
+    )
     assert (
         f"floor {needs[1] / 1e5:.3f} ms; {measured}{ms['without_mlstm'] - needs[0] / 1e6:.3f} ms"
         in text
@@ -159,7 +162,8 @@ def test_a_wrong_layout_is_not_timed(kind, monkeypatch, capsys, tmp_path):
     [
         (
             "--impl=nonsense",
-            "unknown impl nonsense, known are mlstm_pallas_BNTH, mlstm_pallas_BTNH, without_mlstm, products, ",
+            "unknown impl nonsense, known are mlstm_pallas_BNTH, mlstm_pallas_BTNH, "
+            "without_mlstm, products, ",
         ),
         ("--backend=triton", "backend triton needs a GPU"),
         ("--jsonl=/no/such/folder/rows", "No such file"),

@@ -300,8 +300,8 @@ def bound(dtype):
     return 20 * math.sqrt(B * S) * float(jnp.finfo(dtype).eps) / 2
 
 
-# Float64 tells functions apart; one model is enough for float32 behind a norm.
-SLOW = [(model, "float32") for model in MODELS if model != "xlstm_jax-layout"]
+# Float64 tells functions apart.
+SLOW = [(model, "float32") for model in MODELS]
 
 
 @pytest.mark.parametrize(

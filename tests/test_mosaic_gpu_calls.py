@@ -18,17 +18,22 @@ from mosaic_gpu_cases import (
     SCAN,
     check_case,
     check_neighbours,
-    cotangents_for,
-    errors_of,
-    expected_of,
     fused,
+    mosaic_gpu_kernel,
     needs_jax,
-    outputs_and_gradients,
     slow,
     spec_of,
     tiles,
 )
-from oracle import MOSAIC_CALL, assert_close, random_inputs
+from oracle import (
+    MOSAIC_CALL,
+    assert_close,
+    cotangents_for,
+    errors_of,
+    expected_of,
+    outputs_and_gradients,
+    random_inputs,
+)
 from test_gradients import BOUND
 
 from mlstm_pallas import (
@@ -43,11 +48,11 @@ from mlstm_pallas.call_spec import CallSpec
 from mlstm_pallas.config import config_for, config_from_row
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 from mlstm_pallas.export import export
-from mlstm_pallas.launch import CUSTOM_CALL_TARGET
+from mlstm_pallas.mosaic_gpu.recurrence import block_rows, num_ctas
+from mlstm_pallas.mosaic_gpu.recurrent_bw_dC import MIN_CTAS
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import make_problem
-from mlstm_pallas.stages import STAGES, recurrent_bw_dC
-from mlstm_pallas.stages.recurrence import mosaic_gpu_rows_of
+from mlstm_pallas.triton.launch import CUSTOM_CALL_TARGET
 from mlstm_pallas.validation import MOSAIC_GPU_JAX
 from mlstm_pallas.xlstm_jax import triton_stablef
 
@@ -65,15 +70,14 @@ def test_interpreted_kernels_against_float64(name, capsys):
 
 @needs_jax
 @pytest.mark.slow
-@mock.patch.object(recurrent_bw_dC, "MOSAIC_GPU_MIN_CTAS", 1)
+@mock.patch("mlstm_pallas.mosaic_gpu.recurrent_bw_dC.MIN_CTAS", 1)
 def test_small_cotangents_in_float16():
     """r dh would fall below the normal numbers of float16: as exact as the plain form."""
     inputs = random_inputs(5, 1, 1, 256, 64, 128, dtype="float16", states=False)
     cotangents = [2.0**-10 * x for x in cotangents_for(inputs, "float16", states=False)]
     options = dict(return_last_states=True, config=fused())
-    assert {"parallel_bw_dQKV", "recurrent_bw_dC"} <= dict(
-        spec_of(inputs, backend="mosaic_gpu_interpret", **options).mosaic_gpu
-    ).keys()
+    spec = spec_of(inputs, backend="mosaic_gpu_interpret", **options)
+    assert {"parallel_bw_dQKV", "recurrent_bw_dC"} <= spec.stages_in("mosaic_gpu").keys()
     expected = expected_of(inputs, cotangents)
     plain, found = (
         errors_of(
@@ -262,7 +266,7 @@ def test_float32_runs_on_triton(monkeypatch):
         for name, x in zip("qkvif", HALF, strict=True)
     }
     for name in ("triton", "mosaic_gpu"):
-        assert spec_of(inputs, fused(), backend=name).mosaic_gpu == ()
+        assert spec_of(inputs, fused(), backend=name).stages_in("mosaic_gpu") == {}
         assert (
             jax.eval_shape(
                 functools.partial(mlstm_chunkwise, config=fused(), backend=name), **inputs
@@ -276,7 +280,8 @@ def test_float32_runs_on_triton(monkeypatch):
 def test_a_cpu_is_refused_when_lowered(door):
     with pytest.raises(
         ValueError,
-        match=r"^backend is 'mosaic_gpu', whose kernels are for GPUs, and the computation is lowered",
+        match=r"^backend is 'mosaic_gpu', whose kernels are for GPUs, and the computation is "
+        r"lowered",
     ):
         jax.jit(DOORS[door]("mosaic_gpu")).trace(*HALF).lower(lowering_platforms=("cpu",))
 
@@ -325,7 +330,7 @@ def test_gradients_trace_in_every_mode(heads, x64):
         jax.enable_x64(x64),
         jax.numpy_rank_promotion("raise"),
         jax.numpy_dtype_promotion("strict"),
-        mock.patch.object(recurrent_bw_dC, "MOSAIC_GPU_MIN_CTAS", 1),
+        mock.patch("mlstm_pallas.mosaic_gpu.recurrent_bw_dC.MIN_CTAS", 1),
     ):
         x = [jax.ShapeDtypeStruct(*y) for y in zip(shapes, dtypes, strict=True)]
         found = jax.eval_shape(
@@ -344,13 +349,16 @@ def stages_on_mosaic_gpu(B, NH, S, DHQK, DHHV, **stages):
         explicit=KernelConfig(fused_min_heads=1, **stages),
     )
     problem = make_problem((B, NH, S, DHQK), DHHV, config.L, pad_heads=True)
-    return set(
-        dict(
-            CallSpec(
-                problem, config, jnp.dtype("bfloat16"), Normaliser(), backend="mosaic_gpu"
-            ).mosaic_gpu
-        )
-    )
+    spec = CallSpec(problem, config, jnp.dtype("bfloat16"), Normaliser(), backend="mosaic_gpu")
+    return {*spec.stages_in("mosaic_gpu")}
+
+
+BF16 = jnp.dtype("bfloat16")
+
+
+def fits(kernel, tiles, problem):
+    """Whether the kernel runs with these tiles, and not Triton's."""
+    return kernel.takes(tiles, problem, BF16) and kernel.pays(tiles, problem)
 
 
 WIDE_SCAN = dict(siz_b_LKV=64, siz_b_DHHV=256, siz_b_loop=256, num_stages=1)
@@ -398,32 +406,29 @@ def test_few_heads_have_blocks_of_few_rows(heads, tile, rows):
     Rows are no choice where no more divide the head.
     """
     facts, p = (
-        STAGES["recurrent_bw_dC"].mosaic_gpu,
+        mosaic_gpu_kernel("recurrent_bw_dC"),
         make_problem((1, heads, 8192, 256), 512, 256, pad_heads=True),
     )
-    assert facts.heuristic(p) == StageConfig(siz_b_DHQK=tile, num_stages=4)
-    assert facts.takes(facts.heuristic(p), p)
-    assert tuple(mosaic_gpu_rows_of(facts.heuristic(p), p, n) for n in (1, 2)) == rows
+    assert facts.heuristic(p, BF16) == StageConfig(siz_b_DHQK=tile, num_stages=4)
+    assert fits(facts, facts.heuristic(p, BF16), p)
+    assert tuple(block_rows(facts.heuristic(p, BF16), p, n) for n in (1, 2)) == rows
     narrow = make_problem((1, 512, 8192, 192), 128, 128, pad_heads=True)
-    assert mosaic_gpu_rows_of(StageConfig(siz_b_DHQK=256), narrow, 2) == 192
-    assert mosaic_gpu_rows_of(StageConfig(siz_b_DHQK=128), narrow, 2) == 64
+    assert block_rows(StageConfig(siz_b_DHQK=256), narrow, 2) == 192
+    assert block_rows(StageConfig(siz_b_DHQK=128), narrow, 2) == 64
 
 
 def test_tiles_of_h_count_where_delta_is_computed():
     facts, tiles = (
-        STAGES["recurrent_bw_dC"].mosaic_gpu,
+        mosaic_gpu_kernel("recurrent_bw_dC"),
         [StageConfig(siz_b_DHQK=128, num_stages=n) for n in (4, 5, 6)],
     )
     with_h, without = (make_problem((8, 16, 8192, 128), 256, L, pad_heads=True) for L in (128, 256))
-    assert [facts.takes(x, with_h) for x in tiles] == [True, False, False]
-    assert [facts.takes(x, without) for x in tiles] == [True, True, True]
+    assert [fits(facts, x, with_h) for x in tiles] == [True, False, False]
+    assert [fits(facts, x, without) for x in tiles] == [True, True, True]
     for heads in (16, 128, 512):
         for DHQK in (64, 128):
             p = make_problem((1, heads, 8192, DHQK), 2 * DHQK, 128, pad_heads=True)
-            assert (
-                facts.takes(facts.heuristic(p), p)
-                or recurrent_bw_dC.mosaic_gpu_ctas(64, p) * 2 < recurrent_bw_dC.MOSAIC_GPU_MIN_CTAS
-            )
+            assert fits(facts, facts.heuristic(p, BF16), p) or num_ctas(64, p) * 2 < MIN_CTAS
 
 
 def test_recurrences_of_few_heads_run_on_triton():
@@ -460,6 +465,6 @@ def test_a_row_of_a_config_keeps_the_tiles(stage):
     assert found == StageConfig(
         **{
             field: getattr(config.stage(stage).mosaic_gpu, field)
-            for field in STAGES[stage].mosaic_gpu.search
+            for field in mosaic_gpu_kernel(stage).search
         }
     )

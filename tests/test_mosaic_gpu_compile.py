@@ -4,9 +4,11 @@ import dataclasses
 import importlib.util
 
 import compile_report
+import jax.numpy as jnp
 import pytest
 from mosaic_gpu_cases import (
     Recurrences,
+    mosaic_gpu_kernel,
     needs_jax,
 )
 from oracle import (
@@ -18,9 +20,8 @@ from mlstm_pallas import (
     StageConfig,
 )
 from mlstm_pallas.config import tuned_rows
-from mlstm_pallas.stage import MOVES_REGISTERS
-from mlstm_pallas.stages import STAGES
-from mlstm_pallas.stages.parallel_bw_dQKV import mosaic_gpu_by_chunk
+from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS
+from mlstm_pallas.mosaic_gpu.parallel_bw_dQKV import by_chunk
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -41,7 +42,7 @@ def max_spill_bytes(stage, spec):
     There, what is the same for all chunks does not fit beside the accumulators, and comes from
     local memory once a chunk.
     """
-    return 112 if stage == "parallel_bw_dQKV" and mosaic_gpu_by_chunk(spec.problem) else 64
+    return 112 if stage == "parallel_bw_dQKV" and by_chunk(spec.problem) else 64
 
 
 # As the installed jax compiles, and as nvJitLink does, which jax takes from 0.12 on where it finds
@@ -90,7 +91,7 @@ def test_the_kernels_compile_at_the_tuned_tiles(heads, variant, compiler):
     )
     call = dataclasses.replace(call, relocatable=compiler == "nvjitlink")
     spec = call.spec()
-    expected = {name for name, _ in spec.mosaic_gpu} & {*spec.stages}
+    expected = {*spec.stages_in("mosaic_gpu")} & {*spec.stages}
     if not expected:
         pytest.skip("no stage has a Mosaic GPU kernel for these heads")
     kernels = compile_report.mosaic_gpu_kernels(call)
@@ -149,7 +150,9 @@ def test_weighted_recurrences_compile(name, compiler):
     """Weighted operands come from registers, of which there are enough, and products need not wait
     for each other."""
     call = dataclasses.replace(COMPILED_RECURRENCES[name], relocatable=compiler == "nvjitlink")
-    assert STAGES["recurrent_bw_dC"].mosaic_gpu.takes(call.tiles, call.problem)
+    assert mosaic_gpu_kernel("recurrent_bw_dC").takes(
+        call.tiles, call.problem, jnp.dtype("bfloat16")
+    )
     [(kernel, usage)] = compile_report.mosaic_gpu_kernels(call)
     assert kernel.cause == ""
     check_messages(kernel, usage)

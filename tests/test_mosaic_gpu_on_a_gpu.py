@@ -19,25 +19,25 @@ from mosaic_gpu_cases import (
     OF_HEADS,
     RECURRENCES,
     SCAN,
-    assert_below,
     assert_same_bits,
     check_case,
     check_neighbours,
     needs_jax,
     spec_of,
-    swapped,
 )
 from oracle import (
+    assert_below,
     assert_close,
     random_inputs,
+    swapped,
     tolerance,
 )
 
-from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise
+from mlstm_pallas import KernelConfig, StageConfig, dispatch, mlstm_chunkwise
+from mlstm_pallas.devices import compute_capability
+from mlstm_pallas.mosaic_gpu.limits import HEADS
 from mlstm_pallas.problem import make_problem
-from mlstm_pallas.shared_memory import compute_capability
-from mlstm_pallas.stage import MOSAIC_GPU_HEADS, Lowering, StageCall
-from mlstm_pallas.stages.vector_states import vector_states
+from mlstm_pallas.stage import Lowering, StageCall
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -96,7 +96,7 @@ def mosaic_stages(B, NH, S, DHQK, DHHV, config=None, **options):
         for name in "qkvif"
     }
     spec = spec_of(inputs, config, backend="mosaic_gpu", **options)
-    return {name for name, _ in spec.mosaic_gpu} & {*spec.stages}
+    return {*spec.stages_in("mosaic_gpu")} & {*spec.stages}
 
 
 def recurrences_on_a_gpu():
@@ -106,7 +106,7 @@ def recurrences_on_a_gpu():
 
 def vector_states_of_many_heads_on_a_gpu():
     """More than the second and the third axis of a grid of CUDA have CTAs."""
-    heads, NC = MOSAIC_GPU_HEADS + 2, 3
+    heads, NC = HEADS + 2, 3
     call = StageCall(
         make_problem((1, heads, 64 * NC, 128), 128, 64, pad_heads=False),
         StageConfig(),
@@ -114,7 +114,7 @@ def vector_states_of_many_heads_on_a_gpu():
         Lowering.MOSAIC_GPU,
     )
     test_gates.check_vector_states(
-        functools.partial(vector_states, call=call), heads, NC, 128, False
+        functools.partial(dispatch.run, "vector_states", call=call), heads, NC, 128, False
     )
 
 
@@ -130,7 +130,9 @@ def tuned_config_on_a_gpu(S, *heads):
     ):
         if not mosaic_stages(*shape, **options):
             continue
-        outputs, gradients = test_gpu.errors_of("bfloat16", *shape, backend="mosaic_gpu", **options)
+        outputs, gradients = test_gpu.errors_of_call(
+            "bfloat16", *shape, backend="mosaic_gpu", **options
+        )
         assert_below(outputs, test_gpu.FORWARD["bfloat16"])
         assert_below(gradients, test_gpu.BACKWARD["bfloat16"])
 
@@ -139,7 +141,9 @@ def many_chunks_on_a_gpu(DHQK, DHHV):
     """More chunks of 128 steps than SMs: CTAs that own a chunk take another one after it."""
     shape, config = (1, 20, 1024, DHQK, DHHV), KernelConfig(fused_min_heads=1)
     assert mosaic_stages(*shape, config) >= SCAN | {"parallel_bw_dQKV"}
-    outputs, gradients = test_gpu.errors_of("bfloat16", *shape, backend="mosaic_gpu", config=config)
+    outputs, gradients = test_gpu.errors_of_call(
+        "bfloat16", *shape, backend="mosaic_gpu", config=config
+    )
     assert_below(outputs, test_gpu.FORWARD["bfloat16"])
     assert_below(gradients, test_gpu.BACKWARD["bfloat16"])
 

@@ -17,22 +17,19 @@ from mosaic_gpu_cases import (
     assert_same_bits,
     needs_jax,
     slow,
-    swapped,
 )
-from oracle import error, random_inputs, tolerance
+from oracle import error, random_inputs, swapped, tolerance
 from test_stages import case
 
-from mlstm_pallas import StageConfig, gate_gradients, gates
+from mlstm_pallas import StageConfig, dispatch, gate_gradients, gates
+from mlstm_pallas.backward import before_tiles, with_delta
+from mlstm_pallas.call_spec import CallSpec
+from mlstm_pallas.config import heuristic_config
 from mlstm_pallas.gate_gradients import TilePairs
 from mlstm_pallas.gates import CARRIED, GOES_ON, PASSES
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import InputGate, Problem, make_problem
-from mlstm_pallas.stage import Lowering, StageCall
-from mlstm_pallas.stages import STAGES, recurrent_bw_dC
-from mlstm_pallas.stages.chunk_gates import chunk_gates
-from mlstm_pallas.stages.parallel_bw_dP import with_delta, without_tiles
-from mlstm_pallas.stages.step_gradients import step_gradients
-from mlstm_pallas.stages.vector_states import vector_states
+from mlstm_pallas.stage import Lowering, StageCall, Weighted
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 ON = dict(lowering=Lowering.MOSAIC_GPU_INTERPRET)
@@ -41,7 +38,7 @@ ON = dict(lowering=Lowering.MOSAIC_GPU_INTERPRET)
 @needs_jax
 def test_a_race_is_found(capsys):
     """Two warpgroups write one tile."""
-    from mlstm_pallas.launch_mosaic_gpu import mosaic_call, plgpu
+    from mlstm_pallas.mosaic_gpu.launch import mosaic_call, plgpu
 
     def kernel(x, y, tile):
         tile[...] = x[...]
@@ -124,8 +121,8 @@ def test_an_inf_in_h_reaches_no_tile_where_the_floor_is_larger():
     x, gates, z, hs = with_floors_of_one()
     call = StageCall(CHUNK, StageConfig(num_stages=2), None, Lowering.MOSAIC_GPU_INTERPRET)
     operands = [x[name] for name in ("matQ", "matK", "matV", "matDeltaH")]
-    stage = STAGES["parallel_bw_dP"].run
-    run = jax.jit(lambda h: stage(*operands, gates, h, z, normaliser=Normaliser(), call=call))
+    stage = functools.partial(dispatch.run, "parallel_bw_dP", normaliser=Normaliser(), call=call)
+    run = jax.jit(lambda h: stage(*operands, gates, h, z))
     expected, found = map(run, hs)
     assert_same_bits(found[:2], expected[:2])
     assert_same_bits(found.pairs, expected.pairs)
@@ -136,18 +133,18 @@ def test_an_inf_in_h_reaches_no_tile_where_the_floor_is_larger():
 def test_an_inf_in_h_reaches_no_other_delta_and_no_dn_where_the_floor_is_larger():
     """Where recurrent_bw_dC computes delta."""
     x, gates, z, hs = with_floors_of_one()
-    q, dh, normaliser = x["matQ"], x["matDeltaH"], Normaliser()
+    q, dh = x["matQ"], x["matDeltaH"]
+    config = heuristic_config(64, jnp.dtype("bfloat16")).replace(chunk_size=128)
+    spec = CallSpec(CHUNK, config, jnp.dtype("bfloat16"), Normaliser(), backend="mosaic_gpu")
     calls = (StageConfig(siz_b_DHQK=64, num_stages=2), StageConfig(num_stages=4))
     calls = [StageCall(CHUNK, tiles, None, Lowering.MOSAIC_GPU_INTERPRET) for tiles in calls]
 
     @jax.jit
     def run(h):
-        stage = STAGES["recurrent_bw_dC"].run
-        delta = stage(q, dh, gates.scaGamma, None, matH=h, call=calls[0]).vecDelta
-        options = dict(normaliser=normaliser, call=calls[1])
-        more = dict(needs_delta=True, scale_keys=True, scaled=False)
-        before = without_tiles(q, q, gates, z, **more, **options)
-        return delta, with_delta(before, q, gates, z, delta, **options)
+        before = before_tiles(spec, q, q, gates, z)
+        operands = before.queries, dh, gates.scaGamma, None
+        delta = dispatch.run("recurrent_bw_dC", *operands, matH=h, call=calls[0]).vecDelta
+        return delta, with_delta(spec, before, q, gates, z, delta, calls[1])
 
     (expected_delta, expected), (delta, found) = map(run, hs)
     assert not np.isfinite(delta[0, 33])
@@ -197,7 +194,7 @@ def test_step_gradients_against_float64(BNH, S, L, share, has_dm, capsys):
     def run(form, pairs, q_inter, k_inter, f, dm, through):
         return form(f, pairs, q_inter, k_inter, through, flags, dm if has_dm else None)
 
-    found = run(functools.partial(step_gradients, call=call), *x)
+    found = run(functools.partial(dispatch.run, "step_gradients", call=call), *x)
     assert RACE not in capsys.readouterr().out
     with jax.enable_x64(True):
         expected = run(
@@ -219,7 +216,7 @@ def test_step_gradients_against_float64(BNH, S, L, share, has_dm, capsys):
     ],
 )
 def test_step_sums_against_float64(shape, L, layout, dtype, capsys):
-    from mlstm_pallas.stages.mosaic_gpu.step_sums import step_sums
+    from mlstm_pallas.mosaic_gpu.step_sums import step_sums
 
     B, NH, S, D = shape
     p, draw = make_problem(shape, D, L, pad_heads=False), np.random.default_rng(3)
@@ -255,7 +252,7 @@ def test_vector_states(NC, backward, capsys):
         Lowering.MOSAIC_GPU_INTERPRET,
     )
     test_gates.check_vector_states(
-        functools.partial(vector_states, call=call), 2, NC, 128, backward
+        functools.partial(dispatch.run, "vector_states", call=call), 2, NC, 128, backward
     )
     assert RACE not in capsys.readouterr().out
 
@@ -299,7 +296,9 @@ def test_gates_are_those_of_the_plain_form(input_gate, packed, S, L, capsys):
 
     def run(call, states=None):
         arguments = x["i"][0], x["f"][0], m_initial, starts
-        return jax.jit(lambda *x: chunk_gates(*x, gate, states, call=call))(*arguments)
+        return jax.jit(lambda *x: dispatch.run("chunk_gates", *x, gate, states, call=call))(
+            *arguments
+        )
 
     with mock.patch.object(
         gates, "log_sigmoid", lambda f, _: jnp.minimum(f, 0.0)
@@ -351,7 +350,7 @@ def test_gates_are_those_of_the_plain_form(input_gate, packed, S, L, capsys):
 @needs_jax
 def test_the_stabiliser_scan_of_many_chunks():
     """In several blocks; with chunks that hold a reset, or that store nothing."""
-    from mlstm_pallas.stages.mosaic_gpu.chunk_gates import stabiliser_scan
+    from mlstm_pallas.mosaic_gpu.chunk_gates import stabiliser_scan
 
     heads, NC, draw = 2, 1100, np.random.default_rng(0)
     b, e = (draw.normal(size=(heads, NC, 1)).astype("float32") for _ in range(2))
@@ -403,13 +402,6 @@ def test_recurrences_have_weights_all_or_none():
         NotImplementedError, match="recurrent_bw_dC has r in some of its recurrences"
     ):
         jax.eval_shape(
-            functools.partial(recurrent_bw_dC.recurrent_bw_dC, call=call),
-            q,
-            dh,
-            gamma,
-            dC_last,
-            k,
-            v,
-            C_initial,
-            vecR=r,
+            functools.partial(dispatch.run, "recurrent_bw_dC", call=call),
+            *(Weighted(q, r), dh, gamma, dC_last, Weighted(k, None), v, C_initial),
         )

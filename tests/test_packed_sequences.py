@@ -79,14 +79,14 @@ def test_the_recurrence_packs_sequences_as_if_alone(input_gate):
 
 
 @pytest.mark.parametrize(
-    ("lengths", "input_gate"),
+    ("backend", "lengths", "input_gate"),
     [
-        *[(lengths, "exp") for lengths in LENGTHS],
-        ("in_chunks", "sigmoid"),
-        ("every_step", "sigmoid"),
+        *[("interpret", lengths, "exp") for lengths in LENGTHS],
+        ("interpret", "in_chunks", "sigmoid"),
+        ("xla", "in_chunks", "exp"),
+        ("xla", "every_step", "sigmoid"),
     ],
 )
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_forward(run, backend, lengths, input_gate):
     inputs = random_inputs(0, 2, 2, S, 16, 32, m_initial=input_gate == "exp")
     ids = packed_ids(LENGTHS[lengths])
@@ -115,7 +115,8 @@ def test_nothing_leaks_from_one_sequence_into_the_next(run, backend):
         assert_close(actual[:1], wanted, tolerance("float32", S), name)
 
 
-@pytest.mark.parametrize("backend", ["xla", pytest.param("interpret", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_gradients_of_packed_sequences_are_those_alone(backend):
     lengths = [30, 30, 30]
     inputs = random_inputs(2, 2, 1, S, 16, 16, states=False)

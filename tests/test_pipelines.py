@@ -8,10 +8,10 @@ import pytest
 from jax.experimental import pallas as pl
 
 from mlstm_pallas import StageConfig
-from mlstm_pallas.launch import kernel_call
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Lowering, StageCall
 from mlstm_pallas.tiles import dot, loop
+from mlstm_pallas.triton.launch import kernel_call
 
 COLUMNS, STEPS = 64, 8
 

@@ -13,12 +13,12 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.extend.core import ClosedJaxpr, Jaxpr
-from mosaic_gpu_cases import CASES, cotangents_for, needs_jax, outputs_and_gradients
-from oracle import random_inputs
+from mosaic_gpu_cases import CASES, needs_jax
+from oracle import cotangents_for, outputs_and_gradients, random_inputs
 
 from mlstm_pallas import mlstm_chunkwise
-from mlstm_pallas.launch_mosaic_gpu import mosaic_call, plgpu, tile_transforms
-from mlstm_pallas.stages.mosaic_gpu.products import Products
+from mlstm_pallas.mosaic_gpu.launch import mosaic_call, plgpu, tile_transforms
+from mlstm_pallas.mosaic_gpu.products import Products
 from mlstm_pallas.tiles import remainder
 
 pytestmark = needs_jax

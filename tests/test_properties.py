@@ -17,7 +17,7 @@ from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, reference
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-EXAMPLES = int(os.environ.get("MLSTM_PALLAS_EXAMPLES", "26"))  # of a class
+EXAMPLES = int(os.environ.get("MLSTM_PALLAS_EXAMPLES", "20"))  # of a class
 GPU_EXAMPLES = 170
 
 

@@ -53,21 +53,6 @@ def token(x, t):
     }
 
 
-def sigmoid_recurrence(
-    q, k, v, i, f, c_initial, n_initial, *, eps=1e-6, norm_val=1.0, normalize=True
-):
-    """mLSTMsig as it is defined, in the dtype of its inputs: h and (c, n)."""
-    C, n, h = c_initial, n_initial, []
-    for t in range(q.shape[2]):
-        decay, gain = (1 / (1 + jnp.exp(-x[:, :, t, None])) for x in (f, i))
-        C = decay[..., None] * C + (gain * k[:, :, t])[..., None] * v[:, :, t, None, :]
-        n = decay * n + gain * k[:, :, t]
-        num = jnp.sum(q[:, :, t, :, None] * C, axis=2) * q.shape[-1] ** -0.5
-        z = jnp.sum(q[:, :, t] * n, axis=-1, keepdims=True) * q.shape[-1] ** -0.5
-        h.append(num / (jnp.maximum(jnp.abs(z), norm_val) + eps) if normalize else num)
-    return jnp.stack(h, axis=2), (C, n)
-
-
 def in_float64(function, x):
     with jax.enable_x64(True):
         x = {name: array(y, "float64") for name, y in x.items()}
@@ -204,7 +189,7 @@ def test_sigmoid_input_gate(normalize, backend):
     del x["m"], whole["m_initial"]
     options = dict(eps=0.01, norm_val=2.0, normalize=normalize)
     h, (c, n, m) = mlstm_recurrent_sequence(**x, **options, input_gate="sigmoid", backend=backend)
-    expected_h, (C, N) = in_float64(lambda x: sigmoid_recurrence(**x, **options), whole)
+    expected_h, (C, N, _) = oracle(whole, **options, input_gate="sigmoid")
     assert np.array_equal(m, np.zeros((2, 4)))
     for name, actual, y in (("h", h, expected_h), ("c", c, C), ("n", n, N)):
         assert_close(actual, y, tolerance("float32", 20), name)
@@ -293,14 +278,14 @@ def test_gradients_through_xla():
 def test_gradients_of_the_sigmoid_input_gate():
     x, whole = arguments(11, 1, 2, 2, 16, 8)
     del x["m"], whole["m_initial"]
-    sequence = functools.partial(mlstm_recurrent_sequence, input_gate="sigmoid", backend="xla")
 
-    def loss(x):
-        h, (c, n, _) = sequence(**x)
+    def loss(run, x):
+        h, (c, n, _) = run(**x, input_gate="sigmoid")
         return loss_of((h, (c, n)), 1)
 
-    actual = jax.jit(jax.grad(loss))(x)
-    expected = in_float64(jax.grad(lambda x: loss_of(sigmoid_recurrence(**x), 1)), whole)
+    step = functools.partial(mlstm_recurrent_sequence, backend="xla")
+    actual = jax.jit(jax.grad(functools.partial(loss, step)))(x)
+    expected = in_float64(jax.grad(functools.partial(loss, reference.recurrence)), whole)
     for name, dx in expected.items():
         assert_close(actual[name.removesuffix("_initial")], dx, 1e-4, name)
 
@@ -470,7 +455,8 @@ BAD = {
     "backend": (
         dict(backend="cuda"),
         ValueError,
-        "backend is 'cuda', expected None or one of triton, mosaic_gpu, interpret, mosaic_gpu_interpret, xla",
+        "backend is 'cuda', expected None or one of triton, mosaic_gpu, interpret, "
+        "mosaic_gpu_interpret, xla",
     ),
     "config": (
         dict(config=StageConfig()),
@@ -531,7 +517,10 @@ def test_layouts_of_a_sequence_are_checked():
     tokens = {name: jnp.swapaxes(x[name], 1, 2) for name in "qkv"} | {
         name: x[name] for name in "if"
     }
-    message = "i has shape (2, 3, 5), expected (B, S, NH) = (2, 5, 3), as q has shape (2, 5, 3, 16): axes 1 and 2 are swapped; "
+    message = (
+        "i has shape (2, 3, 5), expected (B, S, NH) = (2, 5, 3), as q has shape (2, 5, 3, 16): "
+        "axes 1 and 2 are swapped; "
+    )
     with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
         mlstm_recurrent_sequence(**tokens, layout="BTNH")
     with pytest.raises(ValueError, match=r"^layout is 'BSNH', expected one of BNTH, BTNH$"):

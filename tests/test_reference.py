@@ -62,7 +62,7 @@ CASES = {
             chunk_size,
             case,
             marks=[pytest.mark.slow]
-            * ((dtype, chunk_size) == ("float32", 16) or case == "no_states"),
+            * (chunk_size == 16 or dtype == "bfloat16" or case == "no_states"),
         )
         for dtype, chunk_size in (
             ("float32", 16),

@@ -9,11 +9,11 @@ import roofline
 from roofline import Shape
 from test_kernel_benchmark import READ, nbytes
 
+from mlstm_pallas import dispatch
+
 SHAPE = Shape(1, 64, 256, 256, 512)  # at which all Mosaic GPU kernels run
-CASES = [name for name, stage in kernel_benchmark.STAGES.items() if stage.mosaic_gpu]
-WITH_ABAR = {
-    "recurrent_fw_H": {"parallel_fw_P": lambda x: (x.matP, x.matK_scaled, x.vecR, x.vecAbar)}
-}
+CASES = [name for name in kernel_benchmark.STAGES if dispatch.kernel(name, "mosaic_gpu")]
+WITH_ABAR = {"recurrent_fw_H": {"parallel_fw_P": lambda x: (x.matP, x.keys, x.vecR)}}
 
 
 def stage_on(backend, stage, shape=SHAPE):
@@ -26,19 +26,18 @@ def stage_on(backend, stage, shape=SHAPE):
 @pytest.mark.parametrize("stage", CASES)
 def test_bytes_of_a_stage_on_mosaic_gpu_are_those_of_its_arrays(stage):
     impl, inputs = stage_on("mosaic_gpu", stage)
-    assert impl.call.lowering.mosaic_gpu
+    assert impl.call.lowering.room == "mosaic_gpu"
     args = jax.eval_shape(lambda x: impl.computation(x, "fwd")[1], inputs)
     outputs = jax.eval_shape(impl.reference, *impl.oracle_arguments(inputs)[0])
+    # What is not weighted is not written.
+    written = {x: y for x, y in outputs._asdict().items() if x not in ("queries", "keys")}
     read = (READ | WITH_ABAR).get(stage, {})
-    given, weights = args[: len(impl.stage.inputs)], args[len(impl.stage.inputs) :]
-    found = [
-        read.get(name, lambda x: x)(x) for name, x in zip(impl.stage.inputs, given, strict=True)
-    ] + weights
-    assert impl.weights_operands
-    assert len(weights) == (2 if stage == "recurrent_bw_dC" else 0)
-    cost = roofline.of_stage(impl.stage, impl.call, 2, impl.weights_operands)
-    assert cost.bytes == nbytes(found) + nbytes(list(outputs._asdict().values()))
-    assert cost.flops == impl.stage.cost(impl.call.problem, 2).flops
+    arrays = zip(impl.stage.inputs, args, strict=True)
+    found = [read.get(name, lambda x: x)(x) for name, x in arrays]
+    assert impl.weighted
+    cost = roofline.of_stage(impl.stage, impl.call, 2, weighted=impl.weighted)
+    assert cost.bytes == nbytes(found) + nbytes(list(written.values()))
+    assert cost.flops == roofline.COSTS[impl.stage.name](impl.call.problem, 2).flops
 
 
 @pytest.mark.parametrize("heads", [(64, 128), (128, 256)])
@@ -54,14 +53,11 @@ def test_a_kernel_that_computes_its_tiles_reads_none(heads):
     found = [
         read.get(name, lambda x: x)(x) for name, x in zip(impl.stage.inputs, args, strict=True)
     ]
-    cost = roofline.of_stage(impl.stage, impl.call, 2, impl.weights_operands)
+    cost = roofline.of_stage(impl.stage, impl.call, 2, weighted=impl.weighted)
     assert (
         cost.bytes == nbytes(found) + nbytes(list(outputs._asdict().values())) + 3 * 4 * shape.steps
     )  # the sums of W
-    both = [
-        kernel_benchmark.STAGES[stage].cost(impl.call.problem, 2).flops
-        for stage in (name, "parallel_bw_dP")
-    ]
+    both = [roofline.COSTS[stage](impl.call.problem, 2).flops for stage in (name, "parallel_bw_dP")]
     assert cost.flops == sum(both)
 
 

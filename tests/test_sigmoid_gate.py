@@ -52,10 +52,13 @@ def test_the_recurrence_is_the_definition(normalize):
 
 @NORMALISED
 @pytest.mark.parametrize(
-    ("dtype", "S", "L", "DHQK", "DHHV"),
-    [("float32", 100, 64, 24, 40), ("bfloat16", 70, 32, 16, 16)],
+    ("backend", "dtype", "S", "L", "DHQK", "DHHV"),
+    [
+        ("interpret", "float32", 100, 64, 24, 40),
+        ("interpret", "bfloat16", 70, 32, 16, 16),
+        ("xla", "float32", 100, 64, 24, 40),
+    ],
 )
-@pytest.mark.parametrize("backend", BACKENDS)
 def test_forward(backend, dtype, S, L, DHQK, DHHV, normalize):
     inputs = random_inputs(1, 1, 2, S, DHQK, DHHV, dtype=dtype, m_initial=False)
     options = dict(input_gate="sigmoid", normalize=normalize)

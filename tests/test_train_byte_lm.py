@@ -203,6 +203,7 @@ def test_generation_is_greedy_at_temperature_0(model):
     np.testing.assert_array_equal(text, jnp.argmax(logits, -1)[:, 2:-1])
 
 
+@pytest.mark.slow
 def test_generation_follows_the_key_at_a_temperature(model):
     prompt = jnp.asarray([[100, 101, 102]])
     first, again, other = (
@@ -328,6 +329,7 @@ def test_interrupted_run_goes_on_along_the_curve(lm, text_folder, output, interr
     assert seconds == sorted(seconds)
 
 
+@pytest.mark.slow
 def test_finished_run_is_not_trained_again(lm, text_folder, output, tmp_path, capsys):
     shutil.copytree(output, tmp_path, dirs_exist_ok=True)
     assert go_on(lm, text_folder, tmp_path) == 0
@@ -526,6 +528,7 @@ def test_triton_needs_a_gpu(lm):
         assert "needs a GPU" in error_of(lm.main, ["train_byte_lm.py"])
 
 
+@pytest.mark.slow
 def test_loss_that_is_not_finite(lm, text_folder, tmp_path):
     with flagsaver.flagsaver(
         **TINY | dict(learning_rate=float("inf")), corpus=str(text_folder), output_dir=str(tmp_path)

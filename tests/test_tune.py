@@ -24,7 +24,7 @@ from absl import flags
 from roofline import Shape
 from test_compile_report import NO_SPILL, SPILL, TWICE
 
-from mlstm_pallas import KernelConfig, StageConfig
+from mlstm_pallas import KernelConfig, StageConfig, dispatch
 from mlstm_pallas.backend import jax_has_mosaic_gpu
 from mlstm_pallas.config import config_from_row, heuristic_config, tuned_rows
 from mlstm_pallas.problem import make_problem
@@ -81,7 +81,7 @@ def rows_in(path):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_neighbours_run_are_distinct_and_near_ones_come_first(stage):
-    search = tune.STAGES[stage].search
+    search = dispatch.configured(stage).search
     start = tune.canonical(stage, heuristic_config(64, BF16).stage(stage), problem())
     found = list(
         tune.neighbours(start, search, lambda tiles: tune.canonical(stage, tiles, problem()))
@@ -116,7 +116,7 @@ def test_tiles_that_are_the_same_kernel_are_one_candidate():
 
 def distance(tiles, best, stage):
     """In steps."""
-    search = tune.STAGES[stage].search
+    search = dispatch.configured(stage).search
     at = [
         [values.index(getattr(x, name)) for name, values in search.items()] for x in (tiles, best)
     ]
@@ -595,14 +595,14 @@ def test_a_lost_device_ends_the_run_and_its_candidate(run, fake, tmp_path, monke
     assert fake.judged.count(lost) == 1
 
 
-def test_a_dry_run_of_real_kernels(run, tmp_path, monkeypatch, capsys):
+def test_a_dry_run_of_real_kernels(run, tmp_path, monkeypatch, capsys, request):
     """Interpreted on the CPU; whole calls, which would take long to compile, have times by a
     formula."""
-    stage = tune.STAGES["chunk_gates"]
-    few = compile_report.dataclasses.replace(
-        stage, search={"siz_b_LQ": (16,), "num_warps": (1, 2), "num_stages": (1,)}
-    )
-    monkeypatch.setitem(tune.STAGES, "chunk_gates", few)
+    few = {"siz_b_LQ": (16,), "num_warps": (1, 2), "num_stages": (1,)}
+    kernel = compile_report.dataclasses.replace(dispatch.configured("chunk_gates"), search=few)
+    monkeypatch.setattr("mlstm_pallas.triton.chunk_gates.KERNEL", kernel)
+    dispatch._facts.cache_clear()
+    request.addfinalizer(dispatch._facts.cache_clear)
     prepare, judge = candidates.Bench.prepare, candidates.Bench.judge
 
     def prepare_stage(self, stage, config, *rest):
@@ -647,7 +647,7 @@ def mosaic_gpu_search(stage, shape=WIDE):
 @pytest.mark.parametrize("stage", MOSAIC_GPU)
 def test_candidates_for_mosaic_gpu_are_tiles_that_the_kernel_takes(stage):
     search = mosaic_gpu_search(stage)
-    facts, seen = tune.STAGES[stage].mosaic_gpu, []
+    facts, seen = tune.mosaic_gpu_kernel(stage), []
     while tried := search.next_round():
         assert len(tried) <= tune.MOSAIC_GPU_ROUND
         assert not {*tried} & {*seen}
@@ -659,14 +659,14 @@ def test_candidates_for_mosaic_gpu_are_tiles_that_the_kernel_takes(stage):
         impl = candidates.implementation(
             stage, "mosaic_gpu", WIDE, "bfloat16", None, config_from_row(config.as_row())
         )
-        assert impl.call.lowering.mosaic_gpu
+        assert impl.call.lowering.room == "mosaic_gpu"
         assert search.canonical(impl.call.tiles) == search.tiles(config) == tiles
     problem = (
         search.spec(search.config).fused_problem
         if search.fused
         else search.spec(search.config).problem
     )
-    assert seen[0] == search.canonical(facts.heuristic(problem))
+    assert seen[0] == search.canonical(facts.heuristic(problem, BF16))
 
 
 @functools.cache
@@ -687,7 +687,7 @@ def with_other_tiles():
 def row_with(tiles):
     """WIDE_ROW with tiles for Mosaic GPU, by stage."""
     of_stages = {
-        stage: {name: getattr(x, name) for name in tune.STAGES[stage].mosaic_gpu.search}
+        stage: {name: getattr(x, name) for name in tune.mosaic_gpu_kernel(stage).search}
         for stage, x in tiles.items()
     }
     return WIDE_ROW | {stage: WIDE_ROW[stage] | {"mosaic_gpu": x} for stage, x in of_stages.items()}
@@ -731,7 +731,8 @@ class FakeProcess:
 
 @pytest.fixture
 def run_mosaic_gpu(run, monkeypatch, tmp_path):
-    """The command with fake processes and the row of WIDE; ``processes`` are those of the last run."""
+    """The command with fake processes and the row of WIDE; ``processes`` are those of the last
+    run."""
     monkeypatch.setattr(
         tune, "requested_backend", lambda backend: backend
     )  # which refuses an older jax
@@ -776,7 +777,9 @@ def test_tiles_for_mosaic_gpu_are_written_beside_those_of_triton(run_mosaic_gpu,
     found = config.stage(best).mosaic_gpu
     assert found == with_other_tiles()[best]
     assert (
-        dict(kernel_benchmark.call_spec("mosaic_gpu", WIDE, "bfloat16", config).mosaic_gpu)[best]
+        kernel_benchmark.call_spec("mosaic_gpu", WIDE, "bfloat16", config).stages_in("mosaic_gpu")[
+            best
+        ]
         == found
     )
     measured = row["measured"]["mosaic_gpu"][best]

@@ -1,4 +1,5 @@
-"""A client of the public functions passes mypy --strict, and docstrings have an entry an argument."""
+"""A client of the public functions passes mypy --strict, and docstrings have an entry an
+argument."""
 
 import doctest
 import inspect

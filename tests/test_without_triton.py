@@ -9,7 +9,7 @@ import jax
 import pytest
 
 from mlstm_pallas.backend import jax_has_mosaic_gpu
-from mlstm_pallas.shared_memory import compute_capability
+from mlstm_pallas.devices import compute_capability
 
 needs_mosaic_gpu = pytest.mark.skipif(
     not jax_has_mosaic_gpu(), reason="the Mosaic GPU kernels need jax >= 0.11.2 and < 0.13"
@@ -20,7 +20,8 @@ import sys
 sys.modules["jax.experimental.pallas.triton"] = None  # importing it raises ImportError
 import functools
 import jax, jax.numpy as jnp
-jax.config.update("jax_num_cpu_devices", 8)  # with few threads the interpreted warpgroups wait for each other for ever
+# With few threads the interpreted warpgroups wait for each other for ever.
+jax.config.update("jax_num_cpu_devices", 8)
 import mlstm_pallas
 from mlstm_pallas import reference
 
@@ -29,7 +30,8 @@ q, k, v = (jax.random.normal(key, (1, 2, 48, D)) for key, D in zip(keys, (16, 16
 i, f = (jax.random.normal(key, (1, 2, 48)) for key in keys[3:])
 
 def gradients(function):
-    return jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(function(*x))), argnums=(0, 1, 2, 3, 4)))(q, k, v, i, f)
+    of_all = jax.grad(lambda *x: jnp.sum(jnp.sin(function(*x))), argnums=(0, 1, 2, 3, 4))
+    return jax.jit(of_all)(q, k, v, i, f)
 
 {body}
 """
@@ -42,7 +44,10 @@ for backend in {backends}:
 """
 STEP = """
 token = q[:, :, 0], k[:, :, 0], v[:, :, 0], i[:, :, 0], f[:, :, 0]
-found, expected = (mlstm_pallas.mlstm_recurrent_step(*token, backend=backend) for backend in ("mosaic_gpu_interpret", "xla"))
+found, expected = (
+    mlstm_pallas.mlstm_recurrent_step(*token, backend=backend)
+    for backend in ("mosaic_gpu_interpret", "xla")
+)
 for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
     assert jnp.array_equal(x, y)
 """
@@ -53,15 +58,15 @@ sys.path.insert(0, {tests!r})
 sys.path.insert(0, {benchmarks!r})
 jax.config.update("jax_disable_most_optimizations", {quick})
 import mosaic_gpu_cases
-from mlstm_pallas import KernelConfig, StageConfig
+from mlstm_pallas import StageConfig
 
-assert not mlstm_pallas.launch.HAS_TRITON
+assert not mlstm_pallas.triton.launch.HAS_TRITON
 refused = StageConfig(num_splits=2)  # which the Mosaic GPU kernel of recurrent_bw_dC does not take
 fused = mosaic_gpu_cases.fused()
 cases = dict(
     fused=mosaic_gpu_cases.Case(fused),
     plain_stages=mosaic_gpu_cases.Case(
-        KernelConfig(chunk_size=128, fused_min_heads=1, recurrent_fw_H=fused.stage("recurrent_fw_H"), recurrent_bw_dC=refused),
+        fused.replace(recurrent_bw_dC=refused),
         shape=(1, 2, 256, 64, 128),
         stages=mosaic_gpu_cases.SCAN | {{"chunk_gates"}},
     ),
@@ -120,16 +125,19 @@ DEFAULT = """
 from jax.sharding import AbstractDevice, AbstractMesh
 from mlstm_pallas.backend import requested_backend
 
-call = jax.jit(lambda *x: mlstm_pallas.mlstm_chunkwise(*x, config=mlstm_pallas.KernelConfig(fused_min_heads=1)))
+config = mlstm_pallas.KernelConfig(fused_min_heads=1)
+call = jax.jit(lambda *x: mlstm_pallas.mlstm_chunkwise(*x, config=config))
 half = [jax.ShapeDtypeStruct((1, 2, 256, D), "bfloat16") for D in (64, 64, 128)]
 gates = [jax.ShapeDtypeStruct((1, 2, 256), "float32")] * 2
 for kind, backend in {"NVIDIA H200": "mosaic_gpu", "NVIDIA A100-SXM4-80GB": None}.items():
-    with jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=AbstractDevice(kind, None, "gpu"))):
+    mesh = AbstractMesh((), (), abstract_device=AbstractDevice(kind, None, "gpu"))
+    with jax.sharding.use_abstract_mesh(mesh):
         assert requested_backend() == backend, kind
         text = call.trace(*half, *gates).lower(lowering_platforms=("cuda",)).as_text()
         assert ("mosaic_gpu" in text) == (backend is not None), kind
         wide = [jax.ShapeDtypeStruct(x.shape, "float32") for x in half]
-        assert "mosaic_gpu" not in call.trace(*wide, *gates).lower(lowering_platforms=("cuda",)).as_text()
+        lowered = call.trace(*wide, *gates).lower(lowering_platforms=("cuda",))
+        assert "mosaic_gpu" not in lowered.as_text()
 """
 
 
@@ -145,7 +153,7 @@ def test_the_default_is_mosaic_gpu_on_hopper_in_16_bits():
     "name",
     ["plain_stages", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fused", "splits"))],
 )
-def mosaic_gpu_cases_kernels_run_interpreted(name, layout):
+def test_mosaic_gpu_kernels_run_interpreted(name, layout):
     """Those that there are; the other stages in plain form."""
     result = run_cases("mosaic_gpu_interpret", (name,), (layout,))
     assert result.returncode == 0, result.stderr
@@ -154,7 +162,7 @@ def mosaic_gpu_cases_kernels_run_interpreted(name, layout):
 
 @needs_mosaic_gpu
 @pytest.mark.gpu
-def mosaic_gpu_cases_kernels_run_on_a_gpu():
+def test_mosaic_gpu_kernels_run_on_a_gpu():
     kind = next(device.device_kind for device in jax.devices() if device.platform == "gpu")
     if compute_capability(kind) != 90:
         pytest.skip(f"the Mosaic GPU kernels are for Hopper, and this is a {kind}")
@@ -166,6 +174,9 @@ def mosaic_gpu_cases_kernels_run_on_a_gpu():
 @pytest.mark.parametrize("backend", ["triton", "interpret"])
 def test_a_triton_kernel_says_what_is_missing(backend):
     result = run(f"mlstm_pallas.mlstm_chunkwise(q, k, v, i, f, backend={backend!r})")
-    message = r"is a Triton kernel, and jax [0-9.]+ has no Triton backend of Pallas: expected a jax that has one"
+    message = (
+        r"is a Triton kernel, and jax [0-9.]+ has no Triton backend of Pallas: expected a jax that "
+        r"has one"
+    )
     assert result.returncode == 1
     assert re.search(message, result.stderr), result.stderr

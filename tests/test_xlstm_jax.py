@@ -30,45 +30,59 @@ SYSTEMS = [v3, v5, stablef]
 # As in the documents.
 SIGNATURES = {
     (v3, "_mlstm_chunkwise__recurrent_fw_C"): (
-        "matK, matV, vecB, vecI, matC_states = None, vecN_states = None, scaMinter_states = None, matC_initial = None, "
-        "vecN_initial = None, scaMinter_initial = None, qk_scale = None, CHUNK_SIZE = 64, NUM_CHUNKS = 1"
+        "matK, matV, vecB, vecI, matC_states = None, vecN_states = None, scaMinter_states = None, "
+        "matC_initial = None, "
+        "vecN_initial = None, scaMinter_initial = None, qk_scale = None, CHUNK_SIZE = 64, "
+        "NUM_CHUNKS = 1"
     ),
     (v3, "_mlstm_chunkwise__parallel_fw_H"): (
-        "matQ, matK, matV, matC_states, vecN_states, scaMinter_states, vecI, vecB, qk_scale = None, CHUNK_SIZE = 64, NUM_CHUNKS = 1, "
+        "matQ, matK, matV, matC_states, vecN_states, scaMinter_states, vecI, vecB, qk_scale = "
+        "None, CHUNK_SIZE = 64, NUM_CHUNKS = 1, "
         "EPS = 1e-06"
     ),
     (v3, "_mlstm_chunkwise_fw"): (
-        "matQ, matK, matV, vecI, vecF, matC_initial = None, vecN_initial = None, scaM_initial = None, qk_scale = None, "
+        "matQ, matK, matV, vecI, vecF, matC_initial = None, vecN_initial = None, scaM_initial = "
+        "None, qk_scale = None, "
         "return_last_states = False, return_all_states = False, CHUNK_SIZE = 64, EPS = 1e-06"
     ),
     (v5, "mlstm_chunkwise__parallel_fw_Hintra"): (
-        "matQ, matK, matV, vecI, vecF, matC_all, vecN_all, scaM_all, qk_scale = None, chunk_size = 64, siz_b_LQ = 32, siz_b_LKV = 32, "
-        "siz_b_DHQK = None, siz_b_DHHV = None, num_warps = None, num_stages = None, eps = 1e-06, output_dtype = jnp.float32"
+        "matQ, matK, matV, vecI, vecF, matC_all, vecN_all, scaM_all, qk_scale = None, chunk_size "
+        "= 64, siz_b_LQ = 32, siz_b_LKV = 32, "
+        "siz_b_DHQK = None, siz_b_DHHV = None, num_warps = None, num_stages = None, eps = 1e-06, "
+        "output_dtype = jnp.float32"
     ),
     (v5, "mlstm_chunkwise__parallel_bw_dV"): (
-        "matQ, matK, matV, vecI, vecA, vecB, matC_all, vecN_all, scaM_all, vecN_out, vecM_out, matDeltaH, matDeltaC_states, "
-        "qk_scale = None, chunk_size = 64, siz_b_LQ = 32, siz_b_LKV = 32, siz_b_DHQK = None, siz_b_DHHV = None, num_warps = None, "
+        "matQ, matK, matV, vecI, vecA, vecB, matC_all, vecN_all, scaM_all, vecN_out, vecM_out, "
+        "matDeltaH, matDeltaC_states, "
+        "qk_scale = None, chunk_size = 64, siz_b_LQ = 32, siz_b_LKV = 32, siz_b_DHQK = None, "
+        "siz_b_DHHV = None, num_warps = None, "
         "num_stages = None, eps = 0.0, output_dtype = jnp.float32"
     ),
     (stablef, "_mlstm_chunkwise__recurrent_bw_dC"): (
-        "matQ, vecF, scaM_inter, vecM, vecN_out, matDeltaH, matDeltaC_last = None, qk_scale = None, chunk_size = 64, num_chunks = 1, "
+        "matQ, vecF, scaM_inter, vecM, vecN_out, matDeltaH, matDeltaC_last = None, qk_scale = "
+        "None, chunk_size = 64, num_chunks = 1, "
         "store_initial_state = False"
     ),
     (stablef, "_mlstm_chunkwise__parallel_bw_dQKV"): (
-        "matQ, matK, matV, vecI, vecF, vecM_combine, scaM_inter, matC_states, matDeltaH, vecN_out, matDeltaC_states, qk_scale = None, "
+        "matQ, matK, matV, vecI, vecF, vecM_combine, scaM_inter, matC_states, matDeltaH, "
+        "vecN_out, matDeltaC_states, qk_scale = None, "
         "chunk_size = 64, num_chunks = 1"
     ),
     (stablef, "_mlstm_chunkwise_bw"): (
-        "matQ, matK, matV, vecI, vecF, matC_initial = None, vecN_initial = None, scaM_initial = None, qk_scale = None, matC_states = None, "
-        "scaM_states = None, vecN_out = None, vecM_out = None, matDeltaH = None, matDeltaC_last = None, chunk_size = 64"
+        "matQ, matK, matV, vecI, vecF, matC_initial = None, vecN_initial = None, scaM_initial = "
+        "None, qk_scale = None, matC_states = None, "
+        "scaM_states = None, vecN_out = None, vecM_out = None, matDeltaH = None, matDeltaC_last = "
+        "None, chunk_size = 64"
     ),
     (stablef, "_mlstm_chunkwise_fwbw_generator"): (
-        "autocast_kernel_dtype=jnp.bfloat16, return_last_states=False, recompute_states_in_bw=True, chunk_size=64, eps=1e-06, "
+        "autocast_kernel_dtype=jnp.bfloat16, return_last_states=False, "
+        "recompute_states_in_bw=True, chunk_size=64, eps=1e-06, "
         "stabilize_correctly=True, norm_val=1.0"
     ),
     (stablef, "_get_chunkwise_fwbw_kernel"): "autocast_kernel_dtype, **kwargs",
     (stablef, "mlstm_chunkwise_triton_stablef"): (
-        "q, k, v, i, f, c_initial=None, n_initial=None, m_initial=None, return_last_states=False, eps=1e-06, chunk_size=64, "
+        "q, k, v, i, f, c_initial=None, n_initial=None, m_initial=None, return_last_states=False, "
+        "eps=1e-06, chunk_size=64, "
         "autocast_kernel_dtype=jnp.float32, stabilize_correctly=True, norm_val=1.0"
     ),
 }

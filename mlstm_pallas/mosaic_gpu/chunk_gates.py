@@ -1,16 +1,19 @@
 """chunk_gates on Mosaic GPU: the gates and the stabilisers of ``stages/chunk_gates.py``.
 
-A CTA of ``chunk_summaries`` or ``chunk_gates`` is one warpgroup and owns 512 consecutive steps, several chunks; beyond L = 512 it owns a
-chunk, of up to 2048. Grid (B * NH * S / 512, rounded up).
+A CTA of ``chunk_summaries`` or ``chunk_gates`` is one warpgroup and owns 512 consecutive steps,
+several chunks; beyond L = 512 it owns a chunk, of up to 2048. Grid (B * NH * S / 512, rounded up).
 
-chunk_summaries: what each chunk does to m, from the gate pre-activations. It does not run where m is known.
-stabiliser_scan: m at all chunk boundaries. Grid (B * NH). A CTA is one warpgroup and owns a head. It reads the summaries of up to 1024
-chunks at a time.
-chunk_gates: the gates of every step, from the pre-activations and m; in the backward pass their flags too (``gates.join_flags``). It sums
-each chunk again, which is faster than to write and read the sums.
+chunk_summaries: what each chunk does to m, from the gate pre-activations. It does not run where m
+is known.
+stabiliser_scan: m at all chunk boundaries. Grid (B * NH). A CTA is one warpgroup and owns a head.
+It reads the summaries of up to 1024 chunks at a time.
+chunk_gates: the gates of every step, from the pre-activations and m; in the backward pass their
+flags too (``gates.join_flags``). It sums each chunk again, which is faster than to write and read
+the sums.
 
 ``chunk_scans.py`` has the scans over the steps of a chunk, and which steps a thread holds.
 """
+
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -49,7 +52,7 @@ from mlstm_pallas.mosaic_gpu.chunk_scans import (
 from mlstm_pallas.mosaic_gpu.launch import mosaic_call, plgpu, write
 from mlstm_pallas.mosaic_gpu.limits import kernel
 from mlstm_pallas.problem import InputGate, Problem, next_power_of_two
-from mlstm_pallas.stage import Lowering, StageCall, StageConfig
+from mlstm_pallas.stage import StageCall, StageConfig
 from mlstm_pallas.tiles import divide, loop, remainder
 
 _INF = float("inf")
@@ -71,25 +74,37 @@ def _local_gates(
     chunk_rows: int,
     input_gate: InputGate,
 ) -> LocalGates:
-    """``gates.local_gates`` of a CTA's chunks, from ``gates.log_gates`` and where packed segments begin: (rows, STEPS) each."""
+    """``gates.local_gates`` of a CTA's chunks.
+
+    From ``gates.log_gates`` and where packed segments begin: (rows, STEPS) each.
+    """
     rows, steps = log_i.shape[0], chunk_rows * STEPS
 
-    def join_bounds(left, x):
-        return jnp.minimum(left[0], x[0]), jnp.maximum(left[1], x[1]), jnp.maximum(left[2], x[2]), left[3] + x[3]
+    def join_bounds(left: Any, x: Any) -> Sequence[Any]:
+        return (
+            jnp.minimum(left[0], x[0]),
+            jnp.maximum(left[1], x[1]),
+            jnp.maximum(left[2], x[2]),
+            left[3] + x[3],
+        )
 
-    def add(left, x):
+    def add(left: Any, x: Any) -> Sequence[Any]:
         return [a + y for a, y in zip(left, x, strict=True)]
 
-    def largest_since_reset(left, x):
+    def largest_since_reset(left: Any, x: Any) -> Sequence[Any]:
         """What was before the last reset does not count."""
         same = left[2] == x[2]
-        return *(jnp.where(same, y, own) for y, own in zip(pair_max(left[:2], x[:2]), x[:2], strict=True)), x[2]
+        return *(
+            jnp.where(same, y, z) for y, z in zip(pair_max(left[:2], x[:2]), x[:2], strict=True)
+        ), x[2]
 
     restarts = reset if begins is None else reset | begins
     stored, decay = log_i > -_INF, -log_f
     of_steps = jnp.where(stored, log_i, _INF), jnp.where(stored, log_i, -_INF), decay, decay
     bounds = running(join_bounds, of_steps, (_INF, -_INF, 0.0, 0.0), chunk_rows, buffers["bounds"])
-    i_min, i_max, largest_decay, total_decay = last_of_chunks(last_columns(*bounds), chunk_rows, buffers["last_bounds"])
+    i_min, i_max, largest_decay, total_decay = last_of_chunks(
+        last_columns(*bounds), chunk_rows, buffers["last_bounds"]
+    )
     if begins is not None or input_gate is InputGate.SIGMOID:
         i_min, i_max = jnp.minimum(i_min, 0.0), jnp.maximum(i_max, 0.0)  # m = 0 is a source as well
     grid = gates.exact_sum_grid(largest_decay, steps, _least_power_of_two)
@@ -101,92 +116,121 @@ def _local_gates(
     b, offset = two_sum(hi, lo), count * across(offset_unit)
     e, largest = stabiliser_sources(log_i, log_f, b, offset, reset, begins, input_gate)
     if input_gate is not InputGate.SIGMOID:
-        max_hi, max_lo, _ = running(largest_since_reset, (*largest, count), (-_INF, 0.0, -1.0), chunk_rows, buffers["maxima"])
+        max_hi, max_lo, _ = running(
+            largest_since_reset,
+            (*largest, count),
+            (-_INF, 0.0, -1.0),
+            chunk_rows,
+            buffers["maxima"],
+        )
         largest = max_hi, max_lo
     return LocalGates(b, e, largest, offset)
 
 
 def _chunks_of_cta(chunks: int, p: Problem) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
-    """Of a CTA's chunks: whether there is such a chunk, its head, its index. Those beyond the last have the last one's."""
+    """Of each chunk of a CTA whether there is such a chunk, its head and its index.
+
+    Those beyond the last have the last one's.
+    """
     first = lax.axis_index("cta") * chunks
     indices = [first + chunk for chunk in range(chunks)]
     last = p.BNH * p.NC - 1
     clamped = [lax.min(index, np.int32(last)) for index in indices]
-    return [(index <= last, divide(at, p.NC), remainder(at, p.NC)) for index, at in zip(indices, clamped, strict=True)]
+    return [
+        (index <= last, divide(at, p.NC), remainder(at, p.NC))
+        for index, at in zip(indices, clamped, strict=True)
+    ]
 
 
 def _summaries_kernel(
-    i,  # (CTAs, rows, STEPS) pre-activations
-    f,
-    starts,  # (CTAs, rows, STEPS) int32, 1 where a packed segment begins; may be absent
-    g,  # out (B * NH, padded NC): see ``_stabiliser_scan_kernel``. What is beyond NC is not written
-    a,  # out (B * NH, padded NC)
-    last,  # shared (rows, 2)
+    i: Any,  # (CTAs, rows, STEPS) pre-activations
+    f: Any,
+    starts: Any,  # (CTAs, rows, STEPS) int32, 1 where a packed segment begins; may be absent
+    g: Any,  # out (B * NH, padded NC), see _stabiliser_scan_kernel; beyond NC not written
+    a: Any,  # out (B * NH, padded NC)
+    last: Any,  # shared (rows, 2)
     *,
     p: Problem,
     chunk_rows: int,
     input_gate: InputGate,
-    **buffers,  # shared: see _launch
-):
+    **buffers: Any,  # shared: see _launch
+) -> None:
     cta, rows = lax.axis_index("cta"), last.shape[0]
     begins = None if starts is None else load_rows(starts.at[cta]) > 0
-    log_gates = gates.log_gates(load_rows(i.at[cta]), load_rows(f.at[cta]), input_gate, branchless_log1p)
+    log_gates = gates.log_gates(
+        load_rows(i.at[cta]), load_rows(f.at[cta]), input_gate, branchless_log1p
+    )
     local = _local_gates(*log_gates, begins, buffers, chunk_rows, input_gate)
     b_hi, b_lo, max_hi, max_lo, offset = last_columns(*local.vecB, *local.vecEmax, local.vecOffset)
-    added, own, reset = gates.summary((b_hi, b_lo), (max_hi, max_lo), offset)
-    write(last, jnp.concatenate([jnp.where(reset, -_INF, added), own], axis=1))
+    added, largest, reset = gates.summary((b_hi, b_lo), (max_hi, max_lo), offset)
+    write(last, jnp.concatenate([jnp.where(reset, -_INF, added), largest], axis=1))
     plgpu.commit_smem()
     for chunk, (exists, head, c) in enumerate(_chunks_of_cta(rows // chunk_rows, p)):
 
         @pl.when(exists)
-        def store(end=(chunk + 1) * chunk_rows - 1, head=head, c=c):
+        def store(end: int = (chunk + 1) * chunk_rows - 1, head: Any = head, c: Any = c) -> None:
             g[head, c], a[head, c] = last[end, 0], last[end, 1]
 
 
 def _gates_kernel(
-    i,  # (CTAs, rows, STEPS) pre-activations
-    f,
-    starts,  # (CTAs, rows, STEPS) int32, 1 where a packed segment begins; may be absent
-    m_states,  # (B * NH, NC + 1)
-    e_hi,  # out (CTAs, rows, STEPS), as those that follow
-    e_lo,
-    u_hi,
-    u_lo,
-    w,
-    m,
-    abar,
-    flags,  # likewise, int32; absent in the forward pass
-    gamma,  # out (B * NH, NC)
-    last,  # shared (rows, 3)
+    i: Any,  # (CTAs, rows, STEPS) pre-activations
+    f: Any,
+    starts: Any,  # (CTAs, rows, STEPS) int32, 1 where a packed segment begins; may be absent
+    m_states: Any,  # (B * NH, NC + 1)
+    e_hi: Any,  # out (CTAs, rows, STEPS), as those that follow
+    e_lo: Any,
+    u_hi: Any,
+    u_lo: Any,
+    w: Any,
+    m: Any,
+    abar: Any,
+    flags: Any,  # likewise, int32; absent in the forward pass
+    gamma: Any,  # out (B * NH, NC)
+    last: Any,  # shared (rows, 3)
     *,
     p: Problem,
     chunk_rows: int,
     input_gate: InputGate,
-    **buffers,  # shared: see _launch
-):
+    **buffers: Any,  # shared: see _launch
+) -> None:
     cta, rows = lax.axis_index("cta"), last.shape[0]
-    own_chunks = _chunks_of_cta(rows // chunk_rows, p)
-    of_ends = ([m_states[head, c + after] for _, head, c in own_chunks] for after in range(2))
+    chunks = _chunks_of_cta(rows // chunk_rows, p)
+    of_ends = ([m_states[head, c + after] for _, head, c in chunks] for after in range(2))
     m_start, m_end = of_chunks(list(of_ends), rows)
-    begins, own_f = None if starts is None else load_rows(starts.at[cta]) > 0, load_rows(f.at[cta])
-    log_i, log_f, reset = gates.log_gates(load_rows(i.at[cta]), own_f, input_gate, branchless_log1p)
+    begins, f_tile = None if starts is None else load_rows(starts.at[cta]) > 0, load_rows(f.at[cta])
+    log_i, log_f, reset = gates.log_gates(
+        load_rows(i.at[cta]), f_tile, input_gate, branchless_log1p
+    )
     local = _local_gates(log_i, log_f, reset, begins, buffers, chunk_rows, input_gate)
-    b_hi, b_lo, offset = last_of_chunks(last_columns(*local.vecB, local.vecOffset), chunk_rows, last)
+    b_hi, b_lo, offset = last_of_chunks(
+        last_columns(*local.vecB, local.vecOffset), chunk_rows, last
+    )
     pair, of_chunk = gates.join_ends(b_hi, b_lo, offset, m_start, m_end)
-    of_u, of_w, of_m, of_abar = gates.join_steps(local, across(m_start), (across(pair[0]), across(pair[1])), input_gate)
-    for ref, x in zip((e_hi, e_lo, u_hi, u_lo, w, m, abar), (*local.vecE, *of_u, of_w, of_m, of_abar), strict=True):
+    of_u, of_w, of_m, of_abar = gates.join_steps(
+        local, across(m_start), (across(pair[0]), across(pair[1])), input_gate
+    )
+    for ref, x in zip(
+        (e_hi, e_lo, u_hi, u_lo, w, m, abar), (*local.vecE, *of_u, of_w, of_m, of_abar), strict=True
+    ):
         store_rows(ref.at[cta], x)
     if flags is not None:
-        *earlier, column = split_columns(plgpu.layout_cast(of_m, rows_layout()))  # with the sigmoid gate m is a constant, of no layout
-        m_before = jnp.concatenate([row_before(column, m_start, chunk_rows, buffers["sums"]), *earlier], axis=1)
+        *earlier, column = split_columns(
+            plgpu.layout_cast(of_m, rows_layout())
+        )  # with the sigmoid gate m is a constant, of no layout
+        m_before = jnp.concatenate(
+            [row_before(column, m_start, chunk_rows, buffers["sums"]), *earlier], axis=1
+        )
         restarts = reset if begins is None else reset | begins
-        store_rows(flags.at[cta], gates.join_flags(local.vecE, of_u, of_m, m_before, own_f, log_f, restarts, begins))
+        store_rows(
+            flags.at[cta],
+            gates.join_flags(local.vecE, of_u, of_m, m_before, f_tile, log_f, restarts, begins),
+        )
     write(buffers["last_bounds"], jnp.concatenate([of_chunk] * 4, axis=1))
     plgpu.commit_smem()
-    for chunk, (exists, head, c) in enumerate(own_chunks):
+    for chunk, (exists, head, c) in enumerate(chunks):
 
         @pl.when(exists)
-        def store(end=(chunk + 1) * chunk_rows - 1, head=head, c=c):
+        def store(end: int = (chunk + 1) * chunk_rows - 1, head: Any = head, c: Any = c) -> None:
             gamma[head, c] = buffers["last_bounds"][end, 0]
 
 
@@ -204,7 +248,8 @@ def _launch(
     """Runs a kernel.
 
     Args:
-      per_step, per_chunk: dtypes of its outputs (B * NH, NC, L), None of absent ones, and shapes of those of chunks, float32.
+      per_step: dtypes of the outputs (B * NH, NC, L), None of absent ones.
+      per_chunk: shapes of the outputs of chunks, float32.
       columns: of ``last``.
       vecs: i, f and starts, (B * NH, S).
     """
@@ -213,18 +258,27 @@ def _launch(
     rows = max(LANES, chunk_rows)
     ctas = -(-p.BNH * p.S // (rows * STEPS))
 
-    def by_cta(x):
-        return None if x is None else jnp.pad(x.reshape(-1), (0, ctas * rows * STEPS - x.size)).reshape(ctas, rows, STEPS)
+    def by_cta(x: Any) -> Any:
+        return (
+            None
+            if x is None
+            else jnp.pad(x.reshape(-1), (0, ctas * rows * STEPS - x.size)).reshape(
+                ctas, rows, STEPS
+            )
+        )
 
-    def by_chunk(x):
+    def by_chunk(x: Any) -> Any:
         return None if x is None else x.reshape(-1)[: p.BNH * p.S].reshape(p.BNH, p.NC, p.L)
 
-    found = mosaic_call(
+    outputs = mosaic_call(
         functools.partial(kernel, p=p, chunk_rows=chunk_rows, input_gate=input_gate),
         name=name,
         grid={"cta": ctas},
         warpgroups=1,
-        outputs={name: dtype and jax.ShapeDtypeStruct((ctas, rows, STEPS), dtype) for name, dtype in per_step.items()}
+        outputs={
+            name: dtype and jax.ShapeDtypeStruct((ctas, rows, STEPS), dtype)
+            for name, dtype in per_step.items()
+        }
         | {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in per_chunk.items()},
         scratch={
             "last": plgpu.SMEM((rows, columns), jnp.float32),
@@ -233,11 +287,11 @@ def _launch(
             "sums": scan_buffer(3, rows, chunk_rows),
             "maxima": None if input_gate is InputGate.SIGMOID else scan_buffer(3, rows, chunk_rows),
         },
-        interpret=call.lowering is Lowering.MOSAIC_GPU_INTERPRET,
+        interpret=call.interpret,
         infer_layouts=False,
         approx_math=False,
     )(**dict(zip(("i", "f", "starts"), map(by_cta, vecs), strict=True)), **inputs)
-    return {name: x if name in per_chunk else by_chunk(x) for name, x in found.items()}
+    return {name: x if name in per_chunk else by_chunk(x) for name, x in outputs.items()}
 
 
 def chunk_gates(
@@ -256,32 +310,44 @@ def chunk_gates(
         scaM_states = jnp.zeros((p.BNH, p.NC + 1), scaM_initial.dtype)
     elif scaM_states is None:
         summaries = {name: (p.BNH, _padded_chunks(p)) for name in "ga"}
-        found = _launch(_summaries_kernel, "chunk_summaries", {}, summaries, 2, vecs, input_gate, call)
-        scaM_states = stabiliser_scan(found["g"], found["a"], scaM_initial, call)
+        x = _launch(_summaries_kernel, "chunk_summaries", {}, summaries, 2, vecs, input_gate, call)
+        scaM_states = stabiliser_scan(x["g"], x["a"], scaM_initial, call)
     per_step = dict.fromkeys(("e_hi", "e_lo", "u_hi", "u_lo", "w", "m", "abar"), jnp.float32)
     per_step["flags"] = jnp.int32 if backward else None
-    x = _launch(_gates_kernel, "chunk_gates", per_step, {"gamma": (p.BNH, p.NC)}, 3, vecs, input_gate, call, m_states=scaM_states)
+    x = _launch(
+        _gates_kernel,
+        "chunk_gates",
+        per_step,
+        {"gamma": (p.BNH, p.NC)},
+        3,
+        vecs,
+        input_gate,
+        call,
+        m_states=scaM_states,
+    )
     e, u = (x["e_hi"], x["e_lo"]), (x["u_hi"], x["u_lo"])
     return ChunkGates(e, u, x["w"], x["m"], x["abar"], x["gamma"], scaM_states, x["flags"])
 
 
 def _stabiliser_scan_kernel(
-    g,  # (B * NH, padded NC / STEPS, STEPS) what a chunk adds to m; -inf where it has a reset
-    a,  # (B * NH, padded NC / STEPS, STEPS) m of a chunk on its own
-    m_initial,  # (B * NH,)
-    m,  # out (B * NH, padded NC / STEPS, STEPS) after each chunk
-    sums,  # shared: see scan_buffer
-    last,  # shared (rows, STEPS)
-):
+    g: Any,  # (B * NH, padded NC / STEPS, STEPS) what a chunk adds to m; -inf where it has a reset
+    a: Any,  # (B * NH, padded NC / STEPS, STEPS) m of the chunk alone
+    m_initial: Any,  # (B * NH,)
+    m: Any,  # out (B * NH, padded NC / STEPS, STEPS) after each chunk
+    sums: Any,  # shared: see scan_buffer
+    last: Any,  # shared (rows, STEPS)
+) -> None:
     head, rows = lax.axis_index("head"), last.shape[0]
 
-    def join(left, x):
+    def join(left: Any, x: Any) -> Sequence[Any]:
         return left[0] + x[0], jnp.maximum(left[1] + x[0], x[1])
 
-    def one(j, before):
+    def one(j: Any, before: Any) -> Any:
         block = pl.ds(pl.multiple_of(j * rows, rows), rows)
-        added, own = running(join, [load_rows(y.at[head, block]) for y in (g, a)], (0.0, -_INF), rows, sums)
-        after = jnp.maximum(added + before, own)
+        added, largest = running(
+            join, [load_rows(y.at[head, block]) for y in (g, a)], (0.0, -_INF), rows, sums
+        )
+        after = jnp.maximum(added + before, largest)
         store_rows(m.at[head, block], after)
         store_rows(last, after)
         plgpu.commit_smem()
@@ -300,28 +366,33 @@ def _padded_chunks(p: Problem) -> int:
     return -(-p.NC // block) * block
 
 
-def stabiliser_scan(g: jax.Array, a: jax.Array, scaM_initial: jax.Array, call: StageCall) -> jax.Array:
+def stabiliser_scan(
+    g: jax.Array, a: jax.Array, scaM_initial: jax.Array, call: StageCall
+) -> jax.Array:
     """``gates.stabiliser_scan`` with the exponential input gate: (B * NH, NC + 1).
 
     g, a: (B * NH, padded NC), as the kernel's. What is beyond NC is not used.
     """
     p, rows = call.problem, _scan_rows(call.problem)
     by_rows = p.BNH, g.shape[1] // STEPS, STEPS
-    found = mosaic_call(
+    after = mosaic_call(
         _stabiliser_scan_kernel,
         name="stabiliser_scan",
         grid={"head": p.BNH},
         warpgroups=1,
         outputs={"m": jax.ShapeDtypeStruct(by_rows, jnp.float32)},
-        scratch={"sums": scan_buffer(2, rows, rows), "last": plgpu.SMEM((rows, STEPS), jnp.float32)},
-        interpret=call.lowering is Lowering.MOSAIC_GPU_INTERPRET,
+        scratch={
+            "sums": scan_buffer(2, rows, rows),
+            "last": plgpu.SMEM((rows, STEPS), jnp.float32),
+        },
+        interpret=call.interpret,
         infer_layouts=False,
     )(g=g.reshape(by_rows), a=a.reshape(by_rows), m_initial=scaM_initial)["m"]
-    return jnp.concatenate([scaM_initial[:, None], found.reshape(p.BNH, -1)[:, : p.NC]], axis=1)
+    return jnp.concatenate([scaM_initial[:, None], after.reshape(p.BNH, -1)[:, : p.NC]], axis=1)
 
 
 KERNEL = kernel(
     search={},
     heuristic=lambda p: StageConfig(),
-    takes=lambda tiles, p: p.L % 64 == 0 and p.L <= 2048,  # of which a thread has 16 steps
+    takes=lambda config, p: p.L % 64 == 0 and p.L <= 2048,  # of which a thread has 16 steps
 )

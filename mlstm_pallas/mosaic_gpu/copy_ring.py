@@ -15,13 +15,14 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import jax.numpy as jnp
 import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.mosaic_gpu.launch import plgpu
 from mlstm_pallas.mosaic_gpu.products import Products
-from mlstm_pallas.tiles import loop, remainder
+from mlstm_pallas.tiles import divide, loop, remainder
 
 
 class RingBarriers(NamedTuple):
@@ -43,10 +44,12 @@ class CopyRing:
       barriers: those of ``ring_barriers``, in the kernel.
       num_slots: slots.
       steps: how many steps go through the ring, or None: ``fetch`` and ``drain`` alone are called.
-      copies: copies(step, slot, barrier) starts the copies of a step; None with ``steps``.
+      copies: copies(step, copy) starts the copies of a step, each by copy(source, buffer, *index),
+        where index selects of the buffer's slot; None with ``steps``.
       products: of the reading warpgroup.
       buffers: what the copies fill, each with an axis of slots in front.
       readers: warpgroups that share the copying; 0: a further warpgroup does it.
+      steps_of_item: copies(item, step, copy) then takes an item, of so many steps, and its step.
     """
 
     barriers: RingBarriers
@@ -56,21 +59,38 @@ class CopyRing:
     products: Products
     buffers: Sequence[Any]
     readers: int = 2
+    steps_of_item: int | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         self.products.guard(self.barriers.empty, *self.buffers)
 
     def slot(self, step: Any) -> Any:
         return remainder(step, self.num_slots)
 
-    def fetch(self, step: Any, copies: Callable[[Any, Any, Any], None] | None = None) -> None:
+    def fetch(self, step: Any, copies: Callable[..., None] | None = None) -> None:
         """Starts the copies of a step, once the slot's last reader has released it.
 
         copies: in place of the ring's.
         """
         slot = self.slot(step)
         pl.when(step >= self.num_slots)(lambda: plgpu.barrier_wait(self.barriers.empty.at[slot]))
-        (copies or self.copies)(step, slot, self.barriers.full.at[slot])
+        (copies or self._start)(step, functools.partial(self._copy, slot))
+
+    def _copy(self, slot: Any, source: Any, buffer: Any, *index: Any) -> None:
+        full = self.barriers.full.at[slot]
+        plgpu.copy_gmem_to_smem(source, buffer.at[(slot, *index)], full)
+
+    def _start(self, step: Any, copy: Callable[..., None], item: Any = None) -> None:
+        """item: the step's own or the one before it, which spares a division."""
+        n = self.steps_of_item
+        if n is None:
+            self.copies(step, copy)
+        elif item is None:
+            self.copies(divide(step, n), remainder(step, n), copy)
+        else:
+            x = step - lax.optimization_barrier(item) * n
+            here = x < n
+            self.copies(jnp.where(here, item, item + 1), jnp.where(here, x, x - n), copy)
 
     def wait(self, step: Any) -> Any:
         """Waits for the copies of a step; its slot."""
@@ -82,32 +102,34 @@ class CopyRing:
         """The warpgroup has read these steps."""
         self.products.release(*(self.barriers.empty.at[self.slot(step)] for step in steps))
 
-    def _for_own_slot(self, slot: Any, condition: Any, run: Callable[[], None]) -> None:
+    def _by_copier(self, slot: Any, condition: Any, run: Callable[[], None]) -> None:
+        """Runs in the warpgroup that copies into the slot."""
         copier = remainder(slot, self.readers) if self.readers else np.int32(2)
         pl.when((lax.axis_index("wg") == copier) & condition)(run)
 
     def start(self) -> None:
         """Starts the copies of the first steps, one a slot."""
 
-        def first(step, carry):
-            self._for_own_slot(step, step < self.steps, lambda: self.fetch(step))
-            return carry
+        def first(step: Any, carry: None) -> None:
+            self._by_copier(step, step < self.steps, lambda: self.fetch(step))
 
         if self.readers:
             loop(self.num_slots, first, None)
 
-    def refill(self, *steps: Any, copies: Callable[[Any, Any, Any], None] | None = None) -> None:
+    def refill(self, *steps: Any, item: Any = None) -> None:
         """Starts the copies into the slots of these steps, which this warpgroup has released.
 
-        copies: in place of the ring's.
+        item: theirs.
         """
         if not self.readers:
             return
         for step in steps:
             # What follows from the step is computed here, not kept in registers meanwhile.
             following = lax.optimization_barrier(step) + self.num_slots
-            fetch = functools.partial(self.fetch, following, copies)
-            self._for_own_slot(self.slot(step), following < self.steps, fetch)
+            fetch = functools.partial(
+                self.fetch, following, functools.partial(self._start, item=item)
+            )
+            self._by_copier(self.slot(step), following < self.steps, fetch)
 
     def drain(self, steps: Any = None) -> None:
         """Waits for the last releases: no barrier may be left in the middle of a phase."""
@@ -116,4 +138,4 @@ class CopyRing:
             step = total - np.int32(self.num_slots - x)
             slot = self.slot(step)
             wait = functools.partial(plgpu.barrier_wait, self.barriers.empty.at[slot])
-            self._for_own_slot(slot, step >= 0, wait)
+            self._by_copier(slot, step >= 0, wait)

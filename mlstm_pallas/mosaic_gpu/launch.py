@@ -1,17 +1,20 @@
-"""The seam to Mosaic GPU: the only importer of jax.experimental.pallas.mosaic_gpu. For Hopper GPUs, and jax from 0.11.2 on.
+"""The seam to Mosaic GPU: the only importer of jax.experimental.pallas.mosaic_gpu.
 
-Its interface changes between versions of jax, so what the kernels share of it is here: a launch, the layout of tiles in shared memory,
-copies. ``stages/mosaic_gpu/products.py`` has the products on the tensor cores.
+For Hopper GPUs, and jax from 0.11.2 on. Its interface changes between versions of jax, so what the
+kernels share of it is here: a launch, the layout of tiles in shared memory, copies.
+``mosaic_gpu/products.py`` has the products on the tensor cores.
 """
+
 import contextlib
-import functools
+import math
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.experimental.pallas import mosaic_gpu
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
 
@@ -20,7 +23,11 @@ from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.tiles import divide, remainder
 
-BY_ROWS, BY_COLUMNS = plgpu.Layout.WGMMA.reduce(1), plgpu.Layout.WGMMA.reduce(0)  # of a vector beside the rows, the columns of a tile
+plgpu: Any = mosaic_gpu  # which has no annotations
+BY_ROWS, BY_COLUMNS = (
+    plgpu.Layout.WGMMA.reduce(1),
+    plgpu.Layout.WGMMA.reduce(0),
+)  # of a vector beside the rows, the columns of a tile
 REGISTER_ROWS = 64  # of an accumulator in the registers of one warpgroup
 
 
@@ -30,55 +37,64 @@ def mosaic_call(
     name: str,
     grid: Mapping[str, int],
     warpgroups: int,
-    outputs: Mapping[str, jax.ShapeDtypeStruct | None],
-    scratch: Mapping[str, Any | None],
+    outputs: Mapping[str, Any],
+    scratch: Mapping[str, Any],
     interpret: bool,
     infer_layouts: bool = True,
     approx_math: bool = True,
 ) -> Callable[..., dict[str, Any]]:
     """plgpu.kernel of ``kernel(**refs)``; the last grid axis varies fastest.
 
-    The function returned takes the inputs by name and gives the outputs by name. Absent ones are None, for the kernel too. The axis of
-    the warpgroups is called "wg".
+    The function returned takes the inputs by name and gives the outputs by name: arrays or trees of
+    them. Absent ones are None, for the kernel too. The axis of the warpgroups is called "wg".
 
     Args:
-      infer_layouts: False for a kernel that gives the layouts of all its arrays. Inferring them may take Python seconds. LLVM unrolls
-        loops around products where they are not inferred.
+      infer_layouts: False for a kernel that gives the layouts of all its arrays. Inferring them may
+        take Python seconds. LLVM unrolls loops around products where they are not inferred.
       approx_math: False for exp and log to a unit or two in the last place.
     """
-    semantics = plgpu.LoweringSemantics.Warpgroup if infer_layouts else plgpu.LoweringSemantics.Lane
+    semantics = plgpu.LoweringSemantics
+    shapes, out_tree = jax.tree.flatten([*outputs.values()])
 
-    def launch(**inputs: jax.Array | None) -> dict[str, Any]:
-        present = {name: x for name, x in inputs.items() if x is not None}
-        wanted = {name: x for name, x in outputs.items() if x is not None}
-        buffers = {name: x for name, x in scratch.items() if x is not None}
-        absent = dict.fromkeys({*inputs, *outputs, *scratch} - {*present, *wanted, *buffers})
-        # Inside a shard_map that checks it, outputs have to say over which axes they vary. plgpu.kernel itself knows of no such axes.
-        varying = tuple(frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in present.values())))
+    def launch(**inputs: Any) -> dict[str, Any]:
+        arrays, in_tree = jax.tree.flatten([*inputs.values()])
+        # Inside a shard_map that checks it, outputs have to say over which axes they vary.
+        # plgpu.kernel itself knows of no such axes.
+        axes = (jax.typeof(x).manual_axis_type.varying for x in arrays)
+        varying = tuple(frozenset().union(*axes))
 
         in_flight = InFlight(name) if interpret else None
 
         def entry(*refs: Any, **scratch_refs: Any) -> None:
             with contextlib.nullcontext() if in_flight is None else in_flight.traced(scratch_refs):
-                kernel(**dict(zip((*present, *wanted), refs, strict=True)), **absent, **scratch_refs)
+                operands = jax.tree.unflatten(in_tree, refs[: len(arrays)])
+                results = jax.tree.unflatten(out_tree, refs[len(arrays) :])
+                names = zip((*inputs, *outputs), (*operands, *results), strict=True)
+                kernel(**dict(names), **dict.fromkeys(scratch) | scratch_refs)
 
-        found = plgpu.kernel(
+        results = plgpu.kernel(
             entry,
-            out_type=list(wanted.values()),
+            out_type=shapes,
             grid=tuple(grid.values()),
             grid_names=tuple(grid),
             num_threads=warpgroups,
             thread_name="wg",
-            scratch_types=buffers,
-            # Each kernel orders its own accesses to shared memory: a barrier for every read that a later copy overwrites.
-            compiler_params=plgpu.CompilerParams(approx_math=approx_math, unsafe_no_auto_barriers=True, lowering_semantics=semantics),
-            interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,  # type: ignore[attr-defined]
+            scratch_types={x: buffer for x, buffer in scratch.items() if buffer is not None},
+            # Each kernel orders its own accesses to shared memory: a barrier for every read that a
+            # later copy overwrites.
+            compiler_params=plgpu.CompilerParams(
+                approx_math=approx_math,
+                unsafe_no_auto_barriers=True,
+                lowering_semantics=semantics.Warpgroup if infer_layouts else semantics.Lane,
+            ),
+            interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
             kernel_name=name,
-        )(*(_varying_nowhere.bind(x) if varying else x for x in present.values()))
+        )(*(_varying_nowhere.bind(x) if varying else x for x in arrays))
         if in_flight is not None:
             in_flight.report()
-        found = [lax.pcast(x, varying, to="varying") for x in found] if varying else found
-        return dict.fromkeys(outputs) | dict(zip(wanted, found, strict=True))
+        if varying:
+            results = [lax.pcast(x, varying, to="varying") for x in results]
+        return dict(zip(outputs, jax.tree.unflatten(out_tree, results), strict=True))
 
     return launch
 
@@ -91,8 +107,8 @@ batching.defvectorized(_varying_nowhere)
 mlir.register_lowering(_varying_nowhere, lambda _, x: [x])
 
 
-def multiprocessors(interpret: bool) -> int:
-    """CTAs of a kernel that has one an SM: the SMs of the GPU that the computation is for, or if unknown those of an H100 and an H200."""
+def sm_count(interpret: bool) -> int:
+    """SMs of the GPU that the computation is for; if unknown those of an H100 and an H200."""
     if interpret:
         return 2
     abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
@@ -101,15 +117,51 @@ def multiprocessors(interpret: bool) -> int:
     return known if device.platform == "gpu" and known else 132
 
 
+class PersistentScheduler(NamedTuple):
+    """The items of a CTA that stays: every num_ctas-th, from that of its index on."""
+
+    program: jax.Array
+    num_ctas: int
+
+    def item(self, index: Any) -> Any:
+        return self.program + index * self.num_ctas
+
+    def num_items(self, items: int) -> jax.Array:
+        return divide(items - 1 - self.program, self.num_ctas) + 1
+
+
 def tile_transforms(columns: int, itemsize: int) -> tuple[Any, ...]:
-    """The layout in shared memory of tiles that wgmma reads, whose rows have so many columns."""
+    """The layout in shared memory of tiles with so many columns that wgmma reads."""
     swizzle = min(columns * itemsize, 128)
     return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
-def load(ref: Any, layout: Any = plgpu.Layout.WGMMA, *, optimized: bool = True) -> jax.Array:
-    """A tile in registers, as an accumulator is, or a vector beside one. Not optimized: from global memory, element by element."""
-    return plgpu.load(ref, layout=layout, optimized=optimized)  # type: ignore[call-arg]
+def shared_tiles(*shape: int, dtype: Any) -> Any:
+    """Tiles in shared memory, of the last two axes, that wgmma reads."""
+    return plgpu.SMEM(shape, dtype, transforms=tile_transforms(shape[-1], dtype.itemsize))
+
+
+def shared_bytes(scratch: Mapping[str, Any], *, has_sum: bool = False) -> int:
+    """Shared memory of a CTA. Each array, and all barriers, begin at a multiple of 1024 bytes.
+
+    has_sum: whether the kernel has a jnp.sum of a tile, which takes 2 KiB.
+    """
+    buffers = (x for x in jax.tree.leaves(dict(scratch)) if not isinstance(x, plgpu.Barrier))
+    sizes = (math.prod(x.shape) * x.dtype.itemsize for x in buffers)
+    total: int = 1024 + sum(-(-size // 1024) * 1024 for size in sizes)
+    return total + 2048 * has_sum
+
+
+def float32(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def load(ref: Any, layout: Any = plgpu.Layout.WGMMA, *, optimized: bool = True) -> Any:
+    """A tile in registers, in the layout of an accumulator, or a vector beside one.
+
+    optimized: False from global memory, element by element.
+    """
+    return plgpu.load(ref, layout=layout, optimized=optimized)
 
 
 def move_registers(count: int) -> None:
@@ -133,7 +185,10 @@ def write(ref: Any, x: jax.Array) -> None:
 
 
 def copy_where(where: jax.Array | None, tile: Any, destination: Any, *, interpret: bool) -> None:
-    """Starts a copy of a tile to global memory, where the condition holds. GPU interpret mode has no predicates."""
+    """Starts a copy of a tile to global memory, where the condition holds.
+
+    GPU interpret mode has no predicates.
+    """
     if interpret and where is not None:
         pl.when(where)(lambda: plgpu.copy_smem_to_gmem(tile, destination))
     else:
@@ -146,17 +201,10 @@ def block(index: Any, size: int) -> Any:
     return pl.ds(start if isinstance(start, int) else pl.multiple_of(start, size), size)
 
 
-def drain(empty: Any, steps: jax.Array, num_stages: int) -> None:
-    """Waits for the last releases of so many steps: no barrier may be left in the middle of a phase."""
-    for x in range(num_stages):
-        step = steps - num_stages + x
-        pl.when(step >= 0)(functools.partial(plgpu.barrier_wait, empty.at[remainder(step, num_stages)]))
-
-
 def one_of(*tiles: Any, interpret: bool) -> Any:
-    """Arrays in shared memory that take the same place, slot by slot; their slots have the same bytes.
+    """Arrays in the same place of shared memory, slot by slot; their slots have the same bytes.
 
-    The race detector of GPU interpret mode tells no slots apart: there, each array has a place of its own.
+    The race detector of GPU interpret mode tells no slots apart: there, they have different places.
     """
     return list(tiles) if interpret else plgpu.RefUnion(*tiles)
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Kernel, StageConfig
 
+KERNEL_DTYPE = jnp.dtype("bfloat16")  # float16 is of the same size
 SHARED_BYTES = 232_448  # that a CTA may have
 HEADS = 65_535  # CTAs along a grid axis of CUDA's other than the first
 
@@ -18,7 +19,7 @@ MOVES_REGISTERS = jax.__version_info__ < (0, 12)
 
 
 def state_rows(DHQK: int, most: int = 256) -> int:
-    """Rows of a block of the state in registers, a multiple of 64 that divides DHQK; 0: none fits."""
+    """Rows of a block of the state in registers, a multiple of 64 that divides DHQK; 0: none."""
     sizes = (DHQK // n for n in range(1, DHQK // 64 + 1) if DHQK % (64 * n) == 0)
     return next((rows for rows in sizes if rows <= most), 0)
 

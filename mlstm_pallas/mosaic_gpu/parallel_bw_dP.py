@@ -1,17 +1,24 @@
-"""parallel_bw_dP on Mosaic GPU: P, dP, the sums of W and delta of ``stages/parallel_bw_dP.py``, without scaled queries and keys.
+"""parallel_bw_dP on Mosaic GPU: P, dP, the sums of W and delta of ``stages/parallel_bw_dP.py``.
 
-One CTA an SM. Each takes every n-th item, a tile of 128 queries and 128 keys of a chunk. Operands are copied num_stages steps ahead, into
-the next item too; a step is 64 columns of q and k, or of dh and v, and the last one has e_s. The two warpgroups have 64 queries each:
-scores and dh . v in two accumulators, from which they compute what is written, 64 keys at a time.
+Queries and keys are not scaled here.
 
-With a normaliser dz_t den_t = slope_t delta_t; slope_t is -sign(z_t), or 0 where the floor is larger than |z_t|. While a product with a
-tile of dh runs, its warpgroup multiplies its rows of that tile with those of h for delta. The tiles of h have stages of their own. All
-items of a tile of queries compute the same delta to the bit; the one on the diagonal writes it.
+One CTA an SM. Each takes every n-th item, a tile of 128 queries and 128 keys of a chunk. Operands
+are copied num_stages steps ahead, into the next item too. A step is 64 columns of q and k, or of dh
+and v, and the last one has e_s. The two warpgroups have 64 queries each: scores and dh . v in two
+accumulators, from which they compute what is written, 32 keys at a time.
 
-An item reads 256 (DHQK + DHHV) elements, and 128 DHHV of h. Tiles of 64 x 64 would read twice as much through the L2.
+With a normaliser dz_t den_t = slope_t delta_t; slope_t is -sign(z_t), or 0 where the floor is
+larger than |z_t|. While a product with a tile of dh runs, its warpgroup multiplies its rows of that
+tile with those of h for delta. The tiles of h have stages of their own. All items of a tile of
+queries compute the same delta to the bit; the one on the diagonal writes it.
+
+An item reads 256 (DHQK + DHHV) elements, and 128 DHHV of h. Tiles of 64 x 64 would read twice as
+much through the L2.
 """
+
+import dataclasses
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,227 +29,291 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.gate_gradients import TilePairs
 from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
+from mlstm_pallas.mosaic_gpu.fragments import load_by_rows, rows_and_columns
+from mlstm_pallas.mosaic_gpu.gradient_tiles import tile_pairs, w_sum_shapes, write_tiles
 from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     BY_ROWS,
     REGISTER_ROWS,
+    PersistentScheduler,
     block,
+    float32,
     head_of,
     load,
     mosaic_call,
-    multiprocessors,
     one_of,
     plgpu,
+    shared_bytes,
+    shared_tiles,
+    sm_count,
     tile_transforms,
 )
-from mlstm_pallas.mosaic_gpu.limits import SHARED_BYTES, kernel
+from mlstm_pallas.mosaic_gpu.limits import KERNEL_DTYPE, SHARED_BYTES, kernel
 from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH, Products
 from mlstm_pallas.mosaic_gpu.step_sums import step_sums
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, NormaliserGradients, query_scale
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Lowering, StageCall, StageConfig, Weighted
+from mlstm_pallas.stage import StageCall, StageConfig, Weighted
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
+R = REGISTER_ROWS
 TILE = 128  # queries, and keys, of an item
 DEPTH = 64  # of the product of a step
 H_STAGES = 3  # tiles of h in shared memory
-SLICE = 32  # keys whose P and dP a warpgroup makes at a time: with more there are too few registers
-LOG2_E = float(np.log2(np.e))
+SLICE = 32  # keys whose P and dP a warpgroup computes at a time: more take too many registers
+
+
+class _Refs(NamedTuple):
+    q: Any  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
+    k: Any
+    v: Any  # (B * NH, S, DHHV) or (B, S, NH, DHHV)
+    dh: Any
+    h: Any  # likewise; absent where delta is 0 and without a normaliser
+    e_hi: Any  # (B * NH, S), as all that follow
+    e_lo: Any
+    u_hi: Any
+    u_lo: Any
+    inv_den: Any  # absent without a normaliser
+    slope: Any  # absent where h is
+    P: Any  # out (B * NH, S, L)
+    dP: Any
+    per_query: Any  # out, see w_sum_shapes
+    per_key: Any
+    diagonal: Any
+    delta: Any  # out (B * NH, S); absent where h is
+    operands: Any  # shared: the tiles of a step, and the vectors that take their place
+    h_tiles: Any  # shared (H_STAGES, 128, 64)
+    out_tiles: Any  # shared (2 warpgroups, 2, 64, 64)
+    scratch: Any  # shared (2 warpgroups, 256), for sums over queries
+    barriers: Any  # of the ring of operands
+    h_barriers: Any  # of the ring of tiles of h; absent where h is
+
+
+@dataclasses.dataclass(frozen=True)
+class _CTA:
+    """The items of a CTA, and their copies."""
+
+    refs: _Refs
+    p: Problem
+    scheduler: PersistentScheduler
+    num_tiles: int  # of queries, in a chunk
+    steps_k: int
+    steps_v: int
+    steps_of_item: int
+
+    def item(self, index: Any) -> tuple[Any, ...]:
+        """Head, chunk, and the tiles of queries and of keys: tile i of queries has the first i + 1
+        tiles of keys."""
+        items_of_chunk, NC = _items_of_chunk(self.p), self.p.NC
+        index = self.scheduler.item(index)
+        x, chunk = remainder(index, items_of_chunk), divide(index, items_of_chunk)
+        later = (x >= m * (m + 1) // 2 for m in range(1, self.num_tiles))
+        i: Any = sum((lax.convert_element_type(y, jnp.int32) for y in later), np.int32(0))
+        j = x - divide(i * (i + 1), 2)
+        return divide(chunk, NC), remainder(chunk, NC), i, j
+
+    def copy(self, index: Any, x: Any, copy: Any) -> None:
+        """Step x of an item: q and k, dh and v, or the vectors of the keys."""
+        refs, steps_k, steps_v = self.refs, self.steps_k, self.steps_v
+        head, chunk, i, j = self.item(index)
+        queries, keys = (block(chunk * self.num_tiles + y, TILE) for y in (i, j))
+        left, right = refs.operands
+
+        def operands(a: Any, b: Any, x: Any) -> None:
+            for y, rows, buffers in ((a, queries, left), (b, keys, right)):
+                copy(head_of(y, head, self.p).at[rows, block(x, DEPTH)], buffers[0])
+
+        def vectors() -> None:
+            for y, buffers in ((refs.e_hi, left), (refs.e_lo, right)):
+                copy(y.at[head, keys], buffers[1], slice(TILE))
+
+        pl.when(x < steps_k)(lambda: operands(refs.q, refs.k, x))
+        of_v = (x >= steps_k) & (x < steps_k + steps_v)
+        pl.when(of_v)(lambda: operands(refs.dh, refs.v, x - steps_k))
+        pl.when(x == steps_k + steps_v)(vectors)
+
+    def copy_h(self, step: Any, copy: Any) -> None:
+        head, chunk, i, _ = self.item(divide(step, self.steps_v))
+        rows = block(chunk * self.num_tiles + i, TILE)
+        columns = block(remainder(step, self.steps_v), DEPTH)
+        copy(head_of(self.refs.h, head, self.p).at[rows, columns], self.refs.h_tiles)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Item(_CTA):
+    """An item, as a warpgroup sees it."""
+
+    ring: CopyRing
+    h_ring: Any
+    wg: jax.Array
+    index: jax.Array  # of the CTA's items
+    head: jax.Array
+    chunk: jax.Array
+    i: jax.Array
+    j: jax.Array
+    tile_rows: Any  # of the warpgroup
+    rows: Any  # likewise, in the sequence
+    first: jax.Array  # the first step in the ring
+
+    @property
+    def products(self) -> Products:
+        return self.ring.products
+
+    def refill(self, step: Any) -> None:
+        self.ring.refill(step, item=self.index)
+
+
+def _scores_dA_and_delta(c: _Item) -> Any:
+    """delta, None where h is absent, q k^T and dh v^T."""
+    refs, ring, products, first = c.refs, c.ring, c.products, c.first
+    (left, _), (right, _) = refs.operands
+
+    def delta_of(x: Any, slot: Any) -> Any:
+        """dh_t . h_t over the columns of a step."""
+        step = c.index * c.steps_v + x
+        h_slot = c.h_ring.wait(step)
+        tiles = left.at[slot, c.tile_rows], refs.h_tiles.at[h_slot, c.tile_rows]
+        dh, h = (load(tile).astype(jnp.float32) for tile in tiles)
+        c.h_ring.release(step)
+        return products.sum_over_columns(dh * h)
+
+    def add(accumulator: Any, start: int, count: int, delta: Any = None) -> Any:
+        def one(x: Any, delta: Any) -> Any:
+            step = first + start + x
+            slot = ring.wait(step)
+            products.add(accumulator, left.at[slot, c.tile_rows], right.at[slot].T)
+            products.wait(1)
+            pl.when(start + x > 0)(lambda: ring.release(step - 1))
+            if delta is not None:
+                delta += delta_of(x, slot)
+                c.h_ring.refill(c.index * c.steps_v + x)
+            pl.when(step > 0)(lambda: c.refill(step - 1))
+            return delta
+
+        return products.loop(accumulator, count, one, delta)
+
+    def issue(scores: Any, dA: Any) -> Any:
+        add(scores, 0, c.steps_k)
+        delta = None
+        if refs.h is not None:
+            delta = plgpu.layout_cast(jnp.zeros((R,), jnp.float32), BY_ROWS)
+        delta = add(dA, c.steps_k, c.steps_v, delta)
+        products.wait(0)
+        ring.release(first + c.steps_k + c.steps_v - 1)
+        c.refill(first + c.steps_k + c.steps_v - 1)
+        return delta
+
+    return products.all_from_zeros(issue, (R, TILE), (R, TILE))
+
+
+def _multiply(c: _Item) -> None:
+    """The products of an item, P, dP, the sums of W and delta."""
+    refs, products, rows = c.refs, c.products, c.rows
+    (_, left_vector), (_, right_vector) = refs.operands
+    # Loaded before the products and used after them: their latency is hidden.
+    *u, inv_den, slope = (
+        load_by_rows(x, c.head, rows) for x in (refs.u_hi, refs.u_lo, refs.inv_den, refs.slope)
+    )
+    delta, scores, dA = _scores_dA_and_delta(c)
+    # Where the floor is larger nothing passes back, also where h is inf.
+    dz_den = None if delta is None else jnp.where(slope == 0.0, 0.0, slope * delta)
+    last = c.first + c.steps_of_item - 1
+    slot = c.ring.wait(last)
+    t, s = rows_and_columns(R, SLICE)
+    on_diagonal: Any = 0.0
+
+    def write(start: int) -> tuple[jax.Array, jax.Array]:
+        """P and dP of SLICE keys, from ``start`` on; sums over them of W_tt and of W_ts, s < t."""
+        columns, in_tile = slice(start, start + SLICE), slice(start % R, start % R + SLICE)
+        last_seen = t + ((c.i - c.j) * TILE + c.wg * R - start)  # the key of a query's own step
+        e = (load(x.at[slot, columns], BY_COLUMNS) for x in (left_vector, right_vector))
+        P, dP = (refs.out_tiles.at[c.wg, x, :, in_tile] for x in range(2))
+        operands = scores[:, columns], dA[:, columns], e, u, inv_den, dz_den, s <= last_seen
+        W = write_tiles(P, dP, *operands, c.p.qk_scale, products)
+        earlier = jnp.where(s < last_seen, W, 0.0)
+        keys = pl.ds(pl.multiple_of((c.chunk * c.num_tiles + c.j) * TILE + start, SLICE), SLICE)
+        sums = products.sum_over_rows(earlier, refs.scratch.at[c.wg])
+        refs.per_key.at[c.head, c.i * (TILE // R) + c.wg, keys][...] = sums
+        at_t = products.sum_over_columns(jnp.where(s == last_seen, W, 0.0))
+        return at_t, products.sum_over_columns(earlier)
+
+    for b in range(TILE // R):
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        sums = [write(start) for start in range(b * R, (b + 1) * R, SLICE)]
+        of_diagonal, of_earlier = (functools.reduce(jnp.add, x) for x in zip(*sums, strict=True))
+        on_diagonal += of_diagonal
+        column = c.j * (TILE // R) + b
+        refs.per_query.at[c.head, column, rows][...] = of_earlier
+        plgpu.commit_smem()
+        for x, output in enumerate((refs.P, refs.dP)):
+            destination = output.at[c.head, rows, block(column, R)]
+            plgpu.copy_smem_to_gmem(refs.out_tiles.at[c.wg, x], destination)
+    c.ring.release(last)
+
+    @pl.when(c.i == c.j)
+    def store() -> None:
+        refs.diagonal.at[c.head, rows][...] = on_diagonal
+        if delta is not None:
+            refs.delta.at[c.head, rows][...] = delta
+
+
+def _items_of_chunk(p: Problem) -> int:
+    num_tiles = blocks(p.L, TILE)
+    return num_tiles * (num_tiles + 1) // 2
 
 
 def _kernel(
-    q,  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
-    k,
-    v,  # (B * NH, S, DHHV) or (B, S, NH, DHHV)
-    dh,
-    h,  # likewise; absent where delta is 0 and without a normaliser
-    e_hi,  # (B * NH, S), as all that follow
-    e_lo,
-    u_hi,
-    u_lo,
-    inv_den,  # absent without a normaliser
-    slope,  # absent where h is
-    P,  # out (B * NH, S, L)
-    dP,  # out (B * NH, S, L)
-    per_query,  # out (B * NH, L / 64, S) sum of W_ts over s < t in each tile of keys
-    per_key,  # out (B * NH, L / 64, S) sum of W_ts over t > s in each tile of queries
-    diagonal,  # out (B * NH, S) W_tt
-    delta,  # out (B * NH, S); absent where h is
-    operands,  # shared: the tiles of a step, and the vectors that take their place
-    h_tiles,  # shared (H_STAGES, 128, 64)
-    out_tiles,  # shared (2 warpgroups, 2, 64, 64)
-    scratch,  # shared (2 warpgroups, 256), for sums over queries
-    barriers,  # of the ring of operands
-    h_barriers,  # of the ring of tiles of h; absent where h is
-    *,
-    p: Problem,
-    scale: float,
-    programs: int,
-    num_stages: int,
-    products: Products,
-):
-    wg, program = lax.axis_index("wg"), lax.axis_index("program")
-    (left, left_vector), (right, right_vector) = operands
-    R, tiles = REGISTER_ROWS, blocks(p.L, TILE)
-    items_of_chunk = tiles * (tiles + 1) // 2
-    steps_k, steps_v = blocks(p.DHQK, DEPTH), blocks(p.DHHV, DEPTH)
-    steps_of_item = steps_k + steps_v + 1
-    items = divide(p.BNH * p.NC * items_of_chunk - 1 - program, programs) + 1
+    *, p: Problem, num_ctas: int, num_stages: int, interpret: bool, **refs_by_name: Any
+) -> None:
+    refs, products = _Refs(**refs_by_name), Products(interpret)
+    wg = lax.axis_index("wg")
+    scheduler = PersistentScheduler(lax.axis_index("program"), num_ctas)
+    steps = blocks(p.DHQK, DEPTH), blocks(p.DHHV, DEPTH)
+    of_item = sum(steps) + 1
+    of_cta = refs, p, scheduler, blocks(p.L, TILE), *steps, of_item
+    cta = _CTA(*of_cta)
+    items = scheduler.num_items(p.BNH * p.NC * _items_of_chunk(p))
+    left, right = refs.operands
+    buffers = *left, *right
+    total = items * of_item
+    ring = CopyRing(refs.barriers, num_stages, total, cta.copy, products, buffers, 2, of_item)
+    rings, h_ring = [ring], None
+    if refs.h is not None:
+        total, buffers = items * cta.steps_v, (refs.h_tiles,)
+        h_ring = CopyRing(refs.h_barriers, H_STAGES, total, cta.copy_h, products, buffers)
+        rings.append(h_ring)
 
-    def item(index):
-        """Head, chunk, and the tiles of queries and of keys: in order of queries, tile i of them has i + 1 tiles of keys."""
-        index = program + index * programs
-        x, chunk = remainder(index, items_of_chunk), divide(index, items_of_chunk)
-        i: Any = sum((lax.convert_element_type(x >= m * (m + 1) // 2, jnp.int32) for m in range(1, tiles)), np.int32(0))
-        j = x - divide(i * (i + 1), 2)
-        return divide(chunk, p.NC), remainder(chunk, p.NC), i, j
-
-    def copy(step, slot, barrier):
-        copy_of_item(divide(step, steps_of_item), remainder(step, steps_of_item), slot, barrier)
-
-    def copy_of_item(index, x, slot, barrier):
-        """The copies of step x of an item: q and k, dh and v, or the vectors of the keys."""
-        head, chunk, i, j = item(index)
-        queries, keys = block(chunk * tiles + i, TILE), block(chunk * tiles + j, TILE)
-
-        def operands(a, b, x):
-            for y, steps, tile in ((a, queries, left), (b, keys, right)):
-                plgpu.copy_gmem_to_smem(head_of(y, head, p).at[steps, block(x, DEPTH)], tile.at[slot], barrier)
-
-        def vectors():
-            for y, tile in ((e_hi, left_vector), (e_lo, right_vector)):
-                plgpu.copy_gmem_to_smem(y.at[head, keys], tile.at[slot, :TILE], barrier)
-
-        pl.when(x < steps_k)(lambda: operands(q, k, x))
-        pl.when((x >= steps_k) & (x < steps_k + steps_v))(lambda: operands(dh, v, x - steps_k))
-        pl.when(x == steps_k + steps_v)(vectors)
-
-    def copy_h(step, slot, barrier):
-        head, chunk, i, _ = item(divide(step, steps_v))
-        tile = head_of(h, head, p).at[block(chunk * tiles + i, TILE), block(remainder(step, steps_v), DEPTH)]
-        plgpu.copy_gmem_to_smem(tile, h_tiles.at[slot], barrier)
-
-    ring = CopyRing(barriers, num_stages, items * steps_of_item, copy, products, (left, left_vector, right, right_vector))
-    h_ring: Any = None
-    if h is not None:
-        h_ring = CopyRing(h_barriers, H_STAGES, items * steps_v, copy_h, products, (h_tiles,))
-
-    def multiply(index, carry):
-        head, chunk, i, j = item(index)
-        own = block(wg, R)
-        steps = block((chunk * tiles + i) * 2 + wg, R)
-
-        first = index * steps_of_item
-
-        def copy_after(step, slot, barrier):
-            """Of this item or of the next: cheaper to find than of any."""
-            x = step - lax.optimization_barrier(index) * steps_of_item
-            here = x < steps_of_item
-            copy_of_item(jnp.where(here, index, index + 1), jnp.where(here, x, x - steps_of_item), slot, barrier)
-
-        refill = functools.partial(ring.refill, copies=copy_after)
-
-        def of_rows(x):
-            return load(x.at[head, steps], BY_ROWS, optimized=False)
-
-        def across(x):
-            return lax.broadcast_in_dim(x, (R, SLICE), [0])
-
-        def down(x):
-            return lax.broadcast_in_dim(x, (R, SLICE), [1])
-
-        def scaled(x):
-            """Times scale / den_t."""
-            return x * (scale if inv is None else across(inv * scale))
-
-        # Loaded before the products and used after them: their latency is hidden.
-        u = of_rows(u_hi), of_rows(u_lo)
-        inv, slopes = (None if x is None else of_rows(x) for x in (inv_den, slope))
-
-        def times_h(x, slot):
-            """dh_t . h_t over the columns of a step."""
-            h_slot = h_ring.wait(index * steps_v + x)
-            a, b = (load(tile).astype(jnp.float32) for tile in (left.at[slot, own], h_tiles.at[h_slot, own]))
-            h_ring.release(index * steps_v + x)
-            return products.sum_over_columns(a * b)
-
-        def both(scores, dA):
-            def add(accumulator, start, count, row_sums=None):
-                def one(x, row_sums):
-                    step = first + start + x
-                    slot = ring.wait(step)
-                    products.add(accumulator, left.at[slot, own], right.at[slot].T)
-                    products.wait(1)
-                    pl.when(start + x > 0)(lambda: ring.release(step - 1))
-                    if row_sums is not None:
-                        row_sums += times_h(x, slot)
-                        h_ring.refill(index * steps_v + x)
-                    pl.when(step > 0)(lambda: refill(step - 1))
-                    return row_sums
-
-                return products.loop(accumulator, count, one, row_sums)
-
-            add(scores, 0, steps_k)
-            row_sums = add(dA, steps_k, steps_v, None if h is None else plgpu.layout_cast(jnp.zeros((R,), jnp.float32), BY_ROWS))
-            products.wait(0)
-            ring.release(first + steps_k + steps_v - 1)
-            refill(first + steps_k + steps_v - 1)
-            return row_sums
-
-        delta_of_rows, scores, dA = products.all_from_zeros(both, (R, TILE), (R, TILE))
-        # Where the floor is larger nothing passes back, also where h is inf.
-        bias = None if h is None else jnp.where(slopes == 0.0, 0.0, slopes * delta_of_rows)
-        slot = ring.wait(first + steps_of_item - 1)
-        t, s = (plgpu.broadcasted_iota(jnp.int32, (R, SLICE), axis, layout=plgpu.Layout.WGMMA) for axis in range(2))
-        on_diagonal = 0.0
-
-        def make_tiles(start):
-            """Writes P and dP of SLICE keys, from ``start`` on, into the tiles to store; returns their W by place."""
-            columns, in_tile = slice(start, start + SLICE), slice(start % R, start % R + SLICE)
-            hi, lo = (down(load(x.at[slot, columns], BY_COLUMNS)) - across(y) for x, y in zip((left_vector, right_vector), u, strict=True))
-            last_seen = t + ((i - j) * TILE + wg * R - start)  # the key of a query's own step
-            D = jnp.where(s <= last_seen, jnp.exp2(hi * LOG2_E + lo * LOG2_E), 0.0)
-            x = D * scores[:, columns]
-            products.store(out_tiles.at[wg, 0, :, in_tile], scaled(x).astype(q.dtype))
-            dx = dA[:, columns]
-            dx = scaled(dx if bias is None else dx + across(bias))
-            products.store(out_tiles.at[wg, 1, :, in_tile], (D * dx).astype(q.dtype))
-            W = x * dx
-            earlier = jnp.where(s < last_seen, W, 0.0)
-            keys = pl.ds(pl.multiple_of((chunk * tiles + j) * TILE + start, SLICE), SLICE)
-            per_key.at[head, i * (TILE // R) + wg, keys][...] = products.sum_over_rows(earlier, scratch.at[wg])
-            at_own_step = products.sum_over_columns(jnp.where(s == last_seen, W, 0.0))
-            return at_own_step, products.sum_over_columns(earlier)
-
-        for b in range(TILE // R):
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            sums = [make_tiles(start) for start in range(b * R, (b + 1) * R, SLICE)]
-            of_diagonal, of_earlier = (functools.reduce(jnp.add, x) for x in zip(*sums, strict=True))
-            on_diagonal += of_diagonal
-            per_query.at[head, j * (TILE // R) + b, steps][...] = of_earlier
-            plgpu.commit_smem()
-            for x, destination in enumerate((P, dP)):
-                columns = block(j * (TILE // R) + b, R)
-                plgpu.copy_smem_to_gmem(out_tiles.at[wg, x], destination.at[head, steps, columns])
-        ring.release(first + steps_of_item - 1)
-
-        @pl.when(i == j)
-        def write():
-            diagonal.at[head, steps][...] = on_diagonal
-            if h is not None:
-                delta.at[head, steps][...] = delta_of_rows
-
-        return carry
-
-    rings = [ring] if h is None else [ring, h_ring]
+    def multiply(index: Any, carry: None) -> None:
+        head, chunk, i, j = cta.item(index)
+        tile_rows, rows = block(wg, R), block((chunk * cta.num_tiles + i) * 2 + wg, R)
+        place = wg, index, head, chunk, i, j, tile_rows, rows, index * of_item
+        _multiply(_Item(*of_cta, ring, h_ring, *place))
 
     for x in rings:
         x.start()
-    loop(items, multiply, ())
+    loop(items, multiply, None)
     plgpu.wait_smem_to_gmem(0)
     for x in rings:
         x.drain()
+
+
+def scratch(
+    config: StageConfig, dtype: Any, *, reads_h: bool, interpret: bool = False
+) -> dict[str, Any]:
+    """Shared memory of the kernel."""
+    # The tile and the vector have the same bytes, so that a slot has the same place in both.
+    tile = shared_tiles(config.num_stages, TILE, DEPTH, dtype=dtype)
+    vector = plgpu.SMEM((config.num_stages, TILE * DEPTH * dtype.itemsize // 4), jnp.float32)
+    transforms = tile_transforms(SLICE, dtype.itemsize)
+    return {
+        "operands": [one_of(tile, vector, interpret=interpret) for _ in range(2)],
+        "h_tiles": shared_tiles(H_STAGES, TILE, DEPTH, dtype=dtype) if reads_h else None,
+        "out_tiles": plgpu.SMEM((2, 2, R, R), dtype, transforms=transforms),
+        "scratch": plgpu.SMEM((2, SUM_SCRATCH), jnp.float32),
+        "barriers": ring_barriers(config.num_stages, copies=2),
+        "h_barriers": ring_barriers(H_STAGES, copies=1) if reads_h else None,
+    }
 
 
 def _launch(
@@ -262,39 +333,20 @@ def _launch(
       matH: as matDeltaH; None: delta is 0.
       vecInvDen, vecSlope: 1 / den_t and slope_t, (B * NH, S) float32; None without a normaliser.
     """
-    p, dtype, num_stages, g = call.problem, matQ.dtype, call.tiles.num_stages, gates.per_step()
-    interpret, reads_h = call.lowering is Lowering.MOSAIC_GPU_INTERPRET, matH is not None
-    tiles, T = blocks(p.L, TILE), REGISTER_ROWS
-    n = p.L // T
-    programs = min(multiprocessors(interpret), p.BNH * p.NC * tiles * (tiles + 1) // 2)
-
-    # The tile and the vector have the same bytes, so that a slot has the same place in both.
-    transforms = tile_transforms(DEPTH, dtype.itemsize)
-    tile = plgpu.SMEM((num_stages, TILE, DEPTH), dtype, transforms=transforms)
-    vector = plgpu.SMEM((num_stages, TILE * DEPTH * dtype.itemsize // 4), jnp.float32)
-    per_step = jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32)
-    matrix, sums = jax.ShapeDtypeStruct((p.BNH, p.S, p.L), dtype), jax.ShapeDtypeStruct((p.BNH, n, p.S), jnp.float32)
-    found = mosaic_call(
-        functools.partial(_kernel, p=p, scale=p.qk_scale, programs=programs, num_stages=num_stages, products=Products(interpret)),
+    p, config, dtype, g = call.problem, call.tiles, matQ.dtype, gates.per_step()
+    interpret, reads_h = call.interpret, matH is not None
+    num_ctas = min(sm_count(interpret), p.BNH * p.NC * _items_of_chunk(p))
+    matrix = jax.ShapeDtypeStruct((p.BNH, p.S, p.L), dtype)
+    outputs = {"P": matrix, "dP": matrix, **w_sum_shapes(p)}
+    x = mosaic_call(
+        functools.partial(
+            _kernel, p=p, num_ctas=num_ctas, num_stages=config.num_stages, interpret=interpret
+        ),
         name="parallel_bw_dP",
-        grid={"program": programs},
+        grid={"program": num_ctas},
         warpgroups=2,
-        outputs={
-            "P": matrix,
-            "dP": matrix,
-            "per_query": sums,
-            "per_key": sums,
-            "diagonal": per_step,
-            "delta": per_step if reads_h else None,
-        },
-        scratch={
-            "operands": [one_of(tile, vector, interpret=interpret), one_of(tile, vector, interpret=interpret)],
-            "h_tiles": plgpu.SMEM((H_STAGES, TILE, DEPTH), dtype, transforms=transforms) if reads_h else None,
-            "out_tiles": plgpu.SMEM((2, 2, T, T), dtype, transforms=tile_transforms(SLICE, dtype.itemsize)),
-            "scratch": plgpu.SMEM((2, SUM_SCRATCH), jnp.float32),
-            "barriers": ring_barriers(num_stages, copies=2),
-            "h_barriers": ring_barriers(H_STAGES, copies=1) if reads_h else None,
-        },
+        outputs=outputs | {"delta": float32(p.BNH, p.S) if reads_h else None},
+        scratch=scratch(config, dtype, reads_h=reads_h, interpret=interpret),
         interpret=interpret,
     )(
         q=matQ,
@@ -309,11 +361,7 @@ def _launch(
         inv_den=vecInvDen,
         slope=vecSlope if reads_h else None,
     )
-    of_tiles = (p.BNH, n, p.NC, n, T)
-    pairs = TilePairs(
-        found["per_query"].reshape(of_tiles), found["per_key"].reshape(of_tiles), found["diagonal"].reshape(p.BNH, p.NC, n, T)
-    )
-    return found["P"], found["dP"], pairs, found["delta"]
+    return x["P"], x["dP"], tile_pairs(x, p), x["delta"]
 
 
 def parallel_bw_dP(
@@ -334,10 +382,11 @@ def parallel_bw_dP(
     gradients, dn_added = NormaliserGradients(), None
     if normaliser is None or vecZ is None:
         P, dP, pairs, _ = _launch(*arrays, None, None, None, call)
-    else:
-        per_delta = normaliser.gradients(jnp.ones_like(vecZ), vecZ, g.vecM)  # which are linear in delta
-        P, dP, pairs, delta = _launch(*arrays, matH, per_delta.vecInvDen, per_delta.vecDzDen, call)
-        gradients = normaliser.gradients(jnp.zeros_like(vecZ) if delta is None else delta, vecZ, g.vecM)
+    else:  # The gradients are linear in delta.
+        slope = normaliser.gradients(jnp.ones_like(vecZ), vecZ, g.vecM)
+        P, dP, pairs, delta = _launch(*arrays, matH, slope.vecInvDen, slope.vecDzDen, call)
+        delta = jnp.zeros_like(vecZ) if delta is None else delta
+        gradients = normaliser.gradients(delta, vecZ, g.vecM)
     r = query_scale(g.vecW, call.problem.qk_scale, gradients.vecInvDen)
     if gradients.vecDzDen is not None:
         dn_added = step_sums(matQ, r * gradients.vecDzDen, call=call)
@@ -345,11 +394,11 @@ def parallel_bw_dP(
     return GradientTiles(P, dP, Weighted(matQ, r), keys, pairs, gradients, dn_added)
 
 
-def _takes(tiles: StageConfig, p: Problem) -> bool:
-    """Stages of two tiles of 128 x 64, three such tiles of h, read or not, four of 64 x 64 for outputs, what sums take, and barriers."""
-    shared = 2 * ((tiles.num_stages * 2 + 3) * 128 * 64 + 4 * 64 * 64) + 4 * 2 * 256 + 2048 + 1024
-    fits = tiles.num_stages >= 2 and shared <= SHARED_BYTES
-    return fits and p.DHQK % 64 == 0 and p.DHHV % 64 == 0 and p.L % 128 == 0
+def _takes(config: StageConfig, p: Problem) -> bool:
+    """With tiles of h, read or not."""
+    if config.num_stages < 2 or p.DHQK % 64 or p.DHHV % 64 or p.L % 128:
+        return False
+    return shared_bytes(scratch(config, KERNEL_DTYPE, reads_h=True), has_sum=True) <= SHARED_BYTES
 
 
 KERNEL = kernel(

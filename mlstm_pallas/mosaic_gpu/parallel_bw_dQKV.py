@@ -1,17 +1,20 @@
 """parallel_bw_dQKV on Mosaic GPU: the products of ``stages/parallel_bw_dQKV.py``.
 
-Where L is 128 and DHQK 64 or 128, a CTA makes all gradients of a chunk: ``parallel_bw_dQKV_by_chunk``. Here, DHQK and DHHV are
-multiples of 256.
+Where it gets no P and dP, a CTA computes these and all gradients of a chunk:
+``parallel_bw_dQKV_by_chunk``. Here, DHQK and DHHV are multiples of 256.
 
-One CTA an SM. Each takes every n-th item; an item is 128 x 256 elements of dq, dk or dv, or 128 rows of the states for
-<C_c, dC_{c+1}>. It is a sequence of steps, each with a tile of the left and a tile of the right operand. One warpgroup copies them
-num_stages steps ahead, into the next item too. Two warpgroups multiply, each for 64 rows: the product with the state, which is then
-weighted, and the one with the tiles, in the same accumulator. What is done to the accumulator between the two takes 64 columns at a
-time, so that 168 registers a thread are enough.
+One CTA an SM. Each takes every n-th item: 128 x 256 elements of dq, dk or dv, or 128 rows of the
+states for <C_c, dC_{c+1}>. An item is a sequence of steps, each with a tile of the left and a tile
+of the right operand. One warpgroup copies them num_stages steps ahead, into the next item too. Two
+warpgroups multiply, each for 64 rows: the product with the state, which is then weighted, and the
+one with the tiles of P or dP, in the same accumulator. Between the two the accumulator is read 64
+columns at a time, so that 168 registers a thread are enough.
 
-128 x 256 is the largest item that two warpgroups have registers for. Its operands are three quarters of what two items of 128 x 128
-read; the L2's rate is the limit of this stage.
+128 x 256 is the largest item that two warpgroups have registers for. It reads three quarters of the
+operands of two items of 128 x 128; the L2's rate is the limit of this stage.
 """
+
+import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Sequence
@@ -25,31 +28,63 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
+from mlstm_pallas.mosaic_gpu.fragments import across_columns, across_rows, load_by_rows
 from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
-    BY_ROWS,
     REGISTER_ROWS,
+    PersistentScheduler,
     block,
+    float32,
     head_of,
     load,
     mosaic_call,
-    multiprocessors,
     one_of,
     plgpu,
-    tile_transforms,
+    shared_bytes,
+    shared_tiles,
+    sm_count,
 )
-from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS, SHARED_BYTES, kernel
+from mlstm_pallas.mosaic_gpu.limits import KERNEL_DTYPE, MOVES_REGISTERS, SHARED_BYTES, kernel
 from mlstm_pallas.mosaic_gpu.parallel_bw_dQKV_by_chunk import parallel_bw_dQKV_by_chunk
+from mlstm_pallas.mosaic_gpu.parallel_bw_dQKV_by_chunk import scratch as by_chunk_scratch
 from mlstm_pallas.mosaic_gpu.products import Products
 from mlstm_pallas.normaliser import NormaliserGradients, query_scale
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Lowering, StageCall, StageConfig, sequence_shape
+from mlstm_pallas.stage import StageCall, StageConfig, sequence_shape
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
+R = REGISTER_ROWS
 ROWS, COLUMNS = 128, 256  # of an item
 DEPTH = 64  # of the product of a step
+_PARTS = [slice(j, j + R) for j in range(0, COLUMNS, R)]
+
+
+class _Refs(NamedTuple):
+    q: Any  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
+    k: Any
+    v: Any  # (B * NH, S, DHHV) or (B, S, NH, DHHV)
+    dh: Any
+    C: Any  # (B * NH, NC, DHQK, DHHV)
+    n: Any  # (B * NH, NC, DHQK), absent without a normaliser
+    dC: Any
+    dn: Any
+    P: Any  # (B * NH, S, L)
+    dP: Any
+    w: Any  # (B * NH, S), as all that follow
+    abar: Any
+    inv_den: Any  # absent without a normaliser
+    dz_den: Any  # likewise
+    dq: Any  # out, like q
+    q_inter: Any  # out (B * NH, column blocks, S)
+    dk: Any
+    k_inter: Any
+    dv: Any  # out, like v
+    states: Any  # out (B * NH, NC, DHQK), sums over the columns
+    operands: Any  # shared, see scratch
+    out_tiles: Any  # shared (2 warpgroups, 2, 64, 64)
+    barriers: Any  # of the ring of operands
 
 
 class _Role(enum.IntEnum):
@@ -62,7 +97,10 @@ class _Role(enum.IntEnum):
 
 
 class _Items(NamedTuple):
-    """Of one role: items of a chunk (rows x columns), and the steps of an item, in order. Those with tiles come last and differ by row."""
+    """Items of a role in a chunk (rows x columns), and the steps of an item, in order.
+
+    Steps with tiles of P and dP come last; see ``_tile_steps``.
+    """
 
     rows: int
     columns: int
@@ -81,275 +119,362 @@ def _items(p: Problem, normalise: bool) -> list[_Items]:
     ]
 
 
-def _by_role(role: jax.Array, values: Sequence[Any]) -> jax.Array:
-    found: Any = np.int32(0)
-    for kind, value in zip(_Role, values, strict=True):
-        found = jnp.where(role == kind, value, found)
-    return found
+def _items_of_chunk(roles: Sequence[_Items]) -> int:
+    return sum(x.rows * x.columns for x in roles)
 
 
-def _kernel(
-    q,  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
-    k,
-    v,  # (B * NH, S, DHHV) or (B, S, NH, DHHV)
-    dh,
-    C,  # (B * NH, NC, DHQK, DHHV)
-    n,  # (B * NH, NC, DHQK), absent without a normaliser
-    dC,
-    dn,
-    P,  # (B * NH, S, L)
-    dP,
-    w,  # (B * NH, S), as all that follow
-    abar,
-    inv_den,  # absent without a normaliser
-    dz_den,  # likewise
-    dq,  # out, like q
-    q_inter,  # out (B * NH, column blocks, S)
-    dk,
-    k_inter,
-    dv,  # out, like v
-    states,  # out (B * NH, NC, DHQK), sums over the columns
-    operands,  # shared: tiles of a step, each in the shapes that ``parallel_bw_dQKV`` lists
-    out_tiles,  # shared (2 warpgroups, 2, 64, 64)
-    barriers,  # of the ring of operands
-    *,
-    p: Problem,
-    scale: float,
-    programs: int,
-    num_stages: int,
-    products: Products,
-):
-    wg, program = lax.axis_index("wg"), lax.axis_index("program")
-    (left, left_transposed), (right, right_transposed, right_vector) = operands
-    R, roles = REGISTER_ROWS, _items(p, n is not None)
-    items_of_chunk = sum(items.rows * items.columns for items in roles)
+def _by_role(role: jax.Array, values: Sequence[Any]) -> Any:
+    x: Any = np.int32(0)
+    for kind, value in enumerate(values):
+        x = jnp.where(role == kind, value, x)
+    return x
+
+
+def _tile_steps(role: _Role, row: Any, p: Problem) -> tuple[Any, Any]:
+    """Steps with tiles of P and dP, and the first of them: queries see the keys up to their own,
+    keys the queries from their own on."""
     steps_of_rows = ROWS // DEPTH
+    if role == _Role.STATES:
+        return np.int32(0), np.int32(0)
+    if role == _Role.DQ:
+        return (row + 1) * steps_of_rows, np.int32(0)
+    return p.L // DEPTH - row * steps_of_rows, row * steps_of_rows
 
-    items = divide(p.BNH * p.NC * items_of_chunk - 1 - program, programs) + 1
-    buffers = left, left_transposed, right, right_transposed, right_vector
-    ring = CopyRing(barriers, num_stages, None, None, products, buffers, readers=0)
 
-    def in_chunk(x, head, chunk):
-        return head_of(x, head, p).at[block(chunk, p.L)]
+class _Item(NamedTuple):
+    step: jax.Array  # the item's first, of all steps of the CTA
+    head: jax.Array
+    chunk: jax.Array
+    role: jax.Array
+    row: jax.Array
+    column: jax.Array
 
-    def item(index):
-        """Head, chunk, role, row and column of an item of this CTA."""
-        index = program + index * programs
+
+@dataclasses.dataclass(frozen=True)
+class _CTA:
+    refs: _Refs
+    p: Problem
+    roles: Sequence[_Items]
+    scheduler: PersistentScheduler
+    items: jax.Array
+    ring: CopyRing
+    tile_rows: Any  # of the warpgroup
+    wg: jax.Array
+
+    @property
+    def products(self) -> Products:
+        return self.ring.products
+
+    def in_chunk(self, x: Any, item: _Item) -> Any:
+        return head_of(x, item.head, self.p).at[block(item.chunk, self.p.L)]
+
+    def item(self, index: jax.Array, step: jax.Array) -> _Item:
+        index, items_of_chunk = self.scheduler.item(index), _items_of_chunk(self.roles)
         x, chunk = remainder(index, items_of_chunk), divide(index, items_of_chunk)
         role: Any = np.int32(0)
         start, row, column = 0, x, role
-        for kind, of_kind in zip(_Role, roles, strict=True):
+        for kind, items in enumerate(self.roles):
             here = x >= start
             role = jnp.where(here, np.int32(kind), role)
-            row = jnp.where(here, divide(x - start, of_kind.columns), row)
-            column = jnp.where(here, remainder(x - start, of_kind.columns), column)
-            start += of_kind.rows * of_kind.columns
-        return divide(chunk, p.NC), remainder(chunk, p.NC), role, row, column
+            row = jnp.where(here, divide(x - start, items.columns), row)
+            column = jnp.where(here, remainder(x - start, items.columns), column)
+            start += items.rows * items.columns
+        head = divide(chunk, self.p.NC)
+        return _Item(step, head, remainder(chunk, self.p.NC), role, row, column)
 
-    def tile_steps(role, row):
-        """Steps with tiles, and the first of them: queries see the keys up to their own, keys the queries from their own on."""
-        if role == _Role.STATES:
-            return np.int32(0), np.int32(0)
-        if role == _Role.DQ:
-            return (row + 1) * steps_of_rows, np.int32(0)
-        return p.L // DEPTH - row * steps_of_rows, row * steps_of_rows
+    def for_each_item(self, run: Callable[[_Item], None]) -> Any:
+        """Returns the steps of all items."""
 
-    def for_each_item(run: Callable[..., None]) -> jax.Array:
-        """run(step, *item) for each item of this CTA; returns the steps of all. step: of all, the item's first."""
-
-        def one(index, step):
-            head, chunk, role, row, column = item(index)
-            run(step, head, chunk, role, row, column)
-            counts = [x.with_state + x.weighted + x.norm + tile_steps(kind, row)[0] for kind, x in zip(_Role, roles, strict=True)]
-            return step + _by_role(role, counts)
-
-        steps: Any = np.int32(0)
-        return loop(items, one, steps)
-
-    def copy(kind, step, head, chunk, row, column):
-        """Starts the copies of an item. A step is two copies."""
-        of_kind, (tiles_count, first) = roles[kind], tile_steps(kind, row)
-        rows, columns = block(row, ROWS), block(column, COLUMNS)
-
-        def feed(start, count, copies):
-            def one(j, carry):
-                def start_copies(_, slot, barrier):
-                    for source, tile in copies(j, slot):
-                        plgpu.copy_gmem_to_smem(source, tile, barrier)
-
-                ring.fetch(step + start + j, start_copies)
-                return carry
-
-            loop(count, one, None)
-
-        def halves(x, start, size, tile):
-            half = size // 2
-            return [(x(pl.ds(start + y * half, half)), tile.at[y * half : (y + 1) * half]) for y in range(2)]
-
-        def both_states(j, slot):
-            columns = block(j, DEPTH)
-            return [
-                (C.at[head, chunk, rows, columns], left.at[slot]),
-                (dC.at[head, chunk, rows, columns], right_transposed.at[slot, :ROWS]),
+        def one(index: jax.Array, step: Any) -> Any:
+            item = self.item(index, step)
+            run(item)
+            counts = [
+                x.with_state + x.weighted + x.norm + _tile_steps(role, item.row, self.p)[0]
+                for role, x in zip(_Role, self.roles, strict=True)
             ]
+            return step + _by_role(item.role, counts)
 
-        if kind == _Role.STATES:
-            feed(0, of_kind.with_state, both_states)
-            return
-        # dh C^T, v dC^T, k dC; then the tiles with k, q, dh.
-        a, X, tiles, b = ((dh, C, dP, k), (v, dC, dP, q), (k, dC, P, dh))[kind]
-        a, tiles, b = in_chunk(a, head, chunk), in_chunk(tiles, head, chunk), in_chunk(b, head, chunk)
+        return loop(self.items, one, np.int32(0))
 
-        def with_state(j, slot):
-            depth = block(j, DEPTH)
-            if kind == _Role.DV:
-                return [(a.at[rows, depth], left.at[slot]), (X.at[head, chunk, depth, columns], right.at[slot])]
-            return [(a.at[rows, depth], left.at[slot]), (X.at[head, chunk, columns, depth], right_transposed.at[slot])]
 
-        def weighted(j, slot):
-            x = in_chunk((q, k)[kind], head, chunk)
-            return halves(lambda steps: x.at[steps, columns], pl.multiple_of(row * ROWS, ROWS) + j * R, R, right.at[slot])
+def _feed(
+    cta: _CTA, item: _Item, start: int, count: Any, copies: Callable[[Any], Sequence[Any]]
+) -> None:
+    """Copies some steps of an item; copies(j): two, each the arguments of a ring's copy."""
 
-        def norm(j, slot):
-            x = (n, dn)[kind].at[head, chunk]
-            return halves(lambda rows: x.at[rows], pl.multiple_of(column * COLUMNS, COLUMNS), COLUMNS, right_vector.at[slot])
+    def one(j: Any, carry: None) -> None:
+        def start_copies(_: Any, copy: Callable[..., None]) -> None:
+            for x in copies(j):
+                copy(*x)
 
-        def with_tiles(j, slot):
-            others = block(first + j, DEPTH)
-            if kind == _Role.DQ:
-                return [(tiles.at[rows, others], left.at[slot]), (b.at[others, columns], right.at[slot])]
-            return [(tiles.at[others, rows], left_transposed.at[slot]), (b.at[others, columns], right.at[slot])]
+        cta.ring.fetch(item.step + start + j, start_copies)
 
-        feed(0, of_kind.with_state, with_state)
-        if of_kind.weighted:
-            feed(of_kind.with_state, of_kind.weighted, weighted)
-        if of_kind.norm:
-            feed(of_kind.with_state + of_kind.weighted, of_kind.norm, norm)
-        feed(of_kind.with_state + of_kind.weighted + of_kind.norm, tiles_count, with_tiles)
+    loop(count, one, None)
 
-    def copy_item(step, head, chunk, role, row, column):
-        for kind in _Role:
-            pl.when(role == kind)(functools.partial(copy, kind, step, head, chunk, row, column))
 
-    own = block(wg, R)  # rows of this warpgroup in a tile
+def _halves(x: Any, start: Any, size: int, tile: Any, *index: Any) -> list[Any]:
+    half = size // 2
+    return [(x.at[(pl.ds(start + y, half), *index)], tile, slice(y, y + half)) for y in (0, half)]
 
-    def inner_states(step, head, chunk, row):
-        def add(j, total):
-            slot = ring.wait(step + j)
-            x, y = (load(z.at[slot, own]).astype(jnp.float32) for z in (left, right_transposed))
-            ring.release(step + j)
-            return total + x * y
 
-        found = loop(roles[_Role.STATES].with_state, add, products.zeros(R, DEPTH))
-        states.at[head, chunk, pl.ds(pl.multiple_of(row * ROWS + wg * R, R), R)][...] = jnp.sum(found, axis=1)
+def _copy_item(cta: _CTA, role: _Role, item: _Item) -> None:
+    refs, steps = cta.refs, cta.roles[role]
+    (left, left_transposed), (right, right_transposed, right_vector) = refs.operands
+    tile_count, first = _tile_steps(role, item.row, cta.p)
+    rows, columns = block(item.row, ROWS), block(item.column, COLUMNS)
+    state, feed = (item.head, item.chunk), functools.partial(_feed, cta, item)
 
-    def gradient(step, head, chunk, role, row, column):
-        """One item of dq, dk or dv. One body for all of them, as it takes the compiler seconds: roles differ in operands."""
-        is_dq, is_dv = role == _Role.DQ, role == _Role.DV
-        mine = pl.ds(pl.multiple_of(row * ROWS + wg * R, R), R)
-        steps = pl.ds(pl.multiple_of(chunk * p.L + row * ROWS + wg * R, R), R)
-        after_state = step + _by_role(role, [x.with_state for x in roles])
-        before_tiles = after_state + _by_role(role, [x.weighted + x.norm for x in roles])
-        tiles_count = _by_role(role, [tile_steps(kind, row)[0] for kind in _Role])
+    def both_states(j: Any) -> Sequence[Any]:
+        columns = block(j, DEPTH)
+        C, dC = (x.at[(*state, rows, columns)] for x in (refs.C, refs.dC))
+        return (C, left), (dC, right_transposed, slice(ROWS))
 
-        def product(accumulator, start, count, operands_of):
-            def one(j, carry):
-                slot = ring.wait(start + j)
-                products.add(accumulator, *operands_of(slot))
-                products.wait(1)
-                pl.when(j > 0)(lambda: ring.release(start + j - 1))
-                return carry
+    if role == _Role.STATES:
+        feed(0, steps.with_state, both_states)
+        return
+    # a X, weighted by rows, plus weighted norms; x . of this; plus tiles b.
+    operands: Any = (
+        (refs.dh, refs.C, refs.dP, refs.k, refs.q, refs.n),
+        (refs.v, refs.dC, refs.dP, refs.q, refs.k, refs.dn),
+        (refs.k, refs.dC, refs.P, refs.dh, None, None),
+    )
+    a, X, tiles, b, x, norm = operands[role]
+    a, tiles, b = (cta.in_chunk(y, item) for y in (a, tiles, b))
 
-            products.loop(accumulator, count, one)
-            products.wait(0)
-            ring.release(start + count - 1)
+    def with_state(j: Any) -> Sequence[Any]:
+        depth = block(j, DEPTH)
+        if role == _Role.DV:
+            return (a.at[rows, depth], left), (X.at[(*state, depth, columns)], right)
+        return (a.at[rows, depth], left), (X.at[(*state, columns, depth)], right_transposed)
 
-        def with_state(accumulator):
-            def of_dv(accumulator):
-                product(accumulator, step, roles[_Role.DV].with_state, lambda slot: (left.at[slot, own], right.at[slot]))
+    def weighted(j: Any) -> Sequence[Any]:
+        y = cta.in_chunk(x, item)
+        return _halves(y, pl.multiple_of(item.row * ROWS, ROWS) + j * R, R, right, columns)
 
-            def of_others(accumulator):
-                product(accumulator, step, roles[_Role.DQ].with_state, lambda slot: (left.at[slot, own], right_transposed.at[slot].T))
+    def norms(j: Any) -> Sequence[Any]:
+        start = pl.multiple_of(item.column * COLUMNS, COLUMNS)
+        return _halves(norm.at[state], start, COLUMNS, right_vector)
 
-            products.either(is_dv, of_dv, of_others, accumulator)
+    def with_tiles(j: Any) -> Sequence[Any]:
+        others = block(first + j, DEPTH)
+        if role == _Role.DQ:
+            return (tiles.at[rows, others], left), (b.at[others, columns], right)
+        return (tiles.at[others, rows], left_transposed), (b.at[others, columns], right)
 
-        def with_tiles(accumulator):
-            def of_dq(accumulator):
-                product(accumulator, before_tiles, tiles_count, lambda slot: (left.at[slot, own], right.at[slot]))
+    feed(0, steps.with_state, with_state)
+    start = steps.with_state
+    for count, copies in ((steps.weighted, weighted), (steps.norm, norms)):
+        if count:
+            feed(start, count, copies)
+        start += count
+    feed(start, tile_count, with_tiles)
 
-            def of_others(accumulator):
-                product(accumulator, before_tiles, tiles_count, lambda slot: (left_transposed.at[slot, :, own].T, right.at[slot]))
 
-            products.either(is_dq, of_dq, of_others, accumulator)
+def _inner_states(cta: _CTA, item: _Item) -> None:
+    refs, ring, products = cta.refs, cta.ring, cta.products
+    (left, _), (_, right_transposed, _) = refs.operands
 
-        def of_rows(x):
-            return load(x.at[head, steps], BY_ROWS, optimized=False)
+    def add(j: Any, total: jax.Array) -> Any:
+        slot = ring.wait(item.step + j)
+        C, dC = (
+            load(x.at[slot, cta.tile_rows]).astype(jnp.float32) for x in (left, right_transposed)
+        )
+        ring.release(item.step + j)
+        return total + C * dC
 
-        def across(x):
-            return lax.broadcast_in_dim(x, (R, R), [0])
+    total = loop(cta.roles[_Role.STATES].with_state, add, products.zeros(R, DEPTH))
+    sums = jnp.sum(total, axis=1)
+    rows = pl.ds(pl.multiple_of(item.row * ROWS + cta.wg * R, R), R)
+    refs.states.at[item.head, item.chunk, rows][...] = sums
 
-        # Loaded before the product and used after it: their latency is hidden.
-        query_weights, key_weights = of_rows(w), of_rows(abar)
-        inv, bias = (None if x is None else of_rows(x) for x in (inv_den, dz_den))
-        acc = products.from_zeros(with_state, R, COLUMNS)
-        weights = lax.cond(is_dq, lambda: query_scale(query_weights, scale, inv), lambda: key_weights)
-        # By 64 columns: what is read beside the accumulator takes few registers at a time.
-        of_parts = [slice(j * R, (j + 1) * R) for j in range(COLUMNS // R)]
 
-        def scaled(acc):
-            return jnp.concatenate([acc[:, at] * across(weights) for at in of_parts], axis=1)
+def _multiply(
+    cta: _CTA, start: Any, count: Any, operands: Callable[[Any], Sequence[Any]], accumulator: Any
+) -> None:
+    """Adds the products of some steps, of operands(slot)."""
+    ring, products = cta.ring, cta.products
 
-        def scaled_with_sums(acc):
-            parts = [acc[:, at] * across(weights) for at in of_parts]
-            count = roles[_Role.DK].weighted + roles[_Role.DK].norm
-            for x in range(count - 1):
-                ring.wait(after_state + x)
-            of_norm = weights if bias is None else lax.cond(is_dq, lambda: weights * bias, lambda: weights)
+    def one(j: Any, carry: None) -> None:
+        slot = ring.wait(start + j)
+        products.add(accumulator, *operands(slot))
+        products.wait(1)
+        pl.when(j > 0)(lambda: ring.release(start + j - 1))
 
-            def add_norm(*parts):
-                slot = ring.wait(after_state + count - 1)
-                rows = [lax.broadcast_in_dim(load(right_vector.at[slot, at], BY_COLUMNS), (R, R), [1]) for at in of_parts]
-                return [x + across(of_norm) * y for x, y in zip(parts, rows, strict=True)]
+    products.loop(accumulator, count, one)
+    products.wait(0)
+    ring.release(start + count - 1)
 
-            parts = add_norm(*parts) if n is not None else lax.cond(is_dq, lambda *parts: list(parts), add_norm, *parts)
-            slot = ring.slot(after_state + wg)
-            tiles = (load(right.at[slot, :, at]).astype(jnp.float32) for at in of_parts)
-            sums = functools.reduce(jnp.add, [products.sum_over_columns(x * y) for x, y in zip(parts, tiles, strict=True)])
-            ring.release(*(after_state + x for x in range(count - 1)))
-            release_norm = functools.partial(ring.release, after_state + count - 1)
-            release_norm() if n is not None else pl.when(~is_dq)(release_norm)
-            for kind, x in ((_Role.DQ, q_inter), (_Role.DK, k_inter)):
 
-                @pl.when(role == kind)
-                def store(x=x):
-                    x.at[head, column, steps][...] = sums
+def _scaled(acc: jax.Array, weights: jax.Array) -> list[jax.Array]:
+    """By 64 columns: what is read beside the accumulator takes few registers at a time."""
+    return [acc[:, part] * across_columns(weights) for part in _PARTS]
 
-            return jnp.concatenate(parts, axis=1)
 
-        acc = lax.cond(is_dv, scaled, scaled_with_sums, acc)
-        (acc,) = products.onto(with_tiles, acc)
-        for j, at in enumerate(of_parts):
-            tile = out_tiles.at[wg, j % 2]
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            products.store(tile, acc[:, at].astype(q.dtype))
-            plgpu.commit_smem()
-            columns = pl.ds(pl.multiple_of(column * COLUMNS + j * R, R), R)
-            for kind, x in ((_Role.DQ, dq), (_Role.DK, dk), (_Role.DV, dv)):
-                pl.when(role == kind)(functools.partial(plgpu.copy_smem_to_gmem, tile, in_chunk(x, head, chunk).at[mine, columns]))
+def _scaled_with_sums(
+    cta: _CTA,
+    item: _Item,
+    is_dq: jax.Array,
+    first: jax.Array,
+    steps: Any,
+    weights: jax.Array,
+    dz_den: jax.Array | None,
+    acc: jax.Array,
+) -> Any:
+    """The inter-chunk part of dq or dk; stores its inner products with the queries or keys.
 
-    def multiply(step, head, chunk, role, row, column):
-        is_states = role == _Role.STATES
-        pl.when(is_states)(functools.partial(inner_states, step, head, chunk, row))
-        pl.when(~is_states)(functools.partial(gradient, step, head, chunk, role, row, column))
+    Args:
+      first: the first step after those with states.
+      steps: of the warpgroup, in the sequence.
+    """
+    refs, ring, products = cta.refs, cta.ring, cta.products
+    right, _, right_vector = refs.operands[1]
+    parts = _scaled(acc, weights)
+    count = cta.roles[_Role.DK].weighted + cta.roles[_Role.DK].norm
+    for x in range(count - 1):
+        ring.wait(first + x)
+    norm_weights = weights
+    if dz_den is not None:
+        norm_weights = lax.cond(is_dq, lambda: weights * dz_den, lambda: weights)
+
+    def add_norm(*parts: jax.Array) -> list[jax.Array]:
+        slot = ring.wait(first + count - 1)
+        rows = [across_rows(load(right_vector.at[slot, part], BY_COLUMNS)) for part in _PARTS]
+        return [x + across_columns(norm_weights) * y for x, y in zip(parts, rows, strict=True)]
+
+    if refs.n is None:
+        parts = lax.cond(is_dq, lambda *parts: list(parts), add_norm, *parts)
+    else:
+        parts = add_norm(*parts)
+    slot = ring.slot(first + cta.wg)
+    tiles = (load(right.at[slot, :, part]).astype(jnp.float32) for part in _PARTS)
+    sums = [products.sum_over_columns(x * y) for x, y in zip(parts, tiles, strict=True)]
+    inter = functools.reduce(jnp.add, sums)
+    ring.release(*(first + x for x in range(count - 1)))
+    release_norm = functools.partial(ring.release, first + count - 1)
+    if refs.n is None:
+        pl.when(~is_dq)(release_norm)
+    else:
+        release_norm()
+    for role, output in ((_Role.DQ, refs.q_inter), (_Role.DK, refs.k_inter)):
+
+        @pl.when(item.role == role)
+        def store(output: Any = output) -> None:
+            output.at[item.head, item.column, steps][...] = inter
+
+    return jnp.concatenate(parts, axis=1)
+
+
+def _store(cta: _CTA, item: _Item, rows: Any, acc: jax.Array) -> None:
+    refs, products = cta.refs, cta.products
+    for j, part in enumerate(_PARTS):
+        tile = refs.out_tiles.at[cta.wg, j % 2]
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        products.store(tile, acc[:, part].astype(tile.dtype))
+        plgpu.commit_smem()
+        columns = pl.ds(pl.multiple_of(item.column * COLUMNS + j * R, R), R)
+        for role, x in enumerate((refs.dq, refs.dk, refs.dv)):
+            here = item.role == role
+            destination = cta.in_chunk(x, item).at[rows, columns]
+            pl.when(here)(functools.partial(plgpu.copy_smem_to_gmem, tile, destination))
+
+
+def _gradient(cta: _CTA, item: _Item) -> None:
+    """An item of dq, dk or dv. One body for all, as it takes the compiler seconds."""
+    refs, products, roles, tile_rows = cta.refs, cta.products, cta.roles, cta.tile_rows
+    (left, left_transposed), (right, right_transposed, _) = refs.operands
+    multiply, role = functools.partial(_multiply, cta), item.role
+    is_dq, is_dv = role == _Role.DQ, role == _Role.DV
+    rows = pl.ds(pl.multiple_of(item.row * ROWS + cta.wg * R, R), R)
+    steps = pl.ds(pl.multiple_of(item.chunk * cta.p.L + item.row * ROWS + cta.wg * R, R), R)
+    after_state = item.step + _by_role(role, [x.with_state for x in roles])
+    before_tiles = after_state + _by_role(role, [x.weighted + x.norm for x in roles])
+    tile_count = _by_role(role, [_tile_steps(kind, item.row, cta.p)[0] for kind in _Role])
+
+    def plain(slot: Any) -> tuple[Any, Any]:
+        return left.at[slot, tile_rows], right.at[slot]
+
+    def times_transposed(slot: Any) -> tuple[Any, Any]:
+        return left.at[slot, tile_rows], right_transposed.at[slot].T
+
+    def transposed_times(slot: Any) -> tuple[Any, Any]:
+        return left_transposed.at[slot, :, tile_rows].T, right.at[slot]
+
+    of_dv, of_others = (roles[x].with_state for x in (_Role.DV, _Role.DQ))
+    with_state = functools.partial(
+        products.cond,
+        is_dv,
+        functools.partial(multiply, item.step, of_dv, plain),
+        functools.partial(multiply, item.step, of_others, times_transposed),
+    )
+    with_tiles = functools.partial(
+        products.cond,
+        is_dq,
+        functools.partial(multiply, before_tiles, tile_count, plain),
+        functools.partial(multiply, before_tiles, tile_count, transposed_times),
+    )
+
+    # Loaded before the product and used after it: their latency is hidden.
+    query_weights, key_weights, inv_den, dz_den = (
+        load_by_rows(x, item.head, steps) for x in (refs.w, refs.abar, refs.inv_den, refs.dz_den)
+    )
+    acc = products.from_zeros(with_state, R, COLUMNS)
+    weights = lax.cond(
+        is_dq, lambda: query_scale(query_weights, cta.p.qk_scale, inv_den), lambda: key_weights
+    )
+    acc = lax.cond(
+        is_dv,
+        lambda acc: jnp.concatenate(_scaled(acc, weights), axis=1),
+        functools.partial(_scaled_with_sums, cta, item, is_dq, after_state, steps, weights, dz_den),
+        acc,
+    )
+    (acc,) = products.onto(with_tiles, acc)
+    _store(cta, item, rows, acc)
+
+
+def _kernel(
+    *, p: Problem, num_ctas: int, num_stages: int, interpret: bool, **refs_by_name: Any
+) -> None:
+    refs, wg = _Refs(**refs_by_name), lax.axis_index("wg")
+    scheduler = PersistentScheduler(lax.axis_index("program"), num_ctas)
+    roles = _items(p, refs.n is not None)
+    items = scheduler.num_items(p.BNH * p.NC * _items_of_chunk(roles))
+    left, right = refs.operands
+    ring = CopyRing(
+        refs.barriers, num_stages, None, None, Products(interpret), (*left, *right), readers=0
+    )
+    cta = _CTA(refs, p, roles, scheduler, items, ring, block(wg, R), wg)
+
+    def copy(item: _Item) -> None:
+        for role in _Role:
+            pl.when(item.role == role)(functools.partial(_copy_item, cta, role, item))
+
+    def multiply(item: _Item) -> None:
+        is_states = item.role == _Role.STATES
+        pl.when(is_states)(functools.partial(_inner_states, cta, item))
+        pl.when(~is_states)(functools.partial(_gradient, cta, item))
 
     @pl.when(wg == 2)
-    def copies():
-        ring.drain(for_each_item(copy_item))
+    def copies() -> None:
+        ring.drain(cta.for_each_item(copy))
 
     @pl.when(wg < 2)
-    def multiplications():
-        for_each_item(multiply)
+    def multiplications() -> None:
+        cta.for_each_item(multiply)
         plgpu.wait_smem_to_gmem(0)
+
+
+def scratch(config: StageConfig, dtype: Any, *, interpret: bool = False) -> dict[str, Any]:
+    """Shared memory of the kernel."""
+    tiles = functools.partial(shared_tiles, config.num_stages, dtype=dtype)
+    # All shapes of a tile have the same bytes, so that a slot has the same place in all of them.
+    left = tiles(ROWS, DEPTH), tiles(DEPTH, ROWS)
+    vector = plgpu.SMEM((config.num_stages, DEPTH * COLUMNS * dtype.itemsize // 4), jnp.float32)
+    right = tiles(DEPTH, COLUMNS), tiles(COLUMNS, DEPTH), vector
+    return {
+        "operands": [one_of(*left, interpret=interpret), one_of(*right, interpret=interpret)],
+        "out_tiles": shared_tiles(2, 2, R, R, dtype=dtype),
+        "barriers": ring_barriers(config.num_stages, copies=2),
+    }
 
 
 def parallel_bw_dQKV(
@@ -368,9 +493,9 @@ def parallel_bw_dQKV(
     call: StageCall,
 ) -> Gradients:
     """Runs the stage: ``stages/parallel_bw_dQKV.py``."""
-    p, dtype, num_stages = call.problem, matQ.dtype, call.tiles.num_stages
-    interpret = call.lowering is Lowering.MOSAIC_GPU_INTERPRET
-    normalise, g = gradients.vecInvDen is not None, gates.per_step()
+    p, config, dtype, g = call.problem, call.tiles, matQ.dtype, gates.per_step()
+    interpret = call.interpret
+    normalise = gradients.vecInvDen is not None
     inputs = dict(
         q=matQ,
         k=matK,
@@ -385,27 +510,19 @@ def parallel_bw_dQKV(
         inv_den=gradients.vecInvDen,
         dz_den=gradients.vecDzDen,
     )
-    if by_chunk(p):
+    if tiles.matP is None:
         (e_hi, e_lo), (u_hi, u_lo) = g.vecE, g.vecU
-        return Gradients(*parallel_bw_dQKV_by_chunk(inputs | dict(e_hi=e_hi, e_lo=e_lo, u_hi=u_hi, u_lo=u_lo), call))
-    items = p.BNH * p.NC * sum(x.rows * x.columns for x in _items(p, normalise))
-    programs = min(multiprocessors(interpret), items)
-
-    def tile(rows, columns):
-        return plgpu.SMEM((num_stages, rows, columns), dtype, transforms=tile_transforms(columns, dtype.itemsize))
-
-    def float32(*shape):
-        return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-    # All shapes of a tile have the same bytes, so that a slot has the same place in all of them.
-    left = tile(ROWS, DEPTH), tile(DEPTH, ROWS)
-    vector = plgpu.SMEM((num_stages, DEPTH * COLUMNS * dtype.itemsize // 4), jnp.float32)
-    right = tile(DEPTH, COLUMNS), tile(COLUMNS, DEPTH), vector
+        more = dict(e_hi=e_hi, e_lo=e_lo, u_hi=u_hi, u_lo=u_lo)
+        return Gradients(*parallel_bw_dQKV_by_chunk(inputs | more, call))
+    items = p.BNH * p.NC * _items_of_chunk(_items(p, normalise))
+    num_ctas = min(sm_count(interpret), items)
     sums = float32(p.BNH, p.DHQK // COLUMNS, p.S)
-    found = mosaic_call(
-        functools.partial(_kernel, p=p, scale=p.qk_scale, programs=programs, num_stages=num_stages, products=Products(interpret)),
+    x = mosaic_call(
+        functools.partial(
+            _kernel, p=p, num_ctas=num_ctas, num_stages=config.num_stages, interpret=interpret
+        ),
         name="parallel_bw_dQKV",
-        grid={"program": programs},
+        grid={"program": num_ctas},
         warpgroups=3,
         outputs={
             "dq": sequence_shape(matQ, p.DHQK, dtype),
@@ -415,15 +532,11 @@ def parallel_bw_dQKV(
             "dv": sequence_shape(matV, p.DHHV, dtype),
             "states": float32(p.BNH, p.NC, p.DHQK),
         },
-        scratch={
-            "operands": [one_of(*left, interpret=interpret), one_of(*right, interpret=interpret)],
-            "out_tiles": plgpu.SMEM((2, 2, REGISTER_ROWS, REGISTER_ROWS), dtype, transforms=tile_transforms(REGISTER_ROWS, dtype.itemsize)),
-            "barriers": ring_barriers(num_stages, copies=2),
-        },
+        scratch=scratch(config, dtype, interpret=interpret),
         interpret=interpret,
     )(**inputs, P=tiles.matP, dP=tiles.matDeltaP)
-    q_inter, k_inter = (found[name].sum(1) for name in ("q_inter", "k_inter"))
-    return Gradients(found["dq"], found["dk"], found["dv"], q_inter, k_inter, found["states"].sum(-1))
+    q_inter, k_inter = (x[name].sum(1) for name in ("q_inter", "k_inter"))
+    return Gradients(x["dq"], x["dk"], x["dv"], q_inter, k_inter, x["states"].sum(-1))
 
 
 def by_chunk(p: Problem) -> bool:
@@ -435,24 +548,22 @@ def by_chunk(p: Problem) -> bool:
 
 
 def _heuristic(p: Problem) -> StageConfig:
-    """By chunk six stages where registers spill: with more, shared memory leaves too little L1 for them."""
+    """By chunk six stages where registers spill: with more, too little L1 is left for them."""
     if not by_chunk(p):
         return StageConfig(num_stages=4)
     return StageConfig(num_stages=7 if p.DHQK == 64 and MOVES_REGISTERS else 6)
 
 
-def _takes(tiles: StageConfig, p: Problem) -> bool:
-    """Whether there are enough stages, and shared memory for them. With fewer stages than a step holds at once it would wait for ever.
-
-    A step holds two stages of 2 x 128 x 64 elements where a CTA makes a whole chunk. Beside the stages that kernel has 128 columns
-    of k, of two chunks at DHQK 64, and for each of these chunks four vectors in float32; three blocks of 64 x 64 of P and of dP each, and
-    two for outputs. In the other kernel a step holds three stages of (128 + 256) x 64; it has four blocks for outputs.
-    """
+def _takes(config: StageConfig, p: Problem) -> bool:
+    """With fewer stages than a step holds at once, the kernel would wait for ever."""
     if by_chunk(p):
-        shared = 2 * (128 * 64 * tiles.num_stages + 128 * 128 + (3 + 3 + 2) * 64 * 64) + 128 // p.DHQK * 2048 + 512
-        return tiles.num_stages >= 4 and p.DHHV % 128 == 0 and shared <= SHARED_BYTES
-    shared = 2 * (tiles.num_stages * 64 * (128 + 256) + 4 * 64 * 64) + 2048 + 1024
-    return tiles.num_stages >= 3 and shared <= SHARED_BYTES and p.L % 128 == 0 and p.DHQK % 256 == 0 and p.DHHV % 256 == 0
+        shapes = by_chunk_scratch(p, config, KERNEL_DTYPE, normalise=True)
+        fits = config.num_stages >= 4 and p.DHHV % 128 == 0
+    else:
+        shapes = scratch(config, KERNEL_DTYPE)
+        fits = config.num_stages >= 3
+        fits = fits and p.L % 128 == 0 and p.DHQK % 256 == 0 and p.DHHV % 256 == 0
+    return fits and shared_bytes(shapes, has_sum=not by_chunk(p)) <= SHARED_BYTES
 
 
 KERNEL = kernel(

@@ -1,26 +1,29 @@
-"""parallel_bw_dQKV on Mosaic GPU where a CTA makes all gradients of a chunk, P and dP too: L = 128, DHQK 64 or 128.
+"""parallel_bw_dQKV on Mosaic GPU where a CTA computes P, dP and all gradients of a chunk.
 
-One CTA an SM; each takes every n-th chunk. Two warpgroups multiply, each for 64 rows of the chunk.
-Tiles of 64 columns are copied num_stages ahead, into the next chunk too. k stays in shared memory
-for the whole chunk. At DHQK 64 there is room for the k of the next chunk; at 128 its copy waits for
-the end of the chunk.
+L is 128 and DHQK 64 or 128. One CTA an SM; each takes every n-th chunk. Two warpgroups multiply,
+each for 64 rows of the chunk. Tiles of 64 columns are copied num_stages ahead, into the next chunk
+too. k stays in shared memory for the whole chunk. At DHQK 64 there is room for the k of the next
+chunk; at 128 its copy waits for the end of the chunk.
 
 At DHQK 128 the two warpgroups share the copying and have 255 registers a thread. At 64 a third one
 copies. Where the compiler does not move registers between warpgroups, each then has 168, and the
-block of P and dP on the diagonal is made in two halves.
+block of P and dP on the diagonal is computed in two halves.
 
-First come P and dP, and the sums of W, as in parallel_bw_dP: dh . v over DHHV, then q . k over DHQK. P and dP are in shared memory alone.
-Each warpgroup makes the block of 64 x 64 on the diagonal that has its queries, and half the keys of the block below the diagonal.
+The first phase of a chunk computes P and dP, in shared memory alone, and the sums of W: dh . v over
+DHHV, then q . k over DHQK. Each warpgroup has the block of 64 x 64 on the diagonal with its
+queries, and half the keys of the block below the diagonal.
 
-Then the rows of dq and dk of a warpgroup, 64 x DHQK each, stay in registers while the columns of v and dh pass once more: a step has tiles
-of v, dC, C and dh in shared memory, adds to dq, dk and <C_c, dC_{c+1}>, and makes 64 columns of dv. The second time v and dh pass in
-reverse order, so that a part of them is still in the L2.
+In the second phase the rows of dq and dk of a warpgroup, 64 x DHQK each, stay in registers. The
+columns of v and dh pass once more: a step has tiles of v, dC, C and dh in shared memory, adds to
+dq, dk and <C_c, dC_{c+1}>, and computes 64 columns of dv. v and dh pass in reverse order, so that a
+part of them is still in the L2.
 """
 
+import dataclasses
 import enum
 import functools
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,42 +31,42 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.gate_gradients import TilePairs
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
+from mlstm_pallas.mosaic_gpu.fragments import (
+    across_columns,
+    across_rows,
+    load_by_rows,
+    rows_and_columns,
+)
+from mlstm_pallas.mosaic_gpu.gradient_tiles import tile_pairs, w_sum_shapes, write_tiles
 from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     BY_ROWS,
     REGISTER_ROWS,
+    PersistentScheduler,
     block,
+    float32,
     head_of,
     load,
     mosaic_call,
     move_registers,
-    multiprocessors,
     one_of,
     plgpu,
-    tile_transforms,
+    shared_tiles,
+    sm_count,
 )
 from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS
 from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH, Products
 from mlstm_pallas.normaliser import query_scale
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Lowering, StageCall, sequence_shape
+from mlstm_pallas.stage import StageCall, StageConfig, sequence_shape
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
+R = REGISTER_ROWS
 CHUNK = 128  # steps of a chunk
 DEPTH = 64  # columns of a tile
-HALF = 32  # keys of the block below the diagonal that a warpgroup makes
-LOG2_E = float(np.log2(np.e))
-
-
-class _Vector(enum.IntEnum):
-    """Rows of the vectors in shared memory; N only with a normaliser."""
-
-    E_HI = 0
-    E_LO = 1
-    DN = 2
-    N = 3
+HALF = 32  # keys of the block below the diagonal that a warpgroup has
+_E_HI, _E_LO, _DN, _N = range(4)  # rows of the vectors in shared memory; N only with a normaliser
 
 
 class _Tile(enum.IntEnum):
@@ -81,457 +84,580 @@ def _k_stages(p: Problem) -> int:
     return 128 // p.DHQK
 
 
-def _readers(p: Problem) -> int:
+def _copying_warpgroups(p: Problem) -> int:
     """Warpgroups that share the copying; 0: a third one copies."""
     return 0 if p.DHQK == 64 else 2
 
 
-def _keys_at_a_time(p: Problem) -> int:
-    """Of the block on the diagonal, whose P and dP a warpgroup makes at a time: half of them take fewer registers."""
-    return REGISTER_ROWS if _readers(p) == 0 and MOVES_REGISTERS else HALF
+class _Refs(NamedTuple):
+    q: Any  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
+    k: Any
+    v: Any  # (B * NH, S, DHHV) or (B, S, NH, DHHV)
+    dh: Any
+    C: Any  # (B * NH, NC, DHQK, DHHV)
+    n: Any  # (B * NH, NC, DHQK), absent without a normaliser
+    dC: Any
+    dn: Any
+    e_hi: Any  # (B * NH, S), as all that follow
+    e_lo: Any
+    u_hi: Any
+    u_lo: Any
+    w: Any
+    abar: Any
+    inv_den: Any  # absent without a normaliser
+    dz_den: Any  # likewise
+    dq: Any  # out, like q
+    q_inter: Any  # out (B * NH, S)
+    dk: Any
+    k_inter: Any
+    dv: Any  # out, like v
+    states: Any  # out (B * NH, NC, 128), parts of the sum
+    # Out, see w_sum_shapes. The part of per_query whose keys are all later is scratch.
+    per_query: Any
+    per_key: Any
+    diagonal: Any
+    # Shared (num_stages, 128, 64): columns of q, v or dh, or of a state, which has DHQK rows.
+    slots: Any
+    # Shared (k_stages, DHQK / 64 * 128, 64), 64 columns below the other 64.
+    k_tiles: Any
+    # Shared (3 * 64, 64), blocks of 64 x 64, transposed: block s + t has the keys of block s and
+    # the queries of block t.
+    P_tile: Any
+    dP_tile: Any
+    # Shared, of each warpgroup a tile (64, 64) for outputs; in the same memory SUM_SCRATCH float32
+    # for sums over queries.
+    staging: Any
+    vectors: Any  # shared (k_stages, 4, 128), see _E_HI
+    barriers: Any  # of the ring of tiles
+    k_barriers: Any  # of the ring of k and the vectors
+    tiles_full: Any  # of P and dP, and of per_query from warpgroup 0 to warpgroup 1
+    # Absent with one stage of k: both warpgroups wait for the next k before they write P and dP.
+    tiles_empty: Any
+
+
+class _Order(NamedTuple):
+    """The tiles of a chunk: dh and v of each step, q; v, dC, C and dh of each step, q."""
+
+    steps: int
+    parts: int  # tiles of q
+    first_q: int
+    gradients: int  # the first tile of the second phase
+    last_q: int
+    num_tiles: int
+
+
+def _order(p: Problem) -> _Order:
+    steps, parts = 2 * blocks(p.DHHV, 2 * DEPTH), blocks(p.DHQK, DEPTH)
+    gradients = 2 * steps + parts
+    last_q = gradients + 4 * steps
+    return _Order(steps, parts, 2 * steps, gradients, last_q, last_q + parts)
+
+
+@dataclasses.dataclass(frozen=True)
+class _CTA:
+    """The chunks of a CTA, and their copies."""
+
+    refs: _Refs
+    p: Problem
+    order: _Order
+    scheduler: PersistentScheduler
+
+    def head_and_chunk(self, index: Any) -> tuple[jax.Array, jax.Array]:
+        index = self.scheduler.item(index)
+        return divide(index, self.p.NC), remainder(index, self.p.NC)
+
+    def last_first(self, step: Any) -> Any:
+        """The columns of a step of the second phase."""
+        return self.order.steps - 1 - step
+
+    def copy_tile(self, copy: Any, kind: _Tile, head: Any, chunk: Any, column: Any) -> None:
+        refs = self.refs
+        x = (refs.v, refs.dC, refs.C, refs.dh, refs.q)[kind]
+        is_state = kind in (_Tile.DC, _Tile.C)
+        rows = x.at[head, chunk] if is_state else head_of(x, head, self.p).at[block(chunk, CHUNK)]
+        source = rows.at[:, block(column, DEPTH)]
+        copy(source, refs.slots, slice(self.p.DHQK if is_state else CHUNK))
+
+    def copy_any_tile(self, index: Any, x: Any, copy: Any) -> None:
+        """Tile x of a chunk."""
+        head, chunk = self.head_and_chunk(index)
+        order = self.order
+        y = x - order.gradients
+        in_first, in_second = x < order.first_q, (y >= 0) & (x < order.last_q)
+        in_turn = 3 - 3 * remainder(x, 2)  # dh and v
+        q = np.int32(_Tile.Q)
+        kind = jnp.where(in_first, in_turn, jnp.where(in_second, remainder(y, 4), q))
+        of_q = x - jnp.where(y < 0, np.int32(order.first_q), np.int32(order.last_q))
+        step = divide(x, 2)
+        of_second = jnp.where(in_second, self.last_first(divide(y, 4)), of_q)
+        column = jnp.where(in_first, step, of_second)
+        for tile in _Tile:
+            run = functools.partial(self.copy_tile, copy, tile, head, chunk, column)
+            pl.when(kind == tile)(run)
+
+    def copy_k(self, index: Any, copy: Any) -> None:
+        """k and the vectors of a chunk."""
+        head, chunk = self.head_and_chunk(index)
+        refs, rows = self.refs, block(chunk, CHUNK)
+        for y in range(self.order.parts):
+            source = head_of(refs.k, head, self.p).at[rows, block(y, DEPTH)]
+            copy(source, refs.k_tiles, slice(y * CHUNK, (y + 1) * CHUNK))
+        for y, x in enumerate((refs.e_hi, refs.e_lo)):
+            copy(x.at[head, rows], refs.vectors, y)
+        for y, x in enumerate((refs.dn, refs.n), _DN):
+            if x is not None:
+                copy(x.at[head, chunk], refs.vectors, y, slice(self.p.DHQK))
+
+    def copy_chunk(self, ring: CopyRing, k_ring: CopyRing, index: Any, carry: None) -> None:
+        """All of a chunk, by a warpgroup that only copies. No copy waits for its tile's kind."""
+        head, chunk = self.head_and_chunk(index)
+        order = self.order
+        first = index * order.num_tiles
+
+        def fetch(at: Any, kind: _Tile, column: Any) -> None:
+            ring.fetch(first + at, lambda _, copy: self.copy_tile(copy, kind, head, chunk, column))
+
+        def fetch_q(at: int) -> None:
+            for y in range(order.parts):
+                fetch(at + y, _Tile.Q, y)
+
+        def first_phase(x: Any, carry: None) -> None:
+            fetch(2 * x, _Tile.DH, x)
+            fetch(2 * x + 1, _Tile.V, x)
+
+        def second_phase(j: Any, carry: None) -> None:
+            for kind in list(_Tile)[:4]:
+                fetch(order.gradients + 4 * j + int(kind), kind, self.last_first(j))
+
+        loop(order.steps, first_phase, None)
+        fetch_q(order.first_q)
+        k_ring.fetch(index)
+        loop(order.steps, second_phase, None)
+        fetch_q(order.last_q)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunk(_CTA):
+    """A chunk, as one of the multiplying warpgroups sees it."""
+
+    ring: CopyRing
+    k_ring: CopyRing
+    products: Products
+    index: jax.Array  # of the CTA's chunks
+    wg: jax.Array
+    head: jax.Array
+    chunk: jax.Array
+    tile_rows: Any  # of the warpgroup
+    rows: Any  # likewise, in the sequence
+    k_slot: Any
+    first: jax.Array  # the first tile's step in the ring
+
+    @property
+    def k_tile(self) -> Any:
+        return self.refs.k_tiles.at[self.k_slot]
+
+    @property
+    def out_tile(self) -> Any:
+        return self.refs.staging[0].at[self.wg]
+
+    def k_columns(self, y: int) -> Any:
+        """The warpgroup's rows of columns y of k."""
+        return self.k_tile.at[block(y * (CHUNK // R) + self.wg, R)]
+
+    def slot(self, step: Any) -> Any:
+        return self.refs.slots.at[self.ring.slot(step)]
+
+    def refill(self, *steps: Any) -> None:
+        self.ring.refill(*steps, item=self.index)
+
+    def last_q(self, y: int) -> Any:
+        return self.first + self.order.last_q + y
+
+    def keys(self, start: Any, count: int) -> Any:
+        """Keys of the chunk, in the sequence."""
+        return pl.ds(pl.multiple_of(self.chunk * CHUNK + start, HALF), count)
+
+    def sum_over_queries(self, W: jax.Array) -> Any:
+        return self.products.sum_over_rows(W, self.refs.staging[1].at[self.wg, :SUM_SCRATCH])
+
+    def row_dots(self, x: jax.Array, tile: Any) -> Any:
+        return self.products.sum_over_columns(x * load(tile).astype(jnp.float32))
+
+    def vector(self, x: int, start: Any, size: int = R) -> Any:
+        return load(self.refs.vectors.at[self.k_slot, x, pl.ds(start, size)], BY_COLUMNS)
+
+    def store(self, gradients: Sequence[tuple[jax.Array, Any, Any, Any]]) -> None:
+        """Writes a value (64, 64) each to a tile that no copy reads any more, and from there to
+        these columns of an output."""
+        for x, tile, _, _ in gradients:
+            self.products.store(tile, x.astype(tile.dtype))
+        plgpu.commit_smem()
+        for _, tile, out, column in gradients:
+            destination = head_of(out, self.head, self.p).at[self.rows, block(column, R)]
+            plgpu.copy_smem_to_gmem(tile, destination)
+
+
+class _Block(NamedTuple):
+    """The block of P and dP on the diagonal, or half the one below."""
+
+    tile_rows: Any  # of the queries
+    key: Any  # the first
+    keys: int
+    vectors: Sequence[Any]  # u_hi, u_lo, inv_den and dz_den of the queries
+    scores: Any = None
+    dA: Any = None
+
+
+def _blocks_and_weights(c: _Chunk) -> tuple[_Block, _Block, jax.Array, jax.Array]:
+    """The block on the diagonal, the one below, and the weights of queries and keys.
+
+    Loaded before the products and used after them: their latency is hidden.
+    """
+    refs = c.refs
+    below, half = block(c.chunk * 2 + 1, R), pl.multiple_of(c.wg * HALF, HALF)
+    places = (c.tile_rows, pl.multiple_of(c.wg * R, R), R), (block(1, R), half, HALF)
+    vectors = [
+        [load_by_rows(x, c.head, rows) for x in (refs.u_hi, refs.u_lo, refs.inv_den, refs.dz_den)]
+        for rows in (c.rows, below)
+    ]
+    first, second = (_Block(*place, x) for place, x in zip(places, vectors, strict=True))
+    weights = query_scale(load_by_rows(refs.w, c.head, c.rows), c.p.qk_scale, vectors[0][2])
+    return first, second, weights, load_by_rows(refs.abar, c.head, c.rows)
+
+
+def _scores_and_dA(c: _Chunk, both: Sequence[_Block]) -> list[_Block]:
+    """The blocks with q k^T and dh v^T."""
+    order, ring, products, first = c.order, c.ring, c.products, c.first
+    slots, first_q = c.refs.slots, order.first_q
+
+    def add_blocks(sums: Sequence[Any], left: Any, right: Any, start: int = 0) -> None:
+        for x, part in zip(sums, both, strict=True):
+            keys = pl.ds(start + part.key, part.keys)
+            products.add(x, left.at[part.tile_rows], right.T.at[:, keys])
+
+    def issue(*sums: Any) -> None:
+        scores, dA = sums[:2], sums[2:]
+
+        def add(x: Any, carry: None) -> None:
+            dh, v = first + 2 * x, first + 2 * x + 1
+            add_blocks(dA, slots.at[ring.wait(dh)], slots.at[ring.wait(v)])
+            products.wait(2)
+
+            @pl.when(x > 0)
+            def next_tiles() -> None:
+                ring.release(dh - 2, v - 2)
+                c.refill(dh - 2, v - 2)
+
+            if ring.readers:
+                pl.when((x == 0) & (c.index > 0))(lambda: c.k_ring.refill(c.index - 1))
+
+        products.loop(dA, order.steps, add)
+        for y in range(order.parts):
+            slot = ring.wait(first + first_q + y)
+            if y == 0:
+                c.k_ring.wait(c.index)
+            add_blocks(scores, slots.at[slot], c.k_tile, y * CHUNK)
+            if y == 0:
+                products.wait(2)
+                ring.release(first + first_q - 2, first + first_q - 1)
+        products.wait(0)
+        ring.release(*(first + first_q + y for y in range(order.parts)))
+        c.refill(*(first + first_q + y for y in range(-2, order.parts)))
+
+    shapes = [(R, part.keys) for part in both]
+    _, *sums = products.all_from_zeros(issue, *shapes, *shapes)
+    return [x._replace(scores=sums[j], dA=sums[2 + j]) for j, x in enumerate(both)]
+
+
+def _write_keys(
+    c: _Chunk, x: _Block, start: int, keys: int, at: Any, mask: jax.Array | None = None
+) -> Any:
+    """Writes P and dP of so many keys of a block, from ``start`` on; returns their W."""
+    refs, columns = c.refs, slice(start, start + keys)
+    *u, inv_den, dz_den = x.vectors
+    key = pl.multiple_of(x.key + start, HALF)
+    e = (c.vector(y, key, keys) for y in (_E_HI, _E_LO))
+    tiles = refs.P_tile.at[at].T, refs.dP_tile.at[at].T
+    scores, dA = x.scores[:, columns], x.dA[:, columns]
+    return write_tiles(*tiles, scores, dA, e, u, inv_den, dz_den, mask, c.p.qk_scale, c.products)
+
+
+def _write_below(c: _Chunk, below: _Block) -> Any:
+    """P, dP and the sums of W of half the block below the diagonal; returns those over its keys."""
+    refs = c.refs
+    W = _write_keys(c, below, 0, HALF, block(2 + c.wg, HALF))
+    sums = c.products.sum_over_columns(W)
+
+    @pl.when(c.wg == 0)
+    def hand_over() -> None:  # warpgroup 1 adds them to its half's
+        refs.per_query.at[c.head, 1, c.rows][...] = sums
+
+    plgpu.commit_smem()
+    plgpu.barrier_arrive(refs.tiles_full)
+    refs.per_key.at[c.head, 1, c.keys(below.key, HALF)][...] = c.sum_over_queries(W)
+    return sums
+
+
+def _write_diagonal(c: _Chunk, diagonal: _Block, keys: int) -> None:
+    """P, dP and the sums of W of the block on the diagonal, so many keys at a time."""
+    refs, sum_over_columns = c.refs, c.products.sum_over_columns
+    of_diagonal, of_earlier = [], []
+    for start in range(0, R, keys):
+        t, s = rows_and_columns(R, keys)
+        s += start
+        at = pl.ds(pl.multiple_of(2 * c.wg * R + start, HALF), keys)
+        W = _write_keys(c, diagonal, start, keys, at, s <= t)
+        of_diagonal.append(sum_over_columns(jnp.where(s == t, W, 0.0)))
+        W = jnp.where(s < t, W, 0.0)
+        of_earlier.append(sum_over_columns(W))
+        sums = c.sum_over_queries(W)
+        refs.per_key.at[c.head, c.wg, c.keys(c.wg * R + start, keys)][...] = sums
+    refs.diagonal.at[c.head, c.rows][...] = functools.reduce(jnp.add, of_diagonal)
+    refs.per_query.at[c.head, c.wg, c.rows][...] = functools.reduce(jnp.add, of_earlier)
+
+
+def _add_for_queries(c: _Chunk, accumulator: Any, tile: Any, x: Any, first: int) -> None:
+    """Adds the transposed tile times x of the keys up to the warpgroup's queries.
+
+    first: x's block of 64 rows with the first keys.
+    """
+
+    def add(j: Any, carry: None) -> None:
+        c.products.add(accumulator, tile.at[block(c.wg + j, R)].T, x.at[block(first + j, R)])
+
+    c.products.loop(accumulator, c.wg + 1, add)
+
+
+def _add_for_keys(c: _Chunk, accumulator: Any, tile: Any, x: Any) -> None:
+    """Adds the tile times x of the queries from the warpgroup's keys on."""
+
+    def add(j: Any, carry: None) -> None:
+        c.products.add(accumulator, tile.at[block(2 * c.wg + j, R)], x.at[block(c.wg + j, R)])
+
+    c.products.loop(accumulator, 2 - c.wg, add)
+
+
+def _gradient_step(c: _Chunk, key_weights: jax.Array, j: Any, carry: Any) -> Any:
+    """The inter-chunk parts of dq and dk, <C, dC>, and 64 columns of dv.
+
+    carry: <C, dC>, dq, dk.
+    """
+    refs, ring, products, DHQK = c.refs, c.ring, c.products, c.p.DHQK
+    total, *sums = carry
+    parts = c.order.parts
+    v, dC, C, dh = (c.first + c.order.gradients + 4 * j + x for x in range(4))
+
+    def multiply_states(dq: Any, dk: Any, dv: Any) -> None:
+        ring.wait(v)
+        ring.wait(dC)
+        products.add(dk, c.slot(v).at[c.tile_rows], c.slot(dC).at[:DHQK].T)
+        for y in range(parts):
+            products.add(dv, c.k_columns(y), c.slot(dC).at[y * R : (y + 1) * R])
+        ring.wait(C)
+        ring.wait(dh)
+        products.add(dq, c.slot(dh).at[c.tile_rows], c.slot(C).at[:DHQK].T)
+
+    *sums, new = products.onto(multiply_states, *sums, products.zeros(R, DEPTH))
+
+    def inner(total: jax.Array) -> Any:
+        rows = block(c.wg if parts == 2 else 0, R)
+        x, y = (load(z.at[rows]).astype(jnp.float32) for z in (c.slot(dC), c.slot(C)))
+        return total + products.sum_over_columns(x * y)
+
+    # A warpgroup has 64 of 128 rows of a state; if there are only 64, in every other step.
+    if parts == 2:
+        total = inner(total)
+    else:
+        total = lax.cond(remainder(j, 2) == c.wg, inner, lambda total: total, total)
+    ring.release(v, dC, C)
+    new *= across_columns(key_weights)
+
+    def multiply_P(dv: Any) -> None:
+        _add_for_keys(c, dv, refs.P_tile, c.slot(dh))
+        c.refill(v, dC, C)  # while the product runs
+
+    (new,) = products.onto(multiply_P, new)
+    ring.release(dh)
+    c.refill(dh)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    c.store([(new, c.out_tile, refs.dv, c.last_first(j))])
+    return total, *sums
+
+
+def _weighted(
+    c: _Chunk,
+    gradients: Sequence[jax.Array],
+    weights: jax.Array,
+    norm_weights: jax.Array | None,
+    key_weights: jax.Array,
+) -> list[jax.Array]:
+    """The inter-chunk parts of dq and dk by 64 columns each, in turn; stores q . dq and k . dk."""
+    inter, of_q, of_k = [], [], []
+    for y in range(c.order.parts):
+        slot = c.ring.wait(c.last_q(y))
+        dq, dk = (x[:, y * DEPTH : (y + 1) * DEPTH] for x in gradients)
+        dq *= across_columns(weights)
+        if norm_weights is not None:
+            dq += across_columns(norm_weights) * across_rows(c.vector(_N, y * R))
+        dk = (dk + across_rows(c.vector(_DN, y * R))) * across_columns(key_weights)
+        of_q.append(c.row_dots(dq, c.refs.slots.at[slot, c.tile_rows]))
+        of_k.append(c.row_dots(dk, c.k_columns(y)))
+        inter += [dq, dk]
+    c.refs.q_inter.at[c.head, c.rows][...] = functools.reduce(jnp.add, of_q)
+    c.refs.k_inter.at[c.head, c.rows][...] = functools.reduce(jnp.add, of_k)
+    return inter
+
+
+def _store_dq_and_dk(c: _Chunk, inter: Sequence[jax.Array], corner: Any) -> None:
+    """Adds the intra-chunk parts."""
+    refs, ring, products, parts = c.refs, c.ring, c.products, range(c.order.parts)
+
+    def multiply_dP(*sums: Any) -> None:
+        for y in parts:
+            _add_for_queries(c, sums[2 * y], refs.dP_tile, c.k_tile, y * (CHUNK // R))
+            _add_for_keys(c, sums[2 * y + 1], refs.dP_tile, c.slot(c.last_q(y)))
+
+    gradients = products.onto(multiply_dP, *inter)
+    c.k_ring.release(c.index)
+    ring.release(*map(c.last_q, parts))
+    c.refill(*map(c.last_q, parts))
+    if refs.tiles_empty is not None:
+        products.release(refs.tiles_empty)
+    outputs = [(x, (refs.dq, refs.dk)[j % 2], j // 2) for j, x in enumerate(gradients)]
+    # The corner blocks of P and dP are read by the warpgroup that wrote them alone.
+    free_tiles = c.out_tile, refs.P_tile.at[corner], refs.dP_tile.at[corner]
+    for start in range(0, len(outputs), len(free_tiles)):
+        plgpu.wait_smem_to_gmem(2 if start else 0, wait_read_only=True)  # for one tile, or for all
+        rest = zip(outputs[start:], free_tiles, strict=False)
+        c.store([(x, tile, *place) for (x, *place), tile in rest])
+
+
+def _multiply(c: _Chunk, keys: int) -> None:
+    """Both phases of a chunk."""
+    refs, products = c.refs, c.products
+    diagonal, below, weights, key_weights = _blocks_and_weights(c)
+    diagonal, below = _scores_and_dA(c, (diagonal, below))
+    # The gradients of the chunk before left from the places of P and dP.
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    if refs.tiles_empty is not None:
+        pl.when(c.index > 0)(lambda: plgpu.barrier_wait(refs.tiles_empty))
+    half_sums = _write_below(c, below)
+    _write_diagonal(c, diagonal, keys)
+    corner = block(2 * c.wg, R)
+    plgpu.commit_smem()
+    plgpu.barrier_wait(refs.tiles_full)
+    norm_weights = None if refs.n is None else weights * diagonal.vectors[3]
+    zeros = products.zeros(R, c.p.DHQK)
+    total = plgpu.layout_cast(jnp.zeros((R,), jnp.float32), BY_ROWS)
+    step = functools.partial(_gradient_step, c, key_weights)
+    total, *gradients = loop(c.order.steps, step, (total, zeros, zeros))
+    refs.states.at[c.head, c.chunk, c.tile_rows][...] = total
+
+    @pl.when(c.wg == 1)
+    def add_halves() -> None:
+        other = load_by_rows(refs.per_query.at[:, 1], c.head, block(c.chunk * 2, R))
+        refs.per_query.at[c.head, 0, c.rows][...] = half_sums + other
+
+    inter = _weighted(c, gradients, weights, norm_weights, key_weights)
+    _store_dq_and_dk(c, inter, corner)
 
 
 def _kernel(
-    q,  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
-    k,
-    v,  # (B * NH, S, DHHV) or (B, S, NH, DHHV)
-    dh,
-    C,  # (B * NH, NC, DHQK, DHHV)
-    n,  # (B * NH, NC, DHQK), absent without a normaliser
-    dC,
-    dn,
-    e_hi,  # (B * NH, S), as all that follow
-    e_lo,
-    u_hi,
-    u_lo,
-    w,
-    abar,
-    inv_den,  # absent without a normaliser
-    dz_den,  # likewise
-    dq,  # out, like q
-    q_inter,  # out (B * NH, S)
-    dk,
-    k_inter,
-    dv,  # out, like v
-    states,  # out (B * NH, NC, 128), parts of the sum
-    per_query,  # out (B * NH, 2, S) sum of W_ts over s < t in each tile of 64 keys; scratch where these keys are later than t
-    per_key,  # out (B * NH, 2, S) sum of W_ts over t > s in each tile of 64 queries
-    diagonal,  # out (B * NH, S) W_tt
-    slots,  # shared (num_stages, 128, 64): columns of q, v or dh, or of a state, which has DHQK rows
-    k_tiles,  # shared (k_stages, DHQK / 64 * 128, 64), 64 columns below the other 64
-    P_tile,  # shared (3 * 64, 64), blocks of 64 x 64, transposed: block s + t has the keys of block s and the queries of block t
-    dP_tile,
-    staging,  # shared, of each warpgroup a tile (64, 64) for outputs; in the same memory SUM_SCRATCH float32 for sums over queries
-    vectors,  # shared (k_stages, 4, 128), see ``_Vector``
-    barriers,  # of the ring of tiles
-    k_barriers,  # of the ring of k and the vectors
-    tiles_full,  # of P and dP, and of per_query from warpgroup 0 to warpgroup 1
-    tiles_empty,  # absent with one stage of k: both warpgroups wait for the next k before they write P and dP
-    *,
-    p: Problem,
-    scale: float,
-    programs: int,
-    num_stages: int,
-    products: Products,
-):
-    warpgroup, program = lax.axis_index("wg"), lax.axis_index("program")
-    out_tiles, scratch = staging
-    R, steps, parts = REGISTER_ROWS, 2 * blocks(p.DHHV, 2 * DEPTH), blocks(p.DHQK, DEPTH)
-    # Tiles of a chunk: dh and v of each step, q; v, dC, C and dh of each step, q.
-    first_q, second_step, second_q = 2 * steps, 2 * steps + parts, 6 * steps + parts
-    tiles_of_chunk, k_stages, readers = second_q + parts, _k_stages(p), _readers(p)
-    chunks = divide(p.BNH * p.NC - 1 - program, programs) + 1
+    *, p: Problem, num_ctas: int, num_stages: int, interpret: bool, **refs_by_name: Any
+) -> None:
+    refs, products = _Refs(**refs_by_name), Products(interpret)
+    warpgroup = lax.axis_index("wg")
+    scheduler = PersistentScheduler(lax.axis_index("program"), num_ctas)
+    of_cta, copying = (refs, p, _order(p), scheduler), _copying_warpgroups(p)
+    cta = _CTA(*of_cta)
+    chunks = scheduler.num_items(p.BNH * p.NC)
+    products.guard(refs.tiles_empty, refs.P_tile, refs.dP_tile)
+    n, copy, copy_k = cta.order.num_tiles, cta.copy_any_tile, cta.copy_k
+    slots, k_slots = (refs.slots,), (refs.k_tiles, refs.vectors)
+    rings = (
+        CopyRing(refs.barriers, num_stages, chunks * n, copy, products, slots, copying, n),
+        CopyRing(refs.k_barriers, _k_stages(p), chunks, copy_k, products, k_slots, copying),
+    )
+    # Half the keys of the block on the diagonal at a time take fewer registers.
+    keys = R if not copying and MOVES_REGISTERS else HALF
 
-    def head_and_chunk(index):
-        index = program + index * programs
-        return divide(index, p.NC), remainder(index, p.NC)
+    def multiply(index: Any, carry: None) -> None:
+        wg = lax.optimization_barrier(warpgroup)  # what follows from it is not kept in registers
+        head, chunk = cta.head_and_chunk(index)
+        rows, k_slot = (block(wg, R), block(chunk * 2 + wg, R)), rings[1].slot(index)
+        place = index, wg, head, chunk, *rows, k_slot, index * n
+        _multiply(_Chunk(*of_cta, *rings, products, *place), keys)
 
-    def last_first(j):
-        """The columns of v and dh that pass in step j the second time: those that passed last are the most likely to be in the L2."""
-        return steps - 1 - j
-
-    def copy_tile(kind, head, chunk, column, slot, barrier):
-        x, is_state = (v, dC, C, dh, q)[kind], kind in (_Tile.DC, _Tile.C)
-        tile = slots.at[slot, : p.DHQK if is_state else CHUNK]
-        source = x.at[head, chunk] if is_state else head_of(x, head, p).at[block(chunk, CHUNK)]
-        plgpu.copy_gmem_to_smem(source.at[:, block(column, DEPTH)], tile, barrier)
-
-    def copy(step, slot, barrier):
-        copy_of_chunk(divide(step, tiles_of_chunk), remainder(step, tiles_of_chunk), slot, barrier)
-
-    def copy_of_chunk(index, x, slot, barrier):
-        """The copy of tile x of a chunk."""
-        head, chunk = head_and_chunk(index)
-        y = x - second_step
-        for_tiles, for_gradients = x < first_q, (y >= 0) & (x < second_q)
-        # dh and v in turn; v, dC, C and dh in turn; q.
-        kind = jnp.where(for_tiles, 3 - 3 * remainder(x, 2), jnp.where(for_gradients, remainder(y, 4), np.int32(_Tile.Q)))
-        of_q = x - jnp.where(y < 0, np.int32(first_q), np.int32(second_q))
-        column = jnp.where(for_tiles, divide(x, 2), jnp.where(for_gradients, last_first(divide(y, 4)), of_q))
-        for own_kind in _Tile:
-            pl.when(kind == own_kind)(functools.partial(copy_tile, own_kind, head, chunk, column, slot, barrier))
-
-    def copy_k(index, k_slot, barrier):
-        """k and the vectors of a chunk."""
-        head, chunk = head_and_chunk(index)
-        rows = block(chunk, CHUNK)
-        for y in range(parts):
-            tile = k_tiles.at[k_slot, y * CHUNK : (y + 1) * CHUNK]
-            plgpu.copy_gmem_to_smem(head_of(k, head, p).at[rows, block(y, DEPTH)], tile, barrier)
-        for y, z in {_Vector.E_HI: e_hi, _Vector.E_LO: e_lo}.items():
-            plgpu.copy_gmem_to_smem(z.at[head, rows], vectors.at[k_slot, int(y)], barrier)
-        for y, z in ({_Vector.DN: dn} if n is None else {_Vector.DN: dn, _Vector.N: n}).items():
-            plgpu.copy_gmem_to_smem(z.at[head, chunk], vectors.at[k_slot, int(y), : p.DHQK], barrier)
-
-    products.guard(tiles_empty, P_tile, dP_tile)
-    ring = CopyRing(barriers, num_stages, chunks * tiles_of_chunk, copy, products, (slots,), readers)
-    k_ring = CopyRing(k_barriers, k_stages, chunks, copy_k, products, (k_tiles, vectors), readers)
-
-    def copy_chunk(index, carry):
-        """The part of a warpgroup that copies only: with the kinds of the tiles known it delays no copy."""
-        head, chunk = head_and_chunk(index)
-        first = index * tiles_of_chunk
-
-        def fetch(at, kind, column):
-            def start(_, slot, barrier):
-                copy_tile(kind, head, chunk, column, slot, barrier)
-
-            ring.fetch(first + at, start)
-
-        def for_tiles(x, carry):
-            fetch(2 * x, _Tile.DH, x)
-            fetch(2 * x + 1, _Tile.V, x)
-            return carry
-
-        def for_gradients(j, carry):
-            for kind in (_Tile.V, _Tile.DC, _Tile.C, _Tile.DH):
-                fetch(second_step + 4 * j + int(kind), kind, last_first(j))
-            return carry
-
-        loop(steps, for_tiles, None)
-        for y in range(parts):
-            fetch(first_q + y, _Tile.Q, y)
-        k_ring.fetch(index)
-        loop(steps, for_gradients, None)
-        for y in range(parts):
-            fetch(second_q + y, _Tile.Q, y)
-        return carry
-
-    def multiply(index, carry):
-        wg = lax.optimization_barrier(warpgroup)  # what follows from it is not kept in registers from chunk to chunk
-        head, chunk = head_and_chunk(index)
-        own, rows = block(wg, R), block(chunk * 2 + wg, R)  # its rows: in a tile, in the sequence
-        out_tile, k_slot = out_tiles.at[wg], k_ring.slot(index)
-        k_tile, first = k_tiles.at[k_slot], index * tiles_of_chunk
-
-        def copy_after(step, slot, barrier):
-            """Of this chunk or of the next: cheaper to find than of any."""
-            x = step - lax.optimization_barrier(index) * tiles_of_chunk
-            here = x < tiles_of_chunk
-            copy_of_chunk(jnp.where(here, index, index + 1), jnp.where(here, x, x - tiles_of_chunk), slot, barrier)
-
-        refill = functools.partial(ring.refill, copies=copy_after)
-
-        def part(y, x):
-            """Block x of 64 rows of columns y of k."""
-            return block(y * (CHUNK // R) + x, R)
-
-        def across(x, columns=R):
-            return lax.broadcast_in_dim(x, (R, columns), [0])
-
-        def down(x, at, columns=R):
-            """Elements of a vector."""
-            return lax.broadcast_in_dim(load(vectors.at[k_slot, int(x), pl.ds(at, columns)], BY_COLUMNS), (R, columns), [1])
-
-        def of_rows(x, rows=rows):
-            return None if x is None else load(x.at[head, rows], BY_ROWS, optimized=False)
-
-        def store(columns):
-            """Writes 64 x 64 elements of each of a few gradients, by way of tiles that no copy reads any more."""
-            for x, tile, _, _ in columns:
-                products.store(tile, x.astype(q.dtype))
-            plgpu.commit_smem()
-            for _, tile, out, column in columns:
-                plgpu.copy_smem_to_gmem(tile, head_of(out, head, p).at[rows, block(column, R)])
-
-        # Queries and keys of the two blocks: the one on the diagonal, and half of the one below.
-        later, half = block(chunk * 2 + 1, R), pl.multiple_of(wg * HALF, HALF)
-        queries_of, keys_of, widths = (rows, later), (pl.multiple_of(wg * R, R), half), (R, HALF)
-        # Loaded before the products and used after them: their latency is hidden.
-        of_queries = [[of_rows(x, y) for x in (u_hi, u_lo, inv_den, dz_den)] for y in queries_of]
-        weights, key_weights = query_scale(of_rows(w), scale, of_queries[0][2]), of_rows(abar)
-
-        def scores_and_dA(*sums):
-            scores, dA = sums[:2], sums[2:]
-
-            def add_blocks(sums, left, right, first=0):
-                """Of tiles of queries and keys."""
-                for x, t, s, width in zip(sums, (own, block(1, R)), keys_of, widths, strict=True):
-                    products.add(x, left.at[t], right.T.at[:, pl.ds(first + s, width)])
-
-            def add(x, carry):
-                at_dh, at_v = first + 2 * x, first + 2 * x + 1
-                add_blocks(dA, slots.at[ring.wait(at_dh)], slots.at[ring.wait(at_v)])
-                products.wait(2)
-
-                @pl.when(x > 0)
-                def next_tiles():
-                    ring.release(at_dh - 2, at_v - 2)
-                    refill(at_dh - 2, at_v - 2)
-
-                if readers:
-
-                    @pl.when((x == 0) & (index > 0))
-                    def next_k():
-                        k_ring.refill(index - 1)
-
-                return carry
-
-            products.loop(dA, steps, add)
-            for y in range(parts):
-                slot = ring.wait(first + first_q + y)
-                if y == 0:
-                    k_ring.wait(index)
-                add_blocks(scores, slots.at[slot], k_tile, y * CHUNK)
-                if y == 0:
-                    products.wait(2)
-                    ring.release(first + first_q - 2, first + first_q - 1)
-            products.wait(0)
-            ring.release(*(first + first_q + y for y in range(parts)))
-            refill(*(first + first_q + y for y in range(-2, parts)))
-
-        _, *found = products.all_from_zeros(scores_and_dA, *((R, width) for width in 2 * widths))
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)  # the last gradients of the chunk before went out from these places
-        if tiles_empty is not None:
-            pl.when(index > 0)(lambda: plgpu.barrier_wait(tiles_empty))
-
-        def make_tiles(index, first_key, width, at, mask=None):
-            """Writes P and dP of so many keys, from ``first_key`` of the block on; returns their W."""
-            (*u, inv, bias), columns = of_queries[index], slice(first_key, first_key + width)
-            key = pl.multiple_of(keys_of[index] + first_key, HALF)
-            x, dx = found[index][:, columns], found[2 + index][:, columns]
-
-            def scaled(x):
-                """Times scale / den_t."""
-                return x * (scale if inv is None else across(inv * scale, width))
-
-            hi, lo = (down(e, key, width) - across(y, width) for e, y in zip((_Vector.E_HI, _Vector.E_LO), u, strict=True))
-            D = jnp.exp2(hi * LOG2_E + lo * LOG2_E)
-            if mask is not None:
-                D = jnp.where(mask, D, 0.0)
-            x = D * x
-            products.store(P_tile.at[at].T, scaled(x).astype(q.dtype))
-            dx = scaled(dx if bias is None else dx + across(bias, width))
-            products.store(dP_tile.at[at].T, (D * dx).astype(q.dtype))
-            return x * dx
-
-        def sum_over_queries(W):
-            return products.sum_over_rows(W, scratch.at[wg, :SUM_SCRATCH])
-
-        def keys_from(start, width):
-            return pl.ds(pl.multiple_of(chunk * CHUNK + start, HALF), width)
-
-        W = make_tiles(1, 0, HALF, block(2 + wg, HALF))
-        of_half = products.sum_over_columns(W)
-
-        @pl.when(wg == 0)
-        def give():  # warpgroup 1 adds it to its own
-            per_query.at[head, 1, rows][...] = of_half
-
-        plgpu.commit_smem()
-        plgpu.barrier_arrive(tiles_full)
-        per_key.at[head, 1, keys_from(half, HALF)][...] = sum_over_queries(W)
-
-        of_diagonal, of_earlier, width = [], [], _keys_at_a_time(p)
-        for start in range(0, R, width):
-            t, s = (plgpu.broadcasted_iota(jnp.int32, (R, width), axis, layout=plgpu.Layout.WGMMA) for axis in range(2))
-            s += start
-            W = make_tiles(0, start, width, pl.ds(pl.multiple_of(2 * wg * R + start, HALF), width), s <= t)
-            of_diagonal.append(products.sum_over_columns(jnp.where(s == t, W, 0.0)))
-            W = jnp.where(s < t, W, 0.0)
-            of_earlier.append(products.sum_over_columns(W))
-            per_key.at[head, wg, keys_from(wg * R + start, width)][...] = sum_over_queries(W)
-        diagonal.at[head, rows][...] = functools.reduce(jnp.add, of_diagonal)
-        per_query.at[head, wg, rows][...] = functools.reduce(jnp.add, of_earlier)
-        corner = block(2 * wg, R)
-        plgpu.commit_smem()
-        plgpu.barrier_wait(tiles_full)
-
-        def add_earlier(accumulator, tile, x, at):
-            """Adds the transposed tile's product for the warpgroup's queries: with x from a block on, of the keys up to them."""
-
-            def add(j, carry):
-                products.add(accumulator, tile.at[block(wg + j, R)].T, x.at[block(at + j, R)])
-                return carry
-
-            products.loop(accumulator, wg + 1, add)
-
-        def add_later(accumulator, tile, x):
-            """Adds the tile's product for the warpgroup's keys: with x, of the queries from them on."""
-
-            def add(j, carry):
-                products.add(accumulator, tile.at[block(2 * wg + j, R)], x.at[block(wg + j, R)])
-                return carry
-
-            products.loop(accumulator, 2 - wg, add)
-
-        of_n = None if n is None else weights * of_queries[0][3]
-
-        def step(j, carry):
-            total, *sums = carry
-            at_v, at_dC, at_C, at_dh = (first + second_step + 4 * j + x for x in range(4))
-
-            def tile(step):
-                return slots.at[ring.slot(step)]
-
-            def with_states(sum_q, sum_k, sum_v):
-                ring.wait(at_v)
-                ring.wait(at_dC)
-                products.add(sum_k, tile(at_v).at[own], tile(at_dC).at[: p.DHQK].T)
-                for y in range(parts):
-                    products.add(sum_v, k_tile.at[part(y, wg)], tile(at_dC).at[y * R : (y + 1) * R])
-                ring.wait(at_C)
-                ring.wait(at_dh)
-                products.add(sum_q, tile(at_dh).at[own], tile(at_C).at[: p.DHQK].T)
-
-            *sums, new = products.onto(with_states, *sums, products.zeros(R, DEPTH))
-
-            def inner(total):
-                of_state = block(wg if parts == 2 else 0, R)
-                x, y = (load(z.at[of_state]).astype(jnp.float32) for z in (tile(at_dC), tile(at_C)))
-                return total + products.sum_over_columns(x * y)
-
-            # Of the 128 rows of a state a warpgroup takes 64; 64 rows it takes in every other step.
-            total = inner(total) if parts == 2 else lax.cond(remainder(j, 2) == wg, inner, lambda total: total, total)
-            ring.release(at_v, at_dC, at_C)
-            new *= across(key_weights)
-
-            def with_tile(sum_v):
-                add_later(sum_v, P_tile, tile(at_dh))
-                refill(at_v, at_dC, at_C)  # while the product runs
-
-            (new,) = products.onto(with_tile, new)
-            ring.release(at_dh)
-            refill(at_dh)
-            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-            store([(new, out_tile, dv, last_first(j))])
-            return total, *sums
-
-        zeros = products.zeros(R, p.DHQK)
-        total, new_q, new_k = loop(steps, step, (plgpu.layout_cast(jnp.zeros((R,), jnp.float32), BY_ROWS), zeros, zeros))
-        states.at[head, chunk, own][...] = total
-
-        @pl.when(wg == 1)
-        def add_halves():
-            per_query.at[head, 0, rows][...] = of_half + of_rows(per_query.at[:, 1], block(chunk * 2, R))
-
-        inter, of_q, of_k = [], [], []
-        for y in range(parts):
-            slot = ring.wait(first + second_q + y)
-            x, z = (a[:, y * DEPTH : (y + 1) * DEPTH] for a in (new_q, new_k))
-            x *= across(weights)
-            if of_n is not None:
-                x += across(of_n) * down(_Vector.N, y * R)
-            z = (z + down(_Vector.DN, y * R)) * across(key_weights)
-            of_q.append(products.sum_over_columns(x * load(slots.at[slot, own]).astype(jnp.float32)))
-            of_k.append(products.sum_over_columns(z * load(k_tile.at[part(y, wg)]).astype(jnp.float32)))
-            inter += [x, z]
-        q_inter.at[head, rows][...] = functools.reduce(jnp.add, of_q)
-        k_inter.at[head, rows][...] = functools.reduce(jnp.add, of_k)
-
-        def with_tiles(*sums):
-            for y in range(parts):
-                add_earlier(sums[2 * y], dP_tile, k_tile, y * (CHUNK // R))
-                add_later(sums[2 * y + 1], dP_tile, slots.at[ring.slot(first + second_q + y)])
-
-        gradients = products.onto(with_tiles, *inter)
-        k_ring.release(index)
-        ring.release(*(first + second_q + y for y in range(parts)))
-        refill(*(first + second_q + y for y in range(parts)))
-        if tiles_empty is not None:
-            products.release(tiles_empty)
-        # The corner blocks of P and dP are read by the warpgroup that wrote them alone.
-        columns = [(gradients[2 * y + z], out, y) for y in range(parts) for z, out in enumerate((dq, dk))]
-        free_tiles = out_tile, P_tile.at[corner], dP_tile.at[corner]
-        for first in range(0, len(columns), len(free_tiles)):
-            plgpu.wait_smem_to_gmem(2 if first else 0, wait_read_only=True)  # for one tile more, or for all
-            store([(x, tile, *where) for (x, *where), tile in zip(columns[first:], free_tiles, strict=False)])
-        return carry
-
-    def gradients():
-        loop(chunks, multiply, ())
-        if tiles_empty is not None:
-            plgpu.barrier_wait(tiles_empty)
+    def gradients() -> None:
+        loop(chunks, multiply, None)
+        if refs.tiles_empty is not None:
+            plgpu.barrier_wait(refs.tiles_empty)
         plgpu.wait_smem_to_gmem(0)
 
-    if readers:
-        ring.start()
-        k_ring.start()
+    if copying:
+        for ring in rings:
+            ring.start()
         gradients()
     else:
 
         @pl.when(warpgroup < 2)
-        def multiplications():
+        def multiplications() -> None:
             move_registers(232)
             gradients()
 
         @pl.when(warpgroup == 2)
-        def copies():
+        def copies() -> None:
             move_registers(40)
-            loop(chunks, copy_chunk, None)
+            loop(chunks, functools.partial(cta.copy_chunk, *rings), None)
 
-    ring.drain()
-    k_ring.drain()
+    for ring in rings:
+        ring.drain()
+
+
+def scratch(
+    p: Problem, config: StageConfig, dtype: Any, *, normalise: bool, interpret: bool = False
+) -> dict[str, Any]:
+    """Shared memory of the kernel."""
+    k_stages, parts = _k_stages(p), p.DHQK // DEPTH
+    blocks_of_P = shared_tiles(3 * R, DEPTH, dtype=dtype)
+    sums = plgpu.SMEM((2, R * DEPTH * dtype.itemsize // 4), jnp.float32)
+    return {
+        "slots": shared_tiles(config.num_stages, CHUNK, DEPTH, dtype=dtype),
+        "k_tiles": shared_tiles(k_stages, parts * CHUNK, DEPTH, dtype=dtype),
+        "P_tile": blocks_of_P,
+        "dP_tile": blocks_of_P,
+        "staging": one_of(shared_tiles(2, R, DEPTH, dtype=dtype), sums, interpret=interpret),
+        "vectors": plgpu.SMEM((k_stages, 4, CHUNK), jnp.float32),
+        "barriers": ring_barriers(config.num_stages, copies=1),
+        "k_barriers": ring_barriers(k_stages, copies=parts + 3 + normalise),
+        "tiles_full": plgpu.Barrier(num_arrivals=2, num_barriers=1),
+        "tiles_empty": plgpu.Barrier(num_arrivals=2, num_barriers=1) if k_stages > 1 else None,
+    }
 
 
 def parallel_bw_dQKV_by_chunk(inputs: Mapping[str, Any], call: StageCall) -> tuple[Any, ...]:
     """Runs the stage; inputs as the kernel's, outputs in the order of ``Gradients``."""
-    p, num_stages, dtype = call.problem, call.tiles.num_stages, inputs["q"].dtype
-    interpret = call.lowering is Lowering.MOSAIC_GPU_INTERPRET
-    programs, T = min(multiprocessors(interpret), p.BNH * p.NC), REGISTER_ROWS
-    parts, n, k_stages = p.DHQK // DEPTH, CHUNK // T, _k_stages(p)
-
-    def tiles(*shape):
-        return plgpu.SMEM((*shape, DEPTH), dtype, transforms=tile_transforms(DEPTH, dtype.itemsize))
-
-    def float32(*shape):
-        return jax.ShapeDtypeStruct(shape, jnp.float32)
-
-    def barrier(num_arrivals, num_barriers=1):
-        return plgpu.Barrier(num_arrivals=num_arrivals, num_barriers=num_barriers)
-
-    found = mosaic_call(
-        functools.partial(_kernel, p=p, scale=p.qk_scale, programs=programs, num_stages=num_stages, products=Products(interpret)),
+    p, config, q = call.problem, call.tiles, inputs["q"]
+    interpret = call.interpret
+    num_ctas = min(sm_count(interpret), p.BNH * p.NC)
+    x = mosaic_call(
+        functools.partial(
+            _kernel, p=p, num_ctas=num_ctas, num_stages=config.num_stages, interpret=interpret
+        ),
         name="parallel_bw_dQKV",
-        grid={"program": programs},
-        warpgroups=_readers(p) or 3,
+        grid={"program": num_ctas},
+        warpgroups=_copying_warpgroups(p) or 3,
         outputs={
-            "dq": sequence_shape(inputs["q"], p.DHQK, dtype),
+            "dq": sequence_shape(q, p.DHQK, q.dtype),
             "q_inter": float32(p.BNH, p.S),
-            "dk": sequence_shape(inputs["k"], p.DHQK, dtype),
+            "dk": sequence_shape(inputs["k"], p.DHQK, q.dtype),
             "k_inter": float32(p.BNH, p.S),
-            "dv": sequence_shape(inputs["v"], p.DHHV, dtype),
+            "dv": sequence_shape(inputs["v"], p.DHHV, q.dtype),
             "states": float32(p.BNH, p.NC, CHUNK),
-            "per_query": float32(p.BNH, n, p.S),
-            "per_key": float32(p.BNH, n, p.S),
-            "diagonal": float32(p.BNH, p.S),
+            **w_sum_shapes(p),
         },
-        scratch={
-            "slots": tiles(num_stages, CHUNK),
-            "k_tiles": tiles(k_stages, parts * CHUNK),
-            "P_tile": tiles(3 * T),
-            "dP_tile": tiles(3 * T),
-            "staging": one_of(tiles(2, T), plgpu.SMEM((2, T * DEPTH * dtype.itemsize // 4), jnp.float32), interpret=interpret),
-            "vectors": plgpu.SMEM((k_stages, len(_Vector), CHUNK), jnp.float32),
-            "barriers": ring_barriers(num_stages, copies=1),
-            "k_barriers": ring_barriers(k_stages, copies=parts + (3 if inputs["n"] is None else 4)),
-            "tiles_full": barrier(2),
-            "tiles_empty": barrier(2) if k_stages > 1 else None,
-        },
+        scratch=scratch(p, config, q.dtype, normalise=inputs["n"] is not None, interpret=interpret),
         interpret=interpret,
     )(**inputs)
-    of_tiles = (p.BNH, n, p.NC, n, T)
-    pairs = TilePairs(
-        found["per_query"].reshape(of_tiles), found["per_key"].reshape(of_tiles), found["diagonal"].reshape(p.BNH, p.NC, n, T)
-    )
-    return found["dq"], found["dk"], found["dv"], found["q_inter"], found["k_inter"], found["states"].sum(-1), pairs
+    inter, pairs = (x["q_inter"], x["k_inter"]), tile_pairs(x, p)
+    return x["dq"], x["dk"], x["dv"], *inter, x["states"].sum(-1), pairs

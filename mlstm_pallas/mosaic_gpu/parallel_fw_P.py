@@ -1,116 +1,128 @@
-"""parallel_fw_P on Mosaic GPU: the scores, r, z and n of ``stages/parallel_fw_P.py``, without scaled keys.
+"""parallel_fw_P on Mosaic GPU: the scores, r, z and n of ``stages/parallel_fw_P.py``.
 
-n follows from the sums of step_sums.py, by the recurrence of vector_states.py.
+Keys are not scaled here. n follows from the sums of step_sums.py, by the recurrence of
+vector_states.py.
 
-Grid (B * NH, NC). A CTA is one warpgroup and owns one chunk of 64 steps. It has no pipeline: up to DHQK = 256 an SM has three CTAs, and
-one's copies run while another one computes.
+Grid (B * NH, NC). A CTA is one warpgroup and owns one chunk of 64 steps. It has no pipeline: up to
+DHQK = 256 an SM has three CTAs, and one's copies run while another one computes.
 """
+
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax import lax
-from jax.experimental import pallas as pl
 
 from mlstm_pallas.gates import ChunkGates
+from mlstm_pallas.mosaic_gpu.fragments import (
+    across_columns,
+    across_rows,
+    decay_tile,
+    load_by_rows,
+    rows_and_columns,
+)
 from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
-    BY_ROWS,
     REGISTER_ROWS,
+    block,
+    float32,
     head_of,
     load,
     mosaic_call,
     plgpu,
-    tile_transforms,
+    shared_bytes,
+    shared_tiles,
 )
-from mlstm_pallas.mosaic_gpu.limits import HEADS, SHARED_BYTES, kernel
+from mlstm_pallas.mosaic_gpu.limits import HEADS, KERNEL_DTYPE, SHARED_BYTES, kernel
 from mlstm_pallas.mosaic_gpu.products import Products
 from mlstm_pallas.mosaic_gpu.step_sums import step_sums
 from mlstm_pallas.mosaic_gpu.vector_states import vector_states
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Lowering, StageCall, StageConfig, Weighted
+from mlstm_pallas.stage import StageCall, StageConfig, Weighted
 from mlstm_pallas.stages.parallel_fw_P import Scores
 from mlstm_pallas.tiles import divide, loop, remainder
 
-LOG2_E = float(np.log2(np.e))
-COLUMNS = 256  # at most, of a copy
+L = REGISTER_ROWS
+COLUMNS = 256, 192, 128, 64  # of choice of a copy
 
 
 def _kernel(
-    q,  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
-    k,
-    n,  # (B * NH, NC, DHQK), absent without a normaliser
-    e_hi,  # (B * NH, S), as all that follow
-    e_lo,
-    u_hi,
-    u_lo,
-    w,
-    m,  # absent where the floor does not need it
-    P,  # out (B * NH, S, L)
-    r,  # out (B * NH, S)
-    z,  # out (B * NH, S), absent without a normaliser
-    q_tiles,  # shared (copies, L, columns)
-    k_tiles,
-    P_tile,  # shared (L, L)
-    full,
+    q: Any,  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
+    k: Any,
+    n: Any,  # (B * NH, NC, DHQK), absent without a normaliser
+    e_hi: Any,  # (B * NH, S), as all that follow
+    e_lo: Any,
+    u_hi: Any,
+    u_lo: Any,
+    w: Any,
+    m: Any,  # absent where the floor does not need it
+    P: Any,  # out (B * NH, S, L)
+    r: Any,  # out (B * NH, S)
+    z: Any,  # out (B * NH, S), absent without a normaliser
+    q_tiles: Any,  # shared (copies, L, columns)
+    k_tiles: Any,
+    P_tile: Any,  # shared (L, L)
+    full: Any,
     *,
     p: Problem,
-    columns: int,
-    scale: float,
     normaliser: Normaliser | None,
     products: Products,
-):
-    head, chunk, L = lax.axis_index("head"), lax.axis_index("chunk"), REGISTER_ROWS
-    steps = pl.ds(pl.multiple_of(chunk * L, L), L)
-    copies = p.DHQK // columns
+) -> None:
+    head, chunk = lax.axis_index("head"), lax.axis_index("chunk")
+    steps = block(chunk, L)
+    copies, _, columns = q_tiles.shape
     for x, tiles in ((q, q_tiles), (k, k_tiles)):
         for j in range(copies):
-            plgpu.copy_gmem_to_smem(head_of(x, head, p).at[steps, j * columns : (j + 1) * columns], tiles.at[j], full)
-
-    def vector(x, layout):
-        return load(x.at[head, steps], layout, optimized=False)
-
-    def across(x):
-        return lax.broadcast_in_dim(x, (L, L), [0])
-
-    def down(x):
-        return lax.broadcast_in_dim(x, (L, L), [1])
-
-    hi = down(vector(e_hi, BY_COLUMNS)) - across(vector(u_hi, BY_ROWS))
-    lo = down(vector(e_lo, BY_COLUMNS)) - across(vector(u_lo, BY_ROWS))
-    row_scale = query_scale(vector(w, BY_ROWS), scale)
-    m_rows = None if m is None else vector(m, BY_ROWS)
-    D = jnp.exp2(hi * LOG2_E + lo * LOG2_E)
+            source = head_of(x, head, p).at[steps, j * columns : (j + 1) * columns]
+            plgpu.copy_gmem_to_smem(source, tiles.at[j], full)
+    e = (load(x.at[head, steps], BY_COLUMNS, optimized=False) for x in (e_hi, e_lo))
+    D = decay_tile(e, (load_by_rows(x, head, steps) for x in (u_hi, u_lo)))
+    row_scale = query_scale(load_by_rows(w, head, steps), p.qk_scale)
+    m_rows = load_by_rows(m, head, steps)
     plgpu.barrier_wait(full)
 
-    def scores(accumulator):
+    def scores(accumulator: Any) -> None:
         for j in range(copies):
             products.add(accumulator, q_tiles.at[j], k_tiles.at[j].T)
 
     S = products.from_zeros(scores, L, L)
-    t, s = (plgpu.broadcasted_iota(jnp.int32, (L, L), axis, layout=plgpu.Layout.WGMMA) for axis in range(2))
+    t, s = rows_and_columns(L, L)
     # Masked after the product, not before: a NaN in k reaches no earlier step.
-    tile = jnp.where(s <= t, S * (D * scale), 0.0)
+    tile = jnp.where(s <= t, S * (D * p.qk_scale), 0.0)
     if normaliser is not None:
 
-        def add(j, total):  # a loop, not unrolled: with all of n in registers an SM would have two CTAs
-            at = pl.ds(pl.multiple_of(remainder(j, columns // L) * L, L), L)
-            x = load(q_tiles.at[divide(j, columns // L), :, at]).astype(jnp.float32)
-            norm = load(n.at[head, chunk, pl.ds(pl.multiple_of(j * L, L), L)], BY_COLUMNS, optimized=False)
-            return total + x * down(norm)
+        def add(j: Any, total: jax.Array) -> Any:
+            # A loop, not unrolled: with all of n in registers an SM would have two CTAs.
+            in_tile = block(remainder(j, columns // L), L)
+            x = load(q_tiles.at[divide(j, columns // L), :, in_tile]).astype(jnp.float32)
+            norm = load(n.at[head, chunk, block(j, L)], BY_COLUMNS, optimized=False)
+            return total + x * across_rows(norm)
 
         q_n = loop(p.DHQK // L, add, products.zeros(L, L))
-        sums = jnp.sum(tile + q_n * across(row_scale), axis=1)
+        sums = jnp.sum(tile + q_n * across_columns(row_scale), axis=1)
         inv_den = 1.0 / normaliser.denominator(sums, m_rows)
-        tile, row_scale = tile * across(inv_den), row_scale * inv_den
+        tile, row_scale = tile * across_columns(inv_den), row_scale * inv_den
         z.at[head, steps][...] = sums
     r.at[head, steps][...] = row_scale
     products.store(P_tile, tile.astype(q.dtype))
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(P_tile, P.at[head, steps])
     plgpu.wait_smem_to_gmem(0)
+
+
+def scratch(p: Problem, dtype: Any) -> dict[str, Any]:
+    """Shared memory of the kernel."""
+    columns = next(size for size in COLUMNS if p.DHQK % size == 0)
+    copies = p.DHQK // columns
+    operand = shared_tiles(copies, L, columns, dtype=dtype)
+    return {
+        "q_tiles": operand,
+        "k_tiles": operand,
+        "P_tile": shared_tiles(L, L, dtype=dtype),
+        "full": plgpu.Barrier(num_arrivals=2 * copies),
+    }
 
 
 def parallel_fw_P(
@@ -123,25 +135,22 @@ def parallel_fw_P(
     call: StageCall,
 ) -> Scores:
     """Runs the stage: ``stages/parallel_fw_P.py``. The keys come with their weights."""
-    p, dtype, L = call.problem, matQ.dtype, REGISTER_ROWS
-    interpret = call.lowering is Lowering.MOSAIC_GPU_INTERPRET
-    columns = next(size for size in (COLUMNS, 192, 128, 64) if p.DHQK % size == 0)
-    copies, g = p.DHQK // columns, gates.per_step()
-    n, n_last = vector_states(step_sums(matK, g.vecAbar, call=call), gates.scaGamma, vecN_initial, call=call)
-    needs_m, vector = normaliser is not None and normaliser.floor_needs_m, jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32)
-    operand = plgpu.SMEM((copies, L, columns), dtype, transforms=tile_transforms(columns, dtype.itemsize))
-    found = mosaic_call(
-        functools.partial(_kernel, p=p, columns=columns, scale=p.qk_scale, normaliser=normaliser, products=Products(interpret)),
+    p, dtype, g = call.problem, matQ.dtype, gates.per_step()
+    interpret = call.interpret
+    added = step_sums(matK, g.vecAbar, call=call)
+    n, n_last = vector_states(added, gates.scaGamma, vecN_initial, call=call)
+    per_step = float32(p.BNH, p.S)
+    x = mosaic_call(
+        functools.partial(_kernel, p=p, normaliser=normaliser, products=Products(interpret)),
         name="parallel_fw_P",
         grid={"head": p.BNH, "chunk": p.NC},
         warpgroups=1,
-        outputs={"P": jax.ShapeDtypeStruct((p.BNH, p.S, L), dtype), "r": vector, "z": None if normaliser is None else vector},
-        scratch={
-            "q_tiles": operand,
-            "k_tiles": operand,
-            "P_tile": plgpu.SMEM((L, L), dtype, transforms=tile_transforms(L, dtype.itemsize)),
-            "full": plgpu.Barrier(num_arrivals=2 * copies),
+        outputs={
+            "P": jax.ShapeDtypeStruct((p.BNH, p.S, L), dtype),
+            "r": per_step,
+            "z": None if normaliser is None else per_step,
         },
+        scratch=scratch(p, dtype),
         interpret=interpret,
     )(
         q=matQ,
@@ -152,15 +161,15 @@ def parallel_fw_P(
         u_hi=g.vecU[0],
         u_lo=g.vecU[1],
         w=g.vecW,
-        m=g.vecM if needs_m else None,
+        m=g.vecM if normaliser is not None and normaliser.floor_needs_m else None,
     )
-    return Scores(found["P"], Weighted(matK, g.vecAbar), found["r"], found["z"], n, n_last)
+    return Scores(x["P"], Weighted(matK, g.vecAbar), x["r"], x["z"], n, n_last)
 
 
-def _takes(tiles: StageConfig, p: Problem) -> bool:
+def _takes(config: StageConfig, p: Problem) -> bool:
     """q and k of a chunk are in shared memory, whole."""
-    shared = 2 * (2 * p.L * p.DHQK + p.L * p.L) + 1024
-    return p.BNH <= HEADS and p.L == REGISTER_ROWS and p.DHQK % 64 == 0 and shared <= SHARED_BYTES
+    fits = p.BNH <= HEADS and p.L == L and p.DHQK % 64 == 0
+    return fits and shared_bytes(scratch(p, KERNEL_DTYPE)) <= SHARED_BYTES
 
 
 KERNEL = kernel(search={}, heuristic=lambda p: StageConfig(), takes=_takes)

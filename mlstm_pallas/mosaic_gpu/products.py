@@ -1,6 +1,7 @@
-"""Products on the tensor cores (wgmma) for the kernels on Mosaic GPU, and sums over the rows of a tile, which are written in MLIR.
+"""Products on the tensor cores (wgmma), and sums over the rows of a tile, written in MLIR.
 
-In GPU interpret mode, which knows no accumulator that starts from a value and no left operand in registers, the products are jnp.dot.
+GPU interpret mode knows no accumulator that starts from a value and no left operand in registers.
+There the products are jnp.dot.
 """
 
 import dataclasses
@@ -25,9 +26,11 @@ SUM_SCRATCH = 4 * REGISTER_ROWS  # float32 elements, for ``Products.sum_over_row
 
 
 def by_lanes(columns: int) -> Any:
-    """The layout of a vector that every warp holds, 32 or 64 elements, neighbouring ones in a lane."""
+    """The layout of 32 or 64 elements that every warp holds, neighbouring ones in a lane."""
     tiling = plgpu.Tiling(((columns,), (columns // 32,)))
-    return plgpu.Layout.TILED(tiling, warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1)
+    return plgpu.Layout.TILED(
+        tiling, warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
+    )
 
 
 BY_LANES = by_lanes(64)
@@ -59,33 +62,37 @@ class Products:
         else:
             plgpu.wgmma_wait(pending)
 
-    def read(self, accumulator: Any, pending: int) -> jax.Array:
-        """Waits until no more than ``pending`` products, issued after the accumulator's own, are running; its value."""
+    def read(self, accumulator: Any, pending: int) -> Any:
+        """The value, once all its products have run.
+
+        pending: how many later products may run on.
+        """
         if not self.interpret:
             return plgpu.wgmma_accumulator_load(accumulator, wait_n=pending)
         self.wait(pending)
         in_flight.current().read(accumulator)
         return accumulator.value
 
-    def zeros(self, rows: int, columns: int) -> jax.Array:
+    def zeros(self, rows: int, columns: int) -> Any:
         return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), plgpu.Layout.WGMMA)
 
-    def from_zeros(self, issue: Callable[[Any], None], rows: int, columns: int) -> jax.Array:
+    def from_zeros(self, issue: Callable[[Any], None], rows: int, columns: int) -> Any:
         """The accumulator after ``issue(accumulator)``."""
         return self.all_from_zeros(issue, (rows, columns))[1]
 
-    def all_from_zeros(self, issue: Callable[..., Any], *shapes: tuple[int, int]) -> Sequence[Any]:
+    def all_from_zeros(self, issue: Callable[..., Any], *shapes: tuple[int, int]) -> Any:
         """What ``issue(*accumulators)`` returns, and the accumulators after it."""
 
-        def scope(*accumulators):
-            found = issue(*accumulators)
-            return found, *(self.read(x, 0) for x in accumulators)
+        def scope(*accumulators: Any) -> tuple[Any, ...]:
+            result = issue(*accumulators)
+            return result, *(self.read(x, 0) for x in accumulators)
 
         if not self.interpret:
-            return pl.run_scoped(scope, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
-        found = scope(*(_Accumulator(jnp.zeros(shape, jnp.float32)) for shape in shapes))
+            accumulators = (plgpu.ACC(shape, jnp.float32) for shape in shapes)
+            return pl.run_scoped(scope, *accumulators)
+        results = scope(*(_Accumulator(jnp.zeros(shape, jnp.float32)) for shape in shapes))
         plgpu.commit_smem()
-        return found
+        return results
 
     def onto(self, issue: Callable[..., None], *initial: jax.Array) -> Sequence[jax.Array]:
         """The accumulators, which start from these values, after ``issue(*accumulators)``."""
@@ -97,17 +104,23 @@ class Products:
             return [x.value for x in sums]
         return pl.run_state(lambda refs: issue(*refs))(tuple(plgpu.ACC.init(x) for x in initial))
 
-    def loop(self, accumulators: Any, count: Any, body: Callable[[jax.Array, Any], Any], init: Any = None) -> Any:
+    def loop(
+        self,
+        accumulators: Any,
+        count: Any,
+        body: Callable[[jax.Array, Any], Any],
+        init: Any = None,
+    ) -> Any:
         """``tiles.loop`` of a body that adds to the accumulators: one, or a tuple."""
         if not self.interpret:
             return loop(count, body, init)
         sums = accumulators if isinstance(accumulators, tuple) else (accumulators,)
 
-        def put(values):
+        def put(values: Sequence[jax.Array]) -> None:
             for x, value in zip(sums, values, strict=True):
                 x.value = value
 
-        def step(j, carry):
+        def step(j: jax.Array, carry: Any) -> Any:
             values, carry = carry
             put(values)
             carry = body(j, carry)
@@ -117,8 +130,14 @@ class Products:
         put(values)
         return carry
 
-    def either(self, condition: Any, this: Callable[[Any], None], that: Callable[[Any], None], accumulator: Any) -> None:
-        """this(accumulator) where the condition holds, else that(accumulator)."""
+    def cond(
+        self,
+        condition: Any,
+        this: Callable[[Any], None],
+        that: Callable[[Any], None],
+        accumulator: Any,
+    ) -> None:
+        """lax.cond of issuing functions: this(accumulator) or that(accumulator)."""
         if not self.interpret:
             pl.when(condition)(lambda: this(accumulator))
             pl.when(jnp.logical_not(condition))(lambda: that(accumulator))
@@ -134,32 +153,34 @@ class Products:
 
         accumulator.value = lax.cond(condition, added(this), added(that), accumulator.value)
 
-    def sum_over_rows(self, x: jax.Array, scratch: Any) -> jax.Array:
-        """The sums over axis 0 of a float32 tile (64, 32 or 64), ``by_lanes``; scratch: SUM_SCRATCH elements, of this warpgroup alone.
+    def sum_over_rows(self, x: jax.Array, scratch: Any) -> Any:
+        """The sums over axis 0 of a float32 tile (64, 32 or 64), ``by_lanes``.
 
-        jnp.sum has one scratch for the CTA. It also exchanges each sum with all lanes that hold a part of it, 48 shuffles a lane.
+        jnp.sum has one scratch for the CTA. It also exchanges each sum with all lanes that hold a
+        part of it, 48 shuffles a lane.
+
+        scratch: SUM_SCRATCH elements, of this warpgroup alone.
         """
         if self.interpret:
             return jnp.sum(x, axis=0)
         columns = plgpu.ShapeDtypeStruct(x.shape[1:], jnp.float32, layout=by_lanes(x.shape[1]))
-        return plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA, plgpu.RefType()), return_type=columns)(_sum_over_rows)(x, scratch)
+        types = plgpu.Layout.WGMMA, plgpu.RefType()
+        inline = plgpu.inline_mgpu(arg_types=types, return_type=columns)
+        return inline(_sum_over_rows)(x, scratch)
 
-    def sum_over_columns(self, x: jax.Array) -> jax.Array:
-        """jnp.sum(x, axis=1), BY_ROWS, without the 2 KB of shared memory that it sets aside for sums over the other axis."""
+    def sum_over_columns(self, x: jax.Array) -> Any:
+        """jnp.sum(x, axis=1), BY_ROWS, which would set aside 2 KiB of shared memory."""
         if self.interpret:
             return jnp.sum(x, axis=1)
         shape = plgpu.ShapeDtypeStruct(x.shape[:1], jnp.float32, layout=BY_ROWS)
 
-        @plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=shape)
-        def sums(_, tile):
-            return tile.reduce("add", 1)
-
-        return sums(x)
+        inline = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=shape)
+        return inline(lambda _, tile: tile.reduce("add", 1))(x)
 
     def guard(self, barriers: Any, *buffers: Any) -> None:
-        """Says of which buffers ``release`` of barrier i of these gives up slot i, or all slots if it is the only barrier.
+        """``release`` of barrier i of these gives up slot i of the buffers.
 
-        Buffers that are absent are None, barriers too.
+        The only barrier gives up all slots. Absent buffers are None, absent barriers too.
         """
         if self.interpret and barriers is not None:
             in_flight.current().guard(barriers, *(x for x in buffers if x is not None))
@@ -181,14 +202,16 @@ class Products:
 
 
 def _sum_over_rows(_: Any, tile: Any, scratch: Any) -> mgpu.FragmentedArray:
-    """Each lane holds 16 columns of two rows, or 8. In a round two lanes with the same columns exchange halves of their sums.
+    """Each lane holds 16 columns of two rows, or 8. In a round two lanes with the same columns
+    exchange halves of their sums.
 
-    After the rounds each lane has the sums of two neighbouring columns over the warp's 16 rows. Of 64 columns lane x has 2 x and 2 x + 1.
-    Of 32, two lanes have each pair: in the last round they add up their halves. The sums of the four warps meet in shared memory.
+    After the rounds each lane has the sums of two neighbouring columns over the warp's 16 rows. Of
+    64 columns lane x has 2 x and 2 x + 1. Of 32, two lanes have both: in the last round they add up
+    their halves. The sums of the four warps meet in shared memory.
     """
     i32, index, columns = ir.IntegerType.get_signless(32), ir.IndexType.get(), tile.shape[1]
-    pairs = tile.registers.reshape(columns // 8, 2)  # of neighbouring columns: [columns from 8 j on, row of the lane]
-    sums = [arith.addf(x, y) for x, y in pairs]
+    # Two neighbouring columns each: [columns from 8 j on, row of the lane].
+    sums = [arith.addf(x, y) for x, y in tile.registers.reshape(columns // 8, 2)]
     thread = arith.remui(utils.thread_idx(), utils.c(128, i32))
     lane, warp = arith.remui(thread, utils.c(32, i32)), arith.divui(thread, utils.c(32, i32))
     for distance in (16, 8, 4):
@@ -196,21 +219,31 @@ def _sum_over_rows(_: Any, tile: Any, scratch: Any) -> mgpu.FragmentedArray:
         if half == 0:
             sums = [arith.addf(sums[0], utils.shfl_bfly(sums[0], distance))]
             continue
-        upper = arith.cmpi(arith.CmpIPredicate.ne, arith.andi(lane, utils.c(distance, i32)), utils.c(0, i32))
-        kept = [arith.select(upper, y, x) for x, y in zip(sums[:half], sums[half:], strict=True)]
-        given = [arith.select(upper, x, y) for x, y in zip(sums[:half], sums[half:], strict=True)]
-        sums = [arith.addf(x, utils.shfl_bfly(y, distance)) for x, y in zip(kept, given, strict=True)]
+        bit = arith.andi(lane, utils.c(distance, i32))
+        upper = arith.cmpi(arith.CmpIPredicate.ne, bit, utils.c(0, i32))
+        halves = sums[:half], sums[half:]
+        kept = [arith.select(upper, y, x) for x, y in zip(*halves, strict=True)]
+        sent = [arith.select(upper, x, y) for x, y in zip(*halves, strict=True)]
+        sums = [
+            arith.addf(x, utils.shfl_bfly(y, distance)) for x, y in zip(kept, sent, strict=True)
+        ]
 
-    def place(warp, column):
-        return [arith.index_cast(index, arith.addi(arith.muli(warp, utils.c(columns, i32)), column))]
+    def place(warp: Any, column: Any) -> list[Any]:
+        return [
+            arith.index_cast(index, arith.addi(arith.muli(warp, utils.c(columns, i32)), column))
+        ]
 
     per_lane = columns // 32
     group = arith.divui(lane, utils.c(8 // per_lane, i32))
-    first = arith.addi(arith.muli(group, utils.c(8, i32)), arith.muli(arith.remui(lane, utils.c(4, i32)), utils.c(2, i32)))
+    in_group = arith.muli(arith.remui(lane, utils.c(4, i32)), utils.c(2, i32))
+    first = arith.addi(arith.muli(group, utils.c(8, i32)), in_group)
     vector.store(sums[0], scratch, place(warp, first))
     utils.warpgroup_barrier()
-    of_lane, column = ir.VectorType.get((per_lane,), ir.F32Type.get()), arith.muli(lane, utils.c(per_lane, i32))
-    a, b, c, d = (vector.load(of_lane, scratch, place(utils.c(other, i32), column)) for other in range(4))
+    of_lane = ir.VectorType.get((per_lane,), ir.F32Type.get())
+    column = arith.muli(lane, utils.c(per_lane, i32))
+    a, b, c, d = (
+        vector.load(of_lane, scratch, place(utils.c(other, i32), column)) for other in range(4)
+    )
     utils.warpgroup_barrier()  # the next sums go to the same place
     total, layout = arith.addf(arith.addf(a, b), arith.addf(c, d)), by_lanes(columns).to_mgpu()
     registers = np.full(layout.registers_shape((columns,)), total, dtype=object)

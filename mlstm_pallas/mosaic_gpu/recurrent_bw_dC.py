@@ -9,14 +9,15 @@ import functools
 
 import jax.numpy as jnp
 
-from mlstm_pallas.mosaic_gpu.limits import HEADS, SHARED_BYTES, kernel, state_rows
+from mlstm_pallas.mosaic_gpu.launch import shared_bytes
+from mlstm_pallas.mosaic_gpu.limits import HEADS, KERNEL_DTYPE, SHARED_BYTES, kernel, state_rows
 from mlstm_pallas.mosaic_gpu.parallel_bw_dQKV import by_chunk
 from mlstm_pallas.mosaic_gpu.recurrence import (
     COLUMNS,
-    H_STAGES,
     heuristic_rows,
     num_ctas,
     recurrences,
+    scratch,
 )
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import StageCall, StageConfig, Weighted
@@ -37,21 +38,20 @@ def _recurrences(name: str, *each: Recurrence, call: StageCall) -> list[Recurren
 recurrent_bw_dC = functools.partial(stage.recurrent_bw_dC, recurrences=_recurrences)
 
 
-def _takes(tiles: StageConfig, p: Problem) -> bool:
-    """Whether blocks fit. A stage is free when the next one's product runs. No sequence is split."""
-    rows = state_rows(p.DHQK, tiles.siz_b_DHQK)
-    if not 0 < rows <= 256 or p.DHHV % COLUMNS or p.L % 64 or tiles.num_stages < 2 or 2 * p.BNH > HEADS or (tiles.num_splits or 1) > 1:
+def _takes(config: StageConfig, p: Problem) -> bool:
+    """Whether blocks fit, with tiles of h where delta is computed here. No sequence is split."""
+    rows = state_rows(p.DHQK, config.siz_b_DHQK)
+    fits = 0 < rows <= 256 and p.DHHV % COLUMNS == 0 and p.L % 64 == 0 and 2 * p.BNH <= HEADS
+    # A slot is free when the next step's product runs.
+    if not fits or config.num_stages < 2 or (config.num_splits or 1) > 1:
         return False
-    # Tiles of a, b, X and, where delta is computed here, of h; weights, and barriers. Arrays begin at multiples of 1024 bytes.
-    h_stages = H_STAGES if by_chunk(p) else 0
-    elements = 64 * (tiles.num_stages * (rows + COLUMNS) + h_stages * COLUMNS + 4 * 64)
-    shared = 2 * elements + -(-tiles.num_stages * 64 * 4 // 1024) * 1024 + 1024
-    return shared <= SHARED_BYTES
+    shapes = scratch(rows, config.num_stages, KERNEL_DTYPE, weighted=True, has_h=by_chunk(p))
+    return shared_bytes(shapes) <= SHARED_BYTES
 
 
 KERNEL = kernel(
     search=dict(siz_b_DHQK=(64, 128, 256), num_stages=(3, 4, 5, 6)),
     heuristic=lambda p: StageConfig(siz_b_DHQK=heuristic_rows(p, recurrences=2), num_stages=4),
     takes=_takes,
-    pays=lambda tiles, p: 2 * num_ctas(state_rows(p.DHQK, tiles.siz_b_DHQK), p) >= MIN_CTAS,
+    pays=lambda config, p: 2 * num_ctas(state_rows(p.DHQK, config.siz_b_DHQK), p) >= MIN_CTAS,
 )

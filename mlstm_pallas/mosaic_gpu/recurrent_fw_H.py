@@ -5,8 +5,11 @@ and of h, in blocks of 64. A block of C is kept transposed in registers, 64 x si
 is the left operand of C^T q. Copies run up to num_stages chunks ahead. While the state's product
 runs, the outputs of the chunk are stored.
 """
+
+import dataclasses
 import functools
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -15,133 +18,224 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
+from mlstm_pallas.mosaic_gpu.fragments import across_rows
 from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     REGISTER_ROWS,
     block,
     copy_where,
+    float32,
     head_of,
     load,
     mosaic_call,
     plgpu,
-    tile_transforms,
+    shared_bytes,
+    shared_tiles,
 )
-from mlstm_pallas.mosaic_gpu.limits import HEADS, SHARED_BYTES, kernel, state_rows
+from mlstm_pallas.mosaic_gpu.limits import HEADS, KERNEL_DTYPE, SHARED_BYTES, kernel, state_rows
 from mlstm_pallas.mosaic_gpu.products import Products
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Lowering, StageCall, StageConfig, sequence_shape
+from mlstm_pallas.stage import (
+    StageCall,
+    StageConfig,
+    sequence_shape,
+)
 from mlstm_pallas.stages.parallel_fw_P import Scores
 from mlstm_pallas.stages.recurrent_fw_H import FusedScan
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
+R = REGISTER_ROWS
+
+
+class _Refs(NamedTuple):
+    q: Any  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
+    k: Any  # (B * NH, S, DHQK), or likewise
+    v: Any  # (B * NH, S, DHHV), or likewise
+    P: Any  # (B * NH, S, L), in the first launch
+    r: Any  # (B * NH, S)
+    abar: Any  # (B * NH, S)
+    gamma: Any  # (B * NH, NC)
+    C_initial: Any  # (B * NH, DHHV, DHQK), transposed, may be absent
+    partial: Any  # like v, h of the launches before, absent in the first
+    h: Any  # out, like v
+    C_last: Any  # out (B * NH, DHHV, siz_b_loop), transposed, may be absent
+    C_states: Any  # out (B * NH, stored, DHQK, DHHV), may be absent
+    slots: Any  # shared, by name: the tiles of the chunks in flight, (num_stages, ...) each
+    barriers: Any  # of the ring of slots
+    out_tiles: Any  # shared (blocks of 64 columns, L, 64)
+    state_tiles: Any  # shared (warpgroups, 2, 64, 64), for C_states
+
+
+@dataclasses.dataclass(frozen=True)
+class _Scan:
+    """The columns of a warpgroup, in blocks of 64."""
+
+    refs: _Refs
+    p: Problem
+    launch: int
+    siz_b_DHHV: int
+    rows: int
+    blocks: int
+    store_every: int
+    products: Products
+    head: jax.Array
+    column_block: jax.Array  # of the CTA
+    wg: jax.Array
+
+    def columns(self, b: int) -> tuple[Any, Any]:
+        """Those of block b: in the tile, in the array."""
+        start = pl.multiple_of((self.wg * self.blocks + b) * R, R)
+        return pl.ds(start, R), pl.ds(self.column_block * self.siz_b_DHHV + start, R)
+
+    def initial(self, b: int) -> Any:
+        rows = pl.ds(self.launch * self.rows, self.rows)
+        C = self.refs.C_initial.at[self.head, self.columns(b)[1], rows]
+        return load(C, optimized=False)
+
+    def store(
+        self, value: jax.Array, tile: Any, destination: Any, pending: int, where: Any = None
+    ) -> None:
+        """Writes the transposed value into the tile and copies it out.
+
+        pending: how many of the latest copies may run on meanwhile.
+        """
+        plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
+        self.products.store(tile.T, value)
+        plgpu.commit_smem()
+        copy_where(where, tile, destination, interpret=self.products.interpret)
+
+
+def _ring(c: _Scan, num_stages: int) -> CopyRing:
+    refs = c.refs
+    sequences: list[tuple[str, Any, int]] = [(x, c.launch * c.rows, c.rows) for x in "qk"]
+    for x in ("v", "partial"):
+        if getattr(refs, x) is not None:
+            sequences.append((x, c.column_block * c.siz_b_DHHV, c.siz_b_DHHV))
+
+    def copies(chunk: Any, copy: Any) -> None:
+        steps = block(chunk, c.p.L)
+        for name, start, size in sequences:
+            columns = pl.ds(start if isinstance(start, int) else pl.multiple_of(start, size), size)
+            x = head_of(getattr(refs, name), c.head, c.p)
+            copy(x.at[steps, columns], refs.slots[name])
+        for name in ("P", "r", "abar"):
+            if name in refs.slots:
+                copy(getattr(refs, name).at[c.head, steps], refs.slots[name])
+
+    buffers = tuple(refs.slots.values())
+    return CopyRing(refs.barriers, num_stages, c.p.NC, copies, c.products, buffers)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunk:
+    scan: _Scan
+    h: Any  # of the head
+    index: jax.Array
+    tiles: Mapping[str, Any]
+    row_scale: jax.Array  # r and abar, in the rows of a transposed tile
+    weights: jax.Array
+    decay: jax.Array
+
+    def block(self, b: int, CT: jax.Array) -> Any:
+        """Stores 64 columns of h and of the state before the chunk; returns the one after it."""
+        c, x, L, dtype = self.scan, self.tiles, self.scan.p.L, self.scan.refs.v.dtype
+        refs, products = c.refs, c.products
+        in_tile, destination = c.columns(b)
+
+        def inter(accumulator: Any) -> None:
+            for j, start in enumerate(range(0, c.rows, R)):
+                rows, tile = pl.ds(start, R), CT[:, start : start + R].astype(dtype)
+                products.add(accumulator, tile, x["q"].at[:, rows].T)
+                products.wait(1)  # of two rounded tiles at a time
+                if refs.C_states is not None:  # a branch around the stores would take registers
+                    stored = divide(self.index, c.store_every)
+                    states = refs.C_states.at[c.head, stored, rows, destination]
+                    here = remainder(self.index, c.store_every) == 0
+                    c.store(tile, refs.state_tiles.at[c.wg, j % 2], states, 1, here)
+
+        hT = products.from_zeros(inter, R, L) * self.row_scale
+        if refs.partial is not None:
+            hT += load(x["partial"].at[:, in_tile].T).astype(jnp.float32)
+        vT = load(x["v"].at[:, in_tile].T)
+        scaled = (vT.astype(jnp.float32) * self.weights).astype(dtype)
+
+        def intra(h_accumulator: Any, C_accumulator: Any) -> None:
+            if refs.P is not None:
+                products.add(h_accumulator, vT, x["P"].T)
+            products.add(C_accumulator, scaled, x["k"])
+            hT = products.read(h_accumulator, 1).astype(dtype)
+            tile = refs.out_tiles.at[c.wg * c.blocks + b]
+            h = self.h.at[pl.ds(self.index * L, L), destination]
+            c.store(hT, tile, h, c.blocks - 1)
+
+        return products.onto(intra, hT, CT * self.decay)[1]
+
 
 def _kernel(
-    q,  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
-    k,  # (B * NH, S, DHQK), or likewise
-    v,  # (B * NH, S, DHHV), or likewise
-    P,  # (B * NH, S, L), in the first launch
-    r,  # (B * NH, S)
-    abar,  # (B * NH, S)
-    gamma,  # (B * NH, NC)
-    C_initial,  # (B * NH, DHHV, DHQK), transposed, may be absent
-    partial,  # like v, h of the launches before, absent in the first
-    h,  # out, like v
-    C_last,  # out (B * NH, DHHV, siz_b_loop), transposed, may be absent
-    C_states,  # out (B * NH, stored, DHQK, DHHV), may be absent
-    slots,  # shared, by name: the tiles of the chunks in flight, (num_stages, ...) each
-    barriers,  # of the ring of slots
-    out_tiles,  # shared (blocks of 64 columns, L, 64)
-    state_tiles,  # shared (warpgroups, 2, 64, 64), for C_states
     *,
     p: Problem,
     launch: int,
-    siz_b_DHHV: int,
+    config: StageConfig,
     rows: int,
-    warpgroups: int,
-    num_stages: int,
     store_every: int,
-    products: Products,
-):
-    n, column_block, wg = lax.axis_index("head"), lax.axis_index("columns"), lax.axis_index("wg")
-    L, R, dtype = p.L, REGISTER_ROWS, v.dtype
-    owned = siz_b_DHHV // (warpgroups * R)  # blocks of a warpgroup
-    outputs = head_of(h, n, p)
-    sequences: dict[str, tuple[Any, Any, int]] = {"q": (q, launch * rows, rows), "k": (k, launch * rows, rows)}
-    sequences |= {name: (x, column_block * siz_b_DHHV, siz_b_DHHV) for name, x in (("v", v), ("partial", partial)) if x is not None}
+    interpret: bool,
+    **refs_by_name: Any,
+) -> None:
+    refs, warpgroups = _Refs(**refs_by_name), config.num_warps // 4
+    places = (lax.axis_index(x) for x in ("head", "columns", "wg"))
+    num_blocks, products = config.siz_b_DHHV // (warpgroups * R), Products(interpret)
+    sizes = launch, config.siz_b_DHHV, rows, num_blocks, store_every
+    scan = _Scan(refs, p, *sizes, products, *places)
+    n, h, gamma = scan.head, head_of(refs.h, scan.head, p), refs.gamma
+    ring = _ring(scan, config.num_stages)
 
-    def copy(chunk, slot, barrier):
-        steps = block(chunk, L)
-        for name, (x, start, size) in sequences.items():
-            columns = pl.ds(start if isinstance(start, int) else pl.multiple_of(start, size), size)
-            plgpu.copy_gmem_to_smem(head_of(x, n, p).at[steps, columns], slots[name].at[slot], barrier)
-        for name, x in (("P", P), ("r", r), ("abar", abar)):
-            if x is not None:
-                plgpu.copy_gmem_to_smem(x.at[n, steps], slots[name].at[slot], barrier)
-
-    ring = CopyRing(barriers, num_stages, p.NC, copy, products, tuple(slots.values()))
-
-    def columns(b):
-        """Those of block b of the warpgroup: in the tile, in the array."""
-        start = pl.multiple_of((wg * owned + b) * R, R)
-        return pl.ds(start, R), pl.ds(column_block * siz_b_DHHV + start, R)
-
-    def store(value, tile, destination, pending, where=None):
-        """Writes the transposed value into the tile and copies it out. pending: how many of the latest copies may run on meanwhile."""
-        plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
-        products.store(tile.T, value)
-        plgpu.commit_smem()
-        copy_where(where, tile, destination, interpret=products.interpret)
-
-    def initial(b):
-        own = C_initial.at[n, columns(b)[1], pl.ds(launch * rows, rows)]
-        return load(own, optimized=False)
-
-    def chunk(index, carry):
+    def chunk(index: Any, carry: Any) -> Any:
         CT, decay = carry
         pl.when(index > 0)(lambda: ring.refill(index - 1))
         slot = ring.wait(index)
-        x = {name: tile.at[slot] for name, tile in slots.items()}
+        x = {name: tile.at[slot] for name, tile in refs.slots.items()}
         following = gamma[n, lax.min(index + 1, np.int32(p.NC - 1))]
-        row_scale = lax.broadcast_in_dim(load(x["r"], BY_COLUMNS), (R, L), [1])
-        weights = lax.broadcast_in_dim(load(x["abar"], BY_COLUMNS), (R, L), [1])
-        new = []
-        for b in range(owned):
-            own, destination = columns(b)
-
-            def inter(accumulator, CT=CT[b], destination=destination):
-                for j, start in enumerate(range(0, rows, R)):
-                    tile = CT[:, start : start + R].astype(dtype)
-                    products.add(accumulator, tile, x["q"].at[:, pl.ds(start, R)].T)
-                    products.wait(1)  # of two rounded tiles at a time
-                    if C_states is not None:  # a branch around the stores would take registers that there are not
-                        states = C_states.at[n, divide(index, store_every), pl.ds(start, R), destination]
-                        store(tile, state_tiles.at[wg, j % 2], states, 1, remainder(index, store_every) == 0)
-
-            hT = products.from_zeros(inter, R, L) * row_scale
-            if partial is not None:
-                hT += load(x["partial"].at[:, own].T).astype(jnp.float32)
-            vT = load(x["v"].at[:, own].T)
-            scaled = (vT.astype(jnp.float32) * weights).astype(dtype)
-
-            def rest(h_accumulator, C_accumulator, b=b, vT=vT, scaled=scaled, destination=destination):
-                if P is not None:
-                    products.add(h_accumulator, vT, x["P"].T)
-                products.add(C_accumulator, scaled, x["k"])
-                hT = products.read(h_accumulator, 1)
-                store(hT.astype(dtype), out_tiles.at[wg * owned + b], outputs.at[pl.ds(index * L, L), destination], owned - 1)
-
-            new.append(products.onto(rest, hT, CT[b] * decay)[1])
+        row_scale, weights = (across_rows(load(x[y], BY_COLUMNS)) for y in ("r", "abar"))
+        this = _Chunk(scan, h, index, x, row_scale, weights, decay)
+        new = [this.block(b, C) for b, C in enumerate(CT)]
         ring.release(index)
         return new, following
 
     ring.start()
-    CT = [products.zeros(R, rows) if C_initial is None else initial(b) for b in range(owned)]
+    of_blocks = range(num_blocks)
+    if refs.C_initial is None:
+        CT = [products.zeros(R, rows) for _ in of_blocks]
+    else:
+        CT = [scan.initial(b) for b in of_blocks]
     CT, _ = loop(p.NC, chunk, (CT, gamma[n, 0]))
-    if C_last is not None:
-        for b in range(owned):
-            C_last[n, columns(b)[1]] = CT[b]
+    if refs.C_last is not None:
+        for b in of_blocks:
+            refs.C_last[n, scan.columns(b)[1]] = CT[b]
     plgpu.wait_smem_to_gmem(0)
     ring.drain()
+
+
+def scratch(
+    p: Problem,
+    config: StageConfig,
+    rows: int,
+    dtype: Any,
+    *,
+    first_launch: bool,
+    stores_states: bool,
+) -> dict[str, Any]:
+    """Shared memory of a launch that holds so many rows of the state."""
+    tiles, vectors = functools.partial(shared_tiles, dtype=dtype), (config.num_stages, p.L)
+    V, warpgroups = config.siz_b_DHHV, config.num_warps // 4
+    slots = {"q": tiles(*vectors, rows), "k": tiles(*vectors, rows), "v": tiles(*vectors, V)}
+    slots |= {"P": tiles(*vectors, p.L)} if first_launch else {"partial": tiles(*vectors, V)}
+    slots |= {name: plgpu.SMEM(vectors, jnp.float32) for name in ("r", "abar")}
+    return {
+        "slots": slots,
+        "barriers": ring_barriers(config.num_stages, copies=len(slots), readers=warpgroups),
+        "out_tiles": tiles(V // R, p.L, R),
+        "state_tiles": tiles(warpgroups, 2, R, R) if stores_states else None,
+    }
 
 
 def recurrent_fw_H(
@@ -157,88 +251,96 @@ def recurrent_fw_H(
     call: StageCall,
 ) -> FusedScan:
     """Runs the stage: ``stages/recurrent_fw_H.py``."""
-    p, tiles, dtype, R = call.problem, call.tiles, matQ.dtype, REGISTER_ROWS
-    rows, warpgroups = state_rows(p.DHQK, tiles.siz_b_loop), tiles.num_warps // 4
-    interpret = call.lowering is Lowering.MOSAIC_GPU_INTERPRET
-
-    def tile(*shape):
-        return plgpu.SMEM(shape, dtype, transforms=tile_transforms(shape[-1], dtype.itemsize))
-
-    def slots(first_launch):
-        depth, V = tiles.num_stages, tiles.siz_b_DHHV
-        found = {"q": tile(depth, p.L, rows), "k": tile(depth, p.L, rows), "v": tile(depth, p.L, V)}
-        found |= {"P": tile(depth, p.L, p.L)} if first_launch else {"partial": tile(depth, p.L, V)}
-        return found | {name: plgpu.SMEM((depth, p.L), jnp.float32) for name in ("r", "abar")}
-
-    C_last = jax.ShapeDtypeStruct((p.BNH, p.DHHV, rows), jnp.float32) if return_last else None
-    states = jax.ShapeDtypeStruct((p.BNH, p.NC // store_every, p.DHQK, p.DHHV), dtype) if store_every else None
-    found: dict[str, Any] = {"h": None}
+    p, config, dtype = call.problem, call.tiles, matQ.dtype
+    rows = state_rows(p.DHQK, config.siz_b_loop)
+    interpret = call.interpret
+    keys = scores.keys
+    abar = jnp.ones_like(scores.vecR) if keys.weights is None else keys.weights
+    C_last = float32(p.BNH, p.DHHV, rows) if return_last else None
+    states = None
+    if store_every:
+        states = jax.ShapeDtypeStruct((p.BNH, p.NC // store_every, p.DHQK, p.DHHV), dtype)
+    x: dict[str, Any] = {"h": None}
     lasts = []
     for launch in range(blocks(p.DHQK, rows)):
-        ring = slots(launch == 0)
-        found = mosaic_call(
+        first = launch == 0
+        x = mosaic_call(
             functools.partial(
                 _kernel,
                 p=p,
                 launch=launch,
-                siz_b_DHHV=tiles.siz_b_DHHV,
+                config=config,
                 rows=rows,
-                warpgroups=warpgroups,
-                num_stages=tiles.num_stages,
                 store_every=store_every,
-                products=Products(interpret),
+                interpret=interpret,
             ),
             name="recurrent_fw_H",
-            grid={"head": p.BNH, "columns": blocks(p.DHHV, tiles.siz_b_DHHV)},
-            warpgroups=warpgroups,
-            outputs={"h": sequence_shape(matV, p.DHHV, dtype), "C_last": C_last, "C_states": states},
-            scratch={
-                "slots": ring,
-                "barriers": ring_barriers(tiles.num_stages, copies=len(ring), readers=warpgroups),
-                "out_tiles": tile(tiles.siz_b_DHHV // R, p.L, R),
-                "state_tiles": tile(warpgroups, 2, R, R) if store_every else None,
+            grid={"head": p.BNH, "columns": blocks(p.DHHV, config.siz_b_DHHV)},
+            warpgroups=config.num_warps // 4,
+            outputs={
+                "h": sequence_shape(matV, p.DHHV, dtype),
+                "C_last": C_last,
+                "C_states": states,
             },
+            scratch=scratch(
+                p, config, rows, dtype, first_launch=first, stores_states=store_every > 0
+            ),
             interpret=interpret,
         )(
             q=matQ,
             k=scores.keys.array,
             v=matV,
-            P=scores.matP if launch == 0 else None,
+            P=scores.matP if first else None,
             r=scores.vecR,
-            abar=jnp.ones_like(scores.vecR) if scores.keys.weights is None else scores.keys.weights,
+            abar=abar,
             gamma=scaGamma,
             C_initial=None if matC_initial is None else matC_initial.mT,
-            partial=found["h"],
+            partial=x["h"],
         )
-        lasts.append(found["C_last"])
-    H = found["h"].astype(dtype if output_dtype is None else output_dtype)
-    C_last = jnp.concatenate([x.mT for x in lasts], axis=1) if return_last else None
-    return FusedScan(H, C_last, found["C_states"])
+        lasts.append(x["C_last"])
+    H = x["h"].astype(dtype if output_dtype is None else output_dtype)
+    last = jnp.concatenate([C.mT for C in lasts], axis=1) if return_last else None
+    return FusedScan(H, last, x["C_states"])
 
 
-def _takes(tiles: StageConfig, p: Problem) -> bool:
+def _takes(config: StageConfig, p: Problem) -> bool:
     """A warpgroup has at most 64 x 256 floats of C. There are two of them.
 
     parallel_fw_P takes chunks of 64 steps alone.
     """
-    warpgroups, rows, Vb, L = tiles.num_warps // 4, state_rows(p.DHQK, tiles.siz_b_loop), tiles.siz_b_DHHV, tiles.siz_b_LKV
-    launches = p.DHQK // max(rows, 1)
-    if warpgroups != 2 or p.BNH * (tiles.num_splits or 1) > HEADS or rows == 0 or launches > 2 or L % 64 or p.DHHV % Vb or Vb % (64 * warpgroups):
+    p, columns = p.in_chunks_of(config.siz_b_LKV), config.siz_b_DHHV
+    warpgroups, rows = config.num_warps // 4, state_rows(p.DHQK, config.siz_b_loop)
+    if (
+        warpgroups != 2
+        or rows == 0
+        or 2 * rows < p.DHQK
+        or p.BNH * (config.num_splits or 1) > HEADS
+    ):
+        return False
+    fits = p.L == 64 and not p.DHHV % columns and not columns % (64 * warpgroups)
+    if not fits or columns // (64 * warpgroups) * rows > 256:
         return False
     # The first launch reads P, the second one h of the first. One launch alone stores states.
-    a_stage = 2 * L * (2 * rows + Vb + (max(L, Vb) if launches > 1 else L)) + 8 * L
-    states = 2 * warpgroups * 2 * 64 * 64 if launches == 1 else 0
-    shared = tiles.num_stages * a_stage + 2 * L * Vb + states + 1024
-    return Vb // (64 * warpgroups) * rows <= 256 and shared <= SHARED_BYTES
+    one = p.DHQK == rows
+    options = [dict(first_launch=x, stores_states=one) for x in ([True] if one else [True, False])]
+    sizes = (shared_bytes(scratch(p, config, rows, KERNEL_DTYPE, **x)) for x in options)
+    return max(sizes) <= SHARED_BYTES
 
 
 def _heuristic(p: Problem) -> StageConfig:
-    return StageConfig(siz_b_LKV=64, siz_b_DHHV=128, siz_b_loop=256, num_warps=8, num_stages=2 if p.DHQK > 128 else 3)
+    stages = 2 if p.DHQK > 128 else 3
+    return StageConfig(siz_b_LKV=64, siz_b_DHHV=128, siz_b_loop=256, num_warps=8, num_stages=stages)
 
 
 KERNEL = kernel(
-    search=dict(siz_b_LKV=(64,), siz_b_DHHV=(128, 256), siz_b_loop=(256,), num_warps=(8,), num_stages=(2, 3, 4)),
+    search=dict(
+        siz_b_LKV=(64,),
+        siz_b_DHHV=(128, 256),
+        siz_b_loop=(256,),
+        num_warps=(8,),
+        num_stages=(2, 3, 4),
+    ),
     heuristic=_heuristic,
     takes=_takes,
-    stores_states=lambda tiles, p: state_rows(p.DHQK, tiles.siz_b_loop) == p.DHQK,
+    stores_states=lambda config, p: state_rows(p.DHQK, config.siz_b_loop) == p.DHQK,
 )

@@ -1,12 +1,14 @@
 """The recurrence of n and dn over the chunks on Mosaic GPU: ``vector_states`` of ``gates.py``.
 
-Grid (B * NH * DHQK / 64). A CTA is one warpgroup and owns 64 columns; its four warps compute the same numbers. It loads the terms of the
-next AHEAD chunks before it joins the present ones, and so waits once for AHEAD loads.
+Grid (B * NH * DHQK / 64). A CTA is one warpgroup and owns 64 columns; its four warps compute the
+same numbers. It loads the terms of the next AHEAD chunks before it joins the present ones, and so
+waits once for AHEAD loads.
 
 Bytes: what is added and the states, 2 B NH NC DHQK float32. No matrix product.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.mosaic_gpu.launch import block, load, mosaic_call
 from mlstm_pallas.mosaic_gpu.products import BY_LANES
-from mlstm_pallas.stage import Lowering, StageCall
+from mlstm_pallas.stage import StageCall
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 COLUMNS = 64  # of a CTA
@@ -24,44 +26,44 @@ AHEAD = 16  # chunks
 
 
 def _kernel(
-    added,  # (B * NH, NC, D)
-    gamma,  # (B * NH, NC)
-    initial,  # (B * NH, D)
-    states,  # out (B * NH, NC, D)
-    last,  # out (B * NH, D)
+    added: Any,  # (B * NH, NC, D)
+    gamma: Any,  # (B * NH, NC)
+    initial: Any,  # (B * NH, D)
+    states: Any,  # out (B * NH, NC, D)
+    last: Any,  # out (B * NH, D)
     *,
     backward: bool,
-):
+) -> None:
     _, NC, D = added.shape
     index, of_head = lax.axis_index("program"), blocks(D, COLUMNS)
     head, columns = divide(index, of_head), block(remainder(index, of_head), COLUMNS)
     groups, rest = divmod(NC, AHEAD)
 
-    def chunks_from(first, count):
+    def chunks_from(first: Any, count: int) -> Any:
         """So many chunks of the recurrence, in the order of memory."""
         return pl.ds(NC - first - count if backward else first, count)
 
-    def terms(first, count):
+    def terms(first: Any, count: int) -> tuple[list[Any], jax.Array]:
         """gamma_c and what is added, of so many chunks."""
         chunks = chunks_from(first, count)
         # One load for all: Mosaic GPU computes the indices anew for each, which takes compile time.
         tile = load(added.at[head, chunks, columns], BY_LANES, optimized=False)
         return [gamma[head, chunks.start + j] for j in range(count)], tile
 
-    def join(x, first, found):
-        gammas, tile = found
+    def join(x: jax.Array, first: Any, terms: tuple[list[Any], jax.Array]) -> jax.Array:
+        gammas, tile = terms
         count, before = len(gammas), {}
         for j in reversed(range(count)) if backward else range(count):
             before[j] = x
             x = gammas[j] * x + lax.slice(tile, (j, 0), (j + 1, COLUMNS))
-        found_states = jnp.concatenate([before[j] for j in range(count)])
-        states.at[head, chunks_from(first, count), columns][...] = found_states
+        x_before = jnp.concatenate([before[j] for j in range(count)])
+        states.at[head, chunks_from(first, count), columns][...] = x_before
         return x
 
-    def group(j, carry):
-        x, found = carry
+    def group(j: Any, carry: Any) -> Any:
+        x, present = carry
         following = terms(lax.min((j + 1) * AHEAD, np.int32((groups - 1) * AHEAD)), AHEAD)
-        return join(x, j * AHEAD, found), following
+        return join(x, j * AHEAD, present), following
 
     x = load(initial.at[pl.ds(head, 1), columns], BY_LANES, optimized=False)
     if groups:
@@ -72,11 +74,16 @@ def _kernel(
 
 
 def vector_states(
-    added: jax.Array, gamma: jax.Array, initial: jax.Array, *, backward: bool = False, call: StageCall
+    added: jax.Array,
+    gamma: jax.Array,
+    initial: jax.Array,
+    *,
+    backward: bool = False,
+    call: StageCall,
 ) -> tuple[jax.Array, jax.Array]:
     """``gates.vector_states``; DHQK is a multiple of 64."""
     BNH, _, D = added.shape
-    found = mosaic_call(
+    x = mosaic_call(
         functools.partial(_kernel, backward=backward),
         name="vector_states",
         grid={"program": BNH * blocks(D, COLUMNS)},
@@ -86,7 +93,7 @@ def vector_states(
             "last": jax.ShapeDtypeStruct(initial.shape, jnp.float32),
         },
         scratch={},
-        interpret=call.lowering is Lowering.MOSAIC_GPU_INTERPRET,
+        interpret=call.interpret,
         infer_layouts=False,
     )(added=added, gamma=gamma, initial=initial)
-    return found["states"], found["last"]
+    return x["states"], x["last"]

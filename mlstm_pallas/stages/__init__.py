@@ -1,7 +1,4 @@
-"""The stages, one file each: docstring, outputs, kernel, launcher, plain jnp form, facts.
-
-A file with a ``STAGE`` is all that a new stage takes, and its call in a schedule.
-"""
+"""The contracts of the stages, one file each: equations, outputs, plain jnp form, ``STAGE``."""
 
 import importlib
 import pkgutil
@@ -9,7 +6,7 @@ import pkgutil
 from mlstm_pallas.stage import Stage
 
 
-def _found() -> dict[str, Stage]:
+def _stages() -> dict[str, Stage]:
     modules = (
         importlib.import_module(f"{__name__}.{module.name}")
         for module in pkgutil.iter_modules(__path__)
@@ -21,4 +18,4 @@ def _found() -> dict[str, Stage]:
     }
 
 
-STAGES = _found()
+STAGES = _stages()

@@ -24,15 +24,16 @@ def chunk_gates(
       vecI, vecF: pre-activations (B * NH, S), float32.
       scaM_initial: (B * NH,), float32; zeros with the sigmoid gate.
       starts: (B * NH, S) int32, 1 where a packed segment begins; None: nowhere.
-      scaM_states: the stabilisers of the chunk boundaries, (B * NH, NC + 1) float32, where they are
-        known.
+      scaM_states: the stabilisers at the chunk boundaries, (B * NH, NC + 1) float32; None: they are
+        computed.
     """
     begins = None if starts is None else call.chunks(starts)
     local = gates.local_gates(call.chunks(vecI), call.chunks(vecF), begins, input_gate)
     if scaM_states is None:
         scaM_states = gates.stabiliser_scan(local, scaM_initial, input_gate)
     joined = gates.join_chunks(local, scaM_states, input_gate)
-    return gates.fusion_barrier(joined, joined.scaGamma)
+    barred: ChunkGates = gates.fusion_barrier(joined, joined.scaGamma)
+    return barred
 
 
 STAGE = Stage(name="chunk_gates", inputs=("vecI", "vecF", "scaM_initial"))

@@ -1,7 +1,11 @@
-"""Stage parallel_bw_dP: what recurrent_bw_dC and parallel_bw_dQKV multiply, all tiles in parallel.
+"""Stage parallel_bw_dP: the operands of recurrent_bw_dC and parallel_bw_dQKV, tiles in parallel.
 
-    P_ts = D_ts scale q_t . k_s / den_t        dP_ts = D_ts (dnum_t . v_s + dz_t),  s <= t inside the chunk        dnum_t = dh_t / den_t
-    kbar_s = abar_s k_s                        qbar_t = w_t scale / den_t q_t                                delta_t = dh_t . h_t
+    P_ts    = D_ts scale q_t . k_s / den_t        s <= t inside the chunk
+    dP_ts   = D_ts (dnum_t . v_s + dz_t)          likewise
+    kbar_s  = abar_s k_s
+    qbar_t  = w_t scale / den_t q_t
+    dnum_t  = dh_t / den_t
+    delta_t = dh_t . h_t
 
 The normaliser's gradients, dz among them, are multiples of delta.
 """
@@ -20,19 +24,19 @@ from mlstm_pallas.stage import Stage, StageCall, Weighted, steps_of
 class GradientTiles(NamedTuple):
     """Tiles and operands in the kernel dtype, sums in float32.
 
-    A tile's column is s - the chunk's first step. Above the diagonal, P and dP are 0 in the diagonal blocks of MAX_TILE steps, and
-    nothing is written elsewhere.
+    A tile's column is s - the chunk's first step. Above the diagonal P and dP are 0 in the diagonal
+    blocks of MAX_TILE steps and undefined elsewhere. matP, matDeltaP and pairs are None where
+    parallel_bw_dQKV computes them.
     """
 
-    matP: Any  # (B * NH, S, L); None, as matDeltaP and pairs, where parallel_bw_dQKV computes them itself
+    matP: Any  # (B * NH, S, L)
     matDeltaP: Any  # (B * NH, S, L), times scale
     queries: Weighted  # (B * NH, S, DHQK), weighted qbar
     keys: Weighted | None  # (B * NH, S, DHQK), weighted kbar; None where C is not recomputed
     pairs: Any  # TilePairs
     normaliser_gradients: NormaliserGradients
-    vecDeltaN_added: (
-        jax.Array | None
-    )  # (B * NH, NC, DHQK) sum of w_t scale dz_t q_t; None without a normaliser, or before delta is known
+    # (B * NH, NC, DHQK) sum of w_t scale dz_t q_t; None without a normaliser, or without delta yet
+    vecDeltaN_added: jax.Array | None
 
 
 def normaliser_gradients(
@@ -42,7 +46,7 @@ def normaliser_gradients(
     vecZ: Any,
     gates: ChunkGates,
 ) -> NormaliserGradients:
-    """What the normaliser passes back; the arguments are those of the stage."""
+    """The normaliser's gradients; the arguments are those of the stage."""
     if normaliser is None:
         return NormaliserGradients()
     delta = jnp.zeros_like(vecZ) if matH is None else steps_of(inner(matDeltaH, matH))
@@ -67,16 +71,17 @@ def parallel_bw_dP(
     Args:
       matQ, matK: (B * NH, S, DHQK), matV, matDeltaH: (B * NH, S, DHHV), in the kernel dtype.
       gates: of chunk_gates.
-      matH, vecZ: of the forward pass, (B * NH, S, DHHV) in the kernel dtype and (B * NH, S) float32. Without a normaliser neither is
-        read. matH None: the denominator is a constant, as of an h of zeros.
+      matH, vecZ: of the forward pass, (B * NH, S, DHHV) in the kernel dtype and (B * NH, S)
+        float32; not read without a normaliser. matH None: the denominator is a constant, and
+        delta 0.
       normaliser: None: h is the numerator.
-      return_keys: whether the keys, from which C is recomputed, are wanted.
+      return_keys: whether to return the keys, from which C is recomputed.
     """
     gradients = normaliser_gradients(normaliser, matDeltaH, matH, vecZ, gates)
     p = call.problem
     q, k, v, dh = map(call.chunks, (matQ, matK, matV, matDeltaH))
 
-    def product(subscripts, *operands):
+    def product(subscripts: str, *operands: jax.Array) -> jax.Array:
         return jnp.einsum(
             subscripts, *operands, preferred_element_type=gates.vecW.dtype, precision=call.precision
         )

@@ -1,8 +1,11 @@
-"""Stage parallel_bw_dQKV: the gradients of q, k and v, from states and tiles, for chunks of any size.
+"""Stage parallel_bw_dQKV: the gradients of q, k and v from states and tiles, at any chunk size.
 
-dq_t = r_t (C_c dh_t + dz_t den_t n_c) + sum_s scale dP_ts k_s          r_t = w_t scale / den_t
-dk_s = abar_s (dC_{c+1} v_s + dn_{c+1}) + sum_t scale dP_ts q_t
-dv_s = abar_s dC_{c+1}^T k_s + sum_t (P_ts / den_t) dh_t                (P / den and scale dP: parallel_bw_dP)
+    dq_t = r_t (C_c dh_t + dz_t den_t n_c) + sum_s scale dP_ts k_s
+    dk_s = abar_s (dC_{c+1} v_s + dn_{c+1}) + sum_t scale dP_ts q_t
+    dv_s = abar_s dC_{c+1}^T k_s + sum_t P_ts dh_t
+    r_t  = w_t scale / den_t
+
+P (which includes 1 / den) and scale dP are those of parallel_bw_dP.
 """
 
 from typing import Any, NamedTuple
@@ -10,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from mlstm_pallas.gate_gradients import inner
 from mlstm_pallas.gates import ChunkGates, causal
 from mlstm_pallas.normaliser import NormaliserGradients, query_scale
 from mlstm_pallas.stage import (
@@ -48,21 +52,21 @@ def parallel_bw_dQKV(
 
     Args:
       matQ, matK, matV, matDeltaH: in the kernel dtype.
-      gates, gradients, tiles: of chunk_gates, of the normaliser and of parallel_bw_dP; a kernel that computes P and dP reads no tiles.
-      matC_states, vecN_states: before each chunk; matDeltaC_states, vecDeltaN_states: after each chunk. (B * NH, NC, DHQK, DHHV) in
-        the kernel dtype and (B * NH, NC, DHQK) float32.
+      gates, gradients, tiles: of chunk_gates, of the normaliser and of parallel_bw_dP. A kernel
+        that computes P and dP reads no tiles.
+      matC_states, vecN_states: before each chunk, (B * NH, NC, DHQK, DHHV) in the kernel dtype and
+        (B * NH, NC, DHQK) float32.
+      matDeltaC_states, vecDeltaN_states: after each chunk, shaped likewise.
     """
     C, n, dC, dn = matC_states, vecN_states, matDeltaC_states, vecDeltaN_states
     p, acc = call.problem, gates.vecW.dtype
     q, k, v, dh, P, dP = map(
         call.chunks, (matQ, matK, matV, matDeltaH, tiles.matP, tiles.matDeltaP)
     )
-    if (
-        p.L > p.T
-    ):  # the kernels of parallel_bw_dP write no tile in which all keys are later than all queries
+    if p.L > p.T:  # parallel_bw_dP leaves tiles above the diagonal undefined
         P, dP = causal(P), causal(dP)
 
-    def product(subscripts, *operands):
+    def product(subscripts: str, *operands: jax.Array) -> jax.Array:
         return jnp.einsum(
             subscripts, *operands, preferred_element_type=acc, precision=call.precision
         )
@@ -75,19 +79,13 @@ def parallel_bw_dQKV(
     dq = query_scale(gates.vecW, p.qk_scale, inv_den)[..., None] * dq
     dk = abar * (product("ncsv,nckv->ncsk", v, dC) + dn[:, :, None])
     dv = abar * product("ncsk,nckv->ncsv", k, dC) + product("ncts,nctv->ncsv", P, dh)
-    inner = (
-        jnp.sum(q.astype(acc) * dq, axis=-1),
-        jnp.sum(k.astype(acc) * dk, axis=-1),
-        jnp.sum(C.astype(acc) * dC.astype(acc), axis=(-2, -1)),
-    )
+    q_inter, k_inter = (inner(x, dx).reshape(p.BNH, p.S) for x, dx in ((q, dq), (k, dk)))
     dq += product("ncts,ncsk->nctk", dP, k)
     dk += product("ncts,nctk->ncsk", dP, q)
     dQ, dK, dV = (
         call.steps(dx, x).astype(x.dtype) for dx, x in ((dq, matQ), (dk, matK), (dv, matV))
     )
-    return Gradients(
-        dQ, dK, dV, inner[0].reshape(p.BNH, p.S), inner[1].reshape(p.BNH, p.S), inner[2]
-    )
+    return Gradients(dQ, dK, dV, q_inter, k_inter, inner(C, dC, 2))
 
 
 STAGE = Stage(

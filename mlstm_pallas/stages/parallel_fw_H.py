@@ -1,8 +1,11 @@
 """Stage parallel_fw_H: the outputs from the states at the chunk boundaries, all chunks in parallel.
 
-num_t = w_t scale C_c^T q_t + sum_s P_ts v_s        P_ts = D_ts scale q_t . k_s,  s <= t inside the chunk
-z_t   = w_t scale n_c . q_t + sum_s P_ts
-h_t   = num_t / den_t (normaliser.py); without a normaliser num_t, and z is not computed
+    P_ts  = D_ts scale q_t . k_s        s <= t inside the chunk
+    num_t = w_t scale C_c^T q_t + sum_s P_ts v_s
+    z_t   = w_t scale n_c . q_t + sum_s P_ts
+    h_t   = num_t / den_t
+
+normaliser.py has den_t. Without a normaliser h_t is num_t, and z is not computed.
 """
 
 from typing import Any, NamedTuple
@@ -37,20 +40,20 @@ def parallel_fw_H(
     Args:
       matQ, matK: (B * NH, S, DHQK), matV: (B * NH, S, DHHV), in the kernel dtype.
       gates: of chunk_gates.
-      matC_states, vecN_states: before each chunk, (B * NH, NC, DHQK, DHHV) in the kernel dtype, (B * NH, NC, DHQK) float32.
+      matC_states, vecN_states: before each chunk, (B * NH, NC, DHQK, DHHV) in the kernel dtype and
+        (B * NH, NC, DHQK) float32.
       output_dtype: of h; None: that of matQ.
     """
     output_dtype = matQ.dtype if output_dtype is None else output_dtype
     p, (q, k, v) = call.problem, map(call.chunks, (matQ, matK, matV))
 
-    def product(subscripts, *operands):
+    def product(subscripts: str, *operands: jax.Array) -> jax.Array:
         return jnp.einsum(
             subscripts, *operands, preferred_element_type=gates.vecW.dtype, precision=call.precision
         )
 
-    P = causal(
-        product("nctk,ncsk->ncts", q, k) * (decay_matrix(gates) * p.qk_scale)
-    )  # 0 times a NaN in k is none
+    # Masked after the product: a NaN in k reaches no earlier step.
+    P = causal(product("nctk,ncsk->ncts", q, k) * (decay_matrix(gates) * p.qk_scale))
     w = query_scale(gates.vecW, p.qk_scale)
     num = product("nctk,nckv->nctv", q, matC_states) * w[..., None]
     num += product("ncts,ncsv->nctv", P.astype(q.dtype), v)

@@ -1,10 +1,14 @@
-"""Stage parallel_fw_P: what recurrent_fw_H multiplies, all chunks in parallel.
+"""Stage parallel_fw_P: the operands of recurrent_fw_H, all chunks in parallel.
 
-P_ts = D_ts scale q_t . k_s / den_t,  s <= t inside the chunk        r_t = w_t scale / den_t        kbar_s = abar_s k_s
-z_t  = w_t scale n_c . q_t + den_t sum_s P_ts        den_t: normaliser.py; without a normaliser 1, and z is not computed
+    P_ts   = D_ts scale q_t . k_s / den_t        s <= t inside the chunk
+    r_t    = w_t scale / den_t
+    kbar_s = abar_s k_s
+    z_t    = w_t scale n_c . q_t + den_t sum_s P_ts
+
+normaliser.py has den_t. Without a normaliser it is 1, and z is not computed.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +23,14 @@ from mlstm_pallas.stage import (
 
 
 class Scores(NamedTuple):
-    """What goes into h: all but v."""
+    """The operands of h, except v."""
 
     matP: jax.Array  # (B * NH, S, L) in the kernel dtype, column s - the chunk's first step
     keys: Weighted  # (B * NH, S, DHQK) in the kernel dtype, weighted kbar
     vecR: jax.Array  # (B * NH, S) float32, as what follows
     vecZ: jax.Array | None  # (B * NH, S) the signed z_t; None without a normaliser
-    vecN_states: jax.Array  # (B * NH, NC, DHQK) n before each chunk
-    vecN_last: jax.Array  # (B * NH, DHQK)
+    vecN_states: Any  # (B * NH, NC, DHQK) n before each chunk; None where recurrent_fw_H reads it
+    vecN_last: Any  # (B * NH, DHQK); None likewise
 
 
 def parallel_fw_P(

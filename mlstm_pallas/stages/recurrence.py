@@ -1,9 +1,10 @@
 """The recurrence over chunks that recurrent_fw_C and recurrent_bw_dC share.
 
-    X_{next} = gamma_c X + sum_t r_t a_t b_t^T        x_{next} = gamma_c x + sum_t r_t a_t
+    X_{next} = gamma_c X + sum_t r_t a_t b_t^T
+    x_{next} = gamma_c x + sum_t r_t a_t
 
-chunk by chunk, forward or backward in time. (X, a, b, r) is (C, k, v, abar) or, without x, (dC, q, dh, r). With operands that come
-scaled there is no r: (X, a, b) is (C, kbar, v) or (dC, qbar, dh).
+It runs forward or backward in time. (X, a, b, r) is (C, k, v, abar) or, without x, (dC, q, dh, r).
+With weighted operands there is no r: (X, a, b) is (C, kbar, v) or (dC, qbar, dh).
 """
 
 import dataclasses
@@ -28,13 +29,14 @@ class Recurrence:
     """One recurrence.
 
     Attributes:
-      a, b: (B * NH, S, DHQK), (B * NH, S, DHHV) in the kernel dtype, or (B, S, NH, ...) (``stage.sequence_spec``).
-      gamma: (B * NH, NC), X_initial: (B * NH, DHQK, DHHV), None: zeros; float32.
-      return_last: whether X after the last chunk is wanted.
+      a, b: (B * NH, S, DHQK), (B * NH, S, DHHV) in the kernel dtype, or (B, S, NH, ...).
+      gamma: (B * NH, NC) float32.
+      X_initial: (B * NH, DHQK, DHHV) float32; None: zeros.
+      return_last: whether to return X after the last chunk.
       backward: in time.
-      r: (B * NH, S) float32; None: a comes scaled.
-      x_initial: (B * NH, DHQK) float32; None: x is not wanted. It needs r.
-      h: as b; None: no inner products are wanted.
+      r: (B * NH, S) float32; None: a is weighted.
+      x_initial: (B * NH, DHQK) float32; needs r. None: x is not computed.
+      h: shaped as b; None: the inner products are not computed.
     """
 
     a: jax.Array
@@ -49,32 +51,33 @@ class Recurrence:
 
 
 class RecurrenceOutputs(NamedTuple):
-    """float32 but for X. With backward, X and x are those after each chunk, and the last are those before the first."""
+    """The states; X is in the kernel dtype, the rest float32.
 
-    X: jax.Array  # (B * NH, NC, DHQK, DHHV) before each chunk, in the kernel dtype
-    X_last: Any  # (B * NH, DHQK, DHHV) after the last chunk; None where it is not wanted
+    With backward X and x are those after each chunk, X_last and x_last those before the first one.
+    """
+
+    X: jax.Array  # (B * NH, NC, DHQK, DHHV) before each chunk
+    X_last: Any  # (B * NH, DHQK, DHHV) after the last chunk; None without return_last
     x: Any  # (B * NH, NC, DHQK); None without x_initial
     x_last: Any  # (B * NH, DHQK); None without x_initial
     inner: Any = None  # (B * NH, S) b_t . h_t; None without h
 
 
 def recurrences(name: str, *each: Recurrence, call: StageCall) -> list[RecurrenceOutputs]:
-    """Recurrences that do not depend on each other, those of the stage ``name``."""
+    """The recurrences of the stage ``name``, which are independent of each other."""
     return [with_inner(x, _recurrence(x, call)) for x in each]
 
 
 def with_inner(x: Recurrence, outputs: RecurrenceOutputs) -> RecurrenceOutputs:
-    """The outputs with the inner products, where they are wanted."""
+    """The outputs with the inner products, where x has h."""
     return outputs if x.h is None else outputs._replace(inner=steps_of(inner(x.b, x.h)))
 
 
 def _recurrence(x: Recurrence, call: StageCall) -> RecurrenceOutputs:
     acc = x.gamma.dtype
-    a = (
-        call.chunks(x.a)
-        if x.r is None
-        else call.chunks(x.a).astype(acc) * call.chunks(x.r)[..., None]
-    )
+    a = call.chunks(x.a)
+    if x.r is not None:
+        a = a.astype(acc) * call.chunks(x.r)[..., None]
     products = jnp.einsum(
         "nclk,nclv->nckv",
         a.astype(x.a.dtype),
@@ -84,7 +87,7 @@ def _recurrence(x: Recurrence, call: StageCall) -> RecurrenceOutputs:
     )
     X_initial = jnp.zeros_like(products[:, 0]) if x.X_initial is None else x.X_initial
 
-    def step(carry, chunk):
+    def step(carry: Any, chunk: Any) -> tuple[Any, None]:
         X, states = carry
         index, gamma = chunk
         X = gamma[:, None, None] * X + lax.dynamic_index_in_dim(states, index, 1, keepdims=False)
@@ -114,8 +117,8 @@ def split_products(
 ) -> jax.Array:
     """sum_t r_t a_t b_t^T over each split, (B * NH, num_splits - 1, DHQK, DHHV) in the dtype of r.
 
-    The last split's product (with backward the first one's) is not read by any split, so it is left
-    out, but for all_splits. Arguments as of a ``Recurrence``; the call's tiles need not be clamped.
+    No split reads the last split's product (with backward the first one's), so it is left out
+    unless all_splits. a, b and r are as in ``Recurrence``; the call's tiles need not be clamped.
     """
     of_splits = dataclasses.replace(call, problem=call.problem.in_splits(num_splits))
     scaled = of_splits.chunks(Weighted(a, r).product())
@@ -138,7 +141,7 @@ def chunk_sums(x: jax.Array, call: StageCall) -> jax.Array:
 
 
 def step_sums(x: jax.Array, weights: jax.Array, *, call: StageCall) -> jax.Array:
-    """sum_t weights_t x_t over the steps of each chunk, (B * NH, NC, D), products and sums in float32.
+    """sum_t weights_t x_t over each chunk, (B * NH, NC, D), products and sums in float32.
 
     x: (B * NH, S, D), or (B, S, NH, D); weights: (B * NH, S), float32.
     """

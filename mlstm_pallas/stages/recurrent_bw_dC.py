@@ -3,12 +3,11 @@
     dC_c = gamma_c dC_{c+1} + sum_t qbar_t dh_t^T        C_{c+1} = gamma_c C_c + sum_t kbar_t v_t^T
 
 qbar = r q and kbar = abar k come weighted, or with their weights. C is computed where the forward
-pass did not keep it. Both are recurrences over the chunks, dC backward in time
-(``recurrence.py``), and share a launch: neither needs the other, and with few heads one alone does
-not fill a GPU.
+pass did not keep it. Both are recurrences over the chunks, dC backward in time (``recurrence.py``).
+They are independent and share a launch, since with few heads one alone does not fill a GPU.
 
-Where parallel_bw_dQKV makes P and dP, nothing before this stage needs delta_t = dh_t . h_t, and it
-is computed here.
+delta_t = dh_t . h_t is computed here where parallel_bw_dQKV computes P and dP, as no stage before
+this one then needs it.
 """
 
 from collections.abc import Callable
@@ -21,11 +20,9 @@ from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, recurr
 
 
 class StateGradients(NamedTuple):
-    """None: not wanted."""
+    """Gradients and states at the chunk boundaries; None: not computed."""
 
-    matDeltaC_states: (
-        jax.Array
-    )  # (B * NH, NC, DHQK, DHHV) of the state after each chunk, in the kernel dtype
+    matDeltaC_states: jax.Array  # (B * NH, NC, DHQK, DHHV) after each chunk, in the kernel dtype
     matDeltaC_initial: Any  # (B * NH, DHQK, DHHV) float32
     matC_states: Any  # (B * NH, NC, DHQK, DHHV) before each chunk, in the kernel dtype
     matC_last: Any  # (B * NH, DHQK, DHHV) float32
@@ -51,14 +48,14 @@ def recurrent_bw_dC(
 
     Args:
       queries, matDeltaH: (B * NH, S, DHQK), (B * NH, S, DHHV) in the kernel dtype.
-      scaGamma: (B * NH, NC), matDeltaC_last: gradient of the last C, (B * NH, DHQK, DHHV), None:
-        zeros; float32.
-      keys, matV: shaped as queries and matDeltaH, where the states are recomputed; matC_initial:
-        (B * NH, DHQK, DHHV) float32, None: zeros.
-      matH: shaped as matDeltaH. None: delta is not wanted.
-      return_initial: whether the gradient of the initial C is wanted.
-      return_last: whether the last C is wanted.
-      recurrences: the function of that name of a lowering.
+      scaGamma: (B * NH, NC) float32.
+      matDeltaC_last: gradient of the last C, (B * NH, DHQK, DHHV) float32; None: zeros.
+      keys, matV: shaped as queries and matDeltaH; None: C is not computed.
+      matC_initial: (B * NH, DHQK, DHHV) float32; None: zeros.
+      matH: shaped as matDeltaH; None: delta is not computed.
+      return_initial: whether to return the gradient of the initial C.
+      return_last: whether to return the last C.
+      recurrences: ``recurrence.recurrences`` of a lowering.
     """
     q, r = queries
     of_dC = Recurrence(

@@ -14,9 +14,9 @@ from mlstm_pallas.stage import Stage, StageCall
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, recurrences
 
 
-class States(NamedTuple):
+class ChunkStates(NamedTuple):
     matC_states: jax.Array  # (B * NH, NC, DHQK, DHHV) before each chunk, in the kernel dtype
-    matC_last: Any  # (B * NH, DHQK, DHHV) float32, as what follows; None where it is not wanted
+    matC_last: Any  # (B * NH, DHQK, DHHV) float32, as what follows; None without return_last
     vecN_states: jax.Array  # (B * NH, NC, DHQK)
     vecN_last: jax.Array  # (B * NH, DHQK)
 
@@ -32,21 +32,21 @@ def recurrent_fw_C(
     return_last: bool = True,
     recurrences: Callable[..., list[RecurrenceOutputs]] = recurrences,
     call: StageCall,
-) -> States:
+) -> ChunkStates:
     """Runs the stage.
 
     Args:
       matK, matV: (B * NH, S, DHQK), (B * NH, S, DHHV) in the kernel dtype.
       vecAbar, scaGamma: (B * NH, S), (B * NH, NC), float32.
       matC_initial, vecN_initial: (B * NH, DHQK, DHHV), None: zeros; (B * NH, DHQK); float32.
-      return_last: whether the last C is wanted.
-      recurrences: the function of that name of a lowering.
+      return_last: whether to return the last C.
+      recurrences: ``recurrence.recurrences`` of a lowering.
     """
     of_C = Recurrence(
         matK, matV, scaGamma, matC_initial, return_last, r=vecAbar, x_initial=vecN_initial
     )
     (outputs,) = recurrences("recurrent_fw_C", of_C, call=call)
-    return States(outputs.X, outputs.X_last, outputs.x, outputs.x_last)
+    return ChunkStates(outputs.X, outputs.X_last, outputs.x, outputs.x_last)
 
 
 STAGE = Stage(

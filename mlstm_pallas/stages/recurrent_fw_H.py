@@ -1,6 +1,9 @@
 """Stage recurrent_fw_H: the outputs by a fused scan, which keeps the state on the chip.
 
-h_t = r_t C_c^T q_t + sum_s P_ts v_s        C_{c+1} = gamma_c C_c + sum_s kbar_s v_s^T        (P, r, kbar: parallel_fw_P)
+    h_t     = r_t C_c^T q_t + sum_s P_ts v_s
+    C_{c+1} = gamma_c C_c + sum_s kbar_s v_s^T
+
+P, r and kbar are those of parallel_fw_P.
 """
 
 from typing import Any, NamedTuple
@@ -19,10 +22,9 @@ from mlstm_pallas.stages.parallel_fw_P import Scores
 
 class FusedScan(NamedTuple):
     matH: jax.Array  # (B * NH, S, DHHV) in the output dtype
-    matC_last: jax.Array | None  # (B * NH, DHQK, DHHV) float32; None where it is not wanted
-    matC_states: (
-        jax.Array | None
-    )  # (B * NH, NC / store_every, DHQK, DHHV) in the kernel dtype; None where none are stored
+    matC_last: jax.Array | None  # (B * NH, DHQK, DHHV) float32; None without return_last
+    # (B * NH, NC / store_every, DHQK, DHHV) in the kernel dtype; None without store_every
+    matC_states: jax.Array | None
 
 
 def recurrent_fw_H(
@@ -43,23 +45,23 @@ def recurrent_fw_H(
       matQ: (B * NH, S, DHQK), matV: (B * NH, S, DHHV), in the kernel dtype.
       scores, scaGamma: of parallel_fw_P, and (B * NH, NC).
       matC_initial: (B * NH, DHQK, DHHV), float32; None: zeros.
-      return_last: whether the last C is wanted.
-      store_every: C before chunks 0, n, 2n, ... is wanted, n a divisor of NC; 0: nowhere. For one launch.
+      return_last: whether to return the last C.
+      store_every: n, a divisor of NC: return C before chunks 0, n, 2n, ...; 0: before none. A
+        kernel whose state needs several launches refuses it (``Kernel.stores_states``).
       output_dtype: of h; None: that of matQ.
     """
     output_dtype = matQ.dtype if output_dtype is None else output_dtype
     p, acc = call.problem, scaGamma.dtype
 
-    def product(subscripts, *operands):
+    def product(subscripts: str, *operands: jax.Array) -> jax.Array:
         return jnp.einsum(
             subscripts, *operands, preferred_element_type=acc, precision=call.precision
         )
 
-    def step(C, chunk):
+    def step(C: jax.Array, chunk: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         q, kbar, v, P, r, gamma = chunk
-        h = product("ntk,nkv->ntv", q, C.astype(q.dtype)) * r[..., None] + product(
-            "nts,nsv->ntv", P, v
-        )
+        h = product("ntk,nkv->ntv", q, C.astype(q.dtype)) * r[..., None]
+        h += product("nts,nsv->ntv", P, v)
         return gamma[:, None, None] * C + product("nsk,nsv->nkv", kbar, v), (h, C.astype(q.dtype))
 
     C = zero_states(scaGamma[:, 0], p.DHQK, p.DHHV) if matC_initial is None else matC_initial

@@ -1,7 +1,11 @@
 """Stage recurrent_step: one token, from the states before it to those after it.
 
-C' = decay C + gain k v^T        n' = decay n + gain k        z = scale q . n'
-h  = scale C'^T q / (max(|z|, floor) + eps)                   decay, gain, m' and the floor by ``step_gates``
+    C' = decay C + gain k v^T
+    n' = decay n + gain k
+    z  = scale q . n'
+    h  = scale C'^T q / (max(|z|, floor) + eps)
+
+decay, gain and m' are those of ``step_gates``, the floor is that of normaliser.py.
 """
 
 from collections.abc import Callable
@@ -20,25 +24,29 @@ _INF = float("inf")
 
 
 class Step(NamedTuple):
+    """h and the new states, each in the dtype of the old one; C in its memory if that is free."""
+
     vecH: jax.Array  # (B * NH, DHHV) in the dtype of vecQ
-    matC: jax.Array  # (B * NH, DHQK, DHHV) in the dtype of the old one, in its memory where that is not used any more
-    vecN: jax.Array  # (B * NH, DHQK) in the dtype of the old one
-    scaM: jax.Array | None  # (B * NH,) in the dtype of the old one; None: the sigmoid input gate
+    matC: jax.Array  # (B * NH, DHQK, DHHV)
+    vecN: jax.Array  # (B * NH, DHQK)
+    scaM: jax.Array | None  # (B * NH,); None: the sigmoid input gate
 
 
 def rounded(x: jax.Array, dtype: jnp.dtype, compiled: bool) -> jax.Array:
-    """x at the precision of dtype. XLA may leave out a cast there and back, Triton has no reduce_precision."""
+    """x rounded to dtype. XLA may drop a cast there and back; Triton has no reduce_precision."""
     if compiled:
         return x.astype(dtype).astype(x.dtype)
-    return lax.reduce_precision(x, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
+    limits = jnp.finfo(dtype)
+    return lax.reduce_precision(x, limits.nexp, limits.nmant)
 
 
 def step_gates(
     i: jax.Array, f: jax.Array, m: jax.Array | None, round_m: Callable[[jax.Array], jax.Array]
 ) -> tuple[jax.Array, ...]:
-    """(decay, gain, m') of a step, in the dtype of i and f; m None: the sigmoid input gate, which needs no stabiliser.
+    """(decay, gain, m') of a step, in the dtype of i and f; m None: the sigmoid input gate.
 
-    round_m: to the precision in which m' is stored. The states are scaled by the rounded m' alone, so its rounding costs them nothing.
+    round_m: rounds m' to the precision in which it is stored. The states are scaled by the rounded
+    m', so the rounding costs them no accuracy.
     """
     if m is None:
         return jax.nn.sigmoid(f), jax.nn.sigmoid(i), jnp.zeros_like(i)
@@ -65,8 +73,11 @@ def recurrent_step(
     """Runs the stage.
 
     Args:
-      vecQ, vecK: (B * NH, DHQK); vecV: (B * NH, DHHV); scaI, scaF: pre-activations (B * NH,). Any floating dtypes of at most 32 bits.
-      matC, vecN, scaM: (B * NH, DHQK, DHHV), (B * NH, DHQK), (B * NH,), likewise; scaM None: the sigmoid input gate.
+      vecQ, vecK: (B * NH, DHQK), any float dtype of at most 32 bits, as all that follow.
+      vecV: (B * NH, DHHV).
+      scaI, scaF: pre-activations (B * NH,).
+      matC, vecN, scaM: (B * NH, DHQK, DHHV), (B * NH, DHQK), (B * NH,); scaM None: the sigmoid
+        input gate.
     """
     acc = accumulator_dtype(*(x.dtype for x in (vecQ, vecK, vecV, scaI, scaF, matC, vecN)))
     q, k, v, i, f, c, n = (x.astype(acc) for x in (vecQ, vecK, vecV, scaI, scaF, matC, vecN))

@@ -10,6 +10,8 @@ chunks before its boundary, in its block of up to 512. With several blocks, a la
 stabiliser before each block.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -37,24 +39,24 @@ _SCAN_BLOCK = 512  # chunks that a CTA of stabiliser_scan reads
 
 
 def _chunk_gates_kernel(
-    i_ref,  # (L,)
-    f_ref,  # (L,)
-    starts_ref,  # (L,) int32, 1 where a packed segment begins; may be absent
-    b_hi_ref,  # out (L,), as all that follow
-    b_lo_ref,
-    e_hi_ref,
-    e_lo_ref,
-    emax_hi_ref,
-    emax_lo_ref,
-    offset_ref,
+    i_ref: Any,  # (L,)
+    f_ref: Any,  # (L,)
+    starts_ref: Any,  # (L,) int32, 1 where a packed segment begins; may be absent
+    b_hi_ref: Any,  # out (L,), as all that follow
+    b_lo_ref: Any,
+    e_hi_ref: Any,
+    e_lo_ref: Any,
+    emax_hi_ref: Any,
+    emax_lo_ref: Any,
+    offset_ref: Any,
     *,
     tiles: int,
     siz_b: int,
     input_gate: InputGate,
-):
+) -> None:
     sigmoid = input_gate is InputGate.SIGMOID
 
-    def spread(tile, carry):
+    def spread(tile: jax.Array, carry: Any) -> tuple[Any, ...]:
         i_min, i_max, decay = carry
         steps = pl.ds(tile * siz_b, siz_b)
         i, fbar, _ = log_gates(i_ref[steps], f_ref[steps], input_gate)
@@ -76,10 +78,10 @@ def _chunk_gates_kernel(
     offset_unit = reset_offset(i_min, i_max, decay)
     last = lax.iota(jnp.int32, siz_b) == siz_b - 1
 
-    def last_of(x):
+    def last_of(x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(last, x, 0.0))
 
-    def step(tile, carry):
+    def step(tile: jax.Array, carry: Any) -> tuple[Any, ...]:
         sum_hi, sum_lo, max_hi, max_lo, resets = carry
         steps = pl.ds(tile * siz_b, siz_b)
         i, fbar, reset = log_gates(i_ref[steps], f_ref[steps], input_gate)
@@ -132,16 +134,16 @@ def _chunk_gates_kernel(
 
 
 def _stabiliser_scan_kernel(
-    g_ref,  # (padded NC,) running sum of log sigmoid(f) over the chunk
-    a_ref,  # (padded NC,) m of the chunk on its own
-    reset_ref,  # (padded NC,) 1 where the chunk has a reset
-    m_before_ref,  # (1,), or (blocks,) before each block
-    m_ref,  # out (NC + 1,), or (blocks,) before each block
+    g_ref: Any,  # (padded NC,) running sum of log sigmoid(f) over the chunk
+    a_ref: Any,  # (padded NC,) m of the chunk on its own
+    reset_ref: Any,  # (padded NC,) 1 where the chunk has a reset
+    m_before_ref: Any,  # (1,), or (blocks,) before each block
+    m_ref: Any,  # out (NC + 1,), or (blocks,) before each block
     *,
     block: int,
     every_boundary: bool,
-):
-    def step(j, m, boundary):
+) -> None:
+    def step(j: jax.Array, m: jax.Array, boundary: jax.Array) -> jax.Array:
         chunks = pl.ds(j * block, block)
         index = j * block + lax.iota(jnp.int32, block)
         before = index < boundary
@@ -163,7 +165,7 @@ def _stabiliser_scan_kernel(
         m_ref[boundary] = step(of, m_before_ref[of], boundary)
         return
 
-    def whole_block(j, m):
+    def whole_block(j: jax.Array, m: jax.Array) -> jax.Array:
         m_ref[j] = m
         return step(j, m, (j + 1) * block)
 

@@ -54,7 +54,7 @@ def kernel_call(
             "a jax that has one, such as 0.11.2 and 0.12.0.1, or backend None, 'mosaic_gpu' or 'xla'"
         )
 
-    def launch(*args: jax.Array | None):
+    def launch(*args: jax.Array | None) -> jax.Array:
         # Inside a shard_map that checks it, outputs have to say over which axes they vary.
         varying = frozenset().union(
             *(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(args))

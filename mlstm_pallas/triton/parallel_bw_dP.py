@@ -42,31 +42,31 @@ from mlstm_pallas.triton.launch import kernel_call, masked_store
 
 
 def _parallel_bw_dP_kernel(
-    q_ref,  # (L, DHQK)
-    k_ref,  # (L, DHQK)
-    v_ref,  # (L, DHHV)
-    dh_ref,  # (L, DHHV)
-    e_hi_ref,  # (L,), as all that follow
-    e_lo_ref,
-    u_hi_ref,
-    u_lo_ref,
-    w_ref,
-    abar_ref,
-    inv_den_ref,  # absent without a normaliser
-    dz_den_ref,  # likewise
-    P_ref,  # out (L, L)
-    dP_ref,  # out (L, L)
-    qbar_ref,  # out (L, DHQK)
-    per_query_ref,  # out (n, L) sum of W_ts over s < t in each tile of keys
-    per_key_ref,  # out (n, L) sum of W_ts over t > s in each tile of queries
-    diagonal_ref,  # out (L,) W_tt
-    *more_refs,  # out, as wanted: kbar (L, DHQK); with a normaliser dn_added (n, DHQK)
+    q_ref: Any,  # (L, DHQK)
+    k_ref: Any,  # (L, DHQK)
+    v_ref: Any,  # (L, DHHV)
+    dh_ref: Any,  # (L, DHHV)
+    e_hi_ref: Any,  # (L,), as all that follow
+    e_lo_ref: Any,
+    u_hi_ref: Any,
+    u_lo_ref: Any,
+    w_ref: Any,
+    abar_ref: Any,
+    inv_den_ref: Any,  # absent without a normaliser
+    dz_den_ref: Any,  # likewise
+    P_ref: Any,  # out (L, L)
+    dP_ref: Any,  # out (L, L)
+    qbar_ref: Any,  # out (L, DHQK)
+    per_query_ref: Any,  # out (n, L) sum of W_ts over s < t in each tile of keys
+    per_key_ref: Any,  # out (n, L) sum of W_ts over t > s in each tile of queries
+    diagonal_ref: Any,  # out (L,) W_tt
+    *more_refs: Any,  # out, as wanted: kbar (L, DHQK); with a normaliser dn_added (n, DHQK)
     T: int,
     scale_keys: bool,
     scale: float,
     siz_b_loop: int,
     precision: Precision,
-):
+) -> None:
     (L, DHQK), DHHV = q_ref.shape, v_ref.shape[1]
     more = iter(more_refs)
     kbar_ref: Any = next(more) if scale_keys else None
@@ -79,10 +79,10 @@ def _parallel_bw_dP_kernel(
     step_k, step_v = min(siz_b_loop, DHQK), min(siz_b_loop, DHHV)
 
     @pl.when(index < pairs)
-    def _tile():
+    def _tile() -> None:
         queries, keys = block_at(i, T), block_at(j, T)
 
-        def dh_times_v(x):
+        def dh_times_v(x: jax.Array) -> jax.Array:
             return dot(
                 dh_ref[queries, block_at(x, step_v)],
                 v_ref[keys, block_at(x, step_v)],
@@ -90,7 +90,7 @@ def _parallel_bw_dP_kernel(
                 b_axis=1,
             )
 
-        def q_times_k(x):
+        def q_times_k(x: jax.Array) -> jax.Array:
             return dot(
                 q_ref[queries, block_at(x, step_k)],
                 k_ref[keys, block_at(x, step_k)],
@@ -129,7 +129,7 @@ def _parallel_bw_dP_kernel(
 
         whole = max(MAX_TILE // T, 1)  # tiles on a side of a block
 
-        def above(x, _):
+        def above(x: jax.Array, _: jax.Array) -> jax.Array:
             zeros = jnp.zeros((T, T), P_ref.dtype)
             P_ref[queries, block_at(x, T)] = zeros
             dP_ref[queries, block_at(x, T)] = zeros
@@ -140,7 +140,7 @@ def _parallel_bw_dP_kernel(
             lax.fori_loop(j + 1, jnp.where(i == j, end, j + 1), above, ())
 
     @pl.when(index >= pairs)
-    def _scaled_operands():
+    def _scaled_operands() -> None:
         tile = index - pairs
         steps = block_at(tile, T)
         abar, r = (
@@ -149,7 +149,7 @@ def _parallel_bw_dP_kernel(
         )
         dz_den = None if dz_den_ref is None else dz_den_ref[steps][:, None]
 
-        def scaled(x, _):
+        def scaled(x: jax.Array, _: jax.Array) -> jax.Array:
             columns = block_at(x, step_k)
             q = q_ref[steps, columns].astype(jnp.float32) * r[:, None]
             qbar_ref[steps, columns] = q.astype(qbar_ref.dtype)

@@ -10,6 +10,8 @@ FLOPs: 6 R K V + R (L + 1) (2 K + V). Bytes: q, k, v, dh, dq, dk, dv, P, dP and 
 (R (4 K + 3 V + 2 L) + 2 B NH NC K V) itemsize; the operands again for each column and row block, mostly from L2.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -33,26 +35,26 @@ from mlstm_pallas.triton.parallel_bw_dP import clamp_to_tile
 
 
 def _parallel_bw_dQKV_kernel(
-    q_ref,  # (L, DHQK)
-    k_ref,  # (L, DHQK)
-    v_ref,  # (L, DHHV)
-    dh_ref,  # (L, DHHV)
-    C_ref,  # (DHQK, DHHV) before the chunk
-    n_ref,  # (DHQK,) before the chunk, absent without a normaliser
-    dC_ref,  # (DHQK, DHHV) after the chunk
-    dn_ref,  # (DHQK,) after the chunk
-    P_ref,  # (L, L)
-    dP_ref,  # (L, L)
-    w_ref,  # (L,), as all that follow
-    abar_ref,
-    inv_den_ref,  # absent without a normaliser
-    dz_den_ref,  # likewise
-    dq_ref,  # out (L, DHQK)
-    q_inter_ref,  # out (column blocks, L)
-    dk_ref,  # out (L, DHQK)
-    k_inter_ref,  # out (column blocks, L)
-    dv_ref,  # out (L, DHHV)
-    states_ref,  # out (blocks,)
+    q_ref: Any,  # (L, DHQK)
+    k_ref: Any,  # (L, DHQK)
+    v_ref: Any,  # (L, DHHV)
+    dh_ref: Any,  # (L, DHHV)
+    C_ref: Any,  # (DHQK, DHHV) before the chunk
+    n_ref: Any,  # (DHQK,) before the chunk, absent without a normaliser
+    dC_ref: Any,  # (DHQK, DHHV) after the chunk
+    dn_ref: Any,  # (DHQK,) after the chunk
+    P_ref: Any,  # (L, L)
+    dP_ref: Any,  # (L, L)
+    w_ref: Any,  # (L,), as all that follow
+    abar_ref: Any,
+    inv_den_ref: Any,  # absent without a normaliser
+    dz_den_ref: Any,  # likewise
+    dq_ref: Any,  # out (L, DHQK)
+    q_inter_ref: Any,  # out (column blocks, L)
+    dk_ref: Any,  # out (L, DHQK)
+    k_inter_ref: Any,  # out (column blocks, L)
+    dv_ref: Any,  # out (L, DHHV)
+    states_ref: Any,  # out (blocks,)
     *,
     scale: float,
     siz_b_LQ: int,
@@ -60,13 +62,21 @@ def _parallel_bw_dQKV_kernel(
     siz_b_DHHV: int,
     siz_b_loop: int,
     precision: Precision,
-):
+) -> None:
     L = q_ref.shape[0]
 
-    def times_state(steps, columns, a_ref, X_ref, size, *, transposed):
+    def times_state(
+        steps: jax.Array,
+        columns: jax.Array,
+        a_ref: Any,
+        X_ref: Any,
+        size: jax.Array,
+        *,
+        transposed: jax.Array,
+    ) -> jax.Array:
         step = min(siz_b_loop, a_ref.shape[1])
 
-        def product(x):
+        def product(x: jax.Array) -> jax.Array:
             X = (
                 X_ref[columns, block_at(x, step)]
                 if transposed
@@ -76,12 +86,20 @@ def _parallel_bw_dQKV_kernel(
 
         return sum_of(a_ref.shape[1] // step, product, (siz_b_LQ, size))
 
-    def plus_tiles(acc, row, columns, tile_ref, operand_ref, *, transposed):
+    def plus_tiles(
+        acc: jax.Array,
+        row: jax.Array,
+        columns: jax.Array,
+        tile_ref: Any,
+        operand_ref: Any,
+        *,
+        transposed: jax.Array,
+    ) -> jax.Array:
         """Adds a product with the tiles: of queries with the keys up to them, transposed of keys with the queries from them on."""
         step, steps = min(siz_b_loop, siz_b_LQ), block_at(row, siz_b_LQ)
         first = row * (siz_b_LQ // step) if transposed else 0
 
-        def add(x, acc):
+        def add(x: jax.Array, acc: jax.Array) -> jax.Array:
             others = block_at(first + x, step)
             tile = tile_ref[others, steps] if transposed else tile_ref[steps, others]
             return acc + dot(
@@ -90,7 +108,7 @@ def _parallel_bw_dQKV_kernel(
 
         return loop(L // step - first if transposed else (row + 1) * (siz_b_LQ // step), add, acc)
 
-    def dq(row, column, steps, columns):
+    def dq(row: jax.Array, column: jax.Array, steps: jax.Array, columns: jax.Array) -> None:
         r = query_scale(w_ref[steps], scale, None if inv_den_ref is None else inv_den_ref[steps])
         acc = times_state(steps, columns, dh_ref, C_ref, siz_b_DHQK, transposed=True) * r[:, None]
         if n_ref is not None:
@@ -102,7 +120,7 @@ def _parallel_bw_dQKV_kernel(
             acc, row, columns, dP_ref, k_ref, transposed=False
         ).astype(dq_ref.dtype)
 
-    def dk(row, column, steps, columns):
+    def dk(row: jax.Array, column: jax.Array, steps: jax.Array, columns: jax.Array) -> None:
         acc = times_state(steps, columns, v_ref, dC_ref, siz_b_DHQK, transposed=True)
         acc = (acc + dn_ref[columns][None, :]) * abar_ref[steps][:, None]
         k_inter_ref[column, steps] = jnp.sum(
@@ -112,7 +130,7 @@ def _parallel_bw_dQKV_kernel(
             acc, row, columns, dP_ref, q_ref, transposed=True
         ).astype(dk_ref.dtype)
 
-    def dv(row, column, steps, columns):
+    def dv(row: jax.Array, column: jax.Array, steps: jax.Array, columns: jax.Array) -> None:
         acc = (
             times_state(steps, columns, k_ref, dC_ref, siz_b_DHHV, transposed=False)
             * abar_ref[steps][:, None]
@@ -121,7 +139,7 @@ def _parallel_bw_dQKV_kernel(
             acc, row, columns, P_ref, dh_ref, transposed=True
         ).astype(dv_ref.dtype)
 
-    def states(row, column, rows, columns):
+    def states(row: jax.Array, column: jax.Array, rows: jax.Array, columns: jax.Array) -> None:
         C, dC = C_ref[rows, columns].astype(jnp.float32), dC_ref[rows, columns].astype(jnp.float32)
         states_ref[row * blocks(C_ref.shape[1], siz_b_DHHV) + column] = jnp.sum(C * dC)
 
@@ -141,7 +159,13 @@ def _parallel_bw_dQKV_kernel(
         end = start + blocks(*of_rows) * columns
 
         @pl.when((start <= index) & (index < end))
-        def _(role=role, start=start, columns=columns, height=of_rows[1], width=of_columns[1]):
+        def _(
+            role: Any = role,
+            start: Any = start,
+            columns: Any = columns,
+            height: Any = of_rows[1],
+            width: Any = of_columns[1],
+        ) -> None:
             row, column = divide(index - start, columns), remainder(index - start, columns)
             role(row, column, block_at(row, height), block_at(column, width))
 

@@ -40,19 +40,19 @@ from mlstm_pallas.triton.launch import kernel_call
 
 
 def _parallel_fw_H_kernel(
-    q_ref,  # (siz_b_LQ, DHQK)
-    k_ref,  # (L, DHQK)
-    v_ref,  # (L, siz_b_DHHV)
-    C_ref,  # (DHQK, siz_b_DHHV)
-    n_ref,  # (DHQK,), absent without a normaliser
-    e_hi_ref,  # (L,)
-    e_lo_ref,  # (L,)
-    u_hi_ref,  # (siz_b_LQ,)
-    u_lo_ref,  # (siz_b_LQ,)
-    w_ref,  # (siz_b_LQ,)
-    m_ref,  # (siz_b_LQ,), absent where the floor does not need it
-    h_ref,  # out (siz_b_LQ, siz_b_DHHV)
-    z_ref=None,  # out (siz_b_LQ,), absent without a normaliser
+    q_ref: Any,  # (siz_b_LQ, DHQK)
+    k_ref: Any,  # (L, DHQK)
+    v_ref: Any,  # (L, siz_b_DHHV)
+    C_ref: Any,  # (DHQK, siz_b_DHHV)
+    n_ref: Any,  # (DHQK,), absent without a normaliser
+    e_hi_ref: Any,  # (L,)
+    e_lo_ref: Any,  # (L,)
+    u_hi_ref: Any,  # (siz_b_LQ,)
+    u_lo_ref: Any,  # (siz_b_LQ,)
+    w_ref: Any,  # (siz_b_LQ,)
+    m_ref: Any,  # (siz_b_LQ,), absent where the floor does not need it
+    h_ref: Any,  # out (siz_b_LQ, siz_b_DHHV)
+    z_ref: Any = None,  # out (siz_b_LQ,), absent without a normaliser
     *,
     scale: float,
     normaliser: Normaliser | None,
@@ -61,18 +61,18 @@ def _parallel_fw_H_kernel(
     siz_b_DHQK: int,
     keep_q: bool,
     precision: Precision,
-):
+) -> None:
     LQ, DHQK = q_ref.shape
     first = remainder(pl.program_id(1), L // LQ) * LQ  # of the first query, inside its chunk
     num_k = DHQK // siz_b_DHQK
 
     # q . n has a loop of its own: where a tile that the pipeline loads feeds a product and plain arithmetic as well, Triton gives it one
     # buffer too few, and the copy of a later tile overwrites it under the running product.
-    def add_norm(ik, z):
+    def add_norm(ik: jax.Array, z: jax.Array) -> jax.Array:
         columns = pl.ds(ik * siz_b_DHQK, siz_b_DHQK)
         return z + jnp.sum(q_ref[:, columns].astype(jnp.float32) * n_ref[columns][None, :], axis=1)
 
-    def add_state(ik, num):
+    def add_state(ik: jax.Array, num: jax.Array) -> jax.Array:
         columns = pl.ds(ik * siz_b_DHQK, siz_b_DHQK)
         return num + dot(q_ref[:, columns], C_ref[columns, :], precision)
 
@@ -89,14 +89,14 @@ def _parallel_fw_H_kernel(
     num, z = num * w[:, None], None if z is None else z * w
     u_hi, u_lo = u_hi_ref[...], u_lo_ref[...]
 
-    def from_keys(j, carry):
+    def from_keys(j: jax.Array, carry: Any) -> tuple[Any, ...]:
         num, z = carry
         keys = pl.ds(j * siz_b_LKV, siz_b_LKV)
         if keep_q:
             scores = dot(q_whole, k_ref[keys, :], precision, b_axis=1)
         else:
 
-            def add_columns(ik, scores):
+            def add_columns(ik: jax.Array, scores: jax.Array) -> jax.Array:
                 columns = pl.ds(ik * siz_b_DHQK, siz_b_DHQK)
                 return scores + dot(q_ref[:, columns], k_ref[keys, columns], precision, b_axis=1)
 
@@ -118,7 +118,7 @@ def _parallel_fw_H_kernel(
     h_ref[...] = (num / den[:, None]).astype(h_ref.dtype)
 
     @pl.when(pl.program_id(0) == 0)
-    def _():
+    def _() -> None:
         z_ref[...] = z
 
 

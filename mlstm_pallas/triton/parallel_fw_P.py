@@ -9,6 +9,8 @@ keys for it in memory. Bytes: R K itemsize.
 FLOPs: R (L + 1) K. Bytes: q, k, kbar and P, R (3 K + L) itemsize.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
@@ -28,26 +30,26 @@ from mlstm_pallas.triton.launch import kernel_call
 
 
 def _parallel_fw_P_kernel(
-    q_ref,  # (L, DHQK)
-    k_ref,  # (L, DHQK)
-    n_ref,  # (DHQK,), absent without a normaliser
-    e_hi_ref,  # (L,)
-    e_lo_ref,  # (L,)
-    u_hi_ref,  # (L,)
-    u_lo_ref,  # (L,)
-    w_ref,  # (L,)
-    abar_ref,  # (L,)
-    m_ref,  # (L,), absent where the floor does not need it
-    P_ref,  # out (L, L)
-    r_ref,  # out (L,)
-    kbar_ref,  # out (L, DHQK)
-    z_ref=None,  # out (L,), absent without a normaliser
+    q_ref: Any,  # (L, DHQK)
+    k_ref: Any,  # (L, DHQK)
+    n_ref: Any,  # (DHQK,), absent without a normaliser
+    e_hi_ref: Any,  # (L,)
+    e_lo_ref: Any,  # (L,)
+    u_hi_ref: Any,  # (L,)
+    u_lo_ref: Any,  # (L,)
+    w_ref: Any,  # (L,)
+    abar_ref: Any,  # (L,)
+    m_ref: Any,  # (L,), absent where the floor does not need it
+    P_ref: Any,  # out (L, L)
+    r_ref: Any,  # out (L,)
+    kbar_ref: Any,  # out (L, DHQK)
+    z_ref: Any = None,  # out (L,), absent without a normaliser
     *,
     siz_b_DHQK: int,
     scale: float,
     normaliser: Normaliser | None,
     precision: Precision,
-):
+) -> None:
     L, DHQK = q_ref.shape
     scores, q_n = jnp.zeros((L, L), jnp.float32), jnp.zeros((L,), jnp.float32)
     for start in range(0, DHQK, siz_b_DHQK):
@@ -73,12 +75,12 @@ def _parallel_fw_P_kernel(
 
 
 def _key_sums_kernel(
-    k_ref,  # (L, DHQK)
-    abar_ref,  # (L,)
-    sums_ref,  # out (DHQK,)
+    k_ref: Any,  # (L, DHQK)
+    abar_ref: Any,  # (L,)
+    sums_ref: Any,  # out (DHQK,)
     *,
     siz_b_DHQK: int,
-):
+) -> None:
     abar = abar_ref[...][:, None]
     for start in range(0, k_ref.shape[1], siz_b_DHQK):
         columns = pl.ds(start, siz_b_DHQK)

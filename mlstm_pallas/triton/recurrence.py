@@ -35,37 +35,37 @@ ENOUGH_CTAS, MIN_SPLITS, MAX_SPLITS = 256, 4, 16
 
 
 def _recurrence_kernel(
-    a_ref,  # (S, siz_b_DHQK)
-    b_ref,  # (S, siz_b_DHHV)
-    r_ref,  # (S,), absent where a is scaled
-    gamma_ref,  # (NC,)
-    X_initial_ref,  # (siz_b_DHQK, siz_b_DHHV), may be absent
-    x_initial_ref,  # (siz_b_DHQK,), absent where x is not wanted; so are x and x_last
-    X_ref,  # out (NC, siz_b_DHQK, siz_b_DHHV)
-    *more_refs,  # out, as wanted: X_last (siz_b_DHQK, siz_b_DHHV); x (NC, siz_b_DHQK) and x_last (siz_b_DHQK,)
+    a_ref: Any,  # (S, siz_b_DHQK)
+    b_ref: Any,  # (S, siz_b_DHHV)
+    r_ref: Any,  # (S,), absent where a is scaled
+    gamma_ref: Any,  # (NC,)
+    X_initial_ref: Any,  # (siz_b_DHQK, siz_b_DHHV), may be absent
+    x_initial_ref: Any,  # (siz_b_DHQK,), absent where x is not wanted; so are x and x_last
+    X_ref: Any,  # out (NC, siz_b_DHQK, siz_b_DHHV)
+    *more_refs: Any,  # out, as wanted: X_last (siz_b_DHQK, siz_b_DHHV); x (NC, siz_b_DHQK) and x_last (siz_b_DHQK,)
     tiles: int,
     siz_b_L: int,
     backward: bool,
     return_last: bool,
     precision: Precision,
-):
+) -> None:
     num_chunks, more = gamma_ref.shape[0], iter(more_refs)
     X_last_ref: Any = next(more) if return_last else None
     x_ref: Any = next(more, None)
     x_last_ref: Any = next(more, None)
     owns_x = pl.program_id(0) == 0
 
-    def step(index, carry):
+    def step(index: jax.Array, carry: Any) -> jax.Array:
         XT, x = carry
         chunk = num_chunks - 1 - index if backward else index
         X_ref[chunk, :, :] = XT.astype(X_ref.dtype).T
         if x_initial_ref is not None:
 
             @pl.when(owns_x)
-            def _():
+            def _() -> None:
                 x_ref[chunk, :] = x
 
-        def add(tile, carry):
+        def add(tile: jax.Array, carry: Any) -> tuple[Any, ...]:
             XT, x = carry
             steps = pl.ds((chunk * tiles + tile) * siz_b_L, siz_b_L)
             a = a_ref[steps, :]
@@ -89,14 +89,16 @@ def _recurrence_kernel(
     if x_initial_ref is not None:
 
         @pl.when(owns_x)
-        def _():
+        def _() -> None:
             x_last_ref[...] = x
 
 
 _INPUTS = 6  # references of the kernel
 
 
-def _recurrences_kernel(*refs, each: Sequence[tuple[int, dict[str, Any]]], heads: int, **statics):
+def _recurrences_kernel(
+    *refs: Any, each: Sequence[tuple[int, dict[str, Any]]], heads: int, **statics: Any
+) -> None:
     """The inputs, then the outputs of each recurrence; ``each``: how many outputs, and what is static."""
     of, out = divide(pl.program_id(2), heads), len(each) * _INPUTS
     for index, (outputs, own) in enumerate(each):
@@ -120,10 +122,10 @@ def _launch(
     these, of_each = taken or (range(1), 1)
     heads = p.BNH // of_each * len(these)
 
-    def output_head(n):
+    def output_head(n: jax.Array) -> jax.Array:
         return n if len(recurrences) == 1 else remainder(n, heads)
 
-    def head(n):
+    def head(n: jax.Array) -> jax.Array:
         n = output_head(n)
         return (
             n
@@ -131,7 +133,7 @@ def _launch(
             else divide(n, len(these)) * of_each + remainder(n, len(these)) + these.start
         )
 
-    def block(shape, index, of=head):
+    def block(shape: Any, index: jax.Array, of: Any = head) -> jax.Array:
         return pl.BlockSpec((None, *shape), lambda iv, ik, n: (of(n), *index(iv, ik)))
 
     state, norm = (lambda iv, ik: (ik, iv)), (lambda iv, ik: (ik,))

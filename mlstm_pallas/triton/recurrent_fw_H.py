@@ -38,22 +38,22 @@ from mlstm_pallas.triton.launch import kernel_call
 
 
 def _recurrent_fw_H_kernel(
-    q_ref,  # (S, siz_b_loop)
-    kbar_ref,  # (S, siz_b_loop)
-    v_ref,  # (S, siz_b_DHHV)
-    P_ref,  # (S, L), in the first launch
-    r_ref,  # (S,)
-    gamma_ref,  # (NC,)
-    C_initial_ref,  # (siz_b_loop, siz_b_DHHV), may be absent
-    partial_ref,  # (S, siz_b_DHHV) h of the launches before, absent in the first
-    h_ref,  # out (S, siz_b_DHHV)
-    *more_refs,  # out, as wanted: C_last (siz_b_loop, siz_b_DHHV); C (stored, siz_b_loop, siz_b_DHHV)
+    q_ref: Any,  # (S, siz_b_loop)
+    kbar_ref: Any,  # (S, siz_b_loop)
+    v_ref: Any,  # (S, siz_b_DHHV)
+    P_ref: Any,  # (S, L), in the first launch
+    r_ref: Any,  # (S,)
+    gamma_ref: Any,  # (NC,)
+    C_initial_ref: Any,  # (siz_b_loop, siz_b_DHHV), may be absent
+    partial_ref: Any,  # (S, siz_b_DHHV) h of the launches before, absent in the first
+    h_ref: Any,  # out (S, siz_b_DHHV)
+    *more_refs: Any,  # out, as wanted: C_last (siz_b_loop, siz_b_DHHV); C (stored, siz_b_loop, siz_b_DHHV)
     L: int,
     siz_b_DHQK: int,
     return_last: bool,
     store_every: int,
     precision: Precision,
-):
+) -> None:
     S, rows = q_ref.shape
     more = iter(more_refs)
     C_last_ref: Any = next(more) if return_last else None
@@ -63,7 +63,7 @@ def _recurrent_fw_H_kernel(
 
     # The pipeline copies operands of products alone. The rest is prefetched a chunk ahead, or each load would be waited for. So is P:
     # the pipeline would hold several of its tiles, too much shared memory for two CTAs on an SM.
-    def prefetch(index):
+    def prefetch(index: jax.Array) -> tuple[Any, ...]:
         chunk = lax.min(index, np.int32(chunks - 1))
         steps = block_at(chunk, L)
         return (
@@ -72,7 +72,7 @@ def _recurrent_fw_H_kernel(
             *(None if ref is None else ref[steps, :] for ref in (partial_ref, P_ref)),
         )
 
-    def step(index, carry):
+    def step(index: jax.Array, carry: Any) -> tuple[Any, ...]:
         CT, (gamma, r, partial, P) = carry
         steps = block_at(index, L)
         following = prefetch(index + 1)
@@ -93,12 +93,12 @@ def _recurrent_fw_H_kernel(
         )
         return CT, following
 
-    def initial(tile):
+    def initial(tile: jax.Array) -> jax.Array:
         if C_initial_ref is None:
             return jnp.zeros((v_ref.shape[1], siz_b_DHQK), jnp.float32)
         return C_initial_ref[tile, :].T
 
-    def store_and_step(index, carry):
+    def store_and_step(index: jax.Array, carry: Any) -> jax.Array:
         for tile, block in zip(row_tiles, carry[0], strict=True):
             C_ref[index, tile, :] = block.astype(C_ref.dtype).T
         return loop(

@@ -8,6 +8,8 @@ padding would move the states once more.
 FLOPs: 4 B NH K V. Bytes: C twice, 2 B NH K V itemsize; the rest is less by the factor of V or K.
 """
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from jax import lax
@@ -22,31 +24,31 @@ from mlstm_pallas.triton.launch import kernel_call, masked_load, masked_store
 
 
 def _recurrent_step_kernel(
-    C_ref,  # (DHQK, DHHV), the whole head's
-    q_ref,  # (DHQK,)
-    k_ref,  # (DHQK,)
-    v_ref,  # (DHHV,)
-    n_ref,  # (DHQK,)
-    i_ref,  # ()
-    f_ref,  # ()
-    m_ref,  # (), or absent: the sigmoid input gate
-    C_new_ref,  # out (DHQK, DHHV), in place of C
-    h_ref,  # out (DHHV,)
-    n_new_ref,  # out (DHQK,)
-    m_new_ref=None,  # out (), or absent
+    C_ref: Any,  # (DHQK, DHHV), the whole head's
+    q_ref: Any,  # (DHQK,)
+    k_ref: Any,  # (DHQK,)
+    v_ref: Any,  # (DHHV,)
+    n_ref: Any,  # (DHQK,)
+    i_ref: Any,  # ()
+    f_ref: Any,  # ()
+    m_ref: Any,  # (), or absent: the sigmoid input gate
+    C_new_ref: Any,  # out (DHQK, DHHV), in place of C
+    h_ref: Any,  # out (DHHV,)
+    n_new_ref: Any,  # out (DHQK,)
+    m_new_ref: Any = None,  # out (), or absent
     *,
     scale: float,
     normaliser: Normaliser | None,
     compiled: bool,
     siz_b_DHQK: int,
     siz_b_DHHV: int,
-):
+) -> None:
     DHQK, DHHV = C_ref.shape
     owns_n = pl.program_id(0) == 0
     columns, in_columns = _block(pl.program_id(0), siz_b_DHHV, DHHV)
     num_blocks = -(-DHQK // siz_b_DHQK)
 
-    def load(ik):
+    def load(ik: jax.Array) -> tuple[Any, ...]:
         rows, in_rows = _block(ik, siz_b_DHQK, DHQK)
         C = masked_load(C_ref.at[rows, columns], _outer(in_rows, in_columns))
         q, k, n = (
@@ -60,7 +62,7 @@ def _recurrent_step_kernel(
             k[:, None],
         )  # which goes through shared memory: behind a barrier, before the gates
 
-    def update(ik, loaded, num, z):
+    def update(ik: jax.Array, loaded: Any, num: jax.Array, z: jax.Array) -> tuple[Any, ...]:
         rows, in_rows = _block(ik, siz_b_DHQK, DHQK)
         C, q, k, n, k_column = loaded
         C = decay * C.astype(jnp.float32) + (gain * k_column) * v[None, :]
@@ -70,12 +72,12 @@ def _recurrent_step_kernel(
         )
 
         @pl.when(owns_n)
-        def _():
+        def _() -> None:
             masked_store(n_new_ref.at[rows], n.astype(n_new_ref.dtype), in_rows)
 
         return num + jnp.sum(q[:, None] * C, axis=0), z + jnp.sum(q * n)
 
-    def step(ik, carry):
+    def step(ik: jax.Array, carry: Any) -> tuple[Any, ...]:
         following = load(ik + 1)
         return following, *update(ik, *carry)
 
@@ -97,11 +99,11 @@ def _recurrent_step_kernel(
     if m_new_ref is not None:
 
         @pl.when(owns_n)
-        def _():
+        def _() -> None:
             m_new_ref[...] = m_new.astype(m_new_ref.dtype)
 
 
-def _block(index: jax.Array, size: int, total: int):
+def _block(index: jax.Array, size: int, total: int) -> tuple[Any, ...]:
     """Where the block is, and which of its elements are inside the axis; None: all."""
     inside = None if total % size == 0 else index * size + lax.iota(jnp.int32, size) < total
     return block_at(index, size), inside

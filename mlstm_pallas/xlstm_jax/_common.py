@@ -18,7 +18,7 @@ from mlstm_pallas.annotations import Array
 from mlstm_pallas.backend import on_backend, requested_backend, target_device_kind
 from mlstm_pallas.backward import backward as backward_schedule
 from mlstm_pallas.backward import before_tiles, with_delta
-from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, Residuals, States, StoredStates
+from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, LastStates, Residuals, StoredStates
 from mlstm_pallas.config import config_for
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.gates import ChunkGates, LocalGates
@@ -246,7 +246,7 @@ def gates_of(
     """
     acc, NC, L = accumulator(spec), spec.problem.NC, spec.problem.L
 
-    def chunks(x):
+    def chunks(x: jax.Array) -> jax.Array:
         return x.astype(acc).reshape(*x.shape[:2], NC, L)
 
     i, m = chunks(vecI), scaM.astype(acc)
@@ -282,7 +282,7 @@ def on_shards(stage: Callable[..., Any], **statics: Any) -> Callable[..., Any]:
     """stage(spec, lowering, *arrays (B * NH, ...), **statics) as a jitted function of spec and arrays (B, NH, ...)."""
 
     @functools.wraps(stage)
-    def on_shard(spec, *args):
+    def on_shard(spec: jax.Array, *args: Any) -> jax.Array:
         return on_backend(spec.backend, functools.partial(stage, spec, **statics), *args)
 
     return jax.jit(functools.partial(over_shards, on_shard), static_argnums=0)
@@ -308,7 +308,15 @@ def _joined(x: jax.Array) -> jax.Array:
     return x.reshape(x.shape[0], x.shape[1] * x.shape[2], *x.shape[3:])
 
 
-def states(spec: CallSpec, lowering: Lowering, k, v, gates: ChunkGates, C, n):
+def states(
+    spec: CallSpec,
+    lowering: Lowering,
+    k: jax.Array,
+    v: jax.Array,
+    gates: ChunkGates,
+    C: jax.Array,
+    n: jax.Array,
+) -> tuple[Any, ...]:
     """C in the kernel dtype, n and m at the chunk boundaries; then the last C and n, float32."""
     p, DHQK, DHHV = spec.problem, k.shape[-1], v.shape[-1]
     k, v = _padded(k, spec.dtype, p.DHQK), _padded(v, spec.dtype, p.DHHV)
@@ -334,15 +342,15 @@ def states(spec: CallSpec, lowering: Lowering, k, v, gates: ChunkGates, C, n):
 def outputs(
     spec: CallSpec,
     lowering: Lowering,
-    q,
-    k,
-    v,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
     gates: ChunkGates,
-    C,
-    n,
+    C: jax.Array,
+    n: jax.Array,
     *,
     output_dtype: Any = None,
-):
+) -> tuple[Any, ...]:
     """H in output_dtype (None: the kernel dtype) and its denominator without eps, from the states before each chunk."""
     p, m, DHQK, DHHV = spec.problem, gates.per_step().vecM, q.shape[-1], v.shape[-1]
     q, k, v = (
@@ -372,8 +380,14 @@ def outputs(
 
 
 def state_gradients(
-    spec: CallSpec, lowering: Lowering, q, dh, gates: ChunkGates, vecN_out, dC_last
-):
+    spec: CallSpec,
+    lowering: Lowering,
+    q: jax.Array,
+    dh: jax.Array,
+    gates: ChunkGates,
+    vecN_out: jax.Array,
+    dC_last: jax.Array,
+) -> tuple[Any, ...]:
     """The gradients of C after each chunk, in the kernel dtype, and of the first C, float32."""
     p, DHQK, DHHV = spec.problem, q.shape[-1], dh.shape[-1]
     of_normaliser = normaliser_gradients(
@@ -394,8 +408,17 @@ def state_gradients(
 
 
 def input_gradients(
-    spec: CallSpec, lowering: Lowering, q, k, v, dh, gates: ChunkGates, vecN_out, C, dC
-):
+    spec: CallSpec,
+    lowering: Lowering,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    dh: jax.Array,
+    gates: ChunkGates,
+    vecN_out: jax.Array,
+    C: jax.Array,
+    dC: jax.Array,
+) -> tuple[Any, ...]:
     """dQ, dK and dV in the kernel dtype, from C before and the gradients of C after each chunk."""
     p, DHQK, DHHV = spec.problem, q.shape[-1], v.shape[-1]
     q, k = _padded(q, spec.dtype, p.DHQK), _padded(k, spec.dtype, p.DHQK)
@@ -446,8 +469,19 @@ def forward(arguments: Arguments) -> tuple[Any, ...]:
 
 
 def _forward_on_shard(
-    spec: CallSpec, lowering: Lowering, q, k, v, i, f, C, n, m, *, output_dtype: Any
-):
+    spec: CallSpec,
+    lowering: Lowering,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    i: jax.Array,
+    f: jax.Array,
+    C: jax.Array,
+    n: jax.Array,
+    m: jax.Array,
+    *,
+    output_dtype: Any,
+) -> tuple[Any, ...]:
     gates = run(
         "chunk_gates",
         i.astype(m.dtype),
@@ -487,19 +521,19 @@ def backward(arguments: Arguments, C: Array | None) -> tuple[jax.Array, ...]:
 def _backward_on_shard(
     spec: CallSpec,
     lowering: Lowering,
-    q,
-    k,
-    v,
-    i,
-    f,
-    C_initial,
-    n_initial,
-    m_initial,
-    C,
-    vecN_out,
-    dh,
-    dC_last,
-):
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    i: jax.Array,
+    f: jax.Array,
+    C_initial: jax.Array,
+    n_initial: jax.Array,
+    m_initial: jax.Array,
+    C: jax.Array,
+    vecN_out: jax.Array,
+    dh: jax.Array,
+    dC_last: jax.Array,
+) -> tuple[Any, ...]:
     """The exact backward pass with a constant denominator, vecN_out + eps, which passes nothing back."""
     p, acc, DHQK, DHHV = spec.problem, accumulator(spec), q.shape[-1], v.shape[-1]
     q, k, v = (
@@ -514,7 +548,7 @@ def _backward_on_shard(
         C = _padded(_blocks(C, DHQK)[:, : p.NC], spec.dtype, p.DHQK, p.DHHV)
     # n meets a dz of 0.
     stored = StoredStates(C, jnp.zeros((*no_n.shape[:-1], p.NC, p.DHQK), acc), None, None, no_n)
-    last = States(_padded(dC_last, acc, p.DHQK, p.DHHV), no_n, None)
+    last = LastStates(_padded(dC_last, acc, p.DHQK, p.DHHV), no_n, None)
     residuals = Residuals(x, None, vecN_out.astype(acc), stored)
     dx = backward_schedule(
         spec, lowering, residuals, Cotangents(_padded(dh, spec.dtype, p.DHHV), last)

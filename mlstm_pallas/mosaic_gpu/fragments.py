@@ -1,0 +1,49 @@
+"""Tiles in the registers of a warpgroup, in the layout of an accumulator, and vectors beside them.
+
+A vector has a number for each row of a tile (BY_ROWS) or for each column (BY_COLUMNS).
+"""
+
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mlstm_pallas.mosaic_gpu.launch import BY_ROWS, REGISTER_ROWS, load, plgpu
+
+_LOG2_E = float(np.log2(np.e))
+
+
+def across_columns(x: jax.Array, columns: int = REGISTER_ROWS) -> jax.Array:
+    """x[:, None], repeated; x is BY_ROWS."""
+    return lax.broadcast_in_dim(x, (x.shape[0], columns), [0])
+
+
+def across_rows(x: jax.Array, rows: int = REGISTER_ROWS) -> jax.Array:
+    """x[None, :], repeated; x is BY_COLUMNS."""
+    return lax.broadcast_in_dim(x, (rows, x.shape[0]), [1])
+
+
+def load_by_rows(ref: Any, *index: Any) -> Any:
+    """A vector from global memory; None if the reference is absent."""
+    return None if ref is None else load(ref.at[index], BY_ROWS, optimized=False)
+
+
+def rows_and_columns(rows: int, columns: int) -> list[jax.Array]:
+    """The row and the column of each element of a tile."""
+    layout = plgpu.Layout.WGMMA
+    return [plgpu.broadcasted_iota(jnp.int32, (rows, columns), x, layout=layout) for x in (0, 1)]
+
+
+def decay_tile(e: Iterable[jax.Array], u: Iterable[jax.Array]) -> jax.Array:
+    """exp(e_s - u_t) of queries t in rows and keys s in columns; e and u: hi and lo.
+
+    It has no bound where s > t.
+    """
+    hi, lo = (
+        across_rows(x, y.shape[0]) - across_columns(y, x.shape[0])
+        for x, y in zip(e, u, strict=True)
+    )
+    return jnp.exp2(hi * _LOG2_E + lo * _LOG2_E)

@@ -1,0 +1,68 @@
+"""Tiles of P and dP, and the sums of W = dP * scores in them, for the kernels that make these."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from mlstm_pallas.gate_gradients import TilePairs
+from mlstm_pallas.mosaic_gpu.fragments import across_columns, decay_tile
+from mlstm_pallas.mosaic_gpu.launch import REGISTER_ROWS
+from mlstm_pallas.mosaic_gpu.products import Products
+from mlstm_pallas.problem import Problem
+
+
+def write_tiles(
+    P: Any,
+    dP: Any,
+    scores: jax.Array,
+    dA: jax.Array,
+    e: Iterable[jax.Array],
+    u: Sequence[jax.Array],
+    inv_den: jax.Array | None,
+    dz_den: jax.Array | None,
+    mask: jax.Array | None,
+    scale: float,
+    products: Products,
+) -> jax.Array:
+    """Writes P and dP to shared memory; returns W.
+
+    Args:
+      P, dP: references, each to a tile.
+      scores, dA: q k^T and dh v^T.
+      e, u: see ``decay_tile``.
+      inv_den, dz_den: 1 / den_t and dz_t den_t; None without a normaliser. dz_den also if it is 0.
+      mask: where s <= t; None: everywhere.
+    """
+    columns = scores.shape[1]
+
+    def scaled(x: jax.Array) -> jax.Array:
+        return x * (scale if inv_den is None else across_columns(inv_den * scale, columns))
+
+    D = decay_tile(e, u)
+    D = D if mask is None else jnp.where(mask, D, 0.0)
+    scores = D * scores
+    products.store(P, scaled(scores).astype(P.dtype))
+    dA = scaled(dA if dz_den is None else dA + across_columns(dz_den, columns))
+    products.store(dP, (D * dA).astype(dP.dtype))
+    return scores * dA
+
+
+def w_sum_shapes(p: Problem) -> dict[str, jax.ShapeDtypeStruct]:
+    """Outputs of a kernel: of W_ts over s < t in each tile of 64 keys, over t > s in each tile of
+    64 queries, and W_tt."""
+    per_tile = jax.ShapeDtypeStruct((p.BNH, p.L // REGISTER_ROWS, p.S), jnp.float32)
+    diagonal = jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32)
+    return {"per_query": per_tile, "per_key": per_tile, "diagonal": diagonal}
+
+
+def tile_pairs(outputs: Mapping[str, jax.Array], p: Problem) -> TilePairs:
+    """What a kernel wrote to the ``w_sum_shapes``."""
+    n = p.L // REGISTER_ROWS
+    tiles = p.NC, n, REGISTER_ROWS
+    return TilePairs(
+        outputs["per_query"].reshape(p.BNH, n, *tiles),
+        outputs["per_key"].reshape(p.BNH, n, *tiles),
+        outputs["diagonal"].reshape(p.BNH, *tiles),
+    )
