@@ -10,10 +10,11 @@ import numpy as np
 import pytest
 from oracle import assert_close, random_inputs, tolerance
 
-from mlstm_pallas import gates
+from mlstm_pallas import dispatch, gates
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Lowering, StageCall, StageConfig
-from mlstm_pallas.stages.chunk_gates import chunk_gates
+
+chunk_gates = functools.partial(dispatch.run, "chunk_gates")
 
 
 def assert_decays(found, expected, rounding=0.0):

@@ -12,10 +12,11 @@ import numpy as np
 import pytest
 from oracle import assert_close, oracle, random_inputs, tolerance
 
-from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_step
+from mlstm_pallas import dispatch, mlstm_chunkwise, mlstm_recurrent_step
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Lowering, StageCall, StageConfig
-from mlstm_pallas.stages.chunk_gates import chunk_gates
+
+chunk_gates = functools.partial(dispatch.run, "chunk_gates")
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 

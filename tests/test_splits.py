@@ -13,9 +13,7 @@ from oracle import array, assert_close, oracle, random_inputs, tolerance
 from mlstm_pallas import KernelConfig, StageConfig, dispatch, mlstm_chunkwise
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.splits import SplitProducts, decays_in_splits, decays_of_others, split_states
-from mlstm_pallas.stage import Lowering, StageCall
-from mlstm_pallas.stages.recurrent_bw_dC import recurrent_bw_dC
-from mlstm_pallas.stages.recurrent_fw_C import recurrent_fw_C
+from mlstm_pallas.stage import Lowering, StageCall, Weighted
 from mlstm_pallas.triton.recurrence import MAX_SPLITS, splits_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -24,6 +22,16 @@ HEADS, S, L, DHQK, DHHV = 2, 128, 16, 32, 64
 NC = S // L
 PROBLEM = Problem(1, HEADS, S, DHQK, DHHV, L, 1.0)
 split_products = functools.partial(dispatch.run, "split_products")
+recurrent_fw_C = functools.partial(dispatch.run, "recurrent_fw_C")
+
+
+def recurrent_bw_dC(a, b, gamma, X, a_forward=None, *inputs, **options):
+    """The stage, of operands that come weighted."""
+    keys = () if a_forward is None else (Weighted(a_forward, None),)
+    operands = Weighted(a, None), b, gamma, X, *keys, *inputs
+    return dispatch.run("recurrent_bw_dC", *operands, **options)
+
+
 INTERPRETED, PLAIN = Lowering.INTERPRET, Lowering.XLA
 
 
