@@ -345,10 +345,10 @@ def test_every_tuned_row_compiles_and_fits(device, DHQK, DHHV, dtype):
         for x in tuned_rows(compile_report.DEVICES[device].kind)
         if (x["DHQK"], x["DHHV"], x["dtype"]) == (DHQK, DHHV, dtype)
     ]
-    found = list(compile_report.report(device, [(DHQK, DHHV)], [dtype], direction="fwbw"))
-    assert [(x.stage, x.cause) for x in found if x.cause] == []
-    assert {x.stage for x in found} - HELPERS == {*spec_of(device, DHQK, DHHV, dtype).stages}
-    for x in found:
+    result = list(compile_report.report(device, [(DHQK, DHHV)], [dtype], direction="fwbw"))
+    assert [(x.stage, x.cause) for x in result if x.cause] == []
+    assert {x.stage for x in result} - HELPERS == {*spec_of(device, DHQK, DHHV, dtype).stages}
+    for x in result:
         if x.stage in STAGES:
             tiles = {
                 field: value

@@ -31,13 +31,13 @@ def test_bytes_of_a_stage_on_mosaic_gpu_are_those_of_its_arrays(stage):
     outputs = jax.eval_shape(impl.reference, *impl.oracle_arguments(inputs)[0])
     read = (READ | WITH_ABAR).get(stage, {})
     given, weights = args[: len(impl.stage.inputs)], args[len(impl.stage.inputs) :]
-    found = [
+    result = [
         read.get(name, lambda x: x)(x) for name, x in zip(impl.stage.inputs, given, strict=True)
     ] + weights
     assert impl.weights_operands
     assert len(weights) == (2 if stage == "recurrent_bw_dC" else 0)
     cost = roofline.of_stage(impl.stage, impl.call, 2, impl.weights_operands)
-    assert cost.bytes == nbytes(found) + nbytes(list(outputs._asdict().values()))
+    assert cost.bytes == nbytes(result) + nbytes(list(outputs._asdict().values()))
     assert cost.flops == impl.stage.cost(impl.call.problem, 2).flops
 
 
@@ -51,12 +51,13 @@ def test_a_kernel_that_computes_its_tiles_reads_none(heads):
         "chunk_gates": lambda x: (x.vecE, x.vecU, x.vecW, x.vecAbar),
         "parallel_bw_dP": lambda x: (),
     }
-    found = [
+    result = [
         read.get(name, lambda x: x)(x) for name, x in zip(impl.stage.inputs, args, strict=True)
     ]
     cost = roofline.of_stage(impl.stage, impl.call, 2, impl.weights_operands)
     assert (
-        cost.bytes == nbytes(found) + nbytes(list(outputs._asdict().values())) + 3 * 4 * shape.steps
+        cost.bytes
+        == nbytes(result) + nbytes(list(outputs._asdict().values())) + 3 * 4 * shape.steps
     )  # the sums of W
     both = [
         kernel_benchmark.STAGES[stage].cost(impl.call.problem, 2).flops
