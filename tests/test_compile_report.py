@@ -81,7 +81,7 @@ ptxas warning : Registers are spilled to local memory in function 'dQKV', 116 by
 ptxas info    : Function properties for dQKV
     160 bytes stack frame, 116 bytes spill stores, 164 bytes spill loads
 ptxas info    : Used 168 registers, used 16 barriers, 1 bytes smem
-"""
+"""  # noqa: E501, as ptxas writes them
 RESOURCES = (
     "Resources(smem_scratch_bytes=231424, tmem_scratch_cols=0, "
     "barrier_counts=Counter({ClusterBarrier(collective_dims=(<Dimension.x: 0>,), "
