@@ -123,22 +123,6 @@ def distance(tiles, best, stage):
     return float(np.abs(np.subtract(*at)).sum())
 
 
-def test_the_search_descends_to_the_best_without_trying_all():
-    stage, best = (
-        "parallel_fw_H",
-        StageConfig(
-            siz_b_LQ=32, siz_b_LKV=16, siz_b_DHHV=32, num_warps=8, num_stages=4, keep_q=False
-        ),
-    )
-    search = tune.Search(stage, problem(), [heuristic_config(64, BF16).stage(stage)])
-    while (tried := search.next_round()) and not (search.best and search.best[0] == 1):
-        assert len(tried) <= tune.ROUND
-        assert not set(tried) & set(search.results)
-        search.results |= {
-            tiles: candidates.Result("ok", 1 + distance(tiles, best, stage)) for tiles in tried
-        }
-    assert search.best == (1, best)
-    assert len(search.results) < 0.1 * 3 * 3 * 3 * 4 * 2 * 4 * 2  # of all
 
 
 def test_what_is_wrong_or_pruned_is_never_the_best():
