@@ -165,22 +165,22 @@ def check_case(name, backend):
     assert {*spec.stages_in("mosaic_gpu")} & {*spec.stages} >= expected
     assert (spec.fused, spec.num_splits) == (True, case.splits)
     layout = case.options.get("layout", "BNTH")
-    found = outputs_and_gradients(
+    result = outputs_and_gradients(
         functools.partial(mlstm_chunkwise, segment_ids=ids, **options), layout
     )(inputs, cotangents)
     of_recurrence = {
         name: x for name, x in case.options.items() if name in ("input_gate", "normalize")
     }
     expected = expected_of(inputs, cotangents, segment_ids=ids, **of_recurrence)
-    outputs, gradients = errors_of(inputs, found, expected)
+    outputs, gradients = errors_of(inputs, result, expected)
     terms = case.shape[2] + case.shape[3]
     half = case.dtype == "float16"
     # Small gradients and small dP are multiples of 2**-24, off by 2**-24 / sqrt(12); dq and dk have
     # sums of dP times keys and queries.
     for name, other in (("q", "k"), ("k", "q")) if half else ():
-        wanted, x = expected[1][name], np.asarray(inputs[other].astype("float32"))
-        size = wanted.size + case.config.chunk_size * np.sum(x**2)
-        floor = 2.0**-24 * math.sqrt(size / 12) / np.linalg.norm(wanted)
+        desired, x = expected[1][name], np.asarray(inputs[other].astype("float32"))
+        size = desired.size + case.config.chunk_size * np.sum(x**2)
+        floor = 2.0**-24 * math.sqrt(size / 12) / np.linalg.norm(desired)
         gradients[name] = max(0.0, gradients[name] - floor)
     assert_below(outputs, forward_bound(terms) if half else tolerance(case.dtype, terms))
     assert_below(gradients, backward_bound(terms) if half else BOUND[case.dtype])
@@ -239,15 +239,15 @@ class Recurrences:
             of_steps[V],
         )  # parallel_bw_dP writes scaled operands in one layout
         floats = [(n, S), (n, S), (n, self.problem.NC), (n, K, V), (n, K, V)]
-        found = [jax.ShapeDtypeStruct(x, self.dtype) for x in (*ab, *ab)] + [
+        result = [jax.ShapeDtypeStruct(x, self.dtype) for x in (*ab, *ab)] + [
             jax.ShapeDtypeStruct(x, "float32") for x in floats
         ]
-        return [*found, jax.ShapeDtypeStruct(ab[1], self.dtype)]
+        return [*result, jax.ShapeDtypeStruct(ab[1], self.dtype)]
 
     def function(self, lowering=Lowering.MOSAIC_GPU):
         """Of arrays of these shapes."""
         call = StageCall(self.problem, self.tiles, None, lowering)
-        wanted = dict(return_initial=self.states, return_last=self.states, call=call)
+        desired = dict(return_initial=self.states, return_last=self.states, call=call)
 
         def run(q, dh, k, v, r, abar, gamma, dC_last, C_initial, h):
             queries, keys = (
@@ -256,7 +256,7 @@ class Recurrences:
             dC_last, C_initial = (dC_last, C_initial) if self.states else (None, None)
             of_C = () if self.alone else (keys, v, C_initial)
             operands, matH = (queries, dh, gamma, dC_last, *of_C), h if self.delta else None
-            return dispatch.run("recurrent_bw_dC", *operands, matH=matH, **wanted)
+            return dispatch.run("recurrent_bw_dC", *operands, matH=matH, **desired)
 
         return run
 
@@ -266,7 +266,7 @@ class Recurrences:
         x = [draw.normal(size=y.shape) for y in self.shapes()]
         x[4:7] = (draw.uniform(size=y.shape) for y in x[4:7])
         x = [jnp.asarray(y, shape.dtype) for y, shape in zip(x, self.shapes(), strict=True)]
-        found = jax.jit(self.function(lowering))(*x)
+        result = jax.jit(self.function(lowering))(*x)
         q, dh, k, v, r, abar, gamma, dC_last, C_initial, h = (
             np.asarray(y.astype("float32"), "float64") for y in x
         )
@@ -299,16 +299,16 @@ class Recurrences:
             {"bfloat16": 2.0**-8, "float16": 2.0**-11}[self.dtype],
             math.sqrt(p.S) * 2.0**-24,
         )
-        for name, actual, wanted in zip(found._fields, found, expected, strict=True):
+        for name, actual, desired in zip(result._fields, result, expected, strict=True):
             stored = name.endswith("_states")
             assert (actual is None) == (
-                wanted is None or not (stored or name == "vecDelta" or self.states)
+                desired is None or not (stored or name == "vecDelta" or self.states)
             ), name
             if actual is not None:
                 rounded = (
                     0 if name == "vecDelta" else self.weighted + stored
                 )  # of delta only the sums are
-                assert_close(actual, wanted, math.sqrt(rounded / 3) * unit + sums, name)
+                assert_close(actual, desired, math.sqrt(rounded / 3) * unit + sums, name)
 
 
 RECURRENCES = {

@@ -122,8 +122,8 @@ def tolerance(dtype, terms):
 
 
 def assert_close(actual, expected, bound, what=""):
-    found = error(actual, expected)
-    assert found <= bound, f"{what}: relative error {found:.2e} above {bound:.2e}"
+    result = error(actual, expected)
+    assert result <= bound, f"{what}: relative error {result:.2e} above {bound:.2e}"
 
 
 def initial_state_scale(dc, dn, inputs):
@@ -175,11 +175,11 @@ def cotangents_for(inputs, dtype, states=True):
         inputs["v"].shape[-1],
         np.random.default_rng(1),
     )
-    found = [
+    result = [
         jnp.asarray(draw.normal(size=size), dtype).astype("float32")
         for size in ((B, NH, S, DHHV), (B, NH, DHQK, DHHV), (B, NH, DHQK), (B, NH))
     ]
-    return found if states else [found[0], *map(jnp.zeros_like, found[1:])]
+    return result if states else [result[0], *map(jnp.zeros_like, result[1:])]
 
 
 def expected_of(inputs, cotangents, run=reference.recurrence, **options):
@@ -188,15 +188,15 @@ def expected_of(inputs, cotangents, run=reference.recurrence, **options):
         wide = jax.tree.map(
             lambda y: jnp.asarray(np.asarray(y.astype("float32")), "float64"), (inputs, cotangents)
         )
-        found = outputs_and_gradients(functools.partial(run, **options))(*wide)
-        return jax.tree.map(np.asarray, found)
+        result = outputs_and_gradients(functools.partial(run, **options))(*wide)
+        return jax.tree.map(np.asarray, result)
 
 
-def errors_of(inputs, found, expected):
+def errors_of(inputs, result, expected):
     """Relative errors of outputs and of gradients, by name; that of dm_initial to the size of its
     terms."""
-    (outputs, gradients), (wanted, wanted_gradients) = found, expected
-    of_outputs = {name: error(x, y) for name, x, y in zip(OUTPUTS, outputs, wanted, strict=True)}
+    (outputs, gradients), (desired, wanted_gradients) = result, expected
+    of_outputs = {name: error(x, y) for name, x, y in zip(OUTPUTS, outputs, desired, strict=True)}
     of_gradients = {name: error(gradients[name], y) for name, y in wanted_gradients.items()}
     if "m_initial" in of_gradients:
         scale = np.linalg.norm(

@@ -40,9 +40,9 @@ def shapes(dtype="bfloat16", S=256):
 
 
 def test_default_backend_on_a_cpu_is_xla():
-    found = mlstm_chunkwise(**INPUTS, chunk_size=16)
+    result = mlstm_chunkwise(**INPUTS, chunk_size=16)
     expected = mlstm_chunkwise(**INPUTS, chunk_size=16, backend="xla")
-    assert np.array_equal(np.asarray(found), np.asarray(expected))
+    assert np.array_equal(np.asarray(result), np.asarray(expected))
     assert (
         "pallas_call"
         not in jax.jit(functools.partial(mlstm_chunkwise, backend="xla"))
@@ -182,9 +182,9 @@ def test_the_defaults_of_every_door_are_those_of_mlstm_chunkwise(door):
     """The documented ones; test_xlstm_jax.py has those of the adapters."""
     for function in (*typing.get_overloads(door), door):
         parameters = inspect.signature(function).parameters.values()
-        found = {p.name: p.default for p in parameters if p.default not in (p.empty, ...)}
-        assert found == {name: DEFAULTS[name] for name in found}
-        assert {"eps", "norm_val", "stabilize_correctly"} <= found.keys()
+        result = {p.name: p.default for p in parameters if p.default not in (p.empty, ...)}
+        assert result == {name: DEFAULTS[name] for name in result}
+        assert {"eps", "norm_val", "stabilize_correctly"} <= result.keys()
 
 
 def test_a_chunk_beyond_the_sequence_is_clamped():

@@ -66,12 +66,12 @@ CALLS += [pytest.param(Lowering.TRITON, case, marks=pytest.mark.gpu) for case in
 @pytest.fixture
 def outputs(monkeypatch):
     """{kernel: its outputs} of the last trace."""
-    found = {}
+    result = {}
 
     def recording(kernel, *, name, **options):
         def call(*args):
-            found[name] = launch.kernel_call(kernel, name=name, **options)(*args)
-            return found[name]
+            result[name] = launch.kernel_call(kernel, name=name, **options)(*args)
+            return result[name]
 
         return call
 
@@ -79,7 +79,7 @@ def outputs(monkeypatch):
         module = importlib.import_module(f"{triton.__name__}.{module.name}")
         if hasattr(module, "kernel_call") and module is not launch:
             monkeypatch.setattr(module, "kernel_call", recording)
-    return found
+    return result
 
 
 def passes(lowering, case):
@@ -91,12 +91,12 @@ def passes(lowering, case):
 
     def run(inputs, dh):
         x = Inputs(**inputs)
-        found = forward(spec, lowering, x)
+        result = forward(spec, lowering, x)
         backward(
             spec,
             lowering,
-            residuals_of(spec, x, found),
-            Cotangents(dh, jax.tree.map(jnp.ones_like, found.last)),
+            residuals_of(spec, x, result),
+            Cotangents(dh, jax.tree.map(jnp.ones_like, result.last)),
         )
 
     return run, spec
@@ -142,9 +142,11 @@ def check(run, outputs, arguments, L=None):
     poisoned = jax.tree.map(lambda x: x.at[others].set(jnp.nan), arguments)
     runs = [recorded(*arguments), recorded(*poisoned), recorded(*arguments)]
     for name in runs[0]:
-        for index, found in enumerate(zip(*(written(name, x[name], L) for x in runs), strict=True)):
-            assert found[0].shape[0] % HEADS == 0  # splits are heads
-            x, y, z = (np.asarray(x).reshape(HEADS, -1) for x in found)
+        for index, result in enumerate(
+            zip(*(written(name, x[name], L) for x in runs), strict=True)
+        ):
+            assert result[0].shape[0] % HEADS == 0  # splits are heads
+            x, y, z = (np.asarray(x).reshape(HEADS, -1) for x in result)
             assert np.isfinite(x).all(), f"{name}: output {index} has elements that are not written"
             assert np.array_equal(x[MIDDLE], y[MIDDLE]), (
                 f"{name}: output {index} depends on other heads"
@@ -230,8 +232,8 @@ def test_mosaic_gpu_kernels_write_everything_and_read_nothing_of_their_neighbour
     outputs = {}
 
     def run(*args):
-        found = kernel_benchmark.written(function(*args))
-        outputs["of the stage"] = [y for y in jax.tree.leaves(found) if jnp.ndim(y)]
+        result = kernel_benchmark.written(function(*args))
+        outputs["of the stage"] = [y for y in jax.tree.leaves(result) if jnp.ndim(y)]
 
     assert check(run, outputs, arguments) == {"of the stage"}
 
@@ -244,7 +246,7 @@ def test_what_is_not_written_is_nan_when_interpreted_for_mosaic_gpu():
         y[pl.ds(0, 16)] = x[pl.ds(0, 16)]
 
     outputs = {"y": jax.ShapeDtypeStruct((32,), jnp.float32)}
-    found = mosaic_call(
+    result = mosaic_call(
         writes_half,
         name="writes_half",
         grid={"program": 1},
@@ -253,7 +255,7 @@ def test_what_is_not_written_is_nan_when_interpreted_for_mosaic_gpu():
         scratch={},
         interpret=True,
     )
-    assert np.array_equal(np.isnan(found(x=jnp.zeros((32,)))["y"]), np.arange(32) >= 16)
+    assert np.array_equal(np.isnan(result(x=jnp.zeros((32,)))["y"]), np.arange(32) >= 16)
 
 
 @needs_jax

@@ -81,7 +81,7 @@ ptxas warning : Registers are spilled to local memory in function 'dQKV', 116 by
 ptxas info    : Function properties for dQKV
     160 bytes stack frame, 116 bytes spill stores, 164 bytes spill loads
 ptxas info    : Used 168 registers, used 16 barriers, 1 bytes smem
-"""
+"""  # noqa: E501, as ptxas writes them
 RESOURCES = (
     "Resources(smem_scratch_bytes=231424, tmem_scratch_cols=0, "
     "barrier_counts=Counter({ClusterBarrier(collective_dims=(<Dimension.x: 0>,), "
@@ -342,10 +342,10 @@ def test_every_tuned_row_compiles_and_fits(device, DHQK, DHHV, dtype):
         for x in tuned_rows(compile_report.DEVICES[device].kind)
         if (x["DHQK"], x["DHHV"], x["dtype"]) == (DHQK, DHHV, dtype)
     ]
-    found = list(compile_report.report(device, [(DHQK, DHHV)], [dtype], direction="fwbw"))
-    assert [(x.stage, x.cause) for x in found if x.cause] == []
-    assert {x.stage for x in found} - HELPERS == {*spec_of(device, DHQK, DHHV, dtype).stages}
-    for x in found:
+    result = list(compile_report.report(device, [(DHQK, DHHV)], [dtype], direction="fwbw"))
+    assert [(x.stage, x.cause) for x in result if x.cause] == []
+    assert {x.stage for x in result} - HELPERS == {*spec_of(device, DHQK, DHHV, dtype).stages}
+    for x in result:
         if x.stage in STAGES:
             tiles = {
                 field: value

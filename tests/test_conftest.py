@@ -22,15 +22,15 @@ def test_a_flag_that_may_be_unknown_is_not_set(jaxlib, plugins, known):
 
 
 @pytest.mark.parametrize(
-    ("spec", "entry_points", "found"),
+    ("spec", "entry_points", "result"),
     [(None, (), False), (None, ("cuda",), True), ("jax_plugins", (), True)],
     ids=["none", "entry_point", "namespace_package"],
 )
-def test_plugins_are_found_in_either_place(monkeypatch, spec, entry_points, found):
+def test_plugins_are_found_in_either_place(monkeypatch, spec, entry_points, result):
     monkeypatch.setattr(
         conftest, "importlib", SimpleNamespace(util=SimpleNamespace(find_spec=lambda name: spec))
     )
     monkeypatch.setattr(
         conftest, "metadata", SimpleNamespace(entry_points=lambda group: entry_points)
     )
-    assert conftest.plugins_installed() is found
+    assert conftest.plugins_installed() is result

@@ -65,21 +65,21 @@ def gradient_of(run):
 
 def exchanged(compiled):
     """(collective, bytes that a device receives) of every collective of the compiled module."""
-    found = []
+    result = []
     for shapes, name in COLLECTIVE.findall(compiled.as_text()):
         floats = (
             math.prod(int(n) for n in dims.split(",") if n)
             for dims in re.findall(r"f32\[([\d,]*)\]", shapes)
         )
-        found.append((name, 4 * sum(floats)))
-    return found
+        result.append((name, 4 * sum(floats)))
+    return result
 
 
-def check(found, expected, x, bound=BOUND):
-    (_, outputs), gradients = found
+def check(result, expected, x, bound=BOUND):
+    (_, outputs), gradients = result
     (_, expected_outputs), expected_gradients = jax.tree.map(np.asarray, expected)
-    for name, actual, wanted in zip(("h", "c", "n", "m"), outputs, expected_outputs, strict=True):
-        assert_close(np.asarray(actual), wanted, bound, name)
+    for name, actual, desired in zip(("h", "c", "n", "m"), outputs, expected_outputs, strict=True):
+        assert_close(np.asarray(actual), desired, bound, name)
     errors = {
         name: error(np.asarray(a), b)
         for name, a, b in zip(NAMES, gradients, expected_gradients, strict=True)
@@ -179,8 +179,8 @@ def test_kernels_on_shards_that_are_no_multiple_of_the_chunk(alone):
         check_vma=False,
     )
     x = CASES["resets"].values()
-    found = gradient_of(split)(*(jax.device_put(y, NamedSharding(mesh, P("b"))) for y in x))
-    check(found, alone(*x), x)
+    result = gradient_of(split)(*(jax.device_put(y, NamedSharding(mesh, P("b"))) for y in x))
+    check(result, alone(*x), x)
 
 
 @pytest.mark.slow
@@ -264,12 +264,12 @@ def test_the_exchange_is_what_the_docstring_says_and_memory_does_not_grow():
         compiled = (
             jax.jit(lambda dh, *x, run=run: jax.vjp(run, *x)[1](dh)).lower(x[2], *x).compile()
         )
-        found = exchanged(compiled)
-        assert {name for name, _ in found} == {"collective-permute"}
+        result = exchanged(compiled)
+        assert {name for name, _ in result} == {"collective-permute"}
         state, heads = DHQK * DHHV + DHQK, B * NH
         most = rounds * heads * (state + 2) + rounds * heads * (state + 3)
         # the last round needs no total decay: one float less forward, two less backward
-        assert 4 * (most - 3 * heads) <= sum(size for _, size in found) <= 4 * most
+        assert 4 * (most - 3 * heads) <= sum(size for _, size in result) <= 4 * most
         held[devices] = compiled.memory_analysis().temp_size_in_bytes
     assert held[8] < 1.25 * held[2]
 
@@ -278,8 +278,8 @@ def test_the_exchange_is_what_the_docstring_says_and_memory_does_not_grow():
 def test_vmap_is_a_larger_batch(alone):
     x = list(CASES["ordinary"].values())
     run = over(mesh_of((2,), ("s",)), backend="xla", **OPTIONS)
-    found, _ = jax.jit(jax.vmap(lambda *y: run(*(z[None] for z in y))))(*x)
-    assert_close(np.asarray(found[:, 0]), np.asarray(alone(*x)[0][1][0]), BOUND)
+    result, _ = jax.jit(jax.vmap(lambda *y: run(*(z[None] for z in y))))(*x)
+    assert_close(np.asarray(result[:, 0]), np.asarray(alone(*x)[0][1][0]), BOUND)
 
 
 def test_summaries_join_in_any_order_and_empty_ones_change_nothing():
@@ -314,9 +314,9 @@ def test_a_gradient_lowers_for_cuda_inside_a_shard_map_that_checks():
         (AxisType.Auto,) * 2,
         abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"),
     )
-    made = random_inputs(0, 2, 2, 128, 16, 16, dtype="bfloat16", states=False).values()
+    built = random_inputs(0, 2, 2, 128, 16, 16, dtype="bfloat16", states=False).values()
     sharding = NamedSharding(mesh, P("b", None, "s"))
-    x = [jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=sharding) for y in made]
+    x = [jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=sharding) for y in built]
     run = over(mesh, sequence=P("b", None, "s"), return_last_states=False, count=5)
     with jax.sharding.use_abstract_mesh(mesh):
         traced = jax.jit(
@@ -490,6 +490,6 @@ def test_packed_sequences_and_the_sigmoid_gate_over_four_devices(options):
 
     (value, gradients), (expected, expected_gradients) = loss(split)(*x), loss(whole)(*x)
     assert float(value) == pytest.approx(float(expected), rel=1e-5)
-    for name, actual, wanted in zip(NAMES, gradients, expected_gradients, strict=False):
+    for name, actual, desired in zip(NAMES, gradients, expected_gradients, strict=False):
         if name != "m_initial":  # one number a head, zero but for rounding
-            assert_close(np.asarray(actual), np.asarray(wanted), BOUND, name)
+            assert_close(np.asarray(actual), np.asarray(desired), BOUND, name)

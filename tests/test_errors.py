@@ -81,12 +81,12 @@ def enters(backend):
 
 def arrays(layout="BNTH", dtype="float32", states=False, **changed):
     lead = (B, NH, S) if layout == "BNTH" else (B, S, NH)
-    made = {
+    built = {
         name: jnp.zeros((*lead, *shape), dtype if name in "qkv" else "float32")
         for name, shape in TRAILING.items()
     }
     return (
-        made
+        built
         | ({name: jnp.zeros(shape) for name, shape in STATES.items()} if states else {})
         | changed
     )
@@ -575,22 +575,22 @@ def parameters_of(system, name):
     Arrays of a stage have no shape that fits: shapes are checked last.
     """
     function = getattr(system, GENERATORS[0] if name in GENERATORS else name)
-    found = {}
+    outcome = {}
     for parameter in inspect.signature(function).parameters:
         key = parameter if parameter.startswith("siz_b") else parameter.lower()
         if key == "chunk_size":
-            found[parameter] = (
+            outcome[parameter] = (
                 None,
                 CHUNK_SIZE_OF_ENTRIES if name in (*GENERATORS, ENTRY) else CHUNK_SIZE_OF_STAGES,
             )
         elif key in BAD:
-            found[parameter] = None, BAD[key]
+            outcome[parameter] = None, BAD[key]
         else:
-            found[parameter] = (
+            outcome[parameter] = (
                 ARRAYS.get(parameter, array(1)),
                 SEQUENCE if parameter in SEQUENCES else ARRAY,
             )
-    return found
+    return outcome
 
 
 @functools.cache

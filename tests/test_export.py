@@ -107,14 +107,14 @@ def children(tmp_path_factory):
 
 @pytest.mark.slow
 def test_an_export_for_the_cpu_runs_in_another_process_with_its_gradients(children):
-    found = list(np.load(children[0] / "outputs.npz").values())
+    result = list(np.load(children[0] / "outputs.npz").values())
     x = INPUTS.values()
     h, states = function(*x)
     gradients = jax.jit(jax.grad(lambda *x: jnp.sum(function(*x)[0]), tuple(range(8))))(*x)
-    for name, actual, wanted in zip(
-        ("h", "c", "n", "m", *NAMES), found, (h, *states, *gradients), strict=True
+    for name, actual, desired in zip(
+        ("h", "c", "n", "m", *NAMES), result, (h, *states, *gradients), strict=True
     ):
-        assert_close(actual, np.asarray(wanted), BOUND, name)
+        assert_close(actual, np.asarray(desired), BOUND, name)
 
 
 @pytest.mark.slow
@@ -155,9 +155,9 @@ def test_shards_of_explicit_axes_are_exported():
     run = functools.partial(mlstm_chunkwise, chunk_size=16)
     loaded = jax.export.deserialize(export(run, *x, platform="cpu").serialize())
     with jax.set_mesh(mesh):
-        found = jax.jit(loaded.call)(*x)
-    assert found.sharding.spec[0] == "x"
-    assert_close(np.asarray(found), np.asarray(run(*(np.asarray(y) for y in x))), BOUND)
+        result = jax.jit(loaded.call)(*x)
+    assert result.sharding.spec[0] == "x"
+    assert_close(np.asarray(result), np.asarray(run(*(np.asarray(y) for y in x))), BOUND)
 
 
 def test_another_platform_is_refused():
@@ -195,5 +195,5 @@ def test_an_export_for_cuda_runs_with_its_gradients():
             jax.grad(lambda *x: jnp.sum(jnp.sin(run(*x).astype("float32"))), tuple(range(8)))
         )(*x)
 
-    for name, actual, wanted in zip(NAMES, gradients(loaded.call), gradients(run), strict=True):
-        assert_close(actual, np.asarray(wanted.astype("float32")), 2e-2, name)
+    for name, actual, desired in zip(NAMES, gradients(loaded.call), gradients(run), strict=True):
+        assert_close(actual, np.asarray(desired.astype("float32")), 2e-2, name)

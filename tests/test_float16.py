@@ -66,12 +66,12 @@ def expected(shape):
 
 
 def check(shape, layout="BNTH", **options):
-    inputs, cotangents, wanted = expected(shape)
+    inputs, cotangents, desired = expected(shape)
     run = functools.partial(mlstm_chunkwise, return_last_states=True, layout=layout, **options)
-    found = outputs_and_gradients(run, layout)(inputs, cotangents)
-    assert found[0][0].dtype == jnp.float16
-    assert all(found[1][name].dtype == x.dtype for name, x in inputs.items())
-    outputs, gradients = errors_of(inputs, found, wanted)
+    result = outputs_and_gradients(run, layout)(inputs, cotangents)
+    assert result[0][0].dtype == jnp.float16
+    assert all(result[1][name].dtype == x.dtype for name, x in inputs.items())
+    outputs, gradients = errors_of(inputs, result, desired)
     assert_below(outputs, forward_bound(sum(shape[2:4])))
     assert_below(gradients, backward_bound(sum(shape[2:4])))
 
@@ -120,10 +120,10 @@ def check_step(backend, states, DHQK, DHHV):
     expected_h, expected_states = oracle(whole)
     sums = 4 * math.sqrt(DHQK) * 2.0**-24
     assert_close(h, expected_h[:, :, 0], UNIT + sums, "h")
-    for name, actual, wanted in zip("cnm", new, expected_states, strict=True):
+    for name, actual, desired in zip("cnm", new, expected_states, strict=True):
         assert actual.dtype == jnp.dtype(states)
         # c and n are those of the m that is returned, which rounds once itself
-        assert_close(actual, wanted, (2 * UNIT if states == "float16" else 0.0) + sums, name)
+        assert_close(actual, desired, (2 * UNIT if states == "float16" else 0.0) + sums, name)
 
 
 @pytest.mark.parametrize("states", ["float16", "float32"])

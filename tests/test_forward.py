@@ -17,12 +17,12 @@ BACKENDS = ("interpret", "xla")
 BACKENDS_SLOW_XLA = ("interpret", pytest.param("xla", marks=pytest.mark.slow))
 
 
-def check(found, expected, bound):
-    (h, states), (expected_h, expected_states) = found, expected
-    for name, actual, wanted in zip(
+def check(result, expected, bound):
+    (h, states), (expected_h, expected_states) = result, expected
+    for name, actual, desired in zip(
         "hcnm", (h, *states), (expected_h, *expected_states), strict=True
     ):
-        assert_close(actual, wanted, bound, name)
+        assert_close(actual, desired, bound, name)
 
 
 HEADS = [("float32", 1, 1), ("bfloat16", 3, 17), ("bfloat16", 80, 96)]
@@ -37,8 +37,8 @@ def test_odd_heads(dtype, DHQK, DHHV):
     inputs = random_inputs(
         DHQK, 2, 16 if DHHV < 8 else 2, 50, DHQK, DHHV, dtype=dtype
     )  # roundings average out over many numbers only
-    found = mlstm_chunkwise(**inputs, chunk_size=32, return_last_states=True, backend="interpret")
-    check(found, oracle(inputs), tolerance(dtype, 50 + DHQK))
+    result = mlstm_chunkwise(**inputs, chunk_size=32, return_last_states=True, backend="interpret")
+    check(result, oracle(inputs), tolerance(dtype, 50 + DHQK))
 
 
 GATES = {
@@ -106,8 +106,8 @@ def test_finite_masks_are_those_at_minus_infinity(mask, backend):
     infinite = {
         name: jnp.where(x <= mask, -jnp.inf, x) if name in "if" else x for name, x in inputs.items()
     }
-    found = mlstm_chunkwise(**inputs, chunk_size=32, return_last_states=True, backend=backend)
-    check(found, oracle(infinite), tolerance("float32", 64 + 16))
+    result = mlstm_chunkwise(**inputs, chunk_size=32, return_last_states=True, backend=backend)
+    check(result, oracle(infinite), tolerance("float32", 64 + 16))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -118,8 +118,8 @@ def test_a_floor_of_zero_leaves_states_of_very_negative_m(backend):
     inputs["f"] = inputs["f"].at[:, :, 0].set(-jnp.inf)
     expected, _ = oracle(inputs, norm_val=0.0)
     assert float(np.linalg.norm(expected)) > 1
-    found = mlstm_chunkwise(**inputs, chunk_size=32, backend=backend, norm_val=0.0)
-    assert_close(found, expected, tolerance("float32", 40 + 8))
+    result = mlstm_chunkwise(**inputs, chunk_size=32, backend=backend, norm_val=0.0)
+    assert_close(result, expected, tolerance("float32", 40 + 8))
 
 
 @pytest.mark.parametrize("backend", BACKENDS_SLOW_XLA)
@@ -155,11 +155,11 @@ def test_an_initial_m_of_minus_infinity_stores_nothing():
     }
     expected = oracle({**inputs, **empty})
     assert float(expected[1][2].max()) < -10
-    found = mlstm_chunkwise(
+    result = mlstm_chunkwise(
         **inputs, **empty, chunk_size=16, return_last_states=True, backend="interpret"
     )
     check(
-        found, expected, tolerance("float32", 40 + 16) + np.spacing(np.float32(20))
+        result, expected, tolerance("float32", 40 + 16) + np.spacing(np.float32(20))
     )  # exp(-m) at a float32 m of -20
 
 

@@ -123,7 +123,7 @@ def test_a_generated_function_is_mlstm_chunkwise(dtype):
     kernel = _mlstm_chunkwise_fwbw_generator(
         dtype, return_last_states=True, chunk_size=L, eps=1e-3, norm_val=0.5
     )
-    found = kernel(*INPUTS.values())
+    result = kernel(*INPUTS.values())
     h, states = mlstm_chunkwise(
         **INPUTS,
         autocast_kernel_dtype=dtype,
@@ -134,7 +134,7 @@ def test_a_generated_function_is_mlstm_chunkwise(dtype):
     )
     expected_h, expected_states = oracle(INPUTS, eps=1e-3, norm_val=0.5)
     for actual, same, expected in zip(
-        found, (h, *states), (expected_h, *expected_states), strict=True
+        result, (h, *states), (expected_h, *expected_states), strict=True
     ):
         assert actual.dtype == jnp.float32
         assert np.array_equal(actual, same)

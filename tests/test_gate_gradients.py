@@ -20,10 +20,10 @@ def test_sums_over_runs_of_steps(n, share):
     expected, after = np.zeros_like(x), np.zeros(6)
     for t in reversed(range(n)):
         after = expected[:, t] = x[:, t] + np.where(goes_on[:, t], after, 0.0)
-    found = jax.jit(run_sums)(x.astype("float32"), goes_on)
+    result = jax.jit(run_sums)(x.astype("float32"), goes_on)
     # One rounding of each x, and sums of n terms.
     bound = (1 + math.sqrt(n)) * 2.0**-24 * np.linalg.norm(expected)
-    assert np.linalg.norm(np.asarray(found) - expected) <= bound
+    assert np.linalg.norm(np.asarray(result) - expected) <= bound
 
 
 @pytest.mark.parametrize("T", [16, 64])

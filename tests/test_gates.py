@@ -17,12 +17,12 @@ from mlstm_pallas.stage import Lowering, StageCall, StageConfig
 chunk_gates = functools.partial(dispatch.run, "chunk_gates")
 
 
-def assert_decays(found, expected, rounding=0.0):
+def assert_decays(result, expected, rounding=0.0):
     """exp(x) of an x rounded in float32, the last time at |x|: relative error (4 + |x|) 2^-23;
     below 1e-37 it may be 0."""
     with np.errstate(divide="ignore", invalid="ignore"):
         bound = expected * ((4 + np.abs(np.log(expected))) * 2.0**-23 + rounding)
-    assert (np.abs(found - expected) <= np.where(expected > 1e-37, bound, 1e-37)).all()
+    assert (np.abs(result - expected) <= np.where(expected > 1e-37, bound, 1e-37)).all()
 
 
 def by_definition(i, f, m_initial, L):
@@ -96,7 +96,7 @@ def test_gates_are_those_of_the_recurrence(form, case, L):
 def check_gates(form, case, L):
     x = random_inputs(L, 1, 2, 128, 1, 1, **CASES[case])
     i, f, m_initial = (x[name][0] for name in ("i", "f", "m_initial"))
-    found = gates_of(i, f, m_initial, L=L, form=form)
+    result = gates_of(i, f, m_initial, L=L, form=form)
     for head in range(2):
         m_t, w, D, boundaries, gamma, abar = by_definition(i[head], f[head], m_initial[head], L)
 
@@ -106,18 +106,18 @@ def check_gates(form, case, L):
         # Four roundings of float32 (2**-24 each): log sigmoid, m_c at a chunk boundary, their sum,
         # the result.
         np.testing.assert_allclose(
-            of_head(found.scaM_states), boundaries, rtol=2.0**-22, atol=2.0**-22
+            of_head(result.scaM_states), boundaries, rtol=2.0**-22, atol=2.0**-22
         )
-        np.testing.assert_allclose(of_head(found.vecM), m_t, rtol=2.0**-22, atol=2.0**-22)
+        np.testing.assert_allclose(of_head(result.vecM), m_t, rtol=2.0**-22, atol=2.0**-22)
         # m_c is rounded to float32: decays relative to it, those to a u_t that comes from it
         # included, have that rounding.
         rounding = np.spacing(
             np.float32(np.max(np.abs(boundaries), where=np.isfinite(boundaries), initial=0))
         )
-        assert_decays(of_head(found.vecW), w, rounding)
-        assert_decays(of_head(found.scaGamma), gamma, rounding)
-        assert_decays(of_head(found.vecAbar), abar, rounding)
-        e_hi, e_lo, u_hi, u_lo = (of_head(y).reshape(-1, L) for y in (*found.vecE, *found.vecU))
+        assert_decays(of_head(result.vecW), w, rounding)
+        assert_decays(of_head(result.scaGamma), gamma, rounding)
+        assert_decays(of_head(result.vecAbar), abar, rounding)
+        e_hi, e_lo, u_hi, u_lo = (of_head(y).reshape(-1, L) for y in (*result.vecE, *result.vecU))
         exponent = (e_hi[:, None, :] - u_hi[:, :, None]) + (e_lo[:, None, :] - u_lo[:, :, None])
         decays = np.exp(np.where(np.tri(L, dtype=bool), exponent, -np.inf)).reshape(128, L)
         assert_decays(decays, D, rounding)
@@ -127,13 +127,13 @@ def check_gates(form, case, L):
 def test_a_reset_with_nothing_stored_after_it_empties_the_state(form):
     i = jnp.asarray([0.0, 1.0, -jnp.inf, -jnp.inf] * 8, jnp.float32)[None]
     f = jnp.asarray([1.0, 1.0, -jnp.inf, 2.0] * 8, jnp.float32)[None]
-    found = gates_of(i, f, jnp.zeros((1,)), L=16, form=form)
+    result = gates_of(i, f, jnp.zeros((1,)), L=16, form=form)
     empty = np.asarray(f.reshape(8, 4) == -jnp.inf) | np.asarray([False, False, False, True])
-    assert np.array_equal(np.asarray(found.vecM).reshape(8, 4) == -math.inf, empty)
-    assert np.array_equal(np.asarray(found.vecU[0]).reshape(8, 4) == math.inf, empty)
-    assert not np.asarray(found.vecW).reshape(8, 4)[empty].any()
-    assert not np.asarray(found.vecAbar).any()
-    assert np.asarray(found.scaM_states)[0].tolist() == [0.0, -math.inf, -math.inf]
+    assert np.array_equal(np.asarray(result.vecM).reshape(8, 4) == -math.inf, empty)
+    assert np.array_equal(np.asarray(result.vecU[0]).reshape(8, 4) == math.inf, empty)
+    assert not np.asarray(result.vecW).reshape(8, 4)[empty].any()
+    assert not np.asarray(result.vecAbar).any()
+    assert np.asarray(result.scaM_states)[0].tolist() == [0.0, -math.inf, -math.inf]
 
 
 def test_exact_sums_are_exact():
@@ -156,8 +156,8 @@ def test_split_survives_the_compiler():
 
 def test_log_forget_gate_has_its_derivative_at_0_and_far_out():
     for f in (-1e4, -2.0, 0.0, 2.0, 1e4, float("inf")):
-        found = jax.grad(lambda x: gates.log_forget_gate(x)[0])(jnp.float32(f))
-        assert float(found) == pytest.approx(float(jax.nn.sigmoid(jnp.float32(-f))), rel=1e-6), f
+        result = jax.grad(lambda x: gates.log_forget_gate(x)[0])(jnp.float32(f))
+        assert float(result) == pytest.approx(float(jax.nn.sigmoid(jnp.float32(-f))), rel=1e-6), f
 
 
 def check_vector_states(vector_states, BNH, NC, D, backward):
@@ -166,13 +166,13 @@ def check_vector_states(vector_states, BNH, NC, D, backward):
         y.astype("float32")
         for y in (r.normal(size=(BNH, NC, D)), r.random((BNH, NC)), r.normal(size=(BNH, D)))
     )
-    found, last = jax.jit(functools.partial(vector_states, backward=backward))(added, gamma, x)
+    result, last = jax.jit(functools.partial(vector_states, backward=backward))(added, gamma, x)
     added, gamma, x = (y.astype("float64") for y in (added, gamma, x))
     states = {}
     for c in reversed(range(NC)) if backward else range(NC):
         states[c] = x
         x = gamma[:, c, None] * x + added[:, c]
-    assert_close(found, np.stack([states[c] for c in range(NC)], axis=1), tolerance("float32", NC))
+    assert_close(result, np.stack([states[c] for c in range(NC)], axis=1), tolerance("float32", NC))
     assert_close(last, x, tolerance("float32", NC))
 
 

@@ -111,12 +111,12 @@ def expected(dtype, B, NH, S, DHQK, DHHV, f_shift):
 def errors_of_call(dtype, *shape, f_shift=2.0, **options):
     """Relative errors of outputs and of gradients, by name; they are the same bits when computed
     again."""
-    inputs, cotangents, wanted = expected(dtype, *shape, f_shift)
+    inputs, cotangents, desired = expected(dtype, *shape, f_shift)
     options = dict(backend="triton", return_last_states=True) | options
     run = outputs_and_gradients(functools.partial(mlstm_chunkwise, **options))
-    found = run(inputs, cotangents)
-    assert_bitwise_equal(run(inputs, cotangents), found)
-    return errors_of(inputs, found, wanted)
+    result = run(inputs, cotangents)
+    assert_bitwise_equal(run(inputs, cotangents), result)
+    return errors_of(inputs, result, desired)
 
 
 def check_gradients(dtype, *shape, **options):

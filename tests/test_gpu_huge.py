@@ -90,7 +90,7 @@ def check(shape, dtype, f_shift, heads, *, backend="triton", gradients=True, **o
         )
         return h, last, vjp((dh, jax.tree.map(jnp.zeros_like, last))) if gradients else ()
 
-    h, last, found = run(x, dh)
+    h, last, result = run(x, dh)
     names = [f"d{name}" for name in "qkvif"]
     end = slice(max(0, S - END), None)
     for head in heads:
@@ -113,7 +113,7 @@ def check(shape, dtype, f_shift, heads, *, backend="triton", gradients=True, **o
         if gradients:
             compare(
                 names,
-                [g[head][None, None, end] for g in found],
+                [g[head][None, None, end] for g in result],
                 expected_gradients,
                 BACKWARD[dtype],
                 head,
@@ -128,7 +128,7 @@ def check(shape, dtype, f_shift, heads, *, backend="triton", gradients=True, **o
                 )
             compare(
                 names,
-                [g[head][None, None, first] for g in found],
+                [g[head][None, None, first] for g in result],
                 [g[:, :, first] for g in expected],
                 BACKWARD[dtype],
                 head,

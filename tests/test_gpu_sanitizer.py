@@ -27,13 +27,13 @@ def sanitizer():
         *glob.glob(f"/usr/local/cuda*/bin/{name}"),
         *glob.glob(f"{sys.prefix}/**/{name}", recursive=True),
     ]
-    found = [path for path in installed if path and os.access(path, os.X_OK)]
-    if not found:
+    result = [path for path in installed if path and os.access(path, os.X_OK)]
+    if not result:
         pytest.skip(
             "compute-sanitizer is not installed (CUDA toolkit, or pip install "
             "nvidia-cuda-sanitizer-api)"
         )
-    return found[0]
+    return result[0]
 
 
 @pytest.fixture(scope="module")

@@ -86,12 +86,12 @@ def found_gradients(inputs, options=None, *, run_options, **loss_options):
 
 def check(inputs, dtype, options=None, *, run_options, skip=(), **loss_options):
     expected = expected_gradients(inputs, options, **loss_options)
-    found = found_gradients(inputs, options, run_options=run_options, **loss_options)
-    for name, actual, wanted in zip(inputs, found, expected, strict=True):
+    result = found_gradients(inputs, options, run_options=run_options, **loss_options)
+    for name, actual, desired in zip(inputs, result, expected, strict=True):
         assert actual.dtype == inputs[name].dtype
         assert np.isfinite(np.asarray(actual).astype("float32")).all(), name
         if name not in skip:
-            assert_close(actual, wanted, BOUND[dtype], f"d{name}")
+            assert_close(actual, desired, BOUND[dtype], f"d{name}")
 
 
 def tiles(scores, gradients):
@@ -346,7 +346,7 @@ def test_gradients_of_h_alone_from_no_initial_states(algorithm, states):
         h = run(*x)
         return jnp.sum(h * weights.astype(h.dtype))
 
-    found = jax.jit(jax.grad(functools.partial(loss, run), tuple(range(5))))(*inputs.values())
+    result = jax.jit(jax.grad(functools.partial(loss, run), tuple(range(5))))(*inputs.values())
     with jax.enable_x64(True):
         wide = [array(x, "float64") for x in inputs.values()]
         expected = jax.jit(
@@ -355,8 +355,8 @@ def test_gradients_of_h_alone_from_no_initial_states(algorithm, states):
             )
         )(*wide)
         expected = jax.tree.map(np.asarray, expected)
-    for name, actual, wanted in zip(inputs, found, expected, strict=True):
-        assert_close(actual, wanted, BOUND["float32"], f"d{name}")
+    for name, actual, desired in zip(inputs, result, expected, strict=True):
+        assert_close(actual, desired, BOUND["float32"], f"d{name}")
 
 
 STORED = {
@@ -422,9 +422,9 @@ def test_a_sequence_in_two_calls_has_the_gradients_of_one(algorithm):
         return jnp.concatenate([h1, h2], axis=2), states
 
     x = list(inputs.values())
-    found = jax.jit(jax.grad(lambda *x: weighed(chained(*x)), tuple(range(8))))(*x)
-    for name, actual, wanted in zip(NAMES, found, expected_gradients(inputs), strict=True):
-        assert_close(actual, wanted, BOUND["float32"], name)
+    result = jax.jit(jax.grad(lambda *x: weighed(chained(*x)), tuple(range(8))))(*x)
+    for name, actual, desired in zip(NAMES, result, expected_gradients(inputs), strict=True):
+        assert_close(actual, desired, BOUND["float32"], name)
 
 
 def test_directional_finite_differences_agree_in_float64():
@@ -488,6 +488,6 @@ def loss_and_gradients(algorithm):
 @pytest.mark.parametrize("algorithm", ["xla"])
 def test_transformations_give_the_same_gradients(algorithm, transformation):
     loss, x, weights, expected = loss_and_gradients(algorithm)
-    found = TRANSFORMATIONS[transformation](loss)(weights, *x.values())
-    for name, actual, wanted in zip(x, found, expected, strict=True):
-        assert_close(actual, wanted, 1e-5, name)
+    result = TRANSFORMATIONS[transformation](loss)(weights, *x.values())
+    for name, actual, desired in zip(x, result, expected, strict=True):
+        assert_close(actual, desired, 1e-5, name)

@@ -33,13 +33,13 @@ def test_one_step_of_one_head(backend):
     for actual, expected in zip((h, *states), (expected_h, *expected_states), strict=True):
         assert_close(actual, expected, tolerance("float32", 3))
     every = tuple(range(8))
-    found = jax.jit(jax.grad(functools.partial(loss, run), every))(*inputs.values())
+    result = jax.jit(jax.grad(functools.partial(loss, run), every))(*inputs.values())
     with jax.enable_x64(True):
         wide = [array(x, "float64") for x in inputs.values()]
         expected = jax.jit(jax.grad(functools.partial(loss, reference.recurrence), every))(*wide)
         expected = [np.asarray(x) for x in expected]
-    for name, actual, wanted in zip(inputs, found, expected, strict=True):
-        assert_close(actual, wanted, 1e-5, name)
+    for name, actual, desired in zip(inputs, result, expected, strict=True):
+        assert_close(actual, desired, 1e-5, name)
 
 
 @pytest.mark.parametrize(("B", "NH"), [(0, 2), (2, 0)])
@@ -78,12 +78,12 @@ def pointer_offsets(ir):
     """{number of the kernel's argument: widths of the integers that are added to its pointer}."""
     splats, widths = {}, {}  # line by line, as names come again in regions beside each other
     for line in ir.splitlines():
-        if found := re.search(r"(%\w+) = tt\.splat %arg(\d+) : !tt\.ptr", line):
-            splats[found[1]] = found[2]
-        elif found := re.search(r"tt\.addptr (%\w+), .*i(\d+)>?$", line):
-            number = splats.get(found[1], found[1].removeprefix("%arg"))
+        if result := re.search(r"(%\w+) = tt\.splat %arg(\d+) : !tt\.ptr", line):
+            splats[result[1]] = result[2]
+        elif result := re.search(r"tt\.addptr (%\w+), .*i(\d+)>?$", line):
+            number = splats.get(result[1], result[1].removeprefix("%arg"))
             if number.isdecimal():
-                widths.setdefault(int(number), set()).add(int(found[2]))
+                widths.setdefault(int(number), set()).add(int(result[2]))
     return widths
 
 

@@ -73,11 +73,11 @@ def within_package(name):
 @functools.cache
 def graph():
     """{module: the modules of the package that it imports}."""
-    found = {}
+    result = {}
     for name, tree in modules().items():
         inside = (within_package(target) for node in imports(tree) for target in imported(node))
-        found[name] = {target for target in inside if target is not None}
-    return found
+        result[name] = {target for target in inside if target is not None}
+    return result
 
 
 def is_mosaic_gpu(name):
@@ -148,16 +148,16 @@ def test_stages_alone_import_mosaic_gpu_kernels():
     of_stages = {
         (name, mosaic_gpu_kernel(name)) for name in graph() if mosaic_gpu_kernel(name) in kernels
     }
-    found = {
+    result = {
         (name, target)
         for name, targets in graph().items()
         if not is_mosaic_gpu(name)
         for target in targets & kernels
     }
     assert of_stages
-    assert all(name.startswith("stages.") for name, _ in found)
+    assert all(name.startswith("stages.") for name, _ in result)
     assert {
-        (name, target) for name, target in found if target in dict(map(reversed, of_stages))
+        (name, target) for name, target in result if target in dict(map(reversed, of_stages))
     } == of_stages
 
 

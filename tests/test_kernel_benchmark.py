@@ -217,8 +217,8 @@ def test_the_parallel_form_of_the_oracle_is_the_recurrence():
     parallel, recurrent, _ = with_gradients(
         256, peers.exact, lambda *args: reference.recurrence(*args)[0]
     )
-    for found, expected in zip(parallel, recurrent, strict=True):
-        np.testing.assert_allclose(found, expected, rtol=1e-9, atol=1e-12)
+    for result, expected in zip(parallel, recurrent, strict=True):
+        np.testing.assert_allclose(result, expected, rtol=1e-9, atol=1e-12)
 
 
 def test_a_constant_normaliser_changes_only_the_gradient():
@@ -574,7 +574,7 @@ def test_oracles_of_other_functions():
         (peers.no_input_gate, np.ones_like(i)),
         (peers.sigmoid_input_gate, 1 / (1 + np.exp(-i))),
     ):
-        found = in_float64(oracle, q, k, v, i, f)
+        result = in_float64(oracle, q, k, v, i, f)
         C = np.zeros((1, 2, 4, 6))
         for t in range(24):
             C = (
@@ -582,7 +582,7 @@ def test_oracles_of_other_functions():
                 + gate[:, :, t, None, None] * k[:, :, t, :, None] * v[:, :, t, None, :]
             )
             np.testing.assert_allclose(
-                found[:, :, t], np.einsum("bhk,bhkv->bhv", q[:, :, t], C) / 2, rtol=1e-9
+                result[:, :, t], np.einsum("bhk,bhkv->bhv", q[:, :, t], C) / 2, rtol=1e-9
             )
 
 

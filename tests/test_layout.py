@@ -129,17 +129,17 @@ def check_layouts(case, backend, dtype="float32"):
     cotangents = cotangents_for(inputs, dtype)
     options = dict(segment_ids=ids_of(case, shape[0], shape[2]), backend=backend) | options
     run = functools.partial(mlstm_chunkwise, return_last_states=True, chunk_size=16, **options)
-    (expected, expected_gradients), (found, gradients) = (
+    (expected, expected_gradients), (result, gradients) = (
         outputs_and_gradients(functools.partial(run, layout=layout), layout)(inputs, cotangents)
         for layout in ("BNTH", "BTNH")
     )
     exact = backend == "interpret" and "splits" not in case
     bound = 0.0 if exact else same_sums(dtype, shape[2] + shape[3])
-    pairs = dict(zip(OUTPUTS, zip(found, expected, strict=True), strict=True))
+    pairs = dict(zip(OUTPUTS, zip(result, expected, strict=True), strict=True))
     pairs |= {f"d{name}": (x, expected_gradients[name]) for name, x in gradients.items()}
-    for name, (actual, wanted) in pairs.items():
-        assert actual.dtype == wanted.dtype
-        assert_close(actual, np.asarray(wanted).astype("float32"), bound, name)
+    for name, (actual, desired) in pairs.items():
+        assert actual.dtype == desired.dtype
+        assert_close(actual, np.asarray(desired).astype("float32"), bound, name)
 
 
 def slow(values, condition):
@@ -177,10 +177,10 @@ def test_h_and_states_against_float64(case):
         )
     )(*in_layout("BTNH", list(x.values())), segment_ids=ids)
     expected_h, expected_states = oracle(x, ids)
-    for name, actual, wanted in zip(
+    for name, actual, desired in zip(
         OUTPUTS, (swapped(h), *states), (expected_h, *expected_states), strict=True
     ):
-        assert_close(actual, wanted, tolerance("float32", S + DHQK), name)
+        assert_close(actual, desired, tolerance("float32", S + DHQK), name)
 
 
 # ---------------- meshes and transformations
@@ -229,12 +229,12 @@ def expected(heads_first):
     return jax.tree.map(np.asarray, ((swapped(h), *states), in_layout("BTNH", gradients)))
 
 
-def check(found, expected):
-    (_, outputs), gradients = found
-    for name, actual, wanted in zip(
+def check(result, expected):
+    (_, outputs), gradients = result
+    for name, actual, desired in zip(
         (*OUTPUTS, *NAMES), (*outputs, *gradients), (*expected[0], *expected[1]), strict=True
     ):
-        assert_close(np.asarray(actual), wanted, BOUND, name)
+        assert_close(np.asarray(actual), desired, BOUND, name)
 
 
 def mesh_of(kind=AUTO, shape=(4, 2), names=("x", "y")):
@@ -267,10 +267,10 @@ def test_shards_of_batch_and_heads_stay_where_they_are(inputs, expected, kind, b
     assert not collectives(jax.jit(run_on(backend)).lower(*x).compile())
     compiled = gradient_of(run_on(backend)).lower(*x).compile()
     assert collectives(compiled) == {"all-reduce"}  # that of the loss
-    found = compiled(*x)
-    check(found, expected)
+    result = compiled(*x)
+    check(result, expected)
     for found_array, spec in zip(
-        (*found[0][1], *found[1]), (SEQUENCE, *[STATE] * 3, *SPECS), strict=True
+        (*result[0][1], *result[1]), (SEQUENCE, *[STATE] * 3, *SPECS), strict=True
     ):
         assert found_array.sharding.is_equivalent_to(NamedSharding(mesh, spec), found_array.ndim)
 
@@ -315,9 +315,9 @@ def test_one_sequence_over_several_devices(backend, config):
     (_, (h, *states)), gradients = compiled(*x)
     whole = functools.partial(mlstm_chunkwise, **options | dict(backend="xla"))
     (_, (expected_h, *expected_states)), expected_gradients = gradient_of(whole)(*arrays)
-    found = swapped(h), *states, *in_layout("BTNH", gradients)
-    for name, actual, wanted in zip(
-        (*OUTPUTS, *NAMES), found, (expected_h, *expected_states, *expected_gradients), strict=True
+    result = swapped(h), *states, *in_layout("BTNH", gradients)
+    for name, actual, desired in zip(
+        (*OUTPUTS, *NAMES), result, (expected_h, *expected_states, *expected_gradients), strict=True
     ):
         # states at the seams are rounded as those of another association of the same products
-        assert_close(np.asarray(actual), np.asarray(wanted), 1e-5, name)
+        assert_close(np.asarray(actual), np.asarray(desired), 1e-5, name)

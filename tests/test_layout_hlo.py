@@ -78,19 +78,19 @@ def moves(text, shape):
     """(instruction, shape) of all that moves as many elements as q, k, v or h have, or more, also
     inside fusions."""
     B, NH, S, DHQK, DHHV = shape
-    found = []
+    result = []
     for line in text.splitlines():
         if match := MOVES.match(line):
             sizes = [math.prod(map(int, dims.split(","))) for dims in SHAPE.findall(match[1])]
             if max(sizes, default=0) >= B * NH * S * min(DHQK, DHHV):
-                found.append((match[2], match[1]))
-    return found
+                result.append((match[2], match[1]))
+    return result
 
 
 def check(text, case):
     shape, _ = CASES[case]
-    found = moves(text, shape)
-    assert {name for name, _ in found} <= ({"pad"} if shape == PADDED else set()), found
+    result = moves(text, shape)
+    assert {name for name, _ in result} <= ({"pad"} if shape == PADDED else set()), result
     assert text.count("__gpu$xla.gpu.triton") >= 3  # the kernels are there
 
 
@@ -126,10 +126,10 @@ def compiled_for_an_h200(*args, **options):
 @without_a_gpu
 def test_the_transposes_of_a_caller_are_seen():
     """Those of q, k, v and h around the other layout."""
-    found = moves(
+    result = moves(
         compiled_for_an_h200(WHOLE, "bfloat16", False, transposed=True, config=MATERIALISED), WHOLE
     )
-    assert len(found) >= 4
+    assert len(result) >= 4
 
 
 @without_a_gpu

@@ -53,15 +53,15 @@ def test_a_gate_counts_as_minus_infinity_from_minus_1e6_on(lowering, gate, value
     An input gate stores nothing: m stays -inf. Above, both make m what the gate is.
     """
     m_initial = jnp.full((1,), -jnp.inf if gate == "i" else 0.0, "float32")
-    found, infinite = (
+    result, infinite = (
         gates_of(*with_gates(gate, x), m_initial, lowering) for x in (value, -np.inf)
     )
     same = all(
         np.array_equal(x, y)
-        for x, y in zip(jax.tree.leaves(found), jax.tree.leaves(infinite), strict=True)
+        for x, y in zip(jax.tree.leaves(result), jax.tree.leaves(infinite), strict=True)
     )
     assert same == (value == AT)
-    m = np.asarray(found.vecM).reshape(-1)
+    m = np.asarray(result.vecM).reshape(-1)
     assert np.array_equal(m[STEP:] == -math.inf, np.full(32 - STEP, value == AT))
     if value == ABOVE:
         np.testing.assert_allclose(m[STEP], value, rtol=1e-4)  # 20 steps have decayed by log 2 each
@@ -121,9 +121,9 @@ def test_outputs_and_states_of_a_gate_at_minus_1e6(backend, gate, value):
 @pytest.mark.parametrize("backend", ["interpret", "xla"])
 def test_gradients_of_a_gate_at_minus_1e6(backend, gate, value):
     """What the step stores, or what was stored before it, has gradients above -1e6 alone."""
-    found, infinite = (gradients(call_with_gates(gate, x), backend) for x in (value, -np.inf))
-    assert all(np.array_equal(found[name], infinite[name]) for name in found) == (value == AT)
-    assert np.any(found["v"][:, :, : STEP + 1] != 0) == (value == ABOVE)
+    result, infinite = (gradients(call_with_gates(gate, x), backend) for x in (value, -np.inf))
+    assert all(np.array_equal(result[name], infinite[name]) for name in result) == (value == AT)
+    assert np.any(result["v"][:, :, : STEP + 1] != 0) == (value == ABOVE)
 
 
 @BOTH_VALUES

@@ -270,13 +270,13 @@ def results(layer, dtype):
         return y, vjp(cotangent)
 
     with jax.enable_x64(dtype == "float64"), use_backend("xla" if dtype == "float64" else None):
-        y, (found, dx) = jax.tree.map(
+        y, (result, dx) = jax.tree.map(
             np.asarray, run(*jax.tree.map(lambda x: jax.device_put(x.astype(dtype)), arguments()))
         )
     for name in ("input_gate", "forget_gate"):
-        found[name] = np.concatenate([found[name], found.pop(f"{name}_bias")[None]])
-    assert {x.dtype.name for x in (y, dx, *found.values())} == {dtype}
-    return {"output of the layer": y, "x": dx} | found
+        result[name] = np.concatenate([result[name], result.pop(f"{name}_bias")[None]])
+    assert {x.dtype.name for x in (y, dx, *result.values())} == {dtype}
+    return {"output of the layer": y, "x": dx} | result
 
 
 @functools.cache
@@ -285,10 +285,10 @@ def exact(source, norm_eps, constant_denominator):
     return results(layer_before(source, norm_eps, constant_denominator), "float64")
 
 
-def errors(found, expected):
+def errors(result, expected):
     """Relative errors by name."""
     return {
-        name: np.linalg.norm(found[name] - x) / np.linalg.norm(x) for name, x in expected.items()
+        name: np.linalg.norm(result[name] - x) / np.linalg.norm(x) for name, x in expected.items()
     }
 
 
@@ -319,11 +319,11 @@ SLOW = [(model, "float32") for model in MODELS]
     ],
 )
 def test_diff_keeps_the_function(model, dtype, norm_eps):
-    found = errors(
+    result = errors(
         results(layer_after(model, norm_eps), dtype),
         exact(MODELS[model], norm_eps, constant_denominator=False),
     )
-    assert all(x < bound(dtype) for x in found.values()), found
+    assert all(x < bound(dtype) for x in result.values()), result
 
 
 def test_constant_denominator_has_the_same_gradients_behind_a_norm_only():
@@ -345,9 +345,9 @@ def test_the_example_runs():
     [example] = code_blocks("python")
     names: dict = {}
     exec(compile(example, "docs/migrating.md", "exec"), names)
-    found, expected = names["h"], mlstm_chunkwise(*names["tokens"], layout="BTNH")[:, -1]
-    assert found.shape == expected.shape
-    assert np.linalg.norm(found - expected) < bound("float32") * np.linalg.norm(expected)
+    result, expected = names["h"], mlstm_chunkwise(*names["tokens"], layout="BTNH")[:, -1]
+    assert result.shape == expected.shape
+    assert np.linalg.norm(result - expected) < bound("float32") * np.linalg.norm(expected)
 
 
 def test_states_of_another_stabiliser_are_the_same():
@@ -362,8 +362,8 @@ def test_states_of_another_stabiliser_are_the_same():
         )
         *tokens, c, n, m = (jnp.asarray(r.normal(size=shape)) for shape in shapes)
         run = functools.partial(mlstm_chunkwise, *tokens, eps=0.0, backend="xla")
-        found, expected = run(c * math.exp(-2), n * math.exp(-2), m + 2), run(c, n, m)
-    assert np.linalg.norm(found - expected) < bound("float64") * np.linalg.norm(expected)
+        result, expected = run(c * math.exp(-2), n * math.exp(-2), m + 2), run(c, n, m)
+    assert np.linalg.norm(result - expected) < bound("float64") * np.linalg.norm(expected)
 
 
 THEIRS = {
@@ -455,12 +455,12 @@ def test_it_is_the_function_of_transformers(initial):
         h, states = mlstm_chunkwise(*x, return_last_states=True, eps=config.eps)
         return h, *states
 
-    found, vjp = jax.vjp(jax.jit(run), *x)
-    found = [np.asarray(y) for y in (*found, *vjp((*cotangents, jnp.zeros((B, NH)))))]
+    result, vjp = jax.vjp(jax.jit(run), *x)
+    result = [np.asarray(y) for y in (*result, *vjp((*cotangents, jnp.zeros((B, NH)))))]
     names = ["h", "c", "n", "m", *("d" + name for name in (*"qkvif", "c", "n", "m"))]
     errors = {
         name: np.linalg.norm(y - z) / np.linalg.norm(z)
-        for name, y, z in zip(names, found, expected, strict=False)
+        for name, y, z in zip(names, result, expected, strict=False)
     }
     assert len(errors) == 4 + len(x)
     assert all(error < bound("float32") for error in errors.values()), errors

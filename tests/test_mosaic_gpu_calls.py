@@ -79,7 +79,7 @@ def test_small_cotangents_in_float16():
     spec = spec_of(inputs, backend="mosaic_gpu_interpret", **options)
     assert {"parallel_bw_dQKV", "recurrent_bw_dC"} <= spec.stages_in("mosaic_gpu").keys()
     expected = expected_of(inputs, cotangents)
-    plain, found = (
+    plain, result = (
         errors_of(
             inputs,
             outputs_and_gradients(functools.partial(mlstm_chunkwise, backend=backend, **options))(
@@ -89,7 +89,7 @@ def test_small_cotangents_in_float16():
         )[1]
         for backend in ("xla", "mosaic_gpu_interpret")
     )
-    for name, e in found.items():
+    for name, e in result.items():
         assert e < 1.5 * plain[name], (name, e, plain)
 
 
@@ -115,8 +115,8 @@ def gradients_of(run):
 def test_vmap_of_the_gradient():
     run, x = functools.partial(mlstm_chunkwise, **SMALL), small_inputs(2)
     mapped = jax.jit(jax.vmap(gradients_of(run)))(*(y[:, None] for y in x))
-    for actual, wanted in zip(mapped, jax.jit(gradients_of(run))(*x), strict=True):
-        assert np.array_equal(np.asarray(actual[:, 0]), np.asarray(wanted))
+    for actual, desired in zip(mapped, jax.jit(gradients_of(run))(*x), strict=True):
+        assert np.array_equal(np.asarray(actual[:, 0]), np.asarray(desired))
 
 
 @needs_jax
@@ -129,14 +129,14 @@ def test_sequence_parallelism_on_one_device():
     )
     run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", **SMALL)
     split = P(None, None, "s")
-    found = jax.jit(
+    result = jax.jit(
         gradients_of(
             jax.shard_map(run, mesh=mesh, in_specs=(split,) * 5, out_specs=split, check_vma=False)
         )
     )(*x)
     expected = jax.jit(gradients_of(functools.partial(mlstm_chunkwise, **SMALL)))(*x)
-    for actual, wanted in zip(found, expected, strict=True):
-        assert_close(actual, np.asarray(wanted.astype("float32")), BOUND["bfloat16"])
+    for actual, desired in zip(result, expected, strict=True):
+        assert_close(actual, np.asarray(desired.astype("float32")), BOUND["bfloat16"])
 
 
 @needs_jax
@@ -289,11 +289,11 @@ def test_a_cpu_is_refused_when_lowered(door):
 @needs_jax
 def test_a_step_runs_its_triton_kernel():
     x = small_inputs()
-    found, expected = (
+    result, expected = (
         a_step(*x, backend=backend) for backend in ("mosaic_gpu_interpret", "interpret")
     )
-    for actual, wanted in zip(jax.tree.leaves(found), jax.tree.leaves(expected), strict=True):
-        assert np.array_equal(np.asarray(actual), np.asarray(wanted))
+    for actual, desired in zip(jax.tree.leaves(result), jax.tree.leaves(expected), strict=True):
+        assert np.array_equal(np.asarray(actual), np.asarray(desired))
     with for_device("NVIDIA H200"):
         text = (
             jax.jit(functools.partial(a_step, backend="mosaic_gpu"))
@@ -333,10 +333,10 @@ def test_gradients_trace_in_every_mode(heads, x64):
         mock.patch("mlstm_pallas.mosaic_gpu.recurrent_bw_dC.MIN_CTAS", 1),
     ):
         x = [jax.ShapeDtypeStruct(*y) for y in zip(shapes, dtypes, strict=True)]
-        found = jax.eval_shape(
+        result = jax.eval_shape(
             lambda *x: jax.vjp(run, *x)[1](jnp.ones(shapes[2], jnp.bfloat16)), *x
         )
-    assert [(y.shape, str(y.dtype)) for y in found] == list(zip(shapes, dtypes, strict=True))
+    assert [(y.shape, str(y.dtype)) for y in result] == list(zip(shapes, dtypes, strict=True))
 
 
 def stages_on_mosaic_gpu(B, NH, S, DHQK, DHHV, **stages):
@@ -461,8 +461,8 @@ def test_three_stages_are_too_few_where_a_cta_makes_a_chunk():
 @pytest.mark.parametrize("stage", sorted(ALL))
 def test_a_row_of_a_config_keeps_the_tiles(stage):
     config = KernelConfig(chunk_size=64, **{stage: tiles(num_stages=3)})
-    found = config_from_row(config.as_row()).stage(stage).mosaic_gpu
-    assert found == StageConfig(
+    result = config_from_row(config.as_row()).stage(stage).mosaic_gpu
+    assert result == StageConfig(
         **{
             field: getattr(config.stage(stage).mosaic_gpu, field)
             for field in mosaic_gpu_kernel(stage).search

@@ -244,12 +244,12 @@ def layouts_on_a_gpu():
     dh = jnp.asarray(np.random.default_rng(0).normal(size=x[2].shape), "bfloat16")
     config = KernelConfig(fused_min_heads=1)
     expected = outputs_and_gradients_on_a_gpu(config=config)(dh, *x)
-    found = outputs_and_gradients_on_a_gpu(config=config, layout="BTNH")(
+    result = outputs_and_gradients_on_a_gpu(config=config, layout="BTNH")(
         swapped(dh), *map(swapped, x)
     )
-    for actual, wanted in zip(map(swapped, found), expected, strict=True):
+    for actual, desired in zip(map(swapped, result), expected, strict=True):
         assert_close(
-            actual, wanted.astype("float32"), 2.0**-8 + 4 * tolerance("float32", 1024 + 256)
+            actual, desired.astype("float32"), 2.0**-8 + 4 * tolerance("float32", 1024 + 256)
         )
 
 

@@ -123,10 +123,10 @@ def test_an_inf_in_h_reaches_no_tile_where_the_floor_is_larger():
     operands = [x[name] for name in ("matQ", "matK", "matV", "matDeltaH")]
     stage = functools.partial(dispatch.run, "parallel_bw_dP", normaliser=Normaliser(), call=call)
     run = jax.jit(lambda h: stage(*operands, gates, h, z))
-    expected, found = map(run, hs)
-    assert_same_bits(found[:2], expected[:2])
-    assert_same_bits(found.pairs, expected.pairs)
-    assert_same_bits(found.vecDeltaN_added, expected.vecDeltaN_added)
+    expected, result = map(run, hs)
+    assert_same_bits(result[:2], expected[:2])
+    assert_same_bits(result.pairs, expected.pairs)
+    assert_same_bits(result.vecDeltaN_added, expected.vecDeltaN_added)
 
 
 @needs_jax
@@ -146,12 +146,12 @@ def test_an_inf_in_h_reaches_no_other_delta_and_no_dn_where_the_floor_is_larger(
         delta = dispatch.run("recurrent_bw_dC", *operands, matH=h, call=calls[0]).vecDelta
         return delta, with_delta(spec, before, q, gates, z, delta, calls[1])
 
-    (expected_delta, expected), (delta, found) = map(run, hs)
+    (expected_delta, expected), (delta, result) = map(run, hs)
     assert not np.isfinite(delta[0, 33])
     assert_same_bits(delta.at[0, 33].set(0.0), expected_delta.at[0, 33].set(0.0))
     assert np.any(expected.normaliser_gradients.vecDzDen)
-    assert_same_bits(found.normaliser_gradients[:3], expected.normaliser_gradients[:3])
-    assert_same_bits(found.vecDeltaN_added, expected.vecDeltaN_added)
+    assert_same_bits(result.normaliser_gradients[:3], expected.normaliser_gradients[:3])
+    assert_same_bits(result.vecDeltaN_added, expected.vecDeltaN_added)
 
 
 @needs_jax
@@ -194,14 +194,14 @@ def test_step_gradients_against_float64(BNH, S, L, share, has_dm, capsys):
     def run(form, pairs, q_inter, k_inter, f, dm, through):
         return form(f, pairs, q_inter, k_inter, through, flags, dm if has_dm else None)
 
-    found = run(functools.partial(dispatch.run, "step_gradients", call=call), *x)
+    result = run(functools.partial(dispatch.run, "step_gradients", call=call), *x)
     assert RACE not in capsys.readouterr().out
     with jax.enable_x64(True):
         expected = run(
             gate_gradients.step_gradients, *jax.tree.map(lambda y: jnp.asarray(y, "float64"), x)
         )
-        for actual, wanted in zip(found, map(np.asarray, expected), strict=True):
-            assert error(actual, wanted) < tolerance("float32", S)
+        for actual, desired in zip(result, map(np.asarray, expected), strict=True):
+            assert error(actual, desired) < tolerance("float32", S)
 
 
 @needs_jax
@@ -225,17 +225,17 @@ def test_step_sums_against_float64(shape, L, layout, dtype, capsys):
         draw.normal(size=(B * NH, S)).astype("float32"),
     )
     call = StageCall(p, StageConfig(), None, Lowering.MOSAIC_GPU_INTERPRET)
-    found = jax.jit(functools.partial(step_sums, call=call))(
+    result = jax.jit(functools.partial(step_sums, call=call))(
         swapped(x) if layout == "BTNH" else x.reshape(B * NH, S, D), weights
     )
     assert RACE not in capsys.readouterr().out
     terms = np.asarray(x.astype("float32"), "float64").reshape(p.BNH, p.NC, L, D) * weights.reshape(
         p.BNH, p.NC, L, 1
     )
-    assert found.dtype == jnp.float32
+    assert result.dtype == jnp.float32
     # A product and a sum of L terms in float32, each rounded to 2**-24 of what it is at the most.
     assert (
-        np.abs(np.asarray(found) - terms.sum(axis=2)) <= L * 2.0**-24 * np.abs(terms).sum(axis=2)
+        np.abs(np.asarray(result) - terms.sum(axis=2)) <= L * 2.0**-24 * np.abs(terms).sum(axis=2)
     ).all()
 
 
@@ -304,12 +304,12 @@ def test_gates_are_those_of_the_plain_form(input_gate, packed, S, L, capsys):
         gates, "log_sigmoid", lambda f, _: jnp.minimum(f, 0.0)
     ):  # the forms take different logarithms
         expected, own = run(plain), run(on_mosaic_gpu)
-        found = run(on_mosaic_gpu, expected.scaM_states)
+        result = run(on_mosaic_gpu, expected.scaM_states)
         i, f, begins = (
             None if y is None else y.reshape(heads, -1, L) for y in (x["i"][0], x["f"][0], starts)
         )
         flags = gate_gradients.step_flags(
-            found._replace(vecFlags=None), f, None if begins is None else begins > 0
+            result._replace(vecFlags=None), f, None if begins is None else begins > 0
         )
         grid = gates.exact_sum_grid(
             jnp.max(jnp.abs(gates.log_gates(i, f, gate)[1]), axis=-1, keepdims=True), L
@@ -317,33 +317,33 @@ def test_gates_are_those_of_the_plain_form(input_gate, packed, S, L, capsys):
         spacing = np.spacing(np.asarray(grid)).astype("float64")
     # Two sums of L numbers below spacing / 2, each of L roundings; and of a pair, of 2 * 24 digits.
     of_sums = L * 2.0**-24 * L * spacing
-    for actual, wanted in zip(
-        (found.vecE, found.vecU), (expected.vecE, expected.vecU), strict=True
+    for actual, desired in zip(
+        (result.vecE, result.vecU), (expected.vecE, expected.vecU), strict=True
     ):
-        actual, wanted = ([np.asarray(y, "float64") for y in pair] for pair in (actual, wanted))
-        stored = np.isfinite(wanted[0])
-        assert np.array_equal(actual[0][~stored], wanted[0][~stored])
+        actual, desired = ([np.asarray(y, "float64") for y in pair] for pair in (actual, desired))
+        stored = np.isfinite(desired[0])
+        assert np.array_equal(actual[0][~stored], desired[0][~stored])
         difference = (
             np.where(stored, actual[0], 0.0)
-            - np.where(stored, wanted[0], 0.0)
-            + (actual[1] - wanted[1])
+            - np.where(stored, desired[0], 0.0)
+            + (actual[1] - desired[1])
         )
         assert (
-            np.abs(difference) <= of_sums + 2.0**-44 * np.abs(np.where(stored, wanted[0], 0.0))
+            np.abs(difference) <= of_sums + 2.0**-44 * np.abs(np.where(stored, desired[0], 0.0))
         ).all()
     of_sums = of_sums.reshape(heads, -1)
     for name, errors in dict(
         vecW=of_sums[..., None], vecAbar=of_sums[..., None], scaGamma=of_sums
     ).items():
         test_gates.assert_decays(
-            np.asarray(getattr(found, name)),
+            np.asarray(getattr(result, name)),
             np.asarray(getattr(expected, name), "float64"),
             4 * errors,
         )
-    np.testing.assert_allclose(found.vecM, expected.vecM, rtol=2.0**-22, atol=2.0**-22)
+    np.testing.assert_allclose(result.vecM, expected.vecM, rtol=2.0**-22, atol=2.0**-22)
     np.testing.assert_allclose(own.scaM_states, expected.scaM_states, rtol=2.0**-22, atol=2.0**-22)
     assert own.vecFlags is None
-    assert np.array_equal(found.vecFlags, flags)
+    assert np.array_equal(result.vecFlags, flags)
     assert RACE not in capsys.readouterr().out
 
 
@@ -374,16 +374,16 @@ def test_the_stabiliser_scan_of_many_chunks():
         None,
         Lowering.MOSAIC_GPU_INTERPRET,
     )
-    found = np.asarray(jax.jit(functools.partial(stabiliser_scan, call=call))(g, a, initial))
+    result = np.asarray(jax.jit(functools.partial(stabiliser_scan, call=call))(g, a, initial))
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: jnp.asarray(x, "float64"), (local, initial))
         expected = np.asarray(gates.stabiliser_scan(*wide))
     finite = np.isfinite(expected)
-    assert np.array_equal(np.isfinite(found), finite)
+    assert np.array_equal(np.isfinite(result), finite)
     # A sum of up to NC numbers in float32, in a tree.
     largest = np.abs(b[..., 0]).sum(axis=1).max() + np.abs(expected[finite]).max()
     assert (
-        np.abs(found[finite] - expected[finite]).max() <= 2 * NC.bit_length() * 2.0**-24 * largest
+        np.abs(result[finite] - expected[finite]).max() <= 2 * NC.bit_length() * 2.0**-24 * largest
     )
 
 

@@ -70,8 +70,8 @@ def test_the_recurrence_packs_sequences_as_if_alone(input_gate):
     np.testing.assert_allclose(
         h[:1], np.concatenate([h for h, _ in alone], axis=2), rtol=1e-13, atol=1e-13
     )
-    for actual, wanted in zip(states, alone[-1][1], strict=True):
-        np.testing.assert_allclose(actual[:1], wanted, rtol=1e-13, atol=1e-13)
+    for actual, desired in zip(states, alone[-1][1], strict=True):
+        np.testing.assert_allclose(actual[:1], desired, rtol=1e-13, atol=1e-13)
     second = {name: x[1:] for name, x in inputs.items()}
     np.testing.assert_allclose(
         h[1:], oracle(second, input_gate=input_gate)[0], rtol=1e-13, atol=1e-13
@@ -92,10 +92,10 @@ def test_forward(run, backend, lengths, input_gate):
     ids = packed_ids(LENGTHS[lengths])
     h, states = run(inputs, ids, options=(("backend", backend), ("input_gate", input_gate)))
     expected, expected_states = oracle(inputs, ids, input_gate=input_gate)
-    for name, actual, wanted in zip(
+    for name, actual, desired in zip(
         "hcnm", (h, *states), (expected, *expected_states), strict=True
     ):
-        assert_close(actual, wanted, tolerance("float32", S), name)
+        assert_close(actual, desired, tolerance("float32", S), name)
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -111,8 +111,8 @@ def test_nothing_leaks_from_one_sequence_into_the_next(run, backend):
     h, states = run(large, packed_ids(lengths), options=(("backend", backend),))
     expected, expected_states = oracle({name: x[:1, :, 40:] for name, x in inputs.items()})
     assert_close(h[:1, :, 40:], expected, tolerance("float32", S), "h")
-    for name, actual, wanted in zip("cnm", states, expected_states, strict=True):
-        assert_close(actual[:1], wanted, tolerance("float32", S), name)
+    for name, actual, desired in zip("cnm", states, expected_states, strict=True):
+        assert_close(actual[:1], desired, tolerance("float32", S), name)
 
 
 @pytest.mark.slow
@@ -133,10 +133,10 @@ def test_gradients_of_packed_sequences_are_those_alone(backend):
     packed = gradient(*inputs.values(), weights, ids)
     for start, end in ((0, 30), (30, 60), (60, 90)):
         alone = gradient(*(x[:1, :, start:end] for x in inputs.values()), weights[:1, :, start:end])
-        for name, actual, wanted in zip("qkvif", packed, alone, strict=True):
+        for name, actual, desired in zip("qkvif", packed, alone, strict=True):
             assert_close(
                 actual[:1, :, start:end],
-                np.asarray(wanted, "float64"),
+                np.asarray(desired, "float64"),
                 1e-5,
                 f"d{name} of {start}:{end}",
             )
@@ -148,5 +148,5 @@ def test_vmap_over_ids():
     ids = np.stack([np.repeat([0, 1], [10, 30]), np.repeat([0, 1], [25, 15])])
     call = functools.partial(mlstm_chunkwise, *inputs.values(), chunk_size=16, backend="xla")
     mapped = jax.vmap(lambda ids: call(segment_ids=ids[None]))(ids)
-    for found, row in zip(mapped, ids, strict=True):
-        assert_close(found, np.asarray(call(segment_ids=row[None]), "float64"), 1e-6)
+    for result, row in zip(mapped, ids, strict=True):
+        assert_close(result, np.asarray(call(segment_ids=row[None]), "float64"), 1e-6)

@@ -124,8 +124,8 @@ def two_squares(*, waits, second=0, pending=1):
         y[1] = PRODUCTS.all_from_zeros(both, (R, R), (R, R))[2]
 
     x, y = launch(kernel, "two_squares", tile=tiles(2))
-    for found, own in zip(y, x[:2], strict=True):
-        assert_close(found, own @ own)
+    for result, own in zip(y, x[:2], strict=True):
+        assert_close(result, own @ own)
 
 
 RIGHT = {

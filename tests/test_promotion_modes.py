@@ -70,9 +70,9 @@ def both(run, *x):
         outputs, vjp = jax.vjp(run, *x)
         return outputs, vjp(outputs)
 
-    found, gradients = jax.eval_shape(outputs_and_gradients, *x)
+    result, gradients = jax.eval_shape(outputs_and_gradients, *x)
     assert [(y.shape, y.dtype) for y in gradients] == [(y.shape, y.dtype) for y in x]
-    return found
+    return result
 
 
 # Each value of each parameter with those that its code depends on; float16 takes the paths of

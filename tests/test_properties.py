@@ -250,7 +250,7 @@ def compiled(case: Case, backend: str):
     launch = dict(chunk_size=case.L, backend=backend, config=case.config)
 
     @jax.jit
-    def found(x, ids, cotangents):
+    def result(x, ids, cotangents):
         run = functools.partial(
             mlstm_chunkwise,
             segment_ids=ids,
@@ -260,7 +260,7 @@ def compiled(case: Case, backend: str):
         )
         return _value_and_gradients(lambda x: run(**x), x, cotangents)
 
-    return lambda x, ids, cotangents: found(x, ids, [array(w, "float32") for w in cotangents])
+    return lambda x, ids, cotangents: result(x, ids, [array(w, "float32") for w in cotangents])
 
 
 BOUND = {"float32": 1e-3, "bfloat16": 2e-2}
@@ -293,11 +293,11 @@ def check(case: Case, backend: str, recipe: Recipe):
     (h, c, n, m), gradients = compiled(case, backend)(x, ids, cotangents)
     expected, expected_gradients, terms, of_dz, of_dm = compiled_oracle(case)(x, ids, cotangents)
 
-    def compare(name, actual, wanted, scale, bound, rounding=0.0):
+    def compare(name, actual, desired, scale, bound, rounding=0.0):
         actual = np.asarray(np.asarray(actual).astype("float32"), "float64")
-        assert np.isfinite(wanted).all(), f"{name}: the oracle is not finite"
+        assert np.isfinite(desired).all(), f"{name}: the oracle is not finite"
         assert np.isfinite(actual).all(), f"{name} is not finite"
-        off, allowed = norm(actual - wanted), bound * (norm(wanted) + scale) + rounding + FLOOR
+        off, allowed = norm(actual - desired), bound * (norm(desired) + scale) + rounding + FLOOR
         assert (off <= allowed).all(), f"{name} is off by {off}, allowed {allowed}"
 
     # m is float32, rounded at a few chunk boundaries, and c and n are relative to it: the state
@@ -310,8 +310,8 @@ def check(case: Case, backend: str, recipe: Recipe):
         f"m is {m}, expected {m_expected}"
     )
     bound = BOUND[case.dtype] + off_m
-    for name, actual, wanted in zip("hcn", (h, c, n), expected[:3], strict=True):
-        compare(name, actual, wanted, 0.0, BOUND[case.dtype] if name == "h" else bound)
+    for name, actual, desired in zip("hcn", (h, c, n), expected[:3], strict=True):
+        compare(name, actual, desired, 0.0, BOUND[case.dtype] if name == "h" else bound)
     # The gates' gradients are sums of q . dq and k . dk, the forget gates' and m_initial's of many
     # of them, which may cancel.
     wide = {name: np.asarray(y).astype("float64") for name, y in x.items()}

@@ -33,10 +33,10 @@ def test_bytes_of_a_stage_on_mosaic_gpu_are_those_of_its_arrays(stage):
     written = {x: y for x, y in outputs._asdict().items() if x not in ("queries", "keys")}
     read = (READ | WITH_ABAR).get(stage, {})
     arrays = zip(impl.stage.inputs, args, strict=True)
-    found = [read.get(name, lambda x: x)(x) for name, x in arrays]
+    result = [read.get(name, lambda x: x)(x) for name, x in arrays]
     assert impl.weighted
     cost = roofline.of_stage(impl.stage, impl.call, 2, weighted=impl.weighted)
-    assert cost.bytes == nbytes(found) + nbytes(list(written.values()))
+    assert cost.bytes == nbytes(result) + nbytes(list(written.values()))
     assert cost.flops == roofline.COSTS[impl.stage.name](impl.call.problem, 2).flops
 
 
@@ -50,12 +50,13 @@ def test_a_kernel_that_computes_its_tiles_reads_none(heads):
         "chunk_gates": lambda x: (x.vecE, x.vecU, x.vecW, x.vecAbar),
         "parallel_bw_dP": lambda x: (),
     }
-    found = [
+    result = [
         read.get(name, lambda x: x)(x) for name, x in zip(impl.stage.inputs, args, strict=True)
     ]
     cost = roofline.of_stage(impl.stage, impl.call, 2, weighted=impl.weighted)
     assert (
-        cost.bytes == nbytes(found) + nbytes(list(outputs._asdict().values())) + 3 * 4 * shape.steps
+        cost.bytes
+        == nbytes(result) + nbytes(list(outputs._asdict().values())) + 3 * 4 * shape.steps
     )  # the sums of W
     both = [roofline.COSTS[stage](impl.call.problem, 2).flops for stage in (name, "parallel_bw_dP")]
     assert cost.flops == sum(both)

@@ -87,13 +87,13 @@ def collectives(compiled):
     )
 
 
-def check(found, expected):
-    (_, outputs), gradients = found
+def check(result, expected):
+    (_, outputs), gradients = result
     (_, expected_outputs), expected_gradients = expected
-    for name, actual, wanted in zip(("h", "c", "n", "m"), outputs, expected_outputs, strict=True):
-        assert_close(np.asarray(actual), np.asarray(wanted), BOUND, name)
-    for name, actual, wanted in zip(NAMES, gradients, expected_gradients, strict=True):
-        assert_close(np.asarray(actual), np.asarray(wanted), BOUND, "gradient of " + name)
+    for name, actual, desired in zip(("h", "c", "n", "m"), outputs, expected_outputs, strict=True):
+        assert_close(np.asarray(actual), np.asarray(desired), BOUND, name)
+    for name, actual, desired in zip(NAMES, gradients, expected_gradients, strict=True):
+        assert_close(np.asarray(actual), np.asarray(desired), BOUND, "gradient of " + name)
 
 
 def test_the_count_sees_collectives():
@@ -122,9 +122,9 @@ def test_shards_of_batch_and_heads_stay_where_they_are(inputs, expected, mesh, k
         assert not collectives(jax.jit(run_on(backend)).lower(*x).compile())
     both = jax.jit(gradient_of(run_on(backend))).lower(*x).compile()
     assert set(collectives(both)) == {"all-reduce"}  # that of the loss
-    found = both(*x)
-    check(found, expected)
-    for array in (*found[0][1], *found[1]):
+    result = both(*x)
+    check(result, expected)
+    for array in (*result[0][1], *result[1]):
         assert array.sharding.is_equivalent_to(NamedSharding(x[0].sharding.mesh, spec), array.ndim)
 
 
@@ -159,18 +159,18 @@ def test_shardings_that_cannot_be_kept_are_undone_with_the_right_numbers(
 @pytest.mark.slow
 def test_mixed_axis_types_stay_sharded(inputs, expected):
     x = sharded(inputs, mesh_of((4, 2), EXPLICIT, AUTO), P("x"))
-    found = jax.jit(gradient_of(run_on("xla"))).lower(*x).compile()
-    assert set(collectives(found)) == {"all-reduce"}
-    check(found(*x), expected)
+    result = jax.jit(gradient_of(run_on("xla"))).lower(*x).compile()
+    assert set(collectives(result)) == {"all-reduce"}
+    check(result(*x), expected)
 
 
 def test_inside_the_users_shard_map(inputs, expected):
     mesh = mesh_of((4, 2), AUTO)
     x = sharded(inputs, mesh, P("x", "y"))
     run = jax.shard_map(run_on("xla"), mesh=mesh, in_specs=P("x", "y"), out_specs=P("x", "y"))
-    found = jax.jit(gradient_of(run)).lower(*x).compile()
-    assert set(collectives(found)) == {"all-reduce"}
-    check(found(*x), expected)
+    result = jax.jit(gradient_of(run)).lower(*x).compile()
+    assert set(collectives(result)) == {"all-reduce"}
+    check(result(*x), expected)
 
 
 @pytest.mark.slow
@@ -180,9 +180,9 @@ def test_inside_a_shard_map_over_some_of_the_axes(inputs, expected):
     run = jax.shard_map(
         run_on("xla"), mesh=mesh, in_specs=P("x"), out_specs=P("x"), axis_names={"x"}
     )
-    found = jax.jit(gradient_of(run)).lower(*x).compile()
-    assert set(collectives(found)) == {"all-reduce"}
-    check(found(*x), expected)
+    result = jax.jit(gradient_of(run)).lower(*x).compile()
+    assert set(collectives(result)) == {"all-reduce"}
+    check(result(*x), expected)
 
 
 @pytest.mark.slow
@@ -196,10 +196,10 @@ def test_an_argument_that_does_not_vary_gets_the_sum_of_its_gradients(inputs, si
     split = jax.shard_map(
         loss, mesh=mesh, in_specs=(*[P("x")] * 4, P(), *[P("x")] * 3), out_specs=P()
     )
-    found = jax.jit(jax.grad(split, argnums=4))(*inputs[:4], f, *inputs[5:])
+    result = jax.jit(jax.grad(split, argnums=4))(*inputs[:4], f, *inputs[5:])
     _, gradients = single(*inputs[:4], jnp.concatenate([f] * 4), *inputs[5:])
     assert_close(
-        np.asarray(found), np.asarray(gradients[4]).reshape(4, *f.shape).sum(axis=0), BOUND
+        np.asarray(result), np.asarray(gradients[4]).reshape(4, *f.shape).sum(axis=0), BOUND
     )
 
 
@@ -214,21 +214,21 @@ def test_a_mapped_axis_stays_sharded(inputs, expected, axis, kind):
     def loss(*x):
         return loss_of(run_on("xla"))(*(jnp.expand_dims(y, axis) for y in x))[0]
 
-    found = jax.jit(jax.vmap(jax.grad(loss, tuple(range(8))), axis, axis)).lower(*x).compile()
-    assert not collectives(found)
-    for name, actual, wanted in zip(NAMES, found(*x), expected[1], strict=True):
-        assert_close(np.asarray(actual), np.asarray(wanted), BOUND, name)
+    result = jax.jit(jax.vmap(jax.grad(loss, tuple(range(8))), axis, axis)).lower(*x).compile()
+    assert not collectives(result)
+    for name, actual, desired in zip(NAMES, result(*x), expected[1], strict=True):
+        assert_close(np.asarray(actual), np.asarray(desired), BOUND, name)
 
 
 def test_vmap_over_some_arguments(inputs, single):
     q, *rest = (x[:1] for x in inputs)
     scale = jnp.arange(1.0, B + 1)
-    found, states = jax.jit(jax.vmap(run_on("xla"), (0, *[None] * 7)))(
+    result, states = jax.jit(jax.vmap(run_on("xla"), (0, *[None] * 7)))(
         scale[:, None, None, None, None] * q, *rest
     )
     whole = [jnp.concatenate([x] * B) for x in (q, *rest)]
     (_, (h, *_)), _ = single(scale[:, None, None, None] * whole[0], *whole[1:])
-    assert_close(found[:, 0], np.asarray(h), BOUND)
+    assert_close(result[:, 0], np.asarray(h), BOUND)
     assert states[0].shape == (B, 1, NH, DHQK, DHHV)
 
 
@@ -241,9 +241,9 @@ def test_remat_inside_a_scan_over_layers_stays_sharded(inputs, expected):
         return jax.tree.map(lambda y: y[0], jax.lax.scan(layer, x[2], None, length=1)[1])
 
     x = sharded(inputs, mesh_of((4, 2), AUTO), P("x", "y"))
-    found = jax.jit(gradient_of(layers)).lower(*x).compile()
-    assert set(collectives(found)) == {"all-reduce"}
-    check(found(*x), expected)
+    result = jax.jit(gradient_of(layers)).lower(*x).compile()
+    assert set(collectives(result)) == {"all-reduce"}
+    check(result(*x), expected)
 
 
 def test_one_of_several_devices_runs_the_plain_module(inputs):
@@ -263,10 +263,10 @@ def test_one_of_several_devices_runs_the_plain_module(inputs):
 def test_shards_lower_for_cuda_without_a_device(inside):
     device = AbstractDevice("NVIDIA H200", None, "gpu")
     mesh = AbstractMesh((4, 2), ("x", "y"), (EXPLICIT,) * 2, abstract_device=device)
-    made = random_inputs(0, B, NH, 64, 16, 16, dtype="bfloat16", states=False)
+    built = random_inputs(0, B, NH, 64, 16, 16, dtype="bfloat16", states=False)
     x = [
         jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=NamedSharding(mesh, P("x", "y")))
-        for y in made.values()
+        for y in built.values()
     ]
 
     def run(*x):
@@ -345,9 +345,9 @@ def test_gpus_run_their_shards(gpus, kind, inside):
     x = sharded(arrays, mesh, spec)
     compiled = jax.jit(gradient_of(on_mesh)).lower(*x).compile()
     assert set(collectives(compiled)) == {"all-reduce"}
-    found = compiled(*x)
-    check(found, jax.jit(gradient_of(run))(*arrays))
-    assert found[0][1][0].sharding.is_equivalent_to(NamedSharding(mesh, spec), 4)
+    result = compiled(*x)
+    check(result, jax.jit(gradient_of(run))(*arrays))
+    assert result[0][1][0].sharding.is_equivalent_to(NamedSharding(mesh, spec), 4)
 
 
 @pytest.mark.parametrize(
@@ -362,14 +362,14 @@ def test_packed_sequences_stay_sharded(inputs, kind):
     compiled = run.lower(*x).compile()
     assert not collectives(compiled)
     over_the_sequence = sharded([ids], mesh, P(None, "x"))  # is undone first
-    for actual, wanted in zip(
+    for actual, desired in zip(
         jax.tree.leaves(run(*over_the_sequence, *x[1:])), jax.tree.leaves(expected), strict=True
     ):
-        assert_close(np.asarray(actual), np.asarray(wanted), BOUND)
-    for actual, wanted in zip(
+        assert_close(np.asarray(actual), np.asarray(desired), BOUND)
+    for actual, desired in zip(
         jax.tree.leaves(compiled(*x)), jax.tree.leaves(expected), strict=True
     ):
-        assert_close(np.asarray(actual), np.asarray(wanted), BOUND)
+        assert_close(np.asarray(actual), np.asarray(desired), BOUND)
 
 
 @pytest.mark.parametrize("kind", [AUTO, EXPLICIT], ids=lambda x: x.name)
@@ -381,10 +381,10 @@ def test_a_recurrent_step_stays_sharded(inputs, backend, kind):
     x = sharded(token, mesh_of((4, 2), kind), P("x", "y"))
     compiled = step.lower(*x).compile()
     assert not collectives(compiled)
-    for actual, wanted in zip(
+    for actual, desired in zip(
         jax.tree.leaves(compiled(*x)), jax.tree.leaves(expected), strict=True
     ):
-        assert_close(np.asarray(actual), np.asarray(wanted), BOUND)
+        assert_close(np.asarray(actual), np.asarray(desired), BOUND)
         assert actual.sharding.is_equivalent_to(
             NamedSharding(x[0].sharding.mesh, P("x", "y")), actual.ndim
         )

@@ -44,9 +44,9 @@ def test_the_recurrence_is_the_definition(normalize):
     inputs = random_inputs(0, 1, 2, 30, 8, 8, m_initial=False)
     h, states = oracle(inputs, input_gate="sigmoid", normalize=normalize)
     expected, expected_states = written_out(*inputs.values(), normalize=normalize)
-    for actual, wanted in zip((h, *states), (expected, *expected_states), strict=True):
+    for actual, desired in zip((h, *states), (expected, *expected_states), strict=True):
         np.testing.assert_allclose(
-            actual, wanted, rtol=1e-12, atol=1e-12
+            actual, desired, rtol=1e-12, atol=1e-12
         )  # float64, sums of 30 steps in another order
 
 
@@ -69,8 +69,8 @@ def test_forward(backend, dtype, S, L, DHQK, DHHV, normalize):
     expected, expected_states = oracle(inputs, **options)
     bound = tolerance(dtype, S)
     assert_close(h, expected, bound, "h")
-    for name, actual, wanted in zip("cnm", states, expected_states, strict=True):
-        assert_close(actual, wanted, bound, name)
+    for name, actual, desired in zip("cnm", states, expected_states, strict=True):
+        assert_close(actual, desired, bound, name)
     assert not np.any(np.asarray(states[2]))
 
 
@@ -102,8 +102,8 @@ def test_two_halves_are_the_whole():
     first, (c, n, _) = call(*(x[:, :, :24] for x in inputs.values()))
     second, states = call(*(x[:, :, 24:] for x in inputs.values()), c, n)
     assert error(jnp.concatenate([first, second], axis=2), np.asarray(whole, "float64")) < 1e-6
-    for actual, wanted in zip(states, whole_states, strict=True):
-        assert error(actual, np.asarray(wanted, "float64")) < 1e-6
+    for actual, desired in zip(states, whole_states, strict=True):
+        assert error(actual, np.asarray(desired, "float64")) < 1e-6
 
 
 @pytest.mark.slow
@@ -125,11 +125,11 @@ def test_a_closed_forget_gate_counts_where_the_input_gate_is_closed_as_well():
     def gradient(run, q, k, v, gates):
         return jax.grad(lambda f: run(q, k, v, gates, f, **options)[0, 0, 1].sum())(gates)
 
-    found = gradient(functools.partial(mlstm_chunkwise, backend="xla"), q, k, v, closed)
+    result = gradient(functools.partial(mlstm_chunkwise, backend="xla"), q, k, v, closed)
     with jax.enable_x64(True):
         wide = (jnp.asarray(np.asarray(x), "float64") for x in (q, k, v, closed))
         expected = np.asarray(
             gradient(lambda *x, **options: reference.recurrence(*x, **options)[0], *wide)
         )
     assert np.abs(expected).max() > 0.01
-    assert_close(found, expected, 1e-4)
+    assert_close(result, expected, 1e-4)

@@ -47,10 +47,10 @@ def arrays(dtype, resets=False):
     draw = np.random.default_rng(0)
     gamma = draw.random((HEADS, NC)) * (draw.random((HEADS, NC)) > 0.3 if resets else 1)
     shapes = dict(a=(S, DHQK), b=(S, DHHV), X=(DHQK, DHHV), x=(DHQK,))
-    found = {name: draw.normal(size=(HEADS, *shape)) for name, shape in shapes.items()} | dict(
+    result = {name: draw.normal(size=(HEADS, *shape)) for name, shape in shapes.items()} | dict(
         r=draw.random((HEADS, S)), gamma=gamma
     )
-    return {name: array(y, dtype if name in "ab" else "float32") for name, y in found.items()}
+    return {name: array(y, dtype if name in "ab" else "float32") for name, y in result.items()}
 
 
 def wide(tree):
@@ -64,13 +64,13 @@ def forward(lowering, x, num_splits=None, return_last=True):
     return jax.jit(run)(x["a"], x["b"], x["r"], x["gamma"], x["X"], x["x"])
 
 
-def backward(lowering, x, num_splits=None, wanted=True):
+def backward(lowering, x, num_splits=None, desired=True):
     """Of the state's gradient, and of the state with the operands in each other's place; and
     delta."""
     run = functools.partial(
         recurrent_bw_dC,
-        return_initial=wanted,
-        return_last=wanted,
+        return_initial=desired,
+        return_last=desired,
         call=call_of(lowering, num_splits),
     )
     return jax.jit(run)(
@@ -96,12 +96,12 @@ STAGES = {"recurrent_fw_C": forward, "recurrent_bw_dC": backward}
 def test_recurrences_in_splits(stage, dtype, num_splits, resets):
     x, run = arrays(dtype, resets), STAGES[stage]
     assert splits_of(call_of(INTERPRETED, num_splits).tiles, PROBLEM) == num_splits
-    found = run(INTERPRETED, x, num_splits)
+    result = run(INTERPRETED, x, num_splits)
     with jax.enable_x64(True):
         expected = run(PLAIN, wide(x))
-    for key, actual, wanted in zip(found._fields, found, expected, strict=True):
+    for key, actual, desired in zip(result._fields, result, expected, strict=True):
         assert_close(
-            actual, wanted, tolerance("float32" if key.startswith("vec") else dtype, S), key
+            actual, desired, tolerance("float32" if key.startswith("vec") else dtype, S), key
         )
 
 
@@ -110,8 +110,8 @@ def test_recurrences_in_splits_from_no_initial_state_to_no_last_one(stage):
     """No initial state is one of zeros."""
     x, run = arrays("float32"), STAGES[stage]
     zeros = run(INTERPRETED, x | dict(X=jnp.zeros_like(x["X"])), 4)
-    found = run(INTERPRETED, x | dict(X=None), 4, False)
-    for key, actual, expected in zip(found._fields, found, zeros, strict=True):
+    result = run(INTERPRETED, x | dict(X=None), 4, False)
+    for key, actual, expected in zip(result._fields, result, zeros, strict=True):
         assert (actual is None) == (key in ("matC_last", "matDeltaC_initial")), key
         assert actual is None or np.array_equal(actual, expected), key
 
@@ -142,10 +142,10 @@ def test_split_products(num_splits, dtype, backward):
                 split_products, num_splits=num_splits, backward=backward, call=call_of(lowering)
             )
         )
-        found = run(x["a"], x["b"], x["r"])
-        assert found.dtype == jnp.float32
+        result = run(x["a"], x["b"], x["r"])
+        assert result.dtype == jnp.float32
         assert_close(
-            found, expected[:, 1:] if backward else expected[:, :-1], tolerance(dtype, S), lowering
+            result, expected[:, 1:] if backward else expected[:, :-1], tolerance(dtype, S), lowering
         )
     every = split_products(x["a"], x["b"], x["r"], num_splits, all_splits=True, call=call_of(PLAIN))
     assert_close(every, expected, tolerance(dtype, S))
@@ -162,7 +162,7 @@ def test_split_states_are_those_of_the_sequence(initial, backward):
         products = split_products(
             x["a"], x["b"], decays, num_splits, backward=backward, call=call_of(PLAIN)
         )
-        found = np.asarray(split_states(products, x["gamma"], X, backward=backward))
+        result = np.asarray(split_states(products, x["gamma"], X, backward=backward))
         if backward:
             expected = recurrent_bw_dC(
                 x["a"], x["b"], x["gamma"], X, call=call_of(PLAIN)
@@ -172,13 +172,13 @@ def test_split_states_are_those_of_the_sequence(initial, backward):
             expected = recurrent_fw_C(
                 x["a"], x["b"], ones, x["gamma"], X, x["x"], call=call_of(PLAIN)
             ).matC_states[:, ::chunks]
-    assert found.shape == (HEADS * num_splits, DHQK, DHHV)
+    assert result.shape == (HEADS * num_splits, DHQK, DHHV)
     # Sums of S terms of order 1, in float64.
     np.testing.assert_allclose(
-        found.reshape(expected.shape),
+        result.reshape(expected.shape),
         expected,
         rtol=0,
-        atol=S * np.abs(found).max() * np.finfo("float64").eps,
+        atol=S * np.abs(result).max() * np.finfo("float64").eps,
     )
 
 

@@ -77,7 +77,7 @@ class Case:
 
         inputs |= dict(matDeltaC_last=normal(DHQK, DHHV), vecDeltaN_states=normal(p.NC, DHQK))
         inputs |= dict(vecZ=0.3 * normal(S))
-        self.inputs, self.found = jax.jit(self.with_outputs)(inputs), {}
+        self.inputs, self.result = jax.jit(self.with_outputs)(inputs), {}
 
     def with_outputs(self, inputs):
         waiting = dict(STAGES)
@@ -105,13 +105,13 @@ class Case:
     def expected(self, name, changes, options):
         """The outputs of the plain form in float64."""
         key = name, *changes, *options.items()
-        if key not in self.found:
+        if key not in self.result:
             inputs = self.inputs | changes
             with jax.enable_x64(True):
                 inputs = {key: inputs[key] for key in STAGES[name].inputs}
                 wide = jax.tree.map(lambda y: array(y, "float64"), inputs)
-                self.found[key] = jax.tree.map(np.asarray, self.plain(name, wide, **options))
-        return self.found[key]
+                self.result[key] = jax.tree.map(np.asarray, self.plain(name, wide, **options))
+        return self.result[key]
 
     def check(
         self,
@@ -145,23 +145,24 @@ class Case:
             W = self.expected("parallel_bw_dP", {}, {})
             expected = expected._replace(pairs=tile_pairs(self, W, 64))
             inputs["parallel_bw_dP"] = jax.tree.map(lambda _: None, inputs["parallel_bw_dP"])
-        found = returned = products(self.run(name, inputs, lowering, tiles, **options))
+        result = returned = products(self.run(name, inputs, lowering, tiles, **options))
         dtypes = [
-            y.dtype for y in jax.tree.leaves(found._replace(pairs=None) if tiles_inside else found)
+            y.dtype
+            for y in jax.tree.leaves(result._replace(pairs=None) if tiles_inside else result)
         ]
         assert dtypes == [y.dtype for y in jax.tree.leaves(plain)]
         if name == "parallel_bw_dP":
-            found, expected = self.written(found), self.written(expected)
-            T = found.pairs.diagonal.shape[-1]
+            result, expected = self.written(result), self.written(expected)
+            T = result.pairs.diagonal.shape[-1]
             expected = expected._replace(pairs=tile_pairs(self, expected, T))
         if tiles_inside:
-            found = found._replace(pairs=below_the_diagonal(found.pairs))
-        for key, actual, wanted in zip(found._fields, found, expected, strict=True):
-            assert (actual is None) == (wanted is None), key
+            result = result._replace(pairs=below_the_diagonal(result.pairs))
+        for key, actual, desired in zip(result._fields, result, expected, strict=True):
+            assert (actual is None) == (desired is None), key
             terms = p.DHQK * p.DHHV if key == "scaStates" else p.S + p.DHQK + p.DHHV
             if key in ("vecE", "vecU"):  # unevaluated sums
-                actual, wanted = (np.asarray(y[0], "float64") + y[1] for y in (actual, wanted))
-            for one, other in zip(*map(jax.tree.leaves, (actual, wanted)), strict=True):
+                actual, desired = (np.asarray(y[0], "float64") + y[1] for y in (actual, desired))
+            for one, other in zip(*map(jax.tree.leaves, (actual, desired)), strict=True):
                 rounded = key.startswith("mat") or one.dtype == self.dtype
                 bound = tolerance(self.dtype if rounded else "float32", terms)
                 assert_close(one, other, bound, f"{name}: {key}")
@@ -379,20 +380,22 @@ def test_key_sums(dtype):
             "parallel_fw_P", x.problem, x.dtype, Lowering.INTERPRET, StageConfig(siz_b_DHQK=16)
         ),
     )
-    found = jax.jit(functools.partial(_key_sums, call=call))(
+    result = jax.jit(functools.partial(_key_sums, call=call))(
         x.inputs["matK"], x.inputs["chunk_gates"]
     )
     scaled = (
         np.asarray(x.inputs["matK"].astype("float32"), "float64")
         * np.asarray(x.inputs["vecAbar"], "float64")[..., None]
     )
-    assert_close(found, scaled.reshape(HEADS, p.NC, p.L, p.DHQK).sum(-2), tolerance("float32", p.L))
+    assert_close(
+        result, scaled.reshape(HEADS, p.NC, p.L, p.DHQK).sum(-2), tolerance("float32", p.L)
+    )
 
 
 @pytest.mark.parametrize("return_keys", [True, False])
 def test_parallel_bw_dP_returns_keys_where_C_is_recomputed(return_keys):
-    found = case("float32", 32, 64).check("parallel_bw_dP", return_keys=return_keys)
-    assert (found.keys is None) == (not return_keys)
+    result = case("float32", 32, 64).check("parallel_bw_dP", return_keys=return_keys)
+    assert (result.keys is None) == (not return_keys)
 
 
 @pytest.mark.parametrize("LQ", [32, 128])
@@ -406,9 +409,9 @@ def test_parallel_bw_dQKV_reads_nothing_above_the_diagonal_blocks(LQ):
     )
     poisoned = x.inputs | dict(parallel_bw_dP=tiles._replace(matP=P, matDeltaP=dP))
     config = StageConfig(siz_b_LQ=LQ, siz_b_DHQK=32, siz_b_DHHV=64, siz_b_loop=32)
-    found, expected = (
+    result, expected = (
         x.run("parallel_bw_dQKV", inputs, Lowering.INTERPRET, config)
         for inputs in (poisoned, x.inputs)
     )
-    for key, actual, wanted in zip(found._fields, found, expected, strict=True):
-        assert np.array_equal(actual, wanted), key
+    for key, actual, desired in zip(result._fields, result, expected, strict=True):
+        assert np.array_equal(actual, desired), key

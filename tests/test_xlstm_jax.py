@@ -124,8 +124,8 @@ def test_every_listed_function_has_a_docstring_and_the_defaults_of_its_system(sy
         generator = name == "_mlstm_chunkwise_fwbw_generator"
         of_it = of_it | dict(autocast_kernel_dtype=jnp.bfloat16 if generator else jnp.float32)
         parameters = inspect.signature(function).parameters.values()
-        found = {p.name.lower(): p.default for p in parameters if p.default is not p.empty}
-        assert found == {key: of_it.get(key) for key in found}, name
+        result = {p.name.lower(): p.default for p in parameters if p.default is not p.empty}
+        assert result == {key: of_it.get(key) for key in result}, name
 
 
 # The float64 forms.
@@ -216,11 +216,13 @@ def case(dtype="float32", scale=None, eps=1e-6):
             functools.partial(constant_denominator_loss, **constants), tuple(range(8))
         )
         wide = [np.asarray(y).astype("float64") for y in x.values()]
-        made = jax.jit(gradient)(*(jnp.asarray(y) for y in (*wide[:6], wide[7], np.zeros_like(Cs))))
+        built = jax.jit(gradient)(
+            *(jnp.asarray(y) for y in (*wide[:6], wide[7], np.zeros_like(Cs)))
+        )
         names = ("q", "k", "v", "i", "f", "c_initial", "m_initial", "dC")
         expected |= {
             f"d{name}" if len(name) == 1 else name: np.asarray(y)
-            for name, y in zip(names, made, strict=True)
+            for name, y in zip(names, built, strict=True)
         }
     return x, dh, dC_last, expected
 
@@ -312,14 +314,14 @@ def test_buffers_of_recurrent_fw_C_set_the_dtypes():
         jnp.zeros(shape, dtype)
         for shape, dtype in zip(shapes, ("bfloat16", "float32", "bfloat16"), strict=True)
     ]
-    made = v3._mlstm_chunkwise__recurrent_fw_C(
+    built = v3._mlstm_chunkwise__recurrent_fw_C(
         x["k"], x["v"], b, i, *buffers, CHUNK_SIZE=L, NUM_CHUNKS=NC
     )
-    assert [(y.shape, y.dtype) for y in made] == [(y.shape, y.dtype) for y in buffers]
-    made = v3._mlstm_chunkwise__recurrent_fw_C(
+    assert [(y.shape, y.dtype) for y in built] == [(y.shape, y.dtype) for y in buffers]
+    built = v3._mlstm_chunkwise__recurrent_fw_C(
         x["k"].astype("bfloat16"), x["v"].astype("bfloat16"), b, i, CHUNK_SIZE=L, NUM_CHUNKS=NC
     )
-    assert [y.dtype for y in made] == ["bfloat16", "float32", "float32"]
+    assert [y.dtype for y in built] == ["bfloat16", "float32", "float32"]
 
 
 @scales
@@ -394,8 +396,8 @@ def test_forward(system, backend):
         tolerance("float32", S),
         "M",
     )
-    for name, actual, wanted in zip("Cnm", last, last_expected, strict=True):
-        assert_close(actual, wanted, tolerance("float32", S), name)
+    for name, actual, desired in zip("Cnm", last, last_expected, strict=True):
+        assert_close(actual, desired, tolerance("float32", S), name)
     for actual, name in zip(every, ("C", "n", "m_boundaries"), strict=True):
         assert_close(
             actual,
@@ -410,9 +412,9 @@ def test_forward_returns_what_is_asked_for(system):
     x = {name: y for name, y in inputs_of().items() if name in "qkvif"}
     run = v5.mlstm_chunkwise_fw if system is v5 else system._mlstm_chunkwise_fw
     size = {"CHUNK_SIZE" if system is v3 else "chunk_size": L}
-    made = run(*x.values(), **size)
-    assert len(made) == 3
-    assert_close(made[0], oracle(x)[0], tolerance("float32", S), "H without initial states")
+    built = run(*x.values(), **size)
+    assert len(built) == 3
+    assert_close(built[0], oracle(x)[0], tolerance("float32", S), "H without initial states")
     assert [len(y) for y in run(*x.values(), return_last_states=True, **size)[3:]] == [3]
     assert [y[0].shape[2] for y in run(*x.values(), return_all_states=True, **size)[3:]] == [
         (NC + 1) * DHQK
@@ -426,8 +428,8 @@ def test_resets_where_the_forget_gate_itself_comes_in():
     again = v5.mlstm_chunkwise__parallel_fw_Hintra(
         x["q"], x["k"], x["v"], split(x["i"]), x["f"], *every, chunk_size=L
     )
-    for actual, wanted in zip((H, again[0], *last), (h, h, C, n, m), strict=True):
-        assert_close(actual, wanted, tolerance("float32", S))
+    for actual, desired in zip((H, again[0], *last), (h, h, C, n, m), strict=True):
+        assert_close(actual, desired, tolerance("float32", S))
     assert np.array_equal(again[1], den)  # infinite where nothing is stored
 
 
@@ -457,8 +459,8 @@ def test_recurrent_bw_dC(system, scale, backend):
     assert_close(dC, fused(expected["dC"]), BOUND["float32"], "dC")
 
 
-def check_inputs(made, names, expected, bound):
-    for actual, name in zip(made, names, strict=True):
+def check_inputs(built, names, expected, bound):
+    for actual, name in zip(built, names, strict=True):
         assert_close(actual, expected[f"d{name}"], bound, f"d{name}")
 
 
@@ -470,7 +472,7 @@ def test_parallel_bw_dQKV(system, dtype, backend):
     q, k, v = (x[name] for name in "qkv")
     C, dC, m, row_m, den = (f32(expected[name]) for name in ("C", "dC", "m_boundaries", "m", "den"))
     if system is v3:
-        made = v3._mlstm_chunkwise__parallel_bw_dQKV(
+        built = v3._mlstm_chunkwise__parallel_bw_dQKV(
             q, k, v, i, b, m, fused(C), den, dh, fused(dC), CHUNK_SIZE=L, NUM_CHUNKS=NC
         )
     else:
@@ -486,11 +488,11 @@ def test_parallel_bw_dQKV(system, dtype, backend):
             chunk_size=L,
             num_chunks=NC,
         )
-        made = run(fused(C), dh, den + 1e-6, fused(dC))
+        built = run(fused(C), dh, den + 1e-6, fused(dC))
         shorter = run(fused(C[:, :, :-1]), dh, den + 1e-6, fused(dC[:, :, 1:]))
-        assert all(np.array_equal(one, other) for one, other in zip(made, shorter, strict=True))
-    assert {y.dtype.name for y in made} == {dtype}
-    check_inputs(made, "qkv", expected, BOUND[dtype])
+        assert all(np.array_equal(one, other) for one, other in zip(built, shorter, strict=True))
+    assert {y.dtype.name for y in built} == {dtype}
+    check_inputs(built, "qkv", expected, BOUND[dtype])
 
 
 @scales
@@ -504,8 +506,8 @@ def test_parallel_bw_of_one_input(name, scale, backend):
     a = b[..., -1:] - b + i
     run = getattr(v5, f"mlstm_chunkwise__parallel_bw_d{name}")
     arrays = x["q"], x["k"], x["v"], i, a, b, fused(C), fused(n), m, den, row_m, dh, fused(dC)
-    made = run(*arrays, scale, L, 16, 16, 16, 16, eps=1e-6, output_dtype=jnp.float32)
-    check_inputs([made], [name.lower()], expected, BOUND["float32"])
+    built = run(*arrays, scale, L, 16, 16, 16, 16, eps=1e-6, output_dtype=jnp.float32)
+    check_inputs([built], [name.lower()], expected, BOUND["float32"])
     assert run(*arrays, chunk_size=L, output_dtype=jnp.bfloat16).dtype == "bfloat16"
 
 
@@ -548,9 +550,9 @@ def test_backward(system, given, scale, backend):
     m, row_m = (
         (f32(expected["m_boundaries"][..., :-1]), f32(expected["m"])) if given else (None, None)
     )
-    made = backward_of(system, x, scale, C, f32(expected["den"]), dh, dC_last, 0.05, row_m, m)
-    check_inputs(made[:5], "qkvif", expected, BOUND["float32"])
-    dC, dn, dm = made[5:]
+    built = backward_of(system, x, scale, C, f32(expected["den"]), dh, dC_last, 0.05, row_m, m)
+    check_inputs(built[:5], "qkvif", expected, BOUND["float32"])
+    dC, dn, dm = built[5:]
     assert_close(dC, expected["c_initial"], BOUND["float32"], "dC")
     assert_close(dm, expected["m_initial"], BOUND["float32"], "dM")
     assert not np.any(np.asarray(dn))
@@ -560,12 +562,12 @@ def test_backward_of_its_own_forward_without_initial_states():
     x = {name: y for name, y in case("bfloat16")[0].items() if name in "qkvif"}
     dh = case("bfloat16")[1]
     _, den, _, every = v3._mlstm_chunkwise_fw(*x.values(), return_all_states=True, CHUNK_SIZE=L)
-    made = v3._mlstm_chunkwise_bw(
+    built = v3._mlstm_chunkwise_bw(
         *x.values(), matC_states=every[0], vecN_out=den, matDeltaH=dh, CHUNK_SIZE=L
     )
-    assert [(y.shape, y.dtype) for y in made] == [(y.shape, y.dtype) for y in x.values()]
+    assert [(y.shape, y.dtype) for y in built] == [(y.shape, y.dtype) for y in x.values()]
     again = v3._mlstm_chunkwise_bw(*x.values(), vecN_out=den, matDeltaH=dh, CHUNK_SIZE=L)
-    for one, other in zip(made, again, strict=True):
+    for one, other in zip(built, again, strict=True):
         assert_close(one, np.asarray(other.astype("float32")), 1e-2)
 
 
@@ -573,16 +575,16 @@ def test_backward_of_its_own_forward_without_initial_states():
 def test_backward_in_a_chunk_of_several_tiles():
     x = random_inputs(15, 1, 1, 256, 16, 16)
     dh = jnp.asarray(np.random.default_rng(3).normal(size=x["v"].shape), "float32")
-    made = []
+    built = []
     for backend in BACKENDS:
         with use_backend(backend):
             den = v5.mlstm_chunkwise_fw(*x.values(), chunk_size=256)[1]
-            made.append(
+            built.append(
                 v5.mlstm_chunkwise_bw(
                     *x.values(), vecN_out=den, matDeltaH=dh, chunk_size=256, eps=1e-6
                 )
             )
-    for one, other in zip(*made, strict=True):
+    for one, other in zip(*built, strict=True):
         assert_close(one, np.asarray(other), BOUND["float32"])
 
 
@@ -590,8 +592,8 @@ def test_stages_take_float64_on_the_plain_path():
     x, _, _, expected = case()
     with jax.enable_x64(True), use_backend("xla"):
         wide = {name: array(y, "float64") for name, y in x.items()}
-        made = np.asarray(stablef._mlstm_chunkwise_fw(*wide.values(), chunk_size=L)[0])
-    assert np.linalg.norm(made - expected["h"]) < 1e-12 * np.linalg.norm(expected["h"])
+        built = np.asarray(stablef._mlstm_chunkwise_fw(*wide.values(), chunk_size=L)[0])
+    assert np.linalg.norm(built - expected["h"]) < 1e-12 * np.linalg.norm(expected["h"])
 
 
 # The entries.
@@ -653,13 +655,15 @@ def test_entry(backend):
         h, (C, n, m) = run(*x)
         return jnp.sum(h * f32(weights)) + jnp.sum(C) + jnp.sum(n) + jnp.sum(m)
 
-    made = jax.jit(jax.grad(loss, tuple(range(8))))(*x.values())
-    for arg, actual, wanted in zip(NAMES, made, exact_gradients(x, weights, options), strict=True):
-        assert_close(actual, wanted, 1e-4, arg)
+    built = jax.jit(jax.grad(loss, tuple(range(8))))(*x.values())
+    for arg, actual, desired in zip(
+        NAMES, built, exact_gradients(x, weights, options), strict=True
+    ):
+        assert_close(actual, desired, 1e-4, arg)
     h, states = run(*x.values())
     expected = oracle(x, **options)
-    for actual, wanted in zip((h, *states), (expected[0], *expected[1]), strict=True):
-        assert_close(actual, wanted, tolerance("float32", 40))
+    for actual, desired in zip((h, *states), (expected[0], *expected[1]), strict=True):
+        assert_close(actual, desired, tolerance("float32", 40))
     alone = entry(*x.values(), chunk_size=16, **options)
     assert np.array_equal(alone, h)
 
@@ -671,12 +675,12 @@ def test_generator(system):
     H, *states = kernel(*x.values())
     assert states == [None] * 3
     assert_close(H, oracle(x)[0], tolerance("float32", 32), "H")
-    made = system._get_chunkwise_fwbw_kernel(jnp.bfloat16, return_last_states=True, chunk_size=16)(
+    built = system._get_chunkwise_fwbw_kernel(jnp.bfloat16, return_last_states=True, chunk_size=16)(
         *x.values()
     )
-    for actual, wanted in zip(made, (oracle(x)[0], *oracle(x)[1]), strict=True):
+    for actual, desired in zip(built, (oracle(x)[0], *oracle(x)[1]), strict=True):
         assert actual.dtype == "float32"
-        assert_close(actual, wanted, tolerance("bfloat16", 32))
+        assert_close(actual, desired, tolerance("bfloat16", 32))
 
 
 def test_generator_gives_the_same_function_for_the_same_arguments():

@@ -108,9 +108,9 @@ def test_a_peer_that_differs_is_wrong_and_one_that_is_not_there_is_skipped(tmp_p
 def test_what_counts_as_a_difference(losses, gradient_norm, note):
     def record(losses, gradient_norm):
         shape = MODELS["tiny"], 1, 16
-        made = benchmark.Record("tiny", *shape, "xla", None, "cpu", {}, None, 1, 1, 1)
-        made.losses, made.gradient_norms = losses, [gradient_norm] * 2
-        return made
+        built = benchmark.Record("tiny", *shape, "xla", None, "cpu", {}, None, 1, 1, 1)
+        built.losses, built.gradient_norms = losses, [gradient_norm] * 2
+        return built
 
     compared = record(losses, gradient_norm)
     benchmark.compare(compared, record([10.0, 9.0], 1.0))
