@@ -1,13 +1,14 @@
-"""chunk_gates in Triton, of two kernels.
+"""chunk_gates in Triton: two kernels.
 
-chunk_gates: running sums and running maxima inside each chunk, as ``gates.local_gates`` in plain jnp. Grid (NC, B * NH). A CTA owns
-one chunk and loops over it in tiles of siz_b_LQ steps, carrying sum, maximum and number of resets. The running maximum is a masked
-maximum over a siz_b_LQ x siz_b_LQ tile; with the sigmoid gate there is none to take.
+chunk_gates: running sums and running maxima inside each chunk, as ``gates.local_gates``. Grid
+(NC, B * NH). A CTA owns one chunk and loops over it in tiles of siz_b_LQ steps, carrying sum,
+maximum and number of resets. The running maximum is a masked maximum over a siz_b_LQ x siz_b_LQ
+tile; the sigmoid gate needs none.
 Bytes: 9 vectors of B NH S float32, one more with packed segments; no matrix product.
 
-stabiliser_scan: m_c at the chunk boundaries, as ``gates.stabiliser_scan``. Grid (NC + 1, B * NH). A CTA reads the summaries of the
-chunks before its boundary, in its block of up to 512. With several blocks, a launch before it with one CTA a head computes the
-stabiliser before each block.
+stabiliser_scan: m_c at the chunk boundaries, as ``gates.stabiliser_scan``. Grid (NC + 1, B * NH). A
+CTA reads the summaries of the chunks before its boundary, within a block of up to 512 chunks. With
+several blocks, a first launch with one CTA a head computes the stabiliser before each block.
 """
 
 from typing import Any
@@ -50,38 +51,30 @@ def _chunk_gates_kernel(
     emax_lo_ref: Any,
     offset_ref: Any,
     *,
-    tiles: int,
+    num_tiles: int,
     siz_b: int,
     input_gate: InputGate,
 ) -> None:
     sigmoid = input_gate is InputGate.SIGMOID
 
-    def spread(tile: jax.Array, carry: Any) -> tuple[Any, ...]:
+    def spread(tile: jax.Array, carry: Any) -> Any:
         i_min, i_max, decay = carry
         steps = pl.ds(tile * siz_b, siz_b)
         i, fbar, _ = log_gates(i_ref[steps], f_ref[steps], input_gate)
-        stored_min, stored_max = (
-            jnp.min(jnp.where(i > -_INF, i, _INF)),
-            jnp.max(jnp.where(i > -_INF, i, -_INF)),
-        )
-        return (
-            jnp.minimum(i_min, stored_min),
-            jnp.maximum(i_max, stored_max),
-            decay + jnp.sum(-fbar),
-        )
+        least = jnp.min(jnp.where(i > -_INF, i, _INF))
+        largest = jnp.max(jnp.where(i > -_INF, i, -_INF))
+        return jnp.minimum(i_min, least), jnp.maximum(i_max, largest), decay + jnp.sum(-fbar)
 
-    # m = 0 is a source as well: with the sigmoid gate, and where a packed segment begins
-    bound = 0.0 if sigmoid or starts_ref is not None else _INF
-    i_min, i_max, decay = loop(
-        tiles, spread, (jnp.float32(bound), jnp.float32(-bound), jnp.float32(0.0))
-    )
+    # m = 0 is a source too with the sigmoid gate, and where a packed segment begins.
+    zero, bound = jnp.float32(0.0), 0.0 if sigmoid or starts_ref is not None else _INF
+    i_min, i_max, decay = loop(num_tiles, spread, (jnp.float32(bound), jnp.float32(-bound), zero))
     offset_unit = reset_offset(i_min, i_max, decay)
     last = lax.iota(jnp.int32, siz_b) == siz_b - 1
 
     def last_of(x: jax.Array) -> jax.Array:
         return jnp.sum(jnp.where(last, x, 0.0))
 
-    def step(tile: jax.Array, carry: Any) -> tuple[Any, ...]:
+    def step(tile: jax.Array, carry: Any) -> Any:
         sum_hi, sum_lo, max_hi, max_lo, resets = carry
         steps = pl.ds(tile * siz_b, siz_b)
         i, fbar, reset = log_gates(i_ref[steps], f_ref[steps], input_gate)
@@ -123,19 +116,12 @@ def _chunk_gates_kernel(
         last_max = jnp.max(jnp.where(last, emax_hi, -_INF))
         return last_of(b[0]), last_of(b[1]), last_max, last_of(emax_lo), last_of(count)
 
-    start = (
-        jnp.float32(0.0),
-        jnp.float32(0.0),
-        jnp.float32(-_INF),
-        jnp.float32(0.0),
-        jnp.float32(0.0),
-    )
-    loop(tiles, step, start)
+    loop(num_tiles, step, (zero, zero, jnp.float32(-_INF), zero, zero))
 
 
 def _stabiliser_scan_kernel(
     g_ref: Any,  # (padded NC,) running sum of log sigmoid(f) over the chunk
-    a_ref: Any,  # (padded NC,) m of the chunk on its own
+    a_ref: Any,  # (padded NC,) m after the chunk from an empty state
     reset_ref: Any,  # (padded NC,) 1 where the chunk has a reset
     m_before_ref: Any,  # (1,), or (blocks,) before each block
     m_ref: Any,  # out (NC + 1,), or (blocks,) before each block
@@ -185,13 +171,10 @@ def chunk_gates(
     """Runs the stage: ``stages/chunk_gates.py``."""
     local = _local_gates(vecI, vecF, starts, input_gate, call)
     if scaM_states is None:
-        sigmoid = input_gate is InputGate.SIGMOID  # which has no scan
-        plain = gates.stabiliser_scan
-        scaM_states = (
-            plain(local, scaM_initial, input_gate)
-            if sigmoid
-            else _stabiliser_scan(local, scaM_initial, call)
-        )
+        if input_gate is InputGate.SIGMOID:  # zeros, without a kernel
+            scaM_states = gates.stabiliser_scan(local, scaM_initial, input_gate)
+        else:
+            scaM_states = _stabiliser_scan(local, scaM_initial, call)
     return gates.join_chunks(local, scaM_states, input_gate)
 
 
@@ -212,7 +195,7 @@ def _local_gates(
         out_specs=[chunk] * 7,
         out_shape=[jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32)] * 7,
         call=call,
-        tiles=blocks(p.L, siz_b),
+        num_tiles=blocks(p.L, siz_b),
         siz_b=siz_b,
         input_gate=input_gate,
     )(vecI, vecF, starts)
@@ -231,7 +214,7 @@ def _stabiliser_scan(local: LocalGates, scaM_initial: jax.Array, call: StageCall
     row = pl.BlockSpec((None, padded), lambda c, b: (b, 0))
 
     def scan(m_before: jax.Array, ctas: int, size: int) -> jax.Array:
-        return kernel_call(
+        m: jax.Array = kernel_call(
             _stabiliser_scan_kernel,
             name="stabiliser_scan",
             grid=(ctas, p.BNH),
@@ -242,6 +225,7 @@ def _stabiliser_scan(local: LocalGates, scaM_initial: jax.Array, call: StageCall
             block=block,
             every_boundary=ctas > 1,
         )(*summaries, m_before)[0]
+        return m
 
     m = scaM_initial[:, None]
     if padded > block:

@@ -20,15 +20,15 @@ try:
 except ImportError:  # jax will remove this backend; the plain forms need no kernels
     plgpu = None
 
-# jax >= 0.11 warns at each lowering that Pallas' Triton backend will go one day. A user of the package can do nothing about it.
+# jax >= 0.11 warns at each lowering that Pallas' Triton backend is deprecated. Users of the package
+# can do nothing about it.
 warnings.filterwarnings(
     "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning
 )
 
 HAS_TRITON = plgpu is not None
-CUSTOM_CALL_TARGET = getattr(
-    plgpu, "CUSTOM_CALL_TARGET_NAME", "__gpu$xla.gpu.triton"
-)  # jax 0.10 has no name for it
+# jax 0.10 has no constant for it.
+CUSTOM_CALL_TARGET = getattr(plgpu, "CUSTOM_CALL_TARGET_NAME", "__gpu$xla.gpu.triton")
 
 
 def kernel_call(
@@ -43,19 +43,19 @@ def kernel_call(
     input_output_aliases: Mapping[int, int] = MappingProxyType({}),
     **statics: Any,
 ) -> Callable[..., Any]:
-    """pl.pallas_call of ``kernel(*refs, **statics)``; grid axis 0 is the one that varies fastest on the GPU.
+    """pl.pallas_call of ``kernel(*refs, **statics)``; on the GPU grid axis 0 varies fastest.
 
-    input_output_aliases: {input: output} that share their memory, by position; absent inputs (None) do not count.
+    input_output_aliases: {input: output} that share memory, by position without absent inputs.
     """
-
     if plgpu is None:
         raise RuntimeError(
-            f"{name} is a Triton kernel, and jax {jax.__version__} has no Triton backend of Pallas: expected "
-            "a jax that has one, such as 0.11.2 and 0.12.0.1, or backend None, 'mosaic_gpu' or 'xla'"
+            f"{name} is a Triton kernel, and jax {jax.__version__} has no Triton backend of "
+            "Pallas: expected a jax that has one, such as 0.11.2 and 0.12.0.1, or backend None, "
+            "'mosaic_gpu' or 'xla'"
         )
 
-    def launch(*args: jax.Array | None) -> jax.Array:
-        # Inside a shard_map that checks it, outputs have to say over which axes they vary.
+    def launch(*args: jax.Array | None) -> Any:
+        # A shard_map with check_vma needs the axes over which outputs vary.
         varying = frozenset().union(
             *(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(args))
         )
@@ -80,8 +80,9 @@ def kernel_call(
 
 
 def masked_load(ref: Any, mask: jax.Array | None) -> jax.Array:
-    """ref[...], and 0 where mask does not hold; None: it holds everywhere."""
-    return plgpu.load(ref, mask=mask, other=None if mask is None else 0.0)
+    """ref[...] where mask holds, else 0; mask None: ref[...]."""
+    x: jax.Array = plgpu.load(ref, mask=mask, other=None if mask is None else 0.0)
+    return x
 
 
 def masked_store(ref: Any, x: jax.Array, mask: jax.Array | None) -> None:

@@ -1,10 +1,13 @@
 """parallel_bw_dP in Triton; XLA computes delta, in a pass over h and dh.
 
-Grid (CTAs of a chunk, NC, B * NH). With T = siz_b_LQ a chunk has n = L / T tiles of queries: n (n + 1) / 2 CTAs own a T x T tile of P
-and dP each, from siz_b_loop columns of q and k, of v and dh, at a time; n more scale T queries and keys. For the gates' gradients the
-former sum W_ts = dP_ts scale q_t . k_s over the queries and the keys of their tile; the latter sum what their steps add to dn.
+Grid (CTAs of a chunk, NC, B * NH). With T = siz_b_LQ a chunk has n = L / T tiles of queries. Of its
+CTAs n (n + 1) / 2 own a T x T tile of P and dP each, and read siz_b_loop columns of q, k, v and dh
+at a time. They sum W_ts = dP_ts scale q_t . k_s over the queries and over the keys of their tile,
+for the gradients of the gates. n more CTAs scale T queries and keys each, and sum what these steps
+add to dn.
 
-FLOPs: R (L + 1) (K + V). Bytes: q, k, v, dh, h, qbar, kbar, P and dP, R (4 K + 3 V + 2 L) itemsize.
+FLOPs: R (L + 1) (K + V). Bytes: q, k, v, dh, h, qbar, kbar, P and dP,
+R (4 K + 3 V + 2 L) itemsize.
 """
 
 from typing import Any
@@ -60,7 +63,7 @@ def _parallel_bw_dP_kernel(
     per_query_ref: Any,  # out (n, L) sum of W_ts over s < t in each tile of keys
     per_key_ref: Any,  # out (n, L) sum of W_ts over t > s in each tile of queries
     diagonal_ref: Any,  # out (L,) W_tt
-    *more_refs: Any,  # out, as wanted: kbar (L, DHQK); with a normaliser dn_added (n, DHQK)
+    *more_refs: Any,  # out: with scale_keys kbar (L, DHQK); with a normaliser dn_added (n, DHQK)
     T: int,
     scale_keys: bool,
     scale: float,
@@ -72,42 +75,28 @@ def _parallel_bw_dP_kernel(
     kbar_ref: Any = next(more) if scale_keys else None
     dn_added_ref: Any = next(more, None)
     n = L // T
-    index, pairs = pl.program_id(0), n * (n + 1) // 2
-    # The tiles in order of queries, tile i of them having i + 1 tiles of keys.
+    index, num_tiles = pl.program_id(0), n * (n + 1) // 2
+    # Tiles are numbered by queries; tile i of queries has i + 1 tiles of keys.
     i: Any = sum(((index >= m * (m + 1) // 2).astype(jnp.int32) for m in range(1, n)), np.int32(0))
     j = index - lax.div(i * (i + 1), np.int32(2))
     step_k, step_v = min(siz_b_loop, DHQK), min(siz_b_loop, DHHV)
 
-    @pl.when(index < pairs)
+    @pl.when(index < num_tiles)
     def _tile() -> None:
         queries, keys = block_at(i, T), block_at(j, T)
 
-        def dh_times_v(x: jax.Array) -> jax.Array:
-            return dot(
-                dh_ref[queries, block_at(x, step_v)],
-                v_ref[keys, block_at(x, step_v)],
-                precision,
-                b_axis=1,
-            )
+        def product(rows_ref: Any, columns_ref: Any, step: int) -> jax.Array:
+            def add(x: jax.Array) -> jax.Array:
+                rows = rows_ref[queries, block_at(x, step)]
+                return dot(rows, columns_ref[keys, block_at(x, step)], precision, b_axis=1)
 
-        def q_times_k(x: jax.Array) -> jax.Array:
-            return dot(
-                q_ref[queries, block_at(x, step_k)],
-                k_ref[keys, block_at(x, step_k)],
-                precision,
-                b_axis=1,
-            )
+            return sum_of(rows_ref.shape[1] // step, add, (T, T))
 
-        dA = sum_of(DHHV // step_v, dh_times_v, (T, T))
-        scores = sum_of(DHQK // step_k, q_times_k, (T, T)) * scale
+        dA = product(dh_ref, v_ref, step_v)
+        scores = product(q_ref, k_ref, step_k) * scale
         offset = (i - j) * T
-        D = decay_tile(
-            e_hi_ref[keys],
-            e_lo_ref[keys],
-            u_hi_ref[queries],
-            u_lo_ref[queries],
-            causal_mask(T, T, offset),
-        )
+        e, u = (e_hi_ref[keys], e_lo_ref[keys]), (u_hi_ref[queries], u_lo_ref[queries])
+        D = decay_tile(*e, *u, causal_mask(T, T, offset))
         P = D * scores
         if inv_den_ref is not None:
             inv_den = inv_den_ref[queries][:, None]
@@ -120,7 +109,7 @@ def _parallel_bw_dP_kernel(
         P_ref[queries, keys] = P.astype(P_ref.dtype)
         dP_ref[queries, keys] = (dP * scale).astype(P_ref.dtype)
 
-        # Summed in every tile: a branch that reads W takes as many registers, fifty.
+        # Every tile computes this sum: a branch that reads W would take fifty registers.
         masked_store(
             diagonal_ref.at[queries],
             jnp.sum(jnp.where(strict, 0.0, W), axis=1),
@@ -129,7 +118,7 @@ def _parallel_bw_dP_kernel(
 
         whole = max(MAX_TILE // T, 1)  # tiles on a side of a block
 
-        def above(x: jax.Array, _: jax.Array) -> jax.Array:
+        def above(x: jax.Array, _: tuple[()]) -> tuple[()]:
             zeros = jnp.zeros((T, T), P_ref.dtype)
             P_ref[queries, block_at(x, T)] = zeros
             dP_ref[queries, block_at(x, T)] = zeros
@@ -139,17 +128,15 @@ def _parallel_bw_dP_kernel(
             end = lax.min(lax.div(i, np.int32(whole)) * whole + whole, np.int32(n))
             lax.fori_loop(j + 1, jnp.where(i == j, end, j + 1), above, ())
 
-    @pl.when(index >= pairs)
+    @pl.when(index >= num_tiles)
     def _scaled_operands() -> None:
-        tile = index - pairs
+        tile = index - num_tiles
         steps = block_at(tile, T)
-        abar, r = (
-            abar_ref[steps][:, None],
-            query_scale(w_ref[steps], scale, None if inv_den_ref is None else inv_den_ref[steps]),
-        )
+        abar, w = abar_ref[steps][:, None], w_ref[steps]
+        r = query_scale(w, scale, None if inv_den_ref is None else inv_den_ref[steps])
         dz_den = None if dz_den_ref is None else dz_den_ref[steps][:, None]
 
-        def scaled(x: jax.Array, _: jax.Array) -> jax.Array:
+        def scaled(x: jax.Array, _: tuple[()]) -> tuple[()]:
             columns = block_at(x, step_k)
             q = q_ref[steps, columns].astype(jnp.float32) * r[:, None]
             qbar_ref[steps, columns] = q.astype(qbar_ref.dtype)
@@ -239,9 +226,9 @@ def parallel_bw_dP(
     )
     keys = Weighted(more.pop(0), None) if return_keys else None
     dn_added = jnp.sum(more.pop().reshape(p.BNH, p.NC, n, p.DHQK), axis=2) if normalise else None
-    tiles = (p.BNH, n, p.NC, n, T)
+    shape = p.BNH, n, p.NC, n, T
     pairs = TilePairs(
-        per_query.reshape(tiles), per_key.reshape(tiles), diagonal.reshape(p.BNH, p.NC, n, T)
+        per_query.reshape(shape), per_key.reshape(shape), diagonal.reshape(p.BNH, p.NC, n, T)
     )
     return GradientTiles(P, dP, Weighted(qbar, None), keys, pairs, gradients, dn_added)
 
@@ -254,7 +241,7 @@ def _heuristic(p: Problem, dtype: jnp.dtype) -> StageConfig:
 
 
 def clamp_to_tile(tiles: StageConfig, p: Problem) -> StageConfig:
-    """At most MAX_TILE queries: no difference of sums over more than that is taken."""
+    """Clamps the queries to a tile of ``Problem.T`` steps too."""
     tiles = tiles.clamped(p)
     return tiles.replace(siz_b_LQ=min(tiles.siz_b_LQ, p.T))
 

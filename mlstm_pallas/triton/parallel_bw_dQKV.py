@@ -1,15 +1,18 @@
 """parallel_bw_dQKV in Triton.
 
-Grid (blocks of a chunk's gradients, NC, B * NH): those of one chunk run at the same time and find what they share in the L2. A CTA
-owns siz_b_LQ steps and siz_b_DHQK columns of dq or dk, or siz_b_DHHV columns of dv: one product with the state, whose sum is then
-weighted, and one with the tiles, both siz_b_loop at a time. Its loops hold products alone. For the gates' gradients the inner
-products of q and k with the inter-chunk part are taken in float32; CTAs that own a siz_b_DHQK x siz_b_DHHV block of the states take
-<C_c, dC_{c+1}>.
+Grid (blocks of a chunk's gradients, NC, B * NH): the CTAs of one chunk run at the same time and
+share operands through L2. A CTA owns siz_b_LQ steps and siz_b_DHQK columns of dq or dk, or
+siz_b_DHHV columns of dv. It adds a product with the state, which it then weights, and one with the
+tiles, both in loops of siz_b_loop that hold products alone. For the gradients of the gates it sums
+the products of q and k with their inter-chunk parts in float32. More CTAs own a
+siz_b_DHQK x siz_b_DHHV block of the states each and sum <C_c, dC_{c+1}>.
 
 FLOPs: 6 R K V + R (L + 1) (2 K + V). Bytes: q, k, v, dh, dq, dk, dv, P, dP and both states,
-(R (4 K + 3 V + 2 L) + 2 B NH NC K V) itemsize; the operands again for each column and row block, mostly from L2.
+(R (4 K + 3 V + 2 L) + 2 B NH NC K V) itemsize; the operands again for each column and row block,
+mostly from L2.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -66,22 +69,13 @@ def _parallel_bw_dQKV_kernel(
     L = q_ref.shape[0]
 
     def times_state(
-        steps: jax.Array,
-        columns: jax.Array,
-        a_ref: Any,
-        X_ref: Any,
-        size: jax.Array,
-        *,
-        transposed: jax.Array,
+        steps: Any, columns: Any, a_ref: Any, X_ref: Any, size: int, *, transposed: bool
     ) -> jax.Array:
         step = min(siz_b_loop, a_ref.shape[1])
 
         def product(x: jax.Array) -> jax.Array:
-            X = (
-                X_ref[columns, block_at(x, step)]
-                if transposed
-                else X_ref[block_at(x, step), columns]
-            )
+            rows = block_at(x, step)
+            X = X_ref[columns, rows] if transposed else X_ref[rows, columns]
             return dot(a_ref[steps, block_at(x, step)], X, precision, b_axis=1 if transposed else 0)
 
         return sum_of(a_ref.shape[1] // step, product, (siz_b_LQ, size))
@@ -89,26 +83,25 @@ def _parallel_bw_dQKV_kernel(
     def plus_tiles(
         acc: jax.Array,
         row: jax.Array,
-        columns: jax.Array,
+        columns: Any,
         tile_ref: Any,
         operand_ref: Any,
         *,
-        transposed: jax.Array,
+        transposed: bool,
     ) -> jax.Array:
-        """Adds a product with the tiles: of queries with the keys up to them, transposed of keys with the queries from them on."""
+        """Adds the tiles times the keys of a row of queries, or transposed, for a row of keys."""
         step, steps = min(siz_b_loop, siz_b_LQ), block_at(row, siz_b_LQ)
         first = row * (siz_b_LQ // step) if transposed else 0
 
         def add(x: jax.Array, acc: jax.Array) -> jax.Array:
             others = block_at(first + x, step)
             tile = tile_ref[others, steps] if transposed else tile_ref[steps, others]
-            return acc + dot(
-                tile, operand_ref[others, columns], precision, a_axis=0 if transposed else 1
-            )
+            operand, a_axis = operand_ref[others, columns], 0 if transposed else 1
+            return acc + dot(tile, operand, precision, a_axis=a_axis)
 
         return loop(L // step - first if transposed else (row + 1) * (siz_b_LQ // step), add, acc)
 
-    def dq(row: jax.Array, column: jax.Array, steps: jax.Array, columns: jax.Array) -> None:
+    def dq(row: jax.Array, column: jax.Array, steps: Any, columns: Any) -> None:
         r = query_scale(w_ref[steps], scale, None if inv_den_ref is None else inv_den_ref[steps])
         acc = times_state(steps, columns, dh_ref, C_ref, siz_b_DHQK, transposed=True) * r[:, None]
         if n_ref is not None:
@@ -120,7 +113,7 @@ def _parallel_bw_dQKV_kernel(
             acc, row, columns, dP_ref, k_ref, transposed=False
         ).astype(dq_ref.dtype)
 
-    def dk(row: jax.Array, column: jax.Array, steps: jax.Array, columns: jax.Array) -> None:
+    def dk(row: jax.Array, column: jax.Array, steps: Any, columns: Any) -> None:
         acc = times_state(steps, columns, v_ref, dC_ref, siz_b_DHQK, transposed=True)
         acc = (acc + dn_ref[columns][None, :]) * abar_ref[steps][:, None]
         k_inter_ref[column, steps] = jnp.sum(
@@ -130,25 +123,20 @@ def _parallel_bw_dQKV_kernel(
             acc, row, columns, dP_ref, q_ref, transposed=True
         ).astype(dk_ref.dtype)
 
-    def dv(row: jax.Array, column: jax.Array, steps: jax.Array, columns: jax.Array) -> None:
-        acc = (
-            times_state(steps, columns, k_ref, dC_ref, siz_b_DHHV, transposed=False)
-            * abar_ref[steps][:, None]
-        )
+    def dv(row: jax.Array, column: jax.Array, steps: Any, columns: Any) -> None:
+        acc = times_state(steps, columns, k_ref, dC_ref, siz_b_DHHV, transposed=False)
+        acc *= abar_ref[steps][:, None]
         dv_ref[steps, columns] = plus_tiles(
             acc, row, columns, P_ref, dh_ref, transposed=True
         ).astype(dv_ref.dtype)
 
-    def states(row: jax.Array, column: jax.Array, rows: jax.Array, columns: jax.Array) -> None:
+    def states(row: jax.Array, column: jax.Array, rows: Any, columns: Any) -> None:
         C, dC = C_ref[rows, columns].astype(jnp.float32), dC_ref[rows, columns].astype(jnp.float32)
         states_ref[row * blocks(C_ref.shape[1], siz_b_DHHV) + column] = jnp.sum(C * dC)
 
     start, index = 0, pl.program_id(0)
-    of_L, of_DHQK, of_DHHV = (
-        (L, siz_b_LQ),
-        (q_ref.shape[1], siz_b_DHQK),
-        (v_ref.shape[1], siz_b_DHHV),
-    )
+    of_L, of_DHQK = (L, siz_b_LQ), (q_ref.shape[1], siz_b_DHQK)
+    of_DHHV = v_ref.shape[1], siz_b_DHHV
     for role, of_rows, of_columns in (
         (dq, of_L, of_DHQK),
         (dk, of_L, of_DHQK),
@@ -160,11 +148,11 @@ def _parallel_bw_dQKV_kernel(
 
         @pl.when((start <= index) & (index < end))
         def _(
-            role: Any = role,
-            start: Any = start,
-            columns: Any = columns,
-            height: Any = of_rows[1],
-            width: Any = of_columns[1],
+            role: Callable[..., None] = role,
+            start: int = start,
+            columns: int = columns,
+            height: int = of_rows[1],
+            width: int = of_columns[1],
         ) -> None:
             row, column = divide(index - start, columns), remainder(index - start, columns)
             role(row, column, block_at(row, height), block_at(column, width))

@@ -1,11 +1,13 @@
 """parallel_fw_H in Triton.
 
-Grid (DHHV / siz_b_DHHV, S / siz_b_LQ, B * NH). A CTA owns siz_b_LQ queries and siz_b_DHHV columns of h, in float32 registers. It loops
-over DHQK in steps of siz_b_DHQK for the inter-chunk part, then over the key tiles of siz_b_LKV at and before its own queries in the
-chunk. The stabilisers are known, so nothing is rescaled on the way. The column blocks of the same queries run next to each other: q, k
-and the gates come from memory once, then from L2.
+Grid (DHHV / siz_b_DHHV, S / siz_b_LQ, B * NH). A CTA owns siz_b_LQ queries and siz_b_DHHV columns
+of h, in float32 registers. It loops over DHQK in steps of siz_b_DHQK for the inter-chunk part, then
+over the chunk's tiles of siz_b_LKV keys up to its queries. The stabilisers are known, so nothing is
+rescaled on the way. The column blocks of the same queries run next to each other: q, k and the
+gates come from memory once, then from L2.
 
-FLOPs: 2 R K V + R (L + 1) (K + V), q.k again for each column block. Bytes: q, k, v, h and C, (R (2 K + 2 V) + B NH NC K V) itemsize.
+FLOPs: 2 R K V + R (L + 1) (K + V), q.k again for each column block. Bytes: q, k, v, h and C,
+(R (2 K + 2 V) + B NH NC K V) itemsize.
 """
 
 from typing import Any
@@ -66,8 +68,9 @@ def _parallel_fw_H_kernel(
     first = remainder(pl.program_id(1), L // LQ) * LQ  # of the first query, inside its chunk
     num_k = DHQK // siz_b_DHQK
 
-    # q . n has a loop of its own: where a tile that the pipeline loads feeds a product and plain arithmetic as well, Triton gives it one
-    # buffer too few, and the copy of a later tile overwrites it under the running product.
+    # q . n is a separate loop: where a pipelined tile feeds both a product and other arithmetic,
+    # Triton gives it one buffer too few, and the copy of a later tile overwrites it under the
+    # running product.
     def add_norm(ik: jax.Array, z: jax.Array) -> jax.Array:
         columns = pl.ds(ik * siz_b_DHQK, siz_b_DHQK)
         return z + jnp.sum(q_ref[:, columns].astype(jnp.float32) * n_ref[columns][None, :], axis=1)
@@ -89,7 +92,7 @@ def _parallel_fw_H_kernel(
     num, z = num * w[:, None], None if z is None else z * w
     u_hi, u_lo = u_hi_ref[...], u_lo_ref[...]
 
-    def from_keys(j: jax.Array, carry: Any) -> tuple[Any, ...]:
+    def add_keys(j: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
         num, z = carry
         keys = pl.ds(j * siz_b_LKV, siz_b_LKV)
         if keep_q:
@@ -104,12 +107,11 @@ def _parallel_fw_H_kernel(
         # Masked after the product, not before: a NaN in k reaches no earlier step.
         D = decay_tile(e_hi_ref[keys], e_lo_ref[keys], u_hi, u_lo, None)
         P = jnp.where(causal_mask(LQ, siz_b_LKV, first - j * siz_b_LKV), scores * (D * scale), 0.0)
-        return num + dot(
-            P.astype(v_ref.dtype), v_ref[keys, :], precision
-        ), None if z is None else z + jnp.sum(P, axis=1)
+        num += dot(P.astype(v_ref.dtype), v_ref[keys, :], precision)
+        return num, None if z is None else z + jnp.sum(P, axis=1)
 
     num_keys = divide(first + LQ + siz_b_LKV - 1, siz_b_LKV)
-    num, z = loop(num_keys, from_keys, (num, z))
+    num, z = loop(num_keys, add_keys, (num, z))
     if normaliser is None:
         h_ref[...] = num.astype(h_ref.dtype)
         return

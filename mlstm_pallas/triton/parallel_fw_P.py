@@ -1,10 +1,10 @@
-"""parallel_fw_P in Triton, of two kernels.
+"""parallel_fw_P in Triton: two kernels.
 
-Grid (NC, B * NH). A CTA owns one chunk of L steps and reads siz_b_DHQK columns of q and k at a time. So each tile of decays is computed
-once, not once for each column block of v.
+Grid (NC, B * NH). A CTA owns one chunk of L steps and reads siz_b_DHQK columns of q and k at a
+time. So each tile of decays is computed once, not once for each column block of v.
 
-key_sums: sum_s kbar_s of each chunk, from which n_c follows. Grid (NC, B * NH). XLA may turn this sum into a product and transpose the
-keys for it in memory. Bytes: R K itemsize.
+key_sums: sum_s kbar_s of each chunk, from which n_c follows. Grid (NC, B * NH). XLA is not used for
+it, since it may turn this sum into a product and transpose the keys in memory. Bytes: R K itemsize.
 
 FLOPs: R (L + 1) K. Bytes: q, k, kbar and P, R (3 K + L) itemsize.
 """
@@ -90,7 +90,7 @@ def _key_sums_kernel(
 def _key_sums(matK: jax.Array, gates: ChunkGates, call: StageCall) -> jax.Array:
     """What each chunk adds to n, (B * NH, NC, DHQK) float32."""
     p = call.problem
-    return kernel_call(
+    sums: jax.Array = kernel_call(
         _key_sums_kernel,
         name="key_sums",
         grid=(p.NC, p.BNH),
@@ -103,6 +103,7 @@ def _key_sums(matK: jax.Array, gates: ChunkGates, call: StageCall) -> jax.Array:
         call=call,
         siz_b_DHQK=call.tiles.siz_b_DHQK,
     )(matK, gates.per_step().vecAbar)[0]
+    return sums
 
 
 def parallel_fw_P(

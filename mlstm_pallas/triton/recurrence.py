@@ -1,21 +1,24 @@
 """The recurrence over chunks in Triton, for recurrent_fw_C and recurrent_bw_dC.
 
-Grid (DHHV / siz_b_DHHV, DHQK / siz_b_DHQK, B * NH), times the number of recurrences: one launch may run several. A CTA owns a
-siz_b_DHQK x siz_b_DHHV block of X, in float32 registers, and loops over the sequence in tiles of siz_b_LKV steps. At each chunk
-boundary it stores the block in the kernel dtype. Within a chunk no sum is read before the last tile. The block is kept transposed:
-where a has to be scaled it passes through registers, and goes from there to shared memory row by row as the right operand, while b is
-read transposed from where the copy put it. The CTAs of the first column block own x.
+Grid (DHHV / siz_b_DHHV, DHQK / siz_b_DHQK, B * NH), times the number of recurrences in the launch.
+A CTA owns a siz_b_DHQK x siz_b_DHHV block of X, in float32 registers, and loops over the sequence
+in tiles of siz_b_LKV steps. At each chunk boundary it stores the block in the kernel dtype. Within
+a chunk no sum is read before the last tile. The CTAs of the first column block own x.
 
-Where that makes too few CTAs for a GPU, the sequence is cut into num_splits parts, which count as heads; the states before them follow
-from what each adds (splits.py). The same kernel computes that, with a split for a chunk.
+The block is kept transposed, so that a is the right operand: a scaled a goes from registers to
+shared memory row by row. b is read transposed from where the copy put it.
 
-FLOPs: 2 R K V. Bytes: a and b once for each column and row block (the repeats mostly from L2), the states once:
-(R (K + V) + B NH NC K V) itemsize.
+Where this makes too few CTAs for a GPU, the sequence is cut into num_splits parts, which count as
+heads. The states before them follow from what each part adds (splits.py). The same kernel computes
+that, with each split as one chunk.
+
+FLOPs: 2 R K V. Bytes: a and b once for each column and row block (the repeats mostly from L2), the
+states once: (R (K + V) + B NH NC K V) itemsize.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -30,8 +33,8 @@ from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, chunk_
 from mlstm_pallas.tiles import Precision, blocks, divide, dot, loop, remainder
 from mlstm_pallas.triton.launch import kernel_call
 
-# CTAs that leave no SM of a large GPU without two. Splitting pays for its second launch only from four splits on.
-ENOUGH_CTAS, MIN_SPLITS, MAX_SPLITS = 256, 4, 16
+ENOUGH_CTAS = 256  # about two for each SM of a large GPU
+MIN_SPLITS, MAX_SPLITS = 4, 16  # with fewer, a second launch costs more than it gains
 
 
 def _recurrence_kernel(
@@ -40,10 +43,12 @@ def _recurrence_kernel(
     r_ref: Any,  # (S,), absent where a is scaled
     gamma_ref: Any,  # (NC,)
     X_initial_ref: Any,  # (siz_b_DHQK, siz_b_DHHV), may be absent
-    x_initial_ref: Any,  # (siz_b_DHQK,), absent where x is not wanted; so are x and x_last
+    x_initial_ref: Any,  # (siz_b_DHQK,), may be absent
     X_ref: Any,  # out (NC, siz_b_DHQK, siz_b_DHHV)
-    *more_refs: Any,  # out, as wanted: X_last (siz_b_DHQK, siz_b_DHHV); x (NC, siz_b_DHQK) and x_last (siz_b_DHQK,)
-    tiles: int,
+    # out: with return_last X_last (siz_b_DHQK, siz_b_DHHV); with x_initial x (NC, siz_b_DHQK) and
+    # x_last (siz_b_DHQK,)
+    *more_refs: Any,
+    num_tiles: int,
     siz_b_L: int,
     backward: bool,
     return_last: bool,
@@ -55,7 +60,7 @@ def _recurrence_kernel(
     x_last_ref: Any = next(more, None)
     owns_x = pl.program_id(0) == 0
 
-    def step(index: jax.Array, carry: Any) -> jax.Array:
+    def step(index: jax.Array, carry: Any) -> Any:
         XT, x = carry
         chunk = num_chunks - 1 - index if backward else index
         X_ref[chunk, :, :] = XT.astype(X_ref.dtype).T
@@ -65,9 +70,9 @@ def _recurrence_kernel(
             def _() -> None:
                 x_ref[chunk, :] = x
 
-        def add(tile: jax.Array, carry: Any) -> tuple[Any, ...]:
+        def add(tile: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
             XT, x = carry
-            steps = pl.ds((chunk * tiles + tile) * siz_b_L, siz_b_L)
+            steps = pl.ds((chunk * num_tiles + tile) * siz_b_L, siz_b_L)
             a = a_ref[steps, :]
             if r_ref is not None:
                 scaled = a.astype(jnp.float32) * r_ref[steps][:, None]
@@ -75,14 +80,13 @@ def _recurrence_kernel(
             return XT + dot(b_ref[steps, :], a, precision, a_axis=0), x
 
         gamma = gamma_ref[chunk]
-        return loop(tiles, add, (XT * gamma, None if x is None else x * gamma))
+        return loop(num_tiles, add, (XT * gamma, None if x is None else x * gamma))
 
     x = None if x_initial_ref is None else x_initial_ref[...]
-    XT = (
-        jnp.zeros((b_ref.shape[1], a_ref.shape[1]), jnp.float32)
-        if X_initial_ref is None
-        else X_initial_ref[...].T
-    )
+    if X_initial_ref is None:
+        XT = jnp.zeros((b_ref.shape[1], a_ref.shape[1]), jnp.float32)
+    else:
+        XT = X_initial_ref[...].T
     XT, x = loop(num_chunks, step, (XT, x))
     if X_last_ref is not None:
         X_last_ref[...] = XT.T
@@ -99,48 +103,57 @@ _INPUTS = 6  # references of the kernel
 def _recurrences_kernel(
     *refs: Any, each: Sequence[tuple[int, dict[str, Any]]], heads: int, **statics: Any
 ) -> None:
-    """The inputs, then the outputs of each recurrence; ``each``: how many outputs, and what is static."""
-    of, out = divide(pl.program_id(2), heads), len(each) * _INPUTS
-    for index, (outputs, own) in enumerate(each):
-        own_refs = *refs[index * _INPUTS : (index + 1) * _INPUTS], *refs[out : out + outputs]
-        run: Any = functools.partial(_recurrence_kernel, **own, **statics)
+    """refs: all inputs, then all outputs; each: (number of outputs, statics) a recurrence."""
+    current, out = divide(pl.program_id(2), heads), len(each) * _INPUTS
+    for index, (num_outputs, options) in enumerate(each):
+        inputs = refs[index * _INPUTS : (index + 1) * _INPUTS]
+        run: Any = functools.partial(_recurrence_kernel, **options, **statics)
+        run = functools.partial(run, *inputs, *refs[out : out + num_outputs])
         if len(each) == 1:
-            run(*own_refs)
+            run()
         else:
-            pl.when(of == index)(functools.partial(run, *own_refs))
-        out += outputs
+            pl.when(current == index)(run)
+        out += num_outputs
 
 
 def _launch(
     name: str,
     recurrences: Sequence[Recurrence],
     call: StageCall,
-    taken: tuple[range, int] | None = None,
+    selected: tuple[range, int] | None = None,
 ) -> list[RecurrenceOutputs]:
-    """One launch of the kernel. taken: (these, of each n) heads alone."""
+    """One launch of the kernel. selected: (a range, n) runs these heads of every n alone."""
     p, BK, BV = call.problem, call.tiles.siz_b_DHQK, call.tiles.siz_b_DHHV
-    these, of_each = taken or (range(1), 1)
+    these, of_each = selected or (range(1), 1)
     heads = p.BNH // of_each * len(these)
 
-    def output_head(n: jax.Array) -> jax.Array:
+    def output_head(n: Any) -> Any:
         return n if len(recurrences) == 1 else remainder(n, heads)
 
-    def head(n: jax.Array) -> jax.Array:
+    def head(n: Any) -> Any:
         n = output_head(n)
-        return (
-            n
-            if taken is None
-            else divide(n, len(these)) * of_each + remainder(n, len(these)) + these.start
-        )
+        if selected is None:
+            return n
+        return divide(n, len(these)) * of_each + remainder(n, len(these)) + these.start
 
-    def block(shape: Any, index: jax.Array, of: Any = head) -> jax.Array:
+    def block(
+        shape: tuple[int, ...],
+        index: Callable[[Any, Any], tuple[Any, ...]],
+        of: Callable[[Any], Any] = head,
+    ) -> pl.BlockSpec:
         return pl.BlockSpec((None, *shape), lambda iv, ik, n: (of(n), *index(iv, ik)))
 
-    state, norm = (lambda iv, ik: (ik, iv)), (lambda iv, ik: (ik,))
+    def state(iv: Any, ik: Any) -> tuple[Any, ...]:
+        return ik, iv
+
+    def norm(iv: Any, ik: Any) -> tuple[Any, ...]:
+        return (ik,)
+
     arrays: list[tuple[jax.Array | None, pl.BlockSpec]] = []
     outputs: list[tuple[tuple[int, ...], Any, pl.BlockSpec]] = []
     each: list[tuple[int, dict[str, Any]]] = []
     for x in recurrences:
+        first = len(outputs)
         arrays += [
             (x.a, sequence_spec(x.a, p, p.S, BK, lambda iv, ik, n: (head(n), 0, ik))),
             (x.b, sequence_spec(x.b, p, p.S, BV, lambda iv, ik, n: (head(n), 0, iv))),
@@ -149,27 +162,17 @@ def _launch(
             (x.X_initial, block((BK, BV), state)),
             (x.x_initial, block((BK,), norm)),
         ]
-        own: Any = [
-            (
-                (p.NC, p.DHQK, p.DHHV),
-                x.a.dtype,
-                block((p.NC, BK, BV), lambda iv, ik: (0, ik, iv), output_head),
-            )
-        ]
+        spec = block((p.NC, BK, BV), lambda iv, ik: (0, ik, iv), output_head)
+        outputs.append(((p.NC, p.DHQK, p.DHHV), x.a.dtype, spec))
         if x.return_last:
-            own.append(((p.DHQK, p.DHHV), jnp.float32, block((BK, BV), state, output_head)))
+            outputs.append(((p.DHQK, p.DHHV), jnp.float32, block((BK, BV), state, output_head)))
         if x.x_initial is not None:
-            own.append(
-                (
-                    (p.NC, p.DHQK),
-                    jnp.float32,
-                    block((p.NC, BK), lambda iv, ik: (0, ik), output_head),
-                )
-            )
-            own.append(((p.DHQK,), jnp.float32, block((BK,), norm, output_head)))
-        outputs += own
-        each.append((len(own), dict(backward=x.backward, return_last=x.return_last)))
-    found = iter(
+            spec = block((p.NC, BK), lambda iv, ik: (0, ik), output_head)
+            outputs.append(((p.NC, p.DHQK), jnp.float32, spec))
+            outputs.append(((p.DHQK,), jnp.float32, block((BK,), norm, output_head)))
+        options = dict(backward=x.backward, return_last=x.return_last)
+        each.append((len(outputs) - first, options))
+    results = iter(
         kernel_call(
             _recurrences_kernel,
             name=name,
@@ -180,17 +183,17 @@ def _launch(
             call=call,
             each=tuple(each),
             heads=heads,
-            tiles=blocks(p.L, call.tiles.siz_b_LKV),
+            num_tiles=blocks(p.L, call.tiles.siz_b_LKV),
             siz_b_L=call.tiles.siz_b_LKV,
             precision=call.precision,
         )(*(y for y, _ in arrays))
     )
 
     def outputs_of(x: Recurrence) -> RecurrenceOutputs:
-        X, X_last = next(found), next(found) if x.return_last else None
-        return RecurrenceOutputs(
-            X, X_last, *((next(found), next(found)) if x.x_initial is not None else (None, None))
-        )
+        X, X_last = next(results), next(results) if x.return_last else None
+        if x.x_initial is None:
+            return RecurrenceOutputs(X, X_last, None, None)
+        return RecurrenceOutputs(X, X_last, next(results), next(results))
 
     return [outputs_of(x) for x in recurrences]
 
@@ -205,30 +208,24 @@ def split_products(
     all_splits: bool = False,
     call: StageCall,
 ) -> jax.Array:
-    """``stages/recurrence.py``."""
+    """As ``split_products`` of stages/recurrence.py."""
     p = call.problem.split(num_splits)
     p = dataclasses.replace(p, L=p.S)
     call = dataclasses.replace(call, problem=p, tiles=shrunk(call.tiles.clamped(p), p))
     a, b, r = (splits_as_heads(x, num_splits) for x in (a, b, r))
     whole = Recurrence(a, b, jnp.ones((p.BNH, 1), jnp.float32), None, return_last=True, r=r)
-    taken = (
-        range(num_splits)
-        if all_splits
-        else range(1, num_splits)
-        if backward
-        else range(num_splits - 1)
-    )
-    (outputs,) = _launch("split_products", [whole], call, (taken, num_splits))
-    return heads_of_splits(outputs.X_last, len(taken))
+    first, end = (0, num_splits) if all_splits else (backward, num_splits - 1 + backward)
+    (outputs,) = _launch("split_products", [whole], call, (range(first, end), num_splits))
+    return heads_of_splits(outputs.X_last, end - first)
 
 
 def recurrences(name: str, *each: Recurrence, call: StageCall) -> list[RecurrenceOutputs]:
-    """``stages/recurrence.py``, in one launch. XLA computes the inner products."""
+    """As ``recurrences`` of stages/recurrence.py, in one launch; inner products by XLA."""
     return [with_inner(x, y) for x, y in zip(each, _recurrences(name, each, call), strict=True)]
 
 
 def _recurrences(name: str, each: Sequence[Recurrence], call: StageCall) -> list[RecurrenceOutputs]:
-    """All but the inner products."""
+    """The outputs without the inner products."""
     p, tiles = call.problem, shrunk(call.tiles, call.problem, len(each))
     num_splits = splits_of(tiles, p, len(each))
     if num_splits == 1:
@@ -254,7 +251,7 @@ def _whole(
 def _in_splits(
     x: Recurrence, num_splits: int, call: StageCall
 ) -> tuple[Recurrence, tuple[Any, Any]]:
-    """The recurrence on splits, from the states before them; where it has x, that is computed here."""
+    """The recurrence on splits, from the states before them; then x and x_last, if it has x."""
     vectors: tuple[Any, Any] = (None, None)
     if x.r is not None:
         scaled = x.a.astype(jnp.float32) * steps_like(x.r, x.a)
@@ -271,12 +268,12 @@ def _in_splits(
 
 
 def _ctas(tiles: StageConfig, p: Problem) -> int:
-    """Of one recurrence over one split."""
+    """CTAs of one recurrence without splits."""
     return p.BNH * blocks(p.DHHV, tiles.siz_b_DHHV) * blocks(p.DHQK, tiles.siz_b_DHQK)
 
 
 def shrunk(tiles: StageConfig, p: Problem, recurrences: int = 1) -> StageConfig:
-    """The (clamped) tiles with smaller blocks, down to 64 columns a side, where so many recurrences have few CTAs."""
+    """The clamped tiles, with blocks of down to 64 columns a side where there are few CTAs."""
     for name in ("siz_b_DHHV", "siz_b_DHQK") * 2:
         size = getattr(tiles, name)
         if size > 64 and recurrences * _ctas(tiles, p) < ENOUGH_CTAS:
@@ -287,8 +284,8 @@ def shrunk(tiles: StageConfig, p: Problem, recurrences: int = 1) -> StageConfig:
 def splits_of(tiles: StageConfig, p: Problem, recurrences: int = 1) -> int:
     """Splits of the sequence: num_splits, cut to what divides the chunks."""
     filling = max(ENOUGH_CTAS // max(recurrences * _ctas(tiles, p), 1), 1)
-    wanted = filling if tiles.num_splits is None else tiles.num_splits
-    splits = min(1 << (wanted.bit_length() - 1), MAX_SPLITS, p.NC & -p.NC)
+    splits = filling if tiles.num_splits is None else tiles.num_splits
+    splits = min(1 << (splits.bit_length() - 1), MAX_SPLITS, p.NC & -p.NC)
     return splits if tiles.num_splits is not None or splits >= MIN_SPLITS else 1
 
 

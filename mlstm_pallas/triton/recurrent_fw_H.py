@@ -1,16 +1,19 @@
 """recurrent_fw_H in Triton.
 
-Grid (DHHV / siz_b_DHHV, B * NH). A CTA owns siz_b_DHHV columns of C, in float32 registers, and of h, and loops over the chunks. The
-state is kept transposed, as the left operand of C^T q: what one product leaves in registers the next takes from there, rounded to the
-kernel dtype, and no state goes through shared memory. It is held as tiles of siz_b_DHQK rows: only one rounded tile at a time fits
-beside it. Where C has more than siz_b_loop rows, a launch for each siz_b_loop of them adds to the output of the launch before.
+Grid (DHHV / siz_b_DHHV, B * NH). A CTA owns siz_b_DHHV columns of C, in float32 registers, and of
+h, and loops over the chunks. The state is kept transposed, as the left operand of C^T q: the next
+product reads it from registers, rounded to the kernel dtype, and no state goes through shared
+memory. It is held as tiles of siz_b_DHQK rows, since only one rounded tile fits beside it. Where C
+has more than siz_b_loop rows, each launch handles siz_b_loop of them and adds to the output of the
+launch before.
 
-C before every n-th chunk may be stored on the way, for the backward pass: the loop over chunks is then two nested loops.
+The backward pass may need C before every n-th chunk. It is then stored on the way, and the loop
+over chunks becomes two nested loops.
 
-No tile that the pipeline loads feeds plain arithmetic as well as a product (see parallel_fw_H).
+No pipelined tile feeds both a product and other arithmetic (see parallel_fw_H).
 
-FLOPs: 4 R K V + R (L + 1) V. Bytes: q, kbar, v, h and P, R (2 K + 2 V + L) itemsize; q, kbar and P again for each column block, mostly
-from L2, and h twice more for each further launch.
+FLOPs: 4 R K V + R (L + 1) V. Bytes: q, kbar, v, h and P, R (2 K + 2 V + L) itemsize; q, kbar and P
+again for each column block, mostly from L2, and h twice more for each further launch.
 """
 
 from typing import Any
@@ -47,7 +50,9 @@ def _recurrent_fw_H_kernel(
     C_initial_ref: Any,  # (siz_b_loop, siz_b_DHHV), may be absent
     partial_ref: Any,  # (S, siz_b_DHHV) h of the launches before, absent in the first
     h_ref: Any,  # out (S, siz_b_DHHV)
-    *more_refs: Any,  # out, as wanted: C_last (siz_b_loop, siz_b_DHHV); C (stored, siz_b_loop, siz_b_DHHV)
+    # out: with return_last C_last (siz_b_loop, siz_b_DHHV); with store_every C
+    # (NC / store_every, siz_b_loop, siz_b_DHHV)
+    *more_refs: Any,
     L: int,
     siz_b_DHQK: int,
     return_last: bool,
@@ -61,9 +66,10 @@ def _recurrent_fw_H_kernel(
     row_tiles = [pl.ds(start, siz_b_DHQK) for start in range(0, rows, siz_b_DHQK)]
     chunks = S // L
 
-    # The pipeline copies operands of products alone. The rest is prefetched a chunk ahead, or each load would be waited for. So is P:
-    # the pipeline would hold several of its tiles, too much shared memory for two CTAs on an SM.
-    def prefetch(index: jax.Array) -> tuple[Any, ...]:
+    # The pipeline copies operands of products alone. The rest is prefetched a chunk ahead, so that
+    # no load is waited for. So is P: the pipeline would hold several of its tiles, too much shared
+    # memory for two CTAs on an SM.
+    def prefetch(index: Any) -> tuple[Any, ...]:
         chunk = lax.min(index, np.int32(chunks - 1))
         steps = block_at(chunk, L)
         return (
@@ -72,7 +78,7 @@ def _recurrent_fw_H_kernel(
             *(None if ref is None else ref[steps, :] for ref in (partial_ref, P_ref)),
         )
 
-    def step(index: jax.Array, carry: Any) -> tuple[Any, ...]:
+    def step(index: jax.Array, carry: Any) -> Any:
         CT, (gamma, r, partial, P) = carry
         steps = block_at(index, L)
         following = prefetch(index + 1)
@@ -93,24 +99,23 @@ def _recurrent_fw_H_kernel(
         )
         return CT, following
 
-    def initial(tile: jax.Array) -> jax.Array:
+    def initial(tile: Any) -> Any:
         if C_initial_ref is None:
             return jnp.zeros((v_ref.shape[1], siz_b_DHQK), jnp.float32)
         return C_initial_ref[tile, :].T
 
-    def store_and_step(index: jax.Array, carry: Any) -> jax.Array:
+    def store_and_step(index: jax.Array, carry: Any) -> Any:
         for tile, block in zip(row_tiles, carry[0], strict=True):
             C_ref[index, tile, :] = block.astype(C_ref.dtype).T
-        return loop(
-            store_every, lambda chunk, carry: step(index * store_every + chunk, carry), carry
-        )
 
-    carry = tuple(map(initial, row_tiles)), prefetch(np.int32(0))
-    CT, _ = (
-        loop(chunks // store_every, store_and_step, carry)
-        if store_every
-        else loop(chunks, step, carry)
-    )
+        def step_from_store(chunk: jax.Array, carry: Any) -> Any:
+            return step(index * store_every + chunk, carry)
+
+        return loop(store_every, step_from_store, carry)
+
+    carry: Any = tuple(map(initial, row_tiles)), prefetch(np.int32(0))
+    iteration = store_and_step if store_every else step
+    CT, _ = loop(chunks // (store_every or 1), iteration, carry)
     if C_last_ref is not None:
         for tile, block in zip(row_tiles, CT, strict=True):
             C_last_ref[tile, :] = block.T
@@ -159,7 +164,7 @@ def recurrent_fw_H(
             ),
             (H, values),
         ]
-        # h may be rounded twice within its promised error, not once a launch.
+        # h is rounded at most twice, not once a launch, to keep its error bound.
         dtype = output_dtype if index == launches - 1 or launches == 2 else jnp.float32
         outputs: list[Any] = [(sequence_shape(matV, p.DHHV, dtype), values)]
         if return_last:
@@ -198,7 +203,7 @@ def _clamp(tiles: StageConfig, p: Problem) -> StageConfig:
 
 
 def _heuristic(p: Problem, dtype: jnp.dtype) -> StageConfig:
-    """Two CTAs on an SM of Hopper."""
+    """Tiles for two CTAs on an SM of Hopper."""
     rows = 64 if dtype.itemsize > 2 else 128
     return StageConfig(
         siz_b_LKV=32, siz_b_DHQK=rows, siz_b_DHHV=64, siz_b_loop=256, num_warps=4, num_stages=2

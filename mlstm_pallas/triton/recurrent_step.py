@@ -1,11 +1,12 @@
 """recurrent_step in Triton.
 
-Grid (ceil(DHHV / siz_b_DHHV), B * NH). A CTA owns siz_b_DHHV columns of C of one head and loops over them in blocks of siz_b_DHQK
-rows, each prefetched while the one before is worked on. Every CTA computes n' and z for itself; those of the first columns store n'
-and m'. C is updated in place. n and m are not: other CTAs may still read them. Sizes that the tiles do not divide are masked, as
-padding would move the states once more.
+Grid (ceil(DHHV / siz_b_DHHV), B * NH). A CTA owns siz_b_DHHV columns of one head's C and loops over
+them in blocks of siz_b_DHQK rows, each prefetched during the work on the block before. Every CTA
+computes n' and z; the CTAs of the first columns store n' and m'. C is updated in place, n and m are
+not: other CTAs may still read them. Sizes that the tiles do not divide are masked, since padding
+would copy the states.
 
-FLOPs: 4 B NH K V. Bytes: C twice, 2 B NH K V itemsize; the rest is less by the factor of V or K.
+FLOPs: 4 B NH K V. Bytes: C twice, 2 B NH K V itemsize; the rest is smaller by a factor of V or K.
 """
 
 from typing import Any
@@ -54,15 +55,10 @@ def _recurrent_step_kernel(
         q, k, n = (
             masked_load(ref.at[rows], in_rows).astype(jnp.float32) for ref in (q_ref, k_ref, n_ref)
         )
-        return (
-            C,
-            q,
-            k,
-            n,
-            k[:, None],
-        )  # which goes through shared memory: behind a barrier, before the gates
+        # k[:, None] goes through shared memory, behind a barrier, so it is made before the gates.
+        return C, q, k, n, k[:, None]
 
-    def update(ik: jax.Array, loaded: Any, num: jax.Array, z: jax.Array) -> tuple[Any, ...]:
+    def update(ik: jax.Array, loaded: Any, num: jax.Array, z: jax.Array) -> tuple[Any, Any]:
         rows, in_rows = _block(ik, siz_b_DHQK, DHQK)
         C, q, k, n, k_column = loaded
         C = decay * C.astype(jnp.float32) + (gain * k_column) * v[None, :]
@@ -85,11 +81,9 @@ def _recurrent_step_kernel(
     i, f = (ref[...].astype(jnp.float32) for ref in (i_ref, f_ref))
     m = None if m_ref is None else m_ref[...].astype(jnp.float32)
     v = masked_load(v_ref.at[columns], in_columns).astype(jnp.float32)
-    carry = (
-        load(jnp.zeros((), jnp.int32)),
-        jnp.zeros((siz_b_DHHV,), jnp.float32),
-        jnp.zeros((), jnp.float32),
-    )
+    loaded = load(jnp.zeros((), jnp.int32))
+    num, z = jnp.zeros((siz_b_DHHV,), jnp.float32), jnp.zeros((), jnp.float32)
+    carry: Any = loaded, num, z
     decay, gain, m_new = step_gates(i, f, m, lambda x: rounded(x, m_new_ref.dtype, compiled))
     if num_blocks > 1:
         carry = loop(num_blocks - 1, step, carry)
@@ -103,8 +97,8 @@ def _recurrent_step_kernel(
             m_new_ref[...] = m_new.astype(m_new_ref.dtype)
 
 
-def _block(index: jax.Array, size: int, total: int) -> tuple[Any, ...]:
-    """Where the block is, and which of its elements are inside the axis; None: all."""
+def _block(index: jax.Array, size: int, total: int) -> tuple[Any, jax.Array | None]:
+    """The slice of a block, and a mask of its elements inside the axis; None: all are."""
     inside = None if total % size == 0 else index * size + lax.iota(jnp.int32, size) < total
     return block_at(index, size), inside
 
