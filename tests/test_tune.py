@@ -123,8 +123,6 @@ def distance(tiles, best, stage):
     return float(np.abs(np.subtract(*at)).sum())
 
 
-
-
 def test_what_is_wrong_or_pruned_is_never_the_best():
     search = tune.Search("chunk_gates", problem(), [StageConfig(siz_b_LQ=32)])
     [start] = search.next_round()

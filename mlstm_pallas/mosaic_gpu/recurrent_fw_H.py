@@ -317,8 +317,8 @@ def _takes(config: StageConfig, p: Problem) -> bool:
         or p.BNH * (config.num_splits or 1) > HEADS
     ):
         return False
-    fits = p.L == 64 and not p.DHHV % columns and not columns % (64 * warpgroups)
-    if not fits or columns // (64 * warpgroups) * rows > 256:
+    parts, rest = divmod(columns, 64 * warpgroups)
+    if p.L != 64 or p.DHHV % columns or rest or parts * rows > 256:
         return False
     # The first launch reads P, the second one h of the first. One launch alone stores states.
     one = p.DHQK == rows
