@@ -321,7 +321,7 @@ def _takes(config: StageConfig, p: Problem) -> bool:
     if p.L != 64 or p.DHHV % columns or rest or parts * rows > 256:
         return False
     # The first launch reads P, the second one h of the first. One launch alone stores states.
-    one = p.DHQK == rows
+    one = rows == p.DHQK
     options = [dict(first_launch=x, stores_states=one) for x in ([True] if one else [True, False])]
     sizes = (shared_bytes(scratch(p, config, rows, KERNEL_DTYPE, **x)) for x in options)
     return max(sizes) <= SHARED_BYTES
