@@ -169,7 +169,7 @@ def parallel_fw_P(
 def _takes(config: StageConfig, p: Problem) -> bool:
     """q and k of a chunk are in shared memory, whole."""
     fits = p.BNH <= HEADS and p.L == L and p.DHQK % 64 == 0
-    return fits and shared_bytes(scratch(p, KERNEL_DTYPE)) <= SHARED_BYTES
+    return fits and shared_bytes(scratch(p, KERNEL_DTYPE), has_sum=True) <= SHARED_BYTES
 
 
 KERNEL = kernel(search={}, heuristic=lambda p: StageConfig(), takes=_takes)
