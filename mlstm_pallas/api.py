@@ -1,4 +1,4 @@
-"""mlstm_chunkwise."""
+"""mlstm_chunkwise: the chunkwise mLSTM of whole sequences."""
 
 from typing import Literal, overload
 
@@ -82,8 +82,8 @@ def mlstm_chunkwise(
     has them. jit, vmap, remat, scan and shard_map work. Shards of B and NH
     stay on their devices; ``mlstm_pallas.distributed`` shards S.
 
-    A NaN reaches h of its own batch entry and head only, and no step before
-    its own. One in v also reaches earlier steps of its chunk, in its column.
+    A NaN reaches h of the same batch entry and head only, and no earlier
+    step. One in v also reaches earlier steps of its chunk, in its column.
 
     Example::
 
@@ -169,7 +169,7 @@ def mlstm_chunkwise(
     Returns:
       h, shaped as v, in the dtype of q. With return_last_states
       (h, (c, n, m)), the states in float32 and shaped as the initial ones.
-      With the sigmoid gate m is zeros, and c and n alone are taken back.
+      With the sigmoid gate m is zeros and need not be passed back.
 
     Raises:
       TypeError, ValueError: at trace time, naming the argument, what came and

@@ -91,6 +91,6 @@ def inverse(den: jax.Array) -> jax.Array:
 
 
 def query_scale(w: jax.Array, qk_scale: float, inv_den: jax.Array | None = None) -> jax.Array:
-    """r_t = w_t scale / den_t, which scales a query's inter-chunk part. No inv_den: w_t scale."""
+    """r_t = w_t scale / den_t, the scale of a query's inter-chunk part; inv_den None: den is 1."""
     r = w * qk_scale
     return r if inv_den is None else r * inv_den

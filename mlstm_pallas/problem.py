@@ -1,4 +1,4 @@
-"""The dimensions of a call as the kernels see them, and which chunk and head sizes they take.
+"""The dimensions of a call as the kernels see them, and the allowed chunk sizes and head sizes.
 
 Notation: B batch, NH heads, S sequence length, DHQK head dimension of q and k, DHHV head dimension
 of v and h, NC chunks of L steps.

@@ -1,6 +1,7 @@
-"""What the documented systems share: the contracts of their arguments, the gates, the stages and the two passes.
+"""The parts that the documented systems share: argument checks, gates, stages, both passes.
 
-Notation: B batch, NH heads, S sequence length, DHQK head dimension of q and k, DHHV head dimension of v and h, NC chunks of L steps.
+Notation: B batch, NH heads, S sequence length, DHQK head dimension of q and k, DHHV head dimension
+of v and h, NC chunks of L steps.
 """
 
 import dataclasses
@@ -40,7 +41,7 @@ from mlstm_pallas.validation import (
     check_states_complete,
 )
 
-# The contracts: the dimensions of each array argument; states at chunk boundaries come without the last one or with it.
+# The dimensions of each array argument. States at chunk boundaries may include the last one.
 
 Shapes = tuple[tuple[str, ...], ...]
 STEPS: Shapes = (("B", "NH", "S"),)
@@ -79,7 +80,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def renamed(function: Function, name: str, module: str) -> Function:
-    """A copy under another name, which messages about its arguments then have."""
+    """A copy under another name, which error messages about its arguments then show."""
     original = cast(types.FunctionType, function)
     code = original.__code__.replace(co_name=name, co_qualname=name)
     copy = types.FunctionType(code, original.__globals__, name, original.__defaults__)
@@ -92,22 +93,22 @@ def renamed(function: Function, name: str, module: str) -> Function:
 
 
 def check_statics(arguments: Arguments) -> dict[str, Any]:
-    """Checks what is no array; returns it by the names in lower case, without what is None."""
+    """Checks the arguments that are no arrays; returns them by lower-case name, a None left out."""
     StageConfig(**{name: arguments[name] for name in TILES if arguments.get(name) is not None})
-    found: dict[str, Any] = {}
+    statics: dict[str, Any] = {}
     for name, x in arguments.items():
         key = name.lower()
         if key in ("eps", "norm_val") or (key == "qk_scale" and x is not None):
-            found[key] = check_scalar(name, x, signed=key == "qk_scale")
+            statics[key] = check_scalar(name, x, signed=key == "qk_scale")
         elif key in FLAGS:
-            found[key] = check_flag(name, x)
+            statics[key] = check_flag(name, x)
         elif key == "output_dtype":
-            found[key] = check_output_dtype(name, x)
+            statics[key] = check_output_dtype(name, x)
         elif key == "chunk_size":
-            found[key] = check_integer(name, x, MIN_CHUNK_SIZE, power_of_two=True)
+            statics[key] = check_integer(name, x, MIN_CHUNK_SIZE, power_of_two=True)
         elif key == "num_chunks":
-            found[key] = check_integer(name, x, 1)
-    return found
+            statics[key] = check_integer(name, x, 1)
+    return statics
 
 
 def check_arguments(
@@ -142,7 +143,8 @@ def check_arguments(
             "chunks" if num_chunks is None else f"{num_chunks} chunks",
         )
         raise ValueError(
-            f"{name} has shape {tuple(arrays[name].shape)}, expected S = {S} to be {chunks} of {chunk_size} steps"
+            f"{name} has shape {tuple(arrays[name].shape)}, expected S = {S} to be {chunks} of "
+            f"{chunk_size} steps"
         )
     sizes |= {
         "NC": NC,
@@ -168,13 +170,13 @@ def call_spec(
     renamed: Mapping[str, str] | None = None,
     **shapes: Shapes,
 ) -> CallSpec:
-    """Checks the arguments and chooses everything static about the call.
+    """Checks the arguments and makes the CallSpec.
 
     Args:
       optional: arrays that may be None, beside OPTIONAL.
       constant_denominator: the denominator is an argument, to which eps is added.
-      stage: whose tiles those among the arguments replace, where they are not None.
-      renamed: for tiles of the stage, the arguments that have them under another name.
+      stage: the stage whose tiles the arguments replace, unless they are None.
+      renamed: the arguments of tiles that have another name in the stage.
       shapes: of arguments, in place of those of CONTRACTS.
     """
     statics = check_statics(arguments)
@@ -194,13 +196,8 @@ def call_spec(
     ).replace(fused_min_heads=0)
     if stage is not None:
         tiles = {name: arguments.get((renamed or {}).get(name, name)) for name in TILES}
-        config = config.replace(
-            **{
-                stage: config.stage(stage).replace(
-                    **{name: x for name, x in tiles.items() if x is not None}
-                )
-            }
-        )
+        tiles = {name: x for name, x in tiles.items() if x is not None}
+        config = config.replace(**{stage: config.stage(stage).replace(**tiles)})
     problem = make_problem((B, NH, S, DHQK), DHHV, chunk_size, pad_heads=True)
     if "qk_scale" in statics:
         problem = dataclasses.replace(problem, qk_scale=statics["qk_scale"])
@@ -217,13 +214,13 @@ def accumulator(spec: CallSpec) -> jnp.dtype:
     return jnp.promote_types(spec.dtype, jnp.float32)
 
 
-def initial_states(spec: CallSpec, k: Array, v: Array, *given: Array | None) -> list[jax.Array]:
-    """C, n, m as given, or zeros; in the accumulator's dtype."""
+def initial_states(spec: CallSpec, k: Array, v: Array, *states: Array | None) -> list[jax.Array]:
+    """C, n, m, zeros where None, in the accumulator's dtype."""
     (B, NH, _, DHQK), acc = k.shape, accumulator(spec)
     shapes = (B, NH, DHQK, v.shape[-1]), (B, NH, DHQK), (B, NH)
     return [
         jnp.zeros(shape, acc) if x is None else jnp.asarray(x, acc)
-        for x, shape in zip(given, shapes, strict=True)
+        for x, shape in zip(states, shapes, strict=True)
     ]
 
 
@@ -237,12 +234,15 @@ def gates_of(
     log_f: Any = None,
     vecB: Any = None,
 ) -> ChunkGates:
-    """The gates, with B and NH as two axes. Gates are given as (B, NH, S) or (B, NH, NC, L).
+    """The gates, with B and NH as two axes. vecI, vecF, log_f, vecB: (B, NH, S) or (B, NH, NC, L).
 
     Args:
-      vecI: the input gate. With the m_t of every step in its place, all but e and abar are right: m_t - b_t is its own running maximum.
-      scaM: the first stabiliser (B, NH), or those of the chunk boundaries, (B, NH, NC) or (B, NH, NC + 1).
-      vecF, log_f, vecB: one of pre-activations, log sigmoid(f), and its running sums within each chunk; the latter two are finite.
+      vecI: the input gate, or the m_t of every step. m_t - b_t equals its running maximum, so with
+        m_t all but e and abar are right.
+      scaM: the first stabiliser (B, NH), or those of the chunk boundaries, (B, NH, NC) or
+        (B, NH, NC + 1).
+      vecF, log_f, vecB: one of pre-activations, log sigmoid(f), and its running sums within each
+        chunk; the latter two are finite.
     """
     acc, NC, L = accumulator(spec), spec.problem.NC, spec.problem.L
 
@@ -274,22 +274,26 @@ def gates_of(
     return gate_forms.join_chunks(local, m)
 
 
-# The stages, on the arrays of a shard, (B * NH, ...). Head dimensions come and go unpadded, states with chunks and rows on one axis.
+# The stages, on the arrays of a shard, (B * NH, ...). Inputs and outputs have unpadded head
+# dimensions, and states have chunks and rows on one axis.
 
 
 @functools.cache
 def on_shards(stage: Callable[..., Any], **statics: Any) -> Callable[..., Any]:
-    """stage(spec, lowering, *arrays (B * NH, ...), **statics) as a jitted function of spec and arrays (B, NH, ...)."""
+    """stage(spec, lowering, *arrays, **statics) jitted, as a function of spec and arrays.
+
+    The arrays of the stage are (B * NH, ...), those of the function (B, NH, ...).
+    """
 
     @functools.wraps(stage)
-    def on_shard(spec: jax.Array, *args: Any) -> jax.Array:
+    def on_shard(spec: CallSpec, *args: Any) -> Any:
         return on_backend(spec.backend, functools.partial(stage, spec, **statics), *args)
 
     return jax.jit(functools.partial(over_shards, on_shard), static_argnums=0)
 
 
 def _padded(x: Any, dtype: Any, *sizes: int) -> Any:
-    """x in dtype, its last axes filled up with zeros to the sizes; None stays."""
+    """x in dtype, its last axes zero-padded to the sizes; None stays."""
     if x is None:
         return None
     widths = [(0, 0)] * (x.ndim - len(sizes)) + [
@@ -323,20 +327,11 @@ def states(
     C, n = _padded(C, C.dtype, p.DHQK, p.DHHV), _padded(n, n.dtype, p.DHQK)
     abar, call = gates.per_step().vecAbar, spec.call("recurrent_fw_C", lowering)
     C, C_last, n, n_last = run("recurrent_fw_C", k, v, abar, gates.scaGamma, C, n, call=call)
-    C, C_last, n, n_last = (
-        C[..., :DHQK, :DHHV],
-        C_last[..., :DHQK, :DHHV],
-        n[..., :DHQK],
-        n_last[..., :DHQK],
-    )
+    C, C_last = (x[..., :DHQK, :DHHV] for x in (C, C_last))
+    n, n_last = (x[..., :DHQK] for x in (n, n_last))
     C = jnp.concatenate([C, C_last[:, None].astype(C.dtype)], axis=1)
-    return (
-        _joined(C),
-        _joined(jnp.concatenate([n, n_last[:, None]], axis=1)),
-        gates.scaM_states,
-        C_last,
-        n_last,
-    )
+    n = jnp.concatenate([n, n_last[:, None]], axis=1)
+    return _joined(C), _joined(n), gates.scaM_states, C_last, n_last
 
 
 def outputs(
@@ -351,32 +346,24 @@ def outputs(
     *,
     output_dtype: Any = None,
 ) -> tuple[Any, ...]:
-    """H in output_dtype (None: the kernel dtype) and its denominator without eps, from the states before each chunk."""
+    """H in output_dtype (None: the kernel dtype) and its denominator without eps.
+
+    C and n are those before each chunk.
+    """
     p, m, DHQK, DHHV = spec.problem, gates.per_step().vecM, q.shape[-1], v.shape[-1]
-    q, k, v = (
-        _padded(q, spec.dtype, p.DHQK),
-        _padded(k, spec.dtype, p.DHQK),
-        _padded(v, spec.dtype, p.DHHV),
-    )
-    C, n = (
-        _padded(_blocks(C, DHQK)[:, : p.NC], spec.dtype, p.DHQK, p.DHHV),
-        _padded(_blocks(n, DHQK)[:, : p.NC], m.dtype, p.DHQK),
-    )
+    q, k = (_padded(x, spec.dtype, p.DHQK) for x in (q, k))
+    v = _padded(v, spec.dtype, p.DHHV)
+    C = _padded(_blocks(C, DHQK)[:, : p.NC], spec.dtype, p.DHQK, p.DHHV)
+    n = _padded(_blocks(n, DHQK)[:, : p.NC], m.dtype, p.DHQK)
     normaliser: Any = spec.normaliser
-    call = spec.call("parallel_fw_H", lowering)
-    found: Any = run(
+    H, z = run(
         "parallel_fw_H",
-        q,
-        k,
-        v,
-        gates,
-        C,
-        n,
+        *(q, k, v, gates, C, n),
         normaliser=normaliser,
         output_dtype=output_dtype,
-        call=call,
+        call=spec.call("parallel_fw_H", lowering),
     )
-    return found.matH[..., :DHHV], jnp.maximum(jnp.abs(found.vecZ), normaliser.floor(m))
+    return H[..., :DHHV], jnp.maximum(jnp.abs(z), normaliser.floor(m))
 
 
 def state_gradients(
@@ -390,18 +377,14 @@ def state_gradients(
 ) -> tuple[Any, ...]:
     """The gradients of C after each chunk, in the kernel dtype, and of the first C, float32."""
     p, DHQK, DHHV = spec.problem, q.shape[-1], dh.shape[-1]
-    of_normaliser = normaliser_gradients(
-        spec.normaliser, dh, None, vecN_out.astype(accumulator(spec)), gates
-    )
+    z = vecN_out.astype(accumulator(spec))
+    of_normaliser = normaliser_gradients(spec.normaliser, dh, None, z, gates)
     r = query_scale(gates.per_step().vecW, p.qk_scale, of_normaliser.vecInvDen)
     q, dh = _padded(q * r[..., None], spec.dtype, p.DHQK), _padded(dh, spec.dtype, p.DHHV)
     dC_last = _padded(dC_last, r.dtype, p.DHQK, p.DHHV)
     dC, dC_first, *_ = run(
         "recurrent_bw_dC",
-        Weighted(q, None),
-        dh,
-        gates.scaGamma,
-        dC_last,
+        *(Weighted(q, None), dh, gates.scaGamma, dC_last),
         call=spec.call("recurrent_bw_dC", lowering),
     )
     return _joined(dC[..., :DHQK, :DHHV]), dC_first[..., :DHQK, :DHHV]
@@ -424,25 +407,23 @@ def input_gradients(
     q, k = _padded(q, spec.dtype, p.DHQK), _padded(k, spec.dtype, p.DHQK)
     v, dh = _padded(v, spec.dtype, p.DHHV), _padded(dh, spec.dtype, p.DHHV)
     C, dC = (_padded(_blocks(x, DHQK), spec.dtype, p.DHQK, p.DHHV) for x in (C, dC))
-    n = jnp.zeros(
-        (p.BNH, p.NC, p.DHQK), gates.vecW.dtype
-    )  # meets a dz of 0, and so is its gradient
+    # dz is 0, so n does not matter, and its gradient is 0.
+    n = jnp.zeros((p.BNH, p.NC, p.DHQK), gates.vecW.dtype)
     operands, z = (q, k, v, dh, gates), vecN_out.astype(accumulator(spec))
     call = spec.call("parallel_bw_dQKV", lowering)
     if spec.tiles_on_chip(lowering):
         tiles = with_delta(spec, before_tiles(spec, q, k, gates, z), q, gates, z, None, call)
     else:
-        options = dict(normaliser=spec.normaliser, call=spec.call("parallel_bw_dP", lowering))
-        tiles = run("parallel_bw_dP", *operands, None, z, return_keys=False, **options)
+        tiles = run(
+            "parallel_bw_dP",
+            *(*operands, None, z),
+            normaliser=spec.normaliser,
+            return_keys=False,
+            call=spec.call("parallel_bw_dP", lowering),
+        )
     dq, dk, dv, *_ = run(
         "parallel_bw_dQKV",
-        *operands,
-        tiles.normaliser_gradients,
-        tiles,
-        C[:, : p.NC],
-        n,
-        dC[:, -p.NC :],
-        n,
+        *(*operands, tiles.normaliser_gradients, tiles, C[:, : p.NC], n, dC[:, -p.NC :], n),
         call=call,
     )
     return dq[..., :DHQK], dk[..., :DHQK], dv[..., :DHHV]
@@ -455,7 +436,11 @@ _INITIAL = ("matC_initial", "vecN_initial", "scaM_initial")
 
 
 def forward(arguments: Arguments) -> tuple[Any, ...]:
-    """H, its denominator without eps, every m, the last m, then, as asked for, the last (C, n, m) and those of all boundaries."""
+    """H, its denominator without eps, every m, the last m; then states as the arguments ask.
+
+    These are the last (C, n, m), with return_last_states, and those at all chunk boundaries, with
+    return_all_states.
+    """
     spec = call_spec(arguments, vecI=STEPS, vecF=STEPS)
     inputs = [arguments[name] for name in _INPUTS]
     initial = initial_states(spec, *inputs[1:3], *(arguments[name] for name in _INITIAL))
@@ -464,8 +449,8 @@ def forward(arguments: Arguments) -> tuple[Any, ...]:
     )
     H, vecN, vecM, (C, n, m, C_last, n_last) = on_shard(spec, *inputs, *initial)
     last = C_last, n_last, m[..., -1]
-    asked = (arguments["return_last_states"], last), (arguments["return_all_states"], (C, n, m))
-    return H, vecN, vecM, last[2], *(found for flag, found in asked if flag)
+    by_flag = dict(return_last_states=last, return_all_states=(C, n, m))
+    return H, vecN, vecM, last[2], *(x for flag, x in by_flag.items() if arguments[flag])
 
 
 def _forward_on_shard(
@@ -482,23 +467,18 @@ def _forward_on_shard(
     *,
     output_dtype: Any,
 ) -> tuple[Any, ...]:
-    gates = run(
-        "chunk_gates",
-        i.astype(m.dtype),
-        f.astype(m.dtype),
-        m,
-        call=spec.call("chunk_gates", lowering),
-    )
-    found = states(spec, lowering, k, v, gates, C, n)
-    return (
-        *outputs(spec, lowering, q, k, v, gates, *found[:2], output_dtype=output_dtype),
-        gates.per_step().vecM,
-        found,
-    )
+    i, f = i.astype(m.dtype), f.astype(m.dtype)
+    gates = run("chunk_gates", i, f, m, call=spec.call("chunk_gates", lowering))
+    all_states = states(spec, lowering, k, v, gates, C, n)
+    H, N = outputs(spec, lowering, q, k, v, gates, *all_states[:2], output_dtype=output_dtype)
+    return H, N, gates.per_step().vecM, all_states
 
 
 def backward(arguments: Arguments, C: Array | None) -> tuple[jax.Array, ...]:
-    """The gradients of q, k, v, i, f and of the initial states, where there are any. C: before each chunk, None: recomputed."""
+    """The gradients of q, k, v, i, f and, if there are any, of the initial states.
+
+    C: the states before each chunk; None: recomputed.
+    """
     spec = call_spec(
         arguments,
         optional=("matC_states", "matC_all"),
@@ -506,15 +486,15 @@ def backward(arguments: Arguments, C: Array | None) -> tuple[jax.Array, ...]:
         vecI=STEPS,
         vecF=STEPS,
     )
-    given = [arguments[name] for name in (*_INPUTS, *_INITIAL)]
+    inputs = [arguments[name] for name in (*_INPUTS, *_INITIAL)]
     spec = dataclasses.replace(
-        spec, has_initial_state=given[5] is not None, return_last_states=False
+        spec, has_initial_state=inputs[5] is not None, return_last_states=False
     )
-    initial = initial_states(spec, *given[1:3], *given[5:])
-    of_forward = C, *(arguments[name] for name in ("vecN_out", "matDeltaH", "matDeltaC_last"))
-    gradients = on_shards(_backward_on_shard)(spec, *given[:5], *initial, *of_forward)
+    initial = initial_states(spec, *inputs[1:3], *inputs[5:])
+    others = C, *(arguments[name] for name in ("vecN_out", "matDeltaH", "matDeltaC_last"))
+    gradients = on_shards(_backward_on_shard)(spec, *inputs[:5], *initial, *others)
     return tuple(
-        dx.astype(x.dtype) for dx, x in zip(gradients, given, strict=True) if x is not None
+        dx.astype(x.dtype) for dx, x in zip(gradients, inputs, strict=True) if x is not None
     )
 
 
@@ -534,19 +514,16 @@ def _backward_on_shard(
     dh: jax.Array,
     dC_last: jax.Array,
 ) -> tuple[Any, ...]:
-    """The exact backward pass with a constant denominator, vecN_out + eps, which passes nothing back."""
+    """The exact backward pass with a constant denominator, vecN_out + eps."""
     p, acc, DHQK, DHHV = spec.problem, accumulator(spec), q.shape[-1], v.shape[-1]
-    q, k, v = (
-        _padded(q, spec.dtype, p.DHQK),
-        _padded(k, spec.dtype, p.DHQK),
-        _padded(v, spec.dtype, p.DHHV),
-    )
+    q, k = (_padded(x, spec.dtype, p.DHQK) for x in (q, k))
+    v = _padded(v, spec.dtype, p.DHHV)
     C_initial, n_initial = _padded(C_initial, acc, p.DHQK, p.DHHV), _padded(n_initial, acc, p.DHQK)
     x = Inputs(q, k, v, i.astype(acc), f.astype(acc), C_initial, n_initial, m_initial)
     no_n = jnp.zeros_like(n_initial)
     if C is not None:
         C = _padded(_blocks(C, DHQK)[:, : p.NC], spec.dtype, p.DHQK, p.DHHV)
-    # n meets a dz of 0.
+    # dz is 0, so n does not matter.
     stored = StoredStates(C, jnp.zeros((*no_n.shape[:-1], p.NC, p.DHQK), acc), None, None, no_n)
     last = LastStates(_padded(dC_last, acc, p.DHQK, p.DHHV), no_n, None)
     residuals = Residuals(x, None, vecN_out.astype(acc), stored)

@@ -1,13 +1,19 @@
 """The system max_triton_fwbw_v3noslice of xlstm_jax.
 
-Documented ("xlstm_jax public API document of max_triton_fwbw_v3noslice._triton_fw"): ``_mlstm_chunkwise__recurrent_fw_C``,
-``_mlstm_chunkwise__parallel_fw_H``, ``_mlstm_chunkwise_fw``. The other stage functions are their counterparts in the same style.
+The xlstm_jax public API document of max_triton_fwbw_v3noslice._triton_fw has
+``_mlstm_chunkwise__recurrent_fw_C``, ``_mlstm_chunkwise__parallel_fw_H`` and
+``_mlstm_chunkwise_fw``. The other stage functions are their counterparts in the same style.
 
-Of a stage, matQ and matK are (B, NH, S, DHQK), matV and matDeltaH (B, NH, S, DHHV), S = NUM_CHUNKS * CHUNK_SIZE; vecI, the input gate, and
-vecB, the running sums of log sigmoid(f) within each chunk, which are finite, (B, NH, NC, L). States at the chunk boundaries are
-(B, NH, (NC + 1) * DHQK, DHHV), (B, NH, (NC + 1) * DHQK) and (B, NH, NC + 1), those before each chunk have NC for NC + 1; a stage that
-reads the latter takes the former too. vecN_out, the N vector of the document, is max(|q . n|, exp(-m)), (B, NH, S) float32: the denominator
-of H without EPS.
+The arguments of a stage:
+
+* matQ, matK (B, NH, S, DHQK) and matV, matDeltaH (B, NH, S, DHHV), S = NUM_CHUNKS * CHUNK_SIZE.
+* vecI, the input gate, and vecB, the running sums of log sigmoid(f) within each chunk, which are
+  finite: (B, NH, NC, L).
+* States at the chunk boundaries: (B, NH, (NC + 1) * DHQK, DHHV), (B, NH, (NC + 1) * DHQK) and
+  (B, NH, NC + 1). States before each chunk have NC for NC + 1; where a stage reads these, it
+  accepts the former too.
+* vecN_out, the N vector of the document: max(|q . n|, exp(-m)), (B, NH, S) float32, the denominator
+  of H without EPS.
 """
 
 from typing import Any
@@ -56,22 +62,22 @@ def _mlstm_chunkwise__recurrent_fw_C(
     """C, N and M at the chunk boundaries: C in the dtype of matK, N and M float32.
 
     Args:
-      matC_states, vecN_states, scaMinter_states: buffers, shaped as what is returned. Each sets the dtype of what is returned in its place
-        (C is rounded to the dtype of matK in any case) and is not written to.
-      matC_initial, vecN_initial, scaMinter_initial: (B, NH, DHQK, DHHV), (B, NH, DHQK), (B, NH): all or none (zeros).
+      matC_states, vecN_states, scaMinter_states: buffers, shaped as the results. Each sets the
+        dtype of its result and is not written to. C is rounded to the dtype of matK in any case.
+      matC_initial, vecN_initial, scaMinter_initial: (B, NH, DHQK, DHHV), (B, NH, DHQK), (B, NH);
+        all or none (zeros).
     """
     buffers: dict[str, Any] = dict(
         matC_states=C_STATES[1:], vecN_states=N_STATES[1:], scaMinter_states=M_STATES[1:]
     )
     spec = call_spec(locals(), optional=tuple(buffers), **buffers)
-    C, n, m = _common.initial_states(
-        spec, matK, matV, matC_initial, vecN_initial, scaMinter_initial
-    )
-    found = on_shards(_common.states)(spec, matK, matV, gates_of(spec, vecI, m, vecB=vecB), C, n)
-    given = matC_states, vecN_states, scaMinter_states
+    initial = matC_initial, vecN_initial, scaMinter_initial
+    C, n, m = _common.initial_states(spec, matK, matV, *initial)
+    gates = gates_of(spec, vecI, m, vecB=vecB)
+    C, n, m, *_ = on_shards(_common.states)(spec, matK, matV, gates, C, n)
     C, n, m = (
         x if buffer is None else x.astype(buffer.dtype)
-        for x, buffer in zip(found[:3], given, strict=True)
+        for x, buffer in ((C, matC_states), (n, vecN_states), (m, scaMinter_states))
     )
     return C, n, m
 
@@ -84,7 +90,9 @@ def _mlstm_chunkwise__parallel_fw_H(
     """H (B, NH, S, DHHV) in the dtype of matQ, and vecN_out, from the states before each chunk."""
     spec = call_spec(locals())
     gates = gates_of(spec, vecI, scaMinter_states, vecB=vecB)
-    return on_shards(_common.outputs)(spec, matQ, matK, matV, gates, matC_states, vecN_states)
+    run = on_shards(_common.outputs)
+    H, vecN_out = run(spec, matQ, matK, matV, gates, matC_states, vecN_states)
+    return H, vecN_out
 
 
 def _mlstm_chunkwise_fw(
@@ -94,9 +102,10 @@ def _mlstm_chunkwise_fw(
     return_last_states: bool = False, return_all_states: bool = False, CHUNK_SIZE: int = 64,
     EPS: float = 1e-6,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """H and vecN_out as of ``_mlstm_chunkwise__parallel_fw_H``, and the last m (B, NH). vecI, vecF: pre-activations (B, NH, S).
+    """H and vecN_out as of ``_mlstm_chunkwise__parallel_fw_H``, and the last m (B, NH).
 
-    Then, each if asked for, the last states (C, N, M), float32, and those at all chunk boundaries.
+    vecI, vecF: pre-activations (B, NH, S). return_last_states adds the last states (C, N, M),
+    float32, return_all_states those at all chunk boundaries.
     """
     H, vecN_out, _, scaM_last, *states = _common.forward(locals())
     return H, vecN_out, scaM_last, *states
@@ -107,7 +116,10 @@ def _mlstm_chunkwise__recurrent_bw_dC(
     matDeltaH: Array, matDeltaC_last: Array | None = None, qk_scale: float | None = None,
     CHUNK_SIZE: int = 64, NUM_CHUNKS: int = 1, EPS: float = 1e-6,
 ) -> jax.Array:  # fmt: skip
-    """The gradients of C at the chunk boundaries, in the dtype of matQ. matDeltaC_last: that of the last C, (B, NH, DHQK, DHHV)."""
+    """The gradients of C at the chunk boundaries, in the dtype of matQ.
+
+    matDeltaC_last: the gradient of the last C, (B, NH, DHQK, DHHV).
+    """
     spec = call_spec(locals(), constant_denominator=True)
     gates = gates_of(spec, vecI, scaMinter_states, vecB=vecB)
     dC, first = on_shards(_common.state_gradients)(
@@ -121,12 +133,16 @@ def _mlstm_chunkwise__parallel_bw_dQKV(
     matC_states: Array, vecN_out: Array, matDeltaH: Array, matDeltaC_states: Array,
     qk_scale: float | None = None, CHUNK_SIZE: int = 64, NUM_CHUNKS: int = 1, EPS: float = 1e-6,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """dQ, dK and dV in the dtype of matQ, from C before each chunk and the gradients of C after each: NC blocks, or one boundary more."""
+    """dQ, dK and dV in the dtype of matQ.
+
+    matC_states: before each chunk; matDeltaC_states: after each chunk; or both at all boundaries.
+    """
     spec = call_spec(locals(), constant_denominator=True)
     gates = gates_of(spec, vecI, scaMinter_states, vecB=vecB)
-    return on_shards(_common.input_gradients)(
+    dQ, dK, dV = on_shards(_common.input_gradients)(
         spec, matQ, matK, matV, matDeltaH, gates, vecN_out, matC_states, matDeltaC_states
     )
+    return dQ, dK, dV
 
 
 def _mlstm_chunkwise_bw(
@@ -137,8 +153,9 @@ def _mlstm_chunkwise_bw(
     matDeltaH: Array | None = None, matDeltaC_last: Array | None = None, CHUNK_SIZE: int = 64,
     EPS: float = 1e-6,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """dQ, dK, dV, dI, dF and, with initial states, their dC, dN, dM: see ``triton_stablef._mlstm_chunkwise_bw``.
+    """dQ, dK, dV, dI, dF and, with initial states, their dC, dN, dM.
 
-    vecN_out, which is needed, is that of ``_mlstm_chunkwise_fw``; EPS is added to it.
+    See ``triton_stablef._mlstm_chunkwise_bw``. vecN_out, which is needed, is that of
+    ``_mlstm_chunkwise_fw``; EPS is added to it.
     """
     return _common.backward(locals(), matC_states)

@@ -1,14 +1,20 @@
 """The system max_triton_fwbw_v5xlchunksize of xlstm_jax: chunks of any size.
 
-Documented ("xlstm_jax public API documents of max_triton_fwbw_v5xlchunksize._parallel_fw and ._parallel_bw_dV"):
-``mlstm_chunkwise__parallel_fw_Hintra``, ``mlstm_chunkwise__parallel_bw_dV``. The other stage functions are their counterparts in the same
+The xlstm_jax public API documents of max_triton_fwbw_v5xlchunksize._parallel_fw and
+._parallel_bw_dV have ``mlstm_chunkwise__parallel_fw_Hintra`` and
+``mlstm_chunkwise__parallel_bw_dV``. The other stage functions are their counterparts in the same
 style.
 
-Of a stage, matQ and matK are (B, NH, S, DHQK), matV and matDeltaH (B, NH, S, DHHV), vecI (B, NH, NC, L), vecF the pre-activation
-(B, NH, S), infinite ones included. matC_all, vecN_all and scaM_all, the states at the chunk boundaries, are (B, NH, (NC + 1) * DHQK, DHHV),
-(B, NH, (NC + 1) * DHQK) and (B, NH, NC + 1). vecN_out, the N vector of the documents, is max(|q . n|, exp(-m)), (B, NH, S) float32: the
-denominator of H without eps. siz_b_*, num_warps and num_stages replace those of the config, None leaves them; a tile that does not divide
-its axis is clamped.
+The arguments of a stage:
+
+* matQ, matK (B, NH, S, DHQK) and matV, matDeltaH (B, NH, S, DHHV).
+* vecI (B, NH, NC, L), and vecF, the pre-activation (B, NH, S), which may be infinite.
+* matC_all, vecN_all, scaM_all, the states at the chunk boundaries: (B, NH, (NC + 1) * DHQK, DHHV),
+  (B, NH, (NC + 1) * DHQK) and (B, NH, NC + 1).
+* vecN_out, the N vector of the documents: max(|q . n|, exp(-m)), (B, NH, S) float32, the
+  denominator of H without eps.
+* siz_b_*, num_warps, num_stages: replace those of the config unless None. A tile that does not
+  divide its axis is clamped.
 """
 
 from typing import Any
@@ -56,7 +62,9 @@ def mlstm_chunkwise__recurrent_fw_C(
     """C, N and M at the chunk boundaries: C in the dtype of matK, N and M float32."""
     spec = call_spec(locals(), stage="recurrent_fw_C", vecF=STEPS)
     C, n, m = _common.initial_states(spec, matK, matV, matC_initial, vecN_initial, scaM_initial)
-    return on_shards(_common.states)(spec, matK, matV, gates_of(spec, vecI, m, vecF=vecF), C, n)[:3]
+    gates = gates_of(spec, vecI, m, vecF=vecF)
+    C, n, m, *_ = on_shards(_common.states)(spec, matK, matV, gates, C, n)
+    return C, n, m
 
 
 def mlstm_chunkwise__parallel_fw_Hintra(
@@ -66,11 +74,15 @@ def mlstm_chunkwise__parallel_fw_Hintra(
     siz_b_DHHV: int | None = None, num_warps: int | None = None, num_stages: int | None = None,
     eps: float = 1e-6, output_dtype: DTypeLike = jnp.float32,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """H (B, NH, S, DHHV) in output_dtype, and vecN_out. H is the whole output, with the inter-chunk part, for all that the name says."""
+    """H (B, NH, S, DHHV) in output_dtype, and vecN_out.
+
+    H is the whole output, with the inter-chunk part, despite the name.
+    """
     spec = call_spec(locals(), stage="parallel_fw_H", vecF=STEPS)
     gates = gates_of(spec, vecI, scaM_all, vecF=vecF)
     run = on_shards(_common.outputs, output_dtype=jnp.dtype(output_dtype))
-    return run(spec, matQ, matK, matV, gates, matC_all, vecN_all)
+    H, vecN_out = run(spec, matQ, matK, matV, gates, matC_all, vecN_all)
+    return H, vecN_out
 
 
 def mlstm_chunkwise_fw(
@@ -80,9 +92,10 @@ def mlstm_chunkwise_fw(
     return_last_states: bool = False, return_all_states: bool = False, chunk_size: int = 64,
     eps: float = 1e-6, output_dtype: DTypeLike = jnp.float32,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """H (B, NH, S, DHHV) in output_dtype, vecN_out and the m of every step, (B, NH, S). vecI, vecF: pre-activations (B, NH, S).
+    """H (B, NH, S, DHHV) in output_dtype, vecN_out and the m of every step, (B, NH, S).
 
-    Then, each if asked for, the last states (C, N, M), float32, and those at all chunk boundaries.
+    vecI, vecF: pre-activations (B, NH, S). return_last_states adds the last states (C, N, M),
+    float32, return_all_states those at all chunk boundaries.
     """
     H, vecN_out, vecM_out, _, *states = _common.forward(locals())
     return H, vecN_out, vecM_out, *states
@@ -94,7 +107,7 @@ def mlstm_chunkwise__recurrent_bw_dC(
     siz_b_LQ: int | None = None, siz_b_DHQK: int | None = None, siz_b_DHHV: int | None = None,
     num_warps: int | None = None, num_stages: int | None = None, eps: float = 0.0,
 ) -> jax.Array:  # fmt: skip
-    """The gradients of C at the chunk boundaries, (B, NH, (NC + 1) * DHQK, DHHV), in the dtype of matQ."""
+    """The gradients of C at the chunk boundaries, shaped as matC_all, in the dtype of matQ."""
     # The steps of a tile are siz_b_LKV to the stage, which shares its kernel with recurrent_fw_C.
     renamed = {"siz_b_LKV": "siz_b_LQ"}
     spec = call_spec(
@@ -115,14 +128,16 @@ def mlstm_chunkwise__parallel_bw_dV(
     siz_b_DHHV: int | None = None, num_warps: int | None = None, num_stages: int | None = None,
     eps: float = 0.0, output_dtype: DTypeLike = jnp.float32,
 ) -> jax.Array:  # fmt: skip
-    """The gradient of v, (B, NH, S, DHHV), in output_dtype. The stages that it runs compute those of q and k too.
+    """The gradient of v, (B, NH, S, DHHV), in output_dtype.
 
-    The document speaks of "deltaK", of DHQK columns and of an eps of 1e-6; none of that is so.
+    Its stages compute the gradients of q and k too. The document is wrong to call the result
+    "deltaK" of DHQK columns, and about an eps of 1e-6.
 
     Args:
       vecB: the running sums of log sigmoid(f) within each chunk, (B, NH, NC, L), finite.
-      matDeltaC_states: the gradients of C at the chunk boundaries, (B, NH, (NC + 1) * DHQK, DHHV).
-      vecA (B, NH, NC, L), vecN_all, vecM_out (B, NH, S): not read; they follow from the rest, or meet a gradient of zero.
+      matDeltaC_states: the gradients of C at the chunk boundaries, shaped as matC_all.
+      vecA (B, NH, NC, L), vecN_all, vecM_out (B, NH, S): not read. They follow from the other
+        arguments, or their gradient is zero.
       eps: that of the forward pass, which is added to vecN_out.
     """
     return _gradient("V", locals())
@@ -165,7 +180,8 @@ def _gradient(name: str, arguments: Arguments) -> jax.Array:
         for x in ("matQ", "matK", "matV", "matDeltaH", "vecN_out", "matC_all", "matDeltaC_states")
     )
     gradients = on_shards(_common.input_gradients)(spec, q, k, v, dh, gates, *others)
-    return gradients["QKV".index(name)].astype(arguments["output_dtype"])
+    gradient: jax.Array = gradients["QKV".index(name)]
+    return gradient.astype(arguments["output_dtype"])
 
 
 def mlstm_chunkwise_bw(
@@ -175,8 +191,9 @@ def mlstm_chunkwise_bw(
     matC_all: Array | None = None, vecN_out: Array | None = None, matDeltaH: Array | None = None,
     matDeltaC_last: Array | None = None, chunk_size: int = 64, eps: float = 0.0,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """dQ, dK, dV, dI, dF and, with initial states, their dC, dN, dM: see ``triton_stablef._mlstm_chunkwise_bw``.
+    """dQ, dK, dV, dI, dF and, with initial states, their dC, dN, dM.
 
-    vecN_out, which is needed, is that of ``mlstm_chunkwise_fw``, and eps that of the forward pass, which is added to it.
+    See ``triton_stablef._mlstm_chunkwise_bw``. vecN_out, which is needed, is that of
+    ``mlstm_chunkwise_fw``; the eps of the forward pass is added to it.
     """
     return _common.backward(locals(), matC_all)

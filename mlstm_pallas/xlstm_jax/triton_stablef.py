@@ -1,17 +1,21 @@
 """The system triton_stablef of xlstm_jax.
 
-Documented ("xlstm_jax public API documents of triton_stablef._triton_bw and .triton_fwbw"): ``_mlstm_chunkwise__recurrent_bw_dC``,
-``_mlstm_chunkwise__parallel_bw_dQKV``, ``_mlstm_chunkwise_bw``, ``_mlstm_chunkwise_fwbw_generator``, ``_get_chunkwise_fwbw_kernel``,
+The xlstm_jax public API documents of triton_stablef._triton_bw and .triton_fwbw have
+``_mlstm_chunkwise__recurrent_bw_dC``, ``_mlstm_chunkwise__parallel_bw_dQKV``,
+``_mlstm_chunkwise_bw``, ``_mlstm_chunkwise_fwbw_generator``, ``_get_chunkwise_fwbw_kernel`` and
 ``mlstm_chunkwise_triton_stablef``. The forward stages are their counterparts in the same style.
 
-Dimensions as in the documents: H heads, T steps, K and V head dimensions (DHQK, DHHV), NT = num_chunks chunks of BT = chunk_size steps.
+The dimensions are those of the documents: H heads, T steps, K and V head dimensions (DHQK, DHHV),
+NT = num_chunks chunks of BT = chunk_size steps.
 
 * m is a natural logarithm; the original works in base 2.
-* Of a stage, vecI is (B, H, NT, BT), and vecF, (B, H, NT, BT), log sigmoid(f), finite and not summed.
-* vecN_out (B, H, T) is the denominator of H as a whole, eps included, as no backward function of this system has an eps. The document of
-  ``_mlstm_chunkwise__recurrent_bw_dC`` calls it (B, H, NT * DHQK).
-* States at the chunk boundaries are (B, H, (NT + 1) * DHQK, DHHV), (B, H, (NT + 1) * DHQK) and (B, H, NT + 1), those before each chunk have
-  NT for NT + 1; a stage that reads the latter takes the former too.
+* vecI of a stage is (B, H, NT, BT). vecF of a stage is log sigmoid(f), (B, H, NT, BT), finite and
+  not summed.
+* vecN_out (B, H, T) is the denominator of H with eps, since no backward function of this system has
+  an eps. The document of ``_mlstm_chunkwise__recurrent_bw_dC`` calls it (B, H, NT * DHQK).
+* States at the chunk boundaries are (B, H, (NT + 1) * DHQK, DHHV), (B, H, (NT + 1) * DHQK) and
+  (B, H, NT + 1). States before each chunk have NT for NT + 1; where a stage reads these, it accepts
+  the former too.
 """
 
 from typing import Any, Literal, overload
@@ -45,12 +49,11 @@ def _mlstm_chunkwise__recurrent_fw_C(
 ) -> States:  # fmt: skip
     """C, N and M at the chunk boundaries: C in the dtype of matK, N and M float32."""
     spec = call_spec(locals())
-    C, n, m = _common.initial_states(
-        spec, matK, matV, matC_initial, vecN_initial, scaMinter_initial
-    )
-    return on_shards(_common.states)(spec, matK, matV, gates_of(spec, vecI, m, log_f=vecF), C, n)[
-        :3
-    ]
+    initial = matC_initial, vecN_initial, scaMinter_initial
+    C, n, m = _common.initial_states(spec, matK, matV, *initial)
+    gates = gates_of(spec, vecI, m, log_f=vecF)
+    C, n, m, *_ = on_shards(_common.states)(spec, matK, matV, gates, C, n)
+    return C, n, m
 
 
 def _mlstm_chunkwise__parallel_fw_H(
@@ -59,7 +62,10 @@ def _mlstm_chunkwise__parallel_fw_H(
     num_chunks: int = 1, eps: float = 1e-6, stabilize_correctly: bool = True,
     norm_val: float = 1.0,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # fmt: skip
-    """H (B, H, T, V) in the dtype of matQ, vecN_out and the m of every step, (B, H, T), from the states before each chunk."""
+    """H (B, H, T, V) in the dtype of matQ, vecN_out and the m of every step, (B, H, T).
+
+    The states are those before each chunk.
+    """
     spec = call_spec(locals())
     gates = gates_of(spec, vecI, scaM_inter, log_f=vecF)
     H, vecN = on_shards(_common.outputs)(spec, matQ, matK, matV, gates, matC_states, vecN_states)
@@ -73,9 +79,10 @@ def _mlstm_chunkwise_fw(
     return_last_states: bool = False, return_all_states: bool = False, chunk_size: int = 64,
     eps: float = 1e-6, stabilize_correctly: bool = True, norm_val: float = 1.0,
 ) -> tuple[Any, ...]:  # fmt: skip
-    """H, vecN_out and m as of ``_mlstm_chunkwise__parallel_fw_H``. vecI, vecF: pre-activations (B, H, T).
+    """H, vecN_out and m as of ``_mlstm_chunkwise__parallel_fw_H``.
 
-    Then, each if asked for, the last states (C, N, M), float32, and those at all chunk boundaries.
+    vecI, vecF: pre-activations (B, H, T). return_last_states adds the last states (C, N, M),
+    float32, return_all_states those at all chunk boundaries.
     """
     H, vecN, vecM_out, _, *states = _common.forward(locals())
     return H, vecN + eps, vecM_out, *states
@@ -86,7 +93,9 @@ def _mlstm_chunkwise__recurrent_bw_dC(
     matDeltaC_last: Array | None = None, qk_scale: float | None = None, chunk_size: int = 64,
     num_chunks: int = 1, store_initial_state: bool = False,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
-    """The gradients of C after each chunk (B, H, NT * DHQK, DHHV), in the dtype of matQ, and of the first C (B, H, DHQK, DHHV), float32.
+    """The gradients of C after each chunk, and of the first C.
+
+    They are (B, H, NT * DHQK, DHHV) in the dtype of matQ and (B, H, DHQK, DHHV) float32.
 
     Args:
       matQ, matDeltaH: (B, H, T, K), (B, H, T, V).
@@ -96,9 +105,9 @@ def _mlstm_chunkwise__recurrent_bw_dC(
     """
     spec = call_spec(locals(), constant_denominator=True)
     gates = gates_of(spec, vecM, scaM_inter, log_f=vecF)
-    return on_shards(_common.state_gradients)(
-        spec, matQ, matDeltaH, gates, vecN_out, matDeltaC_last
-    )
+    run = on_shards(_common.state_gradients)
+    dC, dC_first = run(spec, matQ, matDeltaH, gates, vecN_out, matDeltaC_last)
+    return dC, dC_first
 
 
 def _mlstm_chunkwise__parallel_bw_dQKV(
@@ -112,14 +121,16 @@ def _mlstm_chunkwise__parallel_bw_dQKV(
     Args:
       vecF: the document calls it summed; it is not.
       vecM_combine: (B, H, T), not read; m follows from the gates and scaM_inter, with more digits.
-      scaM_inter, matC_states: before each chunk, NT blocks, or at all boundaries.
-      matDeltaC_states: the gradients of C at all boundaries, or after each chunk, as of ``_mlstm_chunkwise__recurrent_bw_dC``.
+      scaM_inter, matC_states: before each chunk, or at all boundaries.
+      matDeltaC_states: the gradients of C after each chunk, as of
+        ``_mlstm_chunkwise__recurrent_bw_dC``, or at all boundaries.
     """
     spec = call_spec(locals(), constant_denominator=True)
     gates = gates_of(spec, vecI, scaM_inter, log_f=vecF)
-    return on_shards(_common.input_gradients)(
+    dQ, dK, dV = on_shards(_common.input_gradients)(
         spec, matQ, matK, matV, matDeltaH, gates, vecN_out, matC_states, matDeltaC_states
     )
+    return dQ, dK, dV
 
 
 def _mlstm_chunkwise_bw(
@@ -130,16 +141,17 @@ def _mlstm_chunkwise_bw(
     vecN_out: Array | None = None, vecM_out: Array | None = None, matDeltaH: Array | None = None,
     matDeltaC_last: Array | None = None, chunk_size: int = 64,
 ) -> tuple[jax.Array, ...]:  # fmt: skip
-    """dQ, dK, dV, dI and dF, shaped and typed as their arguments; with initial states their dC, dN and dM too.
+    """dQ, dK, dV, dI, dF and, with initial states, their dC, dN, dM, shaped as the arguments.
 
-    dN is zero, as only the denominator reads n. dM is <dC_0, C_0>, as exp(m) scales the state.
+    They have the dtypes of the arguments. dN is zero, as only the denominator reads n. dM is
+    <dC_0, C_0>, as exp(m) scales the state.
 
     Args:
       vecI, vecF: pre-activations (B, H, T).
       matC_initial, vecN_initial, scaM_initial: (B, H, DHQK, DHHV), (B, H, DHQK), (B, H): all or none.
       matC_states: C before each chunk, NT blocks, or at all boundaries; None: recomputed.
       scaM_states, vecM_out: not read; they follow from the gates and scaM_initial.
-      vecN_out, matDeltaH: (B, H, T), (B, H, T, V); needed, for all that their defaults say.
+      vecN_out, matDeltaH: (B, H, T), (B, H, T, V); needed, despite their defaults.
       matDeltaC_last: the gradient of the last C (B, H, DHQK, DHHV).
     """
     return _common.backward(locals(), matC_states)
@@ -178,12 +190,13 @@ def mlstm_chunkwise_triton_stablef(
 ) -> jax.Array | tuple[jax.Array, States]:  # fmt: skip
     """h (B, NH, S, DHV) in the dtype of q, or (h, (c, n, m)).
 
-    The gradients of all eight arrays are exact. The other systems have this entry under names of their own.
+    The gradients of all eight arrays are exact. The other systems have this function under other
+    names.
 
     Args:
       q, k: (B, NH, S, DHQK); v: (B, NH, S, DHV); i, f: gate pre-activations (B, NH, S).
       c_initial, n_initial, m_initial: (B, NH, DHQK, DHV), (B, NH, DHQK), (B, NH); all or none.
-      return_last_states: whether the states after the last step are returned too, float32.
+      return_last_states: whether to return the states after the last step too, in float32.
       autocast_kernel_dtype: of q, k, v in the matrix products; gates and states stay float32.
       eps, chunk_size, stabilize_correctly, norm_val: as for ``mlstm_pallas.mlstm_chunkwise``.
     """
