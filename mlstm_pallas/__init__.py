@@ -28,15 +28,10 @@ __all__ = [
     "xlstm_jax",
 ]
 
-_MODULES = (
-    "distributed",
-    "export",
-    "reference",
-    "xlstm_jax",
-)  # imported when they are first asked for
+_MODULES = "distributed", "export", "reference", "xlstm_jax"  # imported at first use
 
 
-if not TYPE_CHECKING:  # so that a wrong name is one to a type checker
+if not TYPE_CHECKING:  # so that type checkers report unknown names
 
     def __getattr__(name: str) -> ModuleType:
         if name in _MODULES:

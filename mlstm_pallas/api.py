@@ -195,6 +195,4 @@ def mlstm_chunkwise(
         config=config,
     )
     arrays = q, k, v, i, f, c_initial, n_initial, m_initial
-    outputs: jax.Array | tuple[jax.Array, States]
-    outputs = run(mlstm_forward, segment_starts, options, arrays, segment_ids)
-    return outputs
+    return run(mlstm_forward, segment_starts, options, arrays, segment_ids)

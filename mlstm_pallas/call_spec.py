@@ -292,7 +292,7 @@ class Cotangents(NamedTuple):
 
 
 class Residuals(NamedTuple):
-    """What the backward pass reads of the forward pass; h and z are for the normaliser."""
+    """The parts of the forward pass that the backward pass reads; h and z are the normaliser's."""
 
     inputs: Inputs
     h: jax.Array | None  # None without a normaliser, or where the denominator is a constant

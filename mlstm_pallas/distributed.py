@@ -501,6 +501,4 @@ def mlstm_chunkwise_sequence_parallel(
     arrays = q, k, v, i, f, c_initial, n_initial, m_initial
     forward = functools.partial(_whole, axis_name)
     starts = functools.partial(_starts, axis_name)
-    outputs: jax.Array | tuple[jax.Array, States]
-    outputs = entry.run(forward, starts, options, arrays, segment_ids)
-    return outputs
+    return entry.run(forward, starts, options, arrays, segment_ids)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from mlstm_pallas import validation
+from mlstm_pallas.annotations import States
 from mlstm_pallas.backend import requested_backend, target_device_kind
 from mlstm_pallas.call_spec import CallSpec, Inputs, LastStates
 from mlstm_pallas.config import KernelConfig, config_for
@@ -51,7 +52,7 @@ def run(
     segment_ids: Any,
     *,
     takes_layout: bool = True,
-) -> Any:
+) -> jax.Array | tuple[jax.Array, States]:
     """``mlstm_chunkwise`` with another forward function.
 
     Args:

@@ -196,9 +196,7 @@ def chunkwise(
         config=config,
     )
     arrays = q, k, v, i, f, c_initial, n_initial, m_initial
-    outputs: jax.Array | tuple[jax.Array, States]
-    outputs = run(_plain_forward, segment_starts, options, arrays, segment_ids)
-    return outputs
+    return run(_plain_forward, segment_starts, options, arrays, segment_ids)
 
 
 def _plain_forward(spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, Any]:

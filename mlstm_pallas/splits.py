@@ -17,7 +17,7 @@ from jax import lax
 
 
 class SplitProducts(NamedTuple):
-    """What each split adds to the state after it, times exp(m); float32."""
+    """The summand of each split in the state after it; the true one is exp(m) X. float32."""
 
     X: jax.Array  # (B * NH, num_splits, DHQK, DHHV)
     m: jax.Array  # (B * NH, num_splits)

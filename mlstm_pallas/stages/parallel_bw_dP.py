@@ -10,6 +10,7 @@
 The normaliser's gradients, dz among them, are multiples of delta.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -80,11 +81,9 @@ def parallel_bw_dP(
     gradients = normaliser_gradients(normaliser, matDeltaH, matH, vecZ, gates)
     p = call.problem
     q, k, v, dh = map(call.chunks, (matQ, matK, matV, matDeltaH))
-
-    def product(subscripts: str, *operands: jax.Array) -> jax.Array:
-        return jnp.einsum(
-            subscripts, *operands, preferred_element_type=gates.vecW.dtype, precision=call.precision
-        )
+    product = functools.partial(
+        jnp.einsum, preferred_element_type=gates.vecW.dtype, precision=call.precision
+    )
 
     D, scores = decay_matrix(gates), product("nctk,ncsk->ncts", q, k) * p.qk_scale
     P, dA = D * scores, product("nctv,ncsv->ncts", dh, v)

@@ -8,6 +8,7 @@
 P (which includes 1 / den) and scale dP are those of parallel_bw_dP.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -65,11 +66,7 @@ def parallel_bw_dQKV(
     )
     if p.L > p.T:  # parallel_bw_dP leaves tiles above the diagonal undefined
         P, dP = causal(P), causal(dP)
-
-    def product(subscripts: str, *operands: jax.Array) -> jax.Array:
-        return jnp.einsum(
-            subscripts, *operands, preferred_element_type=acc, precision=call.precision
-        )
+    product = functools.partial(jnp.einsum, preferred_element_type=acc, precision=call.precision)
 
     abar, inv_den = gates.vecAbar[..., None], None
     dq = product("nctv,nckv->nctk", dh, C)

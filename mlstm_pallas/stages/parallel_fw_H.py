@@ -8,6 +8,7 @@
 normaliser.py has den_t. Without a normaliser h_t is num_t, and z is not computed.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -46,11 +47,9 @@ def parallel_fw_H(
     """
     output_dtype = matQ.dtype if output_dtype is None else output_dtype
     p, (q, k, v) = call.problem, map(call.chunks, (matQ, matK, matV))
-
-    def product(subscripts: str, *operands: jax.Array) -> jax.Array:
-        return jnp.einsum(
-            subscripts, *operands, preferred_element_type=gates.vecW.dtype, precision=call.precision
-        )
+    product = functools.partial(
+        jnp.einsum, preferred_element_type=gates.vecW.dtype, precision=call.precision
+    )
 
     # Masked after the product: a NaN in k reaches no earlier step.
     P = causal(product("nctk,ncsk->ncts", q, k) * (decay_matrix(gates) * p.qk_scale))

@@ -6,6 +6,7 @@
 P, r and kbar are those of parallel_fw_P.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -52,11 +53,7 @@ def recurrent_fw_H(
     """
     output_dtype = matQ.dtype if output_dtype is None else output_dtype
     p, acc = call.problem, scaGamma.dtype
-
-    def product(subscripts: str, *operands: jax.Array) -> jax.Array:
-        return jnp.einsum(
-            subscripts, *operands, preferred_element_type=acc, precision=call.precision
-        )
+    product = functools.partial(jnp.einsum, preferred_element_type=acc, precision=call.precision)
 
     def step(C: jax.Array, chunk: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         q, kbar, v, P, r, gamma = chunk

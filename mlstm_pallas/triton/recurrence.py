@@ -143,12 +143,7 @@ def _launch(
     ) -> pl.BlockSpec:
         return pl.BlockSpec((None, *shape), lambda iv, ik, n: (of(n), *index(iv, ik)))
 
-    def state(iv: Any, ik: Any) -> tuple[Any, ...]:
-        return ik, iv
-
-    def norm(iv: Any, ik: Any) -> tuple[Any, ...]:
-        return (ik,)
-
+    state, norm = (lambda iv, ik: (ik, iv)), (lambda iv, ik: (ik,))
     arrays: list[tuple[jax.Array | None, pl.BlockSpec]] = []
     outputs: list[tuple[tuple[int, ...], Any, pl.BlockSpec]] = []
     each: list[tuple[int, dict[str, Any]]] = []

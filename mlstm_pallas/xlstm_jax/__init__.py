@@ -31,10 +31,10 @@ if TYPE_CHECKING:
 __all__ = ["max_triton_fwbw_v3noslice", "max_triton_fwbw_v5xlchunksize", "triton_stablef"]
 
 
-if not TYPE_CHECKING:  # so that a wrong name is one to a type checker
+if not TYPE_CHECKING:  # so that type checkers report unknown names
 
     def __getattr__(name: str) -> ModuleType:
-        if name in __all__:  # imported when they are first asked for
+        if name in __all__:  # imported at first use
             return importlib.import_module(f"{__name__}.{name}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -148,7 +148,7 @@ def _mlstm_chunkwise_bw(
 
     Args:
       vecI, vecF: pre-activations (B, H, T).
-      matC_initial, vecN_initial, scaM_initial: (B, H, DHQK, DHHV), (B, H, DHQK), (B, H): all or
+      matC_initial, vecN_initial, scaM_initial: (B, H, DHQK, DHHV), (B, H, DHQK), (B, H); all or
         none.
       matC_states: C before each chunk, NT blocks, or at all boundaries; None: recomputed.
       scaM_states, vecM_out: not read; they follow from the gates and scaM_initial.
