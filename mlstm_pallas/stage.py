@@ -11,10 +11,9 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.experimental import pallas as pl
 
 from mlstm_pallas.problem import MIN_TILE, Problem, as_integer, is_power_of_two
-from mlstm_pallas.tiles import Precision, divide, remainder
+from mlstm_pallas.tiles import Precision
 
 
 class Lowering(enum.StrEnum):
@@ -211,30 +210,8 @@ def search_of(*names: str, **values: Sequence[Any]) -> dict[str, Sequence[Any]]:
     return dict.fromkeys(names, TILE_SIZES) | LAUNCH_SEARCH | values
 
 
-# q, k, v, h, dh, dq, dk, dv are addressed here alone. In memory they are (B * NH, S, D), or with
-# the layout "BTNH" (B, S, NH, D); the number of axes tells which. Gates, tiles, states and scaled
-# operands have the layouts of the kernels.
-
-
-def sequence_spec(
-    x: Any, p: Problem, rows: int, columns: int, index_map: Callable[..., tuple[Any, Any, Any]]
-) -> pl.BlockSpec:
-    """Blocks of q, k, v or another array of steps, in either layout.
-
-    index_map: the grid indices to (head, row block, column block). Splits count as heads.
-    """
-    if x.ndim == 3:
-        return pl.BlockSpec((None, rows, columns), index_map)
-    B, _, NH, _ = x.shape
-    num_splits, row_blocks = p.BNH // (B * NH), p.S // rows
-
-    def strided(*grid: Any) -> tuple[Any, ...]:
-        n, row, column = index_map(*grid)
-        head = n if num_splits == 1 else divide(n, num_splits)
-        row = row if num_splits == 1 else remainder(n, num_splits) * row_blocks + row
-        return divide(head, NH), row, remainder(head, NH), column
-
-    return pl.BlockSpec((None, rows, None, columns), strided)
+# q, k, v, h and their gradients are (B * NH, S, D) in memory or, with the layout "BTNH",
+# (B, S, NH, D); the number of axes tells which. Gates, tiles and states have one layout.
 
 
 def sequence_shape(like: jax.Array, columns: int, dtype: Any) -> jax.ShapeDtypeStruct:

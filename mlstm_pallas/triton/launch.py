@@ -12,7 +12,9 @@ from typing import Any
 import jax
 from jax.experimental import pallas as pl
 
+from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import StageCall
+from mlstm_pallas.tiles import divide, remainder
 
 plgpu: Any
 try:
@@ -87,3 +89,24 @@ def masked_load(ref: Any, mask: jax.Array | None) -> jax.Array:
 
 def masked_store(ref: Any, x: jax.Array, mask: jax.Array | None) -> None:
     plgpu.store(ref, x, mask=mask)
+
+
+def sequence_spec(
+    x: Any, p: Problem, rows: int, columns: int, index_map: Callable[..., tuple[Any, Any, Any]]
+) -> pl.BlockSpec:
+    """Blocks of q, k, v or another array of steps, in either layout.
+
+    index_map: the grid indices to (head, row block, column block). Splits count as heads.
+    """
+    if x.ndim == 3:
+        return pl.BlockSpec((None, rows, columns), index_map)
+    B, _, NH, _ = x.shape
+    num_splits, row_blocks = p.BNH // (B * NH), p.S // rows
+
+    def strided(*grid: Any) -> tuple[Any, ...]:
+        n, row, column = index_map(*grid)
+        head = n if num_splits == 1 else divide(n, num_splits)
+        row = row if num_splits == 1 else remainder(n, num_splits) * row_blocks + row
+        return divide(head, NH), row, remainder(head, NH), column
+
+    return pl.BlockSpec((None, rows, None, columns), strided)

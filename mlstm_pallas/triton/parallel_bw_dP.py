@@ -28,7 +28,6 @@ from mlstm_pallas.stage import (
     StageConfig,
     Weighted,
     search_of,
-    sequence_spec,
 )
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles, normaliser_gradients
 from mlstm_pallas.tiles import (
@@ -41,7 +40,7 @@ from mlstm_pallas.tiles import (
     loop,
     sum_of,
 )
-from mlstm_pallas.triton.launch import kernel_call, masked_store
+from mlstm_pallas.triton.launch import kernel_call, masked_store, sequence_spec
 
 
 def _parallel_bw_dP_kernel(

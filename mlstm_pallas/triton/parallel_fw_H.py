@@ -25,7 +25,6 @@ from mlstm_pallas.stage import (
     StageConfig,
     search_of,
     sequence_shape,
-    sequence_spec,
 )
 from mlstm_pallas.stages.parallel_fw_H import Outputs
 from mlstm_pallas.tiles import (
@@ -38,7 +37,7 @@ from mlstm_pallas.tiles import (
     loop,
     remainder,
 )
-from mlstm_pallas.triton.launch import kernel_call
+from mlstm_pallas.triton.launch import kernel_call, sequence_spec
 
 
 def _parallel_fw_H_kernel(

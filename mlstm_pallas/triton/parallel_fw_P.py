@@ -22,11 +22,10 @@ from mlstm_pallas.stage import (
     StageCall,
     StageConfig,
     Weighted,
-    sequence_spec,
 )
 from mlstm_pallas.stages.parallel_fw_P import Scores
 from mlstm_pallas.tiles import Precision, causal_mask, decay_tile, dot
-from mlstm_pallas.triton.launch import kernel_call
+from mlstm_pallas.triton.launch import kernel_call, sequence_spec
 
 
 def _parallel_fw_P_kernel(

@@ -28,10 +28,10 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.gates import vector_states
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.splits import decays_in_splits, heads_of_splits, split_states, splits_as_heads
-from mlstm_pallas.stage import Kernel, StageCall, StageConfig, search_of, sequence_spec, steps_like
+from mlstm_pallas.stage import Kernel, StageCall, StageConfig, search_of, steps_like
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, chunk_sums, with_inner
 from mlstm_pallas.tiles import Precision, blocks, divide, dot, loop, remainder
-from mlstm_pallas.triton.launch import kernel_call
+from mlstm_pallas.triton.launch import kernel_call, sequence_spec
 
 ENOUGH_CTAS = 256  # about two for each SM of a large GPU
 MIN_SPLITS, MAX_SPLITS = 4, 16  # with fewer, a second launch costs more than it gains

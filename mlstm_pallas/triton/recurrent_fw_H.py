@@ -32,12 +32,11 @@ from mlstm_pallas.stage import (
     clamped,
     search_of,
     sequence_shape,
-    sequence_spec,
 )
 from mlstm_pallas.stages.parallel_fw_P import Scores
 from mlstm_pallas.stages.recurrent_fw_H import FusedScan
 from mlstm_pallas.tiles import Precision, block_at, blocks, dot, loop
-from mlstm_pallas.triton.launch import kernel_call
+from mlstm_pallas.triton.launch import kernel_call, sequence_spec
 
 
 def _recurrent_fw_H_kernel(
