@@ -210,7 +210,7 @@ def one_of(*tiles: Any, interpret: bool) -> Any:
 
 
 def head_of(ref: Any, n: Any, p: Problem) -> Any:
-    """(S, D) of head n, in the layouts of ``triton.launch.sequence_spec``; splits count as heads."""
+    """(S, D) of head n, in the layouts of Triton's ``sequence_spec``; splits count as heads."""
     if len(ref.shape) == 3:
         return ref.at[n]
     B, _, NH, _ = ref.shape
