@@ -679,12 +679,14 @@ def _tiling(name: str, spec: CallSpec) -> dict[str, Any]:
     """The chunk size and the tiles that a stage reads; nothing for helper kernels."""
     if name not in STAGES:
         return {}
-    lowering = Lowering(spec.backend or Lowering.TRITON)
-    call = spec.call(name, lowering, spec.fused_problem if STAGES[name].fused else None)
-    facts = dispatch.kernel(name, call.lowering.room)
+    stage, first = STAGES[name], Lowering(spec.backend or Lowering.TRITON)
+    problem = spec.fused_problem if stage.fused else spec.problem
+    room, tiles = dispatch.choose(name, first, spec.config.stage(name), problem, spec.dtype)
+    facts = dispatch.kernel(name, room)
     assert facts is not None, name
-    config = {field: getattr(call.tiles, field) for field in facts.search}
-    return dict(chunk_size=call.problem.L, config=config, num_stages=call.tiles.num_stages)
+    tiles = facts.clamp(tiles, problem)
+    config = {field: getattr(tiles, field) for field in facts.search}
+    return dict(chunk_size=problem.L, config=config, num_stages=tiles.num_stages)
 
 
 TILES = ("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "siz_b_loop")
