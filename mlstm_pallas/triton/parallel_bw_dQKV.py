@@ -105,9 +105,8 @@ def _parallel_bw_dQKV_kernel(
         acc = times_state(steps, columns, dh_ref, C_ref, siz_b_DHQK, transposed=True) * r[:, None]
         if n_ref is not None:
             acc += (r * dz_den_ref[steps])[:, None] * n_ref[columns][None, :]
-        q_inter_ref[column, steps] = jnp.sum(
-            acc * q_ref[steps, columns].astype(jnp.float32), axis=1
-        )
+        q = q_ref[steps, columns].astype(jnp.float32)
+        q_inter_ref[column, steps] = jnp.sum(acc * q, axis=1)
         dq_ref[steps, columns] = plus_tiles(
             acc, row, columns, dP_ref, k_ref, transposed=False
         ).astype(dq_ref.dtype)
@@ -115,9 +114,8 @@ def _parallel_bw_dQKV_kernel(
     def dk(row: jax.Array, column: jax.Array, steps: Any, columns: Any) -> None:
         acc = times_state(steps, columns, v_ref, dC_ref, siz_b_DHQK, transposed=True)
         acc = (acc + dn_ref[columns][None, :]) * abar_ref[steps][:, None]
-        k_inter_ref[column, steps] = jnp.sum(
-            acc * k_ref[steps, columns].astype(jnp.float32), axis=1
-        )
+        k = k_ref[steps, columns].astype(jnp.float32)
+        k_inter_ref[column, steps] = jnp.sum(acc * k, axis=1)
         dk_ref[steps, columns] = plus_tiles(
             acc, row, columns, dP_ref, q_ref, transposed=True
         ).astype(dk_ref.dtype)
