@@ -28,11 +28,12 @@ from mlstm_pallas.stage import (
     StageConfig,
     search_of,
     sequence_shape,
+    sequence_spec,
 )
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
 from mlstm_pallas.tiles import Precision, block_at, blocks, divide, dot, loop, remainder, sum_of
-from mlstm_pallas.triton.launch import kernel_call, sequence_spec
+from mlstm_pallas.triton.launch import kernel_call
 from mlstm_pallas.triton.parallel_bw_dP import clamp_to_tile
 
 
@@ -107,25 +108,22 @@ def _parallel_bw_dQKV_kernel(
             acc += (r * dz_den_ref[steps])[:, None] * n_ref[columns][None, :]
         q = q_ref[steps, columns].astype(jnp.float32)
         q_inter_ref[column, steps] = jnp.sum(acc * q, axis=1)
-        dq_ref[steps, columns] = plus_tiles(
-            acc, row, columns, dP_ref, k_ref, transposed=False
-        ).astype(dq_ref.dtype)
+        acc = plus_tiles(acc, row, columns, dP_ref, k_ref, transposed=False)
+        dq_ref[steps, columns] = acc.astype(dq_ref.dtype)
 
     def dk(row: jax.Array, column: jax.Array, steps: Any, columns: Any) -> None:
         acc = times_state(steps, columns, v_ref, dC_ref, siz_b_DHQK, transposed=True)
         acc = (acc + dn_ref[columns][None, :]) * abar_ref[steps][:, None]
         k = k_ref[steps, columns].astype(jnp.float32)
         k_inter_ref[column, steps] = jnp.sum(acc * k, axis=1)
-        dk_ref[steps, columns] = plus_tiles(
-            acc, row, columns, dP_ref, q_ref, transposed=True
-        ).astype(dk_ref.dtype)
+        acc = plus_tiles(acc, row, columns, dP_ref, q_ref, transposed=True)
+        dk_ref[steps, columns] = acc.astype(dk_ref.dtype)
 
     def dv(row: jax.Array, column: jax.Array, steps: Any, columns: Any) -> None:
         acc = times_state(steps, columns, k_ref, dC_ref, siz_b_DHHV, transposed=False)
         acc *= abar_ref[steps][:, None]
-        dv_ref[steps, columns] = plus_tiles(
-            acc, row, columns, P_ref, dh_ref, transposed=True
-        ).astype(dv_ref.dtype)
+        acc = plus_tiles(acc, row, columns, P_ref, dh_ref, transposed=True)
+        dv_ref[steps, columns] = acc.astype(dv_ref.dtype)
 
     def states(row: jax.Array, column: jax.Array, rows: Any, columns: Any) -> None:
         C, dC = C_ref[rows, columns].astype(jnp.float32), dC_ref[rows, columns].astype(jnp.float32)
