@@ -49,13 +49,13 @@ FORWARD_FUSED = [
     ),
     [
         "matP (B, NH, S, LF)   vecR, vecZ (B, NH, S)",
-        "matK_scaled (B, NH, S, DHQK), or matK and vecAbar",
+        "keys (B, NH, S, DHQK): kbar, or matK with vecAbar",
         "vecN_states (B, NH, NCF, DHQK)   vecN_last (B, NH, DHQK)",
     ],
     (
         SOME,
         "split_products, split_states: if num_splits > 1",
-        ["matK_scaled   matV (B, NH, S, DHHV)   scaGamma"],
+        ["keys   matV (B, NH, S, DHHV)   scaGamma"],
     ),
     [
         "C before each split (B, NH, num_splits, DHQK, DHHV)",
@@ -64,7 +64,7 @@ FORWARD_FUSED = [
     (
         KERNEL,
         "recurrent_fw_H: C stays in registers",
-        ["matQ, matV   matP, matK_scaled, vecR   scaGamma", "matC_initial, or C before each split"],
+        ["matQ, matV   matP, keys, vecR   scaGamma", "matC_initial, or C before each split"],
     ),
     [
         "matH (B, NH, S, DHHV)   matC_last (B, NH, DHQK, DHHV)",
@@ -85,15 +85,15 @@ BACKWARD = [
     ),
     [
         "matP, matDeltaP (B, NH, S, L)   sums of W: pairs",
-        "matQ_scaled, matK_scaled (B, NH, S, DHQK), or vecR, vecAbar",
+        "queries, keys: qbar, kbar, or matQ, matK with weights",
         "vecDeltaN_added (B, NH, NC, DHQK)   vecDz, vecDm (B, NH, S)",
     ],
     (
         KERNEL,
         "recurrent_bw_dC: C and dC in one launch",
         [
-            "matK_scaled, matV, matC_initial: C, unless the forward pass stored it",
-            "matQ_scaled, matDeltaH, matDeltaC_last: dC",
+            "keys, matV, matC_initial: C, unless the forward pass stored it",
+            "queries, matDeltaH, matDeltaC_last: dC",
         ],
     ),
     [

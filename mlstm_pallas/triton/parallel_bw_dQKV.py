@@ -28,12 +28,11 @@ from mlstm_pallas.stage import (
     StageConfig,
     search_of,
     sequence_shape,
-    sequence_spec,
 )
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
 from mlstm_pallas.tiles import Precision, block_at, blocks, divide, dot, loop, remainder, sum_of
-from mlstm_pallas.triton.launch import kernel_call
+from mlstm_pallas.triton.launch import kernel_call, sequence_spec
 from mlstm_pallas.triton.parallel_bw_dP import clamp_to_tile
 
 
