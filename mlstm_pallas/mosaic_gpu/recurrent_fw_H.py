@@ -247,7 +247,6 @@ def recurrent_fw_H(
     *,
     return_last: bool = True,
     store_every: int = 0,
-    output_dtype: Any = None,
     call: StageCall,
 ) -> FusedScan:
     """Runs the stage: ``stages/recurrent_fw_H.py``."""
@@ -298,9 +297,8 @@ def recurrent_fw_H(
             partial=x["h"],
         )
         lasts.append(x["C_last"])
-    H = x["h"].astype(dtype if output_dtype is None else output_dtype)
     last = jnp.concatenate([C.mT for C in lasts], axis=1) if return_last else None
-    return FusedScan(H, last, x["C_states"])
+    return FusedScan(x["h"], last, x["C_states"])
 
 
 def _takes(config: StageConfig, p: Problem) -> bool:

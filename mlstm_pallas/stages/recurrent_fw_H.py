@@ -22,7 +22,7 @@ from mlstm_pallas.stages.parallel_fw_P import Scores
 
 
 class FusedScan(NamedTuple):
-    matH: jax.Array  # (B * NH, S, DHHV) in the output dtype
+    matH: jax.Array  # (B * NH, S, DHHV) in the dtype of q
     matC_last: jax.Array | None  # (B * NH, DHQK, DHHV) float32; None without return_last
     # (B * NH, NC / store_every, DHQK, DHHV) in the kernel dtype; None without store_every
     matC_states: jax.Array | None
@@ -37,7 +37,6 @@ def recurrent_fw_H(
     *,
     return_last: bool = True,
     store_every: int = 0,
-    output_dtype: Any = None,
     call: StageCall,
 ) -> FusedScan:
     """Runs the stage.
@@ -49,9 +48,7 @@ def recurrent_fw_H(
       return_last: whether to return the last C.
       store_every: n, a divisor of NC: return C before chunks 0, n, 2n, ...; 0: before none. A
         kernel whose state needs several launches refuses it (``Kernel.stores_states``).
-      output_dtype: of h; None: that of matQ.
     """
-    output_dtype = matQ.dtype if output_dtype is None else output_dtype
     p, acc = call.problem, scaGamma.dtype
     product = functools.partial(jnp.einsum, preferred_element_type=acc, precision=call.precision)
 
@@ -67,7 +64,7 @@ def recurrent_fw_H(
         scaGamma,
     ]
     C, (h, states) = lax.scan(step, C, tuple(jnp.moveaxis(x, 1, 0) for x in chunks))
-    H = call.steps(jnp.moveaxis(h, 0, 1).astype(output_dtype), matV)
+    H = call.steps(jnp.moveaxis(h, 0, 1).astype(matQ.dtype), matV)
     return FusedScan(
         H,
         C if return_last else None,

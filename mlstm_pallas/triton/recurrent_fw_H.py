@@ -129,12 +129,10 @@ def recurrent_fw_H(
     *,
     return_last: bool = True,
     store_every: int = 0,
-    output_dtype: Any = None,
     call: StageCall,
 ) -> FusedScan:
     """Runs the stage: ``stages/recurrent_fw_H.py``."""
     p, tiles = call.problem, call.tiles
-    output_dtype = matQ.dtype if output_dtype is None else output_dtype
     siz_b, rows = tiles.siz_b_DHHV, tiles.siz_b_loop
     launches = blocks(p.DHQK, rows)
     if store_every and launches > 1:
@@ -164,7 +162,7 @@ def recurrent_fw_H(
             (H, values),
         ]
         # h is rounded at most twice, not once a launch, to keep its error bound.
-        dtype = output_dtype if index == launches - 1 or launches == 2 else jnp.float32
+        dtype = matQ.dtype if index == launches - 1 or launches == 2 else jnp.float32
         outputs: list[Any] = [(sequence_shape(matV, p.DHHV, dtype), values)]
         if return_last:
             shape = jax.ShapeDtypeStruct((p.BNH, rows, p.DHHV), jnp.float32)
