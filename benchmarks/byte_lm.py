@@ -56,6 +56,8 @@ def whole_mlstm(mesh: Mesh | None, options: dict[str, Any]) -> Callable[..., jax
     if mesh is None:
         return functools.partial(mlstm_chunkwise, **options)
     if mesh.shape["sequence"] == 1:
+        shard = functools.partial(mlstm_chunkwise, **options)
+    else:
         parallel = mlstm_chunkwise_sequence_parallel
         shard = functools.partial(parallel, axis_name="sequence", **options)
     return jax.shard_map(shard, mesh=mesh, in_specs=HEADS, out_specs=HEADS)
