@@ -90,7 +90,7 @@ def _backward(
     if not recompute:
         C, C_last = stored.C, stored.C_last
     tiles_call = spec.call("parallel_bw_dQKV" if on_chip else "parallel_bw_dP", lowering)
-    if on_chip and spec.normaliser is not None:
+    if on_chip:
         operands = with_delta(spec, operands, x.q, gates, z, delta, tiles_call)
     of_normaliser, dn_added = operands.normaliser_gradients, operands.vecDeltaN_added
     dn_added = jnp.zeros_like(n) if dn_added is None else dn_added
@@ -148,8 +148,9 @@ def with_delta(
     delta: jax.Array | None,
     call: StageCall,
 ) -> GradientTiles:
-    """The result of ``before_tiles`` with the fields that need delta, (B * NH, S); None: 0."""
-    assert spec.normaliser is not None
+    """The result of ``before_tiles`` with the normaliser's fields; delta: (B * NH, S), None: 0."""
+    if spec.normaliser is None:
+        return operands
     g = gates.per_step()
     gradients = spec.normaliser.gradients(jnp.zeros_like(z) if delta is None else delta, z, g.vecM)
     r = query_scale(g.vecW, spec.problem.qk_scale, gradients.vecInvDen)

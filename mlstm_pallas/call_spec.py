@@ -41,7 +41,9 @@ class Choice(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class CallSpec:
-    """The static choices of a call; the code below reads them and decides nothing again.
+    """The static choices of a call, which the code below reads.
+
+    A launcher of Triton's recurrences still fits blocks and splits to the number of CTAs.
 
     Attributes:
       problem: padded.
@@ -184,10 +186,8 @@ class CallSpec:
         # chunk_gates runs in the chunks of the call and in those of the fused scan.
         if choice.L != problem.L:
             choice = self._chosen(name, lowering, problem)
-        facts, lowering = (
-            dispatch.kernel(name, choice.room),
-            dispatch.lowering_in(choice.room, lowering),
-        )
+        facts = dispatch.kernel(name, choice.room)
+        lowering = dispatch.lowering_in(choice.room, lowering)
         if facts is None:
             return StageCall(problem, choice.tiles, lax.Precision.HIGHEST, lowering)
         tiles = facts.clamp(choice.tiles, problem) if clamp else choice.tiles

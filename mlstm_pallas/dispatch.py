@@ -45,9 +45,10 @@ _HELPERS: dict[str, tuple[dict[str, str], Callable[..., Any]]] = {
 
 def lowerings(first: Lowering) -> tuple[Lowering, ...]:
     """The lowering, then those that a stage falls to."""
+    if first.room != Lowering.MOSAIC_GPU.room:
+        return (first,)
     triton = Lowering.INTERPRET if first.interpret else Lowering.TRITON
-    fallbacks = {"mosaic_gpu": (triton, Lowering.XLA) if HAS_TRITON else (Lowering.XLA,)}
-    return first, *fallbacks.get(first.room, ())
+    return (first, triton, Lowering.XLA) if HAS_TRITON else (first, Lowering.XLA)
 
 
 def kernel(stage: str, room: str) -> Kernel | None:
@@ -57,8 +58,7 @@ def kernel(stage: str, room: str) -> Kernel | None:
 
 @functools.cache
 def _facts(stage: str, room: str) -> Kernel:
-    facts = importlib.import_module(f"mlstm_pallas.{room}.{stage}").KERNEL
-    assert isinstance(facts, Kernel)
+    facts: Kernel = importlib.import_module(f"mlstm_pallas.{room}.{stage}").KERNEL
     return facts
 
 

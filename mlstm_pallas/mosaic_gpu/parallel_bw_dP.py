@@ -379,14 +379,15 @@ def parallel_bw_dP(
 ) -> GradientTiles:
     """Runs the stage: ``stages/parallel_bw_dP.py``. Queries and keys come with their weights."""
     arrays, g = (matQ, matK, matV, matDeltaH, gates), gates.per_step()
+    z: Any = vecZ  # which a normaliser needs
     gradients, dn_added = NormaliserGradients(), None
-    if normaliser is None or vecZ is None:
+    if normaliser is None:
         P, dP, pairs, _ = _launch(*arrays, None, None, None, call)
     else:  # The gradients are linear in delta.
-        slope = normaliser.gradients(jnp.ones_like(vecZ), vecZ, g.vecM)
+        slope = normaliser.gradients(jnp.ones_like(z), z, g.vecM)
         P, dP, pairs, delta = _launch(*arrays, matH, slope.vecInvDen, slope.vecDzDen, call)
-        delta = jnp.zeros_like(vecZ) if delta is None else delta
-        gradients = normaliser.gradients(delta, vecZ, g.vecM)
+        delta = jnp.zeros_like(z) if delta is None else delta
+        gradients = normaliser.gradients(delta, z, g.vecM)
     r = query_scale(g.vecW, call.problem.qk_scale, gradients.vecInvDen)
     if gradients.vecDzDen is not None:
         dn_added = step_sums(matQ, r * gradients.vecDzDen, call=call)

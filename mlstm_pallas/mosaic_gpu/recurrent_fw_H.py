@@ -252,8 +252,7 @@ def recurrent_fw_H(
     """Runs the stage: ``stages/recurrent_fw_H.py``."""
     p, config, dtype = call.problem, call.tiles, matQ.dtype
     rows = state_rows(p.DHQK, config.siz_b_loop)
-    interpret = call.interpret
-    keys = scores.keys
+    interpret, keys = call.interpret, scores.keys
     abar = jnp.ones_like(scores.vecR) if keys.weights is None else keys.weights
     C_last = float32(p.BNH, p.DHHV, rows) if return_last else None
     states = None
@@ -287,7 +286,7 @@ def recurrent_fw_H(
             interpret=interpret,
         )(
             q=matQ,
-            k=scores.keys.array,
+            k=keys.array,
             v=matV,
             P=scores.matP if first else None,
             r=scores.vecR,
