@@ -276,6 +276,8 @@ def _bars(
     """A group of bars for each shape."""
     shapes, width = list(names), 0.8 / len(times)
     for n, (line, by_shape) in enumerate(times.items()):
+        if not by_shape:  # bars of nothing have no colour for the legend
+            continue
         offset = (n - (len(times) - 1) / 2) * width
         positions = [shapes.index(shape) + offset for shape in by_shape]
         colour, _ = styles[line]
