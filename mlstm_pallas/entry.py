@@ -65,15 +65,15 @@ def run(
     sizes = validation.check_chunkwise_arrays(
         q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, gate, layout
     )
-    # Initial states and segment_ids would not fit the other layout.
-    unclear = c_initial is None and segment_ids is None
-    if takes_layout and sizes["S"] < sizes["NH"] and unclear:
-        validation.warn_of_layout(layout)
     if options.autocast_kernel_dtype is None:
         validation.check_one_dtype(dict(q=q, k=k, v=v))
     spec = spec_for(
         options, gate, normalize, q.dtype, sizes, layout, has_initial_state=c_initial is not None
     )
+    # Initial states and segment_ids would not fit the other layout.
+    unclear = c_initial is None and segment_ids is None
+    if takes_layout and sizes["S"] < sizes["NH"] and unclear:
+        validation.warn_of_layout(layout)
     _log.debug("%s", spec)
     p, dtype, acc = spec.problem, spec.dtype, accumulator_dtype(spec.dtype)
 
@@ -131,6 +131,7 @@ def spec_for(
     options = checked(options)
     validation.check_backend(options.backend)
     backend = requested_backend(options.backend)
+    validation.check_constant(sizes, backend)
     validation.check_instance("config", options.config, KernelConfig)
     dtype = validation.kernel_dtype(options.autocast_kernel_dtype, q_dtype, backend)
 

@@ -14,6 +14,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.export import is_symbolic_dim
 
 from mlstm_pallas.annotations import BackendName
 from mlstm_pallas.problem import InputGate, Layout, as_integer, is_power_of_two
@@ -128,6 +129,14 @@ def check_shapes(
                 f"{_as_shape(arrays, sources, wrong)}"
             )
     return sizes
+
+
+def check_constant(sizes: Mapping[str, Any], backend: str | None) -> None:
+    """Refuses the symbolic dimensions of jax.export, but for B in plain jnp."""
+    for dim, size in sizes.items():
+        if is_symbolic_dim(size) and (dim != "B" or backend != "xla"):
+            hint = ', or backend "xla", which takes a symbolic B' if dim == "B" else ""
+            raise ValueError(f"q has a symbolic {dim} = {size}, expected a constant{hint}")
 
 
 def _as_shape(arrays: Mapping[str, Any], sources: Mapping[str, str], dims: Dims) -> str:

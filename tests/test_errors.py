@@ -929,7 +929,7 @@ def lowering_of(call):
     """The kernels in the jaxpr of a call, "both" where the platform decides, or "xla"."""
     x = {name: jnp.zeros(shape) for name, shape in ONE_STEP.items()}
     text = str(jax.make_jaxpr(lambda: call(**x))())  # a function that was not traced before
-    return "both" if "platform_index" in text else "kernels" if "pallas_call" in text else "xla"
+    return "both" if "by_platform" in text else "kernels" if "pallas_call" in text else "xla"
 
 
 def test_the_backend_of_the_environment_comes_last(monkeypatch):

@@ -160,6 +160,48 @@ def test_shards_of_explicit_axes_are_exported():
     assert_close(np.asarray(result), np.asarray(run(*(np.asarray(y) for y in x))), BOUND)
 
 
+def test_an_export_for_cpu_and_cuda_has_the_kernels_and_runs_on_the_cpu():
+    x = INPUTS.values()
+    exported = export(function, *x, platform=("cpu", "cuda"), device_kind="NVIDIA H200")
+    assert exported.platforms == ("cpu", "cuda")
+    assert CUSTOM_CALL_TARGET in exported.mlir_module()
+    for name, actual, desired in zip(
+        "hcnm", jax.tree.leaves(exported.call(*x)), jax.tree.leaves(function(*x)), strict=True
+    ):
+        assert_close(actual, np.asarray(desired), BOUND, name)
+
+
+def test_the_batch_may_be_symbolic_in_plain_jnp():
+    (B,) = jax.export.symbolic_shape("B")
+    x = [jnp.asarray(y)[:, :, :20] for y in [*INPUTS.values()][:5]]
+    run = functools.partial(mlstm_chunkwise, chunk_size=16, backend="xla")
+    loss = jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(run(*x))), argnums=(0, 1, 2, 3, 4)))
+    exported = export(
+        loss, *(jax.ShapeDtypeStruct((B, *y.shape[1:]), y.dtype) for y in x), platform="cpu"
+    )
+    for batch in (1, 2):
+        part = [y[:batch] for y in x]
+        for actual, desired in zip(
+            jax.tree.leaves(exported.call(*part)), jax.tree.leaves(loss(*part)), strict=True
+        ):
+            assert_close(actual, np.asarray(desired), BOUND)
+
+
+@pytest.mark.parametrize(
+    ("dim", "backend", "message"),
+    [
+        ("S", "xla", "q has a symbolic S = S, expected a constant"),
+        ("B", None, 'q has a symbolic B = B, expected a constant, or backend "xla", which takes'),
+    ],
+)
+def test_a_symbolic_dimension_is_refused_by_name(dim, backend, message):
+    sizes = dict(B=1, S=64) | {dim: jax.export.symbolic_shape(dim)[0]}
+    B, S = sizes.values()
+    x = [jax.ShapeDtypeStruct((B, 2, S, *y.shape[3:]), y.dtype) for y in shapes()]
+    with pytest.raises(ValueError, match=message):
+        export(functools.partial(mlstm_chunkwise, backend=backend), *x, platform="cpu")
+
+
 def test_another_platform_is_refused():
     with pytest.raises(ValueError, match="platform is 'gpu', expected one of cpu, cuda"):
         export(mlstm_chunkwise, *shapes(), platform="gpu")
