@@ -6,6 +6,8 @@ import math
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
 
 from mlstm_pallas import reference
 
@@ -124,6 +126,25 @@ def tolerance(dtype, terms):
 def assert_close(actual, expected, bound, what=""):
     result = error(actual, expected)
     assert result <= bound, f"{what}: relative error {result:.2e} above {bound:.2e}"
+
+
+def compare(names, actual, desired, bound):
+    """assert_close of each."""
+    for name, x, y in zip(names, actual, desired, strict=True):
+        assert_close(x, np.asarray(y).astype("float64"), bound, name)
+
+
+def refused(kind, message, call, *args, **kwargs):
+    """The call raises this kind of error with this first line."""
+    with pytest.raises(kind) as caught:
+        call(*args, **kwargs)
+    assert str(caught.value).split("\n")[0] == message
+
+
+def for_device(kind):
+    """Inside, traces and lowers for this GPU."""
+    device = AbstractDevice(kind, None, "gpu")
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
 def initial_state_scale(dc, dn, inputs):
