@@ -81,14 +81,6 @@ def test_splits_of_a_sequence_count_as_heads(case):
     assert (spec.fused, spec.num_splits) == (splits > 0, max(splits, 1))
 
 
-@pytest.mark.parametrize(
-    ("num_splits", "S", "expected"), [(1, 256, 1), (4, 256, 4), (8, 256, 4), (4, 192, 1)]
-)
-def test_an_explicit_number_of_splits_is_cut_to_whole_chunks(num_splits, S, expected):
-    spec = spec_of(NH=1, S=S, fused_min_heads=1, recurrent_fw_H=StageConfig(num_splits=num_splits))
-    assert (spec.fused, spec.num_splits) == (True, expected)
-
-
 def test_splits_are_of_chunks_of_the_fused_scan():
     """8320 steps are 65 chunks of 128, and 260 of 32."""
     spec = spec_of(
@@ -133,13 +125,6 @@ def test_a_shard_is_decided_for_its_own_heads():
     assert (shard.fused, shard.num_splits) == (True, 2)
     assert (small.fused, small.num_splits) == (False, 1)
     assert (small.problem.BNH, small.problem.S) == (1, whole.problem.S)
-
-
-@pytest.mark.parametrize(("L", "LKV", "chunks"), [(64, 32, 32), (16, 32, 16), (64, 64, 64)])
-def test_the_fused_scan_has_chunks_of_its_own(L, LKV, chunks):
-    spec = spec_of(S=128, L=L, fused_min_heads=1, recurrent_fw_H=StageConfig(siz_b_LKV=LKV))
-    found = {name: choice.L for name, choice in spec.kernels if name in spec.stages}
-    assert found == {name: chunks if STAGES[name].fused else L for name in spec.stages}
 
 
 @pytest.mark.parametrize("lowering", Lowering)

@@ -56,7 +56,6 @@ def by_definition(i, f, m_initial, L):
 FORMS = {
     "plain": (Lowering.XLA, 16),
     "kernel-LQ16": (Lowering.INTERPRET, 16),
-    "kernel-LQ64": (Lowering.INTERPRET, 64),
 }
 MOSAIC_GPU = {"mosaic_gpu": (Lowering.MOSAIC_GPU_INTERPRET, 64)}  # of test_mosaic_gpu_stages.py
 
@@ -86,9 +85,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(
-    ("form", "L"), [("plain", 16), ("plain", 128), ("kernel-LQ16", 64), ("kernel-LQ64", 128)]
-)
+@pytest.mark.parametrize(("form", "L"), [("plain", 16), ("kernel-LQ16", 64)])
 def test_gates_are_those_of_the_recurrence(form, case, L):
     check_gates(form, case, L)
 
