@@ -70,18 +70,6 @@ def test_gradient_lowers_for_cuda():
     }
 
 
-def test_jit_vmap_scan_and_remat_give_the_same_numbers():
-    run = functools.partial(mlstm_chunkwise, chunk_size=16, backend="xla")
-    expected = run(**INPUTS)
-    bound = 2 * tolerance("float32", 40 + 16)
-    assert_close(jax.jit(run)(**INPUTS), expected, bound, "jit")
-    assert_close(jax.checkpoint(run)(*INPUTS.values()), expected, bound, "remat")
-    split = [x[:, None] for x in INPUTS.values()]
-    assert_close(jax.vmap(run)(*split)[:, 0], expected, bound, "vmap")
-    _, scanned = jax.lax.scan(lambda carry, x: (carry, run(*x)), 0, split)
-    assert_close(scanned[:, 0], expected, bound, "scan")
-
-
 @pytest.mark.parametrize(
     ("given", "autocast", "computed"),
     [

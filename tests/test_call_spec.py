@@ -7,7 +7,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise
@@ -15,7 +14,7 @@ from mlstm_pallas.call_spec import MIN_SPLIT_STATE, MIN_SPLIT_STEPS, CallSpec
 from mlstm_pallas.config import heuristic_config
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Lowering, StageCall
+from mlstm_pallas.stage import Lowering
 from mlstm_pallas.stages import STAGES
 
 FLOAT32 = jnp.dtype("float32")
@@ -137,20 +136,6 @@ def test_tiles_of_a_call_are_clamped_to_the_problem(lowering):
     assert (call.problem, call.lowering) == (spec.problem, expected.get(lowering, lowering))
     if lowering is not Lowering.XLA:  # which has no tiles
         assert (call.tiles.siz_b_LQ, call.tiles.siz_b_DHHV) == (32, 32)
-
-
-@pytest.mark.parametrize("num_splits", [1, 2])
-def test_a_stage_cuts_both_layouts_into_the_same_chunks(num_splits):
-    """Splits count as heads."""
-    B, NH, S, D = 2, 3, 64, 4
-    problem = Problem(B, NH, S, D, D, 16, 1.0).split(num_splits)
-    call = StageCall(problem, StageConfig(), None, Lowering.XLA)
-    x = np.arange(B * NH * S * D).reshape(B, NH, S, D)
-    expected = x.reshape(problem.BNH, problem.NC, problem.L, D)
-    for given in (x.reshape(problem.BNH, problem.S, D), np.swapaxes(x, 1, 2)):
-        chunks = call.chunks(jnp.asarray(given))
-        assert np.array_equal(chunks, expected)
-        assert np.array_equal(call.steps(chunks, given), given)
 
 
 def test_a_spec_is_hashable_and_prints_as_one_line():

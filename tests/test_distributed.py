@@ -15,6 +15,7 @@ from oracle import (
     MOSAIC_CALL,
     NAMES,
     assert_below,
+    collectives,
     compare,
     errors_of,
     gradient_of,
@@ -27,7 +28,7 @@ from oracle import (
 from mlstm_pallas import KernelConfig, StageConfig, call_spec, distributed, mlstm_chunkwise
 from mlstm_pallas.backend import jax_has_mosaic_gpu
 from mlstm_pallas.devices import compute_capability
-from mlstm_pallas.distributed import Summary, joined, mlstm_chunkwise_sequence_parallel
+from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -139,6 +140,10 @@ def test_eight_devices_give_the_numbers_of_one(case, alone, over_eight):
     check(over_eight(*x), alone(*x), x)
 
 
+def test_nothing_is_gathered(over_eight):
+    assert {*collectives(over_eight)} == {"collective-permute", "all-reduce"}
+
+
 def test_batch_and_heads_may_be_split_as_well(alone):
     mesh = mesh_of((2, 2, 2), AxisType.Explicit, names="bhs")
     specs = (P("b", "h", "s"),) * 5 + (P("b", "h"),) * 3
@@ -151,6 +156,7 @@ def test_batch_and_heads_may_be_split_as_well(alone):
 INTERPRETED = OPTIONS | dict(backend="interpret", check_vma=False)
 
 
+@pytest.mark.slow
 def test_kernels_on_shards_that_are_no_multiple_of_the_chunk(alone):
     """Interpreted; 40 steps a shard in chunks of 16, a head dimension that needs padding, and the
     batch left to the compiler."""
@@ -195,6 +201,7 @@ def test_no_batch_at_all():
     assert h.shape == (0, NH, 64, DHHV)
 
 
+@pytest.mark.slow
 def test_the_exchange_is_what_the_docstring_says_and_memory_does_not_grow():
     held = {}
     for devices, rounds in ((2, 1), (8, 4)):
@@ -211,31 +218,6 @@ def test_the_exchange_is_what_the_docstring_says_and_memory_does_not_grow():
         assert 4 * (most - 3 * heads) <= sum(size for _, size in result) <= 4 * most
         held[devices] = compiled.memory_analysis().temp_size_in_bytes
     assert held[8] < 1.25 * held[2]
-
-
-def test_summaries_join_in_any_order_and_empty_ones_change_nothing():
-    r = np.random.default_rng(0)
-
-    def summary(m, g):
-        return Summary(
-            *(jnp.asarray(r.normal(size=s), "float32") for s in ((1, 4, 3, 2), (1, 4, 3))),
-            jnp.array([m]),
-            jnp.array([g]),
-        )
-
-    a, b, c = (
-        summary([1.0, -jnp.inf, 50.0, -3.0], [-1.0, -2.0, -90.0, 0.0]),
-        summary([0.5, 2.0, -jnp.inf, -jnp.inf], [-jnp.inf, -1.0, -3.0, -jnp.inf]),
-        summary([-2.0, 3.0, 1.0, -jnp.inf], [-0.5, -jnp.inf, -1.0, -jnp.inf]),
-    )
-    for x, y in zip(joined(joined(a, b), c), joined(a, joined(b, c)), strict=True):
-        np.testing.assert_allclose(x, y, rtol=1e-6)
-    empty = Summary(
-        jnp.zeros((1, 4, 3, 2)), jnp.zeros((1, 4, 3)), jnp.full((1, 4), -jnp.inf), jnp.zeros((1, 4))
-    )
-    stored = a.m > -jnp.inf
-    for x, y in zip(joined(empty, a), a, strict=True):
-        assert np.array_equal(np.asarray(x)[np.asarray(stored)], np.asarray(y)[np.asarray(stored)])
 
 
 def test_a_gradient_lowers_for_cuda_inside_a_shard_map_that_checks():

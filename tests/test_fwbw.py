@@ -10,7 +10,7 @@ import pytest
 from oracle import compare, error, oracle, random_inputs, tolerance
 
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, reference
-from mlstm_pallas.fwbw import _get_chunkwise_fwbw_kernel, _mlstm_chunkwise_fwbw_generator
+from mlstm_pallas.fwbw import _mlstm_chunkwise_fwbw_generator
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -89,21 +89,3 @@ def test_a_generated_function_returns_none_for_states_that_are_not_wanted():
     assert (H.shape, states) == ((1, 2, S, DHHV), [None] * 3)
     without_initial = jax.eval_shape(kernel, *(INPUTS[name] for name in "qkvif"))
     assert without_initial == (H, None, None, None)
-
-
-def test_gradients_of_a_generated_function_are_those_of_mlstm_chunkwise():
-    kernel = _get_chunkwise_fwbw_kernel(
-        jnp.float32, return_last_states=True, recompute_states_in_bw=False, chunk_size=L
-    )
-    run = functools.partial(
-        mlstm_chunkwise, return_last_states=True, recompute_states_in_bw=False, chunk_size=L
-    )
-
-    def gradients(function):
-        def loss(*x):
-            return sum(jnp.sum(jnp.sin(y)) for y in jax.tree.leaves(function(*x)))
-
-        return jax.jit(jax.grad(loss, tuple(range(8))))(*INPUTS.values())
-
-    for name, actual, expected in zip(INPUTS, gradients(kernel), gradients(run), strict=True):
-        assert np.array_equal(actual, expected), name

@@ -50,7 +50,6 @@ MATERIALISED, FUSED = KernelConfig(fused_min_heads=0), KernelConfig(fused_min_he
 CASES = {
     "materialised": ((2, 3, 64, 32, 16), {}, dict(config=MATERIALISED)),
     "stored": ((2, 2, 64, 16, 32), {}, dict(config=MATERIALISED, recompute_states_in_bw=False)),
-    "fused_stored": ((2, 2, 64, 16, 32), {}, dict(config=FUSED, recompute_states_in_bw=False)),
     "fused_splits_launches": (
         (2, 3, 64, 32, 32),
         {},
@@ -67,7 +66,6 @@ CASES = {
     ),
     "padded": ((2, 3, 41, 20, 9), {}, dict(config=MATERIALISED)),
     "fused_padded": ((2, 3, 41, 20, 9), {}, dict(config=FUSED)),
-    "one_step": ((2, 3, 1, 16, 16), {}, dict(config=MATERIALISED)),
     "fused_packed": ((2, 2, 48, 16, 16), {}, dict(config=FUSED)),
     "sigmoid_unnormalised": (
         (2, 2, 48, 16, 16),

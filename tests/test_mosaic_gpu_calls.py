@@ -14,7 +14,6 @@ from mosaic_gpu_cases import (
     RACE,
     SCAN,
     check_case,
-    check_neighbours,
     fused,
     mosaic_gpu_kernel,
     needs_jax,
@@ -62,12 +61,6 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 def test_interpreted_kernels_against_float64(name, capsys):
     check_case(name, "mosaic_gpu_interpret")
     assert RACE not in capsys.readouterr().out
-
-
-@needs_jax
-@pytest.mark.slow
-def test_interpreted_kernels_read_nothing_of_other_heads():
-    check_neighbours("mosaic_gpu_interpret", (1, 3, 128, 256, 256))
 
 
 SMALL = dict(config=fused(), backend="mosaic_gpu_interpret")

@@ -162,6 +162,7 @@ def test_an_argument_that_does_not_vary_gets_the_sum_of_its_gradients(inputs, si
     )
 
 
+@pytest.mark.slow
 def test_a_mapped_axis_stays_sharded(inputs, expected):
     x = sharded(inputs, mesh_of((4, 2), EXPLICIT), P("x", "y"))
 

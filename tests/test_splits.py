@@ -12,7 +12,7 @@ from oracle import array, assert_close, compare, oracle, random_inputs, toleranc
 
 from mlstm_pallas import KernelConfig, StageConfig, dispatch, mlstm_chunkwise
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.splits import SplitProducts, decays_in_splits, decays_of_others, split_states
+from mlstm_pallas.splits import SplitProducts, decays_of_others
 from mlstm_pallas.stage import Lowering, StageCall, Weighted
 from mlstm_pallas.triton.recurrence import MAX_SPLITS, splits_of
 
@@ -134,37 +134,6 @@ def test_split_products(backward):
         )
     every = split_products(x["a"], x["b"], x["r"], num_splits, all_splits=True, call=call_of(PLAIN))
     assert_close(every, expected, tolerance(dtype, S))
-
-
-@pytest.mark.parametrize(("initial", "backward"), [(True, False), (False, True)])
-def test_split_states_are_those_of_the_sequence(initial, backward):
-    """With splits as heads."""
-    num_splits, chunks = 4, NC // 4
-    with jax.enable_x64(True):
-        x = wide(arrays("float32", resets=True))
-        X = x["X"] if initial else None
-        decays = decays_in_splits(x["gamma"], num_splits, S, backward=backward)
-        products = split_products(
-            x["a"], x["b"], decays, num_splits, backward=backward, call=call_of(PLAIN)
-        )
-        result = np.asarray(split_states(products, x["gamma"], X, backward=backward))
-        if backward:
-            expected = recurrent_bw_dC(
-                x["a"], x["b"], x["gamma"], X, call=call_of(PLAIN)
-            ).matDeltaC_states[:, chunks - 1 :: chunks]
-        else:
-            ones = jnp.ones_like(x["r"])
-            expected = recurrent_fw_C(
-                x["a"], x["b"], ones, x["gamma"], X, x["x"], call=call_of(PLAIN)
-            ).matC_states[:, ::chunks]
-    assert result.shape == (HEADS * num_splits, DHQK, DHHV)
-    # Sums of S terms of order 1, in float64.
-    np.testing.assert_allclose(
-        result.reshape(expected.shape),
-        expected,
-        rtol=0,
-        atol=S * np.abs(result).max() * np.finfo("float64").eps,
-    )
 
 
 def test_decays_of_others():
