@@ -45,13 +45,6 @@ def strict_modes():
         yield
 
 
-def test_the_modes_are_on():
-    with pytest.raises(ValueError, match="rank_promotion"):
-        jax.eval_shape(lambda x: x[0] + x, jax.ShapeDtypeStruct((2, 2), "float32"))
-    with pytest.raises(ValueError, match="jax_numpy_dtype_promotion=strict"):
-        jax.eval_shape(lambda x: x + x.astype("bfloat16"), jax.ShapeDtypeStruct((2,), "float32"))
-
-
 def arguments(dtype, layout="BNTH", *, gates_dtype="float32", states=True, m_initial=True, S=S):
     array = jax.ShapeDtypeStruct
     lead = (B, NH, S) if layout == "BNTH" else (B, S, NH)

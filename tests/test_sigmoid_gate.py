@@ -86,7 +86,8 @@ def test_a_closed_forget_gate_counts_where_the_input_gate_is_closed_as_well():
     options = dict(input_gate="sigmoid", eps=0.0, norm_val=0.0)
 
     def gradient(run, q, k, v, gates):
-        return jax.grad(lambda f: run(q, k, v, gates, f, **options)[0, 0, 1].sum())(gates)
+        gradient = jax.grad(lambda f: run(q, k, v, gates, f, **options)[0, 0, 1].sum())
+        return jax.jit(gradient)(gates)
 
     result = gradient(functools.partial(mlstm_chunkwise, backend="xla"), q, k, v, closed)
     with jax.enable_x64(True):

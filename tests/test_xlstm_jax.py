@@ -271,88 +271,82 @@ SCALE = 0.7  # the whole passes have the documented one as well
 # The stages, forward.
 
 
-def states_of(system, x):
+PREFIX = {v3: "_mlstm_chunkwise", v5: "mlstm_chunkwise", stablef: "_mlstm_chunkwise"}
+
+
+def run(system, name, dtype="float32", scale=SCALE, eps=1e-6, **changes):
+    """What a function of a system makes of its arguments, which are found by their names, in lower
+    case."""
+    function = getattr(system, PREFIX[system] + name)
+    x, dh, dC_last, expected = case(dtype, scale, eps)
     i, log_f, b = gates_of(x)
-    initial = x["c_initial"], x["n_initial"], x["m_initial"]
-    if system is v3:
-        named = dict(
-            zip(("matC_initial", "vecN_initial", "scaMinter_initial"), initial, strict=True)
-        )
-        return v3._mlstm_chunkwise__recurrent_fw_C(
-            x["k"], x["v"], b, i, CHUNK_SIZE=L, NUM_CHUNKS=NC, **named
-        )
-    if system is v5:
-        return v5.mlstm_chunkwise__recurrent_fw_C(x["k"], x["v"], x["f"], i, *initial, chunk_size=L)
-    return stablef._mlstm_chunkwise__recurrent_fw_C(
-        x["k"], x["v"], log_f, i, *initial, chunk_size=L, num_chunks=NC
-    )
+    if not name.startswith("__"):  # a whole pass has pre-activations
+        i, log_f = x["i"], x["f"]
+    C, n, m, row_m, den, dC = arrays_of(expected, "C", "n", "m_boundaries", "m", "den", "dC")
+    arguments = dict(matq=x["q"], matk=x["k"], matv=x["v"], veci=i, vecb=b)
+    arguments |= dict(vecf=x["f"] if system is v5 else log_f, matdeltah=dh, matdeltac_last=dC_last)
+    arguments |= dict(matc_initial=x["c_initial"], vecn_initial=x["n_initial"])
+    arguments |= dict.fromkeys(("scam_initial", "scaminter_initial"), x["m_initial"])
+    arguments |= dict.fromkeys(("matc_states", "matc_all"), C)
+    arguments |= dict.fromkeys(("vecn_states", "vecn_all"), n)
+    arguments |= dict.fromkeys(("scam_inter", "scaminter_states", "scam_all", "scam_states"), m)
+    arguments |= dict.fromkeys(("vecm", "vecm_out", "vecm_combine"), row_m)
+    arguments |= dict(veca=b[..., -1:] - b + split(x["i"]), matdeltac_states=dC)
+    arguments |= dict(vecn_out=den + eps if system is stablef else den, qk_scale=scale, eps=eps)
+    arguments |= dict(chunk_size=L, num_chunks=NC) | changes
+    names = {y: y.lower() for y in inspect.signature(function).parameters}
+    return function(**{y: arguments[key] for y, key in names.items() if key in arguments})
+
+
+def before_chunks(expected):
+    """The states without the last ones."""
+    C, n, m = arrays_of(expected, "C", "n", "m_boundaries")
+    return C[:, :, : NC * DHQK], n[:, :, : NC * DHQK], m[..., :-1]
+
+
+BUFFERS = "matc_states", "vecn_states", "scaminter_states"
 
 
 @ALL_SYSTEMS
 def test_recurrent_fw_C(system, backend):
-    x, _, _, expected = case()
-    assert_states(states_of(system, x), expected)
+    assert_states(run(system, "__recurrent_fw_C", **dict.fromkeys(BUFFERS)), case()[-1])
 
 
 def test_buffers_of_recurrent_fw_C_set_the_dtypes():
-    x, _, _, _ = case()
-    i, _, b = gates_of(x)
-    shapes = (B, NH, (NC + 1) * DHQK, DHHV), (B, NH, (NC + 1) * DHQK), (B, NH, NC + 1)
-    buffers = [
-        jnp.zeros(shape, dtype)
-        for shape, dtype in zip(shapes, ("bfloat16", "float32", "bfloat16"), strict=True)
-    ]
-    built = v3._mlstm_chunkwise__recurrent_fw_C(
-        x["k"], x["v"], b, i, *buffers, CHUNK_SIZE=L, NUM_CHUNKS=NC
-    )
+    dtypes = "bfloat16", "float32", "bfloat16"
+    _, _, _, expected = case()
+    states = arrays_of(expected, "C", "n", "m_boundaries")
+    buffers = [jnp.zeros(x.shape, dtype) for x, dtype in zip(states, dtypes, strict=True)]
+    built = run(v3, "__recurrent_fw_C", **dict(zip(BUFFERS, buffers, strict=True)))
     assert [(y.shape, y.dtype) for y in built] == [(y.shape, y.dtype) for y in buffers]
-    built = v3._mlstm_chunkwise__recurrent_fw_C(
-        x["k"].astype("bfloat16"), x["v"].astype("bfloat16"), b, i, CHUNK_SIZE=L, NUM_CHUNKS=NC
-    )
+    built = run(v3, "__recurrent_fw_C", "bfloat16", **dict.fromkeys(BUFFERS))
     assert [y.dtype for y in built] == ["bfloat16", "float32", "float32"]
 
 
 @ALL_SYSTEMS
 def test_parallel_fw_H(system, backend):
-    x, _, _, expected = case(scale=SCALE)
-    i, log_f, b = gates_of(x)
-    q, k, v = (x[name] for name in "qkv")
-    C, n, m = arrays_of(expected, "C", "n", "m_boundaries")
-    if system is v3:
-        states = C[:, :, : NC * DHQK], n[:, :, : NC * DHQK], m[..., :-1]
-        H, den = v3._mlstm_chunkwise__parallel_fw_H(
-            q, k, v, *states, i, b, qk_scale=SCALE, CHUNK_SIZE=L, NUM_CHUNKS=NC
-        )
-    elif system is v5:
-        H, den = v5.mlstm_chunkwise__parallel_fw_Hintra(
-            q, k, v, i, x["f"], C, n, m, qk_scale=SCALE, chunk_size=L
-        )
-    else:
-        H, den, row_m = stablef._mlstm_chunkwise__parallel_fw_H(
-            q, k, v, i, log_f, C, n, m, qk_scale=SCALE, chunk_size=L, num_chunks=NC
-        )
-        assert_close(row_m, expected["m"], tolerance("float32", S), "m")
+    _, _, _, expected = case(scale=SCALE)
+    shorter = dict(zip(BUFFERS, before_chunks(expected), strict=True)) if system is v3 else {}
+    H, den, *rows = run(system, f"__parallel_fw_H{'intra' * (system is v5)}", **shorter)
     assert H.dtype == "float32"
     assert_close(H, expected["h"], tolerance("float32", S), "H")
     assert_close(den, expected["den"], 2e-6, "N")  # stablef hands out eps = 1e-6 as well
+    if system is stablef:
+        assert_close(rows[0], expected["m"], tolerance("float32", S), "m")
 
 
 def test_tiles_and_output_dtype_of_Hintra():
-    x, _, _, expected = case("bfloat16")
-    i, _, _ = gates_of(x)
-    states = arrays_of(expected, "C", "n", "m_boundaries")
-    args = x["q"], x["k"], x["v"], i, x["f"], *states
-    tiles = dict(siz_b_LQ=16, siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=32, num_warps=2, num_stages=1)
+    _, _, _, expected = case("bfloat16", SCALE)
+    tiles = dict(siz_b_lq=16, siz_b_lkv=16, siz_b_dhqk=16, siz_b_dhhv=32, num_warps=2, num_stages=1)
+    Hintra = functools.partial(run, v5, "__parallel_fw_Hintra", "bfloat16")
     with use_backend("interpret"):
-        H, _ = v5.mlstm_chunkwise__parallel_fw_Hintra(*args, chunk_size=L, **tiles)
-        half, _ = v5.mlstm_chunkwise__parallel_fw_Hintra(
-            *args, chunk_size=L, output_dtype=jnp.bfloat16
-        )
+        H, _ = Hintra(**tiles)
+        half, _ = jax.eval_shape(functools.partial(Hintra, output_dtype=jnp.bfloat16))
     assert (H.dtype, half.dtype) == ("float32", "bfloat16")
     # q is scaled for the padded head dimension: one rounding more
     assert_close(H, expected["h"], 1.5 * tolerance("bfloat16", S), "H")
     with pytest.raises(ValueError, match="siz_b_LQ is 24"):
-        v5.mlstm_chunkwise__parallel_fw_Hintra(*args, chunk_size=L, siz_b_LQ=24)
+        Hintra(siz_b_lq=24)
 
 
 def forward_of(system, x, *flags, L=L, **options):
@@ -412,23 +406,12 @@ def test_resets_where_the_forget_gate_itself_comes_in():
 
 @ALL_SYSTEMS
 def test_recurrent_bw_dC(system, backend):
-    x, dh, dC_last, expected = case(scale=SCALE, eps=0.05)
-    i, log_f, b = gates_of(x)
-    m, row_m, den = arrays_of(expected, "m_boundaries", "m", "den")
-    if system is v3:
-        dC = v3._mlstm_chunkwise__recurrent_bw_dC(
-            x["q"], i, b, m, den, dh, dC_last, SCALE, L, NC, 0.05
-        )
-    elif system is v5:
-        dC = v5.mlstm_chunkwise__recurrent_bw_dC(
-            x["q"], i, x["f"], m, den, dh, dC_last, SCALE, L, eps=0.05
-        )
-    else:
-        dC, first = stablef._mlstm_chunkwise__recurrent_bw_dC(
-            x["q"], log_f, m, row_m, den + 0.05, dh, dC_last, SCALE, L, NC
-        )
+    dC = run(system, "__recurrent_bw_dC", eps=0.05)
+    if system is stablef:
+        dC, first = dC
         assert (dC.shape, first.shape) == ((B, NH, NC * DHQK, DHHV), (B, NH, DHQK, DHHV))
         dC = jnp.concatenate([first, dC], axis=2)
+    expected = case(scale=SCALE, eps=0.05)[-1]
     assert_close(dC, fused(expected["dC"]), BOUND["float32"], "dC")
 
 
@@ -438,70 +421,45 @@ def check_inputs(built, names, expected, bound):
 
 @pytest.mark.parametrize(("system", "dtype"), [(v3, "float32"), (stablef, "bfloat16")])
 def test_parallel_bw_dQKV(system, dtype, backend):
-    x, dh, _, expected = case(dtype)
-    i, log_f, b = gates_of(x)
-    q, k, v = (x[name] for name in "qkv")
-    C, dC, m, row_m, den = arrays_of(expected, "C", "dC", "m_boundaries", "m", "den")
-    if system is v3:
-        built = v3._mlstm_chunkwise__parallel_bw_dQKV(
-            q, k, v, i, b, m, C, den, dh, dC, CHUNK_SIZE=L, NUM_CHUNKS=NC
-        )
-    else:
-        run = functools.partial(stablef._mlstm_chunkwise__parallel_bw_dQKV, q, k, v, i, log_f)
-        run = functools.partial(run, row_m, m, chunk_size=L, num_chunks=NC)
-        built = run(C, dh, den + 1e-6, dC)
-        shorter = run(C[:, :, : NC * DHQK], dh, den + 1e-6, dC[:, :, DHQK:])
-        assert all(np.array_equal(one, other) for one, other in zip(built, shorter, strict=True))
+    _, _, _, expected = case(dtype, SCALE)
+    dQKV = functools.partial(run, system, "__parallel_bw_dQKV", dtype)
+    built = dQKV()
     assert {y.dtype.name for y in built} == {dtype}
     check_inputs(built, "qkv", expected, BOUND[dtype])
-
-
-def operands_of_one_input(x, dh, expected):
-    i, _, b = gates_of(x)
-    states = arrays_of(expected, "C", "n", "m_boundaries", "den", "m")
-    a = b[..., -1:] - b + i
-    return x["q"], x["k"], x["v"], i, a, b, *states, dh, *arrays_of(expected, "dC")
+    if system is stablef:
+        C, dC = before_chunks(expected)[0], arrays_of(expected, "dC")[0][:, :, DHQK:]
+        shorter = dQKV(matc_states=C, matdeltac_states=dC)
+        assert all(np.array_equal(one, other) for one, other in zip(built, shorter, strict=True))
 
 
 @pytest.mark.parametrize("name", "QKV")
 def test_parallel_bw_of_one_input(name, backend):
-    x, dh, _, expected = case(scale=SCALE)
-    run = getattr(v5, f"mlstm_chunkwise__parallel_bw_d{name}")
-    arrays = operands_of_one_input(x, dh, expected)
-    built = run(*arrays, SCALE, L, 16, 16, 16, 16, eps=1e-6, output_dtype=jnp.float32)
-    check_inputs([built], [name.lower()], expected, BOUND["float32"])
-    half = functools.partial(run, chunk_size=L, output_dtype=jnp.bfloat16)
-    assert jax.eval_shape(half, *arrays).dtype == "bfloat16"
+    gradient = functools.partial(run, v5, f"__parallel_bw_d{name}")
+    tiles = dict.fromkeys(("siz_b_lq", "siz_b_lkv", "siz_b_dhqk", "siz_b_dhhv"), 16)
+    built = gradient(**tiles, output_dtype=jnp.float32)
+    check_inputs([built], [name.lower()], case(scale=SCALE)[-1], BOUND["float32"])
+    half = functools.partial(gradient, output_dtype=jnp.bfloat16)
+    assert jax.eval_shape(half).dtype == "bfloat16"
 
 
 def test_the_lowering_platform_decides_on_the_kernels():
-    x, dh, _, expected = case("bfloat16")
-    arrays = operands_of_one_input(x, dh, expected)
     for backend, there in ((None, True), ("xla", False)):
         with use_backend(backend):
-            run = functools.partial(v5.mlstm_chunkwise__parallel_bw_dV, chunk_size=L)
-            text = str(jax.make_jaxpr(run)(*arrays))
+            text = str(jax.make_jaxpr(lambda: run(v5, "__parallel_bw_dV", "bfloat16"))())
         for part in ("platform_index", "name=parallel_bw_dQKV"):
             assert (part in text) == there
 
 
-def backward_of(system, x, scale, C, den, dh, dC_last, eps, row_m=None, m=None):
-    if system is v3:
-        return v3._mlstm_chunkwise_bw(*x.values(), scale, C, den, dh, dC_last, L, eps)
-    if system is v5:
-        return v5.mlstm_chunkwise_bw(*x.values(), scale, C, den, dh, dC_last, L, eps)
-    return stablef._mlstm_chunkwise_bw(*x.values(), scale, C, m, den + eps, row_m, dh, dC_last, L)
-
-
 @pytest.mark.parametrize(
-    ("given", "scale"), [(True, 0.7), (False, None)], ids=["states", "no_states"]
+    ("given", "scale"), [(True, SCALE), (False, None)], ids=["states", "no_states"]
 )
 @ALL_SYSTEMS
 def test_backward(system, given, scale, backend):
-    x, dh, dC_last, expected = case(scale=scale, eps=0.05)
-    C, m, row_m, den = arrays_of(expected, "C", "m_boundaries", "m", "den")
-    C, m, row_m = (C[:, :, : NC * DHQK], m[..., :-1], row_m) if given else (None, None, None)
-    built = backward_of(system, x, scale, C, den, dh, dC_last, 0.05, row_m, m)
+    _, _, _, expected = case(scale=scale, eps=0.05)
+    names = "matc_states", "matc_all", "scam_states", "vecm_out"
+    C, _, m = before_chunks(expected)
+    given = (C, C, m, f32(expected["m"])) if given else (None,) * 4
+    built = run(system, "_bw", scale=scale, eps=0.05, **dict(zip(names, given, strict=True)))
     check_inputs(built[:5], "qkvif", expected, BOUND["float32"])
     dC, dn, dm = built[5:]
     initial = expected["c_initial"], expected["m_initial"]
@@ -593,32 +551,22 @@ def test_generator_gives_the_same_function_for_the_same_arguments():
 # Errors.
 
 
-def call(**changes):
-    x, dh, _, expected = case()
-    i, log_f, _ = gates_of(x)
-    C, dC, m, row_m, den = arrays_of(expected, "C", "dC", "m_boundaries", "m", "den")
-    args = dict(matQ=x["q"], matK=x["k"], matV=x["v"], vecI=i, vecF=log_f, vecM_combine=row_m)
-    args |= dict(scaM_inter=m, matC_states=C, matDeltaH=dh, vecN_out=den, matDeltaC_states=dC)
-    args |= dict(chunk_size=L, num_chunks=NC)
-    return stablef._mlstm_chunkwise__parallel_bw_dQKV(**args | changes)
-
-
 # Changed arguments.
 WRONG = {
     r"matK has shape \(1, 2, 64, 8\), expected \(B, NH, S, DHQK\) = \(1, 2, 64, 24\)": dict(
-        matK=jnp.zeros((B, NH, S, 8))
+        matk=jnp.zeros((B, NH, S, 8))
     ),
     r"vecF has shape \(1, 2, 64\), expected \(B, NH, NC, L\) = \(1, 2, 4, 16\)": dict(
-        vecF=jnp.zeros((B, NH, S))
+        vecf=jnp.zeros((B, NH, S))
     ),
     r"matC_states has shape .* expected \(B, NH, NC \* DHQK, DHHV\)": dict(
-        matC_states=jnp.zeros((B, NH, 7, DHHV))
+        matc_states=jnp.zeros((B, NH, 7, DHHV))
     ),
     r"scaM_inter has shape .* or \(B, NH, \(NC \+ 1\)\) = \(1, 2, 5\)": dict(
-        scaM_inter=jnp.zeros((B, NH, 3))
+        scam_inter=jnp.zeros((B, NH, 3))
     ),
-    r"vecI is None, expected an array of shape \(B, NH, NC, L\)": dict(vecI=None),
-    r"matQ has shape \(1, 2, 64\), expected \(B, NH, S, DHQK\)": dict(matQ=jnp.zeros((B, NH, S))),
+    r"vecI is None, expected an array of shape \(B, NH, NC, L\)": dict(veci=None),
+    r"matQ has shape \(1, 2, 64\), expected \(B, NH, S, DHQK\)": dict(matq=jnp.zeros((B, NH, S))),
     r"matQ has shape .* expected S = 64 to be 1 chunks of 16 steps": dict(num_chunks=1),
     "chunk_size is 24, expected a power of two >= 16": dict(chunk_size=24),
 }
@@ -627,13 +575,12 @@ WRONG = {
 @pytest.mark.parametrize("message", WRONG)
 def test_wrong_shapes_are_named(message):
     with pytest.raises(ValueError, match=message):
-        call(**WRONG[message])
+        run(stablef, "__parallel_bw_dQKV", **WRONG[message])
 
 
 def test_other_errors():
-    x, dh, _, _ = case()
     with pytest.raises(ValueError, match="vecN_out is None"):
-        stablef._mlstm_chunkwise_bw(*x.values(), matDeltaH=dh, chunk_size=L)
+        run(stablef, "_bw", vecn_out=None)
     message = "all three or not at all: got matC_initial without vecN_initial, scaM_initial"
     with pytest.raises(ValueError, match=message):
-        v3._mlstm_chunkwise_fw(*list(x.values())[:6], CHUNK_SIZE=L)
+        run(v3, "_fw", vecn_initial=None, scam_initial=None)
