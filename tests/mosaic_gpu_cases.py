@@ -107,7 +107,6 @@ CASES = {
     "heads": Case(fused(), shape=(2, 2, 256, 256, 256), options=dict(layout="BTNH")),
     "no_states": Case(fused(), recipe=dict(states=False)),
     "packed": Case(fused(), packed=True),
-    "sigmoid": Case(fused(), recipe=dict(m_initial=False), options=dict(input_gate="sigmoid")),
     "unnormalised": Case(
         fused(), recipe=dict(m_initial=False), options=dict(input_gate="sigmoid", normalize=False)
     ),
@@ -126,9 +125,6 @@ CASES = {
         options=dict(recompute_states_in_bw=False),
         dtype="float16",
         cotangents=2.0**-10,
-    ),
-    "one_block_of_rows_stored": Case(
-        fused(), shape=(1, 2, 256, 64, 128), options=dict(recompute_states_in_bw=False)
     ),
     "three_blocks_of_rows": Case(
         fused(), shape=(1, 2, 256, 192, 128), stages=ALL - {"parallel_bw_dQKV"}
@@ -313,14 +309,8 @@ class Recurrences:
 
 RECURRENCES = {
     "weighted": Recurrences(),
-    "weighted_BTNH": Recurrences(shape=(2, 2, 256, 128, 256), layout="BTNH"),
     "weighted_dC_alone": Recurrences(alone=True, states=False),
-    "scaled": Recurrences(weighted=False),
     "scaled_dC_alone_BTNH": Recurrences(weighted=False, alone=True, layout="BTNH"),
-    "float16": Recurrences(dtype="float16", states=False),
-    "rows_of_64": Recurrences(
-        shape=(1, 2, 256, 256, 128), tiles=StageConfig(siz_b_DHQK=64, num_stages=2)
-    ),
     "rows_of_128": Recurrences(
         shape=(1, 1, 512, 256, 128), L=256, tiles=StageConfig(siz_b_DHQK=128, num_stages=6)
     ),

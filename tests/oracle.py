@@ -2,10 +2,14 @@
 
 import functools
 import math
+import re
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 
 from mlstm_pallas import reference
 
@@ -126,6 +130,70 @@ def assert_close(actual, expected, bound, what=""):
     assert result <= bound, f"{what}: relative error {result:.2e} above {bound:.2e}"
 
 
+def compare(names, actual, desired, bound):
+    """assert_close of each."""
+    for name, x, y in zip(names, actual, desired, strict=True):
+        assert_close(x, np.asarray(y).astype("float64"), bound, name)
+
+
+def refused(kind, message, call, *args, **kwargs):
+    """The call raises this kind of error with this first line."""
+    with pytest.raises(kind) as caught:
+        call(*args, **kwargs)
+    assert str(caught.value).split("\n")[0] == message
+
+
+def for_device(kind):
+    """Inside, traces and lowers for this GPU."""
+    device = AbstractDevice(kind, None, "gpu")
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
+COLLECTIVE = re.compile(
+    r" (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\("
+)
+
+
+def collectives(compiled):
+    """{collective: how many there are in the compiled module}."""
+    return Counter(COLLECTIVE.findall(compiled.as_text()))
+
+
+def mesh_of(shape, *kinds, names="xyz", platform="cpu"):
+    """Axes of the kind, Auto without one, or of one kind each."""
+    kinds = kinds or (AxisType.Auto,)
+    return jax.make_mesh(
+        shape,
+        tuple(names[: len(shape)]),
+        axis_types=kinds if len(kinds) > 1 else kinds * len(shape),
+        devices=jax.devices(platform)[: math.prod(shape)],
+    )
+
+
+def sharded(arrays, mesh, *specs):
+    """The arrays sharded by the one spec, or by one each."""
+    specs = specs if len(specs) > 1 else specs * len(arrays)
+    return [
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)
+    ]
+
+
+def loss_of(h, states):
+    """Of h and of the states."""
+    finite = (jnp.where(jnp.isfinite(y), y, 0.0) for y in states)
+    return jnp.sum(h * jnp.cos(h)), sum(jnp.sum(jnp.sin(y)) for y in finite)
+
+
+def gradient_of(run):
+    """((loss, (h, c, n, m)), the gradients of eight arguments), jitted."""
+
+    def loss(*x):
+        h, states = run(*x)
+        return sum(loss_of(h, states)), (h, *states)
+
+    return jax.jit(jax.value_and_grad(loss, tuple(range(8)), has_aux=True))
+
+
 def initial_state_scale(dc, dn, inputs):
     """The size of the terms of dm_initial = <dc, c> + dn . n that its error is relative to,
     per head (B, NH).
@@ -204,7 +272,8 @@ def errors_of(inputs, result, expected):
                 wanted_gradients["c_initial"], wanted_gradients["n_initial"], inputs
             )
         )
-        of_gradients["m_initial"] *= min(1.0, np.linalg.norm(wanted_gradients["m_initial"]) / scale)
+        share = np.linalg.norm(wanted_gradients["m_initial"]) / scale if scale else 1.0
+        of_gradients["m_initial"] *= min(1.0, share)
     return of_outputs, of_gradients
 
 

@@ -12,9 +12,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from oracle import NAMES, assert_close, random_inputs, tolerance
+from oracle import (
+    NAMES,
+    OUTPUTS,
+    assert_close,
+    compare,
+    for_device,
+    mesh_of,
+    random_inputs,
+    sharded,
+    tolerance,
+)
 
 from mlstm_pallas import KernelConfig, fwbw, mlstm_chunkwise
 from mlstm_pallas.export import export
@@ -43,15 +53,9 @@ def lowered_for_cuda():
     def loss(*x):
         return jnp.sum(mlstm_chunkwise(*x).astype("float32"))
 
-    with jax.sharding.use_abstract_mesh(
-        AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))
-    ):
-        return (
-            jax.jit(jax.grad(loss, (0, 1, 2, 3, 4)))
-            .trace(*shapes())
-            .lower(lowering_platforms=("cuda",))
-            .as_text()
-        )
+    gradient = jax.jit(jax.grad(loss, (0, 1, 2, 3, 4)))
+    with for_device("NVIDIA H200"):
+        return gradient.trace(*shapes()).lower(lowering_platforms=("cuda",)).as_text()
 
 
 CHILD = """
@@ -111,10 +115,7 @@ def test_an_export_for_the_cpu_runs_in_another_process_with_its_gradients(childr
     x = INPUTS.values()
     h, states = function(*x)
     gradients = jax.jit(jax.grad(lambda *x: jnp.sum(function(*x)[0]), tuple(range(8))))(*x)
-    for name, actual, desired in zip(
-        ("h", "c", "n", "m", *NAMES), result, (h, *states, *gradients), strict=True
-    ):
-        assert_close(actual, np.asarray(desired), BOUND, name)
+    compare((*OUTPUTS, *NAMES), result, (h, *states, *gradients), BOUND)
 
 
 @pytest.mark.slow
@@ -147,11 +148,8 @@ def test_an_export_for_cuda_is_made_and_read_without_a_gpu():
 
 def test_shards_of_explicit_axes_are_exported():
     pytest.importorskip("flatbuffers")
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu"))
-    x = [
-        jax.device_put(y, NamedSharding(mesh, P("x")))
-        for y in random_inputs(0, 8, 1, 32, 8, 8, states=False).values()
-    ]
+    mesh = mesh_of((8,), AxisType.Explicit)
+    x = sharded([*random_inputs(0, 8, 1, 32, 8, 8, states=False).values()], mesh, P("x"))
     run = functools.partial(mlstm_chunkwise, chunk_size=16)
     loaded = jax.export.deserialize(export(run, *x, platform="cpu").serialize())
     with jax.set_mesh(mesh):
