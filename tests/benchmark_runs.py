@@ -23,7 +23,7 @@ def records(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def missing(*_):
+def missing(*_, **__):
     """A peer whose package is not installed."""
     raise ModuleNotFoundError("No module named\n'torch'")
 
