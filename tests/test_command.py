@@ -59,6 +59,7 @@ layer_benchmark --impl=nonsense: unknown impl nonsense, known are mlstm_pallas_B
 layer_benchmark --backend=triton: backend triton needs a GPU
 scaling_benchmark --mode=strong-batch: unknown mode strong-batch, known are weak-batch,
 scaling_benchmark --backend=xla --devices=1,4096: devices, not 1, 4096
+scaling_benchmark --devices=2 --mode=strong-sequence --shape=1x1x33x16x16: a multiple of 2 devices
 step_benchmark --impl=nonsense: unknown impl nonsense, known are triton, interpret, xla,
 step_benchmark --impl=triton: impl triton needs a GPU
 tune --backend=triton: there is no GPU here to tune for
