@@ -1,8 +1,12 @@
 """The recurrences of ``stages/recurrence.py`` on Mosaic GPU, without x.
 
-Grid (B * NH times the number of recurrences, DHQK / rows, DHHV / 128). A CTA owns up to 256 rows
-and 128 columns of X. It has two warpgroups, each with 64 columns, kept transposed in registers.
-They share the copying, num_stages tiles of 64 steps ahead.
+Grid (B * NH times the number of recurrences and of splits, DHQK / rows, DHHV / 128). A CTA owns up
+to 256 rows and 128 columns of X. It has two warpgroups, each with 64 columns, kept transposed in
+registers; for a DHHV that 128 does not divide it has 64 columns and one warpgroup. They share the
+copying, num_stages tiles of 64 steps ahead.
+
+Where that makes too few CTAs, the sequence is cut into splits. A launch before computes what each
+split adds to X, with the same kernel, which then stores no X of a chunk (splits.py).
 
 With r the left operand of the transposed product is r b, weighted in registers: (r b)^T a = b^T (r
 a), and a tile of b has 64 columns a warpgroup. The operand of a step is computed while the product
@@ -35,19 +39,45 @@ from mlstm_pallas.mosaic_gpu.launch import (
     load,
     mosaic_call,
     plgpu,
+    shared_bytes,
     shared_tiles,
 )
-from mlstm_pallas.mosaic_gpu.limits import state_rows
+from mlstm_pallas.mosaic_gpu.limits import HEADS, KERNEL_DTYPE, SHARED_BYTES, state_rows
 from mlstm_pallas.mosaic_gpu.products import Products
 from mlstm_pallas.problem import Problem
+from mlstm_pallas.splits import split_states
 from mlstm_pallas.stage import StageCall, StageConfig
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 R = REGISTER_ROWS
-STEPS, COLUMNS = 64, 128  # of a tile, and of the block of X of a CTA
+STEPS, COLUMNS = 64, 128  # of a tile, and of the block of X of a CTA where they divide DHHV
 H_STAGES = 3  # tiles of h in shared memory
 ENOUGH_CTAS = 128  # of a launch: an H200 has 132 SMs, and an SM holds one such CTA
+# Shorter splits, or fewer, cost more than they gain: a second launch, and what joins their sums.
+MIN_SPLIT_STEPS, MIN_SPLITS, MAX_SPLITS = 1024, 4, 16
+
+
+class Splits(NamedTuple):
+    """The splits of a launch.
+
+    Attributes:
+      of_sequence: equal parts of a sequence, each a number of chunks.
+      sums: whether the launch computes what each split adds, from zeros on.
+      all: whether it computes that of the split that nothing follows too.
+    """
+
+    of_sequence: int = 1
+    sums: bool = False
+    all: bool = True
+
+    @property
+    def count(self) -> int:
+        """Of a head, in the launch."""
+        return self.of_sequence - (not self.all)
+
+    def first(self, backward: bool) -> int:
+        return int(backward and not self.all)
 
 
 class _Operands(NamedTuple):
@@ -58,7 +88,7 @@ class _Operands(NamedTuple):
     r: Any  # (B * NH, S), may be absent
     h: Any  # as b, may be absent
     gamma: Any  # (B * NH, NC)
-    X_initial: Any  # (B * NH, DHHV, DHQK) transposed, may be absent
+    X_initial: Any  # (B * NH * splits, DHHV, DHQK) transposed, may be absent
 
 
 class _Shared(NamedTuple):
@@ -66,7 +96,7 @@ class _Shared(NamedTuple):
     b_tiles: Any  # (stages, 64, 128)
     weights: Any  # (stages, 64) float32, absent without r
     h_tiles: Any  # (H_STAGES, 64, 128), absent where no recurrence has an h
-    out_tiles: Any  # (2 warpgroups, 2, 64, 64)
+    out_tiles: Any  # (warpgroups, 2, 64, 64), absent where X is not stored
     barriers: Any  # of the ring of operands
     h_barriers: Any  # of the ring of tiles of h, absent likewise
 
@@ -76,6 +106,7 @@ class _Place(NamedTuple):
 
     wg: jax.Array
     head: jax.Array
+    split: jax.Array
     rows: Any
     columns: Any  # of the CTA
     part: jax.Array  # which 64 columns
@@ -92,14 +123,22 @@ class _Recurrence:
     p: Problem
     rows: int
     backward: bool
+    splits: Splits
     products: Products
 
     @property
     def tiles_of_chunk(self) -> int:
         return self.p.L // STEPS
 
+    @property
+    def num_chunks(self) -> int:
+        """Those of a split."""
+        return self.p.NC // self.splits.of_sequence
+
     def chunk(self, index: Any) -> Any:
-        return self.p.NC - 1 - index if self.backward else index
+        index = self.num_chunks - 1 - index if self.backward else index
+        of_sequence = self.splits.of_sequence
+        return index if of_sequence == 1 else self.place.split * self.num_chunks + index
 
     def steps(self, step: Any) -> Any:
         n = self.tiles_of_chunk
@@ -146,11 +185,12 @@ class _Recurrence:
     def join(self, ring: CopyRing, h_ring: Any, index: Any, carry: Any) -> Any:
         """Stores X before a chunk, and adds the chunk; carry: X^T and the chunk's gamma."""
         products, n = self.products, self.tiles_of_chunk
-        unrolled = min(n, 2)  # steps whose left operands have registers of their own; n is 2^j
+        unrolled = 2 - n % 2  # steps whose left operands have registers of their own
         XT, decay = carry
-        at, last = self.chunk(index), np.int32(self.p.NC - 1)
+        at, last = self.chunk(index), np.int32(self.num_chunks - 1)
         following = self.x.gamma[self.place.head, self.chunk(lax.min(index + 1, last))]
-        self.store_state(index, at, XT)
+        if self.out.X is not None:
+            self.store_state(index, at, XT)
 
         def add(accumulator: Any) -> None:
             def some(i: Any, carry: None) -> None:
@@ -178,26 +218,39 @@ class _Recurrence:
 
     def run(self, num_stages: int, reads_h: bool) -> None:
         x, shared, place, products = self.x, self.shared, self.place, self.products
-        total, h_ring = self.p.NC * self.tiles_of_chunk, None
-        buffers = shared.a_tiles, shared.b_tiles, shared.weights
-        ring = CopyRing(shared.barriers, num_stages, total, self.copy, products, buffers)
+        total, h_ring = self.num_chunks * self.tiles_of_chunk, None
+        buffers, readers = (shared.a_tiles, shared.b_tiles, shared.weights), block_columns(self.p) // R
+        ring = CopyRing(shared.barriers, num_stages, total, self.copy, products, buffers, readers)
         rings = [ring]
         if reads_h:
             h_ring = CopyRing(
-                shared.h_barriers, H_STAGES, total, self.copy_h, products, (shared.h_tiles,)
+                *(shared.h_barriers, H_STAGES, total, self.copy_h, products, (shared.h_tiles,)),
+                readers,
             )
             rings.append(h_ring)
         for y in rings:
             y.start()
-        state = place.head, place.X_columns, place.rows
+        splits, block_of_X = self.splits, (place.X_columns, place.rows)
         if x.X_initial is None:
             XT = products.zeros(R, self.rows)
         else:
-            XT = load(x.X_initial.at[state], optimized=False)
+            before = place.head * splits.of_sequence + place.split
+            XT = load(x.X_initial.at[before, *block_of_X], optimized=False)
         gamma = x.gamma[place.head, self.chunk(np.int32(0))]
-        XT, _ = loop(self.p.NC, functools.partial(self.join, ring, h_ring), (XT, gamma))
+        XT, _ = loop(self.num_chunks, functools.partial(self.join, ring, h_ring), (XT, gamma))
         if self.out.X_last is not None:
-            self.out.X_last[state] = XT
+
+            def store_last(index: Any) -> None:
+                self.out.X_last[index, *block_of_X] = XT
+
+            last = 0 if self.backward else splits.of_sequence - 1
+            if splits.sums:
+                first = splits.first(self.backward)
+                store_last(place.head * splits.count + (place.split - first))
+            elif splits.of_sequence == 1:
+                store_last(place.head)
+            else:
+                pl.when(place.split == last)(lambda: store_last(place.head))
         plgpu.wait_smem_to_gmem(0)
         for y in rings:
             y.drain()
@@ -210,26 +263,30 @@ def _kernel(
     p: Problem,
     rows: int,
     backward: Sequence[bool],
+    splits: Splits,
     num_stages: int,
     interpret: bool,
     **shared: Any,
 ) -> None:
-    wg, index = lax.axis_index("wg"), lax.axis_index("head")
-    blocks_of_X = block(lax.axis_index("rows"), rows), block(lax.axis_index("columns"), COLUMNS)
-    part = lax.axis_index("columns") * (COLUMNS // R) + wg
+    wg, index, columns = lax.axis_index("wg"), lax.axis_index("head"), block_columns(p)
+    blocks_of_X = block(lax.axis_index("rows"), rows), block(lax.axis_index("columns"), columns)
+    part = lax.axis_index("columns") * (columns // R) + wg
     X_columns, tile_columns = block(part, R), block(wg, R)
-    head = remainder(index, p.BNH)
-    place = _Place(wg, head, *blocks_of_X, part, X_columns, tile_columns)
+    head, split = remainder(index, p.BNH * splits.count), np.int32(0)
+    if splits.count > 1:
+        head, split = divide(head, splits.count), remainder(head, splits.count)
 
     def run(j: int, reads_h: bool) -> None:
         x = operands[j]
         a, b = head_of(x.a, head, p), head_of(x.b, head, p)
         x = x._replace(a=a, b=b, h=head_of(x.h, head, p) if reads_h else None)
-        statics = p, rows, backward[j], Products(interpret)
+        at = split + splits.first(backward[j])
+        place = _Place(wg, head, at, *blocks_of_X, part, X_columns, tile_columns)
+        statics = p, rows, backward[j], splits, Products(interpret)
         _Recurrence(x, outputs[j], _Shared(**shared), place, *statics).run(num_stages, reads_h)
 
     for j, x in enumerate(operands):
-        here, has_h = divide(index, p.BNH) == j, x.h is not None
+        here, has_h = divide(index, p.BNH * splits.count) == j, x.h is not None
         if not has_h or rows == p.DHQK:
             pl.when(here)(functools.partial(run, j, has_h))
             continue
@@ -239,30 +296,34 @@ def _kernel(
 
 
 def scratch(
+    p: Problem,
     rows: int,
     num_stages: int,
     dtype: Any,
     *,
     weighted: bool,
     has_h: bool,
+    stores_X: bool = True,
 ) -> dict[str, Any]:
     """Shared memory of the kernel, for blocks of X of so many rows."""
-    tiles = functools.partial(shared_tiles, dtype=dtype)
+    tiles, columns = functools.partial(shared_tiles, dtype=dtype), block_columns(p)
+    readers = columns // R
     return {
         "a_tiles": tiles(num_stages, STEPS, rows),
-        "b_tiles": tiles(num_stages, STEPS, COLUMNS),
+        "b_tiles": tiles(num_stages, STEPS, columns),
         "weights": plgpu.SMEM((num_stages, STEPS), jnp.float32) if weighted else None,
-        "h_tiles": tiles(H_STAGES, STEPS, COLUMNS) if has_h else None,
-        "out_tiles": tiles(2, 2, R, R),
-        "barriers": ring_barriers(num_stages, copies=3 if weighted else 2),
-        "h_barriers": ring_barriers(H_STAGES, copies=1) if has_h else None,
+        "h_tiles": tiles(H_STAGES, STEPS, columns) if has_h else None,
+        "out_tiles": tiles(readers, 2, R, R) if stores_X else None,
+        "barriers": ring_barriers(num_stages, copies=3 if weighted else 2, readers=readers),
+        "h_barriers": ring_barriers(H_STAGES, copies=1, readers=readers) if has_h else None,
     }
 
 
-def recurrences(name: str, *each: Recurrence, call: StageCall) -> list[RecurrenceOutputs]:
-    """``stages/recurrence.py``, in one launch."""
+def _launch(
+    name: str, each: Sequence[Recurrence], splits: Splits, rows: int, call: StageCall
+) -> list[RecurrenceOutputs]:
+    """One launch; X_initial and X_last are transposed, and X_initial is that of each split."""
     p, dtype, num_stages = call.problem, each[0].a.dtype, call.tiles.num_stages
-    rows = block_rows(call.tiles, p, len(each))
     interpret = call.interpret
     weighted = each[0].r is not None
     if any((x.r is not None) != weighted or x.x_initial is not None for x in each):
@@ -270,50 +331,111 @@ def recurrences(name: str, *each: Recurrence, call: StageCall) -> list[Recurrenc
             f"{name} has r in some of its recurrences, or x, expected r in all or in none, and no x"
         )
     has_h = any(x.h is not None for x in each)
-    operands = [
-        _Operands(x.a, x.b, x.r, x.h, x.gamma, None if x.X_initial is None else x.X_initial.mT)
-        for x in each
-    ]
+    operands = [_Operands(x.a, x.b, x.r, x.h, x.gamma, x.X_initial) for x in each]
     X: Any = jax.ShapeDtypeStruct((p.BNH, p.NC, p.DHQK, p.DHHV), dtype)
-    last, inner = float32(p.BNH, p.DHHV, p.DHQK), float32(p.BNH, blocks(p.DHHV, R), p.S)
+    last = float32(p.BNH * (splits.count if splits.sums else 1), p.DHHV, p.DHQK)
+    inner = float32(p.BNH, blocks(p.DHHV, R), p.S)
     outputs = [
         RecurrenceOutputs(
-            X, last if x.return_last else None, None, None, None if x.h is None else inner
+            None if splits.sums else X,
+            last if x.return_last else None,
+            *(None, None, None if x.h is None else inner),
         )
         for x in each
     ]
-    results = mosaic_call(
+    columns = block_columns(p)
+    results: list[RecurrenceOutputs] = mosaic_call(
         functools.partial(
             _kernel,
             p=p,
             rows=rows,
             backward=tuple(x.backward for x in each),
+            splits=splits,
             num_stages=num_stages,
             interpret=interpret,
         ),
         name=name,
         grid={
-            "head": len(each) * p.BNH,
+            "head": len(each) * p.BNH * splits.count,
             "rows": blocks(p.DHQK, rows),
-            "columns": blocks(p.DHHV, COLUMNS),
+            "columns": blocks(p.DHHV, columns),
         },
-        warpgroups=2,
+        warpgroups=columns // R,
         outputs={"outputs": outputs},
-        scratch=scratch(rows, num_stages, dtype, weighted=weighted, has_h=has_h),
+        scratch=scratch(
+            *(p, rows, num_stages, dtype),
+            weighted=weighted,
+            has_h=has_h,
+            stores_X=not splits.sums,
+        ),
         interpret=interpret,
     )(operands=operands)["outputs"]
+    return results
+
+
+def _sums_of_splits(
+    name: str, each: Sequence[Recurrence], splits: Splits, rows: int, call: StageCall
+) -> list[jax.Array]:
+    """What splits add to each X, (B * NH, splits.count, DHHV, DHQK): X starts from zeros."""
+    each = [dataclasses.replace(x, X_initial=None, h=None, return_last=True) for x in each]
+    sums = _launch(name, each, splits, rows, call)
+    return [x.X_last.reshape(-1, splits.count, *x.X_last.shape[1:]) for x in sums]
+
+
+def recurrences(name: str, *each: Recurrence, call: StageCall) -> list[RecurrenceOutputs]:
+    """``stages/recurrence.py``; in one launch, or two with splits."""
+    p = call.problem
+    rows = block_rows(call.tiles, p, len(each))
+    num_splits = splits_of(call.tiles, p, len(each))
+    initial = [None if x.X_initial is None else x.X_initial.mT for x in each]
+    if num_splits > 1:
+        of_sums = Splits(num_splits, sums=True, all=False)
+        added = _sums_of_splits("split_products", each, of_sums, rows, call)
+        initial = [
+            split_states(y, x.gamma, X, backward=x.backward)
+            for x, y, X in zip(each, added, initial, strict=True)
+        ]
+    each = tuple(
+        dataclasses.replace(x, X_initial=X) for x, X in zip(each, initial, strict=True)
+    )
     return [
         x._replace(
             inner=None if x.inner is None else jnp.sum(x.inner, axis=1),
             X_last=None if x.X_last is None else x.X_last.mT,
         )
-        for x in results
+        for x in _launch(name, each, Splits(num_splits), rows, call)
     ]
 
 
+def split_products(
+    a: jax.Array,
+    b: jax.Array,
+    r: jax.Array,
+    num_splits: int,
+    *,
+    backward: bool = False,
+    all_splits: bool = False,
+    call: StageCall,
+) -> jax.Array:
+    """As ``split_products`` of stages/recurrence.py."""
+    p = call.problem.in_splits(num_splits)
+    call = dataclasses.replace(call, problem=p)
+    gamma = jnp.ones((p.BNH, num_splits), jnp.float32)
+    x = Recurrence(a, b, gamma, None, return_last=True, backward=backward, r=r)
+    rows = block_rows(call.tiles, p.split(num_splits), 1)
+    splits = Splits(num_splits, sums=True, all=all_splits)
+    return _sums_of_splits("split_products", [x], splits, rows, call)[0].mT
+
+
+def block_columns(p: Problem) -> int:
+    """Columns of X of a CTA; 0 where no such blocks fit."""
+    return next((x for x in (COLUMNS, R) if p.DHHV % x == 0), 0)
+
+
 def num_ctas(rows: int, p: Problem) -> int:
-    """CTAs of one recurrence; 0 where no such blocks fit."""
-    return p.BNH * (p.DHQK // rows) * (p.DHHV // COLUMNS) if rows else 0
+    """CTAs of one recurrence without splits; 0 where no such blocks fit."""
+    columns = block_columns(p)
+    return p.BNH * (p.DHQK // rows) * (p.DHHV // columns) if rows and columns else 0
 
 
 def heuristic_rows(p: Problem, recurrences: int) -> int:
@@ -332,3 +454,25 @@ def block_rows(config: StageConfig, p: Problem, recurrences: int) -> int:
     if recurrences == 1:
         rows = min(rows, heuristic_rows(p, recurrences))
     return state_rows(p.DHQK, rows)
+
+
+def splits_of(config: StageConfig, p: Problem, recurrences: int) -> int:
+    """Splits of the sequence: num_splits, else as many as fill a GPU; of whole chunks."""
+    most = p.NC & -p.NC
+    if config.num_splits is not None:
+        return min(config.num_splits, most)
+    ctas = recurrences * num_ctas(block_rows(config, p, recurrences), p)
+    filling = min(ENOUGH_CTAS // max(ctas, 1), p.S // MIN_SPLIT_STEPS, MAX_SPLITS, most)
+    return 1 << (filling.bit_length() - 1) if filling >= MIN_SPLITS else 1
+
+
+def fits(config: StageConfig, p: Problem, *, weighted: bool = True, has_h: bool = False) -> bool:
+    """Whether the kernel takes the problem with these tiles."""
+    rows = state_rows(p.DHQK, config.siz_b_DHQK)
+    if not 0 < rows <= 256 or not block_columns(p) or p.L % STEPS:
+        return False
+    # A slot is free when the next step's product runs.
+    if config.num_stages < 2 or 2 * p.BNH * (config.num_splits or 1) > HEADS:
+        return False
+    shapes = scratch(p, rows, config.num_stages, KERNEL_DTYPE, weighted=weighted, has_h=has_h)
+    return shared_bytes(shapes) <= SHARED_BYTES
