@@ -325,7 +325,7 @@ def _kernel(
     wg, index, columns = lax.axis_index("wg"), lax.axis_index("head"), block_columns(p)
     blocks_of_X = block(lax.axis_index("rows"), rows), block(lax.axis_index("columns"), columns)
     part = lax.axis_index("columns") * (columns // R) + wg
-    x_part = wg if rows > R else np.int32(0)
+    x_part: Any = wg if rows > R else 0
     of_wg = part, block(part, R), block(wg, R)
     of_wg = *of_wg, block(lax.axis_index("rows") * (rows // R) + x_part, R), block(x_part, R)
     head, split = remainder(index, p.BNH * splits.count), np.int32(0)
