@@ -52,6 +52,7 @@ from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 R = REGISTER_ROWS
 COLUMNS = 256, 192, 128, 64  # of choice of a copy of keys
+SM_BYTES = 233_472  # shared memory of an SM; each CTA takes 1 KiB more
 
 
 class _Refs(NamedTuple):
@@ -341,10 +342,14 @@ def _takes(config: StageConfig, p: Problem) -> bool:
 
 
 def _heuristic(p: Problem) -> StageConfig:
-    LQ = 128 if p.L % 128 == 0 else 64
+    """Tiles of which an SM has room for two CTAs of 64 queries, else for one of 128."""
     columns = next((x for x in (256, 128) if p.DHHV % x == 0), 64)
-    sizes = [(LQ, columns, 2), (LQ, columns, 1), (64, columns, 1), (64, 64, 1)]
+    sizes = [(128, columns, 2), (128, columns, 1), (64, columns, 1), (64, 64, 1)]
     configs = [StageConfig(siz_b_LQ=x, siz_b_DHHV=y, num_stages=n) for x, y, n in sizes]
+    narrow = StageConfig(siz_b_LQ=64, siz_b_DHHV=columns, num_stages=2)
+    shapes = scratch(p, narrow, KERNEL_DTYPE, KERNEL_DTYPE)
+    if p.L % 128 or 2 * (shared_bytes(shapes) + 1024) <= SM_BYTES:
+        configs.insert(0, narrow)
     return next((x for x in configs if _takes(x, p)), configs[-1])
 
 

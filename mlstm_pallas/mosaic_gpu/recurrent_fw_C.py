@@ -12,7 +12,7 @@ recurrent_fw_C = functools.partial(stage.recurrent_fw_C, recurrences=recurrences
 KERNEL = kernel(
     search=dict(siz_b_DHQK=(64, 128), num_stages=(3, 4, 5, 6)),
     heuristic=lambda p: StageConfig(
-        siz_b_DHQK=min(heuristic_rows(p, recurrences=1), 128), num_stages=4
+        siz_b_DHQK=min(heuristic_rows(p, recurrences=1), 128), num_stages=6
     ),
     takes=lambda config, p: fits(config, p, has_x=True),
 )
