@@ -21,7 +21,7 @@ from mlstm_pallas.triton.launch import HAS_TRITON
 _KERNELS = {
     "triton": {*STAGES},
     "mosaic_gpu": {
-        *("chunk_gates", "parallel_fw_P", "recurrent_fw_H"),
+        *("chunk_gates", "recurrent_fw_C", "parallel_fw_H", "parallel_fw_P", "recurrent_fw_H"),
         *("parallel_bw_dP", "recurrent_bw_dC", "parallel_bw_dQKV"),
     },
 }
@@ -33,7 +33,10 @@ def _without_call(function: Callable[..., Any]) -> Callable[..., Any]:
 
 # Functions beside the stages: the module of each room that has a kernel, and the plain form.
 _HELPERS: dict[str, tuple[dict[str, str], Callable[..., Any]]] = {
-    "split_products": ({"triton": "recurrence"}, recurrence.split_products),
+    "split_products": (
+        {"triton": "recurrence", "mosaic_gpu": "recurrence"},
+        recurrence.split_products,
+    ),
     "step_sums": ({"mosaic_gpu": "step_sums"}, recurrence.step_sums),
     "vector_states": ({"mosaic_gpu": "vector_states"}, _without_call(gates.vector_states)),
     "step_gradients": (
