@@ -207,7 +207,7 @@ class CallSpec:
         """The inverse of ``strided``."""
         if self.layout is Layout.BNTH:
             return x
-        return self.swap_heads(x).reshape(self.problem.BNH, self.problem.S, x.shape[-1])
+        return self.swap_heads(x).reshape(self.problem.BNH, x.shape[1], x.shape[-1])
 
     def chunks(self, x: jax.Array) -> jax.Array:
         """(B * NH, S, ...) to (B * NH, NC, L, ...)."""
@@ -242,7 +242,10 @@ class CallSpec:
 
 
 class Inputs(NamedTuple):
-    """Padded and cast: q, k, v in the kernel dtype, gates and states float32."""
+    """Padded and cast: q, k, v in the kernel dtype, gates and states float32.
+
+    Gates and starts have whole chunks of steps, q, k and v the caller's steps.
+    """
 
     q: jax.Array
     k: jax.Array
