@@ -88,11 +88,12 @@ def run(
     if segment_ids is not None:
         arrays = (*arrays, jnp.broadcast_to(segment_ids[:, None], (B, NH, S)))
     q, k, v, i, f, c_initial, n_initial, m_initial, *ids = aligned(*arrays)
-    steps, qk, hv = {2: p.S}, {3: p.DHQK}, {3: p.DHHV}  # q, k, v keep their steps
+    steps, qk, hv = {2: p.S}, {3: p.DHQK}, {3: p.DHHV}
+    few_steps = {2: min(-(-S // spec.step_multiple) * spec.step_multiple, p.S)}
     inputs = Inputs(
-        spec.swap_heads(_pad(q.astype(dtype), qk)),
-        spec.swap_heads(_pad(k.astype(dtype), qk)),
-        spec.swap_heads(_pad(v.astype(dtype), hv)),
+        spec.swap_heads(_pad(q.astype(dtype), few_steps | qk)),
+        spec.swap_heads(_pad(k.astype(dtype), few_steps | qk)),
+        spec.swap_heads(_pad(v.astype(dtype), few_steps | hv)),
         _pad(i.astype(acc), steps, -jnp.inf),
         _pad(f.astype(acc), steps, jnp.inf),
         _pad(c_initial.astype(acc), {2: p.DHQK} | hv),
@@ -101,7 +102,7 @@ def run(
         _pad(starts_of(ids[0]).astype(jnp.int32), steps) if ids else None,
     )
     h, last = forward(spec, inputs)
-    h = h[..., :DHV].astype(q.dtype)
+    h = (h[:, :S] if layout is Layout.BTNH else h[:, :, :S])[..., :DHV].astype(q.dtype)
     if last is None or not spec.return_last_states:
         return h
     return h, (last.c[:, :, :DHQK, :DHV], last.n[:, :, :DHQK], last.m)

@@ -215,9 +215,9 @@ def search_of(*names: str, **values: Sequence[Any]) -> dict[str, Sequence[Any]]:
 # q, k, v, h and their gradients are (B * NH, S, D) in memory or, with the layout "BTNH",
 # (B, S, NH, D); the number of axes tells which. Gates, tiles and states have one layout.
 #
-# q, k, v, h and their gradients have the caller's steps. All else has Problem.S of them, whole
-# chunks: gates, tiles, and arrays that a stage weights for another one. Steps beyond the caller's
-# are 0 in the former, and their gates store nothing and decay nothing.
+# q, k, v, h and their gradients may have the caller's steps, fewer than Problem.S, and so may the
+# weighted operands made of them; all code takes what is beyond for zeros. All else has Problem.S
+# steps, whole chunks. The gates beyond the caller's store nothing and decay nothing.
 
 
 def with_steps(x: jax.Array, S: int) -> jax.Array:
