@@ -148,6 +148,11 @@ class CallSpec:
         """The tiles of the stage's kernel, not clamped."""
         return dict(self.kernels)[name].tiles
 
+    @property
+    def step_multiple(self) -> int:
+        """q, k and v are padded to a multiple of so many steps."""
+        return dispatch.step_multiple(x.room for _, x in self.kernels)
+
     def stages_in(self, room: str) -> dict[str, StageConfig]:
         """The stages, used or not, whose kernels are in a room, with their tiles."""
         return {name: x.tiles for name, x in self.kernels if x.room == room}
@@ -207,7 +212,7 @@ class CallSpec:
         """The inverse of ``strided``."""
         if self.layout is Layout.BNTH:
             return x
-        return self.swap_heads(x).reshape(self.problem.BNH, self.problem.S, x.shape[-1])
+        return self.swap_heads(x).reshape(self.problem.BNH, x.shape[1], x.shape[-1])
 
     def chunks(self, x: jax.Array) -> jax.Array:
         """(B * NH, S, ...) to (B * NH, NC, L, ...)."""
@@ -242,7 +247,10 @@ class CallSpec:
 
 
 class Inputs(NamedTuple):
-    """Padded and cast: q, k, v in the kernel dtype, gates and states float32."""
+    """Padded and cast: q, k, v in the kernel dtype, gates and states float32.
+
+    Gates and starts have whole chunks of steps; q, k and v have the least ``step_multiple``.
+    """
 
     q: jax.Array
     k: jax.Array

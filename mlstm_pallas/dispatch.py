@@ -7,7 +7,7 @@ has one name and one signature in every room: ``stages/`` (plain jnp), ``triton/
 
 import functools
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax.numpy as jnp
@@ -84,6 +84,15 @@ def choose(
         if facts.takes(tiles, problem, dtype) and (final or facts.pays(tiles, problem)):
             return lowering.room, tiles
     return last.room, config
+
+
+def step_multiple(rooms: Iterable[str]) -> int:
+    """Of what q, k, v and h have a multiple of steps, for kernels in these rooms.
+
+    Triton's kernels take any number. Tiles that wgmma reads have 8 rows, and jax has TMA copies of
+    such tiles only from and to arrays of a multiple of 8 rows.
+    """
+    return 8 if "mosaic_gpu" in rooms else 1
 
 
 def lowering_in(room: str, first: Lowering) -> Lowering:

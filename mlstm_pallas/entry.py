@@ -89,10 +89,11 @@ def run(
         arrays = (*arrays, jnp.broadcast_to(segment_ids[:, None], (B, NH, S)))
     q, k, v, i, f, c_initial, n_initial, m_initial, *ids = aligned(*arrays)
     steps, qk, hv = {2: p.S}, {3: p.DHQK}, {3: p.DHHV}
+    few_steps = {2: min(-(-S // spec.step_multiple) * spec.step_multiple, p.S)}
     inputs = Inputs(
-        spec.swap_heads(_pad(q.astype(dtype), steps | qk)),
-        spec.swap_heads(_pad(k.astype(dtype), steps | qk)),
-        spec.swap_heads(_pad(v.astype(dtype), steps | hv)),
+        spec.swap_heads(_pad(q.astype(dtype), few_steps | qk)),
+        spec.swap_heads(_pad(k.astype(dtype), few_steps | qk)),
+        spec.swap_heads(_pad(v.astype(dtype), few_steps | hv)),
         _pad(i.astype(acc), steps, -jnp.inf),
         _pad(f.astype(acc), steps, jnp.inf),
         _pad(c_initial.astype(acc), {2: p.DHQK} | hv),

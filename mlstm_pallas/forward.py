@@ -90,7 +90,7 @@ def fused(spec: CallSpec, lowering: Lowering, x: Inputs, products: SplitProducts
             added = run("split_products", keys.array, v, weights, num_splits, call=call)
         C_initial = split_states(added, gamma, C_initial)
         q, v, gamma, of_scan = jax.tree.map(
-            lambda y: splits_as_heads(y, num_splits),
+            lambda y: splits_as_heads(y, num_splits, p.S),
             (q, v, gamma, scores._replace(vecZ=None, vecN_states=None, vecN_last=None)),
         )
     stride = spec.problem.L // p.L
