@@ -28,17 +28,6 @@ def test_what_is_left_without_the_mlstm_are_the_counted_products(impl, direction
     assert dot_flops(jaxpr.jaxpr) == layer_benchmark.product_flops(shape, direction)
 
 
-def test_elementwise_bytes_are_those_of_the_arrays():
-    B, NH, S, _, V = shape = Shape(2, 3, 32, 16, 24)
-    h = o = gated = dgated = dh = do = 2 * B * S * NH * V
-    projection = dprojection = 2 * B * S * NH
-    gate = dgate = 4 * B * S * NH
-    forward = h + o + gated + 2 * (projection + gate)
-    backward = h + o + dgated + dh + do + 2 * (dgate + projection + dprojection)
-    assert layer_benchmark.elementwise_bytes(shape, "fwd") == forward
-    assert layer_benchmark.elementwise_bytes(shape, "fwbw") == forward + backward
-
-
 @pytest.mark.slow
 def test_measures_both_layouts_and_skips_a_peer_that_is_not_there(tmp_path, monkeypatch, capsys):
     monkeypatch.setitem(peers.PEERS, "mlstm_kernels_xl_chunk", missing)
