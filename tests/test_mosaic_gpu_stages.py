@@ -31,11 +31,21 @@ from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import InputGate, Problem, make_problem
 from mlstm_pallas.stage import Lowering, StageCall, Weighted
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+pytestmark = [pytest.mark.usefixtures("quick_compilation", "no_race"), needs_jax]
 ON = dict(lowering=Lowering.MOSAIC_GPU_INTERPRET)
+NO_TILES = StageConfig()
 
 
-@needs_jax
+def call_of(problem, tiles=NO_TILES):
+    return StageCall(problem, tiles, None, **ON)
+
+
+@pytest.fixture
+def no_race(capsys):
+    yield
+    assert RACE not in capsys.readouterr().out
+
+
 def test_a_race_is_found(capsys):
     """Two warpgroups write one tile."""
     from mlstm_pallas.mosaic_gpu.launch import mosaic_call, plgpu
@@ -60,7 +70,6 @@ def test_a_race_is_found(capsys):
     assert RACE in capsys.readouterr().out + raised
 
 
-@needs_jax
 @pytest.mark.parametrize(
     ("L", "normalised", "layout"),
     [
@@ -69,14 +78,12 @@ def test_a_race_is_found(capsys):
         pytest.param(512, False, "BTNH", marks=pytest.mark.slow),
     ],
 )
-def test_parallel_bw_dP(L, normalised, layout, capsys):
+def test_parallel_bw_dP(L, normalised, layout):
     """In chunks of several tiles and of one; more items than CTAs."""
     options = dict(DHQK=128, DHHV=128, f_shift=6.0, normalised=normalised, layout=layout)
     case("bfloat16", L, 512, **options).check("parallel_bw_dP", StageConfig(num_stages=3), **ON)
-    assert RACE not in capsys.readouterr().out
 
 
-@needs_jax
 @pytest.mark.parametrize(
     ("L", "DHQK", "DHHV", "normalised", "layout"),
     [
@@ -88,7 +95,7 @@ def test_parallel_bw_dP(L, normalised, layout, capsys):
         pytest.param(128, 512, 256, False, "BTNH", marks=pytest.mark.slow),
     ],
 )
-def test_parallel_bw_dQKV(L, DHQK, DHHV, normalised, layout, capsys):
+def test_parallel_bw_dQKV(L, DHQK, DHHV, normalised, layout):
     """More items, or chunks, than CTAs, which have not all as many.
 
     The kernel of whole chunks gets no tiles.
@@ -96,7 +103,6 @@ def test_parallel_bw_dQKV(L, DHQK, DHHV, normalised, layout, capsys):
     options = dict(heads=(1, 3), f_shift=6.0, normalised=normalised, layout=layout)
     x = case("bfloat16", L, 3 * L, DHQK=DHQK, DHHV=DHHV, **options)
     x.check("parallel_bw_dQKV", StageConfig(num_stages=4), tiles_inside=DHQK in (64, 128), **ON)
-    assert RACE not in capsys.readouterr().out
 
 
 def with_floors_of_one():
@@ -114,10 +120,9 @@ def with_floors_of_one():
 CHUNK = Problem(1, 1, 128, 64, 128, 128, 0.125)
 
 
-@needs_jax
 def test_an_inf_in_h_reaches_no_tile_where_the_floor_is_larger():
     x, gates, z, hs = with_floors_of_one()
-    call = StageCall(CHUNK, StageConfig(num_stages=2), None, Lowering.MOSAIC_GPU_INTERPRET)
+    call = call_of(CHUNK, StageConfig(num_stages=2))
     operands = [x[name] for name in ("matQ", "matK", "matV", "matDeltaH")]
     stage = functools.partial(dispatch.run, "parallel_bw_dP", normaliser=Normaliser(), call=call)
     run = jax.jit(lambda h: stage(*operands, gates, h, z))
@@ -127,7 +132,6 @@ def test_an_inf_in_h_reaches_no_tile_where_the_floor_is_larger():
     assert_same_bits(result.vecDeltaN_added, expected.vecDeltaN_added)
 
 
-@needs_jax
 def test_an_inf_in_h_reaches_no_other_delta_and_no_dn_where_the_floor_is_larger():
     """Where recurrent_bw_dC computes delta."""
     x, gates, z, hs = with_floors_of_one()
@@ -135,7 +139,7 @@ def test_an_inf_in_h_reaches_no_other_delta_and_no_dn_where_the_floor_is_larger(
     config = heuristic_config(64, jnp.dtype("bfloat16")).replace(chunk_size=128)
     spec = CallSpec(CHUNK, config, jnp.dtype("bfloat16"), Normaliser(), backend="mosaic_gpu")
     calls = (StageConfig(siz_b_DHQK=64, num_stages=2), StageConfig(num_stages=4))
-    calls = [StageCall(CHUNK, tiles, None, Lowering.MOSAIC_GPU_INTERPRET) for tiles in calls]
+    calls = [call_of(CHUNK, tiles) for tiles in calls]
 
     @jax.jit
     def run(h):
@@ -152,7 +156,6 @@ def test_an_inf_in_h_reaches_no_other_delta_and_no_dn_where_the_floor_is_larger(
     assert_same_bits(result.vecDeltaN_added, expected.vecDeltaN_added)
 
 
-@needs_jax
 @pytest.mark.parametrize(
     ("BNH", "S", "L", "share", "has_dm"),
     [
@@ -161,7 +164,7 @@ def test_an_inf_in_h_reaches_no_other_delta_and_no_dn_where_the_floor_is_larger(
         pytest.param(1, 1024, 1024, 0.5, False, marks=pytest.mark.slow),  # two blocks a chunk
     ],
 )
-def test_step_gradients_against_float64(BNH, S, L, share, has_dm, capsys):
+def test_step_gradients_against_float64(BNH, S, L, share, has_dm):
     """What the stages leave unwritten is NaN.
 
     share: of the steps whose stabiliser is that of the step before.
@@ -183,16 +186,13 @@ def test_step_gradients_against_float64(BNH, S, L, share, has_dm, capsys):
         draw.uniform(size=(BNH, S)) < 0.95,
     )
     flags = (CARRIED * carried + GOES_ON * goes_on + PASSES * passes).astype("int32")
-    call = StageCall(
-        Problem(1, BNH, S, 64, 64, L, 1.0), StageConfig(), None, Lowering.MOSAIC_GPU_INTERPRET
-    )
+    call = call_of(Problem(1, BNH, S, 64, 64, L, 1.0))
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(form, pairs, q_inter, k_inter, f, dm, through):
         return form(f, pairs, q_inter, k_inter, through, flags, dm if has_dm else None)
 
     result = run(functools.partial(dispatch.run, "step_gradients", call=call), *x)
-    assert RACE not in capsys.readouterr().out
     with jax.enable_x64(True):
         expected = run(
             gate_gradients.step_gradients, *jax.tree.map(lambda y: jnp.asarray(y, "float64"), x)
@@ -201,7 +201,6 @@ def test_step_gradients_against_float64(BNH, S, L, share, has_dm, capsys):
             assert error(actual, desired) < tolerance("float32", S)
 
 
-@needs_jax
 @pytest.mark.parametrize(
     ("shape", "L", "layout", "dtype"),
     [
@@ -211,7 +210,7 @@ def test_step_gradients_against_float64(BNH, S, L, share, has_dm, capsys):
         ((1, 2, 192, 320), 64, "BNTH", "float16"),
     ],
 )
-def test_step_sums_against_float64(shape, L, layout, dtype, capsys):
+def test_step_sums_against_float64(shape, L, layout, dtype):
     from mlstm_pallas.mosaic_gpu.step_sums import step_sums
 
     B, NH, S, D = shape
@@ -220,11 +219,10 @@ def test_step_sums_against_float64(shape, L, layout, dtype, capsys):
         jnp.asarray(draw.normal(size=shape), dtype),
         draw.normal(size=(B * NH, S)).astype("float32"),
     )
-    call = StageCall(p, StageConfig(), None, Lowering.MOSAIC_GPU_INTERPRET)
+    call = call_of(p)
     result = jax.jit(functools.partial(step_sums, call=call))(
         swapped(x) if layout == "BTNH" else x.reshape(B * NH, S, D), weights
     )
-    assert RACE not in capsys.readouterr().out
     terms = np.asarray(x.astype("float32"), "float64").reshape(p.BNH, p.NC, L, D) * weights.reshape(
         p.BNH, p.NC, L, 1
     )
@@ -235,32 +233,22 @@ def test_step_sums_against_float64(shape, L, layout, dtype, capsys):
     ).all()
 
 
-@needs_jax
 @pytest.mark.parametrize("backward", [False, True])
 @pytest.mark.parametrize(
     "NC", [5, 16, 50]
 )  # less than a group of chunks, one, and three with two chunks more
-def test_vector_states(NC, backward, capsys):
-    call = StageCall(
-        make_problem((1, 2, 64 * NC, 128), 128, 64, pad_heads=False),
-        StageConfig(),
-        None,
-        Lowering.MOSAIC_GPU_INTERPRET,
-    )
+def test_vector_states(NC, backward):
+    call = call_of(make_problem((1, 2, 64 * NC, 128), 128, 64, pad_heads=False))
     test_gates.check_vector_states(
         functools.partial(dispatch.run, "vector_states", call=call), 2, NC, 128, backward
     )
-    assert RACE not in capsys.readouterr().out
 
 
-@needs_jax
 @pytest.mark.parametrize("case", test_gates.CASES)
-def test_gates_are_those_of_the_recurrence(case, capsys):
+def test_gates_are_those_of_the_recurrence(case):
     test_gates.check_gates("mosaic_gpu", case, 64)
-    assert RACE not in capsys.readouterr().out
 
 
-@needs_jax
 @pytest.mark.parametrize(
     ("input_gate", "packed", "S", "L"),
     [
@@ -273,7 +261,7 @@ def test_gates_are_those_of_the_recurrence(case, capsys):
         pytest.param("exp", True, 2048, 2048, id="five rounds", marks=pytest.mark.slow),
     ],
 )
-def test_gates_are_those_of_the_plain_form(input_gate, packed, S, L, capsys):
+def test_gates_are_those_of_the_plain_form(input_gate, packed, S, L):
     """Resets included.
 
     The sums of what ``split_at`` leaves are rounded, in another order than in the plain form.
@@ -339,10 +327,8 @@ def test_gates_are_those_of_the_plain_form(input_gate, packed, S, L, capsys):
     np.testing.assert_allclose(own.scaM_states, expected.scaM_states, rtol=2.0**-22, atol=2.0**-22)
     assert own.vecFlags is None
     assert np.array_equal(result.vecFlags, flags)
-    assert RACE not in capsys.readouterr().out
 
 
-@needs_jax
 def test_the_stabiliser_scan_of_many_chunks():
     """In several blocks; with chunks that hold a reset, or that store nothing."""
     from mlstm_pallas.mosaic_gpu.chunk_gates import stabiliser_scan
@@ -363,12 +349,7 @@ def test_the_stabiliser_scan_of_many_chunks():
         for y in (np.where(reset, np.float32(-np.inf), g), a)
     )
     initial = draw.normal(size=heads).astype("float32")
-    call = StageCall(
-        Problem(1, heads, 64 * NC, 64, 64, 64, 1.0),
-        StageConfig(),
-        None,
-        Lowering.MOSAIC_GPU_INTERPRET,
-    )
+    call = call_of(Problem(1, heads, 64 * NC, 64, 64, 64, 1.0))
     result = np.asarray(jax.jit(functools.partial(stabiliser_scan, call=call))(g, a, initial))
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda x: jnp.asarray(x, "float64"), (local, initial))
@@ -382,16 +363,13 @@ def test_the_stabiliser_scan_of_many_chunks():
     )
 
 
-@needs_jax
 @pytest.mark.parametrize("name", slow(RECURRENCES, quick=("weighted", "delta")))
-def test_interpreted_recurrences_against_float64(name, capsys):
+def test_interpreted_recurrences_against_float64(name):
     RECURRENCES[name].check(Lowering.MOSAIC_GPU_INTERPRET)
-    assert RACE not in capsys.readouterr().out
 
 
-@needs_jax
 def test_recurrences_have_weights_all_or_none():
-    call = StageCall(Recurrences().problem, RECURRENCE_TILES, None, Lowering.MOSAIC_GPU_INTERPRET)
+    call = call_of(Recurrences().problem, RECURRENCE_TILES)
     q, dh, k, v, r, _, gamma, dC_last, C_initial, _ = Recurrences().shapes()
     with pytest.raises(
         NotImplementedError, match="recurrent_bw_dC has r in some of its recurrences"

@@ -1,6 +1,6 @@
 """Packed sequences (segment_ids): each is computed as if it were alone.
 
-Their gradients: test_gradients.py, cases packed.
+Their gradients: test_gradients.py, test_gradients_of_gates.
 """
 
 import functools
