@@ -185,7 +185,8 @@ def test_hopper_and_what_is_not_known_are_taken(kind, monkeypatch):
         assert requested_backend("mosaic_gpu") == "mosaic_gpu"
 
 
-def test_float32_runs_on_triton():
+def test_float32_runs_on_triton(monkeypatch):
+    monkeypatch.setattr(jax, "__version_info__", MOSAIC_GPU_JAX[0])
     inputs = {
         name: jax.ShapeDtypeStruct(x.shape, "float32")
         for name, x in zip("qkvif", HALF, strict=True)
