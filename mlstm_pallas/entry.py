@@ -7,12 +7,14 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 
 from mlstm_pallas import validation
 from mlstm_pallas.annotations import States
 from mlstm_pallas.backend import requested_backend, target_device_kind
 from mlstm_pallas.call_spec import CallSpec, Inputs, LastStates
 from mlstm_pallas.config import KernelConfig, config_for
+from mlstm_pallas.gates import segment_ends, segment_starts
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import (
     InputGate,
@@ -42,6 +44,7 @@ class Options:
     layout: str = "BNTH"
     backend: str | None = None
     config: KernelConfig | None = None
+    num_segments: int | None = None
 
 
 def run(
@@ -50,20 +53,23 @@ def run(
     options: Options,
     arrays: tuple[Any, ...],
     segment_ids: Any,
+    sequence_lengths: Any = None,
     *,
+    shard: Any = 0,
     takes_layout: bool = True,
 ) -> jax.Array | tuple[jax.Array, States]:
     """``mlstm_chunkwise`` with another forward function.
 
     Args:
       starts_of: segment_ids, (B, NH, S), to where segments begin.
+      shard: of the sequence, which has S steps; sequence_lengths are those of all shards.
       takes_layout: whether the public function has the argument layout.
     """
     gate, normalize = validation.check_input_gate(options.input_gate, options.normalize)
     layout = validation.check_layout(options.layout)
     q, k, v, i, f, c_initial, n_initial, m_initial = arrays
     sizes = validation.check_chunkwise_arrays(
-        q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, gate, layout
+        q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths, gate, layout
     )
     # Initial states and segment_ids would not fit the other layout.
     unclear = c_initial is None and segment_ids is None
@@ -74,6 +80,8 @@ def run(
     spec = spec_for(
         options, gate, normalize, q.dtype, sizes, layout, has_initial_state=c_initial is not None
     )
+    if options.num_segments is not None:
+        validation.check_num_segments(options.num_segments, segment_ids, spec.return_last_states)
     _log.debug("%s", spec)
     p, dtype, acc = spec.problem, spec.dtype, accumulator_dtype(spec.dtype)
 
@@ -85,9 +93,19 @@ def run(
     if layout is Layout.BTNH:
         i, f = jnp.swapaxes(i, 1, 2), jnp.swapaxes(f, 1, 2)
     arrays = *map(spec.swap_heads, (q, k, v)), i, f, c_initial, n_initial, m_initial
-    if segment_ids is not None:
-        arrays = (*arrays, jnp.broadcast_to(segment_ids[:, None], (B, NH, S)))
-    q, k, v, i, f, c_initial, n_initial, m_initial, *ids = aligned(*arrays)
+    integers = _integers(options, segment_ids, sequence_lengths, shard, sizes)
+    q, k, v, i, f, c_initial, n_initial, m_initial, *aligned_integers = aligned(
+        *arrays, *integers.values()
+    )
+    integers = dict(zip(integers, aligned_integers, strict=True))
+    starts, lengths = integers.get("ids"), integers.get("lengths")
+    if starts is not None:
+        starts = starts_of(starts).astype(jnp.int32)
+    if lengths is not None:
+        # As the padding does, these gates carry the states on.
+        within = lax.broadcasted_iota(jnp.int32, (1, 1, S), 2) < lengths[..., None]
+        i, f = jnp.where(within, i, -jnp.inf), jnp.where(within, f, jnp.inf)
+        starts = None if starts is None else jnp.where(within, starts, 0)
     steps, qk, hv = {2: p.S}, {3: p.DHQK}, {3: p.DHHV}
     inputs = Inputs(
         spec.swap_heads(_pad(q.astype(dtype), steps | qk)),
@@ -98,13 +116,34 @@ def run(
         _pad(c_initial.astype(acc), {2: p.DHQK} | hv),
         _pad(n_initial.astype(acc), {2: p.DHQK}),
         m_initial.astype(acc),
-        _pad(starts_of(ids[0]).astype(jnp.int32), steps) if ids else None,
+        None if starts is None else _pad(starts, steps),
+        lengths,
+        integers.get("ends"),
     )
     h, last = forward(spec, inputs)
     h = (h[:, :S] if layout is Layout.BTNH else h[:, :, :S])[..., :DHV].astype(q.dtype)
     if last is None or not spec.return_last_states:
         return h
-    return h, (last.c[:, :, :DHQK, :DHV], last.n[:, :, :DHQK], last.m)
+    return h, (last.c[..., :DHQK, :DHV], last.n[..., :DHQK], last.m)
+
+
+def _integers(
+    options: Options, segment_ids: Any, sequence_lengths: Any, shard: Any, sizes: Mapping[str, int]
+) -> dict[str, jax.Array]:
+    """The segment ids, lengths and ends of segments of a call, (B, NH, ...), where it has them."""
+    B, NH, S = (sizes[dim] for dim in ("B", "NH", "S"))
+    integers, lengths = {}, None
+    if segment_ids is not None:
+        integers["ids"] = jnp.broadcast_to(segment_ids[:, None], (B, NH, S))
+    if sequence_lengths is not None:
+        largest = min(jnp.iinfo(sequence_lengths.dtype).max, 2**31 - 1)  # not all dtypes have S
+        lengths = jnp.asarray(sequence_lengths.clip(0, largest).astype("int32"))
+        lengths = jnp.clip(lengths - shard * S, 0, S)
+        integers["lengths"] = jnp.broadcast_to(lengths[:, None], (B, NH))
+    if options.num_segments is not None:
+        ends = segment_ends(segment_starts(segment_ids), int(options.num_segments), lengths)
+        integers["ends"] = jnp.broadcast_to(ends[:, None], (B, NH, ends.shape[1]))
+    return integers
 
 
 def checked(options: Options) -> Options:

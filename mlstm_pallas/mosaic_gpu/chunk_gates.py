@@ -301,6 +301,7 @@ def chunk_gates(
     starts: jax.Array | None = None,
     input_gate: InputGate = InputGate.EXP,
     scaM_states: jax.Array | None = None,
+    lengths: jax.Array | None = None,
     *,
     call: StageCall,
 ) -> ChunkGates:
@@ -326,7 +327,8 @@ def chunk_gates(
         m_states=scaM_states,
     )
     e, u = (x["e_hi"], x["e_lo"]), (x["u_hi"], x["u_lo"])
-    return ChunkGates(e, u, x["w"], x["m"], x["abar"], x["gamma"], scaM_states, x["flags"])
+    of_steps = ChunkGates(e, u, x["w"], x["m"], x["abar"], x["gamma"], scaM_states, x["flags"])
+    return gates.without_outputs(of_steps, lengths)
 
 
 def _stabiliser_scan_kernel(
