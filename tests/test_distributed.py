@@ -11,7 +11,15 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from oracle import MOSAIC_CALL, NAMES, assert_close, error, initial_state_scale, random_inputs
+from oracle import (
+    MOSAIC_CALL,
+    NAMES,
+    assert_close,
+    assert_nothing_beyond,
+    error,
+    initial_state_scale,
+    random_inputs,
+)
 
 from mlstm_pallas import KernelConfig, StageConfig, call_spec, distributed, mlstm_chunkwise
 from mlstm_pallas.backend import jax_has_mosaic_gpu
@@ -145,6 +153,17 @@ CASES = {
 def test_eight_devices_give_the_numbers_of_one(case, alone, over_eight):
     x = CASES[case].values()
     check(over_eight(*x), alone(*x), x)
+
+
+def test_lengths_end_in_any_shard():
+    """One before the last shard, one in the first; the plain call has them too."""
+    x, lengths = CASES["ordinary"].values(), np.array([S - 3, 30])
+    options = dict(backend="xla", sequence_lengths=lengths, **OPTIONS)
+    alone = gradient_of(functools.partial(mlstm_chunkwise, return_last_states=True, **options))
+    result = gradient_of(over(mesh_of((2,), ("s",)), **options))(*x)
+    check(result, alone(*x), x)
+    (_, (h, *_)), gradients = result
+    assert_nothing_beyond(lengths, [h], dict(zip(NAMES, gradients, strict=True)))
 
 
 def test_batch_and_heads_may_be_split_as_well(alone):

@@ -226,6 +226,38 @@ CHUNKWISE = {
         ValueError,
         f"segment_ids has shape (2, 3, 40), expected (B, S) = (2, 40), {Q}",
     ),
+    **{
+        f"sequence_lengths_{name}": (
+            {"sequence_lengths": x},
+            TypeError,
+            f"sequence_lengths {came}, expected an {expected}",
+        )
+        for name, x, came, expected in (
+            ("list", [3, 4], "is a list", "array"),
+            ("float", array(2), "has dtype float32", "integer dtype"),
+            ("bool", array(2, dtype="bool"), "has dtype bool", "integer dtype"),
+        )
+    },
+    "sequence_lengths_steps": (
+        {"sequence_lengths": array(2, 40, dtype="int32")},
+        ValueError,
+        f"sequence_lengths has shape (2, 40), expected (B) = (2,), {Q}",
+    ),
+    "num_segments_zero": (
+        {"num_segments": 0},
+        ValueError,
+        "num_segments is 0, expected an integer >= 1",
+    ),
+    "num_segments_alone": (
+        {"num_segments": 2},
+        ValueError,
+        "num_segments is 2 without segment_ids, expected both",
+    ),
+    "num_segments_without_states": (
+        {"num_segments": 2, "segment_ids": array(2, 40, dtype="int32")},
+        ValueError,
+        "num_segments is 2 with return_last_states=False, expected return_last_states=True",
+    ),
     "m_of_the_sigmoid_gate": (
         {"input_gate": "sigmoid", "m_initial": np.full((B, NH), 2.0, "float32")},
         ValueError,

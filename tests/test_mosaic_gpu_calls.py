@@ -35,6 +35,7 @@ from oracle import (
     random_inputs,
 )
 from test_gradients import BOUND
+from test_packed_sequences import check_prompts
 
 from mlstm_pallas import (
     KernelConfig,
@@ -97,6 +98,14 @@ def test_small_cotangents_in_float16():
 @pytest.mark.slow
 def test_interpreted_kernels_read_nothing_of_other_heads():
     check_neighbours("mosaic_gpu_interpret", (1, 3, 128, 256, 256))
+
+
+@needs_jax
+@pytest.mark.slow
+def test_states_of_packed_prompts():
+    check_prompts(
+        9, 64, 128, dtype="bfloat16", layout="BTNH", config=fused(), backend="mosaic_gpu_interpret"
+    )
 
 
 SMALL = dict(config=fused(), backend="mosaic_gpu_interpret")
