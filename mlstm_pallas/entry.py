@@ -7,14 +7,13 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from mlstm_pallas import validation
 from mlstm_pallas.annotations import States
 from mlstm_pallas.backend import requested_backend, target_device_kind
 from mlstm_pallas.call_spec import CallSpec, Inputs, LastStates
 from mlstm_pallas.config import KernelConfig, config_for
-from mlstm_pallas.gates import segment_ends, segment_starts
+from mlstm_pallas.gates import segment_ends, steps_within
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import (
     InputGate,
@@ -93,19 +92,18 @@ def run(
     if layout is Layout.BTNH:
         i, f = jnp.swapaxes(i, 1, 2), jnp.swapaxes(f, 1, 2)
     arrays = *map(spec.swap_heads, (q, k, v)), i, f, c_initial, n_initial, m_initial
-    integers = _integers(options, segment_ids, sequence_lengths, shard, sizes)
-    q, k, v, i, f, c_initial, n_initial, m_initial, *aligned_integers = aligned(
-        *arrays, *integers.values()
-    )
-    integers = dict(zip(integers, aligned_integers, strict=True))
-    starts, lengths = integers.get("ids"), integers.get("lengths")
-    if starts is not None:
-        starts = starts_of(starts).astype(jnp.int32)
-    if lengths is not None:
-        # As the padding does, these gates carry the states on.
-        within = lax.broadcasted_iota(jnp.int32, (1, 1, S), 2) < lengths[..., None]
+    integers: dict[str, Any] = {}
+    if segment_ids is not None:
+        integers["ids"] = jnp.broadcast_to(segment_ids[:, None], (B, NH, S))
+    if sequence_lengths is not None:
+        of_shard = _lengths_of_shard(sequence_lengths, shard, S)
+        integers["lengths"] = jnp.broadcast_to(of_shard[:, None], (B, NH))
+    q, k, v, i, f, c_initial, n_initial, m_initial, *others = aligned(*arrays, *integers.values())
+    integers = dict(zip(integers, others, strict=True))
+    lengths = integers.get("lengths")
+    if lengths is not None:  # as the padding does, these gates carry the states on
+        within = steps_within(lengths, S)
         i, f = jnp.where(within, i, -jnp.inf), jnp.where(within, f, jnp.inf)
-        starts = None if starts is None else jnp.where(within, starts, 0)
     steps, qk, hv = {2: p.S}, {3: p.DHQK}, {3: p.DHHV}
     inputs = Inputs(
         spec.swap_heads(_pad(q.astype(dtype), steps | qk)),
@@ -116,10 +114,15 @@ def run(
         _pad(c_initial.astype(acc), {2: p.DHQK} | hv),
         _pad(n_initial.astype(acc), {2: p.DHQK}),
         m_initial.astype(acc),
-        None if starts is None else _pad(starts, steps),
-        lengths,
-        integers.get("ends"),
+        lengths=lengths,
     )
+    if "ids" in integers:
+        starts = starts_of(integers["ids"]).astype(jnp.int32)
+        if options.num_segments is not None:
+            ends = segment_ends(starts, int(options.num_segments), lengths)
+            inputs = inputs._replace(segment_ends=ends)
+        starts = starts if lengths is None else jnp.where(within, starts, 0)
+        inputs = inputs._replace(starts=_pad(starts, steps))
     h, last = forward(spec, inputs)
     h = (h[:, :S] if layout is Layout.BTNH else h[:, :, :S])[..., :DHV].astype(q.dtype)
     if last is None or not spec.return_last_states:
@@ -127,23 +130,11 @@ def run(
     return h, (last.c[..., :DHQK, :DHV], last.n[..., :DHQK], last.m)
 
 
-def _integers(
-    options: Options, segment_ids: Any, sequence_lengths: Any, shard: Any, sizes: Mapping[str, int]
-) -> dict[str, jax.Array]:
-    """The segment ids, lengths and ends of segments of a call, (B, NH, ...), where it has them."""
-    B, NH, S = (sizes[dim] for dim in ("B", "NH", "S"))
-    integers, lengths = {}, None
-    if segment_ids is not None:
-        integers["ids"] = jnp.broadcast_to(segment_ids[:, None], (B, NH, S))
-    if sequence_lengths is not None:
-        largest = min(jnp.iinfo(sequence_lengths.dtype).max, 2**31 - 1)  # not all dtypes have S
-        lengths = jnp.asarray(sequence_lengths.clip(0, largest).astype("int32"))
-        lengths = jnp.clip(lengths - shard * S, 0, S)
-        integers["lengths"] = jnp.broadcast_to(lengths[:, None], (B, NH))
-    if options.num_segments is not None:
-        ends = segment_ends(segment_starts(segment_ids), int(options.num_segments), lengths)
-        integers["ends"] = jnp.broadcast_to(ends[:, None], (B, NH, ends.shape[1]))
-    return integers
+def _lengths_of_shard(sequence_lengths: Any, shard: Any, S: int) -> jax.Array:
+    """The steps of each batch entry in a shard of S steps, (B,) int32."""
+    largest = min(jnp.iinfo(sequence_lengths.dtype).max, 2**31 - 1)  # not all dtypes have S
+    lengths = jnp.asarray(sequence_lengths.clip(0, largest).astype("int32"))
+    return jnp.clip(lengths - shard * S, 0, S)
 
 
 def checked(options: Options) -> Options:

@@ -181,20 +181,24 @@ def segment_starts(segment_ids: jax.Array) -> jax.Array:
     )
 
 
+def steps_within(lengths: jax.Array, S: int) -> jax.Array:
+    """Which of S steps are within lengths, (...,): (..., S)."""
+    steps = lax.broadcasted_iota(jnp.int32, (1,) * lengths.ndim + (S,), lengths.ndim)
+    return steps < lengths[..., None]
+
+
 def segment_ends(starts: jax.Array, num_segments: int, lengths: jax.Array | None) -> jax.Array:
     """The number of steps up to the end of each of the first segments; 0 where there is none.
 
-    starts: (B, S) where segments begin; lengths: (B,) int32, the steps that count; None: all.
-    Returns (B, num_segments) int32.
+    starts: (B, NH, S) int32, 1 where segments begin; lengths: (B, NH), the steps that count; None:
+    all. Returns (B, NH, num_segments) int32.
     """
-    B, S = starts.shape
-    index = jnp.cumsum(starts, axis=1, dtype=jnp.int32)
+    index = jnp.cumsum(starts, axis=-1, dtype=jnp.int32)
     if lengths is not None:
-        within = lax.broadcasted_iota(jnp.int32, (B, S), 1) < lengths[:, None]
-        index = jnp.where(within, index, num_segments)
-    of_segment = lax.broadcasted_iota(jnp.int32, (1, num_segments, 1), 1)
-    ends = jnp.sum(index[:, None] <= of_segment, axis=2, dtype=jnp.int32)
-    before = jnp.pad(ends[:, :-1], [(0, 0), (1, 0)])
+        index = jnp.where(steps_within(lengths, starts.shape[-1]), index, num_segments)
+    segments = lax.broadcasted_iota(jnp.int32, (1, 1, num_segments, 1), 2)
+    ends = jnp.sum(index[..., None, :] <= segments, axis=-1, dtype=jnp.int32)
+    before = jnp.pad(ends[..., :-1], [(0, 0), (0, 0), (1, 0)])
     return jnp.where(ends > before, ends, 0)
 
 
@@ -342,9 +346,8 @@ def without_outputs(gates: ChunkGates, lengths: jax.Array | None) -> ChunkGates:
     """
     if lengths is None:
         return gates
-    _, NC, L = shape = gates.vecW.shape
-    chunk, step = (lax.broadcasted_iota(jnp.int32, (1, NC, L), axis) for axis in (1, 2))
-    beyond = jnp.broadcast_to(chunk * L + step, shape) >= lengths[:, None, None]
+    _, NC, L = gates.vecW.shape
+    beyond = ~steps_within(lengths, NC * L).reshape(gates.vecW.shape)
     u_hi, u_lo = gates.vecU
     return gates._replace(
         vecU=(jnp.where(beyond, _INF, u_hi), jnp.where(beyond, 0.0, u_lo)),
