@@ -917,6 +917,7 @@ def test_the_plain_function_takes_the_call_as_it_is(layout):
         layout=layout,
         backend="interpret",
         segment_ids=jnp.zeros((B, S), "int32"),
+        sequence_lengths=jnp.zeros((B,), "int32"),
     )
     expected = jax.eval_shape(functools.partial(mlstm_chunkwise, **options), **x)
     h, tangent = jax.eval_shape(
