@@ -79,8 +79,11 @@ def run(
     spec = spec_for(
         options, gate, normalize, q.dtype, sizes, layout, has_initial_state=c_initial is not None
     )
-    if options.num_segments is not None:
-        validation.check_num_segments(options.num_segments, segment_ids, spec.return_last_states)
+    num_segments = options.num_segments
+    if num_segments is not None:
+        num_segments = validation.check_num_segments(
+            num_segments, segment_ids, spec.return_last_states
+        )
     _log.debug("%s", spec)
     p, dtype, acc = spec.problem, spec.dtype, accumulator_dtype(spec.dtype)
 
@@ -118,9 +121,8 @@ def run(
     )
     if "ids" in integers:
         starts = starts_of(integers["ids"]).astype(jnp.int32)
-        if options.num_segments is not None:
-            ends = segment_ends(starts, int(options.num_segments), lengths)
-            inputs = inputs._replace(segment_ends=ends)
+        if num_segments is not None:
+            inputs = inputs._replace(segment_ends=segment_ends(starts, num_segments, lengths))
         starts = starts if lengths is None else jnp.where(within, starts, 0)
         inputs = inputs._replace(starts=_pad(starts, steps))
     h, last = forward(spec, inputs)
