@@ -62,7 +62,7 @@ def _backward(
     dh, last = cotangents.h, cotangents.last or LastStates(None, jnp.zeros_like(x.n_initial), None)
     gates: ChunkGates = run(
         "chunk_gates",
-        *(x.i, x.f, x.m_initial, x.starts, spec.input_gate, stored.m),
+        *(x.i, x.f, x.m_initial, x.starts, spec.input_gate, stored.m, x.lengths),
         call=spec.call("chunk_gates", lowering),
     )
     gamma, n = gates.scaGamma, stored.n

@@ -261,6 +261,9 @@ class Inputs(NamedTuple):
     n_initial: jax.Array
     m_initial: jax.Array
     starts: jax.Array | None = None  # int32, 1 where a packed segment begins
+    lengths: jax.Array | None = None  # (B, NH) int32, h is 0 from this step on; None: nowhere
+    # (B, NH, N) int32, of ``gates.segment_ends``; None where no states of segments are asked for
+    segment_ends: Any = None
 
 
 class LastStates(NamedTuple):

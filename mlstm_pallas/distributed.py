@@ -203,7 +203,7 @@ def _gradient_summary(summary_spec: SummarySpec, residuals: Residuals, dh: jax.A
             q, h, dh = spec.strided(q), None if h is None else spec.strided(h), spec.strided(dh)
         gates = run(
             "chunk_gates",
-            *(x.i, x.f, x.m_initial, x.starts, spec.input_gate, stored.m),
+            *(x.i, x.f, x.m_initial, x.starts, spec.input_gate, stored.m, x.lengths),
             call=spec.call("chunk_gates", lowering),
         )
         gradients = normaliser_gradients(spec.normaliser, dh, h, z, gates)
@@ -361,9 +361,9 @@ def mlstm_chunkwise_sequence_parallel(
     return_last_states: Literal[False] = False, eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
     norm_val: float = 1.0, *, axis_name: str, segment_ids: Array | None = None,
-    input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
-    layout: LayoutName = "BNTH", backend: BackendName | None = None,
-    config: KernelConfig | None = None,
+    sequence_lengths: Array | None = None, input_gate: InputGateName = "exp",
+    normalize: bool = True, recompute_states_in_bw: bool = True, layout: LayoutName = "BNTH",
+    backend: BackendName | None = None, config: KernelConfig | None = None,
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def mlstm_chunkwise_sequence_parallel(
@@ -372,9 +372,9 @@ def mlstm_chunkwise_sequence_parallel(
     return_last_states: Literal[True] = ..., eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
     norm_val: float = 1.0, *, axis_name: str, segment_ids: Array | None = None,
-    input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
-    layout: LayoutName = "BNTH", backend: BackendName | None = None,
-    config: KernelConfig | None = None,
+    sequence_lengths: Array | None = None, input_gate: InputGateName = "exp",
+    normalize: bool = True, recompute_states_in_bw: bool = True, layout: LayoutName = "BNTH",
+    backend: BackendName | None = None, config: KernelConfig | None = None,
 ) -> tuple[jax.Array, States]: ...  # fmt: skip
 @overload
 def mlstm_chunkwise_sequence_parallel(
@@ -383,9 +383,9 @@ def mlstm_chunkwise_sequence_parallel(
     return_last_states: bool = ..., eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
     norm_val: float = 1.0, *, axis_name: str, segment_ids: Array | None = None,
-    input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
-    layout: LayoutName = "BNTH", backend: BackendName | None = None,
-    config: KernelConfig | None = None,
+    sequence_lengths: Array | None = None, input_gate: InputGateName = "exp",
+    normalize: bool = True, recompute_states_in_bw: bool = True, layout: LayoutName = "BNTH",
+    backend: BackendName | None = None, config: KernelConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, States]: ...  # fmt: skip
 def mlstm_chunkwise_sequence_parallel(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
@@ -393,9 +393,9 @@ def mlstm_chunkwise_sequence_parallel(
     return_last_states: bool = False, eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
     norm_val: float = 1.0, *, axis_name: str, segment_ids: Array | None = None,
-    input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
-    layout: LayoutName = "BNTH", backend: BackendName | None = None,
-    config: KernelConfig | None = None,
+    sequence_lengths: Array | None = None, input_gate: InputGateName = "exp",
+    normalize: bool = True, recompute_states_in_bw: bool = True, layout: LayoutName = "BNTH",
+    backend: BackendName | None = None, config: KernelConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, States]:  # fmt: skip
     """``mlstm_chunkwise`` of a sequence that is split over a mesh axis.
 
@@ -463,6 +463,8 @@ def mlstm_chunkwise_sequence_parallel(
       axis_name: the mesh axis that the sequence is split over; on one device
         it may be the axis_name of a vmap.
       segment_ids: (B, S / P) integers of this device's shard.
+      sequence_lengths: (B,) integers, of the whole sequence, the same on all
+        devices of the axis.
       chunk_size: as for ``mlstm_chunkwise``; a chunk ends where a shard ends.
       backend: as for ``mlstm_chunkwise``; "mosaic_gpu_interpret" for an axis
         of one device only.
@@ -501,4 +503,5 @@ def mlstm_chunkwise_sequence_parallel(
     arrays = q, k, v, i, f, c_initial, n_initial, m_initial
     forward = functools.partial(_whole, axis_name)
     starts = functools.partial(_starts, axis_name)
-    return entry.run(forward, starts, options, arrays, segment_ids)
+    shard = 0 if sequence_lengths is None else lax.axis_index(axis_name)
+    return entry.run(forward, starts, options, arrays, segment_ids, sequence_lengths, shard=shard)

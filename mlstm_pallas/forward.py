@@ -39,7 +39,10 @@ def gates_of(
     """The gates in the chunks of the call, or of another problem."""
     call = spec.call("chunk_gates", lowering, problem)
     gates: ChunkGates = run(
-        "chunk_gates", x.i, x.f, x.m_initial, x.starts, spec.input_gate, call=call
+        "chunk_gates",
+        *(x.i, x.f, x.m_initial, x.starts, spec.input_gate),
+        lengths=x.lengths,
+        call=call,
     )
     return gates
 

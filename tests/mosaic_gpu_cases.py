@@ -16,12 +16,15 @@ import pytest
 from oracle import (
     assert_below,
     assert_close,
+    assert_nothing_beyond,
     cotangents_for,
     errors_of,
     expected_of,
     outputs_and_gradients,
     random_inputs,
+    recurrence_of_lengths,
     tolerance,
+    with_garbage,
 )
 from test_float16 import backward_bound, forward_bound
 from test_gradients import BOUND
@@ -31,6 +34,7 @@ from mlstm_pallas import (
     StageConfig,
     dispatch,
     mlstm_chunkwise,
+    reference,
 )
 from mlstm_pallas.backend import jax_has_mosaic_gpu
 from mlstm_pallas.call_spec import BackwardPlan, CallSpec
@@ -98,6 +102,7 @@ class Case:
     stages: Set[str] = frozenset(ALL)  # that run on Mosaic GPU, at the least
     splits: int = 1
     cotangents: float = 1.0  # their size
+    lengths: tuple[int, ...] | None = None  # of the batch entries
 
 
 NARROW = dict(shape=(1, 2, 256, 128, 128))
@@ -112,6 +117,8 @@ CASES = {
     ),
     "stored": Case(fused(), options=dict(recompute_states_in_bw=False)),
     "float16": Case(fused(), dtype="float16"),
+    "lengths": Case(fused(), shape=(2, 1, 256, 256, 256), packed=True, lengths=(200, 77)),
+    "lengths_of_one_block": Case(fused(), shape=(2, 1, 256, 64, 128), lengths=(200, 0)),
     "padded": Case(fused(), shape=(1, 1, 200, 250, 200)),
     "resets": Case(fused(), recipe=dict(resets=True)),
     "narrow": Case(fused(), **NARROW),
@@ -161,13 +168,18 @@ def check_case(name, backend):
     assert {*spec.stages_in("mosaic_gpu")} & {*spec.stages} >= expected
     assert (spec.fused, spec.num_splits) == (True, case.splits)
     layout = case.options.get("layout", "BNTH")
-    result = outputs_and_gradients(
-        functools.partial(mlstm_chunkwise, segment_ids=ids, **options), layout
-    )(inputs, cotangents)
+    lengths = None if case.lengths is None else np.asarray(case.lengths)
+    run = functools.partial(mlstm_chunkwise, segment_ids=ids, sequence_lengths=lengths, **options)
+    of_inputs, recurrence = inputs, reference.recurrence
+    if lengths is not None:
+        of_inputs, recurrence = with_garbage(inputs, lengths), recurrence_of_lengths(lengths)
+    result = outputs_and_gradients(run, layout)(of_inputs, cotangents)
+    if lengths is not None:
+        assert_nothing_beyond(lengths, *result)
     of_recurrence = {
         name: x for name, x in case.options.items() if name in ("input_gate", "normalize")
     }
-    expected = expected_of(inputs, cotangents, segment_ids=ids, **of_recurrence)
+    expected = expected_of(inputs, cotangents, recurrence, segment_ids=ids, **of_recurrence)
     outputs, gradients = errors_of(inputs, result, expected)
     terms = case.shape[2] + case.shape[3]
     half = case.dtype == "float16"

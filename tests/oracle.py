@@ -260,6 +260,50 @@ def expected_of(inputs, cotangents, run=reference.recurrence, **options):
         return jax.tree.map(np.asarray, result)
 
 
+def recurrence_of_lengths(lengths):
+    """reference.recurrence of every batch entry cut to its length; beyond it h is 0."""
+
+    def run(*, segment_ids=None, **x):
+        options = {name: y for name, y in x.items() if name not in NAMES}
+        S, results = x["q"].shape[2], []
+        for b, length in enumerate(np.clip(lengths, 0, S)):
+            entry = {
+                name: y[b : b + 1, :, :length] if name in "qkvif" else y[b : b + 1]
+                for name, y in x.items()
+                if name in NAMES
+            }
+            ids = segment_ids[b : b + 1, :length] if segment_ids is not None and length else None
+            h, states = reference.recurrence(**entry, segment_ids=ids, **options)
+            h = jnp.pad(h, [(0, 0), (0, 0), (0, S - length), (0, 0)])
+            results.append((h, states))
+        return jax.tree.map(lambda *y: jnp.concatenate(y), *results)
+
+    return run
+
+
+def beyond(lengths, x):
+    """Where a step of x, (B, NH, S, ...), is beyond the length of its batch entry."""
+    steps = np.arange(x.shape[2]) >= np.reshape(lengths, (-1, 1, 1))
+    return np.broadcast_to(steps.reshape(*steps.shape, *[1] * (x.ndim - 3)), x.shape)
+
+
+def with_garbage(inputs, lengths, size=1e10):
+    """The inputs with NaN gates and large q, k and v beyond the lengths."""
+    garbage = dict.fromkeys("qkv", size) | dict.fromkeys("if", np.nan)
+    return {
+        name: array(np.where(beyond(lengths, x), garbage[name], x), x.dtype)
+        if name in garbage
+        else x
+        for name, x in inputs.items()
+    }
+
+
+def assert_nothing_beyond(lengths, outputs, gradients):
+    """h and the gradients beyond the lengths are 0, exactly."""
+    for name, x in {"h": outputs[0], **{name: gradients[name] for name in "qkvif"}}.items():
+        assert not np.any(np.asarray(x)[beyond(lengths, x)]), name
+
+
 def errors_of(inputs, result, expected):
     """Relative errors of outputs and of gradients, by name; that of dm_initial to the size of its
     terms."""

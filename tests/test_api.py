@@ -127,6 +127,7 @@ def test_use_backend_is_left_by_an_exception():
 DEFAULTS = dict(
     **dict.fromkeys(("c_initial", "n_initial", "m_initial", "c", "n", "m", "segment_ids")),
     **dict.fromkeys(("chunk_size", "autocast_kernel_dtype", "backend", "config")),
+    **dict.fromkeys(("sequence_lengths", "num_segments")),
     **dict(return_last_states=False, recompute_states_in_bw=True, layout="BNTH"),
     **dict(eps=1e-6, norm_val=1.0, stabilize_correctly=True, input_gate="exp", normalize=True),
 )

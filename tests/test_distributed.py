@@ -15,6 +15,7 @@ from oracle import (
     MOSAIC_CALL,
     NAMES,
     assert_below,
+    assert_nothing_beyond,
     collectives,
     compare,
     errors_of,
@@ -142,6 +143,17 @@ def test_eight_devices_give_the_numbers_of_one(case, alone, over_eight):
 
 def test_nothing_is_gathered(over_eight):
     assert {*collectives(over_eight)} == {"collective-permute", "all-reduce"}
+
+
+def test_lengths_end_in_any_shard():
+    """One before the last shard, one in the first; the plain call has them too."""
+    x, lengths = CASES["ordinary"].values(), np.array([S - 3, 30])
+    options = dict(backend="xla", sequence_lengths=lengths, **OPTIONS)
+    alone = gradient_of(functools.partial(mlstm_chunkwise, return_last_states=True, **options))
+    result = gradient_of(over(mesh_of((2,), names="s"), **options))(*x)
+    check(result, alone(*x), x)
+    (_, (h, *_)), gradients = result
+    assert_nothing_beyond(lengths, [h], dict(zip(NAMES, gradients, strict=True)))
 
 
 def test_batch_and_heads_may_be_split_as_well(alone):

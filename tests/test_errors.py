@@ -135,6 +135,15 @@ VALUES = {
     f"segment_ids has shape (2, 3, 40), expected (B, S) = (2, 40), {Q}": {
         "segment_ids": array(2, 3, 40, dtype="int32")
     },
+    f"sequence_lengths has shape (2, 40), expected (B) = (2,), {Q}": {
+        "sequence_lengths": array(2, 40, dtype="int32")
+    },
+    "num_segments is 0, expected an integer >= 1": {"num_segments": 0},
+    "num_segments is 2 without segment_ids, expected both": {"num_segments": 2},
+    "num_segments is 2 with return_last_states=False, expected return_last_states=True": {
+        "num_segments": 2,
+        "segment_ids": array(2, 40, dtype="int32"),
+    },
     # scalars; every parameter of xlstm_jax has more below
     "chunk_size is 48, expected None or a power of two >= 16": {"chunk_size": 48},
     f"chunk_size is {np.int64(8)!r}, expected None or a power of two >= 16": {
@@ -146,6 +155,10 @@ VALUES = {
 }
 TYPES = {
     "segment_ids is a list, expected an array": {"segment_ids": [[0] * 40] * 2},
+    "sequence_lengths is a list, expected an array": {"sequence_lengths": [3, 4]},
+    "sequence_lengths has dtype bool, expected an integer dtype": {
+        "sequence_lengths": array(2, dtype="bool")
+    },
     "segment_ids has dtype float32, expected an integer dtype": {"segment_ids": array(2, 40)},
     f"q has dtype int32, expected one of {KERNEL_DTYPES}": {
         "q": array(2, 3, 40, 16, dtype="int32")
@@ -543,6 +556,7 @@ def test_the_plain_function_takes_the_call_as_it_is():
     x = arrays("BTNH", states=True)
     ids = jnp.zeros((B, S), "int32")
     options = dict(chunk_size=16, return_last_states=True, layout="BTNH", segment_ids=ids)
+    options["sequence_lengths"] = jnp.zeros((B,), "int32")
     expected = jax.eval_shape(functools.partial(mlstm_chunkwise, **options), **x)
     run = functools.partial(reference.chunkwise, **options, backend="interpret")
     h, tangent = jax.eval_shape(lambda x: jax.jvp(lambda x: run(**x), (x,), (x,)), x)

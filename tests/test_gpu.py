@@ -19,6 +19,8 @@ from oracle import (
     outputs_and_gradients,
     random_inputs,
 )
+from test_packed_sequences import check_prompts
+from test_sequence_lengths import check as check_lengths
 
 from mlstm_pallas import (
     KernelConfig,
@@ -204,6 +206,24 @@ def test_three_products_do_not_have_them(shape):
     )
     assert outputs["h"] > FLOAT32_OUTPUTS
     assert min(gradients[name] for name in "qkv") > FLOAT32_GRADIENTS
+
+
+# ---------------- lengths and packed prompts
+
+
+@pytest.mark.parametrize("fused_min_heads", [0, 1])
+def test_lengths(fused_min_heads):
+    inputs = random_inputs(6, 3, 2, 1000, 128, 256, dtype="bfloat16")
+    bounds = FORWARD["bfloat16"], BACKWARD["bfloat16"]
+    config = KernelConfig(fused_min_heads=fused_min_heads)
+    check_lengths(inputs, np.array([0, 700, 1000]), bounds, backend="triton", config=config)
+
+
+@pytest.mark.parametrize("fused_min_heads", [0, 1])
+def test_states_of_packed_prompts(fused_min_heads):
+    config = KernelConfig(fused_min_heads=fused_min_heads)
+    options = dict(dtype="bfloat16", layout="BTNH", backend="triton", config=config)
+    check_prompts(37, 128, 256, **options)
 
 
 # ---------------- one token at a time

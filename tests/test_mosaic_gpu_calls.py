@@ -30,6 +30,7 @@ from oracle import (
     refused,
 )
 from test_gradients import BOUND
+from test_packed_sequences import check_prompts
 
 from mlstm_pallas import (
     KernelConfig,
@@ -61,6 +62,14 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 def test_interpreted_kernels_against_float64(name, capsys):
     check_case(name, "mosaic_gpu_interpret")
     assert RACE not in capsys.readouterr().out
+
+
+@needs_jax
+@pytest.mark.slow
+def test_states_of_packed_prompts():
+    check_prompts(
+        9, 64, 128, dtype="bfloat16", layout="BTNH", config=fused(), backend="mosaic_gpu_interpret"
+    )
 
 
 SMALL = dict(config=fused(), backend="mosaic_gpu_interpret")

@@ -31,6 +31,7 @@ from oracle import (
     swapped,
     tolerance,
 )
+from test_packed_sequences import check_prompts
 
 from mlstm_pallas import KernelConfig, StageConfig, dispatch, mlstm_chunkwise
 from mlstm_pallas.devices import compute_capability
@@ -244,6 +245,12 @@ def layouts_on_a_gpu():
         )
 
 
+def prompts_on_a_gpu(*heads):
+    config = KernelConfig(fused_min_heads=1)
+    options = dict(dtype="bfloat16", layout="BTNH", backend="mosaic_gpu", config=config)
+    check_prompts(37, *heads, **options)
+
+
 GPU_CHECKS = [
     *((case_on_a_gpu, name) for name in CASES),
     *((tuned_config_on_a_gpu, S, *heads) for heads in OF_HEADS for S in (500, 2048)),
@@ -259,6 +266,7 @@ GPU_CHECKS = [
         for shape in ((8, 8, 8192, 256, 512), (8, 16, 8192, 128, 256), (8, 32, 8192, 64, 128))
     ),
     (layouts_on_a_gpu,),
+    *((prompts_on_a_gpu, *heads) for heads in ((128, 256), (256, 512))),
 ]
 
 

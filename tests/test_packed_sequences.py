@@ -1,4 +1,4 @@
-"""Packed sequences (segment_ids): each is computed as if it were alone.
+"""Packed sequences (segment_ids): each is computed as if it were alone. The states of each.
 
 Their gradients: test_gradients.py, test_gradients_of_gates.
 """
@@ -6,11 +6,12 @@ Their gradients: test_gradients.py, test_gradients_of_gates.
 import functools
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import assert_close, compare, oracle, random_inputs, tolerance
+from oracle import array, assert_close, compare, oracle, random_inputs, swapped, tolerance
 
-from mlstm_pallas import mlstm_chunkwise
+from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -104,3 +105,74 @@ def test_nothing_leaks_from_one_sequence_into_the_next(run, backend):
     expected, expected_states = oracle({name: x[:1, :, 40:] for name, x in inputs.items()})
     assert_close(h[:1, :, 40:], expected, tolerance("float32", S), "h")
     compare("cnm", (y[:1] for y in states), expected_states, tolerance("float32", S))
+
+
+def check_prompts(prompts, DHQK, DHHV, *, dtype="float32", layout="BNTH", backend, **options):
+    """A prefill of that many packed prompts, then a token of each in one batch, equal to each
+    prompt alone in float64.
+
+    The first goes on from initial states. One more segment is asked for than there is.
+    """
+    draw, NH, most = np.random.default_rng(0), 2, 11
+    lengths = draw.integers(1, most, size=prompts)
+    S, ends = lengths.sum(), np.cumsum(lengths)
+    sigmoid = options.get("input_gate") == "sigmoid"
+    x = random_inputs(4, 1, NH, S, DHQK, DHHV, dtype=dtype, m_initial=not sigmoid)
+    tokens = random_inputs(5, prompts, NH, 1, DHQK, DHHV, dtype=dtype, states=False)
+    given = {n: swapped(y) if layout == "BTNH" and n in "qkvif" else y for n, y in x.items()}
+    ids = np.repeat(np.arange(prompts) % 2, lengths)[None]
+    call = functools.partial(
+        mlstm_chunkwise, segment_ids=ids, return_last_states=True, layout=layout, backend=backend
+    )
+    run = jax.jit(functools.partial(call, num_segments=prompts + 1, **options))
+    h, (c, n, m) = run(**given)
+    assert all(not np.any(np.asarray(y[:, prompts:])) for y in (c, n, m))
+    states = [y[0, :prompts] for y in (c, n, m)]
+    token = [tokens[name][:, :, 0] for name in "qkvif"]
+    gate = {name: y for name, y in options.items() if name in ("input_gate", "normalize")}
+    h_token, _ = mlstm_recurrent_step(*token, *states, backend="xla", **gate)
+
+    alone = {}
+    for name, y in tokens.items():  # each prompt, steps that carry its states on, its token
+        fill = {"i": -np.inf, "f": np.inf}.get(name, 0.0)
+        rows = np.full((prompts, NH, most, *y.shape[3:]), fill)
+        for s, (end, length) in enumerate(zip(ends, lengths, strict=True)):
+            rows[s, :, :length] = x[name][0, :, end - length : end]
+        alone[name] = array(np.concatenate([rows, y], axis=2), y.dtype)
+    for name in x.keys() - tokens.keys():
+        zeros = np.zeros((prompts - 1, *x[name].shape[1:]))
+        alone[name] = array(np.concatenate([x[name], zeros]), "float32")
+    bound = tolerance(dtype, S + DHQK)
+    expected = oracle(alone, **gate)[0]
+    assert_close(h_token[:, :, None], expected[:, :, -1:], bound, "h of the tokens")
+    of_prompts = np.concatenate([expected[s, :, :size] for s, size in enumerate(lengths)], axis=1)
+    assert_close((swapped(h) if layout == "BTNH" else h)[0], of_prompts, bound, "h")
+    before = {name: y[:, :, :-1] if name in "qkvif" else y for name, y in alone.items()}
+    for name, actual, desired in zip("cnm", states, oracle(before, **gate)[1], strict=True):
+        assert_close(actual, desired, bound, name)
+
+
+SCAN = dict(config=KernelConfig(fused_min_heads=1))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options"),
+    [
+        (37, dict(backend="interpret", layout="BTNH", **SCAN)),
+        (9, dict(backend="interpret", dtype="bfloat16")),
+        (9, dict(backend="xla", layout="BTNH", input_gate="sigmoid")),
+    ],
+    ids=["fused", "materialised", "plain"],
+)
+def test_prompts_are_read_at_once(prompts, options):
+    check_prompts(prompts, 16, 32, chunk_size=L, **options)
+
+
+def test_states_of_segments_have_no_derivatives():
+    inputs = random_inputs(3, 1, 1, 40, 16, 16, states=False)
+    run = functools.partial(
+        mlstm_chunkwise, segment_ids=np.zeros((1, 40), int), return_last_states=True, num_segments=1
+    )
+    message = r"^mlstm_chunkwise with num_segments has no derivatives; leave num_segments out"
+    with pytest.raises(TypeError, match=message):
+        jax.jit(jax.grad(lambda x: jnp.sum(run(**x)[0])))(inputs)

@@ -86,6 +86,7 @@ def test_forward_and_backward(backend, dtype, algorithm, layout, gate):
     x = arguments(dtype, layout, m_initial="sigmoid" not in GATES[gate].values())
     options = dict(
         segment_ids=ids,
+        sequence_lengths=ids[:, 0],
         backend=backend,
         layout=layout,
         chunk_size=32,

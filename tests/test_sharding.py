@@ -281,10 +281,16 @@ def test_gpus_run_their_shards(gpus, kind, inside):
 
 def test_packed_sequences_stay_sharded(inputs):
     ids = jnp.cumsum(jnp.asarray(np.random.default_rng(1).random((B, S)) < 0.2), axis=1)
-    run = jax.jit(lambda ids, *x: jax.tree.leaves(run_on("xla")(*x, segment_ids=ids)))
-    expected = run(ids, *inputs)
+    lengths = jnp.arange(B) * S // (B - 1)
+
+    @jax.jit
+    def run(ids, lengths, *x):
+        call = functools.partial(run_on("xla"), *x, segment_ids=ids, sequence_lengths=lengths)
+        return jax.tree.leaves((call(), call(num_segments=3)))
+
+    expected = run(ids, lengths, *inputs)
     mesh, spec = mesh_of((4, 2)), P("x", "y")
-    x = sharded([ids, *inputs], mesh, P("x"), *[spec] * 8)
+    x = sharded([ids, lengths, *inputs], mesh, *[P("x")] * 2, *[spec] * 8)
     compiled = run.lower(*x).compile()
     assert not collectives(compiled)
     over_the_sequence = sharded([ids], mesh, P(None, "x"))  # is undone first

@@ -37,6 +37,13 @@ flag = bool(x.any())
 
 assert_type(mlstm_chunkwise(x, x, x, gate, gate, layout="BTNH"), Array)
 assert_type(mlstm_chunkwise(x, x, x, gate, gate, None, None, None, True), tuple[Array, States])
+assert_type(
+    mlstm_chunkwise(
+        x, x, x, gate, gate, segment_ids=np.zeros((1, 16), int), sequence_lengths=jnp.ones(1, int),
+        num_segments=3, return_last_states=True,
+    ),
+    tuple[Array, States],
+)
 assert_type(mlstm_chunkwise(x, x, x, gate, gate, return_last_states=False, eps=1e-5), Array)
 assert_type(
     mlstm_chunkwise(x, x, x, gate, gate, return_last_states=flag), Array | tuple[Array, States]

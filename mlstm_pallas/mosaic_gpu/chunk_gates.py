@@ -333,6 +333,7 @@ def chunk_gates(
     starts: jax.Array | None = None,
     input_gate: InputGate = InputGate.EXP,
     scaM_states: jax.Array | None = None,
+    lengths: jax.Array | None = None,
     *,
     call: StageCall,
 ) -> ChunkGates:
@@ -358,7 +359,8 @@ def chunk_gates(
     )
     e, u = (x["e_hi"], x["e_lo"]), (x["u_hi"], x["u_lo"])
     m_states = x["m_out"] if owns_head else scaM_states
-    return ChunkGates(e, u, x["w"], x["m"], x["abar"], x["gamma"], m_states, x["flags"])
+    of_steps = ChunkGates(e, u, x["w"], x["m"], x["abar"], x["gamma"], m_states, x["flags"])
+    return gates.without_outputs(of_steps, lengths)
 
 
 def _stabiliser_scan_kernel(

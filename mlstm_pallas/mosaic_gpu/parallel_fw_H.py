@@ -150,7 +150,9 @@ class _Queries:
         refs, products, k_ring, v_ring = self.refs, self.products, self.k_ring, self.v_ring
         num, z = carry
         keys = self.steps(j)
-        e = [load(x.at[self.head, keys], BY_COLUMNS, optimized=False) for x in (refs.e_hi, refs.e_lo)]
+        e = [
+            load(x.at[self.head, keys], BY_COLUMNS, optimized=False) for x in (refs.e_hi, refs.e_lo)
+        ]
         slot = k_ring.wait(j)
         S = products.from_zeros(functools.partial(self.scores, slot), R, R)
         k_ring.release(j)
@@ -302,9 +304,7 @@ def parallel_fw_H(
     output_dtype = jnp.dtype(matQ.dtype if output_dtype is None else output_dtype)
     of_chunk = blocks(p.L, config.siz_b_LQ) * blocks(p.DHHV, config.siz_b_DHHV)
     x = mosaic_call(
-        functools.partial(
-            _kernel, p=p, config=config, normaliser=normaliser, interpret=interpret
-        ),
+        functools.partial(_kernel, p=p, config=config, normaliser=normaliser, interpret=interpret),
         name="parallel_fw_H",
         grid={"program": p.BNH * p.NC * of_chunk},
         warpgroups=config.siz_b_LQ // R,
