@@ -284,15 +284,37 @@ def test_derivatives_that_do_not_exist_are_refused():
             jax.jit(derivative).lower(x[0])
 
 
-def over_a_mapped_axis(shards, **options):
-    """As over, on one device."""
-    run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", **options)
-    mapped = jax.vmap(run, (2,) * 5 + (None,) * 3, (2, 0), axis_name="s")
+def gradient_on_one_device(shards, **options):
+    """As gradient_of(over(...)), the devices being a mapped axis of one."""
+    run = functools.partial(
+        mlstm_chunkwise_sequence_parallel, axis_name="s", return_last_states=True, **options
+    )
 
+    def device(*x):
+        def loss(*x):
+            h, states = run(*x)
+            of_h, of_states = loss_of(h, states)
+            return of_h + jnp.where(jax.lax.axis_index("s") == 0, of_states, 0.0), (h, *states)
+
+        return jax.value_and_grad(loss, tuple(range(8)), has_aux=True)(*x)
+
+    def split(x):
+        return x.reshape(*x.shape[:2], shards, -1, *x.shape[3:])
+
+    def joined(x):
+        return jnp.reshape(x, (*x.shape[:2], -1, *x.shape[4:]))
+
+    @jax.jit
     def whole(*x):
-        split = (y.reshape(*y.shape[:2], shards, -1, *y.shape[3:]) for y in x[:5])
-        h, states = mapped(*split, *x[5:])
-        return h.reshape(*h.shape[:2], -1, h.shape[-1]), [y[0] for y in states]
+        mapped = jax.vmap(
+            device, (2,) * 5 + (None,) * 3, ((0, (2, 0, 0, 0)), (2,) * 5 + (0,) * 3), axis_name="s"
+        )
+        (losses, (h, *states)), gradients = mapped(*map(split, x[:5]), *x[5:])
+        of_states = (jnp.sum(g, axis=0) for g in gradients[5:])
+        return (jnp.sum(losses), (joined(h), *(y[0] for y in states))), (
+            *map(joined, gradients[:5]),
+            *of_states,
+        )
 
     return whole
 
@@ -300,18 +322,22 @@ def over_a_mapped_axis(shards, **options):
 @pytest.mark.slow
 def test_a_mapped_axis_does_for_a_mesh_axis(alone):
     x = CASES["resets"].values()
-    run = over_a_mapped_axis(5, backend="xla", return_last_states=True, **OPTIONS)
-    check(gradient_of(run)(*x), alone(*x), x)
+    check(gradient_on_one_device(5, backend="xla", **OPTIONS)(*x), alone(*x), x)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_shards_on_one_gpu_give_the_numbers_of_the_whole(dtype):
     x = list(random_inputs(0, 1, 2, 32768, 128, 256, dtype=dtype, f_shift=5.0).values())
-    options = dict(backend="triton", return_last_states=True)
-    expected = gradient_of(functools.partial(mlstm_chunkwise, **options))(*x)
-    result = gradient_of(over_a_mapped_axis(4, **options))(*x)
-    check(result, expected, x, {"float32": 1e-4, "bfloat16": 2e-2}[dtype])
+    expected = gradient_of(
+        functools.partial(mlstm_chunkwise, backend="triton", return_last_states=True)
+    )(*x)
+    check(
+        gradient_on_one_device(4, backend="triton")(*x),
+        expected,
+        x,
+        {"float32": 1e-4, "bfloat16": 2e-2}[dtype],
+    )
 
 
 @pytest.mark.gpu_multi
