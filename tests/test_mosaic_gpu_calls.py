@@ -19,6 +19,7 @@ from mosaic_gpu_cases import (
     check_case,
     check_neighbours,
     fused,
+    materialised,
     mosaic_gpu_kernel,
     needs_jax,
     slow,
@@ -318,13 +319,16 @@ def test_an_export_for_cuda_is_made_and_read_without_a_gpu():
 
 @needs_jax
 @pytest.mark.parametrize("x64", [False, True])
-@pytest.mark.parametrize("heads", [(64, 128), (128, 128), (256, 256)])
-def test_gradients_trace_in_every_mode(heads, x64):
+@pytest.mark.parametrize(
+    ("heads", "config"),
+    [*(((64, 128), fused()), ((128, 128), fused()), ((256, 256), fused())), ((64, 64), materialised(2))],
+)
+def test_gradients_trace_in_every_mode(heads, config, x64):
     K, V = heads
     shapes = [(1, 2, 256, D) for D in (K, K, V)] + [(1, 2, 256)] * 2
     dtypes = ["bfloat16"] * 3 + ["float32"] * 2
     run = functools.partial(
-        mlstm_chunkwise, backend="mosaic_gpu_interpret", config=fused(), recompute_states_in_bw=True
+        mlstm_chunkwise, backend="mosaic_gpu_interpret", config=config, recompute_states_in_bw=True
     )
     with (
         jax.enable_x64(x64),
@@ -372,14 +376,12 @@ WIDE_SCAN = dict(siz_b_LKV=64, siz_b_DHHV=256, siz_b_loop=256, num_stages=1)
             "recurrent_bw_dC",
             tiles(num_stages=1),
         ),  # a stage is free when the next one's product runs
-        ("recurrent_bw_dC", StageConfig(num_splits=2)),
         ("recurrent_fw_H", tiles(**WIDE_SCAN, num_warps=16)),  # too few registers
         ("recurrent_fw_H", tiles(**WIDE_SCAN, num_warps=4)),
     ],
     ids=[
         "two_stages_of_dQKV",
         "one_stage_of_dC",
-        "splits_of_dC",
         "four_warpgroups",
         "one_warpgroup",
     ],
@@ -440,13 +442,14 @@ def test_recurrences_of_few_heads_run_on_triton():
 
 
 def test_heads_beyond_the_grid_run_on_triton():
-    heads, always = (64, 128), {"chunk_gates"}
-    assert stages_on_mosaic_gpu(1, 32_767, 64, *heads) == always | SCAN | {"recurrent_bw_dC"}
+    heads, always = (64, 128), {"chunk_gates", "parallel_fw_H"}
+    recurrences = {"recurrent_fw_C", "recurrent_bw_dC"}
+    assert stages_on_mosaic_gpu(1, 32_767, 64, *heads) == always | SCAN | recurrences
     assert stages_on_mosaic_gpu(1, 32_768, 64, *heads) == always | SCAN
     assert stages_on_mosaic_gpu(1, 65_536, 64, *heads) == always
     assert stages_on_mosaic_gpu(
         1, 32_767, 8192, *heads, recurrent_fw_H=StageConfig(num_splits=4)
-    ) == always | {"recurrent_bw_dC"}
+    ) == always | recurrences
 
 
 def test_three_stages_are_too_few_where_a_cta_makes_a_chunk():

@@ -473,7 +473,8 @@ def _from_splits(
 def recurrences(name: str, *each: Recurrence, call: StageCall) -> list[RecurrenceOutputs]:
     """``stages/recurrence.py``; in one launch, or two with splits."""
     p, tiles = call.problem, call.tiles
-    rows, num_splits = block_rows(tiles, p, each), splits_of(tiles, p, len(each))
+    rows = block_rows(tiles, p, len(each), has_x=any(x.x_initial is not None for x in each))
+    num_splits = splits_of(tiles, p, len(each))
     initial = [None if x.X_initial is None else x.X_initial.mT for x in each]
     if num_splits == 1:
         each = tuple(
@@ -507,7 +508,8 @@ def split_products(
     call = dataclasses.replace(call, problem=p)
     gamma = jnp.ones((p.BNH, num_splits), jnp.float32)
     x = Recurrence(a, b, gamma, None, return_last=True, backward=backward, r=r)
-    rows = state_rows(p.DHQK, heuristic_rows(p.split(num_splits), 1))
+    enough = heuristic_rows(p.split(num_splits), 1)
+    rows = state_rows(p.DHQK, min(call.tiles.siz_b_DHQK, enough))
     splits = Splits(num_splits, sums=True, all=all_splits)
     return _sums_of_splits("split_products", [x], splits, rows, call)[0][0].mT
 
@@ -530,15 +532,15 @@ def heuristic_rows(p: Problem, recurrences: int) -> int:
     return next(enough, sizes[-1])
 
 
-def block_rows(config: StageConfig, p: Problem, each: Sequence[Recurrence]) -> int:
+def block_rows(config: StageConfig, p: Problem, recurrences: int, *, has_x: bool = False) -> int:
     """Rows of a block: those of the config, which are for two recurrences.
 
     One alone has fewer where it would have few CTAs, or an x.
     """
     rows = config.siz_b_DHQK
-    if len(each) == 1:
-        rows = min(rows, heuristic_rows(p, 1))
-    if any(x.x_initial is not None for x in each):
+    if recurrences == 1:
+        rows = min(rows, heuristic_rows(p, recurrences))
+    if has_x:
         rows = min(rows, block_columns(p))
     return state_rows(p.DHQK, rows)
 
