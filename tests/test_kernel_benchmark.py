@@ -362,7 +362,7 @@ def test_a_record_has_the_tiles_that_run():
 @pytest.mark.usefixtures("few_calls")
 def test_a_stage_on_mosaic_gpu_by_itself(tmp_path):
     """What it has no kernel for is skipped."""
-    jsonl, stages = tmp_path / "rows.jsonl", ["parallel_fw_P", "recurrent_fw_H", "parallel_fw_H"]
+    jsonl, stages = tmp_path / "rows.jsonl", ["parallel_fw_P", "recurrent_fw_H", "parallel_bw_dP"]
     shape, request = (
         "x".join(map(str, WIDE)),
         ("--impl=mosaic_gpu_interpret", "--chunk_size=64", f"--jsonl={jsonl}"),
@@ -375,7 +375,7 @@ def test_a_stage_on_mosaic_gpu_by_itself(tmp_path):
     assert {*records[1]["errors"]} == {"matH", "matC_last"}
     assert (
         records[2]["note"]
-        == "skipped: NoSuchKernel: parallel_fw_H has no Mosaic GPU kernel for this shape and dtype"
+        == "skipped: NoSuchKernel: parallel_bw_dP has no Mosaic GPU kernel for this shape and dtype"
     )
 
 

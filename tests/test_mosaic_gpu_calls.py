@@ -321,7 +321,10 @@ def test_an_export_for_cuda_is_made_and_read_without_a_gpu():
 @pytest.mark.parametrize("x64", [False, True])
 @pytest.mark.parametrize(
     ("heads", "config"),
-    [*(((64, 128), fused()), ((128, 128), fused()), ((256, 256), fused())), ((64, 64), materialised(2))],
+    [
+        *(((64, 128), fused()), ((128, 128), fused()), ((256, 256), fused())),
+        ((64, 64), materialised(2)),
+    ],
 )
 def test_gradients_trace_in_every_mode(heads, config, x64):
     K, V = heads
@@ -447,9 +450,10 @@ def test_heads_beyond_the_grid_run_on_triton():
     assert stages_on_mosaic_gpu(1, 32_767, 64, *heads) == always | SCAN | recurrences
     assert stages_on_mosaic_gpu(1, 32_768, 64, *heads) == always | SCAN
     assert stages_on_mosaic_gpu(1, 65_536, 64, *heads) == always
-    assert stages_on_mosaic_gpu(
-        1, 32_767, 8192, *heads, recurrent_fw_H=StageConfig(num_splits=4)
-    ) == always | recurrences
+    assert (
+        stages_on_mosaic_gpu(1, 32_767, 8192, *heads, recurrent_fw_H=StageConfig(num_splits=4))
+        == always | recurrences
+    )
 
 
 def test_three_stages_are_too_few_where_a_cta_makes_a_chunk():

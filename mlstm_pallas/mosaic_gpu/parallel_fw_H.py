@@ -2,9 +2,9 @@
 
 Grid (B * NH * NC * L / siz_b_LQ * DHHV / siz_b_DHHV). A CTA owns siz_b_LQ queries of a chunk and
 siz_b_DHHV columns of h; each of its warpgroups has 64 of the queries. The state of the chunk comes
-first, 64 rows at a time, then the keys and the values up to the queries, 64 steps at a time. P stays
-in registers. Keys have a ring of slots, rows of the state and values have another one, of num_stages
-slots each. h leaves through the shared memory of the queries.
+first, 64 rows at a time, then the keys and the values up to the queries, 64 steps at a time. P
+stays in registers. Keys have a ring of num_stages slots, rows of the state and values another one.
+h leaves through the shared memory of the queries.
 
 FLOPs: 2 R K V + R (L + 1) (K + V), q.k again for each column block. Bytes: q, k, v, h and C,
 (R (2 K + 2 V) + B NH NC K V) itemsize, with repeats from the L2.
@@ -139,18 +139,20 @@ class _Queries:
 
     def scores(self, slot: Any, accumulator: Any) -> None:
         """q k^T."""
-        _, parts, _, columns = self.refs.k_tiles.shape
+        columns = self.refs.k_tiles.shape[-1]
         for x in range(self.steps_k):
             part, start = divmod(x * R, columns)
             k = self.refs.k_tiles.at[slot, part, :, start : start + R]
             self.products.add(accumulator, self.refs.q_tiles.at[self.wg, x], k.T)
 
     def intra(self, u: Any, j: Any, carry: Any) -> Any:
-        """Adds the products with the keys and the values of a tile; carry: numerators, sums of P."""
+        """Adds a tile of keys and values; carry: the numerators and the sums of P."""
         refs, products, k_ring, v_ring = self.refs, self.products, self.k_ring, self.v_ring
         num, z = carry
         keys = self.steps(j)
-        e = [load(x.at[self.head, keys], BY_COLUMNS, optimized=False) for x in (refs.e_hi, refs.e_lo)]
+        e = [
+            load(x.at[self.head, keys], BY_COLUMNS, optimized=False) for x in (refs.e_hi, refs.e_lo)
+        ]
         slot = k_ring.wait(j)
         S = products.from_zeros(functools.partial(self.scores, slot), R, R)
         k_ring.release(j)
@@ -248,23 +250,25 @@ def _kernel(
         pl.when(step < steps_k)(lambda: copy(of_C, refs.v_tiles))
         pl.when(step >= steps_k)(lambda: copy(of_v, refs.v_tiles))
 
-    rings = [
+    k_ring, v_ring = (
         CopyRing(barriers, num_stages, total, copies, products, (tiles,), warpgroups)
         for barriers, total, copies, tiles in (
             (refs.k_barriers, num_tiles, copy_k, refs.k_tiles),
             (refs.v_barriers, num_tiles + steps_k, copy_v, refs.v_tiles),
         )
-    ]
+    )
     tile = i * warpgroups + wg
     for x in range(steps_k):
         source = q.at[steps(tile), x * R : (x + 1) * R]
         plgpu.copy_gmem_to_smem(source, refs.q_tiles.at[wg, x], refs.q_full.at[wg])
-    for ring in reversed(rings):
-        ring.start()
-    queries = _Queries(refs, p, columns, normaliser, products, *rings, wg, head, chunk, tile)
+    v_ring.start()
+    k_ring.start()
+    queries = _Queries(
+        refs, p, columns, normaliser, products, k_ring, v_ring, wg, head, chunk, tile
+    )
     queries.run(num_tiles, column)
-    for ring in rings:
-        ring.drain()
+    k_ring.drain()
+    v_ring.drain()
 
 
 def scratch(p: Problem, config: StageConfig, dtype: Any, output_dtype: Any) -> dict[str, Any]:
@@ -302,9 +306,7 @@ def parallel_fw_H(
     output_dtype = jnp.dtype(matQ.dtype if output_dtype is None else output_dtype)
     of_chunk = blocks(p.L, config.siz_b_LQ) * blocks(p.DHHV, config.siz_b_DHHV)
     x = mosaic_call(
-        functools.partial(
-            _kernel, p=p, config=config, normaliser=normaliser, interpret=interpret
-        ),
+        functools.partial(_kernel, p=p, config=config, normaliser=normaliser, interpret=interpret),
         name="parallel_fw_H",
         grid={"program": p.BNH * p.NC * of_chunk},
         warpgroups=config.siz_b_LQ // R,

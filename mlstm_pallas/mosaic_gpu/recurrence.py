@@ -76,8 +76,8 @@ class Splits(NamedTuple):
     all: bool = True
 
     @property
-    def count(self) -> int:
-        """Of a head, in the launch."""
+    def of_head(self) -> int:
+        """Splits of a head in the launch."""
         return self.of_sequence - (not self.all)
 
     def first(self, backward: bool) -> int:
@@ -191,7 +191,7 @@ class _Recurrence:
             rows = block(lax.axis_index("rows") * n + x, R)
             plgpu.copy_smem_to_gmem(tile, self.out.X.at[place.head, at, rows, place.X_columns])
 
-    def weighted(self, slot: Any) -> jax.Array:
+    def weighted(self, slot: Any) -> Any:
         """r a of a tile, (64 steps, 64 rows of x)."""
         a = load(self.shared.a_tiles.at[slot, :, self.place.x_part]).astype(jnp.float32)
         return a * across_columns(load(self.shared.weights.at[slot], BY_ROWS))
@@ -282,7 +282,7 @@ class _Recurrence:
                 self.once(store_x)
 
         if splits.sums:
-            store(place.head * splits.count + (place.split - splits.first(self.backward)))
+            store(place.head * splits.of_head + (place.split - splits.first(self.backward)))
         elif splits.of_sequence == 1:
             store(place.head)
         else:
@@ -326,11 +326,12 @@ def _kernel(
     blocks_of_X = block(lax.axis_index("rows"), rows), block(lax.axis_index("columns"), columns)
     part = lax.axis_index("columns") * (columns // R) + wg
     x_part: Any = wg if rows > R else 0
-    of_wg = part, block(part, R), block(wg, R)
-    of_wg = *of_wg, block(lax.axis_index("rows") * (rows // R) + x_part, R), block(x_part, R)
-    head, split = remainder(index, p.BNH * splits.count), np.int32(0)
-    if splits.count > 1:
-        head, split = divide(head, splits.count), remainder(head, splits.count)
+    x_rows = block(lax.axis_index("rows") * (rows // R) + x_part, R)
+    of_wg: Any = part, block(part, R), block(wg, R), x_rows, block(x_part, R)
+    head: Any = remainder(index, p.BNH * splits.of_head)
+    split: Any = np.int32(0)
+    if splits.of_head > 1:
+        head, split = divide(head, splits.of_head), remainder(head, splits.of_head)
 
     def run(j: int, first: bool) -> None:
         x, out = operands[j], outputs[j]
@@ -342,7 +343,7 @@ def _kernel(
         _Recurrence(x, out, _Shared(**shared), place, *statics).run(num_stages, reads_h)
 
     for j, (x, out) in enumerate(zip(operands, outputs, strict=True)):
-        here, axis = divide(index, p.BNH * splits.count) == j, ""
+        here, axis = divide(index, p.BNH * splits.of_head) == j, ""
         if x.h is not None and rows < p.DHQK:
             axis = "rows"
         elif out.x_last is not None and columns < p.DHHV:
@@ -398,9 +399,9 @@ def _launch(
     operands = [
         _Operands(x.a, x.b, x.r, x.h, x.gamma, *y) for x, y in zip(each, initial, strict=True)
     ]
-    lasts = p.BNH * (splits.count if splits.sums else 1)
+    lasts = p.BNH * (splits.of_head if splits.sums else 1)
     X: Any = jax.ShapeDtypeStruct((p.BNH, p.NC, p.DHQK, p.DHHV), dtype)
-    full = RecurrenceOutputs(
+    shapes: dict[str, Any] = dict(
         X=None if splits.sums else X,
         X_last=float32(lasts, p.DHHV, p.DHQK),
         x=None if splits.sums else float32(p.BNH, p.NC, p.DHQK),
@@ -409,10 +410,10 @@ def _launch(
     )
     outputs = []
     for y in each:
-        absent = dict.fromkeys(("x", "x_last")) if y.x_initial is None else {}
-        absent |= {} if y.return_last else {"X_last": None}
-        absent |= {"inner": None} if y.h is None else {}
-        outputs.append(full._replace(**absent))
+        absent = [] if y.return_last else ["X_last"]
+        absent += ["x", "x_last"] if y.x_initial is None else []
+        absent += ["inner"] if y.h is None else []
+        outputs.append(RecurrenceOutputs(**shapes | dict.fromkeys(absent)))
     columns = block_columns(p)
     results: list[RecurrenceOutputs] = mosaic_call(
         functools.partial(
@@ -426,7 +427,7 @@ def _launch(
         ),
         name=name,
         grid={
-            "head": len(each) * p.BNH * splits.count,
+            "head": len(each) * p.BNH * splits.of_head,
             "rows": blocks(p.DHQK, rows),
             "columns": blocks(p.DHHV, columns),
         },
@@ -447,12 +448,12 @@ def _launch(
 def _sums_of_splits(
     name: str, each: Sequence[Recurrence], splits: Splits, rows: int, call: StageCall
 ) -> list[tuple[jax.Array, Any]]:
-    """What splits add to X and to x: (B * NH, splits.count, DHHV, DHQK), transposed, and DHQK."""
+    """What splits add to X and to x: (B * NH, splits.of_head, DHHV, DHQK), transposed, and DHQK."""
     each = [dataclasses.replace(x, h=None, return_last=True) for x in each]
     outputs = _launch(name, each, splits, rows, call)
 
     def of_heads(x: jax.Array) -> jax.Array:
-        return x.reshape(-1, splits.count, *x.shape[1:])
+        return x.reshape(-1, splits.of_head, *x.shape[1:])
 
     return [(of_heads(y.X_last), jax.tree.map(of_heads, y.x_last)) for y in outputs]
 
