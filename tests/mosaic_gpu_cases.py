@@ -145,7 +145,12 @@ CASES = {
     "stored_in_splits": Case(
         fused(num_splits=2), splits=2, options=dict(recompute_states_in_bw=False), **NARROW
     ),
-    "materialised": Case(materialised(), recipe=dict(f_shift=6.0), shape=(1, 2, 256, 64, 192)),
+    "materialised": Case(
+        materialised(),
+        recipe=dict(f_shift=6.0),
+        shape=(1, 2, 256, 64, 192),
+        stages=ALL - {"parallel_bw_dQKV"},
+    ),
     "materialised_in_splits_BTNH": Case(
         materialised(2), options=dict(layout="BTNH"), packed=True, **NARROW
     ),
@@ -172,7 +177,7 @@ def check_case(name, backend):
     options = dict(return_last_states=True, config=case.config, backend=backend) | case.options
     spec = spec_of(inputs, **options)
     on_chip = spec.backward_plan is BackwardPlan.TILES_ON_CHIP
-    assert on_chip == (spec.problem.DHQK in (64, 128))
+    assert on_chip == (spec.problem.DHQK in (64, 128) and spec.problem.DHHV % 128 == 0)
     assert spec.stages_in("mosaic_gpu").keys() >= case.stages & {*spec.stages}
     is_fused = case.config.fused_min_heads > 0
     assert (spec.fused, spec.num_splits) == (is_fused, case.splits)

@@ -51,7 +51,8 @@ from mlstm_pallas.stages.parallel_fw_H import Outputs
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 R = REGISTER_ROWS
-COLUMNS = 256, 192, 128, 64  # of choice of a copy of keys
+COLUMNS = 256, 192, 128, 64  # of choice, of a copy of keys
+FEW_CTAS = 528  # four an SM of an H200
 SM_BYTES = 233_472  # shared memory of an SM; each CTA takes 1 KiB more
 
 
@@ -230,8 +231,12 @@ def _kernel(
     wg, index = lax.axis_index("wg"), lax.axis_index("program")
     of_h, of_chunk = blocks(p.DHHV, columns), blocks(p.L, config.siz_b_LQ)
     column, index = remainder(index, of_h), divide(index, of_h)
-    # Those with the most keys first.
-    i, index = of_chunk - 1 - remainder(index, of_chunk), divide(index, of_chunk)
+    # Those with the most keys first. Many CTAs have those of a chunk together, for the L2.
+    chunks = p.BNH * p.NC
+    if chunks * of_chunk * of_h <= FEW_CTAS:
+        i, index = of_chunk - 1 - divide(index, chunks), remainder(index, chunks)
+    else:
+        i, index = of_chunk - 1 - remainder(index, of_chunk), divide(index, of_chunk)
     head, chunk = divide(index, p.NC), remainder(index, p.NC)
     num_tiles, steps_k = (i + 1) * warpgroups, p.DHQK // R
     q, k, v = (head_of(x, head, p) for x in (refs.q, refs.k, refs.v))

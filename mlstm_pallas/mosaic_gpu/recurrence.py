@@ -2,8 +2,8 @@
 
 Grid (B * NH times the number of recurrences and of splits, DHQK / rows, DHHV / 128). A CTA owns up
 to 256 rows and 128 columns of X. It has two warpgroups, each with 64 columns, kept transposed in
-registers; for a DHHV that 128 does not divide it has 64 columns and one warpgroup. They share the
-copying, num_stages tiles of 64 steps ahead.
+registers; where CTAs are few, or 128 does not divide DHHV, it has 64 columns and one warpgroup.
+They share the copying, num_stages tiles of 64 steps ahead.
 
 Where that makes too few CTAs, the sequence is cut into splits. A launch before computes what each
 split adds to X, with the same kernel, which then stores no X of a chunk (splits.py).
@@ -291,7 +291,7 @@ class _Recurrence:
 
     def run(self, num_stages: int, reads_h: bool) -> None:
         x, shared, place, products = self.x, self.shared, self.place, self.products
-        total, readers = self.num_chunks * self.tiles_of_chunk, block_columns(self.p) // R
+        total, readers = self.num_chunks * self.tiles_of_chunk, shared.b_tiles.shape[-1] // R
         buffers, h_ring = (shared.a_tiles, shared.b_tiles, shared.weights), None
         ring = CopyRing(shared.barriers, num_stages, total, self.copy, products, buffers, readers)
         rings = [ring]
@@ -322,7 +322,7 @@ def _kernel(
     interpret: bool,
     **shared: Any,
 ) -> None:
-    wg, index, columns = lax.axis_index("wg"), lax.axis_index("head"), block_columns(p)
+    wg, index, columns = lax.axis_index("wg"), lax.axis_index("head"), shared["b_tiles"].shape[-1]
     blocks_of_X = block(lax.axis_index("rows"), rows), block(lax.axis_index("columns"), columns)
     part = lax.axis_index("columns") * (columns // R) + wg
     x_part: Any = wg if rows > R else 0
@@ -357,8 +357,8 @@ def _kernel(
 
 
 def scratch(
-    p: Problem,
     rows: int,
+    columns: int,
     num_stages: int,
     dtype: Any,
     *,
@@ -367,9 +367,8 @@ def scratch(
     has_x: bool = False,
     stores_X: bool = True,
 ) -> dict[str, Any]:
-    """Shared memory of the kernel, for blocks of X of so many rows."""
-    tiles, columns = functools.partial(shared_tiles, dtype=dtype), block_columns(p)
-    readers = columns // R
+    """Shared memory of the kernel, for blocks of X of so many rows and columns."""
+    tiles, readers = functools.partial(shared_tiles, dtype=dtype), columns // R
     return {
         "a_tiles": tiles(num_stages, STEPS, rows),
         "b_tiles": tiles(num_stages, STEPS, columns),
@@ -414,7 +413,9 @@ def _launch(
         absent += ["x", "x_last"] if y.x_initial is None else []
         absent += ["inner"] if y.h is None else []
         outputs.append(RecurrenceOutputs(**shapes | dict.fromkeys(absent)))
-    columns = block_columns(p)
+    columns, ctas = block_columns(p), len(each) * splits.of_head * num_ctas(rows, p)
+    if rows == R and 2 * ctas <= ENOUGH_CTAS:
+        columns = R  # twice the CTAs, whose warpgroups do not wait for each other
     results: list[RecurrenceOutputs] = mosaic_call(
         functools.partial(
             _kernel,
@@ -434,7 +435,7 @@ def _launch(
         warpgroups=columns // R,
         outputs={"outputs": outputs},
         scratch=scratch(
-            *(p, rows, num_stages, dtype),
+            *(rows, columns, num_stages, dtype),
             weighted=weighted,
             has_h=has_h,
             has_x=has_x,
@@ -516,7 +517,7 @@ def split_products(
 
 
 def block_columns(p: Problem) -> int:
-    """Columns of X of a CTA; 0 where no such blocks fit."""
+    """Columns of X of a CTA, the most; 0 where no such blocks fit."""
     return next((x for x in (COLUMNS, R) if p.DHHV % x == 0), 0)
 
 
@@ -565,6 +566,9 @@ def fits(config: StageConfig, p: Problem, *, has_h: bool = False, has_x: bool = 
     if config.num_stages < 2 or 2 * p.BNH * (config.num_splits or 1) > HEADS:
         return False
     shapes = scratch(
-        *(p, rows, config.num_stages, KERNEL_DTYPE), weighted=True, has_h=has_h, has_x=has_x
+        *(rows, block_columns(p), config.num_stages, KERNEL_DTYPE),
+        weighted=True,
+        has_h=has_h,
+        has_x=has_x,
     )
     return shared_bytes(shapes) <= SHARED_BYTES
