@@ -101,10 +101,14 @@ def test_parallel_fw_H(L, DHQK, DHHV, tiles, normalised, layout, capsys):
     ("L", "heads", "tiles", "layout"),
     [
         (64, (64, 64), dict(siz_b_DHQK=64, num_stages=2, num_splits=2), "BTNH"),
-        # n in two column blocks, of which one stores it, and in two blocks of rows a CTA.
-        pytest.param(128, (128, 256), dict(siz_b_DHQK=128, num_stages=2), "BNTH"),
+        # n in two column blocks, of which one stores it: once, or each warpgroup the half.
+        (128, (64, 256), dict(siz_b_DHQK=64, num_stages=2), "BNTH"),
+        pytest.param(
+            *(128, (128, 256), dict(siz_b_DHQK=128, num_stages=2), "BNTH"), marks=pytest.mark.slow
+        ),
     ],
 )
+@mock.patch("mlstm_pallas.mosaic_gpu.recurrence.ENOUGH_CTAS", 1)
 def test_recurrent_fw_C(L, heads, tiles, layout, capsys):
     options = dict(heads=(1, 2), f_shift=6.0, DHQK=heads[0], DHHV=heads[1], layout=layout)
     case("bfloat16", L, 256, **options).check("recurrent_fw_C", StageConfig(**tiles), **ON)
