@@ -103,7 +103,8 @@ def test_the_kernels_compile_at_the_tuned_tiles(heads, variant, compiler):
             kernel.name, spec
         ), (kernel.name, usage)
         assert usage.shared_bytes <= H200.shared_bytes
-        assert (usage.wgmma > 0) == (kernel.name not in {"chunk_gates", *HELPERS})
+        products = kernel.name not in {"chunk_gates", *HELPERS} - {"split_products"}
+        assert (usage.wgmma > 0) == products
 
 
 COMPILED_RECURRENCES = {

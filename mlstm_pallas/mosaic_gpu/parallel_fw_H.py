@@ -51,7 +51,6 @@ from mlstm_pallas.stages.parallel_fw_H import Outputs
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 R = REGISTER_ROWS
-COLUMNS = 256, 192, 128, 64  # of choice, of a copy of keys
 FEW_CTAS = 528  # four an SM of an H200
 SM_BYTES = 233_472  # shared memory of an SM; each CTA takes 1 KiB more
 
@@ -140,11 +139,17 @@ class _Queries:
 
     def scores(self, slot: Any, accumulator: Any) -> None:
         """q k^T."""
-        columns = self.refs.k_tiles.shape[-1]
+        products, q, k = self.products, self.refs.q_tiles.at[self.wg], self.refs.k_tiles.at[slot]
+        parts = self.refs.k_tiles.shape[1]
+
+        def add(x: Any, carry: None) -> None:
+            products.add(accumulator, q.at[x], k.at[x].T)
+
+        if parts > 1:  # unrolled, eight products spill
+            products.loop(accumulator, parts, add)
+            return
         for x in range(self.steps_k):
-            part, start = divmod(x * R, columns)
-            k = self.refs.k_tiles.at[slot, part, :, start : start + R]
-            self.products.add(accumulator, self.refs.q_tiles.at[self.wg, x], k.T)
+            products.add(accumulator, q.at[x], k.at[0, :, x * R : (x + 1) * R].T)
 
     def intra(self, u: Any, j: Any, carry: Any) -> Any:
         """Adds a tile of keys and values; carry: the numerators and the sums of P."""
@@ -279,7 +284,7 @@ def _kernel(
 def scratch(p: Problem, config: StageConfig, dtype: Any, output_dtype: Any) -> dict[str, Any]:
     """Shared memory of the kernel."""
     tiles, warpgroups, n = shared_tiles, config.siz_b_LQ // R, config.num_stages
-    of_part = next(size for size in COLUMNS if p.DHQK % size == 0)
+    of_part = p.DHQK if p.DHQK <= 256 else R
     parts = p.DHQK // of_part
     return {
         "q_tiles": tiles(warpgroups, p.DHQK // R, R, R, dtype=dtype),
