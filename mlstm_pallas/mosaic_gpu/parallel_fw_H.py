@@ -363,9 +363,10 @@ def _heuristic(p: Problem) -> StageConfig:
     sizes = [(128, columns, 2), (128, columns, 1), (64, few, 2), (64, few, 1), (64, 64, 1)]
     configs = [StageConfig(siz_b_LQ=x, siz_b_DHHV=y, num_stages=n) for x, y, n in sizes]
     narrow = StageConfig(siz_b_LQ=64, siz_b_DHHV=columns, num_stages=2)
-    shapes = scratch(p, narrow, KERNEL_DTYPE, KERNEL_DTYPE)
-    if 2 * (shared_bytes(shapes) + 1024) <= SM_BYTES:
-        configs.insert(0, narrow)
+    if _takes(narrow, p):
+        shapes = scratch(p, narrow, KERNEL_DTYPE, KERNEL_DTYPE)
+        if 2 * (shared_bytes(shapes) + 1024) <= SM_BYTES:
+            return narrow
     return next((x for x in configs if _takes(x, p)), configs[-1])
 
 
