@@ -194,13 +194,13 @@ def test_a_stage_on_mosaic_gpu_by_itself(measured):
     """What it has no kernel for is skipped."""
     request = "--impl=mosaic_gpu_interpret", "--chunk_size=64", f"--shape={WIDE}"
     code, (scores, scan, none) = measured(
-        "--stage=parallel_fw_P,recurrent_fw_H,parallel_fw_H", *request
+        "--stage=parallel_fw_P,recurrent_fw_H,parallel_bw_dP", *request
     )
     assert code == 0
     assert scores["config"]["recurrent_fw_H"].keys() == {"mosaic_gpu"}
     assert {*scores["errors"]} == {"matP", "keys", "vecR", "vecZ", "vecN_states", "vecN_last"}
     assert {*scan["errors"]} == {"matH", "matC_last"}
-    reason = "parallel_fw_H has no Mosaic GPU kernel for this shape and dtype"
+    reason = "parallel_bw_dP has no Mosaic GPU kernel for this shape and dtype"
     assert none["note"] == f"skipped: NoSuchKernel: {reason}"
 
 

@@ -2,6 +2,7 @@
 refused."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from mosaic_gpu_cases import (
     SCAN,
     check_case,
     fused,
+    materialised,
     mosaic_gpu_kernel,
     needs_jax,
     slow,
@@ -243,6 +245,34 @@ def test_an_export_for_cuda_is_made_and_read_without_a_gpu():
     assert len(loaded.vjp().out_avals) == 5
 
 
+@needs_jax
+@pytest.mark.parametrize(
+    ("heads", "config"),
+    [
+        ((128, 128), fused()),
+        ((64, 64), materialised(2)),
+    ],
+)
+def test_gradients_trace_in_strict_modes(heads, config):
+    K, V = heads
+    shapes = [(1, 2, 256, D) for D in (K, K, V)] + [(1, 2, 256)] * 2
+    dtypes = ["bfloat16"] * 3 + ["float32"] * 2
+    run = functools.partial(
+        mlstm_chunkwise, backend="mosaic_gpu_interpret", config=config, recompute_states_in_bw=True
+    )
+    with (
+        jax.enable_x64(True),
+        jax.numpy_rank_promotion("raise"),
+        jax.numpy_dtype_promotion("strict"),
+        mock.patch("mlstm_pallas.mosaic_gpu.recurrent_bw_dC.MIN_CTAS", 1),
+    ):
+        x = [jax.ShapeDtypeStruct(*y) for y in zip(shapes, dtypes, strict=True)]
+        result = jax.eval_shape(
+            lambda *x: jax.vjp(run, *x)[1](jnp.ones(shapes[2], jnp.bfloat16)), *x
+        )
+    assert [(y.shape, str(y.dtype)) for y in result] == list(zip(shapes, dtypes, strict=True))
+
+
 def stages_on_mosaic_gpu(B, NH, S, DHQK, DHHV, **stages):
     config = config_for(
         DHQK,
@@ -276,14 +306,12 @@ WIDE_SCAN = dict(siz_b_LKV=64, siz_b_DHHV=256, siz_b_loop=256, num_stages=1)
             "recurrent_bw_dC",
             tiles(num_stages=1),
         ),  # a stage is free when the next one's product runs
-        ("recurrent_bw_dC", StageConfig(num_splits=2)),
         ("recurrent_fw_H", tiles(**WIDE_SCAN, num_warps=16)),  # too few registers
         ("recurrent_fw_H", tiles(**WIDE_SCAN, num_warps=4)),
     ],
     ids=[
         "two_stages_of_dQKV",
         "one_stage_of_dC",
-        "splits_of_dC",
         "four_warpgroups",
         "one_warpgroup",
     ],
@@ -342,13 +370,15 @@ def test_recurrences_of_few_heads_run_on_triton():
 
 
 def test_heads_beyond_the_grid_run_on_triton():
-    heads, always = (64, 128), {"chunk_gates"}
-    assert stages_on_mosaic_gpu(1, 32_767, 64, *heads) == always | SCAN | {"recurrent_bw_dC"}
+    heads, always = (64, 128), {"chunk_gates", "parallel_fw_H"}
+    recurrences = {"recurrent_fw_C", "recurrent_bw_dC"}
+    assert stages_on_mosaic_gpu(1, 32_767, 64, *heads) == always | SCAN | recurrences
     assert stages_on_mosaic_gpu(1, 32_768, 64, *heads) == always | SCAN
     assert stages_on_mosaic_gpu(1, 65_536, 64, *heads) == always
-    assert stages_on_mosaic_gpu(
-        1, 32_767, 8192, *heads, recurrent_fw_H=StageConfig(num_splits=4)
-    ) == always | {"recurrent_bw_dC"}
+    assert (
+        stages_on_mosaic_gpu(1, 32_767, 8192, *heads, recurrent_fw_H=StageConfig(num_splits=4))
+        == always | recurrences
+    )
 
 
 def test_three_stages_are_too_few_where_a_cta_makes_a_chunk():

@@ -216,9 +216,9 @@ def repeats_on_a_gpu(B, NH, S, DHQK, DHHV):
     q, k = (jax.random.normal(key, (*rows, DHQK), "bfloat16") for key in keys[:2])
     v, dh = (jax.random.normal(key, (*rows, DHHV), "bfloat16") for key in keys[2:4])
     i, f = jax.random.normal(keys[4], rows), jax.random.normal(keys[5], rows) + 4.0
-    assert mosaic_stages(*rows, DHQK, DHHV) == ALL - (
-        {"parallel_bw_dP"} if DHQK in (64, 128) else set()
-    )
+    stages, states = mosaic_stages(*rows, DHQK, DHHV), {"recurrent_fw_C", "parallel_fw_H"}
+    assert stages >= SCAN or stages >= states
+    assert stages >= ALL - SCAN - states - {"parallel_bw_dP"}
     run = outputs_and_gradients_on_a_gpu()
     first = run(dh, q, k, v, i, f)
     same = jax.jit(
@@ -263,7 +263,10 @@ GPU_CHECKS = [
     (extremes_on_a_gpu,),
     *(
         (repeats_on_a_gpu, *shape)
-        for shape in ((8, 8, 8192, 256, 512), (8, 16, 8192, 128, 256), (8, 32, 8192, 64, 128))
+        for shape in (
+            *((8, 8, 8192, 256, 512), (8, 16, 8192, 128, 256), (8, 32, 8192, 64, 128)),
+            *((1, 4, 2048, 256, 512), (1, 4, 16384, 128, 128)),
+        )
     ),
     (layouts_on_a_gpu,),
     *((prompts_on_a_gpu, *heads) for heads in ((128, 256), (256, 512))),
@@ -271,7 +274,10 @@ GPU_CHECKS = [
 
 
 # Of the quick selection.
-SMOKE = {(case_on_a_gpu, "states_BTNH"), (case_on_a_gpu, "splits"), (recurrences_on_a_gpu,)}
+SMOKE = {
+    *((case_on_a_gpu, name) for name in ("states_BTNH", "splits", "materialised_in_splits_BTNH")),
+    (recurrences_on_a_gpu,),
+}
 
 
 @needs_jax

@@ -85,6 +85,45 @@ def test_parallel_bw_dP(L, normalised, layout):
 
 
 @pytest.mark.parametrize(
+    ("L", "DHQK", "DHHV", "tiles", "normalised", "layout"),
+    [
+        # Two warpgroups, which have not as many keys, and two column blocks.
+        (256, 128, 256, dict(siz_b_LQ=128, siz_b_DHHV=128, num_stages=2), True, "BTNH"),
+        (64, 64, 64, dict(siz_b_LQ=64, siz_b_DHHV=64, num_stages=1), True, "BNTH"),
+        pytest.param(
+            *(128, 320, 256, dict(siz_b_LQ=64, siz_b_DHHV=256, num_stages=1), False, "BNTH"),
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_parallel_fw_H(L, DHQK, DHHV, tiles, normalised, layout, capsys):
+    options = dict(heads=(1, 2), f_shift=6.0, normalised=normalised, layout=layout)
+    x = case("bfloat16", L, 2 * L, DHQK=DHQK, DHHV=DHHV, **options)
+    x.check("parallel_fw_H", StageConfig(**tiles), **ON)
+    assert RACE not in capsys.readouterr().out
+
+
+@needs_jax
+@pytest.mark.parametrize(
+    ("L", "heads", "tiles", "layout"),
+    [
+        (64, (64, 64), dict(siz_b_DHQK=64, num_stages=2, num_splits=2), "BTNH"),
+        # n in two column blocks, of which one stores it: once, or each warpgroup the half.
+        (128, (64, 256), dict(siz_b_DHQK=64, num_stages=2), "BNTH"),
+        pytest.param(
+            *(128, (128, 256), dict(siz_b_DHQK=128, num_stages=2), "BNTH"), marks=pytest.mark.slow
+        ),
+    ],
+)
+@mock.patch("mlstm_pallas.mosaic_gpu.recurrence.ENOUGH_CTAS", 1)
+def test_recurrent_fw_C(L, heads, tiles, layout, capsys):
+    options = dict(heads=(1, 2), f_shift=6.0, DHQK=heads[0], DHHV=heads[1], layout=layout)
+    case("bfloat16", L, 256, **options).check("recurrent_fw_C", StageConfig(**tiles), **ON)
+    assert RACE not in capsys.readouterr().out
+
+
+@needs_jax
+@pytest.mark.parametrize(
     ("L", "DHQK", "DHHV", "normalised", "layout"),
     [
         # A CTA makes all gradients of a chunk, as in the four that follow.

@@ -9,7 +9,7 @@ stabiliser_scan: m at all chunk boundaries. Grid (B * NH). A CTA is one warpgrou
 It reads the summaries of up to 1024 chunks at a time.
 chunk_gates: the gates of every step, from the pre-activations and m; in the backward pass their
 flags too (``gates.join_flags``). It sums each chunk again, which is faster than to write and read
-the sums. Where a CTA has room for a head, of 512 to 2048 steps, it computes m as well, in one launch.
+the sums. Where a CTA has room for a head, of 512 to 2048 steps, it computes m as well.
 
 ``chunk_scans.py`` has the scans over the steps of a chunk, and which steps a thread holds.
 """
@@ -358,7 +358,7 @@ def chunk_gates(
         m_initial=scaM_initial if owns_head else None,
     )
     e, u = (x["e_hi"], x["e_lo"]), (x["u_hi"], x["u_lo"])
-    m_states = x["m_out"] if owns_head else scaM_states
+    m_states: Any = x["m_out"] if owns_head else scaM_states
     of_steps = ChunkGates(e, u, x["w"], x["m"], x["abar"], x["gamma"], m_states, x["flags"])
     return gates.without_outputs(of_steps, lengths)
 

@@ -2,9 +2,9 @@
 
 Grid (B * NH * NC * L / siz_b_LQ * DHHV / siz_b_DHHV). A CTA owns siz_b_LQ queries of a chunk and
 siz_b_DHHV columns of h; each of its warpgroups has 64 of the queries. The state of the chunk comes
-first, 64 rows at a time, then the keys and the values up to the queries, 64 steps at a time. P stays
-in registers. Keys have a ring of slots, rows of the state and values have another one, of num_stages
-slots each. h leaves through the shared memory of the queries.
+first, 64 rows at a time, then the keys and the values up to the queries, 64 steps at a time. P
+stays in registers. Keys have a ring of num_stages slots, rows of the state and values another one.
+h leaves through the shared memory of the queries.
 
 FLOPs: 2 R K V + R (L + 1) (K + V), q.k again for each column block. Bytes: q, k, v, h and C,
 (R (2 K + 2 V) + B NH NC K V) itemsize, with repeats from the L2.
@@ -51,7 +51,7 @@ from mlstm_pallas.stages.parallel_fw_H import Outputs
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 R = REGISTER_ROWS
-COLUMNS = 256, 192, 128, 64  # of choice of a copy of keys
+FEW_CTAS = 528  # four an SM of an H200
 SM_BYTES = 233_472  # shared memory of an SM; each CTA takes 1 KiB more
 
 
@@ -139,14 +139,20 @@ class _Queries:
 
     def scores(self, slot: Any, accumulator: Any) -> None:
         """q k^T."""
-        _, parts, _, columns = self.refs.k_tiles.shape
+        products, q, k = self.products, self.refs.q_tiles.at[self.wg], self.refs.k_tiles.at[slot]
+        parts = self.refs.k_tiles.shape[1]
+
+        def add(x: Any, carry: None) -> None:
+            products.add(accumulator, q.at[x], k.at[x].T)
+
+        if parts > 1:  # unrolled, eight products spill
+            products.loop(accumulator, parts, add)
+            return
         for x in range(self.steps_k):
-            part, start = divmod(x * R, columns)
-            k = self.refs.k_tiles.at[slot, part, :, start : start + R]
-            self.products.add(accumulator, self.refs.q_tiles.at[self.wg, x], k.T)
+            products.add(accumulator, q.at[x], k.at[0, :, x * R : (x + 1) * R].T)
 
     def intra(self, u: Any, j: Any, carry: Any) -> Any:
-        """Adds the products with the keys and the values of a tile; carry: numerators, sums of P."""
+        """Adds a tile of keys and values; carry: the numerators and the sums of P."""
         refs, products, k_ring, v_ring = self.refs, self.products, self.k_ring, self.v_ring
         num, z = carry
         keys = self.steps(j)
@@ -230,8 +236,12 @@ def _kernel(
     wg, index = lax.axis_index("wg"), lax.axis_index("program")
     of_h, of_chunk = blocks(p.DHHV, columns), blocks(p.L, config.siz_b_LQ)
     column, index = remainder(index, of_h), divide(index, of_h)
-    # Those with the most keys first.
-    i, index = of_chunk - 1 - remainder(index, of_chunk), divide(index, of_chunk)
+    # Those with the most keys first. Many CTAs have those of a chunk together, for the L2.
+    chunks = p.BNH * p.NC
+    if chunks * of_chunk * of_h <= FEW_CTAS:
+        i, index = of_chunk - 1 - divide(index, chunks), remainder(index, chunks)
+    else:
+        i, index = of_chunk - 1 - remainder(index, of_chunk), divide(index, of_chunk)
     head, chunk = divide(index, p.NC), remainder(index, p.NC)
     num_tiles, steps_k = (i + 1) * warpgroups, p.DHQK // R
     q, k, v = (head_of(x, head, p) for x in (refs.q, refs.k, refs.v))
@@ -250,29 +260,31 @@ def _kernel(
         pl.when(step < steps_k)(lambda: copy(of_C, refs.v_tiles))
         pl.when(step >= steps_k)(lambda: copy(of_v, refs.v_tiles))
 
-    rings = [
+    k_ring, v_ring = (
         CopyRing(barriers, num_stages, total, copies, products, (tiles,), warpgroups)
         for barriers, total, copies, tiles in (
             (refs.k_barriers, num_tiles, copy_k, refs.k_tiles),
             (refs.v_barriers, num_tiles + steps_k, copy_v, refs.v_tiles),
         )
-    ]
+    )
     tile = i * warpgroups + wg
     for x in range(steps_k):
         source = q.at[steps(tile), x * R : (x + 1) * R]
         plgpu.copy_gmem_to_smem(source, refs.q_tiles.at[wg, x], refs.q_full.at[wg])
-    for ring in reversed(rings):
-        ring.start()
-    queries = _Queries(refs, p, columns, normaliser, products, *rings, wg, head, chunk, tile)
+    v_ring.start()
+    k_ring.start()
+    queries = _Queries(
+        refs, p, columns, normaliser, products, k_ring, v_ring, wg, head, chunk, tile
+    )
     queries.run(num_tiles, column)
-    for ring in rings:
-        ring.drain()
+    k_ring.drain()
+    v_ring.drain()
 
 
 def scratch(p: Problem, config: StageConfig, dtype: Any, output_dtype: Any) -> dict[str, Any]:
     """Shared memory of the kernel."""
     tiles, warpgroups, n = shared_tiles, config.siz_b_LQ // R, config.num_stages
-    of_part = next(size for size in COLUMNS if p.DHQK % size == 0)
+    of_part = p.DHQK if p.DHQK <= 256 else R
     parts = p.DHQK // of_part
     return {
         "q_tiles": tiles(warpgroups, p.DHQK // R, R, R, dtype=dtype),
@@ -342,14 +354,19 @@ def _takes(config: StageConfig, p: Problem) -> bool:
 
 
 def _heuristic(p: Problem) -> StageConfig:
-    """Tiles of which an SM has room for two CTAs of 64 queries, else for one of 128."""
+    """Tiles of which an SM has room for two CTAs of 64 queries, else for one of 128.
+
+    With 64 queries, DHQK 256 and 256 columns ptxas spills 132 bytes and more.
+    """
     columns = next((x for x in (256, 128) if p.DHHV % x == 0), 64)
-    sizes = [(128, columns, 2), (128, columns, 1), (64, columns, 1), (64, 64, 1)]
+    few = min(columns, 128)
+    sizes = [(128, columns, 2), (128, columns, 1), (64, few, 2), (64, few, 1), (64, 64, 1)]
     configs = [StageConfig(siz_b_LQ=x, siz_b_DHHV=y, num_stages=n) for x, y, n in sizes]
     narrow = StageConfig(siz_b_LQ=64, siz_b_DHHV=columns, num_stages=2)
-    shapes = scratch(p, narrow, KERNEL_DTYPE, KERNEL_DTYPE)
-    if p.L % 128 or 2 * (shared_bytes(shapes) + 1024) <= SM_BYTES:
-        configs.insert(0, narrow)
+    if _takes(narrow, p):
+        shapes = scratch(p, narrow, KERNEL_DTYPE, KERNEL_DTYPE)
+        if 2 * (shared_bytes(shapes) + 1024) <= SM_BYTES:
+            return narrow
     return next((x for x in configs if _takes(x, p)), configs[-1])
 
 

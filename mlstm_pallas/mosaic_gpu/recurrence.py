@@ -2,8 +2,8 @@
 
 Grid (B * NH times the number of recurrences and of splits, DHQK / rows, DHHV / 128). A CTA owns up
 to 256 rows and 128 columns of X. It has two warpgroups, each with 64 columns, kept transposed in
-registers; for a DHHV that 128 does not divide it has 64 columns and one warpgroup. They share the
-copying, num_stages tiles of 64 steps ahead.
+registers; where CTAs are few, or 128 does not divide DHHV, it has 64 columns and one warpgroup.
+They share the copying, num_stages tiles of 64 steps ahead.
 
 Where that makes too few CTAs, the sequence is cut into splits. A launch before computes what each
 split adds to X, with the same kernel, which then stores no X of a chunk (splits.py).
@@ -76,8 +76,8 @@ class Splits(NamedTuple):
     all: bool = True
 
     @property
-    def count(self) -> int:
-        """Of a head, in the launch."""
+    def of_head(self) -> int:
+        """Splits of a head in the launch."""
         return self.of_sequence - (not self.all)
 
     def first(self, backward: bool) -> int:
@@ -191,7 +191,7 @@ class _Recurrence:
             rows = block(lax.axis_index("rows") * n + x, R)
             plgpu.copy_smem_to_gmem(tile, self.out.X.at[place.head, at, rows, place.X_columns])
 
-    def weighted(self, slot: Any) -> jax.Array:
+    def weighted(self, slot: Any) -> Any:
         """r a of a tile, (64 steps, 64 rows of x)."""
         a = load(self.shared.a_tiles.at[slot, :, self.place.x_part]).astype(jnp.float32)
         return a * across_columns(load(self.shared.weights.at[slot], BY_ROWS))
@@ -282,7 +282,7 @@ class _Recurrence:
                 self.once(store_x)
 
         if splits.sums:
-            store(place.head * splits.count + (place.split - splits.first(self.backward)))
+            store(place.head * splits.of_head + (place.split - splits.first(self.backward)))
         elif splits.of_sequence == 1:
             store(place.head)
         else:
@@ -291,7 +291,7 @@ class _Recurrence:
 
     def run(self, num_stages: int, reads_h: bool) -> None:
         x, shared, place, products = self.x, self.shared, self.place, self.products
-        total, readers = self.num_chunks * self.tiles_of_chunk, block_columns(self.p) // R
+        total, readers = self.num_chunks * self.tiles_of_chunk, shared.b_tiles.shape[-1] // R
         buffers, h_ring = (shared.a_tiles, shared.b_tiles, shared.weights), None
         ring = CopyRing(shared.barriers, num_stages, total, self.copy, products, buffers, readers)
         rings = [ring]
@@ -322,15 +322,16 @@ def _kernel(
     interpret: bool,
     **shared: Any,
 ) -> None:
-    wg, index, columns = lax.axis_index("wg"), lax.axis_index("head"), block_columns(p)
+    wg, index, columns = lax.axis_index("wg"), lax.axis_index("head"), shared["b_tiles"].shape[-1]
     blocks_of_X = block(lax.axis_index("rows"), rows), block(lax.axis_index("columns"), columns)
     part = lax.axis_index("columns") * (columns // R) + wg
     x_part: Any = wg if rows > R else 0
-    of_wg = part, block(part, R), block(wg, R)
-    of_wg = *of_wg, block(lax.axis_index("rows") * (rows // R) + x_part, R), block(x_part, R)
-    head, split = remainder(index, p.BNH * splits.count), np.int32(0)
-    if splits.count > 1:
-        head, split = divide(head, splits.count), remainder(head, splits.count)
+    x_rows = block(lax.axis_index("rows") * (rows // R) + x_part, R)
+    of_wg: Any = part, block(part, R), block(wg, R), x_rows, block(x_part, R)
+    head: Any = remainder(index, p.BNH * splits.of_head)
+    split: Any = np.int32(0)
+    if splits.of_head > 1:
+        head, split = divide(head, splits.of_head), remainder(head, splits.of_head)
 
     def run(j: int, first: bool) -> None:
         x, out = operands[j], outputs[j]
@@ -342,7 +343,7 @@ def _kernel(
         _Recurrence(x, out, _Shared(**shared), place, *statics).run(num_stages, reads_h)
 
     for j, (x, out) in enumerate(zip(operands, outputs, strict=True)):
-        here, axis = divide(index, p.BNH * splits.count) == j, ""
+        here, axis = divide(index, p.BNH * splits.of_head) == j, ""
         if x.h is not None and rows < p.DHQK:
             axis = "rows"
         elif out.x_last is not None and columns < p.DHHV:
@@ -356,8 +357,8 @@ def _kernel(
 
 
 def scratch(
-    p: Problem,
     rows: int,
+    columns: int,
     num_stages: int,
     dtype: Any,
     *,
@@ -366,9 +367,8 @@ def scratch(
     has_x: bool = False,
     stores_X: bool = True,
 ) -> dict[str, Any]:
-    """Shared memory of the kernel, for blocks of X of so many rows."""
-    tiles, columns = functools.partial(shared_tiles, dtype=dtype), block_columns(p)
-    readers = columns // R
+    """Shared memory of the kernel, for blocks of X of so many rows and columns."""
+    tiles, readers = functools.partial(shared_tiles, dtype=dtype), columns // R
     return {
         "a_tiles": tiles(num_stages, STEPS, rows),
         "b_tiles": tiles(num_stages, STEPS, columns),
@@ -398,9 +398,9 @@ def _launch(
     operands = [
         _Operands(x.a, x.b, x.r, x.h, x.gamma, *y) for x, y in zip(each, initial, strict=True)
     ]
-    lasts = p.BNH * (splits.count if splits.sums else 1)
+    lasts = p.BNH * (splits.of_head if splits.sums else 1)
     X: Any = jax.ShapeDtypeStruct((p.BNH, p.NC, p.DHQK, p.DHHV), dtype)
-    full = RecurrenceOutputs(
+    shapes: dict[str, Any] = dict(
         X=None if splits.sums else X,
         X_last=float32(lasts, p.DHHV, p.DHQK),
         x=None if splits.sums else float32(p.BNH, p.NC, p.DHQK),
@@ -409,11 +409,13 @@ def _launch(
     )
     outputs = []
     for y in each:
-        absent = dict.fromkeys(("x", "x_last")) if y.x_initial is None else {}
-        absent |= {} if y.return_last else {"X_last": None}
-        absent |= {"inner": None} if y.h is None else {}
-        outputs.append(full._replace(**absent))
-    columns = block_columns(p)
+        absent = [] if y.return_last else ["X_last"]
+        absent += ["x", "x_last"] if y.x_initial is None else []
+        absent += ["inner"] if y.h is None else []
+        outputs.append(RecurrenceOutputs(**shapes | dict.fromkeys(absent)))
+    columns, ctas = block_columns(p), len(each) * splits.of_head * num_ctas(rows, p)
+    if rows == R and 2 * ctas <= ENOUGH_CTAS:
+        columns = R  # twice the CTAs, whose warpgroups do not wait for each other
     results: list[RecurrenceOutputs] = mosaic_call(
         functools.partial(
             _kernel,
@@ -426,14 +428,14 @@ def _launch(
         ),
         name=name,
         grid={
-            "head": len(each) * p.BNH * splits.count,
+            "head": len(each) * p.BNH * splits.of_head,
             "rows": blocks(p.DHQK, rows),
             "columns": blocks(p.DHHV, columns),
         },
         warpgroups=columns // R,
         outputs={"outputs": outputs},
         scratch=scratch(
-            *(p, rows, num_stages, dtype),
+            *(rows, columns, num_stages, dtype),
             weighted=weighted,
             has_h=has_h,
             has_x=has_x,
@@ -447,12 +449,12 @@ def _launch(
 def _sums_of_splits(
     name: str, each: Sequence[Recurrence], splits: Splits, rows: int, call: StageCall
 ) -> list[tuple[jax.Array, Any]]:
-    """What splits add to X and to x: (B * NH, splits.count, DHHV, DHQK), transposed, and DHQK."""
+    """What splits add to X and to x: (B * NH, splits.of_head, DHHV, DHQK), transposed, and DHQK."""
     each = [dataclasses.replace(x, h=None, return_last=True) for x in each]
     outputs = _launch(name, each, splits, rows, call)
 
     def of_heads(x: jax.Array) -> jax.Array:
-        return x.reshape(-1, splits.count, *x.shape[1:])
+        return x.reshape(-1, splits.of_head, *x.shape[1:])
 
     return [(of_heads(y.X_last), jax.tree.map(of_heads, y.x_last)) for y in outputs]
 
@@ -473,7 +475,8 @@ def _from_splits(
 def recurrences(name: str, *each: Recurrence, call: StageCall) -> list[RecurrenceOutputs]:
     """``stages/recurrence.py``; in one launch, or two with splits."""
     p, tiles = call.problem, call.tiles
-    rows, num_splits = block_rows(tiles, p, each), splits_of(tiles, p, len(each))
+    rows = block_rows(tiles, p, len(each), has_x=any(x.x_initial is not None for x in each))
+    num_splits = splits_of(tiles, p, len(each))
     initial = [None if x.X_initial is None else x.X_initial.mT for x in each]
     if num_splits == 1:
         each = tuple(
@@ -507,13 +510,14 @@ def split_products(
     call = dataclasses.replace(call, problem=p)
     gamma = jnp.ones((p.BNH, num_splits), jnp.float32)
     x = Recurrence(a, b, gamma, None, return_last=True, backward=backward, r=r)
-    rows = state_rows(p.DHQK, heuristic_rows(p.split(num_splits), 1))
+    enough = heuristic_rows(p.split(num_splits), 1)
+    rows = state_rows(p.DHQK, min(call.tiles.siz_b_DHQK, enough))
     splits = Splits(num_splits, sums=True, all=all_splits)
     return _sums_of_splits("split_products", [x], splits, rows, call)[0][0].mT
 
 
 def block_columns(p: Problem) -> int:
-    """Columns of X of a CTA; 0 where no such blocks fit."""
+    """Columns of X of a CTA, the most; 0 where no such blocks fit."""
     return next((x for x in (COLUMNS, R) if p.DHHV % x == 0), 0)
 
 
@@ -530,15 +534,15 @@ def heuristic_rows(p: Problem, recurrences: int) -> int:
     return next(enough, sizes[-1])
 
 
-def block_rows(config: StageConfig, p: Problem, each: Sequence[Recurrence]) -> int:
+def block_rows(config: StageConfig, p: Problem, recurrences: int, *, has_x: bool = False) -> int:
     """Rows of a block: those of the config, which are for two recurrences.
 
     One alone has fewer where it would have few CTAs, or an x.
     """
     rows = config.siz_b_DHQK
-    if len(each) == 1:
-        rows = min(rows, heuristic_rows(p, 1))
-    if any(x.x_initial is not None for x in each):
+    if recurrences == 1:
+        rows = min(rows, heuristic_rows(p, recurrences))
+    if has_x:
         rows = min(rows, block_columns(p))
     return state_rows(p.DHQK, rows)
 
@@ -562,6 +566,9 @@ def fits(config: StageConfig, p: Problem, *, has_h: bool = False, has_x: bool = 
     if config.num_stages < 2 or 2 * p.BNH * (config.num_splits or 1) > HEADS:
         return False
     shapes = scratch(
-        *(p, rows, config.num_stages, KERNEL_DTYPE), weighted=True, has_h=has_h, has_x=has_x
+        *(rows, block_columns(p), config.num_stages, KERNEL_DTYPE),
+        weighted=True,
+        has_h=has_h,
+        has_x=has_x,
     )
     return shared_bytes(shapes) <= SHARED_BYTES
