@@ -66,7 +66,7 @@ def test_outputs_and_gradients(S, layout, backend, config):
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["BNTH", "BTNH"])
 @pytest.mark.parametrize("backend", ["triton", "mosaic_gpu"])
-@pytest.mark.parametrize("S", [1, 2, 17, 127, 129, 1000, 4088, 4095])
+@pytest.mark.parametrize("S", [1, 2, 17, 127, 129, 1000, 4088, 4095, 8191])
 def test_on_a_gpu(S, backend, layout):
     """A store beyond an array would be in the next head."""
     check(S, layout, 2e-2, (2, 8), 128, 256, "bfloat16", backend=backend)
