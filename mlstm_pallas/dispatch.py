@@ -89,7 +89,7 @@ _TILE_ROWS = 8
 
 
 def backend_for(backend: str | None, S: int) -> str | None:
-    """The backend of a call of S steps: Triton's kernels are faster than copies of q, k, v and h."""
+    """The backend of a call of S steps. Triton is faster than copies of q, k, v and h."""
     if backend == Lowering.MOSAIC_GPU and S % _TILE_ROWS and HAS_TRITON:
         return Lowering.TRITON.value
     return backend
