@@ -156,7 +156,7 @@ def test_tiles_of_a_call_are_clamped_to_the_problem(lowering):
 
 @pytest.mark.parametrize("num_splits", [1, 2])
 def test_a_stage_cuts_both_layouts_into_the_same_chunks(num_splits):
-    """Splits count as heads."""
+    """Splits count as heads; what is beyond the steps is 0."""
     B, NH, S, D = 2, 3, 64, 4
     problem = Problem(B, NH, S, D, D, 16, 1.0).split(num_splits)
     call = StageCall(problem, StageConfig(), None, Lowering.XLA)
@@ -166,6 +166,12 @@ def test_a_stage_cuts_both_layouts_into_the_same_chunks(num_splits):
         chunks = call.chunks(jnp.asarray(given))
         assert np.array_equal(chunks, expected)
         assert np.array_equal(call.steps(chunks, given), given)
+    for given in (x.reshape(B * NH, S, D), np.swapaxes(x, 1, 2)):
+        short = given[:, : S - 5]
+        chunks = call.chunks(jnp.asarray(short))
+        assert np.array_equal(chunks.reshape(B, NH, S, D)[:, :, : S - 5], x[:, :, : S - 5])
+        assert not chunks.reshape(B, NH, S, D)[:, :, S - 5 :].any()
+        assert np.array_equal(call.steps(chunks, short), short)
 
 
 def test_a_spec_is_hashable_and_prints_as_one_line():
