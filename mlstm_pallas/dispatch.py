@@ -86,13 +86,21 @@ def choose(
     return last.room, config
 
 
-def step_multiple(rooms: Iterable[str]) -> int:
-    """Of what q, k, v and h have a multiple of steps, for kernels in these rooms.
+# Tiles that wgmma reads have 8 rows, and jax has TMA copies of such tiles only from and to arrays
+# with a multiple of 8 steps. Triton's kernels take any number.
+_TILE_ROWS = 8
 
-    Triton's kernels take any number. Tiles that wgmma reads have 8 rows, and jax has TMA copies of
-    such tiles only from and to arrays of a multiple of 8 rows.
-    """
-    return 8 if "mosaic_gpu" in rooms else 1
+
+def backend_for(backend: str | None, S: int) -> str | None:
+    """The backend of a call of S steps. Triton is faster than copies of q, k, v and h."""
+    if backend == Lowering.MOSAIC_GPU and S % _TILE_ROWS and HAS_TRITON:
+        return Lowering.TRITON.value
+    return backend
+
+
+def step_multiple(rooms: Iterable[str]) -> int:
+    """q, k and v are padded to a multiple of so many steps for kernels in these rooms."""
+    return _TILE_ROWS if Lowering.MOSAIC_GPU.room in rooms else 1
 
 
 def lowering_in(room: str, first: Lowering) -> Lowering:

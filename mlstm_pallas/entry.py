@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mlstm_pallas import validation
+from mlstm_pallas import dispatch, validation
 from mlstm_pallas.annotations import States
 from mlstm_pallas.backend import requested_backend, target_device_kind
 from mlstm_pallas.call_spec import CallSpec, Inputs, LastStates
@@ -169,6 +169,7 @@ def spec_for(
     dtype = validation.kernel_dtype(options.autocast_kernel_dtype, q_dtype, backend)
 
     B, NH, S, DHQK, DHV = (sizes[dim] for dim in ("B", "NH", "S", "DHQK", "DHV"))
+    backend = dispatch.backend_for(backend, S)
     if B * NH == 0:
         backend = "xla"  # a kernel has no empty grid
     device_kind = target_device_kind()

@@ -140,19 +140,25 @@ class StageCall:
 
     def chunks(self, x: jax.Array) -> jax.Array:
         """(B * NH, S, ...), or (B, S, NH, D), to (B * NH, NC, L, ...); zeros in steps beyond x."""
-        p = self.problem
-        x = with_steps(x, p.S)
+        p, splits = self.problem, self._splits(x)
+        x = with_steps(x, p.S * splits)
         if x.ndim < 4:
-            return x.reshape(x.shape[0], p.NC, p.L, *x.shape[2:])
+            return x.reshape(x.shape[0] * splits, p.NC, p.L, *x.shape[2:])
         return jnp.swapaxes(x, 1, 2).reshape(p.BNH, p.NC, p.L, x.shape[-1])
 
     def steps(self, x: jax.Array, like: jax.Array) -> jax.Array:
         """The inverse: (B * NH, NC, L, D) to the layout and the steps of ``like``."""
         B, S = like.shape[:2]
+        whole = self.problem.S * self._splits(like)
         if like.ndim < 4:
-            return with_steps(x.reshape(B, self.problem.S, x.shape[-1]), S)
-        x = x.reshape(B, like.shape[2], self.problem.S, x.shape[-1])
+            return with_steps(x.reshape(B, whole, x.shape[-1]), S)
+        x = x.reshape(B, like.shape[2], whole, x.shape[-1])
         return with_steps(jnp.swapaxes(x, 1, 2), S)
+
+    def _splits(self, x: jax.Array) -> int:
+        """Heads of the problem, of which splits count as some, for each of x."""
+        heads = x.shape[0] * (x.shape[2] if x.ndim == 4 else 1)
+        return self.problem.BNH // heads if heads else 1
 
 
 @dataclasses.dataclass(frozen=True)

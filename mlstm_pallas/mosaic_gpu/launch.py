@@ -216,7 +216,8 @@ def head_of(ref: Any, n: Any, p: Problem) -> Any:
     """
     strided = len(ref.shape) == 4
     B, NH = ref.shape[0], ref.shape[2] if strided else 1
-    num_splits, head, steps = p.BNH // (B * NH), n, slice(None)
+    num_splits, head = p.BNH // (B * NH), n
+    steps: Any = slice(None)
     if num_splits > 1:
         head, steps = divide(n, num_splits), pl.ds(remainder(n, num_splits) * p.S, p.S)
     return ref.at[divide(head, NH), steps, remainder(head, NH)] if strided else ref.at[head, steps]

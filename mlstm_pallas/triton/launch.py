@@ -68,7 +68,7 @@ def kernel_call(
         kind = jax.sharding.ManualAxisType(varying=varying)
         body: Any = functools.partial(kernel, **statics)
         arrays = [*zip(in_specs, args, strict=True), *zip(out_specs, out_shape, strict=True)]
-        steps = [x.shape[1] if _is_partial(spec, x) else None for spec, x in arrays]
+        steps = [_steps_if_partial(spec, x) for spec, x in arrays]
         if any(steps):
             specs = [spec for spec, _ in arrays]
             body = functools.partial(_with_partial_blocks, body, specs, steps, len(grid))
@@ -126,11 +126,11 @@ class _PartialBlock:
         masked_store(part, x, inside)
 
 
-def _is_partial(spec: pl.BlockSpec | None, x: Any) -> bool:
-    """Whether the blocks do not divide the steps of the array; they divide all other axes."""
-    if spec is None or x.ndim < 3 or not isinstance(rows := spec.block_shape[1], int):
-        return False
-    return bool(x.shape[1] % rows)
+def _steps_if_partial(spec: Any, x: Any) -> int | None:
+    """The steps of an array where its blocks do not divide them; they divide all other axes."""
+    if spec is None or x is None or x.ndim < 3 or not isinstance(rows := spec.block_shape[1], int):
+        return None
+    return x.shape[1] if x.shape[1] % rows else None
 
 
 def _with_partial_blocks(
