@@ -294,9 +294,8 @@ def test_gates_are_those_of_the_recurrence(case):
         ("exp", True, 192, 64),
         ("sigmoid", False, 192, 64),
         pytest.param("exp", False, 448, 64, id="two CTAs, of which the second has fewer chunks"),
-        pytest.param("exp", False, 1536, 512, id="a CTA holds one chunk", marks=pytest.mark.slow),
-        pytest.param("exp", True, 512, 64, id="a CTA owns a head of eight chunks"),
-        pytest.param("exp", True, 3072, 1024, id="a CTA holds one long chunk"),
+        pytest.param("exp", False, 1024, 512, id="a CTA holds one chunk", marks=pytest.mark.slow),
+        pytest.param("exp", True, 2048, 1024, id="a CTA holds one long chunk"),
         pytest.param("exp", True, 2048, 2048, id="five rounds", marks=pytest.mark.slow),
     ],
 )
