@@ -14,6 +14,7 @@ from oracle import (
     random_inputs,
     tolerance,
 )
+from test_gpu import recurrence_in_parts
 
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise
 
@@ -31,12 +32,19 @@ CONFIGS = {
 FUSED_ON_A_GPU = KernelConfig(fused_min_heads=1)
 
 
-def check(S, layout, bound, heads=(1, 2), DHQK=32, DHHV=16, dtype="float32", **options):
-    inputs = random_inputs(S, *heads, S, DHQK, DHHV, dtype=dtype)
+@functools.lru_cache(maxsize=1)
+def case(S, B, NH, DHQK, DHHV, dtype):
+    """Inputs, cotangents, outputs and gradients in float64."""
+    inputs = random_inputs(S, B, NH, S, DHQK, DHHV, dtype=dtype)
     cotangents = cotangents_for(inputs, dtype)
+    return inputs, cotangents, expected_of(inputs, cotangents, recurrence_in_parts)
+
+
+def check(S, layout, bound, heads=(1, 2), DHQK=32, DHHV=16, dtype="float32", **options):
+    inputs, cotangents, expected = case(S, *heads, DHQK, DHHV, dtype)
     run = functools.partial(mlstm_chunkwise, return_last_states=True, layout=layout, **options)
     result = outputs_and_gradients(run, layout)(inputs, cotangents)
-    for errors in errors_of(inputs, result, expected_of(inputs, cotangents)):
+    for errors in errors_of(inputs, result, expected):
         assert_below(errors, bound)
 
 
