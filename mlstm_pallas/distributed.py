@@ -39,24 +39,23 @@ from jax.typing import DTypeLike
 from mlstm_pallas import entry
 from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.backend import on_backend
-from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, LastStates, Residuals, StoredStates
+from mlstm_pallas.backward import FirstHalf, first_half, second_half
+from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, LastStates, Residuals
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.entry import Options
 from mlstm_pallas.fwbw import (
-    backward,
     forward,
     in_reverse_mode,
     operation,
     residuals_of,
+    swap_heads,
     swap_heads_of_residuals,
 )
 from mlstm_pallas.gate_gradients import inner, step_flags
 from mlstm_pallas.gates import GOES_ON, log_forget_gate, segment_starts, split_for_exact_sums
-from mlstm_pallas.normaliser import query_scale
 from mlstm_pallas.splits import SplitProducts, decays_in_splits, decays_of_others
 from mlstm_pallas.stage import Lowering, steps_like
-from mlstm_pallas.stages.parallel_bw_dP import normaliser_gradients
 
 
 class Summary(NamedTuple):
@@ -123,10 +122,10 @@ class SummarySpec:
         return dataclasses.replace(self, call=self.call.with_heads(B, NH))
 
 
-def _summary_spec(spec: CallSpec, *, of_forward: bool) -> SummarySpec:
-    """of_forward: with the splits of the forward pass, where it has several."""
+def _summary_spec(spec: CallSpec) -> SummarySpec:
+    """With the splits of the forward pass, where it has several."""
     NC, S = spec.problem.NC, spec.problem.S
-    if of_forward and spec.num_splits > 1 and NC % spec.num_splits == 0:
+    if spec.num_splits > 1 and NC % spec.num_splits == 0:
         return SummarySpec(spec, spec.num_splits)
     enough = max(S // _STEPS_OF_A_PRODUCT, 1)
     return SummarySpec(spec, math.gcd(NC, 1 << (enough.bit_length() - 1)))
@@ -152,10 +151,10 @@ def _weighted_sum(x: jax.Array, weights: jax.Array) -> jax.Array:
     return jnp.sum(weighted, axis=1).reshape(weights.shape[0], x.shape[-1])
 
 
-def _state_after(gamma: jax.Array, products: jax.Array, *, backward: bool = False) -> jax.Array:
+def _state_after(gamma: jax.Array, products: jax.Array) -> jax.Array:
     """The state after all splits, from an empty one: (B * NH, DHQK, DHHV)."""
     by_split = gamma.reshape(*products.shape[:2], gamma.shape[1] // products.shape[1])
-    weights = decays_of_others(jnp.prod(by_split, axis=-1), backward=backward)
+    weights = decays_of_others(jnp.prod(by_split, axis=-1))
     return jnp.sum(weights[..., None, None] * products, axis=1)
 
 
@@ -192,42 +191,66 @@ def _summary(summary_spec: SummarySpec, *inputs: jax.Array | None) -> Any:
     return on_backend(spec.backend, of_shard, *inputs)
 
 
-def _gradient_summary(summary_spec: SummarySpec, residuals: Residuals, dh: jax.Array) -> Any:
-    """The GradientSummary of a shard."""
-    spec, num_splits = summary_spec.call, summary_spec.num_splits
+@dataclasses.dataclass(frozen=True)
+class HalfSpec:
+    """The static choices of a half of the backward pass."""
 
-    def of_shard(lowering: Lowering, residuals: Residuals, dh: jax.Array) -> GradientSummary:
-        x, h, z, stored = residuals
-        q = x.q
-        if lowering is not Lowering.XLA:
-            q, h, dh = spec.strided(q), None if h is None else spec.strided(h), spec.strided(dh)
-        gates = run(
-            "chunk_gates",
-            *(x.i, x.f, x.m_initial, x.starts, spec.input_gate, stored.m),
-            call=spec.call("chunk_gates", lowering),
-        )
-        gradients = normaliser_gradients(spec.normaliser, dh, h, z, gates)
-        w = query_scale(gates.per_step().vecW, spec.problem.qk_scale)
-        r = w if gradients.vecInvDen is None else w * gradients.vecInvDen
-        gamma, S = gates.scaGamma, x.f.shape[-1]
-        weights = r * decays_in_splits(gamma, num_splits, S, backward=True)
-        products = _products(spec, lowering, q, dh, weights, num_splits)
-        dC = _state_after(gamma, products, backward=True)
-        dn = jnp.zeros_like(dC[..., 0])
-        if gradients.vecDz is not None:
-            decays = decays_in_splits(gamma, 1, S, backward=True)
-            dn = _weighted_sum(q, w * gradients.vecDz * decays)
-        whole = jnp.prod(gamma, axis=-1)
-        dm, passes = jnp.zeros_like(whole), jnp.ones_like(whole)
-        if spec.stabilised:
-            begins = None if x.starts is None else spec.chunks(x.starts) > 0
-            flags = step_flags(gates, spec.chunks(x.f), begins)
-            unbroken = jnp.cumsum((flags.reshape(x.f.shape) & GOES_ON) == 0, axis=-1) == 0
-            dm = jnp.sum(jnp.where(unbroken, gradients.vecDm, 0.0), axis=-1)
-            passes = unbroken[:, -1].astype(dm.dtype)
-        return GradientSummary(dC, dn, whole, dm, passes)
+    call: CallSpec
+    lowering: Lowering
 
-    return on_backend(spec.backend, of_shard, residuals, dh)
+    def with_heads(self, B: int, NH: int) -> "HalfSpec":
+        return dataclasses.replace(self, call=self.call.with_heads(B, NH))
+
+    @property
+    def backend(self) -> str | None:
+        return self.call.backend
+
+
+def _first_half(half: HalfSpec, residuals: Residuals, cotangents: Cotangents) -> Any:
+    """(FirstHalf, GradientSummary) of a shard and the gradients of its last states together."""
+    spec, last = half.call, cotangents.last
+    first = first_half(spec, half.lowering, residuals, cotangents)
+    gates, tiles, states = first
+    gamma, gradients, dn_added = gates.scaGamma, tiles.normaliser_gradients, tiles.vecDeltaN_added
+    whole = jnp.prod(gamma, axis=-1)
+    dn, dm, passes = whole[:, None] * last.n, last.m, jnp.ones_like(whole)
+    if dn_added is not None:
+        decays = decays_of_others(gamma, backward=True)
+        dn = dn + jnp.sum(decays[..., None] * dn_added, axis=1)
+    if spec.stabilised:
+        x = residuals.inputs
+        begins = None if x.starts is None else spec.chunks(x.starts) > 0
+        flags = step_flags(gates, spec.chunks(x.f), begins).reshape(x.f.shape)
+        steps = lax.broadcasted_iota(jnp.int32, flags.shape, 1)
+        S = flags.shape[1]
+        unbroken = jnp.min(jnp.where((flags & GOES_ON) == 0, steps, S), axis=1)
+        passes = (unbroken == S).astype(dm.dtype)
+        dm = passes * dm
+        if gradients.vecDm is not None:
+            dm = dm + jnp.sum(jnp.where(steps < unbroken[:, None], gradients.vecDm, 0.0), axis=1)
+    return first, GradientSummary(states.matDeltaC_initial, dn, whole, dm, passes)
+
+
+def _second_half(
+    half: HalfSpec,
+    residuals: Residuals,
+    cotangents: Cotangents,
+    first: FirstHalf,
+    dC_after: jax.Array,
+) -> Inputs:
+    """The gradients of the inputs; dC_after: what the later shards add to dC, (B * NH, ...)."""
+    spec, gamma, states = half.call, first.gates.scaGamma, first.states
+    dC = run(
+        "add_decayed",
+        *(states.matDeltaC_states, dC_after, decays_of_others(gamma)),
+        call=spec.call("recurrent_fw_C", half.lowering),
+    )
+    whole = jnp.prod(gamma, axis=-1)[:, None, None]
+    dC_initial = states.matDeltaC_initial + whole * dC_after
+    first = first._replace(
+        states=states._replace(matDeltaC_states=dC, matDeltaC_initial=dC_initial)
+    )
+    return second_half(spec, half.lowering, residuals, cotangents, first)
 
 
 Element = TypeVar("Element", Summary, GradientSummary)
@@ -290,9 +313,7 @@ def _sequence_fwd(axis_name: str, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
         zero,
     )
     k, v = spec.swap_heads(x.k), spec.swap_heads(x.v)
-    local, products = operation(
-        _summary, _summary_spec(spec, of_forward=True), k, v, x.i, x.f, x.starts
-    )
+    local, products = operation(_summary, _summary_spec(spec), k, v, x.i, x.f, x.starts)
     local = jax.tree.map(functools.partial(jnp.where, first), joined(initial, local), local)
     before = _exclusive_prefix(joined, local, empty, axis_name, index)
     start = jax.tree.map(functools.partial(jnp.where, first), initial, before)
@@ -307,30 +328,40 @@ def _sequence_bwd(
     residuals_and_last: Any,
     cotangents: tuple[jax.Array, LastStates],
 ) -> tuple[Any, ...]:
-    residuals, last, index = residuals_and_last
-    dh, (dC, dn, dm) = cotangents  # of h and the last states of the shard
+    # What the halves exchange depends on the lowering.
+    run = functools.partial(_backward, axis_name, spec)
+    return (on_backend(spec.backend, run, *residuals_and_last, *cotangents),)
+
+
+def _backward(
+    axis_name: str,
+    spec: CallSpec,
+    lowering: Lowering,
+    residuals: Residuals,
+    last: LastStates,
+    index: jax.Array,
+    dh: jax.Array,
+    of_last: LastStates,
+) -> Inputs:
+    """The gradients of the inputs; dh, of_last: of h and the last states of the shard."""
+    dC, dn, dm = of_last
     dm = dm - inner(dC, last.c, 2) - inner(dn, last.n)
-    # The residuals that the summary reads.
-    inputs = residuals.inputs._replace(k=None, v=None, c_initial=None, n_initial=None)
-    read = residuals._replace(
-        inputs=inputs, states=StoredStates(None, None, residuals.states.m, None, None)
-    )
-    read = swap_heads_of_residuals(spec, read)
-    local = operation(
-        _gradient_summary, _summary_spec(spec, of_forward=False), read, spec.swap_heads(dh)
-    )
+    half = HalfSpec(spec, lowering)
+    residuals, dh = swap_heads_of_residuals(spec, residuals), spec.swap_heads(dh)
+    of_shard = Cotangents(dh, LastStates(dC, dn, dm))
+    first, local = operation(_first_half, half, residuals, of_shard)
     one, zero = jnp.ones_like(dm), jnp.zeros_like(dm)
-    local = joined_gradients(GradientSummary(dC, dn, one, dm, one), local)
     empty = GradientSummary(jnp.zeros_like(dC), jnp.zeros_like(dn), one, zero, one)
     after = _exclusive_prefix(joined_gradients, local, empty, axis_name, index, reverse=True)
     dC, dn = dC + after.dC, dn + after.dn
     dm = dm + after.dm + inner(dC, last.c, 2) + inner(dn, last.n)
-    gradients = backward(spec, residuals, Cotangents(dh, LastStates(dC, dn, dm)))
+    whole = Cotangents(dh, LastStates(dC, dn, dm))
+    gradients = operation(_second_half, half, residuals, whole, first, after.dC)
     of_initial = {
         name: jnp.where(index == 0, getattr(gradients, name), 0.0)
         for name in ("c_initial", "n_initial", "m_initial")
     }
-    return (gradients._replace(**of_initial),)
+    return swap_heads(spec, gradients)._replace(**of_initial)
 
 
 _sequence.defvjp(_sequence_fwd, _sequence_bwd)
