@@ -33,7 +33,10 @@ def _without_call(function: Callable[..., Any]) -> Callable[..., Any]:
 
 # Functions beside the stages: the module of each room that has a kernel, and the plain form.
 _HELPERS: dict[str, tuple[dict[str, str], Callable[..., Any]]] = {
-    "split_products": ({"triton": "recurrence"}, recurrence.split_products),
+    "split_products": (
+        {"triton": "recurrence", "mosaic_gpu": "recurrence"},
+        recurrence.split_products,
+    ),
     "add_decayed": ({"triton": "recurrence"}, recurrence.add_decayed),
     "step_sums": ({"mosaic_gpu": "step_sums"}, recurrence.step_sums),
     "vector_states": ({"mosaic_gpu": "vector_states"}, _without_call(gates.vector_states)),

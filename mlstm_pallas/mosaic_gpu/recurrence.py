@@ -40,6 +40,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
 from mlstm_pallas.mosaic_gpu.limits import state_rows
 from mlstm_pallas.mosaic_gpu.products import Products
 from mlstm_pallas.problem import Problem
+from mlstm_pallas.splits import heads_of_splits, splits_as_heads
 from mlstm_pallas.stage import StageCall, StageConfig
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
@@ -309,6 +310,31 @@ def recurrences(name: str, *each: Recurrence, call: StageCall) -> list[Recurrenc
         )
         for x in results
     ]
+
+
+def split_products(
+    a: jax.Array,
+    b: jax.Array,
+    r: jax.Array,
+    num_splits: int,
+    *,
+    backward: bool = False,
+    all_splits: bool = False,
+    call: StageCall,
+) -> jax.Array:
+    """As ``split_products`` of stages/recurrence.py; each split has 2^j or a multiple of 128 steps.
+
+    It computes all splits, all at once where they fit on the GPU together.
+    """
+    p = call.problem.split(num_splits)
+    p = dataclasses.replace(p, L=p.S)
+    a, b, r = (splits_as_heads(x, num_splits) for x in (a, b, r))
+    whole = Recurrence(a, b, jnp.ones((p.BNH, 1), jnp.float32), None, return_last=True, r=r)
+    tiles = call.tiles.replace(siz_b_DHQK=heuristic_rows(p, 1))
+    call = dataclasses.replace(call, problem=p, tiles=tiles)
+    (outputs,) = recurrences("split_products", whole, call=call)
+    X = heads_of_splits(outputs.X_last, num_splits)
+    return X if all_splits else X[:, 1:] if backward else X[:, :-1]
 
 
 def num_ctas(rows: int, p: Problem) -> int:
