@@ -39,21 +39,29 @@ def backward(
     spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangents: Cotangents
 ) -> Inputs:
     """The gradients of the inputs."""
-    first = first_half(spec, lowering, residuals, cotangents)
-    return second_half(spec, lowering, residuals, cotangents, first)
+    arrays = prepared(spec, lowering, residuals, cotangents)
+    return second_half(spec, lowering, *arrays, first_half(spec, lowering, *arrays))
 
 
-def _strided(
+def prepared(
     spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangents: Cotangents
 ) -> tuple[Residuals, Cotangents]:
-    """The arguments of a half, with arrays as the kernels read them."""
+    """The arrays of both halves, as the kernels read them."""
     x, h = residuals.inputs, residuals.h
-    if not spec.has_initial_state:
-        x = x._replace(c_initial=None)
     if lowering is not Lowering.XLA:
         x = x._replace(q=spec.strided(x.q), k=spec.strided(x.k), v=spec.strided(x.v))
         h = None if h is None else spec.strided(h)
         cotangents = cotangents._replace(h=spec.strided(cotangents.h))
+    if not spec.has_initial_state:
+        x = x._replace(c_initial=None)
+    if residuals.states.C is None:
+        # Without the barrier XLA finds the same states in the forward pass and keeps those. On CPUs
+        # a barrier copies its operands, so k and v go around it: states and scores still differ by
+        # the other operands.
+        k, v = x.k, x.v
+        x = lax.optimization_barrier(x)
+        if lowering is Lowering.XLA:
+            x = x._replace(k=k, v=v)
     last = cotangents.last or LastStates(None, jnp.zeros_like(x.n_initial), None)
     return residuals._replace(inputs=x, h=h), cotangents._replace(last=last)
 
@@ -63,19 +71,11 @@ def first_half(
 ) -> FirstHalf:
     """The gates, the tiles, and the states and their gradients at the chunk boundaries.
 
-    Only dC depends on the gradients of the last states, and is linear in that of C.
+    Only dC depends on the gradients of the last states, and is linear in that of C. The arrays are
+    ``prepared``.
     """
-    residuals, cotangents = _strided(spec, lowering, residuals, cotangents)
     (x, h, z, stored), (dh, last) = residuals, cotangents
     recompute = stored.C is None
-    if recompute:
-        # Without the barrier XLA finds the same states in the forward pass and keeps those. On CPUs
-        # a barrier copies its operands, so k and v go around it: states and scores still differ by
-        # the other operands.
-        k, v = x.k, x.v
-        x = lax.optimization_barrier(x)
-        if lowering is Lowering.XLA:
-            x = x._replace(k=k, v=v)
     gates: ChunkGates = run(
         "chunk_gates",
         *(x.i, x.f, x.m_initial, x.starts, spec.input_gate, stored.m),
@@ -114,8 +114,7 @@ def second_half(
     cotangents: Cotangents,
     first: FirstHalf,
 ) -> Inputs:
-    """The gradients of the inputs."""
-    residuals, cotangents = _strided(spec, lowering, residuals, cotangents)
+    """The gradients of the inputs. The arrays are ``prepared``."""
     (x, _, _, stored), (dh, last) = residuals, cotangents
     gates, tiles, (dC, dC_initial, C, C_last, _) = first
     if stored.C is not None:

@@ -39,7 +39,7 @@ from jax.typing import DTypeLike
 from mlstm_pallas import entry
 from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.backend import on_backend
-from mlstm_pallas.backward import FirstHalf, first_half, second_half
+from mlstm_pallas.backward import FirstHalf, first_half, prepared, second_half
 from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, LastStates, Residuals
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.dispatch import run
@@ -209,7 +209,8 @@ class HalfSpec:
 def _first_half(half: HalfSpec, residuals: Residuals, cotangents: Cotangents) -> Any:
     """(FirstHalf, GradientSummary) of a shard and the gradients of its last states together."""
     spec, last = half.call, cotangents.last
-    first = first_half(spec, half.lowering, residuals, cotangents)
+    arrays = prepared(spec, half.lowering, residuals, cotangents)
+    first = first_half(spec, half.lowering, *arrays)
     gates, tiles, states = first
     gamma, gradients, dn_added = gates.scaGamma, tiles.normaliser_gradients, tiles.vecDeltaN_added
     whole = jnp.prod(gamma, axis=-1)
@@ -250,7 +251,8 @@ def _second_half(
     first = first._replace(
         states=states._replace(matDeltaC_states=dC, matDeltaC_initial=dC_initial)
     )
-    return second_half(spec, half.lowering, residuals, cotangents, first)
+    arrays = prepared(spec, half.lowering, residuals, cotangents)
+    return second_half(spec, half.lowering, *arrays, first)
 
 
 Element = TypeVar("Element", Summary, GradientSummary)
