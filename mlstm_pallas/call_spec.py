@@ -194,6 +194,16 @@ class CallSpec:
         precision = self.config.dot_precision(self.dtype, interpret=lowering.interpret)
         return StageCall(problem, tiles, precision, lowering)
 
+    def call_of_products(self, lowering: Lowering, problem: Problem) -> StageCall:
+        """How split_products runs: on the kernel of recurrent_bw_dC, or of recurrent_fw_C.
+
+        In Triton these are one kernel, with tiles for states in either direction.
+        """
+        call = self.call("recurrent_bw_dC", lowering, problem)
+        if call.lowering is not self.call("recurrent_fw_C", lowering, problem).lowering:
+            return call
+        return self.call("recurrent_fw_C", lowering, problem, clamp=False)
+
     def swap_heads(self, x: jax.Array) -> jax.Array:
         """The layout of the call to (B, NH, S, D), and back. XLA cancels one against the other."""
         return jnp.swapaxes(x, 1, 2) if self.layout is Layout.BTNH else x

@@ -38,7 +38,10 @@ _HELPERS: dict[str, tuple[dict[str, str], Callable[..., Any]]] = {
         recurrence.split_products,
     ),
     "add_decayed": ({"triton": "recurrence"}, recurrence.add_decayed),
-    "step_sums": ({"mosaic_gpu": "step_sums"}, recurrence.step_sums),
+    "step_sums": (
+        {"triton": "parallel_fw_P", "mosaic_gpu": "step_sums"},
+        recurrence.step_sums,
+    ),
     "vector_states": ({"mosaic_gpu": "vector_states"}, _without_call(gates.vector_states)),
     "step_gradients": (
         {"mosaic_gpu": "step_gradients"},

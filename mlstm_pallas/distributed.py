@@ -55,7 +55,7 @@ from mlstm_pallas.fwbw import (
 from mlstm_pallas.gate_gradients import inner, step_flags
 from mlstm_pallas.gates import GOES_ON, log_forget_gate, segment_starts, split_for_exact_sums
 from mlstm_pallas.splits import SplitProducts, decays_in_splits, decays_of_others
-from mlstm_pallas.stage import Lowering, steps_like
+from mlstm_pallas.stage import Lowering
 
 
 class Summary(NamedTuple):
@@ -131,26 +131,6 @@ def _summary_spec(spec: CallSpec) -> SummarySpec:
     return SummarySpec(spec, math.gcd(NC, 1 << (enough.bit_length() - 1)))
 
 
-def _products(
-    spec: CallSpec, lowering: Lowering, a: jax.Array, b: jax.Array, r: jax.Array, num_splits: int
-) -> jax.Array:
-    """``split_products`` of all splits.
-
-    XLA is faster than the kernel, except for arrays (B, S, NH, D), which it would transpose.
-    """
-    call = spec.call("recurrent_fw_C", lowering, clamp=False)
-    if a.ndim == 3:
-        call = dataclasses.replace(call, lowering=Lowering.XLA)
-    products: jax.Array = run("split_products", a, b, r, num_splits, all_splits=True, call=call)
-    return products
-
-
-def _weighted_sum(x: jax.Array, weights: jax.Array) -> jax.Array:
-    """sum_t weights_t x_t, (B * NH, D), of an array in either layout."""
-    weighted = x.astype(weights.dtype) * steps_like(weights, x)
-    return jnp.sum(weighted, axis=1).reshape(weights.shape[0], x.shape[-1])
-
-
 def _state_after(gamma: jax.Array, products: jax.Array) -> jax.Array:
     """The state after all splits, from an empty one: (B * NH, DHQK, DHHV)."""
     by_split = gamma.reshape(*products.shape[:2], gamma.shape[1] // products.shape[1])
@@ -170,23 +150,25 @@ def _summary(summary_spec: SummarySpec, *inputs: jax.Array | None) -> Any:
         f: jax.Array,
         starts: jax.Array | None,
     ) -> tuple[Summary, SplitProducts]:
-        empty = jnp.full_like(i[:, 0], -jnp.inf)
-        call = spec.call("chunk_gates", lowering)
+        # In the chunks of the fused scan, which then reads what they add to n.
+        p, empty = spec.fused_problem, jnp.full_like(i[:, 0], -jnp.inf)
+        call = spec.call("chunk_gates", lowering, p)
         gates = run("chunk_gates", i, f, empty, starts, spec.input_gate, call=call)
-        abar, gamma, S = gates.per_step().vecAbar, gates.scaGamma, f.shape[-1]
+        abar, gamma, S = gates.per_step().vecAbar, gates.scaGamma, p.S
         if lowering is not Lowering.XLA:
             k, v = spec.strided(k), spec.strided(v)
+        n_added = run("step_sums", k, abar, call=spec.call("parallel_fw_P", lowering, p))
+        n = jnp.sum(decays_of_others(gamma)[..., None] * n_added, axis=1)
         weights = abar * decays_in_splits(gamma, num_splits, S)
-        products = _products(spec, lowering, k, v, weights, num_splits)
-        n = _weighted_sum(k, abar * decays_in_splits(gamma, 1, S))
+        call = spec.call_of_products(lowering, p)
+        products = run("split_products", k, v, weights, num_splits, all_splits=True, call=call)
         fbar, reset = log_forget_gate(f)
         high, low = split_for_exact_sums(fbar, jnp.max(jnp.abs(fbar), axis=-1, keepdims=True), S)
         restarts = reset if starts is None else reset | (starts > 0)
         total = jnp.sum(high, axis=-1) + jnp.sum(low, axis=-1)
-        g = jnp.where(jnp.any(restarts, axis=-1), -jnp.inf, total)
-        every, m = gamma.shape[1] // num_splits, gates.scaM_states
+        g, m = jnp.where(jnp.any(restarts, axis=-1), -jnp.inf, total), gates.scaM_states
         summary = Summary(_state_after(gamma, products), n, m[:, -1], g)
-        return summary, SplitProducts(products, m[:, every::every])
+        return summary, SplitProducts(products, n_added, m)
 
     return on_backend(spec.backend, of_shard, *inputs)
 

@@ -23,7 +23,7 @@ from mlstm_pallas.stages.parallel_fw_P import Scores
 def forward(
     spec: CallSpec, lowering: Lowering, x: Inputs, products: SplitProducts | None = None
 ) -> Forward:
-    """The forward pass. products: of the splits of the sequence, if already computed."""
+    """The forward pass. products: those of the fused scan, if already computed."""
     if not spec.has_initial_state:
         x = x._replace(c_initial=None)
     if lowering is Lowering.XLA:
@@ -74,9 +74,10 @@ def fused(spec: CallSpec, lowering: Lowering, x: Inputs, products: SplitProducts
     """
     p, num_splits = spec.fused_problem, spec.num_splits
     gates = gates_of(spec, lowering, x, p)
+    n_added = None if products is None else products.of_chunks(gates.scaM_states)
     scores: Scores = run(
         "parallel_fw_P",
-        *(x.q, x.k, gates, x.n_initial),
+        *(x.q, x.k, gates, x.n_initial, n_added),
         normaliser=spec.normaliser,
         call=spec.call("parallel_fw_P", lowering, p),
     )

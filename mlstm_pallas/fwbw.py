@@ -85,7 +85,7 @@ def operation(function: Callable[..., Any], spec: Any, *args: Any) -> Any:
 
 
 def forward(spec: CallSpec, inputs: Inputs, products: SplitProducts | None = None) -> Forward:
-    """The forward pass on shards. products: of the splits of the sequence, if already computed."""
+    """The forward pass on shards. products: those of the fused scan, if already computed."""
     outputs: Forward = operation(_forward, spec, swap_heads(spec, inputs), products)
     return outputs._replace(h=spec.swap_heads(outputs.h))
 

@@ -147,7 +147,7 @@ class _Recurrence:
     def join(self, ring: CopyRing, h_ring: Any, index: Any, carry: Any) -> Any:
         """Stores X before a chunk, and adds the chunk; carry: X^T and the chunk's gamma."""
         products, n = self.products, self.tiles_of_chunk
-        unrolled = min(n, 2)  # steps whose left operands have registers of their own; n is 2^j
+        unrolled = 2 - n % 2  # steps whose left operands have registers of their own
         XT, decay = carry
         at, last = self.chunk(index), np.int32(self.p.NC - 1)
         following = self.x.gamma[self.place.head, self.chunk(lax.min(index + 1, last))]
@@ -322,10 +322,7 @@ def split_products(
     all_splits: bool = False,
     call: StageCall,
 ) -> jax.Array:
-    """As ``split_products`` of stages/recurrence.py; each split has 2^j or a multiple of 128 steps.
-
-    It computes all splits, all at once where they fit on the GPU together.
-    """
+    """As ``split_products`` of stages/recurrence.py. It computes all splits: they run at once."""
     p = call.problem.split(num_splits)
     p = dataclasses.replace(p, L=p.S)
     a, b, r = (splits_as_heads(x, num_splits) for x in (a, b, r))

@@ -215,24 +215,22 @@ def split_products(
 
 
 def _add_decayed_kernel(
-    X_ref: Any,  # (DHQK, DHHV)
-    added_ref: Any,  # (DHQK, DHHV)
+    X_ref: Any,  # (siz_b, DHHV)
+    added_ref: Any,  # (siz_b, DHHV)
     decays_ref: Any,  # (NC,)
     out_ref: Any,  # the memory of X
     *,
-    siz_b_DHQK: int,
-    siz_b_DHHV: int,
+    columns: int,
 ) -> None:
-    decay, of_row = decays_ref[pl.program_id(0)], blocks(X_ref.shape[1], siz_b_DHHV)
+    decay = decays_ref[pl.program_id(1)]
 
     def add(block: jax.Array, carry: None) -> None:
-        row, column = divide(block, of_row), remainder(block, of_row)
-        at = pl.ds(row * siz_b_DHQK, siz_b_DHQK), pl.ds(column * siz_b_DHHV, siz_b_DHHV)
+        at = slice(None), pl.ds(block * columns, columns)
         out_ref[at] = (X_ref[at].astype(jnp.float32) + decay * added_ref[at]).astype(out_ref.dtype)
 
-    @pl.when(decay > 0)
+    @pl.when(decay != 0)
     def _() -> None:
-        loop(blocks(X_ref.shape[0], siz_b_DHQK) * of_row, add, None)
+        loop(blocks(X_ref.shape[1], columns), add, None)
 
 
 def add_decayed(X: jax.Array, added: jax.Array, decays: jax.Array, *, call: StageCall) -> jax.Array:
@@ -240,23 +238,23 @@ def add_decayed(X: jax.Array, added: jax.Array, decays: jax.Array, *, call: Stag
 
     A chunk whose decay is 0 is neither read nor written.
     """
-    BNH, NC, *state = X.shape
-    of_chunk = pl.BlockSpec((None, None, *state), lambda c, n: (n, c, 0, 0))
+    BNH, NC, DHQK, DHHV = X.shape
+    siz_b = min(DHQK, 64)
+    of_chunk = pl.BlockSpec((None, None, siz_b, DHHV), lambda row, c, n: (n, c, row, 0))
     sum_: jax.Array = kernel_call(
         _add_decayed_kernel,
         name="add_decayed",
-        grid=(NC, BNH),
+        grid=(blocks(DHQK, siz_b), NC, BNH),
         in_specs=[
             of_chunk,
-            pl.BlockSpec((None, *state), lambda c, n: (n, 0, 0)),
-            pl.BlockSpec((None, NC), lambda c, n: (n, 0)),
+            pl.BlockSpec((None, siz_b, DHHV), lambda row, c, n: (n, row, 0)),
+            pl.BlockSpec((None, NC), lambda row, c, n: (n, 0)),
         ],
         out_specs=[of_chunk],
         out_shape=[X],
         call=call,
         input_output_aliases={0: 0},
-        siz_b_DHQK=min(state[0], 32),
-        siz_b_DHHV=min(state[1], 64),
+        columns=min(DHHV, 64),
     )(X, added, decays)[0]
     return sum_
 
