@@ -298,7 +298,7 @@ class Forward(NamedTuple):
 
 class Cotangents(NamedTuple):
     h: jax.Array
-    last: LastStates | None  # None where the last states are not returned
+    last: Any  # LastStates; None where the last states are not returned
 
 
 class Residuals(NamedTuple):

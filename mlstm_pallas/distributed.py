@@ -104,31 +104,30 @@ _STEPS_OF_A_PRODUCT = 4096
 
 
 @dataclasses.dataclass(frozen=True)
-class SummarySpec:
-    """The static choices of a summary: the call, and the splits of a shard for its products.
-
-    num_splits is equal on all shards of batch and heads. A forward pass with another number of
-    splits computes its products again.
-    """
+class OperationSpec:
+    """A call, and one more static choice of an operation."""
 
     call: CallSpec
-    num_splits: int
+    choice: Any
 
     @property
     def backend(self) -> str | None:
         return self.call.backend
 
-    def with_heads(self, B: int, NH: int) -> "SummarySpec":
+    def with_heads(self, B: int, NH: int) -> "OperationSpec":
         return dataclasses.replace(self, call=self.call.with_heads(B, NH))
 
 
-def _summary_spec(spec: CallSpec) -> SummarySpec:
-    """With the splits of the forward pass, where it has several."""
+def _splits_of_summary(spec: CallSpec) -> int:
+    """Those of the forward pass, where it has several; equal on all shards of batch and heads.
+
+    A forward pass with another number of splits computes its products again.
+    """
     NC, S = spec.problem.NC, spec.problem.S
     if spec.num_splits > 1 and NC % spec.num_splits == 0:
-        return SummarySpec(spec, spec.num_splits)
+        return spec.num_splits
     enough = max(S // _STEPS_OF_A_PRODUCT, 1)
-    return SummarySpec(spec, math.gcd(NC, 1 << (enough.bit_length() - 1)))
+    return math.gcd(NC, 1 << (enough.bit_length() - 1))
 
 
 def _state_after(gamma: jax.Array, products: jax.Array) -> jax.Array:
@@ -138,9 +137,9 @@ def _state_after(gamma: jax.Array, products: jax.Array) -> jax.Array:
     return jnp.sum(weights[..., None, None] * products, axis=1)
 
 
-def _summary(summary_spec: SummarySpec, *inputs: jax.Array | None) -> Any:
+def _summary(spec_and_splits: OperationSpec, *inputs: jax.Array | None) -> Any:
     """(Summary, SplitProducts) of a shard's k, v, i, f and starts."""
-    spec, num_splits = summary_spec.call, summary_spec.num_splits
+    spec, num_splits = spec_and_splits.call, spec_and_splits.choice
 
     def of_shard(
         lowering: Lowering,
@@ -173,26 +172,11 @@ def _summary(summary_spec: SummarySpec, *inputs: jax.Array | None) -> Any:
     return on_backend(spec.backend, of_shard, *inputs)
 
 
-@dataclasses.dataclass(frozen=True)
-class HalfSpec:
-    """The static choices of a half of the backward pass."""
-
-    call: CallSpec
-    lowering: Lowering
-
-    def with_heads(self, B: int, NH: int) -> "HalfSpec":
-        return dataclasses.replace(self, call=self.call.with_heads(B, NH))
-
-    @property
-    def backend(self) -> str | None:
-        return self.call.backend
-
-
-def _first_half(half: HalfSpec, residuals: Residuals, cotangents: Cotangents) -> Any:
+def _first_half(half: OperationSpec, residuals: Residuals, cotangents: Cotangents) -> Any:
     """(FirstHalf, GradientSummary) of a shard and the gradients of its last states together."""
-    spec, last = half.call, cotangents.last
-    arrays = prepared(spec, half.lowering, residuals, cotangents)
-    first = first_half(spec, half.lowering, *arrays)
+    spec, lowering, last = half.call, half.choice, cotangents.last
+    arrays = prepared(spec, lowering, residuals, cotangents)
+    first = first_half(spec, lowering, *arrays)
     gates, tiles, states = first
     gamma, gradients, dn_added = gates.scaGamma, tiles.normaliser_gradients, tiles.vecDeltaN_added
     whole = jnp.prod(gamma, axis=-1)
@@ -215,26 +199,26 @@ def _first_half(half: HalfSpec, residuals: Residuals, cotangents: Cotangents) ->
 
 
 def _second_half(
-    half: HalfSpec,
+    half: OperationSpec,
     residuals: Residuals,
     cotangents: Cotangents,
     first: FirstHalf,
     dC_after: jax.Array,
 ) -> Inputs:
     """The gradients of the inputs; dC_after: what the later shards add to dC, (B * NH, ...)."""
-    spec, gamma, states = half.call, first.gates.scaGamma, first.states
+    spec, lowering, gamma, states = half.call, half.choice, first.gates.scaGamma, first.states
     dC = run(
         "add_decayed",
         *(states.matDeltaC_states, dC_after, decays_of_others(gamma)),
-        call=spec.call("recurrent_fw_C", half.lowering),
+        call=spec.call("recurrent_fw_C", lowering),
     )
     whole = jnp.prod(gamma, axis=-1)[:, None, None]
     dC_initial = states.matDeltaC_initial + whole * dC_after
     first = first._replace(
         states=states._replace(matDeltaC_states=dC, matDeltaC_initial=dC_initial)
     )
-    arrays = prepared(spec, half.lowering, residuals, cotangents)
-    return second_half(spec, half.lowering, *arrays, first)
+    arrays = prepared(spec, lowering, residuals, cotangents)
+    return second_half(spec, lowering, *arrays, first)
 
 
 Element = TypeVar("Element", Summary, GradientSummary)
@@ -297,7 +281,9 @@ def _sequence_fwd(axis_name: str, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
         zero,
     )
     k, v = spec.swap_heads(x.k), spec.swap_heads(x.v)
-    local, products = operation(_summary, _summary_spec(spec), k, v, x.i, x.f, x.starts)
+    local, products = operation(
+        _summary, OperationSpec(spec, _splits_of_summary(spec)), k, v, x.i, x.f, x.starts
+    )
     local = jax.tree.map(functools.partial(jnp.where, first), joined(initial, local), local)
     before = _exclusive_prefix(joined, local, empty, axis_name, index)
     start = jax.tree.map(functools.partial(jnp.where, first), initial, before)
@@ -330,7 +316,7 @@ def _backward(
     """The gradients of the inputs; dh, of_last: of h and the last states of the shard."""
     dC, dn, dm = of_last
     dm = dm - inner(dC, last.c, 2) - inner(dn, last.n)
-    half = HalfSpec(spec, lowering)
+    half = OperationSpec(spec, lowering)
     residuals, dh = swap_heads_of_residuals(spec, residuals), spec.swap_heads(dh)
     of_shard = Cotangents(dh, LastStates(dC, dn, dm))
     first, local = operation(_first_half, half, residuals, of_shard)

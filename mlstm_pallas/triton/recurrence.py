@@ -251,7 +251,7 @@ def add_decayed(X: jax.Array, added: jax.Array, decays: jax.Array, *, call: Stag
             pl.BlockSpec((None, NC), lambda row, c, n: (n, 0)),
         ],
         out_specs=[of_chunk],
-        out_shape=[X],
+        out_shape=[jax.ShapeDtypeStruct(X.shape, X.dtype)],
         call=call,
         input_output_aliases={0: 0},
         columns=min(DHHV, 64),
