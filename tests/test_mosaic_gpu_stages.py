@@ -18,7 +18,7 @@ from mosaic_gpu_cases import (
     needs_jax,
     slow,
 )
-from oracle import error, random_inputs, swapped, tolerance
+from oracle import assert_close, error, random_inputs, swapped, tolerance
 from test_stages import case
 
 from mlstm_pallas import StageConfig, dispatch, gate_gradients, gates
@@ -385,6 +385,23 @@ def test_the_stabiliser_scan_of_many_chunks():
     assert (
         np.abs(result[finite] - expected[finite]).max() <= 2 * NC.bit_length() * 2.0**-24 * largest
     )
+
+
+@needs_jax
+@pytest.mark.parametrize(("S", "layout"), [(128, "BNTH"), (384, "BTNH")])
+def test_split_products_against_float64(S, layout, capsys):
+    """Of splits with one tile of steps, and with three."""
+    p, draw = make_problem((1, 2, S, 64), 128, 64, pad_heads=False), np.random.default_rng(0)
+    a, b = (jnp.asarray(draw.normal(size=(1, 2, S, D)), "bfloat16") for D in (64, 128))
+    r = draw.random((2, S)).astype("float32")
+    call = StageCall(p, RECURRENCE_TILES, None, Lowering.MOSAIC_GPU_INTERPRET)
+    run = functools.partial(dispatch.run, "split_products", num_splits=2, call=call)
+    x = [swapped(y) if layout == "BTNH" else y[0] for y in (a, b)]
+    result = jax.jit(run)(*x, r)
+    assert RACE not in capsys.readouterr().out
+    a, b = (np.asarray(y[0, :, : S // 2].astype("float32"), "float64") for y in (a, b))
+    expected = np.einsum("nsk,ns,nsv->nkv", a, r[:, : S // 2], b)
+    assert_close(result[:, 0], expected, tolerance("bfloat16", S))
 
 
 @needs_jax

@@ -151,6 +151,19 @@ def test_split_products(num_splits, dtype, backward):
     assert_close(every, expected, tolerance(dtype, S))
 
 
+@pytest.mark.parametrize("lowering", [INTERPRETED, PLAIN])
+def test_states_of_a_later_shard_are_added_where_they_have_not_decayed(lowering):
+    X = jnp.asarray(np.random.default_rng(1).normal(size=(HEADS, NC, DHQK, 2 * DHHV)), "bfloat16")
+    added = np.random.default_rng(2).normal(size=(HEADS, DHQK, 2 * DHHV)).astype("float32")
+    decays = np.asarray(arrays("float32", resets=True)["gamma"])
+    run = functools.partial(dispatch.run, "add_decayed", call=call_of(lowering))
+    result = np.asarray(jax.jit(run)(X, added, decays).astype("float32"))
+    start = np.asarray(X.astype("float32"))
+    expected = start + decays[..., None, None] * added[:, None].astype("float64")
+    assert np.abs(result - expected).max() <= 2.0**-8 * np.abs(expected).max()
+    assert np.array_equal(result[decays == 0], start[decays == 0])
+
+
 @pytest.mark.parametrize(("initial", "backward"), [(True, False), (False, True), (True, True)])
 def test_split_states_are_those_of_the_sequence(initial, backward):
     """With splits as heads."""

@@ -17,7 +17,7 @@ from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import MAX_TILE, InputGate, Problem
 from mlstm_pallas.stage import Lowering, StageCall, StageConfig, Weighted
 from mlstm_pallas.stages import STAGES
-from mlstm_pallas.triton.parallel_fw_P import _key_sums
+from mlstm_pallas.triton.parallel_fw_P import step_sums
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -380,8 +380,8 @@ def test_key_sums(dtype):
             "parallel_fw_P", x.problem, x.dtype, Lowering.INTERPRET, StageConfig(siz_b_DHQK=16)
         ),
     )
-    result = jax.jit(functools.partial(_key_sums, call=call))(
-        x.inputs["matK"], x.inputs["chunk_gates"]
+    result = jax.jit(functools.partial(step_sums, call=call))(
+        x.inputs["matK"], x.inputs["chunk_gates"].per_step().vecAbar
     )
     scaled = (
         np.asarray(x.inputs["matK"].astype("float32"), "float64")
