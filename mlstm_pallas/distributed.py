@@ -12,17 +12,18 @@ matrix products (splits.py), where c(t) is the chunk of step t:
 
     C_j = sum_t [abar_t prod_{c' > c(t)} gamma_c'] k_t v_t^T
 
-A prefix over the devices gives each its initial state, from which the usual forward pass runs. The
-backward pass is its mirror image. The gradient of the state before a shard is a linear function of
-the gradient of the state after it:
+A prefix over the devices gives each its initial state, from which the usual forward pass runs. It
+reads the summary's products and sums again.
 
-    dC'     = A_j + Gamma_j dC
-    A_j     = sum_t [w_t prod_{c' < c(t)} gamma_c' scale / den_t] q_t dh_t^T
+The gradient of the state before a shard is a linear function of the gradient of the state after it:
+
+    dC'     = A_j + Gamma_j dC        dn' likewise
     Gamma_j = prod_c gamma_c
 
-A suffix over the devices gives each the gradient of its last state, from which the usual backward
-pass runs. The gradient dm follows the path of the stabilisers' maximum: it passes a shard whole, or
-not at all.
+The first half of the backward pass runs from the cotangents of the shard's own outputs. It ends
+with A_j. A suffix over the devices gives each dC, what the later shards add, and the second half
+runs from the gradients after each chunk, to which (prod_{c' > c} gamma_c') dC is added. The
+gradient dm follows the path of the stabilisers' maximum: it passes a shard whole, or not at all.
 """
 
 import dataclasses
