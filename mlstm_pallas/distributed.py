@@ -1,24 +1,24 @@
 """Sequence (context) parallelism: one sequence split over the devices of a mesh axis.
 
-The state after shard j of the sequence is a linear function of the state before it. The shard alone
-determines this function: C_j, n_j and m_j are its states from an empty start (C = n = 0, m = -inf,
-as 0 would enter the maximum), and g_j is its sum of log sigmoid(f).
+The stabiliser after shard j follows from the one before it and from two numbers of the shard: m_j,
+the stabiliser from an empty start (m = -inf, as 0 would enter the maximum), and g_j, its sum of log
+sigmoid(f). The state after it is a linear function of the state before it:
 
     m' = max(m_j, g_j + m)
-    C' = exp(m_j - m') C_j + exp(g_j + m - m') C        n' likewise
+    C' = C_j + Gamma_j C        n' = n_j + Gamma_j n        Gamma_j = prod_c gamma_c
 
-The same formula composes two such functions. Every device computes the summary of its shard with
-matrix products (splits.py), where c(t) is the chunk of step t:
+Such functions compose. A prefix over the devices first gives each its initial stabiliser, and with
+it the gates. Then the shard determines C_j and n_j, with matrix products (splits.py), where c(t) is
+the chunk of step t:
 
     C_j = sum_t [abar_t prod_{c' > c(t)} gamma_c'] k_t v_t^T
 
-A prefix over the devices gives each its initial state, from which the usual forward pass runs. It
-reads the summary's products and sums again.
+A second prefix gives the initial state. The forward pass that runs from it takes the gates and the
+summands of C_j and n_j.
 
 The gradient of the state before a shard is a linear function of the gradient of the state after it:
 
-    dC'     = A_j + Gamma_j dC        dn' likewise
-    Gamma_j = prod_c gamma_c
+    dC' = A_j + Gamma_j dC        dn' likewise
 
 The first half of the backward pass runs from the cotangents of the shard's own outputs. It ends
 with A_j. A suffix over the devices gives each dC, what the later shards add, and the second half
@@ -54,18 +54,30 @@ from mlstm_pallas.fwbw import (
     swap_heads_of_residuals,
 )
 from mlstm_pallas.gate_gradients import inner, step_flags
-from mlstm_pallas.gates import GOES_ON, log_forget_gate, segment_starts, split_for_exact_sums
-from mlstm_pallas.splits import SplitProducts, decays_in_splits, decays_of_others
+from mlstm_pallas.gates import (
+    GOES_ON,
+    ChunkGates,
+    log_forget_gate,
+    segment_starts,
+    split_for_exact_sums,
+)
+from mlstm_pallas.splits import Summands, decays_in_splits, decays_of_others
 from mlstm_pallas.stage import Lowering
+
+
+class Stabiliser(NamedTuple):
+    """The function from the stabiliser before a shard to the one after it; float32."""
+
+    m: jax.Array  # (B, NH) from -inf
+    g: jax.Array  # (B, NH) total log decay; -inf with a reset
 
 
 class Summary(NamedTuple):
     """The function from the state before a shard to the state after it; float32."""
 
-    C: jax.Array  # (B, NH, DHQK, DHHV)
+    C: jax.Array  # (B, NH, DHQK, DHHV) from zeros
     n: jax.Array  # (B, NH, DHQK)
-    m: jax.Array  # (B, NH)
-    g: jax.Array  # (B, NH) total log decay; -inf with a reset
+    gamma: jax.Array  # (B, NH)
 
 
 class GradientSummary(NamedTuple):
@@ -81,13 +93,17 @@ class GradientSummary(NamedTuple):
     passes: jax.Array  # (B, NH) 1 where the maximum before the shard wins in it, else 0
 
 
+def joined_stabilisers(earlier: Stabiliser, later: Stabiliser) -> Stabiliser:
+    return Stabiliser(jnp.maximum(later.m, later.g + earlier.m), earlier.g + later.g)
+
+
 def joined(earlier: Summary, later: Summary) -> Summary:
     """The summary of two shards."""
-    m = jnp.maximum(later.m, later.g + earlier.m)
-    top = jnp.where(m == -jnp.inf, 0.0, m)
-    old, new = jnp.exp(later.g + earlier.m - top), jnp.exp(later.m - top)
-    C = old[..., None, None] * earlier.C + new[..., None, None] * later.C
-    return Summary(C, old[..., None] * earlier.n + new[..., None] * later.n, m, earlier.g + later.g)
+    return Summary(
+        later.C + later.gamma[..., None, None] * earlier.C,
+        later.n + later.gamma[..., None] * earlier.n,
+        earlier.gamma * later.gamma,
+    )
 
 
 def joined_gradients(later: GradientSummary, earlier: GradientSummary) -> GradientSummary:
@@ -138,8 +154,37 @@ def _state_after(gamma: jax.Array, products: jax.Array) -> jax.Array:
     return jnp.sum(weights[..., None, None] * products, axis=1)
 
 
+def _gates(spec: CallSpec, lowering: Lowering, *inputs: Any) -> ChunkGates:
+    """Those of the fused scan."""
+    call = spec.call("chunk_gates", lowering, spec.fused_problem)
+    gates: ChunkGates = run("chunk_gates", *inputs, spec.input_gate, call=call)
+    return gates
+
+
+def _stabiliser(spec: CallSpec, i: jax.Array, f: jax.Array, starts: jax.Array | None) -> Any:
+    """The Stabiliser of a shard."""
+
+    def of_shard(
+        lowering: Lowering, i: jax.Array, f: jax.Array, starts: jax.Array | None
+    ) -> Stabiliser:
+        gates = _gates(spec, lowering, i, f, jnp.full_like(i[:, 0], -jnp.inf), starts)
+        fbar, reset = log_forget_gate(f)
+        largest = jnp.max(jnp.abs(fbar), axis=-1, keepdims=True)
+        high, low = split_for_exact_sums(fbar, largest, f.shape[1])
+        restarts = reset if starts is None else reset | (starts > 0)
+        total = jnp.sum(high, axis=-1) + jnp.sum(low, axis=-1)
+        g = jnp.where(jnp.any(restarts, axis=-1), -jnp.inf, total)
+        return Stabiliser(gates.scaM_states[:, -1], g)
+
+    return on_backend(spec.backend, of_shard, i, f, starts)
+
+
 def _summary(spec_and_splits: OperationSpec, *inputs: jax.Array | None) -> Any:
-    """(Summary, SplitProducts) of a shard's k, v, i, f and starts."""
+    """(Summary, Summands) of a shard.
+
+    inputs: k, v, i, f, the stabilisers before and after the shard, and starts. Rounding makes the
+    latter differ from that of the gates.
+    """
     spec, num_splits = spec_and_splits.call, spec_and_splits.choice
 
     def of_shard(
@@ -148,27 +193,24 @@ def _summary(spec_and_splits: OperationSpec, *inputs: jax.Array | None) -> Any:
         v: jax.Array,
         i: jax.Array,
         f: jax.Array,
+        m_before: jax.Array,
+        m_after: jax.Array,
         starts: jax.Array | None,
-    ) -> tuple[Summary, SplitProducts]:
-        # In the chunks of the fused scan, which then reads what they add to n.
-        p, empty = spec.fused_problem, jnp.full_like(i[:, 0], -jnp.inf)
-        call = spec.call("chunk_gates", lowering, p)
-        gates = run("chunk_gates", i, f, empty, starts, spec.input_gate, call=call)
-        abar, gamma, S = gates.per_step().vecAbar, gates.scaGamma, p.S
+    ) -> tuple[Summary, Summands]:
+        gates, p = _gates(spec, lowering, i, f, m_before, starts), spec.fused_problem
+        abar, gamma = gates.per_step().vecAbar, gates.scaGamma
         if lowering is not Lowering.XLA:
             k, v = spec.strided(k), spec.strided(v)
         n_added = run("step_sums", k, abar, call=spec.call("parallel_fw_P", lowering, p))
         n = jnp.sum(decays_of_others(gamma)[..., None] * n_added, axis=1)
-        weights = abar * decays_in_splits(gamma, num_splits, S)
+        weights = abar * decays_in_splits(gamma, num_splits, p.S)
         call = spec.call_of_products(lowering, p)
         products = run("split_products", k, v, weights, num_splits, all_splits=True, call=call)
-        fbar, reset = log_forget_gate(f)
-        high, low = split_for_exact_sums(fbar, jnp.max(jnp.abs(fbar), axis=-1, keepdims=True), S)
-        restarts = reset if starts is None else reset | (starts > 0)
-        total = jnp.sum(high, axis=-1) + jnp.sum(low, axis=-1)
-        g, m = jnp.where(jnp.any(restarts, axis=-1), -jnp.inf, total), gates.scaM_states
-        summary = Summary(_state_after(gamma, products), n, m[:, -1], g)
-        return summary, SplitProducts(products, n_added, m)
+        m = gates.scaM_states[:, -1]
+        factor = jnp.where(m == -jnp.inf, 1.0, jnp.exp(m - m_after))
+        C, n = _state_after(gamma, products) * factor[:, None, None], n * factor[:, None]
+        summary = Summary(C, n, jnp.prod(gamma, axis=-1) * factor)
+        return summary, Summands(gates, n_added, products)
 
     return on_backend(spec.backend, of_shard, *inputs)
 
@@ -222,7 +264,7 @@ def _second_half(
     return second_half(spec, lowering, *arrays, first)
 
 
-Element = TypeVar("Element", Summary, GradientSummary)
+Element = TypeVar("Element", Stabiliser, Summary, GradientSummary)
 
 
 def _exclusive_prefix(
@@ -272,24 +314,31 @@ def _sequence_fwd(axis_name: str, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
     The initial states are those of the whole sequence; only the first device's are read.
     """
     index = lax.axis_index(axis_name)
-    first = index == 0
-    zero = jnp.zeros_like(x.m_initial)
-    initial = Summary(x.c_initial, x.n_initial, x.m_initial, zero)
-    empty = Summary(
-        jnp.zeros_like(x.c_initial),
-        jnp.zeros_like(x.n_initial),
-        jnp.full_like(zero, -jnp.inf),
-        zero,
+
+    def before(join: Any, initial: Element, local: Element, empty: Element) -> Element:
+        """The joined elements of all before the shard."""
+        with_initial = jax.tree.map(
+            functools.partial(jnp.where, index == 0), join(initial, local), local
+        )
+        joined = _exclusive_prefix(join, with_initial, empty, axis_name, index)
+        start: Element = jax.tree.map(functools.partial(jnp.where, index == 0), initial, joined)
+        return start
+
+    zero, one = jnp.zeros_like(x.m_initial), jnp.ones_like(x.m_initial)
+    stabiliser = operation(_stabiliser, spec, x.i, x.f, x.starts)
+    initial, empty = (Stabiliser(m, zero) for m in (x.m_initial, jnp.full_like(zero, -jnp.inf)))
+    first = before(joined_stabilisers, initial, stabiliser, empty)
+    last = joined_stabilisers(first, stabiliser)
+    summary, summands = operation(
+        _summary,
+        OperationSpec(spec, _splits_of_summary(spec)),
+        *(spec.swap_heads(x.k), spec.swap_heads(x.v), x.i, x.f, first.m, last.m, x.starts),
     )
-    k, v = spec.swap_heads(x.k), spec.swap_heads(x.v)
-    local, products = operation(
-        _summary, OperationSpec(spec, _splits_of_summary(spec)), k, v, x.i, x.f, x.starts
-    )
-    local = jax.tree.map(functools.partial(jnp.where, first), joined(initial, local), local)
-    before = _exclusive_prefix(joined, local, empty, axis_name, index)
-    start = jax.tree.map(functools.partial(jnp.where, first), initial, before)
-    x = x._replace(c_initial=start.C, n_initial=start.n, m_initial=start.m)
-    outputs = forward(spec, x, products)
+    C, n = x.c_initial, x.n_initial
+    zeros = Summary(jnp.zeros_like(C), jnp.zeros_like(n), one)
+    start = before(joined, Summary(C, n, one), summary, zeros)
+    x = x._replace(c_initial=start.C, n_initial=start.n, m_initial=first.m)
+    outputs = forward(spec, x, summands)
     return (outputs.h, outputs.last), (residuals_of(spec, x, outputs), outputs.last, index)
 
 
@@ -414,11 +463,11 @@ def mlstm_chunkwise_sequence_parallel(
 
     Each device sends 1 + ceil(log2(P - 1)) summaries of a shard forward, and
     as many backward (P > 1; none for P = 1). A summary has up to
-    DHQK DHV + DHQK + 2 floats of 4 bytes a batch entry and head, backward one
-    more. Head dimensions count as the kernels see them: padded to a power of
-    two from 16 to 64, beyond that to a multiple of 64, and not padded with
-    backend "xla". return_last_states adds one all-reduce of the states. The
-    memory of a device does not depend on P.
+    DHQK DHV + DHQK + 3 floats of 4 bytes a batch entry and head. Head
+    dimensions count as the kernels see them: padded to a power of two from 16
+    to 64, beyond that to a multiple of 64, and not padded with backend "xla".
+    return_last_states adds one all-reduce of the states. The memory of a
+    device does not depend on P.
 
     Derivatives are of first order and in reverse mode, as those of
     ``mlstm_chunkwise``.

@@ -16,7 +16,7 @@ from mlstm_pallas.call_spec import CallSpec, Cotangents, Forward, Inputs, LastSt
 from mlstm_pallas.entry import Options, checked, run
 from mlstm_pallas.gates import segment_starts
 from mlstm_pallas.sharding import over_shards
-from mlstm_pallas.splits import SplitProducts
+from mlstm_pallas.splits import Summands
 from mlstm_pallas.validation import as_dtype
 
 NO_SUCH_DERIVATIVE = (
@@ -27,9 +27,9 @@ NO_SUCH_DERIVATIVE = (
 
 # The custom_vjp traces both its function and its forward rule; under jit the kernels only once.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _forward(spec: CallSpec, inputs: Inputs, products: SplitProducts | None) -> Any:
+def _forward(spec: CallSpec, inputs: Inputs, summands: Summands | None) -> Any:
     return on_backend(
-        spec.backend, functools.partial(forward_schedule.forward, spec), inputs, products
+        spec.backend, functools.partial(forward_schedule.forward, spec), inputs, summands
     )
 
 
@@ -84,9 +84,9 @@ def operation(function: Callable[..., Any], spec: Any, *args: Any) -> Any:
     return over_shards(function, spec, *_not_differentiated(args))
 
 
-def forward(spec: CallSpec, inputs: Inputs, products: SplitProducts | None = None) -> Forward:
-    """The forward pass on shards. products: those of the fused scan, if already computed."""
-    outputs: Forward = operation(_forward, spec, swap_heads(spec, inputs), products)
+def forward(spec: CallSpec, inputs: Inputs, summands: Summands | None = None) -> Forward:
+    """The forward pass on shards. summands: those of the fused scan, if already computed."""
+    outputs: Forward = operation(_forward, spec, swap_heads(spec, inputs), summands)
     return outputs._replace(h=spec.swap_heads(outputs.h))
 
 

@@ -15,31 +15,15 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mlstm_pallas.gates import ChunkGates
 
-class SplitProducts(NamedTuple):
-    """The summands of splits and chunks in the states after them; the true ones are exp(m) X, n."""
 
-    X: jax.Array  # (B * NH, num_splits, DHQK, DHHV) float32, as the rest
-    n: jax.Array  # (B * NH, NC, DHQK)
-    m: jax.Array  # (B * NH, NC + 1) at the chunk boundaries
+class Summands(NamedTuple):
+    """What splits and chunks add to the states after them, and the gates; float32."""
 
-    def all_but_last(self, num_splits: int, m: jax.Array) -> jax.Array | None:
-        """X of all splits but the last, relative to other stabilisers; None for other num_splits.
-
-        m: the stabilisers at the chunk boundaries, no smaller than self.m.
-        """
-        if self.X.shape[1] != num_splits:
-            return None
-        every = self.n.shape[1] // num_splits
-        return (self._factors(m)[:, every - 1 :: every, None, None] * self.X)[:, :-1]
-
-    def of_chunks(self, m: jax.Array) -> jax.Array:
-        """n relative to other stabilisers; m as above."""
-        return self._factors(m)[..., None] * self.n
-
-    def _factors(self, m: jax.Array) -> jax.Array:
-        empty = self.m == -jnp.inf
-        return jnp.where(empty, 0.0, jnp.exp(self.m - jnp.where(empty, 0.0, m)))[:, 1:]
+    gates: ChunkGates
+    n: jax.Array  # (B * NH, NC, DHQK) of chunks
+    X: jax.Array  # (B * NH, num_splits, DHQK, DHHV) of splits
 
 
 def decays_of_others(gamma: jax.Array, *, backward: bool = False) -> jax.Array:

@@ -12,7 +12,7 @@ from oracle import array, assert_close, oracle, random_inputs, tolerance
 
 from mlstm_pallas import KernelConfig, StageConfig, dispatch, mlstm_chunkwise
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.splits import SplitProducts, decays_in_splits, decays_of_others, split_states
+from mlstm_pallas.splits import decays_in_splits, decays_of_others, split_states
 from mlstm_pallas.stage import Lowering, StageCall, Weighted
 from mlstm_pallas.triton.recurrence import MAX_SPLITS, splits_of
 
@@ -199,18 +199,6 @@ def test_decays_of_others():
     gamma = jnp.asarray([[0.5, 0.25, 0.0, 2.0]])
     assert decays_of_others(gamma).tolist() == [[0.0, 0.0, 2.0, 1.0]]
     assert decays_of_others(gamma, backward=True).tolist() == [[1.0, 0.5, 0.125, 0.0]]
-
-
-def test_known_products_are_those_of_their_own_number_of_splits():
-    X, n, m = jnp.ones((1, 2, 1, 1)), jnp.ones((1, 4, 1)), jnp.full((1, 5), -jnp.inf)
-    boundaries = jnp.asarray([[0.0, 1.0, 2.0, 3.0, 4.0]])
-    products = SplitProducts(X, n, m.at[0, 2].set(0.0))
-    assert products.all_but_last(4, boundaries) is None
-    assert products.all_but_last(2, boundaries).ravel() == pytest.approx(np.exp(-2.0), rel=2.0**-22)
-    assert products.of_chunks(boundaries).ravel() == pytest.approx([0, np.exp(-2.0), 0, 0])
-    nothing = SplitProducts(X, n, m)
-    assert not nothing.all_but_last(2, m).any()
-    assert not nothing.of_chunks(m).any()
 
 
 @pytest.mark.parametrize(("resets", "num_splits"), [(True, 2), (False, 4)])
