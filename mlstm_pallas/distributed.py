@@ -320,8 +320,8 @@ def _sequence_fwd(axis_name: str, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
         with_initial = jax.tree.map(
             functools.partial(jnp.where, index == 0), join(initial, local), local
         )
-        joined = _exclusive_prefix(join, with_initial, empty, axis_name, index)
-        start: Element = jax.tree.map(functools.partial(jnp.where, index == 0), initial, joined)
+        others = _exclusive_prefix(join, with_initial, empty, axis_name, index)
+        start: Element = jax.tree.map(functools.partial(jnp.where, index == 0), initial, others)
         return start
 
     zero, one = jnp.zeros_like(x.m_initial), jnp.ones_like(x.m_initial)
