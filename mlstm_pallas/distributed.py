@@ -45,6 +45,7 @@ from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, LastStates, Res
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.entry import Options
+from mlstm_pallas.forward import Summands
 from mlstm_pallas.fwbw import (
     forward,
     in_reverse_mode,
@@ -61,7 +62,7 @@ from mlstm_pallas.gates import (
     segment_starts,
     split_for_exact_sums,
 )
-from mlstm_pallas.splits import Summands, decays_in_splits, decays_of_others
+from mlstm_pallas.splits import decays_in_splits, decays_of_others
 from mlstm_pallas.stage import Lowering
 
 

@@ -3,6 +3,8 @@
 Arrays are those of a shard, (B * NH, ...).
 """
 
+from typing import NamedTuple
+
 import jax
 
 from mlstm_pallas.call_spec import CallSpec, Forward, Inputs, LastStates, StoredStates
@@ -10,7 +12,6 @@ from mlstm_pallas.dispatch import run
 from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.splits import (
-    Summands,
     decays_in_splits,
     heads_of_splits,
     split_states,
@@ -18,6 +19,14 @@ from mlstm_pallas.splits import (
 )
 from mlstm_pallas.stage import Lowering
 from mlstm_pallas.stages.parallel_fw_P import Scores
+
+
+class Summands(NamedTuple):
+    """What splits and chunks add to the states after them, and the gates; float32."""
+
+    gates: ChunkGates
+    n: jax.Array  # (B * NH, NC, DHQK) of chunks
+    X: jax.Array  # (B * NH, num_splits, DHQK, DHHV) of splits
 
 
 def forward(

@@ -14,9 +14,9 @@ from mlstm_pallas import forward as forward_schedule
 from mlstm_pallas.backend import on_backend
 from mlstm_pallas.call_spec import CallSpec, Cotangents, Forward, Inputs, LastStates, Residuals
 from mlstm_pallas.entry import Options, checked, run
+from mlstm_pallas.forward import Summands
 from mlstm_pallas.gates import segment_starts
 from mlstm_pallas.sharding import over_shards
-from mlstm_pallas.splits import Summands
 from mlstm_pallas.validation import as_dtype
 
 NO_SUCH_DERIVATIVE = (

@@ -9,21 +9,9 @@ and c' < c(t) where time runs backward. All weights are at most 1. Once the stat
 is known, splits are as independent as heads. ``split_products`` computes sum_t [...] a_t b_t^T.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
-
-from mlstm_pallas.gates import ChunkGates
-
-
-class Summands(NamedTuple):
-    """What splits and chunks add to the states after them, and the gates; float32."""
-
-    gates: ChunkGates
-    n: jax.Array  # (B * NH, NC, DHQK) of chunks
-    X: jax.Array  # (B * NH, num_splits, DHQK, DHHV) of splits
 
 
 def decays_of_others(gamma: jax.Array, *, backward: bool = False) -> jax.Array:
