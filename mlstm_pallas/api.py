@@ -8,7 +8,7 @@ from jax.typing import DTypeLike
 from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.entry import Options, run
-from mlstm_pallas.fwbw import mlstm_forward
+from mlstm_pallas.fwbw import mlstm_forward, mlstm_with_segments
 from mlstm_pallas.gates import segment_starts
 
 
@@ -18,9 +18,11 @@ def mlstm_chunkwise(
     n_initial: Array | None = None, m_initial: Array | None = None,
     return_last_states: Literal[False] = False, eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, *, segment_ids: Array | None = None, input_gate: InputGateName = "exp",
-    normalize: bool = True, recompute_states_in_bw: bool = True, layout: LayoutName = "BNTH",
-    backend: BackendName | None = None, config: KernelConfig | None = None,
+    norm_val: float = 1.0, *, segment_ids: Array | None = None,
+    sequence_lengths: Array | None = None, num_segments: int | None = None,
+    input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
+    layout: LayoutName = "BNTH", backend: BackendName | None = None,
+    config: KernelConfig | None = None,
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def mlstm_chunkwise(
@@ -28,9 +30,11 @@ def mlstm_chunkwise(
     n_initial: Array | None = None, m_initial: Array | None = None,
     return_last_states: Literal[True] = ..., eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, *, segment_ids: Array | None = None, input_gate: InputGateName = "exp",
-    normalize: bool = True, recompute_states_in_bw: bool = True, layout: LayoutName = "BNTH",
-    backend: BackendName | None = None, config: KernelConfig | None = None,
+    norm_val: float = 1.0, *, segment_ids: Array | None = None,
+    sequence_lengths: Array | None = None, num_segments: int | None = None,
+    input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
+    layout: LayoutName = "BNTH", backend: BackendName | None = None,
+    config: KernelConfig | None = None,
 ) -> tuple[jax.Array, States]: ...  # fmt: skip
 @overload
 def mlstm_chunkwise(
@@ -38,18 +42,22 @@ def mlstm_chunkwise(
     n_initial: Array | None = None, m_initial: Array | None = None,
     return_last_states: bool = ..., eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, *, segment_ids: Array | None = None, input_gate: InputGateName = "exp",
-    normalize: bool = True, recompute_states_in_bw: bool = True, layout: LayoutName = "BNTH",
-    backend: BackendName | None = None, config: KernelConfig | None = None,
+    norm_val: float = 1.0, *, segment_ids: Array | None = None,
+    sequence_lengths: Array | None = None, num_segments: int | None = None,
+    input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
+    layout: LayoutName = "BNTH", backend: BackendName | None = None,
+    config: KernelConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, States]: ...  # fmt: skip
 def mlstm_chunkwise(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
     n_initial: Array | None = None, m_initial: Array | None = None,
     return_last_states: bool = False, eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, *, segment_ids: Array | None = None, input_gate: InputGateName = "exp",
-    normalize: bool = True, recompute_states_in_bw: bool = True, layout: LayoutName = "BNTH",
-    backend: BackendName | None = None, config: KernelConfig | None = None,
+    norm_val: float = 1.0, *, segment_ids: Array | None = None,
+    sequence_lengths: Array | None = None, num_segments: int | None = None,
+    input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
+    layout: LayoutName = "BNTH", backend: BackendName | None = None,
+    config: KernelConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, States]:  # fmt: skip
     """The mLSTM of xLSTM, computed in chunks of the sequence.
 
@@ -138,6 +146,18 @@ def mlstm_chunkwise(
         segments of its batch entry). Initial states belong to the first
         segment, last states to the last. 64-bit ids are compared as 32 bits
         unless jax_enable_x64 is set.
+      sequence_lengths: (B,) integers: batch entry b has its first
+        sequence_lengths[b] steps, clipped to 0..S. The last states are those
+        after its last step; for length 0 the initial ones. Beyond its length
+        h is 0 and gradients are 0, whatever stands there: any gates, NaN
+        included, and finite q, k, v and cotangents of h whose products are
+        finite, as of values up to 1e10. segment_ids count within the length.
+      num_segments: N, at least 1; with segment_ids and return_last_states,
+        for generation. The states returned are those at the ends of the first
+        N segments of each batch entry, in order of appearance: c
+        (B, N, NH, DHQK, DHV), n (B, N, NH, DHQK), m (B, N, NH); zeros, as
+        before a first step, for segments that do not occur. Such a call has
+        no derivatives. It computes up to L steps a segment again.
       input_gate: "exp", or "sigmoid" (mLSTMsig, arXiv:2503.14376): then
         log sigmoid(i_t) stands for i_t and every m_t is 0. m_initial is then
         None or zeros; a traced one cannot be checked and is not read.
@@ -168,7 +188,8 @@ def mlstm_chunkwise(
 
     Returns:
       h, shaped as v, in the dtype of q. With return_last_states
-      (h, (c, n, m)), the states in float32 and shaped as the initial ones.
+      (h, (c, n, m)), the states in float32 and shaped as the initial ones,
+      or with N after B where there is num_segments.
       With the sigmoid gate m is zeros and need not be passed back.
 
     Raises:
@@ -193,6 +214,8 @@ def mlstm_chunkwise(
         layout=layout,
         backend=backend,
         config=config,
+        num_segments=num_segments,
     )
+    forward = mlstm_forward if num_segments is None else mlstm_with_segments
     arrays = q, k, v, i, f, c_initial, n_initial, m_initial
-    return run(mlstm_forward, segment_starts, options, arrays, segment_ids)
+    return run(forward, segment_starts, options, arrays, segment_ids, sequence_lengths)

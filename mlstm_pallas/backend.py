@@ -8,8 +8,7 @@ from contextvars import ContextVar, Token
 from typing import Any, NoReturn
 
 import jax
-from jax import lax
-from jax.extend.core import Primitive
+from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
 from mlstm_pallas.annotations import BackendName
@@ -151,6 +150,28 @@ mlir.register_lowering(_for_gpus, lambda _, x, *, backend: [x])
 mlir.register_lowering(_for_gpus, _refuse, platform="cpu")
 
 
+# What ``lax.platform_dependent`` does, but each function is lowered for its own platforms alone.
+# Where a computation is lowered for several, jax lowers every branch for all of them, and Pallas
+# refuses to lower Triton kernels for a CPU.
+_by_platform = Primitive("by_platform")
+_by_platform.multiple_results = True
+_by_platform.def_abstract_eval(lambda *_, cuda, other: other.out_avals)
+_by_platform.def_impl(
+    lambda *args, **jaxprs: jax.jit(functools.partial(_by_platform.bind, **jaxprs))(*args)
+)
+
+
+def _lowering_of(platform: str) -> Callable[..., Any]:
+    def rule(ctx: Any, *args: Any, **jaxprs: Any) -> Any:
+        return mlir.lower_fun(jaxpr_as_fun(jaxprs[platform]))(ctx, *args)
+
+    return rule
+
+
+mlir.register_lowering(_by_platform, _lowering_of("other"))
+mlir.register_lowering(_by_platform, _lowering_of("cuda"), platform="cuda")
+
+
 def on_backend(backend: str | None, run: Callable[..., Any], *args: Any) -> Any:
     """run(lowering, *args).
 
@@ -160,8 +181,17 @@ def on_backend(backend: str | None, run: Callable[..., Any], *args: Any) -> Any:
     if backend is None and not HAS_TRITON:
         return run(Lowering.XLA, *args)
     if backend is None:
-        gpu, other = functools.partial(run, Lowering.TRITON), functools.partial(run, Lowering.XLA)
-        return lax.platform_dependent(*args, cuda=gpu, default=other)
+        leaves, tree = jax.tree.flatten(args)
+
+        def traced(lowering: Lowering) -> Any:
+            function = functools.partial(run, lowering)
+            return jax.make_jaxpr(
+                lambda *x: function(*jax.tree.unflatten(tree, x)), return_shape=True
+            )(*leaves)
+
+        (cuda, _), (other, outputs) = traced(Lowering.TRITON), traced(Lowering.XLA)
+        results = _by_platform.bind(*leaves, cuda=cuda, other=other)
+        return jax.tree.unflatten(jax.tree.structure(outputs), results)
     if backend in ("triton", "mosaic_gpu"):
         (first, *others), tree = jax.tree.flatten(args)
         args = jax.tree.unflatten(tree, [_for_gpus.bind(first, backend=backend), *others])

@@ -78,7 +78,7 @@ def first_half(
     recompute = stored.C is None
     gates: ChunkGates = run(
         "chunk_gates",
-        *(x.i, x.f, x.m_initial, x.starts, spec.input_gate, stored.m),
+        *(x.i, x.f, x.m_initial, x.starts, spec.input_gate, stored.m, x.lengths),
         call=spec.call("chunk_gates", lowering),
     )
     on_chip = spec.tiles_on_chip(lowering)

@@ -148,6 +148,11 @@ class CallSpec:
         """The tiles of the stage's kernel, not clamped."""
         return dict(self.kernels)[name].tiles
 
+    @property
+    def step_multiple(self) -> int:
+        """q, k and v are padded to a multiple of so many steps."""
+        return dispatch.step_multiple(x.room for _, x in self.kernels)
+
     def stages_in(self, room: str) -> dict[str, StageConfig]:
         """The stages, used or not, whose kernels are in a room, with their tiles."""
         return {name: x.tiles for name, x in self.kernels if x.room == room}
@@ -194,16 +199,6 @@ class CallSpec:
         precision = self.config.dot_precision(self.dtype, interpret=lowering.interpret)
         return StageCall(problem, tiles, precision, lowering)
 
-    def call_of_products(self, lowering: Lowering, problem: Problem) -> StageCall:
-        """How split_products runs: on the kernel of recurrent_bw_dC, or of recurrent_fw_C.
-
-        In Triton these are one kernel, with tiles for states in either direction.
-        """
-        call = self.call("recurrent_bw_dC", lowering, problem)
-        if call.lowering is not self.call("recurrent_fw_C", lowering, problem).lowering:
-            return call
-        return self.call("recurrent_fw_C", lowering, problem, clamp=False)
-
     def swap_heads(self, x: jax.Array) -> jax.Array:
         """The layout of the call to (B, NH, S, D), and back. XLA cancels one against the other."""
         return jnp.swapaxes(x, 1, 2) if self.layout is Layout.BTNH else x
@@ -217,7 +212,7 @@ class CallSpec:
         """The inverse of ``strided``."""
         if self.layout is Layout.BNTH:
             return x
-        return self.swap_heads(x).reshape(self.problem.BNH, self.problem.S, x.shape[-1])
+        return self.swap_heads(x).reshape(self.problem.BNH, x.shape[1], x.shape[-1])
 
     def chunks(self, x: jax.Array) -> jax.Array:
         """(B * NH, S, ...) to (B * NH, NC, L, ...)."""
@@ -252,7 +247,10 @@ class CallSpec:
 
 
 class Inputs(NamedTuple):
-    """Padded and cast: q, k, v in the kernel dtype, gates and states float32."""
+    """Padded and cast: q, k, v in the kernel dtype, gates and states float32.
+
+    Gates and starts have whole chunks of steps; q, k and v have the least ``step_multiple``.
+    """
 
     q: jax.Array
     k: jax.Array
@@ -263,6 +261,9 @@ class Inputs(NamedTuple):
     n_initial: jax.Array
     m_initial: jax.Array
     starts: jax.Array | None = None  # int32, 1 where a packed segment begins
+    lengths: jax.Array | None = None  # (B, NH) int32, h is 0 from this step on; None: nowhere
+    # (B, NH, N) int32, of ``gates.segment_ends``; None where no states of segments are asked for
+    segment_ends: Any = None
 
 
 class LastStates(NamedTuple):
@@ -276,8 +277,7 @@ class LastStates(NamedTuple):
 class StoredStates(NamedTuple):
     """The states at the boundaries of the call's chunks; the true ones are these times exp(m).
 
-    C is in the kernel dtype, the rest float32. n and n_last are None where only m is read, for the
-    summary of a shard in sequence parallelism.
+    C is in the kernel dtype, the rest float32.
     """
 
     C: Any  # (B, NH, NC, DHQK, DHHV); None: recomputed

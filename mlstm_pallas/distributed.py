@@ -45,7 +45,7 @@ from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, LastStates, Res
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.entry import Options
-from mlstm_pallas.forward import Summands
+from mlstm_pallas.forward import Summands, gates_of
 from mlstm_pallas.fwbw import (
     forward,
     in_reverse_mode,
@@ -57,7 +57,6 @@ from mlstm_pallas.fwbw import (
 from mlstm_pallas.gate_gradients import inner, step_flags
 from mlstm_pallas.gates import (
     GOES_ON,
-    ChunkGates,
     log_forget_gate,
     segment_starts,
     split_for_exact_sums,
@@ -155,20 +154,13 @@ def _state_after(gamma: jax.Array, products: jax.Array) -> jax.Array:
     return jnp.sum(weights[..., None, None] * products, axis=1)
 
 
-def _gates(spec: CallSpec, lowering: Lowering, *inputs: Any) -> ChunkGates:
-    """Those of the fused scan."""
-    call = spec.call("chunk_gates", lowering, spec.fused_problem)
-    gates: ChunkGates = run("chunk_gates", *inputs, spec.input_gate, call=call)
-    return gates
+def _stabiliser(spec: CallSpec, x: Inputs) -> Any:
+    """The Stabiliser of a shard, from its gates alone."""
 
-
-def _stabiliser(spec: CallSpec, i: jax.Array, f: jax.Array, starts: jax.Array | None) -> Any:
-    """The Stabiliser of a shard."""
-
-    def of_shard(
-        lowering: Lowering, i: jax.Array, f: jax.Array, starts: jax.Array | None
-    ) -> Stabiliser:
-        gates = _gates(spec, lowering, i, f, jnp.full_like(i[:, 0], -jnp.inf), starts)
+    def of_shard(lowering: Lowering, x: Inputs) -> Stabiliser:
+        f, starts = x.f, x.starts
+        empty = x._replace(m_initial=jnp.full_like(f[:, 0], -jnp.inf), lengths=None)
+        gates = gates_of(spec, lowering, empty, spec.fused_problem)
         fbar, reset = log_forget_gate(f)
         largest = jnp.max(jnp.abs(fbar), axis=-1, keepdims=True)
         high, low = split_for_exact_sums(fbar, largest, f.shape[1])
@@ -177,35 +169,26 @@ def _stabiliser(spec: CallSpec, i: jax.Array, f: jax.Array, starts: jax.Array | 
         g = jnp.where(jnp.any(restarts, axis=-1), -jnp.inf, total)
         return Stabiliser(gates.scaM_states[:, -1], g)
 
-    return on_backend(spec.backend, of_shard, i, f, starts)
+    return on_backend(spec.backend, of_shard, x)
 
 
-def _summary(spec_and_splits: OperationSpec, *inputs: jax.Array | None) -> Any:
-    """(Summary, Summands) of a shard.
+def _summary(spec_and_splits: OperationSpec, x: Inputs, m_after: jax.Array) -> Any:
+    """(Summary, Summands) of a shard, from its keys, values and gates.
 
-    inputs: k, v, i, f, the stabilisers before and after the shard, and starts. Rounding makes the
-    latter differ from that of the gates.
+    m_after: the stabiliser after the shard. Rounding makes it differ from that of the gates.
     """
     spec, num_splits = spec_and_splits.call, spec_and_splits.choice
 
-    def of_shard(
-        lowering: Lowering,
-        k: jax.Array,
-        v: jax.Array,
-        i: jax.Array,
-        f: jax.Array,
-        m_before: jax.Array,
-        m_after: jax.Array,
-        starts: jax.Array | None,
-    ) -> tuple[Summary, Summands]:
-        gates, p = _gates(spec, lowering, i, f, m_before, starts), spec.fused_problem
+    def of_shard(lowering: Lowering, x: Inputs, m_after: jax.Array) -> tuple[Summary, Summands]:
+        k, v, p = x.k, x.v, spec.fused_problem
+        gates = gates_of(spec, lowering, x, p)
         abar, gamma = gates.per_step().vecAbar, gates.scaGamma
         if lowering is not Lowering.XLA:
             k, v = spec.strided(k), spec.strided(v)
         n_added = run("step_sums", k, abar, call=spec.call("parallel_fw_P", lowering, p))
         n = jnp.sum(decays_of_others(gamma)[..., None] * n_added, axis=1)
         weights = abar * decays_in_splits(gamma, num_splits, p.S)
-        call = spec.call_of_products(lowering, p)
+        call = spec.call("recurrent_fw_C", lowering, p, clamp=False)
         products = run("split_products", k, v, weights, num_splits, all_splits=True, call=call)
         m = gates.scaM_states[:, -1]
         factor = jnp.where(m == -jnp.inf, 1.0, jnp.exp(m - m_after))
@@ -213,7 +196,7 @@ def _summary(spec_and_splits: OperationSpec, *inputs: jax.Array | None) -> Any:
         summary = Summary(C, n, jnp.prod(gamma, axis=-1) * factor)
         return summary, Summands(gates, n_added, products)
 
-    return on_backend(spec.backend, of_shard, *inputs)
+    return on_backend(spec.backend, of_shard, x, m_after)
 
 
 def _first_half(half: OperationSpec, residuals: Residuals, cotangents: Cotangents) -> Any:
@@ -326,14 +309,18 @@ def _sequence_fwd(axis_name: str, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
         return start
 
     zero, one = jnp.zeros_like(x.m_initial), jnp.ones_like(x.m_initial)
-    stabiliser = operation(_stabiliser, spec, x.i, x.f, x.starts)
+    unread: dict[str, Any] = dict.fromkeys(("q", "k", "v", "c_initial", "n_initial"))
+    read = x._replace(**unread)
+    stabiliser = operation(_stabiliser, spec, read)
     initial, empty = (Stabiliser(m, zero) for m in (x.m_initial, jnp.full_like(zero, -jnp.inf)))
     first = before(joined_stabilisers, initial, stabiliser, empty)
     last = joined_stabilisers(first, stabiliser)
+    k, v = spec.swap_heads(x.k), spec.swap_heads(x.v)
     summary, summands = operation(
         _summary,
         OperationSpec(spec, _splits_of_summary(spec)),
-        *(spec.swap_heads(x.k), spec.swap_heads(x.v), x.i, x.f, first.m, last.m, x.starts),
+        read._replace(k=k, v=v, m_initial=first.m),
+        last.m,
     )
     C, n = x.c_initial, x.n_initial
     zeros = Summary(jnp.zeros_like(C), jnp.zeros_like(n), one)
@@ -413,9 +400,9 @@ def mlstm_chunkwise_sequence_parallel(
     return_last_states: Literal[False] = False, eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
     norm_val: float = 1.0, *, axis_name: str, segment_ids: Array | None = None,
-    input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
-    layout: LayoutName = "BNTH", backend: BackendName | None = None,
-    config: KernelConfig | None = None,
+    sequence_lengths: Array | None = None, input_gate: InputGateName = "exp",
+    normalize: bool = True, recompute_states_in_bw: bool = True, layout: LayoutName = "BNTH",
+    backend: BackendName | None = None, config: KernelConfig | None = None,
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def mlstm_chunkwise_sequence_parallel(
@@ -424,9 +411,9 @@ def mlstm_chunkwise_sequence_parallel(
     return_last_states: Literal[True] = ..., eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
     norm_val: float = 1.0, *, axis_name: str, segment_ids: Array | None = None,
-    input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
-    layout: LayoutName = "BNTH", backend: BackendName | None = None,
-    config: KernelConfig | None = None,
+    sequence_lengths: Array | None = None, input_gate: InputGateName = "exp",
+    normalize: bool = True, recompute_states_in_bw: bool = True, layout: LayoutName = "BNTH",
+    backend: BackendName | None = None, config: KernelConfig | None = None,
 ) -> tuple[jax.Array, States]: ...  # fmt: skip
 @overload
 def mlstm_chunkwise_sequence_parallel(
@@ -435,9 +422,9 @@ def mlstm_chunkwise_sequence_parallel(
     return_last_states: bool = ..., eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
     norm_val: float = 1.0, *, axis_name: str, segment_ids: Array | None = None,
-    input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
-    layout: LayoutName = "BNTH", backend: BackendName | None = None,
-    config: KernelConfig | None = None,
+    sequence_lengths: Array | None = None, input_gate: InputGateName = "exp",
+    normalize: bool = True, recompute_states_in_bw: bool = True, layout: LayoutName = "BNTH",
+    backend: BackendName | None = None, config: KernelConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, States]: ...  # fmt: skip
 def mlstm_chunkwise_sequence_parallel(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
@@ -445,9 +432,9 @@ def mlstm_chunkwise_sequence_parallel(
     return_last_states: bool = False, eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
     norm_val: float = 1.0, *, axis_name: str, segment_ids: Array | None = None,
-    input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
-    layout: LayoutName = "BNTH", backend: BackendName | None = None,
-    config: KernelConfig | None = None,
+    sequence_lengths: Array | None = None, input_gate: InputGateName = "exp",
+    normalize: bool = True, recompute_states_in_bw: bool = True, layout: LayoutName = "BNTH",
+    backend: BackendName | None = None, config: KernelConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, States]:  # fmt: skip
     """``mlstm_chunkwise`` of a sequence that is split over a mesh axis.
 
@@ -515,6 +502,8 @@ def mlstm_chunkwise_sequence_parallel(
       axis_name: the mesh axis that the sequence is split over; on one device
         it may be the axis_name of a vmap.
       segment_ids: (B, S / P) integers of this device's shard.
+      sequence_lengths: (B,) integers, of the whole sequence, the same on all
+        devices of the axis.
       chunk_size: as for ``mlstm_chunkwise``; a chunk ends where a shard ends.
       backend: as for ``mlstm_chunkwise``; "mosaic_gpu_interpret" for an axis
         of one device only.
@@ -553,4 +542,5 @@ def mlstm_chunkwise_sequence_parallel(
     arrays = q, k, v, i, f, c_initial, n_initial, m_initial
     forward = functools.partial(_whole, axis_name)
     starts = functools.partial(_starts, axis_name)
-    return entry.run(forward, starts, options, arrays, segment_ids)
+    shard = 0 if sequence_lengths is None else lax.axis_index(axis_name)
+    return entry.run(forward, starts, options, arrays, segment_ids, sequence_lengths, shard=shard)

@@ -8,11 +8,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mlstm_pallas import validation
+from mlstm_pallas import dispatch, validation
 from mlstm_pallas.annotations import States
 from mlstm_pallas.backend import requested_backend, target_device_kind
 from mlstm_pallas.call_spec import CallSpec, Inputs, LastStates
 from mlstm_pallas.config import KernelConfig, config_for
+from mlstm_pallas.gates import segment_ends, steps_within
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import (
     InputGate,
@@ -42,6 +43,7 @@ class Options:
     layout: str = "BNTH"
     backend: str | None = None
     config: KernelConfig | None = None
+    num_segments: int | None = None
 
 
 def run(
@@ -50,30 +52,38 @@ def run(
     options: Options,
     arrays: tuple[Any, ...],
     segment_ids: Any,
+    sequence_lengths: Any = None,
     *,
+    shard: Any = 0,
     takes_layout: bool = True,
 ) -> jax.Array | tuple[jax.Array, States]:
     """``mlstm_chunkwise`` with another forward function.
 
     Args:
       starts_of: segment_ids, (B, NH, S), to where segments begin.
+      shard: of the sequence, which has S steps; sequence_lengths are those of all shards.
       takes_layout: whether the public function has the argument layout.
     """
     gate, normalize = validation.check_input_gate(options.input_gate, options.normalize)
     layout = validation.check_layout(options.layout)
     q, k, v, i, f, c_initial, n_initial, m_initial = arrays
     sizes = validation.check_chunkwise_arrays(
-        q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, gate, layout
+        q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths, gate, layout
     )
-    # Initial states and segment_ids would not fit the other layout.
-    unclear = c_initial is None and segment_ids is None
-    if takes_layout and sizes["S"] < sizes["NH"] and unclear:
-        validation.warn_of_layout(layout)
     if options.autocast_kernel_dtype is None:
         validation.check_one_dtype(dict(q=q, k=k, v=v))
     spec = spec_for(
         options, gate, normalize, q.dtype, sizes, layout, has_initial_state=c_initial is not None
     )
+    # Initial states and segment_ids would not fit the other layout.
+    unclear = c_initial is None and segment_ids is None
+    if takes_layout and sizes["S"] < sizes["NH"] and unclear:
+        validation.warn_of_layout(layout)
+    num_segments = options.num_segments
+    if num_segments is not None:
+        num_segments = validation.check_num_segments(
+            num_segments, segment_ids, spec.return_last_states
+        )
     _log.debug("%s", spec)
     p, dtype, acc = spec.problem, spec.dtype, accumulator_dtype(spec.dtype)
 
@@ -85,26 +95,49 @@ def run(
     if layout is Layout.BTNH:
         i, f = jnp.swapaxes(i, 1, 2), jnp.swapaxes(f, 1, 2)
     arrays = *map(spec.swap_heads, (q, k, v)), i, f, c_initial, n_initial, m_initial
+    integers: dict[str, Any] = {}
     if segment_ids is not None:
-        arrays = (*arrays, jnp.broadcast_to(segment_ids[:, None], (B, NH, S)))
-    q, k, v, i, f, c_initial, n_initial, m_initial, *ids = aligned(*arrays)
+        integers["ids"] = jnp.broadcast_to(segment_ids[:, None], (B, NH, S))
+    if sequence_lengths is not None:
+        of_shard = _lengths_of_shard(sequence_lengths, shard, S)
+        integers["lengths"] = jnp.broadcast_to(of_shard[:, None], (B, NH))
+    q, k, v, i, f, c_initial, n_initial, m_initial, *others = aligned(*arrays, *integers.values())
+    integers = dict(zip(integers, others, strict=True))
+    lengths = integers.get("lengths")
+    if lengths is not None:  # as the padding does, these gates carry the states on
+        within = steps_within(lengths, S)
+        i, f = jnp.where(within, i, -jnp.inf), jnp.where(within, f, jnp.inf)
     steps, qk, hv = {2: p.S}, {3: p.DHQK}, {3: p.DHHV}
+    few_steps = {2: min(-(-S // spec.step_multiple) * spec.step_multiple, p.S)}
     inputs = Inputs(
-        spec.swap_heads(_pad(q.astype(dtype), steps | qk)),
-        spec.swap_heads(_pad(k.astype(dtype), steps | qk)),
-        spec.swap_heads(_pad(v.astype(dtype), steps | hv)),
+        spec.swap_heads(_pad(q.astype(dtype), few_steps | qk)),
+        spec.swap_heads(_pad(k.astype(dtype), few_steps | qk)),
+        spec.swap_heads(_pad(v.astype(dtype), few_steps | hv)),
         _pad(i.astype(acc), steps, -jnp.inf),
         _pad(f.astype(acc), steps, jnp.inf),
         _pad(c_initial.astype(acc), {2: p.DHQK} | hv),
         _pad(n_initial.astype(acc), {2: p.DHQK}),
         m_initial.astype(acc),
-        _pad(starts_of(ids[0]).astype(jnp.int32), steps) if ids else None,
+        lengths=lengths,
     )
+    if "ids" in integers:
+        starts = starts_of(integers["ids"]).astype(jnp.int32)
+        if num_segments is not None:
+            inputs = inputs._replace(segment_ends=segment_ends(starts, num_segments, lengths))
+        starts = starts if lengths is None else jnp.where(within, starts, 0)
+        inputs = inputs._replace(starts=_pad(starts, steps))
     h, last = forward(spec, inputs)
     h = (h[:, :S] if layout is Layout.BTNH else h[:, :, :S])[..., :DHV].astype(q.dtype)
     if last is None or not spec.return_last_states:
         return h
-    return h, (last.c[:, :, :DHQK, :DHV], last.n[:, :, :DHQK], last.m)
+    return h, (last.c[..., :DHQK, :DHV], last.n[..., :DHQK], last.m)
+
+
+def _lengths_of_shard(sequence_lengths: Any, shard: Any, S: int) -> jax.Array:
+    """The steps of each batch entry in a shard of S steps, (B,) int32."""
+    largest = min(jnp.iinfo(sequence_lengths.dtype).max, 2**31 - 1)  # not all dtypes have S
+    lengths = jnp.asarray(sequence_lengths.clip(0, largest).astype("int32"))
+    return jnp.clip(lengths - shard * S, 0, S)
 
 
 def checked(options: Options) -> Options:
@@ -131,10 +164,12 @@ def spec_for(
     options = checked(options)
     validation.check_backend(options.backend)
     backend = requested_backend(options.backend)
+    validation.check_constant(sizes, backend)
     validation.check_instance("config", options.config, KernelConfig)
     dtype = validation.kernel_dtype(options.autocast_kernel_dtype, q_dtype, backend)
 
     B, NH, S, DHQK, DHV = (sizes[dim] for dim in ("B", "NH", "S", "DHQK", "DHV"))
+    backend = dispatch.backend_for(backend, S)
     if B * NH == 0:
         backend = "xla"  # a kernel has no empty grid
     device_kind = target_device_kind()

@@ -1,7 +1,7 @@
 """Functions that call mlstm_chunkwise, exported with jax.export."""
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -17,11 +17,11 @@ PLATFORMS = ("cpu", "cuda")
 def export(
     function: Callable[..., Any],
     *args: Any,
-    platform: str,
+    platform: str | Sequence[str],
     device_kind: str | None = None,
     **kwargs: Any,
 ) -> Exported:
-    """``jax.export`` of ``function`` for one platform, without the safety check of Triton kernels.
+    """``jax.export`` of ``function`` without the safety check of Triton kernels.
 
     jax.export accepts the custom calls of Mosaic GPU, and those of Triton only where that check is
     disabled. An export for CUDA holds the Triton IR of the kernels (with backend "mosaic_gpu" the
@@ -34,6 +34,9 @@ def export(
         # In another process.
         jax.jit(jax.export.deserialize(file.read_bytes()).call)(*arguments)
 
+    The batch dimension may be symbolic (jax.export.symbolic_shape) with backend "xla". Kernels need
+    constant shapes, and every call a constant S.
+
     Functions of arrays sharded over several devices export with explicit mesh axes and shard_map,
     but not with automatic axes: their partitioning calls back into this process, and jax.export
     raises NotImplementedError.
@@ -41,23 +44,27 @@ def export(
     Args:
       function: to be exported; jitted here unless it is already.
       args, kwargs: its arguments, or jax.ShapeDtypeStructs of them.
-      platform: "cpu" or "cuda"; no GPU is needed to export for "cuda".
+      platform: "cpu", "cuda", or both, ("cpu", "cuda"); no GPU is needed to export for "cuda".
       device_kind: the GPU for which tiles are chosen and kernels lowered ("NVIDIA H200"). None:
         this process's first device.
 
     Raises:
       ValueError: for another platform.
     """
-    if platform not in PLATFORMS:
-        raise ValueError(f"platform is {platform!r}, expected one of {', '.join(PLATFORMS)}")
+    platforms = (platform,) if isinstance(platform, str) else tuple(platform)
+    if not platforms or any(x not in PLATFORMS for x in platforms):
+        raise ValueError(
+            f"platform is {platform!r}, expected one of {', '.join(PLATFORMS)}, or a sequence of "
+            "them"
+        )
     jitted: Any = function if hasattr(function, "trace") else jax.jit(function)
     context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if device_kind is not None:
-        device = AbstractDevice(device_kind, None, "gpu" if platform == "cuda" else platform)
+        device = AbstractDevice(device_kind, None, "gpu" if "cuda" in platforms else "cpu")
         context = jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
     with context:
         return jax_export(
             jitted,
-            platforms=[platform],
+            platforms=platforms,
             disabled_checks=[DisabledSafetyCheck.custom_call(CUSTOM_CALL_TARGET)],
         )(*args, **kwargs)

@@ -48,7 +48,10 @@ def gates_of(
     """The gates in the chunks of the call, or of another problem."""
     call = spec.call("chunk_gates", lowering, problem)
     gates: ChunkGates = run(
-        "chunk_gates", x.i, x.f, x.m_initial, x.starts, spec.input_gate, call=call
+        "chunk_gates",
+        *(x.i, x.f, x.m_initial, x.starts, spec.input_gate),
+        lengths=x.lengths,
+        call=call,
     )
     return gates
 
@@ -100,7 +103,7 @@ def fused(spec: CallSpec, lowering: Lowering, x: Inputs, summands: Summands | No
             added = run("split_products", keys.array, v, weights, num_splits, call=call)
         C_initial = split_states(added, gamma, C_initial)
         q, v, gamma, of_scan = jax.tree.map(
-            lambda y: splits_as_heads(y, num_splits),
+            lambda y: splits_as_heads(y, num_splits, p.S),
             (q, v, gamma, scores._replace(vecZ=None, vecN_states=None, vecN_last=None)),
         )
     stride = spec.problem.L // p.L

@@ -1,5 +1,6 @@
 """The custom_vjp that joins the schedules, and the documented generators of functions with it."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
@@ -16,12 +17,18 @@ from mlstm_pallas.call_spec import CallSpec, Cotangents, Forward, Inputs, LastSt
 from mlstm_pallas.entry import Options, checked, run
 from mlstm_pallas.forward import Summands
 from mlstm_pallas.gates import segment_starts
+from mlstm_pallas.segments import segment_states
 from mlstm_pallas.sharding import over_shards
+from mlstm_pallas.stage import Lowering
 from mlstm_pallas.validation import as_dtype
 
 NO_SUCH_DERIVATIVE = (
     "mlstm_chunkwise has first derivatives in reverse mode only; for second derivatives and "
     "forward mode use mlstm_pallas.reference.chunkwise or mlstm_pallas.reference.recurrence"
+)
+
+NO_DERIVATIVE_OF_SEGMENTS = (
+    "mlstm_chunkwise with num_segments has no derivatives; leave num_segments out for them"
 )
 
 
@@ -39,8 +46,8 @@ def _backward(spec: CallSpec, residuals: Residuals, cotangents: Cotangents) -> A
     )
 
 
-def _refuse(*_: Any, **__: Any) -> NoReturn:
-    raise TypeError(NO_SUCH_DERIVATIVE)
+def _refuse(*_: Any, message: str = NO_SUCH_DERIVATIVE, **__: Any) -> NoReturn:
+    raise TypeError(message)
 
 
 # Marks a tangent until reverse mode transposes the mark away. Forward mode evaluates or batches
@@ -77,6 +84,9 @@ in_reverse_mode = _identity(
     ),
 )
 _not_differentiated = _identity("not_differentiated", _refuse)
+_segments_not_differentiated = _identity(
+    "segments_not_differentiated", functools.partial(_refuse, message=NO_DERIVATIVE_OF_SEGMENTS)
+)
 
 
 def operation(function: Callable[..., Any], spec: Any, *args: Any) -> Any:
@@ -141,6 +151,23 @@ _mlstm.defvjp(_mlstm_fwd, _mlstm_bwd)
 def mlstm_forward(spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, LastStates | None]:
     """h and the last states of the padded problem."""
     return _mlstm(spec, in_reverse_mode(inputs))
+
+
+def _with_segments(spec: CallSpec, inputs: Inputs) -> Any:
+    def of_shard(lowering: Lowering, x: Inputs) -> tuple[jax.Array, LastStates]:
+        outputs = forward_schedule.forward(spec, lowering, x)
+        return outputs.h, segment_states(spec, lowering, x, outputs.states)
+
+    return on_backend(spec.backend, of_shard, inputs)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def mlstm_with_segments(spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, LastStates]:
+    """h and the states at the ends of the packed segments, (B, N, NH, ...), without derivatives."""
+    spec = dataclasses.replace(spec, recompute_states_in_bw=False, return_last_states=False)
+    inputs = swap_heads(spec, _segments_not_differentiated(inputs))
+    h, states = over_shards(_with_segments, spec, inputs)
+    return spec.swap_heads(h), jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), states)
 
 
 def _mlstm_chunkwise_fwbw_generator(

@@ -181,6 +181,27 @@ def segment_starts(segment_ids: jax.Array) -> jax.Array:
     )
 
 
+def steps_within(lengths: jax.Array, S: int) -> jax.Array:
+    """Which of S steps are within lengths, (...,): (..., S)."""
+    steps = lax.broadcasted_iota(jnp.int32, (1,) * lengths.ndim + (S,), lengths.ndim)
+    return steps < lengths[..., None]
+
+
+def segment_ends(starts: jax.Array, num_segments: int, lengths: jax.Array | None) -> jax.Array:
+    """The number of steps up to the end of each of the first segments; 0 where there is none.
+
+    starts: (B, NH, S) int32, 1 where segments begin; lengths: (B, NH), the steps that count; None:
+    all. Returns (B, NH, num_segments) int32.
+    """
+    index = jnp.cumsum(starts, axis=-1, dtype=jnp.int32)
+    if lengths is not None:
+        index = jnp.where(steps_within(lengths, starts.shape[-1]), index, num_segments)
+    segments = lax.broadcasted_iota(jnp.int32, (1, 1, num_segments, 1), 2)
+    ends = jnp.sum(index[..., None, :] <= segments, axis=-1, dtype=jnp.int32)
+    before = jnp.pad(ends[..., :-1], [(0, 0), (0, 0), (1, 0)])
+    return jnp.where(ends > before, ends, 0)
+
+
 def reset_offset(
     i_min: jax.Array,
     i_max: jax.Array,
@@ -301,14 +322,37 @@ def stabiliser_scan(
 
 
 def join_chunks(
-    local: LocalGates, scaM_states: jax.Array, input_gate: InputGate = InputGate.EXP
+    local: LocalGates,
+    scaM_states: jax.Array,
+    input_gate: InputGate = InputGate.EXP,
+    lengths: jax.Array | None = None,
 ) -> ChunkGates:
-    """Completes the local gates with the chunk boundaries' m_c, scaM_states: (B * NH, NC + 1)."""
+    """Completes the local gates with the chunk boundaries' m_c, scaM_states: (B * NH, NC + 1).
+
+    lengths: as of ``without_outputs``.
+    """
     m_start = scaM_states[..., :-1, None]
     b_hi, b_lo, offset = (y[..., -1:] for y in (*local.vecB, local.vecOffset))
     p, gamma = join_ends(b_hi, b_lo, offset, m_start, scaM_states[..., 1:, None])
     u, w, m, abar = join_steps(local, m_start, p, input_gate)
-    return ChunkGates(local.vecE, u, w, m, abar, gamma[..., 0], scaM_states)
+    gates = ChunkGates(local.vecE, u, w, m, abar, gamma[..., 0], scaM_states)
+    return without_outputs(gates, lengths)
+
+
+def without_outputs(gates: ChunkGates, lengths: jax.Array | None) -> ChunkGates:
+    """The gates with h_t = 0 for t >= lengths, (B * NH,) int32; None: unchanged.
+
+    With u_t = +inf and w_t = 0 a step reads neither keys nor states, and its dh reaches nothing.
+    """
+    if lengths is None:
+        return gates
+    _, NC, L = gates.vecW.shape
+    beyond = ~steps_within(lengths, NC * L).reshape(gates.vecW.shape)
+    u_hi, u_lo = gates.vecU
+    return gates._replace(
+        vecU=(jnp.where(beyond, _INF, u_hi), jnp.where(beyond, 0.0, u_lo)),
+        vecW=jnp.where(beyond, 0.0, gates.vecW),
+    )
 
 
 def join_ends(

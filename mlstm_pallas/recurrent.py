@@ -116,7 +116,8 @@ def _check_arrays(
     if steps:
         validation.check_axes_of_gates(arrays, layout)
     of_token = {name: [dim for dim in names if steps or dim != "S"] for name, names in dims.items()}
-    validation.check_shapes(arrays, of_token | validation.STATE_DIMS)
+    sizes = validation.check_shapes(arrays, of_token | validation.STATE_DIMS)
+    validation.check_constant(sizes, backend)
     validation.check_one_dtype(arrays)
     if gate is InputGate.SIGMOID:
         validation.check_zeros("m", m)

@@ -115,7 +115,8 @@ def chunkwise(
     n_initial: Array | None = None, m_initial: Array | None = None,
     return_last_states: Literal[False] = False, eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, *, segment_ids: Array | None = None, input_gate: InputGateName = "exp",
+    norm_val: float = 1.0, *, segment_ids: Array | None = None,
+    sequence_lengths: Array | None = None, input_gate: InputGateName = "exp",
     normalize: bool = True, recompute_states_in_bw: bool = True, layout: LayoutName = "BNTH",
     backend: BackendName | None = None, config: KernelConfig | None = None,
 ) -> jax.Array: ...  # fmt: skip
@@ -125,7 +126,8 @@ def chunkwise(
     n_initial: Array | None = None, m_initial: Array | None = None,
     return_last_states: Literal[True] = ..., eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, *, segment_ids: Array | None = None, input_gate: InputGateName = "exp",
+    norm_val: float = 1.0, *, segment_ids: Array | None = None,
+    sequence_lengths: Array | None = None, input_gate: InputGateName = "exp",
     normalize: bool = True, recompute_states_in_bw: bool = True, layout: LayoutName = "BNTH",
     backend: BackendName | None = None, config: KernelConfig | None = None,
 ) -> tuple[jax.Array, States]: ...  # fmt: skip
@@ -135,7 +137,8 @@ def chunkwise(
     n_initial: Array | None = None, m_initial: Array | None = None,
     return_last_states: bool = ..., eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, *, segment_ids: Array | None = None, input_gate: InputGateName = "exp",
+    norm_val: float = 1.0, *, segment_ids: Array | None = None,
+    sequence_lengths: Array | None = None, input_gate: InputGateName = "exp",
     normalize: bool = True, recompute_states_in_bw: bool = True, layout: LayoutName = "BNTH",
     backend: BackendName | None = None, config: KernelConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, States]: ...  # fmt: skip
@@ -144,13 +147,14 @@ def chunkwise(
     n_initial: Array | None = None, m_initial: Array | None = None,
     return_last_states: bool = False, eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, *, segment_ids: Array | None = None, input_gate: InputGateName = "exp",
+    norm_val: float = 1.0, *, segment_ids: Array | None = None,
+    sequence_lengths: Array | None = None, input_gate: InputGateName = "exp",
     normalize: bool = True, recompute_states_in_bw: bool = True, layout: LayoutName = "BNTH",
     backend: BackendName | None = None, config: KernelConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, States]:  # fmt: skip
     """``mlstm_chunkwise`` in plain jnp, without a derivative rule of its own.
 
-    It takes the arguments of ``mlstm_chunkwise``, layout included, and has
+    It takes the arguments of ``mlstm_chunkwise`` but num_segments, and has
     derivatives of every order, in reverse and in forward mode. The chunkwise
     form is that of arXiv:2503.14376, section 3: equal to ``recurrence`` up to
     rounding.
@@ -171,8 +175,8 @@ def chunkwise(
       recompute_states_in_bw, backend: not read.
       q, k, v, i, f, c_initial, n_initial, m_initial, return_last_states, eps,
         chunk_size, autocast_kernel_dtype, stabilize_correctly, norm_val,
-        segment_ids, input_gate, normalize, layout, config: as for
-        ``mlstm_chunkwise``.
+        segment_ids, sequence_lengths, input_gate, normalize, layout, config:
+        as for ``mlstm_chunkwise``.
 
     Returns:
       As ``mlstm_chunkwise``.
@@ -196,7 +200,7 @@ def chunkwise(
         config=config,
     )
     arrays = q, k, v, i, f, c_initial, n_initial, m_initial
-    return run(_plain_forward, segment_starts, options, arrays, segment_ids)
+    return run(_plain_forward, segment_starts, options, arrays, segment_ids, sequence_lengths)
 
 
 def _plain_forward(spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, Any]:

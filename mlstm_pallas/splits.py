@@ -60,12 +60,13 @@ def split_states(
     )
 
 
-def splits_as_heads(x: jax.Array, num_splits: int) -> jax.Array:
-    """(B * NH, n, ...) to (B * NH * num_splits, n / num_splits, ...).
+def splits_as_heads(x: jax.Array, num_splits: int, S: int) -> jax.Array:
+    """(B * NH, n, ...) to (B * NH * num_splits, n / num_splits, ...); n is S steps, or chunks.
 
-    (B, S, NH, D) stays as it is: ``sequence_spec`` addresses its splits.
+    (B, S, NH, D) stays as it is, and so does (B * NH, S', D) with other steps than S, whose last
+    split is shorter: ``sequence_spec`` addresses their splits.
     """
-    if x.ndim == 4:
+    if x.ndim == 4 or (x.ndim == 3 and x.shape[1] != S):
         return x
     return x.reshape(x.shape[0] * num_splits, x.shape[1] // num_splits, *x.shape[2:])
 

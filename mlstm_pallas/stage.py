@@ -139,18 +139,26 @@ class StageCall:
         return self.lowering.interpret
 
     def chunks(self, x: jax.Array) -> jax.Array:
-        """(B * NH, S, ...), or (B, S, NH, D), to (B * NH, NC, L, ...)."""
-        p = self.problem
+        """(B * NH, S, ...), or (B, S, NH, D), to (B * NH, NC, L, ...); zeros in steps beyond x."""
+        p, splits = self.problem, self._splits(x)
+        x = with_steps(x, p.S * splits)
         if x.ndim < 4:
-            return x.reshape(x.shape[0], p.NC, p.L, *x.shape[2:])
+            return x.reshape(x.shape[0] * splits, p.NC, p.L, *x.shape[2:])
         return jnp.swapaxes(x, 1, 2).reshape(p.BNH, p.NC, p.L, x.shape[-1])
 
     def steps(self, x: jax.Array, like: jax.Array) -> jax.Array:
-        """The inverse: (B * NH, NC, L, D) to the layout of ``like``."""
+        """The inverse: (B * NH, NC, L, D) to the layout and the steps of ``like``."""
+        B, S = like.shape[:2]
+        whole = self.problem.S * self._splits(like)
         if like.ndim < 4:
-            return x.reshape(*like.shape[:2], x.shape[-1])
-        B, S, NH, _ = like.shape
-        return jnp.swapaxes(x.reshape(B, NH, S, x.shape[-1]), 1, 2)
+            return with_steps(x.reshape(B, whole, x.shape[-1]), S)
+        x = x.reshape(B, like.shape[2], whole, x.shape[-1])
+        return with_steps(jnp.swapaxes(x, 1, 2), S)
+
+    def _splits(self, x: jax.Array) -> int:
+        """Heads of the problem, of which splits count as some, for each of x."""
+        heads = x.shape[0] * (x.shape[2] if x.ndim == 4 else 1)
+        return self.problem.BNH // heads if heads else 1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -212,6 +220,18 @@ def search_of(*names: str, **values: Sequence[Any]) -> dict[str, Sequence[Any]]:
 
 # q, k, v, h and their gradients are (B * NH, S, D) in memory or, with the layout "BTNH",
 # (B, S, NH, D); the number of axes tells which. Gates, tiles and states have one layout.
+#
+# q, k, v, h and their gradients may have the caller's steps, fewer than Problem.S, and so may the
+# weighted operands made of them; all code takes what is beyond for zeros. All else has Problem.S
+# steps, whole chunks. The gates beyond the caller's store nothing and decay nothing.
+
+
+def with_steps(x: jax.Array, S: int) -> jax.Array:
+    """x with S steps along axis 1: with zeros behind, or cut."""
+    if x.shape[1] > S:
+        return x[:, :S]
+    behind = S - x.shape[1]
+    return jnp.pad(x, [(0, 0), (0, behind), *[(0, 0)] * (x.ndim - 2)]) if behind else x
 
 
 def sequence_shape(like: jax.Array, columns: int, dtype: Any) -> jax.ShapeDtypeStruct:
@@ -221,18 +241,18 @@ def sequence_shape(like: jax.Array, columns: int, dtype: Any) -> jax.ShapeDtypeS
 
 def steps_like(vec: jax.Array, x: jax.Array) -> jax.Array:
     """A number a step, (B * NH, S), to multiply x with: (B * NH, S, 1) or (B, S, NH, 1)."""
+    vec = with_steps(vec, x.shape[1])
     if x.ndim == 3:
         return vec[..., None]
     B, S, NH, _ = x.shape
     return jnp.swapaxes(vec.reshape(B, NH, S), 1, 2)[..., None]
 
 
-def steps_of(vec: jax.Array) -> jax.Array:
-    """The inverse: (B, S, NH) to (B * NH, S); (B * NH, S) as it is."""
-    if vec.ndim == 2:
-        return vec
-    B, S, NH = vec.shape
-    return jnp.swapaxes(vec, 1, 2).reshape(B * NH, S)
+def steps_of(vec: jax.Array, S: int) -> jax.Array:
+    """The inverse: (B, S', NH) or (B * NH, S') to (B * NH, S), with zeros behind."""
+    if vec.ndim == 3:
+        vec = jnp.swapaxes(vec, 1, 2).reshape(-1, vec.shape[1])
+    return with_steps(vec, S)
 
 
 class Weighted(NamedTuple):

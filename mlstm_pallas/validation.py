@@ -14,6 +14,7 @@ from typing import Any, get_args
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.export import is_symbolic_dim
 
 from mlstm_pallas.annotations import BackendName
 from mlstm_pallas.problem import InputGate, Layout, as_integer, is_power_of_two
@@ -39,6 +40,7 @@ STATE_DIMS: dict[str, Dims] = {
     "n": ("B", "NH", "DHQK"),
     "m": ("B", "NH"),
 }
+INTEGER_DIMS: dict[str, Dims] = {"segment_ids": ("B", "S"), "sequence_lengths": ("B",)}
 
 
 def check_is_array(name: str, x: Any) -> None:
@@ -130,6 +132,14 @@ def check_shapes(
     return sizes
 
 
+def check_constant(sizes: Mapping[str, Any], backend: str | None) -> None:
+    """Refuses the symbolic dimensions of jax.export, but for B in plain jnp."""
+    for dim, size in sizes.items():
+        if is_symbolic_dim(size) and (dim != "B" or backend != "xla"):
+            hint = ', or backend "xla", which takes a symbolic B' if dim == "B" else ""
+            raise ValueError(f"q has a symbolic {dim} = {size}, expected a constant{hint}")
+
+
 def _as_shape(arrays: Mapping[str, Any], sources: Mapping[str, str], dims: Dims) -> str:
     """Names the array that set the size of the first of the dimensions."""
     source = sources.get(dims[0]) if dims else None
@@ -216,6 +226,7 @@ def check_chunkwise_arrays(
     n_initial: Any,
     m_initial: Any,
     segment_ids: Any,
+    sequence_lengths: Any,
     input_gate: InputGate,
     layout: Layout = Layout.BNTH,
 ) -> dict[str, int]:
@@ -233,13 +244,14 @@ def check_chunkwise_arrays(
     sizes = check_shapes(
         arrays, dims | {f"{name}_initial": dims for name, dims in STATE_DIMS.items()}
     )
-    if segment_ids is not None:
-        check_is_array("segment_ids", segment_ids)
-        if not jnp.issubdtype(segment_ids.dtype, jnp.integer):
-            raise TypeError(f"segment_ids has dtype {segment_ids.dtype}, expected an integer dtype")
-        check_shapes(
-            dict(q=q, segment_ids=segment_ids), {"q": dims["q"], "segment_ids": ("B", "S")}
-        )
+    integers = dict(segment_ids=segment_ids, sequence_lengths=sequence_lengths)
+    for name, x in integers.items():
+        if x is None:
+            continue
+        check_is_array(name, x)
+        if not jnp.issubdtype(x.dtype, jnp.integer):
+            raise TypeError(f"{name} has dtype {x.dtype}, expected an integer dtype")
+        check_shapes({"q": q, name: x}, {"q": dims["q"], name: INTEGER_DIMS[name]})
     if input_gate is InputGate.SIGMOID:
         check_zeros("m_initial", m_initial)
     return sizes
@@ -281,6 +293,18 @@ def check_integer(name: str, x: Any, least: int, *, power_of_two: bool = False) 
     if not is_integer or size < least or (power_of_two and not is_power_of_two(size)):
         raise ValueError(f"{name} is {x!r}, {expected}")
     return int(size)
+
+
+def check_num_segments(x: Any, segment_ids: Any, return_last_states: bool) -> int:
+    """num_segments as an int, with the arguments that it needs."""
+    num_segments = check_integer("num_segments", x, 1)
+    if segment_ids is None:
+        raise ValueError(f"num_segments is {x} without segment_ids, expected both")
+    if not return_last_states:
+        raise ValueError(
+            f"num_segments is {x} with return_last_states=False, expected return_last_states=True"
+        )
+    return num_segments
 
 
 def check_flag(name: str, x: Any) -> bool:

@@ -2,10 +2,14 @@
 
 import functools
 import math
+import re
+from collections import Counter
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 
 from mlstm_pallas import reference
 
@@ -126,6 +130,70 @@ def assert_close(actual, expected, bound, what=""):
     assert result <= bound, f"{what}: relative error {result:.2e} above {bound:.2e}"
 
 
+def compare(names, actual, desired, bound):
+    """assert_close of each."""
+    for name, x, y in zip(names, actual, desired, strict=True):
+        assert_close(x, np.asarray(y).astype("float64"), bound, name)
+
+
+def refused(kind, message, call, *args, **kwargs):
+    """The call raises this kind of error with this first line."""
+    with pytest.raises(kind) as caught:
+        call(*args, **kwargs)
+    assert str(caught.value).split("\n")[0] == message
+
+
+def for_device(kind):
+    """Inside, traces and lowers for this GPU."""
+    device = AbstractDevice(kind, None, "gpu")
+    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+
+
+COLLECTIVE = re.compile(
+    r" (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\("
+)
+
+
+def collectives(compiled):
+    """{collective: how many there are in the compiled module}."""
+    return Counter(COLLECTIVE.findall(compiled.as_text()))
+
+
+def mesh_of(shape, *kinds, names="xyz", platform="cpu"):
+    """Axes of the kind, Auto without one, or of one kind each."""
+    kinds = kinds or (AxisType.Auto,)
+    return jax.make_mesh(
+        shape,
+        tuple(names[: len(shape)]),
+        axis_types=kinds if len(kinds) > 1 else kinds * len(shape),
+        devices=jax.devices(platform)[: math.prod(shape)],
+    )
+
+
+def sharded(arrays, mesh, *specs):
+    """The arrays sharded by the one spec, or by one each."""
+    specs = specs if len(specs) > 1 else specs * len(arrays)
+    return [
+        jax.device_put(x, NamedSharding(mesh, spec)) for x, spec in zip(arrays, specs, strict=True)
+    ]
+
+
+def loss_of(h, states):
+    """Of h and of the states."""
+    finite = (jnp.where(jnp.isfinite(y), y, 0.0) for y in states)
+    return jnp.sum(h * jnp.cos(h)), sum(jnp.sum(jnp.sin(y)) for y in finite)
+
+
+def gradient_of(run):
+    """((loss, (h, c, n, m)), the gradients of eight arguments), jitted."""
+
+    def loss(*x):
+        h, states = run(*x)
+        return sum(loss_of(h, states)), (h, *states)
+
+    return jax.jit(jax.value_and_grad(loss, tuple(range(8)), has_aux=True))
+
+
 def initial_state_scale(dc, dn, inputs):
     """The size of the terms of dm_initial = <dc, c> + dn . n that its error is relative to,
     per head (B, NH).
@@ -192,6 +260,50 @@ def expected_of(inputs, cotangents, run=reference.recurrence, **options):
         return jax.tree.map(np.asarray, result)
 
 
+def recurrence_of_lengths(lengths):
+    """reference.recurrence of every batch entry cut to its length; beyond it h is 0."""
+
+    def run(*, segment_ids=None, **x):
+        options = {name: y for name, y in x.items() if name not in NAMES}
+        S, results = x["q"].shape[2], []
+        for b, length in enumerate(np.clip(lengths, 0, S)):
+            entry = {
+                name: y[b : b + 1, :, :length] if name in "qkvif" else y[b : b + 1]
+                for name, y in x.items()
+                if name in NAMES
+            }
+            ids = segment_ids[b : b + 1, :length] if segment_ids is not None and length else None
+            h, states = reference.recurrence(**entry, segment_ids=ids, **options)
+            h = jnp.pad(h, [(0, 0), (0, 0), (0, S - length), (0, 0)])
+            results.append((h, states))
+        return jax.tree.map(lambda *y: jnp.concatenate(y), *results)
+
+    return run
+
+
+def beyond(lengths, x):
+    """Where a step of x, (B, NH, S, ...), is beyond the length of its batch entry."""
+    steps = np.arange(x.shape[2]) >= np.reshape(lengths, (-1, 1, 1))
+    return np.broadcast_to(steps.reshape(*steps.shape, *[1] * (x.ndim - 3)), x.shape)
+
+
+def with_garbage(inputs, lengths, size=1e10):
+    """The inputs with NaN gates and large q, k and v beyond the lengths."""
+    garbage = dict.fromkeys("qkv", size) | dict.fromkeys("if", np.nan)
+    return {
+        name: array(np.where(beyond(lengths, x), garbage[name], x), x.dtype)
+        if name in garbage
+        else x
+        for name, x in inputs.items()
+    }
+
+
+def assert_nothing_beyond(lengths, outputs, gradients):
+    """h and the gradients beyond the lengths are 0, exactly."""
+    for name, x in {"h": outputs[0], **{name: gradients[name] for name in "qkvif"}}.items():
+        assert not np.any(np.asarray(x)[beyond(lengths, x)]), name
+
+
 def errors_of(inputs, result, expected):
     """Relative errors of outputs and of gradients, by name; that of dm_initial to the size of its
     terms."""
@@ -204,7 +316,8 @@ def errors_of(inputs, result, expected):
                 wanted_gradients["c_initial"], wanted_gradients["n_initial"], inputs
             )
         )
-        of_gradients["m_initial"] *= min(1.0, np.linalg.norm(wanted_gradients["m_initial"]) / scale)
+        share = np.linalg.norm(wanted_gradients["m_initial"]) / scale if scale else 1.0
+        of_gradients["m_initial"] *= min(1.0, share)
     return of_outputs, of_gradients
 
 

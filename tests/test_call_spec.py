@@ -7,7 +7,6 @@ import re
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise
@@ -15,7 +14,7 @@ from mlstm_pallas.call_spec import MIN_SPLIT_STATE, MIN_SPLIT_STEPS, CallSpec
 from mlstm_pallas.config import heuristic_config
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Lowering, StageCall
+from mlstm_pallas.stage import Lowering
 from mlstm_pallas.stages import STAGES
 
 FLOAT32 = jnp.dtype("float32")
@@ -81,14 +80,6 @@ def test_splits_of_a_sequence_count_as_heads(case):
     assert (spec.fused, spec.num_splits) == (splits > 0, max(splits, 1))
 
 
-@pytest.mark.parametrize(
-    ("num_splits", "S", "expected"), [(1, 256, 1), (4, 256, 4), (8, 256, 4), (4, 192, 1)]
-)
-def test_an_explicit_number_of_splits_is_cut_to_whole_chunks(num_splits, S, expected):
-    spec = spec_of(NH=1, S=S, fused_min_heads=1, recurrent_fw_H=StageConfig(num_splits=num_splits))
-    assert (spec.fused, spec.num_splits) == (True, expected)
-
-
 def test_splits_are_of_chunks_of_the_fused_scan():
     """8320 steps are 65 chunks of 128, and 260 of 32."""
     spec = spec_of(
@@ -135,13 +126,6 @@ def test_a_shard_is_decided_for_its_own_heads():
     assert (small.problem.BNH, small.problem.S) == (1, whole.problem.S)
 
 
-@pytest.mark.parametrize(("L", "LKV", "chunks"), [(64, 32, 32), (16, 32, 16), (64, 64, 64)])
-def test_the_fused_scan_has_chunks_of_its_own(L, LKV, chunks):
-    spec = spec_of(S=128, L=L, fused_min_heads=1, recurrent_fw_H=StageConfig(siz_b_LKV=LKV))
-    found = {name: choice.L for name, choice in spec.kernels if name in spec.stages}
-    assert found == {name: chunks if STAGES[name].fused else L for name in spec.stages}
-
-
 @pytest.mark.parametrize("lowering", Lowering)
 def test_tiles_of_a_call_are_clamped_to_the_problem(lowering):
     spec = spec_of(S=128, L=32, parallel_fw_H=StageConfig(siz_b_LQ=128, siz_b_DHHV=256))
@@ -152,20 +136,6 @@ def test_tiles_of_a_call_are_clamped_to_the_problem(lowering):
     assert (call.problem, call.lowering) == (spec.problem, expected.get(lowering, lowering))
     if lowering is not Lowering.XLA:  # which has no tiles
         assert (call.tiles.siz_b_LQ, call.tiles.siz_b_DHHV) == (32, 32)
-
-
-@pytest.mark.parametrize("num_splits", [1, 2])
-def test_a_stage_cuts_both_layouts_into_the_same_chunks(num_splits):
-    """Splits count as heads."""
-    B, NH, S, D = 2, 3, 64, 4
-    problem = Problem(B, NH, S, D, D, 16, 1.0).split(num_splits)
-    call = StageCall(problem, StageConfig(), None, Lowering.XLA)
-    x = np.arange(B * NH * S * D).reshape(B, NH, S, D)
-    expected = x.reshape(problem.BNH, problem.NC, problem.L, D)
-    for given in (x.reshape(problem.BNH, problem.S, D), np.swapaxes(x, 1, 2)):
-        chunks = call.chunks(jnp.asarray(given))
-        assert np.array_equal(chunks, expected)
-        assert np.array_equal(call.steps(chunks, given), given)
 
 
 def test_a_spec_is_hashable_and_prints_as_one_line():

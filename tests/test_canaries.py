@@ -1,27 +1,21 @@
 """Every kernel writes all of its outputs and reads nothing of its neighbours, which are NaN here;
-repeats are bitwise equal.
-
-Those of Mosaic GPU also compile for Hopper with all products in flight and next to no spills.
-"""
+repeats are bitwise equal."""
 
 import functools
 import importlib
 import pkgutil
 from unittest import mock
 
-import compile_report
 import jax
 import jax.numpy as jnp
 import kernel_benchmark
 import numpy as np
 import peers
 import pytest
-import roofline
 from jax.experimental import pallas as pl
 from mosaic_gpu_cases import mosaic_gpu_kernel, needs_jax
 from oracle import HELPERS, random_inputs
 from roofline import Shape
-from test_mosaic_gpu_compile import ROWS, max_spill_bytes, needs_compiler
 
 from mlstm_pallas import KernelConfig, StageConfig, dispatch, triton
 from mlstm_pallas.backward import backward
@@ -199,7 +193,6 @@ def test_what_is_not_written_is_nan_when_interpreted():
 
 MOSAIC_GPU = [*filter(mosaic_gpu_kernel, kernel_benchmark.STAGES)]
 HEAD_SIZES = ((64, 128), (128, 128), (256, 256))
-HARMLESS = {"C7519"}  # a warpgroup.arrive more
 
 
 def smallest_on_mosaic_gpu(stage):
@@ -256,41 +249,3 @@ def test_what_is_not_written_is_nan_when_interpreted_for_mosaic_gpu():
         interpret=True,
     )
     assert np.array_equal(np.isnan(result(x=jnp.zeros((32,)))["y"]), np.arange(32) >= 16)
-
-
-@needs_jax
-@needs_compiler
-@pytest.mark.slow
-@pytest.mark.parametrize("heads", ROWS, ids="{0[0]}_{0[1]}".format)
-def test_products_on_mosaic_gpu_stay_in_flight(heads):
-    """At the shipped tiles, in float16 without a normaliser; test_mosaic_gpu_compile.py compiles
-    bfloat16 with one."""
-    config = KernelConfig(fused_min_heads=1)
-    device, variant = compile_report.DEVICES["H200"], "unnormalised"
-    call = compile_report.Call(
-        device,
-        *heads,
-        "float16",
-        config=config,
-        direction="fwbw",
-        variant=variant,
-        backend="mosaic_gpu",
-    )
-    spec = call.spec()
-    on_mosaic_gpu = {*spec.stages_in("mosaic_gpu")} & {*spec.stages}
-    if not on_mosaic_gpu:
-        pytest.skip("no stage has a Mosaic GPU kernel for these heads")
-    kernels = compile_report.mosaic_gpu_kernels(call)
-    assert {kernel.name for kernel, _ in kernels} >= on_mosaic_gpu
-    for kernel, usage in kernels:
-        assert kernel.cause == ""
-        assert not usage.wgmma_serialized, kernel.name
-        assert {*usage.messages} <= HARMLESS, (kernel.name, usage.messages)
-        assert max(usage.spill_store_bytes, usage.spill_load_bytes) <= max_spill_bytes(
-            kernel.name, spec
-        ), (kernel.name, usage)
-        assert 32 * kernel.num_warps * usage.registers <= 65_536, (kernel.name, usage.registers)
-        multiplies = (
-            kernel.name in on_mosaic_gpu and roofline.COSTS[kernel.name](spec.problem, 2).flops > 0
-        )
-        assert (usage.wgmma > 0, usage.mma) == (multiplies, 0), (kernel.name, usage.wgmma)

@@ -1,10 +1,13 @@
-"""The benchmarks as programs."""
+"""The benchmarks as programs: wrong requests, exit codes."""
 
+import importlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import benchmark_runs
+import jax
 import pytest
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -17,30 +20,88 @@ command.main(define_flags, lambda options: options.repeats)
 """
 
 
-def run(tmp_path, *arguments):
+@pytest.mark.parametrize(
+    ("argument", "code", "message"),
+    [
+        ("--no_such_flag", 2, "stand_in: Unknown command line flag 'no_such_flag'\n"),
+        ("--repeats=0", 2, "stand_in: flag --repeats=0: 0 is not a positive integer\n"),
+        ("repeats=4", 2, "stand_in: unexpected argument repeats=4\n"),
+        ("--repeats=7", 7, ""),
+    ],
+    ids=["unknown_flag", "out_of_bounds", "no_flag", "right"],
+)
+def test_a_wrong_command_line_is_one_line_and_exit_code_2(tmp_path, argument, code, message):
     program = tmp_path / "stand_in.py"
     program.write_text(PROGRAM)
-    command = [sys.executable, program, *arguments]
-    return subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": str(BENCHMARKS)}, capture_output=True, text=True
+    environment = os.environ | {"PYTHONPATH": str(BENCHMARKS)}
+    process = subprocess.run(
+        [sys.executable, program, argument], env=environment, capture_output=True, text=True
     )
+    assert (process.returncode, process.stdout, process.stderr) == (code, "", message)
 
 
-@pytest.mark.parametrize(
-    ("argument", "message"),
-    [
-        ("--no_such_flag", "Unknown command line flag 'no_such_flag'"),
-        ("--repeats=0", "flag --repeats=0: 0 is not a positive integer"),
-        ("repeats=4", "unexpected argument repeats=4"),
-    ],
-    ids=["unknown_flag", "out_of_bounds", "no_flag"],
-)
-def test_a_wrong_command_line_is_one_line_and_exit_code_2(tmp_path, argument, message):
-    process = run(tmp_path, argument)
-    assert (process.returncode, process.stdout, process.stderr) == (2, "", f"stand_in: {message}\n")
+# program, arguments: what the message has.
+REQUESTS = f"""
+compile_report --device=K80: unknown device 'K80', known are A100,
+compile_report --chunk_size=48: chunk_size is 48, expected None or a power of two
+compile_report --stage=nonsense: no stage nonsense in fwd, there are chunk_gates,
+compile_report --config={{"no":1}}: --config: unknown no, known are chunk_size, fused_min_heads,
+kernel_benchmark --shape=8k: unknown shape '8k', known are 7b-8k
+kernel_benchmark --impl=cuda: unknown impl cuda, known are triton
+kernel_benchmark --config={{: --config: Expecting property name
+kernel_benchmark --from_jsonl={__file__}: line 1 is no record of this benchmark
+kernel_benchmark --impl=mosaic_gpu: impl mosaic_gpu needs a GPU
+kernel_benchmark --stage=chunk_gates --direction=fwbw: a stage has one direction
+kernel_benchmark --chunk_size=100: chunk_size is 100
+kernel_benchmark --plot=/no/such/p.png: no folder for /no/such/p.png
+kernel_benchmark --jsonl=/no/such/rows: No such file or directory: '/no/such/rows'
+layer_benchmark --impl=nonsense: unknown impl nonsense, known are mlstm_pallas_BNTH,
+layer_benchmark --backend=triton: backend triton needs a GPU
+scaling_benchmark --mode=strong-batch: unknown mode strong-batch, known are weak-batch,
+scaling_benchmark --backend=xla --devices=1,4096: devices, not 1, 4096
+scaling_benchmark --devices=2 --mode=strong-sequence --shape=1x1x33x16x16: a multiple of 2 devices
+step_benchmark --impl=nonsense: unknown impl nonsense, known are triton, interpret, xla,
+step_benchmark --impl=triton: impl triton needs a GPU
+tune --backend=triton: there is no GPU here to tune for
+tune --backend=interpret: times of interpreted kernels do not belong in mlstm_pallas/tuning
+tune --backend=interpret --output=x --log=/no/such/x: No such file or directory: '/no/such/x'
+tune --backend=interpret --output=x --shape=1x1x512x65x64: tune DHQK, DHHV = 128, 64
+tune --stage=bw: unknown stage bw, known are chunk_gates
+tune --backend=mosaic_gpu_interpret --output=x --chunk_size=64: --chunk_size is not for mosaic
+tune --backend=interpret --output=x --chunk_size=100: chunk_size is 100
+tune --backend=interpret --output=x --log={__file__}: line 1 is no result of this program
+tune --backend=interpret --output={__file__}: is no tuning file
+xlstm_lm_benchmark --impl=nonsense: unknown impl nonsense, known are triton,
+xlstm_lm_benchmark --impl=triton: impl triton needs a GPU
+xlstm_lm_benchmark --recompute_states_in_bw=no: unknown recompute_states_in_bw no, known are true
+"""
 
 
-def test_the_exit_code_is_that_of_the_run(tmp_path):
-    process = run(tmp_path, "--repeats=7")
-    assert (process.returncode, process.stderr) == (7, "")
-    assert "--repeats" in run(tmp_path, "--help").stdout
+@pytest.mark.parametrize("request_line", REQUESTS.strip().splitlines())
+def test_a_wrong_request_is_one_line_and_exit_code_2(request_line, capsys, monkeypatch, tmp_path):
+    if "GPU" in request_line and jax.default_backend() == "gpu":
+        pytest.skip("there is a GPU")
+    monkeypatch.chdir(tmp_path)
+    request, message = request_line.split(": ", 1)
+    name, *arguments = request.split()
+    program = pytest.importorskip(name) if "_lm_" in name else importlib.import_module(name)
+    assert benchmark_runs.run(program, *arguments) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"{name}: ")
+    assert message in line
+
+
+def test_after_ctrl_c_what_was_measured_is_there(monkeypatch, tmp_path, capsys):
+    program = importlib.import_module("kernel_benchmark")
+
+    def measure(record, *_):
+        if record.name != "tiny":
+            raise KeyboardInterrupt
+        record.ms = 1.5
+
+    monkeypatch.setattr(program, "measure", measure)
+    rows = tmp_path / "rows"
+    assert benchmark_runs.run(program, "--shape=tiny,7b-8k", f"--jsonl={rows}") == 130
+    assert [record["ms"] for record in benchmark_runs.records(rows)] == [1.5]
+    *_, line = capsys.readouterr().out.rstrip().splitlines()
+    assert " ".join(line.split()).startswith("tiny xla fwd bfloat16 1.500 ")

@@ -12,9 +12,19 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from oracle import NAMES, assert_close, random_inputs, tolerance
+from oracle import (
+    NAMES,
+    OUTPUTS,
+    assert_close,
+    compare,
+    for_device,
+    mesh_of,
+    random_inputs,
+    sharded,
+    tolerance,
+)
 
 from mlstm_pallas import KernelConfig, fwbw, mlstm_chunkwise
 from mlstm_pallas.export import export
@@ -43,15 +53,9 @@ def lowered_for_cuda():
     def loss(*x):
         return jnp.sum(mlstm_chunkwise(*x).astype("float32"))
 
-    with jax.sharding.use_abstract_mesh(
-        AbstractMesh((), (), abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"))
-    ):
-        return (
-            jax.jit(jax.grad(loss, (0, 1, 2, 3, 4)))
-            .trace(*shapes())
-            .lower(lowering_platforms=("cuda",))
-            .as_text()
-        )
+    gradient = jax.jit(jax.grad(loss, (0, 1, 2, 3, 4)))
+    with for_device("NVIDIA H200"):
+        return gradient.trace(*shapes()).lower(lowering_platforms=("cuda",)).as_text()
 
 
 CHILD = """
@@ -111,10 +115,7 @@ def test_an_export_for_the_cpu_runs_in_another_process_with_its_gradients(childr
     x = INPUTS.values()
     h, states = function(*x)
     gradients = jax.jit(jax.grad(lambda *x: jnp.sum(function(*x)[0]), tuple(range(8))))(*x)
-    for name, actual, desired in zip(
-        ("h", "c", "n", "m", *NAMES), result, (h, *states, *gradients), strict=True
-    ):
-        assert_close(actual, np.asarray(desired), BOUND, name)
+    compare((*OUTPUTS, *NAMES), result, (h, *states, *gradients), BOUND)
 
 
 @pytest.mark.slow
@@ -147,17 +148,56 @@ def test_an_export_for_cuda_is_made_and_read_without_a_gpu():
 
 def test_shards_of_explicit_axes_are_exported():
     pytest.importorskip("flatbuffers")
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Explicit,), devices=jax.devices("cpu"))
-    x = [
-        jax.device_put(y, NamedSharding(mesh, P("x")))
-        for y in random_inputs(0, 8, 1, 32, 8, 8, states=False).values()
-    ]
+    mesh = mesh_of((8,), AxisType.Explicit)
+    x = sharded([*random_inputs(0, 8, 1, 32, 8, 8, states=False).values()], mesh, P("x"))
     run = functools.partial(mlstm_chunkwise, chunk_size=16)
     loaded = jax.export.deserialize(export(run, *x, platform="cpu").serialize())
     with jax.set_mesh(mesh):
         result = jax.jit(loaded.call)(*x)
     assert result.sharding.spec[0] == "x"
     assert_close(np.asarray(result), np.asarray(run(*(np.asarray(y) for y in x))), BOUND)
+
+
+def test_an_export_for_cpu_and_cuda_has_the_kernels_and_runs_on_the_cpu():
+    x = INPUTS.values()
+    exported = export(function, *x, platform=("cpu", "cuda"), device_kind="NVIDIA H200")
+    assert exported.platforms == ("cpu", "cuda")
+    assert CUSTOM_CALL_TARGET in exported.mlir_module()
+    for name, actual, desired in zip(
+        "hcnm", jax.tree.leaves(exported.call(*x)), jax.tree.leaves(function(*x)), strict=True
+    ):
+        assert_close(actual, np.asarray(desired), BOUND, name)
+
+
+def test_the_batch_may_be_symbolic_in_plain_jnp():
+    (B,) = jax.export.symbolic_shape("B")
+    x = [jnp.asarray(y)[:, :, :20] for y in [*INPUTS.values()][:5]]
+    run = functools.partial(mlstm_chunkwise, chunk_size=16, backend="xla")
+    loss = jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(run(*x))), argnums=(0, 1, 2, 3, 4)))
+    exported = export(
+        loss, *(jax.ShapeDtypeStruct((B, *y.shape[1:]), y.dtype) for y in x), platform="cpu"
+    )
+    for batch in (1, 2):
+        part = [y[:batch] for y in x]
+        for actual, desired in zip(
+            jax.tree.leaves(exported.call(*part)), jax.tree.leaves(loss(*part)), strict=True
+        ):
+            assert_close(actual, np.asarray(desired), BOUND)
+
+
+@pytest.mark.parametrize(
+    ("dim", "backend", "message"),
+    [
+        ("S", "xla", "q has a symbolic S = S, expected a constant"),
+        ("B", None, 'q has a symbolic B = B, expected a constant, or backend "xla", which takes'),
+    ],
+)
+def test_a_symbolic_dimension_is_refused_by_name(dim, backend, message):
+    sizes = dict(B=1, S=64) | {dim: jax.export.symbolic_shape(dim)[0]}
+    B, S = sizes.values()
+    x = [jax.ShapeDtypeStruct((B, 2, S, *y.shape[3:]), y.dtype) for y in shapes()]
+    with pytest.raises(ValueError, match=message):
+        export(functools.partial(mlstm_chunkwise, backend=backend), *x, platform="cpu")
 
 
 def test_another_platform_is_refused():

@@ -6,7 +6,7 @@ import functools
 import jax
 import numpy as np
 import pytest
-from oracle import assert_close, oracle, random_inputs, tolerance
+from oracle import assert_close, compare, oracle, random_inputs, tolerance
 
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise
 
@@ -15,13 +15,11 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 TILES = {
     "LKV16-K16-V16": StageConfig(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16),
     "LKV32-K64-V16": StageConfig(siz_b_LKV=32, siz_b_DHQK=64, siz_b_DHHV=16),
-    "LKV16-K32-V64": StageConfig(siz_b_LKV=16, siz_b_DHQK=32, siz_b_DHHV=64),
     "default": None,
 }
 VARIANTS = {
     "exp": {},
     "floor": {"stabilize_correctly": False, "norm_val": 3.0, "eps": 0.0},
-    "sigmoid": {"input_gate": "sigmoid"},
     "unnormalised": {"input_gate": "sigmoid", "normalize": False},
 }
 
@@ -33,7 +31,7 @@ def fused(tiles, chunk_size=None):
 @pytest.mark.parametrize(
     ("dtype", "tiles", "variant"),
     [
-        *[("float32", tiles, "exp") for tiles in TILES],
+        *[("float32", tiles, "exp") for tiles in TILES if tiles != "default"],
         *[("float32", "LKV16-K16-V16", variant) for variant in VARIANTS if variant != "exp"],
         ("bfloat16", "default", "exp"),
     ],
@@ -41,7 +39,7 @@ def fused(tiles, chunk_size=None):
 def test_outputs_and_last_states(dtype, tiles, variant):
     """S is no multiple of a chunk, heads are padded, a chunk of the backward pass is several chunks
     of the scan."""
-    options = VARIANTS[variant]
+    options = dict(VARIANTS[variant])
     inputs = random_inputs(
         5, 2, 2, 100, 48, 80, dtype=dtype, resets=True, m_initial="input_gate" not in options
     )
@@ -50,22 +48,15 @@ def test_outputs_and_last_states(dtype, tiles, variant):
         if variant == "exp"
         else None
     )
-    run = functools.partial(
-        mlstm_chunkwise,
-        **inputs,
-        segment_ids=ids,
-        return_last_states=True,
-        backend="interpret",
-        **options,
-    )
-    expected_h, expected_states = oracle(inputs, ids, **options)
-    h, states = run(config=fused(TILES[tiles], 64))
-    for name, actual, expected in zip(
-        "hcnm", (h, *states), (expected_h, *expected_states), strict=True
-    ):
-        assert_close(actual, expected, tolerance(dtype, 100 + 48), name)
+    options |= dict(segment_ids=ids)
+    expected_h, expected = oracle(inputs, **options)
+    options |= dict(return_last_states=True, backend="interpret", config=fused(TILES[tiles], 64))
+    h, states = mlstm_chunkwise(**inputs, **options)
+    bound = tolerance(dtype, 100 + 48)
+    compare("hcnm", (h, *states), (expected_h, *expected), bound)
 
 
+@pytest.mark.slow
 def test_many_launches_round_as_one_does():
     inputs = random_inputs(14, 1, 2, 64, 128, 32, dtype="bfloat16")
     tiles = StageConfig(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=32, siz_b_loop=16)

@@ -21,7 +21,7 @@ FLOORS = (
     ("",),  # the package itself
     ("api", "recurrent", "distributed", "export", "reference", "xlstm_jax"),
     ("fwbw",),
-    ("entry", "forward", "backward"),
+    ("entry", "forward", "backward", "segments"),
     ("call_spec", "backend"),
     ("config",),
     ("dispatch",),

@@ -1,6 +1,6 @@
-"""Packed sequences (segment_ids): each is computed as if it were alone.
+"""Packed sequences (segment_ids): each is computed as if it were alone. The states of each.
 
-Their gradients: test_gradients.py, cases packed.
+Their gradients: test_gradients.py, test_gradients_of_gates.
 """
 
 import functools
@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import assert_close, oracle, random_inputs, tolerance
+from oracle import array, assert_close, compare, oracle, random_inputs, swapped, tolerance
 
-from mlstm_pallas import mlstm_chunkwise
+from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -19,11 +19,9 @@ S, L = 90, 32
 LENGTHS = {
     "none": [90],
     "in_chunks": [5, 4, 1, 13, 40, 27],
-    "at_chunk_boundaries": [32, 32, 26],
     "every_step": [1] * 90,
     "last_step": [89, 1],
 }
-BACKENDS = ["xla", "interpret"]
 
 
 def packed_ids(lengths):
@@ -82,8 +80,6 @@ def test_the_recurrence_packs_sequences_as_if_alone(input_gate):
     ("backend", "lengths", "input_gate"),
     [
         *[("interpret", lengths, "exp") for lengths in LENGTHS],
-        ("interpret", "in_chunks", "sigmoid"),
-        ("xla", "in_chunks", "exp"),
         ("xla", "every_step", "sigmoid"),
     ],
 )
@@ -92,13 +88,10 @@ def test_forward(run, backend, lengths, input_gate):
     ids = packed_ids(LENGTHS[lengths])
     h, states = run(inputs, ids, options=(("backend", backend), ("input_gate", input_gate)))
     expected, expected_states = oracle(inputs, ids, input_gate=input_gate)
-    for name, actual, desired in zip(
-        "hcnm", (h, *states), (expected, *expected_states), strict=True
-    ):
-        assert_close(actual, desired, tolerance("float32", S), name)
+    compare("hcnm", (h, *states), (expected, *expected_states), tolerance("float32", S))
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ["xla", "interpret"])
 def test_nothing_leaks_from_one_sequence_into_the_next(run, backend):
     """The first sequence is 1e15 times as large, and its forget gates are open: far below a very
     negative forget gate's leak."""
@@ -111,42 +104,75 @@ def test_nothing_leaks_from_one_sequence_into_the_next(run, backend):
     h, states = run(large, packed_ids(lengths), options=(("backend", backend),))
     expected, expected_states = oracle({name: x[:1, :, 40:] for name, x in inputs.items()})
     assert_close(h[:1, :, 40:], expected, tolerance("float32", S), "h")
-    for name, actual, desired in zip("cnm", states, expected_states, strict=True):
-        assert_close(actual[:1], desired, tolerance("float32", S), name)
+    compare("cnm", (y[:1] for y in states), expected_states, tolerance("float32", S))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_gradients_of_packed_sequences_are_those_alone(backend):
-    lengths = [30, 30, 30]
-    inputs = random_inputs(2, 2, 1, S, 16, 16, states=False)
-    ids = packed_ids(lengths)
+def check_prompts(prompts, DHQK, DHHV, *, dtype="float32", layout="BNTH", backend, **options):
+    """A prefill of that many packed prompts, then a token of each in one batch, equal to each
+    prompt alone in float64.
 
-    def loss(q, k, v, i, f, weights, segment_ids=None):
-        h = mlstm_chunkwise(
-            q, k, v, i, f, segment_ids=segment_ids, chunk_size=L, eps=0.1, backend=backend
-        )
-        return jnp.sum(h * weights)
+    The first goes on from initial states. One more segment is asked for than there is.
+    """
+    draw, NH, most = np.random.default_rng(0), 2, 11
+    lengths = draw.integers(1, most, size=prompts)
+    S, ends = lengths.sum(), np.cumsum(lengths)
+    sigmoid = options.get("input_gate") == "sigmoid"
+    x = random_inputs(4, 1, NH, S, DHQK, DHHV, dtype=dtype, m_initial=not sigmoid)
+    tokens = random_inputs(5, prompts, NH, 1, DHQK, DHHV, dtype=dtype, states=False)
+    given = {n: swapped(y) if layout == "BTNH" and n in "qkvif" else y for n, y in x.items()}
+    ids = np.repeat(np.arange(prompts) % 2, lengths)[None]
+    call = functools.partial(
+        mlstm_chunkwise, segment_ids=ids, return_last_states=True, layout=layout, backend=backend
+    )
+    run = jax.jit(functools.partial(call, num_segments=prompts + 1, **options))
+    h, (c, n, m) = run(**given)
+    assert all(not np.any(np.asarray(y[:, prompts:])) for y in (c, n, m))
+    states = [y[0, :prompts] for y in (c, n, m)]
+    token = [tokens[name][:, :, 0] for name in "qkvif"]
+    gate = {name: y for name, y in options.items() if name in ("input_gate", "normalize")}
+    h_token, _ = mlstm_recurrent_step(*token, *states, backend="xla", **gate)
 
-    weights = jnp.asarray(np.random.default_rng(3).normal(size=inputs["v"].shape), "float32")
-    gradient = jax.jit(jax.grad(loss, (0, 1, 2, 3, 4)))
-    packed = gradient(*inputs.values(), weights, ids)
-    for start, end in ((0, 30), (30, 60), (60, 90)):
-        alone = gradient(*(x[:1, :, start:end] for x in inputs.values()), weights[:1, :, start:end])
-        for name, actual, desired in zip("qkvif", packed, alone, strict=True):
-            assert_close(
-                actual[:1, :, start:end],
-                np.asarray(desired, "float64"),
-                1e-5,
-                f"d{name} of {start}:{end}",
-            )
+    alone = {}
+    for name, y in tokens.items():  # each prompt, steps that carry its states on, its token
+        fill = {"i": -np.inf, "f": np.inf}.get(name, 0.0)
+        rows = np.full((prompts, NH, most, *y.shape[3:]), fill)
+        for s, (end, length) in enumerate(zip(ends, lengths, strict=True)):
+            rows[s, :, :length] = x[name][0, :, end - length : end]
+        alone[name] = array(np.concatenate([rows, y], axis=2), y.dtype)
+    for name in x.keys() - tokens.keys():
+        zeros = np.zeros((prompts - 1, *x[name].shape[1:]))
+        alone[name] = array(np.concatenate([x[name], zeros]), "float32")
+    bound = tolerance(dtype, S + DHQK)
+    expected = oracle(alone, **gate)[0]
+    assert_close(h_token[:, :, None], expected[:, :, -1:], bound, "h of the tokens")
+    of_prompts = np.concatenate([expected[s, :, :size] for s, size in enumerate(lengths)], axis=1)
+    assert_close((swapped(h) if layout == "BTNH" else h)[0], of_prompts, bound, "h")
+    before = {name: y[:, :, :-1] if name in "qkvif" else y for name, y in alone.items()}
+    for name, actual, desired in zip("cnm", states, oracle(before, **gate)[1], strict=True):
+        assert_close(actual, desired, bound, name)
 
 
-@pytest.mark.slow
-def test_vmap_over_ids():
+SCAN = dict(config=KernelConfig(fused_min_heads=1))
+
+
+@pytest.mark.parametrize(
+    ("prompts", "options"),
+    [
+        (37, dict(backend="interpret", layout="BTNH", **SCAN)),
+        (9, dict(backend="interpret", dtype="bfloat16")),
+        (9, dict(backend="xla", layout="BTNH", input_gate="sigmoid")),
+    ],
+    ids=["fused", "materialised", "plain"],
+)
+def test_prompts_are_read_at_once(prompts, options):
+    check_prompts(prompts, 16, 32, chunk_size=L, **options)
+
+
+def test_states_of_segments_have_no_derivatives():
     inputs = random_inputs(3, 1, 1, 40, 16, 16, states=False)
-    ids = np.stack([np.repeat([0, 1], [10, 30]), np.repeat([0, 1], [25, 15])])
-    call = functools.partial(mlstm_chunkwise, *inputs.values(), chunk_size=16, backend="xla")
-    mapped = jax.vmap(lambda ids: call(segment_ids=ids[None]))(ids)
-    for result, row in zip(mapped, ids, strict=True):
-        assert_close(result, np.asarray(call(segment_ids=row[None]), "float64"), 1e-6)
+    run = functools.partial(
+        mlstm_chunkwise, segment_ids=np.zeros((1, 40), int), return_last_states=True, num_segments=1
+    )
+    message = r"^mlstm_chunkwise with num_segments has no derivatives; leave num_segments out"
+    with pytest.raises(TypeError, match=message):
+        jax.jit(jax.grad(lambda x: jnp.sum(run(**x)[0])))(inputs)

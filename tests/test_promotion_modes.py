@@ -6,8 +6,8 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from oracle import mesh_of
 
 from mlstm_pallas import (
     KernelConfig,
@@ -45,13 +45,6 @@ def strict_modes():
         yield
 
 
-def test_the_modes_are_on():
-    with pytest.raises(ValueError, match="rank_promotion"):
-        jax.eval_shape(lambda x: x[0] + x, jax.ShapeDtypeStruct((2, 2), "float32"))
-    with pytest.raises(ValueError, match="jax_numpy_dtype_promotion=strict"):
-        jax.eval_shape(lambda x: x + x.astype("bfloat16"), jax.ShapeDtypeStruct((2,), "float32"))
-
-
 def arguments(dtype, layout="BNTH", *, gates_dtype="float32", states=True, m_initial=True, S=S):
     array = jax.ShapeDtypeStruct
     lead = (B, NH, S) if layout == "BNTH" else (B, S, NH)
@@ -78,13 +71,11 @@ def both(run, *x):
 # Each value of each parameter with those that its code depends on; float16 takes the paths of
 # bfloat16.
 CALLS = [
-    *(("interpret", "bfloat16", a, x, "exp") for a in ALGORITHMS for x in ("BNTH", "BTNH")),
-    *(("interpret", "bfloat16", "fused", "BTNH", gate) for gate in GATES if gate != "exp"),
-    ("interpret", "float32", "materialised", "BTNH", "exp"),
-    ("interpret", "float32", "splits", "BTNH", "sigmoid"),
-    ("interpret", "float16", "stored", "BTNH", "exp"),
+    *(("interpret", "bfloat16", a, "BTNH", "exp") for a in ALGORITHMS),
+    ("interpret", "bfloat16", "fused", "BNTH", "unnormalised"),
+    ("interpret", "float32", "materialised", "BNTH", "unstabilised"),
     *(("xla", "float32", "materialised", "BTNH", gate) for gate in GATES),
-    *(("xla", "bfloat16", "materialised", layout, "exp") for layout in ("BNTH", "BTNH")),
+    ("xla", "bfloat16", "materialised", "BNTH", "exp"),
 ]
 
 
@@ -95,6 +86,7 @@ def test_forward_and_backward(backend, dtype, algorithm, layout, gate):
     x = arguments(dtype, layout, m_initial="sigmoid" not in GATES[gate].values())
     options = dict(
         segment_ids=ids,
+        sequence_lengths=ids[:, 0],
         backend=backend,
         layout=layout,
         chunk_size=32,
@@ -106,33 +98,12 @@ def test_forward_and_backward(backend, dtype, algorithm, layout, gate):
     assert [y.shape for y in states] == [(B, NH, DHQK, DHHV), (B, NH, DHQK), (B, NH)]
 
 
-@pytest.mark.parametrize("backend", ["interpret", "xla", None])
-def test_h_alone_with_gates_of_the_dtype_of_q(backend):
-    layout = "BTNH"
-    x = arguments("bfloat16", layout, gates_dtype="bfloat16", states=False)
-    assert (
-        both(functools.partial(mlstm_chunkwise, backend=backend, layout=layout), *x).shape
-        == x[2].shape
-    )
-
-
-@pytest.mark.parametrize(
-    ("gate", "dtype"), [*((gate, "float32") for gate in GATES), ("exp", "bfloat16")]
-)
-def test_the_plain_function_and_the_recurrence(gate, dtype):
-    x = arguments(dtype, m_initial="sigmoid" not in GATES[gate].values())
+@pytest.mark.parametrize("gate", GATES)
+def test_the_plain_function_and_the_recurrence(gate):
+    x = arguments("bfloat16", m_initial="sigmoid" not in GATES[gate].values())
     assert both(functools.partial(reference.chunkwise, **GATES[gate]), *x).shape == x[2].shape
-    ids = jnp.zeros((B, S), "int32")
-    assert (
-        both(functools.partial(reference.recurrence, segment_ids=ids, **GATES[gate]), *x)[0].shape
-        == x[2].shape
-    )
-
-
-def test_forward_mode_of_the_plain_function():
-    x = arguments("float32")
-    h, tangent = jax.eval_shape(lambda *x: jax.jvp(reference.chunkwise, x, x), *x)
-    assert h.shape == tangent.shape == x[2].shape
+    run = functools.partial(reference.recurrence, segment_ids=jnp.zeros((B, S), "int32"))
+    assert both(functools.partial(run, **GATES[gate]), *x)[0].shape == x[2].shape
 
 
 @pytest.mark.parametrize(
@@ -158,10 +129,9 @@ def test_step(backend, dtype, states_dtype, gate):
     assert all(y.dtype == jnp.dtype(states_dtype or "float32") for y in states)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("backend", ["interpret", "xla"])
-def test_several_steps(backend, dtype):
-    x = arguments(dtype, S=3)
+def test_several_steps(backend):
+    x = arguments("bfloat16", S=3)
     run = functools.partial(mlstm_recurrent_sequence, backend=backend)
     h, _ = jax.eval_shape(run, *x) if backend == "interpret" else both(run, *x)
     assert h.shape == x[2].shape
@@ -170,10 +140,8 @@ def test_several_steps(backend, dtype):
 @pytest.mark.parametrize(
     ("backend", "algorithm", "dtype", "layout"),
     [
-        ("interpret", "materialised", "float32", "BNTH"),
         ("interpret", "splits", "bfloat16", "BTNH"),
-        ("xla", "materialised", "float32", "BTNH"),
-        ("xla", "materialised", "bfloat16", "BNTH"),
+        ("xla", "materialised", "float32", "BNTH"),
     ],
 )
 def test_sequence_parallel(backend, algorithm, dtype, layout):
@@ -184,9 +152,7 @@ def test_sequence_parallel(backend, algorithm, dtype, layout):
     sequence = P(None, None, "s") if layout == "BNTH" else P(None, "s")
     run = jax.shard_map(
         functools.partial(mlstm_chunkwise_sequence_parallel, **options),
-        mesh=jax.make_mesh(
-            (4,), ("s",), axis_types=(AxisType.Auto,), devices=jax.devices("cpu")[:4]
-        ),
+        mesh=mesh_of((4,), names="s"),
         in_specs=(sequence,) * 5 + (P(),) * 3,
         out_specs=(sequence, P()),
         check_vma=backend != "interpret",

@@ -59,12 +59,9 @@ SPLITS = KernelConfig(
     ),
 )
 CASES = {
-    "one_chunk": Case(1, 2, 16, 16, 16, 16),
-    "chunks": Case(1, 2, 64, 16, 32, 16),
     "padded": Case(1, 2, 41, 12, 20, 32),
     "batch": Case(3, 1, 32, 16, 16, 32, states=False),
     "tiles": Case(1, 1, 64, 16, 16, 32, config=TILED),
-    "packed": Case(2, 1, 64, 16, 16, 16, packed=True),
     "packed_tiles": Case(1, 2, 50, 16, 16, 32, packed=True, config=TILED, states=False),
     "bfloat16": Case(1, 2, 64, 16, 16, 32, dtype="bfloat16"),
     "bfloat16_packed": Case(2, 1, 48, 16, 16, 16, dtype="bfloat16", packed=True, config=TILED),
@@ -79,7 +76,6 @@ CASES = {
         16,
         options=(("stabilize_correctly", False), ("norm_val", 0.5), ("eps", 0.1)),
     ),
-    "sigmoid": Case(1, 2, 64, 16, 16, 16, options=SIGMOID),
     "sigmoid_packed_unnormalised": Case(
         1, 2, 64, 16, 16, 32, packed=True, options=(*SIGMOID, ("normalize", False))
     ),
@@ -343,54 +339,24 @@ def examples(count):
 
 
 # Found by these tests.
+NONE = Gates(0.0, 0.0, 0.0, 0.0, 0.0, 0.0)
+EDGES = dataclasses.replace(NONE, edge_share=0.1)
 REGRESSIONS = {
     "cotangents_that_bfloat16_cannot_hold": (
         "bfloat16_packed",
-        Recipe(
-            243,
-            (1.0, 1e-30, 1.0),
-            Gates(0.0, 0.0, 0.0, 0.0, 0.0, 0.1),
-            Gates(0.0, 0.0, 0.0, 0.0, 0.0, 0.0),
-            0.0,
-            0.0,
-            1.0,
-        ),
+        Recipe(243, (1.0, 1e-30, 1.0), EDGES, NONE, 0.0, 0.0, 1.0),
     ),
     "a_state_that_goes_through_everything_and_tiny_keys": (
         "fused",
-        Recipe(
-            0,
-            (1.0, 1e-30, 1.0),
-            Gates(0.0, 0.0, 0.0, 0.0, 0.0, 0.0),
-            Gates(0.0, -0.5, 0.0, 0.0, 0.0, 0.0),
-            0.0,
-            0.0,
-            0.0,
-        ),
+        Recipe(0, (1.0, 1e-30, 1.0), NONE, dataclasses.replace(NONE, centre=-0.5), 0.0, 0.0, 0.0),
     ),
     "one_source_that_passes_every_step": (
         "bfloat16",
-        Recipe(
-            1,
-            (1.0, 1e4, 1.0),
-            Gates(0.0, 0.0, 0.0, 0.0, 0.0, 0.1),
-            Gates(0.0, 0.0, 0.0, 0.0, 0.0, 0.0),
-            0.0,
-            0.0,
-            0.0,
-        ),
+        Recipe(1, (1.0, 1e4, 1.0), EDGES, NONE, 0.0, 0.0, 0.0),
     ),
     "large_old_state_before_tiny_keys": (
         "tiles",
-        Recipe(
-            140,
-            (1e4, 1e-30, 1.0),
-            Gates(0.0, 0.0, 0.0, 0.0, 0.0, 0.0),
-            Gates(0.0, 0.0, 0.0, 0.0, 0.0, 0.0),
-            1.0,
-            100.0,
-            0.0,
-        ),
+        Recipe(140, (1e4, 1e-30, 1.0), NONE, NONE, 1.0, 100.0, 0.0),
     ),
 }
 
@@ -402,29 +368,22 @@ def test_regressions(name):
     check(CASES[case], "interpret" if case in ("fused", "bfloat16") else "xla", recipe)
 
 
-# The others run the same kernels, or the same plain forms; the slow ones have but a part of what a
-# quick one has.
-PLAIN = [name for name in CASES if name not in ("tiles", "fused", "splits")]
-INTERPRETED = [name for name in CASES if name not in ("one_chunk", "batch", "unstabilised")]
-# Long for what they add to the quick ones.
-LONG = (
-    ("packed_tiles", "interpret"),
-    ("fused", "interpret"),
-    ("batch", "xla"),
-    ("bfloat16_packed", "xla"),
+# The others run the same kernels, or the same plain forms, or have but a part of a quick one.
+QUICK = (
+    ("packed_tiles", "xla"),
+    ("unstabilised", "xla"),
+    ("bfloat16_packed", "interpret"),
+    ("splits", "interpret"),
+    ("sigmoid_packed_unnormalised", "interpret"),
 )
-PARTIAL = ("one_chunk", "chunks", "tiles", "packed", "padded", "bfloat16", "sigmoid")
+SLOW = (
+    *((name, "xla") for name in ("padded", "batch", "sigmoid_packed_unnormalised")),
+    *((name, "interpret") for name in ("tiles", "packed_tiles", "fused", "bfloat16")),
+)
 
 
 @pytest.mark.parametrize(
-    ("name", "backend"),
-    [
-        pytest.param(
-            name, backend, marks=[pytest.mark.slow] * (name in PARTIAL or (name, backend) in LONG)
-        )
-        for backend, names in (("xla", PLAIN), ("interpret", INTERPRETED))
-        for name in names
-    ],
+    ("name", "backend"), [*QUICK, *(pytest.param(*x, marks=pytest.mark.slow) for x in SLOW)]
 )
 def test_any_values(name, backend):
     @examples(EXAMPLES if backend == "xla" else EXAMPLES // 2)

@@ -10,7 +10,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import array, assert_close, oracle, random_inputs, tolerance
+from oracle import (
+    array,
+    assert_close,
+    compare,
+    for_device,
+    oracle,
+    random_inputs,
+    refused,
+    tolerance,
+)
 
 from mlstm_pallas import (
     KernelConfig,
@@ -19,7 +28,6 @@ from mlstm_pallas import (
     mlstm_recurrent_sequence,
     mlstm_recurrent_step,
     reference,
-    use_backend,
 )
 from mlstm_pallas.stages.recurrent_step import step_gates
 
@@ -65,16 +73,11 @@ def in_float64(function, x):
 SHAPES = {
     "tiles_divide": ((2, 3, 32, 64), None),
     "tiles_divide_neither": ((1, 2, 40, 37), SMALL),
-    "tiles_divide_rows": ((1, 2, 48, 33), SMALL),
     "two_row_blocks": ((1, 1, 300, 64), None),
     "one_by_one": ((1, 1, 1, 1), None),
 }
-CASES = [("interpret", "float32", name) for name in SHAPES] + [
-    ("interpret", "bfloat16", "tiles_divide_neither"),
-    ("interpret", "bfloat16", "two_row_blocks"),
-    ("xla", "float32", "tiles_divide_neither"),
-    ("xla", "bfloat16", "two_row_blocks"),
-]
+CASES = [("interpret", "float32", name) for name in SHAPES]
+CASES += [(backend, "bfloat16", "tiles_divide_neither") for backend in ("interpret", "xla")]
 
 
 @pytest.mark.parametrize(("backend", "dtype", "case"), CASES)
@@ -86,8 +89,7 @@ def test_a_step_is_one_of_the_recurrence(backend, dtype, case):
     expected_h, expected = oracle(whole)
     assert (h.dtype, *(y.dtype for y in states)) == (*[jnp.dtype(dtype)] * 3, jnp.float32)
     assert_close(h, expected_h[:, :, 0], tolerance(dtype, DHQK), "h")
-    for name, actual, y in zip(STATES, states, expected, strict=True):
-        assert_close(actual, y, tolerance(dtype, 1), name)
+    compare(STATES, states, expected, tolerance(dtype, 1))
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
@@ -120,7 +122,6 @@ def test_any_gates_and_stabilisers(backend):
 
 NORMALISERS = {
     "no_floor": dict(eps=0.1, norm_val=0.0),
-    "large_floor": dict(norm_val=40.0),
     "unstabilised_floor": dict(norm_val=40.0, stabilize_correctly=False),
 }
 
@@ -179,20 +180,15 @@ def test_a_stabiliser_in_bfloat16_costs_no_digits(backend):
     assert_close(n * factor, N, 2e-6, "n")
 
 
-@pytest.mark.parametrize(
-    ("normalize", "backend"),
-    [(True, "interpret"), (False, "interpret"), (True, "xla")],
-    ids=["normalised-interpret", "unnormalised-interpret", "normalised-xla"],
-)
+@pytest.mark.parametrize(("normalize", "backend"), [(True, "xla"), (False, "interpret")])
 def test_sigmoid_input_gate(normalize, backend):
     x, whole = arguments(5, 2, 4, 2, 20, 24, i_scale=3.0, resets=True)
     del x["m"], whole["m_initial"]
     options = dict(eps=0.01, norm_val=2.0, normalize=normalize)
     h, (c, n, m) = mlstm_recurrent_sequence(**x, **options, input_gate="sigmoid", backend=backend)
     expected_h, (C, N, _) = oracle(whole, **options, input_gate="sigmoid")
-    assert np.array_equal(m, np.zeros((2, 4)))
-    for name, actual, y in (("h", h, expected_h), ("c", c, C), ("n", n, N)):
-        assert_close(actual, y, tolerance("float32", 20), name)
+    assert not m.any()
+    compare("hcn", (h, c, n), (expected_h, C, N), tolerance("float32", 20))
 
 
 @pytest.fixture(scope="module")
@@ -219,8 +215,7 @@ def test_prefill_and_steps_are_the_whole(prefilled, backend):
         **rest, **dict(zip(STATES, states, strict=True)), backend=backend
     )
     assert_close(h, whole_h[:, :, 29:], 1e-5, "h")
-    for name, actual, expected in zip(STATES, states, whole, strict=True):
-        assert_close(actual, expected, 1e-5, name)
+    compare(STATES, states, whole, 1e-5)
 
 
 def test_without_states_it_starts_from_zeros():
@@ -229,9 +224,8 @@ def test_without_states_it_starts_from_zeros():
     expected_h, expected = oracle(whole)
     assert h.dtype == jnp.bfloat16
     assert_close(h, expected_h, tolerance("bfloat16", 16))
-    for actual, y in zip(states, expected, strict=True):
-        assert actual.dtype == jnp.float32
-        assert_close(actual, y, tolerance("float32", 3))
+    assert {y.dtype.name for y in states} == {"float32"}
+    compare(STATES, states, expected, tolerance("float32", 3))
 
 
 def test_float64_through_xla():
@@ -240,12 +234,12 @@ def test_float64_through_xla():
         h, states = mlstm_recurrent_sequence(
             **{name.removesuffix("_initial"): y for name, y in x.items()}, backend="xla"
         )
-        expected_h, expected = reference.recurrence(**x)
-        for actual, y in zip((h, *states), (expected_h, *expected), strict=True):
+        for actual, y in zip(
+            *map(jax.tree.leaves, ((h, states), reference.recurrence(**x))), strict=True
+        ):
             assert actual.dtype == jnp.float64
-            np.testing.assert_allclose(
-                actual, y, rtol=1e-13
-            )  # three steps and sums of 16, in another order
+            # three steps and sums of 16, in another order
+            np.testing.assert_allclose(actual, y, rtol=1e-13)
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, None])
@@ -265,29 +259,20 @@ def loss_of(outputs, seed):
     )
 
 
-def test_gradients_through_xla():
+@pytest.mark.parametrize("input_gate", ["exp", "sigmoid"])
+def test_gradients_through_xla(input_gate):
     x, whole = arguments(10, 1, 2, 3, 16, 8)
-    actual = jax.jit(
-        jax.grad(lambda x: loss_of(mlstm_recurrent_sequence(**x, eps=0.1, backend="xla"), 0))
-    )(x)
-    expected = in_float64(jax.grad(lambda x: loss_of(reference.recurrence(**x, eps=0.1), 0)), whole)
-    for name, dx in expected.items():
-        assert_close(actual[name.removesuffix("_initial")], dx, 1e-4, name)
-
-
-def test_gradients_of_the_sigmoid_input_gate():
-    x, whole = arguments(11, 1, 2, 2, 16, 8)
-    del x["m"], whole["m_initial"]
+    if input_gate == "sigmoid":
+        del x["m"], whole["m_initial"]
 
     def loss(run, x):
-        h, (c, n, _) = run(**x, input_gate="sigmoid")
-        return loss_of((h, (c, n)), 1)
+        h, (c, n, m) = run(**x, input_gate=input_gate, eps=0.1)
+        return loss_of((h, (c, n), m if input_gate == "exp" else ()), 0)
 
     step = functools.partial(mlstm_recurrent_sequence, backend="xla")
     actual = jax.jit(jax.grad(functools.partial(loss, step)))(x)
     expected = in_float64(jax.grad(functools.partial(loss, reference.recurrence)), whole)
-    for name, dx in expected.items():
-        assert_close(actual[name.removesuffix("_initial")], dx, 1e-4, name)
+    compare(actual, actual.values(), expected.values(), 1e-4)  # both in the order of their names
 
 
 def test_gradients_at_resets_are_finite():
@@ -299,8 +284,14 @@ def test_gradients_at_resets_are_finite():
     assert all(np.all(np.isfinite(dx)) for dx in gradients.values())
 
 
-@pytest.mark.parametrize("backend", ["triton", "interpret", None])
-@pytest.mark.parametrize("function", [mlstm_recurrent_step, mlstm_recurrent_sequence])
+@pytest.mark.parametrize(
+    ("function", "backend"),
+    [
+        (mlstm_recurrent_step, "triton"),
+        (mlstm_recurrent_sequence, "interpret"),
+        (mlstm_recurrent_step, None),
+    ],
+)
 def test_the_kernels_refuse_derivatives(function, backend):
     x, _ = arguments(13, 1, 1, int(function is mlstm_recurrent_sequence), 16, 16)
 
@@ -343,23 +334,20 @@ def test_donated_states():
 
 @pytest.mark.parametrize("input_gate", ["exp", "sigmoid"])
 def test_a_step_is_one_launch_with_c_in_place(input_gate):
-    device = jax.sharding.AbstractDevice("NVIDIA H200", None, "gpu")
     x, _ = arguments(17, 1, 2, 0, 20, 37, dtype="bfloat16")
     c = x.pop("c")
     run = jax.jit(
         lambda c, x: mlstm_recurrent_step(**x, c=c, input_gate=input_gate, backend="triton"),
         donate_argnums=0,
     )
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+    with for_device("NVIDIA H200"):
         text = run.trace(c, x).lower(lowering_platforms=("cuda",)).as_text()
     assert set(re.findall(r"stablehlo\.(\w+)[ (]", text)) == {"custom_call", "reshape"}
     [call] = [line for line in text.splitlines() if "custom_call" in line]
     assert "output_operand_alias<output_tuple_indices = [0], operand_index = 0," in call
 
 
-@pytest.mark.parametrize(
-    "heads", [(64, 64), (256, 500), (300, 512), (333, 333)], ids="{0[0]}_{0[1]}".format
-)
+@pytest.mark.parametrize("heads", [(64, 64), (300, 500)], ids="{0[0]}_{0[1]}".format)
 def test_lowers_for_gpus(heads, monkeypatch):
     monkeypatch.setattr(compile_report, "compile_kernel", lambda *_: None)
     rows = list(compile_report.report("H200", [heads], ["float32", "bfloat16"], direction="step"))
@@ -376,15 +364,6 @@ def test_compiles_without_spills(device):
         assert row.usage.spill_store_bytes == 0
 
 
-def test_the_backend_in_use():
-    x, _ = arguments(18, 1, 1, 0, 16, 16)
-    gradient = jax.grad(lambda v: jnp.sum(mlstm_recurrent_step(**x | dict(v=v))[0]))
-    with use_backend("interpret"), pytest.raises(TypeError, match="derivatives"):
-        gradient(x["v"])
-    with use_backend("xla"):
-        jax.eval_shape(gradient, x["v"])
-
-
 # ---------------- what is refused
 
 
@@ -393,135 +372,72 @@ def zeros(*shape, dtype="float32"):
 
 
 Q = "as q has shape (1, 2, 16)"
-# Changed arguments: (error, whole message).
-BAD = {
-    "q_rank": (
-        dict(q=zeros(1, 2, 3, 16)),
-        ValueError,
-        "q has shape (1, 2, 3, 16), expected (B, NH, DHQK)",
+# Changed arguments.
+VALUES = {
+    "q has shape (1, 2, 3, 16), expected (B, NH, DHQK)": dict(q=zeros(1, 2, 3, 16)),
+    f"c has shape (1, 2, 8, 16), expected (B, NH, DHQK, DHV) = (1, 2, 16, 8), {Q}": dict(
+        c=zeros(1, 2, 8, 16)
     ),
-    "k_columns": (
-        dict(k=zeros(1, 2, 8)),
-        ValueError,
-        f"k has shape (1, 2, 8), expected (B, NH, DHQK) = (1, 2, 16), {Q}",
+    "states come all three or not at all: got c, n without m": dict(m=None),
+    "states come both or not at all: got n without c": dict(c=None, m=None, input_gate="sigmoid"),
+    "eps is -1.0, expected a finite number >= 0": dict(eps=-1.0),
+    "normalize is False with input_gate 'exp', expected input_gate=\"sigmoid\"": dict(
+        normalize=False
     ),
-    "v_no_columns": (
-        dict(v=zeros(1, 2, 0)),
-        ValueError,
-        "v has shape (1, 2, 0), expected (B, NH, DHV) with DHV >= 1",
+    "backend is 'cuda', expected None or one of triton, mosaic_gpu, interpret, "
+    "mosaic_gpu_interpret, xla": dict(backend="cuda"),
+}
+TYPES = {
+    "k has dtype bfloat16, expected float32, the dtype of q": dict(
+        k=zeros(1, 2, 16, dtype="bfloat16")
     ),
-    "c_swapped": (
-        dict(c=zeros(1, 2, 8, 16)),
-        ValueError,
-        f"c has shape (1, 2, 8, 16), expected (B, NH, DHQK, DHV) = (1, 2, 16, 8), {Q}",
+    "q has dtype float64, expected one of float32, bfloat16, float16; float64 needs "
+    'backend="xla" and jax_enable_x64': dict(q=np.zeros((1, 2, 16))),
+    "i has dtype int32, expected one of float16, bfloat16, float32, float64": dict(
+        i=zeros(1, 2, dtype="int32")
     ),
-    "m_rank": (
-        dict(m=zeros(1, 2, 1)),
-        ValueError,
-        f"m has shape (1, 2, 1), expected (B, NH) = (1, 2), {Q}",
+    "c has dtype int32, expected one of float32, bfloat16, float16": dict(
+        c=zeros(1, 2, 16, 8, dtype="int32")
     ),
-    "no_m": (dict(m=None), ValueError, "states come all three or not at all: got c, n without m"),
-    "n_alone_sigmoid": (
-        dict(c=None, m=None, input_gate="sigmoid"),
-        ValueError,
-        "states come both or not at all: got n without c",
-    ),
-    "k_dtype": (
-        dict(k=zeros(1, 2, 16, dtype="bfloat16")),
-        TypeError,
-        "k has dtype bfloat16, expected float32, the dtype of q",
-    ),
-    "i_integer": (
-        dict(i=zeros(1, 2, dtype="int32")),
-        TypeError,
-        "i has dtype int32, expected one of float16, bfloat16, float32, float64",
-    ),
-    "c_int32": (
-        dict(c=zeros(1, 2, 16, 8, dtype="int32")),
-        TypeError,
-        "c has dtype int32, expected one of float32, bfloat16, float16",
-    ),
-    "eps_negative": (dict(eps=-1.0), ValueError, "eps is -1.0, expected a finite number >= 0"),
-    "stabilize_correctly": (
-        dict(stabilize_correctly=1),
-        TypeError,
-        "stabilize_correctly is a int, expected a Python bool",
-    ),
-    "normalize_exp": (
-        dict(normalize=False),
-        ValueError,
-        "normalize is False with input_gate 'exp', expected input_gate=\"sigmoid\"",
-    ),
-    "backend": (
-        dict(backend="cuda"),
-        ValueError,
-        "backend is 'cuda', expected None or one of triton, mosaic_gpu, interpret, "
-        "mosaic_gpu_interpret, xla",
-    ),
-    "config": (
-        dict(config=StageConfig()),
-        TypeError,
-        "config is a StageConfig, expected a KernelConfig or None",
-    ),
+    "c is a tuple, expected an array: pass the states one by one": dict(c=(1, jnp.zeros(1))),
+    "stabilize_correctly is a int, expected a Python bool": dict(stabilize_correctly=1),
+    "config is a StageConfig, expected a KernelConfig or None": dict(config=StageConfig()),
 }
 
 
-@pytest.mark.parametrize("case", BAD)
-def test_bad_arguments_are_named(case):
-    changed, error, message = BAD[case]
-    good = dict(
-        q=zeros(1, 2, 16), k=zeros(1, 2, 16), v=zeros(1, 2, 8), i=zeros(1, 2), f=zeros(1, 2)
-    )
-    good |= dict(c=zeros(1, 2, 16, 8), n=zeros(1, 2, 16), m=zeros(1, 2))
-    with pytest.raises(error) as caught:
-        mlstm_recurrent_step(**good | changed)
-    assert str(caught.value) == message
+@pytest.mark.parametrize("message", [*VALUES, *TYPES])
+def test_bad_arguments_are_named(message):
+    shapes = dict(q=(16,), k=(16,), v=(8,), i=(), f=(), c=(16, 8), n=(16,), m=())
+    good = {name: zeros(1, 2, *shape) for name, shape in shapes.items()}
+    kind = ValueError if message in VALUES else TypeError
+    refused(kind, message, mlstm_recurrent_step, **good | (VALUES | TYPES)[message])
 
 
 def test_a_sequence_needs_a_step():
-    x = dict(
-        q=zeros(1, 2, 0, 16),
-        k=zeros(1, 2, 0, 16),
-        v=zeros(1, 2, 0, 8),
-        i=zeros(1, 2, 0),
-        f=zeros(1, 2, 0),
-    )
-    with pytest.raises(
-        ValueError,
-        match=re.escape("q has shape (1, 2, 0, 16), expected (B, NH, S, DHQK) with S >= 1"),
-    ):
-        mlstm_recurrent_sequence(**x)
+    x, _ = arguments(20, 1, 2, 1, 16, 8, states=False)
+    message = "q has shape (1, 2, 0, 16), expected (B, NH, S, DHQK) with S >= 1"
+    x = {name: y[:, :, :0] for name, y in x.items()}
+    refused(ValueError, message, mlstm_recurrent_sequence, **x)
 
 
 def test_options_are_not_traced():
     x, _ = arguments(19, 1, 1, 0, 16, 16)
-    with pytest.raises(
-        TypeError, match="eps is traced, expected a Python float: mark it static in jit"
-    ):
-        jax.jit(lambda eps: mlstm_recurrent_step(**x, eps=eps))(1e-6)
+    message = "eps is traced, expected a Python float: mark it static in jit"
+    step = jax.jit(lambda eps: mlstm_recurrent_step(**x, eps=eps))
+    refused(TypeError, message, step, 1e-6)
 
 
-@pytest.mark.parametrize("backend", ["xla", pytest.param("interpret", marks=pytest.mark.slow)])
-def test_a_sequence_in_the_layout_of_projections(backend):
+def test_a_sequence_in_the_layout_of_projections():
     x, _ = arguments(20, 2, 3, 5, 16, 24)
     tokens = {name: jnp.swapaxes(y, 1, 2) if name in "qkvif" else y for name, y in x.items()}
-    expected, expected_states = mlstm_recurrent_sequence(**x, backend=backend)
-    h, states = mlstm_recurrent_sequence(**tokens, layout="BTNH", backend=backend)
+    run = functools.partial(mlstm_recurrent_sequence, backend="xla")
+    expected, expected_states = run(**x)
+    h, states = run(**tokens, layout="BTNH")
     assert np.array_equal(h, jnp.swapaxes(expected, 1, 2))
-    for one, other in zip(states, expected_states, strict=True):
-        assert np.array_equal(one, other)
-
-
-def test_layouts_of_a_sequence_are_checked():
-    x, _ = arguments(20, 2, 3, 5, 16, 24)
-    tokens = {name: jnp.swapaxes(x[name], 1, 2) for name in "qkv"} | {
-        name: x[name] for name in "if"
-    }
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, states, expected_states))
     message = (
         "i has shape (2, 3, 5), expected (B, S, NH) = (2, 5, 3), as q has shape (2, 5, 3, 16): "
-        "axes 1 and 2 are swapped; "
+        'axes 1 and 2 are swapped; layout="BNTH" has them so for all of q, k, v, i, f'
     )
-    with pytest.raises(ValueError, match=f"^{re.escape(message)}"):
-        mlstm_recurrent_sequence(**tokens, layout="BTNH")
-    with pytest.raises(ValueError, match=r"^layout is 'BSNH', expected one of BNTH, BTNH$"):
-        mlstm_recurrent_sequence(**tokens, layout="BSNH")
+    refused(ValueError, message, run, **tokens | {"i": x["i"]}, layout="BTNH")
+    refused(ValueError, "layout is 'BSNH', expected one of BNTH, BTNH", run, **x, layout="BSNH")

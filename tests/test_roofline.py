@@ -1,5 +1,6 @@
-"""The roofline of stages on Mosaic GPU; test_kernel_benchmark.py has that of Triton's stages and of
-whole calls."""
+"""FLOPs and bytes of stages, of whole calls and of attention; the least time."""
+
+import operator
 
 import jax
 import kernel_benchmark
@@ -7,75 +8,122 @@ import peers
 import pytest
 import roofline
 from roofline import Shape
-from test_kernel_benchmark import READ, nbytes
 
-from mlstm_pallas import dispatch
+from mlstm_pallas import KernelConfig, StageConfig, dispatch
+from mlstm_pallas.problem import Problem
 
-SHAPE = Shape(1, 64, 256, 256, 512)  # at which all Mosaic GPU kernels run
-CASES = [name for name in kernel_benchmark.STAGES if dispatch.kernel(name, "mosaic_gpu")]
-WITH_ABAR = {"recurrent_fw_H": {"parallel_fw_P": lambda x: (x.matP, x.keys, x.vecR)}}
+SMALL, WIDE = Shape(2, 3, 64, 16, 32), Shape(1, 64, 256, 256, 512)
+L = 32
+GATES = operator.attrgetter("vecE", "vecU", "vecW")
+# What the kernel of a stage reads of a NamedTuple. recurrent_bw_dC reads gamma once for each
+# recurrence.
+READ = {
+    "parallel_fw_H": {"chunk_gates": lambda x: (GATES(x), x.vecM)},
+    "parallel_fw_P": {"chunk_gates": lambda x: (GATES(x), x.vecAbar, x.vecM, x.scaGamma)},
+    "recurrent_fw_H": {"parallel_fw_P": lambda x: (x.matP, x.keys, x.vecR)},
+    "parallel_bw_dP": {"chunk_gates": lambda x: (GATES(x), x.vecAbar, x.vecM)},
+    "recurrent_bw_dC": {"scaGamma": lambda x: (x, x)},
+    "parallel_bw_dQKV": {
+        "chunk_gates": lambda x: (x.vecW, x.vecAbar),
+        "normaliser_gradients": lambda x: (x.vecInvDen, x.vecDzDen),
+        "parallel_bw_dP": lambda x: (x.matP, x.matDeltaP),
+    },
+}
+# On Mosaic GPU, where it makes its tiles.
+READ["makes_tiles"] = READ["parallel_bw_dQKV"] | {
+    "chunk_gates": lambda x: (x.vecE, x.vecU, x.vecW, x.vecAbar),
+    "parallel_bw_dP": lambda x: (),
+}
+# The products of a stage: inter-chunk ones, and the contracted or outer axis of the intra-chunk
+# ones, which count for s <= t alone.
+PRODUCTS = {
+    "chunk_gates": (0, ""),
+    "recurrent_fw_C": (1, ""),
+    "parallel_fw_H": (1, "kv"),
+    "parallel_fw_P": (0, "k"),
+    "recurrent_fw_H": (2, "v"),
+    "parallel_bw_dP": (0, "kv"),
+    "recurrent_bw_dC": (2, ""),
+    "parallel_bw_dQKV": (3, "kkv"),
+    "makes_tiles": (3, "kkvkv"),
+}
+MOSAIC_GPU = [name for name in kernel_benchmark.STAGES if dispatch.kernel(name, "mosaic_gpu")]
 
 
-def stage_on(backend, stage, shape=SHAPE):
-    impl = kernel_benchmark.MlstmPallasStage(stage, backend, shape, "bfloat16", 128)
-    x = jax.eval_shape(lambda: peers.random_inputs(jax.random.key(0), shape, "bfloat16"))
-    L = impl.call.problem.L
-    return impl, jax.eval_shape(lambda x: kernel_benchmark.stage_arrays(x, L, impl.stage.fused), x)
+def nbytes(tree):
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-@pytest.mark.parametrize("stage", CASES)
-def test_bytes_of_a_stage_on_mosaic_gpu_are_those_of_its_arrays(stage):
-    impl, inputs = stage_on("mosaic_gpu", stage)
-    assert impl.call.lowering.room == "mosaic_gpu"
-    args = jax.eval_shape(lambda x: impl.computation(x, "fwd")[1], inputs)
-    outputs = jax.eval_shape(impl.reference, *impl.oracle_arguments(inputs)[0])
-    # What is not weighted is not written.
-    written = {x: y for x, y in outputs._asdict().items() if x not in ("queries", "keys")}
-    read = (READ | WITH_ABAR).get(stage, {})
-    arrays = zip(impl.stage.inputs, args, strict=True)
-    result = [read.get(name, lambda x: x)(x) for name, x in arrays]
-    assert impl.weighted
+@pytest.mark.parametrize(
+    ("backend", "stage", "shape"),
+    [
+        *(("interpret", name, SMALL) for name in kernel_benchmark.STAGES),
+        *(("mosaic_gpu", name, WIDE) for name in MOSAIC_GPU),
+        ("mosaic_gpu", "makes_tiles", Shape(1, 64, 256, 64, 128)),
+    ],
+)
+def test_bytes_and_flops_of_a_stage_are_those_of_its_arrays_and_products(backend, stage, shape):
+    config = KernelConfig(recurrent_fw_H=StageConfig(siz_b_LKV=L))
+    name = "parallel_bw_dQKV" if stage == "makes_tiles" else stage
+    chunks = L if backend == "interpret" else 128
+    impl = kernel_benchmark.MlstmPallasStage(name, backend, shape, "bfloat16", chunks, config)
+    assert impl.call.lowering.room in ("triton", backend)
+    p, (inter, intra) = impl.call.problem, PRODUCTS[stage]
+    scan = backend == "mosaic_gpu" and impl.stage.fused
+    assert (64 if scan else chunks) == p.L  # the fused scan has chunks of its own
+
+    @jax.eval_shape
+    def arrays():
+        x = peers.random_inputs(jax.random.key(0), shape, "bfloat16")
+        inputs = kernel_benchmark.stage_arrays(x, p.L, impl.stage.fused)
+        function, args = impl.computation(inputs, "fwd")
+        if backend == "interpret":
+            return args, function(*args)._asdict()
+        return args, impl.reference(*impl.oracle_arguments(inputs)[0])._asdict()
+
+    args, outputs = arrays
+    if stage == "makes_tiles":
+        outputs |= dict(sums=[jax.ShapeDtypeStruct((3, shape.steps), "float32")])
+    elif backend == "mosaic_gpu":  # what is not weighted is not written
+        outputs = {x: y for x, y in outputs.items() if x not in ("queries", "keys")}
+    read = READ.get(stage, {})
+    inputs = [read.get(x, lambda x: x)(y) for x, y in zip(impl.stage.inputs, args, strict=True)]
     cost = roofline.of_stage(impl.stage, impl.call, 2, weighted=impl.weighted)
-    assert cost.bytes == nbytes(result) + nbytes(list(written.values()))
-    assert cost.flops == roofline.COSTS[impl.stage.name](impl.call.problem, 2).flops
+    assert cost.bytes == nbytes(inputs) + nbytes(outputs)
+    pairs = sum(dict(k=shape.DHQK, v=shape.DHHV)[axis] for axis in intra)
+    assert cost.flops == shape.steps * (2 * inter * p.DHQK * p.DHHV + (p.L + 1) * pairs)
 
 
-@pytest.mark.parametrize("heads", [(64, 128), (128, 256)])
-def test_a_kernel_that_computes_its_tiles_reads_none(heads):
-    shape, name = Shape(1, 64, 256, *heads), "parallel_bw_dQKV"
-    impl, inputs = stage_on("mosaic_gpu", name, shape)
-    args = jax.eval_shape(lambda x: impl.computation(x, "fwd")[1], inputs)
-    outputs = jax.eval_shape(impl.reference, *args)
-    read = READ[name] | {
-        "chunk_gates": lambda x: (x.vecE, x.vecU, x.vecW, x.vecAbar),
-        "parallel_bw_dP": lambda x: (),
-    }
-    result = [
-        read.get(name, lambda x: x)(x) for name, x in zip(impl.stage.inputs, args, strict=True)
-    ]
-    cost = roofline.of_stage(impl.stage, impl.call, 2, weighted=impl.weighted)
-    assert (
-        cost.bytes
-        == nbytes(result) + nbytes(list(outputs._asdict().values())) + 3 * 4 * shape.steps
-    )  # the sums of W
-    both = [roofline.COSTS[stage](impl.call.problem, 2).flops for stage in (name, "parallel_bw_dP")]
-    assert cost.flops == sum(both)
+def test_a_direction_has_the_flops_of_its_stages_and_the_bytes_of_its_arrays():
+    inputs = jax.eval_shape(lambda: peers.random_inputs(jax.random.key(0), SMALL, "bfloat16"))
+    forward, backward = roofline.mlstm(SMALL, 2, "fwbw")
+    assert (forward,) == roofline.mlstm(SMALL, 2, "fwd")
+    assert forward.bytes == nbytes(inputs)  # h is as large as its cotangent
+    assert backward.bytes == 2 * nbytes(inputs[:5]) + 2 * nbytes(inputs.dh) + 2 * 4 * SMALL.steps
+    problem = Problem(*SMALL, SMALL.S, 1.0)
+    for phase, stages in zip((forward, backward), roofline.schedules(0), strict=True):
+        assert phase.flops == sum(roofline.COSTS[stage](problem, 2).flops for stage in stages)
 
 
-def test_the_fused_scan_on_mosaic_gpu_is_counted_in_its_own_chunks():
-    """The FLOPs inside chunks and the bytes of P grow with L."""
-    calls = {
-        backend: stage_on(backend, "recurrent_fw_H")[0].call
-        for backend in ("mosaic_gpu", "interpret")
-    }
-    assert {backend: call.problem.L for backend, call in calls.items()} == {
-        "mosaic_gpu": 64,
-        "interpret": 32,
-    }
-    R, K, V = SHAPE.steps, SHAPE.DHQK, SHAPE.DHHV
-    floats = 2 * R + R // 64 + 2 * SHAPE.B * SHAPE.NH * K * V
-    expected = 4 * R * K * V + R * 65 * V, 2 * R * (2 * K + 2 * V + 64) + 4 * floats
-    assert (
-        roofline.of_stage(kernel_benchmark.STAGES["recurrent_fw_H"], calls["mosaic_gpu"], 2)
-        == expected
-    )
+def test_attention_counts_pairs_once():
+    pairs, array = 2 * 3 * (1 + 2 + 3 + 4 + 5), 2 * 2 * 3 * 5 * 16
+    phases = (pairs * 2 * 2 * 16, 4 * array), (pairs * 5 * 2 * 16, 8 * array)
+    assert roofline.attention(2, 3, 5, 16, 2, "fwbw") == phases
+
+
+# Milliseconds worked out by hand: for 7b-8k 3.27e11 + 8.08e11 FLOP at 790 TFLOP/s, for tfla-8k
+# 1.62e9 + 3.25e9 bytes at 4.27 TB/s. A float32 product counts as six of bfloat16.
+@pytest.mark.parametrize(
+    ("shape", "dtype", "fwd", "fwbw"),
+    [
+        (Shape(8, 8, 8192, 256, 512), "bfloat16", 0.41, 1.44),
+        (Shape(8, 8, 8192, 256, 512), "float32", 6 * 0.414, 6 * 1.437),
+        (Shape(8, 16, 8192, 128, 256), "bfloat16", 0.38, 1.14),
+    ],
+)
+def test_floor_of_the_8k_shapes(shape, dtype, fwd, fwbw):
+    rates = roofline.device_rates("NVIDIA H200", dtype)
+    for direction, expected in (("fwd", fwd), ("fwbw", fwbw)):
+        seconds = roofline.floor_seconds(roofline.mlstm(shape, 2, direction), *rates)
+        assert 1e3 * seconds == pytest.approx(expected, rel=0.02)
+    assert roofline.device_rates("cpu", dtype) == (None, None)  # nobody measured them

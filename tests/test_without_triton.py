@@ -61,7 +61,8 @@ import mosaic_gpu_cases
 from mlstm_pallas import StageConfig
 
 assert not mlstm_pallas.triton.launch.HAS_TRITON
-refused = StageConfig(num_splits=2)  # which the Mosaic GPU kernel of recurrent_bw_dC does not take
+# Which the Mosaic GPU kernel of recurrent_bw_dC does not take.
+refused = StageConfig(mosaic_gpu=StageConfig(num_stages=1))
 fused = mosaic_gpu_cases.fused()
 cases = dict(
     fused=mosaic_gpu_cases.Case(fused),
@@ -69,6 +70,9 @@ cases = dict(
         fused.replace(recurrent_bw_dC=refused),
         shape=(1, 2, 256, 64, 128),
         stages=mosaic_gpu_cases.SCAN | {{"chunk_gates"}},
+    ),
+    few_heads=mosaic_gpu_cases.Case(
+        mosaic_gpu_cases.materialised(2), shape=(1, 1, 256, 64, 128)
     ),
     splits=dataclasses.replace(mosaic_gpu_cases.CASES["splits"], shape=(1, 1, 256, 128, 128)),
 )
@@ -151,7 +155,10 @@ def test_the_default_is_mosaic_gpu_on_hopper_in_16_bits():
 @pytest.mark.parametrize("layout", ["BNTH", "BTNH"])
 @pytest.mark.parametrize(
     "name",
-    ["plain_stages", *(pytest.param(name, marks=pytest.mark.slow) for name in ("fused", "splits"))],
+    [
+        *("plain_stages", "few_heads"),
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("fused", "splits")),
+    ],
 )
 def test_mosaic_gpu_kernels_run_interpreted(name, layout):
     """Those that there are; the other stages in plain form."""
@@ -166,7 +173,9 @@ def test_mosaic_gpu_kernels_run_on_a_gpu():
     kind = next(device.device_kind for device in jax.devices() if device.platform == "gpu")
     if compute_capability(kind) != 90:
         pytest.skip(f"the Mosaic GPU kernels are for Hopper, and this is a {kind}")
-    result = run_cases("mosaic_gpu", ("fused", "plain_stages", "splits"), ("BNTH", "BTNH"))
+    result = run_cases(
+        "mosaic_gpu", ("fused", "plain_stages", "few_heads", "splits"), ("BNTH", "BTNH")
+    )
     assert result.returncode == 0, result.stderr
 
 

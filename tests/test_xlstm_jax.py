@@ -7,14 +7,15 @@ autodiff in float64.
 
 import functools
 import inspect
+import re
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import NAMES, array, assert_close, oracle, random_inputs, tolerance
+from oracle import NAMES, array, assert_close, compare, oracle, random_inputs, tolerance
 
-from mlstm_pallas import reference, use_backend
+from mlstm_pallas import mlstm_chunkwise, use_backend
 from mlstm_pallas.xlstm_jax import max_triton_fwbw_v3noslice as v3
 from mlstm_pallas.xlstm_jax import max_triton_fwbw_v5xlchunksize as v5
 from mlstm_pallas.xlstm_jax import triton_stablef as stablef
@@ -24,7 +25,6 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 B, NH, S, L, DHQK, DHHV = 1, 2, 64, 16, 24, 40  # head dimensions that the kernels have to pad
 NC = S // L
 BOUND = {"float32": 1e-5, "bfloat16": 2e-2}
-BACKENDS = [None, "interpret"]
 SYSTEMS = [v3, v5, stablef]
 
 # As in the documents.
@@ -236,6 +236,14 @@ def f32(x):
     return array(x, "float32")
 
 
+def arrays_of(expected, *names):
+    """As float32; boundary states in the documented axis."""
+    arrays = (f32(expected[name]) for name in names)
+    return [
+        fused(x) if name in ("C", "n", "dC") else x for name, x in zip(names, arrays, strict=True)
+    ]
+
+
 def split(x):
     return x.reshape(B, NH, NC, L)
 
@@ -246,134 +254,99 @@ def gates_of(x):
     return split(x["i"]), log_f, jnp.cumsum(log_f, axis=-1)
 
 
-@pytest.fixture(params=BACKENDS, ids=["default", "interpret"])
+def assert_states(states, expected):
+    names = "C", "n", "m_boundaries"
+    compare(names, states, arrays_of(expected, *names), tolerance("float32", S))
+
+
+@pytest.fixture(params=[None, pytest.param("interpret", marks=pytest.mark.slow)], ids=str)
 def backend(request):
     with use_backend(request.param):
         yield
 
 
-INTERPRETED_SLOWLY = pytest.mark.parametrize(
-    "backend",
-    [None, pytest.param("interpret", marks=pytest.mark.slow)],
-    ids=["default", "interpret"],
-    indirect=True,
-)
-
-
-# The whole runs interpreted with the documented scale in test_forward and test_backward.
-scales = pytest.mark.parametrize(
-    ("scale", "backend"),
-    [
-        (None, None),
-        (0.7, None),
-        pytest.param(None, "interpret", marks=pytest.mark.slow),
-        (0.7, "interpret"),
-    ],
-    indirect=["backend"],
-    ids=["None-default", "0.7-default", "None-interpret", "0.7-interpret"],
-)
+ALL_SYSTEMS = pytest.mark.parametrize("system", SYSTEMS, ids=["v3", "v5", "stablef"])
+SCALE = 0.7  # the whole passes have the documented one as well
 
 # The stages, forward.
 
 
-def states_of(system, x):
+PREFIX = {v3: "_mlstm_chunkwise", v5: "mlstm_chunkwise", stablef: "_mlstm_chunkwise"}
+
+
+def run(system, name, dtype="float32", scale=SCALE, eps=1e-6, **changes):
+    """What a function of a system makes of its arguments, which are found by their names, in lower
+    case."""
+    function = getattr(system, PREFIX[system] + name)
+    x, dh, dC_last, expected = case(dtype, scale, eps)
     i, log_f, b = gates_of(x)
-    initial = x["c_initial"], x["n_initial"], x["m_initial"]
-    if system is v3:
-        named = dict(
-            zip(("matC_initial", "vecN_initial", "scaMinter_initial"), initial, strict=True)
-        )
-        return v3._mlstm_chunkwise__recurrent_fw_C(
-            x["k"], x["v"], b, i, CHUNK_SIZE=L, NUM_CHUNKS=NC, **named
-        )
-    if system is v5:
-        return v5.mlstm_chunkwise__recurrent_fw_C(x["k"], x["v"], x["f"], i, *initial, chunk_size=L)
-    return stablef._mlstm_chunkwise__recurrent_fw_C(
-        x["k"], x["v"], log_f, i, *initial, chunk_size=L, num_chunks=NC
-    )
+    if not name.startswith("__"):  # a whole pass has pre-activations
+        i, log_f = x["i"], x["f"]
+    C, n, m, row_m, den, dC = arrays_of(expected, "C", "n", "m_boundaries", "m", "den", "dC")
+    arguments = dict(matq=x["q"], matk=x["k"], matv=x["v"], veci=i, vecb=b)
+    arguments |= dict(vecf=x["f"] if system is v5 else log_f, matdeltah=dh, matdeltac_last=dC_last)
+    arguments |= dict(matc_initial=x["c_initial"], vecn_initial=x["n_initial"])
+    arguments |= dict.fromkeys(("scam_initial", "scaminter_initial"), x["m_initial"])
+    arguments |= dict.fromkeys(("matc_states", "matc_all"), C)
+    arguments |= dict.fromkeys(("vecn_states", "vecn_all"), n)
+    arguments |= dict.fromkeys(("scam_inter", "scaminter_states", "scam_all", "scam_states"), m)
+    arguments |= dict.fromkeys(("vecm", "vecm_out", "vecm_combine"), row_m)
+    arguments |= dict(veca=b[..., -1:] - b + split(x["i"]), matdeltac_states=dC)
+    arguments |= dict(vecn_out=den + eps if system is stablef else den, qk_scale=scale, eps=eps)
+    arguments |= dict(chunk_size=L, num_chunks=NC) | changes
+    names = {y: y.lower() for y in inspect.signature(function).parameters}
+    return function(**{y: arguments[key] for y, key in names.items() if key in arguments})
 
 
-@pytest.mark.parametrize("system", SYSTEMS, ids=["v3", "v5", "stablef"])
+def before_chunks(expected):
+    """The states without the last ones."""
+    C, n, m = arrays_of(expected, "C", "n", "m_boundaries")
+    return C[:, :, : NC * DHQK], n[:, :, : NC * DHQK], m[..., :-1]
+
+
+BUFFERS = "matc_states", "vecn_states", "scaminter_states"
+
+
+@ALL_SYSTEMS
 def test_recurrent_fw_C(system, backend):
-    x, _, _, expected = case()
-    C, n, m = states_of(system, x)
-    for actual, name in ((C, "C"), (n, "n"), (m, "m_boundaries")):
-        assert_close(
-            actual,
-            fused(expected[name]) if name != "m_boundaries" else expected[name],
-            tolerance("float32", S),
-            name,
-        )
+    assert_states(run(system, "__recurrent_fw_C", **dict.fromkeys(BUFFERS)), case()[-1])
 
 
 def test_buffers_of_recurrent_fw_C_set_the_dtypes():
-    x, _, _, _ = case()
-    i, _, b = gates_of(x)
-    shapes = (B, NH, (NC + 1) * DHQK, DHHV), (B, NH, (NC + 1) * DHQK), (B, NH, NC + 1)
-    buffers = [
-        jnp.zeros(shape, dtype)
-        for shape, dtype in zip(shapes, ("bfloat16", "float32", "bfloat16"), strict=True)
-    ]
-    built = v3._mlstm_chunkwise__recurrent_fw_C(
-        x["k"], x["v"], b, i, *buffers, CHUNK_SIZE=L, NUM_CHUNKS=NC
-    )
+    dtypes = "bfloat16", "float32", "bfloat16"
+    _, _, _, expected = case()
+    states = arrays_of(expected, "C", "n", "m_boundaries")
+    buffers = [jnp.zeros(x.shape, dtype) for x, dtype in zip(states, dtypes, strict=True)]
+    built = run(v3, "__recurrent_fw_C", **dict(zip(BUFFERS, buffers, strict=True)))
     assert [(y.shape, y.dtype) for y in built] == [(y.shape, y.dtype) for y in buffers]
-    built = v3._mlstm_chunkwise__recurrent_fw_C(
-        x["k"].astype("bfloat16"), x["v"].astype("bfloat16"), b, i, CHUNK_SIZE=L, NUM_CHUNKS=NC
-    )
+    built = run(v3, "__recurrent_fw_C", "bfloat16", **dict.fromkeys(BUFFERS))
     assert [y.dtype for y in built] == ["bfloat16", "float32", "float32"]
 
 
-@scales
-@pytest.mark.parametrize("system", SYSTEMS, ids=["v3", "v5", "stablef"])
-def test_parallel_fw_H(system, scale, backend):
-    x, _, _, expected = case(scale=scale)
-    i, log_f, b = gates_of(x)
-    q, k, v = (x[name] for name in "qkv")
-    C, n, m = (f32(expected[name]) for name in ("C", "n", "m_boundaries"))
-    if system is v3:
-        states = fused(C[:, :, :-1]), fused(n[:, :, :-1]), m[..., :-1]
-        H, den = v3._mlstm_chunkwise__parallel_fw_H(
-            q, k, v, *states, i, b, qk_scale=scale, CHUNK_SIZE=L, NUM_CHUNKS=NC
-        )
-    elif system is v5:
-        H, den = v5.mlstm_chunkwise__parallel_fw_Hintra(
-            q, k, v, i, x["f"], fused(C), fused(n), m, qk_scale=scale, chunk_size=L
-        )
-    else:
-        states = fused(C), fused(n), m
-        H, den, row_m = stablef._mlstm_chunkwise__parallel_fw_H(
-            q, k, v, i, log_f, *states, qk_scale=scale, chunk_size=L, num_chunks=NC
-        )
-        assert_close(row_m, expected["m"], tolerance("float32", S), "m")
+@ALL_SYSTEMS
+def test_parallel_fw_H(system, backend):
+    _, _, _, expected = case(scale=SCALE)
+    shorter = dict(zip(BUFFERS, before_chunks(expected), strict=True)) if system is v3 else {}
+    H, den, *rows = run(system, f"__parallel_fw_H{'intra' * (system is v5)}", **shorter)
     assert H.dtype == "float32"
     assert_close(H, expected["h"], tolerance("float32", S), "H")
     assert_close(den, expected["den"], 2e-6, "N")  # stablef hands out eps = 1e-6 as well
+    if system is stablef:
+        assert_close(rows[0], expected["m"], tolerance("float32", S), "m")
 
 
 def test_tiles_and_output_dtype_of_Hintra():
-    x, _, _, expected = case("bfloat16")
-    i, _, _ = gates_of(x)
-    args = (
-        x["q"],
-        x["k"],
-        x["v"],
-        i,
-        x["f"],
-        *(fused(f32(expected[name])) for name in "Cn"),
-        f32(expected["m_boundaries"]),
-    )
-    tiles = dict(siz_b_LQ=16, siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=32, num_warps=2, num_stages=1)
+    _, _, _, expected = case("bfloat16", SCALE)
+    tiles = dict(siz_b_lq=16, siz_b_lkv=16, siz_b_dhqk=16, siz_b_dhhv=32, num_warps=2, num_stages=1)
+    Hintra = functools.partial(run, v5, "__parallel_fw_Hintra", "bfloat16")
     with use_backend("interpret"):
-        H, _ = v5.mlstm_chunkwise__parallel_fw_Hintra(*args, chunk_size=L, **tiles)
-        half, _ = v5.mlstm_chunkwise__parallel_fw_Hintra(
-            *args, chunk_size=L, output_dtype=jnp.bfloat16
-        )
+        H, _ = Hintra(**tiles)
+        half, _ = jax.eval_shape(functools.partial(Hintra, output_dtype=jnp.bfloat16))
     assert (H.dtype, half.dtype) == ("float32", "bfloat16")
     # q is scaled for the padded head dimension: one rounding more
     assert_close(H, expected["h"], 1.5 * tolerance("bfloat16", S), "H")
     with pytest.raises(ValueError, match="siz_b_LQ is 24"):
-        v5.mlstm_chunkwise__parallel_fw_Hintra(*args, chunk_size=L, siz_b_LQ=24)
+        Hintra(siz_b_lq=24)
 
 
 def forward_of(system, x, *flags, L=L, **options):
@@ -383,7 +356,7 @@ def forward_of(system, x, *flags, L=L, **options):
     )
 
 
-@pytest.mark.parametrize("system", SYSTEMS, ids=["v3", "v5", "stablef"])
+@ALL_SYSTEMS
 def test_forward(system, backend):
     x, _, _, expected = case()
     H, den, m, last, every = forward_of(system, x, True, True)
@@ -396,18 +369,11 @@ def test_forward(system, backend):
         tolerance("float32", S),
         "M",
     )
-    for name, actual, desired in zip("Cnm", last, last_expected, strict=True):
-        assert_close(actual, desired, tolerance("float32", S), name)
-    for actual, name in zip(every, ("C", "n", "m_boundaries"), strict=True):
-        assert_close(
-            actual,
-            fused(expected[name]) if name != "m_boundaries" else expected[name],
-            tolerance("float32", S),
-            name,
-        )
+    compare("Cnm", last, last_expected, tolerance("float32", S))
+    assert_states(every, expected)
 
 
-@pytest.mark.parametrize("system", SYSTEMS, ids=["v3", "v5", "stablef"])
+@ALL_SYSTEMS
 def test_forward_returns_what_is_asked_for(system):
     x = {name: y for name, y in inputs_of().items() if name in "qkvif"}
     run = v5.mlstm_chunkwise_fw if system is v5 else system._mlstm_chunkwise_fw
@@ -415,10 +381,12 @@ def test_forward_returns_what_is_asked_for(system):
     built = run(*x.values(), **size)
     assert len(built) == 3
     assert_close(built[0], oracle(x)[0], tolerance("float32", S), "H without initial states")
-    assert [len(y) for y in run(*x.values(), return_last_states=True, **size)[3:]] == [3]
-    assert [y[0].shape[2] for y in run(*x.values(), return_all_states=True, **size)[3:]] == [
-        (NC + 1) * DHQK
-    ]
+    last, every = (
+        jax.eval_shape(functools.partial(run, **{flag: True}, **size), *x.values())[3:]
+        for flag in ("return_last_states", "return_all_states")
+    )
+    assert [len(y) for y in last] == [3]
+    assert [y[0].shape[2] for y in every] == [(NC + 1) * DHQK]
 
 
 def test_resets_where_the_forget_gate_itself_comes_in():
@@ -428,134 +396,75 @@ def test_resets_where_the_forget_gate_itself_comes_in():
     again = v5.mlstm_chunkwise__parallel_fw_Hintra(
         x["q"], x["k"], x["v"], split(x["i"]), x["f"], *every, chunk_size=L
     )
-    for actual, desired in zip((H, again[0], *last), (h, h, C, n, m), strict=True):
-        assert_close(actual, desired, tolerance("float32", S))
+    desired = (h, h, C, n, m)
+    compare("HHCnm", (H, again[0], *last), desired, tolerance("float32", S))
     assert np.array_equal(again[1], den)  # infinite where nothing is stored
 
 
 # The stages, backward.
 
 
-@scales
-@pytest.mark.parametrize("system", SYSTEMS, ids=["v3", "v5", "stablef"])
-def test_recurrent_bw_dC(system, scale, backend):
-    x, dh, dC_last, expected = case(scale=scale, eps=0.05)
-    i, log_f, b = gates_of(x)
-    m, row_m, den = (f32(expected[name]) for name in ("m_boundaries", "m", "den"))
-    if system is v3:
-        dC = v3._mlstm_chunkwise__recurrent_bw_dC(
-            x["q"], i, b, m, den, dh, dC_last, scale, L, NC, 0.05
-        )
-    elif system is v5:
-        dC = v5.mlstm_chunkwise__recurrent_bw_dC(
-            x["q"], i, x["f"], m, den, dh, dC_last, scale, L, eps=0.05
-        )
-    else:
-        dC, first = stablef._mlstm_chunkwise__recurrent_bw_dC(
-            x["q"], log_f, m, row_m, den + 0.05, dh, dC_last, scale, L, NC
-        )
+@ALL_SYSTEMS
+def test_recurrent_bw_dC(system, backend):
+    dC = run(system, "__recurrent_bw_dC", eps=0.05)
+    if system is stablef:
+        dC, first = dC
         assert (dC.shape, first.shape) == ((B, NH, NC * DHQK, DHHV), (B, NH, DHQK, DHHV))
         dC = jnp.concatenate([first, dC], axis=2)
+    expected = case(scale=SCALE, eps=0.05)[-1]
     assert_close(dC, fused(expected["dC"]), BOUND["float32"], "dC")
 
 
 def check_inputs(built, names, expected, bound):
-    for actual, name in zip(built, names, strict=True):
-        assert_close(actual, expected[f"d{name}"], bound, f"d{name}")
+    compare(names, built, (expected[f"d{name}"] for name in names), bound)
 
 
-@pytest.mark.parametrize("dtype", BOUND)
-@pytest.mark.parametrize("system", [v3, stablef], ids=["v3", "stablef"])
+@pytest.mark.parametrize(("system", "dtype"), [(v3, "float32"), (stablef, "bfloat16")])
 def test_parallel_bw_dQKV(system, dtype, backend):
-    x, dh, _, expected = case(dtype)
-    i, log_f, b = gates_of(x)
-    q, k, v = (x[name] for name in "qkv")
-    C, dC, m, row_m, den = (f32(expected[name]) for name in ("C", "dC", "m_boundaries", "m", "den"))
-    if system is v3:
-        built = v3._mlstm_chunkwise__parallel_bw_dQKV(
-            q, k, v, i, b, m, fused(C), den, dh, fused(dC), CHUNK_SIZE=L, NUM_CHUNKS=NC
-        )
-    else:
-        run = functools.partial(
-            stablef._mlstm_chunkwise__parallel_bw_dQKV,
-            q,
-            k,
-            v,
-            i,
-            log_f,
-            row_m,
-            m,
-            chunk_size=L,
-            num_chunks=NC,
-        )
-        built = run(fused(C), dh, den + 1e-6, fused(dC))
-        shorter = run(fused(C[:, :, :-1]), dh, den + 1e-6, fused(dC[:, :, 1:]))
-        assert all(np.array_equal(one, other) for one, other in zip(built, shorter, strict=True))
+    _, _, _, expected = case(dtype, SCALE)
+    dQKV = functools.partial(run, system, "__parallel_bw_dQKV", dtype)
+    built = dQKV()
     assert {y.dtype.name for y in built} == {dtype}
     check_inputs(built, "qkv", expected, BOUND[dtype])
+    if system is stablef:
+        C, dC = before_chunks(expected)[0], arrays_of(expected, "dC")[0][:, :, DHQK:]
+        shorter = dQKV(matc_states=C, matdeltac_states=dC)
+        assert all(np.array_equal(one, other) for one, other in zip(built, shorter, strict=True))
 
 
-@scales
 @pytest.mark.parametrize("name", "QKV")
-def test_parallel_bw_of_one_input(name, scale, backend):
-    x, dh, _, expected = case(scale=scale)
-    i, _, b = gates_of(x)
-    C, n, dC, m, row_m, den = (
-        f32(expected[y]) for y in ("C", "n", "dC", "m_boundaries", "m", "den")
-    )
-    a = b[..., -1:] - b + i
-    run = getattr(v5, f"mlstm_chunkwise__parallel_bw_d{name}")
-    arrays = x["q"], x["k"], x["v"], i, a, b, fused(C), fused(n), m, den, row_m, dh, fused(dC)
-    built = run(*arrays, scale, L, 16, 16, 16, 16, eps=1e-6, output_dtype=jnp.float32)
-    check_inputs([built], [name.lower()], expected, BOUND["float32"])
-    assert run(*arrays, chunk_size=L, output_dtype=jnp.bfloat16).dtype == "bfloat16"
+def test_parallel_bw_of_one_input(name, backend):
+    gradient = functools.partial(run, v5, f"__parallel_bw_d{name}")
+    tiles = dict.fromkeys(("siz_b_lq", "siz_b_lkv", "siz_b_dhqk", "siz_b_dhhv"), 16)
+    built = gradient(**tiles, output_dtype=jnp.float32)
+    check_inputs([built], [name.lower()], case(scale=SCALE)[-1], BOUND["float32"])
+    half = functools.partial(gradient, output_dtype=jnp.bfloat16)
+    assert jax.eval_shape(half).dtype == "bfloat16"
 
 
 def test_the_lowering_platform_decides_on_the_kernels():
-    x, dh, _, expected = case("bfloat16")
-    i, _, b = gates_of(x)
-    C, n, dC, m, row_m, den = (
-        f32(expected[y]) for y in ("C", "n", "dC", "m_boundaries", "m", "den")
-    )
-    arrays = x["q"], x["k"], x["v"], i, i, b, fused(C), fused(n), m, den, row_m, dh, fused(dC)
     for backend, there in ((None, True), ("xla", False)):
         with use_backend(backend):
-            text = (
-                jax.jit(functools.partial(v5.mlstm_chunkwise__parallel_bw_dV, chunk_size=L))
-                .trace(*arrays)
-                .jaxpr.pretty_print()
-            )
-        assert ("platform_index" in text, "parallel_bw_dQKV" in text and "pallas_call" in text) == (
-            there,
-            there,
-        )
+            text = str(jax.make_jaxpr(lambda: run(v5, "__parallel_bw_dV", "bfloat16"))())
+        for part in ("platform_index", "name=parallel_bw_dQKV"):
+            assert (part in text) == there
 
 
-def backward_of(system, x, scale, C, den, dh, dC_last, eps, row_m=None, m=None):
-    if system is v3:
-        return v3._mlstm_chunkwise_bw(*x.values(), scale, C, den, dh, dC_last, L, eps)
-    if system is v5:
-        return v5.mlstm_chunkwise_bw(*x.values(), scale, C, den, dh, dC_last, L, eps)
-    return stablef._mlstm_chunkwise_bw(*x.values(), scale, C, m, den + eps, row_m, dh, dC_last, L)
-
-
-@INTERPRETED_SLOWLY
 @pytest.mark.parametrize(
-    ("given", "scale"), [(True, 0.7), (False, None)], ids=["states", "no_states"]
+    ("given", "scale"), [(True, SCALE), (False, None)], ids=["states", "no_states"]
 )
-@pytest.mark.parametrize("system", SYSTEMS, ids=["v3", "v5", "stablef"])
+@ALL_SYSTEMS
 def test_backward(system, given, scale, backend):
-    x, dh, dC_last, expected = case(scale=scale, eps=0.05)
-    C = fused(f32(expected["C"][:, :, :-1])) if given else None
-    m, row_m = (
-        (f32(expected["m_boundaries"][..., :-1]), f32(expected["m"])) if given else (None, None)
-    )
-    built = backward_of(system, x, scale, C, f32(expected["den"]), dh, dC_last, 0.05, row_m, m)
+    _, _, _, expected = case(scale=scale, eps=0.05)
+    names = "matc_states", "matc_all", "scam_states", "vecm_out"
+    C, _, m = before_chunks(expected)
+    given = (C, C, m, f32(expected["m"])) if given else (None,) * 4
+    built = run(system, "_bw", scale=scale, eps=0.05, **dict(zip(names, given, strict=True)))
     check_inputs(built[:5], "qkvif", expected, BOUND["float32"])
     dC, dn, dm = built[5:]
-    assert_close(dC, expected["c_initial"], BOUND["float32"], "dC")
-    assert_close(dm, expected["m_initial"], BOUND["float32"], "dM")
-    assert not np.any(np.asarray(dn))
+    initial = expected["c_initial"], expected["m_initial"]
+    compare(("dC", "dM"), (dC, dm), initial, BOUND["float32"])
+    assert not dn.any()
 
 
 def test_backward_of_its_own_forward_without_initial_states():
@@ -569,23 +478,6 @@ def test_backward_of_its_own_forward_without_initial_states():
     again = v3._mlstm_chunkwise_bw(*x.values(), vecN_out=den, matDeltaH=dh, CHUNK_SIZE=L)
     for one, other in zip(built, again, strict=True):
         assert_close(one, np.asarray(other.astype("float32")), 1e-2)
-
-
-@pytest.mark.slow
-def test_backward_in_a_chunk_of_several_tiles():
-    x = random_inputs(15, 1, 1, 256, 16, 16)
-    dh = jnp.asarray(np.random.default_rng(3).normal(size=x["v"].shape), "float32")
-    built = []
-    for backend in BACKENDS:
-        with use_backend(backend):
-            den = v5.mlstm_chunkwise_fw(*x.values(), chunk_size=256)[1]
-            built.append(
-                v5.mlstm_chunkwise_bw(
-                    *x.values(), vecN_out=den, matDeltaH=dh, chunk_size=256, eps=1e-6
-                )
-            )
-    for one, other in zip(*built, strict=True):
-        assert_close(one, np.asarray(other), BOUND["float32"])
 
 
 def test_stages_take_float64_on_the_plain_path():
@@ -624,154 +516,71 @@ def test_the_systems_share_an_entry_under_names_of_their_own(system, name):
         other(*inputs_of().values(), reduce_slicing=True)
 
 
-@pytest.mark.parametrize("name", "QKV")
-def test_wrong_calls_of_the_stages_name_them(name):
-    function = f"mlstm_chunkwise__parallel_bw_d{name}"
-    with pytest.raises(
-        TypeError, match=rf"^{function}\(\) missing 12 required positional arguments: 'matK', "
-    ):
-        getattr(v5, function)(jnp.zeros(1))
+def test_wrong_calls_of_the_stages_name_them():
+    message = "mlstm_chunkwise__parallel_bw_dK() missing 12 required positional arguments: 'matK', "
+    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
+        v5.mlstm_chunkwise__parallel_bw_dK(jnp.zeros(1))
 
 
-def exact_gradients(x, weights, options):
-    with jax.enable_x64(True):
-
-        def loss(*x):
-            h, (C, n, m) = reference.recurrence(*x, **options)
-            return jnp.sum(h * weights) + jnp.sum(C) + jnp.sum(n) + jnp.sum(m)
-
-        wide = [array(y, "float64") for y in x.values()]
-        return [np.asarray(y) for y in jax.jit(jax.grad(loss, tuple(range(8))))(*wide)]
-
-
-@INTERPRETED_SLOWLY
-def test_entry(backend):
+def test_entry():
+    """Every option reaches mlstm_chunkwise."""
     x = random_inputs(12, B, NH, 40, 16, 16)
-    options = dict(eps=0.02, norm_val=2.0)
-    run = functools.partial(entry, return_last_states=True, chunk_size=16, **options)
-    weights = np.random.default_rng(2).normal(size=(B, NH, 40, 16))
-
-    def loss(*x):
-        h, (C, n, m) = run(*x)
-        return jnp.sum(h * f32(weights)) + jnp.sum(C) + jnp.sum(n) + jnp.sum(m)
-
-    built = jax.jit(jax.grad(loss, tuple(range(8))))(*x.values())
-    for arg, actual, desired in zip(
-        NAMES, built, exact_gradients(x, weights, options), strict=True
-    ):
-        assert_close(actual, desired, 1e-4, arg)
-    h, states = run(*x.values())
-    expected = oracle(x, **options)
-    for actual, desired in zip((h, *states), (expected[0], *expected[1]), strict=True):
-        assert_close(actual, desired, tolerance("float32", 40))
-    alone = entry(*x.values(), chunk_size=16, **options)
-    assert np.array_equal(alone, h)
-
-
-@pytest.mark.parametrize("system", SYSTEMS, ids=["v3", "v5", "stablef"])
-def test_generator(system):
-    x = random_inputs(13, B, NH, 32, 16, 16)
-    kernel = system._mlstm_chunkwise_fwbw_generator(jnp.float32, chunk_size=16)
-    H, *states = kernel(*x.values())
-    assert states == [None] * 3
-    assert_close(H, oracle(x)[0], tolerance("float32", 32), "H")
-    built = system._get_chunkwise_fwbw_kernel(jnp.bfloat16, return_last_states=True, chunk_size=16)(
-        *x.values()
+    options = dict(chunk_size=16, eps=0.02, norm_val=2.0, stabilize_correctly=False)
+    h, states = result = entry(*x.values(), return_last_states=True, **options)
+    expected = mlstm_chunkwise(
+        **x, return_last_states=True, autocast_kernel_dtype="float32", **options
     )
-    for actual, desired in zip(built, (oracle(x)[0], *oracle(x)[1]), strict=True):
-        assert actual.dtype == "float32"
-        assert_close(actual, desired, tolerance("bfloat16", 32))
+    assert jax.tree.all(jax.tree.map(jnp.array_equal, result, expected))
+    assert np.array_equal(entry(*x.values(), **options), h)
+    options.pop("chunk_size")
+    of_oracle, _ = oracle(x, **options)
+    assert_close(h, of_oracle, tolerance("float32", 40))
+    assert [y.shape for y in states] == [x[name].shape for name in NAMES[5:]]
 
 
 def test_generator_gives_the_same_function_for_the_same_arguments():
+    """To all systems. What it gives: test_fwbw.py."""
     make, get = stablef._mlstm_chunkwise_fwbw_generator, stablef._get_chunkwise_fwbw_kernel
-    assert (
-        make()
-        is make(jnp.bfloat16)
-        is make("bfloat16", False, True, 64)
-        is get(jnp.bfloat16, chunk_size=64)
-        is get("bfloat16")
-    )
-    assert make() is v3._mlstm_chunkwise_fwbw_generator() is v5._mlstm_chunkwise_fwbw_generator()
-    assert make() is not make(jnp.float32)
-    assert make() is not make(chunk_size=32)
+    same = [make(jnp.bfloat16), make("bfloat16", False, True, 64), get("bfloat16", chunk_size=64)]
+    same += [x._mlstm_chunkwise_fwbw_generator() for x in SYSTEMS]
+    same += [x._get_chunkwise_fwbw_kernel("bfloat16") for x in SYSTEMS]
+    assert {*same} == {make()}
+    assert len({make(), make(jnp.float32), make(None), make(chunk_size=32)}) == 4
 
 
 # Errors.
 
 
-def call(**changes):
-    x, dh, _, expected = case()
-    i, log_f, _ = gates_of(x)
-    C, dC, m, row_m, den = (f32(expected[name]) for name in ("C", "dC", "m_boundaries", "m", "den"))
-    args = dict(
-        matQ=x["q"],
-        matK=x["k"],
-        matV=x["v"],
-        vecI=i,
-        vecF=log_f,
-        vecM_combine=row_m,
-        scaM_inter=m,
-        matC_states=fused(C),
-    )
-    args |= dict(
-        matDeltaH=dh, vecN_out=den, matDeltaC_states=fused(dC), chunk_size=L, num_chunks=NC
-    )
-    return stablef._mlstm_chunkwise__parallel_bw_dQKV(**args | changes)
+# Changed arguments.
+WRONG = {
+    r"matK has shape \(1, 2, 64, 8\), expected \(B, NH, S, DHQK\) = \(1, 2, 64, 24\)": dict(
+        matk=jnp.zeros((B, NH, S, 8))
+    ),
+    r"vecF has shape \(1, 2, 64\), expected \(B, NH, NC, L\) = \(1, 2, 4, 16\)": dict(
+        vecf=jnp.zeros((B, NH, S))
+    ),
+    r"matC_states has shape .* expected \(B, NH, NC \* DHQK, DHHV\)": dict(
+        matc_states=jnp.zeros((B, NH, 7, DHHV))
+    ),
+    r"scaM_inter has shape .* or \(B, NH, \(NC \+ 1\)\) = \(1, 2, 5\)": dict(
+        scam_inter=jnp.zeros((B, NH, 3))
+    ),
+    r"vecI is None, expected an array of shape \(B, NH, NC, L\)": dict(veci=None),
+    r"matQ has shape \(1, 2, 64\), expected \(B, NH, S, DHQK\)": dict(matq=jnp.zeros((B, NH, S))),
+    r"matQ has shape .* expected S = 64 to be 1 chunks of 16 steps": dict(num_chunks=1),
+    "chunk_size is 24, expected a power of two >= 16": dict(chunk_size=24),
+}
 
 
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        (
-            {"matK": jnp.zeros((B, NH, S, 8))},
-            r"matK has shape \(1, 2, 64, 8\), expected \(B, NH, S, DHQK\) = \(1, 2, 64, 24\)",
-        ),
-        (
-            {"vecF": jnp.zeros((B, NH, S))},
-            r"vecF has shape \(1, 2, 64\), expected \(B, NH, NC, L\) = \(1, 2, 4, 16\)",
-        ),
-        (
-            {"matC_states": jnp.zeros((B, NH, 7, DHHV))},
-            r"matC_states has shape .* expected \(B, NH, NC \* DHQK, DHHV\)",
-        ),
-        (
-            {"scaM_inter": jnp.zeros((B, NH, 3))},
-            r"scaM_inter has shape .* or \(B, NH, \(NC \+ 1\)\) = \(1, 2, 5\)",
-        ),
-        ({"vecI": None}, r"vecI is None, expected an array of shape \(B, NH, NC, L\)"),
-        (
-            {"matQ": jnp.zeros((B, NH, S))},
-            r"matQ has shape \(1, 2, 64\), expected \(B, NH, S, DHQK\)",
-        ),
-        ({"num_chunks": 1}, r"matQ has shape .* expected S = 64 to be 1 chunks of 16 steps"),
-        (
-            {"matC_states": None},
-            r"matC_states is None, expected an array of shape \(B, NH, NC \* DHQK, DHHV\)",
-        ),
-        ({"chunk_size": 24}, "chunk_size is 24, expected a power of two >= 16"),
-        ({"chunk_size": 128}, "expected S = 64 to be"),
-    ],
-)
-def test_wrong_shapes_are_named(changes, message):
+@pytest.mark.parametrize("message", WRONG)
+def test_wrong_shapes_are_named(message):
     with pytest.raises(ValueError, match=message):
-        call(**changes)
+        run(stablef, "__parallel_bw_dQKV", **WRONG[message])
 
 
 def test_other_errors():
-    with pytest.raises(TypeError, match="vecF is a list, expected an array"):
-        call(vecF=[0.0])
-    x, dh, _, _ = case()
     with pytest.raises(ValueError, match="vecN_out is None"):
-        stablef._mlstm_chunkwise_bw(*x.values(), matDeltaH=dh, chunk_size=L)
-    with pytest.raises(
-        ValueError,
-        match="all three or not at all: got matC_initial without vecN_initial, scaM_initial",
-    ):
-        v3._mlstm_chunkwise_fw(*list(x.values())[:6], CHUNK_SIZE=L)
-    with pytest.raises(
-        TypeError, match="matQ has dtype int32, expected one of float32, bfloat16, float16"
-    ):
-        v3._mlstm_chunkwise_fw(*(y.astype("int32") for y in x.values()), CHUNK_SIZE=L)
-    with pytest.raises(ValueError, match="backend is 'cuda'"), use_backend("cuda"):
-        pass
+        run(stablef, "_bw", vecn_out=None)
+    message = "all three or not at all: got matC_initial without vecN_initial, scaM_initial"
+    with pytest.raises(ValueError, match=message):
+        run(v3, "_fw", vecn_initial=None, scam_initial=None)

@@ -9,7 +9,7 @@ stabiliser_scan: m at all chunk boundaries. Grid (B * NH). A CTA is one warpgrou
 It reads the summaries of up to 1024 chunks at a time.
 chunk_gates: the gates of every step, from the pre-activations and m; in the backward pass their
 flags too (``gates.join_flags``). It sums each chunk again, which is faster than to write and read
-the sums.
+the sums. Where a CTA has room for a head, of 512 to 2048 steps, it computes m as well.
 
 ``chunk_scans.py`` has the scans over the steps of a chunk, and which steps a thread holds.
 """
@@ -57,6 +57,7 @@ from mlstm_pallas.tiles import divide, loop, remainder
 
 _INF = float("inf")
 _SCAN_BLOCK = 1024  # chunks that a CTA of the stabiliser scan holds
+_WHOLE_HEADS = 512, 1024, 2048  # steps of a head that a CTA of chunk_gates may own
 
 
 def _least_power_of_two(x: jax.Array) -> jax.Array:
@@ -161,10 +162,7 @@ def _summaries_kernel(
         load_rows(i.at[cta]), load_rows(f.at[cta]), input_gate, branchless_log1p
     )
     local = _local_gates(*log_gates, begins, buffers, chunk_rows, input_gate)
-    b_hi, b_lo, max_hi, max_lo, offset = last_columns(*local.vecB, *local.vecEmax, local.vecOffset)
-    added, largest, reset = gates.summary((b_hi, b_lo), (max_hi, max_lo), offset)
-    write(last, jnp.concatenate([jnp.where(reset, -_INF, added), largest], axis=1))
-    plgpu.commit_smem()
+    _write_summaries(local, last)
     for chunk, (exists, head, c) in enumerate(_chunks_of_cta(rows // chunk_rows, p)):
 
         @pl.when(exists)
@@ -172,11 +170,34 @@ def _summaries_kernel(
             g[head, c], a[head, c] = last[end, 0], last[end, 1]
 
 
+def _write_summaries(local: LocalGates, ends: Any) -> None:
+    """Writes what each chunk does to m, in its last row: what it adds, and m of the chunk alone."""
+    b_hi, b_lo, max_hi, max_lo, offset = last_columns(*local.vecB, *local.vecEmax, local.vecOffset)
+    added, largest, reset = gates.summary((b_hi, b_lo), (max_hi, max_lo), offset)
+    write(ends, jnp.concatenate([jnp.where(reset, -_INF, added), largest], axis=1))
+    plgpu.commit_smem()
+
+
+def _stabilisers(
+    local: LocalGates, m_initial: Any, m_out: Any, ends: Any, chunk_rows: int
+) -> list[jax.Array]:
+    """m before and after each chunk, in its rows, of a CTA that owns a head; stores them."""
+    rows, head = ends.shape[0], lax.axis_index("cta")
+    _write_summaries(local, ends)
+    m = [m_initial[head]]
+    for end in range(chunk_rows - 1, rows, chunk_rows):
+        m.append(jnp.maximum(m[-1] + ends[end, 0], ends[end, 1]))
+    for c, x in enumerate(m):
+        m_out[head, c] = x
+    return of_chunks([m[:-1], m[1:]], rows)
+
+
 def _gates_kernel(
     i: Any,  # (CTAs, rows, STEPS) pre-activations
     f: Any,
     starts: Any,  # (CTAs, rows, STEPS) int32, 1 where a packed segment begins; may be absent
-    m_states: Any,  # (B * NH, NC + 1)
+    m_states: Any,  # (B * NH, NC + 1); absent where a CTA owns a head
+    m_initial: Any,  # (B * NH,); absent where m_states are known
     e_hi: Any,  # out (CTAs, rows, STEPS), as those that follow
     e_lo: Any,
     u_hi: Any,
@@ -186,6 +207,7 @@ def _gates_kernel(
     abar: Any,
     flags: Any,  # likewise, int32; absent in the forward pass
     gamma: Any,  # out (B * NH, NC)
+    m_out: Any,  # out (B * NH, NC + 1), the m_states; absent where they are known
     last: Any,  # shared (rows, 3)
     *,
     p: Problem,
@@ -195,13 +217,16 @@ def _gates_kernel(
 ) -> None:
     cta, rows = lax.axis_index("cta"), last.shape[0]
     chunks = _chunks_of_cta(rows // chunk_rows, p)
-    of_ends = ([m_states[head, c + after] for _, head, c in chunks] for after in range(2))
-    m_start, m_end = of_chunks(list(of_ends), rows)
+    if m_states is not None:
+        of_ends = ([m_states[head, c + after] for _, head, c in chunks] for after in range(2))
+        m_start, m_end = of_chunks(list(of_ends), rows)
     begins, f_tile = None if starts is None else load_rows(starts.at[cta]) > 0, load_rows(f.at[cta])
     log_i, log_f, reset = gates.log_gates(
         load_rows(i.at[cta]), f_tile, input_gate, branchless_log1p
     )
     local = _local_gates(log_i, log_f, reset, begins, buffers, chunk_rows, input_gate)
+    if m_states is None:
+        m_start, m_end = _stabilisers(local, m_initial, m_out, buffers["ends"], chunk_rows)
     b_hi, b_lo, offset = last_of_chunks(
         last_columns(*local.vecB, local.vecOffset), chunk_rows, last
     )
@@ -238,24 +263,27 @@ def _launch(
     kernel: Callable[..., None],
     name: str,
     per_step: Mapping[str, Any],
-    per_chunk: Mapping[str, tuple[int, int]],
+    per_chunk: Mapping[str, tuple[int, int] | None],
     columns: int,
     vecs: Sequence[jax.Array | None],
     input_gate: InputGate,
     call: StageCall,
-    **inputs: jax.Array,
+    *,
+    owns_head: bool = False,
+    **inputs: jax.Array | None,
 ) -> dict[str, Any]:
     """Runs a kernel.
 
     Args:
       per_step: dtypes of the outputs (B * NH, NC, L), None of absent ones.
-      per_chunk: shapes of the outputs of chunks, float32.
+      per_chunk: shapes of the outputs of chunks, float32; likewise.
       columns: of ``last``.
       vecs: i, f and starts, (B * NH, S).
+      owns_head: whether a CTA owns a head.
     """
     p = call.problem
     chunk_rows = p.L // STEPS
-    rows = max(LANES, chunk_rows)
+    rows = p.S // STEPS if owns_head else max(LANES, chunk_rows)
     ctas = -(-p.BNH * p.S // (rows * STEPS))
 
     def by_cta(x: Any) -> Any:
@@ -279,12 +307,16 @@ def _launch(
             name: dtype and jax.ShapeDtypeStruct((ctas, rows, STEPS), dtype)
             for name, dtype in per_step.items()
         }
-        | {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in per_chunk.items()},
+        | {
+            name: shape and jax.ShapeDtypeStruct(shape, jnp.float32)
+            for name, shape in per_chunk.items()
+        },
         scratch={
             "last": plgpu.SMEM((rows, columns), jnp.float32),
             "bounds": scan_buffer(4, rows, chunk_rows),
             "last_bounds": plgpu.SMEM((rows, 4), jnp.float32),
             "sums": scan_buffer(3, rows, chunk_rows),
+            "ends": plgpu.SMEM((rows, 2), jnp.float32) if owns_head else None,
             "maxima": None if input_gate is InputGate.SIGMOID else scan_buffer(3, rows, chunk_rows),
         },
         interpret=call.interpret,
@@ -301,6 +333,7 @@ def chunk_gates(
     starts: jax.Array | None = None,
     input_gate: InputGate = InputGate.EXP,
     scaM_states: jax.Array | None = None,
+    lengths: jax.Array | None = None,
     *,
     call: StageCall,
 ) -> ChunkGates:
@@ -308,25 +341,26 @@ def chunk_gates(
     p, vecs, backward = call.problem, (vecI, vecF, starts), scaM_states is not None
     if scaM_states is None and input_gate is InputGate.SIGMOID:
         scaM_states = jnp.zeros((p.BNH, p.NC + 1), scaM_initial.dtype)
-    elif scaM_states is None:
+    owns_head = scaM_states is None and p.S in _WHOLE_HEADS
+    if scaM_states is None and not owns_head:
         summaries = {name: (p.BNH, _padded_chunks(p)) for name in "ga"}
         x = _launch(_summaries_kernel, "chunk_summaries", {}, summaries, 2, vecs, input_gate, call)
         scaM_states = stabiliser_scan(x["g"], x["a"], scaM_initial, call)
     per_step = dict.fromkeys(("e_hi", "e_lo", "u_hi", "u_lo", "w", "m", "abar"), jnp.float32)
     per_step["flags"] = jnp.int32 if backward else None
+    per_chunk: dict[str, Any] = {"gamma": (p.BNH, p.NC), "m_out": None}
+    if owns_head:
+        per_chunk["m_out"] = (p.BNH, p.NC + 1)
     x = _launch(
-        _gates_kernel,
-        "chunk_gates",
-        per_step,
-        {"gamma": (p.BNH, p.NC)},
-        3,
-        vecs,
-        input_gate,
-        call,
+        *(_gates_kernel, "chunk_gates", per_step, per_chunk, 3, vecs, input_gate, call),
+        owns_head=owns_head,
         m_states=scaM_states,
+        m_initial=scaM_initial if owns_head else None,
     )
     e, u = (x["e_hi"], x["e_lo"]), (x["u_hi"], x["u_lo"])
-    return ChunkGates(e, u, x["w"], x["m"], x["abar"], x["gamma"], scaM_states, x["flags"])
+    m_states: Any = x["m_out"] if owns_head else scaM_states
+    of_steps = ChunkGates(e, u, x["w"], x["m"], x["abar"], x["gamma"], m_states, x["flags"])
+    return gates.without_outputs(of_steps, lengths)
 
 
 def _stabiliser_scan_kernel(

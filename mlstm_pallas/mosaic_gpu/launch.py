@@ -210,10 +210,14 @@ def one_of(*tiles: Any, interpret: bool) -> Any:
 
 
 def head_of(ref: Any, n: Any, p: Problem) -> Any:
-    """(S, D) of head n, in the layouts of Triton's ``sequence_spec``; splits count as heads."""
-    if len(ref.shape) == 3:
-        return ref.at[n]
-    B, _, NH, _ = ref.shape
-    num_splits = p.BNH // (B * NH)
-    head, split = (n, 0) if num_splits == 1 else (divide(n, num_splits), remainder(n, num_splits))
-    return ref.at[divide(head, NH), pl.ds(split * p.S, p.S), remainder(head, NH)]
+    """(S, D) of head n, in the layouts of Triton's ``sequence_spec``; splits count as heads.
+
+    The array may have fewer steps. TMA copies read zeros beyond them and write nothing there.
+    """
+    strided = len(ref.shape) == 4
+    B, NH = ref.shape[0], ref.shape[2] if strided else 1
+    num_splits, head = p.BNH // (B * NH), n
+    steps: Any = slice(None)
+    if num_splits > 1:
+        head, steps = divide(n, num_splits), pl.ds(remainder(n, num_splits) * p.S, p.S)
+    return ref.at[divide(head, NH), steps, remainder(head, NH)] if strided else ref.at[head, steps]

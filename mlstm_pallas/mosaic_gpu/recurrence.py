@@ -1,8 +1,12 @@
-"""The recurrences of ``stages/recurrence.py`` on Mosaic GPU, without x.
+"""The recurrences of ``stages/recurrence.py`` on Mosaic GPU.
 
-Grid (B * NH times the number of recurrences, DHQK / rows, DHHV / 128). A CTA owns up to 256 rows
-and 128 columns of X. It has two warpgroups, each with 64 columns, kept transposed in registers.
+Grid (B * NH times the number of recurrences and of splits, DHQK / rows, DHHV / 128). A CTA owns up
+to 256 rows and 128 columns of X. It has two warpgroups, each with 64 columns, kept transposed in
+registers; where CTAs are few, or 128 does not divide DHHV, it has 64 columns and one warpgroup.
 They share the copying, num_stages tiles of 64 steps ahead.
+
+Where that makes too few CTAs, the sequence is cut into splits. A launch before computes what each
+split adds to X, with the same kernel, which then stores no X of a chunk (splits.py).
 
 With r the left operand of the transposed product is r b, weighted in registers: (r b)^T a = b^T (r
 a), and a tile of b has 64 columns a warpgroup. The operand of a step is computed while the product
@@ -11,11 +15,14 @@ of the step before runs.
 A recurrence with an h also has the inner products b_t . h_t, a warpgroup's 64 columns at a time:
 while the product of a step runs, the warpgroup multiplies its tile of b with that of h. The CTAs of
 the first row block do it. The tiles of h have stages of their own.
+
+A recurrence with an x sums r_t a_t in the same place, 64 columns of a a warpgroup. The CTAs of the
+first column block do it, in blocks of at most 64 rows a warpgroup.
 """
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -25,9 +32,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
-from mlstm_pallas.mosaic_gpu.fragments import across_rows
+from mlstm_pallas.mosaic_gpu.fragments import across_columns, across_rows
 from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
+    BY_ROWS,
     REGISTER_ROWS,
     block,
     float32,
@@ -35,20 +43,45 @@ from mlstm_pallas.mosaic_gpu.launch import (
     load,
     mosaic_call,
     plgpu,
+    shared_bytes,
     shared_tiles,
 )
-from mlstm_pallas.mosaic_gpu.limits import state_rows
-from mlstm_pallas.mosaic_gpu.products import Products
+from mlstm_pallas.mosaic_gpu.limits import HEADS, KERNEL_DTYPE, SHARED_BYTES, state_rows
+from mlstm_pallas.mosaic_gpu.products import BY_LANES, SUM_SCRATCH, Products
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.splits import heads_of_splits, splits_as_heads
+from mlstm_pallas.splits import split_states
 from mlstm_pallas.stage import StageCall, StageConfig
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 R = REGISTER_ROWS
-STEPS, COLUMNS = 64, 128  # of a tile, and of the block of X of a CTA
+STEPS, COLUMNS = 64, 128  # of a tile, and of the block of X of a CTA where they divide DHHV
 H_STAGES = 3  # tiles of h in shared memory
 ENOUGH_CTAS = 128  # of a launch: an H200 has 132 SMs, and an SM holds one such CTA
+# Shorter splits, or fewer, cost more than they gain: a second launch, and what joins their sums.
+MIN_SPLIT_STEPS, MIN_SPLITS, MAX_SPLITS = 1024, 4, 16
+
+
+class Splits(NamedTuple):
+    """The splits of a launch.
+
+    Attributes:
+      of_sequence: equal parts of a sequence, each a number of chunks.
+      sums: whether the launch computes what each split adds, from zeros on.
+      all: whether it computes that of the split that nothing follows too.
+    """
+
+    of_sequence: int = 1
+    sums: bool = False
+    all: bool = True
+
+    @property
+    def of_head(self) -> int:
+        """Splits of a head in the launch."""
+        return self.of_sequence - (not self.all)
+
+    def first(self, backward: bool) -> int:
+        return int(backward and not self.all)
 
 
 class _Operands(NamedTuple):
@@ -59,7 +92,8 @@ class _Operands(NamedTuple):
     r: Any  # (B * NH, S), may be absent
     h: Any  # as b, may be absent
     gamma: Any  # (B * NH, NC)
-    X_initial: Any  # (B * NH, DHHV, DHQK) transposed, may be absent
+    X_initial: Any  # (B * NH * splits, DHHV, DHQK) transposed, may be absent
+    x_initial: Any  # (B * NH * splits, DHQK), may be absent
 
 
 class _Shared(NamedTuple):
@@ -67,7 +101,8 @@ class _Shared(NamedTuple):
     b_tiles: Any  # (stages, 64, 128)
     weights: Any  # (stages, 64) float32, absent without r
     h_tiles: Any  # (H_STAGES, 64, 128), absent where no recurrence has an h
-    out_tiles: Any  # (2 warpgroups, 2, 64, 64)
+    out_tiles: Any  # (warpgroups, 2, 64, 64), absent where X is not stored
+    scratch: Any  # (warpgroups, SUM_SCRATCH) float32, absent where no recurrence has an x
     barriers: Any  # of the ring of operands
     h_barriers: Any  # of the ring of tiles of h, absent likewise
 
@@ -77,11 +112,14 @@ class _Place(NamedTuple):
 
     wg: jax.Array
     head: jax.Array
+    split: jax.Array
     rows: Any
     columns: Any  # of the CTA
     part: jax.Array  # which 64 columns
     X_columns: Any  # these
     tile_columns: Any  # likewise, in a tile of b or h
+    x_rows: Any  # 64 rows, of x
+    x_part: Any  # these, in a tile of a
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,14 +131,23 @@ class _Recurrence:
     p: Problem
     rows: int
     backward: bool
+    splits: Splits
+    owns_x: bool
     products: Products
 
     @property
     def tiles_of_chunk(self) -> int:
         return self.p.L // STEPS
 
+    @property
+    def num_chunks(self) -> int:
+        """Those of a split."""
+        return self.p.NC // self.splits.of_sequence
+
     def chunk(self, index: Any) -> Any:
-        return self.p.NC - 1 - index if self.backward else index
+        index = self.num_chunks - 1 - index if self.backward else index
+        of_sequence = self.splits.of_sequence
+        return index if of_sequence == 1 else self.place.split * self.num_chunks + index
 
     def steps(self, step: Any) -> Any:
         n = self.tiles_of_chunk
@@ -144,21 +191,36 @@ class _Recurrence:
             rows = block(lax.axis_index("rows") * n + x, R)
             plgpu.copy_smem_to_gmem(tile, self.out.X.at[place.head, at, rows, place.X_columns])
 
-    def join(self, ring: CopyRing, h_ring: Any, index: Any, carry: Any) -> Any:
-        """Stores X before a chunk, and adds the chunk; carry: X^T and the chunk's gamma."""
-        products, n = self.products, self.tiles_of_chunk
-        unrolled = 2 - n % 2  # steps whose left operands have registers of their own
-        XT, decay = carry
-        at, last = self.chunk(index), np.int32(self.p.NC - 1)
-        following = self.x.gamma[self.place.head, self.chunk(lax.min(index + 1, last))]
-        self.store_state(index, at, XT)
+    def weighted(self, slot: Any) -> Any:
+        """r a of a tile, (64 steps, 64 rows of x)."""
+        a = load(self.shared.a_tiles.at[slot, :, self.place.x_part]).astype(jnp.float32)
+        return a * across_columns(load(self.shared.weights.at[slot], BY_ROWS))
 
-        def add(accumulator: Any) -> None:
-            def some(i: Any, carry: None) -> None:
+    def once(self, store: Callable[[], None]) -> None:
+        """With blocks of 64 rows both warpgroups have the same x, which one of them stores."""
+        if self.rows == R:
+            pl.when(self.place.wg == 0)(store)
+        else:
+            store()
+
+    def join(self, ring: CopyRing, h_ring: Any, index: Any, carry: Any) -> Any:
+        """Stores X before a chunk, and adds the chunk; carry: X^T, x and the chunk's gamma."""
+        products, n, place = self.products, self.tiles_of_chunk, self.place
+        unrolled = 2 - n % 2  # steps whose left operands have registers of their own
+        XT, vector, decay = carry
+        at, last = self.chunk(index), np.int32(self.num_chunks - 1)
+        following = self.x.gamma[place.head, self.chunk(lax.min(index + 1, last))]
+        if self.out.X is not None:
+            self.store_state(index, at, XT)
+
+        def add(accumulator: Any) -> Any:
+            def some(i: Any, total: Any) -> Any:
                 for x in range(unrolled):
                     step = index * n + i * unrolled + x
                     slot = ring.wait(step)
                     products.add(accumulator, self.left(slot), self.shared.a_tiles.at[slot])
+                    if total is not None:
+                        total += self.weighted(slot)
                     products.wait(1)
                     release = functools.partial(ring.release, step - 1)
                     if x == 0:
@@ -169,36 +231,80 @@ class _Recurrence:
                         self.store_inner(ring, h_ring, step, at * n + i * unrolled + x)
                         h_ring.refill(step)
                     pl.when(step > 0)(functools.partial(ring.refill, step - 1))
+                return total
 
-            products.loop(accumulator, n // unrolled, some)
+            total = products.zeros(R, R) if self.owns_x else None
+            total = products.loop(accumulator, n // unrolled, some, total)
             products.wait(0)
             ring.release((index + 1) * n - 1)
+            return total
 
-        (XT,) = products.onto(add, XT * decay)
-        return XT, following
+        if not self.owns_x:
+            (XT,) = products.onto(add, XT * decay)
+            return XT, None, following
+        if self.out.x is not None:
+
+            def store_x() -> None:
+                self.out.x.at[place.head, at, place.x_rows][...] = vector
+
+            self.once(store_x)
+        # Only an accumulator that starts from zeros lets other values out.
+        total, added = products.all_from_zeros(add, (R, self.rows))
+        sums = products.sum_over_rows(total, self.shared.scratch.at[place.wg])
+        return XT * decay + added, vector * decay + sums, following
+
+    def initial(self) -> tuple[Any, Any]:
+        """X^T and x before the first chunk."""
+        x, place = self.x, self.place
+        at = place.head * self.splits.of_sequence + place.split
+        if x.X_initial is None:
+            XT = self.products.zeros(R, self.rows)
+        else:
+            XT = load(x.X_initial.at[at, place.X_columns, place.rows], optimized=False)
+        if not self.owns_x:
+            return XT, None
+        if x.x_initial is None:
+            return XT, plgpu.layout_cast(jnp.zeros((R,), jnp.float32), BY_LANES)
+        return XT, load(x.x_initial.at[at, place.x_rows], BY_LANES, optimized=False)
+
+    def store_last(self, XT: jax.Array, vector: Any) -> None:
+        """X and x after the last chunk; with splits.sums those of every split."""
+        out, place, splits = self.out, self.place, self.splits
+
+        def store(index: Any) -> None:
+            if out.X_last is not None:
+                out.X_last[index, place.X_columns, place.rows] = XT
+            if vector is not None:
+
+                def store_x() -> None:
+                    out.x_last.at[index, place.x_rows][...] = vector
+
+                self.once(store_x)
+
+        if splits.sums:
+            store(place.head * splits.of_head + (place.split - splits.first(self.backward)))
+        elif splits.of_sequence == 1:
+            store(place.head)
+        else:
+            last = 0 if self.backward else splits.of_sequence - 1
+            pl.when(place.split == last)(lambda: store(place.head))
 
     def run(self, num_stages: int, reads_h: bool) -> None:
         x, shared, place, products = self.x, self.shared, self.place, self.products
-        total, h_ring = self.p.NC * self.tiles_of_chunk, None
-        buffers = shared.a_tiles, shared.b_tiles, shared.weights
-        ring = CopyRing(shared.barriers, num_stages, total, self.copy, products, buffers)
+        total, readers = self.num_chunks * self.tiles_of_chunk, shared.b_tiles.shape[-1] // R
+        buffers, h_ring = (shared.a_tiles, shared.b_tiles, shared.weights), None
+        ring = CopyRing(shared.barriers, num_stages, total, self.copy, products, buffers, readers)
         rings = [ring]
         if reads_h:
-            h_ring = CopyRing(
-                shared.h_barriers, H_STAGES, total, self.copy_h, products, (shared.h_tiles,)
-            )
+            of_h = shared.h_barriers, H_STAGES, total, self.copy_h, products, (shared.h_tiles,)
+            h_ring = CopyRing(*of_h, readers)
             rings.append(h_ring)
         for y in rings:
             y.start()
-        state = place.head, place.X_columns, place.rows
-        if x.X_initial is None:
-            XT = products.zeros(R, self.rows)
-        else:
-            XT = load(x.X_initial.at[state], optimized=False)
         gamma = x.gamma[place.head, self.chunk(np.int32(0))]
-        XT, _ = loop(self.p.NC, functools.partial(self.join, ring, h_ring), (XT, gamma))
-        if self.out.X_last is not None:
-            self.out.X_last[state] = XT
+        step = functools.partial(self.join, ring, h_ring)
+        XT, vector, _ = loop(self.num_chunks, step, (*self.initial(), gamma))
+        self.store_last(XT, vector)
         plgpu.wait_smem_to_gmem(0)
         for y in rings:
             y.drain()
@@ -211,104 +317,181 @@ def _kernel(
     p: Problem,
     rows: int,
     backward: Sequence[bool],
+    splits: Splits,
     num_stages: int,
     interpret: bool,
     **shared: Any,
 ) -> None:
-    wg, index = lax.axis_index("wg"), lax.axis_index("head")
-    blocks_of_X = block(lax.axis_index("rows"), rows), block(lax.axis_index("columns"), COLUMNS)
-    part = lax.axis_index("columns") * (COLUMNS // R) + wg
-    X_columns, tile_columns = block(part, R), block(wg, R)
-    head = remainder(index, p.BNH)
-    place = _Place(wg, head, *blocks_of_X, part, X_columns, tile_columns)
+    wg, index, columns = lax.axis_index("wg"), lax.axis_index("head"), shared["b_tiles"].shape[-1]
+    blocks_of_X = block(lax.axis_index("rows"), rows), block(lax.axis_index("columns"), columns)
+    part = lax.axis_index("columns") * (columns // R) + wg
+    x_part: Any = wg if rows > R else 0
+    x_rows = block(lax.axis_index("rows") * (rows // R) + x_part, R)
+    of_wg: Any = part, block(part, R), block(wg, R), x_rows, block(x_part, R)
+    head: Any = remainder(index, p.BNH * splits.of_head)
+    split: Any = np.int32(0)
+    if splits.of_head > 1:
+        head, split = divide(head, splits.of_head), remainder(head, splits.of_head)
 
-    def run(j: int, reads_h: bool) -> None:
-        x = operands[j]
+    def run(j: int, first: bool) -> None:
+        x, out = operands[j], outputs[j]
+        reads_h, owns_x = first and x.h is not None, first and out.x_last is not None
         a, b = head_of(x.a, head, p), head_of(x.b, head, p)
         x = x._replace(a=a, b=b, h=head_of(x.h, head, p) if reads_h else None)
-        statics = p, rows, backward[j], Products(interpret)
-        _Recurrence(x, outputs[j], _Shared(**shared), place, *statics).run(num_stages, reads_h)
+        place = _Place(wg, head, split + splits.first(backward[j]), *blocks_of_X, *of_wg)
+        statics = p, rows, backward[j], splits, owns_x, Products(interpret)
+        _Recurrence(x, out, _Shared(**shared), place, *statics).run(num_stages, reads_h)
 
-    for j, x in enumerate(operands):
-        here, has_h = divide(index, p.BNH) == j, x.h is not None
-        if not has_h or rows == p.DHQK:
-            pl.when(here)(functools.partial(run, j, has_h))
+    for j, (x, out) in enumerate(zip(operands, outputs, strict=True)):
+        here, axis = divide(index, p.BNH * splits.of_head) == j, ""
+        if x.h is not None and rows < p.DHQK:
+            axis = "rows"
+        elif out.x_last is not None and columns < p.DHHV:
+            axis = "columns"
+        if not axis:
+            pl.when(here)(functools.partial(run, j, True))
             continue
-        for reads_h in (True, False):  # no branch in the loop over steps
-            first_rows = (lax.axis_index("rows") == 0) == reads_h
-            pl.when(here & first_rows)(functools.partial(run, j, reads_h))
+        for first in (True, False):  # no branch in the loop over steps
+            firsts = (lax.axis_index(axis) == 0) == first
+            pl.when(here & firsts)(functools.partial(run, j, first))
 
 
 def scratch(
     rows: int,
+    columns: int,
     num_stages: int,
     dtype: Any,
     *,
     weighted: bool,
-    has_h: bool,
+    has_h: bool = False,
+    has_x: bool = False,
+    stores_X: bool = True,
 ) -> dict[str, Any]:
-    """Shared memory of the kernel, for blocks of X of so many rows."""
-    tiles = functools.partial(shared_tiles, dtype=dtype)
+    """Shared memory of the kernel, for blocks of X of so many rows and columns."""
+    tiles, readers = functools.partial(shared_tiles, dtype=dtype), columns // R
     return {
         "a_tiles": tiles(num_stages, STEPS, rows),
-        "b_tiles": tiles(num_stages, STEPS, COLUMNS),
+        "b_tiles": tiles(num_stages, STEPS, columns),
         "weights": plgpu.SMEM((num_stages, STEPS), jnp.float32) if weighted else None,
-        "h_tiles": tiles(H_STAGES, STEPS, COLUMNS) if has_h else None,
-        "out_tiles": tiles(2, 2, R, R),
-        "barriers": ring_barriers(num_stages, copies=3 if weighted else 2),
-        "h_barriers": ring_barriers(H_STAGES, copies=1) if has_h else None,
+        "h_tiles": tiles(H_STAGES, STEPS, columns) if has_h else None,
+        "out_tiles": tiles(readers, 2, R, R) if stores_X else None,
+        "scratch": plgpu.SMEM((readers, SUM_SCRATCH), jnp.float32) if has_x else None,
+        "barriers": ring_barriers(num_stages, copies=3 if weighted else 2, readers=readers),
+        "h_barriers": ring_barriers(H_STAGES, copies=1, readers=readers) if has_h else None,
     }
 
 
-def recurrences(name: str, *each: Recurrence, call: StageCall) -> list[RecurrenceOutputs]:
-    """``stages/recurrence.py``, in one launch."""
+def _launch(
+    name: str, each: Sequence[Recurrence], splits: Splits, rows: int, call: StageCall
+) -> list[RecurrenceOutputs]:
+    """One launch; X_initial and X_last are transposed, and X_initial is that of each split."""
     p, dtype, num_stages = call.problem, each[0].a.dtype, call.tiles.num_stages
-    rows = block_rows(call.tiles, p, len(each))
     interpret = call.interpret
     weighted = each[0].r is not None
-    if any((x.r is not None) != weighted or x.x_initial is not None for x in each):
+    has_h, has_x = (any(getattr(x, y) is not None for x in each) for y in ("h", "x_initial"))
+    if any((x.r is not None) != weighted for x in each) or (has_x and not weighted):
         raise NotImplementedError(
-            f"{name} has r in some of its recurrences, or x, expected r in all or in none, and no x"
+            f"{name} has r in some of its recurrences alone, or x without r, expected r in all or "
+            "in none"
         )
-    has_h = any(x.h is not None for x in each)
+    initial = [(None, None) if splits.sums else (x.X_initial, x.x_initial) for x in each]
     operands = [
-        _Operands(x.a, x.b, x.r, x.h, x.gamma, None if x.X_initial is None else x.X_initial.mT)
-        for x in each
+        _Operands(x.a, x.b, x.r, x.h, x.gamma, *y) for x, y in zip(each, initial, strict=True)
     ]
+    lasts = p.BNH * (splits.of_head if splits.sums else 1)
     X: Any = jax.ShapeDtypeStruct((p.BNH, p.NC, p.DHQK, p.DHHV), dtype)
-    last, inner = float32(p.BNH, p.DHHV, p.DHQK), float32(p.BNH, blocks(p.DHHV, R), p.S)
-    outputs = [
-        RecurrenceOutputs(
-            X, last if x.return_last else None, None, None, None if x.h is None else inner
-        )
-        for x in each
-    ]
-    results = mosaic_call(
+    shapes: dict[str, Any] = dict(
+        X=None if splits.sums else X,
+        X_last=float32(lasts, p.DHHV, p.DHQK),
+        x=None if splits.sums else float32(p.BNH, p.NC, p.DHQK),
+        x_last=float32(lasts, p.DHQK),
+        inner=float32(p.BNH, blocks(p.DHHV, R), p.S),
+    )
+    outputs = []
+    for y in each:
+        absent = [] if y.return_last else ["X_last"]
+        absent += ["x", "x_last"] if y.x_initial is None else []
+        absent += ["inner"] if y.h is None else []
+        outputs.append(RecurrenceOutputs(**shapes | dict.fromkeys(absent)))
+    columns, ctas = block_columns(p), len(each) * splits.of_head * num_ctas(rows, p)
+    if rows == R and 2 * ctas <= ENOUGH_CTAS:
+        columns = R  # twice the CTAs, whose warpgroups do not wait for each other
+    results: list[RecurrenceOutputs] = mosaic_call(
         functools.partial(
             _kernel,
             p=p,
             rows=rows,
             backward=tuple(x.backward for x in each),
+            splits=splits,
             num_stages=num_stages,
             interpret=interpret,
         ),
         name=name,
         grid={
-            "head": len(each) * p.BNH,
+            "head": len(each) * p.BNH * splits.of_head,
             "rows": blocks(p.DHQK, rows),
-            "columns": blocks(p.DHHV, COLUMNS),
+            "columns": blocks(p.DHHV, columns),
         },
-        warpgroups=2,
+        warpgroups=columns // R,
         outputs={"outputs": outputs},
-        scratch=scratch(rows, num_stages, dtype, weighted=weighted, has_h=has_h),
+        scratch=scratch(
+            *(rows, columns, num_stages, dtype),
+            weighted=weighted,
+            has_h=has_h,
+            has_x=has_x,
+            stores_X=not splits.sums,
+        ),
         interpret=interpret,
     )(operands=operands)["outputs"]
+    return results
+
+
+def _sums_of_splits(
+    name: str, each: Sequence[Recurrence], splits: Splits, rows: int, call: StageCall
+) -> list[tuple[jax.Array, Any]]:
+    """What splits add to X and to x: (B * NH, splits.of_head, DHHV, DHQK), transposed, and DHQK."""
+    each = [dataclasses.replace(x, h=None, return_last=True) for x in each]
+    outputs = _launch(name, each, splits, rows, call)
+
+    def of_heads(x: jax.Array) -> jax.Array:
+        return x.reshape(-1, splits.of_head, *x.shape[1:])
+
+    return [(of_heads(y.X_last), jax.tree.map(of_heads, y.x_last)) for y in outputs]
+
+
+def _from_splits(
+    x: Recurrence, added: tuple[jax.Array, Any], XT_initial: jax.Array | None
+) -> Recurrence:
+    """The recurrence with the states before every split, from what splits add."""
+    of_X, of_x = added
+    states = functools.partial(split_states, gamma=x.gamma, backward=x.backward)
+    x = dataclasses.replace(x, X_initial=states(of_X, initial=XT_initial))
+    if x.x_initial is None:
+        return x
+    vectors = states(of_x[..., None], initial=x.x_initial[..., None])
+    return dataclasses.replace(x, x_initial=vectors[..., 0])
+
+
+def recurrences(name: str, *each: Recurrence, call: StageCall) -> list[RecurrenceOutputs]:
+    """``stages/recurrence.py``; in one launch, or two with splits."""
+    p, tiles = call.problem, call.tiles
+    rows = block_rows(tiles, p, len(each), has_x=any(x.x_initial is not None for x in each))
+    num_splits = splits_of(tiles, p, len(each))
+    initial = [None if x.X_initial is None else x.X_initial.mT for x in each]
+    if num_splits == 1:
+        each = tuple(
+            dataclasses.replace(x, X_initial=X) for x, X in zip(each, initial, strict=True)
+        )
+    else:
+        of_sums = Splits(num_splits, sums=True, all=False)
+        added = _sums_of_splits("split_products", each, of_sums, rows, call)
+        each = tuple(map(_from_splits, each, added, initial))
     return [
         x._replace(
             inner=None if x.inner is None else jnp.sum(x.inner, axis=1),
             X_last=None if x.X_last is None else x.X_last.mT,
         )
-        for x in results
+        for x in _launch(name, each, Splits(num_splits), rows, call)
     ]
 
 
@@ -322,21 +505,29 @@ def split_products(
     all_splits: bool = False,
     call: StageCall,
 ) -> jax.Array:
-    """As ``split_products`` of stages/recurrence.py. It computes all splits: they run at once."""
-    p = call.problem.split(num_splits)
-    p = dataclasses.replace(p, L=p.S)
-    a, b, r = (splits_as_heads(x, num_splits) for x in (a, b, r))
-    whole = Recurrence(a, b, jnp.ones((p.BNH, 1), jnp.float32), None, return_last=True, r=r)
-    tiles = call.tiles.replace(siz_b_DHQK=heuristic_rows(p, 1))
-    call = dataclasses.replace(call, problem=p, tiles=tiles)
-    (outputs,) = recurrences("split_products", whole, call=call)
-    X = heads_of_splits(outputs.X_last, num_splits)
-    return X if all_splits else X[:, 1:] if backward else X[:, :-1]
+    """As ``split_products`` of stages/recurrence.py."""
+    p = call.problem.in_splits(num_splits)
+    call = dataclasses.replace(call, problem=p)
+    gamma = jnp.ones((p.BNH, num_splits), jnp.float32)
+    x = Recurrence(a, b, gamma, None, return_last=True, backward=backward, r=r)
+    # As many rows as leave enough CTAs: without X to store there is room for 256, at 4 stages.
+    rows = state_rows(p.DHQK, heuristic_rows(p.split(num_splits), 1))
+    call = dataclasses.replace(
+        call, tiles=call.tiles.replace(num_stages=min(call.tiles.num_stages, 4))
+    )
+    splits = Splits(num_splits, sums=True, all=all_splits)
+    return _sums_of_splits("split_products", [x], splits, rows, call)[0][0].mT
+
+
+def block_columns(p: Problem) -> int:
+    """Columns of X of a CTA, the most; 0 where no such blocks fit."""
+    return next((x for x in (COLUMNS, R) if p.DHHV % x == 0), 0)
 
 
 def num_ctas(rows: int, p: Problem) -> int:
-    """CTAs of one recurrence; 0 where no such blocks fit."""
-    return p.BNH * (p.DHQK // rows) * (p.DHHV // COLUMNS) if rows else 0
+    """CTAs of one recurrence without splits; 0 where no such blocks fit."""
+    columns = block_columns(p)
+    return p.BNH * (p.DHQK // rows) * (p.DHHV // columns) if rows and columns else 0
 
 
 def heuristic_rows(p: Problem, recurrences: int) -> int:
@@ -346,12 +537,41 @@ def heuristic_rows(p: Problem, recurrences: int) -> int:
     return next(enough, sizes[-1])
 
 
-def block_rows(config: StageConfig, p: Problem, recurrences: int) -> int:
+def block_rows(config: StageConfig, p: Problem, recurrences: int, *, has_x: bool = False) -> int:
     """Rows of a block: those of the config, which are for two recurrences.
 
-    One alone has fewer where it would have few CTAs.
+    One alone has fewer where it would have few CTAs, or an x.
     """
     rows = config.siz_b_DHQK
     if recurrences == 1:
         rows = min(rows, heuristic_rows(p, recurrences))
+    if has_x:
+        rows = min(rows, block_columns(p))
     return state_rows(p.DHQK, rows)
+
+
+def splits_of(config: StageConfig, p: Problem, recurrences: int) -> int:
+    """Splits of the sequence: num_splits, else as many as fill a GPU; of whole chunks."""
+    most = p.NC & -p.NC
+    if config.num_splits is not None:
+        return min(config.num_splits, most)
+    ctas = recurrences * num_ctas(state_rows(p.DHQK, config.siz_b_DHQK), p)
+    filling = min(ENOUGH_CTAS // max(ctas, 1), p.S // MIN_SPLIT_STEPS, MAX_SPLITS, most)
+    return 1 << (filling.bit_length() - 1) if filling >= MIN_SPLITS else 1
+
+
+def fits(config: StageConfig, p: Problem, *, has_h: bool = False, has_x: bool = False) -> bool:
+    """Whether the kernel takes the problem with these tiles."""
+    rows = state_rows(p.DHQK, config.siz_b_DHQK)
+    if not 0 < rows <= 256 or not block_columns(p) or p.L % STEPS:
+        return False
+    # A slot is free when the next step's product runs.
+    if config.num_stages < 2 or 2 * p.BNH * (config.num_splits or 1) > HEADS:
+        return False
+    shapes = scratch(
+        *(rows, block_columns(p), config.num_stages, KERNEL_DTYPE),
+        weighted=True,
+        has_h=has_h,
+        has_x=has_x,
+    )
+    return shared_bytes(shapes) <= SHARED_BYTES

@@ -242,9 +242,9 @@ def step_gradients(
     """
     p = call.problem
     size, n = min(p.S & -p.S, _STEPS), blocks(p.L, T)
-    flags = lax.optimization_barrier(
-        flags
-    )  # in memory, or each sum over a block would read all that they depend on
+    # In memory. Each sum over a block would read all that flags depend on, and compute all that dm
+    # depends on in as many threads as it has.
+    flags, dm = lax.optimization_barrier((flags, dm))
     arrives, after = jnp.zeros((p.BNH, 1), jnp.float32), None
     if dm is not None:
         arrives, passed_on = _arriving_at_blocks(dm, flags, size)

@@ -15,6 +15,7 @@ def chunk_gates(
     starts: jax.Array | None = None,
     input_gate: InputGate = InputGate.EXP,
     scaM_states: jax.Array | None = None,
+    lengths: jax.Array | None = None,
     *,
     call: StageCall,
 ) -> ChunkGates:
@@ -26,12 +27,13 @@ def chunk_gates(
       starts: (B * NH, S) int32, 1 where a packed segment begins; None: nowhere.
       scaM_states: the stabilisers at the chunk boundaries, (B * NH, NC + 1) float32; None: they are
         computed.
+      lengths: (B * NH,) int32: h_t is 0 from this step on; None: nowhere.
     """
     begins = None if starts is None else call.chunks(starts)
     local = gates.local_gates(call.chunks(vecI), call.chunks(vecF), begins, input_gate)
     if scaM_states is None:
         scaM_states = gates.stabiliser_scan(local, scaM_initial, input_gate)
-    joined = gates.join_chunks(local, scaM_states, input_gate)
+    joined = gates.join_chunks(local, scaM_states, input_gate, lengths)
     barred: ChunkGates = gates.fusion_barrier(joined, joined.scaGamma)
     return barred
 

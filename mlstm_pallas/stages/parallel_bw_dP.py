@@ -50,7 +50,10 @@ def normaliser_gradients(
     """The normaliser's gradients; the arguments are those of the stage."""
     if normaliser is None:
         return NormaliserGradients()
-    delta = jnp.zeros_like(vecZ) if matH is None else steps_of(inner(matDeltaH, matH))
+    if matH is None:
+        delta = jnp.zeros_like(vecZ)
+    else:
+        delta = steps_of(inner(matDeltaH, matH), vecZ.shape[-1])
     return normaliser.gradients(delta, vecZ, gates.per_step().vecM)
 
 

@@ -21,6 +21,7 @@ from mlstm_pallas.stage import (
     Weighted,
     steps_like,
     steps_of,
+    with_steps,
 )
 
 
@@ -65,12 +66,14 @@ class RecurrenceOutputs(NamedTuple):
 
 def recurrences(name: str, *each: Recurrence, call: StageCall) -> list[RecurrenceOutputs]:
     """The recurrences of the stage ``name``, which are independent of each other."""
-    return [with_inner(x, _recurrence(x, call)) for x in each]
+    return [with_inner(x, _recurrence(x, call), call) for x in each]
 
 
-def with_inner(x: Recurrence, outputs: RecurrenceOutputs) -> RecurrenceOutputs:
+def with_inner(x: Recurrence, outputs: RecurrenceOutputs, call: StageCall) -> RecurrenceOutputs:
     """The outputs with the inner products, where x has h."""
-    return outputs if x.h is None else outputs._replace(inner=steps_of(inner(x.b, x.h)))
+    if x.h is None:
+        return outputs
+    return outputs._replace(inner=steps_of(inner(x.b, x.h), call.problem.S))
 
 
 def _recurrence(x: Recurrence, call: StageCall) -> RecurrenceOutputs:
@@ -144,7 +147,7 @@ def chunk_sums(x: jax.Array, call: StageCall) -> jax.Array:
     if x.ndim == 3:
         return jnp.sum(call.chunks(x), axis=-2)
     B, _, NH, D = x.shape
-    sums = jnp.sum(x.reshape(B, p.NC, p.L, NH, D), axis=2)
+    sums = jnp.sum(with_steps(x, p.S).reshape(B, p.NC, p.L, NH, D), axis=2)
     return jnp.moveaxis(sums, 2, 1).reshape(p.BNH, p.NC, D)
 
 

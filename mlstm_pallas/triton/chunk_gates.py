@@ -165,6 +165,7 @@ def chunk_gates(
     starts: jax.Array | None = None,
     input_gate: InputGate = InputGate.EXP,
     scaM_states: jax.Array | None = None,
+    lengths: jax.Array | None = None,
     *,
     call: StageCall,
 ) -> ChunkGates:
@@ -175,7 +176,7 @@ def chunk_gates(
             scaM_states = gates.stabiliser_scan(local, scaM_initial, input_gate)
         else:
             scaM_states = _stabiliser_scan(local, scaM_initial, call)
-    return gates.join_chunks(local, scaM_states, input_gate)
+    return gates.join_chunks(local, scaM_states, input_gate, lengths)
 
 
 def _local_gates(

@@ -3,6 +3,7 @@
 Every Triton kernel is launched through ``kernel_call``: compiled on a GPU, or interpreted.
 """
 
+import dataclasses
 import functools
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -10,6 +11,9 @@ from types import MappingProxyType
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.problem import Problem
@@ -62,8 +66,14 @@ def kernel_call(
             *(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(args))
         )
         kind = jax.sharding.ManualAxisType(varying=varying)
+        body: Any = functools.partial(kernel, **statics)
+        arrays = [*zip(in_specs, args, strict=True), *zip(out_specs, out_shape, strict=True)]
+        steps = [_steps_if_partial(spec, x) for spec, x in arrays]
+        if any(steps):
+            specs = [spec for spec, _ in arrays]
+            body = functools.partial(_with_partial_blocks, body, specs, steps, len(grid))
         return pl.pallas_call(
-            functools.partial(kernel, **statics),
+            body,
             grid=grid,
             in_specs=list(in_specs),
             out_specs=tuple(out_specs),
@@ -81,6 +91,66 @@ def kernel_call(
     return launch
 
 
+@dataclasses.dataclass(frozen=True)
+class _PartialBlock:
+    """A block whose last rows may be beyond its array: there reads are 0, and writes are dropped.
+
+    Attributes:
+      rows: how many rows the array has from the block's first on.
+    """
+
+    ref: Any
+    rows: jax.Array
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        shape: tuple[int, ...] = self.ref.shape
+        return shape
+
+    @property
+    def dtype(self) -> Any:
+        return self.ref.dtype
+
+    def _part(self, index: Any) -> tuple[Any, jax.Array]:
+        """The reference to a part of the block, and which of its elements the array has."""
+        part = self.ref.at[index]
+        first = part.transforms[-1].indices[0].start
+        inside = first + lax.iota(np.int32, part.shape[0]) < self.rows
+        return part, jnp.broadcast_to(inside[:, None], part.shape)
+
+    def __getitem__(self, index: Any) -> jax.Array:
+        return masked_load(*self._part(index))
+
+    def __setitem__(self, index: Any, x: jax.Array) -> None:
+        part, inside = self._part(index)
+        masked_store(part, x, inside)
+
+
+def _steps_if_partial(spec: Any, x: Any) -> int | None:
+    """The steps of an array where its blocks do not divide them; they divide all other axes."""
+    if spec is None or x is None or x.ndim < 3 or not isinstance(rows := spec.block_shape[1], int):
+        return None
+    return x.shape[1] if x.shape[1] % rows else None
+
+
+def _with_partial_blocks(
+    kernel: Callable[..., None],
+    specs: Sequence[Any],
+    steps: Sequence[int | None],
+    grid_axes: int,
+    *refs: Any,
+) -> None:
+    """The kernel with guarded blocks of the arrays whose steps are given."""
+    grid = [pl.program_id(axis) for axis in range(grid_axes)]
+
+    def block(ref: Any, spec: Any, size: int | None) -> Any:
+        if size is None:
+            return ref
+        return _PartialBlock(ref, size - spec.index_map(*grid)[1] * spec.block_shape[1])
+
+    kernel(*map(block, refs, specs, steps))
+
+
 def masked_load(ref: Any, mask: jax.Array | None) -> jax.Array:
     """ref[...] where mask holds, else 0; mask None: ref[...]."""
     x: jax.Array = plgpu.load(ref, mask=mask, other=None if mask is None else 0.0)
@@ -96,17 +166,25 @@ def sequence_spec(
 ) -> pl.BlockSpec:
     """Blocks of q, k, v or another array of steps, in either layout.
 
+    The last block of a head may reach beyond its steps.
+
     index_map: the grid indices to (head, row block, column block). Splits count as heads.
     """
+    heads = x.shape[0] if x.ndim == 3 else x.shape[0] * x.shape[2]
+    num_splits, row_blocks = p.BNH // heads, p.S // rows
+
+    def of_whole_heads(*grid: Any) -> tuple[Any, Any, Any]:
+        n, row, column = index_map(*grid)
+        if num_splits == 1:
+            return n, row, column
+        return divide(n, num_splits), remainder(n, num_splits) * row_blocks + row, column
+
     if x.ndim == 3:
-        return pl.BlockSpec((None, rows, columns), index_map)
-    B, _, NH, _ = x.shape
-    num_splits, row_blocks = p.BNH // (B * NH), p.S // rows
+        return pl.BlockSpec((None, rows, columns), of_whole_heads)
+    NH = x.shape[2]
 
     def strided(*grid: Any) -> tuple[Any, ...]:
-        n, row, column = index_map(*grid)
-        head = n if num_splits == 1 else divide(n, num_splits)
-        row = row if num_splits == 1 else remainder(n, num_splits) * row_blocks + row
+        head, row, column = of_whole_heads(*grid)
         return divide(head, NH), row, remainder(head, NH), column
 
     return pl.BlockSpec((None, rows, None, columns), strided)

@@ -178,7 +178,8 @@ def parallel_bw_dP(
     )
     operand = (
         pl.BlockSpec((None, p.L, p.DHQK), lambda x, c, b: (b, c, 0)),
-        jax.ShapeDtypeStruct((p.BNH, p.S, p.DHQK), matQ.dtype),
+        # With the caller's steps: XLA gives it the memory of a gradient.
+        jax.ShapeDtypeStruct((p.BNH, matQ.shape[1], p.DHQK), matQ.dtype),
     )
     sums = (
         pl.BlockSpec((None, n, p.L), lambda x, c, b: (b, 0, c)),

@@ -146,7 +146,7 @@ def parallel_fw_P(
         out_shape=[
             jax.ShapeDtypeStruct((p.BNH, p.S, p.L), matQ.dtype),
             vector,
-            jax.ShapeDtypeStruct((p.BNH, p.S, p.DHQK), matQ.dtype),
+            jax.ShapeDtypeStruct((p.BNH, matK.shape[1], p.DHQK), matQ.dtype),
             *[vector] * normalise,
         ],
         call=call,

@@ -204,10 +204,10 @@ def split_products(
     call: StageCall,
 ) -> jax.Array:
     """As ``split_products`` of stages/recurrence.py."""
+    a, b, r = (splits_as_heads(x, num_splits, call.problem.S) for x in (a, b, r))
     p = call.problem.split(num_splits)
     p = dataclasses.replace(p, L=p.S)
     call = dataclasses.replace(call, problem=p, tiles=shrunk(call.tiles.clamped(p), p))
-    a, b, r = (splits_as_heads(x, num_splits) for x in (a, b, r))
     whole = Recurrence(a, b, jnp.ones((p.BNH, 1), jnp.float32), None, return_last=True, r=r)
     first, end = (0, num_splits) if all_splits else (backward, num_splits - 1 + backward)
     (outputs,) = _launch("split_products", [whole], call, (range(first, end), num_splits))
@@ -261,7 +261,8 @@ def add_decayed(X: jax.Array, added: jax.Array, decays: jax.Array, *, call: Stag
 
 def recurrences(name: str, *each: Recurrence, call: StageCall) -> list[RecurrenceOutputs]:
     """As ``recurrences`` of stages/recurrence.py, in one launch; inner products by XLA."""
-    return [with_inner(x, y) for x, y in zip(each, _recurrences(name, each, call), strict=True)]
+    outputs = _recurrences(name, each, call)
+    return [with_inner(x, y, call) for x, y in zip(each, outputs, strict=True)]
 
 
 def _recurrences(name: str, each: Sequence[Recurrence], call: StageCall) -> list[RecurrenceOutputs]:
@@ -303,7 +304,8 @@ def _in_splits(
     decays = decays_in_splits(x.gamma, num_splits, call.problem.S, backward=x.backward)
     products = split_products(x.a, x.b, decays, num_splits, backward=x.backward, call=call)
     states = split_states(products, x.gamma, x.X_initial, backward=x.backward)
-    a, b, gamma = (splits_as_heads(y, num_splits) for y in (x.a, x.b, x.gamma))
+    S = call.problem.S
+    a, b, gamma = (splits_as_heads(y, num_splits, S) for y in (x.a, x.b, x.gamma))
     return dataclasses.replace(x, a=a, b=b, gamma=gamma, X_initial=states), vectors
 
 

@@ -1,0 +1,377 @@
+"""parallel_fw_H on Mosaic GPU: the outputs of ``stages/parallel_fw_H.py``.
+
+Grid (B * NH * NC * L / siz_b_LQ * DHHV / siz_b_DHHV). A CTA owns siz_b_LQ queries of a chunk and
+siz_b_DHHV columns of h; each of its warpgroups has 64 of the queries. The state of the chunk comes
+first, 64 rows at a time, then the keys and the values up to the queries, 64 steps at a time. P
+stays in registers. Keys have a ring of num_stages slots, rows of the state and values another one.
+h leaves through the shared memory of the queries.
+
+FLOPs: 2 R K V + R (L + 1) (K + V), q.k again for each column block. Bytes: q, k, v, h and C,
+(R (2 K + 2 V) + B NH NC K V) itemsize, with repeats from the L2.
+"""
+
+import dataclasses
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.gates import ChunkGates
+from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
+from mlstm_pallas.mosaic_gpu.fragments import (
+    across_columns,
+    across_rows,
+    decay_tile,
+    load_by_rows,
+    rows_and_columns,
+)
+from mlstm_pallas.mosaic_gpu.launch import (
+    BY_COLUMNS,
+    BY_ROWS,
+    REGISTER_ROWS,
+    block,
+    float32,
+    head_of,
+    load,
+    mosaic_call,
+    plgpu,
+    shared_bytes,
+    shared_tiles,
+)
+from mlstm_pallas.mosaic_gpu.limits import KERNEL_DTYPE, SHARED_BYTES, kernel
+from mlstm_pallas.mosaic_gpu.products import Products
+from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
+from mlstm_pallas.problem import Problem
+from mlstm_pallas.stage import StageCall, StageConfig, sequence_shape
+from mlstm_pallas.stages.parallel_fw_H import Outputs
+from mlstm_pallas.tiles import blocks, divide, loop, remainder
+
+R = REGISTER_ROWS
+FEW_CTAS = 528  # four an SM of an H200
+SM_BYTES = 233_472  # shared memory of an SM; each CTA takes 1 KiB more
+
+
+class _Refs(NamedTuple):
+    q: Any  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
+    k: Any
+    v: Any  # (B * NH, S, DHHV), or likewise
+    C: Any  # (B * NH, NC, DHQK, DHHV)
+    n: Any  # (B * NH, NC, DHQK), absent without a normaliser
+    e_hi: Any  # (B * NH, S), as all that follow
+    e_lo: Any
+    u_hi: Any
+    u_lo: Any
+    w: Any
+    m: Any  # absent where the floor does not need it
+    h: Any  # out, like v
+    z: Any  # out (B * NH, S), absent without a normaliser
+    q_tiles: Any  # shared (warpgroups, DHQK / 64, 64, 64)
+    k_tiles: Any  # shared (num_stages, parts, 64, columns)
+    v_tiles: Any  # shared (num_stages, 64, siz_b_DHHV): of the state, then of v
+    out_tiles: Any  # shared (warpgroups, 1, 64, 64), absent where h has the dtype of q
+    q_full: Any  # a barrier a warpgroup
+    k_barriers: Any
+    v_barriers: Any
+
+
+@dataclasses.dataclass(frozen=True)
+class _Queries:
+    """64 queries, as their warpgroup sees them."""
+
+    refs: _Refs
+    p: Problem
+    columns: int  # of h
+    normaliser: Normaliser | None
+    products: Products
+    k_ring: CopyRing
+    v_ring: CopyRing
+    wg: jax.Array
+    head: jax.Array
+    chunk: jax.Array
+    tile: jax.Array  # which 64 of the chunk
+
+    @property
+    def steps_k(self) -> int:
+        """Steps of the products with the state."""
+        return self.p.DHQK // R
+
+    def steps(self, tile: Any) -> Any:
+        return block(self.chunk * (self.p.L // R) + tile, R)
+
+    def inter(self, accumulator: Any) -> None:
+        """q C."""
+        ring, products, refs = self.v_ring, self.products, self.refs
+        pending = 0 if ring.num_slots == 1 else 1
+
+        def free(step: Any) -> None:
+            ring.release(step)
+            ring.refill(step)
+
+        def add(x: Any, carry: None) -> None:
+            slot = ring.wait(x)
+            products.add(accumulator, refs.q_tiles.at[self.wg, x], refs.v_tiles.at[slot])
+            products.wait(pending)
+            if pending:
+                pl.when(x > 0)(lambda: free(x - 1))
+            else:
+                free(x)
+
+        products.loop(accumulator, self.steps_k, add)
+        products.wait(0)
+        if pending:
+            free(np.int32(self.steps_k - 1))
+
+    def n_products(self) -> Any:
+        """n . q_t."""
+        refs = self.refs
+
+        def add(x: Any, total: jax.Array) -> Any:
+            q = load(refs.q_tiles.at[self.wg, x]).astype(jnp.float32)
+            n = load(refs.n.at[self.head, self.chunk, block(x, R)], BY_COLUMNS, optimized=False)
+            return total + q * across_rows(n)
+
+        total = loop(self.steps_k, add, self.products.zeros(R, R))
+        return self.products.sum_over_columns(total)
+
+    def scores(self, slot: Any, accumulator: Any) -> None:
+        """q k^T."""
+        products, q, k = self.products, self.refs.q_tiles.at[self.wg], self.refs.k_tiles.at[slot]
+        parts = self.refs.k_tiles.shape[1]
+
+        def add(x: Any, carry: None) -> None:
+            products.add(accumulator, q.at[x], k.at[x].T)
+
+        if parts > 1:  # unrolled, eight products spill
+            products.loop(accumulator, parts, add)
+            return
+        for x in range(self.steps_k):
+            products.add(accumulator, q.at[x], k.at[0, :, x * R : (x + 1) * R].T)
+
+    def intra(self, u: Any, j: Any, carry: Any) -> Any:
+        """Adds a tile of keys and values; carry: the numerators and the sums of P."""
+        refs, products, k_ring, v_ring = self.refs, self.products, self.k_ring, self.v_ring
+        num, z = carry
+        keys = self.steps(j)
+        e = [
+            load(x.at[self.head, keys], BY_COLUMNS, optimized=False) for x in (refs.e_hi, refs.e_lo)
+        ]
+        slot = k_ring.wait(j)
+        S = products.from_zeros(functools.partial(self.scores, slot), R, R)
+        k_ring.release(j)
+        k_ring.refill(j)
+        t, s = rows_and_columns(R, R)
+        # Masked after the product, not before: a NaN in k reaches no earlier step.
+        seen = s <= t + (self.tile - j) * R
+        P = jnp.where(seen, S * (decay_tile(e, u) * self.p.qk_scale), 0.0)
+        if self.normaliser is not None:
+            z += products.sum_over_columns(P)
+        step = j + self.steps_k
+        slot = v_ring.wait(step)
+
+        def add(accumulator: Any) -> None:
+            products.add(accumulator, P.astype(refs.q.dtype), refs.v_tiles.at[slot])
+            products.wait(0)
+
+        (num,) = products.onto(add, num)
+        v_ring.release(step)
+        v_ring.refill(step)
+        return num, z
+
+    def skip(self, j: Any) -> None:
+        """A tile of keys that only the other warpgroup reads."""
+        for ring, step in ((self.k_ring, j), (self.v_ring, j + self.steps_k)):
+            ring.wait(step)
+            ring.release(step)
+            ring.refill(step)
+
+    def run(self, num_tiles: Any, column: Any) -> None:
+        refs, products, normaliser = self.refs, self.products, self.normaliser
+        rows = self.steps(self.tile)
+        # Loaded before the products and used after them: their latency is hidden.
+        u = [load_by_rows(x, self.head, rows) for x in (refs.u_hi, refs.u_lo)]
+        w, m = (load_by_rows(x, self.head, rows) for x in (refs.w, refs.m))
+        row_scale = query_scale(w, self.p.qk_scale)
+        plgpu.barrier_wait(refs.q_full.at[self.wg])
+        z = plgpu.layout_cast(jnp.zeros((R,), jnp.float32), BY_ROWS)
+        if normaliser is not None:
+            z += self.n_products() * row_scale
+        num = products.from_zeros(self.inter, R, self.columns)
+        num *= across_columns(row_scale, self.columns)
+        num, z = loop(self.tile + 1, functools.partial(self.intra, u), (num, z))
+        loop(num_tiles - self.tile - 1, lambda x, carry: self.skip(self.tile + 1 + x), None)
+        if normaliser is not None:
+            num *= across_columns(1.0 / normaliser.denominator(z, m), self.columns)
+
+            @pl.when(column == 0)
+            def _() -> None:
+                refs.z.at[self.head, rows][...] = z
+
+        tiles = refs.q_tiles if refs.out_tiles is None else refs.out_tiles
+        free = tiles.shape[1]
+        h = head_of(refs.h, self.head, self.p)
+        for x in range(self.columns // R):
+            tile = tiles.at[self.wg, x % free]
+            plgpu.wait_smem_to_gmem(free - 1, wait_read_only=True)
+            products.store(tile, num[:, x * R : (x + 1) * R].astype(tile.dtype))
+            plgpu.commit_smem()
+            columns = block(column * (self.columns // R) + x, R)
+            plgpu.copy_smem_to_gmem(tile, h.at[rows, columns])
+        plgpu.wait_smem_to_gmem(0)
+
+
+def _kernel(
+    *,
+    p: Problem,
+    config: StageConfig,
+    normaliser: Normaliser | None,
+    interpret: bool,
+    **refs_by_name: Any,
+) -> None:
+    refs, products = _Refs(**refs_by_name), Products(interpret)
+    columns, num_stages, warpgroups = config.siz_b_DHHV, config.num_stages, config.siz_b_LQ // R
+    wg, index = lax.axis_index("wg"), lax.axis_index("program")
+    of_h, of_chunk = blocks(p.DHHV, columns), blocks(p.L, config.siz_b_LQ)
+    column, index = remainder(index, of_h), divide(index, of_h)
+    # Those with the most keys first. Many CTAs have those of a chunk together, for the L2.
+    chunks = p.BNH * p.NC
+    if chunks * of_chunk * of_h <= FEW_CTAS:
+        i, index = of_chunk - 1 - divide(index, chunks), remainder(index, chunks)
+    else:
+        i, index = of_chunk - 1 - remainder(index, of_chunk), divide(index, of_chunk)
+    head, chunk = divide(index, p.NC), remainder(index, p.NC)
+    num_tiles, steps_k = (i + 1) * warpgroups, p.DHQK // R
+    q, k, v = (head_of(x, head, p) for x in (refs.q, refs.k, refs.v))
+
+    def steps(tile: Any) -> Any:
+        return block(chunk * (p.L // R) + tile, R)
+
+    def copy_k(j: Any, copy: Any) -> None:
+        _, parts, _, of_part = refs.k_tiles.shape
+        for x in range(parts):
+            copy(k.at[steps(j), x * of_part : (x + 1) * of_part], refs.k_tiles, x)
+
+    def copy_v(step: Any, copy: Any) -> None:
+        of_C = refs.C.at[head, chunk, block(step, R), block(column, columns)]
+        of_v = v.at[steps(step - steps_k), block(column, columns)]
+        pl.when(step < steps_k)(lambda: copy(of_C, refs.v_tiles))
+        pl.when(step >= steps_k)(lambda: copy(of_v, refs.v_tiles))
+
+    k_ring, v_ring = (
+        CopyRing(barriers, num_stages, total, copies, products, (tiles,), warpgroups)
+        for barriers, total, copies, tiles in (
+            (refs.k_barriers, num_tiles, copy_k, refs.k_tiles),
+            (refs.v_barriers, num_tiles + steps_k, copy_v, refs.v_tiles),
+        )
+    )
+    tile = i * warpgroups + wg
+    for x in range(steps_k):
+        source = q.at[steps(tile), x * R : (x + 1) * R]
+        plgpu.copy_gmem_to_smem(source, refs.q_tiles.at[wg, x], refs.q_full.at[wg])
+    v_ring.start()
+    k_ring.start()
+    queries = _Queries(
+        refs, p, columns, normaliser, products, k_ring, v_ring, wg, head, chunk, tile
+    )
+    queries.run(num_tiles, column)
+    k_ring.drain()
+    v_ring.drain()
+
+
+def scratch(p: Problem, config: StageConfig, dtype: Any, output_dtype: Any) -> dict[str, Any]:
+    """Shared memory of the kernel."""
+    tiles, warpgroups, n = shared_tiles, config.siz_b_LQ // R, config.num_stages
+    of_part = p.DHQK if p.DHQK <= 256 else R
+    parts = p.DHQK // of_part
+    return {
+        "q_tiles": tiles(warpgroups, p.DHQK // R, R, R, dtype=dtype),
+        "k_tiles": tiles(n, parts, R, of_part, dtype=dtype),
+        "v_tiles": tiles(n, R, config.siz_b_DHHV, dtype=dtype),
+        "out_tiles": (
+            None if output_dtype == dtype else tiles(warpgroups, 1, R, R, dtype=output_dtype)
+        ),
+        "q_full": plgpu.Barrier(num_arrivals=p.DHQK // R, num_barriers=warpgroups),
+        "k_barriers": ring_barriers(n, copies=parts, readers=warpgroups),
+        "v_barriers": ring_barriers(n, copies=1, readers=warpgroups),
+    }
+
+
+def parallel_fw_H(
+    matQ: jax.Array,
+    matK: jax.Array,
+    matV: jax.Array,
+    gates: ChunkGates,
+    matC_states: jax.Array,
+    vecN_states: jax.Array,
+    *,
+    normaliser: Normaliser | None = DEFAULT_NORMALISER,
+    output_dtype: Any = None,
+    call: StageCall,
+) -> Outputs:
+    """Runs the stage: ``stages/parallel_fw_H.py``."""
+    p, config, g, interpret = call.problem, call.tiles, gates.per_step(), call.interpret
+    output_dtype = jnp.dtype(matQ.dtype if output_dtype is None else output_dtype)
+    of_chunk = blocks(p.L, config.siz_b_LQ) * blocks(p.DHHV, config.siz_b_DHHV)
+    x = mosaic_call(
+        functools.partial(_kernel, p=p, config=config, normaliser=normaliser, interpret=interpret),
+        name="parallel_fw_H",
+        grid={"program": p.BNH * p.NC * of_chunk},
+        warpgroups=config.siz_b_LQ // R,
+        outputs={
+            "h": sequence_shape(matV, p.DHHV, output_dtype),
+            "z": None if normaliser is None else float32(p.BNH, p.S),
+        },
+        scratch=scratch(p, config, matQ.dtype, output_dtype),
+        interpret=interpret,
+    )(
+        q=matQ,
+        k=matK,
+        v=matV,
+        C=matC_states,
+        n=None if normaliser is None else vecN_states,
+        e_hi=g.vecE[0],
+        e_lo=g.vecE[1],
+        u_hi=g.vecU[0],
+        u_lo=g.vecU[1],
+        w=g.vecW,
+        m=g.vecM if normaliser is not None and normaliser.floor_needs_m else None,
+    )
+    return Outputs(x["h"], x["z"])
+
+
+def _takes(config: StageConfig, p: Problem) -> bool:
+    """With an h of float32."""
+    LQ, columns = config.siz_b_LQ, config.siz_b_DHHV
+    if p.DHQK % R or p.DHHV % columns or columns not in (64, 128, 256):
+        return False
+    if LQ not in (R, 2 * R) or p.L % LQ:
+        return False
+    shapes = scratch(p, config, KERNEL_DTYPE, jnp.dtype(jnp.float32))
+    return shared_bytes(shapes) <= SHARED_BYTES
+
+
+def _heuristic(p: Problem) -> StageConfig:
+    """Tiles of which an SM has room for two CTAs of 64 queries, else for one of 128.
+
+    With 64 queries, DHQK 256 and 256 columns ptxas spills 132 bytes and more.
+    """
+    columns = next((x for x in (256, 128) if p.DHHV % x == 0), 64)
+    few = min(columns, 128)
+    sizes = [(128, columns, 2), (128, columns, 1), (64, few, 2), (64, few, 1), (64, 64, 1)]
+    configs = [StageConfig(siz_b_LQ=x, siz_b_DHHV=y, num_stages=n) for x, y, n in sizes]
+    narrow = StageConfig(siz_b_LQ=64, siz_b_DHHV=columns, num_stages=2)
+    if _takes(narrow, p):
+        shapes = scratch(p, narrow, KERNEL_DTYPE, KERNEL_DTYPE)
+        if 2 * (shared_bytes(shapes) + 1024) <= SM_BYTES:
+            return narrow
+    return next((x for x in configs if _takes(x, p)), configs[-1])
+
+
+KERNEL = kernel(
+    search=dict(siz_b_LQ=(64, 128), siz_b_DHHV=(64, 128, 256), num_stages=(1, 2, 3)),
+    heuristic=_heuristic,
+    takes=_takes,
+)

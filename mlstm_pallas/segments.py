@@ -1,0 +1,81 @@
+"""The states at the ends of packed segments, from those at the chunk boundaries.
+
+A segment ends inside a chunk. That chunk is computed again up to the segment's end, as a sequence
+of its own: a window of L steps, whose gates beyond the end carry the states on.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from mlstm_pallas.call_spec import CallSpec, Inputs, LastStates, StoredStates
+from mlstm_pallas.dispatch import run
+from mlstm_pallas.problem import Layout
+from mlstm_pallas.stage import Lowering
+
+
+def _at(x: jax.Array, index: jax.Array) -> jax.Array:
+    """x[b, index[b, j]] for every b; index: (B, n). Indices beyond the last read the last."""
+    result: jax.Array = jax.vmap(functools.partial(jnp.take, axis=0, mode="clip"))(x, index)
+    return result
+
+
+def segment_states(
+    spec: CallSpec, lowering: Lowering, x: Inputs, stored: StoredStates
+) -> LastStates:
+    """The states at ``x.segment_ends``, (B * NH, N, ...); zeros for segments that do not occur.
+
+    stored: of the forward pass, with C. Arrays are those of a shard, (B * NH, ...).
+    """
+    p, (heads, N) = spec.problem, x.segment_ends.shape
+    last = jnp.maximum(x.segment_ends, 1) - 1
+    chunk = lax.div(last, np.int32(p.L))
+    steps = chunk[..., None] * p.L + lax.broadcasted_iota(jnp.int32, (1, 1, p.L), 2)
+    rows, within = steps.reshape(heads, N * p.L), steps <= last[..., None]
+
+    def window(vec: Any, beyond: float) -> jax.Array:
+        values = jnp.where(within, _at(vec, rows).reshape(within.shape), beyond)
+        return values.reshape(heads * N, p.L)
+
+    def window_of_tokens(y: jax.Array) -> jax.Array:
+        if lowering is Lowering.XLA or spec.layout is Layout.BNTH:
+            tokens = _at(y, rows)
+        else:
+            of_batch = rows.reshape(p.B, p.NH, N * p.L)[:, 0]
+            tokens = jnp.swapaxes(_at(spec.strided(y), of_batch), 1, 2)
+        # A NaN of the next segment is not multiplied by 0.
+        tokens = jnp.where(within[..., None], tokens.reshape(*within.shape, y.shape[-1]), 0)
+        return tokens.reshape(heads * N, p.L, y.shape[-1])
+
+    def before(states: jax.Array) -> jax.Array:
+        """The states before the chunks, float32."""
+        at = _at(states, chunk).astype(x.f.dtype)
+        return at.reshape(heads * N, *states.shape[2:])
+
+    windows = dataclasses.replace(p, NH=p.NH * N, S=p.L)
+    gates = run(
+        "chunk_gates",
+        *(window(x.i, -jnp.inf), window(x.f, jnp.inf), before(stored.m)),
+        *(window(x.starts, 0), spec.input_gate),
+        call=spec.call("chunk_gates", lowering, windows),
+    )
+    # In plain jnp: a kernel would also write the states before the chunks.
+    states = run(
+        "recurrent_fw_C",
+        *(window_of_tokens(x.k), window_of_tokens(x.v), gates.per_step().vecAbar, gates.scaGamma),
+        *(before(stored.C), before(stored.n)),
+        call=spec.call("recurrent_fw_C", Lowering.XLA, windows),
+    )
+
+    def where_it_occurs(y: jax.Array) -> jax.Array:
+        y = y.reshape(heads, N, *y.shape[1:])
+        occurs = (x.segment_ends > 0).reshape(heads, N, *(1,) * (y.ndim - 2))
+        return jnp.where(occurs, y, 0.0)
+
+    ends = states.matC_last, states.vecN_last, gates.scaM_states[:, -1]
+    return LastStates(*map(where_it_occurs, ends))

@@ -1,0 +1,52 @@
+"""Runs of the benchmarks in this process, and what their tests compare with."""
+
+import json
+import math
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import kernel_benchmark
+from absl import flags
+
+
+def run(program, *arguments):
+    """The exit code of a benchmark (its module) with these flags; a batch is one call."""
+    values = flags.FlagValues()
+    program.define_flags(values)
+    values([program.__name__, *arguments])
+    with mock.patch.object(kernel_benchmark, "MAX_CALLS", 1):
+        return program.run(values)
+
+
+def records(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def missing(*_, **__):
+    """A peer whose package is not installed."""
+    raise ModuleNotFoundError("No module named\n'torch'")
+
+
+MISSING = "skipped: ModuleNotFoundError: No module named 'torch'"
+
+
+def quick_mlstm(q, k, v, i, f, *, layout="BNTH", **_):
+    """A recurrence without decay, which compiles in no time."""
+    weights = jnp.exp(i) * jax.nn.sigmoid(f) * jnp.sum(q.astype(jnp.float32) * k, -1)
+    return jnp.cumsum(weights[..., None] * v, axis=layout.index("T")).astype(q.dtype)
+
+
+def dot_flops(jaxpr):
+    """Of the matrix products of a jaxpr and of those inside of it."""
+    total = 0
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == "dot_general":
+            ((contracted, _), _), (x, _) = eqn.params["dimension_numbers"], eqn.invars
+            contracted_size = math.prod(x.aval.shape[axis] for axis in contracted)
+            total += 2 * eqn.outvars[0].aval.size * contracted_size
+        for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")):
+            inner = getattr(inner, "jaxpr", inner)
+            if hasattr(inner, "eqns"):
+                total += eqn.params.get("length", 1) * dot_flops(inner)
+    return total

@@ -1,0 +1,97 @@
+"""Sequences that do not fill their last chunk: q, k, v, h and their gradients keep their length."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from oracle import (
+    assert_below,
+    cotangents_for,
+    errors_of,
+    expected_of,
+    outputs_and_gradients,
+    random_inputs,
+    tolerance,
+)
+
+from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise
+
+SPLITS = StageConfig(siz_b_LKV=16, num_splits=2)
+CONFIGS = {
+    "materialised": KernelConfig(chunk_size=32, fused_min_heads=0),
+    "fused": KernelConfig(chunk_size=32, fused_min_heads=1, recurrent_fw_H=SPLITS.replace(
+        num_splits=None, siz_b_loop=16, siz_b_DHQK=16)),  # in two launches
+    "splits": KernelConfig(
+        chunk_size=16, fused_min_heads=1,
+        recurrent_fw_H=SPLITS, recurrent_fw_C=SPLITS, recurrent_bw_dC=SPLITS,
+    ),
+}  # fmt: skip
+
+FUSED_ON_A_GPU = KernelConfig(fused_min_heads=1)
+
+
+def check(S, layout, bound, heads=(1, 2), DHQK=32, DHHV=16, dtype="float32", **options):
+    inputs = random_inputs(S, *heads, S, DHQK, DHHV, dtype=dtype)
+    cotangents = cotangents_for(inputs, dtype)
+    run = functools.partial(mlstm_chunkwise, return_last_states=True, layout=layout, **options)
+    result = outputs_and_gradients(run, layout)(inputs, cotangents)
+    for errors in errors_of(inputs, result, expected_of(inputs, cotangents)):
+        assert_below(errors, bound)
+
+
+@pytest.mark.parametrize(
+    ("S", "layout", "backend", "config"),
+    [
+        (1, "BNTH", "xla", "materialised"),
+        (61, "BTNH", "xla", "materialised"),
+        (17, "BTNH", "interpret", "materialised"),
+        (61, "BNTH", "interpret", "fused"),
+        (61, "BNTH", "interpret", "splits"),
+        *(
+            pytest.param(*x, marks=pytest.mark.slow)
+            for x in [
+                (1000, "BTNH", "xla", "materialised"),
+                (127, "BTNH", "interpret", "fused"),
+                (129, "BTNH", "interpret", "splits"),
+                (2, "BNTH", "interpret", "splits"),
+            ]
+        ),
+    ],
+)
+def test_outputs_and_gradients(S, layout, backend, config):
+    """Interpreted, what a kernel reads beyond an array is NaN."""
+    bound = 4 * tolerance("float32", S + 32)
+    check(S, layout, bound, backend=backend, config=CONFIGS[config])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["BNTH", "BTNH"])
+@pytest.mark.parametrize("backend", ["triton", "mosaic_gpu"])
+@pytest.mark.parametrize("S", [1, 2, 17, 127, 129, 1000, 4088, 4095, 8191])
+def test_on_a_gpu(S, backend, layout):
+    """A store beyond an array would be in the next head."""
+    sizes = ((1, 24), 256, 256) if S == 1000 else ((4, 12), 64, 128)
+    check(S, layout, 2e-2, *sizes, "bfloat16", backend=backend, config=FUSED_ON_A_GPU)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("layout", ["BNTH", "BTNH"])
+@pytest.mark.parametrize(("backend", "S"), [("triton", 8191), ("mosaic_gpu", 8184)])
+def test_memory(backend, S, layout):
+    """No array is padded: a copy of v alone would be a tenth."""
+    run = functools.partial(mlstm_chunkwise, backend=backend, layout=layout)
+
+    def both(dh, *x):
+        return jax.vjp(run, *x)[1](dh)
+
+    def size(S):
+        shape = (8, S, 8) if layout == "BTNH" else (8, 8, S)
+        gates = [jax.ShapeDtypeStruct(shape, jnp.float32)] * 2
+        dh, q, k, v = (
+            jax.ShapeDtypeStruct((*shape, D), jnp.bfloat16) for D in (512, 256, 256, 512)
+        )
+        memory = jax.jit(both).lower(dh, q, k, v, *gates).compile().memory_analysis()
+        return memory.temp_size_in_bytes + memory.output_size_in_bytes
+
+    assert size(S) <= 1.03 * size(8192)

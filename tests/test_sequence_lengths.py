@@ -1,0 +1,107 @@
+"""sequence_lengths: every batch entry is computed as if it were cut to its length.
+
+On Mosaic GPU: mosaic_gpu_cases.py; sharded: test_sharding.py; of split sequences:
+test_distributed.py.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import (
+    array,
+    assert_below,
+    assert_close,
+    assert_nothing_beyond,
+    beyond,
+    cotangents_for,
+    errors_of,
+    expected_of,
+    outputs_and_gradients,
+    random_inputs,
+    recurrence_of_lengths,
+    tolerance,
+    with_garbage,
+)
+from test_gradients import BOUND
+
+from mlstm_pallas import KernelConfig, mlstm_chunkwise, reference
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+S, L = 70, 32
+LENGTHS = np.array([0, 1, 40, S + 29])
+FUSED = dict(config=KernelConfig(fused_min_heads=1))
+IDS = np.repeat([[0, 1, 0]] * len(LENGTHS), [20, 31, S - 51], axis=1)  # a start beyond 40
+CASES = {
+    "materialised": dict(backend="interpret"),
+    "fused": dict(backend="interpret", segment_ids=IDS, **FUSED),
+    "stored_BTNH": dict(backend="interpret", layout="BTNH", recompute_states_in_bw=False, **FUSED),
+    "plain": dict(backend="xla", segment_ids=IDS),
+    "unnormalised": dict(backend="xla", input_gate="sigmoid", normalize=False),
+    "second_floor": dict(backend="xla", eps=0.0, stabilize_correctly=False, norm_val=0.0),
+}
+
+
+def check(inputs, lengths, bounds, run=mlstm_chunkwise, **options):
+    """Outputs and all gradients against float64, with garbage beyond the lengths."""
+    cotangents = cotangents_for(inputs, inputs["q"].dtype)
+    large = np.where(beyond(lengths, cotangents[0]), 1e6, cotangents[0])
+    of_call = functools.partial(run, sequence_lengths=lengths, return_last_states=True, **options)
+    result = outputs_and_gradients(of_call, options.get("layout", "BNTH"))(
+        with_garbage(inputs, lengths), [array(large, "float32"), *cotangents[1:]]
+    )
+    assert_nothing_beyond(lengths, *result)
+    for start, last in zip(("c", "n", "m"), result[0][1:], strict=True):
+        if f"{start}_initial" in inputs:
+            empty = np.asarray(lengths) <= 0
+            assert np.array_equal(last[empty], inputs[f"{start}_initial"][empty])
+    names = "segment_ids", "input_gate", "normalize", "eps", "stabilize_correctly", "norm_val"
+    of_recurrence = {name: options[name] for name in names if name in options}
+    expected = expected_of(inputs, cotangents, recurrence_of_lengths(lengths), **of_recurrence)
+    for errors, bound in zip(errors_of(inputs, result, expected), bounds, strict=True):
+        assert_below(errors, bound)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_against_float64(case):
+    options = dict(chunk_size=L) | CASES[case]
+    inputs = random_inputs(0, len(LENGTHS), 1, S, 16, 32, m_initial="input_gate" not in options)
+    check(inputs, LENGTHS, (tolerance("float32", S + 16), BOUND["float32"]), **options)
+
+
+def test_jit_vmap_scan_remat_and_the_plain_function():
+    """Of lengths that are traced."""
+    q, k, v, i, f = random_inputs(1, 2, 1, 24, 16, 16, states=False).values()
+
+    def loss(run, v, lengths):
+        call = functools.partial(run, chunk_size=16, sequence_lengths=lengths)
+        layer = jax.checkpoint(lambda v, _: (call(q, k, v, i, f), None))
+        return jnp.sum(jnp.sin(jax.lax.scan(layer, v, None, length=2)[0]))
+
+    of_call, plain = (
+        jax.jit(jax.grad(functools.partial(loss, run)))
+        for run in (mlstm_chunkwise, reference.chunkwise)
+    )
+    lengths = np.array([[5, 24], [17, 0]])
+    for result, each in zip(jax.vmap(of_call, (None, 0))(v, lengths), lengths, strict=True):
+        assert_close(result, np.asarray(plain(v, each), "float64"), BOUND["float32"])
+        assert_nothing_beyond(each, [result], dict.fromkeys("qkvif", result))
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int64"])
+def test_any_integer_dtype_is_clipped(dtype):
+    """S does not fit uint8, and int32 does not have all of int64."""
+    x = random_inputs(2, 2, 1, 300, 16, 16, states=False).values()
+    run = functools.partial(mlstm_chunkwise, *x, backend="xla")
+    least, largest = np.iinfo(dtype).min, np.iinfo(dtype).max
+    result, expected = (
+        run(sequence_lengths=lengths)
+        for lengths in (
+            np.array([least, largest], dtype),
+            jnp.asarray([0, min(largest, 300)]),
+        )
+    )
+    assert np.array_equal(result, expected)
