@@ -4,7 +4,7 @@ Arrays are those of a shard, (B * NH, ...).
 """
 
 import functools
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,31 +27,34 @@ from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
 from mlstm_pallas.stages.recurrent_bw_dC import StateGradients
 
 
+class FirstHalf(NamedTuple):
+    """What the first half of the backward pass hands to the second."""
+
+    gates: ChunkGates
+    tiles: GradientTiles  # without queries and keys
+    states: StateGradients
+
+
 def backward(
     spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangents: Cotangents
 ) -> Inputs:
     """The gradients of the inputs."""
-    if lowering is Lowering.XLA:
-        return _backward(spec, lowering, residuals, cotangents)
-    x, h = residuals.inputs, residuals.h
-    x = x._replace(q=spec.strided(x.q), k=spec.strided(x.k), v=spec.strided(x.v))
-    residuals = residuals._replace(inputs=x, h=None if h is None else spec.strided(h))
-    gradients = _backward(
-        spec, lowering, residuals, cotangents._replace(h=spec.strided(cotangents.h))
-    )
-    return gradients._replace(
-        q=spec.flat(gradients.q), k=spec.flat(gradients.k), v=spec.flat(gradients.v)
-    )
+    arrays = prepared(spec, lowering, residuals, cotangents)
+    return second_half(spec, lowering, *arrays, first_half(spec, lowering, *arrays))
 
 
-def _backward(
+def prepared(
     spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangents: Cotangents
-) -> Inputs:
-    x, h, z, stored = residuals
+) -> tuple[Residuals, Cotangents]:
+    """The arrays of both halves, as the kernels read them."""
+    x, h = residuals.inputs, residuals.h
+    if lowering is not Lowering.XLA:
+        x = x._replace(q=spec.strided(x.q), k=spec.strided(x.k), v=spec.strided(x.v))
+        h = None if h is None else spec.strided(h)
+        cotangents = cotangents._replace(h=spec.strided(cotangents.h))
     if not spec.has_initial_state:
         x = x._replace(c_initial=None)
-    recompute = stored.C is None
-    if recompute:
+    if residuals.states.C is None:
         # Without the barrier XLA finds the same states in the forward pass and keeps those. On CPUs
         # a barrier copies its operands, so k and v go around it: states and scores still differ by
         # the other operands.
@@ -59,45 +62,72 @@ def _backward(
         x = lax.optimization_barrier(x)
         if lowering is Lowering.XLA:
             x = x._replace(k=k, v=v)
-    dh, last = cotangents.h, cotangents.last or LastStates(None, jnp.zeros_like(x.n_initial), None)
+    last = cotangents.last or LastStates(None, jnp.zeros_like(x.n_initial), None)
+    return residuals._replace(inputs=x, h=h), cotangents._replace(last=last)
+
+
+def first_half(
+    spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangents: Cotangents
+) -> FirstHalf:
+    """The gates, the tiles, and the states and their gradients at the chunk boundaries.
+
+    Only dC depends on the gradients of the last states, and is linear in that of C. The arrays are
+    ``prepared``.
+    """
+    (x, h, z, stored), (dh, last) = residuals, cotangents
+    recompute = stored.C is None
     gates: ChunkGates = run(
         "chunk_gates",
         *(x.i, x.f, x.m_initial, x.starts, spec.input_gate, stored.m, x.lengths),
         call=spec.call("chunk_gates", lowering),
     )
-    gamma, n = gates.scaGamma, stored.n
     on_chip = spec.tiles_on_chip(lowering)
     if on_chip:
-        operands = before_tiles(spec, x.q, x.k, gates, z)
+        tiles = before_tiles(spec, x.q, x.k, gates, z)
     else:
-        operands = run(
+        tiles = run(
             "parallel_bw_dP",
             *(x.q, x.k, x.v, dh, gates, h, z),
             normaliser=spec.normaliser,
             return_keys=recompute,
             call=spec.call("parallel_bw_dP", lowering),
         )
-    recomputed = (operands.keys, x.v, x.c_initial) if recompute else ()
-    state_gradients: StateGradients = run(
+    recomputed = (tiles.keys, x.v, x.c_initial) if recompute else ()
+    states: StateGradients = run(
         "recurrent_bw_dC",
-        *(operands.queries, dh, gamma, last.c, *recomputed),
+        *(tiles.queries, dh, gates.scaGamma, last.c, *recomputed),
         matH=h if on_chip else None,
         return_initial=spec.has_initial_state,
         return_last=spec.return_last_states,
         call=spec.call("recurrent_bw_dC", lowering),
     )
-    dC, dC_initial, C, C_last, delta = state_gradients
-    if not recompute:
-        C, C_last = stored.C, stored.C_last
-    tiles_call = spec.call("parallel_bw_dQKV" if on_chip else "parallel_bw_dP", lowering)
     if on_chip:
-        operands = with_delta(spec, operands, x.q, gates, z, delta, tiles_call)
-    of_normaliser, dn_added = operands.normaliser_gradients, operands.vecDeltaN_added
+        call = spec.call("parallel_bw_dQKV", lowering)
+        tiles = with_delta(spec, tiles, x.q, gates, z, states.vecDelta, call)
+    return FirstHalf(gates, tiles._replace(queries=None, keys=None), states._replace(vecDelta=None))
+
+
+def second_half(
+    spec: CallSpec,
+    lowering: Lowering,
+    residuals: Residuals,
+    cotangents: Cotangents,
+    first: FirstHalf,
+) -> Inputs:
+    """The gradients of the inputs. The arrays are ``prepared``."""
+    (x, _, _, stored), (dh, last) = residuals, cotangents
+    gates, tiles, (dC, dC_initial, C, C_last, _) = first
+    if stored.C is not None:
+        C, C_last = stored.C, stored.C_last
+    gamma, n = gates.scaGamma, stored.n
+    on_chip = spec.tiles_on_chip(lowering)
+    tiles_call = spec.call("parallel_bw_dQKV" if on_chip else "parallel_bw_dP", lowering)
+    of_normaliser, dn_added = tiles.normaliser_gradients, tiles.vecDeltaN_added
     dn_added = jnp.zeros_like(n) if dn_added is None else dn_added
     dn, dn_initial = run("vector_states", dn_added, gamma, last.n, backward=True, call=tiles_call)
     gradients: Gradients = run(
         "parallel_bw_dQKV",
-        *(x.q, x.k, x.v, dh, gates, of_normaliser, operands, C, n, dC, dn),
+        *(x.q, x.k, x.v, dh, gates, of_normaliser, tiles, C, n, dC, dn),
         call=spec.call("parallel_bw_dQKV", lowering),
     )
 
@@ -110,7 +140,7 @@ def _backward(
         gates,
         spec.chunks(x.i),
         spec.chunks(x.f),
-        gradients.pairs if operands.pairs is None else operands.pairs,
+        gradients.pairs if tiles.pairs is None else tiles.pairs,
         gradients.vecQ_inter,
         gradients.vecK_inter,
         through_chunk,
@@ -124,6 +154,8 @@ def _backward(
     elif spec.stabilised:
         dm_initial += initial_stabiliser_gradient(dC_initial, dn_initial, x.c_initial, x.n_initial)
     dq, dk, dv = gradients.matDeltaQ, gradients.matDeltaK, gradients.matDeltaV
+    if lowering is not Lowering.XLA:
+        dq, dk, dv = spec.flat(dq), spec.flat(dk), spec.flat(dv)
     return Inputs(dq, dk, dv, di, df, dC_initial, dn_initial, dm_initial)
 
 

@@ -277,8 +277,7 @@ class LastStates(NamedTuple):
 class StoredStates(NamedTuple):
     """The states at the boundaries of the call's chunks; the true ones are these times exp(m).
 
-    C is in the kernel dtype, the rest float32. n and n_last are None where only m is read, for the
-    summary of a shard in sequence parallelism.
+    C is in the kernel dtype, the rest float32.
     """
 
     C: Any  # (B, NH, NC, DHQK, DHHV); None: recomputed
@@ -299,7 +298,7 @@ class Forward(NamedTuple):
 
 class Cotangents(NamedTuple):
     h: jax.Array
-    last: LastStates | None  # None where the last states are not returned
+    last: Any  # LastStates; None where the last states are not returned
 
 
 class Residuals(NamedTuple):

@@ -37,7 +37,11 @@ _HELPERS: dict[str, tuple[dict[str, str], Callable[..., Any]]] = {
         {"triton": "recurrence", "mosaic_gpu": "recurrence"},
         recurrence.split_products,
     ),
-    "step_sums": ({"mosaic_gpu": "step_sums"}, recurrence.step_sums),
+    "add_decayed": ({"triton": "recurrence"}, recurrence.add_decayed),
+    "step_sums": (
+        {"triton": "parallel_fw_P", "mosaic_gpu": "step_sums"},
+        recurrence.step_sums,
+    ),
     "vector_states": ({"mosaic_gpu": "vector_states"}, _without_call(gates.vector_states)),
     "step_gradients": (
         {"mosaic_gpu": "step_gradients"},

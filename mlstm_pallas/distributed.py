@@ -1,28 +1,29 @@
 """Sequence (context) parallelism: one sequence split over the devices of a mesh axis.
 
-The state after shard j of the sequence is a linear function of the state before it. The shard alone
-determines this function: C_j, n_j and m_j are its states from an empty start (C = n = 0, m = -inf,
-as 0 would enter the maximum), and g_j is its sum of log sigmoid(f).
+The stabiliser after shard j follows from the one before it and from two numbers of the shard: m_j,
+the stabiliser from an empty start (m = -inf, as 0 would enter the maximum), and g_j, its sum of log
+sigmoid(f). The state after it is a linear function of the state before it:
 
     m' = max(m_j, g_j + m)
-    C' = exp(m_j - m') C_j + exp(g_j + m - m') C        n' likewise
+    C' = C_j + Gamma_j C        n' = n_j + Gamma_j n        Gamma_j = prod_c gamma_c
 
-The same formula composes two such functions. Every device computes the summary of its shard with
-matrix products (splits.py), where c(t) is the chunk of step t:
+Such functions compose. A prefix over the devices first gives each its initial stabiliser, and with
+it the gates. Then the shard determines C_j and n_j, with matrix products (splits.py), where c(t) is
+the chunk of step t:
 
     C_j = sum_t [abar_t prod_{c' > c(t)} gamma_c'] k_t v_t^T
 
-A prefix over the devices gives each its initial state, from which the usual forward pass runs. The
-backward pass is its mirror image. The gradient of the state before a shard is a linear function of
-the gradient of the state after it:
+A second prefix gives the initial state. The forward pass that runs from it takes the gates and the
+summands of C_j and n_j.
 
-    dC'     = A_j + Gamma_j dC
-    A_j     = sum_t [w_t prod_{c' < c(t)} gamma_c' scale / den_t] q_t dh_t^T
-    Gamma_j = prod_c gamma_c
+The gradient of the state before a shard is a linear function of the gradient of the state after it:
 
-A suffix over the devices gives each the gradient of its last state, from which the usual backward
-pass runs. The gradient dm follows the path of the stabilisers' maximum: it passes a shard whole, or
-not at all.
+    dC' = A_j + Gamma_j dC        dn' likewise
+
+The first half of the backward pass runs from the cotangents of the shard's own outputs. It ends
+with A_j. A suffix over the devices gives each dC, what the later shards add, and the second half
+runs from the gradients after each chunk, to which (prod_{c' > c} gamma_c') dC is added. The
+gradient dm follows the path of the stabilisers' maximum: it passes a shard whole, or not at all.
 """
 
 import dataclasses
@@ -39,33 +40,44 @@ from jax.typing import DTypeLike
 from mlstm_pallas import entry
 from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.backend import on_backend
-from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, LastStates, Residuals, StoredStates
+from mlstm_pallas.backward import FirstHalf, first_half, prepared, second_half
+from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, LastStates, Residuals
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.entry import Options
+from mlstm_pallas.forward import Summands, gates_of
 from mlstm_pallas.fwbw import (
-    backward,
     forward,
     in_reverse_mode,
     operation,
     residuals_of,
+    swap_heads,
     swap_heads_of_residuals,
 )
 from mlstm_pallas.gate_gradients import inner, step_flags
-from mlstm_pallas.gates import GOES_ON, log_forget_gate, segment_starts, split_for_exact_sums
-from mlstm_pallas.normaliser import query_scale
-from mlstm_pallas.splits import SplitProducts, decays_in_splits, decays_of_others
-from mlstm_pallas.stage import Lowering, steps_like
-from mlstm_pallas.stages.parallel_bw_dP import normaliser_gradients
+from mlstm_pallas.gates import (
+    GOES_ON,
+    log_forget_gate,
+    segment_starts,
+    split_for_exact_sums,
+)
+from mlstm_pallas.splits import decays_in_splits, decays_of_others
+from mlstm_pallas.stage import Lowering
+
+
+class Stabiliser(NamedTuple):
+    """The function from the stabiliser before a shard to the one after it; float32."""
+
+    m: jax.Array  # (B, NH) from -inf
+    g: jax.Array  # (B, NH) total log decay; -inf with a reset
 
 
 class Summary(NamedTuple):
     """The function from the state before a shard to the state after it; float32."""
 
-    C: jax.Array  # (B, NH, DHQK, DHHV)
+    C: jax.Array  # (B, NH, DHQK, DHHV) from zeros
     n: jax.Array  # (B, NH, DHQK)
-    m: jax.Array  # (B, NH)
-    g: jax.Array  # (B, NH) total log decay; -inf with a reset
+    gamma: jax.Array  # (B, NH)
 
 
 class GradientSummary(NamedTuple):
@@ -81,13 +93,17 @@ class GradientSummary(NamedTuple):
     passes: jax.Array  # (B, NH) 1 where the maximum before the shard wins in it, else 0
 
 
+def joined_stabilisers(earlier: Stabiliser, later: Stabiliser) -> Stabiliser:
+    return Stabiliser(jnp.maximum(later.m, later.g + earlier.m), earlier.g + later.g)
+
+
 def joined(earlier: Summary, later: Summary) -> Summary:
     """The summary of two shards."""
-    m = jnp.maximum(later.m, later.g + earlier.m)
-    top = jnp.where(m == -jnp.inf, 0.0, m)
-    old, new = jnp.exp(later.g + earlier.m - top), jnp.exp(later.m - top)
-    C = old[..., None, None] * earlier.C + new[..., None, None] * later.C
-    return Summary(C, old[..., None] * earlier.n + new[..., None] * later.n, m, earlier.g + later.g)
+    return Summary(
+        later.C + later.gamma[..., None, None] * earlier.C,
+        later.n + later.gamma[..., None] * earlier.n,
+        earlier.gamma * later.gamma,
+    )
 
 
 def joined_gradients(later: GradientSummary, earlier: GradientSummary) -> GradientSummary:
@@ -105,132 +121,134 @@ _STEPS_OF_A_PRODUCT = 4096
 
 
 @dataclasses.dataclass(frozen=True)
-class SummarySpec:
-    """The static choices of a summary: the call, and the splits of a shard for its products.
-
-    num_splits is equal on all shards of batch and heads. A forward pass with another number of
-    splits computes its products again.
-    """
+class OperationSpec:
+    """A call, and one more static choice of an operation."""
 
     call: CallSpec
-    num_splits: int
+    choice: Any
 
     @property
     def backend(self) -> str | None:
         return self.call.backend
 
-    def with_heads(self, B: int, NH: int) -> "SummarySpec":
+    def with_heads(self, B: int, NH: int) -> "OperationSpec":
         return dataclasses.replace(self, call=self.call.with_heads(B, NH))
 
 
-def _summary_spec(spec: CallSpec, *, of_forward: bool) -> SummarySpec:
-    """of_forward: with the splits of the forward pass, where it has several."""
-    NC, S = spec.problem.NC, spec.problem.S
-    if of_forward and spec.num_splits > 1 and NC % spec.num_splits == 0:
-        return SummarySpec(spec, spec.num_splits)
-    enough = max(S // _STEPS_OF_A_PRODUCT, 1)
-    return SummarySpec(spec, math.gcd(NC, 1 << (enough.bit_length() - 1)))
+def _splits_of_summary(spec: CallSpec) -> int:
+    """Those of the forward pass, where it has several; equal on all shards of batch and heads.
 
-
-def _products(
-    spec: CallSpec, lowering: Lowering, a: jax.Array, b: jax.Array, r: jax.Array, num_splits: int
-) -> jax.Array:
-    """``split_products`` of all splits.
-
-    XLA is faster than the kernel, except for arrays (B, S, NH, D), which it would transpose.
+    A forward pass with another number of splits computes its products again.
     """
-    call = spec.call("recurrent_fw_C", lowering, clamp=False)
-    if a.ndim == 3:
-        call = dataclasses.replace(call, lowering=Lowering.XLA)
-    products: jax.Array = run("split_products", a, b, r, num_splits, all_splits=True, call=call)
-    return products
+    NC, S = spec.problem.NC, spec.problem.S
+    if spec.num_splits > 1 and NC % spec.num_splits == 0:
+        return spec.num_splits
+    enough = max(S // _STEPS_OF_A_PRODUCT, 1)
+    return math.gcd(NC, 1 << (enough.bit_length() - 1))
 
 
-def _weighted_sum(x: jax.Array, weights: jax.Array) -> jax.Array:
-    """sum_t weights_t x_t, (B * NH, D), of an array in either layout."""
-    weighted = x.astype(weights.dtype) * steps_like(weights, x)
-    return jnp.sum(weighted, axis=1).reshape(weights.shape[0], x.shape[-1])
-
-
-def _state_after(gamma: jax.Array, products: jax.Array, *, backward: bool = False) -> jax.Array:
+def _state_after(gamma: jax.Array, products: jax.Array) -> jax.Array:
     """The state after all splits, from an empty one: (B * NH, DHQK, DHHV)."""
     by_split = gamma.reshape(*products.shape[:2], gamma.shape[1] // products.shape[1])
-    weights = decays_of_others(jnp.prod(by_split, axis=-1), backward=backward)
+    weights = decays_of_others(jnp.prod(by_split, axis=-1))
     return jnp.sum(weights[..., None, None] * products, axis=1)
 
 
-def _summary(summary_spec: SummarySpec, *inputs: jax.Array | None) -> Any:
-    """(Summary, SplitProducts) of a shard's k, v, i, f and starts."""
-    spec, num_splits = summary_spec.call, summary_spec.num_splits
+def _stabiliser(spec: CallSpec, x: Inputs) -> Any:
+    """The Stabiliser of a shard, from its gates alone."""
 
-    def of_shard(
-        lowering: Lowering,
-        k: jax.Array,
-        v: jax.Array,
-        i: jax.Array,
-        f: jax.Array,
-        starts: jax.Array | None,
-    ) -> tuple[Summary, SplitProducts]:
-        empty = jnp.full_like(i[:, 0], -jnp.inf)
-        call = spec.call("chunk_gates", lowering)
-        gates = run("chunk_gates", i, f, empty, starts, spec.input_gate, call=call)
-        abar, gamma, S = gates.per_step().vecAbar, gates.scaGamma, f.shape[-1]
-        if lowering is not Lowering.XLA:
-            k, v = spec.strided(k), spec.strided(v)
-        weights = abar * decays_in_splits(gamma, num_splits, S)
-        products = _products(spec, lowering, k, v, weights, num_splits)
-        n = _weighted_sum(k, abar * decays_in_splits(gamma, 1, S))
+    def of_shard(lowering: Lowering, x: Inputs) -> Stabiliser:
+        f, starts = x.f, x.starts
+        empty = x._replace(m_initial=jnp.full_like(f[:, 0], -jnp.inf), lengths=None)
+        gates = gates_of(spec, lowering, empty, spec.fused_problem)
         fbar, reset = log_forget_gate(f)
-        high, low = split_for_exact_sums(fbar, jnp.max(jnp.abs(fbar), axis=-1, keepdims=True), S)
+        largest = jnp.max(jnp.abs(fbar), axis=-1, keepdims=True)
+        high, low = split_for_exact_sums(fbar, largest, f.shape[1])
         restarts = reset if starts is None else reset | (starts > 0)
         total = jnp.sum(high, axis=-1) + jnp.sum(low, axis=-1)
         g = jnp.where(jnp.any(restarts, axis=-1), -jnp.inf, total)
-        every, m = gamma.shape[1] // num_splits, gates.scaM_states
-        summary = Summary(_state_after(gamma, products), n, m[:, -1], g)
-        return summary, SplitProducts(products, m[:, every::every])
+        return Stabiliser(gates.scaM_states[:, -1], g)
 
-    return on_backend(spec.backend, of_shard, *inputs)
+    return on_backend(spec.backend, of_shard, x)
 
 
-def _gradient_summary(summary_spec: SummarySpec, residuals: Residuals, dh: jax.Array) -> Any:
-    """The GradientSummary of a shard."""
-    spec, num_splits = summary_spec.call, summary_spec.num_splits
+def _summary(spec_and_splits: OperationSpec, x: Inputs, m_after: jax.Array) -> Any:
+    """(Summary, Summands) of a shard, from its keys, values and gates.
 
-    def of_shard(lowering: Lowering, residuals: Residuals, dh: jax.Array) -> GradientSummary:
-        x, h, z, stored = residuals
-        q = x.q
+    m_after: the stabiliser after the shard. Rounding makes it differ from that of the gates.
+    """
+    spec, num_splits = spec_and_splits.call, spec_and_splits.choice
+
+    def of_shard(lowering: Lowering, x: Inputs, m_after: jax.Array) -> tuple[Summary, Summands]:
+        k, v, p = x.k, x.v, spec.fused_problem
+        gates = gates_of(spec, lowering, x, p)
+        abar, gamma = gates.per_step().vecAbar, gates.scaGamma
         if lowering is not Lowering.XLA:
-            q, h, dh = spec.strided(q), None if h is None else spec.strided(h), spec.strided(dh)
-        gates = run(
-            "chunk_gates",
-            *(x.i, x.f, x.m_initial, x.starts, spec.input_gate, stored.m, x.lengths),
-            call=spec.call("chunk_gates", lowering),
-        )
-        gradients = normaliser_gradients(spec.normaliser, dh, h, z, gates)
-        w = query_scale(gates.per_step().vecW, spec.problem.qk_scale)
-        r = w if gradients.vecInvDen is None else w * gradients.vecInvDen
-        gamma, S = gates.scaGamma, x.f.shape[-1]
-        weights = r * decays_in_splits(gamma, num_splits, S, backward=True)
-        products = _products(spec, lowering, q, dh, weights, num_splits)
-        dC = _state_after(gamma, products, backward=True)
-        dn = jnp.zeros_like(dC[..., 0])
-        if gradients.vecDz is not None:
-            decays = decays_in_splits(gamma, 1, S, backward=True)
-            dn = _weighted_sum(q, w * gradients.vecDz * decays)
-        whole = jnp.prod(gamma, axis=-1)
-        dm, passes = jnp.zeros_like(whole), jnp.ones_like(whole)
-        if spec.stabilised:
-            begins = None if x.starts is None else spec.chunks(x.starts) > 0
-            flags = step_flags(gates, spec.chunks(x.f), begins)
-            unbroken = jnp.cumsum((flags.reshape(x.f.shape) & GOES_ON) == 0, axis=-1) == 0
-            dm = jnp.sum(jnp.where(unbroken, gradients.vecDm, 0.0), axis=-1)
-            passes = unbroken[:, -1].astype(dm.dtype)
-        return GradientSummary(dC, dn, whole, dm, passes)
+            k, v = spec.strided(k), spec.strided(v)
+        n_added = run("step_sums", k, abar, call=spec.call("parallel_fw_P", lowering, p))
+        n = jnp.sum(decays_of_others(gamma)[..., None] * n_added, axis=1)
+        weights = abar * decays_in_splits(gamma, num_splits, p.S)
+        call = spec.call("recurrent_fw_C", lowering, p, clamp=False)
+        products = run("split_products", k, v, weights, num_splits, all_splits=True, call=call)
+        m = gates.scaM_states[:, -1]
+        factor = jnp.where(m == -jnp.inf, 1.0, jnp.exp(m - m_after))
+        C, n = _state_after(gamma, products) * factor[:, None, None], n * factor[:, None]
+        summary = Summary(C, n, jnp.prod(gamma, axis=-1) * factor)
+        return summary, Summands(gates, n_added, products)
 
-    return on_backend(spec.backend, of_shard, residuals, dh)
+    return on_backend(spec.backend, of_shard, x, m_after)
 
 
-Element = TypeVar("Element", Summary, GradientSummary)
+def _first_half(half: OperationSpec, residuals: Residuals, cotangents: Cotangents) -> Any:
+    """(FirstHalf, GradientSummary) of a shard and the gradients of its last states together."""
+    spec, lowering, last = half.call, half.choice, cotangents.last
+    arrays = prepared(spec, lowering, residuals, cotangents)
+    first = first_half(spec, lowering, *arrays)
+    gates, tiles, states = first
+    gamma, gradients, dn_added = gates.scaGamma, tiles.normaliser_gradients, tiles.vecDeltaN_added
+    whole = jnp.prod(gamma, axis=-1)
+    dn, dm, passes = whole[:, None] * last.n, last.m, jnp.ones_like(whole)
+    if dn_added is not None:
+        decays = decays_of_others(gamma, backward=True)
+        dn = dn + jnp.sum(decays[..., None] * dn_added, axis=1)
+    if spec.stabilised:
+        x = residuals.inputs
+        begins = None if x.starts is None else spec.chunks(x.starts) > 0
+        flags = step_flags(gates, spec.chunks(x.f), begins).reshape(x.f.shape)
+        steps = lax.broadcasted_iota(jnp.int32, flags.shape, 1)
+        S = flags.shape[1]
+        unbroken = jnp.min(jnp.where((flags & GOES_ON) == 0, steps, S), axis=1)
+        passes = (unbroken == S).astype(dm.dtype)
+        dm = passes * dm
+        if gradients.vecDm is not None:
+            dm = dm + jnp.sum(jnp.where(steps < unbroken[:, None], gradients.vecDm, 0.0), axis=1)
+    return first, GradientSummary(states.matDeltaC_initial, dn, whole, dm, passes)
+
+
+def _second_half(
+    half: OperationSpec,
+    residuals: Residuals,
+    cotangents: Cotangents,
+    first: FirstHalf,
+    dC_after: jax.Array,
+) -> Inputs:
+    """The gradients of the inputs; dC_after: what the later shards add to dC, (B * NH, ...)."""
+    spec, lowering, gamma, states = half.call, half.choice, first.gates.scaGamma, first.states
+    dC = run(
+        "add_decayed",
+        *(states.matDeltaC_states, dC_after, decays_of_others(gamma)),
+        call=spec.call("recurrent_fw_C", lowering),
+    )
+    whole = jnp.prod(gamma, axis=-1)[:, None, None]
+    dC_initial = states.matDeltaC_initial + whole * dC_after
+    first = first._replace(
+        states=states._replace(matDeltaC_states=dC, matDeltaC_initial=dC_initial)
+    )
+    arrays = prepared(spec, lowering, residuals, cotangents)
+    return second_half(spec, lowering, *arrays, first)
+
+
+Element = TypeVar("Element", Stabiliser, Summary, GradientSummary)
 
 
 def _exclusive_prefix(
@@ -280,24 +298,35 @@ def _sequence_fwd(axis_name: str, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
     The initial states are those of the whole sequence; only the first device's are read.
     """
     index = lax.axis_index(axis_name)
-    first = index == 0
-    zero = jnp.zeros_like(x.m_initial)
-    initial = Summary(x.c_initial, x.n_initial, x.m_initial, zero)
-    empty = Summary(
-        jnp.zeros_like(x.c_initial),
-        jnp.zeros_like(x.n_initial),
-        jnp.full_like(zero, -jnp.inf),
-        zero,
-    )
+
+    def before(join: Any, initial: Element, local: Element, empty: Element) -> Element:
+        """The joined elements of all before the shard."""
+        with_initial = jax.tree.map(
+            functools.partial(jnp.where, index == 0), join(initial, local), local
+        )
+        others = _exclusive_prefix(join, with_initial, empty, axis_name, index)
+        start: Element = jax.tree.map(functools.partial(jnp.where, index == 0), initial, others)
+        return start
+
+    zero, one = jnp.zeros_like(x.m_initial), jnp.ones_like(x.m_initial)
+    unread: dict[str, Any] = dict.fromkeys(("q", "k", "v", "c_initial", "n_initial"))
+    read = x._replace(**unread)
+    stabiliser = operation(_stabiliser, spec, read)
+    initial, empty = (Stabiliser(m, zero) for m in (x.m_initial, jnp.full_like(zero, -jnp.inf)))
+    first = before(joined_stabilisers, initial, stabiliser, empty)
+    last = joined_stabilisers(first, stabiliser)
     k, v = spec.swap_heads(x.k), spec.swap_heads(x.v)
-    local, products = operation(
-        _summary, _summary_spec(spec, of_forward=True), k, v, x.i, x.f, x.starts
+    summary, summands = operation(
+        _summary,
+        OperationSpec(spec, _splits_of_summary(spec)),
+        read._replace(k=k, v=v, m_initial=first.m),
+        last.m,
     )
-    local = jax.tree.map(functools.partial(jnp.where, first), joined(initial, local), local)
-    before = _exclusive_prefix(joined, local, empty, axis_name, index)
-    start = jax.tree.map(functools.partial(jnp.where, first), initial, before)
-    x = x._replace(c_initial=start.C, n_initial=start.n, m_initial=start.m)
-    outputs = forward(spec, x, products)
+    C, n = x.c_initial, x.n_initial
+    zeros = Summary(jnp.zeros_like(C), jnp.zeros_like(n), one)
+    start = before(joined, Summary(C, n, one), summary, zeros)
+    x = x._replace(c_initial=start.C, n_initial=start.n, m_initial=first.m)
+    outputs = forward(spec, x, summands)
     return (outputs.h, outputs.last), (residuals_of(spec, x, outputs), outputs.last, index)
 
 
@@ -307,30 +336,40 @@ def _sequence_bwd(
     residuals_and_last: Any,
     cotangents: tuple[jax.Array, LastStates],
 ) -> tuple[Any, ...]:
-    residuals, last, index = residuals_and_last
-    dh, (dC, dn, dm) = cotangents  # of h and the last states of the shard
+    # What the halves exchange depends on the lowering.
+    run = functools.partial(_backward, axis_name, spec)
+    return (on_backend(spec.backend, run, *residuals_and_last, *cotangents),)
+
+
+def _backward(
+    axis_name: str,
+    spec: CallSpec,
+    lowering: Lowering,
+    residuals: Residuals,
+    last: LastStates,
+    index: jax.Array,
+    dh: jax.Array,
+    of_last: LastStates,
+) -> Inputs:
+    """The gradients of the inputs; dh, of_last: of h and the last states of the shard."""
+    dC, dn, dm = of_last
     dm = dm - inner(dC, last.c, 2) - inner(dn, last.n)
-    # The residuals that the summary reads.
-    inputs = residuals.inputs._replace(k=None, v=None, c_initial=None, n_initial=None)
-    read = residuals._replace(
-        inputs=inputs, states=StoredStates(None, None, residuals.states.m, None, None)
-    )
-    read = swap_heads_of_residuals(spec, read)
-    local = operation(
-        _gradient_summary, _summary_spec(spec, of_forward=False), read, spec.swap_heads(dh)
-    )
+    half = OperationSpec(spec, lowering)
+    residuals, dh = swap_heads_of_residuals(spec, residuals), spec.swap_heads(dh)
+    of_shard = Cotangents(dh, LastStates(dC, dn, dm))
+    first, local = operation(_first_half, half, residuals, of_shard)
     one, zero = jnp.ones_like(dm), jnp.zeros_like(dm)
-    local = joined_gradients(GradientSummary(dC, dn, one, dm, one), local)
     empty = GradientSummary(jnp.zeros_like(dC), jnp.zeros_like(dn), one, zero, one)
     after = _exclusive_prefix(joined_gradients, local, empty, axis_name, index, reverse=True)
     dC, dn = dC + after.dC, dn + after.dn
     dm = dm + after.dm + inner(dC, last.c, 2) + inner(dn, last.n)
-    gradients = backward(spec, residuals, Cotangents(dh, LastStates(dC, dn, dm)))
+    whole = Cotangents(dh, LastStates(dC, dn, dm))
+    gradients = operation(_second_half, half, residuals, whole, first, after.dC)
     of_initial = {
         name: jnp.where(index == 0, getattr(gradients, name), 0.0)
         for name in ("c_initial", "n_initial", "m_initial")
     }
-    return (gradients._replace(**of_initial),)
+    return swap_heads(spec, gradients)._replace(**of_initial)
 
 
 _sequence.defvjp(_sequence_fwd, _sequence_bwd)
@@ -412,11 +451,11 @@ def mlstm_chunkwise_sequence_parallel(
 
     Each device sends 1 + ceil(log2(P - 1)) summaries of a shard forward, and
     as many backward (P > 1; none for P = 1). A summary has up to
-    DHQK DHV + DHQK + 2 floats of 4 bytes a batch entry and head, backward one
-    more. Head dimensions count as the kernels see them: padded to a power of
-    two from 16 to 64, beyond that to a multiple of 64, and not padded with
-    backend "xla". return_last_states adds one all-reduce of the states. The
-    memory of a device does not depend on P.
+    DHQK DHV + DHQK + 3 floats of 4 bytes a batch entry and head. Head
+    dimensions count as the kernels see them: padded to a power of two from 16
+    to 64, beyond that to a multiple of 64, and not padded with backend "xla".
+    return_last_states adds one all-reduce of the states. The memory of a
+    device does not depend on P.
 
     Derivatives are of first order and in reverse mode, as those of
     ``mlstm_chunkwise``.

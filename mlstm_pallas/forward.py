@@ -3,6 +3,8 @@
 Arrays are those of a shard, (B * NH, ...).
 """
 
+from typing import NamedTuple
+
 import jax
 
 from mlstm_pallas.call_spec import CallSpec, Forward, Inputs, LastStates, StoredStates
@@ -10,7 +12,6 @@ from mlstm_pallas.dispatch import run
 from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.splits import (
-    SplitProducts,
     decays_in_splits,
     heads_of_splits,
     split_states,
@@ -20,16 +21,24 @@ from mlstm_pallas.stage import Lowering
 from mlstm_pallas.stages.parallel_fw_P import Scores
 
 
+class Summands(NamedTuple):
+    """What splits and chunks add to the states after them, and the gates; float32."""
+
+    gates: ChunkGates
+    n: jax.Array  # (B * NH, NC, DHQK) of chunks
+    X: jax.Array  # (B * NH, num_splits, DHQK, DHHV) of splits
+
+
 def forward(
-    spec: CallSpec, lowering: Lowering, x: Inputs, products: SplitProducts | None = None
+    spec: CallSpec, lowering: Lowering, x: Inputs, summands: Summands | None = None
 ) -> Forward:
-    """The forward pass. products: of the splits of the sequence, if already computed."""
+    """The forward pass. summands: those of the fused scan, if already computed."""
     if not spec.has_initial_state:
         x = x._replace(c_initial=None)
     if lowering is Lowering.XLA:
         return materialised(spec, lowering, x)
     x = x._replace(q=spec.strided(x.q), k=spec.strided(x.k), v=spec.strided(x.v))
-    outputs = fused(spec, lowering, x, products) if spec.fused else materialised(spec, lowering, x)
+    outputs = fused(spec, lowering, x, summands) if spec.fused else materialised(spec, lowering, x)
     return outputs._replace(h=spec.flat(outputs.h))
 
 
@@ -70,24 +79,25 @@ def materialised(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
     return Forward(h, last, z, StoredStates(C, n, m, C_last, n_last))
 
 
-def fused(spec: CallSpec, lowering: Lowering, x: Inputs, products: SplitProducts | None) -> Forward:
+def fused(spec: CallSpec, lowering: Lowering, x: Inputs, summands: Summands | None) -> Forward:
     """The fused scan, with the state on the chip. It has chunks of its own; splits count as heads.
 
     Stored states are those at the boundaries of the call's chunks.
     """
     p, num_splits = spec.fused_problem, spec.num_splits
-    gates = gates_of(spec, lowering, x, p)
+    gates = gates_of(spec, lowering, x, p) if summands is None else summands.gates
     scores: Scores = run(
         "parallel_fw_P",
-        *(x.q, x.k, gates, x.n_initial),
+        *(x.q, x.k, gates, x.n_initial, None if summands is None else summands.n),
         normaliser=spec.normaliser,
         call=spec.call("parallel_fw_P", lowering, p),
     )
     q, v, gamma, keys, C_initial = x.q, x.v, gates.scaGamma, scores.keys, x.c_initial
     of_scan = scores
     if num_splits > 1:
-        added = None if products is None else products.all_but_last(num_splits, gates.scaM_states)
-        if added is None:
+        if summands is not None and summands.X.shape[1] == num_splits:
+            added = summands.X[:, :-1]
+        else:
             weights = keys.times(decays_in_splits(gamma, num_splits, p.S))
             call = spec.call("recurrent_fw_C", lowering, p, clamp=False)
             added = run("split_products", keys.array, v, weights, num_splits, call=call)

@@ -15,10 +15,10 @@ from mlstm_pallas import forward as forward_schedule
 from mlstm_pallas.backend import on_backend
 from mlstm_pallas.call_spec import CallSpec, Cotangents, Forward, Inputs, LastStates, Residuals
 from mlstm_pallas.entry import Options, checked, run
+from mlstm_pallas.forward import Summands
 from mlstm_pallas.gates import segment_starts
 from mlstm_pallas.segments import segment_states
 from mlstm_pallas.sharding import over_shards
-from mlstm_pallas.splits import SplitProducts
 from mlstm_pallas.stage import Lowering
 from mlstm_pallas.validation import as_dtype
 
@@ -34,9 +34,9 @@ NO_DERIVATIVE_OF_SEGMENTS = (
 
 # The custom_vjp traces both its function and its forward rule; under jit the kernels only once.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _forward(spec: CallSpec, inputs: Inputs, products: SplitProducts | None) -> Any:
+def _forward(spec: CallSpec, inputs: Inputs, summands: Summands | None) -> Any:
     return on_backend(
-        spec.backend, functools.partial(forward_schedule.forward, spec), inputs, products
+        spec.backend, functools.partial(forward_schedule.forward, spec), inputs, summands
     )
 
 
@@ -94,9 +94,9 @@ def operation(function: Callable[..., Any], spec: Any, *args: Any) -> Any:
     return over_shards(function, spec, *_not_differentiated(args))
 
 
-def forward(spec: CallSpec, inputs: Inputs, products: SplitProducts | None = None) -> Forward:
-    """The forward pass on shards. products: of the splits of the sequence, if already computed."""
-    outputs: Forward = operation(_forward, spec, swap_heads(spec, inputs), products)
+def forward(spec: CallSpec, inputs: Inputs, summands: Summands | None = None) -> Forward:
+    """The forward pass on shards. summands: those of the fused scan, if already computed."""
+    outputs: Forward = operation(_forward, spec, swap_heads(spec, inputs), summands)
     return outputs._replace(h=spec.swap_heads(outputs.h))
 
 

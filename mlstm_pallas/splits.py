@@ -9,29 +9,9 @@ and c' < c(t) where time runs backward. All weights are at most 1. Once the stat
 is known, splits are as independent as heads. ``split_products`` computes sum_t [...] a_t b_t^T.
 """
 
-from typing import NamedTuple
-
 import jax
 import jax.numpy as jnp
 from jax import lax
-
-
-class SplitProducts(NamedTuple):
-    """The summand of each split in the state after it; the true one is exp(m) X. float32."""
-
-    X: jax.Array  # (B * NH, num_splits, DHQK, DHHV)
-    m: jax.Array  # (B * NH, num_splits)
-
-    def all_but_last(self, num_splits: int, m: jax.Array) -> jax.Array | None:
-        """X of all splits but the last, relative to other stabilisers; None for other num_splits.
-
-        m: the stabilisers at all chunk boundaries, (B * NH, NC + 1), no smaller than self.m.
-        """
-        if self.X.shape[1] != num_splits:
-            return None
-        every = (m.shape[1] - 1) // num_splits
-        weight = jnp.where(self.m == -jnp.inf, 0.0, jnp.exp(self.m - m[:, every::every]))
-        return (weight[..., None, None] * self.X)[:, :-1]
 
 
 def decays_of_others(gamma: jax.Array, *, backward: bool = False) -> jax.Array:

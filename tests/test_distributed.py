@@ -189,10 +189,10 @@ def test_splits_of_a_shard_take_their_products_from_its_summary(case, alone):
     # Chunks are two of the fused scan's.
     split = over(mesh_of((2,), names="s"), config=config, **INTERPRETED | {"chunk_size": 32})
     check(gradient_of(split)(*x), alone(*x), x)
-    products = re.compile(rf"f32\[{B * NH},2,16,16\] = dot_general")
+    summands = re.compile(r"\b(key_sums|split_products)\b")
     # The backward pass has no splits.
     for traced in (jax.make_jaxpr(split)(*x), gradient_of(split).trace(*x).jaxpr):
-        assert len(products.findall(str(traced))) == 1
+        assert sorted(summands.findall(str(traced))) == ["key_sums", "split_products"]
 
 
 @pytest.mark.slow
@@ -225,9 +225,9 @@ def test_the_exchange_is_what_the_docstring_says_and_memory_does_not_grow():
         result = exchanged(compiled)
         assert {name for name, _ in result} == {"collective-permute"}
         state, heads = DHQK * DHHV + DHQK, B * NH
-        most = rounds * heads * (state + 2) + rounds * heads * (state + 3)
-        # the last round needs no total decay: one float less forward, two less backward
-        assert 4 * (most - 3 * heads) <= sum(size for _, size in result) <= 4 * most
+        most = 2 * rounds * heads * (state + 3)
+        # the last round needs no total decay: two floats less forward, two less backward
+        assert 4 * (most - 4 * heads) <= sum(size for _, size in result) <= 4 * most
         held[devices] = compiled.memory_analysis().temp_size_in_bytes
     assert held[8] < 1.25 * held[2]
 

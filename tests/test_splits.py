@@ -12,7 +12,7 @@ from oracle import array, assert_close, compare, oracle, random_inputs, toleranc
 
 from mlstm_pallas import KernelConfig, StageConfig, dispatch, mlstm_chunkwise
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.splits import SplitProducts, decays_of_others
+from mlstm_pallas.splits import decays_of_others
 from mlstm_pallas.stage import Lowering, StageCall, Weighted
 from mlstm_pallas.triton.recurrence import MAX_SPLITS, splits_of
 
@@ -136,22 +136,23 @@ def test_split_products(backward):
     assert_close(every, expected, tolerance(dtype, S))
 
 
+@pytest.mark.parametrize("lowering", [INTERPRETED, PLAIN])
+def test_states_of_a_later_shard_are_added_where_they_have_not_decayed(lowering):
+    X = jnp.asarray(np.random.default_rng(1).normal(size=(HEADS, NC, DHQK, 2 * DHHV)), "bfloat16")
+    added = np.random.default_rng(2).normal(size=(HEADS, DHQK, 2 * DHHV)).astype("float32")
+    decays = np.asarray(arrays("float32", resets=True)["gamma"])
+    run = functools.partial(dispatch.run, "add_decayed", call=call_of(lowering))
+    result = np.asarray(jax.jit(run)(X, added, decays).astype("float32"))
+    start = np.asarray(X.astype("float32"))
+    expected = start + decays[..., None, None] * added[:, None].astype("float64")
+    assert np.abs(result - expected).max() <= 2.0**-8 * np.abs(expected).max()
+    assert np.array_equal(result[decays == 0], start[decays == 0])
+
+
 def test_decays_of_others():
     gamma = jnp.asarray([[0.5, 0.25, 0.0, 2.0]])
     assert decays_of_others(gamma).tolist() == [[0.0, 0.0, 2.0, 1.0]]
     assert decays_of_others(gamma, backward=True).tolist() == [[1.0, 0.5, 0.125, 0.0]]
-
-
-def test_known_split_products_are_those_of_their_own_number_of_splits():
-    X, m = jnp.ones((1, 2, 1, 1)), jnp.asarray([[0.0, -jnp.inf]])
-    products = SplitProducts(X, m)
-    boundaries = jnp.asarray([[0.0, 1.0, 2.0, 3.0, 4.0]])
-    assert products.all_but_last(4, boundaries) is None
-    assert float(products.all_but_last(2, boundaries)[0, 0, 0, 0]) == pytest.approx(
-        np.exp(-2.0), rel=2.0**-22
-    )
-    nothing = SplitProducts(X, jnp.full((1, 2), -jnp.inf))
-    assert not nothing.all_but_last(2, boundaries).any()
 
 
 def test_the_fused_scan_in_splits():

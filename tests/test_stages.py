@@ -17,7 +17,7 @@ from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import MAX_TILE, InputGate, Problem
 from mlstm_pallas.stage import Lowering, StageCall, StageConfig, Weighted
 from mlstm_pallas.stages import STAGES
-from mlstm_pallas.triton.parallel_fw_P import _key_sums
+from mlstm_pallas.triton.parallel_fw_P import step_sums
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -330,11 +330,11 @@ def test_key_sums():
     x = case("bfloat16", 32, 64)
     p, tiles = x.problem, StageConfig(siz_b_DHQK=16)
     call = call_of("parallel_fw_P", p, x.dtype, Lowering.INTERPRET, tiles)
-    run = jax.jit(functools.partial(_key_sums, call=call))
+    run = jax.jit(functools.partial(step_sums, call=call))
     keys = np.asarray(x.inputs["matK"].astype("float32"), "float64")
     scaled = keys * np.asarray(x.inputs["vecAbar"], "float64")[..., None]
     expected = scaled.reshape(HEADS, p.NC, p.L, p.DHQK).sum(-2)
-    result = run(x.inputs["matK"], x.inputs["chunk_gates"])
+    result = run(x.inputs["matK"], x.inputs["chunk_gates"].per_step().vecAbar)
     assert_close(result, expected, tolerance("float32", p.L))
 
 

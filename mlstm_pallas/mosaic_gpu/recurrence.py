@@ -510,8 +510,11 @@ def split_products(
     call = dataclasses.replace(call, problem=p)
     gamma = jnp.ones((p.BNH, num_splits), jnp.float32)
     x = Recurrence(a, b, gamma, None, return_last=True, backward=backward, r=r)
-    enough = heuristic_rows(p.split(num_splits), 1)
-    rows = state_rows(p.DHQK, min(call.tiles.siz_b_DHQK, enough))
+    # As many rows as leave enough CTAs: without X to store there is room for 256, at 4 stages.
+    rows = state_rows(p.DHQK, heuristic_rows(p.split(num_splits), 1))
+    call = dataclasses.replace(
+        call, tiles=call.tiles.replace(num_stages=min(call.tiles.num_stages, 4))
+    )
     splits = Splits(num_splits, sums=True, all=all_splits)
     return _sums_of_splits("split_products", [x], splits, rows, call)[0][0].mT
 

@@ -27,12 +27,12 @@ class GradientTiles(NamedTuple):
 
     A tile's column is s - the chunk's first step. Above the diagonal P and dP are 0 in the diagonal
     blocks of MAX_TILE steps and undefined elsewhere. matP, matDeltaP and pairs are None where
-    parallel_bw_dQKV computes them.
+    parallel_bw_dQKV computes them. It does not read queries and keys.
     """
 
     matP: Any  # (B * NH, S, L)
     matDeltaP: Any  # (B * NH, S, L), times scale
-    queries: Weighted  # (B * NH, S, DHQK), weighted qbar
+    queries: Weighted | None  # (B * NH, S, DHQK), weighted qbar
     keys: Weighted | None  # (B * NH, S, DHQK), weighted kbar; None where C is not recomputed
     pairs: Any  # TilePairs
     normaliser_gradients: NormaliserGradients

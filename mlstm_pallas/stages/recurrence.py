@@ -133,6 +133,14 @@ def split_products(
     return X if all_splits else X[:, 1:] if backward else X[:, :-1]
 
 
+def add_decayed(X: jax.Array, added: jax.Array, decays: jax.Array, *, call: StageCall) -> jax.Array:
+    """X_c + decays_c added, in the dtype of X.
+
+    X: (B * NH, NC, DHQK, DHHV); added: (B * NH, DHQK, DHHV), decays: (B * NH, NC), float32.
+    """
+    return (X.astype(added.dtype) + decays[..., None, None] * added[:, None]).astype(X.dtype)
+
+
 def chunk_sums(x: jax.Array, call: StageCall) -> jax.Array:
     """Sums over the steps of each chunk, (B * NH, NC, D), of an array in either layout."""
     p = call.problem

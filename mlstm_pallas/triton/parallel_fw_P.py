@@ -86,22 +86,22 @@ def _key_sums_kernel(
         sums_ref[columns] = jnp.sum(k_ref[:, columns].astype(jnp.float32) * abar, axis=0)
 
 
-def _key_sums(matK: jax.Array, gates: ChunkGates, call: StageCall) -> jax.Array:
-    """What each chunk adds to n, (B * NH, NC, DHQK) float32."""
+def step_sums(x: jax.Array, weights: jax.Array, *, call: StageCall) -> jax.Array:
+    """As ``step_sums`` of stages/recurrence.py, for keys in short chunks."""
     p = call.problem
     sums: jax.Array = kernel_call(
         _key_sums_kernel,
         name="key_sums",
         grid=(p.NC, p.BNH),
         in_specs=[
-            sequence_spec(matK, p, p.L, p.DHQK, lambda c, b: (b, c, 0)),
+            sequence_spec(x, p, p.L, p.DHQK, lambda c, b: (b, c, 0)),
             pl.BlockSpec((None, p.L), lambda c, b: (b, c)),
         ],
         out_specs=[pl.BlockSpec((None, None, p.DHQK), lambda c, b: (b, c, 0))],
         out_shape=[jax.ShapeDtypeStruct((p.BNH, p.NC, p.DHQK), jnp.float32)],
         call=call,
         siz_b_DHQK=call.tiles.siz_b_DHQK,
-    )(matK, gates.per_step().vecAbar)[0]
+    )(x, weights)[0]
     return sums
 
 
@@ -110,13 +110,16 @@ def parallel_fw_P(
     matK: jax.Array,
     gates: ChunkGates,
     vecN_initial: jax.Array,
+    vecN_added: jax.Array | None = None,
     *,
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
     call: StageCall,
 ) -> Scores:
     """Runs the stage: ``stages/parallel_fw_P.py``."""
-    p = call.problem
-    n, n_last = vector_states(_key_sums(matK, gates, call), gates.scaGamma, vecN_initial)
+    p, added = call.problem, vecN_added
+    if added is None:
+        added = step_sums(matK, gates.per_step().vecAbar, call=call)
+    n, n_last = vector_states(added, gates.scaGamma, vecN_initial)
     steps = pl.BlockSpec((None, p.L), lambda c, b: (b, c))
     q, k = (sequence_spec(x, p, p.L, p.DHQK, lambda c, b: (b, c, 0)) for x in (matQ, matK))
     kbar = pl.BlockSpec((None, p.L, p.DHQK), lambda c, b: (b, c, 0))

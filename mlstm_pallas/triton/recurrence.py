@@ -214,6 +214,51 @@ def split_products(
     return heads_of_splits(outputs.X_last, end - first)
 
 
+def _add_decayed_kernel(
+    X_ref: Any,  # (siz_b, DHHV)
+    added_ref: Any,  # (siz_b, DHHV)
+    decays_ref: Any,  # (NC,)
+    out_ref: Any,  # the memory of X
+    *,
+    columns: int,
+) -> None:
+    decay = decays_ref[pl.program_id(1)]
+
+    def add(block: jax.Array, carry: None) -> None:
+        at = slice(None), pl.ds(block * columns, columns)
+        out_ref[at] = (X_ref[at].astype(jnp.float32) + decay * added_ref[at]).astype(out_ref.dtype)
+
+    @pl.when(decay != 0)
+    def _() -> None:
+        loop(blocks(X_ref.shape[1], columns), add, None)
+
+
+def add_decayed(X: jax.Array, added: jax.Array, decays: jax.Array, *, call: StageCall) -> jax.Array:
+    """As ``add_decayed`` of stages/recurrence.py, in the memory of X.
+
+    A chunk whose decay is 0 is neither read nor written.
+    """
+    BNH, NC, DHQK, DHHV = X.shape
+    siz_b = min(DHQK, 64)
+    of_chunk = pl.BlockSpec((None, None, siz_b, DHHV), lambda row, c, n: (n, c, row, 0))
+    sum_: jax.Array = kernel_call(
+        _add_decayed_kernel,
+        name="add_decayed",
+        grid=(blocks(DHQK, siz_b), NC, BNH),
+        in_specs=[
+            of_chunk,
+            pl.BlockSpec((None, siz_b, DHHV), lambda row, c, n: (n, row, 0)),
+            pl.BlockSpec((None, NC), lambda row, c, n: (n, 0)),
+        ],
+        out_specs=[of_chunk],
+        out_shape=[jax.ShapeDtypeStruct(X.shape, X.dtype)],
+        call=call,
+        input_output_aliases={0: 0},
+        columns=min(DHHV, 64),
+    )(X, added, decays)[0]
+    return sum_
+
+
 def recurrences(name: str, *each: Recurrence, call: StageCall) -> list[RecurrenceOutputs]:
     """As ``recurrences`` of stages/recurrence.py, in one launch; inner products by XLA."""
     outputs = _recurrences(name, each, call)
