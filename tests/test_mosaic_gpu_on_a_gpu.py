@@ -253,7 +253,7 @@ def prompts_on_a_gpu(*heads):
 
 GPU_CHECKS = [
     *((case_on_a_gpu, name) for name in CASES),
-    *((tuned_config_on_a_gpu, S, *heads) for heads in OF_HEADS for S in (500, 2048)),
+    *((tuned_config_on_a_gpu, S, *heads) for heads in OF_HEADS for S in (504, 2048)),
     (recurrences_on_a_gpu,),
     (vector_states_of_many_heads_on_a_gpu,),
     *((many_chunks_on_a_gpu, *heads) for heads in ((64, 128), (128, 128), (128, 256))),

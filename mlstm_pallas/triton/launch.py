@@ -71,7 +71,9 @@ def kernel_call(
         steps = [_steps_if_partial(spec, x) for spec, x in arrays]
         if any(steps):
             specs = [spec for spec, _ in arrays]
-            body = functools.partial(_with_partial_blocks, body, specs, steps, len(grid))
+            body = functools.partial(
+                _with_partial_blocks, body, specs, steps, len(grid), call.interpret
+            )
         return pl.pallas_call(
             body,
             grid=grid,
@@ -97,10 +99,13 @@ class _PartialBlock:
 
     Attributes:
       rows: how many rows the array has from the block's first on.
+      interpret: whether the kernel is interpreted. Then jax drops the writes, and it has no masked
+        ones under jax_enable_x64.
     """
 
     ref: Any
     rows: jax.Array
+    interpret: bool
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -122,6 +127,9 @@ class _PartialBlock:
         return masked_load(*self._part(index))
 
     def __setitem__(self, index: Any, x: jax.Array) -> None:
+        if self.interpret:
+            self.ref[index] = x
+            return
         part, inside = self._part(index)
         masked_store(part, x, inside)
 
@@ -138,6 +146,7 @@ def _with_partial_blocks(
     specs: Sequence[Any],
     steps: Sequence[int | None],
     grid_axes: int,
+    interpret: bool,
     *refs: Any,
 ) -> None:
     """The kernel with guarded blocks of the arrays whose steps are given."""
@@ -146,7 +155,8 @@ def _with_partial_blocks(
     def block(ref: Any, spec: Any, size: int | None) -> Any:
         if size is None:
             return ref
-        return _PartialBlock(ref, size - spec.index_map(*grid)[1] * spec.block_shape[1])
+        rows = size - spec.index_map(*grid)[1] * spec.block_shape[1]
+        return _PartialBlock(ref, rows, interpret)
 
     kernel(*map(block, refs, specs, steps))
 
