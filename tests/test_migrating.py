@@ -212,7 +212,7 @@ def test_states_of_another_stabiliser_are_the_same():
 THEIRS = """
 get_mlstm_kernel max_triton_fwbw_v3 v3noslice mLSTMBackend xLSTMBackend parallel_stabilized_simple
 reduce_slicing store_final_state save_states_every_nth_chunk chunk_size_inter chunk_size_intra
-vecN_all scaM_all vecM_out matC_all vecM_combine scaMinter_initial
+vecN_all scaM_all vecM_out matC_all vecM_combine scaMinter_initial cu_seqlens
 """
 
 

@@ -68,7 +68,7 @@ def kernel_call(
         kind = jax.sharding.ManualAxisType(varying=varying)
         body: Any = functools.partial(kernel, **statics)
         arrays = [*zip(in_specs, args, strict=True), *zip(out_specs, out_shape, strict=True)]
-        steps = [_steps_if_partial(spec, x) for spec, x in arrays]
+        steps = [_steps_if_partial(spec, x, grid) for spec, x in arrays]
         if any(steps):
             specs = [spec for spec, _ in arrays]
             body = functools.partial(
@@ -99,8 +99,8 @@ class _PartialBlock:
 
     Attributes:
       rows: how many rows the array has from the block's first on.
-      interpret: whether the kernel is interpreted. Then jax drops the writes, and it has no masked
-        ones under jax_enable_x64.
+      interpret: whether the kernel is interpreted, where jax has no masked writes under
+        jax_enable_x64.
     """
 
     ref: Any
@@ -127,18 +127,21 @@ class _PartialBlock:
         return masked_load(*self._part(index))
 
     def __setitem__(self, index: Any, x: jax.Array) -> None:
-        if self.interpret:
-            self.ref[index] = x
-            return
         part, inside = self._part(index)
-        masked_store(part, x, inside)
+        if self.interpret:
+            self.ref[index] = jnp.where(inside, x, self.ref[index])
+        else:
+            masked_store(part, x, inside)
 
 
-def _steps_if_partial(spec: Any, x: Any) -> int | None:
-    """The steps of an array where its blocks do not divide them; they divide all other axes."""
+def _steps_if_partial(spec: Any, x: Any, grid: tuple[int, ...]) -> int | None:
+    """The steps of an array where blocks reach beyond them; they divide all other axes."""
     if spec is None or x is None or x.ndim < 3 or not isinstance(rows := spec.block_shape[1], int):
         return None
-    return x.shape[1] if x.shape[1] % rows else None
+    with jax.ensure_compile_time_eval():  # no block is further down than that of the last indices
+        last = int(spec.index_map(*(np.int32(size - 1) for size in grid))[1])
+    steps: int = x.shape[1]
+    return steps if (last + 1) * rows > steps else None
 
 
 def _with_partial_blocks(
