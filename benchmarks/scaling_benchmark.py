@@ -225,15 +225,15 @@ def parse_request(options: flags.FlagValues) -> tuple[dict[str, Sequence[Shape]]
         check_chunk_size(options.chunk_size)
     except ValueError as error:
         raise RequestError(str(error)) from None
-    if not 1 <= counts[0] <= counts[-1] <= len(present):
-        raise RequestError(f"there are {len(present)} devices, not {', '.join(map(str, counts))}")
-    shapes = default_shapes(gpu, counts[-1])
+    shapes = default_shapes(gpu, max(counts[-1], 1))
     if options.shape:
         shapes = {mode: list(parse_shapes(options.shape).values()) for mode in MODES}
     for shape in shapes["strong-sequence"] if "strong-sequence" in options.mode else ():
-        if odd := [n for n in counts if shape.S % n]:
+        if odd := [n for n in counts if n > 0 and shape.S % n]:
             steps = f"strong-sequence: {shape.S} steps of shape {shape}"
             raise RequestError(f"{steps} are not a multiple of {odd[0]} devices")
+    if not 1 <= counts[0] <= counts[-1] <= len(present):
+        raise RequestError(f"there are {len(present)} devices, not {', '.join(map(str, counts))}")
     if not gpu:
         where = "measuring on the CPU, whose devices share its cores"
         print(f"no GPU here: {where}; these are not the speeds of the kernels")
