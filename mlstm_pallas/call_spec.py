@@ -43,7 +43,7 @@ class Choice(NamedTuple):
 class CallSpec:
     """The static choices of a call, which the code below reads.
 
-    A launcher of Triton's recurrences still fits blocks and splits to the number of CTAs.
+    The launchers of recurrences still fit blocks and splits to the number of CTAs.
 
     Attributes:
       problem: padded.

@@ -5,6 +5,7 @@ has one name and one signature in every room: ``stages/`` (plain jnp), ``triton/
 ``mosaic_gpu/``. A room is imported when a call runs there.
 """
 
+import dataclasses
 import functools
 import importlib
 from collections.abc import Callable, Iterable
@@ -113,13 +114,14 @@ def lowering_in(room: str, first: Lowering) -> Lowering:
 
 
 def run(name: str, *inputs: Any, call: StageCall, **options: Any) -> Any:
-    """Runs a stage, or a function beside the stages, on the call's lowering."""
-    room = call.lowering.room
-    if name not in _HELPERS:
-        module = name
-    elif room in (modules := _HELPERS[name][0]):
-        module = modules[room]
-    else:
-        return _HELPERS[name][1](*inputs, call=call, **options)
-    function = getattr(importlib.import_module(f"mlstm_pallas.{room}.{module}"), name)
+    """Runs a stage on the call's lowering; a function beside the stages on the first one from there
+    on that has a kernel of it."""
+    module = name
+    if name in _HELPERS:
+        modules, plain = _HELPERS[name]
+        lowering = next((x for x in lowerings(call.lowering) if x.room in modules), None)
+        if lowering is None:
+            return plain(*inputs, call=call, **options)
+        module, call = modules[lowering.room], dataclasses.replace(call, lowering=lowering)
+    function = getattr(importlib.import_module(f"mlstm_pallas.{call.lowering.room}.{module}"), name)
     return function(*inputs, call=call, **options)

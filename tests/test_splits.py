@@ -136,12 +136,13 @@ def test_split_products(backward):
     assert_close(every, expected, tolerance(dtype, S))
 
 
-@pytest.mark.parametrize("lowering", [INTERPRETED, PLAIN])
+@pytest.mark.parametrize("lowering", [INTERPRETED, Lowering.MOSAIC_GPU_INTERPRET, PLAIN])
 def test_states_of_a_later_shard_are_added_where_they_have_not_decayed(lowering):
     X = jnp.asarray(np.random.default_rng(1).normal(size=(HEADS, NC, DHQK, 2 * DHHV)), "bfloat16")
     added = np.random.default_rng(2).normal(size=(HEADS, DHQK, 2 * DHHV)).astype("float32")
     decays = np.asarray(arrays("float32", resets=True)["gamma"])
     run = functools.partial(dispatch.run, "add_decayed", call=call_of(lowering))
+    assert ("pallas_call" in str(jax.make_jaxpr(run)(X, added, decays))) == (lowering is not PLAIN)
     result = np.asarray(jax.jit(run)(X, added, decays).astype("float32"))
     start = np.asarray(X.astype("float32"))
     expected = start + decays[..., None, None] * added[:, None].astype("float64")

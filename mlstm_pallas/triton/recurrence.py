@@ -236,8 +236,9 @@ def _add_decayed_kernel(
 def add_decayed(X: jax.Array, added: jax.Array, decays: jax.Array, *, call: StageCall) -> jax.Array:
     """As ``add_decayed`` of stages/recurrence.py, in the memory of X.
 
-    A chunk whose decay is 0 is neither read nor written.
+    A chunk whose decay is 0 is neither read nor written. The call has the tiles of another kernel.
     """
+    call = dataclasses.replace(call, tiles=StageConfig(num_warps=4, num_stages=3))
     BNH, NC, DHQK, DHHV = X.shape
     siz_b = min(DHQK, 64)
     of_chunk = pl.BlockSpec((None, None, siz_b, DHHV), lambda row, c, n: (n, c, row, 0))
