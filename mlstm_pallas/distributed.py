@@ -1,24 +1,23 @@
 """Sequence (context) parallelism: one sequence split over the devices of a mesh axis.
 
-The stabiliser after shard j follows from the one before it and from two numbers of the shard: m_j,
-the stabiliser from an empty start (m = -inf, as 0 would enter the maximum), and g_j, its sum of log
-sigmoid(f). The state after it is a linear function of the state before it:
+The state after shard j is a function of the state before it and of four quantities of the shard.
+m_j, C_j and n_j are the state after it from an empty start (m = -inf, as 0 would enter the
+maximum), and g_j is its sum of log sigmoid(f):
 
     m' = max(m_j, g_j + m)
-    C' = C_j + Gamma_j C        n' = n_j + Gamma_j n        Gamma_j = prod_c gamma_c
+    C' = exp(m_j - m') C_j + exp(g_j + m - m') C        n' likewise
 
-Such functions compose. A prefix over the devices first gives each its initial stabiliser, and with
-it the gates. Then the shard determines C_j and n_j, with matrix products (splits.py), where c(t) is
-the chunk of step t:
+Such functions compose. C_j takes matrix products (splits.py), where c(t) is the chunk of step t:
 
     C_j = sum_t [abar_t prod_{c' > c(t)} gamma_c'] k_t v_t^T
 
-A second prefix gives the initial state. The forward pass that runs from it takes the gates and the
-summands of C_j and n_j.
+A prefix over the devices gives the state before each shard, m and n first. C is exchanged while
+the stages run that do not read it. The forward pass from that state takes the summands of C_j and
+n_j, rescaled.
 
 The gradient of the state before a shard is a linear function of the gradient of the state after it:
 
-    dC' = A_j + Gamma_j dC        dn' likewise
+    dC' = A_j + Gamma_j dC        dn' likewise        Gamma_j = prod_c gamma_c
 
 The first half of the backward pass runs from the cotangents of the shard's own outputs. It ends
 with A_j. A suffix over the devices gives each dC, what the later shards add, and the second half
@@ -57,27 +56,33 @@ from mlstm_pallas.fwbw import (
 from mlstm_pallas.gate_gradients import inner, step_flags
 from mlstm_pallas.gates import (
     GOES_ON,
-    log_forget_gate,
+    Pair,
+    log_gates,
+    pair_add,
     segment_starts,
     split_for_exact_sums,
+    two_sum,
 )
+from mlstm_pallas.problem import InputGate
 from mlstm_pallas.splits import decays_in_splits, decays_of_others
 from mlstm_pallas.stage import Lowering
-
-
-class Stabiliser(NamedTuple):
-    """The function from the stabiliser before a shard to the one after it; float32."""
-
-    m: jax.Array  # (B, NH) from -inf
-    g: jax.Array  # (B, NH) total log decay; -inf with a reset
 
 
 class Summary(NamedTuple):
     """The function from the state before a shard to the state after it; float32."""
 
-    C: jax.Array  # (B, NH, DHQK, DHHV) from zeros
-    n: jax.Array  # (B, NH, DHQK)
-    gamma: jax.Array  # (B, NH)
+    m: jax.Array  # (B, NH) the stabiliser, from -inf
+    g: Pair  # (B, NH) total log decay; -inf with a reset
+    state: jax.Array  # from zeros: C (B, NH, DHQK, DHHV) or n (B, NH, DHQK)
+
+
+class ShardSums(NamedTuple):
+    """What a shard's splits and chunks add to the states after them, from m = -inf; float32."""
+
+    m: jax.Array  # (B, NH, NC + 1) the stabilisers at the boundaries of chunks
+    g: Pair  # (B, NH, NC + 1) log decays from the shard's start
+    n: jax.Array  # (B, NH, NC, DHQK) of chunks
+    X: jax.Array  # (B, NH, num_splits, DHQK, DHHV) of splits
 
 
 class GradientSummary(NamedTuple):
@@ -93,17 +98,31 @@ class GradientSummary(NamedTuple):
     passes: jax.Array  # (B, NH) 1 where the maximum before the shard wins in it, else 0
 
 
-def joined_stabilisers(earlier: Stabiliser, later: Stabiliser) -> Stabiliser:
-    return Stabiliser(jnp.maximum(later.m, later.g + earlier.m), earlier.g + later.g)
+def _stabiliser_after(m: jax.Array, g: Pair, later: jax.Array) -> jax.Array:
+    """max(later, g + m)"""
+    return jnp.maximum(later, (m + g[0]) + g[1])
+
+
+def _decay(m: jax.Array, g: Pair, after: jax.Array) -> jax.Array:
+    """exp(m + g - after), which scales the part of a state that is from before the decay by g."""
+    total, error = two_sum(m, g[0])
+    return jnp.where(total == -jnp.inf, 0.0, jnp.exp((total - after) + (error + g[1])))
+
+
+def _rescaling(m: jax.Array, after: jax.Array) -> jax.Array:
+    """exp(m - after), which scales a state from the stabiliser m to a larger one."""
+    return jnp.where(m == -jnp.inf, 0.0, jnp.exp(m - after))
 
 
 def joined(earlier: Summary, later: Summary) -> Summary:
     """The summary of two shards."""
-    return Summary(
-        later.C + later.gamma[..., None, None] * earlier.C,
-        later.n + later.gamma[..., None] * earlier.n,
-        earlier.gamma * later.gamma,
+    m = _stabiliser_after(earlier.m, later.g, later.m)
+    decay, scale = (
+        x.reshape(*m.shape, *[1] * (later.state.ndim - m.ndim))
+        for x in (_decay(earlier.m, later.g, m), _rescaling(later.m, m))
     )
+    state = decay * earlier.state + scale * later.state
+    return Summary(m, pair_add(earlier.g, later.g), state)
 
 
 def joined_gradients(later: GradientSummary, earlier: GradientSummary) -> GradientSummary:
@@ -154,49 +173,49 @@ def _state_after(gamma: jax.Array, products: jax.Array) -> jax.Array:
     return jnp.sum(weights[..., None, None] * products, axis=1)
 
 
-def _stabiliser(spec: CallSpec, x: Inputs) -> Any:
-    """The Stabiliser of a shard, from its gates alone."""
+def _sums(spec_and_splits: OperationSpec, x: Inputs) -> Any:
+    """(Summary of n, C after the shard, ShardSums), from its keys, values and gates alone."""
+    spec, num_splits = spec_and_splits.call, spec_and_splits.choice
 
-    def of_shard(lowering: Lowering, x: Inputs) -> Stabiliser:
-        f, starts = x.f, x.starts
-        empty = x._replace(m_initial=jnp.full_like(f[:, 0], -jnp.inf), lengths=None)
-        gates = gates_of(spec, lowering, empty, spec.fused_problem)
-        fbar, reset = log_forget_gate(f)
-        largest = jnp.max(jnp.abs(fbar), axis=-1, keepdims=True)
-        high, low = split_for_exact_sums(fbar, largest, f.shape[1])
-        restarts = reset if starts is None else reset | (starts > 0)
-        total = jnp.sum(high, axis=-1) + jnp.sum(low, axis=-1)
-        g = jnp.where(jnp.any(restarts, axis=-1), -jnp.inf, total)
-        return Stabiliser(gates.scaM_states[:, -1], g)
+    def of_shard(lowering: Lowering, x: Inputs) -> tuple[Summary, jax.Array, ShardSums]:
+        k, v, p = x.k, x.v, spec.fused_problem
+        nothing = x._replace(m_initial=jnp.full_like(x.m_initial, -jnp.inf), lengths=None)
+        gates = gates_of(spec, lowering, nothing, p)
+        abar, gamma, m = gates.per_step().vecAbar, gates.scaGamma, gates.scaM_states
+        if lowering is not Lowering.XLA:
+            k, v = spec.strided(k), spec.strided(v)
+        added = run("step_sums", k, abar, call=spec.call("parallel_fw_P", lowering, p))
+        n = jnp.sum(decays_of_others(gamma)[..., None] * added, axis=1)
+        weights = abar * decays_in_splits(gamma, num_splits, p.S)
+        call = spec.call("recurrent_fw_C", lowering, p, clamp=False)
+        X = run("split_products", k, v, weights, num_splits, all_splits=True, call=call)
+        high, low = _log_decays(x, p.NC, spec.input_gate)
+        of_n = Summary(m[:, -1], (high[:, -1], low[:, -1]), n)
+        return of_n, _state_after(gamma, X), ShardSums(m, (high, low), added, X)
 
     return on_backend(spec.backend, of_shard, x)
 
 
-def _summary(spec_and_splits: OperationSpec, x: Inputs, m_after: jax.Array) -> Any:
-    """(Summary, Summands) of a shard, from its keys, values and gates.
+def _log_decays(x: Inputs, NC: int, input_gate: InputGate) -> Pair:
+    """Sums of log sigmoid(f) up to the boundaries of NC chunks, (B * NH, NC + 1); -inf behind a
+    reset."""
+    _, fbar, reset = log_gates(x.i, x.f, input_gate)
+    BNH, S = fbar.shape
+    restarts = reset if x.starts is None else reset | (x.starts > 0)
+    high, low = split_for_exact_sums(fbar, jnp.max(jnp.abs(fbar), axis=-1, keepdims=True), S)
+    steps = jnp.stack([jnp.where(restarts, -jnp.inf, high), low]).reshape(2, BNH, NC, S // NC)
+    sums = jnp.cumsum(jnp.sum(steps, axis=-1), axis=-1)
+    high, low = jnp.pad(sums, [(0, 0), (0, 0), (1, 0)])
+    return high, low
 
-    m_after: the stabiliser after the shard. Rounding makes it differ from that of the gates.
-    """
-    spec, num_splits = spec_and_splits.call, spec_and_splits.choice
 
-    def of_shard(lowering: Lowering, x: Inputs, m_after: jax.Array) -> tuple[Summary, Summands]:
-        k, v, p = x.k, x.v, spec.fused_problem
-        gates = gates_of(spec, lowering, x, p)
-        abar, gamma = gates.per_step().vecAbar, gates.scaGamma
-        if lowering is not Lowering.XLA:
-            k, v = spec.strided(k), spec.strided(v)
-        n_added = run("step_sums", k, abar, call=spec.call("parallel_fw_P", lowering, p))
-        n = jnp.sum(decays_of_others(gamma)[..., None] * n_added, axis=1)
-        weights = abar * decays_in_splits(gamma, num_splits, p.S)
-        call = spec.call("recurrent_fw_C", lowering, p, clamp=False)
-        products = run("split_products", k, v, weights, num_splits, all_splits=True, call=call)
-        m = gates.scaM_states[:, -1]
-        factor = jnp.where(m == -jnp.inf, 1.0, jnp.exp(m - m_after))
-        C, n = _state_after(gamma, products) * factor[:, None, None], n * factor[:, None]
-        summary = Summary(C, n, jnp.prod(gamma, axis=-1) * factor)
-        return summary, Summands(gates, n_added, products)
-
-    return on_backend(spec.backend, of_shard, x, m_after)
+def _summands(sums: ShardSums, m: jax.Array) -> Summands:
+    """The summands of a shard, from its sums and the stabiliser before it, (B, NH)."""
+    after = _stabiliser_after(m[..., None], sums.g, sums.m)
+    of_chunks = _rescaling(sums.m, after)[..., 1:]
+    chunks = of_chunks.shape[-1] // sums.X.shape[2]  # of a split
+    of_splits = of_chunks[..., chunks - 1 :: chunks]
+    return Summands(after, of_chunks[..., None] * sums.n, of_splits[..., None, None] * sums.X)
 
 
 def _first_half(half: OperationSpec, residuals: Residuals, cotangents: Cotangents) -> Any:
@@ -248,7 +267,7 @@ def _second_half(
     return second_half(spec, lowering, *arrays, first)
 
 
-Element = TypeVar("Element", Stabiliser, Summary, GradientSummary)
+Element = TypeVar("Element", Summary, GradientSummary)
 
 
 def _exclusive_prefix(
@@ -299,33 +318,28 @@ def _sequence_fwd(axis_name: str, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
     """
     index = lax.axis_index(axis_name)
 
-    def before(join: Any, initial: Element, local: Element, empty: Element) -> Element:
-        """The joined elements of all before the shard."""
-        with_initial = jax.tree.map(
-            functools.partial(jnp.where, index == 0), join(initial, local), local
-        )
-        others = _exclusive_prefix(join, with_initial, empty, axis_name, index)
-        start: Element = jax.tree.map(functools.partial(jnp.where, index == 0), initial, others)
+    def before(local: Summary, initial: jax.Array) -> Summary:
+        """The joined summaries of all before the shard."""
+        zero = jnp.zeros_like(x.m_initial)
+        whole = Summary(x.m_initial, (zero, zero), initial)
+        empty = Summary(jnp.full_like(zero, -jnp.inf), whole.g, jnp.zeros_like(initial))
+        choose = functools.partial(jax.tree.map, functools.partial(jnp.where, index == 0))
+        local = choose(joined(whole, local), local)
+        others = _exclusive_prefix(joined, local, empty, axis_name, index)
+        start: Summary = choose(whole, others)
         return start
 
-    zero, one = jnp.zeros_like(x.m_initial), jnp.ones_like(x.m_initial)
-    unread: dict[str, Any] = dict.fromkeys(("q", "k", "v", "c_initial", "n_initial"))
-    read = x._replace(**unread)
-    stabiliser = operation(_stabiliser, spec, read)
-    initial, empty = (Stabiliser(m, zero) for m in (x.m_initial, jnp.full_like(zero, -jnp.inf)))
-    first = before(joined_stabilisers, initial, stabiliser, empty)
-    last = joined_stabilisers(first, stabiliser)
-    k, v = spec.swap_heads(x.k), spec.swap_heads(x.v)
-    summary, summands = operation(
-        _summary,
-        OperationSpec(spec, _splits_of_summary(spec)),
-        read._replace(k=k, v=v, m_initial=first.m),
-        last.m,
-    )
-    C, n = x.c_initial, x.n_initial
-    zeros = Summary(jnp.zeros_like(C), jnp.zeros_like(n), one)
-    start = before(joined, Summary(C, n, one), summary, zeros)
-    x = x._replace(c_initial=start.C, n_initial=start.n, m_initial=first.m)
+    unread: dict[str, Any] = dict.fromkeys(("q", "c_initial", "n_initial"))
+    read = x._replace(k=spec.swap_heads(x.k), v=spec.swap_heads(x.v), **unread)
+    with_splits = OperationSpec(spec, _splits_of_summary(spec))
+    of_n, C, sums = operation(_sums, with_splits, read)
+    start = before(of_n, x.n_initial)
+    # parallel_fw_P reads m and n, but not C. Behind the barrier it hides the exchange of C, which
+    # XLA would else join to that of n.
+    start, C = lax.optimization_barrier((start, C))
+    C = before(of_n._replace(state=C), x.c_initial).state
+    summands = _summands(sums, start.m)
+    x = x._replace(c_initial=C, n_initial=start.state, m_initial=start.m)
     outputs = forward(spec, x, summands)
     return (outputs.h, outputs.last), (residuals_of(spec, x, outputs), outputs.last, index)
 

@@ -22,9 +22,9 @@ from mlstm_pallas.stages.parallel_fw_P import Scores
 
 
 class Summands(NamedTuple):
-    """What splits and chunks add to the states after them, and the gates; float32."""
+    """The stabilisers, and what splits and chunks add to the states after them; float32."""
 
-    gates: ChunkGates
+    m: jax.Array  # (B * NH, NC + 1) at the boundaries of chunks
     n: jax.Array  # (B * NH, NC, DHQK) of chunks
     X: jax.Array  # (B * NH, num_splits, DHQK, DHHV) of splits
 
@@ -43,13 +43,17 @@ def forward(
 
 
 def gates_of(
-    spec: CallSpec, lowering: Lowering, x: Inputs, problem: Problem | None = None
+    spec: CallSpec,
+    lowering: Lowering,
+    x: Inputs,
+    problem: Problem | None = None,
+    m_states: jax.Array | None = None,
 ) -> ChunkGates:
-    """The gates in the chunks of the call, or of another problem."""
+    """The gates in the chunks of the call, or of another problem; m_states: if already computed."""
     call = spec.call("chunk_gates", lowering, problem)
     gates: ChunkGates = run(
         "chunk_gates",
-        *(x.i, x.f, x.m_initial, x.starts, spec.input_gate),
+        *(x.i, x.f, x.m_initial, x.starts, spec.input_gate, m_states),
         lengths=x.lengths,
         call=call,
     )
@@ -85,7 +89,7 @@ def fused(spec: CallSpec, lowering: Lowering, x: Inputs, summands: Summands | No
     Stored states are those at the boundaries of the call's chunks.
     """
     p, num_splits = spec.fused_problem, spec.num_splits
-    gates = gates_of(spec, lowering, x, p) if summands is None else summands.gates
+    gates = gates_of(spec, lowering, x, p, None if summands is None else summands.m)
     scores: Scores = run(
         "parallel_fw_P",
         *(x.q, x.k, gates, x.n_initial, None if summands is None else summands.n),
