@@ -270,6 +270,17 @@ def _second_half(
 Element = TypeVar("Element", Summary, GradientSummary)
 
 
+def _shifted(x: Any, axis_name: str, distance: int) -> Any:
+    """x of the device so many places before this one; not defined where there is none."""
+    size = lax.axis_size(axis_name)
+    pairs = [(j, j + distance) for j in range(size) if 0 <= j + distance < size]
+    if axis_name not in jax.sharding.get_abstract_mesh().manual_axes:
+        # The axis of a vmap, which accepts only whole permutations. On a mesh the first device
+        # would wait for the last one.
+        pairs = [(j, (j + distance) % size) for j in range(size)]
+    return lax.ppermute(x, axis_name, pairs)
+
+
 def _exclusive_prefix(
     join: Callable[[Element, Element], Element],
     local: Element,
@@ -288,10 +299,7 @@ def _exclusive_prefix(
     position = size - 1 - index if reverse else index
 
     def from_before(x: Element, distance: int) -> Element:
-        step = -distance if reverse else distance
-        # It wraps around, since vmap accepts only whole permutations.
-        permutation = [(j, (j + step) % size) for j in range(size)]
-        received = lax.ppermute(x, axis_name, permutation)
+        received = _shifted(x, axis_name, -distance if reverse else distance)
         valid = functools.partial(jnp.where, position >= distance)
         before: Element = jax.tree.map(valid, received, empty)
         return before
@@ -399,10 +407,7 @@ def _whole(axis_name: str, spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, L
 
 def _starts(axis_name: str, segment_ids: jax.Array) -> jax.Array:
     """Where the id differs from that of the step before, which may be on another device."""
-    size = lax.axis_size(axis_name)
-    before = lax.ppermute(
-        segment_ids[..., -1], axis_name, [(j, (j + 1) % size) for j in range(size)]
-    )
+    before = _shifted(segment_ids[..., -1], axis_name, 1)
     begins = (segment_ids[..., 0] != before) & (lax.axis_index(axis_name) > 0)
     return segment_starts(segment_ids).at[..., 0].set(begins)
 
