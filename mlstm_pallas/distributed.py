@@ -278,7 +278,8 @@ def _shifted(x: Any, axis_name: str, distance: int) -> Any:
         # The axis of a vmap, which accepts only whole permutations. On a mesh the first device
         # would wait for the last one.
         pairs = [(j, (j + distance) % size) for j in range(size)]
-    return lax.ppermute(x, axis_name, pairs)
+    # XLA joins exchanges that are ready at the same time.
+    return lax.ppermute(lax.optimization_barrier(x), axis_name, pairs)
 
 
 def _exclusive_prefix(
@@ -470,7 +471,7 @@ def mlstm_chunkwise_sequence_parallel(
 
     Each device sends 1 + ceil(log2(P - 1)) summaries of a shard forward, and
     as many backward (P > 1; none for P = 1). A summary has up to
-    DHQK DHV + DHQK + 3 floats of 4 bytes a batch entry and head. Head
+    DHQK DHV + DHQK + 6 floats of 4 bytes a batch entry and head. Head
     dimensions count as the kernels see them: padded to a power of two from 16
     to 64, beyond that to a multiple of 64, and not padded with backend "xla".
     return_last_states adds one all-reduce of the states. The memory of a
