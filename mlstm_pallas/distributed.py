@@ -76,13 +76,13 @@ class Summary(NamedTuple):
     state: jax.Array  # from zeros: C (B, NH, DHQK, DHHV) or n (B, NH, DHQK)
 
 
-class ShardSums(NamedTuple):
-    """What a shard's splits and chunks add to the states after them, from m = -inf; float32."""
+class ShardStates(NamedTuple):
+    """The Summands of a shard from an empty start, and its log decays; float32."""
 
-    m: jax.Array  # (B, NH, NC + 1) the stabilisers at the boundaries of chunks
-    g: Pair  # (B, NH, NC + 1) log decays from the shard's start
-    n: jax.Array  # (B, NH, NC, DHQK) of chunks
-    X: jax.Array  # (B, NH, num_splits, DHQK, DHHV) of splits
+    g: Pair  # (B, NH, NC + 1) from the shard's start to the boundaries of chunks
+    m: jax.Array  # as what follows, of the Summands
+    n: tuple[jax.Array, jax.Array]
+    X: jax.Array
 
 
 class GradientSummary(NamedTuple):
@@ -173,25 +173,26 @@ def _state_after(gamma: jax.Array, products: jax.Array) -> jax.Array:
     return jnp.sum(weights[..., None, None] * products, axis=1)
 
 
-def _sums(spec_and_splits: OperationSpec, x: Inputs) -> Any:
-    """(Summary of n, C after the shard, ShardSums), from its keys, values and gates alone."""
+def _from_empty(spec_and_splits: OperationSpec, x: Inputs) -> Any:
+    """(Summary of n, C after the shard, ShardStates), from its keys, values and gates alone."""
     spec, num_splits = spec_and_splits.call, spec_and_splits.choice
 
-    def of_shard(lowering: Lowering, x: Inputs) -> tuple[Summary, jax.Array, ShardSums]:
+    def of_shard(lowering: Lowering, x: Inputs) -> tuple[Summary, jax.Array, ShardStates]:
         k, v, p = x.k, x.v, spec.fused_problem
         nothing = x._replace(m_initial=jnp.full_like(x.m_initial, -jnp.inf), lengths=None)
         gates = gates_of(spec, lowering, nothing, p)
         abar, gamma, m = gates.per_step().vecAbar, gates.scaGamma, gates.scaM_states
         if lowering is not Lowering.XLA:
             k, v = spec.strided(k), spec.strided(v)
-        added = run("step_sums", k, abar, call=spec.call("parallel_fw_P", lowering, p))
-        n = jnp.sum(decays_of_others(gamma)[..., None] * added, axis=1)
+        call = spec.call("parallel_fw_P", lowering, p)
+        added = run("step_sums", k, abar, call=call)
+        n = run("vector_states", added, gamma, jnp.zeros_like(added[:, 0]), call=call)
         weights = abar * decays_in_splits(gamma, num_splits, p.S)
         call = spec.call("recurrent_fw_C", lowering, p, clamp=False)
         X = run("split_products", k, v, weights, num_splits, all_splits=True, call=call)
         high, low = _log_decays(x, p.NC, spec.input_gate)
-        of_n = Summary(m[:, -1], (high[:, -1], low[:, -1]), n)
-        return of_n, _state_after(gamma, X), ShardSums(m, (high, low), added, X)
+        of_n = Summary(m[:, -1], (high[:, -1], low[:, -1]), n[1])
+        return of_n, _state_after(gamma, X), ShardStates((high, low), m, n, X)
 
     return on_backend(spec.backend, of_shard, x)
 
@@ -209,13 +210,16 @@ def _log_decays(x: Inputs, NC: int, input_gate: InputGate) -> Pair:
     return high, low
 
 
-def _summands(sums: ShardSums, m: jax.Array) -> Summands:
-    """The summands of a shard, from its sums and the stabiliser before it, (B, NH)."""
-    after = _stabiliser_after(m[..., None], sums.g, sums.m)
-    of_chunks = _rescaling(sums.m, after)[..., 1:]
-    chunks = of_chunks.shape[-1] // sums.X.shape[2]  # of a split
-    of_splits = of_chunks[..., chunks - 1 :: chunks]
-    return Summands(after, of_chunks[..., None] * sums.n, of_splits[..., None, None] * sums.X)
+def _summands(local: ShardStates, start: Summary) -> Summands:
+    """The Summands of a shard; start: m and n before it."""
+    m_start = start.m[..., None]
+    m = _stabiliser_after(m_start, local.g, local.m)
+    scale, decay = _rescaling(local.m, m)[..., None], _decay(m_start, local.g, m)[..., None]
+    (n, n_last), n_start = local.n, start.state[..., None, :]
+    n = scale[..., :-1, :] * n + decay[..., :-1, :] * n_start
+    n_last = (scale[..., -1:, :] * n_last[..., None, :] + decay[..., -1:, :] * n_start)[..., 0, :]
+    chunks = n.shape[2] // local.X.shape[2]  # of a split
+    return Summands(m, (n, n_last), scale[..., chunks::chunks, :, None] * local.X)
 
 
 def _first_half(half: OperationSpec, residuals: Residuals, cotangents: Cotangents) -> Any:
@@ -341,13 +345,13 @@ def _sequence_fwd(axis_name: str, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
     unread: dict[str, Any] = dict.fromkeys(("q", "c_initial", "n_initial"))
     read = x._replace(k=spec.swap_heads(x.k), v=spec.swap_heads(x.v), **unread)
     with_splits = OperationSpec(spec, _splits_of_summary(spec))
-    of_n, C, sums = operation(_sums, with_splits, read)
+    of_n, C, local = operation(_from_empty, with_splits, read)
     start = before(of_n, x.n_initial)
     # parallel_fw_P reads m and n, but not C. Behind the barrier it hides the exchange of C, which
     # XLA would else join to that of n.
     start, C = lax.optimization_barrier((start, C))
     C = before(of_n._replace(state=C), x.c_initial).state
-    summands = _summands(sums, start.m)
+    summands = _summands(local, start)
     x = x._replace(c_initial=C, n_initial=start.state, m_initial=start.m)
     outputs = forward(spec, x, summands)
     return (outputs.h, outputs.last), (residuals_of(spec, x, outputs), outputs.last, index)

@@ -22,11 +22,11 @@ from mlstm_pallas.stages.parallel_fw_P import Scores
 
 
 class Summands(NamedTuple):
-    """The stabilisers, and what splits and chunks add to the states after them; float32."""
+    """The states at the boundaries of chunks, but C, and what splits add to C; float32."""
 
-    m: jax.Array  # (B * NH, NC + 1) at the boundaries of chunks
-    n: jax.Array  # (B * NH, NC, DHQK) of chunks
-    X: jax.Array  # (B * NH, num_splits, DHQK, DHHV) of splits
+    m: jax.Array  # (B * NH, NC + 1)
+    n: tuple[jax.Array, jax.Array]  # (B * NH, NC, DHQK) before each chunk, (B * NH, DHQK) the last
+    X: jax.Array  # (B * NH, num_splits, DHQK, DHHV)
 
 
 def forward(

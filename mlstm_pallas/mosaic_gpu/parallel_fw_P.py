@@ -130,7 +130,7 @@ def parallel_fw_P(
     matK: jax.Array,
     gates: ChunkGates,
     vecN_initial: jax.Array,
-    vecN_added: jax.Array | None = None,
+    vecN: tuple[jax.Array, jax.Array] | None = None,
     *,
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
     call: StageCall,
@@ -138,8 +138,10 @@ def parallel_fw_P(
     """Runs the stage: ``stages/parallel_fw_P.py``. The keys come with their weights."""
     p, dtype, g = call.problem, matQ.dtype, gates.per_step()
     interpret = call.interpret
-    added = step_sums(matK, g.vecAbar, call=call) if vecN_added is None else vecN_added
-    n, n_last = vector_states(added, gates.scaGamma, vecN_initial, call=call)
+    if vecN is None:
+        added = step_sums(matK, g.vecAbar, call=call)
+        vecN = vector_states(added, gates.scaGamma, vecN_initial, call=call)
+    n, n_last = vecN
     per_step = float32(p.BNH, p.S)
     x = mosaic_call(
         functools.partial(_kernel, p=p, normaliser=normaliser, products=Products(interpret)),

@@ -38,7 +38,7 @@ def parallel_fw_P(
     matK: jax.Array,
     gates: ChunkGates,
     vecN_initial: jax.Array,
-    vecN_added: jax.Array | None = None,
+    vecN: tuple[jax.Array, jax.Array] | None = None,
     *,
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
     call: StageCall,
@@ -49,12 +49,13 @@ def parallel_fw_P(
       matQ, matK: (B * NH, S, DHQK) in the kernel dtype.
       gates: of chunk_gates.
       vecN_initial: (B * NH, DHQK), float32.
-      vecN_added: what each chunk adds to n, (B * NH, NC, DHQK) float32; None: computed.
+      vecN: vecN_states and vecN_last of the result; None: computed.
     """
     p, q, k = call.problem, call.chunks(matQ), call.chunks(matK)
     kbar = k.astype(gates.vecW.dtype) * gates.vecAbar[..., None]
-    added = jnp.sum(kbar, axis=2) if vecN_added is None else vecN_added
-    n, n_last = vector_states(added, gates.scaGamma, vecN_initial)
+    if vecN is None:
+        vecN = vector_states(jnp.sum(kbar, axis=2), gates.scaGamma, vecN_initial)
+    n, n_last = vecN
     P = jnp.einsum(
         "nctk,ncsk->ncts", q, k, preferred_element_type=gates.vecW.dtype, precision=call.precision
     )

@@ -110,16 +110,17 @@ def parallel_fw_P(
     matK: jax.Array,
     gates: ChunkGates,
     vecN_initial: jax.Array,
-    vecN_added: jax.Array | None = None,
+    vecN: tuple[jax.Array, jax.Array] | None = None,
     *,
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
     call: StageCall,
 ) -> Scores:
     """Runs the stage: ``stages/parallel_fw_P.py``."""
-    p, added = call.problem, vecN_added
-    if added is None:
+    p = call.problem
+    if vecN is None:
         added = step_sums(matK, gates.per_step().vecAbar, call=call)
-    n, n_last = vector_states(added, gates.scaGamma, vecN_initial)
+        vecN = vector_states(added, gates.scaGamma, vecN_initial)
+    n, n_last = vecN
     steps = pl.BlockSpec((None, p.L), lambda c, b: (b, c))
     q, k = (sequence_spec(x, p, p.L, p.DHQK, lambda c, b: (b, c, 0)) for x in (matQ, matK))
     kbar = pl.BlockSpec((None, p.L, p.DHQK), lambda c, b: (b, c, 0))
