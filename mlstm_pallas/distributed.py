@@ -13,7 +13,7 @@ Such functions compose. C_j takes matrix products (splits.py), where c(t) is the
 
 A prefix over the devices gives the state before each shard, m and n first. C is exchanged while
 the stages run that do not read it. The forward pass from that state takes the summands of C_j and
-n_j, rescaled.
+the states of n, rescaled.
 
 The gradient of the state before a shard is a linear function of the gradient of the state after it:
 
