@@ -1,0 +1,193 @@
+"""Copies of tiles between global and shared memory, and the steps of a head that they address.
+
+wgmma reads tiles in groups of 8 rows, and TMA copies of such tiles see their array as such groups.
+plgpu's take no array that has a number of steps that they do not divide. For these the copies here
+are written in MLIR. A tile that lies in whole groups of the array is copied at once, as others are.
+One that reaches beyond them, the last of a head, is copied group by group from and to the rows as
+they are. A tile of one swizzled part, 128 bytes wide, lies row by row: one copy takes any.
+Reads beyond the array are zeros, and nothing is written there.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax._src.pallas.mosaic_gpu import lowering  # where primitives say what they lower to
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic.gpu import launch_context, utils
+from jax.extend.core import Primitive
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm
+
+from mlstm_pallas.mosaic_gpu.launch import plgpu, tile_transforms
+from mlstm_pallas.problem import Problem
+from mlstm_pallas.tiles import divide, remainder
+
+GROUP = 8  # rows
+THREADS = 128  # of a warpgroup: all of them arrive on a barrier
+
+
+@dataclasses.dataclass(frozen=True)
+class Steps:
+    """Steps and columns of a head, of an array whose steps are no multiple of 8.
+
+    As a reference it has ``at``, for a block of the steps, or of these and the columns.
+    """
+
+    array: Any  # (..., S, ..., D), as the kernel has it
+    before: tuple[Any, ...]  # indices of the axes before the steps, and of those behind
+    behind: tuple[Any, ...]
+    start: Any
+    column: Any
+    shape: tuple[int, int]
+
+    @property
+    def at(self) -> "Steps":
+        return self
+
+    def __getitem__(self, index: Any) -> "Steps":
+        steps, columns = index if isinstance(index, tuple) else (index, slice(None))
+        starts, shape = zip(*map(_start_and_size, (steps, columns), self.shape), strict=True)
+        place = self.start + starts[0], self.column + starts[1]
+        return Steps(self.array, self.before, self.behind, *place, shape)
+
+    @property
+    def S(self) -> int:
+        return int(self.array.shape[len(self.before)])
+
+    def reference(self) -> Any:
+        rows, columns = self.shape
+        steps, columns = pl.ds(self.start, rows), pl.ds(self.column, columns)
+        return self.array.at[(*self.before, steps, *self.behind, columns)]
+
+
+def _start_and_size(index: Any, size: int) -> tuple[Any, int]:
+    if isinstance(index, slice):
+        start, stop, _ = index.indices(size)
+        return start, stop - start
+    return index.start, index.size
+
+
+def head_of(ref: Any, n: Any, p: Problem) -> Any:
+    """(S, D) of head n, in the layouts of Triton's ``sequence_spec``; splits count as heads.
+
+    The array may have fewer steps. TMA copies read zeros beyond them and write nothing there.
+    """
+    strided = len(ref.shape) == 4
+    B, NH = ref.shape[0], ref.shape[2] if strided else 1
+    num_splits, head = p.BNH // (B * NH), n
+    steps: Any = slice(None)
+    if num_splits > 1:
+        head, steps = divide(n, num_splits), pl.ds(remainder(n, num_splits) * p.S, p.S)
+    before, behind = (divide(head, NH),), (remainder(head, NH),)
+    if not strided:
+        before, behind = (head,), ()
+    if ref.shape[1] % GROUP == 0:
+        return ref.at[(*before, steps, *behind)]
+    start, size = _start_and_size(steps, ref.shape[1])
+    return Steps(ref, before, behind, start, 0, (size, ref.shape[-1]))
+
+
+def copy_in(source: Any, tile: Any, barriers: Any, index: Any = 0, *, interpret: bool) -> None:
+    """Starts a copy to shared memory, which arrives on a barrier: an index of these."""
+    if isinstance(source, Steps) and not interpret:
+        _copy(source, tile, _address.bind(barriers, jnp.asarray(index, jnp.int32)))
+        return
+    source = source.reference() if isinstance(source, Steps) else source
+    plgpu.copy_gmem_to_smem(source, tile, barriers.at[index])
+
+
+def copy_out(
+    tile: Any, destination: Any, *, where: jax.Array | None = None, interpret: bool
+) -> None:
+    """Starts a copy to global memory, where the condition holds.
+
+    GPU interpret mode has no predicates.
+    """
+    if isinstance(destination, Steps):
+        if not interpret:
+            start = functools.partial(_copy, destination, tile)
+            start() if where is None else pl.when(where)(start)
+            return
+        destination = destination.reference()
+    if interpret and where is not None:
+        pl.when(where)(lambda: plgpu.copy_smem_to_gmem(tile, destination))
+    else:
+        plgpu.copy_smem_to_gmem(tile, destination, predicate=where)
+
+
+def _copy(steps: Steps, tile: Any, barrier: Any = None) -> None:
+    """Starts copies of a tile from an array, or to it without a barrier."""
+    (rows, columns), itemsize = steps.shape, tile.dtype.itemsize
+    transforms = tile_transforms(columns, itemsize)
+    tiling, swizzle = transforms[0].tiling, transforms[1].swizzle
+    axis = len(steps.before)
+    in_groups = steps.S // GROUP * GROUP
+    groups = launch_context.TileTransform(tiling, rounding=launch_context.Rounding.DOWN)
+    # A group: its parts, as wide as the swizzle, one after another.
+    parts = launch_context.TileTransform(tiling[1:]), launch_context.TransposeTransform((1, 0, 2))
+
+    def start(context: Any, array: Any, tile: Any, *scalars: Any) -> None:
+        i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+        *at, address = (x.registers.item() for x in scalars)
+        at = [arith.index_cast(index, x) for x in at]
+        first, column = at.pop(axis), at.pop()
+        before, behind = at[:axis], at[axis:]
+        full = None
+        if barrier is not None:
+            pointer = llvm.inttoptr(_shared_pointer(), address)
+            full = utils.BarrierRef(pointer, utils.c(0, i32), None, 1)
+            full.arrive_expect_tx(rows * columns * itemsize // THREADS)
+
+        def copy(piece: Any, offset: Any, size: int, transform: Any) -> None:
+            row = first if offset is None else arith.addi(first, offset)
+            sides = dict(src_ref=array, dst_ref=piece)
+            if full is None:
+                sides = dict(src_ref=piece, dst_ref=array)
+            context.async_copy(
+                **sides,
+                gmem_slice=(*before, utils.ds(row, size), *behind, utils.ds(column, columns)),
+                gmem_transform=transform,
+                barrier=full,
+                swizzle=swizzle,
+                arrive=False,
+            )
+
+        if columns == tiling[1]:
+            copy(utils.memref_reshape(tile, (rows, columns)), None, rows, ())
+        else:
+            last = arith.subi(utils.c(in_groups, index), utils.c(rows, index))
+            whole = arith.cmpi(arith.CmpIPredicate.sle, first, last)
+            with utils.when(whole):
+                copy(tile, None, rows, groups)
+            with utils.when(arith.xori(whole, utils.c(1, ir.IntegerType.get_signless(1)))):
+
+                @utils.fori(utils.c(rows // GROUP, index), [])
+                def _(g: Any, carry: Any) -> Any:
+                    offset = arith.muli(g, utils.c(GROUP, index))
+                    copy(utils.memref_slice(tile, g), offset, GROUP, parts)
+                    return carry
+
+        if full is None:
+            nvvm.cp_async_bulk_commit_group()
+
+    at = *steps.before, steps.start, *steps.behind, steps.column
+    scalars = [jnp.asarray(x, jnp.int32) for x in (*at, 0 if barrier is None else barrier)]
+    types = plgpu.RefType(), plgpu.RefType(transforms), *[plgpu.Layout.WG_SPLAT] * len(scalars)
+    plgpu.inline_mgpu(arg_types=types)(start)(steps.array, tile, *scalars)
+
+
+def _shared_pointer() -> Any:
+    return llvm.PointerType.get(utils.WORKGROUP_NVPTX_ADDRESS_SPACE)
+
+
+_address = Primitive("barrier_address")  # in shared memory; inline_mgpu takes no barriers
+_address.def_abstract_eval(lambda barriers, index: jax.core.ShapedArray((), jnp.int32))
+
+
+@lowering.register_lowering_rule(_address, plgpu.LoweringSemantics.Warpgroup)
+def _lower_address(_: Any, barriers: Any, index: Any) -> Any:
+    index = index if isinstance(index, ir.Value) else int(index)
+    return llvm.ptrtoint(ir.IntegerType.get_signless(32), barriers[index].get_ptr())
