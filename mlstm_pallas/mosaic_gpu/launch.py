@@ -20,8 +20,7 @@ from jax.interpreters import batching, mlir
 
 from mlstm_pallas.mosaic_gpu.in_flight import InFlight
 from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.tiles import divide, remainder
+from mlstm_pallas.tiles import divide
 
 plgpu: Any = mosaic_gpu  # which has no annotations
 BY_ROWS, BY_COLUMNS = (
@@ -184,17 +183,6 @@ def write(ref: Any, x: jax.Array) -> None:
         ref[...] = x
 
 
-def copy_where(where: jax.Array | None, tile: Any, destination: Any, *, interpret: bool) -> None:
-    """Starts a copy of a tile to global memory, where the condition holds.
-
-    GPU interpret mode has no predicates.
-    """
-    if interpret and where is not None:
-        pl.when(where)(lambda: plgpu.copy_smem_to_gmem(tile, destination))
-    else:
-        plgpu.copy_smem_to_gmem(tile, destination, predicate=where)
-
-
 def block(index: Any, size: int) -> Any:
     """The elements of a block of an axis."""
     start = index * size
@@ -207,17 +195,3 @@ def one_of(*tiles: Any, interpret: bool) -> Any:
     The race detector of GPU interpret mode tells no slots apart: there, they have different places.
     """
     return list(tiles) if interpret else plgpu.RefUnion(*tiles)
-
-
-def head_of(ref: Any, n: Any, p: Problem) -> Any:
-    """(S, D) of head n, in the layouts of Triton's ``sequence_spec``; splits count as heads.
-
-    The array may have fewer steps. TMA copies read zeros beyond them and write nothing there.
-    """
-    strided = len(ref.shape) == 4
-    B, NH = ref.shape[0], ref.shape[2] if strided else 1
-    num_splits, head = p.BNH // (B * NH), n
-    steps: Any = slice(None)
-    if num_splits > 1:
-        head, steps = divide(n, num_splits), pl.ds(remainder(n, num_splits) * p.S, p.S)
-    return ref.at[divide(head, NH), steps, remainder(head, NH)] if strided else ref.at[head, steps]

@@ -90,13 +90,14 @@ def head_of(ref: Any, n: Any, p: Problem) -> Any:
     return Steps(ref, before, behind, start, 0, (size, ref.shape[-1]))
 
 
-def copy_in(source: Any, tile: Any, barriers: Any, index: Any = 0, *, interpret: bool) -> None:
-    """Starts a copy to shared memory, which arrives on a barrier: an index of these."""
-    if isinstance(source, Steps) and not interpret:
-        _copy(source, tile, _address.bind(barriers, jnp.asarray(index, jnp.int32)))
-        return
-    source = source.reference() if isinstance(source, Steps) else source
-    plgpu.copy_gmem_to_smem(source, tile, barriers.at[index])
+def copy_in(source: Any, tile: Any, barrier: Any, *, interpret: bool) -> None:
+    """Starts a copy to shared memory, which arrives on the barrier."""
+    if isinstance(source, Steps):
+        if not interpret:
+            _copy(source, tile, barrier)
+            return
+        source = source.reference()
+    plgpu.copy_gmem_to_smem(source, tile, barrier)
 
 
 def copy_out(
@@ -173,17 +174,25 @@ def _copy(steps: Steps, tile: Any, barrier: Any = None) -> None:
         if full is None:
             nvvm.cp_async_bulk_commit_group()
 
-    at = *steps.before, steps.start, *steps.behind, steps.column
-    scalars = [jnp.asarray(x, jnp.int32) for x in (*at, 0 if barrier is None else barrier)]
+    at = *steps.before, steps.start, *steps.behind, steps.column, _address_of(barrier)
+    scalars = [jnp.asarray(x, jnp.int32) for x in at]
     types = plgpu.RefType(), plgpu.RefType(transforms), *[plgpu.Layout.WG_SPLAT] * len(scalars)
     plgpu.inline_mgpu(arg_types=types)(start)(steps.array, tile, *scalars)
+
+
+def _address_of(barrier: Any) -> Any:
+    """In shared memory; 0 without a barrier. inline_mgpu takes no barriers."""
+    if barrier is None:
+        return 0
+    indices = [x for indexer in getattr(barrier, "transforms", ()) for x in indexer.indices] or [0]
+    return _address.bind(getattr(barrier, "ref", barrier), jnp.asarray(*indices, jnp.int32))
 
 
 def _shared_pointer() -> Any:
     return llvm.PointerType.get(utils.WORKGROUP_NVPTX_ADDRESS_SPACE)
 
 
-_address = Primitive("barrier_address")  # in shared memory; inline_mgpu takes no barriers
+_address = Primitive("barrier_address")
 _address.def_abstract_eval(lambda barriers, index: jax.core.ShapedArray((), jnp.int32))
 
 
