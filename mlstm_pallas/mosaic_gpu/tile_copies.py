@@ -59,8 +59,8 @@ class Steps:
 
     def reference(self) -> Any:
         rows, columns = self.shape
-        steps, columns = pl.ds(self.start, rows), pl.ds(self.column, columns)
-        return self.array.at[(*self.before, steps, *self.behind, columns)]
+        place = pl.ds(self.start, rows), *self.behind, pl.ds(self.column, columns)
+        return self.array.at[(*self.before, *place)]
 
 
 def _start_and_size(index: Any, size: int) -> tuple[Any, int]:
@@ -81,9 +81,8 @@ def head_of(ref: Any, n: Any, p: Problem) -> Any:
     steps: Any = slice(None)
     if num_splits > 1:
         head, steps = divide(n, num_splits), pl.ds(remainder(n, num_splits) * p.S, p.S)
-    before, behind = (divide(head, NH),), (remainder(head, NH),)
-    if not strided:
-        before, behind = (head,), ()
+    before: tuple[Any, ...] = (divide(head, NH),) if strided else (head,)
+    behind = (remainder(head, NH),) if strided else ()
     if ref.shape[1] % GROUP == 0:
         return ref.at[(*before, steps, *behind)]
     start, size = _start_and_size(steps, ref.shape[1])
@@ -139,7 +138,8 @@ def _copy(steps: Steps, tile: Any, barrier: Any = None) -> None:
         full = None
         if barrier is not None:
             pointer = llvm.inttoptr(_shared_pointer(), address)
-            full = utils.BarrierRef(pointer, utils.c(0, i32), None, 1)
+            no_phases: Any = None  # nothing waits here
+            full = utils.BarrierRef(pointer, utils.c(0, i32), no_phases, 1)
             full.arrive_expect_tx(rows * columns * itemsize // THREADS)
 
         def copy(piece: Any, offset: Any, size: int, transform: Any) -> None:
@@ -165,11 +165,12 @@ def _copy(steps: Steps, tile: Any, barrier: Any = None) -> None:
                 copy(tile, None, rows, groups)
             with utils.when(arith.xori(whole, utils.c(1, ir.IntegerType.get_signless(1)))):
 
-                @utils.fori(utils.c(rows // GROUP, index), [])
-                def _(g: Any, carry: Any) -> Any:
+                def group(g: Any, carry: Any) -> Any:
                     offset = arith.muli(g, utils.c(GROUP, index))
                     copy(utils.memref_slice(tile, g), offset, GROUP, parts)
                     return carry
+
+                utils.fori(utils.c(rows // GROUP, index), [])(group)
 
         if full is None:
             nvvm.cp_async_bulk_commit_group()
@@ -184,8 +185,10 @@ def _address_of(barrier: Any) -> Any:
     """In shared memory; 0 without a barrier. inline_mgpu takes no barriers."""
     if barrier is None:
         return 0
-    indices = [x for indexer in getattr(barrier, "transforms", ()) for x in indexer.indices] or [0]
-    return _address.bind(getattr(barrier, "ref", barrier), jnp.asarray(*indices, jnp.int32))
+    base, index = barrier, 0
+    if hasattr(barrier, "transforms"):
+        base, ((index,),) = barrier.ref, (x.indices for x in barrier.transforms)
+    return _address.bind(base, jnp.asarray(index, jnp.int32))
 
 
 def _shared_pointer() -> Any:
@@ -196,7 +199,9 @@ _address = Primitive("barrier_address")
 _address.def_abstract_eval(lambda barriers, index: jax.core.ShapedArray((), jnp.int32))
 
 
-@lowering.register_lowering_rule(_address, plgpu.LoweringSemantics.Warpgroup)
 def _lower_address(_: Any, barriers: Any, index: Any) -> Any:
     index = index if isinstance(index, ir.Value) else int(index)
     return llvm.ptrtoint(ir.IntegerType.get_signless(32), barriers[index].get_ptr())
+
+
+lowering.register_lowering_rule(_address, plgpu.LoweringSemantics.Warpgroup)(_lower_address)
