@@ -132,9 +132,9 @@ def _copy(steps: Steps, tile: Any, barrier: Any = None) -> None:
     def start(context: Any, array: Any, tile: Any, *scalars: Any) -> None:
         i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
         *at, address = (x.registers.item() for x in scalars)
-        at = [arith.index_cast(index, x) for x in at]
-        first, column = at.pop(axis), at.pop()
-        before, behind = at[:axis], at[axis:]
+        first = at.pop(axis)
+        *others, column = (arith.index_cast(index, x) for x in at)
+        before, behind = others[:axis], others[axis:]
         full = None
         if barrier is not None:
             pointer = llvm.inttoptr(_shared_pointer(), address)
@@ -142,35 +142,37 @@ def _copy(steps: Steps, tile: Any, barrier: Any = None) -> None:
             full = utils.BarrierRef(pointer, utils.c(0, i32), no_phases, 1)
             full.arrive_expect_tx(rows * columns * itemsize // THREADS)
 
-        def copy(piece: Any, offset: Any, size: int, transform: Any) -> None:
-            row = first if offset is None else arith.addi(first, offset)
+        def copy(piece: Any, row: Any, size: int, transform: Any, where: Any) -> None:
+            steps = utils.ds(arith.index_cast(index, row), size)
             sides = dict(src_ref=array, dst_ref=piece)
             if full is None:
                 sides = dict(src_ref=piece, dst_ref=array)
             context.async_copy(
                 **sides,
-                gmem_slice=(*before, utils.ds(row, size), *behind, utils.ds(column, columns)),
+                gmem_slice=(*before, steps, *behind, utils.ds(column, columns)),
                 gmem_transform=transform,
                 barrier=full,
                 swizzle=swizzle,
                 arrive=False,
+                predicate=where,
             )
 
+        leader = utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)
         if columns == tiling[1]:
-            copy(utils.memref_reshape(tile, (rows, columns)), None, rows, ())
+            copy(utils.memref_reshape(tile, (rows, columns)), first, rows, (), leader)
         else:
-            last = arith.subi(utils.c(in_groups, index), utils.c(rows, index))
-            whole = arith.cmpi(arith.CmpIPredicate.sle, first, last)
-            with utils.when(whole):
-                copy(tile, None, rows, groups)
-            with utils.when(arith.xori(whole, utils.c(1, ir.IntegerType.get_signless(1)))):
+            last = utils.c(in_groups - rows, i32)
+            inside = arith.cmpi(arith.CmpIPredicate.sle, first, last)
+            copy(tile, first, rows, groups, arith.andi(leader, inside))
 
-                def group(g: Any, carry: Any) -> Any:
-                    offset = arith.muli(g, utils.c(GROUP, index))
-                    copy(utils.memref_slice(tile, g), offset, GROUP, parts)
-                    return carry
+            def group(g: Any, carry: Any) -> Any:
+                row = arith.addi(first, arith.muli(g, utils.c(GROUP, i32)))
+                piece = utils.memref_slice(tile, arith.index_cast(index, g))
+                copy(piece, row, GROUP, parts, leader)
+                return carry
 
-                utils.fori(utils.c(rows // GROUP, index), [])(group)
+            count = arith.select(inside, utils.c(0, i32), utils.c(rows // GROUP, i32))
+            utils.fori(count, [])(group)
 
         if full is None:
             nvvm.cp_async_bulk_commit_group()
