@@ -13,10 +13,13 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax._src.pallas.mosaic_gpu import lowering
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 
 from mlstm_pallas.mosaic_gpu.in_flight import InFlight
 from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS
@@ -104,6 +107,28 @@ _varying_nowhere.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dty
 _varying_nowhere.def_impl(lambda x: x)
 batching.defvectorized(_varying_nowhere)
 mlir.register_lowering(_varying_nowhere, lambda _, x: [x])
+
+
+def barrier_address(barrier: Any) -> jax.Array:
+    """In shared memory, for MLIR: inline_mgpu takes no barriers. In kernels whose layouts are
+    inferred."""
+    base, index = barrier, 0
+    if hasattr(barrier, "transforms"):
+        base, ((index,),) = barrier.ref, (x.indices for x in barrier.transforms)
+    address: jax.Array = _barrier_address.bind(base, jnp.asarray(index, jnp.int32))
+    return address
+
+
+def _lower_barrier_address(_: Any, barriers: Any, index: Any) -> Any:
+    index = index if isinstance(index, ir.Value) else int(index)
+    return llvm.ptrtoint(ir.IntegerType.get_signless(32), barriers[index].get_ptr())
+
+
+_barrier_address = Primitive("barrier_address")  # its lowering has no public place
+_barrier_address.def_abstract_eval(lambda barriers, index: jax.core.ShapedArray((), jnp.int32))
+lowering.register_lowering_rule(_barrier_address, plgpu.LoweringSemantics.Warpgroup)(
+    _lower_barrier_address
+)
 
 
 def sm_count(interpret: bool) -> int:

@@ -14,14 +14,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax._src.pallas.mosaic_gpu import lowering  # where primitives say what they lower to
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import launch_context, utils
-from jax.extend.core import Primitive
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
-from mlstm_pallas.mosaic_gpu.launch import plgpu, tile_transforms
+from mlstm_pallas.mosaic_gpu.launch import barrier_address, plgpu, tile_transforms
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.tiles import divide, remainder
 
@@ -137,7 +135,8 @@ def _copy(steps: Steps, tile: Any, barrier: Any = None) -> None:
         before, behind = others[:axis], others[axis:]
         full = None
         if barrier is not None:
-            pointer = llvm.inttoptr(_shared_pointer(), address)
+            shared = llvm.PointerType.get(utils.WORKGROUP_NVPTX_ADDRESS_SPACE)
+            pointer = llvm.inttoptr(shared, address)
             no_phases: Any = None  # nothing waits here
             full = utils.BarrierRef(pointer, utils.c(0, i32), no_phases, 1)
             full.arrive_expect_tx(rows * columns * itemsize // THREADS)
@@ -177,33 +176,8 @@ def _copy(steps: Steps, tile: Any, barrier: Any = None) -> None:
         if full is None:
             nvvm.cp_async_bulk_commit_group()
 
-    at = *steps.before, steps.start, *steps.behind, steps.column, _address_of(barrier)
+    address = 0 if barrier is None else barrier_address(barrier)
+    at = *steps.before, steps.start, *steps.behind, steps.column, address
     scalars = [jnp.asarray(x, jnp.int32) for x in at]
     types = plgpu.RefType(), plgpu.RefType(transforms), *[plgpu.Layout.WG_SPLAT] * len(scalars)
     plgpu.inline_mgpu(arg_types=types)(start)(steps.array, tile, *scalars)
-
-
-def _address_of(barrier: Any) -> Any:
-    """In shared memory; 0 without a barrier. inline_mgpu takes no barriers."""
-    if barrier is None:
-        return 0
-    base, index = barrier, 0
-    if hasattr(barrier, "transforms"):
-        base, ((index,),) = barrier.ref, (x.indices for x in barrier.transforms)
-    return _address.bind(base, jnp.asarray(index, jnp.int32))
-
-
-def _shared_pointer() -> Any:
-    return llvm.PointerType.get(utils.WORKGROUP_NVPTX_ADDRESS_SPACE)
-
-
-_address = Primitive("barrier_address")
-_address.def_abstract_eval(lambda barriers, index: jax.core.ShapedArray((), jnp.int32))
-
-
-def _lower_address(_: Any, barriers: Any, index: Any) -> Any:
-    index = index if isinstance(index, ir.Value) else int(index)
-    return llvm.ptrtoint(ir.IntegerType.get_signless(32), barriers[index].get_ptr())
-
-
-lowering.register_lowering_rule(_address, plgpu.LoweringSemantics.Warpgroup)(_lower_address)
