@@ -126,7 +126,7 @@ def run(
         starts = starts if lengths is None else jnp.where(within, starts, 0)
         inputs = inputs._replace(starts=_pad(starts, steps))
     h, last = forward(spec, inputs)
-    h = (h[:, :S] if layout is Layout.BTNH else h[:, :, :S])[..., :DHV].astype(q.dtype)
+    h = h[..., :DHV].astype(q.dtype)
     if last is None or not spec.return_last_states:
         return h
     return h, (last.c[..., :DHQK, :DHV], last.n[..., :DHQK], last.m)
