@@ -148,11 +148,6 @@ class CallSpec:
         """The tiles of the stage's kernel, not clamped."""
         return dict(self.kernels)[name].tiles
 
-    @property
-    def step_multiple(self) -> int:
-        """q, k and v are padded to a multiple of so many steps."""
-        return dispatch.step_multiple(x.room for _, x in self.kernels)
-
     def stages_in(self, room: str) -> dict[str, StageConfig]:
         """The stages, used or not, whose kernels are in a room, with their tiles."""
         return {name: x.tiles for name, x in self.kernels if x.room == room}
@@ -249,7 +244,7 @@ class CallSpec:
 class Inputs(NamedTuple):
     """Padded and cast: q, k, v in the kernel dtype, gates and states float32.
 
-    Gates and starts have whole chunks of steps; q, k and v have the least ``step_multiple``.
+    Gates and starts have whole chunks of steps; q, k and v have the caller's steps.
     """
 
     q: jax.Array

@@ -8,7 +8,7 @@ has one name and one signature in every room: ``stages/`` (plain jnp), ``triton/
 import dataclasses
 import functools
 import importlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
@@ -89,23 +89,6 @@ def choose(
         if facts.takes(tiles, problem, dtype) and (final or facts.pays(tiles, problem)):
             return lowering.room, tiles
     return last.room, config
-
-
-# Tiles that wgmma reads have 8 rows, and jax has TMA copies of such tiles only from and to arrays
-# with a multiple of 8 steps. Triton's kernels take any number.
-_TILE_ROWS = 8
-
-
-def backend_for(backend: str | None, S: int) -> str | None:
-    """The backend of a call of S steps. Triton is faster than copies of q, k, v and h."""
-    if backend == Lowering.MOSAIC_GPU and S % _TILE_ROWS and HAS_TRITON:
-        return Lowering.TRITON.value
-    return backend
-
-
-def step_multiple(rooms: Iterable[str]) -> int:
-    """q, k and v are padded to a multiple of so many steps for kernels in these rooms."""
-    return _TILE_ROWS if Lowering.MOSAIC_GPU.room in rooms else 1
 
 
 def lowering_in(room: str, first: Lowering) -> Lowering:

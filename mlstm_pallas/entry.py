@@ -8,7 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from mlstm_pallas import dispatch, validation
+from mlstm_pallas import validation
 from mlstm_pallas.annotations import States
 from mlstm_pallas.backend import requested_backend, target_device_kind
 from mlstm_pallas.call_spec import CallSpec, Inputs, LastStates
@@ -108,11 +108,10 @@ def run(
         within = steps_within(lengths, S)
         i, f = jnp.where(within, i, -jnp.inf), jnp.where(within, f, jnp.inf)
     steps, qk, hv = {2: p.S}, {3: p.DHQK}, {3: p.DHHV}
-    few_steps = {2: min(-(-S // spec.step_multiple) * spec.step_multiple, p.S)}
     inputs = Inputs(
-        spec.swap_heads(_pad(q.astype(dtype), few_steps | qk)),
-        spec.swap_heads(_pad(k.astype(dtype), few_steps | qk)),
-        spec.swap_heads(_pad(v.astype(dtype), few_steps | hv)),
+        spec.swap_heads(_pad(q.astype(dtype), qk)),
+        spec.swap_heads(_pad(k.astype(dtype), qk)),
+        spec.swap_heads(_pad(v.astype(dtype), hv)),
         _pad(i.astype(acc), steps, -jnp.inf),
         _pad(f.astype(acc), steps, jnp.inf),
         _pad(c_initial.astype(acc), {2: p.DHQK} | hv),
@@ -127,7 +126,7 @@ def run(
         starts = starts if lengths is None else jnp.where(within, starts, 0)
         inputs = inputs._replace(starts=_pad(starts, steps))
     h, last = forward(spec, inputs)
-    h = (h[:, :S] if layout is Layout.BTNH else h[:, :, :S])[..., :DHV].astype(q.dtype)
+    h = h[..., :DHV].astype(q.dtype)
     if last is None or not spec.return_last_states:
         return h
     return h, (last.c[..., :DHQK, :DHV], last.n[..., :DHQK], last.m)
@@ -169,7 +168,6 @@ def spec_for(
     dtype = validation.kernel_dtype(options.autocast_kernel_dtype, q_dtype, backend)
 
     B, NH, S, DHQK, DHV = (sizes[dim] for dim in ("B", "NH", "S", "DHQK", "DHV"))
-    backend = dispatch.backend_for(backend, S)
     if B * NH == 0:
         backend = "xla"  # a kernel has no empty grid
     device_kind = target_device_kind()

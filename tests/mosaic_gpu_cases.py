@@ -126,7 +126,7 @@ CASES = {
     "float16": Case(fused(), dtype="float16"),
     "lengths": Case(fused(), shape=(2, 1, 256, 256, 256), packed=True, lengths=(200, 77)),
     "lengths_of_one_block": Case(fused(), shape=(2, 1, 256, 64, 128), lengths=(200, 0)),
-    "padded": Case(fused(), shape=(1, 1, 200, 250, 200)),
+    "padded": Case(fused(), shape=(1, 1, 201, 250, 200), options=dict(layout="BTNH")),
     "resets": Case(fused(), recipe=dict(resets=True)),
     "narrow": Case(fused(), **NARROW),
     "one_block_of_rows": Case(fused(), shape=(1, 2, 256, 64, 128)),

@@ -70,7 +70,7 @@ def check_messages(kernel, usage):
         *(
             (heads, "bfloat16", variant)
             for heads in ROWS
-            for variant in ("exp", "BTNH", "materialised")
+            for variant in ("exp", "BTNH", "materialised", "odd", "odd_materialised")
         ),
         *((heads, "float16", "unnormalised") for heads in ROWS),
         *(((64, 128), "bfloat16", variant) for variant in ("packed", "sigmoid")),
@@ -78,14 +78,16 @@ def check_messages(kernel, usage):
     ids=str,
 )
 def test_the_kernels_compile_at_the_tuned_tiles(heads, dtype, variant, compiler):
-    config = KernelConfig(fused_min_heads=int(variant != "materialised"))
+    is_odd, fused = variant.startswith("odd"), not variant.endswith("materialised")
+    of_variant = "BTNH" if is_odd else variant if fused else "exp"
     call = compile_report.Call(
         H200,
         *heads,
         dtype,
-        config=config,
+        seqlen=8191 if is_odd else 8192,
+        config=KernelConfig(fused_min_heads=int(fused)),
         direction="fwbw",
-        variant="exp" if variant == "materialised" else variant,
+        variant=of_variant,
         backend="mosaic_gpu",
     )
     call = dataclasses.replace(call, relocatable=compiler == "nvjitlink")

@@ -83,24 +83,19 @@ def test_interpreted_kernels_lower_with_64_bit_indices():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["BNTH", "BTNH"])
-@pytest.mark.parametrize(
-    ("backend", "S"),
-    [
-        *(("triton", S) for S in (1, 2, 17, 127, 129, 992, 1000, 4095, 8191)),
-        *(("mosaic_gpu", S) for S in (1000, 4088, 8191)),  # the last one runs on Triton
-    ],
-)
+@pytest.mark.parametrize("S", [1, 2, 17, 127, 129, 992, 1001, 4095, 8191])
+@pytest.mark.parametrize("backend", ["triton", "mosaic_gpu"])
 def test_on_a_gpu(backend, S, layout):
     """A store beyond an array would be in the next head."""
     heads = (1, 8) if S > 4000 else (4, 12)  # the reference takes memory
-    sizes = ((1, 24), 256, 256) if S in (992, 1000) else (heads, 64, 128)
+    sizes = ((1, 24), 256, 256) if S in (992, 1001) else (heads, 64, 128)
     check(S, layout, 2e-2, *sizes, "bfloat16", backend=backend, config=FUSED_ON_A_GPU)
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("layout", ["BNTH", "BTNH"])
-@pytest.mark.parametrize(("backend", "S"), [("triton", 8191), ("mosaic_gpu", 8184)])
-def test_memory(backend, S, layout):
+@pytest.mark.parametrize("backend", ["triton", "mosaic_gpu"])
+def test_memory(backend, layout):
     """No array is padded: a copy of v alone would be a tenth."""
     run = functools.partial(mlstm_chunkwise, backend=backend, layout=layout)
 
@@ -116,4 +111,4 @@ def test_memory(backend, S, layout):
         memory = jax.jit(both).lower(dh, q, k, v, *gates).compile().memory_analysis()
         return memory.temp_size_in_bytes + memory.output_size_in_bytes
 
-    assert size(S) <= 1.03 * size(8192)
+    assert size(8191) <= 1.03 * size(8192)

@@ -22,6 +22,7 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.mosaic_gpu.launch import plgpu
 from mlstm_pallas.mosaic_gpu.products import Products
+from mlstm_pallas.mosaic_gpu.tile_copies import copy_in
 from mlstm_pallas.tiles import divide, loop, remainder
 
 
@@ -77,8 +78,8 @@ class CopyRing:
         (copies or self._start)(step, functools.partial(self._copy, slot))
 
     def _copy(self, slot: Any, source: Any, buffer: Any, *index: Any) -> None:
-        full = self.barriers.full.at[slot]
-        plgpu.copy_gmem_to_smem(source, buffer.at[(slot, *index)], full)
+        tile, full = buffer.at[(slot, *index)], self.barriers.full.at[slot]
+        copy_in(source, tile, full, interpret=self.products.interpret)
 
     def _start(self, step: Any, copy: Callable[..., None], item: Any = None) -> None:
         """item: the step's own or the one before it, which spares a division."""

@@ -13,15 +13,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax._src.pallas.mosaic_gpu import lowering
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 
 from mlstm_pallas.mosaic_gpu.in_flight import InFlight
 from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.tiles import divide, remainder
+from mlstm_pallas.tiles import divide
 
 plgpu: Any = mosaic_gpu  # which has no annotations
 BY_ROWS, BY_COLUMNS = (
@@ -107,6 +109,28 @@ batching.defvectorized(_varying_nowhere)
 mlir.register_lowering(_varying_nowhere, lambda _, x: [x])
 
 
+def barrier_address(barrier: Any) -> jax.Array:
+    """In shared memory, for MLIR: inline_mgpu takes no barriers. In kernels whose layouts are
+    inferred."""
+    base, index = barrier, 0
+    if hasattr(barrier, "transforms"):
+        base, ((index,),) = barrier.ref, (x.indices for x in barrier.transforms)
+    address: jax.Array = _barrier_address.bind(base, jnp.asarray(index, jnp.int32))
+    return address
+
+
+def _lower_barrier_address(_: Any, barriers: Any, index: Any) -> Any:
+    index = index if isinstance(index, ir.Value) else int(index)
+    return llvm.ptrtoint(ir.IntegerType.get_signless(32), barriers[index].get_ptr())
+
+
+_barrier_address = Primitive("barrier_address")  # its lowering has no public place
+_barrier_address.def_abstract_eval(lambda barriers, index: jax.core.ShapedArray((), jnp.int32))
+lowering.register_lowering_rule(_barrier_address, plgpu.LoweringSemantics.Warpgroup)(
+    _lower_barrier_address
+)
+
+
 def sm_count(interpret: bool) -> int:
     """SMs of the GPU that the computation is for; if unknown those of an H100 and an H200."""
     if interpret:
@@ -184,17 +208,6 @@ def write(ref: Any, x: jax.Array) -> None:
         ref[...] = x
 
 
-def copy_where(where: jax.Array | None, tile: Any, destination: Any, *, interpret: bool) -> None:
-    """Starts a copy of a tile to global memory, where the condition holds.
-
-    GPU interpret mode has no predicates.
-    """
-    if interpret and where is not None:
-        pl.when(where)(lambda: plgpu.copy_smem_to_gmem(tile, destination))
-    else:
-        plgpu.copy_smem_to_gmem(tile, destination, predicate=where)
-
-
 def block(index: Any, size: int) -> Any:
     """The elements of a block of an axis."""
     start = index * size
@@ -207,17 +220,3 @@ def one_of(*tiles: Any, interpret: bool) -> Any:
     The race detector of GPU interpret mode tells no slots apart: there, they have different places.
     """
     return list(tiles) if interpret else plgpu.RefUnion(*tiles)
-
-
-def head_of(ref: Any, n: Any, p: Problem) -> Any:
-    """(S, D) of head n, in the layouts of Triton's ``sequence_spec``; splits count as heads.
-
-    The array may have fewer steps. TMA copies read zeros beyond them and write nothing there.
-    """
-    strided = len(ref.shape) == 4
-    B, NH = ref.shape[0], ref.shape[2] if strided else 1
-    num_splits, head = p.BNH // (B * NH), n
-    steps: Any = slice(None)
-    if num_splits > 1:
-        head, steps = divide(n, num_splits), pl.ds(remainder(n, num_splits) * p.S, p.S)
-    return ref.at[divide(head, NH), steps, remainder(head, NH)] if strided else ref.at[head, steps]

@@ -38,7 +38,6 @@ from mlstm_pallas.mosaic_gpu.launch import (
     PersistentScheduler,
     block,
     float32,
-    head_of,
     load,
     mosaic_call,
     one_of,
@@ -51,6 +50,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
 from mlstm_pallas.mosaic_gpu.limits import KERNEL_DTYPE, SHARED_BYTES, kernel
 from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH, Products
 from mlstm_pallas.mosaic_gpu.step_sums import step_sums
+from mlstm_pallas.mosaic_gpu.tile_copies import head_of
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, NormaliserGradients, query_scale
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import StageCall, StageConfig, Weighted

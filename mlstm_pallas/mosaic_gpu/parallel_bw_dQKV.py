@@ -35,7 +35,6 @@ from mlstm_pallas.mosaic_gpu.launch import (
     PersistentScheduler,
     block,
     float32,
-    head_of,
     load,
     mosaic_call,
     one_of,
@@ -48,6 +47,7 @@ from mlstm_pallas.mosaic_gpu.limits import KERNEL_DTYPE, MOVES_REGISTERS, SHARED
 from mlstm_pallas.mosaic_gpu.parallel_bw_dQKV_by_chunk import parallel_bw_dQKV_by_chunk
 from mlstm_pallas.mosaic_gpu.parallel_bw_dQKV_by_chunk import scratch as by_chunk_scratch
 from mlstm_pallas.mosaic_gpu.products import Products
+from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of
 from mlstm_pallas.normaliser import NormaliserGradients, query_scale
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import StageCall, StageConfig, sequence_shape
@@ -375,7 +375,8 @@ def _store(cta: _CTA, item: _Item, rows: Any, acc: jax.Array) -> None:
         for role, x in enumerate((refs.dq, refs.dk, refs.dv)):
             here = item.role == role
             destination = cta.in_chunk(x, item).at[rows, columns]
-            pl.when(here)(functools.partial(plgpu.copy_smem_to_gmem, tile, destination))
+            start = functools.partial(copy_out, tile, destination, interpret=products.interpret)
+            pl.when(here)(start)
 
 
 def _gradient(cta: _CTA, item: _Item) -> None:

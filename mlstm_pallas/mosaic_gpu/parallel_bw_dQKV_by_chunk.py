@@ -46,7 +46,6 @@ from mlstm_pallas.mosaic_gpu.launch import (
     PersistentScheduler,
     block,
     float32,
-    head_of,
     load,
     mosaic_call,
     move_registers,
@@ -57,6 +56,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
 )
 from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS
 from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH, Products
+from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of
 from mlstm_pallas.normaliser import query_scale
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import StageCall, StageConfig, sequence_shape
@@ -294,7 +294,7 @@ class _Chunk(_CTA):
         plgpu.commit_smem()
         for _, tile, out, column in gradients:
             destination = head_of(out, self.head, self.p).at[self.rows, block(column, R)]
-            plgpu.copy_smem_to_gmem(tile, destination)
+            copy_out(tile, destination, interpret=self.products.interpret)
 
 
 class _Block(NamedTuple):

@@ -35,7 +35,6 @@ from mlstm_pallas.mosaic_gpu.launch import (
     REGISTER_ROWS,
     block,
     float32,
-    head_of,
     load,
     mosaic_call,
     plgpu,
@@ -44,6 +43,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
 )
 from mlstm_pallas.mosaic_gpu.limits import KERNEL_DTYPE, SHARED_BYTES, kernel
 from mlstm_pallas.mosaic_gpu.products import Products
+from mlstm_pallas.mosaic_gpu.tile_copies import copy_in, copy_out, head_of
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import StageCall, StageConfig, sequence_shape
@@ -219,7 +219,7 @@ class _Queries:
             products.store(tile, num[:, x * R : (x + 1) * R].astype(tile.dtype))
             plgpu.commit_smem()
             columns = block(column * (self.columns // R) + x, R)
-            plgpu.copy_smem_to_gmem(tile, h.at[rows, columns])
+            copy_out(tile, h.at[rows, columns], interpret=products.interpret)
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -270,7 +270,7 @@ def _kernel(
     tile = i * warpgroups + wg
     for x in range(steps_k):
         source = q.at[steps(tile), x * R : (x + 1) * R]
-        plgpu.copy_gmem_to_smem(source, refs.q_tiles.at[wg, x], refs.q_full.at[wg])
+        copy_in(source, refs.q_tiles.at[wg, x], refs.q_full.at[wg], interpret=interpret)
     v_ring.start()
     k_ring.start()
     queries = _Queries(

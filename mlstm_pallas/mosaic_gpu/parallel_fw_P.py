@@ -27,7 +27,6 @@ from mlstm_pallas.mosaic_gpu.launch import (
     REGISTER_ROWS,
     block,
     float32,
-    head_of,
     load,
     mosaic_call,
     plgpu,
@@ -37,6 +36,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
 from mlstm_pallas.mosaic_gpu.limits import HEADS, KERNEL_DTYPE, SHARED_BYTES, kernel
 from mlstm_pallas.mosaic_gpu.products import Products
 from mlstm_pallas.mosaic_gpu.step_sums import step_sums
+from mlstm_pallas.mosaic_gpu.tile_copies import copy_in, head_of
 from mlstm_pallas.mosaic_gpu.vector_states import vector_states
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import Problem
@@ -76,7 +76,7 @@ def _kernel(
     for x, tiles in ((q, q_tiles), (k, k_tiles)):
         for j in range(copies):
             source = head_of(x, head, p).at[steps, j * columns : (j + 1) * columns]
-            plgpu.copy_gmem_to_smem(source, tiles.at[j], full)
+            copy_in(source, tiles.at[j], full, interpret=products.interpret)
     e = (load(x.at[head, steps], BY_COLUMNS, optimized=False) for x in (e_hi, e_lo))
     D = decay_tile(e, (load_by_rows(x, head, steps) for x in (u_hi, u_lo)))
     row_scale = query_scale(load_by_rows(w, head, steps), p.qk_scale)

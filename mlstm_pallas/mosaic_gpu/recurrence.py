@@ -39,7 +39,6 @@ from mlstm_pallas.mosaic_gpu.launch import (
     REGISTER_ROWS,
     block,
     float32,
-    head_of,
     load,
     mosaic_call,
     plgpu,
@@ -48,6 +47,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
 )
 from mlstm_pallas.mosaic_gpu.limits import HEADS, KERNEL_DTYPE, SHARED_BYTES, state_rows
 from mlstm_pallas.mosaic_gpu.products import BY_LANES, SUM_SCRATCH, Products
+from mlstm_pallas.mosaic_gpu.tile_copies import head_of
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.splits import split_states
 from mlstm_pallas.stage import StageCall, StageConfig

@@ -23,9 +23,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     REGISTER_ROWS,
     block,
-    copy_where,
     float32,
-    head_of,
     load,
     mosaic_call,
     plgpu,
@@ -34,6 +32,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
 )
 from mlstm_pallas.mosaic_gpu.limits import HEADS, KERNEL_DTYPE, SHARED_BYTES, kernel, state_rows
 from mlstm_pallas.mosaic_gpu.products import Products
+from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import (
     StageCall,
@@ -102,7 +101,7 @@ class _Scan:
         plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
         self.products.store(tile.T, value)
         plgpu.commit_smem()
-        copy_where(where, tile, destination, interpret=self.products.interpret)
+        copy_out(tile, destination, where=where, interpret=self.products.interpret)
 
 
 def _ring(c: _Scan, num_stages: int) -> CopyRing:

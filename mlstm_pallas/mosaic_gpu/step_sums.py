@@ -26,12 +26,12 @@ from mlstm_pallas.mosaic_gpu.fragments import across_columns
 from mlstm_pallas.mosaic_gpu.launch import (
     block,
     float32,
-    head_of,
     load,
     mosaic_call,
     plgpu,
     shared_tiles,
 )
+from mlstm_pallas.mosaic_gpu.tile_copies import copy_in, head_of
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import StageCall
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
@@ -56,6 +56,7 @@ def _kernel(
     full: Any,  # a barrier a tile
     *,
     p: Problem,
+    interpret: bool,
 ) -> None:
     num_tiles, _, columns = x_tiles.shape
     _, rows, D = sums.shape
@@ -68,7 +69,8 @@ def _kernel(
 
     def start_copies(j: Any, carry: None) -> None:
         steps = block(part * num_tiles + j, TILE)
-        plgpu.copy_gmem_to_smem(head_of(x, head, p).at[steps, of_cta], x_tiles.at[j], full.at[j])
+        source = head_of(x, head, p).at[steps, of_cta]
+        copy_in(source, x_tiles.at[j], full.at[j], interpret=interpret)
         plgpu.copy_gmem_to_smem(weights.at[head, steps], tile_weights.at[j], full.at[j])
 
     loop(num_tiles, start_copies, None)
@@ -105,7 +107,7 @@ def step_sums(x: jax.Array, weights: jax.Array, *, call: StageCall) -> jax.Array
     columns = next(size for size in COLUMNS if D % size == 0 and size * steps <= ELEMENTS)
     parts, num_tiles = blocks(p.S, of_sum), blocks(steps, TILE)
     sums = mosaic_call(
-        functools.partial(_kernel, p=p),
+        functools.partial(_kernel, p=p, interpret=call.interpret),
         name="step_sums",
         grid={"program": p.BNH * blocks(p.S, steps) * blocks(D, columns)},
         warpgroups=1,
