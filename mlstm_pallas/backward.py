@@ -15,7 +15,6 @@ from mlstm_pallas.dispatch import run
 from mlstm_pallas.gate_gradients import (
     gate_gradients,
     initial_stabiliser_gradient,
-    inner,
     last_stabiliser_cotangent,
     zero_states,
 )
@@ -62,7 +61,7 @@ def prepared(
         x = lax.optimization_barrier(x)
         if lowering is Lowering.XLA:
             x = x._replace(k=k, v=v)
-    last = cotangents.last or LastStates(None, jnp.zeros_like(x.n_initial), None)
+    last = cotangents.last or LastStates(None, None, None)
     return residuals._replace(inputs=x, h=h), cotangents._replace(last=last)
 
 
@@ -131,7 +130,6 @@ def second_half(
         call=spec.call("parallel_bw_dQKV", lowering),
     )
 
-    through_chunk = gamma * (gradients.scaStates + inner(n, dn))
     dm = of_normaliser.vecDm if spec.stabilised else None
     if dm is not None and spec.return_last_states:
         dm = last_stabiliser_cotangent(dm, last, C_last, stored.n_last)
@@ -143,7 +141,7 @@ def second_half(
         gradients.pairs if tiles.pairs is None else tiles.pairs,
         gradients.vecQ_inter,
         gradients.vecK_inter,
-        through_chunk,
+        gradients.scaStates,
         dm,
         starts,
         spec.input_gate,
