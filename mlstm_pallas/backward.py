@@ -61,7 +61,7 @@ def prepared(
         x = lax.optimization_barrier(x)
         if lowering is Lowering.XLA:
             x = x._replace(k=k, v=v)
-    last = cotangents.last or LastStates(None, None, None)
+    last = cotangents.last or LastStates(None, jnp.zeros_like(x.n_initial), None)
     return residuals._replace(inputs=x, h=h), cotangents._replace(last=last)
 
 

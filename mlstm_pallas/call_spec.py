@@ -259,7 +259,7 @@ class Inputs(NamedTuple):
     f: jax.Array
     c_initial: Any  # an array; None inside a pass that starts from zeros
     n_initial: jax.Array
-    m_initial: Any  # likewise in a forward pass
+    m_initial: jax.Array
     starts: jax.Array | None = None  # int32, 1 where a packed segment begins
     lengths: jax.Array | None = None  # (B, NH) int32, h is 0 from this step on; None: nowhere
     # (B, NH, N) int32, of ``gates.segment_ends``; None where no states of segments are asked for
@@ -267,10 +267,10 @@ class Inputs(NamedTuple):
 
 
 class LastStates(NamedTuple):
-    """The last states, or their cotangents, which may be None: zeros."""
+    """The last states, or their cotangents, whose c and m may be None: zeros."""
 
     c: Any  # (B, NH, DHQK, DHHV)
-    n: Any  # (B, NH, DHQK)
+    n: jax.Array  # (B, NH, DHQK)
     m: Any  # (B, NH)
 
 

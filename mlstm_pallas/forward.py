@@ -34,7 +34,7 @@ def forward(
 ) -> Forward:
     """The forward pass. summands: those of the fused scan, if already computed."""
     if not spec.has_initial_state:
-        x = x._replace(c_initial=None, m_initial=None)
+        x = x._replace(c_initial=None)
     if lowering is Lowering.XLA:
         return materialised(spec, lowering, x)
     x = x._replace(q=spec.strided(x.q), k=spec.strided(x.k), v=spec.strided(x.v))
@@ -64,7 +64,6 @@ def materialised(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
         "recurrent_fw_C",
         *(x.k, x.v, abar, gamma, x.c_initial, x.n_initial),
         return_last=spec.return_last_states,
-        from_zeros=not spec.has_initial_state,
         call=spec.call("recurrent_fw_C", lowering),
     )
     h, z = run(

@@ -302,11 +302,6 @@ def summary(b: Pair, emax: Pair, offset: jax.Array) -> tuple[jax.Array, jax.Arra
     return b[0] + b[1], (emax[0] - offset) + b[0] + (emax[1] + b[1]), offset > 0
 
 
-def initial_stabiliser(scaM_initial: jax.Array | None, vecF: jax.Array) -> jax.Array:
-    """scaM_initial, (B * NH,), and zeros for None. vecF: (B * NH, S)."""
-    return jnp.zeros_like(vecF[:, 0]) if scaM_initial is None else scaM_initial
-
-
 def stabiliser_scan(
     local: LocalGates, scaM_initial: jax.Array, input_gate: InputGate = InputGate.EXP
 ) -> jax.Array:
@@ -453,13 +448,12 @@ def fusion_barrier(tree: Any, at_least_zero: jax.Array) -> Any:
 
 
 def vector_states(
-    added: jax.Array, gamma: jax.Array, initial: jax.Array | None, *, backward: bool = False
+    added: jax.Array, gamma: jax.Array, initial: jax.Array, *, backward: bool = False
 ) -> tuple[jax.Array, jax.Array]:
     """x_{next} = gamma_c x_c + added_c, the recurrence of n; stages/recurrence.py has that of C.
 
     Args:
-      added: (B * NH, NC, DHQK), gamma: (B * NH, NC), float32.
-      initial: (B * NH, DHQK), float32; None: zeros.
+      added: (B * NH, NC, DHQK), gamma: (B * NH, NC), initial: (B * NH, DHQK), float32.
 
     Returns:
       x before each chunk (after it with backward), (B * NH, NC, DHQK), and x after the last chunk
@@ -473,7 +467,6 @@ def vector_states(
         """x of the chunk before each (after it with backward); ``first`` at the first one."""
         return jnp.concatenate([x[:, 1:], first] if backward else [first, x[:, :-1]], axis=1)
 
-    initial = jnp.zeros_like(added[:, 0]) if initial is None else initial
     factors = entering(jnp.ones_like(gamma[:, :1]), gamma)[..., None]
     _, x = lax.associative_scan(
         join, (factors, entering(initial[:, None], added)), reverse=backward, axis=1

@@ -294,6 +294,7 @@ def test_gates_are_those_of_the_recurrence(case):
         ("exp", True, 192, 64),
         ("sigmoid", False, 192, 64),
         pytest.param("exp", False, 448, 64, id="two CTAs, of which the second has fewer chunks"),
+        pytest.param("exp", True, 1024, 128, id="two CTAs, which join the chunks of their head"),
         pytest.param("exp", False, 1024, 512, id="a CTA holds one chunk", marks=pytest.mark.slow),
         pytest.param("exp", True, 2048, 1024, id="a CTA holds one long chunk"),
         pytest.param("exp", True, 2048, 2048, id="five rounds", marks=pytest.mark.slow),

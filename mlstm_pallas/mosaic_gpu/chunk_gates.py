@@ -179,27 +179,25 @@ def _stabilisers(
     known: Any,
     summaries: Sequence[Any] | None,
     after: Any,
-    initial: Callable[[Any], Any],
+    initial: Any,
     chunks: Sequence[tuple[jax.Array, jax.Array, jax.Array]],
     NC: int,
 ) -> list[tuple[Any, Any]]:
-    """m before and after each chunk of a CTA; the arrays are those of ``_gates_kernel``.
-
-    initial: m_initial of a head; chunks: of ``_chunks_of_cta``.
-    """
+    """m before and after each chunk of a CTA; the arrays are those of ``_gates_kernel``, and chunks
+    are those of ``_chunks_of_cta``."""
     if known is not None:
         return [(known[head, c], known[head, c + 1]) for _, head, c in chunks]
     if summaries is None:
         return [
             (
-                jnp.where(c > 0, after[head, lax.max(c - 1, np.int32(0))], initial(head)),
+                jnp.where(c > 0, after[head, lax.max(c - 1, np.int32(0))], initial[head]),
                 after[head, c],
             )
             for _, head, c in chunks
         ]
     _, head, first = chunks[0]
     g, a = ([x[head, c] for c in range(NC)] for x in summaries)
-    m = [initial(head)]
+    m = [initial[head]]
     for added, largest in zip(g, a, strict=True):
         m.append(jnp.maximum(m[-1] + added, largest))
 
@@ -220,7 +218,7 @@ def _gates_kernel(
     m_known: Any,  # (B * NH, NC + 1) m at the chunk boundaries; absent where it is computed
     summaries: Any,  # g, a of ``_summaries_kernel``; absent where one of its neighbours is not
     m_after: Any,  # (B * NH, padded NC) of ``_stabiliser_scan_kernel``; likewise
-    m_initial: Any,  # (B * NH,); absent where it is 0
+    m_initial: Any,  # (B * NH,); absent where m_known is not
     e_hi: Any,  # out (CTAs, rows, STEPS), as those that follow
     e_lo: Any,
     u_hi: Any,
@@ -240,11 +238,7 @@ def _gates_kernel(
 ) -> None:
     cta, rows = lax.axis_index("cta"), last.shape[0]
     chunks = _chunks_of_cta(rows // chunk_rows, p)
-
-    def initial(head: Any) -> Any:
-        return jnp.float32(0) if m_initial is None else m_initial[head]
-
-    bounds = _stabilisers(m_known, summaries, m_after, initial, chunks, p.NC)
+    bounds = _stabilisers(m_known, summaries, m_after, m_initial, chunks, p.NC)
     m_start, m_end = of_chunks(list(zip(*bounds, strict=True)), rows)
     begins, f_tile = None if starts is None else load_rows(starts.at[cta]) > 0, load_rows(f.at[cta])
     log_i, log_f, reset = gates.log_gates(
@@ -291,7 +285,7 @@ def _gates_kernel(
 
         @pl.when(exists & (c == 0))
         def store_initial(head: Any = head) -> None:
-            m_states[head, 0] = initial(head)
+            m_states[head, 0] = m_initial[head]
 
 
 def _rows(p: Problem) -> int:
@@ -361,7 +355,7 @@ def _launch(
 def chunk_gates(
     vecI: jax.Array,
     vecF: jax.Array,
-    scaM_initial: jax.Array | None,
+    scaM_initial: jax.Array,
     starts: jax.Array | None = None,
     input_gate: InputGate = InputGate.EXP,
     scaM_states: jax.Array | None = None,
@@ -372,7 +366,7 @@ def chunk_gates(
     """Runs the stage: ``stages/chunk_gates.py``."""
     p, vecs, backward = call.problem, (vecI, vecF, starts), scaM_states is not None
     if scaM_states is None and input_gate is InputGate.SIGMOID:
-        scaM_states = jnp.zeros((p.BNH, p.NC + 1), jnp.float32)
+        scaM_states = jnp.zeros((p.BNH, p.NC + 1), scaM_initial.dtype)
     of_m: dict[str, Any] = dict(m_known=scaM_states)
     m_shape = None
     if scaM_states is None:
@@ -407,7 +401,7 @@ def chunk_gates(
 def _stabiliser_scan_kernel(
     g: Any,  # (B * NH, padded NC / STEPS, STEPS) what a chunk adds to m; -inf where it has a reset
     a: Any,  # (B * NH, padded NC / STEPS, STEPS) m of the chunk alone
-    m_initial: Any,  # (B * NH,); absent where it is 0
+    m_initial: Any,  # (B * NH,)
     m: Any,  # out (B * NH, padded NC / STEPS, STEPS) after each chunk
     sums: Any,  # shared: see scan_buffer
     last: Any,  # shared (rows, STEPS)
@@ -428,7 +422,7 @@ def _stabiliser_scan_kernel(
         plgpu.commit_smem()
         return last[rows - 1, STEPS - 1]
 
-    loop(g.shape[1] // rows, one, jnp.float32(0) if m_initial is None else m_initial[head])
+    loop(g.shape[1] // rows, one, m_initial[head])
 
 
 def _scan_rows(p: Problem) -> int:
@@ -442,7 +436,7 @@ def _padded_chunks(p: Problem) -> int:
 
 
 def stabiliser_scan(
-    g: jax.Array, a: jax.Array, scaM_initial: jax.Array | None, call: StageCall
+    g: jax.Array, a: jax.Array, scaM_initial: jax.Array, call: StageCall
 ) -> jax.Array:
     """``gates.stabiliser_scan`` with the exponential input gate, without m_initial: as g and a.
 

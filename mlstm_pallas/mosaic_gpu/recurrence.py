@@ -394,9 +394,7 @@ def _launch(
             f"{name} has r in some of its recurrences alone, or x without r, expected r in all or "
             "in none"
         )
-    initial = [
-        (None, None) if splits.sums or x.from_zeros else (x.X_initial, x.x_initial) for x in each
-    ]
+    initial = [(None, None) if splits.sums else (x.X_initial, x.x_initial) for x in each]
     operands = [
         _Operands(x.a, x.b, x.r, x.h, x.gamma, *y) for x, y in zip(each, initial, strict=True)
     ]
@@ -467,7 +465,7 @@ def _from_splits(
     """The recurrence with the states before every split, from what splits add."""
     of_X, of_x = added
     states = functools.partial(split_states, gamma=x.gamma, backward=x.backward)
-    x = dataclasses.replace(x, X_initial=states(of_X, initial=XT_initial), from_zeros=False)
+    x = dataclasses.replace(x, X_initial=states(of_X, initial=XT_initial))
     if x.x_initial is None:
         return x
     vectors = states(of_x[..., None], initial=x.x_initial[..., None])

@@ -39,10 +39,10 @@ from mlstm_pallas.mosaic_gpu.chunk_scans import (
 )
 from mlstm_pallas.mosaic_gpu.launch import REGISTER_ROWS, float32, load, mosaic_call, plgpu, write
 from mlstm_pallas.stage import StageCall
-from mlstm_pallas.tiles import blocks, divide, loop, remainder
+from mlstm_pallas.tiles import blocks, divide, remainder
 
 T = REGISTER_ROWS
-_STEPS = 512  # of a CTA at most
+_STEPS = 512  # of a CTA at most, LANES rows
 _RADIX = 4  # places that a round joins
 _FEW_BLOCKS = 4  # of a sequence: XLA's four kernels take longer than a CTA with the later ones
 
@@ -151,25 +151,29 @@ def _passed_on(dm: Any, flags: Any, block: jax.Array, scan: Any, ends: Any) -> A
     where it goes on, else with zeros.
 
     Args:
-      dm, flags: (blocks, rows, row) of a head.
-      scan, ends: shared, a ``scan_buffer`` and (rows, 2).
+      dm, flags: (blocks * LANES, STEPS) of a head.
+      scan, ends: shared, a ``scan_buffer`` and (blocks * LANES, 2).
     """
-    num_blocks, rows, row = dm.shape
 
     def join(left: Any, x: Any) -> tuple[Any, Any]:
         return left[0] + jnp.where(left[1] > 0, x[0], 0.0), left[1] * x[1]
 
-    def one(index: Any, after: Any) -> Any:
-        later = num_blocks - 1 - index
-        ones = plgpu.layout_cast(jnp.ones((rows, row), jnp.float32), rows_layout())
-        goes_on = jnp.where((load_rows(flags.at[later]) & GOES_ON) > 0, ones, 0.0)
-        sums = jnp.where(goes_on > 0, load_rows(dm.at[later]), 0.0)
-        whole = running(join, (sums, goes_on), (0.0, 1.0), rows, scan)
-        write(ends, jnp.concatenate(last_columns(*whole), axis=1))
-        plgpu.commit_smem()
-        return ends[rows - 1, 0] + jnp.where(ends[rows - 1, 1] > 0, after, 0.0)
-
-    return loop(num_blocks - 1 - block, one, jnp.float32(0))
+    ones = plgpu.layout_cast(jnp.ones(dm.shape, jnp.float32), rows_layout())
+    goes_on = jnp.where((load_rows(flags) & GOES_ON) > 0, ones, 0.0)
+    sums = jnp.where(goes_on > 0, load_rows(dm), 0.0)
+    write(
+        ends,
+        jnp.concatenate(
+            last_columns(*running(join, (sums, goes_on), (0.0, 1.0), LANES, scan)), axis=1
+        ),
+    )
+    plgpu.commit_smem()
+    after: Any = jnp.float32(0)
+    for later in reversed(range(1, dm.shape[0] // LANES)):
+        end = (later + 1) * LANES - 1
+        passed_on = ends[end, 0] + jnp.where(ends[end, 1] > 0, after, 0.0)
+        after = jnp.where(block < later, passed_on, after)
+    return after
 
 
 def _kernel(
@@ -184,7 +188,7 @@ def _kernel(
     dm: Any,  # (B * NH, S / T, T); absent where m is a constant
     # (B * NH, blocks) what the step after each block passes on to it; likewise, and with by_rows
     after: Any,
-    by_rows: Any,  # dm and flags, (B * NH, blocks, rows, STEPS); absent where after is not
+    by_rows: Any,  # dm and flags, (B * NH, blocks * LANES, STEPS); absent where after is not
     di: Any,  # out (B * NH, S / T, T)
     df: Any,  # out (B * NH, S / T, T)
     arriving: Any,  # out (B * NH, blocks) at the first step of each; absent without dm
@@ -290,9 +294,9 @@ def step_gradients(
     # In memory. Each sum over a block would read all that flags depend on, and compute all that dm
     # depends on in as many threads as it has.
     flags, dm = lax.optimization_barrier((flags, dm))
-    after, by_rows, num_blocks, rows = None, None, blocks(p.S, size), blocks(size, STEPS)
-    if dm is not None and rows == LANES and num_blocks <= _FEW_BLOCKS:
-        by_rows = [x.reshape(p.BNH, num_blocks, rows, STEPS) for x in (dm, flags)]
+    after, by_rows, num_blocks, rows = None, None, blocks(p.S, size), blocks(p.S, STEPS)
+    if dm is not None and size == _STEPS and num_blocks <= _FEW_BLOCKS:
+        by_rows = [x.reshape(p.BNH, rows, STEPS) for x in (dm, flags)]
     elif dm is not None:
         after = _passed_on_to_blocks(dm, flags, size)
 
@@ -317,7 +321,7 @@ def step_gradients(
             "other_tiles": plgpu.SMEM((n, num_tiles + n - 1, T), jnp.float32) if in_block else None,
             "tile_buffers": plgpu.SMEM((2, num_tiles, 2 * T + T // _RADIX), jnp.float32),
             "run_buffers": None if dm is None else plgpu.SMEM((2, 2, 2 * size), jnp.float32),
-            "scan": None if by_rows is None else scan_buffer(2, rows, rows),
+            "scan": None if by_rows is None else scan_buffer(2, rows, LANES),
             "ends": None if by_rows is None else plgpu.SMEM((rows, 2), jnp.float32),
         },
         interpret=call.interpret,

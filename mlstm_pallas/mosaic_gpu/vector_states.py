@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.mosaic_gpu.launch import block, float32, load, mosaic_call, plgpu
+from mlstm_pallas.mosaic_gpu.launch import block, load, mosaic_call
 from mlstm_pallas.mosaic_gpu.products import BY_LANES
 from mlstm_pallas.stage import StageCall
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
@@ -28,7 +28,7 @@ AHEAD = 16  # chunks
 def _kernel(
     added: Any,  # (B * NH, NC, D)
     gamma: Any,  # (B * NH, NC)
-    initial: Any,  # (B * NH, D); absent where it is 0
+    initial: Any,  # (B * NH, D)
     states: Any,  # out (B * NH, NC, D)
     last: Any,  # out (B * NH, D)
     *,
@@ -65,10 +65,7 @@ def _kernel(
         following = terms(lax.min((j + 1) * AHEAD, np.int32((groups - 1) * AHEAD)), AHEAD)
         return join(x, j * AHEAD, present), following
 
-    if initial is None:
-        x = plgpu.layout_cast(jnp.zeros((1, COLUMNS), jnp.float32), BY_LANES)
-    else:
-        x = load(initial.at[pl.ds(head, 1), columns], BY_LANES, optimized=False)
+    x = load(initial.at[pl.ds(head, 1), columns], BY_LANES, optimized=False)
     if groups:
         x, _ = loop(groups, group, (x, terms(0, AHEAD)))
     if rest:
@@ -79,7 +76,7 @@ def _kernel(
 def vector_states(
     added: jax.Array,
     gamma: jax.Array,
-    initial: jax.Array | None,
+    initial: jax.Array,
     *,
     backward: bool = False,
     call: StageCall,
@@ -93,7 +90,7 @@ def vector_states(
         warpgroups=1,
         outputs={
             "states": jax.ShapeDtypeStruct(added.shape, jnp.float32),
-            "last": float32(BNH, D),
+            "last": jax.ShapeDtypeStruct(initial.shape, jnp.float32),
         },
         scratch={},
         interpret=call.interpret,

@@ -11,7 +11,7 @@ from mlstm_pallas.stage import Stage, StageCall
 def chunk_gates(
     vecI: jax.Array,
     vecF: jax.Array,
-    scaM_initial: jax.Array | None,
+    scaM_initial: jax.Array,
     starts: jax.Array | None = None,
     input_gate: InputGate = InputGate.EXP,
     scaM_states: jax.Array | None = None,
@@ -23,7 +23,7 @@ def chunk_gates(
 
     Args:
       vecI, vecF: pre-activations (B * NH, S), float32.
-      scaM_initial: (B * NH,), float32; None: zeros, as with the sigmoid gate.
+      scaM_initial: (B * NH,), float32; zeros with the sigmoid gate.
       starts: (B * NH, S) int32, 1 where a packed segment begins; None: nowhere.
       scaM_states: the stabilisers at the chunk boundaries, (B * NH, NC + 1) float32; None: they are
         computed.
@@ -32,7 +32,6 @@ def chunk_gates(
     begins = None if starts is None else call.chunks(starts)
     local = gates.local_gates(call.chunks(vecI), call.chunks(vecF), begins, input_gate)
     if scaM_states is None:
-        scaM_initial = gates.initial_stabiliser(scaM_initial, vecF)
         scaM_states = gates.stabiliser_scan(local, scaM_initial, input_gate)
     joined = gates.join_chunks(local, scaM_states, input_gate, lengths)
     barred: ChunkGates = gates.fusion_barrier(joined, joined.scaGamma)

@@ -38,7 +38,6 @@ class Recurrence:
       r: (B * NH, S) float32; None: a is weighted.
       x_initial: (B * NH, DHQK) float32; needs r. None: x is not computed.
       h: shaped as b; None: the inner products are not computed.
-      from_zeros: X_initial and x_initial are zeros; a kernel need not read them.
     """
 
     a: jax.Array
@@ -50,7 +49,6 @@ class Recurrence:
     r: jax.Array | None = None
     x_initial: jax.Array | None = None
     h: jax.Array | None = None
-    from_zeros: bool = False
 
 
 class RecurrenceOutputs(NamedTuple):

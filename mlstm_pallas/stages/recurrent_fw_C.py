@@ -30,7 +30,6 @@ def recurrent_fw_C(
     vecN_initial: jax.Array,
     *,
     return_last: bool = True,
-    from_zeros: bool = False,
     recurrences: Callable[..., list[RecurrenceOutputs]] = recurrences,
     call: StageCall,
 ) -> ChunkStates:
@@ -41,15 +40,10 @@ def recurrent_fw_C(
       vecAbar, scaGamma: (B * NH, S), (B * NH, NC), float32.
       matC_initial, vecN_initial: (B * NH, DHQK, DHHV), None: zeros; (B * NH, DHQK); float32.
       return_last: whether to return the last C.
-      from_zeros: whether the initial states are zeros.
       recurrences: ``recurrence.recurrences`` of a lowering.
     """
     of_C = Recurrence(
-        *(matK, matV, scaGamma, matC_initial),
-        return_last,
-        r=vecAbar,
-        x_initial=vecN_initial,
-        from_zeros=from_zeros,
+        matK, matV, scaGamma, matC_initial, return_last, r=vecAbar, x_initial=vecN_initial
     )
     (outputs,) = recurrences("recurrent_fw_C", of_C, call=call)
     return ChunkStates(outputs.X, outputs.X_last, outputs.x, outputs.x_last)

@@ -161,7 +161,7 @@ def _stabiliser_scan_kernel(
 def chunk_gates(
     vecI: jax.Array,
     vecF: jax.Array,
-    scaM_initial: jax.Array | None,
+    scaM_initial: jax.Array,
     starts: jax.Array | None = None,
     input_gate: InputGate = InputGate.EXP,
     scaM_states: jax.Array | None = None,
@@ -172,7 +172,6 @@ def chunk_gates(
     """Runs the stage: ``stages/chunk_gates.py``."""
     local = _local_gates(vecI, vecF, starts, input_gate, call)
     if scaM_states is None:
-        scaM_initial = gates.initial_stabiliser(scaM_initial, vecF)
         if input_gate is InputGate.SIGMOID:  # zeros, without a kernel
             scaM_states = gates.stabiliser_scan(local, scaM_initial, input_gate)
         else:
