@@ -15,7 +15,6 @@ from mlstm_pallas.dispatch import run
 from mlstm_pallas.gate_gradients import (
     gate_gradients,
     initial_stabiliser_gradient,
-    inner,
     last_stabiliser_cotangent,
     zero_states,
 )
@@ -131,7 +130,6 @@ def second_half(
         call=spec.call("parallel_bw_dQKV", lowering),
     )
 
-    through_chunk = gamma * (gradients.scaStates + inner(n, dn))
     dm = of_normaliser.vecDm if spec.stabilised else None
     if dm is not None and spec.return_last_states:
         dm = last_stabiliser_cotangent(dm, last, C_last, stored.n_last)
@@ -143,7 +141,7 @@ def second_half(
         gradients.pairs if tiles.pairs is None else tiles.pairs,
         gradients.vecQ_inter,
         gradients.vecK_inter,
-        through_chunk,
+        gradients.scaStates,
         dm,
         starts,
         spec.input_gate,

@@ -5,16 +5,18 @@ several chunks; beyond L = 512 it owns a chunk, of up to 2048. Grid (B * NH * S 
 
 chunk_summaries: what each chunk does to m, from the gate pre-activations. It does not run where m
 is known.
-stabiliser_scan: m at all chunk boundaries. Grid (B * NH). A CTA is one warpgroup and owns a head.
-It reads the summaries of up to 1024 chunks at a time.
+stabiliser_scan: m after each chunk. Grid (B * NH). A CTA is one warpgroup and owns a head. It reads
+the summaries of up to 1024 chunks at a time. It does not run where sequences have up to 16 chunks.
 chunk_gates: the gates of every step, from the pre-activations and m; in the backward pass their
 flags too (``gates.join_flags``). It sums each chunk again, which is faster than to write and read
-the sums.
+the sums. Where sequences have few chunks each CTA joins the summaries of its head itself: a launch
+takes longer.
 
 ``chunk_scans.py`` has the scans over the steps of a chunk, and which steps a thread holds.
 """
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -49,7 +51,7 @@ from mlstm_pallas.mosaic_gpu.chunk_scans import (
     split_columns,
     store_rows,
 )
-from mlstm_pallas.mosaic_gpu.launch import mosaic_call, plgpu, write
+from mlstm_pallas.mosaic_gpu.launch import float32, mosaic_call, plgpu, write
 from mlstm_pallas.mosaic_gpu.limits import kernel
 from mlstm_pallas.problem import InputGate, Problem, next_power_of_two
 from mlstm_pallas.stage import StageCall, StageConfig
@@ -57,6 +59,7 @@ from mlstm_pallas.tiles import divide, loop, remainder
 
 _INF = float("inf")
 _SCAN_BLOCK = 1024  # chunks that a CTA of the stabiliser scan holds
+_FEW_CHUNKS = 16  # of a sequence, which chunk_gates joins itself
 
 
 def _least_power_of_two(x: jax.Array) -> jax.Array:
@@ -172,11 +175,50 @@ def _summaries_kernel(
             g[head, c], a[head, c] = last[end, 0], last[end, 1]
 
 
+def _stabilisers(
+    known: Any,
+    summaries: Sequence[Any] | None,
+    after: Any,
+    initial: Any,
+    chunks: Sequence[tuple[jax.Array, jax.Array, jax.Array]],
+    NC: int,
+) -> list[tuple[Any, Any]]:
+    """m before and after each chunk of a CTA; the arrays are those of ``_gates_kernel``, and chunks
+    are those of ``_chunks_of_cta``."""
+    if known is not None:
+        return [(known[head, c], known[head, c + 1]) for _, head, c in chunks]
+    if summaries is None:
+        return [
+            (
+                jnp.where(c > 0, after[head, lax.max(c - 1, np.int32(0))], initial[head]),
+                after[head, c],
+            )
+            for _, head, c in chunks
+        ]
+    _, head, first = chunks[0]
+    g, a = ([x[head, c] for c in range(NC)] for x in summaries)
+    m = [initial[head]]
+    for added, largest in zip(g, a, strict=True):
+        m.append(jnp.maximum(m[-1] + added, largest))
+
+    def at(j: int) -> Any:
+        x = m[j]
+        for c in range(len(chunks), NC, len(chunks)):
+            x = jnp.where(first == c, m[c + j], x)
+        return x
+
+    bounds = [at(j) for j in range(len(chunks) + 1)]
+    return list(itertools.pairwise(bounds))
+
+
 def _gates_kernel(
     i: Any,  # (CTAs, rows, STEPS) pre-activations
     f: Any,
     starts: Any,  # (CTAs, rows, STEPS) int32, 1 where a packed segment begins; may be absent
-    m_states: Any,  # (B * NH, NC + 1)
+    m_known: Any,  # (B * NH, NC + 1) m at the chunk boundaries; absent where it is computed
+    summaries: Any,  # g, a of ``_summaries_kernel``; absent where one of its neighbours is not
+    m_after: Any,  # (B * NH, padded NC) of ``_stabiliser_scan_kernel``; likewise
+    m_initial: Any,  # (B * NH,); absent where m_known is not
     e_hi: Any,  # out (CTAs, rows, STEPS), as those that follow
     e_lo: Any,
     u_hi: Any,
@@ -186,6 +228,7 @@ def _gates_kernel(
     abar: Any,
     flags: Any,  # likewise, int32; absent in the forward pass
     gamma: Any,  # out (B * NH, NC)
+    m_states: Any,  # out (B * NH, NC + 1); absent where m_known is not
     last: Any,  # shared (rows, 3)
     *,
     p: Problem,
@@ -195,8 +238,8 @@ def _gates_kernel(
 ) -> None:
     cta, rows = lax.axis_index("cta"), last.shape[0]
     chunks = _chunks_of_cta(rows // chunk_rows, p)
-    of_ends = ([m_states[head, c + after] for _, head, c in chunks] for after in range(2))
-    m_start, m_end = of_chunks(list(of_ends), rows)
+    bounds = _stabilisers(m_known, summaries, m_after, m_initial, chunks, p.NC)
+    m_start, m_end = of_chunks(list(zip(*bounds, strict=True)), rows)
     begins, f_tile = None if starts is None else load_rows(starts.at[cta]) > 0, load_rows(f.at[cta])
     log_i, log_f, reset = gates.log_gates(
         load_rows(i.at[cta]), f_tile, input_gate, branchless_log1p
@@ -233,29 +276,44 @@ def _gates_kernel(
         def store(end: int = (chunk + 1) * chunk_rows - 1, head: Any = head, c: Any = c) -> None:
             gamma[head, c] = buffers["last_bounds"][end, 0]
 
+        if m_states is None:
+            continue
+
+        @pl.when(exists)
+        def store_m(end: Any = bounds[chunk][1], head: Any = head, c: Any = c) -> None:
+            m_states[head, c + 1] = end
+
+        @pl.when(exists & (c == 0))
+        def store_initial(head: Any = head) -> None:
+            m_states[head, 0] = m_initial[head]
+
+
+def _rows(p: Problem) -> int:
+    """Rows of STEPS steps of a CTA."""
+    return max(LANES, p.L // STEPS)
+
 
 def _launch(
     kernel: Callable[..., None],
     name: str,
     per_step: Mapping[str, Any],
-    per_chunk: Mapping[str, tuple[int, int]],
+    per_chunk: Mapping[str, tuple[int, int] | None],
     columns: int,
     vecs: Sequence[jax.Array | None],
     input_gate: InputGate,
     call: StageCall,
-    **inputs: jax.Array,
+    **inputs: Any,
 ) -> dict[str, Any]:
     """Runs a kernel.
 
     Args:
       per_step: dtypes of the outputs (B * NH, NC, L), None of absent ones.
-      per_chunk: shapes of the outputs of chunks, float32.
+      per_chunk: shapes of the outputs of chunks, float32, None of absent ones.
       columns: of ``last``.
       vecs: i, f and starts, (B * NH, S).
     """
     p = call.problem
-    chunk_rows = p.L // STEPS
-    rows = max(LANES, chunk_rows)
+    chunk_rows, rows = p.L // STEPS, _rows(p)
     ctas = -(-p.BNH * p.S // (rows * STEPS))
 
     def by_cta(x: Any) -> Any:
@@ -279,7 +337,7 @@ def _launch(
             name: dtype and jax.ShapeDtypeStruct((ctas, rows, STEPS), dtype)
             for name, dtype in per_step.items()
         }
-        | {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in per_chunk.items()},
+        | {name: shape and float32(*shape) for name, shape in per_chunk.items()},
         scratch={
             "last": plgpu.SMEM((rows, columns), jnp.float32),
             "bounds": scan_buffer(4, rows, chunk_rows),
@@ -309,25 +367,34 @@ def chunk_gates(
     p, vecs, backward = call.problem, (vecI, vecF, starts), scaM_states is not None
     if scaM_states is None and input_gate is InputGate.SIGMOID:
         scaM_states = jnp.zeros((p.BNH, p.NC + 1), scaM_initial.dtype)
-    elif scaM_states is None:
+    of_m: dict[str, Any] = dict(m_known=scaM_states)
+    m_shape = None
+    if scaM_states is None:
         summaries = {name: (p.BNH, _padded_chunks(p)) for name in "ga"}
         x = _launch(_summaries_kernel, "chunk_summaries", {}, summaries, 2, vecs, input_gate, call)
-        scaM_states = stabiliser_scan(x["g"], x["a"], scaM_initial, call)
+        of_m |= dict(m_initial=scaM_initial)
+        of_head = p.S % (_rows(p) * STEPS) == 0  # the steps of a CTA
+        if of_head and p.NC <= _FEW_CHUNKS:
+            of_m |= dict(summaries=(x["g"], x["a"]))
+        else:
+            of_m |= dict(m_after=stabiliser_scan(x["g"], x["a"], scaM_initial, call))
+        m_shape = p.BNH, p.NC + 1
     per_step = dict.fromkeys(("e_hi", "e_lo", "u_hi", "u_lo", "w", "m", "abar"), jnp.float32)
     per_step["flags"] = jnp.int32 if backward else None
     x = _launch(
         _gates_kernel,
         "chunk_gates",
         per_step,
-        {"gamma": (p.BNH, p.NC)},
+        {"gamma": (p.BNH, p.NC), "m_states": m_shape},
         3,
         vecs,
         input_gate,
         call,
-        m_states=scaM_states,
+        **dict.fromkeys(("m_known", "summaries", "m_after", "m_initial")) | of_m,
     )
     e, u = (x["e_hi"], x["e_lo"]), (x["u_hi"], x["u_lo"])
-    of_steps = ChunkGates(e, u, x["w"], x["m"], x["abar"], x["gamma"], scaM_states, x["flags"])
+    m_states = x["m_states"] if scaM_states is None else scaM_states
+    of_steps = ChunkGates(e, u, x["w"], x["m"], x["abar"], x["gamma"], m_states, x["flags"])
     return gates.without_outputs(of_steps, lengths)
 
 
@@ -371,13 +438,13 @@ def _padded_chunks(p: Problem) -> int:
 def stabiliser_scan(
     g: jax.Array, a: jax.Array, scaM_initial: jax.Array, call: StageCall
 ) -> jax.Array:
-    """``gates.stabiliser_scan`` with the exponential input gate: (B * NH, NC + 1).
+    """``gates.stabiliser_scan`` with the exponential input gate, without m_initial: as g and a.
 
-    g, a: (B * NH, padded NC), as the kernel's. What is beyond NC is not used.
+    g, a: (B * NH, padded NC), as the kernel's. What is beyond NC is undefined.
     """
     p, rows = call.problem, _scan_rows(call.problem)
     by_rows = p.BNH, g.shape[1] // STEPS, STEPS
-    after = mosaic_call(
+    after: jax.Array = mosaic_call(
         _stabiliser_scan_kernel,
         name="stabiliser_scan",
         grid={"head": p.BNH},
@@ -390,7 +457,7 @@ def stabiliser_scan(
         interpret=call.interpret,
         infer_layouts=False,
     )(g=g.reshape(by_rows), a=a.reshape(by_rows), m_initial=scaM_initial)["m"]
-    return jnp.concatenate([scaM_initial[:, None], after.reshape(p.BNH, -1)[:, : p.NC]], axis=1)
+    return after.reshape(g.shape)
 
 
 KERNEL = kernel(

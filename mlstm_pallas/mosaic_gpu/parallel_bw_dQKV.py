@@ -58,6 +58,7 @@ from mlstm_pallas.tiles import blocks, divide, loop, remainder
 R = REGISTER_ROWS
 ROWS, COLUMNS = 128, 256  # of an item
 DEPTH = 64  # of the product of a step
+FEW_ITEMS = 3  # of a CTA
 _PARTS = [slice(j, j + R) for j in range(0, COLUMNS, R)]
 
 
@@ -170,13 +171,21 @@ class _CTA:
 
     def item(self, index: jax.Array, step: jax.Array) -> _Item:
         index, items_of_chunk = self.scheduler.item(index), _items_of_chunk(self.roles)
-        x, chunk = remainder(index, items_of_chunk), divide(index, items_of_chunk)
+        chunks = self.p.BNH * self.p.NC
+        few = items_of_chunk * chunks <= FEW_ITEMS * self.scheduler.num_ctas
+        if few:
+            # Of all chunks those of a role and row: no CTA has several of those with many steps.
+            x, chunk = divide(index, chunks), remainder(index, chunks)
+        else:  # those of a chunk together, for the L2
+            x, chunk = remainder(index, items_of_chunk), divide(index, items_of_chunk)
         role: Any = np.int32(0)
         start, row, column = 0, x, role
         for kind, items in enumerate(self.roles):
-            here = x >= start
+            here, row_here = x >= start, divide(x - start, items.columns)
+            if few and kind in (_Role.DK, _Role.DV):  # a CTA's third item follows short ones
+                row_here = items.rows - 1 - row_here
             role = jnp.where(here, np.int32(kind), role)
-            row = jnp.where(here, divide(x - start, items.columns), row)
+            row = jnp.where(here, row_here, row)
             column = jnp.where(here, remainder(x - start, items.columns), column)
             start += items.rows * items.columns
         head = divide(chunk, self.p.NC)
@@ -514,7 +523,10 @@ def parallel_bw_dQKV(
     if tiles.matP is None:
         (e_hi, e_lo), (u_hi, u_lo) = g.vecE, g.vecU
         more = dict(e_hi=e_hi, e_lo=e_lo, u_hi=u_hi, u_lo=u_lo)
-        return Gradients(*parallel_bw_dQKV_by_chunk(inputs | more, call))
+        of_chunks = Gradients(*parallel_bw_dQKV_by_chunk(inputs | more, call))
+        # A sum of everything is one kernel of XLA.
+        parts = jnp.concatenate([of_chunks.scaStates, vecN_states * vecDeltaN_states], axis=-1)
+        return of_chunks._replace(scaStates=(gates.scaGamma[..., None] * parts).sum(-1))
     items = p.BNH * p.NC * _items_of_chunk(_items(p, normalise))
     num_ctas = min(sm_count(interpret), items)
     sums = float32(p.BNH, p.DHQK // COLUMNS, p.S)
@@ -537,7 +549,9 @@ def parallel_bw_dQKV(
         interpret=interpret,
     )(**inputs, P=tiles.matP, dP=tiles.matDeltaP)
     q_inter, k_inter = (x[name].sum(1) for name in ("q_inter", "k_inter"))
-    return Gradients(x["dq"], x["dk"], x["dv"], q_inter, k_inter, x["states"].sum(-1))
+    # A sum of everything is one kernel of XLA.
+    through = (gates.scaGamma[..., None] * (x["states"] + vecN_states * vecDeltaN_states)).sum(-1)
+    return Gradients(x["dq"], x["dk"], x["dv"], q_inter, k_inter, through)
 
 
 def by_chunk(p: Problem) -> bool:

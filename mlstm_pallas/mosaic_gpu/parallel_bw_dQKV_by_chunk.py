@@ -636,7 +636,10 @@ def scratch(
 
 
 def parallel_bw_dQKV_by_chunk(inputs: Mapping[str, Any], call: StageCall) -> tuple[Any, ...]:
-    """Runs the stage; inputs as the kernel's, outputs in the order of ``Gradients``."""
+    """Runs the stage; inputs as the kernel's, outputs in the order of ``Gradients``.
+
+    In the place of scaStates are parts of <C_c, dC_{c+1}>, (B * NH, NC, 128).
+    """
     p, config, q = call.problem, call.tiles, inputs["q"]
     interpret = call.interpret
     num_ctas = min(sm_count(interpret), p.BNH * p.NC)
@@ -660,4 +663,4 @@ def parallel_bw_dQKV_by_chunk(inputs: Mapping[str, Any], call: StageCall) -> tup
         interpret=interpret,
     )(**inputs)
     inter, pairs = (x["q_inter"], x["k_inter"]), tile_pairs(x, p)
-    return x["dq"], x["dk"], x["dv"], *inter, x["states"].sum(-1), pairs
+    return x["dq"], x["dk"], x["dv"], *inter, x["states"], pairs

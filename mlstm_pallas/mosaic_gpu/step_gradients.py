@@ -5,8 +5,8 @@
 Grid (B * NH * blocks of up to 512 steps). A CTA is one warpgroup and owns a block. Sums over the
 steps that follow go through shared memory, in rounds: in round j each step adds those of the three
 places at distances of 4^j. What arrives at the first step of a block is passed on to the block
-before. For that, XLA sums the first run of steps of each block, and joins these sums over the
-blocks.
+before. Where a sequence has few blocks a CTA computes for itself what the later ones pass on.
+Otherwise XLA sums the first run of steps of each block, and joins these sums over the blocks.
 
 What goes through a whole tile is what goes through its chunk and a sum over the chunk's other tiles
 (``gate_gradients.through_tiles``). The kernel takes that sum place by place and adds it to the
@@ -28,13 +28,23 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.gate_gradients import TilePairs, run_sums, through_tiles
 from mlstm_pallas.gates import CARRIED, GOES_ON, PASSES
-from mlstm_pallas.mosaic_gpu.launch import REGISTER_ROWS, load, mosaic_call, plgpu
+from mlstm_pallas.mosaic_gpu.chunk_scans import (
+    LANES,
+    STEPS,
+    last_columns,
+    load_rows,
+    rows_layout,
+    running,
+    scan_buffer,
+)
+from mlstm_pallas.mosaic_gpu.launch import REGISTER_ROWS, float32, load, mosaic_call, plgpu, write
 from mlstm_pallas.stage import StageCall
 from mlstm_pallas.tiles import blocks, divide, remainder
 
 T = REGISTER_ROWS
-_STEPS = 512  # of a CTA at most
+_STEPS = 512  # of a CTA at most, LANES rows
 _RADIX = 4  # places that a round joins
+_FEW_BLOCKS = 4  # of a sequence: XLA's four kernels take longer than a CTA with the later ones
 
 
 def _strided(*shape: int) -> Any:
@@ -134,6 +144,38 @@ def _sums_of_runs(x: jax.Array, goes_on: jax.Array, after: jax.Array, buffers: A
     return x + jnp.where(goes_on > 0, after, 0.0)
 
 
+def _passed_on(dm: Any, flags: Any, block: jax.Array, scan: Any, ends: Any) -> Any:
+    """What the step after a block passes on to it.
+
+    A block passes on sums + goes_on (what the block after it passes on); a step t does so with dm_t
+    where it goes on, else with zeros.
+
+    Args:
+      dm, flags: (blocks * LANES, STEPS) of a head.
+      scan, ends: shared, a ``scan_buffer`` and (blocks * LANES, 2).
+    """
+
+    def join(left: Any, x: Any) -> tuple[Any, Any]:
+        return left[0] + jnp.where(left[1] > 0, x[0], 0.0), left[1] * x[1]
+
+    ones = plgpu.layout_cast(jnp.ones(dm.shape, jnp.float32), rows_layout())
+    goes_on = jnp.where((load_rows(flags) & GOES_ON) > 0, ones, 0.0)
+    sums = jnp.where(goes_on > 0, load_rows(dm), 0.0)
+    write(
+        ends,
+        jnp.concatenate(
+            last_columns(*running(join, (sums, goes_on), (0.0, 1.0), LANES, scan)), axis=1
+        ),
+    )
+    plgpu.commit_smem()
+    after: Any = jnp.float32(0)
+    for later in reversed(range(1, dm.shape[0] // LANES)):
+        end = (later + 1) * LANES - 1
+        passed_on = ends[end, 0] + jnp.where(ends[end, 1] > 0, after, 0.0)
+        after = jnp.where(block < later, passed_on, after)
+    return after
+
+
 def _kernel(
     per_query: Any,  # (B * NH, n, S / T, T), n tiles to a chunk
     per_key: Any,  # (B * NH, n, S / T, T)
@@ -144,12 +186,17 @@ def _kernel(
     f: Any,  # (B * NH, S / T, T)
     flags: Any,  # (B * NH, S / T, T) int32
     dm: Any,  # (B * NH, S / T, T); absent where m is a constant
-    after: Any,  # (B * NH, blocks) what the step after each block passes on to it; likewise
+    # (B * NH, blocks) what the step after each block passes on to it; likewise, and with by_rows
+    after: Any,
+    by_rows: Any,  # dm and flags, (B * NH, blocks * LANES, STEPS); absent where after is not
     di: Any,  # out (B * NH, S / T, T)
     df: Any,  # out (B * NH, S / T, T)
+    arriving: Any,  # out (B * NH, blocks) at the first step of each; absent without dm
     other_tiles: Any,  # shared: see _through_tiles; absent where through is that of tiles
     tile_buffers: Any,  # shared: see _sums_in_tiles
     run_buffers: Any,  # shared: see _sums_of_runs; absent without dm
+    scan: Any,  # shared: see _passed_on; absent without by_rows
+    ends: Any,  # shared, likewise
     *,
     num_tiles: int,
 ) -> None:
@@ -195,12 +242,15 @@ def _kernel(
             jnp.where((flag & GOES_ON) > 0, np.float32(1), np.float32(0)),
             (flag & CARRIED) > 0,
         )
-        arrives = _sums_of_runs(
-            vector(dm.at[head]).reshape(size),
-            goes_on.reshape(size),
-            after[head, block],
-            run_buffers,
-        )
+        if by_rows is None:
+            of_later = after[head, block]
+        else:
+            of_later = _passed_on(by_rows[0].at[head], by_rows[1].at[head], block, scan, ends)
+        dm_of_block = vector(dm.at[head]).reshape(size)
+        arrives = _sums_of_runs(dm_of_block, goes_on.reshape(size), of_later, run_buffers)
+        run_buffers.at[0, 0, :size][...] = arrives
+        plgpu.commit_smem()
+        arriving[head, block] = run_buffers[0, 0, 0]
         arrives = arrives.reshape(num_tiles, T)
         of_log_i, of_log_f = (
             of_log_i + jnp.where(carried, 0.0, arrives),
@@ -210,9 +260,8 @@ def _kernel(
     df.at[head, rows][...] = of_log_f / (1.0 + jnp.exp(vector(f.at[head])))  # times sigmoid(-f)
 
 
-def _arriving_at_blocks(dm: jax.Array, flags: jax.Array, size: int) -> tuple[jax.Array, jax.Array]:
-    """What arrives at the first step of each block of so many, and what it passes on to the block
-    before: (B * NH, blocks) each."""
+def _passed_on_to_blocks(dm: jax.Array, flags: jax.Array, size: int) -> jax.Array:
+    """What the step after each block of so many passes on to it: (B * NH, blocks)."""
     dm, flags = (x.reshape(x.shape[0], -1, size) for x in (dm, flags))
     step = jnp.broadcast_to(jnp.arange(size, dtype=np.int32), dm.shape)
     goes_on = (flags & GOES_ON) > 0
@@ -222,7 +271,7 @@ def _arriving_at_blocks(dm: jax.Array, flags: jax.Array, size: int) -> tuple[jax
     passes_on = jnp.any(goes_on & (step == 0), axis=-1)
     to_end = (end[..., 0] == size) & jnp.pad(passes_on[:, 1:], [(0, 0), (0, 1)])
     arrives = run_sums(jnp.sum(jnp.where(step < end, dm, 0.0), axis=-1), to_end)
-    return arrives, jnp.where(passes_on, arrives, 0.0)
+    return jnp.pad(jnp.where(passes_on, arrives, 0.0)[:, 1:], [(0, 0), (0, 1)])
 
 
 def step_gradients(
@@ -245,10 +294,11 @@ def step_gradients(
     # In memory. Each sum over a block would read all that flags depend on, and compute all that dm
     # depends on in as many threads as it has.
     flags, dm = lax.optimization_barrier((flags, dm))
-    arrives, after = jnp.zeros((p.BNH, 1), jnp.float32), None
-    if dm is not None:
-        arrives, passed_on = _arriving_at_blocks(dm, flags, size)
-        after = jnp.pad(passed_on[:, 1:], [(0, 0), (0, 1)])
+    after, by_rows, num_blocks, rows = None, None, blocks(p.S, size), blocks(p.S, STEPS)
+    if dm is not None and size == _STEPS and num_blocks <= _FEW_BLOCKS:
+        by_rows = [x.reshape(p.BNH, rows, STEPS) for x in (dm, flags)]
+    elif dm is not None:
+        after = _passed_on_to_blocks(dm, flags, size)
 
     def in_tiles(x: jax.Array | None) -> jax.Array | None:
         return None if x is None else x.reshape(*x.shape[:-1], blocks(x.shape[-1], T), T)
@@ -260,15 +310,19 @@ def step_gradients(
     x = mosaic_call(
         functools.partial(_kernel, num_tiles=num_tiles),
         name="step_gradients",
-        grid={"block": p.BNH * blocks(p.S, size)},
+        grid={"block": p.BNH * num_blocks},
         warpgroups=1,
         outputs={
-            name: jax.ShapeDtypeStruct((p.BNH, p.S // T, T), jnp.float32) for name in ("di", "df")
+            "di": float32(p.BNH, p.S // T, T),
+            "df": float32(p.BNH, p.S // T, T),
+            "arriving": None if dm is None else float32(p.BNH, num_blocks),
         },
         scratch={
             "other_tiles": plgpu.SMEM((n, num_tiles + n - 1, T), jnp.float32) if in_block else None,
             "tile_buffers": plgpu.SMEM((2, num_tiles, 2 * T + T // _RADIX), jnp.float32),
             "run_buffers": None if dm is None else plgpu.SMEM((2, 2, 2 * size), jnp.float32),
+            "scan": None if by_rows is None else scan_buffer(2, rows, LANES),
+            "ends": None if by_rows is None else plgpu.SMEM((rows, 2), jnp.float32),
         },
         interpret=call.interpret,
         infer_layouts=False,
@@ -283,5 +337,7 @@ def step_gradients(
         flags=in_tiles(flags),
         dm=in_tiles(dm),
         after=after,
+        by_rows=by_rows,
     )
-    return x["di"].reshape(p.BNH, p.S), x["df"].reshape(p.BNH, p.S), arrives[:, 0]
+    first = jnp.zeros_like(x["di"][:, 0, 0]) if dm is None else x["arriving"][:, 0]
+    return x["di"].reshape(p.BNH, p.S), x["df"].reshape(p.BNH, p.S), first

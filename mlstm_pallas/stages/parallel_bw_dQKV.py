@@ -30,7 +30,7 @@ class Gradients(NamedTuple):
     matDeltaV: jax.Array  # (B * NH, S, DHHV)
     vecQ_inter: jax.Array  # (B * NH, S) float32: q_t with the inter-chunk part of dq_t
     vecK_inter: jax.Array  # (B * NH, S) float32: k_s with the inter-chunk part of dk_s
-    scaStates: jax.Array  # (B * NH, NC) float32: <C_c, dC_{c+1}>
+    scaStates: jax.Array  # (B * NH, NC) float32: gamma_c (<C_c, dC_{c+1}> + n_c . dn_{c+1})
     pairs: Any = None  # TilePairs, with n = 2; None where parallel_bw_dP returns them
 
 
@@ -82,7 +82,8 @@ def parallel_bw_dQKV(
     dQ, dK, dV = (
         call.steps(dx, x).astype(x.dtype) for dx, x in ((dq, matQ), (dk, matK), (dv, matV))
     )
-    return Gradients(dQ, dK, dV, q_inter, k_inter, inner(C, dC, 2))
+    through = gates.scaGamma * (inner(C, dC, 2) + inner(n, dn))
+    return Gradients(dQ, dK, dV, q_inter, k_inter, through)
 
 
 STAGE = Stage(

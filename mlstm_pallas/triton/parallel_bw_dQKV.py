@@ -19,6 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from mlstm_pallas.gate_gradients import inner
 from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.normaliser import NormaliserGradients, query_scale
 from mlstm_pallas.problem import Problem
@@ -186,12 +187,12 @@ def parallel_bw_dQKV(
         jax.ShapeDtypeStruct((p.BNH, blocks_of_DHQK, p.S), jnp.float32),
     )
     blocks_of_state = blocks_of_DHQK * blocks_of_DHHV
-    inner = (
+    states = (
         pl.BlockSpec((None, None, blocks_of_state), lambda x, c, b: (b, c, 0)),
         jax.ShapeDtypeStruct((p.BNH, p.NC, blocks_of_state), jnp.float32),
     )
     dq, dk, dv = (sequence_shape(x, x.shape[-1], matQ.dtype) for x in (matQ, matK, matV))
-    outputs = [(q, dq), inter, (k, dk), inter, (v, dv), inner]
+    outputs = [(q, dq), inter, (k, dk), inter, (v, dv), states]
     g = gates.per_step()
     dQ, q_inter, dK, k_inter, dV, states_inner = kernel_call(
         _parallel_bw_dQKV_kernel,
@@ -216,7 +217,8 @@ def parallel_bw_dQKV(
         *(matC_states, vecN_states if normalise else None, matDeltaC_states, vecDeltaN_states),
         *(tiles.matP, tiles.matDeltaP, g.vecW, g.vecAbar, gradients.vecInvDen, gradients.vecDzDen),
     )
-    return Gradients(dQ, dK, dV, q_inter.sum(1), k_inter.sum(1), states_inner.sum(-1))
+    through = gates.scaGamma * (states_inner.sum(-1) + inner(vecN_states, vecDeltaN_states))
+    return Gradients(dQ, dK, dV, q_inter.sum(1), k_inter.sum(1), through)
 
 
 def _heuristic(p: Problem, dtype: jnp.dtype) -> StageConfig:
