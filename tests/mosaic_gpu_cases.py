@@ -29,13 +29,7 @@ from oracle import (
 from test_float16 import backward_bound, forward_bound
 from test_gradients import BOUND
 
-from mlstm_pallas import (
-    KernelConfig,
-    StageConfig,
-    dispatch,
-    mlstm_chunkwise,
-    reference,
-)
+from mlstm_pallas import KernelConfig, StageConfig, dispatch, mlstm_chunkwise, reference
 from mlstm_pallas.backend import jax_has_mosaic_gpu
 from mlstm_pallas.call_spec import BackwardPlan, CallSpec
 from mlstm_pallas.entry import Options, spec_for

@@ -52,10 +52,7 @@ def by_definition(i, f, m_initial, L):
     return m_t, w, D, np.asarray(boundaries), gamma, abar
 
 
-FORMS = {
-    "plain": (Lowering.XLA, 16),
-    "kernel-LQ16": (Lowering.INTERPRET, 16),
-}
+FORMS = {"plain": (Lowering.XLA, 16), "kernel-LQ16": (Lowering.INTERPRET, 16)}
 MOSAIC_GPU = {"mosaic_gpu": (Lowering.MOSAIC_GPU_INTERPRET, 64)}  # of test_mosaic_gpu_stages.py
 
 

@@ -23,14 +23,7 @@ from mosaic_gpu_cases import (
     spec_of,
     tiles,
 )
-from oracle import (
-    MOSAIC_CALL,
-    compare,
-    for_device,
-    mesh_of,
-    random_inputs,
-    refused,
-)
+from oracle import MOSAIC_CALL, compare, for_device, mesh_of, random_inputs, refused
 from test_gradients import BOUND
 from test_packed_sequences import check_prompts
 
@@ -182,13 +175,7 @@ def test_another_gpu_is_refused(kind, door, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [
-        "NVIDIA H100 80GB HBM3",
-        "NVIDIA H20",
-        "NVIDIA GH200 480GB",
-        "of the future",
-    ],
+    "kind", ["NVIDIA H100 80GB HBM3", "NVIDIA H20", "NVIDIA GH200 480GB", "of the future"]
 )
 def test_hopper_and_what_is_not_known_are_taken(kind, monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", MOSAIC_GPU_JAX[0])
@@ -246,13 +233,7 @@ def test_an_export_for_cuda_is_made_and_read_without_a_gpu():
 
 
 @needs_jax
-@pytest.mark.parametrize(
-    ("heads", "config"),
-    [
-        ((128, 128), fused()),
-        ((64, 64), materialised(2)),
-    ],
-)
+@pytest.mark.parametrize(("heads", "config"), [((128, 128), fused()), ((64, 64), materialised(2))])
 def test_gradients_trace_in_strict_modes(heads, config):
     K, V = heads
     shapes = [(1, 2, 256, D) for D in (K, K, V)] + [(1, 2, 256)] * 2
@@ -309,12 +290,7 @@ WIDE_SCAN = dict(siz_b_LKV=64, siz_b_DHHV=256, siz_b_loop=256, num_stages=1)
         ("recurrent_fw_H", tiles(**WIDE_SCAN, num_warps=16)),  # too few registers
         ("recurrent_fw_H", tiles(**WIDE_SCAN, num_warps=4)),
     ],
-    ids=[
-        "two_stages_of_dQKV",
-        "one_stage_of_dC",
-        "four_warpgroups",
-        "one_warpgroup",
-    ],
+    ids=["two_stages_of_dQKV", "one_stage_of_dC", "four_warpgroups", "one_warpgroup"],
 )
 def test_tiles_that_a_kernel_cannot_have_run_on_triton(stage, config):
     shape = 8, 8, 8192, 256, 512
@@ -323,12 +299,7 @@ def test_tiles_that_a_kernel_cannot_have_run_on_triton(stage, config):
 
 
 @pytest.mark.parametrize(
-    ("heads", "tile", "rows"),
-    [
-        (64, 256, (256, 256)),
-        (16, 256, (128, 256)),
-        (3, 64, (64, 64)),
-    ],
+    ("heads", "tile", "rows"), [(64, 256, (256, 256)), (16, 256, (128, 256)), (3, 64, (64, 64))]
 )
 def test_few_heads_have_blocks_of_few_rows(heads, tile, rows):
     """Of one recurrence, and of two in a launch.

@@ -6,19 +6,10 @@ import importlib.util
 import compile_report
 import jax.numpy as jnp
 import pytest
-from mosaic_gpu_cases import (
-    Recurrences,
-    mosaic_gpu_kernel,
-    needs_jax,
-)
-from oracle import (
-    HELPERS,
-)
+from mosaic_gpu_cases import Recurrences, mosaic_gpu_kernel, needs_jax
+from oracle import HELPERS
 
-from mlstm_pallas import (
-    KernelConfig,
-    StageConfig,
-)
+from mlstm_pallas import KernelConfig, StageConfig
 from mlstm_pallas.config import tuned_rows
 from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS
 from mlstm_pallas.mosaic_gpu.parallel_bw_dQKV import by_chunk

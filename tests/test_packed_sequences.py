@@ -78,10 +78,7 @@ def test_the_recurrence_packs_sequences_as_if_alone(input_gate):
 
 @pytest.mark.parametrize(
     ("backend", "lengths", "input_gate"),
-    [
-        *[("interpret", lengths, "exp") for lengths in LENGTHS],
-        ("xla", "every_step", "sigmoid"),
-    ],
+    [*[("interpret", lengths, "exp") for lengths in LENGTHS], ("xla", "every_step", "sigmoid")],
 )
 def test_forward(run, backend, lengths, input_gate):
     inputs = random_inputs(0, 2, 2, S, 16, 32, m_initial=input_gate == "exp")

@@ -99,9 +99,6 @@ def test_any_integer_dtype_is_clipped(dtype):
     least, largest = np.iinfo(dtype).min, np.iinfo(dtype).max
     result, expected = (
         run(sequence_lengths=lengths)
-        for lengths in (
-            np.array([least, largest], dtype),
-            jnp.asarray([0, min(largest, 300)]),
-        )
+        for lengths in (np.array([least, largest], dtype), jnp.asarray([0, min(largest, 300)]))
     )
     assert np.array_equal(result, expected)

@@ -90,8 +90,7 @@ STAGES = {"recurrent_fw_C": forward, "recurrent_bw_dC": backward}
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
-    ("dtype", "num_splits", "resets"),
-    [("float32", 8, True), ("bfloat16", 2, False)],
+    ("dtype", "num_splits", "resets"), [("float32", 8, True), ("bfloat16", 2, False)]
 )
 def test_recurrences_in_splits(stage, dtype, num_splits, resets):
     x, run = arrays(dtype, resets), STAGES[stage]
