@@ -104,17 +104,6 @@ def test_recurrences_in_splits(stage, dtype, num_splits, resets):
         )
 
 
-@pytest.mark.parametrize("num_splits", [1, 4])
-def test_two_recurrences_in_a_launch_do_not_meet(num_splits):
-    x = arrays("float32")
-    both = backward(INTERPRETED, x, num_splits)
-    alone = jax.jit(functools.partial(recurrent_bw_dC, call=call_of(INTERPRETED, num_splits)))(
-        x["a"], x["b"], x["gamma"], x["X"]
-    )
-    assert np.array_equal(both.matDeltaC_states, alone.matDeltaC_states)
-    assert np.array_equal(both.matDeltaC_initial, alone.matDeltaC_initial)
-
-
 @pytest.mark.parametrize("backward", [False, True])
 def test_split_products(backward):
     """The kernel and the plain form: the products of every split but the last, backward but the

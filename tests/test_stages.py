@@ -299,24 +299,6 @@ def test_resets_and_the_sigmoid_gate_without_a_normaliser(stage):
     case("float32", 32, 64, **options).check(stage)
 
 
-@pytest.mark.parametrize("stage", ["recurrent_fw_C", "recurrent_fw_H", "recurrent_bw_dC"])
-def test_no_initial_state_is_one_of_zeros(stage):
-    """And a last state that is not wanted is not returned."""
-    x, last = (
-        case("float32", 16, 64),
-        "return_initial" if stage == "recurrent_bw_dC" else "return_last",
-    )
-    initial = "matDeltaC_last" if stage == "recurrent_bw_dC" else "matC_initial"
-    tiles = StageConfig(siz_b_DHQK=16, siz_b_DHHV=32, num_splits=1)
-    zeros = x.inputs | {initial: jnp.zeros_like(x.inputs[initial])}
-    from_zeros = x.run(stage, zeros, Lowering.INTERPRET, tiles)
-    from_none = x.run(stage, x.inputs | {initial: None}, Lowering.INTERPRET, tiles, **{last: False})
-    field = "matDeltaC_initial" if stage == "recurrent_bw_dC" else "matC_last"
-    for key, actual, expected in zip(from_none._fields, from_none, from_zeros, strict=True):
-        assert (actual is None) == (expected is None or key == field), key
-        assert actual is None or np.array_equal(actual, expected), key
-
-
 def test_recurrent_fw_H_stores_states():
     case("float32", 16, 64).check("recurrent_fw_H", store_every=2)
 
