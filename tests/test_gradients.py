@@ -107,7 +107,7 @@ def slow(*values):
 
 
 # Whole blocks of the fused scan and no whole chunks; padded heads.
-SHAPE = (1, 2, 3, 96, 24, 40)
+SHAPE = (1, 2, 3, 96, 40, 24)
 
 
 @pytest.mark.parametrize(
