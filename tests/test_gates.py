@@ -94,7 +94,7 @@ def drawn(L, S, input_gate, packed, recipe):
     """i, f, m_initial and starts of two heads, or None."""
     x = random_inputs(L, 1, 2, S, 1, 1, **recipe)
     i, f, m_initial = (np.asarray(x[name])[0] for name in ("i", "f", "m_initial"))
-    starts = (np.random.default_rng(0).random((2, S)) < 0.03).astype("int32") if packed else None
+    starts = (np.random.default_rng(0).random((2, S)) < 0.1).astype("int32") if packed else None
     return i, f, m_initial * (input_gate is InputGate.EXP), starts
 
 
