@@ -29,7 +29,15 @@ CONFIGS = {
     ),
 }  # fmt: skip
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+@pytest.fixture
+def quick_on_the_cpu():
+    """quick_compilation, but not of the tests on a GPU in this module, which measure memory."""
+    jax.config.update("jax_disable_most_optimizations", True)
+    yield
+    jax.config.update("jax_disable_most_optimizations", False)
+
+
 FUSED_ON_A_GPU = KernelConfig(fused_min_heads=1)
 
 
@@ -49,6 +57,7 @@ def check(S, layout, bound, heads=(1, 2), DHQK=32, DHHV=16, dtype="float32", **o
         assert_below(errors, bound)
 
 
+@pytest.mark.usefixtures("quick_on_the_cpu")
 @pytest.mark.parametrize(
     ("S", "layout", "config", "heads"),
     [
