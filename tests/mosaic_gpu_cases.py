@@ -26,16 +26,10 @@ from oracle import (
     tolerance,
     with_garbage,
 )
-from test_float16 import backward_bound, forward_bound
+from test_float16 import backward_bound
 from test_gradients import BOUND
 
-from mlstm_pallas import (
-    KernelConfig,
-    StageConfig,
-    dispatch,
-    mlstm_chunkwise,
-    reference,
-)
+from mlstm_pallas import KernelConfig, StageConfig, dispatch, mlstm_chunkwise, reference
 from mlstm_pallas.backend import jax_has_mosaic_gpu
 from mlstm_pallas.call_spec import BackwardPlan, CallSpec
 from mlstm_pallas.entry import Options, spec_for
@@ -100,7 +94,7 @@ def materialised(num_splits=None, **fields):
 class Case:
     """A call of mlstm_chunkwise."""
 
-    config: KernelConfig
+    config: KernelConfig = fused()  # noqa: RUF009
     shape: tuple[int, ...] = (1, 1, 256, 256, 256)  # B, NH, S, DHQK, DHHV
     recipe: dict[str, Any] = dataclasses.field(default_factory=dict)  # of random_inputs
     options: dict[str, Any] = dataclasses.field(default_factory=dict)
@@ -115,34 +109,30 @@ class Case:
 NARROW = dict(shape=(1, 2, 256, 128, 128))
 CASES = {
     # Chunks whose gamma is not nearly 0: 64 steps keep exp(-0.16) of the state.
-    "states_BTNH": Case(fused(), recipe=dict(f_shift=6.0), options=dict(layout="BTNH")),
-    "heads": Case(fused(), shape=(2, 2, 256, 256, 256), options=dict(layout="BTNH")),
-    "no_states": Case(fused(), recipe=dict(states=False)),
-    "packed": Case(fused(), packed=True),
+    "states_BTNH": Case(recipe=dict(f_shift=6.0), options=dict(layout="BTNH")),
+    "heads": Case(shape=(2, 2, 256, 256, 256), options=dict(layout="BTNH")),
+    "no_states": Case(recipe=dict(states=False)),
+    "packed": Case(packed=True),
     "unnormalised": Case(
-        fused(), recipe=dict(m_initial=False), options=dict(input_gate="sigmoid", normalize=False)
+        recipe=dict(m_initial=False), options=dict(input_gate="sigmoid", normalize=False)
     ),
-    "stored": Case(fused(), options=dict(recompute_states_in_bw=False)),
-    "float16": Case(fused(), dtype="float16"),
-    "lengths": Case(fused(), shape=(2, 1, 256, 256, 256), packed=True, lengths=(200, 77)),
-    "lengths_of_one_block": Case(fused(), shape=(2, 1, 256, 64, 128), lengths=(200, 0)),
-    "padded": Case(fused(), shape=(1, 1, 201, 250, 200), options=dict(layout="BTNH")),
-    "resets": Case(fused(), recipe=dict(resets=True)),
-    "narrow": Case(fused(), **NARROW),
-    "one_block_of_rows": Case(fused(), shape=(1, 2, 256, 64, 128)),
+    "stored": Case(options=dict(recompute_states_in_bw=False)),
+    "float16": Case(dtype="float16"),
+    "lengths": Case(shape=(2, 1, 256, 256, 256), packed=True, lengths=(200, 77)),
+    "lengths_of_one_block": Case(shape=(2, 1, 256, 64, 128), lengths=(200, 0)),
+    "padded": Case(shape=(1, 1, 201, 250, 200), options=dict(layout="BTNH")),
+    "resets": Case(recipe=dict(resets=True)),
+    "narrow": Case(**NARROW),
     # A CTA makes all gradients of a chunk, to which dn comes from the next one. r dh falls below
     # the normal numbers of float16.
     "one_block_of_rows_stored_float16": Case(
-        fused(),
         shape=(1, 2, 256, 64, 128),
         recipe=dict(f_shift=6.0),
         options=dict(recompute_states_in_bw=False),
         dtype="float16",
         cotangents=2.0**-10,
     ),
-    "three_blocks_of_rows": Case(
-        fused(), shape=(1, 2, 256, 192, 128), stages=ALL - {"parallel_bw_dQKV"}
-    ),
+    "three_blocks_of_rows": Case(shape=(1, 2, 256, 192, 128), stages=ALL - {"parallel_bw_dQKV"}),
     "splits": Case(fused(num_splits=2), splits=2, **NARROW),
     "splits_BTNH": Case(fused(num_splits=2), splits=2, options=dict(layout="BTNH"), **NARROW),
     "stored_in_splits": Case(
@@ -157,7 +147,6 @@ CASES = {
     "materialised_in_splits_BTNH": Case(
         materialised(2), options=dict(layout="BTNH"), packed=True, **NARROW
     ),
-    "materialised_float16": Case(materialised(), dtype="float16", **NARROW),
     "two_launches": Case(fused(siz_b_loop=64), **NARROW),
     "two_blocks_a_warpgroup": Case(fused(siz_b_DHHV=256), shape=(1, 1, 256, 128, 256)),
 }
@@ -207,7 +196,7 @@ def check_case(name, backend):
         size = desired.size + case.config.chunk_size * np.sum(x**2)
         floor = 2.0**-24 * math.sqrt(size / 12) / np.linalg.norm(desired)
         gradients[name] = max(0.0, gradients[name] - floor)
-    assert_below(outputs, forward_bound(terms) if half else tolerance(case.dtype, terms))
+    assert_below(outputs, tolerance(case.dtype, terms))
     assert_below(gradients, backward_bound(terms) if half else BOUND[case.dtype])
 
 

@@ -17,6 +17,7 @@ from oracle import (
     oracle,
     outputs_and_gradients,
     random_inputs,
+    tolerance,
 )
 
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, mlstm_recurrent_step
@@ -26,18 +27,13 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 UNIT = 2.0**-11
 
 
-def forward_bound(terms):
-    """Four roundings on the way to h (an operand, a weight or the state, the other operand's
-    weight, the result), as oracle.tolerance."""
-    return math.sqrt(4 / 3) * UNIT + math.sqrt(terms) * 2.0**-24
-
-
 def backward_bound(terms):
     """Eight roundings on the way to a gradient: the four of h, which dz is made of, and again four
     of its own products.
 
-    Each is u / sqrt(3) in the mean. A gradient of q, k or a gate is a difference of two terms of
-    like size, through the numerator and through the denominator: the squares of their errors add.
+    As those of oracle.tolerance, each is u / sqrt(3) in the mean. A gradient of q, k or a gate is a
+    difference of two terms of like size, through the numerator and through the denominator: the
+    squares of their errors add.
     """
     return math.sqrt(2 * 8 / 3) * UNIT + 2 * math.sqrt(terms) * 2.0**-24
 
@@ -57,22 +53,15 @@ ALGORITHMS = {
 }
 
 
-@functools.cache
-def expected(shape):
-    """Inputs, cotangents, outputs and gradients in float64."""
+def check(shape, layout="BNTH", **options):
     inputs = random_inputs(3, *shape, dtype="float16")
     cotangents = cotangents_for(inputs, "float16")
-    return inputs, cotangents, expected_of(inputs, cotangents)
-
-
-def check(shape, layout="BNTH", **options):
-    inputs, cotangents, desired = expected(shape)
     run = functools.partial(mlstm_chunkwise, return_last_states=True, layout=layout, **options)
     result = outputs_and_gradients(run, layout)(inputs, cotangents)
     assert result[0][0].dtype == jnp.float16
     assert all(result[1][name].dtype == x.dtype for name, x in inputs.items())
-    outputs, gradients = errors_of(inputs, result, desired)
-    assert_below(outputs, forward_bound(sum(shape[2:4])))
+    outputs, gradients = errors_of(inputs, result, expected_of(inputs, cotangents))
+    assert_below(outputs, tolerance("float16", sum(shape[2:4])))
     assert_below(gradients, backward_bound(sum(shape[2:4])))
 
 
@@ -81,12 +70,7 @@ def check(shape, layout="BNTH", **options):
     [pytest.param(name, marks=[pytest.mark.slow] * (name != "fused")) for name in ALGORITHMS],
 )
 def test_against_float64(algorithm):
-    check((2, 2, 128, 32, 64), chunk_size=32, **ALGORITHMS[algorithm])
-
-
-@pytest.mark.slow
-def test_padded_heads_and_steps():
-    check((1, 3, 41, 20, 9), chunk_size=16, **ALGORITHMS["materialised"])
+    check((2, 2, 100, 24, 60), chunk_size=32, **ALGORITHMS[algorithm])
 
 
 def test_autocast_of_other_dtypes():
@@ -132,28 +116,25 @@ def overflowing(S, q, k, v):
     )
 
 
-def run_plain(x, algorithm):
-    h = jax.jit(functools.partial(mlstm_chunkwise, chunk_size=16, **ALGORITHMS[algorithm]))(**x)
-    return np.asarray(h.astype("float32"))
-
-
 @pytest.mark.parametrize("algorithm", ["materialised", "fused"])
-def test_states_beyond_the_largest_number_are_inf(algorithm):
+def test_what_is_beyond_the_largest_number_is_inf_or_right(algorithm):
     """C = 8 * 2048 t after t steps, beyond 65504 after a chunk of 16; the steps of the first chunk
-    do not read it."""
-    h = run_plain(overflowing(64, q=1, k=8, v=2048), algorithm)
-    assert_close(h[:, :, :16], np.full((1, 2, 16, 16), 2048.0), forward_bound(32))
-    assert np.isposinf(h[:, :, 16:]).all()
+    do not read it.
 
-
-@pytest.mark.parametrize("algorithm", ["materialised", "fused"])
-def test_scores_beyond_the_largest_number_are_inf_or_right(algorithm):
-    """q k is 2^18 after the scale, C at most 2^14: a kernel that rounds its scores has inf, one
-    that keeps them in float32 has h."""
-    h = run_plain(overflowing(64, q=256, k=256, v=1), algorithm)
-    finite = np.isfinite(h)
-    assert np.isposinf(h[~finite]).all()
-    assert_close(h[finite], np.ones(finite.sum()), forward_bound(32))
+    q k may be 2^18 after the scale, of a C of at most 2^14: a kernel that rounds its scores has
+    inf, one that keeps them in float32 has h.
+    """
+    run = jax.jit(functools.partial(mlstm_chunkwise, chunk_size=16, **ALGORITHMS[algorithm]))
+    of_states, of_scores = (
+        np.asarray(run(**overflowing(64, *x)).astype("float32"))
+        for x in ((1, 8, 2048), (256, 256, 1))
+    )
+    bound = tolerance("float16", 32)
+    assert_close(of_states[:, :, :16], np.full((1, 2, 16, 16), 2048.0), bound)
+    assert np.isposinf(of_states[:, :, 16:]).all()
+    finite = np.isfinite(of_scores)
+    assert np.isposinf(of_scores[~finite]).all()
+    assert_close(of_scores[finite], np.ones(finite.sum()), bound)
 
 
 def test_states_of_a_step_beyond_the_largest_number_are_inf():

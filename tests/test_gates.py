@@ -10,7 +10,7 @@ import pytest
 from oracle import assert_close, random_inputs, tolerance
 
 from mlstm_pallas import dispatch, gates
-from mlstm_pallas.problem import Problem
+from mlstm_pallas.problem import InputGate, Problem
 from mlstm_pallas.stage import Lowering, StageCall, StageConfig
 
 chunk_gates = functools.partial(dispatch.run, "chunk_gates")
@@ -24,10 +24,10 @@ def assert_decays(result, expected, rounding=0.0):
     assert (np.abs(result - expected) <= np.where(expected > 1e-37, bound, 1e-37)).all()
 
 
-def by_definition(i, f, m_initial, L):
+def by_definition(i, f, m_initial, starts, L, input_gate):
     """Stabilisers, decays and chunk-boundary states of one head by the recurrence, in float64."""
-    fbar = -np.logaddexp(0.0, -np.asarray(f, "float64"))
-    i = np.asarray(i, "float64")
+    fbar, i = -np.logaddexp(0.0, -np.asarray(f, "float64")), np.asarray(i, "float64")
+    i = -np.logaddexp(0.0, -i) if input_gate is InputGate.SIGMOID else i
     m, S = float(m_initial), len(i)
     m_t, w, D, boundaries = np.zeros(S), np.zeros(S), np.zeros((S, L)), [m]
     gamma, abar = np.zeros(S // L), np.zeros(S)
@@ -35,12 +35,15 @@ def by_definition(i, f, m_initial, L):
         logs, carried, start = np.full(L, -np.inf), m, m
         for t in range(L):
             s = c * L + t
+            if starts[s]:
+                logs[:t], carried, m = -np.inf, -np.inf, 0.0
             # logs[r]: log weight of step r's input in the state after step t, and carried that of
             # the state before the chunk
             logs[:t] += fbar[s]
             logs[t] = i[s]
             carried += fbar[s]
-            m = max(fbar[s] + m, i[s])
+            if input_gate is InputGate.EXP:
+                m = max(fbar[s] + m, i[s])
             m_t[s] = m
             if m > -np.inf:
                 w[s] = np.exp(carried - m)
@@ -52,25 +55,18 @@ def by_definition(i, f, m_initial, L):
     return m_t, w, D, np.asarray(boundaries), gamma, abar
 
 
-FORMS = {
-    "plain": (Lowering.XLA, 16),
-    "kernel-LQ16": (Lowering.INTERPRET, 16),
-}
+FORMS = {"plain": (Lowering.XLA, 16), "kernel-LQ16": (Lowering.INTERPRET, 16)}
 MOSAIC_GPU = {"mosaic_gpu": (Lowering.MOSAIC_GPU_INTERPRET, 64)}  # of test_mosaic_gpu_stages.py
 
 
-@functools.partial(jax.jit, static_argnames=("L", "form"))
-def gates_of(i, f, m_initial, *, L, form):
+@functools.partial(jax.jit, static_argnames=("L", "form", "input_gate"))
+def gates_of(i, f, m_initial, starts, states=None, *, L, form, input_gate):
     """chunk_gates of (heads, S)."""
     lowering, LQ = (FORMS | MOSAIC_GPU)[form]
-    problem = Problem(1, i.shape[0], i.shape[1], 16, 16, L, 1.0)
-    call = StageCall(
-        problem,
-        StageConfig(siz_b_LQ=LQ, num_warps=1, num_stages=1).clamped(problem),
-        None,
-        lowering,
-    )
-    return chunk_gates(i, f, m_initial, call=call)
+    problem = Problem(1, *i.shape, 64, 64, L, 1.0)
+    tiles = StageConfig(siz_b_LQ=LQ, num_warps=1, num_stages=1).clamped(problem)
+    call = StageCall(problem, tiles, None, lowering)
+    return chunk_gates(i, f, m_initial, starts, input_gate, states, call=call)
 
 
 CASES = {
@@ -86,15 +82,30 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("form", "L"), [("plain", 16), ("kernel-LQ16", 64)])
 def test_gates_are_those_of_the_recurrence(form, case, L):
-    check_gates(form, case, L)
+    check_gates(form, case, L, packed=True)
 
 
-def check_gates(form, case, L):
-    x = random_inputs(L, 1, 2, 128, 1, 1, **CASES[case])
-    i, f, m_initial = (x[name][0] for name in ("i", "f", "m_initial"))
-    result = gates_of(i, f, m_initial, L=L, form=form)
+@pytest.mark.parametrize("form", FORMS)
+def test_sigmoid_gates_are_those_of_the_recurrence(form):
+    check_gates(form, "resets", 64, 128, InputGate.SIGMOID)
+
+
+def drawn(L, S, input_gate, packed, recipe):
+    """i, f, m_initial and starts of two heads, or None."""
+    x = random_inputs(L, 1, 2, S, 1, 1, **recipe)
+    i, f, m_initial = (np.asarray(x[name])[0] for name in ("i", "f", "m_initial"))
+    starts = (np.random.default_rng(0).random((2, S)) < 0.1).astype("int32") if packed else None
+    return i, f, m_initial * (input_gate is InputGate.EXP), starts
+
+
+def check_gates(form, case, L, S=128, input_gate=InputGate.EXP, packed=False):
+    i, f, m_initial, starts = x = drawn(L, S, input_gate, packed, CASES[case])
+    result = gates_of(*x, L=L, form=form, input_gate=input_gate)
+    starts = starts if packed else np.zeros((2, S), bool)
     for head in range(2):
-        m_t, w, D, boundaries, gamma, abar = by_definition(i[head], f[head], m_initial[head], L)
+        m_t, w, D, boundaries, gamma, abar = by_definition(
+            *(y[head] for y in (i, f, m_initial, starts)), L, input_gate
+        )
 
         def of_head(y, head=head):
             return np.asarray(y[head], "float64").reshape(-1)
@@ -115,7 +126,7 @@ def check_gates(form, case, L):
         assert_decays(of_head(result.vecAbar), abar, rounding)
         e_hi, e_lo, u_hi, u_lo = (of_head(y).reshape(-1, L) for y in (*result.vecE, *result.vecU))
         exponent = (e_hi[:, None, :] - u_hi[:, :, None]) + (e_lo[:, None, :] - u_lo[:, :, None])
-        decays = np.exp(np.where(np.tri(L, dtype=bool), exponent, -np.inf)).reshape(128, L)
+        decays = np.exp(np.where(np.tri(L, dtype=bool), exponent, -np.inf)).reshape(S, L)
         assert_decays(decays, D, rounding)
 
 

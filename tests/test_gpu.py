@@ -11,8 +11,8 @@ from jax.lax import DotAlgorithmPreset
 from oracle import (
     OUTPUTS,
     assert_below,
+    compare,
     cotangents_for,
-    error,
     errors_of,
     expected_of,
     oracle,
@@ -57,20 +57,19 @@ def assert_bitwise_equal(a, b):
         assert np.array_equal(np.asarray(x), np.asarray(y))
 
 
-def check_forward(dtype, B, NH, S, DHQK, DHHV, **options):
-    inputs = random_inputs(0, B, NH, S, DHQK, DHHV, dtype=dtype)
-    expected_h, expected_states = oracle(inputs)
-    run = jax.jit(
-        functools.partial(
-            mlstm_chunkwise, return_last_states=True, **dict(backend="triton") | options
-        )
-    )
+def check_outputs(run, inputs, bound):
+    """Of mlstm_chunkwise, or of a function like it."""
+    expected_h, expected = oracle(inputs)
+    run = jax.jit(run)
     h, states = run(**inputs)
-    outputs = zip(OUTPUTS, (h, *states), (expected_h, *expected_states), strict=True)
-    assert_below(
-        {name: error(actual, expected) for name, actual, expected in outputs}, FORWARD[dtype]
-    )
+    compare(OUTPUTS, (h, *states), (expected_h, *expected), bound)
     assert_bitwise_equal(run(**inputs), (h, states))
+
+
+def check_forward(dtype, *shape, **options):
+    options = dict(backend="triton", return_last_states=True) | options
+    run = functools.partial(mlstm_chunkwise, **options)
+    check_outputs(run, random_inputs(0, *shape, dtype=dtype), FORWARD[dtype])
 
 
 @pytest.mark.parametrize(("DHQK", "DHHV"), [(64, 64), (128, 256), (256, 512)])
@@ -234,15 +233,12 @@ def test_states_of_packed_prompts(fused_min_heads):
 def test_recurrent_steps(dtype, DHQK, DHHV):
     inputs = random_inputs(3, 2, 4, 3, DHQK, DHHV, dtype=dtype)
     inputs |= {name: inputs[name].astype(dtype) for name in ("c_initial", "n_initial")}
-    expected_h, expected_states = oracle(inputs)
-    run = jax.jit(functools.partial(mlstm_recurrent_sequence, backend="triton"))
-    x = {name.removesuffix("_initial"): y for name, y in inputs.items()}
-    h, states = run(**x)
-    outputs = zip(OUTPUTS, (h, *states), (expected_h, *expected_states), strict=True)
-    assert_below(
-        {name: error(actual, expected) for name, actual, expected in outputs}, FORWARD[dtype]
-    )
-    assert_bitwise_equal(run(**x), (h, states))
+
+    def run(**x):
+        x = {name.removesuffix("_initial"): y for name, y in x.items()}
+        return mlstm_recurrent_sequence(**x, backend="triton")
+
+    check_outputs(run, inputs, FORWARD[dtype])
 
 
 @pytest.mark.parametrize("backend", ["triton", None])

@@ -34,19 +34,11 @@ def inputs_on_device(shape, dtype, f_shift):
             for x in keys[:2]
         )
         v, dh = (jax.random.normal(x, (S, DHHV), dtype) for x in keys[2:4])
-        return (
-            q,
-            k,
-            v,
-            jax.random.normal(keys[4], (S,)),
-            jax.random.normal(keys[5], (S,)) + f_shift,
-            dh,
-        )
+        i, f = (jax.random.normal(x, (S,)) for x in keys[4:])
+        return q, k, v, i, f + f_shift, dh
 
-    *x, dh = (
-        y.reshape(B, NH, *y.shape[1:])
-        for y in jax.lax.map(one, jax.random.split(jax.random.key(0), B * NH))
-    )
+    heads = jax.lax.map(one, jax.random.split(jax.random.key(0), B * NH))
+    *x, dh = (y.reshape(B, NH, *y.shape[1:]) for y in heads)
     return x, dh
 
 

@@ -1,5 +1,5 @@
-"""The ends of the range of shapes: one step, one head, none at all; and arrays and grids beyond 32
-bits, lowered for a GPU, not run."""
+"""The ends of the range of shapes: no head at all; and arrays and grids beyond 32 bits, lowered for
+a GPU, not run."""
 
 import functools
 import re
@@ -8,33 +8,14 @@ import compile_report
 import jax
 import jax.numpy as jnp
 import pytest
-from oracle import (
-    assert_below,
-    cotangents_for,
-    errors_of,
-    expected_of,
-    for_device,
-    outputs_and_gradients,
-    random_inputs,
-    tolerance,
-)
+from oracle import cotangents_for, for_device, outputs_and_gradients, random_inputs
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
-def test_one_step_of_one_head():
-    inputs = random_inputs(0, 1, 1, 1, 3, 5)
-    cotangents = cotangents_for(inputs, "float32")
-    run = functools.partial(mlstm_chunkwise, backend="interpret", return_last_states=True)
-    result = outputs_and_gradients(run)(inputs, cotangents)
-    outputs, gradients = errors_of(inputs, result, expected_of(inputs, cotangents))
-    assert_below(outputs, tolerance("float32", 3))
-    assert_below(gradients, 1e-5)
-
-
-@pytest.mark.parametrize(("B", "NH", "backend"), [(0, 2, None), (2, 0, "interpret"), (0, 1, "xla")])
+@pytest.mark.parametrize(("B", "NH", "backend"), [(0, 2, None), (2, 0, "interpret")])
 def test_outputs_and_gradients_of_an_empty_batch_are_empty(backend, B, NH):
     inputs = random_inputs(0, B, NH, 20, 16, 24)
     run = functools.partial(mlstm_chunkwise, backend=backend, return_last_states=True)

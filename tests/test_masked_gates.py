@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import random_inputs
+from oracle import assert_close, oracle, random_inputs, tolerance
 
 from mlstm_pallas import dispatch, mlstm_chunkwise, mlstm_recurrent_step
 from mlstm_pallas.problem import Problem
@@ -120,3 +120,14 @@ def test_a_recurrent_step_with_a_gate_at_minus_1e6(backend, gate, value):
     h, (_, _, m) = mlstm_recurrent_step(*token, *states, norm_val=0.0, backend=backend)
     assert m.item() == (value if value == ABOVE else -math.inf)
     assert np.any(h != 0) == (value == ABOVE)
+
+
+def test_a_floor_of_zero_leaves_states_of_very_negative_m():
+    """exp(m) underflows there, and nothing may be scaled by it."""
+    inputs = random_inputs(0, 1, 1, 40, 8, 8, states=False)
+    inputs["i"] -= 300.0
+    inputs["f"] = inputs["f"].at[:, :, 0].set(-jnp.inf)
+    expected, _ = oracle(inputs, norm_val=0.0)
+    assert float(np.linalg.norm(expected)) > 1
+    result = mlstm_chunkwise(**inputs, chunk_size=32, backend="interpret", norm_val=0.0)
+    assert_close(result, expected, tolerance("float32", 40 + 8))

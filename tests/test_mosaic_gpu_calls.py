@@ -23,14 +23,7 @@ from mosaic_gpu_cases import (
     spec_of,
     tiles,
 )
-from oracle import (
-    MOSAIC_CALL,
-    compare,
-    for_device,
-    mesh_of,
-    random_inputs,
-    refused,
-)
+from oracle import MOSAIC_CALL, compare, for_device, mesh_of, random_inputs, refused
 from test_gradients import BOUND
 from test_packed_sequences import check_prompts
 
@@ -81,6 +74,10 @@ def small_inputs(B=1):
     return list(random_inputs(6, B, 2, 128, 64, 128, dtype="bfloat16", states=False).values())
 
 
+def lowered(function, platform, shapes):
+    return jax.jit(function).trace(*shapes).lower(lowering_platforms=(platform,))
+
+
 def gradients_of(run):
     return jax.grad(lambda *x: jnp.sum(jnp.sin(run(*x).astype("float32"))), tuple(range(5)))
 
@@ -101,6 +98,12 @@ def test_sequence_parallelism_on_one_device():
     compare("qkvif", result, expected, BOUND["bfloat16"])
 
 
+def shapes_of(S):
+    """q, k, v, i and f."""
+    sequence, gate = (1, 1, S, 256), jax.ShapeDtypeStruct((1, 1, S), "float32")
+    return [*[jax.ShapeDtypeStruct(sequence, "bfloat16")] * 3, gate, gate]
+
+
 @needs_jax
 def test_shard_map_lowers():
     """Outputs and what is inside the kernels say over which mesh axes they vary."""
@@ -111,21 +114,12 @@ def test_shard_map_lowers():
     )
     split = P(None, None, "s")
     run = jax.shard_map(run, mesh=mesh, in_specs=(split,) * 5, out_specs=split)
-    shapes = [
-        jax.ShapeDtypeStruct(x.shape, x.dtype)
-        for x in random_inputs(0, 1, 1, 512, 256, 256, dtype="bfloat16", states=False).values()
-    ]
     with jax.sharding.use_abstract_mesh(mesh):
-        text = (
-            jax.jit(gradients_of(run)).trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
-        )
+        text = lowered(gradients_of(run), "cuda", shapes_of(512)).as_text()
     assert text.count(MOSAIC_CALL) >= len(SCAN) + 1
 
 
-HALF = [
-    jax.ShapeDtypeStruct(x.shape, x.dtype)
-    for x in random_inputs(0, 1, 1, 128, 256, 256, dtype="bfloat16", states=False).values()
-]
+HALF = shapes_of(128)
 
 
 def under(backend, function):
@@ -170,30 +164,18 @@ def test_another_jax_is_refused(version, door, monkeypatch):
 
 
 @pytest.mark.parametrize("door", ["chunkwise", "adapter"])
-@pytest.mark.parametrize("kind", ["NVIDIA A100-SXM4-80GB", "NVIDIA B200"])
-def test_another_gpu_is_refused(kind, door, monkeypatch):
+def test_another_gpu_is_refused(door, monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", MOSAIC_GPU_JAX[0])
-    message = (
-        f"backend is 'mosaic_gpu' and the GPU is a {kind}, expected a Hopper GPU (H100, H200, "
-        "H800, H20, GH200) or backend 'triton'"
-    )
-    with for_device(kind):
-        refused(ValueError, message, jax.eval_shape, DOORS[door]("mosaic_gpu"), *HALF)
-
-
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "NVIDIA H100 80GB HBM3",
-        "NVIDIA H20",
-        "NVIDIA GH200 480GB",
-        "of the future",
-    ],
-)
-def test_hopper_and_what_is_not_known_are_taken(kind, monkeypatch):
-    monkeypatch.setattr(jax, "__version_info__", MOSAIC_GPU_JAX[0])
-    with for_device(kind):
-        assert requested_backend("mosaic_gpu") == "mosaic_gpu"
+    for kind in ("NVIDIA A100-SXM4-80GB", "NVIDIA B200"):
+        message = (
+            f"backend is 'mosaic_gpu' and the GPU is a {kind}, expected a Hopper GPU (H100, H200, "
+            "H800, H20, GH200) or backend 'triton'"
+        )
+        with for_device(kind):
+            refused(ValueError, message, jax.eval_shape, DOORS[door]("mosaic_gpu"), *HALF)
+    for kind in ("NVIDIA H100 80GB HBM3", "NVIDIA H20", "NVIDIA GH200 480GB", "of the future"):
+        with for_device(kind):
+            assert requested_backend("mosaic_gpu") == "mosaic_gpu"
 
 
 def test_float32_runs_on_triton(monkeypatch):
@@ -213,7 +195,7 @@ def test_a_cpu_is_refused_when_lowered(door):
         match=r"^backend is 'mosaic_gpu', whose kernels are for GPUs, and the computation is "
         r"lowered",
     ):
-        jax.jit(DOORS[door]("mosaic_gpu")).trace(*HALF).lower(lowering_platforms=("cpu",))
+        lowered(DOORS[door]("mosaic_gpu"), "cpu", HALF)
 
 
 @needs_jax
@@ -224,12 +206,7 @@ def test_a_step_runs_its_triton_kernel():
     )
     assert jax.tree.all(jax.tree.map(jnp.array_equal, result, expected))
     with for_device("NVIDIA H200"):
-        text = (
-            jax.jit(functools.partial(a_step, backend="mosaic_gpu"))
-            .trace(*HALF)
-            .lower(lowering_platforms=("cuda",))
-            .as_text()
-        )
+        text = lowered(functools.partial(a_step, backend="mosaic_gpu"), "cuda", HALF).as_text()
     assert (MOSAIC_CALL in text, CUSTOM_CALL_TARGET in text) == (False, True)
 
 
@@ -246,13 +223,7 @@ def test_an_export_for_cuda_is_made_and_read_without_a_gpu():
 
 
 @needs_jax
-@pytest.mark.parametrize(
-    ("heads", "config"),
-    [
-        ((128, 128), fused()),
-        ((64, 64), materialised(2)),
-    ],
-)
+@pytest.mark.parametrize(("heads", "config"), [((128, 128), fused()), ((64, 64), materialised(2))])
 def test_gradients_trace_in_strict_modes(heads, config):
     K, V = heads
     shapes = [(1, 2, 256, D) for D in (K, K, V)] + [(1, 2, 256)] * 2
@@ -298,37 +269,31 @@ def fits(kernel, tiles, problem):
 WIDE_SCAN = dict(siz_b_LKV=64, siz_b_DHHV=256, siz_b_loop=256, num_stages=1)
 
 
+HEADS_OF_7B, NARROW_HEADS = (8, 8, 8192, 256, 512), (8, 16, 8192, 128, 256)
+
+
 @pytest.mark.parametrize(
-    ("stage", "config"),
+    ("shape", "stage", "config"),
     [
-        ("parallel_bw_dQKV", tiles(num_stages=2)),  # an item waits for three steps at once
-        (
-            "recurrent_bw_dC",
-            tiles(num_stages=1),
-        ),  # a stage is free when the next one's product runs
-        ("recurrent_fw_H", tiles(**WIDE_SCAN, num_warps=16)),  # too few registers
-        ("recurrent_fw_H", tiles(**WIDE_SCAN, num_warps=4)),
+        # An item waits for three steps at once.
+        (HEADS_OF_7B, "parallel_bw_dQKV", dict(num_stages=2)),
+        # A CTA makes a chunk, and a step holds v, dC, C and dh at once.
+        (NARROW_HEADS, "parallel_bw_dQKV", dict(num_stages=3)),
+        # A stage is free when the next one's product runs.
+        (HEADS_OF_7B, "recurrent_bw_dC", dict(num_stages=1)),
+        (HEADS_OF_7B, "recurrent_fw_H", dict(WIDE_SCAN, num_warps=16)),  # too few registers
+        (HEADS_OF_7B, "recurrent_fw_H", dict(WIDE_SCAN, num_warps=4)),
     ],
-    ids=[
-        "two_stages_of_dQKV",
-        "one_stage_of_dC",
-        "four_warpgroups",
-        "one_warpgroup",
-    ],
+    ids=str,
 )
-def test_tiles_that_a_kernel_cannot_have_run_on_triton(stage, config):
-    shape = 8, 8, 8192, 256, 512
-    assert stages_on_mosaic_gpu(*shape) == ALL
-    assert stage not in stages_on_mosaic_gpu(*shape, **{stage: config})
+def test_tiles_that_a_kernel_cannot_have_run_on_triton(shape, stage, config):
+    assert stages_on_mosaic_gpu(*HEADS_OF_7B) == ALL
+    assert stage in stages_on_mosaic_gpu(*shape)
+    assert stage not in stages_on_mosaic_gpu(*shape, **{stage: tiles(**config)})
 
 
 @pytest.mark.parametrize(
-    ("heads", "tile", "rows"),
-    [
-        (64, 256, (256, 256)),
-        (16, 256, (128, 256)),
-        (3, 64, (64, 64)),
-    ],
+    ("heads", "tile", "rows"), [(64, 256, (256, 256)), (16, 256, (128, 256)), (3, 64, (64, 64))]
 )
 def test_few_heads_have_blocks_of_few_rows(heads, tile, rows):
     """Of one recurrence, and of two in a launch.
@@ -378,15 +343,6 @@ def test_heads_beyond_the_grid_run_on_triton():
     assert (
         stages_on_mosaic_gpu(1, 32_767, 8192, *heads, recurrent_fw_H=StageConfig(num_splits=4))
         == always | recurrences
-    )
-
-
-def test_three_stages_are_too_few_where_a_cta_makes_a_chunk():
-    """A step holds v, dC, C and dh at once."""
-    shape = 8, 16, 8192, 128, 256
-    assert "parallel_bw_dQKV" in stages_on_mosaic_gpu(*shape, parallel_bw_dQKV=tiles(num_stages=4))
-    assert "parallel_bw_dQKV" not in stages_on_mosaic_gpu(
-        *shape, parallel_bw_dQKV=tiles(num_stages=3)
     )
 
 

@@ -1,24 +1,16 @@
 """The Mosaic GPU kernels compiled for Hopper without a GPU: spills, messages, shared memory."""
 
 import dataclasses
+import functools
 import importlib.util
 
 import compile_report
 import jax.numpy as jnp
 import pytest
-from mosaic_gpu_cases import (
-    Recurrences,
-    mosaic_gpu_kernel,
-    needs_jax,
-)
-from oracle import (
-    HELPERS,
-)
+from mosaic_gpu_cases import Recurrences, mosaic_gpu_kernel, needs_jax
+from oracle import HELPERS
 
-from mlstm_pallas import (
-    KernelConfig,
-    StageConfig,
-)
+from mlstm_pallas import KernelConfig, StageConfig
 from mlstm_pallas.config import tuned_rows
 from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS
 from mlstm_pallas.mosaic_gpu.parallel_bw_dQKV import by_chunk
@@ -79,17 +71,10 @@ def check_messages(kernel, usage):
 )
 def test_the_kernels_compile_at_the_tuned_tiles(heads, dtype, variant, compiler):
     is_odd, fused = variant.startswith("odd"), not variant.endswith("materialised")
-    of_variant = "BTNH" if is_odd else variant if fused else "exp"
-    call = compile_report.Call(
-        H200,
-        *heads,
-        dtype,
-        seqlen=8191 if is_odd else 8192,
-        config=KernelConfig(fused_min_heads=int(fused)),
-        direction="fwbw",
-        variant=of_variant,
-        backend="mosaic_gpu",
-    )
+    options = dict(config=KernelConfig(fused_min_heads=int(fused)), direction="fwbw")
+    options |= dict(variant="BTNH" if is_odd else variant if fused else "exp")
+    options |= dict(seqlen=8191 if is_odd else 8192, backend="mosaic_gpu")
+    call = compile_report.Call(H200, *heads, dtype, **options)
     call = dataclasses.replace(call, relocatable=compiler == "nvjitlink")
     spec = call.spec()
     expected = {*spec.stages_in("mosaic_gpu")} & {*spec.stages}
@@ -109,38 +94,21 @@ def test_the_kernels_compile_at_the_tuned_tiles(heads, dtype, variant, compiler)
         assert (usage.wgmma > 0, usage.mma) == (multiplies, 0), kernel.name
 
 
+def recurrences(shape, rows, num_stages, **fields):
+    tiles = StageConfig(siz_b_DHQK=rows, num_stages=num_stages)
+    return Recurrences(shape=shape, tiles=tiles, **fields)
+
+
 COMPILED_RECURRENCES = {
-    "7b": Recurrences(
-        shape=(8, 8, 8192, 256, 512),
-        L=256,
-        tiles=StageConfig(siz_b_DHQK=256, num_stages=4),
-        layout="BTNH",
+    "7b": recurrences((8, 8, 8192, 256, 512), 256, 4, L=256, layout="BTNH"),
+    "7b_states": recurrences((8, 8, 8192, 256, 512), 256, 4, L=256, alone=True),
+    "b1": recurrences((1, 8, 8192, 256, 512), 128, 6, L=256),
+    "tfla": recurrences((8, 16, 8192, 128, 256), 256, 4, delta=True),
+    "tfla_stored_BTNH": recurrences(
+        (8, 16, 8192, 128, 256), 256, 4, delta=True, alone=True, layout="BTNH"
     ),
-    "7b_states": Recurrences(
-        shape=(8, 8, 8192, 256, 512),
-        L=256,
-        tiles=StageConfig(siz_b_DHQK=256, num_stages=4),
-        alone=True,
-    ),
-    "b1": Recurrences(
-        shape=(1, 8, 8192, 256, 512), L=256, tiles=StageConfig(siz_b_DHQK=128, num_stages=6)
-    ),
-    "tfla": Recurrences(
-        shape=(8, 16, 8192, 128, 256), tiles=StageConfig(siz_b_DHQK=256, num_stages=4), delta=True
-    ),
-    "tfla_stored_BTNH": Recurrences(
-        shape=(8, 16, 8192, 128, 256),
-        tiles=StageConfig(siz_b_DHQK=256, num_stages=4),
-        delta=True,
-        alone=True,
-        layout="BTNH",
-    ),
-    "64_128": Recurrences(
-        shape=(8, 32, 8192, 64, 128), tiles=StageConfig(siz_b_DHQK=64, num_stages=6), delta=True
-    ),
-    "few_heads": Recurrences(
-        shape=(1, 16, 8192, 128, 256), tiles=StageConfig(siz_b_DHQK=64, num_stages=4), delta=True
-    ),
+    "64_128": recurrences((8, 32, 8192, 64, 128), 64, 6, delta=True),
+    "few_heads": recurrences((1, 16, 8192, 128, 256), 64, 4, delta=True),
 }
 
 
@@ -168,24 +136,12 @@ def test_weighted_recurrences_compile(name, compiler):
 @needs_compiler
 @pytest.mark.slow
 def test_the_compile_report_has_both_kinds_of_kernels():
-    config = KernelConfig(fused_min_heads=1)
-    rows = list(
-        compile_report.report(
-            "H200",
-            [(128, 256)],
-            ["bfloat16"],
-            config=config,
-            backend="mosaic_gpu",
-            stages=["recurrent_fw_H"],
-        )
-    )
-    [row] = rows
+    options = dict(config=KernelConfig(fused_min_heads=1), stages=["recurrent_fw_H"])
+    report = functools.partial(compile_report.report, backend="mosaic_gpu")
+    [row] = report("H200", [(128, 256)], ["bfloat16"], **options)
     assert row.cause == ""
     assert row.config.keys() == {"siz_b_LKV", "siz_b_DHHV", "siz_b_loop", "num_warps", "num_stages"}
     assert row.chunk_size == row.config["siz_b_LKV"]
     assert row.num_warps == row.config["num_warps"] + 4  # and the warps that copy
-    [cause] = {
-        row.cause
-        for row in compile_report.report("A100", [(128, 256)], ["bfloat16"], backend="mosaic_gpu")
-    }
+    [cause] = {row.cause for row in report("A100", [(128, 256)], ["bfloat16"])}
     assert "expected a Hopper GPU" in cause

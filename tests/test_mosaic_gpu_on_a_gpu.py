@@ -25,12 +25,7 @@ from mosaic_gpu_cases import (
     needs_jax,
     spec_of,
 )
-from oracle import (
-    assert_close,
-    random_inputs,
-    swapped,
-    tolerance,
-)
+from oracle import assert_close, random_inputs, swapped, tolerance
 from test_packed_sequences import check_prompts
 
 from mlstm_pallas import KernelConfig, StageConfig, dispatch, mlstm_chunkwise

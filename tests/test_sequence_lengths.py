@@ -33,15 +33,17 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 S, L = 70, 32
 LENGTHS = np.array([0, 1, 40, S + 29])
-FUSED = dict(config=KernelConfig(fused_min_heads=1))
 IDS = np.repeat([[0, 1, 0]] * len(LENGTHS), [20, 31, S - 51], axis=1)  # a start beyond 40
 CASES = {
-    "materialised": dict(backend="interpret"),
-    "fused": dict(backend="interpret", segment_ids=IDS, **FUSED),
-    "stored_BTNH": dict(backend="interpret", layout="BTNH", recompute_states_in_bw=False, **FUSED),
-    "plain": dict(backend="xla", segment_ids=IDS),
-    "unnormalised": dict(backend="xla", input_gate="sigmoid", normalize=False),
-    "second_floor": dict(backend="xla", eps=0.0, stabilize_correctly=False, norm_val=0.0),
+    "materialised": dict(eps=0.0, stabilize_correctly=False, norm_val=0.0, backend="interpret"),
+    "fused_stored_BTNH": dict(
+        backend="interpret",
+        segment_ids=IDS,
+        layout="BTNH",
+        recompute_states_in_bw=False,
+        config=KernelConfig(fused_min_heads=1),
+    ),
+    "plain": dict(backend="xla", segment_ids=IDS, input_gate="sigmoid", normalize=False),
 }
 
 
@@ -68,12 +70,12 @@ def check(inputs, lengths, bounds, run=mlstm_chunkwise, **options):
 @pytest.mark.parametrize("case", CASES)
 def test_against_float64(case):
     options = dict(chunk_size=L) | CASES[case]
-    inputs = random_inputs(0, len(LENGTHS), 1, S, 16, 32, m_initial="input_gate" not in options)
+    inputs = random_inputs(0, len(LENGTHS), 2, S, 16, 32, m_initial="input_gate" not in options)
     check(inputs, LENGTHS, (tolerance("float32", S + 16), BOUND["float32"]), **options)
 
 
 def test_jit_vmap_scan_remat_and_the_plain_function():
-    """Of lengths that are traced."""
+    """Of values and lengths that are traced."""
     q, k, v, i, f = random_inputs(1, 2, 1, 24, 16, 16, states=False).values()
 
     def loss(run, v, lengths):
@@ -82,13 +84,14 @@ def test_jit_vmap_scan_remat_and_the_plain_function():
         return jnp.sum(jnp.sin(jax.lax.scan(layer, v, None, length=2)[0]))
 
     of_call, plain = (
-        jax.jit(jax.grad(functools.partial(loss, run)))
+        jax.jit(jax.vmap(jax.grad(functools.partial(loss, run))))
         for run in (mlstm_chunkwise, reference.chunkwise)
     )
-    lengths = np.array([[5, 24], [17, 0]])
-    for result, each in zip(jax.vmap(of_call, (None, 0))(v, lengths), lengths, strict=True):
-        assert_close(result, np.asarray(plain(v, each), "float64"), BOUND["float32"])
-        assert_nothing_beyond(each, [result], dict.fromkeys("qkvif", result))
+    values, lengths = np.stack([v, 2 * v]), np.array([[5, 24], [17, 0]])
+    result = of_call(values, lengths)
+    assert_close(result, plain(values, lengths), BOUND["float32"])
+    for y, each in zip(result, lengths, strict=True):
+        assert_nothing_beyond(each, [y], dict.fromkeys("qkvif", y))
 
 
 @pytest.mark.parametrize("dtype", ["uint8", "int64"])
@@ -99,9 +102,6 @@ def test_any_integer_dtype_is_clipped(dtype):
     least, largest = np.iinfo(dtype).min, np.iinfo(dtype).max
     result, expected = (
         run(sequence_lengths=lengths)
-        for lengths in (
-            np.array([least, largest], dtype),
-            jnp.asarray([0, min(largest, 300)]),
-        )
+        for lengths in (np.array([least, largest], dtype), jnp.asarray([0, min(largest, 300)]))
     )
     assert np.array_equal(result, expected)

@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
-from oracle import array, assert_close, compare, oracle, random_inputs, tolerance
+from oracle import array, assert_close, tolerance
 
-from mlstm_pallas import KernelConfig, StageConfig, dispatch, mlstm_chunkwise
+from mlstm_pallas import StageConfig, dispatch
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.splits import decays_of_others
 from mlstm_pallas.stage import Lowering, StageCall, Weighted
@@ -90,8 +90,7 @@ STAGES = {"recurrent_fw_C": forward, "recurrent_bw_dC": backward}
 
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize(
-    ("dtype", "num_splits", "resets"),
-    [("float32", 8, True), ("bfloat16", 2, False)],
+    ("dtype", "num_splits", "resets"), [("float32", 8, True), ("bfloat16", 2, False)]
 )
 def test_recurrences_in_splits(stage, dtype, num_splits, resets):
     x, run = arrays(dtype, resets), STAGES[stage]
@@ -103,17 +102,6 @@ def test_recurrences_in_splits(stage, dtype, num_splits, resets):
         assert_close(
             actual, desired, tolerance("float32" if key.startswith("vec") else dtype, S), key
         )
-
-
-@pytest.mark.parametrize("num_splits", [1, 4])
-def test_two_recurrences_in_a_launch_do_not_meet(num_splits):
-    x = arrays("float32")
-    both = backward(INTERPRETED, x, num_splits)
-    alone = jax.jit(functools.partial(recurrent_bw_dC, call=call_of(INTERPRETED, num_splits)))(
-        x["a"], x["b"], x["gamma"], x["X"]
-    )
-    assert np.array_equal(both.matDeltaC_states, alone.matDeltaC_states)
-    assert np.array_equal(both.matDeltaC_initial, alone.matDeltaC_initial)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -154,19 +142,6 @@ def test_decays_of_others():
     gamma = jnp.asarray([[0.5, 0.25, 0.0, 2.0]])
     assert decays_of_others(gamma).tolist() == [[0.0, 0.0, 2.0, 1.0]]
     assert decays_of_others(gamma, backward=True).tolist() == [[1.0, 0.5, 0.125, 0.0]]
-
-
-def test_the_fused_scan_in_splits():
-    """128 steps in 8 chunks of the fused scan."""
-    inputs = random_inputs(21, 1, 2, 120, 16, 32, resets=True)
-    tiles = StageConfig(siz_b_LKV=16, num_splits=2)
-    config = KernelConfig(chunk_size=32, fused_min_heads=1, recurrent_fw_H=tiles)
-    h, states = mlstm_chunkwise(
-        **inputs, return_last_states=True, config=config, backend="interpret"
-    )
-    expected_h, expected_states = oracle(inputs)
-    expected = expected_h, *expected_states
-    compare("hcnm", (h, *states), expected, tolerance("float32", 120 + 16))
 
 
 def test_a_number_of_splits_is_cut_to_what_divides_the_chunks():
