@@ -454,15 +454,19 @@ def test_eps_may_be_the_largest_float32():
 
 
 def test_last_states_of_the_sigmoid_gate_are_taken_as_initial_ones():
-    x = arrays(v=jnp.ones(SHAPES["v"]))
+    """m among them, which is 0 whatever is given."""
+    x = arrays(states=True, v=np.ones(SHAPES["v"], "float32"))
     options = dict(input_gate="sigmoid", return_last_states=True)
-    run = jax.jit(functools.partial(mlstm_chunkwise, **options))
-    _, (c, n, m) = run(**x)
-    assert not m.any()
-    without = run(**x, c_initial=c, n_initial=n)
-    for given in (m, m + 3.0):  # m is 0 whatever is given
-        result = run(**x, c_initial=c, n_initial=n, m_initial=given)
-        assert jax.tree.all(jax.tree.map(jnp.array_equal, result, without))
+    run = functools.partial(mlstm_chunkwise, **options)
+
+    @jax.jit
+    def both(m_initial):
+        return run(**x | {"m_initial": None}), run(**x | {"m_initial": m_initial})
+
+    without, given = both(np.full((B, NH), 3.0, "float32"))
+    assert not np.any(without[1][2])
+    assert jax.tree.all(jax.tree.map(np.array_equal, given, without))
+    jax.eval_shape(lambda: run(**x))  # an array of zeros
 
 
 @pytest.mark.filterwarnings("error")
@@ -477,7 +481,7 @@ def test_arrays_of_the_other_layout_get_a_warning_once():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            run(**arrays())
+            jax.eval_shape(lambda: run(**arrays()))
     assert [(str(x.message), x.filename) for x in caught] == [(message, __file__)]
     validation.warn_of_layout.cache_clear()
     token = {name: jnp.zeros((B, 1, NH, *shape)) for name, shape in TRAILING.items()}
