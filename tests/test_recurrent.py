@@ -355,13 +355,11 @@ def test_lowers_for_gpus(heads, monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("device", ["H200", "A100"])
-def test_compiles_without_spills(device):
+@pytest.mark.parametrize(("device", "dtype"), [("H200", "bfloat16"), ("A100", "float32")])
+def test_compiles_without_spills(device, dtype):
     pytest.importorskip("triton")
-    heads = [(64, 64), (256, 512), (512, 1024)]
-    for row in compile_report.report(device, heads, ["float32", "bfloat16"], direction="step"):
-        assert row.cause == ""
-        assert row.usage.spill_store_bytes == 0
+    for row in compile_report.report(device, [(64, 64), (512, 1024)], [dtype], direction="step"):
+        assert (row.cause, row.usage.spill_store_bytes) == ("", 0)
 
 
 # ---------------- what is refused
