@@ -70,9 +70,7 @@ def test_gradient_lowers_for_cuda():
 def test_dtypes(given, autocast):
     inputs = random_inputs(1, 1, 2, 16, 16, 16, dtype=given)
     run = functools.partial(mlstm_chunkwise, autocast_kernel_dtype=autocast)
-    h, states = jax.eval_shape(
-        functools.partial(run, return_last_states=True), *inputs.values()
-    )
+    h, states = jax.eval_shape(functools.partial(run, return_last_states=True), *inputs.values())
     assert (h.dtype, {x.dtype.name for x in states}) == (given, {"float32"})
     if autocast:
         rounded = {name: array(x, autocast) if name in "qkv" else x for name, x in inputs.items()}

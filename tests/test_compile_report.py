@@ -236,9 +236,9 @@ def test_compiles_and_fits(line):
     heads, facts = compile_report.parse_heads(heads), STAGES[stage]
     options = dict(direction="fwbw" if facts.backward else "fwd")
     options |= dict(config=KernelConfig(fused_min_heads=int(facts.fused)))
-    problem = compile_report.Call(
-        compile_report.DEVICES[device], *heads, dtype, **options
-    ).spec().problem
+    problem = (
+        compile_report.Call(compile_report.DEVICES[device], *heads, dtype, **options).spec().problem
+    )
     rows = list(compile_report.report(device, [heads], [dtype], stages=[stage], **options))
     assert rows
     for row in rows:
