@@ -66,7 +66,7 @@ def arrays(layout="BNTH", states=False, **changed):
     lead = (B, NH, S) if layout == "BNTH" else (B, S, NH)
     shapes = {name: (*lead, *shape) for name, shape in TRAILING.items()}
     shapes |= STATES if states else {}
-    return {name: jnp.zeros(shape) for name, shape in shapes.items()} | changed
+    return {name: np.zeros(shape, "float32") for name, shape in shapes.items()} | changed
 
 
 class Param:
@@ -417,7 +417,7 @@ def test_a_refused_flag_leaves_the_generator_as_it_was():
 def test_a_stabiliser_other_than_zeros_is_refused_with_the_sigmoid_gate():
     """By every function; where it is traced nothing is known of it."""
     message = "has values other than 0 with input_gate 'sigmoid', expected None or zeros"
-    x, m = arrays(states=True), jnp.full((B, NH), 1.0)
+    x, m = arrays(states=True), np.ones((B, NH), "float32")
     for function in (mlstm_chunkwise, reference.chunkwise, reference.recurrence):
         changed = x | {"m_initial": m}
         refused(ValueError, f"m_initial {message}", function, **changed, input_gate="sigmoid")
