@@ -129,12 +129,6 @@ def test_the_plain_form_runs_and_a_triton_kernel_says_what_is_missing(backends):
     assert result.returncode == 0, result.stderr
 
 
-@needs_mosaic_gpu
-def test_a_step_runs_in_plain_form():
-    result = run(STEP)
-    assert result.returncode == 0, result.stderr
-
-
 DEFAULT = """
 from jax.sharding import AbstractDevice, AbstractMesh
 from mlstm_pallas.backend import requested_backend
@@ -156,18 +150,19 @@ for kind, backend in {"NVIDIA H200": "mosaic_gpu", "NVIDIA A100-SXM4-80GB": None
 
 
 @needs_mosaic_gpu
-def test_the_default_is_mosaic_gpu_on_hopper_in_16_bits():
-    result = run(DEFAULT)
+def test_a_step_runs_in_plain_form_and_the_default_is_mosaic_gpu_on_hopper_in_16_bits():
+    result = run(STEP + DEFAULT)
     assert result.returncode == 0, result.stderr
 
 
 @needs_mosaic_gpu
-@pytest.mark.parametrize("layout", ["BNTH", "BTNH"])
 @pytest.mark.parametrize(
-    "name",
+    ("name", "layout"),
     [
-        *("plain_stages", "few_heads"),
-        *(pytest.param(name, marks=pytest.mark.slow) for name in ("fused", "splits")),
+        ("plain_stages", "BTNH"),
+        ("few_heads", "BNTH"),
+        pytest.param("fused", "BNTH", marks=pytest.mark.slow),
+        pytest.param("splits", "BTNH", marks=pytest.mark.slow),
     ],
 )
 def test_mosaic_gpu_kernels_run_interpreted(name, layout):
