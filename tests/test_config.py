@@ -237,12 +237,6 @@ def test_no_row_is_tuned_twice():
     assert len(ROWS) == sum(len(json.loads((TUNING / name).read_text())["rows"]) for name in FILES)
 
 
-def test_the_package_has_its_data():
-    files = {x.name for x in resources.files("mlstm_pallas").iterdir()}
-    assert "py.typed" in files
-    assert "nvidia_h200.json" in FILES
-
-
 @pytest.mark.parametrize(
     "config",
     [

@@ -163,26 +163,18 @@ def test_an_export_for_cpu_and_cuda_has_the_kernels_and_runs_on_the_cpu():
     exported = export(function, *x, platform=("cpu", "cuda"), device_kind="NVIDIA H200")
     assert exported.platforms == ("cpu", "cuda")
     assert CUSTOM_CALL_TARGET in exported.mlir_module()
-    for name, actual, desired in zip(
-        "hcnm", jax.tree.leaves(exported.call(*x)), jax.tree.leaves(function(*x)), strict=True
-    ):
-        assert_close(actual, np.asarray(desired), BOUND, name)
+    compare(OUTPUTS, *map(jax.tree.leaves, (exported.call(*x), function(*x))), BOUND)
 
 
 def test_the_batch_may_be_symbolic_in_plain_jnp():
     (B,) = jax.export.symbolic_shape("B")
-    x = [jnp.asarray(y)[:, :, :20] for y in [*INPUTS.values()][:5]]
+    x = [np.asarray(y)[:, :, :20] for y in [*INPUTS.values()][:5]]
     run = functools.partial(mlstm_chunkwise, chunk_size=16, backend="xla")
     loss = jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(run(*x))), argnums=(0, 1, 2, 3, 4)))
     exported = export(
         loss, *(jax.ShapeDtypeStruct((B, *y.shape[1:]), y.dtype) for y in x), platform="cpu"
     )
-    for batch in (1, 2):
-        part = [y[:batch] for y in x]
-        for actual, desired in zip(
-            jax.tree.leaves(exported.call(*part)), jax.tree.leaves(loss(*part)), strict=True
-        ):
-            assert_close(actual, np.asarray(desired), BOUND)
+    compare(NAMES[:5], exported.call(*x), loss(*x), BOUND)
 
 
 @pytest.mark.parametrize(
@@ -206,20 +198,12 @@ def test_another_platform_is_refused():
 
 
 def test_equal_static_arguments_are_traced_once():
+    x = [np.asarray(y)[:, :, :16] for y in [*INPUTS.values()][:5]]
     fwbw.mlstm_forward.clear_cache()
-    for _ in range(3):
-        mlstm_chunkwise(
-            *INPUTS.values(),
-            eps=1e-3,
-            chunk_size=16,
-            autocast_kernel_dtype="float32",
-            config=KernelConfig(fused_min_heads=0),
-        )
-    assert fwbw.mlstm_forward._cache_size() == 1
-    mlstm_chunkwise(
-        *INPUTS.values(), eps=1e-4, chunk_size=16, config=KernelConfig(fused_min_heads=0)
-    )
-    assert fwbw.mlstm_forward._cache_size() == 2
+    for eps, expected in ((1e-3, 1), (1e-3, 1), (1e-4, 2)):
+        config = KernelConfig(fused_min_heads=0)
+        mlstm_chunkwise(*x, eps=eps, autocast_kernel_dtype="float32", config=config)
+        assert fwbw.mlstm_forward._cache_size() == expected
 
 
 @pytest.mark.gpu
@@ -235,5 +219,4 @@ def test_an_export_for_cuda_runs_with_its_gradients():
             jax.grad(lambda *x: jnp.sum(jnp.sin(run(*x).astype("float32"))), tuple(range(8)))
         )(*x)
 
-    for name, actual, desired in zip(NAMES, gradients(loaded.call), gradients(run), strict=True):
-        assert_close(actual, np.asarray(desired.astype("float32")), 2e-2, name)
+    compare(NAMES, gradients(loaded.call), gradients(run), 2e-2)

@@ -71,11 +71,14 @@ def both(run, *x):
 # Each value of each parameter with those that its code depends on; float16 takes the paths of
 # bfloat16.
 CALLS = [
-    *(("interpret", "bfloat16", a, "BTNH", "exp") for a in ALGORITHMS),
+    ("interpret", "bfloat16", "materialised", "BTNH", "exp"),
+    ("interpret", "bfloat16", "stored", "BTNH", "exp"),
+    ("interpret", "bfloat16", "splits", "BTNH", "exp"),
     ("interpret", "bfloat16", "fused", "BNTH", "unnormalised"),
     ("interpret", "float32", "materialised", "BNTH", "unstabilised"),
-    *(("xla", "float32", "materialised", "BTNH", gate) for gate in GATES),
     ("xla", "bfloat16", "materialised", "BNTH", "exp"),
+    ("xla", "float32", "materialised", "BTNH", "unnormalised"),
+    ("xla", "float32", "materialised", "BTNH", "unstabilised"),
 ]
 
 
@@ -98,7 +101,7 @@ def test_forward_and_backward(backend, dtype, algorithm, layout, gate):
     assert [y.shape for y in states] == [(B, NH, DHQK, DHHV), (B, NH, DHQK), (B, NH)]
 
 
-@pytest.mark.parametrize("gate", GATES)
+@pytest.mark.parametrize("gate", ["exp", "unnormalised", "unstabilised"])
 def test_the_plain_function_and_the_recurrence(gate):
     x = arguments("bfloat16", m_initial="sigmoid" not in GATES[gate].values())
     assert both(functools.partial(reference.chunkwise, **GATES[gate]), *x).shape == x[2].shape
@@ -109,10 +112,10 @@ def test_the_plain_function_and_the_recurrence(gate):
 @pytest.mark.parametrize(
     ("dtype", "states_dtype", "gate"),
     [
-        *(("float32", "float32", gate) for gate in GATES),
+        ("float32", "float32", "unstabilised"),
         ("bfloat16", "bfloat16", "exp"),
         ("bfloat16", "float32", "sigmoid"),
-        ("bfloat16", None, "exp"),
+        ("bfloat16", None, "unnormalised"),
     ],
 )
 @pytest.mark.parametrize("backend", ["interpret", "xla"])

@@ -3,6 +3,7 @@
 import re
 from pathlib import Path
 
+import jax
 import pytest
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -13,11 +14,15 @@ README = (ROOT / "README.md").read_text()
 
 def test_the_example_runs():
     [example] = re.findall(r"```python\n(.*?)```", README, re.S)
-    names: dict = {}
-    exec(compile(example, "README.md", "exec"), names)
-    for argument, gradient in zip("qkvif", names["gradients"], strict=True):
-        assert gradient.shape == names[argument].shape
-        assert gradient.dtype == names[argument].dtype
+
+    @jax.jit  # one program
+    def run():
+        names: dict = {}
+        exec(compile(example, "README.md", "exec"), names)
+        return [names[name] for name in "qkvif"], names["gradients"]
+
+    for x, dx in zip(*run(), strict=True):
+        assert (dx.shape, dx.dtype) == (x.shape, x.dtype)
 
 
 def test_the_links_lead_somewhere():
