@@ -24,6 +24,7 @@ from oracle import (
     mesh_of,
     random_inputs,
     sharded,
+    swapped,
 )
 
 from mlstm_pallas import KernelConfig, StageConfig, call_spec, distributed, mlstm_chunkwise
@@ -381,11 +382,15 @@ def test_packed_sequences_and_lengths_over_four_devices(options):
 
     def split(*x):
         def shard(ids, *x):
-            return mlstm_chunkwise_sequence_parallel(*x, segment_ids=ids, axis_name="s", **options)
+            return mlstm_chunkwise_sequence_parallel(
+                *x, segment_ids=ids, axis_name="s", layout="BTNH", **options
+            )
 
-        specs = (P(None, "s"), *(SEQUENCE,) * 5, *(WHOLE,) * (len(x) - 5))
-        mesh = mesh_of((4,), names="s")
-        return jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=(SEQUENCE, WHOLE))(ids, *x)
+        sequence, mesh = P(None, "s"), mesh_of((4,), names="s")
+        specs = (*(sequence,) * 6, *(WHOLE,) * (len(x) - 5))
+        run = jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=(sequence, WHOLE))
+        h, states = run(ids, *map(swapped, x[:5]), *x[5:])
+        return swapped(h), states
 
     def gradients(run):
         def loss(*x):

@@ -96,9 +96,10 @@ def test_shards_of_batch_and_heads_stay_where_they_are(inputs, expected, kind, b
 
 @pytest.mark.parametrize(
     ("backend", "config"),
-    [("xla", None), slow(("interpret", KernelConfig(fused_min_heads=0)), True)],
+    [("xla", None), ("interpret", KernelConfig(fused_min_heads=0))],
     ids=["xla", "materialised"],
 )
+@pytest.mark.slow
 def test_one_sequence_over_several_devices(backend, config):
     """Shards of S, which is axis 1, with a state handed from device to device and nothing
     gathered."""

@@ -133,10 +133,10 @@ SCAN = dict(config=KernelConfig(fused_min_heads=1))
     ("prompts", "options"),
     [
         (37, dict(backend="interpret", layout="BTNH", **SCAN)),
-        (9, dict(backend="interpret", dtype="bfloat16")),
         (9, dict(backend="xla", layout="BTNH", input_gate="sigmoid")),
+        pytest.param(9, dict(backend="interpret", dtype="bfloat16"), marks=pytest.mark.slow),
     ],
-    ids=["fused", "materialised", "plain"],
+    ids=["fused", "plain", "materialised"],
 )
 def test_prompts_are_read_at_once(prompts, options):
     check_prompts(prompts, 16, 32, chunk_size=L, **options)
