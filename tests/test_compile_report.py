@@ -225,7 +225,9 @@ def check_usage(row, device, problem, dtype):
     assert row.usage.shared_bytes <= target.shared_bytes
     assert 16 <= row.usage.registers <= 255
     if dtype == "bfloat16" and facts and roofline.COSTS[row.stage](problem, 2).flops > 0:
-        assert (row.usage.wgmma if device == "H200" else row.usage.mma) > 0, "no tensor cores"
+        # wgmma multiplies 64 rows: fewer steps of a chunk may be the rows of none.
+        other = 0 if device == "H200" and row.chunk_size >= 64 else row.usage.mma
+        assert row.usage.wgmma + other > 0, "no tensor cores"
 
 
 @pytest.mark.slow
