@@ -216,8 +216,8 @@ def _gates_kernel(
     f: Any,
     starts: Any,  # (CTAs, rows, STEPS) int32, 1 where a packed segment begins; may be absent
     m_known: Any,  # (B * NH, NC + 1) m at the chunk boundaries; absent where it is computed
-    summaries: Any,  # g, a of ``_summaries_kernel``; absent where one of its neighbours is not
-    m_after: Any,  # (B * NH, padded NC) of ``_stabiliser_scan_kernel``; likewise
+    summaries: Any,  # g, a of ``_summaries_kernel``, where the CTAs join them; else absent
+    m_after: Any,  # (B * NH, padded NC) of ``_stabiliser_scan_kernel``, where it ran; else absent
     m_initial: Any,  # (B * NH,); absent where m_known is not
     e_hi: Any,  # out (CTAs, rows, STEPS), as those that follow
     e_lo: Any,

@@ -186,9 +186,8 @@ def _kernel(
     f: Any,  # (B * NH, S / T, T)
     flags: Any,  # (B * NH, S / T, T) int32
     dm: Any,  # (B * NH, S / T, T); absent where m is a constant
-    # (B * NH, blocks) what the step after each block passes on to it; likewise, and with by_rows
-    after: Any,
-    by_rows: Any,  # dm and flags, (B * NH, blocks * LANES, STEPS); absent where after is not
+    after: Any,  # (B * NH, blocks) what the step after each block passes on to it; may be absent
+    by_rows: Any,  # dm and flags, (B * NH, blocks * LANES, STEPS), from which a CTA computes it
     di: Any,  # out (B * NH, S / T, T)
     df: Any,  # out (B * NH, S / T, T)
     arriving: Any,  # out (B * NH, blocks) at the first step of each; absent without dm
