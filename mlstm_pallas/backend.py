@@ -27,9 +27,17 @@ _default: ContextVar[str | None] = ContextVar("backend", default=_UNSET)
 class use_backend:
     """Inside, ``backend`` is the backend of calls that name none themselves.
 
-    It is "triton", "mosaic_gpu" (where a stage has such a kernel, on Hopper),
-    "interpret", "mosaic_gpu_interpret" or "xla", as for ``mlstm_chunkwise``.
-    None chooses by the platform that a computation is lowered for.
+    None: "triton" where the computation is lowered for an NVIDIA GPU, "xla"
+      elsewhere.
+    "triton": Triton kernels, the fastest in float32 and on GPUs before and
+      after Hopper.
+    "mosaic_gpu": Mosaic GPU kernels, the fastest on Hopper in 16-bit dtypes.
+      Stages without one run Triton's, or plain jnp where jax has no Triton
+      backend. Another GPU or an unfit jax is a ValueError.
+    "xla": plain jnp, on any device.
+    "interpret", "mosaic_gpu_interpret": the kernels interpreted on a CPU;
+      slow, for tests; the former in a shard_map with check_vma=False, the
+      latter on one device.
 
     The argument ``backend`` of a call comes first, then the innermost
     use_backend, then the environment variable MLSTM_PALLAS_BACKEND. All are
