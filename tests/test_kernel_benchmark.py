@@ -109,16 +109,6 @@ def test_a_stage_that_is_wrong_is_refused(monkeypatch, capsys):
     assert "wrong: error 2.0e+00 in vecZ" in capsys.readouterr().out
 
 
-def test_a_failure_and_a_missing_peer_are_one_line_each(monkeypatch, measured, capsys):
-    monkeypatch.setattr(kernel_benchmark, "mlstm_chunkwise", benchmark_runs.missing)
-    monkeypatch.setitem(peers.PEERS, "fla_simple_gla", benchmark_runs.missing)
-    code, (skipped, failed) = measured("--impl=fla_simple_gla,xla")
-    assert (code, skipped["note"]) == (1, benchmark_runs.MISSING)
-    assert failed["note"] == skipped["note"].replace("skipped", "failed")
-    out = capsys.readouterr().out
-    assert all(out.count(record["note"]) == 2 for record in (skipped, failed))  # in the table too
-
-
 def test_a_peer_is_not_run_beyond_its_offsets():
     """It would write to other addresses, and take the rest of the run with it."""
     shape = Shape(16, 8, 8192, 256, 512)

@@ -240,16 +240,6 @@ def test_a_run_goes_on_along_the_curve_on_a_mesh(output, copied):
     assert_same_curve(copied, output)
 
 
-@pytest.mark.slow
-@pytest.mark.gpu_multi
-@pytest.mark.parametrize("mesh", ["data:2", "sequence:2"])
-def test_mesh_of_gpus_has_the_curve_of_a_single_one(tmp_path, mesh):
-    single, several = tmp_path / "single", tmp_path / "mesh"
-    assert train(single) == train(several, mesh=mesh) == 0
-    assert_same_curve(several, single)
-    assert read_log(several, "devices") == [2]
-
-
 def start(text_folder, folder, *arguments, **settings):
     settings |= dict(PYTHONPATH=os.pathsep.join(filter(None, sys.path)), JAX_PLATFORMS="cpu")
     settings |= dict(JAX_DISABLE_MOST_OPTIMIZATIONS="1")

@@ -8,7 +8,6 @@ import os
 import re
 import threading
 import time
-from collections import Counter
 from unittest import mock
 
 import benchmark_runs
@@ -271,20 +270,6 @@ def test_without_time_there_is_no_row(run, fake, capsys):
     assert run("--minutes=0") == 1
     assert "no time of the heuristic to compare with" in capsys.readouterr().err
     assert not os.path.exists("rows.json")
-
-
-@pytest.mark.parametrize(
-    ("broken", "algorithms"), [("parallel_bw_dQKV", {0, 1}), ("parallel_fw_P", {0})]
-)
-def test_a_stage_that_never_runs_leaves_time_for_the_others(broken, algorithms, run, fake):
-    """Its algorithm is not tried, but for a stage of both."""
-    fake.hook = lambda self, stage, _: Result("failed", note="no") if stage == broken else None
-    assert run() == 0
-    tried = Counter(line["stage"] for line in run.log())
-    assert 0 < tried[broken] <= 4 * 3 * tune.ROUND
-    assert tried["recurrent_fw_C"] > tune.ROUND
-    _, *whole = [line["config"] for line in timed(run, whole=True)]  # the heuristic comes first
-    assert {config["fused_min_heads"] for config in whole} == algorithms
 
 
 def test_a_compiler_that_hangs_costs_its_candidate(run, fake, monkeypatch):
