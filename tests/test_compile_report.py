@@ -156,15 +156,6 @@ def test_every_stage_lowers(device, heads, dtype, variant, config):
     assert ("stabiliser_scan" in rows) == (variant in ("exp", "packed", "BTNH"))
 
 
-@pytest.mark.usefixtures("lowers_only")
-def test_a_config_of_the_command_line_reaches_the_kernels(run):
-    config = '{"fused_min_heads": 1, "recurrent_fw_H": {"siz_b_LKV": 16, "siz_b_loop": 256}}'
-    code, rows = run("--heads=256/64", f"--config={config}")
-    assert code == 0
-    assert {rows[name]["chunk_size"] for name, stage in STAGES.items() if stage.fused} == {16}
-    assert rows["recurrent_fw_H"]["config"]["siz_b_loop"] == 256
-
-
 def test_one_kernel_too_large_and_one_that_fails_leave_the_others(monkeypatch, run):
     def compile_kernel(ir, *_):
         if "recurrent_fw_C" in ir:

@@ -120,13 +120,6 @@ def test_every_arrow_runs_down():
     assert not arrows(upward)
 
 
-def test_modules_of_the_package_are_imported_at_the_top():
-    for name, tree in modules().items():
-        nested = [node for node in imports(tree) if node not in tree.body]
-        inside = {within_package(target) for node in nested for target in imported(node)}
-        assert inside <= {None}, name
-
-
 def test_dispatch_alone_imports_kernels():
     """Other modules import the seam to Triton: whether jax has it, and its custom call."""
 
