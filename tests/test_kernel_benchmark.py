@@ -192,8 +192,7 @@ def test_a_report_has_the_last_record_of_each_case(tmp_path, capsys):
     changes += (dict(impl="fla", status="skipped", note="skipped: no GPU"),)
     rows = (dataclasses.asdict(dataclasses.replace(record, **change)) for change in changes)
     (tmp_path / "rows").write_text("\n".join(map(json.dumps, rows)))
-    assert run(f"--from_jsonl={tmp_path / 'rows'}", "--markdown", f"--plot={tmp_path}/p.png") == 0
-    assert (tmp_path / "p.png").stat().st_size > 1000
+    assert run(f"--from_jsonl={tmp_path / 'rows'}", "--markdown") == 0
     lines = re.findall(r"^\| (\w[\w ]+) \| ([\w.]+) \|", capsys.readouterr().out, re.M)
     expected = ("triton", "2.05"), ("triton states stored", "7.87"), ("fla", "skipped")
     assert lines[-3:] == [*expected]

@@ -30,7 +30,7 @@ def test_what_is_left_without_the_mlstm_are_the_counted_products(impl, direction
 
 
 @pytest.mark.slow
-def test_measures_both_layouts_and_skips_a_peer_that_is_not_there(tmp_path, monkeypatch, capsys):
+def test_measures_both_layouts_and_skips_a_peer_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setitem(peers.PEERS, "mlstm_kernels_xl_chunk", missing)
     monkeypatch.setattr(roofline, "DEVICE_RATES", {jax.devices()[0].device_kind: (1e9, 1e8)})
     impls = *layer_benchmark.JAX_IMPLS, "mlstm_kernels_xl_chunk"
@@ -47,9 +47,6 @@ def test_measures_both_layouts_and_skips_a_peer_that_is_not_there(tmp_path, monk
     names = {"y", "x", *layer_benchmark.Params._fields} - {"input_bias", "forget_bias"}
     assert set(ours[0]["errors"]) == names
     assert set(ours[1]["errors"]) == names | {f"{name}, layouts" for name in names}
-    _, _, left, products = (record["ms"] for record in ours)
-    difference = f"without_mlstm less products {left - products:.3f} ms"
-    assert difference in capsys.readouterr().out
 
 
 def scaled(x, by):

@@ -146,27 +146,24 @@ def documented(x, dh, dC_last, scale, eps):
         """added (B, NH, S, DHQK, DHHV + 1): to C and n, its last column, before each step."""
         log_f = jax.nn.log_sigmoid(f)
         b = jnp.cumsum(log_f, axis=-1)
-        rows = b + jnp.maximum(m[..., None], jax.lax.cummax(i - b, axis=2))
-        m = jnp.concatenate([m[..., None], jax.lax.stop_gradient(rows)], axis=-1)
-        decay = jnp.exp(log_f + m[..., :-1] - m[..., 1:])[..., None, None]
-        v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
-        kv = jnp.exp(i - m[..., 1:])[..., None, None] * k[..., None] * v[..., None, :]
+        rows = jax.lax.stop_gradient(b + jnp.maximum(m[..., None], jax.lax.cummax(i - b, axis=2)))
+        m = jnp.concatenate([m[..., None], rows], axis=-1)
 
-        def step(state, x):
-            decay, kv, added = x
-            state = decay * (state + added) + kv
-            return state, state
+        def weighted(log, x):
+            """The sums over steps s <= t of x_s with the weights exp(log_s + b_t - m_t)."""
+            log = jnp.tril(log[..., None, :] + (b - rows)[..., None])
+            return jnp.einsum("bhts,bhskv->bhtkv", jnp.tril(jnp.exp(log)), x)
 
         first = jnp.concatenate([C, n[..., None]], axis=-1)
-        steps = [jnp.moveaxis(y, 2, 0) for y in (decay, kv, added)]
-        _, states = jax.lax.scan(step, first, steps)
-        states = jnp.moveaxis(jnp.concatenate([first[None], states]), 0, 2)
-        num = scale * jnp.einsum("bhtk,bhtkv->bhtv", q, states[:, :, 1:])
-        den = jnp.maximum(jnp.abs(num[..., -1]), jnp.exp(-m[..., 1:]))
+        v = jnp.concatenate([v, jnp.ones_like(v[..., :1])], axis=-1)
+        states = weighted(i - b, k[..., None] * v[..., None, :])
+        states += weighted(log_f - b + m[..., :-1], added.at[:, :, 0].add(first))
+        num = scale * jnp.einsum("bhtk,bhtkv->bhtv", q, states)
+        den = jnp.maximum(jnp.abs(num[..., -1]), jnp.exp(-rows))
         h = num[..., :-1] / (jax.lax.stop_gradient(den) + eps)[..., None]
-        at = states[:, :, ::L]  # the boundaries of chunks
-        values = dict(h=h, den=den, m=m[..., 1:], m_boundaries=m[..., ::L])
-        return (h, at[:, :, -1, :, :-1]), values | dict(C=at[..., :-1], n=at[..., -1])
+        at = jnp.concatenate([first[:, :, None], states[:, :, L - 1 :: L]], axis=2)
+        values = dict(h=h, den=den, m=rows, m_boundaries=m[..., ::L], C=at[..., :-1], n=at[..., -1])
+        return (h, states[:, :, -1, :, :-1]), values
 
     added = jnp.zeros((B, NH, S, DHQK, DHHV + 1), dh.dtype)
     _, vjp, values = jax.vjp(run, *x, added, has_aux=True)
