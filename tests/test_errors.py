@@ -475,11 +475,7 @@ def layers(q):
 
 
 def tangent(function):
-    return lambda q: jax.jvp(function, (q,), (q,))[1]
-
-
-def slope(function):
-    return lambda q: jnp.sum(jax.grad(lambda q: jnp.sum(function(q)))(q) ** 2)
+    return lambda q: jax.jvp(function, (q,), (q,))
 
 
 DERIVATIVES = {
@@ -488,7 +484,9 @@ DERIVATIVES = {
     "jvp_of_vmap": tangent(lambda q: jax.vmap(of_q)(q[None])),
     "linearize": lambda q: jax.linearize(of_q, q)[1](q),
     "hessian": jax.hessian(loss),
-    "grad_of_grad_of_scan": jax.grad(slope(layers)),
+    "grad_of_grad_of_scan": jax.grad(
+        lambda q: jnp.sum(jax.grad(lambda q: jnp.sum(layers(q)))(q) ** 2)
+    ),
 }
 
 

@@ -229,11 +229,8 @@ def test_names_exist():
     text = "\n".join(line for line in PAGE.splitlines() if not line.startswith("|"))
     names = set(re.findall(r"`([a-zA-Z]\w+)[`=]", text)) - set(THEIRS.split())
     functions = [getattr(x, name) for x in (v3, v5xl, stablef) for name in x.__all__]
-    parameters = (
-        inspect.signature(function).parameters for function in (mlstm_chunkwise, *functions)
-    )
-    known = {*dir(mlstm_pallas), *v5xl.__all__, *stablef.__all__}.union(*parameters)
-    assert names <= known
+    parameters = (inspect.signature(x).parameters for x in (mlstm_chunkwise, *functions))
+    assert names <= {*dir(mlstm_pallas), *v5xl.__all__, *stablef.__all__}.union(*parameters)
     for module in re.findall(r"`(mlstm_pallas\.[\w.]+)`", PAGE):
         assert hasattr(importlib.import_module(module), "mlstm_chunkwise_max_triton")
     assert hasattr(v5xl, "mlstm_chunkwise__xl_chunk")

@@ -80,15 +80,15 @@ def read_log(folder, name=""):
 
 
 def test_split_is_by_files(tmp_path):
-    for n in range(45):
-        file = tmp_path / f"folder{n % 3}" / f"{n}.txt"
+    names = {str(n) for n in range(45)}
+    for name in names:
+        file = tmp_path / f"folder{name[-1]}" / f"{name}.txt"
         file.parent.mkdir(exist_ok=True)
-        file.write_text(f"<{n}>" * 9)
-    parts = [
-        set(re.findall(r"\d+", part.tobytes().decode())) for part in corpus.read_corpus(tmp_path, 4)
-    ]
-    assert [len(part) for part in parts] == [43, 2]
-    assert parts[0] | parts[1] == {str(n) for n in range(45)}
+        file.write_text(f"<{name}>" * 9)
+    train, held_out = (
+        {*re.findall(r"\d+", part.tobytes().decode())} for part in corpus.read_corpus(tmp_path, 4)
+    )
+    assert (len(train), len(held_out), train | held_out) == (43, 2, names)
     book = tmp_path / "book"  # a single file
     book.write_bytes(bytes(range(200)))
     train, held_out = corpus.read_corpus(book, 4)
