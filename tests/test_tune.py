@@ -483,8 +483,9 @@ def test_a_worker_answers_and_starts_again_after_a_call_that_does_not_end(monkey
 )
 def test_a_dry_run_of_real_kernels(backend, stage, shape, run):
     """Those of Mosaic GPU in their processes."""
-    tune.write_tuning("rows.json", "cpu", [tuned_row(128, 128)])
+    # So few heads have the fused scan.
+    tune.write_tuning("rows.json", "cpu", [tuned_row(128, 128) | {"fused_min_heads": 1}])
     request = f"--backend={backend}", f"--stage={stage}", "--run_seconds=300"
     assert run(*request, shape=shape) == 0
-    assert len(timed(run)) > 2
+    assert len(timed(run)) > 1  # the heuristic and another
     assert {(line["status"], line["note"]) for line in run.log()} == {("ok", "")}
