@@ -108,9 +108,8 @@ def written(name, outputs, L):
             where[:, None, :, None], x.reshape(HEADS, len(tile), -1, len(tile), TILE), 0.0
         ).reshape(x.shape)
 
-    tiles = (of_chunk(x, block[:, None] >= block) for x in (P, dP))
     return (
-        *tiles,
+        *(of_chunk(x, block[:, None] >= block) for x in (P, dP)),
         qbar,
         of_tiles(per_query, tile[:, None] <= tile),
         of_tiles(per_key, tile[:, None] >= tile),
@@ -132,25 +131,22 @@ def check(run, outputs, arguments, L=None):
     poisoned = jax.tree.map(lambda x: x.at[others].set(jnp.nan), arguments)
     runs = [recorded(*arguments), recorded(*poisoned), recorded(*arguments)]
     for name in runs[0]:
-        for index, result in enumerate(
-            zip(*(written(name, x[name], L) for x in runs), strict=True)
-        ):
+        of_runs = (written(name, x[name], L) for x in runs)
+        for index, result in enumerate(zip(*of_runs, strict=True)):
             assert result[0].shape[0] % HEADS == 0  # splits are heads
             x, y, z = (np.asarray(x).reshape(HEADS, -1) for x in result)
-            assert np.isfinite(x).all(), f"{name}: output {index} has elements that are not written"
-            assert np.array_equal(x[MIDDLE], y[MIDDLE]), (
-                f"{name}: output {index} depends on other heads"
-            )
-            assert np.array_equal(x, z), f"{name}: output {index} differs from run to run"
+            what = f"output {index} of {name}"
+            assert np.isfinite(x).all(), f"{what} has elements that are not written"
+            assert np.array_equal(x[MIDDLE], y[MIDDLE]), f"{what} depends on other heads"
+            assert np.array_equal(x, z), f"{what} differs from run to run"
     return {*runs[0]}
 
 
 @pytest.mark.parametrize(("lowering", "case"), CALLS)
 def test_kernels_write_everything_and_read_nothing_of_their_neighbours(lowering, case, outputs):
     run, spec = passes(lowering, case)
-    inputs = {
-        name: x[0] for name, x in random_inputs(0, 1, HEADS, spec.problem.S, DHQK, DHHV).items()
-    }
+    x = random_inputs(0, 1, HEADS, spec.problem.S, DHQK, DHHV)
+    inputs = {name: y[0] for name, y in x.items()}
     kernels = check(run, outputs, (inputs, jnp.cos(inputs["v"])), spec.problem.L)
     assert spec.fused == case.startswith("fused")
     assert kernels - HELPERS == {*spec.stages}
@@ -167,15 +163,23 @@ def test_a_step_writes_everything_and_reads_nothing_of_its_neighbours(lowering, 
     assert check(run, outputs, tuple(token)) == {"recurrent_step"}
 
 
-def test_what_is_not_written_is_nan_when_interpreted():
-    def writes_half(x_ref, y_ref):
-        y_ref[pl.ds(0, 16)] = x_ref[pl.ds(0, 16)]
+def writes_half(x, y):
+    y[pl.ds(0, 16)] = x[pl.ds(0, 16)]
 
-    block, shape = pl.BlockSpec((32,), lambda i: (0,)), jax.ShapeDtypeStruct((32,), jnp.float32)
+
+HALF = jax.ShapeDtypeStruct((32,), jnp.float32)
+
+
+def assert_half_is_nan(result):
+    assert np.array_equal(np.isnan(result), np.arange(32) >= 16)
+
+
+def test_what_is_not_written_is_nan_when_interpreted():
+    block = pl.BlockSpec((32,), lambda i: (0,))
     call = StageCall(Problem(1, 1, 32, 16, 16, 32, 1.0), TILES, None, Lowering.INTERPRET)
-    options = dict(grid=(1,), in_specs=[block], out_specs=[block], out_shape=[shape], call=call)
-    (y,) = launch.kernel_call(writes_half, name="writes_half", **options)(jnp.zeros((32,)))
-    assert np.array_equal(np.isnan(y), np.arange(32) >= 16)
+    options = dict(grid=(1,), in_specs=[block], out_specs=[block], out_shape=[HALF], call=call)
+    (y,) = launch.kernel_call(writes_half, name="writes_half", **options)(jnp.zeros(32))
+    assert_half_is_nan(y)
 
 
 # ---------------- Mosaic GPU
@@ -192,17 +196,6 @@ def test_interpreted_mosaic_gpu_kernels_read_nothing_of_their_neighbours():
 def test_what_is_not_written_is_nan_when_interpreted_for_mosaic_gpu():
     from mlstm_pallas.mosaic_gpu.launch import mosaic_call
 
-    def writes_half(x, y):
-        y[pl.ds(0, 16)] = x[pl.ds(0, 16)]
-
-    outputs = {"y": jax.ShapeDtypeStruct((32,), jnp.float32)}
-    result = mosaic_call(
-        writes_half,
-        name="writes_half",
-        grid={"program": 1},
-        warpgroups=1,
-        outputs=outputs,
-        scratch={},
-        interpret=True,
-    )
-    assert np.array_equal(np.isnan(result(x=jnp.zeros((32,)))["y"]), np.arange(32) >= 16)
+    options = dict(name="writes_half", grid={"program": 1}, warpgroups=1, interpret=True)
+    run = mosaic_call(writes_half, outputs={"y": HALF}, scratch={}, **options)
+    assert_half_is_nan(run(x=jnp.zeros(32))["y"])

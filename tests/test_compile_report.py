@@ -4,7 +4,6 @@ and fits them."""
 import json
 import os
 from importlib import resources
-from unittest import mock
 
 import benchmark_runs
 import compile_report
@@ -73,8 +72,8 @@ RESOURCES = (
 )
 
 
-def usage(shared_bytes=0):
-    return compile_report.Usage(128, 0, 0, shared_bytes, 4, 0, 24, False, 0.1)
+def usage(shared_bytes=0, spills=0):
+    return compile_report.Usage(128, spills, 0, shared_bytes, 4, 0, 24, False, 0.1)
 
 
 @pytest.fixture
@@ -119,31 +118,24 @@ def test_an_output_without_numbers_is_refused(parse):
         parse("ptxas info    : 11 bytes gmem\n")
 
 
-def test_without_triton_says_what_to_install(monkeypatch, capsys):
-    monkeypatch.setattr(compile_report.importlib.util, "find_spec", lambda name: None)
-    compile_report.compile_kernel.cache_clear()
-    assert benchmark_runs.run(compile_report, "--heads=64/64") == 2
-    assert "mlstm_pallas[test]" in capsys.readouterr().err
-
-
 def checked_rows(device, heads, dtype, **options):
     """The rows of a gradient, which have the tiles that the call has."""
     options |= dict(direction="fwbw")
     rows = list(compile_report.report(device, [heads], [dtype], **options))
     assert [(row.stage, row.cause) for row in rows if row.cause] == []
-    call = compile_report.Call(compile_report.DEVICES[device], *heads, dtype, **options)
-    spec = call.spec()
+    spec = compile_report.Call(compile_report.DEVICES[device], *heads, dtype, **options).spec()
     launches = {name: (x.tiles, x.L) for name, x in spec.kernels}
     for row in rows:
         assert row.num_warps > 0
         assert row.grid
-        assert bool(row.config) == (row.stage in STAGES)
         if row.stage in STAGES:
             (tiles, L), kernel = launches[row.stage], dispatch.configured(row.stage)
             tiles = kernel.clamp(tiles, spec.problem.in_chunks_of(L))
             assert row.chunk_size == L
             assert row.config == {field: getattr(tiles, field) for field in kernel.search}
-    return {row.stage: row for row in rows}, spec
+    by_stage = {row.stage: row for row in rows}
+    assert by_stage.keys() - HELPERS == {*spec.stages}
+    return by_stage, spec
 
 
 @pytest.mark.usefixtures("lowers_only")
@@ -160,18 +152,8 @@ def checked_rows(device, heads, dtype, **options):
 def test_every_stage_lowers(device, heads, dtype, variant, config):
     """With tuned tiles, and without any; of heads that are no powers of two; of every variant."""
     options = dict(seqlen=1024, config=config, variant=variant)
-    rows, spec = checked_rows(device, heads, dtype, **options)
+    rows, _ = checked_rows(device, heads, dtype, **options)
     assert ("stabiliser_scan" in rows) == (variant in ("exp", "packed", "BTNH"))
-    assert rows.keys() - HELPERS == {*spec.stages}
-
-
-@pytest.mark.usefixtures("lowers_only")
-def test_a_config_of_the_command_line_reaches_the_kernels(run):
-    config = {"fused_min_heads": 1, "recurrent_fw_H": {"siz_b_LKV": 16, "siz_b_loop": 256}}
-    code, rows = run("--heads=256/64", f"--config={json.dumps(config)}")
-    assert code == 0
-    assert {rows[name]["chunk_size"] for name, stage in STAGES.items() if stage.fused} == {16}
-    assert rows["recurrent_fw_H"]["config"]["siz_b_loop"] == 256
 
 
 def test_one_kernel_too_large_and_one_that_fails_leave_the_others(monkeypatch, run):
@@ -182,22 +164,11 @@ def test_one_kernel_too_large_and_one_that_fails_leave_the_others(monkeypatch, r
 
     monkeypatch.setattr(compile_report, "compile_kernel", compile_kernel)
     code, rows = run("--device=A100", "--heads=64/64")
-    assert code == 1
-    assert rows["chunk_gates"]["cause"] == ""
-    assert rows["recurrent_fw_C"]["cause"] == "register allocation failed"
+    causes = {name: row["cause"] for name, row in rows.items() if row["cause"]}
     excess = "takes 167936 bytes of shared memory, the device has 166912"
-    assert rows["parallel_fw_H"]["cause"] == excess
+    expected = {"recurrent_fw_C": "register allocation failed", "parallel_fw_H": excess}
+    assert (code, causes) == (1, expected)
     assert run("--device=H200", "--heads=64/64", "--stage=parallel_fw_H")[0] == 0
-
-
-def test_a_call_that_does_not_trace_leaves_the_other_cases(monkeypatch):
-    lowered = compile_report.Lowered("parallel_fw_H", (1, 2, 3), 4, 2, cause="LoweringError: flip")
-    kernels = mock.Mock(side_effect=[NotImplementedError("two\nlines"), [lowered]])
-    monkeypatch.setattr(compile_report, "lowered_kernels", kernels)
-    first, second = compile_report.report("H200", [(64, 64), (128, 256)], ["bfloat16"])
-    assert (first.DHQK, first.cause) == (64, "NotImplementedError: two lines")
-    assert (second.DHQK, second.cause, second.grid) == (128, "LoweringError: flip", (1, 2, 3))
-    assert all(row.cause in compile_report.table_row(row) for row in (first, second))
 
 
 def crash(*_):
@@ -238,13 +209,11 @@ def test_compiles_and_fits(line):
     heads, facts = compile_report.parse_heads(heads), STAGES[stage]
     options = dict(direction="fwbw" if facts.backward else "fwd")
     options |= dict(config=KernelConfig(fused_min_heads=int(facts.fused)))
-    problem = (
-        compile_report.Call(compile_report.DEVICES[device], *heads, dtype, **options).spec().problem
-    )
+    call = compile_report.Call(compile_report.DEVICES[device], *heads, dtype, **options)
     rows = list(compile_report.report(device, [heads], [dtype], stages=[stage], **options))
     assert rows
     for row in rows:
-        check_usage(row, device, problem, dtype)
+        check_usage(row, device, call.spec().problem, dtype)
 
 
 @pytest.mark.slow
@@ -254,7 +223,6 @@ def test_every_tuned_row_compiles_and_fits(device, row):
     pytest.importorskip("triton")
     heads, dtype = (row["DHQK"], row["DHHV"]), row["dtype"]
     rows, spec = checked_rows(device, heads, dtype)
-    assert rows.keys() - HELPERS == {*spec.stages}
     for name, built in rows.items():
         check_usage(built, device, spec.problem, dtype)
         tiles = {k: v for k, v in row.get(name, {}).items() if k != "mosaic_gpu"}

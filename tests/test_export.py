@@ -2,7 +2,6 @@
 
 import functools
 import hashlib
-import json
 import os
 import subprocess
 import sys
@@ -20,6 +19,7 @@ from oracle import (
     assert_close,
     compare,
     for_device,
+    gradient_of,
     mesh_of,
     random_inputs,
     sharded,
@@ -59,7 +59,7 @@ def lowered_for_cuda():
 
 
 CHILD = """
-import hashlib, json, sys
+import hashlib, sys
 from pathlib import Path
 import jax, jax.export, jax.numpy as jnp, numpy as np
 folder = Path(sys.argv[1])
@@ -77,7 +77,7 @@ assert "mlstm_pallas" not in sys.modules
 sys.path[:0] = sys.argv[2:]
 import test_export
 jax.jit(test_export.function).lower(*x).compile()
-print(json.dumps({"digest": hashlib.sha256(test_export.lowered_for_cuda().encode()).hexdigest()}))
+print(hashlib.sha256(test_export.lowered_for_cuda().encode()).hexdigest())
 """
 
 
@@ -86,26 +86,19 @@ def children(tmp_path_factory):
     """Two processes after each other load the export, run it and compile with one cache: (folder,
     what they printed, cache entries)."""
     pytest.importorskip("flatbuffers")
-    folder = tmp_path_factory.mktemp("export")
-    (folder / "exported").write_bytes(
-        export(function, *INPUTS.values(), platform="cpu").serialize(vjp_order=1)
-    )
+    folder, tests = tmp_path_factory.mktemp("export"), Path(__file__).parent
+    exported = export(function, *INPUTS.values(), platform="cpu")
+    (folder / "exported").write_bytes(exported.serialize(vjp_order=1))
     np.savez(folder / "inputs.npz", **INPUTS)
-    tests = Path(__file__).parent
+    command = [sys.executable, "-c", CHILD, *map(str, (folder, tests, tests.parent))]
+    settings = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     printed, entries = [], []
     for _ in range(2):
-        run = subprocess.run(
-            [sys.executable, "-c", CHILD, str(folder), str(tests), str(tests.parent)],
-            env=os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
-            capture_output=True,
-            text=True,
-            timeout=300,
-        )
+        run = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=300)
         assert run.returncode == 0, run.stderr
-        printed.append(json.loads(run.stdout.splitlines()[-1]))
-        entries.append(
-            {file.name for file in (folder / "cache").iterdir() if not file.name.endswith("atime")}
-        )
+        printed.append(run.stdout.splitlines()[-1])
+        names = os.listdir(folder / "cache")
+        entries.append({name for name in names if not name.endswith("atime")})
     return folder, printed, entries
 
 
@@ -121,11 +114,7 @@ def test_an_export_for_the_cpu_runs_in_another_process_with_its_gradients(childr
 @pytest.mark.slow
 def test_processes_lower_to_the_same_module_and_share_the_compilation_cache(children):
     _, printed, entries = children
-    assert (
-        printed[0]
-        == printed[1]
-        == {"digest": hashlib.sha256(lowered_for_cuda().encode()).hexdigest()}
-    )
+    assert printed == [hashlib.sha256(lowered_for_cuda().encode()).hexdigest()] * 2
     assert any(name.startswith("jit_function") for name in entries[0])
     assert entries[1] == entries[0]
 
@@ -170,11 +159,10 @@ def test_the_batch_may_be_symbolic_in_plain_jnp():
     (B,) = jax.export.symbolic_shape("B")
     x = [np.asarray(y)[:, :, :20] for y in [*INPUTS.values()][:5]]
     run = functools.partial(mlstm_chunkwise, chunk_size=16, backend="xla")
-    loss = jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(run(*x))), argnums=(0, 1, 2, 3, 4)))
-    exported = export(
-        loss, *(jax.ShapeDtypeStruct((B, *y.shape[1:]), y.dtype) for y in x), platform="cpu"
-    )
-    compare(NAMES[:5], exported.call(*x), loss(*x), BOUND)
+    gradients = jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(run(*x))), (0, 1, 2, 3, 4)))
+    of_any_batch = (jax.ShapeDtypeStruct((B, *y.shape[1:]), y.dtype) for y in x)
+    exported = export(gradients, *of_any_batch, platform="cpu")
+    compare(NAMES[:5], exported.call(*x), gradients(*x), BOUND)
 
 
 @pytest.mark.parametrize(
@@ -210,13 +198,8 @@ def test_equal_static_arguments_are_traced_once():
 def test_an_export_for_cuda_runs_with_its_gradients():
     pytest.importorskip("flatbuffers")
     x = list(random_inputs(0, 2, 4, 1000, 128, 256, dtype="bfloat16").values())
-    run = functools.partial(mlstm_chunkwise, backend="triton")
+    run = functools.partial(mlstm_chunkwise, backend="triton", return_last_states=True)
     loaded = jax.export.deserialize(export(run, *x, platform="cuda").serialize(vjp_order=1))
-    assert np.array_equal(np.asarray(jax.jit(loaded.call)(*x)), np.asarray(jax.jit(run)(*x)))
-
-    def gradients(run):
-        return jax.jit(
-            jax.grad(lambda *x: jnp.sum(jnp.sin(run(*x).astype("float32"))), tuple(range(8)))
-        )(*x)
-
-    compare(NAMES, gradients(loaded.call), gradients(run), 2e-2)
+    result, expected = (jax.tree.leaves(gradient_of(y)(*x)) for y in (loaded.call, run))
+    assert all(map(np.array_equal, result[1:5], expected[1:5]))  # behind the loss
+    compare(NAMES, result[5:], expected[5:], 2e-2)

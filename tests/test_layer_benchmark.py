@@ -1,6 +1,7 @@
 """The layer benchmark: FLOPs, bytes, checks of outputs, records."""
 
 import functools
+import re
 
 import benchmark_runs
 import jax
@@ -29,7 +30,7 @@ def test_what_is_left_without_the_mlstm_are_the_counted_products(impl, direction
 
 
 @pytest.mark.slow
-def test_measures_both_layouts_and_skips_a_peer_that_is_not_there(tmp_path, monkeypatch, capsys):
+def test_measures_both_layouts_and_skips_a_peer_that_is_not_there(tmp_path, monkeypatch):
     monkeypatch.setitem(peers.PEERS, "mlstm_kernels_xl_chunk", missing)
     monkeypatch.setattr(roofline, "DEVICE_RATES", {jax.devices()[0].device_kind: (1e9, 1e8)})
     impls = *layer_benchmark.JAX_IMPLS, "mlstm_kernels_xl_chunk"
@@ -38,20 +39,14 @@ def test_measures_both_layouts_and_skips_a_peer_that_is_not_there(tmp_path, monk
     assert peer["note"] == benchmark_runs.MISSING
     flops, moved = 3 * 2 * 64 * 64 * (2 * 32 + 3 * 64 + 2 * 2), 64 * (8 * 64 * 2 + 14 * 2 * 2)
     for record in ours:
-        assert (record["status"], record["direction"], record["norm"]) == ("ok", "fwbw", "rms")
+        assert record["status"] == "ok"
         assert 0 < record["error"] <= layer_benchmark.GRADIENT_TOLERANCE
         assert 0 < record["errors"]["y"] <= layer_benchmark.OUTPUT_TOLERANCE
         assert (record["product_flops"], record["elementwise_bytes"]) == (flops, moved)
         assert record["product_pct"] == pytest.approx(100 * flops / 1e6 / record["ms"])
-        assert record["tokens_per_s"] == pytest.approx(64 / record["ms"] * 1e3)
     names = {"y", "x", *layer_benchmark.Params._fields} - {"input_bias", "forget_bias"}
     assert set(ours[0]["errors"]) == names
     assert set(ours[1]["errors"]) == names | {f"{name}, layouts" for name in names}
-    text = capsys.readouterr().out
-    assert all(impl in text for impl in impls)
-    _, _, left, products = (record["ms"] for record in ours)
-    difference = f"without_mlstm less products {left - products:.3f} ms, less the floor of products"
-    assert f"floor {moved / 1e5:.3f} ms; {difference} {left - flops / 1e6:.3f} ms" in text
 
 
 def scaled(x, by):
@@ -72,14 +67,5 @@ def test_a_wrong_layout_is_not_timed(change, noted, monkeypatch, capsys, tmp_pat
     monkeypatch.setattr(layer_benchmark, "mlstm_chunkwise", wrong)
     assert run(f"--impl={','.join(layer_benchmark.LAYOUTS)}", f"--jsonl={tmp_path / 'rows'}") == 1
     first, second = records(tmp_path / "rows")
-    assert first["status"] == "ok"
-    assert (second["status"], second["ms"]) == ("wrong", None)
-    assert second["note"].startswith(f"wrong: {noted} ")
-    assert f"{noted}, layouts " in second["note"]
-
-
-@pytest.mark.gpu
-def test_every_implementation_agrees_where_it_runs(tmp_path):
-    run("--shape=2x2x256x64x128", "--direction=fwd", f"--jsonl={tmp_path / 'rows'}")
-    rows = [row for row in records(tmp_path / "rows") if row["impl"] in layer_benchmark.OURS]
-    assert {row["status"] for row in rows} == {"ok"}
+    assert (first["status"], second["status"], second["ms"]) == ("ok", "wrong", None)
+    assert re.match(f"wrong: {noted} .*{noted}, layouts ", second["note"])

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import peers
 import pytest
+from oracle import random_inputs
 
 import mlstm_pallas
 from mlstm_pallas import mlstm_chunkwise, reference, use_backend
@@ -209,14 +210,11 @@ def test_the_example_runs():
 
 def test_states_of_another_stabiliser_are_the_same():
     """The true state is exp(m) * (c, n)."""
-    r = np.random.default_rng(1)
-    shapes = [(DHQK,), (DHQK,), (DHV,), (), ()]
-    with jax.enable_x64(True):
-        tokens = (r.normal(size=(B, NH, S, *shape)) for shape in shapes)
-        c, n, m = (r.normal(size=(B, NH, *shape)) for shape in ((DHQK, DHV), (DHQK,), ()))
-        run = functools.partial(mlstm_chunkwise, *tokens, eps=0.0, backend="xla")
-        result, expected = run(c * math.exp(-2), n * math.exp(-2), m + 2), run(c, n, m)
-    assert errors([result], [expected]) < bound("float64")
+    x = random_inputs(1, B, NH, S, DHQK, DHV)
+    scaled = {name: x[name] * math.exp(-2) for name in ("c_initial", "n_initial")}
+    others = x | scaled | dict(m_initial=x["m_initial"] + 2)
+    run = functools.partial(mlstm_chunkwise, eps=0.0, backend="xla")
+    assert errors([run(**others)], [run(**x)]) < bound("float32")
 
 
 THEIRS = """
@@ -231,18 +229,14 @@ def test_names_exist():
     text = "\n".join(line for line in PAGE.splitlines() if not line.startswith("|"))
     names = set(re.findall(r"`([a-zA-Z]\w+)[`=]", text)) - set(THEIRS.split())
     functions = [getattr(x, name) for x in (v3, v5xl, stablef) for name in x.__all__]
-    parameters = (
-        inspect.signature(function).parameters for function in (mlstm_chunkwise, *functions)
-    )
-    known = {*dir(mlstm_pallas), *v5xl.__all__, *stablef.__all__}.union(*parameters)
-    assert names <= known
+    parameters = (inspect.signature(x).parameters for x in (mlstm_chunkwise, *functions))
+    assert names <= {*dir(mlstm_pallas), *v5xl.__all__, *stablef.__all__}.union(*parameters)
     for module in re.findall(r"`(mlstm_pallas\.[\w.]+)`", PAGE):
         assert hasattr(importlib.import_module(module), "mlstm_chunkwise_max_triton")
     assert hasattr(v5xl, "mlstm_chunkwise__xl_chunk")
 
 
-@pytest.mark.parametrize("initial", [False, True], ids=["zeros", "states"])
-def test_it_is_the_function_of_transformers(initial):
+def test_it_is_the_function_of_transformers():
     """Outputs, states and gradients of its backend in float32, with what the table says of the
     arguments."""
     torch = pytest.importorskip("torch")
@@ -252,15 +246,12 @@ def test_it_is_the_function_of_transformers(initial):
         sizes = dict(hidden_size=NH * DHV, num_heads=NH, chunk_size=16)
         config = modeling.xLSTMConfig(**sizes, mode="train", return_last_states=True)
     config.autocast_kernel_dtype = "float32"
-    S, r = 48, np.random.default_rng(2)
-    states = [(B, NH, DHQK, DHV), (B, NH, DHQK), (B, NH)]
-    shapes = [(B, NH, S, DHQK)] * 2 + [(B, NH, S, DHV)] + [(B, NH, S)] * 2 + states * initial
-    x = [np.float32(r.normal(size=shape)) for shape in shapes]
-    cotangents = [np.float32(r.normal(size=shape)) for shape in ((B, NH, S, DHV), *states[:2])]
+    x = [*map(np.asarray, random_inputs(2, B, NH, 48, DHQK, DHV).values())]
+    cotangents = [*map(np.asarray, random_inputs(3, B, NH, 48, DHQK, DHV).values())]
+    dh, dc, dn = cotangents[2], *cotangents[5:7]
     y = [torch.tensor(a[..., None] if a.ndim == 2 else a, requires_grad=True) for a in x]
     h, (c, n, m) = modeling.xLSTMBackend(config)(*y)
-    loss = sum((a * torch.tensor(da)).sum() for a, da in zip((h, c, n), cotangents, strict=True))
-    loss.backward()
+    torch.autograd.backward([h, c, n], [*map(torch.tensor, (dh, dc, dn))])
     expected = [a.detach().numpy() for a in (h, c, n, m[..., 0])]
     expected += [a.grad.numpy().reshape(b.shape) for a, b in zip(y, x, strict=True)]
 
@@ -269,5 +260,5 @@ def test_it_is_the_function_of_transformers(initial):
         return h, *states
 
     result, vjp = jax.vjp(jax.jit(run), *x)
-    result = [*result, *vjp((*cotangents, jnp.zeros((B, NH))))]
+    result = [*result, *vjp((dh, dc, dn, jnp.zeros((B, NH))))]
     assert max(errors(map(np.asarray, result), expected)) < bound("float32")

@@ -27,16 +27,17 @@ GATES = {
     "unstabilised": dict(stabilize_correctly=False, norm_val=2.0),
 }
 SPLITS = StageConfig(siz_b_LKV=16, siz_b_loop=32, num_splits=2)
+FUSED = KernelConfig(fused_min_heads=1)
 ALGORITHMS = {
     "materialised": dict(config=KernelConfig(fused_min_heads=0)),
-    "fused": dict(config=KernelConfig(fused_min_heads=1)),
-    "stored": dict(config=KernelConfig(fused_min_heads=1), recompute_states_in_bw=False),
+    "fused": dict(config=FUSED),
+    "stored": dict(config=FUSED, recompute_states_in_bw=False),
     "splits": dict(
-        config=KernelConfig(
-            fused_min_heads=1, recurrent_fw_H=SPLITS, recurrent_fw_C=SPLITS, recurrent_bw_dC=SPLITS
-        )
+        config=FUSED.replace(recurrent_fw_H=SPLITS, recurrent_fw_C=SPLITS, recurrent_bw_dC=SPLITS)
     ),
 }
+LEADING = {"BNTH": (B, NH, S), "BTNH": (B, S, NH)}  # axes
+STATES = [(B, NH, DHQK, DHHV), (B, NH, DHQK), (B, NH)]
 
 
 @pytest.fixture(autouse=True)
@@ -45,15 +46,11 @@ def strict_modes():
         yield
 
 
-def arguments(dtype, layout="BNTH", *, gates_dtype="float32", states=True, m_initial=True, S=S):
-    array = jax.ShapeDtypeStruct
-    lead = (B, NH, S) if layout == "BNTH" else (B, S, NH)
-    x = [array((*lead, size), dtype) for size in (DHQK, DHQK, DHHV)] + [
-        array(lead, gates_dtype)
-    ] * 2
-    if states:
-        x += [array((B, NH, DHQK, DHHV), "float32"), array((B, NH, DHQK), "float32")]
-    return [*x, array((B, NH), "float32")] if states and m_initial else x
+def arguments(dtype, lead, gates="float32", states="float32", gate="exp"):
+    """Shapes of a function's arguments, without m_initial where the gate has none."""
+    shapes = [(*lead, size) for size in (DHQK, DHQK, DHHV)] + [lead] * 2 + STATES
+    x = list(map(jax.ShapeDtypeStruct, shapes, [dtype] * 3 + [gates] * 2 + [states] * 3))
+    return x[: 8 - ("input_gate" in GATES[gate])]
 
 
 def both(run, *x):
@@ -85,28 +82,22 @@ CALLS = [
 @pytest.mark.parametrize(("backend", "dtype", "algorithm", "layout", "gate"), CALLS)
 def test_forward_and_backward(backend, dtype, algorithm, layout, gate):
     """Packed sequences, S no multiple of the chunk, initial and last states."""
-    ids = jnp.zeros((B, S), "int32")
-    x = arguments(dtype, layout, m_initial="sigmoid" not in GATES[gate].values())
-    options = dict(
-        segment_ids=ids,
-        sequence_lengths=ids[:, 0],
-        backend=backend,
-        layout=layout,
-        chunk_size=32,
-        **ALGORITHMS[algorithm],
-        **GATES[gate],
-    )
+    ids, x = jnp.zeros((B, S), "int32"), arguments(dtype, LEADING[layout], gate=gate)
+    options = dict(segment_ids=ids, sequence_lengths=ids[:, 0], chunk_size=32)
+    options |= dict(backend=backend, layout=layout) | ALGORITHMS[algorithm] | GATES[gate]
     h, states = both(functools.partial(mlstm_chunkwise, return_last_states=True, **options), *x)
     assert (h.shape, h.dtype) == (x[2].shape, jnp.dtype(dtype))
-    assert [y.shape for y in states] == [(B, NH, DHQK, DHHV), (B, NH, DHQK), (B, NH)]
+    assert [y.shape for y in states] == STATES
 
 
 @pytest.mark.parametrize("gate", ["exp", "unnormalised", "unstabilised"])
-def test_the_plain_function_and_the_recurrence(gate):
-    x = arguments("bfloat16", m_initial="sigmoid" not in GATES[gate].values())
+def test_the_plain_function_the_recurrence_and_several_steps(gate):
+    x = arguments("bfloat16", (B, NH, S), gate=gate)
+    ids = jnp.zeros((B, S), "int32")
     assert both(functools.partial(reference.chunkwise, **GATES[gate]), *x).shape == x[2].shape
-    run = functools.partial(reference.recurrence, segment_ids=jnp.zeros((B, S), "int32"))
-    assert both(functools.partial(run, **GATES[gate]), *x)[0].shape == x[2].shape
+    recurrence = functools.partial(reference.recurrence, segment_ids=ids)
+    for run in (recurrence, functools.partial(mlstm_recurrent_sequence, backend="xla")):
+        assert both(functools.partial(run, **GATES[gate]), *x)[0].shape == x[2].shape
 
 
 @pytest.mark.parametrize(
@@ -120,24 +111,11 @@ def test_the_plain_function_and_the_recurrence(gate):
 )
 @pytest.mark.parametrize("backend", ["interpret", "xla"])
 def test_step(backend, dtype, states_dtype, gate):
-    array = jax.ShapeDtypeStruct
-    shapes = [(B, NH, DHQK)] * 2 + [(B, NH, DHHV)] + [(B, NH)] * 2
-    x = [array(shape, dtype) for shape in shapes]
-    if states_dtype:
-        x += [array(shape, states_dtype) for shape in ((B, NH, DHQK, DHHV), (B, NH, DHQK), (B, NH))]
-    h, states = jax.eval_shape(
-        functools.partial(mlstm_recurrent_step, backend=backend, **GATES[gate]), *x
-    )
-    assert (h.shape, h.dtype) == ((B, NH, DHHV), jnp.dtype(dtype))
+    x = arguments(dtype, (B, NH), dtype, states_dtype or dtype)[: 8 if states_dtype else 5]
+    step = functools.partial(mlstm_recurrent_step, backend=backend, **GATES[gate])
+    h, states = jax.eval_shape(step, *x)
+    assert (h.shape, h.dtype) == (x[2].shape, jnp.dtype(dtype))
     assert all(y.dtype == jnp.dtype(states_dtype or "float32") for y in states)
-
-
-@pytest.mark.parametrize("backend", ["interpret", "xla"])
-def test_several_steps(backend):
-    x = arguments("bfloat16", S=3)
-    run = functools.partial(mlstm_recurrent_sequence, backend=backend)
-    h, _ = jax.eval_shape(run, *x) if backend == "interpret" else both(run, *x)
-    assert h.shape == x[2].shape
 
 
 @pytest.mark.parametrize(
@@ -148,10 +126,8 @@ def test_several_steps(backend):
     ],
 )
 def test_sequence_parallel(backend, algorithm, dtype, layout):
-    options = (
-        dict(axis_name="s", return_last_states=True, layout=layout, backend=backend, chunk_size=16)
-        | ALGORITHMS[algorithm]
-    )
+    options = dict(axis_name="s", return_last_states=True, chunk_size=16)
+    options |= dict(layout=layout, backend=backend) | ALGORITHMS[algorithm]
     sequence = P(None, None, "s") if layout == "BNTH" else P(None, "s")
     run = jax.shard_map(
         functools.partial(mlstm_chunkwise_sequence_parallel, **options),
@@ -160,5 +136,5 @@ def test_sequence_parallel(backend, algorithm, dtype, layout):
         out_specs=(sequence, P()),
         check_vma=backend != "interpret",
     )
-    x = arguments(dtype, layout, S=128)
+    x = arguments(dtype, (B, NH, 128) if layout == "BNTH" else (B, 128, NH))
     assert both(run, *x)[0].shape == x[2].shape

@@ -114,16 +114,16 @@ def test_attention_counts_pairs_once():
 # Milliseconds worked out by hand: for 7b-8k 3.27e11 + 8.08e11 FLOP at 790 TFLOP/s, for tfla-8k
 # 1.62e9 + 3.25e9 bytes at 4.27 TB/s. A float32 product counts as six of bfloat16.
 @pytest.mark.parametrize(
-    ("shape", "dtype", "fwd", "fwbw"),
+    ("sizes", "dtype", "fwd", "fwbw"),
     [
-        (Shape(8, 8, 8192, 256, 512), "bfloat16", 0.41, 1.44),
-        (Shape(8, 8, 8192, 256, 512), "float32", 6 * 0.414, 6 * 1.437),
-        (Shape(8, 16, 8192, 128, 256), "bfloat16", 0.38, 1.14),
+        ((8, 8, 8192, 256, 512), "bfloat16", 0.41, 1.44),
+        ((8, 8, 8192, 256, 512), "float32", 6 * 0.414, 6 * 1.437),
+        ((8, 16, 8192, 128, 256), "bfloat16", 0.38, 1.14),
     ],
 )
-def test_floor_of_the_8k_shapes(shape, dtype, fwd, fwbw):
+def test_floor_of_the_8k_shapes(sizes, dtype, fwd, fwbw):
     rates = roofline.device_rates("NVIDIA H200", dtype)
     for direction, expected in (("fwd", fwd), ("fwbw", fwbw)):
-        seconds = roofline.floor_seconds(roofline.mlstm(shape, 2, direction), *rates)
+        seconds = roofline.floor_seconds(roofline.mlstm(Shape(*sizes), 2, direction), *rates)
         assert 1e3 * seconds == pytest.approx(expected, rel=0.02)
     assert roofline.device_rates("cpu", dtype) == (None, None)  # nobody measured them

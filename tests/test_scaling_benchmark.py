@@ -19,35 +19,31 @@ run = functools.partial(benchmark_runs.run, scaling, f"--shape={OF}", "--backend
 def test_records_are_checked_and_have_their_efficiency(tmp_path):
     if jax.local_device_count() < 2:
         pytest.skip("needs two devices")
-    path, png = tmp_path / "rows.jsonl", tmp_path / "plot.png"
-    request = "--dtype=float32", "--repeats=2", f"--jsonl={path}", f"--plot={png}"
+    path = tmp_path / "rows.jsonl"
+    request = "--dtype=float32", "--repeats=2", f"--jsonl={path}"
     assert run("--devices=2,1", "--mode=weak-heads,strong-sequence", *request) == 0
     assert run("--devices=2", "--mode=weak-sequence", "--direction=fwbw", *request) == 0
-    assert png.read_bytes().startswith(b"\x89PNG")
     *rows, split = records(path)
     assert split["errors"].keys() == {"h", "dq", "dk", "dv", "di", "df"}
-    assert [(row["mode"], row["devices"]) for row in rows] == [
-        (mode, n) for mode in ("weak-heads", "strong-sequence") for n in (1, 2)
-    ]
+    assert [row["devices"] for row in rows] == [1, 2, 1, 2]
     for row in rows:
         B, _, S, *_ = row["shape"]
         assert (row["status"], row["errors"].keys()) == ("ok", {"h"})
         assert 0 < row["error"] <= TOLERANCES["float32"][0]
         assert row["tokens_per_second"] == pytest.approx(B * S / row["ms"] * 1e3)
-    for (one, two), work in zip((rows[:2], rows[2:]), (1, 2), strict=True):
+    for one, two, work in ((*rows[:2], 1), (*rows[2:], 2)):
         assert one["efficiency_pct"] == 100
         assert two["efficiency_pct"] == pytest.approx(100 * one["ms"] / two["ms"] / work)
 
 
 def test_shapes_of_two_devices_and_reduced_ones_that_keep_the_head_dimensions():
     big, modes = Shape(8, 8, 8192, 256, 512), scaling.MODES
-    grown = dict(zip(modes, (dict(B=2), dict(NH=2), dict(S=64), {}), strict=True))
-    assert {name: mode.whole(OF, 2) for name, mode in modes.items()} == {
-        name: OF._replace(**sizes) for name, sizes in grown.items()
-    }
+    grown = dict(B=2), dict(NH=2), dict(S=64), {}
+    assert [mode.whole(OF, 2) for mode in modes.values()] == [OF._replace(**x) for x in grown]
+    sequence = modes["strong-sequence"]
     assert modes["weak-heads"].reduced(big, 4) == Shape(1, 4, 256, 256, 512)
-    assert modes["strong-sequence"].reduced(big, 4) == Shape(1, 1, 1024, 256, 512)
-    assert modes["strong-sequence"].reduced(big._replace(S=64), 4) == Shape(1, 1, 64, 256, 512)
+    assert sequence.reduced(big, 4) == Shape(1, 1, 1024, 256, 512)
+    assert sequence.reduced(big._replace(S=64), 4) == Shape(1, 1, 64, 256, 512)
 
 
 def test_wrong_output_is_not_timed(monkeypatch, capsys):
@@ -61,7 +57,7 @@ def test_wrong_output_is_not_timed(monkeypatch, capsys):
     ("message", "status", "code"),
     [("RESOURCE_EXHAUSTED: 9 GiB", "skipped", 0), ("no such\nthing", "failed", 1)],
 )
-def test_errors_are_records(monkeypatch, capsys, tmp_path, message, status, code):
+def test_errors_are_records(monkeypatch, tmp_path, message, status, code):
     def measure(record, *_):
         if record.devices == 1:
             raise RuntimeError(message)
@@ -75,4 +71,3 @@ def test_errors_are_records(monkeypatch, capsys, tmp_path, message, status, code
     first, *others = records(tmp_path / "rows")
     assert first["note"] == f"{status}: RuntimeError: {' '.join(message.split())}"
     assert [record["efficiency_pct"] for record in others] == [100, 50]
-    assert capsys.readouterr().out.count(first["note"]) == 2  # as it comes, and in the table

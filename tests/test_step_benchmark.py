@@ -3,7 +3,6 @@
 import functools
 
 import benchmark_runs
-import jax
 import jax.numpy as jnp
 import pytest
 import step_benchmark
@@ -22,7 +21,7 @@ def small_copy(monkeypatch):
 
 
 @pytest.mark.parametrize("variant", ["exp", "sigmoid", "unnormalised"])
-def test_measures_each_variant_and_skips_the_peer(variant, tmp_path, monkeypatch, capsys):
+def test_measures_each_variant_and_skips_the_peer(variant, tmp_path, monkeypatch):
     monkeypatch.setitem(step_benchmark.PEERS, PEER, benchmark_runs.missing)
     path = tmp_path / "rows.jsonl"
     assert run(f"--impl=xla,{PEER}", f"--variant={variant}", f"--jsonl={path}") == 0
@@ -31,12 +30,8 @@ def test_measures_each_variant_and_skips_the_peer(variant, tmp_path, monkeypatch
     assert 0 < ours["error"] < 1e-2
     moved = 2 * 2 * (16 * 16 + 16 + 1) * 4
     assert ours["gbps"] == pytest.approx(moved / (ours["us"] * 1e3))
-    assert ours["copy_pct"] == pytest.approx(100 * ours["gbps"] / ours["copy_gbps"])
     none = f"skipped: ValueError: it has no variant {variant}"
     assert peer["note"] == (benchmark_runs.MISSING if variant == "exp" else none)
-    text = capsys.readouterr().out
-    assert peer["note"] in text.partition("\ncopy: ")[2]
-    assert ("not the speeds of the kernels" in text) == (jax.default_backend() != "gpu")
 
 
 @pytest.mark.parametrize("change", [1.03, jnp.nan])

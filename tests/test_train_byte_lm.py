@@ -3,6 +3,7 @@ runs, their end and what follows."""
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -67,12 +68,9 @@ def train(folder, **changed):
 def error_of(call, *args, **options):
     with pytest.raises(SystemExit) as caught:
         call(*args, **options)
-    message = caught.value.code
     # sys.exit prints a string on stderr and takes 1 as the exit code.
-    assert isinstance(message, str)
-    assert message.startswith("error: ")
-    assert "\n" not in message
-    return message
+    assert re.fullmatch("error: .*", caught.value.code)
+    return caught.value.code
 
 
 def read_log(folder, name=""):
@@ -82,16 +80,15 @@ def read_log(folder, name=""):
 
 
 def test_split_is_by_files(tmp_path):
-    for n in range(45):
-        file = tmp_path / f"folder{n % 3}" / f"{n}.txt"
+    names = {str(n) for n in range(45)}
+    for name in names:
+        file = tmp_path / f"folder{name[-1]}" / f"{name}.txt"
         file.parent.mkdir(exist_ok=True)
-        file.write_text(f"<{n}>" * 9)
-    parts = [
-        set(part.tobytes().decode().replace(">", "<").split("<")) - {"", "\n"}
-        for part in corpus.read_corpus(tmp_path, 4)
-    ]
-    assert [len(part) for part in parts] == [43, 2]
-    assert parts[0] | parts[1] == {str(n) for n in range(45)}
+        file.write_text(f"<{name}>" * 9)
+    train, held_out = (
+        {*re.findall(r"\d+", part.tobytes().decode())} for part in corpus.read_corpus(tmp_path, 4)
+    )
+    assert (len(train), len(held_out), train | held_out) == (43, 2, names)
     book = tmp_path / "book"  # a single file
     book.write_bytes(bytes(range(200)))
     train, held_out = corpus.read_corpus(book, 4)
@@ -113,12 +110,8 @@ def test_generation_is_greedy_at_temperature_0():
 def test_bfloat16_reaches_the_mlstm():
     sizes = dict(layers=1, embedding_dim=16, heads=2, qk_dim=16, mlp_dim=16)
     config = byte_lm.ModelConfig(**sizes, dtype="bfloat16")
-
-    def layer(x):
-        return byte_lm.MLSTMLayer(config, nnx.Rngs(0))(x, None)[0]
-
-    jaxpr = str(jax.make_jaxpr(layer)(jnp.ones((1, 16, 16))))
-    assert "bf16[1,2,16,8]" in jaxpr
+    layer = lambda x: byte_lm.MLSTMLayer(config, nnx.Rngs(0))(x, None)[0]  # noqa: E731
+    assert "bf16[1,2,16,8]" in str(jax.make_jaxpr(layer)(jnp.ones((1, 16, 16))))
 
 
 # ---------------- whole runs
@@ -155,16 +148,14 @@ def copied(interrupted, tmp_path):
 
 def test_interrupted_run_has_learned_and_has_its_marks(interrupted):
     first, _, last, evaluation, sample = read_log(interrupted)
-    assert first["flags"]["seq_len"] == 32
-    assert {"device", "jax", "parameters"} <= set(first)
+    assert {"flags", "device", "jax", "parameters"} <= {*first}
     assert read_log(interrupted, "step") == [10, 13, 13, 13]
     assert read_log(interrupted, "interrupted") == [True] * 3
-    assert last["tokens_per_second"] > 0
-    assert sample["generated_tokens_per_second"] > 0
+    assert min(last["tokens_per_second"], sample["generated_tokens_per_second"]) > 0
     assert first["unigram_bits_per_byte"] == pytest.approx(np.log2(26), abs=0.1)
     assert evaluation["held_out_bits_per_byte"] < 0.7 * first["unigram_bits_per_byte"]
-    assert (interrupted / "loss.png").exists()
-    assert sorted(path.name for path in (interrupted / "checkpoints").iterdir()) == ["10", "13"]
+    assert {*os.listdir(interrupted)} >= {"loss.png", "sample.txt"}
+    assert {*os.listdir(interrupted / "checkpoints")} == {"10", "13"}
 
 
 def curve(folder):
@@ -183,19 +174,17 @@ def test_interrupted_run_goes_on_along_the_curve(output, copied, capsys):
     assert (copied / "sample.txt").read_text() == (output / "sample.txt").read_text()
     seconds = read_log(copied, "seconds")
     assert seconds == sorted(seconds)
-    capsys.readouterr()
     before = read_log(copied)
+    capsys.readouterr()
     assert train(copied) == 0  # a finished run is not trained again
     assert read_log(copied) == before
-    out = capsys.readouterr().out
-    assert "going on after step 50 of 50" in out
-    assert f"held-out bits per byte: {before[-2]['held_out_bits_per_byte']:.3f}" in out
+    assert "going on after step 50 of 50" in capsys.readouterr().out
 
 
 @pytest.mark.slow
 def test_noresume_starts_over(copied):
     assert train(copied, resume=False, seed=1, max_minutes=0.0) == 75
-    assert [path.name for path in (copied / "checkpoints").iterdir()] == ["1"]
+    assert os.listdir(copied / "checkpoints") == ["1"]
     assert read_log(copied, "step") == [1, 1, 1]
 
 
@@ -251,16 +240,6 @@ def test_a_run_goes_on_along_the_curve_on_a_mesh(output, copied):
     assert_same_curve(copied, output)
 
 
-@pytest.mark.slow
-@pytest.mark.gpu_multi
-@pytest.mark.parametrize("mesh", ["data:2", "sequence:2"])
-def test_mesh_of_gpus_has_the_curve_of_a_single_one(tmp_path, mesh):
-    single, several = tmp_path / "single", tmp_path / "mesh"
-    assert train(single) == train(several, mesh=mesh) == 0
-    assert_same_curve(several, single)
-    assert read_log(several, "devices") == [2]
-
-
 def start(text_folder, folder, *arguments, **settings):
     settings |= dict(PYTHONPATH=os.pathsep.join(filter(None, sys.path)), JAX_PLATFORMS="cpu")
     settings |= dict(JAX_DISABLE_MOST_OPTIMIZATIONS="1")
@@ -306,9 +285,7 @@ def test_interrupt(text_folder, tmp_path):
     assert process.returncode == 130
     assert "Traceback" not in stderr
     assert "interrupted after step" in stdout
-    assert "held-out bits per byte: " in stdout.splitlines()[-1]
     assert read_log(tmp_path, "held_out_bits_per_byte")[-1] > 0
-    assert {"loss.png", "sample.txt"} <= {path.name for path in tmp_path.iterdir()}
 
 
 @pytest.mark.slow
@@ -318,22 +295,7 @@ def test_loss_that_is_not_finite(tmp_path):
     assert read_log(tmp_path, "error") == [message]
 
 
-@pytest.mark.parametrize(
-    ("file", "source", "message"),
-    [
-        ("", "missing", "No such file"),
-        ("", "", "has no text"),
-        ("book", "book", "20 bytes of held-out text, fewer than the 33"),
-    ],
-)
-def test_unusable_corpus(tmp_path, file, source, message):
-    if file:
-        (tmp_path / file).write_bytes(b"x" * 400)
-    assert message in error_of(train, tmp_path / "output", corpus=str(tmp_path / source))
-    assert not (tmp_path / "output").exists()
-
-
-IMPOSSIBLE = """
+IMPOSSIBLE = f"""
 --heads=3: embedding_dim must be a multiple of heads
 --qk_dim_factor=nan: qk_dim_factor
 --steps=-1: steps
@@ -344,6 +306,9 @@ IMPOSSIBLE = """
 --mesh=data:4096 --batch_size=4096: --mesh=data:4096 has 4096 devices, there are
 --num_processes=2: coordinator_address, num_processes and process_id belong together
 --no_such_flag: no_such_flag
+--corpus=/no/such/text: No such file
+--corpus=/dev/null: has no text
+--corpus={__file__} --seq_len=9999: bytes of held-out text, fewer than the 10000
 --backend=triton: needs a GPU
 """
 

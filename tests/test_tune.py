@@ -2,13 +2,12 @@
 run."""
 
 import functools
-import importlib
 import json
+import multiprocessing
 import os
 import re
 import threading
 import time
-from collections import Counter
 from unittest import mock
 
 import benchmark_runs
@@ -17,16 +16,15 @@ import compile_report
 import jax
 import jax.numpy as jnp
 import kernel_benchmark
-import numpy as np
 import pytest
 import tune
 import worker
 from candidates import Result
+from mosaic_gpu_cases import needs_jax
 from roofline import Shape
-from test_compile_report import NO_SPILL, SPILL, TWICE
+from test_compile_report import NO_SPILL, SPILL, TWICE, usage
 
 from mlstm_pallas import KernelConfig, StageConfig, dispatch
-from mlstm_pallas.backend import jax_has_mosaic_gpu
 from mlstm_pallas.config import config_from_row, heuristic_config, tuned_rows
 from mlstm_pallas.problem import make_problem
 
@@ -115,20 +113,18 @@ def test_a_whole_call_is_checked_with_its_gradients(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("shared", "spills", "reason"),
+    ("compiled", "reason"),
     [
-        (99 * 1024, 512, None),
-        (99 * 1024 + 1, 0, "takes 101377 bytes of shared memory, the device has 101376"),
-        (0, 513, "spills 513 bytes, at most 512"),
-        (0, compile_report.CompileError("it crashed"), "it crashed"),
+        (usage(99 * 1024, 512), ""),
+        (usage(99 * 1024 + 1), "takes 101377 bytes of shared memory, the device has 101376"),
+        (usage(0, 513), "spills 513 bytes, at most 512"),
+        (compile_report.CompileError("it crashed"), "it crashed"),
     ],
 )
-def test_what_the_compile_report_refuses_is_not_compiled(shared, spills, reason, monkeypatch):
-    usage = compile_report.Usage(128, spills, 0, shared, 4, 0, 24, False, 0.1)
-    compile_kernel = mock.Mock(side_effect=[spills if reason == "it crashed" else usage])
+def test_what_the_compile_report_refuses_is_not_compiled(compiled, reason, monkeypatch):
     lowered = compile_report.Lowered("kernel", (1,), 4, 2, ir="ir")
     monkeypatch.setattr(compile_report, "lowered_kernels", lambda *_, device: [lowered])
-    monkeypatch.setattr(compile_report, "compile_kernel", compile_kernel)
+    monkeypatch.setattr(compile_report, "compile_kernel", mock.Mock(side_effect=[compiled]))
     monkeypatch.setattr(candidates.MlstmPallas, "build", lambda *_: "compiled")
     pruner = candidates.Pruner(compile_report.DEVICES["L4"], 512)
     bench = candidates.Bench("xla", TINY, "bfloat16", pruner, 1)
@@ -177,11 +173,10 @@ class FakeBench:
             return 5 + sum(self.ms(x, config) for x in tune.ALGORITHMS[config.fused_min_heads])
         L = min(config.stage("recurrent_fw_H").siz_b_LKV, config.L) if stage in FUSED else config.L
         best = tune.canonical(stage, StageConfig(num_warps=4, num_stages=3), problem(L, self.shape))
-        steps = [
-            [values.index(getattr(tiles, name)) for tiles in (config.stage(stage), best)]
-            for name, values in dispatch.configured(stage).search.items()
-        ]
-        return self.base_ms(stage, L) + 0.1 * float(np.abs(np.diff(steps)).sum())
+        tiles, steps = config.stage(stage), 0
+        for name, values in dispatch.configured(stage).search.items():
+            steps += abs(values.index(getattr(tiles, name)) - values.index(getattr(best, name)))
+        return self.base_ms(stage, L) + 0.1 * steps
 
     def judge(self, stage, config, *_):
         self.judged.append((stage, config))
@@ -200,7 +195,7 @@ def timed(run, *, whole=False):
     return [line for line in run.log() if whole == (line["stage"] == "")]
 
 
-def test_a_better_row_is_written_and_read_back(run, fake, capsys):
+def test_a_better_row_is_written_and_read_back(run, fake):
     """The scan alone takes least at the longest chunks, with the scores that it needs at 32."""
     times = {
         "parallel_fw_P": {16: 0.1, 32: 0.2, 64: 0.9, 128: 3.0},
@@ -210,16 +205,13 @@ def test_a_better_row_is_written_and_read_back(run, fake, capsys):
     run_heads = functools.partial(run, shape=SHAPE._replace(NH=192))
     assert run_heads() == 0
     [row] = run.rows()
-    assert (row["DHQK"], row["DHHV"], row["dtype"]) == (64, 128, "bfloat16")
     config, measured = config_from_row(row), row["measured"]
     assert set(config.stages) == {*tune.STAGES}
     scan = config.stage("recurrent_fw_H")
     assert (scan.siz_b_LKV, config.fused_min_heads * 128) == (32, 192 * scan.siz_b_DHHV)
-    assert measured["fwbw_ms"] <= 0.97 * measured["heuristic_fwbw_ms"]
     whole = timed(run, whole=True)
     assert {x["config"]["chunk_size"] for x in whole} == {64, 128, 256}
     assert measured["fwbw_ms"] == pytest.approx(min(x["ms"] for x in whole), abs=1e-4)
-    assert "kept" in capsys.readouterr().out
     # The present row is a start, its chunk size that of a search of one stage, and it stays.
     fake.judged.clear()
     assert run_heads("--stage=chunk_gates", "--log=other.jsonl") == 0
@@ -264,61 +256,20 @@ def test_an_interrupted_sweep_goes_on_where_it_was(run, fake, monkeypatch, capsy
     fake.hook = FakeBench.hook
     del fake.judged[:]
     assert run() == 0
-    assert not set(fake.judged) & set(before)
+    assert not {*fake.judged} & {*before}
     resumed = [*before, *fake.judged]
-    del fake.judged[:]
-    assert run() == 0
-    assert {stage for stage, _ in fake.judged} == {""}  # a row is decided by these
     os.unlink("rows.json")
     monkeypatch.setattr(tune, "source_hash", lambda: "other")  # nothing counts for other code
     del fake.judged[:]
     assert run() == 0
-    assert [case for case in resumed if case[0]] == [case for case in fake.judged if case[0]]
-
-
-def test_time_is_bounded_and_shared_by_the_cases(run, fake, monkeypatch):
-    now = [0.0]
-    monkeypatch.setattr(tune.time, "monotonic", lambda: now[0])
-
-    def hook(self, stage, config):
-        now[0] += 0.5
-
-    fake.hook = hook
-    assert run("--minutes=2", "--dtype=bfloat16,float32") == 0
-    assert 60 < now[0] <= 121
-    cases = Counter((line["case"], bool(line["stage"])) for line in run.log())
-    for dtype in ("bfloat16", "float32"):
-        assert cases[f"{SHAPE} {dtype}", True] > 50
-        assert cases[f"{SHAPE} {dtype}", False] > 3  # the time for the whole is kept back
-    assert len(run.rows()) == 2
+    resumed, again = ([case for case in cases if case[0]] for cases in (resumed, fake.judged))
+    assert resumed == again
 
 
 def test_without_time_there_is_no_row(run, fake, capsys):
     assert run("--minutes=0") == 1
     assert "no time of the heuristic to compare with" in capsys.readouterr().err
     assert not os.path.exists("rows.json")
-
-
-@pytest.mark.parametrize(
-    ("broken", "algorithms"), [("parallel_bw_dQKV", {0, 1}), ("parallel_fw_P", {0})]
-)
-def test_a_stage_that_never_runs_leaves_time_for_the_others(broken, algorithms, run, fake):
-    """Its algorithm is not tried, but for a stage of both."""
-    fake.hook = lambda self, stage, _: Result("failed", note="no") if stage == broken else None
-    assert run() == 0
-    tried = Counter(line["stage"] for line in run.log())
-    assert 0 < tried[broken] <= 4 * 3 * tune.ROUND
-    assert tried["recurrent_fw_C"] > tune.ROUND
-    _, *whole = [line["config"] for line in timed(run, whole=True)]  # the heuristic comes first
-    assert {config["fused_min_heads"] for config in whole} == algorithms
-
-
-def statuses(run, read):
-    """{what ``read`` has of a config: {(status, note)}} of the candidates in the log."""
-    outcome = {}
-    for line in timed(run):
-        outcome.setdefault(read(line["config"]), set()).add((line["status"], line["note"]))
-    return outcome
 
 
 def test_a_compiler_that_hangs_costs_its_candidate(run, fake, monkeypatch):
@@ -333,10 +284,9 @@ def test_a_compiler_that_hangs_costs_its_candidate(run, fake, monkeypatch):
     fake.prepare = prepare
     assert run("--stage=chunk_gates", "--chunk_size=16", "--threads=8") == 0
     released.set()
-    by_warps = statuses(run, lambda config: config["chunk_gates"]["num_warps"])
-    assert by_warps[1] == {("ok", "")}
-    [(status, note)] = {(status, note[:22]) for status, note in by_warps[2]}
-    assert (status, note) == ("failed", "not compiled within 0.")
+    by_warps = {(x["config"]["chunk_gates"]["num_warps"], x["note"][:12]) for x in timed(run)}
+    assert {(1, ""), (2, "not compiled")} <= by_warps
+    assert (2, "") not in by_warps
 
 
 def test_a_lost_device_ends_the_run_and_its_candidate(run, fake, capsys):
@@ -372,8 +322,8 @@ def tuned_row(*heads):
 WIDE_ROW = tuned_row(256, 512)
 
 
-def mosaic_gpu_search(stage, row=WIDE_ROW, dtype="bfloat16"):
-    spec = functools.partial(kernel_benchmark.call_spec, "mosaic_gpu", WIDE, dtype)
+def mosaic_gpu_search(stage, row=WIDE_ROW):
+    spec = functools.partial(kernel_benchmark.call_spec, "mosaic_gpu", WIDE, "bfloat16")
     config = config_from_row(row).or_else(heuristic_config(256, BF16))
     return tune.MosaicGpuSearch(stage, config, spec)
 
@@ -419,9 +369,7 @@ def test_candidates_for_mosaic_gpu_are_tiles_that_the_kernel_takes(stage):
         assert impl.call.lowering.room == "mosaic_gpu"
         assert search.canonical(impl.call.tiles) == search.tiles(config) == tiles
     if stage in TUNABLE:  # the heuristic is tried first and the present tiles with it
-        row = row_with_other_tiles([stage])
-        assert mosaic_gpu_search(stage, row).starts == [*tiles_of(stage)]
-        assert mosaic_gpu_search(stage, row, "float32").starts == []  # there is no kernel
+        assert mosaic_gpu_search(stage, row_with_other_tiles([stage])).starts == [*tiles_of(stage)]
 
 
 @pytest.fixture
@@ -448,38 +396,25 @@ def run_mosaic_gpu(run, fake, monkeypatch):
     return command
 
 
-def without_mosaic_gpu(row):
-    return {
-        name: {k: v for k, v in x.items() if k != "mosaic_gpu"} if isinstance(x, dict) else x
-        for name, x in row.items()
-    }
-
-
-def stages_with_tiles(row):
-    tuned = {name for name in tune.STAGES if "mosaic_gpu" in row[name]}
-    assert row["measured"].get("mosaic_gpu", {}).keys() == tuned
-    return tuned
-
-
 def test_tiles_for_mosaic_gpu_are_written_and_removed_beside_those_of_triton(
     run, run_mosaic_gpu, fake, capsys
 ):
     first, second, *_ = TUNABLE
+
+    def row_and_times():
+        [row] = run.rows()
+        return row, row["measured"].pop("mosaic_gpu", {})
+
     assert run_mosaic_gpu(ms=lambda stage: 0.5 if stage in (first, second) else 0.98) == 0
-    [row] = run.rows()
-    assert without_mosaic_gpu(row) == WIDE_ROW
-    assert stages_with_tiles(row) == {first, second}
-    outcome = config_from_row(row).or_else(heuristic_config(256, BF16))
-    spec = kernel_benchmark.call_spec("mosaic_gpu", WIDE, "bfloat16", outcome)
-    tiles = outcome.stage(first).mosaic_gpu
-    assert spec.stages_in("mosaic_gpu")[first] == tiles == tiles_of(first)[1]
-    measured = row["measured"]["mosaic_gpu"][first]
-    assert (measured["ms"], measured["heuristic_ms"], measured["jax"]) == (0.5, 1, jax.__version__)
+    row, measured = row_and_times()
+    assert (row, {*measured}) == (row_with_other_tiles([first, second]), {first, second})
+    times = dict(ms=0.5, heuristic_ms=1, jax=jax.__version__)
+    assert times.items() <= measured[first].items()
     assert {stage for stage, _ in fake.judged} == {*MOSAIC_GPU}
-    assert re.search(rf"{first}: heuristic 1.000 ms, best 0.500 .*: kept", capsys.readouterr().out)
     # Those that gain nothing any more are removed.
     assert run_mosaic_gpu(f"--stage={first}", "--log=other.jsonl", ms=lambda stage: 0.98) == 0
-    assert stages_with_tiles(run.rows()[0]) == {second}
+    row, measured = row_and_times()
+    assert (row, {*measured}) == (row_with_other_tiles([second]), {second})
     assert run_mosaic_gpu("--log=another.jsonl") == 0
     assert run.rows() == [WIDE_ROW]
     # Without a row there is no chunk size to tune at.
@@ -492,54 +427,25 @@ def test_tiles_for_mosaic_gpu_are_written_and_removed_beside_those_of_triton(
 
 @pytest.mark.parametrize(("chunk_size", "kept"), [(256, True), (128, False)])
 def test_a_row_for_triton_keeps_the_tiles_for_mosaic_gpu_of_its_chunk_size(chunk_size, kept):
-    stage, *_ = TUNABLE
-    measured = {"fwbw_ms": 1.0, "mosaic_gpu": {stage: {"ms": 0.5}}}
-    present = row_with_other_tiles(TUNABLE) | {"measured": measured}
+    times = {"mosaic_gpu": {TUNABLE[0]: {"ms": 0.5}}}
+    present = row_with_other_tiles(TUNABLE) | {"measured": {"fwbw_ms": 1.0, **times}}
     new = WIDE_ROW | {"chunk_size": chunk_size, "measured": {"fwbw_ms": 2.0}}
-    row = tune.with_mosaic_gpu(new, present)
-    assert without_mosaic_gpu(row) == new
-    assert ("mosaic_gpu" in row[stage], "mosaic_gpu" in row["measured"]) == (kept, kept)
+    expected = present | {"measured": {"fwbw_ms": 2.0, **times}} if kept else new
+    assert tune.with_mosaic_gpu(new, present) == expected
     assert tune.with_mosaic_gpu(new, WIDE_ROW) == new
 
 
-SLEEPER = """
-import os, time
-
-def answer(what, shape, dtype, stage, row, argument):
-    if what == "judge":
-        stages = row[stage]["mosaic_gpu"]["num_stages"]
-        if stages == {sleeps}:
-            time.sleep(600)
-        if stages == {ends}:
-            os._exit(3)
-        return "ok", 1.0, str(os.getpid())
-"""
-
-
-def test_a_candidate_that_hangs_is_killed_and_logged(run, tmp_path, monkeypatch):
-    """In a process that sleeps, as one does whose kernel waits for ever; another candidate ends its
-    process."""
-    stage = "recurrent_bw_dC"
-    present = tiles_of(stage)[0].num_stages
-    sleeps, ends = present + 1, present - 1
-    monkeypatch.setattr(tune.MosaicGpuSearch, "takes", lambda *_: True)
-    monkeypatch.setattr(tune, "requested_backend", lambda backend: backend)
-    (tmp_path / "sleeper.py").write_text(SLEEPER.format(sleeps=sleeps, ends=ends))
-    monkeypatch.syspath_prepend(tmp_path)
-    workers = {stage: worker.Worker(importlib.import_module("sleeper").answer)}
-    monkeypatch.setattr(tune, "stage_workers", lambda *_: workers)
-    tune.write_tuning("rows.json", "cpu", [WIDE_ROW])
-    request = "--backend=mosaic_gpu_interpret", f"--stage={stage}", "--run_seconds=0.2"
-    assert run(*request, shape=WIDE) == 0
-    lines = statuses(run, lambda config: config[stage]["mosaic_gpu"]["num_stages"])
-    assert present in lines
-    assert lines.pop(sleeps) == {("hangs", "no answer within 0.2 s")}
-    assert lines.pop(ends) == {("failed", "the process ended with exit code 3")}
-    for status, pid in set().union(*lines.values()):
-        assert status == "ok"
-        with pytest.raises(ProcessLookupError):
-            os.kill(int(pid), 0)
-    assert run.rows() == [WIDE_ROW]
+def test_a_candidate_that_hangs_has_a_result_and_another_is_prepared_again():
+    """As its process was killed."""
+    ask = mock.Mock(side_effect=[worker.NoAnswer("slow"), worker.ProcessEnded("gone")])
+    limits = dict(compile_seconds=1.0, run_seconds=1.0)
+    bench = candidates.IsolatedBench({STAGE: ask}, WIDE, "bfloat16", float("inf"), **limits)
+    judge = functools.partial(bench.judge, STAGE, HEURISTIC, *[None] * 4)
+    assert [judge(), judge()] == [Result("hangs", note="slow"), Result("failed", note="gone")]
+    ask.side_effect = [None, None, ("ok", 1.0, "")]
+    assert judge() == Result("ok", 1.0)
+    asked = [call.args[0] for call in ask.call_args_list]
+    assert asked == ["judge", "judge", "judge", "prepare", "judge"]
 
 
 def test_a_worker_answers_and_starts_again_after_a_call_that_does_not_end(monkeypatch):
@@ -547,8 +453,11 @@ def test_a_worker_answers_and_starts_again_after_a_call_that_does_not_end(monkey
     sleeping, reading = worker.Worker(time.sleep), worker.Worker(os.getenv, {"OTHER": "there"})
     with pytest.raises(worker.NoAnswer, match=r"no answer within 0\.1 s"):
         sleeping(600, seconds=0.1)
+    assert not multiprocessing.active_children()
     with pytest.raises(worker.ProcessEnded, match="TypeError"):
         sleeping("a while", seconds=30)
+    with pytest.raises(worker.ProcessEnded, match="the process ended with exit code 3"):
+        worker.Worker(os._exit)(3, seconds=30)
     assert sleeping(0.0, seconds=30) is None
     assert [reading(name, seconds=30) for name in ("OTHER", "INHERITED")] == ["there", "here"]
     assert "OTHER" not in os.environ
@@ -562,19 +471,21 @@ def test_a_worker_answers_and_starts_again_after_a_call_that_does_not_end(monkey
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("backend", "stages", "shape"),
+    ("backend", "stage", "shape"),
     [
         # The shapes of its outputs depend on the tiles.
         ("interpret", "parallel_bw_dP", Shape(1, 1, 16, 16, 16)),
-        ("mosaic_gpu_interpret", "recurrent_fw_H", Shape(1, 2, 128, 128, 128)),
+        pytest.param(
+            *("mosaic_gpu_interpret", "recurrent_fw_H", Shape(1, 2, 128, 128, 128)),
+            marks=needs_jax,
+        ),
     ],
 )
-def test_a_dry_run_of_real_kernels(backend, stages, shape, run):
+def test_a_dry_run_of_real_kernels(backend, stage, shape, run):
     """Those of Mosaic GPU in their processes."""
-    if backend != "interpret" and not jax_has_mosaic_gpu():
-        pytest.skip("the Mosaic GPU kernels need jax >= 0.11.2 and < 0.13")
-    tune.write_tuning("rows.json", "cpu", [tuned_row(128, 128)])
-    request = f"--backend={backend}", f"--stage={stages}", "--run_seconds=300"
+    # So few heads have the fused scan.
+    tune.write_tuning("rows.json", "cpu", [tuned_row(128, 128) | {"fused_min_heads": 1}])
+    request = f"--backend={backend}", f"--stage={stage}", "--run_seconds=300"
     assert run(*request, shape=shape) == 0
-    assert len(timed(run)) > 2
+    assert len(timed(run)) > 1  # the heuristic and another
     assert {(line["status"], line["note"]) for line in run.log()} == {("ok", "")}
