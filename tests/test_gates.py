@@ -76,6 +76,8 @@ CASES = {
     "gates_at_30": {"f_shift": 30.0, "i_scale": 30.0},
     "gates_at_1e3": {"f_scale": 1e3, "i_scale": 1e3, "resets": True},
     "gates_at_1e4": {"f_shift": -1e4, "i_scale": 1e4},
+    # A segment that begins with nothing stored has an m near 0, far below the gates before it.
+    "starts_below_large_gates": {"resets": True, "i_shift": 3e3},
 }
 
 
