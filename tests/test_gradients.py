@@ -136,6 +136,15 @@ def test_an_initial_m_of_minus_infinity_stores_nothing(algorithm):
     check(inputs, "float32", algorithm, 64)
 
 
+def test_a_closed_forget_gate_counts_where_the_input_gate_is_closed_as_well():
+    """Without a floor of the denominator, h is old and new content by their ratio, however small
+    both are."""
+    inputs = random_inputs(5, 1, 1, 3, 16, 4, states=False)
+    inputs |= dict.fromkeys("if", jnp.asarray([[[0.0, -61.0, 0.0]]]))
+    options = dict(input_gate="sigmoid", eps=0.0, norm_val=0.0)
+    check(inputs, "float32", "xla", 16, options, run=without_states)
+
+
 @pytest.mark.parametrize("case", ["behind_a_norm", "states_alone"])
 def test_gradients_of_cotangents(case):
     inputs = random_inputs(*SHAPE)

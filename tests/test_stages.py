@@ -18,6 +18,7 @@ from mlstm_pallas.problem import MAX_TILE, InputGate, Problem
 from mlstm_pallas.stage import Lowering, StageCall, StageConfig, Weighted
 from mlstm_pallas.stages import STAGES
 from mlstm_pallas.triton.parallel_fw_P import step_sums
+from mlstm_pallas.triton.recurrence import splits_of
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -95,6 +96,8 @@ class Case:
         module = importlib.import_module(f"mlstm_pallas.stages.{name}")
         parameters = inspect.signature(getattr(module, name)).parameters
         options = {key: x for key, x in self.options.items() if key in parameters} | options
+        if name == "recurrent_bw_dC":
+            options["matH"] = inputs["matH"]
         call = call_of(name, self.problem, self.dtype, lowering, tiles)
         run = functools.partial(dispatch.run, name, **options, call=call)
         return jax.jit(run)(*(inputs.get(key) for key in stage.inputs))
@@ -107,7 +110,7 @@ class Case:
         key = name, *options.items()
         if key not in self.result:
             with jax.enable_x64(True):
-                inputs = {key: self.inputs[key] for key in STAGES[name].inputs}
+                inputs = {key: self.inputs[key] for key in (*STAGES[name].inputs, "matH")}
                 wide = jax.tree.map(lambda y: array(y, "float64"), inputs)
                 self.result[key] = jax.tree.map(np.asarray, self.plain(name, wide, **options))
         return self.result[key]
@@ -285,6 +288,17 @@ def test_the_result_does_not_depend_on_the_tiles(dtype, stage, L, tiles):
 def test_tiles_of_every_product_stage_are_tested():
     """recurrent_step has tests of its own."""
     assert {*TILES} == {name for name, stage in STAGES.items() if not stage.decode}
+
+
+@pytest.mark.parametrize("stage", ["recurrent_fw_C", "recurrent_bw_dC"])
+@pytest.mark.parametrize(
+    ("dtype", "num_splits", "resets"), [("float32", 8, True), ("bfloat16", 2, False)]
+)
+def test_recurrences_in_splits(stage, dtype, num_splits, resets):
+    x = case(dtype, 16, 128, resets=resets, f_shift=6.0)
+    tiles = StageConfig(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=32, num_splits=num_splits)
+    assert splits_of(tiles, x.problem) == num_splits
+    x.check(stage, tiles)
 
 
 def test_parallel_fw_H_without_a_normaliser():
