@@ -17,6 +17,7 @@ from oracle import (
     oracle,
     outputs_and_gradients,
     random_inputs,
+    step_names,
     tolerance,
 )
 
@@ -88,11 +89,8 @@ def check_step(backend, states, DHQK, DHHV):
     """In float32 throughout: h and states of float16 round once, at the end."""
     whole = random_inputs(5, 2, 4, 1, DHQK, DHHV, dtype="float16")
     whole |= {name: whole[name].astype(states) for name in ("c_initial", "n_initial", "m_initial")}
-    token = {
-        name.removesuffix("_initial"): x if "initial" in name else x[:, :, 0]
-        for name, x in whole.items()
-    }
-    h, new = jax.jit(functools.partial(mlstm_recurrent_step, backend=backend))(**token)
+    run = jax.jit(functools.partial(mlstm_recurrent_step, backend=backend))
+    h, new = run(**step_names(whole, 0))
     expected_h, expected_states = oracle(whole)
     sums = 4 * math.sqrt(DHQK) * 2.0**-24
     assert_close(h, expected_h[:, :, 0], UNIT + sums, "h")
@@ -138,28 +136,27 @@ def test_what_is_beyond_the_largest_number_is_inf_or_right(algorithm):
 
 
 def test_states_of_a_step_beyond_the_largest_number_are_inf():
-    x = {name: y[:, :, 0] for name, y in overflowing(1, q=1, k=64, v=2048).items()}
-    shapes = dict(c=(1, 2, 16, 16), n=(1, 2, 16), m=(1, 2))
-    h, (c, n, _) = mlstm_recurrent_step(
-        **x,
-        **{name: jnp.zeros(shape, "float16") for name, shape in shapes.items()},
-        backend="interpret",
-    )
-    assert np.array_equal(np.isposinf(np.asarray(c)), np.ones(shapes["c"], bool))  # 64 * 2048
-    assert np.array_equal(np.asarray(n), np.full(shapes["n"], 64, "float16"))
+    x = step_names(overflowing(1, q=1, k=64, v=2048), 0)
+    for name, shape in dict(c=(16, 16), n=(16,), m=()).items():
+        x[name] = jnp.zeros((1, 2, *shape), "float16")
+    h, (c, n, _) = mlstm_recurrent_step(**x, backend="interpret")
+    assert np.isposinf(np.asarray(c)).all()  # 64 * 2048
+    assert np.all(np.asarray(n) == 64)
     assert_close(h, np.full(h.shape, 2048.0), UNIT, "h")  # of float32 states
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("algorithm", ["materialised", "fused", "default"])
-@pytest.mark.parametrize("layout", ["BNTH", "BTNH"])
-@pytest.mark.parametrize(("DHQK", "DHHV"), [(64, 64), (128, 256), (256, 512)])
-def test_compiled_kernels_against_float64(DHQK, DHHV, layout, algorithm):
-    config = {
-        "materialised": KernelConfig(fused_min_heads=0),
-        "fused": KernelConfig(fused_min_heads=1),
-        "default": None,
-    }[algorithm]
+@pytest.mark.parametrize(
+    ("DHQK", "DHHV", "layout", "fused_min_heads"),
+    [
+        *((*heads, "BNTH", None) for heads in ((64, 64), (128, 256), (256, 512))),
+        (64, 64, "BNTH", 1),
+        (128, 256, "BTNH", 0),
+        (256, 512, "BTNH", 1),
+    ],
+)
+def test_compiled_kernels_against_float64(DHQK, DHHV, layout, fused_min_heads):
+    config = KernelConfig(fused_min_heads=fused_min_heads)
     check((1, 2, 250, DHQK, DHHV), layout=layout, backend="triton", config=config)
 
 

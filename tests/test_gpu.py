@@ -175,6 +175,45 @@ def test_gradients_chunk_sizes(dtype, chunk_size):
     check_gradients(dtype, 1, 2, 2048, 128, 256, chunk_size=chunk_size)
 
 
+@pytest.mark.parametrize(
+    ("B", "NH", "S", "DHQK", "DHHV", "layout"),
+    [
+        *((4, 12, S, 64, 128, "BNTH") for S in (1, 17, 129)),
+        *((4, 12, S, 64, 128, "BTNH") for S in (2, 127)),
+        (1, 24, 992, 256, 256, "BTNH"),
+        (1, 24, 1001, 256, 256, "BNTH"),
+        *((1, 8, 4095, 64, 128, layout) for layout in ("BNTH", "BTNH")),
+    ],
+)
+def test_gradients_odd_lengths(B, NH, S, DHQK, DHHV, layout):
+    """A store beyond an array would be in the next head."""
+    for backend in ("triton", "mosaic_gpu"):
+        options = dict(layout=layout, backend=backend, config=ALGORITHMS["fused"])
+        check_gradients("bfloat16", B, NH, S, DHQK, DHHV, **options)
+
+
+@pytest.mark.parametrize(
+    ("backend", "layout"), [("triton", "BTNH"), ("mosaic_gpu", "BNTH"), ("mosaic_gpu", "BTNH")]
+)
+def test_memory_of_odd_lengths(backend, layout):
+    """No array is padded: a copy of v alone would be a tenth."""
+    run = functools.partial(mlstm_chunkwise, backend=backend, layout=layout)
+
+    def both(dh, *x):
+        return jax.vjp(run, *x)[1](dh)
+
+    def size(S):
+        shape = (8, S, 8) if layout == "BTNH" else (8, 8, S)
+        gates = [jax.ShapeDtypeStruct(shape, jnp.float32)] * 2
+        dh, q, k, v = (
+            jax.ShapeDtypeStruct((*shape, D), jnp.bfloat16) for D in (512, 256, 256, 512)
+        )
+        memory = jax.jit(both).lower(dh, q, k, v, *gates).compile().memory_analysis()
+        return memory.temp_size_in_bytes + memory.output_size_in_bytes
+
+    assert size(8191) <= 1.03 * size(8192)
+
+
 def test_forget_gate_gradient_after_32768_steps():
     """One long reversed cumulative sum would have lost all digits here."""
     check_gradients("bfloat16", 1, 1, 32768, 64, 64, f_shift=4.0)
