@@ -2,7 +2,6 @@
 on a GPU."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Set
 from typing import Any
@@ -21,7 +20,7 @@ from oracle import (
     cotangents_for,
     errors_of,
     expected_of,
-    outputs_and_gradients,
+    gradients_of_call,
     random_inputs,
     recurrence_of_lengths,
     tolerance,
@@ -30,7 +29,7 @@ from oracle import (
 from test_float16 import backward_bound
 from test_gradients import BOUND
 
-from mlstm_pallas import KernelConfig, StageConfig, dispatch, mlstm_chunkwise, reference
+from mlstm_pallas import KernelConfig, StageConfig, dispatch, reference
 from mlstm_pallas.backend import jax_has_mosaic_gpu
 from mlstm_pallas.call_spec import BackwardPlan, CallSpec
 from mlstm_pallas.entry import Options, spec_for
@@ -167,20 +166,19 @@ def check_case(name, backend):
     case = CASES[name]
     inputs, ids = random_inputs(5, *case.shape, dtype=case.dtype, **case.recipe), ids_of(case)
     cotangents = [case.cotangents * x for x in cotangents_for(inputs, case.dtype)]
-    options = dict(return_last_states=True, config=case.config, backend=backend) | case.options
-    spec = spec_of(inputs, **options)
+    options = dict(config=case.config, backend=backend) | case.options
+    spec = spec_of(inputs, return_last_states=True, **options)
     on_chip = spec.backward_plan is BackwardPlan.TILES_ON_CHIP
     assert on_chip == (spec.problem.DHQK in (64, 128) and spec.problem.DHHV % 128 == 0)
     assert spec.stages_in("mosaic_gpu").keys() >= case.stages & {*spec.stages}
     is_fused = case.config.fused_min_heads > 0
     assert (spec.fused, spec.num_splits) == (is_fused, case.splits)
-    layout = case.options.get("layout", "BNTH")
     lengths = None if case.lengths is None else np.asarray(case.lengths)
-    run = functools.partial(mlstm_chunkwise, segment_ids=ids, sequence_lengths=lengths, **options)
+    run = gradients_of_call(segment_ids=ids, sequence_lengths=lengths, **options)
     of_inputs, recurrence = inputs, reference.recurrence
     if lengths is not None:
         of_inputs, recurrence = with_garbage(inputs, lengths), recurrence_of_lengths(lengths)
-    result = outputs_and_gradients(run, layout)(of_inputs, cotangents)
+    result = run(of_inputs, cotangents)
     if lengths is not None:
         assert_nothing_beyond(lengths, *result)
     of_recurrence = {
@@ -211,9 +209,7 @@ def check_neighbours(backend, shape):
     MIDDLE = 1
     inputs = random_inputs(11, *shape, dtype="bfloat16")
     cotangents = cotangents_for(inputs, "bfloat16")
-    run = outputs_and_gradients(
-        functools.partial(mlstm_chunkwise, return_last_states=True, config=fused(), backend=backend)
-    )
+    run = gradients_of_call(config=fused(), backend=backend)
     others = np.arange(shape[1]) != MIDDLE
     poisoned = jax.tree.map(lambda x: x.at[:, others].set(jnp.nan), (inputs, cotangents))
     for x, y in zip(*map(jax.tree.leaves, (run(inputs, cotangents), run(*poisoned))), strict=True):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 
-from mlstm_pallas import reference
+from mlstm_pallas import mlstm_chunkwise, reference
 
 MOSAIC_CALL = "mosaic_gpu_v2"  # the target of the custom call of a Mosaic GPU kernel
 # Kernels that are no stages.
@@ -171,13 +171,13 @@ def lowered_for_cuda(function, *x, mesh=None):
 
 
 COLLECTIVE = re.compile(
-    r" (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\("
+    r"= (.*?) (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\("
 )
 
 
 def collectives(compiled):
     """{collective: how many there are in the compiled module}."""
-    return Counter(COLLECTIVE.findall(compiled.as_text()))
+    return Counter(name for _, name in COLLECTIVE.findall(compiled.as_text()))
 
 
 def mesh_of(shape, *kinds, names="xyz", platform="cpu"):
@@ -277,6 +277,12 @@ def outputs_and_gradients(run, layout="BNTH"):
     return both
 
 
+def gradients_of_call(**options):
+    """outputs_and_gradients of mlstm_chunkwise with these options."""
+    run = functools.partial(mlstm_chunkwise, return_last_states=True, **options)
+    return outputs_and_gradients(run, options.get("layout", "BNTH"))
+
+
 def cotangents_for(inputs, dtype, states=True):
     """Of h, c, n and m, exact in the dtype; zeros of the states where nobody reads these."""
     (B, NH, S, DHQK), DHHV = inputs["q"].shape, inputs["v"].shape[-1]
@@ -292,8 +298,8 @@ def expected_of(inputs, cotangents, run=reference.recurrence, segment_ids=None, 
     """Outputs and gradients of the recurrence in float64."""
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda y: array(y, "float64"), (inputs, cotangents))
-        traced = {} if segment_ids is None else dict(segment_ids=segment_ids)
-        result = outputs_and_gradients(shared(run, **options))(*wide, **traced)
+        run = outputs_and_gradients(shared(run, **options))
+        result = run(*wide, segment_ids=segment_ids)
         return jax.tree.map(np.asarray, result)
 
 

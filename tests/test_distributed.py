@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import (
+    COLLECTIVE,
     MOSAIC_CALL,
     NAMES,
     OUTPUTS,
@@ -35,16 +36,11 @@ from mlstm_pallas.backend import jax_has_mosaic_gpu
 from mlstm_pallas.devices import compute_capability
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 B, NH, S, DHQK, DHHV = 2, 2, 160, 16, 8
 # h depends on the stabilisers themselves, through this eps and this floor
 OPTIONS = dict(chunk_size=16, eps=0.1, stabilize_correctly=False, norm_val=5.0)
 BOUND = 1e-5  # gradients of either are held to 1e-4
 SEQUENCE, WHOLE = P(None, None, "s"), P()
-COLLECTIVE = re.compile(
-    r"= (.*?) (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\("
-)
 
 
 def over(
@@ -152,6 +148,11 @@ def test_batch_and_heads_may_be_split_as_well(alone):
     check(results_of(run)(*sharded(x, mesh, *specs)), alone(*x), x)
 
 
+def multiple_of_32(case):
+    """The last 128 steps."""
+    return [y[:, :, 32:] if y.shape[2:3] == (S,) else y for y in CASES[case].values()]
+
+
 INTERPRETED = OPTIONS | dict(backend="interpret", check_vma=False)
 
 
@@ -171,7 +172,7 @@ def test_splits_of_a_shard_take_their_products_from_its_summary(alone):
     products are computed once."""
     scan = StageConfig(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, num_splits=2)
     config = KernelConfig(fused_min_heads=1, recurrent_fw_H=scan)
-    x = [y[:, :, 32:] if y.shape[2:3] == (S,) else y for y in CASES["closed_shards"].values()]
+    x = multiple_of_32("closed_shards")
     # Chunks are two of the fused scan's.
     split = over(mesh_of((2,), names="s"), config=config, **INTERPRETED | {"chunk_size": 32})
     traced = results_of(split).trace(*x)
@@ -187,7 +188,7 @@ def test_shards_of_few_heads_have_splits_of_their_own(alone, monkeypatch):
     monkeypatch.setattr(call_spec, "MIN_SPLIT_STEPS", 16)
     monkeypatch.setattr(call_spec, "MIN_SPLIT_STATE", 1)
     mesh, config = mesh_of((2, 2), names="bs"), KernelConfig(fused_min_heads=B * NH)
-    x = [y[:, :, 32:] if y.shape[2:3] == (S,) else y for y in CASES["ordinary"].values()]
+    x = multiple_of_32("ordinary")
     run = results_of(over(mesh, config=config, axis_names={"s"}, **INTERPRETED))
     check(run(*sharded(x, mesh, P("b"))), alone(*x), x)
 

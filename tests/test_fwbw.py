@@ -12,8 +12,6 @@ from oracle import compare, error, oracle, random_inputs, tolerance
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, reference
 from mlstm_pallas.fwbw import _mlstm_chunkwise_fwbw_generator
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 S, L, DHQK, DHHV = 64, 16, 16, 24
 INPUTS = random_inputs(0, 1, 2, S, DHQK, DHHV)
 SCAN = KernelConfig(fused_min_heads=1, recurrent_fw_H=StageConfig(siz_b_LKV=16))

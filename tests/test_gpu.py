@@ -16,8 +16,8 @@ from oracle import (
     cotangents_for,
     errors_of,
     expected_of,
+    gradients_of_call,
     oracle,
-    outputs_and_gradients,
     random_inputs,
     step_names,
 )
@@ -74,13 +74,13 @@ def test_forward_8192(dtype, DHQK, DHHV):
     check_forward(dtype, 1, 4, 8192, DHQK, DHHV)
 
 
-def recurrence_in_parts(q, k, v, i, f, c_initial, n_initial, m_initial, size=512):
+def recurrence_in_parts(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids=None):
     """reference.recurrence with a checkpoint at every part: its backward pass holds the states of
     one part only."""
-    states, hs = (c_initial, n_initial, m_initial), []
+    states, hs, size = (c_initial, n_initial, m_initial), [], 512
     for start in range(0, q.shape[2], size):
         part = [x[:, :, start : start + size] for x in (q, k, v, i, f)]
-        h, states = jax.checkpoint(reference.recurrence)(*part, *states)
+        h, states = jax.checkpoint(reference.recurrence)(*part, *states, segment_ids=segment_ids)
         hs.append(h)
     return jnp.concatenate(hs, axis=2), states
 
@@ -97,9 +97,7 @@ def errors_of_call(dtype, *shape, f_shift=2.0, **options):
     """Relative errors of outputs and of gradients, by name; they are the same bits when computed
     again."""
     inputs, cotangents, desired = expected(dtype, *shape, f_shift)
-    options = dict(backend="triton", return_last_states=True) | options
-    run = functools.partial(mlstm_chunkwise, **options)
-    run = outputs_and_gradients(run, options.get("layout", "BNTH"))
+    run = gradients_of_call(**dict(backend="triton") | options)
     result = run(inputs, cotangents)
     assert_same_bits(run(inputs, cotangents), result)
     return errors_of(inputs, result, desired)

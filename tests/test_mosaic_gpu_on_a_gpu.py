@@ -24,6 +24,7 @@ from mosaic_gpu_cases import (
     spec_of,
 )
 from oracle import assert_same_bits, random_inputs
+from test_gpu_huge import inputs_on_device
 from test_packed_sequences import check_prompts
 
 from mlstm_pallas import KernelConfig, StageConfig, dispatch, mlstm_chunkwise
@@ -31,8 +32,6 @@ from mlstm_pallas.devices import compute_capability
 from mlstm_pallas.mosaic_gpu.limits import HEADS
 from mlstm_pallas.problem import make_problem
 from mlstm_pallas.stage import Lowering, StageCall
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 MODULE = Path(__file__).stem
 SECONDS = 300  # of a check: a kernel that waits for ever hangs its process
@@ -178,22 +177,20 @@ def extremes_on_a_gpu():
 
 def repeats_on_a_gpu(B, NH, S, DHQK, DHHV):
     """50 calls."""
-    keys, rows = jax.random.split(jax.random.key(0), 6), (B, NH, S)
-    q, k = (jax.random.normal(key, (*rows, DHQK), "bfloat16") for key in keys[:2])
-    v, dh = (jax.random.normal(key, (*rows, DHHV), "bfloat16") for key in keys[2:4])
-    i, f = jax.random.normal(keys[4], rows), jax.random.normal(keys[5], rows) + 4.0
-    stages, states = mosaic_stages(*rows, DHQK, DHHV), {"recurrent_fw_C", "parallel_fw_H"}
+    shape = B, NH, S, DHQK, DHHV
+    x, dh = inputs_on_device(shape, "bfloat16", 4.0)
+    stages, states = mosaic_stages(*shape), {"recurrent_fw_C", "parallel_fw_H"}
     assert stages >= SCAN or stages >= states
     assert stages >= ALL - SCAN - states - {"parallel_bw_dP"}
     run = outputs_and_gradients_on_a_gpu()
-    first = run(dh, q, k, v, i, f)
+    first = run(dh, *x)
     same = jax.jit(
         lambda a, b: jnp.stack(
             [jnp.array_equal(x, y, equal_nan=True) for x, y in zip(a, b, strict=True)]
         )
     )
     for call in range(50):
-        assert same(run(dh, q, k, v, i, f), first).all(), call
+        assert same(run(dh, *x), first).all(), call
 
 
 def prompts_on_a_gpu():

@@ -30,7 +30,7 @@ from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import InputGate, Problem, make_problem
 from mlstm_pallas.stage import Lowering, StageCall, Weighted
 
-pytestmark = [pytest.mark.usefixtures("quick_compilation", "no_race"), needs_jax]
+pytestmark = [pytest.mark.usefixtures("no_race"), needs_jax]
 ON = dict(lowering=Lowering.MOSAIC_GPU_INTERPRET)
 NO_TILES = StageConfig()
 

@@ -11,8 +11,6 @@ from oracle import random_inputs
 
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 BACKENDS = ("xla", "interpret", pytest.param("triton", marks=pytest.mark.gpu))
 B, NH, S, L = 2, 2, 64, 32
 BATCH, HEAD, COLUMN = 1, 0, 3

@@ -13,15 +13,13 @@ from oracle import (
     cotangents_for,
     errors_of,
     expected_of,
-    outputs_and_gradients,
+    gradients_of_call,
     random_inputs,
     tolerance,
 )
 from test_gradients import ALGORITHMS
 
 from mlstm_pallas import mlstm_chunkwise
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.mark.parametrize(
@@ -44,17 +42,15 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 def test_outputs_and_gradients(S, algorithm, chunk_size, heads):
     """Interpreted, what a kernel reads beyond an array is NaN."""
     inputs = random_inputs(S, 2, 3, S, *heads)
-    cotangents, launch = cotangents_for(inputs, "float32"), ALGORITHMS[algorithm]
-    run = functools.partial(
-        mlstm_chunkwise, return_last_states=True, chunk_size=chunk_size, **launch
-    )
-    result = outputs_and_gradients(run, launch.get("layout", "BNTH"))(inputs, cotangents)
+    cotangents = cotangents_for(inputs, "float32")
+    run = gradients_of_call(chunk_size=chunk_size, **ALGORITHMS[algorithm])
+    result = run(inputs, cotangents)
     for errors in errors_of(inputs, result, expected_of(inputs, cotangents)):
         assert_below(errors, 4 * tolerance("float32", S + 32))
 
 
 def test_interpreted_kernels_lower_with_64_bit_indices():
     x = random_inputs(0, 1, 2, 61, 16, 16, states=False)
-    run = functools.partial(mlstm_chunkwise, chunk_size=32, **ALGORITHMS["fused"])
+    run = functools.partial(mlstm_chunkwise, chunk_size=32, **ALGORITHMS["materialised_stored"])
     with jax.enable_x64(True):
         jax.jit(jax.grad(lambda x: jnp.sum(run(**x)))).lower(x)

@@ -11,11 +11,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import NAMES, array, initial_state_scale, outputs_and_gradients, tolerance
+from oracle import NAMES, array, gradients_of_call, initial_state_scale, tolerance
 
-from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, reference
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+from mlstm_pallas import KernelConfig, StageConfig, reference
 
 EXAMPLES = int(os.environ.get("MLSTM_PALLAS_EXAMPLES", "20"))  # of a class
 GPU_EXAMPLES = 170
@@ -38,16 +36,12 @@ class Case:
     options: tuple[tuple[str, object], ...] = ()
 
     @property
-    def sigmoid(self) -> bool:
-        return ("input_gate", "sigmoid") in self.options
-
-    @property
     def names(self) -> tuple[str, ...]:
-        count = 5 if not self.states else 7 if self.sigmoid else 8
-        return NAMES[:count]
+        sigmoid = ("input_gate", "sigmoid") in self.options
+        return NAMES[: 5 if not self.states else 7 if sigmoid else 8]
 
 
-SIGMOID = (("input_gate", "sigmoid"),)
+UNNORMALISED = (("input_gate", "sigmoid"), ("normalize", False))
 TILES = StageConfig(siz_b_LQ=16)
 TILED = KernelConfig(parallel_bw_dP=TILES, parallel_bw_dQKV=TILES)  # several in a chunk of 32
 SCAN = StageConfig(siz_b_LKV=16, siz_b_loop=16)  # two launches at 32 rows of the state
@@ -68,7 +62,7 @@ CASES = {
     "bfloat16_packed": Case(2, 1, 48, 16, 16, 32, dtype="bfloat16", packed=True, config=TILED),
     "fused": Case(1, 2, 50, 24, 16, 32, packed=True, config=FUSED),
     "splits": Case(1, 2, 64, 16, 32, 16, packed=True, config=SPLITS),
-    "sigmoid": Case(1, 2, 64, 16, 16, 32, packed=True, options=(*SIGMOID, ("normalize", False))),
+    "sigmoid": Case(1, 2, 64, 16, 16, 32, packed=True, options=UNNORMALISED),
 }
 
 
@@ -214,9 +208,8 @@ def compiled_oracle(case: Case):
 
 @functools.cache
 def compiled(case: Case, backend: str):
-    options = dict(chunk_size=case.L, backend=backend, config=case.config, **dict(case.options))
-    run = functools.partial(mlstm_chunkwise, return_last_states=True, **options)
-    return outputs_and_gradients(run)
+    launch = dict(chunk_size=case.L, backend=backend, config=case.config)
+    return gradients_of_call(**launch, **dict(case.options))
 
 
 BOUND = {"float32": 1e-3, "bfloat16": 2e-2}

@@ -37,8 +37,6 @@ from mlstm_pallas import (
 )
 from mlstm_pallas.stages.recurrent_step import step_gates
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 BACKENDS = ("xla", "interpret", pytest.param("triton", marks=pytest.mark.gpu))
 STATES = ("c", "n", "m")
 SMALL = KernelConfig(recurrent_step=StageConfig(siz_b_DHQK=16, siz_b_DHHV=16))
@@ -185,7 +183,7 @@ def test_sigmoid_input_gate(normalize, backend):
 
 
 @pytest.fixture(scope="module")
-def prefilled(quick_compilation):
+def prefilled():
     """A sequence of 32 steps, the states after 25 of them, and what the whole gives."""
     x = random_inputs(6, 1, 2, 32, 16, 8, resets=True)
     chunkwise = functools.partial(

@@ -29,8 +29,6 @@ from test_gradients import BOUND
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, reference
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 S, L = 70, 32
 LENGTHS = np.array([0, 1, 40, S + 29])
 IDS = np.repeat([[0, 1, 0]] * len(LENGTHS), [20, 31, S - 51], axis=1)  # a start beyond 40

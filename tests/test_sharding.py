@@ -31,8 +31,6 @@ from oracle import (
 from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_step
 from mlstm_pallas.sharding import _identity
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 B, NH, S, DHQK, DHHV = 8, 4, 24, 16, 8
 BOUND = 4 * tolerance("float32", S + DHQK)  # the same sums in another order
 AUTO, EXPLICIT = AxisType.Auto, AxisType.Explicit
@@ -66,13 +64,6 @@ def check_in_shards(run, x, expected):
     result = compiled(*x)
     compare(RESULTS, result, expected, BOUND)
     return result
-
-
-def test_the_count_sees_collectives():
-    mesh = mesh_of((8,))
-    gather = jax.jit(lambda x: x + 1, out_shardings=NamedSharding(mesh, P()))
-    compiled = gather.lower(*sharded([jnp.zeros(8)], mesh, P("x"))).compile()
-    assert collectives(compiled) == {"all-gather": 1}
 
 
 @pytest.mark.parametrize(
@@ -217,13 +208,9 @@ def test_operations_that_differ_are_told_apart():
     assert module(1e-6) != module(1e-3)
 
 
-def test_the_identity_of_an_operation_is_that_of_its_statics():
-    one, same, *others = (
-        _identity(run_on, ("spec", number), index)
-        for number, index in ((1, 0), (1, 0), (2, 0), (1, 1))
-    )
-    assert np.array_equal(one, same)
-    assert not any(np.array_equal(one, other) for other in others)
+def test_operations_under_different_vmaps_are_told_apart():
+    one, other = (_identity(run_on, "spec", mapped) for mapped in (0, 1))
+    assert not np.array_equal(one, other)
 
 
 @pytest.mark.gpu_multi

@@ -19,8 +19,6 @@ from mlstm_pallas.splits import decays_of_others
 from mlstm_pallas.stage import Lowering, StageCall
 from mlstm_pallas.triton.recurrence import MAX_SPLITS, splits_of
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 HEADS, S, L, DHQK, DHHV = 2, 128, 16, 32, 64
 NC = S // L
 PROBLEM = Problem(1, HEADS, S, DHQK, DHHV, L, 1.0)

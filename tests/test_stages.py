@@ -17,10 +17,7 @@ from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import MAX_TILE, InputGate, Problem
 from mlstm_pallas.stage import Lowering, StageCall, StageConfig, Weighted
 from mlstm_pallas.stages import STAGES
-from mlstm_pallas.triton.parallel_fw_P import step_sums
 from mlstm_pallas.triton.recurrence import splits_of
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 HEADS, DHQK, DHHV = 2, 32, 64
 TILES_OF_64 = StageConfig(num_splits=1)
@@ -313,18 +310,6 @@ def test_recurrent_fw_H_stores_states():
 def test_recurrent_fw_H_stores_no_states_of_several_launches():
     with pytest.raises(ValueError, match="stores states of up to 16 rows, expected 32"):
         case("float32", 16, 64).check("recurrent_fw_H", StageConfig(siz_b_loop=16), store_every=1)
-
-
-def test_key_sums():
-    x = case("bfloat16", 32, 64)
-    p, tiles = x.problem, StageConfig(siz_b_DHQK=16)
-    call = call_of("parallel_fw_P", p, x.dtype, Lowering.INTERPRET, tiles)
-    run = jax.jit(functools.partial(step_sums, call=call))
-    keys = np.asarray(x.inputs["matK"].astype("float32"), "float64")
-    scaled = keys * np.asarray(x.inputs["vecAbar"], "float64")[..., None]
-    expected = scaled.reshape(HEADS, p.NC, p.L, p.DHQK).sum(-2)
-    result = run(x.inputs["matK"], x.inputs["chunk_gates"].per_step().vecAbar)
-    assert_close(result, expected, tolerance("float32", p.L))
 
 
 def test_parallel_bw_dP_returns_keys_where_C_is_recomputed():
