@@ -63,15 +63,10 @@ def check_outputs(run, inputs, bound):
     assert_same_bits(run(**inputs), (h, states))
 
 
-def check_forward(dtype, *shape, **options):
-    options = dict(backend="triton", return_last_states=True) | options
-    run = functools.partial(mlstm_chunkwise, **options)
-    check_outputs(run, random_inputs(0, *shape, dtype=dtype), FORWARD[dtype])
-
-
 @pytest.mark.parametrize(("dtype", "DHQK", "DHHV"), [("bfloat16", 256, 512), ("float32", 128, 256)])
 def test_forward_8192(dtype, DHQK, DHHV):
-    check_forward(dtype, 1, 4, 8192, DHQK, DHHV)
+    run = functools.partial(mlstm_chunkwise, backend="triton", return_last_states=True)
+    check_outputs(run, random_inputs(0, 1, 4, 8192, DHQK, DHHV, dtype=dtype), FORWARD[dtype])
 
 
 def recurrence_in_parts(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids=None):

@@ -122,11 +122,6 @@ def neighbours_on_a_gpu():
     check_neighbours("mosaic_gpu", (2, 3, 512, 256, 512))
 
 
-def long_sequences_on_a_gpu():
-    config = KernelConfig(fused_min_heads=1)
-    test_gpu.check_forward("bfloat16", 1, 4, 8192, 256, 512, backend="mosaic_gpu", config=config)
-
-
 def outputs_and_gradients_on_a_gpu(**options):
     """A jitted function of the five sequences and the cotangent of h."""
 
@@ -214,7 +209,6 @@ GPU_CHECKS = [
     (vector_states_of_many_heads_on_a_gpu,),
     *((many_chunks_on_a_gpu, *heads) for heads in ((64, 128), (128, 256))),
     (neighbours_on_a_gpu,),
-    (long_sequences_on_a_gpu,),
     (packed_resets_on_a_gpu,),
     (extremes_on_a_gpu,),
     *(

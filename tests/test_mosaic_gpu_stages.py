@@ -18,6 +18,7 @@ from mosaic_gpu_cases import (
     slow,
 )
 from oracle import assert_same_bits, error, tolerance
+from test_gradients import slow as slow_row
 from test_stages import case
 
 from mlstm_pallas import StageConfig, dispatch, gate_gradients, gates
@@ -74,10 +75,6 @@ def fw_C(rows, **tiles):
 
 
 DP, DQKV = ("parallel_bw_dP", dict(num_stages=3)), ("parallel_bw_dQKV", dict(num_stages=4))
-
-
-def slow_row(*row):
-    return pytest.param(*row, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize(

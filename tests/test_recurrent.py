@@ -294,22 +294,18 @@ def test_vmap():
         compare(("h", *STATES), [np.asarray(y)[index] for y in actual], run(x), 1e-6)
 
 
-@pytest.mark.parametrize("input_gate", ["exp", "sigmoid"])
-def test_a_step_is_one_launch_with_c_in_place(input_gate):
-    x, _ = arguments(17, 1, 2, 0, 20, 37, dtype="bfloat16")
+@pytest.mark.parametrize(
+    ("input_gate", "dtype", "heads"),
+    [("exp", "bfloat16", (20, 37)), ("sigmoid", "float32", (300, 500))],
+)
+def test_a_step_is_one_launch_with_c_in_place(input_gate, dtype, heads):
+    x, _ = arguments(17, 1, 2, 0, *heads, dtype=dtype)
     c = x.pop("c")
     run = functools.partial(mlstm_recurrent_step, input_gate=input_gate, backend="triton")
     text = lowered_for_cuda(jax.jit(lambda c, x: run(**x, c=c), donate_argnums=0), c, x)
     assert set(re.findall(r"stablehlo\.(\w+)[ (]", text)) == {"custom_call", "reshape"}
     [call] = [line for line in text.splitlines() if "custom_call" in line]
     assert "output_operand_alias<output_tuple_indices = [0], operand_index = 0," in call
-
-
-@pytest.mark.parametrize("heads", [(64, 64), (300, 500)], ids="{0[0]}_{0[1]}".format)
-def test_lowers_for_gpus(heads, monkeypatch):
-    monkeypatch.setattr(compile_report, "compile_kernel", lambda *_: None)
-    rows = list(compile_report.report("H200", [heads], ["float32", "bfloat16"], direction="step"))
-    assert [(row.stage, row.cause) for row in rows] == [("recurrent_step", "")] * 2
 
 
 @pytest.mark.slow
