@@ -293,7 +293,6 @@ class Recurrences:
 
 RECURRENCES = {
     "weighted": Recurrences(),
-    "weighted_dC_alone": Recurrences(alone=True, states=False),
     "scaled_dC_alone_BTNH": Recurrences(weighted=False, alone=True, layout="BTNH"),
     "rows_of_128": Recurrences(
         shape=(1, 1, 512, 256, 128), L=256, tiles=StageConfig(siz_b_DHQK=128, num_stages=6)

@@ -64,11 +64,8 @@ def call_with_gates(gate, value):
     inputs = random_inputs(17, 1, 1, 32, 16, 16)
     inputs["i"], inputs["f"] = (y[None] for y in with_gates(gate, value))
     if gate == "i":
-        inputs |= dict(
-            c_initial=jnp.zeros((1, 1, 16, 16)),
-            n_initial=jnp.zeros((1, 1, 16)),
-            m_initial=jnp.full((1, 1), -jnp.inf, "float32"),
-        )
+        inputs |= {name: 0 * inputs[name] for name in ("c_initial", "n_initial")}
+        inputs["m_initial"] -= jnp.inf
     return inputs
 
 

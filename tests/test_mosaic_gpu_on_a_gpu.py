@@ -34,6 +34,7 @@ from mlstm_pallas.problem import make_problem
 from mlstm_pallas.stage import Lowering, StageCall
 
 MODULE = Path(__file__).stem
+FUSED = KernelConfig(fused_min_heads=1)
 SECONDS = 300  # of a check: a kernel that waits for ever hangs its process
 
 
@@ -100,11 +101,11 @@ def vector_states_of_many_heads_on_a_gpu():
 def tuned_config_on_a_gpu(S, *heads):
     """Outputs and all eight gradients against float64, with the bounds and the shapes of
     test_gpu.py; equal bits when computed again."""
-    scan, shape = KernelConfig(fused_min_heads=1), (1, 2, S, *heads)
-    assert mosaic_stages(*shape, scan) >= SCAN | {"parallel_bw_dQKV"}, shape
+    shape = 1, 2, S, *heads
+    assert mosaic_stages(*shape, FUSED) >= SCAN | {"parallel_bw_dQKV"}, shape
     for options in (
-        dict(config=scan, layout="BTNH"),
-        dict(config=scan, recompute_states_in_bw=False),
+        dict(config=FUSED, layout="BTNH"),
+        dict(config=FUSED, recompute_states_in_bw=False),
         dict(config=None),
     ):
         if mosaic_stages(*shape, **options):
@@ -113,9 +114,9 @@ def tuned_config_on_a_gpu(S, *heads):
 
 def many_chunks_on_a_gpu(DHQK, DHHV):
     """More chunks of 128 steps than SMs: CTAs that own a chunk take another one after it."""
-    shape, config = (1, 20, 1024, DHQK, DHHV), KernelConfig(fused_min_heads=1)
-    assert mosaic_stages(*shape, config) >= SCAN | {"parallel_bw_dQKV"}
-    test_gpu.check_gradients("bfloat16", *shape, backend="mosaic_gpu", config=config)
+    shape = 1, 20, 1024, DHQK, DHHV
+    assert mosaic_stages(*shape, FUSED) >= SCAN | {"parallel_bw_dQKV"}
+    test_gpu.check_gradients("bfloat16", *shape, backend="mosaic_gpu", config=FUSED)
 
 
 def neighbours_on_a_gpu():
@@ -143,7 +144,7 @@ def packed_resets_on_a_gpu():
     draw = np.random.default_rng(0)
     dh, other_dh = (jnp.asarray(draw.normal(size=x[2].shape), "bfloat16") for _ in range(2))
     ids = jnp.broadcast_to((jnp.arange(S) >= start).astype("int32"), (2, S))
-    run = outputs_and_gradients_on_a_gpu(config=KernelConfig(fused_min_heads=1), segment_ids=ids)
+    run = outputs_and_gradients_on_a_gpu(config=FUSED, segment_ids=ids)
 
     def joined(before, after):
         return jnp.concatenate([before[:, :, :start], after[:, :, start:]], axis=2)
@@ -161,7 +162,7 @@ def packed_resets_on_a_gpu():
 
 def extremes_on_a_gpu():
     """Gates anywhere in [-1e4, 1e4], and infinite ones."""
-    run = outputs_and_gradients_on_a_gpu(config=KernelConfig(fused_min_heads=1))
+    run = outputs_and_gradients_on_a_gpu(config=FUSED)
     draw = np.random.default_rng(0)
     q, k, v, i, _ = random_inputs(9, 2, 4, 1000, 256, 512, dtype="bfloat16", states=False).values()
     for values in ([-1e4, 1e4], [-1e4, 0.0, 1e4], [-1e4, -30.0, 30.0, 1e4, -np.inf]):
@@ -189,8 +190,7 @@ def repeats_on_a_gpu(B, NH, S, DHQK, DHHV):
 
 
 def prompts_on_a_gpu():
-    config = KernelConfig(fused_min_heads=1)
-    options = dict(dtype="bfloat16", layout="BTNH", backend="mosaic_gpu", config=config)
+    options = dict(dtype="bfloat16", layout="BTNH", backend="mosaic_gpu", config=FUSED)
     check_prompts(37, 256, 512, **options)
 
 
