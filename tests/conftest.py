@@ -110,13 +110,18 @@ def compiled_code_is_freed():
     jax.clear_caches()
 
 
-@pytest.fixture(scope="module")
-def quick_compilation():
-    """For modules in which compiling is most of the time.
+# Modules that compile as users do. In the others compiling is most of the time.
+AS_USERS_DO = {
+    *("test_gates", "test_gate_gradients", "test_reference", "test_precision", "test_layout_hlo"),
+    *("test_gpu", "test_gpu_huge", "test_gpu_sanitizer"),
+    *("test_products", "test_pipelines", "test_compile_report"),
+}
 
-    test_gates and test_reference stay with what users get.
-    """
+
+@pytest.fixture(autouse=True, scope="module")
+def quick_compilation(request):
     before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
+    quick = request.module.__name__ not in AS_USERS_DO
+    jax.config.update("jax_disable_most_optimizations", quick)
     yield
     jax.config.update("jax_disable_most_optimizations", before)

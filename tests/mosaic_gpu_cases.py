@@ -2,7 +2,6 @@
 on a GPU."""
 
 import dataclasses
-import functools
 import math
 from collections.abc import Set
 from typing import Any
@@ -14,13 +13,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import (
+    array,
     assert_below,
     assert_close,
     assert_nothing_beyond,
     cotangents_for,
     errors_of,
     expected_of,
-    outputs_and_gradients,
+    gradients_of_call,
     random_inputs,
     recurrence_of_lengths,
     tolerance,
@@ -29,7 +29,7 @@ from oracle import (
 from test_float16 import backward_bound
 from test_gradients import BOUND
 
-from mlstm_pallas import KernelConfig, StageConfig, dispatch, mlstm_chunkwise, reference
+from mlstm_pallas import KernelConfig, StageConfig, dispatch, reference
 from mlstm_pallas.backend import jax_has_mosaic_gpu
 from mlstm_pallas.call_spec import BackwardPlan, CallSpec
 from mlstm_pallas.entry import Options, spec_for
@@ -166,20 +166,19 @@ def check_case(name, backend):
     case = CASES[name]
     inputs, ids = random_inputs(5, *case.shape, dtype=case.dtype, **case.recipe), ids_of(case)
     cotangents = [case.cotangents * x for x in cotangents_for(inputs, case.dtype)]
-    options = dict(return_last_states=True, config=case.config, backend=backend) | case.options
-    spec = spec_of(inputs, **options)
+    options = dict(config=case.config, backend=backend) | case.options
+    spec = spec_of(inputs, return_last_states=True, **options)
     on_chip = spec.backward_plan is BackwardPlan.TILES_ON_CHIP
     assert on_chip == (spec.problem.DHQK in (64, 128) and spec.problem.DHHV % 128 == 0)
     assert spec.stages_in("mosaic_gpu").keys() >= case.stages & {*spec.stages}
     is_fused = case.config.fused_min_heads > 0
     assert (spec.fused, spec.num_splits) == (is_fused, case.splits)
-    layout = case.options.get("layout", "BNTH")
     lengths = None if case.lengths is None else np.asarray(case.lengths)
-    run = functools.partial(mlstm_chunkwise, segment_ids=ids, sequence_lengths=lengths, **options)
+    run = gradients_of_call(segment_ids=ids, sequence_lengths=lengths, **options)
     of_inputs, recurrence = inputs, reference.recurrence
     if lengths is not None:
         of_inputs, recurrence = with_garbage(inputs, lengths), recurrence_of_lengths(lengths)
-    result = outputs_and_gradients(run, layout)(of_inputs, cotangents)
+    result = run(of_inputs, cotangents)
     if lengths is not None:
         assert_nothing_beyond(lengths, *result)
     of_recurrence = {
@@ -210,9 +209,7 @@ def check_neighbours(backend, shape):
     MIDDLE = 1
     inputs = random_inputs(11, *shape, dtype="bfloat16")
     cotangents = cotangents_for(inputs, "bfloat16")
-    run = outputs_and_gradients(
-        functools.partial(mlstm_chunkwise, return_last_states=True, config=fused(), backend=backend)
-    )
+    run = gradients_of_call(config=fused(), backend=backend)
     others = np.arange(shape[1]) != MIDDLE
     poisoned = jax.tree.map(lambda x: x.at[:, others].set(jnp.nan), (inputs, cotangents))
     for x, y in zip(*map(jax.tree.leaves, (run(inputs, cotangents), run(*poisoned))), strict=True):
@@ -275,59 +272,27 @@ class Recurrences:
         return run
 
     def check(self, lowering):
-        """The outputs against float64."""
-        draw, p = np.random.default_rng(0), self.problem
+        """The outputs against the plain form in float64."""
+        draw = np.random.default_rng(0)
         x = [draw.normal(size=y.shape) for y in self.shapes()]
         x[4:7] = (draw.uniform(size=y.shape) for y in x[4:7])
-        x = [jnp.asarray(y, shape.dtype) for y, shape in zip(x, self.shapes(), strict=True)]
+        x = [array(y, shape.dtype) for y, shape in zip(x, self.shapes(), strict=True)]
         result = jax.jit(self.function(lowering))(*x)
-        q, dh, k, v, r, abar, gamma, dC_last, C_initial, h = (
-            np.asarray(y.astype("float32"), "float64") for y in x
-        )
-
-        def states(a, b, weights, X, chunks):
-            a, b = (
-                np.moveaxis(y, 2, 1).reshape(p.BNH, p.S, -1) if y.ndim == 4 else y for y in (a, b)
-            )
-            a = a * weights[..., None] if self.weighted else a
-            X, before = (
-                X if self.states else np.zeros_like(X),
-                np.empty((p.BNH, p.NC, p.DHQK, p.DHHV)),
-            )
-            for c in chunks:
-                before[:, c], steps = X, slice(c * p.L, (c + 1) * p.L)
-                X = X * gamma[:, c, None, None] + np.swapaxes(a[:, steps], 1, 2) @ b[:, steps]
-            return before, X
-
-        expected = [*states(q, dh, r, dC_last, reversed(range(p.NC)))]
-        expected += [None, None] if self.alone else states(k, v, abar, C_initial, range(p.NC))
-        delta = np.sum(dh * h, axis=-1)
-        expected.append(
-            (np.moveaxis(delta, 2, 1).reshape(p.BNH, p.S) if delta.ndim == 3 else delta)
-            if self.delta
-            else None
-        )
+        with jax.enable_x64(True):
+            plain = jax.jit(self.function(Lowering.XLA))(*[array(y, "float64") for y in x])
+            expected = jax.tree.map(np.asarray, plain)
         # Roundings to the kernel dtype: of the weighted operand, and of the states that are stored.
         # Those of terms are independent.
-        unit, sums = (
-            {"bfloat16": 2.0**-8, "float16": 2.0**-11}[self.dtype],
-            math.sqrt(p.S) * 2.0**-24,
-        )
+        unit, sums = float(jnp.finfo(self.dtype).eps) / 2, math.sqrt(self.problem.S) * 2.0**-24
         for name, actual, desired in zip(result._fields, result, expected, strict=True):
-            stored = name.endswith("_states")
-            assert (actual is None) == (
-                desired is None or not (stored or name == "vecDelta" or self.states)
-            ), name
-            if actual is not None:
-                rounded = (
-                    0 if name == "vecDelta" else self.weighted + stored
-                )  # of delta only the sums are
+            assert (actual is None) == (desired is None), name
+            if actual is not None:  # of delta only the sums are rounded
+                rounded = 0 if name == "vecDelta" else self.weighted + name.endswith("_states")
                 assert_close(actual, desired, math.sqrt(rounded / 3) * unit + sums, name)
 
 
 RECURRENCES = {
     "weighted": Recurrences(),
-    "weighted_dC_alone": Recurrences(alone=True, states=False),
     "scaled_dC_alone_BTNH": Recurrences(weighted=False, alone=True, layout="BTNH"),
     "rows_of_128": Recurrences(
         shape=(1, 1, 512, 256, 128), L=256, tiles=StageConfig(siz_b_DHQK=128, num_stages=6)
@@ -354,15 +319,3 @@ RECURRENCES = {
 
 def tiles(**fields):
     return StageConfig(mosaic_gpu=StageConfig(**fields))
-
-
-# Stages that run on Mosaic GPU with two heads and the fused scan, at the least, by DHQK and DHHV.
-OF_HEADS = dict.fromkeys(
-    [(256, 512), (256, 256), (128, 256), (128, 128), (64, 128), (512, 512)],
-    SCAN | {"parallel_bw_dQKV"},
-)
-
-
-def assert_same_bits(a, b):
-    for x, y in zip(a, b, strict=True):
-        assert np.array_equal(np.asarray(x.astype("float32")), np.asarray(y.astype("float32")))

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 
-from mlstm_pallas import reference
+from mlstm_pallas import mlstm_chunkwise, reference
 
 MOSAIC_CALL = "mosaic_gpu_v2"  # the target of the custom call of a Mosaic GPU kernel
 # Kernels that are no stages.
@@ -132,6 +132,20 @@ def compare(names, actual, desired, bound):
         assert_close(x, np.asarray(y).astype("float64"), bound, name)
 
 
+def assert_same_bits(a, b):
+    """Of two trees of arrays."""
+    for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True):
+        assert np.array_equal(np.asarray(x), np.asarray(y))
+
+
+def step_names(inputs, t=None):
+    """Arguments of mlstm_recurrent_step, of the token t; of mlstm_recurrent_sequence without it."""
+    return {
+        name.removesuffix("_initial"): x if t is None or "initial" in name else x[:, :, t]
+        for name, x in inputs.items()
+    }
+
+
 def refused(kind, message, call, *args, **kwargs):
     """The call raises this kind of error with this first line."""
     with pytest.raises(kind) as caught:
@@ -139,20 +153,31 @@ def refused(kind, message, call, *args, **kwargs):
     assert str(caught.value).split("\n")[0] == message
 
 
+def mesh_for(device, shape=(), names="", kind=AxisType.Auto):
+    """Of GPUs of this kind, which need not be there."""
+    device = AbstractDevice(device, None, "gpu")
+    return AbstractMesh(shape, tuple(names), (kind,) * len(shape), abstract_device=device)
+
+
 def for_device(kind):
     """Inside, traces and lowers for this GPU."""
-    device = AbstractDevice(kind, None, "gpu")
-    return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
+    return jax.sharding.use_abstract_mesh(mesh_for(kind))
+
+
+def lowered_for_cuda(function, *x, mesh=None):
+    """The text of what a jitted function of x lowers to for H200s."""
+    with jax.sharding.use_abstract_mesh(mesh or mesh_for("NVIDIA H200")):
+        return function.trace(*x).lower(lowering_platforms=("cuda",)).as_text()
 
 
 COLLECTIVE = re.compile(
-    r" (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\("
+    r"= (.*?) (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\("
 )
 
 
 def collectives(compiled):
     """{collective: how many there are in the compiled module}."""
-    return Counter(COLLECTIVE.findall(compiled.as_text()))
+    return Counter(name for _, name in COLLECTIVE.findall(compiled.as_text()))
 
 
 def mesh_of(shape, *kinds, names="xyz", platform="cpu"):
@@ -177,17 +202,33 @@ def sharded(arrays, mesh, *specs):
 def loss_of(h, states):
     """Of h and of the states."""
     finite = (jnp.where(jnp.isfinite(y), y, 0.0) for y in states)
-    return jnp.sum(h * jnp.cos(h)), sum(jnp.sum(jnp.sin(y)) for y in finite)
+    return jnp.sum(h * jnp.cos(h)) + sum(jnp.sum(jnp.sin(y)) for y in finite)
 
 
-def gradient_of(run):
-    """((loss, (h, c, n, m)), the gradients of eight arguments), jitted."""
+def results_of(run):
+    """A jitted function of eight arguments, or fewer: h, c, n, m and their gradients, of a loss
+    that is not computed, as devices would exchange its sum."""
 
-    def loss(*x):
-        h, states = run(*x)
-        return sum(loss_of(h, states)), (h, *states)
+    def results(*x):
+        def loss(*x):
+            h, states = run(*x)
+            return loss_of(h, states), (h, *states)
 
-    return jax.jit(jax.value_and_grad(loss, tuple(range(8)), has_aux=True))
+        gradients, outputs = jax.grad(loss, tuple(range(len(x))), has_aux=True)(*x)
+        return *outputs, *gradients
+
+    return jax.jit(results)
+
+
+RESULTS = *OUTPUTS, *NAMES
+
+
+def in_layout(layout, names, arrays):
+    """Arrays with these names in a layout, or back from it."""
+    return tuple(
+        swapped(x) if layout == "BTNH" and name in "hqkvif" else x
+        for name, x in zip(names, arrays, strict=False)
+    )
 
 
 def initial_state_scale(dc, dn, inputs):
@@ -221,16 +262,12 @@ def outputs_and_gradients(run, layout="BNTH"):
     Further arguments of run, by name, are traced.
     """
 
-    def in_layout(x):
-        return {
-            name: swapped(y) if layout == "BTNH" and name in "qkvif" else y for name, y in x.items()
-        }
-
     @jax.jit
     def both(x, cotangents, **traced):
         def outputs_of(x):
-            h, states = run(**in_layout(x), **traced)
-            return (swapped(h) if layout == "BTNH" else h, *states)
+            given = zip(x, in_layout(layout, x, x.values()), strict=True)
+            h, states = run(**dict(given), **traced)
+            return in_layout(layout, OUTPUTS, (h, *states))
 
         outputs, vjp = jax.vjp(outputs_of, x)
         return outputs, vjp(
@@ -238,6 +275,12 @@ def outputs_and_gradients(run, layout="BNTH"):
         )[0]
 
     return both
+
+
+def gradients_of_call(**options):
+    """outputs_and_gradients of mlstm_chunkwise with these options."""
+    run = functools.partial(mlstm_chunkwise, return_last_states=True, **options)
+    return outputs_and_gradients(run, options.get("layout", "BNTH"))
 
 
 def cotangents_for(inputs, dtype, states=True):
@@ -255,8 +298,8 @@ def expected_of(inputs, cotangents, run=reference.recurrence, segment_ids=None, 
     """Outputs and gradients of the recurrence in float64."""
     with jax.enable_x64(True):
         wide = jax.tree.map(lambda y: array(y, "float64"), (inputs, cotangents))
-        traced = {} if segment_ids is None else dict(segment_ids=segment_ids)
-        result = outputs_and_gradients(shared(run, **options))(*wide, **traced)
+        run = outputs_and_gradients(shared(run, **options))
+        result = run(*wide, segment_ids=segment_ids)
         return jax.tree.map(np.asarray, result)
 
 

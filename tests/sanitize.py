@@ -11,9 +11,9 @@ import sys
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from oracle import HELPERS, random_inputs
+from oracle import HELPERS, cotangents_for, gradients_of_call, random_inputs, step_names
 
-from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, mlstm_recurrent_step
+from mlstm_pallas import KernelConfig, StageConfig, mlstm_recurrent_step
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Lowering, StageCall
 from mlstm_pallas.stages import STAGES
@@ -42,50 +42,20 @@ CASES = [
 ]
 
 
-def variant_of_step(variant):
-    return {name: x for name, x in variant.items() if name != "packed"}
-
-
 def run_kernels():
     for dtype in ("bfloat16", "float32"):
-        for (S, DHQK, DHHV, chunk_size, config), variant in zip(CASES, VARIANTS, strict=True):
-            inputs = random_inputs(
-                0,
-                1,
-                2,
-                S,
-                DHQK,
-                DHHV,
-                dtype=dtype,
-                resets=True,
-                m_initial="input_gate" not in variant,
-            )
-            options = variant_of_step(variant) | {"config": config}
-            if "packed" in variant:
-                options["segment_ids"] = jnp.arange(S)[None] // 37
-            run = functools.partial(
-                mlstm_chunkwise,
-                return_last_states=True,
-                chunk_size=chunk_size,
-                backend="triton",
-                **options,
-            )
-
-            def loss(*x, run=run):
-                h, (c, n, _) = run(*x)
-                return sum(jnp.sum(jnp.sin(y.astype("float32"))) for y in (h, c, n))
-
-            gradients = jax.jit(jax.grad(loss, tuple(range(len(inputs)))))(*inputs.values())
-            assert all(jnp.isfinite(x.astype("float32")).all() for x in gradients), (dtype, S)
-            token = [
-                x[:, :, 0] if x.ndim > 2 and name in "qkvif" else x for name, x in inputs.items()
-            ]
-            h, _ = jax.jit(
-                functools.partial(
-                    mlstm_recurrent_step, backend="triton", **variant_of_step(variant)
-                )
-            )(*token)
-            assert jnp.isfinite(h.astype("float32")).all(), (dtype, S)
+        for (S, *heads, chunk_size, config), variant in zip(CASES, VARIANTS, strict=True):
+            gate = {name: x for name, x in variant.items() if name != "packed"}
+            sizes = 1, 2, S, *heads
+            inputs = random_inputs(0, *sizes, dtype=dtype, resets=True, m_initial=not gate)
+            ids = jnp.arange(S)[None] // 37 if "packed" in variant else None
+            options = dict(chunk_size=chunk_size, config=config, backend="triton", **gate)
+            run = gradients_of_call(segment_ids=ids, **options)
+            step = jax.jit(functools.partial(mlstm_recurrent_step, backend="triton", **gate))
+            _, gradients = run(inputs, cotangents_for(inputs, dtype))
+            h, _ = step(**step_names(inputs, 0))
+            for x in (*gradients.values(), h):
+                assert jnp.isfinite(x.astype("float32")).all(), (dtype, S)
 
 
 def run_fault():

@@ -11,7 +11,16 @@ import typing
 import jax
 import numpy as np
 import pytest
-from oracle import HELPERS, array, assert_close, for_device, oracle, random_inputs, tolerance
+from oracle import (
+    HELPERS,
+    array,
+    assert_close,
+    for_device,
+    lowered_for_cuda,
+    oracle,
+    random_inputs,
+    tolerance,
+)
 
 from mlstm_pallas import (
     mlstm_chunkwise,
@@ -24,8 +33,6 @@ from mlstm_pallas.backend import requested_backend, target_device_kind
 from mlstm_pallas.config import UNKNOWN_DEVICE
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 from mlstm_pallas.stages import STAGES
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 INPUTS = random_inputs(0, 2, 2, 40, 16, 24)
 PLAIN = {name: INPUTS[name] for name in "qkvif"}
@@ -55,9 +62,7 @@ def test_gradient_lowers_for_cuda():
     def loss(*x):
         return mlstm_chunkwise(*x).astype("float32").sum()
 
-    with for_device("NVIDIA H200"):
-        traced = jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3, 4))).trace(*shapes())
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered_for_cuda(jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3, 4))), *shapes())
     kernels = set(re.findall(r'name = "(\w+)", num_stages', text)) - HELPERS
     assert kernels == {
         name for name, stage in STAGES.items() if not stage.fused and not stage.decode
@@ -65,10 +70,13 @@ def test_gradient_lowers_for_cuda():
 
 
 @pytest.mark.parametrize(
-    ("given", "autocast"), [("float32", "bfloat16"), ("float16", "float32"), ("float32", None)]
+    ("given", "autocast"),
+    [("float32", "bfloat16"), ("float32", "float16"), ("float16", "float32"), ("float32", None)],
 )
 def test_dtypes(given, autocast):
     inputs = random_inputs(1, 1, 2, 16, 16, 16, dtype=given)
+    if autocast:  # of any dtypes
+        inputs["v"] = array(inputs["v"], autocast)
     run = functools.partial(mlstm_chunkwise, autocast_kernel_dtype=autocast)
     h, states = jax.eval_shape(functools.partial(run, return_last_states=True), *inputs.values())
     assert (h.dtype, {x.dtype.name for x in states}) == (given, {"float32"})

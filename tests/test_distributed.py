@@ -9,22 +9,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import (
+    COLLECTIVE,
     MOSAIC_CALL,
     NAMES,
+    OUTPUTS,
+    RESULTS,
     assert_below,
     assert_nothing_beyond,
     collectives,
     compare,
     errors_of,
-    gradient_of,
-    loss_of,
+    in_layout,
+    lowered_for_cuda,
+    mesh_for,
     mesh_of,
     random_inputs,
+    results_of,
     sharded,
-    swapped,
 )
 
 from mlstm_pallas import KernelConfig, StageConfig, call_spec, distributed, mlstm_chunkwise
@@ -32,16 +36,11 @@ from mlstm_pallas.backend import jax_has_mosaic_gpu
 from mlstm_pallas.devices import compute_capability
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 B, NH, S, DHQK, DHHV = 2, 2, 160, 16, 8
 # h depends on the stabilisers themselves, through this eps and this floor
 OPTIONS = dict(chunk_size=16, eps=0.1, stabilize_correctly=False, norm_val=5.0)
 BOUND = 1e-5  # gradients of either are held to 1e-4
 SEQUENCE, WHOLE = P(None, None, "s"), P()
-COLLECTIVE = re.compile(
-    r"= (.*?) (all-gather|all-to-all|collective-permute|all-reduce|reduce-scatter)(?:-start)?\("
-)
 
 
 def over(
@@ -77,20 +76,17 @@ def exchanged(compiled):
 
 
 def check(result, expected, x, bound=BOUND):
-    (_, outputs), gradients = result
-    (_, expected_outputs), expected_gradients = expected
-    x, gradients, expected_gradients = (
-        dict(zip(NAMES, y, strict=True)) for y in (x, gradients, expected_gradients)
-    )
-    desired = expected_outputs, expected_gradients
-    for errors in errors_of(x, (outputs, gradients), desired):
+    """Of results_of; x: the arguments."""
+    x, *both = (dict(zip(NAMES, y, strict=True)) for y in (x, result[4:], expected[4:]))
+    pairs = zip((result, expected), both, strict=True)
+    for errors in errors_of(x, *((y[:4], gradients) for y, gradients in pairs)):
         assert_below(errors, bound)
 
 
 @pytest.fixture(scope="module")
 def alone():
     """Values and gradients on one device."""
-    return gradient_of(
+    return results_of(
         functools.partial(mlstm_chunkwise, backend="xla", return_last_states=True, **OPTIONS)
     )
 
@@ -98,13 +94,10 @@ def alone():
 @pytest.fixture(scope="module")
 def over_eight():
     """On eight devices; each shard summarised in several splits, as long ones are."""
+    run = results_of(over(mesh_of((8,), names="s"), backend="xla", **OPTIONS))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(distributed, "_STEPS_OF_A_PRODUCT", 16)
-        return (
-            gradient_of(over(mesh_of((8,), names="s"), backend="xla", **OPTIONS))
-            .lower(*CASES["ordinary"].values())
-            .compile()
-        )
+        return run.lower(*CASES["ordinary"].values()).compile()
 
 
 def closed_shards(x):
@@ -152,7 +145,12 @@ def test_batch_and_heads_may_be_split_as_well(alone):
     x = CASES["ordinary"].values()
     options = OPTIONS | dict(backend="xla", recompute_states_in_bw=False)
     run = over(mesh, sequence=specs[0], states=specs[-1], **options)
-    check(gradient_of(run)(*sharded(x, mesh, *specs)), alone(*x), x)
+    check(results_of(run)(*sharded(x, mesh, *specs)), alone(*x), x)
+
+
+def multiple_of_32(case):
+    """The last 128 steps."""
+    return [y[:, :, 32:] if y.shape[2:3] == (S,) else y for y in CASES[case].values()]
 
 
 INTERPRETED = OPTIONS | dict(backend="interpret", check_vma=False)
@@ -164,7 +162,7 @@ def test_kernels_on_shards_that_are_no_multiple_of_the_chunk(alone):
     batch left to the compiler."""
     mesh = mesh_of((2, 4), names="bs")
     x = CASES["resets"].values()
-    run = gradient_of(over(mesh, axis_names={"s"}, **INTERPRETED))
+    run = results_of(over(mesh, axis_names={"s"}, **INTERPRETED))
     check(run(*sharded([*x], mesh, P("b"))), alone(*x), x)
 
 
@@ -174,10 +172,10 @@ def test_splits_of_a_shard_take_their_products_from_its_summary(alone):
     products are computed once."""
     scan = StageConfig(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, num_splits=2)
     config = KernelConfig(fused_min_heads=1, recurrent_fw_H=scan)
-    x = [y[:, :, 32:] if y.shape[2:3] == (S,) else y for y in CASES["closed_shards"].values()]
+    x = multiple_of_32("closed_shards")
     # Chunks are two of the fused scan's.
     split = over(mesh_of((2,), names="s"), config=config, **INTERPRETED | {"chunk_size": 32})
-    traced = gradient_of(split).trace(*x)
+    traced = results_of(split).trace(*x)
     check(traced.lower().compile()(*x), alone(*x), x)
     summands = re.findall(r"\b(key_sums|split_products)\b", str(traced.jaxpr))
     assert sorted(summands) == ["key_sums", "split_products"]  # the backward pass has no splits
@@ -190,8 +188,8 @@ def test_shards_of_few_heads_have_splits_of_their_own(alone, monkeypatch):
     monkeypatch.setattr(call_spec, "MIN_SPLIT_STEPS", 16)
     monkeypatch.setattr(call_spec, "MIN_SPLIT_STATE", 1)
     mesh, config = mesh_of((2, 2), names="bs"), KernelConfig(fused_min_heads=B * NH)
-    x = [y[:, :, 32:] if y.shape[2:3] == (S,) else y for y in CASES["ordinary"].values()]
-    run = gradient_of(over(mesh, config=config, axis_names={"s"}, **INTERPRETED))
+    x = multiple_of_32("ordinary")
+    run = results_of(over(mesh, config=config, axis_names={"s"}, **INTERPRETED))
     check(run(*sharded(x, mesh, P("b"))), alone(*x), x)
 
 
@@ -220,21 +218,13 @@ def test_the_exchange_is_what_the_docstring_says_and_memory_does_not_grow():
 
 
 def test_a_gradient_lowers_for_cuda_inside_a_shard_map_that_checks():
-    mesh = AbstractMesh(
-        (2, 2),
-        ("b", "s"),
-        (AxisType.Auto,) * 2,
-        abstract_device=AbstractDevice("NVIDIA H200", None, "gpu"),
-    )
+    mesh = mesh_for("NVIDIA H200", (2, 2), "bs")
     built = random_inputs(0, 2, 2, 128, 16, 16, dtype="bfloat16", states=False).values()
     sharding = NamedSharding(mesh, P("b", None, "s"))
     x = [jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=sharding) for y in built]
     run = h_over(mesh, sequence=P("b", None, "s"))
-    with jax.sharding.use_abstract_mesh(mesh):
-        traced = jax.jit(
-            jax.grad(lambda *x: jnp.sum(run(*x).astype("float32")), tuple(range(5)))
-        ).trace(*x)
-        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    gradient = jax.grad(lambda *x: jnp.sum(run(*x).astype("float32")), tuple(range(5)))
+    text = lowered_for_cuda(jax.jit(gradient), *x, mesh=mesh)
     assert text.count("__gpu$xla.gpu.triton") >= 9
     assert "collective_permute" in text
     assert "all_gather" not in text
@@ -271,37 +261,26 @@ def test_derivatives_that_do_not_exist_are_refused():
             jax.jit(derivative).lower(x[0])
 
 
-def gradient_on_one_device(shards, **options):
-    """As gradient_of(over(...)), the devices being a mapped axis of one."""
+def on_one_device(shards, **options):
+    """As results_of(over(...)), the devices being a mapped axis of one."""
     run = functools.partial(
         mlstm_chunkwise_sequence_parallel, axis_name="s", return_last_states=True, **options
     )
 
     def device(*x):
-        def loss(*x):
-            h, states = run(*x)
-            of_h, of_states = loss_of(h, states)
-            return of_h + jnp.where(jax.lax.axis_index("s") == 0, of_states, 0.0), (h, *states)
+        h, states = run(*x)  # all devices have the states
+        return h, [jnp.where(jax.lax.axis_index("s") == 0, y, 0.0) for y in states]
 
-        return jax.value_and_grad(loss, tuple(range(8)), has_aux=True)(*x)
-
-    def split(x):
-        return x.reshape(*x.shape[:2], shards, -1, *x.shape[3:])
-
-    def joined(x):
-        return jnp.reshape(x, (*x.shape[:2], -1, *x.shape[4:]))
+    axes = 2, 0, 0, 0, *(2,) * 5, 0, 0, 0
+    mapped = jax.vmap(results_of(device), (2,) * 5 + (None,) * 3, axes, axis_name="s")
 
     @jax.jit
     def whole(*x):
-        mapped = jax.vmap(
-            device, (2,) * 5 + (None,) * 3, ((0, (2, 0, 0, 0)), (2,) * 5 + (0,) * 3), axis_name="s"
-        )
-        (losses, (h, *states)), gradients = mapped(*map(split, x[:5]), *x[5:])
-        of_states = (jnp.sum(g, axis=0) for g in gradients[5:])
-        return (jnp.sum(losses), (joined(h), *(y[0] for y in states))), (
-            *map(joined, gradients[:5]),
-            *of_states,
-        )
+        split = [y.reshape(*y.shape[:2], shards, -1, *y.shape[3:]) for y in x[:5]]
+        return [
+            y.reshape(*y.shape[:2], -1, *y.shape[4:]) if axis else jnp.sum(y, axis=0)
+            for axis, y in zip(axes, mapped(*split, *x[5:]), strict=True)
+        ]
 
     return whole
 
@@ -309,22 +288,18 @@ def gradient_on_one_device(shards, **options):
 @pytest.mark.slow
 def test_a_mapped_axis_does_for_a_mesh_axis(alone):
     x = CASES["resets"].values()
-    check(gradient_on_one_device(5, backend="xla", **OPTIONS)(*x), alone(*x), x)
+    check(on_one_device(5, backend="xla", **OPTIONS)(*x), alone(*x), x)
+
+
+on_a_gpu = results_of(functools.partial(mlstm_chunkwise, backend="triton", return_last_states=True))
+BOUNDS = {"float32": 1e-4, "bfloat16": 2e-2}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_shards_on_one_gpu_give_the_numbers_of_the_whole(dtype):
     x = list(random_inputs(0, 1, 2, 32768, 128, 256, dtype=dtype, f_shift=5.0).values())
-    expected = gradient_of(
-        functools.partial(mlstm_chunkwise, backend="triton", return_last_states=True)
-    )(*x)
-    check(
-        gradient_on_one_device(4, backend="triton")(*x),
-        expected,
-        x,
-        {"float32": 1e-4, "bfloat16": 2e-2}[dtype],
-    )
+    check(on_one_device(4, backend="triton")(*x), on_a_gpu(*x), x, BOUNDS[dtype])
 
 
 @pytest.mark.gpu_multi
@@ -345,62 +320,60 @@ def test_gpus_give_the_numbers_of_one(gpus, backend, dtype, shape):
     ):
         pytest.skip("the Mosaic GPU kernels are for Hopper and jax >= 0.11.2 and < 0.13")
     x = list(random_inputs(0, *shape, dtype=dtype, f_shift=5.0).values())
-    split = gradient_of(over(mesh_of((gpus,), names="s", platform="gpu"), backend=backend))
+    split = results_of(over(mesh_of((gpus,), names="s", platform="gpu"), backend=backend))
     compiled = split.lower(*x).compile()
-    assert {name for name, _ in exchanged(compiled)} <= {"collective-permute", "all-reduce"}
+    assert {*collectives(compiled)} <= {"collective-permute", "all-reduce"}
     assert (compiled.as_text().count(f'"{MOSAIC_CALL}"') >= 8) == (
         backend == "mosaic_gpu"
     )  # all stages of both passes
-    expected = gradient_of(
-        functools.partial(mlstm_chunkwise, backend="triton", return_last_states=True)
-    )(*x)
-    check(compiled(*x), expected, x, {"float32": 1e-4, "bfloat16": 2e-2}[dtype])
+    check(compiled(*x), on_a_gpu(*x), x, BOUNDS[dtype])
 
 
 @pytest.mark.parametrize(
-    "options",
+    ("backend", "gate"),
     [
-        pytest.param({}, id="exp"),
+        ("xla", {}),
         pytest.param(
-            {"input_gate": "sigmoid", "normalize": False},
-            id="sigmoid_unnormalised",
-            marks=pytest.mark.slow,
+            "interpret", {"input_gate": "sigmoid", "normalize": False}, marks=pytest.mark.slow
         ),
     ],
+    ids=["xla_exp", "interpret_sigmoid_unnormalised"],
 )
-def test_packed_sequences_and_lengths_over_four_devices(options):
+def test_packed_sequences_and_lengths_over_four_devices(backend, gate):
     """Sequences that begin inside a shard, at its first step, and one over three devices. One batch
-    entry ends in the second shard, the other in the last."""
+    entry ends in the second shard, the other in the last. In the layout of projections, S is axis
+    1."""
     rows = np.repeat([4, 2, 2, 5, 1], [10, 30, 8, 70, 42]), np.repeat([0, 9], [40, 120])
     ids, lengths = np.stack(rows).astype("int32"), np.array([75, S - 3])
-    x = list(CASES["ordinary"].values())[: 7 if options else 8]
-    options = dict(chunk_size=16, backend="xla", eps=0.1, return_last_states=True, **options)
-    options["sequence_lengths"] = lengths
+    x = list(CASES["ordinary"].values())[: 7 if gate else 8]
+    options = dict(chunk_size=16, eps=0.1, return_last_states=True, sequence_lengths=lengths)
 
     def whole(*x):
-        return mlstm_chunkwise(*x, segment_ids=ids, **options)
+        return mlstm_chunkwise(*x, segment_ids=ids, backend="xla", **options, **gate)
 
     def split(*x):
         def shard(ids, *x):
-            return mlstm_chunkwise_sequence_parallel(
-                *x, segment_ids=ids, axis_name="s", layout="BTNH", **options
-            )
+            run = functools.partial(mlstm_chunkwise_sequence_parallel, segment_ids=ids)
+            launch = dict(axis_name="s", layout="BTNH", backend=backend)
+            return run(*x, **launch, **options, **gate)
 
         sequence, mesh = P(None, "s"), mesh_of((4,), names="s")
         specs = (*(sequence,) * 6, *(WHOLE,) * (len(x) - 5))
-        run = jax.shard_map(shard, mesh=mesh, in_specs=specs, out_specs=(sequence, WHOLE))
-        h, states = run(ids, *map(swapped, x[:5]), *x[5:])
-        return swapped(h), states
+        run = jax.shard_map(
+            shard,
+            mesh=mesh,
+            in_specs=specs,
+            out_specs=(sequence, WHOLE),
+            check_vma=backend == "xla",
+        )
+        h, *states = in_layout(
+            "BTNH", OUTPUTS, jax.tree.leaves(run(ids, *in_layout("BTNH", NAMES, x)))
+        )
+        return h, states
 
-    def gradients(run):
-        def loss(*x):
-            h, states = run(*x)
-            return sum(loss_of(h, states)), (h, *states[:2])
-
-        return jax.jit(jax.grad(loss, tuple(range(len(x))), has_aux=True))(*x)
-
-    (result, outputs), (expected, expected_outputs) = gradients(split), gradients(whole)
-    assert_nothing_beyond(lengths, outputs, dict(zip(NAMES, result, strict=False)))
-    compare("hcn", outputs, expected_outputs, BOUND)
+    compiled = results_of(split).lower(*x).compile()
+    assert not {"all-gather", "all-to-all"} & {*collectives(compiled)}
+    result, expected = compiled(*x), results_of(whole)(*x)
+    assert_nothing_beyond(lengths, result, dict(zip(NAMES, result[4:], strict=False)))
     # That of m_initial is one number a head, zero but for rounding.
-    compare(NAMES[:7], result[:7], expected[:7], BOUND)
+    compare(RESULTS[:11], result[:11], expected[:11], BOUND)

@@ -14,15 +14,15 @@ from oracle import (
     cotangents_for,
     errors_of,
     expected_of,
+    gradients_of_call,
     oracle,
-    outputs_and_gradients,
     random_inputs,
+    step_names,
     tolerance,
 )
+from test_gradients import ALGORITHMS, slow
 
-from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, mlstm_recurrent_step
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step
 
 UNIT = 2.0**-11
 
@@ -38,26 +38,10 @@ def backward_bound(terms):
     return math.sqrt(2 * 8 / 3) * UNIT + 2 * math.sqrt(terms) * 2.0**-24
 
 
-SPLITS = StageConfig(siz_b_LKV=16, num_splits=2)
-ALGORITHMS = {
-    "xla": dict(backend="xla"),
-    "materialised": dict(backend="interpret", config=KernelConfig(fused_min_heads=0)),
-    "fused": dict(backend="interpret", config=KernelConfig(fused_min_heads=1)),
-    "splits": dict(
-        backend="interpret",
-        config=KernelConfig(fused_min_heads=1, recurrent_fw_H=SPLITS, recurrent_bw_dC=SPLITS),
-    ),
-    "stored": dict(
-        backend="interpret", config=KernelConfig(fused_min_heads=1), recompute_states_in_bw=False
-    ),
-}
-
-
-def check(shape, layout="BNTH", **options):
+def check(shape, **options):
     inputs = random_inputs(3, *shape, dtype="float16")
     cotangents = cotangents_for(inputs, "float16")
-    run = functools.partial(mlstm_chunkwise, return_last_states=True, layout=layout, **options)
-    result = outputs_and_gradients(run, layout)(inputs, cotangents)
+    result = gradients_of_call(**options)(inputs, cotangents)
     assert result[0][0].dtype == jnp.float16
     assert all(result[1][name].dtype == x.dtype for name, x in inputs.items())
     outputs, gradients = errors_of(inputs, result, expected_of(inputs, cotangents))
@@ -67,32 +51,18 @@ def check(shape, layout="BNTH", **options):
 
 @pytest.mark.parametrize(
     "algorithm",
-    [pytest.param(name, marks=[pytest.mark.slow] * (name != "fused")) for name in ALGORITHMS],
+    ["fused", *map(slow, ("xla", "materialised", "splits", "fused_stored"))],
 )
 def test_against_float64(algorithm):
     check((2, 2, 100, 24, 60), chunk_size=32, **ALGORITHMS[algorithm])
-
-
-def test_autocast_of_other_dtypes():
-    """float32 arrays, also of different dtypes, multiplied in float16: the bits of float16 arrays,
-    which q, k and v fit."""
-    x = random_inputs(3, 1, 2, 32, 16, 16, dtype="float16")
-    options = dict(backend="xla", chunk_size=16, autocast_kernel_dtype="float16")
-    run = jax.jit(functools.partial(mlstm_chunkwise, **options))
-    wide = run(**x | {name: x[name].astype("float32") for name in "qk"})
-    assert wide.dtype == jnp.float32
-    assert np.array_equal(np.asarray(wide.astype("float16")), np.asarray(run(**x)))
 
 
 def check_step(backend, states, DHQK, DHHV):
     """In float32 throughout: h and states of float16 round once, at the end."""
     whole = random_inputs(5, 2, 4, 1, DHQK, DHHV, dtype="float16")
     whole |= {name: whole[name].astype(states) for name in ("c_initial", "n_initial", "m_initial")}
-    token = {
-        name.removesuffix("_initial"): x if "initial" in name else x[:, :, 0]
-        for name, x in whole.items()
-    }
-    h, new = jax.jit(functools.partial(mlstm_recurrent_step, backend=backend))(**token)
+    run = jax.jit(functools.partial(mlstm_recurrent_step, backend=backend))
+    h, new = run(**step_names(whole, 0))
     expected_h, expected_states = oracle(whole)
     sums = 4 * math.sqrt(DHQK) * 2.0**-24
     assert_close(h, expected_h[:, :, 0], UNIT + sums, "h")
@@ -116,15 +86,16 @@ def overflowing(S, q, k, v):
     )
 
 
-@pytest.mark.parametrize("algorithm", ["materialised", "fused"])
-def test_what_is_beyond_the_largest_number_is_inf_or_right(algorithm):
+@pytest.mark.parametrize("fused_min_heads", [0, 1])
+def test_what_is_beyond_the_largest_number_is_inf_or_right(fused_min_heads):
     """C = 8 * 2048 t after t steps, beyond 65504 after a chunk of 16; the steps of the first chunk
     do not read it.
 
     q k may be 2^18 after the scale, of a C of at most 2^14: a kernel that rounds its scores has
     inf, one that keeps them in float32 has h.
     """
-    run = jax.jit(functools.partial(mlstm_chunkwise, chunk_size=16, **ALGORITHMS[algorithm]))
+    config = KernelConfig(chunk_size=16, fused_min_heads=fused_min_heads)
+    run = jax.jit(functools.partial(mlstm_chunkwise, backend="interpret", config=config))
     of_states, of_scores = (
         np.asarray(run(**overflowing(64, *x)).astype("float32"))
         for x in ((1, 8, 2048), (256, 256, 1))
@@ -138,28 +109,27 @@ def test_what_is_beyond_the_largest_number_is_inf_or_right(algorithm):
 
 
 def test_states_of_a_step_beyond_the_largest_number_are_inf():
-    x = {name: y[:, :, 0] for name, y in overflowing(1, q=1, k=64, v=2048).items()}
-    shapes = dict(c=(1, 2, 16, 16), n=(1, 2, 16), m=(1, 2))
-    h, (c, n, _) = mlstm_recurrent_step(
-        **x,
-        **{name: jnp.zeros(shape, "float16") for name, shape in shapes.items()},
-        backend="interpret",
-    )
-    assert np.array_equal(np.isposinf(np.asarray(c)), np.ones(shapes["c"], bool))  # 64 * 2048
-    assert np.array_equal(np.asarray(n), np.full(shapes["n"], 64, "float16"))
+    x = step_names(overflowing(1, q=1, k=64, v=2048), 0)
+    for name, shape in dict(c=(16, 16), n=(16,), m=()).items():
+        x[name] = jnp.zeros((1, 2, *shape), "float16")
+    h, (c, n, _) = mlstm_recurrent_step(**x, backend="interpret")
+    assert np.isposinf(np.asarray(c)).all()  # 64 * 2048
+    assert np.all(np.asarray(n) == 64)
     assert_close(h, np.full(h.shape, 2048.0), UNIT, "h")  # of float32 states
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("algorithm", ["materialised", "fused", "default"])
-@pytest.mark.parametrize("layout", ["BNTH", "BTNH"])
-@pytest.mark.parametrize(("DHQK", "DHHV"), [(64, 64), (128, 256), (256, 512)])
-def test_compiled_kernels_against_float64(DHQK, DHHV, layout, algorithm):
-    config = {
-        "materialised": KernelConfig(fused_min_heads=0),
-        "fused": KernelConfig(fused_min_heads=1),
-        "default": None,
-    }[algorithm]
+@pytest.mark.parametrize(
+    ("DHQK", "DHHV", "layout", "fused_min_heads"),
+    [
+        *((*heads, "BNTH", None) for heads in ((64, 64), (128, 256), (256, 512))),
+        (64, 64, "BNTH", 1),
+        (128, 256, "BTNH", 0),
+        (256, 512, "BTNH", 1),
+    ],
+)
+def test_compiled_kernels_against_float64(DHQK, DHHV, layout, fused_min_heads):
+    config = KernelConfig(fused_min_heads=fused_min_heads)
     check((1, 2, 250, DHQK, DHHV), layout=layout, backend="triton", config=config)
 
 

@@ -9,8 +9,6 @@ from oracle import assert_close, oracle, random_inputs, tolerance
 
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def fused(tiles, chunk_size=None):
     return KernelConfig(chunk_size=chunk_size, fused_min_heads=1, recurrent_fw_H=tiles)

@@ -12,8 +12,6 @@ from oracle import compare, error, oracle, random_inputs, tolerance
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, reference
 from mlstm_pallas.fwbw import _mlstm_chunkwise_fwbw_generator
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 S, L, DHQK, DHHV = 64, 16, 16, 24
 INPUTS = random_inputs(0, 1, 2, S, DHQK, DHHV)
 SCAN = KernelConfig(fused_min_heads=1, recurrent_fw_H=StageConfig(siz_b_LKV=16))
@@ -55,18 +53,12 @@ def test_the_forward_pass_holds_what_the_backward_pass_reads(config, case):
 
 @pytest.mark.slow
 def test_the_reference_functions_have_second_derivatives_and_forward_mode():
-    x = list(random_inputs(9, 1, 1, 16, 4, 4).values())
-
-    def chunkwise(q):
-        return jnp.sum(reference.chunkwise(q, *x[1:], chunk_size=16) ** 2)
-
-    def recurrence(q):
-        return jnp.sum(reference.recurrence(q, *x[1:])[0] ** 2)
-
-    hessians = [
-        jax.jit(lambda q, f=f: jax.jvp(jax.grad(f), (q,), (q,)))(x[0])[1]
-        for f in (chunkwise, recurrence)
-    ]
+    q, *rest = random_inputs(9, 1, 1, 16, 4, 4).values()
+    functions = (
+        lambda q: jnp.sum(reference.chunkwise(q, *rest, chunk_size=16) ** 2),
+        lambda q: jnp.sum(reference.recurrence(q, *rest)[0] ** 2),
+    )
+    hessians = [jax.jit(lambda q, f=f: jax.jvp(jax.grad(f), (q,), (q,)))(q)[1] for f in functions]
     assert error(hessians[0], np.asarray(hessians[1], "float64")) < 1e-4
 
 

@@ -9,9 +9,8 @@ import functools
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from oracle import assert_close, tolerance
+from oracle import compare, tolerance
 from test_gpu import BACKWARD
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, reference
@@ -64,67 +63,38 @@ def recurrence_and_gradients(x, states, dh):
     return (h, *last), vjp((dh, jax.tree.map(jnp.zeros_like, last)))
 
 
-def compare(names, actual, expected, bound, head):
-    for name, a, e in zip(names, actual, expected, strict=True):
-        assert_close(a, np.asarray(e), bound, f"{name} of head {head}")
-
-
 def check(shape, dtype, f_shift, heads, *, backend="triton", gradients=True, **options):
     """Outputs, last states and gradients of the given heads at the last END steps, gradients at the
     first ones too."""
     S, DHQK = shape[2], shape[3]
     x, dh = inputs_on_device(shape, dtype, f_shift)
+    call = functools.partial(mlstm_chunkwise, backend=backend, return_last_states=True, **options)
 
     @jax.jit
     def run(x, dh):
-        (h, last), vjp = jax.vjp(
-            lambda *x: mlstm_chunkwise(*x, backend=backend, return_last_states=True, **options), *x
-        )
+        (h, last), vjp = jax.vjp(call, *x)
         return h, last, vjp((dh, jax.tree.map(jnp.zeros_like, last))) if gradients else ()
 
     h, last, result = run(x, dh)
-    names = [f"d{name}" for name in "qkvif"]
-    end = slice(max(0, S - END), None)
+    # What is farther away than END steps has decayed to nothing.
+    end, start, twice = slice(max(0, S - END), None), slice(END), slice(2 * END)
     for head in heads:
+        states = of_start = None, None, None
         with jax.enable_x64(True):
-            states = (
-                state_after(*in_float64(x, head, slice(0, end.start))[1:])
-                if end.start
-                else (None, None, None)
-            )
-            expected, expected_gradients = recurrence_and_gradients(
-                in_float64(x, head, end), states, *in_float64([dh], head, end)
-            )
-        compare(
-            "hcnm",
-            (h[head][None, None, end], *(y[head][None, None] for y in last)),
-            expected,
-            tolerance(dtype, S + DHQK),
-            head,
-        )
-        if gradients:
-            compare(
-                names,
-                [g[head][None, None, end] for g in result],
-                expected_gradients,
-                BACKWARD[dtype],
-                head,
-            )
-            first, twice = (
-                slice(0, END),
-                slice(0, 2 * END),
-            )  # what is farther away than END steps has decayed to nothing
-            with jax.enable_x64(True):
-                _, expected = recurrence_and_gradients(
-                    in_float64(x, head, twice), (None, None, None), *in_float64([dh], head, twice)
-                )
-            compare(
-                names,
-                [g[head][None, None, first] for g in result],
-                [g[:, :, first] for g in expected],
-                BACKWARD[dtype],
-                head,
-            )
+            if end.start:
+                states = state_after(*in_float64(x, head, slice(end.start))[1:])
+            part = in_float64([*x, dh], head, end)
+            expected, of_end = recurrence_and_gradients(part[:5], states, part[5])
+            if gradients:
+                part = in_float64([*x, dh], head, twice)
+                _, of_start = recurrence_and_gradients(part[:5], (None, None, None), part[5])
+        outputs = h[head][None, None, end], *(y[head][None, None] for y in last)
+        names = [f"{name} of head {head}" for name in "hcnm"]
+        compare(names, outputs, expected, tolerance(dtype, S + DHQK))
+        for part, desired in ((end, of_end), (start, of_start)) if gradients else ():
+            names = [f"d{name} of head {head}, {part}" for name in "qkvif"]
+            actual = [g[head][None, None, part] for g in result]
+            compare(names, actual, [g[:, :, :END] for g in desired], BACKWARD[dtype])
 
 
 @pytest.mark.parametrize(("dtype", "NH"), [("bfloat16", 9), ("float32", 5)])

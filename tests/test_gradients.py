@@ -17,8 +17,6 @@ from oracle import (
 
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 BOUND = {"float32": 1e-4, "bfloat16": 2e-2}  # what the README promises
 
 
@@ -37,15 +35,12 @@ def check(
     """algorithm: of ALGORITHMS, or its options; skip: gradients that are rounding alone."""
     options, launch = dict(options), dict(ALGORITHMS.get(str(algorithm), algorithm))
     ids = options.pop("segment_ids", None)
-    traced = {} if ids is None else dict(segment_ids=ids)
     cotangents = cotangents or cotangents_for(inputs, dtype, states=run is with_states)
-    expected, desired = expected_of(inputs, cotangents, **traced, **options)
-    layout = launch.get("layout", "BNTH")
-    function = outputs_and_gradients(
-        shared(run, chunk_size=chunk_size, **options, **launch), layout
-    )
+    expected, desired = expected_of(inputs, cotangents, segment_ids=ids, **options)
+    call = shared(run, chunk_size=chunk_size, **options, **launch)
+    function = outputs_and_gradients(call, launch.get("layout", "BNTH"))
     count = 4 if run is with_states else 1
-    outputs, gradients = function(inputs, cotangents[:count], **traced)
+    outputs, gradients = function(inputs, cotangents[:count], segment_ids=ids)
     # States are relative to a float32 m.
     largest = np.max(np.abs(expected[3]), where=np.isfinite(expected[3]), initial=0)
     bound = tolerance(dtype, sum(inputs["q"].shape[2:])) + np.spacing(np.float32(largest))
@@ -134,6 +129,15 @@ def test_an_initial_m_of_minus_infinity_stores_nothing(algorithm):
     inputs |= {name: 0 * inputs[name] for name in ("c_initial", "n_initial")}
     inputs["m_initial"] -= jnp.inf
     check(inputs, "float32", algorithm, 64)
+
+
+def test_a_closed_forget_gate_counts_where_the_input_gate_is_closed_as_well():
+    """Without a floor of the denominator, h is old and new content by their ratio, however small
+    both are."""
+    inputs = random_inputs(5, 1, 1, 3, 16, 4, states=False)
+    inputs |= dict.fromkeys("if", jnp.asarray([[[0.0, -61.0, 0.0]]]))
+    options = dict(input_gate="sigmoid", eps=0.0, norm_val=0.0)
+    check(inputs, "float32", "xla", 16, options, run=without_states)
 
 
 @pytest.mark.parametrize("case", ["behind_a_norm", "states_alone"])

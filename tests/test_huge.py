@@ -1,25 +1,22 @@
 """The ends of the range of shapes: no head at all; and arrays and grids beyond 32 bits, lowered for
 a GPU, not run."""
 
-import functools
 import re
 
 import compile_report
 import jax
 import jax.numpy as jnp
 import pytest
-from oracle import cotangents_for, for_device, outputs_and_gradients, random_inputs
+from oracle import cotangents_for, for_device, gradients_of_call, random_inputs
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 
 @pytest.mark.parametrize(("B", "NH", "backend"), [(0, 2, None), (2, 0, "interpret")])
 def test_outputs_and_gradients_of_an_empty_batch_are_empty(backend, B, NH):
     inputs = random_inputs(0, B, NH, 20, 16, 24)
-    run = functools.partial(mlstm_chunkwise, backend=backend, return_last_states=True)
-    (h, *states), gradients = outputs_and_gradients(run)(inputs, cotangents_for(inputs, "float32"))
+    run = gradients_of_call(backend=backend)
+    (h, *states), gradients = run(inputs, cotangents_for(inputs, "float32"))
     assert h.shape == (B, NH, 20, 24)
     initial = [inputs[name].shape for name in ("c_initial", "n_initial", "m_initial")]
     assert [x.shape for x in states] == initial

@@ -11,14 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import assert_close, oracle, random_inputs, tolerance
+from test_gates import FORMS, gates_of
 
-from mlstm_pallas import dispatch, mlstm_chunkwise, mlstm_recurrent_step
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Lowering, StageCall, StageConfig
-
-chunk_gates = functools.partial(dispatch.run, "chunk_gates")
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_step
+from mlstm_pallas.problem import InputGate
 
 AT, ABOVE = np.float32(-1e6), np.nextafter(np.float32(-1e6), np.float32(0))
 STEP = 20  # of 32, in the second of two chunks
@@ -38,28 +34,20 @@ def with_gates(gate, value):
     return jnp.asarray(i), jnp.asarray(f)
 
 
-@functools.partial(jax.jit, static_argnums=3)
-def gates_of(i, f, m_initial, lowering):
-    call = StageCall(Problem(1, 1, 32, 16, 16, 16, 1.0), StageConfig(siz_b_LQ=16), None, lowering)
-    return chunk_gates(i, f, m_initial, call=call)
-
-
 @BOTH_VALUES
 @BOTH_GATES
-@pytest.mark.parametrize("lowering", [Lowering.INTERPRET, Lowering.XLA])
-def test_a_gate_counts_as_minus_infinity_from_minus_1e6_on(lowering, gate, value):
+@pytest.mark.parametrize("form", FORMS)
+def test_a_gate_counts_as_minus_infinity_from_minus_1e6_on(form, gate, value):
     """A forget gate resets: m is -inf then.
 
     An input gate stores nothing: m stays -inf. Above, both make m what the gate is.
     """
     m_initial = jnp.full((1,), -jnp.inf if gate == "i" else 0.0, "float32")
     result, infinite = (
-        gates_of(*with_gates(gate, x), m_initial, lowering) for x in (value, -np.inf)
+        gates_of(*with_gates(gate, x), m_initial, None, L=16, form=form, input_gate=InputGate.EXP)
+        for x in (value, -np.inf)
     )
-    same = all(
-        np.array_equal(x, y)
-        for x, y in zip(jax.tree.leaves(result), jax.tree.leaves(infinite), strict=True)
-    )
+    same = jax.tree.all(jax.tree.map(np.array_equal, result, infinite))
     assert same == (value == AT)
     m = np.asarray(result.vecM).reshape(-1)
     assert np.array_equal(m[STEP:] == -math.inf, np.full(32 - STEP, value == AT))
@@ -76,11 +64,8 @@ def call_with_gates(gate, value):
     inputs = random_inputs(17, 1, 1, 32, 16, 16)
     inputs["i"], inputs["f"] = (y[None] for y in with_gates(gate, value))
     if gate == "i":
-        inputs |= dict(
-            c_initial=jnp.zeros((1, 1, 16, 16)),
-            n_initial=jnp.zeros((1, 1, 16)),
-            m_initial=jnp.full((1, 1), -jnp.inf, "float32"),
-        )
+        inputs |= {name: 0 * inputs[name] for name in ("c_initial", "n_initial")}
+        inputs["m_initial"] -= jnp.inf
     return inputs
 
 

@@ -7,7 +7,6 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 from mosaic_gpu_cases import (
     ALL,
@@ -23,7 +22,17 @@ from mosaic_gpu_cases import (
     spec_of,
     tiles,
 )
-from oracle import MOSAIC_CALL, compare, for_device, mesh_of, random_inputs, refused
+from oracle import (
+    MOSAIC_CALL,
+    assert_same_bits,
+    compare,
+    for_device,
+    lowered_for_cuda,
+    mesh_for,
+    mesh_of,
+    random_inputs,
+    refused,
+)
 from test_gradients import BOUND
 from test_packed_sequences import check_prompts
 
@@ -47,8 +56,6 @@ from mlstm_pallas.triton.launch import CUSTOM_CALL_TARGET
 from mlstm_pallas.validation import MOSAIC_GPU_JAX
 from mlstm_pallas.xlstm_jax import triton_stablef
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @needs_jax
 @pytest.mark.parametrize(
@@ -70,30 +77,29 @@ def test_states_of_packed_prompts():
 SMALL = dict(config=fused(), backend="mosaic_gpu_interpret")
 
 
-def small_inputs(B=1):
-    return list(random_inputs(6, B, 2, 128, 64, 128, dtype="bfloat16", states=False).values())
-
-
-def lowered(function, platform, shapes):
-    return jax.jit(function).trace(*shapes).lower(lowering_platforms=(platform,))
+def small_inputs():
+    return list(random_inputs(6, 1, 2, 128, 64, 128, dtype="bfloat16", states=False).values())
 
 
 def gradients_of(run):
     return jax.grad(lambda *x: jnp.sum(jnp.sin(run(*x).astype("float32"))), tuple(range(5)))
 
 
+def over(mesh, check_vma=True, **options):
+    """A sequence over the axis s."""
+    run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", **options)
+    split = P(None, None, "s")
+    specs = dict(in_specs=(split,) * 5, out_specs=split)
+    return jax.shard_map(run, mesh=mesh, check_vma=check_vma, **specs)
+
+
 @needs_jax
 @pytest.mark.slow
 def test_sequence_parallelism_on_one_device():
     """The device's summaries are not read, and the scan starts from a state that is given."""
-    x, mesh = small_inputs(), mesh_of((1,), names="s")
-    run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", **SMALL)
-    split = P(None, None, "s")
-    result = jax.jit(
-        gradients_of(
-            jax.shard_map(run, mesh=mesh, in_specs=(split,) * 5, out_specs=split, check_vma=False)
-        )
-    )(*x)
+    x = small_inputs()
+    run = over(mesh_of((1,), names="s"), check_vma=False, **SMALL)
+    result = jax.jit(gradients_of(run))(*x)
     expected = jax.jit(gradients_of(functools.partial(mlstm_chunkwise, **SMALL)))(*x)
     compare("qkvif", result, expected, BOUND["bfloat16"])
 
@@ -107,15 +113,9 @@ def shapes_of(S):
 @needs_jax
 def test_shard_map_lowers():
     """Outputs and what is inside the kernels say over which mesh axes they vary."""
-    device = AbstractDevice("NVIDIA H200", 132, "gpu")
-    mesh = AbstractMesh((2,), ("s",), axis_types=(AxisType.Auto,), abstract_device=device)
-    run = functools.partial(
-        mlstm_chunkwise_sequence_parallel, axis_name="s", config=fused(), backend="mosaic_gpu"
-    )
-    split = P(None, None, "s")
-    run = jax.shard_map(run, mesh=mesh, in_specs=(split,) * 5, out_specs=split)
-    with jax.sharding.use_abstract_mesh(mesh):
-        text = lowered(gradients_of(run), "cuda", shapes_of(512)).as_text()
+    mesh = mesh_for("NVIDIA H200", (2,), "s")
+    gradients = gradients_of(over(mesh, config=fused(), backend="mosaic_gpu"))
+    text = lowered_for_cuda(jax.jit(gradients), *shapes_of(512), mesh=mesh)
     assert text.count(MOSAIC_CALL) >= len(SCAN) + 1
 
 
@@ -130,10 +130,8 @@ def under(backend, function):
     return run
 
 
-def a_step(q, k, v, i, f, **options):
-    return mlstm_recurrent_step(
-        q[:, :, 0], k[:, :, 0], v[:, :, 0], i[:, :, 0], f[:, :, 0], **options
-    )
+def a_step(*x, **options):
+    return mlstm_recurrent_step(*(y[:, :, 0] for y in x), **options)
 
 
 DOORS = {
@@ -190,23 +188,20 @@ def test_float32_runs_on_triton(monkeypatch):
 @needs_jax
 @pytest.mark.parametrize("door", DOORS)
 def test_a_cpu_is_refused_when_lowered(door):
-    with pytest.raises(
-        ValueError,
-        match=r"^backend is 'mosaic_gpu', whose kernels are for GPUs, and the computation is "
-        r"lowered",
-    ):
-        lowered(DOORS[door]("mosaic_gpu"), "cpu", HALF)
+    message = (
+        r"^backend is 'mosaic_gpu', whose kernels are for GPUs, and the computation is lowered"
+    )
+    with pytest.raises(ValueError, match=message):
+        jax.jit(DOORS[door]("mosaic_gpu")).lower(*HALF)
 
 
 @needs_jax
 def test_a_step_runs_its_triton_kernel():
     x = small_inputs()
-    result, expected = (
-        a_step(*x, backend=backend) for backend in ("mosaic_gpu_interpret", "interpret")
+    assert_same_bits(
+        *(a_step(*x, backend=backend) for backend in ("mosaic_gpu_interpret", "interpret"))
     )
-    assert jax.tree.all(jax.tree.map(jnp.array_equal, result, expected))
-    with for_device("NVIDIA H200"):
-        text = lowered(functools.partial(a_step, backend="mosaic_gpu"), "cuda", HALF).as_text()
+    text = lowered_for_cuda(jax.jit(functools.partial(a_step, backend="mosaic_gpu")), *HALF)
     assert (MOSAIC_CALL in text, CUSTOM_CALL_TARGET in text) == (False, True)
 
 

@@ -15,8 +15,6 @@ from mlstm_pallas.config import tuned_rows
 from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS
 from mlstm_pallas.mosaic_gpu.parallel_bw_dQKV import by_chunk
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 PLUGINS = [
     name for name in ("jax_cuda12_plugin", "jax_cuda13_plugin") if importlib.util.find_spec(name)
 ]

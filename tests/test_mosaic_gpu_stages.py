@@ -14,11 +14,11 @@ from mosaic_gpu_cases import (
     RECURRENCE_TILES,
     RECURRENCES,
     Recurrences,
-    assert_same_bits,
     needs_jax,
     slow,
 )
-from oracle import error, tolerance
+from oracle import assert_same_bits, error, tolerance
+from test_gradients import slow as slow_row
 from test_stages import case
 
 from mlstm_pallas import StageConfig, dispatch, gate_gradients, gates
@@ -31,7 +31,7 @@ from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import InputGate, Problem, make_problem
 from mlstm_pallas.stage import Lowering, StageCall, Weighted
 
-pytestmark = [pytest.mark.usefixtures("quick_compilation", "no_race"), needs_jax]
+pytestmark = [pytest.mark.usefixtures("no_race"), needs_jax]
 ON = dict(lowering=Lowering.MOSAIC_GPU_INTERPRET)
 NO_TILES = StageConfig()
 
@@ -55,89 +55,61 @@ def test_a_race_is_found(capsys):
         y[lax.axis_index("wg")] = tile[...]
 
     outputs = {"y": jax.ShapeDtypeStruct((2, 8, 128), jnp.float32)}
-    launch = dict(
-        name="races",
-        grid={"program": 1},
-        warpgroups=2,
-        outputs=outputs,
-        scratch={"tile": plgpu.SMEM((8, 128), jnp.float32)},
-    )
+    scratch = {"tile": plgpu.SMEM((8, 128), jnp.float32)}
+    launch = dict(grid={"program": 1}, warpgroups=2, outputs=outputs, scratch=scratch)
+    call = mosaic_call(kernel, name="races", interpret=True, **launch)
     raised = ""  # jax 0.12 raises it, 0.11 prints it
     try:
-        jax.block_until_ready(mosaic_call(kernel, interpret=True, **launch)(x=jnp.zeros((8, 128))))
+        jax.block_until_ready(call(x=jnp.zeros((8, 128))))
     except jax.errors.JaxRuntimeError as error:
         raised = str(error)
     assert RACE in capsys.readouterr().out + raised
 
 
-@pytest.mark.parametrize(
-    ("L", "normalised", "layout"),
-    [
-        (256, True, "BNTH"),
-        pytest.param(128, True, "BTNH", marks=pytest.mark.slow),
-        pytest.param(512, False, "BTNH", marks=pytest.mark.slow),
-    ],
-)
-def test_parallel_bw_dP(L, normalised, layout):
-    """In chunks of several tiles and of one; more items than CTAs."""
-    options = dict(DHQK=128, DHHV=128, f_shift=6.0, normalised=normalised, layout=layout)
-    case("bfloat16", L, 512, **options).check("parallel_bw_dP", StageConfig(num_stages=3), **ON)
+def fw_H(LQ, DHHV, num_stages):
+    return "parallel_fw_H", dict(siz_b_LQ=LQ, siz_b_DHHV=DHHV, num_stages=num_stages)
+
+
+def fw_C(rows, **tiles):
+    return "recurrent_fw_C", dict(siz_b_DHQK=rows, num_stages=2, **tiles)
+
+
+DP, DQKV = ("parallel_bw_dP", dict(num_stages=3)), ("parallel_bw_dQKV", dict(num_stages=4))
 
 
 @pytest.mark.parametrize(
-    ("L", "DHQK", "DHHV", "tiles", "normalised", "layout"),
+    ("stage", "L", "chunks", "DHQK", "DHHV", "layout", "normalised"),
     [
+        # Chunks of several tiles and of one; more items than CTAs.
+        (DP, 256, 2, 128, 128, "BNTH", True),
+        slow_row(DP, 128, 4, 128, 128, "BTNH", True),
+        slow_row(DP, 512, 1, 128, 128, "BTNH", False),
         # Two warpgroups, which have not as many keys, and two column blocks.
-        (256, 128, 256, dict(siz_b_LQ=128, siz_b_DHHV=128, num_stages=2), True, "BTNH"),
-        (64, 64, 64, dict(siz_b_LQ=64, siz_b_DHHV=64, num_stages=1), True, "BNTH"),
-        pytest.param(
-            *(128, 320, 256, dict(siz_b_LQ=64, siz_b_DHHV=256, num_stages=1), False, "BNTH"),
-            marks=pytest.mark.slow,
-        ),
-    ],
-)
-def test_parallel_fw_H(L, DHQK, DHHV, tiles, normalised, layout):
-    options = dict(heads=(1, 2), f_shift=6.0, normalised=normalised, layout=layout)
-    x = case("bfloat16", L, 2 * L, DHQK=DHQK, DHHV=DHHV, **options)
-    x.check("parallel_fw_H", StageConfig(**tiles), **ON)
-
-
-@pytest.mark.parametrize(
-    ("L", "heads", "tiles", "layout"),
-    [
-        (64, (64, 64), dict(siz_b_DHQK=64, num_stages=2, num_splits=2), "BTNH"),
+        (fw_H(128, 128, 2), 256, 2, 128, 256, "BTNH", True),
+        (fw_H(64, 64, 1), 64, 2, 64, 64, "BNTH", True),
+        slow_row(fw_H(64, 256, 1), 128, 2, 320, 256, "BNTH", False),
+        (fw_C(64, num_splits=2), 64, 4, 64, 64, "BTNH", True),
         # n in two column blocks, of which one stores it: once, or each warpgroup the half.
-        (128, (64, 256), dict(siz_b_DHQK=64, num_stages=2), "BNTH"),
-        pytest.param(
-            *(128, (128, 256), dict(siz_b_DHQK=128, num_stages=2), "BNTH"), marks=pytest.mark.slow
-        ),
+        (fw_C(64), 128, 2, 64, 256, "BNTH", True),
+        slow_row(fw_C(128), 128, 2, 128, 256, "BNTH", True),
+        # A CTA makes all gradients of a chunk, in the first three, and gets no tiles. More items,
+        # or chunks, than CTAs, which have not all as many.
+        (DQKV, 128, 3, 128, 256, "BTNH", True),
+        (DQKV, 128, 3, 64, 128, "BNTH", True),
+        slow_row(DQKV, 128, 3, 64, 512, "BNTH", False),
+        slow_row(DQKV, 256, 3, 256, 512, "BNTH", True),
+        slow_row(DQKV, 128, 3, 512, 256, "BNTH", False),
     ],
+    ids=str,
 )
 @mock.patch("mlstm_pallas.mosaic_gpu.recurrence.ENOUGH_CTAS", 1)
-def test_recurrent_fw_C(L, heads, tiles, layout):
-    options = dict(heads=(1, 2), f_shift=6.0, DHQK=heads[0], DHHV=heads[1], layout=layout)
-    case("bfloat16", L, 256, **options).check("recurrent_fw_C", StageConfig(**tiles), **ON)
-
-
-@pytest.mark.parametrize(
-    ("L", "DHQK", "DHHV", "normalised", "layout"),
-    [
-        # A CTA makes all gradients of a chunk, as in the four that follow.
-        (128, 128, 256, True, "BTNH"),
-        (128, 64, 128, True, "BNTH"),
-        pytest.param(128, 64, 512, False, "BTNH", marks=pytest.mark.slow),
-        pytest.param(256, 256, 512, True, "BNTH", marks=pytest.mark.slow),
-        pytest.param(128, 512, 256, False, "BTNH", marks=pytest.mark.slow),
-    ],
-)
-def test_parallel_bw_dQKV(L, DHQK, DHHV, normalised, layout):
-    """More items, or chunks, than CTAs, which have not all as many.
-
-    The kernel of whole chunks gets no tiles.
-    """
-    options = dict(heads=(1, 3), f_shift=6.0, normalised=normalised, layout=layout)
-    x = case("bfloat16", L, 3 * L, DHQK=DHQK, DHHV=DHHV, **options)
-    x.check("parallel_bw_dQKV", StageConfig(num_stages=4), tiles_inside=DHQK in (64, 128), **ON)
+def test_the_kernel_agrees_with_the_plain_form(stage, L, chunks, DHQK, DHHV, layout, normalised):
+    heads = (1, 3) if stage is DQKV else (1, 2)
+    options = dict(heads=heads, f_shift=6.0, normalised=normalised, layout=layout)
+    x = case("bfloat16", L, chunks * L, DHQK=DHQK, DHHV=DHHV, **options)
+    name, tiles = stage
+    tiles_inside = stage is DQKV and DHQK in (64, 128)
+    x.check(name, StageConfig(**tiles), tiles_inside=tiles_inside, **ON)
 
 
 def with_floors_of_one():
@@ -162,9 +134,8 @@ def test_an_inf_in_h_reaches_no_tile_where_the_floor_is_larger():
     stage = functools.partial(dispatch.run, "parallel_bw_dP", normaliser=Normaliser(), call=call)
     run = jax.jit(lambda h: stage(*operands, gates, h, z))
     expected, result = map(run, hs)
-    assert_same_bits(result[:2], expected[:2])
-    assert_same_bits(result.pairs, expected.pairs)
-    assert_same_bits(result.vecDeltaN_added, expected.vecDeltaN_added)
+    for name in ("matP", "matDeltaP", "pairs", "vecDeltaN_added"):
+        assert_same_bits(getattr(result, name), getattr(expected, name))
 
 
 def test_an_inf_in_h_reaches_no_other_delta_and_no_dn_where_the_floor_is_larger():
@@ -205,21 +176,16 @@ def test_step_gradients_against_float64(BNH, S, L, share, has_dm):
     share: of the steps whose stabiliser is that of the step before.
     """
     draw, n, NC, T = np.random.default_rng(0), L // 64, S // L, 64
-    later, same = np.tri(n, k=-1, dtype=bool), np.eye(n, dtype=bool)
+    written = np.tri(n, dtype=bool)
     per_query, per_key = (
-        np.where(
-            (where | same).reshape(1, n, 1, n, 1), draw.normal(size=(BNH, n, NC, n, T)), np.nan
-        )
-        for where in (later.T, later)
+        np.where(where.reshape(1, n, 1, n, 1), draw.normal(size=(BNH, n, NC, n, T)), np.nan)
+        for where in (written.T, written)
     )
     vectors = (draw.normal(size=shape) for shape in [(BNH, S)] * 4 + [(BNH, NC)])
     x = (TilePairs(per_query, per_key, draw.normal(size=(BNH, NC, n, T))), *vectors)
     x = jax.tree.map(lambda y: y.astype("float32"), x)
-    carried = draw.uniform(size=(BNH, S)) < share
-    goes_on, passes = (
-        carried & (draw.uniform(size=(BNH, S)) < 0.999),
-        draw.uniform(size=(BNH, S)) < 0.95,
-    )
+    carried, goes_on, passes = (draw.random((BNH, S)) < p for p in (share, 0.999, 0.95))
+    goes_on &= carried
     flags = (CARRIED * carried + GOES_ON * goes_on + PASSES * passes).astype("int32")
     call = call_of(Problem(1, BNH, S, 64, 64, L, 1.0))
 
@@ -229,9 +195,8 @@ def test_step_gradients_against_float64(BNH, S, L, share, has_dm):
 
     result = run(functools.partial(dispatch.run, "step_gradients", call=call), *x)
     with jax.enable_x64(True):
-        expected = run(
-            gate_gradients.step_gradients, *jax.tree.map(lambda y: jnp.asarray(y, "float64"), x)
-        )
+        wide = jax.tree.map(lambda y: y.astype("float64"), x)
+        expected = run(gate_gradients.step_gradients, *wide)
         for actual, desired in zip(result, map(np.asarray, expected), strict=True):
             assert error(actual, desired) < tolerance("float32", S)
 
@@ -265,9 +230,8 @@ def test_step_sums_against_float64(shape, L, layout, dtype):
 @pytest.mark.parametrize(("NC", "backward"), [(5, False), (16, True), (50, False), (50, True)])
 def test_vector_states(NC, backward):
     call = call_of(make_problem((1, 2, 64 * NC, 128), 128, 64, pad_heads=False))
-    test_gates.check_vector_states(
-        functools.partial(dispatch.run, "vector_states", call=call), 2, NC, 128, backward
-    )
+    run = functools.partial(dispatch.run, "vector_states", call=call)
+    test_gates.check_vector_states(run, 2, NC, 128, backward)
 
 
 EXP, SIGMOID = InputGate
@@ -333,9 +297,8 @@ def test_the_stabiliser_scan_of_many_chunks():
     assert np.array_equal(np.isfinite(result), finite)
     # A sum of up to NC numbers in float32, in a tree.
     largest = np.abs(b[..., 0]).sum(axis=1).max() + np.abs(expected[finite]).max()
-    assert (
-        np.abs(result[finite] - expected[finite]).max() <= 2 * NC.bit_length() * 2.0**-24 * largest
-    )
+    off = np.abs(result[finite] - expected[finite]).max()
+    assert off <= 2 * NC.bit_length() * 2.0**-24 * largest
 
 
 @pytest.mark.parametrize("name", slow(RECURRENCES, quick=("weighted", "delta")))
@@ -346,10 +309,7 @@ def test_interpreted_recurrences_against_float64(name):
 def test_recurrences_have_weights_all_or_none():
     call = call_of(Recurrences().problem, RECURRENCE_TILES)
     q, dh, k, v, r, _, gamma, dC_last, C_initial, _ = Recurrences().shapes()
-    with pytest.raises(
-        NotImplementedError, match="recurrent_bw_dC has r in some of its recurrences"
-    ):
-        jax.eval_shape(
-            functools.partial(dispatch.run, "recurrent_bw_dC", call=call),
-            *(Weighted(q, r), dh, gamma, dC_last, Weighted(k, None), v, C_initial),
-        )
+    operands = Weighted(q, r), dh, gamma, dC_last, Weighted(k, None), v, C_initial
+    run = functools.partial(dispatch.run, "recurrent_bw_dC", call=call)
+    with pytest.raises(NotImplementedError, match="has r in some of its recurrences"):
+        jax.eval_shape(run, *operands)

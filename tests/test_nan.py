@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import random_inputs
+from oracle import loss_of, random_inputs
 
 from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 BACKENDS = ("xla", "interpret", pytest.param("triton", marks=pytest.mark.gpu))
 B, NH, S, L = 2, 2, 64, 32
@@ -25,23 +23,18 @@ TILES = KernelConfig(
 )
 
 
-@functools.cache
-def run(backend):
-    return jax.jit(
-        functools.partial(
-            mlstm_chunkwise, chunk_size=L, backend=backend, config=TILES, return_last_states=True
-        )
-    )
+INPUTS = random_inputs(0, B, NH, S, 16, 16, resets=True)
+
+
+@functools.partial(jax.jit, static_argnames="backend")
+def run(x, backend):
+    options = dict(chunk_size=L, config=TILES, return_last_states=True)
+    return mlstm_chunkwise(**x, **options, backend=backend)
 
 
 @functools.cache
 def clean(backend):
-    return np.asarray(run(backend)(**inputs())[0])
-
-
-@functools.cache
-def inputs():
-    return random_inputs(0, B, NH, S, 16, 16, resets=True)
+    return np.asarray(run(INPUTS, backend)[0])
 
 
 @pytest.mark.parametrize("name", "qkvif")
@@ -50,9 +43,9 @@ def test_a_nan_reaches_no_other_head_and_no_earlier_step(backend, name):
     """In q it reaches its own step only; in v its own column, where 0 times NaN spares no earlier
     step of its chunk, see mlstm_chunkwise."""
     where = (BATCH, HEAD, STEP, COLUMN) if name in "qkv" else (BATCH, HEAD, STEP)
-    x = {key: np.array(y) for key, y in inputs().items()}
+    x = {key: np.array(y) for key, y in INPUTS.items()}
     x[name][where] = np.nan
-    h, states = run(backend)(**x)
+    h, states = run(x, backend)
     others = np.arange(B * NH).reshape(B, NH) != BATCH * NH + HEAD
     assert np.array_equal(np.asarray(h)[others], clean(backend)[others])
     assert all(np.isfinite(np.asarray(y)[others]).all() for y in states[:2])
@@ -70,11 +63,6 @@ def test_a_nan_reaches_no_other_head_and_no_earlier_step(backend, name):
         np.testing.assert_allclose(h[:STEP], expected[:STEP], rtol=1e-5, atol=1e-6)
 
 
-def loss(run, *x):
-    h, states = run(*x)
-    return sum(jnp.sum(jnp.sin(y)) for y in (h, *states))
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_nan_checks_of_jax_are_silent(backend):
@@ -83,10 +71,9 @@ def test_nan_checks_of_jax_are_silent(backend):
     In one jit only what comes out is checked.
     """
     x = list(random_inputs(1, 1, 2, 20, 12, 20, resets=True).values())
-    run = functools.partial(
-        mlstm_chunkwise, chunk_size=16, backend=backend, return_last_states=True
-    )
-    gradient = jax.grad(functools.partial(loss, run), tuple(range(8)))
+    options = dict(chunk_size=16, backend=backend, return_last_states=True)
+    call = functools.partial(mlstm_chunkwise, **options)
+    gradient = jax.grad(lambda *x: loss_of(*call(*x)), tuple(range(8)))
     with jax.debug_nans(True), jax.enable_checks(True):
         for f in (gradient, jax.jit(gradient)) if backend == "xla" else (gradient,):
             assert all(jnp.isfinite(y).all() for y in jax.tree.leaves(f(*x)))

@@ -9,11 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import array, compare, oracle, random_inputs, swapped, tolerance
+from oracle import array, beyond, compare, in_layout, oracle, random_inputs, swapped, tolerance
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 S, L = 90, 32
 LENGTHS = {
@@ -31,34 +29,10 @@ def packed_ids(lengths):
     return np.stack([ids, np.full_like(ids, 7)])
 
 
-def parts(inputs, lengths):
-    """The first row of the batch, cut into its sequences; initial states go with the first one."""
-    ends = np.cumsum(lengths)
-    for index, (start, end) in enumerate(zip(ends - lengths, ends, strict=True)):
-        states = (
-            {name: x[:1] for name, x in inputs.items() if name.endswith("_initial")}
-            if index == 0
-            else {}
-        )
-        yield {name: x[:1, :, start:end] for name, x in inputs.items() if name in "qkvif"} | states
-
-
 @functools.partial(jax.jit, static_argnames="backend")
 def run(inputs, segment_ids, backend):
     options = dict(return_last_states=True, chunk_size=L, backend=backend)
     return mlstm_chunkwise(**inputs, segment_ids=segment_ids, **options)
-
-
-def test_the_recurrence_packs_sequences_as_if_alone():
-    lengths = [30, 30, 30]
-    inputs = random_inputs(0, 2, 2, S, 4, 8)
-    h, states = oracle(inputs, packed_ids(lengths))
-    alone = [*map(oracle, parts(inputs, lengths))]
-    second, _ = oracle({name: x[1:] for name, x in inputs.items()})
-    expected = np.concatenate([h for h, _ in alone], axis=2), *alone[-1][1], second
-    actual = h[:1], *(x[:1] for x in states), h[1:]
-    for x, y in zip(actual, expected, strict=True):  # the same steps in float64, in other shapes
-        np.testing.assert_allclose(x, y, rtol=1e-13, atol=1e-13)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +73,7 @@ def check_prompts(prompts, DHQK, DHHV, *, dtype="float32", layout="BNTH", backen
     S, ends = lengths.sum(), np.cumsum(lengths)
     gate = {name: y for name, y in options.items() if name in ("input_gate", "normalize")}
     x = random_inputs(4, 1, NH, S, DHQK, DHHV, dtype=dtype, m_initial="input_gate" not in gate)
-    given = {n: swapped(y) if layout == "BTNH" and n in "qkvif" else y for n, y in x.items()}
+    given = dict(zip(x, in_layout(layout, x, x.values()), strict=True))
     ids = np.repeat(np.arange(prompts) % 2, lengths)[None]
     call = functools.partial(
         mlstm_chunkwise, segment_ids=ids, return_last_states=True, layout=layout, backend=backend
@@ -109,16 +83,16 @@ def check_prompts(prompts, DHQK, DHHV, *, dtype="float32", layout="BNTH", backen
     assert all(not np.any(np.asarray(y[:, prompts:])) for y in states)
 
     alone = {}
+    steps = np.minimum((ends - lengths)[:, None] + np.arange(most), S - 1)
     for name, y in x.items():  # each prompt, and steps that carry its states on
-        fill = {"i": -np.inf, "f": np.inf}.get(name, 0.0)
-        size = (most, *y.shape[3:]) if name in "qkvif" else y.shape[2:]
-        rows = np.full((prompts, NH, *size), fill)
-        for s, (end, length) in enumerate(zip(ends, lengths, strict=True)):
-            if name in "qkvif":
-                rows[s, :, :length] = y[0, :, end - length : end]
-        if name not in "qkvif":
-            rows[0] = y[0]
-        alone[name] = array(rows, y.dtype)
+        y = np.asarray(y)[0]
+        if name in "qkvif":
+            rows = np.moveaxis(y[:, steps], 1, 0)
+            rows = np.where(beyond(lengths, rows), {"i": -np.inf, "f": np.inf}.get(name, 0), rows)
+        else:
+            rows = np.zeros((prompts, *y.shape))
+            rows[0] = y
+        alone[name] = array(rows, x[name].dtype)
     bound = tolerance(dtype, S + DHQK)
     expected, of_prompts = oracle(alone, **gate)
     expected = np.concatenate([expected[s, :, :size] for s, size in enumerate(lengths)], axis=1)

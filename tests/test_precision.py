@@ -12,7 +12,6 @@ from jax.lax import DotAlgorithmPreset, Precision
 from oracle import HELPERS, random_inputs
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise
-from mlstm_pallas.config import heuristic_config
 from mlstm_pallas.problem import Problem
 
 SIX_PRODUCTS = DotAlgorithmPreset.BF16_BF16_F32_X6
@@ -103,11 +102,3 @@ def test_another_precision_reaches_every_product(precision):
     for call, dots in kernels_of(jaxpr_of("materialised", precision)):
         expected = precision if precision in DotAlgorithmPreset else (precision, precision)
         assert {dot.params["precision"] for dot in dots} <= {expected}, call.params["name"]
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_interpreted_products_are_exact(dtype):
-    """A CPU has no split products; those of bfloat16 operands are exact anyhow."""
-    expected = Precision.HIGHEST if dtype == "float32" else None
-    dtype = jnp.dtype(dtype)
-    assert heuristic_config(64, dtype).dot_precision(dtype, interpret=True) == expected

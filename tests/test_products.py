@@ -14,9 +14,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.extend.core import ClosedJaxpr, Jaxpr
 from mosaic_gpu_cases import CASES, needs_jax
-from oracle import cotangents_for, outputs_and_gradients, random_inputs
+from oracle import cotangents_for, gradients_of_call, random_inputs
 
-from mlstm_pallas import mlstm_chunkwise
 from mlstm_pallas.mosaic_gpu.launch import mosaic_call, plgpu, tile_transforms
 from mlstm_pallas.mosaic_gpu.products import Products
 from mlstm_pallas.tiles import remainder
@@ -210,8 +209,7 @@ def test_kernels_with_products_write_shared_memory_by_products_store(name):
     """What asks whether a product reads the tile, a callback, comes right before each write."""
     case = CASES[name]
     inputs = random_inputs(5, *case.shape, dtype=case.dtype)
-    options = dict(config=case.config, return_last_states=True, backend="mosaic_gpu_interpret")
-    run = outputs_and_gradients(functools.partial(mlstm_chunkwise, **options))
+    run = gradients_of_call(config=case.config, backend="mosaic_gpu_interpret")
     traced = jax.make_jaxpr(run)(inputs, cotangents_for(inputs, case.dtype)).jaxpr
     equations = [eqn for jaxpr in jaxprs_in(traced) for eqn in jaxpr.eqns]
     checked, unchecked = 0, []

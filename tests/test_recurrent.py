@@ -11,13 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import (
-    array,
+    assert_below,
     assert_close,
+    assert_same_bits,
     compare,
-    for_device,
+    cotangents_for,
+    errors_of,
+    expected_of,
+    lowered_for_cuda,
     oracle,
+    outputs_and_gradients,
     random_inputs,
     refused,
+    step_names,
+    swapped,
     tolerance,
 )
 
@@ -27,11 +34,8 @@ from mlstm_pallas import (
     mlstm_chunkwise,
     mlstm_recurrent_sequence,
     mlstm_recurrent_step,
-    reference,
 )
 from mlstm_pallas.stages.recurrent_step import step_gates
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 BACKENDS = ("xla", "interpret", pytest.param("triton", marks=pytest.mark.gpu))
 STATES = ("c", "n", "m")
@@ -42,29 +46,16 @@ def arguments(seed, B, NH, S, DHQK, DHHV, *, state_dtype="float32", **options):
     """Arguments of mlstm_recurrent_sequence, or for S = 0 of mlstm_recurrent_step, and those of the
     oracle."""
     x = random_inputs(seed, B, NH, max(S, 1), DHQK, DHHV, **options)
-    x = {name: np.asarray(y) for name, y in x.items()}  # whose slices are not compiled
-    x |= {
-        name: y.astype(jnp.dtype(state_dtype))
-        for name, y in x.items()
-        if name in ("c_initial", "n_initial")
-    }
-    arrays = {
-        name.removesuffix("_initial"): jax.device_put(y if S or "initial" in name else y[:, :, 0])
-        for name, y in x.items()
-    }
-    return arrays, x
+    dtypes = dict.fromkeys(("c_initial", "n_initial"), jnp.dtype(state_dtype))
+    # Slices of numpy arrays are not compiled.
+    x = {name: np.asarray(y).astype(dtypes.get(name, y.dtype)) for name, y in x.items()}
+    return jax.device_put(step_names(x, None if S else 0)), x
 
 
 def token(x, t):
     return {
         name: jax.device_put(np.asarray(x[name])[:, :, t]) for name in ("q", "k", "v", "i", "f")
     }
-
-
-def in_float64(function, x):
-    with jax.enable_x64(True):
-        x = {name: array(y, "float64") for name, y in x.items()}
-        return jax.tree.map(np.asarray, jax.jit(function)(x))
 
 
 # ---------------- numbers
@@ -192,7 +183,7 @@ def test_sigmoid_input_gate(normalize, backend):
 
 
 @pytest.fixture(scope="module")
-def prefilled(quick_compilation):
+def prefilled():
     """A sequence of 32 steps, the states after 25 of them, and what the whole gives."""
     x = random_inputs(6, 1, 2, 32, 16, 8, resets=True)
     chunkwise = functools.partial(
@@ -229,16 +220,15 @@ def test_without_states_it_starts_from_zeros():
 
 
 def test_float64_through_xla():
+    x, whole = arguments(8, 1, 2, 3, 16, 8)
     with jax.enable_x64(True):
-        x = {name: array(y, "float64") for name, y in random_inputs(8, 1, 2, 3, 16, 8).items()}
-        h, states = mlstm_recurrent_sequence(
-            **{name.removesuffix("_initial"): y for name, y in x.items()}, backend="xla"
-        )
-        expected = jax.jit(lambda x: reference.recurrence(**x))(x)
-        for actual, y in zip(*map(jax.tree.leaves, ((h, states), expected)), strict=True):
-            assert actual.dtype == jnp.float64
-            # three steps and sums of 16, in another order
-            np.testing.assert_allclose(actual, y, rtol=1e-13)
+        x = {name: y.astype("float64") for name, y in x.items()}
+        h, states = mlstm_recurrent_sequence(**x, backend="xla")
+    expected_h, expected = oracle(whole)
+    for actual, y in zip((h, *states), (expected_h, *expected), strict=True):
+        assert actual.dtype == jnp.float64
+        # three steps and sums of 16, in another order
+        np.testing.assert_allclose(actual, y, rtol=1e-13)
 
 
 @pytest.mark.parametrize("backend", [*BACKENDS, None])
@@ -251,27 +241,18 @@ def test_no_heads(backend):
 # ---------------- derivatives
 
 
-def loss_of(outputs, seed):
-    r = np.random.default_rng(seed)
-    return sum(
-        jnp.sum(y * r.normal(size=y.shape).astype("float32")) for y in jax.tree.leaves(outputs)
-    )
-
-
 @pytest.mark.parametrize("input_gate", ["exp", "sigmoid"])
 def test_gradients_through_xla(input_gate):
-    x, whole = arguments(10, 1, 2, 3, 16, 8)
-    if input_gate == "sigmoid":
-        del x["m"], whole["m_initial"]
+    inputs = random_inputs(10, 1, 2, 3, 16, 8, m_initial=input_gate == "exp")
+    cotangents = cotangents_for(inputs, "float32")
+    options = dict(input_gate=input_gate, eps=0.1)
 
-    def loss(run, x):
-        h, (c, n, m) = run(**x, input_gate=input_gate, eps=0.1)
-        return loss_of((h, (c, n), m if input_gate == "exp" else ()), 0)
+    def run(**x):
+        return mlstm_recurrent_sequence(**step_names(x), backend="xla", **options)
 
-    step = functools.partial(mlstm_recurrent_sequence, backend="xla")
-    actual = jax.jit(jax.grad(functools.partial(loss, step)))(x)
-    expected = in_float64(jax.grad(functools.partial(loss, reference.recurrence)), whole)
-    compare(actual, actual.values(), expected.values(), 1e-4)  # both in the order of their names
+    result = outputs_and_gradients(run)(inputs, cotangents)
+    for errors in errors_of(inputs, result, expected_of(inputs, cotangents, **options)):
+        assert_below(errors, 1e-4)
 
 
 def test_gradients_at_resets_are_finite():
@@ -313,26 +294,18 @@ def test_vmap():
         compare(("h", *STATES), [np.asarray(y)[index] for y in actual], run(x), 1e-6)
 
 
-@pytest.mark.parametrize("input_gate", ["exp", "sigmoid"])
-def test_a_step_is_one_launch_with_c_in_place(input_gate):
-    x, _ = arguments(17, 1, 2, 0, 20, 37, dtype="bfloat16")
+@pytest.mark.parametrize(
+    ("input_gate", "dtype", "heads"),
+    [("exp", "bfloat16", (20, 37)), ("sigmoid", "float32", (300, 500))],
+)
+def test_a_step_is_one_launch_with_c_in_place(input_gate, dtype, heads):
+    x, _ = arguments(17, 1, 2, 0, *heads, dtype=dtype)
     c = x.pop("c")
-    run = jax.jit(
-        lambda c, x: mlstm_recurrent_step(**x, c=c, input_gate=input_gate, backend="triton"),
-        donate_argnums=0,
-    )
-    with for_device("NVIDIA H200"):
-        text = run.trace(c, x).lower(lowering_platforms=("cuda",)).as_text()
+    run = functools.partial(mlstm_recurrent_step, input_gate=input_gate, backend="triton")
+    text = lowered_for_cuda(jax.jit(lambda c, x: run(**x, c=c), donate_argnums=0), c, x)
     assert set(re.findall(r"stablehlo\.(\w+)[ (]", text)) == {"custom_call", "reshape"}
     [call] = [line for line in text.splitlines() if "custom_call" in line]
     assert "output_operand_alias<output_tuple_indices = [0], operand_index = 0," in call
-
-
-@pytest.mark.parametrize("heads", [(64, 64), (300, 500)], ids="{0[0]}_{0[1]}".format)
-def test_lowers_for_gpus(heads, monkeypatch):
-    monkeypatch.setattr(compile_report, "compile_kernel", lambda *_: None)
-    rows = list(compile_report.report("H200", [heads], ["float32", "bfloat16"], direction="step"))
-    assert [(row.stage, row.cause) for row in rows] == [("recurrent_step", "")] * 2
 
 
 @pytest.mark.slow
@@ -401,12 +374,10 @@ def test_a_sequence_needs_a_step():
 
 def test_a_sequence_in_the_layout_of_projections():
     x, _ = arguments(20, 1, 3, 2, 16, 24)
-    tokens = {name: np.swapaxes(y, 1, 2) if name in "qkvif" else y for name, y in x.items()}
+    tokens = {name: swapped(y) if name in "qkvif" else y for name, y in x.items()}
     run = functools.partial(mlstm_recurrent_sequence, backend="xla")
-    expected, expected_states = run(**x)
-    h, states = run(**tokens, layout="BTNH")
-    assert np.array_equal(h, np.swapaxes(expected, 1, 2))
-    assert jax.tree.all(jax.tree.map(np.array_equal, states, expected_states))
+    h, states = run(**x)
+    assert_same_bits(run(**tokens, layout="BTNH"), (swapped(h), states))
     message = (
         "i has shape (1, 3, 2), expected (B, S, NH) = (1, 2, 3), as q has shape (1, 2, 3, 16): "
         'axes 1 and 2 are swapped; layout="BNTH" has them so for all of q, k, v, i, f'

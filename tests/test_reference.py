@@ -11,34 +11,58 @@ from mlstm_pallas import mlstm_chunkwise
 from mlstm_pallas.normaliser import Normaliser
 
 
-def by_definition(q, k, v, i, f, c, n, m, eps, norm_val, stabilize_correctly):
+def by_definition(
+    q,
+    k,
+    v,
+    i,
+    f,
+    c,
+    n,
+    m=0.0,
+    *,
+    eps=1e-6,
+    norm_val=1.0,
+    stabilize_correctly=True,
+    input_gate="exp",
+    normalize=True,
+):
     """One head, unstabilised: the true state exp(m) (C, n) and nothing cancelled by hand; float64,
     moderate gates only."""
-    K = q.shape[-1]
-    C, n, h = np.exp(m) * c, np.exp(m) * n, []
+    C, n, h, scale = np.exp(m) * c, np.exp(m) * n, [], q.shape[-1] ** -0.5
     for t in range(len(q)):
         forget = 1 / (1 + np.exp(-f[t]))
-        m = max(np.log(forget) + m, i[t])
-        C = forget * C + np.exp(i[t]) * np.outer(k[t], v[t])
-        n = forget * n + np.exp(i[t]) * k[t]
-        z = np.exp(-m) * (q[t] @ n) * K**-0.5
+        if input_gate == "sigmoid":
+            store = 1 / (1 + np.exp(-i[t]))
+        else:
+            store, m = np.exp(i[t]), max(np.log(forget) + m, i[t])
+        C = forget * C + store * np.outer(k[t], v[t])
+        n = forget * n + store * k[t]
+        z = np.exp(-m) * (q[t] @ n) * scale
         floor = norm_val * np.exp(-m) if stabilize_correctly else norm_val
-        h.append(np.exp(-m) * (C.T @ q[t]) * K**-0.5 / (max(abs(z), floor) + eps))
+        den = max(abs(z), floor) + eps if normalize else 1.0
+        h.append(np.exp(-m) * (C.T @ q[t]) * scale / den)
     return np.stack(h), C, n, m
 
 
-@pytest.mark.parametrize(("eps", "stabilize_correctly"), [(0.0, True), (0.3, False)])
-def test_recurrence_is_the_unstabilised_definition(eps, stabilize_correctly):
-    inputs = random_inputs(0, 1, 1, 40, 7, 5)
-    options = {"eps": eps, "stabilize_correctly": stabilize_correctly, "norm_val": 2.0}
-    h, (c, n, m) = oracle(inputs, **options)
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict(eps=0.0, norm_val=2.0),
+        dict(eps=0.3, norm_val=2.0, stabilize_correctly=False),
+        dict(input_gate="sigmoid"),
+        dict(input_gate="sigmoid", normalize=False),
+    ],
+    ids=str,
+)
+def test_recurrence_is_the_unstabilised_definition(options):
+    inputs = random_inputs(0, 1, 1, 40, 7, 5, m_initial="input_gate" not in options)
+    h, (c, n, m) = (jax.tree.map(lambda x: x[0, 0], y) for y in oracle(inputs, **options))
     arrays = [np.asarray(x, "float64")[0, 0] for x in inputs.values()]
-    h_true, c_true, n_true, m_true = by_definition(*arrays, **options)
-    # float64; exp(m) and sums of 40 steps in another order.
-    np.testing.assert_allclose(h[0, 0], h_true, rtol=1e-11, atol=1e-13)
-    np.testing.assert_allclose(np.exp(m[0, 0]) * c[0, 0], c_true, rtol=1e-11, atol=1e-13)
-    np.testing.assert_allclose(np.exp(m[0, 0]) * n[0, 0], n_true, rtol=1e-11, atol=1e-13)
-    np.testing.assert_allclose(m[0, 0], m_true, rtol=1e-12)
+    result = h, np.exp(m) * c, np.exp(m) * n, m
+    for actual, desired in zip(result, by_definition(*arrays, **options), strict=True):
+        # float64; exp(m) and sums of 40 steps in another order.
+        np.testing.assert_allclose(actual, desired, rtol=1e-11, atol=1e-13)
 
 
 CASES = {

@@ -19,7 +19,7 @@ from oracle import (
     cotangents_for,
     errors_of,
     expected_of,
-    outputs_and_gradients,
+    gradients_of_call,
     random_inputs,
     recurrence_of_lengths,
     tolerance,
@@ -28,8 +28,6 @@ from oracle import (
 from test_gradients import BOUND
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, reference
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 S, L = 70, 32
 LENGTHS = np.array([0, 1, 40, S + 29])
@@ -47,14 +45,12 @@ CASES = {
 }
 
 
-def check(inputs, lengths, bounds, run=mlstm_chunkwise, **options):
+def check(inputs, lengths, bounds, **options):
     """Outputs and all gradients against float64, with garbage beyond the lengths."""
     cotangents = cotangents_for(inputs, inputs["q"].dtype)
     large = np.where(beyond(lengths, cotangents[0]), 1e6, cotangents[0])
-    of_call = functools.partial(run, sequence_lengths=lengths, return_last_states=True, **options)
-    result = outputs_and_gradients(of_call, options.get("layout", "BNTH"))(
-        with_garbage(inputs, lengths), [array(large, "float32"), *cotangents[1:]]
-    )
+    run = gradients_of_call(sequence_lengths=lengths, **options)
+    result = run(with_garbage(inputs, lengths), [array(large, "float32"), *cotangents[1:]])
     assert_nothing_beyond(lengths, *result)
     for start, last in zip(("c", "n", "m"), result[0][1:], strict=True):
         if f"{start}_initial" in inputs:

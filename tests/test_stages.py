@@ -17,9 +17,7 @@ from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import MAX_TILE, InputGate, Problem
 from mlstm_pallas.stage import Lowering, StageCall, StageConfig, Weighted
 from mlstm_pallas.stages import STAGES
-from mlstm_pallas.triton.parallel_fw_P import step_sums
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
+from mlstm_pallas.triton.recurrence import splits_of
 
 HEADS, DHQK, DHHV = 2, 32, 64
 TILES_OF_64 = StageConfig(num_splits=1)
@@ -95,6 +93,8 @@ class Case:
         module = importlib.import_module(f"mlstm_pallas.stages.{name}")
         parameters = inspect.signature(getattr(module, name)).parameters
         options = {key: x for key, x in self.options.items() if key in parameters} | options
+        if name == "recurrent_bw_dC":
+            options["matH"] = inputs["matH"]
         call = call_of(name, self.problem, self.dtype, lowering, tiles)
         run = functools.partial(dispatch.run, name, **options, call=call)
         return jax.jit(run)(*(inputs.get(key) for key in stage.inputs))
@@ -107,7 +107,7 @@ class Case:
         key = name, *options.items()
         if key not in self.result:
             with jax.enable_x64(True):
-                inputs = {key: self.inputs[key] for key in STAGES[name].inputs}
+                inputs = {key: self.inputs[key] for key in (*STAGES[name].inputs, "matH")}
                 wide = jax.tree.map(lambda y: array(y, "float64"), inputs)
                 self.result[key] = jax.tree.map(np.asarray, self.plain(name, wide, **options))
         return self.result[key]
@@ -218,6 +218,17 @@ def tile_pairs(x, outputs, T):
     )
 
 
+@pytest.mark.parametrize("shape", [(6, 7, 5), (2, 7, 3, 5)], ids=["BNTH", "BTNH"])
+def test_steps_are_the_inverse_of_chunks(shape):
+    """Of two batch entries and three heads, with a step beyond the sequence."""
+    x = np.random.default_rng(0).normal(size=shape).astype("float32")
+    call = StageCall(Problem(2, 3, 8, 16, 16, 4, 1.0), TILES_OF_64, None, Lowering.XLA)
+    chunks = call.chunks(x)
+    heads_first = x if x.ndim == 3 else np.swapaxes(x, 1, 2).reshape(6, 7, 5)
+    assert np.array_equal(chunks.reshape(6, 8, 5), np.pad(heads_first, [(0, 0), (0, 1), (0, 0)]))
+    assert np.array_equal(call.steps(chunks, x), x)
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_kernel_agrees_with_the_plain_form(stage):
     """In bfloat16; the tiles below are in float32, most of them."""
@@ -276,6 +287,17 @@ def test_tiles_of_every_product_stage_are_tested():
     assert {*TILES} == {name for name, stage in STAGES.items() if not stage.decode}
 
 
+@pytest.mark.parametrize("stage", ["recurrent_fw_C", "recurrent_bw_dC"])
+@pytest.mark.parametrize(
+    ("dtype", "num_splits", "resets"), [("float32", 8, True), ("bfloat16", 2, False)]
+)
+def test_recurrences_in_splits(stage, dtype, num_splits, resets):
+    x = case(dtype, 16, 128, resets=resets, f_shift=6.0)
+    tiles = StageConfig(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=32, num_splits=num_splits)
+    assert splits_of(tiles, x.problem) == num_splits
+    x.check(stage, tiles)
+
+
 def test_parallel_fw_H_without_a_normaliser():
     options = dict(resets=True, input_gate=InputGate.SIGMOID, normalised=False)
     case("float32", 64, 128, **options).check("parallel_fw_H")
@@ -288,18 +310,6 @@ def test_recurrent_fw_H_stores_states():
 def test_recurrent_fw_H_stores_no_states_of_several_launches():
     with pytest.raises(ValueError, match="stores states of up to 16 rows, expected 32"):
         case("float32", 16, 64).check("recurrent_fw_H", StageConfig(siz_b_loop=16), store_every=1)
-
-
-def test_key_sums():
-    x = case("bfloat16", 32, 64)
-    p, tiles = x.problem, StageConfig(siz_b_DHQK=16)
-    call = call_of("parallel_fw_P", p, x.dtype, Lowering.INTERPRET, tiles)
-    run = jax.jit(functools.partial(step_sums, call=call))
-    keys = np.asarray(x.inputs["matK"].astype("float32"), "float64")
-    scaled = keys * np.asarray(x.inputs["vecAbar"], "float64")[..., None]
-    expected = scaled.reshape(HEADS, p.NC, p.L, p.DHQK).sum(-2)
-    result = run(x.inputs["matK"], x.inputs["chunk_gates"].per_step().vecAbar)
-    assert_close(result, expected, tolerance("float32", p.L))
 
 
 def test_parallel_bw_dP_returns_keys_where_C_is_recomputed():
