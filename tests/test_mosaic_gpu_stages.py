@@ -226,9 +226,10 @@ def test_step_sums_against_float64(shape, L, layout, dtype):
     assert (np.abs(np.asarray(result) - terms.sum(axis=2)) <= bound).all()
 
 
-# Less than a group of chunks, one, and three with two chunks more.
-@pytest.mark.parametrize(("NC", "backward"), [(5, False), (16, True), (50, False), (50, True)])
-def test_vector_states(NC, backward):
+# Less than a group of chunks, one, and four splits of one with nine chunks more.
+@pytest.mark.parametrize(("NC", "backward"), [(5, False), (16, True), (100, False), (100, True)])
+def test_vector_states(NC, backward, monkeypatch):
+    monkeypatch.setattr("mlstm_pallas.mosaic_gpu.vector_states.MIN_SPLIT_CHUNKS", 16)
     call = call_of(make_problem((1, 2, 64 * NC, 128), 128, 64, pad_heads=False))
     run = functools.partial(dispatch.run, "vector_states", call=call)
     test_gates.check_vector_states(run, 2, NC, 128, backward)

@@ -4,7 +4,11 @@ Grid (B * NH * DHQK / 64). A CTA is one warpgroup and owns 64 columns; its four 
 same numbers. It loads the terms of the next AHEAD chunks before it joins the present ones, and so
 waits once for AHEAD loads.
 
-Bytes: what is added and the states, 2 B NH NC DHQK float32. No matrix product.
+Long sequences are cut into splits (splits.py), which count as heads. A launch before computes what
+each split adds, and stores no states.
+
+Bytes: what is added and the states, 2 B NH NC DHQK float32; with splits what is added once more. No
+matrix product.
 """
 
 import functools
@@ -16,20 +20,23 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.mosaic_gpu.launch import block, load, mosaic_call
+from mlstm_pallas.mosaic_gpu.launch import block, float32, load, mosaic_call
 from mlstm_pallas.mosaic_gpu.products import BY_LANES
+from mlstm_pallas.splits import split_states
 from mlstm_pallas.stage import StageCall
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 COLUMNS = 64  # of a CTA
 AHEAD = 16  # chunks
+# Shorter splits, or fewer, gain less than the second launch takes, and what joins their sums.
+MIN_SPLIT_CHUNKS, MIN_SPLITS, MAX_SPLITS, MOST_CTAS = 128, 4, 16, 1024
 
 
 def _kernel(
     added: Any,  # (B * NH, NC, D)
     gamma: Any,  # (B * NH, NC)
     initial: Any,  # (B * NH, D)
-    states: Any,  # out (B * NH, NC, D)
+    states: Any,  # out (B * NH, NC, D), may be absent
     last: Any,  # out (B * NH, D)
     *,
     backward: bool,
@@ -56,8 +63,9 @@ def _kernel(
         for j in reversed(range(count)) if backward else range(count):
             before[j] = x
             x = gammas[j] * x + lax.slice(tile, (j, 0), (j + 1, COLUMNS))
-        x_before = jnp.concatenate([before[j] for j in range(count)])
-        states.at[head, chunks_from(first, count), columns][...] = x_before
+        if states is not None:
+            x_before = jnp.concatenate([before[j] for j in range(count)])
+            states.at[head, chunks_from(first, count), columns][...] = x_before
         return x
 
     def group(j: Any, carry: Any) -> Any:
@@ -73,6 +81,39 @@ def _kernel(
     last.at[pl.ds(head, 1), columns][...] = x
 
 
+def _splits(BNH: int, NC: int, D: int) -> int:
+    """Splits of a sequence, a power of two."""
+    most = min(MAX_SPLITS, NC // MIN_SPLIT_CHUNKS, MOST_CTAS // (BNH * blocks(D, COLUMNS)))
+    splits = min(1 << (most.bit_length() - 1), NC & -NC) if most else 1
+    return splits if splits >= MIN_SPLITS else 1
+
+
+def _launch(
+    added: jax.Array,
+    gamma: jax.Array,
+    initial: jax.Array,
+    *,
+    return_states: bool,
+    backward: bool,
+    call: StageCall,
+) -> dict[str, Any]:
+    BNH, _, D = added.shape
+    x: dict[str, Any] = mosaic_call(
+        functools.partial(_kernel, backward=backward),
+        name="vector_states",
+        grid={"program": BNH * blocks(D, COLUMNS)},
+        warpgroups=1,
+        outputs={
+            "states": float32(*added.shape) if return_states else None,
+            "last": float32(*initial.shape),
+        },
+        scratch={},
+        interpret=call.interpret,
+        infer_layouts=False,
+    )(added=added, gamma=gamma, initial=initial)
+    return x
+
+
 def vector_states(
     added: jax.Array,
     gamma: jax.Array,
@@ -82,18 +123,16 @@ def vector_states(
     call: StageCall,
 ) -> tuple[jax.Array, jax.Array]:
     """``gates.vector_states``; DHQK is a multiple of 64."""
-    BNH, _, D = added.shape
-    x = mosaic_call(
-        functools.partial(_kernel, backward=backward),
-        name="vector_states",
-        grid={"program": BNH * blocks(D, COLUMNS)},
-        warpgroups=1,
-        outputs={
-            "states": jax.ShapeDtypeStruct(added.shape, jnp.float32),
-            "last": jax.ShapeDtypeStruct(initial.shape, jnp.float32),
-        },
-        scratch={},
-        interpret=call.interpret,
-        infer_layouts=False,
-    )(added=added, gamma=gamma, initial=initial)
-    return x["states"], x["last"]
+    BNH, NC, D = added.shape
+    splits, run = _splits(BNH, NC, D), functools.partial(_launch, backward=backward, call=call)
+    if splits == 1:
+        x = run(added, gamma, initial, return_states=True)
+        return x["states"], x["last"]
+    of_splits = added.reshape(BNH * splits, NC // splits, D), gamma.reshape(BNH * splits, -1)
+    zeros = jnp.zeros((BNH * splits, D), jnp.float32)
+    sums = run(*of_splits, zeros, return_states=False)["last"].reshape(BNH, splits, D, 1)
+    others = sums[:, 1:] if backward else sums[:, :-1]
+    starts = split_states(others, gamma, initial[..., None], backward=backward)[..., 0]
+    x = run(*of_splits, starts, return_states=True)
+    end = 0 if backward else -1
+    return x["states"].reshape(added.shape), x["last"].reshape(BNH, splits, D)[:, end]
