@@ -1,6 +1,6 @@
 """The backward schedule: the order of the stages, and what one hands to the next.
 
-Arrays are those of a shard, (B * NH, ...).
+Arrays are those of a shard, as in the forward schedule.
 """
 
 import functools
@@ -45,12 +45,8 @@ def backward(
 def prepared(
     spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangents: Cotangents
 ) -> tuple[Residuals, Cotangents]:
-    """The arrays of both halves, as the kernels read them."""
-    x, h = residuals.inputs, residuals.h
-    if lowering is not Lowering.XLA:
-        x = x._replace(q=spec.strided(x.q), k=spec.strided(x.k), v=spec.strided(x.v))
-        h = None if h is None else spec.strided(h)
-        cotangents = cotangents._replace(h=spec.strided(cotangents.h))
+    """The arrays of both halves."""
+    x = residuals.inputs
     if not spec.has_initial_state:
         x = x._replace(c_initial=None)
     if residuals.states.C is None:
@@ -62,7 +58,7 @@ def prepared(
         if lowering is Lowering.XLA:
             x = x._replace(k=k, v=v)
     last = cotangents.last or LastStates(None, jnp.zeros_like(x.n_initial), None)
-    return residuals._replace(inputs=x, h=h), cotangents._replace(last=last)
+    return residuals._replace(inputs=x), cotangents._replace(last=last)
 
 
 def first_half(
@@ -152,8 +148,6 @@ def second_half(
     elif spec.stabilised:
         dm_initial += initial_stabiliser_gradient(dC_initial, dn_initial, x.c_initial, x.n_initial)
     dq, dk, dv = gradients.matDeltaQ, gradients.matDeltaK, gradients.matDeltaV
-    if lowering is not Lowering.XLA:
-        dq, dk, dv = spec.flat(dq), spec.flat(dk), spec.flat(dv)
     return Inputs(dq, dk, dv, di, df, dC_initial, dn_initial, dm_initial)
 
 

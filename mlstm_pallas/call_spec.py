@@ -194,21 +194,6 @@ class CallSpec:
         precision = self.config.dot_precision(self.dtype, interpret=lowering.interpret)
         return StageCall(problem, tiles, precision, lowering)
 
-    def swap_heads(self, x: jax.Array) -> jax.Array:
-        """The layout of the call to (B, NH, S, D), and back. XLA cancels one against the other."""
-        return jnp.swapaxes(x, 1, 2) if self.layout is Layout.BTNH else x
-
-    def strided(self, x: jax.Array) -> jax.Array:
-        """(B * NH, S, D) to the layout that the kernels read: (B * NH, S, D) or (B, S, NH, D)."""
-        B, NH = self.problem.B, self.problem.NH
-        return x if self.layout is Layout.BNTH else self.swap_heads(x.reshape(B, NH, *x.shape[1:]))
-
-    def flat(self, x: jax.Array) -> jax.Array:
-        """The inverse of ``strided``."""
-        if self.layout is Layout.BNTH:
-            return x
-        return self.swap_heads(x).reshape(self.problem.BNH, x.shape[1], x.shape[-1])
-
     def chunks(self, x: jax.Array) -> jax.Array:
         """(B * NH, S, ...) to (B * NH, NC, L, ...)."""
         return x.reshape(x.shape[0], self.problem.NC, self.problem.L, *x.shape[2:])
@@ -244,7 +229,7 @@ class CallSpec:
 class Inputs(NamedTuple):
     """Padded and cast: q, k, v in the kernel dtype, gates and states float32.
 
-    Gates and starts have whole chunks of steps; q, k and v have the caller's steps.
+    Gates and starts have whole chunks of steps; q, k and v have the caller's steps and layout.
     """
 
     q: jax.Array
@@ -285,7 +270,7 @@ class StoredStates(NamedTuple):
 class Forward(NamedTuple):
     """The outputs of a forward pass."""
 
-    h: jax.Array  # (B, NH, S, DHHV)
+    h: jax.Array  # (B, NH, S, DHHV) or (B, S, NH, DHHV)
     last: LastStates | None  # None where they are not returned
     z: jax.Array | None  # (B, NH, S); None without a normaliser
     states: StoredStates

@@ -50,8 +50,6 @@ from mlstm_pallas.fwbw import (
     in_reverse_mode,
     operation,
     residuals_of,
-    swap_heads,
-    swap_heads_of_residuals,
 )
 from mlstm_pallas.gate_gradients import inner, step_flags
 from mlstm_pallas.gates import (
@@ -63,7 +61,7 @@ from mlstm_pallas.gates import (
     split_for_exact_sums,
     two_sum,
 )
-from mlstm_pallas.problem import InputGate
+from mlstm_pallas.problem import InputGate, Layout
 from mlstm_pallas.splits import decays_in_splits, decays_of_others
 from mlstm_pallas.stage import Lowering
 
@@ -150,6 +148,10 @@ class OperationSpec:
     def backend(self) -> str | None:
         return self.call.backend
 
+    @property
+    def layout(self) -> Layout:
+        return self.call.layout
+
     def with_heads(self, B: int, NH: int) -> "OperationSpec":
         return dataclasses.replace(self, call=self.call.with_heads(B, NH))
 
@@ -178,18 +180,16 @@ def _from_empty(spec_and_splits: OperationSpec, x: Inputs) -> Any:
     spec, num_splits = spec_and_splits.call, spec_and_splits.choice
 
     def of_shard(lowering: Lowering, x: Inputs) -> tuple[Summary, jax.Array, ShardStates]:
-        k, v, p = x.k, x.v, spec.fused_problem
+        p = spec.fused_problem
         nothing = x._replace(m_initial=jnp.full_like(x.m_initial, -jnp.inf), lengths=None)
         gates = gates_of(spec, lowering, nothing, p)
         abar, gamma, m = gates.per_step().vecAbar, gates.scaGamma, gates.scaM_states
-        if lowering is not Lowering.XLA:
-            k, v = spec.strided(k), spec.strided(v)
         call = spec.call("parallel_fw_P", lowering, p)
-        added = run("step_sums", k, abar, call=call)
+        added = run("step_sums", x.k, abar, call=call)
         n = run("vector_states", added, gamma, jnp.zeros_like(added[:, 0]), call=call)
         weights = abar * decays_in_splits(gamma, num_splits, p.S)
         call = spec.call("recurrent_fw_C", lowering, p, clamp=False)
-        X = run("split_products", k, v, weights, num_splits, all_splits=True, call=call)
+        X = run("split_products", x.k, x.v, weights, num_splits, all_splits=True, call=call)
         high, low = _log_decays(x, p.NC, spec.input_gate)
         of_n = Summary(m[:, -1], (high[:, -1], low[:, -1]), n[1])
         return of_n, _state_after(gamma, X), ShardStates((high, low), m, n, X)
@@ -343,9 +343,8 @@ def _sequence_fwd(axis_name: str, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
         return start
 
     unread: dict[str, Any] = dict.fromkeys(("q", "c_initial", "n_initial"))
-    read = x._replace(k=spec.swap_heads(x.k), v=spec.swap_heads(x.v), **unread)
     with_splits = OperationSpec(spec, _splits_of_summary(spec))
-    of_n, C, local = operation(_from_empty, with_splits, read)
+    of_n, C, local = operation(_from_empty, with_splits, x._replace(**unread))
     start = before(of_n, x.n_initial)
     # parallel_fw_P reads m and n, but not C. Behind the barrier it hides the exchange of C, which
     # XLA would else join to that of n.
@@ -382,7 +381,6 @@ def _backward(
     dC, dn, dm = of_last
     dm = dm - inner(dC, last.c, 2) - inner(dn, last.n)
     half = OperationSpec(spec, lowering)
-    residuals, dh = swap_heads_of_residuals(spec, residuals), spec.swap_heads(dh)
     of_shard = Cotangents(dh, LastStates(dC, dn, dm))
     first, local = operation(_first_half, half, residuals, of_shard)
     one, zero = jnp.ones_like(dm), jnp.zeros_like(dm)
@@ -391,12 +389,12 @@ def _backward(
     dC, dn = dC + after.dC, dn + after.dn
     dm = dm + after.dm + inner(dC, last.c, 2) + inner(dn, last.n)
     whole = Cotangents(dh, LastStates(dC, dn, dm))
-    gradients = operation(_second_half, half, residuals, whole, first, after.dC)
+    gradients: Inputs = operation(_second_half, half, residuals, whole, first, after.dC)
     of_initial = {
         name: jnp.where(index == 0, getattr(gradients, name), 0.0)
         for name in ("c_initial", "n_initial", "m_initial")
     }
-    return swap_heads(spec, gradients)._replace(**of_initial)
+    return gradients._replace(**of_initial)
 
 
 _sequence.defvjp(_sequence_fwd, _sequence_bwd)

@@ -94,37 +94,35 @@ def run(
         m_initial = jnp.zeros((B, NH), acc)
     if layout is Layout.BTNH:
         i, f = jnp.swapaxes(i, 1, 2), jnp.swapaxes(f, 1, 2)
-    arrays = *map(spec.swap_heads, (q, k, v)), i, f, c_initial, n_initial, m_initial
-    integers: dict[str, Any] = {}
+    ids = lengths = None
     if segment_ids is not None:
-        integers["ids"] = jnp.broadcast_to(segment_ids[:, None], (B, NH, S))
+        ids = jnp.broadcast_to(segment_ids[:, None], (B, NH, S))
     if sequence_lengths is not None:
         of_shard = _lengths_of_shard(sequence_lengths, shard, S)
-        integers["lengths"] = jnp.broadcast_to(of_shard[:, None], (B, NH))
-    q, k, v, i, f, c_initial, n_initial, m_initial, *others = aligned(*arrays, *integers.values())
-    integers = dict(zip(integers, others, strict=True))
-    lengths = integers.get("lengths")
+        lengths = jnp.broadcast_to(of_shard[:, None], (B, NH))
+    x = Inputs(q, k, v, i, f, c_initial, n_initial, m_initial, lengths=lengths)
+    x, ids = aligned(spec, (x, ids))
+    (q, k, v, i, f, c_initial, n_initial, m_initial), lengths = x[:8], x.lengths
     if lengths is not None:  # as the padding does, these gates carry the states on
         within = steps_within(lengths, S)
         i, f = jnp.where(within, i, -jnp.inf), jnp.where(within, f, jnp.inf)
-    steps, qk, hv = {2: p.S}, {3: p.DHQK}, {3: p.DHHV}
     inputs = Inputs(
-        spec.swap_heads(_pad(q.astype(dtype), qk)),
-        spec.swap_heads(_pad(k.astype(dtype), qk)),
-        spec.swap_heads(_pad(v.astype(dtype), hv)),
-        _pad(i.astype(acc), steps, -jnp.inf),
-        _pad(f.astype(acc), steps, jnp.inf),
-        _pad(c_initial.astype(acc), {2: p.DHQK} | hv),
-        _pad(n_initial.astype(acc), {2: p.DHQK}),
+        _pad(q.astype(dtype), p.DHQK),
+        _pad(k.astype(dtype), p.DHQK),
+        _pad(v.astype(dtype), p.DHHV),
+        _pad(i.astype(acc), p.S, value=-jnp.inf),
+        _pad(f.astype(acc), p.S, value=jnp.inf),
+        _pad(c_initial.astype(acc), p.DHQK, p.DHHV),
+        _pad(n_initial.astype(acc), p.DHQK),
         m_initial.astype(acc),
         lengths=lengths,
     )
-    if "ids" in integers:
-        starts = starts_of(integers["ids"]).astype(jnp.int32)
+    if ids is not None:
+        starts = starts_of(ids).astype(jnp.int32)
         if num_segments is not None:
             inputs = inputs._replace(segment_ends=segment_ends(starts, num_segments, lengths))
         starts = starts if lengths is None else jnp.where(within, starts, 0)
-        inputs = inputs._replace(starts=_pad(starts, steps))
+        inputs = inputs._replace(starts=_pad(starts, p.S))
     h, last = forward(spec, inputs)
     h = h[..., :DHV].astype(q.dtype)
     if last is None or not spec.return_last_states:
@@ -193,7 +191,8 @@ def spec_for(
     )
 
 
-def _pad(x: jax.Array, sizes: dict[int, int], value: float = 0) -> jax.Array:
-    """Pads axis a up to sizes[a]."""
-    widths = [(0, sizes.get(axis, size) - size) for axis, size in enumerate(x.shape)]
-    return jnp.pad(x, widths, constant_values=value) if any(high for _, high in widths) else x
+def _pad(x: jax.Array, *sizes: int, value: float = 0) -> jax.Array:
+    """Pads the last axes up to the sizes."""
+    shape = *x.shape[: -len(sizes)], *sizes
+    widths = [(0, padded - size) for padded, size in zip(shape, x.shape, strict=True)]
+    return jnp.pad(x, widths, constant_values=value) if shape != x.shape else x

@@ -1,6 +1,6 @@
 """The forward schedule: the order of the stages, and what one hands to the next.
 
-Arrays are those of a shard, (B * NH, ...).
+Arrays are those of a shard, (B * NH, ...); q, k, v and h are (B, S, NH, D) with layout="BTNH".
 """
 
 from typing import NamedTuple
@@ -35,11 +35,9 @@ def forward(
     """The forward pass. summands: those of the fused scan, if already computed."""
     if not spec.has_initial_state:
         x = x._replace(c_initial=None)
-    if lowering is Lowering.XLA:
-        return materialised(spec, lowering, x)
-    x = x._replace(q=spec.strided(x.q), k=spec.strided(x.k), v=spec.strided(x.v))
-    outputs = fused(spec, lowering, x, summands) if spec.fused else materialised(spec, lowering, x)
-    return outputs._replace(h=spec.flat(outputs.h))
+    if spec.fused and lowering is not Lowering.XLA:
+        return fused(spec, lowering, x, summands)
+    return materialised(spec, lowering, x)
 
 
 def gates_of(

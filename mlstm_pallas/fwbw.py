@@ -96,29 +96,14 @@ def operation(function: Callable[..., Any], spec: Any, *args: Any) -> Any:
 
 def forward(spec: CallSpec, inputs: Inputs, summands: Summands | None = None) -> Forward:
     """The forward pass on shards. summands: those of the fused scan, if already computed."""
-    outputs: Forward = operation(_forward, spec, swap_heads(spec, inputs), summands)
-    return outputs._replace(h=spec.swap_heads(outputs.h))
+    outputs: Forward = operation(_forward, spec, inputs, summands)
+    return outputs
 
 
 def backward(spec: CallSpec, residuals: Residuals, cotangents: Cotangents) -> Inputs:
     """The gradients of the inputs, on shards."""
-    residuals = swap_heads_of_residuals(spec, residuals)
-    gradients = operation(
-        _backward, spec, residuals, cotangents._replace(h=spec.swap_heads(cotangents.h))
-    )
-    return swap_heads(spec, gradients)
-
-
-def swap_heads(spec: CallSpec, x: Inputs) -> Inputs:
-    """q, k, v from the layout of the call to (B, NH, S, D), which shards have, and back."""
-    return x._replace(
-        **{name: spec.swap_heads(y) for name in "qkv" if (y := getattr(x, name)) is not None}
-    )
-
-
-def swap_heads_of_residuals(spec: CallSpec, residuals: Residuals) -> Residuals:
-    h = None if residuals.h is None else spec.swap_heads(residuals.h)
-    return residuals._replace(inputs=swap_heads(spec, residuals.inputs), h=h)
+    gradients: Inputs = operation(_backward, spec, residuals, cotangents)
+    return gradients
 
 
 def residuals_of(spec: CallSpec, inputs: Inputs, outputs: Forward) -> Residuals:
@@ -154,9 +139,10 @@ def mlstm_forward(spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, LastStates
 
 
 def _with_segments(spec: CallSpec, inputs: Inputs) -> Any:
-    def of_shard(lowering: Lowering, x: Inputs) -> tuple[jax.Array, LastStates]:
-        outputs = forward_schedule.forward(spec, lowering, x)
-        return outputs.h, segment_states(spec, lowering, x, outputs.states)
+    def of_shard(lowering: Lowering, x: Inputs) -> Any:
+        outputs: Any = forward_schedule.forward(spec, lowering, x)
+        states = segment_states(spec, lowering, x, outputs.states)
+        return outputs._replace(last=states, z=None, states=None)
 
     return on_backend(spec.backend, of_shard, inputs)
 
@@ -165,9 +151,8 @@ def _with_segments(spec: CallSpec, inputs: Inputs) -> Any:
 def mlstm_with_segments(spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, LastStates]:
     """h and the states at the ends of the packed segments, (B, N, NH, ...), without derivatives."""
     spec = dataclasses.replace(spec, recompute_states_in_bw=False, return_last_states=False)
-    inputs = swap_heads(spec, _segments_not_differentiated(inputs))
-    h, states = over_shards(_with_segments, spec, inputs)
-    return spec.swap_heads(h), jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), states)
+    outputs = over_shards(_with_segments, spec, _segments_not_differentiated(inputs))
+    return outputs.h, jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), outputs.last)
 
 
 def _mlstm_chunkwise_fwbw_generator(

@@ -2,7 +2,7 @@
 
 import dataclasses
 import functools
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -32,6 +32,7 @@ class StepSpec:
     tiles: StageConfig
     normaliser: Normaliser | None
     backend: str | None
+    layout: ClassVar[Layout] = Layout.BNTH  # of shards
 
     def with_heads(self, B: int, NH: int) -> "StepSpec":
         return dataclasses.replace(self, problem=dataclasses.replace(self.problem, B=B, NH=NH))
@@ -161,12 +162,12 @@ def _run(
     filled = config_for(DHQK, DHV, 1, c.dtype, device_kind=target_device_kind(), explicit=config)
     if B * NH == 0:
         backend = "xla"  # a kernel has no empty grid
-    *arrays, c, n, m = aligned(*x, c, n, m)
     normaliser = Normaliser(eps, norm_val, stabilize_correctly) if normalize else None
     problem = Problem(B, NH, 1, DHQK, DHV, 1, DHQK**-0.5)
     spec = StepSpec(problem, filled.stage("recurrent_step"), normaliser, backend)
+    x, c, n, m = aligned(spec, (x, c, n, m))
     h, states = (sequence if steps else step)(
-        spec, Token(*arrays), StepStates(c, n, None if gate is InputGate.SIGMOID else m)
+        spec, x, StepStates(c, n, None if gate is InputGate.SIGMOID else m)
     )
     if layout is Layout.BTNH:
         h = jnp.swapaxes(h, 1, 2)

@@ -16,10 +16,10 @@ from mlstm_pallas.call_spec import CallSpec, Inputs
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.entry import Options, run
 from mlstm_pallas.forward import forward
-from mlstm_pallas.fwbw import swap_heads
 from mlstm_pallas.gates import log_forget_gate, log_input_gate, segment_starts
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import InputGate, accumulator_dtype
+from mlstm_pallas.sharding import on_shard
 from mlstm_pallas.stage import Lowering
 from mlstm_pallas.validation import check_zeros
 
@@ -205,9 +205,5 @@ def chunkwise(
 
 def _plain_forward(spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, Any]:
     """The forward pass in plain jnp, without ``over_shards``, which has no derivatives."""
-    B, NH = spec.problem.B, spec.problem.NH
-    x = swap_heads(spec, inputs)
-    x = jax.tree.map(lambda y: y.reshape(B * NH, *y.shape[2:]), x)
-    outputs = forward(spec, Lowering.XLA, x)
-    h, last = jax.tree.map(lambda y: y.reshape(B, NH, *y.shape[1:]), (outputs.h, outputs.last))
-    return spec.swap_heads(h), last
+    outputs = on_shard(lambda spec, x: forward(spec, Lowering.XLA, x), spec, 0, inputs)
+    return outputs.h, outputs.last

@@ -15,7 +15,6 @@ from jax import lax
 
 from mlstm_pallas.call_spec import CallSpec, Inputs, LastStates, StoredStates
 from mlstm_pallas.dispatch import run
-from mlstm_pallas.problem import Layout
 from mlstm_pallas.stage import Lowering
 
 
@@ -43,11 +42,11 @@ def segment_states(
         return values.reshape(heads * N, p.L)
 
     def window_of_tokens(y: jax.Array) -> jax.Array:
-        if lowering is Lowering.XLA or spec.layout is Layout.BNTH:
+        if y.ndim == 3:
             tokens = _at(y, rows)
         else:
             of_batch = rows.reshape(p.B, p.NH, N * p.L)[:, 0]
-            tokens = jnp.swapaxes(_at(spec.strided(y), of_batch), 1, 2)
+            tokens = jnp.swapaxes(_at(y, of_batch), 1, 2)
         # A NaN of the next segment is not multiplied by 0.
         tokens = jnp.where(within[..., None], tokens.reshape(*within.shape, y.shape[-1]), 0)
         return tokens.reshape(heads * N, p.L, y.shape[-1])

@@ -14,6 +14,9 @@ run on shards of these two axes unchanged. How a call learns its shards depends 
   ``jax.shard_map`` over those axes lowers without devices (AbstractMesh), and exports.
 * Manual axes, inside the user's shard_map: the arrays are the shard.
 
+On auto and explicit axes the shards have their heads before their steps, whatever the layout of the
+call is: transposes here go to and from that, and XLA cancels them.
+
 Shardings of other axes (sequence, head dimensions) are undone first: by XLA on auto axes, by
 ``jax.sharding.reshard`` on explicit ones.
 """
@@ -32,36 +35,55 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mlstm_pallas.problem import Layout
 from mlstm_pallas.version import __version__
 
-# (spec, *pytrees of arrays (B * NH, ...)) -> pytree of arrays (B * NH, ...), for any B and NH
+# (spec, *pytrees of arrays of a shard) -> pytree of arrays of a shard, for any B and NH
 Function = Callable[..., Any]
 
 
 def over_shards(function: Function, spec: Any, *args: Any) -> Any:
-    """function(spec, *args) on shards of B and NH, the first two axes of every array.
+    """function(spec, *args) on shards of B and NH, the first two axes of the arrays.
 
-    The function gets them as one axis. The spec has a backend; a shard's is spec.with_heads(B, NH).
+    The function gets them as one axis. The fields q, k, v and h have the layout of the spec: with
+    "BTNH" they are (B, S, NH, D) here and in the function. The spec has a backend; a shard's is
+    spec.with_heads(B, NH).
     """
     return _mappable(function, spec, 0)(*args)
 
 
-def aligned(*arrays: jax.Array) -> list[jax.Array]:
-    """The arrays, (B, NH, ...), with equal types as regards the mesh.
+def _map(spec: Any, function: Callable[[jax.Array, int], Any], tree: Any) -> Any:
+    """function(array, how many axes of B and NH are in front) of all arrays."""
+
+    def of_leaf(path: Any, x: jax.Array) -> Any:
+        strided = spec.layout is Layout.BTNH and str(path[-1]) in (".q", ".k", ".v", ".h")
+        return function(x, 1 if strided else 2)
+
+    return jax.tree.map_with_path(of_leaf, tree)
+
+
+def _heads_first(spec: Any, tree: Any) -> Any:
+    """The arrays as (B, NH, ...), and back."""
+    return _map(spec, lambda x, axes: x if axes == 2 else jnp.swapaxes(x, -3, -2), tree)
+
+
+def aligned(spec: Any, tree: Any) -> Any:
+    """The arrays, as those of ``over_shards``, with equal types as regards the mesh.
 
     They are sharded over the same explicit axes in B and NH and over none in other axes, and vary
     over the same manual axes.
     """
-    mesh = jax.typeof(arrays[0]).sharding.mesh
+    types = [jax.typeof(x) for x in jax.tree.leaves(tree)]
+    mesh = types[0].sharding.mesh
     if mesh.explicit_axes:
-        spec = _common_spec([jax.typeof(x).sharding.spec for x in arrays], 2)
-        return [_resharded(x, mesh, spec) for x in arrays]
-    varying = frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in arrays))
-    missing = [tuple(sorted(varying - jax.typeof(x).manual_axis_type.varying)) for x in arrays]
-    return [
-        jax.lax.pcast(x, axes, to="varying") if axes else x
-        for x, axes in zip(arrays, missing, strict=True)
-    ]
+        return _heads_first(spec, _sharded_alike(_heads_first(spec, tree), mesh, 2)[0])
+    varying = frozenset().union(*(x.manual_axis_type.varying for x in types))
+
+    def cast(x: jax.Array) -> jax.Array:
+        axes = tuple(sorted(varying - jax.typeof(x).manual_axis_type.varying))
+        return jax.lax.pcast(x, axes, to="varying") if axes else x
+
+    return jax.tree.map(cast, tree)
 
 
 def _common_spec(specs: Iterable[P], count: int) -> P:
@@ -80,9 +102,15 @@ def _common_spec(specs: Iterable[P], count: int) -> P:
     return P(*common)
 
 
-def _resharded(x: jax.Array, mesh: Any, spec: P) -> jax.Array:
-    y: jax.Array = jax.sharding.reshard(x, NamedSharding(mesh, _padded(spec, x.ndim)))
-    return y
+def _sharded_alike(tree: Any, mesh: Any, count: int) -> tuple[Any, P]:
+    """The arrays with one sharding of their first ``count`` axes, and that."""
+    common = _common_spec([jax.typeof(x).sharding.spec for x in jax.tree.leaves(tree)], count)
+
+    def resharded(x: jax.Array) -> jax.Array:
+        y: jax.Array = jax.sharding.reshard(x, NamedSharding(mesh, _padded(common, x.ndim)))
+        return y
+
+    return jax.tree.map(resharded, tree), common
 
 
 def _padded(spec: P, ndim: int) -> P:
@@ -110,20 +138,18 @@ def _mappable(function: Function, spec: Any, mapped: int) -> Function:
 
 
 def _on_mesh(function: Function, spec: Any, mapped: int, *args: Any) -> Any:
-    local = functools.partial(_on_shard, function, spec, mapped)
+    local = functools.partial(_on_transposed_shard, function, spec, mapped)
     first = jax.typeof(jax.tree.leaves(args)[0]).sharding
     context = jax.sharding.get_abstract_mesh()
     if axes := set(first.mesh.explicit_axes):
         if len(axes) == len(first.mesh.axis_names):
             axes = set()  # all axes but those that vmap holds, which only shard_map knows
-        common = _common_spec(
-            [jax.typeof(x).sharding.spec for x in jax.tree.leaves(args)], mapped + 2
-        )
-        args = jax.tree.map(lambda x: _resharded(x, first.mesh, common), args)
+        args, common = _sharded_alike(_heads_first(spec, args), first.mesh, mapped + 2)
         mesh = None if context == first.mesh else first.mesh
-        return jax.shard_map(
+        outputs = jax.shard_map(
             local, mesh=mesh, in_specs=common, out_specs=common, axis_names=axes, check_vma=False
         )(*args)
+        return _heads_first(spec, outputs)
     one_device = (
         context.abstract_device is not None
         if context.empty
@@ -132,13 +158,20 @@ def _on_mesh(function: Function, spec: Any, mapped: int, *args: Any) -> Any:
     # Interpreted Mosaic GPU kernels run on one device: they use ordered callbacks, which
     # custom_partitioning does not allow.
     if one_device or spec.backend == "mosaic_gpu_interpret":
-        return local(*args)
-    return _partitioned(function, spec, mapped, _identity(function, spec, mapped), *args)
+        return on_shard(function, spec, mapped, *args)
+    identity = _identity(function, spec, mapped)
+    outputs = _partitioned(function, spec, mapped, identity, *_heads_first(spec, args))
+    return _heads_first(spec, outputs)
 
 
-def _on_shard(function: Function, spec: Any, mapped: int, *args: Any) -> Any:
+def _on_transposed_shard(function: Function, spec: Any, mapped: int, *args: Any) -> Any:
+    return _heads_first(spec, on_shard(function, spec, mapped, *_heads_first(spec, args)))
+
+
+def on_shard(function: Function, spec: Any, mapped: int, *args: Any) -> Any:
     """The operation on the arrays of a shard, whose mapped axes, B and NH become one."""
-    shapes = {x.shape[: mapped + 2] for x in jax.tree.leaves(args)}
+    heads_first = jax.eval_shape(functools.partial(_heads_first, spec), args)
+    shapes = {x.shape[: mapped + 2] for x in jax.tree.leaves(heads_first)}
     if len(shapes) > 1:
         raise ValueError(
             f"arguments have shards of {' and '.join(map(str, sorted(shapes)))} batch entries and "
@@ -147,11 +180,13 @@ def _on_shard(function: Function, spec: Any, mapped: int, *args: Any) -> Any:
         )
     (heads,) = shapes
     *batch, NH = heads
-    spec = spec.with_heads(math.prod(batch), NH)
-    outputs = function(
-        spec, *jax.tree.map(lambda x: x.reshape(math.prod(heads), *x.shape[len(heads) :]), args)
-    )
-    return jax.tree.map(lambda x: x.reshape(*heads, *x.shape[1:]), outputs)
+
+    def flat(x: jax.Array, axes: int) -> jax.Array:
+        axes += mapped
+        return x.reshape(math.prod(heads[:axes]), *x.shape[axes:])
+
+    outputs = function(spec.with_heads(math.prod(batch), NH), *_map(spec, flat, args))
+    return _map(spec, lambda x, axes: x.reshape(*heads[: mapped + axes], *x.shape[1:]), outputs)
 
 
 def _identity(function: Function, spec: Any, mapped: int) -> Any:
@@ -169,7 +204,7 @@ def _identity(function: Function, spec: Any, mapped: int) -> Any:
 def _partitioned(
     function: Function, spec: Any, mapped: int, identity: jax.Array, *args: Any
 ) -> Any:
-    return _on_shard(function, spec, mapped, *args)
+    return _on_transposed_shard(function, spec, mapped, *args)
 
 
 def _sharding_rule(
@@ -212,7 +247,7 @@ def _partition(
     in_shardings = (identity.sharding, *jax.tree.map(sharding, arrays))
 
     def on_shard(identity: jax.Array, *args: Any) -> Any:
-        return _on_shard(function, spec, mapped, *args)
+        return _on_transposed_shard(function, spec, mapped, *args)
 
     return mesh, on_shard, jax.tree.map(sharding, results), in_shardings
 
