@@ -111,7 +111,7 @@ def test_bfloat16_reaches_the_mlstm():
     sizes = dict(layers=1, embedding_dim=16, heads=2, qk_dim=16, mlp_dim=16)
     config = byte_lm.ModelConfig(**sizes, dtype="bfloat16")
     layer = lambda x: byte_lm.MLSTMLayer(config, nnx.Rngs(0))(x, None)[0]  # noqa: E731
-    chunks_of_values = "bf16[2,1,16,8]"  # (B * NH, NC, L, DHV), in the plain form alone
+    chunks_of_values = "bf16[2,1,16,16]"  # (B * NH, NC, L, DHV), in the plain form alone
     assert chunks_of_values in str(jax.make_jaxpr(layer)(jnp.ones((1, 16, 16))))
 
 
