@@ -18,19 +18,6 @@ QUICK_CODE = (
 )
 
 
-def quick_code(jaxlib: str, plugins: bool) -> str | None:
-    """The flags with which XLA compiles quickly for CPUs; None where one of them may be unknown.
-
-    XLA ends the process at a flag that it does not know. jaxlib 0.10 knows these, 0.11 does not,
-    and a GPU plugin has its own XLA.
-
-    Args:
-      jaxlib: its version.
-      plugins: whether plugins for other devices are installed.
-    """
-    return QUICK_CODE if jaxlib.startswith("0.10.") and not plugins else None
-
-
 def plugins_installed() -> bool:
     """Whether JAX finds plugins, in the two places where it looks for them."""
     return importlib.util.find_spec("jax_plugins") is not None or bool(
@@ -38,8 +25,10 @@ def plugins_installed() -> bool:
     )
 
 
-if flags := quick_code(metadata.version("jaxlib"), plugins_installed()):
-    os.environ.setdefault("XLA_FLAGS", flags)  # with XLA_FLAGS= tests run what users get
+# XLA ends the process at a flag that it does not know. jaxlib 0.10 knows these, 0.11 does not, and
+# a GPU plugin has its own XLA.
+if metadata.version("jaxlib").startswith("0.10.") and not plugins_installed():
+    os.environ.setdefault("XLA_FLAGS", QUICK_CODE)  # with XLA_FLAGS= tests run what users get
 # Freed memory goes back to the GPU, which xdist's workers share with the processes that tests
 # start.
 os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")

@@ -24,8 +24,6 @@ from mlstm_pallas.stage import Lowering, StageCall
 from mlstm_pallas.stages import STAGES
 from mlstm_pallas.triton import launch
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 HEADS, DHQK, DHHV = 3, 32, 16
 MIDDLE = 1  # of the heads, which lie one after the other in every array
 TILE = 16

@@ -30,8 +30,6 @@ from mlstm_pallas import KernelConfig, fwbw, mlstm_chunkwise
 from mlstm_pallas.export import export
 from mlstm_pallas.triton.launch import CUSTOM_CALL_TARGET
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 INPUTS = random_inputs(0, 2, 2, 40, 16, 8)
 BOUND = 4 * tolerance("float32", 40 + 16)
 

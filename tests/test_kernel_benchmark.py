@@ -20,8 +20,6 @@ from roofline import Shape
 from mlstm_pallas import StageConfig, dispatch, reference
 from mlstm_pallas.stage import Lowering
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 WIDE = Shape(1, 2, 128, 128, 128)
 run = functools.partial(benchmark_runs.run, kernel_benchmark, "--repeats=1")
 

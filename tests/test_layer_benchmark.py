@@ -13,8 +13,6 @@ import roofline
 from benchmark_runs import dot_flops, missing, quick_mlstm, records
 from roofline import Shape
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 run = functools.partial(
     benchmark_runs.run, layer_benchmark, "--shape=2x2x32x16x32", "--repeats=1", "--direction=fwbw"
 )

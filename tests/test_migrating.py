@@ -31,8 +31,6 @@ PAGE = (Path(__file__).parents[1] / "docs" / "migrating.md").read_text()
 B, S, NH, E, DHQK, DHV = 2, 40, 2, 12, 4, 6
 OTHER_KERNELS = "xlstm_jax.kernels.mlstm_chunkwise.triton_stablef.triton_fwbw"
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 def code_blocks(language):
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.S)

@@ -195,10 +195,7 @@ def prompts_on_a_gpu():
 
 
 # Of the quick selection.
-SMOKE = [
-    (cases_on_a_gpu, "states_BTNH", "splits", "materialised_in_splits_BTNH"),
-    (recurrences_on_a_gpu,),
-]
+SMOKE = [(cases_on_a_gpu, "splits"), (recurrences_on_a_gpu,)]
 OTHERS = [name for name in CASES if not any(name in check for check in SMOKE)]
 GPU_CHECKS = [
     *SMOKE,

@@ -4,9 +4,6 @@ import re
 from pathlib import Path
 
 import jax
-import pytest
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text()

@@ -10,7 +10,6 @@ from benchmark_runs import records
 from kernel_benchmark import TOLERANCES
 from roofline import Shape
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 OF = Shape(1, 1, 32, 16, 16)
 run = functools.partial(benchmark_runs.run, scaling, f"--shape={OF}", "--backend=xla")
 

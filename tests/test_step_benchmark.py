@@ -7,8 +7,6 @@ import jax.numpy as jnp
 import pytest
 import step_benchmark
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 run = functools.partial(
     benchmark_runs.run, step_benchmark, "--shape=1x2x16x16", "--steps=3", "--repeats=1"
 )

@@ -43,8 +43,6 @@ TINY = dict(
     warmup_steps=2,
 )
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.fixture(scope="module", autouse=True)
 def text_folder(tmp_path_factory):

@@ -124,7 +124,6 @@ def test_a_docstring_has_an_entry_for_each_argument_in_80_columns(function):
     assert sorted(named) == sorted(inspect.signature(function).parameters)
 
 
-@pytest.mark.usefixtures("quick_compilation")
 @pytest.mark.parametrize("function", [*FUNCTIONS, mlstm_pallas.use_backend])
 def test_the_example_of_a_docstring_runs(function, monkeypatch):
     [example] = doctest.DocTestFinder(recurse=False).find(function, function.__name__, globs={})

@@ -7,7 +7,6 @@ float64.
 
 import functools
 import inspect
-import re
 
 import jax
 import jax.numpy as jnp
@@ -19,8 +18,6 @@ from mlstm_pallas import mlstm_chunkwise, use_backend
 from mlstm_pallas.xlstm_jax import max_triton_fwbw_v3noslice as v3
 from mlstm_pallas.xlstm_jax import max_triton_fwbw_v5xlchunksize as v5
 from mlstm_pallas.xlstm_jax import triton_stablef as stablef
-
-pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 B, NH, S, L, DHQK, DHHV = 1, 2, 64, 16, 24, 40  # head dimensions that the kernels have to pad
 NC = S // L
@@ -446,19 +443,10 @@ entry = stablef.mlstm_chunkwise_triton_stablef
 )
 def test_the_systems_share_an_entry_under_names_of_their_own(system, name):
     other = getattr(system, name)
-    facts, expected = (
-        (x.__code__.co_code, x.__doc__, inspect.signature(x)) for x in (other, entry)
-    )
-    assert facts == expected
+    assert (other.__code__.co_code, other.__doc__) == (entry.__code__.co_code, entry.__doc__)
     assert (other.__name__, other.__qualname__, other.__module__) == (name, name, system.__name__)
     message = f"{name}() got an unexpected keyword argument 'reduce_slicing'"
     refused(TypeError, message, other, *inputs_of().values(), reduce_slicing=True)
-
-
-def test_wrong_calls_of_the_stages_name_them():
-    message = "mlstm_chunkwise__parallel_bw_dK() missing 12 required positional arguments: 'matK', "
-    with pytest.raises(TypeError, match=f"^{re.escape(message)}"):
-        v5.mlstm_chunkwise__parallel_bw_dK(jnp.zeros(1))
 
 
 def test_entry():

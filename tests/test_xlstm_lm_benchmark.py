@@ -16,8 +16,6 @@ import xlstm_lm_benchmark as benchmark
 from benchmark_runs import quick_mlstm
 from xlstm_lm_benchmark import MODELS
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 
 @pytest.mark.parametrize("name", MODELS)
 def test_parameters_and_flops_are_those_of_the_model(name):
