@@ -77,9 +77,10 @@ def mlstm_chunkwise(
     and below count as -inf. A NaN stays in its batch entry and head.
 
     Derivatives by all float arrays are exact, of first order, in reverse
-    mode; ``mlstm_pallas.reference.chunkwise`` has the others. jit, vmap,
-    remat, scan and shard_map work, and shards of B and NH stay on their
-    devices; ``mlstm_pallas.distributed`` shards S.
+    mode. Others raise a TypeError; ``mlstm_pallas.reference.chunkwise`` has
+    them. jit, vmap, remat, scan and shard_map work. Shards of B and NH stay
+    on their devices; ``mlstm_pallas.distributed`` shards S. What holds at the
+    edges is in docs/arguments.md of the repository.
 
     Example::
 
@@ -111,10 +112,8 @@ def mlstm_chunkwise(
       eps: added to the denominator.
       chunk_size: steps of a chunk, a power of two from 16 up. h does not
         depend on it. None: the tuned one.
-      autocast_kernel_dtype: dtype of q, k and v in the matrix products. None:
-        that of q. In float16 what is beyond 65504 is inf.
-      stabilize_correctly: False takes norm_val as the floor of the
-        denominator in place of norm_val exp(-m_t).
+      autocast_kernel_dtype: of q, k, v in matrix products. None: that of q.
+      stabilize_correctly: False: norm_val is the floor of the denominator.
       norm_val: of the floor of the denominator, at least 0.
       segment_ids: (B, S) integers, for packed segments. A step whose id
         differs from that of the step before starts from zero states. Initial
@@ -128,15 +127,15 @@ def mlstm_chunkwise(
         entry, (B, N, NH, ...), zeros for segments that do not occur. Such a
         call has no derivatives.
       input_gate: "exp", or "sigmoid" (mLSTMsig, arXiv:2503.14376): then
-        log sigmoid(i_t) stands for i_t and every m_t is 0.
+        log sigmoid(i_t) stands for i_t, m_t is 0, m_initial None or zeros.
       normalize: False leaves out the denominator; with the sigmoid gate only.
       recompute_states_in_bw: False keeps C at the chunk boundaries for the
         backward pass, which is then faster. Take it where a layer is
         rematerialised (jax.checkpoint), or where memory is left.
       layout: "BNTH", or "BTNH" as a model's projections make q, k and v.
-      backend: "triton", "mosaic_gpu" or "xla", for which see ``use_backend``.
-        None: Triton on an NVIDIA GPU and plain jnp elsewhere, unless
-        use_backend or MLSTM_PALLAS_BACKEND name one.
+      backend: "triton", "mosaic_gpu", "xla" or one for tests: ``use_backend``
+        has the list. None: Triton on an NVIDIA GPU and plain jnp elsewhere,
+        unless use_backend or MLSTM_PALLAS_BACKEND names one.
       config: tiles and launch parameters in place of the tuned ones.
 
     Returns:
@@ -148,7 +147,8 @@ def mlstm_chunkwise(
         what was expected.
 
     Warns:
-      UserWarning: where S < NH: the arrays may have the other layout.
+      UserWarning: once a layout, where S < NH and there are neither initial
+        states nor segment_ids: the arrays may have the other layout.
     """
     options = Options(
         return_last_states=return_last_states,

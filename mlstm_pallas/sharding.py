@@ -14,8 +14,8 @@ run on shards of these two axes unchanged. How a call learns its shards depends 
   ``jax.shard_map`` over those axes lowers without devices (AbstractMesh), and exports.
 * Manual axes, inside the user's shard_map: the arrays are the shard.
 
-On auto and explicit axes the shards have their heads before their steps, whatever the layout of the
-call is: transposes here go to and from that, and XLA cancels them.
+On auto axes, which a call without a mesh has too, and on explicit ones, the arrays at the seam are
+(B, NH, ...) in either layout. Transposes go there and back, and XLA cancels them.
 
 Shardings of other axes (sequence, head dimensions) are undone first: by XLA on auto axes, by
 ``jax.sharding.reshard`` on explicit ones.
@@ -246,10 +246,10 @@ def _partition(
     identity, *arrays = args
     in_shardings = (identity.sharding, *jax.tree.map(sharding, arrays))
 
-    def on_shard(identity: jax.Array, *args: Any) -> Any:
+    def of_shard(identity: jax.Array, *args: Any) -> Any:
         return _on_transposed_shard(function, spec, mapped, *args)
 
-    return mesh, on_shard, jax.tree.map(sharding, results), in_shardings
+    return mesh, of_shard, jax.tree.map(sharding, results), in_shardings
 
 
 _partitioned.def_partition(_partition, sharding_rule=_sharding_rule)

@@ -57,7 +57,7 @@ def scaled(x, by):
     [(lambda h: h.at[0, 0, 0].set(jnp.nan), "y"), (lambda h: scaled(h, 0.9), "query")],
     ids=["output", "gradient"],
 )
-def test_a_wrong_layout_is_not_timed(change, noted, monkeypatch, capsys, tmp_path):
+def test_a_wrong_layout_is_not_timed(change, noted, monkeypatch, tmp_path):
     def wrong(*args, layout="BNTH", **options):
         h = quick_mlstm(*args, layout=layout)
         return change(h) if layout == "BTNH" else h

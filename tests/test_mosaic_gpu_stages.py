@@ -27,6 +27,7 @@ from mlstm_pallas.call_spec import CallSpec
 from mlstm_pallas.config import heuristic_config
 from mlstm_pallas.gate_gradients import TilePairs
 from mlstm_pallas.gates import CARRIED, GOES_ON, PASSES
+from mlstm_pallas.mosaic_gpu import vector_states
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import InputGate, Problem, make_problem
 from mlstm_pallas.stage import Lowering, StageCall, Weighted
@@ -229,7 +230,8 @@ def test_step_sums_against_float64(shape, L, layout, dtype):
 # Less than a group of chunks, one, and four splits of one with nine chunks more.
 @pytest.mark.parametrize(("NC", "backward"), [(5, False), (16, True), (100, False), (100, True)])
 def test_vector_states(NC, backward, monkeypatch):
-    monkeypatch.setattr("mlstm_pallas.mosaic_gpu.vector_states.MIN_SPLIT_CHUNKS", 16)
+    monkeypatch.setattr(vector_states, "MIN_SPLIT_CHUNKS", 16)
+    assert vector_states._splits(2, NC, 128) == (4 if NC == 100 else 1)
     call = call_of(make_problem((1, 2, 64 * NC, 128), 128, 64, pad_heads=False))
     run = functools.partial(dispatch.run, "vector_states", call=call)
     test_gates.check_vector_states(run, 2, NC, 128, backward)

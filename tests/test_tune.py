@@ -395,7 +395,7 @@ def run_mosaic_gpu(run, fake, monkeypatch):
 
 
 def test_tiles_for_mosaic_gpu_are_written_and_removed_beside_those_of_triton(
-    run, run_mosaic_gpu, fake, capsys
+    run, run_mosaic_gpu, fake
 ):
     first, second, *_ = TUNABLE
 

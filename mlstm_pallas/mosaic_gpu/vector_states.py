@@ -4,8 +4,8 @@ Grid (B * NH * DHQK / 64). A CTA is one warpgroup and owns 64 columns; its four 
 same numbers. It loads the terms of the next AHEAD chunks before it joins the present ones, and so
 waits once for AHEAD loads.
 
-Long sequences are cut into splits (splits.py), which count as heads. A launch before computes what
-each split adds, and stores no states.
+Long sequences are cut into splits (splits.py), which count as heads. A first launch computes what
+each split adds, and stores no states. A second one computes the states.
 
 Bytes: what is added and the states, 2 B NH NC DHQK float32; with splits what is added once more. No
 matrix product.
