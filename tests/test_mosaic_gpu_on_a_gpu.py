@@ -89,13 +89,13 @@ def recurrences_on_a_gpu():
         recurrences.check(Lowering.MOSAIC_GPU)
 
 
-def vector_states_of_many_heads_on_a_gpu():
-    """More than the second and the third axis of a grid of CUDA have CTAs."""
-    heads, NC = HEADS + 2, 3
-    problem = make_problem((1, heads, 64 * NC, 128), 128, 64, pad_heads=False)
-    call = StageCall(problem, StageConfig(), None, Lowering.MOSAIC_GPU)
-    run = functools.partial(dispatch.run, "vector_states", call=call)
-    test_gates.check_vector_states(run, heads, NC, 128, False)
+def vector_states_on_a_gpu():
+    """Of more heads than the second and the third axis of a grid of CUDA have CTAs; in splits."""
+    for heads, NC, backward in ((HEADS + 2, 3, False), (4, 1024, False), (4, 1024, True)):
+        problem = make_problem((1, heads, 64 * NC, 128), 128, 64, pad_heads=False)
+        call = StageCall(problem, StageConfig(), None, Lowering.MOSAIC_GPU)
+        run = functools.partial(dispatch.run, "vector_states", call=call)
+        test_gates.check_vector_states(run, heads, NC, 128, backward)
 
 
 def tuned_config_on_a_gpu(S, *heads):
@@ -203,7 +203,7 @@ GPU_CHECKS = [
     # Half of them with a part of a chunk.
     *((tuned_config_on_a_gpu, 2040, *heads) for heads in ((256, 512), (128, 256), (64, 128))),
     *((tuned_config_on_a_gpu, 2048, *heads) for heads in ((256, 256), (128, 128), (512, 512))),
-    (vector_states_of_many_heads_on_a_gpu,),
+    (vector_states_on_a_gpu,),
     *((many_chunks_on_a_gpu, *heads) for heads in ((64, 128), (128, 256))),
     (neighbours_on_a_gpu,),
     (packed_resets_on_a_gpu,),
