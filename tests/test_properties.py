@@ -297,10 +297,10 @@ def test_a_large_old_state_before_tiny_keys():
 
 
 # The others run the same kernels, or have but a part of a quick one.
-QUICK = (("packed_tiles", "xla"), ("bfloat16_packed", "interpret"), ("splits", "interpret"))
+QUICK = (("packed_tiles", "xla"), ("bfloat16_packed", "interpret"))
 SLOW = (
     ("padded", "xla"),
-    *((name, "interpret") for name in ("packed_tiles", "fused", "bfloat16", "sigmoid")),
+    *((name, "interpret") for name in ("packed_tiles", "fused", "splits", "bfloat16", "sigmoid")),
 )
 
 

@@ -70,6 +70,7 @@ def test_against_float64(case):
     check(inputs, LENGTHS, (tolerance("float32", S + 16), BOUND["float32"]), **options)
 
 
+@pytest.mark.slow
 def test_jit_vmap_scan_remat_and_the_plain_function():
     """Of values and lengths that are traced."""
     q, k, v, i, f = random_inputs(1, 2, 1, 24, 16, 16, states=False).values()

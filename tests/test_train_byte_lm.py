@@ -93,6 +93,7 @@ def test_split_is_by_files(tmp_path):
     assert (train.tobytes(), held_out.tobytes()) == (bytes(range(190)), bytes(range(190, 200)))
 
 
+@pytest.mark.slow
 def test_generation_is_greedy_at_temperature_0():
     """A small layer with open input gates, so that much of the logits comes from the states."""
     config = byte_lm.ModelConfig(layers=1, embedding_dim=32, heads=2, qk_dim=16, mlp_dim=48)

@@ -160,7 +160,7 @@ def test_a_step_runs_in_plain_form_and_the_default_is_mosaic_gpu_on_hopper_in_16
     ("name", "layout"),
     [
         ("plain_stages", "BTNH"),
-        ("few_heads", "BNTH"),
+        pytest.param("few_heads", "BNTH", marks=pytest.mark.slow),
         pytest.param("fused", "BNTH", marks=pytest.mark.slow),
         pytest.param("splits", "BTNH", marks=pytest.mark.slow),
     ],
