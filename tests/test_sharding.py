@@ -234,6 +234,7 @@ def test_gpus_run_their_shards(gpus, kind, inside):
     assert result[0].sharding.is_equivalent_to(NamedSharding(mesh, spec), 4)
 
 
+@pytest.mark.slow
 def test_packed_sequences_stay_sharded(inputs):
     ids = np.cumsum(np.random.default_rng(1).random((B, S)) < 0.2, axis=1)
     lengths = np.arange(B) * S // (B - 1)
