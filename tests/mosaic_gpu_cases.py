@@ -32,6 +32,7 @@ from test_gradients import BOUND
 from mlstm_pallas import KernelConfig, StageConfig, dispatch, reference
 from mlstm_pallas.backend import jax_has_mosaic_gpu
 from mlstm_pallas.call_spec import BackwardPlan, CallSpec
+from mlstm_pallas.devices import compute_capability
 from mlstm_pallas.entry import Options, spec_for
 from mlstm_pallas.problem import InputGate, Layout, Problem, make_problem
 from mlstm_pallas.stage import Lowering, StageCall, Weighted
@@ -41,6 +42,12 @@ needs_jax = pytest.mark.skipif(
     not jax_has_mosaic_gpu(), reason="the Mosaic GPU kernels need jax >= 0.11.2 and < 0.13"
 )
 SCAN = {"parallel_fw_P", "recurrent_fw_H"}
+
+
+def skip_unless_hopper():
+    kind = next(device.device_kind for device in jax.devices() if device.platform == "gpu")
+    if compute_capability(kind) != 90:
+        pytest.skip(f"the Mosaic GPU kernels are for Hopper, and this is a {kind}")
 
 
 def mosaic_gpu_kernel(stage):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from mosaic_gpu_cases import needs_jax, skip_unless_hopper
 from oracle import (
     COLLECTIVE,
     MOSAIC_CALL,
@@ -32,8 +33,6 @@ from oracle import (
 )
 
 from mlstm_pallas import KernelConfig, StageConfig, call_spec, distributed, mlstm_chunkwise
-from mlstm_pallas.backend import jax_has_mosaic_gpu
-from mlstm_pallas.devices import compute_capability
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 
 B, NH, S, DHQK, DHHV = 2, 2, 160, 16, 8
@@ -304,18 +303,20 @@ def test_shards_on_one_gpu_give_the_numbers_of_the_whole(dtype):
 
 @pytest.mark.gpu_multi
 @pytest.mark.parametrize(
-    ("backend", "dtype", "steps_of_shard"),
-    [("triton", "float32", 4096), ("triton", "bfloat16", 4095), ("mosaic_gpu", "bfloat16", 4095)],
+    ("backend", "dtype"),
+    [
+        ("triton", "float32"),
+        ("triton", "bfloat16"),
+        pytest.param("mosaic_gpu", "bfloat16", marks=needs_jax),
+    ],
 )
 @pytest.mark.parametrize("gpus", [2, 4])
-def test_gpus_give_the_numbers_of_one(gpus, backend, dtype, steps_of_shard):
+def test_gpus_give_the_numbers_of_one(gpus, backend, dtype):
     if jax.device_count() < gpus:
         pytest.skip(f"fewer than {gpus} GPUs")
-    if backend == "mosaic_gpu" and (
-        not jax_has_mosaic_gpu() or compute_capability(jax.devices()[0].device_kind) != 90
-    ):
-        pytest.skip("the Mosaic GPU kernels are for Hopper and jax >= 0.11.2 and < 0.13")
-    S = gpus * steps_of_shard
+    if backend == "mosaic_gpu":
+        skip_unless_hopper()
+    S = gpus * 4095
     shape = (1, 8, S, 256, 512) if backend == "mosaic_gpu" else (2, 4, S, 128, 256)
     x = list(random_inputs(0, *shape, dtype=dtype, f_shift=5.0).values())
     split = results_of(over(mesh_of((gpus,), names="s", platform="gpu"), backend=backend))

@@ -21,6 +21,7 @@ from mosaic_gpu_cases import (
     check_case,
     check_neighbours,
     needs_jax,
+    skip_unless_hopper,
     spec_of,
 )
 from oracle import assert_same_bits, random_inputs
@@ -28,7 +29,6 @@ from test_gpu_huge import inputs_on_device
 from test_packed_sequences import check_prompts
 
 from mlstm_pallas import KernelConfig, StageConfig, dispatch, mlstm_chunkwise
-from mlstm_pallas.devices import compute_capability
 from mlstm_pallas.mosaic_gpu.limits import HEADS
 from mlstm_pallas.problem import make_problem
 from mlstm_pallas.stage import Lowering, StageCall
@@ -234,7 +234,5 @@ GPU_CHECKS = [
     ],
 )
 def test_on_a_gpu(check, arguments):
-    kind = next(device.device_kind for device in jax.devices() if device.platform == "gpu")
-    if compute_capability(kind) != 90:
-        pytest.skip(f"the Mosaic GPU kernels are for Hopper, and this is a {kind}")
+    skip_unless_hopper()
     in_process(check, *arguments)

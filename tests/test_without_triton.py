@@ -4,15 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
-
-from mlstm_pallas.backend import jax_has_mosaic_gpu
-from mlstm_pallas.devices import compute_capability
-
-needs_mosaic_gpu = pytest.mark.skipif(
-    not jax_has_mosaic_gpu(), reason="the Mosaic GPU kernels need jax >= 0.11.2 and < 0.13"
-)
+from mosaic_gpu_cases import needs_jax, skip_unless_hopper
 
 SCRIPT = """
 import sys
@@ -119,7 +112,7 @@ def run_cases(
     "backends",
     [
         pytest.param((None, "xla"), marks=pytest.mark.slow),
-        pytest.param(("mosaic_gpu_interpret",), marks=needs_mosaic_gpu),
+        pytest.param(("mosaic_gpu_interpret",), marks=needs_jax),
     ],
     ids=str,
 )
@@ -149,13 +142,13 @@ for kind, backend in {"NVIDIA H200": "mosaic_gpu", "NVIDIA A100-SXM4-80GB": None
 """
 
 
-@needs_mosaic_gpu
+@needs_jax
 def test_a_step_runs_in_plain_form_and_the_default_is_mosaic_gpu_on_hopper_in_16_bits():
     result = run(STEP + DEFAULT)
     assert result.returncode == 0, result.stderr
 
 
-@needs_mosaic_gpu
+@needs_jax
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -172,12 +165,10 @@ def test_mosaic_gpu_kernels_run_interpreted(name, layout):
     assert "RACE DETECTED" not in result.stdout
 
 
-@needs_mosaic_gpu
+@needs_jax
 @pytest.mark.gpu
 def test_mosaic_gpu_kernels_run_on_a_gpu():
-    kind = next(device.device_kind for device in jax.devices() if device.platform == "gpu")
-    if compute_capability(kind) != 90:
-        pytest.skip(f"the Mosaic GPU kernels are for Hopper, and this is a {kind}")
+    skip_unless_hopper()
     result = run_cases(
         "mosaic_gpu", ("fused", "plain_stages", "few_heads", "splits"), ("BNTH", "BTNH")
     )
