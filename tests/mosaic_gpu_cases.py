@@ -38,7 +38,7 @@ from mlstm_pallas.problem import InputGate, Layout, Problem, make_problem
 from mlstm_pallas.stage import Lowering, StageCall, Weighted
 from mlstm_pallas.stages import STAGES
 
-needs_jax = pytest.mark.skipif(
+needs_mosaic_gpu = pytest.mark.skipif(
     not jax_has_mosaic_gpu(), reason="the Mosaic GPU kernels need jax >= 0.11.2 and < 0.13"
 )
 SCAN = {"parallel_fw_P", "recurrent_fw_H"}

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import pallas as pl
-from mosaic_gpu_cases import check_neighbours, needs_jax
+from mosaic_gpu_cases import check_neighbours, needs_mosaic_gpu
 from oracle import HELPERS, random_inputs
 
 from mlstm_pallas import KernelConfig, StageConfig, dispatch, triton
@@ -183,14 +183,14 @@ def test_what_is_not_written_is_nan_when_interpreted():
 # ---------------- Mosaic GPU
 
 
-@needs_jax
+@needs_mosaic_gpu
 @pytest.mark.slow
 def test_interpreted_mosaic_gpu_kernels_read_nothing_of_their_neighbours():
     """What they do not write is NaN, which the comparisons with float64 find."""
     check_neighbours("mosaic_gpu_interpret", (1, 3, 256, 64, 128))
 
 
-@needs_jax
+@needs_mosaic_gpu
 def test_what_is_not_written_is_nan_when_interpreted_for_mosaic_gpu():
     from mlstm_pallas.mosaic_gpu.launch import mosaic_call
 

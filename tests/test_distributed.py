@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
-from mosaic_gpu_cases import needs_jax, skip_unless_hopper
+from mosaic_gpu_cases import needs_mosaic_gpu, skip_unless_hopper
 from oracle import (
     COLLECTIVE,
     MOSAIC_CALL,
@@ -307,7 +307,7 @@ def test_shards_on_one_gpu_give_the_numbers_of_the_whole(dtype):
     [
         ("triton", "float32"),
         ("triton", "bfloat16"),
-        pytest.param("mosaic_gpu", "bfloat16", marks=needs_jax),
+        pytest.param("mosaic_gpu", "bfloat16", marks=needs_mosaic_gpu),
     ],
 )
 @pytest.mark.parametrize("gpus", [2, 4])

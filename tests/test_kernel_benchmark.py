@@ -14,7 +14,7 @@ import numpy as np
 import peers
 import pytest
 from benchmark_runs import records
-from mosaic_gpu_cases import needs_jax
+from mosaic_gpu_cases import needs_mosaic_gpu
 from roofline import Shape
 
 from mlstm_pallas import StageConfig, dispatch, reference
@@ -166,7 +166,7 @@ def test_a_config_reaches_the_stages(tmp_path):
     assert (scan["siz_b_LKV"], "mosaic_gpu" in scan) == (16, False)
 
 
-@needs_jax
+@needs_mosaic_gpu
 def test_a_stage_on_mosaic_gpu_by_itself(measured):
     """What it has no kernel for is skipped."""
     request = "--impl=mosaic_gpu_interpret", "--chunk_size=64", f"--shape={WIDE}"

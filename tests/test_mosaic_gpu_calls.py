@@ -17,7 +17,7 @@ from mosaic_gpu_cases import (
     fused,
     materialised,
     mosaic_gpu_kernel,
-    needs_jax,
+    needs_mosaic_gpu,
     slow,
     spec_of,
     tiles,
@@ -57,7 +57,7 @@ from mlstm_pallas.validation import MOSAIC_GPU_JAX
 from mlstm_pallas.xlstm_jax import triton_stablef
 
 
-@needs_jax
+@needs_mosaic_gpu
 @pytest.mark.parametrize(
     "name", slow(CASES, quick=("states_BTNH", "one_block_of_rows_stored_float16"))
 )
@@ -66,7 +66,7 @@ def test_interpreted_kernels_against_float64(name, capsys):
     assert RACE not in capsys.readouterr().out
 
 
-@needs_jax
+@needs_mosaic_gpu
 @pytest.mark.slow
 def test_states_of_packed_prompts():
     check_prompts(
@@ -93,7 +93,7 @@ def over(mesh, check_vma=True, **options):
     return jax.shard_map(run, mesh=mesh, check_vma=check_vma, **specs)
 
 
-@needs_jax
+@needs_mosaic_gpu
 @pytest.mark.slow
 def test_sequence_parallelism_on_one_device():
     """The device's summaries are not read, and the scan starts from a state that is given."""
@@ -110,7 +110,7 @@ def shapes_of(S):
     return [*[jax.ShapeDtypeStruct(sequence, "bfloat16")] * 3, gate, gate]
 
 
-@needs_jax
+@needs_mosaic_gpu
 def test_shard_map_lowers():
     """Outputs and what is inside the kernels say over which mesh axes they vary."""
     mesh = mesh_for("NVIDIA H200", (2,), "s")
@@ -185,7 +185,7 @@ def test_float32_runs_on_triton(monkeypatch):
     assert spec_of(inputs, fused(), backend="mosaic_gpu").stages_in("mosaic_gpu") == {}
 
 
-@needs_jax
+@needs_mosaic_gpu
 @pytest.mark.parametrize("door", DOORS)
 def test_a_cpu_is_refused_when_lowered(door):
     message = (
@@ -195,7 +195,7 @@ def test_a_cpu_is_refused_when_lowered(door):
         jax.jit(DOORS[door]("mosaic_gpu")).lower(*HALF)
 
 
-@needs_jax
+@needs_mosaic_gpu
 def test_a_step_runs_its_triton_kernel():
     x = small_inputs()
     assert_same_bits(
@@ -205,7 +205,7 @@ def test_a_step_runs_its_triton_kernel():
     assert (MOSAIC_CALL in text, CUSTOM_CALL_TARGET in text) == (False, True)
 
 
-@needs_jax
+@needs_mosaic_gpu
 def test_an_export_for_cuda_is_made_and_read_without_a_gpu():
     pytest.importorskip("flatbuffers")
     run = functools.partial(mlstm_chunkwise, backend="mosaic_gpu", config=fused())
@@ -217,7 +217,7 @@ def test_an_export_for_cuda_is_made_and_read_without_a_gpu():
     assert len(loaded.vjp().out_avals) == 5
 
 
-@needs_jax
+@needs_mosaic_gpu
 @pytest.mark.parametrize(("heads", "config"), [((128, 128), fused()), ((64, 64), materialised(2))])
 def test_gradients_trace_in_strict_modes(heads, config):
     K, V = heads

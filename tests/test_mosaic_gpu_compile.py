@@ -7,7 +7,7 @@ import importlib.util
 import compile_report
 import jax.numpy as jnp
 import pytest
-from mosaic_gpu_cases import Recurrences, mosaic_gpu_kernel, needs_jax
+from mosaic_gpu_cases import Recurrences, mosaic_gpu_kernel, needs_mosaic_gpu
 from oracle import HELPERS
 
 from mlstm_pallas import KernelConfig, StageConfig
@@ -50,7 +50,7 @@ def check_messages(kernel, usage):
     assert not usage.wgmma_serialized, kernel.name
 
 
-@needs_jax
+@needs_mosaic_gpu
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", COMPILERS)
@@ -110,7 +110,7 @@ COMPILED_RECURRENCES = {
 }
 
 
-@needs_jax
+@needs_mosaic_gpu
 @needs_compiler
 @pytest.mark.slow
 @pytest.mark.parametrize("compiler", COMPILERS)
@@ -130,7 +130,7 @@ def test_weighted_recurrences_compile(name, compiler):
     assert usage.wgmma > 0
 
 
-@needs_jax
+@needs_mosaic_gpu
 @needs_compiler
 @pytest.mark.slow
 def test_the_compile_report_has_both_kinds_of_kernels():

@@ -20,7 +20,7 @@ from mosaic_gpu_cases import (
     SCAN,
     check_case,
     check_neighbours,
-    needs_jax,
+    needs_mosaic_gpu,
     skip_unless_hopper,
     spec_of,
 )
@@ -219,7 +219,7 @@ GPU_CHECKS = [
 ]
 
 
-@needs_jax
+@needs_mosaic_gpu
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     ("check", "arguments"),

@@ -14,7 +14,7 @@ from mosaic_gpu_cases import (
     RECURRENCE_TILES,
     RECURRENCES,
     Recurrences,
-    needs_jax,
+    needs_mosaic_gpu,
     slow,
 )
 from oracle import assert_same_bits, error, tolerance
@@ -32,7 +32,7 @@ from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import InputGate, Problem, make_problem
 from mlstm_pallas.stage import Lowering, StageCall, Weighted
 
-pytestmark = [pytest.mark.usefixtures("no_race"), needs_jax]
+pytestmark = [pytest.mark.usefixtures("no_race"), needs_mosaic_gpu]
 ON = dict(lowering=Lowering.MOSAIC_GPU_INTERPRET)
 NO_TILES = StageConfig()
 

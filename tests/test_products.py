@@ -13,14 +13,14 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.extend.core import ClosedJaxpr, Jaxpr
-from mosaic_gpu_cases import CASES, needs_jax
+from mosaic_gpu_cases import CASES, needs_mosaic_gpu
 from oracle import cotangents_for, gradients_of_call, random_inputs
 
 from mlstm_pallas.mosaic_gpu.launch import mosaic_call, plgpu, tile_transforms
 from mlstm_pallas.mosaic_gpu.products import Products
 from mlstm_pallas.tiles import remainder
 
-pytestmark = needs_jax
+pytestmark = needs_mosaic_gpu
 
 R, STEPS, SLOTS = 64, 5, 2
 PRODUCTS = Products(interpret=True)

@@ -20,7 +20,7 @@ import pytest
 import tune
 import worker
 from candidates import Result
-from mosaic_gpu_cases import needs_jax
+from mosaic_gpu_cases import needs_mosaic_gpu
 from roofline import Shape
 from test_compile_report import NO_SPILL, SPILL, TWICE, usage
 
@@ -469,7 +469,7 @@ def test_a_worker_answers_and_starts_again_after_a_call_that_does_not_end(monkey
         ("interpret", "parallel_bw_dP", Shape(1, 1, 16, 16, 16)),
         pytest.param(
             *("mosaic_gpu_interpret", "recurrent_fw_H", Shape(1, 2, 128, 128, 128)),
-            marks=needs_jax,
+            marks=needs_mosaic_gpu,
         ),
     ],
 )

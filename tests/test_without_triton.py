@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from mosaic_gpu_cases import needs_jax, skip_unless_hopper
+from mosaic_gpu_cases import needs_mosaic_gpu, skip_unless_hopper
 
 SCRIPT = """
 import sys
@@ -112,7 +112,7 @@ def run_cases(
     "backends",
     [
         pytest.param((None, "xla"), marks=pytest.mark.slow),
-        pytest.param(("mosaic_gpu_interpret",), marks=needs_jax),
+        pytest.param(("mosaic_gpu_interpret",), marks=needs_mosaic_gpu),
     ],
     ids=str,
 )
@@ -142,13 +142,13 @@ for kind, backend in {"NVIDIA H200": "mosaic_gpu", "NVIDIA A100-SXM4-80GB": None
 """
 
 
-@needs_jax
+@needs_mosaic_gpu
 def test_a_step_runs_in_plain_form_and_the_default_is_mosaic_gpu_on_hopper_in_16_bits():
     result = run(STEP + DEFAULT)
     assert result.returncode == 0, result.stderr
 
 
-@needs_jax
+@needs_mosaic_gpu
 @pytest.mark.parametrize(
     ("name", "layout"),
     [
@@ -165,7 +165,7 @@ def test_mosaic_gpu_kernels_run_interpreted(name, layout):
     assert "RACE DETECTED" not in result.stdout
 
 
-@needs_jax
+@needs_mosaic_gpu
 @pytest.mark.gpu
 def test_mosaic_gpu_kernels_run_on_a_gpu():
     skip_unless_hopper()
