@@ -53,14 +53,20 @@ def _serve(function: Callable[..., Any], connection: Connection, stderr: str | N
 
 @contextlib.contextmanager
 def environment(changes: Mapping[str, str]) -> Iterator[None]:
-    """A context in which this process has other environment variables."""
-    before = dict(os.environ)
+    """A context in which this process has other environment variables.
+
+    The others are left alone: XLA's threads may be reading them.
+    """
+    before = {name: os.environ.get(name) for name in changes}
     os.environ.update(changes)
     try:
         yield
     finally:
-        os.environ.clear()
-        os.environ.update(before)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
 
 
 class Worker:

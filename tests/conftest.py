@@ -33,6 +33,9 @@ if metadata.version("jaxlib").startswith("0.10.") and not plugins_installed():
 # start.
 os.environ.setdefault("XLA_PYTHON_CLIENT_ALLOCATOR", "platform")
 os.environ.pop("MLSTM_PALLAS_BACKEND", None)  # tests name their backends
+# Threads of XLA read the environment while tests run. Adding a variable, as mock.patch.dict does,
+# moves it in memory and crashes them; another value of one that is there does not.
+PLATFORMS = os.environ.setdefault("JAX_PLATFORMS", "")
 jax.config.update(
     "jax_num_cpu_devices", 8
 )  # for the tests of sharding; what runs on one device is the same and as fast
@@ -58,11 +61,12 @@ def pytest_runtest_protocol(item):
     """
     marked = any(map(item.get_closest_marker, ("gpu", "gpu_multi")))
     if marked or not gpu_count():
+        os.environ["JAX_PLATFORMS"] = PLATFORMS
         jax.config.update("jax_default_device", None)
         return (yield)
+    os.environ["JAX_PLATFORMS"] = "cpu"
     jax.config.update("jax_default_device", all_devices("cpu")[0])
-    blind = mock.patch.multiple(jax, devices=cpu_devices, default_backend=lambda: "cpu")
-    with blind, mock.patch.dict(os.environ, JAX_PLATFORMS="cpu"):
+    with mock.patch.multiple(jax, devices=cpu_devices, default_backend=lambda: "cpu"):
         return (yield)
 
 
