@@ -280,7 +280,7 @@ class MlstmPallasStage(MlstmPallas):
         # Whether recurrent_bw_dC has queries and keys with their weights.
         weights = "parallel_bw_dP" in on_mosaic_gpu or "parallel_bw_dP" not in spec.stages
         self.weighted = "recurrent_bw_dC" in on_mosaic_gpu and weights
-        if Lowering(backend).room == "mosaic_gpu" != self.call.lowering.room:
+        if Lowering(backend).folder == "mosaic_gpu" != self.call.lowering.folder:
             raise NoSuchKernel(f"{stage} has no Mosaic GPU kernel for this shape and dtype")
 
     def phases(self, shape, itemsize, direction):
@@ -288,7 +288,7 @@ class MlstmPallasStage(MlstmPallas):
 
     def computation(self, inputs, direction):
         arrays, name = dict(inputs), self.stage.name
-        if self.call.lowering.room == "mosaic_gpu" and name == "recurrent_fw_H":
+        if self.call.lowering.folder == "mosaic_gpu" and name == "recurrent_fw_H":
             keys = Weighted(inputs["matK"], inputs["chunk_gates"].per_step().vecAbar)
             arrays["parallel_fw_P"] = inputs["parallel_fw_P"]._replace(keys=keys)
         if self.weighted and name == "recurrent_bw_dC":

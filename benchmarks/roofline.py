@@ -160,10 +160,10 @@ def of_stage(stage: Stage, call: StageCall, itemsize: int, *, weighted: bool = F
     p = call.problem
     flops, moved = COSTS[stage.name](p, itemsize)
     more = {"recurrent_bw_dC": 8} if weighted else {}
-    if call.lowering.room == "mosaic_gpu":
+    if call.lowering.folder == "mosaic_gpu":
         more |= {"parallel_fw_P": -itemsize * p.DHQK, "recurrent_fw_H": 4}
         more |= {"parallel_bw_dP": -2 * itemsize * p.DHQK}
-    kernel = dispatch.kernel(stage.name, call.lowering.room)
+    kernel = dispatch.kernel(stage.name, call.lowering.folder)
     if kernel and kernel.makes_tiles(p):
         flops += COSTS["parallel_bw_dP"](p, itemsize).flops
         more[stage.name] = 4 * (4 + 3) - 2 * itemsize * p.L

@@ -714,7 +714,7 @@ def parse_request(options: flags.FlagValues) -> tuple[list[tuple[Shape, str]], s
     """The cases and the tuning file."""
     device, lowering = jax.devices()[0], Lowering(options.backend)
     folder = Path(mlstm_pallas.__file__).parent / "tuning"
-    on_mosaic_gpu, interpreted = lowering.room == "mosaic_gpu", lowering.interpret
+    on_mosaic_gpu, interpreted = lowering.folder == "mosaic_gpu", lowering.interpret
     check_names("dtype", options.dtype, KERNEL_DTYPES)
     check_names("stage", options.stage, mosaic_gpu_stages() if on_mosaic_gpu else list(STAGES))
     if not interpreted and device.platform != "gpu":
@@ -759,7 +759,7 @@ def run(options: flags.FlagValues) -> int:
     except (RequestError, OSError) as error:
         print(f"tune: {error}", file=sys.stderr)
         return 2
-    mosaic_gpu = Lowering(options.backend).room == "mosaic_gpu"
+    mosaic_gpu = Lowering(options.backend).folder == "mosaic_gpu"
     pruner = None if mosaic_gpu else pruner_for(device, options.max_spill_bytes)
     workers = {}
     if mosaic_gpu:

@@ -8,7 +8,6 @@ from mlstm_pallas.api import mlstm_chunkwise
 from mlstm_pallas.backend import use_backend
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.recurrent import mlstm_recurrent_sequence, mlstm_recurrent_step
-from mlstm_pallas.stage import StageConfig
 from mlstm_pallas.version import __version__
 
 if TYPE_CHECKING:
@@ -16,7 +15,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "KernelConfig",
-    "StageConfig",
     "__version__",
     "distributed",
     "export",

@@ -12,11 +12,9 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
 from mlstm_pallas.annotations import BackendName
-from mlstm_pallas.config import UNKNOWN_DEVICE
-from mlstm_pallas.devices import compute_capability
-from mlstm_pallas.dispatch import lowerings
+from mlstm_pallas.gpu import UNKNOWN, target_gpu
+from mlstm_pallas.planning import HAS_TRITON, lowerings
 from mlstm_pallas.stage import Lowering
-from mlstm_pallas.triton.launch import HAS_TRITON
 from mlstm_pallas.validation import MOSAIC_GPU_JAX, check_backend
 
 VARIABLE = "MLSTM_PALLAS_BACKEND"
@@ -95,7 +93,7 @@ def requested_backend(backend: str | None = None, *, mosaic_gpu_kernels: bool = 
     if backend == _UNSET:
         name, backend = VARIABLE, os.environ.get(VARIABLE) or None
         check_backend(backend, variable=VARIABLE)
-    if backend is not None and Lowering(backend).room == "mosaic_gpu" and mosaic_gpu_kernels:
+    if backend is not None and Lowering(backend).folder == "mosaic_gpu" and mosaic_gpu_kernels:
         _check_mosaic_gpu(name, Lowering(backend))
     # Where jax has no Triton, None is "mosaic_gpu" on Hopper. Stages without such a kernel, those
     # in float32 for one, run in plain jnp. This is decided when the call is traced: pass "xla" for
@@ -103,11 +101,7 @@ def requested_backend(backend: str | None = None, *, mosaic_gpu_kernels: bool = 
     without_triton = (
         backend is None and not HAS_TRITON and mosaic_gpu_kernels and jax_has_mosaic_gpu()
     )
-    return (
-        "mosaic_gpu"
-        if without_triton and compute_capability(target_device_kind()) == 90
-        else backend
-    )
+    return "mosaic_gpu" if without_triton and target_gpu().hopper else backend
 
 
 def jax_has_mosaic_gpu() -> bool:
@@ -127,10 +121,10 @@ def _check_mosaic_gpu(name: str, lowering: Lowering) -> None:
             f"{name} is '{lowering}' and jax is {jax.__version__}, expected {versions}, "
             f"or backend {other}"
         )
-    kind = target_device_kind()
-    if lowering is Lowering.MOSAIC_GPU and compute_capability(kind) not in (90, None):
+    gpu = target_gpu()
+    if lowering is Lowering.MOSAIC_GPU and gpu is not UNKNOWN and not gpu.hopper:
         raise ValueError(
-            f"{name} is '{lowering}' and the GPU is a {kind}, expected a Hopper GPU "
+            f"{name} is '{lowering}' and the GPU is a {gpu.name}, expected a Hopper GPU "
             f"(H100, H200, H800, H20, GH200) or backend '{lowerings(lowering)[1]}'"
         )
 
@@ -204,11 +198,3 @@ def on_backend(backend: str | None, run: Callable[..., Any], *args: Any) -> Any:
         (first, *others), tree = jax.tree.flatten(args)
         args = jax.tree.unflatten(tree, [_for_gpus.bind(first, backend=backend), *others])
     return run(Lowering(backend), *args)
-
-
-def target_device_kind() -> str:
-    """The GPU of the computation: that of the abstract mesh in use, else this process's first."""
-    abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    device = jax.devices()[0] if abstract is None else abstract
-    kind: str = device.device_kind
-    return kind if abstract is not None or device.platform == "gpu" else UNKNOWN_DEVICE

@@ -12,6 +12,7 @@ from jax import lax
 
 from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, LastStates, Residuals
 from mlstm_pallas.dispatch import run
+from mlstm_pallas.forward import gates_of
 from mlstm_pallas.gate_gradients import (
     gate_gradients,
     initial_stabiliser_gradient,
@@ -20,7 +21,7 @@ from mlstm_pallas.gate_gradients import (
 )
 from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.normaliser import NormaliserGradients, query_scale
-from mlstm_pallas.stage import Lowering, StageCall, Weighted
+from mlstm_pallas.stage import Launch, Lowering, Weighted
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
 from mlstm_pallas.stages.recurrent_bw_dC import StateGradients
@@ -71,13 +72,9 @@ def first_half(
     """
     (x, h, z, stored), (dh, last) = residuals, cotangents
     recompute = stored.C is None
-    gates: ChunkGates = run(
-        "chunk_gates",
-        *(x.i, x.f, x.m_initial, x.starts, spec.input_gate, stored.m, x.lengths),
-        call=spec.call("chunk_gates", lowering),
-    )
-    on_chip = spec.tiles_on_chip(lowering)
-    if on_chip:
+    gates = gates_of(spec, lowering, x, None, stored.m, with_flags=True)
+    recomputes_scores = spec.recomputes_scores(lowering)
+    if recomputes_scores:
         tiles = before_tiles(spec, x.q, x.k, gates, z)
     else:
         tiles = run(
@@ -85,19 +82,19 @@ def first_half(
             *(x.q, x.k, x.v, dh, gates, h, z),
             normaliser=spec.normaliser,
             return_keys=recompute,
-            call=spec.call("parallel_bw_dP", lowering),
+            call=spec.launch("parallel_bw_dP", lowering),
         )
     recomputed = (tiles.keys, x.v, x.c_initial) if recompute else ()
     states: StateGradients = run(
         "recurrent_bw_dC",
         *(tiles.queries, dh, gates.scaGamma, last.c, *recomputed),
-        matH=h if on_chip else None,
+        matH=h if recomputes_scores else None,
         return_initial=spec.has_initial_state,
         return_last=spec.return_last_states,
-        call=spec.call("recurrent_bw_dC", lowering),
+        call=spec.launch("recurrent_bw_dC", lowering),
     )
-    if on_chip:
-        call = spec.call("parallel_bw_dQKV", lowering)
+    if recomputes_scores:
+        call = spec.launch("step_sums", spec.launch("parallel_bw_dQKV", lowering).lowering)
         tiles = with_delta(spec, tiles, x.q, gates, z, states.vecDelta, call)
     return FirstHalf(gates, tiles._replace(queries=None, keys=None), states._replace(vecDelta=None))
 
@@ -115,15 +112,16 @@ def second_half(
     if stored.C is not None:
         C, C_last = stored.C, stored.C_last
     gamma, n = gates.scaGamma, stored.n
-    on_chip = spec.tiles_on_chip(lowering)
-    tiles_call = spec.call("parallel_bw_dQKV" if on_chip else "parallel_bw_dP", lowering)
+    scores = "parallel_bw_dQKV" if spec.recomputes_scores(lowering) else "parallel_bw_dP"
+    of_scores = spec.launch(scores, lowering).lowering
     of_normaliser, dn_added = tiles.normaliser_gradients, tiles.vecDeltaN_added
     dn_added = jnp.zeros_like(n) if dn_added is None else dn_added
-    dn, dn_initial = run("vector_states", dn_added, gamma, last.n, backward=True, call=tiles_call)
+    call = spec.launch("vector_states", of_scores)
+    dn, dn_initial = run("vector_states", dn_added, gamma, last.n, backward=True, call=call)
     gradients: Gradients = run(
         "parallel_bw_dQKV",
         *(x.q, x.k, x.v, dh, gates, of_normaliser, tiles, C, n, dC, dn),
-        call=spec.call("parallel_bw_dQKV", lowering),
+        call=spec.launch("parallel_bw_dQKV", lowering),
     )
 
     dm = of_normaliser.vecDm if spec.stabilised else None
@@ -141,7 +139,9 @@ def second_half(
         dm,
         starts,
         spec.input_gate,
-        step_gradients=functools.partial(run, "step_gradients", call=tiles_call),
+        step_gradients=functools.partial(
+            run, "step_gradients", call=spec.launch("step_gradients", of_scores)
+        ),
     )
     if not spec.has_initial_state:  # the caller drops these
         dC_initial = zero_states(dm_initial, spec.problem.DHQK, spec.problem.DHHV)
@@ -154,7 +154,7 @@ def second_half(
 def before_tiles(
     spec: CallSpec, q: jax.Array, k: jax.Array, gates: ChunkGates, z: Any
 ) -> GradientTiles:
-    """The operands of recurrent_bw_dC with TILES_ON_CHIP, before delta is known."""
+    """The operands of recurrent_bw_dC where P and dP are recomputed, before delta is known."""
     g, inv_den = gates.per_step(), None
     if spec.normaliser is not None:
         inv_den = spec.normaliser.gradients(jnp.zeros_like(z), z, g.vecM).vecInvDen
@@ -170,7 +170,7 @@ def with_delta(
     gates: ChunkGates,
     z: Any,
     delta: jax.Array | None,
-    call: StageCall,
+    call: Launch,
 ) -> GradientTiles:
     """The result of ``before_tiles`` with the normaliser's fields; delta: (B * NH, S), None: 0."""
     if spec.normaliser is None:

@@ -1,29 +1,32 @@
-"""The one table of the lowerings: which of them runs a stage, and where its kernel is.
+"""The one table of the kernels: which functions a lowering has one for, and where it is.
 
-A stage that a lowering does not have, or cannot run, falls to the next one. The function of a stage
-has one name and one signature in every room: ``stages/`` (plain jnp), ``triton/`` and
-``mosaic_gpu/``. A room is imported when a call runs there.
+A function has one name and one signature in every folder: ``stages/`` (plain jnp), ``triton/`` and
+``mosaic_gpu/``. A folder is imported when a call runs there; ``planning.py`` decides where that is.
 """
 
-import dataclasses
 import functools
 import importlib
 from collections.abc import Callable
 from typing import Any
 
-import jax.numpy as jnp
-
 from mlstm_pallas import gate_gradients, gates
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Kernel, Lowering, StageCall, StageConfig
+from mlstm_pallas.stage import Kernel, Launch, Lowering
 from mlstm_pallas.stages import STAGES, recurrence
-from mlstm_pallas.triton.launch import HAS_TRITON
 
-_KERNELS = {
-    "triton": {*STAGES},
+# By folder and function, the module and the name of its Kernel.
+_KERNELS: dict[str, dict[str, tuple[str, str]]] = {
+    "triton": {
+        **{name: (name, "KERNEL") for name in STAGES},
+        "split_products": ("recurrence", "SPLIT_PRODUCTS"),
+        "add_decayed": ("recurrence", "ADD_DECAYED"),
+        "step_sums": ("parallel_fw_P", "STEP_SUMS"),
+    },
     "mosaic_gpu": {
-        *("chunk_gates", "recurrent_fw_C", "parallel_fw_H", "parallel_fw_P", "recurrent_fw_H"),
-        *("parallel_bw_dP", "recurrent_bw_dC", "parallel_bw_dQKV"),
+        **{name: (name, "KERNEL") for name, stage in STAGES.items() if not stage.decode},
+        "split_products": ("recurrence", "SPLIT_PRODUCTS"),
+        "step_sums": ("step_sums", "KERNEL"),
+        "vector_states": ("vector_states", "KERNEL"),
+        "step_gradients": ("step_gradients", "KERNEL"),
     },
 }
 
@@ -32,79 +35,40 @@ def _without_call(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda *inputs, call, **options: function(*inputs, **options)
 
 
-# Functions beside the stages: the module of each room that has a kernel, and the plain form.
-_HELPERS: dict[str, tuple[dict[str, str], Callable[..., Any]]] = {
-    "split_products": (
-        {"triton": "recurrence", "mosaic_gpu": "recurrence"},
-        recurrence.split_products,
-    ),
-    "add_decayed": ({"triton": "recurrence"}, recurrence.add_decayed),
-    "step_sums": (
-        {"triton": "parallel_fw_P", "mosaic_gpu": "step_sums"},
-        recurrence.step_sums,
-    ),
-    "vector_states": ({"mosaic_gpu": "vector_states"}, _without_call(gates.vector_states)),
-    "step_gradients": (
-        {"mosaic_gpu": "step_gradients"},
-        _without_call(gate_gradients.step_gradients),
-    ),
+# The plain forms of what is no stage.
+_PLAIN: dict[str, Callable[..., Any]] = {
+    "split_products": recurrence.split_products,
+    "add_decayed": recurrence.add_decayed,
+    "step_sums": recurrence.step_sums,
+    "vector_states": _without_call(gates.vector_states),
+    "step_gradients": _without_call(gate_gradients.step_gradients),
 }
 
 
-def lowerings(first: Lowering) -> tuple[Lowering, ...]:
-    """The lowering, then those that a stage falls to."""
-    if first.room != Lowering.MOSAIC_GPU.room:
-        return (first,)
-    triton = Lowering.INTERPRET if first.interpret else Lowering.TRITON
-    return (first, triton, Lowering.XLA) if HAS_TRITON else (first, Lowering.XLA)
+def kernels() -> tuple[str, ...]:
+    """The kernels as KernelConfig names them: folder and function."""
+    return tuple(f"{folder}_{name}" for folder, names in _KERNELS.items() for name in names)
 
 
-def kernel(stage: str, room: str) -> Kernel | None:
-    """The facts of a stage's kernel; None: the room has none."""
-    return _facts(stage, room) if stage in _KERNELS.get(room, ()) else None
+def _module(folder: str, name: str) -> Any:
+    return importlib.import_module(f"mlstm_pallas.{folder}.{name}")
 
 
 @functools.cache
-def _facts(stage: str, room: str) -> Kernel:
-    facts: Kernel = importlib.import_module(f"mlstm_pallas.{room}.{stage}").KERNEL
-    return facts
+def kernel(name: str, folder: str) -> Kernel | None:
+    """What planning knows of a function's kernel; None: the folder has none."""
+    if name not in _KERNELS.get(folder, ()):
+        return None
+    module, attribute = _KERNELS[folder][name]
+    result: Kernel = getattr(_module(folder, module), attribute)
+    return result
 
 
-def configured(stage: str) -> Kernel:
-    """The facts of the kernel whose tiles are a StageConfig's, not those of the one inside."""
-    return _facts(stage, Lowering.TRITON.room)
-
-
-def choose(
-    stage: str, first: Lowering, config: StageConfig, problem: Problem, dtype: jnp.dtype
-) -> tuple[str, StageConfig]:
-    """The room of the kernel that runs a stage, and its tiles, not clamped."""
-    *others, last = lowerings(first)
-    for index, lowering in enumerate(others):
-        if (facts := kernel(stage, lowering.room)) is None:
-            continue
-        tiles = config.of(lowering.room) or facts.heuristic(problem, dtype)
-        tiles = tiles.replace(num_splits=config.num_splits)
-        final = index == len(others) - 1  # the last kernel before plain jnp
-        if facts.takes(tiles, problem, dtype) and (final or facts.pays(tiles, problem)):
-            return lowering.room, tiles
-    return last.room, config
-
-
-def lowering_in(room: str, first: Lowering) -> Lowering:
-    """The lowering that is, or that the first one falls to, in a room."""
-    return next(x for x in lowerings(first) if x.room == room)
-
-
-def run(name: str, *inputs: Any, call: StageCall, **options: Any) -> Any:
-    """Runs a stage on the call's lowering; a function beside the stages on the first one from there
-    on that has a kernel of it."""
-    module = name
-    if name in _HELPERS:
-        modules, plain = _HELPERS[name]
-        lowering = next((x for x in lowerings(call.lowering) if x.room in modules), None)
-        if lowering is None:
-            return plain(*inputs, call=call, **options)
-        module, call = modules[lowering.room], dataclasses.replace(call, lowering=lowering)
-    function = getattr(importlib.import_module(f"mlstm_pallas.{call.lowering.room}.{module}"), name)
+def run(name: str, *inputs: Any, call: Launch, **options: Any) -> Any:
+    """Runs a function as its launch says."""
+    if call.lowering is not Lowering.XLA:
+        module = _KERNELS[call.lowering.folder][name][0]
+        function = getattr(_module(call.lowering.folder, module), name)
+    else:
+        function = _PLAIN.get(name) or getattr(_module("stages", name), name)
     return function(*inputs, call=call, **options)

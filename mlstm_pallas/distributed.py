@@ -27,7 +27,6 @@ gradient dm follows the path of the stabilisers' maximum: it passes a shard whol
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple, TypeVar, overload
 
@@ -44,7 +43,7 @@ from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, LastStates, Res
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.entry import Options
-from mlstm_pallas.forward import Summands, gates_of
+from mlstm_pallas.forward import Summands, gates_of, key_states
 from mlstm_pallas.fwbw import (
     forward,
     in_reverse_mode,
@@ -133,10 +132,6 @@ def joined_gradients(later: GradientSummary, earlier: GradientSummary) -> Gradie
     )
 
 
-# Enough work for a product, and enough products to fill a GPU with few batch entries and heads.
-_STEPS_OF_A_PRODUCT = 4096
-
-
 @dataclasses.dataclass(frozen=True)
 class OperationSpec:
     """A call, and one more static choice of an operation."""
@@ -156,18 +151,6 @@ class OperationSpec:
         return dataclasses.replace(self, call=self.call.with_heads(B, NH))
 
 
-def _splits_of_summary(spec: CallSpec) -> int:
-    """Those of the forward pass, where it has several; equal on all shards of batch and heads.
-
-    A forward pass with another number of splits computes its products again.
-    """
-    NC, S = spec.problem.NC, spec.problem.S
-    if spec.num_splits > 1 and NC % spec.num_splits == 0:
-        return spec.num_splits
-    enough = max(S // _STEPS_OF_A_PRODUCT, 1)
-    return math.gcd(NC, 1 << (enough.bit_length() - 1))
-
-
 def _state_after(gamma: jax.Array, products: jax.Array) -> jax.Array:
     """The state after all splits, from an empty one: (B * NH, DHQK, DHHV)."""
     by_split = gamma.reshape(*products.shape[:2], gamma.shape[1] // products.shape[1])
@@ -180,15 +163,15 @@ def _from_empty(spec_and_splits: OperationSpec, x: Inputs) -> Any:
     spec, num_splits = spec_and_splits.call, spec_and_splits.choice
 
     def of_shard(lowering: Lowering, x: Inputs) -> tuple[Summary, jax.Array, ShardStates]:
-        p = spec.fused_problem
+        p = spec.plan.scan_problem
         nothing = x._replace(m_initial=jnp.full_like(x.m_initial, -jnp.inf), lengths=None)
         gates = gates_of(spec, lowering, nothing, p)
         abar, gamma, m = gates.per_step().vecAbar, gates.scaGamma, gates.scaM_states
-        call = spec.call("parallel_fw_P", lowering, p)
-        added = run("step_sums", x.k, abar, call=call)
-        n = run("vector_states", added, gamma, jnp.zeros_like(added[:, 0]), call=call)
+        first = lowering if lowering is Lowering.XLA else spec.plan.scan_lowering
+        call = spec.launch("parallel_fw_P", first, p)
+        n = key_states(spec, call, x.k, gates, jnp.zeros_like(x.n_initial))
         weights = abar * decays_in_splits(gamma, num_splits, p.S)
-        call = spec.call("recurrent_fw_C", lowering, p, clamp=False)
+        call = spec.launch("split_products", lowering, p, num_splits)
         X = run("split_products", x.k, x.v, weights, num_splits, all_splits=True, call=call)
         high, low = _log_decays(x, p.NC, spec.input_gate)
         of_n = Summary(m[:, -1], (high[:, -1], low[:, -1]), n[1])
@@ -260,7 +243,7 @@ def _second_half(
     dC = run(
         "add_decayed",
         *(states.matDeltaC_states, dC_after, decays_of_others(gamma)),
-        call=spec.call("recurrent_fw_C", lowering),
+        call=spec.launch("add_decayed", lowering),
     )
     whole = jnp.prod(gamma, axis=-1)[:, None, None]
     dC_initial = states.matDeltaC_initial + whole * dC_after
@@ -343,7 +326,7 @@ def _sequence_fwd(axis_name: str, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
         return start
 
     unread: dict[str, Any] = dict.fromkeys(("q", "c_initial", "n_initial"))
-    with_splits = OperationSpec(spec, _splits_of_summary(spec))
+    with_splits = OperationSpec(spec, spec.plan.summary_splits)
     of_n, C, local = operation(_from_empty, with_splits, x._replace(**unread))
     start = before(of_n, x.n_initial)
     # parallel_fw_P reads m and n, but not C. Behind the barrier it hides the exchange of C, which

@@ -10,19 +10,21 @@ import jax.numpy as jnp
 
 from mlstm_pallas import validation
 from mlstm_pallas.annotations import States
-from mlstm_pallas.backend import requested_backend, target_device_kind
+from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.call_spec import CallSpec, Inputs, LastStates
-from mlstm_pallas.config import KernelConfig, config_for
+from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.gates import segment_ends, steps_within
+from mlstm_pallas.gpu import target_gpu
 from mlstm_pallas.normaliser import Normaliser
+from mlstm_pallas.planning import problem_for
 from mlstm_pallas.problem import (
     InputGate,
     Layout,
     accumulator_dtype,
     check_chunk_size,
-    make_problem,
 )
 from mlstm_pallas.sharding import aligned
+from mlstm_pallas.stage import Lowering
 
 _log = logging.getLogger("mlstm_pallas")
 
@@ -168,20 +170,20 @@ def spec_for(
     B, NH, S, DHQK, DHV = (sizes[dim] for dim in ("B", "NH", "S", "DHQK", "DHV"))
     if B * NH == 0:
         backend = "xla"  # a kernel has no empty grid
-    device_kind = target_device_kind()
-    chosen: dict[str, Any] = dict(
-        chunk_size=options.chunk_size, explicit=options.config, backend=backend
+    gpu, lowering = target_gpu(), Lowering(backend or Lowering.TRITON)
+    problem, config = problem_for(
+        (B, NH, S, DHQK), DHV, dtype, lowering, gpu, options.chunk_size, options.config
     )
-    config = config_for(DHQK, DHV, S, dtype, device_kind=device_kind, **chosen)
     # With the sigmoid gate m is 0, so the floor does not depend on it.
     normaliser = Normaliser(
         options.eps, options.norm_val, options.stabilize_correctly and gate is InputGate.EXP
     )
     return CallSpec(
-        make_problem((B, NH, S, DHQK), DHV, config.L, pad_heads=backend != "xla"),
+        problem,
         config,
         dtype,
         normaliser if normalize else None,
+        gpu,
         options.recompute_states_in_bw,
         backend,
         gate,

@@ -3,6 +3,7 @@
 Arrays are those of a shard, (B * NH, ...); q, k, v and h are (B, S, NH, D) with layout="BTNH".
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -17,7 +18,7 @@ from mlstm_pallas.splits import (
     split_states,
     splits_as_heads,
 )
-from mlstm_pallas.stage import Lowering
+from mlstm_pallas.stage import Launch, Lowering
 from mlstm_pallas.stages.parallel_fw_P import Scores
 
 
@@ -35,7 +36,7 @@ def forward(
     """The forward pass. summands: those of the fused scan, if already computed."""
     if not spec.has_initial_state:
         x = x._replace(c_initial=None)
-    if spec.fused and lowering is not Lowering.XLA:
+    if spec.plan.fused and lowering is not Lowering.XLA:
         return fused(spec, lowering, x, summands)
     return materialised(spec, lowering, x)
 
@@ -46,16 +47,33 @@ def gates_of(
     x: Inputs,
     problem: Problem | None = None,
     m_states: jax.Array | None = None,
+    *,
+    with_flags: bool = False,
 ) -> ChunkGates:
-    """The gates in the chunks of the call, or of another problem; m_states: if already computed."""
-    call = spec.call("chunk_gates", lowering, problem)
+    """The gates in the chunks of the call, or of another problem; m_states: if already computed.
+
+    with_flags: whether the gradients of the gates follow from them.
+    """
     gates: ChunkGates = run(
         "chunk_gates",
         *(x.i, x.f, x.m_initial, x.starts, spec.input_gate, m_states),
         lengths=x.lengths,
-        call=call,
+        with_flags=with_flags,
+        call=spec.launch("chunk_gates", lowering, problem),
     )
     return gates
+
+
+def key_states(
+    spec: CallSpec, call: Launch, k: jax.Array, gates: ChunkGates, n_initial: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """n before each chunk, (B * NH, NC, DHQK), and the last one; call: of what reads them."""
+    launch = functools.partial(spec.launch, lowering=call.lowering, problem=call.problem)
+    added = run("step_sums", k, gates.per_step().vecAbar, call=launch("step_sums"))
+    states: tuple[jax.Array, jax.Array] = run(
+        "vector_states", added, gates.scaGamma, n_initial, call=launch("vector_states")
+    )
+    return states
 
 
 def materialised(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
@@ -66,13 +84,13 @@ def materialised(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
         "recurrent_fw_C",
         *(x.k, x.v, abar, gamma, x.c_initial, x.n_initial),
         return_last=spec.return_last_states,
-        call=spec.call("recurrent_fw_C", lowering),
+        call=spec.launch("recurrent_fw_C", lowering),
     )
     h, z = run(
         "parallel_fw_H",
         *(x.q, x.k, x.v, gates, C, n),
         normaliser=spec.normaliser,
-        call=spec.call("parallel_fw_H", lowering),
+        call=spec.launch("parallel_fw_H", lowering),
     )
     m = gates.scaM_states
     last = LastStates(C_last, n_last, m[:, -1]) if C_last is not None else None
@@ -86,42 +104,43 @@ def fused(spec: CallSpec, lowering: Lowering, x: Inputs, summands: Summands | No
 
     Stored states are those at the boundaries of the call's chunks.
     """
-    p, num_splits = spec.fused_problem, spec.num_splits
+    plan = spec.plan
+    p, num_splits, of_scan = plan.scan_problem, plan.num_splits, plan.scan_lowering
     gates = gates_of(spec, lowering, x, p, None if summands is None else summands.m)
-    scores: Scores = run(
-        "parallel_fw_P",
-        *(x.q, x.k, gates, x.n_initial, None if summands is None else summands.n),
-        normaliser=spec.normaliser,
-        call=spec.call("parallel_fw_P", lowering, p),
-    )
+    call = spec.launch("parallel_fw_P", of_scan, p)
+    if summands is None:
+        n, n_last = key_states(spec, call, x.k, gates, x.n_initial)
+    else:
+        n, n_last = summands.n
+    scores: Scores = run("parallel_fw_P", x.q, x.k, gates, n, normaliser=spec.normaliser, call=call)
     q, v, gamma, keys, C_initial = x.q, x.v, gates.scaGamma, scores.keys, x.c_initial
-    of_scan = scores
+    of_splits = scores
     if num_splits > 1:
         if summands is not None and summands.X.shape[1] == num_splits:
             added = summands.X[:, :-1]
         else:
             weights = keys.times(decays_in_splits(gamma, num_splits, p.S))
-            call = spec.call("recurrent_fw_C", lowering, p, clamp=False)
+            call = spec.launch("split_products", lowering, p, num_splits)
             added = run("split_products", keys.array, v, weights, num_splits, call=call)
         C_initial = split_states(added, gamma, C_initial)
-        q, v, gamma, of_scan = jax.tree.map(
+        q, v, gamma, of_splits = jax.tree.map(
             lambda y: splits_as_heads(y, num_splits, p.S),
-            (q, v, gamma, scores._replace(vecZ=None, vecN_states=None, vecN_last=None)),
+            (q, v, gamma, scores._replace(vecZ=None)),
         )
     stride = spec.problem.L // p.L
     H, C_last, C = run(
         "recurrent_fw_H",
-        *(q, v, of_scan, gamma, C_initial),
+        *(q, v, of_splits, gamma, C_initial),
         return_last=spec.return_last_states,
         store_every=0 if spec.recompute_states_in_bw else stride,
-        call=spec.call("recurrent_fw_H", lowering, p.split(num_splits)),
+        call=spec.launch("recurrent_fw_H", lowering, p.split(num_splits)),
     )
     last = None
     if C_last is not None:
         C_last = heads_of_splits(C_last, num_splits)[:, -1]
-        last = LastStates(C_last, scores.vecN_last, gates.scaM_states[:, -1])
-    n, m = scores.vecN_states[:, ::stride], gates.scaM_states[:, ::stride]
-    stored = StoredStates(None, n, m, None, scores.vecN_last)
+        last = LastStates(C_last, n_last, gates.scaM_states[:, -1])
+    m = gates.scaM_states[:, ::stride]
+    stored = StoredStates(None, n[:, ::stride], m, None, n_last)
     if C is not None:
         stored = stored._replace(C=C.reshape(p.BNH, spec.problem.NC, *C.shape[2:]), C_last=C_last)
     return Forward(H.reshape(x.v.shape), last, scores.vecZ, stored)

@@ -10,13 +10,15 @@ from jax import lax
 
 from mlstm_pallas import validation
 from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
-from mlstm_pallas.backend import on_backend, requested_backend, target_device_kind
-from mlstm_pallas.config import KernelConfig, config_for
-from mlstm_pallas.dispatch import choose, lowering_in, run
+from mlstm_pallas.backend import on_backend, requested_backend
+from mlstm_pallas.config import KernelConfig, tuned_config
+from mlstm_pallas.dispatch import run
+from mlstm_pallas.gpu import Gpu, target_gpu
 from mlstm_pallas.normaliser import Normaliser
+from mlstm_pallas.planning import Options, launch
 from mlstm_pallas.problem import InputGate, Layout, Problem, accumulator_dtype
 from mlstm_pallas.sharding import aligned, over_shards
-from mlstm_pallas.stage import Lowering, StageCall, StageConfig
+from mlstm_pallas.stage import Lowering
 
 NO_DERIVATIVE = (
     "the kernels of mlstm_recurrent_step and mlstm_recurrent_sequence have no derivatives; "
@@ -29,8 +31,10 @@ class StepSpec:
     """The static choices of a step."""
 
     problem: Problem
-    tiles: StageConfig
+    dtype: jnp.dtype
+    config: KernelConfig
     normaliser: Normaliser | None
+    gpu: Gpu
     backend: str | None
     layout: ClassVar[Layout] = Layout.BNTH  # of shards
 
@@ -56,8 +60,8 @@ class Token(NamedTuple):
 
 def _step(spec: StepSpec, x: Token, states: StepStates) -> Any:
     def token(lowering: Lowering, x: Token, states: StepStates) -> tuple[jax.Array, StepStates]:
-        room, tiles = choose("recurrent_step", lowering, spec.tiles, spec.problem, x.q.dtype)
-        call = StageCall(spec.problem, tiles, None, lowering_in(room, lowering))
+        options = Options(spec.dtype, lowering, spec.config)
+        call = launch("recurrent_step", spec.problem, options, spec.gpu, lowering)
         h, c, n, m = run("recurrent_step", *x, *states, normaliser=spec.normaliser, call=call)
         return h, StepStates(c, n, m)
 
@@ -159,12 +163,14 @@ def _run(
         c, n = zeros((B, NH, DHQK, DHV)), zeros((B, NH, DHQK))
     if m is None:
         m = zeros((B, NH))
-    filled = config_for(DHQK, DHV, 1, c.dtype, device_kind=target_device_kind(), explicit=config)
+    gpu = target_gpu()
+    tuned = tuned_config(gpu.name, DHQK, DHV, c.dtype)
+    config = tuned if config is None else config.or_else(tuned)
     if B * NH == 0:
         backend = "xla"  # a kernel has no empty grid
     normaliser = Normaliser(eps, norm_val, stabilize_correctly) if normalize else None
     problem = Problem(B, NH, 1, DHQK, DHV, 1, DHQK**-0.5)
-    spec = StepSpec(problem, filled.stage("recurrent_step"), normaliser, backend)
+    spec = StepSpec(problem, c.dtype, config, normaliser, gpu, backend)
     x, c, n, m = aligned(spec, (x, c, n, m))
     h, states = (sequence if steps else step)(
         spec, x, StepStates(c, n, None if gate is InputGate.SIGMOID else m)

@@ -61,14 +61,14 @@ def segment_states(
         "chunk_gates",
         *(window(x.i, -jnp.inf), window(x.f, jnp.inf), before(stored.m)),
         *(window(x.starts, 0), spec.input_gate),
-        call=spec.call("chunk_gates", lowering, windows),
+        call=spec.launch("chunk_gates", lowering, windows),
     )
     # In plain jnp: a kernel would also write the states before the chunks.
     states = run(
         "recurrent_fw_C",
         *(window_of_tokens(x.k), window_of_tokens(x.v), gates.per_step().vecAbar, gates.scaGamma),
         *(before(stored.C), before(stored.n)),
-        call=spec.call("recurrent_fw_C", Lowering.XLA, windows),
+        call=spec.launch("recurrent_fw_C", Lowering.XLA, windows),
     )
 
     def where_it_occurs(y: jax.Array) -> jax.Array:

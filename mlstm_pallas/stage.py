@@ -7,7 +7,7 @@ files of the same names, and ``dispatch.py`` finds them.
 import dataclasses
 import enum
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +30,7 @@ class Lowering(enum.StrEnum):
         return self.endswith("interpret")
 
     @property
-    def room(self) -> str:
+    def folder(self) -> str:
         """The folder of its kernels."""
         return {"interpret": "triton", "xla": "stages"}.get(self, self.removesuffix("_interpret"))
 
@@ -40,97 +40,98 @@ def clamped(tile: int, size: int) -> int:
     return min(tile, size & -size)
 
 
-@dataclasses.dataclass(frozen=True)
-class StageConfig:
-    """Tiles of one stage. A kernel reads the fields that its ``Kernel.search`` names.
+def _is_size(x: Any) -> bool:
+    return is_power_of_two(x) and MIN_TILE <= x <= 1024
 
-    Attributes:
+
+def _is_count(x: Any, least: int = 1, most: int = 65_536) -> bool:
+    return isinstance(x, int) and not isinstance(x, bool) and least <= x <= most
+
+
+# By field: which values it takes, and how an error says that. Others are sizes.
+_SIZES = _is_size, f"a power of two from {MIN_TILE} to 1024"
+_BLOCKS = (lambda x: _is_count(x, MIN_TILE) and x % MIN_TILE == 0), f"a multiple of {MIN_TILE}"
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "num_warps": (lambda x: is_power_of_two(x) and x <= 16, "1, 2, 4, 8 or 16"),
+    "num_stages": (lambda x: _is_count(x, 1, 8), "an integer from 1 to 8"),
+    "num_splits": (lambda x: is_power_of_two(x) and x <= 65_536, "a power of two"),
+    "num_ctas": (_is_count, "a positive integer"),
+    "keep_q": (lambda x: isinstance(x, bool), "a bool"),
+    "recomputes_scores": (lambda x: isinstance(x, bool), "a bool"),
+    "state_rows": _BLOCKS,
+    "state_columns": _BLOCKS,
+}
+
+
+def check_field(kernel: str, name: str, value: Any) -> Any:
+    """The value of a field of tiles, an integer as an int. The error names kernel and field."""
+    value = as_integer(value)
+    takes, expected = _FIELDS.get(name, _SIZES)
+    if not takes(value):
+        where = f"{kernel}: {name}" if kernel else name
+        raise ValueError(f"{where} is {value!r}, expected {expected}")
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles:
+    """The base of the tiles of a kernel, whose fields are what the kernel reads.
+
+    Fields of several kernels:
       siz_b_LQ, siz_b_LKV: queries and keys in a tile, along the sequence.
-      siz_b_DHQK, siz_b_DHHV: head dimension columns of q, k and of v, h in a tile.
-      siz_b_loop: columns that a backward stage sums over in an iteration, along either head
-        dimension; in recurrent_fw_H the rows of the state that a launch holds.
-      num_warps, num_stages: Triton's warps per CTA and depth of the software pipeline.
-      keep_q: parallel_fw_H only. True keeps a tile's queries whole in shared memory during the
-        loop over keys; False reads them block by block for every key tile. True takes
-        siz_b_LQ * DHQK elements and needs a padded DHQK that is a power of two.
-      num_splits: recurrent_fw_C, recurrent_bw_dC and recurrent_fw_H only. Parts of the sequence
-        that run at the same time, a power of two. None: more than one where there are few CTAs or
-        heads.
-      mosaic_gpu: tiles of the stage's Mosaic GPU kernel; its num_warps are those that compute.
-        None: its heuristic. Where the kernel cannot run with them the stage falls to the next
-        lowering (``dispatch.py``).
+      siz_b_DHQK, siz_b_DHHV: columns of q and k, and of v and h, in a tile.
+      siz_b_loop: columns that an iteration of a loop over a head dimension reads.
+      state_rows, state_columns: the block of the state that a CTA holds in registers.
+      num_splits: parts of the sequence that run at the same time.
+      num_warps, num_stages: warps per CTA, and tiles in flight.
+      num_ctas: CTAs of a persistent kernel.
     """
 
-    siz_b_LQ: int = 64
-    siz_b_LKV: int = 64
-    siz_b_DHQK: int = 64
-    siz_b_DHHV: int = 64
-    siz_b_loop: int = 64
-    num_warps: int = 4
-    num_stages: int = 2
-    keep_q: bool = True
-    num_splits: int | None = None
-    mosaic_gpu: "StageConfig | None" = None
-
     def __post_init__(self) -> None:
-        sizes = ("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "siz_b_loop")
-        for name in (*sizes, "num_warps", "num_stages", "num_splits"):
-            object.__setattr__(self, name, as_integer(getattr(self, name)))
-        for name in sizes:
-            tile = getattr(self, name)
-            if not is_power_of_two(tile) or tile < MIN_TILE:
-                raise ValueError(f"{name} is {tile!r}, expected a power of two >= {MIN_TILE}")
-        if not is_power_of_two(self.num_warps) or self.num_warps > 16:
-            raise ValueError(f"num_warps is {self.num_warps!r}, expected 1, 2, 4, 8 or 16")
-        if (
-            not isinstance(self.num_stages, int)
-            or isinstance(self.num_stages, bool)
-            or not 1 <= self.num_stages <= 8
-        ):
-            raise ValueError(f"num_stages is {self.num_stages!r}, expected an integer from 1 to 8")
-        if self.num_splits is not None and not is_power_of_two(self.num_splits):
-            raise ValueError(f"num_splits is {self.num_splits!r}, expected None or a power of two")
-        if not isinstance(self.keep_q, bool):
-            raise TypeError(f"keep_q is {self.keep_q!r}, expected a bool")
-        if not isinstance(self.mosaic_gpu, StageConfig | None):
-            raise TypeError(
-                f"mosaic_gpu is a {type(self.mosaic_gpu).__name__}, expected a StageConfig or None"
-            )
+        for field in dataclasses.fields(self):
+            value = check_field("", field.name, getattr(self, field.name))
+            object.__setattr__(self, field.name, value)
 
-    def replace(self, **changes: Any) -> "StageConfig":
-        return dataclasses.replace(self, **changes)
-
-    def of(self, room: str) -> "StageConfig | None":
-        """The tiles of the kernel in a room; None: its heuristic."""
-        return self.mosaic_gpu if room == "mosaic_gpu" else self
-
-    def clamped(self, problem: Problem) -> "StageConfig":
-        """The config with every tile clamped to what divides the problem's (padded) dimensions."""
-        return self.replace(
-            siz_b_LQ=clamped(self.siz_b_LQ, problem.L),
-            siz_b_LKV=clamped(self.siz_b_LKV, problem.L),
-            siz_b_DHQK=clamped(self.siz_b_DHQK, problem.DHQK),
-            siz_b_DHHV=clamped(self.siz_b_DHHV, problem.DHHV),
-            siz_b_loop=min(
-                clamped(self.siz_b_loop, problem.DHQK), clamped(self.siz_b_loop, problem.DHHV)
-            ),
-            keep_q=self.keep_q and is_power_of_two(problem.DHQK),
+    def clamped(self, p: Problem) -> Self:
+        """The tiles with every size clamped to what divides the (padded) dimensions."""
+        sizes = dict(siz_b_LQ=p.L, siz_b_LKV=p.L, siz_b_DHQK=p.DHQK, siz_b_DHHV=p.DHHV)
+        names = {x.name for x in dataclasses.fields(self)}
+        return dataclasses.replace(
+            self,
+            **{x: clamped(getattr(self, x), size) for x, size in sizes.items() if x in names},
         )
 
 
+class Kernel(NamedTuple):
+    """What planning.py knows of a kernel: ``KERNEL`` in its module.
+
+    Attributes:
+      tiles: the class of its tiles.
+      plan: (problem, dtype, gpu) -> the tiles; None: it does not support the problem. Kernels of a
+        recurrence also take the keywords of ``planning.asked_of``.
+      supports: (tiles, problem) -> whether it can run with these tiles.
+      search: the values of its fields that the tuner tries.
+    """
+
+    tiles: type[Tiles]
+    plan: Callable[..., Tiles | None]
+    search: Mapping[str, Sequence[Any]]
+    supports: Callable[..., bool] = lambda tiles, p: True
+
+
 @dataclasses.dataclass(frozen=True)
-class StageCall:
-    """How one call of a stage runs.
+class Launch:
+    """How a stage runs in a call.
 
     Attributes:
       problem: in the chunks of the stage.
-      tiles: clamped to the problem.
+      tiles: of its kernel, a subclass of ``Tiles``; None in plain jnp.
       precision: of float32 products in the kernels; plain jnp multiplies in full float32.
       lowering: the kernel or plain jnp.
     """
 
     problem: Problem
-    tiles: StageConfig
+    tiles: Any
     precision: Precision
     lowering: Lowering
 
@@ -162,31 +163,6 @@ class StageCall:
 
 
 @dataclasses.dataclass(frozen=True)
-class Kernel:
-    """The facts of a kernel: ``KERNEL`` in its module.
-
-    Attributes:
-      search: the fields of StageConfig that it reads, with the values that the tuner tries.
-      heuristic: (problem, dtype) -> tiles. Triton's fit 99 KiB of shared memory, the least of the
-        supported devices, at any head size.
-      clamp: (tiles, problem) -> the tiles that run.
-      takes: (tiles, problem, dtype) -> whether it can run; else the stage falls to the next
-        lowering.
-      pays: (tiles, problem) -> whether it is faster than the kernel of the next lowering.
-      makes_tiles: problem -> whether it computes P and dP itself; parallel_bw_dQKV only.
-      stores_states: (tiles, problem) -> whether it can store states; recurrent_fw_H only.
-    """
-
-    search: Mapping[str, Sequence[Any]]
-    heuristic: Callable[[Problem, jnp.dtype], StageConfig]
-    clamp: Callable[[StageConfig, Problem], StageConfig] = StageConfig.clamped
-    takes: Callable[[StageConfig, Problem, jnp.dtype], bool] = lambda tiles, p, dtype: True
-    pays: Callable[[StageConfig, Problem], bool] = lambda tiles, p: True
-    makes_tiles: Callable[[Problem], bool] = lambda p: False
-    stores_states: Callable[[StageConfig, Problem], bool] = lambda tiles, p: False
-
-
-@dataclasses.dataclass(frozen=True)
 class Stage:
     """The name and inputs of a stage.
 
@@ -207,15 +183,6 @@ class Stage:
     @property
     def backward(self) -> bool:
         return "_bw_" in self.name
-
-
-TILE_SIZES = (16, 32, 64, 128, 256)
-LAUNCH_SEARCH: dict[str, Sequence[Any]] = {"num_warps": (4, 8), "num_stages": (1, 2, 3, 4)}
-
-
-def search_of(*names: str, **values: Sequence[Any]) -> dict[str, Sequence[Any]]:
-    """The usual values of the named sizes, num_warps and num_stages, overridden by ``values``."""
-    return dict.fromkeys(names, TILE_SIZES) | LAUNCH_SEARCH | values
 
 
 # q, k, v, h and their gradients are (B * NH, S, D) in memory or, with the layout "BTNH",

@@ -67,7 +67,7 @@ def test_bytes_and_flops_of_a_stage_are_those_of_its_arrays_and_products(backend
     name = "parallel_bw_dQKV" if stage == "makes_tiles" else stage
     chunks = L if backend == "interpret" else 128
     impl = kernel_benchmark.MlstmPallasStage(name, backend, shape, "bfloat16", chunks, config)
-    assert impl.call.lowering.room in ("triton", backend)
+    assert impl.call.lowering.folder in ("triton", backend)
     p, (inter, intra) = impl.call.problem, PRODUCTS[stage]
     scan = backend == "mosaic_gpu" and impl.stage.fused
     assert (64 if scan else chunks) == p.L  # the fused scan has chunks of its own

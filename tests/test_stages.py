@@ -25,7 +25,7 @@ TILES_OF_64 = StageConfig(num_splits=1)
 
 def call_of(name, problem, dtype, lowering, tiles):
     precision = lax.Precision.HIGHEST if dtype == jnp.float32 or lowering is Lowering.XLA else None
-    kernel = dispatch.kernel(name, lowering.room)
+    kernel = dispatch.kernel(name, lowering.folder)
     tiles = kernel.clamp(tiles, problem) if kernel else tiles
     return StageCall(problem, tiles, precision, lowering)
 

@@ -364,7 +364,7 @@ def test_candidates_for_mosaic_gpu_are_tiles_that_the_kernel_takes(stage):
         config = search.candidate(tiles)
         row = config_from_row(config.as_row())
         impl = candidates.implementation(stage, "mosaic_gpu", WIDE, "bfloat16", None, row)
-        assert impl.call.lowering.room == "mosaic_gpu"
+        assert impl.call.lowering.folder == "mosaic_gpu"
         assert search.canonical(impl.call.tiles) == search.tiles(config) == tiles
     if stage in TUNABLE:  # the heuristic is tried first and the present tiles with it
         assert mosaic_gpu_search(stage, row_with_other_tiles([stage])).starts == [*tiles_of(stage)]

@@ -52,9 +52,9 @@ from mlstm_pallas.mosaic_gpu.chunk_scans import (
     store_rows,
 )
 from mlstm_pallas.mosaic_gpu.launch import float32, mosaic_call, plgpu, write
-from mlstm_pallas.mosaic_gpu.limits import kernel
+from mlstm_pallas.mosaic_gpu.limits import NoTiles, kernel
 from mlstm_pallas.problem import InputGate, Problem, next_power_of_two
-from mlstm_pallas.stage import StageCall, StageConfig
+from mlstm_pallas.stage import Launch
 from mlstm_pallas.tiles import divide, loop, remainder
 
 _INF = float("inf")
@@ -301,7 +301,7 @@ def _launch(
     columns: int,
     vecs: Sequence[jax.Array | None],
     input_gate: InputGate,
-    call: StageCall,
+    call: Launch,
     **inputs: Any,
 ) -> dict[str, Any]:
     """Runs a kernel.
@@ -361,10 +361,11 @@ def chunk_gates(
     scaM_states: jax.Array | None = None,
     lengths: jax.Array | None = None,
     *,
-    call: StageCall,
+    with_flags: bool = False,
+    call: Launch,
 ) -> ChunkGates:
     """Runs the stage: ``stages/chunk_gates.py``."""
-    p, vecs, backward = call.problem, (vecI, vecF, starts), scaM_states is not None
+    p, vecs = call.problem, (vecI, vecF, starts)
     if scaM_states is None and input_gate is InputGate.SIGMOID:
         scaM_states = jnp.zeros((p.BNH, p.NC + 1), scaM_initial.dtype)
     of_m: dict[str, Any] = dict(m_known=scaM_states)
@@ -380,7 +381,7 @@ def chunk_gates(
             of_m |= dict(m_after=stabiliser_scan(x["g"], x["a"], scaM_initial, call))
         m_shape = p.BNH, p.NC + 1
     per_step = dict.fromkeys(("e_hi", "e_lo", "u_hi", "u_lo", "w", "m", "abar"), jnp.float32)
-    per_step["flags"] = jnp.int32 if backward else None
+    per_step["flags"] = jnp.int32 if with_flags else None
     x = _launch(
         _gates_kernel,
         "chunk_gates",
@@ -435,9 +436,7 @@ def _padded_chunks(p: Problem) -> int:
     return -(-p.NC // block) * block
 
 
-def stabiliser_scan(
-    g: jax.Array, a: jax.Array, scaM_initial: jax.Array, call: StageCall
-) -> jax.Array:
+def stabiliser_scan(g: jax.Array, a: jax.Array, scaM_initial: jax.Array, call: Launch) -> jax.Array:
     """``gates.stabiliser_scan`` with the exponential input gate, without m_initial: as g and a.
 
     g, a: (B * NH, padded NC), as the kernel's. What is beyond NC is undefined.
@@ -460,8 +459,7 @@ def stabiliser_scan(
     return after.reshape(g.shape)
 
 
+# A thread has up to 16 steps of a chunk.
 KERNEL = kernel(
-    search={},
-    heuristic=lambda p: StageConfig(),
-    takes=lambda config, p: p.L % 64 == 0 and p.L <= 2048,  # of which a thread has 16 steps
+    NoTiles, lambda p, gpu: [NoTiles()], lambda tiles, p: p.L % 64 == 0 and p.L <= 2048, {}
 )

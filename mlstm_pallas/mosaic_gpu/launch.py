@@ -131,16 +131,6 @@ lowering.register_lowering_rule(_barrier_address, plgpu.LoweringSemantics.Warpgr
 )
 
 
-def sm_count(interpret: bool) -> int:
-    """SMs of the GPU that the computation is for; if unknown those of an H100 and an H200."""
-    if interpret:
-        return 2
-    abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    device = jax.devices()[0] if abstract is None else abstract
-    known = getattr(device, "core_count" if abstract is None else "num_cores", None)
-    return known if device.platform == "gpu" and known else 132
-
-
 class PersistentScheduler(NamedTuple):
     """The items of a CTA that stays: every num_ctas-th, from that of its index on."""
 

@@ -1,13 +1,15 @@
-"""What a Hopper GPU has for a kernel, and what its kernels say of themselves."""
+"""What a Hopper GPU has for a kernel, and the constructor of the kernels' specs."""
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Kernel, StageConfig
+from mlstm_pallas.stage import Kernel, Tiles
 
 KERNEL_DTYPE = jnp.dtype("bfloat16")  # float16 is of the same size
 SHARED_BYTES = 232_448  # that a CTA may have
@@ -18,24 +20,40 @@ HEADS = 65_535  # CTAs along a grid axis of CUDA's other than the first
 MOVES_REGISTERS = jax.__version_info__ < (0, 12)
 
 
-def state_rows(DHQK: int, most: int = 256) -> int:
+def largest_rows(DHQK: int, most: int = 256) -> int:
     """Rows of a block of the state in registers, a multiple of 64 that divides DHQK; 0: none."""
     sizes = (DHQK // n for n in range(1, DHQK // 64 + 1) if DHQK % (64 * n) == 0)
     return next((rows for rows in sizes if rows <= most), 0)
 
 
+@dataclasses.dataclass(frozen=True)
+class NoTiles(Tiles):
+    """Of a kernel with one tiling."""
+
+
+@dataclasses.dataclass(frozen=True)
+class RingTiles(Tiles):
+    """Of a persistent kernel: the slots of its ring of copies, and its CTAs."""
+
+    num_stages: int
+    num_ctas: int
+
+
 def kernel(
-    *,
+    tiles: type[Tiles],
+    candidates: Callable[..., Iterable[Tiles]],
+    supports: Callable[..., bool],
     search: Mapping[str, Sequence[Any]],
-    heuristic: Callable[[Problem], StageConfig],
-    takes: Callable[[StageConfig, Problem], bool],
-    **more: Any,
 ) -> Kernel:
-    """A kernel for dtypes of 16 bits, which runs with the tiles as they are."""
-    return Kernel(
-        search=search,
-        heuristic=lambda p, dtype: heuristic(p),
-        clamp=lambda tiles, p: tiles,
-        takes=lambda tiles, p, dtype: jnp.dtype(dtype).itemsize == 2 and takes(tiles, p),
-        **more,
-    )
+    """A kernel for Hopper and dtypes of 16 bits.
+
+    Args:
+      candidates: (problem, gpu) -> tiles, the best first; its plan is the first one supported.
+    """
+
+    def plan(p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked: Any) -> Tiles | None:
+        if dtype.itemsize != 2:
+            return None
+        return next((x for x in candidates(p, gpu, **asked) if supports(x, p, **asked)), None)
+
+    return Kernel(tiles, plan, search, supports)

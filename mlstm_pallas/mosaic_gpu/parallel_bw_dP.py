@@ -18,6 +18,7 @@ much through the L2.
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +29,7 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.gate_gradients import TilePairs
 from mlstm_pallas.gates import ChunkGates
+from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
 from mlstm_pallas.mosaic_gpu.fragments import load_by_rows, rows_and_columns
 from mlstm_pallas.mosaic_gpu.gradient_tiles import tile_pairs, w_sum_shapes, write_tiles
@@ -44,16 +46,15 @@ from mlstm_pallas.mosaic_gpu.launch import (
     plgpu,
     shared_bytes,
     shared_tiles,
-    sm_count,
     tile_transforms,
 )
-from mlstm_pallas.mosaic_gpu.limits import KERNEL_DTYPE, SHARED_BYTES, kernel
+from mlstm_pallas.mosaic_gpu.limits import KERNEL_DTYPE, SHARED_BYTES, RingTiles, kernel
 from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH, Products
 from mlstm_pallas.mosaic_gpu.step_sums import step_sums
 from mlstm_pallas.mosaic_gpu.tile_copies import head_of
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, NormaliserGradients, query_scale
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import StageCall, StageConfig, Weighted
+from mlstm_pallas.stage import Launch, Weighted
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
@@ -299,7 +300,7 @@ def _kernel(
 
 
 def scratch(
-    config: StageConfig, dtype: Any, *, reads_h: bool, interpret: bool = False
+    config: RingTiles, dtype: Any, *, reads_h: bool, interpret: bool = False
 ) -> dict[str, Any]:
     """Shared memory of the kernel."""
     # The tile and the vector have the same bytes, so that a slot has the same place in both.
@@ -325,7 +326,7 @@ def _launch(
     matH: jax.Array | None,
     vecInvDen: jax.Array | None,
     vecSlope: jax.Array | None,
-    call: StageCall,
+    call: Launch,
 ) -> tuple[jax.Array, jax.Array, TilePairs, jax.Array | None]:
     """P, dP, the sums of W in tiles of 64 steps, and delta.
 
@@ -335,7 +336,7 @@ def _launch(
     """
     p, config, dtype, g = call.problem, call.tiles, matQ.dtype, gates.per_step()
     interpret, reads_h = call.interpret, matH is not None
-    num_ctas = min(sm_count(interpret), p.BNH * p.NC * _items_of_chunk(p))
+    num_ctas = config.num_ctas
     matrix = jax.ShapeDtypeStruct((p.BNH, p.S, p.L), dtype)
     outputs = {"P": matrix, "dP": matrix, **w_sum_shapes(p)}
     x = mosaic_call(
@@ -375,7 +376,7 @@ def parallel_bw_dP(
     *,
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
     return_keys: bool = True,
-    call: StageCall,
+    call: Launch,
 ) -> GradientTiles:
     """Runs the stage: ``stages/parallel_bw_dP.py``. Queries and keys come with their weights."""
     arrays, g = (matQ, matK, matV, matDeltaH, gates), gates.per_step()
@@ -395,15 +396,16 @@ def parallel_bw_dP(
     return GradientTiles(P, dP, Weighted(matQ, r), keys, pairs, gradients, dn_added)
 
 
-def _takes(config: StageConfig, p: Problem) -> bool:
+def _candidates(p: Problem, gpu: Gpu) -> Iterable[RingTiles]:
+    if p.L % TILE == 0:
+        yield RingTiles(4, num_ctas=min(gpu.sms, p.BNH * p.NC * _items_of_chunk(p)))
+
+
+def _supports(tiles: RingTiles, p: Problem) -> bool:
     """With tiles of h, read or not."""
-    if config.num_stages < 2 or p.DHQK % 64 or p.DHHV % 64 or p.L % 128:
+    if tiles.num_stages < 2 or p.DHQK % 64 or p.DHHV % 64 or p.L % TILE:
         return False
-    return shared_bytes(scratch(config, KERNEL_DTYPE, reads_h=True), has_sum=True) <= SHARED_BYTES
+    return shared_bytes(scratch(tiles, KERNEL_DTYPE, reads_h=True), has_sum=True) <= SHARED_BYTES
 
 
-KERNEL = kernel(
-    search=dict(num_stages=(2, 3, 4)),
-    heuristic=lambda p: StageConfig(num_stages=4),
-    takes=_takes,
-)
+KERNEL = kernel(RingTiles, _candidates, _supports, dict(num_stages=(2, 3, 4)))

@@ -17,7 +17,7 @@ operands of two items of 128 x 128; the L2's rate is the limit of this stage.
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +27,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.gates import ChunkGates
+from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
 from mlstm_pallas.mosaic_gpu.fragments import across_columns, across_rows, load_by_rows
 from mlstm_pallas.mosaic_gpu.launch import (
@@ -41,16 +42,21 @@ from mlstm_pallas.mosaic_gpu.launch import (
     plgpu,
     shared_bytes,
     shared_tiles,
-    sm_count,
 )
-from mlstm_pallas.mosaic_gpu.limits import KERNEL_DTYPE, MOVES_REGISTERS, SHARED_BYTES, kernel
+from mlstm_pallas.mosaic_gpu.limits import (
+    KERNEL_DTYPE,
+    MOVES_REGISTERS,
+    SHARED_BYTES,
+    RingTiles,
+    kernel,
+)
 from mlstm_pallas.mosaic_gpu.parallel_bw_dQKV_by_chunk import parallel_bw_dQKV_by_chunk
 from mlstm_pallas.mosaic_gpu.parallel_bw_dQKV_by_chunk import scratch as by_chunk_scratch
 from mlstm_pallas.mosaic_gpu.products import Products
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of
 from mlstm_pallas.normaliser import NormaliserGradients, query_scale
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import StageCall, StageConfig, sequence_shape
+from mlstm_pallas.stage import Launch, sequence_shape
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
@@ -473,7 +479,7 @@ def _kernel(
         plgpu.wait_smem_to_gmem(0)
 
 
-def scratch(config: StageConfig, dtype: Any, *, interpret: bool = False) -> dict[str, Any]:
+def scratch(config: RingTiles, dtype: Any, *, interpret: bool = False) -> dict[str, Any]:
     """Shared memory of the kernel."""
     tiles = functools.partial(shared_tiles, config.num_stages, dtype=dtype)
     # All shapes of a tile have the same bytes, so that a slot has the same place in all of them.
@@ -500,7 +506,7 @@ def parallel_bw_dQKV(
     matDeltaC_states: jax.Array,
     vecDeltaN_states: jax.Array,
     *,
-    call: StageCall,
+    call: Launch,
 ) -> Gradients:
     """Runs the stage: ``stages/parallel_bw_dQKV.py``."""
     p, config, dtype, g = call.problem, call.tiles, matQ.dtype, gates.per_step()
@@ -527,8 +533,7 @@ def parallel_bw_dQKV(
         # A sum of everything is one kernel of XLA.
         parts = jnp.concatenate([of_chunks.scaStates, vecN_states * vecDeltaN_states], axis=-1)
         return of_chunks._replace(scaStates=(gates.scaGamma[..., None] * parts).sum(-1))
-    items = p.BNH * p.NC * _items_of_chunk(_items(p, normalise))
-    num_ctas = min(sm_count(interpret), items)
+    num_ctas = config.num_ctas
     sums = float32(p.BNH, p.DHQK // COLUMNS, p.S)
     x = mosaic_call(
         functools.partial(
@@ -562,28 +567,35 @@ def by_chunk(p: Problem) -> bool:
     return p.L == 128 and p.DHQK in (64, 128)
 
 
-def _heuristic(p: Problem) -> StageConfig:
+@dataclasses.dataclass(frozen=True)
+class Tiles(RingTiles):
+    """recomputes_scores: whether a CTA computes P and dP, and all gradients of a chunk."""
+
+    recomputes_scores: bool
+
+
+def _candidates(p: Problem, gpu: Gpu) -> Iterable[Tiles]:
     """By chunk six stages where registers spill: with more, too little L1 is left for them."""
-    if not by_chunk(p):
-        return StageConfig(num_stages=4)
-    return StageConfig(num_stages=7 if p.DHQK == 64 and MOVES_REGISTERS else 6)
+    if by_chunk(p):
+        stages, items = 7 if p.DHQK == 64 and MOVES_REGISTERS else 6, 1
+    elif p.L % 128 or p.DHQK % 256 or p.DHHV % 256:
+        return
+    else:
+        stages, items = 3 if p.DHQK >= 512 else 4, _items_of_chunk(_items(p, normalise=True))
+    for num_stages in range(stages, 2, -1):
+        yield Tiles(num_stages, min(gpu.sms, p.BNH * p.NC * items), by_chunk(p))
 
 
-def _takes(config: StageConfig, p: Problem) -> bool:
+def _supports(tiles: Tiles, p: Problem) -> bool:
     """With fewer stages than a step holds at once, the kernel would wait for ever."""
     if by_chunk(p):
-        shapes = by_chunk_scratch(p, config, KERNEL_DTYPE, normalise=True)
-        fits = config.num_stages >= 4 and p.DHHV % 128 == 0
+        shapes = by_chunk_scratch(p, tiles, KERNEL_DTYPE, normalise=True)
+        fits = tiles.num_stages >= 4 and p.DHHV % 128 == 0
     else:
-        shapes = scratch(config, KERNEL_DTYPE)
-        fits = config.num_stages >= 3
+        shapes = scratch(tiles, KERNEL_DTYPE)
+        fits = tiles.num_stages >= 3
         fits = fits and p.L % 128 == 0 and p.DHQK % 256 == 0 and p.DHHV % 256 == 0
     return fits and shared_bytes(shapes, has_sum=not by_chunk(p)) <= SHARED_BYTES
 
 
-KERNEL = kernel(
-    search=dict(num_stages=(2, 3, 4, 5, 6, 7, 8)),
-    heuristic=_heuristic,
-    takes=_takes,
-    makes_tiles=by_chunk,
-)
+KERNEL = kernel(Tiles, _candidates, _supports, dict(num_stages=(2, 3, 4, 5, 6, 7, 8)))

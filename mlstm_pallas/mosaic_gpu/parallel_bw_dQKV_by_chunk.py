@@ -52,14 +52,13 @@ from mlstm_pallas.mosaic_gpu.launch import (
     one_of,
     plgpu,
     shared_tiles,
-    sm_count,
 )
-from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS
+from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS, RingTiles
 from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH, Products
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of
 from mlstm_pallas.normaliser import query_scale
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import StageCall, StageConfig, sequence_shape
+from mlstm_pallas.stage import Launch, sequence_shape
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 R = REGISTER_ROWS
@@ -615,7 +614,7 @@ def _kernel(
 
 
 def scratch(
-    p: Problem, config: StageConfig, dtype: Any, *, normalise: bool, interpret: bool = False
+    p: Problem, config: RingTiles, dtype: Any, *, normalise: bool, interpret: bool = False
 ) -> dict[str, Any]:
     """Shared memory of the kernel."""
     k_stages, parts = _k_stages(p), p.DHQK // DEPTH
@@ -635,14 +634,14 @@ def scratch(
     }
 
 
-def parallel_bw_dQKV_by_chunk(inputs: Mapping[str, Any], call: StageCall) -> tuple[Any, ...]:
+def parallel_bw_dQKV_by_chunk(inputs: Mapping[str, Any], call: Launch) -> tuple[Any, ...]:
     """Runs the stage; inputs as the kernel's, outputs in the order of ``Gradients``.
 
     In the place of scaStates are parts of <C_c, dC_{c+1}>, (B * NH, NC, 128).
     """
     p, config, q = call.problem, call.tiles, inputs["q"]
     interpret = call.interpret
-    num_ctas = min(sm_count(interpret), p.BNH * p.NC)
+    num_ctas = config.num_ctas
     x = mosaic_call(
         functools.partial(
             _kernel, p=p, num_ctas=num_ctas, num_stages=config.num_stages, interpret=interpret

@@ -12,6 +12,7 @@ FLOPs: 2 R K V + R (L + 1) (K + V), q.k again for each column block. Bytes: q, k
 
 import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import jax
@@ -21,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.gates import ChunkGates
+from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
 from mlstm_pallas.mosaic_gpu.fragments import (
     across_columns,
@@ -46,7 +48,8 @@ from mlstm_pallas.mosaic_gpu.products import Products
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_in, copy_out, head_of
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import StageCall, StageConfig, sequence_shape
+from mlstm_pallas.stage import Launch, sequence_shape
+from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.parallel_fw_H import Outputs
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
@@ -226,7 +229,7 @@ class _Queries:
 def _kernel(
     *,
     p: Problem,
-    config: StageConfig,
+    config: "Tiles",
     normaliser: Normaliser | None,
     interpret: bool,
     **refs_by_name: Any,
@@ -281,7 +284,7 @@ def _kernel(
     v_ring.drain()
 
 
-def scratch(p: Problem, config: StageConfig, dtype: Any, output_dtype: Any) -> dict[str, Any]:
+def scratch(p: Problem, config: "Tiles", dtype: Any, output_dtype: Any) -> dict[str, Any]:
     """Shared memory of the kernel."""
     tiles, warpgroups, n = shared_tiles, config.siz_b_LQ // R, config.num_stages
     of_part = p.DHQK if p.DHQK <= 256 else R
@@ -309,7 +312,7 @@ def parallel_fw_H(
     *,
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
     output_dtype: Any = None,
-    call: StageCall,
+    call: Launch,
 ) -> Outputs:
     """Runs the stage: ``stages/parallel_fw_H.py``."""
     p, config, g, interpret = call.problem, call.tiles, gates.per_step(), call.interpret
@@ -342,36 +345,43 @@ def parallel_fw_H(
     return Outputs(x["h"], x["z"])
 
 
-def _takes(config: StageConfig, p: Problem) -> bool:
-    """With an h of float32."""
-    LQ, columns = config.siz_b_LQ, config.siz_b_DHHV
-    if p.DHQK % R or p.DHHV % columns or columns not in (64, 128, 256):
-        return False
-    if LQ not in (R, 2 * R) or p.L % LQ:
-        return False
-    shapes = scratch(p, config, KERNEL_DTYPE, jnp.dtype(jnp.float32))
-    return shared_bytes(shapes) <= SHARED_BYTES
+@dataclasses.dataclass(frozen=True)
+class Tiles(BaseTiles):
+    siz_b_LQ: int
+    siz_b_DHHV: int
+    num_stages: int
 
 
-def _heuristic(p: Problem) -> StageConfig:
+def _candidates(p: Problem, gpu: Gpu, *, output_dtype: Any = KERNEL_DTYPE) -> Iterable[Tiles]:
     """Tiles of which an SM has room for two CTAs of 64 queries, else for one of 128.
 
     With 64 queries, DHQK 256 and 256 columns ptxas spills 132 bytes and more.
     """
     columns = next((x for x in (256, 128) if p.DHHV % x == 0), 64)
     few = min(columns, 128)
-    sizes = [(128, columns, 2), (128, columns, 1), (64, few, 2), (64, few, 1), (64, 64, 1)]
-    configs = [StageConfig(siz_b_LQ=x, siz_b_DHHV=y, num_stages=n) for x, y, n in sizes]
-    narrow = StageConfig(siz_b_LQ=64, siz_b_DHHV=columns, num_stages=2)
-    if _takes(narrow, p):
-        shapes = scratch(p, narrow, KERNEL_DTYPE, KERNEL_DTYPE)
-        if 2 * (shared_bytes(shapes) + 1024) <= SM_BYTES:
-            return narrow
-    return next((x for x in configs if _takes(x, p)), configs[-1])
+    two = Tiles(R, columns, 2)
+    if p.DHQK % R == 0 and 2 * (_bytes(two, p) + 1024) <= gpu.sm_shared_bytes:
+        yield two
+    for sizes in ((128, columns, 2), (128, columns, 1), (R, few, 2), (R, few, 1), (R, 64, 1)):
+        yield Tiles(*sizes)
+
+
+def _bytes(tiles: Tiles, p: Problem, output_dtype: Any = KERNEL_DTYPE) -> int:
+    return shared_bytes(scratch(p, tiles, KERNEL_DTYPE, output_dtype))
+
+
+def _supports(tiles: Tiles, p: Problem, *, output_dtype: Any = KERNEL_DTYPE) -> bool:
+    LQ, columns = tiles.siz_b_LQ, tiles.siz_b_DHHV
+    if p.DHQK % R or p.DHHV % columns or columns not in (64, 128, 256):
+        return False
+    if LQ not in (R, 2 * R) or p.L % LQ:
+        return False
+    return _bytes(tiles, p, jnp.dtype(output_dtype)) <= SHARED_BYTES
 
 
 KERNEL = kernel(
-    search=dict(siz_b_LQ=(64, 128), siz_b_DHHV=(64, 128, 256), num_stages=(1, 2, 3)),
-    heuristic=_heuristic,
-    takes=_takes,
+    Tiles,
+    _candidates,
+    _supports,
+    dict(siz_b_LQ=(64, 128), siz_b_DHHV=(64, 128, 256), num_stages=(1, 2, 3)),
 )

@@ -1,7 +1,6 @@
 """parallel_fw_P on Mosaic GPU: the scores, r, z and n of ``stages/parallel_fw_P.py``.
 
-Keys are not scaled here. n follows from the sums of step_sums.py, by the recurrence of
-vector_states.py.
+Keys are not scaled here.
 
 Grid (B * NH, NC). A CTA is one warpgroup and owns one chunk of 64 steps. It has no pipeline: up to
 DHQK = 256 an SM has three CTAs, and one's copies run while another one computes.
@@ -33,14 +32,12 @@ from mlstm_pallas.mosaic_gpu.launch import (
     shared_bytes,
     shared_tiles,
 )
-from mlstm_pallas.mosaic_gpu.limits import HEADS, KERNEL_DTYPE, SHARED_BYTES, kernel
+from mlstm_pallas.mosaic_gpu.limits import HEADS, KERNEL_DTYPE, SHARED_BYTES, NoTiles, kernel
 from mlstm_pallas.mosaic_gpu.products import Products
-from mlstm_pallas.mosaic_gpu.step_sums import step_sums
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_in, head_of
-from mlstm_pallas.mosaic_gpu.vector_states import vector_states
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import StageCall, StageConfig, Weighted
+from mlstm_pallas.stage import Launch, Weighted
 from mlstm_pallas.stages.parallel_fw_P import Scores
 from mlstm_pallas.tiles import divide, loop, remainder
 
@@ -129,19 +126,14 @@ def parallel_fw_P(
     matQ: jax.Array,
     matK: jax.Array,
     gates: ChunkGates,
-    vecN_initial: jax.Array,
-    vecN: tuple[jax.Array, jax.Array] | None = None,
+    vecN_states: jax.Array,
     *,
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
-    call: StageCall,
+    call: Launch,
 ) -> Scores:
     """Runs the stage: ``stages/parallel_fw_P.py``. The keys come with their weights."""
     p, dtype, g = call.problem, matQ.dtype, gates.per_step()
     interpret = call.interpret
-    if vecN is None:
-        added = step_sums(matK, g.vecAbar, call=call)
-        vecN = vector_states(added, gates.scaGamma, vecN_initial, call=call)
-    n, n_last = vecN
     per_step = float32(p.BNH, p.S)
     x = mosaic_call(
         functools.partial(_kernel, p=p, normaliser=normaliser, products=Products(interpret)),
@@ -158,7 +150,7 @@ def parallel_fw_P(
     )(
         q=matQ,
         k=matK,
-        n=None if normaliser is None else n,
+        n=None if normaliser is None else vecN_states,
         e_hi=g.vecE[0],
         e_lo=g.vecE[1],
         u_hi=g.vecU[0],
@@ -166,13 +158,13 @@ def parallel_fw_P(
         w=g.vecW,
         m=g.vecM if normaliser is not None and normaliser.floor_needs_m else None,
     )
-    return Scores(x["P"], Weighted(matK, g.vecAbar), x["r"], x["z"], n, n_last)
+    return Scores(x["P"], Weighted(matK, g.vecAbar), x["r"], x["z"])
 
 
-def _takes(config: StageConfig, p: Problem) -> bool:
+def _supports(tiles: NoTiles, p: Problem) -> bool:
     """q and k of a chunk are in shared memory, whole."""
     fits = p.BNH <= HEADS and p.L == L and p.DHQK % 64 == 0
     return fits and shared_bytes(scratch(p, KERNEL_DTYPE), has_sum=True) <= SHARED_BYTES
 
 
-KERNEL = kernel(search={}, heuristic=lambda p: StageConfig(), takes=_takes)
+KERNEL = kernel(NoTiles, lambda p, gpu: [NoTiles()], _supports, {})

@@ -22,7 +22,7 @@ first column block do it, in blocks of at most 64 rows a warpgroup.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -31,6 +31,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
 from mlstm_pallas.mosaic_gpu.fragments import across_columns, across_rows
 from mlstm_pallas.mosaic_gpu.launch import (
@@ -45,19 +46,25 @@ from mlstm_pallas.mosaic_gpu.launch import (
     shared_bytes,
     shared_tiles,
 )
-from mlstm_pallas.mosaic_gpu.limits import HEADS, KERNEL_DTYPE, SHARED_BYTES, state_rows
+from mlstm_pallas.mosaic_gpu.limits import (
+    HEADS,
+    KERNEL_DTYPE,
+    SHARED_BYTES,
+    kernel,
+    largest_rows,
+)
 from mlstm_pallas.mosaic_gpu.products import BY_LANES, SUM_SCRATCH, Products
 from mlstm_pallas.mosaic_gpu.tile_copies import head_of
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.splits import split_states
-from mlstm_pallas.stage import StageCall, StageConfig
+from mlstm_pallas.stage import Launch
+from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 R = REGISTER_ROWS
 STEPS, COLUMNS = 64, 128  # of a tile, and of the block of X of a CTA where they divide DHHV
 H_STAGES = 3  # tiles of h in shared memory
-ENOUGH_CTAS = 128  # of a launch: an H200 has 132 SMs, and an SM holds one such CTA
 # Shorter splits, or fewer, cost more than they gain: a second launch, and what joins their sums.
 MIN_SPLIT_STEPS, MIN_SPLITS, MAX_SPLITS = 1024, 4, 16
 
@@ -382,7 +389,7 @@ def scratch(
 
 
 def _launch(
-    name: str, each: Sequence[Recurrence], splits: Splits, rows: int, call: StageCall
+    name: str, each: Sequence[Recurrence], splits: Splits, call: Launch
 ) -> list[RecurrenceOutputs]:
     """One launch; X_initial and X_last are transposed, and X_initial is that of each split."""
     p, dtype, num_stages = call.problem, each[0].a.dtype, call.tiles.num_stages
@@ -413,9 +420,7 @@ def _launch(
         absent += ["x", "x_last"] if y.x_initial is None else []
         absent += ["inner"] if y.h is None else []
         outputs.append(RecurrenceOutputs(**shapes | dict.fromkeys(absent)))
-    columns, ctas = block_columns(p), len(each) * splits.of_head * num_ctas(rows, p)
-    if rows == R and 2 * ctas <= ENOUGH_CTAS:
-        columns = R  # twice the CTAs, whose warpgroups do not wait for each other
+    rows, columns = call.tiles.state_rows, call.tiles.state_columns
     results: list[RecurrenceOutputs] = mosaic_call(
         functools.partial(
             _kernel,
@@ -447,11 +452,11 @@ def _launch(
 
 
 def _sums_of_splits(
-    name: str, each: Sequence[Recurrence], splits: Splits, rows: int, call: StageCall
+    name: str, each: Sequence[Recurrence], splits: Splits, call: Launch
 ) -> list[tuple[jax.Array, Any]]:
     """What splits add to X and to x: (B * NH, splits.of_head, DHHV, DHQK), transposed, and DHQK."""
     each = [dataclasses.replace(x, h=None, return_last=True) for x in each]
-    outputs = _launch(name, each, splits, rows, call)
+    outputs = _launch(name, each, splits, call)
 
     def of_heads(x: jax.Array) -> jax.Array:
         return x.reshape(-1, splits.of_head, *x.shape[1:])
@@ -472,11 +477,9 @@ def _from_splits(
     return dataclasses.replace(x, x_initial=vectors[..., 0])
 
 
-def recurrences(name: str, *each: Recurrence, call: StageCall) -> list[RecurrenceOutputs]:
+def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOutputs]:
     """``stages/recurrence.py``; in one launch, or two with splits."""
-    p, tiles = call.problem, call.tiles
-    rows = block_rows(tiles, p, len(each), has_x=any(x.x_initial is not None for x in each))
-    num_splits = splits_of(tiles, p, len(each))
+    num_splits = call.tiles.num_splits
     initial = [None if x.X_initial is None else x.X_initial.mT for x in each]
     if num_splits == 1:
         each = tuple(
@@ -484,14 +487,14 @@ def recurrences(name: str, *each: Recurrence, call: StageCall) -> list[Recurrenc
         )
     else:
         of_sums = Splits(num_splits, sums=True, all=False)
-        added = _sums_of_splits("split_products", each, of_sums, rows, call)
+        added = _sums_of_splits("split_products", each, of_sums, call)
         each = tuple(map(_from_splits, each, added, initial))
     return [
         x._replace(
             inner=None if x.inner is None else jnp.sum(x.inner, axis=1),
             X_last=None if x.X_last is None else x.X_last.mT,
         )
-        for x in _launch(name, each, Splits(num_splits), rows, call)
+        for x in _launch(name, each, Splits(num_splits), call)
     ]
 
 
@@ -503,75 +506,98 @@ def split_products(
     *,
     backward: bool = False,
     all_splits: bool = False,
-    call: StageCall,
+    call: Launch,
 ) -> jax.Array:
     """As ``split_products`` of stages/recurrence.py."""
     p = call.problem.in_splits(num_splits)
     call = dataclasses.replace(call, problem=p)
     gamma = jnp.ones((p.BNH, num_splits), jnp.float32)
     x = Recurrence(a, b, gamma, None, return_last=True, backward=backward, r=r)
-    # As many rows as leave enough CTAs: without X to store there is room for 256, at 4 stages.
-    rows = state_rows(p.DHQK, heuristic_rows(p.split(num_splits), 1))
-    call = dataclasses.replace(
-        call, tiles=call.tiles.replace(num_stages=min(call.tiles.num_stages, 4))
-    )
     splits = Splits(num_splits, sums=True, all=all_splits)
-    return _sums_of_splits("split_products", [x], splits, rows, call)[0][0].mT
+    return _sums_of_splits("split_products", [x], splits, call)[0][0].mT
 
 
-def block_columns(p: Problem) -> int:
-    """Columns of X of a CTA, the most; 0 where no such blocks fit."""
+@dataclasses.dataclass(frozen=True)
+class Tiles(BaseTiles):
+    """The block of X of a CTA, which has a warpgroup for 64 columns."""
+
+    state_rows: int
+    state_columns: int
+    num_stages: int
+    num_splits: int = 1
+
+
+def _block_columns(p: Problem) -> int:
+    """The most columns of X of a CTA; 0 where no such blocks fit."""
     return next((x for x in (COLUMNS, R) if p.DHHV % x == 0), 0)
 
 
-def num_ctas(rows: int, p: Problem) -> int:
+def _num_ctas(rows: int, p: Problem) -> int:
     """CTAs of one recurrence without splits; 0 where no such blocks fit."""
-    columns = block_columns(p)
+    columns = _block_columns(p)
     return p.BNH * (p.DHQK // rows) * (p.DHHV // columns) if rows and columns else 0
 
 
-def heuristic_rows(p: Problem, recurrences: int) -> int:
-    """siz_b_DHQK: the most rows of a block with which so many recurrences have enough CTAs."""
-    sizes = 256, 128, 64
-    enough = (x for x in sizes if recurrences * num_ctas(state_rows(p.DHQK, x), p) >= ENOUGH_CTAS)
-    return next(enough, sizes[-1])
+def candidates(
+    p: Problem,
+    gpu: Gpu,
+    *,
+    recurrences: int = 1,
+    has_x: bool = False,
+    **_: Any,
+) -> Iterable[Tiles]:
+    """The most rows of a block with which the launch fills the GPU; with fewer CTAs splits."""
+    columns = _block_columns(p)
+    most = columns if has_x else 256
+
+    def rows_of(size: int) -> int:
+        return largest_rows(p.DHQK, min(size, most))
+
+    rows = next(
+        (x for x in map(rows_of, (256, 128)) if gpu.filled_by(recurrences * _num_ctas(x, p))),
+        rows_of(64),
+    )
+    if not rows or not columns:
+        return
+    ctas = recurrences * _num_ctas(rows, p)
+    filling = min(gpu.sms // max(ctas, 1), p.S // MIN_SPLIT_STEPS, MAX_SPLITS, p.NC & -p.NC)
+    splits = 1 << (filling.bit_length() - 1) if filling >= MIN_SPLITS else 1
+    if rows == R and 2 * ctas * splits <= gpu.sms:
+        columns = R  # twice the CTAs, whose warpgroups do not wait for each other
+    yield Tiles(rows, columns, 6 if has_x and rows == R else 4, splits)
 
 
-def block_rows(config: StageConfig, p: Problem, recurrences: int, *, has_x: bool = False) -> int:
-    """Rows of a block: those of the config, which are for two recurrences.
-
-    One alone has fewer where it would have few CTAs, or an x.
-    """
-    rows = config.siz_b_DHQK
-    if recurrences == 1:
-        rows = min(rows, heuristic_rows(p, recurrences))
-    if has_x:
-        rows = min(rows, block_columns(p))
-    return state_rows(p.DHQK, rows)
-
-
-def splits_of(config: StageConfig, p: Problem, recurrences: int) -> int:
-    """Splits of the sequence: num_splits, else as many as fill a GPU; of whole chunks."""
-    most = p.NC & -p.NC
-    if config.num_splits is not None:
-        return min(config.num_splits, most)
-    ctas = recurrences * num_ctas(state_rows(p.DHQK, config.siz_b_DHQK), p)
-    filling = min(ENOUGH_CTAS // max(ctas, 1), p.S // MIN_SPLIT_STEPS, MAX_SPLITS, most)
-    return 1 << (filling.bit_length() - 1) if filling >= MIN_SPLITS else 1
-
-
-def fits(config: StageConfig, p: Problem, *, has_h: bool = False, has_x: bool = False) -> bool:
-    """Whether the kernel takes the problem with these tiles."""
-    rows = state_rows(p.DHQK, config.siz_b_DHQK)
-    if not 0 < rows <= 256 or not block_columns(p) or p.L % STEPS:
+def supports(
+    tiles: Tiles,
+    p: Problem,
+    *,
+    recurrences: int = 1,
+    has_h: bool = False,
+    has_x: bool = False,
+    stores_X: bool = True,
+) -> bool:
+    rows, columns = tiles.state_rows, tiles.state_columns
+    if rows % R or p.DHQK % rows or rows > 256 or p.L % STEPS or (has_x and rows > columns):
         return False
     # A slot is free when the next step's product runs.
-    if config.num_stages < 2 or 2 * p.BNH * (config.num_splits or 1) > HEADS:
+    if columns not in (R, COLUMNS) or p.DHHV % columns or tiles.num_stages < 2:
         return False
-    shapes = scratch(
-        *(rows, block_columns(p), config.num_stages, KERNEL_DTYPE),
-        weighted=True,
-        has_h=has_h,
-        has_x=has_x,
-    )
+    if p.NC % tiles.num_splits or 2 * p.BNH * tiles.num_splits > HEADS:
+        return False
+    sizes = rows, columns, tiles.num_stages, KERNEL_DTYPE
+    shapes = scratch(*sizes, weighted=True, has_h=has_h, has_x=has_x, stores_X=stores_X)
     return shared_bytes(shapes) <= SHARED_BYTES
+
+
+KERNEL = kernel(
+    Tiles,
+    candidates,
+    supports,
+    dict(state_rows=(64, 128, 256), num_stages=(3, 4, 5, 6), num_splits=(1, 2, 4, 8)),
+)
+SPLIT_PRODUCTS = kernel(
+    Tiles,
+    candidates,
+    functools.partial(supports, stores_X=False),
+    {},
+)

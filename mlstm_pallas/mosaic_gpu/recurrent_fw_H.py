@@ -1,15 +1,15 @@
 """recurrent_fw_H on Mosaic GPU: the fused scan of ``stages/recurrent_fw_H.py``.
 
 Grid (B * NH, DHHV / siz_b_DHHV). A CTA has two warpgroups. Each owns siz_b_DHHV / 2 columns of C
-and of h, in blocks of 64. A block of C is kept transposed in registers, 64 x siz_b_loop floats, and
+and of h, in blocks of 64. A block of C is kept transposed in registers, 64 x state_rows floats, and
 is the left operand of C^T q. Copies run up to num_stages chunks ahead. While the state's product
 runs, the outputs of the chunk are stored.
 """
 
 import dataclasses
 import functools
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping
+from typing import Any, ClassVar, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +17,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
 from mlstm_pallas.mosaic_gpu.fragments import across_rows
 from mlstm_pallas.mosaic_gpu.launch import (
@@ -30,20 +31,23 @@ from mlstm_pallas.mosaic_gpu.launch import (
     shared_bytes,
     shared_tiles,
 )
-from mlstm_pallas.mosaic_gpu.limits import HEADS, KERNEL_DTYPE, SHARED_BYTES, kernel, state_rows
+from mlstm_pallas.mosaic_gpu.limits import (
+    HEADS,
+    KERNEL_DTYPE,
+    SHARED_BYTES,
+    kernel,
+    largest_rows,
+)
 from mlstm_pallas.mosaic_gpu.products import Products
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import (
-    StageCall,
-    StageConfig,
-    sequence_shape,
-)
+from mlstm_pallas.stage import Launch, sequence_shape
+from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.parallel_fw_P import Scores
 from mlstm_pallas.stages.recurrent_fw_H import FusedScan
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
-R = REGISTER_ROWS
+R, WARPGROUPS = REGISTER_ROWS, 2
 
 
 class _Refs(NamedTuple):
@@ -57,7 +61,7 @@ class _Refs(NamedTuple):
     C_initial: Any  # (B * NH, DHHV, DHQK), transposed, may be absent
     partial: Any  # like v, h of the launches before, absent in the first
     h: Any  # out, like v
-    C_last: Any  # out (B * NH, DHHV, siz_b_loop), transposed, may be absent
+    C_last: Any  # out (B * NH, DHHV, state_rows), transposed, may be absent
     C_states: Any  # out (B * NH, stored, DHQK, DHHV), may be absent
     slots: Any  # shared, by name: the tiles of the chunks in flight, (num_stages, ...) each
     barriers: Any  # of the ring of slots
@@ -174,13 +178,13 @@ def _kernel(
     *,
     p: Problem,
     launch: int,
-    config: StageConfig,
+    config: "Tiles",
     rows: int,
     store_every: int,
     interpret: bool,
     **refs_by_name: Any,
 ) -> None:
-    refs, warpgroups = _Refs(**refs_by_name), config.num_warps // 4
+    refs, warpgroups = _Refs(**refs_by_name), WARPGROUPS
     places = (lax.axis_index(x) for x in ("head", "columns", "wg"))
     num_blocks, products = config.siz_b_DHHV // (warpgroups * R), Products(interpret)
     sizes = launch, config.siz_b_DHHV, rows, num_blocks, store_every
@@ -216,7 +220,7 @@ def _kernel(
 
 def scratch(
     p: Problem,
-    config: StageConfig,
+    config: "Tiles",
     rows: int,
     dtype: Any,
     *,
@@ -225,7 +229,7 @@ def scratch(
 ) -> dict[str, Any]:
     """Shared memory of a launch that holds so many rows of the state."""
     tiles, vectors = functools.partial(shared_tiles, dtype=dtype), (config.num_stages, p.L)
-    V, warpgroups = config.siz_b_DHHV, config.num_warps // 4
+    V, warpgroups = config.siz_b_DHHV, WARPGROUPS
     slots = {"q": tiles(*vectors, rows), "k": tiles(*vectors, rows), "v": tiles(*vectors, V)}
     slots |= {"P": tiles(*vectors, p.L)} if first_launch else {"partial": tiles(*vectors, V)}
     slots |= {name: plgpu.SMEM(vectors, jnp.float32) for name in ("r", "abar")}
@@ -246,11 +250,11 @@ def recurrent_fw_H(
     *,
     return_last: bool = True,
     store_every: int = 0,
-    call: StageCall,
+    call: Launch,
 ) -> FusedScan:
     """Runs the stage: ``stages/recurrent_fw_H.py``."""
     p, config, dtype = call.problem, call.tiles, matQ.dtype
-    rows = state_rows(p.DHQK, config.siz_b_loop)
+    rows = config.state_rows
     interpret, keys = call.interpret, scores.keys
     abar = jnp.ones_like(scores.vecR) if keys.weights is None else keys.weights
     C_last = float32(p.BNH, p.DHHV, rows) if return_last else None
@@ -273,7 +277,7 @@ def recurrent_fw_H(
             ),
             name="recurrent_fw_H",
             grid={"head": p.BNH, "columns": blocks(p.DHHV, config.siz_b_DHHV)},
-            warpgroups=config.num_warps // 4,
+            warpgroups=WARPGROUPS,
             outputs={
                 "h": sequence_shape(matV, p.DHHV, dtype),
                 "C_last": C_last,
@@ -299,44 +303,39 @@ def recurrent_fw_H(
     return FusedScan(x["h"], last, x["C_states"])
 
 
-def _takes(config: StageConfig, p: Problem) -> bool:
-    """A warpgroup has at most 64 x 256 floats of C. There are two of them.
+@dataclasses.dataclass(frozen=True)
+class Tiles(BaseTiles):
+    """siz_b_LKV: steps of a chunk; state_rows: rows of C in a launch."""
+
+    siz_b_LKV: int
+    siz_b_DHHV: int
+    state_rows: int
+    num_stages: int
+    ctas_per_sm: ClassVar[int] = 1
+
+
+def _candidates(p: Problem, gpu: Gpu) -> Iterable[Tiles]:
+    rows = largest_rows(p.DHQK)
+    if rows:
+        yield Tiles(R, 128, rows, 2 if p.DHQK > 128 else 3)
+
+
+def _supports(tiles: Tiles, p: Problem) -> bool:
+    """A warpgroup has at most 64 x 256 floats of C. There are at most two launches.
 
     parallel_fw_P takes chunks of 64 steps alone.
     """
-    p, columns = p.in_chunks_of(config.siz_b_LKV), config.siz_b_DHHV
-    warpgroups, rows = config.num_warps // 4, state_rows(p.DHQK, config.siz_b_loop)
-    if (
-        warpgroups != 2
-        or rows == 0
-        or 2 * rows < p.DHQK
-        or p.BNH * (config.num_splits or 1) > HEADS
-    ):
+    p, columns, rows = p.in_chunks_of(tiles.siz_b_LKV), tiles.siz_b_DHHV, tiles.state_rows
+    parts, rest = divmod(columns, R * WARPGROUPS)
+    if p.DHQK % rows or 2 * rows < p.DHQK or rows % R or p.BNH > HEADS:
         return False
-    parts, rest = divmod(columns, 64 * warpgroups)
-    if p.L != 64 or p.DHHV % columns or rest or parts * rows > 256:
+    if p.L != R or p.DHHV % columns or rest or parts * rows > 256:
         return False
     # The first launch reads P, the second one h of the first. One launch alone stores states.
     one = rows == p.DHQK
     options = [dict(first_launch=x, stores_states=one) for x in ([True] if one else [True, False])]
-    sizes = (shared_bytes(scratch(p, config, rows, KERNEL_DTYPE, **x)) for x in options)
+    sizes = (shared_bytes(scratch(p, tiles, rows, KERNEL_DTYPE, **x)) for x in options)
     return max(sizes) <= SHARED_BYTES
 
 
-def _heuristic(p: Problem) -> StageConfig:
-    stages = 2 if p.DHQK > 128 else 3
-    return StageConfig(siz_b_LKV=64, siz_b_DHHV=128, siz_b_loop=256, num_warps=8, num_stages=stages)
-
-
-KERNEL = kernel(
-    search=dict(
-        siz_b_LKV=(64,),
-        siz_b_DHHV=(128, 256),
-        siz_b_loop=(256,),
-        num_warps=(8,),
-        num_stages=(2, 3, 4),
-    ),
-    heuristic=_heuristic,
-    takes=_takes,
-    stores_states=lambda config, p: state_rows(p.DHQK, config.siz_b_loop) == p.DHQK,
-)
+KERNEL = kernel(Tiles, _candidates, _supports, dict(siz_b_DHHV=(128, 256), num_stages=(2, 3, 4)))

@@ -38,7 +38,8 @@ from mlstm_pallas.mosaic_gpu.chunk_scans import (
     scan_buffer,
 )
 from mlstm_pallas.mosaic_gpu.launch import REGISTER_ROWS, float32, load, mosaic_call, plgpu, write
-from mlstm_pallas.stage import StageCall
+from mlstm_pallas.mosaic_gpu.limits import NoTiles, kernel
+from mlstm_pallas.stage import Launch
 from mlstm_pallas.tiles import blocks, divide, remainder
 
 T = REGISTER_ROWS
@@ -282,7 +283,7 @@ def step_gradients(
     flags: jax.Array,
     dm: jax.Array | None,
     *,
-    call: StageCall,
+    call: Launch,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """``gate_gradients.step_gradients`` of the outputs of a stage on Mosaic GPU.
 
@@ -340,3 +341,6 @@ def step_gradients(
     )
     first = jnp.zeros_like(x["di"][:, 0, 0]) if dm is None else x["arriving"][:, 0]
     return x["di"].reshape(p.BNH, p.S), x["df"].reshape(p.BNH, p.S), first
+
+
+KERNEL = kernel(NoTiles, lambda p, gpu: [NoTiles()], lambda tiles, p: p.L % 64 == 0, {})

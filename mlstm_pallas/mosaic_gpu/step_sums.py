@@ -31,9 +31,10 @@ from mlstm_pallas.mosaic_gpu.launch import (
     plgpu,
     shared_tiles,
 )
+from mlstm_pallas.mosaic_gpu.limits import NoTiles, kernel
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_in, head_of
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import StageCall
+from mlstm_pallas.stage import Launch
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 ELEMENTS = 2**15  # at most, of x in a CTA
@@ -92,7 +93,7 @@ def _kernel(
     loop(sums_of_cta, part_sum, None)
 
 
-def step_sums(x: jax.Array, weights: jax.Array, *, call: StageCall) -> jax.Array:
+def step_sums(x: jax.Array, weights: jax.Array, *, call: Launch) -> jax.Array:
     """sum_t weights_t x_t over the steps of each chunk, (B * NH, NC, D), in float32.
 
     Args:
@@ -120,3 +121,11 @@ def step_sums(x: jax.Array, weights: jax.Array, *, call: StageCall) -> jax.Array
         interpret=call.interpret,
     )(x=x, weights=weights)["sums"]
     return jnp.sum(sums.reshape(p.BNH, p.NC, parts // p.NC, D), axis=2) if parts > p.NC else sums
+
+
+KERNEL = kernel(
+    NoTiles,
+    lambda p, gpu: [NoTiles()],
+    lambda tiles, p: p.L % TILE == 0 and p.DHQK % 64 == 0,
+    {},
+)

@@ -11,7 +11,9 @@ Bytes: what is added and the states, 2 B NH NC DHQK float32; with splits what is
 matrix product.
 """
 
+import dataclasses
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -20,10 +22,14 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.mosaic_gpu.launch import block, float32, load, mosaic_call
+from mlstm_pallas.mosaic_gpu.limits import kernel
 from mlstm_pallas.mosaic_gpu.products import BY_LANES
+from mlstm_pallas.problem import Problem
 from mlstm_pallas.splits import split_states
-from mlstm_pallas.stage import StageCall
+from mlstm_pallas.stage import Launch
+from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 COLUMNS = 64  # of a CTA
@@ -81,13 +87,6 @@ def _kernel(
     last.at[pl.ds(head, 1), columns][...] = x
 
 
-def _splits(BNH: int, NC: int, D: int) -> int:
-    """Splits of a sequence, a power of two."""
-    most = min(MAX_SPLITS, NC // MIN_SPLIT_CHUNKS, MOST_CTAS // (BNH * blocks(D, COLUMNS)))
-    splits = min(1 << (most.bit_length() - 1), NC & -NC) if most else 1
-    return splits if splits >= MIN_SPLITS else 1
-
-
 def _launch(
     added: jax.Array,
     gamma: jax.Array,
@@ -95,7 +94,7 @@ def _launch(
     *,
     return_states: bool,
     backward: bool,
-    call: StageCall,
+    call: Launch,
 ) -> dict[str, Any]:
     BNH, _, D = added.shape
     x: dict[str, Any] = mosaic_call(
@@ -120,11 +119,12 @@ def vector_states(
     initial: jax.Array,
     *,
     backward: bool = False,
-    call: StageCall,
+    call: Launch,
 ) -> tuple[jax.Array, jax.Array]:
     """``gates.vector_states``; DHQK is a multiple of 64."""
     BNH, NC, D = added.shape
-    splits, run = _splits(BNH, NC, D), functools.partial(_launch, backward=backward, call=call)
+    run = functools.partial(_launch, backward=backward, call=call)
+    splits = call.tiles.num_splits
     if splits == 1:
         x = run(added, gamma, initial, return_states=True)
         return x["states"], x["last"]
@@ -136,3 +136,17 @@ def vector_states(
     x = run(*of_splits, starts, return_states=True)
     end = 0 if backward else -1
     return x["states"].reshape(added.shape), x["last"].reshape(BNH, splits, D)[:, end]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tiles(BaseTiles):
+    num_splits: int
+
+
+def _candidates(p: Problem, gpu: Gpu) -> Iterable[Tiles]:
+    most = min(MAX_SPLITS, p.NC // MIN_SPLIT_CHUNKS, MOST_CTAS * COLUMNS // (p.BNH * p.DHQK))
+    splits = min(1 << (most.bit_length() - 1), p.NC & -p.NC) if most else 1
+    yield Tiles(splits if splits >= MIN_SPLITS else 1)
+
+
+KERNEL = kernel(Tiles, _candidates, lambda tiles, p: p.DHQK % COLUMNS == 0, {})

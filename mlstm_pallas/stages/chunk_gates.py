@@ -5,7 +5,7 @@ import jax
 from mlstm_pallas import gates
 from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.problem import InputGate
-from mlstm_pallas.stage import Stage, StageCall
+from mlstm_pallas.stage import Launch, Stage
 
 
 def chunk_gates(
@@ -17,7 +17,8 @@ def chunk_gates(
     scaM_states: jax.Array | None = None,
     lengths: jax.Array | None = None,
     *,
-    call: StageCall,
+    with_flags: bool = False,
+    call: Launch,
 ) -> ChunkGates:
     """Runs the stage.
 
@@ -28,6 +29,8 @@ def chunk_gates(
       scaM_states: the stabilisers at the chunk boundaries, (B * NH, NC + 1) float32; None: they are
         computed.
       lengths: (B * NH,) int32: h_t is 0 from this step on; None: nowhere.
+      with_flags: whether a kernel may return the flags that the gradients of the gates read. Where
+        it does not, ``gate_gradients`` computes them.
     """
     begins = None if starts is None else call.chunks(starts)
     local = gates.local_gates(call.chunks(vecI), call.chunks(vecF), begins, input_gate)

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from mlstm_pallas.gate_gradients import TilePairs, inner
 from mlstm_pallas.gates import ChunkGates, causal, decay_matrix, fusion_barrier
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, NormaliserGradients, query_scale
-from mlstm_pallas.stage import Stage, StageCall, Weighted, steps_of
+from mlstm_pallas.stage import Launch, Stage, Weighted, steps_of
 
 
 class GradientTiles(NamedTuple):
@@ -68,7 +68,7 @@ def parallel_bw_dP(
     *,
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
     return_keys: bool = True,
-    call: StageCall,
+    call: Launch,
 ) -> GradientTiles:
     """Runs the stage.
 

@@ -18,8 +18,8 @@ from mlstm_pallas.gate_gradients import inner
 from mlstm_pallas.gates import ChunkGates, causal
 from mlstm_pallas.normaliser import NormaliserGradients, query_scale
 from mlstm_pallas.stage import (
+    Launch,
     Stage,
-    StageCall,
 )
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
 
@@ -47,7 +47,7 @@ def parallel_bw_dQKV(
     matDeltaC_states: jax.Array,
     vecDeltaN_states: jax.Array,
     *,
-    call: StageCall,
+    call: Launch,
 ) -> Gradients:
     """Runs the stage.
 

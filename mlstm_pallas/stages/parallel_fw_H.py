@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from mlstm_pallas.gates import ChunkGates, causal, decay_matrix
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
-from mlstm_pallas.stage import Stage, StageCall
+from mlstm_pallas.stage import Launch, Stage
 
 
 class Outputs(NamedTuple):
@@ -34,7 +34,7 @@ def parallel_fw_H(
     *,
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
     output_dtype: Any = None,
-    call: StageCall,
+    call: Launch,
 ) -> Outputs:
     """Runs the stage.
 

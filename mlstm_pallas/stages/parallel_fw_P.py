@@ -8,16 +8,16 @@
 normaliser.py has den_t. Without a normaliser it is 1, and z is not computed.
 """
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from mlstm_pallas.gates import ChunkGates, causal, decay_matrix, vector_states
+from mlstm_pallas.gates import ChunkGates, causal, decay_matrix
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.stage import (
+    Launch,
     Stage,
-    StageCall,
     Weighted,
 )
 
@@ -29,33 +29,27 @@ class Scores(NamedTuple):
     keys: Weighted  # (B * NH, S, DHQK) in the kernel dtype, weighted kbar
     vecR: jax.Array  # (B * NH, S) float32, as what follows
     vecZ: jax.Array | None  # (B * NH, S) the signed z_t; None without a normaliser
-    vecN_states: Any  # (B * NH, NC, DHQK) n before each chunk; None where recurrent_fw_H reads it
-    vecN_last: Any  # (B * NH, DHQK); None likewise
 
 
 def parallel_fw_P(
     matQ: jax.Array,
     matK: jax.Array,
     gates: ChunkGates,
-    vecN_initial: jax.Array,
-    vecN: tuple[jax.Array, jax.Array] | None = None,
+    vecN_states: jax.Array,
     *,
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
-    call: StageCall,
+    call: Launch,
 ) -> Scores:
     """Runs the stage, in the chunks of recurrent_fw_H.
 
     Args:
       matQ, matK: (B * NH, S, DHQK) in the kernel dtype.
       gates: of chunk_gates.
-      vecN_initial: (B * NH, DHQK), float32.
-      vecN: vecN_states and vecN_last of the result; None: computed.
+      vecN_states: n before each chunk, (B * NH, NC, DHQK), float32.
     """
     p, q, k = call.problem, call.chunks(matQ), call.chunks(matK)
     kbar = k.astype(gates.vecW.dtype) * gates.vecAbar[..., None]
-    if vecN is None:
-        vecN = vector_states(jnp.sum(kbar, axis=2), gates.scaGamma, vecN_initial)
-    n, n_last = vecN
+    n = vecN_states
     P = jnp.einsum(
         "nctk,ncsk->ncts", q, k, preferred_element_type=gates.vecW.dtype, precision=call.precision
     )
@@ -71,11 +65,11 @@ def parallel_fw_P(
         x.reshape(p.BNH, p.S, *x.shape[3:]) for x in (P.astype(q.dtype), kbar.astype(q.dtype), r)
     )
     z = None if z is None else z.reshape(p.BNH, p.S)
-    return Scores(P, Weighted(kbar, None), r, z, n, n_last)
+    return Scores(P, Weighted(kbar, None), r, z)
 
 
 STAGE = Stage(
     name="parallel_fw_P",
-    inputs=("matQ", "matK", "chunk_gates", "vecN_initial"),
+    inputs=("matQ", "matK", "chunk_gates", "vecN_states"),
     fused=True,
 )

@@ -17,7 +17,7 @@ from jax import lax
 from mlstm_pallas.gate_gradients import inner
 from mlstm_pallas.gates import vector_states
 from mlstm_pallas.stage import (
-    StageCall,
+    Launch,
     Weighted,
     steps_like,
     steps_of,
@@ -64,19 +64,19 @@ class RecurrenceOutputs(NamedTuple):
     inner: Any = None  # (B * NH, S) b_t . h_t; None without h
 
 
-def recurrences(name: str, *each: Recurrence, call: StageCall) -> list[RecurrenceOutputs]:
+def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOutputs]:
     """The recurrences of the stage ``name``, which are independent of each other."""
     return [with_inner(x, _recurrence(x, call), call) for x in each]
 
 
-def with_inner(x: Recurrence, outputs: RecurrenceOutputs, call: StageCall) -> RecurrenceOutputs:
+def with_inner(x: Recurrence, outputs: RecurrenceOutputs, call: Launch) -> RecurrenceOutputs:
     """The outputs with the inner products, where x has h."""
     if x.h is None:
         return outputs
     return outputs._replace(inner=steps_of(inner(x.b, x.h), call.problem.S))
 
 
-def _recurrence(x: Recurrence, call: StageCall) -> RecurrenceOutputs:
+def _recurrence(x: Recurrence, call: Launch) -> RecurrenceOutputs:
     acc = x.gamma.dtype
     a = call.chunks(x.a)
     if x.r is not None:
@@ -116,7 +116,7 @@ def split_products(
     *,
     backward: bool = False,
     all_splits: bool = False,
-    call: StageCall,
+    call: Launch,
 ) -> jax.Array:
     """sum_t r_t a_t b_t^T over each split, (B * NH, num_splits - 1, DHQK, DHHV) in the dtype of r.
 
@@ -133,7 +133,7 @@ def split_products(
     return X if all_splits else X[:, 1:] if backward else X[:, :-1]
 
 
-def add_decayed(X: jax.Array, added: jax.Array, decays: jax.Array, *, call: StageCall) -> jax.Array:
+def add_decayed(X: jax.Array, added: jax.Array, decays: jax.Array, *, call: Launch) -> jax.Array:
     """X_c + decays_c added, in the dtype of X.
 
     X: (B * NH, NC, DHQK, DHHV); added: (B * NH, DHQK, DHHV), decays: (B * NH, NC), float32.
@@ -141,7 +141,7 @@ def add_decayed(X: jax.Array, added: jax.Array, decays: jax.Array, *, call: Stag
     return (X.astype(added.dtype) + decays[..., None, None] * added[:, None]).astype(X.dtype)
 
 
-def chunk_sums(x: jax.Array, call: StageCall) -> jax.Array:
+def chunk_sums(x: jax.Array, call: Launch) -> jax.Array:
     """Sums over the steps of each chunk, (B * NH, NC, D), of an array in either layout."""
     p = call.problem
     if x.ndim == 3:
@@ -151,7 +151,7 @@ def chunk_sums(x: jax.Array, call: StageCall) -> jax.Array:
     return jnp.moveaxis(sums, 2, 1).reshape(p.BNH, p.NC, D)
 
 
-def step_sums(x: jax.Array, weights: jax.Array, *, call: StageCall) -> jax.Array:
+def step_sums(x: jax.Array, weights: jax.Array, *, call: Launch) -> jax.Array:
     """sum_t weights_t x_t over each chunk, (B * NH, NC, D), products and sums in float32.
 
     x: (B * NH, S, D), or (B, S, NH, D); weights: (B * NH, S), float32.

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from mlstm_pallas.stage import Stage, StageCall, Weighted
+from mlstm_pallas.stage import Launch, Stage, Weighted
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, recurrences
 
 
@@ -42,7 +42,7 @@ def recurrent_bw_dC(
     return_initial: bool = True,
     return_last: bool = True,
     recurrences: Callable[..., list[RecurrenceOutputs]] = recurrences,
-    call: StageCall,
+    call: Launch,
 ) -> StateGradients:
     """Runs the stage.
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from mlstm_pallas.stage import Stage, StageCall
+from mlstm_pallas.stage import Launch, Stage
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, recurrences
 
 
@@ -31,7 +31,7 @@ def recurrent_fw_C(
     *,
     return_last: bool = True,
     recurrences: Callable[..., list[RecurrenceOutputs]] = recurrences,
-    call: StageCall,
+    call: Launch,
 ) -> ChunkStates:
     """Runs the stage.
 

@@ -15,8 +15,8 @@ from jax import lax
 
 from mlstm_pallas.gate_gradients import zero_states
 from mlstm_pallas.stage import (
+    Launch,
     Stage,
-    StageCall,
 )
 from mlstm_pallas.stages.parallel_fw_P import Scores
 
@@ -37,7 +37,7 @@ def recurrent_fw_H(
     *,
     return_last: bool = True,
     store_every: int = 0,
-    call: StageCall,
+    call: Launch,
 ) -> FusedScan:
     """Runs the stage.
 

@@ -18,7 +18,7 @@ from jax import lax
 from mlstm_pallas.gates import MASKED, branchless_log1p, log_sigmoid
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser
 from mlstm_pallas.problem import accumulator_dtype
-from mlstm_pallas.stage import Stage, StageCall
+from mlstm_pallas.stage import Launch, Stage
 
 _INF = float("inf")
 
@@ -68,7 +68,7 @@ def recurrent_step(
     scaM: jax.Array | None,
     *,
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
-    call: StageCall,
+    call: Launch,
 ) -> Step:
     """Runs the stage.
 

@@ -11,6 +11,7 @@ CTA reads the summaries of the chunks before its boundary, within a block of up 
 several blocks, a first launch with one CTA a head computes the stabiliser before each block.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -31,7 +32,8 @@ from mlstm_pallas.gates import (
     stabiliser_sources,
 )
 from mlstm_pallas.problem import InputGate, next_power_of_two
-from mlstm_pallas.stage import Kernel, StageCall, StageConfig, search_of
+from mlstm_pallas.stage import Kernel, Launch
+from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.tiles import blocks, causal_mask, divide, loop
 from mlstm_pallas.triton.launch import kernel_call
 
@@ -167,7 +169,8 @@ def chunk_gates(
     scaM_states: jax.Array | None = None,
     lengths: jax.Array | None = None,
     *,
-    call: StageCall,
+    with_flags: bool = False,
+    call: Launch,
 ) -> ChunkGates:
     """Runs the stage: ``stages/chunk_gates.py``."""
     local = _local_gates(vecI, vecF, starts, input_gate, call)
@@ -184,7 +187,7 @@ def _local_gates(
     vecF: jax.Array,
     starts: jax.Array | None,
     input_gate: InputGate,
-    call: StageCall,
+    call: Launch,
 ) -> LocalGates:
     p, siz_b = call.problem, call.tiles.siz_b_LQ
     chunk = pl.BlockSpec((None, p.L), lambda c, b: (b, c))
@@ -204,7 +207,7 @@ def _local_gates(
     return LocalGates((b_hi, b_lo), (e_hi, e_lo), (emax_hi, emax_lo), offset)
 
 
-def _stabiliser_scan(local: LocalGates, scaM_initial: jax.Array, call: StageCall) -> jax.Array:
+def _stabiliser_scan(local: LocalGates, scaM_initial: jax.Array, call: Launch) -> jax.Array:
     p = call.problem
     block = min(next_power_of_two(p.NC), _SCAN_BLOCK)
     padded = -(-p.NC // block) * block
@@ -234,7 +237,15 @@ def _stabiliser_scan(local: LocalGates, scaM_initial: jax.Array, call: StageCall
     return scan(m, p.NC + 1, p.NC + 1)
 
 
+@dataclasses.dataclass(frozen=True)
+class Tiles(BaseTiles):
+    siz_b_LQ: int = 16
+    num_warps: int = 1
+    num_stages: int = 1
+
+
 KERNEL = Kernel(
-    search=search_of("siz_b_LQ", num_warps=(1, 2, 4)),
-    heuristic=lambda p, dtype: StageConfig(siz_b_LQ=16, num_warps=1, num_stages=1),
+    Tiles,
+    lambda p, dtype, gpu: Tiles().clamped(p),
+    dict(siz_b_LQ=(16, 32, 64, 128, 256), num_warps=(1, 2, 4)),
 )

@@ -16,8 +16,9 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import StageCall
+from mlstm_pallas.stage import Launch
 from mlstm_pallas.tiles import divide, remainder
 
 plgpu: Any
@@ -33,8 +34,44 @@ warnings.filterwarnings(
 )
 
 HAS_TRITON = plgpu is not None
+LAUNCH_SEARCH = dict(num_warps=(2, 4, 8), num_stages=(1, 2, 3, 4))  # of the tuner
 # jax 0.10 has no constant for it.
 CUSTOM_CALL_TARGET = getattr(plgpu, "CUSTOM_CALL_TARGET_NAME", "__gpu$xla.gpu.triton")
+
+
+def stages_that_fit(
+    gpu: Gpu, iteration_bytes: int, kept_bytes: int = 0, most: int = 3, ctas_per_sm: int = 2
+) -> int:
+    """Stages of a pipeline that fit in shared memory; an estimate, as the compiler decides.
+
+    wgmma and tcgen05 read a stage where it is. mma reads registers, so that the pipeline has one
+    stage less in shared memory, beside some 8 KiB for tiles on their way to other layouts.
+
+    Args:
+      iteration_bytes: of the tiles that an iteration reads.
+      kept_bytes: of the tiles that stay in shared memory.
+    """
+    room = min(gpu.shared_bytes, gpu.sm_shared_bytes // ctas_per_sm) - 1024 - kept_bytes
+    if 90 <= gpu.capability < 120:
+        return min(max((room - 2048) // iteration_bytes, 0), most)
+    return min(max((room - 8192) // iteration_bytes, 0) + 1, most)
+
+
+def depth_and_stages(gpu: Gpu, elements: int, depth: int, dtype: Any) -> tuple[int, int]:
+    """The largest depth of a pipeline, halved down to 32, at which two CTAs with three stages fit.
+
+    With two stages a copy is waited for in the iteration that issues it. float32 has two, as its
+    products take longer than the copies.
+
+    Args:
+      elements: that an iteration reads for each step or column of its depth.
+    """
+    most = 2 if dtype.itemsize > 2 else 3
+    while True:
+        stages = stages_that_fit(gpu, depth * elements * dtype.itemsize, most=most)
+        if stages >= most or depth <= 32:
+            return depth, max(stages, 1)
+        depth //= 2
 
 
 def kernel_call(
@@ -45,7 +82,7 @@ def kernel_call(
     in_specs: Sequence[pl.BlockSpec | None],
     out_specs: Sequence[pl.BlockSpec],
     out_shape: Sequence[jax.ShapeDtypeStruct],
-    call: StageCall,
+    call: Launch,
     input_output_aliases: Mapping[int, int] = MappingProxyType({}),
     **statics: Any,
 ) -> Callable[..., Any]:
@@ -83,7 +120,8 @@ def kernel_call(
                 jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=kind) for x in out_shape
             ),
             compiler_params=plgpu.CompilerParams(
-                num_warps=call.tiles.num_warps, num_stages=call.tiles.num_stages
+                num_warps=call.tiles.num_warps,
+                num_stages=getattr(call.tiles, "num_stages", 1),
             ),
             interpret=call.interpret,
             input_output_aliases=dict(input_output_aliases),

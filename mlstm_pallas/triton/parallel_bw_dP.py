@@ -1,7 +1,7 @@
 """parallel_bw_dP in Triton; XLA computes delta, in a pass over h and dh.
 
 Grid (CTAs of a chunk, NC, B * NH). With T = siz_b_LQ a chunk has n = L / T tiles of queries. Of its
-CTAs n (n + 1) / 2 own a T x T tile of P and dP each, and read siz_b_loop columns of q, k, v and dh
+CTAs n (n + 1) / 2 own a T x T tile of P and dP each, and read block_k columns of q, k, v and dh
 at a time. They sum W_ts = dP_ts scale q_t . k_s over the queries and over the keys of their tile,
 for the gradients of the gates. n more CTAs scale T queries and keys each, and sum what these steps
 add to dn.
@@ -10,7 +10,8 @@ FLOPs: R (L + 1) (K + V). Bytes: q, k, v, dh, h, qbar, kbar, P and dP,
 R (4 K + 3 V + 2 L) itemsize.
 """
 
-from typing import Any
+import dataclasses
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -20,15 +21,11 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.gate_gradients import TilePairs
 from mlstm_pallas.gates import ChunkGates
+from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import MAX_TILE, Problem
-from mlstm_pallas.stage import (
-    Kernel,
-    StageCall,
-    StageConfig,
-    Weighted,
-    search_of,
-)
+from mlstm_pallas.stage import Kernel, Launch, Weighted, clamped
+from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles, normaliser_gradients
 from mlstm_pallas.tiles import (
     Precision,
@@ -40,7 +37,13 @@ from mlstm_pallas.tiles import (
     loop,
     sum_of,
 )
-from mlstm_pallas.triton.launch import kernel_call, masked_store, sequence_spec
+from mlstm_pallas.triton.launch import (
+    LAUNCH_SEARCH,
+    depth_and_stages,
+    kernel_call,
+    masked_store,
+    sequence_spec,
+)
 
 
 def _parallel_bw_dP_kernel(
@@ -66,7 +69,7 @@ def _parallel_bw_dP_kernel(
     T: int,
     scale_keys: bool,
     scale: float,
-    siz_b_loop: int,
+    block_k: int,
     precision: Precision,
 ) -> None:
     (L, DHQK), DHHV = q_ref.shape, v_ref.shape[1]
@@ -78,7 +81,7 @@ def _parallel_bw_dP_kernel(
     # Tiles are numbered by queries; tile i of queries has i + 1 tiles of keys.
     i: Any = sum(((index >= m * (m + 1) // 2).astype(jnp.int32) for m in range(1, n)), np.int32(0))
     j = index - lax.div(i * (i + 1), np.int32(2))
-    step_k, step_v = min(siz_b_loop, DHQK), min(siz_b_loop, DHHV)
+    step_k, step_v = min(block_k, DHQK), min(block_k, DHHV)
 
     @pl.when(index < num_tiles)
     def _tile() -> None:
@@ -160,7 +163,7 @@ def parallel_bw_dP(
     *,
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
     return_keys: bool = True,
-    call: StageCall,
+    call: Launch,
 ) -> GradientTiles:
     """Runs the stage: ``stages/parallel_bw_dP.py``."""
     gradients = normaliser_gradients(normaliser, matDeltaH, matH, vecZ, gates)
@@ -210,7 +213,7 @@ def parallel_bw_dP(
         T=T,
         scale_keys=return_keys,
         scale=p.qk_scale,
-        siz_b_loop=call.tiles.siz_b_loop,
+        block_k=call.tiles.block_k,
         precision=call.precision,
     )(
         matQ,
@@ -233,21 +236,34 @@ def parallel_bw_dP(
     return GradientTiles(P, dP, Weighted(qbar, None), keys, pairs, gradients, dn_added)
 
 
-def _heuristic(p: Problem, dtype: jnp.dtype) -> StageConfig:
-    wide = dtype.itemsize > 2
-    return StageConfig(
-        siz_b_LQ=64, siz_b_loop=32 if wide else 64, num_warps=4, num_stages=2 if wide else 3
-    )
+class BlockedTiles(BaseTiles):
+    """Tiles with a block_k: columns that an iteration reads, along either head dimension."""
+
+    def clamped(self, p: Problem) -> Self:
+        """With the queries clamped to a tile of ``Problem.T`` steps too."""
+        x: Any = super().clamped(p)
+        block_k = min(clamped(x.block_k, p.DHQK), clamped(x.block_k, p.DHHV))
+        result: Self = dataclasses.replace(x, siz_b_LQ=min(x.siz_b_LQ, p.T), block_k=block_k)
+        return result
 
 
-def clamp_to_tile(tiles: StageConfig, p: Problem) -> StageConfig:
-    """Clamps the queries to a tile of ``Problem.T`` steps too."""
-    tiles = tiles.clamped(p)
-    return tiles.replace(siz_b_LQ=min(tiles.siz_b_LQ, p.T))
+@dataclasses.dataclass(frozen=True)
+class Tiles(BlockedTiles):
+    siz_b_LQ: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def _plan(p: Problem, dtype: jnp.dtype, gpu: Gpu) -> Tiles:
+    """Tiles of 64 x 64: P, dP and what is made of them take the registers of a third of an SM."""
+    tiles = Tiles(64, 32 if dtype.itemsize > 2 else 128, 4, 3).clamped(p)
+    narrow = p.DHQK + p.DHHV <= 128  # for as many iterations as stages
+    depth = min(tiles.block_k, 32) if narrow else tiles.block_k
+    depth, stages = depth_and_stages(gpu, 2 * tiles.siz_b_LQ, depth, dtype)
+    return dataclasses.replace(tiles, block_k=depth, num_stages=stages)
 
 
 KERNEL = Kernel(
-    search=search_of("siz_b_loop", siz_b_LQ=(16, 32, 64, 128)),
-    heuristic=_heuristic,
-    clamp=clamp_to_tile,
+    Tiles, _plan, dict(siz_b_LQ=(16, 32, 64, 128), block_k=(32, 64, 128), **LAUNCH_SEARCH)
 )

@@ -3,7 +3,7 @@
 Grid (blocks of a chunk's gradients, NC, B * NH): the CTAs of one chunk run at the same time and
 share operands through L2. A CTA owns siz_b_LQ steps and siz_b_DHQK columns of dq or dk, or
 siz_b_DHHV columns of dv. It adds a product with the state, which it then weights, and one with the
-tiles, both in loops of siz_b_loop that hold products alone. For the gradients of the gates it sums
+tiles, both in loops of block_k that hold products alone. For the gradients of the gates it sums
 the products of q and k with their inter-chunk parts in float32. More CTAs own a
 siz_b_DHQK x siz_b_DHHV block of the states each and sum <C_c, dC_{c+1}>.
 
@@ -12,6 +12,7 @@ FLOPs: 6 R K V + R (L + 1) (2 K + V). Bytes: q, k, v, dh, dq, dk, dv, P, dP and 
 mostly from L2.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -21,20 +22,21 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.gate_gradients import inner
 from mlstm_pallas.gates import ChunkGates
+from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.normaliser import NormaliserGradients, query_scale
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import (
-    Kernel,
-    StageCall,
-    StageConfig,
-    search_of,
-    sequence_shape,
-)
+from mlstm_pallas.stage import Kernel, Launch, sequence_shape
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
 from mlstm_pallas.tiles import Precision, block_at, blocks, divide, dot, loop, remainder, sum_of
-from mlstm_pallas.triton.launch import kernel_call, sequence_spec
-from mlstm_pallas.triton.parallel_bw_dP import clamp_to_tile
+from mlstm_pallas.triton.launch import (
+    LAUNCH_SEARCH,
+    depth_and_stages,
+    kernel_call,
+    sequence_spec,
+    stages_that_fit,
+)
+from mlstm_pallas.triton.parallel_bw_dP import BlockedTiles
 
 
 def _parallel_bw_dQKV_kernel(
@@ -63,7 +65,7 @@ def _parallel_bw_dQKV_kernel(
     siz_b_LQ: int,
     siz_b_DHQK: int,
     siz_b_DHHV: int,
-    siz_b_loop: int,
+    block_k: int,
     precision: Precision,
 ) -> None:
     L = q_ref.shape[0]
@@ -71,7 +73,7 @@ def _parallel_bw_dQKV_kernel(
     def times_state(
         steps: Any, columns: Any, a_ref: Any, X_ref: Any, size: int, *, transposed: bool
     ) -> jax.Array:
-        step = min(siz_b_loop, a_ref.shape[1])
+        step = min(block_k, a_ref.shape[1])
 
         def product(x: jax.Array) -> jax.Array:
             rows = block_at(x, step)
@@ -90,7 +92,7 @@ def _parallel_bw_dQKV_kernel(
         transposed: bool,
     ) -> jax.Array:
         """Adds the tiles times the keys of a row of queries, or transposed, for a row of keys."""
-        step, steps = min(siz_b_loop, siz_b_LQ), block_at(row, siz_b_LQ)
+        step, steps = min(block_k, siz_b_LQ), block_at(row, siz_b_LQ)
         first = row * (siz_b_LQ // step) if transposed else 0
 
         def add(x: jax.Array, acc: jax.Array) -> jax.Array:
@@ -168,7 +170,7 @@ def parallel_bw_dQKV(
     matDeltaC_states: jax.Array,
     vecDeltaN_states: jax.Array,
     *,
-    call: StageCall,
+    call: Launch,
 ) -> Gradients:
     """Runs the stage: ``stages/parallel_bw_dQKV.py``."""
     p, LQ, BK, BV = call.problem, call.tiles.siz_b_LQ, call.tiles.siz_b_DHQK, call.tiles.siz_b_DHHV
@@ -210,7 +212,7 @@ def parallel_bw_dQKV(
         siz_b_LQ=LQ,
         siz_b_DHQK=BK,
         siz_b_DHHV=BV,
-        siz_b_loop=call.tiles.siz_b_loop,
+        block_k=call.tiles.block_k,
         precision=call.precision,
     )(
         *(matQ, matK, matV, matDeltaH),
@@ -221,20 +223,38 @@ def parallel_bw_dQKV(
     return Gradients(dQ, dK, dV, q_inter.sum(1), k_inter.sum(1), through)
 
 
-def _heuristic(p: Problem, dtype: jnp.dtype) -> StageConfig:
-    stages, step, columns = (2, 32, 64) if dtype.itemsize > 2 else (3, 64, 128)
-    return StageConfig(
-        siz_b_LQ=64,
-        siz_b_DHQK=columns,
-        siz_b_DHHV=columns,
-        siz_b_loop=step,
-        num_warps=4,
-        num_stages=stages,
-    )
+@dataclasses.dataclass(frozen=True)
+class Tiles(BlockedTiles):
+    siz_b_LQ: int
+    siz_b_DHQK: int
+    siz_b_DHHV: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def _plan(p: Problem, dtype: jnp.dtype, gpu: Gpu) -> Tiles:
+    """Blocks of 128 x 128; of 64 x 64 in float32 and where chunks are short."""
+    wide = dtype.itemsize > 2
+    size = 64 if wide or p.L < 128 else 128
+    tiles = Tiles(size, size, size, 32 if wide or p.DHQK == 64 else 64, 4, 3).clamped(p)
+    rows = tiles.siz_b_LQ + max(tiles.siz_b_DHQK, tiles.siz_b_DHHV)
+    depth, stages = depth_and_stages(gpu, rows, tiles.block_k, dtype)
+    if wide:
+        stages = max(stages_that_fit(gpu, depth * rows * dtype.itemsize), 1)
+    elif size == depth == 64:
+        stages = 2  # for seven CTAs per SM
+    return dataclasses.replace(tiles, block_k=depth, num_stages=stages)
 
 
 KERNEL = Kernel(
-    search=search_of("siz_b_DHQK", "siz_b_DHHV", "siz_b_loop", siz_b_LQ=(16, 32, 64, 128)),
-    heuristic=_heuristic,
-    clamp=clamp_to_tile,
+    Tiles,
+    _plan,
+    dict(
+        siz_b_LQ=(16, 32, 64, 128),
+        siz_b_DHQK=(32, 64, 128),
+        siz_b_DHHV=(32, 64, 128),
+        block_k=(32, 64, 128),
+        **LAUNCH_SEARCH,
+    ),
 )

@@ -10,6 +10,7 @@ FLOPs: 2 R K V + R (L + 1) (K + V), q.k again for each column block. Bytes: q, k
 (R (2 K + 2 V) + B NH NC K V) itemsize.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -17,15 +18,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.gates import ChunkGates
+from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import (
-    Kernel,
-    StageCall,
-    StageConfig,
-    search_of,
-    sequence_shape,
-)
+from mlstm_pallas.problem import Problem, is_power_of_two
+from mlstm_pallas.stage import Kernel, Launch, clamped, sequence_shape
+from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.parallel_fw_H import Outputs
 from mlstm_pallas.tiles import (
     Precision,
@@ -37,7 +34,7 @@ from mlstm_pallas.tiles import (
     loop,
     remainder,
 )
-from mlstm_pallas.triton.launch import kernel_call, sequence_spec
+from mlstm_pallas.triton.launch import LAUNCH_SEARCH, kernel_call, sequence_spec, stages_that_fit
 
 
 def _parallel_fw_H_kernel(
@@ -133,7 +130,7 @@ def parallel_fw_H(
     *,
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
     output_dtype: Any = None,
-    call: StageCall,
+    call: Launch,
 ) -> Outputs:
     """Runs the stage: ``stages/parallel_fw_H.py``."""
     output_dtype = matQ.dtype if output_dtype is None else output_dtype
@@ -188,15 +185,66 @@ def parallel_fw_H(
     return Outputs(H, z[0] if normalise else None)
 
 
-def _heuristic(p: Problem, dtype: jnp.dtype) -> StageConfig:
-    wide = dtype.itemsize > 2
-    sizes: dict[str, Any] = dict(
-        siz_b_LQ=64, siz_b_LKV=32, siz_b_DHQK=32 if wide else 64, siz_b_DHHV=128
-    )
-    return StageConfig(**sizes, num_warps=4, num_stages=2, keep_q=not wide and p.DHQK <= 256)
+@dataclasses.dataclass(frozen=True)
+class Tiles(BaseTiles):
+    """keep_q: whether a tile's queries stay in shared memory, whole, during the loop over keys."""
+
+    siz_b_LQ: int
+    siz_b_LKV: int
+    siz_b_DHQK: int
+    siz_b_DHHV: int
+    num_warps: int
+    num_stages: int
+    keep_q: bool
+
+
+def _plan(p: Problem, dtype: jnp.dtype, gpu: Gpu) -> Tiles:
+    """As many columns as possible, up to 256, since each block of them computes the scores again.
+
+    An SM has two CTAs of 64 queries, or one of 128 where the queries take half of it.
+    """
+    wide, itemsize = dtype.itemsize > 2, dtype.itemsize
+    depth = clamped(32 if wide else 64, p.DHQK)
+    keep_q = not wide and p.DHQK <= 256 and is_power_of_two(p.DHQK)
+    columns = clamped(128 if wide else 256, p.DHHV)
+    low = 64, 32, min(columns, 128), 4
+    sizes = [(*low, 3 if p.DHQK <= 128 and not wide else 2), (*low, 2), (64, 32, 64, 4, 2)]
+    if p.DHQK > 128 and keep_q and p.L >= 128:
+        sizes = [(128, 32, columns, 8, 3), (128, 32, columns, 8, 2), *sizes]
+    elif p.DHQK <= 128 and columns == 256:
+        sizes = [(64, 64, 256, 4, 2), *sizes]
+
+    def tiles(LQ: int, LKV: int, V: int, warps: int, stages: int) -> Tiles:
+        return Tiles(LQ, LKV, depth, V, warps, stages, keep_q).clamped(p)
+
+    def fits(x: Tiles) -> bool:
+        LQ, LKV, V = x.siz_b_LQ, x.siz_b_LKV, x.siz_b_DHHV
+        keys = LKV * p.DHQK if keep_q else depth * (LKV + LQ)
+        loops = (depth * (LQ + V), 0), (keys + LKV * V, LQ * p.DHQK * keep_q)
+        return all(
+            stages_that_fit(gpu, size * itemsize, kept * itemsize, x.num_stages, ctas_per_sm=1)
+            == x.num_stages
+            for size, kept in loops
+        )
+
+    candidates = [tiles(*x) for x in sizes]
+    return next(filter(fits, candidates), candidates[-1])
+
+
+def _supports(tiles: Tiles, p: Problem) -> bool:
+    return not tiles.keep_q or is_power_of_two(p.DHQK)
 
 
 KERNEL = Kernel(
-    search=search_of("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", keep_q=(False, True)),
-    heuristic=_heuristic,
+    Tiles,
+    _plan,
+    dict(
+        siz_b_LQ=(32, 64, 128),
+        siz_b_LKV=(32, 64),
+        siz_b_DHQK=(32, 64, 128),
+        siz_b_DHHV=(64, 128, 256),
+        keep_q=(False, True),
+        **LAUNCH_SEARCH,
+    ),
+    _supports,
 )

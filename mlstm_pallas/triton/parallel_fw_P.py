@@ -9,20 +9,19 @@ it, since it may turn this sum into a product and transpose the keys in memory. 
 FLOPs: R (L + 1) K. Bytes: q, k, kbar and P, R (3 K + L) itemsize.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.gates import ChunkGates, vector_states
+from mlstm_pallas.gates import ChunkGates
+from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
-from mlstm_pallas.stage import (
-    Kernel,
-    StageCall,
-    StageConfig,
-    Weighted,
-)
+from mlstm_pallas.problem import Problem
+from mlstm_pallas.stage import Kernel, Launch, Weighted
+from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.parallel_fw_P import Scores
 from mlstm_pallas.tiles import Precision, causal_mask, decay_tile, dot
 from mlstm_pallas.triton.launch import kernel_call, sequence_spec
@@ -86,7 +85,7 @@ def _key_sums_kernel(
         sums_ref[columns] = jnp.sum(k_ref[:, columns].astype(jnp.float32) * abar, axis=0)
 
 
-def step_sums(x: jax.Array, weights: jax.Array, *, call: StageCall) -> jax.Array:
+def step_sums(x: jax.Array, weights: jax.Array, *, call: Launch) -> jax.Array:
     """As ``step_sums`` of stages/recurrence.py, for keys in short chunks."""
     p = call.problem
     sums: jax.Array = kernel_call(
@@ -109,18 +108,13 @@ def parallel_fw_P(
     matQ: jax.Array,
     matK: jax.Array,
     gates: ChunkGates,
-    vecN_initial: jax.Array,
-    vecN: tuple[jax.Array, jax.Array] | None = None,
+    vecN_states: jax.Array,
     *,
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
-    call: StageCall,
+    call: Launch,
 ) -> Scores:
     """Runs the stage: ``stages/parallel_fw_P.py``."""
     p = call.problem
-    if vecN is None:
-        added = step_sums(matK, gates.per_step().vecAbar, call=call)
-        vecN = vector_states(added, gates.scaGamma, vecN_initial)
-    n, n_last = vecN
     steps = pl.BlockSpec((None, p.L), lambda c, b: (b, c))
     q, k = (sequence_spec(x, p, p.L, p.DHQK, lambda c, b: (b, c, 0)) for x in (matQ, matK))
     kbar = pl.BlockSpec((None, p.L, p.DHQK), lambda c, b: (b, c, 0))
@@ -158,17 +152,27 @@ def parallel_fw_P(
     )(
         matQ,
         matK,
-        n if normalise else None,
+        vecN_states if normalise else None,
         *g.vecE,
         *g.vecU,
         g.vecW,
         g.vecAbar,
         g.vecM if needs_m else None,
     )
-    return Scores(P, Weighted(keys, None), r, z[0] if normalise else None, n, n_last)
+    return Scores(P, Weighted(keys, None), r, z[0] if normalise else None)
 
 
-KERNEL = Kernel(
-    search={"siz_b_DHQK": (32, 64, 128, 256), "num_warps": (1, 2, 4, 8)},
-    heuristic=lambda p, dtype: StageConfig(num_warps=4, num_stages=1),
-)
+@dataclasses.dataclass(frozen=True)
+class Tiles(BaseTiles):
+    siz_b_DHQK: int
+    num_warps: int
+
+
+def _plan(p: Problem, dtype: jnp.dtype, gpu: Gpu) -> Tiles:
+    """A warp for 16 steps; more in float32."""
+    return Tiles(64, num_warps=2 if p.L <= 32 and dtype.itemsize == 2 else 4).clamped(p)
+
+
+KERNEL = Kernel(Tiles, _plan, dict(siz_b_DHQK=(32, 64, 128, 256), num_warps=(1, 2, 4, 8)))
+# Of step_sums, which Triton's kernels need for the keys of any chunks.
+STEP_SUMS = KERNEL

@@ -26,14 +26,21 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.gates import vector_states
+from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.splits import decays_in_splits, heads_of_splits, split_states, splits_as_heads
-from mlstm_pallas.stage import Kernel, StageCall, StageConfig, search_of, steps_like
+from mlstm_pallas.stage import Kernel, Launch, clamped, steps_like
+from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, chunk_sums, with_inner
 from mlstm_pallas.tiles import Precision, blocks, divide, dot, loop, remainder
-from mlstm_pallas.triton.launch import kernel_call, sequence_spec
+from mlstm_pallas.triton.launch import (
+    LAUNCH_SEARCH,
+    depth_and_stages,
+    kernel_call,
+    sequence_spec,
+)
 
-ENOUGH_CTAS = 256  # about two for each SM of a large GPU
+CTAS_PER_SM = 2
 MIN_SPLITS, MAX_SPLITS = 4, 16  # with fewer, a second launch costs more than it gains
 
 
@@ -119,7 +126,7 @@ def _recurrences_kernel(
 def _launch(
     name: str,
     recurrences: Sequence[Recurrence],
-    call: StageCall,
+    call: Launch,
     selected: tuple[range, int] | None = None,
 ) -> list[RecurrenceOutputs]:
     """One launch of the kernel. selected: (a range, n) runs these heads of every n alone."""
@@ -201,17 +208,26 @@ def split_products(
     *,
     backward: bool = False,
     all_splits: bool = False,
-    call: StageCall,
+    call: Launch,
 ) -> jax.Array:
     """As ``split_products`` of stages/recurrence.py."""
     a, b, r = (splits_as_heads(x, num_splits, call.problem.S) for x in (a, b, r))
     p = call.problem.split(num_splits)
     p = dataclasses.replace(p, L=p.S)
-    call = dataclasses.replace(call, problem=p, tiles=shrunk(call.tiles.clamped(p), p))
+    call = dataclasses.replace(call, problem=p)
     whole = Recurrence(a, b, jnp.ones((p.BNH, 1), jnp.float32), None, return_last=True, r=r)
     first, end = (0, num_splits) if all_splits else (backward, num_splits - 1 + backward)
     (outputs,) = _launch("split_products", [whole], call, (range(first, end), num_splits))
     return heads_of_splits(outputs.X_last, end - first)
+
+
+@dataclasses.dataclass(frozen=True)
+class AddDecayedTiles(BaseTiles):
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+ADD_DECAYED = Kernel(AddDecayedTiles, lambda p, dtype, gpu: AddDecayedTiles(), {})
 
 
 def _add_decayed_kernel(
@@ -233,12 +249,11 @@ def _add_decayed_kernel(
         loop(blocks(X_ref.shape[1], columns), add, None)
 
 
-def add_decayed(X: jax.Array, added: jax.Array, decays: jax.Array, *, call: StageCall) -> jax.Array:
+def add_decayed(X: jax.Array, added: jax.Array, decays: jax.Array, *, call: Launch) -> jax.Array:
     """As ``add_decayed`` of stages/recurrence.py, in the memory of X.
 
-    A chunk whose decay is 0 is neither read nor written. The call has the tiles of another kernel.
+    A chunk whose decay is 0 is neither read nor written.
     """
-    call = dataclasses.replace(call, tiles=StageConfig(num_warps=4, num_stages=3))
     BNH, NC, DHQK, DHHV = X.shape
     siz_b = min(DHQK, 64)
     of_chunk = pl.BlockSpec((None, None, siz_b, DHHV), lambda row, c, n: (n, c, row, 0))
@@ -260,20 +275,19 @@ def add_decayed(X: jax.Array, added: jax.Array, decays: jax.Array, *, call: Stag
     return sum_
 
 
-def recurrences(name: str, *each: Recurrence, call: StageCall) -> list[RecurrenceOutputs]:
+def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOutputs]:
     """As ``recurrences`` of stages/recurrence.py, in one launch; inner products by XLA."""
     outputs = _recurrences(name, each, call)
     return [with_inner(x, y, call) for x, y in zip(each, outputs, strict=True)]
 
 
-def _recurrences(name: str, each: Sequence[Recurrence], call: StageCall) -> list[RecurrenceOutputs]:
+def _recurrences(name: str, each: Sequence[Recurrence], call: Launch) -> list[RecurrenceOutputs]:
     """The outputs without the inner products."""
-    p, tiles = call.problem, shrunk(call.tiles, call.problem, len(each))
-    num_splits = splits_of(tiles, p, len(each))
+    p, num_splits = call.problem, call.tiles.num_splits
     if num_splits == 1:
-        return _launch(name, each, dataclasses.replace(call, tiles=tiles))
+        return _launch(name, each, call)
     parts = [_in_splits(x, num_splits, call) for x in each]
-    split_call = dataclasses.replace(call, problem=p.split(num_splits), tiles=tiles)
+    split_call = dataclasses.replace(call, problem=p.split(num_splits))
     outputs = _launch(name, [x for x, _ in parts], split_call)
     return [
         _whole(x, y, vectors, num_splits) for y, (x, vectors) in zip(outputs, parts, strict=True)
@@ -290,9 +304,7 @@ def _whole(
     return RecurrenceOutputs(X.reshape(X.shape[0], -1, *X.shape[3:]), X_last, *vectors)
 
 
-def _in_splits(
-    x: Recurrence, num_splits: int, call: StageCall
-) -> tuple[Recurrence, tuple[Any, Any]]:
+def _in_splits(x: Recurrence, num_splits: int, call: Launch) -> tuple[Recurrence, tuple[Any, Any]]:
     """The recurrence on splits, from the states before them; then x and x_last, if it has x."""
     vectors: tuple[Any, Any] = (None, None)
     if x.r is not None:
@@ -310,31 +322,49 @@ def _in_splits(
     return dataclasses.replace(x, a=a, b=b, gamma=gamma, X_initial=states), vectors
 
 
-def _ctas(tiles: StageConfig, p: Problem) -> int:
-    """CTAs of one recurrence without splits."""
-    return p.BNH * blocks(p.DHHV, tiles.siz_b_DHHV) * blocks(p.DHQK, tiles.siz_b_DHQK)
+@dataclasses.dataclass(frozen=True)
+class Tiles(BaseTiles):
+    siz_b_LKV: int
+    siz_b_DHQK: int
+    siz_b_DHHV: int
+    num_warps: int
+    num_stages: int
+    num_splits: int = 1
+
+    def clamped(self, p: Problem) -> "Tiles":
+        """With splits of whole chunks alone."""
+        return dataclasses.replace(
+            super().clamped(p), num_splits=min(self.num_splits, p.NC & -p.NC)
+        )
 
 
-def shrunk(tiles: StageConfig, p: Problem, recurrences: int = 1) -> StageConfig:
-    """The clamped tiles, with blocks of down to 64 columns a side where there are few CTAs."""
-    for name in ("siz_b_DHHV", "siz_b_DHQK") * 2:
-        size = getattr(tiles, name)
-        if size > 64 and recurrences * _ctas(tiles, p) < ENOUGH_CTAS:
-            tiles = tiles.replace(**{name: size // 2})
-    return tiles
+def _plan(p: Problem, dtype: jnp.dtype, gpu: Gpu, *, recurrences: int = 1, **_: Any) -> Tiles:
+    """Blocks of 128 x 128, the most that registers hold for two CTAs per SM.
 
+    They are halved where CTAs are few. If that is not enough the sequence is split.
+    """
+    K, V = (clamped(64 if dtype.itemsize > 2 else 128, size) for size in (p.DHQK, p.DHHV))
 
-def splits_of(tiles: StageConfig, p: Problem, recurrences: int = 1) -> int:
-    """Splits of the sequence: num_splits, cut to what divides the chunks."""
-    filling = max(ENOUGH_CTAS // max(recurrences * _ctas(tiles, p), 1), 1)
-    splits = filling if tiles.num_splits is None else tiles.num_splits
-    splits = min(1 << (splits.bit_length() - 1), MAX_SPLITS, p.NC & -p.NC)
-    return splits if tiles.num_splits is not None or splits >= MIN_SPLITS else 1
+    def ctas() -> int:
+        return recurrences * p.BNH * (p.DHQK // K) * (p.DHHV // V)
+
+    while max(K, V) > 64 and not gpu.filled_by(ctas(), CTAS_PER_SM):
+        K, V = (K, V // 2) if V >= K else (K // 2, V)
+    # The pipeline copies one operand; the other one passes through registers.
+    steps, stages = depth_and_stages(gpu, max(K, V), min(64, p.L), dtype)
+    most = min(CTAS_PER_SM * gpu.sms // max(ctas(), 1), MAX_SPLITS, p.NC & -p.NC)
+    splits = 1 << (most.bit_length() - 1) if most >= MIN_SPLITS else 1
+    return Tiles(steps, K, V, num_warps=4, num_stages=stages, num_splits=splits)
 
 
 KERNEL = Kernel(
-    search=search_of("siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV"),
-    heuristic=lambda p, dtype: StageConfig(
-        siz_b_LKV=64, siz_b_DHQK=64, siz_b_DHHV=64, num_warps=4, num_stages=2
+    Tiles,
+    _plan,
+    dict(
+        siz_b_LKV=(16, 32, 64, 128),
+        siz_b_DHQK=(32, 64, 128, 256),
+        siz_b_DHHV=(32, 64, 128, 256),
+        **LAUNCH_SEARCH,
     ),
 )
+SPLIT_PRODUCTS = KERNEL

@@ -4,7 +4,7 @@ Grid (DHHV / siz_b_DHHV, B * NH). A CTA owns siz_b_DHHV columns of C, in float32
 h, and loops over the chunks. The state is kept transposed, as the left operand of C^T q: the next
 product reads it from registers, rounded to the kernel dtype, and no state goes through shared
 memory. It is held as tiles of siz_b_DHQK rows, since only one rounded tile fits beside it. Where C
-has more than siz_b_loop rows, each launch handles siz_b_loop of them and adds to the output of the
+has more than state_rows rows, each launch handles state_rows of them and adds to the output of the
 launch before.
 
 The backward pass may need C before every n-th chunk. It is then stored on the way, and the loop
@@ -16,7 +16,8 @@ FLOPs: 4 R K V + R (L + 1) V. Bytes: q, kbar, v, h and P, R (2 K + 2 V + L) item
 again for each column block, mostly from L2, and h twice more for each further launch.
 """
 
-from typing import Any
+import dataclasses
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -24,33 +25,28 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import (
-    Kernel,
-    StageCall,
-    StageConfig,
-    clamped,
-    search_of,
-    sequence_shape,
-)
+from mlstm_pallas.stage import Kernel, Launch, clamped, sequence_shape
+from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.parallel_fw_P import Scores
 from mlstm_pallas.stages.recurrent_fw_H import FusedScan
 from mlstm_pallas.tiles import Precision, block_at, blocks, dot, loop
-from mlstm_pallas.triton.launch import kernel_call, sequence_spec
+from mlstm_pallas.triton.launch import kernel_call, sequence_spec, stages_that_fit
 
 
 def _recurrent_fw_H_kernel(
-    q_ref: Any,  # (S, siz_b_loop)
-    kbar_ref: Any,  # (S, siz_b_loop)
+    q_ref: Any,  # (S, state_rows)
+    kbar_ref: Any,  # (S, state_rows)
     v_ref: Any,  # (S, siz_b_DHHV)
     P_ref: Any,  # (S, L), in the first launch
     r_ref: Any,  # (S,)
     gamma_ref: Any,  # (NC,)
-    C_initial_ref: Any,  # (siz_b_loop, siz_b_DHHV), may be absent
+    C_initial_ref: Any,  # (state_rows, siz_b_DHHV), may be absent
     partial_ref: Any,  # (S, siz_b_DHHV) h of the launches before, absent in the first
     h_ref: Any,  # out (S, siz_b_DHHV)
-    # out: with return_last C_last (siz_b_loop, siz_b_DHHV); with store_every C
-    # (NC / store_every, siz_b_loop, siz_b_DHHV)
+    # out: with return_last C_last (state_rows, siz_b_DHHV); with store_every C
+    # (NC / store_every, state_rows, siz_b_DHHV)
     *more_refs: Any,
     L: int,
     siz_b_DHQK: int,
@@ -129,11 +125,11 @@ def recurrent_fw_H(
     *,
     return_last: bool = True,
     store_every: int = 0,
-    call: StageCall,
+    call: Launch,
 ) -> FusedScan:
     """Runs the stage: ``stages/recurrent_fw_H.py``."""
     p, tiles = call.problem, call.tiles
-    siz_b, rows = tiles.siz_b_DHHV, tiles.siz_b_loop
+    siz_b, rows = tiles.siz_b_DHHV, tiles.state_rows
     launches = blocks(p.DHQK, rows)
     if store_every and launches > 1:
         raise ValueError(f"recurrent_fw_H stores states of up to {rows} rows, expected {p.DHQK}")
@@ -194,28 +190,51 @@ def recurrent_fw_H(
     return FusedScan(H, jnp.concatenate(lasts, axis=-2) if lasts else None, states)
 
 
-def _clamp(tiles: StageConfig, p: Problem) -> StageConfig:
-    rows, fitting = clamped(tiles.siz_b_loop, p.DHQK), tiles.clamped(p)
-    return fitting.replace(siz_b_LKV=p.L, siz_b_loop=rows, siz_b_DHQK=min(fitting.siz_b_DHQK, rows))
+@dataclasses.dataclass(frozen=True)
+class Tiles(BaseTiles):
+    """siz_b_LKV: steps of a chunk; state_rows: rows of C in a launch, in tiles of siz_b_DHQK."""
+
+    siz_b_LKV: int
+    siz_b_DHQK: int
+    siz_b_DHHV: int
+    state_rows: int
+    num_warps: int
+    num_stages: int
+    ctas_per_sm: ClassVar[int] = 2
+
+    def clamped(self, p: Problem) -> "Tiles":
+        rows = clamped(self.state_rows, p.DHQK)
+        x = super().clamped(p)
+        return dataclasses.replace(x, state_rows=rows, siz_b_DHQK=min(x.siz_b_DHQK, rows))
 
 
-def _heuristic(p: Problem, dtype: jnp.dtype) -> StageConfig:
-    """Tiles for two CTAs on an SM of Hopper."""
-    rows = 64 if dtype.itemsize > 2 else 128
-    return StageConfig(
-        siz_b_LKV=32, siz_b_DHQK=rows, siz_b_DHHV=64, siz_b_loop=256, num_warps=4, num_stages=2
-    )
+STATE = 16_384  # floats: half of the registers of a CTA, of which an SM has two
+
+
+def _plan(p: Problem, dtype: jnp.dtype, gpu: Gpu) -> Tiles:
+    """A state of 16384 floats, half of that in float32. Smaller ones leave room for 64 steps."""
+    wide = dtype.itemsize > 2
+    rows = clamped(128 if wide else 256, p.DHQK)
+    V = clamped(64 if wide else min(max(STATE // rows, 64), 128), p.DHHV)
+    if rows == V == p.DHHV == 128 and not gpu.filled_by(p.BNH, per_sm=2):
+        V = 64
+    steps, most = 64 if rows * V <= STATE // 2 and not wide else 32, 2 if wide else 3
+    iteration = steps * (2 * rows + V) * dtype.itemsize
+    stages = stages_that_fit(gpu, iteration, most=most)
+    if stages < 2:
+        stages = max(stages_that_fit(gpu, iteration, most=most, ctas_per_sm=1), 1)
+    return Tiles(steps, 64 if wide else 128, V, rows, 4, stages).clamped(p)
 
 
 KERNEL = Kernel(
-    search=search_of(
-        *("siz_b_LKV",),
+    Tiles,
+    _plan,
+    dict(
+        siz_b_LKV=(16, 32, 64, 128),
         siz_b_DHQK=(64, 128, 256),
         siz_b_DHHV=(64, 128),
-        siz_b_loop=(64, 128, 256, 512),
+        state_rows=(64, 128, 256, 512),
+        num_warps=(4, 8),
         num_stages=(2, 3, 4),
     ),
-    heuristic=_heuristic,
-    clamp=_clamp,
-    stores_states=lambda tiles, p: clamped(tiles.siz_b_loop, p.DHQK) == p.DHQK,
 )

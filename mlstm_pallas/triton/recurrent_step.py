@@ -9,6 +9,7 @@ would copy the states.
 FLOPs: 4 B NH K V. Bytes: C twice, 2 B NH K V itemsize; the rest is smaller by a factor of V or K.
 """
 
+import dataclasses
 from typing import Any
 
 import jax
@@ -18,7 +19,8 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser
 from mlstm_pallas.problem import MIN_TILE, next_power_of_two
-from mlstm_pallas.stage import Kernel, StageCall, StageConfig, search_of
+from mlstm_pallas.stage import Kernel, Launch
+from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.recurrent_step import Step, rounded, step_gates
 from mlstm_pallas.tiles import block_at, loop
 from mlstm_pallas.triton.launch import kernel_call, masked_load, masked_store
@@ -120,7 +122,7 @@ def recurrent_step(
     scaM: jax.Array | None,
     *,
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
-    call: StageCall,
+    call: Launch,
 ) -> Step:
     """Runs the stage: ``stages/recurrent_step.py``."""
     heads, DHQK, DHHV = matC.shape
@@ -152,12 +154,19 @@ def recurrent_step(
     return Step(h, C, n, m[0] if m else None)
 
 
+@dataclasses.dataclass(frozen=True)
+class Tiles(BaseTiles):
+    """Up to 32 KiB per CTA, all loaded at once: 128 CTAs for 8 heads of 256/512, and four CTAs on
+    an SM where there are more heads.
+    """
+
+    siz_b_DHQK: int = 256
+    siz_b_DHHV: int = 32
+    num_warps: int = 8
+
+
 KERNEL = Kernel(
-    search=search_of("siz_b_DHQK", "siz_b_DHHV"),
-    # Up to 32 KiB a CTA, all loaded at once: 128 CTAs for 8 heads of 256/512, four on an SM where
-    # there are more.
-    heuristic=lambda p, dtype: StageConfig(
-        siz_b_DHQK=256, siz_b_DHHV=32, num_warps=8, num_stages=1
-    ),
-    clamp=lambda tiles, p: tiles,
+    Tiles,
+    lambda p, dtype, gpu: Tiles(),
+    dict(siz_b_DHQK=(64, 128, 256), siz_b_DHHV=(16, 32, 64), num_warps=(4, 8)),
 )

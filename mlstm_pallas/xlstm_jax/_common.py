@@ -16,17 +16,18 @@ from jax import lax
 
 from mlstm_pallas import gates as gate_forms
 from mlstm_pallas.annotations import Array
-from mlstm_pallas.backend import on_backend, requested_backend, target_device_kind
+from mlstm_pallas.backend import on_backend, requested_backend
 from mlstm_pallas.backward import backward as backward_schedule
 from mlstm_pallas.backward import before_tiles, with_delta
 from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, LastStates, Residuals, StoredStates
-from mlstm_pallas.config import config_for
+from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.gates import ChunkGates, LocalGates
+from mlstm_pallas.gpu import target_gpu
 from mlstm_pallas.normaliser import Normaliser, query_scale
 from mlstm_pallas.problem import MIN_CHUNK_SIZE, make_problem
 from mlstm_pallas.sharding import over_shards
-from mlstm_pallas.stage import Lowering, StageConfig, Weighted
+from mlstm_pallas.stage import Lowering, Weighted, check_field
 from mlstm_pallas.stages.parallel_bw_dP import normaliser_gradients
 from mlstm_pallas.validation import (
     INPUT_DTYPES,
@@ -94,7 +95,9 @@ def renamed(function: Function, name: str, module: str) -> Function:
 
 def check_statics(arguments: Arguments) -> dict[str, Any]:
     """Checks the arguments that are no arrays; returns them by lower-case name, a None left out."""
-    StageConfig(**{name: arguments[name] for name in TILES if arguments.get(name) is not None})
+    for name in TILES:
+        if arguments.get(name) is not None:
+            check_field("", name, arguments[name])
     statics: dict[str, Any] = {}
     for name, x in arguments.items():
         key = name.lower()
@@ -184,20 +187,18 @@ def call_spec(
     sizes = check_arguments(
         arguments, chunk_size, statics.get("num_chunks"), CONTRACTS | shapes, optional
     )
-    backend, device_kind = requested_backend(), target_device_kind()
+    backend, gpu = requested_backend(), target_gpu()
     B, NH, S, DHQK, DHHV = (sizes[dim] for dim in ("B", "NH", "S", "DHQK", "DHHV"))
     first = next(name for name in arguments if name in SEQUENCES)
     dtype = jnp.dtype(arguments[first].dtype)
     check_dtype_runs(first, dtype, KERNEL_DTYPES, backend)
     if B * NH == 0:
         backend = "xla"  # a kernel has no empty grid
-    config = config_for(
-        DHQK, DHHV, S, dtype, device_kind=device_kind, chunk_size=chunk_size
-    ).replace(fused_min_heads=0)
+    config = KernelConfig(fused=False)
     if stage is not None:
         tiles = {name: arguments.get((renamed or {}).get(name, name)) for name in TILES}
         tiles = {name: x for name, x in tiles.items() if x is not None}
-        config = config.replace(**{stage: config.stage(stage).replace(**tiles)})
+        config = config.replace(**{f"triton_{stage}": tiles})
     problem = make_problem((B, NH, S, DHQK), DHHV, chunk_size, pad_heads=True)
     if "qk_scale" in statics:
         problem = dataclasses.replace(problem, qk_scale=statics["qk_scale"])
@@ -206,7 +207,14 @@ def call_spec(
         statics.get("eps", 0.0), floor, statics.get("stabilize_correctly", True)
     )
     return CallSpec(
-        problem, config, dtype, normaliser, recompute_states_in_bw=False, backend=backend
+        problem,
+        config,
+        dtype,
+        normaliser,
+        gpu,
+        recompute_states_in_bw=False,
+        backend=backend,
+        output_dtype=statics.get("output_dtype"),
     )
 
 
@@ -325,7 +333,7 @@ def states(
     p, DHQK, DHHV = spec.problem, k.shape[-1], v.shape[-1]
     k, v = _padded(k, spec.dtype, p.DHQK), _padded(v, spec.dtype, p.DHHV)
     C, n = _padded(C, C.dtype, p.DHQK, p.DHHV), _padded(n, n.dtype, p.DHQK)
-    abar, call = gates.per_step().vecAbar, spec.call("recurrent_fw_C", lowering)
+    abar, call = gates.per_step().vecAbar, spec.launch("recurrent_fw_C", lowering)
     C, C_last, n, n_last = run("recurrent_fw_C", k, v, abar, gates.scaGamma, C, n, call=call)
     C, C_last = (x[..., :DHQK, :DHHV] for x in (C, C_last))
     n, n_last = (x[..., :DHQK] for x in (n, n_last))
@@ -343,10 +351,8 @@ def outputs(
     gates: ChunkGates,
     C: jax.Array,
     n: jax.Array,
-    *,
-    output_dtype: Any = None,
 ) -> tuple[Any, ...]:
-    """H in output_dtype (None: the kernel dtype) and its denominator without eps.
+    """H in the output dtype and its denominator without eps.
 
     C and n are those before each chunk.
     """
@@ -360,8 +366,8 @@ def outputs(
         "parallel_fw_H",
         *(q, k, v, gates, C, n),
         normaliser=normaliser,
-        output_dtype=output_dtype,
-        call=spec.call("parallel_fw_H", lowering),
+        output_dtype=spec.output_dtype,
+        call=spec.launch("parallel_fw_H", lowering),
     )
     return H[..., :DHHV], jnp.maximum(jnp.abs(z), normaliser.floor(m))
 
@@ -385,7 +391,7 @@ def state_gradients(
     dC, dC_first, *_ = run(
         "recurrent_bw_dC",
         *(Weighted(q, None), dh, gates.scaGamma, dC_last),
-        call=spec.call("recurrent_bw_dC", lowering),
+        call=spec.launch("recurrent_bw_dC", lowering),
     )
     return _joined(dC[..., :DHQK, :DHHV]), dC_first[..., :DHQK, :DHHV]
 
@@ -410,16 +416,18 @@ def input_gradients(
     # dz is 0, so n does not matter, and its gradient is 0.
     n = jnp.zeros((p.BNH, p.NC, p.DHQK), gates.vecW.dtype)
     operands, z = (q, k, v, dh, gates), vecN_out.astype(accumulator(spec))
-    call = spec.call("parallel_bw_dQKV", lowering)
-    if spec.tiles_on_chip(lowering):
-        tiles = with_delta(spec, before_tiles(spec, q, k, gates, z), q, gates, z, None, call)
+    call = spec.launch("parallel_bw_dQKV", lowering)
+    if spec.recomputes_scores(lowering):
+        tiles = before_tiles(spec, q, k, gates, z)
+        of_sums = spec.launch("step_sums", call.lowering)
+        tiles = with_delta(spec, tiles, q, gates, z, None, of_sums)
     else:
         tiles = run(
             "parallel_bw_dP",
             *(*operands, None, z),
             normaliser=spec.normaliser,
             return_keys=False,
-            call=spec.call("parallel_bw_dP", lowering),
+            call=spec.launch("parallel_bw_dP", lowering),
         )
     dq, dk, dv, *_ = run(
         "parallel_bw_dQKV",
@@ -444,9 +452,7 @@ def forward(arguments: Arguments) -> tuple[Any, ...]:
     spec = call_spec(arguments, vecI=STEPS, vecF=STEPS)
     inputs = [arguments[name] for name in _INPUTS]
     initial = initial_states(spec, *inputs[1:3], *(arguments[name] for name in _INITIAL))
-    on_shard = on_shards(
-        _forward_on_shard, output_dtype=jnp.dtype(arguments.get("output_dtype", spec.dtype))
-    )
+    on_shard = on_shards(_forward_on_shard)
     H, vecN, vecM, (C, n, m, C_last, n_last) = on_shard(spec, *inputs, *initial)
     last = C_last, n_last, m[..., -1]
     by_flag = dict(return_last_states=last, return_all_states=(C, n, m))
@@ -464,13 +470,11 @@ def _forward_on_shard(
     C: jax.Array,
     n: jax.Array,
     m: jax.Array,
-    *,
-    output_dtype: Any,
 ) -> tuple[Any, ...]:
     i, f = i.astype(m.dtype), f.astype(m.dtype)
-    gates = run("chunk_gates", i, f, m, call=spec.call("chunk_gates", lowering))
+    gates = run("chunk_gates", i, f, m, call=spec.launch("chunk_gates", lowering))
     all_states = states(spec, lowering, k, v, gates, C, n)
-    H, N = outputs(spec, lowering, q, k, v, gates, *all_states[:2], output_dtype=output_dtype)
+    H, N = outputs(spec, lowering, q, k, v, gates, *all_states[:2])
     return H, N, gates.per_step().vecM, all_states
 
 
@@ -488,7 +492,10 @@ def backward(arguments: Arguments, C: Array | None) -> tuple[jax.Array, ...]:
     )
     inputs = [arguments[name] for name in (*_INPUTS, *_INITIAL)]
     spec = dataclasses.replace(
-        spec, has_initial_state=inputs[5] is not None, return_last_states=False
+        spec,
+        has_initial_state=inputs[5] is not None,
+        return_last_states=False,
+        recompute_states_in_bw=C is None,
     )
     initial = initial_states(spec, *inputs[1:3], *inputs[5:])
     others = C, *(arguments[name] for name in ("vecN_out", "matDeltaH", "matDeltaC_last"))

@@ -80,7 +80,7 @@ def mlstm_chunkwise__parallel_fw_Hintra(
     """
     spec = call_spec(locals(), stage="parallel_fw_H", vecF=STEPS)
     gates = gates_of(spec, vecI, scaM_all, vecF=vecF)
-    run = on_shards(_common.outputs, output_dtype=jnp.dtype(output_dtype))
+    run = on_shards(_common.outputs)
     H, vecN_out = run(spec, matQ, matK, matV, gates, matC_all, vecN_all)
     return H, vecN_out
 
