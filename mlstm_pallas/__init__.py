@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from mlstm_pallas.api import mlstm_chunkwise
 from mlstm_pallas.backend import use_backend
 from mlstm_pallas.config import KernelConfig
+from mlstm_pallas.preview import plan
 from mlstm_pallas.recurrent import mlstm_recurrent_sequence, mlstm_recurrent_step
 from mlstm_pallas.version import __version__
 
@@ -21,6 +22,7 @@ __all__ = [
     "mlstm_chunkwise",
     "mlstm_recurrent_sequence",
     "mlstm_recurrent_step",
+    "plan",
     "reference",
     "use_backend",
     "xlstm_jax",

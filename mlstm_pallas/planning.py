@@ -149,22 +149,29 @@ def launch(
       first: the lowering to try first, or that of the kernel whose outputs it reads.
       num_splits: of split_products.
     """
-    p, asked = problem, dict[str, Any]()
-    if name == "recurrent_fw_C":
-        asked = dict(has_x=True)
-    elif name == "recurrent_bw_dC":
-        recomputed = recomputes_scores(problem, options, gpu, first)
-        asked = dict(recurrences=1 + options.recompute_states_in_bw, has_h=recomputed)
-    elif name == "split_products":
+    p, asked = problem, asked_of(name, problem, options, gpu, first)
+    if name == "split_products":
         p = dataclasses.replace(problem.split(num_splits), L=problem.S // num_splits)
-    elif name == "parallel_fw_H" and options.output_dtype is not None:
-        asked = dict(output_dtype=options.output_dtype)
     for lowering in lowerings(first):
         tiles = _tiles(name, lowering, p, options, gpu, asked)
         if tiles is not None:
             precision = options.config.dot_precision(options.dtype, lowering.interpret)
             return Launch(problem, tiles, precision, lowering)
     return plain(problem)
+
+
+def asked_of(
+    name: str, problem: Problem, options: Options, gpu: Gpu, first: Lowering
+) -> dict[str, Any]:
+    """What a call asks of a kernel beside its result, on which its tiles depend."""
+    if name == "recurrent_fw_C":
+        return dict(has_x=True)
+    if name == "recurrent_bw_dC":
+        recomputed = recomputes_scores(problem, options, gpu, first)
+        return dict(recurrences=1 + options.recompute_states_in_bw, has_h=recomputed)
+    if name == "parallel_fw_H" and options.output_dtype is not None:
+        return dict(output_dtype=options.output_dtype)
+    return {}
 
 
 def plain(problem: Problem) -> Launch:
@@ -214,6 +221,61 @@ class Plan:
             return self.num_splits
         enough = max(S // SUMMARY_STEPS, 1)
         return math.gcd(NC, 1 << (enough.bit_length() - 1))
+
+    @property
+    def forward(self) -> dict[str, Launch]:
+        """The launches of the forward pass, in order, without small ones."""
+        p, splits = self.scan_problem, self.num_splits
+        if not self.fused:
+            names = "chunk_gates", "recurrent_fw_C", "parallel_fw_H"
+            return {name: self._launch(name, self.problem) for name in names}
+        launches = {
+            "chunk_gates": self._launch("chunk_gates", p),
+            "parallel_fw_P": self._launch("parallel_fw_P", p, self.scan_lowering),
+        }
+        if splits > 1:
+            launches["split_products"] = self._launch("split_products", p, num_splits=splits)
+        return launches | {"recurrent_fw_H": self._launch("recurrent_fw_H", p.split(splits))}
+
+    @property
+    def backward(self) -> dict[str, Launch]:
+        """Those of the backward pass."""
+        scores = () if self.recomputes_scores else ("parallel_bw_dP",)
+        names = "chunk_gates", *scores, "recurrent_bw_dC", "parallel_bw_dQKV"
+        return {name: self._launch(name, self.problem) for name in names}
+
+    def _launch(
+        self, name: str, p: Problem, first: Lowering | None = None, num_splits: int = 1
+    ) -> Launch:
+        first = first or self.options.lowering
+        return launch(name, p, self.options, self.gpu, first, num_splits)
+
+    def forward_arrays(self) -> dict[str, int]:
+        """Bytes of the arrays between the launches of the forward pass."""
+        p, itemsize = self.problem, self.options.dtype.itemsize
+        steps, scan = p.BNH * p.S, self.scan_problem
+        arrays = {"gates": 4 * 7 * steps}
+        if self.fused:
+            keys = self.scan_lowering.folder == Lowering.TRITON.folder
+            arrays |= {"P": steps * scan.L * itemsize, "kbar": keys * steps * p.DHQK * itemsize}
+            arrays["n"] = 4 * p.BNH * scan.NC * p.DHQK
+        if not (self.fused and self.options.recompute_states_in_bw):
+            arrays |= {"C": p.BNH * p.NC * p.DHQK * p.DHHV * itemsize}
+            arrays.setdefault("n", 4 * p.BNH * p.NC * p.DHQK)
+        return arrays
+
+    def backward_arrays(self) -> dict[str, int]:
+        """Those of the backward pass; qbar and kbar have the memory of dq and dk."""
+        p, itemsize = self.problem, self.options.dtype.itemsize
+        steps, states = p.BNH * p.S, p.BNH * p.NC * p.DHQK
+        scores = 0 if self.recomputes_scores else steps * p.L * itemsize
+        return {
+            "gates": 4 * 8 * steps,
+            "gradients of gates": 4 * 8 * steps,
+            **dict.fromkeys(("P", "dP"), scores),
+            **dict.fromkeys(("C", "dC"), states * p.DHHV * itemsize),
+            **dict.fromkeys(("n", "dn"), 4 * states),
+        }
 
 
 @functools.cache

@@ -92,6 +92,14 @@ class Tiles:
             value = check_field("", field.name, getattr(self, field.name))
             object.__setattr__(self, field.name, value)
 
+    def grid(self, p: Problem, *, recurrences: int = 1, **asked: Any) -> tuple[int, ...]:
+        """The CTAs of a launch, by axis; p: with splits as heads."""
+        raise NotImplementedError
+
+    def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
+        """The shared memory of a CTA; an estimate for Triton, whose compiler decides."""
+        raise NotImplementedError
+
     def clamped(self, p: Problem) -> Self:
         """The tiles with every size clamped to what divides the (padded) dimensions."""
         sizes = dict(siz_b_LQ=p.L, siz_b_LKV=p.L, siz_b_DHQK=p.DHQK, siz_b_DHHV=p.DHHV)

@@ -15,6 +15,7 @@ takes longer.
 ``chunk_scans.py`` has the scans over the steps of a chunk, and which steps a thread holds.
 """
 
+import dataclasses
 import functools
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -51,10 +52,11 @@ from mlstm_pallas.mosaic_gpu.chunk_scans import (
     split_columns,
     store_rows,
 )
-from mlstm_pallas.mosaic_gpu.launch import float32, mosaic_call, plgpu, write
-from mlstm_pallas.mosaic_gpu.limits import NoTiles, kernel
+from mlstm_pallas.mosaic_gpu.launch import float32, mosaic_call, plgpu, shared_bytes, write
+from mlstm_pallas.mosaic_gpu.limits import kernel
 from mlstm_pallas.problem import InputGate, Problem, next_power_of_two
 from mlstm_pallas.stage import Launch
+from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.tiles import divide, loop, remainder
 
 _INF = float("inf")
@@ -293,6 +295,18 @@ def _rows(p: Problem) -> int:
     return max(LANES, p.L // STEPS)
 
 
+def _scratch(p: Problem, columns: int, input_gate: InputGate) -> dict[str, Any]:
+    """Shared memory of a kernel; columns: of ``last``."""
+    chunk_rows, rows = p.L // STEPS, _rows(p)
+    return {
+        "last": plgpu.SMEM((rows, columns), jnp.float32),
+        "bounds": scan_buffer(4, rows, chunk_rows),
+        "last_bounds": plgpu.SMEM((rows, 4), jnp.float32),
+        "sums": scan_buffer(3, rows, chunk_rows),
+        "maxima": None if input_gate is InputGate.SIGMOID else scan_buffer(3, rows, chunk_rows),
+    }
+
+
 def _launch(
     kernel: Callable[..., None],
     name: str,
@@ -314,7 +328,7 @@ def _launch(
     """
     p = call.problem
     chunk_rows, rows = p.L // STEPS, _rows(p)
-    ctas = -(-p.BNH * p.S // (rows * STEPS))
+    (ctas,) = call.tiles.grid(p)
 
     def by_cta(x: Any) -> Any:
         return (
@@ -338,13 +352,7 @@ def _launch(
             for name, dtype in per_step.items()
         }
         | {name: shape and float32(*shape) for name, shape in per_chunk.items()},
-        scratch={
-            "last": plgpu.SMEM((rows, columns), jnp.float32),
-            "bounds": scan_buffer(4, rows, chunk_rows),
-            "last_bounds": plgpu.SMEM((rows, 4), jnp.float32),
-            "sums": scan_buffer(3, rows, chunk_rows),
-            "maxima": None if input_gate is InputGate.SIGMOID else scan_buffer(3, rows, chunk_rows),
-        },
+        scratch=_scratch(p, columns, input_gate),
         interpret=call.interpret,
         infer_layouts=False,
         approx_math=False,
@@ -460,6 +468,13 @@ def stabiliser_scan(g: jax.Array, a: jax.Array, scaM_initial: jax.Array, call: L
 
 
 # A thread has up to 16 steps of a chunk.
-KERNEL = kernel(
-    NoTiles, lambda p, gpu: [NoTiles()], lambda tiles, p: p.L % 64 == 0 and p.L <= 2048, {}
-)
+@dataclasses.dataclass(frozen=True)
+class Tiles(BaseTiles):
+    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
+        return (-(-p.BNH * p.S // (_rows(p) * STEPS)),)
+
+    def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
+        return shared_bytes(_scratch(p, 3, InputGate.EXP))
+
+
+KERNEL = kernel(Tiles, lambda p, gpu: [Tiles()], lambda tiles, p: p.L % 64 == 0 and p.L <= 2048, {})

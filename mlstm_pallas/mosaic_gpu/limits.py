@@ -38,6 +38,9 @@ class RingTiles(Tiles):
     num_stages: int
     num_ctas: int
 
+    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
+        return (self.num_ctas,)
+
 
 def kernel(
     tiles: type[Tiles],

@@ -396,16 +396,22 @@ def parallel_bw_dP(
     return GradientTiles(P, dP, Weighted(matQ, r), keys, pairs, gradients, dn_added)
 
 
-def _candidates(p: Problem, gpu: Gpu) -> Iterable[RingTiles]:
+@dataclasses.dataclass(frozen=True)
+class Tiles(RingTiles):
+    def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
+        """With tiles of h, read or not."""
+        return shared_bytes(scratch(self, dtype, reads_h=True), has_sum=True)
+
+
+def _candidates(p: Problem, gpu: Gpu) -> Iterable[Tiles]:
     if p.L % TILE == 0:
-        yield RingTiles(4, num_ctas=min(gpu.sms, p.BNH * p.NC * _items_of_chunk(p)))
+        yield Tiles(4, num_ctas=min(gpu.sms, p.BNH * p.NC * _items_of_chunk(p)))
 
 
-def _supports(tiles: RingTiles, p: Problem) -> bool:
-    """With tiles of h, read or not."""
+def _supports(tiles: Tiles, p: Problem) -> bool:
     if tiles.num_stages < 2 or p.DHQK % 64 or p.DHHV % 64 or p.L % TILE:
         return False
-    return shared_bytes(scratch(tiles, KERNEL_DTYPE, reads_h=True), has_sum=True) <= SHARED_BYTES
+    return tiles.shared_bytes(p, KERNEL_DTYPE) <= SHARED_BYTES
 
 
-KERNEL = kernel(RingTiles, _candidates, _supports, dict(num_stages=(2, 3, 4)))
+KERNEL = kernel(Tiles, _candidates, _supports, dict(num_stages=(2, 3, 4)))

@@ -573,6 +573,11 @@ class Tiles(RingTiles):
 
     recomputes_scores: bool
 
+    def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
+        if self.recomputes_scores:
+            return shared_bytes(by_chunk_scratch(p, self, dtype, normalise=True))
+        return shared_bytes(scratch(self, dtype), has_sum=True)
+
 
 def _candidates(p: Problem, gpu: Gpu) -> Iterable[Tiles]:
     """By chunk six stages where registers spill: with more, too little L1 is left for them."""
@@ -589,13 +594,11 @@ def _candidates(p: Problem, gpu: Gpu) -> Iterable[Tiles]:
 def _supports(tiles: Tiles, p: Problem) -> bool:
     """With fewer stages than a step holds at once, the kernel would wait for ever."""
     if by_chunk(p):
-        shapes = by_chunk_scratch(p, tiles, KERNEL_DTYPE, normalise=True)
         fits = tiles.num_stages >= 4 and p.DHHV % 128 == 0
     else:
-        shapes = scratch(tiles, KERNEL_DTYPE)
         fits = tiles.num_stages >= 3
         fits = fits and p.L % 128 == 0 and p.DHQK % 256 == 0 and p.DHHV % 256 == 0
-    return fits and shared_bytes(shapes, has_sum=not by_chunk(p)) <= SHARED_BYTES
+    return fits and tiles.shared_bytes(p, KERNEL_DTYPE) <= SHARED_BYTES
 
 
 KERNEL = kernel(Tiles, _candidates, _supports, dict(num_stages=(2, 3, 4, 5, 6, 7, 8)))

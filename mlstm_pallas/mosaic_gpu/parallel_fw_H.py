@@ -317,11 +317,10 @@ def parallel_fw_H(
     """Runs the stage: ``stages/parallel_fw_H.py``."""
     p, config, g, interpret = call.problem, call.tiles, gates.per_step(), call.interpret
     output_dtype = jnp.dtype(matQ.dtype if output_dtype is None else output_dtype)
-    of_chunk = blocks(p.L, config.siz_b_LQ) * blocks(p.DHHV, config.siz_b_DHHV)
     x = mosaic_call(
         functools.partial(_kernel, p=p, config=config, normaliser=normaliser, interpret=interpret),
         name="parallel_fw_H",
-        grid={"program": p.BNH * p.NC * of_chunk},
+        grid={"program": config.grid(p)[0]},
         warpgroups=config.siz_b_LQ // R,
         outputs={
             "h": sequence_shape(matV, p.DHHV, output_dtype),
@@ -351,8 +350,16 @@ class Tiles(BaseTiles):
     siz_b_DHHV: int
     num_stages: int
 
+    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
+        return (p.BNH * p.NC * blocks(p.L, self.siz_b_LQ) * blocks(p.DHHV, self.siz_b_DHHV),)
 
-def _candidates(p: Problem, gpu: Gpu, *, output_dtype: Any = KERNEL_DTYPE) -> Iterable[Tiles]:
+    def shared_bytes(
+        self, p: Problem, dtype: Any, *, output_dtype: Any = None, **asked: Any
+    ) -> int:
+        return shared_bytes(scratch(p, self, dtype, jnp.dtype(output_dtype or dtype)))
+
+
+def _candidates(p: Problem, gpu: Gpu, **_: Any) -> Iterable[Tiles]:
     """Tiles of which an SM has room for two CTAs of 64 queries, else for one of 128.
 
     With 64 queries, DHQK 256 and 256 columns ptxas spills 132 bytes and more.
@@ -360,23 +367,19 @@ def _candidates(p: Problem, gpu: Gpu, *, output_dtype: Any = KERNEL_DTYPE) -> It
     columns = next((x for x in (256, 128) if p.DHHV % x == 0), 64)
     few = min(columns, 128)
     two = Tiles(R, columns, 2)
-    if p.DHQK % R == 0 and 2 * (_bytes(two, p) + 1024) <= gpu.sm_shared_bytes:
+    if p.DHQK % R == 0 and 2 * (two.shared_bytes(p, KERNEL_DTYPE) + 1024) <= gpu.sm_shared_bytes:
         yield two
     for sizes in ((128, columns, 2), (128, columns, 1), (R, few, 2), (R, few, 1), (R, 64, 1)):
         yield Tiles(*sizes)
 
 
-def _bytes(tiles: Tiles, p: Problem, output_dtype: Any = KERNEL_DTYPE) -> int:
-    return shared_bytes(scratch(p, tiles, KERNEL_DTYPE, output_dtype))
-
-
-def _supports(tiles: Tiles, p: Problem, *, output_dtype: Any = KERNEL_DTYPE) -> bool:
+def _supports(tiles: Tiles, p: Problem, **asked: Any) -> bool:
     LQ, columns = tiles.siz_b_LQ, tiles.siz_b_DHHV
     if p.DHQK % R or p.DHHV % columns or columns not in (64, 128, 256):
         return False
     if LQ not in (R, 2 * R) or p.L % LQ:
         return False
-    return _bytes(tiles, p, jnp.dtype(output_dtype)) <= SHARED_BYTES
+    return tiles.shared_bytes(p, KERNEL_DTYPE, **asked) <= SHARED_BYTES
 
 
 KERNEL = kernel(

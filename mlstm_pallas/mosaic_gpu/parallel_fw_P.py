@@ -6,6 +6,7 @@ Grid (B * NH, NC). A CTA is one warpgroup and owns one chunk of 64 steps. It has
 DHQK = 256 an SM has three CTAs, and one's copies run while another one computes.
 """
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -32,12 +33,13 @@ from mlstm_pallas.mosaic_gpu.launch import (
     shared_bytes,
     shared_tiles,
 )
-from mlstm_pallas.mosaic_gpu.limits import HEADS, KERNEL_DTYPE, SHARED_BYTES, NoTiles, kernel
+from mlstm_pallas.mosaic_gpu.limits import HEADS, KERNEL_DTYPE, SHARED_BYTES, kernel
 from mlstm_pallas.mosaic_gpu.products import Products
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_in, head_of
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch, Weighted
+from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.parallel_fw_P import Scores
 from mlstm_pallas.tiles import divide, loop, remainder
 
@@ -138,7 +140,7 @@ def parallel_fw_P(
     x = mosaic_call(
         functools.partial(_kernel, p=p, normaliser=normaliser, products=Products(interpret)),
         name="parallel_fw_P",
-        grid={"head": p.BNH, "chunk": p.NC},
+        grid=dict(zip(("head", "chunk"), call.tiles.grid(p), strict=True)),
         warpgroups=1,
         outputs={
             "P": jax.ShapeDtypeStruct((p.BNH, p.S, L), dtype),
@@ -161,10 +163,19 @@ def parallel_fw_P(
     return Scores(x["P"], Weighted(matK, g.vecAbar), x["r"], x["z"])
 
 
-def _supports(tiles: NoTiles, p: Problem) -> bool:
+@dataclasses.dataclass(frozen=True)
+class Tiles(BaseTiles):
+    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
+        return p.BNH, p.NC
+
+    def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
+        return shared_bytes(scratch(p, dtype), has_sum=True)
+
+
+def _supports(tiles: Tiles, p: Problem) -> bool:
     """q and k of a chunk are in shared memory, whole."""
     fits = p.BNH <= HEADS and p.L == L and p.DHQK % 64 == 0
-    return fits and shared_bytes(scratch(p, KERNEL_DTYPE), has_sum=True) <= SHARED_BYTES
+    return fits and tiles.shared_bytes(p, KERNEL_DTYPE) <= SHARED_BYTES
 
 
-KERNEL = kernel(NoTiles, lambda p, gpu: [NoTiles()], _supports, {})
+KERNEL = kernel(Tiles, lambda p, gpu: [Tiles()], _supports, {})

@@ -432,11 +432,13 @@ def _launch(
             interpret=interpret,
         ),
         name=name,
-        grid={
-            "head": len(each) * p.BNH * splits.of_head,
-            "rows": blocks(p.DHQK, rows),
-            "columns": blocks(p.DHHV, columns),
-        },
+        grid=dict(
+            zip(
+                ("head", "rows", "columns"),
+                (len(each) * p.BNH * splits.of_head, *call.tiles.grid(p)[1:]),
+                strict=True,
+            )
+        ),
         warpgroups=columns // R,
         outputs={"outputs": outputs},
         scratch=scratch(
@@ -526,6 +528,24 @@ class Tiles(BaseTiles):
     num_stages: int
     num_splits: int = 1
 
+    def grid(self, p: Problem, *, recurrences: int = 1, **asked: Any) -> tuple[int, ...]:
+        rows, columns = blocks(p.DHQK, self.state_rows), blocks(p.DHHV, self.state_columns)
+        return recurrences * p.BNH, rows, columns
+
+    def shared_bytes(
+        self,
+        p: Problem,
+        dtype: Any,
+        *,
+        has_h: bool = False,
+        has_x: bool = False,
+        stores_X: bool = True,
+        **asked: Any,
+    ) -> int:
+        sizes = self.state_rows, self.state_columns, self.num_stages, dtype
+        shapes = scratch(*sizes, weighted=True, has_h=has_h, has_x=has_x, stores_X=stores_X)
+        return shared_bytes(shapes)
+
 
 def _block_columns(p: Problem) -> int:
     """The most columns of X of a CTA; 0 where no such blocks fit."""
@@ -571,10 +591,8 @@ def supports(
     tiles: Tiles,
     p: Problem,
     *,
-    recurrences: int = 1,
-    has_h: bool = False,
     has_x: bool = False,
-    stores_X: bool = True,
+    **asked: Any,
 ) -> bool:
     rows, columns = tiles.state_rows, tiles.state_columns
     if rows % R or p.DHQK % rows or rows > 256 or p.L % STEPS or (has_x and rows > columns):
@@ -584,9 +602,7 @@ def supports(
         return False
     if p.NC % tiles.num_splits or 2 * p.BNH * tiles.num_splits > HEADS:
         return False
-    sizes = rows, columns, tiles.num_stages, KERNEL_DTYPE
-    shapes = scratch(*sizes, weighted=True, has_h=has_h, has_x=has_x, stores_X=stores_X)
-    return shared_bytes(shapes) <= SHARED_BYTES
+    return tiles.shared_bytes(p, KERNEL_DTYPE, has_x=has_x, **asked) <= SHARED_BYTES
 
 
 KERNEL = kernel(

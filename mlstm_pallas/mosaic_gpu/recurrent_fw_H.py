@@ -276,7 +276,7 @@ def recurrent_fw_H(
                 interpret=interpret,
             ),
             name="recurrent_fw_H",
-            grid={"head": p.BNH, "columns": blocks(p.DHHV, config.siz_b_DHHV)},
+            grid=dict(zip(("head", "columns"), config.grid(p), strict=True)),
             warpgroups=WARPGROUPS,
             outputs={
                 "h": sequence_shape(matV, p.DHHV, dtype),
@@ -313,6 +313,15 @@ class Tiles(BaseTiles):
     num_stages: int
     ctas_per_sm: ClassVar[int] = 1
 
+    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
+        return p.BNH, blocks(p.DHHV, self.siz_b_DHHV)
+
+    def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
+        """The first launch reads P, the second one h of the first. One alone stores states."""
+        one = self.state_rows == p.DHQK
+        options = [dict(first_launch=x, stores_states=one) for x in {True, one}]
+        return max(shared_bytes(scratch(p, self, self.state_rows, dtype, **x)) for x in options)
+
 
 def _candidates(p: Problem, gpu: Gpu) -> Iterable[Tiles]:
     rows = largest_rows(p.DHQK)
@@ -331,11 +340,7 @@ def _supports(tiles: Tiles, p: Problem) -> bool:
         return False
     if p.L != R or p.DHHV % columns or rest or parts * rows > 256:
         return False
-    # The first launch reads P, the second one h of the first. One launch alone stores states.
-    one = rows == p.DHQK
-    options = [dict(first_launch=x, stores_states=one) for x in ([True] if one else [True, False])]
-    sizes = (shared_bytes(scratch(p, tiles, rows, KERNEL_DTYPE, **x)) for x in options)
-    return max(sizes) <= SHARED_BYTES
+    return tiles.shared_bytes(p, KERNEL_DTYPE) <= SHARED_BYTES
 
 
 KERNEL = kernel(Tiles, _candidates, _supports, dict(siz_b_DHHV=(128, 256), num_stages=(2, 3, 4)))

@@ -31,7 +31,7 @@ from mlstm_pallas.gates import (
     split_for_exact_sums,
     stabiliser_sources,
 )
-from mlstm_pallas.problem import InputGate, next_power_of_two
+from mlstm_pallas.problem import InputGate, Problem, next_power_of_two
 from mlstm_pallas.stage import Kernel, Launch
 from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.tiles import blocks, causal_mask, divide, loop
@@ -194,7 +194,7 @@ def _local_gates(
     outputs = kernel_call(
         _chunk_gates_kernel,
         name="chunk_gates",
-        grid=(p.NC, p.BNH),
+        grid=call.tiles.grid(p),
         in_specs=[chunk, chunk, None if starts is None else chunk],
         out_specs=[chunk] * 7,
         out_shape=[jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32)] * 7,
@@ -242,6 +242,12 @@ class Tiles(BaseTiles):
     siz_b_LQ: int = 16
     num_warps: int = 1
     num_stages: int = 1
+
+    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
+        return p.NC, p.BNH
+
+    def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
+        return 4 * self.siz_b_LQ
 
 
 KERNEL = Kernel(

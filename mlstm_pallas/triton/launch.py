@@ -18,7 +18,7 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Launch
+from mlstm_pallas.stage import Launch, Tiles
 from mlstm_pallas.tiles import divide, remainder
 
 plgpu: Any
@@ -37,6 +37,21 @@ HAS_TRITON = plgpu is not None
 LAUNCH_SEARCH = dict(num_warps=(2, 4, 8), num_stages=(1, 2, 3, 4))  # of the tuner
 # jax 0.10 has no constant for it.
 CUSTOM_CALL_TARGET = getattr(plgpu, "CUSTOM_CALL_TARGET_NAME", "__gpu$xla.gpu.triton")
+
+
+class PipelinedTiles(Tiles):
+    """The tiles of a kernel whose loop is a pipeline."""
+
+    num_stages: int
+
+    def elements(self, p: Problem) -> tuple[int, int]:
+        """The elements that an iteration reads, and those that stay in shared memory."""
+        raise NotImplementedError
+
+    def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
+        iteration, kept = self.elements(p)
+        size: int = (self.num_stages * iteration + kept) * dtype.itemsize
+        return size
 
 
 def stages_that_fit(

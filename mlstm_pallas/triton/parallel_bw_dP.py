@@ -25,7 +25,6 @@ from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import MAX_TILE, Problem
 from mlstm_pallas.stage import Kernel, Launch, Weighted, clamped
-from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles, normaliser_gradients
 from mlstm_pallas.tiles import (
     Precision,
@@ -39,6 +38,7 @@ from mlstm_pallas.tiles import (
 )
 from mlstm_pallas.triton.launch import (
     LAUNCH_SEARCH,
+    PipelinedTiles,
     depth_and_stages,
     kernel_call,
     masked_store,
@@ -205,7 +205,7 @@ def parallel_bw_dP(
     P, dP, qbar, per_query, per_key, diagonal, *more = kernel_call(
         _parallel_bw_dP_kernel,
         name="parallel_bw_dP",
-        grid=(n * (n + 1) // 2 + n, p.NC, p.BNH),
+        grid=call.tiles.grid(p),
         in_specs=[q, k, v, dh, *[vector] * 6, *[vector if normalise else None] * 2],
         out_specs=[spec for spec, _ in outputs],
         out_shape=[shape for _, shape in outputs],
@@ -236,7 +236,7 @@ def parallel_bw_dP(
     return GradientTiles(P, dP, Weighted(qbar, None), keys, pairs, gradients, dn_added)
 
 
-class BlockedTiles(BaseTiles):
+class BlockedTiles(PipelinedTiles):
     """Tiles with a block_k: columns that an iteration reads, along either head dimension."""
 
     def clamped(self, p: Problem) -> Self:
@@ -253,6 +253,13 @@ class Tiles(BlockedTiles):
     block_k: int
     num_warps: int
     num_stages: int
+
+    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
+        n = blocks(p.L, self.siz_b_LQ)
+        return n * (n + 1) // 2 + n, p.NC, p.BNH
+
+    def elements(self, p: Problem) -> tuple[int, int]:
+        return 2 * self.siz_b_LQ * self.block_k, 0
 
 
 def _plan(p: Problem, dtype: jnp.dtype, gpu: Gpu) -> Tiles:

@@ -199,7 +199,7 @@ def parallel_bw_dQKV(
     dQ, q_inter, dK, k_inter, dV, states_inner = kernel_call(
         _parallel_bw_dQKV_kernel,
         name="parallel_bw_dQKV",
-        grid=(p.L // LQ * (2 * blocks_of_DHQK + blocks_of_DHHV) + blocks_of_state, p.NC, p.BNH),
+        grid=call.tiles.grid(p),
         in_specs=[
             *(q, k, v, dh, state, norm if normalise else None, state, norm, tile, tile),
             *[vector] * 2,
@@ -231,6 +231,13 @@ class Tiles(BlockedTiles):
     block_k: int
     num_warps: int
     num_stages: int
+
+    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
+        K, V = blocks(p.DHQK, self.siz_b_DHQK), blocks(p.DHHV, self.siz_b_DHHV)
+        return blocks(p.L, self.siz_b_LQ) * (2 * K + V) + K * V, p.NC, p.BNH
+
+    def elements(self, p: Problem) -> tuple[int, int]:
+        return self.block_k * (self.siz_b_LQ + max(self.siz_b_DHQK, self.siz_b_DHHV)), 0
 
 
 def _plan(p: Problem, dtype: jnp.dtype, gpu: Gpu) -> Tiles:

@@ -22,7 +22,6 @@ from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import Problem, is_power_of_two
 from mlstm_pallas.stage import Kernel, Launch, clamped, sequence_shape
-from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.parallel_fw_H import Outputs
 from mlstm_pallas.tiles import (
     Precision,
@@ -34,7 +33,13 @@ from mlstm_pallas.tiles import (
     loop,
     remainder,
 )
-from mlstm_pallas.triton.launch import LAUNCH_SEARCH, kernel_call, sequence_spec, stages_that_fit
+from mlstm_pallas.triton.launch import (
+    LAUNCH_SEARCH,
+    PipelinedTiles,
+    kernel_call,
+    sequence_spec,
+    stages_that_fit,
+)
 
 
 def _parallel_fw_H_kernel(
@@ -144,7 +149,7 @@ def parallel_fw_H(
     H, *z = kernel_call(
         _parallel_fw_H_kernel,
         name="parallel_fw_H",
-        grid=(blocks(p.DHHV, BV), p.NC * tiles_of_chunk, p.BNH),
+        grid=tiles.grid(p),
         in_specs=[
             sequence_spec(matQ, p, LQ, p.DHQK, lambda iv, iq, b: (b, iq, 0)),
             sequence_spec(matK, p, p.L, p.DHQK, lambda iv, iq, b: (b, iq // tiles_of_chunk, 0)),
@@ -186,7 +191,7 @@ def parallel_fw_H(
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles(BaseTiles):
+class Tiles(PipelinedTiles):
     """keep_q: whether a tile's queries stay in shared memory, whole, during the loop over keys."""
 
     siz_b_LQ: int
@@ -196,6 +201,15 @@ class Tiles(BaseTiles):
     num_warps: int
     num_stages: int
     keep_q: bool
+
+    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
+        return blocks(p.DHHV, self.siz_b_DHHV), p.NC * blocks(p.L, self.siz_b_LQ), p.BNH
+
+    def elements(self, p: Problem) -> tuple[int, int]:
+        """Of the loop over keys."""
+        LQ, LKV, depth = self.siz_b_LQ, self.siz_b_LKV, self.siz_b_DHQK
+        keys = LKV * p.DHQK if self.keep_q else depth * (LKV + LQ)
+        return keys + LKV * self.siz_b_DHHV, LQ * p.DHQK * self.keep_q
 
 
 def _plan(p: Problem, dtype: jnp.dtype, gpu: Gpu) -> Tiles:
@@ -218,9 +232,7 @@ def _plan(p: Problem, dtype: jnp.dtype, gpu: Gpu) -> Tiles:
         return Tiles(LQ, LKV, depth, V, warps, stages, keep_q).clamped(p)
 
     def fits(x: Tiles) -> bool:
-        LQ, LKV, V = x.siz_b_LQ, x.siz_b_LKV, x.siz_b_DHHV
-        keys = LKV * p.DHQK if keep_q else depth * (LKV + LQ)
-        loops = (depth * (LQ + V), 0), (keys + LKV * V, LQ * p.DHQK * keep_q)
+        loops = (depth * (x.siz_b_LQ + x.siz_b_DHHV), 0), x.elements(p)
         return all(
             stages_that_fit(gpu, size * itemsize, kept * itemsize, x.num_stages, ctas_per_sm=1)
             == x.num_stages

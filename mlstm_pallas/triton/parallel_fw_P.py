@@ -91,7 +91,7 @@ def step_sums(x: jax.Array, weights: jax.Array, *, call: Launch) -> jax.Array:
     sums: jax.Array = kernel_call(
         _key_sums_kernel,
         name="key_sums",
-        grid=(p.NC, p.BNH),
+        grid=call.tiles.grid(p),
         in_specs=[
             sequence_spec(x, p, p.L, p.DHQK, lambda c, b: (b, c, 0)),
             pl.BlockSpec((None, p.L), lambda c, b: (b, c)),
@@ -123,7 +123,7 @@ def parallel_fw_P(
     P, r, keys, *z = kernel_call(
         _parallel_fw_P_kernel,
         name="parallel_fw_P",
-        grid=(p.NC, p.BNH),
+        grid=call.tiles.grid(p),
         in_specs=[
             q,
             k,
@@ -166,6 +166,13 @@ def parallel_fw_P(
 class Tiles(BaseTiles):
     siz_b_DHQK: int
     num_warps: int
+
+    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
+        return p.NC, p.BNH
+
+    def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
+        size: int = 2 * p.L * self.siz_b_DHQK * dtype.itemsize
+        return size
 
 
 def _plan(p: Problem, dtype: jnp.dtype, gpu: Gpu) -> Tiles:

@@ -35,6 +35,7 @@ from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, chunk_
 from mlstm_pallas.tiles import Precision, blocks, divide, dot, loop, remainder
 from mlstm_pallas.triton.launch import (
     LAUNCH_SEARCH,
+    PipelinedTiles,
     depth_and_stages,
     kernel_call,
     sequence_spec,
@@ -178,7 +179,7 @@ def _launch(
         kernel_call(
             _recurrences_kernel,
             name=name,
-            grid=(blocks(p.DHHV, BV), blocks(p.DHQK, BK), len(recurrences) * heads),
+            grid=(*call.tiles.grid(p)[:2], len(recurrences) * heads),
             in_specs=[None if y is None else spec for y, spec in arrays],
             out_specs=[spec for *_, spec in outputs],
             out_shape=[jax.ShapeDtypeStruct((heads, *shape), dtype) for shape, dtype, _ in outputs],
@@ -323,13 +324,20 @@ def _in_splits(x: Recurrence, num_splits: int, call: Launch) -> tuple[Recurrence
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles(BaseTiles):
+class Tiles(PipelinedTiles):
     siz_b_LKV: int
     siz_b_DHQK: int
     siz_b_DHHV: int
     num_warps: int
     num_stages: int
     num_splits: int = 1
+
+    def grid(self, p: Problem, *, recurrences: int = 1, **asked: Any) -> tuple[int, ...]:
+        columns, rows = blocks(p.DHHV, self.siz_b_DHHV), blocks(p.DHQK, self.siz_b_DHQK)
+        return columns, rows, recurrences * p.BNH
+
+    def elements(self, p: Problem) -> tuple[int, int]:
+        return self.siz_b_LKV * (self.siz_b_DHQK + self.siz_b_DHHV), 0
 
     def clamped(self, p: Problem) -> "Tiles":
         """With splits of whole chunks alone."""

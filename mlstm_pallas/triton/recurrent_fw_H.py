@@ -28,11 +28,10 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Kernel, Launch, clamped, sequence_shape
-from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.parallel_fw_P import Scores
 from mlstm_pallas.stages.recurrent_fw_H import FusedScan
 from mlstm_pallas.tiles import Precision, block_at, blocks, dot, loop
-from mlstm_pallas.triton.launch import kernel_call, sequence_spec, stages_that_fit
+from mlstm_pallas.triton.launch import PipelinedTiles, kernel_call, sequence_spec, stages_that_fit
 
 
 def _recurrent_fw_H_kernel(
@@ -172,7 +171,7 @@ def recurrent_fw_H(
         H, *more = kernel_call(
             _recurrent_fw_H_kernel,
             name="recurrent_fw_H",
-            grid=(blocks(p.DHHV, siz_b), p.BNH),
+            grid=tiles.grid(p),
             in_specs=[None if x is None else spec for x, spec in arrays],
             out_specs=[spec for _, spec in outputs],
             out_shape=[shape for shape, _ in outputs],
@@ -191,7 +190,7 @@ def recurrent_fw_H(
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles(BaseTiles):
+class Tiles(PipelinedTiles):
     """siz_b_LKV: steps of a chunk; state_rows: rows of C in a launch, in tiles of siz_b_DHQK."""
 
     siz_b_LKV: int
@@ -201,6 +200,12 @@ class Tiles(BaseTiles):
     num_warps: int
     num_stages: int
     ctas_per_sm: ClassVar[int] = 2
+
+    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
+        return blocks(p.DHHV, self.siz_b_DHHV), p.BNH
+
+    def elements(self, p: Problem) -> tuple[int, int]:
+        return self.siz_b_LKV * (2 * self.state_rows + self.siz_b_DHHV), 0
 
     def clamped(self, p: Problem) -> "Tiles":
         rows = clamped(self.state_rows, p.DHQK)

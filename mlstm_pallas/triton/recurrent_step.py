@@ -18,7 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser
-from mlstm_pallas.problem import MIN_TILE, next_power_of_two
+from mlstm_pallas.problem import MIN_TILE, Problem, next_power_of_two
 from mlstm_pallas.stage import Kernel, Launch
 from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.recurrent_step import Step, rounded, step_gates
@@ -163,6 +163,13 @@ class Tiles(BaseTiles):
     siz_b_DHQK: int = 256
     siz_b_DHHV: int = 32
     num_warps: int = 8
+
+    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
+        columns = min(self.siz_b_DHHV, max(next_power_of_two(p.DHHV), MIN_TILE))
+        return -(-p.DHHV // columns), p.BNH
+
+    def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
+        return 0
 
 
 KERNEL = Kernel(

@@ -1,0 +1,197 @@
+"""plan: what a call will run and what memory it takes, without a GPU and without arrays."""
+
+import dataclasses
+import math
+from typing import Any
+
+from mlstm_pallas import planning
+from mlstm_pallas.annotations import BackendName, LayoutName
+from mlstm_pallas.backend import requested_backend
+from mlstm_pallas.config import KernelConfig
+from mlstm_pallas.costs import COSTS
+from mlstm_pallas.gpu import Gpu, known_gpu, target_gpu
+from mlstm_pallas.stage import Launch, Lowering
+from mlstm_pallas.validation import (
+    as_dtype,
+    check_instance,
+    check_integer,
+    check_layout,
+    kernel_dtype,
+)
+
+MIB = 2**20
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedLaunch:
+    """A launch of a kernel.
+
+    Attributes:
+      stage: the kernel's name, as in a profile.
+      backward: whether it is of the backward pass.
+      lowering: "triton", "mosaic_gpu" or "xla" (plain jnp, with no tiles and no grid).
+      tiles: what the kernel reads, by name.
+      grid: CTAs by axis.
+      shared_bytes: shared memory of a CTA; for Triton an estimate.
+      bytes, flops: read once and written once; of matrix products.
+    """
+
+    stage: str
+    backward: bool
+    lowering: str
+    tiles: dict[str, Any]
+    grid: tuple[int, ...]
+    shared_bytes: int
+    bytes: int
+    flops: int
+
+    @property
+    def ctas(self) -> int:
+        return math.prod(self.grid)
+
+
+@dataclasses.dataclass(frozen=True)
+class CallPlan:
+    """What a call runs; ``print`` shows it as a table.
+
+    Attributes:
+      gpu: the facts that the plan follows from.
+      chunk_size: steps of a chunk, L.
+      fused: whether the forward pass is the fused scan, with the states on the chip.
+      num_splits: parts of a sequence in the fused scan.
+      launches: of the forward and of the backward pass, in order. Small kernels that XLA makes are
+        not in it.
+      output_bytes: of h and of the gradients of q, k and v.
+      temporary_bytes: the most memory of forward and backward pass beside inputs and outputs.
+    """
+
+    gpu: Gpu
+    chunk_size: int
+    fused: bool
+    num_splits: int
+    launches: tuple[PlannedLaunch, ...]
+    output_bytes: int
+    temporary_bytes: int
+
+    def __str__(self) -> str:
+        schedule = f"fused scan in {self.num_splits} splits" if self.fused else "states in memory"
+        rows: list[tuple[str, ...]]
+        rows = [("stage", "lowering", "CTAs", "per SM", "KiB", "MB", "GFLOP", "tiles")]
+        for x in self.launches:
+            tiles = ", ".join(f"{name} {value}" for name, value in x.tiles.items())
+            of_kernel = f"{x.ctas}", f"{x.ctas / self.gpu.sms:.1f}", f"{x.shared_bytes / 1024:.0f}"
+            counts = of_kernel if x.grid else ("", "", "")
+            sizes = f"{x.bytes / 1e6:.0f}", f"{x.flops / 1e9:.0f}"
+            rows.append((x.stage, x.lowering, *counts, *sizes, tiles))
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+
+        def line(row: tuple[str, ...]) -> str:
+            cells = (
+                cell.rjust(width) if 1 < index < len(row) - 1 else cell.ljust(width)
+                for index, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            return "  ".join(cells).rstrip()
+
+        head = f"{self.gpu.name}, {self.gpu.sms} SMs: chunks of {self.chunk_size} steps, {schedule}"
+        memory = (
+            f"memory beside the inputs: outputs {self.output_bytes / MIB:.0f} MiB, temporary "
+            f"{self.temporary_bytes / MIB:.0f} MiB"
+        )
+        return "\n".join([head, *map(line, rows), memory])
+
+
+def plan(
+    *,
+    B: int,
+    NH: int,
+    S: int,
+    DHQK: int,
+    DHV: int,
+    dtype: Any = "bfloat16",
+    layout: LayoutName = "BNTH",
+    backend: BackendName | None = None,
+    gpu: str | None = None,
+    recompute_states_in_bw: bool = True,
+    config: KernelConfig | None = None,
+) -> CallPlan:
+    """What ``mlstm_chunkwise`` and its gradient will run on a GPU, and what memory they take.
+
+    It needs neither a GPU nor arrays, and compiles nothing.
+
+    Args:
+      B, NH, S: batch entries, heads, steps.
+      DHQK, DHV: dimensions of the heads of q and k, and of v.
+      dtype: of q, k and v.
+      layout: of q, k and v; it changes no launch.
+      backend: as for ``mlstm_chunkwise``; None is "triton" here.
+      gpu: jax's device_kind of it, such as "NVIDIA H20"; None: the GPU of this process.
+      recompute_states_in_bw, config: as for ``mlstm_chunkwise``.
+
+    Raises:
+      ValueError, TypeError: for a wrong argument; for a gpu that is not known, and for None where
+        there is no GPU.
+
+    Example::
+
+      >>> from mlstm_pallas import plan
+      >>> x = plan(B=8, NH=8, S=8192, DHQK=256, DHV=512, gpu="NVIDIA A100-SXM4-80GB")
+      >>> x.chunk_size, x.fused
+      (256, True)
+    """
+    given = dict(B=B, NH=NH, S=S, DHQK=DHQK, DHV=DHV)
+    sizes = {name: check_integer(name, x, 1) for name, x in given.items()}
+    check_layout(layout)
+    check_instance("config", config, KernelConfig)
+    facts = _facts(gpu)
+    lowering = Lowering(requested_backend(backend, mosaic_gpu_kernels=False) or "triton")
+    kernels = kernel_dtype(None, as_dtype("dtype", dtype), lowering.value)
+    shape = sizes["B"], sizes["NH"], sizes["S"], sizes["DHQK"]
+    problem, overrides = planning.problem_for(
+        shape, sizes["DHV"], kernels, lowering, facts, None, config
+    )
+    options = planning.Options(kernels, lowering, overrides, recompute_states_in_bw)
+    return preview(planning.plan(problem, options, facts))
+
+
+def _facts(gpu: str | None) -> Gpu:
+    if gpu is None:
+        facts = target_gpu()
+        if facts.capability == 0:
+            raise ValueError("gpu is None and there is no GPU, expected a name like 'NVIDIA H200'")
+        return facts
+    known = known_gpu(gpu) if isinstance(gpu, str) else None
+    if known is None:
+        raise ValueError(
+            f"gpu is {gpu!r}, expected the device_kind of a known GPU, such as 'NVIDIA H200', "
+            "'NVIDIA A100-SXM4-80GB' or 'NVIDIA L40S'"
+        )
+    return known
+
+
+def preview(of: planning.Plan) -> CallPlan:
+    """The launches of a plan, and what memory they take."""
+    p, passes = of.problem, ((False, of.forward), (True, of.backward))
+    of_outputs = 2 * p.BNH * p.S * (p.DHQK + p.DHHV)  # h and dv, dq and dk
+    return CallPlan(
+        of.gpu,
+        of.problem.L,
+        of.fused,
+        of.num_splits,
+        tuple(
+            _planned(of, name, backward, x) for backward, each in passes for name, x in each.items()
+        ),
+        of_outputs * of.options.dtype.itemsize,
+        max(sum(x.values()) for x in (of.forward_arrays(), of.backward_arrays())),
+    )
+
+
+def _planned(of: planning.Plan, name: str, backward: bool, x: Launch) -> PlannedLaunch:
+    p, tiles, dtype = x.problem, x.tiles, of.options.dtype
+    flops, moved = COSTS[name](p, dtype.itemsize)
+    if tiles is None:
+        return PlannedLaunch(name, backward, x.lowering, {}, (), 0, moved, flops)
+    asked = planning.asked_of(name, p, of.options, of.gpu, of.options.lowering)
+    splits = of.num_splits if name == "split_products" else getattr(tiles, "num_splits", 1)
+    grid = tiles.grid(p.split(splits), **asked)
+    shared = tiles.shared_bytes(p, dtype, **asked)
+    return PlannedLaunch(name, backward, x.lowering, dict(vars(tiles)), grid, shared, moved, flops)
