@@ -12,7 +12,6 @@ from jax import lax
 
 from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, LastStates, Residuals
 from mlstm_pallas.dispatch import run
-from mlstm_pallas.forward import gates_of
 from mlstm_pallas.gate_gradients import (
     gate_gradients,
     initial_stabiliser_gradient,
@@ -72,7 +71,12 @@ def first_half(
     """
     (x, h, z, stored), (dh, last) = residuals, cotangents
     recompute = stored.C is None
-    gates = gates_of(spec, lowering, x, None, stored.m, with_flags=True)
+    gates: ChunkGates = run(
+        "chunk_gates",
+        *(x.i, x.f, x.m_initial, x.starts, spec.input_gate, stored.m, x.lengths),
+        with_flags=True,
+        call=spec.launch("chunk_gates", lowering),
+    )
     recomputes_scores = spec.recomputes_scores(lowering)
     if recomputes_scores:
         tiles = before_tiles(spec, x.q, x.k, gates, z)

@@ -47,18 +47,12 @@ def gates_of(
     x: Inputs,
     problem: Problem | None = None,
     m_states: jax.Array | None = None,
-    *,
-    with_flags: bool = False,
 ) -> ChunkGates:
-    """The gates in the chunks of the call, or of another problem; m_states: if already computed.
-
-    with_flags: whether the gradients of the gates follow from them.
-    """
+    """The gates in the chunks of the call, or of another problem; m_states: if already computed."""
     gates: ChunkGates = run(
         "chunk_gates",
         *(x.i, x.f, x.m_initial, x.starts, spec.input_gate, m_states),
         lengths=x.lengths,
-        with_flags=with_flags,
         call=spec.launch("chunk_gates", lowering, problem),
     )
     return gates

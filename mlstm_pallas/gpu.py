@@ -32,6 +32,11 @@ class Gpu:
     def sm_shared_bytes(self) -> int:
         return self.shared_bytes + 1024
 
+    @property
+    def multiplies_from_shared(self) -> bool:
+        """Whether products read shared memory (wgmma, tcgen05), not registers (mma)."""
+        return 90 <= self.capability < 120
+
     def filled_by(self, ctas: int, per_sm: int = 1) -> bool:
         """Whether so many CTAs fill the GPU: 128 of the 132 SMs of an H200 do."""
         return ctas >= 0.95 * per_sm * self.sms

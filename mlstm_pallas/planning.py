@@ -64,7 +64,8 @@ def chunk_size(DHQK: int, DHHV: int, S: int, dtype: jnp.dtype, lowering: Lowerin
         return size
     if dtype.itemsize > 2:
         return min(max(size // 2, 64), 128)
-    least = 128 if lowering.folder == "mosaic_gpu" else 64
+    of_hopper = lowering.folder == "mosaic_gpu" and DHQK % 64 == DHHV % 64 == 0
+    least = 128 if of_hopper else 64
     return min(max(size, least), 256)
 
 

@@ -9,7 +9,7 @@ from mlstm_pallas.annotations import BackendName, LayoutName
 from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.costs import COSTS
-from mlstm_pallas.gpu import Gpu, known_gpu, target_gpu
+from mlstm_pallas.gpu import UNKNOWN, Gpu, known_gpu, target_gpu
 from mlstm_pallas.stage import Launch, Lowering
 from mlstm_pallas.validation import (
     as_dtype,
@@ -156,7 +156,7 @@ def plan(
 def _facts(gpu: str | None) -> Gpu:
     if gpu is None:
         facts = target_gpu()
-        if facts.capability == 0:
+        if facts is UNKNOWN:
             raise ValueError("gpu is None and there is no GPU, expected a name like 'NVIDIA H200'")
         return facts
     known = known_gpu(gpu) if isinstance(gpu, str) else None
@@ -193,5 +193,5 @@ def _planned(of: planning.Plan, name: str, backward: bool, x: Launch) -> Planned
     asked = planning.asked_of(name, p, of.options, of.gpu, of.options.lowering)
     splits = of.num_splits if name == "split_products" else getattr(tiles, "num_splits", 1)
     grid = tiles.grid(p.split(splits), **asked)
-    shared = tiles.shared_bytes(p, dtype, **asked)
+    shared = tiles.shared_bytes(p, dtype, gpu=of.gpu, **asked)
     return PlannedLaunch(name, backward, x.lowering, dict(vars(tiles)), grid, shared, moved, flops)

@@ -48,10 +48,11 @@ def _is_count(x: Any, least: int = 1, most: int = 65_536) -> bool:
     return isinstance(x, int) and not isinstance(x, bool) and least <= x <= most
 
 
-# By field: which values it takes, and how an error says that. Others are sizes.
+# By field: which values it takes, and how an error says that.
 _SIZES = _is_size, f"a power of two from {MIN_TILE} to 1024"
 _BLOCKS = (lambda x: _is_count(x, MIN_TILE) and x % MIN_TILE == 0), f"a multiple of {MIN_TILE}"
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    **dict.fromkeys(("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "block_k"), _SIZES),
     "num_warps": (lambda x: is_power_of_two(x) and x <= 16, "1, 2, 4, 8 or 16"),
     "num_stages": (lambda x: _is_count(x, 1, 8), "an integer from 1 to 8"),
     "num_splits": (lambda x: is_power_of_two(x) and x <= 65_536, "a power of two"),
@@ -65,10 +66,11 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
 
 def check_field(kernel: str, name: str, value: Any) -> Any:
     """The value of a field of tiles, an integer as an int. The error names kernel and field."""
-    value = as_integer(value)
-    takes, expected = _FIELDS.get(name, _SIZES)
+    where, value = f"{kernel}: {name}" if kernel else name, as_integer(value)
+    if name not in _FIELDS:
+        raise TypeError(f"{where} is no field of tiles, expected one of {', '.join(_FIELDS)}")
+    takes, expected = _FIELDS[name]
     if not takes(value):
-        where = f"{kernel}: {name}" if kernel else name
         raise ValueError(f"{where} is {value!r}, expected {expected}")
     return value
 
@@ -80,7 +82,7 @@ class Tiles:
     Fields of several kernels:
       siz_b_LQ, siz_b_LKV: queries and keys in a tile, along the sequence.
       siz_b_DHQK, siz_b_DHHV: columns of q and k, and of v and h, in a tile.
-      siz_b_loop: columns that an iteration of a loop over a head dimension reads.
+      block_k: columns that an iteration of a loop over a head dimension reads.
       state_rows, state_columns: the block of the state that a CTA holds in registers.
       num_splits: parts of the sequence that run at the same time.
       num_warps, num_stages: warps per CTA, and tiles in flight.

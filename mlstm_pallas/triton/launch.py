@@ -49,8 +49,9 @@ class PipelinedTiles(Tiles):
         raise NotImplementedError
 
     def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
-        iteration, kept = self.elements(p)
-        size: int = (self.num_stages * iteration + kept) * dtype.itemsize
+        """As ``stages_that_fit`` has it."""
+        (iteration, kept), mma = self.elements(p), not asked["gpu"].multiplies_from_shared
+        size: int = ((self.num_stages - mma) * iteration + kept) * dtype.itemsize + 8192 * mma
         return size
 
 
@@ -67,7 +68,7 @@ def stages_that_fit(
       kept_bytes: of the tiles that stay in shared memory.
     """
     room = min(gpu.shared_bytes, gpu.sm_shared_bytes // ctas_per_sm) - 1024 - kept_bytes
-    if 90 <= gpu.capability < 120:
+    if gpu.multiplies_from_shared:
         return min(max((room - 2048) // iteration_bytes, 0), most)
     return min(max((room - 8192) // iteration_bytes, 0) + 1, most)
 
