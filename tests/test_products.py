@@ -1,4 +1,5 @@
-"""GPU interpret mode refuses what a running product still uses: only on a GPU would it be wrong."""
+"""GPU interpret mode refuses what a running product still uses, where only a GPU would compute
+wrong numbers, and what makes warpgroups wait for ever."""
 
 import functools
 import os
@@ -13,12 +14,12 @@ import pytest
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.extend.core import ClosedJaxpr, Jaxpr
-from mosaic_gpu_cases import CASES, needs_mosaic_gpu
+from mosaic_gpu_cases import CASES, RACE, needs_mosaic_gpu
 from oracle import cotangents_for, gradients_of_call, random_inputs
 
+from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
 from mlstm_pallas.mosaic_gpu.launch import mosaic_call, plgpu, tile_transforms
 from mlstm_pallas.mosaic_gpu.products import Products
-from mlstm_pallas.tiles import remainder
 
 pytestmark = needs_mosaic_gpu
 
@@ -50,55 +51,48 @@ def assert_close(x, y):
     np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-4)
 
 
-def sum_of_squares(*, in_loop=1, after_loop=0, guards=True, releases=True):
-    """The sum of x_j x_j, of tiles that another warpgroup copies.
+def sum_of_squares(*, guards=True, **defects):
+    """The sum of x_j x_j by two warpgroups, of tiles in a ring; the first one has the defects:
 
-    Args:
-      in_loop, after_loop: how many products may run on when a slot is released.
+    in_loop, after_loop: how many products may run on when a slot is released.
+    unread, kept: the step for whose copies it does not wait, and the one that it does not release.
+    last: the step that it releases at the end.
     """
 
-    def kernel(x, y, left, right, full, empty):
-        wg = lax.axis_index("wg")
-        if guards:
-            PRODUCTS.guard(empty, left, right)
+    def kernel(x, y, left, right, barriers):
+        def copy_tiles(step, copy):
+            for tiles in (left, right):
+                copy(x.at[pl.ds(step * R, R)], tiles)
 
-        @pl.when(wg == 1)
-        def copy():
-            for j in range(STEPS):
-                slot = j % SLOTS
-                if j >= SLOTS:
-                    plgpu.barrier_wait(empty.at[slot])
-                for tile in (left, right):
-                    plgpu.copy_gmem_to_smem(x.at[pl.ds(j * R, R)], tile.at[slot], full.at[slot])
-            for j in range(STEPS - SLOTS, STEPS):
-                plgpu.barrier_wait(empty.at[j % SLOTS])
+        buffers = left, right, None
+        ring = CopyRing(barriers, SLOTS, STEPS, copy_tiles, PRODUCTS, buffers if guards else [None])
 
-        def add(accumulator):
-            def one(j, carry):
-                slot = remainder(j, SLOTS)
-                plgpu.barrier_wait(full.at[slot])
-                PRODUCTS.add(accumulator, left.at[slot], right.at[slot])
-                PRODUCTS.wait(in_loop)
-                before = remainder(j - 1, SLOTS)
-                pl.when((j > 0) & releases)(lambda: PRODUCTS.release(empty.at[before]))
-                return carry
+        def multiply(in_loop=1, after_loop=0, unread=None, kept=None, last=STEPS - 1):
+            def add(accumulator):
+                for j in map(np.int32, range(STEPS)):
+                    slot = ring.slot(j) if j == unread else ring.wait(j)
+                    PRODUCTS.add(accumulator, left.at[slot], right.at[slot])
+                    PRODUCTS.wait(in_loop)
+                    if j > 0 and j - 1 != kept:
+                        ring.release(j - 1)
+                    if j > 0:
+                        ring.refill(j - 1)
+                PRODUCTS.wait(after_loop)
+                if kept != STEPS - 1:
+                    ring.release(np.int32(last))
 
-            PRODUCTS.loop(accumulator, STEPS, one)
-            PRODUCTS.wait(after_loop)
-            PRODUCTS.release(empty.at[(STEPS - 1) % SLOTS])
+            y[lax.axis_index("wg")] = PRODUCTS.from_zeros(add, R, R)
 
-        @pl.when(wg == 0)
-        def multiply():
-            y[0] = PRODUCTS.from_zeros(add, R, R)
+        ring.start()
+        for wg, options in enumerate((defects, {})):
+            pl.when(lax.axis_index("wg") == wg)(functools.partial(multiply, **options))
+        ring.drain()
 
-    scratch = dict(
-        left=tiles(SLOTS),
-        right=tiles(SLOTS),
-        full=plgpu.Barrier(num_arrivals=2, num_barriers=SLOTS),
-        empty=plgpu.Barrier(num_arrivals=1, num_barriers=SLOTS),
-    )
+    barriers = ring_barriers(SLOTS, copies=2)
+    scratch = dict(left=tiles(SLOTS), right=tiles(SLOTS), barriers=barriers)
     x, y = launch(kernel, "sum_of_squares", warpgroups=2, **scratch)
-    assert_close(y[0], sum(tile @ tile for tile in x))
+    for result in y:
+        assert_close(result, sum(tile @ tile for tile in x))
 
 
 def two_squares(*, waits, second=0, pending=1):
@@ -128,28 +122,45 @@ def two_squares(*, waits, second=0, pending=1):
 
 
 RIGHT = {
-    "one product runs on": functools.partial(sum_of_squares),
+    "one product runs on": sum_of_squares,
     "no product runs on": functools.partial(sum_of_squares, in_loop=0),
     "a wait before the tile is written again": functools.partial(two_squares, waits=True),
     "tiles of their own": functools.partial(two_squares, waits=False, second=1),
 }
-READ = "which a running product reads, expected Products.wait before"
+READ, OF_RING = "which a running product reads, expected Products.wait", r"barriers\.empty"
 DEFECTS = {
     "a product of one iteration, released in the next": (
         functools.partial(sum_of_squares, in_loop=2),
-        f"sum_of_squares: warpgroup 0 releases empty of left, {READ}",
+        f"warpgroup 0 releases {OF_RING} of left, {READ}",
     ),
     "no wait before a release": (
         functools.partial(sum_of_squares, after_loop=1),
-        f"sum_of_squares: warpgroup 0 releases empty of right, {READ}",
+        f"warpgroup 0 releases {OF_RING} of left, {READ}",
+    ),
+    "no wait for a copy": (
+        functools.partial(sum_of_squares, unread=3),
+        # jax 0.12 raises it where the tile is read.
+        rf"warpgroup 0 releases {OF_RING}\[1\], expected Products.acquire|{RACE}",
+    ),
+    "no release": (
+        functools.partial(sum_of_squares, kept=1),
+        rf"warpgroup 0 acquires {OF_RING}\[1\] again, expected Products.release",
+    ),
+    "no last release": (
+        functools.partial(sum_of_squares, kept=STEPS - 1),
+        rf"warpgroup 0 ends with {OF_RING}\[0\], expected Products.release",
+    ),
+    "a release of another slot": (
+        functools.partial(sum_of_squares, last=STEPS - 2),
+        rf"warpgroup 0 releases {OF_RING}\[1\], expected Products.acquire",
     ),
     "no wait before the tile is written again": (
         functools.partial(two_squares, waits=False),
-        f"two_squares: warpgroup 0 writes tile, {READ}",
+        f"warpgroup 0 writes tile, {READ}",
     ),
     "an accumulator that is read too early": (
         functools.partial(two_squares, waits=False, second=1, pending=2),
-        r"two_squares: warpgroup 0 reads accumulator \d+, to which a running product adds",
+        r"warpgroup 0 reads accumulator \d+, to which a running product adds",
     ),
 }
 
@@ -159,18 +170,29 @@ def test_a_kernel_that_waits_is_right(name):
     RIGHT[name]()
 
 
+@pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", DEFECTS)
-def test_a_missing_wait_is_refused(name):
+def test_a_defect_is_refused(name):
+    """At once, although the other warpgroup waits for the one that has it."""
     run, message = DEFECTS[name]
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         run()
     RIGHT["tiles of their own"]()  # the next launch is none the worse
 
 
-def test_a_release_of_nothing_known_is_refused():
-    message = r"sum_of_squares releases empty, of which no Products\.guard says what it guards"
-    with pytest.raises(ValueError, match=message):
+def test_what_guards_nothing_is_refused():
+    refused = functools.partial(pytest.raises, ValueError)
+    with refused(match=r"^sum_of_squares: barriers\.empty guards no buffers, expected one or more"):
         sum_of_squares(guards=False)
+    message = r"releases_at_once releases empty, of which no Products\.guard says what it guards"
+    kernel, empty = lambda x, y, empty: PRODUCTS.release(empty), plgpu.Barrier(num_arrivals=1)
+    with refused(match=message):
+        launch(kernel, "releases_at_once", empty=empty)
+
+
+def wait_for_ever():
+    kernel, full = lambda x, y, full: plgpu.barrier_wait(full), plgpu.Barrier(num_arrivals=1)
+    launch(kernel, "waits_for_ever", full=full)
 
 
 @pytest.mark.slow
@@ -178,7 +200,7 @@ def test_a_kernel_that_waits_for_ever_ends_the_run(tmp_path):
     """By the timeout of pyproject.toml, made shorter. The output has the name of the test."""
     tests = Path(__file__).parent
     test = tmp_path / "test_that_hangs.py"
-    call = "test_products.sum_of_squares(releases=False)"
+    call = "test_products.wait_for_ever()"
     test.write_text(f"import test_products\n\ndef test_of_a_missing_release():\n    {call}\n")
     options = ("-c", tests.parent / "pyproject.toml", "-o", "timeout=5", "-p", "no:cacheprovider")
     env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [tests, tests.parent, *sys.path]))}
