@@ -87,7 +87,7 @@ DP, DQKV = ("parallel_bw_dP", dict(num_stages=3)), ("parallel_bw_dQKV", dict(num
         slow_row(DP, 512, 1, 128, 128, "BTNH", False),
         # Two warpgroups, which have not as many keys, and two column blocks.
         (fw_H(128, 128, 2), 256, 2, 128, 256, "BTNH", True),
-        (fw_H(64, 64, 1), 64, 2, 64, 64, "BNTH", True),
+        (fw_H(64, 64, 1), 64, 2, 128, 64, "BNTH", True),  # two steps through one slot
         slow_row(fw_H(64, 256, 1), 128, 2, 320, 256, "BNTH", False),
         (fw_C(64, num_splits=2), 64, 4, 64, 64, "BTNH", True),
         # n in two column blocks, of which one stores it: once, or each warpgroup the half.
@@ -95,8 +95,8 @@ DP, DQKV = ("parallel_bw_dP", dict(num_stages=3)), ("parallel_bw_dQKV", dict(num
         slow_row(fw_C(128), 128, 2, 128, 256, "BNTH", True),
         # A CTA makes all gradients of a chunk, in the first four, and gets no tiles. More items,
         # or chunks, than CTAs, which have not all as many.
-        (DQKV, 128, 1, 128, 256, "BTNH", True),
-        (DQKV, 128, 3, 64, 128, "BNTH", True),
+        (DQKV, 128, 1, 128, 128, "BTNH", True),
+        (DQKV, 128, 2, 64, 256, "BNTH", True),
         slow_row(DQKV, 128, 3, 128, 256, "BTNH", True),
         slow_row(DQKV, 128, 3, 64, 512, "BNTH", False),
         slow_row(DQKV, 256, 3, 256, 512, "BNTH", True),
@@ -206,7 +206,7 @@ def test_step_gradients_against_float64(BNH, S, L, share, has_dm):
 @pytest.mark.parametrize(
     ("shape", "L", "layout", "dtype"),
     [
-        ((2, 2, 256, 192), 128, "BTNH", "float16"),
+        ((2, 2, 512, 64), 64, "BTNH", "float16"),  # in two CTAs of four sums each
         ((1, 1, 1024, 64), 1024, "BTNH", "bfloat16"),  # in two CTAs
         ((1, 2, 192, 320), 64, "BNTH", "bfloat16"),
     ],
@@ -226,6 +226,15 @@ def test_step_sums_against_float64(shape, L, layout, dtype):
     # A product and a sum of L terms in float32, each rounded to 2**-24 of what it is at the most.
     bound = L * 2.0**-24 * np.abs(terms).sum(axis=2)
     assert (np.abs(np.asarray(result) - terms.sum(axis=2)) <= bound).all()
+
+
+def test_a_tile_beyond_the_whole_groups_of_an_array_is_copied_group_by_group():
+    from mlstm_pallas.mosaic_gpu.tile_copies import groups_alone
+
+    for S in (192, 200, 201, 255):
+        for first in range(0, S, 64):
+            whole = first + 64 <= S // 8 * 8
+            assert groups_alone(first, S, 64) == (0 if whole else 8), (S, first)
 
 
 # Less than a group of chunks, one, and four splits of one with nine chunks more.
@@ -254,7 +263,8 @@ EXP, SIGMOID = InputGate
     ],
 )
 def test_gates_are_those_of_the_recurrence(case, L, S, input_gate, packed):
-    test_gates.check_gates("mosaic_gpu", case, L, S, input_gate, packed)
+    lengths = np.array([41, 170], "int32") if (case, S) == ("plain", 192) else None
+    test_gates.check_gates("mosaic_gpu", case, L, S, input_gate, packed, lengths)
 
 
 @pytest.mark.parametrize(("L", "S"), [(64, 448), pytest.param(1024, 2048, marks=pytest.mark.slow)])
@@ -305,7 +315,7 @@ def test_the_stabiliser_scan_of_many_chunks():
     assert off <= 2 * NC.bit_length() * 2.0**-24 * largest
 
 
-@pytest.mark.parametrize("name", slow(RECURRENCES, quick=("weighted", "delta")))
+@pytest.mark.parametrize("name", slow(RECURRENCES, quick=("weighted", "delta", "splits")))
 def test_interpreted_recurrences_against_float64(name):
     RECURRENCES[name].check(Lowering.MOSAIC_GPU_INTERPRET)
 

@@ -116,6 +116,15 @@ def test_prompts_are_read_at_once(prompts, options):
     check_prompts(prompts, 16, 32, chunk_size=L, **options)
 
 
+def test_the_states_of_a_segment_see_no_nan_of_the_next():
+    inputs, ids = random_inputs(5, 1, 2, S, 16, 16, states=False), np.repeat([0, 1], [40, 50])
+    run = jax.jit(functools.partial(mlstm_chunkwise, return_last_states=True, num_segments=1))
+    poisoned = {name: inputs[name].at[:, :, 40:].set(jnp.nan) for name in "qkvif"}
+    for x, y in zip(*(run(**z, segment_ids=ids[None])[1] for z in (inputs, poisoned)), strict=True):
+        assert np.isfinite(x).all()
+        assert np.array_equal(x, y)
+
+
 def test_states_of_segments_have_no_derivatives():
     inputs = random_inputs(3, 1, 1, 40, 16, 16, states=False)
     run = functools.partial(

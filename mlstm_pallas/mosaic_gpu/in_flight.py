@@ -16,11 +16,11 @@ from typing import Any, NamedTuple, NoReturn
 
 import jax
 from jax import lax
-from jax._src.pallas.mosaic.interpret.thread_map import NESTED_TOKEN_VALUE, TOP_LEVEL_TOKEN_VALUE
 from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 
+interpreter: Any = gpu_callbacks  # jax 0.10 has less of it
 Region = list[tuple[Any, Any]]  # start and size along the first axes; of all others, the whole
 
 
@@ -141,9 +141,8 @@ class InFlight:
         error = RuntimeError(
             f"{self.kernel}: warpgroup {int(wg)} {what}, expected {expected} before"
         )
-        # Wakes the warpgroups that wait for this one.
-        alone = self.warpgroups == 1
-        gpu_callbacks.fail(error, TOP_LEVEL_TOKEN_VALUE if alone else NESTED_TOKEN_VALUE)
+        # Wakes the warpgroups that wait for this one. Only one that is alone is no thread.
+        interpreter._get_shared_memory().set_failed(error, top_level=self.warpgroups == 1)
         raise error
 
 

@@ -186,8 +186,11 @@ class Products:
             in_flight.current().guard(barriers, *(x for x in buffers if x is not None))
 
     def acquire(self, full: Any, empty: Any) -> None:
-        """Waits on ``full``: until ``release(empty)`` the warpgroup has what ``empty`` guards."""
-        if self.interpret:
+        """Waits on ``full``: until ``release(empty)`` the warpgroup has what ``empty`` guards.
+
+        empty: may be None, where nothing is written again.
+        """
+        if self.interpret and empty is not None:
             in_flight.current().acquire(empty)
         plgpu.barrier_wait(full)
 

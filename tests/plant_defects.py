@@ -1,0 +1,103 @@
+"""Plants known defects in the package, one at a time, and runs the tests that have to catch them.
+
+    python tests/plant_defects.py --mosaic_gpu_python=python3.12 [--seconds=60] [NAME ...]
+
+Each defect is planted in a copy of the project that is thrown away. Its quick tests run there in a
+process group of their own. Prints caught, survived or hung for each, and the seconds; the exit code
+is 1 unless all are caught. Without --mosaic_gpu_python, an interpreter with jax >= 0.11.2, the
+defects that interpreted Mosaic GPU kernels show are left out.
+
+To add a defect, append an entry to planted_defects.json: ``old``, which occurs once in ``file``, is
+replaced by ``new``; ``tests`` are files of this folder, of which ``select`` is pytest's -k. Select
+so few tests that they take less than a minute. ``mosaic_gpu`` says that they need that interpreter.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+PARTS = ("mlstm_pallas", "tests", "benchmarks", "pyproject.toml", "README.md")
+PASSED, NONE_SELECTED = 0, 5  # exit codes of pytest
+
+
+def defects():
+    return json.loads(Path(__file__).with_name("planted_defects.json").read_text())
+
+
+def copy_of_project(folder):
+    ignore = shutil.ignore_patterns("__pycache__")
+    for name in PARTS:
+        if (ROOT / name).is_file():
+            shutil.copy(ROOT / name, folder / name)
+        else:
+            shutil.copytree(ROOT / name, folder / name, ignore=ignore)
+
+
+def outcome(defect, python, seconds):
+    """caught, survived or hung, and the first test that failed."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder)
+        copy_of_project(copy)
+        file = copy / defect["file"]
+        file.write_text(file.read_text().replace(defect["old"], defect["new"]))
+        command = [python, "-m", "pytest", "-qx", "-m", "not slow", "-k", defect["select"]]
+        command += ["-p", "no:cacheprovider", *(f"tests/{name}" for name in defect["tests"])]
+        run = subprocess.Popen(
+            command,
+            cwd=copy,
+            env=os.environ | {"PYTHONPATH": folder, "JAX_PLATFORMS": "cpu"},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            start_new_session=True,
+        )
+        try:
+            out = run.communicate(timeout=seconds)[0]
+        except subprocess.TimeoutExpired:
+            return "hung", ""
+        finally:
+            if run.poll() is None:
+                os.killpg(run.pid, signal.SIGKILL)
+                run.communicate()
+    failed = [line for line in out.splitlines() if line.startswith(("FAILED ", "ERROR "))]
+    if run.returncode in (PASSED, NONE_SELECTED):
+        return "survived", "no test ran" if run.returncode else ""
+    return "caught", failed[0] if failed else out[-200:]
+
+
+def main():
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="defects; default: all")
+    parser.add_argument("--mosaic_gpu_python", metavar="PYTHON")
+    parser.add_argument("--seconds", type=float, default=60, help="of a defect, at the most")
+    args = parser.parse_args()
+    chosen = [x for x in defects() if x["name"] in args.names or not args.names]
+    if unknown := {*args.names} - {x["name"] for x in chosen}:
+        parser.error(f"{', '.join(sorted(unknown))} is no defect of planted_defects.json")
+    missed = 0
+    for defect in chosen:
+        python = args.mosaic_gpu_python if defect.get("mosaic_gpu") else sys.executable
+        if python is None:
+            print(f"{defect['name']:26} left out", flush=True)
+            continue
+        start = time.monotonic()
+        verdict, detail = outcome(defect, python, args.seconds)
+        missed += verdict != "caught"
+        seconds = time.monotonic() - start
+        print(f"{defect['name']:26} {verdict:8} {seconds:3.0f} s  {detail[:150]}", flush=True)
+    print(f"{missed} of {len(chosen)} not caught")
+    return missed > 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
