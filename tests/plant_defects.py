@@ -24,7 +24,7 @@ import time
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-PARTS = ("mlstm_pallas", "tests", "benchmarks", "pyproject.toml", "README.md")
+LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "build", "results")
 PASSED, NONE_SELECTED = 0, 5  # exit codes of pytest
 
 
@@ -32,27 +32,17 @@ def defects():
     return json.loads(Path(__file__).with_name("planted_defects.json").read_text())
 
 
-def copy_of_project(folder):
-    ignore = shutil.ignore_patterns("__pycache__")
-    for name in PARTS:
-        if (ROOT / name).is_file():
-            shutil.copy(ROOT / name, folder / name)
-        else:
-            shutil.copytree(ROOT / name, folder / name, ignore=ignore)
-
-
 def outcome(defect, python, seconds):
     """caught, survived or hung, and the first test that failed."""
     with tempfile.TemporaryDirectory() as folder:
-        copy = Path(folder)
-        copy_of_project(copy)
-        file = copy / defect["file"]
+        shutil.copytree(ROOT, folder, ignore=LEFT_OUT, dirs_exist_ok=True)
+        file = Path(folder, defect["file"])
         file.write_text(file.read_text().replace(defect["old"], defect["new"]))
         command = [python, "-m", "pytest", "-qx", "-m", "not slow", "-k", defect["select"]]
         command += ["-p", "no:cacheprovider", *(f"tests/{name}" for name in defect["tests"])]
         run = subprocess.Popen(
             command,
-            cwd=copy,
+            cwd=folder,
             env=os.environ | {"PYTHONPATH": folder, "JAX_PLATFORMS": "cpu"},
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,

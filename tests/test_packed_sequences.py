@@ -14,12 +14,6 @@ from oracle import array, beyond, compare, in_layout, oracle, random_inputs, swa
 from mlstm_pallas import KernelConfig, mlstm_chunkwise
 
 S, L = 90, 32
-LENGTHS = {
-    "none": [90],
-    "in_chunks": [5, 4, 1, 13, 40, 27],
-    "every_step": [1] * 90,
-    "last_step": [89, 1],
-}
 
 
 def packed_ids(lengths):
@@ -33,17 +27,6 @@ def packed_ids(lengths):
 def run(inputs, segment_ids, backend):
     options = dict(return_last_states=True, chunk_size=L, backend=backend)
     return mlstm_chunkwise(**inputs, segment_ids=segment_ids, **options)
-
-
-@pytest.mark.parametrize(
-    ("backend", "lengths"),
-    [*(("interpret", lengths) for lengths in LENGTHS), ("xla", "every_step")],
-)
-def test_forward(backend, lengths):
-    inputs, ids = random_inputs(0, 2, 2, S, 16, 32), packed_ids(LENGTHS[lengths])
-    h, states = run(inputs, ids, backend)
-    expected, expected_states = oracle(inputs, ids)
-    compare("hcnm", (h, *states), (expected, *expected_states), tolerance("float32", S))
 
 
 @pytest.mark.parametrize("backend", ["xla", "interpret"])

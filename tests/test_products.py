@@ -2,10 +2,6 @@
 wrong numbers, and what makes warpgroups wait for ever."""
 
 import functools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -95,7 +91,7 @@ def sum_of_squares(*, guards=True, **defects):
         assert_close(result, sum(tile @ tile for tile in x))
 
 
-def two_squares(*, waits, second=0, pending=1):
+def two_squares(*, waits=True, second=0, pending=1):
     """x_0 x_0 and x_1 x_1.
 
     Args:
@@ -122,99 +118,72 @@ def two_squares(*, waits, second=0, pending=1):
 
 
 RIGHT = {
-    "one product runs on": sum_of_squares,
-    "no product runs on": functools.partial(sum_of_squares, in_loop=0),
-    "a wait before the tile is written again": functools.partial(two_squares, waits=True),
-    "tiles of their own": functools.partial(two_squares, waits=False, second=1),
+    "one product runs on": (sum_of_squares, {}),
+    "a wait before the tile is written again": (two_squares, {}),
+    "tiles of their own": (two_squares, dict(waits=False, second=1)),
 }
-READ, OF_RING = "which a running product reads, expected Products.wait", r"barriers\.empty"
+STILL_READ = ", which a running product reads, expected Products.wait before"
 DEFECTS = {
     "a product of one iteration, released in the next": (
-        functools.partial(sum_of_squares, in_loop=2),
-        f"warpgroup 0 releases {OF_RING} of left, {READ}",
+        *(sum_of_squares, dict(in_loop=2)),
+        "releases barriers.empty of left" + STILL_READ,
     ),
     "no wait before a release": (
-        functools.partial(sum_of_squares, after_loop=1),
-        f"warpgroup 0 releases {OF_RING} of left, {READ}",
+        *(sum_of_squares, dict(after_loop=1)),
+        "releases barriers.empty of left" + STILL_READ,
     ),
     "no wait for a copy": (
-        functools.partial(sum_of_squares, unread=3),
-        # jax 0.12 raises it where the tile is read.
-        rf"warpgroup 0 releases {OF_RING}\[1\], expected Products.acquire|{RACE}",
+        *(sum_of_squares, dict(unread=3)),
+        "releases barriers.empty[1], expected Products.acquire before",
     ),
     "no release": (
-        functools.partial(sum_of_squares, kept=1),
-        rf"warpgroup 0 acquires {OF_RING}\[1\] again, expected Products.release",
+        *(sum_of_squares, dict(kept=1)),
+        "acquires barriers.empty[1] again, expected Products.release before",
     ),
     "no last release": (
-        functools.partial(sum_of_squares, kept=STEPS - 1),
-        rf"warpgroup 0 ends with {OF_RING}\[0\], expected Products.release",
+        *(sum_of_squares, dict(kept=STEPS - 1)),
+        "ends with barriers.empty[0], expected Products.release before",
     ),
     "a release of another slot": (
-        functools.partial(sum_of_squares, last=STEPS - 2),
-        rf"warpgroup 0 releases {OF_RING}\[1\], expected Products.acquire",
+        *(sum_of_squares, dict(last=STEPS - 2)),
+        "releases barriers.empty[1], expected Products.acquire before",
     ),
     "no wait before the tile is written again": (
-        functools.partial(two_squares, waits=False),
-        f"warpgroup 0 writes tile, {READ}",
+        *(two_squares, dict(waits=False)),
+        "writes tile" + STILL_READ,
     ),
     "an accumulator that is read too early": (
-        functools.partial(two_squares, waits=False, second=1, pending=2),
-        r"warpgroup 0 reads accumulator \d+, to which a running product adds",
+        *(two_squares, dict(waits=False, second=1, pending=2)),
+        "reads accumulator 1, to which a running product adds, expected Products.wait before",
     ),
 }
 
 
 @pytest.mark.parametrize("name", RIGHT)
 def test_a_kernel_that_waits_is_right(name):
-    RIGHT[name]()
+    run, options = RIGHT[name]
+    run(**options)
 
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", DEFECTS)
 def test_a_defect_is_refused(name):
     """At once, although the other warpgroup waits for the one that has it."""
-    run, message = DEFECTS[name]
-    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
-        run()
-    RIGHT["tiles of their own"]()  # the next launch is none the worse
+    run, options, message = DEFECTS[name]
+    with pytest.raises(jax.errors.JaxRuntimeError) as raised:
+        run(**options)
+    # jax 0.12 raises a race as well, where a tile is read whose copy may still run.
+    refused = f"{run.__name__}: warpgroup 0 {message}"
+    assert any(x in str(raised.value) for x in (refused, RACE)[: 2 if "unread" in options else 1])
+    two_squares()  # the next launch is none the worse
 
 
 def test_what_guards_nothing_is_refused():
-    refused = functools.partial(pytest.raises, ValueError)
-    with refused(match=r"^sum_of_squares: barriers\.empty guards no buffers, expected one or more"):
+    with pytest.raises(ValueError, match=r"^sum_of_squares: barriers\.empty guards no buffers"):
         sum_of_squares(guards=False)
-    message = r"releases_at_once releases empty, of which no Products\.guard says what it guards"
     kernel, empty = lambda x, y, empty: PRODUCTS.release(empty), plgpu.Barrier(num_arrivals=1)
-    with refused(match=message):
-        launch(kernel, "releases_at_once", empty=empty)
-
-
-def wait_for_ever():
-    kernel, full = lambda x, y, full: plgpu.barrier_wait(full), plgpu.Barrier(num_arrivals=1)
-    launch(kernel, "waits_for_ever", full=full)
-
-
-@pytest.mark.slow
-def test_a_kernel_that_waits_for_ever_ends_the_run(tmp_path):
-    """By the timeout of pyproject.toml, made shorter. The output has the name of the test."""
-    tests = Path(__file__).parent
-    test = tmp_path / "test_that_hangs.py"
-    call = "test_products.wait_for_ever()"
-    test.write_text(f"import test_products\n\ndef test_of_a_missing_release():\n    {call}\n")
-    options = ("-c", tests.parent / "pyproject.toml", "-o", "timeout=5", "-p", "no:cacheprovider")
-    env = os.environ | {"PYTHONPATH": os.pathsep.join(map(str, [tests, tests.parent, *sys.path]))}
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", *options, test],
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 1
-    assert "+ Timeout +" in done.stdout
-    assert "in test_of_a_missing_release" in done.stdout
+    with pytest.raises(ValueError, match=r"^guardless releases empty, of which no Products\.guard"):
+        launch(kernel, "guardless", empty=empty)
 
 
 def jaxprs_in(jaxpr):
