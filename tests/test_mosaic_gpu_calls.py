@@ -45,7 +45,7 @@ from mlstm_pallas import (
 )
 from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.call_spec import CallSpec
-from mlstm_pallas.config import config_for, config_from_row
+from mlstm_pallas.config import config_for
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 from mlstm_pallas.export import export
 from mlstm_pallas.mosaic_gpu.recurrence import block_rows, num_ctas, splits_of
@@ -346,16 +346,4 @@ def test_heads_beyond_the_grid_run_on_triton():
     assert (
         stages_on_mosaic_gpu(1, 32_767, 8192, *heads, recurrent_fw_H=StageConfig(num_splits=4))
         == always | recurrences
-    )
-
-
-@pytest.mark.parametrize("stage", sorted(ALL))
-def test_a_row_of_a_config_keeps_the_tiles(stage):
-    config = KernelConfig(chunk_size=64, **{stage: tiles(num_stages=3)})
-    result = config_from_row(config.as_row()).stage(stage).mosaic_gpu
-    assert result == StageConfig(
-        **{
-            field: getattr(config.stage(stage).mosaic_gpu, field)
-            for field in mosaic_gpu_kernel(stage).search
-        }
     )

@@ -3,11 +3,7 @@
 import pytest
 from plant_defects import ROOT, defects
 
-DEFECTS = {defect["name"]: defect for defect in defects()}
-
-
-def test_names_are_unique():
-    assert len(DEFECTS) == len(defects())
+DEFECTS = defects()
 
 
 @pytest.mark.parametrize("name", DEFECTS)

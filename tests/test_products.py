@@ -133,8 +133,8 @@ DEFECTS = {
         "releases barriers.empty of left" + STILL_READ,
     ),
     "no wait for a copy": (
-        *(sum_of_squares, dict(unread=3)),
-        "releases barriers.empty[1], expected Products.acquire before",
+        *(sum_of_squares, dict(unread=2)),
+        RACE,  # of a slot that it copies itself; jax 0.12 raises it, 0.11 prints it
     ),
     "no release": (
         *(sum_of_squares, dict(kept=1)),
@@ -167,14 +167,13 @@ def test_a_kernel_that_waits_is_right(name):
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("name", DEFECTS)
-def test_a_defect_is_refused(name):
+def test_a_defect_is_refused(name, capsys):
     """At once, although the other warpgroup waits for the one that has it."""
     run, options, message = DEFECTS[name]
     with pytest.raises(jax.errors.JaxRuntimeError) as raised:
         run(**options)
-    # jax 0.12 raises a race as well, where a tile is read whose copy may still run.
-    refused = f"{run.__name__}: warpgroup 0 {message}"
-    assert any(x in str(raised.value) for x in (refused, RACE)[: 2 if "unread" in options else 1])
+    said = str(raised.value) + capsys.readouterr().out
+    assert f"{run.__name__}: warpgroup 0 {message}" in said or message == RACE in said
     two_squares()  # the next launch is none the worse
 
 
