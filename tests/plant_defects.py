@@ -3,13 +3,15 @@
     python tests/plant_defects.py --mosaic_gpu_python=python3.12 [--seconds=60] [NAME ...]
 
 Each defect is planted in a copy of the project that is thrown away. Its quick tests run there in a
-process group of their own. Prints caught, survived or hung for each, and the seconds; the exit code
-is 1 unless all are caught. Without --mosaic_gpu_python, an interpreter with jax >= 0.11.2, the
-defects that interpreted Mosaic GPU kernels show are left out.
+process group of their own. Prints caught, survived or hung for each, and the seconds: "no test"
+where none was selected, "broken" where the tests could not be collected. The exit code is 1 unless
+all are caught. Without --mosaic_gpu_python, an interpreter with jax >= 0.11.2, the defects that
+need interpreted Mosaic GPU kernels are left out.
 
-To add a defect, append an entry to planted_defects.json: ``old``, which occurs once in ``file``, is
+To add a defect, add an entry to planted_defects.json: ``old``, which occurs once in ``file``, is
 replaced by ``new``; ``tests`` are files of this folder, of which ``select`` is pytest's -k. Select
 so few tests that they take less than a minute. ``mosaic_gpu`` says that they need that interpreter.
+A defect that does not change what the package computes does not belong there.
 """
 
 import argparse
@@ -25,7 +27,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 LEFT_OUT = shutil.ignore_patterns(".*", "__pycache__", "build", "results")
-PASSED, NONE_SELECTED = 0, 5  # exit codes of pytest
+VERDICTS = {0: "survived", 1: "caught", 5: "no test"}  # by exit codes of pytest
 
 
 def defects():
@@ -57,10 +59,9 @@ def outcome(defect, python, seconds):
             if run.poll() is None:
                 os.killpg(run.pid, signal.SIGKILL)
                 run.communicate()
-    failed = [line for line in out.splitlines() if line.startswith(("FAILED ", "ERROR "))]
-    if run.returncode in (PASSED, NONE_SELECTED):
-        return "survived", "no test ran" if run.returncode else ""
-    return "caught", failed[0] if failed else out[-200:]
+    lines = out.splitlines()
+    detail = next((line for line in lines if line.startswith("FAILED tests")), lines[-1])
+    return VERDICTS.get(run.returncode, "broken"), detail
 
 
 def main():
