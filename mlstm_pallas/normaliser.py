@@ -65,7 +65,7 @@ class Normaliser:
         else:
             factor, floor = jnp.ones_like(m), jnp.full_like(m, self.norm_val)
         den = jnp.maximum(jnp.abs(z) * factor, floor) + self.eps * factor
-        stored = den > 0
+        stored = den != 0
         return num * jnp.where(stored, factor / jnp.where(stored, den, 1.0), 0.0)[..., None]
 
     def gradients(self, delta: jax.Array, z: jax.Array, m: jax.Array) -> NormaliserGradients:
@@ -87,7 +87,7 @@ DEFAULT_NORMALISER = Normaliser()
 
 def inverse(den: jax.Array) -> jax.Array:
     """1 / den, and 0 where den is 0."""
-    return jnp.where(den > 0, 1.0 / jnp.where(den > 0, den, 1.0), 0.0)
+    return jnp.where(den != 0, 1.0 / jnp.where(den != 0, den, 1.0), 0.0)
 
 
 def query_scale(w: jax.Array, qk_scale: float, inv_den: jax.Array | None = None) -> jax.Array:

@@ -72,9 +72,13 @@ def pytest_runtest_protocol(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of the tests that need GPUs the quick selection has those that are marked smoke."""
+    """Of the tests that need GPUs the quick selection has those that are marked smoke. Quick tests
+    of interpreted Mosaic GPU kernels have two minutes."""
     gpus = gpu_count()
     for item in items:
+        interpreted = item.module.__name__.startswith(("test_mosaic_gpu", "test_products"))
+        if interpreted and not item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.timeout(120))  # their warpgroups wait for each other
         needed = 2 if item.get_closest_marker("gpu_multi") else 1
         if needed == 2 or item.get_closest_marker("gpu"):
             if not item.get_closest_marker("smoke"):

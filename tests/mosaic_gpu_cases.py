@@ -36,7 +36,6 @@ from mlstm_pallas.devices import compute_capability
 from mlstm_pallas.entry import Options, spec_for
 from mlstm_pallas.problem import InputGate, Layout, Problem, make_problem
 from mlstm_pallas.stage import Lowering, StageCall, Weighted
-from mlstm_pallas.stages import STAGES
 
 needs_mosaic_gpu = pytest.mark.skipif(
     not jax_has_mosaic_gpu(), reason="the Mosaic GPU kernels need jax >= 0.11.2 and < 0.13"
@@ -55,7 +54,11 @@ def mosaic_gpu_kernel(stage):
     return dispatch.kernel(stage, "mosaic_gpu")
 
 
-ALL = {*filter(mosaic_gpu_kernel, STAGES)}
+# Literally: a kernel that is lost from the table of dispatch.py is missed here.
+ALL = {
+    *("chunk_gates", "recurrent_fw_C", "parallel_fw_H", "parallel_fw_P", "recurrent_fw_H"),
+    *("parallel_bw_dP", "recurrent_bw_dC", "parallel_bw_dQKV"),
+}
 RACE = "RACE DETECTED"  # which GPU interpret mode prints
 
 
@@ -314,7 +317,8 @@ RECURRENCES = {
         shape=(1, 1, 512, 128, 128), alone=True, states=False, delta=True
     ),
     "splits": Recurrences(
-        shape=(2, 2, 512, 64, 64),
+        shape=(1, 1, 256, 64, 64),
+        L=64,
         tiles=StageConfig(siz_b_DHQK=64, num_stages=2, num_splits=4),
         layout="BTNH",
         delta=True,

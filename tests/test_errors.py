@@ -121,6 +121,7 @@ VALUES = {
     },
     "layout is 'BSNH', expected one of BNTH, BTNH": {"layout": "BSNH"},
     SWAPPED: BTNH | {"i": PLAIN["i"], "layout": "BTNH"},
+    SWAPPED.replace("i has", "f has"): BTNH | {"f": PLAIN["f"], "layout": "BTNH"},
     "m_initial has shape (2, 40), expected (B, NH) = (2, 3), as q has shape (2, 40, 3, 16)": BTNH
     | {"m_initial": array(B, S), "layout": "BTNH"},
     # gates and packed sequences
@@ -185,8 +186,11 @@ TYPES = {
     f"q has dtype int32, expected one of {KERNEL_DTYPES}": {
         "q": array(2, 3, 40, 16, dtype="int32")
     },
-    "k has dtype bfloat16, expected float32, the dtype of q": {
-        "k": array(2, 3, 40, 16, dtype="bfloat16")
+    **{
+        f"{name} has dtype bfloat16, expected float32, the dtype of q": {
+            name: array(*PLAIN[name].shape, dtype="bfloat16")
+        }
+        for name in "kv"
     },
     f"i has dtype int8, expected one of {INPUT_DTYPES}": {"i": array(2, 3, 40, dtype="int8")},
     "autocast_kernel_dtype is 'fp8', expected None or one of float32, bfloat16, float16": {

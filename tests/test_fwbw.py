@@ -49,6 +49,9 @@ def test_the_forward_pass_holds_what_the_backward_pass_reads(config, case):
     assert shapes.count((1, 2, S, 32)) == 1 + ("h" in held)
     assert shapes.count((1, 2, S)) == 2 + ("z" in held)  # i and f
     assert shapes.count((1, 2, S // L, DHQK, 32)) == ("states" in held)
+    # Without a backward pass the fused scan stores none.
+    states = f"[2,{S // L},{DHQK},32]"
+    assert (states in str(jax.make_jaxpr(run)(*x))) == (config is not SCAN)
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from mlstm_pallas.gate_gradients import run_sums
+from mlstm_pallas.gate_gradients import inner, run_sums
 
 
 @pytest.mark.parametrize("n", [1, 32, 33, 1000])
@@ -23,3 +23,8 @@ def test_sums_over_runs_of_steps(n, share):
     # One rounding of each x, and sums of n terms.
     bound = (1 + math.sqrt(n)) * 2.0**-24 * np.linalg.norm(expected)
     assert np.linalg.norm(np.asarray(result) - expected) <= bound
+
+
+def test_inner_products_of_float16_are_of_float32():
+    x = np.full((2, 3), 300, "float16")
+    assert np.array_equal(inner(x, x), np.full(2, 3 * 300.0**2))

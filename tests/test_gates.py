@@ -60,13 +60,13 @@ MOSAIC_GPU = {"mosaic_gpu": (Lowering.MOSAIC_GPU_INTERPRET, 64)}  # of test_mosa
 
 
 @functools.partial(jax.jit, static_argnames=("L", "form", "input_gate"))
-def gates_of(i, f, m_initial, starts, states=None, *, L, form, input_gate):
+def gates_of(i, f, m_initial, starts, states=None, lengths=None, *, L, form, input_gate):
     """chunk_gates of (heads, S)."""
     lowering, LQ = (FORMS | MOSAIC_GPU)[form]
     problem = Problem(1, *i.shape, 64, 64, L, 1.0)
     tiles = StageConfig(siz_b_LQ=LQ, num_warps=1, num_stages=1).clamped(problem)
     call = StageCall(problem, tiles, None, lowering)
-    return chunk_gates(i, f, m_initial, starts, input_gate, states, call=call)
+    return chunk_gates(i, f, m_initial, starts, input_gate, states, lengths, call=call)
 
 
 CASES = {
@@ -81,10 +81,14 @@ CASES = {
 }
 
 
+# Of two heads: in a chunk, and all steps.
+LENGTHS = np.array([41, 128], "int32")
+
+
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("form", "L"), [("plain", 16), ("kernel-LQ16", 64)])
 def test_gates_are_those_of_the_recurrence(form, case, L):
-    check_gates(form, case, L, packed=True)
+    check_gates(form, case, L, packed=True, lengths=LENGTHS if case == "plain" else None)
 
 
 def test_sigmoid_gates_are_those_of_the_recurrence():
@@ -100,14 +104,17 @@ def drawn(L, S, input_gate, packed, recipe):
     return i, f, m_initial * (input_gate is InputGate.EXP), starts
 
 
-def check_gates(form, case, L, S=128, input_gate=InputGate.EXP, packed=False):
+def check_gates(form, case, L, S=128, input_gate=InputGate.EXP, packed=False, lengths=None):
+    """lengths: of the heads, beyond which a step reads nothing."""
     i, f, m_initial, starts = x = drawn(L, S, input_gate, packed, CASES[case])
-    result = gates_of(*x, L=L, form=form, input_gate=input_gate)
+    result = gates_of(*x, lengths=lengths, L=L, form=form, input_gate=input_gate)
     starts = starts if packed else np.zeros((2, S), bool)
     for head in range(2):
         m_t, w, D, boundaries, gamma, abar = by_definition(
             *(y[head] for y in (i, f, m_initial, starts)), L, input_gate
         )
+        if lengths is not None:
+            w[lengths[head] :], D[lengths[head] :] = 0, 0
 
         def of_head(y, head=head):
             return np.asarray(y[head], "float64").reshape(-1)

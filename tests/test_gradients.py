@@ -150,17 +150,7 @@ def test_gradients_of_cotangents(case):
     check(inputs, "float32", "materialised", 64, (), skip, [dh, *of_states])
 
 
-# Packed sequences that begin inside a split of 16 steps and at its first step, one over two splits.
-IN_SPLITS = {"segment_ids": np.repeat([3, 0, 7, 8], [5, 27, 10, 22])[None]}
 UNNORMALISED = {"input_gate": "sigmoid", "normalize": False}
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("options", [{}, IN_SPLITS], ids=["resets", "packed"])
-def test_gradients_in_splits(options):
-    inputs = random_inputs(10, 1, 2, 64, 16, 32, resets=not options)
-    skip = ("c_initial", "n_initial") if options else ()
-    check(inputs, "float32", interpreted(splits(4)), 16, options, skip)
 
 
 @pytest.mark.parametrize(
@@ -202,10 +192,10 @@ GATES = {
 @pytest.mark.parametrize("algorithm", ["materialised", slow("fused")])
 @pytest.mark.parametrize("case", GATES)
 def test_gradients_of_gates(case, algorithm):
-    """In packed sequences."""
+    """In packed sequences, with an eps through which m has a gradient at every step."""
     recipe, skip = GATES[case]
     inputs = random_inputs(3, 1, 2, 70, 16, 16, **recipe)
-    check(inputs, "float32", algorithm, 32, {"segment_ids": PACKED}, skip)
+    check(inputs, "float32", algorithm, 32, {"segment_ids": PACKED, "eps": 0.1}, skip)
 
 
 # test_properties.py draws the gates of these.

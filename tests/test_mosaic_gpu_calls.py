@@ -45,10 +45,10 @@ from mlstm_pallas import (
 )
 from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.call_spec import CallSpec
-from mlstm_pallas.config import config_for, config_from_row
+from mlstm_pallas.config import config_for
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 from mlstm_pallas.export import export
-from mlstm_pallas.mosaic_gpu.recurrence import block_rows, num_ctas
+from mlstm_pallas.mosaic_gpu.recurrence import block_rows, num_ctas, splits_of
 from mlstm_pallas.mosaic_gpu.recurrent_bw_dC import MIN_CTAS
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import make_problem
@@ -307,6 +307,14 @@ def test_few_heads_have_blocks_of_few_rows(heads, tile, rows):
     assert block_rows(StageConfig(siz_b_DHQK=128), narrow, 2) == 64
 
 
+@pytest.mark.parametrize(
+    ("chunks", "desired", "splits"), [(8, None, 8), (5, None, 1), (6, 4, 2), (4, 8, 4)]
+)
+def test_splits_of_few_heads_are_of_whole_chunks(chunks, desired, splits):
+    p = make_problem((1, 2, 1024 * chunks, 64), 64, 1024, pad_heads=True)
+    assert splits_of(StageConfig(siz_b_DHQK=64, num_splits=desired), p, 1) == splits
+
+
 def test_tiles_of_h_count_where_delta_is_computed():
     facts, tiles = (
         mosaic_gpu_kernel("recurrent_bw_dC"),
@@ -338,16 +346,4 @@ def test_heads_beyond_the_grid_run_on_triton():
     assert (
         stages_on_mosaic_gpu(1, 32_767, 8192, *heads, recurrent_fw_H=StageConfig(num_splits=4))
         == always | recurrences
-    )
-
-
-@pytest.mark.parametrize("stage", sorted(ALL))
-def test_a_row_of_a_config_keeps_the_tiles(stage):
-    config = KernelConfig(chunk_size=64, **{stage: tiles(num_stages=3)})
-    result = config_from_row(config.as_row()).stage(stage).mosaic_gpu
-    assert result == StageConfig(
-        **{
-            field: getattr(config.stage(stage).mosaic_gpu, field)
-            for field in mosaic_gpu_kernel(stage).search
-        }
     )

@@ -7,9 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import loss_of, random_inputs
+from oracle import loss_of, random_inputs, step_names
 
-from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise
+from mlstm_pallas import (
+    KernelConfig,
+    StageConfig,
+    mlstm_chunkwise,
+    mlstm_recurrent_step,
+    reference,
+)
 
 BACKENDS = ("xla", "interpret", pytest.param("triton", marks=pytest.mark.gpu))
 B, NH, S, L = 2, 2, 64, 32
@@ -61,6 +67,20 @@ def test_a_nan_reaches_no_other_head_and_no_earlier_step(backend, name):
     else:
         assert np.isnan(h[STEP:]).all()
         np.testing.assert_allclose(h[:STEP], expected[:STEP], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_nan_in_an_initial_n_is_seen_in_its_head_alone(backend):
+    """In h, of a step and of the reference too, and in dq."""
+    x = random_inputs(0, B, NH, S, 16, 16)
+    x["n_initial"] = x["n_initial"].at[BATCH, HEAD, COLUMN].set(jnp.nan)
+    call = functools.partial(mlstm_chunkwise, chunk_size=L, backend=backend)
+    h, vjp = jax.vjp(call, *x.values())
+    step = mlstm_recurrent_step(**step_names(x, 0), backend=backend)[0]
+    for y in (h, step, reference.recurrence(**x)[0], vjp(jnp.ones_like(h))[0]):
+        nan = np.isnan(y)
+        assert nan[BATCH, HEAD].all()
+        assert nan.sum() == nan[BATCH, HEAD].size
 
 
 @pytest.mark.slow

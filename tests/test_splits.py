@@ -15,7 +15,6 @@ from oracle import array, assert_close, tolerance
 
 from mlstm_pallas import StageConfig, dispatch
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.splits import decays_of_others
 from mlstm_pallas.stage import Lowering, StageCall
 from mlstm_pallas.triton.recurrence import MAX_SPLITS, splits_of
 
@@ -67,12 +66,6 @@ def test_states_of_a_later_shard_are_added_where_they_have_not_decayed(lowering)
     expected = start + decays[..., None, None] * added[:, None].astype("float64")
     assert np.abs(result - expected).max() <= 2.0**-8 * np.abs(expected).max()
     assert np.array_equal(result[decays == 0], start[decays == 0])
-
-
-def test_decays_of_others():
-    gamma = jnp.asarray([[0.5, 0.25, 0.0, 2.0]])
-    assert decays_of_others(gamma).tolist() == [[0.0, 0.0, 2.0, 1.0]]
-    assert decays_of_others(gamma, backward=True).tolist() == [[1.0, 0.5, 0.125, 0.0]]
 
 
 def test_a_number_of_splits_is_cut_to_what_divides_the_chunks():

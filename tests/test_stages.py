@@ -218,17 +218,6 @@ def tile_pairs(x, outputs, T):
     )
 
 
-@pytest.mark.parametrize("shape", [(6, 7, 5), (2, 7, 3, 5)], ids=["BNTH", "BTNH"])
-def test_steps_are_the_inverse_of_chunks(shape):
-    """Of two batch entries and three heads, with a step beyond the sequence."""
-    x = np.random.default_rng(0).normal(size=shape).astype("float32")
-    call = StageCall(Problem(2, 3, 8, 16, 16, 4, 1.0), TILES_OF_64, None, Lowering.XLA)
-    chunks = call.chunks(x)
-    heads_first = x if x.ndim == 3 else np.swapaxes(x, 1, 2).reshape(6, 7, 5)
-    assert np.array_equal(chunks.reshape(6, 8, 5), np.pad(heads_first, [(0, 0), (0, 1), (0, 0)]))
-    assert np.array_equal(call.steps(chunks, x), x)
-
-
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_kernel_agrees_with_the_plain_form(stage):
     """In bfloat16; the tiles below are in float32, most of them."""

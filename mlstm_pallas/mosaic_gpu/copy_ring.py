@@ -96,7 +96,7 @@ class CopyRing:
     def wait(self, step: Any) -> Any:
         """Waits for the copies of a step; its slot."""
         slot = self.slot(step)
-        plgpu.barrier_wait(self.barriers.full.at[slot])
+        self.products.acquire(self.barriers.full.at[slot], self.barriers.empty.at[slot])
         return slot
 
     def release(self, *steps: Any) -> None:
@@ -134,6 +134,7 @@ class CopyRing:
 
     def drain(self, steps: Any = None) -> None:
         """Waits for the last releases: no barrier may be left in the middle of a phase."""
+        self.products.finish()
         total = lax.convert_element_type(self.steps if steps is None else steps, np.int32)
         for x in range(self.num_slots):
             step = total - np.int32(self.num_slots - x)

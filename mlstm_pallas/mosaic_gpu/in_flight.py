@@ -1,23 +1,26 @@
 """Which products are running, in GPU interpret mode, where each is computed at once.
 
 On the GPU a product reads shared memory and adds to its accumulator until a wait for it returns.
-In interpret mode a kernel that lacks the wait has the right results. ``InFlight`` keeps, on the
-host, the products that each warpgroup has issued and not waited for. It notes what the warpgroup
-does meanwhile to their operands and accumulators. The launch raises at its end: a warpgroup that
-raised would leave the others waiting for it.
+In interpret mode a kernel with a missing wait still computes the right result. ``InFlight`` keeps,
+on the host, the products that each warpgroup has issued and not waited for, and the slots of rings
+that it has acquired and not released. It raises where the warpgroup writes, reads or releases what
+a product still uses, and where it breaks the protocol of a ring, before any warpgroup waits for
+ever.
 """
 
 import contextlib
 import functools
 from collections.abc import Iterator, Mapping
 from contextvars import ContextVar
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 from jax import lax
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 
+interpreter: Any = gpu_callbacks  # jax 0.10 has less of it
 Region = list[tuple[Any, Any]]  # start and size along the first axes; of all others, the whole
 
 
@@ -32,12 +35,13 @@ class InFlight:
     Those with an underscore that take a warpgroup run on the host, in the order of the calls.
     """
 
-    def __init__(self, kernel: str) -> None:
+    def __init__(self, kernel: str, warpgroups: int) -> None:
         self.kernel = kernel
+        self.warpgroups = warpgroups
         self._names: dict[int, tuple[Any, str]] = {}  # by id: what has it, and a name
         self._guarded: dict[str, list[str]] = {}  # of barriers: the buffers
         self._running: dict[int, list[_Product]] = {}  # of a warpgroup, in order of issue
-        self._refused: list[str] = []
+        self._acquired: dict[int, list[str]] = {}  # barriers, of a warpgroup
 
     @contextlib.contextmanager
     def traced(self, scratch: Mapping[str, Any]) -> Iterator[None]:
@@ -49,12 +53,16 @@ class InFlight:
         try:
             self._call(self._begin)
             yield
+            self.finish()
         finally:
             _current.reset(token)
             self._names.clear()
 
     def guard(self, barriers: Any, *buffers: Any) -> None:
-        self._guarded[self._name(barriers)] = [self._name(x) for x in buffers]
+        name = self._name(barriers)
+        if not buffers:
+            raise ValueError(f"{self.kernel}: {name} guards no buffers, expected one or more")
+        self._guarded[name] = [self._name(x) for x in buffers]
 
     def issue(self, accumulator: Any, *operands: Any) -> None:
         shared = [x for x in operands if not isinstance(x, jax.Array)]
@@ -70,17 +78,19 @@ class InFlight:
     def overwrite(self, buffer: Any) -> None:
         self._call(self._end, "writes", [self._name(buffer)], values=_region(buffer))
 
+    def acquire(self, barrier: Any) -> None:
+        self._call(self._acquire, self._name(barrier), values=_slot(barrier))
+
     def release(self, barrier: Any) -> None:
         name = self._name(barrier)
         if name not in self._guarded:
             why = "of which no Products.guard says what it guards"
             raise ValueError(f"{self.kernel} releases {name}, {why}")
-        slot = _region(barrier) if _base(barrier).shape[0] > 1 else []
-        self._call(self._end, f"releases {name} of", self._guarded[name], values=slot)
+        self._call(self._release, name, values=_slot(barrier))
 
-    def report(self) -> None:
-        """Called after the launch: raises what was refused."""
-        io_callback(self._report, None, ordered=True)
+    def finish(self) -> None:
+        """The warpgroup has released all that it has acquired."""
+        self._call(self._finish)
 
     def _name(self, x: Any) -> str:
         x = _base(x)
@@ -92,7 +102,7 @@ class InFlight:
         io_callback(function, None, lax.axis_index("wg"), values, ordered=True)
 
     def _begin(self, wg: Any, _: Any) -> None:
-        self._running[int(wg)] = []
+        self._running[int(wg)], self._acquired[int(wg)] = [], []
 
     def _issue(self, accumulator: str, names: list[str], wg: Any, regions: list[Region]) -> None:
         reads = list(zip(names, regions, strict=True))
@@ -112,14 +122,28 @@ class InFlight:
             if name in names and _overlap(own, region):
                 self._refuse(wg, f"{doing} {name}, which a running product reads")
 
-    def _refuse(self, wg: Any, what: str) -> None:
-        where = f"{self.kernel}: warpgroup {int(wg)}"
-        self._refused.append(f"{where} {what}, expected Products.wait before")
+    def _acquire(self, name: str, wg: Any, slot: Region) -> None:
+        if (barrier := _indexed(name, slot)) in self._acquired[int(wg)]:
+            self._refuse(wg, f"acquires {barrier} again", "Products.release")
+        self._acquired[int(wg)].append(barrier)
 
-    def _report(self) -> None:
-        refused, self._refused = sorted(set(self._refused)), []
-        if refused:
-            raise RuntimeError("\n".join(refused))
+    def _release(self, name: str, wg: Any, slot: Region) -> None:
+        if (barrier := _indexed(name, slot)) not in self._acquired[int(wg)]:
+            self._refuse(wg, f"releases {barrier}", "Products.acquire")
+        self._acquired[int(wg)].remove(barrier)
+        self._end(f"releases {name} of", self._guarded[name], wg, slot)
+
+    def _finish(self, wg: Any, _: Any) -> None:
+        for barrier in self._acquired[int(wg)]:
+            self._refuse(wg, f"ends with {barrier}", "Products.release")
+
+    def _refuse(self, wg: Any, what: str, expected: str = "Products.wait") -> NoReturn:
+        error = RuntimeError(
+            f"{self.kernel}: warpgroup {int(wg)} {what}, expected {expected} before"
+        )
+        # Wakes the warpgroups that wait for this one. Only one that is alone is no thread.
+        interpreter._get_shared_memory().set_failed(error, top_level=self.warpgroups == 1)
+        raise error
 
 
 _current: ContextVar[InFlight] = ContextVar("in_flight")
@@ -150,6 +174,15 @@ def _region(x: Any) -> Region:
                 region[axis] = region[axis][0] + start, size
             axes = [axis for axis, index in pairs if isinstance(index, pl.Slice)]
     return region
+
+
+def _slot(barrier: Any) -> Region:
+    """The slot that a barrier guards; the only barrier guards all slots."""
+    return _region(barrier) if _base(barrier).shape[0] > 1 else []
+
+
+def _indexed(name: str, slot: Region) -> str:
+    return name + "".join(f"[{int(start)}]" for start, _ in slot)
 
 
 def _overlap(x: Region, y: Region) -> bool:

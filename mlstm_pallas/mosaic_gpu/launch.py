@@ -65,7 +65,7 @@ def mosaic_call(
         axes = (jax.typeof(x).manual_axis_type.varying for x in arrays)
         varying = tuple(frozenset().union(*axes))
 
-        in_flight = InFlight(name) if interpret else None
+        in_flight = InFlight(name, warpgroups) if interpret else None
 
         def entry(*refs: Any, **scratch_refs: Any) -> None:
             with contextlib.nullcontext() if in_flight is None else in_flight.traced(scratch_refs):
@@ -92,8 +92,6 @@ def mosaic_call(
             interpret=plgpu.InterpretGPUParams(detect_races=True) if interpret else None,
             kernel_name=name,
         )(*(_varying_nowhere.bind(x) if varying else x for x in arrays))
-        if in_flight is not None:
-            in_flight.report()
         if varying:
             results = [lax.pcast(x, varying, to="varying") for x in results]
         return dict(zip(outputs, jax.tree.unflatten(out_tree, results), strict=True))

@@ -544,7 +544,7 @@ def _multiply(c: _Chunk, keys: int) -> None:
     _write_diagonal(c, diagonal, keys)
     corner = block(2 * c.wg, R)
     plgpu.commit_smem()
-    plgpu.barrier_wait(refs.tiles_full)
+    products.acquire(refs.tiles_full, refs.tiles_empty)
     norm_weights = None if refs.n is None else weights * diagonal.vectors[3]
     zeros = products.zeros(R, c.p.DHQK)
     total = plgpu.layout_cast(jnp.zeros((R,), jnp.float32), BY_ROWS)

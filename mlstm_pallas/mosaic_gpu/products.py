@@ -185,6 +185,20 @@ class Products:
         if self.interpret and barriers is not None:
             in_flight.current().guard(barriers, *(x for x in buffers if x is not None))
 
+    def acquire(self, full: Any, empty: Any) -> None:
+        """Waits on ``full``: until ``release(empty)`` the warpgroup has what ``empty`` guards.
+
+        empty: may be None, where nothing is written again.
+        """
+        if self.interpret and empty is not None:
+            in_flight.current().acquire(empty)
+        plgpu.barrier_wait(full)
+
+    def finish(self) -> None:
+        """The warpgroup has released all that it has acquired."""
+        if self.interpret:
+            in_flight.current().finish()
+
     def store(self, tile: Any, value: jax.Array) -> None:
         """tile[...] = value; a tile in shared memory."""
         if self.interpret:

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic.gpu import launch_context, utils
 from jaxlib.mlir import ir
@@ -116,20 +117,25 @@ def copy_out(
         plgpu.copy_smem_to_gmem(tile, destination, predicate=where)
 
 
+def groups_alone(first: Any, S: int, rows: int) -> jax.Array:
+    """How many groups of the tile from row ``first`` of S on go one by one; 0: it goes at once."""
+    whole = first <= S // GROUP * GROUP - rows
+    return jnp.where(whole, np.int32(0), np.int32(rows // GROUP))
+
+
 def _copy(steps: Steps, tile: Any, barrier: Any = None) -> None:
     """Starts copies of a tile from an array, or to it without a barrier."""
     (rows, columns), itemsize = steps.shape, tile.dtype.itemsize
     transforms = tile_transforms(columns, itemsize)
     tiling, swizzle = transforms[0].tiling, transforms[1].swizzle
     axis = len(steps.before)
-    in_groups = steps.S // GROUP * GROUP
     groups = launch_context.TileTransform(tiling, rounding=launch_context.Rounding.DOWN)
     # A group: its parts, as wide as the swizzle, one after another.
     parts = launch_context.TileTransform(tiling[1:]), launch_context.TransposeTransform((1, 0, 2))
 
     def start(context: Any, array: Any, tile: Any, *scalars: Any) -> None:
         i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
-        *at, address = (x.registers.item() for x in scalars)
+        *at, count, address = (x.registers.item() for x in scalars)
         first = at.pop(axis)
         *others, column = (arith.index_cast(index, x) for x in at)
         before, behind = others[:axis], others[axis:]
@@ -160,8 +166,7 @@ def _copy(steps: Steps, tile: Any, barrier: Any = None) -> None:
         if columns == tiling[1]:
             copy(utils.memref_reshape(tile, (rows, columns)), first, rows, (), leader)
         else:
-            last = utils.c(in_groups - rows, i32)
-            inside = arith.cmpi(arith.CmpIPredicate.sle, first, last)
+            inside = arith.cmpi(arith.CmpIPredicate.eq, count, utils.c(0, i32))
             copy(tile, first, rows, groups, arith.andi(leader, inside))
 
             def group(g: Any, carry: Any) -> Any:
@@ -170,14 +175,14 @@ def _copy(steps: Steps, tile: Any, barrier: Any = None) -> None:
                 copy(piece, row, GROUP, parts, leader)
                 return carry
 
-            count = arith.select(inside, utils.c(0, i32), utils.c(rows // GROUP, i32))
             utils.fori(count, [])(group)
 
         if full is None:
             nvvm.cp_async_bulk_commit_group()
 
     address = 0 if barrier is None else barrier_address(barrier)
-    at = *steps.before, steps.start, *steps.behind, steps.column, address
-    scalars = [jnp.asarray(x, jnp.int32) for x in at]
+    at = *steps.before, steps.start, *steps.behind, steps.column
+    count = groups_alone(steps.start, steps.S, rows)
+    scalars = [jnp.asarray(x, jnp.int32) for x in (*at, count, address)]
     types = plgpu.RefType(), plgpu.RefType(transforms), *[plgpu.Layout.WG_SPLAT] * len(scalars)
     plgpu.inline_mgpu(arg_types=types)(start)(steps.array, tile, *scalars)
