@@ -26,6 +26,14 @@ BACKENDS: tuple[str, ...] = get_args(BackendName)
 # The first version that compiles the Mosaic GPU kernels, and the first that is not tested.
 MOSAIC_GPU_JAX = (0, 11, 2), (0, 13)
 
+SYMBOLIC_HINTS = {
+    "B": ', or backend "xla", which takes a symbolic B',
+    "S": (
+        ": the chunks follow from S. Export once per length, or once for the longest, with shorter "
+        "inputs padded and sequence_lengths"
+    ),
+}
+
 Dims = Sequence[str]
 # The dimensions of sequences and states, by the names of the arguments.
 SEQUENCE_DIMS: dict[str, Dims] = {
@@ -136,7 +144,7 @@ def check_constant(sizes: Mapping[str, Any], backend: str | None) -> None:
     """Refuses the symbolic dimensions of jax.export, but for B in plain jnp."""
     for dim, size in sizes.items():
         if is_symbolic_dim(size) and (dim != "B" or backend != "xla"):
-            hint = ', or backend "xla", which takes a symbolic B' if dim == "B" else ""
+            hint = SYMBOLIC_HINTS.get(dim, "")
             raise ValueError(f"q has a symbolic {dim} = {size}, expected a constant{hint}")
 
 
