@@ -1,13 +1,13 @@
 """mlstm_chunkwise: the chunkwise mLSTM of whole sequences."""
 
-from typing import Literal, overload
+from typing import Literal, Unpack, overload
 
 import jax
 from jax.typing import DTypeLike
 
 from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.entry import Options, run
+from mlstm_pallas.entry import Options, SequenceKeywords, run
 from mlstm_pallas.fwbw import mlstm_forward, mlstm_with_segments
 from mlstm_pallas.gates import segment_starts
 
@@ -15,26 +15,26 @@ from mlstm_pallas.gates import segment_starts
 @overload
 def mlstm_chunkwise(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
-    n_initial: Array | None = None, m_initial: Array | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None, *,
     return_last_states: Literal[False] = False, eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, *, segment_ids: Array | None = None,
-    sequence_lengths: Array | None = None, num_segments: int | None = None,
-    input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
-    layout: LayoutName = "BNTH", backend: BackendName | None = None,
-    config: KernelConfig | None = None,
+    norm_val: float = 1.0, num_segments: int | None = None, **keywords: Unpack[SequenceKeywords],
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def mlstm_chunkwise(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
-    n_initial: Array | None = None, m_initial: Array | None = None,
-    return_last_states: Literal[True] = ..., eps: float = 1e-6, chunk_size: int | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None, *,
+    return_last_states: Literal[True], eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, *, segment_ids: Array | None = None,
-    sequence_lengths: Array | None = None, num_segments: int | None = None,
-    input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
-    layout: LayoutName = "BNTH", backend: BackendName | None = None,
-    config: KernelConfig | None = None,
+    norm_val: float = 1.0, num_segments: int | None = None, **keywords: Unpack[SequenceKeywords],
+) -> tuple[jax.Array, States]: ...  # fmt: skip
+@overload
+def mlstm_chunkwise(
+    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None,
+    n_initial: Array | None, m_initial: Array | None, return_last_states: Literal[True],
+    eps: float = 1e-6, chunk_size: int | None = None,
+    autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
+    norm_val: float = 1.0, *, num_segments: int | None = None, **keywords: Unpack[SequenceKeywords],
 ) -> tuple[jax.Array, States]: ...  # fmt: skip
 @overload
 def mlstm_chunkwise(
@@ -42,11 +42,7 @@ def mlstm_chunkwise(
     n_initial: Array | None = None, m_initial: Array | None = None,
     return_last_states: bool = ..., eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, *, segment_ids: Array | None = None,
-    sequence_lengths: Array | None = None, num_segments: int | None = None,
-    input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
-    layout: LayoutName = "BNTH", backend: BackendName | None = None,
-    config: KernelConfig | None = None,
+    norm_val: float = 1.0, *, num_segments: int | None = None, **keywords: Unpack[SequenceKeywords],
 ) -> jax.Array | tuple[jax.Array, States]: ...  # fmt: skip
 def mlstm_chunkwise(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
