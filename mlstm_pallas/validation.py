@@ -315,6 +315,28 @@ def check_num_segments(x: Any, segment_ids: Any, return_last_states: bool) -> in
     return num_segments
 
 
+def check_lengths(lengths: Any) -> list[np.ndarray]:
+    """The lengths of packed prompts as one array per row, without the zeros at its end."""
+    if isinstance(lengths, jax.core.Tracer):
+        raise TypeError("lengths is traced, expected integers: pack prompts outside of jit")
+    expected = "expected the steps of each prompt, integers >= 1, of one row or of each of several"
+    if isinstance(lengths, jax.Array):
+        lengths = np.asarray(lengths)
+    try:
+        rows = [np.asarray(row) for row in lengths]
+    except TypeError:
+        raise TypeError(f"lengths is {lengths!r}, {expected}") from None
+    if all(row.ndim == 0 for row in rows):
+        rows = [np.asarray(rows)]
+    for row in rows:
+        if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
+            raise TypeError(f"lengths is {lengths!r}, {expected}")
+    rows = [np.trim_zeros(row, "b") for row in rows]
+    if not any(row.size for row in rows) or any(np.any(row < 1) for row in rows):
+        raise ValueError(f"lengths is {lengths!r}, {expected}; zeros may stand behind the last one")
+    return rows
+
+
 def check_flag(name: str, x: Any) -> bool:
     if isinstance(x, jax.core.Tracer):
         raise TypeError(f"{name} is traced, expected a Python bool: mark it static in jit")

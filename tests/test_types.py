@@ -45,6 +45,8 @@ assert_type(
     ),
     tuple[Array, States],
 )
+segment_ids, ends = mlstm_pallas.pack_lengths([[3, 5], [6]], S=16)
+mlstm_chunkwise(x, x, x, gate, gate, segment_ids=segment_ids, sequence_lengths=ends[:, -1])
 assert_type(mlstm_chunkwise(x, x, x, gate, gate, return_last_states=False, eps=1e-5), Array)
 assert_type(
     mlstm_chunkwise(x, x, x, gate, gate, return_last_states=flag), Array | tuple[Array, States]
@@ -111,6 +113,7 @@ def test_a_client_passes_strict_mypy(tmp_path):
 
 FUNCTIONS = (
     mlstm_pallas.mlstm_chunkwise,
+    mlstm_pallas.pack_lengths,
     mlstm_pallas.mlstm_recurrent_step,
     mlstm_pallas.mlstm_recurrent_sequence,
     distributed.mlstm_chunkwise_sequence_parallel,
