@@ -20,14 +20,17 @@ of a mesh:
         --num_processes=2 --process_id=0  # and 1
 
 Several processes (jax.distributed) share the output folder; the first one writes log, plot and
-sample.
+sample. A Ctrl-C to one of them ends all. If one dies, the others end too, within two minutes and
+with exit code 1, as after any error.
 """
 
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import json
 import math
+import os
 import signal
 import sys
 import threading
@@ -35,6 +38,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -436,14 +440,45 @@ def stop_on_interrupt() -> Iterator[threading.Event]:
 def asked_to_end(stop: threading.Event, deadline: float, step: int) -> bool:
     """Whether to end after this step, because of a Ctrl-C or --max_minutes.
 
-    Several processes agree on it where they log.
+    Several processes agree on it where they log: a Ctrl-C to one sets ``stop`` in all.
     """
-    asked = stop.is_set() or time.monotonic() > deadline
-    if jax.process_count() == 1:
-        return asked
-    if step % LOG_EVERY.value:
-        return False
-    return bool(multihost_utils.process_allgather(np.asarray(asked)).any())
+    asked = np.asarray([stop.is_set(), time.monotonic() > deadline])
+    if jax.process_count() > 1:
+        if step % LOG_EVERY.value:
+            return False
+        asked = multihost_utils.process_allgather(asked).any(axis=0)
+    if asked[0]:
+        stop.set()
+    return bool(asked.any())
+
+
+GO_ON = "when all processes have ended, the same commands go on from the last checkpoint"
+
+
+def end_alone(message: str) -> NoReturn:
+    """Ends one of several processes.
+
+    At a normal exit jax.distributed would wait for the others, and abort after a minute.
+    """
+    os.write(2, f"\nerror: {message}\n".encode())
+    os._exit(1)
+
+
+@contextlib.contextmanager
+def ends_with_the_others() -> Iterator[None]:
+    """Ends this process where a collective fails, which it does when another process has died."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if jax.process_count() == 1:
+            raise
+        reason = " ".join(str(error).split())[:300]
+        end_alone(f"the processes have lost each other ({reason}): {GO_ON}")
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int)
+def on_abort(_: int) -> None:
+    end_alone(f"this process was aborted, as above or because another one has died: {GO_ON}")
 
 
 def say(text: str) -> None:
@@ -461,8 +496,8 @@ def model_config(mesh: Mesh | None = None) -> ModelConfig:
     return ModelConfig(*sizes, CHUNK_SIZE.value, DTYPE.value, backend, mesh)
 
 
-def run(stop: threading.Event) -> bool:
-    """The whole job, from the corpus to the plot; returns whether all steps are done."""
+def run(stop: threading.Event) -> int:
+    """The whole job, from the corpus to the plot; returns the exit code."""
     minutes = math.inf if MAX_MINUTES.value is None else MAX_MINUTES.value
     deadline = time.monotonic() + 60 * minutes
     mesh = make_mesh(MESH.value)
@@ -476,7 +511,8 @@ def run(stop: threading.Event) -> bool:
 
     output = Path(OUTPUT_DIR.value)
     output.mkdir(parents=True, exist_ok=True)
-    with contextlib.closing(Checkpoints(output / "checkpoints")) as checkpoints:
+    saved = contextlib.closing(Checkpoints(output / "checkpoints"))
+    with saved as checkpoints, ends_with_the_others():
         if not RESUME.value:
             checkpoints.clear()
         if before := checkpoints.latest():
@@ -499,14 +535,14 @@ def run(stop: threading.Event) -> bool:
         ends = functools.partial(asked_to_end, stop, deadline)
         bits = train(training, held_out, log, checkpoints, ends)
 
-    finished, mark = training.step == STEPS.value, {}
-    if not finished:
-        mark = dict(interrupted=True)
+    code, mark = 0, {}
+    if training.step < STEPS.value:
+        code, mark = 130 if stop.is_set() else 75, dict(interrupted=True)
         what = "ending with what there is; the same command goes on from here"
-        say(f"interrupted after step {training.step}: {what}")
+        tqdm.write(f"interrupted after step {training.step}: {what}")
     if bits is None:
         bits = held_out_bits(training.model, held_out)
-        if not finished:
+        if code:
             log.write(step=training.step, held_out_bits_per_byte=bits, **mark)
     model = on_one_device(training.model)
     if jax.process_index() == 0:
@@ -518,7 +554,7 @@ def run(stop: threading.Event) -> bool:
         say(f"--- sample\n{text}\n--- generated at {speed:.0f} tokens per second")
         result = f"held-out bits per byte: {bits:.3f} (unigram: {unigram:.3f})"
         say(f"{result}; log, plot and sample are in {output}")
-    return finished
+    return code
 
 
 def start_processes() -> None:
@@ -530,12 +566,14 @@ def start_processes() -> None:
     except (RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())
         sys.exit(f"error: --coordinator_address={COORDINATOR_ADDRESS.value}: {reason}")
+    # The threads of jax.distributed abort a process that waits for one that is gone.
+    ctypes.CDLL(None).signal(signal.SIGABRT, on_abort)
 
 
 def main(argv: list[str]) -> int:
-    """Returns the exit code: 0, 75 after --max_minutes, 130 after a Ctrl-C.
+    """Returns the exit code: 0, 75 if --max_minutes ended the training, 130 if a Ctrl-C did.
 
-    Errors of the user's making are one line, with exit code 1.
+    Errors of the user's making, and processes that die, are one line, with exit code 1.
     """
     logging.set_verbosity(logging.WARNING)  # at INFO, jax names every backend that is missing
     if len(argv) > 1:
@@ -544,12 +582,13 @@ def main(argv: list[str]) -> int:
         start_processes()
     if BACKEND.value == "triton" and jax.default_backend() != "gpu":
         sys.exit("error: --backend=triton needs a GPU")
-    with stop_on_interrupt() as stop:
+    with stop_on_interrupt() as stop, ends_with_the_others():
         try:
-            finished = run(stop)
+            return run(stop)
         except (CorpusError, MeshError, CheckpointError, FloatingPointError, OSError) as error:
+            if jax.process_count() > 1:
+                end_alone(str(error))
             sys.exit(f"error: {error}")
-    return 130 if stop.is_set() else 0 if finished else 75
 
 
 def parse_flags(argv: list[str]) -> list[str]:

@@ -4,7 +4,7 @@ import importlib
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from mlstm_pallas.api import mlstm_chunkwise
+from mlstm_pallas.api import mlstm_chunkwise, pack_lengths
 from mlstm_pallas.backend import use_backend
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.preview import plan
@@ -22,6 +22,7 @@ __all__ = [
     "mlstm_chunkwise",
     "mlstm_recurrent_sequence",
     "mlstm_recurrent_step",
+    "pack_lengths",
     "plan",
     "reference",
     "use_backend",

@@ -1,13 +1,16 @@
-"""mlstm_chunkwise: the chunkwise mLSTM of whole sequences."""
+"""mlstm_chunkwise: the chunkwise mLSTM of whole sequences; pack_lengths: its packed prompts."""
 
-from typing import Literal, overload
+from collections.abc import Sequence
+from typing import Literal, Unpack, overload
 
 import jax
+import numpy as np
 from jax.typing import DTypeLike
 
+from mlstm_pallas import validation
 from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.entry import Options, run
+from mlstm_pallas.entry import Options, SequenceKeywords, run
 from mlstm_pallas.fwbw import mlstm_forward, mlstm_with_segments
 from mlstm_pallas.gates import segment_starts
 
@@ -15,26 +18,26 @@ from mlstm_pallas.gates import segment_starts
 @overload
 def mlstm_chunkwise(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
-    n_initial: Array | None = None, m_initial: Array | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None, *,
     return_last_states: Literal[False] = False, eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, *, segment_ids: Array | None = None,
-    sequence_lengths: Array | None = None, num_segments: int | None = None,
-    input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
-    layout: LayoutName = "BNTH", backend: BackendName | None = None,
-    config: KernelConfig | None = None,
+    norm_val: float = 1.0, num_segments: int | None = None, **keywords: Unpack[SequenceKeywords],
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def mlstm_chunkwise(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
-    n_initial: Array | None = None, m_initial: Array | None = None,
-    return_last_states: Literal[True] = ..., eps: float = 1e-6, chunk_size: int | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None, *,
+    return_last_states: Literal[True], eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, *, segment_ids: Array | None = None,
-    sequence_lengths: Array | None = None, num_segments: int | None = None,
-    input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
-    layout: LayoutName = "BNTH", backend: BackendName | None = None,
-    config: KernelConfig | None = None,
+    norm_val: float = 1.0, num_segments: int | None = None, **keywords: Unpack[SequenceKeywords],
+) -> tuple[jax.Array, States]: ...  # fmt: skip
+@overload
+def mlstm_chunkwise(
+    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None,
+    n_initial: Array | None, m_initial: Array | None, return_last_states: Literal[True],
+    eps: float = 1e-6, chunk_size: int | None = None,
+    autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
+    norm_val: float = 1.0, *, num_segments: int | None = None, **keywords: Unpack[SequenceKeywords],
 ) -> tuple[jax.Array, States]: ...  # fmt: skip
 @overload
 def mlstm_chunkwise(
@@ -42,11 +45,7 @@ def mlstm_chunkwise(
     n_initial: Array | None = None, m_initial: Array | None = None,
     return_last_states: bool = ..., eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, *, segment_ids: Array | None = None,
-    sequence_lengths: Array | None = None, num_segments: int | None = None,
-    input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
-    layout: LayoutName = "BNTH", backend: BackendName | None = None,
-    config: KernelConfig | None = None,
+    norm_val: float = 1.0, *, num_segments: int | None = None, **keywords: Unpack[SequenceKeywords],
 ) -> jax.Array | tuple[jax.Array, States]: ...  # fmt: skip
 def mlstm_chunkwise(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
@@ -168,3 +167,59 @@ def mlstm_chunkwise(
     forward = mlstm_forward if num_segments is None else mlstm_with_segments
     arrays = q, k, v, i, f, c_initial, n_initial, m_initial
     return run(forward, segment_starts, options, arrays, segment_ids, sequence_lengths)
+
+
+def pack_lengths(
+    lengths: Sequence[int] | Sequence[Sequence[int]] | Array, S: int | None = None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Where prompts are that are packed into rows, one after the other.
+
+    Prompt n of row b has steps ends[b, n] - lengths[b][n] to ends[b, n] - 1.
+    h of its last token and its last states, to generate from::
+
+      >>> import jax.numpy as jnp
+      >>> import numpy as np
+      >>> from mlstm_pallas import mlstm_chunkwise, pack_lengths
+      >>> segment_ids, ends = pack_lengths([[3, 5], [6]], S=10)
+      >>> segment_ids
+      array([[0, 0, 0, 1, 1, 1, 1, 1, 2, 2],
+             [0, 0, 0, 0, 0, 0, 2, 2, 2, 2]], dtype=int32)
+      >>> ends
+      array([[3, 8],
+             [6, 6]], dtype=int32)
+      >>> q = k = v = jnp.ones((2, 10, 4, 16))  # B, S, NH, DHQK
+      >>> i, f = jnp.zeros((2, 10, 4)), jnp.ones((2, 10, 4))
+      >>> h, (c, n, m) = mlstm_chunkwise(
+      ...     q, k, v, i, f, return_last_states=True, layout="BTNH",
+      ...     segment_ids=segment_ids, num_segments=ends.shape[1],
+      ...     sequence_lengths=ends[:, -1],  # h is 0 beyond the prompts
+      ... )
+      >>> h_last = h[np.arange(2)[:, None], ends - 1]
+      >>> h_last.shape, c.shape, m.shape  # (B, N, NH, ...)
+      ((2, 2, 4, 16), (2, 2, 4, 16, 16), (2, 2, 4))
+
+    c[1, 1] is zeros here, as row 1 has one prompt, and h_last[1, 1] is
+    h_last[1, 0] again.
+
+    Args:
+      lengths: steps of each prompt, at least 1: those of one row, (N,), or of
+        each of B rows, as lists or (B, N) with zeros behind the last prompt.
+      S: steps of a row. None: those of the longest row.
+
+    Returns:
+      segment_ids (B, S), n at the steps of prompt n and N behind the last one,
+      and ends (B, N), the steps up to the end of each prompt, which stay the
+      same behind the last one; NumPy arrays, int32.
+
+    Raises:
+      TypeError, ValueError: naming the argument and what was expected.
+    """
+    rows = validation.check_lengths(lengths)
+    sizes = np.zeros((len(rows), max(map(len, rows))), int)
+    for b, row in enumerate(rows):
+        sizes[b, : len(row)] = row
+    ends = np.cumsum(sizes, axis=1)
+    longest = int(ends.max())
+    steps = np.arange(longest if S is None else validation.check_integer("S", S, longest))
+    segment_ids = [np.searchsorted(row, steps, side="right") for row in ends]
+    return np.asarray(segment_ids, np.int32), ends.astype(np.int32)

@@ -165,6 +165,13 @@ _by_platform.def_impl(
 
 def _lowering_of(platform: str) -> Callable[..., Any]:
     def rule(ctx: Any, *args: Any, **jaxprs: Any) -> Any:
+        module = ctx.module_context
+        # jax keeps the lowered form of inner jits without their platforms: the CPU would call a
+        # function lowered for CUDA, and XLA for CPUs aborts at the cumsum of jax 0.12 for GPUs.
+        lowered = module.cached_primitive_lowerings
+        if ctx.platforms is not None:
+            lowered = lowered.setdefault((_by_platform, *ctx.platforms), {})
+        ctx = ctx.replace(module_context=module.replace(cached_primitive_lowerings=lowered))
         return mlir.lower_fun(jaxpr_as_fun(jaxprs[platform]))(ctx, *args)
 
     return rule

@@ -28,7 +28,7 @@ gradient dm follows the path of the stabilisers' maximum: it passes a shard whol
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Literal, NamedTuple, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +42,7 @@ from mlstm_pallas.backward import FirstHalf, first_half, prepared, second_half
 from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, LastStates, Residuals
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.dispatch import run
-from mlstm_pallas.entry import Options
+from mlstm_pallas.entry import Options, SequenceKeywords
 from mlstm_pallas.forward import Summands, gates_of, key_states
 from mlstm_pallas.fwbw import (
     forward,
@@ -401,24 +401,26 @@ def _starts(axis_name: str, segment_ids: jax.Array) -> jax.Array:
 @overload
 def mlstm_chunkwise_sequence_parallel(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
-    n_initial: Array | None = None, m_initial: Array | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None, *,
     return_last_states: Literal[False] = False, eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, *, axis_name: str, segment_ids: Array | None = None,
-    sequence_lengths: Array | None = None, input_gate: InputGateName = "exp",
-    normalize: bool = True, recompute_states_in_bw: bool = True, layout: LayoutName = "BNTH",
-    backend: BackendName | None = None, config: KernelConfig | None = None,
+    norm_val: float = 1.0, axis_name: str, **keywords: Unpack[SequenceKeywords],
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def mlstm_chunkwise_sequence_parallel(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
-    n_initial: Array | None = None, m_initial: Array | None = None,
-    return_last_states: Literal[True] = ..., eps: float = 1e-6, chunk_size: int | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None, *,
+    return_last_states: Literal[True], eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, *, axis_name: str, segment_ids: Array | None = None,
-    sequence_lengths: Array | None = None, input_gate: InputGateName = "exp",
-    normalize: bool = True, recompute_states_in_bw: bool = True, layout: LayoutName = "BNTH",
-    backend: BackendName | None = None, config: KernelConfig | None = None,
+    norm_val: float = 1.0, axis_name: str, **keywords: Unpack[SequenceKeywords],
+) -> tuple[jax.Array, States]: ...  # fmt: skip
+@overload
+def mlstm_chunkwise_sequence_parallel(
+    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None,
+    n_initial: Array | None, m_initial: Array | None, return_last_states: Literal[True],
+    eps: float = 1e-6, chunk_size: int | None = None,
+    autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
+    norm_val: float = 1.0, *, axis_name: str, **keywords: Unpack[SequenceKeywords],
 ) -> tuple[jax.Array, States]: ...  # fmt: skip
 @overload
 def mlstm_chunkwise_sequence_parallel(
@@ -426,10 +428,7 @@ def mlstm_chunkwise_sequence_parallel(
     n_initial: Array | None = None, m_initial: Array | None = None,
     return_last_states: bool = ..., eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, *, axis_name: str, segment_ids: Array | None = None,
-    sequence_lengths: Array | None = None, input_gate: InputGateName = "exp",
-    normalize: bool = True, recompute_states_in_bw: bool = True, layout: LayoutName = "BNTH",
-    backend: BackendName | None = None, config: KernelConfig | None = None,
+    norm_val: float = 1.0, *, axis_name: str, **keywords: Unpack[SequenceKeywords],
 ) -> jax.Array | tuple[jax.Array, States]: ...  # fmt: skip
 def mlstm_chunkwise_sequence_parallel(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,

@@ -3,13 +3,13 @@
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
 
 from mlstm_pallas import validation
-from mlstm_pallas.annotations import States
+from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.call_spec import CallSpec, Inputs, LastStates
 from mlstm_pallas.config import KernelConfig
@@ -27,6 +27,19 @@ from mlstm_pallas.sharding import aligned
 from mlstm_pallas.stage import Lowering
 
 _log = logging.getLogger("mlstm_pallas")
+
+
+class SequenceKeywords(TypedDict, total=False):
+    """The keyword-only arguments that overloads of the public functions of sequences share."""
+
+    segment_ids: Array | None
+    sequence_lengths: Array | None
+    input_gate: InputGateName
+    normalize: bool
+    recompute_states_in_bw: bool
+    layout: LayoutName
+    backend: BackendName | None
+    config: KernelConfig | None
 
 
 @dataclasses.dataclass(frozen=True)

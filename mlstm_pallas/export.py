@@ -5,10 +5,12 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-from jax.export import DisabledSafetyCheck, Exported
+from jax.export import DisabledSafetyCheck, Exported, is_symbolic_dim
 from jax.export import export as jax_export
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from mlstm_pallas.backend import requested_backend, target_device_kind, use_backend
+from mlstm_pallas.config import UNKNOWN_DEVICE
 from mlstm_pallas.triton.launch import CUSTOM_CALL_TARGET
 
 PLATFORMS = ("cpu", "cuda")
@@ -34,8 +36,10 @@ def export(
         # In another process.
         jax.jit(jax.export.deserialize(file.read_bytes()).call)(*arguments)
 
-    The batch dimension may be symbolic (jax.export.symbolic_shape) with backend "xla". Kernels need
-    constant shapes, and every call a constant S.
+    The batch dimension may be symbolic (jax.export.symbolic_shape) for platform "cpu", and for
+    "cuda" with backend "xla", because kernels need constant shapes. S is constant, because the
+    chunks and the scans over them follow from it: make one export per length, or one for the
+    longest, which takes shorter inputs padded and with sequence_lengths.
 
     Functions of arrays sharded over several devices export with explicit mesh axes and shard_map,
     but not with automatic axes: their partitioning calls back into this process, and jax.export
@@ -46,10 +50,10 @@ def export(
       args, kwargs: its arguments, or jax.ShapeDtypeStructs of them.
       platform: "cpu", "cuda", or both, ("cpu", "cuda"); no GPU is needed to export for "cuda".
       device_kind: the GPU for which tiles are chosen and kernels lowered ("NVIDIA H200"). None:
-        this process's first device.
+        this process's first GPU.
 
     Raises:
-      ValueError: for another platform.
+      ValueError: for another platform, and without device_kind for "cuda" where there is no GPU.
     """
     platforms = (platform,) if isinstance(platform, str) else tuple(platform)
     if not platforms or any(x not in PLATFORMS for x in platforms):
@@ -58,11 +62,25 @@ def export(
             "them"
         )
     jitted: Any = function if hasattr(function, "trace") else jax.jit(function)
-    context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-    if device_kind is not None:
-        device = AbstractDevice(device_kind, None, "gpu" if "cuda" in platforms else "cpu")
-        context = jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
-    with context:
+    if device_kind is None and "cuda" in platforms and target_device_kind() == UNKNOWN_DEVICE:
+        raise ValueError(
+            "device_kind is None and this process has no GPU, expected the device_kind of the GPU "
+            "to export for, such as 'NVIDIA H200'"
+        )
+    dims = [dim for x in jax.tree.leaves((args, kwargs)) for dim in getattr(x, "shape", ())]
+    with contextlib.ExitStack() as contexts:
+        if device_kind is not None:
+            device = AbstractDevice(device_kind, None, "gpu" if "cuda" in platforms else "cpu")
+            mesh = AbstractMesh((), (), abstract_device=device)
+            contexts.enter_context(jax.sharding.use_abstract_mesh(mesh))
+        # Backend None also traces the kernels. Calls of constant shapes must not be traced for
+        # "xla" alone: jit would use that trace for the same call on a GPU.
+        if (
+            set(platforms) == {"cpu"}
+            and any(map(is_symbolic_dim, dims))
+            and requested_backend(mosaic_gpu_kernels=False) is None
+        ):
+            contexts.enter_context(use_backend("xla"))
         return jax_export(
             jitted,
             platforms=platforms,

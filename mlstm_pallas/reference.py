@@ -4,7 +4,7 @@ Both have derivatives of every order, in reverse and forward mode, and run in fl
 jax_enable_x64 is set. ``recurrence`` is the oracle of the tests.
 """
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.call_spec import CallSpec, Inputs
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.entry import Options, run
+from mlstm_pallas.entry import Options, SequenceKeywords, run
 from mlstm_pallas.forward import forward
 from mlstm_pallas.gates import log_forget_gate, log_input_gate, segment_starts
 from mlstm_pallas.normaliser import Normaliser
@@ -112,24 +112,26 @@ def recurrence(
 @overload
 def chunkwise(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
-    n_initial: Array | None = None, m_initial: Array | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None, *,
     return_last_states: Literal[False] = False, eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, *, segment_ids: Array | None = None,
-    sequence_lengths: Array | None = None, input_gate: InputGateName = "exp",
-    normalize: bool = True, recompute_states_in_bw: bool = True, layout: LayoutName = "BNTH",
-    backend: BackendName | None = None, config: KernelConfig | None = None,
+    norm_val: float = 1.0, **keywords: Unpack[SequenceKeywords],
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def chunkwise(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
-    n_initial: Array | None = None, m_initial: Array | None = None,
-    return_last_states: Literal[True] = ..., eps: float = 1e-6, chunk_size: int | None = None,
+    n_initial: Array | None = None, m_initial: Array | None = None, *,
+    return_last_states: Literal[True], eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, *, segment_ids: Array | None = None,
-    sequence_lengths: Array | None = None, input_gate: InputGateName = "exp",
-    normalize: bool = True, recompute_states_in_bw: bool = True, layout: LayoutName = "BNTH",
-    backend: BackendName | None = None, config: KernelConfig | None = None,
+    norm_val: float = 1.0, **keywords: Unpack[SequenceKeywords],
+) -> tuple[jax.Array, States]: ...  # fmt: skip
+@overload
+def chunkwise(
+    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None,
+    n_initial: Array | None, m_initial: Array | None, return_last_states: Literal[True],
+    eps: float = 1e-6, chunk_size: int | None = None,
+    autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
+    norm_val: float = 1.0, **keywords: Unpack[SequenceKeywords],
 ) -> tuple[jax.Array, States]: ...  # fmt: skip
 @overload
 def chunkwise(
@@ -137,10 +139,7 @@ def chunkwise(
     n_initial: Array | None = None, m_initial: Array | None = None,
     return_last_states: bool = ..., eps: float = 1e-6, chunk_size: int | None = None,
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, *, segment_ids: Array | None = None,
-    sequence_lengths: Array | None = None, input_gate: InputGateName = "exp",
-    normalize: bool = True, recompute_states_in_bw: bool = True, layout: LayoutName = "BNTH",
-    backend: BackendName | None = None, config: KernelConfig | None = None,
+    norm_val: float = 1.0, **keywords: Unpack[SequenceKeywords],
 ) -> jax.Array | tuple[jax.Array, States]: ...  # fmt: skip
 def chunkwise(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,

@@ -26,6 +26,14 @@ BACKENDS: tuple[str, ...] = get_args(BackendName)
 # The first version that compiles the Mosaic GPU kernels, and the first that is not tested.
 MOSAIC_GPU_JAX = (0, 11, 2), (0, 13)
 
+SYMBOLIC_HINTS = {
+    "B": ', or backend "xla", which takes a symbolic B',
+    "S": (
+        ": the chunks follow from S. Export once per length, or once for the longest, with shorter "
+        "inputs padded and sequence_lengths"
+    ),
+}
+
 Dims = Sequence[str]
 # The dimensions of sequences and states, by the names of the arguments.
 SEQUENCE_DIMS: dict[str, Dims] = {
@@ -136,7 +144,7 @@ def check_constant(sizes: Mapping[str, Any], backend: str | None) -> None:
     """Refuses the symbolic dimensions of jax.export, but for B in plain jnp."""
     for dim, size in sizes.items():
         if is_symbolic_dim(size) and (dim != "B" or backend != "xla"):
-            hint = ', or backend "xla", which takes a symbolic B' if dim == "B" else ""
+            hint = SYMBOLIC_HINTS.get(dim, "")
             raise ValueError(f"q has a symbolic {dim} = {size}, expected a constant{hint}")
 
 
@@ -305,6 +313,28 @@ def check_num_segments(x: Any, segment_ids: Any, return_last_states: bool) -> in
             f"num_segments is {x} with return_last_states=False, expected return_last_states=True"
         )
     return num_segments
+
+
+def check_lengths(lengths: Any) -> list[np.ndarray]:
+    """The lengths of packed prompts as one array per row, without the zeros at its end."""
+    if isinstance(lengths, jax.core.Tracer):
+        raise TypeError("lengths is traced, expected integers: pack prompts outside of jit")
+    expected = "expected the steps of each prompt, integers >= 1, of one row or of each of several"
+    if isinstance(lengths, jax.Array):
+        lengths = np.asarray(lengths)
+    try:
+        rows = [np.asarray(row) for row in lengths]
+    except TypeError:
+        raise TypeError(f"lengths is {lengths!r}, {expected}") from None
+    if all(row.ndim == 0 for row in rows):
+        rows = [np.asarray(rows)]
+    for row in rows:
+        if row.ndim != 1 or (row.size and not np.issubdtype(row.dtype, np.integer)):
+            raise TypeError(f"lengths is {lengths!r}, {expected}")
+    rows = [np.trim_zeros(row, "b") for row in rows]
+    if not any(row.size for row in rows) or any(np.any(row < 1) for row in rows):
+        raise ValueError(f"lengths is {lengths!r}, {expected}; zeros may stand behind the last one")
+    return rows
 
 
 def check_flag(name: str, x: Any) -> bool:

@@ -27,6 +27,7 @@ from oracle import (
 )
 
 from mlstm_pallas import KernelConfig, fwbw, mlstm_chunkwise
+from mlstm_pallas.backend import on_backend
 from mlstm_pallas.export import export
 from mlstm_pallas.triton.launch import CUSTOM_CALL_TARGET
 
@@ -153,10 +154,20 @@ def test_an_export_for_cpu_and_cuda_has_the_kernels_and_runs_on_the_cpu():
     compare(OUTPUTS, *map(jax.tree.leaves, (exported.call(*x), function(*x))), BOUND)
 
 
+def test_each_platform_has_the_jitted_functions_lowered_for_it():
+    """jax.jit caches lowered functions without their platforms."""
+    added = {platform: lambda x, n=n: x + n for n, platform in enumerate(("cpu", "cuda"))}
+    inner = jax.jit(lambda x: jax.lax.platform_dependent(x, **added))
+    call = functools.partial(on_backend, None, lambda lowering, x: inner(x))
+    x = np.zeros(3, np.float32)
+    exported = export(call, x, platform=("cpu", "cuda"), device_kind="NVIDIA H200")
+    np.testing.assert_array_equal(exported.call(x), x)
+
+
 def test_the_batch_may_be_symbolic_in_plain_jnp():
     (B,) = jax.export.symbolic_shape("B")
     x = [np.asarray(y)[:, :, :20] for y in [*INPUTS.values()][:5]]
-    run = functools.partial(mlstm_chunkwise, chunk_size=16, backend="xla")
+    run = functools.partial(mlstm_chunkwise, chunk_size=16)  # for a CPU alone this is "xla"
     gradients = jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(run(*x))), (0, 1, 2, 3, 4)))
     of_any_batch = (jax.ShapeDtypeStruct((B, *y.shape[1:]), y.dtype) for y in x)
     exported = export(gradients, *of_any_batch, platform="cpu")
@@ -166,7 +177,7 @@ def test_the_batch_may_be_symbolic_in_plain_jnp():
 @pytest.mark.parametrize(
     ("dim", "backend", "message"),
     [
-        ("S", "xla", "q has a symbolic S = S, expected a constant"),
+        ("S", "xla", "q has a symbolic S = S, expected a constant: .* Export once per length, or"),
         ("B", None, 'q has a symbolic B = B, expected a constant, or backend "xla", which takes'),
     ],
 )
@@ -174,13 +185,21 @@ def test_a_symbolic_dimension_is_refused_by_name(dim, backend, message):
     sizes = dict(B=1, S=64) | {dim: jax.export.symbolic_shape(dim)[0]}
     B, S = sizes.values()
     x = [jax.ShapeDtypeStruct((B, 2, S, *y.shape[3:]), y.dtype) for y in shapes()]
+    run = functools.partial(mlstm_chunkwise, backend=backend)
     with pytest.raises(ValueError, match=message):
-        export(functools.partial(mlstm_chunkwise, backend=backend), *x, platform="cpu")
+        export(run, *x, platform=("cpu", "cuda"), device_kind="NVIDIA H200")
 
 
-def test_another_platform_is_refused():
-    with pytest.raises(ValueError, match="platform is 'gpu', expected one of cpu, cuda"):
-        export(mlstm_chunkwise, *shapes(), platform="gpu")
+@pytest.mark.parametrize(
+    ("platform", "message"),
+    [
+        ("gpu", "platform is 'gpu', expected one of cpu, cuda"),
+        ("cuda", "device_kind is None and this process has no GPU, expected the device_kind of"),
+    ],
+)
+def test_what_cannot_be_exported_for_is_refused_by_name(platform, message):
+    with pytest.raises(ValueError, match=message):
+        export(mlstm_chunkwise, *shapes(), platform=platform)
 
 
 def test_equal_static_arguments_are_traced_once():

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from oracle import array, beyond, compare, in_layout, oracle, random_inputs, swapped, tolerance
 
-from mlstm_pallas import KernelConfig, mlstm_chunkwise
+from mlstm_pallas import KernelConfig, mlstm_chunkwise, pack_lengths
 
 S, L = 90, 32
 
@@ -53,11 +53,11 @@ def check_prompts(prompts, DHQK, DHHV, *, dtype="float32", layout="BNTH", backen
     """
     draw, NH, most = np.random.default_rng(0), 2, 11
     lengths = draw.integers(1, most, size=prompts)
-    S, ends = lengths.sum(), np.cumsum(lengths)
+    ids, (ends,) = pack_lengths(lengths)
+    S = ids.shape[1]
     gate = {name: y for name, y in options.items() if name in ("input_gate", "normalize")}
     x = random_inputs(4, 1, NH, S, DHQK, DHHV, dtype=dtype, m_initial="input_gate" not in gate)
     given = dict(zip(x, in_layout(layout, x, x.values()), strict=True))
-    ids = np.repeat(np.arange(prompts) % 2, lengths)[None]
     call = functools.partial(
         mlstm_chunkwise, segment_ids=ids, return_last_states=True, layout=layout, backend=backend
     )
@@ -116,3 +116,55 @@ def test_states_of_segments_have_no_derivatives():
     message = r"^mlstm_chunkwise with num_segments has no derivatives; leave num_segments out"
     with pytest.raises(TypeError, match=message):
         jax.jit(jax.grad(lambda x: jnp.sum(run(**x)[0])))(inputs)
+
+
+def test_prompts_packed_into_rows():
+    """Outputs of the last tokens and the states are those of a padded batch of the prompts."""
+    rows, S, NH = [[5, 11, 1], [20]], 24, 2
+    x = {n: np.asarray(y) for n, y in random_inputs(5, 2, NH, S, 16, 16, states=False).items()}
+    ids, ends = pack_lengths(rows, S)
+
+    @functools.partial(jax.jit, static_argnames="num_segments")
+    def run(x, **options):
+        return mlstm_chunkwise(**x, chunk_size=16, return_last_states=True, **options)
+
+    h, states = jax.device_get(
+        run(x, segment_ids=ids, sequence_lengths=ends[:, -1], num_segments=3)
+    )
+    assert not np.any(h[1, :, 20:])
+    assert not any(np.any(y[1, 1:]) for y in states)
+    which, lengths = ([0, 0, 0, 1], [0, 1, 2, 0]), np.concatenate(rows)
+    starts = ends[which] - lengths
+    steps = np.minimum(starts[:, None] + np.arange(20), S - 1)
+    alone = {name: np.moveaxis(y[which[0], :, steps.T], 0, 2) for name, y in x.items()}
+    expected, of_prompts = jax.device_get(run(alone, sequence_lengths=lengths))
+    result = h[which[0], :, ends[which] - 1], *(y[which] for y in states)
+    expected = expected[np.arange(4), :, lengths - 1], *of_prompts
+    compare("hcnm", result, expected, tolerance("float32", S))
+
+
+def test_lengths_of_prompts_as_arrays():
+    for lengths in (np.array([[2, 1], [4, 0]], np.uint8), jnp.array([[2, 1], [4, 0]])):
+        ids, ends = pack_lengths(lengths)
+        assert ids.tolist() == [[0, 0, 1, 2], [0, 0, 0, 0]]
+        assert ends.tolist() == [[2, 3], [4, 4]]
+    assert pack_lengths([[], [1, 2]], np.int64(4))[0].tolist() == [[2, 2, 2, 2], [0, 1, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    ("lengths", "S", "message"),
+    [
+        (3, None, "lengths is 3, expected the steps of each prompt, integers >= 1, of one row"),
+        ([3, 0, 2], None, r"lengths is \[3, 0, 2\], .*; zeros may stand behind the last one"),
+        ([], None, r"lengths is \[\], expected"),
+        ([1.5], None, r"lengths is \[1.5\], expected"),
+        ([[1], 2], None, r"lengths is \[\[1\], 2\], expected"),
+        ([[3, 5], [6]], 7, "S is 7, expected an integer >= 8"),
+    ],
+)
+def test_lengths_that_cannot_be_packed(lengths, S, message):
+    with pytest.raises((TypeError, ValueError), match=f"^{message}"):
+        pack_lengths(lengths, S)
+    if S is None and lengths:
+        with pytest.raises(TypeError, match="lengths is traced, expected integers: pack prompts"):
+            jax.jit(pack_lengths)(jnp.ones(3, int))

@@ -249,20 +249,46 @@ def start(text_folder, folder, *arguments, **settings):
     return subprocess.Popen([*command, *arguments], **streams, env=os.environ | settings)
 
 
-@pytest.mark.slow
-def test_processes_have_the_curve_of_a_single_device(text_folder, output, tmp_path):
+def end_of_processes(text_folder, folder, end=None):
+    """Exit codes and what two processes printed; ``end`` gets them once they have logged."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"--coordinator_address=localhost:{free.getsockname()[1]}"
-    common = text_folder, tmp_path, "--mesh=data:2", address, "--num_processes=2"
-    one = dict(JAX_NUM_CPU_DEVICES="1")
+    common = text_folder, folder, "--mesh=data:2", address, "--num_processes=2"
+    one, log = dict(JAX_NUM_CPU_DEVICES="1"), folder / "log.jsonl"
+    before = len(read_log(folder, "loss")) if log.exists() else 0
     processes = [start(*common, f"--process_id={n}", **one) for n in range(2)]
     try:
-        (first, error), (second, _) = (process.communicate(timeout=300) for process in processes)
+        until = time.monotonic() + 120
+        while end and time.monotonic() < until:
+            if log.exists() and len(read_log(folder, "loss")) > before:
+                end(*processes)
+                break
+            time.sleep(0.02)
+        printed = [process.communicate(timeout=120) for process in processes]
     finally:
         for process in processes:
             process.kill()
-    assert [process.returncode for process in processes] == [0, 0], error
+    return [process.returncode for process in processes], *printed
+
+
+@pytest.mark.slow
+def test_processes_end_together_and_have_the_curve_of_a_single_device(
+    text_folder, output, tmp_path
+):
+    codes, *printed = end_of_processes(
+        text_folder, tmp_path, lambda first, second: first.send_signal(signal.SIGINT)
+    )
+    assert codes == [130, 130], printed
+    assert all("the same command goes on from here" in stdout for stdout, _ in printed)
+    codes, (_, error), _ = end_of_processes(
+        text_folder, tmp_path, lambda first, second: second.kill()
+    )
+    assert codes == [1, -signal.SIGKILL], error
+    assert error.endswith("the same commands go on from the last checkpoint\n")
+    codes, (first, error), (second, _) = end_of_processes(text_folder, tmp_path)
+    assert codes == [0, 0], error
+    assert "going on after step" in first
     assert_same_curve(tmp_path, output)
     assert "held-out bits per byte" in first.splitlines()[-1]
     assert "held-out" not in second

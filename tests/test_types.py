@@ -45,6 +45,8 @@ assert_type(
     ),
     tuple[Array, States],
 )
+segment_ids, ends = mlstm_pallas.pack_lengths([[3, 5], [6]], S=16)
+mlstm_chunkwise(x, x, x, gate, gate, segment_ids=segment_ids, sequence_lengths=ends[:, -1])
 assert_type(mlstm_chunkwise(x, x, x, gate, gate, return_last_states=False, eps=1e-5), Array)
 assert_type(
     mlstm_chunkwise(x, x, x, gate, gate, return_last_states=flag), Array | tuple[Array, States]
@@ -55,6 +57,10 @@ h, (c, n, m) = mlstm_chunkwise(
     config=KernelConfig(chunk_size=64, recurrent_fw_H=StageConfig(num_warps=8)),
 )
 assert_type((h, c, n, m), tuple[Array, Array, Array, Array])
+qkvif: tuple[Array, ...] = (x, x, x, gate, gate)
+assert_type(mlstm_chunkwise(*qkvif, layout="BTNH", eps=1e-5), Array)
+for chunkwise in (mlstm_chunkwise, mlstm_pallas.reference.chunkwise):
+    assert_type(chunkwise(*qkvif, return_last_states=True), tuple[Array, States])
 mlstm_chunkwise(x, x, x, gate, gate, layout="BSNH")  # type: ignore[call-overload]
 mlstm_chunkwise(x, x, x, gate, gate, backend="cuda")  # type: ignore[call-overload]
 mlstm_chunkwise(x, x, x, gate, gate, input_gate="relu")  # type: ignore[call-overload]
@@ -78,7 +84,8 @@ mlstm_pallas.mlstm_chunkwize  # type: ignore[attr-defined]
 
 
 def shard(x: Array, gate: Array) -> Array:
-    return mlstm_chunkwise_sequence_parallel(x, x, x, gate, gate, axis_name="sequence")
+    arrays: tuple[Array, ...] = (x, x, x, gate, gate)
+    return mlstm_chunkwise_sequence_parallel(*arrays, axis_name="sequence")
 
 
 def loss(x: Array) -> Array:
@@ -106,6 +113,7 @@ def test_a_client_passes_strict_mypy(tmp_path):
 
 FUNCTIONS = (
     mlstm_pallas.mlstm_chunkwise,
+    mlstm_pallas.pack_lengths,
     mlstm_pallas.mlstm_recurrent_step,
     mlstm_pallas.mlstm_recurrent_sequence,
     distributed.mlstm_chunkwise_sequence_parallel,
