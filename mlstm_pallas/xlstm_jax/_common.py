@@ -23,7 +23,7 @@ from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, LastStates, Res
 from mlstm_pallas.config import config_for
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.gates import ChunkGates, LocalGates
-from mlstm_pallas.normaliser import Normaliser, query_scale
+from mlstm_pallas.normaliser import Normaliser, at_least, query_scale
 from mlstm_pallas.problem import MIN_CHUNK_SIZE, make_problem
 from mlstm_pallas.sharding import over_shards
 from mlstm_pallas.stage import Lowering, StageConfig, Weighted
@@ -363,7 +363,7 @@ def outputs(
         output_dtype=output_dtype,
         call=spec.call("parallel_fw_H", lowering),
     )
-    return H[..., :DHHV], jnp.maximum(jnp.abs(z), normaliser.floor(m))
+    return H[..., :DHHV], at_least(jnp.abs(z), normaliser.floor(m))
 
 
 def state_gradients(
