@@ -16,7 +16,6 @@ from jax import lax
 from mlstm_pallas import dispatch
 from mlstm_pallas.problem import (
     Problem,
-    check_chunk_size,
     clamp_chunk_size,
     next_power_of_two,
     padded_head_dim,
@@ -24,6 +23,7 @@ from mlstm_pallas.problem import (
 from mlstm_pallas.stage import Lowering, StageConfig
 from mlstm_pallas.stages import STAGES
 from mlstm_pallas.tiles import Precision
+from mlstm_pallas.validation import check_chunk_size, check_instance, check_integer, shown
 
 UNKNOWN_DEVICE = "unknown"
 
@@ -59,27 +59,21 @@ class KernelConfig:
     ):
         if not isinstance(precision, Precision):
             raise TypeError(
-                f"config.precision is {precision!r}, expected None, a jax.lax.Precision or a "
+                f"config.precision is {shown(precision)}, expected None, a jax.lax.Precision or a "
                 "jax.lax.DotAlgorithmPreset"
             )
-        heads = fused_min_heads
-        if heads is not None and (
-            not isinstance(heads, int) or isinstance(heads, bool) or heads < 0
-        ):
-            raise TypeError(
-                f"config.fused_min_heads is {heads!r}, expected None or a number of heads"
+        if fused_min_heads is not None:
+            fused_min_heads = check_integer(
+                "config.fused_min_heads", fused_min_heads, 0, optional=True
             )
         for name, tiles in stages.items():
             if name not in STAGES:
                 raise TypeError(f"config.{name} is no stage, expected one of {', '.join(STAGES)}")
-            if not isinstance(tiles, StageConfig | None):
-                raise TypeError(
-                    f"config.{name} is a {type(tiles).__name__}, expected a StageConfig or None"
-                )
+            check_instance(f"config.{name}", tiles, StageConfig)
         fields = dict(
             chunk_size=check_chunk_size(chunk_size),
             precision=precision,
-            fused_min_heads=heads,
+            fused_min_heads=fused_min_heads,
             stages=_Stages((name, x) for name in STAGES if (x := stages.get(name)) is not None),
         )
         for name, value in fields.items():

@@ -1,7 +1,7 @@
 """Functions that call mlstm_chunkwise, exported with jax.export."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -9,7 +9,9 @@ from jax.export import DisabledSafetyCheck, Exported
 from jax.export import export as jax_export
 from jax.sharding import AbstractDevice, AbstractMesh
 
+from mlstm_pallas.devices import compute_capability
 from mlstm_pallas.triton.launch import CUSTOM_CALL_TARGET
+from mlstm_pallas.validation import shown
 
 PLATFORMS = ("cpu", "cuda")
 
@@ -49,14 +51,18 @@ def export(
         this process's first device.
 
     Raises:
-      ValueError: for another platform.
+      ValueError: for another platform, and for a device_kind that is neither a GPU of
+        mlstm_pallas.devices nor a device of this process.
     """
-    platforms = (platform,) if isinstance(platform, str) else tuple(platform)
-    if not platforms or any(x not in PLATFORMS for x in platforms):
+    platforms: tuple[str, ...] = ()
+    if isinstance(platform, Iterable):
+        platforms = (platform,) if isinstance(platform, str) else tuple(platform)
+    if not platforms or not all(isinstance(x, str) and x in PLATFORMS for x in platforms):
         raise ValueError(
-            f"platform is {platform!r}, expected one of {', '.join(PLATFORMS)}, or a sequence of "
-            "them"
+            f"platform is {shown(platform)}, expected one of {', '.join(PLATFORMS)}, or a sequence "
+            "of them"
         )
+    _check_device_kind(device_kind)
     jitted: Any = function if hasattr(function, "trace") else jax.jit(function)
     context: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if device_kind is not None:
@@ -68,3 +74,13 @@ def export(
             platforms=platforms,
             disabled_checks=[DisabledSafetyCheck.custom_call(CUSTOM_CALL_TARGET)],
         )(*args, **kwargs)
+
+
+def _check_device_kind(x: Any) -> None:
+    kinds = [device.device_kind for device in jax.devices()]
+    known = isinstance(x, str) and (compute_capability(x) is not None or x in kinds)
+    if x is not None and not known:
+        raise ValueError(
+            f"device_kind is {shown(x)}, expected None or the device_kind of an NVIDIA GPU from "
+            "compute capability 8.0, such as 'NVIDIA H200' or 'NVIDIA A100-SXM4-80GB'"
+        )

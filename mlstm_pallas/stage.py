@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mlstm_pallas.problem import MIN_TILE, Problem, as_integer, is_power_of_two
+from mlstm_pallas.problem import MIN_TILE, Problem, is_power_of_two
 from mlstm_pallas.tiles import Precision
+from mlstm_pallas.validation import check_flag, check_instance, check_integer
 
 
 class Lowering(enum.StrEnum):
@@ -33,6 +34,10 @@ class Lowering(enum.StrEnum):
     def room(self) -> str:
         """The folder of its kernels."""
         return {"interpret": "triton", "xla": "stages"}.get(self, self.removesuffix("_interpret"))
+
+
+# Triton's blocks have at most 2**20 elements, and a side has at least MIN_TILE.
+MAX_TILE_SIZE = 2**20 // MIN_TILE
 
 
 def clamped(tile: int, size: int) -> int:
@@ -73,29 +78,19 @@ class StageConfig:
     mosaic_gpu: "StageConfig | None" = None
 
     def __post_init__(self) -> None:
-        sizes = ("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "siz_b_loop")
-        for name in (*sizes, "num_warps", "num_stages", "num_splits"):
-            object.__setattr__(self, name, as_integer(getattr(self, name)))
-        for name in sizes:
-            tile = getattr(self, name)
-            if not is_power_of_two(tile) or tile < MIN_TILE:
-                raise ValueError(f"{name} is {tile!r}, expected a power of two >= {MIN_TILE}")
-        if not is_power_of_two(self.num_warps) or self.num_warps > 16:
-            raise ValueError(f"num_warps is {self.num_warps!r}, expected 1, 2, 4, 8 or 16")
-        if (
-            not isinstance(self.num_stages, int)
-            or isinstance(self.num_stages, bool)
-            or not 1 <= self.num_stages <= 8
-        ):
-            raise ValueError(f"num_stages is {self.num_stages!r}, expected an integer from 1 to 8")
-        if self.num_splits is not None and not is_power_of_two(self.num_splits):
-            raise ValueError(f"num_splits is {self.num_splits!r}, expected None or a power of two")
-        if not isinstance(self.keep_q, bool):
-            raise TypeError(f"keep_q is {self.keep_q!r}, expected a bool")
-        if not isinstance(self.mosaic_gpu, StageConfig | None):
-            raise TypeError(
-                f"mosaic_gpu is a {type(self.mosaic_gpu).__name__}, expected a StageConfig or None"
+        def check(name: str, *limits: int, **kinds: bool) -> None:
+            object.__setattr__(
+                self, name, check_integer(name, getattr(self, name), *limits, **kinds)
             )
+
+        for name in ("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "siz_b_loop"):
+            check(name, MIN_TILE, MAX_TILE_SIZE, power_of_two=True)
+        check("num_warps", 1, 16, power_of_two=True)
+        check("num_stages", 1, 8)
+        if self.num_splits is not None:
+            check("num_splits", 1, power_of_two=True, optional=True)
+        object.__setattr__(self, "keep_q", check_flag("keep_q", self.keep_q))
+        check_instance("mosaic_gpu", self.mosaic_gpu, StageConfig)
 
     def replace(self, **changes: Any) -> "StageConfig":
         return dataclasses.replace(self, **changes)

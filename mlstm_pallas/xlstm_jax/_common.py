@@ -242,7 +242,7 @@ def gates_of(
       scaM: the first stabiliser (B, NH), or those of the chunk boundaries, (B, NH, NC) or
         (B, NH, NC + 1).
       vecF, log_f, vecB: one of pre-activations, log sigmoid(f), and its running sums within each
-        chunk; the latter two are finite.
+        chunk, which are finite.
     """
     acc, NC, L = accumulator(spec), spec.problem.NC, spec.problem.L
 
@@ -252,16 +252,13 @@ def gates_of(
     i, m = chunks(vecI), scaM.astype(acc)
     if vecF is not None:
         local = gate_forms.local_gates(i, chunks(vecF))
+    elif log_f is not None:
+        f = chunks(log_f)
+        reset = f <= gate_forms.MASKED
+        local = gate_forms.local_gates_of_logs(i, jnp.where(reset, 0.0, f), reset)
     else:
         zeros = jnp.zeros_like(i)
-        if log_f is not None:
-            f = chunks(log_f)
-            hi, lo = gate_forms.split_for_exact_sums(
-                f, jnp.max(jnp.abs(f), axis=-1, keepdims=True), L
-            )
-            b = gate_forms.two_sum(jnp.cumsum(hi, axis=-1), jnp.cumsum(lo, axis=-1))
-        else:
-            b = chunks(vecB), zeros
+        b = chunks(vecB), zeros
         e = gate_forms.pair_add((i, zeros), (-b[0], -b[1]))
         local = LocalGates(b, e, lax.associative_scan(gate_forms.pair_max, e, axis=-1), zeros)
     if m.ndim == 2:
