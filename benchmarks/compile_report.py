@@ -49,10 +49,10 @@ from mlstm_pallas.call_spec import CallSpec
 from mlstm_pallas.config import config_for, config_from_row
 from mlstm_pallas.devices import available_shared_bytes
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER
-from mlstm_pallas.problem import check_chunk_size, make_problem
+from mlstm_pallas.problem import make_problem
 from mlstm_pallas.stage import Lowering
 from mlstm_pallas.stages import STAGES
-from mlstm_pallas.validation import KERNEL_DTYPES
+from mlstm_pallas.validation import KERNEL_DTYPES, check_chunk_size
 
 # Enough to make every stage's grid three-dimensional. The code of a kernel depends on them only
 # through arrays beyond 2**32 bytes.

@@ -69,12 +69,12 @@ from mlstm_pallas.config import KernelConfig, config_for
 from mlstm_pallas.gate_gradients import TilePairs
 from mlstm_pallas.gates import vector_states
 from mlstm_pallas.normaliser import query_scale
-from mlstm_pallas.problem import MAX_TILE, Problem, check_chunk_size, make_problem
+from mlstm_pallas.problem import MAX_TILE, Problem, make_problem
 from mlstm_pallas.stage import Lowering, Stage, StageCall, StageConfig, Weighted
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
 from mlstm_pallas.stages.parallel_fw_P import Scores
-from mlstm_pallas.validation import BACKENDS, KERNEL_DTYPES
+from mlstm_pallas.validation import BACKENDS, KERNEL_DTYPES, check_chunk_size
 
 HEADS = [(64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512), (512, 512)]
 SHAPES = {

@@ -43,8 +43,7 @@ from roofline import Shape
 
 from mlstm_pallas import mlstm_chunkwise
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
-from mlstm_pallas.problem import check_chunk_size
-from mlstm_pallas.validation import BACKENDS, KERNEL_DTYPES
+from mlstm_pallas.validation import BACKENDS, KERNEL_DTYPES, check_chunk_size
 
 AXIS = "devices"
 

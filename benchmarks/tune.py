@@ -82,13 +82,12 @@ from mlstm_pallas.config import (
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER
 from mlstm_pallas.problem import (
     Problem,
-    check_chunk_size,
     clamp_chunk_size,
     make_problem,
     padded_head_dim,
 )
 from mlstm_pallas.stage import Kernel, Lowering, StageConfig
-from mlstm_pallas.validation import KERNEL_DTYPES
+from mlstm_pallas.validation import KERNEL_DTYPES, check_chunk_size
 
 MIN_GAIN = 0.03  # of a whole call, or of a stage on Mosaic GPU, over the heuristic
 ROUND, MOSAIC_GPU_ROUND = 16, 4  # candidates

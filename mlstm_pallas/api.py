@@ -13,6 +13,7 @@ from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.entry import Options, SequenceKeywords, run
 from mlstm_pallas.fwbw import mlstm_forward, mlstm_with_segments
 from mlstm_pallas.gates import segment_starts
+from mlstm_pallas.validation import DEFAULT_LAYOUT, names_arguments
 
 
 @overload
@@ -47,6 +48,7 @@ def mlstm_chunkwise(
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
     norm_val: float = 1.0, *, num_segments: int | None = None, **keywords: Unpack[SequenceKeywords],
 ) -> jax.Array | tuple[jax.Array, States]: ...  # fmt: skip
+@names_arguments
 def mlstm_chunkwise(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
     n_initial: Array | None = None, m_initial: Array | None = None,
@@ -55,7 +57,7 @@ def mlstm_chunkwise(
     norm_val: float = 1.0, *, segment_ids: Array | None = None,
     sequence_lengths: Array | None = None, num_segments: int | None = None,
     input_gate: InputGateName = "exp", normalize: bool = True, recompute_states_in_bw: bool = True,
-    layout: LayoutName = "BNTH", backend: BackendName | None = None,
+    layout: LayoutName = DEFAULT_LAYOUT, backend: BackendName | None = None,
     config: KernelConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, States]:  # fmt: skip
     """The mLSTM of xLSTM, computed in chunks of the sequence.

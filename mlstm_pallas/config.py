@@ -11,9 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlstm_pallas.dispatch import kernels
-from mlstm_pallas.problem import as_integer, check_chunk_size, is_power_of_two
 from mlstm_pallas.stage import check_field
 from mlstm_pallas.tiles import Precision
+from mlstm_pallas.validation import check_chunk_size, check_instance, check_integer, shown
 
 Fields = tuple[tuple[str, Any], ...]
 
@@ -52,24 +52,20 @@ class KernelConfig:
     ):
         if not isinstance(precision, Precision):
             raise TypeError(
-                f"config.precision is {precision!r}, expected None, a jax.lax.Precision or a "
+                f"config.precision is {shown(precision)}, expected None, a jax.lax.Precision or a "
                 "jax.lax.DotAlgorithmPreset"
             )
         if not isinstance(fused, bool | None):
-            raise TypeError(f"config.fused is {fused!r}, expected None, True or False")
-        num_splits = as_integer(num_splits)
-        if num_splits is not None and not is_power_of_two(num_splits):
-            raise ValueError(
-                f"config.num_splits is {num_splits!r}, expected None or a power of two"
+            raise TypeError(f"config.fused is {shown(fused)}, expected None, True or False")
+        if num_splits is not None:
+            num_splits = check_integer(
+                "config.num_splits", num_splits, 1, power_of_two=True, optional=True
             )
         known = kernels()
         for name, fields in tiles.items():
             if name not in known:
                 raise TypeError(f"config.{name} is no kernel, expected one of {', '.join(known)}")
-            if not isinstance(fields, Mapping | None):
-                raise TypeError(
-                    f"config.{name} is a {type(fields).__name__}, expected a dict of its tiles"
-                )
+            check_instance(f"config.{name}", fields, Mapping)
         values = dict(
             chunk_size=check_chunk_size(chunk_size),
             precision=precision,

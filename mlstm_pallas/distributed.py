@@ -63,6 +63,7 @@ from mlstm_pallas.gates import (
 from mlstm_pallas.problem import InputGate, Layout
 from mlstm_pallas.splits import decays_in_splits, decays_of_others
 from mlstm_pallas.stage import Lowering
+from mlstm_pallas.validation import DEFAULT_LAYOUT, check_axis_name, names_arguments
 
 
 class Summary(NamedTuple):
@@ -430,6 +431,7 @@ def mlstm_chunkwise_sequence_parallel(
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
     norm_val: float = 1.0, *, axis_name: str, **keywords: Unpack[SequenceKeywords],
 ) -> jax.Array | tuple[jax.Array, States]: ...  # fmt: skip
+@names_arguments
 def mlstm_chunkwise_sequence_parallel(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
     n_initial: Array | None = None, m_initial: Array | None = None,
@@ -437,8 +439,9 @@ def mlstm_chunkwise_sequence_parallel(
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
     norm_val: float = 1.0, *, axis_name: str, segment_ids: Array | None = None,
     sequence_lengths: Array | None = None, input_gate: InputGateName = "exp",
-    normalize: bool = True, recompute_states_in_bw: bool = True, layout: LayoutName = "BNTH",
-    backend: BackendName | None = None, config: KernelConfig | None = None,
+    normalize: bool = True, recompute_states_in_bw: bool = True,
+    layout: LayoutName = DEFAULT_LAYOUT, backend: BackendName | None = None,
+    config: KernelConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, States]:  # fmt: skip
     """``mlstm_chunkwise`` of a sequence that is split over a mesh axis.
 
@@ -523,12 +526,7 @@ def mlstm_chunkwise_sequence_parallel(
       TypeError, ValueError: as ``mlstm_chunkwise``. ValueError for an
         axis_name that is no axis of the surrounding shard_map.
     """
-    try:
-        lax.axis_size(axis_name)
-    except NameError:
-        raise ValueError(
-            f"axis_name is {axis_name!r}, expected a mesh axis of the surrounding jax.shard_map"
-        ) from None
+    check_axis_name(axis_name)
     options = Options(
         return_last_states=return_last_states,
         eps=eps,

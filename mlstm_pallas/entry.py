@@ -21,7 +21,6 @@ from mlstm_pallas.problem import (
     InputGate,
     Layout,
     accumulator_dtype,
-    check_chunk_size,
 )
 from mlstm_pallas.sharding import aligned
 from mlstm_pallas.stage import Lowering
@@ -70,14 +69,12 @@ def run(
     sequence_lengths: Any = None,
     *,
     shard: Any = 0,
-    takes_layout: bool = True,
 ) -> jax.Array | tuple[jax.Array, States]:
     """``mlstm_chunkwise`` with another forward function.
 
     Args:
       starts_of: segment_ids, (B, NH, S), to where segments begin.
       shard: of the sequence, which has S steps; sequence_lengths are those of all shards.
-      takes_layout: whether the public function has the argument layout.
     """
     gate, normalize = validation.check_input_gate(options.input_gate, options.normalize)
     layout = validation.check_layout(options.layout)
@@ -90,10 +87,7 @@ def run(
     spec = spec_for(
         options, gate, normalize, q.dtype, sizes, layout, has_initial_state=c_initial is not None
     )
-    # Initial states and segment_ids would not fit the other layout.
-    unclear = c_initial is None and segment_ids is None
-    if takes_layout and sizes["S"] < sizes["NH"] and unclear:
-        validation.warn_of_layout(layout)
+    validation.check_layout_is_meant(options.layout, sizes, c_initial, segment_ids)
     num_segments = options.num_segments
     if num_segments is not None:
         num_segments = validation.check_num_segments(
@@ -159,7 +153,8 @@ def checked(options: Options) -> Options:
         changes[name] = validation.check_flag(name, getattr(options, name))
     for name in ("eps", "norm_val"):
         changes[name] = validation.check_scalar(name, getattr(options, name))
-    return dataclasses.replace(options, chunk_size=check_chunk_size(options.chunk_size), **changes)
+    chunk_size = validation.check_chunk_size(options.chunk_size)
+    return dataclasses.replace(options, chunk_size=chunk_size, **changes)
 
 
 def spec_for(

@@ -1,7 +1,7 @@
 """Functions that call mlstm_chunkwise, exported with jax.export."""
 
 import contextlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import jax
@@ -9,9 +9,10 @@ from jax.export import DisabledSafetyCheck, Exported, is_symbolic_dim
 from jax.export import export as jax_export
 from jax.sharding import AbstractDevice, AbstractMesh
 
-from mlstm_pallas.backend import requested_backend, target_device_kind, use_backend
-from mlstm_pallas.config import UNKNOWN_DEVICE
+from mlstm_pallas.backend import requested_backend, use_backend
+from mlstm_pallas.gpu import UNKNOWN, known_gpu, target_gpu
 from mlstm_pallas.triton.launch import CUSTOM_CALL_TARGET
+from mlstm_pallas.validation import shown
 
 PLATFORMS = ("cpu", "cuda")
 
@@ -53,16 +54,20 @@ def export(
         this process's first GPU.
 
     Raises:
-      ValueError: for another platform, and without device_kind for "cuda" where there is no GPU.
+      ValueError: for another platform, for a device_kind that is neither a known GPU nor a device
+        of this process, and without device_kind for "cuda" where there is no GPU.
     """
-    platforms = (platform,) if isinstance(platform, str) else tuple(platform)
-    if not platforms or any(x not in PLATFORMS for x in platforms):
+    platforms: tuple[str, ...] = ()
+    if isinstance(platform, Iterable):
+        platforms = (platform,) if isinstance(platform, str) else tuple(platform)
+    if not platforms or not all(isinstance(x, str) and x in PLATFORMS for x in platforms):
         raise ValueError(
-            f"platform is {platform!r}, expected one of {', '.join(PLATFORMS)}, or a sequence of "
-            "them"
+            f"platform is {shown(platform)}, expected one of {', '.join(PLATFORMS)}, or a sequence "
+            "of them"
         )
+    _check_device_kind(device_kind)
     jitted: Any = function if hasattr(function, "trace") else jax.jit(function)
-    if device_kind is None and "cuda" in platforms and target_device_kind() == UNKNOWN_DEVICE:
+    if device_kind is None and "cuda" in platforms and target_gpu() is UNKNOWN:
         raise ValueError(
             "device_kind is None and this process has no GPU, expected the device_kind of the GPU "
             "to export for, such as 'NVIDIA H200'"
@@ -86,3 +91,13 @@ def export(
             platforms=platforms,
             disabled_checks=[DisabledSafetyCheck.custom_call(CUSTOM_CALL_TARGET)],
         )(*args, **kwargs)
+
+
+def _check_device_kind(x: Any) -> None:
+    kinds = [device.device_kind for device in jax.devices()]
+    known = isinstance(x, str) and (known_gpu(x) is not None or x in kinds)
+    if x is not None and not known:
+        raise ValueError(
+            f"device_kind is {shown(x)}, expected None or the device_kind of an NVIDIA GPU from "
+            "compute capability 8.0, such as 'NVIDIA H200' or 'NVIDIA A100-SXM4-80GB'"
+        )

@@ -209,7 +209,7 @@ def _forward_function(options: Options) -> Callable[..., tuple[jax.Array, Any, A
         scaM_initial: jax.Array | None = None,
     ) -> tuple[jax.Array, Any, Any, Any]:
         arrays = matQ, matK, matV, vecI, vecF, matC_initial, vecN_initial, scaM_initial
-        outputs: Any = run(mlstm_forward, segment_starts, options, arrays, None, takes_layout=False)
+        outputs: Any = run(mlstm_forward, segment_starts, options, arrays, None)
         h, states = outputs if options.return_last_states else (outputs, (None, None, None))
         return h, *states
 

@@ -259,7 +259,17 @@ def local_gates(
 
     vecI, vecF: pre-activations (B * NH, NC, L); starts: 1 where a packed segment begins.
     """
-    i, fbar, reset = log_gates(vecI, vecF, input_gate)
+    return local_gates_of_logs(*log_gates(vecI, vecF, input_gate), starts, input_gate)
+
+
+def local_gates_of_logs(
+    i: jax.Array,
+    fbar: jax.Array,
+    reset: jax.Array,
+    starts: jax.Array | None = None,
+    input_gate: InputGate = InputGate.EXP,
+) -> LocalGates:
+    """``local_gates`` from what ``log_gates`` returns."""
     i_min = jnp.min(jnp.where(i > -_INF, i, _INF), axis=-1, keepdims=True)
     i_max = jnp.max(jnp.where(i > -_INF, i, -_INF), axis=-1, keepdims=True)
     begins = None if starts is None else starts > 0
@@ -271,7 +281,7 @@ def local_gates(
     )
     b = two_sum(jnp.cumsum(hi, axis=-1), jnp.cumsum(lo, axis=-1))
     restarts = reset if begins is None else reset | begins
-    offset = jnp.cumsum(restarts, axis=-1, dtype=vecI.dtype) * offset_unit
+    offset = jnp.cumsum(restarts, axis=-1, dtype=i.dtype) * offset_unit
     e, sources = stabiliser_sources(i, fbar, b, offset, reset, begins, input_gate)
     if input_gate is InputGate.SIGMOID:
         return LocalGates(b, e, sources, offset)

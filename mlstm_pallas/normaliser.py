@@ -49,7 +49,7 @@ class Normaliser:
 
     def denominator(self, z: jax.Array, m: jax.Array | None) -> jax.Array:
         """den, and 1 where it is 0, as 0/0 is 0. Lowers to Triton and Mosaic GPU."""
-        den = jnp.maximum(jnp.abs(z), self.floor(m)) + self.eps
+        den = at_least(jnp.abs(z), self.floor(m)) + self.eps
         return jnp.where(den == 0, 1.0, den) if self.eps == 0 else den
 
     def normalise(self, num: jax.Array, z: jax.Array, m: jax.Array) -> jax.Array:
@@ -64,20 +64,20 @@ class Normaliser:
             floor = self.norm_val * jnp.exp(jnp.minimum(-m, 0.0))
         else:
             factor, floor = jnp.ones_like(m), jnp.full_like(m, self.norm_val)
-        den = jnp.maximum(jnp.abs(z) * factor, floor) + self.eps * factor
-        stored = den != 0
-        return num * jnp.where(stored, factor / jnp.where(stored, den, 1.0), 0.0)[..., None]
+        den = at_least(jnp.abs(z) * factor, floor) + self.eps * factor
+        empty = den == 0  # False for NaN, which reaches h
+        return num * jnp.where(empty, 0.0, factor / jnp.where(empty, 1.0, den))[..., None]
 
     def gradients(self, delta: jax.Array, z: jax.Array, m: jax.Array) -> NormaliserGradients:
         """delta_t = dh_t . h_t; delta, z and m have one shape."""
         floor = self.floor(m)
-        inv_den = inverse(jnp.maximum(jnp.abs(z), floor) + self.eps)
-        larger = jnp.abs(z) >= floor
-        dz_den = jnp.where(larger, -jnp.sign(z) * delta, 0.0)
+        inv_den = inverse(at_least(jnp.abs(z), floor) + self.eps)
+        on_floor = jnp.abs(z) < floor  # False for NaN, which reaches dz
+        dz_den = jnp.where(on_floor, 0.0, -jnp.sign(z) * delta)
         share = (
             self.eps * inv_den
             if self.stabilize_correctly
-            else jnp.where(larger, self.eps * inv_den, 1.0)
+            else jnp.where(on_floor, 1.0, self.eps * inv_den)
         )
         return NormaliserGradients(inv_den, dz_den * inv_den, dz_den, -delta * share)
 
@@ -85,9 +85,14 @@ class Normaliser:
 DEFAULT_NORMALISER = Normaliser()
 
 
+def at_least(x: jax.Array, floor: Any) -> jax.Array:
+    """max(x, floor), and NaN where x is NaN: jnp.maximum is then the floor in Triton."""
+    return jnp.where(x < floor, floor, x)
+
+
 def inverse(den: jax.Array) -> jax.Array:
     """1 / den, and 0 where den is 0."""
-    return jnp.where(den != 0, 1.0 / jnp.where(den != 0, den, 1.0), 0.0)
+    return jnp.where(den == 0, 0.0, 1.0 / jnp.where(den == 0, 1.0, den))
 
 
 def query_scale(w: jax.Array, qk_scale: float, inv_den: jax.Array | None = None) -> jax.Array:

@@ -6,12 +6,9 @@ of v and h, NC chunks of L steps.
 
 import dataclasses
 import enum
-import operator
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-import numpy as np
 
 MIN_CHUNK_SIZE = 16
 MIN_TILE = 16
@@ -41,29 +38,8 @@ def next_power_of_two(x: int) -> int:
     return 1 << max(x - 1, 0).bit_length()
 
 
-def as_integer(x: Any) -> Any:
-    """Any integer (NumPy's, a concrete JAX scalar) as an int; all else, bools too, unchanged."""
-    if isinstance(x, bool | np.bool_ | jax.core.Tracer):
-        return x
-    try:
-        return operator.index(x)
-    except TypeError:
-        return x
-
-
 def is_power_of_two(x: Any) -> bool:
     return isinstance(x, int) and not isinstance(x, bool) and x > 0 and x & (x - 1) == 0
-
-
-def check_chunk_size(chunk_size: Any) -> int | None:
-    """The chunk size as an int or None."""
-    size: int | None = as_integer(chunk_size)
-    if size is not None and (not is_power_of_two(size) or size < MIN_CHUNK_SIZE):
-        expected = f"expected None or a power of two >= {MIN_CHUNK_SIZE}"
-        if isinstance(size, jax.core.Tracer):
-            raise TypeError(f"chunk_size is traced, {expected}: mark it static in jit")
-        raise ValueError(f"chunk_size is {chunk_size!r}, {expected}")
-    return size
 
 
 def clamp_chunk_size(chunk_size: int, S: int) -> int:

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple, NoReturn
 
 import jax
@@ -109,7 +110,8 @@ def _check_arrays(
     gate: InputGate,
     layout: Layout,
     backend: str | None,
-) -> None:
+) -> Mapping[str, int]:
+    """Checks the arrays; returns the sizes of their dimensions."""
     states = dict(c=c, n=n) | ({} if m is None and gate is InputGate.SIGMOID else dict(m=m))
     has_states = validation.check_states_complete(states)
     arrays = x._asdict() | (states if has_states else {})
@@ -126,6 +128,7 @@ def _check_arrays(
     validation.check_one_dtype(arrays)
     if gate is InputGate.SIGMOID:
         validation.check_zeros("m", m)
+    return sizes
 
 
 def _run(
@@ -146,14 +149,16 @@ def _run(
 ) -> tuple[jax.Array, States]:
     stabilize_correctly = validation.check_flag("stabilize_correctly", stabilize_correctly)
     gate, normalize = validation.check_input_gate(input_gate, normalize)
-    layout = validation.check_layout(layout)
+    chosen, layout = layout, validation.check_layout(layout)
     eps = validation.check_scalar("eps", eps)
     norm_val = validation.check_scalar("norm_val", norm_val)
     validation.check_backend(backend)
     backend = requested_backend(backend, mosaic_gpu_kernels=False)
     validation.check_instance("config", config, KernelConfig)
     x = Token(*token)
-    _check_arrays(x, c, n, m, steps=steps, gate=gate, layout=layout, backend=backend)
+    sizes = _check_arrays(x, c, n, m, steps=steps, gate=gate, layout=layout, backend=backend)
+    if steps:
+        validation.check_layout_is_meant(chosen, sizes, c)
 
     if layout is Layout.BTNH:
         x = Token(*(jnp.swapaxes(y, 1, 2) for y in x))
@@ -180,6 +185,7 @@ def _run(
     return h, (states.c, states.n, m if states.m is None else states.m)
 
 
+@validation.names_arguments
 def mlstm_recurrent_step(
     q: Array,
     k: Array,
@@ -286,6 +292,7 @@ def mlstm_recurrent_step(
     return _run((q, k, v, i, f), c, n, m, steps=False, layout="BNTH", **normaliser, **options)
 
 
+@validation.names_arguments
 def mlstm_recurrent_sequence(
     q: Array,
     k: Array,
@@ -301,7 +308,7 @@ def mlstm_recurrent_sequence(
     stabilize_correctly: bool = True,
     input_gate: InputGateName = "exp",
     normalize: bool = True,
-    layout: LayoutName = "BNTH",
+    layout: LayoutName = validation.DEFAULT_LAYOUT,
     backend: BackendName | None = None,
     config: KernelConfig | None = None,
 ) -> tuple[jax.Array, States]:

@@ -21,11 +21,12 @@ from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import InputGate, accumulator_dtype
 from mlstm_pallas.sharding import on_shard
 from mlstm_pallas.stage import Lowering
-from mlstm_pallas.validation import check_zeros
+from mlstm_pallas.validation import DEFAULT_LAYOUT, check_zeros, names_arguments
 
 _INF = float("inf")
 
 
+@names_arguments
 def recurrence(
     q: Array,
     k: Array,
@@ -141,6 +142,7 @@ def chunkwise(
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
     norm_val: float = 1.0, **keywords: Unpack[SequenceKeywords],
 ) -> jax.Array | tuple[jax.Array, States]: ...  # fmt: skip
+@names_arguments
 def chunkwise(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
     n_initial: Array | None = None, m_initial: Array | None = None,
@@ -148,8 +150,9 @@ def chunkwise(
     autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
     norm_val: float = 1.0, *, segment_ids: Array | None = None,
     sequence_lengths: Array | None = None, input_gate: InputGateName = "exp",
-    normalize: bool = True, recompute_states_in_bw: bool = True, layout: LayoutName = "BNTH",
-    backend: BackendName | None = None, config: KernelConfig | None = None,
+    normalize: bool = True, recompute_states_in_bw: bool = True,
+    layout: LayoutName = DEFAULT_LAYOUT, backend: BackendName | None = None,
+    config: KernelConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, States]:  # fmt: skip
     """``mlstm_chunkwise`` in plain jnp, without a derivative rule of its own.
 

@@ -6,14 +6,16 @@ files of the same names, and ``dispatch.py`` finds them.
 
 import dataclasses
 import enum
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 
-from mlstm_pallas.problem import MIN_TILE, Problem, as_integer, is_power_of_two
+from mlstm_pallas.problem import MIN_TILE, Problem
 from mlstm_pallas.tiles import Precision
+from mlstm_pallas.validation import check_flag, check_integer
 
 
 class Lowering(enum.StrEnum):
@@ -35,44 +37,36 @@ class Lowering(enum.StrEnum):
         return {"interpret": "triton", "xla": "stages"}.get(self, self.removesuffix("_interpret"))
 
 
+# Triton's blocks have at most 2**20 elements, and a side has at least MIN_TILE.
+MAX_TILE_SIZE = 2**20 // MIN_TILE
+
+
 def clamped(tile: int, size: int) -> int:
     """The largest power of two up to the tile (itself a power of two) that divides the size."""
     return min(tile, size & -size)
 
 
-def _is_size(x: Any) -> bool:
-    return is_power_of_two(x) and MIN_TILE <= x <= 1024
-
-
-def _is_count(x: Any, least: int = 1, most: int = 65_536) -> bool:
-    return isinstance(x, int) and not isinstance(x, bool) and least <= x <= most
-
-
-# By field: which values it takes, and how an error says that.
-_SIZES = _is_size, f"a power of two from {MIN_TILE} to 1024"
-_BLOCKS = (lambda x: _is_count(x, MIN_TILE) and x % MIN_TILE == 0), f"a multiple of {MIN_TILE}"
-_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    **dict.fromkeys(("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "block_k"), _SIZES),
-    "num_warps": (lambda x: is_power_of_two(x) and x <= 16, "1, 2, 4, 8 or 16"),
-    "num_stages": (lambda x: _is_count(x, 1, 8), "an integer from 1 to 8"),
-    "num_splits": (lambda x: is_power_of_two(x) and x <= 65_536, "a power of two"),
-    "num_ctas": (_is_count, "a positive integer"),
-    "keep_q": (lambda x: isinstance(x, bool), "a bool"),
-    "recomputes_scores": (lambda x: isinstance(x, bool), "a bool"),
-    "state_rows": _BLOCKS,
-    "state_columns": _BLOCKS,
+# By field of tiles, the check of its values.
+_size = functools.partial(check_integer, least=MIN_TILE, most=MAX_TILE_SIZE, power_of_two=True)
+_block = functools.partial(check_integer, least=MIN_TILE, most=1024)
+_FIELDS: dict[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "block_k"), _size),
+    **dict.fromkeys(("state_rows", "state_columns"), _block),
+    "num_warps": functools.partial(check_integer, least=1, most=16, power_of_two=True),
+    "num_stages": functools.partial(check_integer, least=1, most=8),
+    "num_splits": functools.partial(check_integer, least=1, power_of_two=True),
+    "num_ctas": functools.partial(check_integer, least=1),
+    "keep_q": check_flag,
+    "recomputes_scores": check_flag,
 }
 
 
 def check_field(kernel: str, name: str, value: Any) -> Any:
-    """The value of a field of tiles, an integer as an int. The error names kernel and field."""
-    where, value = f"{kernel}: {name}" if kernel else name, as_integer(value)
+    """The value of a field of tiles. The error names the kernel and the field."""
+    where = f"{kernel}: {name}" if kernel else name
     if name not in _FIELDS:
         raise TypeError(f"{where} is no field of tiles, expected one of {', '.join(_FIELDS)}")
-    takes, expected = _FIELDS[name]
-    if not takes(value):
-        raise ValueError(f"{where} is {value!r}, expected {expected}")
-    return value
+    return _FIELDS[name](where, value)
 
 
 @dataclasses.dataclass(frozen=True)

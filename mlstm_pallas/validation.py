@@ -3,21 +3,24 @@
 A wrong argument is a TypeError or ValueError with its name, what came and what was expected.
 """
 
+import difflib
 import functools
 import inspect
 import math
 import numbers
+import operator
 import warnings
-from collections.abc import Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar, cast, get_args
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.export import is_symbolic_dim
 
-from mlstm_pallas.annotations import BackendName
-from mlstm_pallas.problem import InputGate, Layout, as_integer, is_power_of_two
+from mlstm_pallas.annotations import BackendName, LayoutName
+from mlstm_pallas.problem import MIN_CHUNK_SIZE, InputGate, Layout, is_power_of_two
 
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 INPUT_DTYPES = ("float16", "bfloat16", "float32", "float64")
@@ -49,6 +52,65 @@ STATE_DIMS: dict[str, Dims] = {
     "m": ("B", "NH"),
 }
 INTEGER_DIMS: dict[str, Dims] = {"segment_ids": ("B", "S"), "sequence_lengths": ("B",)}
+
+# The arguments of other packages (docs/migrating.md) by the name that they have here. A state that
+# the function calls c or c_initial has one entry.
+PREDECESSORS = {
+    "q": ("query", "queries", "matQ", "vecQ"),
+    "k": ("key", "keys", "matK", "vecK"),
+    "v": ("value", "values", "matV", "vecV"),
+    "i": ("igate", "igate_preact", "vecI", "scaI"),
+    "f": ("fgate", "fgate_preact", "vecF", "scaF"),
+    "c": ("c_state", "cstate", "matC_initial", "matC_old", "c", "c_initial"),
+    "n": ("n_state", "nstate", "vecN_initial", "vecN_old", "n", "n_initial"),
+    "m": ("m_state", "mstate", "scaM_initial", "scaM_old", "m", "m_initial"),
+    "chunk_size": ("CHUNK_SIZE", "chunk_size_inter", "chunk_size_intra"),
+    "eps": ("EPS",),
+    "return_last_states": ("output_final_state",),
+    "segment_ids": ("cu_seqlens",),
+}
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def names_arguments(function: Function) -> Function:
+    """A decorator: an argument that the function does not have is answered with the one it has."""
+    parameters = tuple(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def checked(*args: Any, **kwargs: Any) -> Any:
+        for name in kwargs:
+            if name not in parameters:
+                raise TypeError(
+                    f"{name} is no argument of {function.__name__}, "
+                    f"expected {_nearest(name, parameters)}"
+                )
+        return function(*args, **kwargs)
+
+    return cast(Function, checked)
+
+
+def _nearest(name: str, parameters: Sequence[str]) -> str:
+    """The parameter that another package calls so, or that is written much like it, or all."""
+    for ours, theirs in PREDECESSORS.items():
+        known = [x for x in (ours, f"{ours}_initial") if x in parameters]
+        if name in theirs and known:
+            return known[0]
+    similar = difflib.get_close_matches(name, parameters, n=1)
+    return similar[0] if similar else f"one of {', '.join(parameters)}"
+
+
+def shown(x: Any) -> str:
+    """repr, but short where it may be long."""
+    if isinstance(x, jax.Array | np.ndarray) and x.ndim:
+        return f"an array of shape {x.shape}"
+    if isinstance(x, int) and x.bit_length() > 128:  # repr refuses integers of 4300 digits
+        return f"an integer of {x.bit_length()} bits"
+    return repr(x)
+
+
+def type_name(x: Any) -> str:
+    return "jax.Array" if isinstance(x, jax.Array) else type(x).__name__
 
 
 def check_is_array(name: str, x: Any) -> None:
@@ -169,18 +231,25 @@ def check_states_complete(states: Mapping[str, Any], kind: str = "states") -> bo
 
 
 def check_one_dtype(arrays: Mapping[str, Any]) -> None:
-    """k and v have the dtype of q."""
-    for name in ("k", "v"):
-        if arrays[name].dtype != arrays["q"].dtype:
-            raise TypeError(
-                f"{name} has dtype {arrays[name].dtype}, expected {arrays['q'].dtype}, "
-                "the dtype of q"
-            )
+    """q, k and v have one dtype; names the one that differs from the other two."""
+    q, k, v = (arrays[name].dtype for name in "qkv")
+    if q != k == v:
+        raise TypeError(f"q has dtype {q}, expected {k}, the dtype of k and v")
+    for name, dtype in (("k", k), ("v", v)):
+        if dtype != q:
+            raise TypeError(f"{name} has dtype {dtype}, expected {q}, the dtype of q")
+
+
+class _DefaultLayout(str):
+    """A layout that the caller did not choose."""
+
+
+DEFAULT_LAYOUT = cast(LayoutName, _DefaultLayout(Layout.BNTH))
 
 
 def check_layout(layout: Any) -> Layout:
     if not isinstance(layout, str) or layout not in list(Layout):
-        raise ValueError(f"layout is {layout!r}, expected one of {', '.join(Layout)}")
+        raise ValueError(f"layout is {shown(layout)}, expected one of {', '.join(Layout)}")
     return Layout(layout)
 
 
@@ -212,15 +281,23 @@ def _other(layout: Layout) -> Layout:
     return next(y for y in Layout if y is not layout)
 
 
+def check_layout_is_meant(layout: Any, sizes: Mapping[str, int], *states: Any) -> None:
+    """Warns where the default layout finds fewer steps than heads.
+
+    states: arrays or None; those that are there would not fit the other layout.
+    """
+    few_steps = isinstance(layout, _DefaultLayout) and sizes["S"] < sizes["NH"]
+    if few_steps and all(x is None for x in states):
+        warn_of_layout()
+
+
 @functools.cache
-def warn_of_layout(layout: Layout) -> None:
-    """Warns once for each layout, three callers up, that there are fewer steps than heads."""
-    other = _other(layout)
-    axes, others = (", ".join(sequence_dims(x)["q"]) for x in (layout, other))
+def warn_of_layout() -> None:
+    """Warns once, five callers up."""
     warnings.warn(
-        f'layout="{layout}" reads q as ({axes}) and finds S < NH, fewer steps than heads: '
-        f'if it is ({others}), pass layout="{other}"',
-        stacklevel=4,
+        'layout="BNTH", the default, reads q as (B, NH, S, DHQK) and finds S < NH, fewer steps '
+        'than heads: pass layout="BTNH" if it is (B, S, NH, DHQK), else layout="BNTH"',
+        stacklevel=6,
     )
 
 
@@ -238,7 +315,7 @@ def check_chunkwise_arrays(
     input_gate: InputGate,
     layout: Layout = Layout.BNTH,
 ) -> dict[str, int]:
-    """The arrays of mlstm_chunkwise; returns the sizes of their dimensions."""
+    """Checks the arrays of mlstm_chunkwise; returns the sizes of their dimensions."""
     arrays = dict(q=q, k=k, v=v, i=i, f=f)
     states = dict(c_initial=c_initial, n_initial=n_initial, m_initial=m_initial)
     if input_gate is InputGate.SIGMOID and m_initial is None:
@@ -268,7 +345,7 @@ def check_chunkwise_arrays(
 def check_input_gate(input_gate: Any, normalize: Any) -> tuple[InputGate, bool]:
     if not isinstance(input_gate, str):
         raise TypeError(
-            f"input_gate is a {type(input_gate).__name__}, expected one of {', '.join(InputGate)}"
+            f"input_gate is a {type_name(input_gate)}, expected one of {', '.join(InputGate)}"
         )
     if input_gate not in list(InputGate):
         raise ValueError(f"input_gate is {input_gate!r}, expected one of {', '.join(InputGate)}")
@@ -281,36 +358,84 @@ def check_input_gate(input_gate: Any, normalize: Any) -> tuple[InputGate, bool]:
 
 
 def check_scalar(name: str, x: Any, *, signed: bool = False) -> float:
+    """x as a float that is 0 or a normal number in float32; Python's or NumPy's number."""
     if isinstance(x, jax.core.Tracer):
         raise TypeError(f"{name} is traced, expected a Python float: mark it static in jit")
-    if not isinstance(x, numbers.Real) or isinstance(x, bool):
-        raise TypeError(f"{name} is a {type(x).__name__}, expected a float")
-    if not math.isfinite(x) or (float(x) < 0 and not signed):
-        raise ValueError(f"{name} is {x}, expected a finite number{'' if signed else ' >= 0'}")
-    if abs(float(x)) > float(np.finfo(np.float32).max):
-        raise ValueError(f"{name} is {x}, expected a number in the range of float32")
-    return float(x)
+    if isinstance(x, jax.Array | np.ndarray):
+        hint = "" if x.ndim else f": pass float({name})"
+        raise TypeError(f"{name} is a {type_name(x)}, expected a float{hint}")
+    is_float = isinstance(x, np.generic) and jnp.issubdtype(x.dtype, jnp.floating)  # bfloat16 too
+    if isinstance(x, bool) or not (isinstance(x, numbers.Real) or is_float):
+        raise TypeError(f"{name} is a {type_name(x)}, expected a float")
+    limits = np.finfo(np.float32)
+    try:
+        number = float(x)
+    except OverflowError:  # of Python's integers
+        number = 2 * float(limits.max) * (1 if x > 0 else -1)
+    if not math.isfinite(number) or (number < 0 and not signed):
+        raise ValueError(
+            f"{name} is {shown(x)}, expected a finite number{'' if signed else ' >= 0'}"
+        )
+    if x != 0 and not float(limits.tiny) <= abs(number) <= float(limits.max):
+        raise ValueError(
+            f"{name} is {shown(x)}, expected 0 or a number from {limits.tiny!s} to {limits.max!s}, "
+            "the range of float32"
+        )
+    return number
 
 
-def check_integer(name: str, x: Any, least: int, *, power_of_two: bool = False) -> int:
-    size = as_integer(x)
-    expected = f"expected {'a power of two' if power_of_two else 'an integer'} >= {least}"
+def as_integer(x: Any) -> Any:
+    """Any integer (NumPy's, a concrete JAX scalar) as an int; all else, bools too, unchanged."""
+    if isinstance(x, bool | np.bool_ | jax.core.Tracer):
+        return x
+    try:
+        return operator.index(x)
+    except TypeError:
+        return x
+
+
+def check_integer(
+    name: str,
+    x: Any,
+    least: int,
+    most: int | None = None,
+    *,
+    power_of_two: bool = False,
+    optional: bool = False,
+) -> int:
+    """x as an int. optional: whether None, which the caller handles, is in the message."""
+    number = as_integer(x)
+    kind = "None or " * optional + ("a power of two" if power_of_two else "an integer")
+    limits = f">= {least}" if most is None else f"from {least} to {most}"
+    expected = f"expected {kind} {limits}"
     if isinstance(x, jax.core.Tracer):
         raise TypeError(f"{name} is traced, {expected}: mark it static in jit")
-    is_integer = isinstance(size, int) and not isinstance(size, bool)
-    if not is_integer or size < least or (power_of_two and not is_power_of_two(size)):
-        raise ValueError(f"{name} is {x!r}, {expected}")
-    return int(size)
+    is_integer = isinstance(number, int) and not isinstance(number, bool)
+    if (
+        not is_integer
+        or number < least
+        or (most is not None and number > most)
+        or (power_of_two and not is_power_of_two(number))
+    ):
+        raise ValueError(f"{name} is {shown(x)}, {expected}")
+    return int(number)
+
+
+def check_chunk_size(x: Any) -> int | None:
+    """The chunk size as an int or None."""
+    limits: dict[str, Any] = dict(least=MIN_CHUNK_SIZE, power_of_two=True, optional=True)
+    return None if x is None else check_integer("chunk_size", x, **limits)
 
 
 def check_num_segments(x: Any, segment_ids: Any, return_last_states: bool) -> int:
     """num_segments as an int, with the arguments that it needs."""
     num_segments = check_integer("num_segments", x, 1)
     if segment_ids is None:
-        raise ValueError(f"num_segments is {x} without segment_ids, expected both")
+        raise ValueError(f"num_segments is {shown(x)} without segment_ids, expected both")
     if not return_last_states:
         raise ValueError(
-            f"num_segments is {x} with return_last_states=False, expected return_last_states=True"
+            f"num_segments is {shown(x)} with return_last_states=False, expected "
+            "return_last_states=True"
         )
     return num_segments
 
@@ -341,20 +466,34 @@ def check_flag(name: str, x: Any) -> bool:
     if isinstance(x, jax.core.Tracer):
         raise TypeError(f"{name} is traced, expected a Python bool: mark it static in jit")
     if not isinstance(x, bool | np.bool_):
-        raise TypeError(f"{name} is a {type(x).__name__}, expected a Python bool")
+        raise TypeError(f"{name} is a {type_name(x)}, expected a Python bool")
     return bool(x)
 
 
 def check_backend(backend: Any, *, variable: str | None = None) -> None:
     """variable: the environment variable that has the value, if one has."""
-    if backend is not None and backend not in BACKENDS:
+    if backend is not None and not (isinstance(backend, str) and backend in BACKENDS):
         expected = f"{'None or ' if variable is None else ''}one of {', '.join(BACKENDS)}"
-        raise ValueError(f"{variable or 'backend'} is {backend!r}, expected {expected}")
+        raise ValueError(f"{variable or 'backend'} is {shown(backend)}, expected {expected}")
+
+
+def check_axis_name(x: Any) -> None:
+    """Accepts an axis of the surrounding shard_map or vmap, and a tuple of several."""
+    expected = "expected the name of a mesh axis of the surrounding jax.shard_map"
+    names = x if isinstance(x, tuple) else (x,)
+    if not names or not all(isinstance(name, str) for name in names):
+        raise TypeError(f"axis_name is {shown(x)}, {expected}")
+    if len({*names}) < len(names):
+        raise ValueError(f"axis_name is {x!r}, {expected}, each once")
+    try:
+        lax.axis_size(x)
+    except NameError:
+        raise ValueError(f"axis_name is {x!r}, {expected}") from None
 
 
 def check_instance(name: str, x: Any, kind: type) -> None:
     if x is not None and not isinstance(x, kind):
-        raise TypeError(f"{name} is a {type(x).__name__}, expected a {kind.__name__} or None")
+        raise TypeError(f"{name} is a {type_name(x)}, expected a {kind.__name__} or None")
 
 
 def as_dtype(
@@ -366,7 +505,7 @@ def as_dtype(
             raise TypeError
         dtype: jnp.dtype = jnp.dtype(x)
     except (TypeError, ValueError):
-        raise TypeError(f"{name} is {x!r}, expected {expected}") from None
+        raise TypeError(f"{name} is {shown(x)}, expected {expected}") from None
     return dtype
 
 

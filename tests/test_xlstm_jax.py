@@ -337,15 +337,29 @@ def test_forward_returns_what_is_asked_for(system):
 
 
 def test_resets_where_the_forget_gate_itself_comes_in():
+    """As a pre-activation in v5, as its logarithm in stablef."""
     x = random_inputs(14, B, NH, S, DHQK, DHHV, resets=True)
     h, (C, n, m) = oracle(x)
-    H, den, _, last, every = forward_of(v5, *x.values(), **BOTH)
-    again = v5.mlstm_chunkwise__parallel_fw_Hintra(
-        x["q"], x["k"], x["v"], split(x["i"]), x["f"], *every, chunk_size=L
+    H, den, rows, last, every = forward_of(v5, *x.values(), **BOTH)
+    (q, k, v, i, f), initial = (list(x.values())[part] for part in (slice(5), slice(5, None)))
+    i, log_f = split(i), np.float32(split(-np.logaddexp(0, -np.float64(f))))
+    again = v5.mlstm_chunkwise__parallel_fw_Hintra(q, k, v, i, f, *every, chunk_size=L)
+    stable, stable_den, _ = stablef._mlstm_chunkwise__parallel_fw_H(
+        q, k, v, i, log_f, *every, chunk_size=L, num_chunks=NC
     )
-    desired = (h, h, C, n, m)
-    compare("HHCnm", (H, again[0], *last), desired, tolerance("float32", S))
+    desired = (h, h, h, C, n, m)
+    compare("HHHCnm", (H, again[0], stable, *last), desired, tolerance("float32", S))
     assert np.array_equal(again[1], den)  # infinite where nothing is stored
+    np.testing.assert_allclose(stable_den, den + 1e-6, rtol=2e-6)
+    states = stablef._mlstm_chunkwise__recurrent_fw_C(
+        k, v, log_f, i, *initial, chunk_size=L, num_chunks=NC
+    )
+    compare("Cnm", states, every, tolerance("float32", S))
+    dC, _ = stablef._mlstm_chunkwise__recurrent_bw_dC(
+        q, log_f, every[2], rows, den, v, chunk_size=L, num_chunks=NC
+    )
+    expected = v5.mlstm_chunkwise__recurrent_bw_dC(q, i, f, every[2], den, v, chunk_size=L)
+    assert_close(dC, np.float64(expected[:, :, DHQK:]), tolerance("float32", S), "dC")
 
 
 # The stages, backward.

@@ -24,7 +24,7 @@ from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.gates import ChunkGates, LocalGates
 from mlstm_pallas.gpu import target_gpu
-from mlstm_pallas.normaliser import Normaliser, query_scale
+from mlstm_pallas.normaliser import Normaliser, at_least, query_scale
 from mlstm_pallas.problem import MIN_CHUNK_SIZE, make_problem
 from mlstm_pallas.sharding import over_shards
 from mlstm_pallas.stage import Lowering, Weighted, check_field
@@ -250,7 +250,7 @@ def gates_of(
       scaM: the first stabiliser (B, NH), or those of the chunk boundaries, (B, NH, NC) or
         (B, NH, NC + 1).
       vecF, log_f, vecB: one of pre-activations, log sigmoid(f), and its running sums within each
-        chunk; the latter two are finite.
+        chunk, which are finite.
     """
     acc, NC, L = accumulator(spec), spec.problem.NC, spec.problem.L
 
@@ -260,16 +260,13 @@ def gates_of(
     i, m = chunks(vecI), scaM.astype(acc)
     if vecF is not None:
         local = gate_forms.local_gates(i, chunks(vecF))
+    elif log_f is not None:
+        f = chunks(log_f)
+        reset = f <= gate_forms.MASKED
+        local = gate_forms.local_gates_of_logs(i, jnp.where(reset, 0.0, f), reset)
     else:
         zeros = jnp.zeros_like(i)
-        if log_f is not None:
-            f = chunks(log_f)
-            hi, lo = gate_forms.split_for_exact_sums(
-                f, jnp.max(jnp.abs(f), axis=-1, keepdims=True), L
-            )
-            b = gate_forms.two_sum(jnp.cumsum(hi, axis=-1), jnp.cumsum(lo, axis=-1))
-        else:
-            b = chunks(vecB), zeros
+        b = chunks(vecB), zeros
         e = gate_forms.pair_add((i, zeros), (-b[0], -b[1]))
         local = LocalGates(b, e, lax.associative_scan(gate_forms.pair_max, e, axis=-1), zeros)
     if m.ndim == 2:
@@ -369,7 +366,7 @@ def outputs(
         output_dtype=spec.output_dtype,
         call=spec.launch("parallel_fw_H", lowering),
     )
-    return H[..., :DHHV], jnp.maximum(jnp.abs(z), normaliser.floor(m))
+    return H[..., :DHHV], at_least(jnp.abs(z), normaliser.floor(m))
 
 
 def state_gradients(

@@ -9,8 +9,8 @@ The dimensions are those of the documents: H heads, T steps, K and V head dimens
 NT = num_chunks chunks of BT = chunk_size steps.
 
 * m is a natural logarithm; the original works in base 2.
-* vecI of a stage is (B, H, NT, BT). vecF of a stage is log sigmoid(f), (B, H, NT, BT), finite and
-  not summed.
+* vecI of a stage is (B, H, NT, BT). vecF of a stage is log sigmoid(f), (B, H, NT, BT), not summed;
+  -inf is a reset.
 * vecN_out (B, H, T) is the denominator of H with eps, since no backward function of this system has
   an eps. The document of ``_mlstm_chunkwise__recurrent_bw_dC`` calls it (B, H, NT * DHQK).
 * States at the chunk boundaries are (B, H, (NT + 1) * DHQK, DHHV), (B, H, (NT + 1) * DHQK) and
