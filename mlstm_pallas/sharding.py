@@ -126,12 +126,17 @@ def _mappable(function: Function, spec: Any, mapped: int) -> Function:
 
     @call.def_vmap
     def rule(axis_size: int, is_mapped: Sequence[Any], *args: Any) -> tuple[Any, Any]:
-        args = jax.tree.map(
-            lambda x, at: x if at else jnp.broadcast_to(x, (axis_size, *x.shape)),
-            args,
-            tuple(is_mapped),
-        )
+        # A kernel has no empty grid, so an axis of size 0 is one of size 1 that is cut.
+        size = max(axis_size, 1)
+
+        def with_axis(x: jax.Array, at: bool) -> jax.Array:
+            if not at:
+                return jnp.broadcast_to(x, (size, *x.shape))
+            return x if axis_size else jnp.zeros((size, *x.shape[1:]), x.dtype)
+
+        args = jax.tree.map(with_axis, args, tuple(is_mapped))
         outputs = _mappable(function, spec, mapped + 1)(*args)
+        outputs = outputs if axis_size else jax.tree.map(lambda x: x[:0], outputs)
         return outputs, jax.tree.map(lambda _: True, outputs)
 
     return call
