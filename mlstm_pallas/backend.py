@@ -3,7 +3,7 @@
 import functools
 import os
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
 from typing import Any, NoReturn
 
@@ -177,12 +177,29 @@ def _lowering_of(platform: str) -> Callable[..., Any]:
     return rule
 
 
+def _batched(axis: Any, args: Any, dims: Any, **jaxprs: Any) -> tuple[Any, Any]:
+    def mapped(jaxpr: Any) -> Any:
+        names = dict(axis_name=axis.name, axis_size=axis.size, spmd_axis_name=axis.spmd_name)
+        return jax.make_jaxpr(jax.vmap(jaxpr_as_fun(jaxpr), tuple(dims), **names))(*args)
+
+    results = _by_platform.bind(*args, **{name: mapped(x) for name, x in jaxprs.items()})
+    return results, [0] * len(results)
+
+
+batching.fancy_primitive_batchers[_by_platform] = _batched
 mlir.register_lowering(_by_platform, _lowering_of("other"))
 mlir.register_lowering(_by_platform, _lowering_of("cuda"), platform="cuda")
 
 
-def on_backend(backend: str | None, run: Callable[..., Any], *args: Any) -> Any:
+def on_backend(
+    backend: str | None,
+    run: Callable[..., Any],
+    *args: Any,
+    mapped: Sequence[tuple[str, int]] = (),
+) -> Any:
     """run(lowering, *args).
+
+    mapped: (name, size) of the axes of a vmap that run names, where jax may have left the vmap.
 
     None is Triton where the computation is lowered for CUDA, else XLA. Where jax has no Triton it
     is XLA, unless ``requested_backend`` chose "mosaic_gpu".
@@ -195,7 +212,9 @@ def on_backend(backend: str | None, run: Callable[..., Any], *args: Any) -> Any:
         def traced(lowering: Lowering) -> Any:
             function = functools.partial(run, lowering)
             return jax.make_jaxpr(
-                lambda *x: function(*jax.tree.unflatten(tree, x)), return_shape=True
+                lambda *x: function(*jax.tree.unflatten(tree, x)),
+                axis_env=mapped,
+                return_shape=True,
             )(*leaves)
 
         (cuda, _), (other, outputs) = traced(Lowering.TRITON), traced(Lowering.XLA)

@@ -258,23 +258,37 @@ def _second_half(
 Element = TypeVar("Element", Summary, GradientSummary)
 
 
-def _shifted(x: Any, axis_name: str, distance: int) -> Any:
+class Axis(NamedTuple):
+    """The axis that a sequence is split over."""
+
+    name: str
+    size: int  # jax does not tell it to the backward pass of a vmap that is differentiated
+    mapped: bool  # the axis of a vmap, not of a mesh
+
+
+def _axis(name: str) -> Axis:
+    names = {name} if isinstance(name, str) else {*name}
+    mapped = not names <= {*jax.sharding.get_abstract_mesh().manual_axes}
+    return Axis(name, lax.axis_size(name), mapped)
+
+
+def _shifted(x: Any, axis: Axis, distance: int) -> Any:
     """x of the device so many places before this one; not defined where there is none."""
-    size = lax.axis_size(axis_name)
+    size = axis.size
     pairs = [(j, j + distance) for j in range(size) if 0 <= j + distance < size]
-    if axis_name not in jax.sharding.get_abstract_mesh().manual_axes:
-        # The axis of a vmap, which accepts only whole permutations. On a mesh the first device
-        # would wait for the last one.
+    if axis.mapped:
+        # A vmap accepts only whole permutations. On a mesh the first device would wait for the
+        # last one.
         pairs = [(j, (j + distance) % size) for j in range(size)]
     # XLA joins exchanges that are ready at the same time.
-    return lax.ppermute(lax.optimization_barrier(x), axis_name, pairs)
+    return lax.ppermute(lax.optimization_barrier(x), axis.name, pairs)
 
 
 def _exclusive_prefix(
     join: Callable[[Element, Element], Element],
     local: Element,
     empty: Element,
-    axis_name: str,
+    axis: Axis,
     index: jax.Array,
     *,
     reverse: bool = False,
@@ -284,11 +298,11 @@ def _exclusive_prefix(
     It is the scan of Hillis and Steele (1986) with one element a device. In each of its
     1 + ceil(log2(P - 1)) rounds a device sends one element and receives one.
     """
-    size = lax.axis_size(axis_name)
+    size = axis.size
     position = size - 1 - index if reverse else index
 
     def from_before(x: Element, distance: int) -> Element:
-        received = _shifted(x, axis_name, -distance if reverse else distance)
+        received = _shifted(x, axis, -distance if reverse else distance)
         valid = functools.partial(jnp.where, position >= distance)
         before: Element = jax.tree.map(valid, received, empty)
         return before
@@ -303,17 +317,17 @@ def _exclusive_prefix(
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _sequence(axis_name: str, spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, LastStates]:
-    outputs: tuple[jax.Array, LastStates] = _sequence_fwd(axis_name, spec.forward_only, inputs)[0]
+def _sequence(axis: Axis, spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, LastStates]:
+    outputs: tuple[jax.Array, LastStates] = _sequence_fwd(axis, spec.forward_only, inputs)[0]
     return outputs
 
 
-def _sequence_fwd(axis_name: str, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
+def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
     """h and the last states of the shard.
 
     The initial states are those of the whole sequence; only the first device's are read.
     """
-    index = lax.axis_index(axis_name)
+    index = lax.axis_index(axis.name)
 
     def before(local: Summary, initial: jax.Array) -> Summary:
         """The joined summaries of all before the shard."""
@@ -322,7 +336,7 @@ def _sequence_fwd(axis_name: str, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
         empty = Summary(jnp.full_like(zero, -jnp.inf), whole.g, jnp.zeros_like(initial))
         choose = functools.partial(jax.tree.map, functools.partial(jnp.where, index == 0))
         local = choose(joined(whole, local), local)
-        others = _exclusive_prefix(joined, local, empty, axis_name, index)
+        others = _exclusive_prefix(joined, local, empty, axis, index)
         start: Summary = choose(whole, others)
         return start
 
@@ -341,18 +355,19 @@ def _sequence_fwd(axis_name: str, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
 
 
 def _sequence_bwd(
-    axis_name: str,
+    axis: Axis,
     spec: CallSpec,
     residuals_and_last: Any,
     cotangents: tuple[jax.Array, LastStates],
 ) -> tuple[Any, ...]:
     # What the halves exchange depends on the lowering.
-    run = functools.partial(_backward, axis_name, spec)
-    return (on_backend(spec.backend, run, *residuals_and_last, *cotangents),)
+    run = functools.partial(_backward, axis, spec)
+    mapped = [(axis.name, axis.size)] if axis.mapped else []
+    return (on_backend(spec.backend, run, *residuals_and_last, *cotangents, mapped=mapped),)
 
 
 def _backward(
-    axis_name: str,
+    axis: Axis,
     spec: CallSpec,
     lowering: Lowering,
     residuals: Residuals,
@@ -369,7 +384,7 @@ def _backward(
     first, local = operation(_first_half, half, residuals, of_shard)
     one, zero = jnp.ones_like(dm), jnp.zeros_like(dm)
     empty = GradientSummary(jnp.zeros_like(dC), jnp.zeros_like(dn), one, zero, one)
-    after = _exclusive_prefix(joined_gradients, local, empty, axis_name, index, reverse=True)
+    after = _exclusive_prefix(joined_gradients, local, empty, axis, index, reverse=True)
     dC, dn = dC + after.dC, dn + after.dn
     dm = dm + after.dm + inner(dC, last.c, 2) + inner(dn, last.n)
     whole = Cotangents(dh, LastStates(dC, dn, dm))
@@ -384,18 +399,18 @@ def _backward(
 _sequence.defvjp(_sequence_fwd, _sequence_bwd)
 
 
-def _whole(axis_name: str, spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, LastStates]:
+def _whole(axis: Axis, spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, LastStates]:
     """h of the shard and the last states of the whole sequence, on every device."""
     spec = dataclasses.replace(spec, has_initial_state=True, return_last_states=True)
-    h, states = _sequence(axis_name, spec, in_reverse_mode(inputs))
-    last = lax.axis_index(axis_name) == lax.axis_size(axis_name) - 1
-    return h, jax.tree.map(lambda x: lax.psum(jnp.where(last, x, 0.0), axis_name), states)
+    h, states = _sequence(axis, spec, in_reverse_mode(inputs))
+    last = lax.axis_index(axis.name) == axis.size - 1
+    return h, jax.tree.map(lambda x: lax.psum(jnp.where(last, x, 0.0), axis.name), states)
 
 
-def _starts(axis_name: str, segment_ids: jax.Array) -> jax.Array:
+def _starts(axis: Axis, segment_ids: jax.Array) -> jax.Array:
     """Where the id differs from that of the step before, which may be on another device."""
-    before = _shifted(segment_ids[..., -1], axis_name, 1)
-    begins = (segment_ids[..., 0] != before) & (lax.axis_index(axis_name) > 0)
+    before = _shifted(segment_ids[..., -1], axis, 1)
+    begins = (segment_ids[..., 0] != before) & (lax.axis_index(axis.name) > 0)
     return segment_starts(segment_ids).at[..., 0].set(begins)
 
 
@@ -507,7 +522,8 @@ def mlstm_chunkwise_sequence_parallel(
       return_last_states: whether the states after the last step of the whole
         sequence are returned as well, on every device.
       axis_name: the mesh axis that the sequence is split over; on one device
-        it may be the axis_name of a vmap.
+        it may be the axis_name of a vmap. Gradients may be taken inside or
+        outside of the shard_map or vmap.
       segment_ids: (B, S / P) integers of this device's shard.
       sequence_lengths: (B,) integers, of the whole sequence, the same on all
         devices of the axis.
@@ -527,6 +543,7 @@ def mlstm_chunkwise_sequence_parallel(
         axis_name that is no axis of the surrounding shard_map.
     """
     check_axis_name(axis_name)
+    axis = _axis(axis_name)
     options = Options(
         return_last_states=return_last_states,
         eps=eps,
@@ -542,7 +559,7 @@ def mlstm_chunkwise_sequence_parallel(
         config=config,
     )
     arrays = q, k, v, i, f, c_initial, n_initial, m_initial
-    forward = functools.partial(_whole, axis_name)
-    starts = functools.partial(_starts, axis_name)
+    forward = functools.partial(_whole, axis)
+    starts = functools.partial(_starts, axis)
     shard = 0 if sequence_lengths is None else lax.axis_index(axis_name)
     return entry.run(forward, starts, options, arrays, segment_ids, sequence_lengths, shard=shard)

@@ -83,9 +83,16 @@ in_reverse_mode = _identity(
         [x if type(x) is ad.Zero else _tangent.bind(x) for x in tangents],
     ),
 )
-_not_differentiated = _identity("not_differentiated", _refuse)
-_segments_not_differentiated = _identity(
-    "segments_not_differentiated", functools.partial(_refuse, message=NO_DERIVATIVE_OF_SEGMENTS)
+
+
+def not_differentiated(name: str, message: str) -> Callable[..., Any]:
+    """The identity of a pytree, which refuses derivatives with the message."""
+    return _identity(name, functools.partial(_refuse, message=message))
+
+
+_not_differentiated = not_differentiated("not_differentiated", NO_SUCH_DERIVATIVE)
+_segments_not_differentiated = not_differentiated(
+    "segments_not_differentiated", NO_DERIVATIVE_OF_SEGMENTS
 )
 
 

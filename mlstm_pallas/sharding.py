@@ -126,12 +126,17 @@ def _mappable(function: Function, spec: Any, mapped: int) -> Function:
 
     @call.def_vmap
     def rule(axis_size: int, is_mapped: Sequence[Any], *args: Any) -> tuple[Any, Any]:
-        args = jax.tree.map(
-            lambda x, at: x if at else jnp.broadcast_to(x, (axis_size, *x.shape)),
-            args,
-            tuple(is_mapped),
-        )
+        # A kernel has no empty grid, so an axis of size 0 is one of size 1 that is cut.
+        size = max(axis_size, 1)
+
+        def with_axis(x: jax.Array, at: bool) -> jax.Array:
+            if not at:
+                return jnp.broadcast_to(x, (size, *x.shape))
+            return x if axis_size else jnp.zeros((size, *x.shape[1:]), x.dtype)
+
+        args = jax.tree.map(with_axis, args, tuple(is_mapped))
         outputs = _mappable(function, spec, mapped + 1)(*args)
+        outputs = outputs if axis_size else jax.tree.map(lambda x: x[:0], outputs)
         return outputs, jax.tree.map(lambda _: True, outputs)
 
     return call
@@ -160,7 +165,7 @@ def _on_mesh(function: Function, spec: Any, mapped: int, *args: Any) -> Any:
     if one_device or spec.backend == "mosaic_gpu_interpret":
         return on_shard(function, spec, mapped, *args)
     identity = _identity(function, spec, mapped)
-    outputs = _partitioned(function, spec, mapped, identity, *_heads_first(spec, args))
+    outputs = _partitioned(function, spec, mapped)(identity, *_heads_first(spec, args))
     return _heads_first(spec, outputs)
 
 
@@ -200,16 +205,28 @@ def _identity(function: Function, spec: Any, mapped: int) -> Any:
     return np.frombuffer(hashlib.sha256(identity.encode()).digest(), np.uint32)
 
 
-@functools.partial(custom_partitioning, static_argnums=(0, 1, 2))
-def _partitioned(
-    function: Function, spec: Any, mapped: int, identity: jax.Array, *args: Any
-) -> Any:
-    return _on_transposed_shard(function, spec, mapped, *args)
+@functools.cache
+def _partitioned(function: Function, spec: Any, mapped: int) -> Function:
+    """The operation, of its identity and arrays, as XLA partitions it.
+
+    custom_partitioning with static_argnums fails under jax_check_tracer_leaks (jax 0.12). So the
+    static arguments are in closures, one set per operation.
+    """
+
+    def of_shard(identity: jax.Array, *args: Any) -> Any:
+        return _on_transposed_shard(function, spec, mapped, *args)
+
+    def partition(mesh: Any, args: Any, results: Any) -> tuple[Any, ...]:
+        in_shardings, out_shardings = _common_shardings(mapped, args, results)
+        return mesh, of_shard, out_shardings, in_shardings
+
+    partitioned = custom_partitioning(of_shard)
+    rule = functools.partial(_sharding_rule, mapped)
+    partitioned.def_partition(partition, sharding_rule=rule)
+    return partitioned
 
 
-def _sharding_rule(
-    function: Function, spec: Any, mapped: int, mesh: Any, operands: Any, results: Any
-) -> tuple[Any, ...]:
+def _sharding_rule(mapped: int, mesh: Any, operands: Any, results: Any) -> tuple[Any, ...]:
     free = [f"free{axis}" for axis in range(mapped + 2)]
     whole = [f"whole{n}" for n in range(1 + sum(x.rank for x in (*operands, *results)))]
     names = iter(whole)
@@ -225,10 +242,8 @@ def _sharding_rule(
     return f"{', '.join(inputs)} -> {', '.join(outputs)}", {"need_replication_factors": tuple(used)}
 
 
-def _partition(
-    function: Function, spec: Any, mapped: int, mesh: Any, args: Any, results: Any
-) -> tuple[Any, ...]:
-    """Gives all operands and results one sharding of the free axes and none of other axes."""
+def _common_shardings(mapped: int, args: Any, results: Any) -> tuple[Any, Any]:
+    """One sharding of the free axes and none of other axes, for all operands and results."""
     leaves = jax.tree.leaves((results, args[1:]))
     if isinstance(leaves[0].sharding, NamedSharding):
         common = _common_spec([x.sharding.spec for x in leaves], mapped + 2)
@@ -245,11 +260,4 @@ def _partition(
 
     identity, *arrays = args
     in_shardings = (identity.sharding, *jax.tree.map(sharding, arrays))
-
-    def of_shard(identity: jax.Array, *args: Any) -> Any:
-        return _on_transposed_shard(function, spec, mapped, *args)
-
-    return mesh, of_shard, jax.tree.map(sharding, results), in_shardings
-
-
-_partitioned.def_partition(_partition, sharding_rule=_sharding_rule)
+    return in_shardings, jax.tree.map(sharding, results)

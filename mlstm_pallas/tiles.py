@@ -48,18 +48,20 @@ def decay_tile(
 
 
 Carry = TypeVar("Carry")
+Index = TypeVar("Index", int, jax.Array)
 
 
-# Index arithmetic stays int32 under jax_enable_x64, and avoids jnp's // and %, which round towards
-# minus infinity.
+# Indices are not negative. Traced ones stay int32 under jax_enable_x64 and avoid jnp's // and %,
+# which round towards minus infinity. Integers of the host stay on the host: jax refuses to run an
+# operation on them eagerly inside a shard_map.
 
 
-def divide(x: jax.Array, n: int) -> jax.Array:
-    return lax.div(x, np.int32(n))
+def divide(x: Index, n: int) -> Index:
+    return lax.div(x, np.int32(n)) if isinstance(x, jax.Array) else x // n
 
 
-def remainder(x: jax.Array, n: int) -> jax.Array:
-    return lax.rem(x, np.int32(n))
+def remainder(x: Index, n: int) -> Index:
+    return lax.rem(x, np.int32(n)) if isinstance(x, jax.Array) else x % n
 
 
 def loop(count: int | jax.Array, body: Callable[[jax.Array, Carry], Carry], init: Carry) -> Carry:

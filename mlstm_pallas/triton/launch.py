@@ -192,9 +192,8 @@ def _steps_if_partial(spec: Any, x: Any, grid: tuple[int, ...]) -> int | None:
     """The steps of an array where blocks reach beyond them; they divide all other axes."""
     if spec is None or x is None or x.ndim < 3 or not isinstance(rows := spec.block_shape[1], int):
         return None
-    with jax.ensure_compile_time_eval():  # no block is further down than that of the last indices
-        last = int(spec.index_map(*(np.int32(size - 1) for size in grid))[1])
-    steps: int = x.shape[1]
+    # No block is further down than that of the last indices.
+    last, steps = spec.index_map(*(size - 1 for size in grid))[1], x.shape[1]
     return steps if (last + 1) * rows > steps else None
 
 

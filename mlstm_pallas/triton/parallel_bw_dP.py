@@ -32,6 +32,7 @@ from mlstm_pallas.tiles import (
     blocks,
     causal_mask,
     decay_tile,
+    divide,
     dot,
     loop,
     sum_of,
@@ -80,7 +81,7 @@ def _parallel_bw_dP_kernel(
     index, num_tiles = pl.program_id(0), n * (n + 1) // 2
     # Tiles are numbered by queries; tile i of queries has i + 1 tiles of keys.
     i: Any = sum(((index >= m * (m + 1) // 2).astype(jnp.int32) for m in range(1, n)), np.int32(0))
-    j = index - lax.div(i * (i + 1), np.int32(2))
+    j = index - divide(i * (i + 1), 2)
     step_k, step_v = min(block_k, DHQK), min(block_k, DHHV)
 
     @pl.when(index < num_tiles)
@@ -126,8 +127,8 @@ def _parallel_bw_dP_kernel(
             dP_ref[queries, block_at(x, T)] = zeros
             return _
 
-        if whole > 1:
-            end = lax.min(lax.div(i, np.int32(whole)) * whole + whole, np.int32(n))
+        if whole > 1 and n > 1:
+            end = lax.min(divide(i, whole) * whole + whole, np.int32(n))
             lax.fori_loop(j + 1, jnp.where(i == j, end, j + 1), above, ())
 
     @pl.when(index >= num_tiles)

@@ -63,8 +63,7 @@ def _recurrent_fw_H_kernel(
     # The pipeline copies operands of products alone. The rest is prefetched a chunk ahead, so that
     # no load is waited for. So is P: the pipeline would hold several of its tiles, too much shared
     # memory for two CTAs on an SM.
-    def prefetch(index: Any) -> tuple[Any, ...]:
-        chunk = lax.min(index, np.int32(chunks - 1))
+    def prefetch(chunk: Any) -> tuple[Any, ...]:
         steps = block_at(chunk, L)
         return (
             gamma_ref[chunk],
@@ -75,7 +74,7 @@ def _recurrent_fw_H_kernel(
     def step(index: jax.Array, carry: Any) -> Any:
         CT, (gamma, r, partial, P) = carry
         steps = block_at(index, L)
-        following = prefetch(index + 1)
+        following = prefetch(lax.min(index + 1, np.int32(chunks - 1)))
         v = v_ref[steps, :]
         hT = jnp.zeros((v.shape[1], L), jnp.float32)
         for tile, block in zip(row_tiles, CT, strict=True):

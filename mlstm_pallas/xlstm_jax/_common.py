@@ -22,6 +22,7 @@ from mlstm_pallas.backward import before_tiles, with_delta
 from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, LastStates, Residuals, StoredStates
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.dispatch import run
+from mlstm_pallas.fwbw import not_differentiated
 from mlstm_pallas.gates import ChunkGates, LocalGates
 from mlstm_pallas.gpu import target_gpu
 from mlstm_pallas.normaliser import Normaliser, at_least, query_scale
@@ -283,6 +284,13 @@ def gates_of(
 # dimensions, and states have chunks and rows on one axis.
 
 
+_not_differentiated = not_differentiated(
+    "stages_not_differentiated",
+    "the documented stages and passes have no derivatives; use those of "
+    "mlstm_pallas.mlstm_chunkwise or of _mlstm_chunkwise_fwbw_generator",
+)
+
+
 @functools.cache
 def on_shards(stage: Callable[..., Any], **statics: Any) -> Callable[..., Any]:
     """stage(spec, lowering, *arrays, **statics) jitted, as a function of spec and arrays.
@@ -294,7 +302,11 @@ def on_shards(stage: Callable[..., Any], **statics: Any) -> Callable[..., Any]:
     def on_shard(spec: CallSpec, *args: Any) -> Any:
         return on_backend(spec.backend, functools.partial(stage, spec, **statics), *args)
 
-    return jax.jit(functools.partial(over_shards, on_shard), static_argnums=0)
+    @functools.partial(jax.jit, static_argnums=0)
+    def of_arrays(spec: CallSpec, *args: Any) -> Any:
+        return over_shards(on_shard, spec, *_not_differentiated(args))
+
+    return of_arrays
 
 
 def _padded(x: Any, dtype: Any, *sizes: int) -> Any:
