@@ -29,11 +29,11 @@ from mlstm_pallas.stage import Launch, Lowering, Tiles
 # jax will remove the Triton backend of Pallas; importing it here would import Triton's folder.
 HAS_TRITON = importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
-# Shorter splits of the fused scan cost more than idle SMs, and narrower heads (DHQK * DHHV) are as
-# fast with materialised states.
-MIN_SPLIT_STEPS, MIN_SPLIT_STATE = 2048, 2**17
+# Splits of the fused scan cost a launch and a product over their steps, which shorter splits and
+# narrower heads (DHQK * DHHV) do not repay.
+MIN_SPLIT_STEPS, MIN_SPLIT_STATE = 1024, 2**15
 MIN_FUSED_STATE = 2**13  # DHQK * DHHV
-SCAN_SHARE = 0.72  # of the places for CTAs from which on the fused scan is faster
+SCAN_SHARE = 0.6  # of the places for CTAs, which splits make the fused scan fill
 SUMMARY_STEPS = 4096  # of a split of a shard's summary: enough work, and enough products
 
 
@@ -53,20 +53,22 @@ def facts_for(gpu: Gpu, lowering: Lowering) -> Gpu:
 def chunk_size(DHQK: int, DHHV: int, S: int, dtype: jnp.dtype, lowering: Lowering, gpu: Gpu) -> int:
     """L, for which the products inside chunks take about half the FLOPs of those with the states.
 
-    The states then take about as much memory as q, k and v. In float32 a chunk is half as long.
-    Mosaic GPU's gradients need at least 128 steps.
+    The states then take about as much memory as q, k and v. In float32 the products bind, of which
+    short chunks have fewer. Mosaic GPU's gradients need at least 128 steps; where
+    parallel_bw_dQKV falls to Triton, it gains from fewer states.
     """
-    size = next_power_of_two(DHQK * DHHV // (DHQK + DHHV))
+    size = DHQK * DHHV // (DHQK + DHHV)
     if lowering is Lowering.XLA or (gpu is UNKNOWN and lowering.folder == "triton"):
-        size = min(max(size, 64), 256)
+        size = min(max(next_power_of_two(size), 64), 256)
         while -S % size > -S % 64:  # no more padding than chunks of 64 need
             size //= 2
         return size
     if dtype.itemsize > 2:
-        return min(max(size // 2, 64), 128)
+        return 64
     of_hopper = lowering.folder == "mosaic_gpu" and DHQK % 64 == DHHV % 64 == 0
-    least = 128 if of_hopper else 64
-    return min(max(size, least), 256)
+    if of_hopper and DHQK > 128 and (DHQK % 256 or DHHV % 256):
+        size += 1
+    return min(max(next_power_of_two(size), 128 if of_hopper else 64), 256)
 
 
 def problem_for(
@@ -296,8 +298,9 @@ def _scan_splits(
 ) -> int:
     """Splits of a sequence into whole chunks of the fused scan; 0: the states are materialised.
 
-    The scan has a CTA for each head and block of columns. Narrow heads whose CTAs are too few are
-    as fast with materialised states as in splits.
+    The scan has a CTA for each head and block of columns. Where these are few it is split, and
+    where it may not be, it needs a share of the places. A third launch, which reads and writes h
+    once more, is slower than states in memory.
     """
     config, p = options.config, scan_problem
     whole_chunks = p.NC & -p.NC
@@ -305,11 +308,13 @@ def _scan_splits(
         return 0
     if config.num_splits is not None or config.fused:
         return min(config.num_splits or 1, whole_chunks)
-    if p.DHQK * p.DHHV < MIN_FUSED_STATE:
+    if p.DHQK * p.DHHV < MIN_FUSED_STATE or 2 * tiles.state_rows < p.DHQK:
         return 0
-    ctas, enough = p.BNH * (p.DHHV // tiles.siz_b_DHHV), SCAN_SHARE * tiles.ctas_per_sm * gpu.sms
-    if ctas >= enough:
+    ctas, places = p.BNH * (p.DHHV // tiles.siz_b_DHHV), tiles.ctas_per_sm * gpu.sms
+    if ctas >= SCAN_SHARE * places:
         return 1
-    splits = next_power_of_two(math.ceil(enough / max(ctas, 1)))
-    few = p.DHQK * p.DHHV < MIN_SPLIT_STATE or p.S // splits < MIN_SPLIT_STEPS
-    return 0 if few or splits > whole_chunks else splits
+    splits = next_power_of_two(math.ceil(SCAN_SHARE * places / max(ctas, 1)))
+    long = p.DHQK * p.DHHV >= MIN_SPLIT_STATE and p.S // splits >= MIN_SPLIT_STEPS
+    if long and splits <= whole_chunks:
+        return splits
+    return int(ctas >= tiles.least_share * places)

@@ -46,6 +46,12 @@ def clamped(tile: int, size: int) -> int:
     return min(tile, size & -size)
 
 
+def largest_rows(DHQK: int, most: int = 256) -> int:
+    """Rows of a block of the state in registers, a multiple of 64 that divides DHQK; 0: none."""
+    sizes = (DHQK // n for n in range(1, DHQK // 64 + 1) if DHQK % (64 * n) == 0)
+    return next((rows for rows in sizes if rows <= most), 0)
+
+
 # By field of tiles, the check of its values.
 _size = functools.partial(check_integer, least=MIN_TILE, most=MAX_TILE_SIZE, power_of_two=True)
 _block = functools.partial(check_integer, least=MIN_TILE, most=1024)

@@ -20,12 +20,6 @@ HEADS = 65_535  # CTAs along a grid axis of CUDA's other than the first
 MOVES_REGISTERS = jax.__version_info__ < (0, 12)
 
 
-def largest_rows(DHQK: int, most: int = 256) -> int:
-    """Rows of a block of the state in registers, a multiple of 64 that divides DHQK; 0: none."""
-    sizes = (DHQK // n for n in range(1, DHQK // 64 + 1) if DHQK % (64 * n) == 0)
-    return next((rows for rows in sizes if rows <= most), 0)
-
-
 @dataclasses.dataclass(frozen=True)
 class NoTiles(Tiles):
     """Of a kernel with one tiling."""

@@ -51,13 +51,12 @@ from mlstm_pallas.mosaic_gpu.limits import (
     KERNEL_DTYPE,
     SHARED_BYTES,
     kernel,
-    largest_rows,
 )
 from mlstm_pallas.mosaic_gpu.products import BY_LANES, SUM_SCRATCH, Products
 from mlstm_pallas.mosaic_gpu.tile_copies import head_of
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.splits import split_states
-from mlstm_pallas.stage import Launch
+from mlstm_pallas.stage import Launch, largest_rows
 from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 from mlstm_pallas.tiles import blocks, divide, loop, remainder

@@ -36,12 +36,11 @@ from mlstm_pallas.mosaic_gpu.limits import (
     KERNEL_DTYPE,
     SHARED_BYTES,
     kernel,
-    largest_rows,
 )
 from mlstm_pallas.mosaic_gpu.products import Products
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Launch, sequence_shape
+from mlstm_pallas.stage import Launch, largest_rows, sequence_shape
 from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.parallel_fw_P import Scores
 from mlstm_pallas.stages.recurrent_fw_H import FusedScan
@@ -312,6 +311,7 @@ class Tiles(BaseTiles):
     state_rows: int
     num_stages: int
     ctas_per_sm: ClassVar[int] = 1
+    least_share: ClassVar[float] = 0.48
 
     def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
         return p.BNH, blocks(p.DHHV, self.siz_b_DHHV)

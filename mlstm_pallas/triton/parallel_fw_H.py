@@ -222,10 +222,12 @@ def _plan(p: Problem, dtype: jnp.dtype, gpu: Gpu) -> Tiles:
     keep_q = not wide and p.DHQK <= 256 and is_power_of_two(p.DHQK)
     columns = clamped(128 if wide else 256, p.DHHV)
     low = 64, 32, min(columns, 128), 4
-    sizes = [(*low, 3 if p.DHQK <= 128 and not wide else 2), (*low, 2), (64, 32, 64, 4, 2)]
-    if p.DHQK > 128 and keep_q and p.L >= 128:
+    sizes = [(*low, 3), (*low, 2), (64, 32, 64, 4, 2)]
+    if wide or p.DHQK + p.DHHV <= 128:
+        sizes = sizes[1:]
+    elif columns == 256 and p.DHQK > 128 and p.L >= 128:
         sizes = [(128, 32, columns, 8, 3), (128, 32, columns, 8, 2), *sizes]
-    elif p.DHQK <= 128 and columns == 256:
+    elif columns == 256 and p.DHQK <= 128:
         sizes = [(64, 64, 256, 4, 2), *sizes]
 
     def tiles(LQ: int, LKV: int, V: int, warps: int, stages: int) -> Tiles:

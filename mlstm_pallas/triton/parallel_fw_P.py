@@ -176,8 +176,10 @@ class Tiles(BaseTiles):
 
 
 def _plan(p: Problem, dtype: jnp.dtype, gpu: Gpu) -> Tiles:
-    """A warp for 16 steps; more in float32."""
-    return Tiles(64, num_warps=2 if p.L <= 32 and dtype.itemsize == 2 else 4).clamped(p)
+    """Tiles of q and k of 4096 elements; a warp for 16 steps, more in float32."""
+    if dtype.itemsize > 2:
+        return Tiles(64, num_warps=4).clamped(p)
+    return Tiles(4096 // min(p.L, 64), num_warps=min(max(p.L // 16, 1), 16)).clamped(p)
 
 
 KERNEL = Kernel(Tiles, _plan, dict(siz_b_DHQK=(32, 64, 128, 256), num_warps=(1, 2, 4, 8)))

@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Kernel, Launch, clamped, sequence_shape
+from mlstm_pallas.stage import Kernel, Launch, clamped, largest_rows, sequence_shape
 from mlstm_pallas.stages.parallel_fw_P import Scores
 from mlstm_pallas.stages.recurrent_fw_H import FusedScan
 from mlstm_pallas.tiles import Precision, block_at, blocks, dot, loop
@@ -199,6 +199,7 @@ class Tiles(PipelinedTiles):
     num_warps: int
     num_stages: int
     ctas_per_sm: ClassVar[int] = 2
+    least_share: ClassVar[float] = 0.6
 
     def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
         return blocks(p.DHHV, self.siz_b_DHHV), p.BNH
@@ -207,23 +208,26 @@ class Tiles(PipelinedTiles):
         return self.siz_b_LKV * (2 * self.state_rows + self.siz_b_DHHV), 0
 
     def clamped(self, p: Problem) -> "Tiles":
-        rows = clamped(self.state_rows, p.DHQK)
+        rows = largest_rows(p.DHQK, self.state_rows) or clamped(self.state_rows, p.DHQK)
         x = super().clamped(p)
-        return dataclasses.replace(x, state_rows=rows, siz_b_DHQK=min(x.siz_b_DHQK, rows))
-
-
-STATE = 16_384  # floats: half of the registers of a CTA, of which an SM has two
+        return dataclasses.replace(x, state_rows=rows, siz_b_DHQK=clamped(self.siz_b_DHQK, rows))
 
 
 def _plan(p: Problem, dtype: jnp.dtype, gpu: Gpu) -> Tiles:
-    """A state of 16384 floats, half of that in float32. Smaller ones leave room for 64 steps."""
+    """A state of 16384 floats: half of the registers of a CTA, of which an SM has two.
+
+    Where heads are narrow or that makes few CTAs, 8192 floats leave room for chunks of 64 steps.
+    float32 has as many.
+    """
     wide = dtype.itemsize > 2
-    rows = clamped(128 if wide else 256, p.DHQK)
-    V = clamped(64 if wide else min(max(STATE // rows, 64), 128), p.DHHV)
-    if rows == V == p.DHHV == 128 and not gpu.filled_by(p.BNH, per_sm=2):
+    rows = largest_rows(p.DHQK, 128 if wide else 256) or clamped(256, p.DHQK)
+    V = clamped(64 if wide or rows > 128 or p.DHHV <= p.DHQK else 128, p.DHHV)
+    if rows == V == 128 and not gpu.filled_by(p.BNH * (p.DHHV // V), per_sm=2):
         V = 64
-    steps, most = 64 if rows * V <= STATE // 2 and not wide else 32, 2 if wide else 3
-    iteration = steps * (2 * rows + V) * dtype.itemsize
+    steps = 64 if rows * V <= 8192 and not wide else 32
+    if V > 64 and not gpu.multiplies_from_shared:
+        steps = 32  # mma has no registers for 64 x 128 of h: 700 bytes spill
+    iteration, most = steps * (2 * rows + V) * dtype.itemsize, 2 if wide else 3
     stages = stages_that_fit(gpu, iteration, most=most)
     if stages < 2:
         stages = max(stages_that_fit(gpu, iteration, most=most, ctas_per_sm=1), 1)
