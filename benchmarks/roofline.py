@@ -150,8 +150,8 @@ def of_stage(stage: Stage, call: Launch, itemsize: int, *, weighted: bool = Fals
 
     On Mosaic GPU recurrent_fw_H weights the keys: it reads abar, which parallel_fw_P does not, and
     that writes no keys. parallel_bw_dP likewise writes no queries and keys. With weighted,
-    recurrent_bw_dC reads r and abar. Where parallel_bw_dQKV makes P and dP it has their FLOPs too. It then reads e and u,
-    of two floats each, in place of the tiles, and writes three sums.
+    recurrent_bw_dC reads r and abar. Where parallel_bw_dQKV makes P and dP it has their FLOPs too.
+    It then reads e and u, of two floats each, in place of the tiles, and writes three sums.
     """
     p = call.problem
     flops, moved = COSTS[stage.name](p, itemsize)
