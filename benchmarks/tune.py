@@ -154,8 +154,11 @@ class Search:
             kernel, _, field = name.partition(".")
             present = row.get(kernel, {}).get(field) if field else row.get(kernel)
             if present is not None:
-                at = min(range(len(values)), key=lambda n: abs(values[n] - present))
-                steps += [(name, values[n]) for n in (at + 1, at - 1) if 0 <= n < len(values)]
+                above, below = (
+                    [x for x in values if x > present],
+                    [x for x in values if x < present],
+                )
+                steps += [(name, x) for x in (*above[:1], *below[-1:])]
         for count in (1, 2) if self.stage else (1,):
             for changes in itertools.combinations(steps, count):
                 if len(dict(changes)) == count:
@@ -294,8 +297,8 @@ class Tuner:
         if not stages:
             self.descend([schedule], start + SCHEDULE_SHARE * seconds)
         of_call = schedule.best
-        row = self.calls.row(of_call) or {}
-        names = [x for x in stages or STAGES if any(key.endswith(f"_{x}") for key in row)]
+        folder, row = Lowering(self.calls.backend).folder, self.calls.row(of_call) or {}
+        names = [x for x in stages or STAGES if f"{folder}_{x}" in row]
         searches = [Search(self.calls, x, of_call) for x in names if self.calls.search(x, of_call)]
         self.descend(searches, start + SEARCH_SHARE * seconds)
         tuned = of_call
@@ -403,9 +406,7 @@ def parse_request(options: flags.FlagValues) -> tuple[list[Calls], str]:
     if not lowering.interpret and device.platform != "gpu":
         dry_run = "--backend=interpret --output=FILE is a dry run"
         raise RequestError(f"there is no GPU here to tune for; {dry_run}")
-    if lowering.interpret and (
-        not options.output or folder in Path(options.output).resolve().parents
-    ):
+    if lowering.interpret and not options.output:
         times = "times of interpreted kernels do not belong in mlstm_pallas/tuning"
         raise RequestError(f"{times}: give another --output")
     try:
