@@ -42,15 +42,15 @@ from absl import flags
 from command import RequestError, check_names, one_line
 from jax.sharding import AbstractDevice, AbstractMesh
 from pipelines import overwritten_operands
+from roofline import FORWARD, backward_stages
 from worker import environment
 
-from mlstm_pallas import KernelConfig, dispatch, mlstm_chunkwise, mlstm_recurrent_step
+from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step
 from mlstm_pallas.call_spec import CallSpec
-from mlstm_pallas.config import config_for, config_from_row
-from mlstm_pallas.devices import available_shared_bytes
+from mlstm_pallas.gpu import Gpu, known_gpu
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER
-from mlstm_pallas.problem import make_problem
-from mlstm_pallas.stage import Lowering
+from mlstm_pallas.planning import problem_for
+from mlstm_pallas.stage import Launch, Lowering
 from mlstm_pallas.stages import STAGES
 from mlstm_pallas.validation import KERNEL_DTYPES, check_chunk_size
 
@@ -76,32 +76,21 @@ class CompileError(RuntimeError):
     """The compiler refuses a kernel; the message is the cause, on one line."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Device:
-    """A GPU to compile for: device_kind as JAX reports it, and compute capability times ten."""
-
-    kind: str
-    capability: int
-
-    @property
-    def shared_bytes(self) -> int:
-        """Shared memory that one CTA may have, in bytes."""
-        size = available_shared_bytes(self.kind)
-        assert size is not None, self.kind
-        return size
-
-
-DEVICES = {
-    "A100": Device("NVIDIA A100-SXM4-80GB", 80),
-    "A10": Device("NVIDIA A10", 86),
-    "RTX3090": Device("NVIDIA GeForce RTX 3090", 86),
-    "L4": Device("NVIDIA L4", 89),
-    "RTX4090": Device("NVIDIA GeForce RTX 4090", 89),
-    "H100": Device("NVIDIA H100 80GB HBM3", 90),
-    "H200": Device("NVIDIA H200", 90),
-    "B200": Device("NVIDIA B200", 100),
-    "RTX5090": Device("NVIDIA GeForce RTX 5090", 120),
+KINDS = {
+    "A100": "NVIDIA A100-SXM4-80GB",
+    "A10": "NVIDIA A10",
+    "RTX3090": "NVIDIA GeForce RTX 3090",
+    "L4": "NVIDIA L4",
+    "L40S": "NVIDIA L40S",
+    "RTX4090": "NVIDIA GeForce RTX 4090",
+    "H20": "NVIDIA H20",
+    "H100": "NVIDIA H100 80GB HBM3",
+    "GH200": "NVIDIA GH200 480GB",
+    "H200": "NVIDIA H200",
+    "B200": "NVIDIA B200",
+    "RTX5090": "NVIDIA GeForce RTX 5090",
 }
+DEVICES = {name: gpu for name, kind in KINDS.items() if (gpu := known_gpu(kind))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,7 +158,7 @@ class Row:
     cause: str = ""
 
 
-def find_device(name: str) -> Device:
+def find_device(name: str) -> Gpu:
     known = {key.lower(): device for key, device in DEVICES.items()}
     if name.lower() not in known:
         raise RequestError(f"unknown device {name!r}, known are {', '.join(DEVICES)}")
@@ -218,9 +207,9 @@ def _target(kind: str):
     return jax.sharding.use_abstract_mesh(AbstractMesh((), (), abstract_device=device))
 
 
-def trace(fn: Callable, *shapes: jax.ShapeDtypeStruct, device: Device) -> Any:
+def trace(fn: Callable, *shapes: jax.ShapeDtypeStruct, device: Gpu) -> Any:
     """The jaxpr of fn(*shapes) on the device."""
-    with _target(device.kind):
+    with _target(device.name):
         return jax.make_jaxpr(fn)(*shapes).jaxpr
 
 
@@ -241,7 +230,7 @@ def lower(call) -> Lowered:
         return dataclasses.replace(kernel, cause=one_line(error))
 
 
-def lowered_kernels(fn: Callable, *shapes: jax.ShapeDtypeStruct, device: Device) -> list[Lowered]:
+def lowered_kernels(fn: Callable, *shapes: jax.ShapeDtypeStruct, device: Gpu) -> list[Lowered]:
     """The distinct kernels of fn(*shapes) in order of appearance.
 
     Each is lowered for the device by itself, so that all are tried.
@@ -521,11 +510,51 @@ def mosaic_gpu_kernels(call: "Call") -> list[tuple[Lowered, Usage | None]]:
 # ---------------------------------------------------------------- the report
 
 
+def call_spec(
+    backend: str,
+    shape: Sequence[int],
+    dtype: str,
+    gpu: Gpu,
+    chunk_size: int | None = None,
+    config: KernelConfig | None = None,
+) -> CallSpec:
+    """The spec of a call; shape: B, NH, S, DHQK, DHHV."""
+    (*q_shape, DHHV), kernel_dtype = shape, jnp.dtype(dtype)
+    what = tuple(q_shape), DHHV, kernel_dtype, Lowering(backend), gpu, chunk_size, config
+    problem, overrides = problem_for(*what)
+    return CallSpec(problem, overrides, kernel_dtype, DEFAULT_NORMALISER, gpu, backend=backend)
+
+
+def launch_of(spec: CallSpec, stage: str) -> Launch:
+    """How a stage runs, with sequences that are not split."""
+    plan = spec.plan
+    if STAGES[stage].fused:
+        return spec.launch(stage, plan.scan_lowering, plan.scan_problem)
+    return spec.launch(stage, plan.options.lowering)
+
+
+def config_row(spec: CallSpec, stages: Sequence[str] = ()) -> dict[str, Any]:
+    """The keywords of a KernelConfig with which a call runs as it does now, whatever is tuned.
+
+    stages: whose tiles it has; empty: those of the call.
+    """
+    plan = spec.plan
+    row: dict[str, Any] = dict(chunk_size=spec.problem.L, fused=plan.fused)
+    if plan.fused:
+        row["num_splits"] = plan.num_splits
+    of_call = *FORWARD[plan.fused], *backward_stages(plan.recomputes_scores)
+    for stage in stages or dict.fromkeys(of_call):
+        launch = launch_of(spec, stage)
+        if launch.tiles is not None:
+            row[f"{launch.lowering.folder}_{stage}"] = dict(vars(launch.tiles))
+    return row
+
+
 @dataclasses.dataclass(frozen=True)
 class Call:
     """A call whose kernels are compiled; see ``report``. Another process can have it."""
 
-    device: Device
+    device: Gpu
     DHQK: int
     DHHV: int
     dtype: str
@@ -542,12 +571,9 @@ class Call:
         return BATCH, NUM_HEADS, 1 if self.direction == "step" else self.seqlen
 
     def spec(self) -> CallSpec:
-        dtype = jnp.dtype(self.dtype)
-        options: dict[str, Any] = dict(explicit=self.config, backend=self.backend)
-        options |= dict(device_kind=self.device.kind, chunk_size=self.chunk_size)
-        filled = config_for(self.DHQK, self.DHHV, self.dims[2], dtype, **options)
-        problem = make_problem((*self.dims, self.DHQK), self.DHHV, filled.L, pad_heads=True)
-        return CallSpec(problem, filled, dtype, DEFAULT_NORMALISER, backend=self.backend)
+        shape = *self.dims, self.DHQK, self.DHHV
+        chunks = self.chunk_size, self.config
+        return call_spec(self.backend, shape, self.dtype, self.device, *chunks)
 
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
         rows, dtype = self.dims, jnp.dtype(self.dtype)
@@ -588,7 +614,7 @@ class Call:
         return triton + (mosaic_gpu_kernels(self) if self.backend == "mosaic_gpu" else [])
 
 
-def too_much_shared_memory(usage: Usage, device: Device) -> str:
+def too_much_shared_memory(usage: Usage, device: Gpu) -> str:
     """Why a kernel does not fit the device; "" where it does."""
     if usage.shared_bytes <= device.shared_bytes:
         return ""
@@ -596,7 +622,7 @@ def too_much_shared_memory(usage: Usage, device: Device) -> str:
     return f"takes {usage.shared_bytes} bytes of shared memory, {limit}"
 
 
-def _compiled_row(row: Row, kernel: Lowered, usage: Usage | None, device: Device) -> Row:
+def _compiled_row(row: Row, kernel: Lowered, usage: Usage | None, device: Gpu) -> Row:
     cause = kernel.cause
     if usage is None and not cause:
         try:
@@ -679,24 +705,26 @@ def _tiling(name: str, spec: CallSpec) -> dict[str, Any]:
     """The chunk size and the tiles that a stage reads; nothing for helper kernels."""
     if name not in STAGES:
         return {}
-    stage, first = STAGES[name], Lowering(spec.backend or Lowering.TRITON)
-    problem = spec.fused_problem if stage.fused else spec.problem
-    room, tiles = dispatch.choose(name, first, spec.config.stage(name), problem, spec.dtype)
-    facts = dispatch.kernel(name, room)
-    assert facts is not None, name
-    tiles = facts.clamp(tiles, problem)
-    config = {field: getattr(tiles, field) for field in facts.search}
-    return dict(chunk_size=problem.L, config=config, num_stages=tiles.num_stages)
+    launch = launch_of(spec, name)
+    config = dict(vars(launch.tiles))
+    stages = config.get("num_stages", 0)
+    return dict(chunk_size=launch.problem.L, config=config, num_stages=stages)
 
 
-TILES = ("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "siz_b_loop")
+TILES = (
+    ("siz_b_LQ",),
+    ("siz_b_LKV",),
+    ("siz_b_DHQK", "state_rows"),
+    ("siz_b_DHHV", "state_columns"),
+    ("block_k",),
+)
 COLUMNS = {
     "heads": ">7",
     "dtype": "<8",
     "stage": "<16",
     "L": ">4",
     "grid": ">12",
-    "LQ/LKV/DQK/DHV/loop": ">19",
+    "LQ/LKV/DQK/DHV/k": ">19",
     "warps": ">5",
     "stages": ">6",
     "regs": ">4",
@@ -718,7 +746,8 @@ def table_row(row: Row) -> str:
     """A line of the table: spills as bytes stored/loaded, shared memory as used/available."""
     usage, limit = row.usage, find_device(row.device).shared_bytes // 1024
     cells = [f"{row.DHQK}/{row.DHHV}", row.dtype, row.stage, row.chunk_size]
-    tiles = "/".join(str(row.config.get(size, "-")) for size in TILES) if row.config else ""
+    sizes = (next((str(row.config[x]) for x in names if x in row.config), "-") for names in TILES)
+    tiles = "/".join(sizes) if row.config else ""
     cells += ["x".join(map(str, row.grid)), tiles, row.num_warps, row.num_stages]
     if usage is None:
         return _table_line([*cells, *["-"] * 7, row.cause])
@@ -738,16 +767,12 @@ def parse_heads(text: str) -> tuple[int, int]:
 
 
 def parse_config(text: str) -> KernelConfig:
-    """Any part of a row of mlstm_pallas/tuning/*.json, as JSON or as the path of a file with it."""
-    known = ("chunk_size", "fused_min_heads", *STAGES)
+    """The keywords of a KernelConfig, as JSON or as the path of a file with it."""
     try:
         if not text.lstrip().startswith("{"):
             with open(text) as file:
                 text = file.read()
-        row = json.loads(text)
-        if unknown := [name for name in row if name not in known]:
-            raise RequestError(f"unknown {', '.join(unknown)}, known are {', '.join(known)}")
-        return config_from_row({"chunk_size": None} | row)
+        return KernelConfig(**json.loads(text))
     except (OSError, TypeError, ValueError) as error:
         raise RequestError(f"--config: {error}") from None
 
@@ -757,11 +782,10 @@ def define_flags(values: flags.FlagValues) -> None:
     define = command.Define(values)
     device = f"The GPU to compile for: {', '.join(DEVICES)}."
     dtype = f"Of q, k, v: {', '.join(KERNEL_DTYPES)}."
-    chunk_size = "Steps of a chunk; none: the default config's."
+    chunk_size = "Steps of a chunk; none: the plan's."
     config = (
-        "Part of a row of mlstm_pallas/tuning, or a file with it, in place of the default config's."
-        " The fused scan runs with '{\"fused_min_heads\": 1}', the materialised forward pass with "
-        "'{\"fused_min_heads\": 0}'."
+        'Keywords of KernelConfig as JSON, or a file with them, as \'{"fused": true, '
+        '"triton_parallel_fw_H": {"num_warps": 8}}\'.'
     )
     direction = "Forward, gradient with it, or one recurrent step."
     variant = "Input gate and normaliser; packed: exp with segment_ids."

@@ -55,22 +55,20 @@ from command import (
     parse_booleans,
     say_no_gpu,
 )
-from compile_report import parse_config
-from jax import lax
+from compile_report import call_spec, config_row, launch_of, parse_config
 from jax.experimental.compilation_cache import compilation_cache
-from peers import NORMALISER, Inputs, random_inputs
+from peers import Inputs, random_inputs
 from reporting import COLUMNS, Record, markdown, plot, plot_measured
-from roofline import Shape
+from roofline import Shape, backward_stages
 
-from mlstm_pallas import dispatch, mlstm_chunkwise, stages
-from mlstm_pallas.backend import target_device_kind
-from mlstm_pallas.call_spec import CallSpec
-from mlstm_pallas.config import KernelConfig, config_for
+from mlstm_pallas import dispatch, mlstm_chunkwise, planning, stages
+from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.gate_gradients import TilePairs
 from mlstm_pallas.gates import vector_states
+from mlstm_pallas.gpu import target_gpu
 from mlstm_pallas.normaliser import query_scale
-from mlstm_pallas.problem import MAX_TILE, Problem, make_problem
-from mlstm_pallas.stage import Lowering, Stage, StageCall, StageConfig, Weighted
+from mlstm_pallas.problem import MAX_TILE, Problem
+from mlstm_pallas.stage import Lowering, Stage, Weighted
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
 from mlstm_pallas.stages.parallel_fw_P import Scores
@@ -110,8 +108,7 @@ STAGES = {name: stage for name, stage in stages.STAGES.items() if not stage.deco
 
 def plain(stage: Stage, problem: Problem) -> Callable[..., Any]:
     """The plain form of a stage, in the precision of its inputs."""
-    call = StageCall(problem, StageConfig(), lax.Precision.HIGHEST, Lowering.XLA)
-    return functools.partial(dispatch.run, stage.name, call=call)
+    return functools.partial(dispatch.run, stage.name, call=planning.plain(problem))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -139,7 +136,9 @@ def stage_arrays(x: Inputs, L: int, fused: bool) -> dict[str, Any]:
         known = {name: outputs} | fields | known
         match name:  # what no stage returns
             case "chunk_gates":
-                known["vecAbar"] = outputs.per_step().vecAbar
+                abar, gamma = outputs.per_step().vecAbar, outputs.scaGamma
+                added = dispatch.run("step_sums", k, abar, call=planning.plain(problem))
+                known |= dict(vecAbar=abar, vecN_states=vector_states(added, gamma, n)[0])
             case "parallel_bw_dP":
                 terms, gamma = outputs.vecDeltaN_added, known["scaGamma"]
                 known["vecDeltaN_states"], _ = vector_states(terms, gamma, n, backward=True)
@@ -195,25 +194,6 @@ def swap_heads(*arrays: jax.Array) -> list[jax.Array]:
     return [jnp.swapaxes(x, 1, 2) for x in arrays]
 
 
-def call_spec(backend: str, shape: Shape, dtype: str, config: KernelConfig) -> CallSpec:
-    problem = make_problem(shape[:4], shape.DHHV, config.L, pad_heads=backend != "xla")
-    return CallSpec(problem, config, jnp.dtype(dtype), NORMALISER, backend=backend)
-
-
-def config_row(spec: CallSpec) -> dict[str, Any]:
-    """The config of a call.
-
-    A stage that runs on Mosaic GPU has the tiles of that kernel; the others have none for it.
-    """
-    row = {name: dict(x) if isinstance(x, dict) else x for name, x in spec.config.as_row().items()}
-    for name in STAGES.keys() & row.keys():
-        row[name].pop("mosaic_gpu", None)
-    for name in spec.stages_in("mosaic_gpu"):
-        splits = {field: x for field, x in row[name].items() if field == "num_splits"}
-        row[name] = splits | spec.row(name)
-    return row
-
-
 class NoSuchKernel(ValueError):
     """The backend has no kernel for a stage."""
 
@@ -233,13 +213,13 @@ class MlstmPallas(peers.JaxImplementation):
     ):
         self.name, self.variant, self.oracle = backend, variant, ORACLE_OF[variant]
         self.recompute_states_in_bw = recompute_states_in_bw
-        options: dict[str, Any] = dict(chunk_size=chunk_size, explicit=config, backend=backend)
-        options |= dict(device_kind=target_device_kind())
-        self.filled = config_for(*shape[3:], shape.S, jnp.dtype(dtype), **options)
-        self.config = config_row(call_spec(backend, shape, dtype, self.filled))
+        spec = call_spec(backend, shape, dtype, target_gpu(), chunk_size, config)
+        self.spec = dataclasses.replace(spec, recompute_states_in_bw=recompute_states_in_bw)
+        self.config = config_row(self.spec)
 
     def computation(self, inputs, direction):
-        options = dict(backend=self.name, config=self.filled, **VARIANTS[self.variant])
+        chunks = dict(chunk_size=self.spec.problem.L, config=self.spec.config)
+        options = dict(backend=self.name, **chunks, **VARIANTS[self.variant])
         options |= dict(recompute_states_in_bw=self.recompute_states_in_bw)
         if self.variant == "packed":
             B, _, S, *_ = inputs.shape
@@ -269,17 +249,16 @@ class MlstmPallasStage(MlstmPallas):
     def __init__(self, stage: str, backend: str, shape: Shape, dtype: str, *args: Any):
         super().__init__(backend, shape, dtype, *args)
         self.stage = STAGES[stage]
-        spec = call_spec(backend, shape, dtype, self.filled)
-        p = spec.problem
+        p = self.spec.problem
         if shape != (p.B, p.NH, p.S, p.DHQK, p.DHHV):
             sizes = f"S, DHQK, DHHV = {p.S}, {p.DHQK}, {p.DHHV}"
             raise ValueError(f"a stage by itself is not padded: its tiles need {sizes}")
-        fused = spec.fused_problem if self.stage.fused else None
-        self.call = spec.call(stage, Lowering(backend), fused)
-        on_mosaic_gpu = spec.stages_in("mosaic_gpu").keys()
+        self.call = launch_of(self.spec, stage)
+        self.config |= config_row(self.spec, [stage])
+        scores = backward_stages(self.spec.plan.recomputes_scores)[1]
         # Whether recurrent_bw_dC has queries and keys with their weights.
-        weights = "parallel_bw_dP" in on_mosaic_gpu or "parallel_bw_dP" not in spec.stages
-        self.weighted = "recurrent_bw_dC" in on_mosaic_gpu and weights
+        calls = (launch_of(self.spec, name) for name in (scores, "recurrent_bw_dC"))
+        self.weighted = all(call.lowering.folder == "mosaic_gpu" for call in calls)
         if Lowering(backend).folder == "mosaic_gpu" != self.call.lowering.folder:
             raise NoSuchKernel(f"{stage} has no Mosaic GPU kernel for this shape and dtype")
 
@@ -611,8 +590,8 @@ def define_flags(values: flags.FlagValues) -> None:
     stage = f"Stages by themselves: {', '.join(STAGES)}."
     direction = "fwd: forward; fwbw: forward and backward."
     dtype = f"Of q, k, v: {', '.join(KERNEL_DTYPES)}."
-    chunk_size = "Of mlstm_pallas; none: that of the default config."
-    row = "any part of a row of mlstm_pallas/tuning, '{\"chunk_size\": 64}', or a file of it."
+    chunk_size = "Of mlstm_pallas; none: the plan's."
+    row = "keywords of KernelConfig as JSON, '{\"fused\": true}', or a file with them."
     recompute = "Of mlstm_pallas, forward and backward: true, false."
     packed = f"packed: exp with {peers.PACKED} packed sequences; BTNH: exp with (B, S, NH, D)."
     cache = "Folder in which compiled programs are kept between processes."

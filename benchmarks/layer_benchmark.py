@@ -65,7 +65,7 @@ from reporting import DIRECTIONS
 from roofline import Shape
 
 from mlstm_pallas import mlstm_chunkwise
-from mlstm_pallas.devices import compute_capability
+from mlstm_pallas.gpu import gpu_of
 from mlstm_pallas.validation import BACKENDS
 
 DTYPE = "bfloat16"
@@ -563,7 +563,7 @@ def parse_request(options: flags.FlagValues) -> tuple[dict[str, Shape], Sequence
     """Shapes, implementations, and the backend of mlstm_pallas."""
     device = jax.devices()[0]
     gpu = device.platform == "gpu"
-    hopper = gpu and compute_capability(device.device_kind) == 90
+    hopper = gpu_of(device).hopper
     impls = options.impl or [name for name in IMPLS if hopper or name != MOSAIC_GPU]
     backend = options.backend or ("triton" if gpu else "xla")
     check_names("impl", impls, IMPLS)

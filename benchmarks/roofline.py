@@ -8,14 +8,8 @@ steps of one chunk count for s <= t alone. Bytes: each input read once, each out
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-import jax.numpy as jnp
-
-from mlstm_pallas import dispatch
-from mlstm_pallas.call_spec import CallSpec
-from mlstm_pallas.config import heuristic_config
-from mlstm_pallas.normaliser import DEFAULT_NORMALISER
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Stage, StageCall
+from mlstm_pallas.stage import Launch, Stage
 
 # Whole functions are counted at one chunk size, whatever chunk size runs: more work for the same
 # result is not a better rate.
@@ -52,9 +46,9 @@ def _parallel_fw_H(p: Problem, itemsize: int) -> Cost:
 
 
 def _parallel_fw_P(p: Problem, itemsize: int) -> Cost:
-    """e, u, w, abar, m, r, z; gamma, and n at all chunk boundaries."""
+    """e, u, w, abar, m, r, z, and n before each chunk."""
     R, K = p.BNH * p.S, p.DHQK
-    floats = 9 * R + p.BNH * p.NC + p.BNH * (p.NC + 2) * K
+    floats = 9 * R + p.BNH * p.NC * K
     return Cost(R * (p.L + 1) * K, itemsize * R * (3 * K + p.L) + 4 * floats)
 
 
@@ -138,33 +132,34 @@ class Shape(NamedTuple):
         return "x".join(map(str, self))
 
 
-def schedules(fused_min_heads: int) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names of the stages of the forward and of the backward pass, on any backend.
-
-    They are those of the materialised schedule (0) or of the fused scan (1).
-    """
-    dtype = jnp.dtype("bfloat16")
-    config = heuristic_config(64, dtype).replace(fused_min_heads=fused_min_heads)
-    spec = CallSpec(Problem(1, 1, 64, 64, 64, 64, 1.0), config, dtype, DEFAULT_NORMALISER)
-    return spec.forward_stages, spec.backward_stages
+# The stages of the forward pass, by whether it is the fused scan.
+FORWARD = {
+    False: ("chunk_gates", "recurrent_fw_C", "parallel_fw_H"),
+    True: ("chunk_gates", "parallel_fw_P", "recurrent_fw_H"),
+}
 
 
-def of_stage(stage: Stage, call: StageCall, itemsize: int, *, weighted: bool = False) -> Cost:
+def backward_stages(recomputes_scores: bool = False) -> tuple[str, ...]:
+    """The stages of the backward pass; recomputes_scores: whether parallel_bw_dQKV makes P, dP."""
+    scores = () if recomputes_scores else ("parallel_bw_dP",)
+    return "chunk_gates", *scores, "recurrent_bw_dC", "parallel_bw_dQKV"
+
+
+def of_stage(stage: Stage, call: Launch, itemsize: int, *, weighted: bool = False) -> Cost:
     """The cost of a stage as it runs.
 
-    On Mosaic GPU recurrent_fw_H weights the keys: parallel_fw_P writes none, and the scan reads
-    abar. parallel_bw_dP likewise writes no queries and keys. With weighted, recurrent_bw_dC reads r
-    and abar. Where parallel_bw_dQKV makes P and dP it has their FLOPs too. It then reads e and u,
-    of two floats each, in place of the tiles, and writes three sums.
+    On Mosaic GPU recurrent_fw_H weights the keys: it reads abar, which parallel_fw_P does not, and
+    that writes no keys. parallel_bw_dP likewise writes no queries and keys. With weighted,
+    recurrent_bw_dC reads r and abar. Where parallel_bw_dQKV makes P and dP it has their FLOPs too.
+    It then reads e and u, of two floats each, in place of the tiles, and writes three sums.
     """
     p = call.problem
     flops, moved = COSTS[stage.name](p, itemsize)
     more = {"recurrent_bw_dC": 8} if weighted else {}
     if call.lowering.folder == "mosaic_gpu":
-        more |= {"parallel_fw_P": -itemsize * p.DHQK, "recurrent_fw_H": 4}
+        more |= {"parallel_fw_P": -itemsize * p.DHQK - 4, "recurrent_fw_H": 4}
         more |= {"parallel_bw_dP": -2 * itemsize * p.DHQK}
-    kernel = dispatch.kernel(stage.name, call.lowering.folder)
-    if kernel and kernel.makes_tiles(p):
+    if getattr(call.tiles, "recomputes_scores", False):
         flops += COSTS["parallel_bw_dP"](p, itemsize).flops
         more[stage.name] = 4 * (4 + 3) - 2 * itemsize * p.L
     moved += more.get(stage.name, 0) * p.BNH * p.S
@@ -184,7 +179,7 @@ def forward(shape: Shape, itemsize: int) -> Cost:
     Bytes: q, k, v, h and, in float32, i, f. The states stay on the chip.
     """
     moved = itemsize * (2 * shape.DHQK + 2 * shape.DHHV) + 8
-    return Cost(_flops(shape, schedules(0)[0]), shape.steps * moved)
+    return Cost(_flops(shape, FORWARD[False]), shape.steps * moved)
 
 
 def backward(shape: Shape, itemsize: int) -> Cost:
@@ -194,7 +189,7 @@ def backward(shape: Shape, itemsize: int) -> Cost:
     the chip.
     """
     moved = itemsize * (4 * shape.DHQK + 4 * shape.DHHV) + 24
-    return Cost(_flops(shape, schedules(0)[1]), shape.steps * moved)
+    return Cost(_flops(shape, backward_stages()), shape.steps * moved)
 
 
 def mlstm(shape: Shape, itemsize: int, direction: str) -> tuple[Cost, ...]:

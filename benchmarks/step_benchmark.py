@@ -37,8 +37,11 @@ from kernel_benchmark import jax_versions, median_and_spread, time_calls
 from peers import take_heads, torch_tensor
 
 from mlstm_pallas import mlstm_recurrent_step, reference
-from mlstm_pallas.backend import target_device_kind
-from mlstm_pallas.config import config_for
+from mlstm_pallas.config import tuned_config
+from mlstm_pallas.gpu import target_gpu
+from mlstm_pallas.planning import Options, launch
+from mlstm_pallas.problem import Problem
+from mlstm_pallas.stage import Lowering
 from mlstm_pallas.validation import KERNEL_DTYPES
 
 BACKENDS = ("triton", "interpret", "xla")  # a step has no Mosaic GPU kernel
@@ -139,9 +142,11 @@ class MlstmPallas:
     def __init__(self, backend: str, shape: Shape, state_dtype: str, unroll: int, variant: str):
         self.step = functools.partial(mlstm_recurrent_step, backend=backend, **VARIANTS[variant])
         self.unroll = unroll
-        heads, device_kind = (shape.DHQK, shape.DHHV), target_device_kind()
-        filled = config_for(*heads, 1, jnp.dtype(state_dtype), device_kind=device_kind)
-        self.config = dataclasses.asdict(filled.stage("recurrent_step"))
+        (B, NH, *heads), dtype, gpu = shape, jnp.dtype(state_dtype), target_gpu()
+        lowering, problem = Lowering(backend), Problem(B, NH, 1, *heads, 1, 1.0)
+        options = Options(dtype, lowering, tuned_config(gpu.name, *heads, dtype))
+        tiles = launch("recurrent_step", problem, options, gpu, lowering).tiles
+        self.config = {} if tiles is None else dict(vars(tiles))
 
     def versions(self) -> dict[str, str]:
         return {}

@@ -5,13 +5,13 @@ imports what its function needs, with environment variables of its own.
 """
 
 import contextlib
+import dataclasses
 import multiprocessing
 import os
 import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
-from types import MappingProxyType
 from typing import Any
 
 from command import one_line
@@ -29,11 +29,10 @@ class ProcessEnded(RuntimeError):
     """A call raised, or ended its process; the message says how. The process is gone."""
 
 
-def _serve(function: Callable[..., Any], connection: Connection, stderr: str | None) -> None:
+def _serve(function: Callable[..., Any], connection: Connection, stderr: str) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent, which ends this one
-    if stderr is not None:
-        with open(stderr, "ab") as file:
-            os.dup2(file.fileno(), 2)
+    with open(stderr, "ab") as file:
+        os.dup2(file.fileno(), 2)
     parent = multiprocessing.parent_process()
     assert parent is not None
     # The process also ends where the parent is killed in a call.
@@ -69,6 +68,7 @@ def environment(changes: Mapping[str, str]) -> Iterator[None]:
                 os.environ[name] = value
 
 
+@dataclasses.dataclass(eq=False)
 class Worker:
     """A function in a process, which starts with the first call.
 
@@ -77,39 +77,32 @@ class Worker:
     Attributes:
       function: it can be pickled, and so can its arguments and results.
       variables: environment variables of the process beside those of this one.
-      stderr: file for what the process writes there; ProcessEnded has its last words. None: the
-        stderr of this process.
+      stderr: file for what the process writes there; ProcessEnded has its last words.
     """
 
-    def __init__(
-        self,
-        function: Callable[..., Any],
-        variables: Mapping[str, str] = MappingProxyType({}),
-        stderr: str | None = None,
-    ):
-        self.function, self.variables, self.stderr = function, variables, stderr
-        self._lock = threading.Lock()
-        self._process: Any = None
-        self._connection: Any = None
-        self._closed = False
+    function: Callable[..., Any]
+    variables: Mapping[str, str]
+    stderr: str
+    _process: Any = None
+    _connection: Any = None
+    _closed: bool = False
 
     def __call__(self, *args: Any, seconds: float) -> Any:
         """function(*args), within so many seconds after the process has started.
 
-        Calls of several threads run one after the other.
+        One call at a time.
         """
-        with self._lock:
-            try:
-                if self._closed or self._process is None:
-                    self._start()
-                self._connection.send(args)
-                return self._answer(seconds)
-            except BaseException as error:
-                exit_code, self._process = self._end(), None
-                if isinstance(error, EOFError | OSError):
-                    ended = f"the process ended with exit code {exit_code}"
-                    raise ProcessEnded(ended + self._last_words()) from None
-                raise
+        try:
+            if self._closed or self._process is None:
+                self._start()
+            self._connection.send(args)
+            return self._answer(seconds)
+        except BaseException as error:
+            exit_code, self._process = self._end(), None
+            if isinstance(error, EOFError | OSError):
+                ended = f"the process ended with exit code {exit_code}"
+                raise ProcessEnded(ended + self._last_words()) from None
+            raise
 
     def close(self) -> None:
         """Ends the process, and a call that is running in another thread."""
@@ -124,8 +117,7 @@ class Worker:
         with _starting, environment(self.variables):
             if self._closed:
                 raise ProcessEnded("the worker is closed")
-            if self.stderr is not None:
-                open(self.stderr, "wb").close()  # what the process before wrote
+            open(self.stderr, "wb").close()  # what the process before wrote
             process.start()
             self._process = process
         # The process has the only other end now: when it ends, so does the wait for an answer.
@@ -133,8 +125,6 @@ class Worker:
         self._answer(START_SECONDS)
 
     def _last_words(self) -> str:
-        if self.stderr is None:
-            return ""
         with open(self.stderr, errors="replace") as file:
             return f"; {' '.join(file.read().split())[-200:]}".rstrip("; ")
 

@@ -44,13 +44,14 @@ FORWARD_FUSED = [
     ],
     (
         KERNEL,
-        "parallel_fw_P, with sums of keys and vector_states",
-        ["matQ, matK (B, NH, S, DHQK)   vecN_initial   gates"],
+        "step_sums, vector_states",
+        ["matK (B, NH, S, DHQK)   vecN_initial   vecAbar, scaGamma"],
     ),
+    ["vecN_states (B, NH, NCF, DHQK)   vecN_last (B, NH, DHQK)"],
+    (KERNEL, "parallel_fw_P", ["matQ (B, NH, S, DHQK)   matK   vecN_states   gates"]),
     [
         "matP (B, NH, S, LF)   vecR, vecZ (B, NH, S)",
         "keys (B, NH, S, DHQK): kbar, or matK with vecAbar",
-        "vecN_states (B, NH, NCF, DHQK)   vecN_last (B, NH, DHQK)",
     ],
     (
         SOME,

@@ -7,7 +7,14 @@ from unittest import mock
 import jax
 import jax.numpy as jnp
 import kernel_benchmark
+import pytest
 from absl import flags
+
+from mlstm_pallas.backend import jax_has_mosaic_gpu
+
+needs_mosaic_gpu = pytest.mark.skipif(
+    not jax_has_mosaic_gpu(), reason="the Mosaic GPU kernels need jax >= 0.11.2 and < 0.13"
+)
 
 
 def run(program, *arguments):

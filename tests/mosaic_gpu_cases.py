@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from mlstm_pallas.devices import compute_capability
 from oracle import (
     array,
     assert_below,
@@ -32,7 +33,6 @@ from test_gradients import BOUND
 from mlstm_pallas import KernelConfig, StageConfig, dispatch, reference
 from mlstm_pallas.backend import jax_has_mosaic_gpu
 from mlstm_pallas.call_spec import BackwardPlan, CallSpec
-from mlstm_pallas.devices import compute_capability
 from mlstm_pallas.entry import Options, spec_for
 from mlstm_pallas.problem import InputGate, Layout, Problem, make_problem
 from mlstm_pallas.stage import Lowering, StageCall, Weighted

@@ -45,7 +45,7 @@ REQUESTS = f"""
 compile_report --device=K80: unknown device 'K80', known are A100,
 compile_report --chunk_size=48: chunk_size is 48, expected None or a power of two
 compile_report --stage=nonsense: no stage nonsense in fwd, there are chunk_gates,
-compile_report --config={{"no":1}}: --config: unknown no, known are chunk_size, fused_min_heads,
+compile_report --config={{"no":1}}: --config: config.no is no kernel, expected one of triton_
 kernel_benchmark --shape=8k: unknown shape '8k', known are 7b-8k
 kernel_benchmark --impl=cuda: unknown impl cuda, known are triton
 kernel_benchmark --config={{: --config: Expecting property name
@@ -65,10 +65,8 @@ step_benchmark --impl=triton: impl triton needs a GPU
 tune --backend=triton: there is no GPU here to tune for
 tune --backend=interpret: times of interpreted kernels do not belong in mlstm_pallas/tuning
 tune --backend=interpret --output=x --log=/no/such/x: No such file or directory: '/no/such/x'
-tune --backend=interpret --output=x --shape=1x1x512x65x64: tune DHQK, DHHV = 128, 64
+tune --backend=interpret --output=x --shape=1x1x500x65x64: tune S, DHQK, DHHV = 512, 128, 64
 tune --stage=bw: unknown stage bw, known are chunk_gates
-tune --backend=mosaic_gpu_interpret --output=x --chunk_size=64: --chunk_size is not for mosaic
-tune --backend=interpret --output=x --chunk_size=100: chunk_size is 100
 tune --backend=interpret --output=x --log={__file__}: line 1 is no result of this program
 tune --backend=interpret --output={__file__}: is no tuning file
 xlstm_lm_benchmark --impl=nonsense: unknown impl nonsense, known are triton,

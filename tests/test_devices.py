@@ -1,7 +1,6 @@
 """What is known of GPUs by their names."""
 
 import compile_report
-
 from mlstm_pallas.devices import available_shared_bytes
 
 KIB = {80: 163, 90: 227, 100: 227}  # by compute capability, else 99

@@ -13,11 +13,10 @@ import kernel_benchmark
 import numpy as np
 import peers
 import pytest
-from benchmark_runs import records
-from mosaic_gpu_cases import needs_mosaic_gpu
+from benchmark_runs import needs_mosaic_gpu, records
 from roofline import Shape
 
-from mlstm_pallas import StageConfig, dispatch, reference
+from mlstm_pallas import KernelConfig, dispatch, reference
 from mlstm_pallas.stage import Lowering
 
 WIDE = Shape(1, 2, 128, 128, 128)
@@ -146,24 +145,23 @@ def test_directions_variants_and_ways_with_the_states_in_one_run(measured):
 
 
 def test_a_config_reaches_the_stages(tmp_path):
-    """As JSON, or as a file; the record has the tiles that run."""
-    tiles = dict(siz_b_LKV=64, siz_b_DHHV=128, siz_b_loop=128, num_warps=8, num_stages=2)
-    scan = {"siz_b_LKV": 16, "num_splits": 2, "mosaic_gpu": tiles}
-    row = {"fused_min_heads": 1, "parallel_fw_H": {"siz_b_LQ": 16}, "recurrent_fw_H": scan}
+    """As JSON, or as a file; the record has the tiles that run, and is a config itself."""
+    scan = {"siz_b_LKV": 16, "num_warps": 8}
+    row = {"fused": True, "num_splits": 2, "triton_recurrent_fw_H": scan}
     file, text = tmp_path / "row.json", json.dumps(row)
     file.write_text(text)
     config = kernel_benchmark.parse_config(text)
     assert config == kernel_benchmark.parse_config(str(file))
     triton, mosaic_gpu = (
-        kernel_benchmark.MlstmPallas(impl, WIDE, "bfloat16", 64, config)
+        kernel_benchmark.MlstmPallas(impl, WIDE, "bfloat16", 64, config).config
         for impl in ("interpret", "mosaic_gpu_interpret")
     )
-    filled = triton.filled
-    assert (filled.L, filled.fused_min_heads) == (64, 1)
-    assert filled.stage("parallel_fw_H") == StageConfig(siz_b_LQ=16)
-    assert mosaic_gpu.config["recurrent_fw_H"] == {"num_splits": 2, "mosaic_gpu": tiles}
-    scan = triton.config["recurrent_fw_H"]
-    assert (scan["siz_b_LKV"], "mosaic_gpu" in scan) == (16, False)
+    assert scan.items() <= triton["triton_recurrent_fw_H"].items()
+    for record in (triton, mosaic_gpu):
+        assert dict(chunk_size=64, fused=True, num_splits=2).items() <= record.items()
+    assert mosaic_gpu["mosaic_gpu_recurrent_fw_H"]["siz_b_LKV"] == 64
+    again = "interpret", WIDE, "bfloat16", None, KernelConfig(**triton)
+    assert kernel_benchmark.MlstmPallas(*again).config == triton
 
 
 @needs_mosaic_gpu
@@ -174,8 +172,8 @@ def test_a_stage_on_mosaic_gpu_by_itself(measured):
         "--stage=parallel_fw_P,recurrent_fw_H,parallel_bw_dP", *request
     )
     assert code == 0
-    assert scores["config"]["recurrent_fw_H"].keys() == {"mosaic_gpu"}
-    assert {*scores["errors"]} == {"matP", "keys", "vecR", "vecZ", "vecN_states", "vecN_last"}
+    assert "mosaic_gpu_recurrent_fw_H" in scan["config"]
+    assert {*scores["errors"]} == {"matP", "keys", "vecR", "vecZ"}
     assert {*scan["errors"]} == {"matH", "matC_last"}
     assert none["note"].startswith("skipped: NoSuchKernel: parallel_bw_dP has no Mosaic GPU kernel")
 

@@ -9,7 +9,7 @@ import pytest
 import roofline
 from roofline import Shape
 
-from mlstm_pallas import KernelConfig, StageConfig, dispatch
+from mlstm_pallas import KernelConfig, dispatch
 from mlstm_pallas.problem import Problem
 
 SMALL, WIDE = Shape(2, 3, 64, 16, 32), Shape(1, 64, 256, 256, 512)
@@ -19,7 +19,7 @@ GATES = operator.attrgetter("vecE", "vecU", "vecW")
 # recurrence.
 READ = {
     "parallel_fw_H": {"chunk_gates": lambda x: (GATES(x), x.vecM)},
-    "parallel_fw_P": {"chunk_gates": lambda x: (GATES(x), x.vecAbar, x.vecM, x.scaGamma)},
+    "parallel_fw_P": {"chunk_gates": lambda x: (GATES(x), x.vecAbar, x.vecM)},
     "recurrent_fw_H": {"parallel_fw_P": lambda x: (x.matP, x.keys, x.vecR)},
     "parallel_bw_dP": {"chunk_gates": lambda x: (GATES(x), x.vecAbar, x.vecM)},
     "recurrent_bw_dC": {"scaGamma": lambda x: (x, x)},
@@ -29,8 +29,8 @@ READ = {
         "parallel_bw_dP": lambda x: (x.matP, x.matDeltaP),
     },
 }
-# On Mosaic GPU, where it makes its tiles.
-READ["makes_tiles"] = READ["parallel_bw_dQKV"] | {
+# On Mosaic GPU, where it makes P and dP.
+READ["recomputes_scores"] = READ["parallel_bw_dQKV"] | {
     "chunk_gates": lambda x: (x.vecE, x.vecU, x.vecW, x.vecAbar),
     "parallel_bw_dP": lambda x: (),
 }
@@ -45,7 +45,7 @@ PRODUCTS = {
     "parallel_bw_dP": (0, "kv"),
     "recurrent_bw_dC": (2, ""),
     "parallel_bw_dQKV": (3, "kkv"),
-    "makes_tiles": (3, "kkvkv"),
+    "recomputes_scores": (3, "kkvkv"),
 }
 MOSAIC_GPU = [name for name in kernel_benchmark.STAGES if dispatch.kernel(name, "mosaic_gpu")]
 
@@ -59,12 +59,12 @@ def nbytes(tree):
     [
         *(("interpret", name, SMALL) for name in kernel_benchmark.STAGES),
         *(("mosaic_gpu", name, WIDE) for name in MOSAIC_GPU),
-        ("mosaic_gpu", "makes_tiles", Shape(1, 64, 256, 64, 128)),
+        ("mosaic_gpu", "recomputes_scores", Shape(1, 64, 256, 64, 128)),
     ],
 )
 def test_bytes_and_flops_of_a_stage_are_those_of_its_arrays_and_products(backend, stage, shape):
-    config = KernelConfig(recurrent_fw_H=StageConfig(siz_b_LKV=L))
-    name = "parallel_bw_dQKV" if stage == "makes_tiles" else stage
+    config = KernelConfig(triton_recurrent_fw_H=dict(siz_b_LKV=L))
+    name = "parallel_bw_dQKV" if stage == "recomputes_scores" else stage
     chunks = L if backend == "interpret" else 128
     impl = kernel_benchmark.MlstmPallasStage(name, backend, shape, "bfloat16", chunks, config)
     assert impl.call.lowering.folder in ("triton", backend)
@@ -82,11 +82,13 @@ def test_bytes_and_flops_of_a_stage_are_those_of_its_arrays_and_products(backend
         return args, impl.reference(*impl.oracle_arguments(inputs)[0])._asdict()
 
     args, outputs = arrays
-    if stage == "makes_tiles":
+    if stage == "recomputes_scores":
         outputs |= dict(sums=[jax.ShapeDtypeStruct((3, shape.steps), "float32")])
     elif backend == "mosaic_gpu":  # what is not weighted is not written
         outputs = {x: y for x, y in outputs.items() if x not in ("queries", "keys")}
-    read = READ.get(stage, {})
+    read = dict(READ.get(stage, {}))
+    if (backend, stage) == ("mosaic_gpu", "parallel_fw_P"):  # which writes no keys
+        read["chunk_gates"] = READ["parallel_fw_H"]["chunk_gates"]
     inputs = [read.get(x, lambda x: x)(y) for x, y in zip(impl.stage.inputs, args, strict=True)]
     cost = roofline.of_stage(impl.stage, impl.call, 2, weighted=impl.weighted)
     assert cost.bytes == nbytes(inputs) + nbytes(outputs)
@@ -101,7 +103,8 @@ def test_a_direction_has_the_flops_of_its_stages_and_the_bytes_of_its_arrays():
     assert forward.bytes == nbytes(inputs)  # h is as large as its cotangent
     assert backward.bytes == 2 * nbytes(inputs[:5]) + 2 * nbytes(inputs.dh) + 2 * 4 * SMALL.steps
     problem = Problem(*SMALL, SMALL.S, 1.0)
-    for phase, stages in zip((forward, backward), roofline.schedules(0), strict=True):
+    passes = roofline.FORWARD[False], roofline.backward_stages()
+    for phase, stages in zip((forward, backward), passes, strict=True):
         assert phase.flops == sum(roofline.COSTS[stage](problem, 2).flops for stage in stages)
 
 
