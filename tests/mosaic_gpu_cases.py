@@ -89,6 +89,15 @@ def spec_of(inputs, config, layout="BNTH", **options) -> CallSpec:
     )
 
 
+def bfloat16_shapes(B, NH, S, DHQK, DHHV):
+    """The shapes of the sequences of a call, by name."""
+    sizes = dict(q=(DHQK,), k=(DHQK,), v=(DHHV,), i=(), f=())
+    return {
+        name: jax.ShapeDtypeStruct((B, NH, S, *size), "bfloat16" if size else "float32")
+        for name, size in sizes.items()
+    }
+
+
 def materialised(num_splits=None, **fields):
     """Materialised states, in chunks of 128."""
     names = ("recurrent_fw_C", "recurrent_bw_dC") if num_splits else ()

@@ -18,6 +18,7 @@ from mosaic_gpu_cases import (
     CASES,
     RECURRENCES,
     SCAN,
+    bfloat16_shapes,
     check_case,
     check_neighbours,
     needs_mosaic_gpu,
@@ -77,11 +78,7 @@ def cases_on_a_gpu(*names):
 
 def mosaic_stages(B, NH, S, DHQK, DHHV, config=None, **options):
     """Of a call in bfloat16: the stages that run on Mosaic GPU."""
-    shapes = jax.eval_shape(lambda: random_inputs(0, B, NH, 1, DHQK, DHHV, dtype="bfloat16"))
-    inputs = shapes | {
-        name: jax.ShapeDtypeStruct((B, NH, S, *shapes[name].shape[3:]), shapes[name].dtype)
-        for name in "qkvif"
-    }
+    inputs = bfloat16_shapes(B, NH, S, DHQK, DHHV)
     return stages_on_mosaic_gpu(spec_of(inputs, config, backend="mosaic_gpu", **options))
 
 
