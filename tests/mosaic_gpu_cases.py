@@ -5,9 +5,7 @@ import dataclasses
 import math
 from collections.abc import Set
 from typing import Any
-from unittest import mock
 
-import compile_report
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,12 +28,13 @@ from oracle import (
 from test_float16 import backward_bound
 from test_gradients import BOUND
 
-from mlstm_pallas import KernelConfig, StageConfig, dispatch, reference
+from mlstm_pallas import KernelConfig, dispatch, planning, reference
 from mlstm_pallas.backend import jax_has_mosaic_gpu
-from mlstm_pallas.call_spec import BackwardPlan, CallSpec
+from mlstm_pallas.call_spec import CallSpec
 from mlstm_pallas.entry import Options, spec_for
+from mlstm_pallas.gpu import Gpu, gpu_of, known_gpu
 from mlstm_pallas.problem import InputGate, Layout, Problem, make_problem
-from mlstm_pallas.stage import Lowering, StageCall, Weighted
+from mlstm_pallas.stage import Launch, Lowering, Weighted
 
 needs_mosaic_gpu = pytest.mark.skipif(
     not jax_has_mosaic_gpu(), reason="the Mosaic GPU kernels need jax >= 0.11.2 and < 0.13"
@@ -44,9 +43,9 @@ SCAN = {"parallel_fw_P", "recurrent_fw_H"}
 
 
 def skip_unless_hopper():
-    kind = next(device.device_kind for device in jax.devices() if device.platform == "gpu")
-    if compute_capability(kind) != 90:
-        pytest.skip(f"the Mosaic GPU kernels are for Hopper, and this is a {kind}")
+    gpu = next(gpu_of(device) for device in jax.devices() if device.platform == "gpu")
+    if not gpu.hopper:
+        pytest.skip(f"the Mosaic GPU kernels are for Hopper, and this is a {gpu.name}")
 
 
 def mosaic_gpu_kernel(stage):
@@ -65,13 +64,11 @@ RACE = "RACE DETECTED"  # which GPU interpret mode prints
 def fused(num_splits=None, **scan):
     """The fused scan with these tiles of its Mosaic GPU kernel; chunks of 128 in the backward
     pass."""
-    tiles = StageConfig(
-        **dict(siz_b_LKV=64, siz_b_DHHV=128, siz_b_loop=256, num_warps=8, num_stages=2) | scan
-    )
     return KernelConfig(
         chunk_size=128,
-        fused_min_heads=1,
-        recurrent_fw_H=StageConfig(num_splits=num_splits, mosaic_gpu=tiles),
+        fused=True,
+        num_splits=num_splits,
+        mosaic_gpu_recurrent_fw_H=dict(num_stages=2) | scan,
     )
 
 
@@ -93,11 +90,30 @@ def spec_of(inputs, config, layout="BNTH", **options) -> CallSpec:
     )
 
 
+def bfloat16_shapes(B, NH, S, DHQK, DHHV):
+    """The shapes of the sequences of a call, by name."""
+    sizes = dict(q=(DHQK,), k=(DHQK,), v=(DHHV,), i=(), f=())
+    return {
+        name: jax.ShapeDtypeStruct((B, NH, S, *size), "bfloat16" if size else "float32")
+        for name, size in sizes.items()
+    }
+
+
 def materialised(num_splits=None, **fields):
     """Materialised states, in chunks of 128."""
-    parts = StageConfig(num_splits=num_splits)
-    stages = dict(recurrent_fw_C=parts, recurrent_bw_dC=parts) if num_splits else {}
-    return KernelConfig(**dict(chunk_size=128, fused_min_heads=0) | stages | fields)
+    names = ("recurrent_fw_C", "recurrent_bw_dC") if num_splits else ()
+    stages = {f"mosaic_gpu_{name}": dict(num_splits=num_splits) for name in names}
+    return KernelConfig(**dict(chunk_size=128, fused=False) | stages | fields)
+
+
+def stages_on_mosaic_gpu(spec, *, all_launches=True):
+    """The stages of a call's plan that run there, with all of their launches or with any."""
+    launches = [*spec.plan.forward.items(), *spec.plan.backward.items()]
+    on, off = (
+        {name for name, x in launches if (x.lowering.folder == "mosaic_gpu") == there}
+        for there in (True, False)
+    )
+    return on - off if all_launches else on
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +173,7 @@ CASES = {
     "materialised_in_splits_BTNH": Case(
         materialised(2), options=dict(layout="BTNH"), packed=True, **NARROW
     ),
-    "two_launches": Case(fused(siz_b_loop=64), **NARROW),
+    "two_launches": Case(fused(state_rows=64), **NARROW),
     "two_blocks_a_warpgroup": Case(fused(siz_b_DHHV=256), shape=(1, 1, 256, 128, 256)),
 }
 
@@ -170,7 +186,6 @@ def ids_of(case):
     )
 
 
-@mock.patch("mlstm_pallas.mosaic_gpu.recurrent_bw_dC.MIN_CTAS", 1)  # at any number of heads
 def check_case(name, backend):
     """Outputs and the gradients of all inputs of a case against float64."""
     case = CASES[name]
@@ -178,11 +193,11 @@ def check_case(name, backend):
     cotangents = [case.cotangents * x for x in cotangents_for(inputs, case.dtype)]
     options = dict(config=case.config, backend=backend) | case.options
     spec = spec_of(inputs, return_last_states=True, **options)
-    on_chip = spec.backward_plan is BackwardPlan.TILES_ON_CHIP
-    assert on_chip == (spec.problem.DHQK in (64, 128) and spec.problem.DHHV % 128 == 0)
-    assert spec.stages_in("mosaic_gpu").keys() >= case.stages & {*spec.stages}
-    is_fused = case.config.fused_min_heads > 0
-    assert (spec.fused, spec.num_splits) == (is_fused, case.splits)
+    p, plan = spec.problem, spec.plan
+    assert plan.recomputes_scores == (p.DHQK in (64, 128) and p.DHHV % 128 == 0)
+    of_call = {*plan.forward, *plan.backward}
+    assert stages_on_mosaic_gpu(spec) >= case.stages & of_call
+    assert (plan.fused, plan.num_splits) == (case.config.fused, case.splits)
     lengths = None if case.lengths is None else np.asarray(case.lengths)
     run = gradients_of_call(segment_ids=ids, sequence_lengths=lengths, **options)
     of_inputs, recurrence = inputs, reference.recurrence
@@ -228,28 +243,41 @@ def check_neighbours(backend, shape):
         assert np.array_equal(x, y)
 
 
-RECURRENCE_TILES = StageConfig(siz_b_DHQK=256, num_stages=3)
-
-
 @dataclasses.dataclass(frozen=True)
 class Recurrences:
-    """A call of recurrent_bw_dC on Mosaic GPU; the operands come scaled, or with weights."""
+    """A call of recurrent_bw_dC on Mosaic GPU; the operands come scaled, or with weights.
+
+    rows: of a block of the state; None: the most, 256 or less.
+    """
 
     shape: tuple[int, ...] = (1, 2, 256, 128, 128)  # B, NH, S, DHQK, DHHV
     L: int = 128
-    tiles: StageConfig = RECURRENCE_TILES
+    rows: int | None = None
+    num_stages: int = 3
+    num_splits: int = 1
     weighted: bool = True
     layout: str = "BNTH"
     states: bool = True  # an initial state and an initial dC, and whether the last ones are wanted
     alone: bool = False  # dC without C
     delta: bool = False  # whether delta is wanted
     dtype: str = "bfloat16"
-    device: compile_report.Device = compile_report.DEVICES["H200"]
+    device: Gpu | None = known_gpu("NVIDIA H200")  # noqa: RUF009
     relocatable: bool = False
 
     @property
     def problem(self) -> Problem:
         return make_problem(self.shape[:-1], self.shape[-1], self.L, pad_heads=False)
+
+    def launch(self, lowering: Lowering) -> Launch:
+        """With blocks of as many columns as there can be."""
+        kernel = mosaic_gpu_kernel("recurrent_bw_dC")
+        if lowering is Lowering.XLA or kernel is None:
+            return planning.plain(self.problem)
+        *_, K, V = self.shape
+        rows = self.rows or max(x for x in range(64, 257, 64) if K % x == 0)
+        tiles = kernel.tiles(rows, 64 if V % 128 else 128, self.num_stages, self.num_splits)
+        assert kernel.supports(tiles, self.problem, has_h=self.delta)
+        return Launch(self.problem, tiles, None, lowering)
 
     def shapes(self) -> list[jax.ShapeDtypeStruct]:
         """q, dh, k, v, r, abar, gamma, the last dC, the initial C, h."""
@@ -267,8 +295,8 @@ class Recurrences:
 
     def function(self, lowering=Lowering.MOSAIC_GPU):
         """Of arrays of these shapes."""
-        call = StageCall(self.problem, self.tiles, None, lowering)
-        desired = dict(return_initial=self.states, return_last=self.states, call=call)
+        desired = dict(return_initial=self.states, return_last=self.states)
+        desired["call"] = self.launch(lowering)
 
         def run(q, dh, k, v, r, abar, gamma, dC_last, C_initial, h):
             queries, keys = (
@@ -304,29 +332,19 @@ class Recurrences:
 RECURRENCES = {
     "weighted": Recurrences(),
     "scaled_dC_alone_BTNH": Recurrences(weighted=False, alone=True, layout="BTNH"),
-    "rows_of_128": Recurrences(
-        shape=(1, 1, 512, 256, 128), L=256, tiles=StageConfig(siz_b_DHQK=128, num_stages=6)
-    ),
+    "rows_of_128": Recurrences(shape=(1, 1, 512, 256, 128), L=256, rows=128, num_stages=6),
     "rows_of_192": Recurrences(shape=(1, 1, 256, 192, 128), L=64),
     "rows_of_256": Recurrences(shape=(1, 1, 512, 512, 128), L=256),
     "one_block_of_rows": Recurrences(shape=(1, 2, 64, 64, 128), L=64),
     "delta": Recurrences(shape=(1, 2, 256, 64, 128), delta=True),
     "delta_BTNH": Recurrences(shape=(2, 2, 256, 128, 256), layout="BTNH", delta=True),
-    "delta_rows_of_64": Recurrences(tiles=StageConfig(siz_b_DHQK=64, num_stages=2), delta=True),
+    "delta_rows_of_64": Recurrences(rows=64, num_stages=2, delta=True),
     "delta_dC_alone": Recurrences(
         shape=(1, 1, 512, 128, 128), alone=True, states=False, delta=True
     ),
     "splits": Recurrences(
-        shape=(1, 1, 256, 64, 64),
-        L=64,
-        tiles=StageConfig(siz_b_DHQK=64, num_stages=2, num_splits=4),
-        layout="BTNH",
-        delta=True,
+        shape=(1, 1, 256, 64, 64), L=64, num_stages=2, num_splits=4, layout="BTNH", delta=True
     ),
     "columns_of_64": Recurrences(shape=(1, 2, 128, 64, 192), L=64, states=False),
     "delta_scaled_float16": Recurrences(weighted=False, dtype="float16", delta=True),
 }
-
-
-def tiles(**fields):
-    return StageConfig(mosaic_gpu=StageConfig(**fields))

@@ -2,7 +2,7 @@
 refused."""
 
 import functools
-from unittest import mock
+import re
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +13,7 @@ from mosaic_gpu_cases import (
     CASES,
     RACE,
     SCAN,
+    bfloat16_shapes,
     check_case,
     fused,
     materialised,
@@ -20,7 +21,7 @@ from mosaic_gpu_cases import (
     needs_mosaic_gpu,
     slow,
     spec_of,
-    tiles,
+    stages_on_mosaic_gpu,
 )
 from oracle import (
     MOSAIC_CALL,
@@ -36,23 +37,12 @@ from oracle import (
 from test_gradients import BOUND
 from test_packed_sequences import check_prompts
 
-from mlstm_pallas import (
-    KernelConfig,
-    StageConfig,
-    mlstm_chunkwise,
-    mlstm_recurrent_step,
-    use_backend,
-)
+from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step, use_backend
 from mlstm_pallas.backend import requested_backend
-from mlstm_pallas.call_spec import CallSpec
-from mlstm_pallas.config import config_for
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
-from mlstm_pallas.export import export
-from mlstm_pallas.mosaic_gpu.recurrence import block_rows, num_ctas, splits_of
-from mlstm_pallas.mosaic_gpu.recurrent_bw_dC import MIN_CTAS
-from mlstm_pallas.normaliser import Normaliser
+from mlstm_pallas.export import CUSTOM_CALL_TARGET, export
+from mlstm_pallas.gpu import known_gpu
 from mlstm_pallas.problem import make_problem
-from mlstm_pallas.triton.launch import CUSTOM_CALL_TARGET
 from mlstm_pallas.validation import MOSAIC_GPU_JAX
 from mlstm_pallas.xlstm_jax import triton_stablef
 
@@ -171,7 +161,7 @@ def test_another_gpu_is_refused(door, monkeypatch):
         )
         with for_device(kind):
             refused(ValueError, message, jax.eval_shape, DOORS[door]("mosaic_gpu"), *HALF)
-    for kind in ("NVIDIA H100 80GB HBM3", "NVIDIA H20", "NVIDIA GH200 480GB", "of the future"):
+    for kind in ("NVIDIA H100 80GB HBM3", "NVIDIA H20", "NVIDIA GH200 480GB"):
         with for_device(kind):
             assert requested_backend("mosaic_gpu") == "mosaic_gpu"
 
@@ -182,7 +172,9 @@ def test_float32_runs_on_triton(monkeypatch):
         name: jax.ShapeDtypeStruct(x.shape, "float32")
         for name, x in zip("qkvif", HALF, strict=True)
     }
-    assert spec_of(inputs, fused(), backend="mosaic_gpu").stages_in("mosaic_gpu") == {}
+    config = KernelConfig(fused=True)
+    on = stages_on_mosaic_gpu(spec_of(inputs, config, backend="mosaic_gpu"), all_launches=False)
+    assert not on
 
 
 @needs_mosaic_gpu
@@ -230,7 +222,6 @@ def test_gradients_trace_in_strict_modes(heads, config):
         jax.enable_x64(True),
         jax.numpy_rank_promotion("raise"),
         jax.numpy_dtype_promotion("strict"),
-        mock.patch("mlstm_pallas.mosaic_gpu.recurrent_bw_dC.MIN_CTAS", 1),
     ):
         x = [jax.ShapeDtypeStruct(*y) for y in zip(shapes, dtypes, strict=True)]
         result = jax.eval_shape(
@@ -239,36 +230,24 @@ def test_gradients_trace_in_strict_modes(heads, config):
     assert [(y.shape, str(y.dtype)) for y in result] == list(zip(shapes, dtypes, strict=True))
 
 
-def stages_on_mosaic_gpu(B, NH, S, DHQK, DHHV, **stages):
-    config = config_for(
-        DHQK,
-        DHHV,
-        S,
-        jnp.dtype("bfloat16"),
-        device_kind="NVIDIA H200",
-        explicit=KernelConfig(fused_min_heads=1, **stages),
-    )
-    problem = make_problem((B, NH, S, DHQK), DHHV, config.L, pad_heads=True)
-    spec = CallSpec(problem, config, jnp.dtype("bfloat16"), Normaliser(), backend="mosaic_gpu")
-    return {*spec.stages_in("mosaic_gpu")}
+def stages_of_call(B, NH, S, DHQK, DHHV, **config):
+    """Those that run on Mosaic GPU, with the fused scan and with materialised states."""
+    inputs = bfloat16_shapes(B, NH, S, DHQK, DHHV)
+    with for_device("NVIDIA H200"):
+        specs = (
+            spec_of(inputs, KernelConfig(fused=x, **config), backend="mosaic_gpu")
+            for x in (True, False)
+        )
+        return set.union(*map(stages_on_mosaic_gpu, specs)) & ALL
 
 
-BF16 = jnp.dtype("bfloat16")
-
-
-def fits(kernel, tiles, problem):
-    """Whether the kernel runs with these tiles, and not Triton's."""
-    return kernel.takes(tiles, problem, BF16) and kernel.pays(tiles, problem)
-
-
-WIDE_SCAN = dict(siz_b_LKV=64, siz_b_DHHV=256, siz_b_loop=256, num_stages=1)
-
-
+BF16, H200 = jnp.dtype("bfloat16"), known_gpu("NVIDIA H200")
 HEADS_OF_7B, NARROW_HEADS = (8, 8, 8192, 256, 512), (8, 16, 8192, 128, 256)
 
 
+@needs_mosaic_gpu
 @pytest.mark.parametrize(
-    ("shape", "stage", "config"),
+    ("shape", "stage", "tiles"),
     [
         # An item waits for three steps at once.
         (HEADS_OF_7B, "parallel_bw_dQKV", dict(num_stages=2)),
@@ -276,74 +255,70 @@ HEADS_OF_7B, NARROW_HEADS = (8, 8, 8192, 256, 512), (8, 16, 8192, 128, 256)
         (NARROW_HEADS, "parallel_bw_dQKV", dict(num_stages=3)),
         # A stage is free when the next one's product runs.
         (HEADS_OF_7B, "recurrent_bw_dC", dict(num_stages=1)),
-        (HEADS_OF_7B, "recurrent_fw_H", dict(WIDE_SCAN, num_warps=16)),  # too few registers
-        (HEADS_OF_7B, "recurrent_fw_H", dict(WIDE_SCAN, num_warps=4)),
+        (HEADS_OF_7B, "recurrent_bw_dC", dict(num_splits=64)),  # of 32 chunks
+        (HEADS_OF_7B, "recurrent_fw_H", dict(siz_b_DHHV=256)),  # too few registers
     ],
     ids=str,
 )
-def test_tiles_that_a_kernel_cannot_have_run_on_triton(shape, stage, config):
-    assert stages_on_mosaic_gpu(*HEADS_OF_7B) == ALL
-    assert stage in stages_on_mosaic_gpu(*shape)
-    assert stage not in stages_on_mosaic_gpu(*shape, **{stage: tiles(**config)})
+def test_tiles_that_a_kernel_cannot_have_are_refused(shape, stage, tiles):
+    name = f"mosaic_gpu_{stage}"
+    message = f"config.{name} is {tiles}, expected tiles that the kernel has for heads of "
+    with pytest.raises(ValueError, match=re.escape(message)):
+        stages_of_call(*shape, **{name: tiles})
 
 
+def planned(stage, heads, DHQK, DHHV, L, **asked):
+    """The problem of so many heads and 8192 steps, and the tiles of a recurrence there."""
+    p = make_problem((1, heads, 8192, DHQK), DHHV, L, pad_heads=True)
+    return p, mosaic_gpu_kernel(stage).plan(p, BF16, H200, **asked)
+
+
+@needs_mosaic_gpu
 @pytest.mark.parametrize(
-    ("heads", "tile", "rows"), [(64, 256, (256, 256)), (16, 256, (128, 256)), (3, 64, (64, 64))]
+    ("heads", "DHQK", "DHHV", "rows"),
+    [
+        (64, 256, 512, (256, 256)),
+        (16, 256, 512, (128, 256)),
+        (3, 256, 512, (64, 64)),
+        (512, 192, 128, (192, 192)),
+    ],
 )
-def test_few_heads_have_blocks_of_few_rows(heads, tile, rows):
-    """Of one recurrence, and of two in a launch.
-
-    Rows are no choice where no more divide the head.
-    """
-    facts, p = (
-        mosaic_gpu_kernel("recurrent_bw_dC"),
-        make_problem((1, heads, 8192, 256), 512, 256, pad_heads=True),
-    )
-    assert facts.heuristic(p, BF16) == StageConfig(siz_b_DHQK=tile, num_stages=4)
-    assert fits(facts, facts.heuristic(p, BF16), p)
-    assert tuple(block_rows(facts.heuristic(p, BF16), p, n) for n in (1, 2)) == rows
-    narrow = make_problem((1, 512, 8192, 192), 128, 128, pad_heads=True)
-    assert block_rows(StageConfig(siz_b_DHQK=256), narrow, 2) == 192
-    assert block_rows(StageConfig(siz_b_DHQK=128), narrow, 2) == 64
+def test_few_heads_have_blocks_of_few_rows(heads, DHQK, DHHV, rows):
+    """Of one recurrence, and of two in a launch; where n is computed, as many as columns."""
+    sizes = heads, DHQK, DHHV, 256
+    tiles = [planned("recurrent_bw_dC", *sizes, recurrences=n)[1] for n in (1, 2)]
+    assert tuple(x.state_rows for x in tiles) == rows
+    _, tiles = planned("recurrent_fw_C", *sizes, has_x=True)
+    assert tiles.state_rows == {128: 128, 256: 128, 192: 64, 64: 64}[rows[0]]
 
 
-@pytest.mark.parametrize(
-    ("chunks", "desired", "splits"), [(8, None, 8), (5, None, 1), (6, 4, 2), (4, 8, 4)]
-)
-def test_splits_of_few_heads_are_of_whole_chunks(chunks, desired, splits):
+@needs_mosaic_gpu
+@pytest.mark.parametrize(("chunks", "splits"), [(8, 8), (5, 1), (12, 4)])
+def test_splits_of_few_heads_are_of_whole_chunks(chunks, splits):
     p = make_problem((1, 2, 1024 * chunks, 64), 64, 1024, pad_heads=True)
-    assert splits_of(StageConfig(siz_b_DHQK=64, num_splits=desired), p, 1) == splits
+    assert mosaic_gpu_kernel("recurrent_bw_dC").plan(p, BF16, H200).num_splits == splits
 
 
+@needs_mosaic_gpu
 def test_tiles_of_h_count_where_delta_is_computed():
-    facts, tiles = (
-        mosaic_gpu_kernel("recurrent_bw_dC"),
-        [StageConfig(siz_b_DHQK=128, num_stages=n) for n in (4, 5, 6)],
-    )
-    with_h, without = (make_problem((8, 16, 8192, 128), 256, L, pad_heads=True) for L in (128, 256))
-    assert [fits(facts, x, with_h) for x in tiles] == [True, False, False]
-    assert [fits(facts, x, without) for x in tiles] == [True, True, True]
-    for heads in (16, 128, 512):
+    kernel = mosaic_gpu_kernel("recurrent_bw_dC")
+    p, _ = planned("recurrent_bw_dC", 128, 128, 256, 128)
+    for stages, with_h in ((4, True), (5, False), (6, False)):
+        tiles = kernel.tiles(128, 128, stages)
+        assert kernel.supports(tiles, p), stages
+        assert kernel.supports(tiles, p, has_h=True) == with_h, stages
+    for heads in (2, 16, 128, 512):
         for DHQK in (64, 128):
-            p = make_problem((1, heads, 8192, DHQK), 2 * DHQK, 128, pad_heads=True)
-            assert fits(facts, facts.heuristic(p, BF16), p) or num_ctas(64, p) * 2 < MIN_CTAS
+            assert planned("recurrent_bw_dC", heads, DHQK, 2 * DHQK, 128, has_h=True)[1]
 
 
-def test_recurrences_of_few_heads_run_on_triton():
-    """Two heads of 256/512 are 64 CTAs."""
-    assert "recurrent_bw_dC" in stages_on_mosaic_gpu(1, 3, 8192, 256, 512)
-    assert "recurrent_bw_dC" not in stages_on_mosaic_gpu(1, 2, 8192, 256, 512)
-    wide = dict(recurrent_bw_dC=tiles(siz_b_DHQK=256, num_stages=4))
-    assert "recurrent_bw_dC" not in stages_on_mosaic_gpu(1, 8, 8192, 256, 512, **wide)
-
-
+@needs_mosaic_gpu
 def test_heads_beyond_the_grid_run_on_triton():
     heads, always = (64, 128), {"chunk_gates", "parallel_fw_H"}
     recurrences = {"recurrent_fw_C", "recurrent_bw_dC"}
-    assert stages_on_mosaic_gpu(1, 32_767, 64, *heads) == always | SCAN | recurrences
-    assert stages_on_mosaic_gpu(1, 32_768, 64, *heads) == always | SCAN
-    assert stages_on_mosaic_gpu(1, 65_536, 64, *heads) == always
-    assert (
-        stages_on_mosaic_gpu(1, 32_767, 8192, *heads, recurrent_fw_H=StageConfig(num_splits=4))
-        == always | recurrences
-    )
+    gradients = {"parallel_bw_dP", "parallel_bw_dQKV"}
+    assert stages_of_call(1, 32_767, 64, *heads) - gradients == always | SCAN | recurrences
+    assert stages_of_call(1, 32_768, 64, *heads) - gradients == always | SCAN
+    assert stages_of_call(1, 65_536, 64, *heads) - gradients == always
+    split = stages_of_call(1, 32_767, 8192, *heads, num_splits=4)
+    assert "recurrent_fw_H" not in split

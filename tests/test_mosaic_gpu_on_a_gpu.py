@@ -18,23 +18,26 @@ from mosaic_gpu_cases import (
     CASES,
     RECURRENCES,
     SCAN,
+    bfloat16_shapes,
     check_case,
     check_neighbours,
     needs_mosaic_gpu,
     skip_unless_hopper,
     spec_of,
+    stages_on_mosaic_gpu,
 )
 from oracle import assert_same_bits, random_inputs
 from test_gpu_huge import inputs_on_device
 from test_packed_sequences import check_prompts
+from test_stages import launch_of
 
-from mlstm_pallas import KernelConfig, StageConfig, dispatch, mlstm_chunkwise
+from mlstm_pallas import KernelConfig, dispatch, mlstm_chunkwise
 from mlstm_pallas.mosaic_gpu.limits import HEADS
 from mlstm_pallas.problem import make_problem
-from mlstm_pallas.stage import Lowering, StageCall
+from mlstm_pallas.stage import Lowering
 
 MODULE = Path(__file__).stem
-FUSED = KernelConfig(fused_min_heads=1)
+FUSED = KernelConfig(fused=True)
 SECONDS = 300  # of a check: a kernel that waits for ever hangs its process
 
 
@@ -75,13 +78,8 @@ def cases_on_a_gpu(*names):
 
 def mosaic_stages(B, NH, S, DHQK, DHHV, config=None, **options):
     """Of a call in bfloat16: the stages that run on Mosaic GPU."""
-    shapes = jax.eval_shape(lambda: random_inputs(0, B, NH, 1, DHQK, DHHV, dtype="bfloat16"))
-    inputs = shapes | {
-        name: jax.ShapeDtypeStruct((B, NH, S, *shapes[name].shape[3:]), shapes[name].dtype)
-        for name in "qkvif"
-    }
-    spec = spec_of(inputs, config, backend="mosaic_gpu", **options)
-    return {*spec.stages_in("mosaic_gpu")} & {*spec.stages}
+    inputs = bfloat16_shapes(B, NH, S, DHQK, DHHV)
+    return stages_on_mosaic_gpu(spec_of(inputs, config, backend="mosaic_gpu", **options))
 
 
 def recurrences_on_a_gpu():
@@ -93,12 +91,13 @@ def vector_states_on_a_gpu():
     """Of more heads than the second and the third axis of a grid of CUDA have CTAs; in splits."""
     for heads, NC, backward in ((HEADS + 2, 3, False), (4, 1024, False), (4, 1024, True)):
         problem = make_problem((1, heads, 64 * NC, 128), 128, 64, pad_heads=False)
-        call = StageCall(problem, StageConfig(), None, Lowering.MOSAIC_GPU)
+        call = launch_of("vector_states", problem, "bfloat16", Lowering.MOSAIC_GPU)
+        assert (call.tiles.num_splits > 1) == (NC == 1024)
         run = functools.partial(dispatch.run, "vector_states", call=call)
         test_gates.check_vector_states(run, heads, NC, 128, backward)
 
 
-def tuned_config_on_a_gpu(S, *heads):
+def plan_on_a_gpu(S, *heads):
     """Outputs and all eight gradients against float64, with the bounds and the shapes of
     test_gpu.py; equal bits when computed again."""
     shape = 1, 2, S, *heads
@@ -201,8 +200,8 @@ GPU_CHECKS = [
     *SMOKE,
     *((cases_on_a_gpu, *OTHERS[part::5]) for part in range(5)),
     # Half of them with a part of a chunk.
-    *((tuned_config_on_a_gpu, 2040, *heads) for heads in ((256, 512), (128, 256), (64, 128))),
-    *((tuned_config_on_a_gpu, 2048, *heads) for heads in ((256, 256), (128, 128), (512, 512))),
+    *((plan_on_a_gpu, 2040, *heads) for heads in ((256, 512), (128, 256), (64, 128))),
+    *((plan_on_a_gpu, 2048, *heads) for heads in ((256, 256), (128, 128), (512, 512))),
     (vector_states_on_a_gpu,),
     *((many_chunks_on_a_gpu, *heads) for heads in ((64, 128), (128, 256))),
     (neighbours_on_a_gpu,),

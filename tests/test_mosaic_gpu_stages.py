@@ -16,26 +16,24 @@ from mosaic_gpu_cases import (
 )
 from oracle import assert_same_bits, error, tolerance
 from test_gradients import slow as slow_row
-from test_stages import case
+from test_stages import case, launch_of
 
-from mlstm_pallas import StageConfig, dispatch, gate_gradients, gates
+from mlstm_pallas import KernelConfig, dispatch, gate_gradients, gates
 from mlstm_pallas.backward import before_tiles, with_delta
 from mlstm_pallas.call_spec import CallSpec
-from mlstm_pallas.config import heuristic_config
 from mlstm_pallas.gate_gradients import TilePairs
 from mlstm_pallas.gates import CARRIED, GOES_ON, PASSES
-from mlstm_pallas.mosaic_gpu import vector_states
+from mlstm_pallas.gpu import HOPPER
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import InputGate, Problem, make_problem
-from mlstm_pallas.stage import Lowering, StageCall
+from mlstm_pallas.stage import Lowering
 
 pytestmark = [pytest.mark.usefixtures("no_race"), needs_mosaic_gpu]
 ON = dict(lowering=Lowering.MOSAIC_GPU_INTERPRET)
-NO_TILES = StageConfig()
 
 
-def call_of(problem, tiles=NO_TILES):
-    return StageCall(problem, tiles, None, **ON)
+def call_of(name, problem, **tiles):
+    return launch_of(name, problem, "bfloat16", tiles=tiles, **ON)
 
 
 @pytest.fixture
@@ -48,8 +46,9 @@ def fw_H(LQ, DHHV, num_stages):
     return "parallel_fw_H", dict(siz_b_LQ=LQ, siz_b_DHHV=DHHV, num_stages=num_stages)
 
 
-def fw_C(rows, **tiles):
-    return "recurrent_fw_C", dict(siz_b_DHQK=rows, num_stages=2, **tiles)
+def fw_C(rows, columns, num_splits=1):
+    sizes = dict(state_rows=rows, state_columns=columns, num_splits=num_splits)
+    return "recurrent_fw_C", dict(num_stages=2, **sizes)
 
 
 DP, DQKV = ("parallel_bw_dP", dict(num_stages=3)), ("parallel_bw_dQKV", dict(num_stages=4))
@@ -66,10 +65,10 @@ DP, DQKV = ("parallel_bw_dP", dict(num_stages=3)), ("parallel_bw_dQKV", dict(num
         (fw_H(128, 128, 2), 256, 2, 128, 256, "BTNH", True),
         (fw_H(64, 64, 1), 64, 2, 128, 64, "BNTH", True),  # two steps through one slot
         slow_row(fw_H(64, 256, 1), 128, 2, 320, 256, "BNTH", False),
-        (fw_C(64, num_splits=2), 64, 4, 64, 64, "BTNH", True),
+        (fw_C(64, 64, num_splits=2), 64, 4, 64, 64, "BTNH", True),
         # n in two column blocks, of which one stores it: once, or each warpgroup the half.
-        (fw_C(64), 128, 2, 64, 256, "BNTH", True),
-        slow_row(fw_C(128), 128, 2, 128, 256, "BNTH", True),
+        (fw_C(64, 128), 128, 2, 64, 256, "BNTH", True),
+        slow_row(fw_C(128, 128), 128, 2, 128, 256, "BNTH", True),
         # A CTA makes all gradients of a chunk, in the first four, and gets no tiles. More items,
         # or chunks, than CTAs, which have not all as many.
         (DQKV, 128, 1, 128, 128, "BTNH", True),
@@ -81,14 +80,13 @@ DP, DQKV = ("parallel_bw_dP", dict(num_stages=3)), ("parallel_bw_dQKV", dict(num
     ],
     ids=str,
 )
-@mock.patch("mlstm_pallas.mosaic_gpu.recurrence.ENOUGH_CTAS", 1)
 def test_the_kernel_agrees_with_the_plain_form(stage, L, chunks, DHQK, DHHV, layout, normalised):
     heads = (1, 3) if stage is DQKV else (1, 2)
     options = dict(heads=heads, f_shift=6.0, normalised=normalised, layout=layout)
     x = case("bfloat16", L, chunks * L, DHQK=DHQK, DHHV=DHHV, **options)
     name, tiles = stage
     tiles_inside = stage is DQKV and DHQK in (64, 128)
-    x.check(name, StageConfig(**tiles), tiles_inside=tiles_inside, **ON)
+    x.check(name, tiles, tiles_inside=tiles_inside, **ON)
 
 
 def with_floors_of_one():
@@ -108,7 +106,7 @@ CHUNK = Problem(1, 1, 128, 64, 128, 128, 0.125)
 
 def test_an_inf_in_h_reaches_no_tile_where_the_floor_is_larger():
     x, gates, z, hs = with_floors_of_one()
-    call = call_of(CHUNK, StageConfig(num_stages=2))
+    call = call_of("parallel_bw_dP", CHUNK, num_stages=2)
     operands = [x[name] for name in ("matQ", "matK", "matV", "matDeltaH")]
     stage = functools.partial(dispatch.run, "parallel_bw_dP", normaliser=Normaliser(), call=call)
     run = jax.jit(lambda h: stage(*operands, gates, h, z))
@@ -121,10 +119,8 @@ def test_an_inf_in_h_reaches_no_other_delta_and_no_dn_where_the_floor_is_larger(
     """Where recurrent_bw_dC computes delta."""
     x, gates, z, hs = with_floors_of_one()
     q, dh = x["matQ"], x["matDeltaH"]
-    config = heuristic_config(64, jnp.dtype("bfloat16")).replace(chunk_size=128)
-    spec = CallSpec(CHUNK, config, jnp.dtype("bfloat16"), Normaliser(), backend="mosaic_gpu")
-    calls = (StageConfig(siz_b_DHQK=64, num_stages=2), StageConfig(num_stages=4))
-    calls = [call_of(CHUNK, tiles) for tiles in calls]
+    spec = CallSpec(CHUNK, KernelConfig(), jnp.dtype("bfloat16"), Normaliser(), HOPPER)
+    calls = call_of("recurrent_bw_dC", CHUNK, num_stages=2), call_of("step_sums", CHUNK)
 
     @jax.jit
     def run(h):
@@ -166,7 +162,7 @@ def test_step_gradients_against_float64(BNH, S, L, share, has_dm):
     carried, goes_on, passes = (draw.random((BNH, S)) < p for p in (share, 0.999, 0.95))
     goes_on &= carried
     flags = (CARRIED * carried + GOES_ON * goes_on + PASSES * passes).astype("int32")
-    call = call_of(Problem(1, BNH, S, 64, 64, L, 1.0))
+    call = call_of("step_gradients", Problem(1, BNH, S, 64, 64, L, 1.0))
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(form, pairs, q_inter, k_inter, f, dm, through):
@@ -196,7 +192,7 @@ def test_step_sums_against_float64(shape, L, layout, dtype):
     x = draw.normal(size=shape).astype(jnp.dtype(dtype))
     weights = draw.normal(size=(p.BNH, S)).astype("float32")
     given = np.swapaxes(x, 1, 2) if layout == "BTNH" else x.reshape(p.BNH, S, D)
-    result = jax.jit(functools.partial(step_sums, call=call_of(p)))(given, weights)
+    result = jax.jit(functools.partial(step_sums, call=call_of("step_sums", p)))(given, weights)
     tiles = p.BNH, p.NC, L
     terms = x.astype("float64").reshape(*tiles, D) * weights.reshape(*tiles, 1)
     assert result.dtype == jnp.float32
@@ -216,10 +212,9 @@ def test_a_tile_beyond_the_whole_groups_of_an_array_is_copied_group_by_group():
 
 # Less than a group of chunks, one, and four splits of one with nine chunks more.
 @pytest.mark.parametrize(("NC", "backward"), [(5, False), (16, True), (100, False), (100, True)])
-def test_vector_states(NC, backward, monkeypatch):
-    monkeypatch.setattr(vector_states, "MIN_SPLIT_CHUNKS", 16)
-    assert vector_states._splits(2, NC, 128) == (4 if NC == 100 else 1)
-    call = call_of(make_problem((1, 2, 64 * NC, 128), 128, 64, pad_heads=False))
+def test_vector_states(NC, backward):
+    problem = make_problem((1, 2, 64 * NC, 128), 128, 64, pad_heads=False)
+    call = call_of("vector_states", problem, num_splits=4 if NC == 100 else 1)
     run = functools.partial(dispatch.run, "vector_states", call=call)
     test_gates.check_vector_states(run, 2, NC, 128, backward)
 
@@ -269,7 +264,7 @@ def test_the_stabiliser_scan_of_many_chunks():
     a[:, ::3], g[:, ::89] = -np.inf, -np.inf
     m = initial = draw.normal(size=heads).astype("float32")
     padded = (np.pad(y, [(0, 0), (0, -NC % 1024)], constant_values=np.nan) for y in (g, a))
-    call = call_of(Problem(1, heads, 64 * NC, 64, 64, 64, 1.0))
+    call = call_of("chunk_gates", Problem(1, heads, 64 * NC, 64, 64, 64, 1.0))
     result = np.asarray(jax.jit(functools.partial(stabiliser_scan, call=call))(*padded, initial))
     # Sums of up to 89 numbers in float32, in a tree over all.
     bound = 2 * NC.bit_length() * 2.0**-24 * 89 * np.abs(g[np.isfinite(g)]).max()

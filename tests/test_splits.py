@@ -10,24 +10,25 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from oracle import array, assert_close, tolerance
 
-from mlstm_pallas import StageConfig, dispatch
+from mlstm_pallas import KernelConfig, dispatch, planning
+from mlstm_pallas.gpu import HOPPER, UNKNOWN
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Lowering, StageCall
-from mlstm_pallas.triton.recurrence import MAX_SPLITS, splits_of
+from mlstm_pallas.stage import Lowering
 
 HEADS, S, L, DHQK, DHHV = 2, 128, 16, 32, 64
 NC = S // L
 PROBLEM = Problem(1, HEADS, S, DHQK, DHHV, L, 1.0)
 split_products = functools.partial(dispatch.run, "split_products")
 INTERPRETED, PLAIN = Lowering.INTERPRET, Lowering.XLA
+TILES = dict(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=32)
+CONFIG = KernelConfig(triton_split_products=TILES)
 
 
-def call_of(lowering):
-    tiles = StageConfig(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=32)
-    return StageCall(PROBLEM, tiles, lax.Precision.HIGHEST, lowering)
+def call_of(name, lowering, **options):
+    asked = planning.Options(jnp.dtype("bfloat16"), lowering, CONFIG)
+    return planning.launch(name, PROBLEM, asked, UNKNOWN, lowering, **options)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -43,13 +44,14 @@ def test_split_products(backward):
     ]
     expected = np.einsum("npsk,npsv->npkv", *split)
     for lowering in (INTERPRETED, PLAIN):
-        options = dict(num_splits=num_splits, backward=backward, call=call_of(lowering))
+        call = call_of("split_products", lowering, num_splits=num_splits)
+        options = dict(num_splits=num_splits, backward=backward, call=call)
         result = jax.jit(functools.partial(split_products, **options))(a, b, r)
         assert result.dtype == jnp.float32
         assert_close(
             result, expected[:, 1:] if backward else expected[:, :-1], tolerance(dtype, S), lowering
         )
-    every = split_products(a, b, r, num_splits, all_splits=True, call=call_of(PLAIN))
+    every = split_products(a, b, r, num_splits, all_splits=True, call=planning.plain(PROBLEM))
     assert_close(every, expected, tolerance(dtype, S))
 
 
@@ -59,7 +61,7 @@ def test_states_of_a_later_shard_are_added_where_they_have_not_decayed(lowering)
     X = array(draw.normal(size=(HEADS, NC, DHQK, 2 * DHHV)), "bfloat16")
     added = draw.normal(size=(HEADS, DHQK, 2 * DHHV)).astype("float32")
     decays = np.maximum(draw.normal(size=(HEADS, NC)), 0).astype("float32")
-    run = functools.partial(dispatch.run, "add_decayed", call=call_of(lowering))
+    run = functools.partial(dispatch.run, "add_decayed", call=call_of("add_decayed", lowering))
     assert ("pallas_call" in str(jax.make_jaxpr(run)(X, added, decays))) == (lowering is not PLAIN)
     result = np.asarray(jax.jit(run)(X, added, decays).astype("float32"))
     start = np.asarray(X.astype("float32"))
@@ -69,14 +71,16 @@ def test_states_of_a_later_shard_are_added_where_they_have_not_decayed(lowering)
 
 
 def test_a_number_of_splits_is_cut_to_what_divides_the_chunks():
-    for chunks, num_splits, expected in ((2, 4, 2), (63, 4, 1), (12, 8, 4), (64, 64, MAX_SPLITS)):
+    tiles = dispatch.kernel("recurrent_fw_C", "triton").tiles(64, 64, 64, 4, 3, num_splits=8)
+    for chunks, expected in ((2, 2), (63, 1), (12, 4), (64, 8)):
         problem = Problem(1, 8, 128 * chunks, 256, 512, 128, 1.0)
-        assert splits_of(StageConfig(num_splits=num_splits), problem) == expected, chunks
+        assert tiles.clamped(problem).num_splits == expected, chunks
 
 
 def test_fewer_ctas_have_no_fewer_splits():
+    plan = functools.partial(dispatch.kernel("recurrent_fw_C", "triton").plan, gpu=HOPPER)
     splits = [
-        splits_of(StageConfig(siz_b_DHHV=128), Problem(1, heads, 8192, 256, 512, 128, 1.0))
+        plan(Problem(1, heads, 8192, 256, 512, 128, 1.0), jnp.dtype("bfloat16")).num_splits
         for heads in (512, 64, 16, 8, 4, 1)
     ]
     assert splits == sorted(splits)

@@ -8,26 +8,26 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import lax
 from oracle import array, assert_close, random_inputs, tolerance
 
-from mlstm_pallas import dispatch
+from mlstm_pallas import KernelConfig, dispatch, planning
 from mlstm_pallas.gate_gradients import TilePairs
+from mlstm_pallas.gpu import UNKNOWN
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import MAX_TILE, InputGate, Problem
-from mlstm_pallas.stage import Lowering, StageCall, StageConfig, Weighted
+from mlstm_pallas.stage import Lowering, Weighted
 from mlstm_pallas.stages import STAGES
-from mlstm_pallas.triton.recurrence import splits_of
 
 HEADS, DHQK, DHHV = 2, 32, 64
-TILES_OF_64 = StageConfig(num_splits=1)
 
 
-def call_of(name, problem, dtype, lowering, tiles):
-    precision = lax.Precision.HIGHEST if dtype == jnp.float32 or lowering is Lowering.XLA else None
-    kernel = dispatch.kernel(name, lowering.folder)
-    tiles = kernel.clamp(tiles, problem) if kernel else tiles
-    return StageCall(problem, tiles, precision, lowering)
+def launch_of(name, problem, dtype, lowering, tiles=None, **options):
+    """How a function runs in this lowering; tiles: fields that differ from the plan."""
+    config = KernelConfig(**{f"{lowering.folder}_{name}": tiles} if tiles else {})
+    asked = planning.Options(jnp.dtype(dtype), lowering, config)
+    call = planning.launch(name, problem, asked, UNKNOWN, lowering, **options)
+    assert call.lowering is lowering, (name, call)
+    return call
 
 
 class Case:
@@ -88,14 +88,14 @@ class Case:
             inputs = {name: outputs} | outputs._asdict() | inputs
         return inputs
 
-    def run(self, name, inputs, lowering, tiles=TILES_OF_64, **options):
+    def run(self, name, inputs, lowering, tiles=None, **options):
         stage = STAGES[name]
         module = importlib.import_module(f"mlstm_pallas.stages.{name}")
         parameters = inspect.signature(getattr(module, name)).parameters
         options = {key: x for key, x in self.options.items() if key in parameters} | options
         if name == "recurrent_bw_dC":
             options["matH"] = inputs["matH"]
-        call = call_of(name, self.problem, self.dtype, lowering, tiles)
+        call = launch_of(name, self.problem, self.dtype, lowering, tiles)
         run = functools.partial(dispatch.run, name, **options, call=call)
         return jax.jit(run)(*(inputs.get(key) for key in stage.inputs))
 
@@ -115,7 +115,7 @@ class Case:
     def check(
         self,
         name,
-        tiles=TILES_OF_64,
+        tiles=None,
         lowering=Lowering.INTERPRET,
         tiles_inside=False,
         **options,
@@ -126,6 +126,7 @@ class Case:
         and scalars are sums in float32 of what was not rounded.
 
         Args:
+          tiles: fields that differ from the plan.
           tiles_inside: whether parallel_bw_dQKV gets no P and dP and returns the sums of W.
 
         Returns:
@@ -206,7 +207,7 @@ def below_the_diagonal(pairs):
 def tile_pairs(x, outputs, T):
     """The sums for tiles of T steps, from W_ts = (scale dP_ts) q_t . k_s."""
     p, n, tiles = x.problem, x.problem.L // T, (x.problem.BNH, x.problem.NC)
-    chunks = StageCall(p, TILES_OF_64, None, Lowering.XLA).chunks
+    chunks = planning.plain(p).chunks
     q, k = (
         np.asarray(chunks(x.inputs[name]).astype("float32"), "float64") for name in ("matQ", "matK")
     )
@@ -229,13 +230,16 @@ SIZES = {
     "LKV": "siz_b_LKV",
     "K": "siz_b_DHQK",
     "V": "siz_b_DHHV",
-    "loop": "siz_b_loop",
-    "keep_q": "keep_q",
+    "k": "block_k",
+    "rows": "state_rows",
 }
 # stage: chunk size, tiles
 TILES = {
     "chunk_gates": [(64, dict(LQ=16))],
-    "recurrent_fw_C": [(16, dict(LKV=16, K=16, V=16)), (64, dict(LKV=32, K=64, V=64))],
+    "recurrent_fw_C": [
+        (16, dict(LKV=16, K=16, V=16, num_splits=1)),
+        (64, dict(LKV=32, K=64, V=64)),
+    ],
     "parallel_fw_H": [
         (64, dict(LQ=16, LKV=16, K=16, V=16)),
         (64, dict(LQ=64, LKV=16, K=32, V=16)),
@@ -243,14 +247,14 @@ TILES = {
     ],
     "parallel_fw_P": [(16, dict(K=16))],
     "recurrent_fw_H": [
-        (16, dict(K=16, V=16, loop=16)),  # two launches
-        (64, dict(K=16, V=64, loop=32)),
+        (16, dict(K=16, V=16, rows=16)),  # two launches
+        (64, dict(K=16, V=64, rows=32)),
     ],
-    "parallel_bw_dP": [(16, dict(LQ=16, loop=16)), (256, dict(LQ=32, loop=16))],
+    "parallel_bw_dP": [(16, dict(LQ=16, k=16)), (256, dict(LQ=32, k=16))],
     "recurrent_bw_dC": [(64, dict(LKV=16, K=16, V=32))],
     "parallel_bw_dQKV": [
-        (64, dict(LQ=64, K=16, V=64, loop=16)),
-        (256, dict(LQ=32, K=32, V=16, loop=64)),
+        (64, dict(LQ=64, K=16, V=64, k=16)),
+        (256, dict(LQ=32, K=32, V=16, k=32)),
     ],
 }
 TILINGS = [("float32", stage, *case) for stage, cases in TILES.items() for case in cases]
@@ -259,15 +263,15 @@ TILINGS += [
     pytest.param("bfloat16", stage, 256, tiles, marks=pytest.mark.slow)
     for stage, tiles in (
         ("parallel_fw_H", dict(LQ=64, LKV=16, K=32, V=16, keep_q=True)),
-        ("parallel_bw_dP", dict(LQ=128, loop=32)),
-        ("parallel_bw_dQKV", dict(LQ=256, K=32, V=64, loop=32)),
+        ("parallel_bw_dP", dict(LQ=128, k=32)),
+        ("parallel_bw_dQKV", dict(LQ=256, K=32, V=64, k=32)),
     )
 ]
 
 
 @pytest.mark.parametrize(("dtype", "stage", "L", "tiles"), TILINGS, ids=str)
 def test_the_result_does_not_depend_on_the_tiles(dtype, stage, L, tiles):
-    tiles = StageConfig(num_splits=1, **{SIZES[key]: size for key, size in tiles.items()})
+    tiles = {SIZES.get(key, key): size for key, size in tiles.items()}
     case(dtype, L, max(64, L if L >= 128 else 2 * L)).check(stage, tiles)
 
 
@@ -282,8 +286,7 @@ def test_tiles_of_every_product_stage_are_tested():
 )
 def test_recurrences_in_splits(stage, dtype, num_splits, resets):
     x = case(dtype, 16, 128, resets=resets, f_shift=6.0)
-    tiles = StageConfig(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=32, num_splits=num_splits)
-    assert splits_of(tiles, x.problem) == num_splits
+    tiles = dict(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=32, num_splits=num_splits)
     x.check(stage, tiles)
 
 
@@ -298,7 +301,7 @@ def test_recurrent_fw_H_stores_states():
 
 def test_recurrent_fw_H_stores_no_states_of_several_launches():
     with pytest.raises(ValueError, match="stores states of up to 16 rows, expected 32"):
-        case("float32", 16, 64).check("recurrent_fw_H", StageConfig(siz_b_loop=16), store_every=1)
+        case("float32", 16, 64).check("recurrent_fw_H", dict(state_rows=16), store_every=1)
 
 
 def test_parallel_bw_dP_returns_keys_where_C_is_recomputed():
@@ -315,7 +318,7 @@ def test_parallel_bw_dQKV_reads_nothing_above_the_diagonal_blocks():
         for y in (tiles.matP, tiles.matDeltaP)
     )
     poisoned = x.inputs | dict(parallel_bw_dP=tiles._replace(matP=P, matDeltaP=dP))
-    config = StageConfig(siz_b_LQ=32, siz_b_DHQK=32, siz_b_DHHV=64, siz_b_loop=32)
+    config = dict(siz_b_LQ=32, siz_b_DHQK=32, siz_b_DHHV=64, block_k=32)
     result, expected = (
         x.run("parallel_bw_dQKV", inputs, Lowering.INTERPRET, config)
         for inputs in (poisoned, x.inputs)

@@ -61,18 +61,16 @@ sys.path.insert(0, {tests!r})
 sys.path.insert(0, {benchmarks!r})
 jax.config.update("jax_disable_most_optimizations", {quick})
 import mosaic_gpu_cases
-from mlstm_pallas import StageConfig
 
-assert not mlstm_pallas.triton.launch.HAS_TRITON
-# Which the Mosaic GPU kernel of recurrent_bw_dC does not take.
-refused = StageConfig(mosaic_gpu=StageConfig(num_stages=1))
+assert not mlstm_pallas.planning.HAS_TRITON
 fused = mosaic_gpu_cases.fused()
 cases = dict(
     fused=mosaic_gpu_cases.Case(fused),
+    # Of which parallel_bw_dQKV has no kernel.
     plain_stages=mosaic_gpu_cases.Case(
-        fused.replace(recurrent_bw_dC=refused),
-        shape=(1, 2, 256, 64, 128),
-        stages=mosaic_gpu_cases.SCAN | {{"chunk_gates"}},
+        fused,
+        shape=(1, 1, 256, 192, 128),
+        stages=mosaic_gpu_cases.ALL - {{"parallel_bw_dQKV"}},
     ),
     few_heads=mosaic_gpu_cases.Case(
         mosaic_gpu_cases.materialised(2), shape=(1, 1, 256, 64, 128)
@@ -126,7 +124,7 @@ DEFAULT = """
 from jax.sharding import AbstractDevice, AbstractMesh
 from mlstm_pallas.backend import requested_backend
 
-config = mlstm_pallas.KernelConfig(fused_min_heads=1)
+config = mlstm_pallas.KernelConfig(fused=True)
 call = jax.jit(lambda *x: mlstm_pallas.mlstm_chunkwise(*x, config=config))
 half = [jax.ShapeDtypeStruct((1, 2, 256, D), "bfloat16") for D in (64, 64, 128)]
 gates = [jax.ShapeDtypeStruct((1, 2, 256), "float32")] * 2
