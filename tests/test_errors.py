@@ -18,7 +18,7 @@ from oracle import refused
 import mlstm_pallas
 from mlstm_pallas import (
     KernelConfig,
-    StageConfig,
+    dispatch,
     mlstm_chunkwise,
     mlstm_recurrent_sequence,
     mlstm_recurrent_step,
@@ -26,7 +26,7 @@ from mlstm_pallas import (
     use_backend,
     validation,
 )
-from mlstm_pallas.stages import STAGES
+from mlstm_pallas.triton import parallel_fw_H
 from mlstm_pallas.xlstm_jax import max_triton_fwbw_v3noslice as v3noslice
 from mlstm_pallas.xlstm_jax import max_triton_fwbw_v5xlchunksize as v5xlchunksize
 from mlstm_pallas.xlstm_jax import triton_stablef
@@ -64,6 +64,14 @@ def shapes_of(function, arguments):
     return jax.eval_shape(functools.partial(function, **others), **arrays)
 
 
+def tiles(**fields):
+    return KernelConfig(fused=False, triton_parallel_fw_H=fields)
+
+
+def traced_with(config, **arrays):
+    shapes_of(mlstm_chunkwise, PLAIN | arrays | dict(backend="interpret", config=config))
+
+
 def enters(backend):
     with use_backend(backend):
         pass
@@ -98,6 +106,7 @@ class Foreign:
 
 
 TILES = "expected a power of two >= 16"
+TILED = "config.triton_parallel_fw_H"
 SWAPPED = (
     "i has shape (2, 3, 40), expected (B, S, NH) = (2, 40, 3), as q has shape (2, 40, 3, 16): "
     'axes 1 and 2 are swapped; layout="BNTH" has them so for all of q, k, v, i, f'
@@ -164,10 +173,18 @@ VALUES = {
             .lower(lowering_platforms=("cpu",))
         )
     ),
-    f"siz_b_LQ is 48, {TILES}": lambda: StageConfig(siz_b_LQ=48),
-    "num_warps is 3, expected 1, 2, 4, 8 or 16": lambda: StageConfig(num_warps=3),
-    "num_stages is 0, expected an integer from 1 to 8": lambda: StageConfig(num_stages=0),
-    "num_splits is 3, expected None or a power of two": lambda: StageConfig(num_splits=3),
+    f"{TILED}: siz_b_LQ is 48, expected a power of two from 16 to 65536": (
+        lambda: tiles(siz_b_LQ=48)
+    ),
+    f"{TILED}: num_warps is 3, expected a power of two from 1 to 16": lambda: tiles(num_warps=3),
+    f"{TILED}: num_stages is 0, expected an integer from 1 to 8": lambda: tiles(num_stages=0),
+    "config.num_splits is 3, expected None or a power of two >= 1": (
+        lambda: KernelConfig(num_splits=3)
+    ),
+    f"{TILED} is {{'keep_q': True}}, expected tiles that the kernel has for heads of 192/32 in "
+    f"chunks of 64 steps, such as {parallel_fw_H.Tiles(64, 32, 64, 32, 4, 2, False)}": (
+        lambda: traced_with(tiles(keep_q=True), **dict.fromkeys("qk", array(2, 3, 40, 192)))
+    ),
     "chunk_size is 100, expected None or a power of two >= 16": (
         lambda: KernelConfig(chunk_size=100)
     ),
@@ -230,20 +247,20 @@ TYPES = {
         mlstm_chunkwise,
         PLAIN | {"q": array(2, 3, 40, 16, dtype=jax.eval_shape(jax.random.key, 0).dtype)},
     ),
-    "keep_q is 1, expected a bool": lambda: StageConfig(keep_q=1),
+    f"{TILED}: keep_q is 1, expected a bool": lambda: tiles(keep_q=1),
+    f"{TILED}: siz_b_loop is no field of tiles, expected one of siz_b_LQ, siz_b_LKV, siz_b_DHQK, "
+    "siz_b_DHHV, block_k, state_rows, state_columns, num_warps, num_stages, num_splits, num_ctas, "
+    "keep_q, recomputes_scores": lambda: tiles(siz_b_loop=16),
+    f"{TILED} has block_k, expected some of its fields siz_b_LQ, siz_b_LKV, siz_b_DHQK, "
+    "siz_b_DHHV, num_warps, num_stages, keep_q": lambda: traced_with(tiles(block_k=16)),
     "config.precision is 'highest', expected None, a jax.lax.Precision or a "
     "jax.lax.DotAlgorithmPreset": lambda: KernelConfig(precision="highest"),
-    **{
-        f"config.fused_min_heads is {heads!r}, expected None or a number of heads": (
-            functools.partial(KernelConfig, fused_min_heads=heads)
-        )
-        for heads in ("many", -1, True)
-    },
-    f"config.parallel_fw is no stage, expected one of {', '.join(STAGES)}": (
-        lambda: KernelConfig(parallel_fw=StageConfig())
+    "config.fused is 1, expected None, True or False": lambda: KernelConfig(fused=1),
+    f"config.parallel_fw_H is no kernel, expected one of {', '.join(dispatch.kernels())}": (
+        lambda: KernelConfig(parallel_fw_H={})
     ),
-    "config.parallel_fw_H is a dict, expected a StageConfig or None": (
-        lambda: KernelConfig(parallel_fw_H=dict(siz_b_LQ=64))
+    f"{TILED} is a int, expected a Mapping or None": (
+        lambda: KernelConfig(triton_parallel_fw_H=64)
     ),
     # the documented entries of xlstm_jax
     "autocast_kernel_dtype is int8, expected one of float32, bfloat16, float16": lambda: shapes_of(
@@ -421,9 +438,8 @@ def test_numbers_and_bools_of_numpy_are_taken():
     numpys = functools.partial(mlstm_chunkwise, chunk_size=np.int64(16), **options)
     h, states = jax.eval_shape(numpys, **PLAIN)
     assert (h.shape, len(states)) == (PLAIN["v"].shape, 3)
-    tiles = (StageConfig(siz_b_LQ=number(64)) for number in (int, np.int32))
     assert KernelConfig(np.uint8(64)) == KernelConfig(64)
-    assert len({*tiles}) == 1
+    assert tiles(siz_b_LQ=np.int32(64)) == tiles(siz_b_LQ=64)
 
 
 def test_last_states_of_the_sigmoid_gate_are_taken_as_initial_ones():

@@ -206,7 +206,7 @@ def test_equal_static_arguments_are_traced_once():
     x = [np.asarray(y)[:, :, :16] for y in [*INPUTS.values()][:5]]
     fwbw.mlstm_forward.clear_cache()
     for eps, expected in ((1e-3, 1), (1e-3, 1), (1e-4, 2)):
-        config = KernelConfig(fused_min_heads=0)
+        config = KernelConfig(fused=False)
         mlstm_chunkwise(*x, eps=eps, autocast_kernel_dtype="float32", config=config)
         assert fwbw.mlstm_forward._cache_size() == expected
 

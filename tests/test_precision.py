@@ -17,7 +17,7 @@ from mlstm_pallas.problem import Problem
 SIX_PRODUCTS = DotAlgorithmPreset.BF16_BF16_F32_X6
 H200 = compile_report.DEVICES["H200"]
 
-CASES = {"materialised": dict(fused_min_heads=0), "fused": dict(fused_min_heads=1)}
+CASES = {"materialised": dict(fused=False), "fused": dict(fused=True)}
 
 
 @functools.cache
