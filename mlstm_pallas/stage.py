@@ -120,7 +120,7 @@ class Kernel(NamedTuple):
     tiles: type[Tiles]
     plan: Callable[..., Tiles | None]
     search: Mapping[str, Sequence[Any]]
-    supports: Callable[..., bool] = lambda tiles, p: True
+    supports: Callable[..., bool] = lambda tiles, p, **asked: True
 
 
 @dataclasses.dataclass(frozen=True)

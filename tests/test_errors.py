@@ -26,6 +26,8 @@ from mlstm_pallas import (
     use_backend,
     validation,
 )
+from mlstm_pallas.gpu import UNKNOWN
+from mlstm_pallas.problem import Problem
 from mlstm_pallas.triton import parallel_fw_H
 from mlstm_pallas.xlstm_jax import max_triton_fwbw_v3noslice as v3noslice
 from mlstm_pallas.xlstm_jax import max_triton_fwbw_v5xlchunksize as v5xlchunksize
@@ -62,6 +64,11 @@ def shapes_of(function, arguments):
     others = {name: x for name, x in arguments.items() if name not in traced}
     arrays = {name: arguments[name] for name in traced}
     return jax.eval_shape(functools.partial(function, **others), **arrays)
+
+
+PLANNED = parallel_fw_H.KERNEL.plan(
+    Problem(2, 3, 64, 192, 32, 64, 1.0), np.dtype("float32"), UNKNOWN
+)
 
 
 def tiles(**fields):
@@ -186,7 +193,7 @@ VALUES = {
         lambda: KernelConfig(num_splits=3)
     ),
     f"{TILED} is {{'keep_q': True}}, expected tiles that the kernel has for heads of 192/32 in "
-    f"chunks of 64 steps, such as {parallel_fw_H.Tiles(64, 32, 32, 32, 4, 2, False)}": (
+    f"chunks of 64 steps, such as {PLANNED}": (
         lambda: traced_with(tiles(keep_q=True), **dict.fromkeys("qk", array(2, 3, 40, 192)))
     ),
     "chunk_size is 100, expected None or a power of two >= 16": (

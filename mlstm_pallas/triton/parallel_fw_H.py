@@ -212,7 +212,7 @@ class Tiles(PipelinedTiles):
         return keys + LKV * self.siz_b_DHHV, LQ * p.DHQK * self.keep_q
 
 
-def _plan(p: Problem, dtype: jnp.dtype, gpu: Gpu) -> Tiles:
+def _plan(p: Problem, dtype: jnp.dtype, gpu: Gpu, **_: Any) -> Tiles:
     """As many columns as possible, up to 256, since each block of them computes the scores again.
 
     An SM has two CTAs of 64 queries, or one of 128 where the queries take half of it.
@@ -243,7 +243,7 @@ def _plan(p: Problem, dtype: jnp.dtype, gpu: Gpu) -> Tiles:
     return next(filter(fits, candidates), candidates[-1])
 
 
-def _supports(tiles: Tiles, p: Problem) -> bool:
+def _supports(tiles: Tiles, p: Problem, **_: Any) -> bool:
     return not tiles.keep_q or is_power_of_two(p.DHQK)
 
 
