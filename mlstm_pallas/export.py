@@ -11,10 +11,11 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 from mlstm_pallas.backend import requested_backend, use_backend
 from mlstm_pallas.gpu import UNKNOWN, known_gpu, target_gpu
-from mlstm_pallas.triton.launch import CUSTOM_CALL_TARGET
 from mlstm_pallas.validation import shown
 
 PLATFORMS = ("cpu", "cuda")
+# Of a Triton kernel; a constant of jax from 0.11 on, which would import that backend.
+CUSTOM_CALL_TARGET = "__gpu$xla.gpu.triton"
 
 
 def export(

@@ -83,14 +83,16 @@ def gpu_of(device: Any) -> Gpu:
     if device.platform not in ("gpu", "cuda"):
         return UNKNOWN
     known = known_gpu(kind) or dataclasses.replace(UNKNOWN, name=kind)
-    capability = getattr(device, "compute_capability", None)
-    capability = known.capability if capability is None else round(10 * float(capability))
+    given = getattr(device, "compute_capability", None)
+    capability, shared_bytes = known.capability, known.shared_bytes
+    if given is not None:
+        capability = round(10 * float(given))
+        shared_bytes = _KIB.get(capability, shared_bytes // 1024) * 1024
     return Gpu(
         kind,
         capability,
         getattr(device, "core_count", None) or known.sms,
-        getattr(device, "shared_memory_per_block_optin", None)
-        or _KIB.get(capability, known.shared_bytes // 1024) * 1024,
+        getattr(device, "shared_memory_per_block_optin", None) or shared_bytes,
     )
 
 

@@ -13,11 +13,12 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from oracle import HELPERS, cotangents_for, gradients_of_call, random_inputs, step_names
 
-from mlstm_pallas import KernelConfig, StageConfig, mlstm_recurrent_step
+from mlstm_pallas import KernelConfig, mlstm_recurrent_step
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Lowering, StageCall
+from mlstm_pallas.stage import Launch, Lowering
 from mlstm_pallas.stages import STAGES
 from mlstm_pallas.triton.launch import kernel_call
+from mlstm_pallas.triton.recurrence import AddDecayedTiles
 
 KERNELS = (*STAGES, *HELPERS)
 # Options of a call; the sigmoid gate takes no m_initial.
@@ -28,10 +29,10 @@ VARIANTS = [
     {"input_gate": "sigmoid", "normalize": False},
 ]
 FUSED = KernelConfig(
-    fused_min_heads=1, recurrent_fw_H=StageConfig(siz_b_LKV=32, siz_b_loop=64)
+    fused=True, triton_recurrent_fw_H=dict(siz_b_LKV=32, state_rows=64)
 )  # two launches at 128 rows
-SPLIT = StageConfig(num_splits=2)
-SPLITS = KernelConfig(recurrent_fw_C=SPLIT, recurrent_bw_dC=SPLIT)
+SPLIT = dict(num_splits=2)
+SPLITS = KernelConfig(triton_recurrent_fw_C=SPLIT, triton_recurrent_bw_dC=SPLIT)
 # S, DHQK, DHHV, chunk size, config; with padding of steps and of columns, one chunk and several, a
 # chunk of several tiles
 CASES = [
@@ -63,7 +64,8 @@ def run_fault():
         y_ref[...] = x_ref[pl.ds(pl.program_id(0) * 2**20, 1024)]
 
     block, shape = pl.BlockSpec((1024,), lambda i: (0,)), jax.ShapeDtypeStruct((1024,), jnp.float32)
-    call = StageCall(Problem(1, 1, 1024, 16, 16, 1024, 1.0), StageConfig(), None, Lowering.TRITON)
+    problem = Problem(1, 1, 1024, 16, 16, 1024, 1.0)
+    call = Launch(problem, AddDecayedTiles(), None, Lowering.TRITON)
     options = dict(grid=(2,), in_specs=[block], out_specs=[block], out_shape=[shape], call=call)
     jax.block_until_ready(
         kernel_call(reads_beyond, name="reads_beyond", **options)(jnp.zeros((1024,)))

@@ -29,9 +29,9 @@ from mlstm_pallas import (
     reference,
     use_backend,
 )
-from mlstm_pallas.backend import requested_backend, target_device_kind
-from mlstm_pallas.config import UNKNOWN_DEVICE
+from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
+from mlstm_pallas.gpu import UNKNOWN, known_gpu, target_gpu
 from mlstm_pallas.stages import STAGES
 
 INPUTS = random_inputs(0, 2, 2, 40, 16, 24)
@@ -145,7 +145,7 @@ def test_a_chunk_beyond_the_sequence_is_clamped():
     assert one == other
 
 
-def test_the_device_decides_on_the_config():
-    assert target_device_kind() == UNKNOWN_DEVICE or jax.devices()[0].platform == "gpu"
+def test_plans_are_for_the_device_of_the_computation():
+    assert target_gpu() is UNKNOWN
     with for_device("NVIDIA A100-SXM4-80GB"):
-        assert target_device_kind() == "NVIDIA A100-SXM4-80GB"
+        assert target_gpu() == known_gpu("NVIDIA A100-SXM4-80GB")

@@ -1,6 +1,7 @@
 """Every kernel writes all of its outputs and reads nothing of its neighbours, which are NaN here;
 repeats are bitwise equal."""
 
+import dataclasses
 import functools
 import importlib
 import pkgutil
@@ -13,30 +14,43 @@ from jax.experimental import pallas as pl
 from mosaic_gpu_cases import check_neighbours, needs_mosaic_gpu
 from oracle import HELPERS, random_inputs
 
-from mlstm_pallas import KernelConfig, StageConfig, dispatch, triton
+from mlstm_pallas import KernelConfig, dispatch, planning, triton
 from mlstm_pallas.backward import backward
 from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs
 from mlstm_pallas.forward import forward
 from mlstm_pallas.fwbw import residuals_of
+from mlstm_pallas.gpu import UNKNOWN
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER
 from mlstm_pallas.problem import MAX_TILE, Problem
-from mlstm_pallas.stage import Lowering, StageCall
+from mlstm_pallas.stage import Launch, Lowering
 from mlstm_pallas.stages import STAGES
 from mlstm_pallas.triton import launch
+from mlstm_pallas.triton.recurrence import AddDecayedTiles
 
+FLOAT32 = jnp.dtype("float32")
 HEADS, DHQK, DHHV = 3, 32, 16
 MIDDLE = 1  # of the heads, which lie one after the other in every array
 TILE = 16
-TILES = StageConfig(TILE, TILE, TILE, TILE, TILE, keep_q=False, num_splits=1)
-SPLIT = TILES.replace(num_splits=2)
+SIZES = ("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "block_k", "state_rows")
+TILES = dict.fromkeys(SIZES, TILE) | dict(keep_q=False, num_splits=1)
+
+
+def small(name, **changes):
+    """The config of a kernel with small tiles."""
+    fields = dataclasses.fields(dispatch.kernel(name, "triton").tiles)
+    tiles = {x.name: TILES[x.name] for x in fields if x.name in TILES}
+    return {f"triton_{name}": tiles | changes}
+
+
+SPLIT = small("recurrent_fw_C", num_splits=2) | small("recurrent_bw_dC", num_splits=2)
 # Options of the config and of the spec, S and L.
 CASES = {
     "materialised": ({}, {}, 64, 32),
     "materialised-long_chunks": ({}, {}, 256, 256),
-    "materialised-splits": (dict(recurrent_fw_C=SPLIT, recurrent_bw_dC=SPLIT), {}, 64, 32),
-    "fused": (dict(fused_min_heads=1), dict(recompute_states_in_bw=True), 64, 32),
+    "materialised-splits": (SPLIT, {}, 64, 32),
+    "fused": (dict(fused=True), dict(recompute_states_in_bw=True), 64, 32),
     "fused-stored": (
-        dict(fused_min_heads=1, recurrent_fw_H=TILES.replace(siz_b_loop=DHQK)),
+        dict(fused=True) | small("recurrent_fw_H", state_rows=DHQK),
         dict(recompute_states_in_bw=False),
         64,
         32,
@@ -73,9 +87,10 @@ def outputs(monkeypatch):
 def passes(lowering, case):
     """Forward and backward pass of (inputs, gradient of h), and the spec."""
     config, options, S, L = CASES[case]
-    config = KernelConfig(chunk_size=L, **dict.fromkeys(STAGES, TILES) | config)
+    tiles = {name: x for stage in STAGES for name, x in small(stage).items()}
+    config = KernelConfig(**dict(chunk_size=L, fused=False) | tiles | config)
     problem = Problem(1, HEADS, S, DHQK, DHHV, L, DHQK**-0.5)
-    spec = CallSpec(problem, config, jnp.dtype("float32"), DEFAULT_NORMALISER, **options)
+    spec = CallSpec(problem, config, FLOAT32, DEFAULT_NORMALISER, UNKNOWN, **options)
 
     def run(inputs, dh):
         x = Inputs(**inputs)
@@ -146,8 +161,8 @@ def test_kernels_write_everything_and_read_nothing_of_their_neighbours(lowering,
     x = random_inputs(0, 1, HEADS, spec.problem.S, DHQK, DHHV)
     inputs = {name: y[0] for name, y in x.items()}
     kernels = check(run, outputs, (inputs, jnp.cos(inputs["v"])), spec.problem.L)
-    assert spec.fused == case.startswith("fused")
-    assert kernels - HELPERS == {*spec.stages}
+    assert spec.plan.fused == case.startswith("fused")
+    assert kernels - HELPERS == {*spec.plan.forward, *spec.plan.backward}
     assert ("split_products" in kernels) == case.endswith("splits")
 
 
@@ -156,7 +171,9 @@ def test_a_step_writes_everything_and_reads_nothing_of_its_neighbours(lowering, 
     """With rows and columns that the tiles do not divide."""
     inputs = random_inputs(0, 1, HEADS, 1, 40, 24)
     token = [x[0] if name.endswith("initial") else x[0, :, 0] for name, x in inputs.items()]
-    call = StageCall(Problem(1, HEADS, 1, 40, 24, 1, 40**-0.5), TILES, None, lowering)
+    options = planning.Options(FLOAT32, lowering, KernelConfig(**small("recurrent_step")))
+    problem = Problem(1, HEADS, 1, 40, 24, 1, 40**-0.5)
+    call = planning.launch("recurrent_step", problem, options, UNKNOWN, lowering)
     run = functools.partial(dispatch.run, "recurrent_step", call=call)
     assert check(run, outputs, tuple(token)) == {"recurrent_step"}
 
@@ -174,7 +191,7 @@ def assert_half_is_nan(result):
 
 def test_what_is_not_written_is_nan_when_interpreted():
     block = pl.BlockSpec((32,), lambda i: (0,))
-    call = StageCall(Problem(1, 1, 32, 16, 16, 32, 1.0), TILES, None, Lowering.INTERPRET)
+    call = Launch(Problem(1, 1, 32, 16, 16, 32, 1.0), AddDecayedTiles(), None, Lowering.INTERPRET)
     options = dict(grid=(1,), in_specs=[block], out_specs=[block], out_shape=[HALF], call=call)
     (y,) = launch.kernel_call(writes_half, name="writes_half", **options)(jnp.zeros(32))
     assert_half_is_nan(y)

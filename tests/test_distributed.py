@@ -32,8 +32,9 @@ from oracle import (
     sharded,
 )
 
-from mlstm_pallas import KernelConfig, StageConfig, call_spec, distributed, mlstm_chunkwise
+from mlstm_pallas import KernelConfig, distributed, mlstm_chunkwise, planning
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
+from mlstm_pallas.gpu import UNKNOWN
 
 B, NH, S, DHQK, DHHV = 2, 2, 160, 16, 8
 # h depends on the stabilisers themselves, through this eps and this floor
@@ -169,8 +170,8 @@ def test_kernels_on_shards_that_are_no_multiple_of_the_chunk(alone):
 def test_splits_of_a_shard_take_their_products_from_its_summary(alone):
     """The fused scan, interpreted, on two devices: two splits each in the forward pass, whose
     products are computed once."""
-    scan = StageConfig(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, num_splits=2)
-    config = KernelConfig(fused_min_heads=1, recurrent_fw_H=scan)
+    scan = dict(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16)
+    config = KernelConfig(fused=True, num_splits=2, triton_recurrent_fw_H=scan)
     x = multiple_of_32("closed_shards")
     # Chunks are two of the fused scan's.
     split = over(mesh_of((2,), names="s"), config=config, **INTERPRETED | {"chunk_size": 32})
@@ -184,12 +185,21 @@ def test_splits_of_a_shard_take_their_products_from_its_summary(alone):
 def test_shards_of_few_heads_have_splits_of_their_own(alone, monkeypatch):
     """The batch is left to the compiler: four heads are enough for the fused scan, the two of a
     shard are not."""
-    monkeypatch.setattr(call_spec, "MIN_SPLIT_STEPS", 16)
-    monkeypatch.setattr(call_spec, "MIN_SPLIT_STATE", 1)
-    mesh, config = mesh_of((2, 2), names="bs"), KernelConfig(fused_min_heads=B * NH)
+    names = "MIN_SPLIT_STEPS", "MIN_SPLIT_STATE", "MIN_FUSED_STATE"
+    for name, x in dict.fromkeys(names, 1).items() | {("SCAN_SHARE", B * NH / (2 * UNKNOWN.sms))}:
+        monkeypatch.setattr(planning, name, x)
+    splits, uncached = {}, planning.plan.__wrapped__
+
+    def plan(*args):
+        result = uncached(*args)
+        splits[result.problem.BNH] = result.num_splits
+        return result
+
+    monkeypatch.setattr(planning, "plan", plan)
     x = multiple_of_32("ordinary")
-    run = results_of(over(mesh, config=config, axis_names={"s"}, **INTERPRETED))
-    check(run(*sharded(x, mesh, P("b"))), alone(*x), x)
+    run = results_of(over(mesh_of((2, 2), names="bs"), axis_names={"s"}, **INTERPRETED))
+    check(run(*sharded(x, mesh_of((2, 2), names="bs"), P("b"))), alone(*x), x)
+    assert splits == {B * NH: 1, NH: 2}
 
 
 def test_no_batch_at_all():

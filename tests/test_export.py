@@ -21,6 +21,7 @@ from oracle import (
     for_device,
     mesh_of,
     random_inputs,
+    refused,
     results_of,
     sharded,
     tolerance,
@@ -28,10 +29,13 @@ from oracle import (
 
 from mlstm_pallas import KernelConfig, fwbw, mlstm_chunkwise
 from mlstm_pallas.backend import on_backend
-from mlstm_pallas.export import export
-from mlstm_pallas.triton.launch import CUSTOM_CALL_TARGET
+from mlstm_pallas.export import CUSTOM_CALL_TARGET, export
 
 INPUTS = random_inputs(0, 2, 2, 40, 16, 8)
+A_GPU = (
+    "the device_kind of an NVIDIA GPU from compute capability 8.0, such as 'NVIDIA H200' or "
+    "'NVIDIA A100-SXM4-80GB'"
+)
 BOUND = 4 * tolerance("float32", 40 + 16)
 
 
@@ -191,22 +195,34 @@ def test_a_symbolic_dimension_is_refused_by_name(dim, backend, message):
 
 
 @pytest.mark.parametrize(
-    ("platform", "message"),
+    ("argument", "value", "expected"),
     [
-        ("gpu", "platform is 'gpu', expected one of cpu, cuda"),
-        ("cuda", "device_kind is None and this process has no GPU, expected the device_kind of"),
+        *(("platform", x, "one of cpu, cuda, or a sequence of them") for x in ("gpu", None, [3])),
+        *(("device_kind", x, f"None or {A_GPU}") for x in (3, "NVIDIA FOO")),
     ],
 )
-def test_what_cannot_be_exported_for_is_refused_by_name(platform, message):
+def test_another_platform_or_device_is_refused(argument, value, expected):
+    options = dict(platform="cuda") | {argument: value}
+    message = f"{argument} is {value!r}, expected {expected}"
+    refused(ValueError, message, export, mlstm_chunkwise, *shapes(), **options)
+
+
+def test_an_export_for_cuda_needs_a_device_kind():
+    message = "device_kind is None and this process has no GPU, expected the device_kind of"
     with pytest.raises(ValueError, match=message):
-        export(mlstm_chunkwise, *shapes(), platform=platform)
+        export(mlstm_chunkwise, *shapes(), platform="cuda")
+
+
+def test_a_device_of_this_process_is_taken():
+    kind = jax.devices()[0].device_kind
+    assert export(jnp.sin, 1.0, platform="cpu", device_kind=kind).platforms == ("cpu",)
 
 
 def test_equal_static_arguments_are_traced_once():
     x = [np.asarray(y)[:, :, :16] for y in [*INPUTS.values()][:5]]
     fwbw.mlstm_forward.clear_cache()
     for eps, expected in ((1e-3, 1), (1e-3, 1), (1e-4, 2)):
-        config = KernelConfig(fused_min_heads=0)
+        config = KernelConfig(fused=False)
         mlstm_chunkwise(*x, eps=eps, autocast_kernel_dtype="float32", config=config)
         assert fwbw.mlstm_forward._cache_size() == expected
 

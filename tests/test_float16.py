@@ -86,15 +86,15 @@ def overflowing(S, q, k, v):
     )
 
 
-@pytest.mark.parametrize("fused_min_heads", [0, 1])
-def test_what_is_beyond_the_largest_number_is_inf_or_right(fused_min_heads):
+@pytest.mark.parametrize("fused", [False, True])
+def test_what_is_beyond_the_largest_number_is_inf_or_right(fused):
     """C = 8 * 2048 t after t steps, beyond 65504 after a chunk of 16; the steps of the first chunk
     do not read it.
 
     q k may be 2^18 after the scale, of a C of at most 2^14: a kernel that rounds its scores has
     inf, one that keeps them in float32 has h.
     """
-    config = KernelConfig(chunk_size=16, fused_min_heads=fused_min_heads)
+    config = KernelConfig(chunk_size=16, fused=fused)
     run = jax.jit(functools.partial(mlstm_chunkwise, backend="interpret", config=config))
     of_states, of_scores = (
         np.asarray(run(**overflowing(64, *x)).astype("float32"))
@@ -120,16 +120,16 @@ def test_states_of_a_step_beyond_the_largest_number_are_inf():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    ("DHQK", "DHHV", "layout", "fused_min_heads"),
+    ("DHQK", "DHHV", "layout", "fused"),
     [
         *((*heads, "BNTH", None) for heads in ((64, 64), (128, 256), (256, 512))),
-        (64, 64, "BNTH", 1),
-        (128, 256, "BTNH", 0),
-        (256, 512, "BTNH", 1),
+        (64, 64, "BNTH", True),
+        (128, 256, "BTNH", False),
+        (256, 512, "BTNH", True),
     ],
 )
-def test_compiled_kernels_against_float64(DHQK, DHHV, layout, fused_min_heads):
-    config = KernelConfig(fused_min_heads=fused_min_heads)
+def test_compiled_kernels_against_float64(DHQK, DHHV, layout, fused):
+    config = KernelConfig(fused=fused)
     check((1, 2, 250, DHQK, DHHV), layout=layout, backend="triton", config=config)
 
 

@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 from oracle import compare, error, oracle, random_inputs, tolerance
 
-from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, reference
+from mlstm_pallas import KernelConfig, mlstm_chunkwise, reference
 from mlstm_pallas.fwbw import _mlstm_chunkwise_fwbw_generator
 
 S, L, DHQK, DHHV = 64, 16, 16, 24
 INPUTS = random_inputs(0, 1, 2, S, DHQK, DHHV)
-SCAN = KernelConfig(fused_min_heads=1, recurrent_fw_H=StageConfig(siz_b_LKV=16))
+SCAN = KernelConfig(fused=True, triton_recurrent_fw_H=dict(siz_b_LKV=16))
 
 
 # ---------------- what is held, what has no derivative
@@ -32,9 +32,7 @@ HELD = {
 
 
 @pytest.mark.parametrize("case", HELD)
-@pytest.mark.parametrize(
-    "config", [KernelConfig(fused_min_heads=0), SCAN], ids=["materialised", "fused"]
-)
+@pytest.mark.parametrize("config", [KernelConfig(fused=False), SCAN], ids=["materialised", "fused"])
 def test_the_forward_pass_holds_what_the_backward_pass_reads(config, case):
     """Beside the inputs: h and z for the normaliser, the states of the chunks where they are not
     recomputed."""

@@ -9,9 +9,10 @@ import numpy as np
 import pytest
 from oracle import assert_close, random_inputs, tolerance
 
-from mlstm_pallas import dispatch, gates
+from mlstm_pallas import KernelConfig, dispatch, gates, planning
+from mlstm_pallas.gpu import HOPPER
 from mlstm_pallas.problem import InputGate, Problem
-from mlstm_pallas.stage import Lowering, StageCall, StageConfig
+from mlstm_pallas.stage import Lowering
 
 chunk_gates = functools.partial(dispatch.run, "chunk_gates")
 
@@ -55,17 +56,17 @@ def by_definition(i, f, m_initial, starts, L, input_gate):
     return m_t, w, D, np.asarray(boundaries), gamma, abar
 
 
-FORMS = {"plain": (Lowering.XLA, 16), "kernel-LQ16": (Lowering.INTERPRET, 16)}
-MOSAIC_GPU = {"mosaic_gpu": (Lowering.MOSAIC_GPU_INTERPRET, 64)}  # of test_mosaic_gpu_stages.py
+FORMS = {"plain": Lowering.XLA, "kernel": Lowering.INTERPRET}
+MOSAIC_GPU = {"mosaic_gpu": Lowering.MOSAIC_GPU_INTERPRET}  # of test_mosaic_gpu_stages.py
 
 
 @functools.partial(jax.jit, static_argnames=("L", "form", "input_gate"))
 def gates_of(i, f, m_initial, starts, states=None, lengths=None, *, L, form, input_gate):
     """chunk_gates of (heads, S)."""
-    lowering, LQ = (FORMS | MOSAIC_GPU)[form]
-    problem = Problem(1, *i.shape, 64, 64, L, 1.0)
-    tiles = StageConfig(siz_b_LQ=LQ, num_warps=1, num_stages=1).clamped(problem)
-    call = StageCall(problem, tiles, None, lowering)
+    lowering, problem = (FORMS | MOSAIC_GPU)[form], Problem(1, *i.shape, 64, 64, L, 1.0)
+    options = planning.Options(jnp.dtype("bfloat16"), lowering, KernelConfig())
+    call = planning.launch("chunk_gates", problem, options, HOPPER, lowering)
+    assert call.lowering is lowering
     return chunk_gates(i, f, m_initial, starts, input_gate, states, lengths, call=call)
 
 
@@ -86,7 +87,7 @@ LENGTHS = np.array([41, 128], "int32")
 
 
 @pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("form", "L"), [("plain", 16), ("kernel-LQ16", 64)])
+@pytest.mark.parametrize(("form", "L"), [("plain", 16), ("kernel", 64)])
 def test_gates_are_those_of_the_recurrence(form, case, L):
     check_gates(form, case, L, packed=True, lengths=LENGTHS if case == "plain" else None)
 

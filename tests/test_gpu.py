@@ -26,7 +26,6 @@ from test_sequence_lengths import check as check_lengths
 
 from mlstm_pallas import (
     KernelConfig,
-    StageConfig,
     mlstm_chunkwise,
     mlstm_recurrent_sequence,
     mlstm_recurrent_step,
@@ -104,15 +103,19 @@ def check_gradients(dtype, *shape, **options):
     assert_below(gradients, BACKWARD[dtype])
 
 
-IN_SPLITS = dict.fromkeys(
-    ("recurrent_fw_H", "recurrent_fw_C", "recurrent_bw_dC"), StageConfig(siz_b_LKV=32, num_splits=4)
-)
+PARTS = dict(siz_b_LKV=32, num_splits=4)
 ALGORITHMS = {
     "default": None,
-    "materialised64": KernelConfig(chunk_size=64, fused_min_heads=0),
-    "materialised256": KernelConfig(chunk_size=256, fused_min_heads=0),
-    "fused": KernelConfig(fused_min_heads=1),
-    "splits": KernelConfig(fused_min_heads=1, **IN_SPLITS),
+    "materialised64": KernelConfig(chunk_size=64, fused=False),
+    "materialised256": KernelConfig(chunk_size=256, fused=False),
+    "fused": KernelConfig(fused=True),
+    "splits": KernelConfig(
+        fused=True,
+        num_splits=4,
+        triton_recurrent_fw_H=dict(siz_b_LKV=32),
+        triton_recurrent_fw_C=PARTS,
+        triton_recurrent_bw_dC=PARTS,
+    ),
 }
 
 
@@ -151,13 +154,8 @@ def test_gradients_algorithms(dtype, DHQK, DHHV, algorithm):
     ],
 )
 def test_gradients_with_states_that_the_fused_scan_stored(dtype, DHQK, DHHV, num_splits):
-    scan = StageConfig(
-        siz_b_LKV=32,
-        siz_b_loop=256,
-        num_stages=3 if dtype == "bfloat16" else 2,
-        num_splits=num_splits,
-    )
-    config = KernelConfig(fused_min_heads=1, recurrent_fw_H=scan)
+    scan = dict(siz_b_LKV=32, state_rows=256, num_stages=3 if dtype == "bfloat16" else 2)
+    config = KernelConfig(fused=True, num_splits=num_splits, triton_recurrent_fw_H=scan)
     check_gradients(dtype, 1, 2, 2048, DHQK, DHHV, config=config, recompute_states_in_bw=False)
 
 
@@ -258,9 +256,9 @@ def test_three_products_do_not_have_them():
 # ---------------- lengths and packed prompts
 
 
-@pytest.mark.parametrize("fused_min_heads", [0, 1])
-def test_lengths_and_states_of_packed_prompts(fused_min_heads):
-    options = dict(backend="triton", config=KernelConfig(fused_min_heads=fused_min_heads))
+@pytest.mark.parametrize("fused", [False, True])
+def test_lengths_and_states_of_packed_prompts(fused):
+    options = dict(backend="triton", config=KernelConfig(fused=fused))
     inputs = random_inputs(6, 3, 2, 1000, 128, 256, dtype="bfloat16")
     bounds = FORWARD["bfloat16"], BACKWARD["bfloat16"]
     check_lengths(inputs, np.array([0, 700, 1000]), bounds, **options)

@@ -15,7 +15,7 @@ from oracle import (
     tolerance,
 )
 
-from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise
+from mlstm_pallas import KernelConfig, mlstm_chunkwise
 
 BOUND = {"float32": 1e-4, "bfloat16": 2e-2}  # what the README promises
 
@@ -55,19 +55,24 @@ def check(
 
 def tiles(scores, gradients):
     """With so many rows in a tile of parallel_bw_dP and in one of parallel_bw_dQKV."""
-    of_gradients = StageConfig(siz_b_LQ=gradients, siz_b_DHQK=16, siz_b_DHHV=16, siz_b_loop=16)
+    of_gradients = dict(siz_b_LQ=gradients, siz_b_DHQK=16, siz_b_DHHV=16, block_k=16)
     return KernelConfig(
-        parallel_bw_dP=StageConfig(siz_b_LQ=scores, siz_b_loop=16), parallel_bw_dQKV=of_gradients
+        triton_parallel_bw_dP=dict(siz_b_LQ=scores, block_k=16),
+        triton_parallel_bw_dQKV=of_gradients,
     )
 
 
-def splits(num_splits, fused_min_heads=1):
+def splits(num_splits, fused=True):
     """All recurrences in so many splits where they are whole chunks."""
-    parts = StageConfig(
-        siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, siz_b_loop=32, num_splits=num_splits
+    tiles = dict(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16)
+    parts = tiles | dict(num_splits=num_splits)
+    return KernelConfig(
+        fused=fused,
+        num_splits=num_splits,
+        triton_recurrent_fw_H=tiles | dict(state_rows=32),
+        triton_recurrent_fw_C=parts,
+        triton_recurrent_bw_dC=parts,
     )
-    stages = dict(recurrent_fw_H=parts, recurrent_fw_C=parts, recurrent_bw_dC=parts)
-    return KernelConfig(fused_min_heads=fused_min_heads, **stages)
 
 
 def interpreted(config, **options):
@@ -75,10 +80,10 @@ def interpreted(config, **options):
 
 
 def fused(**scan):
-    return KernelConfig(fused_min_heads=1, recurrent_fw_H=StageConfig(**scan))
+    return KernelConfig(fused=True, triton_recurrent_fw_H=scan)
 
 
-MATERIALISED, BTNH = KernelConfig(fused_min_heads=0), dict(layout="BTNH")
+MATERIALISED, BTNH = KernelConfig(fused=False), dict(layout="BTNH")
 STORED = dict(recompute_states_in_bw=False)
 ALGORITHMS = {
     "xla": {"backend": "xla", **BTNH},
@@ -90,9 +95,9 @@ ALGORITHMS = {
     "tiles128": interpreted(tiles(128, 128)),
     "fused": interpreted(fused(siz_b_LKV=32)),
     "fused_stored": interpreted(splits(1), **STORED),
-    "fused_two_launches": interpreted(fused(siz_b_DHQK=16, siz_b_loop=16), **BTNH),
+    "fused_two_launches": interpreted(fused(siz_b_DHQK=16, state_rows=16), **BTNH),
     "splits": interpreted(splits(4), **BTNH),
-    "splits_materialised": interpreted(splits(2, fused_min_heads=0), **BTNH),
+    "splits_materialised": interpreted(splits(2, fused=False), **BTNH),
     "splits_stored": interpreted(splits(2), **STORED),
 }
 

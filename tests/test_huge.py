@@ -23,8 +23,8 @@ def test_outputs_and_gradients_of_an_empty_batch_are_empty(backend, B, NH):
     assert {name: x.shape for name, x in gradients.items()} == jax.tree.map(jnp.shape, inputs)
 
 
-FUSED = KernelConfig(fused_min_heads=1)
-MATERIALISED = KernelConfig(fused_min_heads=0)
+FUSED = KernelConfig(fused=True)
+MATERIALISED = KernelConfig(fused=False)
 # Shapes (B, NH, S, DHQK, DHHV), dtype, and options of mlstm_chunkwise; what is larger than 32 bits
 # can number, or a grid's limits.
 HUGE = {

@@ -13,7 +13,7 @@ from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
 from oracle import for_device
 
-from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise
+from mlstm_pallas import KernelConfig, mlstm_chunkwise
 
 PLUGINS = ("jax_plugins.xla_cuda13", "jax_plugins.xla_cuda12")
 without_a_gpu = pytest.mark.skipif(
@@ -24,10 +24,14 @@ without_a_gpu = pytest.mark.skipif(
 MOVES = re.compile(r"^\s*(?:ROOT )?%?\S+ = (.*?) (transpose|copy|copy-start|pad|slice)\(")
 SHAPE = re.compile(r"\w+\[([\d,]+)\]")
 
-MATERIALISED, FUSED = KernelConfig(fused_min_heads=0), KernelConfig(fused_min_heads=1)
-SPLITS = StageConfig(siz_b_LKV=32, num_splits=2)
+MATERIALISED, FUSED = KernelConfig(fused=False), KernelConfig(fused=True)
+SPLITS = dict(siz_b_LKV=32, num_splits=2)
 IN_SPLITS = KernelConfig(
-    fused_min_heads=1, recurrent_fw_H=SPLITS, recurrent_fw_C=SPLITS, recurrent_bw_dC=SPLITS
+    fused=True,
+    num_splits=2,
+    triton_recurrent_fw_H=dict(siz_b_LKV=32),
+    triton_recurrent_fw_C=SPLITS,
+    triton_recurrent_bw_dC=SPLITS,
 )
 WHOLE, PADDED = (2, 4, 256, 64, 128), (2, 4, 250, 80, 96)  # B, NH, S, DHQK, DHHV
 ODD = (2, 4, 509, 64, 128)

@@ -11,7 +11,6 @@ from oracle import loss_of, random_inputs, step_names
 
 from mlstm_pallas import (
     KernelConfig,
-    StageConfig,
     mlstm_chunkwise,
     mlstm_recurrent_step,
     reference,
@@ -22,8 +21,8 @@ B, NH, S, L = 2, 2, 64, 32
 BATCH, HEAD, COLUMN = 1, 0, 3
 STEP = 37  # inside the second chunk, inside a tile
 TILES = KernelConfig(
-    chunk_gates=StageConfig(siz_b_LQ=16),
-    parallel_fw_H=StageConfig(
+    triton_chunk_gates=dict(siz_b_LQ=16),
+    triton_parallel_fw_H=dict(
         siz_b_LQ=16, siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16, keep_q=False
     ),
 )

@@ -83,7 +83,7 @@ def check_prompts(prompts, DHQK, DHHV, *, dtype="float32", layout="BNTH", backen
     compare("hcnm", result, (expected, *of_prompts), bound)
 
 
-SCAN = dict(config=KernelConfig(fused_min_heads=1))
+SCAN = dict(config=KernelConfig(fused=True))
 
 
 @pytest.mark.parametrize(

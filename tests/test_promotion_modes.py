@@ -11,7 +11,6 @@ from oracle import mesh_of
 
 from mlstm_pallas import (
     KernelConfig,
-    StageConfig,
     mlstm_chunkwise,
     mlstm_recurrent_sequence,
     mlstm_recurrent_step,
@@ -26,14 +25,19 @@ GATES = {
     "unnormalised": dict(input_gate="sigmoid", normalize=False),
     "unstabilised": dict(stabilize_correctly=False, norm_val=2.0),
 }
-SPLITS = StageConfig(siz_b_LKV=16, siz_b_loop=32, num_splits=2)
-FUSED = KernelConfig(fused_min_heads=1)
+SPLITS = dict(siz_b_LKV=16, num_splits=2)
+FUSED = KernelConfig(fused=True)
 ALGORITHMS = {
-    "materialised": dict(config=KernelConfig(fused_min_heads=0)),
+    "materialised": dict(config=KernelConfig(fused=False)),
     "fused": dict(config=FUSED),
     "stored": dict(config=FUSED, recompute_states_in_bw=False),
     "splits": dict(
-        config=FUSED.replace(recurrent_fw_H=SPLITS, recurrent_fw_C=SPLITS, recurrent_bw_dC=SPLITS)
+        config=FUSED.replace(
+            num_splits=2,
+            triton_recurrent_fw_H=dict(siz_b_LKV=16, state_rows=32),
+            triton_recurrent_fw_C=SPLITS,
+            triton_recurrent_bw_dC=SPLITS,
+        )
     ),
 }
 LEADING = {"BNTH": (B, NH, S), "BTNH": (B, S, NH)}  # axes

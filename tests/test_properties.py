@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import NAMES, array, gradients_of_call, initial_state_scale, tolerance
 
-from mlstm_pallas import KernelConfig, StageConfig, reference
+from mlstm_pallas import KernelConfig, reference
 
 EXAMPLES = int(os.environ.get("MLSTM_PALLAS_EXAMPLES", "20"))  # of a class
 GPU_EXAMPLES = 170
@@ -42,16 +42,14 @@ class Case:
 
 
 UNNORMALISED = (("input_gate", "sigmoid"), ("normalize", False))
-TILES = StageConfig(siz_b_LQ=16)
-TILED = KernelConfig(parallel_bw_dP=TILES, parallel_bw_dQKV=TILES)  # several in a chunk of 32
-SCAN = StageConfig(siz_b_LKV=16, siz_b_loop=16)  # two launches at 32 rows of the state
-FUSED = KernelConfig(fused_min_heads=1, recurrent_fw_H=SCAN)
-SPLITS = KernelConfig(
-    fused_min_heads=1,
-    **dict.fromkeys(
-        ("recurrent_fw_H", "recurrent_fw_C", "recurrent_bw_dC"), SCAN.replace(num_splits=4)
-    ),
-)
+TILES = dict(siz_b_LQ=16)
+TILED = KernelConfig(
+    triton_parallel_bw_dP=TILES, triton_parallel_bw_dQKV=TILES
+)  # several in a chunk of 32
+SCAN = dict(siz_b_LKV=16, state_rows=16)  # two launches at 32 rows of the state
+FUSED = KernelConfig(fused=True, triton_recurrent_fw_H=SCAN)
+PARTS = dict(siz_b_LKV=16, num_splits=4)
+SPLITS = FUSED.replace(num_splits=4, triton_recurrent_fw_C=PARTS, triton_recurrent_bw_dC=PARTS)
 UNSTABILISED = (("stabilize_correctly", False), ("norm_val", 0.5), ("eps", 0.1))
 CASES = {
     "padded": Case(3, 2, 41, 12, 20, 32),

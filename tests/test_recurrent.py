@@ -30,7 +30,6 @@ from oracle import (
 
 from mlstm_pallas import (
     KernelConfig,
-    StageConfig,
     mlstm_chunkwise,
     mlstm_recurrent_sequence,
     mlstm_recurrent_step,
@@ -39,7 +38,7 @@ from mlstm_pallas.stages.recurrent_step import step_gates
 
 BACKENDS = ("xla", "interpret", pytest.param("triton", marks=pytest.mark.gpu))
 STATES = ("c", "n", "m")
-SMALL = KernelConfig(recurrent_step=StageConfig(siz_b_DHQK=16, siz_b_DHHV=16))
+SMALL = KernelConfig(triton_recurrent_step=dict(siz_b_DHQK=16, siz_b_DHHV=16))
 
 
 def arguments(seed, B, NH, S, DHQK, DHHV, *, state_dtype="float32", **options):
@@ -353,7 +352,7 @@ TYPES = {
     ),
     "c is a tuple, expected an array: pass the states one by one": dict(c=(1, jnp.zeros(1))),
     "stabilize_correctly is a int, expected a Python bool": dict(stabilize_correctly=1),
-    "config is a StageConfig, expected a KernelConfig or None": dict(config=StageConfig()),
+    "config is a dict, expected a KernelConfig or None": dict(config={}),
 }
 
 

@@ -39,7 +39,7 @@ CASES = {
         segment_ids=IDS,
         layout="BTNH",
         recompute_states_in_bw=False,
-        config=KernelConfig(fused_min_heads=1),
+        config=KernelConfig(fused=True),
     ),
     "plain": dict(backend="xla", segment_ids=IDS, input_gate="sigmoid", normalize=False),
 }

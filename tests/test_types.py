@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 
 import mlstm_pallas
-from mlstm_pallas import KernelConfig, StageConfig, mlstm_chunkwise, mlstm_recurrent_sequence
+from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_sequence
 from mlstm_pallas import mlstm_recurrent_step, use_backend
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 from mlstm_pallas.xlstm_jax.max_triton_fwbw_v3noslice import mlstm_chunkwise_max_triton
@@ -54,7 +54,7 @@ assert_type(
 h, (c, n, m) = mlstm_chunkwise(
     np.asarray(x), x, x, gate, gate, return_last_states=True, autocast_kernel_dtype="bfloat16",
     input_gate="sigmoid", normalize=False, backend="xla",
-    config=KernelConfig(chunk_size=64, recurrent_fw_H=StageConfig(num_warps=8)),
+    config=KernelConfig(chunk_size=64, triton_recurrent_fw_H=dict(num_warps=8)),
 )
 assert_type((h, c, n, m), tuple[Array, Array, Array, Array])
 qkvif: tuple[Array, ...] = (x, x, x, gate, gate)

@@ -33,10 +33,7 @@ warnings.filterwarnings(
     "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning
 )
 
-HAS_TRITON = plgpu is not None
 LAUNCH_SEARCH = dict(num_warps=(2, 4, 8), num_stages=(1, 2, 3, 4))  # of the tuner
-# jax 0.10 has no constant for it.
-CUSTOM_CALL_TARGET = getattr(plgpu, "CUSTOM_CALL_TARGET_NAME", "__gpu$xla.gpu.triton")
 
 
 class PipelinedTiles(Tiles):
