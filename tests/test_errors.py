@@ -97,7 +97,9 @@ class Foreign:
     shape, dtype = (B, NH, S, DHQK), "float32"
 
 
-TILES = "expected a power of two >= 16"
+TILES = "expected a power of two from 16 to 65536"
+WARPS = "expected a power of two from 1 to 16"
+NORMAL = "expected 0 or a number from 1.1754944e-38 to 3.4028235e+38, the range of float32"
 SWAPPED = (
     "i has shape (2, 3, 40), expected (B, S, NH) = (2, 40, 3), as q has shape (2, 40, 3, 16): "
     'axes 1 and 2 are swapped; layout="BNTH" has them so for all of q, k, v, i, f'
@@ -151,8 +153,11 @@ VALUES = {
         "chunk_size": np.int64(8)
     },
     "eps is -1e-06, expected a finite number >= 0": {"eps": -1e-6},
-    "norm_val is 1e+39, expected a number in the range of float32": {"norm_val": 1e39},
+    f"norm_val is 1e+39, {NORMAL}": {"norm_val": 1e39},
+    f"norm_val is 1e-40, {NORMAL}": {"norm_val": 1e-40},  # below the normal numbers
+    f"eps is an integer of 16610 bits, {NORMAL}": {"eps": 10**5000},
     f"backend is 'cuda', {BACKENDS}": {"backend": "cuda"},
+    f"backend is an array of shape (2,), {BACKENDS}": {"backend": np.zeros(2)},
     # other calls
     f"backend is 'gpu', {BACKENDS}": lambda: enters("gpu"),
     "backend is 'triton', whose kernels are for GPUs, and the computation is lowered for a CPU: "
@@ -164,12 +169,19 @@ VALUES = {
         )
     ),
     f"siz_b_LQ is 48, {TILES}": lambda: StageConfig(siz_b_LQ=48),
-    "num_warps is 3, expected 1, 2, 4, 8 or 16": lambda: StageConfig(num_warps=3),
+    f"siz_b_LQ is {2**40}, {TILES}": lambda: StageConfig(siz_b_LQ=2**40),
+    f"num_warps is 3, {WARPS}": lambda: StageConfig(num_warps=3),
     "num_stages is 0, expected an integer from 1 to 8": lambda: StageConfig(num_stages=0),
-    "num_splits is 3, expected None or a power of two": lambda: StageConfig(num_splits=3),
+    "num_splits is 3, expected None or a power of two >= 1": lambda: StageConfig(num_splits=3),
     "chunk_size is 100, expected None or a power of two >= 16": (
         lambda: KernelConfig(chunk_size=100)
     ),
+    **{
+        f"config.fused_min_heads is {heads!r}, expected None or an integer >= 0": (
+            functools.partial(KernelConfig, fused_min_heads=heads)
+        )
+        for heads in ("many", -1, True)
+    },
     # the documented entries of xlstm_jax
     "initial states come all three or not at all: got c_initial, n_initial without m_initial": (
         lambda: shapes_of(v3noslice.mlstm_chunkwise_max_triton, ARRAYS | {"m_initial": None})
@@ -188,6 +200,16 @@ TYPES = {
     "k has dtype bfloat16, expected float32, the dtype of q": {
         "k": array(2, 3, 40, 16, dtype="bfloat16")
     },
+    "v has dtype float16, expected float32, the dtype of q": {
+        "v": array(2, 3, 40, 24, dtype="float16")
+    },
+    "q has dtype bfloat16, expected float32, the dtype of k and v": {
+        "q": array(2, 3, 40, 16, dtype="bfloat16")
+    },
+    "return_last_state is no argument of mlstm_chunkwise, expected return_last_states": {
+        "return_last_state": True
+    },
+    "eps is a jax.Array, expected a float: pass float(eps)": {"eps": jnp.float32(1e-6)},
     f"i has dtype int8, expected one of {INPUT_DTYPES}": {"i": array(2, 3, 40, dtype="int8")},
     "autocast_kernel_dtype is 'fp8', expected None or one of float32, bfloat16, float16": {
         "autocast_kernel_dtype": "fp8"
@@ -196,10 +218,10 @@ TYPES = {
         "autocast_kernel_dtype": "float64",
         "backend": "xla",
     },
-    "autocast_kernel_dtype is array([0.]), expected None or one of float32, bfloat16, float16": {
+    f"autocast_kernel_dtype is an array of shape (1,), expected None or one of {KERNEL_DTYPES}": {
         "autocast_kernel_dtype": np.zeros(1)
     },
-    "input_gate is a ArrayImpl, expected one of exp, sigmoid": {"input_gate": jnp.zeros(3)},
+    "input_gate is a jax.Array, expected one of exp, sigmoid": {"input_gate": jnp.zeros(3)},
     "return_last_states is a int, expected a Python bool": {"return_last_states": 1},
     "config is a dict, expected a KernelConfig or None": {"config": {"chunk_size": 64}},
     # what is no array
@@ -212,6 +234,15 @@ TYPES = {
     },
     "q is a Foreign, expected an array": {"q": Foreign()},
     # other calls
+    **{
+        f"axis_name is {axis!r}, expected a mesh axis of the surrounding jax.shard_map, by its "
+        "name": functools.partial(
+            mlstm_pallas.distributed.mlstm_chunkwise_sequence_parallel,
+            *PLAIN.values(),
+            axis_name=axis,
+        )
+        for axis in (0, ["s"])
+    },
     "stabilize_correctly is traced, expected a Python bool: mark it static in jit": lambda: (
         jax.eval_shape(lambda x: mlstm_chunkwise(**zeros(PLAIN), stabilize_correctly=x), True)
     ),
@@ -226,15 +257,9 @@ TYPES = {
         mlstm_chunkwise,
         PLAIN | {"q": array(2, 3, 40, 16, dtype=jax.eval_shape(jax.random.key, 0).dtype)},
     ),
-    "keep_q is 1, expected a bool": lambda: StageConfig(keep_q=1),
+    "keep_q is a int, expected a Python bool": lambda: StageConfig(keep_q=1),
     "config.precision is 'highest', expected None, a jax.lax.Precision or a "
     "jax.lax.DotAlgorithmPreset": lambda: KernelConfig(precision="highest"),
-    **{
-        f"config.fused_min_heads is {heads!r}, expected None or a number of heads": (
-            functools.partial(KernelConfig, fused_min_heads=heads)
-        )
-        for heads in ("many", -1, True)
-    },
     f"config.parallel_fw is no stage, expected one of {', '.join(STAGES)}": (
         lambda: KernelConfig(parallel_fw=StageConfig())
     ),
@@ -261,7 +286,8 @@ NUMBER = {
     ValueError: {
         "{} is -1.0, expected a finite number >= 0": -1.0,
         "{} is nan, expected a finite number >= 0": float("nan"),
-        "{} is 1e+39, expected a number in the range of float32": 1e39,
+        f"{{}} is 1e+39, {NORMAL}": 1e39,
+        f"{{}} is 1e-46, {NORMAL}": 1e-46,
     },
     TypeError: {
         "{} is a list, expected a float": [1.0],
@@ -318,7 +344,7 @@ BAD = {
     **dict.fromkeys(
         ("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV"), integers(TILES, *LAUNCH)
     ),
-    "num_warps": integers("expected 1, 2, 4, 8 or 16", *LAUNCH),
+    "num_warps": integers(WARPS, *LAUNCH),
     "num_stages": integers("expected an integer from 1 to 8", *LAUNCH),
 }
 ARRAY, SEQUENCE = (
@@ -382,6 +408,26 @@ def test_bad_arguments_of_the_functions_of_xlstm_jax(system, name):
             refused(kind, message.format(parameter), shapes_of, getattr(system, name), changed)
 
 
+@pytest.mark.parametrize(
+    ("function", "state"),
+    [
+        (mlstm_chunkwise, "c_initial"),
+        (mlstm_recurrent_step, "c"),
+        (mlstm_recurrent_sequence, "c"),
+        (mlstm_pallas.distributed.mlstm_chunkwise_sequence_parallel, "c_initial"),
+        (reference.chunkwise, "c_initial"),
+        (reference.recurrence, "c_initial"),
+    ],
+)
+def test_names_of_other_packages_are_answered_with_ours(function, state):
+    """Names that are nobody's with all of ours."""
+    renamed = {"matQ": "q", "key": "k", "igate_preact": "i", "fgate": "f", "matC_initial": state}
+    nobodys = {"zzz": f"one of {', '.join(inspect.signature(function).parameters)}"}
+    for name, expected in (renamed | nobodys).items():
+        message = f"{name} is no argument of {function.__name__}, expected {expected}"
+        refused(TypeError, message, function, **{name: None})
+
+
 def test_a_refused_flag_leaves_the_generator_as_it_was():
     """1 and True are the same key of a cache."""
     generate = triton_stablef._mlstm_chunkwise_fwbw_generator
@@ -413,13 +459,20 @@ def test_a_stabiliser_other_than_zeros_is_refused_with_the_sigmoid_gate():
 def test_numbers_and_bools_of_numpy_are_taken():
     """The largest of float32 among them."""
     largest = np.finfo("float32").max
-    options = dict(return_last_states=np.bool_(True), eps=largest, norm_val=float(largest))
+    options = dict(
+        return_last_states=np.bool_(True), eps=largest, norm_val=jnp.bfloat16.dtype.type(1)
+    )
     numpys = functools.partial(mlstm_chunkwise, chunk_size=np.int64(16), **options)
     h, states = jax.eval_shape(numpys, **PLAIN)
     assert (h.shape, len(states)) == (PLAIN["v"].shape, 3)
-    tiles = (StageConfig(siz_b_LQ=number(64)) for number in (int, np.int32))
-    assert KernelConfig(np.uint8(64)) == KernelConfig(64)
-    assert len({*tiles}) == 1
+    tiles = (
+        StageConfig(siz_b_LQ=number(64), keep_q=flag(True))
+        for number, flag in ((int, bool), (np.int32, np.bool_))
+    )
+    configs = (KernelConfig(x(64), fused_min_heads=x(3)) for x in (int, np.uint8))
+    assert len({*tiles}) == len({*configs}) == 1
+    for function, shapes in ((mlstm_recurrent_step, TOKEN), (mlstm_recurrent_sequence, PLAIN)):
+        jax.eval_shape(functools.partial(function, eps=np.float16(0.5)), **shapes)
 
 
 def test_last_states_of_the_sigmoid_gate_are_taken_as_initial_ones():
@@ -434,23 +487,31 @@ def test_last_states_of_the_sigmoid_gate_are_taken_as_initial_ones():
 
 
 @pytest.mark.filterwarnings("error")
-def test_arrays_of_the_other_layout_get_a_warning_once():
-    """Not where states or segments tell the layout, nor where the caller cannot change it."""
+@pytest.mark.parametrize(
+    "function", [mlstm_chunkwise, mlstm_recurrent_sequence, reference.chunkwise]
+)
+def test_more_heads_than_steps_get_a_warning_once_in_the_layout_that_nobody_chose(function):
+    """Not where states or segments tell the layout."""
     message = (
-        'layout="BTNH" reads q as (B, S, NH, DHQK) and finds S < NH, fewer steps than heads: if it '
-        'is (B, NH, S, DHQK), pass layout="BNTH"'
+        'layout="BNTH", the default, reads q as (B, NH, S, DHQK) and finds S < NH, fewer steps '
+        'than heads: pass layout="BTNH" if it is (B, S, NH, DHQK), else layout="BNTH"'
     )
-    run = functools.partial(mlstm_chunkwise, layout="BTNH")
     validation.warn_of_layout.cache_clear()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
-            jax.eval_shape(lambda: run(**zeros(PLAIN)))
+            jax.eval_shape(lambda: function(**zeros(BTNH)))
     assert [(str(x.message), x.filename) for x in caught] == [(message, __file__)]
     validation.warn_of_layout.cache_clear()
-    for others in (INITIAL, dict(segment_ids=array(B, 1, dtype="int32"))):
-        jax.eval_shape(run, **inputs(B, 1, NH), **others)
-    jax.eval_shape(triton_stablef.mlstm_chunkwise_triton_stablef, **BTNH)
+    for layout, shapes in (("BNTH", inputs(B, NH, 1)), ("BTNH", inputs(B, 1, NH))):
+        jax.eval_shape(functools.partial(function, layout=layout), **shapes)
+    states = STATES if function is mlstm_recurrent_sequence else INITIAL
+    jax.eval_shape(function, **inputs(B, NH, 1), **states)
+    if function is mlstm_chunkwise:
+        jax.eval_shape(function, **inputs(B, NH, 1), segment_ids=array(B, 1, dtype="int32"))
+        jax.eval_shape(triton_stablef.mlstm_chunkwise_triton_stablef, **BTNH)
+    default = inspect.signature(function).parameters["layout"]
+    assert str(default) == "layout: Literal['BNTH', 'BTNH'] = 'BNTH'"
 
 
 DERIVATIVE = (

@@ -21,6 +21,7 @@ from oracle import (
     for_device,
     mesh_of,
     random_inputs,
+    refused,
     results_of,
     sharded,
     tolerance,
@@ -31,6 +32,10 @@ from mlstm_pallas.export import export
 from mlstm_pallas.triton.launch import CUSTOM_CALL_TARGET
 
 INPUTS = random_inputs(0, 2, 2, 40, 16, 8)
+A_GPU = (
+    "the device_kind of an NVIDIA GPU from compute capability 8.0, such as 'NVIDIA H200' or "
+    "'NVIDIA A100-SXM4-80GB'"
+)
 BOUND = 4 * tolerance("float32", 40 + 16)
 
 
@@ -178,9 +183,22 @@ def test_a_symbolic_dimension_is_refused_by_name(dim, backend, message):
         export(functools.partial(mlstm_chunkwise, backend=backend), *x, platform="cpu")
 
 
-def test_another_platform_is_refused():
-    with pytest.raises(ValueError, match="platform is 'gpu', expected one of cpu, cuda"):
-        export(mlstm_chunkwise, *shapes(), platform="gpu")
+@pytest.mark.parametrize(
+    ("argument", "value", "expected"),
+    [
+        *(("platform", x, "one of cpu, cuda, or a sequence of them") for x in ("gpu", None, [3])),
+        *(("device_kind", x, f"None or {A_GPU}") for x in (3, "NVIDIA FOO")),
+    ],
+)
+def test_another_platform_or_device_is_refused(argument, value, expected):
+    options = dict(platform="cuda") | {argument: value}
+    message = f"{argument} is {value!r}, expected {expected}"
+    refused(ValueError, message, export, mlstm_chunkwise, *shapes(), **options)
+
+
+def test_a_device_of_this_process_is_taken():
+    kind = jax.devices()[0].device_kind
+    assert export(jnp.sin, 1.0, platform="cpu", device_kind=kind).platforms == ("cpu",)
 
 
 def test_equal_static_arguments_are_traced_once():

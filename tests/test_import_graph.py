@@ -28,8 +28,8 @@ FLOORS = (
     ("dispatch",),
     ("triton", "mosaic_gpu"),
     ("stages",),
-    ("gate_gradients", "stage", "sharding", "validation"),
-    ("gates",),
+    ("gate_gradients", "stage", "sharding"),
+    ("gates", "validation"),
     ("problem", "tiles", "normaliser", "splits", "annotations", "devices", "version"),
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}

@@ -21,13 +21,13 @@ CASES = {"materialised": dict(fused_min_heads=0), "fused": dict(fused_min_heads=
 
 
 @functools.cache
-def jaxpr_of(case, precision=None, dtype="float32"):
+def jaxpr_of(case, precision=None, dtype="float32", backend="triton"):
     """Of the outputs, the last states and all gradients, with initial states; two heads, so that
     sequences are split."""
     config = KernelConfig(chunk_size=64, precision=precision, **CASES[case])
     inputs = random_inputs(0, 1, 2, 256, 64, 128, dtype=dtype)
     run = functools.partial(
-        mlstm_chunkwise, return_last_states=True, backend="triton", config=config
+        mlstm_chunkwise, return_last_states=True, backend=backend, config=config
     )
 
     def gradients(*x):
@@ -68,6 +68,15 @@ def test_every_product_in_a_kernel_is_six_products_of_bfloat16(case):
     names = {call.params["name"] for call, _ in kernels}
     assert "split_products" in names
     assert ("recurrent_fw_H" in names) == (case == "fused")
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_product_of_an_interpreted_kernel_is_in_float32(case):
+    """CPUs have no split algorithms, and jaxlib 0.10 lacks some products of bfloat16."""
+    for call, dots in kernels_of(jaxpr_of(case, dtype="bfloat16", backend="interpret")):
+        for dot in dots:
+            assert {x.aval.dtype for x in dot.invars} == {jnp.dtype("float32")}, call.params["name"]
+            assert dot.params["precision"] == (Precision.HIGHEST, Precision.HIGHEST)
 
 
 @pytest.mark.parametrize("case", CASES)
