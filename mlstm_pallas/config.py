@@ -105,12 +105,14 @@ class KernelConfig:
     def dot_precision(self, dtype: jnp.dtype, interpret: bool) -> Precision:
         """The precision of products of tiles of dtype.
 
-        Interpreted on a CPU, which has no split algorithms, products are in full float32.
+        Interpreted on a CPU, products are in full float32, of 16-bit tiles too: XLA has no split
+        algorithms there, and jaxlib 0.10 lacks some products of bfloat16 (DotThunk).
         """
+        chosen = isinstance(self.precision, lax.Precision) and dtype == jnp.float32
+        if interpret and not chosen:
+            return lax.Precision.HIGHEST
         if dtype != jnp.float32:
             return None
-        if interpret and not isinstance(self.precision, lax.Precision):
-            return lax.Precision.HIGHEST
         return lax.DotAlgorithmPreset.BF16_BF16_F32_X6 if self.precision is None else self.precision
 
 

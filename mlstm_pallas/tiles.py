@@ -23,6 +23,8 @@ def dot(
     a: jax.Array, b: jax.Array, precision: Precision, *, a_axis: int = 1, b_axis: int = 0
 ) -> jax.Array:
     """Contracts axis a_axis of the tile a with axis b_axis of the tile b, with float32 sums."""
+    if precision is lax.Precision.HIGHEST:
+        a, b = a.astype(jnp.float32), b.astype(jnp.float32)
     dims = (((a_axis,), (b_axis,)), ((), ()))
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 

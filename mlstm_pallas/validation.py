@@ -479,10 +479,10 @@ def check_backend(backend: Any, *, variable: str | None = None) -> None:
 
 def check_axis_name(x: Any) -> None:
     """Accepts an axis of the surrounding shard_map or vmap, and a tuple of several."""
-    expected = "expected the name of a mesh axis of the surrounding jax.shard_map"
+    expected = "expected a mesh axis of the surrounding jax.shard_map"
     names = x if isinstance(x, tuple) else (x,)
     if not names or not all(isinstance(name, str) for name in names):
-        raise TypeError(f"axis_name is {shown(x)}, {expected}")
+        raise TypeError(f"axis_name is {shown(x)}, {expected}, by its name")
     if len({*names}) < len(names):
         raise ValueError(f"axis_name is {x!r}, {expected}, each once")
     try:

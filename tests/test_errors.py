@@ -199,6 +199,12 @@ VALUES = {
     "chunk_size is 100, expected None or a power of two >= 16": (
         lambda: KernelConfig(chunk_size=100)
     ),
+    **{
+        f"config.fused_min_heads is {heads!r}, expected None or an integer >= 0": (
+            functools.partial(KernelConfig, fused_min_heads=heads)
+        )
+        for heads in ("many", -1, True)
+    },
     # the documented entries of xlstm_jax
     "initial states come all three or not at all: got c_initial, n_initial without m_initial": (
         lambda: shapes_of(v3noslice.mlstm_chunkwise_max_triton, ARRAYS | {"m_initial": None})
@@ -220,6 +226,16 @@ TYPES = {
         }
         for name in "kv"
     },
+    "v has dtype float16, expected float32, the dtype of q": {
+        "v": array(2, 3, 40, 24, dtype="float16")
+    },
+    "q has dtype bfloat16, expected float32, the dtype of k and v": {
+        "q": array(2, 3, 40, 16, dtype="bfloat16")
+    },
+    "return_last_state is no argument of mlstm_chunkwise, expected return_last_states": {
+        "return_last_state": True
+    },
+    "eps is a jax.Array, expected a float: pass float(eps)": {"eps": jnp.float32(1e-6)},
     f"i has dtype int8, expected one of {INPUT_DTYPES}": {"i": array(2, 3, 40, dtype="int8")},
     "autocast_kernel_dtype is 'fp8', expected None or one of float32, bfloat16, float16": {
         "autocast_kernel_dtype": "fp8"

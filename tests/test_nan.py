@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import loss_of, random_inputs, step_names
+from oracle import NAMES, OUTPUTS, RESULTS, loss_of, random_inputs, results_of
 
 from mlstm_pallas import (
     KernelConfig,
     mlstm_chunkwise,
-    mlstm_recurrent_step,
+    mlstm_recurrent_sequence,
     reference,
 )
 
@@ -68,18 +68,36 @@ def test_a_nan_reaches_no_other_head_and_no_earlier_step(backend, name):
         np.testing.assert_allclose(h[:STEP], expected[:STEP], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-def test_a_nan_in_an_initial_n_is_seen_in_its_head_alone(backend):
-    """In h, of a step and of the reference too, and in dq."""
-    x = random_inputs(0, B, NH, S, 16, 16)
-    x["n_initial"] = x["n_initial"].at[BATCH, HEAD, COLUMN].set(jnp.nan)
-    call = functools.partial(mlstm_chunkwise, chunk_size=L, backend=backend)
-    h, vjp = jax.vjp(call, *x.values())
-    step = mlstm_recurrent_step(**step_names(x, 0), backend=backend)[0]
-    for y in (h, step, reference.recurrence(**x)[0], vjp(jnp.ones_like(h))[0]):
-        nan = np.isnan(y)
-        assert nan[BATCH, HEAD].all()
-        assert nan.sum() == nan[BATCH, HEAD].size
+@pytest.mark.parametrize(
+    ("function", "backend"),
+    [
+        (mlstm_chunkwise, "xla"),
+        (mlstm_chunkwise, "interpret"),
+        pytest.param(mlstm_chunkwise, "triton", marks=pytest.mark.gpu),
+        (mlstm_recurrent_sequence, "xla"),
+        (mlstm_recurrent_sequence, "interpret"),
+        pytest.param(mlstm_recurrent_sequence, "triton", marks=pytest.mark.gpu),
+        (reference.recurrence, None),
+    ],
+)
+def test_a_nan_in_n_initial_reaches_all_of_its_head(function, backend):
+    """All steps and all gradients, though no product of q, k and v has it."""
+    options = {} if backend is None else dict(backend=backend)
+    options |= dict(return_last_states=True) if function is mlstm_chunkwise else {}
+    run = functools.partial(function, **options)
+    x = random_inputs(2, B, NH, 32, 16, 16)
+    x["n_initial"] = x["n_initial"].at[BATCH, HEAD, COLUMN].set(np.nan)
+    if function is mlstm_recurrent_sequence and backend != "xla":  # without derivatives
+        h, states = run(*x.values())
+        results = dict(zip(OUTPUTS, (h, *states), strict=True))
+    else:
+        results = dict(zip(RESULTS, results_of(run)(*x.values()), strict=True))
+    of_head = np.arange(B * NH).reshape(B, NH) == BATCH * NH + HEAD
+    for name in ("h", *NAMES):
+        if name in results:
+            y = np.isnan(results[name])
+            assert y[of_head].all(), name
+            assert not y[~of_head].any(), name
 
 
 @pytest.mark.slow
