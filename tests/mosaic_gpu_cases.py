@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from mlstm_pallas.devices import compute_capability
 from oracle import (
     array,
     assert_below,

@@ -199,12 +199,6 @@ VALUES = {
     "chunk_size is 100, expected None or a power of two >= 16": (
         lambda: KernelConfig(chunk_size=100)
     ),
-    **{
-        f"config.fused_min_heads is {heads!r}, expected None or an integer >= 0": (
-            functools.partial(KernelConfig, fused_min_heads=heads)
-        )
-        for heads in ("many", -1, True)
-    },
     # the documented entries of xlstm_jax
     "initial states come all three or not at all: got c_initial, n_initial without m_initial": (
         lambda: shapes_of(v3noslice.mlstm_chunkwise_max_triton, ARRAYS | {"m_initial": None})

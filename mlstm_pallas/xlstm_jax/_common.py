@@ -27,7 +27,7 @@ from mlstm_pallas.gates import ChunkGates, LocalGates
 from mlstm_pallas.gpu import target_gpu
 from mlstm_pallas.normaliser import Normaliser, at_least, query_scale
 from mlstm_pallas.problem import MIN_CHUNK_SIZE, make_problem
-from mlstm_pallas.sharding import over_shards
+from mlstm_pallas.sharding import aligned, over_shards
 from mlstm_pallas.stage import Lowering, Weighted, check_field
 from mlstm_pallas.stages.parallel_bw_dP import normaliser_gradients
 from mlstm_pallas.validation import (
@@ -304,7 +304,7 @@ def on_shards(stage: Callable[..., Any], **statics: Any) -> Callable[..., Any]:
 
     @functools.partial(jax.jit, static_argnums=0)
     def of_arrays(spec: CallSpec, *args: Any) -> Any:
-        return over_shards(on_shard, spec, *_not_differentiated(args))
+        return over_shards(on_shard, spec, *_not_differentiated(aligned(spec, args)))
 
     return of_arrays
 

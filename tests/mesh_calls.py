@@ -1,0 +1,149 @@
+"""Every public function under a mesh of eight CPU devices, in a process of its own: test_mesh.py.
+
+usage: mesh_calls.py KIND BACKEND PLATFORM [all]
+
+KIND is that of the mesh axis, "Auto" or "Explicit". Calls are traced and lowered, and those for a
+CPU with all compiled. Each has a shape that is new to the process, and calls with manual axes come
+first: jax keeps the operations that it has once run eagerly, which would hide that a trace runs
+some. The transfer guard refuses them wherever they are.
+"""
+
+import functools
+import itertools
+import sys
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from mlstm_pallas import (
+    mlstm_chunkwise,
+    mlstm_recurrent_sequence,
+    mlstm_recurrent_step,
+    use_backend,
+)
+from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
+from mlstm_pallas.export import export
+from mlstm_pallas.xlstm_jax import (
+    max_triton_fwbw_v3noslice,
+    max_triton_fwbw_v5xlchunksize,
+    triton_stablef,
+)
+
+B, NH, D, L = 8, 2, 16, 16
+LAYOUTS = "BTNH", "BNTH"
+chunkwise = functools.partial(mlstm_chunkwise, chunk_size=L)
+halves = itertools.count(10)
+
+
+def odd():
+    """A number of steps that is new and no multiple of anything."""
+    return 2 * next(halves) + 1
+
+
+def even():
+    """One that is new and fills the last chunk."""
+    return L * next(halves)
+
+
+def lead(layout, S, B=B):
+    return (B, NH, S) if layout == "BNTH" else (B, S, NH)
+
+
+def gradient(run):
+    def loss(*x):
+        return sum(jnp.sum(y) for y in jax.tree.leaves(run(*x)))
+
+    return jax.grad(loss, tuple(range(5)))
+
+
+def in_segments(layout):
+    def run(*x):
+        steps = x[3].shape[LAYOUTS.index(layout) + 1]
+        ids = jnp.zeros((x[3].shape[0], steps), "int32")
+        options = dict(segment_ids=ids, num_segments=3, return_last_states=True, layout=layout)
+        return chunkwise(*x, **options)
+
+    return run
+
+
+def both_passes(system):
+    """The documented passes of a system, one after the other."""
+    prefix = "" if system is max_triton_fwbw_v5xlchunksize else "_"
+    forward, backward = (getattr(system, f"{prefix}mlstm_chunkwise_{x}") for x in ("fw", "bw"))
+
+    def run(*x):
+        h, n, m, *_ = forward(*x)
+        stabiliser = dict(vecM_out=m) if system is triton_stablef else {}
+        return backward(*x, vecN_out=n, matDeltaH=h, **stabiliser)
+
+    return run
+
+
+def calls(whole):
+    """(name, function, lead axes of its arguments, sharding of these); whole: all of them."""
+    sequence = functools.partial(
+        mlstm_chunkwise_sequence_parallel, axis_name="x", chunk_size=L, return_last_states=True
+    )
+    of_kind = itertools.product(LAYOUTS, (odd, even), (gradient, lambda run: run), ("manual", ""))
+    chosen = [*of_kind]
+    if not whole:  # each pair of values once
+        chosen = [x for n, x in enumerate(chosen) if n in (0, 3, 5, 6, 9, 10, 12, 15)]
+    for layout, steps, transform, manual in sorted(chosen, key=lambda x: not x[-1]):
+        run = functools.partial(chunkwise, layout=layout)
+        run = transform(over_shards(run) if manual else run)
+        yield f"chunkwise {layout}", run, lead(layout, steps()), P("x")
+    for layout, steps in [(LAYOUTS[0], odd), (LAYOUTS[1], even)][: 2 if whole else 1]:
+        spec = P(None, "x") if layout == "BTNH" else P(None, None, "x")
+        run = functools.partial(sequence, layout=layout)
+        run = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=(spec, P()), check_vma=checks)
+        for transform in (gradient, lambda run: run):
+            yield f"sequence {layout}", transform(run), lead(layout, 8 * steps(), 1), spec
+    generated = triton_stablef._mlstm_chunkwise_fwbw_generator(None, chunk_size=L)
+    systems = max_triton_fwbw_v3noslice, max_triton_fwbw_v5xlchunksize, triton_stablef
+    for manual in (True, False):
+        wrapped = over_shards if manual else lambda run: run
+        yield "segments", wrapped(in_segments("BTNH")), lead("BTNH", odd()), P("x")
+        yield "step", wrapped(mlstm_recurrent_step), (B, NH), P("x")
+        yield "steps", wrapped(mlstm_recurrent_sequence), lead("BNTH", odd()), P("x")
+        yield "generator", gradient(wrapped(lambda *x: generated(*x)[0])), (B, NH, even()), P("x")
+        for system in systems if whole else systems[manual : manual + 1]:
+            S = 64 * next(halves)  # whole chunks
+            yield system.__name__, wrapped(both_passes(system)), (B, NH, S), P("x")
+
+
+def over_shards(run):
+    return jax.shard_map(run, mesh=mesh, in_specs=P("x"), out_specs=P("x"), check_vma=checks)
+
+
+def lower(run, x, whole):
+    if platform == "export":
+        export(run, *x, platform=("cpu", "cuda"))
+        return
+    traced = jax.jit(run).trace(*x)
+    if whole or platform == "cuda":
+        lowered = traced.lower(lowering_platforms=(platform,))
+        if platform == "cpu":
+            lowered.compile()
+
+
+if __name__ == "__main__":
+    kind, backend, platform, *rest = sys.argv[1:]
+    checks = backend != "interpret"
+    jax.config.update("jax_num_cpu_devices", 8)
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(getattr(AxisType, kind),))
+    count = 0
+    with (
+        jax.set_mesh(mesh),
+        use_backend(None if backend == "None" else backend),
+        jax.transfer_guard("disallow"),
+    ):
+        for name, run, axes, spec in calls(bool(rest)):
+            sharding = NamedSharding(mesh, spec)
+            shapes = [(*axes, D)] * 3 + [axes] * 2
+            x = [jax.ShapeDtypeStruct(shape, "float32", sharding=sharding) for shape in shapes]
+            print(name, axes, flush=True)
+            lower(run, x, bool(rest))
+            count += 1
+    print(f"{count} calls")

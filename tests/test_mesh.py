@@ -1,0 +1,46 @@
+"""Every public function traces, lowers and compiles under any mesh: tests/mesh_calls.py, each time
+in a fresh process."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).with_name("mesh_calls.py")
+
+
+def run_calls(expected, *arguments):
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+        | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    assert done.stdout.splitlines()[-1] == f"{expected} calls"
+
+
+@pytest.mark.parametrize(
+    ("kind", "backend", "platform"), [("Explicit", "None", "cuda"), ("Auto", "interpret", "cpu")]
+)
+def test_calls_of_a_fresh_process_under_a_mesh(kind, backend, platform):
+    run_calls(20, kind, backend, platform)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["Explicit", "Auto"])
+@pytest.mark.parametrize(
+    ("backend", "platform"), [("None", "cpu"), ("interpret", "cpu"), ("None", "cuda")]
+)
+def test_all_calls_of_a_fresh_process_under_a_mesh(kind, backend, platform):
+    run_calls(34, kind, backend, platform, "all")
+
+
+@pytest.mark.slow
+def test_exports_of_a_fresh_process_under_a_mesh():
+    """Automatic axes cannot be exported (test_export.py)."""
+    run_calls(34, "Explicit", "None", "export", "all")
