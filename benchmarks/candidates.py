@@ -163,7 +163,7 @@ def start_workers(count: int, *settings: Any) -> list[Worker]:
         variables |= dict(JAX_ENABLE_COMPILATION_CACHE="false")
         # Threads of GPU interpret mode wait for each other. With one CPU device XLA has too few
         # threads for them on a small machine.
-        variables["JAX_NUM_CPU_DEVICES"] = "8"
+        variables["JAX_NUM_CPU_DEVICES"] = "32"
         # Where there is no nvdisasm Mosaic GPU writes so for each kernel.
         stderr = os.path.join(folder, "stderr")
         workers.append(Worker(Bench(*settings, folder), variables, stderr=stderr))
