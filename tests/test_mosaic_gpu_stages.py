@@ -18,7 +18,7 @@ from oracle import assert_same_bits, error, tolerance
 from test_gradients import slow as slow_row
 from test_stages import case, launch_of
 
-from mlstm_pallas import KernelConfig, dispatch, gate_gradients, gates
+from mlstm_pallas import KernelConfig, dispatch, gate_gradients, gates, planning
 from mlstm_pallas.backward import before_tiles, with_delta
 from mlstm_pallas.call_spec import CallSpec
 from mlstm_pallas.gate_gradients import TilePairs
@@ -246,10 +246,15 @@ def test_flags_are_those_of_the_plain_form(L, S):
     The forms take different logarithms.
     """
     _, f, _, starts = x = test_gates.drawn(L, S, EXP, True, dict(resets=True))
-    run = functools.partial(test_gates.gates_of.__wrapped__, L=L, input_gate=EXP)
+    p = Problem(1, 2, S, 64, 64, L, 1.0)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(call, x, m_states=None):
+        return dispatch.run("chunk_gates", *x, EXP, m_states, with_flags=True, call=call)
+
     with mock.patch.object(gates, "log_sigmoid", lambda f, _: jnp.minimum(f, 0.0)):
-        plain = jax.jit(functools.partial(run, form="plain"))(*x)
-        result = jax.jit(functools.partial(run, form="mosaic_gpu"))(*x, plain.scaM_states)
+        plain = run(planning.plain(p), x)
+        result = run(call_of("chunk_gates", p), x, plain.scaM_states)
         f, begins = (y.reshape(2, -1, L) for y in (f, starts > 0))
         flags = gate_gradients.step_flags(result._replace(vecFlags=None), f, begins)
     assert np.array_equal(result.vecFlags, flags)

@@ -66,11 +66,11 @@ assert not mlstm_pallas.planning.HAS_TRITON
 fused = mosaic_gpu_cases.fused()
 cases = dict(
     fused=mosaic_gpu_cases.Case(fused),
-    # Of which parallel_bw_dQKV has no kernel.
+    # parallel_bw_dP and parallel_bw_dQKV have no kernel for chunks of 64.
     plain_stages=mosaic_gpu_cases.Case(
-        fused,
-        shape=(1, 1, 256, 192, 128),
-        stages=mosaic_gpu_cases.ALL - {{"parallel_bw_dQKV"}},
+        fused.replace(chunk_size=64),
+        shape=(1, 2, 128, 64, 128),
+        stages=mosaic_gpu_cases.SCAN | {{"chunk_gates", "recurrent_bw_dC"}},
     ),
     few_heads=mosaic_gpu_cases.Case(
         mosaic_gpu_cases.materialised(2), shape=(1, 1, 256, 64, 128)
