@@ -170,7 +170,8 @@ def _from_empty(spec_and_splits: OperationSpec, x: Inputs) -> Any:
         abar, gamma, m = gates.per_step().vecAbar, gates.scaGamma, gates.scaM_states
         first = lowering if lowering is Lowering.XLA else spec.plan.scan_lowering
         call = spec.launch("parallel_fw_P", first, p)
-        n = key_states(spec, call, x.k, gates, jnp.zeros_like(x.n_initial))
+        zeros = jnp.zeros_like(x.m_initial)[..., None]
+        n = key_states(spec, call, x.k, gates, jnp.broadcast_to(zeros, (p.BNH, p.DHQK)))
         weights = abar * decays_in_splits(gamma, num_splits, p.S)
         call = spec.launch("split_products", lowering, p, num_splits)
         X = run("split_products", x.k, x.v, weights, num_splits, all_splits=True, call=call)

@@ -96,7 +96,7 @@ def over_eight():
     """On eight devices; each shard summarised in several splits, as long ones are."""
     run = results_of(over(mesh_of((8,), names="s"), backend="xla", **OPTIONS))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distributed, "_STEPS_OF_A_PRODUCT", 16)
+        patch.setattr(planning, "SUMMARY_STEPS", 16)
         return run.lower(*CASES["ordinary"].values()).compile()
 
 
