@@ -32,7 +32,7 @@ from oracle import (
     sharded,
 )
 
-from mlstm_pallas import KernelConfig, distributed, mlstm_chunkwise, planning
+from mlstm_pallas import KernelConfig, mlstm_chunkwise, planning
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 from mlstm_pallas.gpu import UNKNOWN
 
