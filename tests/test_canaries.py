@@ -90,6 +90,7 @@ def passes(lowering, case):
     tiles = {name: x for stage in STAGES for name, x in small(stage).items()}
     config = KernelConfig(**dict(chunk_size=L, fused=False) | tiles | config)
     problem = Problem(1, HEADS, S, DHQK, DHHV, L, DHQK**-0.5)
+    options = options | dict(backend=lowering)
     spec = CallSpec(problem, config, FLOAT32, DEFAULT_NORMALISER, UNKNOWN, **options)
 
     def run(inputs, dh):

@@ -32,7 +32,7 @@ from oracle import (
     sharded,
 )
 
-from mlstm_pallas import KernelConfig, distributed, mlstm_chunkwise, planning
+from mlstm_pallas import KernelConfig, mlstm_chunkwise, planning
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 from mlstm_pallas.gpu import UNKNOWN
 
@@ -109,7 +109,7 @@ def compiled_over(shards):
     run = results_of(over(mesh, sequence=specs[0], states=specs[-1], **options))
     x = sharded(CASES["open"].values(), mesh, *specs)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(distributed, "_STEPS_OF_A_PRODUCT", 16)
+        patch.setattr(planning, "SUMMARY_STEPS", 16)
         return run.lower(*x).compile(), lambda x: sharded(x, mesh, *specs)
 
 

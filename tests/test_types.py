@@ -94,6 +94,8 @@ def loss(x: Array) -> Array:
 
 
 gradient: Array = jax.grad(loss)(x)
+planned = mlstm_pallas.plan(B=1, NH=2, S=16, DHQK=16, DHV=16, gpu="NVIDIA H200")
+assert_type((planned.chunk_size, planned.launches[0].grid), tuple[int, tuple[int, ...]])
 exported = mlstm_pallas.export.export(loss, x, platform="cpu")
 """
 
@@ -132,7 +134,7 @@ def test_a_docstring_has_an_entry_for_each_argument_in_80_columns(function):
     assert sorted(named) == sorted(inspect.signature(function).parameters)
 
 
-@pytest.mark.parametrize("function", [*FUNCTIONS, mlstm_pallas.use_backend])
+@pytest.mark.parametrize("function", [*FUNCTIONS, mlstm_pallas.use_backend, mlstm_pallas.plan])
 def test_the_example_of_a_docstring_runs(function, monkeypatch):
     [example] = doctest.DocTestFinder(recurse=False).find(function, function.__name__, globs={})
     # Its derivative, operation by operation, is hundreds of compilations.

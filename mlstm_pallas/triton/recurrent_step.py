@@ -168,6 +168,10 @@ class Tiles(BaseTiles):
         columns = min(self.siz_b_DHHV, max(next_power_of_two(p.DHHV), MIN_TILE))
         return -(-p.DHHV // columns), p.BNH
 
+    def clamped(self, p: Problem) -> "Tiles":
+        """Of heads that are not padded."""
+        return self
+
     def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
         return 0
 

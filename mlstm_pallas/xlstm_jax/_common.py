@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mlstm_pallas import dispatch
 from mlstm_pallas import gates as gate_forms
 from mlstm_pallas.annotations import Array
 from mlstm_pallas.backend import on_backend, requested_backend
@@ -179,7 +180,8 @@ def call_spec(
     Args:
       optional: arrays that may be None, beside OPTIONAL.
       constant_denominator: the denominator is an argument, to which eps is added.
-      stage: the stage whose tiles the arguments replace, unless they are None.
+      stage: the stage whose tiles the arguments replace, unless they are None. What its kernel
+        does not read is ignored.
       renamed: the arguments of tiles that have another name in the stage.
       shapes: of arguments, in place of those of CONTRACTS.
     """
@@ -196,8 +198,9 @@ def call_spec(
     if B * NH == 0:
         backend = "xla"  # a kernel has no empty grid
     config = KernelConfig(fused=False)
-    if stage is not None:
-        tiles = {name: arguments.get((renamed or {}).get(name, name)) for name in TILES}
+    if backend != "xla" and stage is not None and (kernel := dispatch.kernel(stage, "triton")):
+        fields = (name for name in TILES if name in kernel.tiles.__dataclass_fields__)
+        tiles = {name: arguments.get((renamed or {}).get(name, name)) for name in fields}
         tiles = {name: x for name, x in tiles.items() if x is not None}
         config = config.replace(**{f"triton_{stage}": tiles})
     problem = make_problem((B, NH, S, DHQK), DHHV, chunk_size, pad_heads=True)
