@@ -110,7 +110,8 @@ def mlstm_chunkwise(
       m_initial: stabiliser m before the first step, (B, NH). The true states
         are exp(m) C and exp(m) n.
       return_last_states: whether to return the states after the last step.
-      eps: added to the denominator.
+      eps: added to the denominator; 0 or a normal number of float32, as
+        norm_val.
       chunk_size: steps of a chunk, a power of two from 16 up. h does not
         depend on it. None: the tuned one.
       autocast_kernel_dtype: of q, k, v in matrix products. None: that of q.
@@ -148,8 +149,8 @@ def mlstm_chunkwise(
         what was expected.
 
     Warns:
-      UserWarning: once a layout, where S < NH and there are neither initial
-        states nor segment_ids: the arrays may have the other layout.
+      UserWarning: once, where layout is left out, S < NH, and there are
+        neither initial states nor segment_ids: the arrays may be "BTNH".
     """
     options = Options(
         return_last_states=return_last_states,

@@ -1,7 +1,7 @@
 """Functions that call mlstm_chunkwise, exported with jax.export."""
 
 import contextlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence, Set
 from typing import Any
 
 import jax
@@ -58,8 +58,10 @@ def export(
       ValueError: for another platform, for a device_kind that is neither a known GPU nor a device
         of this process, and without device_kind for "cuda" where there is no GPU.
     """
+    if not callable(function):
+        raise TypeError(f"function is {shown(function)}, expected a callable")
     platforms: tuple[str, ...] = ()
-    if isinstance(platform, Iterable):
+    if isinstance(platform, Sequence | Set):
         platforms = (platform,) if isinstance(platform, str) else tuple(platform)
     if not platforms or not all(isinstance(x, str) and x in PLATFORMS for x in platforms):
         raise ValueError(

@@ -333,6 +333,9 @@ def mlstm_recurrent_sequence(
 
     Raises:
       TypeError, ValueError: as ``mlstm_recurrent_step``.
+
+    Warns:
+      UserWarning: as ``mlstm_chunkwise``, where layout is left out.
     """
     options = dict(input_gate=input_gate, normalize=normalize, backend=backend, config=config)
     normaliser = dict(eps=eps, norm_val=norm_val, stabilize_correctly=stabilize_correctly)

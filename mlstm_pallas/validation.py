@@ -114,9 +114,10 @@ def type_name(x: Any) -> str:
 
 
 def check_is_array(name: str, x: Any) -> None:
-    if isinstance(x, jax.Array | np.ndarray):
+    masked = isinstance(x, np.ma.MaskedArray)  # which jax refuses
+    if isinstance(x, jax.Array | np.ndarray) and not masked:
         return
-    hint = ""
+    hint = ": pass its values, x.filled()" if masked else ""
     if isinstance(x, tuple | list) and any(isinstance(y, jax.Array | np.ndarray) for y in x):
         hint = ": pass the states one by one" if name.startswith("c") else ""
     elif inspect.getattr_static(x, "value", None) is not None:  # reading it may be deprecated
@@ -135,7 +136,7 @@ def check_array(name: str, x: Any, dtypes: Sequence[str], *, listed: Sequence[st
 
 def check_dtype_runs(name: str, dtype: Any, expected: Sequence[str], backend: str | None) -> None:
     """Accepts the expected dtypes, and float64 where the backend computes in it."""
-    if jnp.dtype(dtype).name in expected or float64_runs(dtype, backend):
+    if str(dtype) in expected or float64_runs(dtype, backend):
         return
     hint = FLOAT64 if dtype == jnp.float64 else ""
     raise TypeError(f"{name} has dtype {dtype}, expected one of {', '.join(expected)}{hint}")
@@ -429,7 +430,7 @@ def check_chunk_size(x: Any) -> int | None:
 
 def check_num_segments(x: Any, segment_ids: Any, return_last_states: bool) -> int:
     """num_segments as an int, with the arguments that it needs."""
-    num_segments = check_integer("num_segments", x, 1)
+    num_segments = check_integer("num_segments", x, 1, 2**31 - 1)  # indices are int32
     if segment_ids is None:
         raise ValueError(f"num_segments is {shown(x)} without segment_ids, expected both")
     if not return_last_states:
@@ -504,7 +505,7 @@ def as_dtype(
         if x is None or isinstance(x, jax.Array | np.ndarray):
             raise TypeError
         dtype: jnp.dtype = jnp.dtype(x)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, SyntaxError):  # NumPy parses strings with commas
         raise TypeError(f"{name} is {shown(x)}, expected {expected}") from None
     return dtype
 

@@ -158,7 +158,7 @@ VALUES = {
     f"sequence_lengths has shape (2, 40), expected (B) = (2,), {Q}": {
         "sequence_lengths": array(2, 40, dtype="int32")
     },
-    "num_segments is 0, expected an integer >= 1": {"num_segments": 0},
+    "num_segments is 0, expected an integer from 1 to 2147483647": {"num_segments": 0},
     "num_segments is 2 without segment_ids, expected both": {"num_segments": 2},
     "num_segments is 2 with return_last_states=False, expected return_last_states=True": {
         "num_segments": 2,
@@ -231,6 +231,9 @@ TYPES = {
     },
     "eps is a jax.Array, expected a float: pass float(eps)": {"eps": jnp.float32(1e-6)},
     f"i has dtype int8, expected one of {INPUT_DTYPES}": {"i": array(2, 3, 40, dtype="int8")},
+    f"autocast_kernel_dtype is '(1,', expected None or one of {KERNEL_DTYPES}": {
+        "autocast_kernel_dtype": "(1,"
+    },
     "autocast_kernel_dtype is 'fp8', expected None or one of float32, bfloat16, float16": {
         "autocast_kernel_dtype": "fp8"
     },
@@ -245,6 +248,7 @@ TYPES = {
     "return_last_states is a int, expected a Python bool": {"return_last_states": 1},
     "config is a dict, expected a KernelConfig or None": {"config": {"chunk_size": 64}},
     # what is no array
+    "q is a MaskedArray, expected an array: pass its values, x.filled()": {"q": np.ma.zeros(3)},
     "c_initial is a tuple, expected an array: pass the states one by one": {
         "c_initial": (1, np.zeros(1))
     },

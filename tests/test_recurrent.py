@@ -347,6 +347,7 @@ TYPES = {
     "i has dtype int32, expected one of float16, bfloat16, float32, float64": dict(
         i=zeros(1, 2, dtype="int32")
     ),
+    "k has dtype key<fry>, expected one of float32, bfloat16, float16": dict(k=jax.random.key(0)),
     "c has dtype int32, expected one of float32, bfloat16, float16": dict(
         c=zeros(1, 2, 16, 8, dtype="int32")
     ),
