@@ -102,7 +102,7 @@ SPECS = {
 
 @pytest.mark.parametrize(
     ("case", "kind"),
-    [("other_axes", EXPLICIT), pytest.param("disagreement", AUTO, marks=pytest.mark.slow)],
+    [("disagreement", EXPLICIT), pytest.param("other_axes", AUTO, marks=pytest.mark.slow)],
 )
 def test_shardings_that_cannot_be_kept_are_undone_with_the_right_numbers(
     inputs, expected, case, kind
@@ -155,6 +155,17 @@ def test_vmap_over_some_arguments(inputs, single):
     h, *_ = single(scaled, *(np.concatenate([x] * B) for x in rest))
     assert_close(result[:, 0], h, BOUND)
     assert states[0].shape == (B, 1, NH, DHQK, DHHV)
+
+
+@pytest.mark.parametrize("backend", [None, "interpret"])
+def test_vmap_over_no_examples(inputs, backend):
+    none = [jnp.zeros((0, *x.shape)) for x in inputs]
+    shapes = jax.eval_shape(jax.vmap(results_of(run_on(backend))), *none)
+    assert [y.shape for y in shapes[4:]] == [x.shape for x in none]
+    token = [x[..., 0, :] if x.ndim == 5 else x[..., 0] for x in none[:5]]
+    step = jax.vmap(functools.partial(mlstm_recurrent_step, backend=backend))
+    h, states = step(*token)
+    assert [y.shape for y in (h, *states)] == [x.shape for x in (token[2], *none[5:])]
 
 
 @pytest.mark.slow
@@ -210,8 +221,9 @@ def test_operations_that_differ_are_told_apart():
 
 def test_nothing_leaks_from_a_trace(inputs):
     """The check of jax 0.12 fails for custom_partitioning with static_argnums."""
+    not_traced_before = functools.partial(run_on("xla"), eps=0.125)
     with jax.checking_leaks():
-        jax.make_jaxpr(run_on("xla"))(*inputs)
+        jax.make_jaxpr(not_traced_before)(*inputs)
 
 
 def test_operations_under_different_vmaps_are_told_apart():

@@ -520,3 +520,17 @@ def test_other_errors():
     message = "all three or not at all: got matC_initial without vecN_initial, scaM_initial"
     with pytest.raises(ValueError, match=message):
         run(v3, "_fw", vecn_initial=None, scam_initial=None)
+
+
+@ALL_SYSTEMS
+def test_derivatives_of_the_passes_are_refused(system):
+    q, *others = list(inputs_of().values())[:5]
+
+    def loss(q):
+        return jnp.sum(forward_of(system, q, *others)[0])
+
+    message = (
+        "the documented stages and passes have no derivatives; use those of "
+        "mlstm_pallas.mlstm_chunkwise or of _mlstm_chunkwise_fwbw_generator"
+    )
+    refused(TypeError, message, jax.eval_shape, jax.grad(loss), q)
