@@ -37,7 +37,7 @@ from kernel_benchmark import jax_versions, median_and_spread, time_calls
 from peers import take_heads, torch_tensor
 
 from mlstm_pallas import mlstm_recurrent_step, reference
-from mlstm_pallas.config import tuned_config
+from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.gpu import target_gpu
 from mlstm_pallas.planning import Options, launch
 from mlstm_pallas.problem import Problem
@@ -144,7 +144,7 @@ class MlstmPallas:
         self.unroll = unroll
         (B, NH, *heads), dtype, gpu = shape, jnp.dtype(state_dtype), target_gpu()
         lowering, problem = Lowering(backend), Problem(B, NH, 1, *heads, 1, 1.0)
-        options = Options(dtype, lowering, tuned_config(gpu.name, *heads, dtype))
+        options = Options(dtype, lowering, KernelConfig())
         tiles = launch("recurrent_step", problem, options, gpu, lowering).tiles
         self.config = {} if tiles is None else dict(vars(tiles))
 

@@ -323,8 +323,8 @@ class Tuner:
 # ---------------------------------------------------------------- tuning files
 
 
-def row_key(row: dict[str, Any]) -> tuple[str, int, int]:
-    return row["dtype"], row["DHQK"], row["DHHV"]
+def row_key(row: dict[str, Any]) -> tuple[str, str, int, int]:
+    return row["lowering"], row["dtype"], row["DHQK"], row["DHHV"]
 
 
 def read_tuning(path: str, device_kind: str) -> list[dict[str, Any]]:
@@ -353,23 +353,20 @@ def write_tuning(path: str, device_kind: str, rows: Sequence[dict[str, Any]]) ->
 def tuned_rows(
     rows: Sequence[dict[str, Any]], calls: Calls, result: tuple[Overrides, float, float]
 ) -> list[dict[str, Any]]:
-    """The rows with that of a case, where it gains enough, in place of an earlier one.
-
-    Without a gain the row of another backend stays.
-    """
-    (overrides, ms, rules_ms), backend = result, calls.backend
+    """The rows with that of a case, where it gains enough, in place of an earlier one."""
+    overrides, ms, rules_ms = result
     gain, config = 1 - ms / rules_ms, keywords(overrides)
     case = dict(DHQK=calls.shape.DHQK, DHHV=calls.shape.DHHV, dtype=calls.dtype)
-    measured = dict(backend=backend, shape=str(calls.shape), fwbw_ms=round(ms, 4))
+    case["lowering"] = Lowering(calls.backend).folder
+    measured = dict(shape=str(calls.shape), fwbw_ms=round(ms, 4))
     measured |= dict(rules_fwbw_ms=round(rules_ms, 4), jax=jax.__version__)
     measured |= dict(date=datetime.date.today().isoformat())
     verdict = f"row {config}" if gain >= MIN_GAIN else "no row: the rules are as good"
     best = f"best {ms:.3f} ({100 * gain:.1f} % less)"
     tqdm.write(f"{calls}: rules {rules_ms:.3f} ms, {best}: {verdict}")
     others = [x for x in rows if row_key(x) != row_key(case)]
-    if gain >= MIN_GAIN:
-        return [*others, case | dict(config=config, measured=measured)]
-    return [x for x in rows if x in others or x["measured"]["backend"] != backend]
+    found = [case | dict(config=config, measured=measured)]
+    return others + found if gain >= MIN_GAIN else others
 
 
 # ---------------------------------------------------------------- the command

@@ -21,7 +21,7 @@ class CallSpec:
 
     Attributes:
       problem: padded.
-      config: the caller's overrides, and those of a tuned row.
+      config: the caller's overrides.
       dtype: of q, k, v in the matrix products.
       normaliser: None: h is the numerator.
       gpu: that the kernels are planned for.

@@ -128,11 +128,14 @@ def tuned_rows(device_kind: str) -> tuple[dict[str, Any], ...]:
     return tuple(json.loads(file.read_text())["rows"]) if file.is_file() else ()
 
 
-def tuned_config(device_kind: str, DHQK: int, DHHV: int, dtype: jnp.dtype) -> KernelConfig:
-    """What the rows of a device override for these head dimensions.
+def tuned_config(
+    device_kind: str, DHQK: int, DHHV: int, dtype: jnp.dtype, folder: str
+) -> KernelConfig:
+    """The row of a device for these head dimensions and the kernels of a folder.
 
     float16 has the size and the speed of bfloat16, and so its rows.
     """
-    key = DHQK, DHHV, "bfloat16" if dtype.name == "float16" else dtype.name
-    rows = (x for x in tuned_rows(device_kind) if (x["DHQK"], x["DHHV"], x["dtype"]) == key)
+    key = DHQK, DHHV, "bfloat16" if dtype.name == "float16" else dtype.name, folder
+    names = "DHQK", "DHHV", "dtype", "lowering"
+    rows = (x for x in tuned_rows(device_kind) if tuple(x[name] for name in names) == key)
     return KernelConfig(**next(rows, {}).get("config", {}))

@@ -80,17 +80,17 @@ def problem_for(
     L: int | None = None,
     config: KernelConfig | None = None,
 ) -> tuple[Problem, KernelConfig]:
-    """The padded problem of a call, and the overrides of the caller and of a tuned row.
+    """The padded problem of a call, and the caller's overrides.
 
-    L: before that of the config; None: the rule. It is clamped to S.
+    L: before that of the config and of a tuned row; None: the rule. It is clamped to S.
     """
     S, plain = q_shape[2], lowering is Lowering.XLA
     DHQK, padded = (x if plain else padded_head_dim(x) for x in (q_shape[3], DHHV))
-    overrides = tuned_config(gpu.name, DHQK, padded, dtype)
-    if config is not None:
-        overrides = config.or_else(overrides)
-    L = L or overrides.chunk_size or chunk_size(DHQK, padded, S, dtype, lowering, gpu)
-    return make_problem(q_shape, DHHV, clamp_chunk_size(L, S), pad_heads=not plain), overrides
+    config = config or KernelConfig()
+    row = tuned_config(gpu.name, DHQK, padded, dtype, lowering.folder)
+    L = L or config.chunk_size or row.chunk_size
+    L = L or chunk_size(DHQK, padded, S, dtype, lowering, gpu)
+    return make_problem(q_shape, DHHV, clamp_chunk_size(L, S), pad_heads=not plain), config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,9 +122,13 @@ def _tiles(
     planned = kernel.plan(p, options.dtype, facts_for(gpu, lowering), **asked)
     if planned is None:
         return None
-    fields = options.config.tiles_of(folder, name)
+    row = row_of(p, options, gpu, folder).tiles_of(folder, name)
     if lowering.interpret and (ctas := getattr(planned, "num_ctas", 0)):
-        fields = dict(num_ctas=min(ctas, 2)) | fields  # each of which has several items
+        row["num_ctas"] = min(ctas, 2)  # each of which has several items
+    if row:  # it was tuned for other steps, which may take other tiles
+        tiles = dataclasses.replace(planned, **row).clamped(p)
+        planned = tiles if kernel.supports(tiles, p, **asked) else planned
+    fields = options.config.tiles_of(folder, name)
     if not fields:
         return planned
     if unknown := fields.keys() - vars(planned).keys():
@@ -139,6 +143,11 @@ def _tiles(
             f"{p.DHQK}/{p.DHHV} in chunks of {p.L} steps, such as {planned}"
         )
     return tiles
+
+
+def row_of(p: Problem, options: Options, gpu: Gpu, folder: str) -> KernelConfig:
+    """The row of tuning/ for a problem's heads."""
+    return tuned_config(gpu.name, p.DHQK, p.DHHV, options.dtype, folder)
 
 
 @functools.cache
@@ -302,7 +311,8 @@ def _scan_splits(
     where it may not be, it needs a share of the places. A third launch, which reads and writes h
     once more, is slower than states in memory.
     """
-    config, p = options.config, scan_problem
+    p, row = scan_problem, row_of(scan_problem, options, gpu, options.lowering.folder)
+    config = options.config.or_else(row)
     whole_chunks = p.NC & -p.NC
     if config.fused is False:
         return 0

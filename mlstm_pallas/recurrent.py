@@ -12,7 +12,7 @@ from jax import lax
 from mlstm_pallas import validation
 from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.backend import on_backend, requested_backend
-from mlstm_pallas.config import KernelConfig, tuned_config
+from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.gpu import Gpu, target_gpu
 from mlstm_pallas.normaliser import Normaliser
@@ -169,13 +169,11 @@ def _run(
     if m is None:
         m = zeros((B, NH))
     gpu = target_gpu()
-    tuned = tuned_config(gpu.name, DHQK, DHV, c.dtype)
-    config = tuned if config is None else config.or_else(tuned)
     if B * NH == 0:
         backend = "xla"  # a kernel has no empty grid
     normaliser = Normaliser(eps, norm_val, stabilize_correctly) if normalize else None
     problem = Problem(B, NH, 1, DHQK, DHV, 1, DHQK**-0.5)
-    spec = StepSpec(problem, c.dtype, config, normaliser, gpu, backend)
+    spec = StepSpec(problem, c.dtype, config or KernelConfig(), normaliser, gpu, backend)
     x, c, n, m = aligned(spec, (x, c, n, m))
     h, states = (sequence if steps else step)(
         spec, x, StepStates(c, n, None if gate is InputGate.SIGMOID else m)

@@ -4,6 +4,7 @@ import dataclasses
 import functools
 import json
 import re
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from oracle import for_device
 from mlstm_pallas import KernelConfig, config, dispatch, mlstm_recurrent_step, planning
 from mlstm_pallas.backend import jax_has_mosaic_gpu
 from mlstm_pallas.gpu import known_gpu
+from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Lowering, check_field
 
 H200 = "NVIDIA H200"
@@ -23,32 +25,49 @@ def row(tmp_path, monkeypatch):
     """Writes the row of a device for heads of 64/64."""
 
     def write(dtype, **fields):
-        row = dict(DHQK=64, DHHV=64, dtype=dtype, config=fields, measured={})
+        row = dict(DHQK=64, DHHV=64, dtype=dtype, lowering="triton", config=fields, measured={})
         (tmp_path / "tuning" / "nvidia_h200.json").write_text(json.dumps({"rows": [row]}))
-        config.tuned_rows.cache_clear()
+        clear()
+
+    def clear():
+        for cached in (config.tuned_rows, planning.launch, planning.plan):
+            cached.cache_clear()
 
     (tmp_path / "tuning").mkdir()
     monkeypatch.setattr(config.resources, "files", lambda package: tmp_path)
     yield write
-    config.tuned_rows.cache_clear()
+    clear()
 
 
 def test_explicit_beats_the_row_beats_the_rule(row):
     row("bfloat16", chunk_size=128, fused=False, triton_parallel_fw_H=dict(num_warps=2))
     explicit = KernelConfig(fused=True, triton_parallel_fw_H=dict(num_warps=8))
 
-    def problem_for(device, *args, heads=64, dtype="bfloat16"):
-        sizes = (1, 1, 8192, 64), heads, jnp.dtype(dtype), Lowering.TRITON
-        problem, found = planning.problem_for(*sizes, known_gpu(device), *args)
-        return problem.L, found
+    def planned(device, *args, heads=64, dtype="bfloat16", lowering=Lowering.TRITON):
+        """L, whether the forward pass is fused, and the warps of parallel_fw_H."""
+        gpu, dtype = known_gpu(device), jnp.dtype(dtype)
+        sizes = (8, 64, 8192, 64), heads, dtype, lowering
+        problem, found = planning.problem_for(*sizes, gpu, *args)
+        options = planning.Options(dtype, lowering, found)
+        call = planning.launch("parallel_fw_H", problem, options, gpu, Lowering.TRITON)
+        return problem.L, planning.plan(problem, options, gpu).fused, call.tiles.num_warps
 
-    of_row = KernelConfig(128, fused=False, triton_parallel_fw_H=dict(num_warps=2))
-    assert problem_for(H200) == problem_for(H200, dtype="float16") == (128, of_row)
-    assert problem_for(H200, None, explicit) == (128, explicit.replace(chunk_size=128))
-    assert problem_for(H200, 32) == (32, of_row)
-    rule = 64, KernelConfig()
-    assert problem_for("NVIDIA H20") == problem_for(H200, heads=128) == rule
-    assert problem_for(H200, dtype="float32") == rule
+    assert planned(H200) == planned(H200, dtype="float16") == (128, False, 2)
+    assert planned(H200, None, explicit) == (128, True, 8)
+    assert planned(H200, 32) == (32, False, 2)
+    assert planned("NVIDIA H20") == planned(H200, dtype="float32") == (64, False, 4)
+    assert planned(H200, heads=128) == (64, True, 4)
+
+
+def test_a_row_that_does_not_fit_a_problem_is_left_out(row):
+    row("bfloat16", triton_parallel_fw_H=dict(keep_q=True))
+    gpu, p = known_gpu(H200), Problem(1, 1, 64, 64, 64, 64, 1.0)
+    options = planning.Options(jnp.dtype("bfloat16"), Lowering.TRITON, KernelConfig())
+    kernel = dispatch.kernel("parallel_fw_H", "triton")
+    refuses = kernel._replace(supports=lambda *_, **__: False)
+    with mock.patch.object(dispatch, "kernel", return_value=refuses):
+        tiles = planning.launch.__wrapped__("parallel_fw_H", p, options, gpu, Lowering.TRITON).tiles
+    assert tiles == kernel.plan(p, options.dtype, gpu)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])

@@ -215,15 +215,14 @@ def test_a_row_needs_three_per_cent(gain, kept, run, fake):
     rules = tune.Calls("interpret", SHAPE, "bfloat16").row({})
     fake.hook = lambda stage, row: None if stage else Result("ok", 1 - gain * (row != rules))
     present = [
-        dict(DHQK=64, DHHV=V, dtype="bfloat16", config={}, measured={"backend": backend})
-        for V, backend in ((128, "interpret"), (128, "mosaic_gpu"), (64, "interpret"))
+        dict(DHQK=64, DHHV=V, dtype="bfloat16", lowering=lowering, config={}, measured={})
+        for V, lowering in ((128, "triton"), (128, "mosaic_gpu"), (64, "triton"))
     ]
     tune.write_tuning("rows.json", "cpu", present)
     assert run("--stage=chunk_gates") == 0
     others = sorted(run.rows(), key=lambda row: "jax" in row["measured"])
     new = others.pop() if kept else None
-    # Without a gain the row of another backend stays.
-    assert others == [present[2], *([] if kept else [present[1]])]
+    assert others == [present[1], present[2]]  # of another lowering, and of other heads
     assert not kept or [*new["config"]] == ["triton_chunk_gates"]
 
 
