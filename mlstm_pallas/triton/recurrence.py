@@ -359,7 +359,7 @@ def _plan(p: Problem, dtype: jnp.dtype, gpu: Gpu, *, recurrences: int = 1, **_: 
     while max(K, V) > 64 and not gpu.filled_by(ctas(), CTAS_PER_SM):
         K, V = (K, V // 2) if V >= K else (K // 2, V)
     # The pipeline copies one operand; the other one passes through registers.
-    steps, stages = depth_and_stages(gpu, max(K, V), min(64, p.L), dtype)
+    steps, stages = depth_and_stages(gpu, max(K, V), clamped(64, p.L), dtype)
     most = min(CTAS_PER_SM * gpu.sms // max(ctas(), 1), MAX_SPLITS, p.NC & -p.NC)
     splits = 1 << (most.bit_length() - 1) if most >= MIN_SPLITS else 1
     return Tiles(steps, K, V, num_warps=4, num_stages=stages, num_splits=splits)
