@@ -150,7 +150,7 @@ def test_the_grids_of_a_plan_are_those_that_run(recompute, fused):
 SPLIT = {  # heads, steps, their sizes, splits of the fused scan; 0: materialised
     "enough_heads": (24, 8192, WIDE, 1),
     "8_of_24_heads": (8, 8192, WIDE, 4),
-    "shorter": (4, 8192, WIDE, 0),
+    "shorter": (4, 4 * MIN_SPLIT_STEPS, WIDE, 0),
     "least_length": (4, 8 * MIN_SPLIT_STEPS, WIDE, 8),
     "no_whole_chunks": (8, 8192 + 64, WIDE, 0),
     "narrow_heads": (8, 8192, dict(DHQK=128, DHHV=MIN_SPLIT_STATE // 256), 0),
