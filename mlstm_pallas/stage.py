@@ -105,10 +105,12 @@ class Tiles:
     def clamped(self, p: Problem) -> Self:
         """The tiles with every size clamped to what divides the (padded) dimensions."""
         sizes = dict(siz_b_LQ=p.L, siz_b_LKV=p.L, siz_b_DHQK=p.DHQK, siz_b_DHHV=p.DHHV)
+        blocks = dict(state_rows=p.DHQK, state_columns=p.DHHV)
         names = {x.name for x in dataclasses.fields(self)}
         return dataclasses.replace(
             self,
             **{x: clamped(getattr(self, x), size) for x, size in sizes.items() if x in names},
+            **{x: min(getattr(self, x), size) for x, size in blocks.items() if x in names},
         )
 
 

@@ -61,13 +61,14 @@ RACE = "RACE DETECTED"  # which GPU interpret mode prints
 
 
 def fused(num_splits=None, **scan):
-    """The fused scan with these tiles of its Mosaic GPU kernel; chunks of 128 in the backward
-    pass."""
+    """The fused scan with these tiles of its Mosaic GPU kernel; in the backward pass chunks of 128,
+    and states in CTAs of two warpgroups."""
     return KernelConfig(
         chunk_size=128,
         fused=True,
         num_splits=num_splits,
         mosaic_gpu_recurrent_fw_H=dict(num_stages=2) | scan,
+        mosaic_gpu_recurrent_bw_dC=dict(state_columns=128),
     )
 
 
@@ -105,14 +106,10 @@ def materialised(num_splits=None, **fields):
     return KernelConfig(**dict(chunk_size=128, fused=False) | stages | fields)
 
 
-def stages_on_mosaic_gpu(spec, *, all_launches=True):
-    """The stages of a call's plan that run there, with all of their launches or with any."""
+def stages_on_mosaic_gpu(spec):
+    """Those of a call's plan that run there; chunk_gates also in one pass alone."""
     launches = [*spec.plan.forward.items(), *spec.plan.backward.items()]
-    on, off = (
-        {name for name, x in launches if (x.lowering.folder == "mosaic_gpu") == there}
-        for there in (True, False)
-    )
-    return on - off if all_launches else on
+    return {name for name, x in launches if x.lowering.folder == "mosaic_gpu"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -270,10 +267,9 @@ class Recurrences:
 
     def launch(self, lowering: Lowering) -> Launch:
         """With blocks of as many columns as there can be."""
-        kernel = mosaic_gpu_kernel("recurrent_bw_dC")
-        if lowering is Lowering.XLA or kernel is None:
+        if lowering is Lowering.XLA:
             return planning.plain(self.problem)
-        *_, K, V = self.shape
+        kernel, (*_, K, V) = mosaic_gpu_kernel("recurrent_bw_dC"), self.shape
         rows = self.rows or max(x for x in range(64, 257, 64) if K % x == 0)
         tiles = kernel.tiles(rows, 64 if V % 128 else 128, self.num_stages, self.num_splits)
         assert kernel.supports(tiles, self.problem, has_h=self.delta)

@@ -36,6 +36,7 @@ from oracle import (
 )
 from test_gradients import BOUND
 from test_packed_sequences import check_prompts
+from test_stages import launch_of
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step, use_backend
 from mlstm_pallas.backend import requested_backend
@@ -43,6 +44,7 @@ from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 from mlstm_pallas.export import CUSTOM_CALL_TARGET, export
 from mlstm_pallas.gpu import known_gpu
 from mlstm_pallas.problem import make_problem
+from mlstm_pallas.stage import Lowering
 from mlstm_pallas.validation import MOSAIC_GPU_JAX
 from mlstm_pallas.xlstm_jax import triton_stablef
 
@@ -172,9 +174,8 @@ def test_float32_runs_on_triton(monkeypatch):
         name: jax.ShapeDtypeStruct(x.shape, "float32")
         for name, x in zip("qkvif", HALF, strict=True)
     }
-    config = KernelConfig(fused=True)
-    on = stages_on_mosaic_gpu(spec_of(inputs, config, backend="mosaic_gpu"), all_launches=False)
-    assert not on
+    spec = spec_of(inputs, KernelConfig(fused=True), backend="mosaic_gpu")
+    assert not stages_on_mosaic_gpu(spec)
 
 
 @needs_mosaic_gpu
@@ -256,15 +257,16 @@ HEADS_OF_7B, NARROW_HEADS = (8, 8, 8192, 256, 512), (8, 16, 8192, 128, 256)
         # A stage is free when the next one's product runs.
         (HEADS_OF_7B, "recurrent_bw_dC", dict(num_stages=1)),
         (HEADS_OF_7B, "recurrent_bw_dC", dict(num_splits=64)),  # of 32 chunks
+        (HEADS_OF_7B, "vector_states", dict(num_splits=64)),
         (HEADS_OF_7B, "recurrent_fw_H", dict(siz_b_DHHV=256)),  # too few registers
     ],
     ids=str,
 )
 def test_tiles_that_a_kernel_cannot_have_are_refused(shape, stage, tiles):
-    name = f"mosaic_gpu_{stage}"
-    message = f"config.{name} is {tiles}, expected tiles that the kernel has for heads of "
+    p = make_problem(shape[:-1], shape[-1], 256 if shape is HEADS_OF_7B else 128, pad_heads=True)
+    message = f"config.mosaic_gpu_{stage} is {tiles}, expected tiles that the kernel has for heads"
     with pytest.raises(ValueError, match=re.escape(message)):
-        stages_of_call(*shape, **{name: tiles})
+        launch_of(stage, p, BF16, Lowering.MOSAIC_GPU, tiles)
 
 
 def planned(stage, heads, DHQK, DHHV, L, **asked):

@@ -73,7 +73,7 @@ def test_the_kernels_compile_at_the_planned_tiles(heads, dtype, variant, compile
     call = compile_report.Call(H200, *heads, dtype, **options)
     call = dataclasses.replace(call, relocatable=compiler == "nvjitlink")
     spec = call.spec()
-    expected = stages_on_mosaic_gpu(spec, all_launches=False) & ALL
+    expected = stages_on_mosaic_gpu(spec) & ALL
     kernels = compile_report.mosaic_gpu_kernels(call)
     assert {kernel.name for kernel, _ in kernels} - HELPERS == expected
     for kernel, usage in kernels:

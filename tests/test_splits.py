@@ -22,13 +22,13 @@ NC = S // L
 PROBLEM = Problem(1, HEADS, S, DHQK, DHHV, L, 1.0)
 split_products = functools.partial(dispatch.run, "split_products")
 INTERPRETED, PLAIN = Lowering.INTERPRET, Lowering.XLA
+BF16 = jnp.dtype("bfloat16")
 TILES = dict(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=32)
-CONFIG = KernelConfig(triton_split_products=TILES)
 
 
-def call_of(name, lowering, **options):
-    asked = planning.Options(jnp.dtype("bfloat16"), lowering, CONFIG)
-    return planning.launch(name, PROBLEM, asked, UNKNOWN, lowering, **options)
+def call_of(name, lowering, *num_splits):
+    asked = planning.Options(BF16, lowering, KernelConfig(triton_split_products=TILES))
+    return planning.launch(name, PROBLEM, asked, UNKNOWN, lowering, *num_splits)
 
 
 @pytest.mark.parametrize("backward", [False, True])
@@ -44,7 +44,7 @@ def test_split_products(backward):
     ]
     expected = np.einsum("npsk,npsv->npkv", *split)
     for lowering in (INTERPRETED, PLAIN):
-        call = call_of("split_products", lowering, num_splits=num_splits)
+        call = call_of("split_products", lowering, num_splits)
         options = dict(num_splits=num_splits, backward=backward, call=call)
         result = jax.jit(functools.partial(split_products, **options))(a, b, r)
         assert result.dtype == jnp.float32
@@ -80,7 +80,7 @@ def test_a_number_of_splits_is_cut_to_what_divides_the_chunks():
 def test_fewer_ctas_have_no_fewer_splits():
     plan = functools.partial(dispatch.kernel("recurrent_fw_C", "triton").plan, gpu=HOPPER)
     splits = [
-        plan(Problem(1, heads, 8192, 256, 512, 128, 1.0), jnp.dtype("bfloat16")).num_splits
+        plan(Problem(1, heads, 8192, 256, 512, 128, 1.0), BF16).num_splits
         for heads in (512, 64, 16, 8, 4, 1)
     ]
     assert splits == sorted(splits)

@@ -149,4 +149,8 @@ def _candidates(p: Problem, gpu: Gpu) -> Iterable[Tiles]:
     yield Tiles(splits if splits >= MIN_SPLITS else 1)
 
 
-KERNEL = kernel(Tiles, _candidates, lambda tiles, p: p.DHQK % COLUMNS == 0, {})
+def _supports(tiles: Tiles, p: Problem) -> bool:
+    return p.DHQK % COLUMNS == 0 and p.NC % tiles.num_splits == 0
+
+
+KERNEL = kernel(Tiles, _candidates, _supports, {})
