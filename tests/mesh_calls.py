@@ -14,7 +14,7 @@ import sys
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from mlstm_pallas import (
@@ -82,7 +82,10 @@ def both_passes(system):
 
 
 def calls(whole):
-    """(name, function, lead axes of its arguments, sharding of these); whole: all of them."""
+    """(name, function, lead axes of its arguments, sharding of these); whole: all of them.
+
+    The names of calls with manual axes begin with "manual".
+    """
     sequence = functools.partial(
         mlstm_chunkwise_sequence_parallel, axis_name="x", chunk_size=L, return_last_states=True
     )
@@ -93,24 +96,29 @@ def calls(whole):
     for layout, steps, transform, manual in sorted(chosen, key=lambda x: not x[-1]):
         run = functools.partial(chunkwise, layout=layout)
         run = transform(over_shards(run) if manual else run)
-        yield f"chunkwise {layout}", run, lead(layout, steps()), P("x")
+        yield f"{manual} chunkwise {layout}", run, lead(layout, steps()), P("x")
     for layout, steps in [(LAYOUTS[0], odd), (LAYOUTS[1], even)][: 2 if whole else 1]:
         spec = P(None, "x") if layout == "BTNH" else P(None, None, "x")
         run = functools.partial(sequence, layout=layout)
         run = jax.shard_map(run, mesh=mesh, in_specs=spec, out_specs=(spec, P()), check_vma=checks)
         for transform in (gradient, lambda run: run):
-            yield f"sequence {layout}", transform(run), lead(layout, 8 * steps(), 1), spec
+            yield f"manual sequence {layout}", transform(run), lead(layout, 8 * steps(), 1), spec
     generated = triton_stablef._mlstm_chunkwise_fwbw_generator(None, chunk_size=L)
     systems = max_triton_fwbw_v3noslice, max_triton_fwbw_v5xlchunksize, triton_stablef
-    for manual in (True, False):
+    for manual in ("manual", ""):
         wrapped = over_shards if manual else lambda run: run
-        yield "segments", wrapped(in_segments("BTNH")), lead("BTNH", odd()), P("x")
-        yield "step", wrapped(mlstm_recurrent_step), (B, NH), P("x")
-        yield "steps", wrapped(mlstm_recurrent_sequence), lead("BNTH", odd()), P("x")
-        yield "generator", gradient(wrapped(lambda *x: generated(*x)[0])), (B, NH, even()), P("x")
-        for system in systems if whole else systems[manual : manual + 1]:
+        yield f"{manual} segments", wrapped(in_segments("BTNH")), lead("BTNH", odd()), P("x")
+        yield f"{manual} step", wrapped(mlstm_recurrent_step), (B, NH), P("x")
+        yield f"{manual} steps", wrapped(mlstm_recurrent_sequence), lead("BNTH", odd()), P("x")
+        yield (
+            f"{manual} generator",
+            gradient(wrapped(lambda *x: generated(*x)[0])),
+            (B, NH, even()),
+            P("x"),
+        )
+        for system in systems if whole else systems[bool(manual) :][:1]:
             S = 64 * next(halves)  # whole chunks
-            yield system.__name__, wrapped(both_passes(system)), (B, NH, S), P("x")
+            yield f"{manual} {system.__name__}", wrapped(both_passes(system)), (B, NH, S), P("x")
 
 
 def over_shards(run):
@@ -133,14 +141,22 @@ if __name__ == "__main__":
     kind, backend, platform, *rest = sys.argv[1:]
     checks = backend != "interpret"
     jax.config.update("jax_num_cpu_devices", 8)
-    mesh = jax.make_mesh((8,), ("x",), axis_types=(getattr(AxisType, kind),))
+    size, names, types = (8,), ("x",), (getattr(AxisType, kind),)
+    if platform == "cpu":
+        mesh = jax.make_mesh(size, names, axis_types=types)
+    else:
+        mesh = AbstractMesh(
+            size, names, types, abstract_device=AbstractDevice("NVIDIA H200", None, "gpu")
+        )
     count = 0
     with (
-        jax.set_mesh(mesh),
+        jax.set_mesh(mesh) if platform == "cpu" else jax.sharding.use_abstract_mesh(mesh),
         use_backend(None if backend == "None" else backend),
         jax.transfer_guard("disallow"),
     ):
         for name, run, axes, spec in calls(bool(rest)):
+            if platform != "cpu" and kind == "Auto" and not name.startswith("manual"):
+                continue  # automatic axes need devices
             sharding = NamedSharding(mesh, spec)
             shapes = [(*axes, D)] * 3 + [axes] * 2
             x = [jax.ShapeDtypeStruct(shape, "float32", sharding=sharding) for shape in shapes]

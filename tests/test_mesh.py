@@ -42,4 +42,5 @@ def test_calls_of_a_fresh_process_under_a_mesh(kind, backend, platform):
     ],
 )
 def test_all_calls_of_a_fresh_process_under_a_mesh(kind, backend, platform):
-    run_calls(34, kind, backend, platform, "all")
+    manual_alone = kind == "Auto" and platform == "cuda"  # automatic axes lower with devices alone
+    run_calls(19 if manual_alone else 34, kind, backend, platform, "all")
