@@ -77,7 +77,7 @@ def pytest_collection_modifyitems(items):
     gpus = gpu_count()
     for item in items:
         interpreted = item.module.__name__.startswith(("test_mosaic_gpu", "test_products"))
-        if interpreted and not item.get_closest_marker("slow"):
+        if interpreted and not any(map(item.get_closest_marker, ("slow", "gpu"))):
             item.add_marker(pytest.mark.timeout(120))  # their warpgroups wait for each other
         needed = 2 if item.get_closest_marker("gpu_multi") else 1
         if needed == 2 or item.get_closest_marker("gpu"):

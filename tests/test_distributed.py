@@ -342,14 +342,16 @@ def test_gradients_of_a_mapped_axis_trace(gradients):
 
 on_a_gpu = results_of(functools.partial(mlstm_chunkwise, backend="triton", return_last_states=True))
 BOUNDS = {"float32": 1e-4, "bfloat16": 2e-2}
-# A shard of 8,191 steps decays by exp(-0.6): exp(-f) is exp(0.5 - 10) in the mean.
-OPEN_GPU = 10.0
+# A shard of 2,047 steps decays by exp(-0.7): exp(-f) is exp(0.5 - 8.5) in the mean. The longer such
+# a sequence, the larger the sums of which di and df are differences: in float32 these are off by
+# 5e-5 at 8,188 steps, also on one device in plain jnp.
+OPEN_GPU = 8.5
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_shards_on_one_gpu_give_the_numbers_of_the_whole(dtype):
-    x = list(random_inputs(0, 1, 2, 4 * 8191, 128, 256, dtype=dtype, f_shift=OPEN_GPU).values())
+    x = list(random_inputs(0, 1, 2, 4 * 1023, 128, 256, dtype=dtype, f_shift=OPEN_GPU).values())
     check(on_one_device(4, backend="triton")(*x), on_a_gpu(*x), x, BOUNDS[dtype])
 
 
@@ -368,7 +370,7 @@ def test_gpus_give_the_numbers_of_one(gpus, backend, dtype):
         pytest.skip(f"fewer than {gpus} GPUs")
     if backend == "mosaic_gpu":
         skip_unless_hopper()
-    S = gpus * 4095
+    S = gpus * 2047
     shape = (1, 8, S, 256, 512) if backend == "mosaic_gpu" else (2, 4, S, 128, 256)
     x = list(random_inputs(0, *shape, dtype=dtype, f_shift=OPEN_GPU).values())
     split = results_of(over(mesh_of((gpus,), names="s", platform="gpu"), backend=backend))
