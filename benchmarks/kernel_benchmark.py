@@ -61,7 +61,7 @@ from peers import Inputs, random_inputs
 from reporting import COLUMNS, Record, markdown, plot, plot_measured
 from roofline import Shape, backward_stages
 
-from mlstm_pallas import dispatch, mlstm_chunkwise, planning, stages
+from mlstm_pallas import costs, dispatch, mlstm_chunkwise, planning, stages
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.gate_gradients import TilePairs
 from mlstm_pallas.gates import vector_states
@@ -263,7 +263,7 @@ class MlstmPallasStage(MlstmPallas):
             raise NoSuchKernel(f"{stage} has no Mosaic GPU kernel for this shape and dtype")
 
     def phases(self, shape, itemsize, direction):
-        return (roofline.of_stage(self.stage, self.call, itemsize, weighted=self.weighted),)
+        return (costs.of_stage(self.stage.name, self.call, itemsize, weighted=self.weighted),)
 
     def computation(self, inputs, direction):
         arrays, name = dict(inputs), self.stage.name

@@ -19,8 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 import roofline
 from jax import lax
-from roofline import Cost, Shape
+from roofline import Shape
 
+from mlstm_pallas.costs import Cost
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER as NORMALISER
 
 

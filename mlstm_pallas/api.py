@@ -112,8 +112,7 @@ def mlstm_chunkwise(
       return_last_states: whether to return the states after the last step.
       eps: added to the denominator; 0 or a normal number of float32, as
         norm_val.
-      chunk_size: steps of a chunk, a power of two from 16 up. h does not
-        depend on it. None: the tuned one.
+      chunk_size: steps of a chunk, a power of two from 16 up; None: by rule.
       autocast_kernel_dtype: of q, k, v in matrix products. None: that of q.
       stabilize_correctly: False: norm_val is the floor of the denominator.
       norm_val: of the floor of the denominator, at least 0.
@@ -138,7 +137,7 @@ def mlstm_chunkwise(
       backend: "triton", "mosaic_gpu", "xla" or one for tests: ``use_backend``
         has the list. None: Triton on an NVIDIA GPU and plain jnp elsewhere,
         unless use_backend or MLSTM_PALLAS_BACKEND names one.
-      config: tiles and launch parameters in place of the tuned ones.
+      config: overrides of the plan, which mlstm_pallas.plan shows.
 
     Returns:
       h, shaped as v, in the dtype of q; with return_last_states
@@ -149,8 +148,8 @@ def mlstm_chunkwise(
         what was expected.
 
     Warns:
-      UserWarning: once, where layout is left out, S < NH, and there are
-        neither initial states nor segment_ids: the arrays may be "BTNH".
+      UserWarning: once, where layout is left out and S < NH: the arrays
+        may be "BTNH". Initial states and segment_ids tell.
     """
     options = Options(
         return_last_states=return_last_states,

@@ -10,6 +10,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from mlstm_pallas.problem import Problem
+from mlstm_pallas.stage import Launch
 
 
 class Cost(NamedTuple):
@@ -35,9 +36,9 @@ def _parallel_fw_H(p: Problem, itemsize: int) -> Cost:
 
 
 def _parallel_fw_P(p: Problem, itemsize: int) -> Cost:
-    """e, u, w, abar, m, r, z; gamma, and n at all chunk boundaries."""
+    """e, u, w, abar, m, r, z, and n before each chunk."""
     R, K = p.BNH * p.S, p.DHQK
-    floats = 9 * R + p.BNH * p.NC + p.BNH * (p.NC + 2) * K
+    floats = 9 * R + p.BNH * p.NC * K
     return Cost(R * (p.L + 1) * K, itemsize * R * (3 * K + p.L) + 4 * floats)
 
 
@@ -108,3 +109,24 @@ COSTS: dict[str, Callable[[Problem, int], Cost]] = {
     "parallel_bw_dQKV": _parallel_bw_dQKV,
     "recurrent_step": _recurrent_step,
 }
+
+
+def of_stage(name: str, call: Launch, itemsize: int, *, weighted: bool = False) -> Cost:
+    """The cost of a stage as it runs.
+
+    On Mosaic GPU recurrent_fw_H weights the keys: it reads abar, which parallel_fw_P does not, and
+    that writes no keys. parallel_bw_dP likewise writes no queries and keys. With weighted,
+    recurrent_bw_dC reads r and abar. Where parallel_bw_dQKV makes P and dP it has their FLOPs too.
+    It then reads e and u, of two floats each, in place of the tiles, and writes three sums.
+    """
+    p = call.problem
+    flops, moved = COSTS[name](p, itemsize)
+    more: dict[str, int] = {"recurrent_bw_dC": 8} if weighted else {}
+    if call.lowering.folder == "mosaic_gpu":
+        more |= {"parallel_fw_P": -itemsize * p.DHQK - 4, "recurrent_fw_H": 4}
+        more |= {"parallel_bw_dP": -2 * itemsize * p.DHQK}
+    if getattr(call.tiles, "recomputes_scores", False):
+        flops += COSTS["parallel_bw_dP"](p, itemsize).flops
+        more[name] = 4 * (4 + 3) - 2 * itemsize * p.L
+    moved += more.get(name, 0) * p.BNH * p.S
+    return Cost(flops, moved)

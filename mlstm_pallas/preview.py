@@ -8,7 +8,7 @@ from mlstm_pallas import planning
 from mlstm_pallas.annotations import BackendName, LayoutName
 from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.costs import COSTS
+from mlstm_pallas.costs import of_stage
 from mlstm_pallas.gpu import UNKNOWN, Gpu, known_gpu, target_gpu
 from mlstm_pallas.stage import Launch, Lowering
 from mlstm_pallas.validation import (
@@ -187,7 +187,7 @@ def preview(of: planning.Plan) -> CallPlan:
 
 def _planned(of: planning.Plan, name: str, backward: bool, x: Launch) -> PlannedLaunch:
     p, tiles, dtype = x.problem, x.tiles, of.options.dtype
-    flops, moved = COSTS[name](p, dtype.itemsize)
+    flops, moved = of_stage(name, x, dtype.itemsize)
     if tiles is None:
         return PlannedLaunch(name, backward, x.lowering, {}, (), 0, moved, flops)
     asked = planning.asked_of(name, p, of.options, of.gpu, of.options.lowering)

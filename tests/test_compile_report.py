@@ -10,7 +10,7 @@ import pytest
 import roofline
 from oracle import HELPERS
 
-from mlstm_pallas import KernelConfig
+from mlstm_pallas import KernelConfig, costs
 from mlstm_pallas.stages import STAGES
 
 # Beside the gradients of test_every_kernel_of_a_gradient_compiles_and_fits: every dtype and device,
@@ -184,7 +184,7 @@ def check_usage(row, device, problem, dtype):
     assert row.cause == ""
     assert row.usage.shared_bytes <= target.shared_bytes
     assert 16 <= row.usage.registers <= 255
-    if dtype == "bfloat16" and facts and roofline.COSTS[row.stage](problem, 2).flops > 0:
+    if dtype == "bfloat16" and facts and costs.COSTS[row.stage](problem, 2).flops > 0:
         # wgmma multiplies 64 rows: fewer steps of a chunk may be the rows of none.
         other = 0 if device == "H200" and row.chunk_size >= 64 else row.usage.mma
         assert row.usage.wgmma + other > 0, "no tensor cores"

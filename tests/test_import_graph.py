@@ -27,9 +27,9 @@ FLOORS = (
     ("config",),
     ("dispatch",),
     ("triton", "mosaic_gpu"),
-    ("stages",),
+    ("stages", "costs"),
     ("gate_gradients", "stage", "sharding"),
-    ("gates", "validation", "costs"),
+    ("gates", "validation"),
     ("problem", "tiles", "normaliser", "splits", "annotations", "gpu", "version"),
 )
 FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}

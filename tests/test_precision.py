@@ -7,11 +7,10 @@ import compile_report
 import jax
 import jax.numpy as jnp
 import pytest
-import roofline
 from jax.lax import DotAlgorithmPreset, Precision
 from oracle import HELPERS, random_inputs
 
-from mlstm_pallas import KernelConfig, mlstm_chunkwise
+from mlstm_pallas import KernelConfig, costs, mlstm_chunkwise
 from mlstm_pallas.problem import Problem
 
 SIX_PRODUCTS = DotAlgorithmPreset.BF16_BF16_F32_X6
@@ -49,8 +48,7 @@ def kernels_of(jaxpr):
 def multiplies(name):
     """Whether the kernel of a stage multiplies matrices."""
     return name == "split_products" or (
-        name not in HELPERS
-        and roofline.COSTS[name](Problem(1, 1, 64, 16, 16, 64, 1.0), 4).flops > 0
+        name not in HELPERS and costs.COSTS[name](Problem(1, 1, 64, 16, 16, 64, 1.0), 4).flops > 0
     )
 
 

@@ -9,7 +9,7 @@ import pytest
 import roofline
 from roofline import Shape
 
-from mlstm_pallas import KernelConfig, dispatch
+from mlstm_pallas import KernelConfig, costs, dispatch
 from mlstm_pallas.problem import Problem
 
 SMALL, WIDE = Shape(2, 3, 64, 16, 32), Shape(1, 64, 256, 256, 512)
@@ -90,7 +90,7 @@ def test_bytes_and_flops_of_a_stage_are_those_of_its_arrays_and_products(backend
     if (backend, stage) == ("mosaic_gpu", "parallel_fw_P"):  # which writes no keys
         read["chunk_gates"] = READ["parallel_fw_H"]["chunk_gates"]
     inputs = [read.get(x, lambda x: x)(y) for x, y in zip(impl.stage.inputs, args, strict=True)]
-    cost = roofline.of_stage(impl.stage, impl.call, 2, weighted=impl.weighted)
+    cost = costs.of_stage(impl.stage.name, impl.call, 2, weighted=impl.weighted)
     assert cost.bytes == nbytes(inputs) + nbytes(outputs)
     pairs = sum(dict(k=shape.DHQK, v=shape.DHHV)[axis] for axis in intra)
     assert cost.flops == shape.steps * (2 * inter * p.DHQK * p.DHHV + (p.L + 1) * pairs)
@@ -105,7 +105,7 @@ def test_a_direction_has_the_flops_of_its_stages_and_the_bytes_of_its_arrays():
     problem = Problem(*SMALL, SMALL.S, 1.0)
     passes = roofline.FORWARD[False], roofline.backward_stages()
     for phase, stages in zip((forward, backward), passes, strict=True):
-        assert phase.flops == sum(roofline.COSTS[stage](problem, 2).flops for stage in stages)
+        assert phase.flops == sum(costs.COSTS[stage](problem, 2).flops for stage in stages)
 
 
 def test_attention_counts_pairs_once():
