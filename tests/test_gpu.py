@@ -26,11 +26,13 @@ from test_sequence_lengths import check as check_lengths
 
 from mlstm_pallas import (
     KernelConfig,
+    entry,
     mlstm_chunkwise,
     mlstm_recurrent_sequence,
     mlstm_recurrent_step,
     reference,
 )
+from mlstm_pallas.gpu import known_gpu
 
 pytestmark = pytest.mark.gpu
 
@@ -101,6 +103,13 @@ def check_gradients(dtype, *shape, **options):
     outputs, gradients = errors_of_call(dtype, *shape, **options)
     assert_below(outputs, FORWARD[dtype])
     assert_below(gradients, BACKWARD[dtype])
+
+
+@pytest.mark.parametrize("gpu", ["NVIDIA A100-SXM4-80GB", "NVIDIA GeForce RTX 4090"])
+def test_the_plan_of_another_gpu_is_right_on_this_one(gpu, monkeypatch):
+    """Tiles for 163 and 99 KiB of shared memory."""
+    monkeypatch.setattr(entry, "target_gpu", lambda: known_gpu(gpu))
+    check_gradients("bfloat16", 1, 40, 1000, 128, 256, backend="triton")  # the fused scan
 
 
 PARTS = dict(siz_b_LKV=32, num_splits=4)
