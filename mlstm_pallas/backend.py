@@ -12,7 +12,7 @@ from jax.extend.core import Primitive, jaxpr_as_fun
 from jax.interpreters import batching, mlir
 
 from mlstm_pallas.annotations import BackendName
-from mlstm_pallas.gpu import UNKNOWN, target_gpu
+from mlstm_pallas.gpu import UNKNOWN, Gpu, target_gpu
 from mlstm_pallas.planning import HAS_TRITON, lowerings
 from mlstm_pallas.stage import Lowering
 from mlstm_pallas.validation import MOSAIC_GPU_JAX, check_backend
@@ -94,7 +94,7 @@ def requested_backend(backend: str | None = None, *, mosaic_gpu_kernels: bool = 
         name, backend = VARIABLE, os.environ.get(VARIABLE) or None
         check_backend(backend, variable=VARIABLE)
     if backend is not None and Lowering(backend).folder == "mosaic_gpu" and mosaic_gpu_kernels:
-        _check_mosaic_gpu(name, Lowering(backend))
+        check_mosaic_gpu(name, Lowering(backend), target_gpu())
     # Where jax has no Triton, None is "mosaic_gpu" on Hopper. Stages without such a kernel, those
     # in float32 for one, run in plain jnp. This is decided when the call is traced: pass "xla" for
     # a computation on the CPU of such a machine.
@@ -110,7 +110,8 @@ def jax_has_mosaic_gpu() -> bool:
     return MOSAIC_GPU_JAX[0] <= version < MOSAIC_GPU_JAX[1]
 
 
-def _check_mosaic_gpu(name: str, lowering: Lowering) -> None:
+def check_mosaic_gpu(name: str, lowering: Lowering, gpu: Gpu) -> None:
+    """Refuses the Mosaic GPU kernels for another jax, or for another GPU than Hopper."""
     if not jax_has_mosaic_gpu():
         first, end = (".".join(map(str, version)) for version in MOSAIC_GPU_JAX)
         # Not Triton, which needs a GPU.
@@ -121,7 +122,6 @@ def _check_mosaic_gpu(name: str, lowering: Lowering) -> None:
             f"{name} is '{lowering}' and jax is {jax.__version__}, expected {versions}, "
             f"or backend {other}"
         )
-    gpu = target_gpu()
     if lowering is Lowering.MOSAIC_GPU and gpu is not UNKNOWN and not gpu.hopper:
         raise ValueError(
             f"{name} is '{lowering}' and the GPU is a {gpu.name}, expected a Hopper GPU "

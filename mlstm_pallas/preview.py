@@ -6,13 +6,14 @@ from typing import Any
 
 from mlstm_pallas import planning
 from mlstm_pallas.annotations import BackendName, LayoutName
-from mlstm_pallas.backend import requested_backend
+from mlstm_pallas.backend import check_mosaic_gpu, requested_backend
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.costs import of_stage
 from mlstm_pallas.gpu import UNKNOWN, Gpu, known_gpu, target_gpu
 from mlstm_pallas.stage import Launch, Lowering
 from mlstm_pallas.validation import (
     as_dtype,
+    check_backend,
     check_instance,
     check_integer,
     check_layout,
@@ -143,7 +144,10 @@ def plan(
     check_layout(layout)
     check_instance("config", config, KernelConfig)
     facts = _facts(gpu)
+    check_backend(backend)
     lowering = Lowering(requested_backend(backend, mosaic_gpu_kernels=False) or "triton")
+    if lowering.folder == "mosaic_gpu":
+        check_mosaic_gpu("backend", lowering, facts)
     kernels = kernel_dtype(None, as_dtype("dtype", dtype), lowering.value)
     shape = sizes["B"], sizes["NH"], sizes["S"], sizes["DHQK"]
     problem, overrides = planning.problem_for(

@@ -253,8 +253,10 @@ def test_a_plan_says_what_memory_a_call_takes():
         (dict(gpu=None), "gpu is None and there is no GPU"),
         (dict(S=0), "S is 0, expected an integer >= 1"),
         (dict(dtype="int8"), "int8"),
+        (dict(backend="cuda"), "backend is 'cuda', expected None or one of"),
+        (dict(backend="mosaic_gpu", gpu="NVIDIA L4"), "backend is 'mosaic_gpu' and "),
     ],
-    ids=["gpu", "no_gpu", "S", "dtype"],
+    ids=["gpu", "no_gpu", "S", "dtype", "backend", "not_hopper"],
 )
 def test_a_plan_names_a_wrong_argument(wrong, message):
     if "gpu" in wrong and wrong["gpu"] is None and jax.devices()[0].platform == "gpu":
