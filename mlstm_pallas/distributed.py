@@ -161,10 +161,10 @@ def _state_after(gamma: jax.Array, products: jax.Array) -> jax.Array:
 
 def _from_empty(spec_and_splits: OperationSpec, x: Inputs) -> Any:
     """(Summary of n, C after the shard, ShardStates), from its keys, values and gates alone."""
-    spec, num_splits = spec_and_splits.call, spec_and_splits.choice
+    spec, (num_splits, L) = spec_and_splits.call, spec_and_splits.choice
 
     def of_shard(lowering: Lowering, x: Inputs) -> tuple[Summary, jax.Array, ShardStates]:
-        p = spec.plan.scan_problem
+        p = spec.problem.in_chunks_of(L)  # of the call, as shards may plan for fewer heads
         nothing = x._replace(m_initial=jnp.full_like(x.m_initial, -jnp.inf), lengths=None)
         gates = gates_of(spec, lowering, nothing, p)
         abar, gamma, m = gates.per_step().vecAbar, gates.scaGamma, gates.scaM_states
@@ -342,7 +342,7 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
         return start
 
     unread: dict[str, Any] = dict.fromkeys(("q", "c_initial", "n_initial"))
-    with_splits = OperationSpec(spec, spec.plan.summary_splits)
+    with_splits = OperationSpec(spec, (spec.plan.summary_splits, spec.plan.scan_problem.L))
     of_n, C, local = operation(_from_empty, with_splits, x._replace(**unread))
     start = before(of_n, x.n_initial)
     # parallel_fw_P reads m and n, but not C. Behind the barrier it hides the exchange of C, which

@@ -100,6 +100,8 @@ def fused(spec: CallSpec, lowering: Lowering, x: Inputs, summands: Summands | No
     """
     plan = spec.plan
     p, num_splits, of_scan = plan.scan_problem, plan.num_splits, plan.scan_lowering
+    if summands is not None and summands.m.shape[1] != p.NC + 1:
+        summands = None  # in the chunks of a call with more heads than this shard
     gates = gates_of(spec, lowering, x, p, None if summands is None else summands.m)
     call = spec.launch("parallel_fw_P", of_scan, p)
     if summands is None:

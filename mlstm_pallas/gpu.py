@@ -71,7 +71,7 @@ HOPPER = Gpu("NVIDIA H100", 90, 132, 227 * 1024)
 
 def known_gpu(device_kind: str) -> Gpu | None:
     """The facts of a GPU by its name; None for an unknown name."""
-    for pattern, capability, sms in _GPUS:
+    for pattern, capability, sms in () if "Quadro" in device_kind else _GPUS:
         if re.search(pattern, device_kind):
             return Gpu(device_kind, capability, sms, _KIB[capability] * 1024)
     return None
@@ -83,10 +83,11 @@ def gpu_of(device: Any) -> Gpu:
     if device.platform not in ("gpu", "cuda"):
         return UNKNOWN
     known = known_gpu(kind) or dataclasses.replace(UNKNOWN, name=kind)
-    given = getattr(device, "compute_capability", None)
-    capability, shared_bytes = known.capability, known.shared_bytes
-    if given is not None:
-        capability = round(10 * float(given))
+    given = str(getattr(device, "compute_capability", None) or known.capability / 10)
+    if not re.fullmatch(r"\d+\.\d+", given):
+        return UNKNOWN  # of another vendor: "gfx942"
+    capability, shared_bytes = round(10 * float(given)), known.shared_bytes
+    if capability != known.capability:
         shared_bytes = _KIB.get(capability, shared_bytes // 1024) * 1024
     return Gpu(
         kind,
@@ -99,9 +100,10 @@ def gpu_of(device: Any) -> Gpu:
 def target_gpu() -> Gpu:
     """The GPU of the computation: that of the abstract mesh in use, else this process's first."""
     abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
-    if abstract is None:
-        return gpu_of(jax.devices()[0])
-    known = known_gpu(abstract.device_kind) or dataclasses.replace(
-        UNKNOWN, name=abstract.device_kind
-    )
+    first = jax.devices()[0]
+    if abstract is None or abstract.device_kind == first.device_kind:
+        return gpu_of(first)
+    known = known_gpu(abstract.device_kind)
+    if known is None:
+        return UNKNOWN
     return dataclasses.replace(known, sms=getattr(abstract, "num_cores", None) or known.sms)

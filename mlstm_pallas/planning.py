@@ -122,7 +122,8 @@ def _tiles(
     planned = kernel.plan(p, options.dtype, facts_for(gpu, lowering), **asked)
     if planned is None:
         return None
-    row = row_of(p, options, gpu, folder).tiles_of(folder, name)
+    fields = row_of(p, options, gpu, folder).tiles_of(folder, name)
+    row = {x: fields[x] for x in fields.keys() & vars(planned).keys()}
     if lowering.interpret and (ctas := getattr(planned, "num_ctas", 0)):
         row["num_ctas"] = min(ctas, 2)  # each of which has several items
     if row:  # it was tuned for other steps, which may take other tiles
@@ -134,7 +135,7 @@ def _tiles(
     if unknown := fields.keys() - vars(planned).keys():
         raise TypeError(
             f"config.{folder}_{name} has {', '.join(sorted(unknown))}, expected some of its "
-            f"fields {', '.join(vars(planned))}"
+            f"fields {', '.join(vars(planned)) or '(it has none)'}"
         )
     tiles = dataclasses.replace(planned, **fields).clamped(p)
     if not kernel.supports(tiles, p, **asked):

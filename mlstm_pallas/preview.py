@@ -12,12 +12,12 @@ from mlstm_pallas.costs import of_stage
 from mlstm_pallas.gpu import UNKNOWN, Gpu, known_gpu, target_gpu
 from mlstm_pallas.stage import Launch, Lowering
 from mlstm_pallas.validation import (
-    as_dtype,
     check_backend,
+    check_flag,
     check_instance,
     check_integer,
+    check_kernel_dtype,
     check_layout,
-    kernel_dtype,
 )
 
 MIB = 2**20
@@ -60,8 +60,9 @@ class CallPlan:
       chunk_size: steps of a chunk, L.
       fused: whether the forward pass is the fused scan, with the states on the chip.
       num_splits: parts of a sequence in the fused scan.
-      launches: of the forward and of the backward pass, in order. Small kernels that XLA makes are
-        not in it.
+      launches: of the forward and of the backward pass, in order. Small kernels are not in it, nor
+        those of XLA: sums of vectors, gradients of the gates, what splits of a recurrence take, and
+        the further launches of a fused scan whose state needs several.
       output_bytes: of h and of the gradients of q, k and v.
       temporary_bytes: the most memory of forward and backward pass beside inputs and outputs.
     """
@@ -143,17 +144,18 @@ def plan(
     sizes = {name: check_integer(name, x, 1) for name, x in given.items()}
     check_layout(layout)
     check_instance("config", config, KernelConfig)
+    recompute = check_flag("recompute_states_in_bw", recompute_states_in_bw)
     facts = _facts(gpu)
     check_backend(backend)
     lowering = Lowering(requested_backend(backend, mosaic_gpu_kernels=False) or "triton")
     if lowering.folder == "mosaic_gpu":
         check_mosaic_gpu("backend", lowering, facts)
-    kernels = kernel_dtype(None, as_dtype("dtype", dtype), lowering.value)
+    kernels = check_kernel_dtype("dtype", dtype)
     shape = sizes["B"], sizes["NH"], sizes["S"], sizes["DHQK"]
     problem, overrides = planning.problem_for(
         shape, sizes["DHV"], kernels, lowering, facts, None, config
     )
-    options = planning.Options(kernels, lowering, overrides, recompute_states_in_bw)
+    options = planning.Options(kernels, lowering, overrides, recompute)
     return preview(planning.plan(problem, options, facts))
 
 
@@ -195,7 +197,11 @@ def _planned(of: planning.Plan, name: str, backward: bool, x: Launch) -> Planned
     if tiles is None:
         return PlannedLaunch(name, backward, x.lowering, {}, (), 0, moved, flops)
     asked = planning.asked_of(name, p, of.options, of.gpu, of.options.lowering)
-    splits = of.num_splits if name == "split_products" else getattr(tiles, "num_splits", 1)
-    grid = tiles.grid(p.split(splits), **asked)
+    if name == "split_products":  # of all splits but the last
+        asked["stores_X"] = False
+        p = dataclasses.replace(p.split(of.num_splits), NH=p.NH * (of.num_splits - 1))
+    else:
+        p = p.split(getattr(tiles, "num_splits", 1))
+    grid = tiles.grid(p, **asked)
     shared = tiles.shared_bytes(p, dtype, gpu=of.gpu, **asked)
     return PlannedLaunch(name, backward, x.lowering, dict(vars(tiles)), grid, shared, moved, flops)

@@ -119,8 +119,8 @@ class Kernel(NamedTuple):
 
     Attributes:
       tiles: the class of its tiles.
-      plan: (problem, dtype, gpu) -> the tiles; None: it does not support the problem. Kernels of a
-        recurrence also take the keywords of ``planning.asked_of``.
+      plan: (problem, dtype, gpu) -> the tiles; None: it does not support the problem. It also gets
+        the keywords of ``planning.asked_of``.
       supports: (tiles, problem) -> whether it can run with these tiles.
       search: the values of its fields that the tuner tries.
     """

@@ -522,6 +522,14 @@ def check_output_dtype(name: str, x: Any) -> jnp.dtype:
     return dtype
 
 
+def check_kernel_dtype(name: str, x: Any) -> jnp.dtype:
+    expected = f"one of {', '.join(KERNEL_DTYPES)}"
+    dtype = as_dtype(name, x, expected)
+    if dtype.name not in KERNEL_DTYPES:
+        raise TypeError(f"{name} is {dtype.name}, expected {expected}")
+    return dtype
+
+
 def kernel_dtype(autocast_kernel_dtype: Any, q_dtype: Any, backend: str | None) -> jnp.dtype:
     """The dtype of q, k, v in the matrix products."""
     if autocast_kernel_dtype is None:

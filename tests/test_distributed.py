@@ -340,6 +340,16 @@ def test_gradients_of_a_mapped_axis_trace(gradients):
     assert [y.shape for y in shapes[4:]] == [y.shape for y in CASES["open"].values()]
 
 
+def test_a_mapped_axis_traces_where_fewer_heads_take_other_chunks():
+    """Each of the two mapped devices plans for the heads of one, and the call for those of both."""
+    run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", backend="triton")
+    over_shards = jax.vmap(run, axis_name="s")
+    shape, bfloat16 = (2, 1, 8, 128), "bfloat16"
+    q, v = (jax.ShapeDtypeStruct((*shape, columns), bfloat16) for columns in (128, 2048))
+    gate = jax.ShapeDtypeStruct(shape, "float32")
+    assert jax.eval_shape(over_shards, q, q, v, gate, gate) == v
+
+
 on_a_gpu = results_of(functools.partial(mlstm_chunkwise, backend="triton", return_last_states=True))
 BOUNDS = {"float32": 1e-4, "bfloat16": 2e-2}
 # A shard of 2,047 steps decays by exp(-0.7): exp(-f) is exp(0.5 - 8.5) in the mean. The longer such

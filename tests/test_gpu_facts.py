@@ -24,7 +24,13 @@ NAMED = {
 def test_the_facts_by_name():
     expected = {name: Gpu(name, x, sms, KiB * 1024) for name, (x, sms, KiB) in NAMED.items()}
     assert {name: known_gpu(name) for name in NAMED} == expected
-    for name in ("NVIDIA GeForce RTX 2080 Ti", "Tesla V100-SXM2-16GB", "unknown", ""):
+    for name in (
+        "NVIDIA GeForce RTX 2080 Ti",
+        "Quadro RTX 4000",
+        "Tesla V100-SXM2-16GB",
+        "unknown",
+        "",
+    ):
         assert known_gpu(name) is None
 
 
@@ -44,4 +50,15 @@ PARTS = dict(compute_capability="9.0", core_count=16, shared_memory_per_block_op
 def test_the_facts_of_a_device_are_its_own_before_those_of_its_name(kind, facts, expected):
     device = types.SimpleNamespace(platform="gpu", device_kind=kind, **facts)
     assert gpu_of(device) == Gpu(kind, *expected)
-    assert gpu_of(types.SimpleNamespace(platform="cpu", device_kind="cpu")) is UNKNOWN
+
+
+@pytest.mark.parametrize(
+    "facts",
+    [
+        dict(platform="cpu", device_kind="cpu"),
+        dict(platform="gpu", device_kind="AMD Instinct MI300X", compute_capability="gfx942"),
+    ],
+    ids=["cpu", "amd"],
+)
+def test_another_device_has_the_facts_of_no_gpu(facts):
+    assert gpu_of(types.SimpleNamespace(**facts)) is UNKNOWN

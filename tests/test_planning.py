@@ -63,7 +63,7 @@ LAUNCHES = {
     ),
     "one batch entry, in splits": (
         dict(B=1, NH=8, S=8192, DHQK=256, DHV=512, gpu="NVIDIA H200"),
-        "chunk_gates triton 2048, parallel_fw_P triton 2048, split_products triton 256, "
+        "chunk_gates triton 2048, parallel_fw_P triton 2048, split_products triton 192, "
         "recurrent_fw_H triton 256, chunk_gates triton 256, parallel_bw_dP triton 3584, "
         "recurrent_bw_dC triton 256, parallel_bw_dQKV triton 6144",
     ),
@@ -252,11 +252,12 @@ def test_a_plan_says_what_memory_a_call_takes():
         (dict(gpu="NVIDIA FOO"), "gpu is 'NVIDIA FOO', expected the device_kind of a known GPU"),
         (dict(gpu=None), "gpu is None and there is no GPU"),
         (dict(S=0), "S is 0, expected an integer >= 1"),
-        (dict(dtype="int8"), "int8"),
+        (dict(dtype="float64"), "dtype is float64, expected one of float32, bfloat16, float16"),
+        (dict(recompute_states_in_bw=1), "recompute_states_in_bw is a int, expected a Python bool"),
         (dict(backend="cuda"), "backend is 'cuda', expected None or one of"),
         (dict(backend="mosaic_gpu", gpu="NVIDIA L4"), "backend is 'mosaic_gpu' and "),
     ],
-    ids=["gpu", "no_gpu", "S", "dtype", "backend", "not_hopper"],
+    ids=["gpu", "no_gpu", "S", "dtype", "flag", "backend", "not_hopper"],
 )
 def test_a_plan_names_a_wrong_argument(wrong, message):
     if "gpu" in wrong and wrong["gpu"] is None and jax.devices()[0].platform == "gpu":

@@ -398,6 +398,11 @@ def parallel_bw_dP(
 
 @dataclasses.dataclass(frozen=True)
 class Tiles(RingTiles):
+    def clamped(self, p: Problem) -> "Tiles":
+        """With no CTA without an item."""
+        items = p.BNH * p.NC * _items_of_chunk(p)
+        return dataclasses.replace(self, num_ctas=min(self.num_ctas, items))
+
     def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
         """With tiles of h, read or not."""
         return shared_bytes(scratch(self, dtype, reads_h=True), has_sum=True)
@@ -405,7 +410,7 @@ class Tiles(RingTiles):
 
 def _candidates(p: Problem, gpu: Gpu) -> Iterable[Tiles]:
     if p.L % TILE == 0:
-        yield Tiles(4, num_ctas=min(gpu.sms, p.BNH * p.NC * _items_of_chunk(p)))
+        yield Tiles(4, num_ctas=gpu.sms).clamped(p)
 
 
 def _supports(tiles: Tiles, p: Problem) -> bool:

@@ -567,11 +567,25 @@ def by_chunk(p: Problem) -> bool:
     return p.L == 128 and p.DHQK in (64, 128)
 
 
+def _divides(p: Problem) -> bool:
+    """Whether whole tiles make up the chunks and the heads."""
+    if by_chunk(p):
+        return p.DHHV % 128 == 0
+    return p.L % 128 == 0 and p.DHQK % 256 == 0 and p.DHHV % 256 == 0
+
+
 @dataclasses.dataclass(frozen=True)
 class Tiles(RingTiles):
     """recomputes_scores: whether a CTA computes P and dP, and all gradients of a chunk."""
 
     recomputes_scores: bool
+
+    def clamped(self, p: Problem) -> "Tiles":
+        """With no CTA without an item."""
+        if not _divides(p):
+            return self
+        of_chunk = 1 if by_chunk(p) else _items_of_chunk(_items(p, normalise=True))
+        return dataclasses.replace(self, num_ctas=min(self.num_ctas, p.BNH * p.NC * of_chunk))
 
     def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
         if self.recomputes_scores:
@@ -581,24 +595,24 @@ class Tiles(RingTiles):
 
 def _candidates(p: Problem, gpu: Gpu) -> Iterable[Tiles]:
     """By chunk six stages where registers spill: with more, too little L1 is left for them."""
-    if by_chunk(p):
-        stages, items = 7 if p.DHQK == 64 and MOVES_REGISTERS else 6, 1
-    elif p.L % 128 or p.DHQK % 256 or p.DHHV % 256:
+    if not _divides(p):
         return
+    if by_chunk(p):
+        stages = 7 if p.DHQK == 64 and MOVES_REGISTERS else 6
     else:
-        stages, items = 3 if p.DHQK >= 512 else 4, _items_of_chunk(_items(p, normalise=True))
+        stages = 3 if p.DHQK >= 512 else 4
     for num_stages in range(stages, 2, -1):
-        yield Tiles(num_stages, min(gpu.sms, p.BNH * p.NC * items), by_chunk(p))
+        yield Tiles(num_stages, gpu.sms, by_chunk(p)).clamped(p)
 
 
 def _supports(tiles: Tiles, p: Problem) -> bool:
     """With fewer stages than a step holds at once, the kernel would wait for ever."""
-    if by_chunk(p):
-        fits = tiles.num_stages >= 4 and p.DHHV % 128 == 0
-    else:
-        fits = tiles.num_stages >= 3
-        fits = fits and p.L % 128 == 0 and p.DHQK % 256 == 0 and p.DHHV % 256 == 0
-    return fits and tiles.shared_bytes(p, KERNEL_DTYPE) <= SHARED_BYTES
+    if not _divides(p) or tiles.recomputes_scores != by_chunk(p):
+        return False
+    return (
+        tiles.num_stages >= (4 if by_chunk(p) else 3)
+        and tiles.shared_bytes(p, KERNEL_DTYPE) <= SHARED_BYTES
+    )
 
 
 KERNEL = kernel(Tiles, _candidates, _supports, dict(num_stages=(2, 3, 4, 5, 6, 7, 8)))

@@ -47,7 +47,7 @@ def recurrent_fw_H(
       matC_initial: (B * NH, DHQK, DHHV), float32; None: zeros.
       return_last: whether to return the last C.
       store_every: n, a divisor of NC: return C before chunks 0, n, 2n, ...; 0: before none. A
-        kernel whose state needs several launches refuses it (``Kernel.stores_states``).
+        kernel whose state needs several launches refuses it.
     """
     p, acc = call.problem, scaGamma.dtype
     product = functools.partial(jnp.einsum, preferred_element_type=acc, precision=call.precision)

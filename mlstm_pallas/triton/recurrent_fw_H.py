@@ -26,7 +26,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.gpu import Gpu
-from mlstm_pallas.problem import Problem
+from mlstm_pallas.problem import Problem, next_power_of_two
 from mlstm_pallas.stage import Kernel, Launch, clamped, largest_rows, sequence_shape
 from mlstm_pallas.stages.parallel_fw_P import Scores
 from mlstm_pallas.stages.recurrent_fw_H import FusedScan
@@ -208,7 +208,8 @@ class Tiles(PipelinedTiles):
         return self.siz_b_LKV * (2 * self.state_rows + self.siz_b_DHHV), 0
 
     def clamped(self, p: Problem) -> "Tiles":
-        rows = largest_rows(p.DHQK, self.state_rows) or clamped(self.state_rows, p.DHQK)
+        narrow = clamped(next_power_of_two(self.state_rows), p.DHQK)
+        rows = largest_rows(p.DHQK, self.state_rows) or narrow
         x = super().clamped(p)
         return dataclasses.replace(x, state_rows=rows, siz_b_DHQK=clamped(self.siz_b_DHQK, rows))
 
@@ -234,6 +235,10 @@ def _plan(p: Problem, dtype: jnp.dtype, gpu: Gpu) -> Tiles:
     return Tiles(steps, 64 if wide else 128, V, rows, 4, stages).clamped(p)
 
 
+def _supports(tiles: Tiles, p: Problem, **asked: Any) -> bool:
+    return p.DHQK % tiles.state_rows == 0
+
+
 KERNEL = Kernel(
     Tiles,
     _plan,
@@ -245,4 +250,5 @@ KERNEL = Kernel(
         num_warps=(4, 8),
         num_stages=(2, 3, 4),
     ),
+    _supports,
 )
