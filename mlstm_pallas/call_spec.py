@@ -47,7 +47,7 @@ class CallSpec:
 
     @property
     def plan(self) -> Plan:
-        """That of the kernels."""
+        """The plan of the call's kernels."""
         lowering = Lowering(self.backend or Lowering.TRITON)
         recompute = self.recompute_states_in_bw
         options = Options(self.dtype, lowering, self.config, recompute, self.output_dtype)

@@ -24,7 +24,7 @@ Two precautions keep the matrix kernels simple:
   exactly 0, and later ones keep all digits. Where nothing is stored yet u_t is +inf, and all
   decays to it are 0.
 
-Arrays are (B * NH, NC, L), or (B * NH, NC) for one number a chunk. Any leading axes will do.
+Arrays are (B * NH, NC, L), or (B * NH, NC) for one number per chunk. Any leading axes will do.
 """
 
 from collections.abc import Callable

@@ -193,13 +193,14 @@ def preview(of: planning.Plan) -> CallPlan:
 
 def _planned(of: planning.Plan, name: str, backward: bool, x: Launch) -> PlannedLaunch:
     p, tiles, dtype = x.problem, x.tiles, of.options.dtype
-    flops, moved = of_stage(name, x, dtype.itemsize)
+    if name == "split_products":  # of all splits but the last
+        p = dataclasses.replace(p.split(of.num_splits), NH=p.NH * (of.num_splits - 1))
+    flops, moved = of_stage(name, dataclasses.replace(x, problem=p), dtype.itemsize)
     if tiles is None:
         return PlannedLaunch(name, backward, x.lowering, {}, (), 0, moved, flops)
     asked = planning.asked_of(name, p, of.options, of.gpu, of.options.lowering)
-    if name == "split_products":  # of all splits but the last
+    if name == "split_products":
         asked["stores_X"] = False
-        p = dataclasses.replace(p.split(of.num_splits), NH=p.NH * (of.num_splits - 1))
     else:
         p = p.split(getattr(tiles, "num_splits", 1))
     grid = tiles.grid(p, **asked)

@@ -240,9 +240,9 @@ def test_the_chunk_is_explicit_before_the_rule_and_clamped_to_the_sequence():
 
 
 def test_a_plan_says_what_memory_a_call_takes():
-    """7b-8k took 3116 MiB on an H200, with its outputs; the table has a line for each launch."""
+    """7b-8k took 3116 MiB on an H200, with its outputs; small vectors are left out of a plan."""
     call = plan(B=8, NH=8, S=8192, DHQK=256, DHV=512, gpu="NVIDIA H200")
-    assert math.isclose((call.output_bytes + call.temporary_bytes) / 2**20, 3116, rel_tol=0.01)
+    assert math.isclose((call.output_bytes + call.temporary_bytes) / 2**20, 3116, rel_tol=0.005)
     assert len(str(call).splitlines()) == len(call.launches) + 3
 
 

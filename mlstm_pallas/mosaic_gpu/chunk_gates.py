@@ -133,9 +133,9 @@ def _local_gates(
 
 
 def _chunks_of_cta(chunks: int, p: Problem) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
-    """Of each chunk of a CTA whether there is such a chunk, its head and its index.
+    """For each chunk of a CTA: whether it exists, its head and its index.
 
-    Those beyond the last have the last one's.
+    A chunk beyond the last one has the head and the index of the last one.
     """
     first = lax.axis_index("cta") * chunks
     indices = [first + chunk for chunk in range(chunks)]

@@ -120,7 +120,7 @@ def last_of_chunks(columns: Sequence[jax.Array], chunk_rows: int, buffer: Any) -
 
 
 def of_chunks(columns: Sequence[Sequence[jax.Array]], rows: int) -> list[jax.Array]:
-    """(rows, 1) each, from a scalar a chunk."""
+    """Arrays (rows, 1), from one scalar per chunk."""
     num_chunks, row = len(columns[0]), row_index((rows, 1))
     # Compared once for all columns: Mosaic GPU repeats equal operations, which takes compile time.
     from_chunk = [row >= chunk * (rows // num_chunks) for chunk in range(1, num_chunks)]

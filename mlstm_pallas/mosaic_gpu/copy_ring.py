@@ -27,12 +27,12 @@ from mlstm_pallas.tiles import divide, loop, remainder
 
 
 class RingBarriers(NamedTuple):
-    full: Any  # one a slot
+    full: Any  # one per slot
     empty: Any
 
 
 def ring_barriers(num_slots: int, copies: int, readers: int = 2) -> RingBarriers:
-    """Those of a ring; copies: of a step."""
+    """The barriers of a ring. copies: the number that each step issues."""
     full = plgpu.Barrier(num_arrivals=copies, num_barriers=num_slots)
     return RingBarriers(full, plgpu.Barrier(num_arrivals=readers, num_barriers=num_slots))
 
