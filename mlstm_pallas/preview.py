@@ -13,10 +13,10 @@ from mlstm_pallas.gpu import UNKNOWN, Gpu, known_gpu, target_gpu
 from mlstm_pallas.stage import Launch, Lowering
 from mlstm_pallas.validation import (
     check_backend,
+    check_dtype,
     check_flag,
     check_instance,
     check_integer,
-    check_kernel_dtype,
     check_layout,
 )
 
@@ -150,7 +150,7 @@ def plan(
     lowering = Lowering(requested_backend(backend, mosaic_gpu_kernels=False) or "triton")
     if lowering.folder == "mosaic_gpu":
         check_mosaic_gpu("backend", lowering, facts)
-    kernels = check_kernel_dtype("dtype", dtype)
+    kernels = check_dtype("dtype", dtype)
     shape = sizes["B"], sizes["NH"], sizes["S"], sizes["DHQK"]
     problem, overrides = planning.problem_for(
         shape, sizes["DHV"], kernels, lowering, facts, None, config

@@ -510,23 +510,21 @@ def as_dtype(
     return dtype
 
 
+def check_dtype(name: str, x: Any, dtypes: Sequence[str] = KERNEL_DTYPES) -> jnp.dtype:
+    expected = f"one of {', '.join(dtypes)}"
+    dtype = as_dtype(name, x, expected)
+    if dtype.name not in dtypes:
+        raise TypeError(f"{name} is {dtype.name}, expected {expected}")
+    return dtype
+
+
 def check_output_dtype(name: str, x: Any) -> jnp.dtype:
-    dtype = as_dtype(name, x, f"one of {', '.join(INPUT_DTYPES)}")
-    if dtype.name not in INPUT_DTYPES:
-        raise TypeError(f"{name} is {dtype.name}, expected one of {', '.join(INPUT_DTYPES)}")
+    dtype = check_dtype(name, x, INPUT_DTYPES)
     if jax.dtypes.canonicalize_dtype(dtype) != dtype:
         raise TypeError(
             f"{name} is {dtype.name}, which needs jax_enable_x64, expected one of "
             f"{', '.join(INPUT_DTYPES[:-1])}"
         )
-    return dtype
-
-
-def check_kernel_dtype(name: str, x: Any) -> jnp.dtype:
-    expected = f"one of {', '.join(KERNEL_DTYPES)}"
-    dtype = as_dtype(name, x, expected)
-    if dtype.name not in KERNEL_DTYPES:
-        raise TypeError(f"{name} is {dtype.name}, expected {expected}")
     return dtype
 
 
