@@ -36,8 +36,8 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import calls
 import command
-import compile_report
 import jax
 import jax.numpy as jnp
 import jaxlib
@@ -46,6 +46,7 @@ import peers
 import reporting
 import roofline
 from absl import flags
+from calls import call_spec, config_row, launch_of, parse_config
 from command import (
     RequestError,
     check_gpu,
@@ -55,7 +56,6 @@ from command import (
     parse_booleans,
     say_no_gpu,
 )
-from compile_report import call_spec, config_row, launch_of, parse_config
 from jax.experimental.compilation_cache import compilation_cache
 from peers import Inputs, random_inputs
 from reporting import COLUMNS, Record, markdown, plot, plot_measured
@@ -180,7 +180,7 @@ def _written(outputs: GradientTiles) -> GradientTiles:
 
 # Arrays (B, S, NH, ...): passed as they are, or transposed by the caller.
 STEPS_FIRST = ("BTNH", "transposed")
-VARIANTS = compile_report.VARIANTS | {"transposed": {}}
+VARIANTS = calls.VARIANTS | {"transposed": {}}
 # By variant.
 ORACLE_OF = dict.fromkeys(("exp", *STEPS_FIRST), "exact") | {
     "packed": "packed",

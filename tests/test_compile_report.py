@@ -8,6 +8,7 @@ import benchmark_runs
 import compile_report
 import pytest
 import roofline
+from calls import config_row
 from oracle import HELPERS
 
 from mlstm_pallas import KernelConfig, costs
@@ -114,7 +115,7 @@ def checked_rows(device, heads, dtype, **options):
     rows = list(compile_report.report(device, [heads], [dtype], **options))
     assert [(row.stage, row.cause) for row in rows if row.cause] == []
     spec = compile_report.Call(compile_report.DEVICES[device], *heads, dtype, **options).spec()
-    config = compile_report.config_row(spec)
+    config = config_row(spec)
     for row in rows:
         assert row.num_warps > 0
         assert row.grid

@@ -1,4 +1,4 @@
-"""benchmarks/train_byte_lm.py, byte_lm.py, byte_corpus.py: the split of the text, the model, whole
+"""examples/train_byte_lm.py, byte_lm.py, byte_corpus.py: the split of the text, the model, whole
 runs, their end and what follows."""
 
 import json

@@ -2,8 +2,8 @@
 
 The report has their registers, spills and shared memory.
 
-    python benchmarks/compile_report.py --device=H200 --heads=128/256,256/512 --dtype=bfloat16
-    python benchmarks/compile_report.py --device=H200 --direction=fwbw --backend=mosaic_gpu
+    python tools/compile_report.py --device=H200 --heads=128/256,256/512 --dtype=bfloat16
+    python tools/compile_report.py --device=H200 --direction=fwbw --backend=mosaic_gpu
 
 It needs no GPU. Each kernel is one row, printed as soon as it is compiled. The exit code is 1 where
 a kernel does not compile or does not fit, and 2 where the request is wrong.
@@ -33,24 +33,24 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
+from pathlib import Path
 from typing import Any
 
-import command
 import jax
 import jax.numpy as jnp
 from absl import flags
-from command import RequestError, check_names, one_line
 from jax.sharding import AbstractDevice, AbstractMesh
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import command
+from calls import VARIANTS, call_spec, launch_of, parse_config
+from command import RequestError, check_names, one_line
 from pipelines import overwritten_operands
-from roofline import FORWARD, backward_stages
 from worker import environment
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step
 from mlstm_pallas.call_spec import CallSpec
 from mlstm_pallas.gpu import Gpu, known_gpu
-from mlstm_pallas.normaliser import DEFAULT_NORMALISER
-from mlstm_pallas.planning import problem_for
-from mlstm_pallas.stage import Launch, Lowering
 from mlstm_pallas.stages import STAGES
 from mlstm_pallas.validation import KERNEL_DTYPES, check_chunk_size
 
@@ -58,15 +58,6 @@ from mlstm_pallas.validation import KERNEL_DTYPES, check_chunk_size
 # through arrays beyond 2**32 bytes.
 BATCH, NUM_HEADS = 1, 8
 
-# Arguments of mlstm_chunkwise; packed has segment_ids as well, and the arrays of BTNH are
-# (B, S, NH, ...).
-VARIANTS: dict[str, dict[str, Any]] = {
-    "exp": {},
-    "packed": {},
-    "sigmoid": {"input_gate": "sigmoid"},
-    "unnormalised": {"input_gate": "sigmoid", "normalize": False},
-    "BTNH": {"layout": "BTNH"},
-}
 NOT_OF_STEPS = ("packed", "BTNH")
 
 DIRECTIONS = ("fwd", "fwbw", "step")
@@ -510,46 +501,6 @@ def mosaic_gpu_kernels(call: "Call") -> list[tuple[Lowered, Usage | None]]:
 # ---------------------------------------------------------------- the report
 
 
-def call_spec(
-    backend: str,
-    shape: Sequence[int],
-    dtype: str,
-    gpu: Gpu,
-    chunk_size: int | None = None,
-    config: KernelConfig | None = None,
-) -> CallSpec:
-    """The spec of a call; shape: B, NH, S, DHQK, DHHV."""
-    (*q_shape, DHHV), kernel_dtype = shape, jnp.dtype(dtype)
-    what = tuple(q_shape), DHHV, kernel_dtype, Lowering(backend), gpu, chunk_size, config
-    problem, overrides = problem_for(*what)
-    return CallSpec(problem, overrides, kernel_dtype, DEFAULT_NORMALISER, gpu, backend=backend)
-
-
-def launch_of(spec: CallSpec, stage: str) -> Launch:
-    """How a stage runs, with sequences that are not split."""
-    plan = spec.plan
-    if STAGES[stage].fused:
-        return spec.launch(stage, plan.scan_lowering, plan.scan_problem)
-    return spec.launch(stage, plan.options.lowering)
-
-
-def config_row(spec: CallSpec, stages: Sequence[str] = ()) -> dict[str, Any]:
-    """The keywords of a KernelConfig with which a call runs as it does now, whatever is tuned.
-
-    stages: whose tiles it has; empty: those of the call.
-    """
-    plan = spec.plan
-    row: dict[str, Any] = dict(chunk_size=spec.problem.L, fused=plan.fused)
-    if plan.fused:
-        row["num_splits"] = plan.num_splits
-    of_call = *FORWARD[plan.fused], *backward_stages(plan.recomputes_scores)
-    for stage in stages or dict.fromkeys(of_call):
-        launch = launch_of(spec, stage)
-        if launch.tiles is not None:
-            row[f"{launch.lowering.folder}_{stage}"] = dict(vars(launch.tiles))
-    return row
-
-
 @dataclasses.dataclass(frozen=True)
 class Call:
     """A call whose kernels are compiled; see ``report``. Another process can have it."""
@@ -764,17 +715,6 @@ def parse_heads(text: str) -> tuple[int, int]:
     if not match:
         raise RequestError(f"cannot read the head sizes {text!r}, expected DHQK/DHHV as in 128/256")
     return int(match[1]), int(match[2])
-
-
-def parse_config(text: str) -> KernelConfig:
-    """The keywords of a KernelConfig, as JSON or as the path of a file with it."""
-    try:
-        if not text.lstrip().startswith("{"):
-            with open(text) as file:
-                text = file.read()
-        return KernelConfig(**json.loads(text))
-    except (OSError, TypeError, ValueError) as error:
-        raise RequestError(f"--config: {error}") from None
 
 
 def define_flags(values: flags.FlagValues) -> None:

@@ -2,9 +2,9 @@ r"""Finds a config that is faster than the plan's rules, for heads and a dtype o
 
 It writes rows of mlstm_pallas/tuning/<device>.json, which calls on that GPU read.
 
-    python benchmarks/tune.py --shape=8x8x8192x256x512 --minutes=9
-    python benchmarks/tune.py --shape=tfla-8k --backend=mosaic_gpu          # on Hopper
-    python benchmarks/tune.py --shape=7b-8k --stage=parallel_fw_H,recurrent_bw_dC --minutes=3
+    python tools/tune.py --shape=8x8x8192x256x512 --minutes=9
+    python tools/tune.py --shape=tfla-8k --backend=mosaic_gpu          # on Hopper
+    python tools/tune.py --shape=7b-8k --stage=parallel_fw_H,recurrent_bw_dC --minutes=3
 
 Search. Coordinate descent from the plan: first of whole calls, forward and backward, over chunk
 sizes, the fused scan or materialised states, splits and the chunks of the scan; then of every stage
@@ -38,16 +38,18 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-import command
 import jax
-import kernel_benchmark
 from absl import flags
+from tqdm import tqdm
+
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+import command
+import kernel_benchmark
+from calls import call_spec, config_row, launch_of
 from candidates import Result, start_workers
 from command import RequestError, check_names
-from compile_report import call_spec, config_row, launch_of
 from kernel_benchmark import STAGES, parse_shapes
 from roofline import Shape
-from tqdm import tqdm
 from worker import NoAnswer, ProcessEnded, Worker
 
 import mlstm_pallas

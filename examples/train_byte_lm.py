@@ -1,7 +1,7 @@
 r"""Trains a byte-level xLSTM language model on text: mlstm_chunkwise in a whole training job.
 
-    python benchmarks/train_byte_lm.py      # the Python standard library: two minutes on two cores
-    python benchmarks/train_byte_lm.py --corpus=FOLDER_OR_FILE --embedding_dim=512 --layers=8 \
+    python examples/train_byte_lm.py      # the Python standard library: two minutes on two cores
+    python examples/train_byte_lm.py --corpus=FOLDER_OR_FILE --embedding_dim=512 --layers=8 \
         --seq_len=2048 --dtype=bfloat16
 
 On a GPU it runs the Triton kernels. The model is in byte_lm.py. The output folder gets log.jsonl
@@ -15,8 +15,8 @@ same command continues it from its last checkpoint, along the same curve; --nore
 On several devices the batch, the heads and the steps of a sequence may be split, each over an axis
 of a mesh:
 
-    python benchmarks/train_byte_lm.py --mesh=data:2,tensor:2,sequence:2
-    python benchmarks/train_byte_lm.py --mesh=data:4 --coordinator_address=HOST:PORT \
+    python examples/train_byte_lm.py --mesh=data:2,tensor:2,sequence:2
+    python examples/train_byte_lm.py --mesh=data:4 --coordinator_address=HOST:PORT \
         --num_processes=2 --process_id=0  # and 1
 
 Several processes (jax.distributed) share the output folder; the first one writes log, plot and

@@ -1,0 +1,78 @@
+"""Calls of mlstm_pallas as benchmarks and tools ask for them: variants, specs, configs."""
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+import jax.numpy as jnp
+from command import RequestError
+from roofline import FORWARD, backward_stages
+
+from mlstm_pallas import KernelConfig
+from mlstm_pallas.call_spec import CallSpec
+from mlstm_pallas.gpu import Gpu
+from mlstm_pallas.normaliser import DEFAULT_NORMALISER
+from mlstm_pallas.planning import problem_for
+from mlstm_pallas.stage import Launch, Lowering
+from mlstm_pallas.stages import STAGES
+
+# Arguments of mlstm_chunkwise; packed has segment_ids as well, and the arrays of BTNH are
+# (B, S, NH, ...).
+VARIANTS: dict[str, dict[str, Any]] = {
+    "exp": {},
+    "packed": {},
+    "sigmoid": {"input_gate": "sigmoid"},
+    "unnormalised": {"input_gate": "sigmoid", "normalize": False},
+    "BTNH": {"layout": "BTNH"},
+}
+
+
+def call_spec(
+    backend: str,
+    shape: Sequence[int],
+    dtype: str,
+    gpu: Gpu,
+    chunk_size: int | None = None,
+    config: KernelConfig | None = None,
+) -> CallSpec:
+    """The spec of a call; shape: B, NH, S, DHQK, DHHV."""
+    (*q_shape, DHHV), kernel_dtype = shape, jnp.dtype(dtype)
+    what = tuple(q_shape), DHHV, kernel_dtype, Lowering(backend), gpu, chunk_size, config
+    problem, overrides = problem_for(*what)
+    return CallSpec(problem, overrides, kernel_dtype, DEFAULT_NORMALISER, gpu, backend=backend)
+
+
+def launch_of(spec: CallSpec, stage: str) -> Launch:
+    """How a stage runs, with sequences that are not split."""
+    plan = spec.plan
+    if STAGES[stage].fused:
+        return spec.launch(stage, plan.scan_lowering, plan.scan_problem)
+    return spec.launch(stage, plan.options.lowering)
+
+
+def config_row(spec: CallSpec, stages: Sequence[str] = ()) -> dict[str, Any]:
+    """The keywords of a KernelConfig with which a call runs as it does now, whatever is tuned.
+
+    stages: whose tiles it has; empty: those of the call.
+    """
+    plan = spec.plan
+    row: dict[str, Any] = dict(chunk_size=spec.problem.L, fused=plan.fused)
+    if plan.fused:
+        row["num_splits"] = plan.num_splits
+    of_call = *FORWARD[plan.fused], *backward_stages(plan.recomputes_scores)
+    for stage in stages or dict.fromkeys(of_call):
+        launch = launch_of(spec, stage)
+        if launch.tiles is not None:
+            row[f"{launch.lowering.folder}_{stage}"] = dict(vars(launch.tiles))
+    return row
+
+
+def parse_config(text: str) -> KernelConfig:
+    """The keywords of a KernelConfig, as JSON or as the path of a file with it."""
+    try:
+        if not text.lstrip().startswith("{"):
+            with open(text) as file:
+                text = file.read()
+        return KernelConfig(**json.loads(text))
+    except (OSError, TypeError, ValueError) as error:
+        raise RequestError(f"--config: {error}") from None
