@@ -131,8 +131,8 @@ LEGEND = (
     (XLA, "XLA, and a kernel on Mosaic GPU"),
 )
 NOTES = (
-    "Inside the seam of shards B and NH are one axis. NC chunks have L steps, NCF chunks of the "
-    "fused scan LF. pairs: (B, NH, n, NC, n, T) with T = min(L, 128), n = L / T.",
+    "Inside the sharded region B and NH are one axis. NC chunks have L steps, NCF chunks of the "
+    "fused scan LF. pairs: (B, NH, n, NC, n, T) with tiles of T <= min(L, 128) steps, n = L / T.",
     "Kept for the backward pass: the inputs, matH, vecZ, vecN_states and scaM_states of every "
     "chunk of L steps, and matC_states if recompute_states_in_bw=False.",
 )
