@@ -45,11 +45,10 @@ from mlstm_pallas.mosaic_gpu.chunk_scans import (
     last_of_chunks,
     load_rows,
     of_chunks,
-    row_before,
     rows_layout,
     running,
     scan_buffer,
-    split_columns,
+    shifted,
     store_rows,
 )
 from mlstm_pallas.mosaic_gpu.launch import float32, mosaic_call, plgpu, shared_bytes, write
@@ -259,12 +258,9 @@ def _gates_kernel(
     ):
         store_rows(ref.at[cta], x)
     if flags is not None:
-        *earlier, column = split_columns(
-            plgpu.layout_cast(of_m, rows_layout())
-        )  # with the sigmoid gate m is a constant, of no layout
-        m_before = jnp.concatenate(
-            [row_before(column, m_start, chunk_rows, buffers["sums"]), *earlier], axis=1
-        )
+        # With the sigmoid gate m is a constant, which has no layout.
+        of_m = plgpu.layout_cast(of_m, rows_layout())
+        m_before = shifted(of_m, m_start, chunk_rows, buffers["sums"])
         restarts = reset if begins is None else reset | begins
         store_rows(
             flags.at[cta],

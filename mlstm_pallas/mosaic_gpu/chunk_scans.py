@@ -1,8 +1,8 @@
-"""Scans over the steps of each chunk, for the kernels of ``chunk_gates.py``.
+"""Scans over the steps of each chunk, for ``chunk_gates.py`` and ``step_gradients.py``.
 
-A thread holds whole rows of 4 consecutive steps: 16 bytes, which it reads and writes at once.
-Running sums and maxima are taken inside the rows first. The totals of the rows then meet in shared
-memory, in log4(rows of a chunk) rounds.
+A thread holds whole rows of up to 4 consecutive steps, 16 bytes, which it reads and writes at once.
+A scan first runs inside the rows. The totals of the rows then meet in shared memory, in
+log4(rows per chunk) rounds.
 """
 
 import functools
@@ -17,7 +17,7 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.mosaic_gpu.launch import load, plgpu, write
 
 LANES = 128  # of a warpgroup
-STEPS = 4  # of a row
+STEPS = 4  # per row
 _RADIX = 4  # rows, or groups of rows, that are joined in a round
 
 
@@ -30,11 +30,12 @@ def rows_layout(vector: int = 1) -> Any:
 
 
 def load_rows(tile: Any) -> Any:
-    return plgpu.layout_cast(load(tile, rows_layout(STEPS), optimized=False), rows_layout())
+    layout = rows_layout(tile.shape[-1])
+    return plgpu.layout_cast(load(tile, layout, optimized=False), rows_layout())
 
 
 def store_rows(tile: Any, x: jax.Array) -> None:
-    tile[...] = plgpu.layout_cast(x, rows_layout(STEPS))
+    tile[...] = plgpu.layout_cast(x, rows_layout(x.shape[1]))
 
 
 def row_index(shape: tuple[int, int]) -> Any:
@@ -53,11 +54,34 @@ def _load_columns(tile: Any) -> list[jax.Array]:
 def scan_buffer(arrays: int, rows: int, chunk_rows: int) -> Any:
     """Shared memory of ``running``, in two slots.
 
-    It begins with a chunk of rows whose values are read but not used. A row's numbers, of all
-    arrays, are contiguous. A contiguous column would be read by ldmatrix, at multiples of 16 bytes
-    only.
+    A chunk of rows before those of the scan, or behind them, is read but not used. The numbers of a
+    row, of all arrays, are contiguous, and there are at least two, because a contiguous column
+    would be read by ldmatrix, at multiples of 16 bytes only.
     """
-    return plgpu.SMEM((2, chunk_rows + rows, arrays), jnp.float32)
+    return plgpu.SMEM((2, chunk_rows + rows, max(arrays, 2)), jnp.float32)
+
+
+def _neighbours(
+    buffer: Any, columns: Sequence[jax.Array], chunk_rows: int, backward: bool
+) -> Callable[[int], tuple[Any, list[jax.Array]]]:
+    """Writes columns (rows, 1) to a slot of a ``scan_buffer``.
+
+    Returns a function of a distance in rows: where the chunk has a row so far before each (after
+    each with backward), and what that row wrote.
+    """
+    rows = columns[0].shape[0]
+    copies = buffer.shape[-1] // len(columns)
+    start = 0 if backward else chunk_rows
+    write(buffer.at[pl.ds(start, rows)], jnp.concatenate([*columns] * copies, axis=1))
+    plgpu.commit_smem()
+    row_of_chunk = row_index((rows, 1)) & (chunk_rows - 1)
+
+    def at(distance: int) -> tuple[Any, list[jax.Array]]:
+        inside = row_of_chunk < chunk_rows - distance if backward else row_of_chunk >= distance
+        first = start + distance if backward else start - distance
+        return inside, _load_columns(buffer.at[pl.ds(first, rows)])[: len(columns)]
+
+    return at
 
 
 def running(
@@ -66,45 +90,59 @@ def running(
     identities: Sequence[float],
     chunk_rows: int,
     buffer: Any,
+    *,
+    backward: bool = False,
 ) -> Sequence[jax.Array]:
-    """Inclusive scans over the steps of each chunk, with join(of earlier steps, of later ones).
+    """Inclusive scans over the steps of each chunk, with join(steps so far, further ones).
 
     Args:
-      x: tiles (rows, STEPS), float32.
-      identities: what join takes for no steps, of each tile.
+      x: tiles (rows, steps), float32.
+      identities: what join takes for no steps, per tile.
       chunk_rows: rows of a chunk, a power of two.
-      buffer: a ``scan_buffer``; at least two arrays.
+      buffer: a ``scan_buffer``.
+      backward: from the last step of each chunk to its first.
     """
-    rows = x[0].shape[0]
-    row_of_chunk = row_index((rows, 1)) & (chunk_rows - 1)
     columns: list[Sequence[jax.Array]] = list(zip(*map(split_columns, x), strict=True))
-    for k in range(1, STEPS):
+    if backward:
+        columns.reverse()
+    for k in range(1, len(columns)):
         columns[k] = join(columns[k - 1], columns[k])
-
-    def earlier(slot: Any, distance: int) -> list[jax.Array]:
-        """What the slot has of the row so many rows before each."""
-        shifted = slot.at[pl.ds(chunk_rows - distance, rows)]
-        return [
-            jnp.where(row_of_chunk >= distance, y, identity)
-            for y, identity in zip(_load_columns(shifted), identities, strict=True)
-        ]
 
     before, reach, slot = columns[-1], 1, 0
     while reach < chunk_rows:
-        write(buffer.at[slot, chunk_rows:], jnp.concatenate(before, axis=1))
-        plgpu.commit_smem()
+        at = _neighbours(buffer.at[slot], before, chunk_rows, backward)
         # In the first round these are totals of rows, later ones of ``reach`` rows before each.
         shift = 1 if reach == 1 else 0
         distances = [shift + k * reach for k in reversed(range(_RADIX))]
-        before = functools.reduce(
-            join,
-            [earlier(buffer.at[slot], n) if n else before for n in distances if n < chunk_rows],
-        )
+        totals = []
+        for distance in distances:
+            if distance == 0:
+                totals.append(before)
+            elif distance < chunk_rows:
+                inside, values = at(distance)
+                totals.append(
+                    [jnp.where(inside, *pair) for pair in zip(values, identities, strict=True)]
+                )
+        before = functools.reduce(join, totals)
         reach, slot = reach * _RADIX, 1 - slot
-    return [
-        jnp.concatenate(y, axis=1)
-        for y in zip(*(join(before, column) for column in columns), strict=True)
-    ]
+    columns = [join(before, column) for column in columns]
+    if backward:
+        columns.reverse()
+    return [jnp.concatenate(y, axis=1) for y in zip(*columns, strict=True)]
+
+
+def shifted(
+    x: jax.Array, edge: Any, chunk_rows: int, buffer: Any, *, backward: bool = False
+) -> Any:
+    """x of the step before each one, or after it with backward; ``edge`` where the chunk has none.
+
+    x: (rows, steps); edge: (rows, 1) or a number; buffer: a ``scan_buffer``.
+    """
+    columns = split_columns(x)
+    column = columns.pop(0 if backward else -1)
+    inside, (neighbour,) = _neighbours(buffer.at[0], [column], chunk_rows, backward)(1)
+    columns.insert(len(columns) if backward else 0, jnp.where(inside, neighbour, edge))
+    return jnp.concatenate(columns, axis=1)
 
 
 def last_of_chunks(columns: Sequence[jax.Array], chunk_rows: int, buffer: Any) -> list[jax.Array]:
@@ -134,21 +172,9 @@ def of_chunks(columns: Sequence[Sequence[jax.Array]], rows: int) -> list[jax.Arr
     return [column(*values) for values in columns]
 
 
-def across(column: jax.Array) -> Any:
-    return jnp.concatenate([column] * STEPS, axis=1)
+def across(column: jax.Array, steps: int = STEPS) -> Any:
+    return jnp.concatenate([column] * steps, axis=1)
 
 
 def last_columns(*x: jax.Array) -> list[jax.Array]:
     return [split_columns(y)[-1] for y in x]
-
-
-def row_before(column: jax.Array, first: jax.Array, chunk_rows: int, buffer: Any) -> Any:
-    """What the row before has of a column, and in the first row of a chunk ``first``.
-
-    column, first: (rows, 1); buffer: a ``scan_buffer``.
-    """
-    rows = column.shape[0]
-    write(buffer.at[0, chunk_rows:], jnp.concatenate([column] * buffer.shape[-1], axis=1))
-    plgpu.commit_smem()
-    before = _load_columns(buffer.at[0, pl.ds(chunk_rows - 1, rows)])[0]
-    return jnp.where((row_index((rows, 1)) & (chunk_rows - 1)) > 0, before, first)
