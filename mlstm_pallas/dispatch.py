@@ -10,23 +10,23 @@ from collections.abc import Callable
 from typing import Any
 
 from mlstm_pallas import gate_gradients, gates
-from mlstm_pallas.stage import Kernel, Launch, Lowering
+from mlstm_pallas.stage import Launch, Lowering, Tiles
 from mlstm_pallas.stages import STAGES, recurrence
 
-# By folder and function, the module and the name of its Kernel.
+# By folder and function, the module of the kernel and the class of its tiles.
 _KERNELS: dict[str, dict[str, tuple[str, str]]] = {
     "triton": {
-        **{name: (name, "KERNEL") for name in STAGES},
-        "split_products": ("recurrence", "SPLIT_PRODUCTS"),
-        "add_decayed": ("recurrence", "ADD_DECAYED"),
-        "step_sums": ("parallel_fw_P", "STEP_SUMS"),
+        **{name: (name, "Tiles") for name in STAGES},
+        "split_products": ("recurrence", "Tiles"),
+        "add_decayed": ("recurrence", "AddDecayedTiles"),
+        "step_sums": ("parallel_fw_P", "Tiles"),
     },
     "mosaic_gpu": {
-        **{name: (name, "KERNEL") for name, stage in STAGES.items() if not stage.decode},
-        "split_products": ("recurrence", "SPLIT_PRODUCTS"),
-        "step_sums": ("step_sums", "KERNEL"),
-        "vector_states": ("vector_states", "KERNEL"),
-        "step_gradients": ("step_gradients", "KERNEL"),
+        **{name: (name, "Tiles") for name, stage in STAGES.items() if not stage.decode},
+        "split_products": ("recurrence", "Tiles"),
+        "step_sums": ("step_sums", "Tiles"),
+        "vector_states": ("vector_states", "Tiles"),
+        "step_gradients": ("step_gradients", "Tiles"),
     },
 }
 
@@ -55,12 +55,12 @@ def _module(folder: str, name: str) -> Any:
 
 
 @functools.cache
-def kernel(name: str, folder: str) -> Kernel | None:
-    """What planning knows of a function's kernel; None: the folder has none."""
+def tiles_class(name: str, folder: str) -> type[Tiles] | None:
+    """The tiles of a function's kernel; None: the folder has none."""
     if name not in _KERNELS.get(folder, ()):
         return None
     module, attribute = _KERNELS[folder][name]
-    result: Kernel = getattr(_module(folder, module), attribute)
+    result: type[Tiles] = getattr(_module(folder, module), attribute)
     return result
 
 

@@ -1,7 +1,7 @@
 """The only place that decides what runs where: chunk sizes, schedule, splits, lowerings, tiles.
 
 All of it follows from the problem, what the caller asks for, and the facts of the GPU, by pure
-functions. A kernel's module says which tiles it has for a problem (``Kernel.plan``); launchers and
+functions. A kernel's module says which tiles it has for a problem (``Tiles.plan``); launchers and
 schedules read what is decided here.
 """
 
@@ -117,9 +117,9 @@ def _tiles(
 ) -> Tiles | None:
     """The tiles of a kernel, with what the config overrides; None: it does not run."""
     folder = lowering.folder
-    if (kernel := dispatch.kernel(name, folder)) is None:
+    if (tiles_class := dispatch.tiles_class(name, folder)) is None:
         return None
-    planned = kernel.plan(p, options.dtype, facts_for(gpu, lowering), **asked)
+    planned = tiles_class.plan(p, options.dtype, facts_for(gpu, lowering), **asked)
     if planned is None:
         return None
     fields = row_of(p, options, gpu, folder).tiles_of(folder, name)
@@ -128,7 +128,7 @@ def _tiles(
         row["num_ctas"] = min(ctas, 2)  # each of which has several items
     if row:  # it was tuned for other steps, which may take other tiles
         tiles = dataclasses.replace(planned, **row).clamped(p)
-        planned = tiles if kernel.supports(tiles, p, **asked) else planned
+        planned = tiles if tiles.supports(p, **asked) else planned
     fields = options.config.tiles_of(folder, name)
     if not fields:
         return planned
@@ -138,7 +138,7 @@ def _tiles(
             f"fields {', '.join(vars(planned)) or '(it has none)'}"
         )
     tiles = dataclasses.replace(planned, **fields).clamped(p)
-    if not kernel.supports(tiles, p, **asked):
+    if not tiles.supports(p, **asked):
         raise ValueError(
             f"config.{folder}_{name} is {fields}, expected tiles that the kernel has for heads of "
             f"{p.DHQK}/{p.DHHV} in chunks of {p.L} steps, such as {planned}"
@@ -182,6 +182,8 @@ def asked_of(
     if name == "recurrent_bw_dC":
         recomputed = recomputes_scores(problem, options, gpu, first)
         return dict(recurrences=1 + options.recompute_states_in_bw, has_h=recomputed)
+    if name == "split_products":
+        return dict(stores_X=False)
     if name == "parallel_fw_H" and options.output_dtype is not None:
         return dict(output_dtype=options.output_dtype)
     return {}

@@ -199,9 +199,7 @@ def _planned(of: planning.Plan, name: str, backward: bool, x: Launch) -> Planned
     if tiles is None:
         return PlannedLaunch(name, backward, x.lowering, {}, (), 0, moved, flops)
     asked = planning.asked_of(name, p, of.options, of.gpu, of.options.lowering)
-    if name == "split_products":
-        asked["stores_X"] = False
-    else:
+    if name != "split_products":
         p = p.split(getattr(tiles, "num_splits", 1))
     grid = tiles.grid(p, **asked)
     shared = tiles.shared_bytes(p, dtype, gpu=of.gpu, **asked)

@@ -7,12 +7,13 @@ files of the same names, and ``dispatch.py`` finds them.
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
 
+from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.problem import MIN_TILE, Problem
 from mlstm_pallas.tiles import Precision
 from mlstm_pallas.validation import check_flag, check_integer
@@ -77,7 +78,7 @@ def check_field(kernel: str, name: str, value: Any) -> Any:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles:
-    """The base of the tiles of a kernel, whose fields are what the kernel reads.
+    """The base of the tiles of a kernel: what it reads, and what planning asks of it.
 
     Fields of several kernels:
       siz_b_LQ, siz_b_LKV: queries and keys in a tile, along the sequence.
@@ -94,13 +95,25 @@ class Tiles:
             value = check_field("", field.name, getattr(self, field.name))
             object.__setattr__(self, field.name, value)
 
-    def grid(self, p: Problem, *, recurrences: int = 1, **asked: Any) -> tuple[int, ...]:
+    @classmethod
+    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked: Any) -> Self | None:
+        """The tiles for a problem; None: the kernel does not support it.
+
+        asked: see ``planning.asked_of``; methods ignore what does not concern them.
+        """
+        return cls()
+
+    def supports(self, p: Problem, **asked: Any) -> bool:
+        """Whether the kernel can run with these tiles."""
+        return True
+
+    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
         """The CTAs of a launch, by axis; p: with splits as heads."""
         raise NotImplementedError
 
     def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
         """The shared memory of a CTA; an estimate for Triton, whose compiler decides."""
-        raise NotImplementedError
+        return 0
 
     def clamped(self, p: Problem) -> Self:
         """The tiles with every size clamped to what divides the (padded) dimensions."""
@@ -112,23 +125,6 @@ class Tiles:
             **{x: clamped(getattr(self, x), size) for x, size in sizes.items() if x in names},
             **{x: min(getattr(self, x), size) for x, size in blocks.items() if x in names},
         )
-
-
-class Kernel(NamedTuple):
-    """What planning.py knows of a kernel: ``KERNEL`` in its module.
-
-    Attributes:
-      tiles: the class of its tiles.
-      plan: (problem, dtype, gpu) -> the tiles; None: it does not support the problem. It also gets
-        the keywords of ``planning.asked_of``.
-      supports: (tiles, problem) -> whether it can run with these tiles.
-      search: the values of its fields that the tuner tries.
-    """
-
-    tiles: type[Tiles]
-    plan: Callable[..., Tiles | None]
-    search: Mapping[str, Sequence[Any]]
-    supports: Callable[..., bool] = lambda tiles, p, **asked: True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -47,9 +47,9 @@ def skip_unless_hopper():
         pytest.skip(f"the Mosaic GPU kernels are for Hopper, and this is a {gpu.name}")
 
 
-def mosaic_gpu_kernel(stage):
-    """What the Mosaic GPU kernel of a stage says of itself; None without one."""
-    return dispatch.kernel(stage, "mosaic_gpu")
+def mosaic_gpu_tiles(stage):
+    """The class of the tiles of a stage's Mosaic GPU kernel; None without one."""
+    return dispatch.tiles_class(stage, "mosaic_gpu")
 
 
 # Literally: a kernel that is lost from the table of dispatch.py is missed here.
@@ -269,10 +269,10 @@ class Recurrences:
         """With blocks of as many columns as there can be."""
         if lowering is Lowering.XLA:
             return planning.plain(self.problem)
-        kernel, (*_, K, V) = mosaic_gpu_kernel("recurrent_bw_dC"), self.shape
+        tiles_class, (*_, K, V) = mosaic_gpu_tiles("recurrent_bw_dC"), self.shape
         rows = self.rows or max(x for x in range(64, 257, 64) if K % x == 0)
-        tiles = kernel.tiles(rows, 64 if V % 128 else 128, self.num_stages, self.num_splits)
-        assert kernel.supports(tiles, self.problem, has_h=self.delta)
+        tiles = tiles_class(rows, 64 if V % 128 else 128, self.num_stages, self.num_splits)
+        assert tiles.supports(self.problem, has_h=self.delta)
         return Launch(self.problem, tiles, None, lowering)
 
     def shapes(self) -> list[jax.ShapeDtypeStruct]:

@@ -37,7 +37,7 @@ TILES = dict.fromkeys(SIZES, TILE) | dict(keep_q=False, num_splits=1)
 
 def small(name, **changes):
     """The config of a kernel with small tiles."""
-    fields = dataclasses.fields(dispatch.kernel(name, "triton").tiles)
+    fields = dataclasses.fields(dispatch.tiles_class(name, "triton"))
     tiles = {x.name: TILES[x.name] for x in fields if x.name in TILES}
     return {f"triton_{name}": tiles | changes}
 

@@ -66,7 +66,7 @@ def shapes_of(function, arguments):
     return jax.eval_shape(functools.partial(function, **others), **arrays)
 
 
-PLANNED = parallel_fw_H.KERNEL.plan(
+PLANNED = parallel_fw_H.Tiles.plan(
     Problem(2, 3, 64, 192, 32, 64, 1.0), np.dtype("float32"), UNKNOWN
 )
 

@@ -17,7 +17,7 @@ from mosaic_gpu_cases import (
     check_case,
     fused,
     materialised,
-    mosaic_gpu_kernel,
+    mosaic_gpu_tiles,
     needs_mosaic_gpu,
     slow,
     spec_of,
@@ -272,7 +272,7 @@ def test_tiles_that_a_kernel_cannot_have_are_refused(shape, stage, tiles):
 def planned(stage, heads, DHQK, DHHV, L, **asked):
     """The problem of so many heads and 8192 steps, and the tiles of a recurrence there."""
     p = make_problem((1, heads, 8192, DHQK), DHHV, L, pad_heads=True)
-    return p, mosaic_gpu_kernel(stage).plan(p, BF16, H200, **asked)
+    return p, mosaic_gpu_tiles(stage).plan(p, BF16, H200, **asked)
 
 
 @needs_mosaic_gpu
@@ -298,17 +298,17 @@ def test_few_heads_have_blocks_of_few_rows(heads, DHQK, DHHV, rows):
 @pytest.mark.parametrize(("chunks", "splits"), [(8, 8), (5, 1), (12, 4)])
 def test_splits_of_few_heads_are_of_whole_chunks(chunks, splits):
     p = make_problem((1, 2, 1024 * chunks, 64), 64, 1024, pad_heads=True)
-    assert mosaic_gpu_kernel("recurrent_bw_dC").plan(p, BF16, H200).num_splits == splits
+    assert mosaic_gpu_tiles("recurrent_bw_dC").plan(p, BF16, H200).num_splits == splits
 
 
 @needs_mosaic_gpu
 def test_tiles_of_h_count_where_delta_is_computed():
-    kernel = mosaic_gpu_kernel("recurrent_bw_dC")
+    tiles_class = mosaic_gpu_tiles("recurrent_bw_dC")
     p, _ = planned("recurrent_bw_dC", 128, 128, 256, 128)
     for stages, with_h in ((4, True), (5, False), (6, False)):
-        tiles = kernel.tiles(128, 128, stages)
-        assert kernel.supports(tiles, p), stages
-        assert kernel.supports(tiles, p, has_h=True) == with_h, stages
+        tiles = tiles_class(128, 128, stages)
+        assert tiles.supports(p), stages
+        assert tiles.supports(p, has_h=True) == with_h, stages
     for heads in (2, 16, 128, 512):
         for DHQK in (64, 128):
             assert planned("recurrent_bw_dC", heads, DHQK, 2 * DHQK, 128, has_h=True)[1]

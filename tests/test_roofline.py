@@ -47,7 +47,7 @@ PRODUCTS = {
     "parallel_bw_dQKV": (3, "kkv"),
     "recomputes_scores": (3, "kkvkv"),
 }
-MOSAIC_GPU = [name for name in kernel_benchmark.STAGES if dispatch.kernel(name, "mosaic_gpu")]
+MOSAIC_GPU = [name for name in kernel_benchmark.STAGES if dispatch.tiles_class(name, "mosaic_gpu")]
 
 
 def nbytes(tree):

@@ -71,14 +71,14 @@ def test_states_of_a_later_shard_are_added_where_they_have_not_decayed(lowering)
 
 
 def test_a_number_of_splits_is_cut_to_what_divides_the_chunks():
-    tiles = dispatch.kernel("recurrent_fw_C", "triton").tiles(64, 64, 64, 4, 3, num_splits=8)
+    tiles = dispatch.tiles_class("recurrent_fw_C", "triton")(64, 64, 64, 4, 3, num_splits=8)
     for chunks, expected in ((2, 2), (63, 1), (12, 4), (64, 8)):
         problem = Problem(1, 8, 128 * chunks, 256, 512, 128, 1.0)
         assert tiles.clamped(problem).num_splits == expected, chunks
 
 
 def test_fewer_ctas_have_no_fewer_splits():
-    plan = functools.partial(dispatch.kernel("recurrent_fw_C", "triton").plan, gpu=HOPPER)
+    plan = functools.partial(dispatch.tiles_class("recurrent_fw_C", "triton").plan, gpu=HOPPER)
     splits = [
         plan(Problem(1, heads, 8192, 256, 512, 128, 1.0), BF16).num_splits
         for heads in (512, 64, 16, 8, 4, 1)

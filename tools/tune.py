@@ -8,7 +8,7 @@ It writes rows of mlstm_pallas/tuning/<device>.json, which calls on that GPU rea
 
 Search. Coordinate descent from the plan: first of whole calls, forward and backward, over chunk
 sizes, the fused scan or materialised states, splits and the chunks of the scan; then of every stage
-of the best call over the fields of its tiles that ``Kernel.search`` has. A round takes candidates
+of the best call over the fields of its tiles. A round takes candidates
 that differ from the best by one step of one field, then of two. The plan says which are possible.
 At last the call with the best of all is timed beside that of the rules. A row is written where it
 takes 3 % less time, with only the fields that differ from the rules; without that gain a row of an
@@ -53,7 +53,6 @@ from roofline import Shape
 from worker import NoAnswer, ProcessEnded, Worker
 
 import mlstm_pallas
-from mlstm_pallas import dispatch
 from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.call_spec import CallSpec
 from mlstm_pallas.config import KernelConfig, tuning_name
@@ -68,6 +67,27 @@ COMPILE_SECONDS = 120  # per candidate; the first one of a process with what it 
 RUN_SECONDS = 60  # likewise; then it is killed
 SCHEDULE_SHARE, SEARCH_SHARE = 0.35, 0.9  # of a case's time, from its start
 SCAN = "recurrent_fw_H"  # its siz_b_LKV is the chunk size of the fused stages
+# The values of fields of tiles that are tried, by folder.
+TILES: dict[str, dict[str, Sequence[Any]]] = {
+    "triton": dict(
+        siz_b_LQ=(16, 32, 64, 128, 256),
+        siz_b_LKV=(16, 32, 64, 128),
+        siz_b_DHQK=(32, 64, 128, 256),
+        siz_b_DHHV=(16, 32, 64, 128, 256),
+        block_k=(32, 64, 128),
+        state_rows=(64, 128, 256, 512),
+        keep_q=(False, True),
+        num_warps=(1, 2, 4, 8),
+        num_stages=(1, 2, 3, 4),
+    ),
+    "mosaic_gpu": dict(
+        siz_b_LQ=(64, 128),
+        siz_b_DHHV=(64, 128, 256),
+        state_rows=(64, 128, 256),
+        num_stages=(1, 2, 3, 4, 5, 6, 7, 8),
+        num_splits=(1, 2, 4, 8),
+    ),
+}
 SCHEDULE = dict(
     chunk_size=(32, 64, 128, 256, 512), fused=(False, True), num_splits=(1, 2, 4, 8, 16, 32, 64)
 )
@@ -115,12 +135,13 @@ class Calls:
     def search(self, stage: str, overrides: Overrides) -> dict[str, Sequence[Any]]:
         """The values of the fields that are searched of a stage; stage "": of whole calls."""
         name = stage or SCAN
-        folder = launch_of(self.spec(overrides), name).lowering.folder
-        kernel = dispatch.kernel(name, folder)
+        launch = launch_of(self.spec(overrides), name)
+        folder = launch.lowering.folder
         fields = {
             f"{folder}_{name}.{field}": values
-            for field, values in (kernel.search if kernel else {}).items()
-            if name != SCAN or (field == "siz_b_LKV") == (not stage)
+            for field, values in TILES.get(folder, {}).items()
+            if field in vars(launch.tiles)
+            and (name != SCAN or (field == "siz_b_LKV") == (not stage))
         }
         return fields if stage else SCHEDULE | fields
 

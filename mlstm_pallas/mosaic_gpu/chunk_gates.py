@@ -52,10 +52,9 @@ from mlstm_pallas.mosaic_gpu.chunk_scans import (
     store_rows,
 )
 from mlstm_pallas.mosaic_gpu.launch import float32, mosaic_call, plgpu, shared_bytes, write
-from mlstm_pallas.mosaic_gpu.limits import kernel
+from mlstm_pallas.mosaic_gpu.limits import HopperTiles
 from mlstm_pallas.problem import InputGate, Problem, next_power_of_two
 from mlstm_pallas.stage import Launch
-from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.tiles import divide, loop, remainder
 
 _INF = float("inf")
@@ -465,12 +464,12 @@ def stabiliser_scan(g: jax.Array, a: jax.Array, scaM_initial: jax.Array, call: L
 
 # A thread has up to 16 steps of a chunk.
 @dataclasses.dataclass(frozen=True)
-class Tiles(BaseTiles):
+class Tiles(HopperTiles):
+    def divides(self, p: Problem, **asked: Any) -> bool:
+        return p.L % 64 == 0 and p.L <= 2048
+
     def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
         return (-(-p.BNH * p.S // (_rows(p) * STEPS)),)
 
     def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
         return shared_bytes(_scratch(p, 3, InputGate.EXP))
-
-
-KERNEL = kernel(Tiles, lambda p, gpu: [Tiles()], lambda tiles, p: p.L % 64 == 0 and p.L <= 2048, {})

@@ -19,7 +19,7 @@ much through the L2.
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -48,7 +48,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
     shared_tiles,
     tile_transforms,
 )
-from mlstm_pallas.mosaic_gpu.limits import KERNEL_DTYPE, SHARED_BYTES, RingTiles, kernel
+from mlstm_pallas.mosaic_gpu.limits import RingTiles
 from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH, Products
 from mlstm_pallas.mosaic_gpu.step_sums import step_sums
 from mlstm_pallas.mosaic_gpu.tile_copies import head_of
@@ -398,7 +398,7 @@ def parallel_bw_dP(
 
 @dataclasses.dataclass(frozen=True)
 class Tiles(RingTiles):
-    def clamped(self, p: Problem) -> "Tiles":
+    def clamped(self, p: Problem) -> Self:
         """With no CTA without an item."""
         items = p.BNH * p.NC * _items_of_chunk(p)
         return dataclasses.replace(self, num_ctas=min(self.num_ctas, items))
@@ -407,16 +407,10 @@ class Tiles(RingTiles):
         """With tiles of h, read or not."""
         return shared_bytes(scratch(self, dtype, reads_h=True), has_sum=True)
 
+    @classmethod
+    def candidates(cls, p: Problem, gpu: Gpu, **asked: Any) -> Iterable[Self]:
+        if p.L % TILE == 0:
+            yield cls(4, num_ctas=gpu.sms).clamped(p)
 
-def _candidates(p: Problem, gpu: Gpu) -> Iterable[Tiles]:
-    if p.L % TILE == 0:
-        yield Tiles(4, num_ctas=gpu.sms).clamped(p)
-
-
-def _supports(tiles: Tiles, p: Problem) -> bool:
-    if tiles.num_stages < 2 or p.DHQK % 64 or p.DHHV % 64 or p.L % TILE:
-        return False
-    return tiles.shared_bytes(p, KERNEL_DTYPE) <= SHARED_BYTES
-
-
-KERNEL = kernel(Tiles, _candidates, _supports, dict(num_stages=(2, 3, 4)))
+    def divides(self, p: Problem, **asked: Any) -> bool:
+        return self.num_stages >= 2 and p.DHQK % 64 == p.DHHV % 64 == p.L % TILE == 0

@@ -18,7 +18,7 @@ import dataclasses
 import enum
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -44,11 +44,8 @@ from mlstm_pallas.mosaic_gpu.launch import (
     shared_tiles,
 )
 from mlstm_pallas.mosaic_gpu.limits import (
-    KERNEL_DTYPE,
     MOVES_REGISTERS,
-    SHARED_BYTES,
     RingTiles,
-    kernel,
 )
 from mlstm_pallas.mosaic_gpu.parallel_bw_dQKV_by_chunk import parallel_bw_dQKV_by_chunk
 from mlstm_pallas.mosaic_gpu.parallel_bw_dQKV_by_chunk import scratch as by_chunk_scratch
@@ -580,7 +577,7 @@ class Tiles(RingTiles):
 
     recomputes_scores: bool
 
-    def clamped(self, p: Problem) -> "Tiles":
+    def clamped(self, p: Problem) -> Self:
         """With no CTA without an item."""
         if not _divides(p):
             return self
@@ -592,27 +589,19 @@ class Tiles(RingTiles):
             return shared_bytes(by_chunk_scratch(p, self, dtype, normalise=True))
         return shared_bytes(scratch(self, dtype), has_sum=True)
 
+    @classmethod
+    def candidates(cls, p: Problem, gpu: Gpu, **asked: Any) -> Iterable[Self]:
+        """By chunk six stages where registers spill: with more, too little L1 is left for them."""
+        if not _divides(p):
+            return
+        if by_chunk(p):
+            stages = 7 if p.DHQK == 64 and MOVES_REGISTERS else 6
+        else:
+            stages = 3 if p.DHQK >= 512 else 4
+        for num_stages in range(stages, 2, -1):
+            yield cls(num_stages, gpu.sms, by_chunk(p)).clamped(p)
 
-def _candidates(p: Problem, gpu: Gpu) -> Iterable[Tiles]:
-    """By chunk six stages where registers spill: with more, too little L1 is left for them."""
-    if not _divides(p):
-        return
-    if by_chunk(p):
-        stages = 7 if p.DHQK == 64 and MOVES_REGISTERS else 6
-    else:
-        stages = 3 if p.DHQK >= 512 else 4
-    for num_stages in range(stages, 2, -1):
-        yield Tiles(num_stages, gpu.sms, by_chunk(p)).clamped(p)
-
-
-def _supports(tiles: Tiles, p: Problem) -> bool:
-    """With fewer stages than a step holds at once, the kernel would wait for ever."""
-    if not _divides(p) or tiles.recomputes_scores != by_chunk(p):
-        return False
-    return (
-        tiles.num_stages >= (4 if by_chunk(p) else 3)
-        and tiles.shared_bytes(p, KERNEL_DTYPE) <= SHARED_BYTES
-    )
-
-
-KERNEL = kernel(Tiles, _candidates, _supports, dict(num_stages=(2, 3, 4, 5, 6, 7, 8)))
+    def divides(self, p: Problem, **asked: Any) -> bool:
+        """With fewer stages than a step holds at once, the kernel would wait for ever."""
+        least = 4 if by_chunk(p) else 3
+        return _divides(p) and self.recomputes_scores == by_chunk(p) and self.num_stages >= least

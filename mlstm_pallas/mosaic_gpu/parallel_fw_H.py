@@ -13,7 +13,7 @@ FLOPs: 2 R K V + R (L + 1) (K + V), q.k again for each column block. Bytes: q, k
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -43,13 +43,12 @@ from mlstm_pallas.mosaic_gpu.launch import (
     shared_bytes,
     shared_tiles,
 )
-from mlstm_pallas.mosaic_gpu.limits import KERNEL_DTYPE, SHARED_BYTES, kernel
+from mlstm_pallas.mosaic_gpu.limits import KERNEL_DTYPE, HopperTiles
 from mlstm_pallas.mosaic_gpu.products import Products
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_in, copy_out, head_of
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch, sequence_shape
-from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.parallel_fw_H import Outputs
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
@@ -345,7 +344,7 @@ def parallel_fw_H(
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles(BaseTiles):
+class Tiles(HopperTiles):
     siz_b_LQ: int
     siz_b_DHHV: int
     num_stages: int
@@ -358,33 +357,24 @@ class Tiles(BaseTiles):
     ) -> int:
         return shared_bytes(scratch(p, self, dtype, jnp.dtype(output_dtype or dtype)))
 
+    @classmethod
+    def candidates(cls, p: Problem, gpu: Gpu, **asked: Any) -> Iterable[Self]:
+        """Tiles of which an SM has room for two CTAs of 64 queries, else for one of 128.
 
-def _candidates(p: Problem, gpu: Gpu, **_: Any) -> Iterable[Tiles]:
-    """Tiles of which an SM has room for two CTAs of 64 queries, else for one of 128.
+        With 64 queries, DHQK 256 and 256 columns ptxas spills 132 bytes and more.
+        """
+        columns = next((x for x in (256, 128) if p.DHHV % x == 0), 64)
+        few = min(columns, 128)
+        two = cls(R, columns, 2)
+        if (
+            p.DHQK % R == 0
+            and 2 * (two.shared_bytes(p, KERNEL_DTYPE) + 1024) <= gpu.sm_shared_bytes
+        ):
+            yield two
+        for sizes in ((128, columns, 2), (128, columns, 1), (R, few, 2), (R, few, 1), (R, 64, 1)):
+            yield cls(*sizes)
 
-    With 64 queries, DHQK 256 and 256 columns ptxas spills 132 bytes and more.
-    """
-    columns = next((x for x in (256, 128) if p.DHHV % x == 0), 64)
-    few = min(columns, 128)
-    two = Tiles(R, columns, 2)
-    if p.DHQK % R == 0 and 2 * (two.shared_bytes(p, KERNEL_DTYPE) + 1024) <= gpu.sm_shared_bytes:
-        yield two
-    for sizes in ((128, columns, 2), (128, columns, 1), (R, few, 2), (R, few, 1), (R, 64, 1)):
-        yield Tiles(*sizes)
-
-
-def _supports(tiles: Tiles, p: Problem, **asked: Any) -> bool:
-    LQ, columns = tiles.siz_b_LQ, tiles.siz_b_DHHV
-    if p.DHQK % R or p.DHHV % columns or columns not in (64, 128, 256):
-        return False
-    if LQ not in (R, 2 * R) or p.L % LQ:
-        return False
-    return tiles.shared_bytes(p, KERNEL_DTYPE, **asked) <= SHARED_BYTES
-
-
-KERNEL = kernel(
-    Tiles,
-    _candidates,
-    _supports,
-    dict(siz_b_LQ=(64, 128), siz_b_DHHV=(64, 128, 256), num_stages=(1, 2, 3)),
-)
+    def divides(self, p: Problem, **asked: Any) -> bool:
+        LQ, columns = self.siz_b_LQ, self.siz_b_DHHV
+        known = columns in (64, 128, 256) and LQ in (R, 2 * R)
+        return known and p.DHQK % R == p.DHHV % columns == p.L % LQ == 0

@@ -33,13 +33,12 @@ from mlstm_pallas.mosaic_gpu.launch import (
     shared_bytes,
     shared_tiles,
 )
-from mlstm_pallas.mosaic_gpu.limits import HEADS, KERNEL_DTYPE, SHARED_BYTES, kernel
+from mlstm_pallas.mosaic_gpu.limits import HEADS, HopperTiles
 from mlstm_pallas.mosaic_gpu.products import Products
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_in, head_of
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch, Weighted
-from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.parallel_fw_P import Scores
 from mlstm_pallas.tiles import divide, loop, remainder
 
@@ -164,18 +163,13 @@ def parallel_fw_P(
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles(BaseTiles):
+class Tiles(HopperTiles):
     def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
         return p.BNH, p.NC
 
     def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
         return shared_bytes(scratch(p, dtype), has_sum=True)
 
-
-def _supports(tiles: Tiles, p: Problem) -> bool:
-    """q and k of a chunk are in shared memory, whole."""
-    fits = p.BNH <= HEADS and p.L == L and p.DHQK % 64 == 0
-    return fits and tiles.shared_bytes(p, KERNEL_DTYPE) <= SHARED_BYTES
-
-
-KERNEL = kernel(Tiles, lambda p, gpu: [Tiles()], _supports, {})
+    def divides(self, p: Problem, **asked: Any) -> bool:
+        """q and k of a chunk are in shared memory, whole."""
+        return p.BNH <= HEADS and p.L == L and p.DHQK % 64 == 0

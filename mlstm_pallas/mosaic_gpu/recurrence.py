@@ -23,7 +23,7 @@ first column block do it, in blocks of at most 64 rows a warpgroup.
 import dataclasses
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -48,16 +48,13 @@ from mlstm_pallas.mosaic_gpu.launch import (
 )
 from mlstm_pallas.mosaic_gpu.limits import (
     HEADS,
-    KERNEL_DTYPE,
-    SHARED_BYTES,
-    kernel,
+    HopperTiles,
 )
 from mlstm_pallas.mosaic_gpu.products import BY_LANES, SUM_SCRATCH, Products
 from mlstm_pallas.mosaic_gpu.tile_copies import head_of
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.splits import split_states
 from mlstm_pallas.stage import Launch, largest_rows
-from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
@@ -518,8 +515,19 @@ def split_products(
     return _sums_of_splits("split_products", [x], splits, call)[0][0].mT
 
 
+def _block_columns(p: Problem) -> int:
+    """The most columns of X of a CTA; 0 where no such blocks fit."""
+    return next((x for x in (COLUMNS, R) if p.DHHV % x == 0), 0)
+
+
+def _num_ctas(rows: int, p: Problem) -> int:
+    """CTAs of one recurrence without splits; 0 where no such blocks fit."""
+    columns = _block_columns(p)
+    return p.BNH * (p.DHQK // rows) * (p.DHHV // columns) if rows and columns else 0
+
+
 @dataclasses.dataclass(frozen=True)
-class Tiles(BaseTiles):
+class Tiles(HopperTiles):
     """The block of X of a CTA, which has a warpgroup for 64 columns."""
 
     state_rows: int
@@ -545,74 +553,35 @@ class Tiles(BaseTiles):
         shapes = scratch(*sizes, weighted=True, has_h=has_h, has_x=has_x, stores_X=stores_X)
         return shared_bytes(shapes)
 
+    @classmethod
+    def candidates(
+        cls, p: Problem, gpu: Gpu, *, recurrences: int = 1, has_x: bool = False, **asked: Any
+    ) -> Iterable[Self]:
+        """The most rows of a block with which the launch fills the GPU; with fewer CTAs splits."""
+        columns = _block_columns(p)
+        most = columns if has_x else 256
 
-def _block_columns(p: Problem) -> int:
-    """The most columns of X of a CTA; 0 where no such blocks fit."""
-    return next((x for x in (COLUMNS, R) if p.DHHV % x == 0), 0)
+        def rows_of(size: int) -> int:
+            return largest_rows(p.DHQK, min(size, most))
 
+        rows = next(
+            (x for x in map(rows_of, (256, 128)) if gpu.filled_by(recurrences * _num_ctas(x, p))),
+            rows_of(64),
+        )
+        if not rows or not columns:
+            return
+        ctas = recurrences * _num_ctas(rows, p)
+        filling = min(gpu.sms // max(ctas, 1), p.S // MIN_SPLIT_STEPS, MAX_SPLITS, p.NC & -p.NC)
+        splits = 1 << (filling.bit_length() - 1) if filling >= MIN_SPLITS else 1
+        if rows == R and 2 * ctas * splits <= gpu.sms:
+            columns = R  # twice the CTAs, whose warpgroups do not wait for each other
+        yield cls(rows, columns, 6 if has_x and rows == R else 4, splits)
 
-def _num_ctas(rows: int, p: Problem) -> int:
-    """CTAs of one recurrence without splits; 0 where no such blocks fit."""
-    columns = _block_columns(p)
-    return p.BNH * (p.DHQK // rows) * (p.DHHV // columns) if rows and columns else 0
-
-
-def candidates(
-    p: Problem,
-    gpu: Gpu,
-    *,
-    recurrences: int = 1,
-    has_x: bool = False,
-    **_: Any,
-) -> Iterable[Tiles]:
-    """The most rows of a block with which the launch fills the GPU; with fewer CTAs splits."""
-    columns = _block_columns(p)
-    most = columns if has_x else 256
-
-    def rows_of(size: int) -> int:
-        return largest_rows(p.DHQK, min(size, most))
-
-    rows = next(
-        (x for x in map(rows_of, (256, 128)) if gpu.filled_by(recurrences * _num_ctas(x, p))),
-        rows_of(64),
-    )
-    if not rows or not columns:
-        return
-    ctas = recurrences * _num_ctas(rows, p)
-    filling = min(gpu.sms // max(ctas, 1), p.S // MIN_SPLIT_STEPS, MAX_SPLITS, p.NC & -p.NC)
-    splits = 1 << (filling.bit_length() - 1) if filling >= MIN_SPLITS else 1
-    if rows == R and 2 * ctas * splits <= gpu.sms:
-        columns = R  # twice the CTAs, whose warpgroups do not wait for each other
-    yield Tiles(rows, columns, 6 if has_x and rows == R else 4, splits)
-
-
-def supports(
-    tiles: Tiles,
-    p: Problem,
-    *,
-    has_x: bool = False,
-    **asked: Any,
-) -> bool:
-    rows, columns = tiles.state_rows, tiles.state_columns
-    if rows % R or p.DHQK % rows or rows > 256 or p.L % STEPS or (has_x and rows > columns):
-        return False
-    # A slot is free when the next step's product runs.
-    if columns not in (R, COLUMNS) or p.DHHV % columns or tiles.num_stages < 2:
-        return False
-    if p.NC % tiles.num_splits or 2 * p.BNH * tiles.num_splits > HEADS:
-        return False
-    return tiles.shared_bytes(p, KERNEL_DTYPE, has_x=has_x, **asked) <= SHARED_BYTES
-
-
-KERNEL = kernel(
-    Tiles,
-    candidates,
-    supports,
-    dict(state_rows=(64, 128, 256), num_stages=(3, 4, 5, 6), num_splits=(1, 2, 4, 8)),
-)
-SPLIT_PRODUCTS = kernel(
-    Tiles,
-    candidates,
-    functools.partial(supports, stores_X=False),
-    {},
-)
+    def divides(self, p: Problem, *, has_x: bool = False, **asked: Any) -> bool:
+        rows, columns = self.state_rows, self.state_columns
+        if rows % R or p.DHQK % rows or rows > 256 or p.L % STEPS or (has_x and rows > columns):
+            return False
+        # A slot is free when the next step's product runs.
+        if columns not in (R, COLUMNS) or p.DHHV % columns or self.num_stages < 2:
+            return False
+        return p.NC % self.num_splits == 0 and 2 * p.BNH * self.num_splits <= HEADS

@@ -9,12 +9,12 @@ import functools
 
 import jax.numpy as jnp
 
-from mlstm_pallas.mosaic_gpu.recurrence import KERNEL, recurrences
+from mlstm_pallas.mosaic_gpu.recurrence import Tiles, recurrences
 from mlstm_pallas.stage import Launch, Weighted
 from mlstm_pallas.stages import recurrent_bw_dC as stage
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 
-__all__ = ["KERNEL", "recurrent_bw_dC"]
+__all__ = ["Tiles", "recurrent_bw_dC"]
 
 
 def _recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOutputs]:

@@ -2,9 +2,9 @@
 
 import functools
 
-from mlstm_pallas.mosaic_gpu.recurrence import KERNEL, recurrences
+from mlstm_pallas.mosaic_gpu.recurrence import Tiles, recurrences
 from mlstm_pallas.stages import recurrent_fw_C as stage
 
-__all__ = ["KERNEL", "recurrent_fw_C"]
+__all__ = ["Tiles", "recurrent_fw_C"]
 
 recurrent_fw_C = functools.partial(stage.recurrent_fw_C, recurrences=recurrences)

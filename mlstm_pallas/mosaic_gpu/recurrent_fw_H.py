@@ -9,7 +9,7 @@ runs, the outputs of the chunk are stored.
 import dataclasses
 import functools
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -33,15 +33,12 @@ from mlstm_pallas.mosaic_gpu.launch import (
 )
 from mlstm_pallas.mosaic_gpu.limits import (
     HEADS,
-    KERNEL_DTYPE,
-    SHARED_BYTES,
-    kernel,
+    HopperTiles,
 )
 from mlstm_pallas.mosaic_gpu.products import Products
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch, largest_rows, sequence_shape
-from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.parallel_fw_P import Scores
 from mlstm_pallas.stages.recurrent_fw_H import FusedScan
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
@@ -303,7 +300,7 @@ def recurrent_fw_H(
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles(BaseTiles):
+class Tiles(HopperTiles):
     """siz_b_LKV: steps of a chunk; state_rows: rows of C in a launch."""
 
     siz_b_LKV: int
@@ -318,29 +315,23 @@ class Tiles(BaseTiles):
 
     def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
         """The first launch reads P, the second one h of the first. One alone stores states."""
-        one = self.state_rows == p.DHQK
+        p, one = p.in_chunks_of(self.siz_b_LKV), self.state_rows == p.DHQK
         options = [dict(first_launch=x, stores_states=one) for x in {True, one}]
         return max(shared_bytes(scratch(p, self, self.state_rows, dtype, **x)) for x in options)
 
+    @classmethod
+    def candidates(cls, p: Problem, gpu: Gpu, **asked: Any) -> Iterable[Self]:
+        rows = largest_rows(p.DHQK)
+        if rows:
+            yield cls(R, 128, rows, 2 if p.DHQK > 128 else 3)
 
-def _candidates(p: Problem, gpu: Gpu) -> Iterable[Tiles]:
-    rows = largest_rows(p.DHQK)
-    if rows:
-        yield Tiles(R, 128, rows, 2 if p.DHQK > 128 else 3)
+    def divides(self, p: Problem, **asked: Any) -> bool:
+        """A warpgroup has at most 64 x 256 floats of C. There are at most two launches.
 
-
-def _supports(tiles: Tiles, p: Problem) -> bool:
-    """A warpgroup has at most 64 x 256 floats of C. There are at most two launches.
-
-    parallel_fw_P takes chunks of 64 steps alone.
-    """
-    p, columns, rows = p.in_chunks_of(tiles.siz_b_LKV), tiles.siz_b_DHHV, tiles.state_rows
-    parts, rest = divmod(columns, R * WARPGROUPS)
-    if p.DHQK % rows or 2 * rows < p.DHQK or rows % R or p.BNH > HEADS:
-        return False
-    if p.L != R or p.DHHV % columns or rest or parts * rows > 256:
-        return False
-    return tiles.shared_bytes(p, KERNEL_DTYPE) <= SHARED_BYTES
-
-
-KERNEL = kernel(Tiles, _candidates, _supports, dict(siz_b_DHHV=(128, 256), num_stages=(2, 3, 4)))
+        parallel_fw_P takes chunks of 64 steps alone.
+        """
+        L, columns, rows = min(p.L, self.siz_b_LKV), self.siz_b_DHHV, self.state_rows
+        parts, rest = divmod(columns, R * WARPGROUPS)
+        if p.DHQK % rows or 2 * rows < p.DHQK or rows % R or p.BNH > HEADS:
+            return False
+        return L == R and p.DHHV % columns == rest == 0 and parts * rows <= 256

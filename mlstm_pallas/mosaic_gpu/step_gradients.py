@@ -44,7 +44,8 @@ from mlstm_pallas.mosaic_gpu.chunk_scans import (
     store_rows,
 )
 from mlstm_pallas.mosaic_gpu.launch import REGISTER_ROWS, float32, mosaic_call, plgpu, write
-from mlstm_pallas.mosaic_gpu.limits import NoTiles, kernel
+from mlstm_pallas.mosaic_gpu.limits import HopperTiles
+from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch
 from mlstm_pallas.tiles import blocks, divide, remainder
 
@@ -270,4 +271,6 @@ def step_gradients(
     return x["di"].reshape(p.BNH, p.S), x["df"].reshape(p.BNH, p.S), first
 
 
-KERNEL = kernel(NoTiles, lambda p, gpu: [NoTiles()], lambda tiles, p: p.L % LANES == 0, {})
+class Tiles(HopperTiles):
+    def divides(self, p: Problem, **asked: Any) -> bool:
+        return p.L % LANES == 0

@@ -31,7 +31,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
     plgpu,
     shared_tiles,
 )
-from mlstm_pallas.mosaic_gpu.limits import NoTiles, kernel
+from mlstm_pallas.mosaic_gpu.limits import HopperTiles
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_in, head_of
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch
@@ -123,9 +123,6 @@ def step_sums(x: jax.Array, weights: jax.Array, *, call: Launch) -> jax.Array:
     return jnp.sum(sums.reshape(p.BNH, p.NC, parts // p.NC, D), axis=2) if parts > p.NC else sums
 
 
-KERNEL = kernel(
-    NoTiles,
-    lambda p, gpu: [NoTiles()],
-    lambda tiles, p: p.L % TILE == 0 and p.DHQK % 64 == 0,
-    {},
-)
+class Tiles(HopperTiles):
+    def divides(self, p: Problem, **asked: Any) -> bool:
+        return p.L % TILE == p.DHQK % 64 == 0

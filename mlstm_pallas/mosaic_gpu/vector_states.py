@@ -14,7 +14,7 @@ matrix product.
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -24,12 +24,11 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.mosaic_gpu.launch import block, float32, load, mosaic_call
-from mlstm_pallas.mosaic_gpu.limits import kernel
+from mlstm_pallas.mosaic_gpu.limits import HopperTiles
 from mlstm_pallas.mosaic_gpu.products import BY_LANES
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.splits import split_states
 from mlstm_pallas.stage import Launch
-from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 COLUMNS = 64  # of a CTA
@@ -139,18 +138,14 @@ def vector_states(
 
 
 @dataclasses.dataclass(frozen=True)
-class Tiles(BaseTiles):
+class Tiles(HopperTiles):
     num_splits: int
 
+    @classmethod
+    def candidates(cls, p: Problem, gpu: Gpu, **asked: Any) -> Iterable[Self]:
+        most = min(MAX_SPLITS, p.NC // MIN_SPLIT_CHUNKS, MOST_CTAS * COLUMNS // (p.BNH * p.DHQK))
+        splits = min(1 << (most.bit_length() - 1), p.NC & -p.NC) if most else 1
+        yield cls(splits if splits >= MIN_SPLITS else 1)
 
-def _candidates(p: Problem, gpu: Gpu) -> Iterable[Tiles]:
-    most = min(MAX_SPLITS, p.NC // MIN_SPLIT_CHUNKS, MOST_CTAS * COLUMNS // (p.BNH * p.DHQK))
-    splits = min(1 << (most.bit_length() - 1), p.NC & -p.NC) if most else 1
-    yield Tiles(splits if splits >= MIN_SPLITS else 1)
-
-
-def _supports(tiles: Tiles, p: Problem) -> bool:
-    return p.DHQK % COLUMNS == 0 and p.NC % tiles.num_splits == 0
-
-
-KERNEL = kernel(Tiles, _candidates, _supports, {})
+    def divides(self, p: Problem, **asked: Any) -> bool:
+        return p.DHQK % COLUMNS == 0 and p.NC % self.num_splits == 0

@@ -12,7 +12,7 @@ several blocks, a first launch with one CTA a head computes the stabiliser befor
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +32,7 @@ from mlstm_pallas.gates import (
     stabiliser_sources,
 )
 from mlstm_pallas.problem import InputGate, Problem, next_power_of_two
-from mlstm_pallas.stage import Kernel, Launch
+from mlstm_pallas.stage import Launch
 from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.tiles import blocks, causal_mask, divide, loop
 from mlstm_pallas.triton.launch import kernel_call
@@ -243,15 +243,12 @@ class Tiles(BaseTiles):
     num_warps: int = 1
     num_stages: int = 1
 
+    @classmethod
+    def plan(cls, p: Problem, *_: Any, **asked: Any) -> Self:
+        return cls().clamped(p)
+
     def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
         return p.NC, p.BNH
 
     def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
         return 4 * self.siz_b_LQ
-
-
-KERNEL = Kernel(
-    Tiles,
-    lambda p, dtype, gpu: Tiles().clamped(p),
-    dict(siz_b_LQ=(16, 32, 64, 128, 256), num_warps=(1, 2, 4)),
-)

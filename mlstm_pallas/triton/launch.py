@@ -33,8 +33,6 @@ warnings.filterwarnings(
     "ignore", message="The Pallas Triton backend is deprecated", category=DeprecationWarning
 )
 
-LAUNCH_SEARCH = dict(num_warps=(2, 4, 8), num_stages=(1, 2, 3, 4))  # of the tuner
-
 
 class PipelinedTiles(Tiles):
     """The tiles of a kernel whose loop is a pipeline."""

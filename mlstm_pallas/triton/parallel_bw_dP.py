@@ -24,7 +24,7 @@ from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import MAX_TILE, Problem
-from mlstm_pallas.stage import Kernel, Launch, Weighted, clamped
+from mlstm_pallas.stage import Launch, Weighted, clamped
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles, normaliser_gradients
 from mlstm_pallas.tiles import (
     Precision,
@@ -38,7 +38,6 @@ from mlstm_pallas.tiles import (
     sum_of,
 )
 from mlstm_pallas.triton.launch import (
-    LAUNCH_SEARCH,
     PipelinedTiles,
     depth_and_stages,
     kernel_call,
@@ -262,16 +261,11 @@ class Tiles(BlockedTiles):
     def elements(self, p: Problem) -> tuple[int, int]:
         return 2 * self.siz_b_LQ * self.block_k, 0
 
-
-def _plan(p: Problem, dtype: jnp.dtype, gpu: Gpu) -> Tiles:
-    """Tiles of 64 x 64: P, dP and what is made of them take the registers of a third of an SM."""
-    tiles = Tiles(64, 32 if dtype.itemsize > 2 else 128, 4, 3).clamped(p)
-    narrow = p.DHQK + p.DHHV <= 128  # for as many iterations as stages
-    depth = min(tiles.block_k, 32) if narrow else tiles.block_k
-    depth, stages = depth_and_stages(gpu, 2 * tiles.siz_b_LQ, depth, dtype)
-    return dataclasses.replace(tiles, block_k=depth, num_stages=stages)
-
-
-KERNEL = Kernel(
-    Tiles, _plan, dict(siz_b_LQ=(16, 32, 64, 128), block_k=(32, 64, 128), **LAUNCH_SEARCH)
-)
+    @classmethod
+    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked: Any) -> Self:
+        """Tiles of 64 x 64: P, dP and their gradients take a third of the registers of an SM."""
+        tiles = cls(64, 32 if dtype.itemsize > 2 else 128, 4, 3).clamped(p)
+        narrow = p.DHQK + p.DHHV <= 128  # for as many iterations as stages
+        depth = min(tiles.block_k, 32) if narrow else tiles.block_k
+        depth, stages = depth_and_stages(gpu, 2 * tiles.siz_b_LQ, depth, dtype)
+        return dataclasses.replace(tiles, block_k=depth, num_stages=stages)

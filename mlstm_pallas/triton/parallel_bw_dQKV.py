@@ -14,7 +14,7 @@ mostly from L2.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -25,12 +25,11 @@ from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.normaliser import NormaliserGradients, query_scale
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Kernel, Launch, sequence_shape
+from mlstm_pallas.stage import Launch, sequence_shape
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
 from mlstm_pallas.tiles import Precision, block_at, blocks, divide, dot, loop, remainder, sum_of
 from mlstm_pallas.triton.launch import (
-    LAUNCH_SEARCH,
     depth_and_stages,
     kernel_call,
     sequence_spec,
@@ -239,29 +238,16 @@ class Tiles(BlockedTiles):
     def elements(self, p: Problem) -> tuple[int, int]:
         return self.block_k * (self.siz_b_LQ + max(self.siz_b_DHQK, self.siz_b_DHHV)), 0
 
-
-def _plan(p: Problem, dtype: jnp.dtype, gpu: Gpu) -> Tiles:
-    """Blocks of 128 x 128; of 64 x 64 in float32 and where chunks are short."""
-    wide = dtype.itemsize > 2
-    size = 64 if wide or p.L < 128 else 128
-    tiles = Tiles(size, size, size, 32 if wide or p.DHQK == 64 else 64, 4, 3).clamped(p)
-    rows = tiles.siz_b_LQ + max(tiles.siz_b_DHQK, tiles.siz_b_DHHV)
-    depth, stages = depth_and_stages(gpu, rows, tiles.block_k, dtype)
-    if wide:
-        stages = max(stages_that_fit(gpu, depth * rows * dtype.itemsize), 1)
-    elif size == depth == 64:
-        stages = 2  # for seven CTAs per SM
-    return dataclasses.replace(tiles, block_k=depth, num_stages=stages)
-
-
-KERNEL = Kernel(
-    Tiles,
-    _plan,
-    dict(
-        siz_b_LQ=(16, 32, 64, 128),
-        siz_b_DHQK=(32, 64, 128),
-        siz_b_DHHV=(32, 64, 128),
-        block_k=(32, 64, 128),
-        **LAUNCH_SEARCH,
-    ),
-)
+    @classmethod
+    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked: Any) -> Self:
+        """Blocks of 128 x 128; of 64 x 64 in float32 and where chunks are short."""
+        wide = dtype.itemsize > 2
+        size = 64 if wide or p.L < 128 else 128
+        tiles = cls(size, size, size, 32 if wide or p.DHQK == 64 else 64, 4, 3).clamped(p)
+        rows = tiles.siz_b_LQ + max(tiles.siz_b_DHQK, tiles.siz_b_DHHV)
+        depth, stages = depth_and_stages(gpu, rows, tiles.block_k, dtype)
+        if wide:
+            stages = max(stages_that_fit(gpu, depth * rows * dtype.itemsize), 1)
+        elif size == depth == 64:
+            stages = 2  # for seven CTAs per SM
+        return dataclasses.replace(tiles, block_k=depth, num_stages=stages)

@@ -11,7 +11,7 @@ FLOPs: 2 R K V + R (L + 1) (K + V), q.k again for each column block. Bytes: q, k
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import Problem, is_power_of_two
-from mlstm_pallas.stage import Kernel, Launch, clamped, sequence_shape
+from mlstm_pallas.stage import Launch, clamped, sequence_shape
 from mlstm_pallas.stages.parallel_fw_H import Outputs
 from mlstm_pallas.tiles import (
     Precision,
@@ -34,7 +34,6 @@ from mlstm_pallas.tiles import (
     remainder,
 )
 from mlstm_pallas.triton.launch import (
-    LAUNCH_SEARCH,
     PipelinedTiles,
     kernel_call,
     sequence_spec,
@@ -211,54 +210,35 @@ class Tiles(PipelinedTiles):
         keys = LKV * p.DHQK if self.keep_q else depth * (LKV + LQ)
         return keys + LKV * self.siz_b_DHHV, LQ * p.DHQK * self.keep_q
 
+    @classmethod
+    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked: Any) -> Self:
+        """As many columns as possible, up to 256, as each block of them repeats the scores.
 
-def _plan(p: Problem, dtype: jnp.dtype, gpu: Gpu, **_: Any) -> Tiles:
-    """As many columns as possible, up to 256, since each block of them computes the scores again.
+        An SM has two CTAs of 64 queries, or one of 128 where the queries take half of it.
+        """
+        wide, itemsize = dtype.itemsize > 2, dtype.itemsize
+        depth = clamped(32 if wide else 64, p.DHQK)
+        keep_q = not wide and p.DHQK <= 256 and is_power_of_two(p.DHQK)
+        columns = clamped(128 if wide else 256, p.DHHV)
+        low = 64, 32, min(columns, 128), 4
+        sizes = [(*low, 3), (*low, 2), (64, 32, 64, 4, 2)]
+        if wide or p.DHQK + p.DHHV <= 128:
+            sizes = sizes[1:]
+        elif columns == 256 and p.DHQK > 128 and p.L >= 128:
+            sizes = [(128, 32, columns, 8, 3), (128, 32, columns, 8, 2), *sizes]
+        elif columns == 256 and p.DHQK <= 128:
+            sizes = [(64, 64, 256, 4, 2), *sizes]
 
-    An SM has two CTAs of 64 queries, or one of 128 where the queries take half of it.
-    """
-    wide, itemsize = dtype.itemsize > 2, dtype.itemsize
-    depth = clamped(32 if wide else 64, p.DHQK)
-    keep_q = not wide and p.DHQK <= 256 and is_power_of_two(p.DHQK)
-    columns = clamped(128 if wide else 256, p.DHHV)
-    low = 64, 32, min(columns, 128), 4
-    sizes = [(*low, 3), (*low, 2), (64, 32, 64, 4, 2)]
-    if wide or p.DHQK + p.DHHV <= 128:
-        sizes = sizes[1:]
-    elif columns == 256 and p.DHQK > 128 and p.L >= 128:
-        sizes = [(128, 32, columns, 8, 3), (128, 32, columns, 8, 2), *sizes]
-    elif columns == 256 and p.DHQK <= 128:
-        sizes = [(64, 64, 256, 4, 2), *sizes]
+        def fits(x: Self) -> bool:
+            loops = (depth * (x.siz_b_LQ + x.siz_b_DHHV), 0), x.elements(p)
+            return all(
+                stages_that_fit(gpu, size * itemsize, kept * itemsize, x.num_stages, ctas_per_sm=1)
+                == x.num_stages
+                for size, kept in loops
+            )
 
-    def tiles(LQ: int, LKV: int, V: int, warps: int, stages: int) -> Tiles:
-        return Tiles(LQ, LKV, depth, V, warps, stages, keep_q).clamped(p)
+        candidates = [cls(*x[:2], depth, *x[2:], keep_q).clamped(p) for x in sizes]
+        return next(filter(fits, candidates), candidates[-1])
 
-    def fits(x: Tiles) -> bool:
-        loops = (depth * (x.siz_b_LQ + x.siz_b_DHHV), 0), x.elements(p)
-        return all(
-            stages_that_fit(gpu, size * itemsize, kept * itemsize, x.num_stages, ctas_per_sm=1)
-            == x.num_stages
-            for size, kept in loops
-        )
-
-    candidates = [tiles(*x) for x in sizes]
-    return next(filter(fits, candidates), candidates[-1])
-
-
-def _supports(tiles: Tiles, p: Problem, **_: Any) -> bool:
-    return not tiles.keep_q or is_power_of_two(p.DHQK)
-
-
-KERNEL = Kernel(
-    Tiles,
-    _plan,
-    dict(
-        siz_b_LQ=(32, 64, 128),
-        siz_b_LKV=(32, 64),
-        siz_b_DHQK=(32, 64, 128),
-        siz_b_DHHV=(64, 128, 256),
-        keep_q=(False, True),
-        **LAUNCH_SEARCH,
-    ),
-    _supports,
-)
+    def supports(self, p: Problem, **asked: Any) -> bool:
+        return not self.keep_q or is_power_of_two(p.DHQK)

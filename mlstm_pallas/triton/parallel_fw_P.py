@@ -10,7 +10,7 @@ FLOPs: R (L + 1) K. Bytes: q, k, kbar and P, R (3 K + L) itemsize.
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Kernel, Launch, Weighted
+from mlstm_pallas.stage import Launch, Weighted
 from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.parallel_fw_P import Scores
 from mlstm_pallas.tiles import Precision, causal_mask, decay_tile, dot
@@ -174,14 +174,9 @@ class Tiles(BaseTiles):
         size: int = 2 * p.L * self.siz_b_DHQK * dtype.itemsize
         return size
 
-
-def _plan(p: Problem, dtype: jnp.dtype, gpu: Gpu) -> Tiles:
-    """Tiles of q and k of 4096 elements; a warp for 16 steps, more in float32."""
-    if dtype.itemsize > 2:
-        return Tiles(64, num_warps=4).clamped(p)
-    return Tiles(4096 // min(p.L, 64), num_warps=min(max(p.L // 16, 1), 16)).clamped(p)
-
-
-KERNEL = Kernel(Tiles, _plan, dict(siz_b_DHQK=(32, 64, 128, 256), num_warps=(1, 2, 4, 8)))
-# Of step_sums, which Triton's kernels need for the keys of any chunks.
-STEP_SUMS = KERNEL
+    @classmethod
+    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked: Any) -> Self:
+        """Tiles of q and k of 4096 elements; a warp for 16 steps, more in float32."""
+        if dtype.itemsize > 2:
+            return cls(64, num_warps=4).clamped(p)
+        return cls(4096 // min(p.L, 64), num_warps=min(max(p.L // 16, 1), 16)).clamped(p)

@@ -19,7 +19,7 @@ states once: (R (K + V) + B NH NC K V) itemsize.
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -29,12 +29,11 @@ from mlstm_pallas.gates import vector_states
 from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.splits import decays_in_splits, heads_of_splits, split_states, splits_as_heads
-from mlstm_pallas.stage import Kernel, Launch, clamped, steps_like
+from mlstm_pallas.stage import Launch, clamped, steps_like
 from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, chunk_sums, with_inner
 from mlstm_pallas.tiles import Precision, blocks, divide, dot, loop, remainder
 from mlstm_pallas.triton.launch import (
-    LAUNCH_SEARCH,
     PipelinedTiles,
     depth_and_stages,
     kernel_call,
@@ -228,9 +227,6 @@ class AddDecayedTiles(BaseTiles):
     num_stages: int = 3
 
 
-ADD_DECAYED = Kernel(AddDecayedTiles, lambda p, dtype, gpu: AddDecayedTiles(), {})
-
-
 def _add_decayed_kernel(
     X_ref: Any,  # (siz_b, DHHV)
     added_ref: Any,  # (siz_b, DHHV)
@@ -339,40 +335,29 @@ class Tiles(PipelinedTiles):
     def elements(self, p: Problem) -> tuple[int, int]:
         return self.siz_b_LKV * (self.siz_b_DHQK + self.siz_b_DHHV), 0
 
-    def clamped(self, p: Problem) -> "Tiles":
+    def clamped(self, p: Problem) -> Self:
         """With splits of whole chunks alone."""
         return dataclasses.replace(
             super().clamped(p), num_splits=min(self.num_splits, p.NC & -p.NC)
         )
 
+    @classmethod
+    def plan(
+        cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, *, recurrences: int = 1, **asked: Any
+    ) -> Self:
+        """Blocks of 128 x 128, the most that registers hold for two CTAs per SM.
 
-def _plan(p: Problem, dtype: jnp.dtype, gpu: Gpu, *, recurrences: int = 1, **_: Any) -> Tiles:
-    """Blocks of 128 x 128, the most that registers hold for two CTAs per SM.
+        They are halved where CTAs are few. If that is not enough the sequence is split.
+        """
+        K, V = (clamped(64 if dtype.itemsize > 2 else 128, size) for size in (p.DHQK, p.DHHV))
 
-    They are halved where CTAs are few. If that is not enough the sequence is split.
-    """
-    K, V = (clamped(64 if dtype.itemsize > 2 else 128, size) for size in (p.DHQK, p.DHHV))
+        def ctas() -> int:
+            return recurrences * p.BNH * (p.DHQK // K) * (p.DHHV // V)
 
-    def ctas() -> int:
-        return recurrences * p.BNH * (p.DHQK // K) * (p.DHHV // V)
-
-    while max(K, V) > 64 and not gpu.filled_by(ctas(), CTAS_PER_SM):
-        K, V = (K, V // 2) if V >= K else (K // 2, V)
-    # The pipeline copies one operand; the other one passes through registers.
-    steps, stages = depth_and_stages(gpu, max(K, V), clamped(64, p.L), dtype)
-    most = min(CTAS_PER_SM * gpu.sms // max(ctas(), 1), MAX_SPLITS, p.NC & -p.NC)
-    splits = 1 << (most.bit_length() - 1) if most >= MIN_SPLITS else 1
-    return Tiles(steps, K, V, num_warps=4, num_stages=stages, num_splits=splits)
-
-
-KERNEL = Kernel(
-    Tiles,
-    _plan,
-    dict(
-        siz_b_LKV=(16, 32, 64, 128),
-        siz_b_DHQK=(32, 64, 128, 256),
-        siz_b_DHHV=(32, 64, 128, 256),
-        **LAUNCH_SEARCH,
-    ),
-)
-SPLIT_PRODUCTS = KERNEL
+        while max(K, V) > 64 and not gpu.filled_by(ctas(), CTAS_PER_SM):
+            K, V = (K, V // 2) if V >= K else (K // 2, V)
+        # The pipeline copies one operand; the other one passes through registers.
+        steps, stages = depth_and_stages(gpu, max(K, V), clamped(64, p.L), dtype)
+        most = min(CTAS_PER_SM * gpu.sms // max(ctas(), 1), MAX_SPLITS, p.NC & -p.NC)
+        splits = 1 << (most.bit_length() - 1) if most >= MIN_SPLITS else 1
+        return cls(steps, K, V, num_warps=4, num_stages=stages, num_splits=splits)

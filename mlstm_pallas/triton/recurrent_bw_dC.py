@@ -7,9 +7,9 @@ from mlstm_pallas.stage import Launch, Weighted
 from mlstm_pallas.stages import recurrent_bw_dC as stage
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 from mlstm_pallas.triton import recurrence
-from mlstm_pallas.triton.recurrence import KERNEL
+from mlstm_pallas.triton.recurrence import Tiles
 
-__all__ = ["KERNEL", "recurrent_bw_dC"]
+__all__ = ["Tiles", "recurrent_bw_dC"]
 
 
 def _of_weighted(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOutputs]:

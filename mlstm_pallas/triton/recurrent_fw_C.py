@@ -3,8 +3,8 @@
 import functools
 
 from mlstm_pallas.stages import recurrent_fw_C as stage
-from mlstm_pallas.triton.recurrence import KERNEL, recurrences
+from mlstm_pallas.triton.recurrence import Tiles, recurrences
 
-__all__ = ["KERNEL", "recurrent_fw_C"]
+__all__ = ["Tiles", "recurrent_fw_C"]
 
 recurrent_fw_C = functools.partial(stage.recurrent_fw_C, recurrences=recurrences)

@@ -17,7 +17,7 @@ again for each column block, mostly from L2, and h twice more for each further l
 """
 
 import dataclasses
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.problem import Problem, next_power_of_two
-from mlstm_pallas.stage import Kernel, Launch, clamped, largest_rows, sequence_shape
+from mlstm_pallas.stage import Launch, clamped, largest_rows, sequence_shape
 from mlstm_pallas.stages.parallel_fw_P import Scores
 from mlstm_pallas.stages.recurrent_fw_H import FusedScan
 from mlstm_pallas.tiles import Precision, block_at, blocks, dot, loop
@@ -207,48 +207,32 @@ class Tiles(PipelinedTiles):
     def elements(self, p: Problem) -> tuple[int, int]:
         return self.siz_b_LKV * (2 * self.state_rows + self.siz_b_DHHV), 0
 
-    def clamped(self, p: Problem) -> "Tiles":
+    def clamped(self, p: Problem) -> Self:
         narrow = clamped(next_power_of_two(self.state_rows), p.DHQK)
         rows = largest_rows(p.DHQK, self.state_rows) or narrow
         x = super().clamped(p)
         return dataclasses.replace(x, state_rows=rows, siz_b_DHQK=clamped(self.siz_b_DHQK, rows))
 
+    @classmethod
+    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked: Any) -> Self:
+        """A state of 16384 floats: half of the registers of a CTA, of which an SM has two.
 
-def _plan(p: Problem, dtype: jnp.dtype, gpu: Gpu) -> Tiles:
-    """A state of 16384 floats: half of the registers of a CTA, of which an SM has two.
+        Where heads are narrow or CTAs would be few, 8192 floats leave room for chunks of 64
+        steps. float32 has as many.
+        """
+        wide = dtype.itemsize > 2
+        rows = largest_rows(p.DHQK, 128 if wide else 256) or clamped(256, p.DHQK)
+        V = clamped(64 if wide or rows > 128 or p.DHHV <= p.DHQK else 128, p.DHHV)
+        if rows == V == 128 and not gpu.filled_by(p.BNH * (p.DHHV // V), per_sm=2):
+            V = 64
+        steps = 64 if rows * V <= 8192 and not wide else 32
+        if V > 64 and not gpu.multiplies_from_shared:
+            steps = 32  # mma has no registers for 64 x 128 of h: 700 bytes spill
+        iteration, most = steps * (2 * rows + V) * dtype.itemsize, 2 if wide else 3
+        stages = stages_that_fit(gpu, iteration, most=most)
+        if stages < 2:
+            stages = max(stages_that_fit(gpu, iteration, most=most, ctas_per_sm=1), 1)
+        return cls(steps, 64 if wide else 128, V, rows, 4, stages).clamped(p)
 
-    Where heads are narrow or that makes few CTAs, 8192 floats leave room for chunks of 64 steps.
-    float32 has as many.
-    """
-    wide = dtype.itemsize > 2
-    rows = largest_rows(p.DHQK, 128 if wide else 256) or clamped(256, p.DHQK)
-    V = clamped(64 if wide or rows > 128 or p.DHHV <= p.DHQK else 128, p.DHHV)
-    if rows == V == 128 and not gpu.filled_by(p.BNH * (p.DHHV // V), per_sm=2):
-        V = 64
-    steps = 64 if rows * V <= 8192 and not wide else 32
-    if V > 64 and not gpu.multiplies_from_shared:
-        steps = 32  # mma has no registers for 64 x 128 of h: 700 bytes spill
-    iteration, most = steps * (2 * rows + V) * dtype.itemsize, 2 if wide else 3
-    stages = stages_that_fit(gpu, iteration, most=most)
-    if stages < 2:
-        stages = max(stages_that_fit(gpu, iteration, most=most, ctas_per_sm=1), 1)
-    return Tiles(steps, 64 if wide else 128, V, rows, 4, stages).clamped(p)
-
-
-def _supports(tiles: Tiles, p: Problem, **asked: Any) -> bool:
-    return p.DHQK % tiles.state_rows == 0
-
-
-KERNEL = Kernel(
-    Tiles,
-    _plan,
-    dict(
-        siz_b_LKV=(16, 32, 64, 128),
-        siz_b_DHQK=(64, 128, 256),
-        siz_b_DHHV=(64, 128),
-        state_rows=(64, 128, 256, 512),
-        num_warps=(4, 8),
-        num_stages=(2, 3, 4),
-    ),
-    _supports,
-)
+    def supports(self, p: Problem, **asked: Any) -> bool:
+        return p.DHQK % self.state_rows == 0

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser
 from mlstm_pallas.problem import MIN_TILE, Problem, next_power_of_two
-from mlstm_pallas.stage import Kernel, Launch
+from mlstm_pallas.stage import Launch
 from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.recurrent_step import Step, rounded, step_gates
 from mlstm_pallas.tiles import block_at, loop
@@ -167,17 +167,3 @@ class Tiles(BaseTiles):
     def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
         columns = min(self.siz_b_DHHV, max(next_power_of_two(p.DHHV), MIN_TILE))
         return -(-p.DHHV // columns), p.BNH
-
-    def clamped(self, p: Problem) -> "Tiles":
-        """Of heads that are not padded."""
-        return self
-
-    def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
-        return 0
-
-
-KERNEL = Kernel(
-    Tiles,
-    lambda p, dtype, gpu: Tiles(),
-    dict(siz_b_DHQK=(64, 128, 256), siz_b_DHHV=(16, 32, 64), num_warps=(4, 8)),
-)

@@ -198,8 +198,12 @@ def call_spec(
     if B * NH == 0:
         backend = "xla"  # a kernel has no empty grid
     config = KernelConfig(fused=False)
-    if backend != "xla" and stage is not None and (kernel := dispatch.kernel(stage, "triton")):
-        fields = (name for name in TILES if name in kernel.tiles.__dataclass_fields__)
+    if (
+        backend != "xla"
+        and stage is not None
+        and (tiles_class := dispatch.tiles_class(stage, "triton"))
+    ):
+        fields = (name for name in TILES if name in tiles_class.__dataclass_fields__)
         tiles = {name: arguments.get((renamed or {}).get(name, name)) for name in fields}
         tiles = {name: x for name, x in tiles.items() if x is not None}
         config = config.replace(**{f"triton_{stage}": tiles})
