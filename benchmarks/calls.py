@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
-from command import RequestError
+from command import Define
 from roofline import FORWARD, backward_stages
 
 from mlstm_pallas import KernelConfig
@@ -15,6 +15,7 @@ from mlstm_pallas.normaliser import DEFAULT_NORMALISER
 from mlstm_pallas.planning import problem_for
 from mlstm_pallas.stage import Launch, Lowering
 from mlstm_pallas.stages import STAGES
+from mlstm_pallas.validation import check_chunk_size
 
 # Arguments of mlstm_chunkwise; packed has segment_ids as well, and the arrays of BTNH are
 # (B, S, NH, ...).
@@ -74,5 +75,12 @@ def parse_config(text: str) -> KernelConfig:
             with open(text) as file:
                 text = file.read()
         return KernelConfig(**json.loads(text))
-    except (OSError, TypeError, ValueError) as error:
-        raise RequestError(f"--config: {error}") from None
+    except (OSError, TypeError) as error:
+        raise ValueError(str(error)) from None
+
+
+def define_chunks(define: Define) -> None:
+    """The flags --chunk_size and --config."""
+    row = "keywords of KernelConfig as JSON, '{\"fused\": true}', or a file with them"
+    define.parsed("chunk_size", lambda x: check_chunk_size(int(x)), "Steps; none: the plan's.")
+    define.parsed("config", parse_config, f"Of mlstm_pallas: {row}.")

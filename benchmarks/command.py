@@ -1,59 +1,62 @@
-"""What the benchmarks share as programs: the command line, flags, requests."""
+"""The command line of benchmarks and tools: flags, and errors that are one line."""
 
 import functools
-import importlib.util
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
+import shapes
 from absl import app, flags
 
-flags.disclaim_key_flags()  # --help shows the flags defined here as those of the benchmark
-
-COMPILED = ("triton", "mosaic_gpu")  # backends
+flags.disclaim_key_flags()  # --help shows the flags defined here as those of the program
 
 
 class RequestError(ValueError):
     """The request makes no sense here; the message is for the user."""
 
 
-def main(
-    define_flags: Callable[[flags.FlagValues], None], run: Callable[[flags.FlagValues], int]
-) -> None:
-    """Runs a benchmark on the command line.
+class ItemsParser(flags.ListParser):
+    """A comma-separated list of items, each parsed by a function that may raise ValueError."""
 
-    A wrong flag, or a word that is no flag, is one line on stderr and exit code 2.
-    """
+    def __init__(self, parse_item: Callable[[str], Any]):
+        super().__init__()
+        self._parse_item = parse_item
 
-    def parse(argv: list[str]) -> list[str]:
-        try:
-            if not (others := flags.FLAGS(argv)[1:]):
-                return argv[:1]
-            message = f"unexpected argument {others[0]}"
-        except flags.Error as error:
-            message = " ".join(str(error).split())
-        print(f"{Path(argv[0]).stem}: {message}", file=sys.stderr)
-        sys.exit(2)
-
-    define_flags(flags.FLAGS)
-    app.run(lambda _: run(flags.FLAGS), flags_parser=parse)
+    def parse(self, argument: Any) -> list[Any]:
+        return [self._parse_item(text) for text in super().parse(argument)]
 
 
-COMMIT = "For the records; none: that of the git working tree, if it is one."
-SHARED_FLAGS = {
+class FunctionParser(flags.ArgumentParser):
+    """One value, parsed by a function that may raise ValueError."""
+
+    def __init__(self, parse: Callable[[str], Any]):
+        super().__init__()
+        self.parse = parse
+
+
+def known_name(known: Collection[str], text: str) -> str:
+    if text not in known:
+        raise ValueError(f"unknown {text}, known are {', '.join(known)}")
+    return text
+
+
+SHARED: dict[str, tuple[Any, ...]] = {
+    "shape": ("items", [], shapes.parse, f"{shapes.KNOWN}."),
+    "direction": ("names", ["fwd"], ("fwd", "fwbw"), "forward, forward and backward."),
+    "dtype": ("names", ["bfloat16"], ("bfloat16", "float16", "float32"), "of q, k, v."),
     "repeats": ("integer", 10, "Batches of calls; the median counts.", 1),
-    "commit": ("string", None, COMMIT),
-    "from_jsonl": ("list", [], "Measure nothing; report the records of these files."),
-    "jsonl": ("string", None, "File to append each record to as it is measured."),
+    "commit": ("string", None, "For the rows; none: that of the git working tree, if it is one."),
+    "from_jsonl": ("list", [], "Measure nothing; report the rows of these files."),
+    "jsonl": ("string", None, "File to append each row to as it is measured."),
     "plot": ("string", None, "PNG to write at the end."),
 }
 
 
 class Define:
-    """Defines flags: ``define.list("shape", [], help)`` is flags.DEFINE_list."""
+    """Defines flags: ``define.string("plot", None, help)`` is flags.DEFINE_string."""
 
     def __init__(self, values: flags.FlagValues):
         self._values = values
@@ -61,11 +64,46 @@ class Define:
     def __getattr__(self, kind: str) -> Callable[..., Any]:
         return functools.partial(getattr(flags, f"DEFINE_{kind}"), flag_values=self._values)
 
-    def shared(self, *names: str) -> None:
-        """Flags of ``SHARED_FLAGS``."""
-        for name in names:
-            kind, *arguments = SHARED_FLAGS[name]
-            getattr(self, kind)(name, *arguments)
+    def parsed(self, name: str, parse: Callable[[str], Any], about: str) -> None:
+        """A flag whose value a function makes; none: None."""
+        flags.DEFINE(FunctionParser(parse), name, None, about, self._values)
+
+    def items(self, name: str, default: Any, parse: Callable[[str], Any], about: str) -> None:
+        serializer = flags.CsvListSerializer(",")
+        flags.DEFINE(ItemsParser(parse), name, default, about, self._values, serializer)
+
+    def names(self, name: str, default: Any, known: Collection[str], about: str) -> None:
+        """A list of known names."""
+        parse = functools.partial(known_name, tuple(known))
+        self.items(name, default, parse, f"{', '.join(known)}: {about}")
+
+    def booleans(self, name: str, default: Any, about: str) -> None:
+        known = dict(true=True, false=False)
+        self.items(name, default, lambda text: known[known_name(known, text)], about)
+
+    def shared(self, *names: str, **defaults: Any) -> None:
+        """Flags of ``SHARED``, some with another default."""
+        for name in (*names, *defaults):
+            kind, default, *arguments = SHARED[name]
+            getattr(self, kind)(name, defaults.get(name, default), *arguments)
+
+
+def parse(argv: list[str], values: flags.FlagValues = flags.FLAGS) -> list[str]:
+    """A wrong flag, or a word that is no flag, is one line on stderr and exit code 2."""
+    try:
+        if not (others := values(argv)[1:]):
+            return argv[:1]
+        message = f"unexpected argument {others[0]}"
+    except flags.Error as error:
+        message = " ".join(str(error).split())
+    print(f"{Path(argv[0]).stem}: {message}", file=sys.stderr)
+    sys.exit(2)
+
+
+def main(define_flags: Callable[[Define], None], run: Callable[[flags.FlagValues], int]) -> None:
+    """Runs a program on the command line; ``run`` returns the exit code."""
+    define_flags(Define(flags.FLAGS))
+    app.run(lambda _: run(flags.FLAGS), flags_parser=parse)
 
 
 def one_line(error: BaseException) -> str:
@@ -80,35 +118,3 @@ def git_commit() -> str | None:
         return subprocess.run(describe, check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
-
-
-# ---------------------------------------------------------------- requests
-
-
-def check_names(kind: str, names: Sequence[str], known: Sequence[str]) -> None:
-    if unknown := [name for name in names if name not in known]:
-        raise RequestError(f"unknown {kind} {', '.join(unknown)}, known are {', '.join(known)}")
-
-
-def check_plot(path: str | None) -> None:
-    if path and importlib.util.find_spec("matplotlib") is None:
-        raise RequestError("--plot needs matplotlib: pip install 'mlstm_pallas[benchmark]'")
-    if path and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
-        raise RequestError(f"no folder for {path}")
-
-
-def check_gpu(kind: str, names: Sequence[str], gpu: bool, need: Sequence[str] = COMPILED) -> None:
-    """Raises RequestError where there is no GPU and one of the names needs one."""
-    if needed := [name for name in need if name in names and not gpu]:
-        absent = "JAX has none here; xla and interpret run anywhere"
-        raise RequestError(f"{kind} {needed[0]} needs a GPU, {absent}")
-
-
-def parse_booleans(name: str, texts: Sequence[str]) -> list[bool]:
-    check_names(name, texts, ["true", "false"])
-    return [text == "true" for text in texts]
-
-
-def say_no_gpu(what: str, shapes: Sequence[str]) -> None:
-    where = f"measuring {what} on the CPU, at {', '.join(shapes)}"
-    print(f"no GPU here: {where}; these are not the speeds of the kernels")

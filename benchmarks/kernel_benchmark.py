@@ -18,48 +18,37 @@ timed.
 A time is the median over batches of calls in flight between two synchronisations. The spread is
 (slowest - fastest) / median of the batches. TFLOP/s, TB/s and roofline count the FLOPs and bytes
 that the result needs (roofline.py), whatever an implementation does. Memory is the peak beyond the
-inputs. The first call is traced, compiled (unless --compilation_cache_dir has it) and run once.
+inputs. The first call is traced, compiled (unless JAX_COMPILATION_CACHE_DIR has it) and run once.
 
 Exit code 1 when an output is wrong or mlstm_pallas fails, 2 when the request makes no sense, 130
 after Ctrl-C.
 """
 
-import contextlib
 import dataclasses
 import functools
 import itertools
 import math
 import os
-import re
-import statistics
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
 
 import calls
 import command
 import jax
 import jax.numpy as jnp
-import jaxlib
 import numpy as np
 import peers
 import reporting
 import roofline
+import runner
+import shapes
 from absl import flags
-from calls import call_spec, config_row, launch_of, parse_config
-from command import (
-    RequestError,
-    check_gpu,
-    check_names,
-    git_commit,
-    one_line,
-    parse_booleans,
-    say_no_gpu,
-)
-from jax.experimental.compilation_cache import compilation_cache
+from calls import call_spec, config_row, launch_of
+from command import RequestError
 from peers import Inputs, random_inputs
-from reporting import COLUMNS, Record, markdown, plot, plot_measured
-from roofline import Shape, backward_stages
+from roofline import backward_stages
+from runner import Row, UnsupportedError, WrongOutputError
+from shapes import Shape
 
 from mlstm_pallas import costs, dispatch, mlstm_chunkwise, planning, stages
 from mlstm_pallas.config import KernelConfig
@@ -72,20 +61,8 @@ from mlstm_pallas.stage import Lowering, Stage, Weighted
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
 from mlstm_pallas.stages.parallel_fw_P import Scores
-from mlstm_pallas.validation import BACKENDS, KERNEL_DTYPES, check_chunk_size
+from mlstm_pallas.validation import BACKENDS
 
-HEADS = [(64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512), (512, 512)]
-SHAPES = {
-    "7b-8k": [Shape(8, 8, 8192, 256, 512)],
-    "tfla-8k": [Shape(8, 16, 8192, 128, 256)],
-    "b1-8k": [Shape(1, 8, 8192, 256, 512)],
-    "small-64": [Shape(8, 16, 8192, 64, 64)],
-    "small-128": [Shape(8, 16, 8192, 128, 128)],
-    "seqlen": [Shape(2**17 // S, 8, S, 256, 512) for S in (2**n for n in range(9, 18))],
-    "batch": [Shape(B, 8, 8192, 256, 512) for B in (1, 2, 4, 8, 16)],
-    "heads": [Shape(8, 4096 // max(V, 256), 8192, K, V) for K, V in HEADS],
-    "tiny": [Shape(1, 2, 128, 32, 64)],
-}
 # Relative norms of the error, of outputs and of gradients. bfloat16 has steps of 2**-8, and its
 # gradients are made of products of rounded products; float16 has steps of an eighth of that;
 # float32 has room for sums of a few thousand terms.
@@ -94,9 +71,6 @@ TOLERANCES = {
     "float16": (5e-3 / 8, 2e-2 / 8),
     "float32": (1e-5, 1e-4),
 }
-BATCH_SECONDS, MAX_CALLS = 0.05, 100  # calls in flight between two synchronisations
-
-Rates = tuple[float | None, float | None]  # FLOP/s, bytes/s
 
 
 # ---------------------------------------------------------------- stages and implementations
@@ -194,10 +168,6 @@ def swap_heads(*arrays: jax.Array) -> list[jax.Array]:
     return [jnp.swapaxes(x, 1, 2) for x in arrays]
 
 
-class NoSuchKernel(ValueError):
-    """The backend has no kernel for a stage."""
-
-
 class MlstmPallas(peers.JaxImplementation):
     """mlstm_chunkwise on a backend."""
 
@@ -260,7 +230,7 @@ class MlstmPallasStage(MlstmPallas):
         calls = (launch_of(self.spec, name) for name in (scores, "recurrent_bw_dC"))
         self.weighted = all(call.lowering.folder == "mosaic_gpu" for call in calls)
         if Lowering(backend).folder == "mosaic_gpu" != self.call.lowering.folder:
-            raise NoSuchKernel(f"{stage} has no Mosaic GPU kernel for this shape and dtype")
+            raise UnsupportedError(f"{stage} has no Mosaic GPU kernel for this shape and dtype")
 
     def phases(self, shape, itemsize, direction):
         return (costs.of_stage(self.stage.name, self.call, itemsize, weighted=self.weighted),)
@@ -381,7 +351,11 @@ class Case:
 
         return {name: error(named[name], y) for name, y in expected.items()}
 
-    def tolerance(self, name: str) -> float:
+    def limits(self, names: Iterable[str]) -> dict[str, float]:
+        """The largest errors that outputs may have."""
+        return {name: self._limit(name) for name in names}
+
+    def _limit(self, name: str) -> float:
         if not self.stage:
             return TOLERANCES[self.dtype][name.startswith("d")]
         # What has no matrices is float32, whatever the dtype.
@@ -392,241 +366,142 @@ class Case:
 # ---------------------------------------------------------------- measuring
 
 
-def time_calls(
-    call: Callable[[], Any], synchronise: Callable[[Any], None], repeats: int
-) -> list[float]:
-    """Seconds per call in each batch of calls with one synchronisation."""
-
-    def batch(calls: int) -> float:
-        start = time.perf_counter()
-        for _ in range(calls):
-            outputs = call()
-        synchronise(outputs)
-        return (time.perf_counter() - start) / calls
-
-    batch(2)
-    calls = min(max(round(BATCH_SECONDS / batch(1)), 1), MAX_CALLS)
-    return [batch(calls) for _ in range(repeats)]
-
-
-def median_and_spread(times: Sequence[float]) -> tuple[float, float]:
-    """The median, and (slowest - fastest) / median."""
-    median = statistics.median(times)
-    return median, (max(times) - min(times)) / median
-
-
-def jax_versions() -> dict[str, str]:
-    return dict(jax=jax.__version__, jaxlib=jaxlib.__version__)
-
-
-def wrong_outputs(case: Case, errors: Mapping[str, float], checked: Sequence[str] = ()) -> str:
-    """The outputs beyond their tolerance; "" when there are none."""
-    limits = {name: case.tolerance(name) for name in checked or errors if name in errors}
-    # A NaN is neither more nor less.
-    wrong = [(errors[name], name, x) for name, x in limits.items() if not errors[name] <= x]
-    return "; ".join(f"error {error:.1e} in {name}, at most {x:.0e}" for error, name, x in wrong)
-
-
-def measure(
-    record: Record, case: Case, impl: peers.Implementation, repeats: int, rates: Rates
-) -> None:
-    """Fills the record; does not time a wrong output."""
-    inputs = case.inputs_of(impl)
-    start = time.perf_counter()
-    call = impl.build(inputs, record.direction)
-    outputs = call()
-    impl.synchronise(outputs)
-    record.first_call_s = time.perf_counter() - start
-    record.config, record.versions = dict(impl.config), record.versions | impl.versions()
+def measure(row: Row, case: Case, options: flags.FlagValues) -> None:
+    """Fills the row; does not time a wrong output."""
+    name, direction = row["impl"], row["direction"]
+    if name in BACKENDS:
+        ways = row["recompute_states_in_bw"] is not False, row["variant"] or "exp"
+        what = name, case.shape, case.dtype, options.chunk_size, options.config, *ways
+        impl: peers.Implementation = implementation(case.stage, *what)
+    elif case.stage:
+        raise UnsupportedError("stages are those of mlstm_pallas alone")
+    else:
+        impl = peers.PEERS[name]()
+    call, outputs = runner.first_call(row, impl, case.inputs_of(impl), direction)
+    row["config"] = dict(impl.config)
     if not impl.finite(outputs):
-        record.status, record.note = "wrong", "wrong: not finite"
-        return
-    record.errors = case.errors(impl, outputs, record.direction)
-    record.error = max(record.errors.values())
-    if wrong := wrong_outputs(case, record.errors, impl.checked):
-        record.status, record.note = "wrong", f"wrong: {wrong}"
-        return
-    record.note = "" if impl.oracle in peers.MLSTM else "other function"
+        raise WrongOutputError("not finite")
+    errors = case.errors(impl, outputs, direction)
+    runner.check(row, errors, case.limits(impl.checked or errors))
+    row["note"] = "" if impl.oracle in peers.MLSTM else "other function"
     del outputs
-    record.peak_mib = impl.peak_memory_bytes(call) / 2**20
-    seconds, record.spread = median_and_spread(time_calls(call, impl.synchronise, repeats))
-    phases = impl.phases(case.shape, jnp.dtype(case.dtype).itemsize, record.direction)
-    record.ms = 1e3 * seconds
-    record.tflops, record.tbps = (sum(x) / seconds / 1e12 for x in zip(*phases, strict=True))
-    if None not in rates:
-        record.roofline_pct = 100 * roofline.floor_seconds(phases, *rates) / seconds
+    seconds = runner.measure(row, impl, call, options.repeats)
+    phases = impl.phases(case.shape, jnp.dtype(case.dtype).itemsize, direction)
+    row["tflops"], row["tbps"] = (sum(x) / seconds / 1e12 for x in zip(*phases, strict=True))
+    flops, bandwidth = roofline.device_rates(row["device"], case.dtype)
+    flops = 1e12 * options.peak_tflops if options.peak_tflops else flops
+    bandwidth = 1e12 * options.peak_tbps if options.peak_tbps else bandwidth
+    if flops and bandwidth:
+        floor = roofline.floor_seconds(phases, flops, bandwidth)
+        row["roofline_pct"] = 100 * floor / seconds
 
 
-class Request(NamedTuple):
-    """The flags, read for this machine."""
-
-    shapes: dict[str, Shape]
-    impls: Sequence[str]
-    directions: Sequence[str]
-    dtypes: Sequence[str]
-    stages: Sequence[str]
-    recompute: Sequence[bool]
-    variants: Sequence[str]
-    config: KernelConfig | None
-    rates: dict[str, Rates]
-
-
-def measured_records(options: flags.FlagValues, request: Request) -> Iterator[Record]:
-    """A record for each shape, dtype, stage or direction, and implementation."""
-    common = dict(device=jax.devices()[0].device_kind, commit=options.commit or git_commit())
-    cases = itertools.product(request.shapes.items(), request.dtypes, request.stages or [""])
-    for (name, shape), dtype, stage in cases:
-        directions = [("bwd" if STAGES[stage].backward else "fwd")] if stage else request.directions
-        case = Case(shape, dtype, stage, gradients="fwbw" in directions)
-        for direction, impl in itertools.product(directions, request.impls):
-            ours = impl in BACKENDS
-            variants = request.variants if ours and not stage else [None]
-            recomputes = request.recompute if ours and direction == "fwbw" else [None]
-            for variant, recompute in itertools.product(variants, recomputes):
-                what = name, shape, impl, stage, direction, dtype
-                ways = dict(recompute_states_in_bw=recompute, variant=variant)
-                record = Record(*what, versions=jax_versions(), **ways, **common)
-                try:
-                    if ours:
-                        config = options.chunk_size, request.config
-                        way = recompute is not False, variant or "exp"
-                        built: peers.Implementation = implementation(
-                            stage, impl, shape, dtype, *config, *way
-                        )
-                    elif stage:
-                        raise ValueError("stages are those of mlstm_pallas alone")
-                    else:
-                        built = peers.PEERS[impl]()
-                    measure(record, case, built, options.repeats, request.rates[dtype])
-                except Exception as error:
-                    failed = ours and not isinstance(error, NoSuchKernel)
-                    record.status = "failed" if failed else "skipped"
-                    record.note = f"{record.status}: {one_line(error)}"
-                yield record
-
-
-def parse_shapes(texts: Sequence[str]) -> dict[str, Shape]:
-    shapes: dict[str, Shape] = {}
-    for text in texts:
-        if text in SHAPES:
-            several = len(SHAPES[text]) > 1
-            shapes |= {str(shape) if several else text: shape for shape in SHAPES[text]}
-        elif re.fullmatch(r"[1-9]\d*(x[1-9]\d*){4}", text):
-            shapes[text] = Shape(*map(int, text.split("x")))
-        else:
-            known = f"known are {', '.join(SHAPES)} and BxNHxSxDHQKxDHHV"
-            raise RequestError(f"unknown shape {text!r}, {known}")
-    return shapes
-
-
-def parse_request(options: flags.FlagValues) -> Request:
-    device = jax.devices()[0]
-    gpu = device.platform == "gpu"
+def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
+    """A row for each shape, dtype, stage or direction, and implementation."""
+    gpu = runner.on_gpu()
     default = "triton" if gpu else "xla"
-    impls = [default, *peers.PEERS] if options.impl == ["all"] else options.impl or [default]
-    check_names("impl", impls, [*BACKENDS, *peers.PEERS])
-    check_names("stage", options.stage, list(STAGES))
-    check_names("variant", options.variant, list(VARIANTS))
-    check_names("direction", options.direction, ["fwd", "fwbw"])
-    check_names("dtype", options.dtype, KERNEL_DTYPES)
-    recompute = parse_booleans("recompute_states_in_bw", options.recompute_states_in_bw)
-    check_gpu("impl", impls, gpu)
+    groups = dict(all=[default, *peers.PEERS], peers=[*peers.PEERS])
+    impls = [impl for name in options.impl or [default] for impl in groups.get(name, [name])]
+    runner.check_gpu(impls)
     if options.stage and options["direction"].present:
         raise RequestError("a stage has one direction: give --stage or --direction, not both")
-    try:
-        check_chunk_size(options.chunk_size)
-    except ValueError as error:
-        raise RequestError(str(error)) from None
-    config = parse_config(options.config) if options.config else None
-    shapes = parse_shapes(options.shape or (["7b-8k", "tfla-8k", "b1-8k"] if gpu else ["tiny"]))
-    requested, rates = (options.peak_tflops, options.peak_tbps), {}
-    for dtype in options.dtype:
-        measured = roofline.device_rates(device.device_kind, dtype)
-        pairs = zip(requested, measured, strict=True)
-        flops, bandwidth = (rate if x is None else x * 1e12 for x, rate in pairs)
-        rates[dtype] = flops, bandwidth
-    if not gpu:
-        say_no_gpu(", ".join(impls), list(shapes))
-    what = options.direction, options.dtype, options.stage
-    return Request(shapes, impls, *what, recompute, options.variant, config, rates)
+    named = shapes.named(options.shape, *(("7b-8k", "tfla-8k", "b1-8k") if gpu else ("tiny",)))
+    for (name, shape), dtype, stage in itertools.product(
+        named.items(), options.dtype, options.stage or [""]
+    ):
+        directions = [("bwd" if STAGES[stage].backward else "fwd")] if stage else options.direction
+        case = Case(shape, dtype, stage, gradients="fwbw" in directions)
+        for direction, impl in itertools.product(directions, impls):
+            ours = impl in BACKENDS
+            variants = options.variant if ours and not stage else [None]
+            recomputes = options.recompute_states_in_bw if ours and direction == "fwbw" else [None]
+            for variant, recompute in itertools.product(variants, recomputes):
+                what = dict(direction=direction, dtype=dtype, stage=stage, variant=variant)
+                what["recompute_states_in_bw"] = recompute
+                row = runner.new_row(options, name, shape, impl, **what)
+                yield runner.attempt(row, ours, measure, case, options)
 
 
-@contextlib.contextmanager
-def persistent_cache(folder: str | None) -> Iterator[None]:
-    """A context in which compiled programs are kept in the folder and loaded from there.
+# ---------------------------------------------------------------- reporting
 
-    Without a folder nothing changes.
-    """
-    names = (
-        "jax_compilation_cache_dir",
-        "jax_persistent_cache_min_compile_time_secs",
-        "jax_persistent_cache_min_entry_size_bytes",
-    )
-    before = [getattr(jax.config, name) for name in names]
 
-    def use(values):
-        for name, value in zip(names, values, strict=True):
-            jax.config.update(name, value)
-        compilation_cache.reset_cache()  # it remembers the folder of its first use
+def what(row: Row) -> str:
+    """The stage, or the direction and its options."""
+    return row["stage"] or " ".join([row["direction"], *options_of(row)])
 
-    if folder:
-        use((folder, 0.0, -1))
-    try:
-        yield
-    finally:
-        if folder:
-            use(before)
+
+def options_of(row: Row) -> list[str]:
+    """The variant and the way with the states, where they are not the default."""
+    stored = ["states stored"] if row["recompute_states_in_bw"] is False else []
+    return [row["variant"]] * (row["variant"] not in (None, "exp")) + stored
+
+
+def labels(rows: Sequence[Row]) -> Callable[[Row], str]:
+    """The label of a row: its implementation, and what else differs between rows."""
+    several = len({row["dtype"] for row in rows}) > 1
+
+    def label(row: Row) -> str:
+        parts = row["impl"], row["stage"], row["dtype"] if several else "", *options_of(row)
+        return " ".join(filter(None, parts))
+
+    return label
+
+
+def plot(rows: Sequence[Row], path: str) -> None:
+    """Time against the sequence length or the batch where that varies, else by shape."""
+    different = {row["shape"] for row in rows}
+    axes = {"S": "sequence length S", "B": "batch B"} if len(different) > 1 else {}
+    vary = [x for x in axes if len({getattr(y, x) for y in different}) == len(different)]
+
+    def x(row: Row) -> Any:
+        return getattr(row["shape"], vary[0]) if vary else row["name"]
+
+    title = axes[vary[0]] if vary else ""
+    reporting.plot(rows, path, labels(rows), x, xlabel=title)
+
+
+COLUMNS = {
+    "shape": ("name", ""),
+    "impl": ("impl", ""),
+    "what": (what, ""),
+    "dtype": ("dtype", ""),
+    "ms": ("ms", ".3f"),
+    "spread %": ("spread", ".1%"),
+    "TFLOP/s": ("tflops", ".3g"),
+    "TB/s": ("tbps", ".3g"),
+    "roofline %": ("roofline_pct", ".0f"),
+    "peak MiB": ("peak_mib", ".1f"),
+    "first call s": ("first_call_s", ".1f"),
+    "error": ("error", ".1e"),
+    "note": ("note", ""),
+}
 
 
 # ---------------------------------------------------------------- the command
 
 
-def define_flags(values: flags.FlagValues) -> None:
-    """Not at import: modules that import this one have flags of their own."""
-    define = command.Define(values)
-    shape = f"{', '.join(SHAPES)}, or BxNHxSxDHQKxDHHV; none: the 8k ones, without a GPU tiny."
-    impls = f"{', '.join(BACKENDS)}, {', '.join(peers.PEERS)}"
-    default = "all: mlstm_pallas and every peer; none: triton, without a GPU xla."
-    stage = f"Stages by themselves: {', '.join(STAGES)}."
-    direction = "fwd: forward; fwbw: forward and backward."
-    dtype = f"Of q, k, v: {', '.join(KERNEL_DTYPES)}."
-    chunk_size = "Of mlstm_pallas; none: the plan's."
-    row = "keywords of KernelConfig as JSON, '{\"fused\": true}', or a file with them."
+def define_flags(define: command.Define) -> None:
+    known = *BACKENDS, *peers.PEERS, "peers", "all"
+    default = "triton (xla without a GPU) and all peers; none: triton or xla"
     recompute = "Of mlstm_pallas, forward and backward: true, false."
     packed = f"packed: exp with {peers.PACKED} packed sequences; BTNH: exp with (B, S, NH, D)."
-    cache = "Folder in which compiled programs are kept between processes."
-    medians = "Print a table of the medians in Markdown at the end."
-    tflops = "The device's rate of matrix products, for the roofline."
-    tbps = "The device's memory bandwidth, for the roofline."
-    define.list("shape", [], shape)
-    define.list("impl", [], f"{impls}; {default}")
-    define.list("stage", [], stage)
-    define.list("direction", ["fwd"], direction)
-    define.list("dtype", ["bfloat16"], dtype)
-    define.integer("chunk_size", None, chunk_size)
-    define.string("config", None, f"Of mlstm_pallas: {row}")
-    define.list("recompute_states_in_bw", ["true"], recompute)
-    variants = f"Of mlstm_pallas: {', '.join(VARIANTS)}; {packed}"
-    define.list("variant", ["exp"], variants)
-    define.string("compilation_cache_dir", None, cache)
-    define.bool("markdown", False, medians)
-    define.float("peak_tflops", None, tflops, lower_bound=1e-9)
-    define.float("peak_tbps", None, tbps, lower_bound=1e-9)
-    define.shared("repeats", "commit", "from_jsonl", "jsonl", "plot")
+    define.names("impl", [], known, f"the last one is {default}.")
+    define.names("stage", [], STAGES, "stages by themselves.")
+    define.booleans("recompute_states_in_bw", "true", recompute)
+    define.names("variant", ["exp"], VARIANTS, f"of mlstm_pallas; {packed}")
+    define.bool("markdown", False, "Print a table of the medians in Markdown at the end.")
+    define.float("peak_tflops", None, "The device's rate of products, for the roofline.", 1e-9)
+    define.float("peak_tbps", None, "The device's memory bandwidth, for the roofline.", 1e-9)
+    define.shared("shape", "direction", "dtype", "repeats", "commit", "from_jsonl", "jsonl", "plot")
+    calls.define_chunks(define)
 
 
 def run(options: flags.FlagValues) -> int:
-    """Measures and prints; returns the exit code."""
+    def report(rows: Sequence[Row]) -> None:
+        if options.markdown:
+            print(f"\n{reporting.markdown(rows, labels(rows))}")
 
-    def start() -> Iterator[Record]:
-        return measured_records(options, parse_request(options))
-
-    with persistent_cache(options.compilation_cache_dir):
-        records, code = reporting.measure("kernel_benchmark", options, start, COLUMNS, Record)
-    if options.markdown and records:
-        print(f"\n{markdown(records)}")
-    plot_measured(plot, records, options.plot)
-    return code
+    return runner.run("kernel_benchmark", options, measured_rows, COLUMNS, report, plot)
 
 
 if __name__ == "__main__":

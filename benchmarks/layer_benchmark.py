@@ -38,11 +38,9 @@ and products that add the gradients of x in their epilogues. Exit code 1 when an
 mlstm_pallas fails, 2 when the request makes no sense, 130 after Ctrl-C.
 """
 
-import dataclasses
 import functools
 import itertools
 import os
-import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -52,17 +50,13 @@ import jax.numpy as jnp
 import peers
 import reporting
 import roofline
+import runner
+import shapes
 from absl import flags
-from command import check_gpu, check_names, git_commit, one_line, say_no_gpu
-from kernel_benchmark import (
-    TOLERANCES,
-    jax_versions,
-    median_and_spread,
-    parse_shapes,
-    time_calls,
-)
+from kernel_benchmark import TOLERANCES
 from reporting import DIRECTIONS
-from roofline import Shape
+from runner import Row
+from shapes import Shape
 
 from mlstm_pallas import mlstm_chunkwise
 from mlstm_pallas.gpu import gpu_of
@@ -217,29 +211,23 @@ def outputs_of(impl: str, norm: str, backend: str, direction: str) -> Callable[[
     return forward if direction == "fwd" else forward_backward
 
 
-class JaxLayer:
+class JaxLayer(peers.JaxImplementation):
     note = ""
 
     def __init__(self, impl: str, norm: str, backend: str):
         self.reference = REFERENCES.get(impl, impl)
         self.function = functools.partial(outputs_of, impl, norm, backend)
 
-    def versions(self) -> dict[str, str]:
-        return {}
+    def computation(self, inputs, direction):
+        return self.function(direction), [inputs]
 
-    def build(self, inputs: Inputs, direction: str) -> Callable[[jax.Array], Any]:
+    def build(self, inputs, direction):
         """A function of dy."""
-        self.compiled = jax.jit(self.function(direction)).lower(inputs).compile()
+        super().build(inputs, direction)
         return lambda dy: self.compiled(inputs._replace(dy=dy))
 
     def array(self, output: Any) -> jax.Array:
         return output
-
-    def synchronise(self, outputs: Any) -> None:
-        jax.block_until_ready(outputs)
-
-    def peak_memory_bytes(self, call: Callable[[], Any]) -> int:
-        return peers.compiled_peak_bytes(self.compiled)
 
 
 # ---------------------------------------------------------------- the layer in torch
@@ -375,107 +363,54 @@ def relative_errors(
     return {name: error(x, expected[name]) for name, x in outputs.items() if name not in skipped}
 
 
-def wrong_outputs(errors: dict[str, float]) -> str:
-    """The outputs beyond their tolerance; "" when there are none."""
-
-    def limit(name):
-        return OUTPUT_TOLERANCE if name.startswith("y") else GRADIENT_TOLERANCE
-
-    # A NaN is neither more nor less.
-    wrong = [(name, x) for name, x in errors.items() if not x <= limit(name)]
-    return ", ".join(f"{name} {x:.1e} > {limit(name):.1e}" for name, x in wrong)
-
-
-@dataclasses.dataclass
-class Record:
-    """A measurement. What was not measured is None.
-
-    status is "ok", "wrong", "failed" or "skipped", and note says why. errors has y and each
-    gradient, and with "y, layouts" and the like the differences from the other layout.
-    """
-
-    name: str
-    shape: Shape
-    impl: str
-    direction: str
-    norm: str
-    backend: str
-    device: str
-    versions: dict[str, str]
-    commit: str | None
-    product_flops: int
-    elementwise_bytes: int
-    product_floor_ms: float | None  # at the device's rates
-    elementwise_floor_ms: float | None
-    dtype: str = DTYPE
-    status: str = "ok"
-    note: str = ""
-    ms: float | None = None
-    spread: float | None = None  # (slowest - fastest) / median of the repeats
-    product_pct: float | None = None  # product_floor_ms / ms
-    tokens_per_s: float | None = None
-    peak_mib: float | None = None
-    first_call_s: float | None = None
-    error: float | None = None  # the largest of errors
-    errors: dict[str, float] = dataclasses.field(default_factory=dict)
-
-
-def measure(record: Record, case: Case, built: JaxLayer | TorchLayer, repeats: int) -> None:
-    """Fills the record; does not time a wrong output."""
-    record.versions |= built.versions()
-    start = time.perf_counter()
-    run = built.build(case.inputs, record.direction)
-    outputs = run(case.masked_dy)
-    built.synchronise(outputs)
-    record.first_call_s = time.perf_counter() - start
+def measure(row: Row, case: Case, options: flags.FlagValues) -> None:
+    """Fills the row; does not time a wrong output."""
+    impl, inputs = row["impl"], case.inputs
+    if impl in OURS:
+        built: JaxLayer | TorchLayer = JaxLayer(impl, options.norm, row["backend"])
+    else:
+        built = TorchLayer(impl, options.norm, options.torch_compile)
+    build = inputs, row["direction"]
+    run, outputs = runner.first_call(row, built, *build, run=lambda run: run(case.masked_dy))
     arrays = named(outputs, built.array)
     del outputs
-    skipped = NOT_COMPARED.get(record.impl, ())
-    record.errors = relative_errors(arrays, case.expected(built.reference), skipped)
-    if record.impl in LAYOUTS:
-        of_first_layout = case.of_first_layout.setdefault(record.direction, arrays)
+    errors = relative_errors(arrays, case.expected(built.reference), NOT_COMPARED.get(impl, ()))
+    if impl in LAYOUTS:
+        of_first_layout = case.of_first_layout.setdefault(row["direction"], arrays)
         if of_first_layout is not arrays:
             differences = relative_errors(arrays, of_first_layout)
-            record.errors |= {f"{name}, layouts": x for name, x in differences.items()}
-    record.error = max(record.errors.values())
-    if wrong := wrong_outputs(record.errors):
-        record.status, record.note = "wrong", f"wrong: {wrong}"
-        return
+            errors |= {f"{name}, layouts": x for name, x in differences.items()}
+    limits = (OUTPUT_TOLERANCE if name[0] == "y" else GRADIENT_TOLERANCE for name in errors)
+    runner.check(row, errors, dict(zip(errors, limits, strict=True)))
     del arrays
-    record.note = built.note
-    record.peak_mib = built.peak_memory_bytes(lambda: run(case.inputs.dy)) / 2**20
-    times = time_calls(lambda: run(case.inputs.dy), built.synchronise, repeats)
-    seconds, record.spread = median_and_spread(times)
-    record.ms = 1e3 * seconds
-    record.tokens_per_s = record.shape.B * record.shape.S / seconds
-    record.product_pct = record.product_floor_ms and 100 * record.product_floor_ms / record.ms
+    row["note"] = built.note
+    seconds = runner.measure(row, built, lambda: run(inputs.dy), options.repeats)
+    row["tokens_per_s"] = row["shape"].B * row["shape"].S / seconds
+    floor = row["product_floor_ms"]
+    row["product_pct"] = floor and 100 * floor / row["ms"]
 
 
-def measured_records(
-    options: flags.FlagValues, shapes: dict[str, Shape], impls: Sequence[str], backend: str
-) -> Iterator[Record]:
-    """A record for each shape, direction and implementation."""
-    device, commit = jax.devices()[0].device_kind, options.commit or git_commit()
-    rates = roofline.device_rates(device, DTYPE)
-    for name, shape in shapes.items():
+def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
+    """A row for each shape, direction and implementation."""
+    device, gpu = jax.devices()[0], runner.on_gpu()
+    hopper = gpu_of(device).hopper
+    impls = options.impl or [name for name in IMPLS if hopper or name != MOSAIC_GPU]
+    backend = options.backend or ("triton" if gpu else "xla")
+    runner.check_gpu([*impls, backend])
+    rates = roofline.device_rates(device.device_kind, DTYPE)
+    named_shapes = shapes.named(options.shape, "7b-8k" if gpu else "2x2x64x16x32")
+    for name, shape in named_shapes.items():
         case = Case(shape, options.norm, options.direction)
         for direction, impl in itertools.product(options.direction, impls):
             ours = impl in OURS
             need = product_flops(shape, direction), elementwise_bytes(shape, direction)
-            floors = (rate and 1e3 * x / rate for x, rate in zip(need, rates, strict=True))
-            backend_of = "mosaic_gpu" if impl == MOSAIC_GPU else backend if ours else "torch"
-            common = options.norm, backend_of, device, jax_versions(), commit
-            record = Record(name, shape, impl, direction, *common, *need, *floors)
-            try:
-                if ours:
-                    built: JaxLayer | TorchLayer = JaxLayer(impl, options.norm, backend_of)
-                else:
-                    built = TorchLayer(impl, options.norm, options.torch_compile)
-                measure(record, case, built, options.repeats)
-            except Exception as error:
-                record.status = "failed" if ours else "skipped"
-                record.note = f"{record.status}: {one_line(error)}"
-            yield record
+            floors = [rate and 1e3 * x / rate for x, rate in zip(need, rates, strict=True)]
+            what = dict(zip(("product_flops", "elementwise_bytes"), need, strict=True))
+            what |= dict(zip(("product_floor_ms", "elementwise_floor_ms"), floors, strict=True))
+            what["backend"] = "mosaic_gpu" if impl == MOSAIC_GPU else backend if ours else "torch"
+            what |= dict(direction=direction, dtype=DTYPE, norm=options.norm)
+            row = runner.new_row(options, name, shape, impl, **what)
+            yield runner.attempt(row, ours, measure, case, options)
 
 
 # ---------------------------------------------------------------- reporting
@@ -497,112 +432,47 @@ COLUMNS = {
 }
 
 
-def panels(records: Sequence[Record]) -> dict[str, dict[str, Record]]:
-    """The records of each shape, norm and direction by implementation.
-
-    Where a case has several records the last one counts.
-    """
-    by_case: dict[str, dict[str, Record]] = {}
-    for record in records:
-        case = f"{record.name}, {record.norm} norm, {DIRECTIONS[record.direction]}"
-        by_case.setdefault(case, {})[record.impl] = record
-    return by_case
+def panel(row: Row) -> str:
+    return f"{row['name']}, {row['norm']} norm, {DIRECTIONS[row['direction']]}"
 
 
-def remainder(title: str, here: dict[str, Record]) -> str:
-    """What the layer spends beside products and mLSTM: the floor, and what was measured."""
-    record = next(iter(here.values()))
-
-    def ms(x: float | None) -> str:
-        return "-" if x is None else f"{x:.3f} ms"
-
-    def less(x: float | None) -> str:
-        return ms(None if None in (without, x) else without - x)
-
-    names = "without_mlstm", "products"
-    without, products = (here[name].ms if name in here else None for name in names)
-    floor = record.product_floor_ms
-    rest = f"{record.elementwise_bytes:.3e} bytes, floor {ms(record.elementwise_floor_ms)}"
-    return (
-        f"{title}: products {record.product_flops:.3e} FLOP, floor {ms(floor)}; the rest {rest}; "
-        f"without_mlstm less products {less(products)}, less the floor of products {less(floor)}"
-    )
+def remainders(rows: Sequence[Row]) -> None:
+    """Prints what the layer spends beside products and mLSTM: the floor, and what was measured."""
+    panels: dict[str, dict[str, Row]] = {}
+    for row in rows:
+        panels.setdefault(panel(row), {})[row["impl"]] = row
+    for title, here in panels.items():
+        row = next(iter(here.values()))
+        floor, rest = row["product_floor_ms"], row["elementwise_floor_ms"]
+        without, products = (here.get(x, {}).get("ms") for x in ("without_mlstm", "products"))
+        less = [None if None in (without, x) else without - x for x in (products, floor)]
+        ms = ["-" if x is None else f"{x:.3f} ms" for x in (floor, rest, *less)]
+        print(
+            f"\n{title}: products {row['product_flops']:.3e} FLOP, floor {ms[0]}; the rest "
+            f"{row['elementwise_bytes']:.3e} bytes, floor {ms[1]}; without_mlstm less products "
+            f"{ms[2]}, less the floor of products {ms[3]}"
+        )
 
 
-def plot(records: Sequence[Record], path: str) -> None:
-    """Bars of each implementation: the layer without its mLSTM, and what the mLSTM adds."""
-    from matplotlib.figure import Figure
-
-    measured = panels([record for record in records if record.ms is not None])
-    size = 2.0 + 4.5 * len(measured), 1.8 + 0.35 * max(map(len, measured.values()))
-    figure = Figure(figsize=size, layout="constrained")
-    all_axes = figure.subplots(1, len(measured), squeeze=False)[0]
-    for axes, (title, here) in zip(all_axes, measured.items(), strict=True):
-        for impl, record in here.items():
-            without = here.get("without_mlstm" if impl in OURS else "torch_without_mlstm", record)
-            base = min(without.ms, record.ms)
-            axes.barh(impl, base, color="tab:grey")
-            bars = axes.barh(impl, record.ms - base, left=base, color="tab:blue")
-            axes.bar_label(bars, [f"{record.ms:.3g}"], padding=2, fontsize=8)
-        if record.product_floor_ms is not None:
-            axes.axvline(record.product_floor_ms, color="black", linestyle="--", linewidth=1)
-        axes.invert_yaxis()
-        axes.margins(x=0.12)
-        axes.set_xlabel("ms")
-        axes.set_title(title, fontsize=10)
-    devices = ", ".join(dict.fromkeys(record.device for record in records))
-    legend = "blue: mLSTM; dashed: floor of the products"
-    figure.suptitle(f"{DTYPE} on {devices}; {legend}", fontsize=10)
-    figure.savefig(path, dpi=130)
+def plot(rows: Sequence[Row], path: str) -> None:
+    reporting.plot(rows, path, lambda row: row["impl"], lambda row: row["name"], panel)
 
 
 # ---------------------------------------------------------------- the command
 
 
-def parse_request(options: flags.FlagValues) -> tuple[dict[str, Shape], Sequence[str], str]:
-    """Shapes, implementations, and the backend of mlstm_pallas."""
-    device = jax.devices()[0]
-    gpu = device.platform == "gpu"
-    hopper = gpu_of(device).hopper
-    impls = options.impl or [name for name in IMPLS if hopper or name != MOSAIC_GPU]
-    backend = options.backend or ("triton" if gpu else "xla")
-    check_names("impl", impls, IMPLS)
-    check_names("direction", options.direction, ["fwd", "fwbw"])
-    check_gpu("impl", impls, gpu, [MOSAIC_GPU])
-    check_gpu("backend", [backend], gpu)
-    shapes = parse_shapes(options.shape or (["7b-8k"] if gpu else ["2x2x64x16x32"]))
-    if not gpu:
-        say_no_gpu(f"backend {backend}", list(shapes))
-    return shapes, impls, backend
-
-
-def define_flags(values: flags.FlagValues) -> None:
-    """Not at import: modules that import this one have flags of their own."""
-    define = command.Define(values)
-    default = "none: 7b-8k, without a GPU 2x2x64x16x32."
-    shape = f"As in kernel_benchmark.py, E = NH * DHHV; {default}"
-    direction = "fwd: forward; fwbw: with the gradients of all parameters and x."
+def define_flags(define: command.Define) -> None:
     backend = "Of mlstm_pallas; none: triton, without a GPU xla."
-    define.list("shape", [], shape)
-    define.list("impl", [], f"{', '.join(IMPLS)}; none: all that the device runs.")
-    define.list("direction", ["fwd", "fwbw"], direction)
+    define.names("impl", [], IMPLS, "none: all that the device runs.")
     define.enum("norm", "rms", ["rms", "layer"], "Norm of each head.")
     define.enum("backend", None, list(BACKENDS), backend)
     define.bool("torch_compile", True, "Compile what follows the mLSTM in torch.")
-    define.shared("repeats", "commit", "from_jsonl", "jsonl", "plot")
+    define.shared("shape", "repeats", "commit", "from_jsonl", "jsonl", "plot", direction="fwd,fwbw")
 
 
 def run(options: flags.FlagValues) -> int:
-    """Measures and prints; returns the exit code."""
-
-    def start() -> Iterator[Record]:
-        return measured_records(options, *parse_request(options))
-
-    records, code = reporting.measure("layer_benchmark", options, start, COLUMNS, Record)
-    for title, here in panels(records).items():
-        print(f"\n{remainder(title, here)}")
-    reporting.plot_measured(plot, records, options.plot)
-    return code
+    what = measured_rows, COLUMNS, remainders, plot
+    return runner.run("layer_benchmark", options, *what)
 
 
 if __name__ == "__main__":

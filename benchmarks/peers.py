@@ -5,7 +5,6 @@ implementation raises where the package or the device is missing, or where the p
 the shape.
 """
 
-import abc
 import functools
 import importlib
 import math
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 import roofline
 from jax import lax
-from roofline import Shape
+from shapes import Shape
 
 from mlstm_pallas.costs import Cost
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER as NORMALISER
@@ -163,8 +162,15 @@ def take_heads(arrays: Any, index: np.ndarray, *, axes: int = 2) -> Any:
     )
 
 
-class Implementation(abc.ABC):
+class Implementation:
     """Something that can be timed.
+
+    Subclasses have these methods:
+      build(inputs, direction): a function that runs once and leaves its outputs on the device.
+      synchronise(outputs): waits for them.
+      peak_memory_bytes(call): peak memory of one call beyond its inputs, outputs included.
+      finite(outputs): whether all are.
+      heads(outputs, index): some of the B * NH heads of each output, float64.
 
     Attributes:
       name: as in the flag --impl.
@@ -200,24 +206,6 @@ class Implementation(abc.ABC):
     def named(self, outputs: Any) -> dict[str, Any]:
         return dict(zip(self.outputs, outputs, strict=False))
 
-    @abc.abstractmethod
-    def build(self, inputs: Any, direction: str) -> Callable[[], Any]:
-        """A function that runs once and leaves its outputs on the device."""
-
-    @abc.abstractmethod
-    def synchronise(self, outputs: Any) -> None: ...
-
-    @abc.abstractmethod
-    def peak_memory_bytes(self, call: Callable[[], Any]) -> int:
-        """Peak memory of one call beyond its inputs, outputs included."""
-
-    @abc.abstractmethod
-    def finite(self, outputs: Any) -> bool: ...
-
-    @abc.abstractmethod
-    def heads(self, outputs: Any, index: np.ndarray) -> Any:
-        """Some of the B * NH heads of each output, float64."""
-
 
 def compiled_peak_bytes(compiled: Any) -> int:
     """Peak memory of a jitted program beyond its inputs."""
@@ -245,9 +233,9 @@ def directed(
 
 
 class JaxImplementation(Implementation):
-    @abc.abstractmethod
-    def computation(self, inputs: Any, direction: str) -> tuple[Callable[..., Any], Sequence[Any]]:
-        """A function to compile and its arguments."""
+    """computation(inputs, direction) is a function to compile and its arguments."""
+
+    computation: Callable[[Any, str], tuple[Callable[..., Any], Sequence[Any]]]
 
     def build(self, inputs, direction):
         function, args = self.computation(inputs, direction)
@@ -274,6 +262,9 @@ def torch_tensor(torch: Any, x: Any, dtype: Any) -> Any:
 
 
 class TorchPeer(Implementation):
+    """forward(*arguments) is what it times."""
+
+    forward: Callable[..., Any]
     modules: Sequence[str]  # the last one has the function
 
     def __init__(self):
@@ -290,9 +281,6 @@ class TorchPeer(Implementation):
     def arguments(self, inputs: Inputs) -> tuple[Sequence[jax.Array], jax.Array]:
         """The arguments of forward, and the cotangent of its result."""
         return inputs[:5], inputs.dh
-
-    @abc.abstractmethod
-    def forward(self, *args: Any) -> Any: ...
 
     def build(self, inputs, direction):
         torch = self.torch

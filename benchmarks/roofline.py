@@ -5,7 +5,8 @@ cost of a stage.
 """
 
 from collections.abc import Sequence
-from typing import NamedTuple
+
+from shapes import Shape
 
 from mlstm_pallas.costs import COSTS, Cost
 from mlstm_pallas.problem import Problem
@@ -16,24 +17,6 @@ REFERENCE_CHUNK = 128
 
 # (FLOP/s of bfloat16 products, bytes/s of a copy), measured; by a part of the device's name.
 DEVICE_RATES = {"H200": (790e12, 4.27e12)}
-
-
-class Shape(NamedTuple):
-    """Dimensions of one call."""
-
-    B: int
-    NH: int
-    S: int
-    DHQK: int
-    DHHV: int
-
-    @property
-    def steps(self) -> int:
-        """Steps of all heads together."""
-        return self.B * self.NH * self.S
-
-    def __str__(self) -> str:
-        return "x".join(map(str, self))
 
 
 # The stages of the forward pass, by whether it is the fused scan.

@@ -1,12 +1,13 @@
 r"""Times a step of the recurrent mLSTM, as a generation loop sees it, beside other implementations.
 
-    python benchmarks/step_benchmark.py                # b1 and 256mib on a GPU, a tiny one without
-    python benchmarks/step_benchmark.py --shape=b1,128x8x256x512 \
+    python benchmarks/step_benchmark.py             # b1-8k and 256mib on a GPU, a tiny one without
+    python benchmarks/step_benchmark.py --shape=b1-8k,128x8x1x256x512 \
         --impl=triton,xla,mlstm_kernels_triton_step --jsonl=step.jsonl
 
-mlstm_pallas runs in one jitted loop of --steps steps that updates its states in place, a peer in
-torch as a CUDA graph of as many launches. The outputs after a few steps are checked against the
-float64 recurrence, on the first, a middle and the last head. A wrong output is not timed.
+Shapes are those of the other benchmarks; the sequence length does not count. mlstm_pallas runs in
+one jitted loop of --steps steps that updates its states in place, a peer in torch as a CUDA graph
+of as many launches. The outputs after a few steps are checked against the float64 recurrence, on
+the first, a middle and the last head. A wrong output is not timed.
 
 Bytes are those of the states, read once and written once, 2 B NH (DHQK DHHV + DHQK + 1) itemsize,
 whatever an implementation moves. The rate of a copy of the device's memory, bytes read and written,
@@ -14,27 +15,26 @@ is measured in the same run. Exit code 1 when an output is wrong or mlstm_pallas
 request makes no sense, 130 after Ctrl-C.
 """
 
-import dataclasses
 import functools
-import importlib
+import itertools
 import os
-import re
 import statistics
-from collections.abc import Callable, Iterator, Sequence
-from importlib import metadata
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import command
 import jax
 import jax.numpy as jnp
 import numpy as np
-import reporting
+import peers
+import runner
+import shapes
 from absl import flags
-from command import RequestError, check_gpu, check_names, git_commit, one_line, say_no_gpu
-from compile_report import NOT_OF_STEPS, VARIANTS
+from calls import VARIANTS
 from jax import lax
-from kernel_benchmark import jax_versions, median_and_spread, time_calls
 from peers import take_heads, torch_tensor
+from runner import Row, UnsupportedError
+from shapes import Shape
 
 from mlstm_pallas import mlstm_recurrent_step, reference
 from mlstm_pallas.config import KernelConfig
@@ -42,33 +42,10 @@ from mlstm_pallas.gpu import target_gpu
 from mlstm_pallas.planning import Options, launch
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Lowering
-from mlstm_pallas.validation import KERNEL_DTYPES
 
 BACKENDS = ("triton", "interpret", "xla")  # a step has no Mosaic GPU kernel
 
 
-class Shape(NamedTuple):
-    """Dimensions of one step."""
-
-    B: int
-    NH: int
-    DHQK: int
-    DHHV: int
-
-    def state_bytes(self, itemsize: int) -> int:
-        return self.B * self.NH * (self.DHQK * self.DHHV + self.DHQK + 1) * itemsize
-
-    def __str__(self) -> str:
-        return "x".join(map(str, self))
-
-
-SHAPES = {
-    "b1": Shape(1, 8, 256, 512),
-    "256mib": Shape(64, 8, 256, 512),  # in float32, as the next two
-    "256mib-tfla": Shape(128, 16, 128, 256),
-    "1gib": Shape(256, 8, 256, 512),
-    "tiny": Shape(1, 2, 32, 64),
-}
 CHECKED_STEPS = 4
 # Relative norms of the error of h, by the coarser of the dtypes: sums of a few hundred float32
 # products, or values rounded to 16 bits in each of a few steps.
@@ -87,37 +64,9 @@ class Token(NamedTuple):
 States = tuple[jax.Array, jax.Array, jax.Array]  # c, n, m
 
 
-@dataclasses.dataclass
-class Record:
-    """A measurement. What was not measured is None.
-
-    status is "ok", "wrong", "failed" or "skipped", and note says why.
-    """
-
-    name: str
-    shape: Shape
-    impl: str
-    dtype: str
-    state_dtype: str
-    steps: int
-    unroll: int
-    device: str
-    versions: dict[str, str]
-    commit: str | None
-    copy_gbps: float
-    variant: str = "exp"
-    config: dict[str, Any] | None = None
-    status: str = "ok"
-    note: str = ""
-    us: float | None = None  # a step
-    spread: float | None = None  # (slowest - fastest) / median of the repeats
-    gbps: float | None = None
-    copy_pct: float | None = None
-    error: float | None = None
-
-    @property
-    def state_mib(self) -> str:
-        return f"{self.shape.state_bytes(jnp.dtype(self.state_dtype).itemsize) / 2**20:.4g}"
+def state_bytes(shape: Shape, dtype: str) -> int:
+    per_head = shape.DHQK * shape.DHHV + shape.DHQK + 1
+    return shape.B * shape.NH * per_head * jnp.dtype(dtype).itemsize
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1, 2))
@@ -126,7 +75,7 @@ def random_inputs(shape: Shape, dtype: str, state_dtype: str) -> tuple[Token, St
 
     m is 0, as any gate has it.
     """
-    B, NH, K, V = shape
+    B, NH, _, K, V = shape
     dims = ((K,), (K,), (V,), (), (), (K, V), (K,), ())
     keys = jax.random.split(jax.random.key(0), len(dims))
     q, k, v, i, f, c, n, _ = (
@@ -136,20 +85,17 @@ def random_inputs(shape: Shape, dtype: str, state_dtype: str) -> tuple[Token, St
     return token, (c.astype(state_dtype), (n + 0.5).astype(state_dtype), jnp.zeros((B, NH)))
 
 
-class MlstmPallas:
+class MlstmPallas(peers.JaxImplementation):
     """A backend of mlstm_recurrent_step."""
 
     def __init__(self, backend: str, shape: Shape, state_dtype: str, unroll: int, variant: str):
         self.step = functools.partial(mlstm_recurrent_step, backend=backend, **VARIANTS[variant])
         self.unroll = unroll
-        (B, NH, *heads), dtype, gpu = shape, jnp.dtype(state_dtype), target_gpu()
-        lowering, problem = Lowering(backend), Problem(B, NH, 1, *heads, 1, 1.0)
+        dtype, lowering, gpu = jnp.dtype(state_dtype), Lowering(backend), target_gpu()
+        problem = Problem(shape.B, shape.NH, 1, shape.DHQK, shape.DHHV, 1, 1.0)
         options = Options(dtype, lowering, KernelConfig())
         tiles = launch("recurrent_step", problem, options, gpu, lowering).tiles
         self.config = {} if tiles is None else dict(vars(tiles))
-
-    def versions(self) -> dict[str, str]:
-        return {}
 
     def build(self, token: Token, states: States, steps: int) -> Callable[[], jax.Array]:
         """A call runs the steps from the states of the call before and returns the last h."""
@@ -167,33 +113,18 @@ class MlstmPallas:
         def call():
             nonlocal current
             h, current = run(token, current)
-            return h
+            return [h]
 
         return call
 
-    def synchronise(self, h):
-        jax.block_until_ready(h)
 
-    def heads(self, h, index):
-        return take_heads(h, index)
-
-
-class MlstmKernelsStep:
+class MlstmKernelsStep(peers.TorchPeer):
     """mlstm_kernels (NX-AI), its Triton step kernel.
 
     It does not update in place: the steps go to and fro between two sets of states.
     """
 
-    config = None
-
-    def __init__(self, shape: Shape, state_dtype: str):
-        self.torch = importlib.import_module("torch")
-        self.module = importlib.import_module("mlstm_kernels.torch.recurrent")
-        if not self.torch.cuda.is_available():
-            raise RuntimeError("torch finds no GPU")
-
-    def versions(self):
-        return {name: metadata.version(name) for name in ("torch", "triton", "mlstm_kernels")}
+    modules = ("mlstm_kernels.torch.recurrent",)
 
     def build(self, token, states, steps):
         torch = self.torch
@@ -222,15 +153,9 @@ class MlstmKernelsStep:
 
         def call():
             graph.replay()
-            return h
+            return [h]
 
         return call
-
-    def synchronise(self, h):
-        self.torch.cuda.synchronize()
-
-    def heads(self, h, index):
-        return h.reshape(-1, h.shape[-1])[index.tolist()].double().cpu().numpy()
 
 
 PEERS = {"mlstm_kernels_triton_step": MlstmKernelsStep}
@@ -255,86 +180,59 @@ def copy_rate(repeats: int) -> float:
     """Bytes/s that a copy on the device reads and writes."""
     size = COPIED_BYTES.get(jax.default_backend(), COPIED_BYTES["gpu"])
     x = jnp.ones(size, jnp.int8)
-    times = time_calls(lambda: jnp.copy(x), jax.block_until_ready, repeats)
+    times = runner.time_calls(lambda: jnp.copy(x), jax.block_until_ready, repeats)
     return 2 * size / statistics.median(times)
 
 
-def measure(record: Record, impl: Any, repeats: int) -> None:
-    """Fills the record; does not time a wrong output."""
-    shape = record.shape
-    token, states = random_inputs(shape, record.dtype, record.state_dtype)
-    record.config, record.versions = impl.config, record.versions | impl.versions()
-    heads = shape.B * shape.NH
-    index = np.unique([0, heads // 2, heads - 1])
-    expected = expected_h(token, states, index, record.variant)
-    h = impl.build(token, states, CHECKED_STEPS)()
-    impl.synchronise(h)
-    record.error = float(np.linalg.norm(impl.heads(h, index) - expected) / np.linalg.norm(expected))
-    limit = max(TOLERANCES[dtype] for dtype in (record.dtype, record.state_dtype))
-    if not record.error <= limit:
-        wrong = f"wrong: error {record.error:.1e} in h, at most {limit:.0e}"
-        record.status, record.note = "wrong", wrong
-        return
-    times = time_calls(impl.build(token, states, record.steps), impl.synchronise, repeats)
-    seconds, record.spread = median_and_spread(times)
-    seconds /= record.steps
-    record.us = 1e6 * seconds
-    record.gbps = 2 * shape.state_bytes(jnp.dtype(record.state_dtype).itemsize) / seconds / 1e9
-    record.copy_pct = 100 * record.gbps / record.copy_gbps
+def measure(row: Row, options: flags.FlagValues) -> None:
+    """Fills the row; does not time a wrong output."""
+    shape, variant = row["shape"], options.variant
+    dtypes = row["dtype"], options.state_dtype
+    if row["impl"] in BACKENDS:
+        loop = options.state_dtype, options.unroll, variant
+        impl: peers.Implementation = MlstmPallas(row["impl"], shape, *loop)
+    elif variant != "exp":
+        raise UnsupportedError(f"it has no variant {variant}")
+    else:
+        impl = PEERS[row["impl"]]()
+    row["config"] = dict(impl.config)
+    token, states = random_inputs(shape, *dtypes)
+    index = np.unique([0, shape.B * shape.NH // 2, shape.B * shape.NH - 1])
+    expected = expected_h(token, states, index, variant)
+    _, outputs = runner.first_call(row, impl, token, states, CHECKED_STEPS)
+    [h] = impl.heads(outputs, index)
+    error = float(np.linalg.norm(h - expected) / np.linalg.norm(expected))
+    runner.check(row, dict(h=error), dict(h=max(TOLERANCES[dtype] for dtype in dtypes)))
+    call = impl.build(token, states, row["steps"])
+    times = runner.time_calls(call, impl.synchronise, options.repeats)
+    seconds = runner.store_times(row, [x / row["steps"] for x in times])
+    row["gbps"] = 2 * row["state_mib"] * 2**20 / seconds / 1e9
+    row["copy_pct"] = 100 * row["gbps"] / row["copy_gbps"]
 
 
-def measured_records(
-    options: flags.FlagValues, shapes: dict[str, Shape], impls: Sequence[str], steps: int
-) -> Iterator[Record]:
-    """A record for each shape and implementation."""
-    names = "dtype", "state_dtype", "unroll", "variant"
-    common = {name: options[name].value for name in names} | dict(steps=steps)
-    common |= dict(device=jax.devices()[0].device_kind, commit=git_commit())
+def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
+    """A row for each shape, dtype and implementation."""
+    gpu = runner.on_gpu()
+    impls = options.impl or (["triton", *PEERS] if gpu else ["xla"])
+    runner.check_gpu(impls)
+    named = shapes.named(options.shape, *(("b1-8k", "256mib") if gpu else ("tiny",)))
     copy_gbps = copy_rate(options.repeats) / 1e9
     print(f"\ncopy: {copy_gbps:.4g} GB/s")
-    for name, shape in shapes.items():
-        for impl in impls:
-            record = Record(
-                name, shape, impl, copy_gbps=copy_gbps, versions=jax_versions(), **common
-            )
-            ours = impl in BACKENDS
-            try:
-                if ours:
-                    loop = options.unroll, options.variant
-                    built: Any = MlstmPallas(impl, shape, options.state_dtype, *loop)
-                elif options.variant != "exp":
-                    raise ValueError(f"it has no variant {options.variant}")
-                else:
-                    built = PEERS[impl](shape, options.state_dtype)
-                measure(record, built, options.repeats)
-            except Exception as error:
-                record.status = "failed" if ours else "skipped"
-                record.note = f"{record.status}: {one_line(error)}"
-            yield record
-
-
-def parse_request(options: flags.FlagValues) -> tuple[dict[str, Shape], Sequence[str], int]:
-    """Shapes, implementations, steps of a loop."""
-    gpu = jax.devices()[0].platform == "gpu"
-    impls = options.impl or (["triton", *PEERS] if gpu else ["xla"])
-    check_names("impl", impls, (*BACKENDS, *PEERS))
-    check_gpu("impl", impls, gpu)
-    shapes = {}
-    for text in options.shape or (["b1", "256mib"] if gpu else ["tiny"]):
-        if text not in SHAPES and not re.fullmatch(r"[1-9]\d*(x[1-9]\d*){3}", text):
-            known = f"known are {', '.join(SHAPES)} and BxNHxDHQKxDHHV"
-            raise RequestError(f"unknown shape {text!r}, {known}")
-        shapes[text] = SHAPES[text] if text in SHAPES else Shape(*map(int, text.split("x")))
-    if not gpu:
-        say_no_gpu(", ".join(impls), list(shapes))
-    return shapes, impls, options.steps or (1000 if gpu else 10)
+    common = {name: options[name].value for name in ("state_dtype", "unroll", "variant")}
+    common |= dict(direction="step", steps=options.steps or (1000 if gpu else 10))
+    for (name, whole), dtype, impl in itertools.product(named.items(), options.dtype, impls):
+        shape = whole._replace(S=1)
+        what = dict(state_mib=state_bytes(shape, options.state_dtype) / 2**20, dtype=dtype)
+        row = runner.new_row(options, name, shape, impl, copy_gbps=copy_gbps, **common, **what)
+        yield runner.attempt(row, impl in BACKENDS, measure, options)
 
 
 COLUMNS = {
     "shape": ("name", ""),
-    "state MiB": ("state_mib", ""),
     "impl": ("impl", ""),
-    "us/step": ("us", ".2f"),
+    "dtype": ("dtype", ""),
+    "state MiB": ("state_mib", ".4g"),
+    "ms/step": ("ms", ".5f"),
     "spread %": ("spread", ".1%"),
     "GB/s": ("gbps", ".4g"),
     "copy %": ("copy_pct", ".0f"),
@@ -343,34 +241,19 @@ COLUMNS = {
 }
 
 
-def define_flags(values: flags.FlagValues) -> None:
-    """Not at import: modules that import this one have flags of their own."""
-    define = command.Define(values)
-    shape = f"{', '.join(SHAPES)}, or BxNHxDHQKxDHHV; none: b1, 256mib, without a GPU tiny."
-    impls = f"{', '.join((*BACKENDS, *PEERS))}; none: triton and peers, without a GPU xla."
-    dtypes = list(KERNEL_DTYPES)
+def define_flags(define: command.Define) -> None:
     loop = "Of mlstm_pallas, steps in an iteration of the loop."
     unroll = f"{loop} n and m go to new memory: one step per iteration costs a copy of each."
-    variants = [name for name in VARIANTS if name not in NOT_OF_STEPS]
-    variant = "Input gate and normaliser of mlstm_pallas."
-    define.list("shape", [], shape)
-    define.list("impl", [], impls)
-    define.enum("dtype", "bfloat16", dtypes[::-1], "Of q, k, v and h.")
-    define.enum("state_dtype", "float32", dtypes, "Of C and n; m is float32.")
+    define.names("impl", [], (*BACKENDS, *PEERS), "none: triton and peers, without a GPU xla.")
+    define.enum("state_dtype", "float32", list(TOLERANCES), "Of C and n; m is float32.")
     define.integer("steps", None, "Of a loop; none: 1000, without a GPU 10.", lower_bound=1)
     define.integer("unroll", 2, unroll, lower_bound=1)
-    define.enum("variant", "exp", variants, variant)
-    define.shared("repeats", "jsonl")
+    define.enum("variant", "exp", ["exp", "sigmoid", "unnormalised"], "Of mlstm_pallas.")
+    define.shared("shape", "dtype", "repeats", "commit", "from_jsonl", "jsonl")
 
 
 def run(options: flags.FlagValues) -> int:
-    """Measures and prints; returns the exit code."""
-
-    def start() -> Iterator[Record]:
-        return measured_records(options, *parse_request(options))
-
-    _, code = reporting.measure("step_benchmark", options, start, COLUMNS)
-    return code
+    return runner.run("step_benchmark", options, measured_rows, COLUMNS)
 
 
 if __name__ == "__main__":

@@ -42,11 +42,11 @@ import jax
 import jax.numpy as jnp
 import optax
 import peers
-import reporting
 import roofline
+import runner
 from absl import flags
-from command import check_gpu, check_names, git_commit, one_line, parse_booleans, say_no_gpu
-from kernel_benchmark import jax_versions, median_and_spread
+from runner import Row
+from shapes import Shape
 
 from mlstm_pallas import mlstm_chunkwise
 from mlstm_pallas.validation import BACKENDS
@@ -89,10 +89,10 @@ class Model:
         others = self.layers * (3 * self.width + 2 * self.heads) + self.width  # norms and biases
         return self.product_parameters + self.vocabulary * self.width + others
 
-    def mlstm_shape(self, batch: int, sequence: int) -> roofline.Shape:
+    def mlstm_shape(self, batch: int, sequence: int) -> Shape:
         """The shape of the mLSTM in one layer."""
         heads = self.qk_width // self.heads, self.width // self.heads
-        return roofline.Shape(batch, self.heads, sequence, *heads)
+        return Shape(batch, self.heads, sequence, *heads)
 
     def flops(self, batch: int, sequence: int) -> int:
         """FLOPs of a training step."""
@@ -205,7 +205,7 @@ def ours(backend: str, recompute_states_in_bw: bool) -> MLSTM:
 CHUNK_SIZE = 64  # of limit_chunk
 
 
-def limit_chunk(shape: roofline.Shape) -> MLSTM:
+def limit_chunk(shape: Shape) -> MLSTM:
     """mlstm_kernels (NX-AI) through jax-triton. Raises where a package is missing.
 
     Its xl_chunk in JAX takes no number of warps, and with the default the LLVM inside triton 3.6.0
@@ -224,8 +224,6 @@ def limit_chunk(shape: roofline.Shape) -> MLSTM:
 
 PEERS = {"mlstm_kernels_limit_chunk": limit_chunk}
 PEER_PACKAGES = ("mlstm_kernels", "jax-triton", "triton")
-# A missing package; one that is made for another jax; a refused shape; a compiler; out of memory.
-FAILURES = (ImportError, AttributeError, TypeError, AssertionError, ValueError, RuntimeError)
 
 
 # ---------------------------------------------------------------- the training step
@@ -270,143 +268,90 @@ def train_step(network: LanguageModel, state: State, tokens: jax.Array) -> tuple
 # ---------------------------------------------------------------- measuring
 
 
-@dataclasses.dataclass
-class Record:
-    """A measurement. What was not measured is None.
-
-    status is "ok", "wrong", "failed" or "skipped", and note says why.
-    """
-
-    name: str
-    model: Model
-    batch: int
-    sequence: int
-    impl: str
-    recompute_states_in_bw: bool | None  # of mlstm_pallas
-    device: str
-    versions: dict[str, str]
-    commit: str | None
-    parameters: int
-    product_parameters: int
-    flops: int  # of the model in a step
-    dtype: str = DTYPE
-    param_dtype: str = "float32"
-    status: str = "ok"
-    note: str = ""
-    ms: float | None = None  # a step
-    spread: float | None = None  # (slowest - fastest) / median of the steps
-    tokens_per_s: float | None = None
-    mfu_pct: float | None = None
-    measured_pct: float | None = None  # FLOP/s as a share of the measured rate
-    peak_mib: float | None = None
-    first_call_s: float | None = None  # tracing, compiling and one step
-    losses: list[float] = dataclasses.field(default_factory=list)
-    gradient_norms: list[float] = dataclasses.field(default_factory=list)
-    error: float | None = None  # the largest difference of a loss, as a share of the first loss
-
-    @property
-    def tokens(self) -> str:
-        return f"{self.batch} x {self.sequence}"
-
-    @property
-    def label(self) -> str:
-        """The implementation, and whether it stores the states."""
-        return self.impl + (", states stored" if self.recompute_states_in_bw is False else "")
-
-    @property
-    def some_losses(self) -> str | None:
-        """The first two and the last one."""
-        return " ".join(f"{self.losses[n]:.4f}" for n in (0, 1, -1)) if self.ms else None
-
-
-def measure(record: Record, mlstm: MLSTM, tokens: jax.Array, warmup: int, steps: int) -> None:
-    """Fills the record but for the comparison."""
-    network = LanguageModel(record.model, mlstm)
-    state = jax.block_until_ready(initial_state(record.model))
+def measure(
+    row: Row, mlstm_of: Callable[[], MLSTM], model: Model, first: Row, options: flags.FlagValues
+) -> None:
+    """Fills the row and compares it with the first one, {} if there is none."""
+    B, _, S, *_ = row["shape"]
+    tokens = jax.random.randint(jax.random.key(1), (B, S + 1), 0, model.vocabulary)
+    network = LanguageModel(model, mlstm_of())
+    state = jax.block_until_ready(initial_state(model))
     start = time.perf_counter()
     step = jax.jit(functools.partial(train_step, network), donate_argnums=0)
     compiled = step.lower(state, tokens).compile()
-    times = []
-    for _ in range(warmup + steps):
+    times, losses, norms = [], [], []
+    for _ in range(options.warmup + options.steps):
         state, metrics = jax.block_until_ready(compiled(state, tokens))
         times.append(time.perf_counter() - start)
-        record.losses.append(float(metrics.loss))
-        record.gradient_norms.append(float(metrics.gradient_norm))
+        losses.append(float(metrics.loss))
+        norms.append(float(metrics.gradient_norm))
         start = time.perf_counter()
-    record.first_call_s, timed = times[0], times[warmup:]
-    seconds, record.spread = median_and_spread(timed)
-    record.ms = 1e3 * seconds
-    record.tokens_per_s = record.batch * record.sequence / seconds
+    seconds = runner.store_times(row, times[options.warmup :])
     memory = compiled.memory_analysis()
     arrays = memory.argument_size_in_bytes + memory.output_size_in_bytes + memory.temp_size_in_bytes
-    record.peak_mib = (arrays - memory.alias_size_in_bytes) / 2**20
-    peak = next((x for part, x in PEAK_FLOPS.items() if part in record.device), None)
-    measured, _ = roofline.device_rates(record.device, DTYPE)
-    record.mfu_pct = peak and 100 * record.flops / seconds / peak
-    record.measured_pct = measured and 100 * record.flops / seconds / measured
+    peak = next((x for part, x in PEAK_FLOPS.items() if part in row["device"]), None)
+    measured, _ = roofline.device_rates(row["device"], DTYPE)
+    row |= dict(
+        first_call_s=times[0],
+        losses=losses,
+        gradient_norms=norms,
+        tokens_per_s=B * S / seconds,
+        peak_mib=(arrays - memory.alias_size_in_bytes) / 2**20,
+        mfu_pct=peak and 100 * row["flops"] / seconds / peak,
+        measured_pct=measured and 100 * row["flops"] / seconds / measured,
+    )
+    if row["impl"] in PEERS:
+        row["versions"] |= {name: metadata.version(name) for name in PEER_PACKAGES}
+    compare(row, first or row)
 
 
-def compare(record: Record, first: Record) -> None:
-    """Of two measured records. What is wrong keeps its time, which the note qualifies."""
-    tolerances = [FIRST_TOLERANCE, *[LATER_TOLERANCE] * (len(record.losses) - 1)]
-    differences = (abs(x - y) for x, y in zip(record.losses, first.losses, strict=True))
-    errors = [x / first.losses[0] for x in differences]
-    record.error = max(errors)
-    named = [(f"loss {n}", *pair) for n, pair in enumerate(zip(errors, tolerances, strict=True))]
-    norm_error = abs(record.gradient_norms[0] / first.gradient_norms[0] - 1)
-    named.append(("gradient norm", norm_error, GRADIENT_NORM_TOLERANCE))
-    # A NaN is neither more nor less.
-    if wrong := [f"{name} {x:.1e} > {limit:.1e}" for name, x, limit in named if not x <= limit]:
-        record.status, record.note = "wrong", f"wrong: {', '.join(wrong)}"
+def compare(row: Row, first: Row) -> None:
+    """Raises WrongOutputError where two rows differ; the row keeps its time."""
+    pairs, scale = zip(row["losses"], first["losses"], strict=True), first["losses"][0]
+    errors = {f"loss {n}": abs(x - y) / scale for n, (x, y) in enumerate(pairs)}
+    limits = dict.fromkeys(errors, LATER_TOLERANCE) | {"loss 0": FIRST_TOLERANCE}
+    norm, first_norm = row["gradient_norms"][0], first["gradient_norms"][0]
+    errors["gradient norm"] = abs(norm / first_norm - 1)
+    runner.check(row, errors, limits | {"gradient norm": GRADIENT_NORM_TOLERANCE})
 
 
-class Request(NamedTuple):
-    """The flags, read for this machine."""
-
-    name: str
-    model: Model
-    batch: int
-    sequence: int
-    impls: Sequence[str]
-    recompute: Sequence[bool]
-
-
-def measured_records(options: flags.FlagValues, request: Request) -> Iterator[Record]:
-    """A record for each implementation, and before them a line about the model."""
-    name, model, batch, sequence, impls, recompute_of_ours = request
-    sizes = model.parameters, model.product_parameters, model.flops(batch, sequence)
-    step = f"{batch * sequence:,} tokens and {model.flops(batch, sequence):.3e} FLOP a step"
+def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
+    """A row for each implementation, and before them a line about the model."""
+    gpu = runner.on_gpu()
+    impls = options.impl or (["triton", "mosaic_gpu", *PEERS] if gpu else ["xla"])
+    runner.check_gpu(impls)
+    name = options.model or ("1.3b" if gpu else "tiny")
+    model = MODELS[name]
+    if layers := options.layers:
+        name, model = f"{name}, {layers} layers", dataclasses.replace(model, layers=layers)
+    batch, sequence = options.batch or (8 if gpu else 2), options.sequence or (8192 if gpu else 64)
+    shape, flops = model.mlstm_shape(batch, sequence), model.flops(batch, sequence)
+    sizes = dict(parameters=model.parameters, product_parameters=model.product_parameters)
+    sizes |= dict(flops=flops, model=dataclasses.asdict(model))
+    step = f"{batch * sequence:,} tokens and {flops:.3e} FLOP a step"
     print(f"{name}: {model.parameters:,} parameters, {step}", flush=True)
-    device, commit = jax.devices()[0].device_kind, options.commit or git_commit()
-    tokens = jax.random.randint(jax.random.key(1), (batch, sequence + 1), 0, model.vocabulary)
-    first = None
+    first: Row = {}
     for impl in impls:
-        for recompute in recompute_of_ours if impl in BACKENDS else [None]:
-            versions = jax_versions()
-            which = name, model, batch, sequence, impl, recompute
-            record = Record(*which, device, versions, commit, *sizes)
-            try:
-                if impl in BACKENDS:
-                    mlstm = ours(impl, recompute)
-                else:
-                    mlstm = PEERS[impl](model.mlstm_shape(batch, sequence))
-                    versions |= {name: metadata.version(name) for name in PEER_PACKAGES}
-                measure(record, mlstm, tokens, options.warmup, options.steps)
-                first = first or record
-                compare(record, first)
-            except FAILURES as error:
-                record.status = "failed" if impl in BACKENDS else "skipped"
-                record.note = f"{record.status}: {one_line(error)}"
-            yield record
+        is_ours = impl in BACKENDS
+        for recompute in options.recompute_states_in_bw if is_ours else [None]:
+            what = dict(recompute_states_in_bw=recompute, direction="train", dtype=DTYPE)
+            row = runner.new_row(options, name, shape, impl, **what, **sizes)
+            if is_ours:
+                mlstm_of = functools.partial(ours, impl, recompute)
+            else:
+                mlstm_of = functools.partial(PEERS[impl], shape)
+            yield runner.attempt(row, is_ours, measure, mlstm_of, model, first, options)
+            first = first or (row if row["status"] == "ok" else {})
 
 
-# ---------------------------------------------------------------- reporting
+# ---------------------------------------------------------------- the command
 
 
 COLUMNS = {
     "model": ("name", ""),
-    "tokens": ("tokens", ""),
-    "impl": ("label", ""),
+    "tokens": (lambda row: f"{row['shape'].B} x {row['shape'].S}", ""),
+    "impl": ("impl", ""),
+    "recompute": ("recompute_states_in_bw", ""),
     "ms": ("ms", ".1f"),
     "spread %": ("spread", ".1%"),
     "tokens/s": ("tokens_per_s", ".0f"),
@@ -415,56 +360,27 @@ COLUMNS = {
     "peak MiB": ("peak_mib", ".0f"),
     "first call s": ("first_call_s", ".1f"),
     "error": ("error", ".1e"),
-    "losses": ("some_losses", ""),
     "note": ("note", ""),
 }
 
 
-# ---------------------------------------------------------------- the command
-
-
-def parse_request(options: flags.FlagValues) -> Request:
-    gpu = jax.devices()[0].platform == "gpu"
-    impls = options.impl or (["triton", "mosaic_gpu", *PEERS] if gpu else ["xla"])
-    check_names("impl", impls, [*BACKENDS, *PEERS])
-    recompute = parse_booleans("recompute_states_in_bw", options.recompute_states_in_bw)
-    check_gpu("impl", impls, gpu)
-    name = options.model or ("1.3b" if gpu else "tiny")
-    model = MODELS[name]
-    if layers := options.layers:
-        name, model = f"{name}, {layers} layers", dataclasses.replace(model, layers=layers)
-    batch, sequence = options.batch or (8 if gpu else 2), options.sequence or (8192 if gpu else 64)
-    if not gpu:
-        say_no_gpu(", ".join(impls), [name])
-    return Request(name, model, batch, sequence, impls, recompute)
-
-
-def define_flags(values: flags.FlagValues) -> None:
-    """Not at import: modules that import this one have flags of their own."""
-    define = command.Define(values)
-    default = "none: triton, mosaic_gpu and peers, without a GPU xla."
-    impls = f"Of the mLSTM: {', '.join((*BACKENDS, *PEERS))}; {default}"
+def define_flags(define: command.Define) -> None:
     recompute = "Of mlstm_pallas: true, false. The states that are stored are those of one block."
     warmup = "Steps that are not timed, the first call among them."
-    define.list("impl", [], impls)
+    default = "none: triton, mosaic_gpu and peers, without a GPU xla."
+    define.names("impl", [], (*BACKENDS, *PEERS), f"of the mLSTM; {default}")
     define.enum("model", None, list(MODELS), "None: 1.3b, without a GPU tiny.")
     define.integer("layers", None, "Blocks, other than those of the model.", lower_bound=1)
     define.integer("batch", None, "Sequences; none: 8, without a GPU 2.", lower_bound=1)
     define.integer("sequence", None, "Steps; none: 8192, without a GPU 64.", lower_bound=1)
-    define.list("recompute_states_in_bw", ["false"], recompute)
+    define.booleans("recompute_states_in_bw", "false", recompute)
     define.integer("warmup", 2, warmup, lower_bound=1)
     define.integer("steps", 5, "Steps that are timed; the median counts.", lower_bound=1)
-    define.shared("commit", "jsonl")
+    define.shared("commit", "from_jsonl", "jsonl")
 
 
 def run(options: flags.FlagValues) -> int:
-    """Measures and prints; returns the exit code."""
-
-    def start() -> Iterator[Record]:
-        return measured_records(options, parse_request(options))
-
-    _, code = reporting.measure("xlstm_lm_benchmark", options, start, COLUMNS)
-    return code
+    return runner.run("xlstm_lm_benchmark", options, measured_rows, COLUMNS)
 
 
 if __name__ == "__main__":

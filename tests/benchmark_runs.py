@@ -1,13 +1,14 @@
-"""Runs of the benchmarks in this process, and what their tests compare with."""
+"""Runs of the benchmarks and tools in this process, and what their tests compare with."""
 
 import json
 import math
 from unittest import mock
 
+import command
 import jax
 import jax.numpy as jnp
-import kernel_benchmark
 import pytest
+import runner
 from absl import flags
 
 from mlstm_pallas.backend import jax_has_mosaic_gpu
@@ -18,16 +19,23 @@ needs_mosaic_gpu = pytest.mark.skipif(
 
 
 def run(program, *arguments):
-    """The exit code of a benchmark (its module) with these flags; a batch is one call."""
+    """The exit code of a program (its module) with these flags; a batch is one call."""
     values = flags.FlagValues()
-    program.define_flags(values)
-    values([program.__name__, *arguments])
-    with mock.patch.object(kernel_benchmark, "MAX_CALLS", 1):
+    program.define_flags(command.Define(values))
+    try:
+        command.parse([program.__name__, *arguments], values)
+    except SystemExit as error:
+        return error.code
+    with mock.patch.object(runner, "MAX_CALLS", 1):
         return program.run(values)
 
 
 def records(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def not_to_be_timed(monkeypatch):
+    monkeypatch.setattr(runner, "time_calls", lambda *_: pytest.fail("it was timed"))
 
 
 def missing(*_, **__):

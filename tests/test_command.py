@@ -13,9 +13,7 @@ import pytest
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 PROGRAM = """
 import command
-from absl import flags
-def define_flags(values):
-    flags.DEFINE_integer("repeats", 3, "Of calls.", lower_bound=1, flag_values=values)
+define_flags = lambda define: define.shared(repeats=3)
 command.main(define_flags, lambda options: options.repeats)
 """
 
@@ -42,36 +40,32 @@ def test_a_wrong_command_line_is_one_line_and_exit_code_2(tmp_path, argument, co
 
 # program, arguments: what the message has.
 REQUESTS = f"""
-compile_report --device=K80: unknown device 'K80', known are A100,
+compile_report --device=K80: flag --device=K80: unknown K80, known are A100,
 compile_report --chunk_size=48: chunk_size is 48, expected None or a power of two
+compile_report --heads=64: flag --heads=64: cannot read the head sizes '64', expected DHQK/DHHV
 compile_report --stage=nonsense: no stage nonsense in fwd, there are chunk_gates,
-compile_report --config={{"no":1}}: --config: config.no is no kernel, expected one of triton_
-kernel_benchmark --shape=8k: unknown shape '8k', known are 7b-8k
-kernel_benchmark --impl=cuda: unknown impl cuda, known are triton
-kernel_benchmark --config={{: --config: Expecting property name
-kernel_benchmark --from_jsonl={__file__}: line 1 is no record of this benchmark
-kernel_benchmark --impl=mosaic_gpu: impl mosaic_gpu needs a GPU
+compile_report --direction=step --variant=packed: a step has no variant packed
+kernel_benchmark --shape=8k: flag --shape=8k: unknown shape '8k', known are 7b-8k
+kernel_benchmark --impl=cuda: flag --impl=cuda: unknown cuda, known are triton
+kernel_benchmark --recompute_states_in_bw=no: unknown no, known are true, false
+kernel_benchmark --config={{: flag --config={{: Expecting property name
+kernel_benchmark --config={{"no":1}}: config.no is no kernel, expected one of triton_
+kernel_benchmark --from_jsonl={__file__}: line 1 is no row
+kernel_benchmark --impl=mosaic_gpu: mosaic_gpu needs a GPU
 kernel_benchmark --stage=chunk_gates --direction=fwbw: a stage has one direction
-kernel_benchmark --chunk_size=100: chunk_size is 100
 kernel_benchmark --plot=/no/such/p.png: no folder for /no/such/p.png
 kernel_benchmark --jsonl=/no/such/rows: No such file or directory: '/no/such/rows'
-layer_benchmark --impl=nonsense: unknown impl nonsense, known are mlstm_pallas_BNTH,
-layer_benchmark --backend=triton: backend triton needs a GPU
-scaling_benchmark --mode=strong-batch: unknown mode strong-batch, known are weak-batch,
+layer_benchmark --backend=triton: triton needs a GPU
 scaling_benchmark --backend=xla --devices=1,4096: devices, not 1, 4096
 scaling_benchmark --devices=2 --mode=strong-sequence --shape=1x1x33x16x16: a multiple of 2 devices
-step_benchmark --impl=nonsense: unknown impl nonsense, known are triton, interpret, xla,
-step_benchmark --impl=triton: impl triton needs a GPU
+step_benchmark --impl=mosaic_gpu: unknown mosaic_gpu, known are triton, interpret, xla,
 tune --backend=triton: there is no GPU here to tune for
 tune --backend=interpret: times of interpreted kernels do not belong in mlstm_pallas/tuning
 tune --backend=interpret --output=x --log=/no/such/x: No such file or directory: '/no/such/x'
 tune --backend=interpret --output=x --shape=1x1x500x65x64: tune S, DHQK, DHHV = 512, 128, 64
-tune --stage=bw: unknown stage bw, known are chunk_gates
 tune --backend=interpret --output=x --log={__file__}: line 1 is no result of this program
 tune --backend=interpret --output={__file__}: is no tuning file
-xlstm_lm_benchmark --impl=nonsense: unknown impl nonsense, known are triton,
-xlstm_lm_benchmark --impl=triton: impl triton needs a GPU
-xlstm_lm_benchmark --recompute_states_in_bw=no: unknown recompute_states_in_bw no, known are true
+xlstm_lm_benchmark --impl=triton: triton needs a GPU
 """
 
 
@@ -92,10 +86,10 @@ def test_a_wrong_request_is_one_line_and_exit_code_2(request_line, capsys, monke
 def test_after_ctrl_c_what_was_measured_is_there(monkeypatch, tmp_path, capsys):
     program = importlib.import_module("kernel_benchmark")
 
-    def measure(record, *_):
-        if record.name != "tiny":
+    def measure(row, *_):
+        if row["name"] != "tiny":
             raise KeyboardInterrupt
-        record.ms = 1.5
+        row["ms"] = 1.5
 
     monkeypatch.setattr(program, "measure", measure)
     rows = tmp_path / "rows"

@@ -10,6 +10,7 @@ import pytest
 import roofline
 from calls import config_row
 from oracle import HELPERS
+from worker import Worker
 
 from mlstm_pallas import KernelConfig, costs
 from mlstm_pallas.stages import STAGES
@@ -170,10 +171,10 @@ def crash(*_):
 def test_a_crash_of_the_compiler_is_a_cause(monkeypatch):
     pytest.importorskip("triton")
     causes = {
-        "crashes": "the compiler crashed; Assertion `false' failed",
+        "crashes": "the process ended with exit code 1; Assertion `false' failed",
         "nonsense": "error: custom op 'nonsense' is unknown",
     }
-    monkeypatch.setattr(compile_report, "_compile", crash)
+    monkeypatch.setattr(compile_report, "COMPILER", Worker(crash))
     for ir, cause in causes.items():
         with pytest.raises(compile_report.CompileError, match=cause):
             compile_report.compile_kernel(ir, 4, 2, 90)

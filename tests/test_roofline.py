@@ -7,7 +7,7 @@ import kernel_benchmark
 import peers
 import pytest
 import roofline
-from roofline import Shape
+from shapes import Shape
 
 from mlstm_pallas import KernelConfig, costs, dispatch
 from mlstm_pallas.problem import Problem

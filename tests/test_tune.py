@@ -17,7 +17,7 @@ import tune
 import worker
 from benchmark_runs import needs_mosaic_gpu
 from candidates import Result
-from roofline import Shape
+from shapes import Shape
 from test_compile_report import NO_SPILL, SPILL, TWICE, usage
 
 from mlstm_pallas.stage import check_field
@@ -77,7 +77,7 @@ def racy():
 def test_a_wrong_candidate_is_not_timed(name, change, note, judge, monkeypatch):
     result = judge(lambda outputs: outputs)
     assert (result.status, result.note, result.ms > 0) == ("ok", "", True)
-    monkeypatch.setattr(candidates, "time_calls", lambda *_: pytest.fail("it was timed"))
+    benchmark_runs.not_to_be_timed(monkeypatch)
     result = judge(lambda outputs: outputs._replace(**{name: change(getattr(outputs, name))}))
     assert result.status == "wrong"
     assert re.fullmatch(note, result.note)
@@ -284,17 +284,16 @@ def test_without_a_time_of_the_rules_there_is_no_row(run, fake, capsys):
 # ---------------- processes
 
 
-def test_a_worker_answers_and_starts_again_after_a_call_that_does_not_end(monkeypatch, tmp_path):
+def test_a_worker_answers_and_starts_again_after_a_call_that_does_not_end(monkeypatch):
     monkeypatch.setenv("INHERITED", "here")
-    log = str(tmp_path / "stderr")
-    sleeping, reading = (worker.Worker(x, {"OTHER": "there"}, log) for x in (time.sleep, os.getenv))
+    sleeping, reading = (worker.Worker(x, {"OTHER": "there"}) for x in (time.sleep, os.getenv))
     with pytest.raises(worker.NoAnswer, match=r"no answer within 0\.1 s"):
         sleeping(600, seconds=0.1)
     assert not multiprocessing.active_children()
     with pytest.raises(worker.ProcessEnded, match="TypeError"):
         sleeping("a while", seconds=30)
     with pytest.raises(worker.ProcessEnded, match="the process ended with exit code 3"):
-        worker.Worker(os._exit, {}, log)(3, seconds=30)
+        worker.Worker(os._exit)(3, seconds=30)
     assert sleeping(0.0, seconds=30) is None
     assert [reading(name, seconds=30) for name in ("OTHER", "INHERITED")] == ["there", "here"]
     assert "OTHER" not in os.environ

@@ -1,6 +1,6 @@
 """The benchmark of a language model: parameters, FLOPs, comparison, records."""
 
-import dataclasses
+import contextlib
 import functools
 import math
 
@@ -12,6 +12,7 @@ pytest.importorskip("flax")
 pytest.importorskip("optax")
 
 import benchmark_runs
+import runner
 import xlstm_lm_benchmark as benchmark
 from benchmark_runs import quick_mlstm
 from xlstm_lm_benchmark import MODELS
@@ -52,7 +53,7 @@ def test_measures_a_model_refuses_a_peer_that_differs_and_skips_one_that_is_not_
     first, *_, last = ours["losses"]
     assert last < first == pytest.approx(math.log(128), rel=0.2)
     assert ours["peak_mib"] * 2**20 > 3 * 4 * ours["parameters"]  # with the two moments
-    assert wrong["note"].startswith("wrong: loss 0 ")
+    assert wrong["note"].startswith("wrong: error ")
     assert skipped["note"] == benchmark_runs.MISSING
 
 
@@ -60,17 +61,15 @@ def test_measures_a_model_refuses_a_peer_that_differs_and_skips_one_that_is_not_
     ("losses", "gradient_norm", "note"),
     [
         ([10.005, 9.05], 1.01, ""),
-        ([10.02, 9.0], 1.0, "wrong: loss 0 2.0e-03 > 1.0e-03"),
-        ([10.0, math.nan], 0.9, "wrong: loss 1 nan > 1.0e-02, gradient norm 1.0e-01 > 2.0e-02"),
+        ([10.02, 9.0], 1.0, "error 2.0e-03 in loss 0, at most 1e-03"),
+        (
+            *([10.0, math.nan], 0.9),
+            "error nan in loss 1, at most 1e-02; error 1.0e-01 in gradient norm, at most 2e-02",
+        ),
     ],
 )
 def test_what_counts_as_a_difference(losses, gradient_norm, note):
-    def record(losses, gradient_norm):
-        built = benchmark.Record(
-            "tiny", MODELS["tiny"], 1, 16, "xla", None, "cpu", {}, None, 1, 1, 1
-        )
-        return dataclasses.replace(built, losses=losses, gradient_norms=[gradient_norm] * 2)
-
-    compared = record(losses, gradient_norm)
-    benchmark.compare(compared, record([10.0, 9.0], 1.0))
-    assert (compared.status, compared.note) == ("wrong" if note else "ok", note)
+    first = dict(losses=[10.0, 9.0], gradient_norms=[1.0] * 2)
+    compared = dict(losses=losses, gradient_norms=[gradient_norm] * 2)
+    with pytest.raises(runner.WrongOutputError, match=note) if note else contextlib.nullcontext():
+        benchmark.compare(compared, first)

@@ -4,8 +4,8 @@ import atexit
 import copy
 import dataclasses
 import importlib.util
-import os
 import shutil
+import statistics
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,17 +14,10 @@ from typing import Any
 import compile_report
 import jax
 import jax.numpy as jnp
-import kernel_benchmark
+import runner
 from command import one_line
-from kernel_benchmark import (
-    Case,
-    MlstmPallas,
-    implementation,
-    median_and_spread,
-    time_calls,
-    wrong_outputs,
-)
-from roofline import Shape
+from kernel_benchmark import Case, MlstmPallas, implementation, written
+from shapes import Shape
 from worker import Worker
 
 from mlstm_pallas.config import KernelConfig
@@ -136,16 +129,17 @@ class Bench:
         impl, call = self.prepared.pop((case.stage, config))
         try:
             outputs = jax.block_until_ready(call())
-            if wrong := wrong_outputs(case, case.errors(impl, outputs, "fwbw")):
+            errors = case.errors(impl, outputs, "fwbw")
+            if wrong := runner.beyond(errors, case.limits(errors)):
                 return Result("wrong", note=wrong)
-            outputs = kernel_benchmark.written(outputs)
+            outputs = written(outputs)
             for _ in range(RUNS - 1):
-                again = kernel_benchmark.written(call())
+                again = written(call())
                 if not jax.tree.all(jax.tree.map(jnp.array_equal, outputs, again)):
                     return Result("wrong", note="other bits in another run")
             del outputs, again
-            seconds, _ = median_and_spread(time_calls(call, impl.synchronise, self.repeats))
-            return Result("ok", 1e3 * seconds)
+            times = runner.time_calls(call, impl.synchronise, self.repeats)
+            return Result("ok", 1e3 * statistics.median(times))
         except Exception as error:
             jax.block_until_ready(jnp.zeros(8) + 1)  # where it raises, the process is given up
             return Result("failed", note=one_line(error))
@@ -164,7 +158,5 @@ def start_workers(count: int, *settings: Any) -> list[Worker]:
         # Threads of GPU interpret mode wait for each other. With one CPU device XLA has too few
         # threads for them on a small machine.
         variables["JAX_NUM_CPU_DEVICES"] = "32"
-        # Where there is no nvdisasm Mosaic GPU writes so for each kernel.
-        stderr = os.path.join(folder, "stderr")
-        workers.append(Worker(Bench(*settings, folder), variables, stderr=stderr))
+        workers.append(Worker(Bench(*settings, folder), variables))
     return workers

@@ -13,26 +13,23 @@ differ a little from those of the kernels that run. Mosaic GPU kernels are compi
 which needs JAX's CUDA packages; their ptxas can differ from that of the machine with the GPU.
 """
 
-import atexit
 import contextlib
 import dataclasses
 import functools
 import glob
 import importlib.util
 import io
+import itertools
 import json
-import multiprocessing
 import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -43,16 +40,16 @@ from jax.sharding import AbstractDevice, AbstractMesh
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import command
-from calls import VARIANTS, call_spec, launch_of, parse_config
-from command import RequestError, check_names, one_line
+import reporting
+from calls import VARIANTS, call_spec, define_chunks, launch_of
+from command import RequestError, known_name, one_line
 from pipelines import overwritten_operands
-from worker import environment
+from worker import NoAnswer, ProcessEnded, Worker
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step
 from mlstm_pallas.call_spec import CallSpec
 from mlstm_pallas.gpu import Gpu, known_gpu
 from mlstm_pallas.stages import STAGES
-from mlstm_pallas.validation import KERNEL_DTYPES, check_chunk_size
 
 # Enough to make every stage's grid three-dimensional. The code of a kernel depends on them only
 # through arrays beyond 2**32 bytes.
@@ -60,7 +57,7 @@ BATCH, NUM_HEADS = 1, 8
 
 NOT_OF_STEPS = ("packed", "BTNH")
 
-DIRECTIONS = ("fwd", "fwbw", "step")
+COMPILE_SECONDS = 1800.0  # of the kernels of a call
 
 
 class CompileError(RuntimeError):
@@ -147,13 +144,6 @@ class Row:
     num_stages: int = 0
     usage: Usage | None = None
     cause: str = ""
-
-
-def find_device(name: str) -> Gpu:
-    known = {key.lower(): device for key, device in DEVICES.items()}
-    if name.lower() not in known:
-        raise RequestError(f"unknown device {name!r}, known are {', '.join(DEVICES)}")
-    return known[name.lower()]
 
 
 def _triton_ir(lowered: jax.stages.Lowered) -> str:
@@ -312,28 +302,7 @@ def _messages(log: str) -> dict[str, Any]:
     return dict(wgmma_serialized=serialized, messages=codes)
 
 
-def _send_stderr_to(path: str) -> None:
-    os.dup2(os.open(path, os.O_WRONLY | os.O_APPEND), 2)
-
-
-_thread_local = threading.local()
-
-
-def _compiler() -> tuple[ProcessPoolExecutor, str]:
-    """The calling thread's process for compiling and the file of its stderr.
-
-    LLVM ends its process on an assertion, which some tiles violate.
-    """
-    if not hasattr(_thread_local, "compiler"):
-        # The file lives as long as the process.
-        stderr = tempfile.NamedTemporaryFile(suffix=".stderr")  # noqa: SIM115
-        context = multiprocessing.get_context("spawn")
-        start = dict(initializer=_send_stderr_to, initargs=(stderr.name,))
-        pool = ProcessPoolExecutor(1, mp_context=context, **start)
-        atexit.register(stderr.close)
-        atexit.register(pool.shutdown)
-        _thread_local.compiler = pool, stderr.name
-    return _thread_local.compiler
+COMPILER = Worker(_compile)
 
 
 @functools.cache
@@ -341,19 +310,10 @@ def compile_kernel(ir: str, num_warps: int, num_stages: int, capability: int) ->
     """Compiles Triton IR to machine code, each kernel once per process. Raises CompileError."""
     if importlib.util.find_spec("triton") is None:
         raise RequestError("compiling needs the triton package: pip install 'mlstm_pallas[test]'")
-    pool, stderr = _compiler()
-    size_before = os.path.getsize(stderr)
     try:
-        return pool.submit(_compile, ir, num_warps, num_stages, capability).result()
-    except CompileError as error:
-        cause = str(error)
-    except BrokenProcessPool:
-        del _thread_local.compiler
-        cause = "the compiler crashed"
-    with open(stderr, errors="replace") as file:
-        file.seek(size_before)
-        reason = re.search(r"(?:error: |LLVM ERROR|Assertion).*", file.read())
-    raise CompileError(f"{cause}; {reason[0][:200]}" if reason else cause)
+        return COMPILER(ir, num_warps, num_stages, capability, seconds=COMPILE_SECONDS)
+    except (NoAnswer, ProcessEnded) as error:
+        raise CompileError(str(error)) from None
 
 
 # ---------------------------------------------------------------- Mosaic GPU
@@ -422,27 +382,20 @@ def _compile_mosaic_gpu(call: "Call", folder: str) -> list[tuple[Lowered, Usage 
     return list(kernels.values())
 
 
-def find_ptxas() -> str:
-    """The ptxas of NVIDIA's wheel, else the one on the PATH."""
-    spec = importlib.util.find_spec("nvidia")
-    folders = [*(spec.submodule_search_locations or [])] if spec else []
-    patterns = [os.path.join(folder, "*", "bin", "ptxas") for folder in folders]
-    paths = [path for pattern in patterns for path in glob.glob(pattern)]
-    if path := next(iter(paths), None) or shutil.which("ptxas"):
-        return path
-    raise RequestError("relocatable code needs ptxas: pip install nvidia-cuda-nvcc")
-
-
 def relocatable_log(ptx: str) -> str:
     """The log of ptxas for relocatable code, as nvJitLink makes it: the same code, to the byte.
 
     jax >= 0.12 compiles with nvJitLink where it finds the library. setmaxnreg is then ignored.
     """
+    folders = glob.glob(os.path.join(sysconfig.get_path("purelib"), "nvidia", "*", "bin"))
+    ptxas = shutil.which("ptxas", path=os.pathsep.join([*folders, os.environ["PATH"]]))
+    if ptxas is None:
+        raise RequestError("relocatable code needs ptxas: pip install nvidia-cuda-nvcc")
     with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
         file.write(ptx)
         file.flush()
-        command = [find_ptxas(), "-c", "-v", "-O3", "-arch=sm_90a", file.name, "-o", os.devnull]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600)
+        command = [ptxas, "-c", "-v", "-O3", "-arch=sm_90a", file.name, "-o", os.devnull]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
     if done.returncode:
         raise CompileError(one_line(RuntimeError(done.stderr)))
     return done.stderr + done.stdout
@@ -481,21 +434,17 @@ def mosaic_gpu_kernels(call: "Call") -> list[tuple[Lowered, Usage | None]]:
     if not any(importlib.util.find_spec(f"jax_cuda{version}_plugin") for version in (12, 13)):
         packages = "JAX's CUDA packages: pip install 'mlstm_pallas[cuda]'"
         raise RequestError(f"compiling Mosaic GPU kernels needs {packages}")
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        tempfile.NamedTemporaryFile(suffix=".stderr") as stderr,
-    ):
+    with tempfile.TemporaryDirectory() as folder:
         # A compiled program from the user's cache would leave nothing in the folder.
         variables = DUMP | dict(MOSAIC_GPU_DUMP_TO=folder, JAX_PLATFORMS="cpu")
         variables |= dict(JAX_ENABLE_COMPILATION_CACHE="false")
-        start: dict[str, Any] = dict(initializer=_send_stderr_to, initargs=(stderr.name,))
-        start |= dict(mp_context=multiprocessing.get_context("spawn"))
+        compiler = Worker(_compile_mosaic_gpu, variables)
         try:
-            with environment(variables), ProcessPoolExecutor(1, **start) as pool:
-                return pool.submit(_compile_mosaic_gpu, call, folder).result()
-        except BrokenProcessPool:
-            text = stderr.read().decode(errors="replace")
-            raise CompileError(f"the compiler crashed; {' '.join(text.split())[-200:]}") from None
+            return compiler(call, folder, seconds=COMPILE_SECONDS)
+        except (NoAnswer, ProcessEnded) as error:
+            raise CompileError(str(error)) from None
+        finally:
+            compiler.close()
 
 
 # ---------------------------------------------------------------- the report
@@ -594,62 +543,38 @@ def report(
     dtypes: Sequence[str],
     *,
     stages: Sequence[str] = (),
-    seqlen: int = 8192,
-    chunk_size: int | None = None,
-    config: KernelConfig | None = None,
-    direction: str = "fwd",
-    variant: str = "exp",
-    backend: str = "triton",
-    relocatable: bool = False,
+    **options: Any,
 ) -> Iterator[Row]:
-    """Compiles the kernels of mlstm_chunkwise or mlstm_recurrent_step and yields a row for each.
+    """Compiles the kernels of calls and yields a row for each kernel.
 
     Args:
       device: a name in DEVICES; also chooses the tuned config.
-      heads: (DHQK, DHHV) of each case.
-      dtypes: of q, k, v of each case.
+      heads: (DHQK, DHHV) of each call.
+      dtypes: of q, k, v of each call.
       stages: only these; empty: all.
-      seqlen: steps of the sequence.
-      chunk_size, config: as in mlstm_chunkwise.
-      direction: "fwd", "fwbw" for the gradient with its forward, or "step" for one recurrent step,
-        with states of the dtype.
-      variant: a name in VARIANTS.
-      backend: "triton", or "mosaic_gpu": the Mosaic GPU kernels, and the Triton ones of the other
-        stages.
-      relocatable: registers and spills of the Mosaic GPU kernels as nvJitLink compiles them:
-        ``relocatable_log``.
+      options: fields of Call.
     """
-    target = find_device(device)
-    try:
-        check_chunk_size(chunk_size)
-    except ValueError as error:
-        raise RequestError(str(error)) from None
-    check_names("dtype", dtypes, KERNEL_DTYPES)
-    check_names("variant", [variant], list(VARIANTS))
-    if direction == "step" and variant in NOT_OF_STEPS:
-        raise RequestError(f"a step has no variant {variant}")
-    options = seqlen, chunk_size, config, direction, variant, backend, relocatable
-
-    for DHQK, DHHV in heads:
-        for dtype in dtypes:
-            call = Call(target, DHQK, DHHV, dtype, *options)
-            spec = call.spec()
-            case = Row(device, DHQK, DHHV, dtype, "(tracing)", spec.problem.L)
-            try:
-                kernels = call.kernels()
-            except RequestError:
-                raise
-            except Exception as error:
-                yield dataclasses.replace(case, cause=one_line(error))
-                continue
-            names = list(dict.fromkeys(kernel.name for kernel, _ in kernels))
-            if missing := [stage for stage in stages if stage not in names]:
-                absent = f"no stage {', '.join(missing)} in {direction}"
-                raise RequestError(f"{absent}, there are {', '.join(names)}")
-            for kernel, usage in kernels:
-                if not stages or kernel.name in stages:
-                    row = dataclasses.replace(case, stage=kernel.name, **_tiling(kernel.name, spec))
-                    yield _compiled_row(row, kernel, usage, target)
+    for (DHQK, DHHV), dtype in itertools.product(heads, dtypes):
+        call = Call(DEVICES[device], DHQK, DHHV, dtype, **options)
+        if call.direction == "step" and call.variant in NOT_OF_STEPS:
+            raise RequestError(f"a step has no variant {call.variant}")
+        spec = call.spec()
+        case = Row(device, DHQK, DHHV, dtype, "(tracing)", spec.problem.L)
+        try:
+            kernels = call.kernels()
+        except RequestError:
+            raise
+        except Exception as error:
+            yield dataclasses.replace(case, cause=one_line(error))
+            continue
+        names = list(dict.fromkeys(kernel.name for kernel, _ in kernels))
+        if missing := [stage for stage in stages if stage not in names]:
+            absent = f"no stage {', '.join(missing)} in {call.direction}"
+            raise RequestError(f"{absent}, there are {', '.join(names)}")
+        for kernel, usage in kernels:
+            if not stages or kernel.name in stages:
+                row = dataclasses.replace(case, stage=kernel.name, **_tiling(kernel.name, spec))
+                yield _compiled_row(row, kernel, usage, call.device)
 
 
 def _tiling(name: str, spec: CallSpec) -> dict[str, Any]:
@@ -662,104 +587,98 @@ def _tiling(name: str, spec: CallSpec) -> dict[str, Any]:
     return dict(chunk_size=launch.problem.L, config=config, num_stages=stages)
 
 
-TILES = (
-    ("siz_b_LQ",),
-    ("siz_b_LKV",),
-    ("siz_b_DHQK", "state_rows"),
-    ("siz_b_DHHV", "state_columns"),
-    ("block_k",),
-)
-COLUMNS = {
-    "heads": ">7",
-    "dtype": "<8",
-    "stage": "<16",
-    "L": ">4",
-    "grid": ">12",
-    "LQ/LKV/DQK/DHV/k": ">19",
-    "warps": ">5",
-    "stages": ">6",
-    "regs": ">4",
-    "spill B": ">11",
-    "shared KiB": ">11",
-    "wgmma": ">5",
-    "mma": ">5",
-    "cp.async": ">8",
-    "sec": ">5",
-    "notes": "",
+TILES = "siz_b_LQ siz_b_LKV siz_b_DHQK/state_rows siz_b_DHHV/state_columns block_k"
+
+
+def tiles_of(row: dict[str, Any]) -> str:
+    config = row["config"]
+    sizes = ([config[x] for x in name.split("/") if x in config] for name in TILES.split())
+    return "/".join(str(*x[:1]) or "-" for x in sizes) if config else ""
+
+
+def spills_of(row: dict[str, Any]) -> str | None:
+    """Bytes stored/loaded."""
+    return f"{row['spill_store_bytes']}/{row['spill_load_bytes']}" if row["usage"] else None
+
+
+def shared_of(row: dict[str, Any]) -> str | None:
+    """KiB used/available."""
+    available = DEVICES[row["device"]].shared_bytes // 1024
+    return f"{row['shared_bytes'] / 1024:.1f}/{available}" if row["usage"] else None
+
+
+def notes_of(row: dict[str, Any]) -> str:
+    serialized = "wgmma serialized" if row.get("wgmma_serialized") else ""
+    return "; ".join(filter(None, (row["cause"], serialized, *row.get("messages", ()))))
+
+
+# A column is as wide as its title.
+COLUMNS: reporting.Columns = {
+    "heads    ": (lambda row: f"{row['DHQK']}/{row['DHHV']}", ""),
+    "dtype   ": ("dtype", ""),
+    "stage           ": ("stage", ""),
+    "   L": ("chunk_size", "4"),
+    "        grid": (lambda row: "x".join(map(str, row["grid"])), "12"),
+    "   LQ/LKV/DQK/DHV/k": (tiles_of, "19"),
+    "warps": ("num_warps", "5"),
+    "stages": ("num_stages", "6"),
+    "regs": ("registers", "4"),
+    "    spill B": (spills_of, "11"),
+    " shared KiB": (shared_of, "11"),
+    "wgmma": ("wgmma", "5"),
+    "  mma": ("mma", "5"),
+    "cp.async": ("cp_async", "8"),
+    "  sec": ("compile_seconds", "5.1f"),
+    "notes": (notes_of, ""),
 }
 
 
-def _table_line(cells) -> str:
-    return "  ".join(map(format, map(str, cells), COLUMNS.values())).rstrip()
-
-
 def table_row(row: Row) -> str:
-    """A line of the table: spills as bytes stored/loaded, shared memory as used/available."""
-    usage, limit = row.usage, find_device(row.device).shared_bytes // 1024
-    cells = [f"{row.DHQK}/{row.DHHV}", row.dtype, row.stage, row.chunk_size]
-    sizes = (next((str(row.config[x]) for x in names if x in row.config), "-") for names in TILES)
-    tiles = "/".join(sizes) if row.config else ""
-    cells += ["x".join(map(str, row.grid)), tiles, row.num_warps, row.num_stages]
-    if usage is None:
-        return _table_line([*cells, *["-"] * 7, row.cause])
-    spills = f"{usage.spill_store_bytes}/{usage.spill_load_bytes}"
-    cells += [usage.registers, spills, f"{usage.shared_bytes / 1024:.1f}/{limit}"]
-    cells += [usage.wgmma, usage.mma, usage.cp_async, f"{usage.compile_seconds:.1f}"]
-    serialized = "wgmma serialized" if usage.wgmma_serialized else ""
-    notes = filter(None, (row.cause, serialized, " ".join(usage.messages)))
-    return _table_line([*cells, "; ".join(notes)])
+    """A line of the table."""
+    flat = vars(row) | (vars(row.usage) if row.usage else {})
+    cells = zip(COLUMNS.items(), reporting.cells(flat, COLUMNS), strict=True)
+    padded = [cell.rjust(len(x)) if y else cell.ljust(len(x)) for (x, (_, y)), cell in cells]
+    return "  ".join(padded).rstrip()
+
+
+def parse_device(text: str) -> str:
+    return known_name(DEVICES, text.upper())
 
 
 def parse_heads(text: str) -> tuple[int, int]:
     match = re.fullmatch(r"([1-9]\d*)/([1-9]\d*)", text.strip())
     if not match:
-        raise RequestError(f"cannot read the head sizes {text!r}, expected DHQK/DHHV as in 128/256")
+        raise ValueError(f"cannot read the head sizes {text!r}, expected DHQK/DHHV as in 128/256")
     return int(match[1]), int(match[2])
 
 
-def define_flags(values: flags.FlagValues) -> None:
-    """Not at import: modules that import this one have flags of their own."""
-    define = command.Define(values)
-    device = f"The GPU to compile for: {', '.join(DEVICES)}."
-    dtype = f"Of q, k, v: {', '.join(KERNEL_DTYPES)}."
-    chunk_size = "Steps of a chunk; none: the plan's."
-    config = (
-        'Keywords of KernelConfig as JSON, or a file with them, as \'{"fused": true, '
-        '"triton_parallel_fw_H": {"num_warps": 8}}\'.'
-    )
+def define_flags(define: command.Define) -> None:
     direction = "Forward, gradient with it, or one recurrent step."
     variant = "Input gate and normaliser; packed: exp with segment_ids."
-    backend = "The kernels of mosaic_gpu are for H100 and H200."
     relocatable = "The kernels of mosaic_gpu as nvJitLink compiles them, for jax >= 0.12."
-    jsonl = "Print JSON lines, with sizes in bytes, not a table."
-    heads = ["64/64", "128/256", "256/512"]
-    define.string("device", "H200", device)
-    define.list("heads", heads, "Head sizes, DHQK/DHHV each.")
-    define.list("dtype", ["bfloat16", "float32"], dtype)
+    define.parsed("device", parse_device, f"To compile for: {', '.join(DEVICES)}; none: H200.")
+    define.items("heads", "64/64,128/256,256/512", parse_heads, "Head sizes, DHQK/DHHV each.")
     define.list("stage", [], "Only these stages; empty: all.")
     define.integer("seqlen", 8192, "Steps of the sequence.", lower_bound=1)
-    define.integer("chunk_size", None, chunk_size)
-    define.string("config", None, config)
-    define.enum("direction", "fwd", list(DIRECTIONS), direction)
+    define.enum("direction", "fwd", ["fwd", "fwbw", "step"], direction)
     define.enum("variant", "exp", list(VARIANTS), variant)
-    define.enum("backend", "triton", ["triton", "mosaic_gpu"], backend)
+    define.enum("backend", "triton", ["triton", "mosaic_gpu"], "mosaic_gpu: for Hopper GPUs.")
     define.bool("relocatable", False, relocatable)
-    define.bool("jsonl", False, jsonl)
+    define.bool("jsonl", False, "Print JSON lines, with sizes in bytes, not a table.")
+    define.shared(dtype="bfloat16,float32")
+    define_chunks(define)
 
 
 def run(options: flags.FlagValues) -> int:
     """Prints the report that the flags ask for; returns the exit code."""
+    same = "chunk_size", "config", "seqlen", "direction", "variant", "backend", "relocatable"
+    settings = {name: options[name].value for name in same}
+    case = options.device or "H200", options.heads, options.dtype
     failed = False
     try:
-        heads = [parse_heads(text) for text in options.heads]
-        config = parse_config(options.config) if options.config else None
-        same = ("seqlen", "chunk_size", "direction", "variant", "backend", "relocatable")
-        settings = {name: options[name].value for name in same}
-        case = options.device, heads, options.dtype
-        rows = report(*case, stages=options.stage, config=config, **settings)
-        for index, row in enumerate(rows):
+        for index, row in enumerate(report(*case, stages=options.stage, **settings)):
             if index == 0 and not options.jsonl:
-                print(_table_line(COLUMNS))
+                print("  ".join(COLUMNS))
             line = json.dumps(dataclasses.asdict(row)) if options.jsonl else table_row(row)
             print(line, flush=True)
             failed |= bool(row.cause)

@@ -44,12 +44,12 @@ from tqdm import tqdm
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import command
-import kernel_benchmark
+import shapes
 from calls import call_spec, config_row, launch_of
 from candidates import Result, start_workers
-from command import RequestError, check_names
-from kernel_benchmark import STAGES, parse_shapes
-from roofline import Shape
+from command import RequestError
+from kernel_benchmark import STAGES
+from shapes import Shape
 from worker import NoAnswer, ProcessEnded, Worker
 
 import mlstm_pallas
@@ -58,7 +58,6 @@ from mlstm_pallas.call_spec import CallSpec
 from mlstm_pallas.config import KernelConfig, tuning_name
 from mlstm_pallas.gpu import target_gpu
 from mlstm_pallas.stage import Lowering
-from mlstm_pallas.validation import KERNEL_DTYPES
 
 MIN_GAIN = 0.03  # of a whole call over that of the rules
 MIN_STAGE_GAIN = 0.01  # of a stage: less is noise
@@ -395,34 +394,24 @@ def tuned_rows(
 # ---------------------------------------------------------------- the command
 
 
-def define_flags(values: flags.FlagValues) -> None:
-    """Not at import: modules that import this one have flags of their own."""
-    define = command.Define(values)
-    shape = f"{', '.join(kernel_benchmark.SHAPES)}, or BxNHxSxDHQKxDHHV."
-    dtype = f"Of q, k, v: {', '.join(KERNEL_DTYPES)}."
-    stage = f"Search only these, in the rules' chunks: {', '.join(STAGES)}; none: all."
-    log = "Results of all candidates; those in it are not timed again."
+def define_flags(define: command.Define) -> None:
     output = "Tuning file; none: that of the device in mlstm_pallas/tuning."
     backends = ["triton", "mosaic_gpu", "interpret", "mosaic_gpu_interpret"]
     backend = "Whose kernels. Interpreted ones are a dry run without a GPU, with --output."
     threads = "Processes that compile, each with the memory of a call on the GPU."
-    define.list("shape", ["heads"], shape)
-    define.list("dtype", ["bfloat16"], dtype)
-    define.list("stage", [], stage)
+    define.names("stage", [], STAGES, "search only these, in the rules' chunks; none: all.")
     define.float("minutes", 9.0, "Time for all cases together.", lower_bound=0.0)
-    define.string("log", "tune.jsonl", log)
+    define.string("log", "tune.jsonl", "Results of all candidates; they are not timed again.")
     define.string("output", None, output)
     define.enum("backend", "triton", backends, backend)
     define.integer("threads", min(os.cpu_count() or 1, 8), threads, lower_bound=1)
-    define.integer("repeats", 5, "Batches of calls; the median counts.", lower_bound=1)
+    define.shared("dtype", shape="heads", repeats=5)
 
 
 def parse_request(options: flags.FlagValues) -> tuple[list[Calls], str]:
     """The cases and the tuning file."""
     device, lowering = jax.devices()[0], Lowering(options.backend)
     folder = Path(mlstm_pallas.__file__).parent / "tuning"
-    check_names("dtype", options.dtype, KERNEL_DTYPES)
-    check_names("stage", options.stage, list(STAGES))
     if not lowering.interpret and device.platform != "gpu":
         dry_run = "--backend=interpret --output=FILE is a dry run"
         raise RequestError(f"there is no GPU here to tune for; {dry_run}")
@@ -434,7 +423,7 @@ def parse_request(options: flags.FlagValues) -> tuple[list[Calls], str]:
     except ValueError as error:
         raise RequestError(str(error)) from None
     cases = []
-    for name, shape in parse_shapes(options.shape).items():
+    for name, shape in shapes.named(options.shape).items():
         cases += [Calls(options.backend, shape, dtype) for dtype in options.dtype]
         p = cases[-1].spec({}).problem
         if shape[2:] != (p.S, p.DHQK, p.DHHV):

@@ -1,14 +1,17 @@
 """Calls of a function in another process, with a time limit.
 
-A GPU kernel that waits for ever ends with its process alone. This module imports no jax: a process
-imports what its function needs, with environment variables of its own.
+A GPU kernel that waits for ever ends with its process alone, and LLVM ends its process on an
+assertion. This module imports no jax: a process imports what its function needs, with environment
+variables of its own.
 """
 
 import contextlib
 import dataclasses
 import multiprocessing
 import os
+import re
 import signal
+import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from multiprocessing.connection import Connection
@@ -77,12 +80,12 @@ class Worker:
     Attributes:
       function: it can be pickled, and so can its arguments and results.
       variables: environment variables of the process beside those of this one.
-      stderr: file for what the process writes there; ProcessEnded has its last words.
+      stderr: file of what the process writes there; ProcessEnded has its last words.
     """
 
     function: Callable[..., Any]
-    variables: Mapping[str, str]
-    stderr: str
+    variables: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    stderr: Any = dataclasses.field(default_factory=tempfile.NamedTemporaryFile)
     _process: Any = None
     _connection: Any = None
     _closed: bool = False
@@ -112,12 +115,12 @@ class Worker:
 
     def _start(self) -> None:
         self._connection, other = _SPAWN.Pipe()
-        arguments = self.function, other, self.stderr
+        arguments = self.function, other, self.stderr.name
         process = _SPAWN.Process(target=_serve, args=arguments, daemon=True)
         with _starting, environment(self.variables):
             if self._closed:
                 raise ProcessEnded("the worker is closed")
-            open(self.stderr, "wb").close()  # what the process before wrote
+            self.stderr.truncate(0)  # what the process before wrote
             process.start()
             self._process = process
         # The process has the only other end now: when it ends, so does the wait for an answer.
@@ -125,15 +128,18 @@ class Worker:
         self._answer(START_SECONDS)
 
     def _last_words(self) -> str:
-        with open(self.stderr, errors="replace") as file:
-            return f"; {' '.join(file.read().split())[-200:]}".rstrip("; ")
+        """An error that the process named, or the end of what it wrote."""
+        with open(self.stderr.name, errors="replace") as file:
+            text = file.read()
+        [*_, text] = re.findall(r"(?:error: |LLVM ERROR|Assertion).{,200}", text) or [text]
+        return f"; {' '.join(text.split())[-200:]}".rstrip("; ")
 
     def _answer(self, seconds: float) -> Any:
         if not self._connection.poll(seconds):
             raise NoAnswer(f"no answer within {seconds:g} s")
         succeeded, answer = self._connection.recv()
         if not succeeded:
-            raise ProcessEnded(answer)
+            raise ProcessEnded(answer + self._last_words())
         return answer
 
     def _end(self) -> int | None:

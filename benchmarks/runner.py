@@ -1,0 +1,203 @@
+"""What every benchmark does: it measures rows, refuses wrong outputs, prints, stores, reports.
+
+A row is a JSON object, a line of a file in ``results/``. Every row has
+
+    name, shape   as in shapes.py
+    impl, direction, dtype
+    device, versions, commit
+    status        "ok", "wrong", "failed" or "skipped"; note says why
+
+and those that were measured have
+
+    errors, error   relative error of each output, and the largest one
+    ms, spread      median of the batches, (slowest - fastest) / median
+    first_call_s    tracing, compiling and one call
+    peak_mib        peak memory beyond the inputs
+
+Each benchmark adds keys of its own. A missing key or null was not measured.
+"""
+
+import contextlib
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import command
+import jax
+import jaxlib
+import reporting
+from absl import flags
+from command import RequestError, one_line
+from shapes import Shape
+
+Row = dict[str, Any]
+NEED_GPU = ("triton", "mosaic_gpu", "mlstm_pallas_mosaic_gpu")
+BATCH_SECONDS, MAX_CALLS = 0.05, 100  # calls in flight between two synchronisations
+REQUIRED = {"shape", "direction", "dtype", "device", "status", "note"}
+
+
+class WrongOutputError(RuntimeError):
+    """An output is wrong; the message says which and by how much."""
+
+
+class UnsupportedError(ValueError):
+    """An implementation does not do what is asked for; its row is skipped."""
+
+
+def on_gpu() -> bool:
+    return jax.devices()[0].platform == "gpu"
+
+
+def check_gpu(names: Sequence[str]) -> None:
+    """Raises RequestError without a GPU if one of the names needs one; says what runs instead."""
+    if on_gpu():
+        return
+    if needed := [name for name in NEED_GPU if name in names]:
+        absent = "JAX has none here; xla and interpret run anywhere"
+        raise RequestError(f"{needed[0]} needs a GPU, {absent}")
+    where = f"measuring {', '.join(names)} on the CPU"
+    print(f"no GPU here: {where}; these are not the speeds of the kernels")
+
+
+def new_row(options: flags.FlagValues, name: str, shape: Shape, impl: str, **more: Any) -> Row:
+    device, versions = jax.devices()[0].device_kind, dict(jax=jax.__version__)
+    versions["jaxlib"] = jaxlib.__version__
+    where = dict(device=device, versions=versions, commit=options.commit or command.git_commit())
+    return dict(name=name, shape=shape, impl=impl, **more, **where, status="ok", note="")
+
+
+def attempt(row: Row, ours: bool, measure: Callable[..., None], *arguments: Any) -> Row:
+    """The row, which measure(row, *arguments) fills; an exception becomes its status and note.
+
+    ours: whether an exception is a failure of mlstm_pallas; otherwise the row is skipped.
+    """
+    try:
+        measure(row, *arguments)
+    except WrongOutputError as error:
+        row |= dict(status="wrong", note=f"wrong: {error}")
+    except Exception as error:
+        status = "failed" if ours and not isinstance(error, UnsupportedError) else "skipped"
+        row |= dict(status=status, note=f"{status}: {one_line(error)}")
+    return row
+
+
+def first_call(
+    row: Row, impl: Any, *arguments: Any, run: Callable[[Any], Any] = lambda call: call()
+) -> tuple[Any, Any]:
+    """What impl.build(*arguments) returns, and the outputs of the first run of it."""
+    start = time.perf_counter()
+    call = impl.build(*arguments)
+    outputs = run(call)
+    impl.synchronise(outputs)
+    row["first_call_s"] = time.perf_counter() - start
+    row["versions"] |= impl.versions()
+    return call, outputs
+
+
+def check(row: Row, errors: Mapping[str, float], limits: Mapping[str, float]) -> None:
+    """Stores the errors; raises WrongOutputError if one is beyond its limit."""
+    row |= dict(errors=dict(errors), error=max(errors.values()))
+    if wrong := beyond(errors, limits):
+        raise WrongOutputError(wrong)
+
+
+def beyond(errors: Mapping[str, float], limits: Mapping[str, float]) -> str:
+    """The outputs beyond their limits; "" when there are none."""
+    # A NaN is neither more nor less.
+    wrong = {x: limit for x, limit in limits.items() if x in errors and not errors[x] <= limit}
+    return "; ".join(f"error {errors[x]:.1e} in {x}, at most {y:.0e}" for x, y in wrong.items())
+
+
+def time_calls(
+    call: Callable[[], Any], synchronise: Callable[[Any], Any], repeats: int
+) -> list[float]:
+    """Seconds per call in each batch of calls with one synchronisation."""
+
+    def batch(calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            outputs = call()
+        synchronise(outputs)
+        return (time.perf_counter() - start) / calls
+
+    batch(2)
+    calls = min(max(round(BATCH_SECONDS / batch(1)), 1), MAX_CALLS)
+    return [batch(calls) for _ in range(repeats)]
+
+
+def store_times(row: Row, times: Sequence[float]) -> float:
+    """The median, in seconds."""
+    median = statistics.median(times)
+    row |= dict(ms=1e3 * median, spread=(max(times) - min(times)) / median)
+    return median
+
+
+def measure(row: Row, impl: Any, call: Callable[[], Any], repeats: int) -> float:
+    """Stores the peak memory and the times of a call; returns the median, in seconds."""
+    row["peak_mib"] = impl.peak_memory_bytes(call) / 2**20
+    return store_times(row, time_calls(call, impl.synchronise, repeats))
+
+
+def read_rows(path: str) -> Iterator[Row]:
+    """The rows of a file; raises RequestError at a line that is no row."""
+    with open(path) as file:
+        for number, line in enumerate(file, 1):
+            try:
+                row = json.loads(line)
+                row["shape"] = Shape(*row["shape"])
+                if missing := REQUIRED - row.keys():
+                    raise ValueError(f"it has no {', '.join(sorted(missing))}")
+            except (KeyError, TypeError, ValueError) as error:
+                raise RequestError(f"{path}, line {number} is no row: {error}") from None
+            yield row
+
+
+def run(
+    name: str,
+    options: flags.FlagValues,
+    measured: Callable[[flags.FlagValues], Iterator[Row]],
+    columns: reporting.Columns,
+    report: Callable[[Sequence[Row]], Any] = lambda rows: None,
+    plot: Callable[[Sequence[Row], str], None] | None = None,
+) -> int:
+    """Measures, or reads --from_jsonl, and reports; returns the exit code.
+
+    Each row is printed, and appended to the file of --jsonl, as soon as it is measured. At the end
+    there are a table, what ``report`` prints, and the plot.
+
+    The exit code is 1 if a row is wrong or failed, 130 after Ctrl-C, with the rows before it, and
+    2, with one line on stderr, if the request makes no sense or a file cannot be opened.
+    """
+    rows: list[Row] = []
+    stored, path = options.from_jsonl, options.plot if plot else None
+    code = 0
+    try:
+        with contextlib.ExitStack() as stack:
+            reporting.check_plot(path)
+            read = [row for file in stored for row in read_rows(file)]
+            jsonl = stack.enter_context(open(options.jsonl or os.devnull, "a"))
+            for row in read if stored else measured(options):
+                rows.append(row)
+                if not stored:
+                    print(reporting.progress(row, columns), flush=True)
+                print(json.dumps(row, default=str), file=jsonl, flush=True)
+                code |= row["status"] in ("wrong", "failed")
+    except (RequestError, OSError) as error:
+        print(f"{name}: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        code = 130
+    if rows:
+        print(f"\n{reporting.table(rows, columns)}")
+        report(rows)
+    timed = any(row.get("ms") for row in rows)
+    if path and plot and timed:
+        plot(rows, path)
+    elif path and rows:
+        print(f"nothing was measured: {path} is not written")
+    return code
