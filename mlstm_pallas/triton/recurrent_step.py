@@ -10,7 +10,7 @@ FLOPs: 4 B NH K V. Bytes: C twice, 2 B NH K V itemsize; the rest is smaller by a
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
@@ -167,3 +167,7 @@ class Tiles(BaseTiles):
     def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
         columns = min(self.siz_b_DHHV, max(next_power_of_two(p.DHHV), MIN_TILE))
         return -(-p.DHHV // columns), p.BNH
+
+    def clamped(self, p: Problem) -> Self:
+        """As they are: heads are not padded."""
+        return self
