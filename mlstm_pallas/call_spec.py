@@ -29,7 +29,6 @@ class CallSpec:
       has_initial_state: False: the states start from zeros, which have no gradients.
       return_last_states: whether the call returns the last states.
       layout: of q, k, v, h and their gradients.
-      output_dtype: of h; None: the dtype.
     """
 
     problem: Problem
@@ -43,14 +42,12 @@ class CallSpec:
     has_initial_state: bool = True
     return_last_states: bool = True
     layout: Layout = Layout.BNTH
-    output_dtype: jnp.dtype | None = None
 
     @property
     def plan(self) -> Plan:
         """The plan of the call's kernels."""
         lowering = Lowering(self.backend or Lowering.TRITON)
-        recompute = self.recompute_states_in_bw
-        options = Options(self.dtype, lowering, self.config, recompute, self.output_dtype)
+        options = Options(self.dtype, lowering, self.config, self.recompute_states_in_bw)
         return planning.plan(self.problem, options, self.gpu)
 
     def launch(

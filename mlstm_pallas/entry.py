@@ -116,13 +116,13 @@ def run(
         within = steps_within(lengths, S)
         i, f = jnp.where(within, i, -jnp.inf), jnp.where(within, f, jnp.inf)
     inputs = Inputs(
-        _pad(q.astype(dtype), p.DHQK),
-        _pad(k.astype(dtype), p.DHQK),
-        _pad(v.astype(dtype), p.DHHV),
-        _pad(i.astype(acc), p.S, value=-jnp.inf),
-        _pad(f.astype(acc), p.S, value=jnp.inf),
-        _pad(c_initial.astype(acc), p.DHQK, p.DHHV),
-        _pad(n_initial.astype(acc), p.DHQK),
+        pad(q.astype(dtype), p.DHQK),
+        pad(k.astype(dtype), p.DHQK),
+        pad(v.astype(dtype), p.DHHV),
+        pad(i.astype(acc), p.S, value=-jnp.inf),
+        pad(f.astype(acc), p.S, value=jnp.inf),
+        pad(c_initial.astype(acc), p.DHQK, p.DHHV),
+        pad(n_initial.astype(acc), p.DHQK),
         m_initial.astype(acc),
         lengths=lengths,
     )
@@ -131,7 +131,7 @@ def run(
         if num_segments is not None:
             inputs = inputs._replace(segment_ends=segment_ends(starts, num_segments, lengths))
         starts = starts if lengths is None else jnp.where(within, starts, 0)
-        inputs = inputs._replace(starts=_pad(starts, p.S))
+        inputs = inputs._replace(starts=pad(starts, p.S))
     h, last = forward(spec, inputs)
     h = h[..., :DHV].astype(q.dtype)
     if last is None or not spec.return_last_states:
@@ -201,8 +201,8 @@ def spec_for(
     )
 
 
-def _pad(x: jax.Array, *sizes: int, value: float = 0) -> jax.Array:
+def pad(x: jax.Array, *sizes: int, value: float = 0) -> jax.Array:
     """Pads the last axes up to the sizes."""
-    shape = *x.shape[: -len(sizes)], *sizes
+    shape = *x.shape[: x.ndim - len(sizes)], *sizes
     widths = [(0, padded - size) for padded, size in zip(shape, x.shape, strict=True)]
     return jnp.pad(x, widths, constant_values=value) if shape != x.shape else x

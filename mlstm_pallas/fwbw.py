@@ -1,4 +1,4 @@
-"""The custom_vjp that joins the schedules, and the documented generators of functions with it."""
+"""The custom_vjp that joins the schedules."""
 
 import dataclasses
 import functools
@@ -14,13 +14,10 @@ from mlstm_pallas import backward as backward_schedule
 from mlstm_pallas import forward as forward_schedule
 from mlstm_pallas.backend import on_backend
 from mlstm_pallas.call_spec import CallSpec, Cotangents, Forward, Inputs, LastStates, Residuals
-from mlstm_pallas.entry import Options, checked, run
 from mlstm_pallas.forward import Summands
-from mlstm_pallas.gates import segment_starts
 from mlstm_pallas.segments import segment_states
 from mlstm_pallas.sharding import over_shards
 from mlstm_pallas.stage import Lowering
-from mlstm_pallas.validation import as_dtype
 
 NO_SUCH_DERIVATIVE = (
     "mlstm_chunkwise has first derivatives in reverse mode only; for second derivatives and "
@@ -160,69 +157,3 @@ def mlstm_with_segments(spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, Last
     spec = dataclasses.replace(spec, recompute_states_in_bw=False, return_last_states=False)
     outputs = over_shards(_with_segments, spec, _segments_not_differentiated(inputs))
     return outputs.h, jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), outputs.last)
-
-
-def _mlstm_chunkwise_fwbw_generator(
-    autocast_kernel_dtype: Any = jnp.bfloat16,
-    return_last_states: bool = False,
-    recompute_states_in_bw: bool = True,
-    chunk_size: int = 64,
-    eps: float = 1e-6,
-    stabilize_correctly: bool = True,
-    norm_val: float = 1.0,
-) -> Callable[..., tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]]:
-    """A function with exact gradients of all its arguments.
-
-    It is documented in the xlstm_jax public API document of triton_stablef.triton_fwbw. Equal
-    arguments give the same function, so that jit does not compile it again.
-
-    Args:
-      autocast_kernel_dtype: of q, k, v in the matrix products; None: that of matQ. Gates and states
-        stay float32.
-      return_last_states: whether C, N and M of the last step are returned; else None in their
-        places.
-      recompute_states_in_bw, chunk_size, eps, stabilize_correctly, norm_val: as for
-        ``mlstm_pallas.mlstm_chunkwise``.
-
-    Returns:
-      forward(matQ, matK, matV, vecI, vecF, matC_initial=None, vecN_initial=None,
-      scaM_initial=None) -> (H, C, N, M), where matQ and matK are (B, NH, S, DHQK), matV and H
-      (B, NH, S, DHV), vecI and vecF (B, NH, S), and the states (B, NH, DHQK, DHV), (B, NH, DHQK)
-      and (B, NH). H has the dtype of matQ, the returned states are float32.
-    """
-    dtype = autocast_kernel_dtype
-    options = Options(
-        return_last_states,
-        eps,
-        chunk_size,
-        None if dtype is None else as_dtype("autocast_kernel_dtype", dtype),
-        stabilize_correctly,
-        norm_val,
-        recompute_states_in_bw=recompute_states_in_bw,
-    )
-    return _forward_function(checked(options))  # checked: to the cache 1 equals True
-
-
-@functools.cache
-def _forward_function(options: Options) -> Callable[..., tuple[jax.Array, Any, Any, Any]]:
-    def forward(
-        matQ: jax.Array,
-        matK: jax.Array,
-        matV: jax.Array,
-        vecI: jax.Array,
-        vecF: jax.Array,
-        matC_initial: jax.Array | None = None,
-        vecN_initial: jax.Array | None = None,
-        scaM_initial: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any, Any, Any]:
-        arrays = matQ, matK, matV, vecI, vecF, matC_initial, vecN_initial, scaM_initial
-        outputs: Any = run(mlstm_forward, segment_starts, options, arrays, None)
-        h, states = outputs if options.return_last_states else (outputs, (None, None, None))
-        return h, *states
-
-    return forward
-
-
-def _get_chunkwise_fwbw_kernel(autocast_kernel_dtype: Any, **kwargs: Any) -> Callable[..., Any]:
-    """The function of ``_mlstm_chunkwise_fwbw_generator``, documented with it."""
-    return _mlstm_chunkwise_fwbw_generator(autocast_kernel_dtype, **kwargs)

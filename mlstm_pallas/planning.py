@@ -102,14 +102,12 @@ class Options:
       lowering: of the kernels, before those that a kernel falls to.
       config: the caller's overrides.
       recompute_states_in_bw: as for ``mlstm_chunkwise``.
-      output_dtype: of h; None: that of q.
     """
 
     dtype: jnp.dtype
     lowering: Lowering
     config: KernelConfig
     recompute_states_in_bw: bool = True
-    output_dtype: jnp.dtype | None = None
 
 
 def _tiles(
@@ -184,8 +182,6 @@ def asked_of(
         return dict(recurrences=1 + options.recompute_states_in_bw, has_h=recomputed)
     if name == "split_products":
         return dict(stores_X=False)
-    if name == "parallel_fw_H" and options.output_dtype is not None:
-        return dict(output_dtype=options.output_dtype)
     return {}
 
 

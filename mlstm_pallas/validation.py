@@ -518,16 +518,6 @@ def check_dtype(name: str, x: Any, dtypes: Sequence[str] = KERNEL_DTYPES) -> jnp
     return dtype
 
 
-def check_output_dtype(name: str, x: Any) -> jnp.dtype:
-    dtype = check_dtype(name, x, INPUT_DTYPES)
-    if jax.dtypes.canonicalize_dtype(dtype) != dtype:
-        raise TypeError(
-            f"{name} is {dtype.name}, which needs jax_enable_x64, expected one of "
-            f"{', '.join(INPUT_DTYPES[:-1])}"
-        )
-    return dtype
-
-
 def kernel_dtype(autocast_kernel_dtype: Any, q_dtype: Any, backend: str | None) -> jnp.dtype:
     """The dtype of q, k, v in the matrix products."""
     if autocast_kernel_dtype is None:

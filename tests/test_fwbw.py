@@ -10,7 +10,7 @@ import pytest
 from oracle import compare, error, oracle, random_inputs, tolerance
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, reference
-from mlstm_pallas.fwbw import _mlstm_chunkwise_fwbw_generator
+from mlstm_pallas.xlstm_jax.triton_stablef import _mlstm_chunkwise_fwbw_generator
 
 S, L, DHQK, DHHV = 64, 16, 16, 24
 INPUTS = random_inputs(0, 1, 2, S, DHQK, DHHV)

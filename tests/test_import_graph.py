@@ -185,10 +185,10 @@ def test_what_does_not_run_is_not_imported():
 
 
 def signature(room, stage):
-    """The signature of a stage's function, without the keyword that only some rooms read."""
+    """The signature of a stage's function, without the keywords that only some rooms read."""
     function = getattr(importlib.import_module(f"mlstm_pallas.{room}.{stage}"), stage)
-    whole = inspect.signature(function)
-    parameters = [x for x in whole.parameters.values() if x.name != "recurrences"]
+    whole, some = inspect.signature(function), ("recurrences", "output_dtype")
+    parameters = [x for x in whole.parameters.values() if x.name not in some]
     return str(whole.replace(parameters=parameters))
 
 

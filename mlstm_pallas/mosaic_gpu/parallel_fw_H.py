@@ -74,7 +74,6 @@ class _Refs(NamedTuple):
     q_tiles: Any  # shared (warpgroups, DHQK / 64, 64, 64)
     k_tiles: Any  # shared (num_stages, parts, 64, columns)
     v_tiles: Any  # shared (num_stages, 64, siz_b_DHHV): of the state, then of v
-    out_tiles: Any  # shared (warpgroups, 1, 64, 64), absent where h has the dtype of q
     q_full: Any  # a barrier a warpgroup
     k_barriers: Any
     v_barriers: Any
@@ -212,11 +211,10 @@ class _Queries:
             def _() -> None:
                 refs.z.at[self.head, rows][...] = z
 
-        tiles = refs.q_tiles if refs.out_tiles is None else refs.out_tiles
-        free = tiles.shape[1]
+        free = refs.q_tiles.shape[1]
         h = head_of(refs.h, self.head, self.p)
         for x in range(self.columns // R):
-            tile = tiles.at[self.wg, x % free]
+            tile = refs.q_tiles.at[self.wg, x % free]
             plgpu.wait_smem_to_gmem(free - 1, wait_read_only=True)
             products.store(tile, num[:, x * R : (x + 1) * R].astype(tile.dtype))
             plgpu.commit_smem()
@@ -283,7 +281,7 @@ def _kernel(
     v_ring.drain()
 
 
-def scratch(p: Problem, config: "Tiles", dtype: Any, output_dtype: Any) -> dict[str, Any]:
+def scratch(p: Problem, config: "Tiles", dtype: Any) -> dict[str, Any]:
     """Shared memory of the kernel."""
     tiles, warpgroups, n = shared_tiles, config.siz_b_LQ // R, config.num_stages
     of_part = p.DHQK if p.DHQK <= 256 else R
@@ -292,9 +290,6 @@ def scratch(p: Problem, config: "Tiles", dtype: Any, output_dtype: Any) -> dict[
         "q_tiles": tiles(warpgroups, p.DHQK // R, R, R, dtype=dtype),
         "k_tiles": tiles(n, parts, R, of_part, dtype=dtype),
         "v_tiles": tiles(n, R, config.siz_b_DHHV, dtype=dtype),
-        "out_tiles": (
-            None if output_dtype == dtype else tiles(warpgroups, 1, R, R, dtype=output_dtype)
-        ),
         "q_full": plgpu.Barrier(num_arrivals=p.DHQK // R, num_barriers=warpgroups),
         "k_barriers": ring_barriers(n, copies=parts, readers=warpgroups),
         "v_barriers": ring_barriers(n, copies=1, readers=warpgroups),
@@ -310,22 +305,20 @@ def parallel_fw_H(
     vecN_states: jax.Array,
     *,
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
-    output_dtype: Any = None,
     call: Launch,
 ) -> Outputs:
     """Runs the stage: ``stages/parallel_fw_H.py``."""
     p, config, g, interpret = call.problem, call.tiles, gates.per_step(), call.interpret
-    output_dtype = jnp.dtype(matQ.dtype if output_dtype is None else output_dtype)
     x = mosaic_call(
         functools.partial(_kernel, p=p, config=config, normaliser=normaliser, interpret=interpret),
         name="parallel_fw_H",
         grid={"program": config.grid(p)[0]},
         warpgroups=config.siz_b_LQ // R,
         outputs={
-            "h": sequence_shape(matV, p.DHHV, output_dtype),
+            "h": sequence_shape(matV, p.DHHV, matQ.dtype),
             "z": None if normaliser is None else float32(p.BNH, p.S),
         },
-        scratch=scratch(p, config, matQ.dtype, output_dtype),
+        scratch=scratch(p, config, matQ.dtype),
         interpret=interpret,
     )(
         q=matQ,
@@ -352,10 +345,8 @@ class Tiles(HopperTiles):
     def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
         return (p.BNH * p.NC * blocks(p.L, self.siz_b_LQ) * blocks(p.DHHV, self.siz_b_DHHV),)
 
-    def shared_bytes(
-        self, p: Problem, dtype: Any, *, output_dtype: Any = None, **asked: Any
-    ) -> int:
-        return shared_bytes(scratch(p, self, dtype, jnp.dtype(output_dtype or dtype)))
+    def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
+        return shared_bytes(scratch(p, self, dtype))
 
     @classmethod
     def candidates(cls, p: Problem, gpu: Gpu, **asked: Any) -> Iterable[Self]:

@@ -19,21 +19,22 @@ The arguments of a stage:
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from mlstm_pallas.annotations import Array, States
-from mlstm_pallas.fwbw import _get_chunkwise_fwbw_kernel, _mlstm_chunkwise_fwbw_generator
 from mlstm_pallas.xlstm_jax import _common
 from mlstm_pallas.xlstm_jax._common import (
     C_STATES,
     M_STATES,
     N_STATES,
     call_spec,
-    gates_of,
-    on_shards,
     renamed,
+    run_stage,
 )
-from mlstm_pallas.xlstm_jax.triton_stablef import mlstm_chunkwise_triton_stablef
+from mlstm_pallas.xlstm_jax.triton_stablef import (
+    _get_chunkwise_fwbw_kernel,
+    _mlstm_chunkwise_fwbw_generator,
+    mlstm_chunkwise_triton_stablef,
+)
 
 __all__ = [
     "_get_chunkwise_fwbw_kernel",
@@ -67,17 +68,15 @@ def _mlstm_chunkwise__recurrent_fw_C(
       matC_initial, vecN_initial, scaMinter_initial: (B, NH, DHQK, DHHV), (B, NH, DHQK), (B, NH);
         all or none (zeros).
     """
-    buffers: dict[str, Any] = dict(
+    arguments = locals()
+    shapes: dict[str, Any] = dict(
         matC_states=C_STATES[1:], vecN_states=N_STATES[1:], scaMinter_states=M_STATES[1:]
     )
-    spec = call_spec(locals(), optional=tuple(buffers), **buffers)
-    initial = matC_initial, vecN_initial, scaMinter_initial
-    C, n, m = _common.initial_states(spec, matK, matV, *initial)
-    gates = gates_of(spec, vecI, m, vecB=vecB)
-    C, n, m, *_ = on_shards(_common.states)(spec, matK, matV, gates, C, n)
+    spec = call_spec(arguments, optional=tuple(shapes), **shapes)
+    buffers = [arguments.pop(name) for name in shapes]
     C, n, m = (
         x if buffer is None else x.astype(buffer.dtype)
-        for x, buffer in ((C, matC_states), (n, vecN_states), (m, scaMinter_states))
+        for x, buffer in zip(_common.boundary_states(spec, arguments), buffers, strict=True)
     )
     return C, n, m
 
@@ -88,11 +87,8 @@ def _mlstm_chunkwise__parallel_fw_H(
     CHUNK_SIZE: int = 64, NUM_CHUNKS: int = 1, EPS: float = 1e-6,
 ) -> tuple[jax.Array, jax.Array]:  # fmt: skip
     """H (B, NH, S, DHHV) in the dtype of matQ, and vecN_out, from the states before each chunk."""
-    spec = call_spec(locals())
-    gates = gates_of(spec, vecI, scaMinter_states, vecB=vecB)
-    run = on_shards(_common.outputs)
-    H, vecN_out = run(spec, matQ, matK, matV, gates, matC_states, vecN_states)
-    return H, vecN_out
+    x = run_stage(_common.outputs, call_spec(locals()), locals())
+    return x["matH"], x["vecN_out"]
 
 
 def _mlstm_chunkwise_fw(
@@ -120,12 +116,7 @@ def _mlstm_chunkwise__recurrent_bw_dC(
 
     matDeltaC_last: the gradient of the last C, (B, NH, DHQK, DHHV).
     """
-    spec = call_spec(locals(), constant_denominator=True)
-    gates = gates_of(spec, vecI, scaMinter_states, vecB=vecB)
-    dC, first = on_shards(_common.state_gradients)(
-        spec, matQ, matDeltaH, gates, vecN_out, matDeltaC_last
-    )
-    return jnp.concatenate([first.astype(dC.dtype), dC], axis=2)
+    return _common.boundary_gradients(call_spec(locals(), constant_denominator=True), locals())
 
 
 def _mlstm_chunkwise__parallel_bw_dQKV(
@@ -138,11 +129,8 @@ def _mlstm_chunkwise__parallel_bw_dQKV(
     matC_states: before each chunk; matDeltaC_states: after each chunk; or both at all boundaries.
     """
     spec = call_spec(locals(), constant_denominator=True)
-    gates = gates_of(spec, vecI, scaMinter_states, vecB=vecB)
-    dQ, dK, dV = on_shards(_common.input_gradients)(
-        spec, matQ, matK, matV, matDeltaH, gates, vecN_out, matC_states, matDeltaC_states
-    )
-    return dQ, dK, dV
+    x = run_stage(_common.input_gradients, spec, locals())
+    return x["matDeltaQ"], x["matDeltaK"], x["matDeltaV"]
 
 
 def _mlstm_chunkwise_bw(
@@ -158,4 +146,4 @@ def _mlstm_chunkwise_bw(
     See ``triton_stablef._mlstm_chunkwise_bw``. vecN_out, which is needed, is that of
     ``_mlstm_chunkwise_fw``; EPS is added to it.
     """
-    return _common.backward(locals(), matC_states)
+    return _common.backward(locals())

@@ -24,10 +24,13 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mlstm_pallas.annotations import Array, States
-from mlstm_pallas.fwbw import _get_chunkwise_fwbw_kernel, _mlstm_chunkwise_fwbw_generator
 from mlstm_pallas.xlstm_jax import _common
-from mlstm_pallas.xlstm_jax._common import STEPS, Arguments, call_spec, gates_of, on_shards, renamed
-from mlstm_pallas.xlstm_jax.triton_stablef import mlstm_chunkwise_triton_stablef
+from mlstm_pallas.xlstm_jax._common import STEPS, Arguments, call_spec, renamed, run_stage
+from mlstm_pallas.xlstm_jax.triton_stablef import (
+    _get_chunkwise_fwbw_kernel,
+    _mlstm_chunkwise_fwbw_generator,
+    mlstm_chunkwise_triton_stablef,
+)
 
 __all__ = [
     "_get_chunkwise_fwbw_kernel",
@@ -61,10 +64,7 @@ def mlstm_chunkwise__recurrent_fw_C(
 ) -> States:  # fmt: skip
     """C, N and M at the chunk boundaries: C in the dtype of matK, N and M float32."""
     spec = call_spec(locals(), stage="recurrent_fw_C", vecF=STEPS)
-    C, n, m = _common.initial_states(spec, matK, matV, matC_initial, vecN_initial, scaM_initial)
-    gates = gates_of(spec, vecI, m, vecF=vecF)
-    C, n, m, *_ = on_shards(_common.states)(spec, matK, matV, gates, C, n)
-    return C, n, m
+    return _common.boundary_states(spec, locals())
 
 
 def mlstm_chunkwise__parallel_fw_Hintra(
@@ -79,10 +79,8 @@ def mlstm_chunkwise__parallel_fw_Hintra(
     H is the whole output, with the inter-chunk part, despite the name.
     """
     spec = call_spec(locals(), stage="parallel_fw_H", vecF=STEPS)
-    gates = gates_of(spec, vecI, scaM_all, vecF=vecF)
-    run = on_shards(_common.outputs)
-    H, vecN_out = run(spec, matQ, matK, matV, gates, matC_all, vecN_all)
-    return H, vecN_out
+    x = run_stage(_common.outputs, spec, locals(), output_dtype=output_dtype)
+    return x["matH"], x["vecN_out"]
 
 
 def mlstm_chunkwise_fw(
@@ -113,11 +111,7 @@ def mlstm_chunkwise__recurrent_bw_dC(
     spec = call_spec(
         locals(), constant_denominator=True, stage="recurrent_bw_dC", renamed=renamed, vecF=STEPS
     )
-    gates = gates_of(spec, vecI, scaM_all, vecF=vecF)
-    dC, first = on_shards(_common.state_gradients)(
-        spec, matQ, matDeltaH, gates, vecN_out, matDeltaC_last
-    )
-    return jnp.concatenate([first.astype(dC.dtype), dC], axis=2)
+    return _common.boundary_gradients(spec, locals())
 
 
 def mlstm_chunkwise__parallel_bw_dV(
@@ -174,13 +168,7 @@ def _gradient(name: str, arguments: Arguments) -> jax.Array:
     spec = call_spec(
         arguments, constant_denominator=True, stage="parallel_bw_dQKV", renamed=renamed
     )
-    gates = gates_of(spec, arguments["vecI"], arguments["scaM_all"], vecB=arguments["vecB"])
-    q, k, v, dh, *others = (
-        arguments[x]
-        for x in ("matQ", "matK", "matV", "matDeltaH", "vecN_out", "matC_all", "matDeltaC_states")
-    )
-    gradients = on_shards(_common.input_gradients)(spec, q, k, v, dh, gates, *others)
-    gradient: jax.Array = gradients["QKV".index(name)]
+    gradient: jax.Array = run_stage(_common.input_gradients, spec, arguments)[f"matDelta{name}"]
     return gradient.astype(arguments["output_dtype"])
 
 
@@ -196,4 +184,4 @@ def mlstm_chunkwise_bw(
     See ``triton_stablef._mlstm_chunkwise_bw``. vecN_out, which is needed, is that of
     ``mlstm_chunkwise_fw``; the eps of the forward pass is added to it.
     """
-    return _common.backward(locals(), matC_all)
+    return _common.backward(locals())

@@ -18,6 +18,8 @@ NT = num_chunks chunks of BT = chunk_size steps.
   the former too.
 """
 
+import functools
+from collections.abc import Callable
 from typing import Any, Literal, overload
 
 import jax
@@ -25,9 +27,12 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mlstm_pallas.annotations import Array, States
-from mlstm_pallas.fwbw import _get_chunkwise_fwbw_kernel, _mlstm_chunkwise_fwbw_generator
+from mlstm_pallas.entry import Options, checked, run
+from mlstm_pallas.fwbw import mlstm_forward
+from mlstm_pallas.gates import segment_starts
+from mlstm_pallas.validation import as_dtype
 from mlstm_pallas.xlstm_jax import _common
-from mlstm_pallas.xlstm_jax._common import call_spec, gates_of, on_shards
+from mlstm_pallas.xlstm_jax._common import call_spec, run_stage
 
 __all__ = [
     "_get_chunkwise_fwbw_kernel",
@@ -48,12 +53,7 @@ def _mlstm_chunkwise__recurrent_fw_C(
     qk_scale: float | None = None, chunk_size: int = 64, num_chunks: int = 1,
 ) -> States:  # fmt: skip
     """C, N and M at the chunk boundaries: C in the dtype of matK, N and M float32."""
-    spec = call_spec(locals())
-    initial = matC_initial, vecN_initial, scaMinter_initial
-    C, n, m = _common.initial_states(spec, matK, matV, *initial)
-    gates = gates_of(spec, vecI, m, log_f=vecF)
-    C, n, m, *_ = on_shards(_common.states)(spec, matK, matV, gates, C, n)
-    return C, n, m
+    return _common.boundary_states(call_spec(locals()), locals())
 
 
 def _mlstm_chunkwise__parallel_fw_H(
@@ -66,10 +66,8 @@ def _mlstm_chunkwise__parallel_fw_H(
 
     The states are those before each chunk.
     """
-    spec = call_spec(locals())
-    gates = gates_of(spec, vecI, scaM_inter, log_f=vecF)
-    H, vecN = on_shards(_common.outputs)(spec, matQ, matK, matV, gates, matC_states, vecN_states)
-    return H, vecN + eps, gates.vecM.reshape(vecN.shape)
+    x = run_stage(_common.outputs, call_spec(locals()), locals())
+    return x["matH"], x["vecN_out"] + eps, x["vecM_out"]
 
 
 def _mlstm_chunkwise_fw(
@@ -104,10 +102,8 @@ def _mlstm_chunkwise__recurrent_bw_dC(
       store_initial_state: not read; the gradient of the first C is always returned.
     """
     spec = call_spec(locals(), constant_denominator=True)
-    gates = gates_of(spec, vecM, scaM_inter, log_f=vecF)
-    run = on_shards(_common.state_gradients)
-    dC, dC_first = run(spec, matQ, matDeltaH, gates, vecN_out, matDeltaC_last)
-    return dC, dC_first
+    x = run_stage(_common.state_gradients, spec, locals())
+    return x["matDeltaC_states"], x["matDeltaC_initial"]
 
 
 def _mlstm_chunkwise__parallel_bw_dQKV(
@@ -126,11 +122,8 @@ def _mlstm_chunkwise__parallel_bw_dQKV(
         ``_mlstm_chunkwise__recurrent_bw_dC``, or at all boundaries.
     """
     spec = call_spec(locals(), constant_denominator=True)
-    gates = gates_of(spec, vecI, scaM_inter, log_f=vecF)
-    dQ, dK, dV = on_shards(_common.input_gradients)(
-        spec, matQ, matK, matV, matDeltaH, gates, vecN_out, matC_states, matDeltaC_states
-    )
-    return dQ, dK, dV
+    x = run_stage(_common.input_gradients, spec, locals())
+    return x["matDeltaQ"], x["matDeltaK"], x["matDeltaV"]
 
 
 def _mlstm_chunkwise_bw(
@@ -155,7 +148,72 @@ def _mlstm_chunkwise_bw(
       vecN_out, matDeltaH: (B, H, T), (B, H, T, V); needed, despite their defaults.
       matDeltaC_last: the gradient of the last C (B, H, DHQK, DHHV).
     """
-    return _common.backward(locals(), matC_states)
+    return _common.backward(locals())
+
+
+def _mlstm_chunkwise_fwbw_generator(
+    autocast_kernel_dtype: Any = jnp.bfloat16,
+    return_last_states: bool = False,
+    recompute_states_in_bw: bool = True,
+    chunk_size: int = 64,
+    eps: float = 1e-6,
+    stabilize_correctly: bool = True,
+    norm_val: float = 1.0,
+) -> Callable[..., tuple[jax.Array, jax.Array | None, jax.Array | None, jax.Array | None]]:
+    """A function with exact gradients of all its arguments.
+
+    Equal arguments give the same function, so that jit does not compile it again.
+
+    Args:
+      autocast_kernel_dtype: of q, k, v in the matrix products; None: that of matQ. Gates and states
+        stay float32.
+      return_last_states: whether C, N and M of the last step are returned; else None in their
+        places.
+      recompute_states_in_bw, chunk_size, eps, stabilize_correctly, norm_val: as for
+        ``mlstm_pallas.mlstm_chunkwise``.
+
+    Returns:
+      forward(matQ, matK, matV, vecI, vecF, matC_initial=None, vecN_initial=None,
+      scaM_initial=None) -> (H, C, N, M), where matQ and matK are (B, NH, S, DHQK), matV and H
+      (B, NH, S, DHV), vecI and vecF (B, NH, S), and the states (B, NH, DHQK, DHV), (B, NH, DHQK)
+      and (B, NH). H has the dtype of matQ, the returned states are float32.
+    """
+    dtype = autocast_kernel_dtype
+    options = Options(
+        return_last_states,
+        eps,
+        chunk_size,
+        None if dtype is None else as_dtype("autocast_kernel_dtype", dtype),
+        stabilize_correctly,
+        norm_val,
+        recompute_states_in_bw=recompute_states_in_bw,
+    )
+    return _forward_function(checked(options))  # checked: to the cache 1 equals True
+
+
+@functools.cache
+def _forward_function(options: Options) -> Callable[..., tuple[jax.Array, Any, Any, Any]]:
+    def forward(
+        matQ: jax.Array,
+        matK: jax.Array,
+        matV: jax.Array,
+        vecI: jax.Array,
+        vecF: jax.Array,
+        matC_initial: jax.Array | None = None,
+        vecN_initial: jax.Array | None = None,
+        scaM_initial: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any, Any, Any]:
+        arrays = matQ, matK, matV, vecI, vecF, matC_initial, vecN_initial, scaM_initial
+        outputs: Any = run(mlstm_forward, segment_starts, options, arrays, None)
+        h, states = outputs if options.return_last_states else (outputs, (None, None, None))
+        return h, *states
+
+    return forward
+
+
+def _get_chunkwise_fwbw_kernel(autocast_kernel_dtype: Any, **kwargs: Any) -> Callable[..., Any]:
+    """The function of ``_mlstm_chunkwise_fwbw_generator``, documented with it."""
+    return _mlstm_chunkwise_fwbw_generator(autocast_kernel_dtype, **kwargs)
 
 
 @overload
