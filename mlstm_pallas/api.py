@@ -10,7 +10,7 @@ from jax.typing import DTypeLike
 from mlstm_pallas import validation
 from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.entry import Options, SequenceKeywords, run
+from mlstm_pallas.entry import Keywords, SequenceKeywords, run
 from mlstm_pallas.fwbw import mlstm_forward, mlstm_with_segments
 from mlstm_pallas.gates import segment_starts
 from mlstm_pallas.validation import DEFAULT_LAYOUT, names_arguments
@@ -20,17 +20,15 @@ from mlstm_pallas.validation import DEFAULT_LAYOUT, names_arguments
 def mlstm_chunkwise(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
     n_initial: Array | None = None, m_initial: Array | None = None, *,
-    return_last_states: Literal[False] = False, eps: float = 1e-6, chunk_size: int | None = None,
-    autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, num_segments: int | None = None, **keywords: Unpack[SequenceKeywords],
+    return_last_states: Literal[False] = False, num_segments: int | None = None,
+    **keywords: Unpack[Keywords],
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def mlstm_chunkwise(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
     n_initial: Array | None = None, m_initial: Array | None = None, *,
-    return_last_states: Literal[True], eps: float = 1e-6, chunk_size: int | None = None,
-    autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, num_segments: int | None = None, **keywords: Unpack[SequenceKeywords],
+    return_last_states: Literal[True], num_segments: int | None = None,
+    **keywords: Unpack[Keywords],
 ) -> tuple[jax.Array, States]: ...  # fmt: skip
 @overload
 def mlstm_chunkwise(
@@ -151,24 +149,8 @@ def mlstm_chunkwise(
       UserWarning: once, where layout is left out and S < NH: the arrays
         may be "BTNH". Initial states and segment_ids tell.
     """
-    options = Options(
-        return_last_states=return_last_states,
-        eps=eps,
-        chunk_size=chunk_size,
-        autocast_kernel_dtype=autocast_kernel_dtype,
-        stabilize_correctly=stabilize_correctly,
-        norm_val=norm_val,
-        input_gate=input_gate,
-        normalize=normalize,
-        recompute_states_in_bw=recompute_states_in_bw,
-        layout=layout,
-        backend=backend,
-        config=config,
-        num_segments=num_segments,
-    )
     forward = mlstm_forward if num_segments is None else mlstm_with_segments
-    arrays = q, k, v, i, f, c_initial, n_initial, m_initial
-    return run(forward, segment_starts, options, arrays, segment_ids, sequence_lengths)
+    return run(forward, segment_starts, locals())
 
 
 def pack_lengths(

@@ -42,7 +42,7 @@ from mlstm_pallas.backward import FirstHalf, first_half, prepared, second_half
 from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, LastStates, Residuals
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.dispatch import run
-from mlstm_pallas.entry import Options, SequenceKeywords
+from mlstm_pallas.entry import Keywords, SequenceKeywords
 from mlstm_pallas.forward import Summands, gates_of, key_states
 from mlstm_pallas.fwbw import (
     forward,
@@ -419,17 +419,13 @@ def _starts(axis: Axis, segment_ids: jax.Array) -> jax.Array:
 def mlstm_chunkwise_sequence_parallel(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
     n_initial: Array | None = None, m_initial: Array | None = None, *,
-    return_last_states: Literal[False] = False, eps: float = 1e-6, chunk_size: int | None = None,
-    autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, axis_name: str, **keywords: Unpack[SequenceKeywords],
+    return_last_states: Literal[False] = False, axis_name: str, **keywords: Unpack[Keywords],
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def mlstm_chunkwise_sequence_parallel(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
     n_initial: Array | None = None, m_initial: Array | None = None, *,
-    return_last_states: Literal[True], eps: float = 1e-6, chunk_size: int | None = None,
-    autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, axis_name: str, **keywords: Unpack[SequenceKeywords],
+    return_last_states: Literal[True], axis_name: str, **keywords: Unpack[Keywords],
 ) -> tuple[jax.Array, States]: ...  # fmt: skip
 @overload
 def mlstm_chunkwise_sequence_parallel(
@@ -545,22 +541,6 @@ def mlstm_chunkwise_sequence_parallel(
     """
     check_axis_name(axis_name)
     axis = _axis(axis_name)
-    options = Options(
-        return_last_states=return_last_states,
-        eps=eps,
-        chunk_size=chunk_size,
-        autocast_kernel_dtype=autocast_kernel_dtype,
-        stabilize_correctly=stabilize_correctly,
-        norm_val=norm_val,
-        input_gate=input_gate,
-        normalize=normalize,
-        recompute_states_in_bw=recompute_states_in_bw,
-        layout=layout,
-        backend=backend,
-        config=config,
-    )
-    arrays = q, k, v, i, f, c_initial, n_initial, m_initial
-    forward = functools.partial(_whole, axis)
-    starts = functools.partial(_starts, axis)
+    forward, starts = functools.partial(_whole, axis), functools.partial(_starts, axis)
     shard = 0 if sequence_lengths is None else lax.axis_index(axis_name)
-    return entry.run(forward, starts, options, arrays, segment_ids, sequence_lengths, shard=shard)
+    return entry.run(forward, starts, locals(), shard=shard)

@@ -7,6 +7,7 @@ from typing import Any, TypedDict
 
 import jax
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from mlstm_pallas import validation
 from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
@@ -41,6 +42,16 @@ class SequenceKeywords(TypedDict, total=False):
     config: KernelConfig | None
 
 
+class Keywords(SequenceKeywords, total=False):
+    """Those, and the options that may be positional."""
+
+    eps: float
+    chunk_size: int | None
+    autocast_kernel_dtype: DTypeLike | None
+    stabilize_correctly: bool
+    norm_val: float
+
+
 @dataclasses.dataclass(frozen=True)
 class Options:
     """The static arguments of ``mlstm_chunkwise``, which documents them."""
@@ -60,13 +71,16 @@ class Options:
     num_segments: int | None = None
 
 
+def options_of(arguments: Mapping[str, Any]) -> Options:
+    """The options among the arguments of a public function."""
+    names = {field.name for field in dataclasses.fields(Options)}
+    return Options(**{name: x for name, x in arguments.items() if name in names})
+
+
 def run(
     forward: Callable[[CallSpec, Inputs], tuple[jax.Array, LastStates | None]],
     starts_of: Callable[[jax.Array], jax.Array],
-    options: Options,
-    arrays: tuple[Any, ...],
-    segment_ids: Any,
-    sequence_lengths: Any = None,
+    arguments: Mapping[str, Any],
     *,
     shard: Any = 0,
 ) -> jax.Array | tuple[jax.Array, States]:
@@ -74,16 +88,25 @@ def run(
 
     Args:
       starts_of: segment_ids, (B, NH, S), to where segments begin.
+      arguments: of ``mlstm_chunkwise``, by name.
       shard: of the sequence, which has S steps; sequence_lengths are those of all shards.
     """
+    options = options_of(arguments)
     gate, normalize = validation.check_input_gate(options.input_gate, options.normalize)
     layout = validation.check_layout(options.layout)
-    q, k, v, i, f, c_initial, n_initial, m_initial = arrays
-    sizes = validation.check_chunkwise_arrays(
-        q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids, sequence_lengths, gate, layout
+    names = ("q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial")
+    q, k, v, i, f, c_initial, n_initial, m_initial = (arguments[name] for name in names)
+    segment_ids, sequence_lengths = map(arguments.get, ("segment_ids", "sequence_lengths"))
+    sequences = dict(q=q, k=k, v=v, i=i, f=f)
+    sizes = validation.check_inputs(
+        sequences,
+        dict(c_initial=c_initial, n_initial=n_initial, m_initial=m_initial),
+        gate,
+        layout,
+        integers=dict(segment_ids=segment_ids, sequence_lengths=sequence_lengths),
     )
     if options.autocast_kernel_dtype is None:
-        validation.check_one_dtype(dict(q=q, k=k, v=v))
+        validation.check_one_dtype(sequences)
     spec = spec_for(
         options, gate, normalize, q.dtype, sizes, layout, has_initial_state=c_initial is not None
     )

@@ -14,6 +14,7 @@ from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutNa
 from mlstm_pallas.backend import on_backend, requested_backend
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.dispatch import run
+from mlstm_pallas.entry import checked, options_of
 from mlstm_pallas.gpu import Gpu, target_gpu
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.planning import Options, launch
@@ -100,65 +101,23 @@ def sequence(spec: StepSpec, x: Token, states: StepStates) -> tuple[jax.Array, S
     return jnp.moveaxis(h, 0, 2), states
 
 
-def _check_arrays(
-    x: Token,
-    c: Any,
-    n: Any,
-    m: Any,
-    *,
-    steps: bool,
-    gate: InputGate,
-    layout: Layout,
-    backend: str | None,
-) -> Mapping[str, int]:
-    """Checks the arrays; returns the sizes of their dimensions."""
-    states = dict(c=c, n=n) | ({} if m is None and gate is InputGate.SIGMOID else dict(m=m))
-    has_states = validation.check_states_complete(states)
-    arrays = x._asdict() | (states if has_states else {})
-    for name, y in arrays.items():
-        validation.check_is_array(name, y)
-        expected = validation.INPUT_DTYPES if name in "if" else validation.KERNEL_DTYPES
-        validation.check_dtype_runs(name, y.dtype, expected, backend)
-    dims = validation.sequence_dims(layout)
-    if steps:
-        validation.check_axes_of_gates(arrays, layout)
-    of_token = {name: [dim for dim in names if steps or dim != "S"] for name, names in dims.items()}
-    sizes = validation.check_shapes(arrays, of_token | validation.STATE_DIMS)
+def _run(arguments: Mapping[str, Any], *, steps: bool) -> tuple[jax.Array, States]:
+    """arguments: of the public function, by name; steps: whether there is an axis of steps."""
+    options = checked(options_of(arguments))
+    gate, normalize = validation.check_input_gate(options.input_gate, options.normalize)
+    layout = validation.check_layout(options.layout)
+    validation.check_backend(options.backend)
+    backend = requested_backend(options.backend, mosaic_gpu_kernels=False)
+    validation.check_instance("config", options.config, KernelConfig)
+    x = Token(*(arguments[name] for name in Token._fields))
+    c, n, m = (arguments[name] for name in StepStates._fields)
+    sizes = validation.check_inputs(
+        x._asdict(), dict(c=c, n=n, m=m), gate, layout, backend=backend, initial=False, steps=steps
+    )
     validation.check_constant(sizes, backend)
-    validation.check_one_dtype(arrays)
-    if gate is InputGate.SIGMOID:
-        validation.check_zeros("m", m)
-    return sizes
-
-
-def _run(
-    token: tuple[Any, ...],
-    c: Any,
-    n: Any,
-    m: Any,
-    *,
-    steps: bool,
-    layout: Any,
-    eps: Any,
-    norm_val: Any,
-    stabilize_correctly: Any,
-    input_gate: Any,
-    normalize: Any,
-    backend: Any,
-    config: Any,
-) -> tuple[jax.Array, States]:
-    stabilize_correctly = validation.check_flag("stabilize_correctly", stabilize_correctly)
-    gate, normalize = validation.check_input_gate(input_gate, normalize)
-    chosen, layout = layout, validation.check_layout(layout)
-    eps = validation.check_scalar("eps", eps)
-    norm_val = validation.check_scalar("norm_val", norm_val)
-    validation.check_backend(backend)
-    backend = requested_backend(backend, mosaic_gpu_kernels=False)
-    validation.check_instance("config", config, KernelConfig)
-    x = Token(*token)
-    sizes = _check_arrays(x, c, n, m, steps=steps, gate=gate, layout=layout, backend=backend)
+    validation.check_one_dtype(x._asdict())
     if steps:
-        validation.check_layout_is_meant(chosen, sizes, c)
+        validation.check_layout_is_meant(options.layout, sizes, c)
 
     if layout is Layout.BTNH:
         x = Token(*(jnp.swapaxes(y, 1, 2) for y in x))
@@ -168,12 +127,18 @@ def _run(
         c, n = zeros((B, NH, DHQK, DHV)), zeros((B, NH, DHQK))
     if m is None:
         m = zeros((B, NH))
-    gpu = target_gpu()
     if B * NH == 0:
         backend = "xla"  # a kernel has no empty grid
-    normaliser = Normaliser(eps, norm_val, stabilize_correctly) if normalize else None
+    normaliser = Normaliser(options.eps, options.norm_val, options.stabilize_correctly)
     problem = Problem(B, NH, 1, DHQK, DHV, 1, DHQK**-0.5)
-    spec = StepSpec(problem, c.dtype, config or KernelConfig(), normaliser, gpu, backend)
+    spec = StepSpec(
+        problem,
+        c.dtype,
+        options.config or KernelConfig(),
+        normaliser if normalize else None,
+        target_gpu(),
+        backend,
+    )
     x, c, n, m = aligned(spec, (x, c, n, m))
     h, states = (sequence if steps else step)(
         spec, x, StepStates(c, n, None if gate is InputGate.SIGMOID else m)
@@ -285,9 +250,7 @@ def mlstm_recurrent_step(
         what was expected. TypeError where a derivative is asked of any backend
         but "xla".
     """
-    options = dict(input_gate=input_gate, normalize=normalize, backend=backend, config=config)
-    normaliser = dict(eps=eps, norm_val=norm_val, stabilize_correctly=stabilize_correctly)
-    return _run((q, k, v, i, f), c, n, m, steps=False, layout="BNTH", **normaliser, **options)
+    return _run(locals(), steps=False)
 
 
 @validation.names_arguments
@@ -335,6 +298,4 @@ def mlstm_recurrent_sequence(
     Warns:
       UserWarning: as ``mlstm_chunkwise``, where layout is left out.
     """
-    options = dict(input_gate=input_gate, normalize=normalize, backend=backend, config=config)
-    normaliser = dict(eps=eps, norm_val=norm_val, stabilize_correctly=stabilize_correctly)
-    return _run((q, k, v, i, f), c, n, m, steps=True, layout=layout, **normaliser, **options)
+    return _run(locals(), steps=True)

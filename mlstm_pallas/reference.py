@@ -14,7 +14,7 @@ from jax.typing import DTypeLike
 from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.call_spec import CallSpec, Inputs
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.entry import Options, SequenceKeywords, run
+from mlstm_pallas.entry import Keywords, SequenceKeywords, run
 from mlstm_pallas.forward import forward
 from mlstm_pallas.gates import log_forget_gate, log_input_gate, segment_starts
 from mlstm_pallas.normaliser import Normaliser
@@ -114,17 +114,13 @@ def recurrence(
 def chunkwise(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
     n_initial: Array | None = None, m_initial: Array | None = None, *,
-    return_last_states: Literal[False] = False, eps: float = 1e-6, chunk_size: int | None = None,
-    autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, **keywords: Unpack[SequenceKeywords],
+    return_last_states: Literal[False] = False, **keywords: Unpack[Keywords],
 ) -> jax.Array: ...  # fmt: skip
 @overload
 def chunkwise(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
     n_initial: Array | None = None, m_initial: Array | None = None, *,
-    return_last_states: Literal[True], eps: float = 1e-6, chunk_size: int | None = None,
-    autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, **keywords: Unpack[SequenceKeywords],
+    return_last_states: Literal[True], **keywords: Unpack[Keywords],
 ) -> tuple[jax.Array, States]: ...  # fmt: skip
 @overload
 def chunkwise(
@@ -186,23 +182,7 @@ def chunkwise(
     Raises:
       TypeError, ValueError: as ``mlstm_chunkwise``.
     """
-    del backend
-    options = Options(
-        return_last_states=return_last_states,
-        eps=eps,
-        chunk_size=chunk_size,
-        autocast_kernel_dtype=autocast_kernel_dtype,
-        stabilize_correctly=stabilize_correctly,
-        norm_val=norm_val,
-        input_gate=input_gate,
-        normalize=normalize,
-        recompute_states_in_bw=recompute_states_in_bw,
-        layout=layout,
-        backend="xla",
-        config=config,
-    )
-    arrays = q, k, v, i, f, c_initial, n_initial, m_initial
-    return run(_plain_forward, segment_starts, options, arrays, segment_ids, sequence_lengths)
+    return run(_plain_forward, segment_starts, {**locals(), "backend": "xla"})
 
 
 def _plain_forward(spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, Any]:

@@ -38,6 +38,7 @@ SYMBOLIC_HINTS = {
 }
 
 Dims = Sequence[str]
+Shapes = Sequence[Dims]  # any of which an array may have
 # The dimensions of sequences and states, by the names of the arguments.
 SEQUENCE_DIMS: dict[str, Dims] = {
     "q": ("B", "NH", "S", "DHQK"),
@@ -51,7 +52,7 @@ STATE_DIMS: dict[str, Dims] = {
     "n": ("B", "NH", "DHQK"),
     "m": ("B", "NH"),
 }
-INTEGER_DIMS: dict[str, Dims] = {"segment_ids": ("B", "S"), "sequence_lengths": ("B",)}
+INTEGER_DIMS: dict[str, Shapes] = {"segment_ids": (("B", "S"),), "sequence_lengths": (("B",),)}
 
 # The arguments of other packages (docs/migrating.md) by the name that they have here. A state that
 # the function calls c or c_initial has one entry.
@@ -125,21 +126,23 @@ def check_is_array(name: str, x: Any) -> None:
     raise TypeError(f"{name} is a {type(x).__name__}, expected an array{hint}")
 
 
-def check_array(name: str, x: Any, dtypes: Sequence[str], *, listed: Sequence[str] = ()) -> None:
-    """listed: the dtypes that the message lists, in place of all."""
+def check_array(
+    name: str,
+    x: Any,
+    dtypes: Sequence[str],
+    backend: str | None = None,
+    *,
+    cast_from: Sequence[str] = (),
+) -> None:
+    """Accepts arrays of the dtypes, and of float64 where the backend computes in it.
+
+    cast_from: dtypes that are accepted too, as the array is cast to one of the dtypes.
+    """
     check_is_array(name, x)
-    if str(x.dtype) not in dtypes:
-        raise TypeError(
-            f"{name} has dtype {x.dtype}, expected one of {', '.join(listed or dtypes)}"
-        )
-
-
-def check_dtype_runs(name: str, dtype: Any, expected: Sequence[str], backend: str | None) -> None:
-    """Accepts the expected dtypes, and float64 where the backend computes in it."""
-    if str(dtype) in expected or float64_runs(dtype, backend):
+    if str(x.dtype) in (*dtypes, *cast_from) or float64_runs(x.dtype, backend):
         return
-    hint = FLOAT64 if dtype == jnp.float64 else ""
-    raise TypeError(f"{name} has dtype {dtype}, expected one of {', '.join(expected)}{hint}")
+    hint = FLOAT64 if x.dtype == jnp.float64 else ""
+    raise TypeError(f"{name} has dtype {x.dtype}, expected one of {', '.join(dtypes)}{hint}")
 
 
 def float64_runs(dtype: Any, backend: str | None) -> bool:
@@ -161,45 +164,42 @@ def check_zeros(name: str, x: Any) -> None:
 
 
 def check_shapes(
-    arrays: Mapping[str, Any], dims: Mapping[str, Dims], sizes: Mapping[str, int] | None = None
+    arrays: Mapping[str, Any], dims: Mapping[str, Shapes], sizes: Mapping[str, int] | None = None
 ) -> dict[str, int]:
-    """Checks every array that is not None against its named dimensions; returns their sizes.
+    """Checks every array that is not None against its dimensions; returns their sizes.
 
     The first array that has a dimension sets its size, unless ``sizes`` does. All dimensions but B
     and NH are at least 1.
     """
     sizes, sources = dict(sizes or {}), dict[str, str]()
+
+    def described(shape: Dims) -> str:
+        text, end = f"({', '.join(shape)})", "," * (len(shape) == 1)
+        known = ", ".join(str(sizes.get(dim, dim)) for dim in shape)
+        return f"{text} = ({known}{end})" if sizes.keys() & shape else text
+
     for name, x in arrays.items():
         if x is None:
             continue
-        shape, names = tuple(x.shape), dims[name]
-        text = f"({', '.join(names)})"
-        known = (
-            f" = ({', '.join(str(sizes.get(dim, dim)) for dim in names)}{',' * (len(names) == 1)})"
-        )
-        if len(shape) != len(names):
-            bound = [dim for dim in names if dim in sizes]
-            expected = (
-                text
-                + known * bool(bound)
-                + _as_shape(arrays, sources, bound[:1]) * (len(bound) == len(names))
-            )
-            raise ValueError(f"{name} has shape {shape}, expected {expected}")
-        for dim, size in zip(names, shape, strict=True):
-            if size < 1 and dim not in ("B", "NH"):
-                raise ValueError(f"{name} has shape {shape}, expected {text} with {dim} >= 1")
         wrong = [
-            dim for dim, size in zip(names, shape, strict=True) if sizes.get(dim, size) != size
+            [dim for dim, size in zip(shape, x.shape, strict=False) if sizes.get(dim, size) != size]
+            or shape[: len(shape) != len(x.shape)]
+            for shape in dims[name]
         ]
-        for dim, size in zip(names, shape, strict=True):
+        if all(wrong):
+            expected = " or ".join(map(described, dims[name]))
+            source = sources.get(wrong[0][0])
+            hint = f", as {source} has shape {tuple(arrays[source].shape)}" if source else ""
+            raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {expected}{hint}")
+        shape = dims[name][wrong.index(next(y for y in wrong if not y))]
+        for dim, size in zip(shape, x.shape, strict=True):
+            if size < 1 and dim not in ("B", "NH"):
+                raise ValueError(
+                    f"{name} has shape {tuple(x.shape)}, expected ({', '.join(shape)}) with "
+                    f"{dim} >= 1"
+                )
             sources.setdefault(dim, "" if dim in sizes else name)
             sizes.setdefault(dim, size)
-        if wrong:
-            known = f" = ({', '.join(str(sizes[dim]) for dim in names)}{',' * (len(names) == 1)})"
-            raise ValueError(
-                f"{name} has shape {shape}, expected {text}{known}"
-                f"{_as_shape(arrays, sources, wrong)}"
-            )
     return sizes
 
 
@@ -209,12 +209,6 @@ def check_constant(sizes: Mapping[str, Any], backend: str | None) -> None:
         if is_symbolic_dim(size) and (dim != "B" or backend != "xla"):
             hint = SYMBOLIC_HINTS.get(dim, "")
             raise ValueError(f"q has a symbolic {dim} = {size}, expected a constant{hint}")
-
-
-def _as_shape(arrays: Mapping[str, Any], sources: Mapping[str, str], dims: Dims) -> str:
-    """Names the array that set the size of the first of the dimensions."""
-    source = sources.get(dims[0]) if dims else None
-    return f", as {source} has shape {tuple(arrays[source].shape)}" if source else ""
 
 
 def check_states_complete(states: Mapping[str, Any], kind: str = "states") -> bool:
@@ -302,44 +296,54 @@ def warn_of_layout() -> None:
     )
 
 
-def check_chunkwise_arrays(
-    q: Any,
-    k: Any,
-    v: Any,
-    i: Any,
-    f: Any,
-    c_initial: Any,
-    n_initial: Any,
-    m_initial: Any,
-    segment_ids: Any,
-    sequence_lengths: Any,
-    input_gate: InputGate,
-    layout: Layout = Layout.BNTH,
+def check_inputs(
+    arrays: Mapping[str, Any],
+    states: Mapping[str, Any],
+    gate: InputGate,
+    layout: Layout,
+    *,
+    integers: Mapping[str, Any] | None = None,
+    backend: str | None = None,
+    initial: bool = True,
+    steps: bool = True,
 ) -> dict[str, int]:
-    """Checks the arrays of mlstm_chunkwise; returns the sizes of their dimensions."""
-    arrays = dict(q=q, k=k, v=v, i=i, f=f)
-    states = dict(c_initial=c_initial, n_initial=n_initial, m_initial=m_initial)
-    if input_gate is InputGate.SIGMOID and m_initial is None:
-        states.pop("m_initial")
-    if check_states_complete(states, "initial states"):
-        arrays |= states
+    """Checks the arrays of a public function; returns the sizes of their dimensions.
+
+    Args:
+      arrays: q, k, v, i and f.
+      states: c, n and m, by the names of the arguments.
+      integers: segment_ids and sequence_lengths.
+      backend: that computes in the dtype of q.
+      initial: whether the states are initial ones, and all arrays may be cast.
+      steps: whether there is an axis of steps.
+    """
+    *_, (m_name, m) = states.items()
+    sigmoid = gate is InputGate.SIGMOID
+    needed = {
+        name: x for name, x in states.items() if not (sigmoid and name == m_name and x is None)
+    }
+    if check_states_complete(needed, "initial states" if initial else "states"):
+        arrays = {**arrays, **needed}
     for name, x in arrays.items():
-        check_array(name, x, INPUT_DTYPES, listed=KERNEL_DTYPES if name in "qkv" else INPUT_DTYPES)
-    check_axes_of_gates(arrays, layout)
-    dims = sequence_dims(layout)
-    sizes = check_shapes(
-        arrays, dims | {f"{name}_initial": dims for name, dims in STATE_DIMS.items()}
-    )
-    integers = dict(segment_ids=segment_ids, sequence_lengths=sequence_lengths)
+        any_float = name in "if" or (initial and name in states)
+        dtypes = INPUT_DTYPES if any_float else KERNEL_DTYPES
+        check_array(name, x, dtypes, backend, cast_from=INPUT_DTYPES if initial else ())
+    integers = {name: x for name, x in (integers or {}).items() if x is not None}
     for name, x in integers.items():
-        if x is None:
-            continue
         check_is_array(name, x)
         if not jnp.issubdtype(x.dtype, jnp.integer):
             raise TypeError(f"{name} has dtype {x.dtype}, expected an integer dtype")
-        check_shapes({"q": q, name: x}, {"q": dims["q"], name: INTEGER_DIMS[name]})
-    if input_gate is InputGate.SIGMOID:
-        check_zeros("m_initial", m_initial)
+    if steps:
+        check_axes_of_gates(arrays, layout)
+    dims: dict[str, Shapes] = {
+        name: ([dim for dim in shape if steps or dim != "S"],)
+        for name, shape in sequence_dims(layout).items()
+    }
+    dims |= INTEGER_DIMS
+    dims |= {name: (STATE_DIMS[name[0]],) for name in states}
+    sizes = check_shapes({**arrays, **integers}, dims)
+    if sigmoid:
+        check_zeros(m_name, m)
     return sizes
 
 

@@ -129,7 +129,9 @@ VALUES = {
     f"k has shape (2, 3, 41, 16), expected (B, NH, S, DHQK) = (2, 3, 40, 16), {Q}": {
         "k": array(2, 3, 41, 16)
     },
-    "v has shape (2, 3, 40), expected (B, NH, S, DHV) = (2, 3, 40, DHV)": {"v": array(2, 3, 40)},
+    f"v has shape (2, 3, 40), expected (B, NH, S, DHV) = (2, 3, 40, DHV), {Q}": {
+        "v": array(2, 3, 40)
+    },
     "v has shape (2, 3, 40, 0), expected (B, NH, S, DHV) with DHV >= 1": {"v": array(2, 3, 40, 0)},
     f"c_initial has shape (2, 3, 24, 16), expected (B, NH, DHQK, DHV) = (2, 3, 16, 24), {Q}": {
         "c_initial": array(2, 3, 24, 16)

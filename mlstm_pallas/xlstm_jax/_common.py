@@ -35,7 +35,6 @@ from mlstm_pallas.validation import (
     KERNEL_DTYPES,
     check_array,
     check_dtype,
-    check_dtype_runs,
     check_flag,
     check_integer,
     check_scalar,
@@ -136,15 +135,14 @@ def check_arguments(
     for name, x in list(arrays.items()):
         if x is not None:
             listed = KERNEL_DTYPES if name in SEQUENCES else INPUT_DTYPES
-            check_array(name, x, INPUT_DTYPES, listed=listed)
+            check_array(name, x, listed, cast_from=INPUT_DTYPES)
         elif name in (*OPTIONAL, *optional, *initial):
             del arrays[name]
         else:
             raise ValueError(
                 f"{name} is None, expected an array of shape ({', '.join(contracts[name][0])})"
             )
-    sequences = {name: dims for name, (dims,) in SEQUENCES.items() if name in arrays}
-    sizes = check_shapes({name: x for name, x in arrays.items() if name in sequences}, sequences)
+    sizes = check_shapes({name: x for name, x in arrays.items() if name in SEQUENCES}, SEQUENCES)
     S, DHQK, NC = sizes["S"], sizes["DHQK"], sizes["S"] // chunk_size
     if S % chunk_size or num_chunks not in (None, NC):
         name, count = next(iter(arrays)), "" if num_chunks is None else f"{num_chunks} "
@@ -154,12 +152,7 @@ def check_arguments(
         )
     sizes |= {"NC": NC, "(NC + 1)": NC + 1, "L": chunk_size}
     sizes |= {f"{n} * DHQK": sizes[n] * DHQK for n in ("NC", "(NC + 1)")}
-    for name, x in arrays.items():
-        expected = {dims: tuple(sizes[dim] for dim in dims) for dims in contracts[name]}
-        if tuple(x.shape) not in expected.values():
-            text = " or ".join(f"({', '.join(dims)}) = {size}" for dims, size in expected.items())
-            raise ValueError(f"{name} has shape {tuple(x.shape)}, expected {text}")
-    return sizes
+    return check_shapes(arrays, contracts, sizes)
 
 
 def call_spec(
@@ -192,7 +185,7 @@ def call_spec(
     sizes["DHV"] = sizes["DHHV"]
     backend = requested_backend()
     first = next(name for name in arguments if name in SEQUENCES)
-    check_dtype_runs(first, arguments[first].dtype, KERNEL_DTYPES, backend)
+    check_array(first, arguments[first], KERNEL_DTYPES, backend)
     config = KernelConfig(fused=False)
     if (
         backend != "xla"

@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mlstm_pallas.annotations import Array, States
-from mlstm_pallas.entry import Options, checked, run
+from mlstm_pallas.entry import Options, checked, options_of, run
 from mlstm_pallas.fwbw import mlstm_forward
 from mlstm_pallas.gates import segment_starts
 from mlstm_pallas.validation import as_dtype
@@ -178,16 +178,9 @@ def _mlstm_chunkwise_fwbw_generator(
       (B, NH, S, DHV), vecI and vecF (B, NH, S), and the states (B, NH, DHQK, DHV), (B, NH, DHQK)
       and (B, NH). H has the dtype of matQ, the returned states are float32.
     """
-    dtype = autocast_kernel_dtype
-    options = Options(
-        return_last_states,
-        eps,
-        chunk_size,
-        None if dtype is None else as_dtype("autocast_kernel_dtype", dtype),
-        stabilize_correctly,
-        norm_val,
-        recompute_states_in_bw=recompute_states_in_bw,
-    )
+    if autocast_kernel_dtype is not None:
+        autocast_kernel_dtype = as_dtype("autocast_kernel_dtype", autocast_kernel_dtype)
+    options = options_of(locals())
     return _forward_function(checked(options))  # checked: to the cache 1 equals True
 
 
@@ -203,8 +196,9 @@ def _forward_function(options: Options) -> Callable[..., tuple[jax.Array, Any, A
         vecN_initial: jax.Array | None = None,
         scaM_initial: jax.Array | None = None,
     ) -> tuple[jax.Array, Any, Any, Any]:
-        arrays = matQ, matK, matV, vecI, vecF, matC_initial, vecN_initial, scaM_initial
-        outputs: Any = run(mlstm_forward, segment_starts, options, arrays, None)
+        arrays: dict[str, Any] = dict(q=matQ, k=matK, v=matV, i=vecI, f=vecF)
+        arrays |= dict(c_initial=matC_initial, n_initial=vecN_initial, m_initial=scaM_initial)
+        outputs: Any = run(mlstm_forward, segment_starts, vars(options) | arrays)
         h, states = outputs if options.return_last_states else (outputs, (None, None, None))
         return h, *states
 
