@@ -134,7 +134,7 @@ def test_the_defaults_of_every_door_are_those_of_mlstm_chunkwise(door):
         parameters = inspect.signature(function).parameters.values()
         result = {p.name: p.default for p in parameters if p.default not in (p.empty, ...)}
         assert result == {name: DEFAULTS[name] for name in result}
-        assert {"eps", "norm_val", "stabilize_correctly"} <= result.keys()
+    assert {"eps", "norm_val", "stabilize_correctly"} <= result.keys()
 
 
 def test_a_chunk_beyond_the_sequence_is_clamped():
