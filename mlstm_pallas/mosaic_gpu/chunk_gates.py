@@ -1,25 +1,26 @@
 """chunk_gates on Mosaic GPU: the gates and the stabilisers of ``stages/chunk_gates.py``.
 
-A CTA of ``chunk_summaries`` or ``chunk_gates`` is one warpgroup and owns 512 consecutive steps,
-several chunks; beyond L = 512 it owns a chunk, of up to 2048. Grid (B * NH * S / 512, rounded up).
+Three kernels of one warpgroup per CTA:
 
-chunk_summaries: what each chunk does to m, from the gate pre-activations. It does not run where m
-is known.
-stabiliser_scan: m after each chunk. Grid (B * NH). A CTA is one warpgroup and owns a head. It reads
-the summaries of up to 1024 chunks at a time. It does not run where sequences have up to 16 chunks.
-chunk_gates: the gates of every step, from the pre-activations and m; in the backward pass their
-flags too (``gates.join_flags``). It sums each chunk again, which is faster than to write and read
-the sums. Where sequences have few chunks each CTA joins the summaries of its head itself: a launch
-takes longer.
+chunk_summaries: what each chunk does to m, from the gate pre-activations.
+stabiliser_scan: m after each chunk. Grid (B * NH); a CTA reads the summaries of up to 1024 chunks
+of its head at a time. It does not run for sequences of up to 16 chunks, because a launch takes
+longer than to join their summaries in each CTA of chunk_gates.
+chunk_gates: the gates of every step, from the pre-activations and m, and in the backward pass their
+flags (``gates.join_flags``). It scans each chunk again, which is faster than to write and read the
+scans of chunk_summaries. Where m is known, it is the only kernel.
 
-``chunk_scans.py`` has the scans over the steps of a chunk, and which steps a thread holds.
+The grid of chunk_summaries and chunk_gates is (B * NH * S / 512, rounded up): a CTA owns 512
+consecutive steps, which are several chunks, or one chunk of up to 2048 steps. ``chunk_scans.py``
+has the scans over the steps of a chunk, and which steps a thread holds.
 """
 
 import dataclasses
 import functools
 import itertools
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -41,8 +42,8 @@ from mlstm_pallas.mosaic_gpu.chunk_scans import (
     LANES,
     STEPS,
     across,
+    ends_of_chunks,
     last_columns,
-    last_of_chunks,
     load_rows,
     of_chunks,
     rows_layout,
@@ -51,7 +52,7 @@ from mlstm_pallas.mosaic_gpu.chunk_scans import (
     shifted,
     store_rows,
 )
-from mlstm_pallas.mosaic_gpu.launch import float32, mosaic_call, plgpu, shared_bytes, write
+from mlstm_pallas.mosaic_gpu.launch import float32, mosaic_call, plgpu, shared_bytes
 from mlstm_pallas.mosaic_gpu.limits import HopperTiles
 from mlstm_pallas.problem import InputGate, Problem, next_power_of_two
 from mlstm_pallas.stage import Launch
@@ -68,28 +69,32 @@ def _least_power_of_two(x: jax.Array) -> jax.Array:
     return lax.bitcast_convert_type(up, jnp.float32)
 
 
+class _LogGates(NamedTuple):
+    """Of a CTA's steps, as ``gates.join_flags`` takes them."""
+
+    f: jax.Array
+    log_f: jax.Array
+    restarts: jax.Array
+    begins: jax.Array | None
+
+
 def _local_gates(
-    log_i: jax.Array,
-    log_f: jax.Array,
-    reset: jax.Array,
-    begins: jax.Array | None,
-    buffers: Mapping[str, Any],
-    chunk_rows: int,
-    input_gate: InputGate,
-) -> LocalGates:
+    i: Any, f: Any, starts: Any, scans: Mapping[str, Any], p: Problem, input_gate: InputGate
+) -> tuple[LocalGates, _LogGates]:
     """``gates.local_gates`` of a CTA's chunks.
 
-    From ``gates.log_gates`` and where packed segments begin: (rows, STEPS) each.
+    i, f, starts: (CTAs, rows, STEPS) as of the kernels; scans: shared, see _scratch.
     """
-    rows, steps = log_i.shape[0], chunk_rows * STEPS
+    cta, chunk_rows = lax.axis_index("cta"), p.L // STEPS
+    begins, f_tile = None if starts is None else load_rows(starts.at[cta]) > 0, load_rows(f.at[cta])
+    log_i, log_f, reset = gates.log_gates(
+        load_rows(i.at[cta]), f_tile, input_gate, branchless_log1p
+    )
+    restarts = reset if begins is None else reset | begins
 
     def join_bounds(left: Any, x: Any) -> Sequence[Any]:
-        return (
-            jnp.minimum(left[0], x[0]),
-            jnp.maximum(left[1], x[1]),
-            jnp.maximum(left[2], x[2]),
-            left[3] + x[3],
-        )
+        join = jnp.minimum, jnp.maximum, jnp.maximum, jnp.add
+        return [function(*pair) for function, *pair in zip(join, left, x, strict=True)]
 
     def add(left: Any, x: Any) -> Sequence[Any]:
         return [a + y for a, y in zip(left, x, strict=True)]
@@ -97,52 +102,55 @@ def _local_gates(
     def largest_since_reset(left: Any, x: Any) -> Sequence[Any]:
         """What was before the last reset does not count."""
         same = left[2] == x[2]
-        return *(
-            jnp.where(same, y, z) for y, z in zip(pair_max(left[:2], x[:2]), x[:2], strict=True)
-        ), x[2]
+        largest = zip(pair_max(left[:2], x[:2]), x[:2], strict=True)
+        return *(jnp.where(same, *pair) for pair in largest), x[2]
 
-    restarts = reset if begins is None else reset | begins
     stored, decay = log_i > -_INF, -log_f
-    of_steps = jnp.where(stored, log_i, _INF), jnp.where(stored, log_i, -_INF), decay, decay
-    bounds = running(join_bounds, of_steps, (_INF, -_INF, 0.0, 0.0), chunk_rows, buffers["bounds"])
-    i_min, i_max, largest_decay, total_decay = last_of_chunks(
-        last_columns(*bounds), chunk_rows, buffers["last_bounds"]
-    )
+    each = jnp.where(stored, log_i, _INF), jnp.where(stored, log_i, -_INF), decay, decay
+    bounds = running(join_bounds, each, (_INF, -_INF, 0.0, 0.0), chunk_rows, scans["bounds"])
+    ends = ends_of_chunks(last_columns(*bounds), chunk_rows, scans["ends"].at[0])
+    i_min, i_max, largest_decay, total_decay = of_chunks(ends, log_i.shape[0])
     if begins is not None or input_gate is InputGate.SIGMOID:
         i_min, i_max = jnp.minimum(i_min, 0.0), jnp.maximum(i_max, 0.0)  # m = 0 is a source as well
-    grid = gates.exact_sum_grid(largest_decay, steps, _least_power_of_two)
+    grid = gates.exact_sum_grid(largest_decay, p.L, _least_power_of_two)
     offset_unit = gates.reset_offset(i_min, i_max, total_decay, _least_power_of_two)
 
-    ones = plgpu.layout_cast(jnp.ones((rows, STEPS), jnp.float32), rows_layout())
+    ones = plgpu.layout_cast(jnp.ones(log_i.shape, jnp.float32), rows_layout())
     split = *split_at(log_f, across(grid)), jnp.where(restarts, ones, 0.0)
-    hi, lo, count = running(add, split, (0.0,) * 3, chunk_rows, buffers["sums"])
+    hi, lo, count = running(add, split, (0.0,) * 3, chunk_rows, scans["sums"])
     b, offset = two_sum(hi, lo), count * across(offset_unit)
     e, largest = stabiliser_sources(log_i, log_f, b, offset, reset, begins, input_gate)
     if input_gate is not InputGate.SIGMOID:
+        sources, identities = (*largest, count), (-_INF, 0.0, -1.0)
         max_hi, max_lo, _ = running(
-            largest_since_reset,
-            (*largest, count),
-            (-_INF, 0.0, -1.0),
-            chunk_rows,
-            buffers["maxima"],
+            largest_since_reset, sources, identities, chunk_rows, scans["maxima"]
         )
         largest = max_hi, max_lo
-    return LocalGates(b, e, largest, offset)
+    return LocalGates(b, e, largest, offset), _LogGates(f_tile, log_f, restarts, begins)
 
 
-def _chunks_of_cta(chunks: int, p: Problem) -> list[tuple[jax.Array, jax.Array, jax.Array]]:
-    """For each chunk of a CTA: whether it exists, its head and its index.
+class _Chunk(NamedTuple):
+    """A chunk of a CTA. One beyond the last chunk has the head and the index of the last one."""
 
-    A chunk beyond the last one has the head and the index of the last one.
-    """
+    exists: jax.Array
+    head: jax.Array
+    c: jax.Array
+
+
+def _chunks_of_cta(p: Problem) -> list[_Chunk]:
+    chunks, last = _rows(p) * STEPS // p.L, p.BNH * p.NC - 1
     first = lax.axis_index("cta") * chunks
     indices = [first + chunk for chunk in range(chunks)]
-    last = p.BNH * p.NC - 1
     clamped = [lax.min(index, np.int32(last)) for index in indices]
     return [
-        (index <= last, divide(at, p.NC), remainder(at, p.NC))
+        _Chunk(index <= last, divide(at, p.NC), remainder(at, p.NC))
         for index, at in zip(indices, clamped, strict=True)
     ]
+
+
+def _store_per_chunk(chunks: Sequence[_Chunk], store: Callable[[int, _Chunk], None]) -> None:
+    for j, chunk in enumerate(chunks):
+        pl.when(chunk.exists)(functools.partial(store, j, chunk))
 
 
 def _summaries_kernel(
@@ -151,28 +159,21 @@ def _summaries_kernel(
     starts: Any,  # (CTAs, rows, STEPS) int32, 1 where a packed segment begins; may be absent
     g: Any,  # out (B * NH, padded NC), see _stabiliser_scan_kernel; beyond NC not written
     a: Any,  # out (B * NH, padded NC)
-    last: Any,  # shared (rows, 2)
     *,
     p: Problem,
-    chunk_rows: int,
     input_gate: InputGate,
-    **buffers: Any,  # shared: see _launch
+    **scans: Any,  # shared: see _scratch
 ) -> None:
-    cta, rows = lax.axis_index("cta"), last.shape[0]
-    begins = None if starts is None else load_rows(starts.at[cta]) > 0
-    log_gates = gates.log_gates(
-        load_rows(i.at[cta]), load_rows(f.at[cta]), input_gate, branchless_log1p
-    )
-    local = _local_gates(*log_gates, begins, buffers, chunk_rows, input_gate)
+    local, _ = _local_gates(i, f, starts, scans, p, input_gate)
     b_hi, b_lo, max_hi, max_lo, offset = last_columns(*local.vecB, *local.vecEmax, local.vecOffset)
     added, largest, reset = gates.summary((b_hi, b_lo), (max_hi, max_lo), offset)
-    write(last, jnp.concatenate([jnp.where(reset, -_INF, added), largest], axis=1))
-    plgpu.commit_smem()
-    for chunk, (exists, head, c) in enumerate(_chunks_of_cta(rows // chunk_rows, p)):
+    summaries = jnp.where(reset, -_INF, added), largest
+    ends = ends_of_chunks(summaries, p.L // STEPS, scans["ends"].at[1])
 
-        @pl.when(exists)
-        def store(end: int = (chunk + 1) * chunk_rows - 1, head: Any = head, c: Any = c) -> None:
-            g[head, c], a[head, c] = last[end, 0], last[end, 1]
+    def store(j: int, chunk: _Chunk) -> None:
+        g[chunk.head, chunk.c], a[chunk.head, chunk.c] = (x[j] for x in ends)
+
+    _store_per_chunk(_chunks_of_cta(p), store)
 
 
 def _stabilisers(
@@ -180,25 +181,21 @@ def _stabilisers(
     summaries: Sequence[Any] | None,
     after: Any,
     initial: Any,
-    chunks: Sequence[tuple[jax.Array, jax.Array, jax.Array]],
+    chunks: Sequence[_Chunk],
     NC: int,
 ) -> list[tuple[Any, Any]]:
-    """m before and after each chunk of a CTA; the arrays are those of ``_gates_kernel``, and chunks
-    are those of ``_chunks_of_cta``."""
+    """m before and after each chunk of a CTA; the arrays are those of ``_gates_kernel``."""
     if known is not None:
         return [(known[head, c], known[head, c + 1]) for _, head, c in chunks]
     if summaries is None:
-        return [
-            (
-                jnp.where(c > 0, after[head, lax.max(c - 1, np.int32(0))], initial[head]),
-                after[head, c],
-            )
-            for _, head, c in chunks
-        ]
+
+        def before(head: Any, c: Any) -> Any:
+            return jnp.where(c > 0, after[head, lax.max(c - 1, np.int32(0))], initial[head])
+
+        return [(before(head, c), after[head, c]) for _, head, c in chunks]
     _, head, first = chunks[0]
-    g, a = ([x[head, c] for c in range(NC)] for x in summaries)
     m = [initial[head]]
-    for added, largest in zip(g, a, strict=True):
+    for added, largest in zip(*([x[head, c] for c in range(NC)] for x in summaries), strict=True):
         m.append(jnp.maximum(m[-1] + added, largest))
 
     def at(j: int) -> Any:
@@ -207,8 +204,7 @@ def _stabilisers(
             x = jnp.where(first == c, m[c + j], x)
         return x
 
-    bounds = [at(j) for j in range(len(chunks) + 1)]
-    return list(itertools.pairwise(bounds))
+    return list(itertools.pairwise(map(at, range(len(chunks) + 1))))
 
 
 def _gates_kernel(
@@ -219,70 +215,46 @@ def _gates_kernel(
     summaries: Any,  # g, a of ``_summaries_kernel``, where the CTAs join them; else absent
     m_after: Any,  # (B * NH, padded NC) of ``_stabiliser_scan_kernel``, where it ran; else absent
     m_initial: Any,  # (B * NH,); absent where m_known is not
-    e_hi: Any,  # out (CTAs, rows, STEPS), as those that follow
-    e_lo: Any,
-    u_hi: Any,
-    u_lo: Any,
-    w: Any,
-    m: Any,
-    abar: Any,
-    flags: Any,  # likewise, int32; absent in the forward pass
+    per_step: Any,  # out, seven (CTAs, rows, STEPS): e, u (hi and lo), w, m, abar
+    flags: Any,  # out (CTAs, rows, STEPS) int32; absent in the forward pass
     gamma: Any,  # out (B * NH, NC)
     m_states: Any,  # out (B * NH, NC + 1); absent where m_known is not
-    last: Any,  # shared (rows, 3)
     *,
     p: Problem,
-    chunk_rows: int,
     input_gate: InputGate,
-    **buffers: Any,  # shared: see _launch
+    **scans: Any,  # shared: see _scratch
 ) -> None:
-    cta, rows = lax.axis_index("cta"), last.shape[0]
-    chunks = _chunks_of_cta(rows // chunk_rows, p)
+    cta, rows, chunk_rows, chunks = lax.axis_index("cta"), _rows(p), p.L // STEPS, _chunks_of_cta(p)
     bounds = _stabilisers(m_known, summaries, m_after, m_initial, chunks, p.NC)
     m_start, m_end = of_chunks(list(zip(*bounds, strict=True)), rows)
-    begins, f_tile = None if starts is None else load_rows(starts.at[cta]) > 0, load_rows(f.at[cta])
-    log_i, log_f, reset = gates.log_gates(
-        load_rows(i.at[cta]), f_tile, input_gate, branchless_log1p
+    local, log_gates = _local_gates(i, f, starts, scans, p, input_gate)
+    ends = ends_of_chunks(
+        last_columns(*local.vecB, local.vecOffset), chunk_rows, scans["ends"].at[1]
     )
-    local = _local_gates(log_i, log_f, reset, begins, buffers, chunk_rows, input_gate)
-    b_hi, b_lo, offset = last_of_chunks(
-        last_columns(*local.vecB, local.vecOffset), chunk_rows, last
-    )
-    pair, of_chunk = gates.join_ends(b_hi, b_lo, offset, m_start, m_end)
-    of_u, of_w, of_m, of_abar = gates.join_steps(
+    b_hi, b_lo, offset = of_chunks(ends, rows)
+    pair, decay = gates.join_ends(b_hi, b_lo, offset, m_start, m_end)
+    u, w, m, abar = gates.join_steps(
         local, across(m_start), (across(pair[0]), across(pair[1])), input_gate
     )
-    for ref, x in zip(
-        (e_hi, e_lo, u_hi, u_lo, w, m, abar), (*local.vecE, *of_u, of_w, of_m, of_abar), strict=True
-    ):
+    for ref, x in zip(per_step, (*local.vecE, *u, w, m, abar), strict=True):
         store_rows(ref.at[cta], x)
     if flags is not None:
-        # With the sigmoid gate m is a constant, which has no layout.
-        of_m = plgpu.layout_cast(of_m, rows_layout())
-        m_before = shifted(of_m, m_start, chunk_rows, buffers["sums"])
-        restarts = reset if begins is None else reset | begins
-        store_rows(
-            flags.at[cta],
-            gates.join_flags(local.vecE, of_u, of_m, m_before, f_tile, log_f, restarts, begins),
-        )
-    write(buffers["last_bounds"], jnp.concatenate([of_chunk] * 4, axis=1))
-    plgpu.commit_smem()
-    for chunk, (exists, head, c) in enumerate(chunks):
+        m = plgpu.layout_cast(m, rows_layout())  # with the sigmoid gate a constant of no layout
+        m_before = shifted(m, m_start, chunk_rows, scans["sums"])
+        store_rows(flags.at[cta], gates.join_flags(local.vecE, u, m, m_before, *log_gates))
+    (decays,) = ends_of_chunks([decay], chunk_rows, scans["ends"].at[0])
 
-        @pl.when(exists)
-        def store(end: int = (chunk + 1) * chunk_rows - 1, head: Any = head, c: Any = c) -> None:
-            gamma[head, c] = buffers["last_bounds"][end, 0]
+    def store(j: int, chunk: _Chunk) -> None:
+        _, head, c = chunk
+        gamma[head, c] = decays[j]
+        if m_states is not None:
+            m_states[head, c + 1] = bounds[j][1]
 
-        if m_states is None:
-            continue
+            @pl.when(c == 0)
+            def store_initial() -> None:
+                m_states[head, 0] = m_initial[head]
 
-        @pl.when(exists)
-        def store_m(end: Any = bounds[chunk][1], head: Any = head, c: Any = c) -> None:
-            m_states[head, c + 1] = end
-
-        @pl.when(exists & (c == 0))
-        def store_initial(head: Any = head) -> None:
-            m_states[head, 0] = m_initial[head]
+    _store_per_chunk(chunks, store)
 
 
 def _rows(p: Problem) -> int:
@@ -290,69 +262,45 @@ def _rows(p: Problem) -> int:
     return max(LANES, p.L // STEPS)
 
 
-def _scratch(p: Problem, columns: int, input_gate: InputGate) -> dict[str, Any]:
-    """Shared memory of a kernel; columns: of ``last``."""
-    chunk_rows, rows = p.L // STEPS, _rows(p)
+def _scratch(p: Problem, input_gate: InputGate) -> dict[str, Any]:
+    """Shared memory of chunk_summaries and of chunk_gates."""
+    buffer = functools.partial(scan_buffer, rows=_rows(p), chunk_rows=p.L // STEPS)
     return {
-        "last": plgpu.SMEM((rows, columns), jnp.float32),
-        "bounds": scan_buffer(4, rows, chunk_rows),
-        "last_bounds": plgpu.SMEM((rows, 4), jnp.float32),
-        "sums": scan_buffer(3, rows, chunk_rows),
-        "maxima": None if input_gate is InputGate.SIGMOID else scan_buffer(3, rows, chunk_rows),
+        "bounds": buffer(4),
+        "sums": buffer(3),
+        "maxima": None if input_gate is InputGate.SIGMOID else buffer(3),
+        "ends": plgpu.SMEM((2, _rows(p), 4), jnp.float32),  # see ends_of_chunks
     }
 
 
 def _launch(
     kernel: Callable[..., None],
     name: str,
-    per_step: Mapping[str, Any],
-    per_chunk: Mapping[str, tuple[int, int] | None],
-    columns: int,
+    outputs: Mapping[str, Any],
     vecs: Sequence[jax.Array | None],
     input_gate: InputGate,
     call: Launch,
     **inputs: Any,
 ) -> dict[str, Any]:
-    """Runs a kernel.
-
-    Args:
-      per_step: dtypes of the outputs (B * NH, NC, L), None of absent ones.
-      per_chunk: shapes of the outputs of chunks, float32, None of absent ones.
-      columns: of ``last``.
-      vecs: i, f and starts, (B * NH, S).
-    """
+    """Runs a kernel. vecs: i, f and starts, (B * NH, S)."""
     p = call.problem
-    chunk_rows, rows = p.L // STEPS, _rows(p)
     (ctas,) = call.tiles.grid(p)
 
-    def by_cta(x: Any) -> Any:
-        return (
-            None
-            if x is None
-            else jnp.pad(x.reshape(-1), (0, ctas * rows * STEPS - x.size)).reshape(
-                ctas, rows, STEPS
-            )
-        )
+    def by_cta(x: jax.Array) -> jax.Array:
+        shape = ctas, _rows(p), STEPS
+        return jnp.pad(x.reshape(-1), (0, math.prod(shape) - x.size)).reshape(shape)
 
-    def by_chunk(x: Any) -> Any:
-        return None if x is None else x.reshape(-1)[: p.BNH * p.S].reshape(p.BNH, p.NC, p.L)
-
-    outputs = mosaic_call(
-        functools.partial(kernel, p=p, chunk_rows=chunk_rows, input_gate=input_gate),
+    return mosaic_call(
+        functools.partial(kernel, p=p, input_gate=input_gate),
         name=name,
         grid={"cta": ctas},
         warpgroups=1,
-        outputs={
-            name: dtype and jax.ShapeDtypeStruct((ctas, rows, STEPS), dtype)
-            for name, dtype in per_step.items()
-        }
-        | {name: shape and float32(*shape) for name, shape in per_chunk.items()},
-        scratch=_scratch(p, columns, input_gate),
+        outputs=outputs,
+        scratch=_scratch(p, input_gate),
         interpret=call.interpret,
         infer_layouts=False,
         approx_math=False,
-    )(**dict(zip(("i", "f", "starts"), map(by_cta, vecs), strict=True)), **inputs)
-    return {name: x if name in per_chunk else by_chunk(x) for name, x in outputs.items()}
+    )(**jax.tree.map(by_cta, dict(zip(("i", "f", "starts"), vecs, strict=True))), **inputs)
 
 
 def chunk_gates(
@@ -369,37 +317,38 @@ def chunk_gates(
 ) -> ChunkGates:
     """Runs the stage: ``stages/chunk_gates.py``."""
     p, vecs = call.problem, (vecI, vecF, starts)
+    (ctas,) = call.tiles.grid(p)
     if scaM_states is None and input_gate is InputGate.SIGMOID:
         scaM_states = jnp.zeros((p.BNH, p.NC + 1), scaM_initial.dtype)
-    of_m: dict[str, Any] = dict(m_known=scaM_states)
-    m_shape = None
+    m: dict[str, Any] = dict.fromkeys(("m_initial", "summaries", "m_after"), None)
     if scaM_states is None:
-        summaries = {name: (p.BNH, _padded_chunks(p)) for name in "ga"}
-        x = _launch(_summaries_kernel, "chunk_summaries", {}, summaries, 2, vecs, input_gate, call)
-        of_m |= dict(m_initial=scaM_initial)
-        of_head = p.S % (_rows(p) * STEPS) == 0  # the steps of a CTA
-        if of_head and p.NC <= _FEW_CHUNKS:
-            of_m |= dict(summaries=(x["g"], x["a"]))
+        m["m_initial"] = scaM_initial
+        summaries = dict.fromkeys("ga", float32(p.BNH, _padded_chunks(p)))
+        x = _launch(_summaries_kernel, "chunk_summaries", summaries, vecs, input_gate, call)
+        whole_head = p.S % (_rows(p) * STEPS) == 0  # no CTA has steps of two heads
+        if whole_head and p.NC <= _FEW_CHUNKS:
+            m["summaries"] = x["g"], x["a"]
         else:
-            of_m |= dict(m_after=stabiliser_scan(x["g"], x["a"], scaM_initial, call))
-        m_shape = p.BNH, p.NC + 1
-    per_step = dict.fromkeys(("e_hi", "e_lo", "u_hi", "u_lo", "w", "m", "abar"), jnp.float32)
-    per_step["flags"] = jnp.int32 if with_flags else None
+            m["m_after"] = stabiliser_scan(x["g"], x["a"], scaM_initial, call)
+    steps = ctas, _rows(p), STEPS
+    outputs = {
+        "per_step": [float32(*steps)] * 7,
+        "flags": jax.ShapeDtypeStruct(steps, jnp.int32) if with_flags else None,
+        "gamma": float32(p.BNH, p.NC),
+        "m_states": float32(p.BNH, p.NC + 1) if scaM_states is None else None,
+    }
     x = _launch(
-        _gates_kernel,
-        "chunk_gates",
-        per_step,
-        {"gamma": (p.BNH, p.NC), "m_states": m_shape},
-        3,
-        vecs,
-        input_gate,
-        call,
-        **dict.fromkeys(("m_known", "summaries", "m_after", "m_initial")) | of_m,
+        _gates_kernel, "chunk_gates", outputs, vecs, input_gate, call, m_known=scaM_states, **m
     )
-    e, u = (x["e_hi"], x["e_lo"]), (x["u_hi"], x["u_lo"])
+
+    def by_chunk(x: jax.Array) -> jax.Array:
+        return x.reshape(-1)[: p.BNH * p.S].reshape(p.BNH, p.NC, p.L)
+
+    (*pairs, w, m_steps, abar), flags = jax.tree.map(by_chunk, (x["per_step"], x["flags"]))
     m_states = x["m_states"] if scaM_states is None else scaM_states
-    of_steps = ChunkGates(e, u, x["w"], x["m"], x["abar"], x["gamma"], m_states, x["flags"])
-    return gates.without_outputs(of_steps, lengths)
+    e, u = pairs[:2], pairs[2:]
+    result = ChunkGates((e[0], e[1]), (u[0], u[1]), w, m_steps, abar, x["gamma"], m_states, flags)
+    return gates.without_outputs(result, lengths)
 
 
 def _stabiliser_scan_kernel(
@@ -408,9 +357,9 @@ def _stabiliser_scan_kernel(
     m_initial: Any,  # (B * NH,)
     m: Any,  # out (B * NH, padded NC / STEPS, STEPS) after each chunk
     sums: Any,  # shared: see scan_buffer
-    last: Any,  # shared (rows, STEPS)
+    ends: Any,  # shared: see ends_of_chunks
 ) -> None:
-    head, rows = lax.axis_index("head"), last.shape[0]
+    head, rows = lax.axis_index("head"), ends.shape[0]
 
     def join(left: Any, x: Any) -> Sequence[Any]:
         return left[0] + x[0], jnp.maximum(left[1] + x[0], x[1])
@@ -422,9 +371,8 @@ def _stabiliser_scan_kernel(
         )
         after = jnp.maximum(added + before, largest)
         store_rows(m.at[head, block], after)
-        store_rows(last, after)
-        plgpu.commit_smem()
-        return last[rows - 1, STEPS - 1]
+        [[last]] = ends_of_chunks(last_columns(after), rows, ends)
+        return last
 
     loop(g.shape[1] // rows, one, m_initial[head])
 
@@ -454,7 +402,7 @@ def stabiliser_scan(g: jax.Array, a: jax.Array, scaM_initial: jax.Array, call: L
         outputs={"m": jax.ShapeDtypeStruct(by_rows, jnp.float32)},
         scratch={
             "sums": scan_buffer(2, rows, rows),
-            "last": plgpu.SMEM((rows, STEPS), jnp.float32),
+            "ends": plgpu.SMEM((rows, 2), jnp.float32),
         },
         interpret=call.interpret,
         infer_layouts=False,
@@ -472,4 +420,4 @@ class Tiles(HopperTiles):
         return (-(-p.BNH * p.S // (_rows(p) * STEPS)),)
 
     def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
-        return shared_bytes(_scratch(p, 3, InputGate.EXP))
+        return shared_bytes(_scratch(p, InputGate.EXP))

@@ -145,16 +145,17 @@ def shifted(
     return jnp.concatenate(columns, axis=1)
 
 
-def last_of_chunks(columns: Sequence[jax.Array], chunk_rows: int, buffer: Any) -> list[jax.Array]:
-    """For every row what the last row of its chunk has.
+def ends_of_chunks(
+    columns: Sequence[jax.Array], chunk_rows: int, buffer: Any
+) -> list[list[jax.Array]]:
+    """What the last row of each chunk has of each column, as scalars.
 
-    columns: (rows, 1); buffer: shared (rows, number of columns).
+    columns: (rows, 1); buffer: shared (rows, at least so many columns).
     """
-    rows = columns[0].shape[0]
-    write(buffer, jnp.concatenate(columns, axis=1))
+    write(buffer.at[:, : len(columns)], jnp.concatenate(columns, axis=1))
     plgpu.commit_smem()
-    ends = range(chunk_rows - 1, rows, chunk_rows)
-    return of_chunks([[buffer[end, k] for end in ends] for k in range(len(columns))], rows)
+    ends = range(chunk_rows - 1, columns[0].shape[0], chunk_rows)
+    return [[buffer[end, k] for end in ends] for k in range(len(columns))]
 
 
 def of_chunks(columns: Sequence[Sequence[jax.Array]], rows: int) -> list[jax.Array]:
