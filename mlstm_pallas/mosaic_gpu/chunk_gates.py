@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas import gates
@@ -63,7 +63,7 @@ _SCAN_BLOCK = 1024  # chunks that a CTA of the stabiliser scan holds
 _FEW_CHUNKS = 16  # of a sequence, which chunk_gates joins itself
 
 
-def _least_power_of_two(x: jax.Array) -> jax.Array:
+def _least_power_of_two(x: Array) -> Array:
     """The least that is no smaller than x, a positive normal number."""
     up = (lax.bitcast_convert_type(x, jnp.int32) + np.int32(0x7FFFFF)) & np.int32(0x7F800000)
     return lax.bitcast_convert_type(up, jnp.float32)
@@ -72,10 +72,10 @@ def _least_power_of_two(x: jax.Array) -> jax.Array:
 class _LogGates(NamedTuple):
     """Of a CTA's steps, as ``gates.join_flags`` takes them."""
 
-    f: jax.Array
-    log_f: jax.Array
-    restarts: jax.Array
-    begins: jax.Array | None
+    f: Array
+    log_f: Array
+    restarts: Array
+    begins: Array | None
 
 
 def _local_gates(
@@ -132,9 +132,9 @@ def _local_gates(
 class _Chunk(NamedTuple):
     """A chunk of a CTA. One beyond the last chunk has the head and the index of the last one."""
 
-    exists: jax.Array
-    head: jax.Array
-    c: jax.Array
+    exists: Array
+    head: Array
+    c: Array
 
 
 def _chunks_of_cta(p: Problem) -> list[_Chunk]:
@@ -277,7 +277,7 @@ def _launch(
     kernel: Callable[..., None],
     name: str,
     outputs: Mapping[str, Any],
-    vecs: Sequence[jax.Array | None],
+    vecs: Sequence[Array | None],
     input_gate: InputGate,
     call: Launch,
     **inputs: Any,
@@ -286,7 +286,7 @@ def _launch(
     p = call.problem
     (ctas,) = call.tiles.grid(p)
 
-    def by_cta(x: jax.Array) -> jax.Array:
+    def by_cta(x: Array) -> Array:
         shape = ctas, _rows(p), STEPS
         return jnp.pad(x.reshape(-1), (0, math.prod(shape) - x.size)).reshape(shape)
 
@@ -304,13 +304,13 @@ def _launch(
 
 
 def chunk_gates(
-    vecI: jax.Array,
-    vecF: jax.Array,
-    scaM_initial: jax.Array,
-    starts: jax.Array | None = None,
+    vecI: Array,
+    vecF: Array,
+    scaM_initial: Array,
+    starts: Array | None = None,
     input_gate: InputGate = InputGate.EXP,
-    scaM_states: jax.Array | None = None,
-    lengths: jax.Array | None = None,
+    scaM_states: Array | None = None,
+    lengths: Array | None = None,
     *,
     with_flags: bool = False,
     call: Launch,
@@ -341,7 +341,7 @@ def chunk_gates(
         _gates_kernel, "chunk_gates", outputs, vecs, input_gate, call, m_known=scaM_states, **m
     )
 
-    def by_chunk(x: jax.Array) -> jax.Array:
+    def by_chunk(x: Array) -> Array:
         return x.reshape(-1)[: p.BNH * p.S].reshape(p.BNH, p.NC, p.L)
 
     (*pairs, w, m_steps, abar), flags = jax.tree.map(by_chunk, (x["per_step"], x["flags"]))
@@ -387,14 +387,14 @@ def _padded_chunks(p: Problem) -> int:
     return -(-p.NC // block) * block
 
 
-def stabiliser_scan(g: jax.Array, a: jax.Array, scaM_initial: jax.Array, call: Launch) -> jax.Array:
+def stabiliser_scan(g: Array, a: Array, scaM_initial: Array, call: Launch) -> Array:
     """``gates.stabiliser_scan`` with the exponential input gate, without m_initial: as g and a.
 
     g, a: (B * NH, padded NC), as the kernel's. What is beyond NC is undefined.
     """
     p, rows = call.problem, _scan_rows(call.problem)
     by_rows = p.BNH, g.shape[1] // STEPS, STEPS
-    after: jax.Array = mosaic_call(
+    after: Array = mosaic_call(
         _stabiliser_scan_kernel,
         name="stabiliser_scan",
         grid={"head": p.BNH},

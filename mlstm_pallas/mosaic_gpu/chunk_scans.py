@@ -9,9 +9,8 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.mosaic_gpu.launch import load, plgpu, write
@@ -34,7 +33,7 @@ def load_rows(tile: Any) -> Any:
     return plgpu.layout_cast(load(tile, layout, optimized=False), rows_layout())
 
 
-def store_rows(tile: Any, x: jax.Array) -> None:
+def store_rows(tile: Any, x: Array) -> None:
     tile[...] = plgpu.layout_cast(x, rows_layout(x.shape[1]))
 
 
@@ -43,11 +42,11 @@ def row_index(shape: tuple[int, int]) -> Any:
     return plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), rows_layout())
 
 
-def split_columns(x: jax.Array) -> list[jax.Array]:
+def split_columns(x: Array) -> list[Array]:
     return [lax.slice(x, (0, k), (x.shape[0], k + 1)) for k in range(x.shape[1])]
 
 
-def _load_columns(tile: Any) -> list[jax.Array]:
+def _load_columns(tile: Any) -> list[Array]:
     return split_columns(load(tile, rows_layout(), optimized=False))
 
 
@@ -62,8 +61,8 @@ def scan_buffer(arrays: int, rows: int, chunk_rows: int) -> Any:
 
 
 def _neighbours(
-    buffer: Any, columns: Sequence[jax.Array], chunk_rows: int, backward: bool
-) -> Callable[[int], tuple[Any, list[jax.Array]]]:
+    buffer: Any, columns: Sequence[Array], chunk_rows: int, backward: bool
+) -> Callable[[int], tuple[Any, list[Array]]]:
     """Writes columns (rows, 1) to a slot of a ``scan_buffer``.
 
     Returns a function of a distance in rows: where the chunk has a row so far before each (after
@@ -76,7 +75,7 @@ def _neighbours(
     plgpu.commit_smem()
     row_of_chunk = row_index((rows, 1)) & (chunk_rows - 1)
 
-    def at(distance: int) -> tuple[Any, list[jax.Array]]:
+    def at(distance: int) -> tuple[Any, list[Array]]:
         inside = row_of_chunk < chunk_rows - distance if backward else row_of_chunk >= distance
         first = start + distance if backward else start - distance
         return inside, _load_columns(buffer.at[pl.ds(first, rows)])[: len(columns)]
@@ -85,14 +84,14 @@ def _neighbours(
 
 
 def running(
-    join: Callable[..., Sequence[jax.Array]],
-    x: Sequence[jax.Array],
+    join: Callable[..., Sequence[Array]],
+    x: Sequence[Array],
     identities: Sequence[float],
     chunk_rows: int,
     buffer: Any,
     *,
     backward: bool = False,
-) -> Sequence[jax.Array]:
+) -> Sequence[Array]:
     """Inclusive scans over the steps of each chunk, with join(steps so far, further ones).
 
     Args:
@@ -102,7 +101,7 @@ def running(
       buffer: a ``scan_buffer``.
       backward: from the last step of each chunk to its first.
     """
-    columns: list[Sequence[jax.Array]] = list(zip(*map(split_columns, x), strict=True))
+    columns: list[Sequence[Array]] = list(zip(*map(split_columns, x), strict=True))
     if backward:
         columns.reverse()
     for k in range(1, len(columns)):
@@ -131,9 +130,7 @@ def running(
     return [jnp.concatenate(y, axis=1) for y in zip(*columns, strict=True)]
 
 
-def shifted(
-    x: jax.Array, edge: Any, chunk_rows: int, buffer: Any, *, backward: bool = False
-) -> Any:
+def shifted(x: Array, edge: Any, chunk_rows: int, buffer: Any, *, backward: bool = False) -> Any:
     """x of the step before each one, or after it with backward; ``edge`` where the chunk has none.
 
     x: (rows, steps); edge: (rows, 1) or a number; buffer: a ``scan_buffer``.
@@ -145,9 +142,7 @@ def shifted(
     return jnp.concatenate(columns, axis=1)
 
 
-def ends_of_chunks(
-    columns: Sequence[jax.Array], chunk_rows: int, buffer: Any
-) -> list[list[jax.Array]]:
+def ends_of_chunks(columns: Sequence[Array], chunk_rows: int, buffer: Any) -> list[list[Array]]:
     """What the last row of each chunk has of each column, as scalars.
 
     columns: (rows, 1); buffer: shared (rows, at least so many columns).
@@ -158,7 +153,7 @@ def ends_of_chunks(
     return [[buffer[end, k] for end in ends] for k in range(len(columns))]
 
 
-def of_chunks(columns: Sequence[Sequence[jax.Array]], rows: int) -> list[jax.Array]:
+def of_chunks(columns: Sequence[Sequence[Array]], rows: int) -> list[Array]:
     """Arrays (rows, 1), from one scalar per chunk."""
     num_chunks, row = len(columns[0]), row_index((rows, 1))
     # Compared once for all columns: Mosaic GPU repeats equal operations, which takes compile time.
@@ -173,9 +168,9 @@ def of_chunks(columns: Sequence[Sequence[jax.Array]], rows: int) -> list[jax.Arr
     return [column(*values) for values in columns]
 
 
-def across(column: jax.Array, steps: int = STEPS) -> Any:
+def across(column: Array, steps: int = STEPS) -> Any:
     return jnp.concatenate([column] * steps, axis=1)
 
 
-def last_columns(*x: jax.Array) -> list[jax.Array]:
+def last_columns(*x: Array) -> list[Array]:
     return [split_columns(y)[-1] for y in x]

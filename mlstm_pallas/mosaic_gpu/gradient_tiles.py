@@ -5,6 +5,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from mlstm_pallas.gate_gradients import TilePairs
 from mlstm_pallas.mosaic_gpu.fragments import across_columns, decay_tile
@@ -16,16 +17,16 @@ from mlstm_pallas.problem import Problem
 def write_tiles(
     P: Any,
     dP: Any,
-    scores: jax.Array,
-    dA: jax.Array,
-    e: Iterable[jax.Array],
-    u: Sequence[jax.Array],
-    inv_den: jax.Array | None,
-    dz_den: jax.Array | None,
-    mask: jax.Array | None,
+    scores: Array,
+    dA: Array,
+    e: Iterable[Array],
+    u: Sequence[Array],
+    inv_den: Array | None,
+    dz_den: Array | None,
+    mask: Array | None,
     scale: float,
     products: Products,
-) -> jax.Array:
+) -> Array:
     """Writes P and dP to shared memory; returns W.
 
     Args:
@@ -37,7 +38,7 @@ def write_tiles(
     """
     columns = scores.shape[1]
 
-    def scaled(x: jax.Array) -> jax.Array:
+    def scaled(x: Array) -> Array:
         return x * (scale if inv_den is None else across_columns(inv_den * scale, columns))
 
     D = decay_tile(e, u)
@@ -57,7 +58,7 @@ def w_sum_shapes(p: Problem) -> dict[str, jax.ShapeDtypeStruct]:
     return {"per_query": per_tile, "per_key": per_tile, "diagonal": diagonal}
 
 
-def tile_pairs(outputs: Mapping[str, jax.Array], p: Problem) -> TilePairs:
+def tile_pairs(outputs: Mapping[str, Array], p: Problem) -> TilePairs:
     """What a kernel wrote to the ``w_sum_shapes``."""
     n = p.L // REGISTER_ROWS
     tiles = p.NC, n, REGISTER_ROWS

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.gate_gradients import TilePairs
@@ -147,15 +147,15 @@ class _Item(_CTA):
 
     ring: CopyRing
     h_ring: Any
-    wg: jax.Array
-    index: jax.Array  # of the CTA's items
-    head: jax.Array
-    chunk: jax.Array
-    i: jax.Array
-    j: jax.Array
+    wg: Array
+    index: Array  # of the CTA's items
+    head: Array
+    chunk: Array
+    i: Array
+    j: Array
     tile_rows: Any  # of the warpgroup
     rows: Any  # likewise, in the sequence
-    first: jax.Array  # the first step in the ring
+    first: Array  # the first step in the ring
 
     @property
     def products(self) -> Products:
@@ -224,7 +224,7 @@ def _multiply(c: _Item) -> None:
     t, s = rows_and_columns(R, SLICE)
     on_diagonal: Any = 0.0
 
-    def write(start: int) -> tuple[jax.Array, jax.Array]:
+    def write(start: int) -> tuple[Array, Array]:
         """P and dP of SLICE keys, from ``start`` on; sums over them of W_tt and of W_ts, s < t."""
         columns, in_tile = slice(start, start + SLICE), slice(start % R, start % R + SLICE)
         last_seen = t + ((c.i - c.j) * TILE + c.wg * R - start)  # the key of a query's own step
@@ -318,16 +318,16 @@ def scratch(
 
 
 def _launch(
-    matQ: jax.Array,
-    matK: jax.Array,
-    matV: jax.Array,
-    matDeltaH: jax.Array,
+    matQ: Array,
+    matK: Array,
+    matV: Array,
+    matDeltaH: Array,
     gates: ChunkGates,
-    matH: jax.Array | None,
-    vecInvDen: jax.Array | None,
-    vecSlope: jax.Array | None,
+    matH: Array | None,
+    vecInvDen: Array | None,
+    vecSlope: Array | None,
     call: Launch,
-) -> tuple[jax.Array, jax.Array, TilePairs, jax.Array | None]:
+) -> tuple[Array, Array, TilePairs, Array | None]:
     """P, dP, the sums of W in tiles of 64 steps, and delta.
 
     Args:
@@ -366,13 +366,13 @@ def _launch(
 
 
 def parallel_bw_dP(
-    matQ: jax.Array,
-    matK: jax.Array,
-    matV: jax.Array,
-    matDeltaH: jax.Array,
+    matQ: Array,
+    matK: Array,
+    matV: Array,
+    matDeltaH: Array,
     gates: ChunkGates,
-    matH: jax.Array | None,
-    vecZ: jax.Array | None,
+    matH: Array | None,
+    vecZ: Array | None,
     *,
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
     return_keys: bool = True,

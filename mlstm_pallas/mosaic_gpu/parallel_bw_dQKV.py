@@ -20,10 +20,9 @@ import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Self
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.gates import ChunkGates
@@ -127,7 +126,7 @@ def _items_of_chunk(roles: Sequence[_Items]) -> int:
     return sum(x.rows * x.columns for x in roles)
 
 
-def _by_role(role: jax.Array, values: Sequence[Any]) -> Any:
+def _by_role(role: Array, values: Sequence[Any]) -> Any:
     x: Any = np.int32(0)
     for kind, value in enumerate(values):
         x = jnp.where(role == kind, value, x)
@@ -146,12 +145,12 @@ def _tile_steps(role: _Role, row: Any, p: Problem) -> tuple[Any, Any]:
 
 
 class _Item(NamedTuple):
-    step: jax.Array  # the item's first, of all steps of the CTA
-    head: jax.Array
-    chunk: jax.Array
-    role: jax.Array
-    row: jax.Array
-    column: jax.Array
+    step: Array  # the item's first, of all steps of the CTA
+    head: Array
+    chunk: Array
+    role: Array
+    row: Array
+    column: Array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,10 +159,10 @@ class _CTA:
     p: Problem
     roles: Sequence[_Items]
     scheduler: PersistentScheduler
-    items: jax.Array
+    items: Array
     ring: CopyRing
     tile_rows: Any  # of the warpgroup
-    wg: jax.Array
+    wg: Array
 
     @property
     def products(self) -> Products:
@@ -172,7 +171,7 @@ class _CTA:
     def in_chunk(self, x: Any, item: _Item) -> Any:
         return head_of(x, item.head, self.p).at[block(item.chunk, self.p.L)]
 
-    def item(self, index: jax.Array, step: jax.Array) -> _Item:
+    def item(self, index: Array, step: Array) -> _Item:
         index, items_of_chunk = self.scheduler.item(index), _items_of_chunk(self.roles)
         chunks = self.p.BNH * self.p.NC
         few = items_of_chunk * chunks <= FEW_ITEMS * self.scheduler.num_ctas
@@ -197,7 +196,7 @@ class _CTA:
     def for_each_item(self, run: Callable[[_Item], None]) -> Any:
         """Returns the steps of all items."""
 
-        def one(index: jax.Array, step: Any) -> Any:
+        def one(index: Array, step: Any) -> Any:
             item = self.item(index, step)
             run(item)
             counts = [
@@ -286,7 +285,7 @@ def _inner_states(cta: _CTA, item: _Item) -> None:
     refs, ring, products = cta.refs, cta.ring, cta.products
     (left, _), (_, right_transposed, _) = refs.operands
 
-    def add(j: Any, total: jax.Array) -> Any:
+    def add(j: Any, total: Array) -> Any:
         slot = ring.wait(item.step + j)
         C, dC = (
             load(x.at[slot, cta.tile_rows]).astype(jnp.float32) for x in (left, right_transposed)
@@ -317,7 +316,7 @@ def _multiply(
     ring.release(start + count - 1)
 
 
-def _scaled(acc: jax.Array, weights: jax.Array) -> list[jax.Array]:
+def _scaled(acc: Array, weights: Array) -> list[Array]:
     """By 64 columns: what is read beside the accumulator takes few registers at a time."""
     return [acc[:, part] * across_columns(weights) for part in _PARTS]
 
@@ -325,12 +324,12 @@ def _scaled(acc: jax.Array, weights: jax.Array) -> list[jax.Array]:
 def _scaled_with_sums(
     cta: _CTA,
     item: _Item,
-    is_dq: jax.Array,
-    first: jax.Array,
+    is_dq: Array,
+    first: Array,
     steps: Any,
-    weights: jax.Array,
-    dz_den: jax.Array | None,
-    acc: jax.Array,
+    weights: Array,
+    dz_den: Array | None,
+    acc: Array,
 ) -> Any:
     """The inter-chunk part of dq or dk; stores its inner products with the queries or keys.
 
@@ -348,7 +347,7 @@ def _scaled_with_sums(
     if dz_den is not None:
         norm_weights = lax.cond(is_dq, lambda: weights * dz_den, lambda: weights)
 
-    def add_norm(*parts: jax.Array) -> list[jax.Array]:
+    def add_norm(*parts: Array) -> list[Array]:
         slot = ring.wait(first + count - 1)
         rows = [across_rows(load(right_vector.at[slot, part], BY_COLUMNS)) for part in _PARTS]
         return [x + across_columns(norm_weights) * y for x, y in zip(parts, rows, strict=True)]
@@ -376,7 +375,7 @@ def _scaled_with_sums(
     return jnp.concatenate(parts, axis=1)
 
 
-def _store(cta: _CTA, item: _Item, rows: Any, acc: jax.Array) -> None:
+def _store(cta: _CTA, item: _Item, rows: Any, acc: Array) -> None:
     refs, products = cta.refs, cta.products
     for j, part in enumerate(_PARTS):
         tile = refs.out_tiles.at[cta.wg, j % 2]
@@ -491,17 +490,17 @@ def scratch(config: RingTiles, dtype: Any, *, interpret: bool = False) -> dict[s
 
 
 def parallel_bw_dQKV(
-    matQ: jax.Array,
-    matK: jax.Array,
-    matV: jax.Array,
-    matDeltaH: jax.Array,
+    matQ: Array,
+    matK: Array,
+    matV: Array,
+    matDeltaH: Array,
     gates: ChunkGates,
     gradients: NormaliserGradients,
     tiles: GradientTiles,
-    matC_states: jax.Array,
-    vecN_states: jax.Array,
-    matDeltaC_states: jax.Array,
-    vecDeltaN_states: jax.Array,
+    matC_states: Array,
+    vecN_states: Array,
+    matDeltaC_states: Array,
+    vecDeltaN_states: Array,
     *,
     call: Launch,
 ) -> Gradients:

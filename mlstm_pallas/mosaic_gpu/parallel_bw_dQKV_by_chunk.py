@@ -25,10 +25,9 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
@@ -161,7 +160,7 @@ class _CTA:
     order: _Order
     scheduler: PersistentScheduler
 
-    def head_and_chunk(self, index: Any) -> tuple[jax.Array, jax.Array]:
+    def head_and_chunk(self, index: Any) -> tuple[Array, Array]:
         index = self.scheduler.item(index)
         return divide(index, self.p.NC), remainder(index, self.p.NC)
 
@@ -242,14 +241,14 @@ class _Chunk(_CTA):
     ring: CopyRing
     k_ring: CopyRing
     products: Products
-    index: jax.Array  # of the CTA's chunks
-    wg: jax.Array
-    head: jax.Array
-    chunk: jax.Array
+    index: Array  # of the CTA's chunks
+    wg: Array
+    head: Array
+    chunk: Array
     tile_rows: Any  # of the warpgroup
     rows: Any  # likewise, in the sequence
     k_slot: Any
-    first: jax.Array  # the first tile's step in the ring
+    first: Array  # the first tile's step in the ring
 
     @property
     def k_tile(self) -> Any:
@@ -276,16 +275,16 @@ class _Chunk(_CTA):
         """Keys of the chunk, in the sequence."""
         return pl.ds(pl.multiple_of(self.chunk * CHUNK + start, HALF), count)
 
-    def sum_over_queries(self, W: jax.Array) -> Any:
+    def sum_over_queries(self, W: Array) -> Any:
         return self.products.sum_over_rows(W, self.refs.staging[1].at[self.wg, :SUM_SCRATCH])
 
-    def row_dots(self, x: jax.Array, tile: Any) -> Any:
+    def row_dots(self, x: Array, tile: Any) -> Any:
         return self.products.sum_over_columns(x * load(tile).astype(jnp.float32))
 
     def vector(self, x: int, start: Any, size: int = R) -> Any:
         return load(self.refs.vectors.at[self.k_slot, x, pl.ds(start, size)], BY_COLUMNS)
 
-    def store(self, gradients: Sequence[tuple[jax.Array, Any, Any, Any]]) -> None:
+    def store(self, gradients: Sequence[tuple[Array, Any, Any, Any]]) -> None:
         """Writes a value (64, 64) each to a tile that no copy reads any more, and from there to
         these columns of an output."""
         for x, tile, _, _ in gradients:
@@ -307,7 +306,7 @@ class _Block(NamedTuple):
     dA: Any = None
 
 
-def _blocks_and_weights(c: _Chunk) -> tuple[_Block, _Block, jax.Array, jax.Array]:
+def _blocks_and_weights(c: _Chunk) -> tuple[_Block, _Block, Array, Array]:
     """The block on the diagonal, the one below, and the weights of queries and keys.
 
     Loaded before the products and used after them: their latency is hidden.
@@ -369,7 +368,7 @@ def _scores_and_dA(c: _Chunk, both: Sequence[_Block]) -> list[_Block]:
 
 
 def _write_keys(
-    c: _Chunk, x: _Block, start: int, keys: int, at: Any, mask: jax.Array | None = None
+    c: _Chunk, x: _Block, start: int, keys: int, at: Any, mask: Array | None = None
 ) -> Any:
     """Writes P and dP of so many keys of a block, from ``start`` on; returns their W."""
     refs, columns = c.refs, slice(start, start + keys)
@@ -436,7 +435,7 @@ def _add_for_keys(c: _Chunk, accumulator: Any, tile: Any, x: Any) -> None:
     c.products.loop(accumulator, 2 - c.wg, add)
 
 
-def _gradient_step(c: _Chunk, key_weights: jax.Array, j: Any, carry: Any) -> Any:
+def _gradient_step(c: _Chunk, key_weights: Array, j: Any, carry: Any) -> Any:
     """The inter-chunk parts of dq and dk, <C, dC>, and 64 columns of dv.
 
     carry: <C, dC>, dq, dk.
@@ -458,7 +457,7 @@ def _gradient_step(c: _Chunk, key_weights: jax.Array, j: Any, carry: Any) -> Any
 
     *sums, new = products.onto(multiply_states, *sums, products.zeros(R, DEPTH))
 
-    def inner(total: jax.Array) -> Any:
+    def inner(total: Array) -> Any:
         rows = block(c.wg if parts == 2 else 0, R)
         x, y = (load(z.at[rows]).astype(jnp.float32) for z in (c.slot(dC), c.slot(C)))
         return total + products.sum_over_columns(x * y)
@@ -485,11 +484,11 @@ def _gradient_step(c: _Chunk, key_weights: jax.Array, j: Any, carry: Any) -> Any
 
 def _weighted(
     c: _Chunk,
-    gradients: Sequence[jax.Array],
-    weights: jax.Array,
-    norm_weights: jax.Array | None,
-    key_weights: jax.Array,
-) -> list[jax.Array]:
+    gradients: Sequence[Array],
+    weights: Array,
+    norm_weights: Array | None,
+    key_weights: Array,
+) -> list[Array]:
     """The inter-chunk parts of dq and dk by 64 columns each, in turn; stores q . dq and k . dk."""
     inter, of_q, of_k = [], [], []
     for y in range(c.order.parts):
@@ -507,7 +506,7 @@ def _weighted(
     return inter
 
 
-def _store_dq_and_dk(c: _Chunk, inter: Sequence[jax.Array], corner: Any) -> None:
+def _store_dq_and_dk(c: _Chunk, inter: Sequence[Array], corner: Any) -> None:
     """Adds the intra-chunk parts."""
     refs, ring, products, parts = c.refs, c.ring, c.products, range(c.order.parts)
 

@@ -22,10 +22,9 @@ import functools
 from collections.abc import Sequence
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.gate_gradients import TilePairs, run_sums, through_tiles
@@ -53,9 +52,7 @@ T = REGISTER_ROWS
 _FEW_BLOCKS = 4  # of a sequence: XLA's four kernels take longer than a CTA with the later ones
 
 
-def _between_tiles(
-    read: Sequence[jax.Array], written: jax.Array, tile: jax.Array, buffers: Any
-) -> jax.Array:
+def _between_tiles(read: Sequence[Array], written: Array, tile: Array, buffers: Any) -> Array:
     """(LANES, steps); its sum over a tile is what flows through that tile from and to the others.
 
     Args:
@@ -94,7 +91,7 @@ def _to_previous_step(dm: Any, flags: Any, buffer: Any) -> Sequence[Any]:
     return running(join, (dm, flows), (0.0, 1.0), LANES, buffer, backward=True)
 
 
-def _carry(dm: Any, flags: Any, block: jax.Array, buffer: Any, firsts: Any) -> Any:
+def _carry(dm: Any, flags: Any, block: Array, buffer: Any, firsts: Any) -> Any:
     """The gradient that flows into the m of a block's last step from the blocks behind it.
 
     dm, flags: (blocks * LANES, steps) of a head; firsts: shared (blocks * LANES, 2).
@@ -190,7 +187,7 @@ def _kernel(
     store_rows(df.at[head, rows], log_f_gradient / sigmoid_denominator)
 
 
-def _carries(dm: jax.Array, flags: jax.Array, size: int) -> jax.Array:
+def _carries(dm: Array, flags: Array, size: int) -> Array:
     """The carry into each block of so many steps: (B * NH, blocks)."""
     dm, flags = (x.reshape(x.shape[0], -1, size) for x in (dm, flags))
     step = jnp.broadcast_to(jnp.arange(size, dtype=np.int32), dm.shape)
@@ -205,16 +202,16 @@ def _carries(dm: jax.Array, flags: jax.Array, size: int) -> jax.Array:
 
 
 def step_gradients(
-    vecF: jax.Array,
+    vecF: Array,
     pairs: TilePairs,
-    vecQ_inter: jax.Array,
-    vecK_inter: jax.Array,
-    through: jax.Array,
-    flags: jax.Array,
-    dm: jax.Array | None,
+    vecQ_inter: Array,
+    vecK_inter: Array,
+    through: Array,
+    flags: Array,
+    dm: Array | None,
     *,
     call: Launch,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+) -> tuple[Array, Array, Array]:
     """``gate_gradients.step_gradients`` of the outputs of a stage on Mosaic GPU.
 
     call: of that stage.
@@ -231,7 +228,7 @@ def step_gradients(
     if not in_block:
         through = through_tiles(pairs, vecQ_inter, vecK_inter, through)
 
-    def by_rows(x: jax.Array | None) -> jax.Array | None:
+    def by_rows(x: Array | None) -> Array | None:
         return None if x is None else x.reshape(p.BNH, head_rows, steps)
 
     def shared(present: bool, *shape: int) -> Any:

@@ -17,9 +17,8 @@ memory.
 import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.mosaic_gpu.fragments import across_columns
@@ -93,7 +92,7 @@ def _kernel(
     loop(sums_of_cta, part_sum, None)
 
 
-def step_sums(x: jax.Array, weights: jax.Array, *, call: Launch) -> jax.Array:
+def step_sums(x: Array, weights: Array, *, call: Launch) -> Array:
     """sum_t weights_t x_t over the steps of each chunk, (B * NH, NC, D), in float32.
 
     Args:
