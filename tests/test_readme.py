@@ -1,4 +1,4 @@
-"""The README's example runs as it stands, and its links exist."""
+"""The README's example runs as it stands, and CI finds its test command."""
 
 import re
 from pathlib import Path
@@ -20,14 +20,6 @@ def test_the_example_runs():
 
     for x, dx in zip(*run(), strict=True):
         assert (dx.shape, dx.dtype) == (x.shape, x.dtype)
-
-
-def test_the_links_lead_somewhere():
-    assert not [
-        target
-        for target in re.findall(r"\]\((?!https?:)([^)]+)\)", README)
-        if not (ROOT / target).exists()
-    ]
 
 
 def test_ci_finds_the_test_command():

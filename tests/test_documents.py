@@ -1,0 +1,61 @@
+"""The documents name files, identifiers and limits that exist."""
+
+import itertools
+import re
+
+import pytest
+from test_import_graph import FLOOR, PACKAGE
+
+from mlstm_pallas import KernelConfig, plan
+from mlstm_pallas.backend import jax_has_mosaic_gpu
+
+ROOT = PACKAGE.parent
+FILES = [x for y in ("mlstm_pallas", "[tbe]*") for x in ROOT.glob(f"{y}/**/*.py")]
+WORDS = {x.name: {x.stem, *re.findall(r"\w+", x.read_text())} for x in FILES}
+# Names of jax, of LLVM, and of an experiment that failed.
+FOREIGN = {"async_prefetch", "barrier_arrive", "ClusterBarrier", "maxnumf", "operand_maps", "pth"}
+NOTES = (ROOT / "BUILD_NOTES.md").read_text()
+PAGES = "README.md", "BUILD_NOTES.md", "CONTRIBUTING.md", "docs/kernels.md", "docs/arguments.md"
+PAGES += "docs/failed_experiments.md", "benchmarks/README.md"
+
+
+def exists(name, page):
+    """Whether there is such a file, or such an identifier, of the module if it names one."""
+    if re.search(r"/|\.(py|md|toml)$", name):
+        return name in WORDS or any((x / name).exists() for x in (ROOT, PACKAGE, page.parent))
+    module, _, last = name.rpartition(".")
+    return last in (WORDS.get(f"{module}.py") or FOREIGN.union(*WORDS.values()))
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_names_exist(page):
+    page = ROOT / page
+    text = page.read_text().replace("```", "")
+    names = re.findall(r"`([A-Za-z_.][\w./]*)`|\]\((?!http)(.*?)\)", text)
+    assert not [a + b for a, b in names if not exists(a or b, page)]
+
+
+def test_the_file_map_names_every_file():
+    block = (ROOT / "README.md").read_text().rpartition("## Files")[2].rpartition("```")[0]
+    files = {x.name + "/" * x.is_dir() for x in PACKAGE.glob("[a-z]*")} - {"py.typed", "tuning/"}
+    assert files == {*re.findall(r"\w+(?:\.py|/(?!\n))", block)}
+
+
+def test_imports_run_from_left_to_right():
+    diagram = NOTES.partition("    public API -> ")[2].partition("\n\n")[0]
+    floors = [[FLOOR[x] for x in re.findall(r"\w+", step)] for step in diagram.split("->")]
+    assert all(max(a) < min(b) for a, b in itertools.pairwise(floors))
+
+
+@pytest.mark.skipif(not jax_has_mosaic_gpu(), reason="this jax has no Mosaic GPU")
+@pytest.mark.parametrize("kernel", ["recurrent_fw_H", "parallel_fw_H"])
+def test_limits_of_mosaic_gpu(kernel):
+    """The widths DHQK in the row of a kernel, and one beyond them."""
+    row = re.findall(rf"^\| {kernel} \| DHQK (.*?);", NOTES, re.M)[0]
+    widths = [int(x) for x in re.findall(r"\d+", row)]
+    for DHQK in (*widths, widths[-1] + 128):
+        sizes = dict(B=2, NH=8, S=2048, DHQK=DHQK, DHV=256, gpu="NVIDIA H200")
+        config = KernelConfig(fused=kernel == "recurrent_fw_H")
+        launches = plan(**sizes, backend="mosaic_gpu", config=config).launches
+        runs = (kernel, "mosaic_gpu") in [(x.stage, x.lowering) for x in launches]
+        assert runs == (DHQK in widths)
