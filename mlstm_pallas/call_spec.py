@@ -44,11 +44,15 @@ class CallSpec:
     layout: Layout = Layout.BNTH
 
     @property
+    def options(self) -> Options:
+        """What its plan depends on."""
+        lowering = Lowering(self.backend or Lowering.TRITON)
+        return Options(self.dtype, lowering, self.config, self.recompute_states_in_bw)
+
+    @property
     def plan(self) -> Plan:
         """The plan of the call's kernels."""
-        lowering = Lowering(self.backend or Lowering.TRITON)
-        options = Options(self.dtype, lowering, self.config, self.recompute_states_in_bw)
-        return planning.plan(self.problem, options, self.gpu)
+        return planning.plan(self.problem, self.options, self.gpu)
 
     def launch(
         self,
@@ -64,10 +68,10 @@ class CallSpec:
           problem: replaces the call's.
           num_splits: of split_products.
         """
-        p, plan = problem or self.problem, self.plan
+        p = problem or self.problem
         if lowering is Lowering.XLA:
             return planning.plain(p)
-        return planning.launch(name, p, plan.options, plan.gpu, lowering, num_splits)
+        return planning.launch(name, p, self.options, self.gpu, lowering, num_splits)
 
     def recomputes_scores(self, lowering: Lowering) -> bool:
         """As ``Plan``; in plain jnp P and dP are in memory."""

@@ -60,7 +60,7 @@ from mlstm_pallas.gates import (
     split_for_exact_sums,
     two_sum,
 )
-from mlstm_pallas.problem import InputGate, Layout
+from mlstm_pallas.problem import InputGate
 from mlstm_pallas.splits import decays_in_splits, decays_of_others
 from mlstm_pallas.stage import Lowering
 from mlstm_pallas.validation import DEFAULT_LAYOUT, check_axis_name, names_arguments
@@ -133,23 +133,12 @@ def joined_gradients(later: GradientSummary, earlier: GradientSummary) -> Gradie
     )
 
 
-@dataclasses.dataclass(frozen=True)
-class OperationSpec:
-    """A call, and one more static choice of an operation."""
-
-    call: CallSpec
-    choice: Any
-
-    @property
-    def backend(self) -> str | None:
-        return self.call.backend
-
-    @property
-    def layout(self) -> Layout:
-        return self.call.layout
-
-    def with_heads(self, B: int, NH: int) -> "OperationSpec":
-        return dataclasses.replace(self, call=self.call.with_heads(B, NH))
+@functools.cache
+def _with(function: Callable[..., Any], choice: Any) -> Callable[..., Any]:
+    """function(choice, ...): one object per choice, whose name tells its operation from others."""
+    operation = functools.partial(function, choice)
+    operation.__name__ = f"{function.__name__} {choice}"  # type: ignore[attr-defined]
+    return operation
 
 
 def _state_after(gamma: jax.Array, products: jax.Array) -> jax.Array:
@@ -159,9 +148,9 @@ def _state_after(gamma: jax.Array, products: jax.Array) -> jax.Array:
     return jnp.sum(weights[..., None, None] * products, axis=1)
 
 
-def _from_empty(spec_and_splits: OperationSpec, x: Inputs) -> Any:
+def _from_empty(splits_and_L: tuple[int, int], spec: CallSpec, x: Inputs) -> Any:
     """(Summary of n, C after the shard, ShardStates), from its keys, values and gates alone."""
-    spec, (num_splits, L) = spec_and_splits.call, spec_and_splits.choice
+    num_splits, L = splits_and_L
 
     def of_shard(lowering: Lowering, x: Inputs) -> tuple[Summary, jax.Array, ShardStates]:
         p = spec.problem.in_chunks_of(L)  # of the call, as shards may plan for fewer heads
@@ -207,9 +196,11 @@ def _summands(local: ShardStates, start: Summary) -> Summands:
     return Summands(m, (n, n_last), scale[..., chunks::chunks, :, None] * local.X)
 
 
-def _first_half(half: OperationSpec, residuals: Residuals, cotangents: Cotangents) -> Any:
+def _first_half(
+    lowering: Lowering, spec: CallSpec, residuals: Residuals, cotangents: Cotangents
+) -> Any:
     """(FirstHalf, GradientSummary) of a shard and the gradients of its last states together."""
-    spec, lowering, last = half.call, half.choice, cotangents.last
+    last = cotangents.last
     arrays = prepared(spec, lowering, residuals, cotangents)
     first = first_half(spec, lowering, *arrays)
     gates, tiles, states = first
@@ -234,14 +225,15 @@ def _first_half(half: OperationSpec, residuals: Residuals, cotangents: Cotangent
 
 
 def _second_half(
-    half: OperationSpec,
+    lowering: Lowering,
+    spec: CallSpec,
     residuals: Residuals,
     cotangents: Cotangents,
     first: FirstHalf,
     dC_after: jax.Array,
 ) -> Inputs:
     """The gradients of the inputs; dC_after: what the later shards add to dC, (B * NH, ...)."""
-    spec, lowering, gamma, states = half.call, half.choice, first.gates.scaGamma, first.states
+    gamma, states = first.gates.scaGamma, first.states
     dC = run(
         "add_decayed",
         *(states.matDeltaC_states, dC_after, decays_of_others(gamma)),
@@ -342,8 +334,8 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
         return start
 
     unread: dict[str, Any] = dict.fromkeys(("q", "c_initial", "n_initial"))
-    with_splits = OperationSpec(spec, (spec.plan.summary_splits, spec.plan.scan_problem.L))
-    of_n, C, local = operation(_from_empty, with_splits, x._replace(**unread))
+    chunks = spec.plan.summary_splits, spec.plan.scan_problem.L
+    of_n, C, local = operation(_with(_from_empty, chunks), spec, x._replace(**unread))
     start = before(of_n, x.n_initial)
     # parallel_fw_P reads m and n, but not C. Behind the barrier it hides the exchange of C, which
     # XLA would else join to that of n.
@@ -380,16 +372,17 @@ def _backward(
     """The gradients of the inputs; dh, of_last: of h and the last states of the shard."""
     dC, dn, dm = of_last
     dm = dm - inner(dC, last.c, 2) - inner(dn, last.n)
-    half = OperationSpec(spec, lowering)
     of_shard = Cotangents(dh, LastStates(dC, dn, dm))
-    first, local = operation(_first_half, half, residuals, of_shard)
+    first, local = operation(_with(_first_half, lowering), spec, residuals, of_shard)
     one, zero = jnp.ones_like(dm), jnp.zeros_like(dm)
     empty = GradientSummary(jnp.zeros_like(dC), jnp.zeros_like(dn), one, zero, one)
     after = _exclusive_prefix(joined_gradients, local, empty, axis, index, reverse=True)
     dC, dn = dC + after.dC, dn + after.dn
     dm = dm + after.dm + inner(dC, last.c, 2) + inner(dn, last.n)
     whole = Cotangents(dh, LastStates(dC, dn, dm))
-    gradients: Inputs = operation(_second_half, half, residuals, whole, first, after.dC)
+    gradients: Inputs = operation(
+        _with(_second_half, lowering), spec, residuals, whole, first, after.dC
+    )
     of_initial = {
         name: jnp.where(index == 0, getattr(gradients, name), 0.0)
         for name in ("c_initial", "n_initial", "m_initial")

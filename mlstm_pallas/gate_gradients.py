@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 
 from mlstm_pallas.gates import (
     CARRIED,
@@ -25,12 +26,12 @@ class TilePairs(NamedTuple):
     Where the tile of queries is before that of keys the values are undefined.
     """
 
-    per_query: jax.Array  # (B * NH, n, NC, n, T): [j, chunk, i, t] over s < t in tile j
-    per_key: jax.Array  # (B * NH, n, NC, n, T): [i, chunk, j, s] over t > s in tile i
-    diagonal: jax.Array  # (B * NH, NC, n, T): W_tt
+    per_query: Array  # (B * NH, n, NC, n, T): [j, chunk, i, t] over s < t in tile j
+    per_key: Array  # (B * NH, n, NC, n, T): [i, chunk, j, s] over t > s in tile i
+    diagonal: Array  # (B * NH, NC, n, T): W_tt
 
 
-def inner(a: jax.Array, b: jax.Array, axes: int = 1) -> jax.Array:
+def inner(a: Array, b: Array, axes: int = 1) -> Array:
     """Inner product over the last axes, in at least float32."""
     acc = accumulator_dtype(a.dtype)
     return jnp.sum(a.astype(acc) * b.astype(acc), axis=tuple(range(-axes, 0)))
@@ -41,28 +42,28 @@ class TileSums(NamedTuple):
 
     # At t: the inner product of q_t with the part of dq_t from before the tile, plus the sum of
     # W_ts - W_st over the steps s of the tile.
-    vecQ: jax.Array
-    vecK_inter: jax.Array  # at s: k_s with the part of dk_s from beyond the tile
-    vecK_intra: jax.Array  # at s: k_s with the rest of dk_s, the sum of W_ts over t
+    vecQ: Array
+    vecK_inter: Array  # at s: k_s with the part of dk_s from beyond the tile
+    vecK_intra: Array  # at s: k_s with the rest of dk_s, the sum of W_ts over t
 
 
-def _later_tiles(n: int) -> jax.Array:
+def _later_tiles(n: int) -> Array:
     """[i, j]: whether tile i of a chunk is after tile j."""
     return jnp.tri(n, k=-1, dtype=bool)
 
 
-def _only(x: jax.Array, where: jax.Array, *axes: int) -> jax.Array:
+def _only(x: Array, where: Array, *axes: int) -> Array:
     """x where the mask, over these axes of x, holds, else 0: the rest of x may be undefined."""
     shape = [size if axis in axes else 1 for axis, size in enumerate(x.shape)]
     return jnp.where(jnp.broadcast_to(where.reshape(shape), x.shape), x, 0.0)
 
 
-def tile_sums(pairs: TilePairs, vecQ_inter: jax.Array, vecK_inter: jax.Array) -> TileSums:
+def tile_sums(pairs: TilePairs, vecQ_inter: Array, vecK_inter: Array) -> TileSums:
     """TileSums from the sums of the stages; vecQ_inter, vecK_inter: as of ``step_gradients``."""
     BNH, NC, n, T = pairs.diagonal.shape
     later, same = _later_tiles(n), jnp.eye(n, dtype=bool)
 
-    def total(x: jax.Array, where: jax.Array) -> jax.Array:
+    def total(x: Array, where: Array) -> Array:
         return jnp.sum(_only(x, where, 1, 3), axis=1)
 
     keys_intra = total(pairs.per_key, same)
@@ -75,9 +76,7 @@ def tile_sums(pairs: TilePairs, vecQ_inter: jax.Array, vecK_inter: jax.Array) ->
     return TileSums(*(x.reshape(BNH, NC * n, T) for x in sums))
 
 
-def through_tiles(
-    pairs: TilePairs, vecQ_inter: jax.Array, vecK_inter: jax.Array, through: jax.Array
-) -> jax.Array:
+def through_tiles(pairs: TilePairs, vecQ_inter: Array, vecK_inter: Array, through: Array) -> Array:
     """Sums of W_ts with s before and t after each tile, (B * NH, S / T); args of step_gradients."""
     BNH, NC, n, _ = pairs.diagonal.shape
     if n == 1:
@@ -101,7 +100,7 @@ def through_tiles(
 _GROUP = 16  # steps summed at once; the work is this many times the length
 
 
-def run_sums(x: jax.Array, goes_on: jax.Array) -> jax.Array:
+def run_sums(x: Array, goes_on: Array) -> Array:
     """R_t = x_t + R_{t+1} where goes_on_t holds, else x_t, along the last axis.
 
     Steps are summed within groups, then groups within groups of groups, without any difference.
@@ -122,7 +121,7 @@ def run_sums(x: jax.Array, goes_on: jax.Array) -> jax.Array:
     return R.reshape(*groups[:-2], groups[-2] * size)[..., :n]
 
 
-def step_flags(gates: ChunkGates, vecF: jax.Array, begins: jax.Array | None) -> jax.Array:
+def step_flags(gates: ChunkGates, vecF: Array, begins: Array | None) -> Array:
     """``gates.join_flags`` of all steps, shaped as vecF: (B * NH, NC, L) int32."""
     if gates.vecFlags is not None:
         return gates.vecFlags
@@ -133,14 +132,14 @@ def step_flags(gates: ChunkGates, vecF: jax.Array, begins: jax.Array | None) -> 
 
 
 def step_gradients(
-    vecF: jax.Array,
+    vecF: Array,
     pairs: TilePairs,
-    vecQ_inter: jax.Array,
-    vecK_inter: jax.Array,
-    through: jax.Array,
-    flags: jax.Array,
-    dm: jax.Array | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    vecQ_inter: Array,
+    vecK_inter: Array,
+    through: Array,
+    flags: Array,
+    dm: Array | None,
+) -> tuple[Array, Array, Array]:
     """The gradients of log i_t and f_t, and the gradient that reaches m_1.
 
     f_r decays everything that passes from before r to r or later. In a tile of T steps these are
@@ -181,17 +180,17 @@ def step_gradients(
 
 def gate_gradients(
     gates: ChunkGates,
-    vecI: jax.Array,
-    vecF: jax.Array,
+    vecI: Array,
+    vecF: Array,
     pairs: TilePairs,
-    vecQ_inter: jax.Array,
-    vecK_inter: jax.Array,
-    through: jax.Array,
-    dm: jax.Array | None,
-    starts: jax.Array | None = None,
+    vecQ_inter: Array,
+    vecK_inter: Array,
+    through: Array,
+    dm: Array | None,
+    starts: Array | None = None,
     input_gate: InputGate = InputGate.EXP,
-    step_gradients: Callable[..., tuple[jax.Array, jax.Array, jax.Array]] = step_gradients,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    step_gradients: Callable[..., tuple[Array, Array, Array]] = step_gradients,
+) -> tuple[Array, Array, Array]:
     """The gradients of the gate pre-activations, and of m_initial except for ``<dC, C> + dn . n``.
 
     Args:
@@ -216,9 +215,7 @@ def gate_gradients(
     return di, df, jnp.where((flags[:, 0] & GOES_ON) > 0, first, 0.0)
 
 
-def last_stabiliser_cotangent(
-    dm: jax.Array, last: Any, C_last: jax.Array, n_last: jax.Array
-) -> jax.Array:
+def last_stabiliser_cotangent(dm: Array, last: Any, C_last: Array, n_last: Array) -> Array:
     """dm, (B * NH, S), with the last m's gradient at the last step; last: cotangents (c, n, m).
 
     The true state is exp(m) (C, n), so the part of m's cotangent that rescales C and n is removed.
@@ -226,13 +223,11 @@ def last_stabiliser_cotangent(
     return dm.at[..., -1].add(last.m - inner(last.c, C_last, 2) - inner(last.n, n_last))
 
 
-def initial_stabiliser_gradient(
-    dC: jax.Array, dn: jax.Array, C: jax.Array, n: jax.Array
-) -> jax.Array:
+def initial_stabiliser_gradient(dC: Array, dn: Array, C: Array, n: Array) -> Array:
     """The initial m's gradient as the scale of the initial states, <dC, C> + dn . n: (B * NH,)."""
     return inner(dC, C, 2) + inner(dn, n)
 
 
-def zero_states(like: jax.Array, DHQK: int, DHHV: int) -> jax.Array:
+def zero_states(like: Array, DHQK: int, DHHV: int) -> Array:
     """Zeros (B * NH, DHQK, DHHV), varying over the same mesh axes as ``like``, (B * NH,)."""
     return jnp.zeros_like(jnp.broadcast_to(like[:, None, None], (like.shape[0], DHQK, DHHV)))

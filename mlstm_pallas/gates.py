@@ -32,11 +32,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from mlstm_pallas.problem import InputGate
 
-Pair = tuple[jax.Array, jax.Array]  # an unevaluated sum hi + lo
+Pair = tuple[Array, Array]  # an unevaluated sum hi + lo
+Elementwise = Callable[[Array], Array]
 
 _INF = float("inf")
 # A gate at or below this counts as -inf: i stores nothing, f resets. Callers mask with finite
@@ -55,9 +56,7 @@ class LocalGates(NamedTuple):
     vecB: Pair  # b_t, resets left out
     vecE: Pair  # e_t, reset offset included
     vecEmax: Pair  # max of e_s over s <= t and since the last reset
-    vecOffset: (
-        jax.Array
-    )  # reset offset in e_t: > 0 where a reset is between the chunk's start and t
+    vecOffset: Array  # reset offset in e_t: > 0 where a reset is between the chunk's start and t
 
 
 class ChunkGates(NamedTuple):
@@ -65,13 +64,13 @@ class ChunkGates(NamedTuple):
 
     vecE: Pair  # (B * NH, NC, L) e_t
     vecU: Pair  # (B * NH, NC, L) u_t; +inf where nothing is stored
-    vecW: jax.Array  # (B * NH, NC, L) w_t
-    vecM: jax.Array  # (B * NH, NC, L) m_t
-    vecAbar: jax.Array  # (B * NH, NC, L) abar_t
-    scaGamma: jax.Array  # (B * NH, NC) gamma_c
-    scaM_states: jax.Array  # (B * NH, NC + 1) m_c at the chunk boundaries
+    vecW: Array  # (B * NH, NC, L) w_t
+    vecM: Array  # (B * NH, NC, L) m_t
+    vecAbar: Array  # (B * NH, NC, L) abar_t
+    scaGamma: Array  # (B * NH, NC) gamma_c
+    scaM_states: Array  # (B * NH, NC + 1) m_c at the chunk boundaries
     # (B * NH, NC, L) int32, of ``join_flags``; None: not computed
-    vecFlags: jax.Array | None = None
+    vecFlags: Array | None = None
 
     def per_step(self) -> "ChunkGates":
         """The gates of every step as (B * NH, S)."""
@@ -82,7 +81,7 @@ class ChunkGates(NamedTuple):
         return flat
 
 
-def two_sum(a: jax.Array, b: jax.Array) -> Pair:
+def two_sum(a: Array, b: Array) -> Pair:
     """fl(a + b) and its rounding error (Knuth); the error is 0 where the sum is not finite."""
     s = a + b
     t = s - a
@@ -99,36 +98,34 @@ def pair_max(a: Pair, b: Pair) -> Pair:
     return jnp.where(first, a[0], b[0]), jnp.where(first, a[1], b[1])
 
 
-def least_power_of_two(x: jax.Array) -> jax.Array:
+def least_power_of_two(x: Array) -> Array:
     """The least power of two >= x > 0, up to the rounding of log2; without a derivative."""
     return jnp.exp2(jnp.ceil(jnp.log2(lax.stop_gradient(x))))
 
 
-def exact_sum_grid(
-    largest: jax.Array, count: int, power: Callable[[jax.Array], jax.Array] = least_power_of_two
-) -> jax.Array:
+def exact_sum_grid(largest: Array, count: int, power: Elementwise = least_power_of_two) -> Array:
     """The ``split_at`` grid for which sums of up to ``count`` hi are exact; ``largest`` >= |x|."""
     return 3.0 * power(jnp.maximum(largest, 1e-30) * count)
 
 
-def split_at(x: jax.Array, grid: jax.Array) -> Pair:
+def split_at(x: Array, grid: Array) -> Pair:
     """x = hi + lo, with hi a multiple of the spacing of floats at ``grid``."""
     hi = (x + grid) - grid
     return hi, x - hi
 
 
-def split_for_exact_sums(x: jax.Array, largest: jax.Array, count: int) -> Pair:
+def split_for_exact_sums(x: Array, largest: Array, count: int) -> Pair:
     """x = hi + lo, where every sum of up to ``count`` hi is exact; ``largest`` bounds |x|."""
     return split_at(x, exact_sum_grid(largest, count))
 
 
-def log_sigmoid(f: jax.Array, log1p: Callable[[jax.Array], jax.Array] = jnp.log1p) -> jax.Array:
+def log_sigmoid(f: Array, log1p: Elementwise = jnp.log1p) -> Array:
     """log sigmoid(f). Without abs and minimum its derivative is right at 0 too."""
     below = f <= 0
     return jnp.where(below, f, 0.0) - log1p(jnp.exp(jnp.where(below, f, -f)))
 
 
-def branchless_log1p(x: jax.Array) -> jax.Array:
+def branchless_log1p(x: Array) -> Array:
     """log1p(x) for x in [0, 1]: log(y) with a correction for the rounding of y = 1 + x.
 
     Mosaic GPU has no log1p. Triton's branches, and its compiler moves earlier loads behind the
@@ -139,17 +136,13 @@ def branchless_log1p(x: jax.Array) -> jax.Array:
     return jnp.log(y) + (x - (y - one)) / y
 
 
-def log_forget_gate(
-    f: jax.Array, log1p: Callable[[jax.Array], jax.Array] = jnp.log1p
-) -> tuple[jax.Array, jax.Array]:
+def log_forget_gate(f: Array, log1p: Elementwise = jnp.log1p) -> tuple[Array, Array]:
     """log sigmoid(f), 0 at a reset, and where the resets are."""
     reset = f <= MASKED
     return jnp.where(reset, 0.0, log_sigmoid(jnp.where(reset, 0.0, f), log1p)), reset
 
 
-def log_input_gate(
-    i: jax.Array, input_gate: InputGate, log1p: Callable[[jax.Array], jax.Array] = jnp.log1p
-) -> jax.Array:
+def log_input_gate(i: Array, input_gate: InputGate, log1p: Elementwise = jnp.log1p) -> Array:
     """The logarithm of the input gate, -inf where nothing is stored. A NaN stays."""
     masked = i <= MASKED
     if input_gate is InputGate.SIGMOID:
@@ -158,11 +151,11 @@ def log_input_gate(
 
 
 def log_gates(
-    i: jax.Array,
-    f: jax.Array,
+    i: Array,
+    f: Array,
     input_gate: InputGate,
-    log1p: Callable[[jax.Array], jax.Array] = jnp.log1p,
-) -> tuple[jax.Array, jax.Array, jax.Array]:
+    log1p: Elementwise = jnp.log1p,
+) -> tuple[Array, Array, Array]:
     """The logarithms of the input and the forget gate, and where the resets are.
 
     A NaN in f is moved to i. There it reaches every later step but no sum over the chunk, and so no
@@ -174,20 +167,20 @@ def log_gates(
     )
 
 
-def segment_starts(segment_ids: jax.Array) -> jax.Array:
+def segment_starts(segment_ids: Array) -> Array:
     """Where the id, (..., S), differs from that of the step before; False at the first step."""
     return jnp.pad(
         segment_ids[..., 1:] != segment_ids[..., :-1], [(0, 0)] * (segment_ids.ndim - 1) + [(1, 0)]
     )
 
 
-def steps_within(lengths: jax.Array, S: int) -> jax.Array:
+def steps_within(lengths: Array, S: int) -> Array:
     """Which of S steps are within lengths, (...,): (..., S)."""
     steps = lax.broadcasted_iota(jnp.int32, (1,) * lengths.ndim + (S,), lengths.ndim)
     return steps < lengths[..., None]
 
 
-def segment_ends(starts: jax.Array, num_segments: int, lengths: jax.Array | None) -> jax.Array:
+def segment_ends(starts: Array, num_segments: int, lengths: Array | None) -> Array:
     """The number of steps up to the end of each of the first segments; 0 where there is none.
 
     starts: (B, NH, S) int32, 1 where segments begin; lengths: (B, NH), the steps that count; None:
@@ -203,11 +196,11 @@ def segment_ends(starts: jax.Array, num_segments: int, lengths: jax.Array | None
 
 
 def reset_offset(
-    i_min: jax.Array,
-    i_max: jax.Array,
-    total_decay: jax.Array,
-    power: Callable[[jax.Array], jax.Array] = least_power_of_two,
-) -> jax.Array:
+    i_min: Array,
+    i_max: Array,
+    total_decay: Array,
+    power: Elementwise = least_power_of_two,
+) -> Array:
     """A power of two that exceeds the spread of e_t in a chunk by enough for exp to underflow.
 
     i_min and i_max bound the finite input gates (inf, -inf if there are none), and total_decay is
@@ -216,18 +209,18 @@ def reset_offset(
     return power(jnp.maximum(i_max - i_min, 0.0) + total_decay + _UNDERFLOW)
 
 
-def _where_pair(where: jax.Array, x: Pair) -> Pair:
+def _where_pair(where: Array, x: Pair) -> Pair:
     """x, and -inf elsewhere."""
     return jnp.where(where, x[0], -_INF), jnp.where(where, x[1], 0.0)
 
 
 def stabiliser_sources(
-    i: jax.Array,
-    fbar: jax.Array,
+    i: Array,
+    fbar: Array,
     b: Pair,
-    offset: jax.Array,
-    reset: jax.Array,
-    begins: jax.Array | None,
+    offset: Array,
+    reset: Array,
+    begins: Array | None,
     input_gate: InputGate,
 ) -> tuple[Pair, Pair]:
     """e_t, and the values whose running maximum is emax; with the sigmoid gate emax itself.
@@ -236,7 +229,7 @@ def stabiliser_sources(
     begin. Lowers to Triton and Mosaic GPU.
     """
 
-    def source(log_gate: jax.Array) -> Pair:
+    def source(log_gate: Array) -> Pair:
         return pair_add(two_sum(offset, log_gate), (-b[0], -b[1]))
 
     stored = i != -_INF
@@ -250,9 +243,9 @@ def stabiliser_sources(
 
 
 def local_gates(
-    vecI: jax.Array,
-    vecF: jax.Array,
-    starts: jax.Array | None = None,
+    vecI: Array,
+    vecF: Array,
+    starts: Array | None = None,
     input_gate: InputGate = InputGate.EXP,
 ) -> LocalGates:
     """The gates of every chunk by itself.
@@ -263,10 +256,10 @@ def local_gates(
 
 
 def local_gates_of_logs(
-    i: jax.Array,
-    fbar: jax.Array,
-    reset: jax.Array,
-    starts: jax.Array | None = None,
+    i: Array,
+    fbar: Array,
+    reset: Array,
+    starts: Array | None = None,
     input_gate: InputGate = InputGate.EXP,
 ) -> LocalGates:
     """``local_gates`` from what ``log_gates`` returns."""
@@ -276,9 +269,8 @@ def local_gates_of_logs(
     if begins is not None or input_gate is InputGate.SIGMOID:
         i_min, i_max = jnp.minimum(i_min, 0.0), jnp.maximum(i_max, 0.0)  # m = 0 is a source as well
     offset_unit = reset_offset(i_min, i_max, jnp.sum(-fbar, axis=-1, keepdims=True))
-    hi, lo = split_at(
-        fbar, exact_sum_grid(jnp.max(jnp.abs(fbar), axis=-1, keepdims=True), fbar.shape[-1])
-    )
+    largest = jnp.max(jnp.abs(fbar), axis=-1, keepdims=True)
+    hi, lo = split_for_exact_sums(fbar, largest, fbar.shape[-1])
     b = two_sum(jnp.cumsum(hi, axis=-1), jnp.cumsum(lo, axis=-1))
     restarts = reset if begins is None else reset | begins
     offset = jnp.cumsum(restarts, axis=-1, dtype=i.dtype) * offset_unit
@@ -298,23 +290,23 @@ def local_gates_of_logs(
     return LocalGates(b, e, (emax_hi, emax_lo), offset)
 
 
-def chunk_summaries(local: LocalGates) -> tuple[jax.Array, jax.Array, jax.Array]:
+def chunk_summaries(local: LocalGates) -> tuple[Array, Array, Array]:
     """(g, a, reset), (B * NH, NC) each: m_{c+1} is a after a reset, else max(g + m_c, a)."""
 
-    def last(x: jax.Array) -> jax.Array:
+    def last(x: Array) -> Array:
         return x[..., -1]
 
     return summary(*jax.tree.map(last, (local.vecB, local.vecEmax, local.vecOffset)))
 
 
-def summary(b: Pair, emax: Pair, offset: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+def summary(b: Pair, emax: Pair, offset: Array) -> tuple[Array, Array, Array]:
     """``chunk_summaries`` from the last step of each chunk. Lowers to Mosaic GPU."""
     return b[0] + b[1], (emax[0] - offset) + b[0] + (emax[1] + b[1]), offset > 0
 
 
 def stabiliser_scan(
-    local: LocalGates, scaM_initial: jax.Array, input_gate: InputGate = InputGate.EXP
-) -> jax.Array:
+    local: LocalGates, scaM_initial: Array, input_gate: InputGate = InputGate.EXP
+) -> Array:
     """m_c at all chunk boundaries, (B * NH, NC + 1): a prefix in (max, +) over the chunks."""
     g, a, reset = chunk_summaries(local)
     if input_gate is InputGate.SIGMOID:
@@ -327,15 +319,15 @@ def stabiliser_scan(
         [jnp.zeros_like(scaM_initial)[..., None], jnp.where(reset, -_INF, g)], axis=-1
     )
     a = jnp.concatenate([scaM_initial[..., None], a], axis=-1)
-    m: jax.Array = lax.associative_scan(join, (g, a), axis=-1)[1]
+    m: Array = lax.associative_scan(join, (g, a), axis=-1)[1]
     return m
 
 
 def join_chunks(
     local: LocalGates,
-    scaM_states: jax.Array,
+    scaM_states: Array,
     input_gate: InputGate = InputGate.EXP,
-    lengths: jax.Array | None = None,
+    lengths: Array | None = None,
 ) -> ChunkGates:
     """Completes the local gates with the chunk boundaries' m_c, scaM_states: (B * NH, NC + 1).
 
@@ -349,7 +341,7 @@ def join_chunks(
     return without_outputs(gates, lengths)
 
 
-def without_outputs(gates: ChunkGates, lengths: jax.Array | None) -> ChunkGates:
+def without_outputs(gates: ChunkGates, lengths: Array | None) -> ChunkGates:
     """The gates with h_t = 0 for t >= lengths, (B * NH,) int32; None: unchanged.
 
     With u_t = +inf and w_t = 0 a step reads neither keys nor states, and its dh reaches nothing.
@@ -366,8 +358,8 @@ def without_outputs(gates: ChunkGates, lengths: jax.Array | None) -> ChunkGates:
 
 
 def join_ends(
-    b_hi: jax.Array, b_lo: jax.Array, offset: jax.Array, m_start: jax.Array, m_end: jax.Array
-) -> tuple[Pair, jax.Array]:
+    b_hi: Array, b_lo: Array, offset: Array, m_start: Array, m_end: Array
+) -> tuple[Pair, Array]:
     """p (+inf where nothing is stored) and gamma of each chunk. Lowers to Mosaic GPU.
 
     b and offset are those of the chunk's last step, m_start and m_end those of its boundaries.
@@ -379,8 +371,8 @@ def join_ends(
 
 
 def join_steps(
-    local: LocalGates, m_start: jax.Array, p: Pair, input_gate: InputGate
-) -> tuple[Pair, jax.Array, jax.Array, jax.Array]:
+    local: LocalGates, m_start: Array, p: Pair, input_gate: InputGate
+) -> tuple[Pair, Array, Array, Array]:
     """u, w, m and abar of every step; m_start and p as of ``join_ends``. Lowers to Mosaic GPU."""
     (b_hi, b_lo), e, emax, offset = local
     carried = offset == 0
@@ -401,13 +393,13 @@ CARRIED, GOES_ON, PASSES = 1, 2, 4  # bits of ``join_flags``
 def join_flags(
     e: Pair,
     u: Pair,
-    m: jax.Array,
-    m_before: jax.Array,
-    f: jax.Array,
-    log_f: jax.Array,
-    restarts: jax.Array,
-    begins: jax.Array | None,
-) -> jax.Array:
+    m: Array,
+    m_before: Array,
+    f: Array,
+    log_f: Array,
+    restarts: Array,
+    begins: Array | None,
+) -> Array:
     """The bits that the gate gradients read of every step, int32. Lowers to Mosaic GPU.
 
     CARRIED: m_t is log sigmoid(f_t) + m_{t-1}, not i_t.
@@ -422,7 +414,7 @@ def join_flags(
       begins: where packed segments begin; None: nowhere.
     """
 
-    def bits(where: jax.Array, flag: int) -> jax.Array:
+    def bits(where: Array, flag: int) -> Array:
         return jnp.where(where, jnp.full(m.shape, flag, jnp.int32), 0)
 
     carried = ((e[0] != u[0]) | (e[1] != u[1])) & (f > MASKED)
@@ -433,19 +425,19 @@ def join_flags(
     return flags + jnp.where(restarts, 0, bits(passes, PASSES))
 
 
-def causal(x: jax.Array, *, offset: int = 0, fill: float = 0.0) -> jax.Array:
+def causal(x: Array, *, offset: int = 0, fill: float = 0.0) -> Array:
     """x_ts where s <= t + offset, else fill; (..., L, L)."""
     return jnp.where(jnp.broadcast_to(jnp.tri(x.shape[-1], k=offset, dtype=bool), x.shape), x, fill)
 
 
-def decay_matrix(gates: ChunkGates) -> jax.Array:
+def decay_matrix(gates: ChunkGates) -> Array:
     """D_ts = exp(e_s - u_t) for s <= t, else 0: (B * NH, NC, L, L)."""
     (e_hi, e_lo), (u_hi, u_lo) = gates.vecE, gates.vecU
     exponent = (e_hi[..., None, :] - u_hi[..., :, None]) + (e_lo[..., None, :] - u_lo[..., :, None])
     return jnp.exp(causal(exponent, fill=-_INF))
 
 
-def fusion_barrier(tree: Any, at_least_zero: jax.Array) -> Any:
+def fusion_barrier(tree: Any, at_least_zero: Array) -> Any:
     """The tree, unchanged, computed before it is used; ``at_least_zero`` is any array that is >= 0.
 
     XLA for CPUs fuses the computation of vectors into the loops over L x L tiles and repeats it for
@@ -458,8 +450,8 @@ def fusion_barrier(tree: Any, at_least_zero: jax.Array) -> Any:
 
 
 def vector_states(
-    added: jax.Array, gamma: jax.Array, initial: jax.Array, *, backward: bool = False
-) -> tuple[jax.Array, jax.Array]:
+    added: Array, gamma: Array, initial: Array, *, backward: bool = False
+) -> tuple[Array, Array]:
     """x_{next} = gamma_c x_c + added_c, the recurrence of n; stages/recurrence.py has that of C.
 
     Args:
@@ -473,7 +465,7 @@ def vector_states(
     def join(left: Any, right: Any) -> tuple[Any, ...]:
         return left[0] * right[0], left[1] * right[0] + right[1]
 
-    def entering(first: jax.Array, x: jax.Array) -> jax.Array:
+    def entering(first: Array, x: Array) -> Array:
         """x of the chunk before each (after it with backward); ``first`` at the first one."""
         return jnp.concatenate([x[:, 1:], first] if backward else [first, x[:, :-1]], axis=1)
 

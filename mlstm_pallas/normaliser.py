@@ -8,8 +8,8 @@ floor_t = norm_val exp(-m_t), or norm_val
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 
 class NormaliserGradients(NamedTuple):
@@ -18,8 +18,8 @@ class NormaliserGradients(NamedTuple):
     Before delta is known only vecInvDen is (``backward.before_tiles``).
     """
 
-    vecInvDen: jax.Array | None = None  # 1 / den_t
-    vecDz: jax.Array | None = None  # dz_t
+    vecInvDen: Array | None = None  # 1 / den_t
+    vecDz: Array | None = None  # dz_t
     vecDzDen: Any = None  # dz_t den_t; an array where vecDz is one
     vecDm: Any = None  # dm_t
 
@@ -47,12 +47,12 @@ class Normaliser:
         """floor_t; m may be None unless ``floor_needs_m``."""
         return self.norm_val * jnp.exp(-m) if self.floor_needs_m else self.norm_val
 
-    def denominator(self, z: jax.Array, m: jax.Array | None) -> jax.Array:
+    def denominator(self, z: Array, m: Array | None) -> Array:
         """den, and 1 where it is 0, as 0/0 is 0. Lowers to Triton and Mosaic GPU."""
         den = at_least(jnp.abs(z), self.floor(m)) + self.eps
         return jnp.where(den == 0, 1.0, den) if self.eps == 0 else den
 
-    def normalise(self, num: jax.Array, z: jax.Array, m: jax.Array) -> jax.Array:
+    def normalise(self, num: Array, z: Array, m: Array) -> Array:
         """h = num / den; num: (..., DHHV), z and m: (...).
 
         Differentiable, and finite for any m: numerator and denominator are scaled by
@@ -68,7 +68,7 @@ class Normaliser:
         empty = den == 0  # False for NaN, which reaches h
         return num * jnp.where(empty, 0.0, factor / jnp.where(empty, 1.0, den))[..., None]
 
-    def gradients(self, delta: jax.Array, z: jax.Array, m: jax.Array) -> NormaliserGradients:
+    def gradients(self, delta: Array, z: Array, m: Array) -> NormaliserGradients:
         """delta_t = dh_t . h_t; delta, z and m have one shape."""
         floor = self.floor(m)
         inv_den = inverse(at_least(jnp.abs(z), floor) + self.eps)
@@ -85,17 +85,17 @@ class Normaliser:
 DEFAULT_NORMALISER = Normaliser()
 
 
-def at_least(x: jax.Array, floor: Any) -> jax.Array:
+def at_least(x: Array, floor: Any) -> Array:
     """max(x, floor), and NaN where x is NaN: jnp.maximum is then the floor in Triton."""
     return jnp.where(x < floor, floor, x)
 
 
-def inverse(den: jax.Array) -> jax.Array:
+def inverse(den: Array) -> Array:
     """1 / den, and 0 where den is 0."""
     return jnp.where(den == 0, 0.0, 1.0 / jnp.where(den == 0, 1.0, den))
 
 
-def query_scale(w: jax.Array, qk_scale: float, inv_den: jax.Array | None = None) -> jax.Array:
+def query_scale(w: Array, qk_scale: float, inv_den: Array | None = None) -> Array:
     """r_t = w_t scale / den_t, the scale of a query's inter-chunk part; inv_den None: den is 1."""
     r = w * qk_scale
     return r if inv_den is None else r * inv_den

@@ -1,9 +1,8 @@
 """mlstm_recurrent_step, mlstm_recurrent_sequence: the mLSTM token by token, as in generation."""
 
-import dataclasses
 import functools
 from collections.abc import Mapping
-from typing import Any, ClassVar, NamedTuple, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +11,12 @@ from jax import lax
 from mlstm_pallas import validation
 from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.backend import on_backend, requested_backend
+from mlstm_pallas.call_spec import CallSpec
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.entry import checked, options_of
-from mlstm_pallas.gpu import Gpu, target_gpu
+from mlstm_pallas.gpu import target_gpu
 from mlstm_pallas.normaliser import Normaliser
-from mlstm_pallas.planning import Options, launch
 from mlstm_pallas.problem import InputGate, Layout, Problem, accumulator_dtype
 from mlstm_pallas.sharding import aligned, over_shards
 from mlstm_pallas.stage import Lowering
@@ -26,22 +25,6 @@ NO_DERIVATIVE = (
     "the kernels of mlstm_recurrent_step and mlstm_recurrent_sequence have no derivatives; "
     'backend="xla" has them'
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class StepSpec:
-    """The static choices of a step."""
-
-    problem: Problem
-    dtype: jnp.dtype
-    config: KernelConfig
-    normaliser: Normaliser | None
-    gpu: Gpu
-    backend: str | None
-    layout: ClassVar[Layout] = Layout.BNTH  # of shards
-
-    def with_heads(self, B: int, NH: int) -> "StepSpec":
-        return dataclasses.replace(self, problem=dataclasses.replace(self.problem, B=B, NH=NH))
 
 
 class StepStates(NamedTuple):
@@ -60,10 +43,9 @@ class Token(NamedTuple):
     f: jax.Array
 
 
-def _step(spec: StepSpec, x: Token, states: StepStates) -> Any:
+def _step(spec: CallSpec, x: Token, states: StepStates) -> Any:
     def token(lowering: Lowering, x: Token, states: StepStates) -> tuple[jax.Array, StepStates]:
-        options = Options(spec.dtype, lowering, spec.config)
-        call = launch("recurrent_step", spec.problem, options, spec.gpu, lowering)
+        call = spec.launch("recurrent_step", lowering)
         h, c, n, m = run("recurrent_step", *x, *states, normaliser=spec.normaliser, call=call)
         return h, StepStates(c, n, m)
 
@@ -71,17 +53,17 @@ def _step(spec: StepSpec, x: Token, states: StepStates) -> Any:
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _step_on_shards(spec: StepSpec, x: Token, states: StepStates) -> Any:
+def _step_on_shards(spec: CallSpec, x: Token, states: StepStates) -> Any:
     return over_shards(_step, spec, x, states)
 
 
 @_step_on_shards.defjvp
-def _no_jvp(spec: StepSpec, primals: Any, tangents: Any) -> NoReturn:
+def _no_jvp(spec: CallSpec, primals: Any, tangents: Any) -> NoReturn:
     raise TypeError(NO_DERIVATIVE)
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def step(spec: StepSpec, x: Token, states: StepStates) -> tuple[jax.Array, StepStates]:
+def step(spec: CallSpec, x: Token, states: StepStates) -> tuple[jax.Array, StepStates]:
     """h (B, NH, DHV) and the new states. B and NH are the first axes of all arrays."""
     # Only plain jnp is differentiable.
     outputs: tuple[jax.Array, StepStates]
@@ -90,7 +72,7 @@ def step(spec: StepSpec, x: Token, states: StepStates) -> tuple[jax.Array, StepS
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def sequence(spec: StepSpec, x: Token, states: StepStates) -> tuple[jax.Array, StepStates]:
+def sequence(spec: CallSpec, x: Token, states: StepStates) -> tuple[jax.Array, StepStates]:
     """h (B, NH, S, DHV) and the last states."""
 
     def one(states: StepStates, x: Token) -> tuple[StepStates, jax.Array]:
@@ -131,13 +113,13 @@ def _run(arguments: Mapping[str, Any], *, steps: bool) -> tuple[jax.Array, State
         backend = "xla"  # a kernel has no empty grid
     normaliser = Normaliser(options.eps, options.norm_val, options.stabilize_correctly)
     problem = Problem(B, NH, 1, DHQK, DHV, 1, DHQK**-0.5)
-    spec = StepSpec(
+    spec = CallSpec(
         problem,
-        c.dtype,
         options.config or KernelConfig(),
+        c.dtype,
         normaliser if normalize else None,
         target_gpu(),
-        backend,
+        backend=backend,
     )
     x, c, n, m = aligned(spec, (x, c, n, m))
     h, states = (sequence if steps else step)(

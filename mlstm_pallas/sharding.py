@@ -30,6 +30,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import Array
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
@@ -52,10 +53,10 @@ def over_shards(function: Function, spec: Any, *args: Any) -> Any:
     return _mappable(function, spec, 0)(*args)
 
 
-def _map(spec: Any, function: Callable[[jax.Array, int], Any], tree: Any) -> Any:
+def _map(spec: Any, function: Callable[[Array, int], Any], tree: Any) -> Any:
     """function(array, how many axes of B and NH are in front) of all arrays."""
 
-    def of_leaf(path: Any, x: jax.Array) -> Any:
+    def of_leaf(path: Any, x: Array) -> Any:
         strided = spec.layout is Layout.BTNH and str(path[-1]) in (".q", ".k", ".v", ".h")
         return function(x, 1 if strided else 2)
 
@@ -79,7 +80,7 @@ def aligned(spec: Any, tree: Any) -> Any:
         return _heads_first(spec, _sharded_alike(_heads_first(spec, tree), mesh, 2)[0])
     varying = frozenset().union(*(x.manual_axis_type.varying for x in types))
 
-    def cast(x: jax.Array) -> jax.Array:
+    def cast(x: Array) -> Array:
         axes = tuple(sorted(varying - jax.typeof(x).manual_axis_type.varying))
         return jax.lax.pcast(x, axes, to="varying") if axes else x
 
@@ -106,8 +107,8 @@ def _sharded_alike(tree: Any, mesh: Any, count: int) -> tuple[Any, P]:
     """The arrays with one sharding of their first ``count`` axes, and that."""
     common = _common_spec([jax.typeof(x).sharding.spec for x in jax.tree.leaves(tree)], count)
 
-    def resharded(x: jax.Array) -> jax.Array:
-        y: jax.Array = jax.sharding.reshard(x, NamedSharding(mesh, _padded(common, x.ndim)))
+    def resharded(x: Array) -> Array:
+        y: Array = jax.sharding.reshard(x, NamedSharding(mesh, _padded(common, x.ndim)))
         return y
 
     return jax.tree.map(resharded, tree), common
@@ -129,7 +130,7 @@ def _mappable(function: Function, spec: Any, mapped: int) -> Function:
         # A kernel has no empty grid, so an axis of size 0 is one of size 1 that is cut.
         size = max(axis_size, 1)
 
-        def with_axis(x: jax.Array, at: bool) -> jax.Array:
+        def with_axis(x: Array, at: bool) -> Array:
             if not at:
                 return jnp.broadcast_to(x, (size, *x.shape))
             return x if axis_size else jnp.zeros((size, *x.shape[1:]), x.dtype)
@@ -186,7 +187,7 @@ def on_shard(function: Function, spec: Any, mapped: int, *args: Any) -> Any:
     (heads,) = shapes
     *batch, NH = heads
 
-    def flat(x: jax.Array, axes: int) -> jax.Array:
+    def flat(x: Array, axes: int) -> Array:
         axes += mapped
         return x.reshape(math.prod(heads[:axes]), *x.shape[axes:])
 
@@ -213,7 +214,7 @@ def _partitioned(function: Function, spec: Any, mapped: int) -> Function:
     static arguments are in closures, one set per operation.
     """
 
-    def of_shard(identity: jax.Array, *args: Any) -> Any:
+    def of_shard(identity: Array, *args: Any) -> Any:
         return _on_transposed_shard(function, spec, mapped, *args)
 
     def partition(mesh: Any, args: Any, results: Any) -> tuple[Any, ...]:

@@ -9,12 +9,11 @@ and c' < c(t) where time runs backward. All weights are at most 1. Once the stat
 is known, splits are as independent as heads. ``split_products`` computes sum_t [...] a_t b_t^T.
 """
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 
-def decays_of_others(gamma: jax.Array, *, backward: bool = False) -> jax.Array:
+def decays_of_others(gamma: Array, *, backward: bool = False) -> Array:
     """prod of gamma over the later chunks (earlier ones with backward), along the last axis."""
     products = lax.cumprod(gamma, axis=gamma.ndim - 1, reverse=not backward)
     one = jnp.ones_like(gamma[..., :1])
@@ -23,9 +22,7 @@ def decays_of_others(gamma: jax.Array, *, backward: bool = False) -> jax.Array:
     )
 
 
-def decays_in_splits(
-    gamma: jax.Array, num_splits: int, S: int, *, backward: bool = False
-) -> jax.Array:
+def decays_in_splits(gamma: Array, num_splits: int, S: int, *, backward: bool = False) -> Array:
     """prod of gamma over the later chunks of each step's split (earlier ones with backward).
 
     gamma: (B * NH, NC). Returns (B * NH, S).
@@ -36,8 +33,8 @@ def decays_in_splits(
 
 
 def split_states(
-    added: jax.Array, gamma: jax.Array, initial: jax.Array | None, *, backward: bool = False
-) -> jax.Array:
+    added: Array, gamma: Array, initial: Array | None, *, backward: bool = False
+) -> Array:
     """X before each split, after it with backward: (B * NH * num_splits, DHQK, DHHV) float32.
 
     Args:
@@ -60,7 +57,7 @@ def split_states(
     )
 
 
-def splits_as_heads(x: jax.Array, num_splits: int, S: int) -> jax.Array:
+def splits_as_heads(x: Array, num_splits: int, S: int) -> Array:
     """(B * NH, n, ...) to (B * NH * num_splits, n / num_splits, ...); n is S steps, or chunks.
 
     (B, S, NH, D) stays as it is, and so does (B * NH, S', D) with other steps than S, whose last
@@ -71,6 +68,6 @@ def splits_as_heads(x: jax.Array, num_splits: int, S: int) -> jax.Array:
     return x.reshape(x.shape[0] * num_splits, x.shape[1] // num_splits, *x.shape[2:])
 
 
-def heads_of_splits(x: jax.Array, num_splits: int) -> jax.Array:
+def heads_of_splits(x: Array, num_splits: int) -> Array:
     """(B * NH * num_splits, ...) to (B * NH, num_splits, ...)."""
     return x.reshape(x.shape[0] // num_splits, num_splits, *x.shape[1:])

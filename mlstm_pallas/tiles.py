@@ -7,10 +7,9 @@ import math
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 Precision = lax.Precision | lax.DotAlgorithmPreset | None
@@ -19,9 +18,7 @@ _NEG_INF = float("-inf")
 _LOG2_E = math.log2(math.e)
 
 
-def dot(
-    a: jax.Array, b: jax.Array, precision: Precision, *, a_axis: int = 1, b_axis: int = 0
-) -> jax.Array:
+def dot(a: Array, b: Array, precision: Precision, *, a_axis: int = 1, b_axis: int = 0) -> Array:
     """Contracts axis a_axis of the tile a with axis b_axis of the tile b, with float32 sums."""
     if precision is lax.Precision.HIGHEST:
         a, b = a.astype(jnp.float32), b.astype(jnp.float32)
@@ -29,16 +26,14 @@ def dot(
     return lax.dot_general(a, b, dims, precision=precision, preferred_element_type=jnp.float32)
 
 
-def causal_mask(rows: int, columns: int, offset: jax.Array | int) -> jax.Array:
+def causal_mask(rows: int, columns: int, offset: Array | int) -> Array:
     """True where s <= t + offset, for steps t (rows) and s (columns)."""
     t = lax.broadcasted_iota(jnp.int32, (rows, columns), 0)
     s = lax.broadcasted_iota(jnp.int32, (rows, columns), 1)
     return s <= t + offset
 
 
-def decay_tile(
-    e_hi: jax.Array, e_lo: jax.Array, u_hi: jax.Array, u_lo: jax.Array, mask: jax.Array | None
-) -> jax.Array:
+def decay_tile(e_hi: Array, e_lo: Array, u_hi: Array, u_lo: Array, mask: Array | None) -> Array:
     """D_ts = exp(e_s - u_t) where mask holds, else 0, (rows t, columns s).
 
     mask None: the caller masks the result, since the exponent is unbounded where s > t.
@@ -50,7 +45,7 @@ def decay_tile(
 
 
 Carry = TypeVar("Carry")
-Index = TypeVar("Index", int, jax.Array)
+Index = TypeVar("Index", int, Array)
 
 
 # Indices are not negative. Traced ones stay int32 under jax_enable_x64 and avoid jnp's // and %,
@@ -59,31 +54,29 @@ Index = TypeVar("Index", int, jax.Array)
 
 
 def divide(x: Index, n: int) -> Index:
-    return lax.div(x, np.int32(n)) if isinstance(x, jax.Array) else x // n
+    return lax.div(x, np.int32(n)) if isinstance(x, Array) else x // n
 
 
 def remainder(x: Index, n: int) -> Index:
-    return lax.rem(x, np.int32(n)) if isinstance(x, jax.Array) else x % n
+    return lax.rem(x, np.int32(n)) if isinstance(x, Array) else x % n
 
 
-def loop(count: int | jax.Array, body: Callable[[jax.Array, Carry], Carry], init: Carry) -> Carry:
+def loop(count: int | Array, body: Callable[[Array, Carry], Carry], init: Carry) -> Carry:
     """body(0), ..., body(count - 1), carrying its result."""
 
-    def step(index: jax.Array, carry: Carry) -> Carry:
+    def step(index: Array, carry: Carry) -> Carry:
         return body(lax.convert_element_type(index, np.int32), carry)
 
     result: Carry = lax.fori_loop(0, count, step, init)
     return result
 
 
-def sum_of(
-    count: int, product: Callable[[jax.Array], jax.Array], shape: tuple[int, int]
-) -> jax.Array:
+def sum_of(count: int, product: Callable[[Array], Array], shape: tuple[int, int]) -> Array:
     """product(0) + ... + product(count - 1), in float32."""
     return loop(count, lambda index, acc: acc + product(index), jnp.zeros(shape, jnp.float32))
 
 
-def block_at(index: jax.Array, size: int) -> Any:
+def block_at(index: Array, size: int) -> Any:
     return pl.ds(index * size, size)
 
 
