@@ -361,3 +361,14 @@ def errors_of(inputs, result, expected):
 
 def assert_below(errors, bound):
     assert max(errors.values()) < bound, {name: f"{e:.1e}" for name, e in errors.items()}
+
+
+def check_call(inputs, of_outputs, of_gradients, **options):
+    """mlstm_chunkwise and its gradients against the recurrence in float64, within the bounds."""
+    cotangents = cotangents_for(inputs, inputs["q"].dtype)
+    outputs, gradients = result = gradients_of_call(**options)(inputs, cotangents)
+    assert outputs[0].dtype == inputs["q"].dtype
+    assert all(gradients[name].dtype == x.dtype for name, x in inputs.items())
+    errors = errors_of(inputs, result, expected_of(inputs, cotangents))
+    for of_all, bound in zip(errors, (of_outputs, of_gradients), strict=True):
+        assert_below(of_all, bound)

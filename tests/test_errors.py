@@ -112,6 +112,11 @@ class Foreign:
     shape, dtype = (B, NH, S, DHQK), "float32"
 
 
+def of_step(**changed):
+    """A call of mlstm_recurrent_step with changed arguments."""
+    return lambda: mlstm_recurrent_step(**zeros(TOKEN | STATES) | changed)
+
+
 TILES = "expected a power of two from 16 to 65536"
 WARPS = "expected a power of two from 1 to 16"
 NORMAL = "expected 0 or a number from 1.1754944e-38 to 3.4028235e+38, the range of float32"
@@ -178,6 +183,13 @@ VALUES = {
     f"backend is 'cuda', {BACKENDS}": {"backend": "cuda"},
     f"backend is an array of shape (2,), {BACKENDS}": {"backend": np.zeros(2)},
     # other calls
+    "q has shape (2, 3, 1, 16), expected (B, NH, DHQK)": of_step(
+        q=np.zeros((2, 3, 1, 16), "float32")
+    ),
+    "states come all three or not at all: got c, n without m": of_step(m=None),
+    "states come both or not at all: got n without c": of_step(
+        c=None, m=None, input_gate="sigmoid"
+    ),
     f"backend is 'gpu', {BACKENDS}": lambda: enters("gpu"),
     "backend is 'triton', whose kernels are for GPUs, and the computation is lowered for a CPU: "
     "expected backend None or 'xla' (plain jnp), or 'interpret' (the kernels, interpreted)": (
@@ -260,6 +272,13 @@ TYPES = {
     },
     "q is a Foreign, expected an array": {"q": Foreign()},
     # other calls
+    f"q has dtype float64, expected one of {KERNEL_DTYPES}{FLOAT64}": of_step(
+        q=np.zeros((2, 3, 16))
+    ),
+    f"c has dtype int32, expected one of {KERNEL_DTYPES}": of_step(
+        c=np.zeros((2, 3, 16, 24), "int32")
+    ),
+    "c is a tuple, expected an array: pass the states one by one": of_step(c=(1, np.zeros(1))),
     **{
         f"axis_name is {axis!r}, expected a mesh axis of the surrounding jax.shard_map, by its "
         "name": functools.partial(

@@ -9,12 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import (
-    assert_below,
     assert_close,
-    cotangents_for,
-    errors_of,
-    expected_of,
-    gradients_of_call,
+    check_call,
     oracle,
     random_inputs,
     step_names,
@@ -39,14 +35,8 @@ def backward_bound(terms):
 
 
 def check(shape, **options):
-    inputs = random_inputs(3, *shape, dtype="float16")
-    cotangents = cotangents_for(inputs, "float16")
-    result = gradients_of_call(**options)(inputs, cotangents)
-    assert result[0][0].dtype == jnp.float16
-    assert all(result[1][name].dtype == x.dtype for name, x in inputs.items())
-    outputs, gradients = errors_of(inputs, result, expected_of(inputs, cotangents))
-    assert_below(outputs, tolerance("float16", sum(shape[2:4])))
-    assert_below(gradients, backward_bound(sum(shape[2:4])))
+    inputs, terms = random_inputs(3, *shape, dtype="float16"), sum(shape[2:4])
+    check_call(inputs, tolerance("float16", terms), backward_bound(terms), **options)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,4 @@
-"""The custom_vjp: what a pass holds for the other, what has no derivative; and the documented
-generators of functions with it."""
+"""The custom_vjp: what a pass holds for the other, and what has no derivative."""
 
 import functools
 
@@ -7,10 +6,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import compare, error, oracle, random_inputs, tolerance
+from oracle import error, random_inputs
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, reference
-from mlstm_pallas.xlstm_jax.triton_stablef import _mlstm_chunkwise_fwbw_generator
 
 S, L, DHQK, DHHV = 64, 16, 16, 24
 INPUTS = random_inputs(0, 1, 2, S, DHQK, DHHV)
@@ -61,24 +59,3 @@ def test_the_reference_functions_have_second_derivatives_and_forward_mode():
     )
     hessians = [jax.jit(lambda q, f=f: jax.jvp(jax.grad(f), (q,), (q,)))(q)[1] for f in functions]
     assert error(hessians[0], np.asarray(hessians[1], "float64")) < 1e-4
-
-
-# ---------------- the generators
-
-
-def test_a_generated_function_is_mlstm_chunkwise():
-    options = dict(return_last_states=True, chunk_size=L, eps=1e-3, norm_val=0.5)
-    result = _mlstm_chunkwise_fwbw_generator("bfloat16", **options)(*INPUTS.values())
-    h, states = mlstm_chunkwise(**INPUTS, autocast_kernel_dtype="bfloat16", **options)
-    assert jax.tree.all(jax.tree.map(jnp.array_equal, result, (h, *states)))
-    assert {y.dtype.name for y in result} == {"float32"}
-    expected_h, expected = oracle(INPUTS, eps=1e-3, norm_val=0.5)
-    compare("hcnm", result, (expected_h, *expected), tolerance("bfloat16", S + DHQK))
-
-
-def test_a_generated_function_returns_none_for_states_that_are_not_wanted():
-    kernel = _mlstm_chunkwise_fwbw_generator(jnp.float32, chunk_size=L)
-    H, *states = jax.eval_shape(kernel, *INPUTS.values())
-    assert (H.shape, states) == ((1, 2, S, DHHV), [None] * 3)
-    without_initial = jax.eval_shape(kernel, *(INPUTS[name] for name in "qkvif"))
-    assert without_initial == (H, None, None, None)

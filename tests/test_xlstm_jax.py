@@ -12,7 +12,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import NAMES, array, assert_close, compare, oracle, random_inputs, refused, tolerance
+from oracle import (
+    NAMES,
+    array,
+    assert_close,
+    assert_same_bits,
+    compare,
+    oracle,
+    random_inputs,
+    refused,
+    tolerance,
+)
 
 from mlstm_pallas import mlstm_chunkwise, use_backend
 from mlstm_pallas.xlstm_jax import max_triton_fwbw_v3noslice as v3
@@ -463,20 +473,22 @@ def test_the_systems_share_an_entry_under_names_of_their_own(system, name):
     refused(TypeError, message, other, *inputs_of().values(), reduce_slicing=True)
 
 
-def test_entry():
-    """Every option reaches mlstm_chunkwise."""
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_entry(dtype):
+    """Every option reaches mlstm_chunkwise, through the generator."""
     x = random_inputs(12, B, NH, 40, 16, 16)
     options = dict(chunk_size=16, eps=0.02, norm_val=50.0, stabilize_correctly=False)
+    options |= dict(autocast_kernel_dtype=dtype)
     result = entry(*x.values(), return_last_states=True, **options)
-    options |= dict(autocast_kernel_dtype="float32")
     expected = mlstm_chunkwise(**x, return_last_states=True, **options)
-    assert jax.tree.all(jax.tree.map(np.array_equal, result, expected))
+    assert_same_bits(result, expected)
     h = jax.eval_shape(functools.partial(entry, **options), *x.values())
-    assert h.shape == x["v"].shape
+    generated = stablef._mlstm_chunkwise_fwbw_generator(dtype, chunk_size=16)
+    assert jax.eval_shape(generated, *x.values()) == (h, None, None, None)
 
 
 def test_generator_gives_the_same_function_for_the_same_arguments():
-    """To all systems. What it gives: test_fwbw.py."""
+    """To all systems."""
     make, get = stablef._mlstm_chunkwise_fwbw_generator, stablef._get_chunkwise_fwbw_kernel
     same = [make(jnp.bfloat16), make("bfloat16", False, True, 64), get("bfloat16", chunk_size=64)]
     same += [x._mlstm_chunkwise_fwbw_generator() for x in SYSTEMS]
@@ -488,38 +500,45 @@ def test_generator_gives_the_same_function_for_the_same_arguments():
 # Errors.
 
 
-# Changed arguments.
+DQKV = stablef, "__parallel_bw_dQKV"
+# Functions and changed arguments.
 WRONG = {
-    r"matK has shape \(1, 2, 64, 8\), expected \(B, NH, S, DHQK\) = \(1, 2, 64, 24\)": dict(
-        matk=jnp.zeros((B, NH, S, 8))
+    r"matK has shape \(1, 2, 64, 8\), expected \(B, NH, S, DHQK\) = \(1, 2, 64, 24\)": (
+        *DQKV,
+        dict(matk=jnp.zeros((B, NH, S, 8))),
     ),
-    r"vecF has shape \(1, 2, 64\), expected \(B, NH, NC, L\) = \(1, 2, 4, 16\)": dict(
-        vecf=jnp.zeros((B, NH, S))
+    r"vecF has shape \(1, 2, 64\), expected \(B, NH, NC, L\) = \(1, 2, 4, 16\)": (
+        *DQKV,
+        dict(vecf=jnp.zeros((B, NH, S))),
     ),
-    r"matC_states has shape .* expected \(B, NH, NC \* DHQK, DHHV\)": dict(
-        matc_states=jnp.zeros((B, NH, 7, DHHV))
+    r"matC_states has shape .* expected \(B, NH, NC \* DHQK, DHHV\)": (
+        *DQKV,
+        dict(matc_states=jnp.zeros((B, NH, 7, DHHV))),
     ),
-    r"scaM_inter has shape .* or \(B, NH, \(NC \+ 1\)\) = \(1, 2, 5\)": dict(
-        scam_inter=jnp.zeros((B, NH, 3))
+    r"scaM_inter has shape .* or \(B, NH, \(NC \+ 1\)\) = \(1, 2, 5\)": (
+        *DQKV,
+        dict(scam_inter=jnp.zeros((B, NH, 3))),
     ),
-    r"vecI is None, expected an array of shape \(B, NH, NC, L\)": dict(veci=None),
-    r"matQ has shape \(1, 2, 64\), expected \(B, NH, S, DHQK\)": dict(matq=jnp.zeros((B, NH, S))),
-    r"matQ has shape .* expected S = 64 to be 1 chunks of 16 steps": dict(num_chunks=1),
+    r"vecI is None, expected an array of shape \(B, NH, NC, L\)": (*DQKV, dict(veci=None)),
+    r"matQ has shape \(1, 2, 64\), expected \(B, NH, S, DHQK\)": (
+        *DQKV,
+        dict(matq=jnp.zeros((B, NH, S))),
+    ),
+    r"matQ has shape .* expected S = 64 to be 1 chunks of 16 steps": (*DQKV, dict(num_chunks=1)),
+    "vecN_out is None": (stablef, "_bw", dict(vecn_out=None)),
+    "all three or not at all: got matC_initial without vecN_initial, scaM_initial": (
+        v3,
+        "_fw",
+        dict(vecn_initial=None, scam_initial=None),
+    ),
 }
 
 
 @pytest.mark.parametrize("message", WRONG)
-def test_wrong_shapes_are_named(message):
+def test_wrong_arrays_are_named(message):
+    system, name, changes = WRONG[message]
     with pytest.raises(ValueError, match=message):
-        run(stablef, "__parallel_bw_dQKV", **WRONG[message])
-
-
-def test_other_errors():
-    with pytest.raises(ValueError, match="vecN_out is None"):
-        run(stablef, "_bw", vecn_out=None)
-    message = "all three or not at all: got matC_initial without vecN_initial, scaM_initial"
-    with pytest.raises(ValueError, match=message):
-        run(v3, "_fw", vecn_initial=None, scam_initial=None)
+        run(system, name, **changes)
 
 
 @ALL_SYSTEMS
