@@ -58,10 +58,11 @@ def mlstm_chunkwise(
     layout: LayoutName = DEFAULT_LAYOUT, backend: BackendName | None = None,
     config: KernelConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, States]:  # fmt: skip
-    """The mLSTM of xLSTM, computed in chunks of the sequence.
+    """Applies the mLSTM of xLSTM to whole sequences, for training and prefill.
 
-    For every batch entry and head (arXiv:2405.04517, equations 19 to 27; the
-    chunkwise form is that of arXiv:2503.14376), with scale = DHQK ** -0.5::
+    The layer's outputs, and on request its last states, are computed in chunks
+    of the sequence (arXiv:2503.14376). For every batch entry and head
+    (arXiv:2405.04517, equations 19 to 27), with scale = DHQK ** -0.5::
 
       m_t = max(log sigmoid(f_t) + m_{t-1}, i_t)
       d_t = exp(log sigmoid(f_t) + m_{t-1} - m_t)
@@ -70,16 +71,23 @@ def mlstm_chunkwise(
       h_t = scale C_t^T q_t
             / (max(|scale n_t . q_t|, norm_val exp(-m_t)) + eps)
 
-    B is the batch, S the steps of a sequence (any number from 1), NH the
-    heads, DHQK the head dimension of q and k, DHV that of v and h.
+    The dimensions are::
+
+      B     batch
+      S     steps of a sequence, any number from 1
+      NH    heads
+      DHQK  head dimension of q and k
+      DHV   head dimension of v and h
+
     f_t = -inf resets the state and i_t = -inf stores nothing; values of -1e6
     and below count as -inf. A NaN stays in its batch entry and head.
 
-    Derivatives by all float arrays are exact, of first order, in reverse
-    mode. Others raise a TypeError; ``mlstm_pallas.reference.chunkwise`` has
-    them. jit, vmap, remat, scan and shard_map work. Shards of B and NH stay
-    on their devices; ``mlstm_pallas.distributed`` shards S. What holds at the
-    edges is in docs/arguments.md of the repository.
+    First derivatives in reverse mode are exact, with respect to all float
+    arrays. Other derivatives raise a TypeError; use
+    ``mlstm_pallas.reference.chunkwise`` for them. jit, vmap, remat, scan and
+    shard_map work. Shards of B and NH stay on their devices;
+    ``mlstm_pallas.distributed`` shards S. docs/arguments.md in the repository
+    describes the edge cases.
 
     Example::
 
@@ -94,47 +102,51 @@ def mlstm_chunkwise(
       ((2, 100, 4, 32), (2, 4, 16, 32), (2, 4, 16), (2, 4))
 
     Args:
-      q: queries, unscaled, (B, NH, S, DHQK), or (B, S, NH, DHQK) with layout
+      q: unscaled queries, (B, NH, S, DHQK), or (B, S, NH, DHQK) with layout
         "BTNH", in bfloat16, float16 or float32; in float64 with backend "xla".
-      k: keys, shaped as q. k and v have its dtype, unless
+      k: keys, shaped as q. k and v have the dtype of q, unless
         autocast_kernel_dtype is set.
       v: values, (B, NH, S, DHV) or (B, S, NH, DHV).
-      i: input gate pre-activations, natural log, (B, NH, S) or (B, S, NH), of
-        any float dtype; computed with in float32.
+      i: input gate pre-activations, natural log, (B, NH, S) or (B, S, NH), in
+        any float dtype; they are computed with in float32.
       f: forget gate pre-activations, shaped as i; sigmoid is applied here.
       c_initial: state C before the first step, (B, NH, DHQK, DHV). None:
-        zeros. Initial states come all three or not at all.
+        zeros. Pass all three initial states or none.
       n_initial: state n before the first step, (B, NH, DHQK).
       m_initial: stabiliser m before the first step, (B, NH). The true states
         are exp(m) C and exp(m) n.
       return_last_states: whether to return the states after the last step.
-      eps: added to the denominator; 0 or a normal number of float32, as
-        norm_val.
-      chunk_size: steps of a chunk, a power of two from 16 up; None: by rule.
-      autocast_kernel_dtype: of q, k, v in matrix products. None: that of q.
-      stabilize_correctly: False: norm_val is the floor of the denominator.
-      norm_val: of the floor of the denominator, at least 0.
+      eps: added to the denominator; like norm_val, 0 or a normal number of
+        float32.
+      chunk_size: steps per chunk, a power of two from 16 up. None: chosen for
+        the GPU and the shapes.
+      autocast_kernel_dtype: dtype of q, k and v in matrix products. None: the
+        dtype of q.
+      stabilize_correctly: True: the floor of the denominator is
+        norm_val exp(-m_t). False: it is norm_val.
+      norm_val: factor in the floor of the denominator, at least 0.
       segment_ids: (B, S) integers, for packed segments. A step whose id
-        differs from that of the step before starts from zero states. Initial
+        differs from the previous step's starts from zero states. Initial
         states belong to the first segment, last states to the last.
       sequence_lengths: (B,) integers, clipped to 0..S, for padded batches. The
-        last states are those after sequence_lengths[b] steps. Beyond them h
-        and all gradients are 0, whatever gates, NaN included, and finite
-        values up to 1e10 stand there.
-      num_segments: N, with segment_ids and return_last_states. The states
-        returned are those at the ends of the first N segments of each batch
-        entry, (B, N, NH, ...), zeros for segments that do not occur. Such a
-        call has no derivatives.
-      input_gate: "exp", or "sigmoid" (mLSTMsig, arXiv:2503.14376): then
-        log sigmoid(i_t) stands for i_t, m_t is 0, m_initial None or zeros.
+        last states are the states after sequence_lengths[b] steps. Beyond
+        them h and all gradients are 0, even if the padding holds NaN gates or
+        finite q, k and v up to 1e10.
+      num_segments: N, with segment_ids and return_last_states. The call
+        returns the states at the ends of the first N segments of each batch
+        entry, (B, N, NH, ...), and zeros for segments that do not occur. Such
+        a call has no derivatives.
+      input_gate: "exp", or "sigmoid" (mLSTMsig, arXiv:2503.14376), where
+        log sigmoid(i_t) replaces i_t, every m_t is 0, and m_initial must be
+        None or zeros.
       normalize: False leaves out the denominator; with the sigmoid gate only.
       recompute_states_in_bw: False keeps C at the chunk boundaries for the
-        backward pass, which is then faster. Take it where a layer is
-        rematerialised (jax.checkpoint), or where memory is left.
-      layout: "BNTH", or "BTNH" as a model's projections make q, k and v.
-      backend: "triton", "mosaic_gpu", "xla" or one for tests: ``use_backend``
-        has the list. None: Triton on an NVIDIA GPU and plain jnp elsewhere,
-        unless use_backend or MLSTM_PALLAS_BACKEND names one.
+        backward pass, which is then faster, at the cost of DHQK * DHV elements
+        per chunk and head. Use it under jax.checkpoint or when memory allows.
+      layout: "BNTH", or "BTNH", the layout of a model's projections.
+      backend: "triton", "mosaic_gpu", "xla", or a backend for tests;
+        ``use_backend`` lists them. None: Triton on an NVIDIA GPU and plain jnp
+        elsewhere, unless use_backend or MLSTM_PALLAS_BACKEND names another.
       config: overrides of the plan, which mlstm_pallas.plan shows.
 
     Returns:
@@ -142,12 +154,13 @@ def mlstm_chunkwise(
       (h, (c, n, m)), the states in float32 and shaped as the initial ones.
 
     Raises:
-      TypeError, ValueError: at trace time, naming the argument, what came and
-        what was expected.
+      TypeError, ValueError: at trace time. The message names the argument,
+        what was passed and what was expected.
 
     Warns:
-      UserWarning: once, where layout is left out and S < NH: the arrays
-        may be "BTNH". Initial states and segment_ids tell.
+      UserWarning: once, if layout is left out and S < NH, because the arrays
+        may be "BTNH"; not with initial states or segment_ids, whose shapes
+        confirm the layout.
     """
     forward = mlstm_forward if num_segments is None else mlstm_with_segments
     return run(forward, segment_starts, locals())
@@ -156,10 +169,10 @@ def mlstm_chunkwise(
 def pack_lengths(
     lengths: Sequence[int] | Sequence[Sequence[int]] | Array, S: int | None = None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Where prompts are that are packed into rows, one after the other.
+    """Packs prompts into rows for one prefill: segment ids and prompt ends.
 
     Prompt n of row b has steps ends[b, n] - lengths[b][n] to ends[b, n] - 1.
-    h of its last token and its last states, to generate from::
+    To get h of each prompt's last token and its last states::
 
       >>> import jax.numpy as jnp
       >>> import numpy as np
@@ -182,18 +195,18 @@ def pack_lengths(
       >>> h_last.shape, c.shape, m.shape  # (B, N, NH, ...)
       ((2, 2, 4, 16), (2, 2, 4, 16, 16), (2, 2, 4))
 
-    c[1, 1] is zeros here, as row 1 has one prompt, and h_last[1, 1] is
-    h_last[1, 0] again.
+    c[1, 1] is zeros here, because row 1 has only one prompt, and h_last[1, 1]
+    repeats h_last[1, 0].
 
     Args:
-      lengths: steps of each prompt, at least 1: those of one row, (N,), or of
-        each of B rows, as lists or (B, N) with zeros behind the last prompt.
-      S: steps of a row. None: those of the longest row.
+      lengths: steps of each prompt, at least 1, for one row, (N,), or for
+        each of B rows, as lists or as (B, N) with zeros after the last prompt.
+      S: steps per row. None: as many as the longest row needs.
 
     Returns:
-      segment_ids (B, S), n at the steps of prompt n and N behind the last one,
-      and ends (B, N), the steps up to the end of each prompt, which stay the
-      same behind the last one; NumPy arrays, int32.
+      segment_ids (B, S), n at the steps of prompt n and N after the last
+      prompt, and ends (B, N), the number of steps up to the end of each
+      prompt, which repeats after the last prompt; int32 NumPy arrays.
 
     Raises:
       TypeError, ValueError: naming the argument and what was expected.

@@ -1,8 +1,8 @@
 """Sequence (context) parallelism: one sequence split over the devices of a mesh axis.
 
-The state after shard j is a function of the state before it and of four quantities of the shard.
-m_j, C_j and n_j are the state after it from an empty start (m = -inf, as 0 would enter the
-maximum), and g_j is its sum of log sigmoid(f):
+The state after shard j is a function of the state before it and of four quantities of the shard:
+m_j, C_j and n_j, the state after it from an empty start (m = -inf, because 0 would enter the
+maximum), and g_j, its sum of log sigmoid(f):
 
     m' = max(m_j, g_j + m)
     C' = exp(m_j - m') C_j + exp(g_j + m - m') C        n' likewise
@@ -12,17 +12,18 @@ Such functions compose. C_j takes matrix products (splits.py), where c(t) is the
     C_j = sum_t [abar_t prod_{c' > c(t)} gamma_c'] k_t v_t^T
 
 A prefix over the devices gives the state before each shard, m and n first. C is exchanged while
-the stages run that do not read it. The forward pass from that state takes the summands of C_j and
-the states of n, rescaled.
+stages run that do not read it. The forward pass then starts from that state and reuses the summands
+of C_j and the states of n, rescaled.
 
 The gradient of the state before a shard is a linear function of the gradient of the state after it:
 
     dC' = A_j + Gamma_j dC        dn' likewise        Gamma_j = prod_c gamma_c
 
-The first half of the backward pass runs from the cotangents of the shard's own outputs. It ends
-with A_j. A suffix over the devices gives each dC, what the later shards add, and the second half
-runs from the gradients after each chunk, to which (prod_{c' > c} gamma_c') dC is added. The
-gradient dm follows the path of the stabilisers' maximum: it passes a shard whole, or not at all.
+The first half of the backward pass starts from the cotangents of the shard's own outputs and
+yields A_j. A suffix over the devices gives dC, the contribution of all later shards, to each shard.
+The second half starts from the gradients after each chunk plus (prod_{c' > c} gamma_c') dC. The
+gradient dm follows the path of the stabilisers' maximum: it passes through a whole shard or not at
+all.
 """
 
 import dataclasses
@@ -84,7 +85,7 @@ class ShardStates(NamedTuple):
 
 
 class GradientSummary(NamedTuple):
-    """The function from the gradient of the state after a shard to that of the state before it.
+    """The function from the gradient of the state after a shard to the gradient of the one before.
 
     All fields are float32.
     """
@@ -266,7 +267,7 @@ def _axis(name: str) -> Axis:
 
 
 def _shifted(x: Any, axis: Axis, distance: int) -> Any:
-    """x of the device so many places before this one; not defined where there is none."""
+    """x of the device that many places before this one; undefined where there is none."""
     size = axis.size
     pairs = [(j, j + distance) for j in range(size) if 0 <= j + distance < size]
     if axis.mapped:
@@ -288,7 +289,7 @@ def _exclusive_prefix(
 ) -> Element:
     """The joined elements of all devices before this one (after it with reverse).
 
-    It is the scan of Hillis and Steele (1986) with one element a device. In each of its
+    It is the scan of Hillis and Steele (1986) with one element per device. In each of its
     1 + ceil(log2(P - 1)) rounds a device sends one element and receives one.
     """
     size = axis.size
@@ -337,8 +338,8 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
     chunks = spec.plan.summary_splits, spec.plan.scan_problem.L
     of_n, C, local = operation(_with(_from_empty, chunks), spec, x._replace(**unread))
     start = before(of_n, x.n_initial)
-    # parallel_fw_P reads m and n, but not C. Behind the barrier it hides the exchange of C, which
-    # XLA would else join to that of n.
+    # parallel_fw_P reads m and n, but not C. Because of the barrier it hides the exchange of C,
+    # which XLA would otherwise merge with the exchange of n.
     start, C = lax.optimization_barrier((start, C))
     C = before(of_n._replace(state=C), x.c_initial).state
     summands = _summands(local, start)
@@ -353,7 +354,7 @@ def _sequence_bwd(
     residuals_and_last: Any,
     cotangents: tuple[jax.Array, LastStates],
 ) -> tuple[Any, ...]:
-    # What the halves exchange depends on the lowering.
+    # The arrays that the halves exchange depend on the lowering.
     run = functools.partial(_backward, axis, spec)
     mapped = [(axis.name, axis.size)] if axis.mapped else []
     return (on_backend(spec.backend, run, *residuals_and_last, *cotangents, mapped=mapped),)
@@ -402,7 +403,7 @@ def _whole(axis: Axis, spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, LastS
 
 
 def _starts(axis: Axis, segment_ids: jax.Array) -> jax.Array:
-    """Where the id differs from that of the step before, which may be on another device."""
+    """Where the id differs from the previous step's, which may be on another device."""
     before = _shifted(segment_ids[..., -1], axis, 1)
     begins = (segment_ids[..., 0] != before) & (lax.axis_index(axis.name) > 0)
     return segment_starts(segment_ids).at[..., 0].set(begins)
@@ -448,11 +449,12 @@ def mlstm_chunkwise_sequence_parallel(
     layout: LayoutName = DEFAULT_LAYOUT, backend: BackendName | None = None,
     config: KernelConfig | None = None,
 ) -> jax.Array | tuple[jax.Array, States]:  # fmt: skip
-    """``mlstm_chunkwise`` of a sequence that is split over a mesh axis.
+    """Applies the mLSTM to a sequence that is split over a mesh axis.
 
-    For use inside ``jax.shard_map``. Device j of P holds steps j S / P to
-    (j + 1) S / P of the whole sequence of S steps. Gradients are exact, also
-    those of the initial states. The dimensions are::
+    It is ``mlstm_chunkwise`` for use inside ``jax.shard_map``: device j of P
+    holds steps j S / P to (j + 1) S / P of the whole sequence of S steps.
+    Gradients are exact, also those of the initial states. The dimensions
+    are::
 
       B     batch
       S     steps of the whole sequence
@@ -461,18 +463,17 @@ def mlstm_chunkwise_sequence_parallel(
       DHQK  head dimension of q and k
       DHV   head dimension of v and h
 
-    Each device sends 1 + ceil(log2(P - 1)) summaries of a shard forward, and
-    as many backward (P > 1; none for P = 1). A summary has up to
-    DHQK DHV + DHQK + 6 floats of 4 bytes a batch entry and head. Head
+    Each device sends 1 + ceil(log2(P - 1)) summaries of a shard in the forward
+    pass and as many in the backward pass (none for P = 1). A summary has up to
+    DHQK DHV + DHQK + 6 floats of 4 bytes per batch entry and head. Head
     dimensions count as the kernels see them: padded to a power of two from 16
     to 64, beyond that to a multiple of 64, and not padded with backend "xla".
-    return_last_states adds one all-reduce of the states. The memory of a
-    device does not depend on P.
+    return_last_states adds one all-reduce of the states. The memory per device
+    does not depend on P.
 
-    Derivatives are of first order and in reverse mode, as those of
-    ``mlstm_chunkwise``.
+    As with ``mlstm_chunkwise``, only first derivatives in reverse mode exist.
 
-    Example, for as many devices as there are::
+    Example, on all devices of the process::
 
       >>> import functools, jax, jax.numpy as jnp
       >>> from jax.sharding import AxisType, PartitionSpec
@@ -505,14 +506,14 @@ def mlstm_chunkwise_sequence_parallel(
         "BTNH".
       f: forget gate pre-activations, shaped as i.
       c_initial: state C before the whole sequence, (B, NH, DHQK, DHV), the
-        same on all devices of the axis. None: zeros. Initial states come all
-        three or not at all.
+        same on all devices of the axis. None: zeros. Pass all three initial
+        states or none.
       n_initial: state n before the whole sequence, (B, NH, DHQK).
       m_initial: stabiliser m before the whole sequence, (B, NH).
       return_last_states: whether the states after the last step of the whole
         sequence are returned as well, on every device.
-      axis_name: the mesh axis that the sequence is split over; on one device
-        it may be the axis_name of a vmap. Gradients may be taken inside or
+      axis_name: the mesh axis that the sequence is split over, or on one
+        device the axis_name of a vmap. Gradients may be taken inside or
         outside of the shard_map or vmap.
       segment_ids: (B, S / P) integers of this device's shard.
       sequence_lengths: (B,) integers, of the whole sequence, the same on all

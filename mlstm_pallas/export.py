@@ -25,12 +25,12 @@ def export(
     device_kind: str | None = None,
     **kwargs: Any,
 ) -> Exported:
-    """``jax.export`` of ``function`` without the safety check of Triton kernels.
+    """Exports a function that calls mlstm_pallas, to run it in another process.
 
-    jax.export accepts the custom calls of Mosaic GPU, and those of Triton only where that check is
-    disabled. An export for CUDA holds the Triton IR of the kernels (with backend "mosaic_gpu" the
-    Mosaic GPU IR of some), which is compiled where it is loaded. Load it with the version of jax
-    that made it; mlstm_pallas is not needed there.
+    It is ``jax.export`` without the safety check that refuses the custom calls of Triton kernels.
+    An export for CUDA holds the Triton IR of the kernels (with backend "mosaic_gpu" the Mosaic GPU
+    IR of some), which is compiled where it is loaded. Load it with the version of jax that made it;
+    mlstm_pallas is not needed there.
 
         exported = export(function, *arguments, platform="cuda", device_kind="NVIDIA H200")
         # Needs the package flatbuffers. vjp_order=1 includes gradients.
@@ -39,20 +39,20 @@ def export(
         jax.jit(jax.export.deserialize(file.read_bytes()).call)(*arguments)
 
     The batch dimension may be symbolic (jax.export.symbolic_shape) for platform "cpu", and for
-    "cuda" with backend "xla", because kernels need constant shapes. S is constant, because the
-    chunks and the scans over them follow from it: make one export per length, or one for the
-    longest, which takes shorter inputs padded and with sequence_lengths.
+    "cuda" with backend "xla", because kernels need constant shapes. S must be constant, because the
+    chunks and the scans over them depend on it: make one export per length, or one for the longest,
+    and pad shorter inputs and pass their sequence_lengths.
 
     Functions of arrays sharded over several devices export with explicit mesh axes and shard_map,
     but not with automatic axes: their partitioning calls back into this process, and jax.export
     raises NotImplementedError.
 
     Args:
-      function: to be exported; jitted here unless it is already.
+      function: the function to export; it is jitted here unless it already is.
       args, kwargs: its arguments, or jax.ShapeDtypeStructs of them.
       platform: "cpu", "cuda", or both, ("cpu", "cuda"); no GPU is needed to export for "cuda".
-      device_kind: the GPU for which tiles are chosen and kernels lowered ("NVIDIA H200"). None:
-        this process's first GPU.
+      device_kind: the GPU that tiles are chosen for and kernels are lowered for ("NVIDIA H200").
+        None: this process's first GPU.
 
     Raises:
       ValueError: for another platform, for a device_kind that is neither a known GPU nor a device

@@ -23,7 +23,7 @@ from mlstm_pallas.problem import InputGate, accumulator_dtype
 class TilePairs(NamedTuple):
     """Sums of W_ts = dP_ts scale q_t . k_s, float32, for chunks of n tiles of T steps.
 
-    Where the tile of queries is before that of keys the values are undefined.
+    Values are undefined where the tile of queries comes before the tile of keys.
     """
 
     per_query: Array  # (B * NH, n, NC, n, T): [j, chunk, i, t] over s < t in tile j

@@ -168,7 +168,7 @@ def log_gates(
 
 
 def segment_starts(segment_ids: Array) -> Array:
-    """Where the id, (..., S), differs from that of the step before; False at the first step."""
+    """Where the id, (..., S), differs from the previous step's; False at the first step."""
     return jnp.pad(
         segment_ids[..., 1:] != segment_ids[..., :-1], [(0, 0)] * (segment_ids.ndim - 1) + [(1, 0)]
     )
@@ -452,7 +452,7 @@ def fusion_barrier(tree: Any, at_least_zero: Array) -> Any:
 def vector_states(
     added: Array, gamma: Array, initial: Array, *, backward: bool = False
 ) -> tuple[Array, Array]:
-    """x_{next} = gamma_c x_c + added_c, the recurrence of n; stages/recurrence.py has that of C.
+    """x_{next} = gamma_c x_c + added_c, the recurrence of n; that of C is in stages/recurrence.py.
 
     Args:
       added: (B * NH, NC, DHQK), gamma: (B * NH, NC), initial: (B * NH, DHQK), float32.

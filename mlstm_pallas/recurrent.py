@@ -149,9 +149,10 @@ def mlstm_recurrent_step(
     backend: BackendName | None = None,
     config: KernelConfig | None = None,
 ) -> tuple[jax.Array, States]:
-    """One step of the mLSTM of xLSTM: a token and the states before it.
+    """Advances the mLSTM of xLSTM by one token, for generation.
 
-    For every batch entry and head (arXiv:2405.04517, equations 19 to 27)::
+    It returns h of the token and the states after it. For every batch entry
+    and head (arXiv:2405.04517, equations 19 to 27)::
 
       m' = max(log sigmoid(f) + m, i)
       C' = exp(log sigmoid(f) + m - m') C + exp(i - m') k v^T
@@ -168,11 +169,11 @@ def mlstm_recurrent_step(
     f = -inf resets the state and i = -inf stores nothing. Values of -1e6 and
     below count as -inf. The arithmetic is float32.
 
-    The kernel reads and writes every state once. c is updated in place where
-    the caller has no more use for it: in a jitted loop, or under
-    jax.jit(..., donate_argnums) of c. Otherwise c is copied first. n and m are
-    small and go to new memory: donating them gains nothing. A loop with two
-    steps in an iteration (unroll=2) does not copy them back.
+    The kernel reads and writes every state once. It updates c in place if the
+    caller does not use c afterwards: in a jitted loop, or if c is donated to
+    jax.jit (donate_argnums). Otherwise c is copied first. n and m are small
+    and go to new memory, so donating them gains nothing. A loop with two steps
+    per iteration (unroll=2) does not copy them back.
 
     The kernels have no derivatives; backend "xla" has them, of every order.
 
@@ -197,40 +198,40 @@ def mlstm_recurrent_step(
       f: forget gate pre-activation, (B, NH); sigmoid is applied here.
       c: state C before the token, (B, NH, DHQK, DHV), float32, bfloat16 or
         float16 (float64 with backend "xla"), as ``mlstm_chunkwise`` and this
-        function return it. None: zeros, in float32. The states come all three
-        or not at all.
+        function return it. None: zeros, in float32. Pass all three states or
+        none.
       n: state n before the token, (B, NH, DHQK).
       m: stabiliser m before the token, (B, NH). The true states are exp(m) C
         and exp(m) n.
       eps: added to the denominator.
-      norm_val: of the floor of the denominator, at least 0.
-      stabilize_correctly: False takes norm_val in place of norm_val exp(-m')
-        as the floor of the denominator.
-      input_gate: "exp", or "sigmoid" (mLSTMsig, arXiv:2503.14376): then
-        sigmoid(i) stands for exp(i - m'), sigmoid(f) is the decay and the
-        floor is norm_val. m is then None or zeros, is not read, and comes back
-        as it is; a traced one cannot be checked.
+      norm_val: factor in the floor of the denominator, at least 0.
+      stabilize_correctly: True: the floor of the denominator is
+        norm_val exp(-m'). False: it is norm_val.
+      input_gate: "exp", or "sigmoid" (mLSTMsig, arXiv:2503.14376), where
+        sigmoid(i) replaces exp(i - m'), sigmoid(f) is the decay and the floor
+        is norm_val. m must then be None or zeros; it is not read and is
+        returned unchanged. A traced m cannot be checked.
       normalize: False leaves out the denominator: h = scale C'^T q. For the
         sigmoid gate only.
       backend: "triton" (GPU kernel), "xla" (plain jnp, with derivatives) or
         "interpret" (the kernel interpreted on a CPU; slow, for tests). A step
-        has no Mosaic GPU kernel: "mosaic_gpu" runs the Triton one and
-        "mosaic_gpu_interpret" interprets it; where jax has no Triton backend
-        both are plain jnp. None, the default, is ``use_backend``'s, else that
-        of the environment variable MLSTM_PALLAS_BACKEND, else "triton" where
-        the computation is lowered for an NVIDIA GPU and "xla" elsewhere,
+        has no Mosaic GPU kernel, so "mosaic_gpu" runs the Triton kernel and
+        "mosaic_gpu_interpret" interprets it; if jax has no Triton backend,
+        both are plain jnp. None, the default: the backend of ``use_backend``,
+        else of the environment variable MLSTM_PALLAS_BACKEND, else "triton"
+        where the computation is lowered for an NVIDIA GPU and "xla" elsewhere,
         without derivatives.
-      config: tiles and launch parameters in place of the default ones; of its
-        stages, recurrent_step.
+      config: overrides of the tiles of recurrent_step; other stages of the
+        config are not read.
 
     Returns:
       h (B, NH, DHV) in the dtype of q, and the states (c, n, m) after the
       token, in the dtypes of those before.
 
     Raises:
-      TypeError, ValueError: at trace time, naming the argument, what came and
-        what was expected. TypeError where a derivative is asked of any backend
-        but "xla".
+      TypeError, ValueError: at trace time. The message names the argument,
+        what was passed and what was expected. TypeError for a derivative on
+        any backend but "xla".
     """
     return _run(locals(), steps=False)
 
@@ -255,9 +256,10 @@ def mlstm_recurrent_sequence(
     backend: BackendName | None = None,
     config: KernelConfig | None = None,
 ) -> tuple[jax.Array, States]:
-    """``mlstm_recurrent_step`` for a few tokens, one after the other.
+    """Advances the mLSTM by a few tokens, one after the other.
 
-    For many tokens ``mlstm_chunkwise`` is faster.
+    It is ``mlstm_recurrent_step`` in a loop, for speculative tokens and short
+    prompts; for many tokens ``mlstm_chunkwise`` is faster.
 
     Args:
       q: queries, (B, NH, S, DHQK), or (B, S, NH, DHQK) with layout "BTNH".

@@ -2,7 +2,7 @@
 
 A Triton kernel is a custom call, which XLA cannot partition: by default it gathers all shards on
 every device. Batch entries and heads are independent, so the operations of fwbw.py and recurrent.py
-run on shards of these two axes unchanged. How a call learns its shards depends on the mesh:
+run unchanged on shards of these two axes. How a call learns its shards depends on the mesh:
 
 * Auto axes: XLA propagates shardings long after tracing. JAX (0.10.2 to 0.12) has
   ``custom_partitioning`` for this: a Shardy rule (the batch and head axes are free, all others need
@@ -14,8 +14,9 @@ run on shards of these two axes unchanged. How a call learns its shards depends 
   ``jax.shard_map`` over those axes lowers without devices (AbstractMesh), and exports.
 * Manual axes, inside the user's shard_map: the arrays are the shard.
 
-On auto axes, which a call without a mesh has too, and on explicit ones, the arrays at the seam are
-(B, NH, ...) in either layout. Transposes go there and back, and XLA cancels them.
+On auto axes (also those of a call without a mesh) and on explicit axes, arrays cross the boundary
+of the sharded region as (B, NH, ...) in either layout. They are transposed there and back, and XLA
+cancels the transposes.
 
 Shardings of other axes (sequence, head dimensions) are undone first: by XLA on auto axes, by
 ``jax.sharding.reshard`` on explicit ones.

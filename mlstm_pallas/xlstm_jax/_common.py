@@ -172,7 +172,7 @@ def call_spec(
       stage: the stage whose tiles the arguments replace, unless they are None. What its kernel
         does not read is ignored.
       renamed: the arguments of tiles that have another name in the stage.
-      shapes: of arguments, in place of those of CONTRACTS.
+      shapes: shapes of arguments that replace those in CONTRACTS.
     """
     statics = check_statics(arguments)
     sizes = check_arguments(
@@ -220,8 +220,8 @@ def call_spec(
     return dataclasses.replace(spec, problem=problem)
 
 
-# The stages, on the arrays of a shard by name, (B * NH, ...). Those of states are called
-# matC_states, vecN_states and scaM_states, the initial m scaM_initial.
+# The stages. They read the arrays of a shard, (B * NH, ...), from a dict. In all systems the states
+# are called matC_states, vecN_states and scaM_states there, and the initial m scaM_initial.
 
 _STATES = {"_all": "_states", "_inter": "_states", "scaMinter": "scaM"}
 _INITIAL = "matC_initial", "vecN_initial", "scaM_initial"
@@ -241,8 +241,8 @@ def _head_dims(name: str) -> list[str]:
 def _padded(spec: CallSpec, x: Arrays, DHQK: int) -> Arrays:
     """The arguments as stages read them.
 
-    Heads are padded, chunks and rows of states are two axes, q, k, v, dh and stored C and dC have
-    the kernel dtype, and all else that of the accumulator.
+    Heads are padded, and chunks and rows of states are two axes. q, k, v, dh and stored C and dC
+    have the kernel dtype, all other arrays the dtype of the accumulator.
     """
     p, acc = spec.problem, accumulator_dtype(spec.dtype)
 
@@ -260,7 +260,7 @@ def _padded(spec: CallSpec, x: Arrays, DHQK: int) -> Arrays:
 def _on_shards(stage: Callable[..., Arrays], **statics: Any) -> Callable[..., Arrays]:
     """stage(spec, lowering, arrays, **statics) jitted, as a function of spec and arrays.
 
-    The arrays of the stage are (B * NH, ...), those of the function (B, NH, ...).
+    The stage gets arrays (B * NH, ...), the function (B, NH, ...).
     """
 
     @functools.wraps(stage)

@@ -165,8 +165,8 @@ def _mlstm_chunkwise_fwbw_generator(
     Equal arguments give the same function, so that jit does not compile it again.
 
     Args:
-      autocast_kernel_dtype: of q, k, v in the matrix products; None: that of matQ. Gates and states
-        stay float32.
+      autocast_kernel_dtype: dtype of q, k, v in the matrix products; None: the dtype of matQ. Gates
+        and states stay float32.
       return_last_states: whether C, N and M of the last step are returned; else None in their
         places.
       recompute_states_in_bw, chunk_size, eps, stabilize_correctly, norm_val: as for
