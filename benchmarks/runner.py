@@ -112,21 +112,34 @@ def beyond(errors: Mapping[str, float], limits: Mapping[str, float]) -> str:
     return "; ".join(f"error {errors[x]:.1e} in {x}, at most {y:.0e}" for x, y in wrong.items())
 
 
+def time_in_turns(
+    calls: Sequence[Callable[[], Any]], synchronise: Callable[[Any], Any], repeats: int
+) -> list[list[float]]:
+    """Seconds per call of each function in its batches, which take turns with the others'.
+
+    A batch has one synchronisation.
+    """
+
+    def batch(call: Callable[[], Any], count: int) -> float:
+        start = time.perf_counter()
+        for _ in range(count):
+            outputs = call()
+        synchronise(outputs)
+        return (time.perf_counter() - start) / count
+
+    counts = []
+    for call in calls:
+        batch(call, 2)
+        counts.append(min(max(round(BATCH_SECONDS / batch(call, 1)), 1), MAX_CALLS))
+    rounds = [list(map(batch, calls, counts)) for _ in range(repeats)]
+    return [list(times) for times in zip(*rounds, strict=True)]
+
+
 def time_calls(
     call: Callable[[], Any], synchronise: Callable[[Any], Any], repeats: int
 ) -> list[float]:
-    """Seconds per call in each batch of calls with one synchronisation."""
-
-    def batch(calls: int) -> float:
-        start = time.perf_counter()
-        for _ in range(calls):
-            outputs = call()
-        synchronise(outputs)
-        return (time.perf_counter() - start) / calls
-
-    batch(2)
-    calls = min(max(round(BATCH_SECONDS / batch(1)), 1), MAX_CALLS)
-    return [batch(calls) for _ in range(repeats)]
+    """Seconds per call in each batch of calls."""
+    return time_in_turns([call], synchronise, repeats)[0]
 
 
 def store_times(row: Row, times: Sequence[float]) -> float:

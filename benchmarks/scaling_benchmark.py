@@ -5,9 +5,12 @@ r"""Times the mLSTM on 1, 2, 4, ... devices of this machine, with a split batch,
     JAX_NUM_CPU_DEVICES=8 JAX_PLATFORMS=cpu python benchmarks/scaling_benchmark.py  # tiny shapes
 
 Weak scaling gives every device one --shape: n devices have n times the batch, the heads or the
-steps. Strong scaling splits the steps of one --shape over the devices. Efficiency is tokens per
-second and device, relative to the fewest devices that could run the shape. Split batches and heads
-need no communication; a split sequence is mlstm_chunkwise_sequence_parallel.
+steps. Strong scaling splits the steps of one --shape over the devices. Split batches and heads need
+no communication; a split sequence is mlstm_chunkwise_sequence_parallel.
+
+The numbers of devices take turns: each of --repeats rounds times one batch of calls for each.
+Efficiency is tokens per second and device, relative to the fewest devices that could run the shape
+in the same round; a row has the median of the rounds, and their range.
 
 Before a function is timed, it is checked on the same devices against the float64 recurrence, with
 one head and few steps a device. Memory is the peak of a device beyond its inputs.
@@ -18,6 +21,7 @@ makes no sense, 130 after Ctrl-C.
 
 import functools
 import itertools
+import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -34,6 +38,7 @@ from absl import flags
 from command import RequestError
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
+from kernel_benchmark import swap_heads
 from peers import Inputs, random_inputs
 from runner import Row, UnsupportedError
 from shapes import Shape
@@ -46,7 +51,7 @@ AXIS = "devices"
 
 
 class Mode(NamedTuple):
-    """Dimension ``dim`` of the arrays is split over the devices.
+    """Dimension ``dim`` of arrays (B, NH, S, ...) is split over the devices.
 
     On n devices it is n times as long if it grows.
     """
@@ -79,10 +84,13 @@ class Spread(peers.JaxImplementation):
 
     oracle = "exact"
 
-    def __init__(self, backend: str, dim: int, devices: Sequence[jax.Device], **options: Any):
-        self.name, self.spec = backend, P(*[None] * dim, AXIS)
+    def __init__(
+        self, backend: str, dim: int, devices: Sequence[jax.Device], layout: str, **options: Any
+    ):
+        self.name, self.layout = backend, layout
+        self.spec = P(*[None] * layout.index("BNT"[dim]), AXIS)
         self.mesh = Mesh(np.array(devices), (AXIS,))
-        options["backend"] = backend
+        options |= dict(backend=backend, layout=layout)
         self.forward = functools.partial(mlstm_chunkwise, **options)
         if dim == 2 and len(devices) > 1:
             parallel = mlstm_chunkwise_sequence_parallel
@@ -90,9 +98,16 @@ class Spread(peers.JaxImplementation):
 
     def inputs(self, shape: Shape, dtype: str) -> Inputs:
         """Computed on the devices that need them; the same for any number of devices."""
-        sharding = NamedSharding(self.mesh, self.spec)
-        make = jax.jit(random_inputs, static_argnums=(1, 2), out_shardings=sharding)
-        return make(jax.random.key(0), shape, dtype)
+
+        def make() -> Inputs:
+            inputs = random_inputs(jax.random.key(0), shape, dtype)
+            return inputs if self.layout == "BNTH" else Inputs(*swap_heads(*inputs))
+
+        return jax.jit(make, out_shardings=NamedSharding(self.mesh, self.spec))()
+
+    def heads(self, outputs, index):
+        outputs = outputs if self.layout == "BNTH" else swap_heads(*outputs)
+        return super().heads(outputs, index)
 
     def computation(self, inputs, direction):
         function, args = peers.directed(self.forward, inputs, direction)
@@ -114,12 +129,12 @@ class ReducedCase(kernel_benchmark.Case):
         return np.arange(heads)
 
 
-def measure(row: Row, of: Shape, options: flags.FlagValues) -> None:
-    """Fills the row but for its efficiency; does not time a wrong output."""
+def prepare(row: Row, of: Shape, options: flags.FlagValues, calls: dict[int, Any]) -> None:
+    """Adds the call to time, by its number of devices, if the outputs of a small one are right."""
     n, mode, direction = row["devices"], MODES[row["mode"]], row["direction"]
     case = ReducedCase(mode.reduced(of, n), row["dtype"], gradients=direction == "fwbw")
     chunks = dict(chunk_size=options.chunk_size, config=options.config)
-    impl = Spread(row["impl"], mode.dim, jax.local_devices()[:n], **chunks)
+    impl = Spread(row["impl"], mode.dim, jax.local_devices()[:n], row["layout"], **chunks)
     try:
         reduced = impl.inputs(case.shape, case.dtype)
         call, outputs = runner.first_call(row, impl, reduced, direction)
@@ -128,17 +143,25 @@ def measure(row: Row, of: Shape, options: flags.FlagValues) -> None:
         del outputs
         if row["shape"] != case.shape:
             call = impl.build(impl.inputs(row["shape"], case.dtype), direction)
-        seconds = runner.measure(row, impl, call, options.repeats)
+            impl.synchronise(call())
+        row["peak_mib"] = impl.peak_memory_bytes(call) / 2**20
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" in str(error):
             raise UnsupportedError(str(error)) from None
         raise
-    row["tokens_per_second"] = row["shape"].B * row["shape"].S / seconds
+    calls[n] = call
 
 
-def rate(row: Row) -> float:
-    """Steps of heads per device and millisecond."""
-    return row["shape"].steps / row["devices"] / row["ms"]
+def store_times(rows: Sequence[Row], times: Sequence[Sequence[float]]) -> None:
+    """Stores times and efficiencies, relative to the first row; times: seconds by row and round."""
+    rates = []  # steps of heads per device and second
+    for row, seconds in zip(rows, times, strict=True):
+        shape = row["shape"]
+        row["tokens_per_second"] = shape.B * shape.S / runner.store_times(row, seconds)
+        rates.append([shape.steps / row["devices"] / x for x in seconds])
+        efficiencies = [100 * x / base for x, base in zip(rates[-1], rates[0], strict=True)]
+        row["efficiency_pct"] = statistics.median(efficiencies)
+        row["efficiency_range"] = [min(efficiencies), max(efficiencies)]
 
 
 def default_shapes(gpu: bool, most: int) -> dict[str, list[Shape]]:
@@ -157,7 +180,7 @@ def default_shapes(gpu: bool, most: int) -> dict[str, list[Shape]]:
 
 
 def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
-    """A row for each mode, shape, direction, dtype and number of devices."""
+    """A row for each mode, shape, direction, layout, dtype and number of devices."""
     present, gpu = len(jax.local_devices()), runner.on_gpu()
     backend = options.backend or ("triton" if gpu else "xla")
     runner.check_gpu([backend])
@@ -172,23 +195,27 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
         if not MODES[name].grows and (odd := [n for n in counts if of.S % n]):
             steps = f"{name}: {of.S} steps of shape {of}"
             raise RequestError(f"{steps} are not a multiple of {odd[0]} devices")
-    for (name, of), direction, dtype in itertools.product(cases, options.direction, options.dtype):
-        base = None
+    product = itertools.product(cases, options.direction, options.layout, options.dtype)
+    for (name, of), direction, layout, dtype in product:
+        rows, calls = {}, dict[int, Any]()
         for n in counts:
             shape = MODES[name].whole(of, n)
-            what = dict(mode=name, of=of, devices=n, direction=direction, dtype=dtype)
-            row = runner.new_row(options, str(shape), shape, backend, **what)
-            runner.attempt(row, True, measure, of, options)
-            if row.get("ms") is not None:
-                base = base or row
-                row["efficiency_pct"] = 100 * (rate(row) / rate(base))
-            yield row
+            what = dict(
+                mode=name, of=of, devices=n, direction=direction, layout=layout, dtype=dtype
+            )
+            rows[n] = runner.new_row(options, str(shape), shape, backend, **what)
+            runner.attempt(rows[n], True, prepare, of, options, calls)
+        if calls:
+            turns = list(calls.values()), jax.block_until_ready, options.repeats
+            store_times([rows[n] for n in calls], runner.time_in_turns(*turns))
+        yield from rows.values()
 
 
 COLUMNS = {
     "mode": ("mode", ""),
     "shape": ("shape", ""),
     "direction": ("direction", ""),
+    "layout": ("layout", ""),
     "devices": ("devices", "d"),
     "ms": ("ms", ".3f"),
     "spread %": ("spread", ".1%"),
@@ -204,7 +231,8 @@ def plot(rows: Sequence[Row], path: str) -> None:
     """Time and efficiency against the number of devices, a line for each mode and shape."""
 
     def label(row: Row) -> str:
-        return f"{row['mode']} {Shape(*row['of'])}" + " per device" * MODES[row["mode"]].grows
+        what = row["mode"], str(Shape(*row["of"])) + " per device" * MODES[row["mode"]].grows
+        return " ".join((*what, *filter(None, [row.get("layout")])))
 
     keys = "ms", "efficiency_pct"
     reporting.plot(rows, path, label, lambda row: row["devices"], keys=keys, xlabel="devices")
@@ -213,6 +241,7 @@ def plot(rows: Sequence[Row], path: str) -> None:
 def define_flags(define: command.Define) -> None:
     define.names("mode", list(MODES), MODES, "the dimension that is split, and whether it grows.")
     define.items("devices", [], int, "Numbers of devices; none: 1, 2, 4, ... up to those present.")
+    define.names("layout", ["BNTH"], ("BNTH", "BTNH"), "of the arrays.")
     define.enum("backend", None, BACKENDS, "None: triton, without a GPU xla.")
     define.shared("shape", "direction", "dtype", "repeats", "commit", "from_jsonl", "jsonl", "plot")
     calls.define_chunks(define)

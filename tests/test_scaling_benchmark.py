@@ -19,7 +19,7 @@ def test_records_are_checked_and_have_their_efficiency(tmp_path):
     if jax.local_device_count() < 2:
         pytest.skip("needs two devices")
     path = tmp_path / "rows.jsonl"
-    request = "--dtype=float32", "--repeats=2", f"--jsonl={path}"
+    request = "--dtype=float32", "--repeats=2", "--layout=BTNH", f"--jsonl={path}"
     assert run("--devices=2,1", "--mode=weak-heads,strong-sequence", *request) == 0
     assert run("--devices=2", "--mode=weak-sequence", "--direction=fwbw", *request) == 0
     *rows, split = records(path)
@@ -30,9 +30,17 @@ def test_records_are_checked_and_have_their_efficiency(tmp_path):
         assert (row["status"], row["errors"].keys()) == ("ok", {"h"})
         assert 0 < row["error"] <= TOLERANCES["float32"][0]
         assert row["tokens_per_second"] == pytest.approx(B * S / row["ms"] * 1e3)
-    for one, two, work in ((*rows[:2], 1), (*rows[2:], 2)):
-        assert one["efficiency_pct"] == 100
-        assert two["efficiency_pct"] == pytest.approx(100 * one["ms"] / two["ms"] / work)
+        low, high = row["efficiency_range"]
+        assert 0 < low <= row["efficiency_pct"] <= high
+    assert [row["efficiency_range"] for row in rows[::2]] == [[100, 100]] * 2
+
+
+def test_efficiencies_are_of_rounds():
+    strong = [dict(shape=OF, devices=1), dict(shape=OF, devices=2)]
+    scaling.store_times(strong, [[2.0, 4.0, 8.0], [1.0, 2.0, 5.0]])
+    assert [row["efficiency_pct"] for row in strong] == [100, 100]
+    assert strong[1]["efficiency_range"] == [80, 100]
+    assert strong[1]["tokens_per_second"] == OF.S / 2.0
 
 
 def test_shapes_of_two_devices_and_reduced_ones_that_keep_the_head_dimensions():
@@ -65,17 +73,15 @@ def test_errors_are_records(monkeypatch, tmp_path, message, status, code):
             raise jax.errors.JaxRuntimeError(message)
         return None, None
 
-    def measure(row, *_):
-        row["ms"] = 2.0
-        return 1.0
-
     monkeypatch.setattr(scaling.runner, "first_call", first_call)
     monkeypatch.setattr(scaling.runner, "check", lambda *_: None)
     monkeypatch.setattr(scaling.ReducedCase, "errors", lambda *_: {})
-    monkeypatch.setattr(scaling.runner, "measure", measure)
+    monkeypatch.setattr(scaling.runner, "time_in_turns", lambda x, *_: [[1.0, 2.0, 1.0]] * len(x))
+    monkeypatch.setattr(scaling.Spread, "synchronise", lambda *_: None)
+    monkeypatch.setattr(scaling.Spread, "peak_memory_bytes", lambda *_: 0)
     monkeypatch.setattr(scaling.Spread, "__init__", lambda *_, **__: None)
     monkeypatch.setattr(scaling.Spread, "inputs", lambda *_: None)
-    monkeypatch.setattr(scaling.Spread, "build", lambda *_: None)
+    monkeypatch.setattr(scaling.Spread, "build", lambda *_: lambda: None)
     devices = jax.local_devices()[:1] * 4
     monkeypatch.setattr(jax, "local_devices", lambda: devices)
     assert run("--mode=strong-sequence", f"--jsonl={tmp_path / 'rows'}") == code
