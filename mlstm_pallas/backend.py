@@ -82,7 +82,7 @@ def requested_backend(backend: str | None = None, *, mosaic_gpu_kernels: bool = 
     """The backend of a call, from its argument, ``use_backend`` or the environment.
 
     Args:
-      mosaic_gpu_kernels: whether the call has any. One without runs on backend "mosaic_gpu" too.
+      mosaic_gpu_kernels: whether the call has such kernels; one without runs on any jax and GPU.
 
     Raises:
       ValueError: where the Mosaic GPU kernels cannot run, and for a wrong MLSTM_PALLAS_BACKEND.
@@ -95,9 +95,9 @@ def requested_backend(backend: str | None = None, *, mosaic_gpu_kernels: bool = 
         check_backend(backend, variable=VARIABLE)
     if backend is not None and Lowering(backend).folder == "mosaic_gpu" and mosaic_gpu_kernels:
         check_mosaic_gpu(name, Lowering(backend), target_gpu())
-    # Where jax has no Triton, None is "mosaic_gpu" on Hopper. Stages without such a kernel, those
-    # in float32 for one, run in plain jnp. This is decided when the call is traced: pass "xla" for
-    # a computation on the CPU of such a machine.
+    # If jax has no Triton backend, None is "mosaic_gpu" on Hopper. Stages without such a kernel, as
+    # in float32, run in plain jnp. This is decided when the call is traced, so a computation on the
+    # CPU of such a machine has to pass "xla".
     without_triton = (
         backend is None and not HAS_TRITON and mosaic_gpu_kernels and jax_has_mosaic_gpu()
     )
@@ -111,7 +111,7 @@ def jax_has_mosaic_gpu() -> bool:
 
 
 def check_mosaic_gpu(name: str, lowering: Lowering, gpu: Gpu) -> None:
-    """Refuses the Mosaic GPU kernels for another jax, or for another GPU than Hopper."""
+    """Raises a ValueError if jax or the GPU cannot run the Mosaic GPU kernels."""
     if not jax_has_mosaic_gpu():
         first, end = (".".join(map(str, version)) for version in MOSAIC_GPU_JAX)
         # Not Triton, which needs a GPU.
@@ -129,8 +129,8 @@ def check_mosaic_gpu(name: str, lowering: Lowering, gpu: Gpu) -> None:
         )
 
 
-# The identity, with an error where it is lowered for a CPU: Pallas' message there is only that
-# interpret mode alone is supported.
+# The identity, which raises when it is lowered for a CPU, because Pallas' own message there says
+# only that it supports nothing but interpret mode.
 _for_gpus = Primitive("for_gpus")
 _for_gpus.def_abstract_eval(lambda x, *, backend: x)
 _for_gpus.def_impl(
@@ -152,9 +152,9 @@ mlir.register_lowering(_for_gpus, lambda _, x, *, backend: [x])
 mlir.register_lowering(_for_gpus, _refuse, platform="cpu")
 
 
-# What ``lax.platform_dependent`` does, but each function is lowered for its own platforms alone.
-# Where a computation is lowered for several, jax lowers every branch for all of them, and Pallas
-# refuses to lower Triton kernels for a CPU.
+# Like ``lax.platform_dependent``, but each function is lowered for its own platforms only. jax
+# lowers every branch for all platforms of a computation, and Pallas refuses to lower Triton kernels
+# for a CPU.
 _by_platform = Primitive("by_platform")
 _by_platform.multiple_results = True
 _by_platform.def_abstract_eval(lambda *_, cuda, other: other.out_avals)
@@ -166,7 +166,7 @@ _by_platform.def_impl(
 def _lowering_of(platform: str) -> Callable[..., Any]:
     def rule(ctx: Any, *args: Any, **jaxprs: Any) -> Any:
         module = ctx.module_context
-        # jax keeps the lowered form of inner jits without their platforms: the CPU would call a
+        # jax caches the lowered form of inner jits without their platforms, so the CPU would call a
         # function lowered for CUDA, and XLA for CPUs aborts at the cumsum of jax 0.12 for GPUs.
         lowered = module.cached_primitive_lowerings
         if ctx.platforms is not None:
@@ -197,7 +197,7 @@ def on_backend(
     *args: Any,
     mapped: Sequence[tuple[str, int]] = (),
 ) -> Any:
-    """run(lowering, *args).
+    """Returns run(lowering, *args), with the lowering of the backend.
 
     mapped: (name, size) of the axes of a vmap that run names, where jax may have left the vmap.
 

@@ -14,7 +14,7 @@ from mlstm_pallas.gpu import UNKNOWN, known_gpu, target_gpu
 from mlstm_pallas.validation import shown
 
 PLATFORMS = ("cpu", "cuda")
-# Of a Triton kernel; a constant of jax from 0.11 on, which would import that backend.
+# The call target of Triton kernels; importing jax's constant for it would import that backend.
 CUSTOM_CALL_TARGET = "__gpu$xla.gpu.triton"
 
 

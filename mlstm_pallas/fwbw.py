@@ -29,7 +29,7 @@ NO_DERIVATIVE_OF_SEGMENTS = (
 )
 
 
-# The custom_vjp traces both its function and its forward rule; under jit the kernels only once.
+# The custom_vjp traces both its function and its forward rule; with jit the kernels only once.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _forward(spec: CallSpec, inputs: Inputs, summands: Summands | None) -> Any:
     return on_backend(
@@ -61,7 +61,7 @@ def _identity(name: str, jvp: Callable[..., Any]) -> Callable[..., Any]:
     """The identity of a pytree, with its jvp rule; compiled programs do not contain it."""
     # No custom_jvp: jax drops its rule in the first of two reverse passes through a scan.
     identity = Primitive(name)
-    # All arrays at once: with one primitive an array, some would be copied.
+    # One primitive binds all arrays, because with one per array some would be copied.
     identity.multiple_results = True
     identity.def_abstract_eval(lambda *xs: xs)
     identity.def_impl(lambda *xs: xs)
@@ -83,7 +83,7 @@ in_reverse_mode = _identity(
 
 
 def not_differentiated(name: str, message: str) -> Callable[..., Any]:
-    """The identity of a pytree, which refuses derivatives with the message."""
+    """The identity of a pytree, which raises the message when it is differentiated."""
     return _identity(name, functools.partial(_refuse, message=message))
 
 
@@ -99,7 +99,7 @@ def operation(function: Callable[..., Any], spec: Any, *args: Any) -> Any:
 
 
 def forward(spec: CallSpec, inputs: Inputs, summands: Summands | None = None) -> Forward:
-    """The forward pass on shards. summands: those of the fused scan, if already computed."""
+    """The forward pass on shards. summands: of the fused scan, if already computed."""
     outputs: Forward = operation(_forward, spec, inputs, summands)
     return outputs
 

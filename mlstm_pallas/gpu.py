@@ -38,7 +38,7 @@ class Gpu:
         return 90 <= self.capability < 120
 
     def filled_by(self, ctas: int, per_sm: int = 1) -> bool:
-        """Whether so many CTAs fill the GPU: 128 of the 132 SMs of an H200 do."""
+        """Whether so many CTAs fill the GPU; 128 CTAs fill the 132 SMs of an H200."""
         return ctas >= 0.95 * per_sm * self.sms
 
 
@@ -64,7 +64,7 @@ _GPUS = (
     (r"RTX 5090", 120, 170),
     (r"RTX (PRO |50)\d\d", 120, 70),
 )
-# What every supported GPU has at least, for a call whose GPU is not known when it is traced.
+# The least that every supported GPU has, for calls whose GPU is not known when they are traced.
 UNKNOWN = Gpu("unknown", 80, 108, 99 * 1024)
 HOPPER = Gpu("NVIDIA H100", 90, 132, 227 * 1024)
 
@@ -78,7 +78,7 @@ def known_gpu(device_kind: str) -> Gpu | None:
 
 
 def gpu_of(device: Any) -> Gpu:
-    """The facts of a device of jax, those that it lacks by its name. UNKNOWN for another device."""
+    """The facts of a jax device; its name tells what it does not. UNKNOWN for another platform."""
     kind: str = device.device_kind
     if device.platform not in ("gpu", "cuda"):
         return UNKNOWN
@@ -98,7 +98,7 @@ def gpu_of(device: Any) -> Gpu:
 
 
 def target_gpu() -> Gpu:
-    """The GPU of the computation: that of the abstract mesh in use, else this process's first."""
+    """The GPU of the computation: of the abstract mesh in use, otherwise this process's first."""
     abstract = getattr(jax.sharding.get_abstract_mesh(), "abstract_device", None)
     first = jax.devices()[0]
     if abstract is None or abstract.device_kind == first.device_kind:

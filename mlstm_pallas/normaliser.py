@@ -15,7 +15,7 @@ from jax import Array
 class NormaliserGradients(NamedTuple):
     """The normaliser's gradients of every step, (B * NH, S) each; all None without a normaliser.
 
-    Before delta is known only vecInvDen is (``backward.before_tiles``).
+    Until delta is known, only vecInvDen is set (``backward.before_tiles``).
     """
 
     vecInvDen: Array | None = None  # 1 / den_t
@@ -48,7 +48,7 @@ class Normaliser:
         return self.norm_val * jnp.exp(-m) if self.floor_needs_m else self.norm_val
 
     def denominator(self, z: Array, m: Array | None) -> Array:
-        """den, and 1 where it is 0, as 0/0 is 0. Lowers to Triton and Mosaic GPU."""
+        """den, or 1 where it is 0, because 0/0 is 0. It lowers to Triton and Mosaic GPU."""
         den = at_least(jnp.abs(z), self.floor(m)) + self.eps
         return jnp.where(den == 0, 1.0, den) if self.eps == 0 else den
 
@@ -86,7 +86,7 @@ DEFAULT_NORMALISER = Normaliser()
 
 
 def at_least(x: Array, floor: Any) -> Array:
-    """max(x, floor), and NaN where x is NaN: jnp.maximum is then the floor in Triton."""
+    """max(x, floor), and NaN where x is NaN, for which jnp.maximum returns the floor on Triton."""
     return jnp.where(x < floor, floor, x)
 
 

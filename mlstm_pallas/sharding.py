@@ -55,7 +55,7 @@ def over_shards(function: Function, spec: Any, *args: Any) -> Any:
 
 
 def _map(spec: Any, function: Callable[[Array, int], Any], tree: Any) -> Any:
-    """function(array, how many axes of B and NH are in front) of all arrays."""
+    """Applies function(array, number of leading axes of B and NH) to all arrays."""
 
     def of_leaf(path: Any, x: Array) -> Any:
         strided = spec.layout is Layout.BTNH and str(path[-1]) in (".q", ".k", ".v", ".h")
@@ -65,12 +65,12 @@ def _map(spec: Any, function: Callable[[Array, int], Any], tree: Any) -> Any:
 
 
 def _heads_first(spec: Any, tree: Any) -> Any:
-    """The arrays as (B, NH, ...), and back."""
+    """Transposes the arrays to (B, NH, ...), or back."""
     return _map(spec, lambda x, axes: x if axes == 2 else jnp.swapaxes(x, -3, -2), tree)
 
 
 def aligned(spec: Any, tree: Any) -> Any:
-    """The arrays, as those of ``over_shards``, with equal types as regards the mesh.
+    """The arrays, as for ``over_shards``, with types that agree on the mesh.
 
     They are sharded over the same explicit axes in B and NH and over none in other axes, and vary
     over the same manual axes.
@@ -89,7 +89,7 @@ def aligned(spec: Any, tree: Any) -> Any:
 
 
 def _common_spec(specs: Iterable[P], count: int) -> P:
-    """For each of the first ``count`` axes the first spec's mesh axes, none of them used twice."""
+    """For each of the first ``count`` axes, the first mesh axes in the specs that are unused."""
     specs = [_padded(spec, count) for spec in specs]
     used: set[str] = set()
     common: list[tuple[str, ...] | None] = []
@@ -105,7 +105,7 @@ def _common_spec(specs: Iterable[P], count: int) -> P:
 
 
 def _sharded_alike(tree: Any, mesh: Any, count: int) -> tuple[Any, P]:
-    """The arrays with one sharding of their first ``count`` axes, and that."""
+    """The arrays with one sharding of their first ``count`` axes, and that sharding."""
     common = _common_spec([jax.typeof(x).sharding.spec for x in jax.tree.leaves(tree)], count)
 
     def resharded(x: Array) -> Array:
@@ -120,7 +120,7 @@ def _padded(spec: P, ndim: int) -> P:
 
 
 def _mappable(function: Function, spec: Any, mapped: int) -> Function:
-    """The operation on arrays with ``mapped`` axes of vmap before B and NH."""
+    """The operation on arrays that have ``mapped`` axes of vmap before B and NH."""
 
     @custom_vmap
     def call(*args: Any) -> Any:
@@ -128,7 +128,7 @@ def _mappable(function: Function, spec: Any, mapped: int) -> Function:
 
     @call.def_vmap
     def rule(axis_size: int, is_mapped: Sequence[Any], *args: Any) -> tuple[Any, Any]:
-        # A kernel has no empty grid, so an axis of size 0 is one of size 1 that is cut.
+        # A grid cannot be empty, so an axis of size 0 runs with size 1, whose results are cut.
         size = max(axis_size, 1)
 
         def with_axis(x: Array, at: bool) -> Array:
@@ -209,7 +209,7 @@ def _identity(function: Function, spec: Any, mapped: int) -> Any:
 
 @functools.cache
 def _partitioned(function: Function, spec: Any, mapped: int) -> Function:
-    """The operation, of its identity and arrays, as XLA partitions it.
+    """The operation on its identity and arrays, which XLA can partition.
 
     custom_partitioning with static_argnums fails under jax_check_tracer_leaks (jax 0.12). So the
     static arguments are in closures, one set per operation.

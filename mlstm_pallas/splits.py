@@ -5,7 +5,7 @@ chunk c, is linear in the state before a split. With c(t) the chunk of step t,
 
     X after a split = (prod_c gamma_c) X before it + sum_t [prod_{c' > c(t)} gamma_c'] a_t b_t^T
 
-and c' < c(t) where time runs backward. All weights are at most 1. Once the state before each split
+with c' < c(t) where time runs backward. All weights are at most 1. Once the state before each split
 is known, splits are as independent as heads. ``split_products`` computes sum_t [...] a_t b_t^T.
 """
 

@@ -36,7 +36,7 @@ def causal_mask(rows: int, columns: int, offset: Array | int) -> Array:
 def decay_tile(e_hi: Array, e_lo: Array, u_hi: Array, u_lo: Array, mask: Array | None) -> Array:
     """D_ts = exp(e_s - u_t) where mask holds, else 0, (rows t, columns s).
 
-    mask None: the caller masks the result, since the exponent is unbounded where s > t.
+    mask None: the caller masks the result, because the exponent is unbounded where s > t.
     """
     hi = e_hi[None, :] - u_hi[:, None]
     lo = (e_lo * _LOG2_E)[None, :] - (u_lo * _LOG2_E)[:, None]
@@ -81,7 +81,7 @@ def block_at(index: Array, size: int) -> Any:
 
 
 def blocks(total: int, block: int) -> int:
-    """How many blocks tile an axis. They must divide it: partial blocks are not masked."""
+    """The number of blocks of an axis, which they must divide, because no block is masked."""
     if total % block:
         raise ValueError(f"a tile of {block} does not divide an axis of {total}")
     return total // block

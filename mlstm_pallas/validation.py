@@ -75,7 +75,7 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def names_arguments(function: Function) -> Function:
-    """A decorator: an argument that the function does not have is answered with the one it has."""
+    """A decorator that answers an unknown keyword with the argument that is probably meant."""
     parameters = tuple(inspect.signature(function).parameters)
 
     @functools.wraps(function)
@@ -92,7 +92,7 @@ def names_arguments(function: Function) -> Function:
 
 
 def _nearest(name: str, parameters: Sequence[str]) -> str:
-    """The parameter that another package calls so, or that is written much like it, or all."""
+    """The parameter that another package calls so, or a similar name; otherwise all parameters."""
     for ours, theirs in PREDECESSORS.items():
         known = [x for x in (ours, f"{ours}_initial") if x in parameters]
         if name in theirs and known:
@@ -102,7 +102,7 @@ def _nearest(name: str, parameters: Sequence[str]) -> str:
 
 
 def shown(x: Any) -> str:
-    """repr, but short where it may be long."""
+    """repr, shortened where it may be long."""
     if isinstance(x, jax.Array | np.ndarray) and x.ndim:
         return f"an array of shape {x.shape}"
     if isinstance(x, int) and x.bit_length() > 128:  # repr refuses integers of 4300 digits
@@ -134,9 +134,9 @@ def check_array(
     *,
     cast_from: Sequence[str] = (),
 ) -> None:
-    """Accepts arrays of the dtypes, and of float64 where the backend computes in it.
+    """Accepts arrays of the dtypes, and of float64 if the backend computes in it.
 
-    cast_from: dtypes that are accepted too, as the array is cast to one of the dtypes.
+    cast_from: dtypes that are accepted too, because the array is cast to one of the dtypes.
     """
     check_is_array(name, x)
     if str(x.dtype) in (*dtypes, *cast_from) or float64_runs(x.dtype, backend):
@@ -204,7 +204,7 @@ def check_shapes(
 
 
 def check_constant(sizes: Mapping[str, Any], backend: str | None) -> None:
-    """Refuses the symbolic dimensions of jax.export, but for B in plain jnp."""
+    """Raises for symbolic dimensions of jax.export, except for B in plain jnp."""
     for dim, size in sizes.items():
         if is_symbolic_dim(size) and (dim != "B" or backend != "xla"):
             hint = SYMBOLIC_HINTS.get(dim, "")
@@ -212,7 +212,7 @@ def check_constant(sizes: Mapping[str, Any], backend: str | None) -> None:
 
 
 def check_states_complete(states: Mapping[str, Any], kind: str = "states") -> bool:
-    """Whether there are states; refuses some without the others."""
+    """Whether there are states; raises if only some are there."""
     present = [name for name, x in states.items() if x is not None]
     for name in present:
         check_is_array(name, states[name])
@@ -226,7 +226,7 @@ def check_states_complete(states: Mapping[str, Any], kind: str = "states") -> bo
 
 
 def check_one_dtype(arrays: Mapping[str, Any]) -> None:
-    """q, k and v have one dtype; names the one that differs from the other two."""
+    """Checks that q, k and v have one dtype; the message names the one that differs."""
     q, k, v = (arrays[name].dtype for name in "qkv")
     if q != k == v:
         raise TypeError(f"q has dtype {q}, expected {k}, the dtype of k and v")
@@ -256,7 +256,7 @@ def sequence_dims(layout: Layout) -> dict[str, Dims]:
 
 
 def check_axes_of_gates(arrays: Mapping[str, Any], layout: Layout) -> None:
-    """Refuses gates whose axes 1 and 2 are swapped, the likeliest mistake in a change of layout."""
+    """Raises for gates whose axes 1 and 2 are swapped, the likeliest mistake with a layout."""
     q = arrays["q"]
     if len(q.shape) != 4:
         return
@@ -277,9 +277,9 @@ def _other(layout: Layout) -> Layout:
 
 
 def check_layout_is_meant(layout: Any, sizes: Mapping[str, int], *states: Any) -> None:
-    """Warns where the default layout finds fewer steps than heads.
+    """Warns if the default layout finds fewer steps than heads.
 
-    states: arrays or None; those that are there would not fit the other layout.
+    states: arrays or None; existing ones would have failed the shape check in the other layout.
     """
     few_steps = isinstance(layout, _DefaultLayout) and sizes["S"] < sizes["NH"]
     if few_steps and all(x is None for x in states):
@@ -288,7 +288,7 @@ def check_layout_is_meant(layout: Any, sizes: Mapping[str, int], *states: Any) -
 
 @functools.cache
 def warn_of_layout() -> None:
-    """Warns once, five callers up."""
+    """Warns once, at the line of the caller five frames up."""
     warnings.warn(
         'layout="BNTH", the default, reads q as (B, NH, S, DHQK) and finds S < NH, fewer steps '
         'than heads: pass layout="BTNH" if it is (B, S, NH, DHQK), else layout="BNTH"',
@@ -433,7 +433,7 @@ def check_chunk_size(x: Any) -> int | None:
 
 
 def check_num_segments(x: Any, segment_ids: Any, return_last_states: bool) -> int:
-    """num_segments as an int, with the arguments that it needs."""
+    """num_segments as an int; checks the arguments that it needs."""
     num_segments = check_integer("num_segments", x, 1, 2**31 - 1)  # indices are int32
     if segment_ids is None:
         raise ValueError(f"num_segments is {shown(x)} without segment_ids, expected both")
@@ -476,7 +476,7 @@ def check_flag(name: str, x: Any) -> bool:
 
 
 def check_backend(backend: Any, *, variable: str | None = None) -> None:
-    """variable: the environment variable that has the value, if one has."""
+    """Checks a backend's name. variable: the environment variable that has it, if one has."""
     if backend is not None and not (isinstance(backend, str) and backend in BACKENDS):
         expected = f"{'None or ' if variable is None else ''}one of {', '.join(BACKENDS)}"
         raise ValueError(f"{variable or 'backend'} is {shown(backend)}, expected {expected}")

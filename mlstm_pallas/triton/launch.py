@@ -1,4 +1,4 @@
-"""The seam to Triton: the only importer of jax.experimental.pallas.triton.
+"""Launches of Triton kernels. Only this module imports jax.experimental.pallas.triton.
 
 Every Triton kernel is launched through ``kernel_call``: compiled on a GPU, or interpreted.
 """
@@ -44,7 +44,7 @@ class PipelinedTiles(Tiles):
         raise NotImplementedError
 
     def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
-        """As ``stages_that_fit`` has it."""
+        """The estimate of ``stages_that_fit``."""
         (iteration, kept), mma = self.elements(p), not asked["gpu"].multiplies_from_shared
         size: int = ((self.num_stages - mma) * iteration + kept) * dtype.itemsize + 8192 * mma
         return size
@@ -53,10 +53,10 @@ class PipelinedTiles(Tiles):
 def stages_that_fit(
     gpu: Gpu, iteration_bytes: int, kept_bytes: int = 0, most: int = 3, ctas_per_sm: int = 2
 ) -> int:
-    """Stages of a pipeline that fit in shared memory; an estimate, as the compiler decides.
+    """An estimate of the pipeline stages that fit in shared memory; the compiler decides.
 
-    wgmma and tcgen05 read a stage where it is. mma reads registers, so that the pipeline has one
-    stage less in shared memory, beside some 8 KiB for tiles on their way to other layouts.
+    wgmma and tcgen05 read a stage from shared memory. mma reads registers, so the pipeline has one
+    stage less in shared memory, beside some 8 KiB for tiles that change their layout.
 
     Args:
       iteration_bytes: of the tiles that an iteration reads.
@@ -71,8 +71,8 @@ def stages_that_fit(
 def depth_and_stages(gpu: Gpu, elements: int, depth: int, dtype: Any) -> tuple[int, int]:
     """The largest depth of a pipeline, halved down to 32, at which two CTAs with three stages fit.
 
-    With two stages a copy is waited for in the iteration that issues it. float32 has two, as its
-    products take longer than the copies.
+    With two stages an iteration waits for the copies that it issues. float32 has two stages,
+    because its products take longer than the copies.
 
     Args:
       elements: that an iteration reads for each step or column of its depth.
@@ -144,7 +144,7 @@ def kernel_call(
 
 @dataclasses.dataclass(frozen=True)
 class _PartialBlock:
-    """A block whose last rows may be beyond its array: there reads are 0, and writes are dropped.
+    """A block whose last rows may be beyond its array, where reads are 0 and writes are dropped.
 
     Attributes:
       rows: how many rows the array has from the block's first on.
