@@ -57,7 +57,7 @@ from mlstm_pallas.gates import vector_states
 from mlstm_pallas.gpu import target_gpu
 from mlstm_pallas.normaliser import query_scale
 from mlstm_pallas.problem import MAX_TILE, Problem
-from mlstm_pallas.stage import Lowering, Stage, Weighted
+from mlstm_pallas.stage import Launch, Lowering, Stage, Weighted
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
 from mlstm_pallas.stages.parallel_fw_P import Scores
@@ -80,9 +80,18 @@ TOLERANCES = {
 STAGES = {name: stage for name, stage in stages.STAGES.items() if not stage.decode}
 
 
+def of_stage(stage: Stage, call: Launch) -> Callable[..., Any]:
+    """The stage as a function of its inputs by position."""
+
+    def run(*args):
+        return dispatch.run(stage.name, call=call, **dict(zip(stage.inputs, args, strict=True)))
+
+    return run
+
+
 def plain(stage: Stage, problem: Problem) -> Callable[..., Any]:
     """The plain form of a stage, in the precision of its inputs."""
-    return functools.partial(dispatch.run, stage.name, call=planning.plain(problem))
+    return of_stage(stage, planning.plain(problem))
 
 
 @functools.partial(jax.jit, static_argnums=(1, 2))
@@ -90,7 +99,7 @@ def stage_arrays(x: Inputs, L: int, fused: bool) -> dict[str, Any]:
     """The inputs of the stages in chunks of L steps, by their names in ``Stage.inputs``.
 
     fused: the stages of the fused scan, or all others. The plain form of a stage runs when its
-    inputs are known. Its outputs are then known by the stage's name, and its fields by theirs.
+    inputs are known. Its outputs are then known by ``Stage.outputs``, and its fields by theirs.
     """
     B, NH, S, K, V = x.shape
     problem = Problem(B, NH, S, K, V, L, K**-0.5)
@@ -107,11 +116,11 @@ def stage_arrays(x: Inputs, L: int, fused: bool) -> dict[str, Any]:
         waiting.remove(name)
         outputs = plain(STAGES[name], problem)(*(known[x] for x in STAGES[name].inputs))
         fields = {field: y for field, y in outputs._asdict().items() if y is not None}
-        known = {name: outputs} | fields | known
+        known = {STAGES[name].outputs or name: outputs} | fields | known
         match name:  # what no stage returns
             case "chunk_gates":
                 abar, gamma = outputs.per_step().vecAbar, outputs.scaGamma
-                added = dispatch.run("step_sums", k, abar, call=planning.plain(problem))
+                added = plain(stages.HELPERS["step_sums"], problem)(k, abar)
                 known |= dict(vecAbar=abar, vecN_states=vector_states(added, gamma, n)[0])
             case "parallel_bw_dP":
                 terms, gamma = outputs.vecDeltaN_added, known["scaGamma"]
@@ -238,18 +247,14 @@ class MlstmPallasStage(MlstmPallas):
     def computation(self, inputs, direction):
         arrays, name = dict(inputs), self.stage.name
         if self.call.lowering.folder == "mosaic_gpu" and name == "recurrent_fw_H":
-            keys = Weighted(inputs["matK"], inputs["chunk_gates"].per_step().vecAbar)
-            arrays["parallel_fw_P"] = inputs["parallel_fw_P"]._replace(keys=keys)
+            keys = Weighted(inputs["matK"], inputs["gates"].per_step().vecAbar)
+            arrays["scan"] = inputs["scan"]._replace(keys=keys)
         if self.weighted and name == "recurrent_bw_dC":
-            g, inverse = inputs["chunk_gates"].per_step(), inputs["normaliser_gradients"].vecInvDen
+            g, inverse = inputs["gates"].per_step(), inputs["normaliser_gradients"].vecInvDen
             r = query_scale(g.vecW, self.call.problem.qk_scale, inverse)
             arrays |= dict(queries=Weighted(inputs["matQ"], r))
             arrays |= dict(keys=Weighted(inputs["matK"], g.vecAbar))
-
-        def stage(*args):
-            return dispatch.run(self.stage.name, *args, call=self.call)
-
-        return stage, [arrays[name] for name in self.stage.inputs]
+        return of_stage(self.stage, self.call), [arrays[name] for name in self.stage.inputs]
 
     def oracle_arguments(self, inputs):
         return [inputs[name] for name in self.stage.inputs], None

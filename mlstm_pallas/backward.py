@@ -73,7 +73,13 @@ def first_half(
     recompute = stored.C is None
     gates: ChunkGates = run(
         "chunk_gates",
-        *(x.i, x.f, x.m_initial, x.starts, spec.input_gate, stored.m, x.lengths),
+        vecI=x.i,
+        vecF=x.f,
+        scaM_initial=x.m_initial,
+        starts=x.starts,
+        scaM_states=stored.m,
+        lengths=x.lengths,
+        input_gate=spec.input_gate,
         with_flags=True,
         call=spec.launch("chunk_gates", lowering),
     )
@@ -83,15 +89,26 @@ def first_half(
     else:
         tiles = run(
             "parallel_bw_dP",
-            *(x.q, x.k, x.v, dh, gates, h, z),
+            matQ=x.q,
+            matK=x.k,
+            matV=x.v,
+            matDeltaH=dh,
+            gates=gates,
+            matH=h,
+            vecZ=z,
             normaliser=spec.normaliser,
             return_keys=recompute,
             call=spec.launch("parallel_bw_dP", lowering),
         )
-    recomputed = (tiles.keys, x.v, x.c_initial) if recompute else ()
     states: StateGradients = run(
         "recurrent_bw_dC",
-        *(tiles.queries, dh, gates.scaGamma, last.c, *recomputed),
+        queries=tiles.queries,
+        matDeltaH=dh,
+        scaGamma=gates.scaGamma,
+        matDeltaC_last=last.c,
+        keys=tiles.keys if recompute else None,
+        matV=x.v,
+        matC_initial=x.c_initial,
         matH=h if recomputes_scores else None,
         return_initial=spec.has_initial_state,
         return_last=spec.return_last_states,
@@ -120,11 +137,27 @@ def second_half(
     of_scores = spec.launch(scores, lowering).lowering
     of_normaliser, dn_added = tiles.normaliser_gradients, tiles.vecDeltaN_added
     dn_added = jnp.zeros_like(n) if dn_added is None else dn_added
-    call = spec.launch("vector_states", of_scores)
-    dn, dn_initial = run("vector_states", dn_added, gamma, last.n, backward=True, call=call)
+    dn, dn_initial = run(
+        "vector_states",
+        added=dn_added,
+        scaGamma=gamma,
+        initial=last.n,
+        backward=True,
+        call=spec.launch("vector_states", of_scores),
+    )
     gradients: Gradients = run(
         "parallel_bw_dQKV",
-        *(x.q, x.k, x.v, dh, gates, of_normaliser, tiles, C, n, dC, dn),
+        matQ=x.q,
+        matK=x.k,
+        matV=x.v,
+        matDeltaH=dh,
+        gates=gates,
+        normaliser_gradients=of_normaliser,
+        scores=tiles,
+        matC_states=C,
+        vecN_states=n,
+        matDeltaC_states=dC,
+        vecDeltaN_states=dn,
         call=spec.launch("parallel_bw_dQKV", lowering),
     )
 
@@ -182,5 +215,5 @@ def with_delta(
     g = gates.per_step()
     gradients = spec.normaliser.gradients(jnp.zeros_like(z) if delta is None else delta, z, g.vecM)
     r = query_scale(g.vecW, spec.problem.qk_scale, gradients.vecInvDen)
-    dn_added = run("step_sums", q, r * gradients.vecDzDen, call=call)
+    dn_added = run("step_sums", rows=q, weights=r * gradients.vecDzDen, call=call)
     return operands._replace(normaliser_gradients=gradients, vecDeltaN_added=dn_added)

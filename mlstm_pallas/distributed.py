@@ -163,8 +163,15 @@ def _from_empty(splits_and_L: tuple[int, int], spec: CallSpec, x: Inputs) -> Any
         empty = jnp.broadcast_to(jnp.zeros_like(gamma[:, :1]), (p.BNH, p.DHQK))
         n = key_states(spec, call, x.k, gates, empty)
         weights = abar * decays_in_splits(gamma, num_splits, p.S)
-        call = spec.launch("split_products", lowering, p, num_splits)
-        X = run("split_products", x.k, x.v, weights, num_splits, all_splits=True, call=call)
+        X = run(
+            "split_products",
+            a=x.k,
+            b=x.v,
+            r=weights,
+            num_splits=num_splits,
+            all_splits=True,
+            call=spec.launch("split_products", lowering, p, num_splits),
+        )
         high, low = _log_decays(x, p.NC, spec.input_gate)
         of_n = Summary(m[:, -1], (high[:, -1], low[:, -1]), n[1])
         return of_n, _state_after(gamma, X), ShardStates((high, low), m, n, X)
@@ -237,7 +244,9 @@ def _second_half(
     gamma, states = first.gates.scaGamma, first.states
     dC = run(
         "add_decayed",
-        *(states.matDeltaC_states, dC_after, decays_of_others(gamma)),
+        X=states.matDeltaC_states,
+        added=dC_after,
+        decays=decays_of_others(gamma),
         call=spec.launch("add_decayed", lowering),
     )
     whole = jnp.prod(gamma, axis=-1)[:, None, None]

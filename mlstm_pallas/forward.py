@@ -51,8 +51,13 @@ def gates_of(
     """The gates in the chunks of the call, or of another problem; m_states: if already computed."""
     gates: ChunkGates = run(
         "chunk_gates",
-        *(x.i, x.f, x.m_initial, x.starts, spec.input_gate, m_states),
+        vecI=x.i,
+        vecF=x.f,
+        scaM_initial=x.m_initial,
+        starts=x.starts,
+        scaM_states=m_states,
         lengths=x.lengths,
+        input_gate=spec.input_gate,
         call=spec.launch("chunk_gates", lowering, problem),
     )
     return gates
@@ -63,9 +68,13 @@ def key_states(
 ) -> tuple[jax.Array, jax.Array]:
     """n before each chunk, (B * NH, NC, DHQK), and the last one; call: of what reads them."""
     launch = functools.partial(spec.launch, lowering=call.lowering, problem=call.problem)
-    added = run("step_sums", k, gates.per_step().vecAbar, call=launch("step_sums"))
+    abar = gates.per_step().vecAbar
     states: tuple[jax.Array, jax.Array] = run(
-        "vector_states", added, gates.scaGamma, n_initial, call=launch("vector_states")
+        "vector_states",
+        added=run("step_sums", rows=k, weights=abar, call=launch("step_sums")),
+        scaGamma=gates.scaGamma,
+        initial=n_initial,
+        call=launch("vector_states"),
     )
     return states
 
@@ -73,16 +82,25 @@ def key_states(
 def materialised(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
     """The forward pass with the state of every chunk in memory."""
     gates = gates_of(spec, lowering, x)
-    abar, gamma = gates.per_step().vecAbar, gates.scaGamma
     C, C_last, n, n_last = run(
         "recurrent_fw_C",
-        *(x.k, x.v, abar, gamma, x.c_initial, x.n_initial),
+        matK=x.k,
+        matV=x.v,
+        vecAbar=gates.per_step().vecAbar,
+        scaGamma=gates.scaGamma,
+        matC_initial=x.c_initial,
+        vecN_initial=x.n_initial,
         return_last=spec.return_last_states,
         call=spec.launch("recurrent_fw_C", lowering),
     )
     h, z = run(
         "parallel_fw_H",
-        *(x.q, x.k, x.v, gates, C, n),
+        matQ=x.q,
+        matK=x.k,
+        matV=x.v,
+        gates=gates,
+        matC_states=C,
+        vecN_states=n,
         normaliser=spec.normaliser,
         call=spec.launch("parallel_fw_H", lowering),
     )
@@ -108,25 +126,43 @@ def fused(spec: CallSpec, lowering: Lowering, x: Inputs, summands: Summands | No
         n, n_last = key_states(spec, call, x.k, gates, x.n_initial)
     else:
         n, n_last = summands.n
-    scores: Scores = run("parallel_fw_P", x.q, x.k, gates, n, normaliser=spec.normaliser, call=call)
-    q, v, gamma, keys, C_initial = x.q, x.v, gates.scaGamma, scores.keys, x.c_initial
-    of_splits = scores
+    scan: Scores = run(
+        "parallel_fw_P",
+        matQ=x.q,
+        matK=x.k,
+        gates=gates,
+        vecN_states=n,
+        normaliser=spec.normaliser,
+        call=call,
+    )
+    q, v, gamma, keys, C_initial = x.q, x.v, gates.scaGamma, scan.keys, x.c_initial
+    of_splits = scan
     if num_splits > 1:
         if summands is not None and summands.X.shape[1] == num_splits:
             added = summands.X[:, :-1]
         else:
             weights = keys.times(decays_in_splits(gamma, num_splits, p.S))
-            call = spec.launch("split_products", lowering, p, num_splits)
-            added = run("split_products", keys.array, v, weights, num_splits, call=call)
+            added = run(
+                "split_products",
+                a=keys.array,
+                b=v,
+                r=weights,
+                num_splits=num_splits,
+                call=spec.launch("split_products", lowering, p, num_splits),
+            )
         C_initial = split_states(added, gamma, C_initial)
         q, v, gamma, of_splits = jax.tree.map(
             lambda y: splits_as_heads(y, num_splits, p.S),
-            (q, v, gamma, scores._replace(vecZ=None)),
+            (q, v, gamma, scan._replace(vecZ=None)),
         )
     stride = spec.problem.L // p.L
     H, C_last, C = run(
         "recurrent_fw_H",
-        *(q, v, of_splits, gamma, C_initial),
+        matQ=q,
+        matV=v,
+        scan=of_splits,
+        scaGamma=gamma,
+        matC_initial=C_initial,
         return_last=spec.return_last_states,
         store_every=0 if spec.recompute_states_in_bw else stride,
         call=spec.launch("recurrent_fw_H", lowering, p.split(num_splits)),
@@ -139,4 +175,4 @@ def fused(spec: CallSpec, lowering: Lowering, x: Inputs, summands: Summands | No
     stored = StoredStates(None, n[:, ::stride], m, None, n_last)
     if C is not None:
         stored = stored._replace(C=C.reshape(p.BNH, spec.problem.NC, *C.shape[2:]), C_last=C_last)
-    return Forward(H.reshape(x.v.shape), last, scores.vecZ, stored)
+    return Forward(H.reshape(x.v.shape), last, scan.vecZ, stored)

@@ -207,7 +207,13 @@ def gate_gradients(
     all_steps = vecF.shape[0], vecF.shape[1] * vecF.shape[2]
     flags = step_flags(gates, vecF, None if starts is None else starts > 0).reshape(all_steps)
     di, df, first = step_gradients(
-        vecF.reshape(all_steps), pairs, vecQ_inter, vecK_inter, through, flags, dm
+        vecF=vecF.reshape(all_steps),
+        pairs=pairs,
+        vecQ_inter=vecQ_inter,
+        vecK_inter=vecK_inter,
+        through=through,
+        flags=flags,
+        dm=dm,
     )
     if input_gate is InputGate.SIGMOID:
         vecI = vecI.reshape(all_steps)

@@ -45,8 +45,19 @@ class Token(NamedTuple):
 
 def _step(spec: CallSpec, x: Token, states: StepStates) -> Any:
     def token(lowering: Lowering, x: Token, states: StepStates) -> tuple[jax.Array, StepStates]:
-        call = spec.launch("recurrent_step", lowering)
-        h, c, n, m = run("recurrent_step", *x, *states, normaliser=spec.normaliser, call=call)
+        h, c, n, m = run(
+            "recurrent_step",
+            vecQ=x.q,
+            vecK=x.k,
+            vecV=x.v,
+            scaI=x.i,
+            scaF=x.f,
+            matC=states.c,
+            vecN=states.n,
+            scaM=states.m,
+            normaliser=spec.normaliser,
+            call=spec.launch("recurrent_step", lowering),
+        )
         return h, StepStates(c, n, m)
 
     return on_backend(spec.backend, token, x, states)

@@ -59,15 +59,22 @@ def segment_states(
     windows = dataclasses.replace(p, NH=p.NH * N, S=p.L)
     gates = run(
         "chunk_gates",
-        *(window(x.i, -jnp.inf), window(x.f, jnp.inf), before(stored.m)),
-        *(window(x.starts, 0), spec.input_gate),
+        vecI=window(x.i, -jnp.inf),
+        vecF=window(x.f, jnp.inf),
+        scaM_initial=before(stored.m),
+        starts=window(x.starts, 0),
+        input_gate=spec.input_gate,
         call=spec.launch("chunk_gates", lowering, windows),
     )
     # In plain jnp: a kernel would also write the states before the chunks.
     states = run(
         "recurrent_fw_C",
-        *(window_of_tokens(x.k), window_of_tokens(x.v), gates.per_step().vecAbar, gates.scaGamma),
-        *(before(stored.C), before(stored.n)),
+        matK=window_of_tokens(x.k),
+        matV=window_of_tokens(x.v),
+        vecAbar=gates.per_step().vecAbar,
+        scaGamma=gates.scaGamma,
+        matC_initial=before(stored.C),
+        vecN_initial=before(stored.n),
         call=spec.launch("recurrent_fw_C", Lowering.XLA, windows),
     )
 

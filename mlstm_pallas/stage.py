@@ -7,7 +7,7 @@ files of the same names, and ``dispatch.py`` finds them.
 import dataclasses
 import enum
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -172,21 +172,30 @@ class Launch:
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """The name and inputs of a stage.
+    """The name and operands of a stage.
 
     Attributes:
       name: of the file, the function, the kernels, the field of KernelConfig, the benchmark's
         flag, the test id and the profile.
-      inputs: by documented name: an input of the call, a field of an earlier stage's outputs, or
-        the name of an earlier stage for all of its outputs.
+      operands: the NamedTuple of its operands.
+      outputs: the name under which later stages have all of its outputs as one operand.
       fused: whether it runs in the chunks of the fused scan, not in those of the call.
       decode: whether it is a stage of generation, not of mlstm_chunkwise.
+      helper: whether it is a small one between the others, without a plain kernel of its own cost.
     """
 
     name: str
-    inputs: Sequence[str]
+    operands: type[Any]
+    outputs: str = ""
     fused: bool = False
     decode: bool = False
+    helper: bool = False
+
+    @property
+    def inputs(self) -> tuple[str, ...]:
+        """The operands without a default: inputs of the call, or outputs of earlier stages."""
+        optional = self.operands._field_defaults
+        return tuple(x for x in self.operands._fields if x not in optional)
 
     @property
     def backward(self) -> bool:

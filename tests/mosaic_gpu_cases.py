@@ -299,9 +299,18 @@ class Recurrences:
                 Weighted(x, w if self.weighted else None) for x, w in ((q, r), (k, abar))
             )
             dC_last, C_initial = (dC_last, C_initial) if self.states else (None, None)
-            of_C = () if self.alone else (keys, v, C_initial)
-            operands, matH = (queries, dh, gamma, dC_last, *of_C), h if self.delta else None
-            return dispatch.run("recurrent_bw_dC", *operands, matH=matH, **desired)
+            return dispatch.run(
+                "recurrent_bw_dC",
+                queries=queries,
+                matDeltaH=dh,
+                scaGamma=gamma,
+                matDeltaC_last=dC_last,
+                keys=None if self.alone else keys,
+                matV=v,
+                matC_initial=C_initial,
+                matH=h if self.delta else None,
+                **desired,
+            )
 
         return run
 

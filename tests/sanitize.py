@@ -17,8 +17,8 @@ from mlstm_pallas import KernelConfig, mlstm_recurrent_step
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch, Lowering
 from mlstm_pallas.stages import STAGES
+from mlstm_pallas.triton.add_decayed import Tiles
 from mlstm_pallas.triton.launch import kernel_call
-from mlstm_pallas.triton.recurrence import AddDecayedTiles
 
 KERNELS = (*STAGES, *HELPERS)
 # Options of a call; the sigmoid gate takes no m_initial.
@@ -65,7 +65,7 @@ def run_fault():
 
     block, shape = pl.BlockSpec((1024,), lambda i: (0,)), jax.ShapeDtypeStruct((1024,), jnp.float32)
     problem = Problem(1, 1, 1024, 16, 16, 1024, 1.0)
-    call = Launch(problem, AddDecayedTiles(), None, Lowering.TRITON)
+    call = Launch(problem, Tiles(), None, Lowering.TRITON)
     options = dict(grid=(2,), in_specs=[block], out_specs=[block], out_shape=[shape], call=call)
     jax.block_until_ready(
         kernel_call(reads_beyond, name="reads_beyond", **options)(jnp.zeros((1024,)))

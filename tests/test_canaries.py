@@ -2,7 +2,6 @@
 repeats are bitwise equal."""
 
 import dataclasses
-import functools
 import importlib
 import pkgutil
 
@@ -25,7 +24,7 @@ from mlstm_pallas.problem import MAX_TILE, Problem
 from mlstm_pallas.stage import Launch, Lowering
 from mlstm_pallas.stages import STAGES
 from mlstm_pallas.triton import launch
-from mlstm_pallas.triton.recurrence import AddDecayedTiles
+from mlstm_pallas.triton.add_decayed import Tiles
 
 FLOAT32 = jnp.dtype("float32")
 HEADS, DHQK, DHHV = 3, 32, 16
@@ -175,7 +174,11 @@ def test_a_step_writes_everything_and_reads_nothing_of_its_neighbours(lowering, 
     options = planning.Options(FLOAT32, lowering, KernelConfig(**small("recurrent_step")))
     problem = Problem(1, HEADS, 1, 40, 24, 1, 40**-0.5)
     call = planning.launch("recurrent_step", problem, options, UNKNOWN, lowering)
-    run = functools.partial(dispatch.run, "recurrent_step", call=call)
+
+    def run(*token):
+        operands = zip(STAGES["recurrent_step"].inputs, token, strict=True)
+        return dispatch.run("recurrent_step", call=call, **dict(operands))
+
     assert check(run, outputs, tuple(token)) == {"recurrent_step"}
 
 
@@ -192,7 +195,7 @@ def assert_half_is_nan(result):
 
 def test_what_is_not_written_is_nan_when_interpreted():
     block = pl.BlockSpec((32,), lambda i: (0,))
-    call = Launch(Problem(1, 1, 32, 16, 16, 32, 1.0), AddDecayedTiles(), None, Lowering.INTERPRET)
+    call = Launch(Problem(1, 1, 32, 16, 16, 32, 1.0), Tiles(), None, Lowering.INTERPRET)
     options = dict(grid=(1,), in_specs=[block], out_specs=[block], out_shape=[HALF], call=call)
     (y,) = launch.kernel_call(writes_half, name="writes_half", **options)(jnp.zeros(32))
     assert_half_is_nan(y)

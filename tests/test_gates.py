@@ -14,8 +14,6 @@ from mlstm_pallas.gpu import HOPPER
 from mlstm_pallas.problem import InputGate, Problem
 from mlstm_pallas.stage import Lowering
 
-chunk_gates = functools.partial(dispatch.run, "chunk_gates")
-
 
 def assert_decays(result, expected, rounding=0.0):
     """exp(x) of an x rounded in float32, the last time at |x|: relative error (4 + |x|) 2^-23;
@@ -67,7 +65,17 @@ def gates_of(i, f, m_initial, starts, states=None, lengths=None, *, L, form, inp
     options = planning.Options(jnp.dtype("bfloat16"), lowering, KernelConfig())
     call = planning.launch("chunk_gates", problem, options, HOPPER, lowering)
     assert call.lowering is lowering
-    return chunk_gates(i, f, m_initial, starts, input_gate, states, lengths, call=call)
+    return dispatch.run(
+        "chunk_gates",
+        vecI=i,
+        vecF=f,
+        scaM_initial=m_initial,
+        starts=starts,
+        scaM_states=states,
+        lengths=lengths,
+        input_gate=input_gate,
+        call=call,
+    )
 
 
 CASES = {
@@ -170,7 +178,8 @@ def check_vector_states(vector_states, BNH, NC, D, backward):
         y.astype("float32")
         for y in (r.normal(size=(BNH, NC, D)), r.random((BNH, NC)), r.normal(size=(BNH, D)))
     )
-    result, last = jax.jit(functools.partial(vector_states, backward=backward))(added, gamma, x)
+    run = jax.jit(functools.partial(vector_states, backward=backward))
+    result, last = run(added=added, scaGamma=gamma, initial=x)
     added, gamma, x = (y.astype("float64") for y in (added, gamma, x))
     states = {}
     for c in reversed(range(NC)) if backward else range(NC):
@@ -182,4 +191,7 @@ def check_vector_states(vector_states, BNH, NC, D, backward):
 
 @pytest.mark.parametrize("backward", [False, True])
 def test_vector_states(backward):
-    check_vector_states(gates.vector_states, 6, 5, 8, backward)
+    call = planning.plain(Problem(1, 6, 5, 8, 8, 1, 1.0))
+    check_vector_states(
+        functools.partial(dispatch.run, "vector_states", call=call), 6, 5, 8, backward
+    )

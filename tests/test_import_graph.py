@@ -13,7 +13,7 @@ import pytest
 
 from mlstm_pallas import dispatch
 from mlstm_pallas.backend import jax_has_mosaic_gpu
-from mlstm_pallas.stages import STAGES
+from mlstm_pallas.stages import HELPERS, STAGES
 
 PACKAGE = Path(__file__).parents[1] / "mlstm_pallas"
 # From the doors down. A module imports modules of lower floors, and of its own folder.
@@ -192,10 +192,10 @@ def signature(room, stage):
     return str(whole.replace(parameters=parameters))
 
 
-@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stage", [*STAGES, *HELPERS])
 @pytest.mark.parametrize("room", ROOMS)
 def test_a_stage_has_one_signature_in_every_room(room, stage):
-    if stage not in dispatch._KERNELS[room]:
+    if f"{room}_{stage}" not in dispatch.kernels():
         pytest.skip("no kernel")
     if room == "mosaic_gpu" and not jax_has_mosaic_gpu():
         pytest.skip("this jax has no Mosaic GPU")

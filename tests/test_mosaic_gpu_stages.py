@@ -95,7 +95,7 @@ def with_floors_of_one():
     Returns the gates with an m of 0, z, and the two h.
     """
     x = case("bfloat16", 128, 128, heads=(1, 1), DHQK=64, DHHV=128).inputs
-    gates = x["chunk_gates"]
+    gates = x["gates"]
     gates = gates._replace(vecM=jnp.zeros_like(gates.vecM))
     z = jnp.where(jnp.arange(128) % 2 == 0, 2.0, 0.5)[None]
     return x, gates, z, (x["matH"], x["matH"].at[0, 33].set(jnp.inf))
@@ -107,9 +107,9 @@ CHUNK = Problem(1, 1, 128, 64, 128, 128, 0.125)
 def test_an_inf_in_h_reaches_no_tile_where_the_floor_is_larger():
     x, gates, z, hs = with_floors_of_one()
     call = call_of("parallel_bw_dP", CHUNK, num_stages=2)
-    operands = [x[name] for name in ("matQ", "matK", "matV", "matDeltaH")]
+    operands = {name: x[name] for name in ("matQ", "matK", "matV", "matDeltaH")}
     stage = functools.partial(dispatch.run, "parallel_bw_dP", normaliser=Normaliser(), call=call)
-    run = jax.jit(lambda h: stage(*operands, gates, h, z))
+    run = jax.jit(lambda h: stage(**operands, gates=gates, matH=h, vecZ=z))
     expected, result = map(run, hs)
     for name in ("matP", "matDeltaP", "pairs", "vecDeltaN_added"):
         assert_same_bits(getattr(result, name), getattr(expected, name))
@@ -125,8 +125,9 @@ def test_an_inf_in_h_reaches_no_other_delta_and_no_dn_where_the_floor_is_larger(
     @jax.jit
     def run(h):
         before = before_tiles(spec, q, q, gates, z)
-        operands = before.queries, dh, gates.scaGamma, None
-        delta = dispatch.run("recurrent_bw_dC", *operands, matH=h, call=calls[0]).vecDelta
+        operands = dict(queries=before.queries, matDeltaH=dh, scaGamma=gates.scaGamma, matH=h)
+        of_C = dict.fromkeys(("matDeltaC_last", "keys", "matV", "matC_initial"))
+        delta = dispatch.run("recurrent_bw_dC", **operands, **of_C, call=calls[0]).vecDelta
         return delta, with_delta(spec, before, q, gates, z, delta, calls[1])
 
     (expected_delta, expected), (delta, result) = map(run, hs)
@@ -166,7 +167,15 @@ def test_step_gradients_against_float64(BNH, S, L, share, has_dm):
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(form, pairs, q_inter, k_inter, f, dm, through):
-        return form(f, pairs, q_inter, k_inter, through, flags, dm if has_dm else None)
+        return form(
+            vecF=f,
+            pairs=pairs,
+            vecQ_inter=q_inter,
+            vecK_inter=k_inter,
+            through=through,
+            flags=flags,
+            dm=dm if has_dm else None,
+        )
 
     result = run(functools.partial(dispatch.run, "step_gradients", call=call), *x)
     with jax.enable_x64(True):
@@ -185,14 +194,13 @@ def test_step_gradients_against_float64(BNH, S, L, share, has_dm):
     ],
 )
 def test_step_sums_against_float64(shape, L, layout, dtype):
-    from mlstm_pallas.mosaic_gpu.step_sums import step_sums
-
     *_, S, D = shape
     p, draw = make_problem(shape, D, L, pad_heads=False), np.random.default_rng(3)
     x = draw.normal(size=shape).astype(jnp.dtype(dtype))
     weights = draw.normal(size=(p.BNH, S)).astype("float32")
     given = np.swapaxes(x, 1, 2) if layout == "BTNH" else x.reshape(p.BNH, S, D)
-    result = jax.jit(functools.partial(step_sums, call=call_of("step_sums", p)))(given, weights)
+    run = functools.partial(dispatch.run, "step_sums", call=call_of("step_sums", p))
+    result = jax.jit(run)(rows=given, weights=weights)
     tiles = p.BNH, p.NC, L
     terms = x.astype("float64").reshape(*tiles, D) * weights.reshape(*tiles, 1)
     assert result.dtype == jnp.float32
@@ -245,12 +253,14 @@ def test_flags_are_those_of_the_plain_form(L, S):
 
     The forms take different logarithms.
     """
-    _, f, _, starts = x = test_gates.drawn(L, S, EXP, True, dict(resets=True))
+    i, f, m, starts = test_gates.drawn(L, S, EXP, True, dict(resets=True))
+    x = dict(vecI=i, vecF=f, scaM_initial=m, starts=starts)
     p = Problem(1, 2, S, 64, 64, L, 1.0)
 
     @functools.partial(jax.jit, static_argnums=0)
     def run(call, x, m_states=None):
-        return dispatch.run("chunk_gates", *x, EXP, m_states, with_flags=True, call=call)
+        options = dict(scaM_states=m_states, with_flags=True, call=call)
+        return dispatch.run("chunk_gates", **x, **options)
 
     with mock.patch.object(gates, "log_sigmoid", lambda f, _: jnp.minimum(f, 0.0)):
         plain = run(planning.plain(p), x)

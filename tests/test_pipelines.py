@@ -12,8 +12,8 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch, Lowering
 from mlstm_pallas.tiles import dot, loop
+from mlstm_pallas.triton.add_decayed import Tiles
 from mlstm_pallas.triton.launch import kernel_call
-from mlstm_pallas.triton.recurrence import AddDecayedTiles
 
 D, STEPS = 64, 8
 
@@ -36,7 +36,7 @@ def test_a_tile_that_feeds_a_product_and_plain_arithmetic_is_found():
     shapes = (D, D * STEPS), (D * STEPS, D), (D, D), (D,)
     arrays = list(map(jax.ShapeDtypeStruct, shapes, ["bfloat16"] * 2 + ["float32"] * 2))
     specs = [pl.BlockSpec(shape, lambda i, shape=shape: (0,) * len(shape)) for shape in shapes]
-    tiles, problem = AddDecayedTiles(num_warps=4, num_stages=3), Problem(1, 1, D, D, D, D, 1.0)
+    tiles, problem = Tiles(num_warps=4, num_stages=3), Problem(1, 1, D, D, D, D, 1.0)
     options = dict(grid=(1,), in_specs=specs[:2], out_specs=specs[2:], out_shape=arrays[2:])
     options |= dict(name="product_and_sum", call=Launch(problem, tiles, None, Lowering.TRITON))
     run, device = kernel_call(product_and_sum, **options), compile_report.DEVICES["H200"]

@@ -18,21 +18,21 @@ GATES = operator.attrgetter("vecE", "vecU", "vecW")
 # What the kernel of a stage reads of a NamedTuple. recurrent_bw_dC reads gamma once for each
 # recurrence.
 READ = {
-    "parallel_fw_H": {"chunk_gates": lambda x: (GATES(x), x.vecM)},
-    "parallel_fw_P": {"chunk_gates": lambda x: (GATES(x), x.vecAbar, x.vecM)},
-    "recurrent_fw_H": {"parallel_fw_P": lambda x: (x.matP, x.keys, x.vecR)},
-    "parallel_bw_dP": {"chunk_gates": lambda x: (GATES(x), x.vecAbar, x.vecM)},
+    "parallel_fw_H": {"gates": lambda x: (GATES(x), x.vecM)},
+    "parallel_fw_P": {"gates": lambda x: (GATES(x), x.vecAbar, x.vecM)},
+    "recurrent_fw_H": {"scan": lambda x: (x.matP, x.keys, x.vecR)},
+    "parallel_bw_dP": {"gates": lambda x: (GATES(x), x.vecAbar, x.vecM)},
     "recurrent_bw_dC": {"scaGamma": lambda x: (x, x)},
     "parallel_bw_dQKV": {
-        "chunk_gates": lambda x: (x.vecW, x.vecAbar),
+        "gates": lambda x: (x.vecW, x.vecAbar),
         "normaliser_gradients": lambda x: (x.vecInvDen, x.vecDzDen),
-        "parallel_bw_dP": lambda x: (x.matP, x.matDeltaP),
+        "scores": lambda x: (x.matP, x.matDeltaP),
     },
 }
 # On Mosaic GPU, where it makes P and dP.
 READ["recomputes_scores"] = READ["parallel_bw_dQKV"] | {
-    "chunk_gates": lambda x: (x.vecE, x.vecU, x.vecW, x.vecAbar),
-    "parallel_bw_dP": lambda x: (),
+    "gates": lambda x: (x.vecE, x.vecU, x.vecW, x.vecAbar),
+    "scores": lambda x: (),
 }
 # The products of a stage: inter-chunk ones, and the contracted or outer axis of the intra-chunk
 # ones, which count for s <= t alone.
@@ -88,7 +88,7 @@ def test_bytes_and_flops_of_a_stage_are_those_of_its_arrays_and_products(backend
         outputs = {x: y for x, y in outputs.items() if x not in ("queries", "keys")}
     read = dict(READ.get(stage, {}))
     if (backend, stage) == ("mosaic_gpu", "parallel_fw_P"):  # which writes no keys
-        read["chunk_gates"] = READ["parallel_fw_H"]["chunk_gates"]
+        read["gates"] = READ["parallel_fw_H"]["gates"]
     inputs = [read.get(x, lambda x: x)(y) for x, y in zip(impl.stage.inputs, args, strict=True)]
     cost = costs.of_stage(impl.stage.name, impl.call, 2, weighted=impl.weighted)
     assert cost.bytes == nbytes(inputs) + nbytes(outputs)

@@ -46,12 +46,13 @@ def test_split_products(backward):
     for lowering in (INTERPRETED, PLAIN):
         call = call_of("split_products", lowering, num_splits)
         options = dict(num_splits=num_splits, backward=backward, call=call)
-        result = jax.jit(functools.partial(split_products, **options))(a, b, r)
+        result = jax.jit(functools.partial(split_products, **options))(a=a, b=b, r=r)
         assert result.dtype == jnp.float32
         assert_close(
             result, expected[:, 1:] if backward else expected[:, :-1], tolerance(dtype, S), lowering
         )
-    every = split_products(a, b, r, num_splits, all_splits=True, call=planning.plain(PROBLEM))
+    options = dict(num_splits=num_splits, all_splits=True, call=planning.plain(PROBLEM))
+    every = split_products(a=a, b=b, r=r, **options)
     assert_close(every, expected, tolerance(dtype, S))
 
 
@@ -62,8 +63,9 @@ def test_states_of_a_later_shard_are_added_where_they_have_not_decayed(lowering)
     added = draw.normal(size=(HEADS, DHQK, 2 * DHHV)).astype("float32")
     decays = np.maximum(draw.normal(size=(HEADS, NC)), 0).astype("float32")
     run = functools.partial(dispatch.run, "add_decayed", call=call_of("add_decayed", lowering))
-    assert ("pallas_call" in str(jax.make_jaxpr(run)(X, added, decays))) == (lowering is not PLAIN)
-    result = np.asarray(jax.jit(run)(X, added, decays).astype("float32"))
+    x = dict(X=X, added=added, decays=decays)
+    assert ("pallas_call" in str(jax.make_jaxpr(run)(**x))) == (lowering is not PLAIN)
+    result = np.asarray(jax.jit(run)(**x).astype("float32"))
     start = np.asarray(X.astype("float32"))
     expected = start + decays[..., None, None] * added[:, None].astype("float64")
     assert np.abs(result - expected).max() <= 2.0**-8 * np.abs(expected).max()

@@ -85,7 +85,7 @@ class Case:
             outputs = self.plain(waiting.pop(name).name, inputs)
             if name == "chunk_gates":
                 inputs["vecAbar"] = outputs.per_step().vecAbar
-            inputs = {name: outputs} | outputs._asdict() | inputs
+            inputs = {STAGES[name].outputs or name: outputs} | outputs._asdict() | inputs
         return inputs
 
     def run(self, name, inputs, lowering, tiles=None, **options):
@@ -97,7 +97,7 @@ class Case:
             options["matH"] = inputs["matH"]
         call = launch_of(name, self.problem, self.dtype, lowering, tiles)
         run = functools.partial(dispatch.run, name, **options, call=call)
-        return jax.jit(run)(*(inputs.get(key) for key in stage.inputs))
+        return jax.jit(run)(**{key: inputs.get(key) for key in stage.inputs})
 
     def plain(self, name, inputs, **options):
         return self.run(name, inputs, Lowering.XLA, **options)
@@ -138,7 +138,7 @@ class Case:
         if tiles_inside:
             W = self.expected("parallel_bw_dP", {})
             expected = expected._replace(pairs=tile_pairs(self, W, 64))
-            inputs["parallel_bw_dP"] = jax.tree.map(lambda _: None, inputs["parallel_bw_dP"])
+            inputs["scores"] = jax.tree.map(lambda _: None, inputs["scores"])
         result = returned = products(self.run(name, inputs, lowering, tiles, **options))
         own = result._replace(pairs=None) if tiles_inside else result
         dtypes = [y.dtype for y in jax.tree.leaves(own)]
@@ -312,12 +312,12 @@ def test_parallel_bw_dP_returns_keys_where_C_is_recomputed():
 def test_parallel_bw_dQKV_reads_nothing_above_the_diagonal_blocks():
     x = case("float32", 256, 256)
     block = np.arange(256) // MAX_TILE
-    tiles = x.inputs["parallel_bw_dP"]
+    tiles = x.inputs["scores"]
     P, dP = (
         jnp.where(block[:, None] < block, jnp.nan, y.reshape(HEADS, 256, 256))
         for y in (tiles.matP, tiles.matDeltaP)
     )
-    poisoned = x.inputs | dict(parallel_bw_dP=tiles._replace(matP=P, matDeltaP=dP))
+    poisoned = x.inputs | dict(scores=tiles._replace(matP=P, matDeltaP=dP))
     config = dict(siz_b_LQ=32, siz_b_DHQK=32, siz_b_DHHV=64, block_k=32)
     result, expected = (
         x.run("parallel_bw_dQKV", inputs, Lowering.INTERPRET, config)

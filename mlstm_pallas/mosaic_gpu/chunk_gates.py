@@ -56,6 +56,7 @@ from mlstm_pallas.mosaic_gpu.launch import float32, mosaic_call, plgpu, shared_b
 from mlstm_pallas.mosaic_gpu.limits import HopperTiles
 from mlstm_pallas.problem import InputGate, Problem, next_power_of_two
 from mlstm_pallas.stage import Launch
+from mlstm_pallas.stages.chunk_gates import Operands
 from mlstm_pallas.tiles import divide, loop, remainder
 
 _INF = float("inf")
@@ -304,19 +305,15 @@ def _launch(
 
 
 def chunk_gates(
-    vecI: Array,
-    vecF: Array,
-    scaM_initial: Array,
-    starts: Array | None = None,
-    input_gate: InputGate = InputGate.EXP,
-    scaM_states: Array | None = None,
-    lengths: Array | None = None,
+    x: Operands,
     *,
+    input_gate: InputGate = InputGate.EXP,
     with_flags: bool = False,
     call: Launch,
 ) -> ChunkGates:
     """Runs the stage: ``stages/chunk_gates.py``."""
-    p, vecs = call.problem, (vecI, vecF, starts)
+    p, vecs = call.problem, (x.vecI, x.vecF, x.starts)
+    scaM_initial, scaM_states = x.scaM_initial, x.scaM_states
     (ctas,) = call.tiles.grid(p)
     if scaM_states is None and input_gate is InputGate.SIGMOID:
         scaM_states = jnp.zeros((p.BNH, p.NC + 1), scaM_initial.dtype)
@@ -324,12 +321,12 @@ def chunk_gates(
     if scaM_states is None:
         m["m_initial"] = scaM_initial
         summaries = dict.fromkeys("ga", float32(p.BNH, _padded_chunks(p)))
-        x = _launch(_summaries_kernel, "chunk_summaries", summaries, vecs, input_gate, call)
+        y = _launch(_summaries_kernel, "chunk_summaries", summaries, vecs, input_gate, call)
         whole_head = p.S % (_rows(p) * STEPS) == 0  # no CTA has steps of two heads
         if whole_head and p.NC <= _FEW_CHUNKS:
-            m["summaries"] = x["g"], x["a"]
+            m["summaries"] = y["g"], y["a"]
         else:
-            m["m_after"] = stabiliser_scan(x["g"], x["a"], scaM_initial, call)
+            m["m_after"] = stabiliser_scan(y["g"], y["a"], scaM_initial, call)
     steps = ctas, _rows(p), STEPS
     outputs = {
         "per_step": [float32(*steps)] * 7,
@@ -337,18 +334,18 @@ def chunk_gates(
         "gamma": float32(p.BNH, p.NC),
         "m_states": float32(p.BNH, p.NC + 1) if scaM_states is None else None,
     }
-    x = _launch(
+    y = _launch(
         _gates_kernel, "chunk_gates", outputs, vecs, input_gate, call, m_known=scaM_states, **m
     )
 
-    def by_chunk(x: Array) -> Array:
-        return x.reshape(-1)[: p.BNH * p.S].reshape(p.BNH, p.NC, p.L)
+    def by_chunk(vec: Array) -> Array:
+        return vec.reshape(-1)[: p.BNH * p.S].reshape(p.BNH, p.NC, p.L)
 
-    (*pairs, w, m_steps, abar), flags = jax.tree.map(by_chunk, (x["per_step"], x["flags"]))
-    m_states = x["m_states"] if scaM_states is None else scaM_states
+    (*pairs, w, m_steps, abar), flags = jax.tree.map(by_chunk, (y["per_step"], y["flags"]))
+    m_states = y["m_states"] if scaM_states is None else scaM_states
     e, u = pairs[:2], pairs[2:]
-    result = ChunkGates((e[0], e[1]), (u[0], u[1]), w, m_steps, abar, x["gamma"], m_states, flags)
-    return gates.without_outputs(result, lengths)
+    result = ChunkGates((e[0], e[1]), (u[0], u[1]), w, m_steps, abar, y["gamma"], m_states, flags)
+    return gates.without_outputs(result, x.lengths)
 
 
 def _stabiliser_scan_kernel(

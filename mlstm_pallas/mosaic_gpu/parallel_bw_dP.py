@@ -55,7 +55,8 @@ from mlstm_pallas.mosaic_gpu.tile_copies import head_of
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, NormaliserGradients, query_scale
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch, Weighted
-from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
+from mlstm_pallas.stages.parallel_bw_dP import GradientTiles, Operands
+from mlstm_pallas.stages.step_sums import Operands as StepSums
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 R = REGISTER_ROWS
@@ -366,21 +367,15 @@ def _launch(
 
 
 def parallel_bw_dP(
-    matQ: Array,
-    matK: Array,
-    matV: Array,
-    matDeltaH: Array,
-    gates: ChunkGates,
-    matH: Array | None,
-    vecZ: Array | None,
+    x: Operands,
     *,
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
     return_keys: bool = True,
     call: Launch,
 ) -> GradientTiles:
     """Runs the stage: ``stages/parallel_bw_dP.py``. Queries and keys come with their weights."""
-    arrays, g = (matQ, matK, matV, matDeltaH, gates), gates.per_step()
-    z: Any = vecZ  # which a normaliser needs
+    matQ, matK, *_, gates, matH, z = x
+    arrays, g = x[:5], gates.per_step()
     gradients, dn_added = NormaliserGradients(), None
     if normaliser is None:
         P, dP, pairs, _ = _launch(*arrays, None, None, None, call)
@@ -391,7 +386,7 @@ def parallel_bw_dP(
         gradients = normaliser.gradients(delta, z, g.vecM)
     r = query_scale(g.vecW, call.problem.qk_scale, gradients.vecInvDen)
     if gradients.vecDzDen is not None:
-        dn_added = step_sums(matQ, r * gradients.vecDzDen, call=call)
+        dn_added = step_sums(StepSums(matQ, r * gradients.vecDzDen), call=call)
     keys = Weighted(matK, g.vecAbar) if return_keys else None
     return GradientTiles(P, dP, Weighted(matQ, r), keys, pairs, gradients, dn_added)
 

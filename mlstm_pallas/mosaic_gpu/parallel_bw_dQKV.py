@@ -25,7 +25,6 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
 from mlstm_pallas.mosaic_gpu.fragments import across_columns, across_rows, load_by_rows
@@ -50,11 +49,10 @@ from mlstm_pallas.mosaic_gpu.parallel_bw_dQKV_by_chunk import parallel_bw_dQKV_b
 from mlstm_pallas.mosaic_gpu.parallel_bw_dQKV_by_chunk import scratch as by_chunk_scratch
 from mlstm_pallas.mosaic_gpu.products import Products
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of
-from mlstm_pallas.normaliser import NormaliserGradients, query_scale
+from mlstm_pallas.normaliser import query_scale
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch, sequence_shape
-from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
-from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
+from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, Operands
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 R = REGISTER_ROWS
@@ -489,22 +487,10 @@ def scratch(config: RingTiles, dtype: Any, *, interpret: bool = False) -> dict[s
     }
 
 
-def parallel_bw_dQKV(
-    matQ: Array,
-    matK: Array,
-    matV: Array,
-    matDeltaH: Array,
-    gates: ChunkGates,
-    gradients: NormaliserGradients,
-    tiles: GradientTiles,
-    matC_states: Array,
-    vecN_states: Array,
-    matDeltaC_states: Array,
-    vecDeltaN_states: Array,
-    *,
-    call: Launch,
-) -> Gradients:
+def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     """Runs the stage: ``stages/parallel_bw_dQKV.py``."""
+    matQ, matK, matV, matDeltaH, gates, gradients, tiles, *states = x
+    matC_states, vecN_states, matDeltaC_states, vecDeltaN_states = states
     p, config, dtype, g = call.problem, call.tiles, matQ.dtype, gates.per_step()
     interpret = call.interpret
     normalise = gradients.vecInvDen is not None
@@ -531,7 +517,7 @@ def parallel_bw_dQKV(
         return of_chunks._replace(scaStates=(gates.scaGamma[..., None] * parts).sum(-1))
     num_ctas = config.num_ctas
     sums = float32(p.BNH, p.DHQK // COLUMNS, p.S)
-    x = mosaic_call(
+    y = mosaic_call(
         functools.partial(
             _kernel, p=p, num_ctas=num_ctas, num_stages=config.num_stages, interpret=interpret
         ),
@@ -549,10 +535,10 @@ def parallel_bw_dQKV(
         scratch=scratch(config, dtype, interpret=interpret),
         interpret=interpret,
     )(**inputs, P=tiles.matP, dP=tiles.matDeltaP)
-    q_inter, k_inter = (x[name].sum(1) for name in ("q_inter", "k_inter"))
+    q_inter, k_inter = (y[name].sum(1) for name in ("q_inter", "k_inter"))
     # A sum of everything is one kernel of XLA.
-    through = (gates.scaGamma[..., None] * (x["states"] + vecN_states * vecDeltaN_states)).sum(-1)
-    return Gradients(x["dq"], x["dk"], x["dv"], q_inter, k_inter, through)
+    through = (gates.scaGamma[..., None] * (y["states"] + vecN_states * vecDeltaN_states)).sum(-1)
+    return Gradients(y["dq"], y["dk"], y["dv"], q_inter, k_inter, through)
 
 
 def by_chunk(p: Problem) -> bool:

@@ -21,7 +21,6 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
 from mlstm_pallas.mosaic_gpu.fragments import (
@@ -49,7 +48,7 @@ from mlstm_pallas.mosaic_gpu.tile_copies import copy_in, copy_out, head_of
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch, sequence_shape
-from mlstm_pallas.stages.parallel_fw_H import Outputs
+from mlstm_pallas.stages.parallel_fw_H import Operands, Outputs
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 R = REGISTER_ROWS
@@ -297,19 +296,15 @@ def scratch(p: Problem, config: "Tiles", dtype: Any) -> dict[str, Any]:
 
 
 def parallel_fw_H(
-    matQ: jax.Array,
-    matK: jax.Array,
-    matV: jax.Array,
-    gates: ChunkGates,
-    matC_states: jax.Array,
-    vecN_states: jax.Array,
+    x: Operands,
     *,
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
     call: Launch,
 ) -> Outputs:
     """Runs the stage: ``stages/parallel_fw_H.py``."""
+    matQ, matK, matV, gates, matC_states, vecN_states = x
     p, config, g, interpret = call.problem, call.tiles, gates.per_step(), call.interpret
-    x = mosaic_call(
+    y = mosaic_call(
         functools.partial(_kernel, p=p, config=config, normaliser=normaliser, interpret=interpret),
         name="parallel_fw_H",
         grid={"program": config.grid(p)[0]},
@@ -333,7 +328,7 @@ def parallel_fw_H(
         w=g.vecW,
         m=g.vecM if normaliser is not None and normaliser.floor_needs_m else None,
     )
-    return Outputs(x["h"], x["z"])
+    return Outputs(y["h"], y["z"])
 
 
 @dataclasses.dataclass(frozen=True)

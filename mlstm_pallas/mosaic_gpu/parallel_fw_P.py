@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.mosaic_gpu.fragments import (
     across_columns,
     across_rows,
@@ -39,7 +38,7 @@ from mlstm_pallas.mosaic_gpu.tile_copies import copy_in, head_of
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch, Weighted
-from mlstm_pallas.stages.parallel_fw_P import Scores
+from mlstm_pallas.stages.parallel_fw_P import Operands, Scores
 from mlstm_pallas.tiles import divide, loop, remainder
 
 L = REGISTER_ROWS
@@ -124,19 +123,17 @@ def scratch(p: Problem, dtype: Any) -> dict[str, Any]:
 
 
 def parallel_fw_P(
-    matQ: jax.Array,
-    matK: jax.Array,
-    gates: ChunkGates,
-    vecN_states: jax.Array,
+    x: Operands,
     *,
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
     call: Launch,
 ) -> Scores:
     """Runs the stage: ``stages/parallel_fw_P.py``. The keys come with their weights."""
+    matQ, matK, gates, vecN_states = x
     p, dtype, g = call.problem, matQ.dtype, gates.per_step()
     interpret = call.interpret
     per_step = float32(p.BNH, p.S)
-    x = mosaic_call(
+    y = mosaic_call(
         functools.partial(_kernel, p=p, normaliser=normaliser, products=Products(interpret)),
         name="parallel_fw_P",
         grid=dict(zip(("head", "chunk"), call.tiles.grid(p), strict=True)),
@@ -159,7 +156,7 @@ def parallel_fw_P(
         w=g.vecW,
         m=g.vecM if normaliser is not None and normaliser.floor_needs_m else None,
     )
-    return Scores(x["P"], Weighted(matK, g.vecAbar), x["r"], x["z"])
+    return Scores(y["P"], Weighted(matK, g.vecAbar), y["r"], y["z"])
 
 
 @dataclasses.dataclass(frozen=True)

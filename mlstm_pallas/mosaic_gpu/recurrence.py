@@ -56,6 +56,7 @@ from mlstm_pallas.problem import Problem
 from mlstm_pallas.splits import split_states
 from mlstm_pallas.stage import Launch, largest_rows
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
+from mlstm_pallas.stages.split_products import Operands
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 R = REGISTER_ROWS
@@ -497,22 +498,20 @@ def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOu
 
 
 def split_products(
-    a: jax.Array,
-    b: jax.Array,
-    r: jax.Array,
-    num_splits: int,
+    x: Operands,
     *,
+    num_splits: int,
     backward: bool = False,
     all_splits: bool = False,
     call: Launch,
 ) -> jax.Array:
-    """As ``split_products`` of stages/recurrence.py."""
+    """Runs the stage: ``stages/split_products.py``."""
     p = call.problem.in_splits(num_splits)
     call = dataclasses.replace(call, problem=p)
     gamma = jnp.ones((p.BNH, num_splits), jnp.float32)
-    x = Recurrence(a, b, gamma, None, return_last=True, backward=backward, r=r)
+    whole = Recurrence(x.a, x.b, gamma, None, return_last=True, backward=backward, r=x.r)
     splits = Splits(num_splits, sums=True, all=all_splits)
-    return _sums_of_splits("split_products", [x], splits, call)[0][0].mT
+    return _sums_of_splits("split_products", [whole], splits, call)[0][0].mT
 
 
 def _block_columns(p: Problem) -> int:

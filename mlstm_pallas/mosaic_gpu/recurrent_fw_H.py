@@ -39,8 +39,7 @@ from mlstm_pallas.mosaic_gpu.products import Products
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch, largest_rows, sequence_shape
-from mlstm_pallas.stages.parallel_fw_P import Scores
-from mlstm_pallas.stages.recurrent_fw_H import FusedScan
+from mlstm_pallas.stages.recurrent_fw_H import FusedScan, Operands
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 R, WARPGROUPS = REGISTER_ROWS, 2
@@ -238,17 +237,14 @@ def scratch(
 
 
 def recurrent_fw_H(
-    matQ: jax.Array,
-    matV: jax.Array,
-    scores: Scores,
-    scaGamma: jax.Array,
-    matC_initial: jax.Array | None,
+    x: Operands,
     *,
     return_last: bool = True,
     store_every: int = 0,
     call: Launch,
 ) -> FusedScan:
     """Runs the stage: ``stages/recurrent_fw_H.py``."""
+    matQ, matV, scores, scaGamma, matC_initial = x
     p, config, dtype = call.problem, call.tiles, matQ.dtype
     rows = config.state_rows
     interpret, keys = call.interpret, scores.keys
@@ -257,11 +253,11 @@ def recurrent_fw_H(
     states = None
     if store_every:
         states = jax.ShapeDtypeStruct((p.BNH, p.NC // store_every, p.DHQK, p.DHHV), dtype)
-    x: dict[str, Any] = {"h": None}
+    y: dict[str, Any] = {"h": None}
     lasts = []
     for launch in range(blocks(p.DHQK, rows)):
         first = launch == 0
-        x = mosaic_call(
+        y = mosaic_call(
             functools.partial(
                 _kernel,
                 p=p,
@@ -292,11 +288,11 @@ def recurrent_fw_H(
             abar=abar,
             gamma=scaGamma,
             C_initial=None if matC_initial is None else matC_initial.mT,
-            partial=x["h"],
+            partial=y["h"],
         )
-        lasts.append(x["C_last"])
+        lasts.append(y["C_last"])
     last = jnp.concatenate([C.mT for C in lasts], axis=1) if return_last else None
-    return FusedScan(x["h"], last, x["C_states"])
+    return FusedScan(y["h"], last, y["C_states"])
 
 
 @dataclasses.dataclass(frozen=True)

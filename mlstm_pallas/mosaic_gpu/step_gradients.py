@@ -27,7 +27,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.gate_gradients import TilePairs, run_sums, through_tiles
+from mlstm_pallas.gate_gradients import run_sums, through_tiles
 from mlstm_pallas.gates import CARRIED, GOES_ON, PASSES
 from mlstm_pallas.mosaic_gpu.chunk_scans import (
     LANES,
@@ -46,6 +46,7 @@ from mlstm_pallas.mosaic_gpu.launch import REGISTER_ROWS, float32, mosaic_call, 
 from mlstm_pallas.mosaic_gpu.limits import HopperTiles
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch
+from mlstm_pallas.stages.step_gradients import Operands
 from mlstm_pallas.tiles import blocks, divide, remainder
 
 T = REGISTER_ROWS
@@ -201,21 +202,9 @@ def _carries(dm: Array, flags: Array, size: int) -> Array:
     return jnp.pad(jnp.where(passes_on, arrives, 0.0)[:, 1:], [(0, 0), (0, 1)])
 
 
-def step_gradients(
-    vecF: Array,
-    pairs: TilePairs,
-    vecQ_inter: Array,
-    vecK_inter: Array,
-    through: Array,
-    flags: Array,
-    dm: Array | None,
-    *,
-    call: Launch,
-) -> tuple[Array, Array, Array]:
-    """``gate_gradients.step_gradients`` of the outputs of a stage on Mosaic GPU.
-
-    call: of that stage.
-    """
+def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
+    """Runs the stage: ``stages/step_gradients.py``, of the outputs of a stage on Mosaic GPU."""
+    vecF, pairs, vecQ_inter, vecK_inter, through, flags, dm = x
     p = call.problem
     size, n = min(p.S & -p.S, LANES * STEPS), blocks(p.L, T)
     steps, num_blocks = size // LANES, blocks(p.S, size)
@@ -228,13 +217,13 @@ def step_gradients(
     if not in_block:
         through = through_tiles(pairs, vecQ_inter, vecK_inter, through)
 
-    def by_rows(x: Array | None) -> Array | None:
-        return None if x is None else x.reshape(p.BNH, head_rows, steps)
+    def by_rows(vec: Array | None) -> Array | None:
+        return None if vec is None else vec.reshape(p.BNH, head_rows, steps)
 
     def shared(present: bool, *shape: int) -> Any:
         return plgpu.SMEM(shape, jnp.float32) if present else None
 
-    x = mosaic_call(
+    y = mosaic_call(
         functools.partial(_kernel, tile_rows=tile_rows),
         name="step_gradients",
         grid={"block": p.BNH * num_blocks},
@@ -264,8 +253,8 @@ def step_gradients(
         dm=by_rows(dm),
         carries=None if dm is None or few else _carries(dm, flags, size),
     )
-    first = jnp.zeros_like(x["di"][:, 0, 0]) if dm is None else x["dm_first"][:, 0]
-    return x["di"].reshape(p.BNH, p.S), x["df"].reshape(p.BNH, p.S), first
+    first = jnp.zeros_like(y["di"][:, 0, 0]) if dm is None else y["dm_first"][:, 0]
+    return y["di"].reshape(p.BNH, p.S), y["df"].reshape(p.BNH, p.S), first
 
 
 class Tiles(HopperTiles):

@@ -34,6 +34,7 @@ from mlstm_pallas.mosaic_gpu.limits import HopperTiles
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_in, head_of
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch
+from mlstm_pallas.stages.step_sums import Operands
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 ELEMENTS = 2**15  # at most, of x in a CTA
@@ -92,14 +93,10 @@ def _kernel(
     loop(sums_of_cta, part_sum, None)
 
 
-def step_sums(x: Array, weights: Array, *, call: Launch) -> Array:
-    """sum_t weights_t x_t over the steps of each chunk, (B * NH, NC, D), in float32.
-
-    Args:
-      x: (B * NH, S, D), or (B, S, NH, D), of a dtype of 16 bits; L and D are multiples of 64.
-      weights: (B * NH, S), float32.
-    """
-    p, D = call.problem, x.shape[-1]
+def step_sums(x: Operands, *, call: Launch) -> Array:
+    """Runs the stage: ``stages/step_sums.py``, of 16-bit rows; L and D are multiples of 64."""
+    rows, weights = x
+    p, D = call.problem, rows.shape[-1]
     of_sum = min(p.L, STEPS)
     steps = of_sum
     while steps < ENOUGH_STEPS and p.S % (2 * steps) == 0:
@@ -113,12 +110,12 @@ def step_sums(x: Array, weights: Array, *, call: Launch) -> Array:
         warpgroups=1,
         outputs={"sums": float32(p.BNH, parts, D)},
         scratch={
-            "x_tiles": shared_tiles(num_tiles, TILE, columns, dtype=x.dtype),
+            "x_tiles": shared_tiles(num_tiles, TILE, columns, dtype=rows.dtype),
             "tile_weights": plgpu.SMEM((num_tiles, TILE), jnp.float32),
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=num_tiles),
         },
         interpret=call.interpret,
-    )(x=x, weights=weights)["sums"]
+    )(x=rows, weights=weights)["sums"]
     return jnp.sum(sums.reshape(p.BNH, p.NC, parts // p.NC, D), axis=2) if parts > p.NC else sums
 
 

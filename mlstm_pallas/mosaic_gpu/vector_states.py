@@ -29,6 +29,7 @@ from mlstm_pallas.mosaic_gpu.products import BY_LANES
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.splits import split_states
 from mlstm_pallas.stage import Launch
+from mlstm_pallas.stages.vector_states import Operands
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 COLUMNS = 64  # of a CTA
@@ -113,28 +114,24 @@ def _launch(
 
 
 def vector_states(
-    added: jax.Array,
-    gamma: jax.Array,
-    initial: jax.Array,
-    *,
-    backward: bool = False,
-    call: Launch,
+    x: Operands, *, backward: bool = False, call: Launch
 ) -> tuple[jax.Array, jax.Array]:
-    """``gates.vector_states``; DHQK is a multiple of 64."""
+    """Runs the stage: ``stages/vector_states.py``; DHQK is a multiple of 64."""
+    added, gamma, initial = x
     BNH, NC, D = added.shape
     run = functools.partial(_launch, backward=backward, call=call)
     splits = call.tiles.num_splits
     if splits == 1:
-        x = run(added, gamma, initial, return_states=True)
-        return x["states"], x["last"]
+        y = run(added, gamma, initial, return_states=True)
+        return y["states"], y["last"]
     of_splits = added.reshape(BNH * splits, NC // splits, D), gamma.reshape(BNH * splits, -1)
     zeros = jnp.zeros((BNH * splits, D), jnp.float32)
     sums = run(*of_splits, zeros, return_states=False)["last"].reshape(BNH, splits, D, 1)
     others = sums[:, 1:] if backward else sums[:, :-1]
     starts = split_states(others, gamma, initial[..., None], backward=backward)[..., 0]
-    x = run(*of_splits, starts, return_states=True)
+    y = run(*of_splits, starts, return_states=True)
     end = 0 if backward else -1
-    return x["states"].reshape(added.shape), x["last"].reshape(BNH, splits, D)[:, end]
+    return y["states"].reshape(added.shape), y["last"].reshape(BNH, splits, D)[:, end]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""The contracts of the stages, one file each: equations, outputs, plain jnp form, ``STAGE``."""
+"""The contracts of the stages, one file each: equations, operands, outputs, plain jnp form."""
 
 import importlib
 import pkgutil
@@ -6,16 +6,14 @@ import pkgutil
 from mlstm_pallas.stage import Stage
 
 
-def _stages() -> dict[str, Stage]:
+def _stages() -> list[Stage]:
     modules = (
         importlib.import_module(f"{__name__}.{module.name}")
         for module in pkgutil.iter_modules(__path__)
     )
     stages = [module.STAGE for module in modules if hasattr(module, "STAGE")]
-    return {
-        stage.name: stage
-        for stage in sorted(stages, key=lambda stage: (stage.decode, stage.backward))
-    }
+    return sorted(stages, key=lambda stage: (stage.decode, stage.backward))
 
 
-STAGES = _stages()
+STAGES = {stage.name: stage for stage in _stages() if not stage.helper}
+HELPERS = {stage.name: stage for stage in _stages() if stage.helper}

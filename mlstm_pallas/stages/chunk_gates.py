@@ -1,5 +1,7 @@
 """Stage chunk_gates: the gates and stabilisers of all chunks; ``gates.py`` has the equations."""
 
+from typing import NamedTuple
+
 import jax
 
 from mlstm_pallas import gates
@@ -8,37 +10,36 @@ from mlstm_pallas.problem import InputGate
 from mlstm_pallas.stage import Launch, Stage
 
 
+class Operands(NamedTuple):
+    vecI: jax.Array  # (B * NH, S) pre-activations, float32 as all floats here
+    vecF: jax.Array  # (B * NH, S)
+    scaM_initial: jax.Array  # (B * NH,); zeros with the sigmoid gate
+    starts: jax.Array | None = None  # (B * NH, S) int32, 1 where a packed segment begins
+    # (B * NH, NC + 1) the stabilisers at the chunk boundaries; None: they are computed
+    scaM_states: jax.Array | None = None
+    lengths: jax.Array | None = None  # (B * NH,) int32: h_t is 0 from this step on
+
+
 def chunk_gates(
-    vecI: jax.Array,
-    vecF: jax.Array,
-    scaM_initial: jax.Array,
-    starts: jax.Array | None = None,
-    input_gate: InputGate = InputGate.EXP,
-    scaM_states: jax.Array | None = None,
-    lengths: jax.Array | None = None,
+    x: Operands,
     *,
+    input_gate: InputGate = InputGate.EXP,
     with_flags: bool = False,
     call: Launch,
 ) -> ChunkGates:
     """Runs the stage.
 
-    Args:
-      vecI, vecF: pre-activations (B * NH, S), float32.
-      scaM_initial: (B * NH,), float32; zeros with the sigmoid gate.
-      starts: (B * NH, S) int32, 1 where a packed segment begins; None: nowhere.
-      scaM_states: the stabilisers at the chunk boundaries, (B * NH, NC + 1) float32; None: they are
-        computed.
-      lengths: (B * NH,) int32: h_t is 0 from this step on; None: nowhere.
-      with_flags: whether a kernel may return the flags that the gradients of the gates read. Where
-        it does not, ``gate_gradients`` computes them.
+    with_flags: whether a kernel may return the flags that the gradients of the gates read. Where it
+      does not, ``gate_gradients`` computes them.
     """
-    begins = None if starts is None else call.chunks(starts)
-    local = gates.local_gates(call.chunks(vecI), call.chunks(vecF), begins, input_gate)
-    if scaM_states is None:
-        scaM_states = gates.stabiliser_scan(local, scaM_initial, input_gate)
-    joined = gates.join_chunks(local, scaM_states, input_gate, lengths)
+    begins = None if x.starts is None else call.chunks(x.starts)
+    local = gates.local_gates(call.chunks(x.vecI), call.chunks(x.vecF), begins, input_gate)
+    m_states = x.scaM_states
+    if m_states is None:
+        m_states = gates.stabiliser_scan(local, x.scaM_initial, input_gate)
+    joined = gates.join_chunks(local, m_states, input_gate, x.lengths)
     barred: ChunkGates = gates.fusion_barrier(joined, joined.scaGamma)
     return barred
 
 
-STAGE = Stage(name="chunk_gates", inputs=("vecI", "vecF", "scaM_initial"))
+STAGE = Stage("chunk_gates", Operands, outputs="gates")

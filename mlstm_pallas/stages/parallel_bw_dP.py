@@ -22,6 +22,17 @@ from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, NormaliserGr
 from mlstm_pallas.stage import Launch, Stage, Weighted, steps_of
 
 
+class Operands(NamedTuple):
+    matQ: jax.Array  # (B * NH, S, DHQK) in the kernel dtype, as all matrices
+    matK: jax.Array  # (B * NH, S, DHQK)
+    matV: jax.Array  # (B * NH, S, DHHV)
+    matDeltaH: jax.Array  # (B * NH, S, DHHV)
+    gates: ChunkGates
+    # h and z of the forward pass are not read without a normaliser.
+    matH: jax.Array | None  # (B * NH, S, DHHV); None: the denominator is a constant, and delta 0
+    vecZ: Any  # (B * NH, S) float32
+
+
 class GradientTiles(NamedTuple):
     """Tiles and operands in the kernel dtype, sums in float32.
 
@@ -40,31 +51,18 @@ class GradientTiles(NamedTuple):
     vecDeltaN_added: jax.Array | None
 
 
-def normaliser_gradients(
-    normaliser: Normaliser | None,
-    matDeltaH: jax.Array,
-    matH: jax.Array | None,
-    vecZ: Any,
-    gates: ChunkGates,
-) -> NormaliserGradients:
-    """The normaliser's gradients; the arguments are those of the stage."""
+def normaliser_gradients(normaliser: Normaliser | None, x: Operands) -> NormaliserGradients:
     if normaliser is None:
         return NormaliserGradients()
-    if matH is None:
-        delta = jnp.zeros_like(vecZ)
+    if x.matH is None:
+        delta = jnp.zeros_like(x.vecZ)
     else:
-        delta = steps_of(inner(matDeltaH, matH), vecZ.shape[-1])
-    return normaliser.gradients(delta, vecZ, gates.per_step().vecM)
+        delta = steps_of(inner(x.matDeltaH, x.matH), x.vecZ.shape[-1])
+    return normaliser.gradients(delta, x.vecZ, x.gates.per_step().vecM)
 
 
 def parallel_bw_dP(
-    matQ: jax.Array,
-    matK: jax.Array,
-    matV: jax.Array,
-    matDeltaH: jax.Array,
-    gates: ChunkGates,
-    matH: jax.Array | None,
-    vecZ: jax.Array | None,
+    x: Operands,
     *,
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
     return_keys: bool = True,
@@ -73,17 +71,12 @@ def parallel_bw_dP(
     """Runs the stage.
 
     Args:
-      matQ, matK: (B * NH, S, DHQK), matV, matDeltaH: (B * NH, S, DHHV), in the kernel dtype.
-      gates: of chunk_gates.
-      matH, vecZ: of the forward pass, (B * NH, S, DHHV) in the kernel dtype and (B * NH, S)
-        float32; not read without a normaliser. matH None: the denominator is a constant, and
-        delta 0.
       normaliser: None: h is the numerator.
       return_keys: whether to return the keys, from which C is recomputed.
     """
-    gradients = normaliser_gradients(normaliser, matDeltaH, matH, vecZ, gates)
-    p = call.problem
-    q, k, v, dh = map(call.chunks, (matQ, matK, matV, matDeltaH))
+    gradients = normaliser_gradients(normaliser, x)
+    p, gates = call.problem, x.gates
+    q, k, v, dh = map(call.chunks, (x.matQ, x.matK, x.matV, x.matDeltaH))
     product = functools.partial(
         jnp.einsum, preferred_element_type=gates.vecW.dtype, precision=call.precision
     )
@@ -110,14 +103,11 @@ def parallel_bw_dP(
     qbar = q.astype(acc) * query_scale(gates.vecW, p.qk_scale, inv_den)[..., None]
     kbar = k.astype(acc) * gates.vecAbar[..., None]
     P, dP, Q_scaled, K_scaled = (
-        x.reshape(p.BNH, p.S, x.shape[-1]).astype(q.dtype) for x in (P, dP * p.qk_scale, qbar, kbar)
+        y.reshape(p.BNH, p.S, y.shape[-1]).astype(q.dtype) for y in (P, dP * p.qk_scale, qbar, kbar)
     )
     dn_added = None if dz_den is None else jnp.sum(qbar * dz_den[..., None], axis=2)
     keys = Weighted(K_scaled, None) if return_keys else None
     return GradientTiles(P, dP, Weighted(Q_scaled, None), keys, pairs, gradients, dn_added)
 
 
-STAGE = Stage(
-    name="parallel_bw_dP",
-    inputs=("matQ", "matK", "matV", "matDeltaH", "chunk_gates", "matH", "vecZ"),
-)
+STAGE = Stage("parallel_bw_dP", Operands, outputs="scores")

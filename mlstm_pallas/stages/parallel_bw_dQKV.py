@@ -17,11 +17,22 @@ import jax.numpy as jnp
 from mlstm_pallas.gate_gradients import inner
 from mlstm_pallas.gates import ChunkGates, causal
 from mlstm_pallas.normaliser import NormaliserGradients, query_scale
-from mlstm_pallas.stage import (
-    Launch,
-    Stage,
-)
+from mlstm_pallas.stage import Launch, Stage
 from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
+
+
+class Operands(NamedTuple):
+    matQ: jax.Array  # (B * NH, S, DHQK) in the kernel dtype, as all matrices
+    matK: jax.Array  # (B * NH, S, DHQK)
+    matV: jax.Array  # (B * NH, S, DHHV)
+    matDeltaH: jax.Array  # (B * NH, S, DHHV)
+    gates: ChunkGates
+    normaliser_gradients: NormaliserGradients
+    scores: GradientTiles  # whose matP is None where the kernel computes P and dP
+    matC_states: jax.Array  # (B * NH, NC, DHQK, DHHV) before each chunk
+    vecN_states: jax.Array  # (B * NH, NC, DHQK) float32
+    matDeltaC_states: jax.Array  # (B * NH, NC, DHQK, DHHV) after each chunk
+    vecDeltaN_states: jax.Array  # (B * NH, NC, DHQK) float32
 
 
 class Gradients(NamedTuple):
@@ -34,36 +45,12 @@ class Gradients(NamedTuple):
     pairs: Any = None  # TilePairs, with n = 2; None where parallel_bw_dP returns them
 
 
-def parallel_bw_dQKV(
-    matQ: jax.Array,
-    matK: jax.Array,
-    matV: jax.Array,
-    matDeltaH: jax.Array,
-    gates: ChunkGates,
-    gradients: NormaliserGradients,
-    tiles: GradientTiles,
-    matC_states: jax.Array,
-    vecN_states: jax.Array,
-    matDeltaC_states: jax.Array,
-    vecDeltaN_states: jax.Array,
-    *,
-    call: Launch,
-) -> Gradients:
-    """Runs the stage.
-
-    Args:
-      matQ, matK, matV, matDeltaH: in the kernel dtype.
-      gates, gradients, tiles: of chunk_gates, of the normaliser and of parallel_bw_dP. A kernel
-        that computes P and dP reads no tiles.
-      matC_states, vecN_states: before each chunk, (B * NH, NC, DHQK, DHHV) in the kernel dtype and
-        (B * NH, NC, DHQK) float32.
-      matDeltaC_states, vecDeltaN_states: after each chunk, shaped likewise.
-    """
-    C, n, dC, dn = matC_states, vecN_states, matDeltaC_states, vecDeltaN_states
-    p, acc = call.problem, gates.vecW.dtype
-    q, k, v, dh, P, dP = map(
-        call.chunks, (matQ, matK, matV, matDeltaH, tiles.matP, tiles.matDeltaP)
-    )
+def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
+    """Runs the stage."""
+    C, n, dC, dn = x.matC_states, x.vecN_states, x.matDeltaC_states, x.vecDeltaN_states
+    p, gates, gradients = call.problem, x.gates, x.normaliser_gradients
+    q, k, v, dh = map(call.chunks, (x.matQ, x.matK, x.matV, x.matDeltaH))
+    P, dP, acc = call.chunks(x.scores.matP), call.chunks(x.scores.matDeltaP), gates.vecW.dtype
     if p.L > p.T:  # parallel_bw_dP leaves tiles above the diagonal undefined
         P, dP = causal(P), causal(dP)
     product = functools.partial(jnp.einsum, preferred_element_type=acc, precision=call.precision)
@@ -76,21 +63,14 @@ def parallel_bw_dQKV(
     dq = query_scale(gates.vecW, p.qk_scale, inv_den)[..., None] * dq
     dk = abar * (product("ncsv,nckv->ncsk", v, dC) + dn[:, :, None])
     dv = abar * product("ncsk,nckv->ncsv", k, dC) + product("ncts,nctv->ncsv", P, dh)
-    q_inter, k_inter = (inner(x, dx).reshape(p.BNH, p.S) for x, dx in ((q, dq), (k, dk)))
+    q_inter, k_inter = (inner(y, dy).reshape(p.BNH, p.S) for y, dy in ((q, dq), (k, dk)))
     dq += product("ncts,ncsk->nctk", dP, k)
     dk += product("ncts,nctk->ncsk", dP, q)
     dQ, dK, dV = (
-        call.steps(dx, x).astype(x.dtype) for dx, x in ((dq, matQ), (dk, matK), (dv, matV))
+        call.steps(dy, y).astype(y.dtype) for dy, y in ((dq, x.matQ), (dk, x.matK), (dv, x.matV))
     )
     through = gates.scaGamma * (inner(C, dC, 2) + inner(n, dn))
     return Gradients(dQ, dK, dV, q_inter, k_inter, through)
 
 
-STAGE = Stage(
-    name="parallel_bw_dQKV",
-    inputs=(
-        *("matQ", "matK", "matV", "matDeltaH"),
-        *("chunk_gates", "normaliser_gradients", "parallel_bw_dP"),
-        *("matC_states", "vecN_states", "matDeltaC_states", "vecDeltaN_states"),
-    ),
-)
+STAGE = Stage("parallel_bw_dQKV", Operands)

@@ -15,11 +15,14 @@ import jax.numpy as jnp
 
 from mlstm_pallas.gates import ChunkGates, causal, decay_matrix
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
-from mlstm_pallas.stage import (
-    Launch,
-    Stage,
-    Weighted,
-)
+from mlstm_pallas.stage import Launch, Stage, Weighted
+
+
+class Operands(NamedTuple):
+    matQ: jax.Array  # (B * NH, S, DHQK) in the kernel dtype
+    matK: jax.Array  # (B * NH, S, DHQK)
+    gates: ChunkGates
+    vecN_states: jax.Array  # (B * NH, NC, DHQK) before each chunk, float32
 
 
 class Scores(NamedTuple):
@@ -32,24 +35,15 @@ class Scores(NamedTuple):
 
 
 def parallel_fw_P(
-    matQ: jax.Array,
-    matK: jax.Array,
-    gates: ChunkGates,
-    vecN_states: jax.Array,
+    x: Operands,
     *,
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
     call: Launch,
 ) -> Scores:
-    """Runs the stage, in the chunks of recurrent_fw_H.
-
-    Args:
-      matQ, matK: (B * NH, S, DHQK) in the kernel dtype.
-      gates: of chunk_gates.
-      vecN_states: n before each chunk, (B * NH, NC, DHQK), float32.
-    """
-    p, q, k = call.problem, call.chunks(matQ), call.chunks(matK)
+    """Runs the stage, in the chunks of recurrent_fw_H."""
+    p, gates, q, k = call.problem, x.gates, call.chunks(x.matQ), call.chunks(x.matK)
     kbar = k.astype(gates.vecW.dtype) * gates.vecAbar[..., None]
-    n = vecN_states
+    n = x.vecN_states
     P = jnp.einsum(
         "nctk,ncsk->ncts", q, k, preferred_element_type=gates.vecW.dtype, precision=call.precision
     )
@@ -62,14 +56,10 @@ def parallel_fw_P(
         )
         P, r = normalised[..., :-1], normalised[..., -1]
     P, kbar, r = (
-        x.reshape(p.BNH, p.S, *x.shape[3:]) for x in (P.astype(q.dtype), kbar.astype(q.dtype), r)
+        y.reshape(p.BNH, p.S, *y.shape[3:]) for y in (P.astype(q.dtype), kbar.astype(q.dtype), r)
     )
     z = None if z is None else z.reshape(p.BNH, p.S)
     return Scores(P, Weighted(kbar, None), r, z)
 
 
-STAGE = Stage(
-    name="parallel_fw_P",
-    inputs=("matQ", "matK", "chunk_gates", "vecN_states"),
-    fused=True,
-)
+STAGE = Stage("parallel_fw_P", Operands, outputs="scan", fused=True)

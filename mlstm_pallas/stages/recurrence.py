@@ -16,13 +16,7 @@ from jax import lax
 
 from mlstm_pallas.gate_gradients import inner
 from mlstm_pallas.gates import vector_states
-from mlstm_pallas.stage import (
-    Launch,
-    Weighted,
-    steps_like,
-    steps_of,
-    with_steps,
-)
+from mlstm_pallas.stage import Launch, steps_of, with_steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,39 +102,6 @@ def _recurrence(x: Recurrence, call: Launch) -> RecurrenceOutputs:
     return RecurrenceOutputs(X, X_last if x.return_last else None, *vectors)
 
 
-def split_products(
-    a: jax.Array,
-    b: jax.Array,
-    r: jax.Array,
-    num_splits: int,
-    *,
-    backward: bool = False,
-    all_splits: bool = False,
-    call: Launch,
-) -> jax.Array:
-    """sum_t r_t a_t b_t^T over each split, (B * NH, num_splits - 1, DHQK, DHHV) in the dtype of r.
-
-    No split reads the last split's product (with backward the first one's), so it is left out
-    unless all_splits. a, b and r are as in ``Recurrence``; the call's tiles need not be clamped.
-    """
-    of_splits = dataclasses.replace(call, problem=call.problem.in_splits(num_splits))
-    scaled = of_splits.chunks(Weighted(a, r).product())
-    X = jnp.einsum(
-        *("npsk,npsv->npkv", scaled, of_splits.chunks(b)),
-        precision=call.precision,
-        preferred_element_type=r.dtype,
-    )
-    return X if all_splits else X[:, 1:] if backward else X[:, :-1]
-
-
-def add_decayed(X: jax.Array, added: jax.Array, decays: jax.Array, *, call: Launch) -> jax.Array:
-    """X_c + decays_c added, in the dtype of X.
-
-    X: (B * NH, NC, DHQK, DHHV); added: (B * NH, DHQK, DHHV), decays: (B * NH, NC), float32.
-    """
-    return (X.astype(added.dtype) + decays[..., None, None] * added[:, None]).astype(X.dtype)
-
-
 def chunk_sums(x: jax.Array, call: Launch) -> jax.Array:
     """Sums over the steps of each chunk, (B * NH, NC, D), of an array in either layout."""
     p = call.problem
@@ -149,11 +110,3 @@ def chunk_sums(x: jax.Array, call: Launch) -> jax.Array:
     B, _, NH, D = x.shape
     sums = jnp.sum(with_steps(x, p.S).reshape(B, p.NC, p.L, NH, D), axis=2)
     return jnp.moveaxis(sums, 2, 1).reshape(p.BNH, p.NC, D)
-
-
-def step_sums(x: jax.Array, weights: jax.Array, *, call: Launch) -> jax.Array:
-    """sum_t weights_t x_t over each chunk, (B * NH, NC, D), products and sums in float32.
-
-    x: (B * NH, S, D), or (B, S, NH, D); weights: (B * NH, S), float32.
-    """
-    return chunk_sums(x.astype(weights.dtype) * steps_like(weights, x), call)

@@ -19,6 +19,17 @@ from mlstm_pallas.stage import Launch, Stage, Weighted
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, recurrences
 
 
+class Operands(NamedTuple):
+    queries: Weighted  # (B * NH, S, DHQK) in the kernel dtype
+    matDeltaH: jax.Array  # (B * NH, S, DHHV)
+    scaGamma: jax.Array  # (B * NH, NC) float32
+    matDeltaC_last: jax.Array | None  # (B * NH, DHQK, DHHV) float32; None: zeros
+    keys: Weighted | None  # (B * NH, S, DHQK); None: C is not computed
+    matV: jax.Array | None  # (B * NH, S, DHHV)
+    matC_initial: jax.Array | None  # (B * NH, DHQK, DHHV) float32; None: zeros
+    matH: jax.Array | None = None  # (B * NH, S, DHHV); None: delta is not computed
+
+
 class StateGradients(NamedTuple):
     """Gradients and states at the chunk boundaries; None: not computed."""
 
@@ -30,15 +41,8 @@ class StateGradients(NamedTuple):
 
 
 def recurrent_bw_dC(
-    queries: Weighted,
-    matDeltaH: jax.Array,
-    scaGamma: jax.Array,
-    matDeltaC_last: jax.Array | None,
-    keys: Weighted | None = None,
-    matV: jax.Array | None = None,
-    matC_initial: jax.Array | None = None,
+    x: Operands,
     *,
-    matH: jax.Array | None = None,
     return_initial: bool = True,
     return_last: bool = True,
     recurrences: Callable[..., list[RecurrenceOutputs]] = recurrences,
@@ -47,29 +51,20 @@ def recurrent_bw_dC(
     """Runs the stage.
 
     Args:
-      queries, matDeltaH: (B * NH, S, DHQK), (B * NH, S, DHHV) in the kernel dtype.
-      scaGamma: (B * NH, NC) float32.
-      matDeltaC_last: gradient of the last C, (B * NH, DHQK, DHHV) float32; None: zeros.
-      keys, matV: shaped as queries and matDeltaH; None: C is not computed.
-      matC_initial: (B * NH, DHQK, DHHV) float32; None: zeros.
-      matH: shaped as matDeltaH; None: delta is not computed.
       return_initial: whether to return the gradient of the initial C.
       return_last: whether to return the last C.
       recurrences: ``recurrence.recurrences`` of a lowering.
     """
-    q, r = queries
+    (q, r), keys, gamma = x.queries, x.keys, x.scaGamma
     of_dC = Recurrence(
-        q, matDeltaH, scaGamma, matDeltaC_last, return_initial, backward=True, r=r, h=matH
+        *(q, x.matDeltaH, gamma, x.matDeltaC_last, return_initial), backward=True, r=r, h=x.matH
     )
-    if keys is None or matV is None:
+    if keys is None or x.matV is None:
         (dC,) = recurrences("recurrent_bw_dC", of_dC, call=call)
         return StateGradients(dC.X, dC.X_last, None, None, dC.inner)
-    of_C = Recurrence(keys.array, matV, scaGamma, matC_initial, return_last, r=keys.weights)
+    of_C = Recurrence(keys.array, x.matV, gamma, x.matC_initial, return_last, r=keys.weights)
     C, dC = recurrences("recurrent_bw_dC", of_C, of_dC, call=call)
     return StateGradients(dC.X, dC.X_last, C.X, C.X_last, dC.inner)
 
 
-STAGE = Stage(
-    name="recurrent_bw_dC",
-    inputs=("queries", "matDeltaH", "scaGamma", "matDeltaC_last", "keys", "matV", "matC_initial"),
-)
+STAGE = Stage("recurrent_bw_dC", Operands)

@@ -14,6 +14,15 @@ from mlstm_pallas.stage import Launch, Stage
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, recurrences
 
 
+class Operands(NamedTuple):
+    matK: jax.Array  # (B * NH, S, DHQK) in the kernel dtype
+    matV: jax.Array  # (B * NH, S, DHHV)
+    vecAbar: jax.Array  # (B * NH, S) float32, as what follows
+    scaGamma: jax.Array  # (B * NH, NC)
+    matC_initial: jax.Array | None  # (B * NH, DHQK, DHHV); None: zeros
+    vecN_initial: jax.Array  # (B * NH, DHQK)
+
+
 class ChunkStates(NamedTuple):
     matC_states: jax.Array  # (B * NH, NC, DHQK, DHHV) before each chunk, in the kernel dtype
     matC_last: Any  # (B * NH, DHQK, DHHV) float32, as what follows; None without return_last
@@ -22,12 +31,7 @@ class ChunkStates(NamedTuple):
 
 
 def recurrent_fw_C(
-    matK: jax.Array,
-    matV: jax.Array,
-    vecAbar: jax.Array,
-    scaGamma: jax.Array,
-    matC_initial: jax.Array | None,
-    vecN_initial: jax.Array,
+    x: Operands,
     *,
     return_last: bool = True,
     recurrences: Callable[..., list[RecurrenceOutputs]] = recurrences,
@@ -36,20 +40,16 @@ def recurrent_fw_C(
     """Runs the stage.
 
     Args:
-      matK, matV: (B * NH, S, DHQK), (B * NH, S, DHHV) in the kernel dtype.
-      vecAbar, scaGamma: (B * NH, S), (B * NH, NC), float32.
-      matC_initial, vecN_initial: (B * NH, DHQK, DHHV), None: zeros; (B * NH, DHQK); float32.
       return_last: whether to return the last C.
       recurrences: ``recurrence.recurrences`` of a lowering.
     """
     of_C = Recurrence(
-        matK, matV, scaGamma, matC_initial, return_last, r=vecAbar, x_initial=vecN_initial
+        *(x.matK, x.matV, x.scaGamma, x.matC_initial, return_last),
+        r=x.vecAbar,
+        x_initial=x.vecN_initial,
     )
     (outputs,) = recurrences("recurrent_fw_C", of_C, call=call)
     return ChunkStates(outputs.X, outputs.X_last, outputs.x, outputs.x_last)
 
 
-STAGE = Stage(
-    name="recurrent_fw_C",
-    inputs=("matK", "matV", "vecAbar", "scaGamma", "matC_initial", "vecN_initial"),
-)
+STAGE = Stage("recurrent_fw_C", Operands)

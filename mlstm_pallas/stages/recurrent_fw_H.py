@@ -14,11 +14,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlstm_pallas.gate_gradients import zero_states
-from mlstm_pallas.stage import (
-    Launch,
-    Stage,
-)
+from mlstm_pallas.stage import Launch, Stage
 from mlstm_pallas.stages.parallel_fw_P import Scores
+
+
+class Operands(NamedTuple):
+    matQ: jax.Array  # (B * NH, S, DHQK) in the kernel dtype
+    matV: jax.Array  # (B * NH, S, DHHV)
+    scan: Scores
+    scaGamma: jax.Array  # (B * NH, NC) float32
+    matC_initial: jax.Array | None  # (B * NH, DHQK, DHHV) float32; None: zeros
 
 
 class FusedScan(NamedTuple):
@@ -29,11 +34,7 @@ class FusedScan(NamedTuple):
 
 
 def recurrent_fw_H(
-    matQ: jax.Array,
-    matV: jax.Array,
-    scores: Scores,
-    scaGamma: jax.Array,
-    matC_initial: jax.Array | None,
+    x: Operands,
     *,
     return_last: bool = True,
     store_every: int = 0,
@@ -42,14 +43,11 @@ def recurrent_fw_H(
     """Runs the stage.
 
     Args:
-      matQ: (B * NH, S, DHQK), matV: (B * NH, S, DHHV), in the kernel dtype.
-      scores, scaGamma: of parallel_fw_P, and (B * NH, NC).
-      matC_initial: (B * NH, DHQK, DHHV), float32; None: zeros.
       return_last: whether to return the last C.
       store_every: n, a divisor of NC: return C before chunks 0, n, 2n, ...; 0: before none. A
         kernel whose state needs several launches refuses it.
     """
-    p, acc = call.problem, scaGamma.dtype
+    p, acc = call.problem, x.scaGamma.dtype
     product = functools.partial(jnp.einsum, preferred_element_type=acc, precision=call.precision)
 
     def step(C: jax.Array, chunk: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
@@ -58,13 +56,12 @@ def recurrent_fw_H(
         h += product("nts,nsv->ntv", P, v)
         return gamma[:, None, None] * C + product("nsk,nsv->nkv", kbar, v), (h, C.astype(q.dtype))
 
-    C = zero_states(scaGamma[:, 0], p.DHQK, p.DHHV) if matC_initial is None else matC_initial
-    chunks = [
-        *map(call.chunks, (matQ, scores.keys.product(), matV, scores.matP, scores.vecR)),
-        scaGamma,
-    ]
-    C, (h, states) = lax.scan(step, C, tuple(jnp.moveaxis(x, 1, 0) for x in chunks))
-    H = call.steps(jnp.moveaxis(h, 0, 1).astype(matQ.dtype), matV)
+    zeros = zero_states(x.scaGamma[:, 0], p.DHQK, p.DHHV)
+    C = zeros if x.matC_initial is None else x.matC_initial
+    steps = x.matQ, x.scan.keys.product(), x.matV, x.scan.matP, x.scan.vecR
+    chunks = *map(call.chunks, steps), x.scaGamma
+    C, (h, states) = lax.scan(step, C, tuple(jnp.moveaxis(y, 1, 0) for y in chunks))
+    H = call.steps(jnp.moveaxis(h, 0, 1).astype(x.matQ.dtype), x.matV)
     return FusedScan(
         H,
         C if return_last else None,
@@ -72,8 +69,4 @@ def recurrent_fw_H(
     )
 
 
-STAGE = Stage(
-    name="recurrent_fw_H",
-    inputs=("matQ", "matV", "parallel_fw_P", "scaGamma", "matC_initial"),
-    fused=True,
-)
+STAGE = Stage("recurrent_fw_H", Operands, fused=True)

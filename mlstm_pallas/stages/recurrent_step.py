@@ -23,6 +23,17 @@ from mlstm_pallas.stage import Launch, Stage
 _INF = float("inf")
 
 
+class Operands(NamedTuple):
+    vecQ: jax.Array  # (B * NH, DHQK), any float dtype of at most 32 bits, as all that follow
+    vecK: jax.Array  # (B * NH, DHQK)
+    vecV: jax.Array  # (B * NH, DHHV)
+    scaI: jax.Array  # (B * NH,) pre-activations
+    scaF: jax.Array  # (B * NH,)
+    matC: jax.Array  # (B * NH, DHQK, DHHV)
+    vecN: jax.Array  # (B * NH, DHQK)
+    scaM: jax.Array | None  # (B * NH,); None: the sigmoid input gate
+
+
 class Step(NamedTuple):
     """h and the new states, each in the dtype of the old one; C in its memory if that is free."""
 
@@ -58,32 +69,14 @@ def step_gates(
 
 
 def recurrent_step(
-    vecQ: jax.Array,
-    vecK: jax.Array,
-    vecV: jax.Array,
-    scaI: jax.Array,
-    scaF: jax.Array,
-    matC: jax.Array,
-    vecN: jax.Array,
-    scaM: jax.Array | None,
-    *,
-    normaliser: Normaliser | None = DEFAULT_NORMALISER,
-    call: Launch,
+    x: Operands, *, normaliser: Normaliser | None = DEFAULT_NORMALISER, call: Launch
 ) -> Step:
-    """Runs the stage.
-
-    Args:
-      vecQ, vecK: (B * NH, DHQK), any float dtype of at most 32 bits, as all that follow.
-      vecV: (B * NH, DHHV).
-      scaI, scaF: pre-activations (B * NH,).
-      matC, vecN, scaM: (B * NH, DHQK, DHHV), (B * NH, DHQK), (B * NH,); scaM None: the sigmoid
-        input gate.
-    """
-    acc = accumulator_dtype(*(x.dtype for x in (vecQ, vecK, vecV, scaI, scaF, matC, vecN)))
-    q, k, v, i, f, c, n = (x.astype(acc) for x in (vecQ, vecK, vecV, scaI, scaF, matC, vecN))
-    m = None if scaM is None else scaM.astype(acc)
-    m_dtype = acc if scaM is None else scaM.dtype
-    decay, gain, m_new = step_gates(i, f, m, lambda x: rounded(x, m_dtype, compiled=False))
+    """Runs the stage."""
+    acc = accumulator_dtype(*(y.dtype for y in x[:-1]))
+    q, k, v, i, f, c, n = (y.astype(acc) for y in x[:-1])
+    m = None if x.scaM is None else x.scaM.astype(acc)
+    m_dtype = acc if x.scaM is None else x.scaM.dtype
+    decay, gain, m_new = step_gates(i, f, m, lambda y: rounded(y, m_dtype, compiled=False))
     stored = gain[..., None] * k
     c = decay[..., None, None] * c + stored[..., :, None] * v[..., None, :]
     n = decay[..., None] * n + stored
@@ -91,15 +84,11 @@ def recurrent_step(
     if normaliser is not None:
         h = normaliser.normalise(h, jnp.sum(q * n, axis=-1) * call.problem.qk_scale, m_new)
     return Step(
-        h.astype(vecQ.dtype),
-        c.astype(matC.dtype),
-        n.astype(vecN.dtype),
-        None if scaM is None else m_new.astype(scaM.dtype),
+        h.astype(x.vecQ.dtype),
+        c.astype(x.matC.dtype),
+        n.astype(x.vecN.dtype),
+        None if x.scaM is None else m_new.astype(x.scaM.dtype),
     )
 
 
-STAGE = Stage(
-    name="recurrent_step",
-    inputs=("vecQ", "vecK", "vecV", "scaI", "scaF", "matC", "vecN", "scaM"),
-    decode=True,
-)
+STAGE = Stage("recurrent_step", Operands, decode=True)

@@ -34,6 +34,7 @@ from mlstm_pallas.gates import (
 from mlstm_pallas.problem import InputGate, Problem, next_power_of_two
 from mlstm_pallas.stage import Launch
 from mlstm_pallas.stage import Tiles as BaseTiles
+from mlstm_pallas.stages.chunk_gates import Operands
 from mlstm_pallas.tiles import blocks, causal_mask, divide, loop
 from mlstm_pallas.triton.launch import kernel_call
 
@@ -161,48 +162,37 @@ def _stabiliser_scan_kernel(
 
 
 def chunk_gates(
-    vecI: jax.Array,
-    vecF: jax.Array,
-    scaM_initial: jax.Array,
-    starts: jax.Array | None = None,
-    input_gate: InputGate = InputGate.EXP,
-    scaM_states: jax.Array | None = None,
-    lengths: jax.Array | None = None,
+    x: Operands,
     *,
+    input_gate: InputGate = InputGate.EXP,
     with_flags: bool = False,
     call: Launch,
 ) -> ChunkGates:
     """Runs the stage: ``stages/chunk_gates.py``."""
-    local = _local_gates(vecI, vecF, starts, input_gate, call)
-    if scaM_states is None:
+    local, m_states = _local_gates(x, input_gate, call), x.scaM_states
+    if m_states is None:
         if input_gate is InputGate.SIGMOID:  # zeros, without a kernel
-            scaM_states = gates.stabiliser_scan(local, scaM_initial, input_gate)
+            m_states = gates.stabiliser_scan(local, x.scaM_initial, input_gate)
         else:
-            scaM_states = _stabiliser_scan(local, scaM_initial, call)
-    return gates.join_chunks(local, scaM_states, input_gate, lengths)
+            m_states = _stabiliser_scan(local, x.scaM_initial, call)
+    return gates.join_chunks(local, m_states, input_gate, x.lengths)
 
 
-def _local_gates(
-    vecI: jax.Array,
-    vecF: jax.Array,
-    starts: jax.Array | None,
-    input_gate: InputGate,
-    call: Launch,
-) -> LocalGates:
+def _local_gates(x: Operands, input_gate: InputGate, call: Launch) -> LocalGates:
     p, siz_b = call.problem, call.tiles.siz_b_LQ
     chunk = pl.BlockSpec((None, p.L), lambda c, b: (b, c))
     outputs = kernel_call(
         _chunk_gates_kernel,
         name="chunk_gates",
         grid=call.tiles.grid(p),
-        in_specs=[chunk, chunk, None if starts is None else chunk],
+        in_specs=[chunk, chunk, None if x.starts is None else chunk],
         out_specs=[chunk] * 7,
         out_shape=[jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32)] * 7,
         call=call,
         num_tiles=blocks(p.L, siz_b),
         siz_b=siz_b,
         input_gate=input_gate,
-    )(vecI, vecF, starts)
+    )(x.vecI, x.vecF, x.starts)
     b_hi, b_lo, e_hi, e_lo, emax_hi, emax_lo, offset = map(call.chunks, outputs)
     return LocalGates((b_hi, b_lo), (e_hi, e_lo), (emax_hi, emax_lo), offset)
 

@@ -20,12 +20,11 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.gate_gradients import TilePairs
-from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import MAX_TILE, Problem
 from mlstm_pallas.stage import Launch, Weighted, clamped
-from mlstm_pallas.stages.parallel_bw_dP import GradientTiles, normaliser_gradients
+from mlstm_pallas.stages.parallel_bw_dP import GradientTiles, Operands, normaliser_gradients
 from mlstm_pallas.tiles import (
     Precision,
     block_at,
@@ -153,36 +152,27 @@ def _parallel_bw_dP_kernel(
 
 
 def parallel_bw_dP(
-    matQ: jax.Array,
-    matK: jax.Array,
-    matV: jax.Array,
-    matDeltaH: jax.Array,
-    gates: ChunkGates,
-    matH: jax.Array | None,
-    vecZ: jax.Array | None,
+    x: Operands,
     *,
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
     return_keys: bool = True,
     call: Launch,
 ) -> GradientTiles:
     """Runs the stage: ``stages/parallel_bw_dP.py``."""
-    gradients = normaliser_gradients(normaliser, matDeltaH, matH, vecZ, gates)
+    gradients = normaliser_gradients(normaliser, x)
     p, T = call.problem, call.tiles.siz_b_LQ
     n = blocks(p.L, T)
     vector = pl.BlockSpec((None, p.L), lambda x, c, b: (b, c))
     normalise = gradients.vecInvDen is not None
-    q, k, v, dh = (
-        sequence_spec(x, p, p.L, width, lambda x, c, b: (b, c, 0))
-        for x, width in ((matQ, p.DHQK), (matK, p.DHQK), (matV, p.DHHV), (matDeltaH, p.DHHV))
-    )
+    q, k, v, dh = (sequence_spec(y, p, p.L, y.shape[-1], lambda i, c, b: (b, c, 0)) for y in x[:4])
     tile = (
         pl.BlockSpec((None, p.L, p.L), lambda x, c, b: (b, c, 0)),
-        jax.ShapeDtypeStruct((p.BNH, p.S, p.L), matQ.dtype),
+        jax.ShapeDtypeStruct((p.BNH, p.S, p.L), x.matQ.dtype),
     )
     operand = (
         pl.BlockSpec((None, p.L, p.DHQK), lambda x, c, b: (b, c, 0)),
         # With the caller's steps: XLA gives it the memory of a gradient.
-        jax.ShapeDtypeStruct((p.BNH, matQ.shape[1], p.DHQK), matQ.dtype),
+        jax.ShapeDtypeStruct((p.BNH, x.matQ.shape[1], p.DHQK), x.matQ.dtype),
     )
     sums = (
         pl.BlockSpec((None, n, p.L), lambda x, c, b: (b, 0, c)),
@@ -201,7 +191,7 @@ def parallel_bw_dP(
         (vector, jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32)),
     ]
     outputs += [operand] * return_keys + [norm] * normalise
-    g = gates.per_step()
+    g = x.gates.per_step()
     P, dP, qbar, per_query, per_key, diagonal, *more = kernel_call(
         _parallel_bw_dP_kernel,
         name="parallel_bw_dP",
@@ -216,10 +206,7 @@ def parallel_bw_dP(
         block_k=call.tiles.block_k,
         precision=call.precision,
     )(
-        matQ,
-        matK,
-        matV,
-        matDeltaH,
+        *x[:4],
         *g.vecE,
         *g.vecU,
         g.vecW,

@@ -21,13 +21,11 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.gate_gradients import inner
-from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.gpu import Gpu
-from mlstm_pallas.normaliser import NormaliserGradients, query_scale
+from mlstm_pallas.normaliser import query_scale
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch, sequence_shape
-from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
-from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
+from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, Operands
 from mlstm_pallas.tiles import Precision, block_at, blocks, divide, dot, loop, remainder, sum_of
 from mlstm_pallas.triton.launch import (
     depth_and_stages,
@@ -156,29 +154,13 @@ def _parallel_bw_dQKV_kernel(
         start = end
 
 
-def parallel_bw_dQKV(
-    matQ: jax.Array,
-    matK: jax.Array,
-    matV: jax.Array,
-    matDeltaH: jax.Array,
-    gates: ChunkGates,
-    gradients: NormaliserGradients,
-    tiles: GradientTiles,
-    matC_states: jax.Array,
-    vecN_states: jax.Array,
-    matDeltaC_states: jax.Array,
-    vecDeltaN_states: jax.Array,
-    *,
-    call: Launch,
-) -> Gradients:
+def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     """Runs the stage: ``stages/parallel_bw_dQKV.py``."""
     p, LQ, BK, BV = call.problem, call.tiles.siz_b_LQ, call.tiles.siz_b_DHQK, call.tiles.siz_b_DHHV
+    gradients, n = x.normaliser_gradients, x.vecN_states
     normalise = gradients.vecInvDen is not None
     tile = pl.BlockSpec((None, p.L, p.L), lambda x, c, b: (b, c, 0))
-    q, k, v, dh = (
-        sequence_spec(x, p, p.L, width, lambda x, c, b: (b, c, 0))
-        for x, width in ((matQ, p.DHQK), (matK, p.DHQK), (matV, p.DHHV), (matDeltaH, p.DHHV))
-    )
+    q, k, v, dh = (sequence_spec(y, p, p.L, y.shape[-1], lambda i, c, b: (b, c, 0)) for y in x[:4])
     state = pl.BlockSpec((None, None, p.DHQK, p.DHHV), lambda x, c, b: (b, c, 0, 0))
     norm = pl.BlockSpec((None, None, p.DHQK), lambda x, c, b: (b, c, 0))
     vector = pl.BlockSpec((None, p.L), lambda x, c, b: (b, c))
@@ -192,9 +174,9 @@ def parallel_bw_dQKV(
         pl.BlockSpec((None, None, blocks_of_state), lambda x, c, b: (b, c, 0)),
         jax.ShapeDtypeStruct((p.BNH, p.NC, blocks_of_state), jnp.float32),
     )
-    dq, dk, dv = (sequence_shape(x, x.shape[-1], matQ.dtype) for x in (matQ, matK, matV))
+    dq, dk, dv = (sequence_shape(y, y.shape[-1], y.dtype) for y in x[:3])
     outputs = [(q, dq), inter, (k, dk), inter, (v, dv), states]
-    g = gates.per_step()
+    g = x.gates.per_step()
     dQ, q_inter, dK, k_inter, dV, states_inner = kernel_call(
         _parallel_bw_dQKV_kernel,
         name="parallel_bw_dQKV",
@@ -214,11 +196,18 @@ def parallel_bw_dQKV(
         block_k=call.tiles.block_k,
         precision=call.precision,
     )(
-        *(matQ, matK, matV, matDeltaH),
-        *(matC_states, vecN_states if normalise else None, matDeltaC_states, vecDeltaN_states),
-        *(tiles.matP, tiles.matDeltaP, g.vecW, g.vecAbar, gradients.vecInvDen, gradients.vecDzDen),
+        *x[:4],
+        *(x.matC_states, n if normalise else None, x.matDeltaC_states, x.vecDeltaN_states),
+        *(
+            x.scores.matP,
+            x.scores.matDeltaP,
+            g.vecW,
+            g.vecAbar,
+            gradients.vecInvDen,
+            gradients.vecDzDen,
+        ),
     )
-    through = gates.scaGamma * (states_inner.sum(-1) + inner(vecN_states, vecDeltaN_states))
+    through = x.gates.scaGamma * (states_inner.sum(-1) + inner(n, x.vecDeltaN_states))
     return Gradients(dQ, dK, dV, q_inter.sum(1), k_inter.sum(1), through)
 
 

@@ -17,12 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import Problem, is_power_of_two
 from mlstm_pallas.stage import Launch, clamped, sequence_shape
-from mlstm_pallas.stages.parallel_fw_H import Outputs
+from mlstm_pallas.stages.parallel_fw_H import Operands, Outputs
 from mlstm_pallas.tiles import (
     Precision,
     blocks,
@@ -125,34 +124,29 @@ def _parallel_fw_H_kernel(
 
 
 def parallel_fw_H(
-    matQ: jax.Array,
-    matK: jax.Array,
-    matV: jax.Array,
-    gates: ChunkGates,
-    matC_states: jax.Array,
-    vecN_states: jax.Array,
+    x: Operands,
     *,
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
     output_dtype: Any = None,
     call: Launch,
 ) -> Outputs:
     """Runs the stage: ``stages/parallel_fw_H.py``."""
-    output_dtype = matQ.dtype if output_dtype is None else output_dtype
+    output_dtype = x.matQ.dtype if output_dtype is None else output_dtype
     p, tiles = call.problem, call.tiles
     LQ, BV = tiles.siz_b_LQ, tiles.siz_b_DHHV
     tiles_of_chunk = blocks(p.L, LQ)
     queries = pl.BlockSpec((None, LQ), lambda iv, iq, b: (b, iq))
     chunk = pl.BlockSpec((None, p.L), lambda iv, iq, b: (b, iq // tiles_of_chunk))
     normalise, needs_m = normaliser is not None, normaliser is not None and normaliser.floor_needs_m
-    g = gates.per_step()
+    g = x.gates.per_step()
     H, *z = kernel_call(
         _parallel_fw_H_kernel,
         name="parallel_fw_H",
         grid=tiles.grid(p),
         in_specs=[
-            sequence_spec(matQ, p, LQ, p.DHQK, lambda iv, iq, b: (b, iq, 0)),
-            sequence_spec(matK, p, p.L, p.DHQK, lambda iv, iq, b: (b, iq // tiles_of_chunk, 0)),
-            sequence_spec(matV, p, p.L, BV, lambda iv, iq, b: (b, iq // tiles_of_chunk, iv)),
+            sequence_spec(x.matQ, p, LQ, p.DHQK, lambda iv, iq, b: (b, iq, 0)),
+            sequence_spec(x.matK, p, p.L, p.DHQK, lambda iv, iq, b: (b, iq // tiles_of_chunk, 0)),
+            sequence_spec(x.matV, p, p.L, BV, lambda iv, iq, b: (b, iq // tiles_of_chunk, iv)),
             pl.BlockSpec(
                 (None, None, p.DHQK, BV), lambda iv, iq, b: (b, iq // tiles_of_chunk, 0, iv)
             ),
@@ -167,11 +161,11 @@ def parallel_fw_H(
             queries if needs_m else None,
         ],
         out_specs=[
-            sequence_spec(matV, p, LQ, BV, lambda iv, iq, b: (b, iq, iv)),
+            sequence_spec(x.matV, p, LQ, BV, lambda iv, iq, b: (b, iq, iv)),
             *[queries] * normalise,
         ],
         out_shape=[
-            sequence_shape(matV, p.DHHV, output_dtype),
+            sequence_shape(x.matV, p.DHHV, output_dtype),
             *[jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32)] * normalise,
         ],
         call=call,
@@ -183,7 +177,7 @@ def parallel_fw_H(
         keep_q=tiles.keep_q,
         precision=call.precision,
     )(
-        *(matQ, matK, matV, matC_states, vecN_states if normalise else None),
+        *(x.matQ, x.matK, x.matV, x.matC_states, x.vecN_states if normalise else None),
         *(*g.vecE, *g.vecU, g.vecW, g.vecM if needs_m else None),
     )
     return Outputs(H, z[0] if normalise else None)

@@ -1,10 +1,7 @@
-"""parallel_fw_P in Triton: two kernels.
+"""parallel_fw_P in Triton.
 
 Grid (NC, B * NH). A CTA owns one chunk of L steps and reads siz_b_DHQK columns of q and k at a
 time. So each tile of decays is computed once, not once for each column block of v.
-
-key_sums: sum_s kbar_s of each chunk, from which n_c follows. Grid (NC, B * NH). XLA is not used for
-it, since it may turn this sum into a product and transpose the keys in memory. Bytes: R K itemsize.
 
 FLOPs: R (L + 1) K. Bytes: q, k, kbar and P, R (3 K + L) itemsize.
 """
@@ -16,13 +13,12 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch, Weighted
 from mlstm_pallas.stage import Tiles as BaseTiles
-from mlstm_pallas.stages.parallel_fw_P import Scores
+from mlstm_pallas.stages.parallel_fw_P import Operands, Scores
 from mlstm_pallas.tiles import Precision, causal_mask, decay_tile, dot
 from mlstm_pallas.triton.launch import kernel_call, sequence_spec
 
@@ -72,43 +68,8 @@ def _parallel_fw_P_kernel(
     r_ref[...] = r
 
 
-def _key_sums_kernel(
-    k_ref: Any,  # (L, DHQK)
-    abar_ref: Any,  # (L,)
-    sums_ref: Any,  # out (DHQK,)
-    *,
-    siz_b_DHQK: int,
-) -> None:
-    abar = abar_ref[...][:, None]
-    for start in range(0, k_ref.shape[1], siz_b_DHQK):
-        columns = pl.ds(start, siz_b_DHQK)
-        sums_ref[columns] = jnp.sum(k_ref[:, columns].astype(jnp.float32) * abar, axis=0)
-
-
-def step_sums(x: jax.Array, weights: jax.Array, *, call: Launch) -> jax.Array:
-    """As ``step_sums`` of stages/recurrence.py, for keys in short chunks."""
-    p = call.problem
-    sums: jax.Array = kernel_call(
-        _key_sums_kernel,
-        name="key_sums",
-        grid=call.tiles.grid(p),
-        in_specs=[
-            sequence_spec(x, p, p.L, p.DHQK, lambda c, b: (b, c, 0)),
-            pl.BlockSpec((None, p.L), lambda c, b: (b, c)),
-        ],
-        out_specs=[pl.BlockSpec((None, None, p.DHQK), lambda c, b: (b, c, 0))],
-        out_shape=[jax.ShapeDtypeStruct((p.BNH, p.NC, p.DHQK), jnp.float32)],
-        call=call,
-        siz_b_DHQK=call.tiles.siz_b_DHQK,
-    )(x, weights)[0]
-    return sums
-
-
 def parallel_fw_P(
-    matQ: jax.Array,
-    matK: jax.Array,
-    gates: ChunkGates,
-    vecN_states: jax.Array,
+    x: Operands,
     *,
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
     call: Launch,
@@ -116,10 +77,10 @@ def parallel_fw_P(
     """Runs the stage: ``stages/parallel_fw_P.py``."""
     p = call.problem
     steps = pl.BlockSpec((None, p.L), lambda c, b: (b, c))
-    q, k = (sequence_spec(x, p, p.L, p.DHQK, lambda c, b: (b, c, 0)) for x in (matQ, matK))
+    q, k = (sequence_spec(y, p, p.L, p.DHQK, lambda c, b: (b, c, 0)) for y in (x.matQ, x.matK))
     kbar = pl.BlockSpec((None, p.L, p.DHQK), lambda c, b: (b, c, 0))
     normalise, needs_m = normaliser is not None, normaliser is not None and normaliser.floor_needs_m
-    vector, g = jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32), gates.per_step()
+    vector, g = jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32), x.gates.per_step()
     P, r, keys, *z = kernel_call(
         _parallel_fw_P_kernel,
         name="parallel_fw_P",
@@ -139,9 +100,9 @@ def parallel_fw_P(
             *[steps] * normalise,
         ],
         out_shape=[
-            jax.ShapeDtypeStruct((p.BNH, p.S, p.L), matQ.dtype),
+            jax.ShapeDtypeStruct((p.BNH, p.S, p.L), x.matQ.dtype),
             vector,
-            jax.ShapeDtypeStruct((p.BNH, matK.shape[1], p.DHQK), matQ.dtype),
+            jax.ShapeDtypeStruct((p.BNH, x.matK.shape[1], p.DHQK), x.matQ.dtype),
             *[vector] * normalise,
         ],
         call=call,
@@ -150,9 +111,9 @@ def parallel_fw_P(
         normaliser=normaliser,
         precision=call.precision,
     )(
-        matQ,
-        matK,
-        vecN_states if normalise else None,
+        x.matQ,
+        x.matK,
+        x.vecN_states if normalise else None,
         *g.vecE,
         *g.vecU,
         g.vecW,

@@ -30,8 +30,8 @@ from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.splits import decays_in_splits, heads_of_splits, split_states, splits_as_heads
 from mlstm_pallas.stage import Launch, clamped, steps_like
-from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, chunk_sums, with_inner
+from mlstm_pallas.stages.split_products import Operands
 from mlstm_pallas.tiles import Precision, blocks, divide, dot, loop, remainder
 from mlstm_pallas.triton.launch import (
     PipelinedTiles,
@@ -201,17 +201,15 @@ def _launch(
 
 
 def split_products(
-    a: jax.Array,
-    b: jax.Array,
-    r: jax.Array,
-    num_splits: int,
+    x: Operands,
     *,
+    num_splits: int,
     backward: bool = False,
     all_splits: bool = False,
     call: Launch,
 ) -> jax.Array:
-    """As ``split_products`` of stages/recurrence.py."""
-    a, b, r = (splits_as_heads(x, num_splits, call.problem.S) for x in (a, b, r))
+    """Runs the stage: ``stages/split_products.py``."""
+    a, b, r = (splits_as_heads(y, num_splits, call.problem.S) for y in x)
     p = call.problem.split(num_splits)
     p = dataclasses.replace(p, L=p.S)
     call = dataclasses.replace(call, problem=p)
@@ -219,57 +217,6 @@ def split_products(
     first, end = (0, num_splits) if all_splits else (backward, num_splits - 1 + backward)
     (outputs,) = _launch("split_products", [whole], call, (range(first, end), num_splits))
     return heads_of_splits(outputs.X_last, end - first)
-
-
-@dataclasses.dataclass(frozen=True)
-class AddDecayedTiles(BaseTiles):
-    num_warps: int = 4
-    num_stages: int = 3
-
-
-def _add_decayed_kernel(
-    X_ref: Any,  # (siz_b, DHHV)
-    added_ref: Any,  # (siz_b, DHHV)
-    decays_ref: Any,  # (NC,)
-    out_ref: Any,  # the memory of X
-    *,
-    columns: int,
-) -> None:
-    decay = decays_ref[pl.program_id(1)]
-
-    def add(block: jax.Array, carry: None) -> None:
-        at = slice(None), pl.ds(block * columns, columns)
-        out_ref[at] = (X_ref[at].astype(jnp.float32) + decay * added_ref[at]).astype(out_ref.dtype)
-
-    @pl.when(decay != 0)
-    def _() -> None:
-        loop(blocks(X_ref.shape[1], columns), add, None)
-
-
-def add_decayed(X: jax.Array, added: jax.Array, decays: jax.Array, *, call: Launch) -> jax.Array:
-    """As ``add_decayed`` of stages/recurrence.py, in the memory of X.
-
-    A chunk whose decay is 0 is neither read nor written.
-    """
-    BNH, NC, DHQK, DHHV = X.shape
-    siz_b = min(DHQK, 64)
-    of_chunk = pl.BlockSpec((None, None, siz_b, DHHV), lambda row, c, n: (n, c, row, 0))
-    sum_: jax.Array = kernel_call(
-        _add_decayed_kernel,
-        name="add_decayed",
-        grid=(blocks(DHQK, siz_b), NC, BNH),
-        in_specs=[
-            of_chunk,
-            pl.BlockSpec((None, siz_b, DHHV), lambda row, c, n: (n, row, 0)),
-            pl.BlockSpec((None, NC), lambda row, c, n: (n, 0)),
-        ],
-        out_specs=[of_chunk],
-        out_shape=[jax.ShapeDtypeStruct(X.shape, X.dtype)],
-        call=call,
-        input_output_aliases={0: 0},
-        columns=min(DHHV, 64),
-    )(X, added, decays)[0]
-    return sum_
 
 
 def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOutputs]:
@@ -312,7 +259,8 @@ def _in_splits(x: Recurrence, num_splits: int, call: Launch) -> tuple[Recurrence
             )
         x = dataclasses.replace(x, a=scaled.astype(x.a.dtype), r=None, x_initial=None)
     decays = decays_in_splits(x.gamma, num_splits, call.problem.S, backward=x.backward)
-    products = split_products(x.a, x.b, decays, num_splits, backward=x.backward, call=call)
+    operands = Operands(x.a, x.b, decays)
+    products = split_products(operands, num_splits=num_splits, backward=x.backward, call=call)
     states = split_states(products, x.gamma, x.X_initial, backward=x.backward)
     S = call.problem.S
     a, b, gamma = (splits_as_heads(y, num_splits, S) for y in (x.a, x.b, x.gamma))

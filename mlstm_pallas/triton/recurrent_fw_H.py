@@ -28,8 +28,7 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.problem import Problem, next_power_of_two
 from mlstm_pallas.stage import Launch, clamped, largest_rows, sequence_shape
-from mlstm_pallas.stages.parallel_fw_P import Scores
-from mlstm_pallas.stages.recurrent_fw_H import FusedScan
+from mlstm_pallas.stages.recurrent_fw_H import FusedScan, Operands
 from mlstm_pallas.tiles import Precision, block_at, blocks, dot, loop
 from mlstm_pallas.triton.launch import PipelinedTiles, kernel_call, sequence_spec, stages_that_fit
 
@@ -115,11 +114,7 @@ def _recurrent_fw_H_kernel(
 
 
 def recurrent_fw_H(
-    matQ: jax.Array,
-    matV: jax.Array,
-    scores: Scores,
-    scaGamma: jax.Array,
-    matC_initial: jax.Array | None,
+    x: Operands,
     *,
     return_last: bool = True,
     store_every: int = 0,
@@ -131,39 +126,36 @@ def recurrent_fw_H(
     launches = blocks(p.DHQK, rows)
     if store_every and launches > 1:
         raise ValueError(f"recurrent_fw_H stores states of up to {rows} rows, expected {p.DHQK}")
-    values = sequence_spec(matV, p, p.S, siz_b, lambda i, b: (b, 0, i))
+    kbar = x.scan.keys.product()
+    values = sequence_spec(x.matV, p, p.S, siz_b, lambda i, b: (b, 0, i))
     H: Any = None
     lasts, states = [], None
     for index in range(launches):
-        q, kbar = (
-            sequence_spec(x, p, p.S, rows, lambda i, b, index=index: (b, 0, index))
-            for x in (matQ, scores.keys.product())
-        )
+        of_rows = lambda i, b, index=index: (b, 0, index)  # noqa: E731
         arrays = [
-            (matQ, q),
-            (scores.keys.product(), kbar),
-            (matV, values),
+            *((y, sequence_spec(y, p, p.S, rows, of_rows)) for y in (x.matQ, kbar)),
+            (x.matV, values),
             (
-                scores.matP if index == 0 else None,
+                x.scan.matP if index == 0 else None,
                 pl.BlockSpec((None, p.S, p.L), lambda i, b: (b, 0, 0)),
             ),
-            (scores.vecR, pl.BlockSpec((None, p.S), lambda i, b: (b, 0))),
-            (scaGamma, pl.BlockSpec((None, p.NC), lambda i, b: (b, 0))),
+            (x.scan.vecR, pl.BlockSpec((None, p.S), lambda i, b: (b, 0))),
+            (x.scaGamma, pl.BlockSpec((None, p.NC), lambda i, b: (b, 0))),
             (
-                matC_initial,
+                x.matC_initial,
                 pl.BlockSpec((None, rows, siz_b), lambda i, b, index=index: (b, index, i)),
             ),
             (H, values),
         ]
         # h is rounded at most twice, not once a launch, to keep its error bound.
-        dtype = matQ.dtype if index == launches - 1 or launches == 2 else jnp.float32
-        outputs: list[Any] = [(sequence_shape(matV, p.DHHV, dtype), values)]
+        dtype = x.matQ.dtype if index == launches - 1 or launches == 2 else jnp.float32
+        outputs: list[Any] = [(sequence_shape(x.matV, p.DHHV, dtype), values)]
         if return_last:
             shape = jax.ShapeDtypeStruct((p.BNH, rows, p.DHHV), jnp.float32)
             outputs.append((shape, pl.BlockSpec((None, rows, siz_b), lambda i, b: (b, 0, i))))
         if store_every:
             stored = blocks(p.NC, store_every)
-            shape = jax.ShapeDtypeStruct((p.BNH, stored, p.DHQK, p.DHHV), matQ.dtype)
+            shape = jax.ShapeDtypeStruct((p.BNH, stored, p.DHQK, p.DHHV), x.matQ.dtype)
             outputs.append(
                 (shape, pl.BlockSpec((None, stored, p.DHQK, siz_b), lambda i, b: (b, 0, 0, i)))
             )
@@ -171,7 +163,7 @@ def recurrent_fw_H(
             _recurrent_fw_H_kernel,
             name="recurrent_fw_H",
             grid=tiles.grid(p),
-            in_specs=[None if x is None else spec for x, spec in arrays],
+            in_specs=[None if y is None else spec for y, spec in arrays],
             out_specs=[spec for _, spec in outputs],
             out_shape=[shape for shape, _ in outputs],
             call=call,
@@ -180,7 +172,7 @@ def recurrent_fw_H(
             return_last=return_last,
             store_every=store_every,
             precision=call.precision,
-        )(*(x for x, _ in arrays))
+        )(*(y for y, _ in arrays))
         if return_last:
             lasts.append(more.pop(0))
         if store_every:

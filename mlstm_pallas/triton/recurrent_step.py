@@ -21,7 +21,7 @@ from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser
 from mlstm_pallas.problem import MIN_TILE, Problem, next_power_of_two
 from mlstm_pallas.stage import Launch
 from mlstm_pallas.stage import Tiles as BaseTiles
-from mlstm_pallas.stages.recurrent_step import Step, rounded, step_gates
+from mlstm_pallas.stages.recurrent_step import Operands, Step, rounded, step_gates
 from mlstm_pallas.tiles import block_at, loop
 from mlstm_pallas.triton.launch import kernel_call, masked_load, masked_store
 
@@ -112,19 +112,10 @@ def _outer(rows: jax.Array | None, columns: jax.Array | None) -> jax.Array | Non
 
 
 def recurrent_step(
-    vecQ: jax.Array,
-    vecK: jax.Array,
-    vecV: jax.Array,
-    scaI: jax.Array,
-    scaF: jax.Array,
-    matC: jax.Array,
-    vecN: jax.Array,
-    scaM: jax.Array | None,
-    *,
-    normaliser: Normaliser | None = DEFAULT_NORMALISER,
-    call: Launch,
+    x: Operands, *, normaliser: Normaliser | None = DEFAULT_NORMALISER, call: Launch
 ) -> Step:
     """Runs the stage: ``stages/recurrent_step.py``."""
+    vecQ, vecK, vecV, scaI, scaF, matC, vecN, scaM = x
     heads, DHQK, DHHV = matC.shape
     sizes = (call.tiles.siz_b_DHQK, DHQK), (call.tiles.siz_b_DHHV, DHHV)
     BK, BV = (min(tile, max(next_power_of_two(size), MIN_TILE)) for tile, size in sizes)

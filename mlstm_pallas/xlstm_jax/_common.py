@@ -24,12 +24,12 @@ from mlstm_pallas.dispatch import run
 from mlstm_pallas.entry import Options, pad, spec_for
 from mlstm_pallas.fwbw import not_differentiated
 from mlstm_pallas.gates import ChunkGates, LocalGates
-from mlstm_pallas.normaliser import at_least, query_scale
+from mlstm_pallas.normaliser import NormaliserGradients, at_least, query_scale
 from mlstm_pallas.planning import lowerings
 from mlstm_pallas.problem import MIN_CHUNK_SIZE, InputGate, Layout, accumulator_dtype
 from mlstm_pallas.sharding import aligned, over_shards
 from mlstm_pallas.stage import Lowering, Weighted, check_field
-from mlstm_pallas.stages.parallel_bw_dP import GradientTiles, normaliser_gradients
+from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
 from mlstm_pallas.validation import (
     INPUT_DTYPES,
     KERNEL_DTYPES,
@@ -340,8 +340,12 @@ def states(
     g = of_chunks or gates_of(spec, x)
     C, C_last, n, n_last = run(
         "recurrent_fw_C",
-        *(x["matK"], x["matV"], g.per_step().vecAbar, g.scaGamma),
-        *(x["matC_initial"], x["vecN_initial"]),
+        matK=x["matK"],
+        matV=x["matV"],
+        vecAbar=g.per_step().vecAbar,
+        scaGamma=g.scaGamma,
+        matC_initial=x["matC_initial"],
+        vecN_initial=x["vecN_initial"],
         call=spec.launch("recurrent_fw_C", lowering),
     )
     return dict(
@@ -377,7 +381,12 @@ def outputs(
             lowering = lowerings(lowering)[1]
     H, z = run(
         "parallel_fw_H",
-        *(x["matQ"], x["matK"], x["matV"], g, x["matC_states"][:, :NC], x["vecN_states"][:, :NC]),
+        matQ=x["matQ"],
+        matK=x["matK"],
+        matV=x["matV"],
+        gates=g,
+        matC_states=x["matC_states"][:, :NC],
+        vecN_states=x["vecN_states"][:, :NC],
         normaliser=normaliser,
         **asked,
         call=spec.launch("parallel_fw_H", lowering),
@@ -386,14 +395,27 @@ def outputs(
     return dict(matH=H, vecN_out=at_least(jnp.abs(z), normaliser.floor(m)), vecM_out=m)
 
 
+def _normaliser_gradients(spec: CallSpec, x: Arrays, g: ChunkGates) -> NormaliserGradients:
+    """Those of a delta of 0: the denominator is a constant."""
+    assert spec.normaliser is not None
+    z = x["vecN_out"]
+    return spec.normaliser.gradients(jnp.zeros_like(z), z, g.per_step().vecM)
+
+
 def state_gradients(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
     """The gradients of C after each chunk, in the kernel dtype, and of the first C, float32."""
-    g, dh = gates_of(spec, x), x["matDeltaH"]
-    inv_den = normaliser_gradients(spec.normaliser, dh, None, x["vecN_out"], g).vecInvDen
+    g = gates_of(spec, x)
+    inv_den = _normaliser_gradients(spec, x, g).vecInvDen
     r = query_scale(g.per_step().vecW, spec.problem.qk_scale, inv_den)
     dC, dC_initial, *_ = run(
         "recurrent_bw_dC",
-        *(Weighted(x["matQ"], r), dh, g.scaGamma, x.get("matDeltaC_last")),
+        queries=Weighted(x["matQ"], r),
+        matDeltaH=x["matDeltaH"],
+        scaGamma=g.scaGamma,
+        matDeltaC_last=x.get("matDeltaC_last"),
+        keys=None,
+        matV=None,
+        matC_initial=None,
         call=spec.launch("recurrent_bw_dC", lowering),
     )
     return dict(matDeltaC_states=dC, matDeltaC_initial=dC_initial)
@@ -408,15 +430,17 @@ def boundary_gradients(spec: CallSpec, arguments: Arguments) -> jax.Array:
 
 def input_gradients(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
     """dQ, dK and dV in the kernel dtype, from C before and the gradients of C after each chunk."""
-    p, g, z = spec.problem, gates_of(spec, x), x["vecN_out"]
-    operands = x["matQ"], x["matK"], x["matV"], x["matDeltaH"], g
+    p, g = spec.problem, gates_of(spec, x)
+    operands = {name: x[name] for name in ("matQ", "matK", "matV", "matDeltaH")} | dict(gates=g)
     if spec.recomputes_scores(lowering):
-        of_normaliser = normaliser_gradients(spec.normaliser, x["matDeltaH"], None, z, g)
+        of_normaliser = _normaliser_gradients(spec, x, g)
         tiles = GradientTiles(None, None, None, None, None, of_normaliser, None)
     else:
         tiles = run(
             "parallel_bw_dP",
-            *(*operands, None, z),
+            **operands,
+            matH=None,
+            vecZ=x["vecN_out"],
             normaliser=spec.normaliser,
             return_keys=False,
             call=spec.launch("parallel_bw_dP", lowering),
@@ -426,7 +450,13 @@ def input_gradients(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
     C, dC = x["matC_states"][:, : p.NC], x["matDeltaC_states"][:, -p.NC :]
     dq, dk, dv, *_ = run(
         "parallel_bw_dQKV",
-        *(*operands, tiles.normaliser_gradients, tiles, C, n, dC, n),
+        **operands,
+        normaliser_gradients=tiles.normaliser_gradients,
+        scores=tiles,
+        matC_states=C,
+        vecN_states=n,
+        matDeltaC_states=dC,
+        vecDeltaN_states=n,
         call=spec.launch("parallel_bw_dQKV", lowering),
     )
     return dict(matDeltaQ=dq, matDeltaK=dk, matDeltaV=dv)
@@ -457,7 +487,7 @@ def forward(arguments: Arguments) -> tuple[Any, ...]:
 def _forward(spec: CallSpec, lowering: Lowering, x: Arrays, output_dtype: Any) -> Arrays:
     g = run(
         "chunk_gates",
-        *(x["vecI"], x["vecF"], x["scaM_initial"]),
+        **{name: x[name] for name in ("vecI", "vecF", "scaM_initial")},
         call=spec.launch("chunk_gates", lowering),
     )
     made = states(spec, lowering, x, g)
