@@ -1,22 +1,21 @@
 r"""Times an mLSTM layer like that of xLSTM-7B.
 
-It runs with mlstm_pallas in both layouts, with other packages, and without its mLSTM.
+It runs with mlstm_pallas in both layouts, with mlstm_kernels, and without its mLSTM.
 
     python benchmarks/layer_benchmark.py                     # 7b-8k on a GPU, a tiny shape without
     python benchmarks/layer_benchmark.py --impl=mlstm_pallas_BTNH,without_mlstm,products
     python benchmarks/layer_benchmark.py --from_jsonl=layer.jsonl,peers.jsonl --plot=layer.png
 
 The layer takes and returns (B, S, E), E = NH * DHHV: projections to q, k, v, input and forget gates
-15 tanh((x W + b) / 15), mLSTM, norm of each head with a scale, times the sigmoid of an output gate,
-output projection. Parameters and projections are bfloat16, the input and forget gates float32.
+15 tanh((x W + b) / 15), mLSTM, RMS norm of each head with a scale, times the sigmoid of an output
+gate, output projection. Parameters and projections are bfloat16, input and forget gates float32.
 
-    mlstm_pallas_BNTH        q, k, v, i, f are transposed to (B, NH, S, ...), h is transposed back
-    mlstm_pallas_BTNH        the arrays are passed as the projections return them
-    mlstm_pallas_mosaic_gpu  the same on backend "mosaic_gpu", whatever --backend is
-    without_mlstm            h = v; all projections, the norm and the output gate remain
-    products                 without norm and output gate too: the matrix products alone
-    torch_without_mlstm, mlstm_kernels_*, fla_simple_gla
-                             an equal layer in torch, with the functions of peers.py
+    mlstm_pallas_BNTH          q, k, v, i, f are transposed to (B, NH, S, ...), h is transposed back
+    mlstm_pallas_BTNH          the arrays are passed as the projections return them
+    mlstm_pallas_mosaic_gpu    the same on backend "mosaic_gpu", whatever --backend is
+    without_mlstm              h = v; all projections, the norm and the output gate remain
+    products                   without norm and output gate too: the matrix products alone
+    mlstm_kernels_limit_chunk  mlstm_kernels through jax-triton
 
 Each program is checked before it is timed, against the same layer in float32 on backend "xla" in
 layout BNTH: y and the gradient of x in the first batch entry, and the gradients of the parameters
@@ -40,7 +39,6 @@ mlstm_pallas fails, 2 when the request makes no sense, 130 after Ctrl-C.
 
 import functools
 import itertools
-import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -65,25 +63,18 @@ from mlstm_pallas.validation import BACKENDS
 DTYPE = "bfloat16"
 NORM_EPS, GATE_CAP = 1e-6, 15.0
 LAYOUTS = {"mlstm_pallas_BNTH": "BNTH", "mlstm_pallas_BTNH": "BTNH"}
-JAX_IMPLS = (*LAYOUTS, "without_mlstm", "products")
 MOSAIC_GPU = "mlstm_pallas_mosaic_gpu"  # on Hopper
-OURS = (*JAX_IMPLS, MOSAIC_GPU)
-MLSTM_KERNELS = ("mlstm_kernels_limit_chunk", "mlstm_kernels_xl_chunk")
-TORCH_IMPLS = ("torch_without_mlstm", *MLSTM_KERNELS, "fla_simple_gla")
-IMPLS = (*OURS, *TORCH_IMPLS)
-# The implementation whose layer in float32 has the expected outputs, where it is another one.
-_LIKE_BNTH = ("mlstm_pallas_BTNH", MOSAIC_GPU, *MLSTM_KERNELS)
-REFERENCES = dict.fromkeys(_LIKE_BNTH, "mlstm_pallas_BNTH")
-REFERENCES |= {"torch_without_mlstm": "without_mlstm"}
+OURS = (*LAYOUTS, "without_mlstm", "products", MOSAIC_GPU)
+PEER = "mlstm_kernels_limit_chunk"
 # Gradients that are not compared: those that `first` invents, and the gate gradients of
 # mlstm_kernels (peers.MlstmKernels.checked).
 GATES = ("input_gate", "forget_gate")
 INVENTED = ("query", "key", *GATES)
 NOT_COMPARED = {
     "without_mlstm": INVENTED,
-    "torch_without_mlstm": INVENTED,
     "products": (*INVENTED, "output_gate"),
-} | dict.fromkeys(MLSTM_KERNELS, GATES)
+    PEER: GATES,
+}
 # Rounding to bfloat16 is an error of 2**-8 / 3**0.5 relative to the power of two below, 1.7e-3 of
 # the norm of an array. The layer rounds up to 11 arrays on the way to y outside of the mLSTM: q, k,
 # v, the projections of three gates, y, and four between h and the last product. The errors are
@@ -93,7 +84,7 @@ GRADIENT_TOLERANCE = TOLERANCES[DTYPE][1]
 
 
 class Params(NamedTuple):
-    """Parameters of the layer, JAX or torch arrays."""
+    """Parameters of the layer."""
 
     query: Any  # (E, NH * DHQK)
     key: Any
@@ -142,7 +133,7 @@ def elementwise_bytes(shape: Shape, direction: str) -> int:
     return {"fwd": forward, "fwbw": forward + backward}[direction]
 
 
-# ---------------------------------------------------------------- the layer in JAX
+# ---------------------------------------------------------------- the layer
 
 
 @jax.custom_vjp
@@ -158,20 +149,16 @@ first.defvjp(lambda x, *others: (x, others), lambda others, dx: (dx, *others))
 
 
 def mlstm(impl: str, backend: str, q, k, v, i, f) -> jax.Array:
-    options = dict(layout="BTNH", backend=backend)
-    if impl == "fla_simple_gla":
-        # Its function has no normaliser, and here an input gate of sigmoid(100) = 1.
-        i = jnp.full_like(i, 100.0)
-        gate = dict(input_gate="sigmoid", normalize=False)
-        return mlstm_chunkwise(q, k, v, i, f, **gate, **options)
+    if impl == PEER:
+        return peers.limit_chunk(q, k, v, i, f)
     if impl == MOSAIC_GPU or LAYOUTS[impl] == "BTNH":
-        return mlstm_chunkwise(q, k, v, i, f, **options)
+        return mlstm_chunkwise(q, k, v, i, f, layout="BTNH", backend=backend)
     q, k, v, i, f = (jnp.swapaxes(y, 1, 2) for y in (q, k, v, i, f))
     return jnp.swapaxes(mlstm_chunkwise(q, k, v, i, f, backend=backend), 1, 2)
 
 
 def layer(
-    impl: str, norm: str, backend: str, p: Params, x: jax.Array
+    impl: str, backend: str, p: Params, x: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """y, and the projections that y does not depend on."""
 
@@ -189,17 +176,15 @@ def layer(
     unused = (q, k, i, f) if impl == "without_mlstm" else ()
     h = first(v, *unused) if unused else mlstm(impl, backend, q, k, v, i, f)
     h = h.astype(jnp.float32)
-    if norm == "layer":
-        h -= jnp.mean(h, -1, keepdims=True)
     h *= jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + NORM_EPS)
     h = h.reshape(x.shape) * p.norm_scale.astype(jnp.float32)
     h *= jax.nn.sigmoid(o.astype(jnp.float32))
     return h.astype(x.dtype) @ p.output, unused
 
 
-def outputs_of(impl: str, norm: str, backend: str, direction: str) -> Callable[[Inputs], Any]:
+def outputs_of(impl: str, backend: str, direction: str) -> Callable[[Inputs], Any]:
     """inputs -> (y, unused projections), or (y, gradients of the parameters, gradient of x)."""
-    of_params_and_x = functools.partial(layer, impl, norm, backend)
+    of_params_and_x = functools.partial(layer, impl, backend)
 
     def forward_backward(inputs):
         y, vjp, _ = jax.vjp(of_params_and_x, inputs.params, inputs.x, has_aux=True)
@@ -211,12 +196,9 @@ def outputs_of(impl: str, norm: str, backend: str, direction: str) -> Callable[[
     return forward if direction == "fwd" else forward_backward
 
 
-class JaxLayer(peers.JaxImplementation):
-    note = ""
-
-    def __init__(self, impl: str, norm: str, backend: str):
-        self.reference = REFERENCES.get(impl, impl)
-        self.function = functools.partial(outputs_of, impl, norm, backend)
+class Layer(peers.JaxImplementation):
+    def __init__(self, impl: str, backend: str):
+        self.function = functools.partial(outputs_of, impl, backend)
 
     def computation(self, inputs, direction):
         return self.function(direction), [inputs]
@@ -226,94 +208,6 @@ class JaxLayer(peers.JaxImplementation):
         super().build(inputs, direction)
         return lambda dy: self.compiled(inputs._replace(dy=dy))
 
-    def array(self, output: Any) -> jax.Array:
-        return output
-
-
-# ---------------------------------------------------------------- the layer in torch
-
-
-class TorchWithout(peers.TorchPeer):
-    """The counterpart of `first`."""
-
-    name, oracle, modules = "torch_without_mlstm", "", ()
-
-    def forward(self, q, k, v, i, f):
-        class First(self.torch.autograd.Function):
-            @staticmethod
-            def forward(context, x, *others):
-                context.save_for_backward(*others)
-                return x.view_as(x)
-
-            @staticmethod
-            def backward(context, dx):
-                return dx, *context.saved_tensors
-
-        return First.apply(v, q, k, i, f)
-
-
-class TorchLayer:
-    """The arrays are those of JAX, not copies."""
-
-    def __init__(self, impl: str, norm: str, compiled: bool):
-        # Raises where the package or the GPU is missing.
-        self.peer = peers.PEERS.get(impl, TorchWithout)()
-        self.reference = REFERENCES.get(impl, impl)
-        self.norm, self.note = norm, "other function" if impl == "fla_simple_gla" else ""
-        # torch stops compiling a function after eight variants of it.
-        self.peer.torch.compiler.reset()
-        self.finish = self.peer.torch.compile(self.after_mlstm) if compiled else self.after_mlstm
-        self.versions, self.synchronise = self.peer.versions, self.peer.synchronise
-        self.peak_memory_bytes = self.peer.peak_memory_bytes
-
-    def mlstm(self, q, k, v, i, f):
-        if isinstance(self.peer, peers.MlstmKernels):
-            B, S, NH, K = q.shape
-            shape = Shape(B, NH, S, K, v.shape[-1])
-            peers.check_state_size(shape, self.peer.config["chunk_size"])
-            return self.peer.forward(*(y.transpose(1, 2) for y in (q, k, v, i, f))).transpose(1, 2)
-        if isinstance(self.peer, peers.SimpleGLA):
-            return self.peer.forward(q, k, v, self.peer.torch.nn.functional.logsigmoid(f))
-        return self.peer.forward(q, k, v, i, f)
-
-    def after_mlstm(self, p, x, h):
-        functional = self.peer.torch.nn.functional
-        norm = functional.rms_norm if self.norm == "rms" else functional.layer_norm
-        h = norm(h, h.shape[-1:], eps=NORM_EPS).flatten(2)
-        return (h * p.norm_scale * (x @ p.output_gate).sigmoid()) @ p.output
-
-    def layer(self, p, x):
-        def heads(w):
-            return (x @ w).unflatten(-1, (p.input_bias.numel(), -1))
-
-        def gate(w, b):
-            return GATE_CAP * (((x @ w).float() + b.float()) / GATE_CAP).tanh()
-
-        gates = gate(p.input_gate, p.input_bias), gate(p.forget_gate, p.forget_bias)
-        return self.finish(p, x, self.mlstm(heads(p.query), heads(p.key), heads(p.value), *gates))
-
-    def build(self, inputs, direction):
-        torch = self.peer.torch
-        torch.cuda.empty_cache()
-        p, x, _ = jax.tree.map(torch.from_dlpack, inputs)
-
-        def forward(_):
-            with torch.no_grad():
-                return self.layer(p, x), ()
-
-        def forward_backward(dy):
-            y = self.layer(p, x)
-            options = dict(allow_unused=True, materialize_grads=True)
-            *dp, dx = torch.autograd.grad(y, (*p, x), torch.from_dlpack(dy), **options)
-            return y.detach(), Params(*dp), dx
-
-        for y in (*p, x):
-            y.requires_grad_(direction == "fwbw")
-        return forward if direction == "fwd" else forward_backward
-
-    def array(self, output):
-        return jnp.from_dlpack(output.contiguous())
-
 
 # ---------------------------------------------------------------- checking and measuring
 
@@ -321,10 +215,9 @@ class TorchLayer:
 class Case:
     """Inputs, and the expected outputs of their first batch entry."""
 
-    def __init__(self, shape: Shape, norm: str, directions: Sequence[str]):
+    def __init__(self, shape: Shape, directions: Sequence[str]):
         self.inputs = jax.block_until_ready(random_inputs(shape))
         self.masked_dy = jax.block_until_ready(self.inputs.dy.at[1:].set(0))
-        self.norm = norm
         self.direction = max(directions, key=len)  # "fwbw" has all outputs of "fwd"
         self.of_first_layout: dict[str, dict[str, jax.Array]] = {}  # by direction
         self.expected = functools.cache(self._expected)
@@ -332,12 +225,12 @@ class Case:
     def _expected(self, impl: str) -> dict[str, jax.Array]:
         p, x, dy = self.inputs
         inputs = jax.tree.map(lambda y: y.astype(jnp.float32), Inputs(p, x[:1], dy[:1]))
-        function = outputs_of(impl, self.norm, "xla", self.direction)
+        function = outputs_of(impl, "xla", self.direction)
         with jax.default_matmul_precision("highest"):
             return named(jax.jit(function)(inputs))
 
 
-def named(outputs: Any, array: Callable[[Any], jax.Array] = lambda y: y) -> dict[str, jax.Array]:
+def named(outputs: Any) -> dict[str, jax.Array]:
     """y and the gradients by name in float32, of y and x those of the first batch entry.
 
     y and the gradient of x are those of the first batch entry. A gate's matrix and bias are one
@@ -348,7 +241,7 @@ def named(outputs: Any, array: Callable[[Any], jax.Array] = lambda y: y) -> dict
     if backward := len(outputs) == 3:
         _, dp, dx = outputs
         arrays |= dp._asdict() | {"x": dx[:1]}
-    arrays = {name: array(y).astype(jnp.float32) for name, y in arrays.items()}
+    arrays = {name: y.astype(jnp.float32) for name, y in arrays.items()}
     for gate in GATES if backward else ():
         arrays[gate] = jnp.vstack([arrays[gate], arrays.pop(gate.replace("gate", "bias"))])
     return arrays
@@ -366,15 +259,15 @@ def relative_errors(
 def measure(row: Row, case: Case, options: flags.FlagValues) -> None:
     """Fills the row; does not time a wrong output."""
     impl, inputs = row["impl"], case.inputs
-    if impl in OURS:
-        built: JaxLayer | TorchLayer = JaxLayer(impl, options.norm, row["backend"])
-    else:
-        built = TorchLayer(impl, options.norm, options.torch_compile)
-    build = inputs, row["direction"]
-    run, outputs = runner.first_call(row, built, *build, run=lambda run: run(case.masked_dy))
-    arrays = named(outputs, built.array)
+    build = Layer(impl, row["backend"]), inputs, row["direction"]
+    run, outputs = runner.first_call(row, *build, run=lambda run: run(case.masked_dy))
+    if impl == PEER:
+        row["versions"] |= peers.jax_triton_versions()
+    arrays = named(outputs)
     del outputs
-    errors = relative_errors(arrays, case.expected(built.reference), NOT_COMPARED.get(impl, ()))
+    # The layer in float32 of one layout has the expected outputs of all that have an mLSTM.
+    like = impl if impl in ("without_mlstm", "products") else "mlstm_pallas_BNTH"
+    errors = relative_errors(arrays, case.expected(like), NOT_COMPARED.get(impl, ()))
     if impl in LAYOUTS:
         of_first_layout = case.of_first_layout.setdefault(row["direction"], arrays)
         if of_first_layout is not arrays:
@@ -383,8 +276,7 @@ def measure(row: Row, case: Case, options: flags.FlagValues) -> None:
     limits = (OUTPUT_TOLERANCE if name[0] == "y" else GRADIENT_TOLERANCE for name in errors)
     runner.check(row, errors, dict(zip(errors, limits, strict=True)))
     del arrays
-    row["note"] = built.note
-    seconds = runner.measure(row, built, lambda: run(inputs.dy), options.repeats)
+    seconds = runner.measure(row, build[0], lambda: run(inputs.dy), options.repeats)
     row["tokens_per_s"] = row["shape"].B * row["shape"].S / seconds
     floor = row["product_floor_ms"]
     row["product_pct"] = floor and 100 * floor / row["ms"]
@@ -394,21 +286,21 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
     """A row for each shape, direction and implementation."""
     device, gpu = jax.devices()[0], runner.on_gpu()
     hopper = gpu_of(device).hopper
-    impls = options.impl or [name for name in IMPLS if hopper or name != MOSAIC_GPU]
+    impls = options.impl or [x for x in (*OURS, PEER) if hopper or x != MOSAIC_GPU]
     backend = options.backend or ("triton" if gpu else "xla")
     runner.check_gpu([*impls, backend])
     rates = roofline.device_rates(device.device_kind, DTYPE)
     named_shapes = shapes.named(options.shape, "7b-8k" if gpu else "2x2x64x16x32")
     for name, shape in named_shapes.items():
-        case = Case(shape, options.norm, options.direction)
+        case = Case(shape, options.direction)
         for direction, impl in itertools.product(options.direction, impls):
             ours = impl in OURS
             need = product_flops(shape, direction), elementwise_bytes(shape, direction)
             floors = [rate and 1e3 * x / rate for x, rate in zip(need, rates, strict=True)]
             what = dict(zip(("product_flops", "elementwise_bytes"), need, strict=True))
             what |= dict(zip(("product_floor_ms", "elementwise_floor_ms"), floors, strict=True))
-            what["backend"] = "mosaic_gpu" if impl == MOSAIC_GPU else backend if ours else "torch"
-            what |= dict(direction=direction, dtype=DTYPE, norm=options.norm)
+            what["backend"] = "mosaic_gpu" if impl == MOSAIC_GPU else backend
+            what |= dict(direction=direction, dtype=DTYPE)
             row = runner.new_row(options, name, shape, impl, **what)
             yield runner.attempt(row, ours, measure, case, options)
 
@@ -418,7 +310,6 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
 
 COLUMNS = {
     "shape": ("name", ""),
-    "norm": ("norm", ""),
     "direction": ("direction", ""),
     "impl": ("impl", ""),
     "ms": ("ms", ".3f"),
@@ -433,7 +324,7 @@ COLUMNS = {
 
 
 def panel(row: Row) -> str:
-    return f"{row['name']}, {row['norm']} norm, {DIRECTIONS[row['direction']]}"
+    return f"{row['name']}, {DIRECTIONS[row['direction']]}"
 
 
 def remainders(rows: Sequence[Row]) -> None:
@@ -463,10 +354,8 @@ def plot(rows: Sequence[Row], path: str) -> None:
 
 def define_flags(define: command.Define) -> None:
     backend = "Of mlstm_pallas; none: triton, without a GPU xla."
-    define.names("impl", [], IMPLS, "none: all that the device runs.")
-    define.enum("norm", "rms", ["rms", "layer"], "Norm of each head.")
+    define.names("impl", [], (*OURS, PEER), "none: all that the device runs.")
     define.enum("backend", None, list(BACKENDS), backend)
-    define.bool("torch_compile", True, "Compile what follows the mLSTM in torch.")
     define.shared("shape", "repeats", "commit", "from_jsonl", "jsonl", "plot", direction="fwd,fwbw")
 
 
@@ -476,6 +365,4 @@ def run(options: flags.FlagValues) -> int:
 
 
 if __name__ == "__main__":
-    # Peers in torch need memory on the same device.
-    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
     command.main(define_flags, run)

@@ -356,6 +356,24 @@ class LimitChunk(MlstmKernels):
     config = MappingProxyType(dict(chunk_size=64))
 
 
+def limit_chunk(q, k, v, i, f):
+    """mlstm_kernels (NX-AI) in JAX, through jax-triton; arrays are (B, S, NH, ...).
+
+    Its xl_chunk in JAX takes no number of warps, and with the default the LLVM inside triton 3.6.0
+    stops on an assertion, and the process with it.
+    """
+    B, S, NH, K = q.shape
+    check_state_size(Shape(B, NH, S, K, v.shape[-1]), LimitChunk.config["chunk_size"])
+    module = importlib.import_module("mlstm_kernels.jax.chunkwise")
+    arrays = (jnp.swapaxes(x, 1, 2) for x in (q, k, v, i, f))
+    options = dict(eps=1e-6, autocast_kernel_dtype=q.dtype, **LimitChunk.config)
+    return jnp.swapaxes(module.mlstm_chunkwise__limit_chunk(*arrays, **options), 1, 2)
+
+
+def jax_triton_versions() -> dict[str, str]:
+    return {name: metadata.version(name) for name in ("mlstm_kernels", "jax-triton", "triton")}
+
+
 class XLChunk(MlstmKernels):
     name, function = "mlstm_kernels_xl_chunk", "mlstm_chunkwise__xl_chunk"
     # With 4 warps the LLVM inside triton 3.6.0 stops on an assertion, and the process with it.
@@ -399,63 +417,31 @@ def attention_heads(shape: Shape) -> int:
     return width // ATTENTION_HEAD
 
 
-def attention_inputs(inputs: Inputs) -> list[jax.Array]:
-    """q, k, v and the cotangent, (B, S, heads, 128)."""
-    B, _, S, _, _ = inputs.shape
-    heads = attention_heads(inputs.shape)
-    widths = (jnp.flip(inputs.v, 2), jnp.flip(inputs.v, 3), inputs.v, inputs.dh)
-    return [jnp.swapaxes(x, 1, 2).reshape(B, S, heads, ATTENTION_HEAD) for x in widths]
+class TorchAttentionCudnn(TorchPeer):
+    """Causal softmax attention of the same width, by cuDNN."""
 
-
-class Attention(Implementation):
-    """Causal softmax attention of the same width."""
-
-    oracle, outputs = "causal_attention", ("o", "dq", "dk", "dv")
+    name, modules, oracle = "torch_sdpa_cudnn", ("torch.nn.attention",), "causal_attention"
+    outputs = ("o", "dq", "dk", "dv")
 
     def phases(self, shape, itemsize, direction):
         sizes = shape.B, attention_heads(shape), shape.S, ATTENTION_HEAD
         return roofline.attention(*sizes, itemsize, direction)
 
-    def oracle_arguments(self, inputs):
-        *args, cotangent = (jnp.swapaxes(x, 1, 2) for x in attention_inputs(inputs))
+    def arguments(self, inputs):
+        """q, k, v and the cotangent, (B, heads, S, 128)."""
+        B, _, S, _, _ = inputs.shape
+        heads = attention_heads(inputs.shape)
+        widths = (jnp.flip(inputs.v, 2), jnp.flip(inputs.v, 3), inputs.v, inputs.dh)
+        widths = (jnp.swapaxes(x, 1, 2).reshape(B, S, heads, ATTENTION_HEAD) for x in widths)
+        *args, cotangent = (jnp.swapaxes(x, 1, 2) for x in widths)
         return args, cotangent
 
-
-class TorchAttention(Attention, TorchPeer):
-    modules = ("torch.nn.attention",)
-    backend: str
-
-    def arguments(self, inputs):
-        return self.oracle_arguments(inputs)
+    oracle_arguments = arguments
 
     def forward(self, q, k, v):
-        with self.module.sdpa_kernel(getattr(self.module.SDPBackend, self.backend)):
+        with self.module.sdpa_kernel(self.module.SDPBackend.CUDNN_ATTENTION):
             return self.torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
-class TorchAttentionCudnn(TorchAttention):
-    name, backend = "torch_sdpa_cudnn", "CUDNN_ATTENTION"
-
-
-class TorchAttentionFlash(TorchAttention):
-    name, backend = "torch_sdpa_flash", "FLASH_ATTENTION"
-
-
-class JaxCudnnAttention(Attention, JaxImplementation):
-    name = "jax_cudnn_attention"
-
-    def heads(self, outputs, index):
-        return super().heads([jnp.swapaxes(x, 1, 2) for x in outputs], index)
-
-    def computation(self, inputs, direction):
-        def forward(q, k, v):
-            return jax.nn.dot_product_attention(q, k, v, is_causal=True, implementation="cudnn")
-
-        return directed(forward, attention_inputs(inputs), direction)
-
-
-_PEERS = (
-    *(LimitChunk, XLChunk, XLChunkSiging, SimpleGLA),
-    *(TorchAttentionCudnn, TorchAttentionFlash, JaxCudnnAttention),
-)
+_PEERS = LimitChunk, XLChunk, XLChunkSiging, SimpleGLA, TorchAttentionCudnn
 PEERS: dict[str, Callable[[], Implementation]] = {peer.name: peer for peer in _PEERS}

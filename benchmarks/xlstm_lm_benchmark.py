@@ -30,10 +30,8 @@ or mlstm_pallas fails, 2 when the request makes no sense, 130 after Ctrl-C.
 
 import dataclasses
 import functools
-import importlib
 import time
 from collections.abc import Callable, Iterator, Sequence
-from importlib import metadata
 from typing import Any, NamedTuple
 
 import command
@@ -202,28 +200,7 @@ def ours(backend: str, recompute_states_in_bw: bool) -> MLSTM:
     return functools.partial(mlstm_chunkwise, layout="BTNH", **options)
 
 
-CHUNK_SIZE = 64  # of limit_chunk
-
-
-def limit_chunk(shape: Shape) -> MLSTM:
-    """mlstm_kernels (NX-AI) through jax-triton. Raises where a package is missing.
-
-    Its xl_chunk in JAX takes no number of warps, and with the default the LLVM inside triton 3.6.0
-    stops on an assertion, and the process with it.
-    """
-    peers.check_state_size(shape, CHUNK_SIZE)
-    function = importlib.import_module("mlstm_kernels.jax.chunkwise").mlstm_chunkwise__limit_chunk
-
-    def mlstm(q, k, v, i, f):
-        arrays = (jnp.swapaxes(x, 1, 2) for x in (q, k, v, i, f))
-        options = dict(eps=1e-6, chunk_size=CHUNK_SIZE, autocast_kernel_dtype=jnp.dtype(DTYPE))
-        return jnp.swapaxes(function(*arrays, **options), 1, 2)
-
-    return mlstm
-
-
-PEERS = {"mlstm_kernels_limit_chunk": limit_chunk}
-PEER_PACKAGES = ("mlstm_kernels", "jax-triton", "triton")
+PEERS: dict[str, MLSTM] = {"mlstm_kernels_limit_chunk": peers.limit_chunk}
 
 
 # ---------------------------------------------------------------- the training step
@@ -268,13 +245,11 @@ def train_step(network: LanguageModel, state: State, tokens: jax.Array) -> tuple
 # ---------------------------------------------------------------- measuring
 
 
-def measure(
-    row: Row, mlstm_of: Callable[[], MLSTM], model: Model, first: Row, options: flags.FlagValues
-) -> None:
+def measure(row: Row, mlstm: MLSTM, model: Model, first: Row, options: flags.FlagValues) -> None:
     """Fills the row and compares it with the first one, {} if there is none."""
     B, _, S, *_ = row["shape"]
     tokens = jax.random.randint(jax.random.key(1), (B, S + 1), 0, model.vocabulary)
-    network = LanguageModel(model, mlstm_of())
+    network = LanguageModel(model, mlstm)
     state = jax.block_until_ready(initial_state(model))
     start = time.perf_counter()
     step = jax.jit(functools.partial(train_step, network), donate_argnums=0)
@@ -301,7 +276,7 @@ def measure(
         measured_pct=measured and 100 * row["flops"] / seconds / measured,
     )
     if row["impl"] in PEERS:
-        row["versions"] |= {name: metadata.version(name) for name in PEER_PACKAGES}
+        row["versions"] |= peers.jax_triton_versions()
     compare(row, first or row)
 
 
@@ -336,11 +311,8 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
         for recompute in options.recompute_states_in_bw if is_ours else [None]:
             what = dict(recompute_states_in_bw=recompute, direction="train", dtype=DTYPE)
             row = runner.new_row(options, name, shape, impl, **what, **sizes)
-            if is_ours:
-                mlstm_of = functools.partial(ours, impl, recompute)
-            else:
-                mlstm_of = functools.partial(PEERS[impl], shape)
-            yield runner.attempt(row, is_ours, measure, mlstm_of, model, first, options)
+            mlstm = ours(impl, recompute) if is_ours else PEERS[impl]
+            yield runner.attempt(row, is_ours, measure, mlstm, model, first, options)
             first = first or (row if row["status"] == "ok" else {})
 
 

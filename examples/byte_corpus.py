@@ -16,42 +16,23 @@ class CorpusError(ValueError):
     """The corpus cannot be trained on."""
 
 
-def corpus_files(corpus: Path | None) -> dict[str, Path]:
-    """Name -> file, sorted.
-
-    ``corpus`` is a file, or a folder of which all files count, those of its folders too. None: the
-    standard library's sources.
-    """
-    if corpus is None:
-        root = Path(sysconfig.get_path("stdlib"))
-        paths = root.rglob("*.py")
-        files = [x for x in paths if not NOT_EVERYWHERE & set(x.relative_to(root).parts)]
-    elif corpus.is_dir():
-        root, files = corpus, [path for path in corpus.rglob("*") if path.is_file()]
-    else:
-        root, files = corpus.parent, [corpus]
-    names = {path.relative_to(root).as_posix(): path for path in files}
-    return dict(sorted(names.items()))
-
-
-def split_files(names: list[str]) -> tuple[list[str], list[str]]:
-    """Names for training and held-out names, at least one of each.
-
-    The held-out names are those of the lowest hashes, so that a new file moves few others.
-    """
-
-    def digest(name: str) -> bytes:
-        return hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()
-
-    ranked = sorted(names, key=digest)
-    count = max(1, len(names) // HELD_OUT_SHARE)
-    return sorted(ranked[count:]), sorted(ranked[:count])
+def corpus_files(corpus: Path | None) -> dict[bytes, Path]:
+    """Name -> file. ``corpus`` is a file or a folder; None: the standard library's sources."""
+    root = corpus or Path(sysconfig.get_path("stdlib"))
+    paths = root.rglob("*" if corpus else "*.py") if root.is_dir() else [root]
+    names = {path.relative_to(root): path for path in paths if not path.is_dir()}
+    return {
+        name.as_posix().encode("utf-8", "surrogateescape"): path
+        for name, path in names.items()
+        if corpus or not NOT_EVERYWHERE & set(name.parts)
+    }
 
 
 def read_corpus(corpus: Path | None, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
     """Training and held-out text, each uint8 (bytes,) with more than seq_len bytes.
 
-    No file is in both, unless there is only one.
+    No file is in both, unless there is only one. Held out are the files whose names have the lowest
+    hashes, so that a new file moves few others.
 
     Raises:
       CorpusError: too little text.
@@ -67,8 +48,10 @@ def read_corpus(corpus: Path | None, seq_len: int) -> tuple[np.ndarray, np.ndarr
         cut = len(text) - len(text) // HELD_OUT_SHARE
         train, held_out = text[:cut], text[cut:]
     else:
-        parts = split_files(list(texts))
-        train, held_out = (b"\n".join(texts[name] for name in names) for names in parts)
+        ranked = sorted(texts, key=lambda name: hashlib.sha256(name).digest())
+        count = max(1, len(texts) // HELD_OUT_SHARE)
+        parts = ranked[count:], ranked[:count]
+        train, held_out = (b"\n".join(texts[name] for name in sorted(names)) for names in parts)
     for part, text in (("training", train), ("held-out", held_out)):
         if len(text) <= seq_len:
             size = f"{len(text)} bytes of {part} text"

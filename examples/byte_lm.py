@@ -1,217 +1,158 @@
 """The byte-level xLSTM that train_byte_lm.py trains: the model, one training step, generation.
 
-The model follows xLSTM (arXiv:2405.04517) in the form of xLSTM-7B (arXiv:2503.13427).
+The model follows xLSTM (arXiv:2405.04517) in the form of xLSTM-7B (arXiv:2503.13427). Parameters
+are a dictionary; those of the layers are stacked, for one scan over the layers.
 """
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from byte_corpus import VOCABULARY
-from byte_lm_mesh import HEADS, RESIDUAL_STREAM, state_shardings
-from flax import nnx
-from jax.sharding import Mesh, NamedSharding
+from byte_lm_mesh import HEADS, RESIDUAL_STREAM, constrained, specs
+from jax.nn.initializers import normal, variance_scaling
+from jax.sharding import Mesh
 
 from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_step
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
 
-State = tuple[jax.Array, jax.Array, jax.Array]  # c (B, NH, DHQK, DHV), n (B, NH, DHQK), m (B, NH)
+Params = dict[str, Any]
+States = tuple[jax.Array, ...]  # c (layers, B, NH, DHQK, DHV), n (.., DHQK), m (layers, B, NH)
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of the model, how its mLSTM runs, and on which devices.
-
-    mesh None: the devices of the arrays.
-    """
+    """Sizes of the model, how its mLSTM runs, and on which devices."""
 
     layers: int
     embedding_dim: int
     heads: int
     qk_dim: int  # of all heads
     mlp_dim: int
+    mesh: Mesh
     chunk_size: int | None = None
     dtype: str = "float32"
     backend: str | None = None
-    mesh: Mesh | None = None
 
 
-def residual_init(config: ModelConfig) -> nnx.Initializer:
-    """For the 2 * layers matrices that add to the residual stream.
+def initial_params(config: ModelConfig, key: jax.Array) -> Params:
+    """Input gates almost closed, forget gates from short to long memory, as xLSTM-7B starts.
 
-    Their sum has the variance of one matrix with the usual scale.
+    The matrices that add to the residual stream are small, so that their sum over the layers has
+    the variance of one matrix with the usual scale.
     """
-    return nnx.initializers.variance_scaling(0.5 / config.layers, "fan_in", "truncated_normal")
+    layers, D, NH = config.layers, config.embedding_dim, config.heads
+    up, residual, gate = (D, config.mlp_dim), 0.5 / layers, (D, NH, 4e-4 * D)
+    matrices = dict(query=(D, config.qk_dim), key=(D, config.qk_dim), value=(D, D), gate=up, up=up)
+    matrices |= dict(output_gate=(D, D), input_gate=gate, forget_gate=gate)
+    matrices |= dict(output=(D, D, residual), down=(config.mlp_dim, D, residual))
+
+    def matrix(key, rows, columns, scale=1.0, *stack):
+        init = variance_scaling(scale, "fan_in", "truncated_normal", batch_axis=range(len(stack)))
+        return init(key, (*stack, rows, columns))
+
+    embedding_key, unembedding_key, *keys = jax.random.split(key, 2 + len(matrices))
+    blocks = {
+        name: matrix(key, *shape[:2], *(shape[2:] or [1.0]), layers)
+        for key, (name, shape) in zip(keys, matrices.items(), strict=True)
+    }
+    for name in ("mlstm_norm", "mlp_norm", "head_norm"):
+        blocks[name] = jnp.ones((layers, D))
+    blocks["input_bias"] = jnp.full((layers, NH), -10.0, jnp.float32)
+    blocks["forget_bias"] = jnp.tile(jnp.linspace(3.0, 6.0, NH), (layers, 1))
+    embedding = normal(0.1)(embedding_key, (VOCABULARY, D))
+    unembedding = matrix(unembedding_key, D, VOCABULARY)
+    return dict(blocks=blocks, embedding=embedding, norm=jnp.ones(D), unembedding=unembedding)
 
 
-def whole_mlstm(mesh: Mesh | None, options: dict[str, Any]) -> Callable[..., jax.Array]:
-    """(q, k, v, i, f) -> h of whole sequences.
+def rms_norm(x: jax.Array, scale: jax.Array | float) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.mean(x * x, -1, keepdims=True) + 1e-6) * scale
 
-    Each device computes its shard of the batch, the heads and the steps.
+
+def mlstm_layer(
+    config: ModelConfig, p: Params, x: jax.Array, state: States | None
+) -> tuple[jax.Array, States | None]:
+    """x (B, S, D) and the state before it (None: zeros) -> (B, S, D) and the state after it.
+
+    The state after it is None where that before it is.
     """
-    if mesh is None:
-        return functools.partial(mlstm_chunkwise, **options)
-    if mesh.shape["sequence"] == 1:
-        shard = functools.partial(mlstm_chunkwise, **options)
+
+    def heads(name):  # (B, S, NH, DH)
+        return (x @ p[name]).reshape(*x.shape[:2], config.heads, -1).astype(config.dtype)
+
+    def gate(name):  # (B, S, NH), soft-capped
+        return 15.0 * jnp.tanh((x @ p[f"{name}_gate"] + p[f"{name}_bias"]) / 15.0)
+
+    inputs = heads("query"), heads("key"), heads("value"), gate("input"), gate("forget")
+    options = dict(chunk_size=config.chunk_size, layout="BTNH", backend=config.backend)
+    if state is None:  # each device computes its shard of the batch, the heads and the steps
+        function = mlstm_chunkwise
+        if config.mesh.shape["sequence"] > 1:
+            function = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="sequence")
+        shard = functools.partial(function, **options)
+        specs = dict(mesh=config.mesh, in_specs=HEADS, out_specs=HEADS)
+        h = jax.shard_map(shard, **specs)(*inputs)
+    elif x.shape[1] == 1:
+        step = (y[:, 0] for y in inputs)
+        h, state = mlstm_recurrent_step(*step, *state, backend=config.backend)
     else:
-        parallel = mlstm_chunkwise_sequence_parallel
-        shard = functools.partial(parallel, axis_name="sequence", **options)
-    return jax.shard_map(shard, mesh=mesh, in_specs=HEADS, out_specs=HEADS)
+        h, state = mlstm_chunkwise(*inputs, *state, return_last_states=True, **options)
+    h = h.reshape(*x.shape[:2], config.heads, -1).astype(x.dtype)
+    h = rms_norm(h, 1.0).reshape(x.shape) * p["head_norm"]
+    return (jax.nn.sigmoid(x @ p["output_gate"]) * h) @ p["output"], state
 
 
-class MLSTMLayer(nnx.Module):
-    """Projections and gates, the mLSTM, a norm of each head, an output gate."""
+def logits_of(
+    config: ModelConfig, params: Params, tokens: jax.Array, states: States | None = None
+) -> tuple[jax.Array, States | None]:
+    """tokens (B, S) and the states before them -> logits (B, S, 256) and the states after them.
 
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        D, NH = config.embedding_dim, config.heads
-        linear = functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
-        self.config = config
-        self.query, self.key = linear(D, config.qk_dim), linear(D, config.qk_dim)
-        self.value = linear(D, D)
-        narrow = nnx.initializers.normal(0.02)
-        gate = functools.partial(nnx.Linear, D, NH, kernel_init=narrow, rngs=rngs)
+    The states after them are None where there are none before them.
+    """
 
-        def forget_bias(key, shape, dtype):
-            return jnp.linspace(3.0, 6.0, *shape, dtype=dtype)
-
-        # As xLSTM-7B starts: input gates almost closed, forget gates from short to long memory.
-        self.input_gate = gate(bias_init=nnx.initializers.constant(-10.0))
-        self.forget_gate = gate(bias_init=forget_bias)
-        self.head_norm = nnx.RMSNorm(D // NH, use_scale=False, rngs=rngs)
-        self.head_scale = nnx.Param(jnp.ones(D))
-        self.output_gate = linear(D, D)
-        self.output = linear(D, D, kernel_init=residual_init(config))
-
-    def __call__(self, x: jax.Array, state: State | None) -> tuple[jax.Array, State | None]:
-        """x (B, S, D) and the state before it (None: zeros) -> (B, S, D) and the state after it.
-
-        The state after it is None where that before it is.
-        """
-        config = self.config
-
-        def heads(y):  # (B, S, NH * DH) -> (B, S, NH, DH)
-            return y.reshape(*y.shape[:2], config.heads, -1).astype(config.dtype)
-
-        def gate(y):  # (B, S, NH), soft-capped
-            return 15.0 * jnp.tanh(y / 15.0)
-
-        qkv = (heads(project(x)) for project in (self.query, self.key, self.value))
-        inputs = *qkv, gate(self.input_gate(x)), gate(self.forget_gate(x))
-        options = dict(chunk_size=config.chunk_size, layout="BTNH", backend=config.backend)
-        if state is None:
-            h = whole_mlstm(config.mesh, options)(*inputs)
-        elif x.shape[1] == 1:
-            step = (y[:, 0] for y in inputs)
-            h, state = mlstm_recurrent_step(*step, *state, backend=config.backend)
-            h = h[:, None]
-        else:
-            h, state = mlstm_chunkwise(*inputs, *state, return_last_states=True, **options)
-        h = self.head_norm(h.astype(x.dtype)).reshape(x.shape) * self.head_scale
-        return self.output(jax.nn.sigmoid(self.output_gate(x)) * h), state
-
-
-class GatedMLP(nnx.Module):
-    """SwiGLU."""
-
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        D, linear = config.embedding_dim, functools.partial(nnx.Linear, use_bias=False, rngs=rngs)
-        self.gate, self.up = linear(D, config.mlp_dim), linear(D, config.mlp_dim)
-        self.down = linear(config.mlp_dim, D, kernel_init=residual_init(config))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        """x (B, S, D) -> (B, S, D)."""
-        return self.down(jax.nn.silu(self.gate(x)) * self.up(x))
-
-
-class Block(nnx.Module):
-    """An mLSTM layer and an MLP, each behind a norm and beside a residual connection."""
-
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        norms = (nnx.RMSNorm(config.embedding_dim, rngs=rngs) for _ in range(2))
-        self.mlstm_norm, self.mlp_norm = norms
-        self.mlstm, self.mlp = MLSTMLayer(config, rngs), GatedMLP(config, rngs)
-
-    def __call__(self, x: jax.Array, state: State | None) -> tuple[jax.Array, State | None]:
-        """Shapes and state as for MLSTMLayer."""
-        h, state = self.mlstm(self.mlstm_norm(x), state)
+    def block(x, layer):
+        p, state = layer
+        h, state = mlstm_layer(config, p, rms_norm(x, p["mlstm_norm"]), state)
         x = x + h
-        return x + self.mlp(self.mlp_norm(x)), state
+        y = rms_norm(x, p["mlp_norm"])
+        x = x + (jax.nn.silu(y @ p["gate"]) * (y @ p["up"])) @ p["down"]
+        return place(x), state
+
+    place = functools.partial(constrained, mesh=config.mesh, spec=RESIDUAL_STREAM)
+    x = place(params["embedding"][tokens])
+    x, states = jax.lax.scan(block, x, (params["blocks"], states))
+    return rms_norm(x, params["norm"]) @ params["unembedding"], states
 
 
-class ByteLM(nnx.Module):
-    """Bytes to logits of the byte that follows each."""
-
-    def __init__(self, config: ModelConfig, rngs: nnx.Rngs):
-        self.config = config
-        embedding = dict(embedding_init=nnx.initializers.normal(0.1), rngs=rngs)
-        self.embedding = nnx.Embed(VOCABULARY, config.embedding_dim, **embedding)
-        self.blocks = nnx.List([Block(config, rngs) for _ in range(config.layers)])
-        self.norm = nnx.RMSNorm(config.embedding_dim, rngs=rngs)
-        self.unembedding = nnx.Linear(config.embedding_dim, VOCABULARY, use_bias=False, rngs=rngs)
-
-    def initial_states(self, batch: int) -> list[State]:
-        """The states before the first byte, one for each layer."""
-        config, NH = self.config, self.config.heads
-        DHQK, DHV = config.qk_dim // NH, config.embedding_dim // NH
-        dims = (NH, DHQK, DHV), (NH, DHQK), (NH,)
-        state: State = tuple(jnp.zeros((batch, *dim)) for dim in dims)
-        return [state] * config.layers
-
-    def place(self, x: jax.Array) -> jax.Array:
-        """x (B, S, D), sharded over the mesh."""
-        mesh = self.config.mesh
-        if mesh is None:
-            return x
-        return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, RESIDUAL_STREAM))
-
-    def __call__(
-        self, tokens: jax.Array, states: list[State] | None = None
-    ) -> tuple[jax.Array, list[State | None]]:
-        """tokens (B, S) and the states before them -> logits (B, S, 256) and the states after them.
-
-        The states after them are None where there are none before them.
-        """
-        x = self.place(self.embedding(tokens))
-        after = []
-        for block, state in zip(self.blocks, states or [None] * self.config.layers, strict=True):
-            x, state = block(x, state)
-            x = self.place(x)
-            after.append(state)
-        return self.unembedding(self.norm(x)), after
-
-
-def cross_entropy(model: ByteLM, sequences: jax.Array) -> jax.Array:
+@functools.partial(jax.jit, static_argnums=0)
+def cross_entropy(config: ModelConfig, params: Params, sequences: jax.Array) -> jax.Array:
     """Mean nats per byte of sequences (B, S + 1): each byte but the first from those before it."""
     tokens = sequences.astype(jnp.int32)
-    logits, _ = model(tokens[:, :-1])
+    logits, _ = logits_of(config, params, tokens[:, :-1])
     return optax.softmax_cross_entropy_with_integer_labels(logits, tokens[:, 1:]).mean()
 
 
-evaluation_step = nnx.jit(cross_entropy)
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def train_step(
+    config: ModelConfig, optimizer: optax.GradientTransformation, state: Any, sequences: jax.Array
+) -> tuple[Any, jax.Array]:
+    """One update of (params, state of the optimizer) from sequences (B, S + 1).
 
-
-@nnx.jit
-def train_step(model: ByteLM, optimizer: nnx.Optimizer, sequences: jax.Array) -> jax.Array:
-    """One update from sequences (B, S + 1); returns the loss before it, in nats per byte."""
-    loss, gradients = nnx.value_and_grad(cross_entropy)(model, sequences)
-    optimizer.update(model, gradients)
-    mesh = model.config.mesh
+    The loss is the one before it, in nats per byte.
+    """
+    params, moments = state
+    loss, gradients = jax.value_and_grad(cross_entropy, 1)(config, params, sequences)
+    updates, moments = optimizer.update(gradients, moments, params)
+    state = optax.apply_updates(params, updates), moments
     # Without a constraint XLA may place the new state otherwise, and the next step compiles anew.
-    if mesh is not None:
-        state = nnx.state((model, optimizer))
-        placed = jax.lax.with_sharding_constraint(state, state_shardings(state, mesh))
-        nnx.update((model, optimizer), placed)
-    return loss
+    return constrained(state, config.mesh, specs(state)), loss
 
 
-@functools.partial(nnx.jit, static_argnames=("length", "temperature"))
-def generate(
-    model: ByteLM, prompt: jax.Array, key: jax.Array, *, length: int, temperature: float
-) -> jax.Array:
+@functools.partial(jax.jit, static_argnames=("config", "length", "temperature"))
+def generate(config, params, prompt, key, *, length: int, temperature: float) -> jax.Array:
     """prompt (B, S) -> the next bytes (B, length).
 
     The prompt is read by mlstm_chunkwise, each byte after it by mlstm_recurrent_step. The states
@@ -220,15 +161,18 @@ def generate(
 
     def pick(logits, key):
         if temperature == 0:
-            return jnp.argmax(logits, -1)
-        return jax.random.categorical(key, logits / temperature)
+            return jnp.argmax(logits[:, -1], -1)
+        return jax.random.categorical(key, logits[:, -1] / temperature)
 
     def step(carry, key):
         token, states = carry
-        logits, states = model(token[:, None], states)
-        return (pick(logits[:, -1], key), states), token
+        logits, states = logits_of(config, params, token[:, None], states)
+        return (pick(logits, key), states), token
 
+    heads = config.qk_dim // config.heads, config.embedding_dim // config.heads
+    rows = config.layers, prompt.shape[0], config.heads
+    states = tuple(jnp.zeros((*rows, *dims)) for dims in (heads, heads[:1], ()))
     keys = jax.random.split(key, length + 1)
-    logits, states = model(prompt, model.initial_states(prompt.shape[0]))
-    _, tokens = jax.lax.scan(step, (pick(logits[:, -1], keys[0]), states), keys[1:])
+    logits, states = logits_of(config, params, prompt, states)
+    _, tokens = jax.lax.scan(step, (pick(logits, keys[0]), states), keys[1:])
     return tokens.swapaxes(0, 1)

@@ -5,11 +5,13 @@ matrices before them and the rows of those behind them, and likewise the hidden 
 sequence splits the steps. Embedding and unembedding are on every device.
 """
 
+import functools
 import math
+from collections.abc import Sequence
+from typing import Any
 
 import jax
 import numpy as np
-from flax import nnx
 from jax.experimental import multihost_utils
 from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -17,9 +19,11 @@ from jax.sharding import PartitionSpec as P
 AXES = ("data", "tensor", "sequence")
 RESIDUAL_STREAM = P("data", "sequence")  # (B, S, D)
 HEADS = P("data", "sequence", "tensor")  # (B, S, NH, ...)
-GATES = {"input_gate", "forget_gate", "output_gate", "gate"}
-SPLIT_COLUMNS = {"query", "key", "value", "head_scale", "up"} | GATES
-SPLIT_ROWS = {"output", "down"}
+SPLIT_COLUMNS = (
+    *("query", "key", "value", "head_norm", "up", "gate"),
+    *("input_gate", "input_bias", "forget_gate", "forget_bias", "output_gate"),
+)
+SPLIT_ROWS = ("output", "down")  # of the layers: (layers, rows, columns)
 
 
 class MeshError(ValueError):
@@ -43,27 +47,22 @@ def parse_mesh(text: str) -> dict[str, int]:
     return sizes
 
 
-def mesh_size(text: str) -> int:
-    """The number of devices."""
-    return math.prod(parse_mesh(text).values())
+def mesh_of(sizes: Sequence[int], devices: Sequence[jax.Device]) -> Mesh:
+    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
-def make_mesh(text: str) -> Mesh | None:
-    """The mesh over the first devices, None for a single one.
-
-    With several processes it is over all devices.
+def make_mesh(text: str) -> Mesh:
+    """The mesh over the first devices; with several processes, over all devices.
 
     Raises:
       MeshError: too few devices, or a process without any.
     """
-    size, present, processes = mesh_size(text), jax.device_count(), jax.process_count()
+    sizes = tuple(parse_mesh(text).values())
+    size, present, processes = math.prod(sizes), jax.device_count(), jax.process_count()
     if size > present or (processes > 1 and size != present):
         where = f" in {processes} processes, which take part with all" if processes > 1 else ""
         raise MeshError(f"--mesh={text} has {size} devices, there are {present}{where}")
-    if size == 1:
-        return None
-    options = dict(axis_types=(AxisType.Auto,) * 3, devices=jax.devices()[:size])
-    return jax.make_mesh(tuple(parse_mesh(text).values()), AXES, **options)
+    return mesh_of(sizes, jax.devices()[:size])
 
 
 def spread(x: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
@@ -71,39 +70,30 @@ def spread(x: np.ndarray, mesh: Mesh, spec: P) -> jax.Array:
     return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda index: x[index])
 
 
-def settled(x: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """x; on CPU devices it is waited for.
+def specs(state: Any) -> Any:
+    """How parameters, and the optimizer's moments, which have the same names, are sharded."""
 
-    The collectives of two programs under way would wait for each other's threads there.
-    """
-    if mesh is not None and mesh.devices.flat[0].platform == "cpu":
-        return x.block_until_ready()
-    return x
+    def spec(path, x):
+        [*_, name] = jax.tree_util.keystr(path, simple=True, separator="/").split("/")
+        if name in SPLIT_COLUMNS:
+            return P(*[None] * (x.ndim - 1), "tensor")
+        return P(None, "tensor") if name in SPLIT_ROWS else P()
 
-
-def state_shardings(state: nnx.State, mesh: Mesh) -> nnx.State:
-    """Shardings of the state of a model and of its optimizer, whose moments are like parameters."""
-
-    def sharding(path, x):
-        # The last part of a path is "value", of a Variable.
-        names = set(jax.tree_util.keystr(path[:-1], simple=True, separator="/").split("/"))
-        if names & SPLIT_COLUMNS:
-            return NamedSharding(mesh, P(*[None] * (x.ndim - 1), "tensor"))
-        return NamedSharding(mesh, P("tensor") if names & SPLIT_ROWS else P())
-
-    return jax.tree.map_with_path(sharding, state)
+    return jax.tree.map_with_path(spec, state)
 
 
-def shard(modules: tuple[nnx.Module, ...], mesh: Mesh) -> None:
-    """Shards the arrays of modules, the same in every process, over the devices of the mesh."""
-    state = nnx.state(modules)
-
-    def spread_like(x, sharding):
-        return spread(np.asarray(x), mesh, sharding.spec)
-
-    nnx.update(modules, jax.tree.map(spread_like, state, state_shardings(state, mesh)))
+def shard(state: Any, mesh: Mesh) -> Any:
+    """Arrays, the same in every process, on the devices of the mesh."""
+    place = functools.partial(spread, mesh=mesh)
+    return jax.tree.map(lambda x, y: place(np.asarray(x), spec=y), state, specs(state))
 
 
-def gathered(state: nnx.State) -> nnx.State:
+def constrained(x: Any, mesh: Mesh, spec: Any) -> Any:
+    """x in a jitted function, sharded by one or more specs."""
+    shardings = jax.tree.map(functools.partial(NamedSharding, mesh), spec)
+    return jax.lax.with_sharding_constraint(x, shardings)
+
+
+def gathered(state: Any) -> Any:
     """The same arrays whole, in the memory of every process."""
     return jax.tree.map(lambda x: multihost_utils.process_allgather(x, tiled=True), state)

@@ -23,15 +23,15 @@ run = functools.partial(
 def test_what_is_left_without_the_mlstm_are_the_counted_products(impl, direction):
     shape = Shape(2, 3, 32, 16, 24)
     inputs = jax.eval_shape(lambda: layer_benchmark.random_inputs(shape))
-    jaxpr = jax.make_jaxpr(layer_benchmark.outputs_of(impl, "rms", "xla", direction))(inputs)
+    jaxpr = jax.make_jaxpr(layer_benchmark.outputs_of(impl, "xla", direction))(inputs)
     assert dot_flops(jaxpr.jaxpr) == layer_benchmark.product_flops(shape, direction)
 
 
 @pytest.mark.slow
 def test_measures_both_layouts_and_skips_a_peer_that_is_not_there(tmp_path, monkeypatch):
-    monkeypatch.setitem(peers.PEERS, "mlstm_kernels_xl_chunk", missing)
+    monkeypatch.setattr(peers, "limit_chunk", missing)
     monkeypatch.setattr(roofline, "DEVICE_RATES", {jax.devices()[0].device_kind: (1e9, 1e8)})
-    impls = *layer_benchmark.JAX_IMPLS, "mlstm_kernels_xl_chunk"
+    impls = *layer_benchmark.OURS[:4], layer_benchmark.PEER
     assert run(f"--impl={','.join(impls)}", f"--jsonl={tmp_path / 'rows'}") == 0
     *ours, peer = records(tmp_path / "rows")
     assert peer["note"] == benchmark_runs.MISSING

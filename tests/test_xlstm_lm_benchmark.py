@@ -37,11 +37,11 @@ def test_parameters_and_flops_are_those_of_the_model(name):
 def test_measures_a_model_refuses_a_peer_that_differs_and_skips_one_that_is_not_there(
     tmp_path, monkeypatch
 ):
-    def other(shape):
-        return lambda q, *others: quick_mlstm(-q, *others, layout="BTNH")
+    def other(q, *others):
+        return quick_mlstm(-q, *others, layout="BTNH")
 
     monkeypatch.setattr(benchmark, "mlstm_chunkwise", quick_mlstm)
-    monkeypatch.setattr(benchmark, "PEER_PACKAGES", ())
+    monkeypatch.setattr(benchmark.peers, "jax_triton_versions", dict)
     monkeypatch.setitem(benchmark.PEERS, "mlstm_kernels_limit_chunk", other)
     monkeypatch.setitem(benchmark.PEERS, "absent", benchmark_runs.missing)
     request = "--layers=1", "--batch=1", "--sequence=16", "--warmup=1", "--steps=2"

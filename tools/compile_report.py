@@ -636,8 +636,8 @@ COLUMNS: reporting.Columns = {
 def table_row(row: Row) -> str:
     """A line of the table."""
     flat = vars(row) | (vars(row.usage) if row.usage else {})
-    cells = zip(COLUMNS.items(), reporting.cells(flat, COLUMNS), strict=True)
-    padded = [cell.rjust(len(x)) if y else cell.ljust(len(x)) for (x, (_, y)), cell in cells]
+    cells = zip(COLUMNS, reporting.cells(flat, COLUMNS), strict=True)
+    padded = (y.rjust(len(x)) if x.startswith(" ") else y.ljust(len(x)) for x, y in cells)
     return "  ".join(padded).rstrip()
 
 
