@@ -13,14 +13,13 @@ from jax.extend.core import ClosedJaxpr, Jaxpr
 from mosaic_gpu_cases import CASES, RACE, needs_mosaic_gpu
 from oracle import cotangents_for, gradients_of_call, random_inputs
 
+from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
 from mlstm_pallas.mosaic_gpu.launch import mosaic_call, plgpu, tile_transforms
-from mlstm_pallas.mosaic_gpu.products import Products
 
 pytestmark = needs_mosaic_gpu
 
 R, STEPS, SLOTS = 64, 5, 2
-PRODUCTS = Products(interpret=True)
 
 
 def launch(kernel, name, *, warpgroups=1, **scratch):
@@ -47,7 +46,7 @@ def assert_close(x, y):
     np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-4)
 
 
-def sum_of_squares(*, guards=True, **defects):
+def sum_of_squares(**defects):
     """The sum of x_j x_j by two warpgroups, of tiles in a ring; the first one has the defects:
 
     in_loop, after_loop: how many products may run on when a slot is released.
@@ -60,24 +59,23 @@ def sum_of_squares(*, guards=True, **defects):
             for tiles in (left, right):
                 copy(x.at[pl.ds(step * R, R)], tiles)
 
-        buffers = left, right, None
-        ring = CopyRing(barriers, SLOTS, STEPS, copy_tiles, PRODUCTS, buffers if guards else [None])
+        ring = CopyRing(barriers, SLOTS, STEPS, copy_tiles)
 
         def multiply(in_loop=1, after_loop=0, unread=None, kept=None, last=STEPS - 1):
             def add(accumulator):
                 for j in map(np.int32, range(STEPS)):
                     slot = ring.slot(j) if j == unread else ring.wait(j)
-                    PRODUCTS.add(accumulator, left.at[slot], right.at[slot])
-                    PRODUCTS.wait(in_loop)
+                    products.add(accumulator, left.at[slot], right.at[slot])
+                    products.wait(in_loop)
                     if j > 0 and j - 1 != kept:
                         ring.release(j - 1)
                     if j > 0:
                         ring.refill(j - 1)
-                PRODUCTS.wait(after_loop)
+                products.wait(after_loop)
                 if kept != STEPS - 1:
                     ring.release(np.int32(last))
 
-            y[lax.axis_index("wg")] = PRODUCTS.from_zeros(add, R, R)
+            y[lax.axis_index("wg")] = products.from_zeros(add, R, R)
 
         ring.start()
         for wg, options in enumerate((defects, {})):
@@ -104,13 +102,13 @@ def two_squares(*, waits=True, second=0, pending=1):
         def both(*sums):
             for j, slot in enumerate((0, second)):
                 if j and waits:
-                    PRODUCTS.wait(0)
-                PRODUCTS.store(tile.at[slot].T, x.at[pl.ds(j * R, R)][...])
+                    products.wait(0)
+                products.store(tile.at[slot].T, x.at[pl.ds(j * R, R)][...])
                 plgpu.commit_smem()
-                PRODUCTS.add(sums[j], tile.T.at[:, :, slot], tile.at[slot].T)
-            y[0] = PRODUCTS.read(sums[0], pending)
+                products.add(sums[j], tile.T.at[:, :, slot], tile.at[slot].T)
+            y[0] = products.read(sums[0], pending)
 
-        y[1] = PRODUCTS.all_from_zeros(both, (R, R), (R, R))[2]
+        y[1] = products.all_from_zeros(both, (R, R), (R, R))[2]
 
     x, y = launch(kernel, "two_squares", tile=tiles(2))
     for result, own in zip(y, x[:2], strict=True):
@@ -122,7 +120,7 @@ RIGHT = {
     "a wait before the tile is written again": (two_squares, {}),
     "tiles of their own": (two_squares, dict(waits=False, second=1)),
 }
-STILL_READ = ", which a running product reads, expected Products.wait before"
+STILL_READ = ", which a running product reads, expected wait before"
 DEFECTS = {
     "a product of one iteration, released in the next": (
         *(sum_of_squares, dict(in_loop=2)),
@@ -138,15 +136,19 @@ DEFECTS = {
     ),
     "no release": (
         *(sum_of_squares, dict(kept=1)),
-        "acquires barriers.empty[1] again, expected Products.release before",
+        "acquires barriers.empty[1] again, expected release before",
     ),
     "no last release": (
         *(sum_of_squares, dict(kept=STEPS - 1)),
-        "ends with barriers.empty[0], expected Products.release before",
+        "waits for barriers.empty[0], which it has itself, expected release before",
+    ),
+    "no last release of a slot that the other warpgroup fills": (
+        *(sum_of_squares, dict(kept=STEPS - 2)),
+        "ends with barriers.empty[1], expected release before",
     ),
     "a release of another slot": (
         *(sum_of_squares, dict(last=STEPS - 2)),
-        "releases barriers.empty[1], expected Products.acquire before",
+        "releases barriers.empty[1], expected acquire before",
     ),
     "no wait before the tile is written again": (
         *(two_squares, dict(waits=False)),
@@ -154,7 +156,7 @@ DEFECTS = {
     ),
     "an accumulator that is read too early": (
         *(two_squares, dict(waits=False, second=1, pending=2)),
-        "reads accumulator 1, to which a running product adds, expected Products.wait before",
+        "reads accumulator 1, to which a running product adds, expected wait before",
     ),
 }
 
@@ -178,11 +180,15 @@ def test_a_defect_is_refused(name, capsys):
 
 
 def test_what_guards_nothing_is_refused():
-    with pytest.raises(ValueError, match=r"^sum_of_squares: barriers\.empty guards no buffers"):
-        sum_of_squares(guards=False)
-    kernel, empty = lambda x, y, empty: PRODUCTS.release(empty), plgpu.Barrier(num_arrivals=1)
-    with pytest.raises(ValueError, match=r"^guardless releases empty, of which no Products\.guard"):
-        launch(kernel, "guardless", empty=empty)
+    def kernel(x, y, full, empty):
+        plgpu.barrier_arrive(full)
+        products.acquire(full, empty)
+        products.release(empty)
+
+    barriers = {name: plgpu.Barrier(num_arrivals=1, num_barriers=1) for name in ("full", "empty")}
+    message = "releases empty, which guards no buffer, expected copy_in or guard before"
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        launch(kernel, "guardless", **barriers)
 
 
 def jaxprs_in(jaxpr):

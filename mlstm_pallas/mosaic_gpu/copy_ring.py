@@ -12,7 +12,7 @@ have 255 registers a thread, three have 168.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -20,8 +20,8 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.launch import plgpu
-from mlstm_pallas.mosaic_gpu.products import Products
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_in
 from mlstm_pallas.tiles import divide, loop, remainder
 
@@ -47,8 +47,6 @@ class CopyRing:
       steps: how many steps go through the ring, or None: ``fetch`` and ``drain`` alone are called.
       copies: copies(step, copy) starts the copies of a step, each by copy(source, buffer, *index),
         where index selects of the buffer's slot; None with ``steps``.
-      products: of the reading warpgroup.
-      buffers: what the copies fill, each with an axis of slots in front.
       readers: warpgroups that share the copying; 0: a further warpgroup does it.
       steps_of_item: copies(item, step, copy) then takes an item, of so many steps, and its step.
     """
@@ -57,13 +55,10 @@ class CopyRing:
     num_slots: int
     steps: Any
     copies: Any
-    products: Products
-    buffers: Sequence[Any]
+    products: Any = None
+    buffers: Any = None
     readers: int = 2
     steps_of_item: int | None = None
-
-    def __post_init__(self) -> None:
-        self.products.guard(self.barriers.empty, *self.buffers)
 
     def slot(self, step: Any) -> Any:
         return remainder(step, self.num_slots)
@@ -74,12 +69,11 @@ class CopyRing:
         copies: in place of the ring's.
         """
         slot = self.slot(step)
-        pl.when(step >= self.num_slots)(lambda: plgpu.barrier_wait(self.barriers.empty.at[slot]))
+        pl.when(step >= self.num_slots)(lambda: products.wait_empty(self.barriers.empty.at[slot]))
         (copies or self._start)(step, functools.partial(self._copy, slot))
 
     def _copy(self, slot: Any, source: Any, buffer: Any, *index: Any) -> None:
-        tile, full = buffer.at[(slot, *index)], self.barriers.full.at[slot]
-        copy_in(source, tile, full, interpret=self.products.interpret)
+        copy_in(source, buffer.at[(slot, *index)], self.barriers.full.at[slot])
 
     def _start(self, step: Any, copy: Callable[..., None], item: Any = None) -> None:
         """item: the step's own or the one before it, which spares a division."""
@@ -96,12 +90,12 @@ class CopyRing:
     def wait(self, step: Any) -> Any:
         """Waits for the copies of a step; its slot."""
         slot = self.slot(step)
-        self.products.acquire(self.barriers.full.at[slot], self.barriers.empty.at[slot])
+        products.acquire(self.barriers.full.at[slot], self.barriers.empty.at[slot])
         return slot
 
     def release(self, *steps: Any) -> None:
         """The warpgroup has read these steps."""
-        self.products.release(*(self.barriers.empty.at[self.slot(step)] for step in steps))
+        products.release(*(self.barriers.empty.at[self.slot(step)] for step in steps))
 
     def _by_copier(self, slot: Any, condition: Any, run: Callable[[], None]) -> None:
         """Runs in the warpgroup that copies into the slot."""
@@ -134,10 +128,9 @@ class CopyRing:
 
     def drain(self, steps: Any = None) -> None:
         """Waits for the last releases: no barrier may be left in the middle of a phase."""
-        self.products.finish()
         total = lax.convert_element_type(self.steps if steps is None else steps, np.int32)
         for x in range(self.num_slots):
             step = total - np.int32(self.num_slots - x)
             slot = self.slot(step)
-            wait = functools.partial(plgpu.barrier_wait, self.barriers.empty.at[slot])
+            wait = functools.partial(products.wait_empty, self.barriers.empty.at[slot])
             self._by_copier(slot, step >= 0, wait)

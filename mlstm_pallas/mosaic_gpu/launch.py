@@ -21,7 +21,7 @@ from jax.interpreters import batching, mlir
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
-from mlstm_pallas.mosaic_gpu.in_flight import InFlight
+from mlstm_pallas.mosaic_gpu.interpreter import Interpreter
 from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS
 from mlstm_pallas.tiles import divide
 
@@ -65,15 +65,16 @@ def mosaic_call(
         axes = (jax.typeof(x).manual_axis_type.varying for x in arrays)
         varying = tuple(frozenset().union(*axes))
 
-        in_flight = InFlight(name, warpgroups) if interpret else None
+        interpreter = Interpreter(plgpu, name, warpgroups) if interpret else None
 
         def entry(*refs: Any, **scratch_refs: Any) -> None:
-            with contextlib.nullcontext() if in_flight is None else in_flight.traced(scratch_refs):
+            with interpreter.traced(scratch_refs) if interpreter else contextlib.nullcontext():
                 operands = jax.tree.unflatten(in_tree, refs[: len(arrays)])
                 results = jax.tree.unflatten(out_tree, refs[len(arrays) :])
                 names = zip((*inputs, *outputs), (*operands, *results), strict=True)
                 kernel(**dict(names), **dict.fromkeys(scratch) | scratch_refs)
 
+        buffers = {x: buffer for x, buffer in scratch.items() if buffer is not None}
         results = plgpu.kernel(
             entry,
             out_type=shapes,
@@ -81,7 +82,7 @@ def mosaic_call(
             grid_names=tuple(grid),
             num_threads=warpgroups,
             thread_name="wg",
-            scratch_types={x: buffer for x, buffer in scratch.items() if buffer is not None},
+            scratch_types=interpreter.separate(buffers) if interpreter else buffers,
             # Each kernel orders its own accesses to shared memory: a barrier for every read that a
             # later copy overwrites.
             compiler_params=plgpu.CompilerParams(
@@ -202,9 +203,6 @@ def block(index: Any, size: int) -> Any:
     return pl.ds(start if isinstance(start, int) else pl.multiple_of(start, size), size)
 
 
-def one_of(*tiles: Any, interpret: bool) -> Any:
-    """Arrays in the same place of shared memory, slot by slot; their slots have the same bytes.
-
-    The race detector of GPU interpret mode tells no slots apart: there, they have different places.
-    """
-    return list(tiles) if interpret else plgpu.RefUnion(*tiles)
+def one_of(*tiles: Any, interpret: Any = None) -> Any:
+    """Arrays in the same place of shared memory, slot by slot; their slots have the same bytes."""
+    return plgpu.RefUnion(*tiles)

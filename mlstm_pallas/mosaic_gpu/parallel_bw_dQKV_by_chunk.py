@@ -569,7 +569,7 @@ def _kernel(
     of_cta, copying = (refs, p, _order(p), scheduler), _copying_warpgroups(p)
     cta = _CTA(*of_cta)
     chunks = scheduler.num_items(p.BNH * p.NC)
-    products.guard(refs.tiles_empty, refs.P_tile, refs.dP_tile)
+    products.guard(refs.tiles_full, refs.P_tile, refs.dP_tile)
     n, copy, copy_k = cta.order.num_tiles, cta.copy_any_tile, cta.copy_k
     slots, k_slots = (refs.slots,), (refs.k_tiles, refs.vectors)
     rings = (

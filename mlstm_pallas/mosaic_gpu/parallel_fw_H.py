@@ -22,6 +22,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.gpu import Gpu
+from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
 from mlstm_pallas.mosaic_gpu.fragments import (
     across_columns,
@@ -43,7 +44,6 @@ from mlstm_pallas.mosaic_gpu.launch import (
     shared_tiles,
 )
 from mlstm_pallas.mosaic_gpu.limits import KERNEL_DTYPE, HopperTiles
-from mlstm_pallas.mosaic_gpu.products import Products
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_in, copy_out, head_of
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import Problem
@@ -86,7 +86,6 @@ class _Queries:
     p: Problem
     columns: int  # of h
     normaliser: Normaliser | None
-    products: Products
     k_ring: CopyRing
     v_ring: CopyRing
     wg: jax.Array
@@ -104,7 +103,7 @@ class _Queries:
 
     def inter(self, accumulator: Any) -> None:
         """q C."""
-        ring, products, refs = self.v_ring, self.products, self.refs
+        ring, refs = self.v_ring, self.refs
         pending = 0 if ring.num_slots == 1 else 1
 
         def free(step: Any) -> None:
@@ -120,7 +119,7 @@ class _Queries:
             else:
                 free(x)
 
-        products.loop(accumulator, self.steps_k, add)
+        loop(self.steps_k, add, None)
         products.wait(0)
         if pending:
             free(np.int32(self.steps_k - 1))
@@ -134,26 +133,26 @@ class _Queries:
             n = load(refs.n.at[self.head, self.chunk, block(x, R)], BY_COLUMNS, optimized=False)
             return total + q * across_rows(n)
 
-        total = loop(self.steps_k, add, self.products.zeros(R, R))
-        return self.products.sum_over_columns(total)
+        total = loop(self.steps_k, add, products.zeros(R, R))
+        return products.sum_over_columns(total)
 
     def scores(self, slot: Any, accumulator: Any) -> None:
         """q k^T."""
-        products, q, k = self.products, self.refs.q_tiles.at[self.wg], self.refs.k_tiles.at[slot]
+        q, k = self.refs.q_tiles.at[self.wg], self.refs.k_tiles.at[slot]
         parts = self.refs.k_tiles.shape[1]
 
         def add(x: Any, carry: None) -> None:
             products.add(accumulator, q.at[x], k.at[x].T)
 
         if parts > 1:  # unrolled, eight products spill
-            products.loop(accumulator, parts, add)
+            loop(parts, add, None)
             return
         for x in range(self.steps_k):
             products.add(accumulator, q.at[x], k.at[0, :, x * R : (x + 1) * R].T)
 
     def intra(self, u: Any, j: Any, carry: Any) -> Any:
         """Adds a tile of keys and values; carry: the numerators and the sums of P."""
-        refs, products, k_ring, v_ring = self.refs, self.products, self.k_ring, self.v_ring
+        refs, k_ring, v_ring = self.refs, self.k_ring, self.v_ring
         num, z = carry
         keys = self.steps(j)
         e = [
@@ -189,7 +188,7 @@ class _Queries:
             ring.refill(step)
 
     def run(self, num_tiles: Any, column: Any) -> None:
-        refs, products, normaliser = self.refs, self.products, self.normaliser
+        refs, normaliser = self.refs, self.normaliser
         rows = self.steps(self.tile)
         # Loaded before the products and used after them: their latency is hidden.
         u = [load_by_rows(x, self.head, rows) for x in (refs.u_hi, refs.u_lo)]
@@ -218,7 +217,7 @@ class _Queries:
             products.store(tile, num[:, x * R : (x + 1) * R].astype(tile.dtype))
             plgpu.commit_smem()
             columns = block(column * (self.columns // R) + x, R)
-            copy_out(tile, h.at[rows, columns], interpret=products.interpret)
+            copy_out(tile, h.at[rows, columns])
         plgpu.wait_smem_to_gmem(0)
 
 
@@ -227,10 +226,9 @@ def _kernel(
     p: Problem,
     config: "Tiles",
     normaliser: Normaliser | None,
-    interpret: bool,
     **refs_by_name: Any,
 ) -> None:
-    refs, products = _Refs(**refs_by_name), Products(interpret)
+    refs = _Refs(**refs_by_name)
     columns, num_stages, warpgroups = config.siz_b_DHHV, config.num_stages, config.siz_b_LQ // R
     wg, index = lax.axis_index("wg"), lax.axis_index("program")
     of_h, of_chunk = blocks(p.DHHV, columns), blocks(p.L, config.siz_b_LQ)
@@ -260,21 +258,19 @@ def _kernel(
         pl.when(step >= steps_k)(lambda: copy(of_v, refs.v_tiles))
 
     k_ring, v_ring = (
-        CopyRing(barriers, num_stages, total, copies, products, (tiles,), warpgroups)
-        for barriers, total, copies, tiles in (
-            (refs.k_barriers, num_tiles, copy_k, refs.k_tiles),
-            (refs.v_barriers, num_tiles + steps_k, copy_v, refs.v_tiles),
+        CopyRing(barriers, num_stages, total, copies, readers=warpgroups)
+        for barriers, total, copies in (
+            (refs.k_barriers, num_tiles, copy_k),
+            (refs.v_barriers, num_tiles + steps_k, copy_v),
         )
     )
     tile = i * warpgroups + wg
     for x in range(steps_k):
         source = q.at[steps(tile), x * R : (x + 1) * R]
-        copy_in(source, refs.q_tiles.at[wg, x], refs.q_full.at[wg], interpret=interpret)
+        copy_in(source, refs.q_tiles.at[wg, x], refs.q_full.at[wg])
     v_ring.start()
     k_ring.start()
-    queries = _Queries(
-        refs, p, columns, normaliser, products, k_ring, v_ring, wg, head, chunk, tile
-    )
+    queries = _Queries(refs, p, columns, normaliser, k_ring, v_ring, wg, head, chunk, tile)
     queries.run(num_tiles, column)
     k_ring.drain()
     v_ring.drain()
@@ -303,9 +299,9 @@ def parallel_fw_H(
 ) -> Outputs:
     """Runs the stage: ``stages/parallel_fw_H.py``."""
     matQ, matK, matV, gates, matC_states, vecN_states = x
-    p, config, g, interpret = call.problem, call.tiles, gates.per_step(), call.interpret
+    p, config, g = call.problem, call.tiles, gates.per_step()
     y = mosaic_call(
-        functools.partial(_kernel, p=p, config=config, normaliser=normaliser, interpret=interpret),
+        functools.partial(_kernel, p=p, config=config, normaliser=normaliser),
         name="parallel_fw_H",
         grid={"program": config.grid(p)[0]},
         warpgroups=config.siz_b_LQ // R,
@@ -314,7 +310,7 @@ def parallel_fw_H(
             "z": None if normaliser is None else float32(p.BNH, p.S),
         },
         scratch=scratch(p, config, matQ.dtype),
-        interpret=interpret,
+        interpret=call.interpret,
     )(
         q=matQ,
         k=matK,

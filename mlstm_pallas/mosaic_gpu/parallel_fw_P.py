@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.fragments import (
     across_columns,
     across_rows,
@@ -33,7 +34,6 @@ from mlstm_pallas.mosaic_gpu.launch import (
     shared_tiles,
 )
 from mlstm_pallas.mosaic_gpu.limits import HEADS, HopperTiles
-from mlstm_pallas.mosaic_gpu.products import Products
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_in, head_of
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import Problem
@@ -65,7 +65,6 @@ def _kernel(
     *,
     p: Problem,
     normaliser: Normaliser | None,
-    products: Products,
 ) -> None:
     head, chunk = lax.axis_index("head"), lax.axis_index("chunk")
     steps = block(chunk, L)
@@ -73,7 +72,7 @@ def _kernel(
     for x, tiles in ((q, q_tiles), (k, k_tiles)):
         for j in range(copies):
             source = head_of(x, head, p).at[steps, j * columns : (j + 1) * columns]
-            copy_in(source, tiles.at[j], full, interpret=products.interpret)
+            copy_in(source, tiles.at[j], full)
     e = (load(x.at[head, steps], BY_COLUMNS, optimized=False) for x in (e_hi, e_lo))
     D = decay_tile(e, (load_by_rows(x, head, steps) for x in (u_hi, u_lo)))
     row_scale = query_scale(load_by_rows(w, head, steps), p.qk_scale)
@@ -131,10 +130,9 @@ def parallel_fw_P(
     """Runs the stage: ``stages/parallel_fw_P.py``. The keys come with their weights."""
     matQ, matK, gates, vecN_states = x
     p, dtype, g = call.problem, matQ.dtype, gates.per_step()
-    interpret = call.interpret
     per_step = float32(p.BNH, p.S)
     y = mosaic_call(
-        functools.partial(_kernel, p=p, normaliser=normaliser, products=Products(interpret)),
+        functools.partial(_kernel, p=p, normaliser=normaliser),
         name="parallel_fw_P",
         grid=dict(zip(("head", "chunk"), call.tiles.grid(p), strict=True)),
         warpgroups=1,
@@ -144,7 +142,7 @@ def parallel_fw_P(
             "z": None if normaliser is None else per_step,
         },
         scratch=scratch(p, dtype),
-        interpret=interpret,
+        interpret=call.interpret,
     )(
         q=matQ,
         k=matK,

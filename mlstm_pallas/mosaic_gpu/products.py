@@ -1,28 +1,25 @@
 """Products on the tensor cores (wgmma), and sums over the rows of a tile, written in MLIR.
 
-GPU interpret mode knows no accumulator that starts from a value and no left operand in registers.
-There the products are jnp.dot.
+The products of a warpgroup run asynchronously: see ``read`` and ``wait``.
 """
 
-import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, vector
 
-from mlstm_pallas.mosaic_gpu import in_flight
+from mlstm_pallas import tiles
+from mlstm_pallas.mosaic_gpu.interpreter import interpretable
 from mlstm_pallas.mosaic_gpu.launch import BY_ROWS, REGISTER_ROWS, plgpu
-from mlstm_pallas.tiles import loop
 
-SUM_SCRATCH = 4 * REGISTER_ROWS  # float32 elements, for ``Products.sum_over_rows``
+SUM_SCRATCH = 4 * REGISTER_ROWS  # float32 elements, for ``sum_over_rows``
 
 
 def by_lanes(columns: int) -> Any:
@@ -36,183 +33,135 @@ def by_lanes(columns: int) -> Any:
 BY_LANES = by_lanes(64)
 
 
-@dataclasses.dataclass
-class _Accumulator:
-    value: jax.Array
+@interpretable
+def add(accumulator: Any, a: Any, b: Any) -> None:
+    """accumulator += a b; a in shared memory or registers, b in shared memory."""
+    plgpu.wgmma(accumulator, a, b)
 
 
-@dataclasses.dataclass(frozen=True)
-class Products:
-    """Products of one warpgroup. They run asynchronously: see ``read`` and ``wait``."""
+@interpretable
+def wait(pending: int) -> None:
+    """Until no more than ``pending`` products of the warpgroup are running."""
+    plgpu.wgmma_wait(pending)
 
-    interpret: bool
 
-    def add(self, accumulator: Any, a: Any, b: Any) -> None:
-        """accumulator += a b; a in shared memory or registers, b in shared memory."""
-        if self.interpret:
-            in_flight.current().issue(accumulator, a, b)
-            accumulator.value += jnp.dot(_loaded(a), _loaded(b), preferred_element_type=jnp.float32)
-        else:
-            plgpu.wgmma(accumulator, a, b)
+@interpretable
+def read(accumulator: Any, pending: int) -> Any:
+    """The value, once all its products have run.
 
-    def wait(self, pending: int) -> None:
-        """Until no more than so many products are running."""
-        if self.interpret:
-            in_flight.current().wait(pending)
-        else:
-            plgpu.wgmma_wait(pending)
+    pending: how many later products may run on.
+    """
+    return plgpu.wgmma_accumulator_load(accumulator, wait_n=pending)
 
-    def read(self, accumulator: Any, pending: int) -> Any:
-        """The value, once all its products have run.
 
-        pending: how many later products may run on.
-        """
-        if not self.interpret:
-            return plgpu.wgmma_accumulator_load(accumulator, wait_n=pending)
-        self.wait(pending)
-        in_flight.current().read(accumulator)
-        return accumulator.value
+def zeros(rows: int, columns: int) -> Any:
+    return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), plgpu.Layout.WGMMA)
 
-    def zeros(self, rows: int, columns: int) -> Any:
-        return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), plgpu.Layout.WGMMA)
 
-    def from_zeros(self, issue: Callable[[Any], None], rows: int, columns: int) -> Any:
-        """The accumulator after ``issue(accumulator)``."""
-        return self.all_from_zeros(issue, (rows, columns))[1]
+def from_zeros(issue: Callable[[Any], None], rows: int, columns: int) -> Any:
+    """The accumulator after ``issue(accumulator)``."""
+    return all_from_zeros(issue, (rows, columns))[1]
 
-    def all_from_zeros(self, issue: Callable[..., Any], *shapes: tuple[int, int]) -> Any:
-        """What ``issue(*accumulators)`` returns, and the accumulators after it."""
 
-        def scope(*accumulators: Any) -> tuple[Any, ...]:
-            result = issue(*accumulators)
-            return result, *(self.read(x, 0) for x in accumulators)
+@interpretable
+def all_from_zeros(issue: Callable[..., Any], *shapes: tuple[int, int]) -> Any:
+    """What ``issue(*accumulators)`` returns, and the accumulators after it."""
 
-        if not self.interpret:
-            accumulators = (plgpu.ACC(shape, jnp.float32) for shape in shapes)
-            return pl.run_scoped(scope, *accumulators)
-        results = scope(*(_Accumulator(jnp.zeros(shape, jnp.float32)) for shape in shapes))
-        plgpu.commit_smem()
-        return results
+    def scope(*accumulators: Any) -> tuple[Any, ...]:
+        result = issue(*accumulators)
+        return result, *(read(x, 0) for x in accumulators)
 
-    def onto(self, issue: Callable[..., None], *initial: jax.Array) -> Sequence[jax.Array]:
-        """The accumulators, which start from these values, after ``issue(*accumulators)``."""
-        if self.interpret:
-            sums = [_Accumulator(x) for x in initial]
-            issue(*sums)
-            self.wait(0)
-            plgpu.commit_smem()
-            return [x.value for x in sums]
-        return pl.run_state(lambda refs: issue(*refs))(tuple(plgpu.ACC.init(x) for x in initial))
+    return pl.run_scoped(scope, *(plgpu.ACC(shape, jnp.float32) for shape in shapes))
 
-    def loop(
-        self,
-        accumulators: Any,
-        count: Any,
-        body: Callable[[jax.Array, Any], Any],
-        init: Any = None,
-    ) -> Any:
-        """``tiles.loop`` of a body that adds to the accumulators: one, or a tuple."""
-        if not self.interpret:
-            return loop(count, body, init)
-        sums = accumulators if isinstance(accumulators, tuple) else (accumulators,)
 
-        def put(values: Sequence[jax.Array]) -> None:
-            for x, value in zip(sums, values, strict=True):
-                x.value = value
+@interpretable
+def onto(issue: Callable[..., None], *initial: jax.Array) -> Sequence[jax.Array]:
+    """The accumulators, which start from these values, after ``issue(*accumulators)``."""
+    return pl.run_state(lambda refs: issue(*refs))(tuple(plgpu.ACC.init(x) for x in initial))
 
-        def step(j: jax.Array, carry: Any) -> Any:
-            values, carry = carry
-            put(values)
-            carry = body(j, carry)
-            return [x.value for x in sums], carry
 
-        values, carry = loop(count, step, ([x.value for x in sums], init))
-        put(values)
-        return carry
+@interpretable
+def sum_over_rows(x: jax.Array, scratch: Any) -> Any:
+    """The sums over axis 0 of a float32 tile (64, 32 or 64), ``by_lanes``.
 
-    def cond(
-        self,
-        condition: Any,
-        this: Callable[[Any], None],
-        that: Callable[[Any], None],
-        accumulator: Any,
-    ) -> None:
-        """lax.cond of issuing functions: this(accumulator) or that(accumulator)."""
-        if not self.interpret:
-            pl.when(condition)(lambda: this(accumulator))
-            pl.when(jnp.logical_not(condition))(lambda: that(accumulator))
-            return
+    jnp.sum has one scratch for the CTA. It also exchanges each sum with all lanes that hold a part
+    of it, 48 shuffles per lane.
 
-        def added(issue: Callable[[Any], None]) -> Callable[[jax.Array], jax.Array]:
-            def run(value: jax.Array) -> jax.Array:
-                total = _Accumulator(value)
-                issue(total)
-                return total.value
+    scratch: SUM_SCRATCH elements, of this warpgroup alone.
+    """
+    columns = plgpu.ShapeDtypeStruct(x.shape[1:], jnp.float32, layout=by_lanes(x.shape[1]))
+    types = plgpu.Layout.WGMMA, plgpu.RefType()
+    return plgpu.inline_mgpu(arg_types=types, return_type=columns)(_sum_over_rows)(x, scratch)
 
-            return run
 
-        accumulator.value = lax.cond(condition, added(this), added(that), accumulator.value)
+@interpretable
+def sum_over_columns(x: jax.Array) -> Any:
+    """jnp.sum(x, axis=1), BY_ROWS, which would set aside 2 KiB of shared memory."""
+    shape = plgpu.ShapeDtypeStruct(x.shape[:1], jnp.float32, layout=BY_ROWS)
+    inline = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=shape)
+    return inline(lambda _, tile: tile.reduce("add", 1))(x)
 
-    def sum_over_rows(self, x: jax.Array, scratch: Any) -> Any:
-        """The sums over axis 0 of a float32 tile (64, 32 or 64), ``by_lanes``.
 
-        jnp.sum has one scratch for the CTA. It also exchanges each sum with all lanes that hold a
-        part of it, 48 shuffles a lane.
+@interpretable
+def acquire(full: Any, empty: Any) -> None:
+    """Waits on ``full``: until ``release(empty)`` the warpgroup has what the copies filled.
 
-        scratch: SUM_SCRATCH elements, of this warpgroup alone.
-        """
-        if self.interpret:
-            return jnp.sum(x, axis=0)
-        columns = plgpu.ShapeDtypeStruct(x.shape[1:], jnp.float32, layout=by_lanes(x.shape[1]))
-        types = plgpu.Layout.WGMMA, plgpu.RefType()
-        inline = plgpu.inline_mgpu(arg_types=types, return_type=columns)
-        return inline(_sum_over_rows)(x, scratch)
+    empty: may be None, where nothing is written again.
+    """
+    plgpu.barrier_wait(full)
 
-    def sum_over_columns(self, x: jax.Array) -> Any:
-        """jnp.sum(x, axis=1), BY_ROWS, which would set aside 2 KiB of shared memory."""
-        if self.interpret:
-            return jnp.sum(x, axis=1)
-        shape = plgpu.ShapeDtypeStruct(x.shape[:1], jnp.float32, layout=BY_ROWS)
 
-        inline = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=shape)
-        return inline(lambda _, tile: tile.reduce("add", 1))(x)
+@interpretable
+def release(*barriers: Any) -> None:
+    """The warpgroup has read what it acquired with these barriers."""
+    for barrier in barriers:
+        plgpu.barrier_arrive(barrier)
 
-    def guard(self, barriers: Any, *buffers: Any) -> None:
-        """``release`` of barrier i of these gives up slot i of the buffers.
 
-        The only barrier gives up all slots. Absent buffers are None, absent barriers too.
-        """
-        if self.interpret and barriers is not None:
-            in_flight.current().guard(barriers, *(x for x in buffers if x is not None))
+@interpretable
+def guard(full: Any, *buffers: Any) -> None:
+    """Warpgroups, not ``copy_in``, fill these buffers and arrive on ``full``."""
 
-    def acquire(self, full: Any, empty: Any) -> None:
-        """Waits on ``full``: until ``release(empty)`` the warpgroup has what ``empty`` guards.
 
-        empty: may be None, where nothing is written again.
-        """
-        if self.interpret and empty is not None:
-            in_flight.current().acquire(empty)
-        plgpu.barrier_wait(full)
+@interpretable
+def wait_empty(empty: Any) -> None:
+    """Until all warpgroups have called ``release(empty)``."""
+    plgpu.barrier_wait(empty)
 
-    def finish(self) -> None:
-        """The warpgroup has released all that it has acquired."""
-        if self.interpret:
-            in_flight.current().finish()
 
-    def store(self, tile: Any, value: jax.Array) -> None:
-        """tile[...] = value; a tile in shared memory."""
-        if self.interpret:
-            in_flight.current().overwrite(tile)
-        tile[...] = value
+@interpretable
+def store(tile: Any, value: jax.Array) -> None:
+    """tile[...] = value; a tile in shared memory."""
+    tile[...] = value
 
-    def release(self, *barriers: Any) -> None:
-        """The warpgroup has read what these barriers guard: see ``guard``."""
-        if self.interpret:
-            for barrier in barriers:
-                in_flight.current().release(barrier)
-            plgpu.commit_smem()
-        for barrier in barriers:
-            plgpu.barrier_arrive(barrier)
+
+# What follows, for kernels that pass ``products`` and ``interpret`` on: until they call the
+# functions.
+
+
+if TYPE_CHECKING:
+    Products: TypeAlias = Any
+else:
+
+    class Products:
+        interpret = None
+
+        def __init__(self, interpret):
+            pass
+
+        def __getattr__(self, name):
+            return globals()[name]
+
+
+def loop(_: Any, count: Any, body: Callable[[jax.Array, Any], Any], init: Any = None) -> Any:
+    return tiles.loop(count, body, init)
+
+
+def cond(
+    condition: Any, this: Callable[[Any], None], that: Callable[[Any], None], accumulator: Any
+) -> None:
+    pl.when(condition)(lambda: this(accumulator))
+    pl.when(jnp.logical_not(condition))(lambda: that(accumulator))
 
 
 def _sum_over_rows(_: Any, tile: Any, scratch: Any) -> mgpu.FragmentedArray:
@@ -262,7 +211,3 @@ def _sum_over_rows(_: Any, tile: Any, scratch: Any) -> mgpu.FragmentedArray:
     total, layout = arith.addf(arith.addf(a, b), arith.addf(c, d)), by_lanes(columns).to_mgpu()
     registers = np.full(layout.registers_shape((columns,)), total, dtype=object)
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
-
-
-def _loaded(x: Any) -> jax.Array:
-    return x if isinstance(x, jax.Array) else x[...]

@@ -32,6 +32,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.gpu import Gpu
+from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
 from mlstm_pallas.mosaic_gpu.fragments import across_columns, across_rows
 from mlstm_pallas.mosaic_gpu.launch import (
@@ -50,7 +51,7 @@ from mlstm_pallas.mosaic_gpu.limits import (
     HEADS,
     HopperTiles,
 )
-from mlstm_pallas.mosaic_gpu.products import BY_LANES, SUM_SCRATCH, Products
+from mlstm_pallas.mosaic_gpu.products import BY_LANES, SUM_SCRATCH
 from mlstm_pallas.mosaic_gpu.tile_copies import head_of
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.splits import split_states
@@ -137,7 +138,6 @@ class _Recurrence:
     backward: bool
     splits: Splits
     owns_x: bool
-    products: Products
 
     @property
     def tiles_of_chunk(self) -> int:
@@ -181,7 +181,7 @@ class _Recurrence:
         tiles = self.shared.b_tiles.at[slot], self.shared.h_tiles.at[h_slot]
         b, h = (load(x.at[:, place.tile_columns]).astype(jnp.float32) for x in tiles)
         h_ring.release(step)
-        sums = self.products.sum_over_columns(b * h)
+        sums = products.sum_over_columns(b * h)
         self.out.inner.at[place.head, place.part, block(tile, STEPS)][...] = sums
 
     def store_state(self, index: Any, at: Any, XT: jax.Array) -> None:
@@ -190,7 +190,7 @@ class _Recurrence:
         for x in range(n):
             tile = self.shared.out_tiles.at[place.wg, remainder(index * n + x, 2)]
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            self.products.store(tile.T, XT[:, x * R : (x + 1) * R].astype(tile.dtype))
+            products.store(tile.T, XT[:, x * R : (x + 1) * R].astype(tile.dtype))
             plgpu.commit_smem()
             rows = block(lax.axis_index("rows") * n + x, R)
             plgpu.copy_smem_to_gmem(tile, self.out.X.at[place.head, at, rows, place.X_columns])
@@ -209,7 +209,7 @@ class _Recurrence:
 
     def join(self, ring: CopyRing, h_ring: Any, index: Any, carry: Any) -> Any:
         """Stores X before a chunk, and adds the chunk; carry: X^T, x and the chunk's gamma."""
-        products, n, place = self.products, self.tiles_of_chunk, self.place
+        n, place = self.tiles_of_chunk, self.place
         unrolled = 2 - n % 2  # steps whose left operands have registers of their own
         XT, vector, decay = carry
         at, last = self.chunk(index), np.int32(self.num_chunks - 1)
@@ -238,7 +238,7 @@ class _Recurrence:
                 return total
 
             total = products.zeros(R, R) if self.owns_x else None
-            total = products.loop(accumulator, n // unrolled, some, total)
+            total = loop(n // unrolled, some, total)
             products.wait(0)
             ring.release((index + 1) * n - 1)
             return total
@@ -262,7 +262,7 @@ class _Recurrence:
         x, place = self.x, self.place
         at = place.head * self.splits.of_sequence + place.split
         if x.X_initial is None:
-            XT = self.products.zeros(R, self.rows)
+            XT = products.zeros(R, self.rows)
         else:
             XT = load(x.X_initial.at[at, place.X_columns, place.rows], optimized=False)
         if not self.owns_x:
@@ -294,14 +294,15 @@ class _Recurrence:
             pl.when(place.split == last)(lambda: store(place.head))
 
     def run(self, num_stages: int, reads_h: bool) -> None:
-        x, shared, place, products = self.x, self.shared, self.place, self.products
+        x, shared, place = self.x, self.shared, self.place
         total, readers = self.num_chunks * self.tiles_of_chunk, shared.b_tiles.shape[-1] // R
-        buffers, h_ring = (shared.a_tiles, shared.b_tiles, shared.weights), None
-        ring = CopyRing(shared.barriers, num_stages, total, self.copy, products, buffers, readers)
+        ring, h_ring = (
+            CopyRing(shared.barriers, num_stages, total, self.copy, readers=readers),
+            None,
+        )
         rings = [ring]
         if reads_h:
-            of_h = shared.h_barriers, H_STAGES, total, self.copy_h, products, (shared.h_tiles,)
-            h_ring = CopyRing(*of_h, readers)
+            h_ring = CopyRing(shared.h_barriers, H_STAGES, total, self.copy_h, readers=readers)
             rings.append(h_ring)
         for y in rings:
             y.start()
@@ -323,7 +324,6 @@ def _kernel(
     backward: Sequence[bool],
     splits: Splits,
     num_stages: int,
-    interpret: bool,
     **shared: Any,
 ) -> None:
     wg, index, columns = lax.axis_index("wg"), lax.axis_index("head"), shared["b_tiles"].shape[-1]
@@ -343,7 +343,7 @@ def _kernel(
         a, b = head_of(x.a, head, p), head_of(x.b, head, p)
         x = x._replace(a=a, b=b, h=head_of(x.h, head, p) if reads_h else None)
         place = _Place(wg, head, split + splits.first(backward[j]), *blocks_of_X, *of_wg)
-        statics = p, rows, backward[j], splits, owns_x, Products(interpret)
+        statics = p, rows, backward[j], splits, owns_x
         _Recurrence(x, out, _Shared(**shared), place, *statics).run(num_stages, reads_h)
 
     for j, (x, out) in enumerate(zip(operands, outputs, strict=True)):
@@ -390,7 +390,6 @@ def _launch(
 ) -> list[RecurrenceOutputs]:
     """One launch; X_initial and X_last are transposed, and X_initial is that of each split."""
     p, dtype, num_stages = call.problem, each[0].a.dtype, call.tiles.num_stages
-    interpret = call.interpret
     weighted = each[0].r is not None
     has_h, has_x = (any(getattr(x, y) is not None for x in each) for y in ("h", "x_initial"))
     if any((x.r is not None) != weighted for x in each) or (has_x and not weighted):
@@ -426,7 +425,6 @@ def _launch(
             backward=tuple(x.backward for x in each),
             splits=splits,
             num_stages=num_stages,
-            interpret=interpret,
         ),
         name=name,
         grid=dict(
@@ -445,7 +443,7 @@ def _launch(
             has_x=has_x,
             stores_X=not splits.sums,
         ),
-        interpret=interpret,
+        interpret=call.interpret,
     )(operands=operands)["outputs"]
     return results
 

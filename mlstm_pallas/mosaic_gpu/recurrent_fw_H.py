@@ -18,6 +18,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.gpu import Gpu
+from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
 from mlstm_pallas.mosaic_gpu.fragments import across_rows
 from mlstm_pallas.mosaic_gpu.launch import (
@@ -35,7 +36,6 @@ from mlstm_pallas.mosaic_gpu.limits import (
     HEADS,
     HopperTiles,
 )
-from mlstm_pallas.mosaic_gpu.products import Products
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch, largest_rows, sequence_shape
@@ -75,7 +75,6 @@ class _Scan:
     rows: int
     blocks: int
     store_every: int
-    products: Products
     head: jax.Array
     column_block: jax.Array  # of the CTA
     wg: jax.Array
@@ -98,9 +97,9 @@ class _Scan:
         pending: how many of the latest copies may run on meanwhile.
         """
         plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
-        self.products.store(tile.T, value)
+        products.store(tile.T, value)
         plgpu.commit_smem()
-        copy_out(tile, destination, where=where, interpret=self.products.interpret)
+        copy_out(tile, destination, where)
 
 
 def _ring(c: _Scan, num_stages: int) -> CopyRing:
@@ -120,8 +119,7 @@ def _ring(c: _Scan, num_stages: int) -> CopyRing:
             if name in refs.slots:
                 copy(getattr(refs, name).at[c.head, steps], refs.slots[name])
 
-    buffers = tuple(refs.slots.values())
-    return CopyRing(refs.barriers, num_stages, c.p.NC, copies, c.products, buffers)
+    return CopyRing(refs.barriers, num_stages, c.p.NC, copies)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,7 +135,7 @@ class _Chunk:
     def block(self, b: int, CT: jax.Array) -> Any:
         """Stores 64 columns of h and of the state before the chunk; returns the one after it."""
         c, x, L, dtype = self.scan, self.tiles, self.scan.p.L, self.scan.refs.v.dtype
-        refs, products = c.refs, c.products
+        refs = c.refs
         in_tile, destination = c.columns(b)
 
         def inter(accumulator: Any) -> None:
@@ -176,14 +174,13 @@ def _kernel(
     config: "Tiles",
     rows: int,
     store_every: int,
-    interpret: bool,
     **refs_by_name: Any,
 ) -> None:
     refs, warpgroups = _Refs(**refs_by_name), WARPGROUPS
     places = (lax.axis_index(x) for x in ("head", "columns", "wg"))
-    num_blocks, products = config.siz_b_DHHV // (warpgroups * R), Products(interpret)
+    num_blocks = config.siz_b_DHHV // (warpgroups * R)
     sizes = launch, config.siz_b_DHHV, rows, num_blocks, store_every
-    scan = _Scan(refs, p, *sizes, products, *places)
+    scan = _Scan(refs, p, *sizes, *places)
     n, h, gamma = scan.head, head_of(refs.h, scan.head, p), refs.gamma
     ring = _ring(scan, config.num_stages)
 
@@ -247,7 +244,7 @@ def recurrent_fw_H(
     matQ, matV, scores, scaGamma, matC_initial = x
     p, config, dtype = call.problem, call.tiles, matQ.dtype
     rows = config.state_rows
-    interpret, keys = call.interpret, scores.keys
+    keys = scores.keys
     abar = jnp.ones_like(scores.vecR) if keys.weights is None else keys.weights
     C_last = float32(p.BNH, p.DHHV, rows) if return_last else None
     states = None
@@ -265,7 +262,6 @@ def recurrent_fw_H(
                 config=config,
                 rows=rows,
                 store_every=store_every,
-                interpret=interpret,
             ),
             name="recurrent_fw_H",
             grid=dict(zip(("head", "columns"), config.grid(p), strict=True)),
@@ -278,7 +274,7 @@ def recurrent_fw_H(
             scratch=scratch(
                 p, config, rows, dtype, first_launch=first, stores_states=store_every > 0
             ),
-            interpret=interpret,
+            interpret=call.interpret,
         )(
             q=matQ,
             k=keys.array,

@@ -20,6 +20,7 @@ from jax.experimental.mosaic.gpu import launch_context, utils
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
+from mlstm_pallas.mosaic_gpu.interpreter import interpretable
 from mlstm_pallas.mosaic_gpu.launch import barrier_address, plgpu, tile_transforms
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.tiles import divide, remainder
@@ -56,11 +57,6 @@ class Steps:
     def S(self) -> int:
         return int(self.array.shape[len(self.before)])
 
-    def reference(self) -> Any:
-        rows, columns = self.shape
-        place = pl.ds(self.start, rows), *self.behind, pl.ds(self.column, columns)
-        return self.array.at[(*self.before, *place)]
-
 
 def _start_and_size(index: Any, size: int) -> tuple[Any, int]:
     if isinstance(index, slice):
@@ -82,37 +78,33 @@ def head_of(ref: Any, n: Any, p: Problem) -> Any:
         head, steps = divide(n, num_splits), pl.ds(remainder(n, num_splits) * p.S, p.S)
     before: tuple[Any, ...] = (divide(head, NH),) if strided else (head,)
     behind = (remainder(head, NH),) if strided else ()
-    if ref.shape[1] % GROUP == 0:
+    if not copied_by_groups(ref.shape[1]):
         return ref.at[(*before, steps, *behind)]
     start, size = _start_and_size(steps, ref.shape[1])
     return Steps(ref, before, behind, start, 0, (size, ref.shape[-1]))
 
 
-def copy_in(source: Any, tile: Any, barrier: Any, *, interpret: bool) -> None:
+@interpretable
+def copied_by_groups(steps: int) -> bool:
+    """Whether plgpu's copies refuse arrays of so many steps. Those of GPU interpret mode do not."""
+    return steps % GROUP != 0
+
+
+@interpretable
+def copy_in(source: Any, tile: Any, barrier: Any, *, interpret: Any = None) -> None:
     """Starts a copy to shared memory, which arrives on the barrier."""
     if isinstance(source, Steps):
-        if not interpret:
-            _copy(source, tile, barrier)
-            return
-        source = source.reference()
-    plgpu.copy_gmem_to_smem(source, tile, barrier)
+        _copy(source, tile, barrier)
+    else:
+        plgpu.copy_gmem_to_smem(source, tile, barrier)
 
 
-def copy_out(
-    tile: Any, destination: Any, *, where: jax.Array | None = None, interpret: bool
-) -> None:
-    """Starts a copy to global memory, where the condition holds.
-
-    GPU interpret mode has no predicates.
-    """
+@interpretable
+def copy_out(tile: Any, destination: Any, where: Any = None, *, interpret: Any = None) -> None:
+    """Starts a copy to global memory, where the condition holds."""
     if isinstance(destination, Steps):
-        if not interpret:
-            start = functools.partial(_copy, destination, tile)
-            start() if where is None else pl.when(where)(start)
-            return
-        destination = destination.reference()
-    if interpret and where is not None:
-        pl.when(where)(lambda: plgpu.copy_smem_to_gmem(tile, destination))
+        start = functools.partial(_copy, destination, tile)
+        start() if where is None else pl.when(where)(start)
     else:
         plgpu.copy_smem_to_gmem(tile, destination, predicate=where)
 

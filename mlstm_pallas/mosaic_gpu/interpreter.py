@@ -1,0 +1,295 @@
+"""What runs in GPU interpret mode in place of what only a GPU has, and checks of its protocol.
+
+``mosaic_call`` makes an ``Interpreter`` current while it traces an interpreted kernel. A function
+that is ``interpretable`` then runs as the method of the same name; a kernel knows nothing of it.
+
+On the GPU a product reads shared memory and adds to its accumulator until a wait for it returns.
+jax's interpreter knows neither an accumulator that starts from a value nor a left operand in
+registers, and a kernel with a missing wait would still compute the right result here. So an
+``Interpreter`` computes products with jnp.dot and keeps, on the host, the accumulators, the
+products that each warpgroup has issued and not waited for, and the slots of rings that it has
+acquired and not released. It raises where the warpgroup writes, reads or releases what a product
+still uses, and where it breaks the protocol of a ring, before any warpgroup waits for ever.
+"""
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextvars import ContextVar
+from typing import Any, NamedTuple, NoReturn, TypeVar, cast
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+from jax.experimental import io_callback
+from jax.experimental import pallas as pl
+
+gpu_interpreter: Any = gpu_callbacks  # jax 0.10 has less of it
+Region = list[tuple[Any, Any]]  # start and size along the first axes; of all others, the whole
+
+
+Function = TypeVar("Function", bound=Callable[..., Any])
+_current: ContextVar[Any] = ContextVar("interpreter", default=None)
+
+
+def interpretable(function: Function) -> Function:
+    """In an interpreted kernel, the method of ``Interpreter`` with its name runs in its place."""
+
+    @functools.wraps(function)
+    def run(*args: Any, **options: Any) -> Any:
+        interpreter = _current.get()
+        form = function if interpreter is None else getattr(interpreter, function.__name__)
+        return form(*args, **options)
+
+    return cast(Function, run)
+
+
+class _Accumulator(NamedTuple):
+    name: str
+    shape: tuple[int, ...]
+
+
+class _Product(NamedTuple):
+    accumulator: str
+    reads: list[tuple[str, Region]]
+
+
+class Interpreter:
+    """The products of one launch. A kernel calls the public methods while it is traced.
+
+    Methods that take a warpgroup ``wg`` run on the host, in the order of the calls.
+    """
+
+    def __init__(self, plgpu: Any, kernel: str, warpgroups: int) -> None:
+        self.plgpu = plgpu  # which launch.py alone imports
+        self.kernel = kernel
+        self.warpgroups = warpgroups
+        self._names: dict[int, tuple[Any, str]] = {}  # by id: what has it, and a name
+        self._filled: dict[str, list[str]] = {}  # by barrier: the buffers that it says are full
+        self._full: dict[str, str] = {}  # by the barrier of a release: that of the acquisition
+        # By warpgroup:
+        self._values: dict[int, dict[str, Any]] = {}  # of accumulators
+        self._running: dict[int, list[_Product]] = {}  # in order of issue
+        self._acquired: dict[int, list[str]] = {}  # barriers
+
+    @contextlib.contextmanager
+    def traced(self, scratch: Mapping[str, Any]) -> Iterator[None]:
+        """Makes this object current; messages have the names of the scratch."""
+        for path, x in jax.tree.leaves_with_path(dict(scratch)):
+            name = jax.tree_util.keystr(path, simple=True, separator=".")
+            self._names[id(_base(x))] = _base(x), name
+        token = _current.set(self)
+        try:
+            self._call(self._begin)
+            yield
+            self._call(self._finish)
+        finally:
+            _current.reset(token)
+            self._names.clear()
+
+    def add(self, accumulator: _Accumulator, a: Any, b: Any) -> None:
+        shared = [x for x in (a, b) if not isinstance(x, jax.Array)]
+        names = [self._name(x) for x in shared]
+        product = jnp.dot(_loaded(a), _loaded(b), preferred_element_type=jnp.float32)
+        self._call(self._add, accumulator.name, names, values=([*map(_region, shared)], product))
+
+    def wait(self, pending: int) -> None:
+        self._call(self._wait, pending)
+
+    def read(self, accumulator: _Accumulator, pending: int) -> Any:
+        self.wait(pending)
+        value = jax.ShapeDtypeStruct(accumulator.shape, jnp.float32)
+        return self._call(self._read, accumulator.name, result=value)
+
+    def all_from_zeros(self, issue: Callable[..., Any], *shapes: tuple[int, int]) -> Any:
+        sums = [self._accumulator(jnp.zeros(shape, jnp.float32)) for shape in shapes]
+        results = issue(*sums), *(self.read(x, 0) for x in sums)
+        self.plgpu.commit_smem()
+        return results
+
+    def onto(self, issue: Callable[..., None], *initial: jax.Array) -> Sequence[jax.Array]:
+        sums = [*map(self._accumulator, initial)]
+        issue(*sums)
+        results = [self.read(x, 0) for x in sums]
+        self.plgpu.commit_smem()
+        return results
+
+    def sum_over_rows(self, x: jax.Array, scratch: Any) -> jax.Array:
+        return jnp.sum(x, axis=0)
+
+    def sum_over_columns(self, x: jax.Array) -> jax.Array:
+        return jnp.sum(x, axis=1)
+
+    def copied_by_groups(self, steps: int) -> bool:
+        return False
+
+    def copy_in(self, source: Any, tile: Any, barrier: Any, interpret: Any = None) -> None:
+        self._fill(barrier, tile)
+        self.plgpu.copy_gmem_to_smem(source, tile, barrier)
+
+    def copy_out(
+        self, tile: Any, destination: Any, where: Any = None, interpret: Any = None
+    ) -> None:
+        copy = functools.partial(self.plgpu.copy_smem_to_gmem, tile, destination)
+        copy() if where is None else pl.when(where)(copy)
+
+    def guard(self, full: Any, *buffers: Any) -> None:
+        for buffer in buffers:
+            self._fill(full, buffer)
+
+    def store(self, tile: Any, value: jax.Array) -> None:
+        self._call(self._end, "writes", [self._name(tile)], values=_region(tile))
+        tile[...] = value
+
+    def acquire(self, full: Any, empty: Any) -> None:
+        if empty is None:
+            self.plgpu.barrier_wait(full)
+        else:
+            self._full[self._name(empty)] = self._name(full)
+            self._block(full, self._acquire, self._name(empty), values=_slot(empty))
+
+    def wait_empty(self, empty: Any) -> None:
+        self._block(empty, self._wait_empty, self._name(empty), values=_slot(empty))
+
+    def release(self, *barriers: Any) -> None:
+        for barrier in barriers:
+            self._call(self._release, self._name(barrier), values=_slot(barrier))
+        self.plgpu.commit_smem()
+        for barrier in barriers:
+            self.plgpu.barrier_arrive(barrier)
+
+    def separate(self, scratch: Mapping[str, Any]) -> Any:
+        """The scratch with each ``one_of`` as a list: the race detector tells no slots apart."""
+        return jax.tree.map(
+            lambda x: list(x.refs) if isinstance(x, self.plgpu.RefUnion) else x, dict(scratch)
+        )
+
+    def _name(self, x: Any) -> str:
+        x = _base(x)
+        unnamed = f"{type(x).__name__.strip('_').lower()} {len(self._names)}"
+        return self._names.setdefault(id(x), (x, unnamed))[1]
+
+    def _accumulator(self, initial: jax.Array) -> _Accumulator:
+        name = f"accumulator {len(self._names)}"
+        self._names[id(name)] = name, name
+        self._call(self._start, name, values=initial)
+        return _Accumulator(name, initial.shape)
+
+    def _fill(self, full: Any, buffer: Any) -> None:
+        self._filled.setdefault(self._name(full), []).append(self._name(buffer))
+
+    def _call(self, function: Any, *static: Any, values: Any = (), result: Any = None) -> Any:
+        function = functools.partial(function, *static)
+        return io_callback(function, result, lax.axis_index("wg"), values, ordered=True)
+
+    def _block(self, barrier: Any, *check: Any, values: Any) -> None:
+        """Waits on the barrier after the check: XLA orders what depends on each other alone."""
+        zero = self._call(*check, values=values, result=jax.ShapeDtypeStruct((), jnp.int32))
+        [(index, _)] = _slot(barrier) or [(0, 1)]
+        self.plgpu.barrier_wait(_base(barrier).at[index + zero])
+
+    def _begin(self, wg: Any, _: Any) -> None:
+        self._values[int(wg)] = {}
+        self._running[int(wg)], self._acquired[int(wg)] = [], []
+
+    def _start(self, accumulator: str, wg: Any, value: Any) -> None:
+        self._values[int(wg)][accumulator] = np.asarray(value)
+
+    def _add(self, accumulator: str, names: list[str], wg: Any, operands: Any) -> None:
+        regions, product = operands
+        reads = list(zip(names, regions, strict=True))
+        self._running[int(wg)].append(_Product(accumulator, reads))
+        values = self._values[int(wg)]
+        values[accumulator] = values[accumulator] + np.asarray(product)
+
+    def _wait(self, pending: int, wg: Any, _: Any) -> None:
+        running = self._running[int(wg)]
+        del running[: max(len(running) - pending, 0)]
+
+    def _read(self, accumulator: str, wg: Any, _: Any) -> Any:
+        if any(x.accumulator == accumulator for x in self._running[int(wg)]):
+            self._refuse(wg, f"reads {accumulator}, to which a running product adds")
+        return self._values[int(wg)][accumulator]
+
+    def _end(self, doing: str, names: list[str], wg: Any, region: Region) -> None:
+        """The warpgroup has no more use for what is in this part of the buffers."""
+        for name, own in (read for x in self._running[int(wg)] for read in x.reads):
+            if name in names and _overlap(own, region):
+                self._refuse(wg, f"{doing} {name}, which a running product reads")
+
+    def _acquire(self, name: str, wg: Any, slot: Region) -> np.int32:
+        if (barrier := _indexed(name, slot)) in self._acquired[int(wg)]:
+            self._refuse(wg, f"acquires {barrier} again", "release")
+        self._acquired[int(wg)].append(barrier)
+        return np.int32(0)
+
+    def _wait_empty(self, name: str, wg: Any, slot: Region) -> np.int32:
+        if (barrier := _indexed(name, slot)) in self._acquired[int(wg)]:
+            self._refuse(wg, f"waits for {barrier}, which it has itself", "release")
+        return np.int32(0)
+
+    def _release(self, name: str, wg: Any, slot: Region) -> None:
+        if (barrier := _indexed(name, slot)) not in self._acquired[int(wg)]:
+            self._refuse(wg, f"releases {barrier}", "acquire")
+        self._acquired[int(wg)].remove(barrier)
+        buffers = self._filled.get(self._full[name])
+        if buffers is None:
+            self._refuse(wg, f"releases {name}, which guards no buffer", "copy_in or guard")
+        self._end(f"releases {name} of", buffers, wg, slot)
+
+    def _finish(self, wg: Any, _: Any) -> None:
+        for barrier in self._acquired[int(wg)]:
+            self._refuse(wg, f"ends with {barrier}", "release")
+
+    def _refuse(self, wg: Any, what: str, expected: str = "wait") -> NoReturn:
+        error = RuntimeError(
+            f"{self.kernel}: warpgroup {int(wg)} {what}, expected {expected} before"
+        )
+        # Wakes the warpgroups that wait for this one. Only one that is alone is no thread.
+        gpu_interpreter._get_shared_memory().set_failed(error, top_level=self.warpgroups == 1)
+        raise error
+
+
+def _loaded(x: Any) -> jax.Array:
+    return x if isinstance(x, jax.Array) else x[...]
+
+
+def _base(x: Any) -> Any:
+    """The buffer, or the barriers, that a reference is a part of."""
+    return x.ref if hasattr(x, "transforms") else x
+
+
+def _region(x: Any) -> Region:
+    """What the indices of a reference select of its buffer."""
+    region: Region = []
+    axes: list[int] = []  # of the buffer, that the reference has
+    for transform in getattr(x, "transforms", ()):
+        if hasattr(transform, "permutation"):
+            axes = axes or list(range(len(transform.permutation)))
+            axes = [axes[axis] for axis in transform.permutation]
+        elif hasattr(transform, "indices"):
+            axes = axes or list(range(len(transform.shape)))
+            pairs = list(zip(axes, transform.indices, strict=True))
+            if not region:
+                region = [(0, n) for _, n in sorted(zip(axes, transform.shape, strict=True))]
+            for axis, index in pairs:
+                is_slice = isinstance(index, pl.Slice)
+                start, size = (index.start, index.size) if is_slice else (index, 1)
+                region[axis] = region[axis][0] + start, size
+            axes = [axis for axis, index in pairs if isinstance(index, pl.Slice)]
+    return region
+
+
+def _slot(barrier: Any) -> Region:
+    """The slot that a barrier guards; the only barrier guards all slots."""
+    return _region(barrier) if _base(barrier).shape[:1] > (1,) else []
+
+
+def _indexed(name: str, slot: Region) -> str:
+    return name + "".join(f"[{int(start)}]" for start, _ in slot)
+
+
+def _overlap(x: Region, y: Region) -> bool:
+    return all(a < b + m and b < a + n for (a, n), (b, m) in zip(x, y, strict=False))
