@@ -52,15 +52,15 @@ from shapes import Shape
 
 from mlstm_pallas import costs, dispatch, mlstm_chunkwise, planning, stages
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.gate_gradients import TilePairs
+from mlstm_pallas.gate_gradients import TileSums
 from mlstm_pallas.gates import vector_states
 from mlstm_pallas.gpu import target_gpu
 from mlstm_pallas.normaliser import query_scale
 from mlstm_pallas.problem import MAX_TILE, Problem
-from mlstm_pallas.stage import Launch, Lowering, Stage, Weighted
-from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
+from mlstm_pallas.stage import Launch, Lowering, ScaledRows, Stage
+from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
-from mlstm_pallas.stages.parallel_fw_P import Scores
+from mlstm_pallas.stages.parallel_fw_P import ScanOperands
 from mlstm_pallas.validation import BACKENDS
 
 # Relative norms of the error, of outputs and of gradients. bfloat16 has steps of 2**-8, and its
@@ -137,13 +137,13 @@ def written(outputs: Any) -> Any:
     """
     if isinstance(outputs, Gradients):
         return outputs._replace(pairs=None)
-    if isinstance(outputs, Scores):
+    if isinstance(outputs, ScanOperands):
         return outputs._replace(keys=outputs.keys.product())
-    return _written(outputs) if isinstance(outputs, GradientTiles) else outputs
+    return _written(outputs) if isinstance(outputs, ScoreGradients) else outputs
 
 
 @jax.jit
-def _written(outputs: GradientTiles) -> GradientTiles:
+def _written(outputs: ScoreGradients) -> ScoreGradients:
     BNH, NC, n, T = outputs.pairs.diagonal.shape
     block, tile = jnp.arange(n * T) // MAX_TILE, jnp.arange(n)
 
@@ -158,7 +158,7 @@ def _written(outputs: GradientTiles) -> GradientTiles:
     sums = total(per_query, upper), total(per_key, lower_tiles), diagonal.reshape(BNH, -1)
     matrices = dict(matP=lower(outputs.matP), matDeltaP=lower(outputs.matDeltaP))
     products = dict(queries=outputs.queries.product(), keys=outputs.keys.product())
-    return outputs._replace(pairs=TilePairs(*sums), **matrices, **products)
+    return outputs._replace(pairs=TileSums(*sums), **matrices, **products)
 
 
 # Arrays (B, S, NH, ...): passed as they are, or transposed by the caller.
@@ -247,13 +247,13 @@ class MlstmPallasStage(MlstmPallas):
     def computation(self, inputs, direction):
         arrays, name = dict(inputs), self.stage.name
         if self.call.lowering.folder == "mosaic_gpu" and name == "recurrent_fw_H":
-            keys = Weighted(inputs["matK"], inputs["gates"].per_step().vecAbar)
+            keys = ScaledRows(inputs["matK"], inputs["gates"].per_step().vecAbar)
             arrays["scan"] = inputs["scan"]._replace(keys=keys)
         if self.weighted and name == "recurrent_bw_dC":
             g, inverse = inputs["gates"].per_step(), inputs["normaliser_gradients"].vecInvDen
             r = query_scale(g.vecW, self.call.problem.qk_scale, inverse)
-            arrays |= dict(queries=Weighted(inputs["matQ"], r))
-            arrays |= dict(keys=Weighted(inputs["matK"], g.vecAbar))
+            arrays |= dict(queries=ScaledRows(inputs["matQ"], r))
+            arrays |= dict(keys=ScaledRows(inputs["matK"], g.vecAbar))
         return of_stage(self.stage, self.call), [arrays[name] for name in self.stage.inputs]
 
     def oracle_arguments(self, inputs):

@@ -111,12 +111,12 @@ BACKWARD = [
     ),
     [
         "matDeltaQ, matDeltaK (B, NH, S, DHQK)   matDeltaV (B, NH, S, DHHV)",
-        "vecQ_inter, vecK_inter (B, NH, S)   scaStates (B, NH, NC)",
+        "q_dot_dq_inter, k_dot_dk_inter (B, NH, S)   inner_C_dC (B, NH, NC)",
     ],
     (
         XLA,
         "gate_gradients, step_gradients",
-        ["pairs, vecQ_inter, vecK_inter, scaStates, vecDm   gates"],
+        ["pairs, q_dot_dq_inter, k_dot_dk_inter, inner_C_dC, vecDm   gates"],
     ),
     ["vecDeltaI, vecDeltaF (B, NH, S)   scaDeltaM (B, NH)"],
 ]

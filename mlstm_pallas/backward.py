@@ -20,17 +20,17 @@ from mlstm_pallas.gate_gradients import (
 )
 from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.normaliser import NormaliserGradients, query_scale
-from mlstm_pallas.stage import Launch, Lowering, Weighted
-from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
+from mlstm_pallas.stage import Launch, Lowering, ScaledRows
+from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
 from mlstm_pallas.stages.recurrent_bw_dC import StateGradients
 
 
-class FirstHalf(NamedTuple):
+class BackwardCarry(NamedTuple):
     """What the first half of the backward pass hands to the second."""
 
     gates: ChunkGates
-    tiles: GradientTiles  # without queries and keys
+    tiles: ScoreGradients  # without queries and keys
     states: StateGradients
 
 
@@ -63,7 +63,7 @@ def prepared(
 
 def first_half(
     spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangents: Cotangents
-) -> FirstHalf:
+) -> BackwardCarry:
     """The gates, the tiles, and the states and their gradients at the chunk boundaries.
 
     Only dC depends on the gradients of the last states, and is linear in that of C. The arrays are
@@ -117,7 +117,9 @@ def first_half(
     if recomputes_scores:
         call = spec.launch("step_sums", spec.launch("parallel_bw_dQKV", lowering).lowering)
         tiles = with_delta(spec, tiles, x.q, gates, z, states.vecDelta, call)
-    return FirstHalf(gates, tiles._replace(queries=None, keys=None), states._replace(vecDelta=None))
+    return BackwardCarry(
+        gates, tiles._replace(queries=None, keys=None), states._replace(vecDelta=None)
+    )
 
 
 def second_half(
@@ -125,7 +127,7 @@ def second_half(
     lowering: Lowering,
     residuals: Residuals,
     cotangents: Cotangents,
-    first: FirstHalf,
+    first: BackwardCarry,
 ) -> Inputs:
     """The gradients of the inputs. The arrays are ``prepared``."""
     (x, _, _, stored), (dh, last) = residuals, cotangents
@@ -170,9 +172,9 @@ def second_half(
         spec.chunks(x.i),
         spec.chunks(x.f),
         gradients.pairs if tiles.pairs is None else tiles.pairs,
-        gradients.vecQ_inter,
-        gradients.vecK_inter,
-        gradients.scaStates,
+        gradients.q_dot_dq_inter,
+        gradients.k_dot_dk_inter,
+        gradients.inner_C_dC,
         dm,
         starts,
         spec.input_gate,
@@ -190,25 +192,25 @@ def second_half(
 
 def before_tiles(
     spec: CallSpec, q: jax.Array, k: jax.Array, gates: ChunkGates, z: Any
-) -> GradientTiles:
+) -> ScoreGradients:
     """The operands of recurrent_bw_dC where P and dP are recomputed, before delta is known."""
     g, inv_den = gates.per_step(), None
     if spec.normaliser is not None:
         inv_den = spec.normaliser.gradients(jnp.zeros_like(z), z, g.vecM).vecInvDen
-    queries = Weighted(q, query_scale(g.vecW, spec.problem.qk_scale, inv_den))
-    keys = Weighted(k, g.vecAbar)
-    return GradientTiles(None, None, queries, keys, None, NormaliserGradients(inv_den), None)
+    queries = ScaledRows(q, query_scale(g.vecW, spec.problem.qk_scale, inv_den))
+    keys = ScaledRows(k, g.vecAbar)
+    return ScoreGradients(None, None, queries, keys, None, NormaliserGradients(inv_den), None)
 
 
 def with_delta(
     spec: CallSpec,
-    operands: GradientTiles,
+    operands: ScoreGradients,
     q: jax.Array,
     gates: ChunkGates,
     z: Any,
     delta: jax.Array | None,
     call: Launch,
-) -> GradientTiles:
+) -> ScoreGradients:
     """The result of ``before_tiles`` with the normaliser's fields; delta: (B * NH, S), None: 0."""
     if spec.normaliser is None:
         return operands

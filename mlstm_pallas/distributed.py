@@ -12,8 +12,8 @@ Such functions compose. C_j takes matrix products (splits.py), where c(t) is the
     C_j = sum_t [abar_t prod_{c' > c(t)} gamma_c'] k_t v_t^T
 
 A prefix over the devices gives the state before each shard, m and n first. C is exchanged while
-stages run that do not read it. The forward pass then starts from that state and reuses the summands
-of C_j and the states of n, rescaled.
+stages run that do not read it. The forward pass then starts from that state and reuses the
+contributions to C_j and the states of n, rescaled.
 
 The gradient of the state before a shard is a linear function of the gradient of the state after it:
 
@@ -39,12 +39,12 @@ from jax.typing import DTypeLike
 from mlstm_pallas import entry
 from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.backend import on_backend
-from mlstm_pallas.backward import FirstHalf, first_half, prepared, second_half
+from mlstm_pallas.backward import BackwardCarry, first_half, prepared, second_half
 from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, LastStates, Residuals
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.entry import Keywords, SequenceKeywords
-from mlstm_pallas.forward import Summands, gates_of, key_states
+from mlstm_pallas.forward import PrecomputedStates, gates_of, key_states
 from mlstm_pallas.fwbw import (
     forward,
     in_reverse_mode,
@@ -76,10 +76,10 @@ class Summary(NamedTuple):
 
 
 class ShardStates(NamedTuple):
-    """The Summands of a shard from an empty start, and its log decays; float32."""
+    """The PrecomputedStates of a shard from an empty start, and its log decays; float32."""
 
     g: Pair  # (B, NH, NC + 1) from the shard's start to the boundaries of chunks
-    m: jax.Array  # as what follows, of the Summands
+    m: jax.Array  # as what follows, of the PrecomputedStates
     n: tuple[jax.Array, jax.Array]
     X: jax.Array
 
@@ -192,8 +192,8 @@ def _log_decays(x: Inputs, NC: int, input_gate: InputGate) -> Pair:
     return high, low
 
 
-def _summands(local: ShardStates, start: Summary) -> Summands:
-    """The Summands of a shard; start: m and n before it."""
+def _precomputed(local: ShardStates, start: Summary) -> PrecomputedStates:
+    """The PrecomputedStates of a shard; start: m and n before it."""
     m_start = start.m[..., None]
     m = _stabiliser_after(m_start, local.g, local.m)
     scale, decay = _rescaling(local.m, m)[..., None], _decay(m_start, local.g, m)[..., None]
@@ -201,13 +201,13 @@ def _summands(local: ShardStates, start: Summary) -> Summands:
     n = scale[..., :-1, :] * n + decay[..., :-1, :] * n_start
     n_last = (scale[..., -1:, :] * n_last[..., None, :] + decay[..., -1:, :] * n_start)[..., 0, :]
     chunks = n.shape[2] // local.X.shape[2]  # of a split
-    return Summands(m, (n, n_last), scale[..., chunks::chunks, :, None] * local.X)
+    return PrecomputedStates(m, (n, n_last), scale[..., chunks::chunks, :, None] * local.X)
 
 
 def _first_half(
     lowering: Lowering, spec: CallSpec, residuals: Residuals, cotangents: Cotangents
 ) -> Any:
-    """(FirstHalf, GradientSummary) of a shard and the gradients of its last states together."""
+    """(BackwardCarry, GradientSummary) of a shard and the gradients of its last states together."""
     last = cotangents.last
     arrays = prepared(spec, lowering, residuals, cotangents)
     first = first_half(spec, lowering, *arrays)
@@ -237,7 +237,7 @@ def _second_half(
     spec: CallSpec,
     residuals: Residuals,
     cotangents: Cotangents,
-    first: FirstHalf,
+    first: BackwardCarry,
     dC_after: jax.Array,
 ) -> Inputs:
     """The gradients of the inputs; dC_after: what the later shards add to dC, (B * NH, ...)."""
@@ -351,9 +351,9 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
     # which XLA would otherwise merge with the exchange of n.
     start, C = lax.optimization_barrier((start, C))
     C = before(of_n._replace(state=C), x.c_initial).state
-    summands = _summands(local, start)
+    precomputed = _precomputed(local, start)
     x = x._replace(c_initial=C, n_initial=start.state, m_initial=start.m)
-    outputs = forward(spec, x, summands)
+    outputs = forward(spec, x, precomputed)
     return (outputs.h, outputs.last), (residuals_of(spec, x, outputs), outputs.last, index)
 
 

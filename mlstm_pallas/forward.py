@@ -19,10 +19,10 @@ from mlstm_pallas.splits import (
     splits_as_heads,
 )
 from mlstm_pallas.stage import Launch, Lowering
-from mlstm_pallas.stages.parallel_fw_P import Scores
+from mlstm_pallas.stages.parallel_fw_P import ScanOperands
 
 
-class Summands(NamedTuple):
+class PrecomputedStates(NamedTuple):
     """The states at the boundaries of chunks, but C, and what splits add to C; float32."""
 
     m: jax.Array  # (B * NH, NC + 1)
@@ -31,13 +31,13 @@ class Summands(NamedTuple):
 
 
 def forward(
-    spec: CallSpec, lowering: Lowering, x: Inputs, summands: Summands | None = None
+    spec: CallSpec, lowering: Lowering, x: Inputs, precomputed: PrecomputedStates | None = None
 ) -> Forward:
-    """The forward pass. summands: those of the fused scan, if already computed."""
+    """The forward pass. precomputed: states of the fused scan, if already known."""
     if not spec.has_initial_state:
         x = x._replace(c_initial=None)
     if spec.plan.fused and lowering is not Lowering.XLA:
-        return fused(spec, lowering, x, summands)
+        return fused(spec, lowering, x, precomputed)
     return materialised(spec, lowering, x)
 
 
@@ -111,22 +111,24 @@ def materialised(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
     return Forward(h, last, z, StoredStates(C, n, m, C_last, n_last))
 
 
-def fused(spec: CallSpec, lowering: Lowering, x: Inputs, summands: Summands | None) -> Forward:
+def fused(
+    spec: CallSpec, lowering: Lowering, x: Inputs, precomputed: PrecomputedStates | None
+) -> Forward:
     """The fused scan, with the state on the chip. It has chunks of its own; splits count as heads.
 
     Stored states are those at the boundaries of the call's chunks.
     """
     plan = spec.plan
     p, num_splits, of_scan = plan.scan_problem, plan.num_splits, plan.scan_lowering
-    if summands is not None and summands.m.shape[1] != p.NC + 1:
-        summands = None  # in the chunks of a call with more heads than this shard
-    gates = gates_of(spec, lowering, x, p, None if summands is None else summands.m)
+    if precomputed is not None and precomputed.m.shape[1] != p.NC + 1:
+        precomputed = None  # in the chunks of a call with more heads than this shard
+    gates = gates_of(spec, lowering, x, p, None if precomputed is None else precomputed.m)
     call = spec.launch("parallel_fw_P", of_scan, p)
-    if summands is None:
+    if precomputed is None:
         n, n_last = key_states(spec, call, x.k, gates, x.n_initial)
     else:
-        n, n_last = summands.n
-    scan: Scores = run(
+        n, n_last = precomputed.n
+    scan: ScanOperands = run(
         "parallel_fw_P",
         matQ=x.q,
         matK=x.k,
@@ -138,8 +140,8 @@ def fused(spec: CallSpec, lowering: Lowering, x: Inputs, summands: Summands | No
     q, v, gamma, keys, C_initial = x.q, x.v, gates.scaGamma, scan.keys, x.c_initial
     of_splits = scan
     if num_splits > 1:
-        if summands is not None and summands.X.shape[1] == num_splits:
-            added = summands.X[:, :-1]
+        if precomputed is not None and precomputed.X.shape[1] == num_splits:
+            added = precomputed.X[:, :-1]
         else:
             weights = keys.times(decays_in_splits(gamma, num_splits, p.S))
             added = run(

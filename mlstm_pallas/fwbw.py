@@ -14,7 +14,7 @@ from mlstm_pallas import backward as backward_schedule
 from mlstm_pallas import forward as forward_schedule
 from mlstm_pallas.backend import on_backend
 from mlstm_pallas.call_spec import CallSpec, Cotangents, Forward, Inputs, LastStates, Residuals
-from mlstm_pallas.forward import Summands
+from mlstm_pallas.forward import PrecomputedStates
 from mlstm_pallas.segments import segment_states
 from mlstm_pallas.sharding import over_shards
 from mlstm_pallas.stage import Lowering
@@ -31,9 +31,9 @@ NO_DERIVATIVE_OF_SEGMENTS = (
 
 # The custom_vjp traces both its function and its forward rule; with jit the kernels only once.
 @functools.partial(jax.jit, static_argnums=0, inline=True)
-def _forward(spec: CallSpec, inputs: Inputs, summands: Summands | None) -> Any:
+def _forward(spec: CallSpec, inputs: Inputs, precomputed: PrecomputedStates | None) -> Any:
     return on_backend(
-        spec.backend, functools.partial(forward_schedule.forward, spec), inputs, summands
+        spec.backend, functools.partial(forward_schedule.forward, spec), inputs, precomputed
     )
 
 
@@ -98,9 +98,11 @@ def operation(function: Callable[..., Any], spec: Any, *args: Any) -> Any:
     return over_shards(function, spec, *_not_differentiated(args))
 
 
-def forward(spec: CallSpec, inputs: Inputs, summands: Summands | None = None) -> Forward:
-    """The forward pass on shards. summands: of the fused scan, if already computed."""
-    outputs: Forward = operation(_forward, spec, inputs, summands)
+def forward(
+    spec: CallSpec, inputs: Inputs, precomputed: PrecomputedStates | None = None
+) -> Forward:
+    """The forward pass on shards. precomputed: of the fused scan, if already computed."""
+    outputs: Forward = operation(_forward, spec, inputs, precomputed)
     return outputs
 
 

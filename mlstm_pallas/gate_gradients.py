@@ -20,7 +20,7 @@ from mlstm_pallas.gates import (
 from mlstm_pallas.problem import InputGate, accumulator_dtype
 
 
-class TilePairs(NamedTuple):
+class TileSums(NamedTuple):
     """Sums of W_ts = dP_ts scale q_t . k_s, float32, for chunks of n tiles of T steps.
 
     Values are undefined where the tile of queries comes before the tile of keys.
@@ -37,13 +37,13 @@ def inner(a: Array, b: Array, axes: int = 1) -> Array:
     return jnp.sum(a.astype(acc) * b.astype(acc), axis=tuple(range(-axes, 0)))
 
 
-class TileSums(NamedTuple):
+class TileTerms(NamedTuple):
     """The summands of the gate gradients for tiles of T steps; (B * NH, S / T, T) each."""
 
     # At t: the inner product of q_t with the part of dq_t from before the tile, plus the sum of
     # W_ts - W_st over the steps s of the tile.
     vecQ: Array
-    vecK_inter: Array  # at s: k_s with the part of dk_s from beyond the tile
+    k_dot_dk_inter: Array  # at s: k_s with the part of dk_s from beyond the tile
     vecK_intra: Array  # at s: k_s with the rest of dk_s, the sum of W_ts over t
 
 
@@ -58,8 +58,8 @@ def _only(x: Array, where: Array, *axes: int) -> Array:
     return jnp.where(jnp.broadcast_to(where.reshape(shape), x.shape), x, 0.0)
 
 
-def tile_sums(pairs: TilePairs, vecQ_inter: Array, vecK_inter: Array) -> TileSums:
-    """TileSums from the sums of the stages; vecQ_inter, vecK_inter: as of ``step_gradients``."""
+def tile_terms(pairs: TileSums, q_dot_dq_inter: Array, k_dot_dk_inter: Array) -> TileTerms:
+    """TileTerms from the sums of the stages; the arguments are those of ``step_gradients``."""
     BNH, NC, n, T = pairs.diagonal.shape
     later, same = _later_tiles(n), jnp.eye(n, dtype=bool)
 
@@ -67,23 +67,25 @@ def tile_sums(pairs: TilePairs, vecQ_inter: Array, vecK_inter: Array) -> TileSum
         return jnp.sum(_only(x, where, 1, 3), axis=1)
 
     keys_intra = total(pairs.per_key, same)
-    q_inter, k_inter = (x.reshape(pairs.diagonal.shape) for x in (vecQ_inter, vecK_inter))
-    sums = TileSums(
+    q_inter, k_inter = (x.reshape(pairs.diagonal.shape) for x in (q_dot_dq_inter, k_dot_dk_inter))
+    sums = TileTerms(
         q_inter + (total(pairs.per_query, ~later) - keys_intra),
         k_inter + total(pairs.per_key, later),
         keys_intra + pairs.diagonal,
     )
-    return TileSums(*(x.reshape(BNH, NC * n, T) for x in sums))
+    return TileTerms(*(x.reshape(BNH, NC * n, T) for x in sums))
 
 
-def through_tiles(pairs: TilePairs, vecQ_inter: Array, vecK_inter: Array, through: Array) -> Array:
+def through_tiles(
+    pairs: TileSums, q_dot_dq_inter: Array, k_dot_dk_inter: Array, through: Array
+) -> Array:
     """Sums of W_ts with s before and t after each tile, (B * NH, S / T); args of step_gradients."""
     BNH, NC, n, _ = pairs.diagonal.shape
     if n == 1:
         return through
     later = _later_tiles(n)
     read, written = (
-        jnp.sum(x.reshape(pairs.diagonal.shape), axis=-1) for x in (vecQ_inter, vecK_inter)
+        jnp.sum(x.reshape(pairs.diagonal.shape), axis=-1) for x in (q_dot_dq_inter, k_dot_dk_inter)
     )
     between = jnp.sum(_only(pairs.per_query, later.T, 1, 3), axis=-1)  # [j, chunk, i]
     # What tile i reads from before tile m, the state included: [m, chunk, i].
@@ -133,9 +135,9 @@ def step_flags(gates: ChunkGates, vecF: Array, begins: Array | None) -> Array:
 
 def step_gradients(
     vecF: Array,
-    pairs: TilePairs,
-    vecQ_inter: Array,
-    vecK_inter: Array,
+    pairs: TileSums,
+    q_dot_dq_inter: Array,
+    k_dot_dk_inter: Array,
     through: Array,
     flags: Array,
     dm: Array | None,
@@ -151,23 +153,23 @@ def step_gradients(
 
     Args:
       vecF, dm: (B * NH, S); dm None: m is a constant.
-      vecQ_inter, vecK_inter: (B * NH, S), of parallel_bw_dQKV, with the inter-chunk parts.
+      q_dot_dq_inter, k_dot_dk_inter: (B * NH, S), of parallel_bw_dQKV, with the inter-chunk parts.
       through: (B * NH, NC), what passes through each chunk.
       flags: (B * NH, S), of ``step_flags``.
 
     Returns:
       (B * NH, S) twice, (B * NH,).
     """
-    sums = tile_sums(pairs, vecQ_inter, vecK_inter)
-    through = through_tiles(pairs, vecQ_inter, vecK_inter, through)
+    sums = tile_terms(pairs, q_dot_dq_inter, k_dot_dk_inter)
+    through = through_tiles(pairs, q_dot_dq_inter, k_dot_dk_inter, through)
     triangle = jnp.tri(sums.vecQ.shape[-1], dtype=through.dtype)
     product = functools.partial(jnp.matmul, precision="highest")  # exact to float32
     # The queries from t on, the keys before t.
     of_tile = product(sums.vecQ, triangle) + product(
-        sums.vecK_inter, jnp.triu(jnp.ones_like(triangle), k=1)
+        sums.k_dot_dk_inter, jnp.triu(jnp.ones_like(triangle), k=1)
     )
     dfbar = jnp.where((flags & PASSES) > 0, (of_tile + through[..., None]).reshape(vecF.shape), 0.0)
-    di = (sums.vecK_inter + sums.vecK_intra).reshape(vecF.shape)
+    di = (sums.k_dot_dk_inter + sums.vecK_intra).reshape(vecF.shape)
     first = jnp.zeros_like(through[:, 0])
     if dm is not None:
         goes_on, carried = (flags & GOES_ON) > 0, (flags & CARRIED) > 0
@@ -182,9 +184,9 @@ def gate_gradients(
     gates: ChunkGates,
     vecI: Array,
     vecF: Array,
-    pairs: TilePairs,
-    vecQ_inter: Array,
-    vecK_inter: Array,
+    pairs: TileSums,
+    q_dot_dq_inter: Array,
+    k_dot_dk_inter: Array,
     through: Array,
     dm: Array | None,
     starts: Array | None = None,
@@ -196,7 +198,7 @@ def gate_gradients(
     Args:
       gates, vecI, vecF, starts: of chunks, (B * NH, NC, L).
       pairs: of parallel_bw_dP or parallel_bw_dQKV.
-      vecQ_inter, vecK_inter: (B * NH, S), of parallel_bw_dQKV.
+      q_dot_dq_inter, k_dot_dk_inter: (B * NH, S), of parallel_bw_dQKV.
       through: (B * NH, NC), what passes through each chunk.
       dm: dm_t, (B * NH, S); None: m is a constant.
       step_gradients: the function above, or a kernel for it.
@@ -209,8 +211,8 @@ def gate_gradients(
     di, df, first = step_gradients(
         vecF=vecF.reshape(all_steps),
         pairs=pairs,
-        vecQ_inter=vecQ_inter,
-        vecK_inter=vecK_inter,
+        q_dot_dq_inter=q_dot_dq_inter,
+        k_dot_dk_inter=k_dot_dk_inter,
         through=through,
         flags=flags,
         dm=dm,

@@ -239,7 +239,7 @@ def steps_of(vec: jax.Array, S: int) -> jax.Array:
     return with_steps(vec, S)
 
 
-class Weighted(NamedTuple):
+class ScaledRows(NamedTuple):
     """An operand whose steps are weighted in a product, by the kernel or before it."""
 
     array: jax.Array  # (B * NH, S, D) or (B, S, NH, D)

@@ -33,7 +33,7 @@ from mlstm_pallas.call_spec import CallSpec
 from mlstm_pallas.entry import Options, spec_for
 from mlstm_pallas.gpu import Gpu, gpu_of, known_gpu
 from mlstm_pallas.problem import InputGate, Layout, Problem, make_problem
-from mlstm_pallas.stage import Launch, Lowering, Weighted
+from mlstm_pallas.stage import Launch, Lowering, ScaledRows
 
 needs_mosaic_gpu = pytest.mark.skipif(
     not jax_has_mosaic_gpu(), reason="the Mosaic GPU kernels need jax >= 0.11.2 and < 0.13"
@@ -296,7 +296,7 @@ class Recurrences:
 
         def run(q, dh, k, v, r, abar, gamma, dC_last, C_initial, h):
             queries, keys = (
-                Weighted(x, w if self.weighted else None) for x, w in ((q, r), (k, abar))
+                ScaledRows(x, w if self.weighted else None) for x, w in ((q, r), (k, abar))
             )
             dC_last, C_initial = (dC_last, C_initial) if self.states else (None, None)
             return dispatch.run(

@@ -21,7 +21,7 @@ from test_stages import case, launch_of
 from mlstm_pallas import KernelConfig, dispatch, gate_gradients, gates, planning
 from mlstm_pallas.backward import before_tiles, with_delta
 from mlstm_pallas.call_spec import CallSpec
-from mlstm_pallas.gate_gradients import TilePairs
+from mlstm_pallas.gate_gradients import TileSums
 from mlstm_pallas.gates import CARRIED, GOES_ON, PASSES
 from mlstm_pallas.gpu import HOPPER
 from mlstm_pallas.normaliser import Normaliser
@@ -158,7 +158,7 @@ def test_step_gradients_against_float64(BNH, S, L, share, has_dm):
         for where in (written.T, written)
     )
     vectors = (draw.normal(size=shape) for shape in [(BNH, S)] * 4 + [(BNH, NC)])
-    x = (TilePairs(per_query, per_key, draw.normal(size=(BNH, NC, n, T))), *vectors)
+    x = (TileSums(per_query, per_key, draw.normal(size=(BNH, NC, n, T))), *vectors)
     x = jax.tree.map(lambda y: y.astype("float32"), x)
     carried, goes_on, passes = (draw.random((BNH, S)) < p for p in (share, 0.999, 0.95))
     goes_on &= carried
@@ -170,8 +170,8 @@ def test_step_gradients_against_float64(BNH, S, L, share, has_dm):
         return form(
             vecF=f,
             pairs=pairs,
-            vecQ_inter=q_inter,
-            vecK_inter=k_inter,
+            q_dot_dq_inter=q_inter,
+            k_dot_dk_inter=k_inter,
             through=through,
             flags=flags,
             dm=dm if has_dm else None,

@@ -11,11 +11,11 @@ import pytest
 from oracle import array, assert_close, random_inputs, tolerance
 
 from mlstm_pallas import KernelConfig, dispatch, planning
-from mlstm_pallas.gate_gradients import TilePairs
+from mlstm_pallas.gate_gradients import TileSums
 from mlstm_pallas.gpu import UNKNOWN
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import MAX_TILE, InputGate, Problem
-from mlstm_pallas.stage import Lowering, Weighted
+from mlstm_pallas.stage import Lowering, ScaledRows
 from mlstm_pallas.stages import STAGES
 
 HEADS, DHQK, DHHV = 2, 32, 64
@@ -151,7 +151,7 @@ class Case:
             result = result._replace(pairs=below_the_diagonal(result.pairs))
         for key, actual, desired in zip(result._fields, result, expected, strict=True):
             assert (actual is None) == (desired is None), key
-            terms = p.DHQK * p.DHHV if key == "scaStates" else p.S + p.DHQK + p.DHHV
+            terms = p.DHQK * p.DHHV if key == "inner_C_dC" else p.S + p.DHQK + p.DHHV
             if key in ("vecE", "vecU"):  # unevaluated sums
                 actual, desired = (np.asarray(y[0], "float64") + y[1] for y in (actual, desired))
             for one, other in zip(*map(jax.tree.leaves, (actual, desired)), strict=True):
@@ -191,7 +191,7 @@ def products(outputs):
     """The outputs with weighted operands as their products."""
 
     def weighted(x):
-        return isinstance(x, Weighted)
+        return isinstance(x, ScaledRows)
 
     return jax.tree.map(lambda x: x.product() if weighted(x) else x, outputs, is_leaf=weighted)
 
@@ -201,7 +201,7 @@ def below_the_diagonal(pairs):
     after = jnp.tri(n, dtype=bool)  # [i, j]
     sums = ((after.T, pairs.per_query), (after, pairs.per_key))
     sums = (jnp.where(where.reshape(n, 1, n, 1), y, 0.0) for where, y in sums)
-    return TilePairs(*sums, pairs.diagonal)
+    return TileSums(*sums, pairs.diagonal)
 
 
 def tile_pairs(x, outputs, T):
@@ -214,9 +214,7 @@ def tile_pairs(x, outputs, T):
     W = np.tril(outputs.matDeltaP.reshape(*tiles, p.L, p.L)) * np.einsum("nctk,ncsk->ncts", q, k)
     strict = np.tril(W, -1).reshape(*tiles, n, T, n, T)
     diagonal = np.diagonal(W, axis1=-2, axis2=-1).reshape(*tiles, n, T)
-    return TilePairs(
-        np.moveaxis(strict.sum(-1), -1, 1), np.moveaxis(strict.sum(-3), 2, 1), diagonal
-    )
+    return TileSums(np.moveaxis(strict.sum(-1), -1, 1), np.moveaxis(strict.sum(-3), 2, 1), diagonal)
 
 
 @pytest.mark.parametrize("stage", STAGES)

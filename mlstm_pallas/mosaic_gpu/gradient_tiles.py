@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from mlstm_pallas.gate_gradients import TilePairs
+from mlstm_pallas.gate_gradients import TileSums
 from mlstm_pallas.mosaic_gpu.fragments import across_columns, decay_tile
 from mlstm_pallas.mosaic_gpu.launch import REGISTER_ROWS
 from mlstm_pallas.mosaic_gpu.products import Products
@@ -58,11 +58,11 @@ def w_sum_shapes(p: Problem) -> dict[str, jax.ShapeDtypeStruct]:
     return {"per_query": per_tile, "per_key": per_tile, "diagonal": diagonal}
 
 
-def tile_pairs(outputs: Mapping[str, Array], p: Problem) -> TilePairs:
+def tile_pairs(outputs: Mapping[str, Array], p: Problem) -> TileSums:
     """What a kernel wrote to the ``w_sum_shapes``."""
     n = p.L // REGISTER_ROWS
     tiles = p.NC, n, REGISTER_ROWS
-    return TilePairs(
+    return TileSums(
         outputs["per_query"].reshape(p.BNH, n, *tiles),
         outputs["per_key"].reshape(p.BNH, n, *tiles),
         outputs["diagonal"].reshape(p.BNH, *tiles),

@@ -27,7 +27,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.gate_gradients import TilePairs
+from mlstm_pallas.gate_gradients import TileSums
 from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
@@ -54,8 +54,8 @@ from mlstm_pallas.mosaic_gpu.step_sums import step_sums
 from mlstm_pallas.mosaic_gpu.tile_copies import head_of
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, NormaliserGradients, query_scale
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Launch, Weighted
-from mlstm_pallas.stages.parallel_bw_dP import GradientTiles, Operands
+from mlstm_pallas.stage import Launch, ScaledRows
+from mlstm_pallas.stages.parallel_bw_dP import Operands, ScoreGradients
 from mlstm_pallas.stages.step_sums import Operands as StepSums
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
@@ -328,7 +328,7 @@ def _launch(
     vecInvDen: Array | None,
     vecSlope: Array | None,
     call: Launch,
-) -> tuple[Array, Array, TilePairs, Array | None]:
+) -> tuple[Array, Array, TileSums, Array | None]:
     """P, dP, the sums of W in tiles of 64 steps, and delta.
 
     Args:
@@ -372,7 +372,7 @@ def parallel_bw_dP(
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
     return_keys: bool = True,
     call: Launch,
-) -> GradientTiles:
+) -> ScoreGradients:
     """Runs the stage: ``stages/parallel_bw_dP.py``. Queries and keys come with their weights."""
     matQ, matK, *_, gates, matH, z = x
     arrays, g = x[:5], gates.per_step()
@@ -387,8 +387,8 @@ def parallel_bw_dP(
     r = query_scale(g.vecW, call.problem.qk_scale, gradients.vecInvDen)
     if gradients.vecDzDen is not None:
         dn_added = step_sums(StepSums(matQ, r * gradients.vecDzDen), call=call)
-    keys = Weighted(matK, g.vecAbar) if return_keys else None
-    return GradientTiles(P, dP, Weighted(matQ, r), keys, pairs, gradients, dn_added)
+    keys = ScaledRows(matK, g.vecAbar) if return_keys else None
+    return ScoreGradients(P, dP, ScaledRows(matQ, r), keys, pairs, gradients, dn_added)
 
 
 @dataclasses.dataclass(frozen=True)

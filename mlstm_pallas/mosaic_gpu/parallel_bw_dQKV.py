@@ -513,8 +513,8 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
         more = dict(e_hi=e_hi, e_lo=e_lo, u_hi=u_hi, u_lo=u_lo)
         of_chunks = Gradients(*parallel_bw_dQKV_by_chunk(inputs | more, call))
         # A sum of everything is one kernel of XLA.
-        parts = jnp.concatenate([of_chunks.scaStates, vecN_states * vecDeltaN_states], axis=-1)
-        return of_chunks._replace(scaStates=(gates.scaGamma[..., None] * parts).sum(-1))
+        parts = jnp.concatenate([of_chunks.inner_C_dC, vecN_states * vecDeltaN_states], axis=-1)
+        return of_chunks._replace(inner_C_dC=(gates.scaGamma[..., None] * parts).sum(-1))
     num_ctas = config.num_ctas
     sums = float32(p.BNH, p.DHQK // COLUMNS, p.S)
     y = mosaic_call(

@@ -636,7 +636,7 @@ def scratch(
 def parallel_bw_dQKV_by_chunk(inputs: Mapping[str, Any], call: Launch) -> tuple[Any, ...]:
     """Runs the stage; inputs as the kernel's, outputs in the order of ``Gradients``.
 
-    In the place of scaStates are parts of <C_c, dC_{c+1}>, (B * NH, NC, 128).
+    In the place of inner_C_dC are parts of <C_c, dC_{c+1}>, (B * NH, NC, 128).
     """
     p, config, q = call.problem, call.tiles, inputs["q"]
     interpret = call.interpret

@@ -37,8 +37,8 @@ from mlstm_pallas.mosaic_gpu.limits import HEADS, HopperTiles
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_in, head_of
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Launch, Weighted
-from mlstm_pallas.stages.parallel_fw_P import Operands, Scores
+from mlstm_pallas.stage import Launch, ScaledRows
+from mlstm_pallas.stages.parallel_fw_P import Operands, ScanOperands
 from mlstm_pallas.tiles import divide, loop, remainder
 
 L = REGISTER_ROWS
@@ -126,7 +126,7 @@ def parallel_fw_P(
     *,
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
     call: Launch,
-) -> Scores:
+) -> ScanOperands:
     """Runs the stage: ``stages/parallel_fw_P.py``. The keys come with their weights."""
     matQ, matK, gates, vecN_states = x
     p, dtype, g = call.problem, matQ.dtype, gates.per_step()
@@ -154,7 +154,7 @@ def parallel_fw_P(
         w=g.vecW,
         m=g.vecM if normaliser is not None and normaliser.floor_needs_m else None,
     )
-    return Scores(y["P"], Weighted(matK, g.vecAbar), y["r"], y["z"])
+    return ScanOperands(y["P"], ScaledRows(matK, g.vecAbar), y["r"], y["z"])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -204,7 +204,7 @@ def _carries(dm: Array, flags: Array, size: int) -> Array:
 
 def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
     """Runs the stage: ``stages/step_gradients.py``, of the outputs of a stage on Mosaic GPU."""
-    vecF, pairs, vecQ_inter, vecK_inter, through, flags, dm = x
+    vecF, pairs, q_dot_dq_inter, k_dot_dk_inter, through, flags, dm = x
     p = call.problem
     size, n = min(p.S & -p.S, LANES * STEPS), blocks(p.L, T)
     steps, num_blocks = size // LANES, blocks(p.S, size)
@@ -215,7 +215,7 @@ def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
     tile_rows, head_rows = T // steps, p.S // steps
     in_block = 1 < n <= blocks(size, T)
     if not in_block:
-        through = through_tiles(pairs, vecQ_inter, vecK_inter, through)
+        through = through_tiles(pairs, q_dot_dq_inter, k_dot_dk_inter, through)
 
     def by_rows(vec: Array | None) -> Array | None:
         return None if vec is None else vec.reshape(p.BNH, head_rows, steps)
@@ -245,8 +245,8 @@ def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
         per_query=pairs.per_query.reshape(p.BNH, n, head_rows, steps),
         per_key=pairs.per_key.reshape(p.BNH, n, head_rows, steps),
         diagonal=by_rows(pairs.diagonal),
-        q_inter=by_rows(vecQ_inter),
-        k_inter=by_rows(vecK_inter),
+        q_inter=by_rows(q_dot_dq_inter),
+        k_inter=by_rows(k_dot_dk_inter),
         through=through,
         f=by_rows(vecF),
         flags=by_rows(flags),

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mlstm_pallas.gate_gradients import TilePairs, inner
+from mlstm_pallas.gate_gradients import TileSums, inner
 from mlstm_pallas.gates import ChunkGates, causal, decay_matrix, fusion_barrier
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, NormaliserGradients, query_scale
-from mlstm_pallas.stage import Launch, Stage, Weighted, steps_of
+from mlstm_pallas.stage import Launch, ScaledRows, Stage, steps_of
 
 
 class Operands(NamedTuple):
@@ -33,7 +33,7 @@ class Operands(NamedTuple):
     vecZ: Any  # (B * NH, S) float32
 
 
-class GradientTiles(NamedTuple):
+class ScoreGradients(NamedTuple):
     """Tiles and operands in the kernel dtype, sums in float32.
 
     A tile's column is s - the chunk's first step. Above the diagonal P and dP are 0 in the diagonal
@@ -43,9 +43,9 @@ class GradientTiles(NamedTuple):
 
     matP: Any  # (B * NH, S, L)
     matDeltaP: Any  # (B * NH, S, L), times scale
-    queries: Weighted | None  # (B * NH, S, DHQK), weighted qbar
-    keys: Weighted | None  # (B * NH, S, DHQK), weighted kbar; None where C is not recomputed
-    pairs: Any  # TilePairs
+    queries: ScaledRows | None  # (B * NH, S, DHQK), weighted qbar
+    keys: ScaledRows | None  # (B * NH, S, DHQK), weighted kbar; None where C is not recomputed
+    pairs: Any  # TileSums
     normaliser_gradients: NormaliserGradients
     # (B * NH, NC, DHQK) sum of w_t scale dz_t q_t; None without a normaliser, or without delta yet
     vecDeltaN_added: jax.Array | None
@@ -67,7 +67,7 @@ def parallel_bw_dP(
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
     return_keys: bool = True,
     call: Launch,
-) -> GradientTiles:
+) -> ScoreGradients:
     """Runs the stage.
 
     Args:
@@ -94,7 +94,7 @@ def parallel_bw_dP(
     W = dP * scores
     strict = causal(W, offset=-1).reshape(p.BNH, p.NC, n, T, n, T)
     diagonal = jnp.diagonal(W, axis1=-2, axis2=-1).reshape(p.BNH, p.NC, n, T)
-    pairs = TilePairs(
+    pairs = TileSums(
         jnp.moveaxis(jnp.sum(strict, axis=-1), -1, 1),
         jnp.moveaxis(jnp.sum(strict, axis=-3), 2, 1),
         diagonal,
@@ -106,8 +106,8 @@ def parallel_bw_dP(
         y.reshape(p.BNH, p.S, y.shape[-1]).astype(q.dtype) for y in (P, dP * p.qk_scale, qbar, kbar)
     )
     dn_added = None if dz_den is None else jnp.sum(qbar * dz_den[..., None], axis=2)
-    keys = Weighted(K_scaled, None) if return_keys else None
-    return GradientTiles(P, dP, Weighted(Q_scaled, None), keys, pairs, gradients, dn_added)
+    keys = ScaledRows(K_scaled, None) if return_keys else None
+    return ScoreGradients(P, dP, ScaledRows(Q_scaled, None), keys, pairs, gradients, dn_added)
 
 
 STAGE = Stage("parallel_bw_dP", Operands, outputs="scores")

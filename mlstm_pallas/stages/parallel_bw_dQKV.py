@@ -18,7 +18,7 @@ from mlstm_pallas.gate_gradients import inner
 from mlstm_pallas.gates import ChunkGates, causal
 from mlstm_pallas.normaliser import NormaliserGradients, query_scale
 from mlstm_pallas.stage import Launch, Stage
-from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
+from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
 
 
 class Operands(NamedTuple):
@@ -28,7 +28,7 @@ class Operands(NamedTuple):
     matDeltaH: jax.Array  # (B * NH, S, DHHV)
     gates: ChunkGates
     normaliser_gradients: NormaliserGradients
-    scores: GradientTiles  # whose matP is None where the kernel computes P and dP
+    scores: ScoreGradients  # whose matP is None where the kernel computes P and dP
     matC_states: jax.Array  # (B * NH, NC, DHQK, DHHV) before each chunk
     vecN_states: jax.Array  # (B * NH, NC, DHQK) float32
     matDeltaC_states: jax.Array  # (B * NH, NC, DHQK, DHHV) after each chunk
@@ -39,10 +39,10 @@ class Gradients(NamedTuple):
     matDeltaQ: jax.Array  # (B * NH, S, DHQK) in the kernel dtype
     matDeltaK: jax.Array  # (B * NH, S, DHQK)
     matDeltaV: jax.Array  # (B * NH, S, DHHV)
-    vecQ_inter: jax.Array  # (B * NH, S) float32: q_t with the inter-chunk part of dq_t
-    vecK_inter: jax.Array  # (B * NH, S) float32: k_s with the inter-chunk part of dk_s
-    scaStates: jax.Array  # (B * NH, NC) float32: gamma_c (<C_c, dC_{c+1}> + n_c . dn_{c+1})
-    pairs: Any = None  # TilePairs, with n = 2; None where parallel_bw_dP returns them
+    q_dot_dq_inter: jax.Array  # (B * NH, S) float32: q_t with the inter-chunk part of dq_t
+    k_dot_dk_inter: jax.Array  # (B * NH, S) float32: k_s with the inter-chunk part of dk_s
+    inner_C_dC: jax.Array  # (B * NH, NC) float32: gamma_c (<C_c, dC_{c+1}> + n_c . dn_{c+1})
+    pairs: Any = None  # TileSums, with n = 2; None where parallel_bw_dP returns them
 
 
 def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:

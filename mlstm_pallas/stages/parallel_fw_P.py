@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from mlstm_pallas.gates import ChunkGates, causal, decay_matrix
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
-from mlstm_pallas.stage import Launch, Stage, Weighted
+from mlstm_pallas.stage import Launch, ScaledRows, Stage
 
 
 class Operands(NamedTuple):
@@ -25,11 +25,11 @@ class Operands(NamedTuple):
     vecN_states: jax.Array  # (B * NH, NC, DHQK) before each chunk, float32
 
 
-class Scores(NamedTuple):
+class ScanOperands(NamedTuple):
     """The operands of h, except v."""
 
     matP: jax.Array  # (B * NH, S, L) in the kernel dtype, column s - the chunk's first step
-    keys: Weighted  # (B * NH, S, DHQK) in the kernel dtype, weighted kbar
+    keys: ScaledRows  # (B * NH, S, DHQK) in the kernel dtype, weighted kbar
     vecR: jax.Array  # (B * NH, S) float32, as what follows
     vecZ: jax.Array | None  # (B * NH, S) the signed z_t; None without a normaliser
 
@@ -39,7 +39,7 @@ def parallel_fw_P(
     *,
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
     call: Launch,
-) -> Scores:
+) -> ScanOperands:
     """Runs the stage, in the chunks of recurrent_fw_H."""
     p, gates, q, k = call.problem, x.gates, call.chunks(x.matQ), call.chunks(x.matK)
     kbar = k.astype(gates.vecW.dtype) * gates.vecAbar[..., None]
@@ -59,7 +59,7 @@ def parallel_fw_P(
         y.reshape(p.BNH, p.S, *y.shape[3:]) for y in (P.astype(q.dtype), kbar.astype(q.dtype), r)
     )
     z = None if z is None else z.reshape(p.BNH, p.S)
-    return Scores(P, Weighted(kbar, None), r, z)
+    return ScanOperands(P, ScaledRows(kbar, None), r, z)
 
 
 STAGE = Stage("parallel_fw_P", Operands, outputs="scan", fused=True)

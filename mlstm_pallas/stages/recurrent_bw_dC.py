@@ -15,16 +15,16 @@ from typing import Any, NamedTuple
 
 import jax
 
-from mlstm_pallas.stage import Launch, Stage, Weighted
+from mlstm_pallas.stage import Launch, ScaledRows, Stage
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, recurrences
 
 
 class Operands(NamedTuple):
-    queries: Weighted  # (B * NH, S, DHQK) in the kernel dtype
+    queries: ScaledRows  # (B * NH, S, DHQK) in the kernel dtype
     matDeltaH: jax.Array  # (B * NH, S, DHHV)
     scaGamma: jax.Array  # (B * NH, NC) float32
     matDeltaC_last: jax.Array | None  # (B * NH, DHQK, DHHV) float32; None: zeros
-    keys: Weighted | None  # (B * NH, S, DHQK); None: C is not computed
+    keys: ScaledRows | None  # (B * NH, S, DHQK); None: C is not computed
     matV: jax.Array | None  # (B * NH, S, DHHV)
     matC_initial: jax.Array | None  # (B * NH, DHQK, DHHV) float32; None: zeros
     matH: jax.Array | None = None  # (B * NH, S, DHHV); None: delta is not computed

@@ -15,13 +15,13 @@ from jax import lax
 
 from mlstm_pallas.gate_gradients import zero_states
 from mlstm_pallas.stage import Launch, Stage
-from mlstm_pallas.stages.parallel_fw_P import Scores
+from mlstm_pallas.stages.parallel_fw_P import ScanOperands
 
 
 class Operands(NamedTuple):
     matQ: jax.Array  # (B * NH, S, DHQK) in the kernel dtype
     matV: jax.Array  # (B * NH, S, DHHV)
-    scan: Scores
+    scan: ScanOperands
     scaGamma: jax.Array  # (B * NH, NC) float32
     matC_initial: jax.Array | None  # (B * NH, DHQK, DHHV) float32; None: zeros
 

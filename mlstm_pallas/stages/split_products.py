@@ -6,7 +6,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from mlstm_pallas.stage import Launch, Stage, Weighted
+from mlstm_pallas.stage import Launch, ScaledRows, Stage
 
 
 class Operands(NamedTuple):
@@ -29,7 +29,7 @@ def split_products(
     unless all_splits. The call's tiles need not be clamped.
     """
     of_splits = dataclasses.replace(call, problem=call.problem.in_splits(num_splits))
-    scaled = of_splits.chunks(Weighted(x.a, x.r).product())
+    scaled = of_splits.chunks(ScaledRows(x.a, x.r).product())
     X = jnp.einsum(
         *("npsk,npsv->npkv", scaled, of_splits.chunks(x.b)),
         precision=call.precision,

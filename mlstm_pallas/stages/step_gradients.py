@@ -5,15 +5,15 @@ from typing import NamedTuple
 import jax
 
 from mlstm_pallas import gate_gradients
-from mlstm_pallas.gate_gradients import TilePairs
+from mlstm_pallas.gate_gradients import TileSums
 from mlstm_pallas.stage import Launch, Stage
 
 
 class Operands(NamedTuple):
     vecF: jax.Array  # (B * NH, S) float32, as all floats here
-    pairs: TilePairs
-    vecQ_inter: jax.Array  # (B * NH, S), of parallel_bw_dQKV
-    vecK_inter: jax.Array  # (B * NH, S)
+    pairs: TileSums
+    q_dot_dq_inter: jax.Array  # (B * NH, S), of parallel_bw_dQKV
+    k_dot_dk_inter: jax.Array  # (B * NH, S)
     through: jax.Array  # (B * NH, NC), what passes through each chunk
     flags: jax.Array  # (B * NH, S) int32, of ``gate_gradients.step_flags``
     dm: jax.Array | None  # (B * NH, S); None: m is a constant

@@ -19,12 +19,12 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.gate_gradients import TilePairs
+from mlstm_pallas.gate_gradients import TileSums
 from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import MAX_TILE, Problem
-from mlstm_pallas.stage import Launch, Weighted, clamped
-from mlstm_pallas.stages.parallel_bw_dP import GradientTiles, Operands, normaliser_gradients
+from mlstm_pallas.stage import Launch, ScaledRows, clamped
+from mlstm_pallas.stages.parallel_bw_dP import Operands, ScoreGradients, normaliser_gradients
 from mlstm_pallas.tiles import (
     Precision,
     block_at,
@@ -157,7 +157,7 @@ def parallel_bw_dP(
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
     return_keys: bool = True,
     call: Launch,
-) -> GradientTiles:
+) -> ScoreGradients:
     """Runs the stage: ``stages/parallel_bw_dP.py``."""
     gradients = normaliser_gradients(normaliser, x)
     p, T = call.problem, call.tiles.siz_b_LQ
@@ -214,13 +214,13 @@ def parallel_bw_dP(
         gradients.vecInvDen,
         gradients.vecDzDen,
     )
-    keys = Weighted(more.pop(0), None) if return_keys else None
+    keys = ScaledRows(more.pop(0), None) if return_keys else None
     dn_added = jnp.sum(more.pop().reshape(p.BNH, p.NC, n, p.DHQK), axis=2) if normalise else None
     shape = p.BNH, n, p.NC, n, T
-    pairs = TilePairs(
+    pairs = TileSums(
         per_query.reshape(shape), per_key.reshape(shape), diagonal.reshape(p.BNH, p.NC, n, T)
     )
-    return GradientTiles(P, dP, Weighted(qbar, None), keys, pairs, gradients, dn_added)
+    return ScoreGradients(P, dP, ScaledRows(qbar, None), keys, pairs, gradients, dn_added)
 
 
 class BlockedTiles(PipelinedTiles):

@@ -16,9 +16,9 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Launch, Weighted
+from mlstm_pallas.stage import Launch, ScaledRows
 from mlstm_pallas.stage import Tiles as BaseTiles
-from mlstm_pallas.stages.parallel_fw_P import Operands, Scores
+from mlstm_pallas.stages.parallel_fw_P import Operands, ScanOperands
 from mlstm_pallas.tiles import Precision, causal_mask, decay_tile, dot
 from mlstm_pallas.triton.launch import kernel_call, sequence_spec
 
@@ -73,7 +73,7 @@ def parallel_fw_P(
     *,
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
     call: Launch,
-) -> Scores:
+) -> ScanOperands:
     """Runs the stage: ``stages/parallel_fw_P.py``."""
     p = call.problem
     steps = pl.BlockSpec((None, p.L), lambda c, b: (b, c))
@@ -120,7 +120,7 @@ def parallel_fw_P(
         g.vecAbar,
         g.vecM if needs_m else None,
     )
-    return Scores(P, Weighted(keys, None), r, z[0] if normalise else None)
+    return ScanOperands(P, ScaledRows(keys, None), r, z[0] if normalise else None)
 
 
 @dataclasses.dataclass(frozen=True)

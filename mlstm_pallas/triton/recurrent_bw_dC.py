@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 
-from mlstm_pallas.stage import Launch, Weighted
+from mlstm_pallas.stage import Launch, ScaledRows
 from mlstm_pallas.stages import recurrent_bw_dC as stage
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 from mlstm_pallas.triton import recurrence
@@ -13,7 +13,7 @@ __all__ = ["Tiles", "recurrent_bw_dC"]
 
 
 def _of_weighted(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOutputs]:
-    weighted = (dataclasses.replace(x, a=Weighted(x.a, x.r).product(), r=None) for x in each)
+    weighted = (dataclasses.replace(x, a=ScaledRows(x.a, x.r).product(), r=None) for x in each)
     return recurrence.recurrences(name, *weighted, call=call)
 
 

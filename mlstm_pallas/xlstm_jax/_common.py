@@ -28,8 +28,8 @@ from mlstm_pallas.normaliser import NormaliserGradients, at_least, query_scale
 from mlstm_pallas.planning import lowerings
 from mlstm_pallas.problem import MIN_CHUNK_SIZE, InputGate, Layout, accumulator_dtype
 from mlstm_pallas.sharding import aligned, over_shards
-from mlstm_pallas.stage import Lowering, Weighted, check_field
-from mlstm_pallas.stages.parallel_bw_dP import GradientTiles
+from mlstm_pallas.stage import Lowering, ScaledRows, check_field
+from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
 from mlstm_pallas.validation import (
     INPUT_DTYPES,
     KERNEL_DTYPES,
@@ -409,7 +409,7 @@ def state_gradients(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
     r = query_scale(g.per_step().vecW, spec.problem.qk_scale, inv_den)
     dC, dC_initial, *_ = run(
         "recurrent_bw_dC",
-        queries=Weighted(x["matQ"], r),
+        queries=ScaledRows(x["matQ"], r),
         matDeltaH=x["matDeltaH"],
         scaGamma=g.scaGamma,
         matDeltaC_last=x.get("matDeltaC_last"),
@@ -434,7 +434,7 @@ def input_gradients(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
     operands = {name: x[name] for name in ("matQ", "matK", "matV", "matDeltaH")} | dict(gates=g)
     if spec.recomputes_scores(lowering):
         of_normaliser = _normaliser_gradients(spec, x, g)
-        tiles = GradientTiles(None, None, None, None, None, of_normaliser, None)
+        tiles = ScoreGradients(None, None, None, None, None, of_normaliser, None)
     else:
         tiles = run(
             "parallel_bw_dP",
