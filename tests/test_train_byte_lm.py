@@ -79,17 +79,14 @@ def read_log(folder, name=""):
 def test_split_is_by_files(tmp_path):
     names = {str(n) for n in range(45)}
     for name in names:
-        file = tmp_path / f"folder{name[-1]}" / f"{name}.txt"
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(f"<{name}>" * 9)
-    train, held_out = (
-        {*re.findall(r"\d+", part.tobytes().decode())} for part in corpus.read_corpus(tmp_path, 4)
-    )
+        (tmp_path / f"{name}.txt").write_text(f"<{name}>" * 9)
+    parts = corpus.read_corpus(tmp_path, 4)
+    train, held_out = ({*re.findall(r"\d+", part.tobytes().decode())} for part in parts)
     assert (len(train), len(held_out), train | held_out) == (43, 2, names)
     book = tmp_path / "book"  # a single file
     book.write_bytes(bytes(range(200)))
-    train, held_out = corpus.read_corpus(book, 4)
-    assert (train.tobytes(), held_out.tobytes()) == (bytes(range(190)), bytes(range(190, 200)))
+    parts = corpus.read_corpus(book, 4)
+    assert [part.tobytes() for part in parts] == [bytes(range(190)), bytes(range(190, 200))]
 
 
 def tiny_model(**changed):
@@ -250,26 +247,31 @@ def start(text_folder, folder, *arguments, **settings):
     return subprocess.Popen([*command, *arguments], **streams, env=os.environ | settings)
 
 
+def when_logged(processes, folder, end):
+    """What processes printed; ``end`` gets them once they have logged a loss."""
+    log, until = folder / "log.jsonl", time.monotonic() + 120
+    count = lambda: len(read_log(folder, "loss")) if log.exists() else 0  # noqa: E731
+    before = count()
+    try:
+        while end and count() == before and time.monotonic() < until:
+            time.sleep(0.02)
+        if end:
+            end(*processes)
+        return [process.communicate(timeout=120) for process in processes]
+    finally:
+        for process in processes:
+            process.kill()
+
+
 def end_of_processes(text_folder, folder, end=None):
-    """Exit codes and what two processes printed; ``end`` gets them once they have logged."""
+    """Exit codes and what two processes printed."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         address = f"--coordinator_address=localhost:{free.getsockname()[1]}"
     common = text_folder, folder, "--mesh=data:2", address, "--num_processes=2"
-    one, log = dict(JAX_NUM_CPU_DEVICES="1"), folder / "log.jsonl"
-    before = len(read_log(folder, "loss")) if log.exists() else 0
+    one = dict(JAX_NUM_CPU_DEVICES="1")
     processes = [start(*common, f"--process_id={n}", **one) for n in range(2)]
-    try:
-        until = time.monotonic() + 120
-        while end and time.monotonic() < until:
-            if log.exists() and len(read_log(folder, "loss")) > before:
-                end(*processes)
-                break
-            time.sleep(0.02)
-        printed = [process.communicate(timeout=120) for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
+    printed = when_logged(processes, folder, end)
     return [process.returncode for process in processes], *printed
 
 
@@ -301,14 +303,9 @@ def test_processes_end_together_and_have_the_curve_of_a_single_device(
 @pytest.mark.slow
 def test_interrupt(text_folder, tmp_path):
     process = start(text_folder, tmp_path, "--steps=1000000", "--eval_every=1000000")
-    until, log = time.monotonic() + 120, tmp_path / "log.jsonl"
-    try:
-        while not (log.exists() and read_log(tmp_path, "loss")) and time.monotonic() < until:
-            time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
-        stdout, stderr = process.communicate(timeout=120)
-    finally:
-        process.kill()
+    stdout, stderr = when_logged(
+        [process], tmp_path, lambda process: process.send_signal(signal.SIGINT)
+    )[0]
     assert process.returncode == 130
     assert "Traceback" not in stderr
     assert "interrupted after step" in stdout

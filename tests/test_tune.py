@@ -94,31 +94,31 @@ def test_a_failure_is_its_candidates_only_as_long_as_the_device_answers(judge, m
 
 
 def test_a_whole_call_is_checked_with_its_gradients(monkeypatch):
-    bench, seen = candidates.Bench("xla", 1, NOWHERE), mock.Mock(return_value={"di": 0.03})
-    monkeypatch.setattr(candidates.Case, "errors", lambda case, *x: seen(case.gradients, *x[2:]))
+    bench = candidates.Bench("xla", 1, NOWHERE)
+    errors = mock.Mock(return_value={"di": 0.03})
+    monkeypatch.setattr(candidates.Case, "errors", lambda case, *x: errors(case.gradients, x[2]))
     monkeypatch.setattr(candidates.Case, "expected", lambda *_: None)
     monkeypatch.setattr(candidates.MlstmPallas, "build", lambda *_: lambda: ())
     request = TINY, "bfloat16", "", ROW
     assert bench("prepare", *request, False) is None
     assert bench("judge", *request) == Result("wrong", note="error 3.0e-02 in di, at most 2e-02")
     assert bench("judge", *request) is None  # it is to be prepared again
-    seen.assert_called_once_with(True, "fwbw")
+    errors.assert_called_once_with(True, "fwbw")
 
 
 @pytest.mark.parametrize(
-    ("compiled", "reason"),
+    ("shared_bytes", "spills", "reason"),
     [
-        (usage(99 * 1024, 512), ""),
-        (usage(99 * 1024 + 1), "takes 101377 bytes of shared memory, the device has 101376"),
-        (usage(0, 513), "spills 513 bytes, at most 512"),
-        (compile_report.CompileError("it crashed"), "CompileError: it crashed"),
+        (99 * 1024, 512, ""),
+        (99 * 1024 + 1, 0, "takes 101377 bytes of shared memory, the device has 101376"),
+        (0, 513, "spills 513 bytes, at most 512"),
     ],
 )
-def test_what_the_compile_report_refuses_is_not_compiled(compiled, reason, monkeypatch):
+def test_what_the_compile_report_refuses_is_not_compiled(shared_bytes, spills, reason, monkeypatch):
     pytest.importorskip("triton")
     lowered = compile_report.Lowered("kernel", (1,), 4, 2, ir="ir")
     monkeypatch.setattr(compile_report, "lowered_kernels", lambda *_, device: [lowered])
-    monkeypatch.setattr(compile_report, "_compile", mock.Mock(side_effect=[compiled]))
+    monkeypatch.setattr(compile_report, "_compile", lambda *_: usage(shared_bytes, spills))
     monkeypatch.setattr(candidates.MlstmPallas, "build", lambda *_: "compiled")
     bench = candidates.Bench("triton", 1, NOWHERE)
     result = bench("prepare", TINY, "bfloat16", STAGE, ROW, True)
