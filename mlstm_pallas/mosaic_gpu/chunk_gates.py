@@ -80,7 +80,7 @@ class _LogGates(NamedTuple):
 
 
 def _local_gates(
-    i: Any, f: Any, starts: Any, scans: Mapping[str, Any], p: Problem, input_gate: InputGate
+    i, f, starts, scans: Mapping[str, Any], p: Problem, input_gate: InputGate
 ) -> tuple[LocalGates, _LogGates]:
     """``gates.local_gates`` of a CTA's chunks.
 
@@ -93,14 +93,14 @@ def _local_gates(
     )
     restarts = reset if begins is None else reset | begins
 
-    def join_bounds(left: Any, x: Any) -> Sequence[Any]:
+    def join_bounds(left, x):
         join = jnp.minimum, jnp.maximum, jnp.maximum, jnp.add
         return [function(*pair) for function, *pair in zip(join, left, x, strict=True)]
 
-    def add(left: Any, x: Any) -> Sequence[Any]:
+    def add(left, x):
         return [a + y for a, y in zip(left, x, strict=True)]
 
-    def largest_since_reset(left: Any, x: Any) -> Sequence[Any]:
+    def largest_since_reset(left, x):
         """What was before the last reset does not count."""
         same = left[2] == x[2]
         largest = zip(pair_max(left[:2], x[:2]), x[:2], strict=True)
@@ -155,15 +155,15 @@ def _store_per_chunk(chunks: Sequence[_Chunk], store: Callable[[int, _Chunk], No
 
 
 def _summaries_kernel(
-    i: Any,  # (CTAs, rows, STEPS) pre-activations
-    f: Any,
-    starts: Any,  # (CTAs, rows, STEPS) int32, 1 where a packed segment begins; may be absent
-    g: Any,  # out (B * NH, padded NC), see _stabiliser_scan_kernel; beyond NC not written
-    a: Any,  # out (B * NH, padded NC)
+    i,  # (CTAs, rows, STEPS) pre-activations
+    f,
+    starts,  # (CTAs, rows, STEPS) int32, 1 where a packed segment begins; may be absent
+    g,  # out (B * NH, padded NC), see _stabiliser_scan_kernel; beyond NC not written
+    a,  # out (B * NH, padded NC)
     *,
     p: Problem,
     input_gate: InputGate,
-    **scans: Any,  # shared: see _scratch
+    **scans,  # shared: see _scratch
 ) -> None:
     local, _ = _local_gates(i, f, starts, scans, p, input_gate)
     b_hi, b_lo, max_hi, max_lo, offset = last_columns(*local.vecB, *local.vecEmax, local.vecOffset)
@@ -171,17 +171,17 @@ def _summaries_kernel(
     summaries = jnp.where(reset, -_INF, added), largest
     ends = ends_of_chunks(summaries, p.L // STEPS, scans["ends"].at[1])
 
-    def store(j: int, chunk: _Chunk) -> None:
+    def store(j, chunk):
         g[chunk.head, chunk.c], a[chunk.head, chunk.c] = (x[j] for x in ends)
 
     _store_per_chunk(_chunks_of_cta(p), store)
 
 
 def _stabilisers(
-    known: Any,
+    known,
     summaries: Sequence[Any] | None,
-    after: Any,
-    initial: Any,
+    after,
+    initial,
     chunks: Sequence[_Chunk],
     NC: int,
 ) -> list[tuple[Any, Any]]:
@@ -190,7 +190,7 @@ def _stabilisers(
         return [(known[head, c], known[head, c + 1]) for _, head, c in chunks]
     if summaries is None:
 
-        def before(head: Any, c: Any) -> Any:
+        def before(head, c):
             return jnp.where(c > 0, after[head, lax.max(c - 1, np.int32(0))], initial[head])
 
         return [(before(head, c), after[head, c]) for _, head, c in chunks]
@@ -199,7 +199,7 @@ def _stabilisers(
     for added, largest in zip(*([x[head, c] for c in range(NC)] for x in summaries), strict=True):
         m.append(jnp.maximum(m[-1] + added, largest))
 
-    def at(j: int) -> Any:
+    def at(j):
         x = m[j]
         for c in range(len(chunks), NC, len(chunks)):
             x = jnp.where(first == c, m[c + j], x)
@@ -209,21 +209,21 @@ def _stabilisers(
 
 
 def _gates_kernel(
-    i: Any,  # (CTAs, rows, STEPS) pre-activations
-    f: Any,
-    starts: Any,  # (CTAs, rows, STEPS) int32, 1 where a packed segment begins; may be absent
-    m_known: Any,  # (B * NH, NC + 1) m at the chunk boundaries; absent where it is computed
-    summaries: Any,  # g, a of ``_summaries_kernel``, where the CTAs join them; else absent
-    m_after: Any,  # (B * NH, padded NC) of ``_stabiliser_scan_kernel``, where it ran; else absent
-    m_initial: Any,  # (B * NH,); absent where m_known is not
-    per_step: Any,  # out, seven (CTAs, rows, STEPS): e, u (hi and lo), w, m, abar
-    flags: Any,  # out (CTAs, rows, STEPS) int32; absent in the forward pass
-    gamma: Any,  # out (B * NH, NC)
-    m_states: Any,  # out (B * NH, NC + 1); absent where m_known is not
+    i,  # (CTAs, rows, STEPS) pre-activations
+    f,
+    starts,  # (CTAs, rows, STEPS) int32, 1 where a packed segment begins; may be absent
+    m_known,  # (B * NH, NC + 1) m at the chunk boundaries; absent where it is computed
+    summaries,  # g, a of ``_summaries_kernel``, where the CTAs join them; else absent
+    m_after,  # (B * NH, padded NC) of ``_stabiliser_scan_kernel``, where it ran; else absent
+    m_initial,  # (B * NH,); absent where m_known is not
+    per_step,  # out, seven (CTAs, rows, STEPS): e, u (hi and lo), w, m, abar
+    flags,  # out (CTAs, rows, STEPS) int32; absent in the forward pass
+    gamma,  # out (B * NH, NC)
+    m_states,  # out (B * NH, NC + 1); absent where m_known is not
     *,
     p: Problem,
     input_gate: InputGate,
-    **scans: Any,  # shared: see _scratch
+    **scans,  # shared: see _scratch
 ) -> None:
     cta, rows, chunk_rows, chunks = lax.axis_index("cta"), _rows(p), p.L // STEPS, _chunks_of_cta(p)
     bounds = _stabilisers(m_known, summaries, m_after, m_initial, chunks, p.NC)
@@ -245,14 +245,14 @@ def _gates_kernel(
         store_rows(flags.at[cta], gates.join_flags(local.vecE, u, m, m_before, *log_gates))
     (decays,) = ends_of_chunks([decay], chunk_rows, scans["ends"].at[0])
 
-    def store(j: int, chunk: _Chunk) -> None:
+    def store(j, chunk):
         _, head, c = chunk
         gamma[head, c] = decays[j]
         if m_states is not None:
             m_states[head, c + 1] = bounds[j][1]
 
             @pl.when(c == 0)
-            def store_initial() -> None:
+            def store_initial():
                 m_states[head, 0] = m_initial[head]
 
     _store_per_chunk(chunks, store)
@@ -281,13 +281,13 @@ def _launch(
     vecs: Sequence[Array | None],
     input_gate: InputGate,
     call: Launch,
-    **inputs: Any,
+    **inputs,
 ) -> dict[str, Any]:
     """Runs a kernel. vecs: i, f and starts, (B * NH, S)."""
     p = call.problem
     (ctas,) = call.tiles.grid(p)
 
-    def by_cta(x: Array) -> Array:
+    def by_cta(x):
         shape = ctas, _rows(p), STEPS
         return jnp.pad(x.reshape(-1), (0, math.prod(shape) - x.size)).reshape(shape)
 
@@ -338,7 +338,7 @@ def chunk_gates(
         _gates_kernel, "chunk_gates", outputs, vecs, input_gate, call, m_known=scaM_states, **m
     )
 
-    def by_chunk(vec: Array) -> Array:
+    def by_chunk(vec):
         return vec.reshape(-1)[: p.BNH * p.S].reshape(p.BNH, p.NC, p.L)
 
     (*pairs, w, m_steps, abar), flags = jax.tree.map(by_chunk, (y["per_step"], y["flags"]))
@@ -349,19 +349,19 @@ def chunk_gates(
 
 
 def _stabiliser_scan_kernel(
-    g: Any,  # (B * NH, padded NC / STEPS, STEPS) what a chunk adds to m; -inf where it has a reset
-    a: Any,  # (B * NH, padded NC / STEPS, STEPS) m of the chunk alone
-    m_initial: Any,  # (B * NH,)
-    m: Any,  # out (B * NH, padded NC / STEPS, STEPS) after each chunk
-    sums: Any,  # shared: see scan_buffer
-    ends: Any,  # shared: see ends_of_chunks
+    g,  # (B * NH, padded NC / STEPS, STEPS) what a chunk adds to m; -inf where it has a reset
+    a,  # (B * NH, padded NC / STEPS, STEPS) m of the chunk alone
+    m_initial,  # (B * NH,)
+    m,  # out (B * NH, padded NC / STEPS, STEPS) after each chunk
+    sums,  # shared: see scan_buffer
+    ends,  # shared: see ends_of_chunks
 ) -> None:
     head, rows = lax.axis_index("head"), ends.shape[0]
 
-    def join(left: Any, x: Any) -> Sequence[Any]:
+    def join(left, x):
         return left[0] + x[0], jnp.maximum(left[1] + x[0], x[1])
 
-    def one(j: Any, before: Any) -> Any:
+    def one(j, before):
         block = pl.ds(pl.multiple_of(j * rows, rows), rows)
         added, largest = running(
             join, [load_rows(y.at[head, block]) for y in (g, a)], (0.0, -_INF), rows, sums
@@ -410,11 +410,11 @@ def stabiliser_scan(g: Array, a: Array, scaM_initial: Array, call: Launch) -> Ar
 # A thread has up to 16 steps of a chunk.
 @dataclasses.dataclass(frozen=True)
 class Tiles(HopperTiles):
-    def divides(self, p: Problem, **asked: Any) -> bool:
+    def divides(self, p: Problem, **asked) -> bool:
         return p.L % 64 == 0 and p.L <= 2048
 
-    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
+    def grid(self, p: Problem, **asked) -> tuple[int, ...]:
         return (-(-p.BNH * p.S // (_rows(p) * STEPS)),)
 
-    def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
+    def shared_bytes(self, p: Problem, dtype, **asked) -> int:
         return shared_bytes(_scratch(p, InputGate.EXP))

@@ -20,7 +20,7 @@ STEPS = 4  # per row
 _RADIX = 4  # rows, or groups of rows, that are joined in a round
 
 
-def rows_layout(vector: int = 1) -> Any:
+def rows_layout(vector: int = 1):
     """The layout of a tile of which a thread holds whole rows, in registers of so many columns.
 
     Blackwell's tensor memory, which gave the layout its name, is not involved.
@@ -28,16 +28,16 @@ def rows_layout(vector: int = 1) -> Any:
     return plgpu.Layout.TCGEN05_TMEM_NATIVE(vector)
 
 
-def load_rows(tile: Any) -> Any:
+def load_rows(tile):
     layout = rows_layout(tile.shape[-1])
     return plgpu.layout_cast(load(tile, layout, optimized=False), rows_layout())
 
 
-def store_rows(tile: Any, x: Array) -> None:
+def store_rows(tile, x: Array) -> None:
     tile[...] = plgpu.layout_cast(x, rows_layout(x.shape[1]))
 
 
-def row_index(shape: tuple[int, int]) -> Any:
+def row_index(shape: tuple[int, int]):
     """The index of the row of each element."""
     return plgpu.layout_cast(lax.broadcasted_iota(jnp.int32, shape, 0), rows_layout())
 
@@ -46,11 +46,11 @@ def split_columns(x: Array) -> list[Array]:
     return [lax.slice(x, (0, k), (x.shape[0], k + 1)) for k in range(x.shape[1])]
 
 
-def _load_columns(tile: Any) -> list[Array]:
+def _load_columns(tile) -> list[Array]:
     return split_columns(load(tile, rows_layout(), optimized=False))
 
 
-def scan_buffer(arrays: int, rows: int, chunk_rows: int) -> Any:
+def scan_buffer(arrays: int, rows: int, chunk_rows: int):
     """Shared memory of ``running``, in two slots.
 
     A chunk of rows before those of the scan, or behind them, is read but not used. The numbers of a
@@ -61,7 +61,7 @@ def scan_buffer(arrays: int, rows: int, chunk_rows: int) -> Any:
 
 
 def _neighbours(
-    buffer: Any, columns: Sequence[Array], chunk_rows: int, backward: bool
+    buffer, columns: Sequence[Array], chunk_rows: int, backward: bool
 ) -> Callable[[int], tuple[Any, list[Array]]]:
     """Writes columns (rows, 1) to a slot of a ``scan_buffer``.
 
@@ -75,7 +75,7 @@ def _neighbours(
     plgpu.commit_smem()
     row_of_chunk = row_index((rows, 1)) & (chunk_rows - 1)
 
-    def at(distance: int) -> tuple[Any, list[Array]]:
+    def at(distance):
         inside = row_of_chunk < chunk_rows - distance if backward else row_of_chunk >= distance
         first = start + distance if backward else start - distance
         return inside, _load_columns(buffer.at[pl.ds(first, rows)])[: len(columns)]
@@ -88,7 +88,7 @@ def running(
     x: Sequence[Array],
     identities: Sequence[float],
     chunk_rows: int,
-    buffer: Any,
+    buffer,
     *,
     backward: bool = False,
 ) -> Sequence[Array]:
@@ -130,7 +130,7 @@ def running(
     return [jnp.concatenate(y, axis=1) for y in zip(*columns, strict=True)]
 
 
-def shifted(x: Array, edge: Any, chunk_rows: int, buffer: Any, *, backward: bool = False) -> Any:
+def shifted(x: Array, edge, chunk_rows: int, buffer, *, backward: bool = False):
     """x of the step before each one, or after it with backward; ``edge`` where the chunk has none.
 
     x: (rows, steps); edge: (rows, 1) or a number; buffer: a ``scan_buffer``.
@@ -142,7 +142,7 @@ def shifted(x: Array, edge: Any, chunk_rows: int, buffer: Any, *, backward: bool
     return jnp.concatenate(columns, axis=1)
 
 
-def ends_of_chunks(columns: Sequence[Array], chunk_rows: int, buffer: Any) -> list[list[Array]]:
+def ends_of_chunks(columns: Sequence[Array], chunk_rows: int, buffer) -> list[list[Array]]:
     """What the last row of each chunk has of each column, as scalars.
 
     columns: (rows, 1); buffer: shared (rows, at least so many columns).
@@ -159,7 +159,7 @@ def of_chunks(columns: Sequence[Sequence[Array]], rows: int) -> list[Array]:
     # Compared once for all columns: Mosaic GPU repeats equal operations, which takes compile time.
     from_chunk = [row >= chunk * (rows // num_chunks) for chunk in range(1, num_chunks)]
 
-    def column(first: Any, *others: Any) -> Any:
+    def column(first, *others):
         x = plgpu.layout_cast(jnp.full((rows, 1), first, jnp.float32), rows_layout())
         for here, value in zip(from_chunk, others, strict=True):
             x = jnp.where(here, value, x)
@@ -168,7 +168,7 @@ def of_chunks(columns: Sequence[Sequence[Array]], rows: int) -> list[Array]:
     return [column(*values) for values in columns]
 
 
-def across(column: Array, steps: int = STEPS) -> Any:
+def across(column: Array, steps: int = STEPS):
     return jnp.concatenate([column] * steps, axis=1)
 
 

@@ -1,22 +1,21 @@
 """Tiles of P and dP, and the sums of W = dP * scores in them, for the kernels that make these."""
 
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import Array
 
 from mlstm_pallas.gate_gradients import TileSums
+from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.fragments import across_columns, decay_tile
 from mlstm_pallas.mosaic_gpu.launch import REGISTER_ROWS
-from mlstm_pallas.mosaic_gpu.products import Products
 from mlstm_pallas.problem import Problem
 
 
 def write_tiles(
-    P: Any,
-    dP: Any,
+    P,
+    dP,
     scores: Array,
     dA: Array,
     e: Iterable[Array],
@@ -25,7 +24,6 @@ def write_tiles(
     dz_den: Array | None,
     mask: Array | None,
     scale: float,
-    products: Products,
 ) -> Array:
     """Writes P and dP to shared memory; returns W.
 
@@ -38,7 +36,7 @@ def write_tiles(
     """
     columns = scores.shape[1]
 
-    def scaled(x: Array) -> Array:
+    def scaled(x):
         return x * (scale if inv_den is None else across_columns(inv_den * scale, columns))
 
     D = decay_tile(e, u)

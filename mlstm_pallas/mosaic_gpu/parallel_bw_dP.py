@@ -30,6 +30,7 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.gate_gradients import TileSums
 from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.gpu import Gpu
+from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
 from mlstm_pallas.mosaic_gpu.fragments import load_by_rows, rows_and_columns
 from mlstm_pallas.mosaic_gpu.gradient_tiles import tile_pairs, w_sum_shapes, write_tiles
@@ -49,7 +50,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
     tile_transforms,
 )
 from mlstm_pallas.mosaic_gpu.limits import RingTiles
-from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH, Products
+from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH
 from mlstm_pallas.mosaic_gpu.step_sums import step_sums
 from mlstm_pallas.mosaic_gpu.tile_copies import head_of
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, NormaliserGradients, query_scale
@@ -104,7 +105,7 @@ class _CTA:
     steps_v: int
     steps_of_item: int
 
-    def item(self, index: Any) -> tuple[Any, ...]:
+    def item(self, index) -> tuple[Any, ...]:
         """Head, chunk, and the tiles of queries and of keys: tile i of queries has the first i + 1
         tiles of keys."""
         items_of_chunk, NC = _items_of_chunk(self.p), self.p.NC
@@ -115,18 +116,18 @@ class _CTA:
         j = x - divide(i * (i + 1), 2)
         return divide(chunk, NC), remainder(chunk, NC), i, j
 
-    def copy(self, index: Any, x: Any, copy: Any) -> None:
+    def copy(self, index, x, copy) -> None:
         """Step x of an item: q and k, dh and v, or the vectors of the keys."""
         refs, steps_k, steps_v = self.refs, self.steps_k, self.steps_v
         head, chunk, i, j = self.item(index)
         queries, keys = (block(chunk * self.num_tiles + y, TILE) for y in (i, j))
         left, right = refs.operands
 
-        def operands(a: Any, b: Any, x: Any) -> None:
+        def operands(a, b, x):
             for y, rows, buffers in ((a, queries, left), (b, keys, right)):
                 copy(head_of(y, head, self.p).at[rows, block(x, DEPTH)], buffers[0])
 
-        def vectors() -> None:
+        def vectors():
             for y, buffers in ((refs.e_hi, left), (refs.e_lo, right)):
                 copy(y.at[head, keys], buffers[1], slice(TILE))
 
@@ -135,7 +136,7 @@ class _CTA:
         pl.when(of_v)(lambda: operands(refs.dh, refs.v, x - steps_k))
         pl.when(x == steps_k + steps_v)(vectors)
 
-    def copy_h(self, step: Any, copy: Any) -> None:
+    def copy_h(self, step, copy) -> None:
         head, chunk, i, _ = self.item(divide(step, self.steps_v))
         rows = block(chunk * self.num_tiles + i, TILE)
         columns = block(remainder(step, self.steps_v), DEPTH)
@@ -158,20 +159,16 @@ class _Item(_CTA):
     rows: Any  # likewise, in the sequence
     first: Array  # the first step in the ring
 
-    @property
-    def products(self) -> Products:
-        return self.ring.products
-
-    def refill(self, step: Any) -> None:
+    def refill(self, step) -> None:
         self.ring.refill(step, item=self.index)
 
 
-def _scores_dA_and_delta(c: _Item) -> Any:
+def _scores_dA_and_delta(c: _Item):
     """delta, None where h is absent, q k^T and dh v^T."""
-    refs, ring, products, first = c.refs, c.ring, c.products, c.first
+    refs, ring, first = c.refs, c.ring, c.first
     (left, _), (right, _) = refs.operands
 
-    def delta_of(x: Any, slot: Any) -> Any:
+    def delta_of(x, slot):
         """dh_t . h_t over the columns of a step."""
         step = c.index * c.steps_v + x
         h_slot = c.h_ring.wait(step)
@@ -180,8 +177,8 @@ def _scores_dA_and_delta(c: _Item) -> Any:
         c.h_ring.release(step)
         return products.sum_over_columns(dh * h)
 
-    def add(accumulator: Any, start: int, count: int, delta: Any = None) -> Any:
-        def one(x: Any, delta: Any) -> Any:
+    def add(accumulator, start, count, delta=None):
+        def one(x, delta):
             step = first + start + x
             slot = ring.wait(step)
             products.add(accumulator, left.at[slot, c.tile_rows], right.at[slot].T)
@@ -193,9 +190,9 @@ def _scores_dA_and_delta(c: _Item) -> Any:
             pl.when(step > 0)(lambda: c.refill(step - 1))
             return delta
 
-        return products.loop(accumulator, count, one, delta)
+        return loop(count, one, delta)
 
-    def issue(scores: Any, dA: Any) -> Any:
+    def issue(scores, dA):
         add(scores, 0, c.steps_k)
         delta = None
         if refs.h is not None:
@@ -211,7 +208,7 @@ def _scores_dA_and_delta(c: _Item) -> Any:
 
 def _multiply(c: _Item) -> None:
     """The products of an item, P, dP, the sums of W and delta."""
-    refs, products, rows = c.refs, c.products, c.rows
+    refs, rows = c.refs, c.rows
     (_, left_vector), (_, right_vector) = refs.operands
     # Loaded before the products and used after them: their latency is hidden.
     *u, inv_den, slope = (
@@ -223,16 +220,16 @@ def _multiply(c: _Item) -> None:
     last = c.first + c.steps_of_item - 1
     slot = c.ring.wait(last)
     t, s = rows_and_columns(R, SLICE)
-    on_diagonal: Any = 0.0
+    on_diagonal = 0.0
 
-    def write(start: int) -> tuple[Array, Array]:
+    def write(start):
         """P and dP of SLICE keys, from ``start`` on; sums over them of W_tt and of W_ts, s < t."""
         columns, in_tile = slice(start, start + SLICE), slice(start % R, start % R + SLICE)
         last_seen = t + ((c.i - c.j) * TILE + c.wg * R - start)  # the key of a query's own step
         e = (load(x.at[slot, columns], BY_COLUMNS) for x in (left_vector, right_vector))
         P, dP = (refs.out_tiles.at[c.wg, x, :, in_tile] for x in range(2))
         operands = scores[:, columns], dA[:, columns], e, u, inv_den, dz_den, s <= last_seen
-        W = write_tiles(P, dP, *operands, c.p.qk_scale, products)
+        W = write_tiles(P, dP, *operands, c.p.qk_scale)
         earlier = jnp.where(s < last_seen, W, 0.0)
         keys = pl.ds(pl.multiple_of((c.chunk * c.num_tiles + c.j) * TILE + start, SLICE), SLICE)
         sums = products.sum_over_rows(earlier, refs.scratch.at[c.wg])
@@ -254,7 +251,7 @@ def _multiply(c: _Item) -> None:
     c.ring.release(last)
 
     @pl.when(c.i == c.j)
-    def store() -> None:
+    def store():
         refs.diagonal.at[c.head, rows][...] = on_diagonal
         if delta is not None:
             refs.delta.at[c.head, rows][...] = delta
@@ -265,10 +262,8 @@ def _items_of_chunk(p: Problem) -> int:
     return num_tiles * (num_tiles + 1) // 2
 
 
-def _kernel(
-    *, p: Problem, num_ctas: int, num_stages: int, interpret: bool, **refs_by_name: Any
-) -> None:
-    refs, products = _Refs(**refs_by_name), Products(interpret)
+def _kernel(*, p: Problem, num_ctas: int, num_stages: int, **refs_by_name) -> None:
+    refs = _Refs(**refs_by_name)
     wg = lax.axis_index("wg")
     scheduler = PersistentScheduler(lax.axis_index("program"), num_ctas)
     steps = blocks(p.DHQK, DEPTH), blocks(p.DHHV, DEPTH)
@@ -276,17 +271,13 @@ def _kernel(
     of_cta = refs, p, scheduler, blocks(p.L, TILE), *steps, of_item
     cta = _CTA(*of_cta)
     items = scheduler.num_items(p.BNH * p.NC * _items_of_chunk(p))
-    left, right = refs.operands
-    buffers = *left, *right
-    total = items * of_item
-    ring = CopyRing(refs.barriers, num_stages, total, cta.copy, products, buffers, 2, of_item)
+    ring = CopyRing(refs.barriers, num_stages, items * of_item, cta.copy, steps_of_item=of_item)
     rings, h_ring = [ring], None
     if refs.h is not None:
-        total, buffers = items * cta.steps_v, (refs.h_tiles,)
-        h_ring = CopyRing(refs.h_barriers, H_STAGES, total, cta.copy_h, products, buffers)
+        h_ring = CopyRing(refs.h_barriers, H_STAGES, items * cta.steps_v, cta.copy_h)
         rings.append(h_ring)
 
-    def multiply(index: Any, carry: None) -> None:
+    def multiply(index, carry):
         head, chunk, i, j = cta.item(index)
         tile_rows, rows = block(wg, R), block((chunk * cta.num_tiles + i) * 2 + wg, R)
         place = wg, index, head, chunk, i, j, tile_rows, rows, index * of_item
@@ -300,16 +291,14 @@ def _kernel(
         x.drain()
 
 
-def scratch(
-    config: RingTiles, dtype: Any, *, reads_h: bool, interpret: bool = False
-) -> dict[str, Any]:
+def scratch(config: RingTiles, dtype, *, reads_h: bool) -> dict[str, Any]:
     """Shared memory of the kernel."""
     # The tile and the vector have the same bytes, so that a slot has the same place in both.
     tile = shared_tiles(config.num_stages, TILE, DEPTH, dtype=dtype)
     vector = plgpu.SMEM((config.num_stages, TILE * DEPTH * dtype.itemsize // 4), jnp.float32)
     transforms = tile_transforms(SLICE, dtype.itemsize)
     return {
-        "operands": [one_of(tile, vector, interpret=interpret) for _ in range(2)],
+        "operands": [one_of(tile, vector) for _ in range(2)],
         "h_tiles": shared_tiles(H_STAGES, TILE, DEPTH, dtype=dtype) if reads_h else None,
         "out_tiles": plgpu.SMEM((2, 2, R, R), dtype, transforms=transforms),
         "scratch": plgpu.SMEM((2, SUM_SCRATCH), jnp.float32),
@@ -336,20 +325,18 @@ def _launch(
       vecInvDen, vecSlope: 1 / den_t and slope_t, (B * NH, S) float32; None without a normaliser.
     """
     p, config, dtype, g = call.problem, call.tiles, matQ.dtype, gates.per_step()
-    interpret, reads_h = call.interpret, matH is not None
+    reads_h = matH is not None
     num_ctas = config.num_ctas
     matrix = jax.ShapeDtypeStruct((p.BNH, p.S, p.L), dtype)
     outputs = {"P": matrix, "dP": matrix, **w_sum_shapes(p)}
     x = mosaic_call(
-        functools.partial(
-            _kernel, p=p, num_ctas=num_ctas, num_stages=config.num_stages, interpret=interpret
-        ),
+        functools.partial(_kernel, p=p, num_ctas=num_ctas, num_stages=config.num_stages),
         name="parallel_bw_dP",
         grid={"program": num_ctas},
         warpgroups=2,
         outputs=outputs | {"delta": float32(p.BNH, p.S) if reads_h else None},
-        scratch=scratch(config, dtype, reads_h=reads_h, interpret=interpret),
-        interpret=interpret,
+        scratch=scratch(config, dtype, reads_h=reads_h),
+        interpret=call.interpret,
     )(
         q=matQ,
         k=matK,
@@ -398,14 +385,14 @@ class Tiles(RingTiles):
         items = p.BNH * p.NC * _items_of_chunk(p)
         return dataclasses.replace(self, num_ctas=min(self.num_ctas, items))
 
-    def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
+    def shared_bytes(self, p: Problem, dtype, **asked) -> int:
         """With tiles of h, read or not."""
         return shared_bytes(scratch(self, dtype, reads_h=True), has_sum=True)
 
     @classmethod
-    def candidates(cls, p: Problem, gpu: Gpu, **asked: Any) -> Iterable[Self]:
+    def candidates(cls, p: Problem, gpu: Gpu, **asked) -> Iterable[Self]:
         if p.L % TILE == 0:
             yield cls(4, num_ctas=gpu.sms).clamped(p)
 
-    def divides(self, p: Problem, **asked: Any) -> bool:
+    def divides(self, p: Problem, **asked) -> bool:
         return self.num_stages >= 2 and p.DHQK % 64 == p.DHHV % 64 == p.L % TILE == 0

@@ -26,6 +26,7 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.gpu import Gpu
+from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
 from mlstm_pallas.mosaic_gpu.fragments import across_columns, across_rows, load_by_rows
 from mlstm_pallas.mosaic_gpu.launch import (
@@ -47,7 +48,6 @@ from mlstm_pallas.mosaic_gpu.limits import (
 )
 from mlstm_pallas.mosaic_gpu.parallel_bw_dQKV_by_chunk import parallel_bw_dQKV_by_chunk
 from mlstm_pallas.mosaic_gpu.parallel_bw_dQKV_by_chunk import scratch as by_chunk_scratch
-from mlstm_pallas.mosaic_gpu.products import Products
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of
 from mlstm_pallas.normaliser import query_scale
 from mlstm_pallas.problem import Problem
@@ -124,14 +124,14 @@ def _items_of_chunk(roles: Sequence[_Items]) -> int:
     return sum(x.rows * x.columns for x in roles)
 
 
-def _by_role(role: Array, values: Sequence[Any]) -> Any:
+def _by_role(role: Array, values: Sequence[Any]):
     x: Any = np.int32(0)
     for kind, value in enumerate(values):
         x = jnp.where(role == kind, value, x)
     return x
 
 
-def _tile_steps(role: _Role, row: Any, p: Problem) -> tuple[Any, Any]:
+def _tile_steps(role: _Role, row, p: Problem) -> tuple[Any, Any]:
     """Steps with tiles of P and dP, and the first of them: queries see the keys up to their own,
     keys the queries from their own on."""
     steps_of_rows = ROWS // DEPTH
@@ -162,11 +162,7 @@ class _CTA:
     tile_rows: Any  # of the warpgroup
     wg: Array
 
-    @property
-    def products(self) -> Products:
-        return self.ring.products
-
-    def in_chunk(self, x: Any, item: _Item) -> Any:
+    def in_chunk(self, x, item: _Item):
         return head_of(x, item.head, self.p).at[block(item.chunk, self.p.L)]
 
     def item(self, index: Array, step: Array) -> _Item:
@@ -191,10 +187,10 @@ class _CTA:
         head = divide(chunk, self.p.NC)
         return _Item(step, head, remainder(chunk, self.p.NC), role, row, column)
 
-    def for_each_item(self, run: Callable[[_Item], None]) -> Any:
+    def for_each_item(self, run: Callable[[_Item], None]):
         """Returns the steps of all items."""
 
-        def one(index: Array, step: Any) -> Any:
+        def one(index, step):
             item = self.item(index, step)
             run(item)
             counts = [
@@ -207,12 +203,12 @@ class _CTA:
 
 
 def _feed(
-    cta: _CTA, item: _Item, start: int, count: Any, copies: Callable[[Any], Sequence[Any]]
+    cta: _CTA, item: _Item, start: int, count, copies: Callable[[Any], Sequence[Any]]
 ) -> None:
     """Copies some steps of an item; copies(j): two, each the arguments of a ring's copy."""
 
-    def one(j: Any, carry: None) -> None:
-        def start_copies(_: Any, copy: Callable[..., None]) -> None:
+    def one(j, carry):
+        def start_copies(_, copy):
             for x in copies(j):
                 copy(*x)
 
@@ -221,7 +217,7 @@ def _feed(
     loop(count, one, None)
 
 
-def _halves(x: Any, start: Any, size: int, tile: Any, *index: Any) -> list[Any]:
+def _halves(x, start, size: int, tile, *index) -> list[Any]:
     half = size // 2
     return [(x.at[(pl.ds(start + y, half), *index)], tile, slice(y, y + half)) for y in (0, half)]
 
@@ -233,7 +229,7 @@ def _copy_item(cta: _CTA, role: _Role, item: _Item) -> None:
     rows, columns = block(item.row, ROWS), block(item.column, COLUMNS)
     state, feed = (item.head, item.chunk), functools.partial(_feed, cta, item)
 
-    def both_states(j: Any) -> Sequence[Any]:
+    def both_states(j):
         columns = block(j, DEPTH)
         C, dC = (x.at[(*state, rows, columns)] for x in (refs.C, refs.dC))
         return (C, left), (dC, right_transposed, slice(ROWS))
@@ -250,21 +246,21 @@ def _copy_item(cta: _CTA, role: _Role, item: _Item) -> None:
     a, X, tiles, b, x, norm = operands[role]
     a, tiles, b = (cta.in_chunk(y, item) for y in (a, tiles, b))
 
-    def with_state(j: Any) -> Sequence[Any]:
+    def with_state(j):
         depth = block(j, DEPTH)
         if role == _Role.DV:
             return (a.at[rows, depth], left), (X.at[(*state, depth, columns)], right)
         return (a.at[rows, depth], left), (X.at[(*state, columns, depth)], right_transposed)
 
-    def weighted(j: Any) -> Sequence[Any]:
+    def weighted(j):
         y = cta.in_chunk(x, item)
         return _halves(y, pl.multiple_of(item.row * ROWS, ROWS) + j * R, R, right, columns)
 
-    def norms(j: Any) -> Sequence[Any]:
+    def norms(j):
         start = pl.multiple_of(item.column * COLUMNS, COLUMNS)
         return _halves(norm.at[state], start, COLUMNS, right_vector)
 
-    def with_tiles(j: Any) -> Sequence[Any]:
+    def with_tiles(j):
         others = block(first + j, DEPTH)
         if role == _Role.DQ:
             return (tiles.at[rows, others], left), (b.at[others, columns], right)
@@ -280,10 +276,10 @@ def _copy_item(cta: _CTA, role: _Role, item: _Item) -> None:
 
 
 def _inner_states(cta: _CTA, item: _Item) -> None:
-    refs, ring, products = cta.refs, cta.ring, cta.products
+    refs, ring = cta.refs, cta.ring
     (left, _), (_, right_transposed, _) = refs.operands
 
-    def add(j: Any, total: Array) -> Any:
+    def add(j, total):
         slot = ring.wait(item.step + j)
         C, dC = (
             load(x.at[slot, cta.tile_rows]).astype(jnp.float32) for x in (left, right_transposed)
@@ -298,18 +294,18 @@ def _inner_states(cta: _CTA, item: _Item) -> None:
 
 
 def _multiply(
-    cta: _CTA, start: Any, count: Any, operands: Callable[[Any], Sequence[Any]], accumulator: Any
+    cta: _CTA, start, count, operands: Callable[[Any], Sequence[Any]], accumulator
 ) -> None:
     """Adds the products of some steps, of operands(slot)."""
-    ring, products = cta.ring, cta.products
+    ring = cta.ring
 
-    def one(j: Any, carry: None) -> None:
+    def one(j, carry):
         slot = ring.wait(start + j)
         products.add(accumulator, *operands(slot))
         products.wait(1)
         pl.when(j > 0)(lambda: ring.release(start + j - 1))
 
-    products.loop(accumulator, count, one)
+    loop(count, one, None)
     products.wait(0)
     ring.release(start + count - 1)
 
@@ -324,18 +320,18 @@ def _scaled_with_sums(
     item: _Item,
     is_dq: Array,
     first: Array,
-    steps: Any,
+    steps,
     weights: Array,
     dz_den: Array | None,
     acc: Array,
-) -> Any:
+):
     """The inter-chunk part of dq or dk; stores its inner products with the queries or keys.
 
     Args:
       first: the first step after those with states.
       steps: of the warpgroup, in the sequence.
     """
-    refs, ring, products = cta.refs, cta.ring, cta.products
+    refs, ring = cta.refs, cta.ring
     right, _, right_vector = refs.operands[1]
     parts = _scaled(acc, weights)
     count = cta.roles[_Role.DK].weighted + cta.roles[_Role.DK].norm
@@ -345,7 +341,7 @@ def _scaled_with_sums(
     if dz_den is not None:
         norm_weights = lax.cond(is_dq, lambda: weights * dz_den, lambda: weights)
 
-    def add_norm(*parts: Array) -> list[Array]:
+    def add_norm(*parts):
         slot = ring.wait(first + count - 1)
         rows = [across_rows(load(right_vector.at[slot, part], BY_COLUMNS)) for part in _PARTS]
         return [x + across_columns(norm_weights) * y for x, y in zip(parts, rows, strict=True)]
@@ -367,14 +363,14 @@ def _scaled_with_sums(
     for role, output in ((_Role.DQ, refs.q_inter), (_Role.DK, refs.k_inter)):
 
         @pl.when(item.role == role)
-        def store(output: Any = output) -> None:
+        def store(output=output):
             output.at[item.head, item.column, steps][...] = inter
 
     return jnp.concatenate(parts, axis=1)
 
 
-def _store(cta: _CTA, item: _Item, rows: Any, acc: Array) -> None:
-    refs, products = cta.refs, cta.products
+def _store(cta: _CTA, item: _Item, rows, acc: Array) -> None:
+    refs = cta.refs
     for j, part in enumerate(_PARTS):
         tile = refs.out_tiles.at[cta.wg, j % 2]
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
@@ -384,13 +380,13 @@ def _store(cta: _CTA, item: _Item, rows: Any, acc: Array) -> None:
         for role, x in enumerate((refs.dq, refs.dk, refs.dv)):
             here = item.role == role
             destination = cta.in_chunk(x, item).at[rows, columns]
-            start = functools.partial(copy_out, tile, destination, interpret=products.interpret)
+            start = functools.partial(copy_out, tile, destination)
             pl.when(here)(start)
 
 
 def _gradient(cta: _CTA, item: _Item) -> None:
     """An item of dq, dk or dv. One body for all, as it takes the compiler seconds."""
-    refs, products, roles, tile_rows = cta.refs, cta.products, cta.roles, cta.tile_rows
+    refs, roles, tile_rows = cta.refs, cta.roles, cta.tile_rows
     (left, left_transposed), (right, right_transposed, _) = refs.operands
     multiply, role = functools.partial(_multiply, cta), item.role
     is_dq, is_dv = role == _Role.DQ, role == _Role.DV
@@ -400,13 +396,13 @@ def _gradient(cta: _CTA, item: _Item) -> None:
     before_tiles = after_state + _by_role(role, [x.weighted + x.norm for x in roles])
     tile_count = _by_role(role, [_tile_steps(kind, item.row, cta.p)[0] for kind in _Role])
 
-    def plain(slot: Any) -> tuple[Any, Any]:
+    def plain(slot):
         return left.at[slot, tile_rows], right.at[slot]
 
-    def times_transposed(slot: Any) -> tuple[Any, Any]:
+    def times_transposed(slot):
         return left.at[slot, tile_rows], right_transposed.at[slot].T
 
-    def transposed_times(slot: Any) -> tuple[Any, Any]:
+    def transposed_times(slot):
         return left_transposed.at[slot, :, tile_rows].T, right.at[slot]
 
     of_dv, of_others = (roles[x].with_state for x in (_Role.DV, _Role.DQ))
@@ -441,39 +437,34 @@ def _gradient(cta: _CTA, item: _Item) -> None:
     _store(cta, item, rows, acc)
 
 
-def _kernel(
-    *, p: Problem, num_ctas: int, num_stages: int, interpret: bool, **refs_by_name: Any
-) -> None:
+def _kernel(*, p: Problem, num_ctas: int, num_stages: int, **refs_by_name) -> None:
     refs, wg = _Refs(**refs_by_name), lax.axis_index("wg")
     scheduler = PersistentScheduler(lax.axis_index("program"), num_ctas)
     roles = _items(p, refs.n is not None)
     items = scheduler.num_items(p.BNH * p.NC * _items_of_chunk(roles))
-    left, right = refs.operands
-    ring = CopyRing(
-        refs.barriers, num_stages, None, None, Products(interpret), (*left, *right), readers=0
-    )
+    ring = CopyRing(refs.barriers, num_stages, None, None, readers=0)
     cta = _CTA(refs, p, roles, scheduler, items, ring, block(wg, R), wg)
 
-    def copy(item: _Item) -> None:
+    def copy(item):
         for role in _Role:
             pl.when(item.role == role)(functools.partial(_copy_item, cta, role, item))
 
-    def multiply(item: _Item) -> None:
+    def multiply(item):
         is_states = item.role == _Role.STATES
         pl.when(is_states)(functools.partial(_inner_states, cta, item))
         pl.when(~is_states)(functools.partial(_gradient, cta, item))
 
     @pl.when(wg == 2)
-    def copies() -> None:
+    def copies():
         ring.drain(cta.for_each_item(copy))
 
     @pl.when(wg < 2)
-    def multiplications() -> None:
+    def multiplications():
         cta.for_each_item(multiply)
         plgpu.wait_smem_to_gmem(0)
 
 
-def scratch(config: RingTiles, dtype: Any, *, interpret: bool = False) -> dict[str, Any]:
+def scratch(config: RingTiles, dtype) -> dict[str, Any]:
     """Shared memory of the kernel."""
     tiles = functools.partial(shared_tiles, config.num_stages, dtype=dtype)
     # All shapes of a tile have the same bytes, so that a slot has the same place in all of them.
@@ -481,7 +472,7 @@ def scratch(config: RingTiles, dtype: Any, *, interpret: bool = False) -> dict[s
     vector = plgpu.SMEM((config.num_stages, DEPTH * COLUMNS * dtype.itemsize // 4), jnp.float32)
     right = tiles(DEPTH, COLUMNS), tiles(COLUMNS, DEPTH), vector
     return {
-        "operands": [one_of(*left, interpret=interpret), one_of(*right, interpret=interpret)],
+        "operands": [one_of(*left), one_of(*right)],
         "out_tiles": shared_tiles(2, 2, R, R, dtype=dtype),
         "barriers": ring_barriers(config.num_stages, copies=2),
     }
@@ -492,7 +483,6 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     matQ, matK, matV, matDeltaH, gates, gradients, tiles, *states = x
     matC_states, vecN_states, matDeltaC_states, vecDeltaN_states = states
     p, config, dtype, g = call.problem, call.tiles, matQ.dtype, gates.per_step()
-    interpret = call.interpret
     normalise = gradients.vecInvDen is not None
     inputs = dict(
         q=matQ,
@@ -518,9 +508,7 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     num_ctas = config.num_ctas
     sums = float32(p.BNH, p.DHQK // COLUMNS, p.S)
     y = mosaic_call(
-        functools.partial(
-            _kernel, p=p, num_ctas=num_ctas, num_stages=config.num_stages, interpret=interpret
-        ),
+        functools.partial(_kernel, p=p, num_ctas=num_ctas, num_stages=config.num_stages),
         name="parallel_bw_dQKV",
         grid={"program": num_ctas},
         warpgroups=3,
@@ -532,8 +520,8 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
             "dv": sequence_shape(matV, p.DHHV, dtype),
             "states": float32(p.BNH, p.NC, p.DHQK),
         },
-        scratch=scratch(config, dtype, interpret=interpret),
-        interpret=interpret,
+        scratch=scratch(config, dtype),
+        interpret=call.interpret,
     )(**inputs, P=tiles.matP, dP=tiles.matDeltaP)
     q_inter, k_inter = (y[name].sum(1) for name in ("q_inter", "k_inter"))
     # A sum of everything is one kernel of XLA.
@@ -569,13 +557,13 @@ class Tiles(RingTiles):
         of_chunk = 1 if by_chunk(p) else _items_of_chunk(_items(p, normalise=True))
         return dataclasses.replace(self, num_ctas=min(self.num_ctas, p.BNH * p.NC * of_chunk))
 
-    def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
+    def shared_bytes(self, p: Problem, dtype, **asked) -> int:
         if self.recomputes_scores:
             return shared_bytes(by_chunk_scratch(p, self, dtype, normalise=True))
         return shared_bytes(scratch(self, dtype), has_sum=True)
 
     @classmethod
-    def candidates(cls, p: Problem, gpu: Gpu, **asked: Any) -> Iterable[Self]:
+    def candidates(cls, p: Problem, gpu: Gpu, **asked) -> Iterable[Self]:
         """By chunk six stages where registers spill: with more, too little L1 is left for them."""
         if not _divides(p):
             return
@@ -586,7 +574,7 @@ class Tiles(RingTiles):
         for num_stages in range(stages, 2, -1):
             yield cls(num_stages, gpu.sms, by_chunk(p)).clamped(p)
 
-    def divides(self, p: Problem, **asked: Any) -> bool:
+    def divides(self, p: Problem, **asked) -> bool:
         """With fewer stages than a step holds at once, the kernel would wait for ever."""
         least = 4 if by_chunk(p) else 3
         return _divides(p) and self.recomputes_scores == by_chunk(p) and self.num_stages >= least

@@ -30,6 +30,7 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
 from mlstm_pallas.mosaic_gpu.fragments import (
     across_columns,
@@ -53,7 +54,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
     shared_tiles,
 )
 from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS, RingTiles
-from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH, Products
+from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of
 from mlstm_pallas.normaliser import query_scale
 from mlstm_pallas.problem import Problem
@@ -160,15 +161,15 @@ class _CTA:
     order: _Order
     scheduler: PersistentScheduler
 
-    def head_and_chunk(self, index: Any) -> tuple[Array, Array]:
+    def head_and_chunk(self, index) -> tuple[Array, Array]:
         index = self.scheduler.item(index)
         return divide(index, self.p.NC), remainder(index, self.p.NC)
 
-    def last_first(self, step: Any) -> Any:
+    def last_first(self, step):
         """The columns of a step of the second phase."""
         return self.order.steps - 1 - step
 
-    def copy_tile(self, copy: Any, kind: _Tile, head: Any, chunk: Any, column: Any) -> None:
+    def copy_tile(self, copy, kind: _Tile, head, chunk, column) -> None:
         refs = self.refs
         x = (refs.v, refs.dC, refs.C, refs.dh, refs.q)[kind]
         is_state = kind in (_Tile.DC, _Tile.C)
@@ -176,7 +177,7 @@ class _CTA:
         source = rows.at[:, block(column, DEPTH)]
         copy(source, refs.slots, slice(self.p.DHQK if is_state else CHUNK))
 
-    def copy_any_tile(self, index: Any, x: Any, copy: Any) -> None:
+    def copy_any_tile(self, index, x, copy) -> None:
         """Tile x of a chunk."""
         head, chunk = self.head_and_chunk(index)
         order = self.order
@@ -193,7 +194,7 @@ class _CTA:
             run = functools.partial(self.copy_tile, copy, tile, head, chunk, column)
             pl.when(kind == tile)(run)
 
-    def copy_k(self, index: Any, copy: Any) -> None:
+    def copy_k(self, index, copy) -> None:
         """k and the vectors of a chunk."""
         head, chunk = self.head_and_chunk(index)
         refs, rows = self.refs, block(chunk, CHUNK)
@@ -206,24 +207,24 @@ class _CTA:
             if x is not None:
                 copy(x.at[head, chunk], refs.vectors, y, slice(self.p.DHQK))
 
-    def copy_chunk(self, ring: CopyRing, k_ring: CopyRing, index: Any, carry: None) -> None:
+    def copy_chunk(self, ring: CopyRing, k_ring: CopyRing, index, carry: None) -> None:
         """All of a chunk, by a warpgroup that only copies. No copy waits for its tile's kind."""
         head, chunk = self.head_and_chunk(index)
         order = self.order
         first = index * order.num_tiles
 
-        def fetch(at: Any, kind: _Tile, column: Any) -> None:
+        def fetch(at, kind, column):
             ring.fetch(first + at, lambda _, copy: self.copy_tile(copy, kind, head, chunk, column))
 
-        def fetch_q(at: int) -> None:
+        def fetch_q(at):
             for y in range(order.parts):
                 fetch(at + y, _Tile.Q, y)
 
-        def first_phase(x: Any, carry: None) -> None:
+        def first_phase(x, carry):
             fetch(2 * x, _Tile.DH, x)
             fetch(2 * x + 1, _Tile.V, x)
 
-        def second_phase(j: Any, carry: None) -> None:
+        def second_phase(j, carry):
             for kind in list(_Tile)[:4]:
                 fetch(order.gradients + 4 * j + int(kind), kind, self.last_first(j))
 
@@ -240,7 +241,6 @@ class _Chunk(_CTA):
 
     ring: CopyRing
     k_ring: CopyRing
-    products: Products
     index: Array  # of the CTA's chunks
     wg: Array
     head: Array
@@ -251,48 +251,48 @@ class _Chunk(_CTA):
     first: Array  # the first tile's step in the ring
 
     @property
-    def k_tile(self) -> Any:
+    def k_tile(self):
         return self.refs.k_tiles.at[self.k_slot]
 
     @property
-    def out_tile(self) -> Any:
+    def out_tile(self):
         return self.refs.staging[0].at[self.wg]
 
-    def k_columns(self, y: int) -> Any:
+    def k_columns(self, y: int):
         """The warpgroup's rows of columns y of k."""
         return self.k_tile.at[block(y * (CHUNK // R) + self.wg, R)]
 
-    def slot(self, step: Any) -> Any:
+    def slot(self, step):
         return self.refs.slots.at[self.ring.slot(step)]
 
-    def refill(self, *steps: Any) -> None:
+    def refill(self, *steps) -> None:
         self.ring.refill(*steps, item=self.index)
 
-    def last_q(self, y: int) -> Any:
+    def last_q(self, y: int):
         return self.first + self.order.last_q + y
 
-    def keys(self, start: Any, count: int) -> Any:
+    def keys(self, start, count: int):
         """Keys of the chunk, in the sequence."""
         return pl.ds(pl.multiple_of(self.chunk * CHUNK + start, HALF), count)
 
-    def sum_over_queries(self, W: Array) -> Any:
-        return self.products.sum_over_rows(W, self.refs.staging[1].at[self.wg, :SUM_SCRATCH])
+    def sum_over_queries(self, W: Array):
+        return products.sum_over_rows(W, self.refs.staging[1].at[self.wg, :SUM_SCRATCH])
 
-    def row_dots(self, x: Array, tile: Any) -> Any:
-        return self.products.sum_over_columns(x * load(tile).astype(jnp.float32))
+    def row_dots(self, x: Array, tile):
+        return products.sum_over_columns(x * load(tile).astype(jnp.float32))
 
-    def vector(self, x: int, start: Any, size: int = R) -> Any:
+    def vector(self, x: int, start, size: int = R):
         return load(self.refs.vectors.at[self.k_slot, x, pl.ds(start, size)], BY_COLUMNS)
 
     def store(self, gradients: Sequence[tuple[Array, Any, Any, Any]]) -> None:
         """Writes a value (64, 64) each to a tile that no copy reads any more, and from there to
         these columns of an output."""
         for x, tile, _, _ in gradients:
-            self.products.store(tile, x.astype(tile.dtype))
+            products.store(tile, x.astype(tile.dtype))
         plgpu.commit_smem()
         for _, tile, out, column in gradients:
             destination = head_of(out, self.head, self.p).at[self.rows, block(column, R)]
-            copy_out(tile, destination, interpret=self.products.interpret)
+            copy_out(tile, destination)
 
 
 class _Block(NamedTuple):
@@ -325,31 +325,31 @@ def _blocks_and_weights(c: _Chunk) -> tuple[_Block, _Block, Array, Array]:
 
 def _scores_and_dA(c: _Chunk, both: Sequence[_Block]) -> list[_Block]:
     """The blocks with q k^T and dh v^T."""
-    order, ring, products, first = c.order, c.ring, c.products, c.first
+    order, ring, first = c.order, c.ring, c.first
     slots, first_q = c.refs.slots, order.first_q
 
-    def add_blocks(sums: Sequence[Any], left: Any, right: Any, start: int = 0) -> None:
+    def add_blocks(sums, left, right, start=0):
         for x, part in zip(sums, both, strict=True):
             keys = pl.ds(start + part.key, part.keys)
             products.add(x, left.at[part.tile_rows], right.T.at[:, keys])
 
-    def issue(*sums: Any) -> None:
+    def issue(*sums):
         scores, dA = sums[:2], sums[2:]
 
-        def add(x: Any, carry: None) -> None:
+        def add(x, carry):
             dh, v = first + 2 * x, first + 2 * x + 1
             add_blocks(dA, slots.at[ring.wait(dh)], slots.at[ring.wait(v)])
             products.wait(2)
 
             @pl.when(x > 0)
-            def next_tiles() -> None:
+            def next_tiles():
                 ring.release(dh - 2, v - 2)
                 c.refill(dh - 2, v - 2)
 
             if ring.readers:
                 pl.when((x == 0) & (c.index > 0))(lambda: c.k_ring.refill(c.index - 1))
 
-        products.loop(dA, order.steps, add)
+        loop(order.steps, add, None)
         for y in range(order.parts):
             slot = ring.wait(first + first_q + y)
             if y == 0:
@@ -367,9 +367,7 @@ def _scores_and_dA(c: _Chunk, both: Sequence[_Block]) -> list[_Block]:
     return [x._replace(scores=sums[j], dA=sums[2 + j]) for j, x in enumerate(both)]
 
 
-def _write_keys(
-    c: _Chunk, x: _Block, start: int, keys: int, at: Any, mask: Array | None = None
-) -> Any:
+def _write_keys(c: _Chunk, x: _Block, start: int, keys: int, at, mask: Array | None = None):
     """Writes P and dP of so many keys of a block, from ``start`` on; returns their W."""
     refs, columns = c.refs, slice(start, start + keys)
     *u, inv_den, dz_den = x.vectors
@@ -377,17 +375,17 @@ def _write_keys(
     e = (c.vector(y, key, keys) for y in (_E_HI, _E_LO))
     tiles = refs.P_tile.at[at].T, refs.dP_tile.at[at].T
     scores, dA = x.scores[:, columns], x.dA[:, columns]
-    return write_tiles(*tiles, scores, dA, e, u, inv_den, dz_den, mask, c.p.qk_scale, c.products)
+    return write_tiles(*tiles, scores, dA, e, u, inv_den, dz_den, mask, c.p.qk_scale)
 
 
-def _write_below(c: _Chunk, below: _Block) -> Any:
+def _write_below(c: _Chunk, below: _Block):
     """P, dP and the sums of W of half the block below the diagonal; returns those over its keys."""
     refs = c.refs
     W = _write_keys(c, below, 0, HALF, block(2 + c.wg, HALF))
-    sums = c.products.sum_over_columns(W)
+    sums = products.sum_over_columns(W)
 
     @pl.when(c.wg == 0)
-    def hand_over() -> None:  # warpgroup 1 adds them to its half's
+    def hand_over():  # warpgroup 1 adds them to its half's
         refs.per_query.at[c.head, 1, c.rows][...] = sums
 
     plgpu.commit_smem()
@@ -398,7 +396,7 @@ def _write_below(c: _Chunk, below: _Block) -> Any:
 
 def _write_diagonal(c: _Chunk, diagonal: _Block, keys: int) -> None:
     """P, dP and the sums of W of the block on the diagonal, so many keys at a time."""
-    refs, sum_over_columns = c.refs, c.products.sum_over_columns
+    refs, sum_over_columns = c.refs, products.sum_over_columns
     of_diagonal, of_earlier = [], []
     for start in range(0, R, keys):
         t, s = rows_and_columns(R, keys)
@@ -414,38 +412,38 @@ def _write_diagonal(c: _Chunk, diagonal: _Block, keys: int) -> None:
     refs.per_query.at[c.head, c.wg, c.rows][...] = functools.reduce(jnp.add, of_earlier)
 
 
-def _add_for_queries(c: _Chunk, accumulator: Any, tile: Any, x: Any, first: int) -> None:
+def _add_for_queries(c: _Chunk, accumulator, tile, x, first: int) -> None:
     """Adds the transposed tile times x of the keys up to the warpgroup's queries.
 
     first: x's block of 64 rows with the first keys.
     """
 
-    def add(j: Any, carry: None) -> None:
-        c.products.add(accumulator, tile.at[block(c.wg + j, R)].T, x.at[block(first + j, R)])
+    def add(j, carry):
+        products.add(accumulator, tile.at[block(c.wg + j, R)].T, x.at[block(first + j, R)])
 
-    c.products.loop(accumulator, c.wg + 1, add)
+    loop(c.wg + 1, add, None)
 
 
-def _add_for_keys(c: _Chunk, accumulator: Any, tile: Any, x: Any) -> None:
+def _add_for_keys(c: _Chunk, accumulator, tile, x) -> None:
     """Adds the tile times x of the queries from the warpgroup's keys on."""
 
-    def add(j: Any, carry: None) -> None:
-        c.products.add(accumulator, tile.at[block(2 * c.wg + j, R)], x.at[block(c.wg + j, R)])
+    def add(j, carry):
+        products.add(accumulator, tile.at[block(2 * c.wg + j, R)], x.at[block(c.wg + j, R)])
 
-    c.products.loop(accumulator, 2 - c.wg, add)
+    loop(2 - c.wg, add, None)
 
 
-def _gradient_step(c: _Chunk, key_weights: Array, j: Any, carry: Any) -> Any:
+def _gradient_step(c: _Chunk, key_weights: Array, j, carry):
     """The inter-chunk parts of dq and dk, <C, dC>, and 64 columns of dv.
 
     carry: <C, dC>, dq, dk.
     """
-    refs, ring, products, DHQK = c.refs, c.ring, c.products, c.p.DHQK
+    refs, ring, DHQK = c.refs, c.ring, c.p.DHQK
     total, *sums = carry
     parts = c.order.parts
     v, dC, C, dh = (c.first + c.order.gradients + 4 * j + x for x in range(4))
 
-    def multiply_states(dq: Any, dk: Any, dv: Any) -> None:
+    def multiply_states(dq, dk, dv):
         ring.wait(v)
         ring.wait(dC)
         products.add(dk, c.slot(v).at[c.tile_rows], c.slot(dC).at[:DHQK].T)
@@ -457,7 +455,7 @@ def _gradient_step(c: _Chunk, key_weights: Array, j: Any, carry: Any) -> Any:
 
     *sums, new = products.onto(multiply_states, *sums, products.zeros(R, DEPTH))
 
-    def inner(total: Array) -> Any:
+    def inner(total):
         rows = block(c.wg if parts == 2 else 0, R)
         x, y = (load(z.at[rows]).astype(jnp.float32) for z in (c.slot(dC), c.slot(C)))
         return total + products.sum_over_columns(x * y)
@@ -470,7 +468,7 @@ def _gradient_step(c: _Chunk, key_weights: Array, j: Any, carry: Any) -> Any:
     ring.release(v, dC, C)
     new *= across_columns(key_weights)
 
-    def multiply_P(dv: Any) -> None:
+    def multiply_P(dv):
         _add_for_keys(c, dv, refs.P_tile, c.slot(dh))
         c.refill(v, dC, C)  # while the product runs
 
@@ -506,11 +504,11 @@ def _weighted(
     return inter
 
 
-def _store_dq_and_dk(c: _Chunk, inter: Sequence[Array], corner: Any) -> None:
+def _store_dq_and_dk(c: _Chunk, inter: Sequence[Array], corner) -> None:
     """Adds the intra-chunk parts."""
-    refs, ring, products, parts = c.refs, c.ring, c.products, range(c.order.parts)
+    refs, ring, parts = c.refs, c.ring, range(c.order.parts)
 
-    def multiply_dP(*sums: Any) -> None:
+    def multiply_dP(*sums):
         for y in parts:
             _add_for_queries(c, sums[2 * y], refs.dP_tile, c.k_tile, y * (CHUNK // R))
             _add_for_keys(c, sums[2 * y + 1], refs.dP_tile, c.slot(c.last_q(y)))
@@ -532,7 +530,7 @@ def _store_dq_and_dk(c: _Chunk, inter: Sequence[Array], corner: Any) -> None:
 
 def _multiply(c: _Chunk, keys: int) -> None:
     """Both phases of a chunk."""
-    refs, products = c.refs, c.products
+    refs = c.refs
     diagonal, below, weights, key_weights = _blocks_and_weights(c)
     diagonal, below = _scores_and_dA(c, (diagonal, below))
     # The gradients of the chunk before left from the places of P and dP.
@@ -552,7 +550,7 @@ def _multiply(c: _Chunk, keys: int) -> None:
     refs.states.at[c.head, c.chunk, c.tile_rows][...] = total
 
     @pl.when(c.wg == 1)
-    def add_halves() -> None:
+    def add_halves():
         other = load_by_rows(refs.per_query.at[:, 1], c.head, block(c.chunk * 2, R))
         refs.per_query.at[c.head, 0, c.rows][...] = half_sums + other
 
@@ -560,10 +558,8 @@ def _multiply(c: _Chunk, keys: int) -> None:
     _store_dq_and_dk(c, inter, corner)
 
 
-def _kernel(
-    *, p: Problem, num_ctas: int, num_stages: int, interpret: bool, **refs_by_name: Any
-) -> None:
-    refs, products = _Refs(**refs_by_name), Products(interpret)
+def _kernel(*, p: Problem, num_ctas: int, num_stages: int, **refs_by_name) -> None:
+    refs = _Refs(**refs_by_name)
     warpgroup = lax.axis_index("wg")
     scheduler = PersistentScheduler(lax.axis_index("program"), num_ctas)
     of_cta, copying = (refs, p, _order(p), scheduler), _copying_warpgroups(p)
@@ -571,22 +567,21 @@ def _kernel(
     chunks = scheduler.num_items(p.BNH * p.NC)
     products.guard(refs.tiles_full, refs.P_tile, refs.dP_tile)
     n, copy, copy_k = cta.order.num_tiles, cta.copy_any_tile, cta.copy_k
-    slots, k_slots = (refs.slots,), (refs.k_tiles, refs.vectors)
     rings = (
-        CopyRing(refs.barriers, num_stages, chunks * n, copy, products, slots, copying, n),
-        CopyRing(refs.k_barriers, _k_stages(p), chunks, copy_k, products, k_slots, copying),
+        CopyRing(refs.barriers, num_stages, chunks * n, copy, readers=copying, steps_of_item=n),
+        CopyRing(refs.k_barriers, _k_stages(p), chunks, copy_k, readers=copying),
     )
     # Half the keys of the block on the diagonal at a time take fewer registers.
     keys = R if not copying and MOVES_REGISTERS else HALF
 
-    def multiply(index: Any, carry: None) -> None:
+    def multiply(index, carry):
         wg = lax.optimization_barrier(warpgroup)  # what follows from it is not kept in registers
         head, chunk = cta.head_and_chunk(index)
         rows, k_slot = (block(wg, R), block(chunk * 2 + wg, R)), rings[1].slot(index)
         place = index, wg, head, chunk, *rows, k_slot, index * n
-        _multiply(_Chunk(*of_cta, *rings, products, *place), keys)
+        _multiply(_Chunk(*of_cta, *rings, *place), keys)
 
-    def gradients() -> None:
+    def gradients():
         loop(chunks, multiply, None)
         if refs.tiles_empty is not None:
             plgpu.barrier_wait(refs.tiles_empty)
@@ -599,12 +594,12 @@ def _kernel(
     else:
 
         @pl.when(warpgroup < 2)
-        def multiplications() -> None:
+        def multiplications():
             move_registers(232)
             gradients()
 
         @pl.when(warpgroup == 2)
-        def copies() -> None:
+        def copies():
             move_registers(40)
             loop(chunks, functools.partial(cta.copy_chunk, *rings), None)
 
@@ -612,9 +607,7 @@ def _kernel(
         ring.drain()
 
 
-def scratch(
-    p: Problem, config: RingTiles, dtype: Any, *, normalise: bool, interpret: bool = False
-) -> dict[str, Any]:
+def scratch(p: Problem, config: RingTiles, dtype, *, normalise: bool) -> dict[str, Any]:
     """Shared memory of the kernel."""
     k_stages, parts = _k_stages(p), p.DHQK // DEPTH
     blocks_of_P = shared_tiles(3 * R, DEPTH, dtype=dtype)
@@ -624,7 +617,7 @@ def scratch(
         "k_tiles": shared_tiles(k_stages, parts * CHUNK, DEPTH, dtype=dtype),
         "P_tile": blocks_of_P,
         "dP_tile": blocks_of_P,
-        "staging": one_of(shared_tiles(2, R, DEPTH, dtype=dtype), sums, interpret=interpret),
+        "staging": one_of(shared_tiles(2, R, DEPTH, dtype=dtype), sums),
         "vectors": plgpu.SMEM((k_stages, 4, CHUNK), jnp.float32),
         "barriers": ring_barriers(config.num_stages, copies=1),
         "k_barriers": ring_barriers(k_stages, copies=parts + 3 + normalise),
@@ -639,12 +632,9 @@ def parallel_bw_dQKV_by_chunk(inputs: Mapping[str, Any], call: Launch) -> tuple[
     In the place of inner_C_dC are parts of <C_c, dC_{c+1}>, (B * NH, NC, 128).
     """
     p, config, q = call.problem, call.tiles, inputs["q"]
-    interpret = call.interpret
     num_ctas = config.num_ctas
     x = mosaic_call(
-        functools.partial(
-            _kernel, p=p, num_ctas=num_ctas, num_stages=config.num_stages, interpret=interpret
-        ),
+        functools.partial(_kernel, p=p, num_ctas=num_ctas, num_stages=config.num_stages),
         name="parallel_bw_dQKV",
         grid={"program": num_ctas},
         warpgroups=_copying_warpgroups(p) or 3,
@@ -657,8 +647,8 @@ def parallel_bw_dQKV_by_chunk(inputs: Mapping[str, Any], call: Launch) -> tuple[
             "states": float32(p.BNH, p.NC, CHUNK),
             **w_sum_shapes(p),
         },
-        scratch=scratch(p, config, q.dtype, normalise=inputs["n"] is not None, interpret=interpret),
-        interpret=interpret,
+        scratch=scratch(p, config, q.dtype, normalise=inputs["n"] is not None),
+        interpret=call.interpret,
     )(**inputs)
     inter, pairs = (x["q_inter"], x["k_inter"]), tile_pairs(x, p)
     return x["dq"], x["dk"], x["dv"], *inter, x["states"], pairs

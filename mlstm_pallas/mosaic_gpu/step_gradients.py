@@ -53,7 +53,7 @@ T = REGISTER_ROWS
 _FEW_BLOCKS = 4  # of a sequence: XLA's four kernels take longer than a CTA with the later ones
 
 
-def _between_tiles(read: Sequence[Array], written: Array, tile: Array, buffers: Any) -> Array:
+def _between_tiles(read: Sequence[Array], written: Array, tile: Array, buffers) -> Array:
     """(LANES, steps); its sum over a tile is what flows through that tile from and to the others.
 
     Args:
@@ -69,7 +69,7 @@ def _between_tiles(read: Sequence[Array], written: Array, tile: Array, buffers: 
     store_rows(buffers.at[n - 1, pl.ds((n - 1) * tile_rows, rows)], written)
     plgpu.commit_smem()
 
-    def at(slot: int, tiles: int) -> Any:
+    def at(slot, tiles):
         return load_rows(buffers.at[slot, pl.ds(tiles * tile_rows, rows)])
 
     later = [jnp.where(tile + d < n, at(d - 1, d), 0.0) for d in range(1, n)]
@@ -77,14 +77,14 @@ def _between_tiles(read: Sequence[Array], written: Array, tile: Array, buffers: 
     return functools.reduce(jnp.add, later + earlier)
 
 
-def _to_previous_step(dm: Any, flags: Any, buffer: Any) -> Sequence[Any]:
+def _to_previous_step(dm, flags, buffer) -> Sequence[Any]:
     """What each step passes on to the m of the step before it, without the carry into its block,
     and 1 where all steps from it to the end of the block pass theirs on, so that the carry counts.
 
     dm, flags: (rows, steps), of blocks of LANES rows.
     """
 
-    def join(later: Any, x: Any) -> tuple[Any, Any]:
+    def join(later, x):
         return x[0] + jnp.where(x[1] > 0, later[0], 0.0), x[1] * later[1]
 
     flows = jnp.where((flags & GOES_ON) > 0, np.float32(1), np.float32(0))
@@ -92,7 +92,7 @@ def _to_previous_step(dm: Any, flags: Any, buffer: Any) -> Sequence[Any]:
     return running(join, (dm, flows), (0.0, 1.0), LANES, buffer, backward=True)
 
 
-def _carry(dm: Any, flags: Any, block: Array, buffer: Any, firsts: Any) -> Any:
+def _carry(dm, flags, block: Array, buffer, firsts):
     """The gradient that flows into the m of a block's last step from the blocks behind it.
 
     dm, flags: (blocks * LANES, steps) of a head; firsts: shared (blocks * LANES, 2).
@@ -100,7 +100,7 @@ def _carry(dm: Any, flags: Any, block: Array, buffer: Any, firsts: Any) -> Any:
     sums, flows = _to_previous_step(load_rows(dm), load_rows(flags), buffer)
     write(firsts, jnp.concatenate([split_columns(x)[0] for x in (sums, flows)], axis=1))
     plgpu.commit_smem()
-    carry: Any = jnp.float32(0)
+    carry = jnp.float32(0)
     for later in reversed(range(1, dm.shape[0] // LANES)):
         first = later * LANES
         through = firsts[first, 0] + jnp.where(firsts[first, 1] > 0, carry, 0.0)
@@ -109,23 +109,23 @@ def _carry(dm: Any, flags: Any, block: Array, buffer: Any, firsts: Any) -> Any:
 
 
 def _kernel(
-    per_query: Any,  # (B * NH, n, rows of a sequence, steps), n tiles per chunk
-    per_key: Any,  # likewise
-    diagonal: Any,  # (B * NH, rows of a sequence, steps), as all without a shape
-    q_inter: Any,
-    k_inter: Any,
-    through: Any,  # (B * NH, NC), or (B * NH, S / T)
-    f: Any,
-    flags: Any,  # int32
-    dm: Any,  # absent where m is a constant
-    carries: Any,  # (B * NH, blocks) into each block; absent where a CTA computes its carry
-    di: Any,  # out
-    df: Any,  # out
-    dm_first: Any,  # out (B * NH, blocks) of the first step of each block; absent without dm
-    other_tiles: Any,  # shared, see _between_tiles; absent where through has all tiles
-    scans: Any,  # shared, three scan_buffers
-    carry_scan: Any,  # shared, see _carry; absent with carries
-    firsts: Any,  # likewise
+    per_query,  # (B * NH, n, rows of a sequence, steps), n tiles per chunk
+    per_key,  # likewise
+    diagonal,  # (B * NH, rows of a sequence, steps), as all without a shape
+    q_inter,
+    k_inter,
+    through,  # (B * NH, NC), or (B * NH, S / T)
+    f,
+    flags,  # int32
+    dm,  # absent where m is a constant
+    carries,  # (B * NH, blocks) into each block; absent where a CTA computes its carry
+    di,  # out
+    df,  # out
+    dm_first,  # out (B * NH, blocks) of the first step of each block; absent without dm
+    other_tiles,  # shared, see _between_tiles; absent where through has all tiles
+    scans,  # shared, three scan_buffers
+    carry_scan,  # shared, see _carry; absent with carries
+    firsts,  # likewise
     *,
     tile_rows: int,
 ) -> None:
@@ -135,10 +135,10 @@ def _kernel(
     head, block = divide(program, head_blocks), remainder(program, head_blocks)
     rows = pl.ds(pl.multiple_of(block * LANES, LANES), LANES)
 
-    def vector(ref: Any) -> Any:
+    def vector(ref):
         return load_rows(ref.at[rows])
 
-    def add(left: Any, x: Any) -> tuple[Any]:
+    def add(left, x):
         return (left[0] + x[0],)
 
     row = row_index((LANES, steps))
@@ -217,10 +217,10 @@ def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
     if not in_block:
         through = through_tiles(pairs, q_dot_dq_inter, k_dot_dk_inter, through)
 
-    def by_rows(vec: Array | None) -> Array | None:
+    def by_rows(vec):
         return None if vec is None else vec.reshape(p.BNH, head_rows, steps)
 
-    def shared(present: bool, *shape: int) -> Any:
+    def shared(present, *shape):
         return plgpu.SMEM(shape, jnp.float32) if present else None
 
     y = mosaic_call(
@@ -258,5 +258,5 @@ def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
 
 
 class Tiles(HopperTiles):
-    def divides(self, p: Problem, **asked: Any) -> bool:
+    def divides(self, p: Problem, **asked) -> bool:
         return p.L % LANES == 0

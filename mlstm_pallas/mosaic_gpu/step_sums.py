@@ -15,7 +15,6 @@ memory.
 """
 
 import functools
-from typing import Any
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -49,15 +48,14 @@ BY_WARPS = plgpu.Layout.TILED(
 
 
 def _kernel(
-    x: Any,  # (B * NH, S, D) or (B, S, NH, D)
-    weights: Any,  # (B * NH, S)
-    sums: Any,  # out (B * NH, parts of the sequence, D), a part a chunk, or several to a chunk
-    x_tiles: Any,  # shared (tiles, TILE, columns)
-    tile_weights: Any,  # shared (tiles, TILE), float32
-    full: Any,  # a barrier a tile
+    x,  # (B * NH, S, D) or (B, S, NH, D)
+    weights,  # (B * NH, S)
+    sums,  # out (B * NH, parts of the sequence, D), a part a chunk, or several to a chunk
+    x_tiles,  # shared (tiles, TILE, columns)
+    tile_weights,  # shared (tiles, TILE), float32
+    full,  # a barrier a tile
     *,
     p: Problem,
-    interpret: bool,
 ) -> None:
     num_tiles, _, columns = x_tiles.shape
     _, rows, D = sums.shape
@@ -68,15 +66,15 @@ def _kernel(
     head, part = divide(index, of_head * of_columns), remainder(divide(index, of_columns), of_head)
     of_cta = block(remainder(index, of_columns), columns)
 
-    def start_copies(j: Any, carry: None) -> None:
+    def start_copies(j, carry):
         steps = block(part * num_tiles + j, TILE)
         source = head_of(x, head, p).at[steps, of_cta]
-        copy_in(source, x_tiles.at[j], full.at[j], interpret=interpret)
+        copy_in(source, x_tiles.at[j], full.at[j])
         plgpu.copy_gmem_to_smem(weights.at[head, steps], tile_weights.at[j], full.at[j])
 
     loop(num_tiles, start_copies, None)
 
-    def tile_sum(j: Any, total: Any) -> Any:
+    def tile_sum(j, total):
         plgpu.barrier_wait(full.at[j])
         for start in range(0, TILE, GROUP):
             group = pl.ds(start, GROUP)
@@ -85,7 +83,7 @@ def _kernel(
             total += load(x_tiles.at[j, group], BY_WARPS).astype(jnp.float32) * w
         return total
 
-    def part_sum(i: Any, carry: None) -> None:
+    def part_sum(i, carry):
         zeros = plgpu.layout_cast(jnp.zeros((GROUP, columns), jnp.float32), BY_WARPS)
         total = loop(tiles_of_sum, lambda j, total: tile_sum(i * tiles_of_sum + j, total), zeros)
         sums.at[head, part * sums_of_cta + i, of_cta][...] = jnp.sum(total, axis=0)
@@ -104,7 +102,7 @@ def step_sums(x: Operands, *, call: Launch) -> Array:
     columns = next(size for size in COLUMNS if D % size == 0 and size * steps <= ELEMENTS)
     parts, num_tiles = blocks(p.S, of_sum), blocks(steps, TILE)
     sums = mosaic_call(
-        functools.partial(_kernel, p=p, interpret=call.interpret),
+        functools.partial(_kernel, p=p),
         name="step_sums",
         grid={"program": p.BNH * blocks(p.S, steps) * blocks(D, columns)},
         warpgroups=1,
@@ -120,5 +118,5 @@ def step_sums(x: Operands, *, call: Launch) -> Array:
 
 
 class Tiles(HopperTiles):
-    def divides(self, p: Problem, **asked: Any) -> bool:
+    def divides(self, p: Problem, **asked) -> bool:
         return p.L % TILE == p.DHQK % 64 == 0
