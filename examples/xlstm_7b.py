@@ -1,0 +1,302 @@
+r"""Generates text with a Hugging Face xLSTM checkpoint, such as NX-AI/xLSTM-7b, in JAX.
+
+    hf download NX-AI/xLSTM-7b --local-dir=xLSTM-7b
+    python examples/xlstm_7b.py --checkpoint=xLSTM-7b --prompt="The capital of France is"
+    python examples/xlstm_7b.py --checkpoint=xLSTM-7b --prompts_file=prompts.txt --devices=2 \
+        --temperature=0.8 --top_p=0.95                  # one prompt per line; - is stdin
+    python examples/xlstm_7b.py --random --benchmark --batch=64 --prompt_length=1024
+
+All prompts are packed into one prefill. The tokens that follow come from one compiled loop per
+--stream_every tokens, which runs while the tokens of the loop before are printed. A single prompt
+is streamed; several are printed as they finish.
+
+The model is in xlstm_model.py, the reader of checkpoints in xlstm_checkpoint.py.
+JAX_COMPILATION_CACHE_DIR=FOLDER makes the next start fast, and MLSTM_PALLAS_BACKEND=mosaic_gpu the
+prefill on Hopper GPUs (jax >= 0.11.2).
+
+--benchmark prints one row of JSON. The memory limit of a token is the time in which one device
+copies as many bytes as a step reads and writes there: its weights but not the embeddings of other
+tokens, and its states twice. Where something is wrong, the exit code is 1 and stderr has one line.
+"""
+
+import dataclasses
+import json
+import math
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from absl import app, flags
+from tokenizers import Tokenizer
+from xlstm_checkpoint import (
+    DTYPES,
+    CheckpointError,
+    check_memory,
+    is_weight,
+    load,
+    mesh_of,
+    open_tensors,
+    random_params,
+    read_config,
+    state_bytes,
+    total_bytes,
+    weights_of,
+)
+from xlstm_model import Config, Params, Sampling, decode, next_logits, prefill, sample
+
+from mlstm_pallas import pack_lengths
+
+SIZES = {
+    "7b": Config(),
+    "1b": Config(hidden_size=2048, num_blocks=24, num_heads=4),
+    "tiny": Config(vocab_size=256, hidden_size=128, num_blocks=2, num_heads=4),
+}
+FLAGS = flags.FlagValues()  # of their own, because tests import several programs
+
+
+def define(kind: str, *arguments: Any, **options: Any) -> flags.FlagHolder:
+    return getattr(flags, f"DEFINE_{kind}")(*arguments, flag_values=FLAGS, **options)
+
+
+CHECKPOINT = define("string", "checkpoint", None, "Folder of a Hugging Face checkpoint.")
+RANDOM = define("boolean", "random", False, "Random weights and prompts; prints token ids.")
+SIZE = define("enum", "size", "7b", list(SIZES), "Of random weights.")
+PROMPT = define("multi_string", "prompt", [], "A prompt; may be repeated.")
+PROMPTS_FILE = define("string", "prompts_file", None, "A prompt per line; -: stdin.")
+NEW_TOKENS = define("integer", "new_tokens", 128, "Per prompt, at most.", lower_bound=1)
+TEMPERATURE = define("float", "temperature", 0.0, "0: the likeliest token.", lower_bound=0.0)
+TOP_P = define("float", "top_p", 1.0, "Draw from the likeliest tokens of this mass.", 0.0, 1.0)
+SEED = define("integer", "seed", 0, "Of sampling, random weights and prompts.", lower_bound=0)
+STOP_TOKENS = define("list", "stop_tokens", None, "Ids; none: eos_token_id of config.json.")
+DTYPE = define("enum", "dtype", "bfloat16", DTYPES, "Of the weights.")
+STATE_DTYPE = define("enum", "state_dtype", None, DTYPES, "None: as config.json says.")
+DEVICES = define("integer", "devices", 1, "The heads are split over them.", lower_bound=1)
+STREAM_EVERY = define("integer", "stream_every", 16, "Tokens of a loop.", lower_bound=1)
+BENCHMARK = define("boolean", "benchmark", False, "Measure, and print one row of JSON.")
+BATCH = define("integer", "batch", 1, "Random prompts.", lower_bound=1)
+PROMPT_LENGTH = define("integer", "prompt_length", 128, "Of random prompts.", lower_bound=1)
+MULTIPLE = 64  # of the steps of a prefill, so that prompts of similar lengths compile once
+
+
+@dataclasses.dataclass(frozen=True)
+class Model:
+    config: Config
+    params: Params
+    prompts: list[list[int]]
+    stop_tokens: set[int]
+    tokenizer: Tokenizer | None = None
+
+    def text(self, tokens: list[int]) -> str:
+        if self.tokenizer is None:
+            return " ".join(map(str, tokens))
+        return self.tokenizer.decode(tokens)
+
+
+def build() -> Model:
+    """The model and its prompts. What is wrong is found before weights are read.
+
+    Raises:
+      CheckpointError: what is wrong.
+    """
+    if RANDOM.value == bool(CHECKPOINT.value):
+        raise CheckpointError("give either --checkpoint=FOLDER or --random")
+    tokenizer, config, values = None, SIZES[SIZE.value], {}
+    if not RANDOM.value:
+        folder = Path(CHECKPOINT.value)
+        config, values = read_config(folder)
+        tensors = open_tensors(folder, weights_of(config))
+        tokenizer = None if BENCHMARK.value else read_tokenizer(folder / "tokenizer.json")
+    if STATE_DTYPE.value:
+        config = dataclasses.replace(config, inference_state_dtype=STATE_DTYPE.value)
+    if tokenizer is None:
+        rng, shape = np.random.default_rng(SEED.value), (BATCH.value, PROMPT_LENGTH.value)
+        prompts = rng.integers(config.vocab_size, size=shape).tolist()
+    else:
+        bos = [values["bos_token_id"]] if values.get("force_bos_token_insert") else []
+        encode = tokenizer.encode
+        prompts = [bos + encode(text, add_special_tokens=False).ids for text in read_prompts()]
+    for n, prompt in enumerate(prompts):
+        if not prompt or max(prompt) >= config.vocab_size:
+            raise CheckpointError(f"prompt {n} has no token, or one beyond vocab_size")
+    eos = values.get("eos_token_id")
+    stop_tokens = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if STOP_TOKENS.value is not None:
+        stop_tokens = STOP_TOKENS.value
+    if not all(str(token).isdecimal() for token in stop_tokens):
+        raise CheckpointError(f"stop tokens are ids, not {stop_tokens}")
+    mesh = mesh_of(config, DEVICES.value)
+    check_memory(config, DTYPE.value, len(prompts), sum(map(len, prompts)), mesh)
+    if RANDOM.value:
+        params = random_params(config, DTYPE.value, mesh, SEED.value)
+    else:
+        params = load(config, tensors, DTYPE.value, mesh)
+    return Model(config, params, prompts, set(map(int, stop_tokens)), tokenizer)
+
+
+def read_tokenizer(path: Path) -> Tokenizer:
+    try:
+        return Tokenizer.from_file(str(path))
+    except Exception as error:  # tokenizers raises no other type
+        raise CheckpointError(f"no tokenizer {path}: {error}") from None
+
+
+def read_prompts() -> list[str]:
+    texts = list(PROMPT.value)
+    if name := PROMPTS_FILE.value:
+        try:
+            text = sys.stdin.read() if name == "-" else Path(name).read_text()
+        except (OSError, UnicodeDecodeError) as error:
+            raise CheckpointError(f"cannot read {name}: {error}") from None
+        texts += filter(None, text.splitlines())
+    if not texts:
+        raise CheckpointError("no prompt: give --prompt or --prompts_file")
+    return texts
+
+
+def generate(model: Model, new_tokens: int) -> Iterator[np.ndarray]:
+    """The next tokens of all prompts, (steps, B), as they come: first one, then --stream_every."""
+    config, params, prompts = model.config, model.params, model.prompts
+    sampling = Sampling(TEMPERATURE.value, TOP_P.value)
+    flat = np.concatenate(prompts)
+    segment_ids, (ends,) = pack_lengths(
+        [len(prompt) for prompt in prompts], S=-(-len(flat) // MULTIPLE) * MULTIPLE
+    )
+    row = np.resize(flat, segment_ids.shape)  # (1, S); no prompt sees what is behind the last one
+    x, states = prefill(config, params, row, segment_ids, ends)
+    key = jax.random.key(SEED.value)
+    token = sample(sampling, next_logits(config, params, x[0, ends - 1]), key, 0)
+    yield np.asarray(token)[None]
+    coming = []
+    for number in range(1, new_tokens, STREAM_EVERY.value):
+        loop = config, sampling, STREAM_EVERY.value, params, states, token, key
+        states, token, tokens = decode(*loop, np.int32(number))
+        yield from map(np.asarray, coming)
+        coming = [tokens[: new_tokens - number]]
+    yield from map(np.asarray, coming)
+
+
+def run(
+    model: Model, new_tokens: int, write: Callable[[np.ndarray], bool] = lambda _: False
+) -> tuple[float, float]:
+    """Seconds to the first token, and from there to the end, which is where write returns True."""
+    started, first = time.perf_counter(), 0.0
+    for tokens in generate(model, new_tokens):
+        first = first or time.perf_counter() - started
+        if write(tokens):
+            break
+    return first, time.perf_counter() - started - first
+
+
+class Printer:
+    """Prints tokens up to the stop tokens: those of one prompt as they come."""
+
+    def __init__(self, model: Model):
+        self.model, self.shown = model, ""
+        self.answers: list[list[int]] = [[] for _ in model.prompts]
+        self.running = set(range(len(model.prompts)))
+
+    def write(self, tokens: np.ndarray) -> bool:
+        """Takes (steps, B). Whether all prompts have come to a stop token."""
+        for n in sorted(self.running):
+            for token in tokens[:, n].tolist():
+                if token in self.model.stop_tokens:
+                    self.running.remove(n)
+                    self.finish(n)
+                    break
+                self.answers[n].append(token)
+        if len(self.answers) == 1 and self.running:
+            self.stream()
+        return not self.running
+
+    def stream(self, end: str = "") -> None:
+        text = self.model.text(self.answers[0])
+        if end or not text.endswith("\ufffd"):  # the rest of a character is still to come
+            print(text[len(self.shown) :], end=end, flush=True)
+            self.shown = text
+
+    def finish(self, n: int) -> None:
+        if len(self.answers) == 1:
+            self.stream(end="\n")
+        else:
+            print(f"[{n}] {self.model.text(self.answers[n])}", flush=True)
+
+    def close(self) -> None:
+        for n in sorted(self.running):
+            self.finish(n)
+
+
+def copy_rate() -> float:
+    """Bytes per second that a copy on the device reads and writes."""
+    size, seconds = 2**30 if jax.devices()[0].platform == "gpu" else 2**24, []
+    copy, x = jax.jit(lambda x: x + jnp.uint8(1)), jnp.zeros(size, jnp.uint8)
+    for _ in range(10):
+        started = time.perf_counter()
+        x = copy(x).block_until_ready()
+        seconds.append(time.perf_counter() - started)
+    return 2 * size / min(seconds)
+
+
+def benchmark(model: Model) -> dict[str, Any]:
+    """A row of measurements: medians of three runs."""
+    config, new_tokens, devices = model.config, NEW_TOKENS.value, DEVICES.value
+    runs = [run(model, new_tokens) for _ in range(3)]
+    first, rest = (statistics.median(column) for column in zip(*runs, strict=True))
+    B, steps, weights = len(model.prompts), sum(map(len, model.prompts)), weights_of(config)
+    if not config.tie_word_embeddings:
+        del weights["embeddings"]
+    moved = total_bytes(weights, devices, DTYPE.value) + 2 * B * state_bytes(config, devices)
+    matrices = jax.tree.leaves(weights["blocks"], is_leaf=is_weight)
+    products = sum(math.prod(weight.shape) for weight in matrices if weight.columns)
+    # C + k v^T and C^T q. Logits are those of each last token.
+    products += 2 * config.num_blocks * config.num_heads * math.prod(config.head_dims)
+    flops = 2 * (steps * products + B * config.vocab_size * config.hidden_size)
+    rate, per_token = copy_rate(), rest / max(new_tokens - 1, 1)
+    return dict(
+        device=jax.devices()[0].device_kind,
+        devices=devices,
+        jax=jax.__version__,
+        dtype=DTYPE.value,
+        state_dtype=config.inference_state_dtype,
+        batch=B,
+        prompt_tokens=steps,
+        new_tokens=new_tokens,
+        first_token_ms=1e3 * first,
+        prefill_tflops=flops / first / 1e12,
+        ms_per_token=1e3 * per_token,
+        tokens_per_s=B / per_token,
+        gb_per_token=moved / 1e9,
+        copy_gbps=rate / 1e9,
+        memory_limit_pct=100 * moved / rate / per_token,
+    )
+
+
+def main(argv: Sequence[str]) -> None:
+    try:
+        if argv[1:]:
+            raise CheckpointError(f"what is {argv[1]!r}? A prompt needs --prompt=")
+        model = build()
+    except CheckpointError as error:
+        sys.exit(f"error: {error}")
+    compiled = sum(run(model, min(NEW_TOKENS.value, 1 + STREAM_EVERY.value)))
+    print(f"compiled in {compiled:.1f} s", file=sys.stderr)
+    if BENCHMARK.value:
+        print(json.dumps(benchmark(model)))
+        return
+    printer = Printer(model)
+    first, rest = run(model, NEW_TOKENS.value, printer.write)
+    printer.close()
+    tokens = sum(map(len, printer.answers)) - len(model.prompts)
+    rate = f"{tokens / rest:.1f} tokens/s" if tokens > 0 else "no more"
+    print(f"first token after {first:.3f} s, then {rate}", file=sys.stderr)
+
+
+if __name__ == "__main__":
+    flags.FLAGS.append_flag_values(FLAGS)
+    FLAGS.mark_as_parsed()  # as part of those of the process
+    app.run(main)

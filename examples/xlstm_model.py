@@ -1,0 +1,229 @@
+"""xLSTM-7B (arXiv:2503.13427) for inference: prompts packed into one prefill, then token by token.
+
+The function is that of transformers' xLSTM. Dimensions, as in the shape comments:
+
+    B, S   prompts, steps of all packed prompts     D      width of the residual stream
+    NH     heads                                    DHQK   head dimension of q and k
+    F, V   width of the feed-forward, vocabulary    DHV    head dimension of v and h
+
+Weights are as Hugging Face has them, (outputs, inputs), and those of one input are one array:
+
+    embeddings, lm_head (V, D)    out_norm (D,)    blocks: a list of dicts
+    norm_mlstm, norm_ffn (D,)     qkvo (NH, 2 DHQK + 2 DHV, D): q, k, v and output gate per head
+    gates (NH, 2, D), gate_bias (NH, 2): input and forget gate    multihead_norm (NH, DHV)
+    out_proj (D, NH DHV)          up (F, 2, D): gate and value    down (D, F)
+
+States are a list with (c, n, m) per block: (B, NH, DHQK, DHV), (B, NH, DHQK), (B, NH). With one
+array per block a step updates each in place; slices of one array for all blocks would be copied.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_step
+
+Params = dict[str, Any]
+State = tuple[jax.Array, jax.Array, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """The values of config.json that decide on the function, with those of xLSTM-7B."""
+
+    vocab_size: int = 50304
+    hidden_size: int = 4096
+    num_blocks: int = 32
+    num_heads: int = 8
+    qk_dim_factor: float = 0.5
+    v_dim_factor: float = 1.0
+    ffn_proj_factor: float = 2.667
+    ffn_round_up_to_multiple_of: int = 64
+    gate_soft_cap: float = 15.0
+    output_logit_soft_cap: float = 30.0
+    norm_eps: float = 1e-6
+    eps: float = 1e-6
+    weight_mode: str = "single"
+    tie_word_embeddings: bool = False
+    inference_state_dtype: str = "float32"
+
+    @property
+    def qk_dim(self) -> int:
+        return int(self.hidden_size * self.qk_dim_factor)
+
+    @property
+    def v_dim(self) -> int:
+        return int(self.hidden_size * self.v_dim_factor)
+
+    @property
+    def ffn_dim(self) -> int:
+        multiple = self.ffn_round_up_to_multiple_of
+        return int((self.hidden_size * self.ffn_proj_factor + multiple - 1) // multiple) * multiple
+
+    @property
+    def head_dims(self) -> tuple[int, int]:
+        return self.qk_dim // self.num_heads, self.v_dim // self.num_heads
+
+
+class Sampling(NamedTuple):
+    """temperature 0 takes the likeliest token. top_p: the mass of those that may be drawn."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+
+
+def project(x: jax.Array, weight: jax.Array, dtype: Any = None) -> jax.Array:
+    """x (..., inputs) with a weight (*outputs, inputs): (..., *outputs), summed in float32."""
+    contracted = ((x.ndim - 1,), (weight.ndim - 1,)), ((), ())
+    precision = "highest" if weight.dtype == jnp.float32 else None  # a GPU's default is TF32
+    dtype = dtype or x.dtype
+    return lax.dot_general(x, weight, contracted, precision=precision, preferred_element_type=dtype)
+
+
+def soft_cap(x: jax.Array, cap: float) -> jax.Array:
+    return cap * jnp.tanh(x / cap)
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
+    y = x.astype(jnp.float32)
+    y = y * lax.rsqrt(jnp.mean(y * y, axis=-1, keepdims=True) + eps)
+    return (y * weight).astype(x.dtype)
+
+
+def block(
+    config: Config, p: Params, x: jax.Array, mlstm: Callable[..., tuple[jax.Array, State]]
+) -> tuple[jax.Array, State]:
+    """x (..., D) after an mLSTM layer and a feed-forward layer, and the states of ``mlstm``.
+
+    mlstm: (q, k, v, i, f) -> h and states; q, k, v, h (..., NH, DH*), i, f (..., NH).
+    """
+    DHQK, DHV = config.head_dims
+    y = rms_norm(x, p["norm_mlstm"], config.norm_eps)
+    qkvo = project(y, p["qkvo"])  # (..., NH, 2 DHQK + 2 DHV)
+    q, k, v, o = jnp.split(qkvo, (DHQK, 2 * DHQK, 2 * DHQK + DHV), axis=-1)
+    gates = soft_cap(project(y, p["gates"], jnp.float32) + p["gate_bias"], config.gate_soft_cap)
+    h, states = mlstm(q, k, v, gates[..., 0], gates[..., 1])
+    h, o = h.astype(jnp.float32), o.astype(jnp.float32)
+    h = h - jnp.mean(h, axis=-1, keepdims=True)
+    h = h * lax.rsqrt(jnp.mean(h * h, axis=-1, keepdims=True) + config.norm_eps)
+    h = (h * p["multihead_norm"] * jax.nn.sigmoid(o)).astype(x.dtype)
+    x = x + project(h.reshape(*x.shape[:-1], config.v_dim), p["out_proj"])
+    y = project(rms_norm(x, p["norm_ffn"], config.norm_eps), p["up"])  # (..., F, 2)
+    y = y.astype(jnp.float32)
+    y = (jax.nn.silu(y[..., 0]) * y[..., 1]).astype(x.dtype)
+    return x + project(y, p["down"]), states
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def next_logits(config: Config, params: Params, x: jax.Array) -> jax.Array:
+    """x (..., D) -> float32 logits (..., V) of the token that follows."""
+    x = rms_norm(x, params["out_norm"], config.norm_eps)
+    weight = params["embeddings" if config.tie_word_embeddings else "lm_head"]
+    return soft_cap(project(x, weight, jnp.float32), config.output_logit_soft_cap)
+
+
+@functools.partial(jax.jit, static_argnums=0, donate_argnums=2)
+def prefill_block(
+    config: Config, p: Params, x: jax.Array, segment_ids: jax.Array, ends: jax.Array
+) -> tuple[jax.Array, State]:
+    """x (1, S, D) after a block, and the states (B, ...) at the end of each prompt."""
+    B = len(ends)
+    packed = dict(segment_ids=segment_ids, num_segments=B) if B > 1 else {}
+    mlstm = functools.partial(
+        mlstm_chunkwise,
+        layout="BTNH",
+        eps=config.eps,
+        return_last_states=True,
+        sequence_lengths=ends[-1:],
+        **packed,
+    )
+    x, (c, n, m) = block(config, p, x, mlstm)
+    c, n = (y.astype(config.inference_state_dtype) for y in (c, n))
+    return x, (c.reshape(B, *c.shape[-3:]), n.reshape(B, *n.shape[-2:]), m.reshape(B, -1))
+
+
+def prefill(
+    config: Config, params: Params, tokens: jax.Array, segment_ids: jax.Array, ends: jax.Array
+) -> tuple[jax.Array, list[State]]:
+    """Reads prompts that ``pack_lengths`` has put into one row.
+
+    All blocks have the same shapes, so the loop over them compiles one.
+
+    Args:
+      tokens, segment_ids: (1, S).
+      ends: (B,), the steps up to the end of each prompt.
+
+    Returns:
+      x (1, S, D), of which ``next_logits`` makes logits, and the states after each prompt.
+    """
+    x, states = params["embeddings"][tokens], []
+    for p in params["blocks"]:
+        x, state = prefill_block(config, p, x, segment_ids, ends)
+        states.append(state)
+    return x, states
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def step_block(config: Config, p: Params, x: jax.Array, state: State) -> tuple[jax.Array, State]:
+    def mlstm(*token: jax.Array) -> tuple[jax.Array, State]:
+        return mlstm_recurrent_step(*token, *state, eps=config.eps)
+
+    return block(config, p, x, mlstm)
+
+
+def step(
+    config: Config, params: Params, states: list[State], token: jax.Array
+) -> tuple[jax.Array, list[State]]:
+    """token (B,) -> logits (B, V) and the states after it."""
+    x, after = params["embeddings"][token], []  # (B, D)
+    for p, state in zip(params["blocks"], states, strict=True):
+        x, state = step_block(config, p, x, state)
+        after.append(state)
+    return next_logits(config, params, x), after
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def sample(sampling: Sampling, logits: jax.Array, key: jax.Array, number: Any) -> jax.Array:
+    """Token (B,) from logits (B, V); number: that of the token, of which its randomness depends."""
+    if not sampling.temperature:
+        return jnp.argmax(logits, axis=-1)
+    logits = logits / sampling.temperature
+    if sampling.top_p < 1.0:
+        ordered = jnp.sort(logits, axis=-1, descending=True)
+        mass = jax.nn.softmax(ordered, axis=-1)
+        likelier = jnp.cumsum(mass, axis=-1) - mass  # the mass of the tokens before each
+        smallest = jnp.where(likelier <= sampling.top_p, ordered, jnp.inf)
+        logits = jnp.where(logits < smallest.min(axis=-1, keepdims=True), -jnp.inf, logits)
+    return jax.random.categorical(jax.random.fold_in(key, number), logits)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2), donate_argnums=4)
+def decode(
+    config: Config,
+    sampling: Sampling,
+    steps: int,
+    params: Params,
+    states: list[State],
+    token: jax.Array,
+    key: jax.Array,
+    number: jax.Array,
+) -> tuple[list[State], jax.Array, jax.Array]:
+    """Generates ``steps`` tokens after ``token`` (B,) in one loop on the device.
+
+    number: that of the first new token. Returns the states, which are updated in place, the last
+    token (B,) and all new tokens (steps, B). The last one is not in the states yet.
+    """
+
+    def one(carry: Any, number: jax.Array) -> Any:
+        states, token = carry
+        logits, states = step(config, params, states, token)
+        token = sample(sampling, logits, key, number)
+        return (states, token), token
+
+    (states, token), tokens = lax.scan(one, (states, token), number + jnp.arange(steps))
+    return states, token, tokens

@@ -1,0 +1,331 @@
+"""examples/xlstm_7b.py, xlstm_model.py, xlstm_checkpoint.py: what transformers' xLSTM computes from
+the checkpoint in xlstm_7b/, prompts alone, packed and in parts, the command, its errors."""
+
+import io
+import json
+import re
+import shutil
+from pathlib import Path
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+
+from mlstm_pallas import pack_lengths
+
+pytest.importorskip("safetensors")
+pytest.importorskip("tokenizers")
+pytest.importorskip("tqdm")
+import safetensors.numpy
+import xlstm_7b
+import xlstm_checkpoint as checkpoint
+import xlstm_model as model
+
+FOLDER = Path(__file__).parent / "xlstm_7b"
+EXPECTED = np.load(FOLDER / "expected.npz")
+PROMPTS = [EXPECTED[f"prompt_{n}"].astype(np.int32) for n in range(4)]
+GREEDY = [EXPECTED[f"greedy_{n}"].tolist() for n in range(4)]
+CONFIG, _ = checkpoint.read_config(FOLDER)
+# Tests share these, and so what is compiled: steps of a prefill, tokens of a loop.
+S, LOOP = 256, 23
+
+
+@pytest.fixture(scope="module", autouse=True)
+def one_length():
+    with mock.patch.object(xlstm_7b, "MULTIPLE", S):
+        yield
+
+
+def loaded(dtype="float32", devices=1, folder=FOLDER):
+    tensors = checkpoint.open_tensors(folder, checkpoint.weights_of(CONFIG))
+    return checkpoint.load(CONFIG, tensors, dtype, checkpoint.mesh_of(CONFIG, devices))
+
+
+@pytest.fixture(scope="module")
+def params():
+    return loaded()
+
+
+def prefill(params, *prompts):
+    """Logits (S, V) of a row of prompts, their states, the ends of the prompts."""
+    segment_ids, (ends,) = pack_lengths([len(prompt) for prompt in prompts], S=S)
+    row = np.resize(np.concatenate(prompts), (1, S))
+    x, states = model.prefill(CONFIG, params, row, segment_ids, ends)
+    return np.asarray(model.next_logits(CONFIG, params, x[0])), states, ends
+
+
+def norm_error(x, expected):
+    return np.linalg.norm(np.asarray(x) - expected) / np.linalg.norm(expected)
+
+
+# ---------------- the function
+
+
+def test_logits_are_those_of_transformers(params):
+    for n, prompt in enumerate(PROMPTS):
+        logits, _, _ = prefill(params, prompt)
+        logits, expected = logits[EXPECTED[f"positions_{n}"]], EXPECTED[f"logits_{n}"]
+        assert norm_error(logits, expected) < 1e-5
+        assert np.abs(logits - expected).max() < 1e-5 * np.abs(expected).max()
+
+
+def test_logits_in_bfloat16():
+    """The weights of the fixture are bfloat16, so only activations are rounded: 14 times in each of
+    the two blocks (norms 2, q, k, v, o, the three products inside the mLSTM, h, gated h, up, their
+    product, and both sums), 2 times before the logits.
+
+    Each rounding is at most 2^-9 of a value. Independent ones add up as their root: 5.5 * 2^-9.
+    Twice that leaves room for what the norms and gates amplify.
+    """
+    bound = 2 * (2 * 14 + 2) ** 0.5 * 2.0**-9
+    params = loaded("bfloat16")
+    for n, prompt in enumerate(PROMPTS):
+        logits, _, _ = prefill(params, prompt)
+        assert norm_error(logits[EXPECTED[f"positions_{n}"]], EXPECTED[f"logits_{n}"]) < bound
+
+
+def test_packed_prompts_are_as_each_alone_and_as_transformers(params):
+    logits, states, ends = prefill(params, *PROMPTS)
+    for n, (prompt, end) in enumerate(zip(PROMPTS, ends, strict=True)):
+        alone, of_one, _ = prefill(params, prompt)
+        assert norm_error(logits[end - len(prompt) : end], alone[: len(prompt)]) < 1e-6
+        for state, expected in zip(states, of_one, strict=True):
+            for x, y in zip(state, expected, strict=True):
+                np.testing.assert_allclose(x[n], y[0], rtol=2e-5, atol=2e-6)
+    first = jnp.argmax(logits[ends - 1], -1)
+    loop = CONFIG, model.Sampling(), LOOP, params, states, first, jax.random.key(0)
+    _, last, tokens = model.decode(*loop, np.int32(1))
+    assert np.vstack([first, tokens]).T.tolist() == GREEDY
+    assert last.tolist() == [tokens[-1] for tokens in GREEDY]
+
+
+def test_prefix_then_steps_is_the_prefill_of_all(params):
+    prompt, steps = PROMPTS[3], 70
+    expected, states_of_all, _ = prefill(params, prompt)
+    _, states, _ = prefill(params, prompt[:-steps])
+    step = jax.jit(model.step, static_argnums=0)
+    for t in range(len(prompt) - steps, len(prompt)):
+        logits, states = step(CONFIG, params, states, prompt[t : t + 1])
+        assert norm_error(logits[0], expected[t]) < 1e-5
+    for state, of_all in zip(states, states_of_all, strict=True):
+        for x, y in zip(state, of_all, strict=True):
+            np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)
+
+
+def test_heads_on_several_devices(params):
+    """The function is the same, and no device has all of a weight that is split."""
+    sharded = loaded(devices=2)
+    block = sharded["blocks"][1]
+    for name, weight in checkpoint.weights_of(CONFIG)["blocks"][1].items():
+        of_one = block[name].addressable_shards[0].data
+        assert of_one.nbytes == weight.bytes_on(2, "float32")
+    assert block["qkvo"].sharding.spec[0] == block["down"].sharding.spec[1] == "heads"
+    logits, states, ends = prefill(sharded, PROMPTS[1])
+    expected, of_one, _ = prefill(params, PROMPTS[1])
+    assert norm_error(logits[: ends[0]], expected[: ends[0]]) < 1e-6
+    assert states[0][0].addressable_shards[0].data.shape[1] == CONFIG.num_heads // 2
+    step, token = jax.jit(model.step, static_argnums=0), PROMPTS[1][:1]
+    logits, states = step(CONFIG, sharded, states, token)
+    assert norm_error(logits, step(CONFIG, params, of_one, token)[0]) < 1e-6
+    assert states[0][0].addressable_shards[0].data.shape[1] == CONFIG.num_heads // 2
+
+
+# ---------------- sampling
+
+
+def test_top_p_draws_from_the_fewest_likeliest_tokens_of_that_mass():
+    probabilities = np.array([0.1, 0.5, 0.15, 0.25], np.float32)
+    logits = jnp.log(jnp.tile(probabilities, (500, 1)))
+    key = jax.random.key(0)
+
+    def drawn(temperature, top_p):
+        sampling = model.Sampling(temperature, top_p)
+        return np.bincount(model.sample(sampling, logits, key, 0), minlength=4) / len(logits)
+
+    np.testing.assert_allclose(drawn(1.0, 1.0), probabilities, atol=0.06)
+    np.testing.assert_allclose(drawn(1.0, 0.7), [0, 2 / 3, 0, 1 / 3], atol=0.06)
+    assert drawn(1.0, 0.0)[1] == drawn(1e-3, 1.0)[1] == drawn(0.0, 1.0)[1] == 1
+    squared = probabilities**2 / sum(probabilities**2)
+    np.testing.assert_allclose(drawn(0.5, 1.0), squared, atol=0.06)
+
+
+# ---------------- the command
+
+
+def run(*arguments):
+    xlstm_7b.FLAGS.unparse_flags()
+    for flag in xlstm_7b.FLAGS:
+        xlstm_7b.FLAGS[flag].unparse()
+    xlstm_7b.main(xlstm_7b.FLAGS(["xlstm_7b.py", *arguments]))
+
+
+def error(*arguments):
+    with pytest.raises(SystemExit) as caught:
+        run(*arguments)
+    assert re.fullmatch("error: .*", caught.value.code)
+    return caught.value.code
+
+
+def text(tokens):
+    return "".join(map(chr, tokens))
+
+
+FLOAT32 = "--dtype=float32", f"--new_tokens={1 + LOOP}"
+
+
+def test_command_streams_what_transformers_generates(capsys, tmp_path):
+    """Up to a stop token, with a checkpoint in one file."""
+    tensors = {}
+    for path in FOLDER.glob("*.safetensors"):
+        tensors |= safetensors.numpy.load_file(path)
+    safetensors.numpy.save_file(tensors, tmp_path / "model.safetensors")
+    for name in ("config.json", "tokenizer.json"):
+        shutil.copy(FOLDER / name, tmp_path)
+    expected, prompt = GREEDY[2], f"--prompt={text(PROMPTS[2])}"
+    stop = expected[12]
+    options = *FLOAT32, "--stream_every=5", f"--stop_tokens=5,{stop}"
+    run(f"--checkpoint={tmp_path}", prompt, *options)
+    output, errors = capsys.readouterr()
+    assert output == text(expected[: expected.index(stop)]) + "\n"
+    assert re.search(r"first token after [\d.]+ s, then [\d.]+ tokens/s", errors)
+
+
+def test_command_samples_several_prompts_by_the_seed(capsys, tmp_path, monkeypatch):
+    lines = "a line\n\nand another\n"
+    path = tmp_path / "prompts.txt"
+    path.write_text(lines)
+    prompts = f"--checkpoint={FOLDER}", "--prompt=def", "--prompt=of"
+    sampled = f"--stream_every={LOOP}", "--temperature=0.9", "--top_p=0.9"
+    outputs = []
+    for seed, source in ((1, path), (1, "-"), (2, path)):
+        monkeypatch.setattr("sys.stdin", io.StringIO(lines))
+        run(*prompts, *FLOAT32, *sampled, f"--seed={seed}", f"--prompts_file={source}")
+        outputs.append(capsys.readouterr().out)
+    assert outputs[0] == outputs[1] != outputs[2]
+    assert all(f"[{n}] " in outputs[0] for n in range(4))
+
+
+def test_random_weights_are_measured(capsys, monkeypatch):
+    monkeypatch.setitem(xlstm_7b.SIZES, "tiny", CONFIG)
+    shape = "--size=tiny", "--batch=4", "--prompt_length=20", f"--stream_every={LOOP}"
+    run("--random", "--benchmark", *shape, *FLOAT32)
+    row = json.loads(capsys.readouterr().out)
+    assert (row["batch"], row["prompt_tokens"], row["new_tokens"]) == (4, 80, 1 + LOOP)
+    assert min(row["first_token_ms"], row["ms_per_token"], row["prefill_tflops"]) > 0
+    D, K, V, F, NH = 64, 64, 128, 96, 4
+    block = D * (2 * K + 3 * V + 2 * NH + 3 * F + 2) + 2 * NH + V
+    states = 2 * NH * (K // NH * (V // NH + 1) + 1)
+    moved = 4 * (2 * block + D * 128 + D + 2 * 4 * states)
+    assert row["gb_per_token"] == pytest.approx(moved / 1e9)
+
+
+def test_parameters_of_xlstm_7b():
+    weights = checkpoint.weights_of(model.Config())
+    assert checkpoint.total_bytes(weights, 1, "bfloat16") == pytest.approx(13.73e9, rel=1e-3)
+    assert checkpoint.state_bytes(model.Config(), 1) == 32 * 8 * (256 * 512 + 256 + 1) * 4
+    assert weights["blocks"][0]["up"].shape == (10944, 2, 4096)
+
+
+# ---------------- errors
+
+
+@pytest.fixture
+def copied(tmp_path):
+    return Path(shutil.copytree(FOLDER, tmp_path / "copy"))
+
+
+def test_wrong_tensors_are_named(copied):
+    path = copied / "model-00002-of-00002.safetensors"
+    tensors = safetensors.numpy.load_file(path)
+    name = "backbone.blocks.1.ffn.proj_down.weight"
+    right = tensors[name]
+
+    def message(**changes):
+        changed = {k: v for k, v in (tensors | changes).items() if v is not None}
+        safetensors.numpy.save_file(changed, path)
+        return error(f"--checkpoint={copied}", "--prompt=a")
+
+    assert message(**{name: None}) == f"error: {copied} lacks 1 tensors: {name}"
+    assert message(foreign=right) == f"error: {copied} has, unlike the model, 1 tensors: foreign"
+    shapes = "BF16 [96, 64], and config.json makes it [64, 96]"
+    assert message(**{name: right.T.copy()}) == f"error: {name} is {shapes}"
+    assert f"{name} is I8" in message(**{name: right.astype(np.int8)})
+    path.write_bytes(path.read_bytes()[:100])
+    assert f"cannot read {path}" in error(f"--checkpoint={copied}", "--prompt=a")
+    path.unlink()
+    assert f"cannot read {path}" in error(f"--checkpoint={copied}", "--prompt=a")
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("model_type", "llama"),
+        ("use_bias", True),
+        ("weight_mode", "fused"),
+        ("num_heads", 3),
+        ("num_heads", 0),
+        ("hidden_size", "64"),
+        ("norm_eps", None),
+        ("inference_state_dtype", "int8"),
+        ("embedding_dim", 128),
+        ("tie_word_embeddings", 1),
+    ],
+)
+def test_wrong_values_of_the_config_are_named(copied, name, value):
+    path = copied / "config.json"
+    values = json.loads(path.read_text()) | {name: value}
+    path.write_text(json.dumps(values))
+    message = error(f"--checkpoint={copied}", "--prompt=a")
+    assert str(path) in message
+    assert name in message
+
+
+def test_older_names_of_the_config(copied):
+    path = copied / "config.json"
+    values = json.loads(path.read_text())
+    for name in ("hidden_size", "num_hidden_layers"):
+        del values[name]
+    path.write_text(json.dumps(values))
+    assert checkpoint.read_config(copied)[0] == CONFIG
+
+
+def test_memory_is_counted_before_anything_is_loaded(monkeypatch):
+    class Device:
+        def memory_stats(self):
+            return dict(bytes_limit=2**30, bytes_in_use=0)
+
+    class Mesh:
+        size, devices = 2, np.array([Device(), Device()])
+
+    monkeypatch.setattr(xlstm_7b, "mesh_of", lambda *_: Mesh())
+    monkeypatch.setattr(xlstm_7b, "random_params", lambda *_: pytest.fail("it was made"))
+    message = error("--random", "--batch=64", "--prompt_length=1024")
+    assert "per device (weights 6.59, states 4.01, prefill" in message
+    assert "1.00 are free" in message
+
+
+def test_requests_that_make_no_sense(copied, tmp_path):
+    of_fixture = f"--checkpoint={FOLDER}"
+    assert "either --checkpoint" in error()
+    assert "either --checkpoint" in error("--random", of_fixture)
+    assert "no prompt" in error(of_fixture)
+    assert "prompt 0 has no token" in error(of_fixture, "--prompt=")
+    assert "--prompt=" in error(of_fixture, "hello")
+    assert "stop tokens are ids" in error(of_fixture, "--prompt=a", "--stop_tokens=end")
+    assert "--devices=3 do not divide num_heads" in error(of_fixture, "--prompt=a", "--devices=3")
+    assert "--devices=99, and there are" in error(of_fixture, "--prompt=a", "--devices=99")
+    assert "cannot read" in error(of_fixture, f"--prompts_file={tmp_path / 'none'}")
+    assert "config.json" in error(f"--checkpoint={tmp_path}")
+    (copied / "tokenizer.json").unlink()
+    assert f"no tokenizer {copied}" in error(f"--checkpoint={copied}", "--prompt=a")
+
+
+def test_dtype_of_a_weight():
+    """float32 checkpoints become bfloat16; norms and biases stay float32."""
+    leaves = jax.tree.leaves(loaded("bfloat16"))
+    dtypes = {x.ndim > 1 and x.shape[-1] > 32: set() for x in leaves}
+    assert dtypes
+    assert {x.dtype for x in leaves} == {jnp.dtype("float32"), jnp.dtype(ml_dtypes.bfloat16)}
