@@ -11,9 +11,8 @@ from roofline import FORWARD, backward_stages
 from mlstm_pallas import KernelConfig
 from mlstm_pallas.call_spec import CallSpec
 from mlstm_pallas.gpu import Gpu
-from mlstm_pallas.normaliser import DEFAULT_NORMALISER
-from mlstm_pallas.planning import problem_for
-from mlstm_pallas.stage import Launch, Lowering
+from mlstm_pallas.planning import make_spec
+from mlstm_pallas.stage import Launch
 from mlstm_pallas.stages import STAGES
 from mlstm_pallas.validation import check_chunk_size
 
@@ -37,10 +36,7 @@ def call_spec(
     config: KernelConfig | None = None,
 ) -> CallSpec:
     """The spec of a call; shape: B, NH, S, DHQK, DHHV."""
-    (*q_shape, DHHV), kernel_dtype = shape, jnp.dtype(dtype)
-    what = tuple(q_shape), DHHV, kernel_dtype, Lowering(backend), gpu, chunk_size, config
-    problem, overrides = problem_for(*what)
-    return CallSpec(problem, overrides, kernel_dtype, DEFAULT_NORMALISER, gpu, backend=backend)
+    return make_spec(shape, jnp.dtype(dtype), gpu, backend, chunk_size=chunk_size, config=config)
 
 
 def launch_of(spec: CallSpec, stage: str) -> Launch:
@@ -48,7 +44,7 @@ def launch_of(spec: CallSpec, stage: str) -> Launch:
     plan = spec.plan
     if STAGES[stage].fused:
         return spec.launch(stage, plan.scan_lowering, plan.scan_problem)
-    return spec.launch(stage, plan.options.lowering)
+    return spec.launch(stage, spec.lowering)
 
 
 def config_row(spec: CallSpec, stages: Sequence[str] = ()) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from shapes import Shape
 
-from mlstm_pallas.costs import COSTS, Cost
+from mlstm_pallas.costs import Cost, cost
 from mlstm_pallas.problem import Problem
 
 # Whole functions are counted at one chunk size, whatever chunk size runs: more work for the same
@@ -35,7 +35,7 @@ def backward_stages(recomputes_scores: bool = False) -> tuple[str, ...]:
 def _flops(shape: Shape, stages: Sequence[str]) -> int:
     L = min(REFERENCE_CHUNK, shape.S)
     chunk = Problem(1, 1, L, shape.DHQK, shape.DHHV, L, 1.0)
-    per_chunk = sum(COSTS[name](chunk, 2).flops for name in stages)
+    per_chunk = sum(cost(name, chunk, 2).flops for name in stages)
     return per_chunk // L * shape.steps  # the FLOPs are proportional to the steps
 
 
@@ -61,7 +61,7 @@ def backward(shape: Shape, itemsize: int) -> Cost:
 def mlstm(shape: Shape, itemsize: int, direction: str) -> tuple[Cost, ...]:
     """The phases of a direction, one after the other: "fwd", or "fwbw"."""
     passes = (forward, backward) if direction == "fwbw" else (forward,)
-    return tuple(cost(shape, itemsize) for cost in passes)
+    return tuple(count(shape, itemsize) for count in passes)
 
 
 def attention(

@@ -39,9 +39,8 @@ from shapes import Shape
 from mlstm_pallas import mlstm_recurrent_step, reference
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.gpu import target_gpu
-from mlstm_pallas.planning import Options, launch
+from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Lowering
 
 BACKENDS = ("triton", "interpret", "xla")  # a step has no Mosaic GPU kernel
 
@@ -91,10 +90,10 @@ class MlstmPallas(peers.JaxImplementation):
     def __init__(self, backend: str, shape: Shape, state_dtype: str, unroll: int, variant: str):
         self.step = functools.partial(mlstm_recurrent_step, backend=backend, **VARIANTS[variant])
         self.unroll = unroll
-        dtype, lowering, gpu = jnp.dtype(state_dtype), Lowering(backend), target_gpu()
         problem = Problem(shape.B, shape.NH, 1, shape.DHQK, shape.DHHV, 1, 1.0)
-        options = Options(dtype, lowering, KernelConfig())
-        tiles = launch("recurrent_step", problem, options, gpu, lowering).tiles
+        dtype, gpu = jnp.dtype(state_dtype), target_gpu()
+        spec = CallSpec(problem, KernelConfig(), dtype, None, gpu, backend=backend)
+        tiles = spec.launch("recurrent_step", spec.lowering).tiles
         self.config = {} if tiles is None else dict(vars(tiles))
 
     def build(self, token: Token, states: States, steps: int) -> Callable[[], jax.Array]:

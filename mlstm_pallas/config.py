@@ -11,7 +11,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlstm_pallas.dispatch import kernels
-from mlstm_pallas.stage import check_field
+from mlstm_pallas.gpu import Gpu
+from mlstm_pallas.problem import Problem
+from mlstm_pallas.stage import Lowering, check_field
 from mlstm_pallas.tiles import Precision
 from mlstm_pallas.validation import check_chunk_size, check_instance, check_integer, shown
 
@@ -66,41 +68,41 @@ class KernelConfig:
             if name not in known:
                 raise TypeError(f"config.{name} is no kernel, expected one of {', '.join(known)}")
             check_instance(f"config.{name}", fields, Mapping)
-        values = dict(
+        checked = {
+            name: tuple((x, check_field(f"config.{name}", x, y)) for x, y in fields.items())
+            for name in known
+            if (fields := tiles.get(name))
+        }
+        vars(self).update(
             chunk_size=check_chunk_size(chunk_size),
             precision=precision,
             fused=fused,
             num_splits=num_splits,
-            tiles=tuple(
-                (name, tuple((x, check_field(f"config.{name}", x, y)) for x, y in fields.items()))
-                for name in known
-                if (fields := tiles.get(name))
-            ),
+            tiles=tuple(checked.items()),
         )
-        for name, value in values.items():
-            object.__setattr__(self, name, value)
+
+    def _keywords(self) -> dict[str, Any]:
+        """The keywords of the constructor call that are not None."""
+        fields = vars(self) | {name: dict(x) for name, x in self.tiles}
+        return {name: x for name, x in fields.items() if x is not None and name != "tiles"}
 
     def __repr__(self) -> str:
         """The constructor call."""
-        fields = {name: x for name, x in self._fields().items() if x is not None}
-        if isinstance(self.precision, lax.Precision | lax.DotAlgorithmPreset):
-            fields["precision"] = f"jax.lax.{type(self.precision).__name__}.{self.precision.name}"
+        fields = self._keywords()
+        if x := self.precision:
+            fields["precision"] = f"jax.lax.{type(x).__name__}.{x.name}"
         return f"KernelConfig({', '.join(f'{name}={x}' for name, x in fields.items())})"
 
     def replace(self, **changes: Any) -> "KernelConfig":
-        return KernelConfig(**self._fields() | changes)
+        return KernelConfig(**self._keywords() | changes)
 
-    def or_else(self, other: "KernelConfig") -> "KernelConfig":
-        """This config, with what it leaves None from the other."""
-        return other.replace(**{name: x for name, x in self._fields().items() if x is not None})
+    def __or__(self, other: "KernelConfig") -> "KernelConfig":
+        """The other config, with what it leaves None from this one."""
+        return self.replace(**other._keywords())
 
-    def _fields(self) -> dict[str, Any]:
-        fields = (x.name for x in dataclasses.fields(self) if x.name != "tiles")
-        return {x: getattr(self, x) for x in fields} | {x: dict(y) for x, y in self.tiles}
-
-    def tiles_of(self, folder: str, name: str) -> dict[str, Any]:
+    def tiles_of(self, kernel: str) -> dict[str, Any]:
         """The fields of a kernel's tiles that the config has."""
-        return dict(dict(self.tiles).get(f"{folder}_{name}", ()))
+        return dict(dict(self.tiles).get(kernel, ()))
 
     def dot_precision(self, dtype: jnp.dtype, interpret: bool) -> Precision:
         """The precision of products of tiles of dtype.
@@ -128,14 +130,13 @@ def tuned_rows(device_kind: str) -> tuple[dict[str, Any], ...]:
     return tuple(json.loads(file.read_text())["rows"]) if file.is_file() else ()
 
 
-def tuned_config(
-    device_kind: str, DHQK: int, DHHV: int, dtype: jnp.dtype, folder: str
-) -> KernelConfig:
-    """The row of a device for these head dimensions and the kernels of a folder.
+def tuned_config(gpu: Gpu, p: Problem, dtype: jnp.dtype, lowering: Lowering) -> KernelConfig:
+    """The row of a GPU for these head dimensions and the kernels of a lowering's folder.
 
     float16 has the size and the speed of bfloat16, and so its rows.
     """
-    key = DHQK, DHHV, "bfloat16" if dtype.name == "float16" else dtype.name, folder
+    of_dtype = "bfloat16" if dtype.name == "float16" else dtype.name
+    key = p.DHQK, p.DHHV, of_dtype, lowering.folder
     names = "DHQK", "DHHV", "dtype", "lowering"
-    rows = (x for x in tuned_rows(device_kind) if tuple(x[name] for name in names) == key)
+    rows = (x for x in tuned_rows(gpu.name) if tuple(x[name] for name in names) == key)
     return KernelConfig(**next(rows, {}).get("config", {}))

@@ -17,14 +17,13 @@ from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.gates import segment_ends, steps_within
 from mlstm_pallas.gpu import target_gpu
 from mlstm_pallas.normaliser import Normaliser
-from mlstm_pallas.planning import problem_for
+from mlstm_pallas.planning import make_spec
 from mlstm_pallas.problem import (
     InputGate,
     Layout,
     accumulator_dtype,
 )
 from mlstm_pallas.sharding import aligned
-from mlstm_pallas.stage import Lowering
 
 _log = logging.getLogger("mlstm_pallas")
 
@@ -201,26 +200,23 @@ def spec_for(
     B, NH, S, DHQK, DHV = (sizes[dim] for dim in ("B", "NH", "S", "DHQK", "DHV"))
     if B * NH == 0:
         backend = "xla"  # a kernel has no empty grid
-    gpu, lowering = target_gpu(), Lowering(backend or Lowering.TRITON)
-    problem, config = problem_for(
-        (B, NH, S, DHQK), DHV, dtype, lowering, gpu, options.chunk_size, options.config
-    )
     # With the sigmoid gate m is 0, so the floor does not depend on it.
     normaliser = Normaliser(
         options.eps, options.norm_val, options.stabilize_correctly and gate is InputGate.EXP
     )
-    return CallSpec(
-        problem,
-        config,
+    return make_spec(
+        (B, NH, S, DHQK, DHV),
         dtype,
-        normaliser if normalize else None,
-        gpu,
-        options.recompute_states_in_bw,
+        target_gpu(),
         backend,
-        gate,
-        has_initial_state,
-        options.return_last_states,
-        layout,
+        normaliser if normalize else None,
+        options.chunk_size,
+        options.config,
+        recompute_states_in_bw=options.recompute_states_in_bw,
+        input_gate=gate,
+        has_initial_state=has_initial_state,
+        return_last_states=options.return_last_states,
+        layout=layout,
     )
 
 

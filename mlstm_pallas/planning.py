@@ -1,30 +1,27 @@
 """The only place that decides what runs where: chunk sizes, schedule, splits, lowerings, tiles.
 
-All of it follows from the problem, what the caller asks for, and the facts of the GPU, by pure
-functions. A kernel's module says which tiles it has for a problem (``Tiles.plan``); launchers and
-schedules read what is decided here.
+All of it follows from a ``CallSpec``, by pure functions: the problem, what the caller asks for, and
+the facts of the GPU. The ``Tiles`` of a kernel plan the sizes that it reads for a problem;
+launchers and schedules read what is decided here.
 """
 
 import dataclasses
 import functools
 import importlib.util
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 
 from mlstm_pallas import dispatch
 from mlstm_pallas.config import KernelConfig, tuned_config
 from mlstm_pallas.gpu import HOPPER, UNKNOWN, Gpu
-from mlstm_pallas.problem import (
-    Problem,
-    clamp_chunk_size,
-    make_problem,
-    next_power_of_two,
-    padded_head_dim,
-)
-from mlstm_pallas.stage import Launch, Lowering, Tiles
+from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser
+from mlstm_pallas.problem import InputGate, Layout, Problem, make_problem, next_power_of_two
+from mlstm_pallas.stage import Launch, Lowering
 
 # jax will remove the Triton backend of Pallas; importing it here would import Triton's folder.
 HAS_TRITON = importlib.util.find_spec("jax.experimental.pallas.triton") is not None
@@ -37,6 +34,92 @@ SCAN_SHARE = 0.6  # of the places for CTAs, which splits make the fused scan fil
 SUMMARY_STEPS = 4096  # of a split of a shard's summary: enough work, and enough products
 
 
+@dataclasses.dataclass(frozen=True)
+class CallSpec:
+    """What a call is asked for, from which its plan follows.
+
+    Attributes:
+      problem: padded.
+      config: the caller's overrides.
+      dtype: of q, k, v in the matrix products.
+      normaliser: None: h is the numerator.
+      gpu: that the kernels are planned for.
+      backend: the caller's; None: by the platform of the lowering.
+      has_initial_state: False: the states start from zeros, which have no gradients.
+      return_last_states: whether the call returns the last states.
+      layout: of q, k, v, h and their gradients.
+    """
+
+    problem: Problem
+    config: KernelConfig
+    dtype: jnp.dtype
+    normaliser: Normaliser | None
+    gpu: Gpu
+    recompute_states_in_bw: bool = True
+    backend: str | None = None
+    input_gate: InputGate = InputGate.EXP
+    has_initial_state: bool = True
+    return_last_states: bool = True
+    layout: Layout = Layout.BNTH
+
+    def __str__(self) -> str:
+        p, plan = self.problem, self.plan
+        fused = f"fused scan in chunks of {plan.scan_problem.L} and {plan.num_splits} splits"
+        return (
+            f"{self.layout}, B {p.B}, NH {p.NH}, S {p.S}, {self.dtype.name} heads of "
+            f"{p.DHQK}/{p.DHHV} in chunks of {p.L}, backend {self.backend}; "
+            f"forward: {fused if plan.fused else 'materialised states'}; "
+            f"P and dP: {'recomputed' if plan.recomputes_scores else 'in memory'}"
+        )
+
+    @property
+    def lowering(self) -> Lowering:
+        """The lowering of the kernels, before those that a kernel falls to."""
+        return Lowering(self.backend or Lowering.TRITON)
+
+    @property
+    def plan(self) -> "Plan":
+        """The plan of the call's kernels."""
+        return plan(self)
+
+    @property
+    def stabilised(self) -> bool:
+        return self.input_gate is InputGate.EXP
+
+    @property
+    def forward_only(self) -> "CallSpec":
+        """The spec of a forward pass without a backward pass, which stores no states."""
+        return dataclasses.replace(self, recompute_states_in_bw=True)
+
+    def with_heads(self, B: int, NH: int) -> "CallSpec":
+        """The spec of a shard."""
+        return dataclasses.replace(self, problem=dataclasses.replace(self.problem, B=B, NH=NH))
+
+    def launch(
+        self, name: str, lowering: Lowering, problem: Problem | None = None, num_splits: int = 1
+    ) -> Launch:
+        """How a function of ``dispatch.py`` runs.
+
+        Args:
+          lowering: the first to try, or that of the kernel whose outputs the function reads.
+          problem: in the chunks of the function; None: the call's.
+          num_splits: of split_products.
+        """
+        return launch(self, name, lowering, problem or self.problem, num_splits)
+
+    def recomputes_scores(self, lowering: Lowering) -> bool:
+        """Whether parallel_bw_dQKV computes P and dP, and recurrent_bw_dC before it delta.
+
+        Otherwise parallel_bw_dP computes all three, and P and dP are in memory.
+        """
+        tiles = self.launch("parallel_bw_dQKV", lowering).tiles
+        return getattr(tiles, "recomputes_scores", False)
+
+    def chunks(self, x: jax.Array) -> jax.Array:
+        """(B * NH, S, ...) to (B * NH, NC, L, ...)."""
+        return x.reshape(x.shape[0], self.problem.NC, self.problem.L, *x.shape[2:])
+
+
 def lowerings(first: Lowering) -> tuple[Lowering, ...]:
     """The lowering, then those that a kernel falls to."""
     if first.folder != Lowering.MOSAIC_GPU.folder:
@@ -45,22 +128,18 @@ def lowerings(first: Lowering) -> tuple[Lowering, ...]:
     return (first, triton, Lowering.XLA) if HAS_TRITON else (first, Lowering.XLA)
 
 
-def facts_for(gpu: Gpu, lowering: Lowering) -> Gpu:
-    """The facts to plan with: of a Hopper GPU for its kernels where the GPU is not known."""
-    return HOPPER if gpu is UNKNOWN and lowering.folder == "mosaic_gpu" else gpu
-
-
-def chunk_size(DHQK: int, DHHV: int, S: int, dtype: jnp.dtype, lowering: Lowering, gpu: Gpu) -> int:
+def chunk_size_for(p: Problem, dtype: jnp.dtype, lowering: Lowering, gpu: Gpu) -> int:
     """L, for which the products inside chunks take about half the FLOPs of those with the states.
 
     The states then take about as much memory as q, k and v. In float32 the products bind, of which
     short chunks have fewer. Mosaic GPU's gradients need at least 128 steps; where
     parallel_bw_dQKV falls to Triton, it gains from fewer states.
     """
+    DHQK, DHHV = p.DHQK, p.DHHV
     size = DHQK * DHHV // (DHQK + DHHV)
     if lowering is Lowering.XLA or (gpu is UNKNOWN and lowering.folder == "triton"):
         size = min(max(next_power_of_two(size), 64), 256)
-        while -S % size > -S % 64:  # no more padding than chunks of 64 need
+        while -p.S % size > -p.S % 64:  # no more padding than chunks of 64 need
             size //= 2
         return size
     if dtype.itemsize > 2:
@@ -71,118 +150,28 @@ def chunk_size(DHQK: int, DHHV: int, S: int, dtype: jnp.dtype, lowering: Lowerin
     return min(max(next_power_of_two(size), 128 if of_hopper else 64), 256)
 
 
-def problem_for(
-    q_shape: tuple[int, int, int, int],
-    DHHV: int,
+def make_spec(
+    shape: Sequence[int],
     dtype: jnp.dtype,
-    lowering: Lowering,
     gpu: Gpu,
-    L: int | None = None,
+    backend: str | None,
+    normaliser: Normaliser | None = DEFAULT_NORMALISER,
+    chunk_size: int | None = None,
     config: KernelConfig | None = None,
-) -> tuple[Problem, KernelConfig]:
-    """The padded problem of a call, and the caller's overrides.
+    **options: Any,
+) -> CallSpec:
+    """The spec of a call for a shape (B, NH, S, DHQK, DHHV), not padded.
 
-    L: before that of the config and of a tuned row; None: the rule. It is clamped to S.
+    chunk_size: the caller's, before that of the config, of a tuned row, and of the rule.
     """
-    S, plain = q_shape[2], lowering is Lowering.XLA
-    DHQK, padded = (x if plain else padded_head_dim(x) for x in (q_shape[3], DHHV))
-    config = config or KernelConfig()
-    row = tuned_config(gpu.name, DHQK, padded, dtype, lowering.folder)
-    L = L or config.chunk_size or row.chunk_size
-    L = L or chunk_size(DHQK, padded, S, dtype, lowering, gpu)
-    return make_problem(q_shape, DHHV, clamp_chunk_size(L, S), pad_heads=not plain), config
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What a caller asks for, as far as plans depend on it.
-
-    Attributes:
-      dtype: of q, k, v in the matrix products.
-      lowering: of the kernels, before those that a kernel falls to.
-      config: the caller's overrides.
-      recompute_states_in_bw: as for ``mlstm_chunkwise``.
-    """
-
-    dtype: jnp.dtype
-    lowering: Lowering
-    config: KernelConfig
-    recompute_states_in_bw: bool = True
-
-
-def _tiles(
-    name: str, lowering: Lowering, p: Problem, options: Options, gpu: Gpu, asked: dict[str, Any]
-) -> Tiles | None:
-    """The tiles of a kernel, with what the config overrides; None: it does not run."""
-    folder = lowering.folder
-    if (tiles_class := dispatch.tiles_class(name, folder)) is None:
-        return None
-    planned = tiles_class.plan(p, options.dtype, facts_for(gpu, lowering), **asked)
-    if planned is None:
-        return None
-    fields = row_of(p, options, gpu, folder).tiles_of(folder, name)
-    row = {x: fields[x] for x in fields.keys() & vars(planned).keys()}
-    if lowering.interpret and (ctas := getattr(planned, "num_ctas", 0)):
-        row["num_ctas"] = min(ctas, 2)  # each of which has several items
-    if row:  # it was tuned for other steps, which may take other tiles
-        tiles = dataclasses.replace(planned, **row).clamped(p)
-        planned = tiles if tiles.supports(p, **asked) else planned
-    fields = options.config.tiles_of(folder, name)
-    if not fields:
-        return planned
-    if unknown := fields.keys() - vars(planned).keys():
-        raise TypeError(
-            f"config.{folder}_{name} has {', '.join(sorted(unknown))}, expected some of its "
-            f"fields {', '.join(vars(planned)) or '(it has none)'}"
-        )
-    tiles = dataclasses.replace(planned, **fields).clamped(p)
-    if not tiles.supports(p, **asked):
-        raise ValueError(
-            f"config.{folder}_{name} is {fields}, expected tiles that the kernel has for heads of "
-            f"{p.DHQK}/{p.DHHV} in chunks of {p.L} steps, such as {planned}"
-        )
-    return tiles
-
-
-def row_of(p: Problem, options: Options, gpu: Gpu, folder: str) -> KernelConfig:
-    """The row of tuning/ for a problem's heads."""
-    return tuned_config(gpu.name, p.DHQK, p.DHHV, options.dtype, folder)
-
-
-@functools.cache
-def launch(
-    name: str, problem: Problem, options: Options, gpu: Gpu, first: Lowering, num_splits: int = 1
-) -> Launch:
-    """How a function of ``dispatch.py`` runs.
-
-    Args:
-      problem: in the chunks of the function.
-      first: the lowering to try first, or that of the kernel whose outputs it reads.
-      num_splits: of split_products.
-    """
-    p, asked = problem, asked_of(name, problem, options, gpu, first)
-    if name == "split_products":
-        p = dataclasses.replace(problem.split(num_splits), L=problem.S // num_splits)
-    for lowering in lowerings(first):
-        tiles = _tiles(name, lowering, p, options, gpu, asked)
-        if tiles is not None:
-            precision = options.config.dot_precision(options.dtype, lowering.interpret)
-            return Launch(problem, tiles, precision, lowering)
-    return plain(problem)
-
-
-def asked_of(
-    name: str, problem: Problem, options: Options, gpu: Gpu, first: Lowering
-) -> dict[str, Any]:
-    """What a call asks of a kernel beside its result, on which its tiles depend."""
-    if name == "recurrent_fw_C":
-        return dict(has_x=True)
-    if name == "recurrent_bw_dC":
-        recomputed = recomputes_scores(problem, options, gpu, first)
-        return dict(recurrences=1 + options.recompute_states_in_bw, has_h=recomputed)
-    if name == "split_products":
-        return dict(stores_X=False)
-    return {}
+    (*q_shape, DHHV), config = shape, config or KernelConfig()
+    lowering = Lowering(backend or Lowering.TRITON)
+    make = functools.partial(make_problem, q_shape, DHHV, pad_heads=lowering is not Lowering.XLA)
+    p = make(1)
+    row = tuned_config(gpu, p, dtype, lowering)
+    L = chunk_size or config.chunk_size or row.chunk_size
+    problem = make(L or chunk_size_for(p, dtype, lowering, gpu))
+    return CallSpec(problem, config, dtype, normaliser, gpu, backend=backend, **options)
 
 
 def plain(problem: Problem) -> Launch:
@@ -190,13 +179,58 @@ def plain(problem: Problem) -> Launch:
     return Launch(problem, None, lax.Precision.HIGHEST, Lowering.XLA)
 
 
-def recomputes_scores(problem: Problem, options: Options, gpu: Gpu, first: Lowering) -> bool:
-    """Whether parallel_bw_dQKV computes P and dP, and recurrent_bw_dC before it delta.
+@functools.cache
+def launch(spec: CallSpec, name: str, first: Lowering, problem: Problem, num_splits: int) -> Launch:
+    """See ``CallSpec.launch``."""
+    if first is Lowering.XLA:
+        return plain(problem)
+    p, asked = problem, asked_of(name, spec, first)
+    if name == "split_products":
+        p = problem.split(num_splits).in_splits(1)
+    for lowering in lowerings(first):
+        if tiles := _tiles(name, lowering, p, spec, asked):
+            precision = spec.config.dot_precision(spec.dtype, lowering.interpret)
+            return Launch(problem, tiles, precision, lowering)
+    return plain(problem)
 
-    Otherwise parallel_bw_dP computes all three, and P and dP are in memory.
-    """
-    tiles = launch("parallel_bw_dQKV", problem, options, gpu, first).tiles
-    return getattr(tiles, "recomputes_scores", False)
+
+def asked_of(name: str, spec: CallSpec, first: Lowering) -> dict[str, Any]:
+    """What a call asks of a kernel beside its result, on which its tiles depend."""
+    if name == "recurrent_fw_C":
+        return dict(has_x=True)
+    if name == "recurrent_bw_dC":
+        has_h = spec.recomputes_scores(first)
+        return dict(recurrences=1 + spec.recompute_states_in_bw, has_h=has_h)
+    return dict(stores_X=False) if name == "split_products" else {}
+
+
+def _tiles(name: str, lowering: Lowering, p: Problem, spec: CallSpec, asked: dict[str, Any]) -> Any:
+    """The tiles of a kernel, with what a row and the config override; None: it does not run."""
+    field, gpu = f"{lowering.folder}_{name}", spec.gpu
+    if gpu is UNKNOWN and lowering.folder == "mosaic_gpu":
+        gpu = HOPPER
+    tiles_class = dispatch.tiles_class(name, lowering.folder)
+    planned: Any = tiles_class and tiles_class.plan(p, spec.dtype, gpu, **asked)
+    if planned is None:
+        return None
+    if lowering.interpret and hasattr(planned, "num_ctas"):  # each of which has several items
+        planned = dataclasses.replace(planned, num_ctas=min(planned.num_ctas, 2))
+    fields = spec.config.tiles_of(field)
+    if unknown := fields.keys() - vars(planned).keys():
+        raise TypeError(
+            f"config.{field} has {', '.join(sorted(unknown))}, expected some of its "
+            f"fields {', '.join(vars(planned)) or '(it has none)'}"
+        )
+    row = tuned_config(spec.gpu, p, spec.dtype, lowering).tiles_of(field)
+    row = {x: y for x, y in row.items() if x in vars(planned)}
+    for changes in (row | fields, fields):  # a row was tuned for other steps
+        tiles = dataclasses.replace(planned, **changes).clamped(p)
+        if tiles.supports(p, **asked):
+            return tiles
+    raise ValueError(
+        f"config.{field} is {fields}, expected tiles that the kernel has for heads of "
+        f"{p.DHQK}/{p.DHHV} in chunks of {p.L} steps, such as {planned}"
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -208,13 +242,10 @@ class Plan:
       num_splits: of each sequence in the fused scan.
       scan_problem: the problem in the chunks of the fused scan, used or not.
       scan_lowering: of the fused scan.
-      summary_splits: of each shard of a sequence, where its devices exchange summaries.
-      recomputes_scores: as the function.
+      recomputes_scores: see ``CallSpec``.
     """
 
-    problem: Problem
-    options: Options
-    gpu: Gpu
+    spec: CallSpec
     fused: bool
     num_splits: int
     scan_problem: Problem
@@ -223,11 +254,12 @@ class Plan:
 
     @property
     def summary_splits(self) -> int:
-        """Those of the forward pass, where it has several and they end at chunks of the call.
+        """Splits of each shard of a sequence, where its devices exchange summaries.
 
-        A forward pass with another number of splits computes its products again.
+        They are those of the forward pass, if it has several and they end at chunks of the call: a
+        forward pass with another number of splits computes its products again.
         """
-        NC, S = self.problem.NC, self.problem.S
+        NC, S = self.spec.problem.NC, self.spec.problem.S
         if self.num_splits > 1 and NC % self.num_splits == 0:
             return self.num_splits
         enough = max(S // SUMMARY_STEPS, 1)
@@ -236,82 +268,71 @@ class Plan:
     @property
     def forward(self) -> dict[str, Launch]:
         """The launches of the forward pass, in order, without small ones."""
-        p, splits = self.scan_problem, self.num_splits
+        launch, first, p = self.spec.launch, self.spec.lowering, self.scan_problem
         if not self.fused:
             names = "chunk_gates", "recurrent_fw_C", "parallel_fw_H"
-            return {name: self._launch(name, self.problem) for name in names}
+            return {name: launch(name, first) for name in names}
         launches = {
-            "chunk_gates": self._launch("chunk_gates", p),
-            "parallel_fw_P": self._launch("parallel_fw_P", p, self.scan_lowering),
+            "chunk_gates": launch("chunk_gates", first, p),
+            "parallel_fw_P": launch("parallel_fw_P", self.scan_lowering, p),
         }
-        if splits > 1:
-            launches["split_products"] = self._launch("split_products", p, num_splits=splits)
-        return launches | {"recurrent_fw_H": self._launch("recurrent_fw_H", p.split(splits))}
+        if self.num_splits > 1:
+            launches["split_products"] = launch("split_products", first, p, self.num_splits)
+        scan = launch("recurrent_fw_H", first, p.split(self.num_splits))
+        return launches | {"recurrent_fw_H": scan}
 
     @property
     def backward(self) -> dict[str, Launch]:
-        """Those of the backward pass."""
+        """The launches of the backward pass."""
         scores = () if self.recomputes_scores else ("parallel_bw_dP",)
         names = "chunk_gates", *scores, "recurrent_bw_dC", "parallel_bw_dQKV"
-        return {name: self._launch(name, self.problem) for name in names}
+        return {name: self.spec.launch(name, self.spec.lowering) for name in names}
 
-    def _launch(
-        self, name: str, p: Problem, first: Lowering | None = None, num_splits: int = 1
-    ) -> Launch:
-        first = first or self.options.lowering
-        return launch(name, p, self.options, self.gpu, first, num_splits)
+    @property
+    def temporary_bytes(self) -> int:
+        """The most memory that the arrays between the launches of a pass take.
 
-    def forward_arrays(self) -> dict[str, int]:
-        """Bytes of the arrays between the launches of the forward pass."""
-        p, itemsize = self.problem, self.options.dtype.itemsize
-        steps, scan = p.BNH * p.S, self.scan_problem
-        arrays = {"gates": 4 * 7 * steps}
-        if self.fused:
-            keys = self.scan_lowering.folder == Lowering.TRITON.folder
-            arrays |= {"P": steps * scan.L * itemsize, "kbar": keys * steps * p.DHQK * itemsize}
-            arrays["n"] = 4 * p.BNH * scan.NC * p.DHQK
-        if not (self.fused and self.options.recompute_states_in_bw):
-            arrays |= {"C": p.BNH * p.NC * p.DHQK * p.DHHV * itemsize}
-            arrays.setdefault("n", 4 * p.BNH * p.NC * p.DHQK)
-        return arrays
-
-    def backward_arrays(self) -> dict[str, int]:
-        """Those of the backward pass; qbar and kbar have the memory of dq and dk."""
-        p, itemsize = self.problem, self.options.dtype.itemsize
-        steps, states = p.BNH * p.S, p.BNH * p.NC * p.DHQK
-        scores = 0 if self.recomputes_scores else steps * p.L * itemsize
-        return {
-            "gates": 4 * 8 * steps,
-            "gradients of gates": 4 * 8 * steps,
-            **dict.fromkeys(("P", "dP"), scores),
-            **dict.fromkeys(("C", "dC"), states * p.DHHV * itemsize),
-            **dict.fromkeys(("n", "dn"), 4 * states),
-        }
+        In the backward pass qbar and kbar have the memory of dq and dk.
+        """
+        p, scan, itemsize = self.spec.problem, self.scan_problem, self.spec.dtype.itemsize
+        steps, normalisers = p.BNH * p.S, p.BNH * p.NC * p.DHQK
+        states = normalisers * p.DHHV * itemsize
+        forward = 4 * 7 * steps  # of the gates
+        if self.fused:  # P, keys and n
+            keys = p.DHQK * (self.scan_lowering.folder == Lowering.TRITON.folder)
+            forward += steps * (scan.L + keys) * itemsize + 4 * p.BNH * scan.NC * p.DHQK
+            forward += 0 if self.spec.recompute_states_in_bw else states
+        else:
+            forward += states + 4 * normalisers
+        scores = 0 if self.recomputes_scores else steps * p.L * itemsize  # P, and as many of dP
+        # the gates and their gradients, C, n and theirs
+        backward = 4 * 16 * steps + 2 * (scores + states + 4 * normalisers)
+        return max(forward, backward)
 
 
 @functools.cache
-def plan(problem: Problem, options: Options, gpu: Gpu) -> Plan:
+def plan(spec: CallSpec) -> Plan:
     """The plan of a call."""
-    scan = launch("recurrent_fw_H", problem, options, gpu, options.lowering)
-    p = problem if scan.tiles is None else problem.in_chunks_of(scan.tiles.siz_b_LKV)
-    splits = 0 if scan.tiles is None else _scan_splits(problem, p, scan.tiles, options, gpu)
-    stores = scan.tiles is not None and scan.tiles.state_rows == p.DHQK
-    fused = splits > 0 and (options.recompute_states_in_bw or (stores and problem.NC % splits == 0))
-    recomputed = recomputes_scores(problem, options, gpu, options.lowering)
-    return Plan(problem, options, gpu, fused, splits if fused else 1, p, scan.lowering, recomputed)
+    p, scan = spec.problem, spec.launch("recurrent_fw_H", spec.lowering)
+    recomputes_scores = spec.recomputes_scores(spec.lowering)
+    if scan.tiles is None:
+        return Plan(spec, False, 1, p, scan.lowering, recomputes_scores)
+    scan_problem = p.in_chunks_of(scan.tiles.siz_b_LKV)
+    splits = _scan_splits(spec, scan_problem, scan.tiles)
+    stores = scan.tiles.state_rows == p.DHQK and p.NC % max(splits, 1) == 0
+    fused = splits > 0 and (spec.recompute_states_in_bw or stores)
+    of_scan = splits if fused else 1, scan_problem, scan.lowering
+    return Plan(spec, fused, *of_scan, recomputes_scores)
 
 
-def _scan_splits(
-    problem: Problem, scan_problem: Problem, tiles: Any, options: Options, gpu: Gpu
-) -> int:
+def _scan_splits(spec: CallSpec, p: Problem, tiles: Any) -> int:
     """Splits of a sequence into whole chunks of the fused scan; 0: the states are materialised.
 
-    The scan has a CTA for each head and block of columns. Where these are few it is split, and
-    where it may not be, it needs a share of the places. A third launch, which reads and writes h
-    once more, is slower than states in memory.
+    The scan has a CTA for each head and block of columns. Where these are few it is split; a
+    sequence too short for splits is scanned only if the CTAs fill a share of the places. A third
+    launch, which reads and writes h once more, is slower than states in memory.
     """
-    p, row = scan_problem, row_of(scan_problem, options, gpu, options.lowering.folder)
-    config = options.config.or_else(row)
+    config = tuned_config(spec.gpu, p, spec.dtype, spec.lowering) | spec.config
     whole_chunks = p.NC & -p.NC
     if config.fused is False:
         return 0
@@ -319,7 +340,7 @@ def _scan_splits(
         return min(config.num_splits or 1, whole_chunks)
     if p.DHQK * p.DHHV < MIN_FUSED_STATE or 2 * tiles.state_rows < p.DHQK:
         return 0
-    ctas, places = p.BNH * (p.DHHV // tiles.siz_b_DHHV), tiles.ctas_per_sm * gpu.sms
+    ctas, places = p.BNH * (p.DHHV // tiles.siz_b_DHHV), tiles.ctas_per_sm * spec.gpu.sms
     if ctas >= SCAN_SHARE * places:
         return 1
     splits = next_power_of_two(math.ceil(SCAN_SHARE * places / max(ctas, 1)))

@@ -4,12 +4,12 @@ import dataclasses
 import math
 from typing import Any
 
-from mlstm_pallas import planning
 from mlstm_pallas.annotations import BackendName, LayoutName
 from mlstm_pallas.backend import check_mosaic_gpu, requested_backend
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.costs import of_stage
 from mlstm_pallas.gpu import UNKNOWN, Gpu, known_gpu, target_gpu
+from mlstm_pallas.planning import Plan, asked_of, make_spec
 from mlstm_pallas.stage import Launch, Lowering
 from mlstm_pallas.validation import (
     check_backend,
@@ -77,7 +77,6 @@ class CallPlan:
 
     def __str__(self) -> str:
         schedule = f"fused scan in {self.num_splits} splits" if self.fused else "states in memory"
-        rows: list[tuple[str, ...]]
         rows = [("stage", "lowering", "CTAs", "per SM", "KiB", "MB", "GFLOP", "tiles")]
         for x in self.launches:
             tiles = ", ".join(f"{name} {value}" for name, value in x.tiles.items())
@@ -85,21 +84,17 @@ class CallPlan:
             counts = of_kernel if x.grid else ("", "", "")
             sizes = f"{x.bytes / 1e6:.0f}", f"{x.flops / 1e9:.0f}"
             rows.append((x.stage, x.lowering, *counts, *sizes, tiles))
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-
-        def line(row: tuple[str, ...]) -> str:
-            cells = (
-                cell.rjust(width) if 1 < index < len(row) - 1 else cell.ljust(width)
-                for index, (cell, width) in enumerate(zip(row, widths, strict=True))
-            )
-            return "  ".join(cells).rstrip()
-
+        formats = [
+            f"{align}{max(map(len, column))}"
+            for align, column in zip("<<>>>>><", zip(*rows, strict=True), strict=True)
+        ]
+        lines = ["  ".join(map(format, row, formats)).rstrip() for row in rows]
         head = f"{self.gpu.name}, {self.gpu.sms} SMs: chunks of {self.chunk_size} steps, {schedule}"
         memory = (
             f"memory beside the inputs: outputs {self.output_bytes / MIB:.0f} MiB, temporary "
             f"{self.temporary_bytes / MIB:.0f} MiB"
         )
-        return "\n".join([head, *map(line, rows), memory])
+        return "\n".join([head, *lines, memory])
 
 
 def plan(
@@ -140,8 +135,8 @@ def plan(
       >>> x.chunk_size, x.fused
       (256, True)
     """
-    given = dict(B=B, NH=NH, S=S, DHQK=DHQK, DHV=DHV)
-    sizes = {name: check_integer(name, x, 1) for name, x in given.items()}
+    sizes = dict(B=B, NH=NH, S=S, DHQK=DHQK, DHV=DHV)
+    shape = [check_integer(name, x, 1) for name, x in sizes.items()]
     check_layout(layout)
     check_instance("config", config, KernelConfig)
     recompute = check_flag("recompute_states_in_bw", recompute_states_in_bw)
@@ -151,12 +146,10 @@ def plan(
     if lowering.folder == "mosaic_gpu":
         check_mosaic_gpu("backend", lowering, facts)
     kernels = check_dtype("dtype", dtype)
-    shape = sizes["B"], sizes["NH"], sizes["S"], sizes["DHQK"]
-    problem, overrides = planning.problem_for(
-        shape, sizes["DHV"], kernels, lowering, facts, None, config
+    spec = make_spec(
+        shape, kernels, facts, lowering, config=config, recompute_states_in_bw=recompute
     )
-    options = planning.Options(kernels, lowering, overrides, recompute)
-    return preview(planning.plan(problem, options, facts))
+    return preview(spec.plan)
 
 
 def _facts(gpu: str | None) -> Gpu:
@@ -174,33 +167,25 @@ def _facts(gpu: str | None) -> Gpu:
     return known
 
 
-def preview(of: planning.Plan) -> CallPlan:
+def preview(of: Plan) -> CallPlan:
     """The launches of a plan, and what memory they take."""
-    p, passes = of.problem, ((False, of.forward), (True, of.backward))
-    of_outputs = 2 * p.BNH * p.S * (p.DHQK + p.DHHV)  # h and dv, dq and dk
-    return CallPlan(
-        of.gpu,
-        of.problem.L,
-        of.fused,
-        of.num_splits,
-        tuple(
-            _planned(of, name, backward, x) for backward, each in passes for name, x in each.items()
-        ),
-        of_outputs * of.options.dtype.itemsize,
-        max(sum(x.values()) for x in (of.forward_arrays(), of.backward_arrays())),
-    )
+    spec, p = of.spec, of.spec.problem
+    launches = [_planned(of, name, False, x) for name, x in of.forward.items()]
+    launches += [_planned(of, name, True, x) for name, x in of.backward.items()]
+    outputs = 2 * p.BNH * p.S * (p.DHQK + p.DHHV) * spec.dtype.itemsize  # h and dv, dq and dk
+    of_call = spec.gpu, p.L, of.fused, of.num_splits
+    return CallPlan(*of_call, tuple(launches), outputs, of.temporary_bytes)
 
 
-def _planned(of: planning.Plan, name: str, backward: bool, x: Launch) -> PlannedLaunch:
-    p, tiles, dtype = x.problem, x.tiles, of.options.dtype
+def _planned(of: Plan, name: str, backward: bool, x: Launch) -> PlannedLaunch:
+    spec, p, tiles = of.spec, x.problem, x.tiles
     if name == "split_products":  # of all splits but the last
         p = dataclasses.replace(p.split(of.num_splits), NH=p.NH * (of.num_splits - 1))
-    flops, moved = of_stage(name, dataclasses.replace(x, problem=p), dtype.itemsize)
+    flops, moved = of_stage(name, dataclasses.replace(x, problem=p), spec.dtype.itemsize)
     if tiles is None:
         return PlannedLaunch(name, backward, x.lowering, {}, (), 0, moved, flops)
-    asked = planning.asked_of(name, p, of.options, of.gpu, of.options.lowering)
+    asked = asked_of(name, spec, spec.lowering)
     if name != "split_products":
         p = p.split(getattr(tiles, "num_splits", 1))
-    grid = tiles.grid(p, **asked)
-    shared = tiles.shared_bytes(p, dtype, gpu=of.gpu, **asked)
+    grid, shared = tiles.grid(p, **asked), tiles.shared_bytes(p, spec.dtype, gpu=spec.gpu, **asked)
     return PlannedLaunch(name, backward, x.lowering, dict(vars(tiles)), grid, shared, moved, flops)

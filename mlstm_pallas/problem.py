@@ -6,6 +6,7 @@ of v and h, NC chunks of L steps.
 
 import dataclasses
 import enum
+from collections.abc import Sequence
 from typing import Any
 
 import jax.numpy as jnp
@@ -40,11 +41,6 @@ def next_power_of_two(x: int) -> int:
 
 def is_power_of_two(x: Any) -> bool:
     return isinstance(x, int) and not isinstance(x, bool) and x > 0 and x & (x - 1) == 0
-
-
-def clamp_chunk_size(chunk_size: int, S: int) -> int:
-    """A chunk beyond S is clamped to the next power of two >= S."""
-    return min(chunk_size, max(next_power_of_two(S), MIN_CHUNK_SIZE))
 
 
 def padded_head_dim(dim: int) -> int:
@@ -93,12 +89,12 @@ class Problem:
         return dataclasses.replace(self, NH=self.NH * num_splits, S=self.S // num_splits)
 
 
-def make_problem(
-    q_shape: tuple[int, ...], DHHV: int, chunk_size: int, *, pad_heads: bool
-) -> Problem:
-    """The padded problem for q (B, NH, S, DHQK), value dimension DHHV and a clamped chunk size."""
+def make_problem(q_shape: Sequence[int], DHHV: int, L: int, *, pad_heads: bool) -> Problem:
+    """The padded problem for q (B, NH, S, DHQK) and value dimension DHHV.
+
+    A chunk size L beyond S is clamped to the next power of two >= S.
+    """
     B, NH, S, DHQK = q_shape
+    L = min(L, max(next_power_of_two(S), MIN_CHUNK_SIZE))
     pad = padded_head_dim if pad_heads else int
-    return Problem(
-        B, NH, -(-S // chunk_size) * chunk_size, pad(DHQK), pad(DHHV), chunk_size, DHQK**-0.5
-    )
+    return Problem(B, NH, -(-S // L) * L, pad(DHQK), pad(DHHV), L, DHQK**-0.5)

@@ -6,8 +6,6 @@ files of the same names, and ``dispatch.py`` finds them.
 
 import dataclasses
 import enum
-import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -53,18 +51,17 @@ def largest_rows(DHQK: int, most: int = 256) -> int:
     return next((rows for rows in sizes if rows <= most), 0)
 
 
-# By field of tiles, the check of its values.
-_size = functools.partial(check_integer, least=MIN_TILE, most=MAX_TILE_SIZE, power_of_two=True)
-_block = functools.partial(check_integer, least=MIN_TILE, most=1024)
-_FIELDS: dict[str, Callable[[str, Any], Any]] = {
-    **dict.fromkeys(("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "block_k"), _size),
-    **dict.fromkeys(("state_rows", "state_columns"), _block),
-    "num_warps": functools.partial(check_integer, least=1, most=16, power_of_two=True),
-    "num_stages": functools.partial(check_integer, least=1, most=8),
-    "num_splits": functools.partial(check_integer, least=1, power_of_two=True),
-    "num_ctas": functools.partial(check_integer, least=1),
-    "keep_q": check_flag,
-    "recomputes_scores": check_flag,
+# By field of tiles, the limits of its values; None: a flag.
+_SIZE = dict(least=MIN_TILE, most=MAX_TILE_SIZE, power_of_two=True)
+_BLOCK = dict(least=MIN_TILE, most=1024)
+_FIELDS: dict[str, dict[str, Any] | None] = {
+    **dict.fromkeys(("siz_b_LQ", "siz_b_LKV", "siz_b_DHQK", "siz_b_DHHV", "block_k"), _SIZE),
+    **dict.fromkeys(("state_rows", "state_columns"), _BLOCK),
+    "num_warps": dict(least=1, most=16, power_of_two=True),
+    "num_stages": dict(least=1, most=8),
+    "num_splits": dict(least=1, power_of_two=True),
+    "num_ctas": dict(least=1),
+    **dict.fromkeys(("keep_q", "recomputes_scores")),
 }
 
 
@@ -73,7 +70,8 @@ def check_field(kernel: str, name: str, value: Any) -> Any:
     where = f"{kernel}: {name}" if kernel else name
     if name not in _FIELDS:
         raise TypeError(f"{where} is no field of tiles, expected one of {', '.join(_FIELDS)}")
-    return _FIELDS[name](where, value)
+    limits = _FIELDS[name]
+    return check_integer(where, value, **limits) if limits else check_flag(where, value)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,11 +87,6 @@ class Tiles:
       num_warps, num_stages: warps per CTA, and tiles in flight.
       num_ctas: CTAs of a persistent kernel.
     """
-
-    def __post_init__(self) -> None:
-        for field in dataclasses.fields(self):
-            value = check_field("", field.name, getattr(self, field.name))
-            object.__setattr__(self, field.name, value)
 
     @classmethod
     def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked: Any) -> Self | None:
@@ -117,14 +110,15 @@ class Tiles:
 
     def clamped(self, p: Problem) -> Self:
         """The tiles with every size clamped to what divides the (padded) dimensions."""
-        sizes = dict(siz_b_LQ=p.L, siz_b_LKV=p.L, siz_b_DHQK=p.DHQK, siz_b_DHHV=p.DHHV)
-        blocks = dict(state_rows=p.DHQK, state_columns=p.DHHV)
-        names = {x.name for x in dataclasses.fields(self)}
-        return dataclasses.replace(
-            self,
-            **{x: clamped(getattr(self, x), size) for x, size in sizes.items() if x in names},
-            **{x: min(getattr(self, x), size) for x, size in blocks.items() if x in names},
-        )
+        L, K, V = p.L, p.DHQK, p.DHHV
+        sizes = dict(siz_b_LQ=L, siz_b_LKV=L, siz_b_DHQK=K, siz_b_DHHV=V)
+        sizes |= dict(state_rows=K, state_columns=V)  # which need not be powers of two
+        fields = {
+            name: min(x, sizes[name]) if "state" in name else clamped(x, sizes[name])
+            for name, x in vars(self).items()
+            if name in sizes
+        }
+        return dataclasses.replace(self, **fields)
 
 
 @dataclasses.dataclass(frozen=True)

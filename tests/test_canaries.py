@@ -13,7 +13,7 @@ from jax.experimental import pallas as pl
 from mosaic_gpu_cases import check_neighbours, needs_mosaic_gpu
 from oracle import HELPERS, random_inputs
 
-from mlstm_pallas import KernelConfig, dispatch, planning, triton
+from mlstm_pallas import KernelConfig, dispatch, triton
 from mlstm_pallas.backward import backward
 from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs
 from mlstm_pallas.forward import forward
@@ -171,9 +171,10 @@ def test_a_step_writes_everything_and_reads_nothing_of_its_neighbours(lowering, 
     """With rows and columns that the tiles do not divide."""
     inputs = random_inputs(0, 1, HEADS, 1, 40, 24)
     token = [x[0] if name.endswith("initial") else x[0, :, 0] for name, x in inputs.items()]
-    options = planning.Options(FLOAT32, lowering, KernelConfig(**small("recurrent_step")))
     problem = Problem(1, HEADS, 1, 40, 24, 1, 40**-0.5)
-    call = planning.launch("recurrent_step", problem, options, UNKNOWN, lowering)
+    config = KernelConfig(**small("recurrent_step"))
+    spec = CallSpec(problem, config, FLOAT32, None, UNKNOWN, backend=lowering)
+    call = spec.launch("recurrent_step", lowering)
 
     def run(*token):
         operands = zip(STAGES["recurrent_step"].inputs, token, strict=True)

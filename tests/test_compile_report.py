@@ -186,7 +186,7 @@ def check_usage(row, device, problem, dtype):
     assert row.cause == ""
     assert row.usage.shared_bytes <= target.shared_bytes
     assert 16 <= row.usage.registers <= 255
-    if dtype == "bfloat16" and facts and costs.COSTS[row.stage](problem, 2).flops > 0:
+    if dtype == "bfloat16" and facts and costs.cost(row.stage, problem, 2).flops > 0:
         # wgmma multiplies 64 rows: fewer steps of a chunk may be the rows of none.
         other = 0 if device == "H200" and row.chunk_size >= 64 else row.usage.mma
         assert row.usage.wgmma + other > 0, "no tensor cores"

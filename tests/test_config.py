@@ -3,17 +3,14 @@
 import functools
 import json
 import re
-from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import pytest
 from oracle import for_device
 
-from mlstm_pallas import KernelConfig, config, dispatch, mlstm_recurrent_step, planning
+from mlstm_pallas import KernelConfig, config, mlstm_recurrent_step, planning
 from mlstm_pallas.gpu import known_gpu
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Lowering
 
 H200 = "NVIDIA H200"
 
@@ -22,8 +19,10 @@ H200 = "NVIDIA H200"
 def row(tmp_path, monkeypatch):
     """Writes the row of a device for heads of 64/64, or other columns of v."""
 
-    def write(dtype, heads=64, **fields):
-        row = dict(DHQK=64, DHHV=heads, dtype=dtype, lowering="triton", config=fields, measured={})
+    def write(dtype, heads=(64, 64), **fields):
+        row = dict(
+            DHQK=heads[0], DHHV=heads[1], dtype=dtype, lowering="triton", config=fields, measured={}
+        )
         (tmp_path / "tuning" / "nvidia_h200.json").write_text(json.dumps({"rows": [row]}))
         clear()
 
@@ -37,41 +36,37 @@ def row(tmp_path, monkeypatch):
     clear()
 
 
+def planned(device, *args, heads=(64, 64), dtype="bfloat16"):
+    """L, whether the forward pass is fused, and the warps of parallel_fw_H."""
+    statics = jnp.dtype(dtype), known_gpu(device), "triton", None
+    spec = planning.make_spec((8, 64, 8192, *heads), *statics, *args)
+    tiles = spec.launch("parallel_fw_H", spec.lowering).tiles
+    return spec.problem.L, spec.plan.fused, tiles.num_warps
+
+
 def test_explicit_beats_the_row_beats_the_rule(row):
     row("bfloat16", chunk_size=128, fused=False, triton_parallel_fw_H=dict(num_warps=2))
     explicit = KernelConfig(fused=True, triton_parallel_fw_H=dict(num_warps=8))
-
-    def planned(device, *args, heads=64, dtype="bfloat16", lowering=Lowering.TRITON):
-        """L, whether the forward pass is fused, and the warps of parallel_fw_H."""
-        gpu, dtype = known_gpu(device), jnp.dtype(dtype)
-        sizes = (8, 64, 8192, 64), heads, dtype, lowering
-        problem, found = planning.problem_for(*sizes, gpu, *args)
-        options = planning.Options(dtype, lowering, found)
-        call = planning.launch("parallel_fw_H", problem, options, gpu, Lowering.TRITON)
-        return problem.L, planning.plan(problem, options, gpu).fused, call.tiles.num_warps
 
     assert planned(H200) == planned(H200, dtype="float16") == (128, False, 2)
     assert planned(H200, None, explicit) == (128, True, 8)
     assert planned(H200, 32) == (32, False, 2)
     assert planned("NVIDIA H20") == planned(H200, dtype="float32") == (64, False, 4)
-    assert planned(H200, heads=128) == (64, True, 4)
+    assert planned(H200, heads=(64, 128)) == (64, True, 4)
 
 
 def test_a_row_that_does_not_fit_a_problem_is_left_out(row):
-    row("bfloat16", triton_parallel_fw_H=dict(keep_q=True))
-    gpu, p = known_gpu(H200), Problem(1, 1, 64, 64, 64, 64, 1.0)
-    options = planning.Options(jnp.dtype("bfloat16"), Lowering.TRITON, KernelConfig())
-    kernel = dispatch.tiles_class("parallel_fw_H", "triton")
-    with mock.patch.object(kernel, "supports", return_value=False):
-        tiles = planning.launch.__wrapped__("parallel_fw_H", p, options, gpu, Lowering.TRITON).tiles
-    assert tiles == kernel.plan(p, options.dtype, gpu)
+    """keep_q needs heads of a power of two."""
+    row("bfloat16", (192, 64), triton_parallel_fw_H=dict(keep_q=True, num_warps=8))
+    *_, warps = planned(H200, heads=(192, 64))
+    assert warps == 4
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_a_step_has_the_tiles_of_its_row(dtype, row):
     """For the dtype of the states; columns that no tile divides take one more CTA per head."""
     of_dtype = "float32" if dtype == "float32" else "bfloat16"
-    row(of_dtype, 72, triton_recurrent_step=dict(siz_b_DHHV=16))
+    row(of_dtype, (64, 72), triton_recurrent_step=dict(siz_b_DHHV=16))
     shapes = [(1, 3, 64)] * 2 + [(1, 3, 72)] + [(1, 3)] * 2 + [(1, 3, 64, 72), (1, 3, 64), (1, 3)]
     dtypes = ["bfloat16"] * 3 + ["float32"] * 2 + [dtype] * 2 + ["float32"]
     x = map(jax.ShapeDtypeStruct, shapes, dtypes)

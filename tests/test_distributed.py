@@ -208,7 +208,7 @@ def test_shards_of_few_heads_have_splits_of_their_own(alone, monkeypatch):
 
     def plan(*args):
         result = uncached(*args)
-        splits[result.problem.BNH] = result.num_splits
+        splits[result.spec.problem.BNH] = result.num_splits
         return result
 
     monkeypatch.setattr(planning, "plan", plan)

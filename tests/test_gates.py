@@ -11,6 +11,7 @@ from oracle import assert_close, random_inputs, tolerance
 
 from mlstm_pallas import KernelConfig, dispatch, gates, planning
 from mlstm_pallas.gpu import HOPPER
+from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.problem import InputGate, Problem
 from mlstm_pallas.stage import Lowering
 
@@ -62,8 +63,8 @@ MOSAIC_GPU = {"mosaic_gpu": Lowering.MOSAIC_GPU_INTERPRET}  # of test_mosaic_gpu
 def gates_of(i, f, m_initial, starts, states=None, lengths=None, *, L, form, input_gate):
     """chunk_gates of (heads, S)."""
     lowering, problem = (FORMS | MOSAIC_GPU)[form], Problem(1, *i.shape, 64, 64, L, 1.0)
-    options = planning.Options(jnp.dtype("bfloat16"), lowering, KernelConfig())
-    call = planning.launch("chunk_gates", problem, options, HOPPER, lowering)
+    spec = CallSpec(problem, KernelConfig(), jnp.dtype("bfloat16"), None, HOPPER, backend=lowering)
+    call = spec.launch("chunk_gates", lowering)
     assert call.lowering is lowering
     return dispatch.run(
         "chunk_gates",

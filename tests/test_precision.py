@@ -48,7 +48,7 @@ def kernels_of(jaxpr):
 def multiplies(name):
     """Whether the kernel of a stage multiplies matrices."""
     return name == "split_products" or (
-        name not in HELPERS and costs.COSTS[name](Problem(1, 1, 64, 16, 16, 64, 1.0), 4).flops > 0
+        name not in HELPERS and costs.cost(name, Problem(1, 1, 64, 16, 16, 64, 1.0), 4).flops > 0
     )
 
 

@@ -105,7 +105,7 @@ def test_a_direction_has_the_flops_of_its_stages_and_the_bytes_of_its_arrays():
     problem = Problem(*SMALL, SMALL.S, 1.0)
     passes = roofline.FORWARD[False], roofline.backward_stages()
     for phase, stages in zip((forward, backward), passes, strict=True):
-        assert phase.flops == sum(costs.COSTS[stage](problem, 2).flops for stage in stages)
+        assert phase.flops == sum(costs.cost(stage, problem, 2).flops for stage in stages)
 
 
 def test_attention_counts_pairs_once():

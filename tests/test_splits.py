@@ -27,8 +27,9 @@ TILES = dict(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=32)
 
 
 def call_of(name, lowering, *num_splits):
-    asked = planning.Options(BF16, lowering, KernelConfig(triton_split_products=TILES))
-    return planning.launch(name, PROBLEM, asked, UNKNOWN, lowering, *num_splits)
+    config = KernelConfig(triton_split_products=TILES)
+    spec = planning.CallSpec(PROBLEM, config, BF16, None, UNKNOWN, backend=lowering)
+    return spec.launch(name, lowering, None, *num_splits)
 
 
 @pytest.mark.parametrize("backward", [False, True])

@@ -14,6 +14,7 @@ from mlstm_pallas import KernelConfig, dispatch, planning
 from mlstm_pallas.gate_gradients import TileSums
 from mlstm_pallas.gpu import UNKNOWN
 from mlstm_pallas.normaliser import Normaliser
+from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.problem import MAX_TILE, InputGate, Problem
 from mlstm_pallas.stage import Lowering, ScaledRows
 from mlstm_pallas.stages import STAGES
@@ -24,8 +25,8 @@ HEADS, DHQK, DHHV = 2, 32, 64
 def launch_of(name, problem, dtype, lowering, tiles=None, **options):
     """How a function runs in this lowering; tiles: fields that differ from the plan."""
     config = KernelConfig(**{f"{lowering.folder}_{name}": tiles} if tiles else {})
-    asked = planning.Options(jnp.dtype(dtype), lowering, config)
-    call = planning.launch(name, problem, asked, UNKNOWN, lowering, **options)
+    spec = CallSpec(problem, config, jnp.dtype(dtype), None, UNKNOWN, backend=lowering)
+    call = spec.launch(name, lowering, **options)
     assert call.lowering is lowering, (name, call)
     return call
 
