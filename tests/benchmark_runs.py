@@ -19,7 +19,7 @@ needs_mosaic_gpu = pytest.mark.skipif(
 
 
 def run(program, *arguments):
-    """The exit code of a program (its module) with these flags; a batch is one call."""
+    """The exit code of a program (its module) with these flags, where a batch is one call."""
     values = flags.FlagValues()
     program.define_flags(command.Define(values))
     try:
@@ -47,13 +47,13 @@ MISSING = "skipped: ModuleNotFoundError: No module named 'torch'"
 
 
 def quick_mlstm(q, k, v, i, f, *, layout="BNTH", **_):
-    """A recurrence without decay, which compiles in no time."""
+    """A recurrence without decay, which compiles quickly."""
     weights = jnp.exp(i) * jax.nn.sigmoid(f) * jnp.sum(q.astype(jnp.float32) * k, -1)
     return jnp.cumsum(weights[..., None] * v, axis=layout.index("T")).astype(q.dtype)
 
 
 def dot_flops(jaxpr):
-    """Of the matrix products of a jaxpr and of those inside of it."""
+    """The FLOPs of the matrix products of a jaxpr and of the jaxprs inside it."""
     total = 0
     for eqn in jaxpr.eqns:
         if eqn.primitive.name == "dot_general":

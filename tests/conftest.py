@@ -10,7 +10,7 @@ from unittest import mock
 import jax
 import pytest
 
-# The older of XLA's code generators for CPUs compiles in half the time. One LLVM module a program
+# The older of XLA's code generators for CPUs compiles in half the time. One LLVM module per program
 # instead of up to 32, without inlining before the split, saves a quarter of the rest.
 QUICK_CODE = (
     "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1 "
@@ -54,10 +54,10 @@ def cpu_devices(backend=None):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_protocol(item):
-    """A test runs on the CPU and sees no GPU, also where there is one, unless it is marked; so do
+    """A test that is not marked runs on the CPU and sees no GPU even if there is one, and so do
     the fixtures that it is the first to use.
 
-    Processes that it starts are as blind.
+    The processes that it starts see none either.
     """
     marked = any(map(item.get_closest_marker, ("gpu", "gpu_multi")))
     if marked or not gpu_count():
@@ -72,8 +72,8 @@ def pytest_runtest_protocol(item):
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items):
-    """Of the tests that need GPUs the quick selection has those that are marked smoke. Quick tests
-    of interpreted Mosaic GPU kernels have two minutes."""
+    """The quick selection has only those GPU tests that are marked smoke. Quick tests of
+    interpreted Mosaic GPU kernels have a time limit of two minutes."""
     gpus = gpu_count()
     for item in items:
         interpreted = item.module.__name__.startswith(("test_mosaic_gpu", "test_products"))
@@ -90,8 +90,8 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_finish():
-    """The garbage collector leaves what is imported alone and comes after 100,000 new objects, not
-    700: it took a twelfth of the time, and that many objects are little memory."""
+    """The garbage collector skips what is imported and runs after 100,000 new objects instead of
+    700, because it took a twelfth of the time and so many objects take little memory."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)

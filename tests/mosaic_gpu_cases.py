@@ -107,7 +107,7 @@ def materialised(num_splits=None, **fields):
 
 
 def stages_on_mosaic_gpu(spec):
-    """Those of a call's plan that run there; chunk_gates also in one pass alone."""
+    """The stages of a call's plan that run on Mosaic GPU, in one pass or in both."""
     launches = [*spec.plan.forward.items(), *spec.plan.backward.items()]
     return {name for name, x in launches if x.lowering.folder == "mosaic_gpu"}
 
@@ -290,7 +290,7 @@ class Recurrences:
         return [*result, jax.ShapeDtypeStruct(ab[1], self.dtype)]
 
     def function(self, lowering=Lowering.MOSAIC_GPU):
-        """Of arrays of these shapes."""
+        """A jitted function of arrays of these shapes."""
         desired = dict(return_initial=self.states, return_last=self.states)
         desired["call"] = self.launch(lowering)
 

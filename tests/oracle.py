@@ -127,13 +127,13 @@ def assert_close(actual, expected, bound, what=""):
 
 
 def compare(names, actual, desired, bound):
-    """assert_close of each."""
+    """assert_close of each pair."""
     for name, x, y in zip(names, actual, desired, strict=True):
         assert_close(x, np.asarray(y).astype("float64"), bound, name)
 
 
 def assert_same_bits(a, b):
-    """Of two trees of arrays."""
+    """Two trees of arrays have equal bits."""
     for x, y in zip(*map(jax.tree.leaves, (a, b)), strict=True):
         assert np.array_equal(np.asarray(x), np.asarray(y))
 
@@ -154,13 +154,13 @@ def refused(kind, message, call, *args, **kwargs):
 
 
 def mesh_for(device, shape=(), names="", kind=AxisType.Auto):
-    """Of GPUs of this kind, which need not be there."""
+    """A mesh of GPUs of this kind, which need not be there."""
     device = AbstractDevice(device, None, "gpu")
     return AbstractMesh(shape, tuple(names), (kind,) * len(shape), abstract_device=device)
 
 
 def for_device(kind):
-    """Inside, traces and lowers for this GPU."""
+    """Calls inside are traced and lowered for this GPU."""
     return jax.sharding.use_abstract_mesh(mesh_for(kind))
 
 
@@ -200,14 +200,14 @@ def sharded(arrays, mesh, *specs):
 
 
 def loss_of(h, states):
-    """Of h and of the states."""
+    """A loss of h and of the states."""
     finite = (jnp.where(jnp.isfinite(y), y, 0.0) for y in states)
     return jnp.sum(h * jnp.cos(h)) + sum(jnp.sum(jnp.sin(y)) for y in finite)
 
 
 def results_of(run):
-    """A jitted function of eight arguments, or fewer: h, c, n, m and their gradients, of a loss
-    that is not computed, as devices would exchange its sum."""
+    """A jitted function of up to eight arguments: h, c, n, m and the gradients of a loss that is
+    not computed, because devices would exchange its sum."""
 
     def results(*x):
         def loss(*x):
@@ -284,7 +284,7 @@ def gradients_of_call(**options):
 
 
 def cotangents_for(inputs, dtype, states=True):
-    """Of h, c, n and m, exact in the dtype; zeros of the states where nobody reads these."""
+    """Cotangents of h, c, n and m, exact in the dtype; zeros for states that nobody reads."""
     (B, NH, S, DHQK), DHHV = inputs["q"].shape, inputs["v"].shape[-1]
     draw = np.random.default_rng(1)
     result = [
@@ -304,7 +304,7 @@ def expected_of(inputs, cotangents, run=reference.recurrence, segment_ids=None, 
 
 
 def recurrence_of_lengths(lengths):
-    """reference.recurrence of which the steps beyond the lengths keep the state; h is 0 there."""
+    """reference.recurrence whose steps beyond the lengths keep the state and have h = 0."""
 
     def run(*, segment_ids=None, **x):
         gone = beyond(lengths, x["i"])
@@ -343,8 +343,8 @@ def assert_nothing_beyond(lengths, outputs, gradients):
 
 
 def errors_of(inputs, result, expected):
-    """Relative errors of outputs and of gradients, by name; that of dm_initial to the size of its
-    terms."""
+    """Relative errors of outputs and of gradients, by name; the error of dm_initial is relative to
+    the size of its terms."""
     (outputs, gradients), (desired, wanted_gradients) = result, expected
     of_outputs = {name: error(x, y) for name, x, y in zip(OUTPUTS, outputs, desired, strict=True)}
     of_gradients = {name: error(gradients[name], y) for name, y in wanted_gradients.items()}

@@ -1,5 +1,5 @@
-"""Every kernel writes all of its outputs and reads nothing of its neighbours, which are NaN here;
-repeats are bitwise equal."""
+"""Every kernel writes all of its outputs and reads nothing of its neighbours, which are NaN here,
+and repeated runs have equal bits."""
 
 import dataclasses
 import importlib
@@ -131,8 +131,8 @@ def written(name, outputs, L):
 
 
 def check(run, outputs, arguments, L=None):
-    """Runs on the arguments, on arguments that are NaN in all heads but the middle one, and again
-    on the first. Returns the kernels."""
+    """Runs on the arguments, then with NaN in all heads but the middle one, then on the arguments
+    again. Returns the kernels."""
 
     @jax.jit
     def recorded(*arguments):
@@ -168,7 +168,7 @@ def test_kernels_write_everything_and_read_nothing_of_their_neighbours(lowering,
 
 @pytest.mark.parametrize("lowering", LOWERINGS)
 def test_a_step_writes_everything_and_reads_nothing_of_its_neighbours(lowering, outputs):
-    """With rows and columns that the tiles do not divide."""
+    """The tiles do not divide rows and columns."""
     inputs = random_inputs(0, 1, HEADS, 1, 40, 24)
     token = [x[0] if name.endswith("initial") else x[0, :, 0] for name, x in inputs.items()]
     problem = Problem(1, HEADS, 1, 40, 24, 1, 40**-0.5)

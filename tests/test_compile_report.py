@@ -141,7 +141,7 @@ def checked_rows(device, heads, dtype, **options):
     ],
 )
 def test_every_stage_lowers(device, heads, dtype, variant, config):
-    """Of heads that are no powers of two; of every variant."""
+    """Every variant, with heads that are no powers of two."""
     options = dict(seqlen=1024, config=config, variant=variant)
     rows, _ = checked_rows(device, heads, dtype, **options)
     assert ("stabiliser_scan" in rows) == (variant in ("exp", "packed", "BTNH"))

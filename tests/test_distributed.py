@@ -57,7 +57,7 @@ def over(
 
 
 def h_over(mesh, **options):
-    """As over, of h alone and without states."""
+    """Like over, but returns h only and has no states."""
     return over(mesh, return_last_states=False, count=5, **options)
 
 
@@ -74,7 +74,7 @@ def exchanged(compiled):
 
 
 def check(result, expected, x, bound=BOUND):
-    """Of results_of; x: the arguments."""
+    """Checks the values and gradients of results_of; x: the arguments."""
     x, *both = (dict(zip(NAMES, y, strict=True)) for y in (x, result[4:], expected[4:]))
     pairs = zip((result, expected), both, strict=True)
     for errors in errors_of(x, *((y[:4], gradients) for y, gradients in pairs)):
@@ -414,5 +414,5 @@ def test_packed_sequences_and_lengths_over_four_devices(backend, gate):
     assert not {"all-gather", "all-to-all"} & {*collectives(compiled)}
     result, expected = compiled(*x), results_of(whole)(*x)
     assert_nothing_beyond(lengths, result, dict(zip(NAMES, result[4:], strict=False)))
-    # That of m_initial is one number a head, zero but for rounding.
+    # The gradient of m_initial is one number per head, zero but for rounding.
     compare(RESULTS[:11], result[:11], expected[:11], BOUND)

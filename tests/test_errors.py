@@ -1,5 +1,5 @@
-"""Every bad call says, in one whole sentence, which argument it is, what came and what was
-expected. What a plain import opens."""
+"""Every bad call says, in one whole sentence, which argument is wrong, what came and what was
+expected. A plain import loads what it should."""
 
 import functools
 import inspect
@@ -471,7 +471,7 @@ def test_bad_arguments_of_the_functions_of_xlstm_jax(system, name):
     ],
 )
 def test_names_of_other_packages_are_answered_with_ours(function, state):
-    """Names that are nobody's with all of ours."""
+    """The message for any other name lists all parameters."""
     renamed = {"matQ": "q", "key": "k", "igate_preact": "i", "fgate": "f", "matC_initial": state}
     nobodys = {"zzz": f"one of {', '.join(inspect.signature(function).parameters)}"}
     for name, expected in (renamed | nobodys).items():
@@ -492,7 +492,7 @@ def test_a_refused_flag_leaves_the_generator_as_it_was():
 
 
 def test_a_stabiliser_other_than_zeros_is_refused_with_the_sigmoid_gate():
-    """By every function; where it is traced nothing is known of it."""
+    """Every function refuses it; the values of a traced one are unknown."""
     message = "has values other than 0 with input_gate 'sigmoid', expected None or zeros"
     x, m = zeros(ARRAYS), np.ones((B, NH), "float32")
     for function in (mlstm_chunkwise, reference.chunkwise, reference.recurrence):
@@ -508,7 +508,7 @@ def test_a_stabiliser_other_than_zeros_is_refused_with_the_sigmoid_gate():
 
 
 def test_numbers_and_bools_of_numpy_are_taken():
-    """The largest of float32 among them."""
+    """The largest float32 is among them."""
     largest = np.finfo("float32").max
     options = dict(
         return_last_states=np.bool_(True), eps=largest, norm_val=jnp.bfloat16.dtype.type(1)
@@ -530,7 +530,7 @@ def test_numbers_and_bools_of_numpy_are_taken():
 
 
 def test_last_states_of_the_sigmoid_gate_are_taken_as_initial_ones():
-    """m among them, which is 0 whatever is given."""
+    """m is among them, which is 0 whatever the caller passes."""
     x = zeros(ARRAYS) | {"v": np.ones(PLAIN["v"].shape, "float32")}
     run = functools.partial(mlstm_chunkwise, input_gate="sigmoid", return_last_states=True)
     both = jax.jit(lambda m: [run(**x | {"m_initial": y}) for y in (m, None)])
@@ -545,7 +545,7 @@ def test_last_states_of_the_sigmoid_gate_are_taken_as_initial_ones():
     "function", [mlstm_chunkwise, mlstm_recurrent_sequence, reference.chunkwise]
 )
 def test_more_heads_than_steps_get_a_warning_once_in_the_layout_that_nobody_chose(function):
-    """Not where states or segments tell the layout."""
+    """There is no warning if states or segments tell the layout."""
     message = (
         'layout="BNTH", the default, reads q as (B, NH, S, DHQK) and finds S < NH, fewer steps '
         'than heads: pass layout="BTNH" if it is (B, S, NH, DHQK), else layout="BNTH"'
@@ -643,7 +643,7 @@ for module in (mlstm_pallas, mlstm_pallas.xlstm_jax):
 
 
 def test_modules_are_attributes_that_are_imported_when_asked_for():
-    """And modules list all that they have."""
+    """Modules list all that they have."""
     command = [sys.executable, "-W", "error", "-c", ATTRIBUTES]
     subprocess.run(command, check=True)
     for module in (mlstm_pallas, mlstm_pallas.xlstm_jax):
@@ -658,7 +658,7 @@ def lowering_of(call):
 
 
 def test_the_backend_of_the_environment_comes_last(monkeypatch):
-    """And is read when a function is traced."""
+    """The variable is read when a function is traced."""
     monkeypatch.setenv("MLSTM_PALLAS_BACKEND", "interpret")
     entry = triton_stablef.mlstm_chunkwise_triton_stablef
     for call in (mlstm_chunkwise, entry):

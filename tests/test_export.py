@@ -86,8 +86,9 @@ print(hashlib.sha256(test_export.lowered_for_cuda().encode()).hexdigest())
 
 @pytest.fixture(scope="module")
 def children(tmp_path_factory):
-    """Two processes after each other load the export, run it and compile with one cache: (folder,
-    what they printed, cache entries)."""
+    """Two processes, one after the other, load the export, run it and compile with one cache.
+
+    Returns (folder, what they printed, cache entries)."""
     pytest.importorskip("flatbuffers")
     folder, tests = tmp_path_factory.mktemp("export"), Path(__file__).parent
     exported = export(function, *INPUTS.values(), platform="cpu")

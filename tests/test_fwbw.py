@@ -32,8 +32,8 @@ HELD = {
 @pytest.mark.parametrize("case", HELD)
 @pytest.mark.parametrize("config", [KernelConfig(fused=False), SCAN], ids=["materialised", "fused"])
 def test_the_forward_pass_holds_what_the_backward_pass_reads(config, case):
-    """Beside the inputs: h and z for the normaliser, the states of the chunks where they are not
-    recomputed."""
+    """Residuals beside the inputs are h and z for the normaliser, and the states of the chunks if
+    they are not recomputed."""
     options, held = HELD[case]
     x = [INPUTS[name] for name in "qkvif"]
     run = functools.partial(

@@ -56,7 +56,7 @@ SMOKE = [pytest.param(*x, marks=pytest.mark.smoke) if x == (128, 256) else x for
 
 
 def check_outputs(run, inputs, bound):
-    """Of mlstm_chunkwise, or of a function like it."""
+    """Checks the outputs of mlstm_chunkwise, or of a function like it."""
     expected_h, expected = oracle(inputs)
     run = jax.jit(run)
     h, states = run(**inputs)
@@ -71,8 +71,8 @@ def test_forward_8192(dtype, DHQK, DHHV):
 
 
 def recurrence_in_parts(q, k, v, i, f, c_initial, n_initial, m_initial, segment_ids=None):
-    """reference.recurrence with a checkpoint at every part: its backward pass holds the states of
-    one part only."""
+    """reference.recurrence with a checkpoint at every part, so that its backward pass holds the
+    states of one part only."""
     states, hs, size = (c_initial, n_initial, m_initial), [], 512
     for start in range(0, q.shape[2], size):
         part = [x[:, :, start : start + size] for x in (q, k, v, i, f)]

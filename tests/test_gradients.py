@@ -25,7 +25,7 @@ def with_states(**x):
 
 
 def without_states(**x):
-    """The last ones are not written."""
+    """The last states are not written."""
     return mlstm_chunkwise(**x), ()
 
 
@@ -54,7 +54,7 @@ def check(
 
 
 def tiles(scores, gradients):
-    """With so many rows in a tile of parallel_bw_dP and in one of parallel_bw_dQKV."""
+    """A config with so many rows per tile of parallel_bw_dP and of parallel_bw_dQKV."""
     of_gradients = dict(siz_b_LQ=gradients, siz_b_DHQK=16, siz_b_DHHV=16, block_k=16)
     return KernelConfig(
         triton_parallel_bw_dP=dict(siz_b_LQ=scores, block_k=16),
@@ -63,7 +63,7 @@ def tiles(scores, gradients):
 
 
 def splits(num_splits, fused=True):
-    """All recurrences in so many splits where they are whole chunks."""
+    """A config with all recurrences in so many splits, if these are whole chunks."""
     tiles = dict(siz_b_LKV=16, siz_b_DHQK=16, siz_b_DHHV=16)
     parts = tiles | dict(num_splits=num_splits)
     return KernelConfig(

@@ -57,8 +57,8 @@ CASES = {
 
 
 def compiled_text(shape, dtype, backward, sharding=None, *, transposed=False, **options):
-    """Of a call with arrays (B, S, NH, ...); transposed: by the other layout and transposes around
-    it."""
+    """The compiled text of a call with arrays (B, S, NH, ...); transposed: in the other layout,
+    with transposes around it."""
     B, NH, S, DHQK, DHHV = shape
 
     def run(*x):
@@ -133,7 +133,7 @@ def compiled_for_an_h200(*args, **options):
 
 @without_a_gpu
 def test_the_transposes_of_a_caller_are_seen():
-    """Those of q, k, v and h around the other layout."""
+    """The check finds the transposes of q, k, v and h around the other layout."""
     result = moves(
         compiled_for_an_h200(WHOLE, "bfloat16", False, transposed=True, config=MATERIALISED), WHOLE
     )
@@ -150,6 +150,6 @@ def test_nothing_moves_in_what_is_compiled_without_a_gpu(case, dtype, backward):
 @pytest.mark.gpu
 @pytest.mark.parametrize(("case", "dtype", "backward"), [*QUICK, *SLOW[::4]])
 def test_nothing_moves_in_what_is_compiled_on_the_gpu(case, dtype, backward):
-    """The same program; what XLA measures on the GPU it decides on here."""
+    """The same program, with what XLA decides by measurements on the GPU."""
     shape, options = CASES[case]
     check(compiled_text(shape, dtype, backward, **options), case)

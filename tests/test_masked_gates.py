@@ -76,7 +76,7 @@ CALL = dict(chunk_size=16, norm_val=0.0)
 
 @functools.partial(jax.jit, static_argnums=1)
 def gradients(inputs, backend):
-    """Of the outputs from the step on."""
+    """Gradients of the outputs from the step on."""
     return jax.grad(
         lambda x: jnp.sum(jnp.sin(mlstm_chunkwise(**x, **CALL, backend=backend)[:, :, STEP:]))
     )(inputs)

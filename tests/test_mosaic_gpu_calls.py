@@ -136,7 +136,7 @@ DOORS = {
 @pytest.mark.parametrize("door", DOORS)
 @pytest.mark.parametrize("version", [(0, 11, 1), (0, 13, 0)], ids=["older", "newer"])
 def test_another_jax_is_refused(version, door, monkeypatch):
-    """But for a step, which has no Mosaic GPU kernel."""
+    """A step is not refused, because it has no Mosaic GPU kernel."""
     name = ".".join(map(str, version))
     monkeypatch.setattr(jax, "__version_info__", version)
     monkeypatch.setattr(jax, "__version__", name)
@@ -232,7 +232,7 @@ def test_gradients_trace_in_strict_modes(heads, config):
 
 
 def stages_of_call(B, NH, S, DHQK, DHHV, **config):
-    """Those that run on Mosaic GPU, with the fused scan and with materialised states."""
+    """The stages that run on Mosaic GPU, with the fused scan and with materialised states."""
     inputs = bfloat16_shapes(B, NH, S, DHQK, DHHV)
     with for_device("NVIDIA H200"):
         specs = (
@@ -286,7 +286,7 @@ def planned(stage, heads, DHQK, DHHV, L, **asked):
     ],
 )
 def test_few_heads_have_blocks_of_few_rows(heads, DHQK, DHHV, rows):
-    """Of one recurrence, and of two in a launch; where n is computed, as many as columns."""
+    """One recurrence and two in a launch; one that computes n has at most as many rows as columns."""
     sizes = heads, DHQK, DHHV, 256
     tiles = [planned("recurrent_bw_dC", *sizes, recurrences=n)[1] for n in (1, 2)]
     assert tuple(x.state_rows for x in tiles) == rows

@@ -24,11 +24,11 @@ HEADS = [(64, 64), (64, 128), (128, 128), (128, 256), (256, 256), (256, 512), (5
 
 
 def max_spill_bytes(stage, spec):
-    """None are in a loop over steps, but for addresses of barriers where a CTA makes all gradients
-    of a chunk.
+    """No spill is in a loop over steps, except for addresses of barriers in the kernel whose CTAs
+    compute all gradients of a chunk.
 
-    There, what is the same for all chunks does not fit beside the accumulators, and comes from
-    local memory once a chunk.
+    There, what is the same for all chunks does not fit beside the accumulators, so it is read from
+    local memory once per chunk.
     """
     return 112 if stage == "parallel_bw_dQKV" and by_chunk(spec.problem) else 64
 
@@ -111,8 +111,8 @@ COMPILED_RECURRENCES = {
 @pytest.mark.parametrize("compiler", COMPILERS)
 @pytest.mark.parametrize("name", COMPILED_RECURRENCES)
 def test_weighted_recurrences_compile(name, compiler):
-    """Weighted operands come from registers, of which there are enough, and products need not wait
-    for each other."""
+    """Scaled operands come from registers, of which there are enough, and products do not wait for
+    each other."""
     call = dataclasses.replace(COMPILED_RECURRENCES[name], relocatable=compiler == "nvjitlink")
     [(kernel, usage)] = compile_report.mosaic_gpu_kernels(call)
     assert kernel.cause == ""

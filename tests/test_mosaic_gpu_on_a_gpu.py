@@ -77,7 +77,7 @@ def cases_on_a_gpu(*names):
 
 
 def mosaic_stages(B, NH, S, DHQK, DHHV, config=None, **options):
-    """Of a call in bfloat16: the stages that run on Mosaic GPU."""
+    """The stages of a call in bfloat16 that run on Mosaic GPU."""
     inputs = bfloat16_shapes(B, NH, S, DHQK, DHHV)
     return stages_on_mosaic_gpu(spec_of(inputs, config, backend="mosaic_gpu", **options))
 
@@ -88,7 +88,7 @@ def recurrences_on_a_gpu():
 
 
 def vector_states_on_a_gpu():
-    """Of more heads than the second and the third axis of a grid of CUDA have CTAs; in splits."""
+    """With splits, and with more heads than the second and third axis of a CUDA grid have CTAs."""
     for heads, NC, backward in ((HEADS + 2, 3, False), (4, 1024, False), (4, 1024, True)):
         problem = make_problem((1, heads, 64 * NC, 128), 128, 64, pad_heads=False)
         call = launch_of("vector_states", problem, "bfloat16", Lowering.MOSAIC_GPU)
@@ -171,7 +171,7 @@ def extremes_on_a_gpu():
 
 
 def repeats_on_a_gpu(B, NH, S, DHQK, DHHV):
-    """50 calls."""
+    """50 calls return equal bits."""
     shape = B, NH, S, DHQK, DHHV
     x, dh = inputs_on_device(shape, "bfloat16", 4.0)
     stages, states = mosaic_stages(*shape), {"recurrent_fw_C", "parallel_fw_H"}

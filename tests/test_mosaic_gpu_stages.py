@@ -142,8 +142,8 @@ def test_an_inf_in_h_reaches_no_other_delta_and_no_dn_where_the_floor_is_larger(
     ("BNH", "S", "L", "share", "has_dm"),
     [
         (2, 384, 128, 1.0, True),  # blocks of 128 steps, runs over several of them
-        (1, 1536, 512, 0.99, True),  # one chunk a block, each of which joins the later ones
-        pytest.param(1, 1024, 1024, 0.5, False, marks=pytest.mark.slow),  # two blocks a chunk
+        (1, 1536, 512, 0.99, True),  # one chunk per block, each of which joins the later ones
+        pytest.param(1, 1024, 1024, 0.5, False, marks=pytest.mark.slow),  # two blocks per chunk
     ],
 )
 def test_step_gradients_against_float64(BNH, S, L, share, has_dm):
@@ -237,8 +237,8 @@ EXP, SIGMOID = InputGate
         ("resets", 64, 192, SIGMOID, False),
         ("resets", 64, 448, EXP, False),  # two CTAs, of which the second has fewer chunks
         ("plain", 128, 1024, EXP, True),  # two CTAs, which join the chunks of their head
-        pytest.param("plain", 512, 1024, EXP, False, marks=pytest.mark.slow),  # one chunk a CTA
-        ("plain", 1024, 2048, EXP, True),  # one long chunk a CTA
+        pytest.param("plain", 512, 1024, EXP, False, marks=pytest.mark.slow),  # one chunk per CTA
+        ("plain", 1024, 2048, EXP, True),  # one long chunk per CTA
         pytest.param("plain", 2048, 2048, EXP, False, marks=pytest.mark.slow),  # five rounds
     ],
 )

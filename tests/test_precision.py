@@ -21,8 +21,8 @@ CASES = {"materialised": dict(fused=False), "fused": dict(fused=True)}
 
 @functools.cache
 def jaxpr_of(case, precision=None, dtype="float32", backend="triton"):
-    """Of the outputs, the last states and all gradients, with initial states; two heads, so that
-    sequences are split."""
+    """The jaxpr of the outputs, the last states and all gradients, with initial states and two
+    heads, so that sequences are split."""
     config = KernelConfig(chunk_size=64, precision=precision, **CASES[case])
     inputs = random_inputs(0, 1, 2, 256, 64, 128, dtype=dtype)
     run = functools.partial(
@@ -92,7 +92,7 @@ def test_the_triton_ir_of_a_product_is_six_products_of_bfloat16(case):
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_products_outside_of_kernels_are_exact_to_float32(dtype, case):
-    """A GPU's default for them is TF32."""
+    """The default of a GPU for float32 products is TF32."""
     jaxpr = jaxpr_of(case, dtype=dtype)
     in_kernels = {id(dot) for _, dots in kernels_of(jaxpr) for dot in dots}
     others = [

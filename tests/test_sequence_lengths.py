@@ -72,7 +72,7 @@ def test_against_float64(case):
 
 @pytest.mark.slow
 def test_jit_vmap_scan_remat_and_the_plain_function():
-    """Of values and lengths that are traced."""
+    """Values and lengths are traced."""
     q, k, v, i, f = random_inputs(1, 2, 1, 24, 16, 16, states=False).values()
 
     def loss(run, v, lengths):

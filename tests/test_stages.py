@@ -220,7 +220,7 @@ def tile_pairs(x, outputs, T):
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_the_kernel_agrees_with_the_plain_form(stage):
-    """In bfloat16; the tiles below are in float32, most of them."""
+    """The default tiles in bfloat16; most of the tiles below are tested in float32."""
     case("bfloat16", 32, 64).check(stage)
 
 
@@ -257,7 +257,7 @@ TILES = {
     ],
 }
 TILINGS = [("float32", stage, *case) for stage, cases in TILES.items() for case in cases]
-# MAX_TILE steps a CTA.
+# MAX_TILE steps per CTA.
 TILINGS += [
     pytest.param("bfloat16", stage, 256, tiles, marks=pytest.mark.slow)
     for stage, tiles in (

@@ -1,4 +1,4 @@
-"""A client of the public functions passes mypy --strict, and docstrings have an entry an
+"""A client of the public functions passes mypy --strict, and docstrings have one entry per
 argument."""
 
 import doctest

@@ -115,7 +115,7 @@ def run_cases(
     ids=str,
 )
 def test_the_plain_form_runs_and_a_triton_kernel_says_what_is_missing(backends):
-    """The plain form on Mosaic GPU in float32, of which it has no kernels."""
+    """float32 runs in plain form on backend "mosaic_gpu", which has no kernels for it."""
     result = run(PLAIN.replace("{backends}", str(backends)))
     assert result.returncode == 0, result.stderr
 
@@ -157,7 +157,7 @@ def test_a_step_runs_in_plain_form_and_the_default_is_mosaic_gpu_on_hopper_in_16
     ],
 )
 def test_mosaic_gpu_kernels_run_interpreted(name, layout):
-    """Those that there are; the other stages in plain form."""
+    """The Mosaic GPU kernels run, and the other stages in plain form."""
     result = run_cases("mosaic_gpu_interpret", (name,), (layout,))
     assert result.returncode == 0, result.stderr
     assert "RACE DETECTED" not in result.stdout

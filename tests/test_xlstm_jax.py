@@ -191,7 +191,7 @@ def case(dtype="float32", scale=None, eps=1e-6):
 
 
 def fused(x):
-    """As float32, with the documented axis: chunks and rows of a state in one."""
+    """The states as float32, with the documented axis, which joins chunks and rows of a state."""
     return np.float32(x).reshape(*x.shape[:2], -1, *x.shape[4:])
 
 
@@ -488,7 +488,7 @@ def test_entry(dtype):
 
 
 def test_generator_gives_the_same_function_for_the_same_arguments():
-    """To all systems."""
+    """All systems share it."""
     make, get = stablef._mlstm_chunkwise_fwbw_generator, stablef._get_chunkwise_fwbw_kernel
     same = [make(jnp.bfloat16), make("bfloat16", False, True, 64), get("bfloat16", chunk_size=64)]
     same += [x._mlstm_chunkwise_fwbw_generator() for x in SYSTEMS]
