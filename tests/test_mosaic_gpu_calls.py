@@ -286,7 +286,7 @@ def planned(stage, heads, DHQK, DHHV, L, **asked):
     ],
 )
 def test_few_heads_have_blocks_of_few_rows(heads, DHQK, DHHV, rows):
-    """One recurrence and two in a launch; one that computes n has at most as many rows as columns."""
+    """One recurrence or two in a launch; with n blocks have at most as many rows as columns."""
     sizes = heads, DHQK, DHHV, 256
     tiles = [planned("recurrent_bw_dC", *sizes, recurrences=n)[1] for n in (1, 2)]
     assert tuple(x.state_rows for x in tiles) == rows
