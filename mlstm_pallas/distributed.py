@@ -53,10 +53,10 @@ from mlstm_pallas.fwbw import (
 )
 from mlstm_pallas.gate_gradients import inner, step_flags
 from mlstm_pallas.gates import (
-    GOES_ON,
-    Pair,
+    M_GRAD_FLOWS,
+    TwoFloat,
+    add_two_floats,
     log_gates,
-    pair_add,
     segment_starts,
     split_for_exact_sums,
     two_sum,
@@ -71,14 +71,14 @@ class Summary(NamedTuple):
     """The function from the state before a shard to the state after it; float32."""
 
     m: jax.Array  # (B, NH) the stabiliser, from -inf
-    g: Pair  # (B, NH) total log decay; -inf with a reset
+    g: TwoFloat  # (B, NH) total log decay; -inf with a reset
     state: jax.Array  # from zeros: C (B, NH, DHQK, DHHV) or n (B, NH, DHQK)
 
 
 class ShardStates(NamedTuple):
     """The PrecomputedStates of a shard from an empty start, and its log decays; float32."""
 
-    g: Pair  # (B, NH, NC + 1) from the shard's start to the boundaries of chunks
+    g: TwoFloat  # (B, NH, NC + 1) from the shard's start to the boundaries of chunks
     m: jax.Array  # as what follows, of the PrecomputedStates
     n: tuple[jax.Array, jax.Array]
     X: jax.Array
@@ -97,12 +97,12 @@ class GradientSummary(NamedTuple):
     passes: jax.Array  # (B, NH) 1 where the maximum before the shard wins in it, else 0
 
 
-def _stabiliser_after(m: jax.Array, g: Pair, later: jax.Array) -> jax.Array:
+def _stabiliser_after(m: jax.Array, g: TwoFloat, later: jax.Array) -> jax.Array:
     """max(later, g + m)"""
     return jnp.maximum(later, (m + g[0]) + g[1])
 
 
-def _decay(m: jax.Array, g: Pair, after: jax.Array) -> jax.Array:
+def _decay(m: jax.Array, g: TwoFloat, after: jax.Array) -> jax.Array:
     """exp(m + g - after), which scales the part of a state that is from before the decay by g."""
     total, error = two_sum(m, g[0])
     return jnp.where(total == -jnp.inf, 0.0, jnp.exp((total - after) + (error + g[1])))
@@ -121,7 +121,7 @@ def joined(earlier: Summary, later: Summary) -> Summary:
         for x in (_decay(earlier.m, later.g, m), _rescaling(later.m, m))
     )
     state = decay * earlier.state + scale * later.state
-    return Summary(m, pair_add(earlier.g, later.g), state)
+    return Summary(m, add_two_floats(earlier.g, later.g), state)
 
 
 def joined_gradients(later: GradientSummary, earlier: GradientSummary) -> GradientSummary:
@@ -179,7 +179,7 @@ def _from_empty(splits_and_L: tuple[int, int], spec: CallSpec, x: Inputs) -> Any
     return on_backend(spec.backend, of_shard, x)
 
 
-def _log_decays(x: Inputs, NC: int, input_gate: InputGate) -> Pair:
+def _log_decays(x: Inputs, NC: int, input_gate: InputGate) -> TwoFloat:
     """Sums of log sigmoid(f) up to the boundaries of NC chunks, (B * NH, NC + 1); -inf behind a
     reset."""
     _, fbar, reset = log_gates(x.i, x.f, input_gate)
@@ -224,7 +224,7 @@ def _first_half(
         flags = step_flags(gates, spec.chunks(x.f), begins).reshape(x.f.shape)
         steps = lax.broadcasted_iota(jnp.int32, flags.shape, 1)
         S = flags.shape[1]
-        unbroken = jnp.min(jnp.where((flags & GOES_ON) == 0, steps, S), axis=1)
+        unbroken = jnp.min(jnp.where((flags & M_GRAD_FLOWS) == 0, steps, S), axis=1)
         passes = (unbroken == S).astype(dm.dtype)
         dm = passes * dm
         if gradients.vecDm is not None:

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 from jax import Array
 
 from mlstm_pallas.gates import (
-    CARRIED,
-    GOES_ON,
+    DECAY_NONZERO,
+    M_FROM_PREVIOUS,
+    M_GRAD_FLOWS,
     MASKED,
-    PASSES,
     ChunkGates,
     join_flags,
     log_forget_gate,
@@ -102,22 +102,22 @@ def through_tiles(
 _GROUP = 16  # steps summed at once; the work is this many times the length
 
 
-def run_sums(x: Array, goes_on: Array) -> Array:
-    """R_t = x_t + R_{t+1} where goes_on_t holds, else x_t, along the last axis.
+def segmented_suffix_sum(x: Array, flows: Array) -> Array:
+    """R_t = x_t + R_{t+1} where flows_t holds, else x_t, along the last axis.
 
     Steps are summed within groups, then groups within groups of groups, without any difference.
     """
     n, size = x.shape[-1], _GROUP if x.shape[-1] > 2 * _GROUP else x.shape[-1]
     padding = [*[(0, 0)] * (x.ndim - 1), (0, -n % size)]
     groups = *x.shape[:-1], -(-n // size), size
-    x, goes_on = jnp.pad(x, padding).reshape(groups), jnp.pad(goes_on, padding).reshape(groups)
-    ends = jnp.cumsum(~goes_on, axis=-1)
-    before = ends - (~goes_on).astype(ends.dtype)
-    same_run = before[..., None, :] == before[..., :, None]
-    same_run &= jnp.broadcast_to(jnp.tri(size, dtype=bool).T, same_run.shape)
-    R = jnp.sum(jnp.where(same_run, x[..., None, :], 0.0), axis=-1)
+    x, flows = jnp.pad(x, padding).reshape(groups), jnp.pad(flows, padding).reshape(groups)
+    ends = jnp.cumsum(~flows, axis=-1)
+    before = ends - (~flows).astype(ends.dtype)
+    same_segment = before[..., None, :] == before[..., :, None]
+    same_segment &= jnp.broadcast_to(jnp.tri(size, dtype=bool).T, same_segment.shape)
+    R = jnp.sum(jnp.where(same_segment, x[..., None, :], 0.0), axis=-1)
     if groups[-2] > 1:
-        reached = run_sums(R[..., 0], ends[..., -1] == 0)
+        reached = segmented_suffix_sum(R[..., 0], ends[..., -1] == 0)
         after = jnp.concatenate([reached[..., 1:], jnp.zeros_like(reached[..., :1])], axis=-1)
         R = R + jnp.where(before == ends[..., -1:], after[..., None], 0.0)
     return R.reshape(*groups[:-2], groups[-2] * size)[..., :n]
@@ -168,15 +168,18 @@ def step_gradients(
     of_tile = product(sums.vecQ, triangle) + product(
         sums.k_dot_dk_inter, jnp.triu(jnp.ones_like(triangle), k=1)
     )
-    dfbar = jnp.where((flags & PASSES) > 0, (of_tile + through[..., None]).reshape(vecF.shape), 0.0)
+    dfbar = jnp.where(
+        (flags & DECAY_NONZERO) > 0, (of_tile + through[..., None]).reshape(vecF.shape), 0.0
+    )
     di = (sums.k_dot_dk_inter + sums.vecK_intra).reshape(vecF.shape)
     first = jnp.zeros_like(through[:, 0])
     if dm is not None:
-        goes_on, carried = (flags & GOES_ON) > 0, (flags & CARRIED) > 0
+        flows, from_previous = (flags & M_GRAD_FLOWS) > 0, (flags & M_FROM_PREVIOUS) > 0
         # At t: whether step t + 1 passes its gradient on to t.
-        arrives = run_sums(dm, jnp.pad(goes_on[:, 1:], [(0, 0), (0, 1)]))
-        di, dfbar = di + jnp.where(carried, 0.0, arrives), dfbar + jnp.where(carried, arrives, 0.0)
-        first = arrives[:, 0]
+        sums_of_dm = segmented_suffix_sum(dm, jnp.pad(flows[:, 1:], [(0, 0), (0, 1)]))
+        di += jnp.where(from_previous, 0.0, sums_of_dm)
+        dfbar += jnp.where(from_previous, sums_of_dm, 0.0)
+        first = sums_of_dm[:, 0]
     return di, dfbar * jax.nn.sigmoid(-vecF), first
 
 
@@ -220,7 +223,7 @@ def gate_gradients(
     if input_gate is InputGate.SIGMOID:
         vecI = vecI.reshape(all_steps)
         di = jnp.where(vecI <= MASKED, 0.0, di * jax.nn.sigmoid(-vecI))
-    return di, df, jnp.where((flags[:, 0] & GOES_ON) > 0, first, 0.0)
+    return di, df, jnp.where((flags[:, 0] & M_GRAD_FLOWS) > 0, first, 0.0)
 
 
 def last_stabiliser_cotangent(dm: Array, last: Any, C_last: Array, n_last: Array) -> Array:

@@ -36,7 +36,7 @@ from jax import Array, lax
 
 from mlstm_pallas.problem import InputGate
 
-Pair = tuple[Array, Array]  # an unevaluated sum hi + lo
+TwoFloat = tuple[Array, Array]  # an unevaluated sum hi + lo
 Elementwise = Callable[[Array], Array]
 
 _INF = float("inf")
@@ -53,17 +53,17 @@ LEAST_EXPONENT = {"float32": -104.0, "float64": -746.0}
 class LocalGates(NamedTuple):
     """The gates of chunks without their initial states: (B * NH, NC, L), dtypes as ChunkGates."""
 
-    vecB: Pair  # b_t, resets left out
-    vecE: Pair  # e_t, reset offset included
-    vecEmax: Pair  # max of e_s over s <= t and since the last reset
+    vecB: TwoFloat  # b_t, resets left out
+    vecE: TwoFloat  # e_t, reset offset included
+    vecEmax: TwoFloat  # max of e_s over s <= t and since the last reset
     vecOffset: Array  # reset offset in e_t: > 0 where a reset is between the chunk's start and t
 
 
 class ChunkGates(NamedTuple):
     """Gates of all chunks: float32 (float64 for float64 gates)."""
 
-    vecE: Pair  # (B * NH, NC, L) e_t
-    vecU: Pair  # (B * NH, NC, L) u_t; +inf where nothing is stored
+    vecE: TwoFloat  # (B * NH, NC, L) e_t
+    vecU: TwoFloat  # (B * NH, NC, L) u_t; +inf where nothing is stored
     vecW: Array  # (B * NH, NC, L) w_t
     vecM: Array  # (B * NH, NC, L) m_t
     vecAbar: Array  # (B * NH, NC, L) abar_t
@@ -81,19 +81,19 @@ class ChunkGates(NamedTuple):
         return flat
 
 
-def two_sum(a: Array, b: Array) -> Pair:
+def two_sum(a: Array, b: Array) -> TwoFloat:
     """fl(a + b) and its rounding error (Knuth); the error is 0 where the sum is not finite."""
     s = a + b
     t = s - a
     return s, jnp.where(jnp.abs(s) < _INF, (a - (s - t)) + (b - t), 0.0)
 
 
-def pair_add(a: Pair, b: Pair) -> Pair:
+def add_two_floats(a: TwoFloat, b: TwoFloat) -> TwoFloat:
     s, error = two_sum(a[0], b[0])
     return two_sum(s, error + (a[1] + b[1]))
 
 
-def pair_max(a: Pair, b: Pair) -> Pair:
+def max_two_floats(a: TwoFloat, b: TwoFloat) -> TwoFloat:
     first = (a[0] > b[0]) | ((a[0] == b[0]) & (a[1] >= b[1]))
     return jnp.where(first, a[0], b[0]), jnp.where(first, a[1], b[1])
 
@@ -108,13 +108,13 @@ def exact_sum_grid(largest: Array, count: int, power: Elementwise = least_power_
     return 3.0 * power(jnp.maximum(largest, 1e-30) * count)
 
 
-def split_at(x: Array, grid: Array) -> Pair:
+def split_at(x: Array, grid: Array) -> TwoFloat:
     """x = hi + lo, with hi a multiple of the spacing of floats at ``grid``."""
     hi = (x + grid) - grid
     return hi, x - hi
 
 
-def split_for_exact_sums(x: Array, largest: Array, count: int) -> Pair:
+def split_for_exact_sums(x: Array, largest: Array, count: int) -> TwoFloat:
     """x = hi + lo, where every sum of up to ``count`` hi is exact; ``largest`` bounds |x|."""
     return split_at(x, exact_sum_grid(largest, count))
 
@@ -209,7 +209,7 @@ def reset_offset(
     return power(jnp.maximum(i_max - i_min, 0.0) + total_decay + _UNDERFLOW)
 
 
-def _where_pair(where: Array, x: Pair) -> Pair:
+def _where_two_float(where: Array, x: TwoFloat) -> TwoFloat:
     """x, and -inf elsewhere."""
     return jnp.where(where, x[0], -_INF), jnp.where(where, x[1], 0.0)
 
@@ -217,28 +217,28 @@ def _where_pair(where: Array, x: Pair) -> Pair:
 def stabiliser_sources(
     i: Array,
     fbar: Array,
-    b: Pair,
+    b: TwoFloat,
     offset: Array,
     reset: Array,
     begins: Array | None,
     input_gate: InputGate,
-) -> tuple[Pair, Pair]:
+) -> tuple[TwoFloat, TwoFloat]:
     """e_t, and the values whose running maximum is emax; with the sigmoid gate emax itself.
 
     i, fbar: logarithms of the gates; offset: reset offset of e_t; begins: where packed segments
     begin. Lowers to Triton and Mosaic GPU.
     """
 
-    def source(log_gate: Array) -> Pair:
-        return pair_add(two_sum(offset, log_gate), (-b[0], -b[1]))
+    def source(log_gate: Array) -> TwoFloat:
+        return add_two_floats(two_sum(offset, log_gate), (-b[0], -b[1]))
 
     stored = i != -_INF
-    e = _where_pair(stored, source(jnp.where(stored, i, 0.0)))
+    e = _where_two_float(stored, source(jnp.where(stored, i, 0.0)))
     if input_gate is InputGate.SIGMOID:
         return e, source(jnp.zeros_like(i))
     if begins is None:
         return e, e
-    sources = pair_max(e, _where_pair(begins, source(fbar)))
+    sources = max_two_floats(e, _where_two_float(begins, source(fbar)))
     return e, (jnp.where(reset, e[0], sources[0]), jnp.where(reset, e[1], sources[1]))
 
 
@@ -279,7 +279,7 @@ def local_gates_of_logs(
         return LocalGates(b, e, sources, offset)
 
     def since_reset(left: Any, right: Any) -> tuple[Any, ...]:
-        best = pair_max(left[:2], right[:2])
+        best = max_two_floats(left[:2], right[:2])
         return (
             jnp.where(right[2], right[0], best[0]),
             jnp.where(right[2], right[1], best[1]),
@@ -299,7 +299,7 @@ def chunk_summaries(local: LocalGates) -> tuple[Array, Array, Array]:
     return summary(*jax.tree.map(last, (local.vecB, local.vecEmax, local.vecOffset)))
 
 
-def summary(b: Pair, emax: Pair, offset: Array) -> tuple[Array, Array, Array]:
+def summary(b: TwoFloat, emax: TwoFloat, offset: Array) -> tuple[Array, Array, Array]:
     """``chunk_summaries`` from the last step of each chunk. Lowers to Mosaic GPU."""
     return b[0] + b[1], (emax[0] - offset) + b[0] + (emax[1] + b[1]), offset > 0
 
@@ -359,24 +359,24 @@ def without_outputs(gates: ChunkGates, lengths: Array | None) -> ChunkGates:
 
 def join_ends(
     b_hi: Array, b_lo: Array, offset: Array, m_start: Array, m_end: Array
-) -> tuple[Pair, Array]:
+) -> tuple[TwoFloat, Array]:
     """p (+inf where nothing is stored) and gamma of each chunk. Lowers to Mosaic GPU.
 
     b and offset are those of the chunk's last step, m_start and m_end those of its boundaries.
     """
     nothing = m_end == -_INF
-    p = pair_add(two_sum(offset, jnp.where(nothing, 0.0, m_end)), (-b_hi, -b_lo))
+    p = add_two_floats(two_sum(offset, jnp.where(nothing, 0.0, m_end)), (-b_hi, -b_lo))
     p = jnp.where(nothing, _INF, p[0]), jnp.where(nothing, 0.0, p[1])
     return p, jnp.where(offset == 0, jnp.exp((m_start - p[0]) - p[1]), 0.0)
 
 
 def join_steps(
-    local: LocalGates, m_start: Array, p: Pair, input_gate: InputGate
-) -> tuple[Pair, Array, Array, Array]:
+    local: LocalGates, m_start: Array, p: TwoFloat, input_gate: InputGate
+) -> tuple[TwoFloat, Array, Array, Array]:
     """u, w, m and abar of every step; m_start and p as of ``join_ends``. Lowers to Mosaic GPU."""
     (b_hi, b_lo), e, emax, offset = local
     carried = offset == 0
-    u = pair_max(emax, (jnp.where(carried, m_start, -_INF), jnp.zeros_like(m_start)))
+    u = max_two_floats(emax, (jnp.where(carried, m_start, -_INF), jnp.zeros_like(m_start)))
     empty = u[0] == -_INF
     u = (jnp.where(empty, _INF, u[0]), u[1])
     w = jnp.where(carried, jnp.exp((m_start - u[0]) - u[1]), 0.0)
@@ -387,12 +387,12 @@ def join_steps(
     return u, w, m, jnp.exp((e[0] - p[0]) + (e[1] - p[1]))
 
 
-CARRIED, GOES_ON, PASSES = 1, 2, 4  # bits of ``join_flags``
+M_FROM_PREVIOUS, M_GRAD_FLOWS, DECAY_NONZERO = 1, 2, 4  # bits of ``join_flags``
 
 
 def join_flags(
-    e: Pair,
-    u: Pair,
+    e: TwoFloat,
+    u: TwoFloat,
     m: Array,
     m_before: Array,
     f: Array,
@@ -402,10 +402,11 @@ def join_flags(
 ) -> Array:
     """The bits that the gate gradients read of every step, int32. Lowers to Mosaic GPU.
 
-    CARRIED: m_t is log sigmoid(f_t) + m_{t-1}, not i_t.
-    GOES_ON: CARRIED, and no packed segment begins at t: the gradient of m_t reaches m_{t-1}.
-    PASSES: some decay from before t to t or later is not 0. Without it the sums for f_t hold only
-    rounding errors.
+    M_FROM_PREVIOUS: m_t is log sigmoid(f_t) + m_{t-1}, not i_t.
+    M_GRAD_FLOWS: M_FROM_PREVIOUS, and no packed segment begins at t, so the gradient of m_t reaches
+    m_{t-1}.
+    DECAY_NONZERO: some decay from before t to t or later is not 0. Without it the sums for f_t hold
+    only rounding errors.
 
     Args:
       m_before: m_{t-1}.
@@ -417,12 +418,12 @@ def join_flags(
     def bits(where: Array, flag: int) -> Array:
         return jnp.where(where, jnp.full(m.shape, flag, jnp.int32), 0)
 
-    carried = ((e[0] != u[0]) | (e[1] != u[1])) & (f > MASKED)
+    from_previous = ((e[0] != u[0]) | (e[1] != u[1])) & (f > MASKED)
     # A NaN, hence False, where nothing was stored.
-    passes = log_f + m_before - m > LEAST_EXPONENT[m.dtype.name]
-    goes_on = bits(carried, GOES_ON)
-    flags = bits(carried, CARRIED) + (goes_on if begins is None else jnp.where(begins, 0, goes_on))
-    return flags + jnp.where(restarts, 0, bits(passes, PASSES))
+    nonzero = log_f + m_before - m > LEAST_EXPONENT[m.dtype.name]
+    flows, flags = bits(from_previous, M_GRAD_FLOWS), bits(from_previous, M_FROM_PREVIOUS)
+    flags += flows if begins is None else jnp.where(begins, 0, flows)
+    return flags + jnp.where(restarts, 0, bits(nonzero, DECAY_NONZERO))
 
 
 def causal(x: Array, *, offset: int = 0, fill: float = 0.0) -> Array:

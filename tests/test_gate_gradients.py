@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 
-from mlstm_pallas.gate_gradients import inner, run_sums
+from mlstm_pallas.gate_gradients import inner, segmented_suffix_sum
 
 
 @pytest.mark.parametrize("n", [1, 32, 33, 1000])
@@ -19,7 +19,7 @@ def test_sums_over_runs_of_steps(n, share):
     expected, after = np.zeros_like(x), np.zeros(6)
     for t in reversed(range(n)):
         after = expected[:, t] = x[:, t] + np.where(goes_on[:, t], after, 0.0)
-    result = jax.jit(run_sums)(x.astype("float32"), goes_on)
+    result = jax.jit(segmented_suffix_sum)(x.astype("float32"), goes_on)
     # One rounding of each x, and sums of n terms.
     bound = (1 + math.sqrt(n)) * 2.0**-24 * np.linalg.norm(expected)
     assert np.linalg.norm(np.asarray(result) - expected) <= bound

@@ -22,7 +22,7 @@ from mlstm_pallas import KernelConfig, dispatch, gate_gradients, gates, planning
 from mlstm_pallas.backward import before_tiles, with_delta
 from mlstm_pallas.call_spec import CallSpec
 from mlstm_pallas.gate_gradients import TileSums
-from mlstm_pallas.gates import CARRIED, GOES_ON, PASSES
+from mlstm_pallas.gates import DECAY_NONZERO, M_FROM_PREVIOUS, M_GRAD_FLOWS
 from mlstm_pallas.gpu import HOPPER
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.problem import InputGate, Problem, make_problem
@@ -162,7 +162,9 @@ def test_step_gradients_against_float64(BNH, S, L, share, has_dm):
     x = jax.tree.map(lambda y: y.astype("float32"), x)
     carried, goes_on, passes = (draw.random((BNH, S)) < p for p in (share, 0.999, 0.95))
     goes_on &= carried
-    flags = (CARRIED * carried + GOES_ON * goes_on + PASSES * passes).astype("int32")
+    flags = (M_FROM_PREVIOUS * carried + M_GRAD_FLOWS * goes_on + DECAY_NONZERO * passes).astype(
+        "int32"
+    )
     call = call_of("step_gradients", Problem(1, BNH, S, 64, 64, L, 1.0))
 
     @functools.partial(jax.jit, static_argnums=0)

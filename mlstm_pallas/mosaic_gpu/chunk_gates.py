@@ -33,7 +33,7 @@ from mlstm_pallas.gates import (
     ChunkGates,
     LocalGates,
     branchless_log1p,
-    pair_max,
+    max_two_floats,
     split_at,
     stabiliser_sources,
     two_sum,
@@ -103,7 +103,7 @@ def _local_gates(
     def largest_since_reset(left, x):
         """What was before the last reset does not count."""
         same = left[2] == x[2]
-        largest = zip(pair_max(left[:2], x[:2]), x[:2], strict=True)
+        largest = zip(max_two_floats(left[:2], x[:2]), x[:2], strict=True)
         return *(jnp.where(same, *pair) for pair in largest), x[2]
 
     stored, decay = log_i > -_INF, -log_f

@@ -27,8 +27,8 @@ import numpy as np
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.gate_gradients import run_sums, through_tiles
-from mlstm_pallas.gates import CARRIED, GOES_ON, PASSES
+from mlstm_pallas.gate_gradients import segmented_suffix_sum, through_tiles
+from mlstm_pallas.gates import DECAY_NONZERO, M_FROM_PREVIOUS, M_GRAD_FLOWS
 from mlstm_pallas.mosaic_gpu.chunk_scans import (
     LANES,
     STEPS,
@@ -87,7 +87,7 @@ def _to_previous_step(dm, flags, buffer) -> Sequence[Any]:
     def join(later, x):
         return x[0] + jnp.where(x[1] > 0, later[0], 0.0), x[1] * later[1]
 
-    flows = jnp.where((flags & GOES_ON) > 0, np.float32(1), np.float32(0))
+    flows = jnp.where((flags & M_GRAD_FLOWS) > 0, np.float32(1), np.float32(0))
     dm = jnp.where(flows > 0, dm, 0.0)
     return running(join, (dm, flows), (0.0, 1.0), LANES, buffer, backward=True)
 
@@ -167,7 +167,7 @@ def _kernel(
         [[through[head, divide(first_tile + j, through_size)] for j in chunks]], LANES
     )
     log_f_gradient = from_step + before_step + across(whole[0], steps)
-    log_f_gradient = jnp.where((flag & PASSES) > 0, log_f_gradient, 0.0)
+    log_f_gradient = jnp.where((flag & DECAY_NONZERO) > 0, log_f_gradient, 0.0)
     if dm is not None:
         if carries is None:
             carry = _carry(dm.at[head], flags.at[head], block, carry_scan, firsts)
@@ -180,7 +180,7 @@ def _kernel(
         write(scans.at[2, 0, :LANES], across(split_columns(dm_total)[0], 2))
         plgpu.commit_smem()
         dm_first[head, block] = scans[2, 0, 0, 0]
-        from_previous = (flag & CARRIED) > 0
+        from_previous = (flag & M_FROM_PREVIOUS) > 0
         log_i_gradient += jnp.where(from_previous, 0.0, dm_total)
         log_f_gradient += jnp.where(from_previous, dm_total, 0.0)
     store_rows(di.at[head, rows], log_i_gradient)
@@ -192,13 +192,13 @@ def _carries(dm: Array, flags: Array, size: int) -> Array:
     """The carry into each block of so many steps: (B * NH, blocks)."""
     dm, flags = (x.reshape(x.shape[0], -1, size) for x in (dm, flags))
     step = jnp.broadcast_to(jnp.arange(size, dtype=np.int32), dm.shape)
-    goes_on = (flags & GOES_ON) > 0
+    goes_on = (flags & M_GRAD_FLOWS) > 0
     # The end of the first run.
     end = jnp.where(goes_on | (step == 0), np.int32(size), step).min(axis=-1, keepdims=True)
     # One kernel with the minimum; goes_on[:, :, 0] is another one.
     passes_on = jnp.any(goes_on & (step == 0), axis=-1)
     to_end = (end[..., 0] == size) & jnp.pad(passes_on[:, 1:], [(0, 0), (0, 1)])
-    arrives = run_sums(jnp.sum(jnp.where(step < end, dm, 0.0), axis=-1), to_end)
+    arrives = segmented_suffix_sum(jnp.sum(jnp.where(step < end, dm, 0.0), axis=-1), to_end)
     return jnp.pad(jnp.where(passes_on, arrives, 0.0)[:, 1:], [(0, 0), (0, 1)])
 
 

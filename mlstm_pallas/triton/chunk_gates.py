@@ -24,9 +24,9 @@ from mlstm_pallas import gates
 from mlstm_pallas.gates import (
     ChunkGates,
     LocalGates,
+    add_two_floats,
     log_gates,
-    pair_add,
-    pair_max,
+    max_two_floats,
     reset_offset,
     split_for_exact_sums,
     stabiliser_sources,
@@ -83,7 +83,7 @@ def _chunk_gates_kernel(
         i, fbar, reset = log_gates(i_ref[steps], f_ref[steps], input_gate)
         hi, lo = split_for_exact_sums(fbar, jnp.max(jnp.abs(fbar)), siz_b)
         hi, lo = jnp.cumsum(hi), jnp.cumsum(lo)
-        b = pair_add(
+        b = add_two_floats(
             (hi, lo), (jnp.broadcast_to(sum_hi, hi.shape), jnp.broadcast_to(sum_lo, hi.shape))
         )
         begins = None if starts_ref is None else starts_ref[steps] > 0
@@ -103,7 +103,7 @@ def _chunk_gates_kernel(
             tile_max_lo = jnp.max(jnp.where(largest, source_lo[None, :], -_INF), axis=1)
             before = count == resets  # the maximum so far still counts
             reaching = jnp.where(before, max_hi, -_INF), jnp.where(before, max_lo, 0.0)
-            emax_hi, emax_lo = pair_max((tile_max_hi, tile_max_lo), reaching)
+            emax_hi, emax_lo = max_two_floats((tile_max_hi, tile_max_lo), reaching)
             emax_lo = jnp.where(emax_hi == -_INF, 0.0, emax_lo)
 
         for ref, x in (

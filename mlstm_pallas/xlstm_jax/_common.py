@@ -318,8 +318,8 @@ def gates_of(spec: CallSpec, x: Arrays) -> ChunkGates:
     if "vecB" in x:
         zeros = jnp.zeros_like(i)
         b = x["vecB"], zeros
-        e = gates.pair_add((i, zeros), (-b[0], -b[1]))
-        local = LocalGates(b, e, lax.associative_scan(gates.pair_max, e, axis=-1), zeros)
+        e = gates.add_two_floats((i, zeros), (-b[0], -b[1]))
+        local = LocalGates(b, e, lax.associative_scan(gates.max_two_floats, e, axis=-1), zeros)
     elif x["vecF"].ndim == 2:
         local = gates.local_gates(i, x["vecF"].reshape(chunks))
     else:
