@@ -205,10 +205,22 @@ def loss_of(h, states):
     return jnp.sum(h * jnp.cos(h)) + sum(jnp.sum(jnp.sin(y)) for y in finite)
 
 
+def strict(function):
+    """Traces the function under the strict promotion modes of jax, as some models do."""
+
+    @functools.wraps(function)
+    def traced(*args, **kwargs):
+        with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+            return function(*args, **kwargs)
+
+    return traced
+
+
 def results_of(run):
     """A jitted function of up to eight arguments: h, c, n, m and the gradients of a loss that is
     not computed, because devices would exchange its sum."""
 
+    @strict
     def results(*x):
         def loss(*x):
             h, states = run(*x)
@@ -263,6 +275,7 @@ def outputs_and_gradients(run, layout="BNTH"):
     """
 
     @jax.jit
+    @strict
     def both(x, cotangents, **traced):
         def outputs_of(x):
             given = zip(x, in_layout(layout, x, x.values()), strict=True)
