@@ -124,14 +124,6 @@ def chunkwise(
 ) -> tuple[jax.Array, States]: ...  # fmt: skip
 @overload
 def chunkwise(
-    q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None,
-    n_initial: Array | None, m_initial: Array | None, return_last_states: Literal[True],
-    eps: float = 1e-6, chunk_size: int | None = None,
-    autocast_kernel_dtype: DTypeLike | None = None, stabilize_correctly: bool = True,
-    norm_val: float = 1.0, **keywords: Unpack[SequenceKeywords],
-) -> tuple[jax.Array, States]: ...  # fmt: skip
-@overload
-def chunkwise(
     q: Array, k: Array, v: Array, i: Array, f: Array, c_initial: Array | None = None,
     n_initial: Array | None = None, m_initial: Array | None = None,
     return_last_states: bool = ..., eps: float = 1e-6, chunk_size: int | None = None,

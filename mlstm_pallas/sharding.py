@@ -229,19 +229,18 @@ def _partitioned(function: Function, spec: Any, mapped: int) -> Function:
 
 
 def _sharding_rule(mapped: int, mesh: Any, operands: Any, results: Any) -> tuple[Any, ...]:
-    free = [f"free{axis}" for axis in range(mapped + 2)]
-    whole = [f"whole{n}" for n in range(1 + sum(x.rank for x in (*operands, *results)))]
-    names = iter(whole)
-    identity, *shapes = (
-        " ".join(
-            (free if index else [])
-            + [next(names) for _ in range(x.rank - (len(free) if index else 0))]
-        )
-        for index, x in enumerate((*operands, *results))
-    )
-    inputs, outputs = [identity, *shapes[: len(operands) - 1]], shapes[len(operands) - 1 :]
-    used = whole[: whole.index(next(names))]
-    return f"{', '.join(inputs)} -> {', '.join(outputs)}", {"need_replication_factors": tuple(used)}
+    """The first axes of all arrays but the identity are free; all others are replicated."""
+    free, whole = [f"free{axis}" for axis in range(mapped + 2)], list[str]()
+
+    def axes(x: Any, free: Sequence[str]) -> str:
+        others = [f"whole{len(whole) + n}" for n in range(x.rank - len(free))]
+        whole.extend(others)
+        return " ".join([*free, *others])
+
+    identity, *inputs = operands
+    text = ", ".join([axes(identity, ()), *(axes(x, free) for x in inputs)])
+    text += " -> " + ", ".join([axes(x, free) for x in results])
+    return text, {"need_replication_factors": tuple(whole)}
 
 
 def _common_shardings(mapped: int, args: Any, results: Any) -> tuple[Any, Any]:

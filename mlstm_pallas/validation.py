@@ -366,12 +366,11 @@ def check_scalar(name: str, x: Any, *, signed: bool = False) -> float:
     """x as a float that is 0 or a normal number in float32; Python's or NumPy's number."""
     if isinstance(x, jax.core.Tracer):
         raise TypeError(f"{name} is traced, expected a Python float: mark it static in jit")
-    if isinstance(x, jax.Array | np.ndarray):
-        hint = "" if x.ndim else f": pass float({name})"
-        raise TypeError(f"{name} is a {type_name(x)}, expected a float{hint}")
     is_float = isinstance(x, np.generic) and jnp.issubdtype(x.dtype, jnp.floating)  # bfloat16 too
     if isinstance(x, bool) or not (isinstance(x, numbers.Real) or is_float):
-        raise TypeError(f"{name} is a {type_name(x)}, expected a float")
+        scalar = isinstance(x, jax.Array | np.ndarray) and not x.ndim
+        hint = f": pass float({name})" if scalar else ""
+        raise TypeError(f"{name} is a {type_name(x)}, expected a float{hint}")
     limits = np.finfo(np.float32)
     try:
         number = float(x)
@@ -428,8 +427,9 @@ def check_integer(
 
 def check_chunk_size(x: Any) -> int | None:
     """The chunk size as an int or None."""
-    limits: dict[str, Any] = dict(least=MIN_CHUNK_SIZE, power_of_two=True, optional=True)
-    return None if x is None else check_integer("chunk_size", x, **limits)
+    if x is None:
+        return None
+    return check_integer("chunk_size", x, MIN_CHUNK_SIZE, power_of_two=True, optional=True)
 
 
 def check_num_segments(x: Any, segment_ids: Any, return_last_states: bool) -> int:

@@ -21,7 +21,7 @@ from mlstm_pallas.backward import backward as backward_schedule
 from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, LastStates, Residuals, StoredStates
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.dispatch import run
-from mlstm_pallas.entry import Options, pad, spec_for
+from mlstm_pallas.entry import options_of, pad, spec_for
 from mlstm_pallas.fwbw import not_differentiated
 from mlstm_pallas.gates import ChunkGates, LocalGates
 from mlstm_pallas.normaliser import NormaliserGradients, at_least, query_scale
@@ -196,15 +196,9 @@ def call_spec(
         tiles = {name: arguments.get((renamed or {}).get(name, name)) for name in fields}
         tiles = {name: x for name, x in tiles.items() if x is not None}
         config = config.replace(**{f"triton_{stage}": tiles})
-    options = Options(
-        return_last_states=True,
-        eps=statics.get("eps", 0.0),
-        chunk_size=statics["chunk_size"],
-        stabilize_correctly=statics.get("stabilize_correctly", True),
-        norm_val=0.0 if constant_denominator else statics.get("norm_val", 1.0),
-        recompute_states_in_bw=False,
-        config=config,
-    )
+    floor = 0.0 if constant_denominator else statics.get("norm_val", 1.0)
+    fixed = dict(return_last_states=True, recompute_states_in_bw=False)
+    options = options_of({"eps": 0.0, **statics, "norm_val": floor, "config": config, **fixed})
     spec = spec_for(
         options,
         InputGate.EXP,
