@@ -5,7 +5,7 @@ import os
 import warnings
 from collections.abc import Callable, Sequence
 from contextvars import ContextVar, Token
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
 from jax.extend.core import Primitive, jaxpr_as_fun
@@ -23,28 +23,28 @@ _default: ContextVar[str | None] = ContextVar("backend", default=_UNSET)
 
 
 class use_backend:
-    """Inside, ``backend`` is the backend of calls that name none themselves.
+    """Sets the backend of calls inside a with statement that pass none.
 
     None: "triton" where the computation is lowered for an NVIDIA GPU, "xla"
       elsewhere.
     "triton": Triton kernels, the fastest in float32 and on GPUs before and
       after Hopper.
     "mosaic_gpu": Mosaic GPU kernels, the fastest on Hopper in 16-bit dtypes.
-      Stages without one run Triton's, or plain jnp where jax has no Triton
-      backend. Another GPU or an unfit jax is a ValueError.
+      Stages without such a kernel run Triton's, or plain jnp if jax has no
+      Triton backend. Another GPU or an unsupported jax raises a ValueError.
     "xla": plain jnp, on any device.
     "interpret", "mosaic_gpu_interpret": the kernels interpreted on a CPU;
-      slow, for tests; the former in a shard_map with check_vma=False, the
-      latter on one device.
+      slow, for tests. Inside a shard_map the former needs check_vma=False;
+      the latter runs on one device only.
 
     The argument ``backend`` of a call comes first, then the innermost
     use_backend, then the environment variable MLSTM_PALLAS_BACKEND. All are
-    read when a function is called, that is at trace time under jit: functions
-    that were traced before stay as they are.
+    read when a function is called, that is at trace time under jit, so they
+    do not change functions that were traced before.
 
-    A use_backend holds in the thread, or the asyncio task, that entered it.
-    Threads started inside do not see it. For those, and for a whole program,
-    set MLSTM_PALLAS_BACKEND.
+    use_backend applies to the thread or asyncio task that entered it. Threads
+    started inside do not see it; for them, and for a whole program, set
+    MLSTM_PALLAS_BACKEND.
 
     Example::
 
@@ -82,7 +82,7 @@ def requested_backend(backend: str | None = None, *, mosaic_gpu_kernels: bool = 
     """The backend of a call, from its argument, ``use_backend`` or the environment.
 
     Args:
-      mosaic_gpu_kernels: whether the call has such kernels; one without runs on any jax and GPU.
+      mosaic_gpu_kernels: whether the call has any; others run on backend "mosaic_gpu" too.
 
     Raises:
       ValueError: where the Mosaic GPU kernels cannot run, and for a wrong MLSTM_PALLAS_BACKEND.
@@ -95,9 +95,9 @@ def requested_backend(backend: str | None = None, *, mosaic_gpu_kernels: bool = 
         check_backend(backend, variable=VARIABLE)
     if backend is not None and Lowering(backend).folder == "mosaic_gpu" and mosaic_gpu_kernels:
         check_mosaic_gpu(name, Lowering(backend), target_gpu())
-    # If jax has no Triton backend, None is "mosaic_gpu" on Hopper. Stages without such a kernel, as
-    # in float32, run in plain jnp. This is decided when the call is traced, so a computation on the
-    # CPU of such a machine has to pass "xla".
+    # If jax has no Triton, None means "mosaic_gpu" on Hopper. Stages without such a kernel (all
+    # stages in float32, for one) run in plain jnp. This is decided when the call is traced, so pass
+    # "xla" for a computation on the CPU of such a machine.
     without_triton = (
         backend is None and not HAS_TRITON and mosaic_gpu_kernels and jax_has_mosaic_gpu()
     )
@@ -111,7 +111,7 @@ def jax_has_mosaic_gpu() -> bool:
 
 
 def check_mosaic_gpu(name: str, lowering: Lowering, gpu: Gpu) -> None:
-    """Raises a ValueError if jax or the GPU cannot run the Mosaic GPU kernels."""
+    """Refuses the Mosaic GPU kernels for another jax, or for another GPU than Hopper."""
     if not jax_has_mosaic_gpu():
         first, end = (".".join(map(str, version)) for version in MOSAIC_GPU_JAX)
         # Not Triton, which needs a GPU.
@@ -129,66 +129,52 @@ def check_mosaic_gpu(name: str, lowering: Lowering, gpu: Gpu) -> None:
         )
 
 
-# The identity, which raises when it is lowered for a CPU, because Pallas' own message there says
-# only that it supports nothing but interpret mode.
-_for_gpus = Primitive("for_gpus")
-_for_gpus.def_abstract_eval(lambda x, *, backend: x)
-_for_gpus.def_impl(
-    lambda x, *, backend: jax.jit(functools.partial(_for_gpus.bind, backend=backend))(x)
-)
-batching.defvectorized(_for_gpus)
-
-
-def _refuse(*_: Any, backend: str) -> NoReturn:
-    interpreted = "interpret" if backend == "triton" else "mosaic_gpu_interpret"
-    raise ValueError(
-        f"backend is {backend!r}, whose kernels are for GPUs, and the computation is lowered for a "
-        f"CPU: expected backend None or 'xla' (plain jnp), or {interpreted!r} (the kernels, "
-        "interpreted)"
-    )
-
-
-mlir.register_lowering(_for_gpus, lambda _, x, *, backend: [x])
-mlir.register_lowering(_for_gpus, _refuse, platform="cpu")
-
-
-# Like ``lax.platform_dependent``, but each function is lowered for its own platforms only. jax
-# lowers every branch for all platforms of a computation, and Pallas refuses to lower Triton kernels
-# for a CPU.
+# What ``lax.platform_dependent`` does, but each function is lowered for its own platforms alone.
+# Where a computation is lowered for several, jax lowers every branch for all of them, and Pallas
+# refuses to lower kernels for a CPU, with a message that does not name ``backend``.
 _by_platform = Primitive("by_platform")
 _by_platform.multiple_results = True
-_by_platform.def_abstract_eval(lambda *_, cuda, other: other.out_avals)
+_by_platform.def_abstract_eval(lambda *_, other, **_others: other.out_avals)
 _by_platform.def_impl(
-    lambda *args, **jaxprs: jax.jit(functools.partial(_by_platform.bind, **jaxprs))(*args)
+    lambda *args, **params: jax.jit(functools.partial(_by_platform.bind, **params))(*args)
 )
 
 
 def _lowering_of(platform: str) -> Callable[..., Any]:
-    def rule(ctx: Any, *args: Any, **jaxprs: Any) -> Any:
+    def rule(ctx: Any, *args: Any, backend: str | None, cuda: Any, other: Any) -> Any:
+        if platform == "cpu" and backend is not None:
+            interpreted = "interpret" if backend == "triton" else "mosaic_gpu_interpret"
+            raise ValueError(
+                f"backend is {backend!r}, whose kernels are for GPUs, and the computation is "
+                "lowered for a CPU: expected backend None or 'xla' (plain jnp), or "
+                f"{interpreted!r} (the kernels, interpreted)"
+            )
         module = ctx.module_context
-        # jax caches the lowered form of inner jits without their platforms, so the CPU would call a
+        # jax keeps the lowered form of inner jits without their platforms: the CPU would call a
         # function lowered for CUDA, and XLA for CPUs aborts at the cumsum of jax 0.12 for GPUs.
         lowered = module.cached_primitive_lowerings
         if ctx.platforms is not None:
             lowered = lowered.setdefault((_by_platform, *ctx.platforms), {})
         ctx = ctx.replace(module_context=module.replace(cached_primitive_lowerings=lowered))
-        return mlir.lower_fun(jaxpr_as_fun(jaxprs[platform]))(ctx, *args)
+        return mlir.lower_fun(jaxpr_as_fun(cuda if platform == "cuda" else other))(ctx, *args)
 
     return rule
 
 
-def _batched(axis: Any, args: Any, dims: Any, **jaxprs: Any) -> tuple[Any, Any]:
+def _batched(axis: Any, args: Any, dims: Any, backend: Any, **jaxprs: Any) -> tuple[Any, Any]:
     def mapped(jaxpr: Any) -> Any:
         names = dict(axis_name=axis.name, axis_size=axis.size, spmd_axis_name=axis.spmd_name)
         return jax.make_jaxpr(jax.vmap(jaxpr_as_fun(jaxpr), tuple(dims), **names))(*args)
 
-    results = _by_platform.bind(*args, **{name: mapped(x) for name, x in jaxprs.items()})
+    jaxprs = {name: mapped(x) for name, x in jaxprs.items()}
+    results = _by_platform.bind(*args, backend=backend, **jaxprs)
     return results, [0] * len(results)
 
 
 batching.fancy_primitive_batchers[_by_platform] = _batched
 mlir.register_lowering(_by_platform, _lowering_of("other"))
-mlir.register_lowering(_by_platform, _lowering_of("cuda"), platform="cuda")
+for _platform in ("cpu", "cuda"):
+    mlir.register_lowering(_by_platform, _lowering_of(_platform), platform=_platform)
 
 
 def on_backend(
@@ -197,30 +183,26 @@ def on_backend(
     *args: Any,
     mapped: Sequence[tuple[str, int]] = (),
 ) -> Any:
-    """Returns run(lowering, *args), with the lowering of the backend.
+    """run(lowering, *args).
 
     mapped: (name, size) of the axes of a vmap that run names, where jax may have left the vmap.
 
     None is Triton where the computation is lowered for CUDA, else XLA. Where jax has no Triton it
     is XLA, unless ``requested_backend`` chose "mosaic_gpu".
     """
-    if backend is None and not HAS_TRITON:
-        return run(Lowering.XLA, *args)
-    if backend is None:
-        leaves, tree = jax.tree.flatten(args)
+    lowering = Lowering(backend or (Lowering.TRITON if HAS_TRITON else Lowering.XLA))
+    if lowering.interpret or lowering is Lowering.XLA:
+        return run(lowering, *args)
+    leaves, tree = jax.tree.flatten(args)
 
-        def traced(lowering: Lowering) -> Any:
-            function = functools.partial(run, lowering)
-            return jax.make_jaxpr(
-                lambda *x: function(*jax.tree.unflatten(tree, x)),
-                axis_env=mapped,
-                return_shape=True,
-            )(*leaves)
+    def traced(lowering: Lowering) -> Any:
+        return jax.make_jaxpr(
+            lambda *x: run(lowering, *jax.tree.unflatten(tree, x)),
+            axis_env=mapped,
+            return_shape=True,
+        )(*leaves)
 
-        (cuda, _), (other, outputs) = traced(Lowering.TRITON), traced(Lowering.XLA)
-        results = _by_platform.bind(*leaves, cuda=cuda, other=other)
-        return jax.tree.unflatten(jax.tree.structure(outputs), results)
-    if backend in ("triton", "mosaic_gpu"):
-        (first, *others), tree = jax.tree.flatten(args)
-        args = jax.tree.unflatten(tree, [_for_gpus.bind(first, backend=backend), *others])
-    return run(Lowering(backend), *args)
+    cuda, outputs = traced(lowering)
+    other, outputs = traced(Lowering.XLA) if backend is None else (cuda, outputs)
+    results = _by_platform.bind(*leaves, backend=backend, cuda=cuda, other=other)
+    return jax.tree.unflatten(jax.tree.structure(outputs), results)
