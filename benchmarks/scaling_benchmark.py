@@ -13,7 +13,7 @@ Efficiency is tokens per second and device, relative to the fewest devices that 
 in the same round; a row has the median of the rounds, and their range.
 
 Before a function is timed, it is checked on the same devices against the float64 recurrence, with
-one head and few steps a device. Memory is the peak of a device beyond its inputs.
+one head and few steps per device. Memory is the peak of a device beyond its inputs.
 
 Exit code 1 when an output is wrong or a run fails for any reason but memory, 2 when the request
 makes no sense, 130 after Ctrl-C.

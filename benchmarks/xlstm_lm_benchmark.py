@@ -77,7 +77,7 @@ class Model:
 
     @property
     def product_parameters(self) -> int:
-        """Those of matrix products."""
+        """The number of parameters in matrix products."""
         mlstm = self.width * (2 * self.qk_width + 3 * self.width + 2 * self.heads)
         mlp = 3 * self.width * self.mlp_width
         return self.layers * (mlstm + mlp) + self.width * self.vocabulary

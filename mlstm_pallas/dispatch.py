@@ -2,7 +2,7 @@
 
 A stage has one name and one signature in every folder: ``stages/`` (plain jnp), ``triton/`` and
 ``mosaic_gpu/``, whose file of the stage's name has its kernel, if there is one. A folder is
-imported when a call runs there; ``planning.py`` decides where that is.
+imported when ``planning.py``, which decides what runs where, first asks for one of its kernels.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""The only place that decides what runs where: chunk sizes, schedule, splits, lowerings, tiles.
+"""Decides what runs where: chunk sizes, schedule, splits, lowerings and tiles.
 
 All of it follows from a ``CallSpec``, by pure functions: the problem, what the caller asks for, and
 the facts of the GPU. The ``Tiles`` of a kernel plan the sizes that it reads for a problem;
@@ -27,11 +27,11 @@ from mlstm_pallas.stage import Launch, Lowering
 HAS_TRITON = importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 # Splits of the fused scan cost a launch and a product over their steps, which shorter splits and
-# narrower heads (DHQK * DHHV) do not repay.
+# narrower heads (a smaller DHQK * DHHV) do not repay.
 MIN_SPLIT_STEPS, MIN_SPLIT_STATE = 1024, 2**15
 MIN_FUSED_STATE = 2**13  # DHQK * DHHV
-SCAN_SHARE = 0.6  # of the places for CTAs, which splits make the fused scan fill
-SUMMARY_STEPS = 4096  # of a split of a shard's summary: enough work, and enough products
+SCAN_SHARE = 0.6  # the share of the places for CTAs that the fused scan should fill
+SUMMARY_STEPS = 4096  # of a split of a shard's summary: enough work per CTA, and enough CTAs
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,9 +131,9 @@ def lowerings(first: Lowering) -> tuple[Lowering, ...]:
 def chunk_size_for(p: Problem, dtype: jnp.dtype, lowering: Lowering, gpu: Gpu) -> int:
     """L, for which the products inside chunks take about half the FLOPs of those with the states.
 
-    The states then take about as much memory as q, k and v. In float32 the products bind, of which
-    short chunks have fewer. Mosaic GPU's gradients need at least 128 steps; where
-    parallel_bw_dQKV falls to Triton, it gains from fewer states.
+    The states then take about as much memory as q, k and v. float32 is bound by products, of which
+    short chunks have fewer. Mosaic GPU's gradients need at least 128 steps; if parallel_bw_dQKV
+    runs on Triton, fewer states make it faster.
     """
     DHQK, DHHV = p.DHQK, p.DHHV
     size = DHQK * DHHV // (DHQK + DHHV)
@@ -195,7 +195,7 @@ def launch(spec: CallSpec, name: str, first: Lowering, problem: Problem, num_spl
 
 
 def asked_of(name: str, spec: CallSpec, first: Lowering) -> dict[str, Any]:
-    """What a call asks of a kernel beside its result, on which its tiles depend."""
+    """What a call asks of a kernel beside its result, as far as its tiles depend on it."""
     if name == "recurrent_fw_C":
         return dict(has_x=True)
     if name == "recurrent_bw_dC":

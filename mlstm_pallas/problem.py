@@ -81,7 +81,7 @@ class Problem:
         return dataclasses.replace(self, L=min(L, self.L))
 
     def in_splits(self, num_splits: int) -> "Problem":
-        """The problem with one chunk a split, for equal splits."""
+        """The problem with one chunk per split, for equal splits."""
         return dataclasses.replace(self, L=self.S // num_splits)
 
     def split(self, num_splits: int) -> "Problem":

@@ -1,7 +1,7 @@
 """The types that describe a stage, a call of a stage, and a stage's kernels.
 
-``stages/`` has the contracts, a file each. ``triton/`` and ``mosaic_gpu/`` have the kernels, in
-files of the same names, and ``dispatch.py`` finds them.
+``stages/`` has one file per contract. ``triton/`` and ``mosaic_gpu/`` have the kernels, in files of
+the same names, and ``dispatch.py`` finds them.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ def largest_rows(DHQK: int, most: int = 256) -> int:
     return next((rows for rows in sizes if rows <= most), 0)
 
 
-# By field of tiles, the limits of its values; None: a flag.
+# The limits of the values of each field of tiles; None: a flag.
 _SIZE = dict(least=MIN_TILE, most=MAX_TILE_SIZE, power_of_two=True)
 _BLOCK = dict(least=MIN_TILE, most=1024)
 _FIELDS: dict[str, dict[str, Any] | None] = {
@@ -175,7 +175,7 @@ class Stage:
       outputs: the name under which later stages have all of its outputs as one operand.
       fused: whether it runs in the chunks of the fused scan, not in those of the call.
       decode: whether it is a stage of generation, not of mlstm_chunkwise.
-      helper: whether it is a small one between the others, without a plain kernel of its own cost.
+      helper: whether it is a small stage between the others.
     """
 
     name: str
@@ -200,12 +200,12 @@ class Stage:
 # (B, S, NH, D); the number of axes tells which. Gates, tiles and states have one layout.
 #
 # q, k, v, h and their gradients may have the caller's steps, fewer than Problem.S, and so may the
-# weighted operands made of them; all code takes what is beyond for zeros. All else has Problem.S
-# steps, whole chunks. The gates beyond the caller's store nothing and decay nothing.
+# scaled operands made of them; all code treats the steps beyond as zeros. All other arrays have
+# Problem.S steps, whole chunks. The gates beyond the caller's steps store and decay nothing.
 
 
 def with_steps(x: jax.Array, S: int) -> jax.Array:
-    """x with S steps along axis 1: with zeros behind, or cut."""
+    """x with S steps along axis 1, padded with zeros or cut."""
     if x.shape[1] > S:
         return x[:, :S]
     behind = S - x.shape[1]
@@ -218,7 +218,7 @@ def sequence_shape(like: jax.Array, columns: int, dtype: Any) -> jax.ShapeDtypeS
 
 
 def steps_like(vec: jax.Array, x: jax.Array) -> jax.Array:
-    """A number a step, (B * NH, S), to multiply x with: (B * NH, S, 1) or (B, S, NH, 1)."""
+    """One number per step, (B * NH, S), as a factor of x: (B * NH, S, 1) or (B, S, NH, 1)."""
     vec = with_steps(vec, x.shape[1])
     if x.ndim == 3:
         return vec[..., None]
@@ -227,25 +227,25 @@ def steps_like(vec: jax.Array, x: jax.Array) -> jax.Array:
 
 
 def steps_of(vec: jax.Array, S: int) -> jax.Array:
-    """The inverse: (B, S', NH) or (B * NH, S') to (B * NH, S), with zeros behind."""
+    """The inverse: (B, S', NH) or (B * NH, S') to (B * NH, S), padded with zeros."""
     if vec.ndim == 3:
         vec = jnp.swapaxes(vec, 1, 2).reshape(-1, vec.shape[1])
     return with_steps(vec, S)
 
 
 class ScaledRows(NamedTuple):
-    """An operand whose steps are weighted in a product, by the kernel or before it."""
+    """An operand whose rows (steps) are scaled, in the kernel or before it."""
 
     array: jax.Array  # (B * NH, S, D) or (B, S, NH, D)
-    weights: jax.Array | None  # (B * NH, S) float32; None: the array is weighted
+    weights: jax.Array | None  # (B * NH, S) float32; None: the array is already scaled
 
     def product(self) -> jax.Array:
-        """The weighted array, in its dtype."""
+        """The scaled array, in its dtype."""
         if self.weights is None:
             return self.array
         weights = steps_like(self.weights, self.array)
         return (self.array.astype(weights.dtype) * weights).astype(self.array.dtype)
 
     def times(self, factors: jax.Array) -> jax.Array:
-        """The weights of ``array`` that multiply the weighted one with the factors (B * NH, S)."""
+        """The weights of ``array`` for the scaled array times the factors (B * NH, S)."""
         return factors if self.weights is None else factors * self.weights

@@ -96,7 +96,7 @@ Overrides = dict[str, Any]
 
 
 def keywords(overrides: Overrides) -> dict[str, Any]:
-    """Those of a config."""
+    """The keywords of a config."""
     row: dict[str, Any] = {}
     for name, x in overrides.items():
         kernel, _, field = name.partition(".")

@@ -390,7 +390,7 @@ def outputs(
 
 
 def _normaliser_gradients(spec: CallSpec, x: Arrays, g: ChunkGates) -> NormaliserGradients:
-    """Those of a delta of 0: the denominator is a constant."""
+    """The normaliser's gradients for delta = 0, with which the denominator is a constant."""
     assert spec.normaliser is not None
     z = x["vecN_out"]
     return spec.normaliser.gradients(jnp.zeros_like(z), z, g.per_step().vecM)
