@@ -30,7 +30,7 @@ SPILLS = 512  # bytes per thread; candidates with more are not run
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Of a candidate; note has the reason of the status.
+    """The result of a candidate; note has the reason for the status.
 
     The status is "ok"; "pruned" by what the compiler says; "failed" to compile or to run; "wrong"
     output; "hangs".
