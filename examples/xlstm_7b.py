@@ -194,10 +194,10 @@ def run(
 
 
 class Printer:
-    """Prints tokens up to the stop tokens: those of one prompt as they come."""
+    """Prints tokens up to the stop tokens: those of a single prompt as they come."""
 
     def __init__(self, model: Model):
-        self.model, self.shown = model, ""
+        self.model, self.printed = model, 0
         self.answers: list[list[int]] = [[] for _ in model.prompts]
         self.running = set(range(len(model.prompts)))
 
@@ -207,28 +207,25 @@ class Printer:
             for token in tokens[:, n].tolist():
                 if token in self.model.stop_tokens:
                     self.running.remove(n)
-                    self.finish(n)
                     break
                 self.answers[n].append(token)
-        if len(self.answers) == 1 and self.running:
-            self.stream()
+            self.show(n)
         return not self.running
 
-    def stream(self, end: str = "") -> None:
-        text = self.model.text(self.answers[0])
-        if end or not text.endswith("\ufffd"):  # the rest of a character is still to come
-            print(text[len(self.shown) :], end=end, flush=True)
-            self.shown = text
-
-    def finish(self, n: int) -> None:
-        if len(self.answers) == 1:
-            self.stream(end="\n")
-        else:
-            print(f"[{n}] {self.model.text(self.answers[n])}", flush=True)
+    def show(self, n: int) -> None:
+        text, ended = self.model.text(self.answers[n]), n not in self.running
+        if len(self.answers) > 1:
+            if ended:
+                print(f"[{n}] {text}", flush=True)
+        elif ended or not text.endswith("\ufffd"):  # the rest of a character is still to come
+            print(text[self.printed :], end="\n" if ended else "", flush=True)
+            self.printed = len(text)
 
     def close(self) -> None:
+        """Shows the prompts that have not come to a stop token."""
         for n in sorted(self.running):
-            self.finish(n)
+            self.running.remove(n)
+            self.show(n)
 
 
 def copy_rate() -> float:

@@ -179,7 +179,8 @@ def check_memory(config: Config, dtype: str, B: int, S: int, mesh: Mesh) -> None
       CheckpointError: they do not; the message has the sum.
     """
     n, itemsize = mesh.size, jnp.dtype(dtype).itemsize
-    width = 4 * config.hidden_size + (4 * (config.qk_dim + config.v_dim) + 3 * config.ffn_dim) // n
+    widest = max(3 * config.ffn_dim, 4 * (config.qk_dim + config.v_dim))  # what XLA holds at once
+    width = 2 * config.hidden_size + widest // n
     parts = dict(
         weights=total_bytes(weights_of(config), n, dtype),
         states=B * state_bytes(config, n),
