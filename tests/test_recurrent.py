@@ -36,6 +36,15 @@ from mlstm_pallas import (
 from mlstm_pallas.stages.recurrent_step import step_gates
 
 BACKENDS = ("xla", "interpret", pytest.param("triton", marks=pytest.mark.gpu))
+
+
+@pytest.fixture(autouse=True)
+def strict_modes():
+    """Everything traces under the strict promotion modes of jax."""
+    with jax.numpy_rank_promotion("raise"), jax.numpy_dtype_promotion("strict"):
+        yield
+
+
 STATES = ("c", "n", "m")
 SMALL = KernelConfig(triton_recurrent_step=dict(siz_b_DHQK=16, siz_b_DHHV=16))
 
@@ -175,8 +184,8 @@ def test_a_stabiliser_in_bfloat16_costs_no_digits(backend):
     expected_h, (C, N, M) = oracle(whole | {"m_initial": x["m"].astype("float32")}, eps=0.0)
     factor = np.exp(np.asarray(m, "float64") - M)[..., None]
     assert_close(h, expected_h, 1e-6, "h")
-    assert_close(c * factor[..., None], C, 2e-6, "c")
-    assert_close(n * factor, N, 2e-6, "n")
+    assert_close(np.asarray(c) * factor[..., None], C, 2e-6, "c")
+    assert_close(np.asarray(n) * factor, N, 2e-6, "n")
 
 
 @pytest.fixture(scope="module")
