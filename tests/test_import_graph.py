@@ -1,4 +1,4 @@
-"""The import graph of the package: no cycle, and every arrow runs down the floors."""
+"""The import graph of the package: no cycle, and every module imports lower layers only."""
 
 import ast
 import functools
@@ -16,8 +16,8 @@ from mlstm_pallas.backend import jax_has_mosaic_gpu
 from mlstm_pallas.stages import HELPERS, STAGES
 
 PACKAGE = Path(__file__).parents[1] / "mlstm_pallas"
-# From the doors down. A module imports modules of lower floors, and of its own folder.
-FLOORS = (
+# From the public modules down. A module imports modules of lower layers, and of its own folder.
+LAYERS = (
     ("",),  # the package itself
     ("api", "recurrent", "distributed", "export", "preview", "reference", "xlstm_jax"),
     ("fwbw",),
@@ -32,13 +32,13 @@ FLOORS = (
     ("gates", "validation"),
     ("problem", "tiles", "normaliser", "splits", "annotations", "gpu", "version"),
 )
-FLOOR = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-ROOMS = "triton", "mosaic_gpu"
+LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names}
+LOWERINGS = "triton", "mosaic_gpu"
 PALLAS = "jax.experimental.pallas"
 # Modules that import others by computed names, and where those are.
 LAZY = {
     "": ("distributed", "export", "reference", "xlstm_jax"),
-    "dispatch": ("stages", *ROOMS),
+    "dispatch": ("stages", *LOWERINGS),
     "stages": ("stages",),
     "xlstm_jax": ("xlstm_jax",),
 }
@@ -112,18 +112,20 @@ def test_no_cycle():
 
 
 def test_every_arrow_runs_down():
-    """None leads to the package itself, nor from one door or room to another; every module has a
-    floor."""
+    """No import leads to the package itself, nor from one public module or lowering to another.
+
+    Every module has a layer.
+    """
 
     def upward(name, target):
-        return FLOOR[folder(name)] >= FLOOR[folder(target)] and folder(name) != folder(target)
+        return LAYER[folder(name)] >= LAYER[folder(target)] and folder(name) != folder(target)
 
     assert not arrows(upward)
 
 
 def test_dispatch_alone_imports_kernels():
     def kernel(name, target):
-        outside = folder(target) in ROOMS and folder(name) != folder(target)
+        outside = folder(target) in LOWERINGS and folder(name) != folder(target)
         return outside and name != "dispatch"
 
     assert not arrows(kernel)
@@ -137,19 +139,19 @@ def importers(module):
     }
 
 
-@pytest.mark.parametrize("room", ROOMS)
-def test_the_seam_alone_imports_the_lowering(room):
-    assert importers(f"jax.experimental.pallas.{room}") == {f"{room}.launch"}
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_the_launch_module_alone_imports_pallas(lowering):
+    assert importers(f"jax.experimental.pallas.{lowering}") == {f"{lowering}.launch"}
 
 
-def test_the_room_alone_imports_the_mosaic_dialect():
+def test_mosaic_gpu_alone_imports_the_mosaic_dialect():
     assert {folder(name) for name in importers("experimental.mosaic")} <= {"mosaic_gpu"}
 
 
-# Prints the modules after the import of all doors, a gradient and a step in plain jnp, and a plan
-# for Triton.
+# Prints the modules after the import of all public modules, after a gradient and a step in plain
+# jnp, and after a plan for Triton.
 SCRIPT = """
-import sys, {doors}
+import sys, {public}
 import jax, jax.numpy as jnp
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step, plan, use_backend
 from mlstm_pallas.call_spec import CallSpec
@@ -172,8 +174,8 @@ print(*sys.modules)
 
 def test_what_does_not_run_is_not_imported():
     """All stages are there, but no kernel where there is none in a call."""
-    doors = ", ".join(f"mlstm_pallas.{name}" for name in FLOORS[1])
-    command = [sys.executable, "-c", SCRIPT.format(doors=doors)]
+    public = ", ".join(f"mlstm_pallas.{name}" for name in LAYERS[1])
+    command = [sys.executable, "-c", SCRIPT.format(public=public)]
     out = subprocess.run(command, capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
     imported, plain, planned = map(str.split, out.stdout.splitlines())
     assert "mlstm_pallas.stages.recurrent_fw_H" in imported
@@ -184,19 +186,19 @@ def test_what_does_not_run_is_not_imported():
     assert not [x for x in planned if x.startswith(mosaic_gpu)]
 
 
-def signature(room, stage):
-    """The signature of a stage's function, without the keywords that only some rooms read."""
-    function = getattr(importlib.import_module(f"mlstm_pallas.{room}.{stage}"), stage)
+def signature(lowering, stage):
+    """The signature of a stage's function, without the keywords that only some lowerings read."""
+    function = getattr(importlib.import_module(f"mlstm_pallas.{lowering}.{stage}"), stage)
     whole, some = inspect.signature(function), ("recurrences", "output_dtype")
     parameters = [x for x in whole.parameters.values() if x.name not in some]
     return str(whole.replace(parameters=parameters))
 
 
 @pytest.mark.parametrize("stage", [*STAGES, *HELPERS])
-@pytest.mark.parametrize("room", ROOMS)
-def test_a_stage_has_one_signature_in_every_room(room, stage):
-    if f"{room}_{stage}" not in dispatch.kernels():
+@pytest.mark.parametrize("lowering", LOWERINGS)
+def test_a_stage_has_one_signature_in_every_lowering(lowering, stage):
+    if f"{lowering}_{stage}" not in dispatch.kernels():
         pytest.skip("no kernel")
-    if room == "mosaic_gpu" and not jax_has_mosaic_gpu():
+    if lowering == "mosaic_gpu" and not jax_has_mosaic_gpu():
         pytest.skip("this jax has no Mosaic GPU")
-    assert signature(room, stage) == signature("stages", stage)
+    assert signature(lowering, stage) == signature("stages", stage)
