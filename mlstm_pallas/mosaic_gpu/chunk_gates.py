@@ -71,7 +71,7 @@ def _least_power_of_two(x: Array) -> Array:
 
 
 class _LogGates(NamedTuple):
-    """Of a CTA's steps, as ``gates.join_flags`` takes them."""
+    """The log gates of a CTA's steps, as ``gates.join_flags`` reads them."""
 
     f: Array
     log_f: Array
@@ -215,11 +215,11 @@ def _gates_kernel(
     m_known,  # (B * NH, NC + 1) m at the chunk boundaries; absent where it is computed
     summaries,  # g, a of ``_summaries_kernel``, where the CTAs join them; else absent
     m_after,  # (B * NH, padded NC) of ``_stabiliser_scan_kernel``, where it ran; else absent
-    m_initial,  # (B * NH,); absent where m_known is not
+    m_initial,  # (B * NH,); absent where m_known is there
     per_step,  # out, seven (CTAs, rows, STEPS): e, u (hi and lo), w, m, abar
     flags,  # out (CTAs, rows, STEPS) int32; absent in the forward pass
     gamma,  # out (B * NH, NC)
-    m_states,  # out (B * NH, NC + 1); absent where m_known is not
+    m_states,  # out (B * NH, NC + 1); absent where m_known is there
     *,
     p: Problem,
     input_gate: InputGate,

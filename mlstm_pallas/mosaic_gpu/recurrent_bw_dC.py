@@ -1,7 +1,7 @@
 """recurrent_bw_dC on Mosaic GPU: the recurrences of ``mosaic_gpu/recurrence.py``.
 
-They weight queries and keys themselves. dh is weighted in place of q: in float16 r dh would fall
-below the normal numbers, so there XLA weights q and k.
+They scale v and dh in registers, in place of k and q. In float16 r dh would fall below the normal
+numbers, so there XLA scales q and k.
 """
 
 import dataclasses

@@ -7,7 +7,7 @@ where there are so many, and the columns that shared memory has room for, 64 KiB
 CTAs or more, and one's copies run while another one computes.
 
 Each warp has a quarter of a chunk's steps, and a lane sums two neighbouring columns of each 64 over
-them, in registers. The sums of the four warps meet in shared memory once a chunk. In the layout of
+them, in registers. The sums of the four warps meet in shared memory once per chunk. In the layout of
 an accumulator, lanes would have to exchange sums by shuffles too.
 
 Bytes: x, R D itemsize. No matrix product: XLA may turn this sum into one and transpose x for it in
@@ -53,7 +53,7 @@ def _kernel(
     sums,  # out (B * NH, parts of the sequence, D), a part a chunk, or several to a chunk
     x_tiles,  # shared (tiles, TILE, columns)
     tile_weights,  # shared (tiles, TILE), float32
-    full,  # a barrier a tile
+    full,  # one barrier per tile
     *,
     p: Problem,
 ) -> None:
