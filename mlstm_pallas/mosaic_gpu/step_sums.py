@@ -7,8 +7,8 @@ where there are so many, and the columns that shared memory has room for, 64 KiB
 CTAs or more, and one's copies run while another one computes.
 
 Each warp has a quarter of a chunk's steps, and a lane sums two neighbouring columns of each 64 over
-them, in registers. The sums of the four warps meet in shared memory once per chunk. In the layout of
-an accumulator, lanes would have to exchange sums by shuffles too.
+them, in registers. The sums of the four warps meet in shared memory once per chunk. With the layout
+of an accumulator, lanes would also have to exchange sums by shuffles.
 
 Bytes: x, R D itemsize. No matrix product: XLA may turn this sum into one and transpose x for it in
 memory.
