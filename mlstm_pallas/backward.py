@@ -6,9 +6,8 @@ Arrays are those of a shard, as in the forward schedule.
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, LastStates, Residuals
 from mlstm_pallas.dispatch import run
@@ -190,9 +189,7 @@ def second_half(
     return Inputs(dq, dk, dv, di, df, dC_initial, dn_initial, dm_initial)
 
 
-def before_tiles(
-    spec: CallSpec, q: jax.Array, k: jax.Array, gates: ChunkGates, z: Any
-) -> ScoreGradients:
+def before_tiles(spec: CallSpec, q: Array, k: Array, gates: ChunkGates, z: Any) -> ScoreGradients:
     """The operands of recurrent_bw_dC where P and dP are recomputed, before delta is known."""
     g, inv_den = gates.per_step(), None
     if spec.normaliser is not None:
@@ -205,10 +202,10 @@ def before_tiles(
 def with_delta(
     spec: CallSpec,
     operands: ScoreGradients,
-    q: jax.Array,
+    q: Array,
     gates: ChunkGates,
     z: Any,
-    delta: jax.Array | None,
+    delta: Array | None,
     call: Launch,
 ) -> ScoreGradients:
     """The result of ``before_tiles`` with the normaliser's fields; delta: (B * NH, S), None: 0."""

@@ -7,6 +7,7 @@ import functools
 from typing import NamedTuple
 
 import jax
+from jax import Array
 
 from mlstm_pallas.call_spec import CallSpec, Forward, Inputs, LastStates, StoredStates
 from mlstm_pallas.dispatch import run
@@ -25,9 +26,9 @@ from mlstm_pallas.stages.parallel_fw_P import ScanOperands
 class PrecomputedStates(NamedTuple):
     """The states at the boundaries of chunks, but C, and what splits add to C; float32."""
 
-    m: jax.Array  # (B * NH, NC + 1)
-    n: tuple[jax.Array, jax.Array]  # (B * NH, NC, DHQK) before each chunk, (B * NH, DHQK) the last
-    X: jax.Array  # (B * NH, num_splits, DHQK, DHHV)
+    m: Array  # (B * NH, NC + 1)
+    n: tuple[Array, Array]  # (B * NH, NC, DHQK) before each chunk, (B * NH, DHQK) the last
+    X: Array  # (B * NH, num_splits, DHQK, DHHV)
 
 
 def forward(
@@ -46,7 +47,7 @@ def gates_of(
     lowering: Lowering,
     x: Inputs,
     problem: Problem | None = None,
-    m_states: jax.Array | None = None,
+    m_states: Array | None = None,
 ) -> ChunkGates:
     """The gates in the chunks of the call, or of another problem; m_states: if already computed."""
     gates: ChunkGates = run(
@@ -64,12 +65,12 @@ def gates_of(
 
 
 def key_states(
-    spec: CallSpec, call: Launch, k: jax.Array, gates: ChunkGates, n_initial: jax.Array
-) -> tuple[jax.Array, jax.Array]:
+    spec: CallSpec, call: Launch, k: Array, gates: ChunkGates, n_initial: Array
+) -> tuple[Array, Array]:
     """n before each chunk, (B * NH, NC, DHQK), and the last one; call: of what reads them."""
     launch = functools.partial(spec.launch, lowering=call.lowering, problem=call.problem)
     abar = gates.per_step().vecAbar
-    states: tuple[jax.Array, jax.Array] = run(
+    states: tuple[Array, Array] = run(
         "vector_states",
         added=run("step_sums", rows=k, weights=abar, call=launch("step_sums")),
         scaGamma=gates.scaGamma,

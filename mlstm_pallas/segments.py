@@ -11,16 +11,16 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 
 from mlstm_pallas.call_spec import CallSpec, Inputs, LastStates, StoredStates
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.stage import Lowering
 
 
-def _at(x: jax.Array, index: jax.Array) -> jax.Array:
+def _at(x: Array, index: Array) -> Array:
     """x[b, index[b, j]] for every b; index: (B, n). Indices beyond the last read the last."""
-    result: jax.Array = jax.vmap(functools.partial(jnp.take, axis=0, mode="clip"))(x, index)
+    result: Array = jax.vmap(functools.partial(jnp.take, axis=0, mode="clip"))(x, index)
     return result
 
 
@@ -37,11 +37,11 @@ def segment_states(
     steps = chunk[..., None] * p.L + lax.broadcasted_iota(jnp.int32, (1, 1, p.L), 2)
     rows, within = steps.reshape(heads, N * p.L), steps <= last[..., None]
 
-    def window(vec: Any, beyond: float) -> jax.Array:
+    def window(vec: Any, beyond: float) -> Array:
         values = jnp.where(within, _at(vec, rows).reshape(within.shape), beyond)
         return values.reshape(heads * N, p.L)
 
-    def window_of_tokens(y: jax.Array) -> jax.Array:
+    def window_of_tokens(y: Array) -> Array:
         if y.ndim == 3:
             tokens = _at(y, rows)
         else:
@@ -51,7 +51,7 @@ def segment_states(
         tokens = jnp.where(within[..., None], tokens.reshape(*within.shape, y.shape[-1]), 0)
         return tokens.reshape(heads * N, p.L, y.shape[-1])
 
-    def before(states: jax.Array) -> jax.Array:
+    def before(states: Array) -> Array:
         """The states before the chunks, float32."""
         at = _at(states, chunk).astype(x.f.dtype)
         return at.reshape(heads * N, *states.shape[2:])
@@ -78,7 +78,7 @@ def segment_states(
         call=spec.launch("recurrent_fw_C", Lowering.XLA, windows),
     )
 
-    def where_it_occurs(y: jax.Array) -> jax.Array:
+    def where_it_occurs(y: Array) -> Array:
         y = y.reshape(heads, N, *y.shape[1:])
         occurs = (x.segment_ends > 0).reshape(heads, N, *(1,) * (y.ndim - 2))
         return jnp.where(occurs, y, 0.0)

@@ -4,7 +4,7 @@ Functions without a matrix product lower to Triton and to Mosaic GPU.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import jax.numpy as jnp
@@ -33,11 +33,12 @@ def causal_mask(rows: int, columns: int, offset: Array | int) -> Array:
     return s <= t + offset
 
 
-def decay_tile(e_hi: Array, e_lo: Array, u_hi: Array, u_lo: Array, mask: Array | None) -> Array:
+def decay_tile(e: Iterable[Array], u: Iterable[Array], mask: Array | None) -> Array:
     """D_ts = exp(e_s - u_t) where mask holds, else 0, (rows t, columns s).
 
     mask None: the caller masks the result, because the exponent is unbounded where s > t.
     """
+    (e_hi, e_lo), (u_hi, u_lo) = e, u
     hi = e_hi[None, :] - u_hi[:, None]
     lo = (e_lo * _LOG2_E)[None, :] - (u_lo * _LOG2_E)[:, None]
     exponent = hi * _LOG2_E + lo

@@ -60,16 +60,14 @@ def run_kernels():
 
 
 def run_fault():
-    def reads_beyond(x_ref, y_ref):
-        y_ref[...] = x_ref[pl.ds(pl.program_id(0) * 2**20, 1024)]
+    def reads_beyond(x_gmem, y_gmem, *, call):
+        y_gmem[...] = x_gmem[pl.ds(pl.program_id(0) * 2**20, 1024)]
 
     block, shape = pl.BlockSpec((1024,), lambda i: (0,)), jax.ShapeDtypeStruct((1024,), jnp.float32)
     problem = Problem(1, 1, 1024, 16, 16, 1024, 1.0)
     call = Launch(problem, Tiles(), None, Lowering.TRITON)
-    options = dict(grid=(2,), in_specs=[block], out_specs=[block], out_shape=[shape], call=call)
-    jax.block_until_ready(
-        kernel_call(reads_beyond, name="reads_beyond", **options)(jnp.zeros((1024,)))
-    )
+    operands = dict(x=(jnp.zeros((1024,)), block)), dict(y=(shape, block))
+    jax.block_until_ready(kernel_call(reads_beyond, *operands, grid=(2,), call=call))
 
 
 if __name__ == "__main__":

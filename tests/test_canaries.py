@@ -69,12 +69,11 @@ def outputs(monkeypatch):
     """{kernel: its outputs} of the last trace."""
     result = {}
 
-    def recording(kernel, *, name, **options):
-        def call(*args):
-            result[name] = launch.kernel_call(kernel, name=name, **options)(*args)
-            return result[name]
-
-        return call
+    def recording(kernel, *operands, name="", **options):
+        outputs = launch.kernel_call(kernel, *operands, name=name, **options)
+        name = name or kernel.__name__.removeprefix("_").removesuffix("_kernel")
+        result[name] = jax.tree.leaves([*outputs.values()])
+        return outputs
 
     for module in pkgutil.iter_modules(triton.__path__):
         module = importlib.import_module(f"{triton.__name__}.{module.name}")
@@ -183,8 +182,8 @@ def test_a_step_writes_everything_and_reads_nothing_of_its_neighbours(lowering, 
     assert check(run, outputs, tuple(token)) == {"recurrent_step"}
 
 
-def writes_half(x, y):
-    y[pl.ds(0, 16)] = x[pl.ds(0, 16)]
+def writes_half(x_gmem, y_gmem, *, call):
+    y_gmem[pl.ds(0, 16)] = x_gmem[pl.ds(0, 16)]
 
 
 HALF = jax.ShapeDtypeStruct((32,), jnp.float32)
@@ -197,9 +196,8 @@ def assert_half_is_nan(result):
 def test_what_is_not_written_is_nan_when_interpreted():
     block = pl.BlockSpec((32,), lambda i: (0,))
     call = Launch(Problem(1, 1, 32, 16, 16, 32, 1.0), Tiles(), None, Lowering.INTERPRET)
-    options = dict(grid=(1,), in_specs=[block], out_specs=[block], out_shape=[HALF], call=call)
-    (y,) = launch.kernel_call(writes_half, name="writes_half", **options)(jnp.zeros(32))
-    assert_half_is_nan(y)
+    operands = dict(x=(jnp.zeros(32), block)), dict(y=(HALF, block))
+    assert_half_is_nan(launch.kernel_call(writes_half, *operands, grid=(1,), call=call)["y"])
 
 
 # ---------------- Mosaic GPU

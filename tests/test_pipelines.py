@@ -18,16 +18,16 @@ from mlstm_pallas.triton.launch import kernel_call
 D, STEPS = 64, 8
 
 
-def product_and_sum(a_ref, b_ref, product_ref, sum_ref):
+def product_and_sum(a_gmem, b_gmem, product_gmem, sum_gmem, *, call):
     """a b, and the sums of a's rows: a tile of a feeds both in one loop."""
 
     def step(i, carry):
         product, total = carry
-        a, b = a_ref[:, pl.ds(i * D, D)], b_ref[pl.ds(i * D, D), :]
+        a, b = a_gmem[:, pl.ds(i * D, D)], b_gmem[pl.ds(i * D, D), :]
         return product + dot(a, b, None), total + jnp.sum(a.astype(jnp.float32), axis=1)
 
     zeros = jnp.zeros((D, D), jnp.float32), jnp.zeros(D, jnp.float32)
-    product_ref[...], sum_ref[...] = loop(STEPS, step, zeros)
+    product_gmem[...], sum_gmem[...] = loop(STEPS, step, zeros)
 
 
 @pytest.mark.slow
@@ -37,9 +37,14 @@ def test_a_tile_that_feeds_a_product_and_plain_arithmetic_is_found():
     arrays = list(map(jax.ShapeDtypeStruct, shapes, ["bfloat16"] * 2 + ["float32"] * 2))
     specs = [pl.BlockSpec(shape, lambda i, shape=shape: (0,) * len(shape)) for shape in shapes]
     tiles, problem = Tiles(num_warps=4, num_stages=3), Problem(1, 1, D, D, D, D, 1.0)
-    options = dict(grid=(1,), in_specs=specs[:2], out_specs=specs[2:], out_shape=arrays[2:])
-    options |= dict(name="product_and_sum", call=Launch(problem, tiles, None, Lowering.TRITON))
-    run, device = kernel_call(product_and_sum, **options), compile_report.DEVICES["H200"]
+    options = dict(grid=(1,), call=Launch(problem, tiles, None, Lowering.TRITON))
+    outputs = dict(zip(("product", "sum"), zip(arrays[2:], specs[2:], strict=True), strict=True))
+
+    def run(a, b):
+        inputs = dict(a=(a, specs[0]), b=(b, specs[1]))
+        return kernel_call(product_and_sum, inputs, outputs, **options)
+
+    device = compile_report.DEVICES["H200"]
     [kernel] = compile_report.lowered_kernels(run, *arrays[:2], device=device)
     message = "a copy may overwrite what a running product reads, in 1 pipelined tiles"
     with pytest.raises(compile_report.CompileError, match=message):

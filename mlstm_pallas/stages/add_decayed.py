@@ -2,18 +2,18 @@
 
 from typing import NamedTuple
 
-import jax
+from jax import Array
 
 from mlstm_pallas.stage import Launch, Stage
 
 
 class Operands(NamedTuple):
-    X: jax.Array  # (B * NH, NC, DHQK, DHHV) in the kernel dtype
-    added: jax.Array  # (B * NH, DHQK, DHHV) float32
-    decays: jax.Array  # (B * NH, NC) float32
+    X: Array  # (B * NH, NC, DHQK, DHHV) in the kernel dtype
+    added: Array  # (B * NH, DHQK, DHHV) float32
+    decays: Array  # (B * NH, NC) float32
 
 
-def add_decayed(x: Operands, *, call: Launch) -> jax.Array:
+def add_decayed(x: Operands, *, call: Launch) -> Array:
     """X_c + decays_c added, in the dtype of X."""
     X, added, decays = x
     return (X.astype(added.dtype) + decays[..., None, None] * added[:, None]).astype(X.dtype)

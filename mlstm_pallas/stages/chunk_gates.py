@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-import jax
+from jax import Array
 
 from mlstm_pallas import gates
 from mlstm_pallas.gates import ChunkGates
@@ -11,13 +11,13 @@ from mlstm_pallas.stage import Launch, Stage
 
 
 class Operands(NamedTuple):
-    vecI: jax.Array  # (B * NH, S) pre-activations, float32 as all floats here
-    vecF: jax.Array  # (B * NH, S)
-    scaM_initial: jax.Array  # (B * NH,); zeros with the sigmoid gate
-    starts: jax.Array | None = None  # (B * NH, S) int32, 1 where a packed segment begins
+    vecI: Array  # (B * NH, S) pre-activations, float32 as all floats here
+    vecF: Array  # (B * NH, S)
+    scaM_initial: Array  # (B * NH,); zeros with the sigmoid gate
+    starts: Array | None = None  # (B * NH, S) int32, 1 where a packed segment begins
     # (B * NH, NC + 1) the stabilisers at the chunk boundaries; None: they are computed
-    scaM_states: jax.Array | None = None
-    lengths: jax.Array | None = None  # (B * NH,) int32: h_t is 0 from this step on
+    scaM_states: Array | None = None
+    lengths: Array | None = None  # (B * NH,) int32: h_t is 0 from this step on
 
 
 def chunk_gates(

@@ -13,8 +13,8 @@ The normaliser's gradients, dz among them, are multiples of delta.
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from mlstm_pallas.gate_gradients import TileSums, inner
 from mlstm_pallas.gates import ChunkGates, causal, decay_matrix, fusion_barrier
@@ -23,13 +23,13 @@ from mlstm_pallas.stage import Launch, ScaledRows, Stage, steps_of
 
 
 class Operands(NamedTuple):
-    matQ: jax.Array  # (B * NH, S, DHQK) in the kernel dtype, as all matrices
-    matK: jax.Array  # (B * NH, S, DHQK)
-    matV: jax.Array  # (B * NH, S, DHHV)
-    matDeltaH: jax.Array  # (B * NH, S, DHHV)
+    matQ: Array  # (B * NH, S, DHQK) in the kernel dtype, as all matrices
+    matK: Array  # (B * NH, S, DHQK)
+    matV: Array  # (B * NH, S, DHHV)
+    matDeltaH: Array  # (B * NH, S, DHHV)
     gates: ChunkGates
     # h and z of the forward pass are not read without a normaliser.
-    matH: jax.Array | None  # (B * NH, S, DHHV); None: the denominator is a constant, and delta 0
+    matH: Array | None  # (B * NH, S, DHHV); None: the denominator is a constant, and delta 0
     vecZ: Any  # (B * NH, S) float32
 
 
@@ -48,7 +48,7 @@ class ScoreGradients(NamedTuple):
     pairs: Any  # TileSums
     normaliser_gradients: NormaliserGradients
     # (B * NH, NC, DHQK) sum of w_t scale dz_t q_t; None without a normaliser, or without delta yet
-    vecDeltaN_added: jax.Array | None
+    vecDeltaN_added: Array | None
 
 
 def normaliser_gradients(normaliser: Normaliser | None, x: Operands) -> NormaliserGradients:

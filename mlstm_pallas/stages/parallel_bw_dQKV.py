@@ -11,8 +11,8 @@ P (which includes 1 / den) and scale dP are those of parallel_bw_dP.
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from mlstm_pallas.gate_gradients import inner
 from mlstm_pallas.gates import ChunkGates, causal
@@ -22,26 +22,26 @@ from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
 
 
 class Operands(NamedTuple):
-    matQ: jax.Array  # (B * NH, S, DHQK) in the kernel dtype, as all matrices
-    matK: jax.Array  # (B * NH, S, DHQK)
-    matV: jax.Array  # (B * NH, S, DHHV)
-    matDeltaH: jax.Array  # (B * NH, S, DHHV)
+    matQ: Array  # (B * NH, S, DHQK) in the kernel dtype, as all matrices
+    matK: Array  # (B * NH, S, DHQK)
+    matV: Array  # (B * NH, S, DHHV)
+    matDeltaH: Array  # (B * NH, S, DHHV)
     gates: ChunkGates
     normaliser_gradients: NormaliserGradients
     scores: ScoreGradients  # whose matP is None where the kernel computes P and dP
-    matC_states: jax.Array  # (B * NH, NC, DHQK, DHHV) before each chunk
-    vecN_states: jax.Array  # (B * NH, NC, DHQK) float32
-    matDeltaC_states: jax.Array  # (B * NH, NC, DHQK, DHHV) after each chunk
-    vecDeltaN_states: jax.Array  # (B * NH, NC, DHQK) float32
+    matC_states: Array  # (B * NH, NC, DHQK, DHHV) before each chunk
+    vecN_states: Array  # (B * NH, NC, DHQK) float32
+    matDeltaC_states: Array  # (B * NH, NC, DHQK, DHHV) after each chunk
+    vecDeltaN_states: Array  # (B * NH, NC, DHQK) float32
 
 
 class Gradients(NamedTuple):
-    matDeltaQ: jax.Array  # (B * NH, S, DHQK) in the kernel dtype
-    matDeltaK: jax.Array  # (B * NH, S, DHQK)
-    matDeltaV: jax.Array  # (B * NH, S, DHHV)
-    q_dot_dq_inter: jax.Array  # (B * NH, S) float32: q_t with the inter-chunk part of dq_t
-    k_dot_dk_inter: jax.Array  # (B * NH, S) float32: k_s with the inter-chunk part of dk_s
-    inner_C_dC: jax.Array  # (B * NH, NC) float32: gamma_c (<C_c, dC_{c+1}> + n_c . dn_{c+1})
+    matDeltaQ: Array  # (B * NH, S, DHQK) in the kernel dtype
+    matDeltaK: Array  # (B * NH, S, DHQK)
+    matDeltaV: Array  # (B * NH, S, DHHV)
+    q_dot_dq_inter: Array  # (B * NH, S) float32: q_t with the inter-chunk part of dq_t
+    k_dot_dk_inter: Array  # (B * NH, S) float32: k_s with the inter-chunk part of dk_s
+    inner_C_dC: Array  # (B * NH, NC) float32: gamma_c (<C_c, dC_{c+1}> + n_c . dn_{c+1})
     pairs: Any = None  # TileSums, with n = 2; None where parallel_bw_dP returns them
 
 

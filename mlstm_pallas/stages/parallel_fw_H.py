@@ -11,8 +11,8 @@ normaliser.py has den_t. Without a normaliser h_t is num_t, and z is not compute
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from mlstm_pallas.gates import ChunkGates, causal, decay_matrix
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
@@ -20,17 +20,17 @@ from mlstm_pallas.stage import Launch, Stage
 
 
 class Operands(NamedTuple):
-    matQ: jax.Array  # (B * NH, S, DHQK) in the kernel dtype, as all matrices
-    matK: jax.Array  # (B * NH, S, DHQK)
-    matV: jax.Array  # (B * NH, S, DHHV)
+    matQ: Array  # (B * NH, S, DHQK) in the kernel dtype, as all matrices
+    matK: Array  # (B * NH, S, DHQK)
+    matV: Array  # (B * NH, S, DHHV)
     gates: ChunkGates
-    matC_states: jax.Array  # (B * NH, NC, DHQK, DHHV) before each chunk
-    vecN_states: jax.Array  # (B * NH, NC, DHQK) before each chunk, float32
+    matC_states: Array  # (B * NH, NC, DHQK, DHHV) before each chunk
+    vecN_states: Array  # (B * NH, NC, DHQK) before each chunk, float32
 
 
 class Outputs(NamedTuple):
-    matH: jax.Array  # (B * NH, S, DHHV) in the output dtype; the numerator without a normaliser
-    vecZ: jax.Array | None  # (B * NH, S) float32, the signed z_t; None without a normaliser
+    matH: Array  # (B * NH, S, DHHV) in the output dtype; the numerator without a normaliser
+    vecZ: Array | None  # (B * NH, S) float32, the signed z_t; None without a normaliser
 
 
 def parallel_fw_H(

@@ -10,8 +10,8 @@ normaliser.py has den_t. Without a normaliser it is 1, and z is not computed.
 
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from mlstm_pallas.gates import ChunkGates, causal, decay_matrix
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
@@ -19,19 +19,19 @@ from mlstm_pallas.stage import Launch, ScaledRows, Stage
 
 
 class Operands(NamedTuple):
-    matQ: jax.Array  # (B * NH, S, DHQK) in the kernel dtype
-    matK: jax.Array  # (B * NH, S, DHQK)
+    matQ: Array  # (B * NH, S, DHQK) in the kernel dtype
+    matK: Array  # (B * NH, S, DHQK)
     gates: ChunkGates
-    vecN_states: jax.Array  # (B * NH, NC, DHQK) before each chunk, float32
+    vecN_states: Array  # (B * NH, NC, DHQK) before each chunk, float32
 
 
 class ScanOperands(NamedTuple):
     """The operands of h, except v."""
 
-    matP: jax.Array  # (B * NH, S, L) in the kernel dtype, column s - the chunk's first step
+    matP: Array  # (B * NH, S, L) in the kernel dtype, column s - the chunk's first step
     keys: ScaledRows  # (B * NH, S, DHQK) in the kernel dtype, weighted kbar
-    vecR: jax.Array  # (B * NH, S) float32, as what follows
-    vecZ: jax.Array | None  # (B * NH, S) the signed z_t; None without a normaliser
+    vecR: Array  # (B * NH, S) float32, as what follows
+    vecZ: Array | None  # (B * NH, S) the signed z_t; None without a normaliser
 
 
 def parallel_fw_P(

@@ -10,9 +10,8 @@ With weighted operands there is no r: (X, a, b) is (C, kbar, v) or (dC, qbar, dh
 import dataclasses
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from mlstm_pallas.gate_gradients import inner
 from mlstm_pallas.gates import vector_states
@@ -34,15 +33,15 @@ class Recurrence:
       h: shaped as b; None: the inner products are not computed.
     """
 
-    a: jax.Array
-    b: jax.Array
-    gamma: jax.Array
-    X_initial: jax.Array | None
+    a: Array
+    b: Array
+    gamma: Array
+    X_initial: Array | None
     return_last: bool
     backward: bool = False
-    r: jax.Array | None = None
-    x_initial: jax.Array | None = None
-    h: jax.Array | None = None
+    r: Array | None = None
+    x_initial: Array | None = None
+    h: Array | None = None
 
 
 class RecurrenceOutputs(NamedTuple):
@@ -51,7 +50,7 @@ class RecurrenceOutputs(NamedTuple):
     With backward X and x are those after each chunk, X_last and x_last those before the first one.
     """
 
-    X: jax.Array  # (B * NH, NC, DHQK, DHHV) before each chunk
+    X: Array  # (B * NH, NC, DHQK, DHHV) before each chunk
     X_last: Any  # (B * NH, DHQK, DHHV) after the last chunk; None without return_last
     x: Any  # (B * NH, NC, DHQK); None without x_initial
     x_last: Any  # (B * NH, DHQK); None without x_initial
@@ -102,7 +101,7 @@ def _recurrence(x: Recurrence, call: Launch) -> RecurrenceOutputs:
     return RecurrenceOutputs(X, X_last if x.return_last else None, *vectors)
 
 
-def chunk_sums(x: jax.Array, call: Launch) -> jax.Array:
+def chunk_sums(x: Array, call: Launch) -> Array:
     """Sums over the steps of each chunk, (B * NH, NC, D), of an array in either layout."""
     p = call.problem
     if x.ndim == 3:

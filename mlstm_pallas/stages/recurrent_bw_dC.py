@@ -13,7 +13,7 @@ this one then needs it.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
+from jax import Array
 
 from mlstm_pallas.stage import Launch, ScaledRows, Stage
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, recurrences
@@ -21,19 +21,19 @@ from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, recurr
 
 class Operands(NamedTuple):
     queries: ScaledRows  # (B * NH, S, DHQK) in the kernel dtype
-    matDeltaH: jax.Array  # (B * NH, S, DHHV)
-    scaGamma: jax.Array  # (B * NH, NC) float32
-    matDeltaC_last: jax.Array | None  # (B * NH, DHQK, DHHV) float32; None: zeros
+    matDeltaH: Array  # (B * NH, S, DHHV)
+    scaGamma: Array  # (B * NH, NC) float32
+    matDeltaC_last: Array | None  # (B * NH, DHQK, DHHV) float32; None: zeros
     keys: ScaledRows | None  # (B * NH, S, DHQK); None: C is not computed
-    matV: jax.Array | None  # (B * NH, S, DHHV)
-    matC_initial: jax.Array | None  # (B * NH, DHQK, DHHV) float32; None: zeros
-    matH: jax.Array | None = None  # (B * NH, S, DHHV); None: delta is not computed
+    matV: Array | None  # (B * NH, S, DHHV)
+    matC_initial: Array | None  # (B * NH, DHQK, DHHV) float32; None: zeros
+    matH: Array | None = None  # (B * NH, S, DHHV); None: delta is not computed
 
 
 class StateGradients(NamedTuple):
     """Gradients and states at the chunk boundaries; None: not computed."""
 
-    matDeltaC_states: jax.Array  # (B * NH, NC, DHQK, DHHV) after each chunk, in the kernel dtype
+    matDeltaC_states: Array  # (B * NH, NC, DHQK, DHHV) after each chunk, in the kernel dtype
     matDeltaC_initial: Any  # (B * NH, DHQK, DHHV) float32
     matC_states: Any  # (B * NH, NC, DHQK, DHHV) before each chunk, in the kernel dtype
     matC_last: Any  # (B * NH, DHQK, DHHV) float32

@@ -8,26 +8,26 @@ It is a recurrence over the chunks, forward in time: ``recurrence.py``.
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import jax
+from jax import Array
 
 from mlstm_pallas.stage import Launch, Stage
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, recurrences
 
 
 class Operands(NamedTuple):
-    matK: jax.Array  # (B * NH, S, DHQK) in the kernel dtype
-    matV: jax.Array  # (B * NH, S, DHHV)
-    vecAbar: jax.Array  # (B * NH, S) float32, as what follows
-    scaGamma: jax.Array  # (B * NH, NC)
-    matC_initial: jax.Array | None  # (B * NH, DHQK, DHHV); None: zeros
-    vecN_initial: jax.Array  # (B * NH, DHQK)
+    matK: Array  # (B * NH, S, DHQK) in the kernel dtype
+    matV: Array  # (B * NH, S, DHHV)
+    vecAbar: Array  # (B * NH, S) float32, as what follows
+    scaGamma: Array  # (B * NH, NC)
+    matC_initial: Array | None  # (B * NH, DHQK, DHHV); None: zeros
+    vecN_initial: Array  # (B * NH, DHQK)
 
 
 class ChunkStates(NamedTuple):
-    matC_states: jax.Array  # (B * NH, NC, DHQK, DHHV) before each chunk, in the kernel dtype
+    matC_states: Array  # (B * NH, NC, DHQK, DHHV) before each chunk, in the kernel dtype
     matC_last: Any  # (B * NH, DHQK, DHHV) float32, as what follows; None without return_last
-    vecN_states: jax.Array  # (B * NH, NC, DHQK)
-    vecN_last: jax.Array  # (B * NH, DHQK)
+    vecN_states: Array  # (B * NH, NC, DHQK)
+    vecN_last: Array  # (B * NH, DHQK)
 
 
 def recurrent_fw_C(

@@ -9,9 +9,8 @@ P, r and kbar are those of parallel_fw_P.
 import functools
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
-from jax import lax
+from jax import Array, lax
 
 from mlstm_pallas.gate_gradients import zero_states
 from mlstm_pallas.stage import Launch, Stage
@@ -19,18 +18,18 @@ from mlstm_pallas.stages.parallel_fw_P import ScanOperands
 
 
 class Operands(NamedTuple):
-    matQ: jax.Array  # (B * NH, S, DHQK) in the kernel dtype
-    matV: jax.Array  # (B * NH, S, DHHV)
+    matQ: Array  # (B * NH, S, DHQK) in the kernel dtype
+    matV: Array  # (B * NH, S, DHHV)
     scan: ScanOperands
-    scaGamma: jax.Array  # (B * NH, NC) float32
-    matC_initial: jax.Array | None  # (B * NH, DHQK, DHHV) float32; None: zeros
+    scaGamma: Array  # (B * NH, NC) float32
+    matC_initial: Array | None  # (B * NH, DHQK, DHHV) float32; None: zeros
 
 
 class FusedScan(NamedTuple):
-    matH: jax.Array  # (B * NH, S, DHHV) in the dtype of q
-    matC_last: jax.Array | None  # (B * NH, DHQK, DHHV) float32; None without return_last
+    matH: Array  # (B * NH, S, DHHV) in the dtype of q
+    matC_last: Array | None  # (B * NH, DHQK, DHHV) float32; None without return_last
     # (B * NH, NC / store_every, DHQK, DHHV) in the kernel dtype; None without store_every
-    matC_states: jax.Array | None
+    matC_states: Array | None
 
 
 def recurrent_fw_H(
@@ -50,7 +49,7 @@ def recurrent_fw_H(
     p, acc = call.problem, x.scaGamma.dtype
     product = functools.partial(jnp.einsum, preferred_element_type=acc, precision=call.precision)
 
-    def step(C: jax.Array, chunk: Any) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    def step(C: Array, chunk: Any) -> tuple[Array, tuple[Array, Array]]:
         q, kbar, v, P, r, gamma = chunk
         h = product("ntk,nkv->ntv", q, C.astype(q.dtype)) * r[..., None]
         h += product("nts,nsv->ntv", P, v)

@@ -3,16 +3,16 @@
 import dataclasses
 from typing import NamedTuple
 
-import jax
 import jax.numpy as jnp
+from jax import Array
 
 from mlstm_pallas.stage import Launch, ScaledRows, Stage
 
 
 class Operands(NamedTuple):
-    a: jax.Array  # (B * NH, S, DHQK) or (B, S, NH, DHQK) in the kernel dtype
-    b: jax.Array  # (B * NH, S, DHHV) or (B, S, NH, DHHV)
-    r: jax.Array  # (B * NH, S) float32
+    a: Array  # (B * NH, S, DHQK) or (B, S, NH, DHQK) in the kernel dtype
+    b: Array  # (B * NH, S, DHHV) or (B, S, NH, DHHV)
+    r: Array  # (B * NH, S) float32
 
 
 def split_products(
@@ -22,7 +22,7 @@ def split_products(
     backward: bool = False,
     all_splits: bool = False,
     call: Launch,
-) -> jax.Array:
+) -> Array:
     """sum_t r_t a_t b_t^T over each split, (B * NH, num_splits - 1, DHQK, DHHV) in the dtype of r.
 
     No split reads the last split's product (with backward the first one's), so it is left out

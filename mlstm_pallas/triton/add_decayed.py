@@ -1,39 +1,40 @@
 """add_decayed in Triton. Grid (row blocks, NC, B * NH)."""
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.stage import Launch
 from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.add_decayed import Operands
-from mlstm_pallas.tiles import blocks, loop
+from mlstm_pallas.tiles import block_at, blocks, loop
 from mlstm_pallas.triton.launch import kernel_call
 
 
 def _add_decayed_kernel(
-    X_ref: Any,  # (siz_b, DHHV)
-    added_ref: Any,  # (siz_b, DHHV)
-    decays_ref: Any,  # (NC,)
-    out_ref: Any,  # the memory of X
+    X_gmem,  # (siz_b, DHHV)
+    added_gmem,  # (siz_b, DHHV)
+    decays_gmem,  # (NC,)
+    out_gmem,  # the memory of X
     *,
-    columns: int,
-) -> None:
-    decay = decays_ref[pl.program_id(1)]
+    call,
+):
+    decay, siz_b = decays_gmem[pl.program_id(1)], min(X_gmem.shape[1], 64)
 
-    def add(block: jax.Array, carry: None) -> None:
-        at = slice(None), pl.ds(block * columns, columns)
-        out_ref[at] = (X_ref[at].astype(jnp.float32) + decay * added_ref[at]).astype(out_ref.dtype)
+    def add(index, carry):
+        at = slice(None), block_at(index, siz_b)
+        out = X_gmem[at].astype(jnp.float32) + decay * added_gmem[at]
+        out_gmem[at] = out.astype(out_gmem.dtype)
 
     @pl.when(decay != 0)
-    def _() -> None:
-        loop(blocks(X_ref.shape[1], columns), add, None)
+    def _():
+        loop(blocks(X_gmem.shape[1], siz_b), add, None)
 
 
-def add_decayed(x: Operands, *, call: Launch) -> jax.Array:
+def add_decayed(x: Operands, *, call: Launch) -> Array:
     """Runs the stage: ``stages/add_decayed.py``, in the memory of X.
 
     A chunk whose decay is 0 is neither read nor written.
@@ -41,22 +42,19 @@ def add_decayed(x: Operands, *, call: Launch) -> jax.Array:
     BNH, NC, DHQK, DHHV = x.X.shape
     siz_b = min(DHQK, 64)
     of_chunk = pl.BlockSpec((None, None, siz_b, DHHV), lambda row, c, n: (n, c, row, 0))
-    sum_: jax.Array = kernel_call(
+    y: Array = kernel_call(
         _add_decayed_kernel,
-        name="add_decayed",
+        dict(
+            X=(x.X, of_chunk),
+            added=(x.added, pl.BlockSpec((None, siz_b, DHHV), lambda row, c, n: (n, row, 0))),
+            decays=(x.decays, pl.BlockSpec((None, NC), lambda row, c, n: (n, 0))),
+        ),
+        dict(out=(jax.ShapeDtypeStruct(x.X.shape, x.X.dtype), of_chunk)),
         grid=(blocks(DHQK, siz_b), NC, BNH),
-        in_specs=[
-            of_chunk,
-            pl.BlockSpec((None, siz_b, DHHV), lambda row, c, n: (n, row, 0)),
-            pl.BlockSpec((None, NC), lambda row, c, n: (n, 0)),
-        ],
-        out_specs=[of_chunk],
-        out_shape=[jax.ShapeDtypeStruct(x.X.shape, x.X.dtype)],
         call=call,
-        input_output_aliases={0: 0},
-        columns=min(DHHV, 64),
-    )(*x)[0]
-    return sum_
+        aliases={0: 0},
+    )["out"]
+    return y
 
 
 @dataclasses.dataclass(frozen=True)

@@ -17,7 +17,7 @@ from typing import Any, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas import gates
@@ -36,57 +36,55 @@ from mlstm_pallas.stage import Launch
 from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.chunk_gates import Operands
 from mlstm_pallas.tiles import blocks, causal_mask, divide, loop
-from mlstm_pallas.triton.launch import kernel_call
+from mlstm_pallas.triton.launch import floats, kernel_call
 
 _INF = float("inf")
 _SCAN_BLOCK = 512  # chunks that a CTA of stabiliser_scan reads
 
 
 def _chunk_gates_kernel(
-    i_ref: Any,  # (L,)
-    f_ref: Any,  # (L,)
-    starts_ref: Any,  # (L,) int32, 1 where a packed segment begins; may be absent
-    b_hi_ref: Any,  # out (L,), as all that follow
-    b_lo_ref: Any,
-    e_hi_ref: Any,
-    e_lo_ref: Any,
-    emax_hi_ref: Any,
-    emax_lo_ref: Any,
-    offset_ref: Any,
+    i_gmem,  # (L,)
+    f_gmem,  # (L,)
+    starts_gmem,  # (L,) int32, 1 where a packed segment begins; may be absent
+    b_gmem,  # out two (L,); (L,) are all that follow
+    e_gmem,  # out two
+    emax_gmem,  # out two
+    offset_gmem,  # out
     *,
-    num_tiles: int,
-    siz_b: int,
-    input_gate: InputGate,
-) -> None:
+    call,
+    input_gate,
+):
+    siz_b = call.tiles.siz_b_LQ
+    num_tiles = blocks(call.problem.L, siz_b)
     sigmoid = input_gate is InputGate.SIGMOID
 
-    def spread(tile: jax.Array, carry: Any) -> Any:
+    def spread(tile, carry):
         i_min, i_max, decay = carry
         steps = pl.ds(tile * siz_b, siz_b)
-        i, fbar, _ = log_gates(i_ref[steps], f_ref[steps], input_gate)
+        i, fbar, _ = log_gates(i_gmem[steps], f_gmem[steps], input_gate)
         least = jnp.min(jnp.where(i > -_INF, i, _INF))
         largest = jnp.max(jnp.where(i > -_INF, i, -_INF))
         return jnp.minimum(i_min, least), jnp.maximum(i_max, largest), decay + jnp.sum(-fbar)
 
     # m = 0 is a source too with the sigmoid gate, and where a packed segment begins.
-    zero, bound = jnp.float32(0.0), 0.0 if sigmoid or starts_ref is not None else _INF
+    zero, bound = jnp.float32(0.0), 0.0 if sigmoid or starts_gmem is not None else _INF
     i_min, i_max, decay = loop(num_tiles, spread, (jnp.float32(bound), jnp.float32(-bound), zero))
     offset_unit = reset_offset(i_min, i_max, decay)
     last = lax.iota(jnp.int32, siz_b) == siz_b - 1
 
-    def last_of(x: jax.Array) -> jax.Array:
+    def last_of(x):
         return jnp.sum(jnp.where(last, x, 0.0))
 
-    def step(tile: jax.Array, carry: Any) -> Any:
+    def step(tile, carry):
         sum_hi, sum_lo, max_hi, max_lo, resets = carry
         steps = pl.ds(tile * siz_b, siz_b)
-        i, fbar, reset = log_gates(i_ref[steps], f_ref[steps], input_gate)
+        i, fbar, reset = log_gates(i_gmem[steps], f_gmem[steps], input_gate)
         hi, lo = split_for_exact_sums(fbar, jnp.max(jnp.abs(fbar)), siz_b)
         hi, lo = jnp.cumsum(hi), jnp.cumsum(lo)
         b = add_two_floats(
             (hi, lo), (jnp.broadcast_to(sum_hi, hi.shape), jnp.broadcast_to(sum_lo, hi.shape))
         )
-        begins = None if starts_ref is None else starts_ref[steps] > 0
+        begins = None if starts_gmem is None else starts_gmem[steps] > 0
         restarts = reset if begins is None else reset | begins
         count = resets + jnp.cumsum(restarts.astype(jnp.float32))
         offset = count * offset_unit
@@ -106,15 +104,9 @@ def _chunk_gates_kernel(
             emax_hi, emax_lo = max_two_floats((tile_max_hi, tile_max_lo), reaching)
             emax_lo = jnp.where(emax_hi == -_INF, 0.0, emax_lo)
 
-        for ref, x in (
-            (b_hi_ref, b[0]),
-            (b_lo_ref, b[1]),
-            (e_hi_ref, e_hi),
-            (e_lo_ref, e_lo),
-            (emax_hi_ref, emax_hi),
-            (emax_lo_ref, emax_lo),
-            (offset_ref, offset),
-        ):
+        refs = *b_gmem, *e_gmem, *emax_gmem, offset_gmem
+        values = *b, e_hi, e_lo, emax_hi, emax_lo, offset
+        for ref, x in zip(refs, values, strict=True):
             ref[steps] = x
         last_max = jnp.max(jnp.where(last, emax_hi, -_INF))
         return last_of(b[0]), last_of(b[1]), last_max, last_of(emax_lo), last_of(count)
@@ -123,27 +115,28 @@ def _chunk_gates_kernel(
 
 
 def _stabiliser_scan_kernel(
-    g_ref: Any,  # (padded NC,) running sum of log sigmoid(f) over the chunk
-    a_ref: Any,  # (padded NC,) m after the chunk from an empty state
-    reset_ref: Any,  # (padded NC,) 1 where the chunk has a reset
-    m_before_ref: Any,  # (1,), or (blocks,) before each block
-    m_ref: Any,  # out (NC + 1,), or (blocks,) before each block
+    g_gmem,  # (padded NC,) running sum of log sigmoid(f) over the chunk
+    a_gmem,  # (padded NC,) m after the chunk from an empty state
+    reset_gmem,  # (padded NC,) 1 where the chunk has a reset
+    m_before_gmem,  # (1,), or (blocks,) before each block
+    m_gmem,  # out (NC + 1,), or (blocks,) before each block
     *,
-    block: int,
-    every_boundary: bool,
-) -> None:
-    def step(j: jax.Array, m: jax.Array, boundary: jax.Array) -> jax.Array:
+    call,
+    block,
+    every_boundary,
+):
+    def step(j, m, boundary):
         chunks = pl.ds(j * block, block)
         index = j * block + lax.iota(jnp.int32, block)
         before = index < boundary
-        g = jnp.where(before, g_ref[chunks], 0.0)
-        resets = jnp.cumsum(jnp.where(before, reset_ref[chunks], 0.0))
+        g = jnp.where(before, g_gmem[chunks], 0.0)
+        resets = jnp.cumsum(jnp.where(before, reset_gmem[chunks], 0.0))
         hi, lo = split_for_exact_sums(g, jnp.max(jnp.abs(g)), block)
         hi, lo, total_resets = jnp.cumsum(hi), jnp.cumsum(lo), jnp.max(resets)
         last = lax.iota(jnp.int32, block) == block - 1
         total_hi, total_lo = jnp.sum(jnp.where(last, hi, 0.0)), jnp.sum(jnp.where(last, lo, 0.0))
         reaches = before & (resets == total_resets)
-        a = jnp.where(reaches, a_ref[chunks], -_INF) + ((total_hi - hi) + (total_lo - lo))
+        a = jnp.where(reaches, a_gmem[chunks], -_INF) + ((total_hi - hi) + (total_lo - lo))
         return jnp.maximum(
             jnp.where(total_resets > 0, -_INF, m + (total_hi + total_lo)), jnp.max(a)
         )
@@ -151,14 +144,14 @@ def _stabiliser_scan_kernel(
     if every_boundary:
         boundary = pl.program_id(0)
         of = divide(lax.max(boundary - 1, np.int32(0)), block)
-        m_ref[boundary] = step(of, m_before_ref[of], boundary)
+        m_gmem[boundary] = step(of, m_before_gmem[of], boundary)
         return
 
-    def whole_block(j: jax.Array, m: jax.Array) -> jax.Array:
-        m_ref[j] = m
+    def whole_block(j, m):
+        m_gmem[j] = m
         return step(j, m, (j + 1) * block)
 
-    loop(m_ref.shape[0], whole_block, m_before_ref[0])
+    loop(m_gmem.shape[0], whole_block, m_before_gmem[0])
 
 
 def chunk_gates(
@@ -179,52 +172,47 @@ def chunk_gates(
 
 
 def _local_gates(x: Operands, input_gate: InputGate, call: Launch) -> LocalGates:
-    p, siz_b = call.problem, call.tiles.siz_b_LQ
-    chunk = pl.BlockSpec((None, p.L), lambda c, b: (b, c))
-    outputs = kernel_call(
+    p, chunk = call.problem, pl.BlockSpec((None, call.problem.L), lambda c, b: (b, c))
+    vec = floats(p.BNH, p.S)
+    y = kernel_call(
         _chunk_gates_kernel,
-        name="chunk_gates",
-        grid=call.tiles.grid(p),
-        in_specs=[chunk, chunk, None if x.starts is None else chunk],
-        out_specs=[chunk] * 7,
-        out_shape=[jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32)] * 7,
+        dict(i=(x.vecI, chunk), f=(x.vecF, chunk), starts=(x.starts, chunk)),
+        dict.fromkeys(("b", "e", "emax"), ((vec, vec), chunk)) | dict(offset=(vec, chunk)),
         call=call,
-        num_tiles=blocks(p.L, siz_b),
-        siz_b=siz_b,
         input_gate=input_gate,
-    )(x.vecI, x.vecF, x.starts)
-    b_hi, b_lo, e_hi, e_lo, emax_hi, emax_lo, offset = map(call.chunks, outputs)
-    return LocalGates((b_hi, b_lo), (e_hi, e_lo), (emax_hi, emax_lo), offset)
+    )
+    return LocalGates(*jax.tree.map(call.chunks, tuple(y.values())))
 
 
-def _stabiliser_scan(local: LocalGates, scaM_initial: jax.Array, call: Launch) -> jax.Array:
+def _stabiliser_scan(local: LocalGates, scaM_initial: Array, call: Launch) -> Array:
     p = call.problem
     block = min(next_power_of_two(p.NC), _SCAN_BLOCK)
     padded = -(-p.NC // block) * block
-    summaries = [
+    g, a, reset = (
         jnp.pad(x.astype(jnp.float32), [(0, 0), (0, padded - p.NC)])
         for x in gates.chunk_summaries(local)
-    ]
-    row = pl.BlockSpec((None, padded), lambda c, b: (b, 0))
+    )
 
-    def scan(m_before: jax.Array, ctas: int, size: int) -> jax.Array:
-        m: jax.Array = kernel_call(
+    def scan(m_before, ctas, size):
+        def row(columns):
+            return pl.BlockSpec((None, columns), lambda c, b: (b, 0))
+
+        chunks, m_before = row(padded), (m_before, row(m_before.shape[1]))
+        return kernel_call(
             _stabiliser_scan_kernel,
-            name="stabiliser_scan",
+            dict(g=(g, chunks), a=(a, chunks), reset=(reset, chunks), m_before=m_before),
+            dict(m=(floats(p.BNH, size), row(size))),
             grid=(ctas, p.BNH),
-            in_specs=[row, row, row, pl.BlockSpec((None, m_before.shape[1]), lambda c, b: (b, 0))],
-            out_specs=[pl.BlockSpec((None, size), lambda c, b: (b, 0))],
-            out_shape=[jax.ShapeDtypeStruct((p.BNH, size), jnp.float32)],
             call=call,
             block=block,
             every_boundary=ctas > 1,
-        )(*summaries, m_before)[0]
-        return m
+        )["m"]
 
     m = scaM_initial[:, None]
     if padded > block:
         m = scan(m, 1, padded // block)
-    return scan(m, p.NC + 1, p.NC + 1)
+    states: Array = scan(m, p.NC + 1, p.NC + 1)
+    return states
 
 
 @dataclasses.dataclass(frozen=True)

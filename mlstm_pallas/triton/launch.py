@@ -6,14 +6,14 @@ Every Triton kernel is launched through ``kernel_call``: compiled on a GPU, or i
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.gpu import Gpu
@@ -85,61 +85,79 @@ def depth_and_stages(gpu: Gpu, elements: int, depth: int, dtype: Any) -> tuple[i
         depth //= 2
 
 
+Operand = tuple[Any, pl.BlockSpec]  # arrays, or shapes of outputs, and their blocks
+
+
 def kernel_call(
     kernel: Callable[..., None],
+    inputs: Mapping[str, Operand],
+    outputs: Mapping[str, Operand],
     *,
-    name: str,
-    grid: tuple[int, ...],
-    in_specs: Sequence[pl.BlockSpec | None],
-    out_specs: Sequence[pl.BlockSpec],
-    out_shape: Sequence[jax.ShapeDtypeStruct],
     call: Launch,
-    input_output_aliases: Mapping[int, int] = MappingProxyType({}),
+    name: str = "",
+    grid: tuple[int, ...] = (),
+    aliases: Mapping[int, int] = MappingProxyType({}),
     **statics: Any,
-) -> Callable[..., Any]:
-    """pl.pallas_call of ``kernel(*refs, **statics)``; on the GPU grid axis 0 varies fastest.
+) -> dict[str, Any]:
+    """Launches ``kernel(**references, call=call, **statics)``; returns its outputs by name.
 
-    input_output_aliases: {input: output} that share memory, by position without absent inputs.
+    The reference to an operand x is x_gmem, and None where the operand is None.
+
+    Args:
+      name: of the launch; empty: that of the kernel.
+      grid: on the GPU axis 0 varies fastest; empty: that of the call's tiles.
+      aliases: {input: output} that share memory, by position without absent inputs.
     """
+    name = name or kernel.__name__.removeprefix("_").removesuffix("_kernel")
     if plgpu is None:
         raise RuntimeError(
             f"{name} is a Triton kernel, and jax {jax.__version__} has no Triton backend of "
             "Pallas: expected a jax that has one, such as 0.11.2 and 0.12.0.1, or backend None, "
             "'mosaic_gpu' or 'xla'"
         )
+    grid = grid or call.tiles.grid(call.problem)
+    operands = [x for x, _ in (*inputs.values(), *outputs.values())]
+    blocks = [spec for x, spec in (*inputs.values(), *outputs.values()) for _ in jax.tree.leaves(x)]
+    arrays, tree = jax.tree.flatten(operands)
+    num_inputs = len(jax.tree.leaves(operands[: len(inputs)]))
+    steps = [_steps_if_partial(spec, x, grid) for spec, x in zip(blocks, arrays, strict=True)]
 
-    def launch(*args: jax.Array | None) -> Any:
-        # A shard_map with check_vma needs the axes over which outputs vary.
-        varying = frozenset().union(
-            *(jax.typeof(x).manual_axis_type.varying for x in jax.tree.leaves(args))
-        )
-        kind = jax.sharding.ManualAxisType(varying=varying)
-        body: Any = functools.partial(kernel, **statics)
-        arrays = [*zip(in_specs, args, strict=True), *zip(out_specs, out_shape, strict=True)]
-        steps = [_steps_if_partial(spec, x, grid) for spec, x in arrays]
+    def body(*refs):
         if any(steps):
-            specs = [spec for spec, _ in arrays]
-            body = functools.partial(
-                _with_partial_blocks, body, specs, steps, len(grid), call.interpret
-            )
-        return pl.pallas_call(
-            body,
-            grid=grid,
-            in_specs=list(in_specs),
-            out_specs=tuple(out_specs),
-            out_shape=tuple(
-                jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=kind) for x in out_shape
-            ),
-            compiler_params=plgpu.CompilerParams(
-                num_warps=call.tiles.num_warps,
-                num_stages=getattr(call.tiles, "num_stages", 1),
-            ),
-            interpret=call.interpret,
-            input_output_aliases=dict(input_output_aliases),
-            name=name,
-        )(*args)
+            at = [pl.program_id(axis) for axis in range(len(grid))]
+            partial = functools.partial(_guarded, grid=at, interpret=call.interpret)
+            refs = tuple(map(partial, refs, blocks, steps))
+        names = (f"{x}_gmem" for x in (*inputs, *outputs))
+        by_name = dict(zip(names, jax.tree.unflatten(tree, refs), strict=True))
+        kernel(**by_name, call=call, **statics)
 
-    return launch
+    # A shard_map with check_vma needs the axes over which outputs vary.
+    varying = frozenset().union(
+        *(jax.typeof(x).manual_axis_type.varying for x in arrays[:num_inputs])
+    )
+    kind = jax.sharding.ManualAxisType(varying=varying)
+    results = pl.pallas_call(
+        body,
+        grid=grid,
+        in_specs=blocks[:num_inputs],
+        out_specs=tuple(blocks[num_inputs:]),
+        out_shape=tuple(
+            jax.ShapeDtypeStruct(x.shape, x.dtype, manual_axis_type=kind)
+            for x in arrays[num_inputs:]
+        ),
+        compiler_params=plgpu.CompilerParams(
+            num_warps=call.tiles.num_warps, num_stages=getattr(call.tiles, "num_stages", 1)
+        ),
+        interpret=call.interpret,
+        input_output_aliases=dict(aliases),
+        name=name,
+    )(*arrays[:num_inputs])
+    operands = jax.tree.unflatten(tree, [*arrays[:num_inputs], *results])
+    return dict(zip(outputs, operands[len(inputs) :], strict=True))
+
+
+def floats(*shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +171,7 @@ class _PartialBlock:
     """
 
     ref: Any
-    rows: jax.Array
+    rows: Array
     interpret: bool
 
     @property
@@ -165,17 +183,17 @@ class _PartialBlock:
     def dtype(self) -> Any:
         return self.ref.dtype
 
-    def _part(self, index: Any) -> tuple[Any, jax.Array]:
+    def _part(self, index: Any) -> tuple[Any, Array]:
         """The reference to a part of the block, and which of its elements the array has."""
         part = self.ref.at[index]
         first = part.transforms[-1].indices[0].start
         inside = first + lax.iota(np.int32, part.shape[0]) < self.rows
         return part, jnp.broadcast_to(inside[:, None], part.shape)
 
-    def __getitem__(self, index: Any) -> jax.Array:
+    def __getitem__(self, index: Any) -> Array:
         return masked_load(*self._part(index))
 
-    def __setitem__(self, index: Any, x: jax.Array) -> None:
+    def __setitem__(self, index: Any, x: Array) -> None:
         part, inside = self._part(index)
         if self.interpret:
             self.ref[index] = jnp.where(inside, x, self.ref[index])
@@ -185,40 +203,28 @@ class _PartialBlock:
 
 def _steps_if_partial(spec: Any, x: Any, grid: tuple[int, ...]) -> int | None:
     """The steps of an array where blocks reach beyond them; they divide all other axes."""
-    if spec is None or x is None or x.ndim < 3 or not isinstance(rows := spec.block_shape[1], int):
+    if x.ndim < 3 or not isinstance(rows := spec.block_shape[1], int):
         return None
     # No block is further down than that of the last indices.
     last, steps = spec.index_map(*(size - 1 for size in grid))[1], x.shape[1]
     return steps if (last + 1) * rows > steps else None
 
 
-def _with_partial_blocks(
-    kernel: Callable[..., None],
-    specs: Sequence[Any],
-    steps: Sequence[int | None],
-    grid_axes: int,
-    interpret: bool,
-    *refs: Any,
-) -> None:
-    """The kernel with guarded blocks of the arrays whose steps are given."""
-    grid = [pl.program_id(axis) for axis in range(grid_axes)]
-
-    def block(ref: Any, spec: Any, size: int | None) -> Any:
-        if size is None:
-            return ref
-        rows = size - spec.index_map(*grid)[1] * spec.block_shape[1]
-        return _PartialBlock(ref, rows, interpret)
-
-    kernel(*map(block, refs, specs, steps))
+def _guarded(ref: Any, spec: Any, steps: int | None, *, grid: Any, interpret: bool) -> Any:
+    """The reference to a block, guarded where its array has these steps."""
+    if steps is None:
+        return ref
+    rows = steps - spec.index_map(*grid)[1] * spec.block_shape[1]
+    return _PartialBlock(ref, rows, interpret)
 
 
-def masked_load(ref: Any, mask: jax.Array | None) -> jax.Array:
+def masked_load(ref: Any, mask: Array | None) -> Array:
     """ref[...] where mask holds, else 0; mask None: ref[...]."""
-    x: jax.Array = plgpu.load(ref, mask=mask, other=None if mask is None else 0.0)
+    x: Array = plgpu.load(ref, mask=mask, other=None if mask is None else 0.0)
     return x
 
 
-def masked_store(ref: Any, x: jax.Array, mask: jax.Array | None) -> None:
+def masked_store(ref: Any, x: Array, mask: Array | None) -> None:
     plgpu.store(ref, x, mask=mask)
 
 
@@ -234,7 +240,7 @@ def sequence_spec(
     heads = x.shape[0] if x.ndim == 3 else x.shape[0] * x.shape[2]
     num_splits, row_blocks = p.BNH // heads, p.S // rows
 
-    def of_whole_heads(*grid: Any) -> tuple[Any, Any, Any]:
+    def of_whole_heads(*grid):
         n, row, column = index_map(*grid)
         if num_splits == 1:
             return n, row, column
@@ -244,7 +250,7 @@ def sequence_spec(
         return pl.BlockSpec((None, rows, columns), of_whole_heads)
     NH = x.shape[2]
 
-    def strided(*grid: Any) -> tuple[Any, ...]:
+    def strided(*grid):
         head, row, column = of_whole_heads(*grid)
         return divide(head, NH), row, remainder(head, NH), column
 

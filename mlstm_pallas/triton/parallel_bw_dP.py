@@ -26,7 +26,6 @@ from mlstm_pallas.problem import MAX_TILE, Problem
 from mlstm_pallas.stage import Launch, ScaledRows, clamped
 from mlstm_pallas.stages.parallel_bw_dP import Operands, ScoreGradients, normaliser_gradients
 from mlstm_pallas.tiles import (
-    Precision,
     block_at,
     blocks,
     causal_mask,
@@ -39,6 +38,7 @@ from mlstm_pallas.tiles import (
 from mlstm_pallas.triton.launch import (
     PipelinedTiles,
     depth_and_stages,
+    floats,
     kernel_call,
     masked_store,
     sequence_spec,
@@ -46,35 +46,29 @@ from mlstm_pallas.triton.launch import (
 
 
 def _parallel_bw_dP_kernel(
-    q_ref: Any,  # (L, DHQK)
-    k_ref: Any,  # (L, DHQK)
-    v_ref: Any,  # (L, DHHV)
-    dh_ref: Any,  # (L, DHHV)
-    e_hi_ref: Any,  # (L,), as all that follow
-    e_lo_ref: Any,
-    u_hi_ref: Any,
-    u_lo_ref: Any,
-    w_ref: Any,
-    abar_ref: Any,
-    inv_den_ref: Any,  # absent without a normaliser
-    dz_den_ref: Any,  # likewise
-    P_ref: Any,  # out (L, L)
-    dP_ref: Any,  # out (L, L)
-    qbar_ref: Any,  # out (L, DHQK)
-    per_query_ref: Any,  # out (n, L) sum of W_ts over s < t in each tile of keys
-    per_key_ref: Any,  # out (n, L) sum of W_ts over t > s in each tile of queries
-    diagonal_ref: Any,  # out (L,) W_tt
-    *more_refs: Any,  # out: with scale_keys kbar (L, DHQK); with a normaliser dn_added (n, DHQK)
-    T: int,
-    scale_keys: bool,
-    scale: float,
-    block_k: int,
-    precision: Precision,
-) -> None:
-    (L, DHQK), DHHV = q_ref.shape, v_ref.shape[1]
-    more = iter(more_refs)
-    kbar_ref: Any = next(more) if scale_keys else None
-    dn_added_ref: Any = next(more, None)
+    q_gmem,  # (L, DHQK)
+    k_gmem,  # (L, DHQK)
+    v_gmem,  # (L, DHHV)
+    dh_gmem,  # (L, DHHV)
+    e_gmem,  # two (L,); (L,) are all that follow
+    u_gmem,  # two
+    w_gmem,
+    abar_gmem,
+    inv_den_gmem,  # absent without a normaliser
+    dz_den_gmem,  # likewise
+    P_gmem,  # out (L, L)
+    dP_gmem,  # out (L, L)
+    qbar_gmem,  # out (L, DHQK)
+    per_query_gmem,  # out (n, L) sum of W_ts over s < t in each tile of keys
+    per_key_gmem,  # out (n, L) sum of W_ts over t > s in each tile of queries
+    diagonal_gmem,  # out (L,) W_tt
+    kbar_gmem,  # out (L, DHQK), may be absent
+    dn_added_gmem,  # out (n, DHQK), absent without a normaliser
+    *,
+    call,
+):
+    (L, DHQK), DHHV = q_gmem.shape, v_gmem.shape[1]
+    T, block_k, scale = call.tiles.siz_b_LQ, call.tiles.block_k, call.problem.qk_scale
     n = L // T
     index, num_tiles = pl.program_id(0), n * (n + 1) // 2
     # Tiles are numbered by queries; tile i of queries has i + 1 tiles of keys.
@@ -83,46 +77,46 @@ def _parallel_bw_dP_kernel(
     step_k, step_v = min(block_k, DHQK), min(block_k, DHHV)
 
     @pl.when(index < num_tiles)
-    def _tile() -> None:
+    def _tile():
         queries, keys = block_at(i, T), block_at(j, T)
 
-        def product(rows_ref: Any, columns_ref: Any, step: int) -> jax.Array:
-            def add(x: jax.Array) -> jax.Array:
-                rows = rows_ref[queries, block_at(x, step)]
-                return dot(rows, columns_ref[keys, block_at(x, step)], precision, b_axis=1)
+        def product(rows_gmem, columns_gmem, step):
+            def add(x):
+                rows = rows_gmem[queries, block_at(x, step)]
+                return dot(rows, columns_gmem[keys, block_at(x, step)], call.precision, b_axis=1)
 
-            return sum_of(rows_ref.shape[1] // step, add, (T, T))
+            return sum_of(rows_gmem.shape[1] // step, add, (T, T))
 
-        dA = product(dh_ref, v_ref, step_v)
-        scores = product(q_ref, k_ref, step_k) * scale
+        dA = product(dh_gmem, v_gmem, step_v)
+        scores = product(q_gmem, k_gmem, step_k) * scale
         offset = (i - j) * T
-        e, u = (e_hi_ref[keys], e_lo_ref[keys]), (u_hi_ref[queries], u_lo_ref[queries])
-        D = decay_tile(*e, *u, causal_mask(T, T, offset))
+        e, u = [ref[keys] for ref in e_gmem], [ref[queries] for ref in u_gmem]
+        D = decay_tile(e, u, causal_mask(T, T, offset))
         P = D * scores
-        if inv_den_ref is not None:
-            inv_den = inv_den_ref[queries][:, None]
-            P, dA = P * inv_den, (dA + dz_den_ref[queries][:, None]) * inv_den
+        if inv_den_gmem is not None:
+            inv_den = inv_den_gmem[queries][:, None]
+            P, dA = P * inv_den, (dA + dz_den_gmem[queries][:, None]) * inv_den
         dP = D * dA
         W, strict = dP * scores, causal_mask(T, T, offset - 1)
         before = jnp.where(strict, W, 0.0)
-        per_query_ref[j, queries] = jnp.sum(before, axis=1)
-        per_key_ref[i, keys] = jnp.sum(before, axis=0)
-        P_ref[queries, keys] = P.astype(P_ref.dtype)
-        dP_ref[queries, keys] = (dP * scale).astype(P_ref.dtype)
+        per_query_gmem[j, queries] = jnp.sum(before, axis=1)
+        per_key_gmem[i, keys] = jnp.sum(before, axis=0)
+        P_gmem[queries, keys] = P.astype(P_gmem.dtype)
+        dP_gmem[queries, keys] = (dP * scale).astype(P_gmem.dtype)
 
         # Every tile computes this sum: a branch that reads W would take fifty registers.
         masked_store(
-            diagonal_ref.at[queries],
+            diagonal_gmem.at[queries],
             jnp.sum(jnp.where(strict, 0.0, W), axis=1),
             jnp.full((T,), i == j),
         )
 
         whole = max(MAX_TILE // T, 1)  # tiles on a side of a block
 
-        def above(x: jax.Array, _: tuple[()]) -> tuple[()]:
-            zeros = jnp.zeros((T, T), P_ref.dtype)
-            P_ref[queries, block_at(x, T)] = zeros
-            dP_ref[queries, block_at(x, T)] = zeros
+        def above(x, _):
+            zeros = jnp.zeros((T, T), P_gmem.dtype)
+            P_gmem[queries, block_at(x, T)] = zeros
+            dP_gmem[queries, block_at(x, T)] = zeros
             return _
 
         if whole > 1 and n > 1:
@@ -130,22 +124,22 @@ def _parallel_bw_dP_kernel(
             lax.fori_loop(j + 1, jnp.where(i == j, end, j + 1), above, ())
 
     @pl.when(index >= num_tiles)
-    def _scaled_operands() -> None:
+    def _scaled_operands():
         tile = index - num_tiles
         steps = block_at(tile, T)
-        abar, w = abar_ref[steps][:, None], w_ref[steps]
-        r = query_scale(w, scale, None if inv_den_ref is None else inv_den_ref[steps])
-        dz_den = None if dz_den_ref is None else dz_den_ref[steps][:, None]
+        abar, w = abar_gmem[steps][:, None], w_gmem[steps]
+        r = query_scale(w, scale, None if inv_den_gmem is None else inv_den_gmem[steps])
+        dz_den = None if dz_den_gmem is None else dz_den_gmem[steps][:, None]
 
-        def scaled(x: jax.Array, _: tuple[()]) -> tuple[()]:
+        def scaled(x, _):
             columns = block_at(x, step_k)
-            q = q_ref[steps, columns].astype(jnp.float32) * r[:, None]
-            qbar_ref[steps, columns] = q.astype(qbar_ref.dtype)
-            if kbar_ref is not None:
-                k = k_ref[steps, columns].astype(jnp.float32) * abar
-                kbar_ref[steps, columns] = k.astype(kbar_ref.dtype)
-            if dn_added_ref is not None:
-                dn_added_ref[tile, columns] = jnp.sum(q * dz_den, axis=0)
+            q = q_gmem[steps, columns].astype(jnp.float32) * r[:, None]
+            qbar_gmem[steps, columns] = q.astype(qbar_gmem.dtype)
+            if kbar_gmem is not None:
+                k = k_gmem[steps, columns].astype(jnp.float32) * abar
+                kbar_gmem[steps, columns] = k.astype(kbar_gmem.dtype)
+            if dn_added_gmem is not None:
+                dn_added_gmem[tile, columns] = jnp.sum(q * dz_den, axis=0)
             return _
 
         loop(DHQK // step_k, scaled, ())
@@ -159,68 +153,56 @@ def parallel_bw_dP(
     call: Launch,
 ) -> ScoreGradients:
     """Runs the stage: ``stages/parallel_bw_dP.py``."""
-    gradients = normaliser_gradients(normaliser, x)
-    p, T = call.problem, call.tiles.siz_b_LQ
-    n = blocks(p.L, T)
-    vector = pl.BlockSpec((None, p.L), lambda x, c, b: (b, c))
-    normalise = gradients.vecInvDen is not None
-    q, k, v, dh = (sequence_spec(y, p, p.L, y.shape[-1], lambda i, c, b: (b, c, 0)) for y in x[:4])
-    tile = (
-        pl.BlockSpec((None, p.L, p.L), lambda x, c, b: (b, c, 0)),
-        jax.ShapeDtypeStruct((p.BNH, p.S, p.L), x.matQ.dtype),
-    )
-    operand = (
-        pl.BlockSpec((None, p.L, p.DHQK), lambda x, c, b: (b, c, 0)),
-        # With the caller's steps: XLA gives it the memory of a gradient.
-        jax.ShapeDtypeStruct((p.BNH, x.matQ.shape[1], p.DHQK), x.matQ.dtype),
-    )
-    sums = (
-        pl.BlockSpec((None, n, p.L), lambda x, c, b: (b, 0, c)),
-        jax.ShapeDtypeStruct((p.BNH, n, p.S), jnp.float32),
-    )
-    norm = (
-        pl.BlockSpec((None, n, p.DHQK), lambda x, c, b: (b, c, 0)),
-        jax.ShapeDtypeStruct((p.BNH, p.NC * n, p.DHQK), jnp.float32),
-    )
-    outputs = [
-        tile,
-        tile,
-        operand,
-        sums,
-        sums,
-        (vector, jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32)),
-    ]
-    outputs += [operand] * return_keys + [norm] * normalise
-    g = x.gates.per_step()
-    P, dP, qbar, per_query, per_key, diagonal, *more = kernel_call(
+    gradients, g = normaliser_gradients(normaliser, x), x.gates.per_step()
+    p, T, dtype = call.problem, call.tiles.siz_b_LQ, x.matQ.dtype
+    n, normalise = blocks(p.L, T), normaliser is not None
+    steps = pl.BlockSpec((None, p.L), lambda i, c, b: (b, c))
+    arrays = x.matQ, x.matK, x.matV, x.matDeltaH
+    inputs = {
+        name: (y, sequence_spec(y, p, p.L, y.shape[-1], lambda i, c, b: (b, c, 0)))
+        for name, y in zip(("q", "k", "v", "dh"), arrays, strict=True)
+    }
+    vectors = dict(e=g.vecE, u=g.vecU, w=g.vecW, abar=g.vecAbar)
+    vectors |= dict(inv_den=gradients.vecInvDen, dz_den=gradients.vecDzDen)
+
+    def rows(count: int, columns: int) -> pl.BlockSpec:
+        return pl.BlockSpec((None, count, columns), lambda i, c, b: (b, c, 0))
+
+    tile = jax.ShapeDtypeStruct((p.BNH, p.S, p.L), dtype), rows(p.L, p.L)
+    # With the caller's steps: XLA gives it the memory of a gradient.
+    scaled = jax.ShapeDtypeStruct((p.BNH, x.matQ.shape[1], p.DHQK), dtype)
+    sums = floats(p.BNH, n, p.S), pl.BlockSpec((None, n, p.L), lambda i, c, b: (b, 0, c))
+    y = kernel_call(
         _parallel_bw_dP_kernel,
-        name="parallel_bw_dP",
-        grid=call.tiles.grid(p),
-        in_specs=[q, k, v, dh, *[vector] * 6, *[vector if normalise else None] * 2],
-        out_specs=[spec for spec, _ in outputs],
-        out_shape=[shape for _, shape in outputs],
+        inputs | {name: (vec, steps) for name, vec in vectors.items()},
+        dict(
+            P=tile,
+            dP=tile,
+            qbar=(scaled, rows(p.L, p.DHQK)),
+            per_query=sums,
+            per_key=sums,
+            diagonal=(floats(p.BNH, p.S), steps),
+            kbar=(scaled if return_keys else None, rows(p.L, p.DHQK)),
+            dn_added=(floats(p.BNH, p.NC * n, p.DHQK) if normalise else None, rows(n, p.DHQK)),
+        ),
         call=call,
-        T=T,
-        scale_keys=return_keys,
-        scale=p.qk_scale,
-        block_k=call.tiles.block_k,
-        precision=call.precision,
-    )(
-        *x[:4],
-        *g.vecE,
-        *g.vecU,
-        g.vecW,
-        g.vecAbar,
-        gradients.vecInvDen,
-        gradients.vecDzDen,
     )
-    keys = ScaledRows(more.pop(0), None) if return_keys else None
-    dn_added = jnp.sum(more.pop().reshape(p.BNH, p.NC, n, p.DHQK), axis=2) if normalise else None
-    shape = p.BNH, n, p.NC, n, T
-    pairs = TileSums(
-        per_query.reshape(shape), per_key.reshape(shape), diagonal.reshape(p.BNH, p.NC, n, T)
+    keys, dn_added = y["kbar"], y["dn_added"]
+    if normalise:
+        dn_added = jnp.sum(dn_added.reshape(p.BNH, p.NC, n, p.DHQK), axis=2)
+    per_query, per_key = (
+        y[name].reshape(p.BNH, n, p.NC, n, T) for name in ("per_query", "per_key")
     )
-    return ScoreGradients(P, dP, ScaledRows(qbar, None), keys, pairs, gradients, dn_added)
+    pairs = TileSums(per_query, per_key, y["diagonal"].reshape(p.BNH, p.NC, n, T))
+    return ScoreGradients(
+        y["P"],
+        y["dP"],
+        ScaledRows(y["qbar"], None),
+        ScaledRows(keys, None) if return_keys else None,
+        pairs,
+        gradients,
+        dn_added,
+    )
 
 
 class BlockedTiles(PipelinedTiles):

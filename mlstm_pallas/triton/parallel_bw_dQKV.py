@@ -13,10 +13,8 @@ mostly from L2.
 """
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Self
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
@@ -26,9 +24,10 @@ from mlstm_pallas.normaliser import query_scale
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch, sequence_shape
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, Operands
-from mlstm_pallas.tiles import Precision, block_at, blocks, divide, dot, loop, remainder, sum_of
+from mlstm_pallas.tiles import block_at, blocks, divide, dot, loop, remainder, sum_of
 from mlstm_pallas.triton.launch import (
     depth_and_stages,
+    floats,
     kernel_call,
     sequence_spec,
     stages_that_fit,
@@ -37,100 +36,95 @@ from mlstm_pallas.triton.parallel_bw_dP import BlockedTiles
 
 
 def _parallel_bw_dQKV_kernel(
-    q_ref: Any,  # (L, DHQK)
-    k_ref: Any,  # (L, DHQK)
-    v_ref: Any,  # (L, DHHV)
-    dh_ref: Any,  # (L, DHHV)
-    C_ref: Any,  # (DHQK, DHHV) before the chunk
-    n_ref: Any,  # (DHQK,) before the chunk, absent without a normaliser
-    dC_ref: Any,  # (DHQK, DHHV) after the chunk
-    dn_ref: Any,  # (DHQK,) after the chunk
-    P_ref: Any,  # (L, L)
-    dP_ref: Any,  # (L, L)
-    w_ref: Any,  # (L,), as all that follow
-    abar_ref: Any,
-    inv_den_ref: Any,  # absent without a normaliser
-    dz_den_ref: Any,  # likewise
-    dq_ref: Any,  # out (L, DHQK)
-    q_inter_ref: Any,  # out (column blocks, L)
-    dk_ref: Any,  # out (L, DHQK)
-    k_inter_ref: Any,  # out (column blocks, L)
-    dv_ref: Any,  # out (L, DHHV)
-    states_ref: Any,  # out (blocks,)
+    q_gmem,  # (L, DHQK)
+    k_gmem,  # (L, DHQK)
+    v_gmem,  # (L, DHHV)
+    dh_gmem,  # (L, DHHV)
+    C_gmem,  # (DHQK, DHHV) before the chunk
+    n_gmem,  # (DHQK,) before the chunk, absent without a normaliser
+    dC_gmem,  # (DHQK, DHHV) after the chunk
+    dn_gmem,  # (DHQK,) after the chunk
+    P_gmem,  # (L, L)
+    dP_gmem,  # (L, L)
+    w_gmem,  # (L,), as all that follow
+    abar_gmem,
+    inv_den_gmem,  # absent without a normaliser
+    dz_den_gmem,  # likewise
+    dq_gmem,  # out (L, DHQK)
+    q_inter_gmem,  # out (column blocks, L)
+    dk_gmem,  # out (L, DHQK)
+    k_inter_gmem,  # out (column blocks, L)
+    dv_gmem,  # out (L, DHHV)
+    states_gmem,  # out (blocks,)
     *,
-    scale: float,
-    siz_b_LQ: int,
-    siz_b_DHQK: int,
-    siz_b_DHHV: int,
-    block_k: int,
-    precision: Precision,
-) -> None:
-    L = q_ref.shape[0]
+    call,
+):
+    L, scale, precision, tiles = q_gmem.shape[0], call.problem.qk_scale, call.precision, call.tiles
+    siz_b_LQ, siz_b_DHQK, siz_b_DHHV = tiles.siz_b_LQ, tiles.siz_b_DHQK, tiles.siz_b_DHHV
 
-    def times_state(
-        steps: Any, columns: Any, a_ref: Any, X_ref: Any, size: int, *, transposed: bool
-    ) -> jax.Array:
-        step = min(block_k, a_ref.shape[1])
+    def times_state(steps, columns, a_gmem, X_gmem, size, *, transposed):
+        step = min(tiles.block_k, a_gmem.shape[1])
 
-        def product(x: jax.Array) -> jax.Array:
+        def product(x):
             rows = block_at(x, step)
-            X = X_ref[columns, rows] if transposed else X_ref[rows, columns]
-            return dot(a_ref[steps, block_at(x, step)], X, precision, b_axis=1 if transposed else 0)
+            X = X_gmem[columns, rows] if transposed else X_gmem[rows, columns]
+            a = a_gmem[steps, block_at(x, step)]
+            return dot(a, X, precision, b_axis=int(transposed))
 
-        return sum_of(a_ref.shape[1] // step, product, (siz_b_LQ, size))
+        return sum_of(a_gmem.shape[1] // step, product, (siz_b_LQ, size))
 
     def plus_tiles(
-        acc: jax.Array,
-        row: jax.Array,
-        columns: Any,
-        tile_ref: Any,
-        operand_ref: Any,
+        acc,
+        row,
+        columns,
+        tile_gmem,
+        operand_gmem,
         *,
-        transposed: bool,
-    ) -> jax.Array:
+        transposed,
+    ):
         """Adds the tiles times the keys of a row of queries, or transposed, for a row of keys."""
-        step, steps = min(block_k, siz_b_LQ), block_at(row, siz_b_LQ)
+        step, steps = min(tiles.block_k, siz_b_LQ), block_at(row, siz_b_LQ)
         first = row * (siz_b_LQ // step) if transposed else 0
 
-        def add(x: jax.Array, acc: jax.Array) -> jax.Array:
+        def add(x, acc):
             others = block_at(first + x, step)
-            tile = tile_ref[others, steps] if transposed else tile_ref[steps, others]
-            operand, a_axis = operand_ref[others, columns], 0 if transposed else 1
+            tile = tile_gmem[others, steps] if transposed else tile_gmem[steps, others]
+            operand, a_axis = operand_gmem[others, columns], 0 if transposed else 1
             return acc + dot(tile, operand, precision, a_axis=a_axis)
 
         return loop(L // step - first if transposed else (row + 1) * (siz_b_LQ // step), add, acc)
 
-    def dq(row: jax.Array, column: jax.Array, steps: Any, columns: Any) -> None:
-        r = query_scale(w_ref[steps], scale, None if inv_den_ref is None else inv_den_ref[steps])
-        acc = times_state(steps, columns, dh_ref, C_ref, siz_b_DHQK, transposed=True) * r[:, None]
-        if n_ref is not None:
-            acc += (r * dz_den_ref[steps])[:, None] * n_ref[columns][None, :]
-        q = q_ref[steps, columns].astype(jnp.float32)
-        q_inter_ref[column, steps] = jnp.sum(acc * q, axis=1)
-        acc = plus_tiles(acc, row, columns, dP_ref, k_ref, transposed=False)
-        dq_ref[steps, columns] = acc.astype(dq_ref.dtype)
+    def dq(row, column, steps, columns):
+        r = query_scale(w_gmem[steps], scale, None if inv_den_gmem is None else inv_den_gmem[steps])
+        acc = times_state(steps, columns, dh_gmem, C_gmem, siz_b_DHQK, transposed=True) * r[:, None]
+        if n_gmem is not None:
+            acc += (r * dz_den_gmem[steps])[:, None] * n_gmem[columns][None, :]
+        q = q_gmem[steps, columns].astype(jnp.float32)
+        q_inter_gmem[column, steps] = jnp.sum(acc * q, axis=1)
+        acc = plus_tiles(acc, row, columns, dP_gmem, k_gmem, transposed=False)
+        dq_gmem[steps, columns] = acc.astype(dq_gmem.dtype)
 
-    def dk(row: jax.Array, column: jax.Array, steps: Any, columns: Any) -> None:
-        acc = times_state(steps, columns, v_ref, dC_ref, siz_b_DHQK, transposed=True)
-        acc = (acc + dn_ref[columns][None, :]) * abar_ref[steps][:, None]
-        k = k_ref[steps, columns].astype(jnp.float32)
-        k_inter_ref[column, steps] = jnp.sum(acc * k, axis=1)
-        acc = plus_tiles(acc, row, columns, dP_ref, q_ref, transposed=True)
-        dk_ref[steps, columns] = acc.astype(dk_ref.dtype)
+    def dk(row, column, steps, columns):
+        acc = times_state(steps, columns, v_gmem, dC_gmem, siz_b_DHQK, transposed=True)
+        acc = (acc + dn_gmem[columns][None, :]) * abar_gmem[steps][:, None]
+        k = k_gmem[steps, columns].astype(jnp.float32)
+        k_inter_gmem[column, steps] = jnp.sum(acc * k, axis=1)
+        acc = plus_tiles(acc, row, columns, dP_gmem, q_gmem, transposed=True)
+        dk_gmem[steps, columns] = acc.astype(dk_gmem.dtype)
 
-    def dv(row: jax.Array, column: jax.Array, steps: Any, columns: Any) -> None:
-        acc = times_state(steps, columns, k_ref, dC_ref, siz_b_DHHV, transposed=False)
-        acc *= abar_ref[steps][:, None]
-        acc = plus_tiles(acc, row, columns, P_ref, dh_ref, transposed=True)
-        dv_ref[steps, columns] = acc.astype(dv_ref.dtype)
+    def dv(row, column, steps, columns):
+        acc = times_state(steps, columns, k_gmem, dC_gmem, siz_b_DHHV, transposed=False)
+        acc *= abar_gmem[steps][:, None]
+        acc = plus_tiles(acc, row, columns, P_gmem, dh_gmem, transposed=True)
+        dv_gmem[steps, columns] = acc.astype(dv_gmem.dtype)
 
-    def states(row: jax.Array, column: jax.Array, rows: Any, columns: Any) -> None:
-        C, dC = C_ref[rows, columns].astype(jnp.float32), dC_ref[rows, columns].astype(jnp.float32)
-        states_ref[row * blocks(C_ref.shape[1], siz_b_DHHV) + column] = jnp.sum(C * dC)
+    def states(row, column, rows, columns):
+        C, dC = (ref[rows, columns].astype(jnp.float32) for ref in (C_gmem, dC_gmem))
+        states_gmem[row * blocks(C_gmem.shape[1], siz_b_DHHV) + column] = jnp.sum(C * dC)
 
     start, index = 0, pl.program_id(0)
-    of_L, of_DHQK = (L, siz_b_LQ), (q_ref.shape[1], siz_b_DHQK)
-    of_DHHV = v_ref.shape[1], siz_b_DHHV
+    of_L, of_DHQK = (L, siz_b_LQ), (q_gmem.shape[1], siz_b_DHQK)
+    of_DHHV = v_gmem.shape[1], siz_b_DHHV
     for role, of_rows, of_columns in (
         (dq, of_L, of_DHQK),
         (dk, of_L, of_DHQK),
@@ -142,12 +136,12 @@ def _parallel_bw_dQKV_kernel(
 
         @pl.when((start <= index) & (index < end))
         def _(
-            role: Callable[..., None] = role,
-            start: int = start,
-            columns: int = columns,
-            height: int = of_rows[1],
-            width: int = of_columns[1],
-        ) -> None:
+            role=role,
+            start=start,
+            columns=columns,
+            height=of_rows[1],
+            width=of_columns[1],
+        ):
             row, column = divide(index - start, columns), remainder(index - start, columns)
             role(row, column, block_at(row, height), block_at(column, width))
 
@@ -156,59 +150,48 @@ def _parallel_bw_dQKV_kernel(
 
 def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     """Runs the stage: ``stages/parallel_bw_dQKV.py``."""
-    p, LQ, BK, BV = call.problem, call.tiles.siz_b_LQ, call.tiles.siz_b_DHQK, call.tiles.siz_b_DHHV
-    gradients, n = x.normaliser_gradients, x.vecN_states
-    normalise = gradients.vecInvDen is not None
-    tile = pl.BlockSpec((None, p.L, p.L), lambda x, c, b: (b, c, 0))
-    q, k, v, dh = (sequence_spec(y, p, p.L, y.shape[-1], lambda i, c, b: (b, c, 0)) for y in x[:4])
-    state = pl.BlockSpec((None, None, p.DHQK, p.DHHV), lambda x, c, b: (b, c, 0, 0))
-    norm = pl.BlockSpec((None, None, p.DHQK), lambda x, c, b: (b, c, 0))
-    vector = pl.BlockSpec((None, p.L), lambda x, c, b: (b, c))
-    blocks_of_DHQK, blocks_of_DHHV = blocks(p.DHQK, BK), blocks(p.DHHV, BV)
-    inter = (
-        pl.BlockSpec((None, blocks_of_DHQK, p.L), lambda x, c, b: (b, 0, c)),
-        jax.ShapeDtypeStruct((p.BNH, blocks_of_DHQK, p.S), jnp.float32),
-    )
-    blocks_of_state = blocks_of_DHQK * blocks_of_DHHV
-    states = (
-        pl.BlockSpec((None, None, blocks_of_state), lambda x, c, b: (b, c, 0)),
-        jax.ShapeDtypeStruct((p.BNH, p.NC, blocks_of_state), jnp.float32),
-    )
-    dq, dk, dv = (sequence_shape(y, y.shape[-1], y.dtype) for y in x[:3])
-    outputs = [(q, dq), inter, (k, dk), inter, (v, dv), states]
-    g = x.gates.per_step()
-    dQ, q_inter, dK, k_inter, dV, states_inner = kernel_call(
+    p, g, gradients, n = call.problem, x.gates.per_step(), x.normaliser_gradients, x.vecN_states
+    K, V = blocks(p.DHQK, call.tiles.siz_b_DHQK), blocks(p.DHHV, call.tiles.siz_b_DHHV)
+    arrays = x.matQ, x.matK, x.matV, x.matDeltaH
+    rows = {
+        name: (y, sequence_spec(y, p, p.L, y.shape[-1], lambda i, c, b: (b, c, 0)))
+        for name, y in zip(("q", "k", "v", "dh"), arrays, strict=True)
+    }
+    tile = pl.BlockSpec((None, p.L, p.L), lambda i, c, b: (b, c, 0))
+    state = pl.BlockSpec((None, None, p.DHQK, p.DHHV), lambda i, c, b: (b, c, 0, 0))
+    norm = pl.BlockSpec((None, None, p.DHQK), lambda i, c, b: (b, c, 0))
+    steps = pl.BlockSpec((None, p.L), lambda i, c, b: (b, c))
+    inter = floats(p.BNH, K, p.S), pl.BlockSpec((None, K, p.L), lambda i, c, b: (b, 0, c))
+    products = pl.BlockSpec((None, None, K * V), lambda i, c, b: (b, c, 0))
+    dq, dk, dv = ((sequence_shape(y, y.shape[-1], y.dtype), at) for y, at in [*rows.values()][:3])
+    y = kernel_call(
         _parallel_bw_dQKV_kernel,
-        name="parallel_bw_dQKV",
-        grid=call.tiles.grid(p),
-        in_specs=[
-            *(q, k, v, dh, state, norm if normalise else None, state, norm, tile, tile),
-            *[vector] * 2,
-            *[vector if normalise else None] * 2,
-        ],
-        out_specs=[spec for spec, _ in outputs],
-        out_shape=[shape for _, shape in outputs],
-        call=call,
-        scale=p.qk_scale,
-        siz_b_LQ=LQ,
-        siz_b_DHQK=BK,
-        siz_b_DHHV=BV,
-        block_k=call.tiles.block_k,
-        precision=call.precision,
-    )(
-        *x[:4],
-        *(x.matC_states, n if normalise else None, x.matDeltaC_states, x.vecDeltaN_states),
-        *(
-            x.scores.matP,
-            x.scores.matDeltaP,
-            g.vecW,
-            g.vecAbar,
-            gradients.vecInvDen,
-            gradients.vecDzDen,
+        dict(
+            **rows,
+            C=(x.matC_states, state),
+            n=(None if gradients.vecInvDen is None else n, norm),
+            dC=(x.matDeltaC_states, state),
+            dn=(x.vecDeltaN_states, norm),
+            P=(x.scores.matP, tile),
+            dP=(x.scores.matDeltaP, tile),
+            w=(g.vecW, steps),
+            abar=(g.vecAbar, steps),
+            inv_den=(gradients.vecInvDen, steps),
+            dz_den=(gradients.vecDzDen, steps),
         ),
+        dict(
+            dq=dq,
+            q_inter=inter,
+            dk=dk,
+            k_inter=inter,
+            dv=dv,
+            states=(floats(p.BNH, p.NC, K * V), products),
+        ),
+        call=call,
     )
-    through = x.gates.scaGamma * (states_inner.sum(-1) + inner(n, x.vecDeltaN_states))
-    return Gradients(dQ, dK, dV, q_inter.sum(1), k_inter.sum(1), through)
+    through = x.gates.scaGamma * (y["states"].sum(-1) + inner(n, x.vecDeltaN_states))
+    q_inter, k_inter = y["q_inter"].sum(1), y["k_inter"].sum(1)
+    return Gradients(y["dq"], y["dk"], y["dv"], q_inter, k_inter, through)
 
 
 @dataclasses.dataclass(frozen=True)

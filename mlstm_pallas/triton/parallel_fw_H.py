@@ -13,7 +13,6 @@ FLOPs: 2 R K V + R (L + 1) (K + V), q.k again for each column block. Bytes: q, k
 import dataclasses
 from typing import Any, Self
 
-import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
@@ -23,7 +22,6 @@ from mlstm_pallas.problem import Problem, is_power_of_two
 from mlstm_pallas.stage import Launch, clamped, sequence_shape
 from mlstm_pallas.stages.parallel_fw_H import Operands, Outputs
 from mlstm_pallas.tiles import (
-    Precision,
     blocks,
     causal_mask,
     decay_tile,
@@ -34,6 +32,7 @@ from mlstm_pallas.tiles import (
 )
 from mlstm_pallas.triton.launch import (
     PipelinedTiles,
+    floats,
     kernel_call,
     sequence_spec,
     stages_that_fit,
@@ -41,86 +40,83 @@ from mlstm_pallas.triton.launch import (
 
 
 def _parallel_fw_H_kernel(
-    q_ref: Any,  # (siz_b_LQ, DHQK)
-    k_ref: Any,  # (L, DHQK)
-    v_ref: Any,  # (L, siz_b_DHHV)
-    C_ref: Any,  # (DHQK, siz_b_DHHV)
-    n_ref: Any,  # (DHQK,), absent without a normaliser
-    e_hi_ref: Any,  # (L,)
-    e_lo_ref: Any,  # (L,)
-    u_hi_ref: Any,  # (siz_b_LQ,)
-    u_lo_ref: Any,  # (siz_b_LQ,)
-    w_ref: Any,  # (siz_b_LQ,)
-    m_ref: Any,  # (siz_b_LQ,), absent where the floor does not need it
-    h_ref: Any,  # out (siz_b_LQ, siz_b_DHHV)
-    z_ref: Any = None,  # out (siz_b_LQ,), absent without a normaliser
+    q_gmem,  # (siz_b_LQ, DHQK)
+    k_gmem,  # (L, DHQK)
+    v_gmem,  # (L, siz_b_DHHV)
+    C_gmem,  # (DHQK, siz_b_DHHV)
+    n_gmem,  # (DHQK,), absent without a normaliser
+    e_gmem,  # two (L,)
+    u_gmem,  # two (siz_b_LQ,)
+    w_gmem,  # (siz_b_LQ,)
+    m_gmem,  # (siz_b_LQ,), absent where the floor does not need it
+    h_gmem,  # out (siz_b_LQ, siz_b_DHHV)
+    z_gmem,  # out (siz_b_LQ,), absent without a normaliser
     *,
-    scale: float,
-    normaliser: Normaliser | None,
-    L: int,
-    siz_b_LKV: int,
-    siz_b_DHQK: int,
-    keep_q: bool,
-    precision: Precision,
-) -> None:
-    LQ, DHQK = q_ref.shape
-    first = remainder(pl.program_id(1), L // LQ) * LQ  # of the first query, inside its chunk
+    call,
+    normaliser,
+):
+    p, tiles, precision = call.problem, call.tiles, call.precision
+    siz_b_LKV, siz_b_DHQK, keep_q = tiles.siz_b_LKV, tiles.siz_b_DHQK, tiles.keep_q
+    LQ, DHQK = q_gmem.shape
+    first = remainder(pl.program_id(1), p.L // LQ) * LQ  # of the first query, inside its chunk
     num_k = DHQK // siz_b_DHQK
 
     # q . n is a separate loop: where a pipelined tile feeds both a product and other arithmetic,
     # Triton gives it one buffer too few, and the copy of a later tile overwrites it under the
     # running product.
-    def add_norm(ik: jax.Array, z: jax.Array) -> jax.Array:
+    def add_norm(ik, z):
         columns = pl.ds(ik * siz_b_DHQK, siz_b_DHQK)
-        return z + jnp.sum(q_ref[:, columns].astype(jnp.float32) * n_ref[columns][None, :], axis=1)
+        q = q_gmem[:, columns].astype(jnp.float32)
+        return z + jnp.sum(q * n_gmem[columns][None, :], axis=1)
 
-    def add_state(ik: jax.Array, num: jax.Array) -> jax.Array:
+    def add_state(ik, num):
         columns = pl.ds(ik * siz_b_DHQK, siz_b_DHQK)
-        return num + dot(q_ref[:, columns], C_ref[columns, :], precision)
+        return num + dot(q_gmem[:, columns], C_gmem[columns, :], precision)
 
-    num = loop(num_k, add_state, jnp.zeros((LQ, h_ref.shape[1]), jnp.float32))
+    num = loop(num_k, add_state, jnp.zeros((LQ, h_gmem.shape[1]), jnp.float32))
     if keep_q:
-        q_whole = q_ref[...]
+        q_whole = q_gmem[...]
     if normaliser is None:
-        z: Any = None
+        z = None
     elif keep_q:
-        z = jnp.sum(q_whole.astype(jnp.float32) * n_ref[...][None, :], axis=1)
+        z = jnp.sum(q_whole.astype(jnp.float32) * n_gmem[...][None, :], axis=1)
     else:
         z = loop(num_k, add_norm, jnp.zeros((LQ,), jnp.float32))
-    w = query_scale(w_ref[...], scale)
+    w = query_scale(w_gmem[...], p.qk_scale)
     num, z = num * w[:, None], None if z is None else z * w
-    u_hi, u_lo = u_hi_ref[...], u_lo_ref[...]
+    u = [ref[...] for ref in u_gmem]
 
-    def add_keys(j: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
+    def add_keys(j, carry):
         num, z = carry
         keys = pl.ds(j * siz_b_LKV, siz_b_LKV)
         if keep_q:
-            scores = dot(q_whole, k_ref[keys, :], precision, b_axis=1)
+            scores = dot(q_whole, k_gmem[keys, :], precision, b_axis=1)
         else:
 
-            def add_columns(ik: jax.Array, scores: jax.Array) -> jax.Array:
+            def add_columns(ik, scores):
                 columns = pl.ds(ik * siz_b_DHQK, siz_b_DHQK)
-                return scores + dot(q_ref[:, columns], k_ref[keys, columns], precision, b_axis=1)
+                return scores + dot(q_gmem[:, columns], k_gmem[keys, columns], precision, b_axis=1)
 
             scores = loop(num_k, add_columns, jnp.zeros((LQ, siz_b_LKV), jnp.float32))
         # Masked after the product, not before: a NaN in k reaches no earlier step.
-        D = decay_tile(e_hi_ref[keys], e_lo_ref[keys], u_hi, u_lo, None)
-        P = jnp.where(causal_mask(LQ, siz_b_LKV, first - j * siz_b_LKV), scores * (D * scale), 0.0)
-        num += dot(P.astype(v_ref.dtype), v_ref[keys, :], precision)
+        D = decay_tile((ref[keys] for ref in e_gmem), u, None)
+        mask = causal_mask(LQ, siz_b_LKV, first - j * siz_b_LKV)
+        P = jnp.where(mask, scores * (D * p.qk_scale), 0.0)
+        num += dot(P.astype(v_gmem.dtype), v_gmem[keys, :], precision)
         return num, None if z is None else z + jnp.sum(P, axis=1)
 
     num_keys = divide(first + LQ + siz_b_LKV - 1, siz_b_LKV)
     num, z = loop(num_keys, add_keys, (num, z))
     if normaliser is None:
-        h_ref[...] = num.astype(h_ref.dtype)
+        h_gmem[...] = num.astype(h_gmem.dtype)
         return
 
-    den = normaliser.denominator(z, None if m_ref is None else m_ref[...])
-    h_ref[...] = (num / den[:, None]).astype(h_ref.dtype)
+    den = normaliser.denominator(z, None if m_gmem is None else m_gmem[...])
+    h_gmem[...] = (num / den[:, None]).astype(h_gmem.dtype)
 
     @pl.when(pl.program_id(0) == 0)
-    def _() -> None:
-        z_ref[...] = z
+    def _():
+        z_gmem[...] = z
 
 
 def parallel_fw_H(
@@ -131,56 +127,38 @@ def parallel_fw_H(
     call: Launch,
 ) -> Outputs:
     """Runs the stage: ``stages/parallel_fw_H.py``."""
+    p, g, normalise = call.problem, x.gates.per_step(), normaliser is not None
+    LQ, BV = call.tiles.siz_b_LQ, call.tiles.siz_b_DHHV
     output_dtype = x.matQ.dtype if output_dtype is None else output_dtype
-    p, tiles = call.problem, call.tiles
-    LQ, BV = tiles.siz_b_LQ, tiles.siz_b_DHHV
-    tiles_of_chunk = blocks(p.L, LQ)
+    n = blocks(p.L, LQ)  # tiles of a chunk
     queries = pl.BlockSpec((None, LQ), lambda iv, iq, b: (b, iq))
-    chunk = pl.BlockSpec((None, p.L), lambda iv, iq, b: (b, iq // tiles_of_chunk))
-    normalise, needs_m = normaliser is not None, normaliser is not None and normaliser.floor_needs_m
-    g = x.gates.per_step()
-    H, *z = kernel_call(
+    chunk = pl.BlockSpec((None, p.L), lambda iv, iq, b: (b, iq // n))
+    C = pl.BlockSpec((None, None, p.DHQK, BV), lambda iv, iq, b: (b, iq // n, 0, iv))
+    norm = pl.BlockSpec((None, None, p.DHQK), lambda iv, iq, b: (b, iq // n, 0))
+    y = kernel_call(
         _parallel_fw_H_kernel,
-        name="parallel_fw_H",
-        grid=tiles.grid(p),
-        in_specs=[
-            sequence_spec(x.matQ, p, LQ, p.DHQK, lambda iv, iq, b: (b, iq, 0)),
-            sequence_spec(x.matK, p, p.L, p.DHQK, lambda iv, iq, b: (b, iq // tiles_of_chunk, 0)),
-            sequence_spec(x.matV, p, p.L, BV, lambda iv, iq, b: (b, iq // tiles_of_chunk, iv)),
-            pl.BlockSpec(
-                (None, None, p.DHQK, BV), lambda iv, iq, b: (b, iq // tiles_of_chunk, 0, iv)
+        dict(
+            q=(x.matQ, sequence_spec(x.matQ, p, LQ, p.DHQK, lambda iv, iq, b: (b, iq, 0))),
+            k=(x.matK, sequence_spec(x.matK, p, p.L, p.DHQK, lambda iv, iq, b: (b, iq // n, 0))),
+            v=(x.matV, sequence_spec(x.matV, p, p.L, BV, lambda iv, iq, b: (b, iq // n, iv))),
+            C=(x.matC_states, C),
+            n=(x.vecN_states if normalise else None, norm),
+            e=(g.vecE, chunk),
+            u=(g.vecU, queries),
+            w=(g.vecW, queries),
+            m=(g.vecM if normaliser and normaliser.floor_needs_m else None, queries),
+        ),
+        dict(
+            h=(
+                sequence_shape(x.matV, p.DHHV, output_dtype),
+                sequence_spec(x.matV, p, LQ, BV, lambda iv, iq, b: (b, iq, iv)),
             ),
-            pl.BlockSpec((None, None, p.DHQK), lambda iv, iq, b: (b, iq // tiles_of_chunk, 0))
-            if normalise
-            else None,
-            chunk,
-            chunk,
-            queries,
-            queries,
-            queries,
-            queries if needs_m else None,
-        ],
-        out_specs=[
-            sequence_spec(x.matV, p, LQ, BV, lambda iv, iq, b: (b, iq, iv)),
-            *[queries] * normalise,
-        ],
-        out_shape=[
-            sequence_shape(x.matV, p.DHHV, output_dtype),
-            *[jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32)] * normalise,
-        ],
+            z=(floats(p.BNH, p.S) if normalise else None, queries),
+        ),
         call=call,
-        scale=p.qk_scale,
         normaliser=normaliser,
-        L=p.L,
-        siz_b_LKV=tiles.siz_b_LKV,
-        siz_b_DHQK=tiles.siz_b_DHQK,
-        keep_q=tiles.keep_q,
-        precision=call.precision,
-    )(
-        *(x.matQ, x.matK, x.matV, x.matC_states, x.vecN_states if normalise else None),
-        *(*g.vecE, *g.vecU, g.vecW, g.vecM if needs_m else None),
     )
-    return Outputs(H, z[0] if normalise else None)
+    return Outputs(y["h"], y["z"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,7 +201,7 @@ class Tiles(PipelinedTiles):
         elif columns == 256 and p.DHQK <= 128:
             sizes = [(64, 64, 256, 4, 2), *sizes]
 
-        def fits(x: Self) -> bool:
+        def fits(x):
             loops = (depth * (x.siz_b_LQ + x.siz_b_DHHV), 0), x.elements(p)
             return all(
                 stages_that_fit(gpu, size * itemsize, kept * itemsize, x.num_stages, ctas_per_sm=1)

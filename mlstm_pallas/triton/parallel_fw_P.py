@@ -19,53 +19,48 @@ from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch, ScaledRows
 from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.parallel_fw_P import Operands, ScanOperands
-from mlstm_pallas.tiles import Precision, causal_mask, decay_tile, dot
-from mlstm_pallas.triton.launch import kernel_call, sequence_spec
+from mlstm_pallas.tiles import causal_mask, decay_tile, dot
+from mlstm_pallas.triton.launch import floats, kernel_call, sequence_spec
 
 
 def _parallel_fw_P_kernel(
-    q_ref: Any,  # (L, DHQK)
-    k_ref: Any,  # (L, DHQK)
-    n_ref: Any,  # (DHQK,), absent without a normaliser
-    e_hi_ref: Any,  # (L,)
-    e_lo_ref: Any,  # (L,)
-    u_hi_ref: Any,  # (L,)
-    u_lo_ref: Any,  # (L,)
-    w_ref: Any,  # (L,)
-    abar_ref: Any,  # (L,)
-    m_ref: Any,  # (L,), absent where the floor does not need it
-    P_ref: Any,  # out (L, L)
-    r_ref: Any,  # out (L,)
-    kbar_ref: Any,  # out (L, DHQK)
-    z_ref: Any = None,  # out (L,), absent without a normaliser
+    q_gmem,  # (L, DHQK)
+    k_gmem,  # (L, DHQK)
+    n_gmem,  # (DHQK,), absent without a normaliser
+    e_gmem,  # two (L,)
+    u_gmem,  # two (L,)
+    w_gmem,  # (L,)
+    abar_gmem,  # (L,)
+    m_gmem,  # (L,), absent where the floor does not need it
+    P_gmem,  # out (L, L)
+    r_gmem,  # out (L,)
+    kbar_gmem,  # out (L, DHQK)
+    z_gmem,  # out (L,), absent without a normaliser
     *,
-    siz_b_DHQK: int,
-    scale: float,
-    normaliser: Normaliser | None,
-    precision: Precision,
-) -> None:
-    L, DHQK = q_ref.shape
+    call,
+    normaliser,
+):
+    (L, DHQK), scale, siz_b = q_gmem.shape, call.problem.qk_scale, call.tiles.siz_b_DHQK
     scores, q_n = jnp.zeros((L, L), jnp.float32), jnp.zeros((L,), jnp.float32)
-    for start in range(0, DHQK, siz_b_DHQK):
-        columns = pl.ds(start, siz_b_DHQK)
-        q, k = q_ref[:, columns], k_ref[:, columns]
-        scores += dot(q, k, precision, b_axis=1)
-        if n_ref is not None:
-            q_n += jnp.sum(q.astype(jnp.float32) * n_ref[columns][None, :], axis=1)
-        kbar_ref[:, columns] = (k.astype(jnp.float32) * abar_ref[...][:, None]).astype(
-            kbar_ref.dtype
-        )
+    for start in range(0, DHQK, siz_b):
+        columns = pl.ds(start, siz_b)
+        q, k = q_gmem[:, columns], k_gmem[:, columns]
+        scores += dot(q, k, call.precision, b_axis=1)
+        if n_gmem is not None:
+            q_n += jnp.sum(q.astype(jnp.float32) * n_gmem[columns][None, :], axis=1)
+        kbar = k.astype(jnp.float32) * abar_gmem[...][:, None]
+        kbar_gmem[:, columns] = kbar.astype(kbar_gmem.dtype)
     # Masked after the product, not before: a NaN in k reaches no earlier step.
-    D = decay_tile(e_hi_ref[...], e_lo_ref[...], u_hi_ref[...], u_lo_ref[...], None)
+    D = decay_tile((ref[...] for ref in e_gmem), (ref[...] for ref in u_gmem), None)
     P = jnp.where(causal_mask(L, L, 0), scores * (D * scale), 0.0)
-    r = query_scale(w_ref[...], scale)
+    r = query_scale(w_gmem[...], scale)
     if normaliser is not None:
         z = r * q_n + jnp.sum(P, axis=1)
-        inv_den = 1.0 / normaliser.denominator(z, None if m_ref is None else m_ref[...])
+        inv_den = 1.0 / normaliser.denominator(z, None if m_gmem is None else m_gmem[...])
         P, r = P * inv_den[:, None], r * inv_den
-        z_ref[...] = z
-    P_ref[...] = P.astype(P_ref.dtype)
-    r_ref[...] = r
+        z_gmem[...] = z
+    P_gmem[...] = P.astype(P_gmem.dtype)
+    r_gmem[...] = r
 
 
 def parallel_fw_P(
@@ -75,52 +70,36 @@ def parallel_fw_P(
     call: Launch,
 ) -> ScanOperands:
     """Runs the stage: ``stages/parallel_fw_P.py``."""
-    p = call.problem
-    steps = pl.BlockSpec((None, p.L), lambda c, b: (b, c))
+    p, g, normalise = call.problem, x.gates.per_step(), normaliser is not None
     q, k = (sequence_spec(y, p, p.L, p.DHQK, lambda c, b: (b, c, 0)) for y in (x.matQ, x.matK))
-    kbar = pl.BlockSpec((None, p.L, p.DHQK), lambda c, b: (b, c, 0))
-    normalise, needs_m = normaliser is not None, normaliser is not None and normaliser.floor_needs_m
-    vector, g = jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32), x.gates.per_step()
-    P, r, keys, *z = kernel_call(
+    rows = pl.BlockSpec((None, p.L, p.DHQK), lambda c, b: (b, c, 0))
+    norm = pl.BlockSpec((None, None, p.DHQK), lambda c, b: (b, c, 0))
+    steps, vector = pl.BlockSpec((None, p.L), lambda c, b: (b, c)), floats(p.BNH, p.S)
+    y = kernel_call(
         _parallel_fw_P_kernel,
-        name="parallel_fw_P",
-        grid=call.tiles.grid(p),
-        in_specs=[
-            q,
-            k,
-            pl.BlockSpec((None, None, p.DHQK), lambda c, b: (b, c, 0)) if normalise else None,
-            *[steps] * 5,
-            steps,
-            steps if needs_m else None,
-        ],
-        out_specs=[
-            pl.BlockSpec((None, p.L, p.L), lambda c, b: (b, c, 0)),
-            steps,
-            kbar,
-            *[steps] * normalise,
-        ],
-        out_shape=[
-            jax.ShapeDtypeStruct((p.BNH, p.S, p.L), x.matQ.dtype),
-            vector,
-            jax.ShapeDtypeStruct((p.BNH, x.matK.shape[1], p.DHQK), x.matQ.dtype),
-            *[vector] * normalise,
-        ],
+        dict(
+            q=(x.matQ, q),
+            k=(x.matK, k),
+            n=(x.vecN_states if normalise else None, norm),
+            e=(g.vecE, steps),
+            u=(g.vecU, steps),
+            w=(g.vecW, steps),
+            abar=(g.vecAbar, steps),
+            m=(g.vecM if normaliser and normaliser.floor_needs_m else None, steps),
+        ),
+        dict(
+            P=(
+                jax.ShapeDtypeStruct((p.BNH, p.S, p.L), x.matQ.dtype),
+                pl.BlockSpec((None, p.L, p.L), lambda c, b: (b, c, 0)),
+            ),
+            r=(vector, steps),
+            kbar=(jax.ShapeDtypeStruct((p.BNH, x.matK.shape[1], p.DHQK), x.matQ.dtype), rows),
+            z=(vector if normalise else None, steps),
+        ),
         call=call,
-        siz_b_DHQK=call.tiles.siz_b_DHQK,
-        scale=p.qk_scale,
         normaliser=normaliser,
-        precision=call.precision,
-    )(
-        x.matQ,
-        x.matK,
-        x.vecN_states if normalise else None,
-        *g.vecE,
-        *g.vecU,
-        g.vecW,
-        g.vecAbar,
-        g.vecM if needs_m else None,
     )
-    return ScanOperands(P, ScaledRows(keys, None), r, z[0] if normalise else None)
+    return ScanOperands(y["P"], ScaledRows(y["kbar"], None), y["r"], y["z"])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,11 +18,12 @@ states once: (R (K + V) + B NH NC K V) itemsize.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Self
 
 import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.gates import vector_states
@@ -32,10 +33,12 @@ from mlstm_pallas.splits import decays_in_splits, heads_of_splits, split_states,
 from mlstm_pallas.stage import Launch, clamped, steps_like
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, chunk_sums, with_inner
 from mlstm_pallas.stages.split_products import Operands
-from mlstm_pallas.tiles import Precision, blocks, divide, dot, loop, remainder
+from mlstm_pallas.tiles import block_at, blocks, divide, dot, loop, remainder
 from mlstm_pallas.triton.launch import (
+    Operand,
     PipelinedTiles,
     depth_and_stages,
+    floats,
     kernel_call,
     sequence_spec,
 )
@@ -45,82 +48,73 @@ MIN_SPLITS, MAX_SPLITS = 4, 16  # with fewer, a second launch costs more than it
 
 
 def _recurrence_kernel(
-    a_ref: Any,  # (S, siz_b_DHQK)
-    b_ref: Any,  # (S, siz_b_DHHV)
-    r_ref: Any,  # (S,), absent where a is scaled
-    gamma_ref: Any,  # (NC,)
-    X_initial_ref: Any,  # (siz_b_DHQK, siz_b_DHHV), may be absent
-    x_initial_ref: Any,  # (siz_b_DHQK,), may be absent
-    X_ref: Any,  # out (NC, siz_b_DHQK, siz_b_DHHV)
-    # out: with return_last X_last (siz_b_DHQK, siz_b_DHHV); with x_initial x (NC, siz_b_DHQK) and
-    # x_last (siz_b_DHQK,)
-    *more_refs: Any,
-    num_tiles: int,
-    siz_b_L: int,
-    backward: bool,
-    return_last: bool,
-    precision: Precision,
-) -> None:
-    num_chunks, more = gamma_ref.shape[0], iter(more_refs)
-    X_last_ref: Any = next(more) if return_last else None
-    x_ref: Any = next(more, None)
-    x_last_ref: Any = next(more, None)
+    a_gmem,  # (S, siz_b_DHQK)
+    b_gmem,  # (S, siz_b_DHHV)
+    r_gmem,  # (S,), absent where a is scaled
+    gamma_gmem,  # (NC,)
+    X_initial_gmem,  # (siz_b_DHQK, siz_b_DHHV), may be absent
+    x_initial_gmem,  # (siz_b_DHQK,), may be absent
+    X_gmem,  # out (NC, siz_b_DHQK, siz_b_DHHV)
+    X_last_gmem,  # out (siz_b_DHQK, siz_b_DHHV), may be absent
+    x_gmem,  # out (NC, siz_b_DHQK), absent without x_initial
+    x_last_gmem,  # out (siz_b_DHQK,), absent without x_initial
+    *,
+    call,
+    backward,
+):
+    num_chunks, siz_b_L = gamma_gmem.shape[0], call.tiles.siz_b_LKV
+    num_tiles = blocks(call.problem.L, siz_b_L)
     owns_x = pl.program_id(0) == 0
 
-    def step(index: jax.Array, carry: Any) -> Any:
+    def step(index, carry):
         XT, x = carry
         chunk = num_chunks - 1 - index if backward else index
-        X_ref[chunk, :, :] = XT.astype(X_ref.dtype).T
-        if x_initial_ref is not None:
+        X_gmem[chunk, :, :] = XT.astype(X_gmem.dtype).T
+        if x_initial_gmem is not None:
 
             @pl.when(owns_x)
-            def _() -> None:
-                x_ref[chunk, :] = x
+            def _():
+                x_gmem[chunk, :] = x
 
-        def add(tile: jax.Array, carry: Any) -> tuple[jax.Array, Any]:
+        def add(tile, carry):
             XT, x = carry
-            steps = pl.ds((chunk * num_tiles + tile) * siz_b_L, siz_b_L)
-            a = a_ref[steps, :]
-            if r_ref is not None:
-                scaled = a.astype(jnp.float32) * r_ref[steps][:, None]
+            steps = block_at(chunk * num_tiles + tile, siz_b_L)
+            a = a_gmem[steps, :]
+            if r_gmem is not None:
+                scaled = a.astype(jnp.float32) * r_gmem[steps][:, None]
                 a, x = scaled.astype(a.dtype), None if x is None else x + jnp.sum(scaled, axis=0)
-            return XT + dot(b_ref[steps, :], a, precision, a_axis=0), x
+            return XT + dot(b_gmem[steps, :], a, call.precision, a_axis=0), x
 
-        gamma = gamma_ref[chunk]
+        gamma = gamma_gmem[chunk]
         return loop(num_tiles, add, (XT * gamma, None if x is None else x * gamma))
 
-    x = None if x_initial_ref is None else x_initial_ref[...]
-    if X_initial_ref is None:
-        XT = jnp.zeros((b_ref.shape[1], a_ref.shape[1]), jnp.float32)
+    x = None if x_initial_gmem is None else x_initial_gmem[...]
+    if X_initial_gmem is None:
+        XT = jnp.zeros((b_gmem.shape[1], a_gmem.shape[1]), jnp.float32)
     else:
-        XT = X_initial_ref[...].T
+        XT = X_initial_gmem[...].T
     XT, x = loop(num_chunks, step, (XT, x))
-    if X_last_ref is not None:
-        X_last_ref[...] = XT.T
-    if x_initial_ref is not None:
+    if X_last_gmem is not None:
+        X_last_gmem[...] = XT.T
+    if x_initial_gmem is not None:
 
         @pl.when(owns_x)
-        def _() -> None:
-            x_last_ref[...] = x
+        def _():
+            x_last_gmem[...] = x
 
 
-_INPUTS = 6  # references of the kernel
-
-
-def _recurrences_kernel(
-    *refs: Any, each: Sequence[tuple[int, dict[str, Any]]], heads: int, **statics: Any
-) -> None:
-    """refs: all inputs, then all outputs; each: (number of outputs, statics) a recurrence."""
-    current, out = divide(pl.program_id(2), heads), len(each) * _INPUTS
-    for index, (num_outputs, options) in enumerate(each):
-        inputs = refs[index * _INPUTS : (index + 1) * _INPUTS]
-        run: Any = functools.partial(_recurrence_kernel, **options, **statics)
-        run = functools.partial(run, *inputs, *refs[out : out + num_outputs])
-        if len(each) == 1:
+def _recurrences_kernel(*, call, backward, heads, **refs):
+    """refs: by field and recurrence; backward: of each recurrence."""
+    current = divide(pl.program_id(2), heads)
+    for index, of_one in enumerate(backward):
+        end = f"{index}_gmem"
+        refs_of_one = {x.removesuffix(end): ref for x, ref in refs.items() if x.endswith(end)}
+        refs_of_one = {f"{x}_gmem": ref for x, ref in refs_of_one.items()}
+        run = functools.partial(_recurrence_kernel, **refs_of_one, call=call, backward=of_one)
+        if len(backward) == 1:
             run()
         else:
             pl.when(current == index)(run)
-        out += num_outputs
 
 
 def _launch(
@@ -134,70 +128,62 @@ def _launch(
     these, of_each = selected or (range(1), 1)
     heads = p.BNH // of_each * len(these)
 
-    def output_head(n: Any) -> Any:
+    def output_head(n):
         return n if len(recurrences) == 1 else remainder(n, heads)
 
-    def head(n: Any) -> Any:
+    def head(n):
         n = output_head(n)
         if selected is None:
             return n
         return divide(n, len(these)) * of_each + remainder(n, len(these)) + these.start
 
-    def block(
-        shape: tuple[int, ...],
-        index: Callable[[Any, Any], tuple[Any, ...]],
-        of: Callable[[Any], Any] = head,
-    ) -> pl.BlockSpec:
+    def block(of, shape, index):
         return pl.BlockSpec((None, *shape), lambda iv, ik, n: (of(n), *index(iv, ik)))
 
-    state, norm = (lambda iv, ik: (ik, iv)), (lambda iv, ik: (ik,))
-    arrays: list[tuple[jax.Array | None, pl.BlockSpec]] = []
-    outputs: list[tuple[tuple[int, ...], Any, pl.BlockSpec]] = []
-    each: list[tuple[int, dict[str, Any]]] = []
-    for x in recurrences:
-        first = len(outputs)
-        arrays += [
-            (x.a, sequence_spec(x.a, p, p.S, BK, lambda iv, ik, n: (head(n), 0, ik))),
-            (x.b, sequence_spec(x.b, p, p.S, BV, lambda iv, ik, n: (head(n), 0, iv))),
-            (x.r, block((p.S,), lambda iv, ik: (0,))),
-            (x.gamma, block((p.NC,), lambda iv, ik: (0,))),
-            (x.X_initial, block((BK, BV), state)),
-            (x.x_initial, block((BK,), norm)),
-        ]
-        spec = block((p.NC, BK, BV), lambda iv, ik: (0, ik, iv), output_head)
-        outputs.append(((p.NC, p.DHQK, p.DHHV), x.a.dtype, spec))
-        if x.return_last:
-            outputs.append(((p.DHQK, p.DHHV), jnp.float32, block((BK, BV), state, output_head)))
-        if x.x_initial is not None:
-            spec = block((p.NC, BK), lambda iv, ik: (0, ik), output_head)
-            outputs.append(((p.NC, p.DHQK), jnp.float32, spec))
-            outputs.append(((p.DHQK,), jnp.float32, block((BK,), norm, output_head)))
-        options = dict(backward=x.backward, return_last=x.return_last)
-        each.append((len(outputs) - first, options))
-    results = iter(
-        kernel_call(
-            _recurrences_kernel,
-            name=name,
-            grid=(*call.tiles.grid(p)[:2], len(recurrences) * heads),
-            in_specs=[None if y is None else spec for y, spec in arrays],
-            out_specs=[spec for *_, spec in outputs],
-            out_shape=[jax.ShapeDtypeStruct((heads, *shape), dtype) for shape, dtype, _ in outputs],
-            call=call,
-            each=tuple(each),
-            heads=heads,
-            num_tiles=blocks(p.L, call.tiles.siz_b_LKV),
-            siz_b_L=call.tiles.siz_b_LKV,
-            precision=call.precision,
-        )(*(y for y, _ in arrays))
+    def state(of):
+        return block(of, (BK, BV), lambda iv, ik: (ik, iv))
+
+    def norm(of):
+        return block(of, (BK,), lambda iv, ik: (ik,))
+
+    inputs: dict[str, Operand] = {}
+    outputs: dict[str, Operand] = {}
+    for index, x in enumerate(recurrences):
+        of_one: dict[str, Operand] = dict(
+            a=(x.a, sequence_spec(x.a, p, p.S, BK, lambda iv, ik, n: (head(n), 0, ik))),
+            b=(x.b, sequence_spec(x.b, p, p.S, BV, lambda iv, ik, n: (head(n), 0, iv))),
+            r=(x.r, block(head, (p.S,), lambda iv, ik: (0,))),
+            gamma=(x.gamma, block(head, (p.NC,), lambda iv, ik: (0,))),
+            X_initial=(x.X_initial, state(head)),
+            x_initial=(x.x_initial, norm(head)),
+        )
+        inputs |= {f"{field}{index}": operand for field, operand in of_one.items()}
+        X = jax.ShapeDtypeStruct((heads, p.NC, p.DHQK, p.DHHV), x.a.dtype)
+        X_last = floats(heads, p.DHQK, p.DHHV) if x.return_last else None
+        vectors = floats(heads, p.NC, p.DHQK), floats(heads, p.DHQK)
+        vec, vec_last = (None, None) if x.x_initial is None else vectors
+        of_one = dict(
+            X=(X, block(output_head, (p.NC, BK, BV), lambda iv, ik: (0, ik, iv))),
+            X_last=(X_last, state(output_head)),
+            x=(vec, block(output_head, (p.NC, BK), lambda iv, ik: (0, ik))),
+            x_last=(vec_last, norm(output_head)),
+        )
+        outputs |= {f"{field}{index}": operand for field, operand in of_one.items()}
+    y = kernel_call(
+        _recurrences_kernel,
+        inputs,
+        outputs,
+        name=name,
+        grid=(*call.tiles.grid(p)[:2], len(recurrences) * heads),
+        call=call,
+        backward=tuple(x.backward for x in recurrences),
+        heads=heads,
     )
-
-    def outputs_of(x: Recurrence) -> RecurrenceOutputs:
-        X, X_last = next(results), next(results) if x.return_last else None
-        if x.x_initial is None:
-            return RecurrenceOutputs(X, X_last, None, None)
-        return RecurrenceOutputs(X, X_last, next(results), next(results))
-
-    return [outputs_of(x) for x in recurrences]
+    fields = RecurrenceOutputs._fields[:4]
+    return [
+        RecurrenceOutputs(*(y[f"{field}{index}"] for field in fields))
+        for index in range(len(recurrences))
+    ]
 
 
 def split_products(
@@ -207,7 +193,7 @@ def split_products(
     backward: bool = False,
     all_splits: bool = False,
     call: Launch,
-) -> jax.Array:
+) -> Array:
     """Runs the stage: ``stages/split_products.py``."""
     a, b, r = (splits_as_heads(y, num_splits, call.problem.S) for y in x)
     p = call.problem.split(num_splits)
@@ -299,7 +285,7 @@ class Tiles(PipelinedTiles):
         """
         K, V = (clamped(64 if dtype.itemsize > 2 else 128, size) for size in (p.DHQK, p.DHHV))
 
-        def ctas() -> int:
+        def ctas():
             return recurrences * p.BNH * (p.DHQK // K) * (p.DHHV // V)
 
         while max(K, V) > 64 and not gpu.filled_by(ctas(), CTAS_PER_SM):

@@ -29,88 +29,89 @@ from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.problem import Problem, next_power_of_two
 from mlstm_pallas.stage import Launch, clamped, largest_rows, sequence_shape
 from mlstm_pallas.stages.recurrent_fw_H import FusedScan, Operands
-from mlstm_pallas.tiles import Precision, block_at, blocks, dot, loop
-from mlstm_pallas.triton.launch import PipelinedTiles, kernel_call, sequence_spec, stages_that_fit
+from mlstm_pallas.tiles import block_at, blocks, dot, loop
+from mlstm_pallas.triton.launch import (
+    PipelinedTiles,
+    floats,
+    kernel_call,
+    sequence_spec,
+    stages_that_fit,
+)
 
 
 def _recurrent_fw_H_kernel(
-    q_ref: Any,  # (S, state_rows)
-    kbar_ref: Any,  # (S, state_rows)
-    v_ref: Any,  # (S, siz_b_DHHV)
-    P_ref: Any,  # (S, L), in the first launch
-    r_ref: Any,  # (S,)
-    gamma_ref: Any,  # (NC,)
-    C_initial_ref: Any,  # (state_rows, siz_b_DHHV), may be absent
-    partial_ref: Any,  # (S, siz_b_DHHV) h of the launches before, absent in the first
-    h_ref: Any,  # out (S, siz_b_DHHV)
-    # out: with return_last C_last (state_rows, siz_b_DHHV); with store_every C
-    # (NC / store_every, state_rows, siz_b_DHHV)
-    *more_refs: Any,
-    L: int,
-    siz_b_DHQK: int,
-    return_last: bool,
-    store_every: int,
-    precision: Precision,
-) -> None:
-    S, rows = q_ref.shape
-    more = iter(more_refs)
-    C_last_ref: Any = next(more) if return_last else None
-    C_ref: Any = next(more) if store_every else None
+    q_gmem,  # (S, state_rows)
+    kbar_gmem,  # (S, state_rows)
+    v_gmem,  # (S, siz_b_DHHV)
+    P_gmem,  # (S, L), in the first launch
+    r_gmem,  # (S,)
+    gamma_gmem,  # (NC,)
+    C_initial_gmem,  # (state_rows, siz_b_DHHV), may be absent
+    partial_gmem,  # (S, siz_b_DHHV) h of the launches before, absent in the first
+    h_gmem,  # out (S, siz_b_DHHV)
+    C_last_gmem,  # out (state_rows, siz_b_DHHV), may be absent
+    C_gmem,  # out (NC / store_every, state_rows, siz_b_DHHV), absent if store_every is 0
+    *,
+    call,
+    store_every,
+):
+    (S, rows), L, precision = q_gmem.shape, call.problem.L, call.precision
+    siz_b_DHQK = call.tiles.siz_b_DHQK
     row_tiles = [pl.ds(start, siz_b_DHQK) for start in range(0, rows, siz_b_DHQK)]
     chunks = S // L
 
     # The pipeline copies operands of products alone. The rest is prefetched a chunk ahead, so that
     # no load is waited for. So is P: the pipeline would hold several of its tiles, too much shared
     # memory for two CTAs on an SM.
-    def prefetch(chunk: Any) -> tuple[Any, ...]:
+    def prefetch(chunk):
         steps = block_at(chunk, L)
         return (
-            gamma_ref[chunk],
-            r_ref[steps],
-            *(None if ref is None else ref[steps, :] for ref in (partial_ref, P_ref)),
+            gamma_gmem[chunk],
+            r_gmem[steps],
+            *(None if ref is None else ref[steps, :] for ref in (partial_gmem, P_gmem)),
         )
 
-    def step(index: jax.Array, carry: Any) -> Any:
+    def step(index, carry):
         CT, (gamma, r, partial, P) = carry
         steps = block_at(index, L)
         following = prefetch(lax.min(index + 1, np.int32(chunks - 1)))
-        v = v_ref[steps, :]
+        v = v_gmem[steps, :]
         hT = jnp.zeros((v.shape[1], L), jnp.float32)
         for tile, block in zip(row_tiles, CT, strict=True):
-            hT += dot(block.astype(v.dtype), q_ref[steps, tile], precision, b_axis=1)
+            hT += dot(block.astype(v.dtype), q_gmem[steps, tile], precision, b_axis=1)
         hT = hT * r[None, :]
         if P is not None:
             hT += dot(v, P, precision, a_axis=0, b_axis=1)
         if partial is None:
-            h_ref[steps, :] = hT.astype(h_ref.dtype).T
+            h_gmem[steps, :] = hT.astype(h_gmem.dtype).T
         else:
-            h_ref[steps, :] = (hT.T + partial.astype(jnp.float32)).astype(h_ref.dtype)
+            h_gmem[steps, :] = (hT.T + partial.astype(jnp.float32)).astype(h_gmem.dtype)
         CT = tuple(
-            block * gamma + dot(v, kbar_ref[steps, tile], precision, a_axis=0)
+            block * gamma + dot(v, kbar_gmem[steps, tile], precision, a_axis=0)
             for tile, block in zip(row_tiles, CT, strict=True)
         )
         return CT, following
 
-    def initial(tile: Any) -> Any:
-        if C_initial_ref is None:
-            return jnp.zeros((v_ref.shape[1], siz_b_DHQK), jnp.float32)
-        return C_initial_ref[tile, :].T
+    def initial(tile):
+        if C_initial_gmem is None:
+            return jnp.zeros((v_gmem.shape[1], siz_b_DHQK), jnp.float32)
+        return C_initial_gmem[tile, :].T
 
-    def store_and_step(index: jax.Array, carry: Any) -> Any:
+    def store_and_step(index, carry):
         for tile, block in zip(row_tiles, carry[0], strict=True):
-            C_ref[index, tile, :] = block.astype(C_ref.dtype).T
+            C_gmem[index, tile, :] = block.astype(C_gmem.dtype).T
 
-        def step_from_store(chunk: jax.Array, carry: Any) -> Any:
+        def step_from_store(chunk, carry):
             return step(index * store_every + chunk, carry)
 
         return loop(store_every, step_from_store, carry)
 
-    carry: Any = tuple(map(initial, row_tiles)), prefetch(np.int32(0))
+    carry = tuple(map(initial, row_tiles)), prefetch(np.int32(0))
     iteration = store_and_step if store_every else step
     CT, _ = loop(chunks // (store_every or 1), iteration, carry)
-    if C_last_ref is not None:
+    if C_last_gmem is not None:
         for tile, block in zip(row_tiles, CT, strict=True):
-            C_last_ref[tile, :] = block.T
+            C_last_gmem[tile, :] = block.T
 
 
 def recurrent_fw_H(
@@ -121,63 +122,54 @@ def recurrent_fw_H(
     call: Launch,
 ) -> FusedScan:
     """Runs the stage: ``stages/recurrent_fw_H.py``."""
-    p, tiles = call.problem, call.tiles
-    siz_b, rows = tiles.siz_b_DHHV, tiles.state_rows
+    p, dtype, kbar = call.problem, x.matQ.dtype, x.scan.keys.product()
+    siz_b, rows = call.tiles.siz_b_DHHV, call.tiles.state_rows
     launches = blocks(p.DHQK, rows)
     if store_every and launches > 1:
         raise ValueError(f"recurrent_fw_H stores states of up to {rows} rows, expected {p.DHQK}")
-    kbar = x.scan.keys.product()
     values = sequence_spec(x.matV, p, p.S, siz_b, lambda i, b: (b, 0, i))
-    H: Any = None
-    lasts, states = [], None
+    state = pl.BlockSpec((None, rows, siz_b), lambda i, b: (b, 0, i))
+    stored = blocks(p.NC, store_every or p.NC)
+    y: dict[str, Any] = dict(h=None)
+    lasts = []
     for index in range(launches):
-        of_rows = lambda i, b, index=index: (b, 0, index)  # noqa: E731
-        arrays = [
-            *((y, sequence_spec(y, p, p.S, rows, of_rows)) for y in (x.matQ, kbar)),
-            (x.matV, values),
-            (
-                x.scan.matP if index == 0 else None,
-                pl.BlockSpec((None, p.S, p.L), lambda i, b: (b, 0, 0)),
-            ),
-            (x.scan.vecR, pl.BlockSpec((None, p.S), lambda i, b: (b, 0))),
-            (x.scaGamma, pl.BlockSpec((None, p.NC), lambda i, b: (b, 0))),
-            (
-                x.matC_initial,
-                pl.BlockSpec((None, rows, siz_b), lambda i, b, index=index: (b, index, i)),
-            ),
-            (H, values),
-        ]
+        q, k = (
+            sequence_spec(z, p, p.S, rows, lambda i, b, index=index: (b, 0, index))
+            for z in (x.matQ, kbar)
+        )
         # h is rounded at most twice, not once a launch, to keep its error bound.
-        dtype = x.matQ.dtype if index == launches - 1 or launches == 2 else jnp.float32
-        outputs: list[Any] = [(sequence_shape(x.matV, p.DHHV, dtype), values)]
-        if return_last:
-            shape = jax.ShapeDtypeStruct((p.BNH, rows, p.DHHV), jnp.float32)
-            outputs.append((shape, pl.BlockSpec((None, rows, siz_b), lambda i, b: (b, 0, i))))
-        if store_every:
-            stored = blocks(p.NC, store_every)
-            shape = jax.ShapeDtypeStruct((p.BNH, stored, p.DHQK, p.DHHV), x.matQ.dtype)
-            outputs.append(
-                (shape, pl.BlockSpec((None, stored, p.DHQK, siz_b), lambda i, b: (b, 0, 0, i)))
-            )
-        H, *more = kernel_call(
+        h_dtype = dtype if index == launches - 1 or launches == 2 else jnp.float32
+        C_initial = pl.BlockSpec((None, rows, siz_b), lambda i, b, index=index: (b, index, i))
+        y = kernel_call(
             _recurrent_fw_H_kernel,
-            name="recurrent_fw_H",
-            grid=tiles.grid(p),
-            in_specs=[None if y is None else spec for y, spec in arrays],
-            out_specs=[spec for _, spec in outputs],
-            out_shape=[shape for shape, _ in outputs],
+            dict(
+                q=(x.matQ, q),
+                kbar=(kbar, k),
+                v=(x.matV, values),
+                P=(
+                    None if index else x.scan.matP,
+                    pl.BlockSpec((None, p.S, p.L), lambda i, b: (b, 0, 0)),
+                ),
+                r=(x.scan.vecR, pl.BlockSpec((None, p.S), lambda i, b: (b, 0))),
+                gamma=(x.scaGamma, pl.BlockSpec((None, p.NC), lambda i, b: (b, 0))),
+                C_initial=(x.matC_initial, C_initial),
+                partial=(y["h"], values),
+            ),
+            dict(
+                h=(sequence_shape(x.matV, p.DHHV, h_dtype), values),
+                C_last=(floats(p.BNH, rows, p.DHHV) if return_last else None, state),
+                C=(
+                    jax.ShapeDtypeStruct((p.BNH, stored, p.DHQK, p.DHHV), dtype)
+                    if store_every
+                    else None,
+                    pl.BlockSpec((None, stored, p.DHQK, siz_b), lambda i, b: (b, 0, 0, i)),
+                ),
+            ),
             call=call,
-            L=p.L,
-            siz_b_DHQK=tiles.siz_b_DHQK,
-            return_last=return_last,
             store_every=store_every,
-            precision=call.precision,
-        )(*(y for y, _ in arrays))
-        if return_last:
-            lasts.append(more.pop(0))
-        if store_every:
-            states = more.pop()
-    return FusedScan(H, jnp.concatenate(lasts, axis=-2) if lasts else None, states)
+        )
+        lasts.append(y["C_last"])
+    return FusedScan(y["h"], jnp.concatenate(lasts, axis=-2) if return_last else None, y["C"])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -27,35 +27,35 @@ from mlstm_pallas.triton.launch import kernel_call, masked_load, masked_store
 
 
 def _recurrent_step_kernel(
-    C_ref: Any,  # (DHQK, DHHV), the whole head's
-    q_ref: Any,  # (DHQK,)
-    k_ref: Any,  # (DHQK,)
-    v_ref: Any,  # (DHHV,)
-    n_ref: Any,  # (DHQK,)
-    i_ref: Any,  # ()
-    f_ref: Any,  # ()
-    m_ref: Any,  # (), or absent: the sigmoid input gate
-    C_new_ref: Any,  # out (DHQK, DHHV), in place of C
-    h_ref: Any,  # out (DHHV,)
-    n_new_ref: Any,  # out (DHQK,)
-    m_new_ref: Any = None,  # out (), or absent
+    C_gmem: Any,  # (DHQK, DHHV), the whole head's
+    q_gmem: Any,  # (DHQK,)
+    k_gmem: Any,  # (DHQK,)
+    v_gmem: Any,  # (DHHV,)
+    n_gmem: Any,  # (DHQK,)
+    i_gmem: Any,  # ()
+    f_gmem: Any,  # ()
+    m_gmem: Any,  # (), or absent: the sigmoid input gate
+    C_new_gmem: Any,  # out (DHQK, DHHV), in place of C
+    h_gmem: Any,  # out (DHHV,)
+    n_new_gmem: Any,  # out (DHQK,)
+    m_new_gmem: Any,  # out (), or absent
     *,
-    scale: float,
+    call: Launch,
     normaliser: Normaliser | None,
-    compiled: bool,
     siz_b_DHQK: int,
     siz_b_DHHV: int,
 ) -> None:
-    DHQK, DHHV = C_ref.shape
+    (DHQK, DHHV), scale, compiled = C_gmem.shape, call.problem.qk_scale, not call.interpret
     owns_n = pl.program_id(0) == 0
     columns, in_columns = _block(pl.program_id(0), siz_b_DHHV, DHHV)
     num_blocks = -(-DHQK // siz_b_DHQK)
 
     def load(ik: jax.Array) -> tuple[Any, ...]:
         rows, in_rows = _block(ik, siz_b_DHQK, DHQK)
-        C = masked_load(C_ref.at[rows, columns], _outer(in_rows, in_columns))
+        C = masked_load(C_gmem.at[rows, columns], _outer(in_rows, in_columns))
         q, k, n = (
-            masked_load(ref.at[rows], in_rows).astype(jnp.float32) for ref in (q_ref, k_ref, n_ref)
+            masked_load(ref.at[rows], in_rows).astype(jnp.float32)
+            for ref in (q_gmem, k_gmem, n_gmem)
         )
         # k[:, None] goes through shared memory, behind a barrier, so it is made before the gates.
         return C, q, k, n, k[:, None]
@@ -66,12 +66,12 @@ def _recurrent_step_kernel(
         C = decay * C.astype(jnp.float32) + (gain * k_column) * v[None, :]
         n = decay * n + gain * k
         masked_store(
-            C_new_ref.at[rows, columns], C.astype(C_new_ref.dtype), _outer(in_rows, in_columns)
+            C_new_gmem.at[rows, columns], C.astype(C_new_gmem.dtype), _outer(in_rows, in_columns)
         )
 
         @pl.when(owns_n)
         def _() -> None:
-            masked_store(n_new_ref.at[rows], n.astype(n_new_ref.dtype), in_rows)
+            masked_store(n_new_gmem.at[rows], n.astype(n_new_gmem.dtype), in_rows)
 
         return num + jnp.sum(q[:, None] * C, axis=0), z + jnp.sum(q * n)
 
@@ -80,23 +80,23 @@ def _recurrent_step_kernel(
         return following, *update(ik, *carry)
 
     # The first block is loaded before anything waits.
-    i, f = (ref[...].astype(jnp.float32) for ref in (i_ref, f_ref))
-    m = None if m_ref is None else m_ref[...].astype(jnp.float32)
-    v = masked_load(v_ref.at[columns], in_columns).astype(jnp.float32)
+    i, f = (ref[...].astype(jnp.float32) for ref in (i_gmem, f_gmem))
+    m = None if m_gmem is None else m_gmem[...].astype(jnp.float32)
+    v = masked_load(v_gmem.at[columns], in_columns).astype(jnp.float32)
     loaded = load(jnp.zeros((), jnp.int32))
     num, z = jnp.zeros((siz_b_DHHV,), jnp.float32), jnp.zeros((), jnp.float32)
     carry: Any = loaded, num, z
-    decay, gain, m_new = step_gates(i, f, m, lambda x: rounded(x, m_new_ref.dtype, compiled))
+    decay, gain, m_new = step_gates(i, f, m, lambda x: rounded(x, m_new_gmem.dtype, compiled))
     if num_blocks > 1:
         carry = loop(num_blocks - 1, step, carry)
     num, z = update(jnp.full((), num_blocks - 1, jnp.int32), *carry)
     h = num * scale if normaliser is None else normaliser.normalise(num * scale, z * scale, m_new)
-    masked_store(h_ref.at[columns], h.astype(h_ref.dtype), in_columns)
-    if m_new_ref is not None:
+    masked_store(h_gmem.at[columns], h.astype(h_gmem.dtype), in_columns)
+    if m_new_gmem is not None:
 
         @pl.when(owns_n)
         def _() -> None:
-            m_new_ref[...] = m_new.astype(m_new_ref.dtype)
+            m_new_gmem[...] = m_new.astype(m_new_gmem.dtype)
 
 
 def _block(index: jax.Array, size: int, total: int) -> tuple[Any, jax.Array | None]:
@@ -122,27 +122,35 @@ def recurrent_step(
     state = pl.BlockSpec((None, DHQK, DHHV), lambda iv, b: (b, 0, 0))
     qk, hv = (pl.BlockSpec((None, size), lambda iv, b: (b, 0)) for size in (DHQK, DHHV))
     gate = pl.BlockSpec((None,), lambda iv, b: (b,))
-    C, h, n, *m = kernel_call(
+    y = kernel_call(
         _recurrent_step_kernel,
-        name="recurrent_step",
+        dict(
+            C=(matC, state),
+            q=(vecQ, qk),
+            k=(vecK, qk),
+            v=(vecV, hv),
+            n=(vecN, qk),
+            i=(scaI, gate),
+            f=(scaF, gate),
+            m=(scaM, gate),
+        ),
+        dict(
+            C_new=(jax.ShapeDtypeStruct(matC.shape, matC.dtype), state),
+            h=(jax.ShapeDtypeStruct(vecV.shape, vecQ.dtype), hv),
+            n_new=(jax.ShapeDtypeStruct(vecN.shape, vecN.dtype), qk),
+            m_new=(
+                jax.ShapeDtypeStruct(scaM.shape, scaM.dtype) if scaM is not None else None,
+                gate,
+            ),
+        ),
         grid=(-(-DHHV // BV), heads),
-        in_specs=[state, qk, qk, hv, qk, gate, gate, None if scaM is None else gate],
-        out_specs=[state, hv, qk, *([] if scaM is None else [gate])],
-        out_shape=[
-            jax.ShapeDtypeStruct(matC.shape, matC.dtype),
-            jax.ShapeDtypeStruct(vecV.shape, vecQ.dtype),
-            jax.ShapeDtypeStruct(vecN.shape, vecN.dtype),
-            *([] if scaM is None else [jax.ShapeDtypeStruct(scaM.shape, scaM.dtype)]),
-        ],
-        input_output_aliases={0: 0},
+        aliases={0: 0},
         call=call,
-        scale=call.problem.qk_scale,
         normaliser=normaliser,
-        compiled=not call.interpret,
         siz_b_DHQK=BK,
         siz_b_DHHV=BV,
-    )(matC, vecQ, vecK, vecV, vecN, scaI, scaF, scaM)
-    return Step(h, C, n, m[0] if m else None)
+    )
+    return Step(y["h"], y["C_new"], y["n_new"], y["m_new"])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,47 +6,40 @@ the keys in memory.
 Bytes: R K itemsize.
 """
 
-from typing import Any
-
-import jax
 import jax.numpy as jnp
+from jax import Array
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.stage import Launch
 from mlstm_pallas.stages.step_sums import Operands
-from mlstm_pallas.triton.launch import kernel_call, sequence_spec
+from mlstm_pallas.triton.launch import floats, kernel_call, sequence_spec
 from mlstm_pallas.triton.parallel_fw_P import Tiles
 
 __all__ = ["Tiles", "step_sums"]
 
 
 def _key_sums_kernel(
-    k_ref: Any,  # (L, DHQK)
-    abar_ref: Any,  # (L,)
-    sums_ref: Any,  # out (DHQK,)
+    k_gmem,  # (L, DHQK)
+    abar_gmem,  # (L,)
+    sums_gmem,  # out (DHQK,)
     *,
-    siz_b_DHQK: int,
-) -> None:
-    abar = abar_ref[...][:, None]
-    for start in range(0, k_ref.shape[1], siz_b_DHQK):
-        columns = pl.ds(start, siz_b_DHQK)
-        sums_ref[columns] = jnp.sum(k_ref[:, columns].astype(jnp.float32) * abar, axis=0)
+    call,
+):
+    abar, siz_b = abar_gmem[...][:, None], call.tiles.siz_b_DHQK
+    for start in range(0, k_gmem.shape[1], siz_b):
+        columns = pl.ds(start, siz_b)
+        sums_gmem[columns] = jnp.sum(k_gmem[:, columns].astype(jnp.float32) * abar, axis=0)
 
 
-def step_sums(x: Operands, *, call: Launch) -> jax.Array:
+def step_sums(x: Operands, *, call: Launch) -> Array:
     """Runs the stage: ``stages/step_sums.py``, for keys."""
     p = call.problem
-    sums: jax.Array = kernel_call(
+    k = sequence_spec(x.rows, p, p.L, p.DHQK, lambda c, b: (b, c, 0))
+    sums = pl.BlockSpec((None, None, p.DHQK), lambda c, b: (b, c, 0))
+    y: Array = kernel_call(
         _key_sums_kernel,
-        name="key_sums",
-        grid=call.tiles.grid(p),
-        in_specs=[
-            sequence_spec(x.rows, p, p.L, p.DHQK, lambda c, b: (b, c, 0)),
-            pl.BlockSpec((None, p.L), lambda c, b: (b, c)),
-        ],
-        out_specs=[pl.BlockSpec((None, None, p.DHQK), lambda c, b: (b, c, 0))],
-        out_shape=[jax.ShapeDtypeStruct((p.BNH, p.NC, p.DHQK), jnp.float32)],
+        dict(k=(x.rows, k), abar=(x.weights, pl.BlockSpec((None, p.L), lambda c, b: (b, c)))),
+        dict(sums=(floats(p.BNH, p.NC, p.DHQK), sums)),
         call=call,
-        siz_b_DHQK=call.tiles.siz_b_DHQK,
-    )(*x)[0]
-    return sums
+    )["sums"]
+    return y
