@@ -1,4 +1,4 @@
-"""The backward schedule: the order of the stages, and what one hands to the next.
+"""The backward schedule: the order of the stages, and the arrays between them.
 
 Arrays are those of a shard, as in the forward schedule.
 """
@@ -26,7 +26,7 @@ from mlstm_pallas.stages.recurrent_bw_dC import StateGradients
 
 
 class BackwardCarry(NamedTuple):
-    """What the first half of the backward pass hands to the second."""
+    """The results of the first half of the backward pass, which the second half reads."""
 
     gates: ChunkGates
     tiles: ScoreGradients  # without queries and keys
@@ -65,8 +65,8 @@ def first_half(
 ) -> BackwardCarry:
     """The gates, the tiles, and the states and their gradients at the chunk boundaries.
 
-    Only dC depends on the gradients of the last states, and is linear in that of C. The arrays are
-    ``prepared``.
+    Of these only dC depends on the gradients of the last states; it is linear in that of C. The
+    arrays are ``prepared``.
     """
     (x, h, z, stored), (dh, last) = residuals, cotangents
     recompute = stored.C is None

@@ -1,4 +1,4 @@
-"""The forward schedule: the order of the stages, and what one hands to the next.
+"""The forward schedule: the order of the stages, and the arrays between them.
 
 Arrays are those of a shard, (B * NH, ...); q, k, v and h are (B, S, NH, D) with layout="BTNH".
 """
@@ -24,7 +24,7 @@ from mlstm_pallas.stages.parallel_fw_P import ScanOperands
 
 
 class PrecomputedStates(NamedTuple):
-    """The states at the boundaries of chunks, but C, and what splits add to C; float32."""
+    """The states at the chunk boundaries except C, and what splits add to C; float32."""
 
     m: Array  # (B * NH, NC + 1)
     n: tuple[Array, Array]  # (B * NH, NC, DHQK) before each chunk, (B * NH, DHQK) the last

@@ -38,13 +38,13 @@ class ScoreGradients(NamedTuple):
 
     A tile's column is s - the chunk's first step. Above the diagonal P and dP are 0 in the diagonal
     blocks of MAX_TILE steps and undefined elsewhere. matP, matDeltaP and pairs are None where
-    parallel_bw_dQKV computes them. It does not read queries and keys.
+    parallel_bw_dQKV computes them; it does not read queries and keys.
     """
 
     matP: Any  # (B * NH, S, L)
     matDeltaP: Any  # (B * NH, S, L), times scale
-    queries: ScaledRows | None  # (B * NH, S, DHQK), weighted qbar
-    keys: ScaledRows | None  # (B * NH, S, DHQK), weighted kbar; None where C is not recomputed
+    queries: ScaledRows | None  # (B * NH, S, DHQK), scaled: qbar
+    keys: ScaledRows | None  # (B * NH, S, DHQK), scaled: kbar; None where C is not recomputed
     pairs: Any  # TileSums
     normaliser_gradients: NormaliserGradients
     # (B * NH, NC, DHQK) sum of w_t scale dz_t q_t; None without a normaliser, or without delta yet

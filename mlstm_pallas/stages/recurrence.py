@@ -4,7 +4,7 @@
     x_{next} = gamma_c x + sum_t r_t a_t
 
 It runs forward or backward in time. (X, a, b, r) is (C, k, v, abar) or, without x, (dC, q, dh, r).
-With weighted operands there is no r: (X, a, b) is (C, kbar, v) or (dC, qbar, dh).
+With scaled operands there is no r: (X, a, b) is (C, kbar, v) or (dC, qbar, dh).
 """
 
 import dataclasses
@@ -28,7 +28,7 @@ class Recurrence:
       X_initial: (B * NH, DHQK, DHHV) float32; None: zeros.
       return_last: whether to return X after the last chunk.
       backward: in time.
-      r: (B * NH, S) float32; None: a is weighted.
+      r: (B * NH, S) float32; None: a is already scaled.
       x_initial: (B * NH, DHQK) float32; needs r. None: x is not computed.
       h: shaped as b; None: the inner products are not computed.
     """

@@ -2,12 +2,12 @@
 
     dC_c = gamma_c dC_{c+1} + sum_t qbar_t dh_t^T        C_{c+1} = gamma_c C_c + sum_t kbar_t v_t^T
 
-qbar = r q and kbar = abar k come weighted, or with their weights. C is computed where the forward
-pass did not keep it. Both are recurrences over the chunks, dC backward in time (``recurrence.py``).
-They are independent and share a launch, since with few heads one alone does not fill a GPU.
+The operands are qbar = r q and kbar = abar k, or q and k with these weights. C is recomputed if the
+forward pass did not keep it. Both are recurrences over the chunks, dC backward in time
+(``recurrence.py``). They share a launch, because with few heads one alone does not fill a GPU.
 
-delta_t = dh_t . h_t is computed here where parallel_bw_dQKV computes P and dP, as no stage before
-this one then needs it.
+delta_t = dh_t . h_t is computed here if parallel_bw_dQKV recomputes P and dP, because no earlier
+stage needs it then.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Stage step_sums: weighted sums over the steps of each chunk, which n and dn are made of."""
+"""Stage step_sums: weighted sums over the steps of each chunk, from which n and dn follow."""
 
 from typing import NamedTuple
 

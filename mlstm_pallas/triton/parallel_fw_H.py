@@ -177,7 +177,7 @@ class Tiles(PipelinedTiles):
         return blocks(p.DHHV, self.siz_b_DHHV), p.NC * blocks(p.L, self.siz_b_LQ), p.BNH
 
     def elements(self, p: Problem) -> tuple[int, int]:
-        """Of the loop over keys."""
+        """The elements that the loop over keys reads, and those that stay."""
         LQ, LKV, depth = self.siz_b_LQ, self.siz_b_LKV, self.siz_b_DHQK
         keys = LKV * p.DHQK if self.keep_q else depth * (LKV + LQ)
         return keys + LKV * self.siz_b_DHHV, LQ * p.DHQK * self.keep_q
