@@ -11,9 +11,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from mlstm_pallas.dispatch import kernels
-from mlstm_pallas.gpu import Gpu
-from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Lowering, check_field
+from mlstm_pallas.stage import check_field
 from mlstm_pallas.tiles import Precision
 from mlstm_pallas.validation import check_chunk_size, check_instance, check_integer, shown
 
@@ -130,13 +128,12 @@ def tuned_rows(device_kind: str) -> tuple[dict[str, Any], ...]:
     return tuple(json.loads(file.read_text())["rows"]) if file.is_file() else ()
 
 
-def tuned_config(gpu: Gpu, p: Problem, dtype: jnp.dtype, lowering: Lowering) -> KernelConfig:
-    """The row of a GPU for these head dimensions and the kernels of a lowering's folder.
+def tuned_config(device_kind: str, DHQK: int, DHHV: int, dtype: str, folder: str) -> KernelConfig:
+    """The row of a device for these head dimensions and the kernels of a folder.
 
     float16 has the size and the speed of bfloat16, and so its rows.
     """
-    of_dtype = "bfloat16" if dtype.name == "float16" else dtype.name
-    key = p.DHQK, p.DHHV, of_dtype, lowering.folder
+    key = DHQK, DHHV, "bfloat16" if dtype == "float16" else dtype, folder
     names = "DHQK", "DHHV", "dtype", "lowering"
-    rows = (x for x in tuned_rows(gpu.name) if tuple(x[name] for name in names) == key)
+    rows = (x for x in tuned_rows(device_kind) if tuple(x[name] for name in names) == key)
     return KernelConfig(**next(rows, {}).get("config", {}))

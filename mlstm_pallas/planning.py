@@ -77,6 +77,11 @@ class CallSpec:
         """The lowering of the kernels, before those that a kernel falls to."""
         return Lowering(self.backend or Lowering.TRITON)
 
+    def row(self, lowering: Lowering) -> KernelConfig:
+        """What the tuner found for the heads, the dtype and the GPU."""
+        p = self.problem
+        return tuned_config(self.gpu.name, p.DHQK, p.DHHV, self.dtype.name, lowering.folder)
+
     @property
     def plan(self) -> "Plan":
         """The plan of the call's kernels."""
@@ -128,21 +133,21 @@ def lowerings(first: Lowering) -> tuple[Lowering, ...]:
     return (first, triton, Lowering.XLA) if HAS_TRITON else (first, Lowering.XLA)
 
 
-def chunk_size_for(p: Problem, dtype: jnp.dtype, lowering: Lowering, gpu: Gpu) -> int:
+def chunk_size_for(spec: CallSpec) -> int:
     """L, for which the products inside chunks take about half the FLOPs of those with the states.
 
     The states then take about as much memory as q, k and v. float32 is bound by products, of which
     short chunks have fewer. Mosaic GPU's gradients need at least 128 steps; if parallel_bw_dQKV
     runs on Triton, fewer states make it faster.
     """
-    DHQK, DHHV = p.DHQK, p.DHHV
+    p, lowering, DHQK, DHHV = spec.problem, spec.lowering, spec.problem.DHQK, spec.problem.DHHV
     size = DHQK * DHHV // (DHQK + DHHV)
-    if lowering is Lowering.XLA or (gpu is UNKNOWN and lowering.folder == "triton"):
+    if lowering is Lowering.XLA or (spec.gpu is UNKNOWN and lowering.folder == "triton"):
         size = min(max(next_power_of_two(size), 64), 256)
         while -p.S % size > -p.S % 64:  # no more padding than chunks of 64 need
             size //= 2
         return size
-    if dtype.itemsize > 2:
+    if spec.dtype.itemsize > 2:
         return 64
     of_hopper = lowering.folder == "mosaic_gpu" and DHQK % 64 == DHHV % 64 == 0
     if of_hopper and DHQK > 128 and (DHQK % 256 or DHHV % 256):
@@ -165,13 +170,10 @@ def make_spec(
     chunk_size: the caller's, before that of the config, of a tuned row, and of the rule.
     """
     (*q_shape, DHHV), config = shape, config or KernelConfig()
-    lowering = Lowering(backend or Lowering.TRITON)
-    make = functools.partial(make_problem, q_shape, DHHV, pad_heads=lowering is not Lowering.XLA)
-    p = make(1)
-    row = tuned_config(gpu, p, dtype, lowering)
-    L = chunk_size or config.chunk_size or row.chunk_size
-    problem = make(L or chunk_size_for(p, dtype, lowering, gpu))
-    return CallSpec(problem, config, dtype, normaliser, gpu, backend=backend, **options)
+    make = functools.partial(make_problem, q_shape, DHHV, pad_heads=backend != Lowering.XLA)
+    spec = CallSpec(make(1), config, dtype, normaliser, gpu, backend=backend, **options)
+    L = chunk_size or config.chunk_size or spec.row(spec.lowering).chunk_size
+    return dataclasses.replace(spec, problem=make(L or chunk_size_for(spec)))
 
 
 def plain(problem: Problem) -> Launch:
@@ -221,7 +223,7 @@ def _tiles(name: str, lowering: Lowering, p: Problem, spec: CallSpec, asked: dic
             f"config.{field} has {', '.join(sorted(unknown))}, expected some of its "
             f"fields {', '.join(vars(planned)) or '(it has none)'}"
         )
-    row = tuned_config(spec.gpu, p, spec.dtype, lowering).tiles_of(field)
+    row = spec.row(lowering).tiles_of(field)
     row = {x: y for x, y in row.items() if x in vars(planned)}
     for changes in (row | fields, fields):  # a row was tuned for other steps
         tiles = dataclasses.replace(planned, **changes).clamped(p)
@@ -294,20 +296,18 @@ class Plan:
 
         In the backward pass qbar and kbar have the memory of dq and dk.
         """
-        p, scan, itemsize = self.spec.problem, self.scan_problem, self.spec.dtype.itemsize
-        steps, normalisers = p.BNH * p.S, p.BNH * p.NC * p.DHQK
-        states = normalisers * p.DHHV * itemsize
-        forward = 4 * 7 * steps  # of the gates
-        if self.fused:  # P, keys and n
+        spec, p, scan = self.spec, self.spec.problem, self.scan_problem
+        steps, itemsize = p.BNH * p.S, spec.dtype.itemsize
+        n = 4 * p.BNH * p.NC * p.DHQK
+        C = n // 4 * p.DHHV * itemsize
+        forward = C + n
+        if self.fused:  # P, keys, n and, if they are not recomputed, the states
             keys = p.DHQK * (self.scan_lowering.folder == Lowering.TRITON.folder)
-            forward += steps * (scan.L + keys) * itemsize + 4 * p.BNH * scan.NC * p.DHQK
-            forward += 0 if self.spec.recompute_states_in_bw else states
-        else:
-            forward += states + 4 * normalisers
-        scores = 0 if self.recomputes_scores else steps * p.L * itemsize  # P, and as many of dP
-        # the gates and their gradients, C, n and theirs
-        backward = 4 * 16 * steps + 2 * (scores + states + 4 * normalisers)
-        return max(forward, backward)
+            forward = steps * (scan.L + keys) * itemsize + n * scan.NC // p.NC
+            forward += 0 if spec.recompute_states_in_bw else C
+        scores = 0 if self.recomputes_scores else steps * p.L * itemsize
+        # Gates, their gradients; P, C and n, with as many gradients.
+        return max(4 * 7 * steps + forward, 4 * 16 * steps + 2 * (scores + C + n))
 
 
 @functools.cache
@@ -332,7 +332,7 @@ def _scan_splits(spec: CallSpec, p: Problem, tiles: Any) -> int:
     sequence too short for splits is scanned only if the CTAs fill a share of the places. A third
     launch, which reads and writes h once more, is slower than states in memory.
     """
-    config = tuned_config(spec.gpu, p, spec.dtype, spec.lowering) | spec.config
+    config = spec.row(spec.lowering) | spec.config
     whole_chunks = p.NC & -p.NC
     if config.fused is False:
         return 0

@@ -47,8 +47,7 @@ def clamped(tile: int, size: int) -> int:
 
 def largest_rows(DHQK: int, most: int = 256) -> int:
     """Rows of a block of the state in registers, a multiple of 64 that divides DHQK; 0: none."""
-    sizes = (DHQK // n for n in range(1, DHQK // 64 + 1) if DHQK % (64 * n) == 0)
-    return next((rows for rows in sizes if rows <= most), 0)
+    return max((rows for rows in range(64, most + 1, 64) if DHQK % rows == 0), default=0)
 
 
 # The limits of the values of each field of tiles; None: a flag.
@@ -143,20 +142,17 @@ class Launch:
 
     def chunks(self, x: jax.Array) -> jax.Array:
         """(B * NH, S, ...), or (B, S, NH, D), to (B * NH, NC, L, ...); zeros in steps beyond x."""
-        p, splits = self.problem, self._splits(x)
-        x = with_steps(x, p.S * splits)
-        if x.ndim < 4:
-            return x.reshape(x.shape[0] * splits, p.NC, p.L, *x.shape[2:])
-        return jnp.swapaxes(x, 1, 2).reshape(p.BNH, p.NC, p.L, x.shape[-1])
+        p = self.problem
+        x = with_steps(x, p.S * self._splits(x))
+        if x.ndim == 4:
+            x = jnp.swapaxes(x, 1, 2)
+        return x.reshape(p.BNH, p.NC, p.L, *x.shape[2 + (x.ndim == 4) :])
 
     def steps(self, x: jax.Array, like: jax.Array) -> jax.Array:
         """The inverse: (B * NH, NC, L, D) to the layout and the steps of ``like``."""
-        B, S = like.shape[:2]
-        whole = self.problem.S * self._splits(like)
-        if like.ndim < 4:
-            return with_steps(x.reshape(B, whole, x.shape[-1]), S)
-        x = x.reshape(B, like.shape[2], whole, x.shape[-1])
-        return with_steps(jnp.swapaxes(x, 1, 2), S)
+        B, S, *NH, _ = like.shape
+        x = x.reshape(B, *NH, self.problem.S * self._splits(like), x.shape[-1])
+        return with_steps(jnp.swapaxes(x, 1, 2) if NH else x, S)
 
     def _splits(self, x: jax.Array) -> int:
         """Heads of the problem, of which splits count as some, for each of x."""
