@@ -15,8 +15,8 @@ class Gpu:
       name: jax's ``device_kind``.
       capability: the compute capability times ten.
       sms: the number of SMs.
-      shared_bytes: the shared memory that a CTA may have. An SM has 1 KiB more, of which every CTA
-        takes 1 KiB.
+      shared_bytes: the most shared memory of a CTA. An SM has 1 KiB more, and each CTA takes 1 KiB
+        beside its own.
     """
 
     name: str

@@ -41,13 +41,13 @@ class CallSpec:
     Attributes:
       problem: padded.
       config: the caller's overrides.
-      dtype: of q, k, v in the matrix products.
+      dtype: the dtype of q, k, v in the matrix products.
       normaliser: None: h is the numerator.
-      gpu: that the kernels are planned for.
-      backend: the caller's; None: by the platform of the lowering.
+      gpu: the GPU that the kernels are planned for.
+      backend: the caller's; None: the platform of the lowering decides.
       has_initial_state: False: the states start from zeros, which have no gradients.
       return_last_states: whether the call returns the last states.
-      layout: of q, k, v, h and their gradients.
+      layout: the layout of q, k, v, h and their gradients.
     """
 
     problem: Problem
@@ -258,8 +258,8 @@ class Plan:
     def summary_splits(self) -> int:
         """Splits of each shard of a sequence, where its devices exchange summaries.
 
-        They are those of the forward pass, if it has several and they end at chunks of the call: a
-        forward pass with another number of splits computes its products again.
+        They are those of the forward pass, if it has several and they end at chunks of the call,
+        because a forward pass with another number of splits computes its products again.
         """
         NC, S = self.spec.problem.NC, self.spec.problem.S
         if self.num_splits > 1 and NC % self.num_splits == 0:

@@ -29,12 +29,13 @@ class PlannedLaunch:
 
     Attributes:
       stage: the kernel's name, as in a profile.
-      backward: whether it is of the backward pass.
+      backward: whether it belongs to the backward pass.
       lowering: "triton", "mosaic_gpu" or "xla" (plain jnp, with no tiles and no grid).
-      tiles: what the kernel reads, by name.
-      grid: CTAs by axis.
-      shared_bytes: shared memory of a CTA; for Triton an estimate.
-      bytes, flops: read once and written once; of matrix products.
+      tiles: the sizes that the kernel reads, by name.
+      grid: CTAs along each axis.
+      shared_bytes: shared memory per CTA; an estimate for Triton.
+      bytes: of the inputs and outputs, each moved once.
+      flops: of matrix products.
     """
 
     stage: str
@@ -56,15 +57,15 @@ class CallPlan:
     """What a call runs; ``print`` shows it as a table.
 
     Attributes:
-      gpu: the facts that the plan follows from.
-      chunk_size: steps of a chunk, L.
-      fused: whether the forward pass is the fused scan, with the states on the chip.
+      gpu: the facts of the GPU that the plan is made for.
+      chunk_size: steps per chunk, L.
+      fused: whether the forward pass is the fused scan, which keeps the states on the chip.
       num_splits: parts of a sequence in the fused scan.
-      launches: of the forward and of the backward pass, in order. Small kernels are not in it, nor
-        those of XLA: sums of vectors, gradients of the gates, what splits of a recurrence take, and
-        the further launches of a fused scan whose state needs several.
+      launches: those of the forward, then of the backward pass, in order. Small kernels and XLA's
+        are left out: sums of vectors, gradients of the gates, the products of a recurrence's
+        splits, and further launches of a fused scan whose state needs several.
       output_bytes: of h and of the gradients of q, k and v.
-      temporary_bytes: the most memory of forward and backward pass beside inputs and outputs.
+      temporary_bytes: the memory that the larger of both passes takes beside inputs and outputs.
     """
 
     gpu: Gpu
@@ -118,15 +119,15 @@ def plan(
     Args:
       B, NH, S: batch entries, heads, steps.
       DHQK, DHV: dimensions of the heads of q and k, and of v.
-      dtype: of q, k and v.
-      layout: of q, k and v; it changes no launch.
+      dtype: the dtype of q, k and v.
+      layout: the layout of q, k and v; it changes no launch.
       backend: as for ``mlstm_chunkwise``; None is "triton" here.
-      gpu: jax's device_kind of it, such as "NVIDIA H20"; None: the GPU of this process.
+      gpu: the GPU's device_kind in jax, such as "NVIDIA H20"; None: the GPU of this process.
       recompute_states_in_bw, config: as for ``mlstm_chunkwise``.
 
     Raises:
-      ValueError, TypeError: for a wrong argument; for a gpu that is not known, and for None where
-        there is no GPU.
+      ValueError, TypeError: for a wrong argument, for an unknown gpu, and for None if there is no
+        GPU.
 
     Example::
 

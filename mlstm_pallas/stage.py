@@ -91,7 +91,8 @@ class Tiles:
     def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked: Any) -> Self | None:
         """The tiles for a problem; None: the kernel does not support it.
 
-        asked: see ``planning.asked_of``; methods ignore what does not concern them.
+        asked: what the call asks for (``planning.asked_of``); kernels ignore what they do not
+            know.
         """
         return cls()
 
@@ -155,7 +156,7 @@ class Launch:
         return with_steps(jnp.swapaxes(x, 1, 2) if NH else x, S)
 
     def _splits(self, x: jax.Array) -> int:
-        """Heads of the problem, of which splits count as some, for each of x."""
+        """Splits of each sequence of x, which count as heads of the problem."""
         heads = x.shape[0] * (x.shape[2] if x.ndim == 4 else 1)
         return self.problem.BNH // heads if heads else 1
 

@@ -85,18 +85,14 @@ def test_configs_are_equal_and_hashable_by_value():
     assert {one, other} == {one} != {one.replace(triton_parallel_fw_H={})}
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        KernelConfig(chunk_size=64, precision=jax.lax.Precision.HIGHEST, fused=False),
-        KernelConfig(
-            precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3,
-            num_splits=2,
-            triton_recurrent_fw_H=dict(num_warps=8),
-            mosaic_gpu_recurrent_fw_H=dict(state_rows=64),
-        ),
-    ],
-    ids=["fields", "tiles"],
-)
-def test_repr_is_the_call_that_makes_it(config):
-    assert eval(repr(config)) == config
+CONFIGS = {
+    "fields": "chunk_size=64, precision=jax.lax.Precision.HIGHEST, fused=False",
+    "tiles": "precision=jax.lax.DotAlgorithmPreset.BF16_BF16_F32_X3, num_splits=2, "
+    "triton_recurrent_fw_H={'num_warps': 8}, mosaic_gpu_recurrent_fw_H={'state_rows': 64}",
+}
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_repr_is_the_call_that_makes_it(case):
+    call = f"KernelConfig({CONFIGS[case]})"
+    assert repr(eval(call)) == call

@@ -148,25 +148,25 @@ def test_mosaic_gpu_alone_imports_the_mosaic_dialect():
     assert {folder(name) for name in importers("experimental.mosaic")} <= {"mosaic_gpu"}
 
 
-# Prints the modules after the import of all public modules, after a gradient and a step in plain
-# jnp, and after a plan for Triton.
+# Prints the modules after the import of the public modules, after a gradient and a step in plain
+# jnp, and after both with Triton's kernels and a plan for them.
 SCRIPT = """
 import sys, {public}
 import jax, jax.numpy as jnp
-from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step, plan, use_backend
-from mlstm_pallas.call_spec import CallSpec
+from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_step, plan, use_backend
 from mlstm_pallas.gpu import HOPPER
-from mlstm_pallas.problem import Problem
+from mlstm_pallas.planning import make_spec
 
 print(*sys.modules)
 x, gate = jnp.zeros((1, 2, 32, 64)), jnp.zeros((1, 2, 32))
-with use_backend("xla"):
-    jax.make_jaxpr(jax.grad(lambda x: mlstm_chunkwise(x, x, x, gate, gate).sum()))(x)
-    token = x[:, :, 0], x[:, :, 0], x[:, :, 0], gate[..., 0], gate[..., 0]
-    jax.make_jaxpr(mlstm_recurrent_step)(*token)
-print(*sys.modules)
-problem, dtype = Problem(1, 2, 256, 64, 64, 64, 1.0), jnp.dtype("bfloat16")
-assert "chunks of 64" in str(CallSpec(problem, KernelConfig(), dtype, None, HOPPER))
+token = x[:, :, 0], x[:, :, 0], x[:, :, 0], gate[..., 0], gate[..., 0]
+for backend in ("xla", "triton"):
+    with use_backend(backend):
+        jax.make_jaxpr(jax.grad(lambda x: mlstm_chunkwise(x, x, x, gate, gate).sum()))(x)
+        jax.make_jaxpr(mlstm_recurrent_step)(*token)
+    if backend == "xla":
+        print(*sys.modules)
+assert "chunks of 64" in str(make_spec((1, 2, 256, 64, 64), jnp.dtype("bfloat16"), HOPPER, None))
 assert plan(B=1, NH=2, S=256, DHQK=64, DHV=64, gpu="NVIDIA H200").launches
 print(*sys.modules)
 """
