@@ -11,7 +11,7 @@ from mlstm_pallas.stage import Launch
 from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.add_decayed import Operands
 from mlstm_pallas.tiles import block_at, blocks, loop
-from mlstm_pallas.triton.launch import kernel_call
+from mlstm_pallas.triton.launch import kernel_call, spec
 
 
 def _add_decayed_kernel(
@@ -41,13 +41,13 @@ def add_decayed(x: Operands, *, call: Launch) -> Array:
     """
     BNH, NC, DHQK, DHHV = x.X.shape
     siz_b = min(DHQK, 64)
-    of_chunk = pl.BlockSpec((None, None, siz_b, DHHV), lambda row, c, n: (n, c, row, 0))
+    of_chunk = spec(None, siz_b, DHHV, at="bci0")
     y: Array = kernel_call(
         _add_decayed_kernel,
         dict(
             X=(x.X, of_chunk),
-            added=(x.added, pl.BlockSpec((None, siz_b, DHHV), lambda row, c, n: (n, row, 0))),
-            decays=(x.decays, pl.BlockSpec((None, NC), lambda row, c, n: (n, 0))),
+            added=(x.added, spec(siz_b, DHHV, at="bi0")),
+            decays=(x.decays, spec(NC, at="b0")),
         ),
         dict(out=(jax.ShapeDtypeStruct(x.X.shape, x.X.dtype), of_chunk)),
         grid=(blocks(DHQK, siz_b), NC, BNH),

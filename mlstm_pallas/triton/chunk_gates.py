@@ -36,7 +36,7 @@ from mlstm_pallas.stage import Launch
 from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.chunk_gates import Operands
 from mlstm_pallas.tiles import blocks, causal_mask, divide, loop
-from mlstm_pallas.triton.launch import floats, kernel_call
+from mlstm_pallas.triton.launch import floats, kernel_call, spec
 
 _INF = float("inf")
 _SCAN_BLOCK = 512  # chunks that a CTA of stabiliser_scan reads
@@ -172,7 +172,7 @@ def chunk_gates(
 
 
 def _local_gates(x: Operands, input_gate: InputGate, call: Launch) -> LocalGates:
-    p, chunk = call.problem, pl.BlockSpec((None, call.problem.L), lambda c, b: (b, c))
+    p, chunk = call.problem, spec(call.problem.L, at="bc")
     vec = floats(p.BNH, p.S)
     y = kernel_call(
         _chunk_gates_kernel,
@@ -195,7 +195,7 @@ def _stabiliser_scan(local: LocalGates, scaM_initial: Array, call: Launch) -> Ar
 
     def scan(m_before, ctas, size):
         def row(columns):
-            return pl.BlockSpec((None, columns), lambda c, b: (b, 0))
+            return spec(columns, at="b0")
 
         chunks, m_before = row(padded), (m_before, row(m_before.shape[1]))
         return kernel_call(

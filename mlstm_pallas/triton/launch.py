@@ -156,6 +156,20 @@ def kernel_call(
     return dict(zip(outputs, operands[len(inputs) :], strict=True))
 
 
+def spec(*shape: int | None, at: str, axes: str = "icb") -> pl.BlockSpec:
+    """Blocks of this shape, behind an axis of heads that they leave out.
+
+    at: by axis, heads first, where a block is: an axis of the grid by its letter, or 0 ("bc0").
+    axes: the grid's axes, which may lack the first: blocks of a chunk, chunks, heads (b).
+    """
+    order = [None if x == "0" else axes.index(x) - len(axes) for x in at]
+
+    def index_map(*grid):
+        return tuple(0 if x is None else grid[x] for x in order)
+
+    return pl.BlockSpec((None, *shape), index_map)
+
+
 def floats(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 

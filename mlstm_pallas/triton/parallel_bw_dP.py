@@ -42,6 +42,7 @@ from mlstm_pallas.triton.launch import (
     kernel_call,
     masked_store,
     sequence_spec,
+    spec,
 )
 
 
@@ -156,7 +157,7 @@ def parallel_bw_dP(
     gradients, g = normaliser_gradients(normaliser, x), x.gates.per_step()
     p, T, dtype = call.problem, call.tiles.siz_b_LQ, x.matQ.dtype
     n, normalise = blocks(p.L, T), normaliser is not None
-    steps = pl.BlockSpec((None, p.L), lambda i, c, b: (b, c))
+    steps = spec(p.L, at="bc")
     arrays = x.matQ, x.matK, x.matV, x.matDeltaH
     inputs = {
         name: (y, sequence_spec(y, p, p.L, y.shape[-1], lambda i, c, b: (b, c, 0)))
@@ -166,12 +167,12 @@ def parallel_bw_dP(
     vectors |= dict(inv_den=gradients.vecInvDen, dz_den=gradients.vecDzDen)
 
     def rows(count: int, columns: int) -> pl.BlockSpec:
-        return pl.BlockSpec((None, count, columns), lambda i, c, b: (b, c, 0))
+        return spec(count, columns, at="bc0")
 
     tile = jax.ShapeDtypeStruct((p.BNH, p.S, p.L), dtype), rows(p.L, p.L)
     # With the caller's steps: XLA gives it the memory of a gradient.
     scaled = jax.ShapeDtypeStruct((p.BNH, x.matQ.shape[1], p.DHQK), dtype)
-    sums = floats(p.BNH, n, p.S), pl.BlockSpec((None, n, p.L), lambda i, c, b: (b, 0, c))
+    sums = floats(p.BNH, n, p.S), spec(n, p.L, at="b0c")
     y = kernel_call(
         _parallel_bw_dP_kernel,
         inputs | {name: (vec, steps) for name, vec in vectors.items()},

@@ -30,6 +30,7 @@ from mlstm_pallas.triton.launch import (
     floats,
     kernel_call,
     sequence_spec,
+    spec,
     stages_that_fit,
 )
 from mlstm_pallas.triton.parallel_bw_dP import BlockedTiles
@@ -157,12 +158,12 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
         name: (y, sequence_spec(y, p, p.L, y.shape[-1], lambda i, c, b: (b, c, 0)))
         for name, y in zip(("q", "k", "v", "dh"), arrays, strict=True)
     }
-    tile = pl.BlockSpec((None, p.L, p.L), lambda i, c, b: (b, c, 0))
-    state = pl.BlockSpec((None, None, p.DHQK, p.DHHV), lambda i, c, b: (b, c, 0, 0))
-    norm = pl.BlockSpec((None, None, p.DHQK), lambda i, c, b: (b, c, 0))
-    steps = pl.BlockSpec((None, p.L), lambda i, c, b: (b, c))
-    inter = floats(p.BNH, K, p.S), pl.BlockSpec((None, K, p.L), lambda i, c, b: (b, 0, c))
-    products = pl.BlockSpec((None, None, K * V), lambda i, c, b: (b, c, 0))
+    tile = spec(p.L, p.L, at="bc0")
+    state = spec(None, p.DHQK, p.DHHV, at="bc00")
+    norm = spec(None, p.DHQK, at="bc0")
+    steps = spec(p.L, at="bc")
+    inter = floats(p.BNH, K, p.S), spec(K, p.L, at="b0c")
+    products = spec(None, K * V, at="bc0")
     dq, dk, dv = ((sequence_shape(y, y.shape[-1], y.dtype), at) for y, at in [*rows.values()][:3])
     y = kernel_call(
         _parallel_bw_dQKV_kernel,

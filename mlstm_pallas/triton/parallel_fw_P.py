@@ -20,7 +20,7 @@ from mlstm_pallas.stage import Launch, ScaledRows
 from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.parallel_fw_P import Operands, ScanOperands
 from mlstm_pallas.tiles import causal_mask, decay_tile, dot
-from mlstm_pallas.triton.launch import floats, kernel_call, sequence_spec
+from mlstm_pallas.triton.launch import floats, kernel_call, sequence_spec, spec
 
 
 def _parallel_fw_P_kernel(
@@ -72,9 +72,9 @@ def parallel_fw_P(
     """Runs the stage: ``stages/parallel_fw_P.py``."""
     p, g, normalise = call.problem, x.gates.per_step(), normaliser is not None
     q, k = (sequence_spec(y, p, p.L, p.DHQK, lambda c, b: (b, c, 0)) for y in (x.matQ, x.matK))
-    rows = pl.BlockSpec((None, p.L, p.DHQK), lambda c, b: (b, c, 0))
-    norm = pl.BlockSpec((None, None, p.DHQK), lambda c, b: (b, c, 0))
-    steps, vector = pl.BlockSpec((None, p.L), lambda c, b: (b, c)), floats(p.BNH, p.S)
+    rows = spec(p.L, p.DHQK, at="bc0")
+    norm = spec(None, p.DHQK, at="bc0")
+    steps, vector = spec(p.L, at="bc"), floats(p.BNH, p.S)
     y = kernel_call(
         _parallel_fw_P_kernel,
         dict(
@@ -90,7 +90,7 @@ def parallel_fw_P(
         dict(
             P=(
                 jax.ShapeDtypeStruct((p.BNH, p.S, p.L), x.matQ.dtype),
-                pl.BlockSpec((None, p.L, p.L), lambda c, b: (b, c, 0)),
+                spec(p.L, p.L, at="bc0"),
             ),
             r=(vector, steps),
             kbar=(jax.ShapeDtypeStruct((p.BNH, x.matK.shape[1], p.DHQK), x.matQ.dtype), rows),

@@ -35,6 +35,7 @@ from mlstm_pallas.triton.launch import (
     floats,
     kernel_call,
     sequence_spec,
+    spec,
     stages_that_fit,
 )
 
@@ -128,7 +129,7 @@ def recurrent_fw_H(
     if store_every and launches > 1:
         raise ValueError(f"recurrent_fw_H stores states of up to {rows} rows, expected {p.DHQK}")
     values = sequence_spec(x.matV, p, p.S, siz_b, lambda i, b: (b, 0, i))
-    state = pl.BlockSpec((None, rows, siz_b), lambda i, b: (b, 0, i))
+    state = spec(rows, siz_b, at="b0i", axes="ib")
     stored = blocks(p.NC, store_every or p.NC)
     y: dict[str, Any] = dict(h=None)
     lasts = []
@@ -148,10 +149,10 @@ def recurrent_fw_H(
                 v=(x.matV, values),
                 P=(
                     None if index else x.scan.matP,
-                    pl.BlockSpec((None, p.S, p.L), lambda i, b: (b, 0, 0)),
+                    spec(p.S, p.L, at="b00", axes="ib"),
                 ),
-                r=(x.scan.vecR, pl.BlockSpec((None, p.S), lambda i, b: (b, 0))),
-                gamma=(x.scaGamma, pl.BlockSpec((None, p.NC), lambda i, b: (b, 0))),
+                r=(x.scan.vecR, spec(p.S, at="b0", axes="ib")),
+                gamma=(x.scaGamma, spec(p.NC, at="b0", axes="ib")),
                 C_initial=(x.matC_initial, C_initial),
                 partial=(y["h"], values),
             ),
@@ -162,7 +163,7 @@ def recurrent_fw_H(
                     jax.ShapeDtypeStruct((p.BNH, stored, p.DHQK, p.DHHV), dtype)
                     if store_every
                     else None,
-                    pl.BlockSpec((None, stored, p.DHQK, siz_b), lambda i, b: (b, 0, 0, i)),
+                    spec(stored, p.DHQK, siz_b, at="b00i", axes="ib"),
                 ),
             ),
             call=call,

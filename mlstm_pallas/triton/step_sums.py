@@ -12,7 +12,7 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.stage import Launch
 from mlstm_pallas.stages.step_sums import Operands
-from mlstm_pallas.triton.launch import floats, kernel_call, sequence_spec
+from mlstm_pallas.triton.launch import floats, kernel_call, sequence_spec, spec
 from mlstm_pallas.triton.parallel_fw_P import Tiles
 
 __all__ = ["Tiles", "step_sums"]
@@ -35,10 +35,10 @@ def step_sums(x: Operands, *, call: Launch) -> Array:
     """Runs the stage: ``stages/step_sums.py``, for keys."""
     p = call.problem
     k = sequence_spec(x.rows, p, p.L, p.DHQK, lambda c, b: (b, c, 0))
-    sums = pl.BlockSpec((None, None, p.DHQK), lambda c, b: (b, c, 0))
+    sums = spec(None, p.DHQK, at="bc0")
     y: Array = kernel_call(
         _key_sums_kernel,
-        dict(k=(x.rows, k), abar=(x.weights, pl.BlockSpec((None, p.L), lambda c, b: (b, c)))),
+        dict(k=(x.rows, k), abar=(x.weights, spec(p.L, at="bc"))),
         dict(sums=(floats(p.BNH, p.NC, p.DHQK), sums)),
         call=call,
     )["sums"]
