@@ -105,7 +105,7 @@ class CopyRing:
     def start(self) -> None:
         """Starts the copies of the first steps, one a slot."""
 
-        def first(step: Any, carry: None) -> None:
+        def first(step, carry):
             self._by_copier(step, step < self.steps, lambda: self.fetch(step))
 
         if self.readers:

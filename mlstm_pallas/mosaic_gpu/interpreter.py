@@ -38,7 +38,7 @@ def interpretable(function: Function) -> Function:
     """In an interpreted kernel, the method of ``Interpreter`` with its name runs in its place."""
 
     @functools.wraps(function)
-    def run(*args: Any, **options: Any) -> Any:
+    def run(*args, **options):
         interpreter = _current.get()
         form = function if interpreter is None else getattr(interpreter, function.__name__)
         return form(*args, **options)

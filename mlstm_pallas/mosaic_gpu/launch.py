@@ -58,7 +58,7 @@ def mosaic_call(
     semantics = plgpu.LoweringSemantics
     shapes, out_tree = jax.tree.flatten([*outputs.values()])
 
-    def launch(**inputs: Any) -> dict[str, Any]:
+    def launch(**inputs):
         arrays, in_tree = jax.tree.flatten([*inputs.values()])
         # Inside a shard_map that checks it, outputs have to say over which axes they vary.
         # plgpu.kernel itself knows of no such axes.
@@ -67,7 +67,7 @@ def mosaic_call(
 
         interpreter = Interpreter(plgpu, name, warpgroups) if interpret else None
 
-        def entry(*refs: Any, **scratch_refs: Any) -> None:
+        def entry(*refs, **scratch_refs):
             with interpreter.traced(scratch_refs) if interpreter else contextlib.nullcontext():
                 operands = jax.tree.unflatten(in_tree, refs[: len(arrays)])
                 results = jax.tree.unflatten(out_tree, refs[len(arrays) :])

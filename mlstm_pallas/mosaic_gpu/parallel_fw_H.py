@@ -94,23 +94,23 @@ class _Queries:
     tile: jax.Array  # which 64 of the chunk
 
     @property
-    def steps_k(self) -> int:
+    def steps_k(self):
         """Steps of the products with the state."""
         return self.p.DHQK // R
 
-    def steps(self, tile: Any) -> Any:
+    def steps(self, tile):
         return block(self.chunk * (self.p.L // R) + tile, R)
 
-    def inter(self, accumulator: Any) -> None:
+    def inter(self, accumulator):
         """q C."""
         ring, refs = self.v_ring, self.refs
         pending = 0 if ring.num_slots == 1 else 1
 
-        def free(step: Any) -> None:
+        def free(step):
             ring.release(step)
             ring.refill(step)
 
-        def add(x: Any, carry: None) -> None:
+        def add(x, carry):
             slot = ring.wait(x)
             products.add(accumulator, refs.q_tiles.at[self.wg, x], refs.v_tiles.at[slot])
             products.wait(pending)
@@ -124,11 +124,11 @@ class _Queries:
         if pending:
             free(np.int32(self.steps_k - 1))
 
-    def n_products(self) -> Any:
+    def n_products(self):
         """n . q_t."""
         refs = self.refs
 
-        def add(x: Any, total: jax.Array) -> Any:
+        def add(x, total):
             q = load(refs.q_tiles.at[self.wg, x]).astype(jnp.float32)
             n = load(refs.n.at[self.head, self.chunk, block(x, R)], BY_COLUMNS, optimized=False)
             return total + q * across_rows(n)
@@ -136,12 +136,12 @@ class _Queries:
         total = loop(self.steps_k, add, products.zeros(R, R))
         return products.sum_over_columns(total)
 
-    def scores(self, slot: Any, accumulator: Any) -> None:
+    def scores(self, slot, accumulator):
         """q k^T."""
         q, k = self.refs.q_tiles.at[self.wg], self.refs.k_tiles.at[slot]
         parts = self.refs.k_tiles.shape[1]
 
-        def add(x: Any, carry: None) -> None:
+        def add(x, carry):
             products.add(accumulator, q.at[x], k.at[x].T)
 
         if parts > 1:  # unrolled, eight products spill
@@ -150,7 +150,7 @@ class _Queries:
         for x in range(self.steps_k):
             products.add(accumulator, q.at[x], k.at[0, :, x * R : (x + 1) * R].T)
 
-    def intra(self, u: Any, j: Any, carry: Any) -> Any:
+    def intra(self, u, j, carry):
         """Adds a tile of keys and values; carry: the numerators and the sums of P."""
         refs, k_ring, v_ring = self.refs, self.k_ring, self.v_ring
         num, z = carry
@@ -171,7 +171,7 @@ class _Queries:
         step = j + self.steps_k
         slot = v_ring.wait(step)
 
-        def add(accumulator: Any) -> None:
+        def add(accumulator):
             products.add(accumulator, P.astype(refs.q.dtype), refs.v_tiles.at[slot])
             products.wait(0)
 
@@ -180,14 +180,14 @@ class _Queries:
         v_ring.refill(step)
         return num, z
 
-    def skip(self, j: Any) -> None:
+    def skip(self, j):
         """A tile of keys that only the other warpgroup reads."""
         for ring, step in ((self.k_ring, j), (self.v_ring, j + self.steps_k)):
             ring.wait(step)
             ring.release(step)
             ring.refill(step)
 
-    def run(self, num_tiles: Any, column: Any) -> None:
+    def run(self, num_tiles, column):
         refs, normaliser = self.refs, self.normaliser
         rows = self.steps(self.tile)
         # Loaded before the products and used after them: their latency is hidden.
@@ -206,7 +206,7 @@ class _Queries:
             num *= across_columns(1.0 / normaliser.denominator(z, m), self.columns)
 
             @pl.when(column == 0)
-            def _() -> None:
+            def _():
                 refs.z.at[self.head, rows][...] = z
 
         free = refs.q_tiles.shape[1]
@@ -243,15 +243,15 @@ def _kernel(
     num_tiles, steps_k = (i + 1) * warpgroups, p.DHQK // R
     q, k, v = (head_of(x, head, p) for x in (refs.q, refs.k, refs.v))
 
-    def steps(tile: Any) -> Any:
+    def steps(tile):
         return block(chunk * (p.L // R) + tile, R)
 
-    def copy_k(j: Any, copy: Any) -> None:
+    def copy_k(j, copy):
         _, parts, _, of_part = refs.k_tiles.shape
         for x in range(parts):
             copy(k.at[steps(j), x * of_part : (x + 1) * of_part], refs.k_tiles, x)
 
-    def copy_v(step: Any, copy: Any) -> None:
+    def copy_v(step, copy):
         of_C = refs.C.at[head, chunk, block(step, R), block(column, columns)]
         of_v = v.at[steps(step - steps_k), block(column, columns)]
         pl.when(step < steps_k)(lambda: copy(of_C, refs.v_tiles))

@@ -79,7 +79,7 @@ def _kernel(
     m_rows = load_by_rows(m, head, steps)
     plgpu.barrier_wait(full)
 
-    def scores(accumulator: Any) -> None:
+    def scores(accumulator):
         for j in range(copies):
             products.add(accumulator, q_tiles.at[j], k_tiles.at[j].T)
 
@@ -89,7 +89,7 @@ def _kernel(
     tile = jnp.where(s <= t, S * (D * p.qk_scale), 0.0)
     if normaliser is not None:
 
-        def add(j: Any, total: jax.Array) -> Any:
+        def add(j, total):
             # A loop, not unrolled: with all of n in registers an SM would have two CTAs.
             in_tile = block(remainder(j, columns // L), L)
             x = load(q_tiles.at[divide(j, columns // L), :, in_tile]).astype(jnp.float32)

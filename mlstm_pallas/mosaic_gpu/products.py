@@ -67,7 +67,7 @@ def from_zeros(issue: Callable[[Any], None], rows: int, columns: int) -> Any:
 def all_from_zeros(issue: Callable[..., Any], *shapes: tuple[int, int]) -> Any:
     """What ``issue(*accumulators)`` returns, and the accumulators after it."""
 
-    def scope(*accumulators: Any) -> tuple[Any, ...]:
+    def scope(*accumulators):
         result = issue(*accumulators)
         return result, *(read(x, 0) for x in accumulators)
 
@@ -191,7 +191,7 @@ def _sum_over_rows(_: Any, tile: Any, scratch: Any) -> mgpu.FragmentedArray:
             arith.addf(x, utils.shfl_bfly(y, distance)) for x, y in zip(kept, sent, strict=True)
         ]
 
-    def place(warp: Any, column: Any) -> list[Any]:
+    def place(warp, column):
         return [
             arith.index_cast(index, arith.addi(arith.muli(warp, utils.c(columns, i32)), column))
         ]

@@ -22,7 +22,7 @@ first column block do it, in blocks of at most 64 rows a warpgroup.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple, Self
 
 import jax
@@ -140,34 +140,34 @@ class _Recurrence:
     owns_x: bool
 
     @property
-    def tiles_of_chunk(self) -> int:
+    def tiles_of_chunk(self):
         return self.p.L // STEPS
 
     @property
-    def num_chunks(self) -> int:
+    def num_chunks(self):
         """Those of a split."""
         return self.p.NC // self.splits.of_sequence
 
-    def chunk(self, index: Any) -> Any:
+    def chunk(self, index):
         index = self.num_chunks - 1 - index if self.backward else index
         of_sequence = self.splits.of_sequence
         return index if of_sequence == 1 else self.place.split * self.num_chunks + index
 
-    def steps(self, step: Any) -> Any:
+    def steps(self, step):
         n = self.tiles_of_chunk
         return block(self.chunk(divide(step, n)) * n + remainder(step, n), STEPS)
 
-    def copy(self, step: Any, copy: Any) -> None:
+    def copy(self, step, copy):
         steps, place, shared = self.steps(step), self.place, self.shared
         copy(self.x.a.at[steps, place.rows], shared.a_tiles)
         copy(self.x.b.at[steps, place.columns], shared.b_tiles)
         if self.x.r is not None:
             copy(self.x.r.at[place.head, steps], shared.weights)
 
-    def copy_h(self, step: Any, copy: Any) -> None:
+    def copy_h(self, step, copy):
         copy(self.x.h.at[self.steps(step), self.place.columns], self.shared.h_tiles)
 
-    def left(self, slot: Any) -> Any:
+    def left(self, slot):
         """b of a tile, transposed and weighted, (64 columns, 64 steps)."""
         bT = self.shared.b_tiles.at[slot, :, self.place.tile_columns].T
         if self.shared.weights is None:
@@ -175,7 +175,7 @@ class _Recurrence:
         weights = across_rows(load(self.shared.weights.at[slot], BY_COLUMNS))
         return (load(bT).astype(jnp.float32) * weights).astype(bT.dtype)
 
-    def store_inner(self, ring: CopyRing, h_ring: CopyRing, step: Any, tile: Any) -> None:
+    def store_inner(self, ring, h_ring, step, tile):
         """The sums of b h over the columns of the warpgroup, for the steps of a tile."""
         place, slot, h_slot = self.place, ring.slot(step), h_ring.wait(step)
         tiles = self.shared.b_tiles.at[slot], self.shared.h_tiles.at[h_slot]
@@ -184,7 +184,7 @@ class _Recurrence:
         sums = products.sum_over_columns(b * h)
         self.out.inner.at[place.head, place.part, block(tile, STEPS)][...] = sums
 
-    def store_state(self, index: Any, at: Any, XT: jax.Array) -> None:
+    def store_state(self, index, at, XT):
         """X before chunk ``at``, the index-th in order."""
         place, n = self.place, self.rows // R
         for x in range(n):
@@ -195,19 +195,19 @@ class _Recurrence:
             rows = block(lax.axis_index("rows") * n + x, R)
             plgpu.copy_smem_to_gmem(tile, self.out.X.at[place.head, at, rows, place.X_columns])
 
-    def weighted(self, slot: Any) -> Any:
+    def weighted(self, slot):
         """r a of a tile, (64 steps, 64 rows of x)."""
         a = load(self.shared.a_tiles.at[slot, :, self.place.x_part]).astype(jnp.float32)
         return a * across_columns(load(self.shared.weights.at[slot], BY_ROWS))
 
-    def once(self, store: Callable[[], None]) -> None:
+    def once(self, store):
         """With blocks of 64 rows both warpgroups have the same x, which one of them stores."""
         if self.rows == R:
             pl.when(self.place.wg == 0)(store)
         else:
             store()
 
-    def join(self, ring: CopyRing, h_ring: Any, index: Any, carry: Any) -> Any:
+    def join(self, ring, h_ring, index, carry):
         """Stores X before a chunk, and adds the chunk; carry: X^T, x and the chunk's gamma."""
         n, place = self.tiles_of_chunk, self.place
         unrolled = 2 - n % 2  # steps whose left operands have registers of their own
@@ -217,8 +217,8 @@ class _Recurrence:
         if self.out.X is not None:
             self.store_state(index, at, XT)
 
-        def add(accumulator: Any) -> Any:
-            def some(i: Any, total: Any) -> Any:
+        def add(accumulator):
+            def some(i, total):
                 for x in range(unrolled):
                     step = index * n + i * unrolled + x
                     slot = ring.wait(step)
@@ -248,7 +248,7 @@ class _Recurrence:
             return XT, None, following
         if self.out.x is not None:
 
-            def store_x() -> None:
+            def store_x():
                 self.out.x.at[place.head, at, place.x_rows][...] = vector
 
             self.once(store_x)
@@ -257,7 +257,7 @@ class _Recurrence:
         sums = products.sum_over_rows(total, self.shared.scratch.at[place.wg])
         return XT * decay + added, vector * decay + sums, following
 
-    def initial(self) -> tuple[Any, Any]:
+    def initial(self):
         """X^T and x before the first chunk."""
         x, place = self.x, self.place
         at = place.head * self.splits.of_sequence + place.split
@@ -271,16 +271,16 @@ class _Recurrence:
             return XT, plgpu.layout_cast(jnp.zeros((R,), jnp.float32), BY_LANES)
         return XT, load(x.x_initial.at[at, place.x_rows], BY_LANES, optimized=False)
 
-    def store_last(self, XT: jax.Array, vector: Any) -> None:
+    def store_last(self, XT, vector):
         """X and x after the last chunk; with splits.sums those of every split."""
         out, place, splits = self.out, self.place, self.splits
 
-        def store(index: Any) -> None:
+        def store(index):
             if out.X_last is not None:
                 out.X_last[index, place.X_columns, place.rows] = XT
             if vector is not None:
 
-                def store_x() -> None:
+                def store_x():
                     out.x_last.at[index, place.x_rows][...] = vector
 
                 self.once(store_x)
@@ -293,7 +293,7 @@ class _Recurrence:
             last = 0 if self.backward else splits.of_sequence - 1
             pl.when(place.split == last)(lambda: store(place.head))
 
-    def run(self, num_stages: int, reads_h: bool) -> None:
+    def run(self, num_stages, reads_h):
         x, shared, place = self.x, self.shared, self.place
         total, readers = self.num_chunks * self.tiles_of_chunk, shared.b_tiles.shape[-1] // R
         ring, h_ring = (
@@ -329,15 +329,15 @@ def _kernel(
     wg, index, columns = lax.axis_index("wg"), lax.axis_index("head"), shared["b_tiles"].shape[-1]
     blocks_of_X = block(lax.axis_index("rows"), rows), block(lax.axis_index("columns"), columns)
     part = lax.axis_index("columns") * (columns // R) + wg
-    x_part: Any = wg if rows > R else 0
+    x_part = wg if rows > R else 0
     x_rows = block(lax.axis_index("rows") * (rows // R) + x_part, R)
-    of_wg: Any = part, block(part, R), block(wg, R), x_rows, block(x_part, R)
-    head: Any = remainder(index, p.BNH * splits.of_head)
+    of_wg = part, block(part, R), block(wg, R), x_rows, block(x_part, R)
+    head = remainder(index, p.BNH * splits.of_head)
     split: Any = np.int32(0)
     if splits.of_head > 1:
         head, split = divide(head, splits.of_head), remainder(head, splits.of_head)
 
-    def run(j: int, first: bool) -> None:
+    def run(j, first):
         x, out = operands[j], outputs[j]
         reads_h, owns_x = first and x.h is not None, first and out.x_last is not None
         a, b = head_of(x.a, head, p), head_of(x.b, head, p)
@@ -402,8 +402,8 @@ def _launch(
         _Operands(x.a, x.b, x.r, x.h, x.gamma, *y) for x, y in zip(each, initial, strict=True)
     ]
     lasts = p.BNH * (splits.of_head if splits.sums else 1)
-    X: Any = jax.ShapeDtypeStruct((p.BNH, p.NC, p.DHQK, p.DHHV), dtype)
-    shapes: dict[str, Any] = dict(
+    X = jax.ShapeDtypeStruct((p.BNH, p.NC, p.DHQK, p.DHHV), dtype)
+    shapes = dict(
         X=None if splits.sums else X,
         X_last=float32(lasts, p.DHHV, p.DHQK),
         x=None if splits.sums else float32(p.BNH, p.NC, p.DHQK),
@@ -455,7 +455,7 @@ def _sums_of_splits(
     each = [dataclasses.replace(x, h=None, return_last=True) for x in each]
     outputs = _launch(name, each, splits, call)
 
-    def of_heads(x: jax.Array) -> jax.Array:
+    def of_heads(x):
         return x.reshape(-1, splits.of_head, *x.shape[1:])
 
     return [(of_heads(y.X_last), jax.tree.map(of_heads, y.x_last)) for y in outputs]
@@ -558,7 +558,7 @@ class Tiles(HopperTiles):
         columns = _block_columns(p)
         most = columns if has_x else 256
 
-        def rows_of(size: int) -> int:
+        def rows_of(size):
             return largest_rows(p.DHQK, min(size, most))
 
         rows = next(

@@ -8,8 +8,8 @@ runs, the outputs of the chunk are stored.
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple, Self
+from collections.abc import Iterable
+from typing import Any, ClassVar, Self
 
 import jax
 import jax.numpy as jnp
@@ -45,250 +45,169 @@ from mlstm_pallas.tiles import blocks, divide, loop, remainder
 R, WARPGROUPS = REGISTER_ROWS, 2
 
 
-class _Refs(NamedTuple):
-    q: Any  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
-    k: Any  # (B * NH, S, DHQK), or likewise
-    v: Any  # (B * NH, S, DHHV), or likewise
-    P: Any  # (B * NH, S, L), in the first launch
-    r: Any  # (B * NH, S)
-    abar: Any  # (B * NH, S)
-    gamma: Any  # (B * NH, NC)
-    C_initial: Any  # (B * NH, DHHV, DHQK), transposed, may be absent
-    partial: Any  # like v, h of the launches before, absent in the first
-    h: Any  # out, like v
-    C_last: Any  # out (B * NH, DHHV, state_rows), transposed, may be absent
-    C_states: Any  # out (B * NH, stored, DHQK, DHHV), may be absent
-    slots: Any  # shared, by name: the tiles of the chunks in flight, (num_stages, ...) each
-    barriers: Any  # of the ring of slots
-    out_tiles: Any  # shared (blocks of 64 columns, L, 64)
-    state_tiles: Any  # shared (warpgroups, 2, 64, 64), for C_states
+def _kernel(
+    q_gmem,  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
+    k_gmem,
+    v_gmem,  # (B * NH, S, DHHV) or (B, S, NH, DHHV)
+    P_gmem,  # (B * NH, S, L), None but in the first launch
+    r_gmem,  # (B * NH, S)
+    abar_gmem,  # (B * NH, S)
+    gamma_gmem,  # (B * NH, NC)
+    C_initial_gmem,  # (B * NH, DHHV, DHQK), transposed, may be None
+    partial_gmem,  # like v: h of the launch before, None in the first launch
+    h_gmem,  # output, like v
+    C_last_gmem,  # output (B * NH, DHHV, state_rows), transposed, may be None
+    C_states_gmem,  # output (B * NH, stored, DHQK, DHHV), may be None
+    slots,  # by name: the tiles of the chunks in flight in shared memory, (num_stages, ...) each
+    barriers,  # of the ring of slots
+    h_smem,  # (blocks of 64 columns, L, 64)
+    C_smem,  # (warpgroups, 2, 64, 64), for C_states
+    *,
+    p: Problem,
+    launch: int,
+    config: "Tiles",
+    store_every: int,
+) -> None:
+    head, column_block, wg = (lax.axis_index(x) for x in ("head", "columns", "wg"))
+    L, rows, siz_b_DHHV, dtype = p.L, config.state_rows, config.siz_b_DHHV, v_gmem.dtype
+    num_blocks, h_of_head = siz_b_DHHV // (WARPGROUPS * R), head_of(h_gmem, head, p)
+    state_rows, v_columns = pl.ds(launch * rows, rows), block(column_block, siz_b_DHHV)
 
+    def load_slot(chunk, copy):
+        steps = block(chunk, L)
+        for name, x in dict(q=q_gmem, k=k_gmem, v=v_gmem, partial=partial_gmem).items():
+            if x is not None:
+                columns = state_rows if name in "qk" else v_columns
+                copy(head_of(x, head, p).at[steps, columns], slots[name])
+        for name, x in dict(P=P_gmem, r=r_gmem, abar=abar_gmem).items():
+            if x is not None:
+                copy(x.at[head, steps], slots[name])
 
-@dataclasses.dataclass(frozen=True)
-class _Scan:
-    """The columns of a warpgroup, in blocks of 64."""
+    def columns_of(b):
+        """The columns of block b of the warpgroup: in the tile, in the array."""
+        start = pl.multiple_of((wg * num_blocks + b) * R, R)
+        return pl.ds(start, R), pl.ds(column_block * siz_b_DHHV + start, R)
 
-    refs: _Refs
-    p: Problem
-    launch: int
-    siz_b_DHHV: int
-    rows: int
-    blocks: int
-    store_every: int
-    head: jax.Array
-    column_block: jax.Array  # of the CTA
-    wg: jax.Array
-
-    def columns(self, b: int) -> tuple[Any, Any]:
-        """Those of block b: in the tile, in the array."""
-        start = pl.multiple_of((self.wg * self.blocks + b) * R, R)
-        return pl.ds(start, R), pl.ds(self.column_block * self.siz_b_DHHV + start, R)
-
-    def initial(self, b: int) -> Any:
-        rows = pl.ds(self.launch * self.rows, self.rows)
-        C = self.refs.C_initial.at[self.head, self.columns(b)[1], rows]
-        return load(C, optimized=False)
-
-    def store(
-        self, value: jax.Array, tile: Any, destination: Any, pending: int, where: Any = None
-    ) -> None:
-        """Writes the transposed value into the tile and copies it out.
-
-        pending: how many of the latest copies may run on meanwhile.
-        """
+    def store(value, tile, destination, pending, where=None):
+        """Copies the transposed value out; meanwhile as many of the latest copies may run on."""
         plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
         products.store(tile.T, value)
         plgpu.commit_smem()
         copy_out(tile, destination, where)
 
+    def join(chunk, carry):
+        """Stores h of a chunk and C before it, and adds the chunk to C."""
+        CT, gamma = carry
+        pl.when(chunk > 0)(lambda: ring.refill(chunk - 1))
+        slot = ring.wait(chunk)
+        tiles = {name: x.at[slot] for name, x in slots.items()}
+        next_gamma = gamma_gmem[head, lax.min(chunk + 1, np.int32(p.NC - 1))]
+        r, abar = (across_rows(load(tiles[x], BY_COLUMNS)) for x in ("r", "abar"))
 
-def _ring(c: _Scan, num_stages: int) -> CopyRing:
-    refs = c.refs
-    sequences: list[tuple[str, Any, int]] = [(x, c.launch * c.rows, c.rows) for x in "qk"]
-    for x in ("v", "partial"):
-        if getattr(refs, x) is not None:
-            sequences.append((x, c.column_block * c.siz_b_DHHV, c.siz_b_DHHV))
+        def join_block(b, CT):
+            in_tile, columns = columns_of(b)
 
-    def copies(chunk: Any, copy: Any) -> None:
-        steps = block(chunk, c.p.L)
-        for name, start, size in sequences:
-            columns = pl.ds(start if isinstance(start, int) else pl.multiple_of(start, size), size)
-            x = head_of(getattr(refs, name), c.head, c.p)
-            copy(x.at[steps, columns], refs.slots[name])
-        for name in ("P", "r", "abar"):
-            if name in refs.slots:
-                copy(getattr(refs, name).at[c.head, steps], refs.slots[name])
+            def inter(hT_acc):
+                for j, start in enumerate(range(0, rows, R)):
+                    of_tile, CT_tile = pl.ds(start, R), CT[:, start : start + R].astype(dtype)
+                    products.add(hT_acc, CT_tile, tiles["q"].at[:, of_tile].T)
+                    products.wait(1)  # of two rounded tiles at a time
+                    if C_states_gmem is not None:  # a branch around stores would take registers
+                        stored = divide(chunk, store_every)
+                        states = C_states_gmem.at[head, stored, of_tile, columns]
+                        here = remainder(chunk, store_every) == 0
+                        store(CT_tile, C_smem.at[wg, j % 2], states, 1, here)
 
-    return CopyRing(refs.barriers, num_stages, c.p.NC, copies)
+            hT = products.from_zeros(inter, R, L) * r
+            if partial_gmem is not None:
+                hT += load(tiles["partial"].at[:, in_tile].T).astype(jnp.float32)
+            vT = load(tiles["v"].at[:, in_tile].T)
+            scaled = (vT.astype(jnp.float32) * abar).astype(dtype)
 
+            def intra(hT_acc, CT_acc):
+                if P_gmem is not None:
+                    products.add(hT_acc, vT, tiles["P"].T)
+                products.add(CT_acc, scaled, tiles["k"])
+                hT = products.read(hT_acc, 1).astype(dtype)
+                h = h_of_head.at[pl.ds(chunk * L, L), columns]
+                store(hT, h_smem.at[wg * num_blocks + b], h, num_blocks - 1)
 
-@dataclasses.dataclass(frozen=True)
-class _Chunk:
-    scan: _Scan
-    h: Any  # of the head
-    index: jax.Array
-    tiles: Mapping[str, Any]
-    row_scale: jax.Array  # r and abar, in the rows of a transposed tile
-    weights: jax.Array
-    decay: jax.Array
+            return products.onto(intra, hT, CT * gamma)[1]
 
-    def block(self, b: int, CT: jax.Array) -> Any:
-        """Stores 64 columns of h and of the state before the chunk; returns the one after it."""
-        c, x, L, dtype = self.scan, self.tiles, self.scan.p.L, self.scan.refs.v.dtype
-        refs = c.refs
-        in_tile, destination = c.columns(b)
+        CT = [join_block(b, x) for b, x in enumerate(CT)]
+        ring.release(chunk)
+        return CT, next_gamma
 
-        def inter(accumulator: Any) -> None:
-            for j, start in enumerate(range(0, c.rows, R)):
-                rows, tile = pl.ds(start, R), CT[:, start : start + R].astype(dtype)
-                products.add(accumulator, tile, x["q"].at[:, rows].T)
-                products.wait(1)  # of two rounded tiles at a time
-                if refs.C_states is not None:  # a branch around the stores would take registers
-                    stored = divide(self.index, c.store_every)
-                    states = refs.C_states.at[c.head, stored, rows, destination]
-                    here = remainder(self.index, c.store_every) == 0
-                    c.store(tile, refs.state_tiles.at[c.wg, j % 2], states, 1, here)
-
-        hT = products.from_zeros(inter, R, L) * self.row_scale
-        if refs.partial is not None:
-            hT += load(x["partial"].at[:, in_tile].T).astype(jnp.float32)
-        vT = load(x["v"].at[:, in_tile].T)
-        scaled = (vT.astype(jnp.float32) * self.weights).astype(dtype)
-
-        def intra(h_accumulator: Any, C_accumulator: Any) -> None:
-            if refs.P is not None:
-                products.add(h_accumulator, vT, x["P"].T)
-            products.add(C_accumulator, scaled, x["k"])
-            hT = products.read(h_accumulator, 1).astype(dtype)
-            tile = refs.out_tiles.at[c.wg * c.blocks + b]
-            h = self.h.at[pl.ds(self.index * L, L), destination]
-            c.store(hT, tile, h, c.blocks - 1)
-
-        return products.onto(intra, hT, CT * self.decay)[1]
-
-
-def _kernel(
-    *,
-    p: Problem,
-    launch: int,
-    config: "Tiles",
-    rows: int,
-    store_every: int,
-    **refs_by_name: Any,
-) -> None:
-    refs, warpgroups = _Refs(**refs_by_name), WARPGROUPS
-    places = (lax.axis_index(x) for x in ("head", "columns", "wg"))
-    num_blocks = config.siz_b_DHHV // (warpgroups * R)
-    sizes = launch, config.siz_b_DHHV, rows, num_blocks, store_every
-    scan = _Scan(refs, p, *sizes, *places)
-    n, h, gamma = scan.head, head_of(refs.h, scan.head, p), refs.gamma
-    ring = _ring(scan, config.num_stages)
-
-    def chunk(index: Any, carry: Any) -> Any:
-        CT, decay = carry
-        pl.when(index > 0)(lambda: ring.refill(index - 1))
-        slot = ring.wait(index)
-        x = {name: tile.at[slot] for name, tile in refs.slots.items()}
-        following = gamma[n, lax.min(index + 1, np.int32(p.NC - 1))]
-        row_scale, weights = (across_rows(load(x[y], BY_COLUMNS)) for y in ("r", "abar"))
-        this = _Chunk(scan, h, index, x, row_scale, weights, decay)
-        new = [this.block(b, C) for b, C in enumerate(CT)]
-        ring.release(index)
-        return new, following
-
+    ring = CopyRing(barriers, config.num_stages, p.NC, load_slot)
     ring.start()
-    of_blocks = range(num_blocks)
-    if refs.C_initial is None:
-        CT = [products.zeros(R, rows) for _ in of_blocks]
+    if C_initial_gmem is None:
+        CT = [products.zeros(R, rows) for _ in range(num_blocks)]
     else:
-        CT = [scan.initial(b) for b in of_blocks]
-    CT, _ = loop(p.NC, chunk, (CT, gamma[n, 0]))
-    if refs.C_last is not None:
-        for b in of_blocks:
-            refs.C_last[n, scan.columns(b)[1]] = CT[b]
+        places = (C_initial_gmem.at[head, columns_of(b)[1], state_rows] for b in range(num_blocks))
+        CT = [load(x, optimized=False) for x in places]
+    CT, _ = loop(p.NC, join, (CT, gamma_gmem[head, 0]))
+    if C_last_gmem is not None:
+        for b, x in enumerate(CT):
+            C_last_gmem[head, columns_of(b)[1]] = x
     plgpu.wait_smem_to_gmem(0)
     ring.drain()
 
 
 def scratch(
-    p: Problem,
-    config: "Tiles",
-    rows: int,
-    dtype: Any,
-    *,
-    first_launch: bool,
-    stores_states: bool,
+    p: Problem, config: "Tiles", dtype: Any, *, first: bool, stores: bool
 ) -> dict[str, Any]:
-    """Shared memory of a launch that holds so many rows of the state."""
-    tiles, vectors = functools.partial(shared_tiles, dtype=dtype), (config.num_stages, p.L)
-    V, warpgroups = config.siz_b_DHHV, WARPGROUPS
-    slots = {"q": tiles(*vectors, rows), "k": tiles(*vectors, rows), "v": tiles(*vectors, V)}
-    slots |= {"P": tiles(*vectors, p.L)} if first_launch else {"partial": tiles(*vectors, V)}
-    slots |= {name: plgpu.SMEM(vectors, jnp.float32) for name in ("r", "abar")}
+    """Shared memory of a launch, the first or the second one; stores: whether it stores states."""
+    vectors, columns = (config.num_stages, p.L), config.siz_b_DHHV
+    widths = dict(q=config.state_rows, k=config.state_rows, v=columns)
+    widths |= dict(P=p.L) if first else dict(partial=columns)
+    slots = {x: shared_tiles(*vectors, width, dtype=dtype) for x, width in widths.items()}
+    slots |= {x: plgpu.SMEM(vectors, jnp.float32) for x in ("r", "abar")}
     return {
         "slots": slots,
-        "barriers": ring_barriers(config.num_stages, copies=len(slots), readers=warpgroups),
-        "out_tiles": tiles(V // R, p.L, R),
-        "state_tiles": tiles(warpgroups, 2, R, R) if stores_states else None,
+        "barriers": ring_barriers(config.num_stages, copies=len(slots), readers=WARPGROUPS),
+        "h_smem": shared_tiles(columns // R, p.L, R, dtype=dtype),
+        "C_smem": shared_tiles(WARPGROUPS, 2, R, R, dtype=dtype) if stores else None,
     }
 
 
 def recurrent_fw_H(
-    x: Operands,
-    *,
-    return_last: bool = True,
-    store_every: int = 0,
-    call: Launch,
+    x: Operands, *, return_last: bool = True, store_every: int = 0, call: Launch
 ) -> FusedScan:
     """Runs the stage: ``stages/recurrent_fw_H.py``."""
     matQ, matV, scores, scaGamma, matC_initial = x
-    p, config, dtype = call.problem, call.tiles, matQ.dtype
-    rows = config.state_rows
-    keys = scores.keys
-    abar = jnp.ones_like(scores.vecR) if keys.weights is None else keys.weights
-    C_last = float32(p.BNH, p.DHHV, rows) if return_last else None
-    states = None
-    if store_every:
-        states = jax.ShapeDtypeStruct((p.BNH, p.NC // store_every, p.DHQK, p.DHHV), dtype)
-    y: dict[str, Any] = {"h": None}
+    p, config, dtype, keys = call.problem, call.tiles, matQ.dtype, scores.keys
+    states = (p.BNH, p.NC // store_every, p.DHQK, p.DHHV) if store_every else None
+    inputs = dict(
+        q_gmem=matQ,
+        k_gmem=keys.array,
+        v_gmem=matV,
+        P_gmem=scores.matP,
+        r_gmem=scores.vecR,
+        abar_gmem=jnp.ones_like(scores.vecR) if keys.weights is None else keys.weights,
+        gamma_gmem=scaGamma,
+        C_initial_gmem=None if matC_initial is None else matC_initial.mT,
+        partial_gmem=None,
+    )
+    outputs = {
+        "h_gmem": sequence_shape(matV, p.DHHV, dtype),
+        "C_last_gmem": float32(p.BNH, p.DHHV, config.state_rows) if return_last else None,
+        "C_states_gmem": None if states is None else jax.ShapeDtypeStruct(states, dtype),
+    }
     lasts = []
-    for launch in range(blocks(p.DHQK, rows)):
-        first = launch == 0
+    for launch in range(blocks(p.DHQK, config.state_rows)):
         y = mosaic_call(
-            functools.partial(
-                _kernel,
-                p=p,
-                launch=launch,
-                config=config,
-                rows=rows,
-                store_every=store_every,
-            ),
+            functools.partial(_kernel, p=p, launch=launch, config=config, store_every=store_every),
             name="recurrent_fw_H",
             grid=dict(zip(("head", "columns"), config.grid(p), strict=True)),
             warpgroups=WARPGROUPS,
-            outputs={
-                "h": sequence_shape(matV, p.DHHV, dtype),
-                "C_last": C_last,
-                "C_states": states,
-            },
-            scratch=scratch(
-                p, config, rows, dtype, first_launch=first, stores_states=store_every > 0
-            ),
+            outputs=outputs,
+            scratch=scratch(p, config, dtype, first=launch == 0, stores=store_every > 0),
             interpret=call.interpret,
-        )(
-            q=matQ,
-            k=keys.array,
-            v=matV,
-            P=scores.matP if first else None,
-            r=scores.vecR,
-            abar=abar,
-            gamma=scaGamma,
-            C_initial=None if matC_initial is None else matC_initial.mT,
-            partial=y["h"],
-        )
-        lasts.append(y["C_last"])
+        )(**inputs)
+        inputs |= dict(P_gmem=None, partial_gmem=y["h_gmem"])
+        lasts.append(y["C_last_gmem"])
     last = jnp.concatenate([C.mT for C in lasts], axis=1) if return_last else None
-    return FusedScan(y["h"], last, y["C_states"])
+    return FusedScan(y["h_gmem"], last, y["C_states_gmem"])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -308,8 +227,7 @@ class Tiles(HopperTiles):
     def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
         """The first launch reads P, the second one h of the first. One alone stores states."""
         p, one = p.in_chunks_of(self.siz_b_LKV), self.state_rows == p.DHQK
-        options = [dict(first_launch=x, stores_states=one) for x in {True, one}]
-        return max(shared_bytes(scratch(p, self, self.state_rows, dtype, **x)) for x in options)
+        return max(shared_bytes(scratch(p, self, dtype, first=x, stores=one)) for x in {True, one})
 
     @classmethod
     def candidates(cls, p: Problem, gpu: Gpu, **asked: Any) -> Iterable[Self]:

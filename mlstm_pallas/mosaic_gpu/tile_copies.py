@@ -76,7 +76,7 @@ def head_of(ref: Any, n: Any, p: Problem) -> Any:
     steps: Any = slice(None)
     if num_splits > 1:
         head, steps = divide(n, num_splits), pl.ds(remainder(n, num_splits) * p.S, p.S)
-    before: tuple[Any, ...] = (divide(head, NH),) if strided else (head,)
+    before = (divide(head, NH),) if strided else (head,)
     behind = (remainder(head, NH),) if strided else ()
     if not copied_by_groups(ref.shape[1]):
         return ref.at[(*before, steps, *behind)]
@@ -125,7 +125,7 @@ def _copy(steps: Steps, tile: Any, barrier: Any = None) -> None:
     # A group: its parts, as wide as the swizzle, one after another.
     parts = launch_context.TileTransform(tiling[1:]), launch_context.TransposeTransform((1, 0, 2))
 
-    def start(context: Any, array: Any, tile: Any, *scalars: Any) -> None:
+    def start(context, array, tile, *scalars):
         i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
         *at, count, address = (x.registers.item() for x in scalars)
         first = at.pop(axis)
@@ -139,7 +139,7 @@ def _copy(steps: Steps, tile: Any, barrier: Any = None) -> None:
             full = utils.BarrierRef(pointer, utils.c(0, i32), no_phases, 1)
             full.arrive_expect_tx(rows * columns * itemsize // THREADS)
 
-        def copy(piece: Any, row: Any, size: int, transform: Any, where: Any) -> None:
+        def copy(piece, row, size, transform, where):
             steps = utils.ds(arith.index_cast(index, row), size)
             sides = dict(src_ref=array, dst_ref=piece)
             if full is None:
@@ -161,7 +161,7 @@ def _copy(steps: Steps, tile: Any, barrier: Any = None) -> None:
             inside = arith.cmpi(arith.CmpIPredicate.eq, count, utils.c(0, i32))
             copy(tile, first, rows, groups, arith.andi(leader, inside))
 
-            def group(g: Any, carry: Any) -> Any:
+            def group(g, carry):
                 row = arith.addi(first, arith.muli(g, utils.c(GROUP, i32)))
                 piece = utils.memref_slice(tile, arith.index_cast(index, g))
                 copy(piece, row, GROUP, parts, leader)

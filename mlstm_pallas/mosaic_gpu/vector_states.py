@@ -52,18 +52,18 @@ def _kernel(
     head, columns = divide(index, of_head), block(remainder(index, of_head), COLUMNS)
     groups, rest = divmod(NC, AHEAD)
 
-    def chunks_from(first: Any, count: int) -> Any:
+    def chunks_from(first, count):
         """So many chunks of the recurrence, in the order of memory."""
         return pl.ds(NC - first - count if backward else first, count)
 
-    def terms(first: Any, count: int) -> tuple[list[Any], jax.Array]:
+    def terms(first, count):
         """gamma_c and what is added, of so many chunks."""
         chunks = chunks_from(first, count)
         # One load for all: Mosaic GPU computes the indices anew for each, which takes compile time.
         tile = load(added.at[head, chunks, columns], BY_LANES, optimized=False)
         return [gamma[head, chunks.start + j] for j in range(count)], tile
 
-    def join(x: jax.Array, first: Any, terms: tuple[list[Any], jax.Array]) -> jax.Array:
+    def join(x, first, terms):
         gammas, tile = terms
         count, before = len(gammas), {}
         for j in reversed(range(count)) if backward else range(count):
@@ -74,7 +74,7 @@ def _kernel(
             states.at[head, chunks_from(first, count), columns][...] = x_before
         return x
 
-    def group(j: Any, carry: Any) -> Any:
+    def group(j, carry):
         x, present = carry
         following = terms(lax.min((j + 1) * AHEAD, np.int32((groups - 1) * AHEAD)), AHEAD)
         return join(x, j * AHEAD, present), following
@@ -97,7 +97,7 @@ def _launch(
     call: Launch,
 ) -> dict[str, Any]:
     BNH, _, D = added.shape
-    x: dict[str, Any] = mosaic_call(
+    x = mosaic_call(
         functools.partial(_kernel, backward=backward),
         name="vector_states",
         grid={"program": BNH * blocks(D, COLUMNS)},
