@@ -126,6 +126,11 @@ class CopyRing:
             )
             self._by_copier(self.slot(step), following < self.steps, fetch)
 
+    def advance(self, step: Any) -> None:
+        """Releases a step and refills its slot."""
+        self.release(step)
+        self.refill(step)
+
     def drain(self, steps: Any = None) -> None:
         """Waits for the last releases: no barrier may be left in the middle of a phase."""
         total = lax.convert_element_type(self.steps if steps is None else steps, np.int32)

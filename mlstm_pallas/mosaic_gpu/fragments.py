@@ -3,7 +3,7 @@
 A vector has a number for each row of a tile (BY_ROWS) or for each column (BY_COLUMNS).
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -11,7 +11,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from mlstm_pallas.mosaic_gpu.launch import BY_ROWS, REGISTER_ROWS, load, plgpu
+from mlstm_pallas.mosaic_gpu import products
+from mlstm_pallas.mosaic_gpu.launch import BY_COLUMNS, BY_ROWS, REGISTER_ROWS, load, plgpu
+from mlstm_pallas.tiles import loop
 
 _LOG2_E = float(np.log2(np.e))
 
@@ -35,6 +37,18 @@ def rows_and_columns(rows: int, columns: int) -> list[jax.Array]:
     """The row and the column of each element of a tile."""
     layout = plgpu.Layout.WGMMA
     return [plgpu.broadcasted_iota(jnp.int32, (rows, columns), x, layout=layout) for x in (0, 1)]
+
+
+def q_times_n(q_tile: Callable[[Any], Any], n_tile: Callable[[Any], Any], steps: int) -> jax.Array:
+    """The sum of q_tile(x) * n_tile(x): the sums over its columns are q_t . n of 64 queries."""
+
+    def add(x, total):
+        q = load(q_tile(x)).astype(jnp.float32)
+        n = load(n_tile(x), BY_COLUMNS, optimized=False)
+        return total + q * across_rows(n)
+
+    total: jax.Array = loop(steps, add, products.zeros(REGISTER_ROWS, REGISTER_ROWS))
+    return total
 
 
 def decay_tile(e: Iterable[jax.Array], u: Iterable[jax.Array]) -> jax.Array:

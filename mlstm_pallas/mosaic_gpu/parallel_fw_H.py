@@ -13,9 +13,8 @@ FLOPs: 2 R K V + R (L + 1) (K + V), q.k again for each column block. Bytes: q, k
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any, NamedTuple, Self
+from typing import Any, Self
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -26,9 +25,9 @@ from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
 from mlstm_pallas.mosaic_gpu.fragments import (
     across_columns,
-    across_rows,
     decay_tile,
     load_by_rows,
+    q_times_n,
     rows_and_columns,
 )
 from mlstm_pallas.mosaic_gpu.launch import (
@@ -52,226 +51,169 @@ from mlstm_pallas.stages.parallel_fw_H import Operands, Outputs
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 R = REGISTER_ROWS
-FEW_CTAS = 528  # four an SM of an H200
-SM_BYTES = 233_472  # shared memory of an SM; each CTA takes 1 KiB more
+FEW_CTAS = 528  # four per SM of an H200
 
 
-class _Refs(NamedTuple):
-    q: Any  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
-    k: Any
-    v: Any  # (B * NH, S, DHHV), or likewise
-    C: Any  # (B * NH, NC, DHQK, DHHV)
-    n: Any  # (B * NH, NC, DHQK), absent without a normaliser
-    e_hi: Any  # (B * NH, S), as all that follow
-    e_lo: Any
-    u_hi: Any
-    u_lo: Any
-    w: Any
-    m: Any  # absent where the floor does not need it
-    h: Any  # out, like v
-    z: Any  # out (B * NH, S), absent without a normaliser
-    q_tiles: Any  # shared (warpgroups, DHQK / 64, 64, 64)
-    k_tiles: Any  # shared (num_stages, parts, 64, columns)
-    v_tiles: Any  # shared (num_stages, 64, siz_b_DHHV): of the state, then of v
-    q_full: Any  # a barrier a warpgroup
-    k_barriers: Any
-    v_barriers: Any
-
-
-@dataclasses.dataclass(frozen=True)
-class _Queries:
-    """64 queries, as their warpgroup sees them."""
-
-    refs: _Refs
-    p: Problem
-    columns: int  # of h
-    normaliser: Normaliser | None
-    k_ring: CopyRing
-    v_ring: CopyRing
-    wg: jax.Array
-    head: jax.Array
-    chunk: jax.Array
-    tile: jax.Array  # which 64 of the chunk
-
-    @property
-    def steps_k(self):
-        """Steps of the products with the state."""
-        return self.p.DHQK // R
-
-    def steps(self, tile):
-        return block(self.chunk * (self.p.L // R) + tile, R)
-
-    def inter(self, accumulator):
-        """q C."""
-        ring, refs = self.v_ring, self.refs
-        pending = 0 if ring.num_slots == 1 else 1
-
-        def free(step):
-            ring.release(step)
-            ring.refill(step)
-
-        def add(x, carry):
-            slot = ring.wait(x)
-            products.add(accumulator, refs.q_tiles.at[self.wg, x], refs.v_tiles.at[slot])
-            products.wait(pending)
-            if pending:
-                pl.when(x > 0)(lambda: free(x - 1))
-            else:
-                free(x)
-
-        loop(self.steps_k, add, None)
-        products.wait(0)
-        if pending:
-            free(np.int32(self.steps_k - 1))
-
-    def n_products(self):
-        """n . q_t."""
-        refs = self.refs
-
-        def add(x, total):
-            q = load(refs.q_tiles.at[self.wg, x]).astype(jnp.float32)
-            n = load(refs.n.at[self.head, self.chunk, block(x, R)], BY_COLUMNS, optimized=False)
-            return total + q * across_rows(n)
-
-        total = loop(self.steps_k, add, products.zeros(R, R))
-        return products.sum_over_columns(total)
-
-    def scores(self, slot, accumulator):
-        """q k^T."""
-        q, k = self.refs.q_tiles.at[self.wg], self.refs.k_tiles.at[slot]
-        parts = self.refs.k_tiles.shape[1]
-
-        def add(x, carry):
-            products.add(accumulator, q.at[x], k.at[x].T)
-
-        if parts > 1:  # unrolled, eight products spill
-            loop(parts, add, None)
-            return
-        for x in range(self.steps_k):
-            products.add(accumulator, q.at[x], k.at[0, :, x * R : (x + 1) * R].T)
-
-    def intra(self, u, j, carry):
-        """Adds a tile of keys and values; carry: the numerators and the sums of P."""
-        refs, k_ring, v_ring = self.refs, self.k_ring, self.v_ring
-        num, z = carry
-        keys = self.steps(j)
-        e = [
-            load(x.at[self.head, keys], BY_COLUMNS, optimized=False) for x in (refs.e_hi, refs.e_lo)
-        ]
-        slot = k_ring.wait(j)
-        S = products.from_zeros(functools.partial(self.scores, slot), R, R)
-        k_ring.release(j)
-        k_ring.refill(j)
-        t, s = rows_and_columns(R, R)
-        # Masked after the product, not before: a NaN in k reaches no earlier step.
-        seen = s <= t + (self.tile - j) * R
-        P = jnp.where(seen, S * (decay_tile(e, u) * self.p.qk_scale), 0.0)
-        if self.normaliser is not None:
-            z += products.sum_over_columns(P)
-        step = j + self.steps_k
-        slot = v_ring.wait(step)
-
-        def add(accumulator):
-            products.add(accumulator, P.astype(refs.q.dtype), refs.v_tiles.at[slot])
-            products.wait(0)
-
-        (num,) = products.onto(add, num)
-        v_ring.release(step)
-        v_ring.refill(step)
-        return num, z
-
-    def skip(self, j):
-        """A tile of keys that only the other warpgroup reads."""
-        for ring, step in ((self.k_ring, j), (self.v_ring, j + self.steps_k)):
-            ring.wait(step)
-            ring.release(step)
-            ring.refill(step)
-
-    def run(self, num_tiles, column):
-        refs, normaliser = self.refs, self.normaliser
-        rows = self.steps(self.tile)
-        # Loaded before the products and used after them: their latency is hidden.
-        u = [load_by_rows(x, self.head, rows) for x in (refs.u_hi, refs.u_lo)]
-        w, m = (load_by_rows(x, self.head, rows) for x in (refs.w, refs.m))
-        row_scale = query_scale(w, self.p.qk_scale)
-        plgpu.barrier_wait(refs.q_full.at[self.wg])
-        z = plgpu.layout_cast(jnp.zeros((R,), jnp.float32), BY_ROWS)
-        if normaliser is not None:
-            z += self.n_products() * row_scale
-        num = products.from_zeros(self.inter, R, self.columns)
-        num *= across_columns(row_scale, self.columns)
-        num, z = loop(self.tile + 1, functools.partial(self.intra, u), (num, z))
-        loop(num_tiles - self.tile - 1, lambda x, carry: self.skip(self.tile + 1 + x), None)
-        if normaliser is not None:
-            num *= across_columns(1.0 / normaliser.denominator(z, m), self.columns)
-
-            @pl.when(column == 0)
-            def _():
-                refs.z.at[self.head, rows][...] = z
-
-        free = refs.q_tiles.shape[1]
-        h = head_of(refs.h, self.head, self.p)
-        for x in range(self.columns // R):
-            tile = refs.q_tiles.at[self.wg, x % free]
-            plgpu.wait_smem_to_gmem(free - 1, wait_read_only=True)
-            products.store(tile, num[:, x * R : (x + 1) * R].astype(tile.dtype))
-            plgpu.commit_smem()
-            columns = block(column * (self.columns // R) + x, R)
-            copy_out(tile, h.at[rows, columns])
-        plgpu.wait_smem_to_gmem(0)
-
-
-def _kernel(
-    *,
-    p: Problem,
-    config: "Tiles",
-    normaliser: Normaliser | None,
-    **refs_by_name: Any,
-) -> None:
-    refs = _Refs(**refs_by_name)
-    columns, num_stages, warpgroups = config.siz_b_DHHV, config.num_stages, config.siz_b_LQ // R
-    wg, index = lax.axis_index("wg"), lax.axis_index("program")
-    of_h, of_chunk = blocks(p.DHHV, columns), blocks(p.L, config.siz_b_LQ)
+def _place_of_cta(p: Problem, config: "Tiles"):
+    """The column block of h, the block of queries in the chunk, the head and the chunk."""
+    index = lax.axis_index("program")
+    of_h, of_chunk = blocks(p.DHHV, config.siz_b_DHHV), blocks(p.L, config.siz_b_LQ)
     column, index = remainder(index, of_h), divide(index, of_h)
-    # Those with the most keys first. Many CTAs have those of a chunk together, for the L2.
+    # Blocks with the most keys come first. Many CTAs have those of a chunk together, for the L2.
     chunks = p.BNH * p.NC
     if chunks * of_chunk * of_h <= FEW_CTAS:
         i, index = of_chunk - 1 - divide(index, chunks), remainder(index, chunks)
     else:
         i, index = of_chunk - 1 - remainder(index, of_chunk), divide(index, of_chunk)
-    head, chunk = divide(index, p.NC), remainder(index, p.NC)
+    return column, i, divide(index, p.NC), remainder(index, p.NC)
+
+
+def _add_q_C(acc, q_smem, C_smem, wg, ring):
+    """acc += q C, over the first steps of the ring."""
+    steps, pending = q_smem.shape[1], 0 if ring.num_slots == 1 else 1
+
+    def add(x, carry):
+        slot = ring.wait(x)
+        products.add(acc, q_smem.at[wg, x], C_smem.at[slot])
+        products.wait(pending)
+        if pending:
+            pl.when(x > 0)(lambda: ring.advance(x - 1))
+        else:
+            ring.advance(x)
+
+    loop(steps, add, None)
+    products.wait(0)
+    if pending:
+        ring.advance(np.int32(steps - 1))
+
+
+def _add_q_k(acc, q, k_smem, slot):
+    """acc += q k^T."""
+    k, parts = k_smem.at[slot], k_smem.shape[1]
+
+    def add(x, carry):
+        products.add(acc, q.at[x], k.at[x].T)
+
+    if parts > 1:  # unrolled, eight products spill
+        loop(parts, add, None)
+        return
+    for x in range(q.shape[0]):
+        products.add(acc, q.at[x], k.at[0, :, x * R : (x + 1) * R].T)
+
+
+def _kernel(
+    q_gmem,  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
+    k_gmem,
+    v_gmem,  # (B * NH, S, DHHV) or (B, S, NH, DHHV)
+    C_gmem,  # (B * NH, NC, DHQK, DHHV)
+    n_gmem,  # (B * NH, NC, DHQK), None without a normaliser
+    e_gmem,  # hi and lo, (B * NH, S), as all that follow
+    u_gmem,  # hi and lo
+    w_gmem,
+    m_gmem,  # None where the floor does not need it
+    h_gmem,  # output, like v
+    z_gmem,  # output (B * NH, S), None without a normaliser
+    q_smem,  # (warpgroups, DHQK / 64, 64, 64)
+    k_smem,  # (num_stages, parts, 64, columns of a part)
+    v_smem,  # (num_stages, 64, siz_b_DHHV): rows of C, then v
+    q_full,  # one barrier per warpgroup
+    k_barriers,
+    v_barriers,
+    *,
+    p: Problem,
+    config: "Tiles",
+    normaliser: Normaliser | None,
+) -> None:
+    wg, siz_b_DHHV = lax.axis_index("wg"), config.siz_b_DHHV
+    num_stages, warpgroups = config.num_stages, config.siz_b_LQ // R
+    column, i, head, chunk = _place_of_cta(p, config)
     num_tiles, steps_k = (i + 1) * warpgroups, p.DHQK // R
-    q, k, v = (head_of(x, head, p) for x in (refs.q, refs.k, refs.v))
+    q, k, v = (head_of(x, head, p) for x in (q_gmem, k_gmem, v_gmem))
 
     def steps(tile):
         return block(chunk * (p.L // R) + tile, R)
 
-    def copy_k(j, copy):
-        _, parts, _, of_part = refs.k_tiles.shape
+    def load_k(j, copy):
+        _, parts, _, of_part = k_smem.shape
         for x in range(parts):
-            copy(k.at[steps(j), x * of_part : (x + 1) * of_part], refs.k_tiles, x)
+            copy(k.at[steps(j), x * of_part : (x + 1) * of_part], k_smem, x)
 
-    def copy_v(step, copy):
-        of_C = refs.C.at[head, chunk, block(step, R), block(column, columns)]
-        of_v = v.at[steps(step - steps_k), block(column, columns)]
-        pl.when(step < steps_k)(lambda: copy(of_C, refs.v_tiles))
-        pl.when(step >= steps_k)(lambda: copy(of_v, refs.v_tiles))
+    def load_v(step, copy):
+        of_C = C_gmem.at[head, chunk, block(step, R), block(column, siz_b_DHHV)]
+        of_v = v.at[steps(step - steps_k), block(column, siz_b_DHHV)]
+        pl.when(step < steps_k)(lambda: copy(of_C, v_smem))
+        pl.when(step >= steps_k)(lambda: copy(of_v, v_smem))
 
-    k_ring, v_ring = (
-        CopyRing(barriers, num_stages, total, copies, readers=warpgroups)
-        for barriers, total, copies in (
-            (refs.k_barriers, num_tiles, copy_k),
-            (refs.v_barriers, num_tiles + steps_k, copy_v),
-        )
-    )
-    tile = i * warpgroups + wg
+    k_ring = CopyRing(k_barriers, num_stages, num_tiles, load_k, readers=warpgroups)
+    v_ring = CopyRing(v_barriers, num_stages, num_tiles + steps_k, load_v, readers=warpgroups)
+    tile = i * warpgroups + wg  # which 64 queries of the chunk the warpgroup has
     for x in range(steps_k):
         source = q.at[steps(tile), x * R : (x + 1) * R]
-        copy_in(source, refs.q_tiles.at[wg, x], refs.q_full.at[wg])
+        copy_in(source, q_smem.at[wg, x], q_full.at[wg])
     v_ring.start()
     k_ring.start()
-    queries = _Queries(refs, p, columns, normaliser, k_ring, v_ring, wg, head, chunk, tile)
-    queries.run(num_tiles, column)
+    rows = steps(tile)
+    # Loaded before the products and used after them: their latency is hidden.
+    u = [load_by_rows(x, head, rows) for x in u_gmem]
+    w, m = (load_by_rows(x, head, rows) for x in (w_gmem, m_gmem))
+    row_scale = query_scale(w, p.qk_scale)
+
+    def join_keys(j, carry):
+        """Adds a tile of keys and values to the numerators and to the sums of P."""
+        num, z = carry
+        keys = steps(j)
+        e = [load(x.at[head, keys], BY_COLUMNS, optimized=False) for x in e_gmem]
+        slot = k_ring.wait(j)
+        S = products.from_zeros(lambda acc: _add_q_k(acc, q_smem.at[wg], k_smem, slot), R, R)
+        k_ring.advance(j)
+        t, s = rows_and_columns(R, R)
+        # Masked after the product, not before: a NaN in k reaches no earlier step.
+        seen = s <= t + (tile - j) * R
+        P = jnp.where(seen, S * (decay_tile(e, u) * p.qk_scale), 0.0)
+        if normaliser is not None:
+            z += products.sum_over_columns(P)
+        step = j + steps_k
+        slot_v = v_ring.wait(step)
+
+        def add(acc):
+            products.add(acc, P.astype(q_gmem.dtype), v_smem.at[slot_v])
+            products.wait(0)
+
+        (num,) = products.onto(add, num)
+        v_ring.advance(step)
+        return num, z
+
+    def skip_keys(x, carry):
+        """Passes over a tile of keys that only the other warpgroup reads."""
+        j = tile + 1 + x
+        for ring, step in ((k_ring, j), (v_ring, j + steps_k)):
+            ring.wait(step)
+            ring.advance(step)
+
+    plgpu.barrier_wait(q_full.at[wg])
+    z = plgpu.layout_cast(jnp.zeros((R,), jnp.float32), BY_ROWS)
+    if normaliser is not None:
+        q_tile, n_tile = lambda x: q_smem.at[wg, x], lambda x: n_gmem.at[head, chunk, block(x, R)]
+        z += products.sum_over_columns(q_times_n(q_tile, n_tile, steps_k)) * row_scale
+    num = products.from_zeros(lambda acc: _add_q_C(acc, q_smem, v_smem, wg, v_ring), R, siz_b_DHHV)
+    num *= across_columns(row_scale, siz_b_DHHV)
+    num, z = loop(tile + 1, join_keys, (num, z))
+    loop(num_tiles - tile - 1, skip_keys, None)
+    if normaliser is not None:
+        num *= across_columns(1.0 / normaliser.denominator(z, m), siz_b_DHHV)
+
+        @pl.when(column == 0)
+        def _():
+            z_gmem.at[head, rows][...] = z
+
+    h = head_of(h_gmem, head, p)
+    for x in range(siz_b_DHHV // R):
+        h_smem = q_smem.at[wg, x % steps_k]
+        plgpu.wait_smem_to_gmem(steps_k - 1, wait_read_only=True)
+        products.store(h_smem, num[:, x * R : (x + 1) * R].astype(h_smem.dtype))
+        plgpu.commit_smem()
+        copy_out(h_smem, h.at[rows, block(column * (siz_b_DHHV // R) + x, R)])
+    plgpu.wait_smem_to_gmem(0)
     k_ring.drain()
     v_ring.drain()
 
@@ -282,9 +224,9 @@ def scratch(p: Problem, config: "Tiles", dtype: Any) -> dict[str, Any]:
     of_part = p.DHQK if p.DHQK <= 256 else R
     parts = p.DHQK // of_part
     return {
-        "q_tiles": tiles(warpgroups, p.DHQK // R, R, R, dtype=dtype),
-        "k_tiles": tiles(n, parts, R, of_part, dtype=dtype),
-        "v_tiles": tiles(n, R, config.siz_b_DHHV, dtype=dtype),
+        "q_smem": tiles(warpgroups, p.DHQK // R, R, R, dtype=dtype),
+        "k_smem": tiles(n, parts, R, of_part, dtype=dtype),
+        "v_smem": tiles(n, R, config.siz_b_DHHV, dtype=dtype),
         "q_full": plgpu.Barrier(num_arrivals=p.DHQK // R, num_barriers=warpgroups),
         "k_barriers": ring_barriers(n, copies=parts, readers=warpgroups),
         "v_barriers": ring_barriers(n, copies=1, readers=warpgroups),
@@ -306,25 +248,23 @@ def parallel_fw_H(
         grid={"program": config.grid(p)[0]},
         warpgroups=config.siz_b_LQ // R,
         outputs={
-            "h": sequence_shape(matV, p.DHHV, matQ.dtype),
-            "z": None if normaliser is None else float32(p.BNH, p.S),
+            "h_gmem": sequence_shape(matV, p.DHHV, matQ.dtype),
+            "z_gmem": None if normaliser is None else float32(p.BNH, p.S),
         },
         scratch=scratch(p, config, matQ.dtype),
         interpret=call.interpret,
     )(
-        q=matQ,
-        k=matK,
-        v=matV,
-        C=matC_states,
-        n=None if normaliser is None else vecN_states,
-        e_hi=g.vecE[0],
-        e_lo=g.vecE[1],
-        u_hi=g.vecU[0],
-        u_lo=g.vecU[1],
-        w=g.vecW,
-        m=g.vecM if normaliser is not None and normaliser.floor_needs_m else None,
+        q_gmem=matQ,
+        k_gmem=matK,
+        v_gmem=matV,
+        C_gmem=matC_states,
+        n_gmem=None if normaliser is None else vecN_states,
+        e_gmem=g.vecE,
+        u_gmem=g.vecU,
+        w_gmem=g.vecW,
+        m_gmem=g.vecM if normaliser is not None and normaliser.floor_needs_m else None,
     )
-    return Outputs(y["h"], y["z"])
+    return Outputs(y["h_gmem"], y["z_gmem"])
 
 
 @dataclasses.dataclass(frozen=True)

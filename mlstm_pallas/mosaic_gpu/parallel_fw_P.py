@@ -17,9 +17,9 @@ from jax import lax
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.fragments import (
     across_columns,
-    across_rows,
     decay_tile,
     load_by_rows,
+    q_times_n,
     rows_and_columns,
 )
 from mlstm_pallas.mosaic_gpu.launch import (
@@ -39,72 +39,68 @@ from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch, ScaledRows
 from mlstm_pallas.stages.parallel_fw_P import Operands, ScanOperands
-from mlstm_pallas.tiles import divide, loop, remainder
+from mlstm_pallas.tiles import divide, remainder
 
 L = REGISTER_ROWS
 COLUMNS = 256, 192, 128, 64  # of choice of a copy
 
 
 def _kernel(
-    q: Any,  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
-    k: Any,
-    n: Any,  # (B * NH, NC, DHQK), absent without a normaliser
-    e_hi: Any,  # (B * NH, S), as all that follow
-    e_lo: Any,
-    u_hi: Any,
-    u_lo: Any,
-    w: Any,
-    m: Any,  # absent where the floor does not need it
-    P: Any,  # out (B * NH, S, L)
-    r: Any,  # out (B * NH, S)
-    z: Any,  # out (B * NH, S), absent without a normaliser
-    q_tiles: Any,  # shared (copies, L, columns)
-    k_tiles: Any,
-    P_tile: Any,  # shared (L, L)
-    full: Any,
+    q_gmem,  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
+    k_gmem,
+    n_gmem,  # (B * NH, NC, DHQK), None without a normaliser
+    e_gmem,  # hi and lo, (B * NH, S), as all that follow
+    u_gmem,  # hi and lo
+    w_gmem,
+    m_gmem,  # None where the floor does not need it
+    P_gmem,  # output (B * NH, S, L)
+    r_gmem,  # output (B * NH, S)
+    z_gmem,  # output (B * NH, S), None without a normaliser
+    q_smem,  # (copies, L, columns)
+    k_smem,
+    P_smem,  # (L, L)
+    full,
     *,
     p: Problem,
     normaliser: Normaliser | None,
 ) -> None:
     head, chunk = lax.axis_index("head"), lax.axis_index("chunk")
     steps = block(chunk, L)
-    copies, _, columns = q_tiles.shape
-    for x, tiles in ((q, q_tiles), (k, k_tiles)):
+    copies, _, columns = q_smem.shape
+    for x, tiles in ((q_gmem, q_smem), (k_gmem, k_smem)):
         for j in range(copies):
             source = head_of(x, head, p).at[steps, j * columns : (j + 1) * columns]
             copy_in(source, tiles.at[j], full)
-    e = (load(x.at[head, steps], BY_COLUMNS, optimized=False) for x in (e_hi, e_lo))
-    D = decay_tile(e, (load_by_rows(x, head, steps) for x in (u_hi, u_lo)))
-    row_scale = query_scale(load_by_rows(w, head, steps), p.qk_scale)
-    m_rows = load_by_rows(m, head, steps)
+    e = (load(x.at[head, steps], BY_COLUMNS, optimized=False) for x in e_gmem)
+    D = decay_tile(e, (load_by_rows(x, head, steps) for x in u_gmem))
+    row_scale = query_scale(load_by_rows(w_gmem, head, steps), p.qk_scale)
+    m = load_by_rows(m_gmem, head, steps)
     plgpu.barrier_wait(full)
 
-    def scores(accumulator):
+    def add_q_k(acc):
         for j in range(copies):
-            products.add(accumulator, q_tiles.at[j], k_tiles.at[j].T)
+            products.add(acc, q_smem.at[j], k_smem.at[j].T)
 
-    S = products.from_zeros(scores, L, L)
+    S = products.from_zeros(add_q_k, L, L)
     t, s = rows_and_columns(L, L)
     # Masked after the product, not before: a NaN in k reaches no earlier step.
-    tile = jnp.where(s <= t, S * (D * p.qk_scale), 0.0)
+    P = jnp.where(s <= t, S * (D * p.qk_scale), 0.0)
     if normaliser is not None:
 
-        def add(j, total):
-            # A loop, not unrolled: with all of n in registers an SM would have two CTAs.
-            in_tile = block(remainder(j, columns // L), L)
-            x = load(q_tiles.at[divide(j, columns // L), :, in_tile]).astype(jnp.float32)
-            norm = load(n.at[head, chunk, block(j, L)], BY_COLUMNS, optimized=False)
-            return total + x * across_rows(norm)
+        def q_tile(x):
+            in_tile = block(remainder(x, columns // L), L)
+            return q_smem.at[divide(x, columns // L), :, in_tile]
 
-        q_n = loop(p.DHQK // L, add, products.zeros(L, L))
-        sums = jnp.sum(tile + q_n * across_columns(row_scale), axis=1)
-        inv_den = 1.0 / normaliser.denominator(sums, m_rows)
-        tile, row_scale = tile * across_columns(inv_den), row_scale * inv_den
-        z.at[head, steps][...] = sums
-    r.at[head, steps][...] = row_scale
-    products.store(P_tile, tile.astype(q.dtype))
+        # A loop, not unrolled: with all of n in registers an SM would have two CTAs.
+        q_n = q_times_n(q_tile, lambda x: n_gmem.at[head, chunk, block(x, L)], p.DHQK // L)
+        z = jnp.sum(P + q_n * across_columns(row_scale), axis=1)
+        inv_den = 1.0 / normaliser.denominator(z, m)
+        P, row_scale = P * across_columns(inv_den), row_scale * inv_den
+        z_gmem.at[head, steps][...] = z
+    r_gmem.at[head, steps][...] = row_scale
+    products.store(P_smem, P.astype(q_gmem.dtype))
     plgpu.commit_smem()
-    plgpu.copy_smem_to_gmem(P_tile, P.at[head, steps])
+    plgpu.copy_smem_to_gmem(P_smem, P_gmem.at[head, steps])
     plgpu.wait_smem_to_gmem(0)
 
 
@@ -114,9 +110,9 @@ def scratch(p: Problem, dtype: Any) -> dict[str, Any]:
     copies = p.DHQK // columns
     operand = shared_tiles(copies, L, columns, dtype=dtype)
     return {
-        "q_tiles": operand,
-        "k_tiles": operand,
-        "P_tile": shared_tiles(L, L, dtype=dtype),
+        "q_smem": operand,
+        "k_smem": operand,
+        "P_smem": shared_tiles(L, L, dtype=dtype),
         "full": plgpu.Barrier(num_arrivals=2 * copies),
     }
 
@@ -137,24 +133,22 @@ def parallel_fw_P(
         grid=dict(zip(("head", "chunk"), call.tiles.grid(p), strict=True)),
         warpgroups=1,
         outputs={
-            "P": jax.ShapeDtypeStruct((p.BNH, p.S, L), dtype),
-            "r": per_step,
-            "z": None if normaliser is None else per_step,
+            "P_gmem": jax.ShapeDtypeStruct((p.BNH, p.S, L), dtype),
+            "r_gmem": per_step,
+            "z_gmem": None if normaliser is None else per_step,
         },
         scratch=scratch(p, dtype),
         interpret=call.interpret,
     )(
-        q=matQ,
-        k=matK,
-        n=None if normaliser is None else vecN_states,
-        e_hi=g.vecE[0],
-        e_lo=g.vecE[1],
-        u_hi=g.vecU[0],
-        u_lo=g.vecU[1],
-        w=g.vecW,
-        m=g.vecM if normaliser is not None and normaliser.floor_needs_m else None,
+        q_gmem=matQ,
+        k_gmem=matK,
+        n_gmem=None if normaliser is None else vecN_states,
+        e_gmem=g.vecE,
+        u_gmem=g.vecU,
+        w_gmem=g.vecW,
+        m_gmem=g.vecM if normaliser is not None and normaliser.floor_needs_m else None,
     )
-    return ScanOperands(y["P"], ScaledRows(matK, g.vecAbar), y["r"], y["z"])
+    return ScanOperands(y["P_gmem"], ScaledRows(matK, g.vecAbar), y["r_gmem"], y["z_gmem"])
 
 
 @dataclasses.dataclass(frozen=True)
