@@ -50,5 +50,13 @@ class RingTiles(HopperTiles):
     num_stages: int
     num_ctas: int
 
+    def items(self, p: Problem) -> int:
+        """The items that the CTAs share."""
+        raise NotImplementedError
+
     def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
         return (self.num_ctas,)
+
+    def clamped(self, p: Problem) -> Self:
+        """With no CTA without an item."""
+        return dataclasses.replace(self, num_ctas=min(self.num_ctas, self.items(p)))

@@ -2,15 +2,15 @@
 
 Queries and keys are not scaled here.
 
-One CTA an SM. Each takes every n-th item, a tile of 128 queries and 128 keys of a chunk. Operands
-are copied num_stages steps ahead, into the next item too. A step is 64 columns of q and k, or of dh
-and v, and the last one has e_s. The two warpgroups have 64 queries each: scores and dh . v in two
-accumulators, from which they compute what is written, 32 keys at a time.
+An item of ``persistent.py`` is a tile of 128 queries and 128 keys of a chunk. Its operands are
+copied num_stages steps ahead, into the next item too. A step has 64 columns of q and k, or of dh
+and v, and the last step has e_s. Each of the two warpgroups has 64 queries, with the scores and
+dh . v in two accumulators, from which it computes the outputs for 32 keys at a time.
 
-With a normaliser dz_t den_t = slope_t delta_t; slope_t is -sign(z_t), or 0 where the floor is
+With a normaliser dz_t den_t = slope_t delta_t, where slope_t is -sign(z_t), or 0 where the floor is
 larger than |z_t|. While a product with a tile of dh runs, its warpgroup multiplies its rows of that
-tile with those of h for delta. The tiles of h have stages of their own. All items of a tile of
-queries compute the same delta to the bit; the one on the diagonal writes it.
+tile with those of h for delta. The tiles of h have a ring of their own. All items of a tile of
+queries compute the same delta to the bit, and the one on the diagonal stores it.
 
 An item reads 256 (DHQK + DHHV) elements, and 128 DHHV of h. Tiles of 64 x 64 would read twice as
 much through the L2.
@@ -28,7 +28,6 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.gate_gradients import TileSums
-from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
@@ -42,7 +41,6 @@ from mlstm_pallas.mosaic_gpu.launch import (
     block,
     float32,
     load,
-    mosaic_call,
     one_of,
     plgpu,
     shared_bytes,
@@ -50,6 +48,7 @@ from mlstm_pallas.mosaic_gpu.launch import (
     tile_transforms,
 )
 from mlstm_pallas.mosaic_gpu.limits import RingTiles
+from mlstm_pallas.mosaic_gpu.persistent import persistent_call, run
 from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH
 from mlstm_pallas.mosaic_gpu.step_sums import step_sums
 from mlstm_pallas.mosaic_gpu.tile_copies import head_of
@@ -60,121 +59,112 @@ from mlstm_pallas.stages.parallel_bw_dP import Operands, ScoreGradients
 from mlstm_pallas.stages.step_sums import Operands as StepSums
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
-R = REGISTER_ROWS
+WG_ROWS = REGISTER_ROWS  # of a tile, per warpgroup
 TILE = 128  # queries, and keys, of an item
 DEPTH = 64  # of the product of a step
 H_STAGES = 3  # tiles of h in shared memory
 SLICE = 32  # keys whose P and dP a warpgroup computes at a time: more take too many registers
 
 
-class _Refs(NamedTuple):
-    q: Any  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
-    k: Any
-    v: Any  # (B * NH, S, DHHV) or (B, S, NH, DHHV)
-    dh: Any
-    h: Any  # likewise; absent where delta is 0 and without a normaliser
-    e_hi: Any  # (B * NH, S), as all that follow
-    e_lo: Any
-    u_hi: Any
-    u_lo: Any
-    inv_den: Any  # absent without a normaliser
-    slope: Any  # absent where h is
-    P: Any  # out (B * NH, S, L)
-    dP: Any
-    per_query: Any  # out, see w_sum_shapes
-    per_key: Any
-    diagonal: Any
-    delta: Any  # out (B * NH, S); absent where h is
-    operands: Any  # shared: the tiles of a step, and the vectors that take their place
-    h_tiles: Any  # shared (H_STAGES, 128, 64)
-    out_tiles: Any  # shared (2 warpgroups, 2, 64, 64)
-    scratch: Any  # shared (2 warpgroups, 256), for sums over queries
-    barriers: Any  # of the ring of operands
-    h_barriers: Any  # of the ring of tiles of h; absent where h is
+class _Item(NamedTuple):
+    head: Any
+    chunk: Any
+    i: Any  # tile of queries
+    j: Any  # tile of keys, of i + 1
+
+
+class _Steps(NamedTuple):
+    """The steps of an item: products with k and with v, and the last one."""
+
+    k: int
+    v: int
+
+    @property
+    def last(self):
+        return self.k + self.v
+
+
+def _steps(p: Problem) -> _Steps:
+    return _Steps(blocks(p.DHQK, DEPTH), blocks(p.DHHV, DEPTH))
+
+
+def _items_of_chunk(p: Problem) -> int:
+    num_tiles = blocks(p.L, TILE)
+    return num_tiles * (num_tiles + 1) // 2
 
 
 @dataclasses.dataclass(frozen=True)
-class _CTA:
+class _Loader:
     """The items of a CTA, and their copies."""
 
-    refs: _Refs
+    refs: Any  # see _kernel
     p: Problem
     scheduler: PersistentScheduler
-    num_tiles: int  # of queries, in a chunk
-    steps_k: int
-    steps_v: int
-    steps_of_item: int
 
-    def item(self, index) -> tuple[Any, ...]:
-        """Head, chunk, and the tiles of queries and of keys: tile i of queries has the first i + 1
-        tiles of keys."""
-        items_of_chunk, NC = _items_of_chunk(self.p), self.p.NC
+    def item(self, index) -> _Item:
+        p, items_of_chunk = self.p, _items_of_chunk(self.p)
         index = self.scheduler.item(index)
         x, chunk = remainder(index, items_of_chunk), divide(index, items_of_chunk)
-        later = (x >= m * (m + 1) // 2 for m in range(1, self.num_tiles))
+        later = (x >= m * (m + 1) // 2 for m in range(1, blocks(p.L, TILE)))
         i: Any = sum((lax.convert_element_type(y, jnp.int32) for y in later), np.int32(0))
         j = x - divide(i * (i + 1), 2)
-        return divide(chunk, NC), remainder(chunk, NC), i, j
+        return _Item(divide(chunk, p.NC), remainder(chunk, p.NC), i, j)
 
-    def copy(self, index, x, copy) -> None:
+    def copy(self, index, x, copy):
         """Step x of an item: q and k, dh and v, or the vectors of the keys."""
-        refs, steps_k, steps_v = self.refs, self.steps_k, self.steps_v
+        refs, p, steps = self.refs, self.p, _steps(self.p)
         head, chunk, i, j = self.item(index)
-        queries, keys = (block(chunk * self.num_tiles + y, TILE) for y in (i, j))
-        left, right = refs.operands
+        queries, keys = (block(chunk * blocks(p.L, TILE) + y, TILE) for y in (i, j))
+        (left, left_vector), (right, right_vector) = refs.operands_smem
 
-        def operands(a, b, x):
-            for y, rows, buffers in ((a, queries, left), (b, keys, right)):
-                copy(head_of(y, head, self.p).at[rows, block(x, DEPTH)], buffers[0])
+        def tiles(a, b, x):
+            for y, rows, buffer in ((a, queries, left), (b, keys, right)):
+                copy(head_of(y, head, p).at[rows, block(x, DEPTH)], buffer)
 
         def vectors():
-            for y, buffers in ((refs.e_hi, left), (refs.e_lo, right)):
-                copy(y.at[head, keys], buffers[1], slice(TILE))
+            for y, buffer in ((refs.e_hi_gmem, left_vector), (refs.e_lo_gmem, right_vector)):
+                copy(y.at[head, keys], buffer, slice(TILE))
 
-        pl.when(x < steps_k)(lambda: operands(refs.q, refs.k, x))
-        of_v = (x >= steps_k) & (x < steps_k + steps_v)
-        pl.when(of_v)(lambda: operands(refs.dh, refs.v, x - steps_k))
-        pl.when(x == steps_k + steps_v)(vectors)
+        pl.when(x < steps.k)(lambda: tiles(refs.q_gmem, refs.k_gmem, x))
+        with_v = (x >= steps.k) & (x < steps.last)
+        pl.when(with_v)(lambda: tiles(refs.dh_gmem, refs.v_gmem, x - steps.k))
+        pl.when(x == steps.last)(vectors)
 
-    def copy_h(self, step, copy) -> None:
-        head, chunk, i, _ = self.item(divide(step, self.steps_v))
-        rows = block(chunk * self.num_tiles + i, TILE)
-        columns = block(remainder(step, self.steps_v), DEPTH)
-        copy(head_of(self.refs.h, head, self.p).at[rows, columns], self.refs.h_tiles)
+    def copy_h(self, step, copy):
+        steps_v = _steps(self.p).v
+        head, chunk, i, _ = self.item(divide(step, steps_v))
+        rows = block(chunk * blocks(self.p.L, TILE) + i, TILE)
+        columns = block(remainder(step, steps_v), DEPTH)
+        copy(head_of(self.refs.h_gmem, head, self.p).at[rows, columns], self.refs.h_smem)
 
 
-@dataclasses.dataclass(frozen=True)
-class _Item(_CTA):
-    """An item, as a warpgroup sees it."""
+class _Warpgroup(NamedTuple):
+    """What a warpgroup multiplies of an item, and with what."""
 
+    refs: Any
+    p: Problem
     ring: CopyRing
-    h_ring: Any
-    wg: Array
-    index: Array  # of the CTA's items
-    head: Array
-    chunk: Array
-    i: Array
-    j: Array
-    tile_rows: Any  # of the warpgroup
+    h_ring: Any  # absent without h
+    wg: Any
+    index: Any  # of the CTA's items
+    item: _Item
+    tile_rows: Any
     rows: Any  # likewise, in the sequence
-    first: Array  # the first step in the ring
-
-    def refill(self, step) -> None:
-        self.ring.refill(step, item=self.index)
+    first: Any  # the item's first step in the ring
 
 
-def _scores_dA_and_delta(c: _Item):
+def _scores_dA_and_delta(c: _Warpgroup):
     """delta, None where h is absent, q k^T and dh v^T."""
-    refs, ring, first = c.refs, c.ring, c.first
-    (left, _), (right, _) = refs.operands
+    refs, ring, h_ring, first, steps = c.refs, c.ring, c.h_ring, c.first, _steps(c.p)
+    (left, _), (right, _) = refs.operands_smem
 
     def delta_of(x, slot):
         """dh_t . h_t over the columns of a step."""
-        step = c.index * c.steps_v + x
-        h_slot = c.h_ring.wait(step)
-        tiles = left.at[slot, c.tile_rows], refs.h_tiles.at[h_slot, c.tile_rows]
+        step = c.index * steps.v + x
+        h_slot = h_ring.wait(step)
+        tiles = left.at[slot, c.tile_rows], refs.h_smem.at[h_slot, c.tile_rows]
         dh, h = (load(tile).astype(jnp.float32) for tile in tiles)
-        c.h_ring.release(step)
+        h_ring.release(step)
         return products.sum_over_columns(dh * h)
 
     def add(accumulator, start, count, delta=None):
@@ -186,171 +176,157 @@ def _scores_dA_and_delta(c: _Item):
             pl.when(start + x > 0)(lambda: ring.release(step - 1))
             if delta is not None:
                 delta += delta_of(x, slot)
-                c.h_ring.refill(c.index * c.steps_v + x)
-            pl.when(step > 0)(lambda: c.refill(step - 1))
+                h_ring.refill(c.index * steps.v + x)
+            pl.when(step > 0)(lambda: ring.refill(step - 1, item=c.index))
             return delta
 
         return loop(count, one, delta)
 
-    def issue(scores, dA):
-        add(scores, 0, c.steps_k)
+    def issue(scores_acc, dA_acc):
+        add(scores_acc, 0, steps.k)
         delta = None
-        if refs.h is not None:
-            delta = plgpu.layout_cast(jnp.zeros((R,), jnp.float32), BY_ROWS)
-        delta = add(dA, c.steps_k, c.steps_v, delta)
+        if h_ring is not None:
+            delta = plgpu.layout_cast(jnp.zeros((WG_ROWS,), jnp.float32), BY_ROWS)
+        delta = add(dA_acc, steps.k, steps.v, delta)
         products.wait(0)
-        ring.release(first + c.steps_k + c.steps_v - 1)
-        c.refill(first + c.steps_k + c.steps_v - 1)
+        ring.release(first + steps.k + steps.v - 1)
+        ring.refill(first + steps.k + steps.v - 1, item=c.index)
         return delta
 
-    return products.all_from_zeros(issue, (R, TILE), (R, TILE))
+    return products.all_from_zeros(issue, (WG_ROWS, TILE), (WG_ROWS, TILE))
 
 
-def _multiply(c: _Item) -> None:
+def _multiply(c: _Warpgroup) -> None:
     """The products of an item, P, dP, the sums of W and delta."""
-    refs, rows = c.refs, c.rows
-    (_, left_vector), (_, right_vector) = refs.operands
-    # Loaded before the products and used after them: their latency is hidden.
-    *u, inv_den, slope = (
-        load_by_rows(x, c.head, rows) for x in (refs.u_hi, refs.u_lo, refs.inv_den, refs.slope)
-    )
+    refs, rows, (head, chunk, i, j) = c.refs, c.rows, c.item
+    (_, e_hi_smem), (_, e_lo_smem) = refs.operands_smem
+    # Loaded before the products and used after them, so that their latency is hidden.
+    vectors = refs.u_hi_gmem, refs.u_lo_gmem, refs.inv_den_gmem, refs.slope_gmem
+    *u, inv_den, slope = (load_by_rows(x, head, rows) for x in vectors)
     delta, scores, dA = _scores_dA_and_delta(c)
-    # Where the floor is larger nothing passes back, also where h is inf.
+    # Where the floor is larger, no gradient flows back, even if h is inf.
     dz_den = None if delta is None else jnp.where(slope == 0.0, 0.0, slope * delta)
-    last = c.first + c.steps_of_item - 1
+    last = c.first + _steps(c.p).last
     slot = c.ring.wait(last)
-    t, s = rows_and_columns(R, SLICE)
+    t, s = rows_and_columns(WG_ROWS, SLICE)
     on_diagonal = 0.0
 
     def write(start):
         """P and dP of SLICE keys, from ``start`` on; sums over them of W_tt and of W_ts, s < t."""
-        columns, in_tile = slice(start, start + SLICE), slice(start % R, start % R + SLICE)
-        last_seen = t + ((c.i - c.j) * TILE + c.wg * R - start)  # the key of a query's own step
-        e = (load(x.at[slot, columns], BY_COLUMNS) for x in (left_vector, right_vector))
-        P, dP = (refs.out_tiles.at[c.wg, x, :, in_tile] for x in range(2))
+        columns = slice(start, start + SLICE)
+        in_tile = slice(start % WG_ROWS, start % WG_ROWS + SLICE)
+        last_seen = t + ((i - j) * TILE + c.wg * WG_ROWS - start)  # the key of a query's own step
+        e = (load(x.at[slot, columns], BY_COLUMNS) for x in (e_hi_smem, e_lo_smem))
+        P, dP = (refs.out_smem.at[c.wg, x, :, in_tile] for x in range(2))
         operands = scores[:, columns], dA[:, columns], e, u, inv_den, dz_den, s <= last_seen
         W = write_tiles(P, dP, *operands, c.p.qk_scale)
         earlier = jnp.where(s < last_seen, W, 0.0)
-        keys = pl.ds(pl.multiple_of((c.chunk * c.num_tiles + c.j) * TILE + start, SLICE), SLICE)
-        sums = products.sum_over_rows(earlier, refs.scratch.at[c.wg])
-        refs.per_key.at[c.head, c.i * (TILE // R) + c.wg, keys][...] = sums
+        first_key = (chunk * blocks(c.p.L, TILE) + j) * TILE + start
+        keys = pl.ds(pl.multiple_of(first_key, SLICE), SLICE)
+        sums = products.sum_over_rows(earlier, refs.sums_smem.at[c.wg])
+        refs.per_key.at[head, i * (TILE // WG_ROWS) + c.wg, keys][...] = sums
         at_t = products.sum_over_columns(jnp.where(s == last_seen, W, 0.0))
         return at_t, products.sum_over_columns(earlier)
 
-    for b in range(TILE // R):
+    for b in range(TILE // WG_ROWS):
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        sums = [write(start) for start in range(b * R, (b + 1) * R, SLICE)]
-        of_diagonal, of_earlier = (functools.reduce(jnp.add, x) for x in zip(*sums, strict=True))
-        on_diagonal += of_diagonal
-        column = c.j * (TILE // R) + b
-        refs.per_query.at[c.head, column, rows][...] = of_earlier
+        sums = [write(start) for start in range(b * WG_ROWS, (b + 1) * WG_ROWS, SLICE)]
+        diagonal, earlier = (functools.reduce(jnp.add, x) for x in zip(*sums, strict=True))
+        on_diagonal += diagonal
+        column = j * (TILE // WG_ROWS) + b
+        refs.per_query.at[head, column, rows][...] = earlier
         plgpu.commit_smem()
         for x, output in enumerate((refs.P, refs.dP)):
-            destination = output.at[c.head, rows, block(column, R)]
-            plgpu.copy_smem_to_gmem(refs.out_tiles.at[c.wg, x], destination)
+            destination = output.at[head, rows, block(column, WG_ROWS)]
+            plgpu.copy_smem_to_gmem(refs.out_smem.at[c.wg, x], destination)
     c.ring.release(last)
 
-    @pl.when(c.i == c.j)
+    @pl.when(i == j)
     def store():
-        refs.diagonal.at[c.head, rows][...] = on_diagonal
+        refs.diagonal.at[head, rows][...] = on_diagonal
         if delta is not None:
-            refs.delta.at[c.head, rows][...] = delta
+            refs.delta.at[head, rows][...] = delta
 
 
-def _items_of_chunk(p: Problem) -> int:
-    num_tiles = blocks(p.L, TILE)
-    return num_tiles * (num_tiles + 1) // 2
+def _kernel(refs, p: Problem, tiles: RingTiles, scheduler: PersistentScheduler, wg) -> None:
+    """Runs a CTA.
 
-
-def _kernel(*, p: Problem, num_ctas: int, num_stages: int, **refs_by_name) -> None:
-    refs = _Refs(**refs_by_name)
-    wg = lax.axis_index("wg")
-    scheduler = PersistentScheduler(lax.axis_index("program"), num_ctas)
-    steps = blocks(p.DHQK, DEPTH), blocks(p.DHHV, DEPTH)
-    of_item = sum(steps) + 1
-    of_cta = refs, p, scheduler, blocks(p.L, TILE), *steps, of_item
-    cta = _CTA(*of_cta)
-    items = scheduler.num_items(p.BNH * p.NC * _items_of_chunk(p))
-    ring = CopyRing(refs.barriers, num_stages, items * of_item, cta.copy, steps_of_item=of_item)
+    Inputs in global memory, (B * NH, S, D) or with the layout "BTNH" (B, S, NH, D):
+      q_gmem, k_gmem: D = DHQK.
+      v_gmem, dh_gmem, h_gmem: D = DHHV. Without h, delta is 0 or there is no normaliser.
+    Inputs (B * NH, S): e_hi_gmem, e_lo_gmem, u_hi_gmem, u_lo_gmem; inv_den_gmem, absent without a
+      normaliser; slope_gmem, absent without h.
+    Outputs: P, dP, (B * NH, S, L); per_query, per_key, diagonal, see ``w_sum_shapes``; delta,
+      (B * NH, S), absent without h.
+    Shared memory and barriers: see ``scratch``.
+    """
+    loader = _Loader(refs, p, scheduler)
+    steps, num_tiles = _steps(p), blocks(p.L, TILE)
+    n, items = steps.last + 1, scheduler.num_items(p.BNH * p.NC * _items_of_chunk(p))
+    ring = CopyRing(refs.barriers, tiles.num_stages, items * n, loader.copy, steps_of_item=n)
     rings, h_ring = [ring], None
-    if refs.h is not None:
-        h_ring = CopyRing(refs.h_barriers, H_STAGES, items * cta.steps_v, cta.copy_h)
+    if refs.h_gmem is not None:
+        h_ring = CopyRing(refs.h_barriers, H_STAGES, items * steps.v, loader.copy_h)
         rings.append(h_ring)
 
     def multiply(index, carry):
-        head, chunk, i, j = cta.item(index)
-        tile_rows, rows = block(wg, R), block((chunk * cta.num_tiles + i) * 2 + wg, R)
-        place = wg, index, head, chunk, i, j, tile_rows, rows, index * of_item
-        _multiply(_Item(*of_cta, ring, h_ring, *place))
+        item = loader.item(index)
+        rows = block(wg, WG_ROWS), block((item.chunk * num_tiles + item.i) * 2 + wg, WG_ROWS)
+        _multiply(_Warpgroup(refs, p, ring, h_ring, wg, index, item, *rows, index * n))
 
-    for x in rings:
-        x.start()
-    loop(items, multiply, None)
-    plgpu.wait_smem_to_gmem(0)
-    for x in rings:
-        x.drain()
+    run(rings, lambda: loop(items, multiply, None))
 
 
-def scratch(config: RingTiles, dtype, *, reads_h: bool) -> dict[str, Any]:
+def scratch(config: RingTiles, dtype: Any, *, reads_h: bool) -> dict[str, Any]:
     """Shared memory of the kernel."""
     # The tile and the vector have the same bytes, so that a slot has the same place in both.
     tile = shared_tiles(config.num_stages, TILE, DEPTH, dtype=dtype)
     vector = plgpu.SMEM((config.num_stages, TILE * DEPTH * dtype.itemsize // 4), jnp.float32)
     transforms = tile_transforms(SLICE, dtype.itemsize)
     return {
-        "operands": [one_of(tile, vector) for _ in range(2)],
-        "h_tiles": shared_tiles(H_STAGES, TILE, DEPTH, dtype=dtype) if reads_h else None,
-        "out_tiles": plgpu.SMEM((2, 2, R, R), dtype, transforms=transforms),
-        "scratch": plgpu.SMEM((2, SUM_SCRATCH), jnp.float32),
+        "operands_smem": [one_of(tile, vector) for _ in range(2)],  # of the left and the right
+        "h_smem": shared_tiles(H_STAGES, TILE, DEPTH, dtype=dtype) if reads_h else None,
+        # By warpgroup:
+        "out_smem": plgpu.SMEM((2, 2, WG_ROWS, WG_ROWS), dtype, transforms=transforms),  # P, dP
+        "sums_smem": plgpu.SMEM((2, SUM_SCRATCH), jnp.float32),
         "barriers": ring_barriers(config.num_stages, copies=2),
         "h_barriers": ring_barriers(H_STAGES, copies=1) if reads_h else None,
     }
 
 
 def _launch(
-    matQ: Array,
-    matK: Array,
-    matV: Array,
-    matDeltaH: Array,
-    gates: ChunkGates,
-    matH: Array | None,
-    vecInvDen: Array | None,
-    vecSlope: Array | None,
-    call: Launch,
+    x: Operands, matH: Array | None, vecInvDen: Array | None, vecSlope: Array | None, call: Launch
 ) -> tuple[Array, Array, TileSums, Array | None]:
     """P, dP, the sums of W in tiles of 64 steps, and delta.
 
     Args:
-      matH: as matDeltaH; None: delta is 0.
+      matH: None: delta is 0.
       vecInvDen, vecSlope: 1 / den_t and slope_t, (B * NH, S) float32; None without a normaliser.
     """
-    p, config, dtype, g = call.problem, call.tiles, matQ.dtype, gates.per_step()
-    reads_h = matH is not None
-    num_ctas = config.num_ctas
+    p, dtype, g, reads_h = call.problem, x.matQ.dtype, x.gates.per_step(), matH is not None
     matrix = jax.ShapeDtypeStruct((p.BNH, p.S, p.L), dtype)
-    outputs = {"P": matrix, "dP": matrix, **w_sum_shapes(p)}
-    x = mosaic_call(
-        functools.partial(_kernel, p=p, num_ctas=num_ctas, num_stages=config.num_stages),
-        name="parallel_bw_dP",
-        grid={"program": num_ctas},
-        warpgroups=2,
-        outputs=outputs | {"delta": float32(p.BNH, p.S) if reads_h else None},
-        scratch=scratch(config, dtype, reads_h=reads_h),
-        interpret=call.interpret,
+    delta = float32(p.BNH, p.S) if reads_h else None
+    y = persistent_call(
+        _kernel,
+        "parallel_bw_dP",
+        call,
+        {"P": matrix, "dP": matrix, **w_sum_shapes(p), "delta": delta},
+        scratch(call.tiles, dtype, reads_h=reads_h),
+        copies=False,
     )(
-        q=matQ,
-        k=matK,
-        v=matV,
-        dh=matDeltaH,
-        h=matH,
-        e_hi=g.vecE[0],
-        e_lo=g.vecE[1],
-        u_hi=g.vecU[0],
-        u_lo=g.vecU[1],
-        inv_den=vecInvDen,
-        slope=vecSlope if reads_h else None,
+        q_gmem=x.matQ,
+        k_gmem=x.matK,
+        v_gmem=x.matV,
+        dh_gmem=x.matDeltaH,
+        h_gmem=matH,
+        e_hi_gmem=g.vecE[0],
+        e_lo_gmem=g.vecE[1],
+        u_hi_gmem=g.vecU[0],
+        u_lo_gmem=g.vecU[1],
+        inv_den_gmem=vecInvDen,
+        slope_gmem=vecSlope if reads_h else None,
     )
-    return x["P"], x["dP"], tile_pairs(x, p), x["delta"]
+    return y["P"], y["dP"], tile_pairs(y, p), y["delta"]
 
 
 def parallel_bw_dP(
@@ -362,13 +338,13 @@ def parallel_bw_dP(
 ) -> ScoreGradients:
     """Runs the stage: ``stages/parallel_bw_dP.py``. Queries and keys come with their weights."""
     matQ, matK, *_, gates, matH, z = x
-    arrays, g = x[:5], gates.per_step()
+    g = gates.per_step()
     gradients, dn_added = NormaliserGradients(), None
     if normaliser is None:
-        P, dP, pairs, _ = _launch(*arrays, None, None, None, call)
+        P, dP, pairs, _ = _launch(x, None, None, None, call)
     else:  # The gradients are linear in delta.
         slope = normaliser.gradients(jnp.ones_like(z), z, g.vecM)
-        P, dP, pairs, delta = _launch(*arrays, matH, slope.vecInvDen, slope.vecDzDen, call)
+        P, dP, pairs, delta = _launch(x, matH, slope.vecInvDen, slope.vecDzDen, call)
         delta = jnp.zeros_like(z) if delta is None else delta
         gradients = normaliser.gradients(delta, z, g.vecM)
     r = query_scale(g.vecW, call.problem.qk_scale, gradients.vecInvDen)
@@ -380,10 +356,8 @@ def parallel_bw_dP(
 
 @dataclasses.dataclass(frozen=True)
 class Tiles(RingTiles):
-    def clamped(self, p: Problem) -> Self:
-        """With no CTA without an item."""
-        items = p.BNH * p.NC * _items_of_chunk(p)
-        return dataclasses.replace(self, num_ctas=min(self.num_ctas, items))
+    def items(self, p: Problem) -> int:
+        return p.BNH * p.NC * _items_of_chunk(p)
 
     def shared_bytes(self, p: Problem, dtype, **asked) -> int:
         """With tiles of h, read or not."""

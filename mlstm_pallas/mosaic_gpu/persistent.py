@@ -1,0 +1,69 @@
+"""What the persistent kernels of the backward pass share: launch, loader, main loop and epilogue.
+
+There is one CTA per SM, and each takes every n-th item. Two warpgroups multiply. Either they share
+the copying too, or a third warpgroup copies.
+"""
+
+import types
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from jax import lax
+from jax.experimental import pallas as pl
+
+from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing
+from mlstm_pallas.mosaic_gpu.launch import PersistentScheduler, mosaic_call, plgpu
+from mlstm_pallas.stage import Launch
+
+
+def persistent_call(
+    kernel: Callable[..., None],
+    name: str,
+    call: Launch,
+    outputs: Mapping[str, Any],
+    scratch: Mapping[str, Any],
+    *,
+    copies: bool,
+) -> Callable[..., dict[str, Any]]:
+    """``mosaic_call`` of kernel(refs, problem, tiles, scheduler, warpgroup).
+
+    copies: whether a third warpgroup copies.
+    """
+
+    def entry(**refs):
+        wg = lax.axis_index("wg")
+        scheduler = PersistentScheduler(lax.axis_index("program"), call.tiles.num_ctas)
+        kernel(types.SimpleNamespace(**refs), call.problem, call.tiles, scheduler, wg)
+
+    return mosaic_call(
+        entry,
+        name=name,
+        grid={"program": call.tiles.num_ctas},
+        warpgroups=2 + copies,
+        outputs=outputs,
+        scratch=scratch,
+        interpret=call.interpret,
+    )
+
+
+def run(
+    rings: Sequence[CopyRing],
+    multiply: Callable[[], None],
+    copy: Callable[[], None] | None = None,
+) -> None:
+    """Runs a CTA. copy: of the third warpgroup; None: those that multiply refill the rings."""
+
+    def main_loop():
+        multiply()
+        plgpu.wait_smem_to_gmem(0)
+
+    if copy is None:
+        for ring in rings:
+            ring.start()
+        main_loop()
+    else:
+        wg = lax.axis_index("wg")
+        pl.when(wg < 2)(main_loop)
+        pl.when(wg == 2)(copy)
+    for ring in rings:
+        ring.drain()
