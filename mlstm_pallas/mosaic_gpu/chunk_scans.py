@@ -21,7 +21,7 @@ _RADIX = 4  # rows, or groups of rows, that are joined in a round
 
 
 def rows_layout(vector: int = 1):
-    """The layout of a tile of which a thread holds whole rows, in registers of so many columns.
+    """The layout of a tile whose whole rows are in one thread each, ``vector`` columns per access.
 
     Blackwell's tensor memory, which gave the layout its name, is not involved.
     """
@@ -145,7 +145,7 @@ def shifted(x: Array, edge, chunk_rows: int, buffer, *, backward: bool = False):
 def ends_of_chunks(columns: Sequence[Array], chunk_rows: int, buffer) -> list[list[Array]]:
     """What the last row of each chunk has of each column, as scalars.
 
-    columns: (rows, 1); buffer: shared (rows, at least so many columns).
+    columns: (rows, 1); buffer: shared (rows, columns or more).
     """
     write(buffer.at[:, : len(columns)], jnp.concatenate(columns, axis=1))
     plgpu.commit_smem()

@@ -1,4 +1,4 @@
-"""Tiles of P and dP, and the sums of W = dP * scores in them, for the kernels that make these."""
+"""Tiles of P and dP, and the sums of W = dP * scores in them, for the kernels that compute P."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -49,15 +49,18 @@ def write_tiles(
 
 
 def w_sum_shapes(p: Problem) -> dict[str, jax.ShapeDtypeStruct]:
-    """Outputs of a kernel: of W_ts over s < t in each tile of 64 keys, over t > s in each tile of
-    64 queries, and W_tt."""
+    """The outputs of a kernel with sums of W.
+
+    per_query: of W_ts over s < t in each tile of 64 keys; per_key: over t > s in each tile of 64
+    queries; diagonal: W_tt.
+    """
     per_tile = jax.ShapeDtypeStruct((p.BNH, p.L // REGISTER_ROWS, p.S), jnp.float32)
     diagonal = jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32)
     return {"per_query": per_tile, "per_key": per_tile, "diagonal": diagonal}
 
 
 def tile_pairs(outputs: Mapping[str, Array], p: Problem) -> TileSums:
-    """What a kernel wrote to the ``w_sum_shapes``."""
+    """The sums that a kernel wrote to the ``w_sum_shapes``."""
     n = p.L // REGISTER_ROWS
     tiles = p.NC, n, REGISTER_ROWS
     return TileSums(

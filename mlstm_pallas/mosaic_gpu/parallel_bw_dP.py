@@ -61,7 +61,7 @@ from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 WG_ROWS = REGISTER_ROWS  # of a tile, per warpgroup
 TILE = 128  # queries, and keys, of an item
-DEPTH = 64  # of the product of a step
+DEPTH = 64  # of the product in each step
 H_STAGES = 3  # tiles of h in shared memory
 SLICE = 32  # keys whose P and dP a warpgroup computes at a time: more take too many registers
 
@@ -101,7 +101,7 @@ class _Loader:
     p: Problem
     scheduler: PersistentScheduler
 
-    def item(self, index) -> _Item:
+    def item(self, index):
         p, items_of_chunk = self.p, _items_of_chunk(self.p)
         index = self.scheduler.item(index)
         x, chunk = remainder(index, items_of_chunk), divide(index, items_of_chunk)
@@ -274,10 +274,10 @@ def _kernel(refs, p: Problem, tiles: RingTiles, scheduler: PersistentScheduler, 
         rows = block(wg, WG_ROWS), block((item.chunk * num_tiles + item.i) * 2 + wg, WG_ROWS)
         _multiply(_Warpgroup(refs, p, ring, h_ring, wg, index, item, *rows, index * n))
 
-    run(rings, lambda: loop(items, multiply, None))
+    run(rings, lambda: loop(items, multiply, None), wg)
 
 
-def scratch(config: RingTiles, dtype: Any, *, reads_h: bool) -> dict[str, Any]:
+def scratch(config: RingTiles, dtype, *, reads_h: bool) -> dict[str, Any]:
     """Shared memory of the kernel."""
     # The tile and the vector have the same bytes, so that a slot has the same place in both.
     tile = shared_tiles(config.num_stages, TILE, DEPTH, dtype=dtype)

@@ -1,17 +1,17 @@
 """parallel_bw_dQKV on Mosaic GPU: the products of ``stages/parallel_bw_dQKV.py``.
 
-Where it gets no P and dP, a CTA computes these and all gradients of a chunk:
-``parallel_bw_dQKV_by_chunk``. Here, DHQK and DHHV are multiples of 256.
+If the stage gets no P and dP, a CTA computes these and all gradients of a chunk, in the kernel of
+``parallel_bw_dQKV_by_chunk``. The kernel here takes DHQK and DHHV that are multiples of 256.
 
-One CTA an SM. Each takes every n-th item: 128 x 256 elements of dq, dk or dv, or 128 rows of the
-states for <C_c, dC_{c+1}>. An item is a sequence of steps, each with a tile of the left and a tile
-of the right operand. One warpgroup copies them num_stages steps ahead, into the next item too. Two
-warpgroups multiply, each for 64 rows: the product with the state, which is then weighted, and the
-one with the tiles of P or dP, in the same accumulator. Between the two the accumulator is read 64
-columns at a time, so that 168 registers a thread are enough.
+An item of ``persistent.py`` is 128 x 256 elements of dq, dk or dv, or 128 rows of the states for
+<C_c, dC_{c+1}>. It is a sequence of steps, each with a tile of the left and a tile of the right
+operand. One warpgroup copies them num_stages steps ahead, into the next item too. Two warpgroups
+multiply, each for 64 rows. The product with the state is scaled, and then the products with the
+tiles of P or dP are added in the same accumulator. Between the two the accumulator is read 64
+columns at a time, so that 168 registers per thread are enough.
 
 128 x 256 is the largest item that two warpgroups have registers for. It reads three quarters of the
-operands of two items of 128 x 128; the L2's rate is the limit of this stage.
+operands of two items of 128 x 128, and the rate of the L2 is the limit of this stage.
 """
 
 import dataclasses
@@ -26,9 +26,11 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.gpu import Gpu
+from mlstm_pallas.mosaic_gpu import parallel_bw_dQKV_by_chunk as chunkwise
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
 from mlstm_pallas.mosaic_gpu.fragments import across_columns, across_rows, load_by_rows
+from mlstm_pallas.mosaic_gpu.gradient_tiles import tile_pairs, w_sum_shapes
 from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     REGISTER_ROWS,
@@ -36,7 +38,6 @@ from mlstm_pallas.mosaic_gpu.launch import (
     block,
     float32,
     load,
-    mosaic_call,
     one_of,
     plgpu,
     shared_bytes,
@@ -46,8 +47,7 @@ from mlstm_pallas.mosaic_gpu.limits import (
     MOVES_REGISTERS,
     RingTiles,
 )
-from mlstm_pallas.mosaic_gpu.parallel_bw_dQKV_by_chunk import parallel_bw_dQKV_by_chunk
-from mlstm_pallas.mosaic_gpu.parallel_bw_dQKV_by_chunk import scratch as by_chunk_scratch
+from mlstm_pallas.mosaic_gpu.persistent import persistent_call, run
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of
 from mlstm_pallas.normaliser import query_scale
 from mlstm_pallas.problem import Problem
@@ -55,37 +55,11 @@ from mlstm_pallas.stage import Launch, sequence_shape
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, Operands
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
-R = REGISTER_ROWS
+WG_ROWS = REGISTER_ROWS  # of a tile, per warpgroup
 ROWS, COLUMNS = 128, 256  # of an item
-DEPTH = 64  # of the product of a step
-FEW_ITEMS = 3  # of a CTA
-_PARTS = [slice(j, j + R) for j in range(0, COLUMNS, R)]
-
-
-class _Refs(NamedTuple):
-    q: Any  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
-    k: Any
-    v: Any  # (B * NH, S, DHHV) or (B, S, NH, DHHV)
-    dh: Any
-    C: Any  # (B * NH, NC, DHQK, DHHV)
-    n: Any  # (B * NH, NC, DHQK), absent without a normaliser
-    dC: Any
-    dn: Any
-    P: Any  # (B * NH, S, L)
-    dP: Any
-    w: Any  # (B * NH, S), as all that follow
-    abar: Any
-    inv_den: Any  # absent without a normaliser
-    dz_den: Any  # likewise
-    dq: Any  # out, like q
-    q_inter: Any  # out (B * NH, column blocks, S)
-    dk: Any
-    k_inter: Any
-    dv: Any  # out, like v
-    states: Any  # out (B * NH, NC, DHQK), sums over the columns
-    operands: Any  # shared, see scratch
-    out_tiles: Any  # shared (2 warpgroups, 2, 64, 64)
-    barriers: Any  # of the ring of operands
+DEPTH = 64  # of the product in each step
+FEW_ITEMS = 3  # per CTA
+_PARTS = [slice(j, j + WG_ROWS) for j in range(0, COLUMNS, WG_ROWS)]
 
 
 class _Role(enum.IntEnum):
@@ -98,7 +72,7 @@ class _Role(enum.IntEnum):
 
 
 class _Items(NamedTuple):
-    """Items of a role in a chunk (rows x columns), and the steps of an item, in order.
+    """The items of a role in a chunk (rows x columns), and the steps of an item, in order.
 
     Steps with tiles of P and dP come last; see ``_tile_steps``.
     """
@@ -153,7 +127,7 @@ class _Item(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class _CTA:
-    refs: _Refs
+    refs: Any  # see _kernel
     p: Problem
     roles: Sequence[_Items]
     scheduler: PersistentScheduler
@@ -162,17 +136,17 @@ class _CTA:
     tile_rows: Any  # of the warpgroup
     wg: Array
 
-    def in_chunk(self, x, item: _Item):
+    def in_chunk(self, x, item):
         return head_of(x, item.head, self.p).at[block(item.chunk, self.p.L)]
 
-    def item(self, index: Array, step: Array) -> _Item:
+    def item(self, index, step):
         index, items_of_chunk = self.scheduler.item(index), _items_of_chunk(self.roles)
         chunks = self.p.BNH * self.p.NC
         few = items_of_chunk * chunks <= FEW_ITEMS * self.scheduler.num_ctas
         if few:
-            # Of all chunks those of a role and row: no CTA has several of those with many steps.
+            # All chunks of a role and row are neighbours, so no CTA has several long items.
             x, chunk = divide(index, chunks), remainder(index, chunks)
-        else:  # those of a chunk together, for the L2
+        else:  # the items of a chunk are neighbours, for the L2
             x, chunk = remainder(index, items_of_chunk), divide(index, items_of_chunk)
         role: Any = np.int32(0)
         start, row, column = 0, x, role
@@ -187,7 +161,7 @@ class _CTA:
         head = divide(chunk, self.p.NC)
         return _Item(step, head, remainder(chunk, self.p.NC), role, row, column)
 
-    def for_each_item(self, run: Callable[[_Item], None]):
+    def for_each_item(self, run):
         """Returns the steps of all items."""
 
         def one(index, step):
@@ -205,7 +179,7 @@ class _CTA:
 def _feed(
     cta: _CTA, item: _Item, start: int, count, copies: Callable[[Any], Sequence[Any]]
 ) -> None:
-    """Copies some steps of an item; copies(j): two, each the arguments of a ring's copy."""
+    """Copies some steps of an item; copies(j): the arguments of the two copies of step j."""
 
     def one(j, carry):
         def start_copies(_, copy):
@@ -224,14 +198,14 @@ def _halves(x, start, size: int, tile, *index) -> list[Any]:
 
 def _copy_item(cta: _CTA, role: _Role, item: _Item) -> None:
     refs, steps = cta.refs, cta.roles[role]
-    (left, left_transposed), (right, right_transposed, right_vector) = refs.operands
+    (left, left_transposed), (right, right_transposed, right_vector) = refs.operands_smem
     tile_count, first = _tile_steps(role, item.row, cta.p)
     rows, columns = block(item.row, ROWS), block(item.column, COLUMNS)
     state, feed = (item.head, item.chunk), functools.partial(_feed, cta, item)
 
     def both_states(j):
         columns = block(j, DEPTH)
-        C, dC = (x.at[(*state, rows, columns)] for x in (refs.C, refs.dC))
+        C, dC = (x.at[(*state, rows, columns)] for x in (refs.C_gmem, refs.dC_gmem))
         return (C, left), (dC, right_transposed, slice(ROWS))
 
     if role == _Role.STATES:
@@ -239,9 +213,9 @@ def _copy_item(cta: _CTA, role: _Role, item: _Item) -> None:
         return
     # a X, weighted by rows, plus weighted norms; x . of this; plus tiles b.
     operands: Any = (
-        (refs.dh, refs.C, refs.dP, refs.k, refs.q, refs.n),
-        (refs.v, refs.dC, refs.dP, refs.q, refs.k, refs.dn),
-        (refs.k, refs.dC, refs.P, refs.dh, None, None),
+        (refs.dh_gmem, refs.C_gmem, refs.dP_gmem, refs.k_gmem, refs.q_gmem, refs.n_gmem),
+        (refs.v_gmem, refs.dC_gmem, refs.dP_gmem, refs.q_gmem, refs.k_gmem, refs.dn_gmem),
+        (refs.k_gmem, refs.dC_gmem, refs.P_gmem, refs.dh_gmem, None, None),
     )
     a, X, tiles, b, x, norm = operands[role]
     a, tiles, b = (cta.in_chunk(y, item) for y in (a, tiles, b))
@@ -254,7 +228,9 @@ def _copy_item(cta: _CTA, role: _Role, item: _Item) -> None:
 
     def weighted(j):
         y = cta.in_chunk(x, item)
-        return _halves(y, pl.multiple_of(item.row * ROWS, ROWS) + j * R, R, right, columns)
+        return _halves(
+            y, pl.multiple_of(item.row * ROWS, ROWS) + j * WG_ROWS, WG_ROWS, right, columns
+        )
 
     def norms(j):
         start = pl.multiple_of(item.column * COLUMNS, COLUMNS)
@@ -277,7 +253,7 @@ def _copy_item(cta: _CTA, role: _Role, item: _Item) -> None:
 
 def _inner_states(cta: _CTA, item: _Item) -> None:
     refs, ring = cta.refs, cta.ring
-    (left, _), (_, right_transposed, _) = refs.operands
+    (left, _), (_, right_transposed, _) = refs.operands_smem
 
     def add(j, total):
         slot = ring.wait(item.step + j)
@@ -287,16 +263,16 @@ def _inner_states(cta: _CTA, item: _Item) -> None:
         ring.release(item.step + j)
         return total + C * dC
 
-    total = loop(cta.roles[_Role.STATES].with_state, add, products.zeros(R, DEPTH))
+    total = loop(cta.roles[_Role.STATES].with_state, add, products.zeros(WG_ROWS, DEPTH))
     sums = jnp.sum(total, axis=1)
-    rows = pl.ds(pl.multiple_of(item.row * ROWS + cta.wg * R, R), R)
+    rows = pl.ds(pl.multiple_of(item.row * ROWS + cta.wg * WG_ROWS, WG_ROWS), WG_ROWS)
     refs.states.at[item.head, item.chunk, rows][...] = sums
 
 
 def _multiply(
     cta: _CTA, start, count, operands: Callable[[Any], Sequence[Any]], accumulator
 ) -> None:
-    """Adds the products of some steps, of operands(slot)."""
+    """Adds the products of operands(slot) for a number of steps."""
     ring = cta.ring
 
     def one(j, carry):
@@ -311,7 +287,7 @@ def _multiply(
 
 
 def _scaled(acc: Array, weights: Array) -> list[Array]:
-    """By 64 columns: what is read beside the accumulator takes few registers at a time."""
+    """The scaled accumulator by 64 columns, because its registers leave few for the weights."""
     return [acc[:, part] * across_columns(weights) for part in _PARTS]
 
 
@@ -332,7 +308,7 @@ def _scaled_with_sums(
       steps: of the warpgroup, in the sequence.
     """
     refs, ring = cta.refs, cta.ring
-    right, _, right_vector = refs.operands[1]
+    right, _, right_vector = refs.operands_smem[1]
     parts = _scaled(acc, weights)
     count = cta.roles[_Role.DK].weighted + cta.roles[_Role.DK].norm
     for x in range(count - 1):
@@ -346,7 +322,7 @@ def _scaled_with_sums(
         rows = [across_rows(load(right_vector.at[slot, part], BY_COLUMNS)) for part in _PARTS]
         return [x + across_columns(norm_weights) * y for x, y in zip(parts, rows, strict=True)]
 
-    if refs.n is None:
+    if refs.n_gmem is None:
         parts = lax.cond(is_dq, lambda *parts: list(parts), add_norm, *parts)
     else:
         parts = add_norm(*parts)
@@ -356,7 +332,7 @@ def _scaled_with_sums(
     inter = functools.reduce(jnp.add, sums)
     ring.release(*(first + x for x in range(count - 1)))
     release_norm = functools.partial(ring.release, first + count - 1)
-    if refs.n is None:
+    if refs.n_gmem is None:
         pl.when(~is_dq)(release_norm)
     else:
         release_norm()
@@ -372,11 +348,11 @@ def _scaled_with_sums(
 def _store(cta: _CTA, item: _Item, rows, acc: Array) -> None:
     refs = cta.refs
     for j, part in enumerate(_PARTS):
-        tile = refs.out_tiles.at[cta.wg, j % 2]
+        tile = refs.out_smem.at[cta.wg, j % 2]
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
         products.store(tile, acc[:, part].astype(tile.dtype))
         plgpu.commit_smem()
-        columns = pl.ds(pl.multiple_of(item.column * COLUMNS + j * R, R), R)
+        columns = pl.ds(pl.multiple_of(item.column * COLUMNS + j * WG_ROWS, WG_ROWS), WG_ROWS)
         for role, x in enumerate((refs.dq, refs.dk, refs.dv)):
             here = item.role == role
             destination = cta.in_chunk(x, item).at[rows, columns]
@@ -385,13 +361,15 @@ def _store(cta: _CTA, item: _Item, rows, acc: Array) -> None:
 
 
 def _gradient(cta: _CTA, item: _Item) -> None:
-    """An item of dq, dk or dv. One body for all, as it takes the compiler seconds."""
+    """Runs an item of dq, dk or dv; one body for all, because it takes the compiler seconds."""
     refs, roles, tile_rows = cta.refs, cta.roles, cta.tile_rows
-    (left, left_transposed), (right, right_transposed, _) = refs.operands
+    (left, left_transposed), (right, right_transposed, _) = refs.operands_smem
     multiply, role = functools.partial(_multiply, cta), item.role
     is_dq, is_dv = role == _Role.DQ, role == _Role.DV
-    rows = pl.ds(pl.multiple_of(item.row * ROWS + cta.wg * R, R), R)
-    steps = pl.ds(pl.multiple_of(item.chunk * cta.p.L + item.row * ROWS + cta.wg * R, R), R)
+    rows = pl.ds(pl.multiple_of(item.row * ROWS + cta.wg * WG_ROWS, WG_ROWS), WG_ROWS)
+    steps = pl.ds(
+        pl.multiple_of(item.chunk * cta.p.L + item.row * ROWS + cta.wg * WG_ROWS, WG_ROWS), WG_ROWS
+    )
     after_state = item.step + _by_role(role, [x.with_state for x in roles])
     before_tiles = after_state + _by_role(role, [x.weighted + x.norm for x in roles])
     tile_count = _by_role(role, [_tile_steps(kind, item.row, cta.p)[0] for kind in _Role])
@@ -419,11 +397,12 @@ def _gradient(cta: _CTA, item: _Item) -> None:
         functools.partial(multiply, before_tiles, tile_count, transposed_times),
     )
 
-    # Loaded before the product and used after it: their latency is hidden.
+    # Loaded before the product and used after it, so that their latency is hidden.
     query_weights, key_weights, inv_den, dz_den = (
-        load_by_rows(x, item.head, steps) for x in (refs.w, refs.abar, refs.inv_den, refs.dz_den)
+        load_by_rows(x, item.head, steps)
+        for x in (refs.w_gmem, refs.abar_gmem, refs.inv_den_gmem, refs.dz_den_gmem)
     )
-    acc = products.from_zeros(with_state, R, COLUMNS)
+    acc = products.from_zeros(with_state, WG_ROWS, COLUMNS)
     weights = lax.cond(
         is_dq, lambda: query_scale(query_weights, cta.p.qk_scale, inv_den), lambda: key_weights
     )
@@ -437,13 +416,28 @@ def _gradient(cta: _CTA, item: _Item) -> None:
     _store(cta, item, rows, acc)
 
 
-def _kernel(*, p: Problem, num_ctas: int, num_stages: int, **refs_by_name) -> None:
-    refs, wg = _Refs(**refs_by_name), lax.axis_index("wg")
-    scheduler = PersistentScheduler(lax.axis_index("program"), num_ctas)
-    roles = _items(p, refs.n is not None)
+def _kernel(refs, p: Problem, tiles: RingTiles, scheduler: PersistentScheduler, wg) -> None:
+    """Runs a CTA.
+
+    Inputs in global memory, (B * NH, S, D) or with the layout "BTNH" (B, S, NH, D):
+      q_gmem, k_gmem: D = DHQK.
+      v_gmem, dh_gmem: D = DHHV.
+    Other inputs:
+      C_gmem, dC_gmem: (B * NH, NC, DHQK, DHHV).
+      n_gmem, dn_gmem: (B * NH, NC, DHQK); n is absent without a normaliser.
+      P_gmem, dP_gmem: (B * NH, S, L).
+      w_gmem, abar_gmem, inv_den_gmem, dz_den_gmem: (B * NH, S); the last two are absent without a
+        normaliser.
+    Outputs:
+      dq, dk, dv: like q, k and v.
+      q_inter, k_inter: (B * NH, column blocks, S).
+      states: (B * NH, NC, DHQK), sums over the columns.
+    Shared memory and barriers: see ``scratch``.
+    """
+    roles = _items(p, refs.n_gmem is not None)
     items = scheduler.num_items(p.BNH * p.NC * _items_of_chunk(roles))
-    ring = CopyRing(refs.barriers, num_stages, None, None, readers=0)
-    cta = _CTA(refs, p, roles, scheduler, items, ring, block(wg, R), wg)
+    ring = CopyRing(refs.barriers, tiles.num_stages, None, None, readers=0)
+    cta = _CTA(refs, p, roles, scheduler, items, ring, block(wg, WG_ROWS), wg)
 
     def copy(item):
         for role in _Role:
@@ -454,14 +448,12 @@ def _kernel(*, p: Problem, num_ctas: int, num_stages: int, **refs_by_name) -> No
         pl.when(is_states)(functools.partial(_inner_states, cta, item))
         pl.when(~is_states)(functools.partial(_gradient, cta, item))
 
-    @pl.when(wg == 2)
-    def copies():
-        ring.drain(cta.for_each_item(copy))
-
-    @pl.when(wg < 2)
-    def multiplications():
-        cta.for_each_item(multiply)
-        plgpu.wait_smem_to_gmem(0)
+    run(
+        [],
+        lambda: cta.for_each_item(multiply),
+        wg,
+        copy=lambda: ring.drain(cta.for_each_item(copy)),
+    )
 
 
 def scratch(config: RingTiles, dtype) -> dict[str, Any]:
@@ -472,61 +464,62 @@ def scratch(config: RingTiles, dtype) -> dict[str, Any]:
     vector = plgpu.SMEM((config.num_stages, DEPTH * COLUMNS * dtype.itemsize // 4), jnp.float32)
     right = tiles(DEPTH, COLUMNS), tiles(COLUMNS, DEPTH), vector
     return {
-        "operands": [one_of(*left), one_of(*right)],
-        "out_tiles": shared_tiles(2, 2, R, R, dtype=dtype),
+        "operands_smem": [one_of(*left), one_of(*right)],
+        "out_smem": shared_tiles(2, 2, WG_ROWS, WG_ROWS, dtype=dtype),  # by warpgroup
         "barriers": ring_barriers(config.num_stages, copies=2),
     }
 
 
 def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     """Runs the stage: ``stages/parallel_bw_dQKV.py``."""
-    matQ, matK, matV, matDeltaH, gates, gradients, tiles, *states = x
-    matC_states, vecN_states, matDeltaC_states, vecDeltaN_states = states
-    p, config, dtype, g = call.problem, call.tiles, matQ.dtype, gates.per_step()
-    normalise = gradients.vecInvDen is not None
+    p, tiles, dtype, g = call.problem, call.tiles, x.matQ.dtype, x.gates.per_step()
+    normalise = x.normaliser_gradients.vecInvDen is not None
     inputs = dict(
-        q=matQ,
-        k=matK,
-        v=matV,
-        dh=matDeltaH,
-        C=matC_states,
-        n=vecN_states if normalise else None,
-        dC=matDeltaC_states,
-        dn=vecDeltaN_states,
+        q=x.matQ,
+        k=x.matK,
+        v=x.matV,
+        dh=x.matDeltaH,
+        C=x.matC_states,
+        n=x.vecN_states if normalise else None,
+        dC=x.matDeltaC_states,
+        dn=x.vecDeltaN_states,
         w=g.vecW,
         abar=g.vecAbar,
-        inv_den=gradients.vecInvDen,
-        dz_den=gradients.vecDzDen,
+        inv_den=x.normaliser_gradients.vecInvDen,
+        dz_den=x.normaliser_gradients.vecDzDen,
     )
-    if tiles.matP is None:
+    recomputes = x.scores.matP is None
+    sums = float32(p.BNH, p.S) if recomputes else float32(p.BNH, p.DHQK // COLUMNS, p.S)
+    outputs = {
+        "dq": sequence_shape(x.matQ, p.DHQK, dtype),
+        "q_inter": sums,
+        "dk": sequence_shape(x.matK, p.DHQK, dtype),
+        "k_inter": sums,
+        "dv": sequence_shape(x.matV, p.DHHV, dtype),
+        "states": float32(p.BNH, p.NC, chunkwise.CHUNK if recomputes else p.DHQK),
+    }
+    if recomputes:
         (e_hi, e_lo), (u_hi, u_lo) = g.vecE, g.vecU
-        more = dict(e_hi=e_hi, e_lo=e_lo, u_hi=u_hi, u_lo=u_lo)
-        of_chunks = Gradients(*parallel_bw_dQKV_by_chunk(inputs | more, call))
-        # A sum of everything is one kernel of XLA.
-        parts = jnp.concatenate([of_chunks.inner_C_dC, vecN_states * vecDeltaN_states], axis=-1)
-        return of_chunks._replace(inner_C_dC=(gates.scaGamma[..., None] * parts).sum(-1))
-    num_ctas = config.num_ctas
-    sums = float32(p.BNH, p.DHQK // COLUMNS, p.S)
-    y = mosaic_call(
-        functools.partial(_kernel, p=p, num_ctas=num_ctas, num_stages=config.num_stages),
-        name="parallel_bw_dQKV",
-        grid={"program": num_ctas},
-        warpgroups=3,
-        outputs={
-            "dq": sequence_shape(matQ, p.DHQK, dtype),
-            "q_inter": sums,
-            "dk": sequence_shape(matK, p.DHQK, dtype),
-            "k_inter": sums,
-            "dv": sequence_shape(matV, p.DHHV, dtype),
-            "states": float32(p.BNH, p.NC, p.DHQK),
-        },
-        scratch=scratch(config, dtype),
-        interpret=call.interpret,
-    )(**inputs, P=tiles.matP, dP=tiles.matDeltaP)
-    q_inter, k_inter = (y[name].sum(1) for name in ("q_inter", "k_inter"))
+        inputs |= dict(e_hi=e_hi, e_lo=e_lo, u_hi=u_hi, u_lo=u_lo)
+        kernel, outputs = chunkwise.kernel, outputs | w_sum_shapes(p)
+        shared = chunkwise.scratch(p, tiles, dtype, normalise=normalise)
+        copies = not chunkwise.copying_warpgroups(p)
+    else:
+        inputs |= dict(P=x.scores.matP, dP=x.scores.matDeltaP)
+        kernel, shared, copies = _kernel, scratch(tiles, dtype), True
+    run_kernel = persistent_call(kernel, "parallel_bw_dQKV", call, outputs, shared, copies=copies)
+    y = run_kernel(**{f"{name}_gmem": array for name, array in inputs.items()})
     # A sum of everything is one kernel of XLA.
-    through = (gates.scaGamma[..., None] * (y["states"] + vecN_states * vecDeltaN_states)).sum(-1)
-    return Gradients(y["dq"], y["dk"], y["dv"], q_inter, k_inter, through)
+    inner_n_dn = x.vecN_states * x.vecDeltaN_states
+    if recomputes:
+        parts = jnp.concatenate([y["states"], inner_n_dn], axis=-1)
+        inter = y["q_inter"], y["k_inter"]
+    else:
+        inter = y["q_inter"].sum(1), y["k_inter"].sum(1)
+        parts = y["states"] + inner_n_dn
+    through = (x.gates.scaGamma[..., None] * parts).sum(-1)
+    pairs = tile_pairs(y, p) if recomputes else None
+    return Gradients(y["dq"], y["dk"], y["dv"], *inter, through, pairs)
 
 
 def by_chunk(p: Problem) -> bool:
@@ -550,16 +543,12 @@ class Tiles(RingTiles):
 
     recomputes_scores: bool
 
-    def clamped(self, p: Problem) -> Self:
-        """With no CTA without an item."""
-        if not _divides(p):
-            return self
-        of_chunk = 1 if by_chunk(p) else _items_of_chunk(_items(p, normalise=True))
-        return dataclasses.replace(self, num_ctas=min(self.num_ctas, p.BNH * p.NC * of_chunk))
+    def items(self, p: Problem) -> int:
+        return p.BNH * p.NC * (1 if by_chunk(p) else _items_of_chunk(_items(p, normalise=True)))
 
     def shared_bytes(self, p: Problem, dtype, **asked) -> int:
         if self.recomputes_scores:
-            return shared_bytes(by_chunk_scratch(p, self, dtype, normalise=True))
+            return shared_bytes(chunkwise.scratch(p, self, dtype, normalise=True))
         return shared_bytes(scratch(self, dtype), has_sum=True)
 
     @classmethod

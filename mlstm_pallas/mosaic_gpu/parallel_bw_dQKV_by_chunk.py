@@ -1,28 +1,28 @@
 """parallel_bw_dQKV on Mosaic GPU where a CTA computes P, dP and all gradients of a chunk.
 
-L is 128 and DHQK 64 or 128. One CTA an SM; each takes every n-th chunk. Two warpgroups multiply,
+L is 128, and DHQK is 64 or 128. An item of ``persistent.py`` is a chunk. Two warpgroups multiply,
 each for 64 rows of the chunk. Tiles of 64 columns are copied num_stages ahead, into the next chunk
 too. k stays in shared memory for the whole chunk. At DHQK 64 there is room for the k of the next
-chunk; at 128 its copy waits for the end of the chunk.
+chunk as well; at 128 its copy waits for the end of the chunk.
 
-At DHQK 128 the two warpgroups share the copying and have 255 registers a thread. At 64 a third one
-copies. Where the compiler does not move registers between warpgroups, each then has 168, and the
-block of P and dP on the diagonal is computed in two halves.
+At DHQK 128 the two warpgroups share the copying and have 255 registers per thread. At 64 a third
+warpgroup copies. If the compiler does not move registers between warpgroups, each of the three has
+168, so the block of P and dP on the diagonal is computed in two halves.
 
-The first phase of a chunk computes P and dP, in shared memory alone, and the sums of W: dh . v over
-DHHV, then q . k over DHQK. Each warpgroup has the block of 64 x 64 on the diagonal with its
-queries, and half the keys of the block below the diagonal.
+The first phase of a chunk computes dh . v over DHHV and q . k over DHQK, and from these P, dP and
+the sums of W. P and dP stay in shared memory. Each warpgroup has the block of 64 x 64 on the
+diagonal with its queries, and half the keys of the block below the diagonal.
 
-In the second phase the rows of dq and dk of a warpgroup, 64 x DHQK each, stay in registers. The
-columns of v and dh pass once more: a step has tiles of v, dC, C and dh in shared memory, adds to
-dq, dk and <C_c, dC_{c+1}>, and computes 64 columns of dv. v and dh pass in reverse order, so that a
-part of them is still in the L2.
+In the second phase a warpgroup keeps its rows of dq and dk, 64 x DHQK each, in registers, and reads
+the columns of v and dh once more. A step has tiles of v, dC, C and dh in shared memory, adds to dq,
+dk and <C_c, dC_{c+1}>, and computes 64 columns of dv. This phase reads v and dh in reverse order,
+because their last columns are still in the L2.
 """
 
 import dataclasses
 import enum
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -38,38 +38,36 @@ from mlstm_pallas.mosaic_gpu.fragments import (
     load_by_rows,
     rows_and_columns,
 )
-from mlstm_pallas.mosaic_gpu.gradient_tiles import tile_pairs, w_sum_shapes, write_tiles
+from mlstm_pallas.mosaic_gpu.gradient_tiles import write_tiles
 from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     BY_ROWS,
     REGISTER_ROWS,
     PersistentScheduler,
     block,
-    float32,
     load,
-    mosaic_call,
     move_registers,
     one_of,
     plgpu,
     shared_tiles,
 )
 from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS, RingTiles
+from mlstm_pallas.mosaic_gpu.persistent import run
 from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of
 from mlstm_pallas.normaliser import query_scale
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.stage import Launch, sequence_shape
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
-R = REGISTER_ROWS
+WG_ROWS = REGISTER_ROWS  # of a tile, per warpgroup
 CHUNK = 128  # steps of a chunk
 DEPTH = 64  # columns of a tile
-HALF = 32  # keys of the block below the diagonal that a warpgroup has
+HALF = 32  # keys per warpgroup of the block below the diagonal
 _E_HI, _E_LO, _DN, _N = range(4)  # rows of the vectors in shared memory; N only with a normaliser
 
 
 class _Tile(enum.IntEnum):
-    """What a tile has, in the order of a step of the gradients."""
+    """The operand of a tile, in the order of a step of the gradients."""
 
     V = 0
     DC = 1
@@ -79,63 +77,17 @@ class _Tile(enum.IntEnum):
 
 
 def _k_stages(p: Problem) -> int:
-    """Chunks whose k is in shared memory."""
+    """The number of chunks whose k is in shared memory."""
     return 128 // p.DHQK
 
 
-def _copying_warpgroups(p: Problem) -> int:
-    """Warpgroups that share the copying; 0: a third one copies."""
+def copying_warpgroups(p: Problem) -> int:
+    """The number of warpgroups that share the copying; 0: a third warpgroup copies."""
     return 0 if p.DHQK == 64 else 2
 
 
-class _Refs(NamedTuple):
-    q: Any  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
-    k: Any
-    v: Any  # (B * NH, S, DHHV) or (B, S, NH, DHHV)
-    dh: Any
-    C: Any  # (B * NH, NC, DHQK, DHHV)
-    n: Any  # (B * NH, NC, DHQK), absent without a normaliser
-    dC: Any
-    dn: Any
-    e_hi: Any  # (B * NH, S), as all that follow
-    e_lo: Any
-    u_hi: Any
-    u_lo: Any
-    w: Any
-    abar: Any
-    inv_den: Any  # absent without a normaliser
-    dz_den: Any  # likewise
-    dq: Any  # out, like q
-    q_inter: Any  # out (B * NH, S)
-    dk: Any
-    k_inter: Any
-    dv: Any  # out, like v
-    states: Any  # out (B * NH, NC, 128), parts of the sum
-    # Out, see w_sum_shapes. The part of per_query whose keys are all later is scratch.
-    per_query: Any
-    per_key: Any
-    diagonal: Any
-    # Shared (num_stages, 128, 64): columns of q, v or dh, or of a state, which has DHQK rows.
-    slots: Any
-    # Shared (k_stages, DHQK / 64 * 128, 64), 64 columns below the other 64.
-    k_tiles: Any
-    # Shared (3 * 64, 64), blocks of 64 x 64, transposed: block s + t has the keys of block s and
-    # the queries of block t.
-    P_tile: Any
-    dP_tile: Any
-    # Shared, of each warpgroup a tile (64, 64) for outputs; in the same memory SUM_SCRATCH float32
-    # for sums over queries.
-    staging: Any
-    vectors: Any  # shared (k_stages, 4, 128), see _E_HI
-    barriers: Any  # of the ring of tiles
-    k_barriers: Any  # of the ring of k and the vectors
-    tiles_full: Any  # of P and dP, and of per_query from warpgroup 0 to warpgroup 1
-    # Absent with one stage of k: both warpgroups wait for the next k before they write P and dP.
-    tiles_empty: Any
-
-
 class _Order(NamedTuple):
-    """The tiles of a chunk: dh and v of each step, q; v, dC, C and dh of each step, q."""
+    """The order of a chunk's tiles: dh and v per step, q; then v, dC, C and dh per step, q."""
 
     steps: int
     parts: int  # tiles of q
@@ -156,29 +108,29 @@ def _order(p: Problem) -> _Order:
 class _CTA:
     """The chunks of a CTA, and their copies."""
 
-    refs: _Refs
+    refs: Any  # see kernel
     p: Problem
     order: _Order
     scheduler: PersistentScheduler
 
-    def head_and_chunk(self, index) -> tuple[Array, Array]:
+    def head_and_chunk(self, index):
         index = self.scheduler.item(index)
         return divide(index, self.p.NC), remainder(index, self.p.NC)
 
     def last_first(self, step):
-        """The columns of a step of the second phase."""
+        """The block of columns that a step of the second phase reads."""
         return self.order.steps - 1 - step
 
-    def copy_tile(self, copy, kind: _Tile, head, chunk, column) -> None:
+    def copy_tile(self, copy, kind, head, chunk, column):
         refs = self.refs
-        x = (refs.v, refs.dC, refs.C, refs.dh, refs.q)[kind]
+        x = (refs.v_gmem, refs.dC_gmem, refs.C_gmem, refs.dh_gmem, refs.q_gmem)[kind]
         is_state = kind in (_Tile.DC, _Tile.C)
         rows = x.at[head, chunk] if is_state else head_of(x, head, self.p).at[block(chunk, CHUNK)]
         source = rows.at[:, block(column, DEPTH)]
-        copy(source, refs.slots, slice(self.p.DHQK if is_state else CHUNK))
+        copy(source, refs.tiles_smem, slice(self.p.DHQK if is_state else CHUNK))
 
-    def copy_any_tile(self, index, x, copy) -> None:
-        """Tile x of a chunk."""
+    def copy_any_tile(self, index, x, copy):
+        """Copies tile x of a chunk."""
         head, chunk = self.head_and_chunk(index)
         order = self.order
         y = x - order.gradients
@@ -191,24 +143,24 @@ class _CTA:
         of_second = jnp.where(in_second, self.last_first(divide(y, 4)), of_q)
         column = jnp.where(in_first, step, of_second)
         for tile in _Tile:
-            run = functools.partial(self.copy_tile, copy, tile, head, chunk, column)
-            pl.when(kind == tile)(run)
+            start = functools.partial(self.copy_tile, copy, tile, head, chunk, column)
+            pl.when(kind == tile)(start)
 
-    def copy_k(self, index, copy) -> None:
-        """k and the vectors of a chunk."""
+    def copy_k(self, index, copy):
+        """Copies k and the vectors of a chunk."""
         head, chunk = self.head_and_chunk(index)
         refs, rows = self.refs, block(chunk, CHUNK)
         for y in range(self.order.parts):
-            source = head_of(refs.k, head, self.p).at[rows, block(y, DEPTH)]
-            copy(source, refs.k_tiles, slice(y * CHUNK, (y + 1) * CHUNK))
-        for y, x in enumerate((refs.e_hi, refs.e_lo)):
-            copy(x.at[head, rows], refs.vectors, y)
-        for y, x in enumerate((refs.dn, refs.n), _DN):
+            source = head_of(refs.k_gmem, head, self.p).at[rows, block(y, DEPTH)]
+            copy(source, refs.k_smem, slice(y * CHUNK, (y + 1) * CHUNK))
+        for y, x in enumerate((refs.e_hi_gmem, refs.e_lo_gmem)):
+            copy(x.at[head, rows], refs.vectors_smem, y)
+        for y, x in enumerate((refs.dn_gmem, refs.n_gmem), _DN):
             if x is not None:
-                copy(x.at[head, chunk], refs.vectors, y, slice(self.p.DHQK))
+                copy(x.at[head, chunk], refs.vectors_smem, y, slice(self.p.DHQK))
 
-    def copy_chunk(self, ring: CopyRing, k_ring: CopyRing, index, carry: None) -> None:
-        """All of a chunk, by a warpgroup that only copies. No copy waits for its tile's kind."""
+    def copy_chunk(self, ring, k_ring, index, carry):
+        """Copies a chunk in a warpgroup that only copies, where no copy branches on its operand."""
         head, chunk = self.head_and_chunk(index)
         order = self.order
         first = index * order.num_tiles
@@ -237,7 +189,7 @@ class _CTA:
 
 @dataclasses.dataclass(frozen=True)
 class _Chunk(_CTA):
-    """A chunk, as one of the multiplying warpgroups sees it."""
+    """What a warpgroup multiplies of a chunk, and with what."""
 
     ring: CopyRing
     k_ring: CopyRing
@@ -252,51 +204,51 @@ class _Chunk(_CTA):
 
     @property
     def k_tile(self):
-        return self.refs.k_tiles.at[self.k_slot]
+        return self.refs.k_smem.at[self.k_slot]
 
     @property
     def out_tile(self):
-        return self.refs.staging[0].at[self.wg]
+        return self.refs.staging_smem[0].at[self.wg]
 
-    def k_columns(self, y: int):
-        """The warpgroup's rows of columns y of k."""
-        return self.k_tile.at[block(y * (CHUNK // R) + self.wg, R)]
+    def k_columns(self, y):
+        """The warpgroup's rows of the y-th 64 columns of k."""
+        return self.k_tile.at[block(y * (CHUNK // WG_ROWS) + self.wg, WG_ROWS)]
 
     def slot(self, step):
-        return self.refs.slots.at[self.ring.slot(step)]
+        return self.refs.tiles_smem.at[self.ring.slot(step)]
 
-    def refill(self, *steps) -> None:
+    def refill(self, *steps):
         self.ring.refill(*steps, item=self.index)
 
-    def last_q(self, y: int):
+    def last_q(self, y):
         return self.first + self.order.last_q + y
 
-    def keys(self, start, count: int):
-        """Keys of the chunk, in the sequence."""
+    def keys(self, start, count):
+        """A range of the chunk's keys, in the sequence."""
         return pl.ds(pl.multiple_of(self.chunk * CHUNK + start, HALF), count)
 
-    def sum_over_queries(self, W: Array):
-        return products.sum_over_rows(W, self.refs.staging[1].at[self.wg, :SUM_SCRATCH])
+    def sum_over_queries(self, W):
+        return products.sum_over_rows(W, self.refs.staging_smem[1].at[self.wg, :SUM_SCRATCH])
 
-    def row_dots(self, x: Array, tile):
+    def row_dots(self, x, tile):
         return products.sum_over_columns(x * load(tile).astype(jnp.float32))
 
-    def vector(self, x: int, start, size: int = R):
-        return load(self.refs.vectors.at[self.k_slot, x, pl.ds(start, size)], BY_COLUMNS)
+    def vector(self, x, start, size=WG_ROWS):
+        return load(self.refs.vectors_smem.at[self.k_slot, x, pl.ds(start, size)], BY_COLUMNS)
 
-    def store(self, gradients: Sequence[tuple[Array, Any, Any, Any]]) -> None:
-        """Writes a value (64, 64) each to a tile that no copy reads any more, and from there to
-        these columns of an output."""
+    def store(self, gradients):
+        """Stores values (64, 64), each through a tile that no copy reads any more, to columns of an
+        output."""
         for x, tile, _, _ in gradients:
             products.store(tile, x.astype(tile.dtype))
         plgpu.commit_smem()
         for _, tile, out, column in gradients:
-            destination = head_of(out, self.head, self.p).at[self.rows, block(column, R)]
+            destination = head_of(out, self.head, self.p).at[self.rows, block(column, WG_ROWS)]
             copy_out(tile, destination)
 
 
 class _Block(NamedTuple):
-    """The block of P and dP on the diagonal, or half the one below."""
+    """The block of P and dP on the diagonal, or half of the block below it."""
 
     tile_rows: Any  # of the queries
     key: Any  # the first
@@ -309,24 +261,30 @@ class _Block(NamedTuple):
 def _blocks_and_weights(c: _Chunk) -> tuple[_Block, _Block, Array, Array]:
     """The block on the diagonal, the one below, and the weights of queries and keys.
 
-    Loaded before the products and used after them: their latency is hidden.
+    The vectors are loaded before the products and used after them, so their latency is hidden.
     """
     refs = c.refs
-    below, half = block(c.chunk * 2 + 1, R), pl.multiple_of(c.wg * HALF, HALF)
-    places = (c.tile_rows, pl.multiple_of(c.wg * R, R), R), (block(1, R), half, HALF)
+    below, half = block(c.chunk * 2 + 1, WG_ROWS), pl.multiple_of(c.wg * HALF, HALF)
+    places = (
+        (c.tile_rows, pl.multiple_of(c.wg * WG_ROWS, WG_ROWS), WG_ROWS),
+        (block(1, WG_ROWS), half, HALF),
+    )
     vectors = [
-        [load_by_rows(x, c.head, rows) for x in (refs.u_hi, refs.u_lo, refs.inv_den, refs.dz_den)]
+        [
+            load_by_rows(x, c.head, rows)
+            for x in (refs.u_hi_gmem, refs.u_lo_gmem, refs.inv_den_gmem, refs.dz_den_gmem)
+        ]
         for rows in (c.rows, below)
     ]
     first, second = (_Block(*place, x) for place, x in zip(places, vectors, strict=True))
-    weights = query_scale(load_by_rows(refs.w, c.head, c.rows), c.p.qk_scale, vectors[0][2])
-    return first, second, weights, load_by_rows(refs.abar, c.head, c.rows)
+    weights = query_scale(load_by_rows(refs.w_gmem, c.head, c.rows), c.p.qk_scale, vectors[0][2])
+    return first, second, weights, load_by_rows(refs.abar_gmem, c.head, c.rows)
 
 
 def _scores_and_dA(c: _Chunk, both: Sequence[_Block]) -> list[_Block]:
-    """The blocks with q k^T and dh v^T."""
+    """Adds q k^T and dh v^T to the blocks."""
     order, ring, first = c.order, c.ring, c.first
-    slots, first_q = c.refs.slots, order.first_q
+    slots, first_q = c.refs.tiles_smem, order.first_q
 
     def add_blocks(sums, left, right, start=0):
         for x, part in zip(sums, both, strict=True):
@@ -362,30 +320,30 @@ def _scores_and_dA(c: _Chunk, both: Sequence[_Block]) -> list[_Block]:
         ring.release(*(first + first_q + y for y in range(order.parts)))
         c.refill(*(first + first_q + y for y in range(-2, order.parts)))
 
-    shapes = [(R, part.keys) for part in both]
+    shapes = [(WG_ROWS, part.keys) for part in both]
     _, *sums = products.all_from_zeros(issue, *shapes, *shapes)
     return [x._replace(scores=sums[j], dA=sums[2 + j]) for j, x in enumerate(both)]
 
 
 def _write_keys(c: _Chunk, x: _Block, start: int, keys: int, at, mask: Array | None = None):
-    """Writes P and dP of so many keys of a block, from ``start`` on; returns their W."""
+    """Stores P and dP of a number of keys of a block, from ``start`` on; returns their W."""
     refs, columns = c.refs, slice(start, start + keys)
     *u, inv_den, dz_den = x.vectors
     key = pl.multiple_of(x.key + start, HALF)
     e = (c.vector(y, key, keys) for y in (_E_HI, _E_LO))
-    tiles = refs.P_tile.at[at].T, refs.dP_tile.at[at].T
+    tiles = refs.P_smem.at[at].T, refs.dP_smem.at[at].T
     scores, dA = x.scores[:, columns], x.dA[:, columns]
     return write_tiles(*tiles, scores, dA, e, u, inv_den, dz_den, mask, c.p.qk_scale)
 
 
 def _write_below(c: _Chunk, below: _Block):
-    """P, dP and the sums of W of half the block below the diagonal; returns those over its keys."""
+    """Stores P, dP and sums of W of half the block below the diagonal; returns those over keys."""
     refs = c.refs
     W = _write_keys(c, below, 0, HALF, block(2 + c.wg, HALF))
     sums = products.sum_over_columns(W)
 
     @pl.when(c.wg == 0)
-    def hand_over():  # warpgroup 1 adds them to its half's
+    def hand_over():  # warpgroup 1 adds its own sums
         refs.per_query.at[c.head, 1, c.rows][...] = sums
 
     plgpu.commit_smem()
@@ -395,19 +353,19 @@ def _write_below(c: _Chunk, below: _Block):
 
 
 def _write_diagonal(c: _Chunk, diagonal: _Block, keys: int) -> None:
-    """P, dP and the sums of W of the block on the diagonal, so many keys at a time."""
+    """Stores P, dP and the sums of W of the block on the diagonal, a number of keys at a time."""
     refs, sum_over_columns = c.refs, products.sum_over_columns
     of_diagonal, of_earlier = [], []
-    for start in range(0, R, keys):
-        t, s = rows_and_columns(R, keys)
+    for start in range(0, WG_ROWS, keys):
+        t, s = rows_and_columns(WG_ROWS, keys)
         s += start
-        at = pl.ds(pl.multiple_of(2 * c.wg * R + start, HALF), keys)
+        at = pl.ds(pl.multiple_of(2 * c.wg * WG_ROWS + start, HALF), keys)
         W = _write_keys(c, diagonal, start, keys, at, s <= t)
         of_diagonal.append(sum_over_columns(jnp.where(s == t, W, 0.0)))
         W = jnp.where(s < t, W, 0.0)
         of_earlier.append(sum_over_columns(W))
         sums = c.sum_over_queries(W)
-        refs.per_key.at[c.head, c.wg, c.keys(c.wg * R + start, keys)][...] = sums
+        refs.per_key.at[c.head, c.wg, c.keys(c.wg * WG_ROWS + start, keys)][...] = sums
     refs.diagonal.at[c.head, c.rows][...] = functools.reduce(jnp.add, of_diagonal)
     refs.per_query.at[c.head, c.wg, c.rows][...] = functools.reduce(jnp.add, of_earlier)
 
@@ -419,7 +377,9 @@ def _add_for_queries(c: _Chunk, accumulator, tile, x, first: int) -> None:
     """
 
     def add(j, carry):
-        products.add(accumulator, tile.at[block(c.wg + j, R)].T, x.at[block(first + j, R)])
+        products.add(
+            accumulator, tile.at[block(c.wg + j, WG_ROWS)].T, x.at[block(first + j, WG_ROWS)]
+        )
 
     loop(c.wg + 1, add, None)
 
@@ -428,13 +388,15 @@ def _add_for_keys(c: _Chunk, accumulator, tile, x) -> None:
     """Adds the tile times x of the queries from the warpgroup's keys on."""
 
     def add(j, carry):
-        products.add(accumulator, tile.at[block(2 * c.wg + j, R)], x.at[block(c.wg + j, R)])
+        products.add(
+            accumulator, tile.at[block(2 * c.wg + j, WG_ROWS)], x.at[block(c.wg + j, WG_ROWS)]
+        )
 
     loop(2 - c.wg, add, None)
 
 
 def _gradient_step(c: _Chunk, key_weights: Array, j, carry):
-    """The inter-chunk parts of dq and dk, <C, dC>, and 64 columns of dv.
+    """Adds to the inter-chunk parts of dq and dk and to <C, dC>; stores 64 columns of dv.
 
     carry: <C, dC>, dq, dk.
     """
@@ -448,15 +410,15 @@ def _gradient_step(c: _Chunk, key_weights: Array, j, carry):
         ring.wait(dC)
         products.add(dk, c.slot(v).at[c.tile_rows], c.slot(dC).at[:DHQK].T)
         for y in range(parts):
-            products.add(dv, c.k_columns(y), c.slot(dC).at[y * R : (y + 1) * R])
+            products.add(dv, c.k_columns(y), c.slot(dC).at[y * WG_ROWS : (y + 1) * WG_ROWS])
         ring.wait(C)
         ring.wait(dh)
         products.add(dq, c.slot(dh).at[c.tile_rows], c.slot(C).at[:DHQK].T)
 
-    *sums, new = products.onto(multiply_states, *sums, products.zeros(R, DEPTH))
+    *sums, new = products.onto(multiply_states, *sums, products.zeros(WG_ROWS, DEPTH))
 
     def inner(total):
-        rows = block(c.wg if parts == 2 else 0, R)
+        rows = block(c.wg if parts == 2 else 0, WG_ROWS)
         x, y = (load(z.at[rows]).astype(jnp.float32) for z in (c.slot(dC), c.slot(C)))
         return total + products.sum_over_columns(x * y)
 
@@ -469,7 +431,7 @@ def _gradient_step(c: _Chunk, key_weights: Array, j, carry):
     new *= across_columns(key_weights)
 
     def multiply_P(dv):
-        _add_for_keys(c, dv, refs.P_tile, c.slot(dh))
+        _add_for_keys(c, dv, refs.P_smem, c.slot(dh))
         c.refill(v, dC, C)  # while the product runs
 
     (new,) = products.onto(multiply_P, new)
@@ -487,16 +449,16 @@ def _weighted(
     norm_weights: Array | None,
     key_weights: Array,
 ) -> list[Array]:
-    """The inter-chunk parts of dq and dk by 64 columns each, in turn; stores q . dq and k . dk."""
+    """The scaled inter-chunk parts of dq and dk, 64 columns each; stores q . dq and k . dk."""
     inter, of_q, of_k = [], [], []
     for y in range(c.order.parts):
         slot = c.ring.wait(c.last_q(y))
         dq, dk = (x[:, y * DEPTH : (y + 1) * DEPTH] for x in gradients)
         dq *= across_columns(weights)
         if norm_weights is not None:
-            dq += across_columns(norm_weights) * across_rows(c.vector(_N, y * R))
-        dk = (dk + across_rows(c.vector(_DN, y * R))) * across_columns(key_weights)
-        of_q.append(c.row_dots(dq, c.refs.slots.at[slot, c.tile_rows]))
+            dq += across_columns(norm_weights) * across_rows(c.vector(_N, y * WG_ROWS))
+        dk = (dk + across_rows(c.vector(_DN, y * WG_ROWS))) * across_columns(key_weights)
+        of_q.append(c.row_dots(dq, c.refs.tiles_smem.at[slot, c.tile_rows]))
         of_k.append(c.row_dots(dk, c.k_columns(y)))
         inter += [dq, dk]
     c.refs.q_inter.at[c.head, c.rows][...] = functools.reduce(jnp.add, of_q)
@@ -505,13 +467,13 @@ def _weighted(
 
 
 def _store_dq_and_dk(c: _Chunk, inter: Sequence[Array], corner) -> None:
-    """Adds the intra-chunk parts."""
+    """Adds the intra-chunk parts to dq and dk and stores them."""
     refs, ring, parts = c.refs, c.ring, range(c.order.parts)
 
     def multiply_dP(*sums):
         for y in parts:
-            _add_for_queries(c, sums[2 * y], refs.dP_tile, c.k_tile, y * (CHUNK // R))
-            _add_for_keys(c, sums[2 * y + 1], refs.dP_tile, c.slot(c.last_q(y)))
+            _add_for_queries(c, sums[2 * y], refs.dP_smem, c.k_tile, y * (CHUNK // WG_ROWS))
+            _add_for_keys(c, sums[2 * y + 1], refs.dP_smem, c.slot(c.last_q(y)))
 
     gradients = products.onto(multiply_dP, *inter)
     c.k_ring.release(c.index)
@@ -521,7 +483,7 @@ def _store_dq_and_dk(c: _Chunk, inter: Sequence[Array], corner) -> None:
         products.release(refs.tiles_empty)
     outputs = [(x, (refs.dq, refs.dk)[j % 2], j // 2) for j, x in enumerate(gradients)]
     # The corner blocks of P and dP are read by the warpgroup that wrote them alone.
-    free_tiles = c.out_tile, refs.P_tile.at[corner], refs.dP_tile.at[corner]
+    free_tiles = c.out_tile, refs.P_smem.at[corner], refs.dP_smem.at[corner]
     for start in range(0, len(outputs), len(free_tiles)):
         plgpu.wait_smem_to_gmem(2 if start else 0, wait_read_only=True)  # for one tile, or for all
         rest = zip(outputs[start:], free_tiles, strict=False)
@@ -529,126 +491,101 @@ def _store_dq_and_dk(c: _Chunk, inter: Sequence[Array], corner) -> None:
 
 
 def _multiply(c: _Chunk, keys: int) -> None:
-    """Both phases of a chunk."""
+    """Runs both phases of a chunk."""
     refs = c.refs
     diagonal, below, weights, key_weights = _blocks_and_weights(c)
     diagonal, below = _scores_and_dA(c, (diagonal, below))
-    # The gradients of the chunk before left from the places of P and dP.
+    # The previous chunk stored its gradients from the shared memory of P and dP.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if refs.tiles_empty is not None:
         pl.when(c.index > 0)(lambda: plgpu.barrier_wait(refs.tiles_empty))
     half_sums = _write_below(c, below)
     _write_diagonal(c, diagonal, keys)
-    corner = block(2 * c.wg, R)
+    corner = block(2 * c.wg, WG_ROWS)
     plgpu.commit_smem()
     products.acquire(refs.tiles_full, refs.tiles_empty)
-    norm_weights = None if refs.n is None else weights * diagonal.vectors[3]
-    zeros = products.zeros(R, c.p.DHQK)
-    total = plgpu.layout_cast(jnp.zeros((R,), jnp.float32), BY_ROWS)
+    norm_weights = None if refs.n_gmem is None else weights * diagonal.vectors[3]
+    zeros = products.zeros(WG_ROWS, c.p.DHQK)
+    total = plgpu.layout_cast(jnp.zeros((WG_ROWS,), jnp.float32), BY_ROWS)
     step = functools.partial(_gradient_step, c, key_weights)
     total, *gradients = loop(c.order.steps, step, (total, zeros, zeros))
     refs.states.at[c.head, c.chunk, c.tile_rows][...] = total
 
     @pl.when(c.wg == 1)
     def add_halves():
-        other = load_by_rows(refs.per_query.at[:, 1], c.head, block(c.chunk * 2, R))
+        other = load_by_rows(refs.per_query.at[:, 1], c.head, block(c.chunk * 2, WG_ROWS))
         refs.per_query.at[c.head, 0, c.rows][...] = half_sums + other
 
     inter = _weighted(c, gradients, weights, norm_weights, key_weights)
     _store_dq_and_dk(c, inter, corner)
 
 
-def _kernel(*, p: Problem, num_ctas: int, num_stages: int, **refs_by_name) -> None:
-    refs = _Refs(**refs_by_name)
-    warpgroup = lax.axis_index("wg")
-    scheduler = PersistentScheduler(lax.axis_index("program"), num_ctas)
-    of_cta, copying = (refs, p, _order(p), scheduler), _copying_warpgroups(p)
-    cta = _CTA(*of_cta)
+def kernel(refs, p: Problem, tiles: RingTiles, scheduler: PersistentScheduler, wg) -> None:
+    """Runs a CTA.
+
+    Inputs in global memory: those of ``parallel_bw_dQKV._kernel``, but for P and dP; and e_hi_gmem,
+    e_lo_gmem, u_hi_gmem, u_lo_gmem, (B * NH, S).
+    Outputs:
+      dq, dk, dv: like q, k and v.
+      q_inter, k_inter: (B * NH, S).
+      states: (B * NH, NC, 128), parts of <C_c, dC_{c+1}>.
+      per_query, per_key, diagonal: see ``w_sum_shapes``. The part of per_query whose keys are all
+        later is scratch.
+    Shared memory and barriers: see ``scratch``.
+    """
+    cta_fields, copying = (refs, p, _order(p), scheduler), copying_warpgroups(p)
+    cta = _CTA(*cta_fields)
     chunks = scheduler.num_items(p.BNH * p.NC)
-    products.guard(refs.tiles_full, refs.P_tile, refs.dP_tile)
+    products.guard(refs.tiles_full, refs.P_smem, refs.dP_smem)
     n, copy, copy_k = cta.order.num_tiles, cta.copy_any_tile, cta.copy_k
+    stages = tiles.num_stages
     rings = (
-        CopyRing(refs.barriers, num_stages, chunks * n, copy, readers=copying, steps_of_item=n),
+        CopyRing(refs.barriers, stages, chunks * n, copy, readers=copying, steps_of_item=n),
         CopyRing(refs.k_barriers, _k_stages(p), chunks, copy_k, readers=copying),
     )
     # Half the keys of the block on the diagonal at a time take fewer registers.
-    keys = R if not copying and MOVES_REGISTERS else HALF
+    keys = WG_ROWS if not copying and MOVES_REGISTERS else HALF
 
     def multiply(index, carry):
-        wg = lax.optimization_barrier(warpgroup)  # what follows from it is not kept in registers
+        here = lax.optimization_barrier(wg)  # what follows from it is not kept in registers
         head, chunk = cta.head_and_chunk(index)
-        rows, k_slot = (block(wg, R), block(chunk * 2 + wg, R)), rings[1].slot(index)
-        place = index, wg, head, chunk, *rows, k_slot, index * n
-        _multiply(_Chunk(*of_cta, *rings, *place), keys)
+        rows = block(here, WG_ROWS), block(chunk * 2 + here, WG_ROWS)
+        place = index, here, head, chunk, *rows, rings[1].slot(index), index * n
+        _multiply(_Chunk(*cta_fields, *rings, *place), keys)
 
-    def gradients():
+    def multiply_all():
+        if not copying:
+            move_registers(232)
         loop(chunks, multiply, None)
         if refs.tiles_empty is not None:
             plgpu.barrier_wait(refs.tiles_empty)
-        plgpu.wait_smem_to_gmem(0)
 
-    if copying:
-        for ring in rings:
-            ring.start()
-        gradients()
-    else:
+    def copy_all():
+        move_registers(40)
+        loop(chunks, functools.partial(cta.copy_chunk, *rings), None)
 
-        @pl.when(warpgroup < 2)
-        def multiplications():
-            move_registers(232)
-            gradients()
-
-        @pl.when(warpgroup == 2)
-        def copies():
-            move_registers(40)
-            loop(chunks, functools.partial(cta.copy_chunk, *rings), None)
-
-    for ring in rings:
-        ring.drain()
+    run(rings, multiply_all, wg, copy=None if copying else copy_all)
 
 
 def scratch(p: Problem, config: RingTiles, dtype, *, normalise: bool) -> dict[str, Any]:
     """Shared memory of the kernel."""
     k_stages, parts = _k_stages(p), p.DHQK // DEPTH
-    blocks_of_P = shared_tiles(3 * R, DEPTH, dtype=dtype)
-    sums = plgpu.SMEM((2, R * DEPTH * dtype.itemsize // 4), jnp.float32)
+    blocks_of_P = shared_tiles(3 * WG_ROWS, DEPTH, dtype=dtype)
+    sums = plgpu.SMEM((2, WG_ROWS * DEPTH * dtype.itemsize // 4), jnp.float32)
     return {
-        "slots": shared_tiles(config.num_stages, CHUNK, DEPTH, dtype=dtype),
-        "k_tiles": shared_tiles(k_stages, parts * CHUNK, DEPTH, dtype=dtype),
-        "P_tile": blocks_of_P,
-        "dP_tile": blocks_of_P,
-        "staging": one_of(shared_tiles(2, R, DEPTH, dtype=dtype), sums),
-        "vectors": plgpu.SMEM((k_stages, 4, CHUNK), jnp.float32),
+        # Columns of q, v or dh, or of a state, which has DHQK rows.
+        "tiles_smem": shared_tiles(config.num_stages, CHUNK, DEPTH, dtype=dtype),
+        "k_smem": shared_tiles(k_stages, parts * CHUNK, DEPTH, dtype=dtype),
+        # Blocks of 64 x 64, transposed: block s + t has the keys of block s and the queries of t.
+        "P_smem": blocks_of_P,
+        "dP_smem": blocks_of_P,
+        # By warpgroup a tile (64, 64) of outputs; in its place, sums over queries.
+        "staging_smem": one_of(shared_tiles(2, WG_ROWS, DEPTH, dtype=dtype), sums),
+        "vectors_smem": plgpu.SMEM((k_stages, 4, CHUNK), jnp.float32),  # see _E_HI
         "barriers": ring_barriers(config.num_stages, copies=1),
         "k_barriers": ring_barriers(k_stages, copies=parts + 3 + normalise),
+        # Of P and dP, and of per_query from warpgroup 0 to warpgroup 1.
         "tiles_full": plgpu.Barrier(num_arrivals=2, num_barriers=1),
+        # With one stage of k both warpgroups wait for the next k before they write P and dP.
         "tiles_empty": plgpu.Barrier(num_arrivals=2, num_barriers=1) if k_stages > 1 else None,
     }
-
-
-def parallel_bw_dQKV_by_chunk(inputs: Mapping[str, Any], call: Launch) -> tuple[Any, ...]:
-    """Runs the stage; inputs as the kernel's, outputs in the order of ``Gradients``.
-
-    In the place of inner_C_dC are parts of <C_c, dC_{c+1}>, (B * NH, NC, 128).
-    """
-    p, config, q = call.problem, call.tiles, inputs["q"]
-    num_ctas = config.num_ctas
-    x = mosaic_call(
-        functools.partial(_kernel, p=p, num_ctas=num_ctas, num_stages=config.num_stages),
-        name="parallel_bw_dQKV",
-        grid={"program": num_ctas},
-        warpgroups=_copying_warpgroups(p) or 3,
-        outputs={
-            "dq": sequence_shape(q, p.DHQK, q.dtype),
-            "q_inter": float32(p.BNH, p.S),
-            "dk": sequence_shape(inputs["k"], p.DHQK, q.dtype),
-            "k_inter": float32(p.BNH, p.S),
-            "dv": sequence_shape(inputs["v"], p.DHHV, q.dtype),
-            "states": float32(p.BNH, p.NC, CHUNK),
-            **w_sum_shapes(p),
-        },
-        scratch=scratch(p, config, q.dtype, normalise=inputs["n"] is not None),
-        interpret=call.interpret,
-    )(**inputs)
-    inter, pairs = (x["q_inter"], x["k_inter"]), tile_pairs(x, p)
-    return x["dq"], x["dk"], x["dv"], *inter, x["states"], pairs

@@ -8,7 +8,7 @@ import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from jax import lax
+from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing
@@ -48,10 +48,14 @@ def persistent_call(
 
 def run(
     rings: Sequence[CopyRing],
-    multiply: Callable[[], None],
-    copy: Callable[[], None] | None = None,
+    multiply: Callable[[], Any],
+    wg: Array,
+    copy: Callable[[], Any] | None = None,
 ) -> None:
-    """Runs a CTA. copy: of the third warpgroup; None: those that multiply refill the rings."""
+    """Runs warpgroup wg of a CTA.
+
+    copy: what the third warpgroup does; None: those that multiply refill the rings.
+    """
 
     def main_loop():
         multiply()
@@ -62,7 +66,6 @@ def run(
             ring.start()
         main_loop()
     else:
-        wg = lax.axis_index("wg")
         pl.when(wg < 2)(main_loop)
         pl.when(wg == 2)(copy)
     for ring in rings:

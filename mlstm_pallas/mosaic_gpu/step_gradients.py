@@ -189,17 +189,17 @@ def _kernel(
 
 
 def _carries(dm: Array, flags: Array, size: int) -> Array:
-    """The carry into each block of so many steps: (B * NH, blocks)."""
+    """The carry into each block of ``size`` steps: (B * NH, blocks)."""
     dm, flags = (x.reshape(x.shape[0], -1, size) for x in (dm, flags))
     step = jnp.broadcast_to(jnp.arange(size, dtype=np.int32), dm.shape)
-    goes_on = (flags & M_GRAD_FLOWS) > 0
-    # The end of the first run.
-    end = jnp.where(goes_on | (step == 0), np.int32(size), step).min(axis=-1, keepdims=True)
-    # One kernel with the minimum; goes_on[:, :, 0] is another one.
-    passes_on = jnp.any(goes_on & (step == 0), axis=-1)
-    to_end = (end[..., 0] == size) & jnp.pad(passes_on[:, 1:], [(0, 0), (0, 1)])
-    arrives = segmented_suffix_sum(jnp.sum(jnp.where(step < end, dm, 0.0), axis=-1), to_end)
-    return jnp.pad(jnp.where(passes_on, arrives, 0.0)[:, 1:], [(0, 0), (0, 1)])
+    flows = (flags & M_GRAD_FLOWS) > 0
+    # The end of the first run of each block.
+    end = jnp.where(flows | (step == 0), np.int32(size), step).min(axis=-1, keepdims=True)
+    # XLA computes this in one kernel with the minimum; flows[:, :, 0] would be another.
+    first_flows = jnp.any(flows & (step == 0), axis=-1)
+    to_end = (end[..., 0] == size) & jnp.pad(first_flows[:, 1:], [(0, 0), (0, 1)])
+    totals = segmented_suffix_sum(jnp.sum(jnp.where(step < end, dm, 0.0), axis=-1), to_end)
+    return jnp.pad(jnp.where(first_flows, totals, 0.0)[:, 1:], [(0, 0), (0, 1)])
 
 
 def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:

@@ -1,17 +1,17 @@
 """Weighted sums over the steps of each chunk on Mosaic GPU: sum_t w_t x_t.
 
-The vector states n and dn take these sums.
+The vector states n and dn are made of these sums.
 
-Grid (B * NH * blocks of steps * column blocks). A CTA is one warpgroup; it takes 256 or 512 steps,
-where there are so many, and the columns that shared memory has room for, 64 KiB. An SM has three
-CTAs or more, and one's copies run while another one computes.
+Grid (B * NH * blocks of steps * column blocks). A CTA is one warpgroup. It owns 256 or 512 steps,
+if a sequence has as many, and as many columns as fit into 64 KiB of shared memory. An SM has three
+CTAs or more, so that the copies of one run while another computes.
 
-Each warp has a quarter of a chunk's steps, and a lane sums two neighbouring columns of each 64 over
-them, in registers. The sums of the four warps meet in shared memory once per chunk. With the layout
-of an accumulator, lanes would also have to exchange sums by shuffles.
+Each warp has a quarter of a chunk's steps. A lane sums two neighbouring columns of each 64 over
+them, in registers. The sums of the four warps meet in shared memory once per chunk. In the layout
+of an accumulator, lanes would have to exchange sums by shuffles too.
 
-Bytes: x, R D itemsize. No matrix product: XLA may turn this sum into one and transpose x for it in
-memory.
+Bytes: x, tokens * D * itemsize. XLA may turn this sum into a matrix product and transpose x for it
+in memory; the kernel has none.
 """
 
 import functools
@@ -36,10 +36,10 @@ from mlstm_pallas.stage import Launch
 from mlstm_pallas.stages.step_sums import Operands
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
-ELEMENTS = 2**15  # at most, of x in a CTA
-STEPS, COLUMNS = 512, (256, 192, 128, 64)  # of a sum at most, and of choice of a CTA
-ENOUGH_STEPS = 256  # of a CTA: with fewer its start takes longer than its copies
-TILE, GROUP = 64, 16  # steps of a copy, and that a CTA adds at a time, 4 a warp
+ELEMENTS = 2**15  # of x per CTA, at most
+STEPS, COLUMNS = 512, (256, 192, 128, 64)  # at most per sum; the choices per CTA
+ENOUGH_STEPS = 256  # per CTA: with fewer its start takes longer than its copies
+TILE, GROUP = 64, 16  # steps per copy, and steps that a CTA adds at a time, 4 per warp
 
 # The layout of (GROUP, columns): a warp has 4 rows, and a lane two neighbouring columns of each 64.
 BY_WARPS = plgpu.Layout.TILED(
@@ -50,7 +50,7 @@ BY_WARPS = plgpu.Layout.TILED(
 def _kernel(
     x,  # (B * NH, S, D) or (B, S, NH, D)
     weights,  # (B * NH, S)
-    sums,  # out (B * NH, parts of the sequence, D), a part a chunk, or several to a chunk
+    sums,  # out (B * NH, parts of the sequence, D), one or several parts per chunk
     x_tiles,  # shared (tiles, TILE, columns)
     tile_weights,  # shared (tiles, TILE), float32
     full,  # one barrier per tile
