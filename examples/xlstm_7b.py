@@ -57,7 +57,8 @@ SIZES = {
     "1b": Config(hidden_size=2048, num_blocks=24, num_heads=4),
     "tiny": Config(vocab_size=256, hidden_size=128, num_blocks=2, num_heads=4),
 }
-FLAGS = flags.FlagValues()  # of their own, because tests import several programs
+# Flags of their own where a test imports several programs with equal names.
+FLAGS = flags.FLAGS if __name__ == "__main__" else flags.FlagValues()
 
 
 def define(kind: str, *arguments: Any, **options: Any) -> flags.FlagHolder:
@@ -118,7 +119,7 @@ def build() -> Model:
         rng, shape = np.random.default_rng(SEED.value), (BATCH.value, PROMPT_LENGTH.value)
         prompts = rng.integers(config.vocab_size, size=shape).tolist()
     else:
-        bos = [values["bos_token_id"]] if values.get("force_bos_token_insert") else []
+        bos = [values.get("bos_token_id", 0)] if values.get("force_bos_token_insert") else []
         encode = tokenizer.encode
         prompts = [bos + encode(text, add_special_tokens=False).ids for text in read_prompts()]
     for n, prompt in enumerate(prompts):
@@ -294,6 +295,4 @@ def main(argv: Sequence[str]) -> None:
 
 
 if __name__ == "__main__":
-    flags.FLAGS.append_flag_values(FLAGS)
-    FLAGS.mark_as_parsed()  # as part of those of the process
     app.run(main)

@@ -205,7 +205,7 @@ def open_tensors(folder: Path, weights: Params) -> dict[str, Any]:
     """
     index, tensors = folder / "model.safetensors.index.json", {}
     if index.exists():
-        paths = {folder / name for name in read_json(index)["weight_map"].values()}
+        paths = {folder / name for name in read_json(index).get("weight_map", {}).values()}
     else:
         paths = set(folder.glob("*.safetensors"))
     for path in paths:
