@@ -1,6 +1,6 @@
 """The backward schedule: the order of the stages, and the arrays between them.
 
-Arrays are those of a shard, as in the forward schedule.
+Arrays belong to a shard, as in the forward schedule.
 """
 
 import functools

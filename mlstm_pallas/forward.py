@@ -1,6 +1,6 @@
 """The forward schedule: the order of the stages, and the arrays between them.
 
-Arrays are those of a shard, (B * NH, ...); q, k, v and h are (B, S, NH, D) with layout="BTNH".
+Arrays belong to a shard, (B * NH, ...); q, k, v and h are (B, S, NH, D) with layout="BTNH".
 """
 
 import functools

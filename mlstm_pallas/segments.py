@@ -29,7 +29,7 @@ def segment_states(
 ) -> LastStates:
     """The states at ``x.segment_ends``, (B * NH, N, ...); zeros for segments that do not occur.
 
-    stored: of the forward pass, with C. Arrays are those of a shard, as in the forward schedule.
+    stored: of the forward pass, with C. Arrays belong to a shard, as in the forward schedule.
     """
     p, (heads, N) = spec.problem, x.segment_ends.shape
     last = jnp.maximum(x.segment_ends, 1) - 1

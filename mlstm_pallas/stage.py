@@ -170,7 +170,7 @@ class Stage:
         flag, the test id and the profile.
       operands: the NamedTuple of its operands.
       outputs: the name under which later stages have all of its outputs as one operand.
-      fused: whether it runs in the chunks of the fused scan, not in those of the call.
+      fused: whether it runs in the chunks of the fused scan, not in the chunks of the call.
       decode: whether it is a stage of generation, not of mlstm_chunkwise.
       helper: whether it is a small stage between the others.
     """

@@ -5,7 +5,7 @@
     dv_s = abar_s dC_{c+1}^T k_s + sum_t P_ts dh_t
     r_t  = w_t scale / den_t
 
-P (which includes 1 / den) and scale dP are those of parallel_bw_dP.
+parallel_bw_dP computes P, which includes 1 / den, and scale dP.
 """
 
 import functools

@@ -40,7 +40,7 @@ def parallel_fw_H(
     output_dtype: Any = None,
     call: Launch,
 ) -> Outputs:
-    """Runs the stage; output_dtype: of h, None: that of matQ."""
+    """Runs the stage; h has output_dtype, by default the dtype of matQ."""
     output_dtype = x.matQ.dtype if output_dtype is None else output_dtype
     p, gates, (q, k, v) = call.problem, x.gates, map(call.chunks, (x.matQ, x.matK, x.matV))
     product = functools.partial(

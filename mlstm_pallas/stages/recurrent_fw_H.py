@@ -3,7 +3,7 @@
     h_t     = r_t C_c^T q_t + sum_s P_ts v_s
     C_{c+1} = gamma_c C_c + sum_s kbar_s v_s^T
 
-P, r and kbar are those of parallel_fw_P.
+parallel_fw_P computes P, r and kbar.
 """
 
 import functools

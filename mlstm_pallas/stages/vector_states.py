@@ -1,4 +1,4 @@
-"""Stage vector_states: the recurrence of n over the chunks, and with backward that of dn."""
+"""Stage vector_states: the recurrence of n over the chunks; with backward, of dn."""
 
 from typing import NamedTuple
 

@@ -8,7 +8,7 @@ Bytes: 9 vectors of B NH S float32, one more with packed segments; no matrix pro
 
 stabiliser_scan: m_c at the chunk boundaries, as ``gates.stabiliser_scan``. Grid (NC + 1, B * NH). A
 CTA reads the summaries of the chunks before its boundary, within a block of up to 512 chunks. With
-several blocks, a first launch with one CTA a head computes the stabiliser before each block.
+several blocks, a first launch with one CTA per head computes the stabiliser before each block.
 """
 
 import dataclasses

@@ -104,8 +104,8 @@ def kernel_call(
     The reference to an operand x is x_gmem, and None where the operand is None.
 
     Args:
-      name: of the launch; empty: that of the kernel.
-      grid: on the GPU axis 0 varies fastest; empty: that of the call's tiles.
+      name: of the launch; empty: the kernel's name.
+      grid: on the GPU axis 0 varies fastest; empty: the grid of the call's tiles.
       aliases: {input: output} that share memory, by position without absent inputs.
     """
     name = name or kernel.__name__.removeprefix("_").removesuffix("_kernel")
@@ -219,7 +219,7 @@ def _steps_if_partial(spec: Any, x: Any, grid: tuple[int, ...]) -> int | None:
     """The steps of an array where blocks reach beyond them; they divide all other axes."""
     if x.ndim < 3 or not isinstance(rows := spec.block_shape[1], int):
         return None
-    # No block is further down than that of the last indices.
+    # No block is further down than the block at the last indices.
     last, steps = spec.index_map(*(size - 1 for size in grid))[1], x.shape[1]
     return steps if (last + 1) * rows > steps else None
 

@@ -56,7 +56,7 @@ def _parallel_bw_dP_kernel(
     w_gmem,
     abar_gmem,
     inv_den_gmem,  # absent without a normaliser
-    dz_den_gmem,  # likewise
+    dz_den_gmem,  # absent without a normaliser
     P_gmem,  # out (L, L)
     dP_gmem,  # out (L, L)
     qbar_gmem,  # out (L, DHQK)

@@ -50,7 +50,7 @@ def _parallel_bw_dQKV_kernel(
     w_gmem,  # (L,), as all that follow
     abar_gmem,
     inv_den_gmem,  # absent without a normaliser
-    dz_den_gmem,  # likewise
+    dz_den_gmem,  # absent without a normaliser
     dq_gmem,  # out (L, DHQK)
     q_inter_gmem,  # out (column blocks, L)
     dk_gmem,  # out (L, DHQK)

@@ -227,7 +227,7 @@ def _recurrences(name: str, each: Sequence[Recurrence], call: Launch) -> list[Re
 def _whole(
     x: Recurrence, outputs: RecurrenceOutputs, vectors: tuple[Any, Any], num_splits: int
 ) -> RecurrenceOutputs:
-    """The outputs of whole sequences from those of splits; vectors: x and x_last."""
+    """The outputs of whole sequences from the outputs of splits; vectors: x and x_last."""
     X, X_last = heads_of_splits(outputs.X, num_splits), outputs.X_last
     if X_last is not None:
         X_last = heads_of_splits(X_last, num_splits)[:, 0 if x.backward else -1]

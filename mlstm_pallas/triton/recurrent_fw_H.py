@@ -138,7 +138,7 @@ def recurrent_fw_H(
             sequence_spec(z, p, p.S, rows, lambda i, b, index=index: (b, 0, index))
             for z in (x.matQ, kbar)
         )
-        # h is rounded at most twice, not once a launch, to keep its error bound.
+        # h is rounded at most twice, not once per launch, to keep its error bound.
         h_dtype = dtype if index == launches - 1 or launches == 2 else jnp.float32
         C_initial = pl.BlockSpec((None, rows, siz_b), lambda i, b, index=index: (b, index, i))
         y = kernel_call(
