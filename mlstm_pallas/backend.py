@@ -134,7 +134,7 @@ def check_mosaic_gpu(name: str, lowering: Lowering, gpu: Gpu) -> None:
 # refuses to lower kernels for a CPU, with a message that does not name ``backend``.
 _by_platform = Primitive("by_platform")
 _by_platform.multiple_results = True
-_by_platform.def_abstract_eval(lambda *_, other, **_others: other.out_avals)
+_by_platform.def_abstract_eval(lambda *_, backend, cuda, other: (other or cuda).out_avals)
 _by_platform.def_impl(
     lambda *args, **params: jax.jit(functools.partial(_by_platform.bind, **params))(*args)
 )
@@ -142,7 +142,7 @@ _by_platform.def_impl(
 
 def _lowering_of(platform: str) -> Callable[..., Any]:
     def rule(ctx: Any, *args: Any, backend: str | None, cuda: Any, other: Any) -> Any:
-        if platform == "cpu" and backend is not None:
+        if platform == "cpu" and other is None:
             interpreted = "interpret" if backend == "triton" else "mosaic_gpu_interpret"
             raise ValueError(
                 f"backend is {backend!r}, whose kernels are for GPUs, and the computation is "
@@ -156,7 +156,8 @@ def _lowering_of(platform: str) -> Callable[..., Any]:
         if ctx.platforms is not None:
             lowered = lowered.setdefault((_by_platform, *ctx.platforms), {})
         ctx = ctx.replace(module_context=module.replace(cached_primitive_lowerings=lowered))
-        return mlir.lower_fun(jaxpr_as_fun(cuda if platform == "cuda" else other))(ctx, *args)
+        jaxpr = cuda if platform == "cuda" or other is None else other
+        return mlir.lower_fun(jaxpr_as_fun(jaxpr))(ctx, *args)
 
     return rule
 
@@ -166,7 +167,7 @@ def _batched(axis: Any, args: Any, dims: Any, backend: Any, **jaxprs: Any) -> tu
         names = dict(axis_name=axis.name, axis_size=axis.size, spmd_axis_name=axis.spmd_name)
         return jax.make_jaxpr(jax.vmap(jaxpr_as_fun(jaxpr), tuple(dims), **names))(*args)
 
-    jaxprs = {name: mapped(x) for name, x in jaxprs.items()}
+    jaxprs = {name: x and mapped(x) for name, x in jaxprs.items()}
     results = _by_platform.bind(*args, backend=backend, **jaxprs)
     return results, [0] * len(results)
 
@@ -202,7 +203,8 @@ def on_backend(
             return_shape=True,
         )(*leaves)
 
-    cuda, outputs = traced(lowering)
-    other, outputs = traced(Lowering.XLA) if backend is None else (cuda, outputs)
+    (cuda, outputs), other = traced(lowering), None  # None: the kernels, on any GPU
+    if backend is None:
+        other, outputs = traced(Lowering.XLA)
     results = _by_platform.bind(*leaves, backend=backend, cuda=cuda, other=other)
     return jax.tree.unflatten(jax.tree.structure(outputs), results)
