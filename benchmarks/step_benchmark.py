@@ -37,10 +37,6 @@ from runner import Row, UnsupportedError
 from shapes import Shape
 
 from mlstm_pallas import mlstm_recurrent_step, reference
-from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.gpu import target_gpu
-from mlstm_pallas.planning import CallSpec
-from mlstm_pallas.problem import Problem
 
 BACKENDS = ("triton", "interpret", "xla")  # a step has no Mosaic GPU kernel
 
@@ -87,14 +83,9 @@ def random_inputs(shape: Shape, dtype: str, state_dtype: str) -> tuple[Token, St
 class MlstmPallas(peers.JaxImplementation):
     """A backend of mlstm_recurrent_step."""
 
-    def __init__(self, backend: str, shape: Shape, state_dtype: str, unroll: int, variant: str):
+    def __init__(self, backend: str, unroll: int, variant: str):
         self.step = functools.partial(mlstm_recurrent_step, backend=backend, **VARIANTS[variant])
         self.unroll = unroll
-        problem = Problem(shape.B, shape.NH, 1, shape.DHQK, shape.DHHV, 1, 1.0)
-        dtype, gpu = jnp.dtype(state_dtype), target_gpu()
-        spec = CallSpec(problem, KernelConfig(), dtype, None, gpu, backend=backend)
-        tiles = spec.launch("recurrent_step", spec.lowering).tiles
-        self.config = {} if tiles is None else dict(vars(tiles))
 
     def build(self, token: Token, states: States, steps: int) -> Callable[[], jax.Array]:
         """A call runs the steps from the states of the call before and returns the last h."""
@@ -188,13 +179,11 @@ def measure(row: Row, options: flags.FlagValues) -> None:
     shape, variant = row["shape"], options.variant
     dtypes = row["dtype"], options.state_dtype
     if row["impl"] in BACKENDS:
-        loop = options.state_dtype, options.unroll, variant
-        impl: peers.Implementation = MlstmPallas(row["impl"], shape, *loop)
+        impl: peers.Implementation = MlstmPallas(row["impl"], options.unroll, variant)
     elif variant != "exp":
         raise UnsupportedError(f"it has no variant {variant}")
     else:
         impl = PEERS[row["impl"]]()
-    row["config"] = dict(impl.config)
     token, states = random_inputs(shape, *dtypes)
     index = np.unique([0, shape.B * shape.NH // 2, shape.B * shape.NH - 1])
     expected = expected_h(token, states, index, variant)

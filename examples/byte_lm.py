@@ -1,7 +1,7 @@
 """The byte-level xLSTM that train_byte_lm.py trains: the model, one training step, generation.
 
 The model follows xLSTM (arXiv:2405.04517) in the form of xLSTM-7B (arXiv:2503.13427). Parameters
-are a dictionary; those of the layers are stacked, for one scan over the layers.
+are a dictionary; those of the layers are stacked.
 """
 
 import dataclasses
@@ -123,7 +123,8 @@ def logits_of(
 
     place = functools.partial(constrained, mesh=config.mesh, spec=RESIDUAL_STREAM)
     x = place(params["embedding"][tokens])
-    x, states = jax.lax.scan(block, x, (params["blocks"], states))
+    # Unrolled, because XLA's loops on CPUs are slower.
+    x, states = jax.lax.scan(block, x, (params["blocks"], states), unroll=True)
     return rms_norm(x, params["norm"]) @ params["unembedding"], states
 
 

@@ -20,8 +20,6 @@ from candidates import Result
 from shapes import Shape
 from test_compile_report import NO_SPILL, SPILL, TWICE, usage
 
-from mlstm_pallas.stage import check_field
-
 SHAPE, TINY, STAGE = Shape(1, 1, 512, 64, 128), Shape(1, 2, 32, 16, 16), "recurrent_fw_C"
 ROW = {"chunk_size": 16}
 NOWHERE = "/no/such/folder"
@@ -177,19 +175,13 @@ def fake(monkeypatch):
     return fake
 
 
-def test_the_values_of_tiles_are_valid():
-    for folder, fields in tune.TILES.items():
-        for name, values in fields.items():
-            assert [check_field(folder, name, x) for x in values] == [*values]
-
-
 def test_a_better_row_has_what_differs_from_the_rules(run, fake):
     assert run() == 0
     [row] = run.rows()
     expected, rules = {"chunk_size": 128}, tune.Calls("interpret", SHAPE, "bfloat16")
     for name, tiles in rules.row(expected).items():
         if name.startswith("triton_"):
-            most = max(tune.TILES["triton"]["num_warps"])
+            most = tune.MOST_WARPS
             expected |= {name: {"num_warps": most}} if most != tiles["num_warps"] else {}
     assert row["config"] == expected
     whole = {json.dumps(line[3]): line[4]["ms"] for line in run.log() if line[2] == ""}

@@ -8,8 +8,8 @@ It writes rows of mlstm_pallas/tuning/<device>.json, which calls on that GPU rea
 
 Search. Coordinate descent from the plan: first of whole calls, forward and backward, over chunk
 sizes, the fused scan or materialised states, splits and the chunks of the scan; then of every stage
-of the best call over the fields of its tiles. A round takes candidates
-that differ from the best by one step of one field, then of two. The plan says which are possible.
+of the best call over the fields of its tiles. A round tries candidates that differ from the best by
+one step of one field, then of two. The plan says which are possible.
 At last the call with the best of all is timed beside that of the rules. A row is written where it
 takes 3 % less time, with only the fields that differ from the rules; without that gain a row of an
 earlier run is removed.
@@ -45,7 +45,7 @@ from tqdm import tqdm
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import command
 import shapes
-from calls import call_spec, config_row, launch_of
+from calls import call_spec, config_row
 from candidates import Result, start_workers
 from command import RequestError
 from kernel_benchmark import STAGES
@@ -66,30 +66,9 @@ COMPILE_SECONDS = 120  # per candidate; the first one of a process with what it 
 RUN_SECONDS = 60  # likewise; then it is killed
 SCHEDULE_SHARE, SEARCH_SHARE = 0.35, 0.9  # of a case's time, from its start
 SCAN = "recurrent_fw_H"  # its siz_b_LKV is the chunk size of the fused stages
-# The values of fields of tiles that are tried, by folder.
-TILES: dict[str, dict[str, Sequence[Any]]] = {
-    "triton": dict(
-        siz_b_LQ=(16, 32, 64, 128, 256),
-        siz_b_LKV=(16, 32, 64, 128),
-        siz_b_DHQK=(32, 64, 128, 256),
-        siz_b_DHHV=(16, 32, 64, 128, 256),
-        block_k=(32, 64, 128),
-        state_rows=(64, 128, 256, 512),
-        keep_q=(False, True),
-        num_warps=(1, 2, 4, 8),
-        num_stages=(1, 2, 3, 4),
-    ),
-    "mosaic_gpu": dict(
-        siz_b_LQ=(64, 128),
-        siz_b_DHHV=(64, 128, 256),
-        state_rows=(64, 128, 256),
-        num_stages=(1, 2, 3, 4, 5, 6, 7, 8),
-        num_splits=(1, 2, 4, 8),
-    ),
-}
-SCHEDULE = dict(
-    chunk_size=(32, 64, 128, 256, 512), fused=(False, True), num_splits=(1, 2, 4, 8, 16, 32, 64)
-)
+LARGEST = 512  # value of a field that is tried
+MOST_WARPS = 8
+SCHEDULE = ("chunk_size", "fused", "num_splits")
 
 # What differs from the rules, by "chunk_size" or "triton_parallel_fw_H.num_warps".
 Overrides = dict[str, Any]
@@ -131,18 +110,16 @@ class Calls:
         except ValueError:
             return None
 
-    def search(self, stage: str, overrides: Overrides) -> dict[str, Sequence[Any]]:
-        """The values of the fields that are searched of a stage; stage "": of whole calls."""
+    def fields(self, stage: str, row: dict[str, Any]) -> dict[str, Any]:
+        """The fields of a row that are searched for a stage, "" for whole calls, by name."""
         name = stage or SCAN
-        launch = launch_of(self.spec(overrides), name)
-        folder = launch.lowering.folder
-        fields = {
-            f"{folder}_{name}.{field}": values
-            for field, values in TILES.get(folder, {}).items()
-            if field in vars(launch.tiles)
-            and (name != SCAN or (field == "siz_b_LKV") == (not stage))
+        kernel = f"{Lowering(self.backend).folder}_{name}"
+        found = {} if stage else {x: row[x] for x in SCHEDULE if x in row}
+        return found | {
+            f"{kernel}.{field}": x
+            for field, x in row.get(kernel, {}).items()
+            if name != SCAN or (field == "siz_b_LKV") == (not stage)
         }
-        return fields if stage else SCHEDULE | fields
 
     def needed(self, overrides: Overrides) -> Overrides:
         """The overrides without those that change nothing."""
@@ -153,12 +130,23 @@ class Calls:
         return overrides
 
 
+def steps_of(name: str, x: Any) -> list[Any]:
+    """The next values of a field: the other bool, one stage more or fewer, twice or half the size.
+
+    The plan refuses those that are not possible.
+    """
+    if isinstance(x, bool) or x is None:
+        return [not x] * (x is not None)
+    steps = (x + 1, x - 1) if name.endswith("num_stages") else (2 * x, x // 2)
+    most = MOST_WARPS if name.endswith("num_warps") else LARGEST
+    return [y for y in steps if 1 <= y <= most]
+
+
 class Search:
     """Coordinate descent of a stage, or of whole calls."""
 
     def __init__(self, calls: Calls, stage: str, start: Overrides):
         self.calls, self.stage, self.start = calls, stage, start
-        self.values = calls.search(stage, start)
         self.results: dict[str, tuple[Result, Overrides]] = {}  # by row
 
     @property
@@ -171,16 +159,8 @@ class Search:
 
     def neighbours(self, overrides: Overrides) -> Iterator[Overrides]:
         """With one step of one field, then, of a stage, of two."""
-        row, steps = self.calls.row(overrides) or {}, []
-        for name, values in self.values.items():
-            kernel, _, field = name.partition(".")
-            present = row.get(kernel, {}).get(field) if field else row.get(kernel)
-            if present is not None:
-                above, below = (
-                    [x for x in values if x > present],
-                    [x for x in values if x < present],
-                )
-                steps += [(name, x) for x in (*above[:1], *below[-1:])]
+        fields = self.calls.fields(self.stage, self.calls.row(overrides) or {})
+        steps = [(name, y) for name, x in fields.items() for y in steps_of(name, x)]
         for count in (1, 2) if self.stage else (1,):
             for changes in itertools.combinations(steps, count):
                 if len(dict(changes)) == count:
@@ -319,9 +299,9 @@ class Tuner:
         if not stages:
             self.descend([schedule], start + SCHEDULE_SHARE * seconds)
         of_call = schedule.best
-        folder, row = Lowering(self.calls.backend).folder, self.calls.row(of_call) or {}
-        names = [x for x in stages or STAGES if f"{folder}_{x}" in row]
-        searches = [Search(self.calls, x, of_call) for x in names if self.calls.search(x, of_call)]
+        row = self.calls.row(of_call) or {}
+        names = [x for x in stages or STAGES if self.calls.fields(x, row)]
+        searches = [Search(self.calls, x, of_call) for x in names]
         self.descend(searches, start + SEARCH_SHARE * seconds)
         tuned = of_call
         for search in filter(lambda x: x.results, searches):
