@@ -5,7 +5,6 @@ import re
 
 import benchmark_runs
 import jax
-import jax.numpy as jnp
 import layer_benchmark
 import peers
 import pytest
@@ -48,21 +47,13 @@ def scaled(x, by):
     return by * x + jax.lax.stop_gradient((1 - by) * x)
 
 
-@pytest.mark.parametrize(
-    ("change", "noted"),
-    [
-        pytest.param(lambda h: h.at[0, 0, 0].set(jnp.nan), "y", marks=pytest.mark.slow),
-        (lambda h: scaled(h, 0.9), "query"),
-    ],
-    ids=["output", "gradient"],
-)
-def test_a_wrong_layout_is_not_timed(change, noted, monkeypatch, tmp_path):
+def test_a_wrong_gradient_in_a_layout_is_not_timed(monkeypatch, tmp_path):
     def wrong(*args, layout="BNTH", **options):
         h = quick_mlstm(*args, layout=layout)
-        return change(h) if layout == "BTNH" else h
+        return scaled(h, 0.9) if layout == "BTNH" else h
 
     monkeypatch.setattr(layer_benchmark, "mlstm_chunkwise", wrong)
     assert run(f"--impl={','.join(layer_benchmark.LAYOUTS)}", f"--jsonl={tmp_path / 'rows'}") == 1
     first, second = records(tmp_path / "rows")
     assert (first["status"], second["status"], "ms" in second) == ("ok", "wrong", False)
-    assert re.match(f"wrong: error .* in {noted}, .* in {noted}, layouts, ", second["note"])
+    assert re.match("wrong: error .* in query, .* in query, layouts, ", second["note"])
