@@ -4,7 +4,7 @@ import itertools
 import re
 
 import pytest
-from test_import_graph import FLOOR, PACKAGE
+from test_import_graph import LAYER, PACKAGE
 
 from mlstm_pallas import KernelConfig, plan
 from mlstm_pallas.backend import jax_has_mosaic_gpu
@@ -43,8 +43,8 @@ def test_the_file_map_names_every_file():
 
 def test_imports_run_from_left_to_right():
     diagram = NOTES.partition("    public API -> ")[2].partition("\n\n")[0]
-    floors = [[FLOOR[x] for x in re.findall(r"\w+", step)] for step in diagram.split("->")]
-    assert all(max(a) < min(b) for a, b in itertools.pairwise(floors))
+    layers = [[LAYER[x] for x in re.findall(r"\w+", step)] for step in diagram.split("->")]
+    assert all(max(a) < min(b) for a, b in itertools.pairwise(layers))
 
 
 @pytest.mark.skipif(not jax_has_mosaic_gpu(), reason="this jax has no Mosaic GPU")
