@@ -5,9 +5,9 @@ has two barriers: ``full``, on which its copies arrive, and ``empty``, on which 
 warpgroup arrives when it has read the slot.
 
 Who starts the copies is a static choice. Shared: the readers do, each for its share of the slots,
-so that none of them waits for the others more often than its neighbour. Dedicated: a further
-warpgroup, number 2, does, which calls ``fetch`` for every step. From the launch on two warpgroups
-have 255 registers a thread, three have 168.
+so that no warpgroup stalls more often than another. Dedicated: a further warpgroup, number 2, calls
+``fetch`` for every step. Two warpgroups have 255 registers per thread from the launch on, three
+have 168.
 """
 
 import dataclasses
@@ -103,7 +103,7 @@ class CopyRing:
         pl.when((lax.axis_index("wg") == copier) & condition)(run)
 
     def start(self) -> None:
-        """Starts the copies of the first steps, one a slot."""
+        """Starts the copies of the first steps, one per slot."""
 
         def first(step, carry):
             self._by_copier(step, step < self.steps, lambda: self.fetch(step))

@@ -1,7 +1,7 @@
-"""The seam to Mosaic GPU: the only importer of jax.experimental.pallas.mosaic_gpu.
+"""The only importer of jax.experimental.pallas.mosaic_gpu, for Hopper GPUs and jax >= 0.11.2.
 
-For Hopper GPUs, and jax from 0.11.2 on. Its interface changes between versions of jax, so what the
-kernels share of it is here: a launch, the layout of tiles in shared memory, copies.
+Its interface changes between versions of jax, so what the kernels share of it is here: a launch,
+the layout of tiles in shared memory, and references.
 ``mosaic_gpu/products.py`` has the products on the tensor cores.
 """
 
@@ -178,7 +178,7 @@ def load(ref: Any, layout: Any = plgpu.Layout.WGMMA, *, optimized: bool = True) 
 
 
 def move_registers(count: int) -> None:
-    """Gives the warpgroup so many registers a thread, where the compiler can.
+    """Gives the warpgroup ``count`` registers per thread, where the compiler can.
 
     For a kernel that a copying warpgroup leaves too few. All others have enough without it.
     """

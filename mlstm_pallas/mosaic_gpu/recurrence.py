@@ -5,19 +5,19 @@ to 256 rows and 128 columns of X. It has two warpgroups, each with 64 columns, k
 registers; where CTAs are few, or 128 does not divide DHHV, it has 64 columns and one warpgroup.
 They share the copying, num_stages tiles of 64 steps ahead.
 
-Where that makes too few CTAs, the sequence is cut into splits. A launch before computes what each
-split adds to X, with the same kernel, which then stores no X of a chunk (splits.py).
+Where that makes too few CTAs, the sequence is cut into splits. A preceding launch of the same
+kernel computes what each split adds to X and stores no states of chunks (splits.py).
 
-With r the left operand of the transposed product is r b, weighted in registers: (r b)^T a = b^T (r
-a), and a tile of b has 64 columns a warpgroup. The operand of a step is computed while the product
-of the step before runs.
+With r the left operand of the transposed product is r b, scaled in registers, because (r b)^T a =
+b^T (r a) and a tile of b has only 64 columns per warpgroup. The operand of a step is computed while
+the product of the step before runs.
 
-A recurrence with an h also has the inner products b_t . h_t, a warpgroup's 64 columns at a time:
-while the product of a step runs, the warpgroup multiplies its tile of b with that of h. The CTAs of
-the first row block do it. The tiles of h have stages of their own.
+A recurrence with an h also computes the inner products b_t . h_t, 64 columns per warpgroup: while
+the product of a step runs, the warpgroup multiplies its tile of b with the tile of h. The CTAs of
+the first row block do it. The tiles of h have a ring of their own.
 
-A recurrence with an x sums r_t a_t in the same place, 64 columns of a a warpgroup. The CTAs of the
-first column block do it, in blocks of at most 64 rows a warpgroup.
+A recurrence with an x sums r_t a_t meanwhile, 64 columns of a per warpgroup. The CTAs of the first
+column block do it, in blocks of at most 64 rows per warpgroup.
 """
 
 import dataclasses
@@ -101,43 +101,35 @@ class _Operands(NamedTuple):
     x_initial: Any  # (B * NH * splits, DHQK), may be absent
 
 
-class _Shared(NamedTuple):
-    a_tiles: Any  # (stages, 64, rows)
-    b_tiles: Any  # (stages, 64, 128)
-    weights: Any  # (stages, 64) float32, absent without r
-    h_tiles: Any  # (H_STAGES, 64, 128), absent where no recurrence has an h
-    out_tiles: Any  # (warpgroups, 2, 64, 64), absent where X is not stored
-    scratch: Any  # (warpgroups, SUM_SCRATCH) float32, absent where no recurrence has an x
-    barriers: Any  # of the ring of operands
-    h_barriers: Any  # of the ring of tiles of h, absent likewise
-
-
-class _Place(NamedTuple):
-    """The block of X of a warpgroup."""
-
-    wg: jax.Array
-    head: jax.Array
-    split: jax.Array
-    rows: Any
-    columns: Any  # of the CTA
-    part: jax.Array  # which 64 columns
-    X_columns: Any  # these
-    tile_columns: Any  # likewise, in a tile of b or h
-    x_rows: Any  # 64 rows, of x
-    x_part: Any  # these, in a tile of a
-
-
 @dataclasses.dataclass(frozen=True)
 class _Recurrence:
+    """A recurrence, as the warpgroup of a block of X sees it."""
+
     x: _Operands  # of which a, b and h are the head's alone
     out: Any  # RecurrenceOutputs
-    shared: _Shared
-    place: _Place
     p: Problem
     rows: int
     backward: bool
     splits: Splits
     owns_x: bool
+    wg: Any
+    head: Any
+    split: Any
+    of_rows: Any
+    of_columns: Any  # of the CTA
+    part: Any  # which 64 columns
+    X_columns: Any  # these
+    tile_columns: Any  # likewise, in a tile of b or h
+    x_rows: Any  # 64 rows, of x
+    x_part: Any  # these, in a tile of a
+    a_smem: Any  # (stages, 64, rows)
+    b_smem: Any  # (stages, 64, 128)
+    weights_smem: Any  # (stages, 64) float32, None without r
+    h_smem: Any  # (H_STAGES, 64, 128), None where no recurrence has an h
+    out_smem: Any  # (warpgroups, 2, 64, 64), None where X is not stored
+    sum_smem: Any  # (warpgroups, SUM_SCRATCH) float32, None where no recurrence has an x
+    barriers: Any  # of the ring of operands
+    h_barriers: Any  # of the ring of tiles of h, None likewise
 
     @property
     def tiles_of_chunk(self):
@@ -151,69 +143,69 @@ class _Recurrence:
     def chunk(self, index):
         index = self.num_chunks - 1 - index if self.backward else index
         of_sequence = self.splits.of_sequence
-        return index if of_sequence == 1 else self.place.split * self.num_chunks + index
+        return index if of_sequence == 1 else self.split * self.num_chunks + index
 
     def steps(self, step):
         n = self.tiles_of_chunk
         return block(self.chunk(divide(step, n)) * n + remainder(step, n), STEPS)
 
     def copy(self, step, copy):
-        steps, place, shared = self.steps(step), self.place, self.shared
-        copy(self.x.a.at[steps, place.rows], shared.a_tiles)
-        copy(self.x.b.at[steps, place.columns], shared.b_tiles)
+        steps = self.steps(step)
+        copy(self.x.a.at[steps, self.of_rows], self.a_smem)
+        copy(self.x.b.at[steps, self.of_columns], self.b_smem)
         if self.x.r is not None:
-            copy(self.x.r.at[place.head, steps], shared.weights)
+            copy(self.x.r.at[self.head, steps], self.weights_smem)
 
     def copy_h(self, step, copy):
-        copy(self.x.h.at[self.steps(step), self.place.columns], self.shared.h_tiles)
+        copy(self.x.h.at[self.steps(step), self.of_columns], self.h_smem)
 
     def left(self, slot):
         """b of a tile, transposed and weighted, (64 columns, 64 steps)."""
-        bT = self.shared.b_tiles.at[slot, :, self.place.tile_columns].T
-        if self.shared.weights is None:
+        bT = self.b_smem.at[slot, :, self.tile_columns].T
+        if self.weights_smem is None:
             return bT
-        weights = across_rows(load(self.shared.weights.at[slot], BY_COLUMNS))
+        weights = across_rows(load(self.weights_smem.at[slot], BY_COLUMNS))
         return (load(bT).astype(jnp.float32) * weights).astype(bT.dtype)
 
     def store_inner(self, ring, h_ring, step, tile):
         """The sums of b h over the columns of the warpgroup, for the steps of a tile."""
-        place, slot, h_slot = self.place, ring.slot(step), h_ring.wait(step)
-        tiles = self.shared.b_tiles.at[slot], self.shared.h_tiles.at[h_slot]
-        b, h = (load(x.at[:, place.tile_columns]).astype(jnp.float32) for x in tiles)
+        slot, h_slot = ring.slot(step), h_ring.wait(step)
+        tiles = self.b_smem.at[slot], self.h_smem.at[h_slot]
+        b, h = (load(x.at[:, self.tile_columns]).astype(jnp.float32) for x in tiles)
         h_ring.release(step)
         sums = products.sum_over_columns(b * h)
-        self.out.inner.at[place.head, place.part, block(tile, STEPS)][...] = sums
+        self.out.inner.at[self.head, self.part, block(tile, STEPS)][...] = sums
 
     def store_state(self, index, at, XT):
         """X before chunk ``at``, the index-th in order."""
-        place, n = self.place, self.rows // R
+        n = self.rows // R
         for x in range(n):
-            tile = self.shared.out_tiles.at[place.wg, remainder(index * n + x, 2)]
+            tile = self.out_smem.at[self.wg, remainder(index * n + x, 2)]
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
             products.store(tile.T, XT[:, x * R : (x + 1) * R].astype(tile.dtype))
             plgpu.commit_smem()
             rows = block(lax.axis_index("rows") * n + x, R)
-            plgpu.copy_smem_to_gmem(tile, self.out.X.at[place.head, at, rows, place.X_columns])
+            plgpu.copy_smem_to_gmem(tile, self.out.X.at[self.head, at, rows, self.X_columns])
 
     def weighted(self, slot):
         """r a of a tile, (64 steps, 64 rows of x)."""
-        a = load(self.shared.a_tiles.at[slot, :, self.place.x_part]).astype(jnp.float32)
-        return a * across_columns(load(self.shared.weights.at[slot], BY_ROWS))
+        a = load(self.a_smem.at[slot, :, self.x_part]).astype(jnp.float32)
+        return a * across_columns(load(self.weights_smem.at[slot], BY_ROWS))
 
     def once(self, store):
         """With blocks of 64 rows both warpgroups have the same x, which one of them stores."""
         if self.rows == R:
-            pl.when(self.place.wg == 0)(store)
+            pl.when(self.wg == 0)(store)
         else:
             store()
 
     def join(self, ring, h_ring, index, carry):
         """Stores X before a chunk, and adds the chunk; carry: X^T, x and the chunk's gamma."""
-        n, place = self.tiles_of_chunk, self.place
+        n = self.tiles_of_chunk
         unrolled = 2 - n % 2  # steps whose left operands have registers of their own
         XT, vector, decay = carry
         at, last = self.chunk(index), np.int32(self.num_chunks - 1)
-        following = self.x.gamma[place.head, self.chunk(lax.min(index + 1, last))]
+        following = self.x.gamma[self.head, self.chunk(lax.min(index + 1, last))]
         if self.out.X is not None:
             self.store_state(index, at, XT)
 
@@ -222,7 +214,7 @@ class _Recurrence:
                 for x in range(unrolled):
                     step = index * n + i * unrolled + x
                     slot = ring.wait(step)
-                    products.add(accumulator, self.left(slot), self.shared.a_tiles.at[slot])
+                    products.add(accumulator, self.left(slot), self.a_smem.at[slot])
                     if total is not None:
                         total += self.weighted(slot)
                     products.wait(1)
@@ -249,64 +241,64 @@ class _Recurrence:
         if self.out.x is not None:
 
             def store_x():
-                self.out.x.at[place.head, at, place.x_rows][...] = vector
+                self.out.x.at[self.head, at, self.x_rows][...] = vector
 
             self.once(store_x)
         # Only an accumulator that starts from zeros lets other values out.
         total, added = products.all_from_zeros(add, (R, self.rows))
-        sums = products.sum_over_rows(total, self.shared.scratch.at[place.wg])
+        sums = products.sum_over_rows(total, self.sum_smem.at[self.wg])
         return XT * decay + added, vector * decay + sums, following
 
     def initial(self):
         """X^T and x before the first chunk."""
-        x, place = self.x, self.place
-        at = place.head * self.splits.of_sequence + place.split
+        x = self.x
+        at = self.head * self.splits.of_sequence + self.split
         if x.X_initial is None:
             XT = products.zeros(R, self.rows)
         else:
-            XT = load(x.X_initial.at[at, place.X_columns, place.rows], optimized=False)
+            XT = load(x.X_initial.at[at, self.X_columns, self.of_rows], optimized=False)
         if not self.owns_x:
             return XT, None
         if x.x_initial is None:
             return XT, plgpu.layout_cast(jnp.zeros((R,), jnp.float32), BY_LANES)
-        return XT, load(x.x_initial.at[at, place.x_rows], BY_LANES, optimized=False)
+        return XT, load(x.x_initial.at[at, self.x_rows], BY_LANES, optimized=False)
 
     def store_last(self, XT, vector):
         """X and x after the last chunk; with splits.sums those of every split."""
-        out, place, splits = self.out, self.place, self.splits
+        out, splits = self.out, self.splits
 
         def store(index):
             if out.X_last is not None:
-                out.X_last[index, place.X_columns, place.rows] = XT
+                out.X_last[index, self.X_columns, self.of_rows] = XT
             if vector is not None:
 
                 def store_x():
-                    out.x_last.at[index, place.x_rows][...] = vector
+                    out.x_last.at[index, self.x_rows][...] = vector
 
                 self.once(store_x)
 
         if splits.sums:
-            store(place.head * splits.of_head + (place.split - splits.first(self.backward)))
+            store(self.head * splits.of_head + (self.split - splits.first(self.backward)))
         elif splits.of_sequence == 1:
-            store(place.head)
+            store(self.head)
         else:
             last = 0 if self.backward else splits.of_sequence - 1
-            pl.when(place.split == last)(lambda: store(place.head))
+            pl.when(self.split == last)(lambda: store(self.head))
 
     def run(self, num_stages, reads_h):
-        x, shared, place = self.x, self.shared, self.place
-        total, readers = self.num_chunks * self.tiles_of_chunk, shared.b_tiles.shape[-1] // R
+        x = self.x
+        total, readers = self.num_chunks * self.tiles_of_chunk, self.b_smem.shape[-1] // R
         ring, h_ring = (
-            CopyRing(shared.barriers, num_stages, total, self.copy, readers=readers),
+            CopyRing(self.barriers, num_stages, total, self.copy, readers=readers),
             None,
         )
         rings = [ring]
         if reads_h:
-            h_ring = CopyRing(shared.h_barriers, H_STAGES, total, self.copy_h, readers=readers)
+            h_ring = CopyRing(self.h_barriers, H_STAGES, total, self.copy_h, readers=readers)
             rings.append(h_ring)
         for y in rings:
             y.start()
-        gamma = x.gamma[place.head, self.chunk(np.int32(0))]
+        gamma = x.gamma[self.head, self.chunk(np.int32(0))]
         step = functools.partial(self.join, ring, h_ring)
         XT, vector, _ = loop(self.num_chunks, step, (*self.initial(), gamma))
         self.store_last(XT, vector)
@@ -326,7 +318,7 @@ def _kernel(
     num_stages: int,
     **shared: Any,
 ) -> None:
-    wg, index, columns = lax.axis_index("wg"), lax.axis_index("head"), shared["b_tiles"].shape[-1]
+    wg, index, columns = lax.axis_index("wg"), lax.axis_index("head"), shared["b_smem"].shape[-1]
     blocks_of_X = block(lax.axis_index("rows"), rows), block(lax.axis_index("columns"), columns)
     part = lax.axis_index("columns") * (columns // R) + wg
     x_part = wg if rows > R else 0
@@ -342,9 +334,9 @@ def _kernel(
         reads_h, owns_x = first and x.h is not None, first and out.x_last is not None
         a, b = head_of(x.a, head, p), head_of(x.b, head, p)
         x = x._replace(a=a, b=b, h=head_of(x.h, head, p) if reads_h else None)
-        place = _Place(wg, head, split + splits.first(backward[j]), *blocks_of_X, *of_wg)
+        place = wg, head, split + splits.first(backward[j]), *blocks_of_X, *of_wg
         statics = p, rows, backward[j], splits, owns_x
-        _Recurrence(x, out, _Shared(**shared), place, *statics).run(num_stages, reads_h)
+        _Recurrence(x, out, *statics, *place, **shared).run(num_stages, reads_h)
 
     for j, (x, out) in enumerate(zip(operands, outputs, strict=True)):
         here, axis = divide(index, p.BNH * splits.of_head) == j, ""
@@ -374,12 +366,12 @@ def scratch(
     """Shared memory of the kernel, for blocks of X of so many rows and columns."""
     tiles, readers = functools.partial(shared_tiles, dtype=dtype), columns // R
     return {
-        "a_tiles": tiles(num_stages, STEPS, rows),
-        "b_tiles": tiles(num_stages, STEPS, columns),
-        "weights": plgpu.SMEM((num_stages, STEPS), jnp.float32) if weighted else None,
-        "h_tiles": tiles(H_STAGES, STEPS, columns) if has_h else None,
-        "out_tiles": tiles(readers, 2, R, R) if stores_X else None,
-        "scratch": plgpu.SMEM((readers, SUM_SCRATCH), jnp.float32) if has_x else None,
+        "a_smem": tiles(num_stages, STEPS, rows),
+        "b_smem": tiles(num_stages, STEPS, columns),
+        "weights_smem": plgpu.SMEM((num_stages, STEPS), jnp.float32) if weighted else None,
+        "h_smem": tiles(H_STAGES, STEPS, columns) if has_h else None,
+        "out_smem": tiles(readers, 2, R, R) if stores_X else None,
+        "sum_smem": plgpu.SMEM((readers, SUM_SCRATCH), jnp.float32) if has_x else None,
         "barriers": ring_barriers(num_stages, copies=3 if weighted else 2, readers=readers),
         "h_barriers": ring_barriers(H_STAGES, copies=1, readers=readers) if has_h else None,
     }
