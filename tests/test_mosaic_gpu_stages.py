@@ -212,7 +212,7 @@ def test_step_sums_against_float64(shape, L, layout, dtype):
 
 
 def test_a_tile_beyond_the_whole_groups_of_an_array_is_copied_group_by_group():
-    from mlstm_pallas.mosaic_gpu.tile_copies import groups_alone
+    from mlstm_pallas.mosaic_gpu.inline_mlir import groups_alone
 
     for S in (192, 200, 201, 255):
         for first in range(0, S, 64):

@@ -55,8 +55,6 @@ class CopyRing:
     num_slots: int
     steps: Any
     copies: Any
-    products: Any = None
-    buffers: Any = None
     readers: int = 2
     steps_of_item: int | None = None
 

@@ -125,13 +125,11 @@ class Interpreter:
     def copied_by_groups(self, steps: int) -> bool:
         return False
 
-    def copy_in(self, source: Any, tile: Any, barrier: Any, interpret: Any = None) -> None:
+    def copy_in(self, source: Any, tile: Any, barrier: Any) -> None:
         self._fill(barrier, tile)
         self.plgpu.copy_gmem_to_smem(source, tile, barrier)
 
-    def copy_out(
-        self, tile: Any, destination: Any, where: Any = None, interpret: Any = None
-    ) -> None:
+    def copy_out(self, tile: Any, destination: Any, where: Any = None) -> None:
         copy = functools.partial(self.plgpu.copy_smem_to_gmem, tile, destination)
         copy() if where is None else pl.when(where)(copy)
 

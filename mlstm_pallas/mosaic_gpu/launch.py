@@ -13,13 +13,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src.pallas.mosaic_gpu import lowering
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu
 from jax.extend.core import Primitive
 from jax.interpreters import batching, mlir
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 
 from mlstm_pallas.mosaic_gpu.interpreter import Interpreter
 from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS
@@ -108,28 +105,6 @@ batching.defvectorized(_varying_nowhere)
 mlir.register_lowering(_varying_nowhere, lambda _, x: [x])
 
 
-def barrier_address(barrier: Any) -> jax.Array:
-    """In shared memory, for MLIR: inline_mgpu takes no barriers. In kernels whose layouts are
-    inferred."""
-    base, index = barrier, 0
-    if hasattr(barrier, "transforms"):
-        base, ((index,),) = barrier.ref, (x.indices for x in barrier.transforms)
-    address: jax.Array = _barrier_address.bind(base, jnp.asarray(index, jnp.int32))
-    return address
-
-
-def _lower_barrier_address(_: Any, barriers: Any, index: Any) -> Any:
-    index = index if isinstance(index, ir.Value) else int(index)
-    return llvm.ptrtoint(ir.IntegerType.get_signless(32), barriers[index].get_ptr())
-
-
-_barrier_address = Primitive("barrier_address")  # its lowering has no public place
-_barrier_address.def_abstract_eval(lambda barriers, index: jax.core.ShapedArray((), jnp.int32))
-lowering.register_lowering_rule(_barrier_address, plgpu.LoweringSemantics.Warpgroup)(
-    _lower_barrier_address
-)
-
-
 class PersistentScheduler(NamedTuple):
     """The items of a CTA that stays: every num_ctas-th, from that of its index on."""
 
@@ -203,6 +178,6 @@ def block(index: Any, size: int) -> Any:
     return pl.ds(start if isinstance(start, int) else pl.multiple_of(start, size), size)
 
 
-def one_of(*tiles: Any, interpret: Any = None) -> Any:
+def one_of(*tiles: Any) -> Any:
     """Arrays in the same place of shared memory, slot by slot; their slots have the same bytes."""
     return plgpu.RefUnion(*tiles)

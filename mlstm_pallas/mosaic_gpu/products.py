@@ -1,33 +1,20 @@
-"""Products on the tensor cores (wgmma), and sums over the rows of a tile, written in MLIR.
+"""Products on the tensor cores (wgmma), sums of tiles, and the protocol of shared buffers.
 
 The products of a warpgroup run asynchronously: see ``read`` and ``wait``.
 """
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
-from jax.experimental.mosaic.gpu import utils
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, vector
 
-from mlstm_pallas import tiles
+from mlstm_pallas.mosaic_gpu.inline_mlir import by_lanes, inline_sum_over_rows
 from mlstm_pallas.mosaic_gpu.interpreter import interpretable
 from mlstm_pallas.mosaic_gpu.launch import BY_ROWS, REGISTER_ROWS, plgpu
 
 SUM_SCRATCH = 4 * REGISTER_ROWS  # float32 elements, for ``sum_over_rows``
-
-
-def by_lanes(columns: int) -> Any:
-    """The layout of 32 or 64 elements that every warp holds, neighbouring ones in a lane."""
-    tiling = plgpu.Tiling(((columns,), (columns // 32,)))
-    return plgpu.Layout.TILED(
-        tiling, warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
-    )
 
 
 BY_LANES = by_lanes(64)
@@ -91,7 +78,7 @@ def sum_over_rows(x: jax.Array, scratch: Any) -> Any:
     """
     columns = plgpu.ShapeDtypeStruct(x.shape[1:], jnp.float32, layout=by_lanes(x.shape[1]))
     types = plgpu.Layout.WGMMA, plgpu.RefType()
-    return plgpu.inline_mgpu(arg_types=types, return_type=columns)(_sum_over_rows)(x, scratch)
+    return plgpu.inline_mgpu(arg_types=types, return_type=columns)(inline_sum_over_rows)(x, scratch)
 
 
 @interpretable
@@ -135,79 +122,9 @@ def store(tile: Any, value: jax.Array) -> None:
     tile[...] = value
 
 
-# What follows, for kernels that pass ``products`` and ``interpret`` on: until they call the
-# functions.
-
-
-if TYPE_CHECKING:
-    Products: TypeAlias = Any
-else:
-
-    class Products:
-        interpret = None
-
-        def __init__(self, interpret):
-            pass
-
-        def __getattr__(self, name):
-            return globals()[name]
-
-
-def loop(_: Any, count: Any, body: Callable[[jax.Array, Any], Any], init: Any = None) -> Any:
-    return tiles.loop(count, body, init)
-
-
 def cond(
     condition: Any, this: Callable[[Any], None], that: Callable[[Any], None], accumulator: Any
 ) -> None:
+    """this(accumulator) where the condition holds, else that(accumulator)."""
     pl.when(condition)(lambda: this(accumulator))
     pl.when(jnp.logical_not(condition))(lambda: that(accumulator))
-
-
-def _sum_over_rows(_: Any, tile: Any, scratch: Any) -> mgpu.FragmentedArray:
-    """Each lane holds 16 columns of two rows, or 8. In a round two lanes with the same columns
-    exchange halves of their sums.
-
-    After the rounds each lane has the sums of two neighbouring columns over the warp's 16 rows. Of
-    64 columns lane x has 2 x and 2 x + 1. Of 32, two lanes have both: in the last round they add up
-    their halves. The sums of the four warps meet in shared memory.
-    """
-    i32, index, columns = ir.IntegerType.get_signless(32), ir.IndexType.get(), tile.shape[1]
-    # Two neighbouring columns each: [columns from 8 j on, row of the lane].
-    sums = [arith.addf(x, y) for x, y in tile.registers.reshape(columns // 8, 2)]
-    thread = arith.remui(utils.thread_idx(), utils.c(128, i32))
-    lane, warp = arith.remui(thread, utils.c(32, i32)), arith.divui(thread, utils.c(32, i32))
-    for distance in (16, 8, 4):
-        half = len(sums) // 2
-        if half == 0:
-            sums = [arith.addf(sums[0], utils.shfl_bfly(sums[0], distance))]
-            continue
-        bit = arith.andi(lane, utils.c(distance, i32))
-        upper = arith.cmpi(arith.CmpIPredicate.ne, bit, utils.c(0, i32))
-        halves = sums[:half], sums[half:]
-        kept = [arith.select(upper, y, x) for x, y in zip(*halves, strict=True)]
-        sent = [arith.select(upper, x, y) for x, y in zip(*halves, strict=True)]
-        sums = [
-            arith.addf(x, utils.shfl_bfly(y, distance)) for x, y in zip(kept, sent, strict=True)
-        ]
-
-    def place(warp, column):
-        return [
-            arith.index_cast(index, arith.addi(arith.muli(warp, utils.c(columns, i32)), column))
-        ]
-
-    per_lane = columns // 32
-    group = arith.divui(lane, utils.c(8 // per_lane, i32))
-    in_group = arith.muli(arith.remui(lane, utils.c(4, i32)), utils.c(2, i32))
-    first = arith.addi(arith.muli(group, utils.c(8, i32)), in_group)
-    vector.store(sums[0], scratch, place(warp, first))
-    utils.warpgroup_barrier()
-    of_lane = ir.VectorType.get((per_lane,), ir.F32Type.get())
-    column = arith.muli(lane, utils.c(per_lane, i32))
-    a, b, c, d = (
-        vector.load(of_lane, scratch, place(utils.c(other, i32), column)) for other in range(4)
-    )
-    utils.warpgroup_barrier()  # the next sums go to the same place
-    total, layout = arith.addf(arith.addf(a, b), arith.addf(c, d)), by_lanes(columns).to_mgpu()
-    registers = np.full(layout.registers_shape((columns,)), total, dtype=object)
-    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)

@@ -12,21 +12,13 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic.gpu import launch_context, utils
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm
 
+from mlstm_pallas.mosaic_gpu.inline_mlir import GROUP, copy_steps
 from mlstm_pallas.mosaic_gpu.interpreter import interpretable
-from mlstm_pallas.mosaic_gpu.launch import barrier_address, plgpu, tile_transforms
+from mlstm_pallas.mosaic_gpu.launch import plgpu
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.tiles import divide, remainder
-
-GROUP = 8  # rows
-THREADS = 128  # of a warpgroup: all of them arrive on a barrier
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,90 +83,19 @@ def copied_by_groups(steps: int) -> bool:
 
 
 @interpretable
-def copy_in(source: Any, tile: Any, barrier: Any, *, interpret: Any = None) -> None:
+def copy_in(source: Any, tile: Any, barrier: Any) -> None:
     """Starts a copy to shared memory, which arrives on the barrier."""
     if isinstance(source, Steps):
-        _copy(source, tile, barrier)
+        copy_steps(source, tile, barrier)
     else:
         plgpu.copy_gmem_to_smem(source, tile, barrier)
 
 
 @interpretable
-def copy_out(tile: Any, destination: Any, where: Any = None, *, interpret: Any = None) -> None:
+def copy_out(tile: Any, destination: Any, where: Any = None) -> None:
     """Starts a copy to global memory, where the condition holds."""
     if isinstance(destination, Steps):
-        start = functools.partial(_copy, destination, tile)
+        start = functools.partial(copy_steps, destination, tile)
         start() if where is None else pl.when(where)(start)
     else:
         plgpu.copy_smem_to_gmem(tile, destination, predicate=where)
-
-
-def groups_alone(first: Any, S: int, rows: int) -> jax.Array:
-    """How many groups of the tile from row ``first`` of S on go one by one; 0: it goes at once."""
-    whole = first <= S // GROUP * GROUP - rows
-    return jnp.where(whole, np.int32(0), np.int32(rows // GROUP))
-
-
-def _copy(steps: Steps, tile: Any, barrier: Any = None) -> None:
-    """Starts copies of a tile from an array, or to it without a barrier."""
-    (rows, columns), itemsize = steps.shape, tile.dtype.itemsize
-    transforms = tile_transforms(columns, itemsize)
-    tiling, swizzle = transforms[0].tiling, transforms[1].swizzle
-    axis = len(steps.before)
-    groups = launch_context.TileTransform(tiling, rounding=launch_context.Rounding.DOWN)
-    # A group: its parts, as wide as the swizzle, one after another.
-    parts = launch_context.TileTransform(tiling[1:]), launch_context.TransposeTransform((1, 0, 2))
-
-    def start(context, array, tile, *scalars):
-        i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
-        *at, count, address = (x.registers.item() for x in scalars)
-        first = at.pop(axis)
-        *others, column = (arith.index_cast(index, x) for x in at)
-        before, behind = others[:axis], others[axis:]
-        full = None
-        if barrier is not None:
-            shared = llvm.PointerType.get(utils.WORKGROUP_NVPTX_ADDRESS_SPACE)
-            pointer = llvm.inttoptr(shared, address)
-            no_phases: Any = None  # nothing waits here
-            full = utils.BarrierRef(pointer, utils.c(0, i32), no_phases, 1)
-            full.arrive_expect_tx(rows * columns * itemsize // THREADS)
-
-        def copy(piece, row, size, transform, where):
-            steps = utils.ds(arith.index_cast(index, row), size)
-            sides = dict(src_ref=array, dst_ref=piece)
-            if full is None:
-                sides = dict(src_ref=piece, dst_ref=array)
-            context.async_copy(
-                **sides,
-                gmem_slice=(*before, steps, *behind, utils.ds(column, columns)),
-                gmem_transform=transform,
-                barrier=full,
-                swizzle=swizzle,
-                arrive=False,
-                predicate=where,
-            )
-
-        leader = utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)
-        if columns == tiling[1]:
-            copy(utils.memref_reshape(tile, (rows, columns)), first, rows, (), leader)
-        else:
-            inside = arith.cmpi(arith.CmpIPredicate.eq, count, utils.c(0, i32))
-            copy(tile, first, rows, groups, arith.andi(leader, inside))
-
-            def group(g, carry):
-                row = arith.addi(first, arith.muli(g, utils.c(GROUP, i32)))
-                piece = utils.memref_slice(tile, arith.index_cast(index, g))
-                copy(piece, row, GROUP, parts, leader)
-                return carry
-
-            utils.fori(count, [])(group)
-
-        if full is None:
-            nvvm.cp_async_bulk_commit_group()
-
-    address = 0 if barrier is None else barrier_address(barrier)
-    at = *steps.before, steps.start, *steps.behind, steps.column
-    count = groups_alone(steps.start, steps.S, rows)
-    scalars = [jnp.asarray(x, jnp.int32) for x in (*at, count, address)]
-    types = plgpu.RefType(), plgpu.RefType(transforms), *[plgpu.Layout.WG_SPLAT] * len(scalars)
-    plgpu.inline_mgpu(arg_types=types)(start)(steps.array, tile, *scalars)

@@ -1,0 +1,174 @@
+"""The MLIR of the kernels, for what Pallas cannot express.
+
+A copy of a tile, as wgmma reads it, from or to an array whose steps are no multiple of 8: plgpu's
+TMA copies view such an array in whole groups of 8 rows and refuse the rest. Sums over rows of a
+tile: jnp.sum has one scratch in shared memory for all warpgroups of a CTA, a race. There is
+no jax issue about either (November 2026); when jax has both, this file can go.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax._src.pallas.mosaic_gpu import lowering
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.mosaic.gpu import launch_context, utils
+from jax.extend.core import Primitive
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+
+from mlstm_pallas.mosaic_gpu.launch import plgpu, tile_transforms
+
+GROUP = 8  # rows
+THREADS = 128  # of a warpgroup: all of them arrive on a barrier
+
+
+def barrier_address(barrier: Any) -> jax.Array:
+    """In shared memory, for MLIR: inline_mgpu takes no barriers. In kernels whose layouts are
+    inferred."""
+    base, index = barrier, 0
+    if hasattr(barrier, "transforms"):
+        base, ((index,),) = barrier.ref, (x.indices for x in barrier.transforms)
+    address: jax.Array = _barrier_address.bind(base, jnp.asarray(index, jnp.int32))
+    return address
+
+
+def _lower_barrier_address(_: Any, barriers: Any, index: Any) -> Any:
+    index = index if isinstance(index, ir.Value) else int(index)
+    return llvm.ptrtoint(ir.IntegerType.get_signless(32), barriers[index].get_ptr())
+
+
+_barrier_address = Primitive("barrier_address")  # its lowering has no public place
+_barrier_address.def_abstract_eval(lambda barriers, index: jax.core.ShapedArray((), jnp.int32))
+lowering.register_lowering_rule(_barrier_address, plgpu.LoweringSemantics.Warpgroup)(
+    _lower_barrier_address
+)
+
+
+def groups_alone(first: Any, S: int, rows: int) -> jax.Array:
+    """How many groups of the tile from row ``first`` of S on go one by one; 0: it goes at once."""
+    whole = first <= S // GROUP * GROUP - rows
+    return jnp.where(whole, np.int32(0), np.int32(rows // GROUP))
+
+
+def copy_steps(steps: Any, tile: Any, barrier: Any = None) -> None:
+    """Starts copies of a tile from an array, or to it without a barrier."""
+    (rows, columns), itemsize = steps.shape, tile.dtype.itemsize
+    transforms = tile_transforms(columns, itemsize)
+    tiling, swizzle = transforms[0].tiling, transforms[1].swizzle
+    axis = len(steps.before)
+    groups = launch_context.TileTransform(tiling, rounding=launch_context.Rounding.DOWN)
+    # A group: its parts, as wide as the swizzle, one after another.
+    parts = launch_context.TileTransform(tiling[1:]), launch_context.TransposeTransform((1, 0, 2))
+
+    def start(context, array, tile, *scalars):
+        i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+        *at, count, address = (x.registers.item() for x in scalars)
+        first = at.pop(axis)
+        *others, column = (arith.index_cast(index, x) for x in at)
+        before, behind = others[:axis], others[axis:]
+        full = None
+        if barrier is not None:
+            shared = llvm.PointerType.get(utils.WORKGROUP_NVPTX_ADDRESS_SPACE)
+            pointer = llvm.inttoptr(shared, address)
+            no_phases: Any = None  # nothing waits here
+            full = utils.BarrierRef(pointer, utils.c(0, i32), no_phases, 1)
+            full.arrive_expect_tx(rows * columns * itemsize // THREADS)
+
+        def copy(piece, row, size, transform, where):
+            steps = utils.ds(arith.index_cast(index, row), size)
+            sides = dict(src_ref=array, dst_ref=piece)
+            if full is None:
+                sides = dict(src_ref=piece, dst_ref=array)
+            context.async_copy(
+                **sides,
+                gmem_slice=(*before, steps, *behind, utils.ds(column, columns)),
+                gmem_transform=transform,
+                barrier=full,
+                swizzle=swizzle,
+                arrive=False,
+                predicate=where,
+            )
+
+        leader = utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)
+        if columns == tiling[1]:
+            copy(utils.memref_reshape(tile, (rows, columns)), first, rows, (), leader)
+        else:
+            inside = arith.cmpi(arith.CmpIPredicate.eq, count, utils.c(0, i32))
+            copy(tile, first, rows, groups, arith.andi(leader, inside))
+
+            def group(g, carry):
+                row = arith.addi(first, arith.muli(g, utils.c(GROUP, i32)))
+                piece = utils.memref_slice(tile, arith.index_cast(index, g))
+                copy(piece, row, GROUP, parts, leader)
+                return carry
+
+            utils.fori(count, [])(group)
+
+        if full is None:
+            nvvm.cp_async_bulk_commit_group()
+
+    address = 0 if barrier is None else barrier_address(barrier)
+    at = *steps.before, steps.start, *steps.behind, steps.column
+    count = groups_alone(steps.start, steps.S, rows)
+    scalars = [jnp.asarray(x, jnp.int32) for x in (*at, count, address)]
+    types = plgpu.RefType(), plgpu.RefType(transforms), *[plgpu.Layout.WG_SPLAT] * len(scalars)
+    plgpu.inline_mgpu(arg_types=types)(start)(steps.array, tile, *scalars)
+
+
+def by_lanes(columns: int) -> Any:
+    """The layout of 32 or 64 elements that every warp holds, neighbouring ones in a lane."""
+    tiling = plgpu.Tiling(((columns,), (columns // 32,)))
+    return plgpu.Layout.TILED(
+        tiling, warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
+    )
+
+
+def inline_sum_over_rows(_: Any, tile: Any, scratch: Any) -> mgpu.FragmentedArray:
+    """Each lane holds 16 columns of two rows, or 8. In a round two lanes with the same columns
+    exchange halves of their sums.
+
+    After the rounds each lane has the sums of two neighbouring columns over the warp's 16 rows. Of
+    64 columns lane x has 2 x and 2 x + 1. Of 32, two lanes have both: in the last round they add up
+    their halves. The sums of the four warps meet in shared memory.
+    """
+    i32, index, columns = ir.IntegerType.get_signless(32), ir.IndexType.get(), tile.shape[1]
+    # Two neighbouring columns each: [columns from 8 j on, row of the lane].
+    sums = [arith.addf(x, y) for x, y in tile.registers.reshape(columns // 8, 2)]
+    thread = arith.remui(utils.thread_idx(), utils.c(128, i32))
+    lane, warp = arith.remui(thread, utils.c(32, i32)), arith.divui(thread, utils.c(32, i32))
+    for distance in (16, 8, 4):
+        half = len(sums) // 2
+        if half == 0:
+            sums = [arith.addf(sums[0], utils.shfl_bfly(sums[0], distance))]
+            continue
+        bit = arith.andi(lane, utils.c(distance, i32))
+        upper = arith.cmpi(arith.CmpIPredicate.ne, bit, utils.c(0, i32))
+        halves = sums[:half], sums[half:]
+        kept = [arith.select(upper, y, x) for x, y in zip(*halves, strict=True)]
+        sent = [arith.select(upper, x, y) for x, y in zip(*halves, strict=True)]
+        sums = [
+            arith.addf(x, utils.shfl_bfly(y, distance)) for x, y in zip(kept, sent, strict=True)
+        ]
+
+    def place(warp, column):
+        return [
+            arith.index_cast(index, arith.addi(arith.muli(warp, utils.c(columns, i32)), column))
+        ]
+
+    per_lane = columns // 32
+    group = arith.divui(lane, utils.c(8 // per_lane, i32))
+    in_group = arith.muli(arith.remui(lane, utils.c(4, i32)), utils.c(2, i32))
+    first = arith.addi(arith.muli(group, utils.c(8, i32)), in_group)
+    vector.store(sums[0], scratch, place(warp, first))
+    utils.warpgroup_barrier()
+    of_lane = ir.VectorType.get((per_lane,), ir.F32Type.get())
+    column = arith.muli(lane, utils.c(per_lane, i32))
+    a, b, c, d = (
+        vector.load(of_lane, scratch, place(utils.c(other, i32), column)) for other in range(4)
+    )
+    utils.warpgroup_barrier()  # the next sums go to the same place
+    total, layout = arith.addf(arith.addf(a, b), arith.addf(c, d)), by_lanes(columns).to_mgpu()
+    registers = np.full(layout.registers_shape((columns,)), total, dtype=object)
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
