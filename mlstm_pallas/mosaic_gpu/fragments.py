@@ -12,18 +12,18 @@ import numpy as np
 from jax import lax
 
 from mlstm_pallas.mosaic_gpu import products
-from mlstm_pallas.mosaic_gpu.launch import BY_COLUMNS, BY_ROWS, REGISTER_ROWS, load, plgpu
+from mlstm_pallas.mosaic_gpu.launch import BY_COLUMNS, BY_ROWS, WG_ROWS, load, plgpu
 from mlstm_pallas.tiles import loop
 
 _LOG2_E = float(np.log2(np.e))
 
 
-def across_columns(x: jax.Array, columns: int = REGISTER_ROWS) -> jax.Array:
+def across_columns(x: jax.Array, columns: int = WG_ROWS) -> jax.Array:
     """x[:, None], repeated; x is BY_ROWS."""
     return lax.broadcast_in_dim(x, (x.shape[0], columns), [0])
 
 
-def across_rows(x: jax.Array, rows: int = REGISTER_ROWS) -> jax.Array:
+def across_rows(x: jax.Array, rows: int = WG_ROWS) -> jax.Array:
     """x[None, :], repeated; x is BY_COLUMNS."""
     return lax.broadcast_in_dim(x, (rows, x.shape[0]), [1])
 
@@ -47,7 +47,7 @@ def q_times_n(q_tile: Callable[[Any], Any], n_tile: Callable[[Any], Any], steps:
         n = load(n_tile(x), BY_COLUMNS, optimized=False)
         return total + q * across_rows(n)
 
-    total: jax.Array = loop(steps, add, products.zeros(REGISTER_ROWS, REGISTER_ROWS))
+    total: jax.Array = loop(steps, add, products.zeros(WG_ROWS, WG_ROWS))
     return total
 
 

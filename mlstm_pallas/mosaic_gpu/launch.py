@@ -27,7 +27,7 @@ BY_ROWS, BY_COLUMNS = (
     plgpu.Layout.WGMMA.reduce(1),
     plgpu.Layout.WGMMA.reduce(0),
 )  # of a vector beside the rows, the columns of a tile
-REGISTER_ROWS = 64  # of an accumulator in the registers of one warpgroup
+WG_ROWS = 64  # of an accumulator in the registers of one warpgroup
 
 
 def mosaic_call(

@@ -36,7 +36,7 @@ from mlstm_pallas.mosaic_gpu.gradient_tiles import tile_pairs, w_sum_shapes, wri
 from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     BY_ROWS,
-    REGISTER_ROWS,
+    WG_ROWS,
     PersistentScheduler,
     block,
     float32,
@@ -59,7 +59,6 @@ from mlstm_pallas.stages.parallel_bw_dP import Operands, ScoreGradients
 from mlstm_pallas.stages.step_sums import Operands as StepSums
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
-WG_ROWS = REGISTER_ROWS  # of a tile, per warpgroup
 TILE = 128  # queries, and keys, of an item
 DEPTH = 64  # of the product in each step
 H_STAGES = 3  # tiles of h in shared memory

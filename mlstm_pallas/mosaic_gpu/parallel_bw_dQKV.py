@@ -33,7 +33,7 @@ from mlstm_pallas.mosaic_gpu.fragments import across_columns, across_rows, load_
 from mlstm_pallas.mosaic_gpu.gradient_tiles import tile_pairs, w_sum_shapes
 from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
-    REGISTER_ROWS,
+    WG_ROWS,
     PersistentScheduler,
     block,
     float32,
@@ -55,7 +55,6 @@ from mlstm_pallas.stage import Launch, sequence_shape
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, Operands
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
-WG_ROWS = REGISTER_ROWS  # of a tile, per warpgroup
 ROWS, COLUMNS = 128, 256  # of an item
 DEPTH = 64  # of the product in each step
 FEW_ITEMS = 3  # per CTA

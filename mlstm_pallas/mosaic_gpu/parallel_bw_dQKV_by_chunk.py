@@ -42,7 +42,7 @@ from mlstm_pallas.mosaic_gpu.gradient_tiles import write_tiles
 from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     BY_ROWS,
-    REGISTER_ROWS,
+    WG_ROWS,
     PersistentScheduler,
     block,
     load,
@@ -59,7 +59,6 @@ from mlstm_pallas.normaliser import query_scale
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
-WG_ROWS = REGISTER_ROWS  # of a tile, per warpgroup
 CHUNK = 128  # steps of a chunk
 DEPTH = 64  # columns of a tile
 HALF = 32  # keys per warpgroup of the block below the diagonal

@@ -33,7 +33,7 @@ from mlstm_pallas.mosaic_gpu.fragments import (
 from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     BY_ROWS,
-    REGISTER_ROWS,
+    WG_ROWS,
     block,
     float32,
     load,
@@ -50,7 +50,6 @@ from mlstm_pallas.stage import Launch, sequence_shape
 from mlstm_pallas.stages.parallel_fw_H import Operands, Outputs
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
-R = REGISTER_ROWS
 FEW_CTAS = 528  # four per SM of an H200
 
 
@@ -98,7 +97,7 @@ def _add_q_k(acc, q, k_smem, slot):
         loop(parts, add, None)
         return
     for x in range(q.shape[0]):
-        products.add(acc, q.at[x], k.at[0, :, x * R : (x + 1) * R].T)
+        products.add(acc, q.at[x], k.at[0, :, x * WG_ROWS : (x + 1) * WG_ROWS].T)
 
 
 def _kernel(
@@ -125,13 +124,13 @@ def _kernel(
     normaliser: Normaliser | None,
 ) -> None:
     wg, siz_b_DHHV = lax.axis_index("wg"), config.siz_b_DHHV
-    num_stages, warpgroups = config.num_stages, config.siz_b_LQ // R
+    num_stages, warpgroups = config.num_stages, config.siz_b_LQ // WG_ROWS
     column, i, head, chunk = _place_of_cta(p, config)
-    num_tiles, steps_k = (i + 1) * warpgroups, p.DHQK // R
+    num_tiles, steps_k = (i + 1) * warpgroups, p.DHQK // WG_ROWS
     q, k, v = (head_of(x, head, p) for x in (q_gmem, k_gmem, v_gmem))
 
     def steps(tile):
-        return block(chunk * (p.L // R) + tile, R)
+        return block(chunk * (p.L // WG_ROWS) + tile, WG_ROWS)
 
     def load_k(j, copy):
         _, parts, _, of_part = k_smem.shape
@@ -139,7 +138,7 @@ def _kernel(
             copy(k.at[steps(j), x * of_part : (x + 1) * of_part], k_smem, x)
 
     def load_v(step, copy):
-        of_C = C_gmem.at[head, chunk, block(step, R), block(column, siz_b_DHHV)]
+        of_C = C_gmem.at[head, chunk, block(step, WG_ROWS), block(column, siz_b_DHHV)]
         of_v = v.at[steps(step - steps_k), block(column, siz_b_DHHV)]
         pl.when(step < steps_k)(lambda: copy(of_C, v_smem))
         pl.when(step >= steps_k)(lambda: copy(of_v, v_smem))
@@ -148,7 +147,7 @@ def _kernel(
     v_ring = CopyRing(v_barriers, num_stages, num_tiles + steps_k, load_v, readers=warpgroups)
     tile = i * warpgroups + wg  # which 64 queries of the chunk the warpgroup has
     for x in range(steps_k):
-        source = q.at[steps(tile), x * R : (x + 1) * R]
+        source = q.at[steps(tile), x * WG_ROWS : (x + 1) * WG_ROWS]
         copy_in(source, q_smem.at[wg, x], q_full.at[wg])
     v_ring.start()
     k_ring.start()
@@ -164,11 +163,13 @@ def _kernel(
         keys = steps(j)
         e = [load(x.at[head, keys], BY_COLUMNS, optimized=False) for x in e_gmem]
         slot = k_ring.wait(j)
-        S = products.from_zeros(lambda acc: _add_q_k(acc, q_smem.at[wg], k_smem, slot), R, R)
+        S = products.from_zeros(
+            lambda acc: _add_q_k(acc, q_smem.at[wg], k_smem, slot), WG_ROWS, WG_ROWS
+        )
         k_ring.advance(j)
-        t, s = rows_and_columns(R, R)
+        t, s = rows_and_columns(WG_ROWS, WG_ROWS)
         # Masked after the product, not before: a NaN in k reaches no earlier step.
-        seen = s <= t + (tile - j) * R
+        seen = s <= t + (tile - j) * WG_ROWS
         P = jnp.where(seen, S * (decay_tile(e, u) * p.qk_scale), 0.0)
         if normaliser is not None:
             z += products.sum_over_columns(P)
@@ -191,11 +192,16 @@ def _kernel(
             ring.advance(step)
 
     plgpu.barrier_wait(q_full.at[wg])
-    z = plgpu.layout_cast(jnp.zeros((R,), jnp.float32), BY_ROWS)
+    z = plgpu.layout_cast(jnp.zeros((WG_ROWS,), jnp.float32), BY_ROWS)
     if normaliser is not None:
-        q_tile, n_tile = lambda x: q_smem.at[wg, x], lambda x: n_gmem.at[head, chunk, block(x, R)]
+        q_tile, n_tile = (
+            lambda x: q_smem.at[wg, x],
+            lambda x: n_gmem.at[head, chunk, block(x, WG_ROWS)],
+        )
         z += products.sum_over_columns(q_times_n(q_tile, n_tile, steps_k)) * row_scale
-    num = products.from_zeros(lambda acc: _add_q_C(acc, q_smem, v_smem, wg, v_ring), R, siz_b_DHHV)
+    num = products.from_zeros(
+        lambda acc: _add_q_C(acc, q_smem, v_smem, wg, v_ring), WG_ROWS, siz_b_DHHV
+    )
     num *= across_columns(row_scale, siz_b_DHHV)
     num, z = loop(tile + 1, join_keys, (num, z))
     loop(num_tiles - tile - 1, skip_keys, None)
@@ -207,12 +213,12 @@ def _kernel(
             z_gmem.at[head, rows][...] = z
 
     h = head_of(h_gmem, head, p)
-    for x in range(siz_b_DHHV // R):
+    for x in range(siz_b_DHHV // WG_ROWS):
         h_smem = q_smem.at[wg, x % steps_k]
         plgpu.wait_smem_to_gmem(steps_k - 1, wait_read_only=True)
-        products.store(h_smem, num[:, x * R : (x + 1) * R].astype(h_smem.dtype))
+        products.store(h_smem, num[:, x * WG_ROWS : (x + 1) * WG_ROWS].astype(h_smem.dtype))
         plgpu.commit_smem()
-        copy_out(h_smem, h.at[rows, block(column * (siz_b_DHHV // R) + x, R)])
+        copy_out(h_smem, h.at[rows, block(column * (siz_b_DHHV // WG_ROWS) + x, WG_ROWS)])
     plgpu.wait_smem_to_gmem(0)
     k_ring.drain()
     v_ring.drain()
@@ -220,14 +226,14 @@ def _kernel(
 
 def scratch(p: Problem, config: "Tiles", dtype: Any) -> dict[str, Any]:
     """Shared memory of the kernel."""
-    tiles, warpgroups, n = shared_tiles, config.siz_b_LQ // R, config.num_stages
-    of_part = p.DHQK if p.DHQK <= 256 else R
+    tiles, warpgroups, n = shared_tiles, config.siz_b_LQ // WG_ROWS, config.num_stages
+    of_part = p.DHQK if p.DHQK <= 256 else WG_ROWS
     parts = p.DHQK // of_part
     return {
-        "q_smem": tiles(warpgroups, p.DHQK // R, R, R, dtype=dtype),
-        "k_smem": tiles(n, parts, R, of_part, dtype=dtype),
-        "v_smem": tiles(n, R, config.siz_b_DHHV, dtype=dtype),
-        "q_full": plgpu.Barrier(num_arrivals=p.DHQK // R, num_barriers=warpgroups),
+        "q_smem": tiles(warpgroups, p.DHQK // WG_ROWS, WG_ROWS, WG_ROWS, dtype=dtype),
+        "k_smem": tiles(n, parts, WG_ROWS, of_part, dtype=dtype),
+        "v_smem": tiles(n, WG_ROWS, config.siz_b_DHHV, dtype=dtype),
+        "q_full": plgpu.Barrier(num_arrivals=p.DHQK // WG_ROWS, num_barriers=warpgroups),
         "k_barriers": ring_barriers(n, copies=parts, readers=warpgroups),
         "v_barriers": ring_barriers(n, copies=1, readers=warpgroups),
     }
@@ -246,7 +252,7 @@ def parallel_fw_H(
         functools.partial(_kernel, p=p, config=config, normaliser=normaliser),
         name="parallel_fw_H",
         grid={"program": config.grid(p)[0]},
-        warpgroups=config.siz_b_LQ // R,
+        warpgroups=config.siz_b_LQ // WG_ROWS,
         outputs={
             "h_gmem": sequence_shape(matV, p.DHHV, matQ.dtype),
             "z_gmem": None if normaliser is None else float32(p.BNH, p.S),
@@ -287,16 +293,22 @@ class Tiles(HopperTiles):
         """
         columns = next((x for x in (256, 128) if p.DHHV % x == 0), 64)
         few = min(columns, 128)
-        two = cls(R, columns, 2)
+        two = cls(WG_ROWS, columns, 2)
         if (
-            p.DHQK % R == 0
+            p.DHQK % WG_ROWS == 0
             and 2 * (two.shared_bytes(p, KERNEL_DTYPE) + 1024) <= gpu.sm_shared_bytes
         ):
             yield two
-        for sizes in ((128, columns, 2), (128, columns, 1), (R, few, 2), (R, few, 1), (R, 64, 1)):
+        for sizes in (
+            (128, columns, 2),
+            (128, columns, 1),
+            (WG_ROWS, few, 2),
+            (WG_ROWS, few, 1),
+            (WG_ROWS, 64, 1),
+        ):
             yield cls(*sizes)
 
     def divides(self, p: Problem, **asked: Any) -> bool:
         LQ, columns = self.siz_b_LQ, self.siz_b_DHHV
-        known = columns in (64, 128, 256) and LQ in (R, 2 * R)
-        return known and p.DHQK % R == p.DHHV % columns == p.L % LQ == 0
+        known = columns in (64, 128, 256) and LQ in (WG_ROWS, 2 * WG_ROWS)
+        return known and p.DHQK % WG_ROWS == p.DHHV % columns == p.L % LQ == 0

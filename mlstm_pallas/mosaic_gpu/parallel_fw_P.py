@@ -24,7 +24,7 @@ from mlstm_pallas.mosaic_gpu.fragments import (
 )
 from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
-    REGISTER_ROWS,
+    WG_ROWS,
     block,
     float32,
     load,
@@ -41,7 +41,6 @@ from mlstm_pallas.stage import Launch, ScaledRows
 from mlstm_pallas.stages.parallel_fw_P import Operands, ScanOperands
 from mlstm_pallas.tiles import divide, remainder
 
-L = REGISTER_ROWS
 COLUMNS = 256, 192, 128, 64  # of choice of a copy
 
 
@@ -65,7 +64,7 @@ def _kernel(
     normaliser: Normaliser | None,
 ) -> None:
     head, chunk = lax.axis_index("head"), lax.axis_index("chunk")
-    steps = block(chunk, L)
+    steps = block(chunk, WG_ROWS)
     copies, _, columns = q_smem.shape
     for x, tiles in ((q_gmem, q_smem), (k_gmem, k_smem)):
         for j in range(copies):
@@ -81,18 +80,20 @@ def _kernel(
         for j in range(copies):
             products.add(acc, q_smem.at[j], k_smem.at[j].T)
 
-    S = products.from_zeros(add_q_k, L, L)
-    t, s = rows_and_columns(L, L)
+    S = products.from_zeros(add_q_k, WG_ROWS, WG_ROWS)
+    t, s = rows_and_columns(WG_ROWS, WG_ROWS)
     # Masked after the product, not before: a NaN in k reaches no earlier step.
     P = jnp.where(s <= t, S * (D * p.qk_scale), 0.0)
     if normaliser is not None:
 
         def q_tile(x):
-            in_tile = block(remainder(x, columns // L), L)
-            return q_smem.at[divide(x, columns // L), :, in_tile]
+            in_tile = block(remainder(x, columns // WG_ROWS), WG_ROWS)
+            return q_smem.at[divide(x, columns // WG_ROWS), :, in_tile]
 
         # A loop, not unrolled: with all of n in registers an SM would have two CTAs.
-        q_n = q_times_n(q_tile, lambda x: n_gmem.at[head, chunk, block(x, L)], p.DHQK // L)
+        q_n = q_times_n(
+            q_tile, lambda x: n_gmem.at[head, chunk, block(x, WG_ROWS)], p.DHQK // WG_ROWS
+        )
         z = jnp.sum(P + q_n * across_columns(row_scale), axis=1)
         inv_den = 1.0 / normaliser.denominator(z, m)
         P, row_scale = P * across_columns(inv_den), row_scale * inv_den
@@ -108,11 +109,11 @@ def scratch(p: Problem, dtype: Any) -> dict[str, Any]:
     """Shared memory of the kernel."""
     columns = next(size for size in COLUMNS if p.DHQK % size == 0)
     copies = p.DHQK // columns
-    operand = shared_tiles(copies, L, columns, dtype=dtype)
+    operand = shared_tiles(copies, WG_ROWS, columns, dtype=dtype)
     return {
         "q_smem": operand,
         "k_smem": operand,
-        "P_smem": shared_tiles(L, L, dtype=dtype),
+        "P_smem": shared_tiles(WG_ROWS, WG_ROWS, dtype=dtype),
         "full": plgpu.Barrier(num_arrivals=2 * copies),
     }
 
@@ -133,7 +134,7 @@ def parallel_fw_P(
         grid=dict(zip(("head", "chunk"), call.tiles.grid(p), strict=True)),
         warpgroups=1,
         outputs={
-            "P_gmem": jax.ShapeDtypeStruct((p.BNH, p.S, L), dtype),
+            "P_gmem": jax.ShapeDtypeStruct((p.BNH, p.S, WG_ROWS), dtype),
             "r_gmem": per_step,
             "z_gmem": None if normaliser is None else per_step,
         },
@@ -161,4 +162,4 @@ class Tiles(HopperTiles):
 
     def divides(self, p: Problem, **asked: Any) -> bool:
         """q and k of a chunk are in shared memory, whole."""
-        return p.BNH <= HEADS and p.L == L and p.DHQK % 64 == 0
+        return p.BNH <= HEADS and p.L == WG_ROWS and p.DHQK % 64 == 0

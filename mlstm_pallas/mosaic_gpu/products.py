@@ -12,9 +12,9 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.mosaic_gpu.inline_mlir import by_lanes, inline_sum_over_rows
 from mlstm_pallas.mosaic_gpu.interpreter import interpretable
-from mlstm_pallas.mosaic_gpu.launch import BY_ROWS, REGISTER_ROWS, plgpu
+from mlstm_pallas.mosaic_gpu.launch import BY_ROWS, WG_ROWS, plgpu
 
-SUM_SCRATCH = 4 * REGISTER_ROWS  # float32 elements, for ``sum_over_rows``
+SUM_SCRATCH = 4 * WG_ROWS  # float32 elements, for ``sum_over_rows``
 
 
 BY_LANES = by_lanes(64)

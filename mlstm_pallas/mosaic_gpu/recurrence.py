@@ -38,7 +38,7 @@ from mlstm_pallas.mosaic_gpu.fragments import across_columns, across_rows
 from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     BY_ROWS,
-    REGISTER_ROWS,
+    WG_ROWS,
     block,
     float32,
     load,
@@ -60,7 +60,6 @@ from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 from mlstm_pallas.stages.split_products import Operands
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
-R = REGISTER_ROWS
 STEPS, COLUMNS = 64, 128  # of a tile, and of the block of X of a CTA where they divide DHHV
 H_STAGES = 3  # tiles of h in shared memory
 # Shorter splits, or fewer, cost more than they gain: a second launch, and what joins their sums.
@@ -178,13 +177,13 @@ class _Recurrence:
 
     def store_state(self, index, at, XT):
         """X before chunk ``at``, the index-th in order."""
-        n = self.rows // R
+        n = self.rows // WG_ROWS
         for x in range(n):
             tile = self.out_smem.at[self.wg, remainder(index * n + x, 2)]
             plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            products.store(tile.T, XT[:, x * R : (x + 1) * R].astype(tile.dtype))
+            products.store(tile.T, XT[:, x * WG_ROWS : (x + 1) * WG_ROWS].astype(tile.dtype))
             plgpu.commit_smem()
-            rows = block(lax.axis_index("rows") * n + x, R)
+            rows = block(lax.axis_index("rows") * n + x, WG_ROWS)
             plgpu.copy_smem_to_gmem(tile, self.out.X.at[self.head, at, rows, self.X_columns])
 
     def weighted(self, slot):
@@ -194,7 +193,7 @@ class _Recurrence:
 
     def once(self, store):
         """With blocks of 64 rows both warpgroups have the same x, which one of them stores."""
-        if self.rows == R:
+        if self.rows == WG_ROWS:
             pl.when(self.wg == 0)(store)
         else:
             store()
@@ -229,7 +228,7 @@ class _Recurrence:
                     pl.when(step > 0)(functools.partial(ring.refill, step - 1))
                 return total
 
-            total = products.zeros(R, R) if self.owns_x else None
+            total = products.zeros(WG_ROWS, WG_ROWS) if self.owns_x else None
             total = loop(n // unrolled, some, total)
             products.wait(0)
             ring.release((index + 1) * n - 1)
@@ -245,7 +244,7 @@ class _Recurrence:
 
             self.once(store_x)
         # Only an accumulator that starts from zeros lets other values out.
-        total, added = products.all_from_zeros(add, (R, self.rows))
+        total, added = products.all_from_zeros(add, (WG_ROWS, self.rows))
         sums = products.sum_over_rows(total, self.sum_smem.at[self.wg])
         return XT * decay + added, vector * decay + sums, following
 
@@ -254,13 +253,13 @@ class _Recurrence:
         x = self.x
         at = self.head * self.splits.of_sequence + self.split
         if x.X_initial is None:
-            XT = products.zeros(R, self.rows)
+            XT = products.zeros(WG_ROWS, self.rows)
         else:
             XT = load(x.X_initial.at[at, self.X_columns, self.of_rows], optimized=False)
         if not self.owns_x:
             return XT, None
         if x.x_initial is None:
-            return XT, plgpu.layout_cast(jnp.zeros((R,), jnp.float32), BY_LANES)
+            return XT, plgpu.layout_cast(jnp.zeros((WG_ROWS,), jnp.float32), BY_LANES)
         return XT, load(x.x_initial.at[at, self.x_rows], BY_LANES, optimized=False)
 
     def store_last(self, XT, vector):
@@ -287,7 +286,7 @@ class _Recurrence:
 
     def run(self, num_stages, reads_h):
         x = self.x
-        total, readers = self.num_chunks * self.tiles_of_chunk, self.b_smem.shape[-1] // R
+        total, readers = self.num_chunks * self.tiles_of_chunk, self.b_smem.shape[-1] // WG_ROWS
         ring, h_ring = (
             CopyRing(self.barriers, num_stages, total, self.copy, readers=readers),
             None,
@@ -320,10 +319,10 @@ def _kernel(
 ) -> None:
     wg, index, columns = lax.axis_index("wg"), lax.axis_index("head"), shared["b_smem"].shape[-1]
     blocks_of_X = block(lax.axis_index("rows"), rows), block(lax.axis_index("columns"), columns)
-    part = lax.axis_index("columns") * (columns // R) + wg
-    x_part = wg if rows > R else 0
-    x_rows = block(lax.axis_index("rows") * (rows // R) + x_part, R)
-    of_wg = part, block(part, R), block(wg, R), x_rows, block(x_part, R)
+    part = lax.axis_index("columns") * (columns // WG_ROWS) + wg
+    x_part = wg if rows > WG_ROWS else 0
+    x_rows = block(lax.axis_index("rows") * (rows // WG_ROWS) + x_part, WG_ROWS)
+    of_wg = part, block(part, WG_ROWS), block(wg, WG_ROWS), x_rows, block(x_part, WG_ROWS)
     head = remainder(index, p.BNH * splits.of_head)
     split: Any = np.int32(0)
     if splits.of_head > 1:
@@ -364,13 +363,13 @@ def scratch(
     stores_X: bool = True,
 ) -> dict[str, Any]:
     """Shared memory of the kernel, for blocks of X of so many rows and columns."""
-    tiles, readers = functools.partial(shared_tiles, dtype=dtype), columns // R
+    tiles, readers = functools.partial(shared_tiles, dtype=dtype), columns // WG_ROWS
     return {
         "a_smem": tiles(num_stages, STEPS, rows),
         "b_smem": tiles(num_stages, STEPS, columns),
         "weights_smem": plgpu.SMEM((num_stages, STEPS), jnp.float32) if weighted else None,
         "h_smem": tiles(H_STAGES, STEPS, columns) if has_h else None,
-        "out_smem": tiles(readers, 2, R, R) if stores_X else None,
+        "out_smem": tiles(readers, 2, WG_ROWS, WG_ROWS) if stores_X else None,
         "sum_smem": plgpu.SMEM((readers, SUM_SCRATCH), jnp.float32) if has_x else None,
         "barriers": ring_barriers(num_stages, copies=3 if weighted else 2, readers=readers),
         "h_barriers": ring_barriers(H_STAGES, copies=1, readers=readers) if has_h else None,
@@ -400,7 +399,7 @@ def _launch(
         X_last=float32(lasts, p.DHHV, p.DHQK),
         x=None if splits.sums else float32(p.BNH, p.NC, p.DHQK),
         x_last=float32(lasts, p.DHQK),
-        inner=float32(p.BNH, blocks(p.DHHV, R), p.S),
+        inner=float32(p.BNH, blocks(p.DHHV, WG_ROWS), p.S),
     )
     outputs = []
     for y in each:
@@ -426,7 +425,7 @@ def _launch(
                 strict=True,
             )
         ),
-        warpgroups=columns // R,
+        warpgroups=columns // WG_ROWS,
         outputs={"outputs": outputs},
         scratch=scratch(
             *(rows, columns, num_stages, dtype),
@@ -506,7 +505,7 @@ def split_products(
 
 def _block_columns(p: Problem) -> int:
     """The most columns of X of a CTA; 0 where no such blocks fit."""
-    return next((x for x in (COLUMNS, R) if p.DHHV % x == 0), 0)
+    return next((x for x in (COLUMNS, WG_ROWS) if p.DHHV % x == 0), 0)
 
 
 def _num_ctas(rows: int, p: Problem) -> int:
@@ -562,15 +561,21 @@ class Tiles(HopperTiles):
         ctas = recurrences * _num_ctas(rows, p)
         filling = min(gpu.sms // max(ctas, 1), p.S // MIN_SPLIT_STEPS, MAX_SPLITS, p.NC & -p.NC)
         splits = 1 << (filling.bit_length() - 1) if filling >= MIN_SPLITS else 1
-        if rows == R and 2 * ctas * splits <= gpu.sms:
-            columns = R  # twice the CTAs, whose warpgroups do not wait for each other
-        yield cls(rows, columns, 6 if has_x and rows == R else 4, splits)
+        if rows == WG_ROWS and 2 * ctas * splits <= gpu.sms:
+            columns = WG_ROWS  # twice the CTAs, whose warpgroups do not wait for each other
+        yield cls(rows, columns, 6 if has_x and rows == WG_ROWS else 4, splits)
 
     def divides(self, p: Problem, *, has_x: bool = False, **asked: Any) -> bool:
         rows, columns = self.state_rows, self.state_columns
-        if rows % R or p.DHQK % rows or rows > 256 or p.L % STEPS or (has_x and rows > columns):
+        if (
+            rows % WG_ROWS
+            or p.DHQK % rows
+            or rows > 256
+            or p.L % STEPS
+            or (has_x and rows > columns)
+        ):
             return False
         # A slot is free when the next step's product runs.
-        if columns not in (R, COLUMNS) or p.DHHV % columns or self.num_stages < 2:
+        if columns not in (WG_ROWS, COLUMNS) or p.DHHV % columns or self.num_stages < 2:
             return False
         return p.NC % self.num_splits == 0 and 2 * p.BNH * self.num_splits <= HEADS

@@ -23,7 +23,7 @@ from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
 from mlstm_pallas.mosaic_gpu.fragments import across_rows
 from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
-    REGISTER_ROWS,
+    WG_ROWS,
     block,
     float32,
     load,
@@ -42,7 +42,7 @@ from mlstm_pallas.stage import Launch, largest_rows, sequence_shape
 from mlstm_pallas.stages.recurrent_fw_H import FusedScan, Operands
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
-R, WARPGROUPS = REGISTER_ROWS, 2
+WARPGROUPS = 2
 
 
 def _kernel(
@@ -70,7 +70,7 @@ def _kernel(
 ) -> None:
     head, column_block, wg = (lax.axis_index(x) for x in ("head", "columns", "wg"))
     L, rows, siz_b_DHHV, dtype = p.L, config.state_rows, config.siz_b_DHHV, v_gmem.dtype
-    num_blocks, h_of_head = siz_b_DHHV // (WARPGROUPS * R), head_of(h_gmem, head, p)
+    num_blocks, h_of_head = siz_b_DHHV // (WARPGROUPS * WG_ROWS), head_of(h_gmem, head, p)
     state_rows, v_columns = pl.ds(launch * rows, rows), block(column_block, siz_b_DHHV)
 
     def load_slot(chunk, copy):
@@ -85,8 +85,8 @@ def _kernel(
 
     def columns_of(b):
         """The columns of block b of the warpgroup: in the tile, in the array."""
-        start = pl.multiple_of((wg * num_blocks + b) * R, R)
-        return pl.ds(start, R), pl.ds(column_block * siz_b_DHHV + start, R)
+        start = pl.multiple_of((wg * num_blocks + b) * WG_ROWS, WG_ROWS)
+        return pl.ds(start, WG_ROWS), pl.ds(column_block * siz_b_DHHV + start, WG_ROWS)
 
     def store(value, tile, destination, pending, where=None):
         """Copies the transposed value out; meanwhile as many of the latest copies may run on."""
@@ -108,8 +108,11 @@ def _kernel(
             in_tile, columns = columns_of(b)
 
             def inter(hT_acc):
-                for j, start in enumerate(range(0, rows, R)):
-                    of_tile, CT_tile = pl.ds(start, R), CT[:, start : start + R].astype(dtype)
+                for j, start in enumerate(range(0, rows, WG_ROWS)):
+                    of_tile, CT_tile = (
+                        pl.ds(start, WG_ROWS),
+                        CT[:, start : start + WG_ROWS].astype(dtype),
+                    )
                     products.add(hT_acc, CT_tile, tiles["q"].at[:, of_tile].T)
                     products.wait(1)  # of two rounded tiles at a time
                     if C_states_gmem is not None:  # a branch around stores would take registers
@@ -118,7 +121,7 @@ def _kernel(
                         here = remainder(chunk, store_every) == 0
                         store(CT_tile, C_smem.at[wg, j % 2], states, 1, here)
 
-            hT = products.from_zeros(inter, R, L) * r
+            hT = products.from_zeros(inter, WG_ROWS, L) * r
             if partial_gmem is not None:
                 hT += load(tiles["partial"].at[:, in_tile].T).astype(jnp.float32)
             vT = load(tiles["v"].at[:, in_tile].T)
@@ -141,7 +144,7 @@ def _kernel(
     ring = CopyRing(barriers, config.num_stages, p.NC, load_slot)
     ring.start()
     if C_initial_gmem is None:
-        CT = [products.zeros(R, rows) for _ in range(num_blocks)]
+        CT = [products.zeros(WG_ROWS, rows) for _ in range(num_blocks)]
     else:
         places = (C_initial_gmem.at[head, columns_of(b)[1], state_rows] for b in range(num_blocks))
         CT = [load(x, optimized=False) for x in places]
@@ -165,8 +168,8 @@ def scratch(
     return {
         "slots": slots,
         "barriers": ring_barriers(config.num_stages, copies=len(slots), readers=WARPGROUPS),
-        "h_smem": shared_tiles(columns // R, p.L, R, dtype=dtype),
-        "C_smem": shared_tiles(WARPGROUPS, 2, R, R, dtype=dtype) if stores else None,
+        "h_smem": shared_tiles(columns // WG_ROWS, p.L, WG_ROWS, dtype=dtype),
+        "C_smem": shared_tiles(WARPGROUPS, 2, WG_ROWS, WG_ROWS, dtype=dtype) if stores else None,
     }
 
 
@@ -233,7 +236,7 @@ class Tiles(HopperTiles):
     def candidates(cls, p: Problem, gpu: Gpu, **asked: Any) -> Iterable[Self]:
         rows = largest_rows(p.DHQK)
         if rows:
-            yield cls(R, 128, rows, 2 if p.DHQK > 128 else 3)
+            yield cls(WG_ROWS, 128, rows, 2 if p.DHQK > 128 else 3)
 
     def divides(self, p: Problem, **asked: Any) -> bool:
         """A warpgroup has at most 64 x 256 floats of C. There are at most two launches.
@@ -241,7 +244,7 @@ class Tiles(HopperTiles):
         parallel_fw_P takes chunks of 64 steps alone.
         """
         L, columns, rows = min(p.L, self.siz_b_LKV), self.siz_b_DHHV, self.state_rows
-        parts, rest = divmod(columns, R * WARPGROUPS)
-        if p.DHQK % rows or 2 * rows < p.DHQK or rows % R or p.BNH > HEADS:
+        parts, rest = divmod(columns, WG_ROWS * WARPGROUPS)
+        if p.DHQK % rows or 2 * rows < p.DHQK or rows % WG_ROWS or p.BNH > HEADS:
             return False
-        return L == R and p.DHHV % columns == rest == 0 and parts * rows <= 256
+        return L == WG_ROWS and p.DHHV % columns == rest == 0 and parts * rows <= 256

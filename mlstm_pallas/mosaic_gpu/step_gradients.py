@@ -42,14 +42,14 @@ from mlstm_pallas.mosaic_gpu.chunk_scans import (
     split_columns,
     store_rows,
 )
-from mlstm_pallas.mosaic_gpu.launch import REGISTER_ROWS, float32, mosaic_call, plgpu, write
+from mlstm_pallas.mosaic_gpu.launch import WG_ROWS, float32, mosaic_call, plgpu, write
 from mlstm_pallas.mosaic_gpu.limits import HopperTiles
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch
 from mlstm_pallas.stages.step_gradients import Operands
 from mlstm_pallas.tiles import blocks, divide, remainder
 
-T = REGISTER_ROWS
+T = WG_ROWS
 _FEW_BLOCKS = 4  # of a sequence: XLA's four kernels take longer than a CTA with the later ones
 
 
