@@ -45,13 +45,16 @@ def test_nothing_leaks_from_one_sequence_into_the_next(backend):
     compare("hcnm", result, (expected[0], *expected[1]), tolerance("float32", S))
 
 
-def check_prompts(rows, DHQK, DHHV, *, dtype="float32", layout="BNTH", backend, **options):
-    """A prefill of packed prompts, of so many steps in each row: h and the states of each prompt
-    are those of the prompt alone in float64.
+def check_prompts(count, DHQK, DHHV, *, dtype="float32", layout="BNTH", backend, **options):
+    """A prefill of packed prompts: h and the states of each prompt are those of the prompt alone in
+    float64.
+
+    One row has so many short prompts, the other a few, one of them in one chunk more.
 
     The first one of a row goes on from initial states. One more segment is asked for than there is.
     Beyond the prompts h is 0.
     """
+    rows = [*np.random.default_rng(0).integers(1, 11, size=count)], [5, 40, 1]
     NH, (ids, ends) = 2, pack_lengths(rows, max(map(sum, rows)) + 4)
     sizes = np.diff(ends, axis=1, prepend=0)
     batch, number = np.nonzero(sizes)
@@ -106,9 +109,7 @@ SCAN = dict(config=KernelConfig(fused=True))
     ids=["fused", "plain", "materialised"],
 )
 def test_prompts_are_read_at_once(count, options):
-    """Many short ones beside a few, one of them in one chunk more."""
-    lengths = np.random.default_rng(0).integers(1, 11, size=count)
-    check_prompts([[*lengths], [5, 40, 1]], 16, 32, chunk_size=L, **options)
+    check_prompts(count, 16, 32, chunk_size=L, **options)
 
 
 def test_the_states_of_a_segment_see_no_nan_of_the_next():
