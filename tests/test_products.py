@@ -77,10 +77,10 @@ def sum_of_squares(**defects):
 
             y[lax.axis_index("wg")] = products.from_zeros(add, R, R)
 
-        ring.start()
+        ring.prologue()
         for wg, options in enumerate((defects, {})):
             pl.when(lax.axis_index("wg") == wg)(functools.partial(multiply, **options))
-        ring.drain()
+        ring.epilogue()
 
     barriers = ring_barriers(SLOTS, copies=2)
     scratch = dict(left=tiles(SLOTS), right=tiles(SLOTS), barriers=barriers)

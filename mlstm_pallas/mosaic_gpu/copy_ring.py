@@ -6,7 +6,7 @@ warpgroup arrives when it has read the slot.
 
 Who starts the copies is a static choice. Shared: the readers do, each for its share of the slots,
 so that no warpgroup stalls more often than another. Dedicated: a further warpgroup, number 2, calls
-``fetch`` for every step. Two warpgroups have 255 registers per thread from the launch on, three
+``load`` for every step. Two warpgroups have 255 registers per thread from the launch on, three
 have 168.
 """
 
@@ -44,7 +44,7 @@ class CopyRing:
     Attributes:
       barriers: those of ``ring_barriers``, in the kernel.
       num_slots: slots.
-      steps: how many steps go through the ring, or None: ``fetch`` and ``drain`` alone are called.
+      steps: how many steps go through the ring, or None: ``load`` and ``epilogue`` alone are called.
       copies: copies(step, copy) starts the copies of a step, each by copy(source, buffer, *index),
         where index selects of the buffer's slot; None with ``steps``.
       readers: warpgroups that share the copying; 0: a further warpgroup does it.
@@ -61,7 +61,7 @@ class CopyRing:
     def slot(self, step: Any) -> Any:
         return remainder(step, self.num_slots)
 
-    def fetch(self, step: Any, copies: Callable[..., None] | None = None) -> None:
+    def load(self, step: Any, copies: Callable[..., None] | None = None) -> None:
         """Starts the copies of a step, once the slot's last reader has released it.
 
         copies: in place of the ring's.
@@ -100,11 +100,11 @@ class CopyRing:
         copier = remainder(slot, self.readers) if self.readers else np.int32(2)
         pl.when((lax.axis_index("wg") == copier) & condition)(run)
 
-    def start(self) -> None:
+    def prologue(self) -> None:
         """Starts the copies of the first steps, one per slot."""
 
         def first(step, carry):
-            self._by_copier(step, step < self.steps, lambda: self.fetch(step))
+            self._by_copier(step, step < self.steps, lambda: self.load(step))
 
         if self.readers:
             loop(self.num_slots, first, None)
@@ -119,17 +119,17 @@ class CopyRing:
         for step in steps:
             # What follows from the step is computed here, not kept in registers meanwhile.
             following = lax.optimization_barrier(step) + self.num_slots
-            fetch = functools.partial(
-                self.fetch, following, functools.partial(self._start, item=item)
+            load = functools.partial(
+                self.load, following, functools.partial(self._start, item=item)
             )
-            self._by_copier(self.slot(step), following < self.steps, fetch)
+            self._by_copier(self.slot(step), following < self.steps, load)
 
     def advance(self, step: Any) -> None:
         """Releases a step and refills its slot."""
         self.release(step)
         self.refill(step)
 
-    def drain(self, steps: Any = None) -> None:
+    def epilogue(self, steps: Any = None) -> None:
         """Waits for the last releases: no barrier may be left in the middle of a phase."""
         total = lax.convert_element_type(self.steps if steps is None else steps, np.int32)
         for x in range(self.num_slots):

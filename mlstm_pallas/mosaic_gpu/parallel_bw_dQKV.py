@@ -185,7 +185,7 @@ def _feed(
             for x in copies(j):
                 copy(*x)
 
-        cta.ring.fetch(item.step + start + j, start_copies)
+        cta.ring.load(item.step + start + j, start_copies)
 
     loop(count, one, None)
 
@@ -451,7 +451,7 @@ def _kernel(refs, p: Problem, tiles: RingTiles, scheduler: PersistentScheduler, 
         [],
         lambda: cta.for_each_item(multiply),
         wg,
-        copy=lambda: ring.drain(cta.for_each_item(copy)),
+        copy=lambda: ring.epilogue(cta.for_each_item(copy)),
     )
 
 

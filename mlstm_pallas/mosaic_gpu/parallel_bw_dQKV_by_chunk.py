@@ -164,26 +164,26 @@ class _CTA:
         order = self.order
         first = index * order.num_tiles
 
-        def fetch(at, kind, column):
-            ring.fetch(first + at, lambda _, copy: self.copy_tile(copy, kind, head, chunk, column))
+        def load_tile(at, kind, column):
+            ring.load(first + at, lambda _, copy: self.copy_tile(copy, kind, head, chunk, column))
 
-        def fetch_q(at):
+        def load_q(at):
             for y in range(order.parts):
-                fetch(at + y, _Tile.Q, y)
+                load_tile(at + y, _Tile.Q, y)
 
         def first_phase(x, carry):
-            fetch(2 * x, _Tile.DH, x)
-            fetch(2 * x + 1, _Tile.V, x)
+            load_tile(2 * x, _Tile.DH, x)
+            load_tile(2 * x + 1, _Tile.V, x)
 
         def second_phase(j, carry):
             for kind in list(_Tile)[:4]:
-                fetch(order.gradients + 4 * j + int(kind), kind, self.last_first(j))
+                load_tile(order.gradients + 4 * j + int(kind), kind, self.last_first(j))
 
         loop(order.steps, first_phase, None)
-        fetch_q(order.first_q)
+        load_q(order.first_q)
         k_ring.fetch(index)
         loop(order.steps, second_phase, None)
-        fetch_q(order.last_q)
+        load_q(order.last_q)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -100,6 +100,18 @@ def _add_q_k(acc, q, k_smem, slot):
         products.add(acc, q.at[x], k.at[0, :, x * WG_ROWS : (x + 1) * WG_ROWS].T)
 
 
+def _store_h(num, buffers, h, rows, column):
+    """Stores 64 rows of h, 64 columns at a time, through the buffers in turn."""
+    parts = num.shape[1] // WG_ROWS
+    for x in range(parts):
+        h_smem = buffers[x % len(buffers)]
+        plgpu.wait_smem_to_gmem(len(buffers) - 1, wait_read_only=True)
+        products.store(h_smem, num[:, x * WG_ROWS : (x + 1) * WG_ROWS].astype(h_smem.dtype))
+        plgpu.commit_smem()
+        copy_out(h_smem, h.at[rows, block(column * parts + x, WG_ROWS)])
+    plgpu.wait_smem_to_gmem(0)
+
+
 def _kernel(
     q_gmem,  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
     k_gmem,
@@ -149,8 +161,8 @@ def _kernel(
     for x in range(steps_k):
         source = q.at[steps(tile), x * WG_ROWS : (x + 1) * WG_ROWS]
         copy_in(source, q_smem.at[wg, x], q_full.at[wg])
-    v_ring.start()
-    k_ring.start()
+    v_ring.prologue()
+    k_ring.prologue()
     rows = steps(tile)
     # Loaded before the products and used after them: their latency is hidden.
     u = [load_by_rows(x, head, rows) for x in u_gmem]
@@ -212,16 +224,10 @@ def _kernel(
         def _():
             z_gmem.at[head, rows][...] = z
 
-    h = head_of(h_gmem, head, p)
-    for x in range(siz_b_DHHV // WG_ROWS):
-        h_smem = q_smem.at[wg, x % steps_k]
-        plgpu.wait_smem_to_gmem(steps_k - 1, wait_read_only=True)
-        products.store(h_smem, num[:, x * WG_ROWS : (x + 1) * WG_ROWS].astype(h_smem.dtype))
-        plgpu.commit_smem()
-        copy_out(h_smem, h.at[rows, block(column * (siz_b_DHHV // WG_ROWS) + x, WG_ROWS)])
-    plgpu.wait_smem_to_gmem(0)
-    k_ring.drain()
-    v_ring.drain()
+    free = [q_smem.at[wg, x] for x in range(steps_k)]  # no product reads the queries any more
+    _store_h(num, free, head_of(h_gmem, head, p), rows, column)
+    k_ring.epilogue()
+    v_ring.epilogue()
 
 
 def scratch(p: Problem, config: "Tiles", dtype: Any) -> dict[str, Any]:

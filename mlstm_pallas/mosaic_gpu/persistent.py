@@ -63,10 +63,10 @@ def run(
 
     if copy is None:
         for ring in rings:
-            ring.start()
+            ring.prologue()
         main_loop()
     else:
         pl.when(wg < 2)(main_loop)
         pl.when(wg == 2)(copy)
     for ring in rings:
-        ring.drain()
+        ring.epilogue()

@@ -296,14 +296,14 @@ class _Recurrence:
             h_ring = CopyRing(self.h_barriers, H_STAGES, total, self.copy_h, readers=readers)
             rings.append(h_ring)
         for y in rings:
-            y.start()
+            y.prologue()
         gamma = x.gamma[self.head, self.chunk(np.int32(0))]
         step = functools.partial(self.join, ring, h_ring)
         XT, vector, _ = loop(self.num_chunks, step, (*self.initial(), gamma))
         self.store_last(XT, vector)
         plgpu.wait_smem_to_gmem(0)
         for y in rings:
-            y.drain()
+            y.epilogue()
 
 
 def _kernel(

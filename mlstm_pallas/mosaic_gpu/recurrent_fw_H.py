@@ -142,7 +142,7 @@ def _kernel(
         return CT, next_gamma
 
     ring = CopyRing(barriers, config.num_stages, p.NC, load_slot)
-    ring.start()
+    ring.prologue()
     if C_initial_gmem is None:
         CT = [products.zeros(WG_ROWS, rows) for _ in range(num_blocks)]
     else:
@@ -153,7 +153,7 @@ def _kernel(
         for b, x in enumerate(CT):
             C_last_gmem[head, columns_of(b)[1]] = x
     plgpu.wait_smem_to_gmem(0)
-    ring.drain()
+    ring.epilogue()
 
 
 def scratch(
