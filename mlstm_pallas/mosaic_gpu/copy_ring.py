@@ -1,13 +1,13 @@
 """A ring of slots in shared memory: copies run ahead of the warpgroups that read them.
 
-A sequence of steps goes through the slots in order, step x through slot x mod num_slots. Each slot
-has two barriers: ``full``, on which its copies arrive, and ``empty``, on which every reading
-warpgroup arrives when it has read the slot.
+The steps of a sequence go through the slots in order: step x uses slot x mod num_slots. Each slot
+has two barriers. Its copies arrive on ``full``, and every reading warpgroup arrives on ``empty``
+when it has read the slot.
 
-Who starts the copies is a static choice. Shared: the readers do, each for its share of the slots,
-so that no warpgroup stalls more often than another. Dedicated: a further warpgroup, number 2, calls
-``load`` for every step. Two warpgroups have 255 registers per thread from the launch on, three
-have 168.
+Which warpgroups issue the copies is a static choice. Shared: each reader issues the copies of its
+share of the slots, so no warpgroup stalls more often than another. Dedicated: a further warpgroup,
+number 2, calls ``load`` for every step. A CTA of two warpgroups has 255 registers per thread from
+the launch on, and a CTA of three has 168.
 """
 
 import dataclasses
@@ -32,7 +32,7 @@ class RingBarriers(NamedTuple):
 
 
 def ring_barriers(num_slots: int, copies: int, readers: int = 2) -> RingBarriers:
-    """The barriers of a ring. copies: the number that each step issues."""
+    """The barriers of a ring in which each step issues ``copies`` copies."""
     full = plgpu.Barrier(num_arrivals=copies, num_barriers=num_slots)
     return RingBarriers(full, plgpu.Barrier(num_arrivals=readers, num_barriers=num_slots))
 
@@ -42,13 +42,15 @@ class CopyRing:
     """A ring, as one CTA sees it.
 
     Attributes:
-      barriers: those of ``ring_barriers``, in the kernel.
-      num_slots: slots.
-      steps: how many steps go through the ring, or None: ``load`` and ``epilogue`` alone are called.
-      copies: copies(step, copy) starts the copies of a step, each by copy(source, buffer, *index),
-        where index selects of the buffer's slot; None with ``steps``.
-      readers: warpgroups that share the copying; 0: a further warpgroup does it.
-      steps_of_item: copies(item, step, copy) then takes an item, of so many steps, and its step.
+      barriers: references to what ``ring_barriers`` declares.
+      num_slots: the number of slots.
+      steps: the number of steps that go through the ring; None if ``load`` issues every copy and
+        ``epilogue`` receives the number.
+      copies: copies(step, copy) starts the copies of a step. It calls copy(source, buffer, *index)
+        for each, where index selects a part of the buffer's slot. It is None if ``steps`` is.
+      readers: the number of warpgroups that share the copying; 0: a dedicated warpgroup copies.
+      steps_of_item: the number of steps per item. ``copies`` is then copies(item, step, copy),
+        where the step is counted from the item's first.
     """
 
     barriers: RingBarriers
@@ -62,9 +64,9 @@ class CopyRing:
         return remainder(step, self.num_slots)
 
     def load(self, step: Any, copies: Callable[..., None] | None = None) -> None:
-        """Starts the copies of a step, once the slot's last reader has released it.
+        """Starts the copies of a step as soon as the slot's last reader has released it.
 
-        copies: in place of the ring's.
+        copies: replaces the ring's copies.
         """
         slot = self.slot(step)
         pl.when(step >= self.num_slots)(lambda: products.wait_empty(self.barriers.empty.at[slot]))
@@ -74,7 +76,7 @@ class CopyRing:
         copy_in(source, buffer.at[(slot, *index)], self.barriers.full.at[slot])
 
     def _start(self, step: Any, copy: Callable[..., None], item: Any = None) -> None:
-        """item: the step's own or the one before it, which spares a division."""
+        """Calls ``copies``. item: the step's item or the one before it, which saves a division."""
         n = self.steps_of_item
         if n is None:
             self.copies(step, copy)
@@ -86,17 +88,17 @@ class CopyRing:
             self.copies(jnp.where(here, item, item + 1), jnp.where(here, x, x - n), copy)
 
     def wait(self, step: Any) -> Any:
-        """Waits for the copies of a step; its slot."""
+        """Waits for the copies of a step and returns its slot."""
         slot = self.slot(step)
         products.acquire(self.barriers.full.at[slot], self.barriers.empty.at[slot])
         return slot
 
     def release(self, *steps: Any) -> None:
-        """The warpgroup has read these steps."""
+        """Tells the ring that this warpgroup has read these steps."""
         products.release(*(self.barriers.empty.at[self.slot(step)] for step in steps))
 
     def _by_copier(self, slot: Any, condition: Any, run: Callable[[], None]) -> None:
-        """Runs in the warpgroup that copies into the slot."""
+        """Calls ``run`` in the warpgroup that copies into the slot, if the condition holds."""
         copier = remainder(slot, self.readers) if self.readers else np.int32(2)
         pl.when((lax.axis_index("wg") == copier) & condition)(run)
 
@@ -110,14 +112,14 @@ class CopyRing:
             loop(self.num_slots, first, None)
 
     def refill(self, *steps: Any, item: Any = None) -> None:
-        """Starts the copies into the slots of these steps, which this warpgroup has released.
+        """Starts the next copies into the slots of these steps, which this warpgroup has released.
 
-        item: theirs.
+        item: the item of these steps.
         """
         if not self.readers:
             return
         for step in steps:
-            # What follows from the step is computed here, not kept in registers meanwhile.
+            # The barrier keeps values derived from the step out of registers until this point.
             following = lax.optimization_barrier(step) + self.num_slots
             load = functools.partial(
                 self.load, following, functools.partial(self._start, item=item)
@@ -130,7 +132,7 @@ class CopyRing:
         self.refill(step)
 
     def epilogue(self, steps: Any = None) -> None:
-        """Waits for the last releases: no barrier may be left in the middle of a phase."""
+        """Waits for the last releases, because no barrier may end in the middle of a phase."""
         total = lax.convert_element_type(self.steps if steps is None else steps, np.int32)
         for x in range(self.num_slots):
             step = total - np.int32(self.num_slots - x)

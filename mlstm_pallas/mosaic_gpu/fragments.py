@@ -1,6 +1,6 @@
 """Tiles in the registers of a warpgroup, in the layout of an accumulator, and vectors beside them.
 
-A vector has a number for each row of a tile (BY_ROWS) or for each column (BY_COLUMNS).
+A vector has one element per row of a tile (BY_ROWS) or per column (BY_COLUMNS).
 """
 
 from collections.abc import Callable, Iterable
@@ -40,7 +40,7 @@ def rows_and_columns(rows: int, columns: int) -> list[jax.Array]:
 
 
 def q_times_n(q_tile: Callable[[Any], Any], n_tile: Callable[[Any], Any], steps: int) -> jax.Array:
-    """The sum of q_tile(x) * n_tile(x): the sums over its columns are q_t . n of 64 queries."""
+    """The sum over x of q_tile(x) * n_tile(x); its row sums are q_t . n for 64 queries."""
 
     def add(x, total):
         q = load(q_tile(x)).astype(jnp.float32)
@@ -52,9 +52,9 @@ def q_times_n(q_tile: Callable[[Any], Any], n_tile: Callable[[Any], Any], steps:
 
 
 def decay_tile(e: Iterable[jax.Array], u: Iterable[jax.Array]) -> jax.Array:
-    """exp(e_s - u_t) of queries t in rows and keys s in columns; e and u: hi and lo.
+    """exp(e_s - u_t) with queries t in rows and keys s in columns; e and u are (hi, lo).
 
-    It has no bound where s > t.
+    It is unbounded where s > t.
     """
     hi, lo = (
         across_rows(x, y.shape[0]) - across_columns(y, x.shape[0])

@@ -1,4 +1,4 @@
-"""Tiles of P and dP, and the sums of W = dP * scores in them, for the kernels that compute P."""
+"""Tiles of P and dP, and the sums of W = dP * scores over them, for the kernels that compute P."""
 
 from collections.abc import Iterable, Mapping, Sequence
 
@@ -28,10 +28,11 @@ def write_tiles(
     """Writes P and dP to shared memory; returns W.
 
     Args:
-      P, dP: references, each to a tile.
+      P, dP: references to one tile each.
       scores, dA: q k^T and dh v^T.
       e, u: see ``decay_tile``.
-      inv_den, dz_den: 1 / den_t and dz_t den_t; None without a normaliser. dz_den also if it is 0.
+      inv_den, dz_den: 1 / den_t and dz_t den_t; None without a normaliser. dz_den is also None if
+        it is 0 everywhere.
       mask: where s <= t; None: everywhere.
     """
     columns = scores.shape[1]
@@ -49,10 +50,10 @@ def write_tiles(
 
 
 def w_sum_shapes(p: Problem) -> dict[str, jax.ShapeDtypeStruct]:
-    """The outputs of a kernel with sums of W.
+    """The outputs of a kernel that sums W.
 
-    per_query: of W_ts over s < t in each tile of 64 keys; per_key: over t > s in each tile of 64
-    queries; diagonal: W_tt.
+    per_query: the sums of W_ts over s < t in each tile of 64 keys; per_key: the sums over t > s in
+    each tile of 64 queries; diagonal: W_tt.
     """
     per_tile = jax.ShapeDtypeStruct((p.BNH, p.L // WG_ROWS, p.S), jnp.float32)
     diagonal = jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32)
@@ -60,7 +61,7 @@ def w_sum_shapes(p: Problem) -> dict[str, jax.ShapeDtypeStruct]:
 
 
 def tile_pairs(outputs: Mapping[str, Array], p: Problem) -> TileSums:
-    """The sums that a kernel wrote to the ``w_sum_shapes``."""
+    """The sums that a kernel wrote to outputs with ``w_sum_shapes``."""
     n = p.L // WG_ROWS
     tiles = p.NC, n, WG_ROWS
     return TileSums(

@@ -1,9 +1,10 @@
-"""The MLIR of the kernels, for what Pallas cannot express.
+"""Hand-written MLIR for what Pallas cannot express.
 
-A copy of a tile, as wgmma reads it, from or to an array whose steps are no multiple of 8: plgpu's
-TMA copies view such an array in whole groups of 8 rows and refuse the rest. Sums over rows of a
-tile: jnp.sum has one scratch in shared memory for all warpgroups of a CTA, a race. There is
-no jax issue about either (November 2026); when jax has both, this file can go.
+``copy_steps`` copies a tile in the layout that wgmma reads, from or to an array whose number of
+steps is no multiple of 8. plgpu's TMA copies refuse such an array, because they view it as whole
+groups of 8 rows. ``inline_sum_over_rows`` sums over the rows of a tile. jnp.sum cannot be used for
+it, because it has one scratch in shared memory for all warpgroups of a CTA, which is a race. There
+is no jax issue about either (November 2026); when jax has both, this file can go.
 """
 
 from typing import Any
@@ -20,13 +21,15 @@ from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from mlstm_pallas.mosaic_gpu.launch import plgpu, tile_transforms
 
-GROUP = 8  # rows
-THREADS = 128  # of a warpgroup: all of them arrive on a barrier
+GROUP = 8  # rows per group
+THREADS = 128  # per warpgroup; all of them arrive on a barrier
 
 
 def barrier_address(barrier: Any) -> jax.Array:
-    """In shared memory, for MLIR: inline_mgpu takes no barriers. In kernels whose layouts are
-    inferred."""
+    """The address of a barrier in shared memory, for MLIR, because inline_mgpu takes no barriers.
+
+    It works only in kernels whose layouts are inferred.
+    """
     base, index = barrier, 0
     if hasattr(barrier, "transforms"):
         base, ((index,),) = barrier.ref, (x.indices for x in barrier.transforms)
@@ -39,7 +42,7 @@ def _lower_barrier_address(_: Any, barriers: Any, index: Any) -> Any:
     return llvm.ptrtoint(ir.IntegerType.get_signless(32), barriers[index].get_ptr())
 
 
-_barrier_address = Primitive("barrier_address")  # its lowering has no public place
+_barrier_address = Primitive("barrier_address")  # jax has no public API for its lowering
 _barrier_address.def_abstract_eval(lambda barriers, index: jax.core.ShapedArray((), jnp.int32))
 lowering.register_lowering_rule(_barrier_address, plgpu.LoweringSemantics.Warpgroup)(
     _lower_barrier_address
@@ -47,19 +50,19 @@ lowering.register_lowering_rule(_barrier_address, plgpu.LoweringSemantics.Warpgr
 
 
 def groups_alone(first: Any, S: int, rows: int) -> jax.Array:
-    """How many groups of the tile from row ``first`` of S on go one by one; 0: it goes at once."""
+    """How many groups of the tile at row ``first`` of S are copied one by one; 0: all at once."""
     whole = first <= S // GROUP * GROUP - rows
     return jnp.where(whole, np.int32(0), np.int32(rows // GROUP))
 
 
 def copy_steps(steps: Any, tile: Any, barrier: Any = None) -> None:
-    """Starts copies of a tile from an array, or to it without a barrier."""
+    """Starts copies of a tile: from an array with a barrier, to the array without one."""
     (rows, columns), itemsize = steps.shape, tile.dtype.itemsize
     transforms = tile_transforms(columns, itemsize)
     tiling, swizzle = transforms[0].tiling, transforms[1].swizzle
     axis = len(steps.before)
     groups = launch_context.TileTransform(tiling, rounding=launch_context.Rounding.DOWN)
-    # A group: its parts, as wide as the swizzle, one after another.
+    # A group consists of parts as wide as the swizzle, one after another.
     parts = launch_context.TileTransform(tiling[1:]), launch_context.TransposeTransform((1, 0, 2))
 
     def start(context, array, tile, *scalars):
@@ -72,7 +75,7 @@ def copy_steps(steps: Any, tile: Any, barrier: Any = None) -> None:
         if barrier is not None:
             shared = llvm.PointerType.get(utils.WORKGROUP_NVPTX_ADDRESS_SPACE)
             pointer = llvm.inttoptr(shared, address)
-            no_phases: Any = None  # nothing waits here
+            no_phases: Any = None  # nothing waits on the barrier here
             full = utils.BarrierRef(pointer, utils.c(0, i32), no_phases, 1)
             full.arrive_expect_tx(rows * columns * itemsize // THREADS)
 
@@ -118,7 +121,7 @@ def copy_steps(steps: Any, tile: Any, barrier: Any = None) -> None:
 
 
 def by_lanes(columns: int) -> Any:
-    """The layout of 32 or 64 elements that every warp holds, neighbouring ones in a lane."""
+    """The layout of 32 or 64 elements: every warp has all, every lane has neighbouring ones."""
     tiling = plgpu.Tiling(((columns,), (columns // 32,)))
     return plgpu.Layout.TILED(
         tiling, warp_dims=(plgpu.Replicated(4),), lane_dims=(-2,), vector_dim=-1
@@ -126,15 +129,18 @@ def by_lanes(columns: int) -> Any:
 
 
 def inline_sum_over_rows(_: Any, tile: Any, scratch: Any) -> mgpu.FragmentedArray:
-    """Each lane holds 16 columns of two rows, or 8. In a round two lanes with the same columns
+    """Sums over the rows of a tile by exchanges between lanes.
+
+    Each lane holds 16 or 8 columns of two rows. In each round two lanes with the same columns
     exchange halves of their sums.
 
-    After the rounds each lane has the sums of two neighbouring columns over the warp's 16 rows. Of
-    64 columns lane x has 2 x and 2 x + 1. Of 32, two lanes have both: in the last round they add up
-    their halves. The sums of the four warps meet in shared memory.
+    After the rounds each lane has the sums of two neighbouring columns over the warp's 16 rows.
+    With 64 columns lane x has columns 2 x and 2 x + 1. With 32 columns two lanes have the same
+    columns, because in the last round they add up their halves. The sums of the four warps meet in
+    shared memory.
     """
     i32, index, columns = ir.IntegerType.get_signless(32), ir.IndexType.get(), tile.shape[1]
-    # Two neighbouring columns each: [columns from 8 j on, row of the lane].
+    # Each entry has two neighbouring columns: [columns from 8 j on, row of the lane].
     sums = [arith.addf(x, y) for x, y in tile.registers.reshape(columns // 8, 2)]
     thread = arith.remui(utils.thread_idx(), utils.c(128, i32))
     lane, warp = arith.remui(thread, utils.c(32, i32)), arith.divui(thread, utils.c(32, i32))
@@ -168,7 +174,7 @@ def inline_sum_over_rows(_: Any, tile: Any, scratch: Any) -> mgpu.FragmentedArra
     a, b, c, d = (
         vector.load(of_lane, scratch, place(utils.c(other, i32), column)) for other in range(4)
     )
-    utils.warpgroup_barrier()  # the next sums go to the same place
+    utils.warpgroup_barrier()  # because the next sums reuse the scratch
     total, layout = arith.addf(arith.addf(a, b), arith.addf(c, d)), by_lanes(columns).to_mgpu()
     registers = np.full(layout.registers_shape((columns,)), total, dtype=object)
     return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)

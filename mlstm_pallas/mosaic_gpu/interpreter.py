@@ -1,15 +1,15 @@
-"""What runs in GPU interpret mode in place of what only a GPU has, and checks of its protocol.
+"""GPU interpret mode: replacements of operations that only a GPU has, and protocol checks.
 
-``mosaic_call`` makes an ``Interpreter`` current while it traces an interpreted kernel. A function
-that is ``interpretable`` then runs as the method of the same name; a kernel knows nothing of it.
+``mosaic_call`` makes an ``Interpreter`` current while it traces an interpreted kernel. An
+``interpretable`` function then runs as the method of the same name, without the kernel's knowledge.
 
 On the GPU a product reads shared memory and adds to its accumulator until a wait for it returns.
-jax's interpreter knows neither an accumulator that starts from a value nor a left operand in
+jax's interpreter supports neither an accumulator that starts from a value nor a left operand in
 registers, and a kernel with a missing wait would still compute the right result here. So an
-``Interpreter`` computes products with jnp.dot and keeps, on the host, the accumulators, the
-products that each warpgroup has issued and not waited for, and the slots of rings that it has
-acquired and not released. It raises where the warpgroup writes, reads or releases what a product
-still uses, and where it breaks the protocol of a ring, before any warpgroup waits for ever.
+``Interpreter`` computes products with jnp.dot. On the host it tracks the accumulators, the products
+that each warpgroup has issued and not waited for, and the slots of rings that it has acquired and
+not released. It raises an error if the warpgroup writes, reads or releases what a product still
+uses, and if it breaks the protocol of a ring, before any warpgroup waits for ever.
 """
 
 import contextlib
@@ -26,8 +26,8 @@ from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
 from jax.experimental import io_callback
 from jax.experimental import pallas as pl
 
-gpu_interpreter: Any = gpu_callbacks  # jax 0.10 has less of it
-Region = list[tuple[Any, Any]]  # start and size along the first axes; of all others, the whole
+gpu_interpreter: Any = gpu_callbacks  # jax 0.10 lacks parts of it
+Region = list[tuple[Any, Any]]  # start and size along the first axes; all other axes are whole
 
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -35,7 +35,7 @@ _current: ContextVar[Any] = ContextVar("interpreter", default=None)
 
 
 def interpretable(function: Function) -> Function:
-    """In an interpreted kernel, the method of ``Interpreter`` with its name runs in its place."""
+    """Makes interpreted kernels run the method of ``Interpreter`` with the same name instead."""
 
     @functools.wraps(function)
     def run(*args, **options):
@@ -63,20 +63,20 @@ class Interpreter:
     """
 
     def __init__(self, plgpu: Any, kernel: str, warpgroups: int) -> None:
-        self.plgpu = plgpu  # which launch.py alone imports
+        self.plgpu = plgpu  # only launch.py imports it
         self.kernel = kernel
         self.warpgroups = warpgroups
-        self._names: dict[int, tuple[Any, str]] = {}  # by id: what has it, and a name
-        self._filled: dict[str, list[str]] = {}  # by barrier: the buffers that it says are full
-        self._full: dict[str, str] = {}  # by the barrier of a release: that of the acquisition
-        # By warpgroup:
-        self._values: dict[int, dict[str, Any]] = {}  # of accumulators
+        self._names: dict[int, tuple[Any, str]] = {}  # by id: the object and its name
+        self._filled: dict[str, list[str]] = {}  # by full barrier: the buffers that it guards
+        self._full: dict[str, str] = {}  # by empty barrier: the full barrier
+        # By warpgroup: values of accumulators, running products, acquired barriers.
+        self._values: dict[int, dict[str, Any]] = {}
         self._running: dict[int, list[_Product]] = {}  # in order of issue
-        self._acquired: dict[int, list[str]] = {}  # barriers
+        self._acquired: dict[int, list[str]] = {}
 
     @contextlib.contextmanager
     def traced(self, scratch: Mapping[str, Any]) -> Iterator[None]:
-        """Makes this object current; messages have the names of the scratch."""
+        """Makes this object current; error messages use the names of the scratch."""
         for path, x in jax.tree.leaves_with_path(dict(scratch)):
             name = jax.tree_util.keystr(path, simple=True, separator=".")
             self._names[id(_base(x))] = _base(x), name
@@ -159,7 +159,9 @@ class Interpreter:
             self.plgpu.barrier_arrive(barrier)
 
     def separate(self, scratch: Mapping[str, Any]) -> Any:
-        """The scratch with each ``one_of`` as a list: the race detector tells no slots apart."""
+        """The scratch with each ``one_of`` as a list, because the race detector tells no slots
+        apart.
+        """
         return jax.tree.map(
             lambda x: list(x.refs) if isinstance(x, self.plgpu.RefUnion) else x, dict(scratch)
         )
@@ -183,7 +185,9 @@ class Interpreter:
         return io_callback(function, result, lax.axis_index("wg"), values, ordered=True)
 
     def _block(self, barrier: Any, *check: Any, values: Any) -> None:
-        """Waits on the barrier after the check: XLA orders what depends on each other alone."""
+        """Waits on the barrier after the check; XLA keeps this order because the index depends on
+        it.
+        """
         zero = self._call(*check, values=values, result=jax.ShapeDtypeStruct((), jnp.int32))
         [(index, _)] = _slot(barrier) or [(0, 1)]
         self.plgpu.barrier_wait(_base(barrier).at[index + zero])
@@ -212,7 +216,7 @@ class Interpreter:
         return self._values[int(wg)][accumulator]
 
     def _end(self, doing: str, names: list[str], wg: Any, region: Region) -> None:
-        """The warpgroup has no more use for what is in this part of the buffers."""
+        """Checks that no running product of the warpgroup reads this part of the buffers."""
         for name, own in (read for x in self._running[int(wg)] for read in x.reads):
             if name in names and _overlap(own, region):
                 self._refuse(wg, f"{doing} {name}, which a running product reads")
@@ -245,7 +249,7 @@ class Interpreter:
         error = RuntimeError(
             f"{self.kernel}: warpgroup {int(wg)} {what}, expected {expected} before"
         )
-        # Wakes the warpgroups that wait for this one. Only one that is alone is no thread.
+        # Wakes the warpgroups that wait for this one. A single warpgroup has no thread of its own.
         gpu_interpreter._get_shared_memory().set_failed(error, top_level=self.warpgroups == 1)
         raise error
 
@@ -255,14 +259,14 @@ def _loaded(x: Any) -> jax.Array:
 
 
 def _base(x: Any) -> Any:
-    """The buffer, or the barriers, that a reference is a part of."""
+    """The buffer, or the array of barriers, to which a reference belongs."""
     return x.ref if hasattr(x, "transforms") else x
 
 
 def _region(x: Any) -> Region:
-    """What the indices of a reference select of its buffer."""
+    """The part of its buffer that a reference selects."""
     region: Region = []
-    axes: list[int] = []  # of the buffer, that the reference has
+    axes: list[int] = []  # the axes of the buffer that the reference still has
     for transform in getattr(x, "transforms", ()):
         if hasattr(transform, "permutation"):
             axes = axes or list(range(len(transform.permutation)))
@@ -281,7 +285,7 @@ def _region(x: Any) -> Region:
 
 
 def _slot(barrier: Any) -> Region:
-    """The slot that a barrier guards; the only barrier guards all slots."""
+    """The slot that a barrier guards; a single barrier guards all slots."""
     return _region(barrier) if _base(barrier).shape[:1] > (1,) else []
 
 

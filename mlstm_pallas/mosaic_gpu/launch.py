@@ -1,8 +1,8 @@
-"""The only importer of jax.experimental.pallas.mosaic_gpu, for Hopper GPUs and jax >= 0.11.2.
+"""The parts of Pallas Mosaic GPU that the kernels share: launches, tile layouts and references.
 
-Its interface changes between versions of jax, so what the kernels share of it is here: a launch,
-the layout of tiles in shared memory, and references.
-``mosaic_gpu/products.py`` has the products on the tensor cores.
+Only this module imports jax.experimental.pallas.mosaic_gpu, because its interface changes between
+versions of jax. It needs a Hopper GPU and jax >= 0.11.2. ``mosaic_gpu/products.py`` has the
+products on the tensor cores.
 """
 
 import contextlib
@@ -22,12 +22,12 @@ from mlstm_pallas.mosaic_gpu.interpreter import Interpreter
 from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS
 from mlstm_pallas.tiles import divide
 
-plgpu: Any = mosaic_gpu  # which has no annotations
+plgpu: Any = mosaic_gpu  # it has no type annotations
 BY_ROWS, BY_COLUMNS = (
     plgpu.Layout.WGMMA.reduce(1),
     plgpu.Layout.WGMMA.reduce(0),
-)  # of a vector beside the rows, the columns of a tile
-WG_ROWS = 64  # of an accumulator in the registers of one warpgroup
+)  # layouts of a vector with one element per row or per column of a tile
+WG_ROWS = 64  # rows of an accumulator in the registers of one warpgroup
 
 
 def mosaic_call(
@@ -42,23 +42,24 @@ def mosaic_call(
     infer_layouts: bool = True,
     approx_math: bool = True,
 ) -> Callable[..., dict[str, Any]]:
-    """plgpu.kernel of ``kernel(**refs)``; the last grid axis varies fastest.
+    """Wraps ``kernel(**refs)`` in plgpu.kernel; the last grid axis varies fastest.
 
-    The function returned takes the inputs by name and gives the outputs by name: arrays or trees of
-    them. Absent ones are None, for the kernel too. The axis of the warpgroups is called "wg".
+    The function returned takes its inputs by name and returns its outputs by name. Each is an array
+    or a tree of arrays. An absent one is None, and so is its reference in the kernel. The axis of
+    the warpgroups is called "wg".
 
     Args:
-      infer_layouts: False for a kernel that gives the layouts of all its arrays. Inferring them may
-        take Python seconds. LLVM unrolls loops around products where they are not inferred.
-      approx_math: False for exp and log to a unit or two in the last place.
+      infer_layouts: False for a kernel that states the layouts of all its arrays. Inferring them
+        may take seconds of Python time. LLVM unrolls loops around products without it.
+      approx_math: False for exp and log that are accurate to one or two units in the last place.
     """
     semantics = plgpu.LoweringSemantics
     shapes, out_tree = jax.tree.flatten([*outputs.values()])
 
     def launch(**inputs):
         arrays, in_tree = jax.tree.flatten([*inputs.values()])
-        # Inside a shard_map that checks it, outputs have to say over which axes they vary.
-        # plgpu.kernel itself knows of no such axes.
+        # In a shard_map with check_vma, outputs must declare the axes over which they vary, and
+        # plgpu.kernel knows of no such axes.
         axes = (jax.typeof(x).manual_axis_type.varying for x in arrays)
         varying = tuple(frozenset().union(*axes))
 
@@ -80,8 +81,8 @@ def mosaic_call(
             num_threads=warpgroups,
             thread_name="wg",
             scratch_types=interpreter.separate(buffers) if interpreter else buffers,
-            # Each kernel orders its own accesses to shared memory: a barrier for every read that a
-            # later copy overwrites.
+            # Each kernel orders its accesses to shared memory itself: a barrier separates every
+            # read from the copy that overwrites what was read.
             compiler_params=plgpu.CompilerParams(
                 approx_math=approx_math,
                 unsafe_no_auto_barriers=True,
@@ -97,7 +98,7 @@ def mosaic_call(
     return launch
 
 
-# The identity, but for the manual axes over which its result varies.
+# The identity, except that its result varies over no manual axis.
 _varying_nowhere = Primitive("varying_nowhere")
 _varying_nowhere.def_abstract_eval(lambda x: jax.core.ShapedArray(x.shape, x.dtype))
 _varying_nowhere.def_impl(lambda x: x)
@@ -106,7 +107,7 @@ mlir.register_lowering(_varying_nowhere, lambda _, x: [x])
 
 
 class PersistentScheduler(NamedTuple):
-    """The items of a CTA that stays: every num_ctas-th, from that of its index on."""
+    """The items of a persistent CTA: every num_ctas-th one, from the CTA's index on."""
 
     program: jax.Array
     num_ctas: int
@@ -119,20 +120,20 @@ class PersistentScheduler(NamedTuple):
 
 
 def tile_transforms(columns: int, itemsize: int) -> tuple[Any, ...]:
-    """The layout in shared memory of tiles with so many columns that wgmma reads."""
+    """The layout in shared memory of tiles that wgmma reads, for this number of columns."""
     swizzle = min(columns * itemsize, 128)
     return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
 def shared_tiles(*shape: int, dtype: Any) -> Any:
-    """Tiles in shared memory, of the last two axes, that wgmma reads."""
+    """Tiles in shared memory that wgmma reads; the last two axes are those of a tile."""
     return plgpu.SMEM(shape, dtype, transforms=tile_transforms(shape[-1], dtype.itemsize))
 
 
 def shared_bytes(scratch: Mapping[str, Any], *, has_sum: bool = False) -> int:
-    """Shared memory of a CTA. Each array, and all barriers, begin at a multiple of 1024 bytes.
+    """Shared memory per CTA. Each array begins at a multiple of 1024 bytes; so do the barriers.
 
-    has_sum: whether the kernel has a jnp.sum of a tile, which takes 2 KiB.
+    has_sum: whether the kernel calls jnp.sum on a tile, which takes 2 KiB.
     """
     buffers = (x for x in jax.tree.leaves(dict(scratch)) if not isinstance(x, plgpu.Barrier))
     sizes = (math.prod(x.shape) * x.dtype.itemsize for x in buffers)
@@ -145,9 +146,9 @@ def float32(*shape: int) -> jax.ShapeDtypeStruct:
 
 
 def load(ref: Any, layout: Any = plgpu.Layout.WGMMA, *, optimized: bool = True) -> Any:
-    """A tile in registers, in the layout of an accumulator, or a vector beside one.
+    """Loads a tile in the layout of an accumulator, or in the given layout a vector beside one.
 
-    optimized: False from global memory, element by element.
+    optimized: False for loads from global memory, which are element by element.
     """
     return plgpu.load(ref, layout=layout, optimized=optimized)
 
@@ -155,16 +156,18 @@ def load(ref: Any, layout: Any = plgpu.Layout.WGMMA, *, optimized: bool = True) 
 def move_registers(count: int) -> None:
     """Gives the warpgroup ``count`` registers per thread, where the compiler can.
 
-    For a kernel that a copying warpgroup leaves too few. All others have enough without it.
+    It is for a kernel whose copying warpgroup leaves too few registers to the other warpgroups. All
+    other kernels have enough without it.
     """
     if MOVES_REGISTERS:
         plgpu.set_max_registers(count, action="increase" if count > 168 else "decrease")
 
 
 def write(ref: Any, x: jax.Array) -> None:
-    """Writes to shared memory, in a kernel that gives its layouts, also where banks conflict.
+    """Writes to shared memory in a kernel that states its layouts, even if banks conflict.
 
-    jax 0.12 refuses such a store unless told so; jax 0.11 knows no other.
+    jax 0.12 refuses a store with bank conflicts unless optimized is False; jax 0.11 has no such
+    option.
     """
     if hasattr(plgpu, "store"):
         plgpu.store(ref, x, optimized=False)
@@ -173,11 +176,11 @@ def write(ref: Any, x: jax.Array) -> None:
 
 
 def block(index: Any, size: int) -> Any:
-    """The elements of a block of an axis."""
+    """The slice of an axis that is block ``index`` of ``size`` elements."""
     start = index * size
     return pl.ds(start if isinstance(start, int) else pl.multiple_of(start, size), size)
 
 
 def one_of(*tiles: Any) -> Any:
-    """Arrays in the same place of shared memory, slot by slot; their slots have the same bytes."""
+    """Arrays that share their memory slot by slot; their slots have the same number of bytes."""
     return plgpu.RefUnion(*tiles)

@@ -1,4 +1,4 @@
-"""What a Hopper GPU has for a kernel, and the base of the tiles of the kernels."""
+"""Limits of a Hopper GPU, and the base classes of the kernels' tiles."""
 
 import dataclasses
 from collections.abc import Iterable
@@ -11,21 +11,22 @@ from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Tiles
 
-KERNEL_DTYPE = jnp.dtype("bfloat16")  # float16 is of the same size
-SHARED_BYTES = 232_448  # that a CTA may have
-HEADS = 65_535  # CTAs along a grid axis of CUDA's other than the first
+KERNEL_DTYPE = jnp.dtype("bfloat16")  # float16 has the same size
+SHARED_BYTES = 232_448  # the most per CTA
+HEADS = 65_535  # the most CTAs along a CUDA grid axis other than the first
 
-# ptxas moves registers between warpgroups (setmaxnreg). nvJitLink, with which jax compiles from
-# 0.12 on where it finds the library, ignores that: every thread keeps what it has at the launch.
+# ptxas moves registers between warpgroups (setmaxnreg). From 0.12 on jax compiles with nvJitLink if
+# it finds that library. nvJitLink ignores setmaxnreg, so every thread keeps the registers that it
+# has at the launch.
 MOVES_REGISTERS = jax.__version_info__ < (0, 12)
 
 
 class HopperTiles(Tiles):
-    """The tiles of a kernel for Hopper and dtypes of 16 bits."""
+    """The tiles of a Hopper kernel for 16-bit dtypes."""
 
     @classmethod
     def candidates(cls, p: Problem, gpu: Gpu, **asked: Any) -> Iterable[Self]:
-        """Tiles to plan with, the best first."""
+        """Tiles to choose from, the best first."""
         return [cls()]
 
     @classmethod
@@ -35,7 +36,7 @@ class HopperTiles(Tiles):
         return next((x for x in cls.candidates(p, gpu, **asked) if x.supports(p, **asked)), None)
 
     def divides(self, p: Problem, **asked: Any) -> bool:
-        """Whether whole tiles make up the problem, and the grid has its CTAs."""
+        """Whether whole tiles cover the problem and the grid stays within CUDA's limits."""
         raise NotImplementedError
 
     def supports(self, p: Problem, **asked: Any) -> bool:
@@ -45,18 +46,18 @@ class HopperTiles(Tiles):
 
 @dataclasses.dataclass(frozen=True)
 class RingTiles(HopperTiles):
-    """The tiles of a persistent kernel: the slots of its ring of copies, and its CTAs."""
+    """The tiles of a persistent kernel: the slots of its copy ring, and its CTAs."""
 
     num_stages: int
     num_ctas: int
 
     def items(self, p: Problem) -> int:
-        """The items that the CTAs share."""
+        """The number of items that the CTAs share."""
         raise NotImplementedError
 
     def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
         return (self.num_ctas,)
 
     def clamped(self, p: Problem) -> Self:
-        """With no CTA without an item."""
+        """Leaves out CTAs that would have no item."""
         return dataclasses.replace(self, num_ctas=min(self.num_ctas, self.items(p)))

@@ -1,7 +1,7 @@
-"""What the persistent kernels of the backward pass share: launch, loader, main loop and epilogue.
+"""Launch, loader, main loop and epilogue of the persistent kernels of the backward pass.
 
-There is one CTA per SM, and each takes every n-th item. Two warpgroups multiply. Either they share
-the copying too, or a third warpgroup copies.
+There is one CTA per SM, and each processes every num_ctas-th item. Two warpgroups multiply. Either
+they also share the copying, or a third warpgroup copies.
 """
 
 import types
@@ -52,9 +52,9 @@ def run(
     wg: Array,
     copy: Callable[[], Any] | None = None,
 ) -> None:
-    """Runs warpgroup wg of a CTA.
+    """Runs warpgroup ``wg`` of a CTA.
 
-    copy: what the third warpgroup does; None: those that multiply refill the rings.
+    copy: the work of the third warpgroup; None: the warpgroups that multiply refill the rings.
     """
 
     def main_loop():

@@ -22,21 +22,21 @@ BY_LANES = by_lanes(64)
 
 @interpretable
 def add(accumulator: Any, a: Any, b: Any) -> None:
-    """accumulator += a b; a in shared memory or registers, b in shared memory."""
+    """accumulator += a b; a is in shared memory or registers, b in shared memory."""
     plgpu.wgmma(accumulator, a, b)
 
 
 @interpretable
 def wait(pending: int) -> None:
-    """Until no more than ``pending`` products of the warpgroup are running."""
+    """Waits until at most ``pending`` products of the warpgroup are running."""
     plgpu.wgmma_wait(pending)
 
 
 @interpretable
 def read(accumulator: Any, pending: int) -> Any:
-    """The value, once all its products have run.
+    """The value of the accumulator after all its products.
 
-    pending: how many later products may run on.
+    pending: how many later products may still run.
     """
     return plgpu.wgmma_accumulator_load(accumulator, wait_n=pending)
 
@@ -52,7 +52,7 @@ def from_zeros(issue: Callable[[Any], None], rows: int, columns: int) -> Any:
 
 @interpretable
 def all_from_zeros(issue: Callable[..., Any], *shapes: tuple[int, int]) -> Any:
-    """What ``issue(*accumulators)`` returns, and the accumulators after it."""
+    """The result of ``issue(*accumulators)``, and the accumulators after it."""
 
     def scope(*accumulators):
         result = issue(*accumulators)
@@ -71,10 +71,10 @@ def onto(issue: Callable[..., None], *initial: jax.Array) -> Sequence[jax.Array]
 def sum_over_rows(x: jax.Array, scratch: Any) -> Any:
     """The sums over axis 0 of a float32 tile (64, 32 or 64), ``by_lanes``.
 
-    jnp.sum has one scratch for the CTA. It also exchanges each sum with all lanes that hold a part
-    of it, 48 shuffles per lane.
+    jnp.sum has one scratch per CTA. It also exchanges each sum with all lanes that hold a part of
+    it, which takes 48 shuffles per lane.
 
-    scratch: SUM_SCRATCH elements, of this warpgroup alone.
+    scratch: SUM_SCRATCH elements that no other warpgroup uses.
     """
     columns = plgpu.ShapeDtypeStruct(x.shape[1:], jnp.float32, layout=by_lanes(x.shape[1]))
     types = plgpu.Layout.WGMMA, plgpu.RefType()
@@ -83,7 +83,7 @@ def sum_over_rows(x: jax.Array, scratch: Any) -> Any:
 
 @interpretable
 def sum_over_columns(x: jax.Array) -> Any:
-    """jnp.sum(x, axis=1), BY_ROWS, which would set aside 2 KiB of shared memory."""
+    """jnp.sum(x, axis=1), BY_ROWS, without the 2 KiB of shared memory that jnp.sum takes."""
     shape = plgpu.ShapeDtypeStruct(x.shape[:1], jnp.float32, layout=BY_ROWS)
     inline = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=shape)
     return inline(lambda _, tile: tile.reduce("add", 1))(x)
@@ -91,40 +91,40 @@ def sum_over_columns(x: jax.Array) -> Any:
 
 @interpretable
 def acquire(full: Any, empty: Any) -> None:
-    """Waits on ``full``: until ``release(empty)`` the warpgroup has what the copies filled.
+    """Waits on ``full``; the warpgroup holds what the copies filled until ``release(empty)``.
 
-    empty: may be None, where nothing is written again.
+    empty: None if nothing is written to the buffers again.
     """
     plgpu.barrier_wait(full)
 
 
 @interpretable
 def release(*barriers: Any) -> None:
-    """The warpgroup has read what it acquired with these barriers."""
+    """Releases what the warpgroup acquired with these barriers, after it has read it."""
     for barrier in barriers:
         plgpu.barrier_arrive(barrier)
 
 
 @interpretable
 def guard(full: Any, *buffers: Any) -> None:
-    """Warpgroups, not ``copy_in``, fill these buffers and arrive on ``full``."""
+    """Declares that warpgroups, not ``copy_in``, fill these buffers and arrive on ``full``."""
 
 
 @interpretable
 def wait_empty(empty: Any) -> None:
-    """Until all warpgroups have called ``release(empty)``."""
+    """Waits until all warpgroups have called ``release(empty)``."""
     plgpu.barrier_wait(empty)
 
 
 @interpretable
 def store(tile: Any, value: jax.Array) -> None:
-    """tile[...] = value; a tile in shared memory."""
+    """tile[...] = value; the tile is in shared memory."""
     tile[...] = value
 
 
 def cond(
     condition: Any, this: Callable[[Any], None], that: Callable[[Any], None], accumulator: Any
 ) -> None:
-    """this(accumulator) where the condition holds, else that(accumulator)."""
+    """Runs this(accumulator) if the condition holds, else that(accumulator)."""
     pl.when(condition)(lambda: this(accumulator))
     pl.when(jnp.logical_not(condition))(lambda: that(accumulator))

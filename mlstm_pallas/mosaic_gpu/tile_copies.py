@@ -1,11 +1,11 @@
 """Copies of tiles between global and shared memory, and the steps of a head that they address.
 
-wgmma reads tiles in groups of 8 rows, and TMA copies of such tiles see their array as such groups.
-plgpu's take no array that has a number of steps that they do not divide. For these the copies here
-are written in MLIR. A tile that lies in whole groups of the array is copied at once, as others are.
-One that reaches beyond them, the last of a head, is copied group by group from and to the rows as
-they are. A tile of one swizzled part, 128 bytes wide, lies row by row: one copy takes any.
-Reads beyond the array are zeros, and nothing is written there.
+wgmma reads tiles in groups of 8 rows, so a TMA copy of such a tile views its array as groups of 8
+rows too. plgpu's copies refuse an array whose number of steps is no multiple of 8, so the copies
+for such arrays are written in MLIR here. A tile within whole groups of the array is copied at once.
+A tile that reaches beyond them, the last one of a head, is copied group by group, from and to the
+rows as they are. A tile with one swizzled part, 128 bytes wide, is stored row by row, so one copy
+is always enough. Reads beyond the array return zeros, and nothing is written there.
 """
 
 import dataclasses
@@ -23,13 +23,13 @@ from mlstm_pallas.tiles import divide, remainder
 
 @dataclasses.dataclass(frozen=True)
 class Steps:
-    """Steps and columns of a head, of an array whose steps are no multiple of 8.
+    """Steps and columns of a head, of an array whose number of steps is no multiple of 8.
 
-    As a reference it has ``at``, for a block of the steps, or of these and the columns.
+    Like a reference it has ``at``, which selects a block of the steps, or of the steps and columns.
     """
 
-    array: Any  # (..., S, ..., D), as the kernel has it
-    before: tuple[Any, ...]  # indices of the axes before the steps, and of those behind
+    array: Any  # (..., S, ..., D), as the kernel receives it
+    before: tuple[Any, ...]  # indices of the axes before the steps, and of the axes behind
     behind: tuple[Any, ...]
     start: Any
     column: Any
@@ -58,9 +58,10 @@ def _start_and_size(index: Any, size: int) -> tuple[Any, int]:
 
 
 def head_of(ref: Any, n: Any, p: Problem) -> Any:
-    """(S, D) of head n, in the layouts of Triton's ``sequence_spec``; splits count as heads.
+    """Head n, (S, D), of an array in the layouts of Triton's ``sequence_spec``.
 
-    The array may have fewer steps. TMA copies read zeros beyond them and write nothing there.
+    Splits count as heads. The array may have fewer steps than S, because TMA copies read zeros
+    beyond them and write nothing there.
     """
     strided = len(ref.shape) == 4
     B, NH = ref.shape[0], ref.shape[2] if strided else 1
@@ -78,13 +79,13 @@ def head_of(ref: Any, n: Any, p: Problem) -> Any:
 
 @interpretable
 def copied_by_groups(steps: int) -> bool:
-    """Whether plgpu's copies refuse arrays of so many steps. Those of GPU interpret mode do not."""
+    """Whether plgpu's copies refuse this number of steps; in GPU interpret mode they never do."""
     return steps % GROUP != 0
 
 
 @interpretable
 def copy_in(source: Any, tile: Any, barrier: Any) -> None:
-    """Starts a copy to shared memory, which arrives on the barrier."""
+    """Starts a copy to shared memory that arrives on the barrier."""
     if isinstance(source, Steps):
         copy_steps(source, tile, barrier)
     else:
@@ -93,7 +94,7 @@ def copy_in(source: Any, tile: Any, barrier: Any) -> None:
 
 @interpretable
 def copy_out(tile: Any, destination: Any, where: Any = None) -> None:
-    """Starts a copy to global memory, where the condition holds."""
+    """Starts a copy to global memory, if the condition holds."""
     if isinstance(destination, Steps):
         start = functools.partial(copy_steps, destination, tile)
         start() if where is None else pl.when(where)(start)
