@@ -159,7 +159,7 @@ def store_times(rows: Sequence[Row], times: Sequence[Sequence[float]]) -> None:
         shape = row["shape"]
         row["tokens_per_second"] = shape.B * shape.S / runner.store_times(row, seconds)
         rates.append([shape.steps / row["devices"] / x for x in seconds])
-        efficiencies = [100 * x / base for x, base in zip(rates[-1], rates[0], strict=True)]
+        efficiencies = [100 * (x / base) for x, base in zip(rates[-1], rates[0], strict=True)]
         row["efficiency_pct"] = statistics.median(efficiencies)
         row["efficiency_range"] = [min(efficiencies), max(efficiencies)]
 
