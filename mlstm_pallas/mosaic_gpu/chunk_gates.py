@@ -5,7 +5,7 @@ Three kernels of one warpgroup per CTA:
 chunk_summaries: what each chunk does to m, from the gate pre-activations.
 stabiliser_scan: m after each chunk. Grid (B * NH); a CTA reads the summaries of up to 1024 chunks
 of its head at a time. It does not run for sequences of up to 16 chunks, because a launch takes
-longer than to join their summaries in each CTA of chunk_gates.
+longer than joining their summaries in each CTA of chunk_gates.
 chunk_gates: the gates of every step, from the pre-activations and m, and in the backward pass their
 flags (``gates.join_flags``). It scans each chunk again, which is faster than to write and read the
 scans of chunk_summaries. Where m is known, it is the only kernel.
@@ -61,11 +61,11 @@ from mlstm_pallas.tiles import divide, loop, remainder
 
 _INF = float("inf")
 _SCAN_BLOCK = 1024  # chunks that a CTA of the stabiliser scan holds
-_FEW_CHUNKS = 16  # of a sequence, which chunk_gates joins itself
+_FEW_CHUNKS = 16  # per sequence; chunk_gates joins so few itself
 
 
 def _least_power_of_two(x: Array) -> Array:
-    """The least that is no smaller than x, a positive normal number."""
+    """The least power of two that is at least x, a positive normal number."""
     up = (lax.bitcast_convert_type(x, jnp.int32) + np.int32(0x7FFFFF)) & np.int32(0x7F800000)
     return lax.bitcast_convert_type(up, jnp.float32)
 
@@ -84,7 +84,7 @@ def _local_gates(
 ) -> tuple[LocalGates, _LogGates]:
     """``gates.local_gates`` of a CTA's chunks.
 
-    i, f, starts: (CTAs, rows, STEPS) as of the kernels; scans: shared, see _scratch.
+    i, f, starts: (CTAs, rows, STEPS) as the kernels take them; scans: shared, see _scratch.
     """
     cta, chunk_rows = lax.axis_index("cta"), p.L // STEPS
     begins, f_tile = None if starts is None else load_rows(starts.at[cta]) > 0, load_rows(f.at[cta])
@@ -101,7 +101,7 @@ def _local_gates(
         return [a + y for a, y in zip(left, x, strict=True)]
 
     def largest_since_reset(left, x):
-        """What was before the last reset does not count."""
+        """Joins maxima; what precedes the last reset does not count."""
         same = left[2] == x[2]
         largest = zip(max_two_floats(left[:2], x[:2]), x[:2], strict=True)
         return *(jnp.where(same, *pair) for pair in largest), x[2]
@@ -212,7 +212,7 @@ def _gates_kernel(
     i,  # (CTAs, rows, STEPS) pre-activations
     f,
     starts,  # (CTAs, rows, STEPS) int32, 1 where a packed segment begins; may be absent
-    m_known,  # (B * NH, NC + 1) m at the chunk boundaries; absent where it is computed
+    m_known,  # (B * NH, NC + 1) m at the chunk boundaries; absent if it is computed
     summaries,  # g, a of ``_summaries_kernel``, where the CTAs join them; else absent
     m_after,  # (B * NH, padded NC) of ``_stabiliser_scan_kernel``, where it ran; else absent
     m_initial,  # (B * NH,); absent where m_known is there
@@ -240,7 +240,9 @@ def _gates_kernel(
     for ref, x in zip(per_step, (*local.vecE, *u, w, m, abar), strict=True):
         store_rows(ref.at[cta], x)
     if flags is not None:
-        m = plgpu.layout_cast(m, rows_layout())  # with the sigmoid gate a constant of no layout
+        m = plgpu.layout_cast(
+            m, rows_layout()
+        )  # with the sigmoid gate m is a constant without a layout
         m_before = shifted(m, m_start, chunk_rows, scans["sums"])
         store_rows(flags.at[cta], gates.join_flags(local.vecE, u, m, m_before, *log_gates))
     (decays,) = ends_of_chunks([decay], chunk_rows, scans["ends"].at[0])
@@ -259,7 +261,7 @@ def _gates_kernel(
 
 
 def _rows(p: Problem) -> int:
-    """Rows of STEPS steps of a CTA."""
+    """Rows per CTA, of STEPS steps each."""
     return max(LANES, p.L // STEPS)
 
 
@@ -385,9 +387,9 @@ def _padded_chunks(p: Problem) -> int:
 
 
 def stabiliser_scan(g: Array, a: Array, scaM_initial: Array, call: Launch) -> Array:
-    """``gates.stabiliser_scan`` with the exponential input gate, without m_initial: as g and a.
+    """``gates.stabiliser_scan`` for the exponential input gate, without m_initial, shaped like g.
 
-    g, a: (B * NH, padded NC), as the kernel's. What is beyond NC is undefined.
+    g, a: (B * NH, padded NC), as the kernel takes them. What is beyond NC is undefined.
     """
     p, rows = call.problem, _scan_rows(call.problem)
     by_rows = p.BNH, g.shape[1] // STEPS, STEPS
@@ -407,7 +409,7 @@ def stabiliser_scan(g: Array, a: Array, scaM_initial: Array, call: Launch) -> Ar
     return after.reshape(g.shape)
 
 
-# A thread has up to 16 steps of a chunk.
+# A thread holds up to 16 steps of a chunk.
 @dataclasses.dataclass(frozen=True)
 class Tiles(HopperTiles):
     def divides(self, p: Problem, **asked) -> bool:

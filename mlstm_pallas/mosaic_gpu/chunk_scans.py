@@ -15,9 +15,9 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.mosaic_gpu.launch import load, plgpu, write
 
-LANES = 128  # of a warpgroup
+LANES = 128  # per warpgroup
 STEPS = 4  # per row
-_RADIX = 4  # rows, or groups of rows, that are joined in a round
+_RADIX = 4  # rows, or groups of rows, that are joined per round
 
 
 def rows_layout(vector: int = 1):
@@ -53,9 +53,9 @@ def _load_columns(tile) -> list[Array]:
 def scan_buffer(arrays: int, rows: int, chunk_rows: int):
     """Shared memory of ``running``, in two slots.
 
-    A chunk of rows before those of the scan, or behind them, is read but not used. The numbers of a
-    row, of all arrays, are contiguous, and there are at least two, because a contiguous column
-    would be read by ldmatrix, at multiples of 16 bytes only.
+    A chunk of rows before or behind those of the scan is read but not used. Each row has the
+    elements of all arrays side by side. There are at least two, because a single contiguous column
+    would be read by ldmatrix, which starts only at multiples of 16 bytes.
     """
     return plgpu.SMEM((2, chunk_rows + rows, max(arrays, 2)), jnp.float32)
 
@@ -65,8 +65,8 @@ def _neighbours(
 ) -> Callable[[int], tuple[Any, list[Array]]]:
     """Writes columns (rows, 1) to a slot of a ``scan_buffer``.
 
-    Returns a function of a distance in rows: where the chunk has a row so far before each (after
-    each with backward), and what that row wrote.
+    Returns a function of a distance in rows. It tells where the chunk has a row at this distance
+    before each row (after it with backward), and what that row wrote.
     """
     rows = columns[0].shape[0]
     copies = buffer.shape[-1] // len(columns)
@@ -96,7 +96,7 @@ def running(
 
     Args:
       x: tiles (rows, steps), float32.
-      identities: what join takes for no steps, per tile.
+      identities: the neutral element of join, per tile.
       chunk_rows: rows of a chunk, a power of two.
       buffer: a ``scan_buffer``.
       backward: from the last step of each chunk to its first.
@@ -110,7 +110,7 @@ def running(
     before, reach, slot = columns[-1], 1, 0
     while reach < chunk_rows:
         at = _neighbours(buffer.at[slot], before, chunk_rows, backward)
-        # In the first round these are totals of rows, later ones of ``reach`` rows before each.
+        # In the first round these are totals of rows, later totals of ``reach`` rows before each.
         shift = 1 if reach == 1 else 0
         distances = [shift + k * reach for k in reversed(range(_RADIX))]
         totals = []
@@ -156,7 +156,8 @@ def ends_of_chunks(columns: Sequence[Array], chunk_rows: int, buffer) -> list[li
 def of_chunks(columns: Sequence[Sequence[Array]], rows: int) -> list[Array]:
     """Arrays (rows, 1), from one scalar per chunk."""
     num_chunks, row = len(columns[0]), row_index((rows, 1))
-    # Compared once for all columns: Mosaic GPU repeats equal operations, which takes compile time.
+    # Compared once for all columns, because Mosaic GPU repeats equal operations, which takes
+    # compile time.
     from_chunk = [row >= chunk * (rows // num_chunks) for chunk in range(1, num_chunks)]
 
     def column(first, *others):

@@ -159,9 +159,7 @@ class Interpreter:
             self.plgpu.barrier_arrive(barrier)
 
     def separate(self, scratch: Mapping[str, Any]) -> Any:
-        """The scratch with each ``one_of`` as a list, because the race detector tells no slots
-        apart.
-        """
+        """The scratch with each ``one_of`` as a list: the race detector does not know slots."""
         return jax.tree.map(
             lambda x: list(x.refs) if isinstance(x, self.plgpu.RefUnion) else x, dict(scratch)
         )
@@ -185,9 +183,7 @@ class Interpreter:
         return io_callback(function, result, lax.axis_index("wg"), values, ordered=True)
 
     def _block(self, barrier: Any, *check: Any, values: Any) -> None:
-        """Waits on the barrier after the check; XLA keeps this order because the index depends on
-        it.
-        """
+        """Waits on the barrier after the check; the index depends on it, so XLA keeps the order."""
         zero = self._call(*check, values=values, result=jax.ShapeDtypeStruct((), jnp.int32))
         [(index, _)] = _slot(barrier) or [(0, 1)]
         self.plgpu.barrier_wait(_base(barrier).at[index + zero])

@@ -1,19 +1,19 @@
 """parallel_bw_dP on Mosaic GPU: P, dP, the sums of W and delta of ``stages/parallel_bw_dP.py``.
 
-Queries and keys are not scaled here.
+The kernel does not scale queries and keys.
 
 An item of ``persistent.py`` is a tile of 128 queries and 128 keys of a chunk. Its operands are
-copied num_stages steps ahead, into the next item too. A step has 64 columns of q and k, or of dh
-and v, and the last step has e_s. Each of the two warpgroups has 64 queries, with the scores and
+copied num_stages steps ahead, across items too. A step has 64 columns of q and k, or of dh and v,
+and the last step has e_s. Each of the two warpgroups has 64 queries. It accumulates the scores and
 dh . v in two accumulators, from which it computes the outputs for 32 keys at a time.
 
-With a normaliser dz_t den_t = slope_t delta_t, where slope_t is -sign(z_t), or 0 where the floor is
+With a normaliser, dz_t den_t = slope_t delta_t, where slope_t is -sign(z_t), or 0 if the floor is
 larger than |z_t|. While a product with a tile of dh runs, its warpgroup multiplies its rows of that
-tile with those of h for delta. The tiles of h have a ring of their own. All items of a tile of
-queries compute the same delta to the bit, and the one on the diagonal stores it.
+tile with the same rows of h for delta. The tiles of h have a ring of their own. All items of a tile
+of queries compute bit-identical delta, and the item on the diagonal stores it.
 
-An item reads 256 (DHQK + DHHV) elements, and 128 DHHV of h. Tiles of 64 x 64 would read twice as
-much through the L2.
+An item reads 256 (DHQK + DHHV) elements, and 128 DHHV elements of h. Tiles of 64 x 64 would read
+twice as much through the L2.
 """
 
 import dataclasses
@@ -59,21 +59,21 @@ from mlstm_pallas.stages.parallel_bw_dP import Operands, ScoreGradients
 from mlstm_pallas.stages.step_sums import Operands as StepSums
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
-TILE = 128  # queries, and keys, of an item
-DEPTH = 64  # of the product in each step
+TILE = 128  # queries per item, and keys
+DEPTH = 64  # columns that a step multiplies
 H_STAGES = 3  # tiles of h in shared memory
-SLICE = 32  # keys whose P and dP a warpgroup computes at a time: more take too many registers
+SLICE = 32  # keys whose P and dP a warpgroup computes at a time; more would take too many registers
 
 
 class _Item(NamedTuple):
     head: Any
     chunk: Any
     i: Any  # tile of queries
-    j: Any  # tile of keys, of i + 1
+    j: Any  # tile of keys, at most i
 
 
 class _Steps(NamedTuple):
-    """The steps of an item: products with k and with v, and the last one."""
+    """The steps of an item: products with k, products with v, and the last step."""
 
     k: int
     v: int
@@ -94,7 +94,7 @@ def _items_of_chunk(p: Problem) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class _Loader:
-    """The items of a CTA, and their copies."""
+    """The items of a CTA, and the copies of their operands."""
 
     refs: Any  # see _kernel
     p: Problem
@@ -110,7 +110,7 @@ class _Loader:
         return _Item(divide(chunk, p.NC), remainder(chunk, p.NC), i, j)
 
     def copy(self, index, x, copy):
-        """Step x of an item: q and k, dh and v, or the vectors of the keys."""
+        """Copies step x of an item: q and k, dh and v, or the vectors of the keys."""
         refs, p, steps = self.refs, self.p, _steps(self.p)
         head, chunk, i, j = self.item(index)
         queries, keys = (block(chunk * blocks(p.L, TILE) + y, TILE) for y in (i, j))
@@ -138,22 +138,22 @@ class _Loader:
 
 
 class _Warpgroup(NamedTuple):
-    """What a warpgroup multiplies of an item, and with what."""
+    """An item, as one warpgroup sees it."""
 
     refs: Any
     p: Problem
     ring: CopyRing
-    h_ring: Any  # absent without h
+    h_ring: Any  # None without h
     wg: Any
-    index: Any  # of the CTA's items
+    index: Any  # among the CTA's items
     item: _Item
-    tile_rows: Any
-    rows: Any  # likewise, in the sequence
+    tile_rows: Any  # the warpgroup's rows in the tile
+    rows: Any  # these rows in the sequence
     first: Any  # the item's first step in the ring
 
 
 def _scores_dA_and_delta(c: _Warpgroup):
-    """delta, None where h is absent, q k^T and dh v^T."""
+    """Returns delta, or None without h, and q k^T and dh v^T."""
     refs, ring, h_ring, first, steps = c.refs, c.ring, c.h_ring, c.first, _steps(c.p)
     (left, _), (right, _) = refs.operands_smem
 
@@ -196,14 +196,14 @@ def _scores_dA_and_delta(c: _Warpgroup):
 
 
 def _multiply(c: _Warpgroup) -> None:
-    """The products of an item, P, dP, the sums of W and delta."""
+    """Computes and stores P, dP, the sums of W and delta of an item."""
     refs, rows, (head, chunk, i, j) = c.refs, c.rows, c.item
     (_, e_hi_smem), (_, e_lo_smem) = refs.operands_smem
     # Loaded before the products and used after them, so that their latency is hidden.
     vectors = refs.u_hi_gmem, refs.u_lo_gmem, refs.inv_den_gmem, refs.slope_gmem
     *u, inv_den, slope = (load_by_rows(x, head, rows) for x in vectors)
     delta, scores, dA = _scores_dA_and_delta(c)
-    # Where the floor is larger, no gradient flows back, even if h is inf.
+    # No gradient flows back where the floor is larger, even if h is inf.
     dz_den = None if delta is None else jnp.where(slope == 0.0, 0.0, slope * delta)
     last = c.first + _steps(c.p).last
     slot = c.ring.wait(last)
@@ -211,7 +211,7 @@ def _multiply(c: _Warpgroup) -> None:
     on_diagonal = 0.0
 
     def write(start):
-        """P and dP of SLICE keys, from ``start`` on; sums over them of W_tt and of W_ts, s < t."""
+        """Writes P and dP of SLICE keys; returns the sums over them of W_tt and of W_ts, s < t."""
         columns = slice(start, start + SLICE)
         in_tile = slice(start % WG_ROWS, start % WG_ROWS + SLICE)
         last_seen = t + ((i - j) * TILE + c.wg * WG_ROWS - start)  # the key of a query's own step
@@ -252,7 +252,7 @@ def _kernel(refs, p: Problem, tiles: RingTiles, scheduler: PersistentScheduler, 
 
     Inputs in global memory, (B * NH, S, D) or with the layout "BTNH" (B, S, NH, D):
       q_gmem, k_gmem: D = DHQK.
-      v_gmem, dh_gmem, h_gmem: D = DHHV. Without h, delta is 0 or there is no normaliser.
+      v_gmem, dh_gmem, h_gmem: D = DHHV. h is absent if delta is 0 or there is no normaliser.
     Inputs (B * NH, S): e_hi_gmem, e_lo_gmem, u_hi_gmem, u_lo_gmem; inv_den_gmem, absent without a
       normaliser; slope_gmem, absent without h.
     Outputs: P, dP, (B * NH, S, L); per_query, per_key, diagonal, see ``w_sum_shapes``; delta,
@@ -278,14 +278,14 @@ def _kernel(refs, p: Problem, tiles: RingTiles, scheduler: PersistentScheduler, 
 
 def scratch(config: RingTiles, dtype, *, reads_h: bool) -> dict[str, Any]:
     """Shared memory of the kernel."""
-    # The tile and the vector have the same bytes, so that a slot has the same place in both.
+    # The tile and the vector have equally many bytes, so a slot has the same place in both.
     tile = shared_tiles(config.num_stages, TILE, DEPTH, dtype=dtype)
     vector = plgpu.SMEM((config.num_stages, TILE * DEPTH * dtype.itemsize // 4), jnp.float32)
     transforms = tile_transforms(SLICE, dtype.itemsize)
     return {
-        "operands_smem": [one_of(tile, vector) for _ in range(2)],  # of the left and the right
+        "operands_smem": [one_of(tile, vector) for _ in range(2)],  # left and right
         "h_smem": shared_tiles(H_STAGES, TILE, DEPTH, dtype=dtype) if reads_h else None,
-        # By warpgroup:
+        # One entry per warpgroup:
         "out_smem": plgpu.SMEM((2, 2, WG_ROWS, WG_ROWS), dtype, transforms=transforms),  # P, dP
         "sums_smem": plgpu.SMEM((2, SUM_SCRATCH), jnp.float32),
         "barriers": ring_barriers(config.num_stages, copies=2),
@@ -296,10 +296,10 @@ def scratch(config: RingTiles, dtype, *, reads_h: bool) -> dict[str, Any]:
 def _launch(
     x: Operands, matH: Array | None, vecInvDen: Array | None, vecSlope: Array | None, call: Launch
 ) -> tuple[Array, Array, TileSums, Array | None]:
-    """P, dP, the sums of W in tiles of 64 steps, and delta.
+    """Launches the kernel; returns P, dP, the sums of W in tiles of 64 steps, and delta.
 
     Args:
-      matH: None: delta is 0.
+      matH: None if delta is 0.
       vecInvDen, vecSlope: 1 / den_t and slope_t, (B * NH, S) float32; None without a normaliser.
     """
     p, dtype, g, reads_h = call.problem, x.matQ.dtype, x.gates.per_step(), matH is not None
@@ -335,7 +335,10 @@ def parallel_bw_dP(
     return_keys: bool = True,
     call: Launch,
 ) -> ScoreGradients:
-    """Runs the stage: ``stages/parallel_bw_dP.py``. Queries and keys come with their weights."""
+    """Runs the stage: ``stages/parallel_bw_dP.py``.
+
+    It returns unscaled queries and keys with their weights.
+    """
     matQ, matK, *_, gates, matH, z = x
     g = gates.per_step()
     gradients, dn_added = NormaliserGradients(), None
@@ -359,7 +362,7 @@ class Tiles(RingTiles):
         return p.BNH * p.NC * _items_of_chunk(p)
 
     def shared_bytes(self, p: Problem, dtype, **asked) -> int:
-        """With tiles of h, read or not."""
+        """Includes the tiles of h, whether the kernel reads them or not."""
         return shared_bytes(scratch(self, dtype, reads_h=True), has_sum=True)
 
     @classmethod

@@ -1,17 +1,17 @@
 """parallel_bw_dQKV on Mosaic GPU: the products of ``stages/parallel_bw_dQKV.py``.
 
-If the stage gets no P and dP, a CTA computes these and all gradients of a chunk, in the kernel of
-``parallel_bw_dQKV_by_chunk``. The kernel here takes DHQK and DHHV that are multiples of 256.
+If the stage gets no P and dP, the kernel of ``parallel_bw_dQKV_by_chunk`` computes them and all
+gradients of a chunk in one CTA. The kernel here requires multiples of 256 for DHQK and DHHV.
 
-An item of ``persistent.py`` is 128 x 256 elements of dq, dk or dv, or 128 rows of the states for
-<C_c, dC_{c+1}>. It is a sequence of steps, each with a tile of the left and a tile of the right
-operand. One warpgroup copies them num_stages steps ahead, into the next item too. Two warpgroups
-multiply, each for 64 rows. The product with the state is scaled, and then the products with the
-tiles of P or dP are added in the same accumulator. Between the two the accumulator is read 64
+An item of ``persistent.py`` is a block of 128 x 256 elements of dq, dk or dv, or 128 rows of the
+states for <C_c, dC_{c+1}>. It is a sequence of steps, each with one tile of the left operand and
+one of the right operand. One warpgroup copies the tiles num_stages steps ahead, across items too.
+Two warpgroups multiply, 64 rows each. The accumulator gets the product with the state, which is
+then scaled, and after that the products with the tiles of P or dP. Between the two it is read 64
 columns at a time, so that 168 registers per thread are enough.
 
-128 x 256 is the largest item that two warpgroups have registers for. It reads three quarters of the
-operands of two items of 128 x 128, and the rate of the L2 is the limit of this stage.
+128 x 256 is the largest item for which two warpgroups have registers. It reads three quarters of
+what two items of 128 x 128 read, and the rate of the L2 limits this stage.
 """
 
 import dataclasses
@@ -55,14 +55,14 @@ from mlstm_pallas.stage import Launch, sequence_shape
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, Operands
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
-ROWS, COLUMNS = 128, 256  # of an item
-DEPTH = 64  # of the product in each step
+ROWS, COLUMNS = 128, 256  # per item
+DEPTH = 64  # columns that a step multiplies
 FEW_ITEMS = 3  # per CTA
 _PARTS = [slice(j, j + WG_ROWS) for j in range(0, COLUMNS, WG_ROWS)]
 
 
 class _Role(enum.IntEnum):
-    """What an item is a part of."""
+    """The output to which an item belongs."""
 
     DQ = 0
     DK = 1
@@ -71,7 +71,7 @@ class _Role(enum.IntEnum):
 
 
 class _Items(NamedTuple):
-    """The items of a role in a chunk (rows x columns), and the steps of an item, in order.
+    """The items of a role per chunk, rows x columns, and the numbers of an item's steps, in order.
 
     Steps with tiles of P and dP come last; see ``_tile_steps``.
     """
@@ -105,8 +105,10 @@ def _by_role(role: Array, values: Sequence[Any]):
 
 
 def _tile_steps(role: _Role, row, p: Problem) -> tuple[Any, Any]:
-    """Steps with tiles of P and dP, and the first of them: queries see the keys up to their own,
-    keys the queries from their own on."""
+    """The number of steps with tiles of P and dP, and the first tile.
+
+    Queries see the keys up to their own step, and keys see the queries from their own step on.
+    """
     steps_of_rows = ROWS // DEPTH
     if role == _Role.STATES:
         return np.int32(0), np.int32(0)
@@ -116,7 +118,7 @@ def _tile_steps(role: _Role, row, p: Problem) -> tuple[Any, Any]:
 
 
 class _Item(NamedTuple):
-    step: Array  # the item's first, of all steps of the CTA
+    step: Array  # the item's first step among all steps of the CTA
     head: Array
     chunk: Array
     role: Array
@@ -145,7 +147,7 @@ class _CTA:
         if few:
             # All chunks of a role and row are neighbours, so no CTA has several long items.
             x, chunk = divide(index, chunks), remainder(index, chunks)
-        else:  # the items of a chunk are neighbours, for the L2
+        else:  # the items of a chunk are neighbours, so that they share the L2
             x, chunk = remainder(index, items_of_chunk), divide(index, items_of_chunk)
         role: Any = np.int32(0)
         start, row, column = 0, x, role
@@ -161,7 +163,7 @@ class _CTA:
         return _Item(step, head, remainder(chunk, self.p.NC), role, row, column)
 
     def for_each_item(self, run):
-        """Returns the steps of all items."""
+        """Runs all items; returns the number of their steps."""
 
         def one(index, step):
             item = self.item(index, step)
@@ -178,7 +180,7 @@ class _CTA:
 def _feed(
     cta: _CTA, item: _Item, start: int, count, copies: Callable[[Any], Sequence[Any]]
 ) -> None:
-    """Copies some steps of an item; copies(j): the arguments of the two copies of step j."""
+    """Loads ``count`` steps of an item; copies(j): the arguments of the two copies of step j."""
 
     def one(j, carry):
         def start_copies(_, copy):
@@ -210,7 +212,8 @@ def _copy_item(cta: _CTA, role: _Role, item: _Item) -> None:
     if role == _Role.STATES:
         feed(0, steps.with_state, both_states)
         return
-    # a X, weighted by rows, plus weighted norms; x . of this; plus tiles b.
+    # By role: a X with weighted rows, plus weighted norms, whose products with x are summed; then
+    # tiles b is added.
     operands: Any = (
         (refs.dh_gmem, refs.C_gmem, refs.dP_gmem, refs.k_gmem, refs.q_gmem, refs.n_gmem),
         (refs.v_gmem, refs.dC_gmem, refs.dP_gmem, refs.q_gmem, refs.k_gmem, refs.dn_gmem),
@@ -271,7 +274,7 @@ def _inner_states(cta: _CTA, item: _Item) -> None:
 def _multiply(
     cta: _CTA, start, count, operands: Callable[[Any], Sequence[Any]], accumulator
 ) -> None:
-    """Adds the products of operands(slot) for a number of steps."""
+    """Adds the products of operands(slot) over ``count`` steps."""
     ring = cta.ring
 
     def one(j, carry):
@@ -286,7 +289,7 @@ def _multiply(
 
 
 def _scaled(acc: Array, weights: Array) -> list[Array]:
-    """The scaled accumulator by 64 columns, because its registers leave few for the weights."""
+    """The scaled accumulator, 64 columns at a time because few registers are left for weights."""
     return [acc[:, part] * across_columns(weights) for part in _PARTS]
 
 
@@ -304,7 +307,7 @@ def _scaled_with_sums(
 
     Args:
       first: the first step after those with states.
-      steps: of the warpgroup, in the sequence.
+      steps: the warpgroup's steps in the sequence.
     """
     refs, ring = cta.refs, cta.ring
     right, _, right_vector = refs.operands_smem[1]
@@ -360,7 +363,7 @@ def _store(cta: _CTA, item: _Item, rows, acc: Array) -> None:
 
 
 def _gradient(cta: _CTA, item: _Item) -> None:
-    """Runs an item of dq, dk or dv; one body for all, because it takes the compiler seconds."""
+    """Runs an item of dq, dk or dv, all in one body because each body takes seconds to compile."""
     refs, roles, tile_rows = cta.refs, cta.roles, cta.tile_rows
     (left, left_transposed), (right, right_transposed, _) = refs.operands_smem
     multiply, role = functools.partial(_multiply, cta), item.role
@@ -458,13 +461,13 @@ def _kernel(refs, p: Problem, tiles: RingTiles, scheduler: PersistentScheduler, 
 def scratch(config: RingTiles, dtype) -> dict[str, Any]:
     """Shared memory of the kernel."""
     tiles = functools.partial(shared_tiles, config.num_stages, dtype=dtype)
-    # All shapes of a tile have the same bytes, so that a slot has the same place in all of them.
+    # All shapes of a tile have equally many bytes, so a slot has the same place in all of them.
     left = tiles(ROWS, DEPTH), tiles(DEPTH, ROWS)
     vector = plgpu.SMEM((config.num_stages, DEPTH * COLUMNS * dtype.itemsize // 4), jnp.float32)
     right = tiles(DEPTH, COLUMNS), tiles(COLUMNS, DEPTH), vector
     return {
         "operands_smem": [one_of(*left), one_of(*right)],
-        "out_smem": shared_tiles(2, 2, WG_ROWS, WG_ROWS, dtype=dtype),  # by warpgroup
+        "out_smem": shared_tiles(2, 2, WG_ROWS, WG_ROWS, dtype=dtype),  # per warpgroup
         "barriers": ring_barriers(config.num_stages, copies=2),
     }
 
@@ -508,7 +511,7 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
         kernel, shared, copies = _kernel, scratch(tiles, dtype), True
     run_kernel = persistent_call(kernel, "parallel_bw_dQKV", call, outputs, shared, copies=copies)
     y = run_kernel(**{f"{name}_gmem": array for name, array in inputs.items()})
-    # A sum of everything is one kernel of XLA.
+    # One sum over everything, because XLA runs it as one kernel.
     inner_n_dn = x.vecN_states * x.vecDeltaN_states
     if recomputes:
         parts = jnp.concatenate([y["states"], inner_n_dn], axis=-1)
@@ -522,9 +525,9 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
 
 
 def by_chunk(p: Problem) -> bool:
-    """Whether a CTA makes P, dP and all gradients of a chunk.
+    """Whether one CTA computes P, dP and all gradients of a chunk.
 
-    A warpgroup has registers for 64 x 128 of dq and of dk.
+    A warpgroup has registers for 64 x 128 elements of dq and of dk.
     """
     return p.L == 128 and p.DHQK in (64, 128)
 
@@ -538,7 +541,7 @@ def _divides(p: Problem) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Tiles(RingTiles):
-    """recomputes_scores: whether a CTA computes P and dP, and all gradients of a chunk."""
+    """recomputes_scores: whether one CTA computes P, dP and all gradients of a chunk."""
 
     recomputes_scores: bool
 
@@ -552,7 +555,7 @@ class Tiles(RingTiles):
 
     @classmethod
     def candidates(cls, p: Problem, gpu: Gpu, **asked) -> Iterable[Self]:
-        """By chunk six stages where registers spill: with more, too little L1 is left for them."""
+        """By chunk, six stages if registers spill, because more would leave them too little L1."""
         if not _divides(p):
             return
         if by_chunk(p):
@@ -563,6 +566,6 @@ class Tiles(RingTiles):
             yield cls(num_stages, gpu.sms, by_chunk(p)).clamped(p)
 
     def divides(self, p: Problem, **asked) -> bool:
-        """With fewer stages than a step holds at once, the kernel would wait for ever."""
+        """With fewer stages than a step holds at once the kernel would deadlock."""
         least = 4 if by_chunk(p) else 3
         return _divides(p) and self.recomputes_scores == by_chunk(p) and self.num_stages >= least

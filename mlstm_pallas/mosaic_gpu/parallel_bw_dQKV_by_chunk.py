@@ -1,7 +1,7 @@
-"""parallel_bw_dQKV on Mosaic GPU where a CTA computes P, dP and all gradients of a chunk.
+"""parallel_bw_dQKV on Mosaic GPU, with one CTA that computes P, dP and all gradients of a chunk.
 
 L is 128, and DHQK is 64 or 128. An item of ``persistent.py`` is a chunk. Two warpgroups multiply,
-each for 64 rows of the chunk. Tiles of 64 columns are copied num_stages ahead, into the next chunk
+each for 64 rows of the chunk. Tiles of 64 columns are copied num_stages tiles ahead, across chunks
 too. k stays in shared memory for the whole chunk. At DHQK 64 there is room for the k of the next
 chunk as well; at 128 its copy waits for the end of the chunk.
 
@@ -10,13 +10,13 @@ warpgroup copies. If the compiler does not move registers between warpgroups, ea
 168, so the block of P and dP on the diagonal is computed in two halves.
 
 The first phase of a chunk computes dh . v over DHHV and q . k over DHQK, and from these P, dP and
-the sums of W. P and dP stay in shared memory. Each warpgroup has the block of 64 x 64 on the
-diagonal with its queries, and half the keys of the block below the diagonal.
+the sums of W. P and dP stay in shared memory. Each warpgroup computes the block of 64 x 64 on the
+diagonal that has its queries, and half the keys of the block below the diagonal.
 
-In the second phase a warpgroup keeps its rows of dq and dk, 64 x DHQK each, in registers, and reads
-the columns of v and dh once more. A step has tiles of v, dC, C and dh in shared memory, adds to dq,
-dk and <C_c, dC_{c+1}>, and computes 64 columns of dv. This phase reads v and dh in reverse order,
-because their last columns are still in the L2.
+In the second phase a warpgroup keeps its rows of dq and dk, 64 x DHQK each, in registers, and the
+columns of v and dh are read once more. A step reads tiles of v, dC, C and dh from shared memory,
+adds to dq, dk and <C_c, dC_{c+1}>, and computes 64 columns of dv. This phase reads v and dh in
+reverse order, because their last columns are still in the L2.
 """
 
 import dataclasses
@@ -61,12 +61,12 @@ from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 CHUNK = 128  # steps of a chunk
 DEPTH = 64  # columns of a tile
-HALF = 32  # keys per warpgroup of the block below the diagonal
+HALF = 32  # keys of the block below the diagonal, per warpgroup
 _E_HI, _E_LO, _DN, _N = range(4)  # rows of the vectors in shared memory; N only with a normaliser
 
 
 class _Tile(enum.IntEnum):
-    """The operand of a tile, in the order of a step of the gradients."""
+    """The operand that a tile belongs to, in the order of a step of the second phase."""
 
     V = 0
     DC = 1
@@ -105,7 +105,7 @@ def _order(p: Problem) -> _Order:
 
 @dataclasses.dataclass(frozen=True)
 class _CTA:
-    """The chunks of a CTA, and their copies."""
+    """The chunks of a CTA, and the copies of their operands."""
 
     refs: Any  # see kernel
     p: Problem
@@ -159,7 +159,7 @@ class _CTA:
                 copy(x.at[head, chunk], refs.vectors_smem, y, slice(self.p.DHQK))
 
     def copy_chunk(self, ring, k_ring, index, carry):
-        """Copies a chunk in a warpgroup that only copies, where no copy branches on its operand."""
+        """Loads a chunk in a dedicated warpgroup, in which no copy branches on its operand."""
         head, chunk = self.head_and_chunk(index)
         order = self.order
         first = index * order.num_tiles
@@ -188,16 +188,16 @@ class _CTA:
 
 @dataclasses.dataclass(frozen=True)
 class _Chunk(_CTA):
-    """What a warpgroup multiplies of a chunk, and with what."""
+    """A chunk, as one warpgroup sees it."""
 
     ring: CopyRing
     k_ring: CopyRing
-    index: Array  # of the CTA's chunks
+    index: Array  # among the CTA's chunks
     wg: Array
     head: Array
     chunk: Array
-    tile_rows: Any  # of the warpgroup
-    rows: Any  # likewise, in the sequence
+    tile_rows: Any  # the warpgroup's rows in the chunk
+    rows: Any  # these rows in the sequence
     k_slot: Any
     first: Array  # the first tile's step in the ring
 
@@ -236,8 +236,7 @@ class _Chunk(_CTA):
         return load(self.refs.vectors_smem.at[self.k_slot, x, pl.ds(start, size)], BY_COLUMNS)
 
     def store(self, gradients):
-        """Stores values (64, 64), each through a tile that no copy reads any more, to columns of an
-        output."""
+        """Stores (64, 64) values to columns of outputs, through tiles that no copy reads now."""
         for x, tile, _, _ in gradients:
             products.store(tile, x.astype(tile.dtype))
         plgpu.commit_smem()
@@ -249,8 +248,8 @@ class _Chunk(_CTA):
 class _Block(NamedTuple):
     """The block of P and dP on the diagonal, or half of the block below it."""
 
-    tile_rows: Any  # of the queries
-    key: Any  # the first
+    tile_rows: Any  # rows of the queries
+    key: Any  # the first key
     keys: int
     vectors: Sequence[Any]  # u_hi, u_lo, inv_den and dz_den of the queries
     scores: Any = None
@@ -281,7 +280,7 @@ def _blocks_and_weights(c: _Chunk) -> tuple[_Block, _Block, Array, Array]:
 
 
 def _scores_and_dA(c: _Chunk, both: Sequence[_Block]) -> list[_Block]:
-    """Adds q k^T and dh v^T to the blocks."""
+    """The blocks with their q k^T and dh v^T."""
     order, ring, first = c.order, c.ring, c.first
     slots, first_q = c.refs.tiles_smem, order.first_q
 
@@ -325,7 +324,7 @@ def _scores_and_dA(c: _Chunk, both: Sequence[_Block]) -> list[_Block]:
 
 
 def _write_keys(c: _Chunk, x: _Block, start: int, keys: int, at, mask: Array | None = None):
-    """Stores P and dP of a number of keys of a block, from ``start`` on; returns their W."""
+    """Stores P and dP of ``keys`` keys of a block, from ``start`` on; returns their W."""
     refs, columns = c.refs, slice(start, start + keys)
     *u, inv_den, dz_den = x.vectors
     key = pl.multiple_of(x.key + start, HALF)
@@ -336,7 +335,10 @@ def _write_keys(c: _Chunk, x: _Block, start: int, keys: int, at, mask: Array | N
 
 
 def _write_below(c: _Chunk, below: _Block):
-    """Stores P, dP and sums of W of half the block below the diagonal; returns those over keys."""
+    """Stores P, dP and sums of W of half the block below the diagonal.
+
+    It returns the sums over keys.
+    """
     refs = c.refs
     W = _write_keys(c, below, 0, HALF, block(2 + c.wg, HALF))
     sums = products.sum_over_columns(W)
@@ -352,7 +354,7 @@ def _write_below(c: _Chunk, below: _Block):
 
 
 def _write_diagonal(c: _Chunk, diagonal: _Block, keys: int) -> None:
-    """Stores P, dP and the sums of W of the block on the diagonal, a number of keys at a time."""
+    """Stores P, dP and the sums of W of the block on the diagonal, ``keys`` keys at a time."""
     refs, sum_over_columns = c.refs, products.sum_over_columns
     of_diagonal, of_earlier = [], []
     for start in range(0, WG_ROWS, keys):
@@ -370,9 +372,9 @@ def _write_diagonal(c: _Chunk, diagonal: _Block, keys: int) -> None:
 
 
 def _add_for_queries(c: _Chunk, accumulator, tile, x, first: int) -> None:
-    """Adds the transposed tile times x of the keys up to the warpgroup's queries.
+    """Adds the transposed tile times x, over the keys up to the warpgroup's queries.
 
-    first: x's block of 64 rows with the first keys.
+    first: the block of 64 rows of x that has the first keys.
     """
 
     def add(j, carry):
@@ -384,7 +386,7 @@ def _add_for_queries(c: _Chunk, accumulator, tile, x, first: int) -> None:
 
 
 def _add_for_keys(c: _Chunk, accumulator, tile, x) -> None:
-    """Adds the tile times x of the queries from the warpgroup's keys on."""
+    """Adds the tile times x, over the queries from the warpgroup's keys on."""
 
     def add(j, carry):
         products.add(
@@ -421,7 +423,8 @@ def _gradient_step(c: _Chunk, key_weights: Array, j, carry):
         x, y = (load(z.at[rows]).astype(jnp.float32) for z in (c.slot(dC), c.slot(C)))
         return total + products.sum_over_columns(x * y)
 
-    # A warpgroup has 64 of 128 rows of a state; if there are only 64, in every other step.
+    # A warpgroup sums 64 of the 128 rows of a state. If a state has only 64 rows, the two
+    # warpgroups take turns.
     if parts == 2:
         total = inner(total)
     else:
@@ -481,7 +484,7 @@ def _store_dq_and_dk(c: _Chunk, inter: Sequence[Array], corner) -> None:
     if refs.tiles_empty is not None:
         products.release(refs.tiles_empty)
     outputs = [(x, (refs.dq, refs.dk)[j % 2], j // 2) for j, x in enumerate(gradients)]
-    # The corner blocks of P and dP are read by the warpgroup that wrote them alone.
+    # Only the warpgroup that wrote a corner block of P or dP reads it.
     free_tiles = c.out_tile, refs.P_smem.at[corner], refs.dP_smem.at[corner]
     for start in range(0, len(outputs), len(free_tiles)):
         plgpu.wait_smem_to_gmem(2 if start else 0, wait_read_only=True)  # for one tile, or for all
@@ -494,7 +497,7 @@ def _multiply(c: _Chunk, keys: int) -> None:
     refs = c.refs
     diagonal, below, weights, key_weights = _blocks_and_weights(c)
     diagonal, below = _scores_and_dA(c, (diagonal, below))
-    # The previous chunk stored its gradients from the shared memory of P and dP.
+    # Waits because the previous chunk stores its gradients from the shared memory of P and dP.
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     if refs.tiles_empty is not None:
         pl.when(c.index > 0)(lambda: plgpu.barrier_wait(refs.tiles_empty))
@@ -522,7 +525,7 @@ def _multiply(c: _Chunk, keys: int) -> None:
 def kernel(refs, p: Problem, tiles: RingTiles, scheduler: PersistentScheduler, wg) -> None:
     """Runs a CTA.
 
-    Inputs in global memory: those of ``parallel_bw_dQKV._kernel``, but for P and dP; and e_hi_gmem,
+    Inputs in global memory: all of ``parallel_bw_dQKV._kernel`` except P and dP; and e_hi_gmem,
     e_lo_gmem, u_hi_gmem, u_lo_gmem, (B * NH, S).
     Outputs:
       dq, dk, dv: like q, k and v.
@@ -542,11 +545,11 @@ def kernel(refs, p: Problem, tiles: RingTiles, scheduler: PersistentScheduler, w
         CopyRing(refs.barriers, stages, chunks * n, copy, readers=copying, steps_of_item=n),
         CopyRing(refs.k_barriers, _k_stages(p), chunks, copy_k, readers=copying),
     )
-    # Half the keys of the block on the diagonal at a time take fewer registers.
+    # Computing half the keys of the block on the diagonal at a time takes fewer registers.
     keys = WG_ROWS if not copying and MOVES_REGISTERS else HALF
 
     def multiply(index, carry):
-        here = lax.optimization_barrier(wg)  # what follows from it is not kept in registers
+        here = lax.optimization_barrier(wg)  # keeps what is derived from it out of registers
         head, chunk = cta.head_and_chunk(index)
         rows = block(here, WG_ROWS), block(chunk * 2 + here, WG_ROWS)
         place = index, here, head, chunk, *rows, rings[1].slot(index), index * n
@@ -578,13 +581,13 @@ def scratch(p: Problem, config: RingTiles, dtype, *, normalise: bool) -> dict[st
         # Blocks of 64 x 64, transposed: block s + t has the keys of block s and the queries of t.
         "P_smem": blocks_of_P,
         "dP_smem": blocks_of_P,
-        # By warpgroup a tile (64, 64) of outputs; in its place, sums over queries.
+        # Per warpgroup a tile (64, 64) of outputs, or sums over queries in the same place.
         "staging_smem": one_of(shared_tiles(2, WG_ROWS, DEPTH, dtype=dtype), sums),
         "vectors_smem": plgpu.SMEM((k_stages, 4, CHUNK), jnp.float32),  # see _E_HI
         "barriers": ring_barriers(config.num_stages, copies=1),
         "k_barriers": ring_barriers(k_stages, copies=parts + 3 + normalise),
-        # Of P and dP, and of per_query from warpgroup 0 to warpgroup 1.
+        # P and dP are written, and so are the sums that warpgroup 0 hands to warpgroup 1.
         "tiles_full": plgpu.Barrier(num_arrivals=2, num_barriers=1),
-        # With one stage of k both warpgroups wait for the next k before they write P and dP.
+        # With one stage of k both warpgroups wait for the next k anyway before they write.
         "tiles_empty": plgpu.Barrier(num_arrivals=2, num_barriers=1) if k_stages > 1 else None,
     }

@@ -1,12 +1,12 @@
 """parallel_fw_H on Mosaic GPU: the outputs of ``stages/parallel_fw_H.py``.
 
 Grid (B * NH * NC * L / siz_b_LQ * DHHV / siz_b_DHHV). A CTA owns siz_b_LQ queries of a chunk and
-siz_b_DHHV columns of h; each of its warpgroups has 64 of the queries. The state of the chunk comes
-first, 64 rows at a time, then the keys and the values up to the queries, 64 steps at a time. P
-stays in registers. Keys have a ring of num_stages slots, rows of the state and values another one.
-h leaves through the shared memory of the queries.
+siz_b_DHHV columns of h, and each of its warpgroups owns 64 of the queries. A CTA first reads the
+state of the chunk, 64 rows at a time, and then the keys and values up to its queries, 64 steps at a
+time. P stays in registers. Keys go through a ring of num_stages slots, rows of the state and values
+through another one. h leaves through the shared memory of the queries.
 
-FLOPs: 2 R K V + R (L + 1) (K + V), q.k again for each column block. Bytes: q, k, v, h and C,
+FLOPs: 2 R K V + R (L + 1) (K + V), because each column block repeats q.k. Bytes: q, k, v, h and C,
 (R (2 K + 2 V) + B NH NC K V) itemsize, with repeats from the L2.
 """
 
@@ -54,11 +54,12 @@ FEW_CTAS = 528  # four per SM of an H200
 
 
 def _place_of_cta(p: Problem, config: "Tiles"):
-    """The column block of h, the block of queries in the chunk, the head and the chunk."""
+    """A CTA's column block of h, block of queries in the chunk, head and chunk."""
     index = lax.axis_index("program")
     of_h, of_chunk = blocks(p.DHHV, config.siz_b_DHHV), blocks(p.L, config.siz_b_LQ)
     column, index = remainder(index, of_h), divide(index, of_h)
-    # Blocks with the most keys come first. Many CTAs have those of a chunk together, for the L2.
+    # Blocks with the most keys come first. If there are many CTAs, those of one chunk are
+    # neighbours, so that they share the L2.
     chunks = p.BNH * p.NC
     if chunks * of_chunk * of_h <= FEW_CTAS:
         i, index = of_chunk - 1 - divide(index, chunks), remainder(index, chunks)
@@ -93,7 +94,7 @@ def _add_q_k(acc, q, k_smem, slot):
     def add(x, carry):
         products.add(acc, q.at[x], k.at[x].T)
 
-    if parts > 1:  # unrolled, eight products spill
+    if parts > 1:  # a loop, because eight unrolled products spill
         loop(parts, add, None)
         return
     for x in range(q.shape[0]):
@@ -118,10 +119,10 @@ def _kernel(
     v_gmem,  # (B * NH, S, DHHV) or (B, S, NH, DHHV)
     C_gmem,  # (B * NH, NC, DHQK, DHHV)
     n_gmem,  # (B * NH, NC, DHQK), None without a normaliser
-    e_gmem,  # hi and lo, (B * NH, S), as all that follow
+    e_gmem,  # hi and lo, (B * NH, S) each, like u, w and m
     u_gmem,  # hi and lo
     w_gmem,
-    m_gmem,  # None where the floor does not need it
+    m_gmem,  # None if the floor does not need it
     h_gmem,  # output, like v
     z_gmem,  # output (B * NH, S), None without a normaliser
     q_smem,  # (warpgroups, DHQK / 64, 64, 64)
@@ -157,14 +158,14 @@ def _kernel(
 
     k_ring = CopyRing(k_barriers, num_stages, num_tiles, load_k, readers=warpgroups)
     v_ring = CopyRing(v_barriers, num_stages, num_tiles + steps_k, load_v, readers=warpgroups)
-    tile = i * warpgroups + wg  # which 64 queries of the chunk the warpgroup has
+    tile = i * warpgroups + wg  # the warpgroup's 64 queries in the chunk
     for x in range(steps_k):
         source = q.at[steps(tile), x * WG_ROWS : (x + 1) * WG_ROWS]
         copy_in(source, q_smem.at[wg, x], q_full.at[wg])
     v_ring.prologue()
     k_ring.prologue()
     rows = steps(tile)
-    # Loaded before the products and used after them: their latency is hidden.
+    # Loaded before the products and used after them, so that their latency is hidden.
     u = [load_by_rows(x, head, rows) for x in u_gmem]
     w, m = (load_by_rows(x, head, rows) for x in (w_gmem, m_gmem))
     row_scale = query_scale(w, p.qk_scale)
@@ -180,7 +181,7 @@ def _kernel(
         )
         k_ring.advance(j)
         t, s = rows_and_columns(WG_ROWS, WG_ROWS)
-        # Masked after the product, not before: a NaN in k reaches no earlier step.
+        # Masked after the product, not before, so that a NaN in k reaches no earlier step.
         seen = s <= t + (tile - j) * WG_ROWS
         P = jnp.where(seen, S * (decay_tile(e, u) * p.qk_scale), 0.0)
         if normaliser is not None:
@@ -197,7 +198,7 @@ def _kernel(
         return num, z
 
     def skip_keys(x, carry):
-        """Passes over a tile of keys that only the other warpgroup reads."""
+        """Skips a tile of keys that only the other warpgroup reads."""
         j = tile + 1 + x
         for ring, step in ((k_ring, j), (v_ring, j + steps_k)):
             ring.wait(step)
@@ -293,9 +294,9 @@ class Tiles(HopperTiles):
 
     @classmethod
     def candidates(cls, p: Problem, gpu: Gpu, **asked: Any) -> Iterable[Self]:
-        """Tiles of which an SM has room for two CTAs of 64 queries, else for one of 128.
+        """Tiles with which an SM has room for two CTAs of 64 queries, or else for one of 128.
 
-        With 64 queries, DHQK 256 and 256 columns ptxas spills 132 bytes and more.
+        With 64 queries, DHQK 256 and 256 columns ptxas spills at least 132 bytes.
         """
         columns = next((x for x in (256, 128) if p.DHHV % x == 0), 64)
         few = min(columns, 128)

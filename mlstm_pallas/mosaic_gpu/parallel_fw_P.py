@@ -1,9 +1,10 @@
 """parallel_fw_P on Mosaic GPU: the scores, r, z and n of ``stages/parallel_fw_P.py``.
 
-Keys are not scaled here.
+The kernel does not scale the keys.
 
-Grid (B * NH, NC). A CTA is one warpgroup and owns one chunk of 64 steps. It has no pipeline: up to
-DHQK = 256 an SM has three CTAs, and one's copies run while another one computes.
+Grid (B * NH, NC). A CTA is one warpgroup and owns one chunk of 64 steps. It has no pipeline,
+because up to DHQK = 256 an SM holds three CTAs, and the copies of one run while another one
+computes.
 """
 
 import dataclasses
@@ -41,17 +42,17 @@ from mlstm_pallas.stage import Launch, ScaledRows
 from mlstm_pallas.stages.parallel_fw_P import Operands, ScanOperands
 from mlstm_pallas.tiles import divide, remainder
 
-COLUMNS = 256, 192, 128, 64  # of choice of a copy
+COLUMNS = 256, 192, 128, 64  # the choices per copy
 
 
 def _kernel(
     q_gmem,  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
     k_gmem,
     n_gmem,  # (B * NH, NC, DHQK), None without a normaliser
-    e_gmem,  # hi and lo, (B * NH, S), as all that follow
+    e_gmem,  # hi and lo, (B * NH, S) each, like u, w and m
     u_gmem,  # hi and lo
     w_gmem,
-    m_gmem,  # None where the floor does not need it
+    m_gmem,  # None if the floor does not need it
     P_gmem,  # output (B * NH, S, L)
     r_gmem,  # output (B * NH, S)
     z_gmem,  # output (B * NH, S), None without a normaliser
@@ -82,7 +83,7 @@ def _kernel(
 
     S = products.from_zeros(add_q_k, WG_ROWS, WG_ROWS)
     t, s = rows_and_columns(WG_ROWS, WG_ROWS)
-    # Masked after the product, not before: a NaN in k reaches no earlier step.
+    # Masked after the product, not before, so that a NaN in k reaches no earlier step.
     P = jnp.where(s <= t, S * (D * p.qk_scale), 0.0)
     if normaliser is not None:
 
@@ -90,7 +91,7 @@ def _kernel(
             in_tile = block(remainder(x, columns // WG_ROWS), WG_ROWS)
             return q_smem.at[divide(x, columns // WG_ROWS), :, in_tile]
 
-        # A loop, not unrolled: with all of n in registers an SM would have two CTAs.
+        # A loop, because unrolled, with all of n in registers, an SM would hold only two CTAs.
         q_n = q_times_n(
             q_tile, lambda x: n_gmem.at[head, chunk, block(x, WG_ROWS)], p.DHQK // WG_ROWS
         )
@@ -124,7 +125,7 @@ def parallel_fw_P(
     normaliser: Normaliser | None = DEFAULT_NORMALISER,
     call: Launch,
 ) -> ScanOperands:
-    """Runs the stage: ``stages/parallel_fw_P.py``. The keys come with their weights."""
+    """Runs the stage: ``stages/parallel_fw_P.py``. It returns unscaled keys with their weights."""
     matQ, matK, gates, vecN_states = x
     p, dtype, g = call.problem, matQ.dtype, gates.per_step()
     per_step = float32(p.BNH, p.S)
@@ -161,5 +162,5 @@ class Tiles(HopperTiles):
         return shared_bytes(scratch(p, dtype), has_sum=True)
 
     def divides(self, p: Problem, **asked: Any) -> bool:
-        """q and k of a chunk are in shared memory, whole."""
+        """Shared memory holds all of q and k of a chunk."""
         return p.BNH <= HEADS and p.L == WG_ROWS and p.DHQK % 64 == 0

@@ -1,23 +1,23 @@
 """The recurrences of ``stages/recurrence.py`` on Mosaic GPU.
 
 Grid (B * NH times the number of recurrences and of splits, DHQK / rows, DHHV / 128). A CTA owns up
-to 256 rows and 128 columns of X. It has two warpgroups, each with 64 columns, kept transposed in
-registers; where CTAs are few, or 128 does not divide DHHV, it has 64 columns and one warpgroup.
-They share the copying, num_stages tiles of 64 steps ahead.
+to 256 rows and 128 columns of X. It has two warpgroups, and each keeps 64 columns transposed in
+registers. If CTAs are few, or 128 does not divide DHHV, a CTA has 64 columns and one warpgroup. The
+warpgroups share the copying, num_stages tiles of 64 steps ahead.
 
-Where that makes too few CTAs, the sequence is cut into splits. A preceding launch of the same
-kernel computes what each split adds to X and stores no states of chunks (splits.py).
+If that makes too few CTAs, the sequence is cut into splits. A preceding launch of the same kernel
+computes each split's contribution to X and stores no per-chunk states (splits.py).
 
 With r the left operand of the transposed product is r b, scaled in registers, because (r b)^T a =
 b^T (r a) and a tile of b has only 64 columns per warpgroup. The operand of a step is computed while
-the product of the step before runs.
+the product of the preceding step runs.
 
 A recurrence with an h also computes the inner products b_t . h_t, 64 columns per warpgroup: while
 the product of a step runs, the warpgroup multiplies its tile of b with the tile of h. The CTAs of
-the first row block do it. The tiles of h have a ring of their own.
+the first row block do this. The tiles of h have a ring of their own.
 
-A recurrence with an x sums r_t a_t meanwhile, 64 columns of a per warpgroup. The CTAs of the first
-column block do it, in blocks of at most 64 rows per warpgroup.
+A recurrence with an x also sums r_t a_t while products run, 64 columns of a per warpgroup. The CTAs
+of the first column block do this, in blocks of at most 64 rows per warpgroup.
 """
 
 import dataclasses
@@ -60,9 +60,9 @@ from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 from mlstm_pallas.stages.split_products import Operands
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
-STEPS, COLUMNS = 64, 128  # of a tile, and of the block of X of a CTA where they divide DHHV
+STEPS, COLUMNS = 64, 128  # steps per tile, and columns of X per CTA if they divide DHHV
 H_STAGES = 3  # tiles of h in shared memory
-# Shorter splits, or fewer, cost more than they gain: a second launch, and what joins their sums.
+# Shorter or fewer splits gain less than the second launch and joining their sums cost.
 MIN_SPLIT_STEPS, MIN_SPLITS, MAX_SPLITS = 1024, 4, 16
 
 
@@ -70,9 +70,9 @@ class Splits(NamedTuple):
     """The splits of a launch.
 
     Attributes:
-      of_sequence: equal parts of a sequence, each a number of chunks.
-      sums: whether the launch computes what each split adds, from zeros on.
-      all: whether it computes that of the split that nothing follows too.
+      of_sequence: the number of equal parts of a sequence, each of whole chunks.
+      sums: whether the launch computes what each split adds, starting from zeros.
+      all: whether it computes that also for the split that no other split follows.
     """
 
     of_sequence: int = 1
@@ -81,7 +81,7 @@ class Splits(NamedTuple):
 
     @property
     def of_head(self) -> int:
-        """Splits of a head in the launch."""
+        """Splits per head in the launch."""
         return self.of_sequence - (not self.all)
 
     def first(self, backward: bool) -> int:
@@ -104,7 +104,7 @@ class _Operands(NamedTuple):
 class _Recurrence:
     """A recurrence, as the warpgroup of a block of X sees it."""
 
-    x: _Operands  # of which a, b and h are the head's alone
+    x: _Operands  # its a, b and h are those of the head
     out: Any  # RecurrenceOutputs
     p: Problem
     rows: int
@@ -114,21 +114,21 @@ class _Recurrence:
     wg: Any
     head: Any
     split: Any
-    of_rows: Any
-    of_columns: Any  # of the CTA
-    part: Any  # which 64 columns
-    X_columns: Any  # these
-    tile_columns: Any  # likewise, in a tile of b or h
-    x_rows: Any  # 64 rows, of x
-    x_part: Any  # these, in a tile of a
+    of_rows: Any  # the CTA's rows of X
+    of_columns: Any  # the CTA's columns of X
+    part: Any  # which 64 columns of X the warpgroup has
+    X_columns: Any  # these columns
+    tile_columns: Any  # these columns in a tile of b or h
+    x_rows: Any  # 64 rows of x
+    x_part: Any  # these rows in a tile of a
     a_smem: Any  # (stages, 64, rows)
     b_smem: Any  # (stages, 64, 128)
     weights_smem: Any  # (stages, 64) float32, None without r
-    h_smem: Any  # (H_STAGES, 64, 128), None where no recurrence has an h
-    out_smem: Any  # (warpgroups, 2, 64, 64), None where X is not stored
-    sum_smem: Any  # (warpgroups, SUM_SCRATCH) float32, None where no recurrence has an x
+    h_smem: Any  # (H_STAGES, 64, 128), None if no recurrence has an h
+    out_smem: Any  # (warpgroups, 2, 64, 64), None if X is not stored
+    sum_smem: Any  # (warpgroups, SUM_SCRATCH) float32, None if no recurrence has an x
     barriers: Any  # of the ring of operands
-    h_barriers: Any  # of the ring of tiles of h, None likewise
+    h_barriers: Any  # of the ring of tiles of h, None if no recurrence has an h
 
     @property
     def tiles_of_chunk(self):
@@ -136,7 +136,7 @@ class _Recurrence:
 
     @property
     def num_chunks(self):
-        """Those of a split."""
+        """Chunks per split."""
         return self.p.NC // self.splits.of_sequence
 
     def chunk(self, index):
@@ -159,7 +159,7 @@ class _Recurrence:
         copy(self.x.h.at[self.steps(step), self.of_columns], self.h_smem)
 
     def left(self, slot):
-        """b of a tile, transposed and weighted, (64 columns, 64 steps)."""
+        """The transposed and weighted tile of b, (64 columns, 64 steps)."""
         bT = self.b_smem.at[slot, :, self.tile_columns].T
         if self.weights_smem is None:
             return bT
@@ -167,7 +167,7 @@ class _Recurrence:
         return (load(bT).astype(jnp.float32) * weights).astype(bT.dtype)
 
     def store_inner(self, ring, h_ring, step, tile):
-        """The sums of b h over the columns of the warpgroup, for the steps of a tile."""
+        """Stores the sums of b h over the warpgroup's columns, for the steps of a tile."""
         slot, h_slot = ring.slot(step), h_ring.wait(step)
         tiles = self.b_smem.at[slot], self.h_smem.at[h_slot]
         b, h = (load(x.at[:, self.tile_columns]).astype(jnp.float32) for x in tiles)
@@ -176,7 +176,7 @@ class _Recurrence:
         self.out.inner.at[self.head, self.part, block(tile, STEPS)][...] = sums
 
     def store_state(self, index, at, XT):
-        """X before chunk ``at``, the index-th in order."""
+        """Stores X before chunk ``at``, the index-th chunk in the order of the recurrence."""
         n = self.rows // WG_ROWS
         for x in range(n):
             tile = self.out_smem.at[self.wg, remainder(index * n + x, 2)]
@@ -192,7 +192,7 @@ class _Recurrence:
         return a * across_columns(load(self.weights_smem.at[slot], BY_ROWS))
 
     def once(self, store):
-        """With blocks of 64 rows both warpgroups have the same x, which one of them stores."""
+        """Calls ``store`` in one warpgroup only if both have the same x: with blocks of 64 rows."""
         if self.rows == WG_ROWS:
             pl.when(self.wg == 0)(store)
         else:
@@ -243,7 +243,7 @@ class _Recurrence:
                 self.out.x.at[self.head, at, self.x_rows][...] = vector
 
             self.once(store_x)
-        # Only an accumulator that starts from zeros lets other values out.
+        # Only ``all_from_zeros`` returns other values beside the accumulators.
         total, added = products.all_from_zeros(add, (WG_ROWS, self.rows))
         sums = products.sum_over_rows(total, self.sum_smem.at[self.wg])
         return XT * decay + added, vector * decay + sums, following
@@ -263,7 +263,7 @@ class _Recurrence:
         return XT, load(x.x_initial.at[at, self.x_rows], BY_LANES, optimized=False)
 
     def store_last(self, XT, vector):
-        """X and x after the last chunk; with splits.sums those of every split."""
+        """Stores X and x after the last chunk, or with splits.sums after every split."""
         out, splits = self.out, self.splits
 
         def store(index):
@@ -346,7 +346,7 @@ def _kernel(
         if not axis:
             pl.when(here)(functools.partial(run, j, True))
             continue
-        for first in (True, False):  # no branch in the loop over steps
+        for first in (True, False):  # so that the loop over steps has no branch
             firsts = (lax.axis_index(axis) == 0) == first
             pl.when(here & firsts)(functools.partial(run, j, first))
 
@@ -362,7 +362,7 @@ def scratch(
     has_x: bool = False,
     stores_X: bool = True,
 ) -> dict[str, Any]:
-    """Shared memory of the kernel, for blocks of X of so many rows and columns."""
+    """Shared memory of the kernel, for blocks of X with these numbers of rows and columns."""
     tiles, readers = functools.partial(shared_tiles, dtype=dtype), columns // WG_ROWS
     return {
         "a_smem": tiles(num_stages, STEPS, rows),
@@ -379,7 +379,7 @@ def scratch(
 def _launch(
     name: str, each: Sequence[Recurrence], splits: Splits, call: Launch
 ) -> list[RecurrenceOutputs]:
-    """One launch; X_initial and X_last are transposed, and X_initial is that of each split."""
+    """One launch; X_initial and X_last are transposed, and each split has an X_initial."""
     p, dtype, num_stages = call.problem, each[0].a.dtype, call.tiles.num_stages
     weighted = each[0].r is not None
     has_h, has_x = (any(getattr(x, y) is not None for x in each) for y in ("h", "x_initial"))
@@ -442,7 +442,10 @@ def _launch(
 def _sums_of_splits(
     name: str, each: Sequence[Recurrence], splits: Splits, call: Launch
 ) -> list[tuple[jax.Array, Any]]:
-    """What splits add to X and to x: (B * NH, splits.of_head, DHHV, DHQK), transposed, and DHQK."""
+    """What splits add to X and to x.
+
+    They are (B * NH, splits.of_head, DHHV, DHQK), transposed, and (B * NH, splits.of_head, DHQK).
+    """
     each = [dataclasses.replace(x, h=None, return_last=True) for x in each]
     outputs = _launch(name, each, splits, call)
 
@@ -466,7 +469,7 @@ def _from_splits(
 
 
 def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOutputs]:
-    """``stages/recurrence.py``; in one launch, or two with splits."""
+    """``recurrences`` of stages/recurrence.py, in one launch, or in two with splits."""
     num_splits = call.tiles.num_splits
     initial = [None if x.X_initial is None else x.X_initial.mT for x in each]
     if num_splits == 1:
@@ -504,19 +507,19 @@ def split_products(
 
 
 def _block_columns(p: Problem) -> int:
-    """The most columns of X of a CTA; 0 where no such blocks fit."""
+    """The most columns of X per CTA; 0 if no such blocks fit."""
     return next((x for x in (COLUMNS, WG_ROWS) if p.DHHV % x == 0), 0)
 
 
 def _num_ctas(rows: int, p: Problem) -> int:
-    """CTAs of one recurrence without splits; 0 where no such blocks fit."""
+    """CTAs of one recurrence without splits; 0 if no such blocks fit."""
     columns = _block_columns(p)
     return p.BNH * (p.DHQK // rows) * (p.DHHV // columns) if rows and columns else 0
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles(HopperTiles):
-    """The block of X of a CTA, which has a warpgroup for 64 columns."""
+    """The block of X per CTA, which has one warpgroup per 64 columns."""
 
     state_rows: int
     state_columns: int
@@ -545,7 +548,7 @@ class Tiles(HopperTiles):
     def candidates(
         cls, p: Problem, gpu: Gpu, *, recurrences: int = 1, has_x: bool = False, **asked: Any
     ) -> Iterable[Self]:
-        """The most rows of a block with which the launch fills the GPU; with fewer CTAs splits."""
+        """The most rows per block with which the launch fills the GPU; else splits."""
         columns = _block_columns(p)
         most = columns if has_x else 256
 
@@ -575,7 +578,7 @@ class Tiles(HopperTiles):
             or (has_x and rows > columns)
         ):
             return False
-        # A slot is free when the next step's product runs.
+        # A slot becomes free while the next step's product runs, so a ring needs two.
         if columns not in (WG_ROWS, COLUMNS) or p.DHHV % columns or self.num_stages < 2:
             return False
         return p.NC % self.num_splits == 0 and 2 * p.BNH * self.num_splits <= HEADS

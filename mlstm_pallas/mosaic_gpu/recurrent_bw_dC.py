@@ -1,7 +1,7 @@
 """recurrent_bw_dC on Mosaic GPU: the recurrences of ``mosaic_gpu/recurrence.py``.
 
-They scale v and dh in registers, in place of k and q. In float16 r dh would fall below the normal
-numbers, so there XLA scales q and k.
+They scale v and dh in registers instead of k and q. In float16 r dh would fall below the normal
+numbers, so XLA scales q and k instead.
 """
 
 import dataclasses

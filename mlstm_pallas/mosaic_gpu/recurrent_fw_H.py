@@ -1,9 +1,9 @@
 """recurrent_fw_H on Mosaic GPU: the fused scan of ``stages/recurrent_fw_H.py``.
 
 Grid (B * NH, DHHV / siz_b_DHHV). A CTA has two warpgroups. Each owns siz_b_DHHV / 2 columns of C
-and of h, in blocks of 64. A block of C is kept transposed in registers, 64 x state_rows floats, and
-is the left operand of C^T q. Copies run up to num_stages chunks ahead. While the state's product
-runs, the outputs of the chunk are stored.
+and of h, in blocks of 64. A block of C stays transposed in registers, 64 x state_rows floats, as
+the left operand of C^T q. Copies run up to num_stages chunks ahead. The outputs of a chunk are
+stored while the product of the state runs.
 """
 
 import dataclasses
@@ -49,12 +49,12 @@ def _kernel(
     q_gmem,  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
     k_gmem,
     v_gmem,  # (B * NH, S, DHHV) or (B, S, NH, DHHV)
-    P_gmem,  # (B * NH, S, L), None but in the first launch
+    P_gmem,  # (B * NH, S, L), None after the first launch
     r_gmem,  # (B * NH, S)
     abar_gmem,  # (B * NH, S)
     gamma_gmem,  # (B * NH, NC)
     C_initial_gmem,  # (B * NH, DHHV, DHQK), transposed, may be None
-    partial_gmem,  # like v: h of the launch before, None in the first launch
+    partial_gmem,  # like v: h of the preceding launch, None in the first launch
     h_gmem,  # output, like v
     C_last_gmem,  # output (B * NH, DHHV, state_rows), transposed, may be None
     C_states_gmem,  # output (B * NH, stored, DHQK, DHHV), may be None
@@ -84,12 +84,12 @@ def _kernel(
                 copy(x.at[head, steps], slots[name])
 
     def columns_of(b):
-        """The columns of block b of the warpgroup: in the tile, in the array."""
+        """The columns of the warpgroup's block b, in the tile and in the array."""
         start = pl.multiple_of((wg * num_blocks + b) * WG_ROWS, WG_ROWS)
         return pl.ds(start, WG_ROWS), pl.ds(column_block * siz_b_DHHV + start, WG_ROWS)
 
     def store(value, tile, destination, pending, where=None):
-        """Copies the transposed value out; meanwhile as many of the latest copies may run on."""
+        """Copies the transposed value out, while up to ``pending`` earlier copies may still run."""
         plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
         products.store(tile.T, value)
         plgpu.commit_smem()
@@ -114,8 +114,8 @@ def _kernel(
                         CT[:, start : start + WG_ROWS].astype(dtype),
                     )
                     products.add(hT_acc, CT_tile, tiles["q"].at[:, of_tile].T)
-                    products.wait(1)  # of two rounded tiles at a time
-                    if C_states_gmem is not None:  # a branch around stores would take registers
+                    products.wait(1)  # at most two rounded tiles are live
+                    if C_states_gmem is not None:  # predicated, because a branch costs registers
                         stored = divide(chunk, store_every)
                         states = C_states_gmem.at[head, stored, of_tile, columns]
                         here = remainder(chunk, store_every) == 0
@@ -159,7 +159,7 @@ def _kernel(
 def scratch(
     p: Problem, config: "Tiles", dtype: Any, *, first: bool, stores: bool
 ) -> dict[str, Any]:
-    """Shared memory of a launch, the first or the second one; stores: whether it stores states."""
+    """Shared memory of the first or the second launch; stores: whether it stores states."""
     vectors, columns = (config.num_stages, p.L), config.siz_b_DHHV
     widths = dict(q=config.state_rows, k=config.state_rows, v=columns)
     widths |= dict(P=p.L) if first else dict(partial=columns)
@@ -215,7 +215,7 @@ def recurrent_fw_H(
 
 @dataclasses.dataclass(frozen=True)
 class Tiles(HopperTiles):
-    """siz_b_LKV: steps of a chunk; state_rows: rows of C in a launch."""
+    """siz_b_LKV: steps per chunk; state_rows: rows of C per launch."""
 
     siz_b_LKV: int
     siz_b_DHHV: int
@@ -228,7 +228,10 @@ class Tiles(HopperTiles):
         return p.BNH, blocks(p.DHHV, self.siz_b_DHHV)
 
     def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
-        """The first launch reads P, the second one h of the first. One alone stores states."""
+        """The first launch reads P, and the second one reads h of the first.
+
+        Only a single launch stores states.
+        """
         p, one = p.in_chunks_of(self.siz_b_LKV), self.state_rows == p.DHQK
         return max(shared_bytes(scratch(p, self, dtype, first=x, stores=one)) for x in {True, one})
 
@@ -239,9 +242,9 @@ class Tiles(HopperTiles):
             yield cls(WG_ROWS, 128, rows, 2 if p.DHQK > 128 else 3)
 
     def divides(self, p: Problem, **asked: Any) -> bool:
-        """A warpgroup has at most 64 x 256 floats of C. There are at most two launches.
+        """A warpgroup holds at most 64 x 256 floats of C, and there are at most two launches.
 
-        parallel_fw_P takes chunks of 64 steps alone.
+        parallel_fw_P supports only chunks of 64 steps.
         """
         L, columns, rows = min(p.L, self.siz_b_LKV), self.siz_b_DHHV, self.state_rows
         parts, rest = divmod(columns, WG_ROWS * WARPGROUPS)

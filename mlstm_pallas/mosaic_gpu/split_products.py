@@ -1,4 +1,4 @@
-"""split_products on Mosaic GPU: the recurrence of ``mosaic_gpu/recurrence.py``, of sums alone."""
+"""split_products on Mosaic GPU: ``mosaic_gpu/recurrence.py`` computes only the sums of splits."""
 
 from mlstm_pallas.mosaic_gpu.recurrence import Tiles, split_products
 

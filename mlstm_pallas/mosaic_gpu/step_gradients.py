@@ -1,13 +1,13 @@
 """step_gradients on Mosaic GPU: the gradients of the gates of every step.
 
-``step_gradients`` of ``gate_gradients.py``, for tiles of 64 steps.
+The kernel computes ``step_gradients`` of ``gate_gradients.py`` with tiles of 64 steps.
 
 Grid (B * NH * blocks of up to 512 steps). A CTA is one warpgroup and owns a block, in 128 rows of
-up to 4 steps. ``chunk_scans.py`` has the scans over its steps: of the queries from each step to the
-end of its tile, of the keys before each step, and of the gradient of m, which flows from step to
-step against time. The carry of this last scan into a block comes from the blocks behind it. Where a
-sequence has few blocks, a CTA computes its carry from these blocks itself. Otherwise XLA sums the
-first run of steps of each block and scans these sums over the blocks.
+up to 4 steps. ``chunk_scans.py`` has the three scans over its steps: the sum over queries from each
+step to the end of its tile, the sum over keys before each step, and the gradient of m, which flows
+from step to step backward in time. The carry of the last scan into a block comes from the blocks
+behind it. If a sequence has few blocks, a CTA computes its carry from these blocks itself.
+Otherwise XLA sums the first run of steps of each block and scans these sums over the blocks.
 
 What flows through a whole tile is what flows through its chunk, plus a sum over the other tiles of
 the chunk (``gate_gradients.through_tiles``). The kernel computes the terms of that sum place by
@@ -15,7 +15,7 @@ place and adds them to the tile's queries and to its keys: the queries from t on
 t cover each place once, so every step gets the whole sum. In chunks of more than 512 steps XLA
 computes it.
 
-Bytes: L / 32 + 8 vectors of B NH S float32. No matrix product.
+Bytes: L / 32 + 8 vectors of B NH S float32. There is no matrix product.
 """
 
 import functools
@@ -50,11 +50,13 @@ from mlstm_pallas.stages.step_gradients import Operands
 from mlstm_pallas.tiles import blocks, divide, remainder
 
 T = WG_ROWS
-_FEW_BLOCKS = 4  # of a sequence: XLA's four kernels take longer than a CTA with the later ones
+_FEW_BLOCKS = (
+    4  # per sequence; XLA's four kernels take longer than a CTA that reads the later blocks
+)
 
 
 def _between_tiles(read: Sequence[Array], written: Array, tile: Array, buffers) -> Array:
-    """(LANES, steps); its sum over a tile is what flows through that tile from and to the others.
+    """An array (LANES, steps) whose sums over tiles are what flows through each from and to others.
 
     Args:
       read: [d - 1]: what queries read from before the tile d places earlier, d < n.
@@ -111,18 +113,18 @@ def _carry(dm, flags, block: Array, buffer, firsts):
 def _kernel(
     per_query,  # (B * NH, n, rows of a sequence, steps), n tiles per chunk
     per_key,  # likewise
-    diagonal,  # (B * NH, rows of a sequence, steps), as all without a shape
+    diagonal,  # (B * NH, rows of a sequence, steps), like all without a shape
     q_inter,
     k_inter,
     through,  # (B * NH, NC), or (B * NH, S / T)
     f,
     flags,  # int32
-    dm,  # absent where m is a constant
-    carries,  # (B * NH, blocks) into each block; absent where a CTA computes its carry
+    dm,  # absent if m is a constant
+    carries,  # (B * NH, blocks) into each block; absent if a CTA computes its carry
     di,  # out
     df,  # out
     dm_first,  # out (B * NH, blocks) of the first step of each block; absent without dm
-    other_tiles,  # shared, see _between_tiles; absent where through has all tiles
+    other_tiles,  # shared, see _between_tiles; absent if through has all tiles
     scans,  # shared, three scan_buffers
     carry_scan,  # shared, see _carry; absent with carries
     firsts,  # likewise
@@ -203,13 +205,13 @@ def _carries(dm: Array, flags: Array, size: int) -> Array:
 
 
 def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
-    """Runs the stage: ``stages/step_gradients.py``, of the outputs of a stage on Mosaic GPU."""
+    """Runs the stage: ``stages/step_gradients.py``, on the outputs of a stage on Mosaic GPU."""
     vecF, pairs, q_dot_dq_inter, k_dot_dk_inter, through, flags, dm = x
     p = call.problem
     size, n = min(p.S & -p.S, LANES * STEPS), blocks(p.L, T)
     steps, num_blocks = size // LANES, blocks(p.S, size)
-    # Materialised, because each sum over a block would read all that flags depend on, and compute
-    # all that dm depends on in as many threads as it has.
+    # Materialised, because otherwise each sum over a block would read all that flags depend on, and
+    # its few threads would compute all that dm depends on.
     flags, dm = lax.optimization_barrier((flags, dm))
     few = dm is not None and num_blocks <= _FEW_BLOCKS
     tile_rows, head_rows = T // steps, p.S // steps

@@ -3,15 +3,15 @@
 The vector states n and dn are made of these sums.
 
 Grid (B * NH * blocks of steps * column blocks). A CTA is one warpgroup. It owns 256 or 512 steps,
-if a sequence has as many, and as many columns as fit into 64 KiB of shared memory. An SM has three
-CTAs or more, so that the copies of one run while another computes.
+if the sequence has that many, and as many columns as fit into 64 KiB of shared memory. An SM holds
+at least three CTAs, so that the copies of one run while another computes.
 
-Each warp has a quarter of a chunk's steps. A lane sums two neighbouring columns of each 64 over
-them, in registers. The sums of the four warps meet in shared memory once per chunk. In the layout
-of an accumulator, lanes would have to exchange sums by shuffles too.
+Each warp has a quarter of a chunk's steps. A lane sums two of every 64 columns, which are
+neighbours, over these steps in registers. The sums of the four warps meet in shared memory once per
+chunk. In the layout of an accumulator the lanes would also have to exchange sums by shuffles.
 
 Bytes: x, tokens * D * itemsize. XLA may turn this sum into a matrix product and transpose x for it
-in memory; the kernel has none.
+in memory; the kernel does neither.
 """
 
 import functools
@@ -92,7 +92,7 @@ def _kernel(
 
 
 def step_sums(x: Operands, *, call: Launch) -> Array:
-    """Runs the stage: ``stages/step_sums.py``, of 16-bit rows; L and D are multiples of 64."""
+    """Runs the stage: ``stages/step_sums.py``, for 16-bit rows; L and D are multiples of 64."""
     rows, weights = x
     p, D = call.problem, rows.shape[-1]
     of_sum = min(p.L, STEPS)

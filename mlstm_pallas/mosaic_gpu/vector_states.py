@@ -1,14 +1,14 @@
 """The recurrence of n and dn over the chunks on Mosaic GPU: ``vector_states`` of ``gates.py``.
 
 Grid (B * NH * DHQK / 64). A CTA is one warpgroup and owns 64 columns; its four warps compute the
-same numbers. It loads the terms of the next AHEAD chunks before it joins the present ones, and so
-waits once for AHEAD loads.
+same numbers. It loads the terms of the next AHEAD chunks before it joins the present ones, so it
+waits only once per AHEAD chunks.
 
 Long sequences are cut into splits (splits.py), which count as heads. A first launch computes what
 each split adds, and stores no states. A second one computes the states.
 
-Bytes: what is added and the states, 2 B NH NC DHQK float32; with splits what is added once more. No
-matrix product.
+Bytes: the added terms and the states, 2 B NH NC DHQK float32; with splits the added terms once
+more. There is no matrix product.
 """
 
 import dataclasses
@@ -32,9 +32,9 @@ from mlstm_pallas.stage import Launch
 from mlstm_pallas.stages.vector_states import Operands
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
-COLUMNS = 64  # of a CTA
+COLUMNS = 64  # per CTA
 AHEAD = 16  # chunks
-# Shorter splits, or fewer, gain less than the second launch takes, and what joins their sums.
+# Shorter or fewer splits gain less than the second launch and joining their sums cost.
 MIN_SPLIT_CHUNKS, MIN_SPLITS, MAX_SPLITS, MOST_CTAS = 128, 4, 16, 1024
 
 
@@ -53,13 +53,14 @@ def _kernel(
     groups, rest = divmod(NC, AHEAD)
 
     def chunks_from(first, count):
-        """So many chunks of the recurrence, in the order of memory."""
+        """``count`` chunks from ``first`` on in the recurrence's order, as a slice of memory."""
         return pl.ds(NC - first - count if backward else first, count)
 
     def terms(first, count):
-        """gamma_c and what is added, of so many chunks."""
+        """gamma_c and the added terms of these chunks."""
         chunks = chunks_from(first, count)
-        # One load for all: Mosaic GPU computes the indices anew for each, which takes compile time.
+        # One load for all, because Mosaic GPU computes the indices of each load anew, which takes
+        # compile time.
         tile = load(added.at[head, chunks, columns], BY_LANES, optimized=False)
         return [gamma[head, chunks.start + j] for j in range(count)], tile
 

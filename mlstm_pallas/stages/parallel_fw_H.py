@@ -47,7 +47,7 @@ def parallel_fw_H(
         jnp.einsum, preferred_element_type=gates.vecW.dtype, precision=call.precision
     )
 
-    # Masked after the product: a NaN in k reaches no earlier step.
+    # Masked after the product, so that a NaN in k reaches no earlier step.
     P = causal(product("nctk,ncsk->ncts", q, k) * (decay_matrix(gates) * p.qk_scale))
     w = query_scale(gates.vecW, p.qk_scale)
     num = product("nctk,nckv->nctv", q, x.matC_states) * w[..., None]

@@ -27,7 +27,7 @@ class Recurrence:
       gamma: (B * NH, NC) float32.
       X_initial: (B * NH, DHQK, DHHV) float32; None: zeros.
       return_last: whether to return X after the last chunk.
-      backward: in time.
+      backward: whether it runs backward in time.
       r: (B * NH, S) float32; None: a is already scaled.
       x_initial: (B * NH, DHQK) float32; needs r. None: x is not computed.
       h: shaped as b; None: the inner products are not computed.
@@ -47,7 +47,7 @@ class Recurrence:
 class RecurrenceOutputs(NamedTuple):
     """The states; X is in the kernel dtype, the rest float32.
 
-    With backward X and x are those after each chunk, X_last and x_last those before the first one.
+    With backward, X and x are states after each chunk, X_last and x_last before the first one.
     """
 
     X: Array  # (B * NH, NC, DHQK, DHHV) before each chunk

@@ -5,7 +5,7 @@
     z  = scale q . n'
     h  = scale C'^T q / (max(|z|, floor) + eps)
 
-decay, gain and m' are those of ``step_gates``, the floor is that of normaliser.py.
+``step_gates`` computes decay, gain and m'; normaliser.py has the floor.
 """
 
 from collections.abc import Callable

@@ -8,7 +8,7 @@ Bytes: 9 vectors of B NH S float32, one more with packed segments; no matrix pro
 
 stabiliser_scan: m_c at the chunk boundaries, as ``gates.stabiliser_scan``. Grid (NC + 1, B * NH). A
 CTA reads the summaries of the chunks before its boundary, within a block of up to 512 chunks. With
-several blocks, a first launch with one CTA per head computes the stabiliser before each block.
+several blocks, a first launch with one CTA per head computes the stabilisers before the blocks.
 """
 
 import dataclasses
@@ -46,7 +46,7 @@ def _chunk_gates_kernel(
     i_gmem,  # (L,)
     f_gmem,  # (L,)
     starts_gmem,  # (L,) int32, 1 where a packed segment begins; may be absent
-    b_gmem,  # out two (L,); (L,) are all that follow
+    b_gmem,  # out two (L,); all outputs have this shape
     e_gmem,  # out two
     emax_gmem,  # out two
     offset_gmem,  # out

@@ -59,8 +59,8 @@ def stages_that_fit(
     stage less in shared memory, beside some 8 KiB for tiles that change their layout.
 
     Args:
-      iteration_bytes: of the tiles that an iteration reads.
-      kept_bytes: of the tiles that stay in shared memory.
+      iteration_bytes: bytes of the tiles that an iteration reads.
+      kept_bytes: bytes of the tiles that stay in shared memory.
     """
     room = min(gpu.shared_bytes, gpu.sm_shared_bytes // ctas_per_sm) - 1024 - kept_bytes
     if gpu.multiplies_from_shared:
@@ -75,7 +75,7 @@ def depth_and_stages(gpu: Gpu, elements: int, depth: int, dtype: Any) -> tuple[i
     because its products take longer than the copies.
 
     Args:
-      elements: that an iteration reads for each step or column of its depth.
+      elements: how many an iteration reads per step or column of its depth.
     """
     most = 2 if dtype.itemsize > 2 else 3
     while True:
@@ -157,10 +157,10 @@ def kernel_call(
 
 
 def spec(*shape: int | None, at: str, axes: str = "icb") -> pl.BlockSpec:
-    """Blocks of this shape, behind an axis of heads that they leave out.
+    """Blocks of this shape, with the leading axis of heads left out.
 
-    at: by axis, heads first, where a block is: an axis of the grid by its letter, or 0 ("bc0").
-    axes: the grid's axes, which may lack the first: blocks of a chunk, chunks, heads (b).
+    at: per axis, heads first, the letter of the grid axis that indexes its blocks, or 0 ("bc0").
+    axes: the grid's axes: blocks of a chunk (i), chunks (c), heads (b); the first may be missing.
     """
     order = [None if x == "0" else axes.index(x) - len(axes) for x in at]
 
@@ -179,7 +179,7 @@ class _PartialBlock:
     """A block whose last rows may be beyond its array, where reads are 0 and writes are dropped.
 
     Attributes:
-      rows: how many rows the array has from the block's first on.
+      rows: how many rows the array has from the block's first row on.
       interpret: whether the kernel is interpreted, where jax has no masked writes under
         jax_enable_x64.
     """
@@ -216,7 +216,7 @@ class _PartialBlock:
 
 
 def _steps_if_partial(spec: Any, x: Any, grid: tuple[int, ...]) -> int | None:
-    """The steps of an array where blocks reach beyond them; they divide all other axes."""
+    """The steps of an array if blocks reach beyond them; blocks divide all other axes."""
     if x.ndim < 3 or not isinstance(rows := spec.block_shape[1], int):
         return None
     # No block is further down than the block at the last indices.
@@ -225,7 +225,7 @@ def _steps_if_partial(spec: Any, x: Any, grid: tuple[int, ...]) -> int | None:
 
 
 def _guarded(ref: Any, spec: Any, steps: int | None, *, grid: Any, interpret: bool) -> Any:
-    """The reference to a block, guarded where its array has these steps."""
+    """The reference to a block, guarded if blocks reach beyond these steps of its array."""
     if steps is None:
         return ref
     rows = steps - spec.index_map(*grid)[1] * spec.block_shape[1]

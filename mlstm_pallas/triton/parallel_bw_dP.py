@@ -1,7 +1,7 @@
 """parallel_bw_dP in Triton; XLA computes delta, in a pass over h and dh.
 
-Grid (CTAs of a chunk, NC, B * NH). With T = siz_b_LQ a chunk has n = L / T tiles of queries. Of its
-CTAs n (n + 1) / 2 own a T x T tile of P and dP each, and read block_k columns of q, k, v and dh
+Grid (CTAs per chunk, NC, B * NH). With T = siz_b_LQ a chunk has n = L / T tiles of queries, and
+n (n + 1) / 2 CTAs own one T x T tile of P and dP each, and read block_k columns of q, k, v and dh
 at a time. They sum W_ts = dP_ts scale q_t . k_s over the queries and over the keys of their tile,
 for the gradients of the gates. n more CTAs scale T queries and keys each, and sum what these steps
 add to dn.
@@ -51,7 +51,7 @@ def _parallel_bw_dP_kernel(
     k_gmem,  # (L, DHQK)
     v_gmem,  # (L, DHHV)
     dh_gmem,  # (L, DHHV)
-    e_gmem,  # two (L,); (L,) are all that follow
+    e_gmem,  # two (L,); all inputs below are (L,)
     u_gmem,  # two
     w_gmem,
     abar_gmem,
@@ -105,14 +105,14 @@ def _parallel_bw_dP_kernel(
         P_gmem[queries, keys] = P.astype(P_gmem.dtype)
         dP_gmem[queries, keys] = (dP * scale).astype(P_gmem.dtype)
 
-        # Every tile computes this sum: a branch that reads W would take fifty registers.
+        # Every tile computes this sum, because a branch that reads W would take fifty registers.
         masked_store(
             diagonal_gmem.at[queries],
             jnp.sum(jnp.where(strict, 0.0, W), axis=1),
             jnp.full((T,), i == j),
         )
 
-        whole = max(MAX_TILE // T, 1)  # tiles on a side of a block
+        whole = max(MAX_TILE // T, 1)  # tiles per side of a block
 
         def above(x, _):
             zeros = jnp.zeros((T, T), P_gmem.dtype)
@@ -170,7 +170,7 @@ def parallel_bw_dP(
         return spec(count, columns, at="bc0")
 
     tile = jax.ShapeDtypeStruct((p.BNH, p.S, p.L), dtype), rows(p.L, p.L)
-    # With the caller's steps: XLA gives it the memory of a gradient.
+    # It has the caller's steps, so that XLA can give it the memory of a gradient.
     scaled = jax.ShapeDtypeStruct((p.BNH, x.matQ.shape[1], p.DHQK), dtype)
     sums = floats(p.BNH, n, p.S), spec(n, p.L, at="b0c")
     y = kernel_call(
@@ -210,7 +210,7 @@ class BlockedTiles(PipelinedTiles):
     """Tiles with a block_k: columns that an iteration reads, along either head dimension."""
 
     def clamped(self, p: Problem) -> Self:
-        """With the queries clamped to a tile of ``Problem.T`` steps too."""
+        """Also clamps the queries to a tile of ``Problem.T`` steps."""
         x: Any = super().clamped(p)
         block_k = min(clamped(x.block_k, p.DHQK), clamped(x.block_k, p.DHHV))
         result: Self = dataclasses.replace(x, siz_b_LQ=min(x.siz_b_LQ, p.T), block_k=block_k)
@@ -233,7 +233,7 @@ class Tiles(BlockedTiles):
 
     @classmethod
     def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked: Any) -> Self:
-        """Tiles of 64 x 64: P, dP and their gradients take a third of the registers of an SM."""
+        """Tiles of 64 x 64; P, dP and their gradients take a third of an SM's registers."""
         tiles = cls(64, 32 if dtype.itemsize > 2 else 128, 4, 3).clamped(p)
         narrow = p.DHQK + p.DHHV <= 128  # for as many iterations as stages
         depth = min(tiles.block_k, 32) if narrow else tiles.block_k

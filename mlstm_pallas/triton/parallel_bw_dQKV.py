@@ -3,9 +3,9 @@
 Grid (blocks of a chunk's gradients, NC, B * NH): the CTAs of one chunk run at the same time and
 share operands through L2. A CTA owns siz_b_LQ steps and siz_b_DHQK columns of dq or dk, or
 siz_b_DHHV columns of dv. It adds a product with the state, which it then weights, and one with the
-tiles, both in loops of block_k that hold products alone. For the gradients of the gates it sums
-the products of q and k with their inter-chunk parts in float32. More CTAs own a
-siz_b_DHQK x siz_b_DHHV block of the states each and sum <C_c, dC_{c+1}>.
+tiles, both in loops over block_k that hold only products. For the gradients of the gates it sums
+the products of q and k with their inter-chunk parts in float32. Further CTAs own
+one siz_b_DHQK x siz_b_DHHV block of the states each and sum <C_c, dC_{c+1}>.
 
 FLOPs: 6 R K V + R (L + 1) (2 K + V). Bytes: q, k, v, dh, dq, dk, dv, P, dP and both states,
 (R (4 K + 3 V + 2 L) + 2 B NH NC K V) itemsize; the operands again for each column and row block,
@@ -47,7 +47,7 @@ def _parallel_bw_dQKV_kernel(
     dn_gmem,  # (DHQK,) after the chunk
     P_gmem,  # (L, L)
     dP_gmem,  # (L, L)
-    w_gmem,  # (L,), as all that follow
+    w_gmem,  # (L,), like all inputs below
     abar_gmem,
     inv_den_gmem,  # absent without a normaliser
     dz_den_gmem,  # absent without a normaliser
@@ -83,7 +83,7 @@ def _parallel_bw_dQKV_kernel(
         *,
         transposed,
     ):
-        """Adds the tiles times the keys of a row of queries, or transposed, for a row of keys."""
+        """Adds the tiles times the keys for a row of queries, or transposed for a row of keys."""
         step, steps = min(tiles.block_k, siz_b_LQ), block_at(row, siz_b_LQ)
         first = row * (siz_b_LQ // step) if transposed else 0
 
@@ -213,7 +213,7 @@ class Tiles(BlockedTiles):
 
     @classmethod
     def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked: Any) -> Self:
-        """Blocks of 128 x 128; of 64 x 64 in float32 and where chunks are short."""
+        """Blocks of 128 x 128, or of 64 x 64 in float32 and for short chunks."""
         wide = dtype.itemsize > 2
         size = 64 if wide or p.L < 128 else 128
         tiles = cls(size, size, size, 32 if wide or p.DHQK == 64 else 64, 4, 3).clamped(p)

@@ -61,7 +61,7 @@ def _parallel_fw_H_kernel(
     first = remainder(pl.program_id(1), p.L // LQ) * LQ  # of the first query, inside its chunk
     num_k = DHQK // siz_b_DHQK
 
-    # q . n is a separate loop: where a pipelined tile feeds both a product and other arithmetic,
+    # q . n is a separate loop: if a pipelined tile feeds both a product and other arithmetic,
     # Triton gives it one buffer too few, and the copy of a later tile overwrites it under the
     # running product.
     def add_norm(ik, z):
@@ -98,7 +98,7 @@ def _parallel_fw_H_kernel(
                 return scores + dot(q_gmem[:, columns], k_gmem[keys, columns], precision, b_axis=1)
 
             scores = loop(num_k, add_columns, jnp.zeros((LQ, siz_b_LKV), jnp.float32))
-        # Masked after the product, not before: a NaN in k reaches no earlier step.
+        # Masked after the product, not before, so that a NaN in k reaches no earlier step.
         D = decay_tile((ref[keys] for ref in e_gmem), u, None)
         mask = causal_mask(LQ, siz_b_LKV, first - j * siz_b_LKV)
         P = jnp.where(mask, scores * (D * p.qk_scale), 0.0)
@@ -184,7 +184,7 @@ class Tiles(PipelinedTiles):
 
     @classmethod
     def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked: Any) -> Self:
-        """As many columns as possible, up to 256, as each block of them repeats the scores.
+        """As many columns as possible, up to 256, because each block repeats the scores.
 
         An SM has two CTAs of 64 queries, or one of 128 where the queries take half of it.
         """

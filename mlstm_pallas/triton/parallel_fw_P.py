@@ -1,7 +1,7 @@
 """parallel_fw_P in Triton.
 
 Grid (NC, B * NH). A CTA owns one chunk of L steps and reads siz_b_DHQK columns of q and k at a
-time. So each tile of decays is computed once, not once for each column block of v.
+time. So each tile of decays is computed once, not once per column block of v.
 
 FLOPs: R (L + 1) K. Bytes: q, k, kbar and P, R (3 K + L) itemsize.
 """
@@ -50,7 +50,7 @@ def _parallel_fw_P_kernel(
             q_n += jnp.sum(q.astype(jnp.float32) * n_gmem[columns][None, :], axis=1)
         kbar = k.astype(jnp.float32) * abar_gmem[...][:, None]
         kbar_gmem[:, columns] = kbar.astype(kbar_gmem.dtype)
-    # Masked after the product, not before: a NaN in k reaches no earlier step.
+    # Masked after the product, not before, so that a NaN in k reaches no earlier step.
     D = decay_tile((ref[...] for ref in e_gmem), (ref[...] for ref in u_gmem), None)
     P = jnp.where(causal_mask(L, L, 0), scores * (D * scale), 0.0)
     r = query_scale(w_gmem[...], scale)
@@ -116,7 +116,7 @@ class Tiles(BaseTiles):
 
     @classmethod
     def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked: Any) -> Self:
-        """Tiles of q and k of 4096 elements; a warp for 16 steps, more in float32."""
+        """Tiles of q and k of 4096 elements; one warp per 16 steps, more in float32."""
         if dtype.itemsize > 2:
             return cls(64, num_warps=4).clamped(p)
         return cls(4096 // min(p.L, 64), num_warps=min(max(p.L // 16, 1), 16)).clamped(p)

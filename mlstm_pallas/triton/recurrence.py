@@ -8,7 +8,7 @@ a chunk no sum is read before the last tile. The CTAs of the first column block 
 The block is kept transposed, so that a is the right operand: a scaled a goes from registers to
 shared memory row by row. b is read transposed from where the copy put it.
 
-Where this makes too few CTAs for a GPU, the sequence is cut into num_splits parts, which count as
+If this makes too few CTAs for a GPU, the sequence is cut into num_splits parts, which count as
 heads. The states before them follow from what each part adds (splits.py). The same kernel computes
 that, with each split as one chunk.
 
@@ -104,7 +104,7 @@ def _recurrence_kernel(
 
 
 def _recurrences_kernel(*, call, backward, heads, **refs):
-    """refs: by field and recurrence; backward: of each recurrence."""
+    """refs: by field and recurrence; backward: one flag per recurrence."""
     current = divide(pl.program_id(2), heads)
     for index, of_one in enumerate(backward):
         end = f"{index}_gmem"
@@ -123,7 +123,7 @@ def _launch(
     call: Launch,
     selected: tuple[range, int] | None = None,
 ) -> list[RecurrenceOutputs]:
-    """One launch of the kernel. selected: (a range, n) runs these heads of every n alone."""
+    """One launch of the kernel. selected: (a range, n) runs only these heads of every n."""
     p, BK, BV = call.problem, call.tiles.siz_b_DHQK, call.tiles.siz_b_DHHV
     these, of_each = selected or (range(1), 1)
     heads = p.BNH // of_each * len(these)
@@ -270,7 +270,7 @@ class Tiles(PipelinedTiles):
         return self.siz_b_LKV * (self.siz_b_DHQK + self.siz_b_DHHV), 0
 
     def clamped(self, p: Problem) -> Self:
-        """With splits of whole chunks alone."""
+        """Allows only splits of whole chunks."""
         return dataclasses.replace(
             super().clamped(p), num_splits=min(self.num_splits, p.NC & -p.NC)
         )

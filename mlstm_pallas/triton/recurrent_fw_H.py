@@ -3,17 +3,17 @@
 Grid (DHHV / siz_b_DHHV, B * NH). A CTA owns siz_b_DHHV columns of C, in float32 registers, and of
 h, and loops over the chunks. The state is kept transposed, as the left operand of C^T q: the next
 product reads it from registers, rounded to the kernel dtype, and no state goes through shared
-memory. It is held as tiles of siz_b_DHQK rows, since only one rounded tile fits beside it. Where C
-has more than state_rows rows, each launch handles state_rows of them and adds to the output of the
-launch before.
+memory. The state is held as tiles of siz_b_DHQK rows, because only one rounded tile fits beside it.
+If C has more than state_rows rows, each launch handles state_rows of them and adds to the output of
+the preceding launch.
 
-The backward pass may need C before every n-th chunk. It is then stored on the way, and the loop
-over chunks becomes two nested loops.
+The backward pass may need C before every n-th chunk. The scan then stores it, and the loop over
+chunks becomes two nested loops.
 
 No pipelined tile feeds both a product and other arithmetic (see parallel_fw_H).
 
-FLOPs: 4 R K V + R (L + 1) V. Bytes: q, kbar, v, h and P, R (2 K + 2 V + L) itemsize; q, kbar and P
-again for each column block, mostly from L2, and h twice more for each further launch.
+FLOPs: 4 R K V + R (L + 1) V. Bytes: q, kbar, v, h and P, R (2 K + 2 V + L) itemsize. Each column
+block reads q, kbar and P again, mostly from L2, and each further launch moves h twice more.
 """
 
 import dataclasses
@@ -48,7 +48,7 @@ def _recurrent_fw_H_kernel(
     r_gmem,  # (S,)
     gamma_gmem,  # (NC,)
     C_initial_gmem,  # (state_rows, siz_b_DHHV), may be absent
-    partial_gmem,  # (S, siz_b_DHHV) h of the launches before, absent in the first
+    partial_gmem,  # (S, siz_b_DHHV) h of the preceding launches, absent in the first
     h_gmem,  # out (S, siz_b_DHHV)
     C_last_gmem,  # out (state_rows, siz_b_DHHV), may be absent
     C_gmem,  # out (NC / store_every, state_rows, siz_b_DHHV), absent if store_every is 0
@@ -61,9 +61,9 @@ def _recurrent_fw_H_kernel(
     row_tiles = [pl.ds(start, siz_b_DHQK) for start in range(0, rows, siz_b_DHQK)]
     chunks = S // L
 
-    # The pipeline copies operands of products alone. The rest is prefetched a chunk ahead, so that
-    # no load is waited for. So is P: the pipeline would hold several of its tiles, too much shared
-    # memory for two CTAs on an SM.
+    # The pipeline copies only operands of products. The rest is prefetched one chunk ahead, so that
+    # nothing waits for a load. P is prefetched too, because the pipeline would hold several of its
+    # tiles, too much shared memory for two CTAs per SM.
     def prefetch(chunk):
         steps = block_at(chunk, L)
         return (
@@ -175,7 +175,7 @@ def recurrent_fw_H(
 
 @dataclasses.dataclass(frozen=True)
 class Tiles(PipelinedTiles):
-    """siz_b_LKV: steps of a chunk; state_rows: rows of C in a launch, in tiles of siz_b_DHQK."""
+    """siz_b_LKV: steps per chunk; state_rows: rows of C per launch, in tiles of siz_b_DHQK."""
 
     siz_b_LKV: int
     siz_b_DHQK: int
@@ -200,10 +200,10 @@ class Tiles(PipelinedTiles):
 
     @classmethod
     def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked: Any) -> Self:
-        """A state of 16384 floats: half of the registers of a CTA, of which an SM has two.
+        """A state of 16384 floats takes half of the registers of a CTA, with two CTAs per SM.
 
-        Where heads are narrow or CTAs would be few, 8192 floats leave room for chunks of 64
-        steps. float32 has as many.
+        If heads are narrow or CTAs would be few, 8192 floats leave room for chunks of 64 steps.
+        float32 also has 8192.
         """
         wide = dtype.itemsize > 2
         rows = largest_rows(p.DHQK, 128 if wide else 256) or clamped(256, p.DHQK)

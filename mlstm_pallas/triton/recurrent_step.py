@@ -1,7 +1,7 @@
 """recurrent_step in Triton.
 
 Grid (ceil(DHHV / siz_b_DHHV), B * NH). A CTA owns siz_b_DHHV columns of one head's C and loops over
-them in blocks of siz_b_DHQK rows, each prefetched during the work on the block before. Every CTA
+them in blocks of siz_b_DHQK rows, each prefetched while the preceding block is processed. Every CTA
 computes n' and z; the CTAs of the first columns store n' and m'. C is updated in place, n and m are
 not: other CTAs may still read them. Sizes that the tiles do not divide are masked, since padding
 would copy the states.
@@ -155,8 +155,8 @@ def recurrent_step(
 
 @dataclasses.dataclass(frozen=True)
 class Tiles(BaseTiles):
-    """Up to 32 KiB per CTA, all loaded at once: 128 CTAs for 8 heads of 256/512, and four CTAs on
-    an SM where there are more heads.
+    """Up to 32 KiB per CTA, all loaded at once: 128 CTAs for 8 heads of 256/512, and four CTAs
+    per SM if there are more heads.
     """
 
     siz_b_DHQK: int = 256
@@ -168,5 +168,5 @@ class Tiles(BaseTiles):
         return -(-p.DHHV // columns), p.BNH
 
     def clamped(self, p: Problem) -> Self:
-        """As they are: heads are not padded."""
+        """Changes nothing, because heads are not padded."""
         return self

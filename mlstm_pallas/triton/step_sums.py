@@ -1,6 +1,6 @@
-"""step_sums in Triton, of keys: sum_s kbar_s of each chunk, from which n_c follows.
+"""step_sums in Triton, for keys: sum_s kbar_s of each chunk, from which n_c follows.
 
-Grid (NC, B * NH). XLA is not used for it, since it may turn this sum into a product and transpose
+Grid (NC, B * NH). XLA is not used for it, because it may turn this sum into a product and transpose
 the keys in memory.
 
 Bytes: R K itemsize.
