@@ -8,7 +8,7 @@ of its head at a time. It does not run for sequences of up to 16 chunks, because
 longer than joining their summaries in each CTA of chunk_gates.
 chunk_gates: the gates of every step, from the pre-activations and m, and in the backward pass their
 flags (``gates.join_flags``). It scans each chunk again, which is faster than to write and read the
-scans of chunk_summaries. Where m is known, it is the only kernel.
+scans of chunk_summaries. If m is known, it is the only kernel.
 
 The grid of chunk_summaries and chunk_gates is (B * NH * S / 512, rounded up): a CTA owns 512
 consecutive steps, which are several chunks, or one chunk of up to 2048 steps. ``chunk_scans.py``
@@ -215,11 +215,11 @@ def _gates_kernel(
     m_known,  # (B * NH, NC + 1) m at the chunk boundaries; absent if it is computed
     summaries,  # g, a of ``_summaries_kernel``, where the CTAs join them; else absent
     m_after,  # (B * NH, padded NC) of ``_stabiliser_scan_kernel``, where it ran; else absent
-    m_initial,  # (B * NH,); absent where m_known is there
+    m_initial,  # (B * NH,); absent if m_known is there
     per_step,  # out, seven (CTAs, rows, STEPS): e, u (hi and lo), w, m, abar
     flags,  # out (CTAs, rows, STEPS) int32; absent in the forward pass
     gamma,  # out (B * NH, NC)
-    m_states,  # out (B * NH, NC + 1); absent where m_known is there
+    m_states,  # out (B * NH, NC + 1); absent if m_known is there
     *,
     p: Problem,
     input_gate: InputGate,

@@ -131,7 +131,7 @@ def running(
 
 
 def shifted(x: Array, edge, chunk_rows: int, buffer, *, backward: bool = False):
-    """x of the step before each one, or after it with backward; ``edge`` where the chunk has none.
+    """x of the preceding step, or with backward of the next one; ``edge`` where the chunk has none.
 
     x: (rows, steps); edge: (rows, 1) or a number; buffer: a ``scan_buffer``.
     """
@@ -143,7 +143,7 @@ def shifted(x: Array, edge, chunk_rows: int, buffer, *, backward: bool = False):
 
 
 def ends_of_chunks(columns: Sequence[Array], chunk_rows: int, buffer) -> list[list[Array]]:
-    """What the last row of each chunk has of each column, as scalars.
+    """The elements of each column in the last row of each chunk, as scalars.
 
     columns: (rows, 1); buffer: shared (rows, columns or more).
     """

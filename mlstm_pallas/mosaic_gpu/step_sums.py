@@ -41,7 +41,7 @@ STEPS, COLUMNS = 512, (256, 192, 128, 64)  # at most per sum; the choices per CT
 ENOUGH_STEPS = 256  # per CTA: with fewer its start takes longer than its copies
 TILE, GROUP = 64, 16  # steps per copy, and steps that a CTA adds at a time, 4 per warp
 
-# The layout of (GROUP, columns): a warp has 4 rows, and a lane two neighbouring columns of each 64.
+# The layout of (GROUP, columns): a warp has 4 rows, a lane 2 neighbouring columns of every 64.
 BY_WARPS = plgpu.Layout.TILED(
     plgpu.Tiling(((GROUP, 64), (4, 64), (2,))), warp_dims=(-5,), lane_dims=(-2,), vector_dim=-1
 )

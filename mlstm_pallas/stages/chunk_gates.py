@@ -11,7 +11,7 @@ from mlstm_pallas.stage import Launch, Stage
 
 
 class Operands(NamedTuple):
-    vecI: Array  # (B * NH, S) pre-activations, float32 as all floats here
+    vecI: Array  # (B * NH, S) pre-activations, float32 like all floats here
     vecF: Array  # (B * NH, S)
     scaM_initial: Array  # (B * NH,); zeros with the sigmoid gate
     starts: Array | None = None  # (B * NH, S) int32, 1 where a packed segment begins

@@ -23,7 +23,7 @@ from mlstm_pallas.stage import Launch, ScaledRows, Stage, steps_of
 
 
 class Operands(NamedTuple):
-    matQ: Array  # (B * NH, S, DHQK) in the kernel dtype, as all matrices
+    matQ: Array  # (B * NH, S, DHQK) in the kernel dtype, like all matrices
     matK: Array  # (B * NH, S, DHQK)
     matV: Array  # (B * NH, S, DHHV)
     matDeltaH: Array  # (B * NH, S, DHHV)
@@ -37,14 +37,14 @@ class ScoreGradients(NamedTuple):
     """Tiles and operands in the kernel dtype, sums in float32.
 
     A tile's column is s - the chunk's first step. Above the diagonal P and dP are 0 in the diagonal
-    blocks of MAX_TILE steps and undefined elsewhere. matP, matDeltaP and pairs are None where
+    blocks of MAX_TILE steps and undefined elsewhere. matP, matDeltaP and pairs are None if
     parallel_bw_dQKV computes them; it does not read queries and keys.
     """
 
     matP: Any  # (B * NH, S, L)
     matDeltaP: Any  # (B * NH, S, L), times scale
     queries: ScaledRows | None  # (B * NH, S, DHQK), scaled: qbar
-    keys: ScaledRows | None  # (B * NH, S, DHQK), scaled: kbar; None where C is not recomputed
+    keys: ScaledRows | None  # (B * NH, S, DHQK), scaled: kbar; None if C is not recomputed
     pairs: Any  # TileSums
     normaliser_gradients: NormaliserGradients
     # (B * NH, NC, DHQK) sum of w_t scale dz_t q_t; None without a normaliser, or without delta yet

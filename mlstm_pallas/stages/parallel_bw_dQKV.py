@@ -22,13 +22,13 @@ from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
 
 
 class Operands(NamedTuple):
-    matQ: Array  # (B * NH, S, DHQK) in the kernel dtype, as all matrices
+    matQ: Array  # (B * NH, S, DHQK) in the kernel dtype, like all matrices
     matK: Array  # (B * NH, S, DHQK)
     matV: Array  # (B * NH, S, DHHV)
     matDeltaH: Array  # (B * NH, S, DHHV)
     gates: ChunkGates
     normaliser_gradients: NormaliserGradients
-    scores: ScoreGradients  # whose matP is None where the kernel computes P and dP
+    scores: ScoreGradients  # its matP is None if the kernel computes P and dP
     matC_states: Array  # (B * NH, NC, DHQK, DHHV) before each chunk
     vecN_states: Array  # (B * NH, NC, DHQK) float32
     matDeltaC_states: Array  # (B * NH, NC, DHQK, DHHV) after each chunk
@@ -42,7 +42,7 @@ class Gradients(NamedTuple):
     q_dot_dq_inter: Array  # (B * NH, S) float32: q_t with the inter-chunk part of dq_t
     k_dot_dk_inter: Array  # (B * NH, S) float32: k_s with the inter-chunk part of dk_s
     inner_C_dC: Array  # (B * NH, NC) float32: gamma_c (<C_c, dC_{c+1}> + n_c . dn_{c+1})
-    pairs: Any = None  # TileSums, with n = 2; None where parallel_bw_dP returns them
+    pairs: Any = None  # TileSums, with n = 2; None if parallel_bw_dP returns them
 
 
 def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:

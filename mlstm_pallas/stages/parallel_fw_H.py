@@ -20,7 +20,7 @@ from mlstm_pallas.stage import Launch, Stage
 
 
 class Operands(NamedTuple):
-    matQ: Array  # (B * NH, S, DHQK) in the kernel dtype, as all matrices
+    matQ: Array  # (B * NH, S, DHQK) in the kernel dtype, like all matrices
     matK: Array  # (B * NH, S, DHQK)
     matV: Array  # (B * NH, S, DHHV)
     gates: ChunkGates

@@ -30,7 +30,7 @@ class ScanOperands(NamedTuple):
 
     matP: Array  # (B * NH, S, L) in the kernel dtype, column s - the chunk's first step
     keys: ScaledRows  # (B * NH, S, DHQK) in the kernel dtype, scaled: kbar
-    vecR: Array  # (B * NH, S) float32, as what follows
+    vecR: Array  # (B * NH, S) float32, like what follows
     vecZ: Array | None  # (B * NH, S) the signed z_t; None without a normaliser
 
 

@@ -17,7 +17,7 @@ from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, recurr
 class Operands(NamedTuple):
     matK: Array  # (B * NH, S, DHQK) in the kernel dtype
     matV: Array  # (B * NH, S, DHHV)
-    vecAbar: Array  # (B * NH, S) float32, as what follows
+    vecAbar: Array  # (B * NH, S) float32, like what follows
     scaGamma: Array  # (B * NH, NC)
     matC_initial: Array | None  # (B * NH, DHQK, DHHV); None: zeros
     vecN_initial: Array  # (B * NH, DHQK)
@@ -25,7 +25,7 @@ class Operands(NamedTuple):
 
 class ChunkStates(NamedTuple):
     matC_states: Array  # (B * NH, NC, DHQK, DHHV) before each chunk, in the kernel dtype
-    matC_last: Any  # (B * NH, DHQK, DHHV) float32, as what follows; None without return_last
+    matC_last: Any  # (B * NH, DHQK, DHHV) float32, like what follows; None without return_last
     vecN_states: Array  # (B * NH, NC, DHQK)
     vecN_last: Array  # (B * NH, DHQK)
 

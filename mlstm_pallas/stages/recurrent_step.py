@@ -24,7 +24,7 @@ _INF = float("inf")
 
 
 class Operands(NamedTuple):
-    vecQ: jax.Array  # (B * NH, DHQK), any float dtype of at most 32 bits, as all that follow
+    vecQ: jax.Array  # (B * NH, DHQK), any float dtype of at most 32 bits, like all that follow
     vecK: jax.Array  # (B * NH, DHQK)
     vecV: jax.Array  # (B * NH, DHHV)
     scaI: jax.Array  # (B * NH,) pre-activations

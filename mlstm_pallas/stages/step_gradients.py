@@ -10,7 +10,7 @@ from mlstm_pallas.stage import Launch, Stage
 
 
 class Operands(NamedTuple):
-    vecF: Array  # (B * NH, S) float32, as all floats here
+    vecF: Array  # (B * NH, S) float32, like all floats here
     pairs: TileSums
     q_dot_dq_inter: Array  # (B * NH, S), of parallel_bw_dQKV
     k_dot_dk_inter: Array  # (B * NH, S)

@@ -101,7 +101,7 @@ def kernel_call(
 ) -> dict[str, Any]:
     """Launches ``kernel(**references, call=call, **statics)``; returns its outputs by name.
 
-    The reference to an operand x is x_gmem, and None where the operand is None.
+    The reference to an operand x is x_gmem, and None if the operand is None.
 
     Args:
       name: of the launch; empty: the kernel's name.

@@ -48,7 +48,7 @@ def _parallel_fw_H_kernel(
     e_gmem,  # two (L,)
     u_gmem,  # two (siz_b_LQ,)
     w_gmem,  # (siz_b_LQ,)
-    m_gmem,  # (siz_b_LQ,), absent where the floor does not need it
+    m_gmem,  # (siz_b_LQ,), absent if the floor does not need it
     h_gmem,  # out (siz_b_LQ, siz_b_DHHV)
     z_gmem,  # out (siz_b_LQ,), absent without a normaliser
     *,

@@ -31,7 +31,7 @@ def _parallel_fw_P_kernel(
     u_gmem,  # two (L,)
     w_gmem,  # (L,)
     abar_gmem,  # (L,)
-    m_gmem,  # (L,), absent where the floor does not need it
+    m_gmem,  # (L,), absent if the floor does not need it
     P_gmem,  # out (L, L)
     r_gmem,  # out (L,)
     kbar_gmem,  # out (L, DHQK)

@@ -50,7 +50,7 @@ MIN_SPLITS, MAX_SPLITS = 4, 16  # with fewer, a second launch costs more than it
 def _recurrence_kernel(
     a_gmem,  # (S, siz_b_DHQK)
     b_gmem,  # (S, siz_b_DHHV)
-    r_gmem,  # (S,), absent where a is scaled
+    r_gmem,  # (S,), absent if a is scaled
     gamma_gmem,  # (NC,)
     X_initial_gmem,  # (siz_b_DHQK, siz_b_DHHV), may be absent
     x_initial_gmem,  # (siz_b_DHQK,), may be absent

@@ -2,9 +2,9 @@
 
 Grid (ceil(DHHV / siz_b_DHHV), B * NH). A CTA owns siz_b_DHHV columns of one head's C and loops over
 them in blocks of siz_b_DHQK rows, each prefetched while the preceding block is processed. Every CTA
-computes n' and z; the CTAs of the first columns store n' and m'. C is updated in place, n and m are
-not: other CTAs may still read them. Sizes that the tiles do not divide are masked, since padding
-would copy the states.
+computes n' and z; the CTAs of the first columns store n' and m'. C is updated in place, but n and m
+are not, because other CTAs may still read them. Sizes that the tiles do not divide are masked,
+because padding would copy the states.
 
 FLOPs: 4 B NH K V. Bytes: C twice, 2 B NH K V itemsize; the rest is smaller by a factor of V or K.
 """
