@@ -181,7 +181,7 @@ class _CTA:
 
         loop(order.steps, first_phase, None)
         load_q(order.first_q)
-        k_ring.fetch(index)
+        k_ring.load(index)
         loop(order.steps, second_phase, None)
         load_q(order.last_q)
 
