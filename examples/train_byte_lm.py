@@ -458,7 +458,7 @@ def run(stop: threading.Event) -> int:
     params = gathered(training.state[0])
     if jax.process_index() == 0:
         plot(log, unigram, output / "loss.png")
-        alone = mesh_of((1, 1, 1), jax.local_devices()[:1])
+        alone = mesh_of((1, 1, 1), mesh.local_devices[:1])
         text, speed = sample(model_config(alone), params)
         if training.step != before:
             log.write(step=training.step, generated_tokens_per_second=round(speed, 1), **mark)

@@ -231,13 +231,15 @@ class Printer:
 
 def copy_rate() -> float:
     """Bytes per second that a copy on the device reads and writes."""
-    size, seconds = 2**30 if jax.devices()[0].platform == "gpu" else 2**24, []
-    copy, x = jax.jit(lambda x: x + jnp.uint8(1)), jnp.zeros(size, jnp.uint8)
-    for _ in range(10):
+    size, seconds = 2**28 if jax.devices()[0].platform == "gpu" else 2**22, []
+    copy, x, calls = jax.jit(lambda x: x + 1.0), jnp.zeros(size, jnp.float32), 10
+    for _ in range(5):
         started = time.perf_counter()
-        x = copy(x).block_until_ready()
-        seconds.append(time.perf_counter() - started)
-    return 2 * size / min(seconds)
+        for _ in range(calls):
+            x = copy(x)
+        x.block_until_ready()
+        seconds.append((time.perf_counter() - started) / calls)
+    return 2 * x.nbytes / min(seconds)
 
 
 def benchmark(model: Model) -> dict[str, Any]:
