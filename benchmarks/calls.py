@@ -9,9 +9,8 @@ from command import Define
 from roofline import FORWARD, backward_stages
 
 from mlstm_pallas import KernelConfig
-from mlstm_pallas.call_spec import CallSpec
 from mlstm_pallas.gpu import Gpu
-from mlstm_pallas.planning import make_spec
+from mlstm_pallas.planning import CallSpec, make_spec
 from mlstm_pallas.stage import Launch
 from mlstm_pallas.stages import STAGES
 from mlstm_pallas.validation import check_chunk_size

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
-from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, LastStates, Residuals
+from mlstm_pallas.arrays import Cotangents, Inputs, LastStates, Residuals
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.gate_gradients import (
     gate_gradients,
@@ -19,6 +19,7 @@ from mlstm_pallas.gate_gradients import (
 )
 from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.normaliser import NormaliserGradients, query_scale
+from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.stage import Launch, Lowering, ScaledRows
 from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients

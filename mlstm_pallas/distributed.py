@@ -38,9 +38,9 @@ from jax.typing import DTypeLike
 
 from mlstm_pallas import entry
 from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
+from mlstm_pallas.arrays import Cotangents, Inputs, LastStates, Residuals
 from mlstm_pallas.backend import on_backend
 from mlstm_pallas.backward import BackwardCarry, first_half, prepared, second_half
-from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, LastStates, Residuals
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.entry import Keywords, SequenceKeywords
@@ -61,6 +61,7 @@ from mlstm_pallas.gates import (
     split_for_exact_sums,
     two_sum,
 )
+from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.problem import InputGate
 from mlstm_pallas.splits import decays_in_splits, decays_of_others
 from mlstm_pallas.stage import Lowering

@@ -11,13 +11,13 @@ from jax.typing import DTypeLike
 
 from mlstm_pallas import validation
 from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
+from mlstm_pallas.arrays import Inputs, LastStates
 from mlstm_pallas.backend import requested_backend
-from mlstm_pallas.call_spec import CallSpec, Inputs, LastStates
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.gates import segment_ends, steps_within
 from mlstm_pallas.gpu import target_gpu
 from mlstm_pallas.normaliser import Normaliser
-from mlstm_pallas.planning import make_spec
+from mlstm_pallas.planning import CallSpec, make_spec
 from mlstm_pallas.problem import (
     InputGate,
     Layout,

@@ -9,9 +9,10 @@ from typing import NamedTuple
 import jax
 from jax import Array
 
-from mlstm_pallas.call_spec import CallSpec, Forward, Inputs, LastStates, StoredStates
+from mlstm_pallas.arrays import Forward, Inputs, LastStates, StoredStates
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.gates import ChunkGates
+from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.splits import (
     decays_in_splits,

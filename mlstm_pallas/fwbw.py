@@ -12,9 +12,10 @@ from jax.interpreters import ad, batching, mlir
 
 from mlstm_pallas import backward as backward_schedule
 from mlstm_pallas import forward as forward_schedule
+from mlstm_pallas.arrays import Cotangents, Forward, Inputs, LastStates, Residuals
 from mlstm_pallas.backend import on_backend
-from mlstm_pallas.call_spec import CallSpec, Cotangents, Forward, Inputs, LastStates, Residuals
 from mlstm_pallas.forward import PrecomputedStates
+from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.segments import segment_states
 from mlstm_pallas.sharding import over_shards
 from mlstm_pallas.stage import Lowering

@@ -11,12 +11,12 @@ from jax import lax
 from mlstm_pallas import validation
 from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.backend import on_backend, requested_backend
-from mlstm_pallas.call_spec import CallSpec
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.entry import checked, options_of
 from mlstm_pallas.gpu import target_gpu
 from mlstm_pallas.normaliser import Normaliser
+from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.problem import InputGate, Layout, Problem, accumulator_dtype
 from mlstm_pallas.sharding import aligned, over_shards
 from mlstm_pallas.stage import Lowering

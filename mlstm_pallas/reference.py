@@ -12,12 +12,13 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
-from mlstm_pallas.call_spec import CallSpec, Inputs
+from mlstm_pallas.arrays import Inputs
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.entry import Keywords, SequenceKeywords, run
 from mlstm_pallas.forward import forward
 from mlstm_pallas.gates import log_forget_gate, log_input_gate, segment_starts
 from mlstm_pallas.normaliser import Normaliser
+from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.problem import InputGate, accumulator_dtype
 from mlstm_pallas.sharding import on_shard
 from mlstm_pallas.stage import Lowering

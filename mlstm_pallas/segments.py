@@ -13,8 +13,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax import Array, lax
 
-from mlstm_pallas.call_spec import CallSpec, Inputs, LastStates, StoredStates
+from mlstm_pallas.arrays import Inputs, LastStates, StoredStates
 from mlstm_pallas.dispatch import run
+from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.stage import Lowering
 
 

@@ -29,9 +29,9 @@ from test_gradients import BOUND
 
 from mlstm_pallas import KernelConfig, dispatch, planning, reference
 from mlstm_pallas.backend import jax_has_mosaic_gpu
-from mlstm_pallas.call_spec import CallSpec
 from mlstm_pallas.entry import Options, spec_for
 from mlstm_pallas.gpu import Gpu, gpu_of, known_gpu
+from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.problem import InputGate, Layout, Problem, make_problem
 from mlstm_pallas.stage import Launch, Lowering, ScaledRows
 

@@ -14,12 +14,13 @@ from mosaic_gpu_cases import check_neighbours, needs_mosaic_gpu
 from oracle import HELPERS, random_inputs
 
 from mlstm_pallas import KernelConfig, dispatch, triton
+from mlstm_pallas.arrays import Cotangents, Inputs
 from mlstm_pallas.backward import backward
-from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs
 from mlstm_pallas.forward import forward
 from mlstm_pallas.fwbw import residuals_of
 from mlstm_pallas.gpu import UNKNOWN
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER
+from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.problem import MAX_TILE, Problem
 from mlstm_pallas.stage import Launch, Lowering
 from mlstm_pallas.stages import STAGES

@@ -22,7 +22,7 @@ LAYERS = (
     ("api", "recurrent", "distributed", "export", "preview", "reference", "xlstm_jax"),
     ("fwbw",),
     ("entry", "forward", "backward", "segments"),
-    ("call_spec", "backend"),
+    ("arrays", "backend"),
     ("planning",),
     ("config",),
     ("dispatch",),

@@ -20,11 +20,11 @@ from test_stages import case, launch_of
 
 from mlstm_pallas import KernelConfig, dispatch, gate_gradients, gates, planning
 from mlstm_pallas.backward import before_tiles, with_delta
-from mlstm_pallas.call_spec import CallSpec
 from mlstm_pallas.gate_gradients import TileSums
 from mlstm_pallas.gates import DECAY_NONZERO, M_FROM_PREVIOUS, M_GRAD_FLOWS
 from mlstm_pallas.gpu import HOPPER
 from mlstm_pallas.normaliser import Normaliser
+from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.problem import InputGate, Problem, make_problem
 from mlstm_pallas.stage import Lowering
 

@@ -47,8 +47,8 @@ from pipelines import overwritten_operands
 from worker import NoAnswer, ProcessEnded, Worker
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step
-from mlstm_pallas.call_spec import CallSpec
 from mlstm_pallas.gpu import Gpu, known_gpu
+from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.stages import STAGES
 
 # Enough to make every stage's grid three-dimensional. The code of a kernel depends on them only

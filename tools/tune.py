@@ -54,9 +54,9 @@ from worker import NoAnswer, ProcessEnded, Worker
 
 import mlstm_pallas
 from mlstm_pallas.backend import requested_backend
-from mlstm_pallas.call_spec import CallSpec
 from mlstm_pallas.config import KernelConfig, tuning_name
 from mlstm_pallas.gpu import target_gpu
+from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.stage import Lowering
 
 MIN_GAIN = 0.03  # of a whole call over that of the rules

@@ -3,8 +3,8 @@
 ``copy_steps`` copies a tile in the layout that wgmma reads, from or to an array whose number of
 steps is no multiple of 8. plgpu's TMA copies refuse such an array, because they view it as whole
 groups of 8 rows. ``inline_sum_over_rows`` sums over the rows of a tile. jnp.sum cannot be used for
-it, because it has one scratch in shared memory for all warpgroups of a CTA, which is a race. There
-is no jax issue about either (November 2026); when jax has both, this file can go.
+it, because it has one scratch in shared memory for all warpgroups of a CTA, which is a race. A
+search for a jax issue about either found none (November 2026). When jax has both, this file can go.
 """
 
 from typing import Any

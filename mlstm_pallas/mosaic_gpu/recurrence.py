@@ -159,7 +159,7 @@ class _Recurrence:
         copy(self.x.h.at[self.steps(step), self.of_columns], self.h_smem)
 
     def left(self, slot):
-        """The transposed and weighted tile of b, (64 columns, 64 steps)."""
+        """Returns the transposed tile of b, (64 columns, 64 steps), scaled if there are weights."""
         bT = self.b_smem.at[slot, :, self.tile_columns].T
         if self.weights_smem is None:
             return bT
@@ -187,7 +187,7 @@ class _Recurrence:
             plgpu.copy_smem_to_gmem(tile, self.out.X.at[self.head, at, rows, self.X_columns])
 
     def weighted(self, slot):
-        """r a of a tile, (64 steps, 64 rows of x)."""
+        """Loads a tile of a, (64 steps, 64 rows of x), and scales its steps by r."""
         a = load(self.a_smem.at[slot, :, self.x_part]).astype(jnp.float32)
         return a * across_columns(load(self.weights_smem.at[slot], BY_ROWS))
 

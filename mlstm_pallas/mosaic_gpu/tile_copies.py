@@ -1,11 +1,11 @@
 """Copies of tiles between global and shared memory, and the steps of a head that they address.
 
 wgmma reads tiles in groups of 8 rows, so a TMA copy of such a tile views its array as groups of 8
-rows too. plgpu's copies refuse an array whose number of steps is no multiple of 8, so the copies
-for such arrays are written in MLIR here. A tile within whole groups of the array is copied at once.
-A tile that reaches beyond them, the last one of a head, is copied group by group, from and to the
-rows as they are. A tile with one swizzled part, 128 bytes wide, is stored row by row, so one copy
-is always enough. Reads beyond the array return zeros, and nothing is written there.
+rows too. plgpu's copies refuse an array whose number of steps is no multiple of 8, so
+``inline_mlir.py`` has the copies for such arrays. A tile within whole groups of the array is copied
+at once. The last tile of a head, which reaches beyond them, is copied one group at a time, from and
+to the rows as they are. A tile with one swizzled part, 128 bytes wide, is stored row by row, so one
+copy is always enough. Reads beyond the array return zeros, and nothing is written there.
 """
 
 import dataclasses

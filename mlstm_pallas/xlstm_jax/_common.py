@@ -16,16 +16,16 @@ from jax import lax
 
 from mlstm_pallas import dispatch, gates
 from mlstm_pallas.annotations import States
+from mlstm_pallas.arrays import Cotangents, Inputs, LastStates, Residuals, StoredStates
 from mlstm_pallas.backend import on_backend, requested_backend
 from mlstm_pallas.backward import backward as backward_schedule
-from mlstm_pallas.call_spec import CallSpec, Cotangents, Inputs, LastStates, Residuals, StoredStates
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.entry import options_of, pad, spec_for
 from mlstm_pallas.fwbw import not_differentiated
 from mlstm_pallas.gates import ChunkGates, LocalGates
 from mlstm_pallas.normaliser import NormaliserGradients, at_least, query_scale
-from mlstm_pallas.planning import lowerings
+from mlstm_pallas.planning import CallSpec, lowerings
 from mlstm_pallas.problem import MIN_CHUNK_SIZE, InputGate, Layout, accumulator_dtype
 from mlstm_pallas.sharding import aligned, over_shards
 from mlstm_pallas.stage import Lowering, ScaledRows, check_field

@@ -1,10 +1,8 @@
-"""The arrays of a call, and the residuals of its forward pass; ``planning.py`` has its statics."""
+"""The arrays of a call, and the residuals of its forward pass."""
 
 from typing import Any, NamedTuple
 
 import jax
-
-from mlstm_pallas.planning import CallSpec as CallSpec
 
 
 class Inputs(NamedTuple):
