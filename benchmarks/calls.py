@@ -23,6 +23,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "sigmoid": {"input_gate": "sigmoid"},
     "unnormalised": {"input_gate": "sigmoid", "normalize": False},
     "BTNH": {"layout": "BTNH"},
+    "states_kept": {"recompute_states_in_bw": False},
 }
 
 
@@ -33,9 +34,11 @@ def call_spec(
     gpu: Gpu,
     chunk_size: int | None = None,
     config: KernelConfig | None = None,
+    variant: str = "",
 ) -> CallSpec:
     """The spec of a call; shape: B, NH, S, DHQK, DHHV."""
-    return make_spec(shape, jnp.dtype(dtype), gpu, backend, chunk_size=chunk_size, config=config)
+    options = dict(recompute_states_in_bw=variant != "states_kept", config=config)
+    return make_spec(shape, jnp.dtype(dtype), gpu, backend, chunk_size=chunk_size, **options)
 
 
 def launch_of(spec: CallSpec, stage: str) -> Launch:

@@ -77,10 +77,6 @@ class Define:
         parse = functools.partial(known_name, tuple(known))
         self.items(name, default, parse, f"{', '.join(known)}: {about}")
 
-    def booleans(self, name: str, default: Any, about: str) -> None:
-        known = dict(true=True, false=False)
-        self.items(name, default, lambda text: known[known_name(known, text)], about)
-
     def shared(self, *names: str, **defaults: Any) -> None:
         """Flags of ``SHARED``, some with another default."""
         for name in (*names, *defaults):

@@ -2,12 +2,12 @@ r"""Times a stage, the forward pass, or forward and backward of mlstm_pallas, be
 
     python benchmarks/kernel_benchmark.py         # the three 8k shapes on a GPU, a tiny one without
     python benchmarks/kernel_benchmark.py --shape=7b-8k,8x16x8192x128x128 --direction=fwd,fwbw \
-        --impl=all --markdown
+        --impl=all
     python benchmarks/kernel_benchmark.py --shape=seqlen --impl=all --jsonl=seqlen.jsonl
     python benchmarks/kernel_benchmark.py --stage=recurrent_fw_C,parallel_bw_dQKV \
         --impl=triton,xla --dtype=bfloat16,float32
     python benchmarks/kernel_benchmark.py --stage=recurrent_fw_H --impl=triton,mosaic_gpu  # Hopper
-    python benchmarks/kernel_benchmark.py --from_jsonl=seqlen.jsonl,more.jsonl --markdown \
+    python benchmarks/kernel_benchmark.py --from_jsonl=seqlen.jsonl,more.jsonl \
         --plot=seqlen.png                                                    # measures nothing
 
 Outputs are checked before they are timed, in float64: mlstm_pallas against the recurrence in its
@@ -164,11 +164,10 @@ def _written(outputs: ScoreGradients) -> ScoreGradients:
 # Arrays (B, S, NH, ...): passed as they are, or transposed by the caller.
 STEPS_FIRST = ("BTNH", "transposed")
 VARIANTS = calls.VARIANTS | {"transposed": {}}
-# By variant.
-ORACLE_OF = dict.fromkeys(("exp", *STEPS_FIRST), "exact") | {
-    "packed": "packed",
-    "sigmoid": "sigmoid_normalised",
-    "unnormalised": "sigmoid_input_gate",
+ORACLES = {
+    "packed": peers.packed,
+    "sigmoid": peers.sigmoid_normalised,
+    "unnormalised": peers.sigmoid_input_gate,
 }
 
 
@@ -187,19 +186,15 @@ class MlstmPallas(peers.JaxImplementation):
         dtype: str,
         chunk_size: int | None = None,
         config: KernelConfig | None = None,
-        recompute_states_in_bw: bool = True,
         variant: str = "exp",
     ):
-        self.name, self.variant, self.oracle = backend, variant, ORACLE_OF[variant]
-        self.recompute_states_in_bw = recompute_states_in_bw
-        spec = call_spec(backend, shape, dtype, target_gpu(), chunk_size, config)
-        self.spec = dataclasses.replace(spec, recompute_states_in_bw=recompute_states_in_bw)
+        self.name, self.variant, self.oracle = backend, variant, ORACLES.get(variant, peers.exact)
+        self.spec = call_spec(backend, shape, dtype, target_gpu(), chunk_size, config, variant)
         self.config = config_row(self.spec)
 
     def computation(self, inputs, direction):
         chunks = dict(chunk_size=self.spec.problem.L, config=self.spec.config)
         options = dict(backend=self.name, **chunks, **VARIANTS[self.variant])
-        options |= dict(recompute_states_in_bw=self.recompute_states_in_bw)
         if self.variant == "packed":
             B, _, S, *_ = inputs.shape
             if S % peers.PACKED:
@@ -350,11 +345,7 @@ class Case:
         named, expected = impl.named(impl.heads(outputs, index)), impl.named(expected)
         if direction == "fwd" and not self.stage:
             expected = dict(list(expected.items())[:1])
-
-        def error(x, y):
-            return float(np.linalg.norm(x - y) / max(np.linalg.norm(y), 1e-30))
-
-        return {name: error(named[name], y) for name, y in expected.items()}
+        return {name: runner.relative_error(named[name], y) for name, y in expected.items()}
 
     def limits(self, names: Iterable[str]) -> dict[str, float]:
         """The largest errors that outputs may have."""
@@ -375,9 +366,8 @@ def measure(row: Row, case: Case, options: flags.FlagValues) -> None:
     """Fills the row; does not time a wrong output."""
     name, direction = row["impl"], row["direction"]
     if name in BACKENDS:
-        ways = row["recompute_states_in_bw"] is not False, row["variant"] or "exp"
-        what = name, case.shape, case.dtype, options.chunk_size, options.config, *ways
-        impl: peers.Implementation = implementation(case.stage, *what)
+        what = name, case.shape, case.dtype, options.chunk_size, options.config
+        impl: peers.Implementation = implementation(case.stage, *what, row["variant"] or "exp")
     elif case.stage:
         raise UnsupportedError("stages are those of mlstm_pallas alone")
     else:
@@ -394,8 +384,6 @@ def measure(row: Row, case: Case, options: flags.FlagValues) -> None:
     phases = impl.phases(case.shape, jnp.dtype(case.dtype).itemsize, direction)
     row["tflops"], row["tbps"] = (sum(x) / seconds / 1e12 for x in zip(*phases, strict=True))
     flops, bandwidth = roofline.device_rates(row["device"], case.dtype)
-    flops = 1e12 * options.peak_tflops if options.peak_tflops else flops
-    bandwidth = 1e12 * options.peak_tbps if options.peak_tbps else bandwidth
     if flops and bandwidth:
         floor = roofline.floor_seconds(phases, flops, bandwidth)
         row["roofline_pct"] = 100 * floor / seconds
@@ -418,11 +406,8 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
         case = Case(shape, dtype, stage, gradients="fwbw" in directions)
         for direction, impl in itertools.product(directions, impls):
             ours = impl in BACKENDS
-            variants = options.variant if ours and not stage else [None]
-            recomputes = options.recompute_states_in_bw if ours and direction == "fwbw" else [None]
-            for variant, recompute in itertools.product(variants, recomputes):
+            for variant in options.variant if ours and not stage else [None]:
                 what = dict(direction=direction, dtype=dtype, stage=stage, variant=variant)
-                what["recompute_states_in_bw"] = recompute
                 row = runner.new_row(options, name, shape, impl, **what)
                 yield runner.attempt(row, ours, measure, case, options)
 
@@ -430,26 +415,9 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
 # ---------------------------------------------------------------- reporting
 
 
-def what(row: Row) -> str:
-    """The stage, or the direction and its options."""
-    return row["stage"] or " ".join([row["direction"], *options_of(row)])
-
-
-def options_of(row: Row) -> list[str]:
-    """The variant and the way with the states, where they are not the default."""
-    stored = ["states stored"] if row["recompute_states_in_bw"] is False else []
-    return [row["variant"]] * (row["variant"] not in (None, "exp")) + stored
-
-
-def labels(rows: Sequence[Row]) -> Callable[[Row], str]:
-    """The label of a row: its implementation, and what else differs between rows."""
-    several = len({row["dtype"] for row in rows}) > 1
-
-    def label(row: Row) -> str:
-        parts = row["impl"], row["stage"], row["dtype"] if several else "", *options_of(row)
-        return " ".join(filter(None, parts))
-
-    return label
+def label(row: Row, *parts: str) -> str:
+    """The parts of the row, and its variant."""
+    return " ".join(filter(None, (*(row[x] for x in parts), row["variant"]))).removesuffix(" exp")
 
 
 def plot(rows: Sequence[Row], path: str) -> None:
@@ -462,13 +430,13 @@ def plot(rows: Sequence[Row], path: str) -> None:
         return getattr(row["shape"], vary[0]) if vary else row["name"]
 
     title = axes[vary[0]] if vary else ""
-    reporting.plot(rows, path, labels(rows), x, xlabel=title)
+    reporting.plot(rows, path, lambda row: label(row, "impl", "stage", "dtype"), x, xlabel=title)
 
 
 COLUMNS = {
     "shape": ("name", ""),
     "impl": ("impl", ""),
-    "what": (what, ""),
+    "what": (lambda row: row["stage"] or label(row, "direction"), ""),
     "dtype": ("dtype", ""),
     "ms": ("ms", ".3f"),
     "spread %": ("spread", ".1%"),
@@ -488,25 +456,16 @@ COLUMNS = {
 def define_flags(define: command.Define) -> None:
     known = *BACKENDS, *peers.PEERS, "peers", "all"
     default = "triton (xla without a GPU) and all peers; none: triton or xla"
-    recompute = "Of mlstm_pallas, forward and backward: true, false."
     packed = f"packed: exp with {peers.PACKED} packed sequences; BTNH: exp with (B, S, NH, D)."
     define.names("impl", [], known, f"the last one is {default}.")
     define.names("stage", [], STAGES, "stages by themselves.")
-    define.booleans("recompute_states_in_bw", "true", recompute)
     define.names("variant", ["exp"], VARIANTS, f"of mlstm_pallas; {packed}")
-    define.bool("markdown", False, "Print a table of the medians in Markdown at the end.")
-    define.float("peak_tflops", None, "The device's rate of products, for the roofline.", 1e-9)
-    define.float("peak_tbps", None, "The device's memory bandwidth, for the roofline.", 1e-9)
     define.shared("shape", "direction", "dtype", "repeats", "commit", "from_jsonl", "jsonl", "plot")
     calls.define_chunks(define)
 
 
 def run(options: flags.FlagValues) -> int:
-    def report(rows: Sequence[Row]) -> None:
-        if options.markdown:
-            print(f"\n{reporting.markdown(rows, labels(rows))}")
-
-    return runner.run("kernel_benchmark", options, measured_rows, COLUMNS, report, plot)
+    return runner.run("kernel_benchmark", options, measured_rows, COLUMNS, plot=plot)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,26 @@
 r"""Times an mLSTM layer like that of xLSTM-7B.
 
-It runs with mlstm_pallas in both layouts, with mlstm_kernels, and without its mLSTM.
+It runs with mlstm_pallas, with mlstm_kernels, and without its mLSTM.
 
     python benchmarks/layer_benchmark.py                     # 7b-8k on a GPU, a tiny shape without
-    python benchmarks/layer_benchmark.py --impl=mlstm_pallas_BTNH,without_mlstm,products
+    python benchmarks/layer_benchmark.py --impl=triton,without_mlstm,products --layout=BNTH,BTNH
     python benchmarks/layer_benchmark.py --from_jsonl=layer.jsonl,peers.jsonl --plot=layer.png
 
 The layer takes and returns (B, S, E), E = NH * DHHV: projections to q, k, v, input and forget gates
 15 tanh((x W + b) / 15), mLSTM, RMS norm of each head with a scale, times the sigmoid of an output
 gate, output projection. Parameters and projections are bfloat16, input and forget gates float32.
 
-    mlstm_pallas_BNTH          q, k, v, i, f are transposed to (B, NH, S, ...), h is transposed back
-    mlstm_pallas_BTNH          the arrays are passed as the projections return them
-    mlstm_pallas_mosaic_gpu    the same on backend "mosaic_gpu", whatever --backend is
+    triton, mosaic_gpu, ...    mlstm_pallas on this backend. It gets the arrays as the projections
+                               return them; with --layout=BNTH the layer transposes q, k, v, i, f to
+                               (B, NH, S, ...), and h back
     without_mlstm              h = v; all projections, the norm and the output gate remain
     products                   without norm and output gate too: the matrix products alone
     mlstm_kernels_limit_chunk  mlstm_kernels through jax-triton
 
 Each program is checked before it is timed, against the same layer in float32 on backend "xla" in
 layout BNTH: y and the gradient of x in the first batch entry, and the gradients of the parameters
-for a dy that is 0 in all other entries. The layout that runs second is also compared with the
-first. A wrong program is not timed. Memory is the peak beyond inputs and parameters.
+for a dy that is 0 in all other entries. A wrong program is not timed. Memory is the peak beyond
+inputs and parameters.
 
 Beside the products and the mLSTM a layer moves at least these bytes, T = B * S (elementwise_bytes):
 
@@ -45,13 +45,14 @@ from typing import Any, NamedTuple
 import command
 import jax
 import jax.numpy as jnp
+import numpy as np
 import peers
 import reporting
 import roofline
 import runner
 import shapes
 from absl import flags
-from kernel_benchmark import TOLERANCES
+from kernel_benchmark import TOLERANCES, swap_heads
 from reporting import DIRECTIONS
 from runner import Row
 from shapes import Shape
@@ -62,9 +63,7 @@ from mlstm_pallas.validation import BACKENDS
 
 DTYPE = "bfloat16"
 NORM_EPS, GATE_CAP = 1e-6, 15.0
-LAYOUTS = {"mlstm_pallas_BNTH": "BNTH", "mlstm_pallas_BTNH": "BTNH"}
-MOSAIC_GPU = "mlstm_pallas_mosaic_gpu"  # on Hopper
-OURS = (*LAYOUTS, "without_mlstm", "products", MOSAIC_GPU)
+WITHOUT = "without_mlstm", "products"
 PEER = "mlstm_kernels_limit_chunk"
 # Gradients that are not compared: those that `first` invents, and the gate gradients of
 # mlstm_kernels (peers.MlstmKernels.checked).
@@ -148,17 +147,17 @@ def first(x: jax.Array, *others: jax.Array) -> jax.Array:
 first.defvjp(lambda x, *others: (x, others), lambda others, dx: (dx, *others))
 
 
-def mlstm(impl: str, backend: str, q, k, v, i, f) -> jax.Array:
+def mlstm(impl: str, layout: str, *inputs: jax.Array) -> jax.Array:
+    """h (B, S, NH, DHHV) of q, k, v, i, f, all (B, S, NH, ...)."""
     if impl == PEER:
-        return peers.limit_chunk(q, k, v, i, f)
-    if impl == MOSAIC_GPU or LAYOUTS[impl] == "BTNH":
-        return mlstm_chunkwise(q, k, v, i, f, layout="BTNH", backend=backend)
-    q, k, v, i, f = (jnp.swapaxes(y, 1, 2) for y in (q, k, v, i, f))
-    return jnp.swapaxes(mlstm_chunkwise(q, k, v, i, f, backend=backend), 1, 2)
+        return peers.limit_chunk(*inputs)
+    if layout == "BTNH":
+        return mlstm_chunkwise(*inputs, layout=layout, backend=impl)
+    return swap_heads(mlstm_chunkwise(*swap_heads(*inputs), backend=impl))[0]
 
 
 def layer(
-    impl: str, backend: str, p: Params, x: jax.Array
+    impl: str, layout: str, p: Params, x: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     """y, and the projections that y does not depend on."""
 
@@ -174,7 +173,7 @@ def layer(
     if impl == "products":
         return first(v, q, k, i, f, o).reshape(x.shape) @ p.output, (q, k, i, f, o)
     unused = (q, k, i, f) if impl == "without_mlstm" else ()
-    h = first(v, *unused) if unused else mlstm(impl, backend, q, k, v, i, f)
+    h = first(v, *unused) if unused else mlstm(impl, layout, q, k, v, i, f)
     h = h.astype(jnp.float32)
     h *= jax.lax.rsqrt(jnp.mean(h * h, -1, keepdims=True) + NORM_EPS)
     h = h.reshape(x.shape) * p.norm_scale.astype(jnp.float32)
@@ -182,9 +181,9 @@ def layer(
     return h.astype(x.dtype) @ p.output, unused
 
 
-def outputs_of(impl: str, backend: str, direction: str) -> Callable[[Inputs], Any]:
+def outputs_of(impl: str, layout: str, direction: str) -> Callable[[Inputs], Any]:
     """inputs -> (y, unused projections), or (y, gradients of the parameters, gradient of x)."""
-    of_params_and_x = functools.partial(layer, impl, backend)
+    of_params_and_x = functools.partial(layer, impl, layout)
 
     def forward_backward(inputs):
         y, vjp, _ = jax.vjp(of_params_and_x, inputs.params, inputs.x, has_aux=True)
@@ -197,16 +196,11 @@ def outputs_of(impl: str, backend: str, direction: str) -> Callable[[Inputs], An
 
 
 class Layer(peers.JaxImplementation):
-    def __init__(self, impl: str, backend: str):
-        self.function = functools.partial(outputs_of, impl, backend)
+    def __init__(self, impl: str, layout: str):
+        self.function = functools.partial(outputs_of, impl, layout)
 
     def computation(self, inputs, direction):
         return self.function(direction), [inputs]
-
-    def build(self, inputs, direction):
-        """A function of dy."""
-        super().build(inputs, direction)
-        return lambda dy: self.compiled(inputs._replace(dy=dy))
 
 
 # ---------------------------------------------------------------- checking and measuring
@@ -217,20 +211,19 @@ class Case:
 
     def __init__(self, shape: Shape, directions: Sequence[str]):
         self.inputs = jax.block_until_ready(random_inputs(shape))
-        self.masked_dy = jax.block_until_ready(self.inputs.dy.at[1:].set(0))
+        self.masked = self.inputs._replace(dy=self.inputs.dy.at[1:].set(0))
         self.direction = max(directions, key=len)  # "fwbw" has all outputs of "fwd"
-        self.of_first_layout: dict[str, dict[str, jax.Array]] = {}  # by direction
         self.expected = functools.cache(self._expected)
 
-    def _expected(self, impl: str) -> dict[str, jax.Array]:
+    def _expected(self, impl: str) -> dict[str, np.ndarray]:
         p, x, dy = self.inputs
         inputs = jax.tree.map(lambda y: y.astype(jnp.float32), Inputs(p, x[:1], dy[:1]))
-        function = outputs_of(impl, "xla", self.direction)
+        function = outputs_of(impl, "BNTH", self.direction)
         with jax.default_matmul_precision("highest"):
             return named(jax.jit(function)(inputs))
 
 
-def named(outputs: Any) -> dict[str, jax.Array]:
+def named(outputs: Any) -> dict[str, np.ndarray]:
     """y and the gradients by name in float32, of y and x those of the first batch entry.
 
     y and the gradient of x are those of the first batch entry. A gate's matrix and bias are one
@@ -241,42 +234,28 @@ def named(outputs: Any) -> dict[str, jax.Array]:
     if backward := len(outputs) == 3:
         _, dp, dx = outputs
         arrays |= dp._asdict() | {"x": dx[:1]}
-    arrays = {name: y.astype(jnp.float32) for name, y in arrays.items()}
+    arrays = {name: np.asarray(y, np.float32) for name, y in arrays.items()}
     for gate in GATES if backward else ():
-        arrays[gate] = jnp.vstack([arrays[gate], arrays.pop(gate.replace("gate", "bias"))])
+        arrays[gate] = np.vstack([arrays[gate], arrays.pop(gate.replace("gate", "bias"))])
     return arrays
-
-
-def relative_errors(
-    outputs: dict[str, jax.Array], expected: dict[str, jax.Array], skipped: Sequence[str] = ()
-) -> dict[str, float]:
-    def error(x, y):
-        return float(jnp.linalg.norm(x - y) / jnp.maximum(jnp.linalg.norm(y), 1e-30))
-
-    return {name: error(x, expected[name]) for name, x in outputs.items() if name not in skipped}
 
 
 def measure(row: Row, case: Case, options: flags.FlagValues) -> None:
     """Fills the row; does not time a wrong output."""
-    impl, inputs = row["impl"], case.inputs
-    build = Layer(impl, row["backend"]), inputs, row["direction"]
-    run, outputs = runner.first_call(row, *build, run=lambda run: run(case.masked_dy))
+    impl = row["impl"]
+    timed = Layer(impl, row["layout"])
+    call, outputs = runner.first_call(row, timed, case.masked, row["direction"])
     if impl == PEER:
         row["versions"] |= peers.jax_triton_versions()
     arrays = named(outputs)
     del outputs
-    # The layer in float32 of one layout has the expected outputs of all that have an mLSTM.
-    like = impl if impl in ("without_mlstm", "products") else "mlstm_pallas_BNTH"
-    errors = relative_errors(arrays, case.expected(like), NOT_COMPARED.get(impl, ()))
-    if impl in LAYOUTS:
-        of_first_layout = case.of_first_layout.setdefault(row["direction"], arrays)
-        if of_first_layout is not arrays:
-            differences = relative_errors(arrays, of_first_layout)
-            errors |= {f"{name}, layouts": x for name, x in differences.items()}
-    limits = (OUTPUT_TOLERANCE if name[0] == "y" else GRADIENT_TOLERANCE for name in errors)
-    runner.check(row, errors, dict(zip(errors, limits, strict=True)))
-    del arrays
-    seconds = runner.measure(row, build[0], lambda: run(inputs.dy), options.repeats)
+    expected = case.expected(impl if impl in WITHOUT else "xla")
+    compared = arrays.keys() - NOT_COMPARED.get(impl, ())
+    errors = {x: runner.relative_error(arrays[x], expected[x]) for x in arrays if x in compared}
+    limits = dict.fromkeys(errors, GRADIENT_TOLERANCE) | dict(y=OUTPUT_TOLERANCE)
+    runner.check(row, errors, limits)
+    timed.arguments = [case.inputs]
+    seconds = runner.measure(row, timed, call, options.repeats)
     row["tokens_per_s"] = row["shape"].B * row["shape"].S / seconds
     floor = row["product_floor_ms"]
     row["product_pct"] = floor and 100 * floor / row["ms"]
@@ -285,33 +264,35 @@ def measure(row: Row, case: Case, options: flags.FlagValues) -> None:
 def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
     """A row for each shape, direction and implementation."""
     device, gpu = jax.devices()[0], runner.on_gpu()
-    hopper = gpu_of(device).hopper
-    impls = options.impl or [x for x in (*OURS, PEER) if hopper or x != MOSAIC_GPU]
-    backend = options.backend or ("triton" if gpu else "xla")
-    runner.check_gpu([*impls, backend])
+    hopper = ["mosaic_gpu"] if gpu_of(device).hopper else []
+    impls = options.impl or [*(["triton", *hopper] if gpu else ["xla"]), *WITHOUT, PEER]
+    runner.check_gpu(impls)
     rates = roofline.device_rates(device.device_kind, DTYPE)
     named_shapes = shapes.named(options.shape, "7b-8k" if gpu else "2x2x64x16x32")
     for name, shape in named_shapes.items():
         case = Case(shape, options.direction)
         for direction, impl in itertools.product(options.direction, impls):
-            ours = impl in OURS
             need = product_flops(shape, direction), elementwise_bytes(shape, direction)
             floors = [rate and 1e3 * x / rate for x, rate in zip(need, rates, strict=True)]
             what = dict(zip(("product_flops", "elementwise_bytes"), need, strict=True))
             what |= dict(zip(("product_floor_ms", "elementwise_floor_ms"), floors, strict=True))
-            what["backend"] = "mosaic_gpu" if impl == MOSAIC_GPU else backend
             what |= dict(direction=direction, dtype=DTYPE)
-            row = runner.new_row(options, name, shape, impl, **what)
-            yield runner.attempt(row, ours, measure, case, options)
+            for layout in options.layout if impl in BACKENDS else [None]:
+                row = runner.new_row(options, name, shape, impl, layout=layout, **what)
+                yield runner.attempt(row, impl != PEER, measure, case, options)
 
 
 # ---------------------------------------------------------------- reporting
 
 
+def label(row: Row) -> str:
+    return " ".join(filter(None, (row["impl"], row.get("layout"))))
+
+
 COLUMNS = {
     "shape": ("name", ""),
     "direction": ("direction", ""),
-    "impl": ("impl", ""),
+    "impl": (label, ""),
     "ms": ("ms", ".3f"),
     "spread %": ("spread", ".1%"),
     "products %": ("product_pct", ".0f"),
@@ -346,16 +327,15 @@ def remainders(rows: Sequence[Row]) -> None:
 
 
 def plot(rows: Sequence[Row], path: str) -> None:
-    reporting.plot(rows, path, lambda row: row["impl"], lambda row: row["name"], panel)
+    reporting.plot(rows, path, label, lambda row: row["name"], panel)
 
 
 # ---------------------------------------------------------------- the command
 
 
 def define_flags(define: command.Define) -> None:
-    backend = "Of mlstm_pallas; none: triton, without a GPU xla."
-    define.names("impl", [], (*OURS, PEER), "none: all that the device runs.")
-    define.enum("backend", None, list(BACKENDS), backend)
+    define.names("impl", [], (*BACKENDS, *WITHOUT, PEER), "none: all that the device runs.")
+    define.names("layout", ["BTNH"], ("BNTH", "BTNH"), "of the arrays of mlstm_pallas.")
     define.shared("shape", "repeats", "commit", "from_jsonl", "jsonl", "plot", direction="fwd,fwbw")
 
 

@@ -7,7 +7,6 @@ the shape.
 
 import functools
 import importlib
-import math
 from collections.abc import Callable, Mapping, Sequence
 from importlib import metadata
 from types import MappingProxyType
@@ -52,25 +51,18 @@ def random_inputs(key: jax.Array, shape: Shape, dtype: str) -> Inputs:
     return Inputs(q, k, v, i, f + 4.0, dh)
 
 
-ROWS = 128  # in a block, or what divides S: the scores of all rows at once would not fit
+ROWS = 128  # at once: the scores of all rows would not fit
 
 
-def blocks_of_rows(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
-    """function(first row, rows of each array) on blocks of rows of (B, NH, S, ...), joined.
+def map_rows(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+    """function(t, row t of each array) for every row t of arrays (B, NH, S, ...).
 
     The backward pass computes the values again; only the inputs are kept.
     """
-    S = arrays[0].shape[2]
-    length = math.gcd(S, ROWS)
-
-    def split(x):
-        blocks = x.reshape(*x.shape[:2], S // length, length, *x.shape[3:])
-        return jnp.moveaxis(blocks, 2, 0)
-
-    blocks = [split(x) for x in arrays]
-    values = lax.map(jax.checkpoint(lambda x: function(*x)), (jnp.arange(0, S, length), *blocks))
-    values = jnp.moveaxis(values, 0, 2)
-    return values.reshape(*values.shape[:2], S, *values.shape[4:])
+    rows = [jnp.moveaxis(x, 2, 0) for x in arrays]
+    function = jax.checkpoint(function)
+    values = lax.map(lambda x: function(*x), (jnp.arange(len(rows[0])), *rows), batch_size=ROWS)
+    return jnp.moveaxis(values, 0, 2)
 
 
 def exact(q, k, v, i, f, *, eps=NORMALISER.eps, norm_val=NORMALISER.norm_val):
@@ -83,16 +75,15 @@ def exact(q, k, v, i, f, *, eps=NORMALISER.eps, norm_val=NORMALISER.norm_val):
     b = jnp.cumsum(jax.nn.log_sigmoid(f), -1)
     e = i - b
 
-    def rows(first, q, b):
-        seen = jnp.arange(k.shape[2]) <= (first + jnp.arange(q.shape[2]))[:, None]
-        exponents = jnp.where(seen, e[:, :, None, :], -jnp.inf)
+    def row(t, q, b):
+        exponents = jnp.where(jnp.arange(k.shape[2]) <= t, e, -jnp.inf)
         u = jnp.maximum(exponents.max(-1), 0.0)  # m starts at 0
-        scores = jnp.einsum("bhtk,bhsk->bhts", q, k) * q.shape[-1] ** -0.5
+        scores = jnp.einsum("bhk,bhsk->bhs", q, k) * q.shape[-1] ** -0.5
         P = jnp.exp(exponents - u[..., None]) * scores
         den = jnp.maximum(jnp.abs(P.sum(-1)), norm_val * jnp.exp(-b - u)) + eps
-        return jnp.einsum("bhts,bhsv->bhtv", P, v) / den[..., None]
+        return jnp.einsum("bhs,bhsv->bhv", P, v) / den[..., None]
 
-    return blocks_of_rows(rows, q, b)
+    return map_rows(row, q, b)
 
 
 # Above any |z|. As the floor of the denominator it is the denominator: h is the numerator, scaled.
@@ -142,17 +133,15 @@ def no_input_gate(q, k, v, i, f):
 def causal_attention(q, k, v):
     """Softmax attention of q, k, v (B, heads, S, D)."""
 
-    def rows(first, q):
-        seen = jnp.arange(k.shape[2]) <= (first + jnp.arange(q.shape[2]))[:, None]
-        scores = jnp.einsum("bhtd,bhsd->bhts", q, k) * q.shape[-1] ** -0.5
-        return jnp.einsum("bhts,bhsd->bhtd", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), v)
+    def row(t, q):
+        scores = jnp.einsum("bhd,bhsd->bhs", q, k) * q.shape[-1] ** -0.5
+        weights = jax.nn.softmax(jnp.where(jnp.arange(k.shape[2]) <= t, scores, -jnp.inf))
+        return jnp.einsum("bhs,bhsd->bhd", weights, v)
 
-    return blocks_of_rows(rows, q)
+    return map_rows(row, q)
 
 
-MLSTM = {"exact": exact, "constant normaliser": constant_normaliser, "packed": packed}
-OTHERS = (sigmoid_input_gate, sigmoid_normalised, no_input_gate, causal_attention)
-ORACLES: dict[str, Callable[..., jax.Array]] = MLSTM | {f.__name__: f for f in OTHERS}
+MLSTM = exact, constant_normaliser, packed  # the others are other functions
 
 
 def take_heads(arrays: Any, index: np.ndarray, *, axes: int = 2) -> Any:
@@ -174,8 +163,7 @@ class Implementation:
 
     Attributes:
       name: as in the flag --impl.
-      oracle: name in ORACLES of the function that its outputs are checked against; those outside
-        MLSTM are other functions.
+      oracle: the function that its outputs are checked against.
       outputs: names of the first outputs; the others are not checked.
       checked: the outputs that have to be within the tolerance; empty: all.
       config: for the record.
@@ -183,7 +171,7 @@ class Implementation:
     """
 
     name: str
-    oracle: str
+    oracle: Callable[..., jax.Array]
     outputs: Sequence[str] = ("h", "dq", "dk", "dv", "di", "df")
     checked: Sequence[str] = ()
     config: Mapping[str, Any] = MappingProxyType({})
@@ -201,7 +189,7 @@ class Implementation:
 
     def reference(self, *args: jax.Array) -> Any:
         """The oracle on some of the heads, (heads, ...) in and out."""
-        return ORACLES[self.oracle](*(x[None] for x in args))[0]
+        return self.oracle(*(x[None] for x in args))[0]
 
     def named(self, outputs: Any) -> dict[str, Any]:
         return dict(zip(self.outputs, outputs, strict=False))
@@ -238,9 +226,9 @@ class JaxImplementation(Implementation):
     computation: Callable[[Any, str], tuple[Callable[..., Any], Sequence[Any]]]
 
     def build(self, inputs, direction):
-        function, args = self.computation(inputs, direction)
-        self.compiled = jax.jit(function).lower(*args).compile()
-        return lambda: self.compiled(*args)
+        function, self.arguments = self.computation(inputs, direction)
+        self.compiled = jax.jit(function).lower(*self.arguments).compile()
+        return lambda: self.compiled(*self.arguments)
 
     def synchronise(self, outputs):
         jax.block_until_ready(outputs)
@@ -335,7 +323,7 @@ def check_state_size(shape: Shape, chunk_size: int) -> None:
 class MlstmKernels(TorchPeer):
     """mlstm_kernels (NX-AI): the stabilised mLSTM; no gradient flows through its normaliser."""
 
-    oracle = "constant normaliser"
+    oracle = staticmethod(constant_normaliser)
     # Its gate gradients are sums over the whole sequence of products that were rounded before. They
     # are reported and not checked.
     checked = ("h", "dq", "dk", "dv")
@@ -383,7 +371,7 @@ class XLChunk(MlstmKernels):
 class XLChunkSiging(MlstmKernels):
     """The mLSTM with a sigmoid input gate, here without its normaliser."""
 
-    name, oracle = "mlstm_kernels_xl_chunk_siging", "sigmoid_input_gate"
+    name, oracle = "mlstm_kernels_xl_chunk_siging", staticmethod(sigmoid_input_gate)
     function = "mlstm_siging_chunkwise__xl_chunk"
     config = MappingProxyType(dict(chunk_size=128, normalize=False))
 
@@ -391,7 +379,8 @@ class XLChunkSiging(MlstmKernels):
 class SimpleGLA(TorchPeer):
     """flash-linear-attention: scalar forget gate, no input gate, no normaliser."""
 
-    name, modules, oracle = "fla_simple_gla", ("fla.ops.simple_gla",), "no_input_gate"
+    name, modules = "fla_simple_gla", ("fla.ops.simple_gla",)
+    oracle = staticmethod(no_input_gate)
     outputs = ("h", "dq", "dk", "dv")  # its last gradient is that of log sigmoid(f)
     config = MappingProxyType(dict(chunk_size=64))
 
@@ -420,7 +409,8 @@ def attention_heads(shape: Shape) -> int:
 class TorchAttentionCudnn(TorchPeer):
     """Causal softmax attention of the same width, by cuDNN."""
 
-    name, modules, oracle = "torch_sdpa_cudnn", ("torch.nn.attention",), "causal_attention"
+    name, modules = "torch_sdpa_cudnn", ("torch.nn.attention",)
+    oracle = staticmethod(causal_attention)
     outputs = ("o", "dq", "dk", "dv")
 
     def phases(self, shape, itemsize, direction):

@@ -1,4 +1,4 @@
-"""Rows of the benchmarks as a line, as a table, in Markdown, as a plot."""
+"""Rows of the benchmarks as a line, as a table, as a plot."""
 
 import importlib.util
 import os
@@ -6,7 +6,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from command import RequestError
-from shapes import Shape
 
 Row = dict[str, Any]
 # Title -> key or function of a row, and format specification; that of text is empty.
@@ -47,46 +46,6 @@ def check_plot(path: str | None) -> None:
         raise RequestError("--plot needs matplotlib: pip install 'mlstm_pallas[benchmark]'")
     if path and not os.path.isdir(os.path.dirname(os.path.abspath(path))):
         raise RequestError(f"no folder for {path}")
-
-
-def markdown(rows: Sequence[Row], label: Callable[[Row], str]) -> str:
-    """A table of medians in ms, and below it the reasons for missing ones.
-
-    One line per label, one column per shape and direction, and one for the peak memory of the last
-    direction; with more than four shapes, one line per shape. Of several rows of a case the last
-    one counts.
-    """
-    shapes = {row["shape"]: row["name"] for row in rows}
-    labels = list(dict.fromkeys(map(label, rows)))
-    directions = [d for d in DIRECTIONS if any(row["direction"] == d for row in rows)]
-    latest = {(label(row), row["shape"], row["direction"]): row for row in rows}
-
-    def cell(line: str, shape: Shape, direction: str, key: str) -> str:
-        row = latest.get((line, shape, direction), dict(status="ok"))
-        value = row.get(key) if row["status"] == "ok" else row["status"]
-        if value is None or isinstance(value, str):
-            return value or ""
-        return f"{value:#.3g}" if value < 100 else f"{value:.0f}"
-
-    columns = [(direction, "ms", DIRECTIONS[direction]) for direction in directions]
-    if few := len(shapes) <= 4:
-        columns.append((directions[-1], "peak_mib", "MiB"))
-    across = list(shapes) if few else labels
-    titles = [f"{shapes.get(x, x)}{'' if few else ','} {y}" for x in across for *_, y in columns]
-    body = []
-    for x in labels if few else shapes:
-        pairs = [(x, y) if few else (y, x) for y in across]
-        body.append([shapes.get(x, x), *(cell(*y, *z) for y in pairs for *z, _ in columns)])
-    text = [f"| {' | '.join(line)} |" for line in (["ms", *titles], ["---"] * len(body[0]), *body)]
-    notes: dict[str, list[str]] = {}
-    for row in latest.values():
-        if row["status"] != "ok":
-            case = f"{row['name']} {row['direction']}"
-            notes.setdefault(f"{label(row)}: {row['note']}", []).append(case)
-        elif row["note"] == "other function":
-            notes.setdefault("Other functions", []).append(label(row))
-    text += [f"\n{note} ({', '.join(dict.fromkeys(cases))})" for note, cases in notes.items()]
-    return "\n".join(text)
 
 
 def _thousands(x: Any) -> str:

@@ -29,13 +29,14 @@ from typing import Any
 import command
 import jax
 import jaxlib
+import numpy as np
 import reporting
 from absl import flags
 from command import RequestError, one_line
 from shapes import Shape
 
 Row = dict[str, Any]
-NEED_GPU = ("triton", "mosaic_gpu", "mlstm_pallas_mosaic_gpu")
+NEED_GPU = ("triton", "mosaic_gpu")
 BATCH_SECONDS, MAX_CALLS = 0.05, 100  # calls in flight between two synchronisations
 REQUIRED = {"shape", "direction", "dtype", "device", "status", "note"}
 
@@ -85,17 +86,20 @@ def attempt(row: Row, ours: bool, measure: Callable[..., None], *arguments: Any)
     return row
 
 
-def first_call(
-    row: Row, impl: Any, *arguments: Any, run: Callable[[Any], Any] = lambda call: call()
-) -> tuple[Any, Any]:
-    """What impl.build(*arguments) returns, and the outputs of the first run of it."""
+def first_call(row: Row, impl: Any, *arguments: Any) -> tuple[Callable[[], Any], Any]:
+    """What impl.build(*arguments) returns, and the outputs of its first call."""
     start = time.perf_counter()
     call = impl.build(*arguments)
-    outputs = run(call)
+    outputs = call()
     impl.synchronise(outputs)
     row["first_call_s"] = time.perf_counter() - start
     row["versions"] |= impl.versions()
     return call, outputs
+
+
+def relative_error(x: Any, expected: Any) -> float:
+    """The norm of the error over the norm of what is expected."""
+    return float(np.linalg.norm(x - expected) / max(np.linalg.norm(expected), 1e-30))
 
 
 def check(row: Row, errors: Mapping[str, float], limits: Mapping[str, float]) -> None:

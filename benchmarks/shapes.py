@@ -41,7 +41,6 @@ SHAPES: dict[str, Any] = {
     "batch": [Shape(B, 8, 8192, 256, 512) for B in (1, 2, 4, 8, 16)],
     "heads": [Shape(8, 4096 // max(V, 256), 8192, K, V) for K, V in HEADS],
 }
-SHAPES["narrow"] = SHAPES["small-8k"]
 KNOWN = f"{', '.join(SHAPES)} and BxNHxSxDHQKxDHHV"
 
 

@@ -2,16 +2,15 @@ r"""Times a training step of an xLSTM language model, with mlstm_pallas and with
 
     python benchmarks/xlstm_lm_benchmark.py                               # 1.3b on a GPU, else tiny
     python benchmarks/xlstm_lm_benchmark.py --impl=triton,mosaic_gpu --jsonl=lm.jsonl
-    python benchmarks/xlstm_lm_benchmark.py --model=1.3b-8heads --batch=4 --sequence=16384
+    python benchmarks/xlstm_lm_benchmark.py --batch=4 --sequence=16384
 
 The model has the blocks of xLSTM-7B (arXiv:2503.13427): RMS norm, mLSTM layer, RMS norm, gated MLP,
 each of the two beside a residual connection. The mLSTM layer projects to q, k, v, an output gate
 and the pre-activations of the input and forget gates, 15 tanh(x / 15). An RMS norm a head, the
 output gate and a projection follow. Logits are 30 tanh(x / 30). The embedding is not tied.
 
-    1.3b         24 blocks of width 2048, 4 heads of 256/512 as in xLSTM-7B, MLP of width 5504
-                 (8/3 of the width, rounded up to 64), 32,000 tokens: 1,345,865,920 parameters
-    1.3b-8heads  the same with 8 heads of 128/256
+    1.3b    24 blocks of width 2048, 4 heads of 256/512 as in xLSTM-7B, MLP of width 5504 (8/3 of
+            the width, rounded up to 64), 32,000 tokens: 1,345,865,920 parameters
 
 Parameters, gradients and AdamW's moments are float32, products and activations bfloat16. The blocks
 are one scan and rematerialised. The batch of random tokens is the same in each step, so that the
@@ -75,32 +74,26 @@ class Model:
     def qk_width(self) -> int:
         return self.width // 2
 
-    @property
-    def product_parameters(self) -> int:
-        """The number of parameters in matrix products."""
-        mlstm = self.width * (2 * self.qk_width + 3 * self.width + 2 * self.heads)
-        mlp = 3 * self.width * self.mlp_width
-        return self.layers * (mlstm + mlp) + self.width * self.vocabulary
-
-    @property
-    def parameters(self) -> int:
-        others = self.layers * (3 * self.width + 2 * self.heads) + self.width  # norms and biases
-        return self.product_parameters + self.vocabulary * self.width + others
-
     def mlstm_shape(self, batch: int, sequence: int) -> Shape:
         """The shape of the mLSTM in one layer."""
         heads = self.qk_width // self.heads, self.width // self.heads
         return Shape(batch, self.heads, sequence, *heads)
 
+    def parameters(self) -> tuple[int, int]:
+        """The number of parameters, and of those in matrix products."""
+        params = jax.eval_shape(lambda: initial_state(self)).params
+        sizes = [(path[-1].key, x.size) for path, x in jax.tree.leaves_with_path(params)]
+        return sum(x for _, x in sizes), sum(x for name, x in sizes if name == "kernel")
+
     def flops(self, batch: int, sequence: int) -> int:
         """FLOPs of a training step."""
+        _, of_products = self.parameters()
         mlstm = roofline.forward(self.mlstm_shape(batch, sequence), jnp.dtype(DTYPE).itemsize).flops
-        return 6 * self.product_parameters * batch * sequence + 3 * self.layers * mlstm
+        return 6 * of_products * batch * sequence + 3 * self.layers * mlstm
 
 
 MODELS = {
     "1.3b": Model(layers=24, width=2048, heads=4, mlp_width=5504, vocabulary=32000),
-    "1.3b-8heads": Model(layers=24, width=2048, heads=8, mlp_width=5504, vocabulary=32000),
     "tiny": Model(layers=2, width=64, heads=2, mlp_width=192, vocabulary=128),
 }
 
@@ -195,8 +188,9 @@ class LanguageModel(nn.Module):
 # ---------------------------------------------------------------- implementations of the mLSTM
 
 
-def ours(backend: str, recompute_states_in_bw: bool) -> MLSTM:
-    options = dict(backend=backend, recompute_states_in_bw=recompute_states_in_bw)
+def ours(backend: str) -> MLSTM:
+    """The states that are kept for the backward pass are those of one block."""
+    options = dict(backend=backend, recompute_states_in_bw=False)
     return functools.partial(mlstm_chunkwise, layout="BTNH", **options)
 
 
@@ -223,7 +217,7 @@ OPTIMIZER = optax.chain(optax.clip_by_global_norm(1.0), ADAMW)
 @functools.partial(jax.jit, static_argnums=0)
 def initial_state(model: Model) -> State:
     """The same for all implementations; a short sequence on backend "xla" tells the shapes."""
-    network = LanguageModel(model, ours("xla", True))
+    network = LanguageModel(model, ours("xla"))
     params = network.init(jax.random.key(0), jnp.zeros((1, 8), jnp.int32))
     return State(params, OPTIMIZER.init(params))
 
@@ -297,23 +291,19 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
     runner.check_gpu(impls)
     name = options.model or ("1.3b" if gpu else "tiny")
     model = MODELS[name]
-    if layers := options.layers:
-        name, model = f"{name}, {layers} layers", dataclasses.replace(model, layers=layers)
     batch, sequence = options.batch or (8 if gpu else 2), options.sequence or (8192 if gpu else 64)
     shape, flops = model.mlstm_shape(batch, sequence), model.flops(batch, sequence)
-    sizes = dict(parameters=model.parameters, product_parameters=model.product_parameters)
-    sizes |= dict(flops=flops, model=dataclasses.asdict(model))
-    step = f"{batch * sequence:,} tokens and {flops:.3e} FLOP a step"
-    print(f"{name}: {model.parameters:,} parameters, {step}", flush=True)
+    parameters, _ = model.parameters()
+    what = dict(parameters=parameters, flops=flops, model=dataclasses.asdict(model))
+    what |= dict(direction="train", dtype=DTYPE)
+    step = f"{batch * sequence:,} tokens and {flops:.3e} FLOP per step"
+    print(f"{name}: {parameters:,} parameters, {step}", flush=True)
     first: Row = {}
     for impl in impls:
-        is_ours = impl in BACKENDS
-        for recompute in options.recompute_states_in_bw if is_ours else [None]:
-            what = dict(recompute_states_in_bw=recompute, direction="train", dtype=DTYPE)
-            row = runner.new_row(options, name, shape, impl, **what, **sizes)
-            mlstm = ours(impl, recompute) if is_ours else PEERS[impl]
-            yield runner.attempt(row, is_ours, measure, mlstm, model, first, options)
-            first = first or (row if row["status"] == "ok" else {})
+        row, is_ours = runner.new_row(options, name, shape, impl, **what), impl in BACKENDS
+        mlstm = ours(impl) if is_ours else PEERS[impl]
+        yield runner.attempt(row, is_ours, measure, mlstm, model, first, options)
+        first = first or (row if row["status"] == "ok" else {})
 
 
 # ---------------------------------------------------------------- the command
@@ -323,7 +313,6 @@ COLUMNS = {
     "model": ("name", ""),
     "tokens": (lambda row: f"{row['shape'].B} x {row['shape'].S}", ""),
     "impl": ("impl", ""),
-    "recompute": ("recompute_states_in_bw", ""),
     "ms": ("ms", ".1f"),
     "spread %": ("spread", ".1%"),
     "tokens/s": ("tokens_per_s", ".0f"),
@@ -337,15 +326,12 @@ COLUMNS = {
 
 
 def define_flags(define: command.Define) -> None:
-    recompute = "Of mlstm_pallas: true, false. The states that are stored are those of one block."
     warmup = "Steps that are not timed, the first call among them."
     default = "none: triton, mosaic_gpu and peers, without a GPU xla."
     define.names("impl", [], (*BACKENDS, *PEERS), f"of the mLSTM; {default}")
     define.enum("model", None, list(MODELS), "None: 1.3b, without a GPU tiny.")
-    define.integer("layers", None, "Blocks, other than those of the model.", lower_bound=1)
     define.integer("batch", None, "Sequences; none: 8, without a GPU 2.", lower_bound=1)
     define.integer("sequence", None, "Steps; none: 8192, without a GPU 64.", lower_bound=1)
-    define.booleans("recompute_states_in_bw", "false", recompute)
     define.integer("warmup", 2, warmup, lower_bound=1)
     define.integer("steps", 5, "Steps that are timed; the median counts.", lower_bound=1)
     define.shared("commit", "from_jsonl", "jsonl")

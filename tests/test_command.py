@@ -47,7 +47,6 @@ compile_report --stage=nonsense: no stage nonsense in fwd, there are chunk_gates
 compile_report --direction=step --variant=packed: a step has no variant packed
 kernel_benchmark --shape=8k: flag --shape=8k: unknown shape '8k', known are 7b-8k
 kernel_benchmark --impl=cuda: flag --impl=cuda: unknown cuda, known are triton
-kernel_benchmark --recompute_states_in_bw=no: unknown no, known are true, false
 kernel_benchmark --config={{: flag --config={{: Expecting property name
 kernel_benchmark --config={{"no":1}}: config.no is no kernel, expected one of triton_
 kernel_benchmark --from_jsonl={__file__}: line 1 is no row
@@ -55,7 +54,7 @@ kernel_benchmark --impl=mosaic_gpu: mosaic_gpu needs a GPU
 kernel_benchmark --stage=chunk_gates --direction=fwbw: a stage has one direction
 kernel_benchmark --plot=/no/such/p.png: no folder for /no/such/p.png
 kernel_benchmark --jsonl=/no/such/rows: No such file or directory: '/no/such/rows'
-layer_benchmark --backend=triton: triton needs a GPU
+layer_benchmark --impl=triton: triton needs a GPU
 scaling_benchmark --backend=xla --devices=1,4096: devices, not 1, 4096
 scaling_benchmark --devices=2 --mode=strong-sequence --shape=1x1x33x16x16: a multiple of 2 devices
 step_benchmark --impl=mosaic_gpu: unknown mosaic_gpu, known are triton, interpret, xla,
