@@ -50,7 +50,7 @@ class RecurrenceOutputs(NamedTuple):
     With backward, X and x are states after each chunk, X_last and x_last before the first one.
     """
 
-    X: Array  # (B * NH, NC, DHQK, DHHV) before each chunk
+    X: Any  # (B * NH, NC, DHQK, DHHV) before each chunk
     X_last: Any  # (B * NH, DHQK, DHHV) after the last chunk; None without return_last
     x: Any  # (B * NH, NC, DHQK); None without x_initial
     x_last: Any  # (B * NH, DHQK); None without x_initial

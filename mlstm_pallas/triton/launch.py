@@ -8,7 +8,7 @@ import functools
 import warnings
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +85,21 @@ def depth_and_stages(gpu: Gpu, elements: int, depth: int, dtype: Any) -> tuple[i
         depth //= 2
 
 
-Operand = tuple[Any, pl.BlockSpec]  # arrays, or shapes of outputs, and their blocks
+class Block(NamedTuple):
+    """The block of an operand that a CTA reads or writes, without the leading axis of heads.
+
+    Attributes:
+      shape: of the block, with the layout "BNTH".
+      at: per axis, heads first, the letter of the index of its block, or 0 ("bc0").
+      in_layout: whether the array may have the layout "BTNH", or splits that count as heads.
+    """
+
+    shape: tuple[Any, ...]
+    at: str
+    in_layout: bool = False
+
+
+Operand = tuple[Any, Block | pl.BlockSpec]  # arrays, or shapes of outputs, and their block
 
 
 def kernel_call(
@@ -96,6 +110,8 @@ def kernel_call(
     call: Launch,
     name: str = "",
     grid: tuple[int, ...] = (),
+    axes: str = "icb",
+    indices: Mapping[str, Callable[..., Any]] = MappingProxyType({}),
     aliases: Mapping[int, int] = MappingProxyType({}),
     **statics: Any,
 ) -> dict[str, Any]:
@@ -106,6 +122,9 @@ def kernel_call(
     Args:
       name: of the launch; empty: the kernel's name.
       grid: on the GPU axis 0 varies fastest; empty: the grid of the call's tiles.
+      axes: the letters of the grid's indices, of which the first may be missing: blocks of a chunk
+        (i), chunks (c), heads (b).
+      indices: further letters, as functions of the grid's indices.
       aliases: {input: output} that share memory, by position without absent inputs.
     """
     name = name or kernel.__name__.removeprefix("_").removesuffix("_kernel")
@@ -117,16 +136,23 @@ def kernel_call(
         )
     grid = grid or call.tiles.grid(call.problem)
     operands = [x for x, _ in (*inputs.values(), *outputs.values())]
-    blocks = [spec for x, spec in (*inputs.values(), *outputs.values()) for _ in jax.tree.leaves(x)]
     arrays, tree = jax.tree.flatten(operands)
     num_inputs = len(jax.tree.leaves(operands[: len(inputs)]))
-    steps = [_steps_if_partial(spec, x, grid) for spec, x in zip(blocks, arrays, strict=True)]
+
+    def index(letter, *grid):
+        if letter in indices:
+            return indices[letter](*grid)
+        return 0 if letter == "0" else grid[axes.index(letter) - len(axes)]
+
+    blocks = [
+        _block_spec(block, array, call.problem, index) if isinstance(block, Block) else block
+        for x, block in (*inputs.values(), *outputs.values())
+        for array in jax.tree.leaves(x)
+    ]
 
     def body(*refs):
-        if any(steps):
-            at = [pl.program_id(axis) for axis in range(len(grid))]
-            partial = functools.partial(_guarded, grid=at, interpret=call.interpret)
-            refs = tuple(map(partial, refs, blocks, steps))
+        guarded = functools.partial(_guarded, grid=grid, interpret=call.interpret)
+        refs = tuple(map(guarded, refs, blocks, arrays))
         names = (f"{x}_gmem" for x in (*inputs, *outputs))
         by_name = dict(zip(names, jax.tree.unflatten(tree, refs), strict=True))
         kernel(**by_name, call=call, **statics)
@@ -156,18 +182,45 @@ def kernel_call(
     return dict(zip(outputs, operands[len(inputs) :], strict=True))
 
 
-def spec(*shape: int | None, at: str, axes: str = "icb") -> pl.BlockSpec:
-    """Blocks of this shape, with the leading axis of heads left out.
+def spec(*shape: int | None, at: str) -> Block:
+    return Block(shape, at)
 
-    at: per axis, heads first, the letter of the grid axis that indexes its blocks, or 0 ("bc0").
-    axes: the grid's axes: blocks of a chunk (i), chunks (c), heads (b); the first may be missing.
+
+def sequence_spec(rows: int, columns: int, at: str) -> Block:
+    """Blocks of q, k, v or another array of steps, in either layout.
+
+    The last block of a head may reach beyond its steps.
     """
-    order = [None if x == "0" else axes.index(x) - len(axes) for x in at]
+    return Block((rows, columns), at, in_layout=True)
+
+
+def _block_spec(block: Block, x: Any, p: Problem, index: Callable[..., Any]) -> pl.BlockSpec:
+    """The blocks of the array x; index: of a letter at the indices of the grid."""
 
     def index_map(*grid):
-        return tuple(0 if x is None else grid[x] for x in order)
+        return tuple(index(letter, *grid) for letter in block.at)
 
-    return pl.BlockSpec((None, *shape), index_map)
+    if not block.in_layout:
+        return pl.BlockSpec((None, *block.shape), index_map)
+    rows, columns = block.shape
+    heads = x.shape[0] if x.ndim == 3 else x.shape[0] * x.shape[2]
+    num_splits, row_blocks = p.BNH // heads, p.S // rows
+
+    def of_whole_heads(*grid):
+        n, row, column = index_map(*grid)
+        if num_splits == 1:
+            return n, row, column
+        return divide(n, num_splits), remainder(n, num_splits) * row_blocks + row, column
+
+    if x.ndim == 3:
+        return pl.BlockSpec((None, rows, columns), of_whole_heads)
+    NH = x.shape[2]
+
+    def strided(*grid):
+        head, row, column = of_whole_heads(*grid)
+        return divide(head, NH), row, remainder(head, NH), column
+
+    return pl.BlockSpec((None, rows, None, columns), strided)
 
 
 def floats(*shape: int) -> jax.ShapeDtypeStruct:
@@ -188,14 +241,8 @@ class _PartialBlock:
     rows: Array
     interpret: bool
 
-    @property
-    def shape(self) -> tuple[int, ...]:
-        shape: tuple[int, ...] = self.ref.shape
-        return shape
-
-    @property
-    def dtype(self) -> Any:
-        return self.ref.dtype
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.ref, name)
 
     def _part(self, index: Any) -> tuple[Any, Array]:
         """The reference to a part of the block, and which of its elements the array has."""
@@ -215,21 +262,22 @@ class _PartialBlock:
             masked_store(part, x, inside)
 
 
-def _steps_if_partial(spec: Any, x: Any, grid: tuple[int, ...]) -> int | None:
-    """The steps of an array if blocks reach beyond them; blocks divide all other axes."""
+def _guarded(ref: Any, spec: Any, x: Any, *, grid: tuple[int, ...], interpret: bool) -> Any:
+    """The reference to a block of x, guarded if blocks reach beyond the steps of x.
+
+    Blocks divide all other axes.
+    """
     if x.ndim < 3 or not isinstance(rows := spec.block_shape[1], int):
-        return None
-    # No block is further down than the block at the last indices.
-    last, steps = spec.index_map(*(size - 1 for size in grid))[1], x.shape[1]
-    return steps if (last + 1) * rows > steps else None
-
-
-def _guarded(ref: Any, spec: Any, steps: int | None, *, grid: Any, interpret: bool) -> Any:
-    """The reference to a block, guarded if blocks reach beyond these steps of its array."""
-    if steps is None:
         return ref
-    rows = steps - spec.index_map(*grid)[1] * spec.block_shape[1]
-    return _PartialBlock(ref, rows, interpret)
+
+    def first_row(*grid):
+        return spec.index_map(*grid)[1] * rows
+
+    # No block is further down than the block at the last indices.
+    if first_row(*(size - 1 for size in grid)) + rows <= x.shape[1]:
+        return ref
+    at = [pl.program_id(axis) for axis in range(len(grid))]
+    return _PartialBlock(ref, x.shape[1] - first_row(*at), interpret)
 
 
 def masked_load(ref: Any, mask: Array | None) -> Array:
@@ -240,32 +288,3 @@ def masked_load(ref: Any, mask: Array | None) -> Array:
 
 def masked_store(ref: Any, x: Array, mask: Array | None) -> None:
     plgpu.store(ref, x, mask=mask)
-
-
-def sequence_spec(
-    x: Any, p: Problem, rows: int, columns: int, index_map: Callable[..., tuple[Any, Any, Any]]
-) -> pl.BlockSpec:
-    """Blocks of q, k, v or another array of steps, in either layout.
-
-    The last block of a head may reach beyond its steps.
-
-    index_map: the grid indices to (head, row block, column block). Splits count as heads.
-    """
-    heads = x.shape[0] if x.ndim == 3 else x.shape[0] * x.shape[2]
-    num_splits, row_blocks = p.BNH // heads, p.S // rows
-
-    def of_whole_heads(*grid):
-        n, row, column = index_map(*grid)
-        if num_splits == 1:
-            return n, row, column
-        return divide(n, num_splits), remainder(n, num_splits) * row_blocks + row, column
-
-    if x.ndim == 3:
-        return pl.BlockSpec((None, rows, columns), of_whole_heads)
-    NH = x.shape[2]
-
-    def strided(*grid):
-        head, row, column = of_whole_heads(*grid)
-        return divide(head, NH), row, remainder(head, NH), column
-
-    return pl.BlockSpec((None, rows, None, columns), strided)

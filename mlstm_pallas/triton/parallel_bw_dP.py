@@ -158,33 +158,37 @@ def parallel_bw_dP(
     p, T, dtype = call.problem, call.tiles.siz_b_LQ, x.matQ.dtype
     n, normalise = blocks(p.L, T), normaliser is not None
     steps = spec(p.L, at="bc")
-    arrays = x.matQ, x.matK, x.matV, x.matDeltaH
-    inputs = {
-        name: (y, sequence_spec(y, p, p.L, y.shape[-1], lambda i, c, b: (b, c, 0)))
-        for name, y in zip(("q", "k", "v", "dh"), arrays, strict=True)
-    }
-    vectors = dict(e=g.vecE, u=g.vecU, w=g.vecW, abar=g.vecAbar)
-    vectors |= dict(inv_den=gradients.vecInvDen, dz_den=gradients.vecDzDen)
-
-    def rows(count: int, columns: int) -> pl.BlockSpec:
-        return spec(count, columns, at="bc0")
-
-    tile = jax.ShapeDtypeStruct((p.BNH, p.S, p.L), dtype), rows(p.L, p.L)
+    qk, hv = (sequence_spec(p.L, columns, at="bc0") for columns in (p.DHQK, p.DHHV))
+    tile = jax.ShapeDtypeStruct((p.BNH, p.S, p.L), dtype), spec(p.L, p.L, at="bc0")
     # It has the caller's steps, so that XLA can give it the memory of a gradient.
     scaled = jax.ShapeDtypeStruct((p.BNH, x.matQ.shape[1], p.DHQK), dtype)
     sums = floats(p.BNH, n, p.S), spec(n, p.L, at="b0c")
     y = kernel_call(
         _parallel_bw_dP_kernel,
-        inputs | {name: (vec, steps) for name, vec in vectors.items()},
+        dict(
+            q=(x.matQ, qk),
+            k=(x.matK, qk),
+            v=(x.matV, hv),
+            dh=(x.matDeltaH, hv),
+            e=(g.vecE, steps),
+            u=(g.vecU, steps),
+            w=(g.vecW, steps),
+            abar=(g.vecAbar, steps),
+            inv_den=(gradients.vecInvDen, steps),
+            dz_den=(gradients.vecDzDen, steps),
+        ),
         dict(
             P=tile,
             dP=tile,
-            qbar=(scaled, rows(p.L, p.DHQK)),
+            qbar=(scaled, qk),
             per_query=sums,
             per_key=sums,
             diagonal=(floats(p.BNH, p.S), steps),
-            kbar=(scaled if return_keys else None, rows(p.L, p.DHQK)),
-            dn_added=(floats(p.BNH, p.NC * n, p.DHQK) if normalise else None, rows(n, p.DHQK)),
+            kbar=(scaled if return_keys else None, qk),
+            dn_added=(
+                floats(p.BNH, p.NC * n, p.DHQK) if normalise else None,
+                spec(n, p.DHQK, at="bc0"),
+            ),
         ),
         call=call,
     )

@@ -153,22 +153,21 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     """Runs the stage: ``stages/parallel_bw_dQKV.py``."""
     p, g, gradients, n = call.problem, x.gates.per_step(), x.normaliser_gradients, x.vecN_states
     K, V = blocks(p.DHQK, call.tiles.siz_b_DHQK), blocks(p.DHHV, call.tiles.siz_b_DHHV)
-    arrays = x.matQ, x.matK, x.matV, x.matDeltaH
-    rows = {
-        name: (y, sequence_spec(y, p, p.L, y.shape[-1], lambda i, c, b: (b, c, 0)))
-        for name, y in zip(("q", "k", "v", "dh"), arrays, strict=True)
-    }
+    qk, hv = (sequence_spec(p.L, columns, at="bc0") for columns in (p.DHQK, p.DHHV))
     tile = spec(p.L, p.L, at="bc0")
     state = spec(None, p.DHQK, p.DHHV, at="bc00")
     norm = spec(None, p.DHQK, at="bc0")
     steps = spec(p.L, at="bc")
     inter = floats(p.BNH, K, p.S), spec(K, p.L, at="b0c")
     products = spec(None, K * V, at="bc0")
-    dq, dk, dv = ((sequence_shape(y, y.shape[-1], y.dtype), at) for y, at in [*rows.values()][:3])
+    dq, dk, dv = (sequence_shape(y, y.shape[-1], y.dtype) for y in (x.matQ, x.matK, x.matV))
     y = kernel_call(
         _parallel_bw_dQKV_kernel,
         dict(
-            **rows,
+            q=(x.matQ, qk),
+            k=(x.matK, qk),
+            v=(x.matV, hv),
+            dh=(x.matDeltaH, hv),
             C=(x.matC_states, state),
             n=(None if gradients.vecInvDen is None else n, norm),
             dC=(x.matDeltaC_states, state),
@@ -181,11 +180,11 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
             dz_den=(gradients.vecDzDen, steps),
         ),
         dict(
-            dq=dq,
+            dq=(dq, qk),
             q_inter=inter,
-            dk=dk,
+            dk=(dk, qk),
             k_inter=inter,
-            dv=dv,
+            dv=(dv, hv),
             states=(floats(p.BNH, p.NC, K * V), products),
         ),
         call=call,

@@ -35,6 +35,7 @@ from mlstm_pallas.triton.launch import (
     floats,
     kernel_call,
     sequence_spec,
+    spec,
     stages_that_fit,
 )
 
@@ -131,18 +132,15 @@ def parallel_fw_H(
     LQ, BV = call.tiles.siz_b_LQ, call.tiles.siz_b_DHHV
     output_dtype = x.matQ.dtype if output_dtype is None else output_dtype
     n = blocks(p.L, LQ)  # tiles of a chunk
-    queries = pl.BlockSpec((None, LQ), lambda iv, iq, b: (b, iq))
-    chunk = pl.BlockSpec((None, p.L), lambda iv, iq, b: (b, iq // n))
-    C = pl.BlockSpec((None, None, p.DHQK, BV), lambda iv, iq, b: (b, iq // n, 0, iv))
-    norm = pl.BlockSpec((None, None, p.DHQK), lambda iv, iq, b: (b, iq // n, 0))
+    queries, chunk = spec(LQ, at="bq"), spec(p.L, at="bc")
     y = kernel_call(
         _parallel_fw_H_kernel,
         dict(
-            q=(x.matQ, sequence_spec(x.matQ, p, LQ, p.DHQK, lambda iv, iq, b: (b, iq, 0))),
-            k=(x.matK, sequence_spec(x.matK, p, p.L, p.DHQK, lambda iv, iq, b: (b, iq // n, 0))),
-            v=(x.matV, sequence_spec(x.matV, p, p.L, BV, lambda iv, iq, b: (b, iq // n, iv))),
-            C=(x.matC_states, C),
-            n=(x.vecN_states if normalise else None, norm),
+            q=(x.matQ, sequence_spec(LQ, p.DHQK, at="bq0")),
+            k=(x.matK, sequence_spec(p.L, p.DHQK, at="bc0")),
+            v=(x.matV, sequence_spec(p.L, BV, at="bcv")),
+            C=(x.matC_states, spec(None, p.DHQK, BV, at="bc0v")),
+            n=(x.vecN_states if normalise else None, spec(None, p.DHQK, at="bc0")),
             e=(g.vecE, chunk),
             u=(g.vecU, queries),
             w=(g.vecW, queries),
@@ -151,10 +149,12 @@ def parallel_fw_H(
         dict(
             h=(
                 sequence_shape(x.matV, p.DHHV, output_dtype),
-                sequence_spec(x.matV, p, LQ, BV, lambda iv, iq, b: (b, iq, iv)),
+                sequence_spec(LQ, BV, at="bqv"),
             ),
             z=(floats(p.BNH, p.S) if normalise else None, queries),
         ),
+        axes="vqb",
+        indices=dict(c=lambda iv, iq, b: iq // n),
         call=call,
         normaliser=normaliser,
     )

@@ -71,15 +71,14 @@ def parallel_fw_P(
 ) -> ScanOperands:
     """Runs the stage: ``stages/parallel_fw_P.py``."""
     p, g, normalise = call.problem, x.gates.per_step(), normaliser is not None
-    q, k = (sequence_spec(y, p, p.L, p.DHQK, lambda c, b: (b, c, 0)) for y in (x.matQ, x.matK))
-    rows = spec(p.L, p.DHQK, at="bc0")
+    rows = sequence_spec(p.L, p.DHQK, at="bc0")
     norm = spec(None, p.DHQK, at="bc0")
     steps, vector = spec(p.L, at="bc"), floats(p.BNH, p.S)
     y = kernel_call(
         _parallel_fw_P_kernel,
         dict(
-            q=(x.matQ, q),
-            k=(x.matK, k),
+            q=(x.matQ, rows),
+            k=(x.matK, rows),
             n=(x.vecN_states if normalise else None, norm),
             e=(g.vecE, steps),
             u=(g.vecU, steps),

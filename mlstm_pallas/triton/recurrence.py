@@ -35,12 +35,14 @@ from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs, chunk_
 from mlstm_pallas.stages.split_products import Operands
 from mlstm_pallas.tiles import block_at, blocks, divide, dot, loop, remainder
 from mlstm_pallas.triton.launch import (
+    Block,
     Operand,
     PipelinedTiles,
     depth_and_stages,
     floats,
     kernel_call,
     sequence_spec,
+    spec,
 )
 
 CTAS_PER_SM = 2
@@ -104,12 +106,10 @@ def _recurrence_kernel(
 
 
 def _recurrences_kernel(*, call, backward, heads, **refs):
-    """refs: by field and recurrence; backward: one flag per recurrence."""
+    """refs: by field, one per recurrence; backward: one flag per recurrence."""
     current = divide(pl.program_id(2), heads)
     for index, of_one in enumerate(backward):
-        end = f"{index}_gmem"
-        refs_of_one = {x.removesuffix(end): ref for x, ref in refs.items() if x.endswith(end)}
-        refs_of_one = {f"{x}_gmem": ref for x, ref in refs_of_one.items()}
+        refs_of_one = {name: of_each[index] for name, of_each in refs.items()}
         run = functools.partial(_recurrence_kernel, **refs_of_one, call=call, backward=of_one)
         if len(backward) == 1:
             run()
@@ -119,7 +119,7 @@ def _recurrences_kernel(*, call, backward, heads, **refs):
 
 def _launch(
     name: str,
-    recurrences: Sequence[Recurrence],
+    each: Sequence[Recurrence],
     call: Launch,
     selected: tuple[range, int] | None = None,
 ) -> list[RecurrenceOutputs]:
@@ -128,62 +128,55 @@ def _launch(
     these, of_each = selected or (range(1), 1)
     heads = p.BNH // of_each * len(these)
 
-    def output_head(n):
-        return n if len(recurrences) == 1 else remainder(n, heads)
+    def output_head(iv, ik, n):
+        return n if len(each) == 1 else remainder(n, heads)
 
-    def head(n):
-        n = output_head(n)
+    def head(*grid):
+        n = output_head(*grid)
         if selected is None:
             return n
         return divide(n, len(these)) * of_each + remainder(n, len(these)) + these.start
 
-    def block(of, shape, index):
-        return pl.BlockSpec((None, *shape), lambda iv, ik, n: (of(n), *index(iv, ik)))
-
-    def state(of):
-        return block(of, (BK, BV), lambda iv, ik: (ik, iv))
-
-    def norm(of):
-        return block(of, (BK,), lambda iv, ik: (ik,))
-
-    inputs: dict[str, Operand] = {}
-    outputs: dict[str, Operand] = {}
-    for index, x in enumerate(recurrences):
-        of_one: dict[str, Operand] = dict(
-            a=(x.a, sequence_spec(x.a, p, p.S, BK, lambda iv, ik, n: (head(n), 0, ik))),
-            b=(x.b, sequence_spec(x.b, p, p.S, BV, lambda iv, ik, n: (head(n), 0, iv))),
-            r=(x.r, block(head, (p.S,), lambda iv, ik: (0,))),
-            gamma=(x.gamma, block(head, (p.NC,), lambda iv, ik: (0,))),
-            X_initial=(x.X_initial, state(head)),
-            x_initial=(x.x_initial, norm(head)),
+    shapes = [
+        RecurrenceOutputs(
+            X=jax.ShapeDtypeStruct((heads, p.NC, p.DHQK, p.DHHV), x.a.dtype),
+            X_last=floats(heads, p.DHQK, p.DHHV) if x.return_last else None,
+            x=None if x.x_initial is None else floats(heads, p.NC, p.DHQK),
+            x_last=None if x.x_initial is None else floats(heads, p.DHQK),
         )
-        inputs |= {f"{field}{index}": operand for field, operand in of_one.items()}
-        X = jax.ShapeDtypeStruct((heads, p.NC, p.DHQK, p.DHHV), x.a.dtype)
-        X_last = floats(heads, p.DHQK, p.DHHV) if x.return_last else None
-        vectors = floats(heads, p.NC, p.DHQK), floats(heads, p.DHQK)
-        vec, vec_last = (None, None) if x.x_initial is None else vectors
-        of_one = dict(
-            X=(X, block(output_head, (p.NC, BK, BV), lambda iv, ik: (0, ik, iv))),
-            X_last=(X_last, state(output_head)),
-            x=(vec, block(output_head, (p.NC, BK), lambda iv, ik: (0, ik))),
-            x_last=(vec_last, norm(output_head)),
-        )
-        outputs |= {f"{field}{index}": operand for field, operand in of_one.items()}
+        for x in each
+    ]
+
+    def operands(of: Sequence[Any], **blocks: Block) -> dict[str, Operand]:
+        return {field: ([getattr(x, field) for x in of], y) for field, y in blocks.items()}
+
     y = kernel_call(
         _recurrences_kernel,
-        inputs,
-        outputs,
+        operands(
+            each,
+            a=sequence_spec(p.S, BK, at="h0k"),
+            b=sequence_spec(p.S, BV, at="h0v"),
+            r=spec(p.S, at="h0"),
+            gamma=spec(p.NC, at="h0"),
+            X_initial=spec(BK, BV, at="hkv"),
+            x_initial=spec(BK, at="hk"),
+        ),
+        operands(
+            shapes,
+            X=spec(p.NC, BK, BV, at="o0kv"),
+            X_last=spec(BK, BV, at="okv"),
+            x=spec(p.NC, BK, at="o0k"),
+            x_last=spec(BK, at="ok"),
+        ),
         name=name,
-        grid=(*call.tiles.grid(p)[:2], len(recurrences) * heads),
+        grid=(*call.tiles.grid(p)[:2], len(each) * heads),
+        axes="vkn",
+        indices=dict(h=head, o=output_head),
         call=call,
-        backward=tuple(x.backward for x in recurrences),
+        backward=tuple(x.backward for x in each),
         heads=heads,
     )
-    fields = RecurrenceOutputs._fields[:4]
-    return [
-        RecurrenceOutputs(*(y[f"{field}{index}"] for field in fields))
-        for index in range(len(recurrences))
-    ]
+    return [RecurrenceOutputs(*outputs) for outputs in zip(*y.values(), strict=True)]
 
 
 def split_products(

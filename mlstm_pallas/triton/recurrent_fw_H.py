@@ -128,32 +128,28 @@ def recurrent_fw_H(
     launches = blocks(p.DHQK, rows)
     if store_every and launches > 1:
         raise ValueError(f"recurrent_fw_H stores states of up to {rows} rows, expected {p.DHQK}")
-    values = sequence_spec(x.matV, p, p.S, siz_b, lambda i, b: (b, 0, i))
-    state = spec(rows, siz_b, at="b0i", axes="ib")
+    values = sequence_spec(p.S, siz_b, at="b0i")
+    state = spec(rows, siz_b, at="b0i")
     stored = blocks(p.NC, store_every or p.NC)
     y: dict[str, Any] = dict(h=None)
     lasts = []
     for index in range(launches):
-        q, k = (
-            sequence_spec(z, p, p.S, rows, lambda i, b, index=index: (b, 0, index))
-            for z in (x.matQ, kbar)
-        )
+        columns = sequence_spec(p.S, rows, at="b0n")
         # h is rounded at most twice, not once per launch, to keep its error bound.
         h_dtype = dtype if index == launches - 1 or launches == 2 else jnp.float32
-        C_initial = pl.BlockSpec((None, rows, siz_b), lambda i, b, index=index: (b, index, i))
         y = kernel_call(
             _recurrent_fw_H_kernel,
             dict(
-                q=(x.matQ, q),
-                kbar=(kbar, k),
+                q=(x.matQ, columns),
+                kbar=(kbar, columns),
                 v=(x.matV, values),
                 P=(
                     None if index else x.scan.matP,
-                    spec(p.S, p.L, at="b00", axes="ib"),
+                    spec(p.S, p.L, at="b00"),
                 ),
-                r=(x.scan.vecR, spec(p.S, at="b0", axes="ib")),
-                gamma=(x.scaGamma, spec(p.NC, at="b0", axes="ib")),
-                C_initial=(x.matC_initial, C_initial),
+                r=(x.scan.vecR, spec(p.S, at="b0")),
+                gamma=(x.scaGamma, spec(p.NC, at="b0")),
+                C_initial=(x.matC_initial, spec(rows, siz_b, at="bni")),
                 partial=(y["h"], values),
             ),
             dict(
@@ -163,9 +159,11 @@ def recurrent_fw_H(
                     jax.ShapeDtypeStruct((p.BNH, stored, p.DHQK, p.DHHV), dtype)
                     if store_every
                     else None,
-                    spec(stored, p.DHQK, siz_b, at="b00i", axes="ib"),
+                    spec(stored, p.DHQK, siz_b, at="b00i"),
                 ),
             ),
+            axes="ib",
+            indices=dict(n=lambda i, b, index=index: index),
             call=call,
             store_every=store_every,
         )

@@ -34,7 +34,7 @@ def _key_sums_kernel(
 def step_sums(x: Operands, *, call: Launch) -> Array:
     """Runs the stage: ``stages/step_sums.py``, for keys."""
     p = call.problem
-    k = sequence_spec(x.rows, p, p.L, p.DHQK, lambda c, b: (b, c, 0))
+    k = sequence_spec(p.L, p.DHQK, at="bc0")
     sums = spec(None, p.DHQK, at="bc0")
     y: Array = kernel_call(
         _key_sums_kernel,
