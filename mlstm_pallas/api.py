@@ -10,9 +10,8 @@ from jax.typing import DTypeLike
 from mlstm_pallas import validation
 from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.entry import Keywords, SequenceKeywords, run
+from mlstm_pallas.entry import Keywords, SequenceKeywords, prepare
 from mlstm_pallas.fwbw import mlstm_forward, mlstm_with_segments
-from mlstm_pallas.gates import segment_starts
 from mlstm_pallas.validation import DEFAULT_LAYOUT, names_arguments
 
 
@@ -162,8 +161,9 @@ def mlstm_chunkwise(
         may be "BTNH"; not with initial states or segment_ids, whose shapes
         confirm the layout.
     """
+    call = prepare(locals())
     forward = mlstm_forward if num_segments is None else mlstm_with_segments
-    return run(forward, segment_starts, locals())
+    return call.results(*forward(call.spec, call.inputs))
 
 
 def pack_lengths(

@@ -36,14 +36,12 @@ import jax.numpy as jnp
 from jax import lax
 from jax.typing import DTypeLike
 
-from mlstm_pallas import entry
 from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
 from mlstm_pallas.arrays import Cotangents, Inputs, LastStates, Residuals
-from mlstm_pallas.backend import on_backend
 from mlstm_pallas.backward import BackwardCarry, first_half, prepared, second_half
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.dispatch import run
-from mlstm_pallas.entry import Keywords, SequenceKeywords
+from mlstm_pallas.dispatch import on_backend, run
+from mlstm_pallas.entry import Keywords, SequenceKeywords, prepare
 from mlstm_pallas.forward import PrecomputedStates, gates_of, key_states
 from mlstm_pallas.fwbw import (
     forward,
@@ -135,14 +133,6 @@ def joined_gradients(later: GradientSummary, earlier: GradientSummary) -> Gradie
     )
 
 
-@functools.cache
-def _with(function: Callable[..., Any], choice: Any) -> Callable[..., Any]:
-    """function(choice, ...): one object per choice, whose name tells its operation from others."""
-    operation = functools.partial(function, choice)
-    operation.__name__ = f"{function.__name__} {choice}"  # type: ignore[attr-defined]
-    return operation
-
-
 def _state_after(gamma: jax.Array, products: jax.Array) -> jax.Array:
     """The state after all splits, from an empty one: (B * NH, DHQK, DHHV)."""
     by_split = gamma.reshape(*products.shape[:2], gamma.shape[1] // products.shape[1])
@@ -150,34 +140,33 @@ def _state_after(gamma: jax.Array, products: jax.Array) -> jax.Array:
     return jnp.sum(weights[..., None, None] * products, axis=1)
 
 
-def _from_empty(splits_and_L: tuple[int, int], spec: CallSpec, x: Inputs) -> Any:
-    """(Summary of n, C after the shard, ShardStates), from its keys, values and gates alone."""
-    num_splits, L = splits_and_L
+def _from_empty(
+    spec: CallSpec, lowering: Lowering, x: Inputs, *, num_splits: int, L: int
+) -> tuple[Summary, jax.Array, ShardStates]:
+    """The Summary of n, and C after the shard, from its keys, values and gates alone.
 
-    def of_shard(lowering: Lowering, x: Inputs) -> tuple[Summary, jax.Array, ShardStates]:
-        p = spec.problem.in_chunks_of(L)  # of the call, as shards may plan for fewer heads
-        nothing = x._replace(m_initial=jnp.full_like(x.m_initial, -jnp.inf), lengths=None)
-        gates = gates_of(spec, lowering, nothing, p)
-        abar, gamma, m = gates.per_step().vecAbar, gates.scaGamma, gates.scaM_states
-        first = lowering if lowering is Lowering.XLA else spec.plan.scan_lowering
-        call = spec.launch("parallel_fw_P", first, p)
-        empty = jnp.broadcast_to(jnp.zeros_like(gamma[:, :1]), (p.BNH, p.DHQK))
-        n = key_states(spec, call, x.k, gates, empty)
-        weights = abar * decays_in_splits(gamma, num_splits, p.S)
-        X = run(
-            "split_products",
-            a=x.k,
-            b=x.v,
-            r=weights,
-            num_splits=num_splits,
-            all_splits=True,
-            call=spec.launch("split_products", lowering, p, num_splits),
-        )
-        high, low = _log_decays(x, p.NC, spec.input_gate)
-        of_n = Summary(m[:, -1], (high[:, -1], low[:, -1]), n[1])
-        return of_n, _state_after(gamma, X), ShardStates((high, low), m, n, X)
-
-    return on_backend(spec.backend, of_shard, x)
+    num_splits, L: of the call, as shards may plan for fewer heads.
+    """
+    p = spec.problem.in_chunks_of(L)
+    nothing = x._replace(m_initial=jnp.full_like(x.m_initial, -jnp.inf), lengths=None)
+    gates = gates_of(spec, lowering, nothing, p)
+    abar, gamma, m = gates.per_step().vecAbar, gates.scaGamma, gates.scaM_states
+    first = lowering if lowering is Lowering.XLA else spec.plan.scan_lowering
+    call = spec.launch("parallel_fw_P", first, p)
+    empty = jnp.broadcast_to(jnp.zeros_like(gamma[:, :1]), (p.BNH, p.DHQK))
+    n = key_states(spec, call, x.k, gates, empty)
+    X = run(
+        "split_products",
+        a=x.k,
+        b=x.v,
+        r=abar * decays_in_splits(gamma, num_splits, p.S),
+        num_splits=num_splits,
+        all_splits=True,
+        call=spec.launch("split_products", lowering, p, num_splits),
+    )
+    high, low = _log_decays(x, p.NC, spec.input_gate)
+    of_n = Summary(m[:, -1], (high[:, -1], low[:, -1]), n[1])
+    return of_n, _state_after(gamma, X), ShardStates((high, low), m, n, X)
 
 
 def _log_decays(x: Inputs, NC: int, input_gate: InputGate) -> TwoFloat:
@@ -206,7 +195,7 @@ def _precomputed(local: ShardStates, start: Summary) -> PrecomputedStates:
 
 
 def _first_half(
-    lowering: Lowering, spec: CallSpec, residuals: Residuals, cotangents: Cotangents
+    spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangents: Cotangents
 ) -> Any:
     """(BackwardCarry, GradientSummary) of a shard and the gradients of its last states together."""
     last = cotangents.last
@@ -234,8 +223,8 @@ def _first_half(
 
 
 def _second_half(
-    lowering: Lowering,
     spec: CallSpec,
+    lowering: Lowering,
     residuals: Residuals,
     cotangents: Cotangents,
     first: BackwardCarry,
@@ -345,8 +334,10 @@ def _sequence_fwd(axis: Axis, spec: CallSpec, x: Inputs) -> tuple[Any, ...]:
         return start
 
     unread: dict[str, Any] = dict.fromkeys(("q", "c_initial", "n_initial"))
-    chunks = spec.plan.summary_splits, spec.plan.scan_problem.L
-    of_n, C, local = operation(_with(_from_empty, chunks), spec, x._replace(**unread))
+    plan, of_keys = spec.plan, x._replace(**unread)
+    of_n, C, local = operation(
+        _from_empty, spec, of_keys, num_splits=plan.summary_splits, L=plan.scan_problem.L
+    )
     start = before(of_n, x.n_initial)
     # parallel_fw_P reads m and n, but not C. Because of the barrier it hides the exchange of C,
     # which XLA would otherwise merge with the exchange of n.
@@ -384,7 +375,7 @@ def _backward(
     dC, dn, dm = of_last
     dm = dm - inner(dC, last.c, 2) - inner(dn, last.n)
     of_shard = Cotangents(dh, LastStates(dC, dn, dm))
-    first, local = operation(_with(_first_half, lowering), spec, residuals, of_shard)
+    first, local = operation(_first_half, spec, residuals, of_shard, lowering=lowering)
     one, zero = jnp.ones_like(dm), jnp.zeros_like(dm)
     empty = GradientSummary(jnp.zeros_like(dC), jnp.zeros_like(dn), one, zero, one)
     after = _exclusive_prefix(joined_gradients, local, empty, axis, index, reverse=True)
@@ -392,7 +383,7 @@ def _backward(
     dm = dm + after.dm + inner(dC, last.c, 2) + inner(dn, last.n)
     whole = Cotangents(dh, LastStates(dC, dn, dm))
     gradients: Inputs = operation(
-        _with(_second_half, lowering), spec, residuals, whole, first, after.dC
+        _second_half, spec, residuals, whole, first, after.dC, lowering=lowering
     )
     of_initial = {
         name: jnp.where(index == 0, getattr(gradients, name), 0.0)
@@ -537,6 +528,6 @@ def mlstm_chunkwise_sequence_parallel(
     """
     check_axis_name(axis_name)
     axis = _axis(axis_name)
-    forward, starts = functools.partial(_whole, axis), functools.partial(_starts, axis)
     shard = 0 if sequence_lengths is None else lax.axis_index(axis_name)
-    return entry.run(forward, starts, locals(), shard=shard)
+    call = prepare(locals(), functools.partial(_starts, axis), shard)
+    return call.results(*_whole(axis, call.spec, call.inputs))

@@ -1,9 +1,9 @@
-"""The steps that every public function shares: validate, make a CallSpec, cast, pad, run, cut."""
+"""Before and after a call runs: checks, its CallSpec, casts, padding and what is cut off again."""
 
 import dataclasses
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -14,15 +14,11 @@ from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutNa
 from mlstm_pallas.arrays import Inputs, LastStates
 from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.gates import segment_ends, steps_within
+from mlstm_pallas.gates import segment_ends, segment_starts, steps_within
 from mlstm_pallas.gpu import target_gpu
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.planning import CallSpec, make_spec
-from mlstm_pallas.problem import (
-    InputGate,
-    Layout,
-    accumulator_dtype,
-)
+from mlstm_pallas.problem import InputGate, Layout, accumulator_dtype
 from mlstm_pallas.sharding import aligned
 
 _log = logging.getLogger("mlstm_pallas")
@@ -61,56 +57,109 @@ class Options:
     autocast_kernel_dtype: Any = None
     stabilize_correctly: bool = True
     norm_val: float = 1.0
-    input_gate: str = "exp"
+    input_gate: InputGate = InputGate.EXP
     normalize: bool = True
     recompute_states_in_bw: bool = True
-    layout: str = "BNTH"
+    layout: Layout = Layout.BNTH
     backend: str | None = None
     config: KernelConfig | None = None
     num_segments: int | None = None
 
 
 def options_of(arguments: Mapping[str, Any]) -> Options:
-    """The options among the arguments of a public function."""
+    """The options among the arguments of a public function, checked and as Python objects.
+
+    The dtype is checked with the arrays, and num_segments with segment_ids.
+    """
     names = {field.name for field in dataclasses.fields(Options)}
-    return Options(**{name: x for name, x in arguments.items() if name in names})
+    options = Options(**{name: x for name, x in arguments.items() if name in names})
+    gate, normalize = validation.check_input_gate(options.input_gate, options.normalize)
+    changes: dict[str, Any] = dict(input_gate=gate, normalize=normalize)
+    changes["layout"] = validation.check_layout(options.layout)
+    for name in ("return_last_states", "stabilize_correctly", "recompute_states_in_bw"):
+        changes[name] = validation.check_flag(name, getattr(options, name))
+    for name in ("eps", "norm_val"):
+        changes[name] = validation.check_scalar(name, getattr(options, name))
+    changes["chunk_size"] = validation.check_chunk_size(options.chunk_size)
+    validation.check_backend(options.backend)
+    validation.check_instance("config", options.config, KernelConfig)
+    return dataclasses.replace(options, **changes)
 
 
-def run(
-    forward: Callable[[CallSpec, Inputs], tuple[jax.Array, LastStates | None]],
-    starts_of: Callable[[jax.Array], jax.Array],
+def spec_for(
+    options: Options, q_dtype: Any, sizes: Mapping[str, int], *, has_initial_state: bool
+) -> CallSpec:
+    """The CallSpec; raises for a dtype and for symbolic sizes that the backend does not support."""
+    backend = requested_backend(options.backend)
+    validation.check_constant(sizes, backend)
+    dtype = validation.kernel_dtype(options.autocast_kernel_dtype, q_dtype, backend)
+    B, NH, S, DHQK, DHV = (sizes[dim] for dim in ("B", "NH", "S", "DHQK", "DHV"))
+    return make_spec(
+        (B, NH, S, DHQK, DHV),
+        dtype,
+        target_gpu(),
+        "xla" if B * NH == 0 else backend,  # a kernel has no empty grid
+        normaliser_of(options),
+        options.chunk_size,
+        options.config,
+        recompute_states_in_bw=options.recompute_states_in_bw,
+        input_gate=options.input_gate,
+        has_initial_state=has_initial_state,
+        return_last_states=options.return_last_states,
+        layout=options.layout,
+    )
+
+
+def normaliser_of(options: Options) -> Normaliser | None:
+    # With the sigmoid gate m is 0, so the floor does not depend on it.
+    correctly = options.stabilize_correctly and options.input_gate is InputGate.EXP
+    return Normaliser(options.eps, options.norm_val, correctly) if options.normalize else None
+
+
+class Call(NamedTuple):
+    """A call of a function of sequences, ready to run."""
+
+    spec: CallSpec
+    inputs: Inputs  # cast and padded
+    DHQK: int
+    DHV: int
+    dtype: Any  # of h
+
+    def results(
+        self, h: jax.Array, last: LastStates | None
+    ) -> jax.Array | tuple[jax.Array, States]:
+        """The public function's results, from those of the padded problem."""
+        h = h[..., : self.DHV].astype(self.dtype)
+        if last is None or not self.spec.return_last_states:
+            return h
+        return h, (last.c[..., : self.DHQK, : self.DHV], last.n[..., : self.DHQK], last.m)
+
+
+def prepare(
     arguments: Mapping[str, Any],
-    *,
+    starts_of: Callable[[jax.Array], jax.Array] = segment_starts,
     shard: Any = 0,
-) -> jax.Array | tuple[jax.Array, States]:
-    """``mlstm_chunkwise`` with another forward function.
+) -> Call:
+    """Checks, casts and pads the arguments of ``mlstm_chunkwise``, by name.
 
     Args:
       starts_of: segment_ids, (B, NH, S), to where segments begin.
-      arguments: of ``mlstm_chunkwise``, by name.
       shard: of the sequence, which has S steps; sequence_lengths are those of all shards.
     """
     options = options_of(arguments)
-    gate, normalize = validation.check_input_gate(options.input_gate, options.normalize)
-    layout = validation.check_layout(options.layout)
-    names = ("q", "k", "v", "i", "f", "c_initial", "n_initial", "m_initial")
-    q, k, v, i, f, c_initial, n_initial, m_initial = (arguments[name] for name in names)
-    segment_ids, sequence_lengths = map(arguments.get, ("segment_ids", "sequence_lengths"))
-    sequences = dict(q=q, k=k, v=v, i=i, f=f)
+    layout, num_segments = options.layout, options.num_segments
+    sequences = {name: arguments[name] for name in ("q", "k", "v", "i", "f")}
+    states = {name: arguments[name] for name in ("c_initial", "n_initial", "m_initial")}
+    integers = {name: arguments.get(name) for name in ("segment_ids", "sequence_lengths")}
     sizes = validation.check_inputs(
-        sequences,
-        dict(c_initial=c_initial, n_initial=n_initial, m_initial=m_initial),
-        gate,
-        layout,
-        integers=dict(segment_ids=segment_ids, sequence_lengths=sequence_lengths),
+        sequences, states, options.input_gate, layout, integers=integers
     )
     if options.autocast_kernel_dtype is None:
         validation.check_one_dtype(sequences)
-    spec = spec_for(
-        options, gate, normalize, q.dtype, sizes, layout, has_initial_state=c_initial is not None
-    )
-    validation.check_layout_is_meant(options.layout, sizes, c_initial, segment_ids)
-    num_segments = options.num_segments
+    (q, k, v, i, f), (c_initial, n_initial, m_initial) = sequences.values(), states.values()
+    segment_ids, sequence_lengths = integers.values()
+    spec = spec_for(options, q.dtype, sizes, has_initial_state=c_initial is not None)
+    validation.check_layout_is_meant(arguments["layout"], sizes, c_initial, segment_ids)
     if num_segments is not None:
         num_segments = validation.check_num_segments(
             num_segments, segment_ids, spec.return_last_states
@@ -121,7 +170,7 @@ def run(
     B, NH, S, DHQK, DHV = (sizes[dim] for dim in ("B", "NH", "S", "DHQK", "DHV"))
     if c_initial is None or n_initial is None:
         c_initial, n_initial = jnp.zeros((B, NH, DHQK, DHV), acc), jnp.zeros((B, NH, DHQK), acc)
-    if m_initial is None or gate is InputGate.SIGMOID:  # with which m is 0
+    if m_initial is None or not spec.stabilised:  # with the sigmoid gate m is 0
         m_initial = jnp.zeros((B, NH), acc)
     if layout is Layout.BTNH:
         i, f = jnp.swapaxes(i, 1, 2), jnp.swapaxes(f, 1, 2)
@@ -154,11 +203,7 @@ def run(
             inputs = inputs._replace(segment_ends=segment_ends(starts, num_segments, lengths))
         starts = starts if lengths is None else jnp.where(within, starts, 0)
         inputs = inputs._replace(starts=pad(starts, p.S))
-    h, last = forward(spec, inputs)
-    h = h[..., :DHV].astype(q.dtype)
-    if last is None or not spec.return_last_states:
-        return h
-    return h, (last.c[..., :DHQK, :DHV], last.n[..., :DHQK], last.m)
+    return Call(spec, inputs, DHQK, DHV, q.dtype)
 
 
 def _lengths_of_shard(sequence_lengths: Any, shard: Any, S: int) -> jax.Array:
@@ -166,58 +211,6 @@ def _lengths_of_shard(sequence_lengths: Any, shard: Any, S: int) -> jax.Array:
     largest = min(jnp.iinfo(sequence_lengths.dtype).max, 2**31 - 1)  # not all dtypes have S
     lengths = jnp.asarray(sequence_lengths.clip(0, largest).astype("int32"))
     return jnp.clip(lengths - shard * S, 0, S)
-
-
-def checked(options: Options) -> Options:
-    """The options with flags, scalars and the chunk size checked and as Python objects."""
-    changes: dict[str, Any] = {}
-    for name in ("return_last_states", "stabilize_correctly", "recompute_states_in_bw"):
-        changes[name] = validation.check_flag(name, getattr(options, name))
-    for name in ("eps", "norm_val"):
-        changes[name] = validation.check_scalar(name, getattr(options, name))
-    chunk_size = validation.check_chunk_size(options.chunk_size)
-    return dataclasses.replace(options, chunk_size=chunk_size, **changes)
-
-
-def spec_for(
-    options: Options,
-    gate: InputGate,
-    normalize: bool,
-    q_dtype: Any,
-    sizes: Mapping[str, int],
-    layout: Layout,
-    *,
-    has_initial_state: bool,
-) -> CallSpec:
-    """Checks the rest of the options and makes the CallSpec."""
-    options = checked(options)
-    validation.check_backend(options.backend)
-    backend = requested_backend(options.backend)
-    validation.check_constant(sizes, backend)
-    validation.check_instance("config", options.config, KernelConfig)
-    dtype = validation.kernel_dtype(options.autocast_kernel_dtype, q_dtype, backend)
-
-    B, NH, S, DHQK, DHV = (sizes[dim] for dim in ("B", "NH", "S", "DHQK", "DHV"))
-    if B * NH == 0:
-        backend = "xla"  # a kernel has no empty grid
-    # With the sigmoid gate m is 0, so the floor does not depend on it.
-    normaliser = Normaliser(
-        options.eps, options.norm_val, options.stabilize_correctly and gate is InputGate.EXP
-    )
-    return make_spec(
-        (B, NH, S, DHQK, DHV),
-        dtype,
-        target_gpu(),
-        backend,
-        normaliser if normalize else None,
-        options.chunk_size,
-        options.config,
-        recompute_states_in_bw=options.recompute_states_in_bw,
-        input_gate=gate,
-        has_initial_state=has_initial_state,
-        return_last_states=options.return_last_states,
-        layout=layout,
-    )
 
 
 def pad(x: jax.Array, *sizes: int, value: float = 0) -> jax.Array:

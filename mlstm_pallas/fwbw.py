@@ -10,10 +10,9 @@ import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from mlstm_pallas import backward as backward_schedule
 from mlstm_pallas import forward as forward_schedule
 from mlstm_pallas.arrays import Cotangents, Forward, Inputs, LastStates, Residuals
-from mlstm_pallas.backend import on_backend
+from mlstm_pallas.backward import backward
 from mlstm_pallas.forward import PrecomputedStates
 from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.segments import segment_states
@@ -31,17 +30,7 @@ NO_DERIVATIVE_OF_SEGMENTS = (
 
 
 # The custom_vjp traces both its function and its forward rule; with jit the kernels only once.
-@functools.partial(jax.jit, static_argnums=0, inline=True)
-def _forward(spec: CallSpec, inputs: Inputs, precomputed: PrecomputedStates | None) -> Any:
-    return on_backend(
-        spec.backend, functools.partial(forward_schedule.forward, spec), inputs, precomputed
-    )
-
-
-def _backward(spec: CallSpec, residuals: Residuals, cotangents: Cotangents) -> Any:
-    return on_backend(
-        spec.backend, functools.partial(backward_schedule.backward, spec), residuals, cotangents
-    )
+_forward = jax.jit(forward_schedule.forward, static_argnums=(0, 1), inline=True)
 
 
 def _refuse(*_: Any, message: str = NO_SUCH_DERIVATIVE, **__: Any) -> NoReturn:
@@ -94,9 +83,9 @@ _segments_not_differentiated = not_differentiated(
 )
 
 
-def operation(function: Callable[..., Any], spec: Any, *args: Any) -> Any:
-    """function(spec, *args) on shards of batch and heads, without derivatives."""
-    return over_shards(function, spec, *_not_differentiated(args))
+def operation(function: Callable[..., Any], spec: Any, *args: Any, **options: Any) -> Any:
+    """``over_shards`` without derivatives."""
+    return over_shards(function, spec, *_not_differentiated(args), **options)
 
 
 def forward(
@@ -105,12 +94,6 @@ def forward(
     """The forward pass on shards. precomputed: of the fused scan, if already computed."""
     outputs: Forward = operation(_forward, spec, inputs, precomputed)
     return outputs
-
-
-def backward(spec: CallSpec, residuals: Residuals, cotangents: Cotangents) -> Inputs:
-    """The gradients of the inputs, on shards."""
-    gradients: Inputs = operation(_backward, spec, residuals, cotangents)
-    return gradients
 
 
 def residuals_of(spec: CallSpec, inputs: Inputs, outputs: Forward) -> Residuals:
@@ -133,7 +116,7 @@ def _mlstm_fwd(spec: CallSpec, inputs: Inputs) -> tuple[Any, ...]:
 def _mlstm_bwd(
     spec: CallSpec, residuals: Residuals, cotangents: tuple[jax.Array, LastStates | None]
 ) -> tuple[Any, ...]:
-    return (backward(spec, residuals, Cotangents(*cotangents)),)
+    return (operation(backward, spec, residuals, Cotangents(*cotangents)),)
 
 
 _mlstm.defvjp(_mlstm_fwd, _mlstm_bwd)
@@ -145,13 +128,10 @@ def mlstm_forward(spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, LastStates
     return _mlstm(spec, in_reverse_mode(inputs))
 
 
-def _with_segments(spec: CallSpec, inputs: Inputs) -> Any:
-    def of_shard(lowering: Lowering, x: Inputs) -> Any:
-        outputs: Any = forward_schedule.forward(spec, lowering, x)
-        states = segment_states(spec, lowering, x, outputs.states)
-        return outputs._replace(last=states, z=None, states=None)
-
-    return on_backend(spec.backend, of_shard, inputs)
+def _with_segments(spec: CallSpec, lowering: Lowering, x: Inputs) -> Any:
+    outputs: Any = forward_schedule.forward(spec, lowering, x)
+    states = segment_states(spec, lowering, x, outputs.states)
+    return outputs._replace(last=states, z=None, states=None)
 
 
 @functools.partial(jax.jit, static_argnums=0)

@@ -7,7 +7,6 @@ launchers and schedules read what is decided here.
 
 import dataclasses
 import functools
-import importlib.util
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -16,15 +15,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mlstm_pallas import dispatch
 from mlstm_pallas.config import KernelConfig, tuned_config
+from mlstm_pallas.dispatch import lowerings, tiles_class
 from mlstm_pallas.gpu import HOPPER, UNKNOWN, Gpu
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser
 from mlstm_pallas.problem import InputGate, Layout, Problem, make_problem, next_power_of_two
 from mlstm_pallas.stage import Launch, Lowering
-
-# jax will remove the Triton backend of Pallas; importing it here would import Triton's folder.
-HAS_TRITON = importlib.util.find_spec("jax.experimental.pallas.triton") is not None
 
 # Splits of the fused scan cost a launch and a product over their steps, which shorter splits and
 # narrower heads (a smaller DHQK * DHHV) do not repay.
@@ -125,14 +121,6 @@ class CallSpec:
         return x.reshape(x.shape[0], self.problem.NC, self.problem.L, *x.shape[2:])
 
 
-def lowerings(first: Lowering) -> tuple[Lowering, ...]:
-    """The lowering, then those that a kernel falls to."""
-    if first.folder != Lowering.MOSAIC_GPU.folder:
-        return (first,)
-    triton = Lowering.INTERPRET if first.interpret else Lowering.TRITON
-    return (first, triton, Lowering.XLA) if HAS_TRITON else (first, Lowering.XLA)
-
-
 def chunk_size_for(spec: CallSpec) -> int:
     """L, for which the products inside chunks take about half the FLOPs of those with the states.
 
@@ -211,8 +199,8 @@ def _tiles(name: str, lowering: Lowering, p: Problem, spec: CallSpec, asked: dic
     field, gpu = f"{lowering.folder}_{name}", spec.gpu
     if gpu is UNKNOWN and lowering.folder == "mosaic_gpu":
         gpu = HOPPER
-    tiles_class = dispatch.tiles_class(name, lowering.folder)
-    planned: Any = tiles_class and tiles_class.plan(p, spec.dtype, gpu, **asked)
+    kernel = tiles_class(name, lowering.folder)
+    planned: Any = kernel and kernel.plan(p, spec.dtype, gpu, **asked)
     if planned is None:
         return None
     if lowering.interpret and hasattr(planned, "num_ctas"):  # each of which has several items

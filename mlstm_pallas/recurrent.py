@@ -10,12 +10,11 @@ from jax import lax
 
 from mlstm_pallas import validation
 from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
-from mlstm_pallas.backend import on_backend, requested_backend
+from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.dispatch import run
-from mlstm_pallas.entry import checked, options_of
+from mlstm_pallas.entry import normaliser_of, options_of
 from mlstm_pallas.gpu import target_gpu
-from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.problem import InputGate, Layout, Problem, accumulator_dtype
 from mlstm_pallas.sharding import aligned, over_shards
@@ -43,24 +42,23 @@ class Token(NamedTuple):
     f: jax.Array
 
 
-def _step(spec: CallSpec, x: Token, states: StepStates) -> Any:
-    def token(lowering: Lowering, x: Token, states: StepStates) -> tuple[jax.Array, StepStates]:
-        h, c, n, m = run(
-            "recurrent_step",
-            vecQ=x.q,
-            vecK=x.k,
-            vecV=x.v,
-            scaI=x.i,
-            scaF=x.f,
-            matC=states.c,
-            vecN=states.n,
-            scaM=states.m,
-            normaliser=spec.normaliser,
-            call=spec.launch("recurrent_step", lowering),
-        )
-        return h, StepStates(c, n, m)
-
-    return on_backend(spec.backend, token, x, states)
+def _step(
+    spec: CallSpec, lowering: Lowering, x: Token, states: StepStates
+) -> tuple[jax.Array, StepStates]:
+    h, c, n, m = run(
+        "recurrent_step",
+        vecQ=x.q,
+        vecK=x.k,
+        vecV=x.v,
+        scaI=x.i,
+        scaF=x.f,
+        matC=states.c,
+        vecN=states.n,
+        scaM=states.m,
+        normaliser=spec.normaliser,
+        call=spec.launch("recurrent_step", lowering),
+    )
+    return h, StepStates(c, n, m)
 
 
 @functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
@@ -77,8 +75,9 @@ def _no_jvp(spec: CallSpec, primals: Any, tangents: Any) -> NoReturn:
 def step(spec: CallSpec, x: Token, states: StepStates) -> tuple[jax.Array, StepStates]:
     """h (B, NH, DHV) and the new states. B and NH are the first axes of all arrays."""
     # Only plain jnp is differentiable.
-    outputs: tuple[jax.Array, StepStates]
-    outputs = (_step if spec.backend == "xla" else _step_on_shards)(spec, x, states)
+    if spec.backend == "xla":
+        return _step(spec, Lowering.XLA, x, states)
+    outputs: tuple[jax.Array, StepStates] = _step_on_shards(spec, x, states)
     return outputs
 
 
@@ -96,12 +95,9 @@ def sequence(spec: CallSpec, x: Token, states: StepStates) -> tuple[jax.Array, S
 
 def _run(arguments: Mapping[str, Any], *, steps: bool) -> tuple[jax.Array, States]:
     """arguments: of the public function, by name; steps: whether there is an axis of steps."""
-    options = checked(options_of(arguments))
-    gate, normalize = validation.check_input_gate(options.input_gate, options.normalize)
-    layout = validation.check_layout(options.layout)
-    validation.check_backend(options.backend)
+    options = options_of(arguments)
+    gate, layout = options.input_gate, options.layout
     backend = requested_backend(options.backend, mosaic_gpu_kernels=False)
-    validation.check_instance("config", options.config, KernelConfig)
     x = Token(*(arguments[name] for name in Token._fields))
     c, n, m = (arguments[name] for name in StepStates._fields)
     sizes = validation.check_inputs(
@@ -110,7 +106,7 @@ def _run(arguments: Mapping[str, Any], *, steps: bool) -> tuple[jax.Array, State
     validation.check_constant(sizes, backend)
     validation.check_one_dtype(x._asdict())
     if steps:
-        validation.check_layout_is_meant(options.layout, sizes, c)
+        validation.check_layout_is_meant(arguments["layout"], sizes, c)
 
     if layout is Layout.BTNH:
         x = Token(*(jnp.swapaxes(y, 1, 2) for y in x))
@@ -122,13 +118,12 @@ def _run(arguments: Mapping[str, Any], *, steps: bool) -> tuple[jax.Array, State
         m = zeros((B, NH))
     if B * NH == 0:
         backend = "xla"  # a kernel has no empty grid
-    normaliser = Normaliser(options.eps, options.norm_val, options.stabilize_correctly)
     problem = Problem(B, NH, 1, DHQK, DHV, 1, DHQK**-0.5)
     spec = CallSpec(
         problem,
         options.config or KernelConfig(),
         c.dtype,
-        normaliser if normalize else None,
+        normaliser_of(options),
         target_gpu(),
         backend=backend,
     )

@@ -12,15 +12,13 @@ from jax import lax
 from jax.typing import DTypeLike
 
 from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
-from mlstm_pallas.arrays import Inputs
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.entry import Keywords, SequenceKeywords, run
+from mlstm_pallas.entry import Keywords, SequenceKeywords, prepare
 from mlstm_pallas.forward import forward
 from mlstm_pallas.gates import log_forget_gate, log_input_gate, segment_starts
 from mlstm_pallas.normaliser import Normaliser
-from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.problem import InputGate, accumulator_dtype
-from mlstm_pallas.sharding import on_shard
+from mlstm_pallas.sharding import Operation
 from mlstm_pallas.stage import Lowering
 from mlstm_pallas.validation import DEFAULT_LAYOUT, check_zeros, names_arguments
 
@@ -175,10 +173,7 @@ def chunkwise(
     Raises:
       TypeError, ValueError: as ``mlstm_chunkwise``.
     """
-    return run(_plain_forward, segment_starts, {**locals(), "backend": "xla"})
-
-
-def _plain_forward(spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, Any]:
-    """The forward pass in plain jnp, without ``over_shards``, which has no derivatives."""
-    outputs = on_shard(lambda spec, x: forward(spec, Lowering.XLA, x), spec, 0, inputs)
-    return outputs.h, outputs.last
+    call = prepare({**locals(), "backend": "xla"})
+    # Without ``over_shards``, which has no derivatives.
+    outputs = Operation(forward, call.spec, Lowering.XLA).on_shard(call.inputs)
+    return call.results(outputs.h, outputs.last)

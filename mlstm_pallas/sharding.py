@@ -22,6 +22,7 @@ Shardings of other axes (sequence, head dimensions) are undone first: by XLA on 
 ``jax.sharding.reshard`` on explicit ones.
 """
 
+import dataclasses
 import functools
 import hashlib
 import math
@@ -37,21 +38,28 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from mlstm_pallas.dispatch import on_backend
 from mlstm_pallas.problem import Layout
+from mlstm_pallas.stage import Lowering
 from mlstm_pallas.version import __version__
 
-# (spec, *pytrees of arrays of a shard) -> pytree of arrays of a shard, for any B and NH
-Function = Callable[..., Any]
 
+def over_shards(
+    function: Callable[..., Any],
+    spec: Any,
+    *args: Any,
+    lowering: Lowering | None = None,
+    **options: Any,
+) -> Any:
+    """function(spec, lowering, *args, **options) on shards of B and NH, the first axes of args.
 
-def over_shards(function: Function, spec: Any, *args: Any) -> Any:
-    """function(spec, *args) on shards of B and NH, the first two axes of the arrays.
-
-    The function gets them as one axis. The fields q, k, v and h have the layout of the spec: with
-    "BTNH" they are (B, S, NH, D) here and in the function. The spec has a backend; a shard's is
+    The function gets B and NH as one axis. The fields q, k, v and h have the layout of the spec:
+    with "BTNH" they are (B, S, NH, D) here and in the function. A shard's spec is
     spec.with_heads(B, NH).
+
+    lowering: None: that of spec.backend on the platform of the computation.
     """
-    return _mappable(function, spec, 0)(*args)
+    return Operation(function, spec, lowering, tuple(options.items())).mappable()(*args)
 
 
 def _map(spec: Any, function: Callable[[Array, int], Any], tree: Any) -> Any:
@@ -119,96 +127,119 @@ def _padded(spec: P, ndim: int) -> P:
     return P(*spec[:ndim], *(None,) * (ndim - len(spec)))
 
 
-def _mappable(function: Function, spec: Any, mapped: int) -> Function:
-    """The operation on arrays that have ``mapped`` axes of vmap before B and NH."""
+@dataclasses.dataclass(frozen=True)
+class Operation:
+    """A function of arrays with the axes B and NH, any part of which it can compute by itself.
 
-    @custom_vmap
-    def call(*args: Any) -> Any:
-        return _on_mesh(function, spec, mapped, *args)
-
-    @call.def_vmap
-    def rule(axis_size: int, is_mapped: Sequence[Any], *args: Any) -> tuple[Any, Any]:
-        # A grid cannot be empty, so an axis of size 0 runs with size 1, whose results are cut.
-        size = max(axis_size, 1)
-
-        def with_axis(x: Array, at: bool) -> Array:
-            if not at:
-                return jnp.broadcast_to(x, (size, *x.shape))
-            return x if axis_size else jnp.zeros((size, *x.shape[1:]), x.dtype)
-
-        args = jax.tree.map(with_axis, args, tuple(is_mapped))
-        outputs = _mappable(function, spec, mapped + 1)(*args)
-        outputs = outputs if axis_size else jax.tree.map(lambda x: x[:0], outputs)
-        return outputs, jax.tree.map(lambda _: True, outputs)
-
-    return call
-
-
-def _on_mesh(function: Function, spec: Any, mapped: int, *args: Any) -> Any:
-    local = functools.partial(_on_transposed_shard, function, spec, mapped)
-    first = jax.typeof(jax.tree.leaves(args)[0]).sharding
-    context = jax.sharding.get_abstract_mesh()
-    if axes := set(first.mesh.explicit_axes):
-        if len(axes) == len(first.mesh.axis_names):
-            axes = set()  # all axes but those that vmap holds, which only shard_map knows
-        args, common = _sharded_alike(_heads_first(spec, args), first.mesh, mapped + 2)
-        mesh = None if context == first.mesh else first.mesh
-        outputs = jax.shard_map(
-            local, mesh=mesh, in_specs=common, out_specs=common, axis_names=axes, check_vma=False
-        )(*args)
-        return _heads_first(spec, outputs)
-    one_device = (
-        context.abstract_device is not None
-        if context.empty
-        else math.prod(context.shape[axis] for axis in context.auto_axes) == 1
-    )
-    # Interpreted Mosaic GPU kernels run on one device: they use ordered callbacks, which
-    # custom_partitioning does not allow.
-    if one_device or spec.backend == "mosaic_gpu_interpret":
-        return on_shard(function, spec, mapped, *args)
-    identity = _identity(function, spec, mapped)
-    outputs = _partitioned(function, spec, mapped)(identity, *_heads_first(spec, args))
-    return _heads_first(spec, outputs)
-
-
-def _on_transposed_shard(function: Function, spec: Any, mapped: int, *args: Any) -> Any:
-    return _heads_first(spec, on_shard(function, spec, mapped, *_heads_first(spec, args)))
-
-
-def on_shard(function: Function, spec: Any, mapped: int, *args: Any) -> Any:
-    """The operation on the arrays of a shard, whose mapped axes, B and NH become one."""
-    heads_first = jax.eval_shape(functools.partial(_heads_first, spec), args)
-    shapes = {x.shape[: mapped + 2] for x in jax.tree.leaves(heads_first)}
-    if len(shapes) > 1:
-        raise ValueError(
-            f"arguments have shards of {' and '.join(map(str, sorted(shapes)))} batch entries and "
-            "heads, expected one: inside a shard_map that leaves mesh axes to the compiler "
-            "constrain them with jax.lax.with_sharding_constraint"
-        )
-    (heads,) = shapes
-    *batch, NH = heads
-
-    def flat(x: Array, axes: int) -> Array:
-        axes += mapped
-        return x.reshape(math.prod(heads[:axes]), *x.shape[axes:])
-
-    outputs = function(spec.with_heads(math.prod(batch), NH), *_map(spec, flat, args))
-    return _map(spec, lambda x, axes: x.reshape(*heads[: mapped + axes], *x.shape[1:]), outputs)
-
-
-def _identity(function: Function, spec: Any, mapped: int) -> Any:
-    """An operand that distinguishes operations in the compiled module.
-
-    Otherwise only the address of a callback differs there, which
-    jax_remove_custom_partitioning_ptr_from_cache_key removes from the key of the persistent
-    compilation cache, and calls that differ in eps alone would share an entry.
+    Attributes:
+      function: (spec, lowering, *pytrees of arrays of a shard, **options) -> pytree of such arrays.
+      lowering: None: that of the spec's backend.
+      options: the keywords of the function, as items.
+      mapped: axes of vmap before B and NH.
     """
-    identity = repr((__version__, function.__name__, spec, mapped))
-    return np.frombuffer(hashlib.sha256(identity.encode()).digest(), np.uint32)
+
+    function: Callable[..., Any]
+    spec: Any
+    lowering: Lowering | None = None
+    options: tuple[tuple[str, Any], ...] = ()
+    mapped: int = 0
+
+    def mappable(self) -> Callable[..., Any]:
+        @custom_vmap
+        def call(*args: Any) -> Any:
+            return self.on_mesh(*args)
+
+        @call.def_vmap
+        def rule(axis_size: int, is_mapped: Sequence[Any], *args: Any) -> tuple[Any, Any]:
+            # A grid cannot be empty, so an axis of size 0 runs with size 1, whose results are cut.
+            size = max(axis_size, 1)
+
+            def with_axis(x: Array, at: bool) -> Array:
+                if not at:
+                    return jnp.broadcast_to(x, (size, *x.shape))
+                return x if axis_size else jnp.zeros((size, *x.shape[1:]), x.dtype)
+
+            args = jax.tree.map(with_axis, args, tuple(is_mapped))
+            outputs = dataclasses.replace(self, mapped=self.mapped + 1).mappable()(*args)
+            outputs = outputs if axis_size else jax.tree.map(lambda x: x[:0], outputs)
+            return outputs, jax.tree.map(lambda _: True, outputs)
+
+        return call
+
+    def on_mesh(self, *args: Any) -> Any:
+        spec = self.spec
+        first = jax.typeof(jax.tree.leaves(args)[0]).sharding
+        context = jax.sharding.get_abstract_mesh()
+        if axes := set(first.mesh.explicit_axes):
+            if len(axes) == len(first.mesh.axis_names):
+                axes = set()  # all axes but those that vmap holds, which only shard_map knows
+            args, common = _sharded_alike(_heads_first(spec, args), first.mesh, self.mapped + 2)
+            outputs = jax.shard_map(
+                self.on_transposed_shard,
+                mesh=None if context == first.mesh else first.mesh,
+                in_specs=common,
+                out_specs=common,
+                axis_names=axes,
+                check_vma=False,
+            )(*args)
+            return _heads_first(spec, outputs)
+        one_device = (
+            context.abstract_device is not None
+            if context.empty
+            else math.prod(context.shape[axis] for axis in context.auto_axes) == 1
+        )
+        # Interpreted Mosaic GPU kernels run on one device: they use ordered callbacks, which
+        # custom_partitioning does not allow.
+        if one_device or spec.backend == "mosaic_gpu_interpret":
+            return self.on_shard(*args)
+        outputs = _partitioned(self)(self.identity(), *_heads_first(spec, args))
+        return _heads_first(spec, outputs)
+
+    def on_transposed_shard(self, *args: Any) -> Any:
+        return _heads_first(self.spec, self.on_shard(*_heads_first(self.spec, args)))
+
+    def on_shard(self, *args: Any) -> Any:
+        """The operation on the arrays of a shard, whose mapped axes, B and NH become one."""
+        heads_first = jax.eval_shape(functools.partial(_heads_first, self.spec), args)
+        shapes = {x.shape[: self.mapped + 2] for x in jax.tree.leaves(heads_first)}
+        if len(shapes) > 1:
+            raise ValueError(
+                f"arguments have shards of {' and '.join(map(str, sorted(shapes)))} batch entries "
+                "and heads, expected one: inside a shard_map that leaves mesh axes to the compiler "
+                "constrain them with jax.lax.with_sharding_constraint"
+            )
+        (heads,) = shapes
+        *batch, NH = heads
+
+        def flat(x: Array, axes: int) -> Array:
+            axes += self.mapped
+            return x.reshape(math.prod(heads[:axes]), *x.shape[axes:])
+
+        def split(x: Array, axes: int) -> Array:
+            return x.reshape(*heads[: self.mapped + axes], *x.shape[1:])
+
+        spec = self.spec.with_heads(math.prod(batch), NH)
+        run = functools.partial(self.function, spec, **dict(self.options))
+        args = _map(spec, flat, args)
+        if self.lowering is None:
+            return _map(spec, split, on_backend(spec.backend, run, *args))
+        return _map(spec, split, run(self.lowering, *args))
+
+    def identity(self) -> Any:
+        """An operand that distinguishes operations in the compiled module.
+
+        Otherwise only the address of a callback differs there, which
+        jax_remove_custom_partitioning_ptr_from_cache_key removes from the key of the persistent
+        compilation cache, and calls that differ in eps alone would share an entry.
+        """
+        functions = ("", self.function), *self.options
+        names = [(name, getattr(x, "__name__", x)) for name, x in functions]
+        identity = repr((__version__, names, self.spec, self.lowering, self.mapped))
+        return np.frombuffer(hashlib.sha256(identity.encode()).digest(), np.uint32)
 
 
 @functools.cache
-def _partitioned(function: Function, spec: Any, mapped: int) -> Function:
+def _partitioned(operation: Operation) -> Callable[..., Any]:
     """The operation on its identity and arrays, which XLA can partition.
 
     custom_partitioning with static_argnums fails under jax_check_tracer_leaks (jax 0.12). So the
@@ -216,14 +247,14 @@ def _partitioned(function: Function, spec: Any, mapped: int) -> Function:
     """
 
     def of_shard(identity: Array, *args: Any) -> Any:
-        return _on_transposed_shard(function, spec, mapped, *args)
+        return operation.on_transposed_shard(*args)
 
     def partition(mesh: Any, args: Any, results: Any) -> tuple[Any, ...]:
-        in_shardings, out_shardings = _common_shardings(mapped, args, results)
+        in_shardings, out_shardings = _common_shardings(operation.mapped, args, results)
         return mesh, of_shard, out_shardings, in_shardings
 
     partitioned = custom_partitioning(of_shard)
-    rule = functools.partial(_sharding_rule, mapped)
+    rule = functools.partial(_sharding_rule, operation.mapped)
     partitioned.def_partition(partition, sharding_rule=rule)
     return partitioned
 

@@ -29,10 +29,10 @@ from test_gradients import BOUND
 
 from mlstm_pallas import KernelConfig, dispatch, planning, reference
 from mlstm_pallas.backend import jax_has_mosaic_gpu
-from mlstm_pallas.entry import Options, spec_for
+from mlstm_pallas.entry import options_of, spec_for
 from mlstm_pallas.gpu import Gpu, gpu_of, known_gpu
 from mlstm_pallas.planning import CallSpec
-from mlstm_pallas.problem import InputGate, Layout, Problem, make_problem
+from mlstm_pallas.problem import Problem, make_problem
 from mlstm_pallas.stage import Launch, Lowering, ScaledRows
 
 needs_mosaic_gpu = pytest.mark.skipif(
@@ -77,17 +77,8 @@ def spec_of(inputs, config, layout="BNTH", **options) -> CallSpec:
     sizes = dict(zip(("B", "NH", "S", "DHQK"), inputs["q"].shape, strict=True)) | {
         "DHV": inputs["v"].shape[-1]
     }
-    options = Options(config=config, layout=layout, **options)
-    gate, has_state = InputGate(options.input_gate), "c_initial" in inputs
-    return spec_for(
-        options,
-        gate,
-        options.normalize,
-        inputs["q"].dtype,
-        sizes,
-        Layout(layout),
-        has_initial_state=has_state,
-    )
+    options = options_of(dict(config=config, layout=layout, **options))
+    return spec_for(options, inputs["q"].dtype, sizes, has_initial_state="c_initial" in inputs)
 
 
 def bfloat16_shapes(B, NH, S, DHQK, DHHV):

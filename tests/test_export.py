@@ -28,7 +28,7 @@ from oracle import (
 )
 
 from mlstm_pallas import KernelConfig, fwbw, mlstm_chunkwise
-from mlstm_pallas.backend import on_backend
+from mlstm_pallas.dispatch import on_backend
 from mlstm_pallas.export import CUSTOM_CALL_TARGET, export
 
 INPUTS = random_inputs(0, 2, 2, 40, 16, 8)

@@ -14,19 +14,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from mlstm_pallas import dispatch, gates
+from mlstm_pallas import gates
 from mlstm_pallas.annotations import States
 from mlstm_pallas.arrays import Cotangents, Inputs, LastStates, Residuals, StoredStates
-from mlstm_pallas.backend import on_backend, requested_backend
+from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.backward import backward as backward_schedule
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.dispatch import run
+from mlstm_pallas.dispatch import lowerings, run, tiles_class
 from mlstm_pallas.entry import options_of, pad, spec_for
 from mlstm_pallas.fwbw import not_differentiated
 from mlstm_pallas.gates import ChunkGates, LocalGates
 from mlstm_pallas.normaliser import NormaliserGradients, at_least, query_scale
-from mlstm_pallas.planning import CallSpec, lowerings
-from mlstm_pallas.problem import MIN_CHUNK_SIZE, InputGate, Layout, accumulator_dtype
+from mlstm_pallas.planning import CallSpec
+from mlstm_pallas.problem import MIN_CHUNK_SIZE, accumulator_dtype
 from mlstm_pallas.sharding import aligned, over_shards
 from mlstm_pallas.stage import Lowering, ScaledRows, check_field
 from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
@@ -187,27 +187,15 @@ def call_spec(
     first = next(name for name in arguments if name in SEQUENCES)
     check_array(first, arguments[first], KERNEL_DTYPES, backend)
     config = KernelConfig(fused=False)
-    if (
-        backend != "xla"
-        and stage is not None
-        and (tiles_class := dispatch.tiles_class(stage, "triton"))
-    ):
-        fields = (name for name in TILES if name in tiles_class.__dataclass_fields__)
+    if backend != "xla" and stage is not None and (kernel := tiles_class(stage, "triton")):
+        fields = (name for name in TILES if name in kernel.__dataclass_fields__)
         tiles = {name: arguments.get((renamed or {}).get(name, name)) for name in fields}
         tiles = {name: x for name, x in tiles.items() if x is not None}
         config = config.replace(**{f"triton_{stage}": tiles})
     floor = 0.0 if constant_denominator else statics.get("norm_val", 1.0)
     fixed = dict(return_last_states=True, recompute_states_in_bw=False)
     options = options_of({"eps": 0.0, **statics, "norm_val": floor, "config": config, **fixed})
-    spec = spec_for(
-        options,
-        InputGate.EXP,
-        True,
-        arguments[first].dtype,
-        sizes,
-        Layout.BNTH,
-        has_initial_state=True,
-    )
+    spec = spec_for(options, arguments[first].dtype, sizes, has_initial_state=True)
     if "qk_scale" not in statics:
         return spec
     problem = dataclasses.replace(spec.problem, qk_scale=statics["qk_scale"])
@@ -250,36 +238,23 @@ def _padded(spec: CallSpec, x: Arrays, DHQK: int) -> Arrays:
     return {name: of_stage(name, y) for name, y in x.items()}
 
 
-@functools.cache
-def _on_shards(stage: Callable[..., Arrays], **statics: Any) -> Callable[..., Arrays]:
-    """stage(spec, lowering, arrays, **statics) jitted, as a function of spec and arrays.
+def _on_shard(
+    spec: CallSpec, lowering: Lowering, x: Arrays, *, stage: Callable[..., Arrays], **statics: Any
+) -> Arrays:
+    """stage(spec, lowering, x, **statics) with arrays as the documents have them."""
+    heads = dict(
+        DHQK=next(x[name] for name in ("matQ", "matK") if name in x).shape[-1],
+        DHHV=next(x[name] for name in ("matV", "matDeltaH") if name in x).shape[-1],
+    )
 
-    The stage gets arrays (B * NH, ...), the function (B, NH, ...).
-    """
+    def documented(name: str, y: jax.Array) -> jax.Array:
+        y = y[(..., *(slice(heads[dim]) for dim in _head_dims(name)))]
+        if name.endswith("_states") and name != "scaM_states":
+            y = y.reshape(y.shape[0], -1, *y.shape[3:])
+        return y
 
-    @functools.wraps(stage)
-    def on_shard(spec: CallSpec, x: Arrays) -> Arrays:
-        heads = dict(
-            DHQK=next(x[name] for name in ("matQ", "matK") if name in x).shape[-1],
-            DHHV=next(x[name] for name in ("matV", "matDeltaH") if name in x).shape[-1],
-        )
-
-        def documented(name: str, y: jax.Array) -> jax.Array:
-            y = y[(..., *(slice(heads[dim]) for dim in _head_dims(name)))]
-            if name.endswith("_states") and name != "scaM_states":
-                y = y.reshape(y.shape[0], -1, *y.shape[3:])
-            return y
-
-        of_spec = functools.partial(stage, spec, **statics)
-        results = on_backend(spec.backend, of_spec, _padded(spec, x, heads["DHQK"]))
-        return {name: documented(name, y) for name, y in results.items()}
-
-    @functools.partial(jax.jit, static_argnums=0)
-    def of_arrays(spec: CallSpec, x: Arrays) -> Arrays:
-        results: Arrays = over_shards(on_shard, spec, _not_differentiated(aligned(spec, x)))
-        return results
-
-    return of_arrays
+    results = stage(spec, lowering, _padded(spec, x, heads["DHQK"]), **statics)
+    return {name: documented(name, y) for name, y in results.items()}
 
 
 def run_stage(
@@ -295,7 +270,14 @@ def run_stage(
         shapes = (DHQK, DHHV), (DHQK,), ()
         x |= {n: jnp.zeros((*heads, *s), acc) for n, s in zip(_INITIAL, shapes, strict=True)}
     x = {name: jnp.asarray(y) for name, y in x.items() if y is not None}
-    return _on_shards(stage, **statics)(spec, x)
+    results: Arrays = _run_stage(spec, x, stage=stage, **statics)
+    return results
+
+
+@functools.partial(jax.jit, static_argnums=0, static_argnames=("stage", "output_dtype"))
+def _run_stage(spec: CallSpec, x: Arrays, **statics: Any) -> Any:
+    arrays = _not_differentiated(aligned(spec, x))
+    return over_shards(_on_shard, spec, arrays, **statics)
 
 
 def gates_of(spec: CallSpec, x: Arrays) -> ChunkGates:

@@ -27,9 +27,8 @@ import jax.numpy as jnp
 from jax.typing import DTypeLike
 
 from mlstm_pallas.annotations import Array, States
-from mlstm_pallas.entry import Options, checked, options_of, run
+from mlstm_pallas.entry import Options, options_of, prepare
 from mlstm_pallas.fwbw import mlstm_forward
-from mlstm_pallas.gates import segment_starts
 from mlstm_pallas.validation import as_dtype
 from mlstm_pallas.xlstm_jax import _common
 from mlstm_pallas.xlstm_jax._common import call_spec, run_stage
@@ -180,8 +179,7 @@ def _mlstm_chunkwise_fwbw_generator(
     """
     if autocast_kernel_dtype is not None:
         autocast_kernel_dtype = as_dtype("autocast_kernel_dtype", autocast_kernel_dtype)
-    options = options_of(locals())
-    return _forward_function(checked(options))  # checked: to the cache 1 equals True
+    return _forward_function(options_of(locals()))  # checked: to the cache 1 equals True
 
 
 @functools.cache
@@ -198,7 +196,8 @@ def _forward_function(options: Options) -> Callable[..., tuple[jax.Array, Any, A
     ) -> tuple[jax.Array, Any, Any, Any]:
         arrays: dict[str, Any] = dict(q=matQ, k=matK, v=matV, i=vecI, f=vecF)
         arrays |= dict(c_initial=matC_initial, n_initial=vecN_initial, m_initial=scaM_initial)
-        outputs: Any = run(mlstm_forward, segment_starts, vars(options) | arrays)
+        call = prepare(vars(options) | arrays)
+        outputs: Any = call.results(*mlstm_forward(call.spec, call.inputs))
         h, states = outputs if options.return_last_states else (outputs, (None, None, None))
         return h, *states
 
