@@ -29,7 +29,7 @@ from oracle import (
 )
 
 from mlstm_pallas import mlstm_chunkwise, mlstm_recurrent_step
-from mlstm_pallas.sharding import _identity
+from mlstm_pallas.sharding import Operation
 
 B, NH, S, DHQK, DHHV = 8, 4, 24, 16, 8
 BOUND = 4 * tolerance("float32", S + DHQK)  # the same sums in another order
@@ -227,7 +227,7 @@ def test_nothing_leaks_from_a_trace(inputs):
 
 
 def test_operations_under_different_vmaps_are_told_apart():
-    one, other = (_identity(run_on, "spec", mapped) for mapped in (0, 1))
+    one, other = (Operation(run_on, "spec", mapped=mapped).identity() for mapped in (0, 1))
     assert not np.array_equal(one, other)
 
 
