@@ -175,11 +175,9 @@ def mlstm_recurrent_step(
     f = -inf resets the state and i = -inf stores nothing. Values of -1e6 and
     below count as -inf. The arithmetic is float32.
 
-    The kernel reads and writes every state once. It updates c in place if the
-    caller does not use c afterwards: in a jitted loop, or if c is donated to
-    jax.jit (donate_argnums). Otherwise c is copied first. n and m are small
-    and go to new memory, so donating them gains nothing. A loop with two steps
-    per iteration (unroll=2) does not copy them back.
+    The kernel reads and writes every state once. It updates c, n and m in place
+    if the caller does not use them afterwards: in a jitted loop, or if they are
+    donated to jax.jit (donate_argnums). Otherwise they are copied first.
 
     The kernels have no derivatives; backend "xla" has them, of every order.
 

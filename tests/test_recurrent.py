@@ -47,6 +47,7 @@ def strict_modes():
 
 STATES = ("c", "n", "m")
 SMALL = KernelConfig(triton_recurrent_step=dict(siz_b_DHQK=16, siz_b_DHHV=16))
+ONE_CTA = KernelConfig(triton_recurrent_step=dict(siz_b_DHQK=16, siz_b_DHHV=64))
 
 
 def arguments(seed, B, NH, S, DHQK, DHHV, *, state_dtype="float32", **options):
@@ -71,6 +72,7 @@ def token(x, t):
 SHAPES = {
     "tiles_divide": ((2, 3, 32, 64), None),
     "tiles_divide_neither": ((1, 2, 40, 37), SMALL),
+    "one_cta_per_head": ((1, 2, 40, 37), ONE_CTA),
     "two_row_blocks": ((1, 1, 300, 64), None),
     "one_by_one": ((1, 1, 1, 1), None),
 }
@@ -128,15 +130,18 @@ OF_SIGMOID = dict(i_scale=3.0, resets=True, m_initial=False)
         ("interpret", dict(eps=0.1, norm_val=0.0), {}),
         ("interpret", dict(norm_val=40.0, stabilize_correctly=False), {}),
         ("interpret", SIGMOID | dict(normalize=False), OF_SIGMOID),
+        ("interpret", SIGMOID | dict(config=SMALL), OF_SIGMOID),
         ("xla", SIGMOID, OF_SIGMOID),
         ("interpret", {}, dict(dtype="bfloat16", states=False)),  # from zeros
     ],
-    ids=["no_floor", "unstabilised_floor", "unnormalised", "sigmoid", "bfloat16"],
+    ids=["no_floor", "unstabilised_floor", "unnormalised", "two_ctas", "sigmoid", "bfloat16"],
 )
 def test_a_sequence_is_the_recurrence(backend, options, recipe):
     x, whole = arguments(5, 2, 4, 3, 20, 24, **recipe)
     h, states = mlstm_recurrent_sequence(**x, **options, backend=backend)
-    expected_h, expected = oracle(whole, **options)
+    expected_h, expected = oracle(
+        whole, **{name: y for name, y in options.items() if name != "config"}
+    )
     assert (h.dtype, {y.dtype.name for y in states}) == (x["q"].dtype, {"float32"})
     assert_close(h, expected_h, tolerance(h.dtype, 20), "h")
     compare(STATES, states, expected, tolerance("float32", 20))
@@ -291,17 +296,44 @@ def test_vmap():
 
 
 @pytest.mark.parametrize(
-    ("input_gate", "dtype", "heads"),
-    [("exp", "bfloat16", (20, 37)), ("sigmoid", "float32", (300, 500))],
+    ("input_gate", "dtype", "heads", "ctas"),
+    [
+        ("exp", "bfloat16", (20, 37), 1),
+        ("sigmoid", "float32", (20, 37), 1),
+        ("exp", "float32", (300, 500), 16),
+        ("sigmoid", "bfloat16", (300, 500), 16),
+    ],
 )
-def test_a_step_is_one_launch_with_c_in_place(input_gate, dtype, heads):
+def test_a_step_is_one_launch_in_place(input_gate, dtype, heads, ctas):
+    """Several CTAs of a head read n and m from a copy."""
     x, _ = arguments(17, 1, 2, 0, *heads, dtype=dtype)
-    c = x.pop("c")
-    run = functools.partial(mlstm_recurrent_step, input_gate=input_gate, backend="triton")
-    text = lowered_for_cuda(jax.jit(lambda c, x: run(**x, c=c), donate_argnums=0), c, x)
-    assert set(re.findall(r"stablehlo\.(\w+)[ (]", text)) == {"custom_call", "reshape"}
+    step = functools.partial(mlstm_recurrent_step, input_gate=input_gate, backend="triton")
+    text = lowered_for_cuda(jax.jit(lambda x: step(**x)), x)
+    copies = {"broadcast_in_dim", "concatenate", "convert"} if ctas > 1 else set()
+    operations = set(re.findall(r"stablehlo\.(\w+)[ (]", text))
+    assert {"custom_call"} <= operations <= {"custom_call", "reshape"} | copies
+    assert ("concatenate" in operations) == (ctas > 1)
     [call] = [line for line in text.splitlines() if "custom_call" in line]
-    assert "output_operand_alias<output_tuple_indices = [0], operand_index = 0," in call
+    aliases = re.findall(r"output_tuple_indices = \[(\d)\], operand_index = (\d)", call)
+    assert aliases == [("0", "0"), ("2", "4"), ("3", "7")][: 2 + (input_gate == "exp")]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("batch", [1, 37])
+def test_a_loop_with_one_step_per_iteration_copies_no_state(batch):
+    shapes = [(256,), (256,), (512,), (), (), (256, 512), (256,), ()]
+    x = [jax.ShapeDtypeStruct((batch, 8, *dims), "float32") for dims in shapes]
+
+    def generate(token, states):
+        def body(carry):
+            t, _, states = carry
+            return (t + 1, *mlstm_recurrent_step(*token, *states, backend="triton"))
+
+        first = jnp.int32(0), jnp.zeros_like(token[2]), states
+        return jax.lax.while_loop(lambda carry: carry[0] < carry[1][0, 0, 0], body, first)
+
+    text = jax.jit(generate, donate_argnums=1).lower(x[:5], tuple(x[5:])).compile().as_text()
+    assert not re.findall(r"= (f32\S+) copy(?:-start)?\(", text)
 
 
 @pytest.mark.slow

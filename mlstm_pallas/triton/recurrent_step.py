@@ -1,10 +1,10 @@
 """recurrent_step in Triton.
 
 Grid (ceil(DHHV / siz_b_DHHV), B * NH). A CTA owns siz_b_DHHV columns of one head's C and loops over
-them in blocks of siz_b_DHQK rows, each prefetched while the preceding block is processed. Every CTA
-computes n' and z; the CTAs of the first columns store n' and m'. C is updated in place, but n and m
-are not, because other CTAs may still read them. Sizes that the tiles do not divide are masked,
-because padding would copy the states.
+them in blocks of siz_b_DHQK rows, each loaded while the preceding block is processed. Every CTA
+computes n' and z; the CTAs of the first columns store n' and m'. All states are updated in place,
+so the CTAs of a head that has several read n and m from a copy. Sizes that the tiles do not divide
+are masked, because padding would copy the states.
 
 FLOPs: 4 B NH K V. Bytes: C twice, 2 B NH K V itemsize; the rest is smaller by a factor of V or K.
 """
@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser
 from mlstm_pallas.problem import MIN_TILE, Problem, next_power_of_two
 from mlstm_pallas.stage import Launch
@@ -24,6 +25,8 @@ from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.recurrent_step import Operands, Step, rounded, step_gates
 from mlstm_pallas.tiles import block_at, loop
 from mlstm_pallas.triton.launch import kernel_call, masked_load, masked_store
+
+_BLOCK_BYTES = 2**14  # 4 CTAs of 4 warps fit an SM, with one block in use and one in flight
 
 
 def _recurrent_step_kernel(
@@ -35,10 +38,11 @@ def _recurrent_step_kernel(
     i_gmem: Any,  # ()
     f_gmem: Any,  # ()
     m_gmem: Any,  # (), or absent: the sigmoid input gate
+    before_gmem: Any,  # (DHQK + 1,), a copy of n and m; absent: the head has one CTA
     C_new_gmem: Any,  # out (DHQK, DHHV), in place of C
     h_gmem: Any,  # out (DHHV,)
-    n_new_gmem: Any,  # out (DHQK,)
-    m_new_gmem: Any,  # out (), or absent
+    n_new_gmem: Any,  # out (DHQK,), in place of n
+    m_new_gmem: Any,  # out (), in place of m, or absent
     *,
     call: Launch,
     normaliser: Normaliser | None,
@@ -46,63 +50,66 @@ def _recurrent_step_kernel(
     siz_b_DHHV: int,
 ) -> None:
     (DHQK, DHHV), scale, compiled = C_gmem.shape, call.problem.qk_scale, not call.interpret
-    owns_n = pl.program_id(0) == 0
     columns, in_columns = _block(pl.program_id(0), siz_b_DHHV, DHHV)
     num_blocks = -(-DHQK // siz_b_DHQK)
+
+    def load_vector(ref: Any, block: Any, inside: Any) -> jax.Array:
+        return masked_load(ref.at[block], inside).astype(jnp.float32)
 
     def load(ik: jax.Array) -> tuple[Any, ...]:
         rows, in_rows = _block(ik, siz_b_DHQK, DHQK)
         C = masked_load(C_gmem.at[rows, columns], _outer(in_rows, in_columns))
-        q, k, n = (
-            masked_load(ref.at[rows], in_rows).astype(jnp.float32)
-            for ref in (q_gmem, k_gmem, n_gmem)
-        )
-        # k[:, None] goes through shared memory, behind a barrier, so it is made before the gates.
-        return C, q, k, n, k[:, None]
+        q, k = (load_vector(ref, rows, in_rows)[:, None] for ref in (q_gmem, k_gmem))
+        return C, q, k
 
-    def update(ik: jax.Array, loaded: Any, num: jax.Array, z: jax.Array) -> tuple[Any, Any]:
+    def update(ik: jax.Array, loaded: Any, num: jax.Array) -> jax.Array:
         rows, in_rows = _block(ik, siz_b_DHQK, DHQK)
-        C, q, k, n, k_column = loaded
-        C = decay * C.astype(jnp.float32) + (gain * k_column) * v[None, :]
-        n = decay * n + gain * k
+        C, q, k = loaded
+        C = decay * C.astype(jnp.float32) + (gain * k) * v[None, :]
         masked_store(
             C_new_gmem.at[rows, columns], C.astype(C_new_gmem.dtype), _outer(in_rows, in_columns)
         )
-
-        @pl.when(owns_n)
-        def _() -> None:
-            masked_store(n_new_gmem.at[rows], n.astype(n_new_gmem.dtype), in_rows)
-
-        return num + jnp.sum(q[:, None] * C, axis=0), z + jnp.sum(q * n)
+        return num + jnp.sum(q * C, axis=0)
 
     def step(ik: jax.Array, carry: Any) -> tuple[Any, ...]:
-        following = load(ik + 1)
-        return following, *update(ik, *carry)
+        return load(ik + 1), update(ik, *carry)
 
     # The first block is loaded before anything waits.
-    i, f = (ref[...].astype(jnp.float32) for ref in (i_gmem, f_gmem))
-    m = None if m_gmem is None else m_gmem[...].astype(jnp.float32)
-    v = masked_load(v_gmem.at[columns], in_columns).astype(jnp.float32)
     loaded = load(jnp.zeros((), jnp.int32))
-    num, z = jnp.zeros((siz_b_DHHV,), jnp.float32), jnp.zeros((), jnp.float32)
-    carry: Any = loaded, num, z
+    i, f = (ref[...].astype(jnp.float32) for ref in (i_gmem, f_gmem))
+    v = load_vector(v_gmem, columns, in_columns)
+    whole, in_whole = _block(jnp.zeros((), jnp.int32), _at_least_a_tile(DHQK), DHQK)
+    q, k = (load_vector(ref, whole, in_whole) for ref in (q_gmem, k_gmem))
+    n = load_vector(n_gmem if before_gmem is None else before_gmem, whole, in_whole)
+    m = None
+    if m_gmem is not None:
+        m = (m_gmem[...] if before_gmem is None else before_gmem[DHQK]).astype(jnp.float32)
     decay, gain, m_new = step_gates(i, f, m, lambda x: rounded(x, m_new_gmem.dtype, compiled))
+    n = decay * n + gain * k
+
+    @pl.when(pl.program_id(0) == 0)
+    def _() -> None:
+        masked_store(n_new_gmem.at[whole], n.astype(n_new_gmem.dtype), in_whole)
+        if m_new_gmem is not None:
+            m_new_gmem[...] = m_new.astype(m_new_gmem.dtype)
+
+    carry: Any = loaded, jnp.zeros((siz_b_DHHV,), jnp.float32)
     if num_blocks > 1:
         carry = loop(num_blocks - 1, step, carry)
-    num, z = update(jnp.full((), num_blocks - 1, jnp.int32), *carry)
-    h = num * scale if normaliser is None else normaliser.normalise(num * scale, z * scale, m_new)
+    h = scale * update(jnp.full((), num_blocks - 1, jnp.int32), *carry)
+    if normaliser is not None:
+        h = normaliser.normalise(h, scale * jnp.sum(q * n), m_new)
     masked_store(h_gmem.at[columns], h.astype(h_gmem.dtype), in_columns)
-    if m_new_gmem is not None:
-
-        @pl.when(owns_n)
-        def _() -> None:
-            m_new_gmem[...] = m_new.astype(m_new_gmem.dtype)
 
 
 def _block(index: jax.Array, size: int, total: int) -> tuple[Any, jax.Array | None]:
     """The slice of a block, and a mask of its elements inside the axis; None: all are."""
     inside = None if total % size == 0 else index * size + lax.iota(jnp.int32, size) < total
     return block_at(index, size), inside
+
+
+def _at_least_a_tile(size: int) -> int:
+    return max(next_power_of_two(size), MIN_TILE)
 
 
 def _outer(rows: jax.Array | None, columns: jax.Array | None) -> jax.Array | None:
@@ -118,10 +125,16 @@ def recurrent_step(
     vecQ, vecK, vecV, scaI, scaF, matC, vecN, scaM = x
     heads, DHQK, DHHV = matC.shape
     sizes = (call.tiles.siz_b_DHQK, DHQK), (call.tiles.siz_b_DHHV, DHHV)
-    BK, BV = (min(tile, max(next_power_of_two(size), MIN_TILE)) for tile, size in sizes)
+    BK, BV = (min(tile, _at_least_a_tile(size)) for tile, size in sizes)
     state = pl.BlockSpec((None, DHQK, DHHV), lambda iv, b: (b, 0, 0))
     qk, hv = (pl.BlockSpec((None, size), lambda iv, b: (b, 0)) for size in (DHQK, DHHV))
     gate = pl.BlockSpec((None,), lambda iv, b: (b,))
+    grid = (-(-DHHV // BV), heads)
+    before = None
+    if grid[0] > 1:  # every CTA of a head reads n and m, and one of them updates them
+        last = scaI if scaM is None else scaM
+        pair = (x.astype(jnp.float32) for x in (vecN, last[:, None]))
+        before = jnp.concatenate(list(pair), axis=1)
     y = kernel_call(
         _recurrent_step_kernel,
         dict(
@@ -133,6 +146,7 @@ def recurrent_step(
             i=(scaI, gate),
             f=(scaF, gate),
             m=(scaM, gate),
+            before=(before, pl.BlockSpec((None, DHQK + 1), lambda iv, b: (b, 0))),
         ),
         dict(
             C_new=(jax.ShapeDtypeStruct(matC.shape, matC.dtype), state),
@@ -143,8 +157,8 @@ def recurrent_step(
                 gate,
             ),
         ),
-        grid=(-(-DHHV // BV), heads),
-        aliases={0: 0},
+        grid=grid,
+        aliases={0: 0, 4: 2} | ({} if scaM is None else {7: 3}),
         call=call,
         normaliser=normaliser,
         siz_b_DHQK=BK,
@@ -155,16 +169,22 @@ def recurrent_step(
 
 @dataclasses.dataclass(frozen=True)
 class Tiles(BaseTiles):
-    """Up to 32 KiB per CTA, all loaded at once: 128 CTAs for 8 heads of 256/512, and four CTAs
-    per SM if there are more heads.
-    """
+    """The defaults are for few heads: 128 CTAs for 8 heads of 256/512, each with one block."""
 
     siz_b_DHQK: int = 256
     siz_b_DHHV: int = 32
     num_warps: int = 8
 
+    @classmethod
+    def plan(cls, p: Problem, dtype: Any, gpu: Gpu, **asked: Any) -> Self:
+        """One CTA per head where the heads fill the GPU and run at the same time, or are small."""
+        columns, head = _at_least_a_tile(p.DHHV), p.DHQK * p.DHHV * dtype.itemsize
+        if head > 2**16 and not gpu.sms // 2 <= p.BNH <= 4 * gpu.sms:
+            return cls()
+        return cls(max(_BLOCK_BYTES // (columns * dtype.itemsize), 1), columns, 4)
+
     def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
-        columns = min(self.siz_b_DHHV, max(next_power_of_two(p.DHHV), MIN_TILE))
+        columns = min(self.siz_b_DHHV, _at_least_a_tile(p.DHHV))
         return -(-p.DHHV // columns), p.BNH
 
     def clamped(self, p: Problem) -> Self:
