@@ -1,4 +1,4 @@
-"""Which lowering runs: on the platform of a computation, and for each stage.
+"""Where a stage runs: in plain jnp, or as a kernel of a lowering.
 
 A stage has one name and one signature in every folder: ``stages/`` (plain jnp), ``triton/`` and
 ``mosaic_gpu/``, whose file of the stage's name has its kernel, if there is one. A folder is
@@ -9,12 +9,7 @@ import functools
 import importlib.util
 import os
 import pkgutil
-from collections.abc import Callable, Sequence
 from typing import Any
-
-import jax
-from jax.extend.core import Primitive, jaxpr_as_fun
-from jax.interpreters import batching, mlir
 
 from mlstm_pallas.stage import Launch, Lowering, Tiles
 from mlstm_pallas.stages import HELPERS, STAGES
@@ -65,84 +60,3 @@ def run(name: str, *, call: Launch, **inputs: Any) -> Any:
     return getattr(_module(call.lowering.folder, name), name)(
         operands(**arrays), call=call, **inputs
     )
-
-
-# What ``lax.platform_dependent`` does, but each function is lowered for its own platforms alone.
-# Where a computation is lowered for several, jax lowers every branch for all of them, and Pallas
-# refuses to lower kernels for a CPU, with a message that does not name ``backend``.
-_by_platform = Primitive("by_platform")
-_by_platform.multiple_results = True
-_by_platform.def_abstract_eval(lambda *_, backend, cuda, other: (other or cuda).out_avals)
-_by_platform.def_impl(
-    lambda *args, **params: jax.jit(functools.partial(_by_platform.bind, **params))(*args)
-)
-
-
-def _lowering_of(platform: str) -> Callable[..., Any]:
-    def rule(ctx: Any, *args: Any, backend: str | None, cuda: Any, other: Any) -> Any:
-        if platform == "cpu" and other is None:
-            interpreted = "interpret" if backend == "triton" else "mosaic_gpu_interpret"
-            raise ValueError(
-                f"backend is {backend!r}, whose kernels are for GPUs, and the computation is "
-                "lowered for a CPU: expected backend None or 'xla' (plain jnp), or "
-                f"{interpreted!r} (the kernels, interpreted)"
-            )
-        module = ctx.module_context
-        # jax keeps the lowered form of inner jits without their platforms: the CPU would call a
-        # function lowered for CUDA, and XLA for CPUs aborts at the cumsum of jax 0.12 for GPUs.
-        lowered = module.cached_primitive_lowerings
-        if ctx.platforms is not None:
-            lowered = lowered.setdefault((_by_platform, *ctx.platforms), {})
-        ctx = ctx.replace(module_context=module.replace(cached_primitive_lowerings=lowered))
-        jaxpr = cuda if platform == "cuda" or other is None else other
-        return mlir.lower_fun(jaxpr_as_fun(jaxpr))(ctx, *args)
-
-    return rule
-
-
-def _batched(axis: Any, args: Any, dims: Any, backend: Any, **jaxprs: Any) -> tuple[Any, Any]:
-    def mapped(jaxpr: Any) -> Any:
-        names = dict(axis_name=axis.name, axis_size=axis.size, spmd_axis_name=axis.spmd_name)
-        return jax.make_jaxpr(jax.vmap(jaxpr_as_fun(jaxpr), tuple(dims), **names))(*args)
-
-    jaxprs = {name: x and mapped(x) for name, x in jaxprs.items()}
-    results = _by_platform.bind(*args, backend=backend, **jaxprs)
-    return results, [0] * len(results)
-
-
-batching.fancy_primitive_batchers[_by_platform] = _batched
-mlir.register_lowering(_by_platform, _lowering_of("other"))
-for _platform in ("cpu", "cuda"):
-    mlir.register_lowering(_by_platform, _lowering_of(_platform), platform=_platform)
-
-
-def on_backend(
-    backend: str | None,
-    run: Callable[..., Any],
-    *args: Any,
-    mapped: Sequence[tuple[str, int]] = (),
-) -> Any:
-    """run(lowering, *args).
-
-    mapped: (name, size) of the axes of a vmap that run names, where jax may have left the vmap.
-
-    None is Triton where the computation is lowered for CUDA, else XLA. Where jax has no Triton it
-    is XLA, unless ``requested_backend`` chose "mosaic_gpu".
-    """
-    lowering = Lowering(backend or (Lowering.TRITON if HAS_TRITON else Lowering.XLA))
-    if lowering.interpret or lowering is Lowering.XLA:
-        return run(lowering, *args)
-    leaves, tree = jax.tree.flatten(args)
-
-    def traced(lowering: Lowering) -> Any:
-        return jax.make_jaxpr(
-            lambda *x: run(lowering, *jax.tree.unflatten(tree, x)),
-            axis_env=mapped,
-            return_shape=True,
-        )(*leaves)
-
-    (cuda, outputs), other = traced(lowering), None  # None: the kernels, on any GPU
-    if backend is None:
-        other, outputs = traced(Lowering.XLA)
-    results = _by_platform.bind(*leaves, backend=backend, cuda=cuda, other=other)
-    return jax.tree.unflatten(jax.tree.structure(outputs), results)

@@ -40,7 +40,7 @@ from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutNa
 from mlstm_pallas.arrays import Cotangents, Inputs, LastStates, Residuals
 from mlstm_pallas.backward import BackwardCarry, first_half, prepared, second_half
 from mlstm_pallas.config import KernelConfig
-from mlstm_pallas.dispatch import on_backend, run
+from mlstm_pallas.dispatch import run
 from mlstm_pallas.entry import Keywords, SequenceKeywords, prepare
 from mlstm_pallas.forward import PrecomputedStates, gates_of, key_states
 from mlstm_pallas.fwbw import (
@@ -61,6 +61,7 @@ from mlstm_pallas.gates import (
 )
 from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.problem import InputGate
+from mlstm_pallas.sharding import on_backend
 from mlstm_pallas.splits import decays_in_splits, decays_of_others
 from mlstm_pallas.stage import Lowering
 from mlstm_pallas.validation import DEFAULT_LAYOUT, check_axis_name, names_arguments

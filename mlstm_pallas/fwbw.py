@@ -48,18 +48,24 @@ ad.primitive_transposes[_tangent] = lambda cotangent, _: [cotangent]
 
 
 def _identity(name: str, jvp: Callable[..., Any]) -> Callable[..., Any]:
-    """The identity of a pytree, with its jvp rule; compiled programs do not contain it."""
+    """The identity of a pytree, with its jvp rule; compiled programs do not contain it.
+
+    Its keywords are those of the rule.
+    """
     # No custom_jvp: jax drops its rule in the first of two reverse passes through a scan.
     identity = Primitive(name)
     # One primitive binds all arrays, because with one per array some would be copied.
     identity.multiple_results = True
-    identity.def_abstract_eval(lambda *xs: xs)
-    identity.def_impl(lambda *xs: xs)
-    batching.primitive_batchers[identity] = lambda xs, axes: (identity.bind(*xs), axes)
-    mlir.register_lowering(identity, lambda _, *xs: xs)
+    identity.def_abstract_eval(lambda *xs, **_: xs)
+    identity.def_impl(lambda *xs, **_: xs)
+    batching.primitive_batchers[identity] = lambda xs, axes, **of_rule: (
+        identity.bind(*xs, **of_rule),
+        axes,
+    )
+    mlir.register_lowering(identity, lambda _, *xs, **__: xs)
     ad.primitive_jvps[identity] = jvp
-    return lambda tree: jax.tree.unflatten(
-        jax.tree.structure(tree), identity.bind(*jax.tree.leaves(tree))
+    return lambda tree, **of_rule: jax.tree.unflatten(
+        jax.tree.structure(tree), identity.bind(*jax.tree.leaves(tree), **of_rule)
     )
 
 
@@ -71,21 +77,13 @@ in_reverse_mode = _identity(
     ),
 )
 
-
-def not_differentiated(name: str, message: str) -> Callable[..., Any]:
-    """The identity of a pytree, which raises the message when it is differentiated."""
-    return _identity(name, functools.partial(_refuse, message=message))
-
-
-_not_differentiated = not_differentiated("not_differentiated", NO_SUCH_DERIVATIVE)
-_segments_not_differentiated = not_differentiated(
-    "segments_not_differentiated", NO_DERIVATIVE_OF_SEGMENTS
-)
+# Raises ``message`` when it is differentiated.
+not_differentiated = _identity("not_differentiated", _refuse)
 
 
 def operation(function: Callable[..., Any], spec: Any, *args: Any, **options: Any) -> Any:
     """``over_shards`` without derivatives."""
-    return over_shards(function, spec, *_not_differentiated(args), **options)
+    return over_shards(function, spec, *not_differentiated(args), **options)
 
 
 def forward(
@@ -138,5 +136,6 @@ def _with_segments(spec: CallSpec, lowering: Lowering, x: Inputs) -> Any:
 def mlstm_with_segments(spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, LastStates]:
     """h and the states at the ends of the packed segments, (B, N, NH, ...), without derivatives."""
     spec = dataclasses.replace(spec, recompute_states_in_bw=False, return_last_states=False)
-    outputs = over_shards(_with_segments, spec, _segments_not_differentiated(inputs))
+    inputs = not_differentiated(inputs, message=NO_DERIVATIVE_OF_SEGMENTS)
+    outputs = over_shards(_with_segments, spec, inputs)
     return outputs.h, jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), outputs.last)

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Mapping
-from typing import Any, NamedTuple, NoReturn
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.entry import normaliser_of, options_of
+from mlstm_pallas.fwbw import not_differentiated
 from mlstm_pallas.gpu import target_gpu
 from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.problem import InputGate, Layout, Problem, accumulator_dtype
@@ -61,23 +62,14 @@ def _step(
     return h, StepStates(c, n, m)
 
 
-@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
-def _step_on_shards(spec: CallSpec, x: Token, states: StepStates) -> Any:
-    return over_shards(_step, spec, x, states)
-
-
-@_step_on_shards.defjvp
-def _no_jvp(spec: CallSpec, primals: Any, tangents: Any) -> NoReturn:
-    raise TypeError(NO_DERIVATIVE)
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def step(spec: CallSpec, x: Token, states: StepStates) -> tuple[jax.Array, StepStates]:
     """h (B, NH, DHV) and the new states. B and NH are the first axes of all arrays."""
     # Only plain jnp is differentiable.
     if spec.backend == "xla":
         return _step(spec, Lowering.XLA, x, states)
-    outputs: tuple[jax.Array, StepStates] = _step_on_shards(spec, x, states)
+    arrays = not_differentiated((x, states), message=NO_DERIVATIVE)
+    outputs: tuple[jax.Array, StepStates] = over_shards(_step, spec, *arrays)
     return outputs
 
 

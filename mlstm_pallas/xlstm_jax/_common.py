@@ -207,10 +207,9 @@ def call_spec(
 
 _STATES = {"_all": "_states", "_inter": "_states", "scaMinter": "scaM"}
 _INITIAL = "matC_initial", "vecN_initial", "scaM_initial"
-_not_differentiated = not_differentiated(
-    "stages_not_differentiated",
+_NO_DERIVATIVE = (
     "the documented stages and passes have no derivatives; use those of "
-    "mlstm_pallas.mlstm_chunkwise or of _mlstm_chunkwise_fwbw_generator",
+    "mlstm_pallas.mlstm_chunkwise or of _mlstm_chunkwise_fwbw_generator"
 )
 
 
@@ -276,7 +275,7 @@ def run_stage(
 
 @functools.partial(jax.jit, static_argnums=0, static_argnames=("stage", "output_dtype"))
 def _run_stage(spec: CallSpec, x: Arrays, **statics: Any) -> Any:
-    arrays = _not_differentiated(aligned(spec, x))
+    arrays = not_differentiated(aligned(spec, x), message=_NO_DERIVATIVE)
     return over_shards(_on_shard, spec, arrays, **statics)
 
 
