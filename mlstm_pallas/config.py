@@ -91,12 +91,9 @@ class KernelConfig:
             fields["precision"] = f"jax.lax.{type(x).__name__}.{x.name}"
         return f"KernelConfig({', '.join(f'{name}={x}' for name, x in fields.items())})"
 
-    def replace(self, **changes: Any) -> "KernelConfig":
-        return KernelConfig(**self._keywords() | changes)
-
     def __or__(self, other: "KernelConfig") -> "KernelConfig":
         """The other config, with what it leaves None from this one."""
-        return self.replace(**other._keywords())
+        return KernelConfig(**self._keywords() | other._keywords())
 
     def tiles_of(self, kernel: str) -> dict[str, Any]:
         """The fields of a kernel's tiles that the config has."""

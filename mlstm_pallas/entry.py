@@ -159,7 +159,7 @@ def prepare(
     (q, k, v, i, f), (c_initial, n_initial, m_initial) = sequences.values(), states.values()
     segment_ids, sequence_lengths = integers.values()
     spec = spec_for(options, q.dtype, sizes, has_initial_state=c_initial is not None)
-    validation.check_layout_is_meant(arguments["layout"], sizes, c_initial, segment_ids)
+    validation.check_layout_is_meant(arguments.get("layout"), sizes, c_initial, segment_ids)
     if num_segments is not None:
         num_segments = validation.check_num_segments(
             num_segments, segment_ids, spec.return_last_states

@@ -8,17 +8,11 @@ from mlstm_pallas.annotations import BackendName, LayoutName
 from mlstm_pallas.backend import check_mosaic_gpu, requested_backend
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.costs import of_stage
+from mlstm_pallas.entry import options_of
 from mlstm_pallas.gpu import UNKNOWN, Gpu, known_gpu, target_gpu
 from mlstm_pallas.planning import Plan, asked_of, make_spec
 from mlstm_pallas.stage import Launch, Lowering
-from mlstm_pallas.validation import (
-    check_backend,
-    check_dtype,
-    check_flag,
-    check_instance,
-    check_integer,
-    check_layout,
-)
+from mlstm_pallas.validation import check_dtype, check_integer
 
 MIB = 2**20
 
@@ -138,17 +132,17 @@ def plan(
     """
     sizes = dict(B=B, NH=NH, S=S, DHQK=DHQK, DHV=DHV)
     shape = [check_integer(name, x, 1) for name, x in sizes.items()]
-    check_layout(layout)
-    check_instance("config", config, KernelConfig)
-    recompute = check_flag("recompute_states_in_bw", recompute_states_in_bw)
-    facts = _facts(gpu)
-    check_backend(backend)
+    options, facts = options_of(locals()), _facts(gpu)
     lowering = Lowering(requested_backend(backend, mosaic_gpu_kernels=False) or "triton")
     if lowering.folder == "mosaic_gpu":
         check_mosaic_gpu("backend", lowering, facts)
-    kernels = check_dtype("dtype", dtype)
     spec = make_spec(
-        shape, kernels, facts, lowering, config=config, recompute_states_in_bw=recompute
+        shape,
+        check_dtype("dtype", dtype),
+        facts,
+        lowering,
+        config=config,
+        recompute_states_in_bw=options.recompute_states_in_bw,
     )
     return preview(spec.plan)
 

@@ -37,10 +37,8 @@ LOWERINGS = "triton", "mosaic_gpu"
 PALLAS = "jax.experimental.pallas"
 # Modules that import others by computed names, and where those are.
 LAZY = {
-    "": ("distributed", "export", "reference", "xlstm_jax"),
     "dispatch": ("stages", *LOWERINGS),
     "stages": ("stages",),
-    "xlstm_jax": ("xlstm_jax",),
 }
 
 

@@ -62,7 +62,7 @@ sys.path.insert(0, {benchmarks!r})
 jax.config.update("jax_disable_most_optimizations", {quick})
 import mosaic_gpu_cases
 
-assert not mlstm_pallas.planning.HAS_TRITON
+assert not mlstm_pallas.dispatch.HAS_TRITON
 fused = mosaic_gpu_cases.fused()
 cases = dict(
     fused=mosaic_gpu_cases.Case(fused),

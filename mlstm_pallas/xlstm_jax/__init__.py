@@ -17,27 +17,10 @@ call ``mlstm_pallas.mlstm_chunkwise``.
 Signatures are laid out as in the documents, hence ``fmt: skip``.
 """
 
-import importlib
-from types import ModuleType
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from mlstm_pallas.xlstm_jax import (
-        max_triton_fwbw_v3noslice,
-        max_triton_fwbw_v5xlchunksize,
-        triton_stablef,
-    )
+from mlstm_pallas.xlstm_jax import (
+    max_triton_fwbw_v3noslice,
+    max_triton_fwbw_v5xlchunksize,
+    triton_stablef,
+)
 
 __all__ = ["max_triton_fwbw_v3noslice", "max_triton_fwbw_v5xlchunksize", "triton_stablef"]
-
-
-if not TYPE_CHECKING:  # so that type checkers report unknown names
-
-    def __getattr__(name: str) -> ModuleType:
-        if name in __all__:  # imported at first use
-            return importlib.import_module(f"{__name__}.{name}")
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})

@@ -85,7 +85,9 @@ def renamed(function: Function, name: str, module: str) -> Function:
     """A copy under another name, which error messages about its arguments then show."""
     original = cast(types.FunctionType, function)
     code = original.__code__.replace(co_name=name, co_qualname=name)
-    copy = types.FunctionType(code, original.__globals__, name, original.__defaults__)
+    copy = types.FunctionType(
+        code, original.__globals__, name, original.__defaults__, original.__closure__
+    )
     copy.__doc__, copy.__annotations__ = original.__doc__, original.__annotations__
     copy.__module__ = module
     return cast(Function, copy)
@@ -186,20 +188,21 @@ def call_spec(
     backend = requested_backend()
     first = next(name for name in arguments if name in SEQUENCES)
     check_array(first, arguments[first], KERNEL_DTYPES, backend)
-    config = KernelConfig(fused=False)
+    overrides: dict[str, Any] = {}
     if backend != "xla" and stage is not None and (kernel := tiles_class(stage, "triton")):
         fields = (name for name in TILES if name in kernel.__dataclass_fields__)
         tiles = {name: arguments.get((renamed or {}).get(name, name)) for name in fields}
-        tiles = {name: x for name, x in tiles.items() if x is not None}
-        config = config.replace(**{f"triton_{stage}": tiles})
-    floor = 0.0 if constant_denominator else statics.get("norm_val", 1.0)
-    fixed = dict(return_last_states=True, recompute_states_in_bw=False)
-    options = options_of({"eps": 0.0, **statics, "norm_val": floor, "config": config, **fixed})
-    spec = spec_for(options, arguments[first].dtype, sizes, has_initial_state=True)
-    if "qk_scale" not in statics:
-        return spec
-    problem = dataclasses.replace(spec.problem, qk_scale=statics["qk_scale"])
-    return dataclasses.replace(spec, problem=problem)
+        overrides[f"triton_{stage}"] = {name: x for name, x in tiles.items() if x is not None}
+    options = {"eps": 0.0, **statics, "config": KernelConfig(fused=False, **overrides)}
+    options |= dict(return_last_states=True, recompute_states_in_bw=False)
+    if constant_denominator:
+        options["norm_val"] = 0.0
+    dtype = arguments[first].dtype
+    spec = spec_for(options_of(options), dtype, sizes, has_initial_state=True)
+    if "qk_scale" in statics:
+        problem = dataclasses.replace(spec.problem, qk_scale=statics["qk_scale"])
+        spec = dataclasses.replace(spec, problem=problem)
+    return spec
 
 
 # The stages. They read the arrays of a shard, (B * NH, ...), from a dict. In all systems the states

@@ -17,6 +17,7 @@ The arguments of a stage:
   divide its axis is clamped.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from jax.typing import DTypeLike
 
 from mlstm_pallas.annotations import Array, States
 from mlstm_pallas.xlstm_jax import _common
-from mlstm_pallas.xlstm_jax._common import STEPS, Arguments, call_spec, renamed, run_stage
+from mlstm_pallas.xlstm_jax._common import STEPS, call_spec, renamed, run_stage
 from mlstm_pallas.xlstm_jax.triton_stablef import (
     _get_chunkwise_fwbw_kernel,
     _mlstm_chunkwise_fwbw_generator,
@@ -114,62 +115,45 @@ def mlstm_chunkwise__recurrent_bw_dC(
     return _common.boundary_gradients(spec, locals())
 
 
-def mlstm_chunkwise__parallel_bw_dV(
-    matQ: Array, matK: Array, matV: Array, vecI: Array, vecA: Array, vecB: Array, matC_all: Array,
-    vecN_all: Array, scaM_all: Array, vecN_out: Array, vecM_out: Array, matDeltaH: Array,
-    matDeltaC_states: Array, qk_scale: float | None = None, chunk_size: int = 64,
-    siz_b_LQ: int = 32, siz_b_LKV: int = 32, siz_b_DHQK: int | None = None,
-    siz_b_DHHV: int | None = None, num_warps: int | None = None, num_stages: int | None = None,
-    eps: float = 0.0, output_dtype: DTypeLike = jnp.float32,
-) -> jax.Array:  # fmt: skip
-    """The gradient of v, (B, NH, S, DHHV), in output_dtype.
+def _gradient(name: str) -> Callable[..., jax.Array]:
+    """The function for the gradient of V, or its counterpart for Q or K."""
 
-    Its stages compute the gradients of q and k too. The document is wrong to call the result
-    "deltaK" of DHQK columns, and about an eps of 1e-6.
+    def gradient(
+        matQ: Array, matK: Array, matV: Array, vecI: Array, vecA: Array, vecB: Array,
+        matC_all: Array, vecN_all: Array, scaM_all: Array, vecN_out: Array, vecM_out: Array,
+        matDeltaH: Array, matDeltaC_states: Array, qk_scale: float | None = None,
+        chunk_size: int = 64, siz_b_LQ: int = 32, siz_b_LKV: int = 32,
+        siz_b_DHQK: int | None = None, siz_b_DHHV: int | None = None,
+        num_warps: int | None = None, num_stages: int | None = None, eps: float = 0.0,
+        output_dtype: DTypeLike = jnp.float32,
+    ) -> jax.Array:  # fmt: skip
+        """The gradient of v, (B, NH, S, DHHV), of q or of k, (B, NH, S, DHQK), in output_dtype.
 
-    Args:
-      vecB: the running sums of log sigmoid(f) within each chunk, (B, NH, NC, L), finite.
-      matDeltaC_states: the gradients of C at the chunk boundaries, shaped as matC_all.
-      vecA (B, NH, NC, L), vecN_all, vecM_out (B, NH, S): not read. They follow from the other
-        arguments, or their gradient is zero.
-      eps: that of the forward pass, which is added to vecN_out.
-    """
-    return _gradient("V", locals())
+        Its stages compute all three. The document of bw_dV is wrong to call the result "deltaK"
+        of DHQK columns, and about an eps of 1e-6.
 
+        Args:
+          vecB: the running sums of log sigmoid(f) within each chunk, (B, NH, NC, L), finite.
+          matDeltaC_states: the gradients of C at the chunk boundaries, shaped as matC_all.
+          vecA (B, NH, NC, L), vecN_all, vecM_out (B, NH, S): not read. They follow from the other
+            arguments, or their gradient is zero.
+          eps: that of the forward pass, which is added to vecN_out.
+        """
+        arguments = locals()
+        # parallel_bw_dQKV calls the rows of its output tiles siz_b_LQ, for keys too.
+        tiles = {} if name == "Q" else {"siz_b_LQ": "siz_b_LKV"}
+        spec = call_spec(
+            arguments, constant_denominator=True, stage="parallel_bw_dQKV", renamed=tiles
+        )
+        x: jax.Array = run_stage(_common.input_gradients, spec, arguments)[f"matDelta{name}"]
+        return x.astype(output_dtype)
 
-def mlstm_chunkwise__parallel_bw_dQ(
-    matQ: Array, matK: Array, matV: Array, vecI: Array, vecA: Array, vecB: Array, matC_all: Array,
-    vecN_all: Array, scaM_all: Array, vecN_out: Array, vecM_out: Array, matDeltaH: Array,
-    matDeltaC_states: Array, qk_scale: float | None = None, chunk_size: int = 64,
-    siz_b_LQ: int = 32, siz_b_LKV: int = 32, siz_b_DHQK: int | None = None,
-    siz_b_DHHV: int | None = None, num_warps: int | None = None, num_stages: int | None = None,
-    eps: float = 0.0, output_dtype: DTypeLike = jnp.float32,
-) -> jax.Array:  # fmt: skip
-    """The gradient of q, (B, NH, S, DHQK). Arguments as of ``mlstm_chunkwise__parallel_bw_dV``."""
-    return _gradient("Q", locals())
-
-
-def mlstm_chunkwise__parallel_bw_dK(
-    matQ: Array, matK: Array, matV: Array, vecI: Array, vecA: Array, vecB: Array, matC_all: Array,
-    vecN_all: Array, scaM_all: Array, vecN_out: Array, vecM_out: Array, matDeltaH: Array,
-    matDeltaC_states: Array, qk_scale: float | None = None, chunk_size: int = 64,
-    siz_b_LQ: int = 32, siz_b_LKV: int = 32, siz_b_DHQK: int | None = None,
-    siz_b_DHHV: int | None = None, num_warps: int | None = None, num_stages: int | None = None,
-    eps: float = 0.0, output_dtype: DTypeLike = jnp.float32,
-) -> jax.Array:  # fmt: skip
-    """The gradient of k, (B, NH, S, DHQK). Arguments as of ``mlstm_chunkwise__parallel_bw_dV``."""
-    return _gradient("K", locals())
+    return renamed(gradient, f"mlstm_chunkwise__parallel_bw_d{name}", __name__)
 
 
-def _gradient(name: str, arguments: Arguments) -> jax.Array:
-    """The gradient of one of q, k and v, in output_dtype."""
-    # parallel_bw_dQKV calls the rows of its output tiles siz_b_LQ, for keys too.
-    renamed = {} if name == "Q" else {"siz_b_LQ": "siz_b_LKV"}
-    spec = call_spec(
-        arguments, constant_denominator=True, stage="parallel_bw_dQKV", renamed=renamed
-    )
-    gradient: jax.Array = run_stage(_common.input_gradients, spec, arguments)[f"matDelta{name}"]
-    return gradient.astype(arguments["output_dtype"])
+mlstm_chunkwise__parallel_bw_dV = _gradient("V")
+mlstm_chunkwise__parallel_bw_dQ = _gradient("Q")
+mlstm_chunkwise__parallel_bw_dK = _gradient("K")
 
 
 def mlstm_chunkwise_bw(

@@ -252,13 +252,5 @@ def mlstm_chunkwise_triton_stablef(
       autocast_kernel_dtype: of q, k, v in the matrix products; gates and states stay float32.
       eps, chunk_size, stabilize_correctly, norm_val: as for ``mlstm_pallas.mlstm_chunkwise``.
     """
-    kernel = _get_chunkwise_fwbw_kernel(
-        autocast_kernel_dtype,
-        return_last_states=return_last_states,
-        eps=eps,
-        chunk_size=chunk_size,
-        stabilize_correctly=stabilize_correctly,
-        norm_val=norm_val,
-    )
-    h, *states = kernel(q, k, v, i, f, c_initial, n_initial, m_initial)
-    return (h, tuple(states)) if return_last_states else h
+    call = prepare(locals())
+    return call.results(*mlstm_forward(call.spec, call.inputs))
