@@ -39,6 +39,7 @@ SHAPES: dict[str, Any] = {
     "tiny": Shape(1, 2, 128, 32, 64),
     "seqlen": [Shape(2**17 // S, 8, S, 256, 512) for S in (2**n for n in range(9, 18))],
     "batch": [Shape(B, 8, 8192, 256, 512) for B in (1, 2, 4, 8, 16)],
+    "decode": [Shape(B, 8, 1, 256, 512) for B in (1, 2, 4, 8, 16, 37, 64, 128)],
     "heads": [Shape(8, 4096 // max(V, 256), 8192, K, V) for K, V in HEADS],
 }
 KNOWN = f"{', '.join(SHAPES)} and BxNHxSxDHQKxDHHV"

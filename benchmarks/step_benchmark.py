@@ -1,8 +1,9 @@
 r"""Times a step of the recurrent mLSTM, as a generation loop sees it, beside other implementations.
 
-    python benchmarks/step_benchmark.py             # b1-8k and 256mib on a GPU, a tiny one without
-    python benchmarks/step_benchmark.py --shape=b1-8k,128x8x1x256x512 \
+    python benchmarks/step_benchmark.py         # batches of 1 to 128 on a GPU, a tiny one without
+    python benchmarks/step_benchmark.py --shape=1x8x1x256x512,64x8x1x256x512 \
         --impl=triton,xla,mlstm_kernels_triton_step --jsonl=step.jsonl
+    python benchmarks/step_benchmark.py --from_jsonl=step.jsonl --plot=step.png  # measures nothing
 
 Shapes are those of the other benchmarks; the sequence length does not count. mlstm_pallas runs in
 one jitted loop of --steps steps that updates its states in place, a peer in torch as a CUDA graph
@@ -11,15 +12,17 @@ the first, a middle and the last head. A wrong output is not timed.
 
 Bytes are those of the states, read once and written once, 2 B NH (DHQK DHHV + DHQK + 1) itemsize,
 whatever an implementation moves. The rate of a copy of the device's memory, bytes read and written,
-is measured in the same run. Exit code 1 when an output is wrong or mlstm_pallas fails, 2 when the
-request makes no sense, 130 after Ctrl-C.
+is measured in the same run; at that rate the states allow the tokens per second of the "limit". A
+token is a step of one sequence in one layer. States that fit in the L2 can exceed the limit. Exit
+code 1 when an output is wrong or mlstm_pallas fails, 2 when the request makes no sense, 130 after
+Ctrl-C.
 """
 
 import functools
 import itertools
 import os
 import statistics
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple
 
 import command
@@ -27,6 +30,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import peers
+import reporting
 import runner
 import shapes
 from absl import flags
@@ -39,7 +43,7 @@ from shapes import Shape
 from mlstm_pallas import mlstm_recurrent_step, reference
 
 BACKENDS = ("triton", "interpret", "xla")  # a step has no Mosaic GPU kernel
-
+LOOPS = ("scan", "while")
 
 CHECKED_STEPS = 4
 # Relative norms of the error of h, by the coarser of the dtypes: sums of a few hundred float32
@@ -83,26 +87,26 @@ def random_inputs(shape: Shape, dtype: str, state_dtype: str) -> tuple[Token, St
 class MlstmPallas(peers.JaxImplementation):
     """A backend of mlstm_recurrent_step."""
 
-    def __init__(self, backend: str, unroll: int, variant: str):
+    def __init__(self, backend: str, loop: str, variant: str):
         self.step = functools.partial(mlstm_recurrent_step, backend=backend, **VARIANTS[variant])
-        self.unroll = unroll
+        self.loop = loop
 
     def build(self, token: Token, states: States, steps: int) -> Callable[[], jax.Array]:
         """A call runs the steps from the states of the call before and returns the last h."""
 
-        @functools.partial(jax.jit, donate_argnums=1)
-        def run(token, states):
+        def run(token, states, steps):
             def body(_, carry):
                 return self.step(*token, *carry[1])
 
-            first, unroll = (jnp.zeros_like(token.v), states), min(self.unroll, steps)
-            return lax.fori_loop(0, steps, body, first, unroll=unroll)
+            return lax.fori_loop(0, steps, body, (jnp.zeros_like(token.v), states))
 
+        # A fori_loop is a scan, but with a traced number of steps a while_loop.
+        run = jax.jit(run, donate_argnums=1, static_argnums=2 if self.loop == "scan" else ())
         current = jax.tree.map(jnp.copy, states)
 
         def call():
             nonlocal current
-            h, current = run(token, current)
+            h, current = run(token, current, steps)
             return [h]
 
         return call
@@ -111,10 +115,12 @@ class MlstmPallas(peers.JaxImplementation):
 class MlstmKernelsStep(peers.TorchPeer):
     """mlstm_kernels (NX-AI), its Triton step kernel.
 
-    It does not update in place: the steps go to and fro between two sets of states.
+    The steps go to and fro between two sets of states; in place they share C, but not n and m,
+    which every CTA of a head reads and one of them writes.
     """
 
     modules = ("mlstm_kernels.torch.recurrent",)
+    in_place = False
 
     def build(self, token, states, steps):
         torch = self.torch
@@ -123,7 +129,9 @@ class MlstmKernelsStep(peers.TorchPeer):
             return torch_tensor(torch, x if x.ndim > 2 else x[..., None], x.dtype)
 
         token, first = tuple(map(tensor, token)), tuple(map(tensor, states))
-        sets = tuple(tuple(map(torch.empty_like, first)) for _ in range(2))
+        sets = [tuple(map(torch.empty_like, first)) for _ in range(2)]
+        if self.in_place:
+            sets[1] = (sets[0][0], *sets[1][1:])
 
         def run(count):
             for x, y in zip(sets[0], first, strict=True):
@@ -148,7 +156,14 @@ class MlstmKernelsStep(peers.TorchPeer):
         return call
 
 
-PEERS = {"mlstm_kernels_triton_step": MlstmKernelsStep}
+class MlstmKernelsStepInPlace(MlstmKernelsStep):
+    in_place = True
+
+
+PEERS = {
+    "mlstm_kernels_triton_step": MlstmKernelsStep,
+    "mlstm_kernels_triton_step_in_place": MlstmKernelsStepInPlace,
+}
 
 
 def expected_h(token: Token, states: States, index: np.ndarray, variant: str) -> np.ndarray:
@@ -177,9 +192,9 @@ def copy_rate(repeats: int) -> float:
 def measure(row: Row, options: flags.FlagValues) -> None:
     """Fills the row; does not time a wrong output."""
     shape, variant = row["shape"], options.variant
-    dtypes = row["dtype"], options.state_dtype
+    dtypes = row["dtype"], row["state_dtype"]
     if row["impl"] in BACKENDS:
-        impl: peers.Implementation = MlstmPallas(row["impl"], options.unroll, variant)
+        impl: peers.Implementation = MlstmPallas(row["impl"], row["loop"], variant)
     elif variant != "exp":
         raise UnsupportedError(f"it has no variant {variant}")
     else:
@@ -196,52 +211,76 @@ def measure(row: Row, options: flags.FlagValues) -> None:
     seconds = runner.store_times(row, [x / row["steps"] for x in times])
     row["gbps"] = 2 * row["state_mib"] * 2**20 / seconds / 1e9
     row["copy_pct"] = 100 * row["gbps"] / row["copy_gbps"]
+    row["tokens/s"] = shape.B / seconds
 
 
 def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
-    """A row for each shape, dtype and implementation."""
+    """A row for each shape, dtype, dtype of the states, implementation and loop."""
     gpu = runner.on_gpu()
     impls = options.impl or (["triton", *PEERS] if gpu else ["xla"])
     runner.check_gpu(impls)
-    named = shapes.named(options.shape, *(("b1-8k", "256mib") if gpu else ("tiny",)))
+    named = shapes.named(options.shape, "decode" if gpu else "tiny")
     copy_gbps = copy_rate(options.repeats) / 1e9
     print(f"\ncopy: {copy_gbps:.4g} GB/s")
-    common = {name: options[name].value for name in ("state_dtype", "unroll", "variant")}
-    common |= dict(direction="step", steps=options.steps or (1000 if gpu else 10))
-    for (name, whole), dtype, impl in itertools.product(named.items(), options.dtype, impls):
-        shape = whole._replace(S=1)
-        what = dict(state_mib=state_bytes(shape, options.state_dtype) / 2**20, dtype=dtype)
-        row = runner.new_row(options, name, shape, impl, copy_gbps=copy_gbps, **common, **what)
-        yield runner.attempt(row, impl in BACKENDS, measure, options)
+    steps = options.steps or (1000 if gpu else 10)
+    common = dict(direction="step", steps=steps, variant=options.variant, copy_gbps=copy_gbps)
+    cases = itertools.product(named.items(), options.dtype, options.state_dtype, impls)
+    for (name, whole), dtype, state_dtype, impl in cases:
+        shape, what = whole._replace(S=1), dict(dtype=dtype, state_dtype=state_dtype)
+        what["state_mib"] = state_bytes(shape, state_dtype) / 2**20
+        for loop in options.loop if impl in BACKENDS else ("graph",):
+            row = runner.new_row(options, name, shape, impl, loop=loop, **common, **what)
+            yield runner.attempt(row, impl in BACKENDS, measure, options)
+
+
+def plot(rows: Sequence[Row], path: str) -> None:
+    """Tokens per second against the batch, beside what the bandwidth of a copy allows."""
+    rows = [row for row in rows if row.get("tokens/s")]
+
+    def limit(row: Row) -> Row:
+        return row | {"loop": "limit", "tokens/s": 100 * row["tokens/s"] / row["copy_pct"]}
+
+    def line(row: Row) -> str:
+        return "memory limit" if row["loop"] == "limit" else f"{row['impl']}, {row['loop']}"
+
+    def panel(row: Row) -> str:
+        heads = "{1} heads of {3}/{4}".format(*row["shape"])
+        return f"{heads}, {row['state_dtype']} states, one layer"
+
+    both = [*rows, *map(limit, rows)]
+    reporting.plot(
+        both, path, line, lambda row: row["shape"].B, panel, keys=("tokens/s",), xlabel="batch"
+    )
 
 
 COLUMNS = {
     "shape": ("name", ""),
     "impl": ("impl", ""),
+    "loop": ("loop", ""),
     "dtype": ("dtype", ""),
+    "states": ("state_dtype", ""),
     "state MiB": ("state_mib", ".4g"),
     "ms/step": ("ms", ".5f"),
     "spread %": ("spread", ".1%"),
     "GB/s": ("gbps", ".4g"),
     "copy %": ("copy_pct", ".0f"),
+    "tokens/s": ("tokens/s", ".4g"),
     "error": ("error", ".1e"),
     "note": ("note", ""),
 }
 
 
 def define_flags(define: command.Define) -> None:
-    loop = "Of mlstm_pallas, steps in an iteration of the loop."
-    unroll = f"{loop} n and m go to new memory: one step per iteration costs a copy of each."
     define.names("impl", [], (*BACKENDS, *PEERS), "none: triton and peers, without a GPU xla.")
-    define.enum("state_dtype", "float32", list(TOLERANCES), "Of C and n; m is float32.")
+    define.names("state_dtype", ["float32"], TOLERANCES, "of C and n; m is float32.")
     define.integer("steps", None, "Of a loop; none: 1000, without a GPU 10.", lower_bound=1)
-    define.integer("unroll", 2, unroll, lower_bound=1)
+    define.names("loop", ["scan"], LOOPS, "of mlstm_pallas, lax.scan or lax.while_loop.")
     define.enum("variant", "exp", ["exp", "sigmoid", "unnormalised"], "Of mlstm_pallas.")
-    define.shared("shape", "dtype", "repeats", "commit", "from_jsonl", "jsonl")
+    define.shared("shape", "dtype", "repeats", "commit", "from_jsonl", "jsonl", "plot")
 
 
 def run(options: flags.FlagValues) -> int:
-    return runner.run("step_benchmark", options, measured_rows, COLUMNS)
+    return runner.run("step_benchmark", options, measured_rows, COLUMNS, plot=plot)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,32 @@ def test_measures_each_variant_and_skips_the_peer(variant, tmp_path, monkeypatch
     assert peer["note"] == (benchmark_runs.MISSING if variant == "exp" else none)
 
 
+def test_tokens_per_second_and_their_limit_by_batch(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    rows, path, plotted = tmp_path / "rows.jsonl", tmp_path / "plot.png", []
+    shapes = "--shape=1x2x1x16x16,2x2x1x16x16"
+    assert (
+        run(shapes, "--loop=scan,while", "--state_dtype=float32,bfloat16", f"--jsonl={rows}") == 0
+    )
+    measured = benchmark_runs.records(rows)
+    assert len({(*row["shape"], row["loop"], row["state_dtype"]) for row in measured}) == 8
+    drawn = step_benchmark.reporting.plot
+
+    def plot(rows, path, line, *args, **options):
+        plotted.extend((line(row), row["tokens/s"]) for row in rows)
+        drawn(rows, path, line, *args, **options)
+
+    monkeypatch.setattr(step_benchmark.reporting, "plot", plot)
+    assert run(f"--from_jsonl={rows}", f"--plot={path}") == 0
+    assert path.stat().st_size > 0
+    limits = [y for label, y in plotted if label == "memory limit"]
+    for row, y in zip(measured, limits, strict=True):
+        B, _, _, K, V = row["shape"]
+        moved = 2 * B * 2 * (K * V + K + 1) * (4 if row["state_dtype"] == "float32" else 2)
+        assert row["tokens/s"] == pytest.approx(B / (row["ms"] * 1e-3))
+        assert y == pytest.approx(row["copy_gbps"] * 1e9 / (moved / B))
+
+
 @pytest.mark.parametrize("change", [1.03, jnp.nan])
 def test_a_wrong_step_is_not_timed(change, monkeypatch, capsys):
     def wrong(*args, right=step_benchmark.mlstm_recurrent_step, **options):
