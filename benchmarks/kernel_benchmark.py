@@ -55,7 +55,7 @@ from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.gate_gradients import TileSums
 from mlstm_pallas.gates import vector_states
 from mlstm_pallas.gpu import target_gpu
-from mlstm_pallas.normaliser import query_scale
+from mlstm_pallas.normaliser import DEFAULT_NORMALISER, query_scale
 from mlstm_pallas.problem import MAX_TILE, Problem
 from mlstm_pallas.stage import Launch, Lowering, ScaledRows, Stage
 from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
@@ -123,7 +123,9 @@ def stage_arrays(x: Inputs, L: int, fused: bool) -> dict[str, Any]:
                 added = plain(stages.HELPERS["step_sums"], problem)(k, abar)
                 known |= dict(vecAbar=abar, vecN_states=vector_states(added, gamma, n)[0])
             case "parallel_bw_dP":
-                terms, gamma = outputs.vecDeltaN_added, known["scaGamma"]
+                delta, terms, gamma = outputs.vecDelta, outputs.vecDeltaN_added, known["scaGamma"]
+                of_z = known["vecZ"], known["gates"].per_step().vecM
+                known["normaliser_gradients"] = DEFAULT_NORMALISER.gradients(delta, *of_z)
                 known["vecDeltaN_states"], _ = vector_states(terms, gamma, n, backward=True)
     return {name: known[name] for name in required}
 

@@ -87,7 +87,7 @@ BACKWARD = [
     [
         "matP, matDeltaP (B, NH, S, L)   sums of W: pairs",
         "queries, keys: qbar, kbar, or matQ, matK with weights",
-        "vecDeltaN_added (B, NH, NC, DHQK)   vecDz, vecDm (B, NH, S)",
+        "vecDelta (B, NH, S)   vecDeltaN_added (B, NH, NC, DHQK)",
     ],
     (
         KERNEL,

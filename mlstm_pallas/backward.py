@@ -4,7 +4,7 @@ Arrays belong to a shard, as in the forward schedule.
 """
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import Array, lax
@@ -18,9 +18,9 @@ from mlstm_pallas.gate_gradients import (
     zero_states,
 )
 from mlstm_pallas.gates import ChunkGates
-from mlstm_pallas.normaliser import NormaliserGradients, query_scale
+from mlstm_pallas.normaliser import NormaliserGradients, normaliser_gradients, query_scale
 from mlstm_pallas.planning import CallSpec
-from mlstm_pallas.stage import Launch, Lowering, ScaledRows
+from mlstm_pallas.stage import Lowering, ScaledRows
 from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients
 from mlstm_pallas.stages.recurrent_bw_dC import StateGradients
@@ -30,8 +30,10 @@ class BackwardCarry(NamedTuple):
     """The results of the first half of the backward pass, which the second half reads."""
 
     gates: ChunkGates
-    tiles: ScoreGradients  # without queries and keys
-    states: StateGradients
+    scores: ScoreGradients  # P, dP and pairs
+    states: StateGradients  # without delta
+    normaliser_gradients: NormaliserGradients
+    vecDeltaN_added: Array | None  # (B * NH, NC, DHQK); None without a normaliser
 
 
 def backward(
@@ -64,10 +66,10 @@ def prepared(
 def first_half(
     spec: CallSpec, lowering: Lowering, residuals: Residuals, cotangents: Cotangents
 ) -> BackwardCarry:
-    """The gates, the tiles, and the states and their gradients at the chunk boundaries.
+    """The gates, P and dP, the states, and their gradients at the chunk boundaries.
 
     Of these only dC depends on the gradients of the last states; it is linear in that of C. The
-    arrays are ``prepared``.
+    arrays are ``prepared``. The first stage that reads dh gets h as well, and returns delta.
     """
     (x, h, z, stored), (dh, last) = residuals, cotangents
     recompute = stored.C is None
@@ -83,11 +85,13 @@ def first_half(
         with_flags=True,
         call=spec.launch("chunk_gates", lowering),
     )
-    recomputes_scores = spec.recomputes_scores(lowering)
-    if recomputes_scores:
-        tiles = before_tiles(spec, x.q, x.k, gates, z)
+    g = gates.per_step()
+    of_normaliser = functools.partial(normaliser_gradients, spec.normaliser, z=z, m=g.vecM)
+    r = query_scale(g.vecW, spec.problem.qk_scale, of_normaliser(delta=None).vecInvDen)
+    if spec.recomputes_scores(lowering):
+        scores = ScoreGradients(queries=ScaledRows(x.q, r), keys=ScaledRows(x.k, g.vecAbar))
     else:
-        tiles = run(
+        scores = run(
             "parallel_bw_dP",
             matQ=x.q,
             matK=x.k,
@@ -102,24 +106,35 @@ def first_half(
         )
     states: StateGradients = run(
         "recurrent_bw_dC",
-        queries=tiles.queries,
+        queries=scores.queries,
         matDeltaH=dh,
         scaGamma=gates.scaGamma,
         matDeltaC_last=last.c,
-        keys=tiles.keys if recompute else None,
+        keys=scores.keys if recompute else None,
         matV=x.v,
         matC_initial=x.c_initial,
-        matH=h if recomputes_scores else None,
+        matH=h if scores.vecDelta is None else None,
         return_initial=spec.has_initial_state,
         return_last=spec.return_last_states,
         call=spec.launch("recurrent_bw_dC", lowering),
     )
-    if recomputes_scores:
-        call = spec.launch("step_sums", spec.launch("parallel_bw_dQKV", lowering).lowering)
-        tiles = with_delta(spec, tiles, x.q, gates, z, states.vecDelta, call)
-    return BackwardCarry(
-        gates, tiles._replace(queries=None, keys=None), states._replace(vecDelta=None)
-    )
+    delta = states.vecDelta if scores.vecDelta is None else scores.vecDelta
+    gradients, dn_added = of_normaliser(delta=delta), scores.vecDeltaN_added
+    if gradients.vecDzDen is not None and dn_added is None:
+        dn_added = run(
+            "step_sums",
+            rows=x.q,
+            weights=r * gradients.vecDzDen,
+            call=spec.launch("step_sums", _scores_lowering(spec, lowering)),
+        )
+    scores = ScoreGradients(scores.matP, scores.matDeltaP, pairs=scores.pairs)
+    return BackwardCarry(gates, scores, states._replace(vecDelta=None), gradients, dn_added)
+
+
+def _scores_lowering(spec: CallSpec, lowering: Lowering) -> Lowering:
+    """The lowering of the kernel that computes P and dP."""
+    name = "parallel_bw_dQKV" if spec.recomputes_scores(lowering) else "parallel_bw_dP"
+    return spec.launch(name, lowering).lowering
 
 
 def second_half(
@@ -131,17 +146,13 @@ def second_half(
 ) -> Inputs:
     """The gradients of the inputs. The arrays are ``prepared``."""
     (x, _, _, stored), (dh, last) = residuals, cotangents
-    gates, tiles, (dC, dC_initial, C, C_last, _) = first
+    gates, scores, (dC, dC_initial, C, C_last, _), of_normaliser, dn_added = first
     if stored.C is not None:
         C, C_last = stored.C, stored.C_last
-    gamma, n = gates.scaGamma, stored.n
-    scores = "parallel_bw_dQKV" if spec.recomputes_scores(lowering) else "parallel_bw_dP"
-    of_scores = spec.launch(scores, lowering).lowering
-    of_normaliser, dn_added = tiles.normaliser_gradients, tiles.vecDeltaN_added
-    dn_added = jnp.zeros_like(n) if dn_added is None else dn_added
+    gamma, n, of_scores = gates.scaGamma, stored.n, _scores_lowering(spec, lowering)
     dn, dn_initial = run(
         "vector_states",
-        added=dn_added,
+        added=jnp.zeros_like(n) if dn_added is None else dn_added,
         scaGamma=gamma,
         initial=last.n,
         backward=True,
@@ -155,7 +166,7 @@ def second_half(
         matDeltaH=dh,
         gates=gates,
         normaliser_gradients=of_normaliser,
-        scores=tiles,
+        scores=scores,
         matC_states=C,
         vecN_states=n,
         matDeltaC_states=dC,
@@ -171,7 +182,7 @@ def second_half(
         gates,
         spec.chunks(x.i),
         spec.chunks(x.f),
-        gradients.pairs if tiles.pairs is None else tiles.pairs,
+        gradients.pairs if scores.pairs is None else scores.pairs,
         gradients.q_dot_dq_inter,
         gradients.k_dot_dk_inter,
         gradients.inner_C_dC,
@@ -188,32 +199,3 @@ def second_half(
         dm_initial += initial_stabiliser_gradient(dC_initial, dn_initial, x.c_initial, x.n_initial)
     dq, dk, dv = gradients.matDeltaQ, gradients.matDeltaK, gradients.matDeltaV
     return Inputs(dq, dk, dv, di, df, dC_initial, dn_initial, dm_initial)
-
-
-def before_tiles(spec: CallSpec, q: Array, k: Array, gates: ChunkGates, z: Any) -> ScoreGradients:
-    """The operands of recurrent_bw_dC where P and dP are recomputed, before delta is known."""
-    g, inv_den = gates.per_step(), None
-    if spec.normaliser is not None:
-        inv_den = spec.normaliser.gradients(jnp.zeros_like(z), z, g.vecM).vecInvDen
-    queries = ScaledRows(q, query_scale(g.vecW, spec.problem.qk_scale, inv_den))
-    keys = ScaledRows(k, g.vecAbar)
-    return ScoreGradients(None, None, queries, keys, None, NormaliserGradients(inv_den), None)
-
-
-def with_delta(
-    spec: CallSpec,
-    operands: ScoreGradients,
-    q: Array,
-    gates: ChunkGates,
-    z: Any,
-    delta: Array | None,
-    call: Launch,
-) -> ScoreGradients:
-    """The result of ``before_tiles`` with the normaliser's fields; delta: (B * NH, S), None: 0."""
-    if spec.normaliser is None:
-        return operands
-    g = gates.per_step()
-    gradients = spec.normaliser.gradients(jnp.zeros_like(z) if delta is None else delta, z, g.vecM)
-    r = query_scale(g.vecW, spec.problem.qk_scale, gradients.vecInvDen)
-    dn_added = run("step_sums", rows=q, weights=r * gradients.vecDzDen, call=call)
-    return operands._replace(normaliser_gradients=gradients, vecDeltaN_added=dn_added)

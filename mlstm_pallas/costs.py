@@ -56,11 +56,11 @@ def cost(name: str, p: Problem, itemsize: int) -> Cost:
             2 * (steps * (K + V) + states),
             2 * (chunks + 2 * initial),
         ),
-        # e, u, w, abar, m, z, 1/den, dz, dz den, dm, three sums for the gates, the terms of dn
+        # e, u, w, abar, m, z, delta, three sums for the gates, the terms of dn
         "parallel_bw_dP": (
             pairs * (K + V),
             steps * (4 * K + 3 * V + 2 * p.L),
-            15 * steps + chunks * K,
+            12 * steps + chunks * K,
         ),
         # n, dn, w, abar, 1/den, dz den; two sums per step and one per chunk for the gates
         "parallel_bw_dQKV": (

@@ -202,8 +202,8 @@ def _first_half(
     last = cotangents.last
     arrays = prepared(spec, lowering, residuals, cotangents)
     first = first_half(spec, lowering, *arrays)
-    gates, tiles, states = first
-    gamma, gradients, dn_added = gates.scaGamma, tiles.normaliser_gradients, tiles.vecDeltaN_added
+    gates, _, states, gradients, dn_added = first
+    gamma = gates.scaGamma
     whole = jnp.prod(gamma, axis=-1)
     dn, dm, passes = whole[:, None] * last.n, last.m, jnp.ones_like(whole)
     if dn_added is not None:

@@ -13,15 +13,12 @@ from jax import Array
 
 
 class NormaliserGradients(NamedTuple):
-    """The normaliser's gradients of every step, (B * NH, S) each; all None without a normaliser.
+    """The normaliser's gradients of every step, (B * NH, S) each; all None without a normaliser."""
 
-    Until delta is known, only vecInvDen is set (``backward.before_tiles``).
-    """
-
-    vecInvDen: Array | None = None  # 1 / den_t
+    vecInvDen: Any = None  # 1 / den_t
     vecDz: Array | None = None  # dz_t
-    vecDzDen: Any = None  # dz_t den_t; an array where vecDz is one
-    vecDm: Any = None  # dm_t
+    vecDzDen: Any = None  # dz_t den_t
+    vecDm: Array | None = None  # dm_t
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +80,15 @@ class Normaliser:
 
 
 DEFAULT_NORMALISER = Normaliser()
+
+
+def normaliser_gradients(
+    normaliser: Normaliser | None, delta: Array | None, z: Any, m: Array
+) -> NormaliserGradients:
+    """``Normaliser.gradients``, if there is a normaliser; delta None: 0."""
+    if normaliser is None:
+        return NormaliserGradients()
+    return normaliser.gradients(jnp.zeros_like(z) if delta is None else delta, z, m)
 
 
 def at_least(x: Array, floor: Any) -> Array:

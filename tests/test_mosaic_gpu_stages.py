@@ -18,15 +18,12 @@ from oracle import assert_same_bits, error, tolerance
 from test_gradients import slow as slow_row
 from test_stages import case, launch_of
 
-from mlstm_pallas import KernelConfig, dispatch, gate_gradients, gates, planning
-from mlstm_pallas.backward import before_tiles, with_delta
+from mlstm_pallas import dispatch, gate_gradients, gates, planning
 from mlstm_pallas.gate_gradients import TileSums
 from mlstm_pallas.gates import DECAY_NONZERO, M_FROM_PREVIOUS, M_GRAD_FLOWS
-from mlstm_pallas.gpu import HOPPER
 from mlstm_pallas.normaliser import Normaliser
-from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.problem import InputGate, Problem, make_problem
-from mlstm_pallas.stage import Lowering
+from mlstm_pallas.stage import Lowering, ScaledRows
 
 pytestmark = [pytest.mark.usefixtures("no_race"), needs_mosaic_gpu]
 ON = dict(lowering=Lowering.MOSAIC_GPU_INTERPRET)
@@ -111,31 +108,33 @@ def test_an_inf_in_h_reaches_no_tile_where_the_floor_is_larger():
     stage = functools.partial(dispatch.run, "parallel_bw_dP", normaliser=Normaliser(), call=call)
     run = jax.jit(lambda h: stage(**operands, gates=gates, matH=h, vecZ=z))
     expected, result = map(run, hs)
-    for name in ("matP", "matDeltaP", "pairs", "vecDeltaN_added"):
+    for name in ("matP", "matDeltaP", "pairs"):
         assert_same_bits(getattr(result, name), getattr(expected, name))
 
 
 def test_an_inf_in_h_reaches_no_other_delta_and_no_dn_where_the_floor_is_larger():
-    """Where recurrent_bw_dC computes delta."""
+    """recurrent_bw_dC computes delta, and step_sums what dn is made of."""
     x, gates, z, hs = with_floors_of_one()
     q, dh = x["matQ"], x["matDeltaH"]
-    spec = CallSpec(CHUNK, KernelConfig(), jnp.dtype("bfloat16"), Normaliser(), HOPPER)
     calls = call_of("recurrent_bw_dC", CHUNK, num_stages=2), call_of("step_sums", CHUNK)
 
     @jax.jit
     def run(h):
-        before = before_tiles(spec, q, q, gates, z)
-        operands = dict(queries=before.queries, matDeltaH=dh, scaGamma=gates.scaGamma, matH=h)
+        g = gates.per_step()
+        queries = ScaledRows(q, g.vecW)
+        operands = dict(queries=queries, matDeltaH=dh, scaGamma=gates.scaGamma, matH=h)
         of_C = dict.fromkeys(("matDeltaC_last", "keys", "matV", "matC_initial"))
         delta = dispatch.run("recurrent_bw_dC", **operands, **of_C, call=calls[0]).vecDelta
-        return delta, with_delta(spec, before, q, gates, z, delta, calls[1])
+        gradients = Normaliser().gradients(delta, z, g.vecM)
+        weights = g.vecW * gradients.vecDzDen
+        return delta, gradients, dispatch.run("step_sums", rows=q, weights=weights, call=calls[1])
 
-    (expected_delta, expected), (delta, result) = map(run, hs)
+    (expected_delta, *expected), (delta, *result) = map(run, hs)
     assert not np.isfinite(delta[0, 33])
     assert_same_bits(delta.at[0, 33].set(0.0), expected_delta.at[0, 33].set(0.0))
-    assert np.any(expected.normaliser_gradients.vecDzDen)
-    assert_same_bits(result.normaliser_gradients[:3], expected.normaliser_gradients[:3])
-    assert_same_bits(result.vecDeltaN_added, expected.vecDeltaN_added)
+    assert np.any(expected[0].vecDzDen)
+    assert_same_bits(result[0][:3], expected[0][:3])
+    assert_same_bits(result[1], expected[1])
 
 
 @pytest.mark.parametrize(

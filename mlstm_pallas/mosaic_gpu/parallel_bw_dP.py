@@ -24,10 +24,9 @@ from typing import Any, NamedTuple, Self
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import Array, lax
+from jax import lax
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.gate_gradients import TileSums
 from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
@@ -50,13 +49,11 @@ from mlstm_pallas.mosaic_gpu.launch import (
 from mlstm_pallas.mosaic_gpu.limits import RingTiles
 from mlstm_pallas.mosaic_gpu.persistent import persistent_call, run
 from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH
-from mlstm_pallas.mosaic_gpu.step_sums import step_sums
 from mlstm_pallas.mosaic_gpu.tile_copies import head_of
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, NormaliserGradients, query_scale
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch, ScaledRows
 from mlstm_pallas.stages.parallel_bw_dP import Operands, ScoreGradients
-from mlstm_pallas.stages.step_sums import Operands as StepSums
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 TILE = 128  # queries per item, and keys
@@ -204,7 +201,7 @@ def _multiply(c: _Warpgroup) -> None:
     *u, inv_den, slope = (load_by_rows(x, head, rows) for x in vectors)
     delta, scores, dA = _scores_dA_and_delta(c)
     # No gradient flows back where the floor is larger, even if h is inf.
-    dz_den = None if delta is None else jnp.where(slope == 0.0, 0.0, slope * delta)
+    dz_den = None if slope is None else jnp.where(slope == 0.0, 0.0, slope * delta)
     last = c.first + _steps(c.p).last
     slot = c.ring.wait(last)
     t, s = rows_and_columns(WG_ROWS, SLICE)
@@ -252,9 +249,9 @@ def _kernel(refs, p: Problem, tiles: RingTiles, scheduler: PersistentScheduler, 
 
     Inputs in global memory, (B * NH, S, D) or with the layout "BTNH" (B, S, NH, D):
       q_gmem, k_gmem: D = DHQK.
-      v_gmem, dh_gmem, h_gmem: D = DHHV. h is absent if delta is 0 or there is no normaliser.
+      v_gmem, dh_gmem, h_gmem: D = DHHV. h is absent if delta is not computed.
     Inputs (B * NH, S): e_hi_gmem, e_lo_gmem, u_hi_gmem, u_lo_gmem; inv_den_gmem, absent without a
-      normaliser; slope_gmem, absent without h.
+      normaliser; slope_gmem, absent without a normaliser or h.
     Outputs: P, dP, (B * NH, S, L); per_query, per_key, diagonal, see ``w_sum_shapes``; delta,
       (B * NH, S), absent without h.
     Shared memory and barriers: see ``scratch``.
@@ -293,16 +290,21 @@ def scratch(config: RingTiles, dtype, *, reads_h: bool) -> dict[str, Any]:
     }
 
 
-def _launch(
-    x: Operands, matH: Array | None, vecInvDen: Array | None, vecSlope: Array | None, call: Launch
-) -> tuple[Array, Array, TileSums, Array | None]:
-    """Launches the kernel; returns P, dP, the sums of W in tiles of 64 steps, and delta.
+def parallel_bw_dP(
+    x: Operands,
+    *,
+    normaliser: Normaliser | None = DEFAULT_NORMALISER,
+    return_keys: bool = True,
+    call: Launch,
+) -> ScoreGradients:
+    """Runs the stage: ``stages/parallel_bw_dP.py``.
 
-    Args:
-      matH: None if delta is 0.
-      vecInvDen, vecSlope: 1 / den_t and slope_t, (B * NH, S) float32; None without a normaliser.
+    It returns unscaled queries and keys with their weights, and sums of W in tiles of 64 steps.
     """
-    p, dtype, g, reads_h = call.problem, x.matQ.dtype, x.gates.per_step(), matH is not None
+    p, dtype, g, z = call.problem, x.matQ.dtype, x.gates.per_step(), x.vecZ
+    reads_h, slopes = x.matH is not None, NormaliserGradients()
+    if normaliser is not None:  # the gradients are linear in delta
+        slopes = normaliser.gradients(jnp.ones_like(z), z, g.vecM)
     matrix = jax.ShapeDtypeStruct((p.BNH, p.S, p.L), dtype)
     delta = float32(p.BNH, p.S) if reads_h else None
     y = persistent_call(
@@ -317,43 +319,17 @@ def _launch(
         k_gmem=x.matK,
         v_gmem=x.matV,
         dh_gmem=x.matDeltaH,
-        h_gmem=matH,
+        h_gmem=x.matH,
         e_hi_gmem=g.vecE[0],
         e_lo_gmem=g.vecE[1],
         u_hi_gmem=g.vecU[0],
         u_lo_gmem=g.vecU[1],
-        inv_den_gmem=vecInvDen,
-        slope_gmem=vecSlope if reads_h else None,
+        inv_den_gmem=slopes.vecInvDen,
+        slope_gmem=slopes.vecDzDen if reads_h else None,
     )
-    return y["P"], y["dP"], tile_pairs(y, p), y["delta"]
-
-
-def parallel_bw_dP(
-    x: Operands,
-    *,
-    normaliser: Normaliser | None = DEFAULT_NORMALISER,
-    return_keys: bool = True,
-    call: Launch,
-) -> ScoreGradients:
-    """Runs the stage: ``stages/parallel_bw_dP.py``.
-
-    It returns unscaled queries and keys with their weights.
-    """
-    matQ, matK, *_, gates, matH, z = x
-    g = gates.per_step()
-    gradients, dn_added = NormaliserGradients(), None
-    if normaliser is None:
-        P, dP, pairs, _ = _launch(x, None, None, None, call)
-    else:  # The gradients are linear in delta.
-        slope = normaliser.gradients(jnp.ones_like(z), z, g.vecM)
-        P, dP, pairs, delta = _launch(x, matH, slope.vecInvDen, slope.vecDzDen, call)
-        delta = jnp.zeros_like(z) if delta is None else delta
-        gradients = normaliser.gradients(delta, z, g.vecM)
-    r = query_scale(g.vecW, call.problem.qk_scale, gradients.vecInvDen)
-    if gradients.vecDzDen is not None:
-        dn_added = step_sums(StepSums(matQ, r * gradients.vecDzDen), call=call)
-    keys = ScaledRows(matK, g.vecAbar) if return_keys else None
-    return ScoreGradients(P, dP, ScaledRows(matQ, r), keys, pairs, gradients, dn_added)
+    queries = ScaledRows(x.matQ, query_scale(g.vecW, p.qk_scale, slopes.vecInvDen))
+    keys = ScaledRows(x.matK, g.vecAbar) if return_keys else None
+    return ScoreGradients(y["P"], y["dP"], queries, keys, tile_pairs(y, p), y["delta"])
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,7 +7,7 @@
     dnum_t  = dh_t / den_t
     delta_t = dh_t . h_t
 
-The normaliser's gradients, dz among them, are multiples of delta.
+The normaliser's gradients, dz among them, are multiples of delta, which is 0 without h.
 """
 
 import functools
@@ -18,7 +18,13 @@ from jax import Array
 
 from mlstm_pallas.gate_gradients import TileSums, inner
 from mlstm_pallas.gates import ChunkGates, causal, decay_matrix, fusion_barrier
-from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, NormaliserGradients, query_scale
+from mlstm_pallas.normaliser import (
+    DEFAULT_NORMALISER,
+    Normaliser,
+    NormaliserGradients,
+    normaliser_gradients,
+    query_scale,
+)
 from mlstm_pallas.stage import Launch, ScaledRows, Stage, steps_of
 
 
@@ -28,9 +34,8 @@ class Operands(NamedTuple):
     matV: Array  # (B * NH, S, DHHV)
     matDeltaH: Array  # (B * NH, S, DHHV)
     gates: ChunkGates
-    # h and z of the forward pass are not read without a normaliser.
-    matH: Array | None  # (B * NH, S, DHHV); None: the denominator is a constant, and delta 0
-    vecZ: Any  # (B * NH, S) float32
+    matH: Array | None  # (B * NH, S, DHHV); None: delta is not computed, and 0 in dP
+    vecZ: Any  # (B * NH, S) float32; not read without a normaliser
 
 
 class ScoreGradients(NamedTuple):
@@ -38,27 +43,28 @@ class ScoreGradients(NamedTuple):
 
     A tile's column is s - the chunk's first step. Above the diagonal P and dP are 0 in the diagonal
     blocks of MAX_TILE steps and undefined elsewhere. matP, matDeltaP and pairs are None if
-    parallel_bw_dQKV computes them; it does not read queries and keys.
+    parallel_bw_dQKV computes them; it does not read the other fields.
     """
 
-    matP: Any  # (B * NH, S, L)
-    matDeltaP: Any  # (B * NH, S, L), times scale
-    queries: ScaledRows | None  # (B * NH, S, DHQK), scaled: qbar
-    keys: ScaledRows | None  # (B * NH, S, DHQK), scaled: kbar; None if C is not recomputed
-    pairs: Any  # TileSums
-    normaliser_gradients: NormaliserGradients
-    # (B * NH, NC, DHQK) sum of w_t scale dz_t q_t; None without a normaliser, or without delta yet
-    vecDeltaN_added: Array | None
+    matP: Any = None  # (B * NH, S, L)
+    matDeltaP: Any = None  # (B * NH, S, L), times scale
+    queries: ScaledRows | None = None  # (B * NH, S, DHQK), scaled: qbar
+    keys: ScaledRows | None = None  # (B * NH, S, DHQK), scaled: kbar; None if C is not recomputed
+    pairs: Any = None  # TileSums
+    vecDelta: Array | None = None  # (B * NH, S); None without matH
+    # (B * NH, NC, DHQK) sum of w_t scale dz_t q_t; None without a normaliser, and on Mosaic GPU,
+    # where step_sums computes it
+    vecDeltaN_added: Array | None = None
 
 
-def normaliser_gradients(normaliser: Normaliser | None, x: Operands) -> NormaliserGradients:
-    if normaliser is None:
-        return NormaliserGradients()
-    if x.matH is None:
-        delta = jnp.zeros_like(x.vecZ)
-    else:
-        delta = steps_of(inner(x.matDeltaH, x.matH), x.vecZ.shape[-1])
-    return normaliser.gradients(delta, x.vecZ, x.gates.per_step().vecM)
+def delta_and_gradients(
+    x: Operands, normaliser: Normaliser | None
+) -> tuple[Array | None, NormaliserGradients]:
+    """delta by XLA, and the normaliser's gradients; delta is None without matH."""
+    g, delta = x.gates.per_step(), None
+    if x.matH is not None:
+        delta = steps_of(inner(x.matDeltaH, x.matH), g.vecM.shape[-1])
+    return delta, normaliser_gradients(normaliser, delta, x.vecZ, g.vecM)
 
 
 def parallel_bw_dP(
@@ -74,7 +80,7 @@ def parallel_bw_dP(
       normaliser: None: h is the numerator.
       return_keys: whether to return the keys, from which C is recomputed.
     """
-    gradients = normaliser_gradients(normaliser, x)
+    delta, gradients = delta_and_gradients(x, normaliser)
     p, gates = call.problem, x.gates
     q, k, v, dh = map(call.chunks, (x.matQ, x.matK, x.matV, x.matDeltaH))
     product = functools.partial(
@@ -107,7 +113,7 @@ def parallel_bw_dP(
     )
     dn_added = None if dz_den is None else jnp.sum(qbar * dz_den[..., None], axis=2)
     keys = ScaledRows(K_scaled, None) if return_keys else None
-    return ScoreGradients(P, dP, ScaledRows(Q_scaled, None), keys, pairs, gradients, dn_added)
+    return ScoreGradients(P, dP, ScaledRows(Q_scaled, None), keys, pairs, delta, dn_added)
 
 
 STAGE = Stage("parallel_bw_dP", Operands, outputs="scores")

@@ -24,7 +24,7 @@ from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import MAX_TILE, Problem
 from mlstm_pallas.stage import Launch, ScaledRows, clamped
-from mlstm_pallas.stages.parallel_bw_dP import Operands, ScoreGradients, normaliser_gradients
+from mlstm_pallas.stages.parallel_bw_dP import Operands, ScoreGradients, delta_and_gradients
 from mlstm_pallas.tiles import (
     block_at,
     blocks,
@@ -154,7 +154,7 @@ def parallel_bw_dP(
     call: Launch,
 ) -> ScoreGradients:
     """Runs the stage: ``stages/parallel_bw_dP.py``."""
-    gradients, g = normaliser_gradients(normaliser, x), x.gates.per_step()
+    (delta, gradients), g = delta_and_gradients(x, normaliser), x.gates.per_step()
     p, T, dtype = call.problem, call.tiles.siz_b_LQ, x.matQ.dtype
     n, normalise = blocks(p.L, T), normaliser is not None
     steps = spec(p.L, at="bc")
@@ -205,7 +205,7 @@ def parallel_bw_dP(
         ScaledRows(y["qbar"], None),
         ScaledRows(keys, None) if return_keys else None,
         pairs,
-        gradients,
+        delta,
         dn_added,
     )
 

@@ -411,8 +411,7 @@ def input_gradients(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
     p, g = spec.problem, gates_of(spec, x)
     operands = {name: x[name] for name in ("matQ", "matK", "matV", "matDeltaH")} | dict(gates=g)
     if spec.recomputes_scores(lowering):
-        of_normaliser = _normaliser_gradients(spec, x, g)
-        tiles = ScoreGradients(None, None, None, None, None, of_normaliser, None)
+        tiles = ScoreGradients()
     else:
         tiles = run(
             "parallel_bw_dP",
@@ -429,7 +428,7 @@ def input_gradients(spec: CallSpec, lowering: Lowering, x: Arrays) -> Arrays:
     dq, dk, dv, *_ = run(
         "parallel_bw_dQKV",
         **operands,
-        normaliser_gradients=tiles.normaliser_gradients,
+        normaliser_gradients=_normaliser_gradients(spec, x, g),
         scores=tiles,
         matC_states=C,
         vecN_states=n,
