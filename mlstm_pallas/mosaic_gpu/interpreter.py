@@ -13,6 +13,7 @@ uses, and if it breaks the protocol of a ring, before any warpgroup waits for ev
 """
 
 import contextlib
+import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
@@ -56,23 +57,29 @@ class _Product(NamedTuple):
     reads: list[tuple[str, Region]]
 
 
+@dataclasses.dataclass
+class _Warpgroup:
+    """What the host knows of a warpgroup."""
+
+    index: int
+    values: dict[str, Any]  # by accumulator
+    running: list[_Product]  # in order of issue
+    acquired: list[str]  # barriers
+
+
 class Interpreter:
     """The products of one launch. A kernel calls the public methods while it is traced.
 
-    Methods that take a warpgroup ``wg`` run on the host, in the order of the calls.
+    Methods that take a ``_Warpgroup`` run on the host, in the order of the calls.
     """
 
     def __init__(self, plgpu: Any, kernel: str, warpgroups: int) -> None:
         self.plgpu = plgpu  # only launch.py imports it
         self.kernel = kernel
-        self.warpgroups = warpgroups
+        self._warpgroups = [_Warpgroup(wg, {}, [], []) for wg in range(warpgroups)]
         self._names: dict[int, tuple[Any, str]] = {}  # by id: the object and its name
         self._filled: dict[str, list[str]] = {}  # by full barrier: the buffers that it guards
         self._full: dict[str, str] = {}  # by empty barrier: the full barrier
-        # By warpgroup: values of accumulators, running products, acquired barriers.
-        self._values: dict[int, dict[str, Any]] = {}
-        self._running: dict[int, list[_Product]] = {}  # in order of issue
-        self._acquired: dict[int, list[str]] = {}
 
     @contextlib.contextmanager
     def traced(self, scratch: Mapping[str, Any]) -> Iterator[None]:
@@ -179,8 +186,10 @@ class Interpreter:
         self._filled.setdefault(self._name(full), []).append(self._name(buffer))
 
     def _call(self, function: Any, *static: Any, values: Any = (), result: Any = None) -> Any:
-        function = functools.partial(function, *static)
-        return io_callback(function, result, lax.axis_index("wg"), values, ordered=True)
+        def on_host(wg: Any, values: Any) -> Any:
+            return function(*static, self._warpgroups[int(wg)], values)
+
+        return io_callback(on_host, result, lax.axis_index("wg"), values, ordered=True)
 
     def _block(self, barrier: Any, *check: Any, values: Any) -> None:
         """Waits on the barrier after the check; the index depends on it, so XLA keeps the order."""
@@ -188,65 +197,62 @@ class Interpreter:
         [(index, _)] = _slot(barrier) or [(0, 1)]
         self.plgpu.barrier_wait(_base(barrier).at[index + zero])
 
-    def _begin(self, wg: Any, _: Any) -> None:
-        self._values[int(wg)] = {}
-        self._running[int(wg)], self._acquired[int(wg)] = [], []
+    def _begin(self, wg: _Warpgroup, _: Any) -> None:
+        self._warpgroups[wg.index] = _Warpgroup(wg.index, {}, [], [])
 
-    def _start(self, accumulator: str, wg: Any, value: Any) -> None:
-        self._values[int(wg)][accumulator] = np.asarray(value)
+    def _start(self, accumulator: str, wg: _Warpgroup, value: Any) -> None:
+        wg.values[accumulator] = np.asarray(value)
 
-    def _add(self, accumulator: str, names: list[str], wg: Any, operands: Any) -> None:
+    def _add(self, accumulator: str, names: list[str], wg: _Warpgroup, operands: Any) -> None:
         regions, product = operands
-        reads = list(zip(names, regions, strict=True))
-        self._running[int(wg)].append(_Product(accumulator, reads))
-        values = self._values[int(wg)]
-        values[accumulator] = values[accumulator] + np.asarray(product)
+        wg.running.append(_Product(accumulator, list(zip(names, regions, strict=True))))
+        wg.values[accumulator] = wg.values[accumulator] + np.asarray(product)
 
-    def _wait(self, pending: int, wg: Any, _: Any) -> None:
-        running = self._running[int(wg)]
-        del running[: max(len(running) - pending, 0)]
+    def _wait(self, pending: int, wg: _Warpgroup, _: Any) -> None:
+        del wg.running[: max(len(wg.running) - pending, 0)]
 
-    def _read(self, accumulator: str, wg: Any, _: Any) -> Any:
-        if any(x.accumulator == accumulator for x in self._running[int(wg)]):
+    def _read(self, accumulator: str, wg: _Warpgroup, _: Any) -> Any:
+        if any(x.accumulator == accumulator for x in wg.running):
             self._refuse(wg, f"reads {accumulator}, to which a running product adds")
-        return self._values[int(wg)][accumulator]
+        return wg.values[accumulator]
 
-    def _end(self, doing: str, names: list[str], wg: Any, region: Region) -> None:
+    def _end(self, doing: str, names: list[str], wg: _Warpgroup, region: Region) -> None:
         """Checks that no running product of the warpgroup reads this part of the buffers."""
-        for name, own in (read for x in self._running[int(wg)] for read in x.reads):
+        for name, own in (read for x in wg.running for read in x.reads):
             if name in names and _overlap(own, region):
                 self._refuse(wg, f"{doing} {name}, which a running product reads")
 
-    def _acquire(self, name: str, wg: Any, slot: Region) -> np.int32:
-        if (barrier := _indexed(name, slot)) in self._acquired[int(wg)]:
+    def _acquire(self, name: str, wg: _Warpgroup, slot: Region) -> np.int32:
+        if (barrier := _indexed(name, slot)) in wg.acquired:
             self._refuse(wg, f"acquires {barrier} again", "release")
-        self._acquired[int(wg)].append(barrier)
+        wg.acquired.append(barrier)
         return np.int32(0)
 
-    def _wait_empty(self, name: str, wg: Any, slot: Region) -> np.int32:
-        if (barrier := _indexed(name, slot)) in self._acquired[int(wg)]:
+    def _wait_empty(self, name: str, wg: _Warpgroup, slot: Region) -> np.int32:
+        if (barrier := _indexed(name, slot)) in wg.acquired:
             self._refuse(wg, f"waits for {barrier}, which it has itself", "release")
         return np.int32(0)
 
-    def _release(self, name: str, wg: Any, slot: Region) -> None:
-        if (barrier := _indexed(name, slot)) not in self._acquired[int(wg)]:
+    def _release(self, name: str, wg: _Warpgroup, slot: Region) -> None:
+        if (barrier := _indexed(name, slot)) not in wg.acquired:
             self._refuse(wg, f"releases {barrier}", "acquire")
-        self._acquired[int(wg)].remove(barrier)
+        wg.acquired.remove(barrier)
         buffers = self._filled.get(self._full[name])
         if buffers is None:
             self._refuse(wg, f"releases {name}, which guards no buffer", "copy_in or guard")
         self._end(f"releases {name} of", buffers, wg, slot)
 
-    def _finish(self, wg: Any, _: Any) -> None:
-        for barrier in self._acquired[int(wg)]:
+    def _finish(self, wg: _Warpgroup, _: Any) -> None:
+        for barrier in wg.acquired:
             self._refuse(wg, f"ends with {barrier}", "release")
 
-    def _refuse(self, wg: Any, what: str, expected: str = "wait") -> NoReturn:
+    def _refuse(self, wg: _Warpgroup, what: str, expected: str = "wait") -> NoReturn:
         error = RuntimeError(
-            f"{self.kernel}: warpgroup {int(wg)} {what}, expected {expected} before"
+            f"{self.kernel}: warpgroup {wg.index} {what}, expected {expected} before"
         )
         # Wakes the warpgroups that wait for this one. A single warpgroup has no thread of its own.
-        gpu_interpreter._get_shared_memory().set_failed(error, top_level=self.warpgroups == 1)
+        alone = len(self._warpgroups) == 1
+        gpu_interpreter._get_shared_memory().set_failed(error, top_level=alone)
         raise error
 
 

@@ -88,51 +88,39 @@ def _kernel(
     last.at[pl.ds(head, 1), columns][...] = x
 
 
-def _launch(
-    added: jax.Array,
-    gamma: jax.Array,
-    initial: jax.Array,
-    *,
-    return_states: bool,
-    backward: bool,
-    call: Launch,
-) -> dict[str, Any]:
-    BNH, _, D = added.shape
-    x = mosaic_call(
-        functools.partial(_kernel, backward=backward),
-        name="vector_states",
-        grid={"program": BNH * blocks(D, COLUMNS)},
-        warpgroups=1,
-        outputs={
-            "states": float32(*added.shape) if return_states else None,
-            "last": float32(*initial.shape),
-        },
-        scratch={},
-        interpret=call.interpret,
-        infer_layouts=False,
-    )(added=added, gamma=gamma, initial=initial)
-    return x
-
-
 def vector_states(
     x: Operands, *, backward: bool = False, call: Launch
 ) -> tuple[jax.Array, jax.Array]:
     """Runs the stage: ``stages/vector_states.py``; DHQK is a multiple of 64."""
     added, gamma, initial = x
     BNH, NC, D = added.shape
-    run = functools.partial(_launch, backward=backward, call=call)
     splits = call.tiles.num_splits
-    if splits == 1:
-        y = run(added, gamma, initial, return_states=True)
-        return y["states"], y["last"]
-    of_splits = added.reshape(BNH * splits, NC // splits, D), gamma.reshape(BNH * splits, -1)
-    zeros = jnp.zeros((BNH * splits, D), jnp.float32)
-    sums = run(*of_splits, zeros, return_states=False)["last"].reshape(BNH, splits, D, 1)
-    others = sums[:, 1:] if backward else sums[:, :-1]
-    starts = split_states(others, gamma, initial[..., None], backward=backward)[..., 0]
-    y = run(*of_splits, starts, return_states=True)
-    end = 0 if backward else -1
-    return y["states"].reshape(added.shape), y["last"].reshape(BNH, splits, D)[:, end]
+    heads = BNH * splits
+    added, gamma = added.reshape(heads, NC // splits, D), gamma.reshape(heads, NC // splits)
+
+    def run(initial, *, return_states):
+        return mosaic_call(
+            functools.partial(_kernel, backward=backward),
+            name="vector_states",
+            grid={"program": heads * blocks(D, COLUMNS)},
+            warpgroups=1,
+            outputs={
+                "states": float32(*added.shape) if return_states else None,
+                "last": float32(*initial.shape),
+            },
+            scratch={},
+            interpret=call.interpret,
+            infer_layouts=False,
+        )(added=added, gamma=gamma, initial=initial)
+
+    if splits > 1:
+        sums = run(jnp.zeros((heads, D), jnp.float32), return_states=False)["last"]
+        sums = sums.reshape(BNH, splits, D, 1)
+        others = sums[:, 1:] if backward else sums[:, :-1]
+        initial = split_states(others, x.scaGamma, initial[..., None], backward=backward)[..., 0]
+    y = run(initial, return_states=True)
+    last = y["last"].reshape(BNH, splits, D)[:, 0 if backward else -1]
+    return y["states"].reshape(BNH, NC, D), last
 
 
 @dataclasses.dataclass(frozen=True)
