@@ -118,7 +118,7 @@ class _Loader:
                 copy(head_of(y, head, p).at[rows, block(x, DEPTH)], buffer)
 
         def vectors():
-            for y, buffer in ((refs.e_hi_gmem, left_vector), (refs.e_lo_gmem, right_vector)):
+            for y, buffer in zip(refs.e_gmem, (left_vector, right_vector), strict=True):
                 copy(y.at[head, keys], buffer, slice(TILE))
 
         pl.when(x < steps.k)(lambda: tiles(refs.q_gmem, refs.k_gmem, x))
@@ -197,7 +197,7 @@ def _multiply(c: _Warpgroup) -> None:
     refs, rows, (head, chunk, i, j) = c.refs, c.rows, c.item
     (_, e_hi_smem), (_, e_lo_smem) = refs.operands_smem
     # Loaded before the products and used after them, so that their latency is hidden.
-    vectors = refs.u_hi_gmem, refs.u_lo_gmem, refs.inv_den_gmem, refs.slope_gmem
+    vectors = *refs.u_gmem, refs.inv_den_gmem, refs.slope_gmem
     *u, inv_den, slope = (load_by_rows(x, head, rows) for x in vectors)
     delta, scores, dA = _scores_dA_and_delta(c)
     # No gradient flows back where the floor is larger, even if h is inf.
@@ -250,8 +250,8 @@ def _kernel(refs, p: Problem, tiles: RingTiles, scheduler: PersistentScheduler, 
     Inputs in global memory, (B * NH, S, D) or with the layout "BTNH" (B, S, NH, D):
       q_gmem, k_gmem: D = DHQK.
       v_gmem, dh_gmem, h_gmem: D = DHHV. h is absent if delta is not computed.
-    Inputs (B * NH, S): e_hi_gmem, e_lo_gmem, u_hi_gmem, u_lo_gmem; inv_den_gmem, absent without a
-      normaliser; slope_gmem, absent without a normaliser or h.
+    Inputs (B * NH, S): e_gmem and u_gmem, two each; inv_den_gmem, absent without a normaliser;
+      slope_gmem, absent without a normaliser or h.
     Outputs: P, dP, (B * NH, S, L); per_query, per_key, diagonal, see ``w_sum_shapes``; delta,
       (B * NH, S), absent without h.
     Shared memory and barriers: see ``scratch``.
@@ -320,10 +320,8 @@ def parallel_bw_dP(
         v_gmem=x.matV,
         dh_gmem=x.matDeltaH,
         h_gmem=x.matH,
-        e_hi_gmem=g.vecE[0],
-        e_lo_gmem=g.vecE[1],
-        u_hi_gmem=g.vecU[0],
-        u_lo_gmem=g.vecU[1],
+        e_gmem=g.vecE,
+        u_gmem=g.vecU,
         inv_den_gmem=slopes.vecInvDen,
         slope_gmem=slopes.vecDzDen if reads_h else None,
     )

@@ -140,6 +140,11 @@ class _CTA:
     def in_chunk(self, x, item):
         return head_of(x, item.head, self.p).at[block(item.chunk, self.p.L)]
 
+    def rows(self, item):
+        """The warpgroup's rows of an item."""
+        start = item.row * ROWS + self.wg * WG_ROWS
+        return pl.ds(pl.multiple_of(start, WG_ROWS), WG_ROWS)
+
     def item(self, index, step):
         index, items_of_chunk = self.scheduler.item(index), _items_of_chunk(self.roles)
         chunks = self.p.BNH * self.p.NC
@@ -177,21 +182,6 @@ class _CTA:
         return loop(self.items, one, np.int32(0))
 
 
-def _feed(
-    cta: _CTA, item: _Item, start: int, count, copies: Callable[[Any], Sequence[Any]]
-) -> None:
-    """Loads ``count`` steps of an item; copies(j): the arguments of the two copies of step j."""
-
-    def one(j, carry):
-        def start_copies(_, copy):
-            for x in copies(j):
-                copy(*x)
-
-        cta.ring.load(item.step + start + j, start_copies)
-
-    loop(count, one, None)
-
-
 def _halves(x, start, size: int, tile, *index) -> list[Any]:
     half = size // 2
     return [(x.at[(pl.ds(start + y, half), *index)], tile, slice(y, y + half)) for y in (0, half)]
@@ -202,7 +192,19 @@ def _copy_item(cta: _CTA, role: _Role, item: _Item) -> None:
     (left, left_transposed), (right, right_transposed, right_vector) = refs.operands_smem
     tile_count, first = _tile_steps(role, item.row, cta.p)
     rows, columns = block(item.row, ROWS), block(item.column, COLUMNS)
-    state, feed = (item.head, item.chunk), functools.partial(_feed, cta, item)
+    state = item.head, item.chunk
+
+    def feed(start, count, copies):
+        """Loads ``count`` steps of the item; copies(j): the arguments of the copies of step j."""
+
+        def one(j, carry):
+            def start_copies(_, copy):
+                for x in copies(j):
+                    copy(*x)
+
+            cta.ring.load(item.step + start + j, start_copies)
+
+        loop(count, one, None)
 
     def both_states(j):
         columns = block(j, DEPTH)
@@ -267,7 +269,7 @@ def _inner_states(cta: _CTA, item: _Item) -> None:
 
     total = loop(cta.roles[_Role.STATES].with_state, add, products.zeros(WG_ROWS, DEPTH))
     sums = jnp.sum(total, axis=1)
-    rows = pl.ds(pl.multiple_of(item.row * ROWS + cta.wg * WG_ROWS, WG_ROWS), WG_ROWS)
+    rows = cta.rows(item)
     refs.states.at[item.head, item.chunk, rows][...] = sums
 
 
@@ -368,7 +370,7 @@ def _gradient(cta: _CTA, item: _Item) -> None:
     (left, left_transposed), (right, right_transposed, _) = refs.operands_smem
     multiply, role = functools.partial(_multiply, cta), item.role
     is_dq, is_dv = role == _Role.DQ, role == _Role.DV
-    rows = pl.ds(pl.multiple_of(item.row * ROWS + cta.wg * WG_ROWS, WG_ROWS), WG_ROWS)
+    rows = cta.rows(item)
     steps = pl.ds(
         pl.multiple_of(item.chunk * cta.p.L + item.row * ROWS + cta.wg * WG_ROWS, WG_ROWS), WG_ROWS
     )
@@ -501,8 +503,7 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
         "states": float32(p.BNH, p.NC, chunkwise.CHUNK if recomputes else p.DHQK),
     }
     if recomputes:
-        (e_hi, e_lo), (u_hi, u_lo) = g.vecE, g.vecU
-        inputs |= dict(e_hi=e_hi, e_lo=e_lo, u_hi=u_hi, u_lo=u_lo)
+        inputs |= dict(e=g.vecE, u=g.vecU)
         kernel, outputs = chunkwise.kernel, outputs | w_sum_shapes(p)
         shared = chunkwise.scratch(p, tiles, dtype, normalise=normalise)
         copies = not chunkwise.copying_warpgroups(p)

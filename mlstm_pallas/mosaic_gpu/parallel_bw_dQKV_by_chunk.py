@@ -152,7 +152,7 @@ class _CTA:
         for y in range(self.order.parts):
             source = head_of(refs.k_gmem, head, self.p).at[rows, block(y, DEPTH)]
             copy(source, refs.k_smem, slice(y * CHUNK, (y + 1) * CHUNK))
-        for y, x in enumerate((refs.e_hi_gmem, refs.e_lo_gmem)):
+        for y, x in enumerate(refs.e_gmem):
             copy(x.at[head, rows], refs.vectors_smem, y)
         for y, x in enumerate((refs.dn_gmem, refs.n_gmem), _DN):
             if x is not None:
@@ -268,10 +268,7 @@ def _blocks_and_weights(c: _Chunk) -> tuple[_Block, _Block, Array, Array]:
         (block(1, WG_ROWS), half, HALF),
     )
     vectors = [
-        [
-            load_by_rows(x, c.head, rows)
-            for x in (refs.u_hi_gmem, refs.u_lo_gmem, refs.inv_den_gmem, refs.dz_den_gmem)
-        ]
+        [load_by_rows(x, c.head, rows) for x in (*refs.u_gmem, refs.inv_den_gmem, refs.dz_den_gmem)]
         for rows in (c.rows, below)
     ]
     first, second = (_Block(*place, x) for place, x in zip(places, vectors, strict=True))
@@ -525,8 +522,8 @@ def _multiply(c: _Chunk, keys: int) -> None:
 def kernel(refs, p: Problem, tiles: RingTiles, scheduler: PersistentScheduler, wg) -> None:
     """Runs a CTA.
 
-    Inputs in global memory: all of ``parallel_bw_dQKV._kernel`` except P and dP; and e_hi_gmem,
-    e_lo_gmem, u_hi_gmem, u_lo_gmem, (B * NH, S).
+    Inputs in global memory: all of ``parallel_bw_dQKV._kernel`` except P and dP; and e_gmem and
+    u_gmem, two (B * NH, S) each.
     Outputs:
       dq, dk, dv: like q, k and v.
       q_inter, k_inter: (B * NH, S).
