@@ -337,7 +337,7 @@ class Tiles(RingTiles):
 
     def shared_bytes(self, p: Problem, dtype, **asked) -> int:
         """Includes the tiles of h, whether the kernel reads them or not."""
-        return shared_bytes(scratch(self, dtype, reads_h=True), has_sum=True)
+        return shared_bytes(scratch(self, dtype, reads_h=True))
 
     @classmethod
     def candidates(cls, p: Problem, gpu: Gpu, **asked) -> Iterable[Self]:

@@ -268,9 +268,8 @@ def _inner_states(cta: _CTA, item: _Item) -> None:
         return total + C * dC
 
     total = loop(cta.roles[_Role.STATES].with_state, add, products.zeros(WG_ROWS, DEPTH))
-    sums = jnp.sum(total, axis=1)
-    rows = cta.rows(item)
-    refs.states.at[item.head, item.chunk, rows][...] = sums
+    sums = products.sum_over_columns(total)
+    refs.states.at[item.head, item.chunk, cta.rows(item)][...] = sums
 
 
 def _multiply(
@@ -552,7 +551,7 @@ class Tiles(RingTiles):
     def shared_bytes(self, p: Problem, dtype, **asked) -> int:
         if self.recomputes_scores:
             return shared_bytes(chunkwise.scratch(p, self, dtype, normalise=True))
-        return shared_bytes(scratch(self, dtype), has_sum=True)
+        return shared_bytes(scratch(self, dtype))
 
     @classmethod
     def candidates(cls, p: Problem, gpu: Gpu, **asked) -> Iterable[Self]:
