@@ -21,6 +21,7 @@ from oracle import (
     gradients_of_call,
     random_inputs,
     recurrence_of_lengths,
+    slow,
     tolerance,
     with_garbage,
 )
@@ -79,15 +80,6 @@ def spec_of(inputs, config, layout="BNTH", **options) -> CallSpec:
     }
     options = options_of(dict(config=config, layout=layout, **options))
     return spec_for(options, inputs["q"].dtype, sizes, has_initial_state="c_initial" in inputs)
-
-
-def bfloat16_shapes(B, NH, S, DHQK, DHHV):
-    """The shapes of the sequences of a call, by name."""
-    sizes = dict(q=(DHQK,), k=(DHQK,), v=(DHHV,), i=(), f=())
-    return {
-        name: jax.ShapeDtypeStruct((B, NH, S, *size), "bfloat16" if size else "float32")
-        for name, size in sizes.items()
-    }
 
 
 def materialised(num_splits=None, **fields):
@@ -212,8 +204,8 @@ def check_case(name, backend):
     assert_below(gradients, backward_bound(terms) if half else BOUND[case.dtype])
 
 
-def slow(names, quick):
-    return [pytest.param(name, marks=[] if name in quick else [pytest.mark.slow]) for name in names]
+def quick_and_slow(names, quick):
+    return [name if name in quick else slow(name) for name in names]
 
 
 def check_neighbours(backend, shape):

@@ -1,8 +1,12 @@
-"""Shared by the tests: random inputs, the float64 oracle, the error norm and the tolerances."""
+"""Shared by the tests: random inputs, the float64 oracle, the error norm, the tolerances, and how
+tests trace, lower and start processes."""
 
 import functools
 import math
+import os
 import re
+import subprocess
+import sys
 from collections import Counter
 
 import jax
@@ -75,6 +79,42 @@ def random_inputs(
         if m_initial:
             x["m_initial"] = r.normal(size=(B, NH))
     return {name: array(value, dtype if name in "qkv" else "float32") for name, value in x.items()}
+
+
+def call_shapes(B, NH, S, DHQK, DHHV, dtype="bfloat16", layout="BNTH", sharding=None):
+    """q, k, v, i and f of a call, as shapes."""
+    lead = (B, NH, S) if layout == "BNTH" else (B, S, NH)
+    q, v = (jax.ShapeDtypeStruct((*lead, D), dtype, sharding=sharding) for D in (DHQK, DHHV))
+    gate = jax.ShapeDtypeStruct(lead, "float32", sharding=sharding)
+    return [q, q, v, gate, gate]
+
+
+def gradients_of(run):
+    """The gradients of a sum of the outputs of run, by all arguments."""
+
+    def loss(*x):
+        return sum(jnp.sum(jnp.sin(y.astype("float32"))) for y in jax.tree.leaves(run(*x)))
+
+    return lambda *x: jax.grad(loss, tuple(range(len(x))))(*x)
+
+
+def slow(*values):
+    """A slow row of a parametrised test."""
+    return pytest.param(*values, marks=pytest.mark.slow)
+
+
+def run_python(*arguments, timeout=300, **settings):
+    """What a process prints that has to end well. Settings: of its environment."""
+    done = subprocess.run(
+        [sys.executable, *map(str, arguments)],
+        env=os.environ | settings,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=timeout,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    return done.stdout
 
 
 @functools.partial(

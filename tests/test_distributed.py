@@ -28,6 +28,7 @@ from oracle import (
     random_inputs,
     results_of,
     sharded,
+    slow,
 )
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, planning
@@ -372,9 +373,7 @@ def test_gpus_give_the_numbers_of_one(gpus, backend, dtype):
     ("backend", "gate"),
     [
         ("xla", {}),
-        pytest.param(
-            "interpret", {"input_gate": "sigmoid", "normalize": False}, marks=pytest.mark.slow
-        ),
+        slow("interpret", {"input_gate": "sigmoid", "normalize": False}),
     ],
     ids=["xla_exp", "interpret_sigmoid_unnormalised"],
 )

@@ -3,8 +3,6 @@
 import functools
 import hashlib
 import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -13,16 +11,22 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+from mosaic_gpu_cases import fused, needs_mosaic_gpu
 from oracle import (
+    MOSAIC_CALL,
     NAMES,
     OUTPUTS,
+    RESULTS,
     assert_close,
+    call_shapes,
     compare,
-    for_device,
+    gradients_of,
+    lowered_for_cuda,
     mesh_of,
     random_inputs,
     refused,
     results_of,
+    run_python,
     sharded,
     tolerance,
 )
@@ -43,22 +47,14 @@ def function(*x):
     return mlstm_chunkwise(*x, chunk_size=16, return_last_states=True)
 
 
-def shapes(dtype="bfloat16"):
-    x = random_inputs(0, 1, 2, 64, 16, 16, dtype=dtype, states=False).values()
-    return [jax.ShapeDtypeStruct(y.shape, y.dtype) for y in x]
+SHAPES = call_shapes(1, 2, 64, 16, 16)
 
 
-def lowered_for_cuda():
+def module_for_cuda():
     """The text of a gradient's module, traced anew: it names the lines from which the functions
     inside were traced first."""
     jax.clear_caches()
-
-    def loss(*x):
-        return jnp.sum(mlstm_chunkwise(*x).astype("float32"))
-
-    gradient = jax.jit(jax.grad(loss, (0, 1, 2, 3, 4)))
-    with for_device("NVIDIA H200"):
-        return gradient.trace(*shapes()).lower(lowering_platforms=("cuda",)).as_text()
+    return lowered_for_cuda(jax.jit(gradients_of(mlstm_chunkwise)), *SHAPES)
 
 
 CHILD = """
@@ -71,72 +67,62 @@ jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
 jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
 x = [jnp.asarray(y) for y in np.load(folder / "inputs.npz").values()]
 loaded = jax.export.deserialize((folder / "exported").read_bytes())
-def loss(*x):
-    h, states = loaded.call(*x)
-    return jnp.sum(h), (h, *states)
-gradients, outputs = jax.jit(jax.grad(loss, tuple(range(8)), has_aux=True))(*x)
-np.savez(folder / "outputs.npz", *outputs, *gradients)
+(h, states), vjp = jax.vjp(jax.jit(loaded.call), *x)
+cotangents = jnp.cos(h) - h * jnp.sin(h), jax.tree.map(jnp.cos, states)  # of oracle.loss_of
+np.savez(folder / "outputs.npz", h, *states, *vjp(cotangents))
 assert "mlstm_pallas" not in sys.modules
 sys.path[:0] = sys.argv[2:]
 import test_export
 jax.jit(test_export.function).lower(*x).compile()
-print(hashlib.sha256(test_export.lowered_for_cuda().encode()).hexdigest())
+print(hashlib.sha256(test_export.module_for_cuda().encode()).hexdigest())
 """
 
 
-@pytest.fixture(scope="module")
-def children(tmp_path_factory):
-    """Two processes, one after the other, load the export, run it and compile with one cache.
-
-    Returns (folder, what they printed, cache entries)."""
+@pytest.mark.slow
+def test_processes_run_an_export_lower_alike_and_share_the_compilation_cache(tmp_path):
+    """Two processes, one after the other, load the export, run it with its gradients and compile
+    with one cache."""
     pytest.importorskip("flatbuffers")
-    folder, tests = tmp_path_factory.mktemp("export"), Path(__file__).parent
+    tests = Path(__file__).parent
     exported = export(function, *INPUTS.values(), platform="cpu")
-    (folder / "exported").write_bytes(exported.serialize(vjp_order=1))
-    np.savez(folder / "inputs.npz", **INPUTS)
-    command = [sys.executable, "-c", CHILD, *map(str, (folder, tests, tests.parent))]
-    settings = os.environ | {"JAX_PLATFORMS": "cpu", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
-    printed, entries = [], []
+    (tmp_path / "exported").write_bytes(exported.serialize(vjp_order=1))
+    np.savez(tmp_path / "inputs.npz", **INPUTS)
+    settings = dict(JAX_PLATFORMS="cpu", JAX_DISABLE_MOST_OPTIMIZATIONS="1")
+    entries = []
     for _ in range(2):
-        run = subprocess.run(command, env=settings, capture_output=True, text=True, timeout=300)
-        assert run.returncode == 0, run.stderr
-        printed.append(run.stdout.splitlines()[-1])
-        names = os.listdir(folder / "cache")
+        printed = run_python("-c", CHILD, tmp_path, tests, tests.parent, **settings).splitlines()
+        assert printed[-1] == hashlib.sha256(module_for_cuda().encode()).hexdigest()
+        names = os.listdir(tmp_path / "cache")
         entries.append({name for name in names if not name.endswith("atime")})
-    return folder, printed, entries
-
-
-@pytest.mark.slow
-def test_an_export_for_the_cpu_runs_in_another_process_with_its_gradients(children):
-    result = list(np.load(children[0] / "outputs.npz").values())
-    x = INPUTS.values()
-    h, states = function(*x)
-    gradients = jax.jit(jax.grad(lambda *x: jnp.sum(function(*x)[0]), tuple(range(8))))(*x)
-    compare((*OUTPUTS, *NAMES), result, (h, *states, *gradients), BOUND)
-
-
-@pytest.mark.slow
-def test_processes_lower_to_the_same_module_and_share_the_compilation_cache(children):
-    _, printed, entries = children
-    assert printed == [hashlib.sha256(lowered_for_cuda().encode()).hexdigest()] * 2
     assert any(name.startswith("jit_function") for name in entries[0])
     assert entries[1] == entries[0]
+    result = np.load(tmp_path / "outputs.npz").values()
+    expected = results_of(function)(*INPUTS.values())
+    compare(RESULTS, result, expected, BOUND)
 
 
 def test_lowering_again_gives_the_same_module():
-    first = lowered_for_cuda()
-    assert lowered_for_cuda() == first
+    first = module_for_cuda()
+    assert module_for_cuda() == first
     assert CUSTOM_CALL_TARGET in first
 
 
-def test_an_export_for_cuda_is_made_and_read_without_a_gpu():
+@pytest.mark.parametrize(
+    ("backend", "config"),
+    [("triton", None), pytest.param("mosaic_gpu", fused(), marks=needs_mosaic_gpu)],
+    ids=["triton", "mosaic_gpu"],
+)
+def test_an_export_for_cuda_is_made_and_read_without_a_gpu(backend, config):
     pytest.importorskip("flatbuffers")
-    exported = export(mlstm_chunkwise, *shapes(), platform="cuda", device_kind="NVIDIA H200")
-    assert CUSTOM_CALL_TARGET in exported.mlir_module()
+    run = functools.partial(mlstm_chunkwise, backend=backend, config=config)
+    x = call_shapes(1, 1, 128, 256, 256)
+    exported = export(run, *x, platform="cuda", device_kind="NVIDIA H200")
+    text, is_triton = exported.mlir_module(), backend == "triton"
+    assert (CUSTOM_CALL_TARGET in text, MOSAIC_CALL in text) == (is_triton, not is_triton)
     loaded = jax.export.deserialize(exported.serialize(vjp_order=1))
     assert loaded.platforms == ("cuda",)
-    assert [(x.shape, x.dtype) for x in loaded.out_avals] == [((1, 2, 64, 16), jnp.bfloat16)]
-    assert len(loaded.vjp().out_avals) == 5
+    assert [(y.shape, y.dtype) for y in loaded.out_avals] == [(x[2].shape, x[2].dtype)]
+    assert [(y.shape, y.dtype) for y in loaded.vjp().out_avals] == [(y.shape, y.dtype) for y in x]
 
 
 def test_shards_of_explicit_axes_are_exported():
@@ -173,7 +159,7 @@ def test_the_batch_may_be_symbolic_in_plain_jnp():
     (B,) = jax.export.symbolic_shape("B")
     x = [np.asarray(y)[:, :, :20] for y in [*INPUTS.values()][:5]]
     run = functools.partial(mlstm_chunkwise, chunk_size=16)  # for a CPU alone this is "xla"
-    gradients = jax.jit(jax.grad(lambda *x: jnp.sum(jnp.sin(run(*x))), (0, 1, 2, 3, 4)))
+    gradients = jax.jit(gradients_of(run))
     of_any_batch = (jax.ShapeDtypeStruct((B, *y.shape[1:]), y.dtype) for y in x)
     exported = export(gradients, *of_any_batch, platform="cpu")
     compare(NAMES[:5], exported.call(*x), gradients(*x), BOUND)
@@ -189,29 +175,26 @@ def test_the_batch_may_be_symbolic_in_plain_jnp():
 def test_a_symbolic_dimension_is_refused_by_name(dim, backend, message):
     sizes = dict(B=1, S=64) | {dim: jax.export.symbolic_shape(dim)[0]}
     B, S = sizes.values()
-    x = [jax.ShapeDtypeStruct((B, 2, S, *y.shape[3:]), y.dtype) for y in shapes()]
+    x = call_shapes(B, 2, S, 16, 16)
     run = functools.partial(mlstm_chunkwise, backend=backend)
     with pytest.raises(ValueError, match=message):
         export(run, *x, platform=("cpu", "cuda"), device_kind="NVIDIA H200")
 
 
-@pytest.mark.parametrize(
-    ("argument", "value", "expected"),
-    [
-        *(("platform", x, "one of cpu, cuda, or a sequence of them") for x in ("gpu", None, [3])),
-        *(("device_kind", x, f"None or {A_GPU}") for x in (3, "NVIDIA FOO")),
-    ],
-)
-def test_another_platform_or_device_is_refused(argument, value, expected):
-    options = dict(platform="cuda") | {argument: value}
-    message = f"{argument} is {value!r}, expected {expected}"
-    refused(ValueError, message, export, mlstm_chunkwise, *shapes(), **options)
+WRONG = {
+    "platform is 'gpu', expected one of cpu, cuda, or a sequence of them": dict(platform="gpu"),
+    "platform is [3], expected one of cpu, cuda, or a sequence of them": dict(platform=[3]),
+    f"device_kind is 3, expected None or {A_GPU}": dict(device_kind=3),
+    f"device_kind is 'NVIDIA FOO', expected None or {A_GPU}": dict(device_kind="NVIDIA FOO"),
+    "device_kind is None and this process has no GPU, expected the device_kind of the GPU to "
+    "export for, such as 'NVIDIA H200'": {},
+}
 
 
-def test_an_export_for_cuda_needs_a_device_kind():
-    message = "device_kind is None and this process has no GPU, expected the device_kind of"
-    with pytest.raises(ValueError, match=message):
-        export(mlstm_chunkwise, *shapes(), platform="cuda")
+@pytest.mark.parametrize("message", WRONG)
+def test_another_platform_or_device_is_refused(message):
+    options = dict(platform="cuda") | WRONG[message]
+    refused(ValueError, message, export, mlstm_chunkwise, *SHAPES, **options)
 
 
 def test_a_device_of_this_process_is_taken():

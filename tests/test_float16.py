@@ -13,10 +13,11 @@ from oracle import (
     check_call,
     oracle,
     random_inputs,
+    slow,
     step_names,
     tolerance,
 )
-from test_gradients import ALGORITHMS, slow
+from test_gradients import ALGORITHMS
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step
 

@@ -12,6 +12,7 @@ from oracle import (
     outputs_and_gradients,
     random_inputs,
     shared,
+    slow,
     tolerance,
 )
 
@@ -100,10 +101,6 @@ ALGORITHMS = {
     "splits_materialised": interpreted(splits(2, fused=False), **BTNH),
     "splits_stored": interpreted(splits(2), **STORED),
 }
-
-
-def slow(*values):
-    return pytest.param(*values, marks=pytest.mark.slow)
 
 
 # Whole blocks of the fused scan and no whole chunks; padded heads.

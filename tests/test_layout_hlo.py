@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
-from oracle import for_device
+from oracle import for_device, slow
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise
 
@@ -119,7 +119,7 @@ SLOW = (
 )
 PARAMETERS = pytest.mark.parametrize(
     ("case", "dtype", "backward"),
-    [*QUICK, *(pytest.param(*x, marks=pytest.mark.slow) for x in SLOW)],
+    [*QUICK, *(slow(*x) for x in SLOW)],
 )
 
 

@@ -2,26 +2,18 @@
 process."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from oracle import run_python
 
 SCRIPT = Path(__file__).with_name("mesh_calls.py")
 
 
 def run_calls(expected, *arguments):
-    done = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-        | {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-    )
-    assert done.returncode == 0, done.stdout[-4000:]
-    assert done.stdout.splitlines()[-1] == f"{expected} calls"
+    settings = dict(PYTHONPATH=os.pathsep.join(sys.path), JAX_DISABLE_MOST_OPTIMIZATIONS="1")
+    assert run_python(SCRIPT, *arguments, **settings).splitlines()[-1] == f"{expected} calls"
 
 
 @pytest.mark.parametrize(

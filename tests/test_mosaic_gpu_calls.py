@@ -13,21 +13,22 @@ from mosaic_gpu_cases import (
     CASES,
     RACE,
     SCAN,
-    bfloat16_shapes,
     check_case,
     fused,
     materialised,
     mosaic_gpu_tiles,
     needs_mosaic_gpu,
-    slow,
+    quick_and_slow,
     spec_of,
     stages_on_mosaic_gpu,
 )
 from oracle import (
     MOSAIC_CALL,
     assert_same_bits,
+    call_shapes,
     compare,
     for_device,
+    gradients_of,
     lowered_for_cuda,
     mesh_for,
     mesh_of,
@@ -41,7 +42,7 @@ from test_stages import launch_of
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step, use_backend
 from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
-from mlstm_pallas.export import CUSTOM_CALL_TARGET, export
+from mlstm_pallas.export import CUSTOM_CALL_TARGET
 from mlstm_pallas.gpu import known_gpu
 from mlstm_pallas.problem import make_problem
 from mlstm_pallas.stage import Lowering
@@ -51,7 +52,7 @@ from mlstm_pallas.xlstm_jax import triton_stablef
 
 @needs_mosaic_gpu
 @pytest.mark.parametrize(
-    "name", slow(CASES, quick=("states_BTNH", "one_block_of_rows_stored_float16"))
+    "name", quick_and_slow(CASES, quick=("states_BTNH", "one_block_of_rows_stored_float16"))
 )
 def test_interpreted_kernels_against_float64(name, capsys):
     check_case(name, "mosaic_gpu_interpret")
@@ -73,10 +74,6 @@ def small_inputs():
     return list(random_inputs(6, 1, 2, 128, 64, 128, dtype="bfloat16", states=False).values())
 
 
-def gradients_of(run):
-    return jax.grad(lambda *x: jnp.sum(jnp.sin(run(*x).astype("float32"))), tuple(range(5)))
-
-
 def over(mesh, check_vma=True, **options):
     """A sequence over the axis s."""
     run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", **options)
@@ -96,22 +93,16 @@ def test_sequence_parallelism_on_one_device():
     compare("qkvif", result, expected, BOUND["bfloat16"])
 
 
-def shapes_of(S):
-    """q, k, v, i and f."""
-    sequence, gate = (1, 1, S, 256), jax.ShapeDtypeStruct((1, 1, S), "float32")
-    return [*[jax.ShapeDtypeStruct(sequence, "bfloat16")] * 3, gate, gate]
-
-
 @needs_mosaic_gpu
 def test_shard_map_lowers():
     """Outputs and what is inside the kernels say over which mesh axes they vary."""
     mesh = mesh_for("NVIDIA H200", (2,), "s")
     gradients = gradients_of(over(mesh, config=fused(), backend="mosaic_gpu"))
-    text = lowered_for_cuda(jax.jit(gradients), *shapes_of(512), mesh=mesh)
+    text = lowered_for_cuda(jax.jit(gradients), *call_shapes(1, 1, 512, 256, 256), mesh=mesh)
     assert text.count(MOSAIC_CALL) >= len(SCAN) + 1
 
 
-HALF = shapes_of(128)
+HALF = call_shapes(1, 1, 128, 256, 256)
 
 
 def under(backend, function):
@@ -170,10 +161,7 @@ def test_another_gpu_is_refused(door, monkeypatch):
 
 def test_float32_runs_on_triton(monkeypatch):
     monkeypatch.setattr(jax, "__version_info__", MOSAIC_GPU_JAX[0])
-    inputs = {
-        name: jax.ShapeDtypeStruct(x.shape, "float32")
-        for name, x in zip("qkvif", HALF, strict=True)
-    }
+    inputs = dict(zip("qkvif", call_shapes(1, 1, 128, 256, 256, "float32"), strict=True))
     spec = spec_of(inputs, KernelConfig(fused=True), backend="mosaic_gpu")
     assert not stages_on_mosaic_gpu(spec)
 
@@ -199,23 +187,8 @@ def test_a_step_runs_its_triton_kernel():
 
 
 @needs_mosaic_gpu
-def test_an_export_for_cuda_is_made_and_read_without_a_gpu():
-    pytest.importorskip("flatbuffers")
-    run = functools.partial(mlstm_chunkwise, backend="mosaic_gpu", config=fused())
-    exported = export(run, *HALF, platform="cuda", device_kind="NVIDIA H200")
-    text = exported.mlir_module()
-    assert (MOSAIC_CALL in text, CUSTOM_CALL_TARGET in text) == (True, False)
-    loaded = jax.export.deserialize(exported.serialize(vjp_order=1))
-    assert MOSAIC_CALL in loaded.vjp().mlir_module()
-    assert len(loaded.vjp().out_avals) == 5
-
-
-@needs_mosaic_gpu
 @pytest.mark.parametrize(("heads", "config"), [((128, 128), fused()), ((64, 64), materialised(2))])
 def test_gradients_trace_in_strict_modes(heads, config):
-    K, V = heads
-    shapes = [(1, 2, 256, D) for D in (K, K, V)] + [(1, 2, 256)] * 2
-    dtypes = ["bfloat16"] * 3 + ["float32"] * 2
     run = functools.partial(
         mlstm_chunkwise, backend="mosaic_gpu_interpret", config=config, recompute_states_in_bw=True
     )
@@ -224,16 +197,14 @@ def test_gradients_trace_in_strict_modes(heads, config):
         jax.numpy_rank_promotion("raise"),
         jax.numpy_dtype_promotion("strict"),
     ):
-        x = [jax.ShapeDtypeStruct(*y) for y in zip(shapes, dtypes, strict=True)]
-        result = jax.eval_shape(
-            lambda *x: jax.vjp(run, *x)[1](jnp.ones(shapes[2], jnp.bfloat16)), *x
-        )
-    assert [(y.shape, str(y.dtype)) for y in result] == list(zip(shapes, dtypes, strict=True))
+        x = call_shapes(1, 2, 256, *heads)
+        result = jax.eval_shape(lambda dh, *x: jax.vjp(run, *x)[1](dh), x[2], *x)
+    assert [*result] == x
 
 
 def stages_of_call(B, NH, S, DHQK, DHHV, **config):
     """The stages that run on Mosaic GPU, with the fused scan and with materialised states."""
-    inputs = bfloat16_shapes(B, NH, S, DHQK, DHHV)
+    inputs = dict(zip("qkvif", call_shapes(B, NH, S, DHQK, DHHV), strict=True))
     with for_device("NVIDIA H200"):
         specs = (
             spec_of(inputs, KernelConfig(fused=x, **config), backend="mosaic_gpu")

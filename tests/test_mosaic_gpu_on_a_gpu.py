@@ -18,7 +18,6 @@ from mosaic_gpu_cases import (
     CASES,
     RECURRENCES,
     SCAN,
-    bfloat16_shapes,
     check_case,
     check_neighbours,
     needs_mosaic_gpu,
@@ -26,7 +25,7 @@ from mosaic_gpu_cases import (
     spec_of,
     stages_on_mosaic_gpu,
 )
-from oracle import assert_same_bits, random_inputs
+from oracle import assert_same_bits, call_shapes, random_inputs
 from test_gpu_huge import inputs_on_device
 from test_packed_sequences import check_prompts
 from test_stages import launch_of
@@ -78,7 +77,7 @@ def cases_on_a_gpu(*names):
 
 def mosaic_stages(B, NH, S, DHQK, DHHV, config=None, **options):
     """The stages of a call in bfloat16 that run on Mosaic GPU."""
-    inputs = bfloat16_shapes(B, NH, S, DHQK, DHHV)
+    inputs = dict(zip("qkvif", call_shapes(B, NH, S, DHQK, DHHV), strict=True))
     return stages_on_mosaic_gpu(spec_of(inputs, config, backend="mosaic_gpu", **options))
 
 

@@ -12,10 +12,9 @@ from mosaic_gpu_cases import (
     RACE,
     RECURRENCES,
     needs_mosaic_gpu,
-    slow,
+    quick_and_slow,
 )
-from oracle import assert_same_bits, error, tolerance
-from test_gradients import slow as slow_row
+from oracle import assert_same_bits, error, slow, tolerance
 from test_stages import case, launch_of
 
 from mlstm_pallas import dispatch, gate_gradients, gates, planning
@@ -56,24 +55,24 @@ DP, DQKV = ("parallel_bw_dP", dict(num_stages=3)), ("parallel_bw_dQKV", dict(num
     [
         # Chunks of several tiles and of one; more items than CTAs.
         (DP, 256, 2, 128, 128, "BNTH", True),
-        slow_row(DP, 128, 4, 128, 128, "BTNH", True),
-        slow_row(DP, 512, 1, 128, 128, "BTNH", False),
+        slow(DP, 128, 4, 128, 128, "BTNH", True),
+        slow(DP, 512, 1, 128, 128, "BTNH", False),
         # Two warpgroups, which have not as many keys, and two column blocks.
         (fw_H(128, 128, 2), 256, 2, 128, 256, "BTNH", True),
         (fw_H(64, 64, 1), 64, 2, 128, 64, "BNTH", True),  # two steps through one slot
-        slow_row(fw_H(64, 256, 1), 128, 2, 320, 256, "BNTH", False),
+        slow(fw_H(64, 256, 1), 128, 2, 320, 256, "BNTH", False),
         (fw_C(64, 64, num_splits=2), 64, 4, 64, 64, "BTNH", True),
         # n in two column blocks, of which one stores it: once, or each warpgroup the half.
         (fw_C(64, 128), 128, 2, 64, 256, "BNTH", True),
-        slow_row(fw_C(128, 128), 128, 2, 128, 256, "BNTH", True),
+        slow(fw_C(128, 128), 128, 2, 128, 256, "BNTH", True),
         # A CTA makes all gradients of a chunk, in the first four, and gets no tiles. More items,
         # or chunks, than CTAs, which have not all as many.
         (DQKV, 128, 1, 128, 128, "BTNH", True),
         (DQKV, 128, 2, 64, 256, "BNTH", True),
-        slow_row(DQKV, 128, 3, 128, 256, "BTNH", True),
-        slow_row(DQKV, 128, 3, 64, 512, "BNTH", False),
-        slow_row(DQKV, 256, 3, 256, 512, "BNTH", True),
-        slow_row(DQKV, 128, 3, 512, 256, "BNTH", False),
+        slow(DQKV, 128, 3, 128, 256, "BTNH", True),
+        slow(DQKV, 128, 3, 64, 512, "BNTH", False),
+        slow(DQKV, 256, 3, 256, 512, "BNTH", True),
+        slow(DQKV, 128, 3, 512, 256, "BNTH", False),
     ],
     ids=str,
 )
@@ -142,7 +141,7 @@ def test_an_inf_in_h_reaches_no_other_delta_and_no_dn_where_the_floor_is_larger(
     [
         (2, 384, 128, 1.0, True),  # blocks of 128 steps, runs over several of them
         (1, 1536, 512, 0.99, True),  # one chunk per block, each of which joins the later ones
-        pytest.param(1, 1024, 1024, 0.5, False, marks=pytest.mark.slow),  # two blocks per chunk
+        slow(1, 1024, 1024, 0.5, False),  # two blocks per chunk
     ],
 )
 def test_step_gradients_against_float64(BNH, S, L, share, has_dm):
@@ -238,9 +237,9 @@ EXP, SIGMOID = InputGate
         ("resets", 64, 192, SIGMOID, False),
         ("resets", 64, 448, EXP, False),  # two CTAs, of which the second has fewer chunks
         ("plain", 128, 1024, EXP, True),  # two CTAs, which join the chunks of their head
-        pytest.param("plain", 512, 1024, EXP, False, marks=pytest.mark.slow),  # one chunk per CTA
+        slow("plain", 512, 1024, EXP, False),  # one chunk per CTA
         ("plain", 1024, 2048, EXP, True),  # one long chunk per CTA
-        pytest.param("plain", 2048, 2048, EXP, False, marks=pytest.mark.slow),  # five rounds
+        slow("plain", 2048, 2048, EXP, False),  # five rounds
     ],
 )
 def test_gates_are_those_of_the_recurrence(case, L, S, input_gate, packed):
@@ -248,7 +247,7 @@ def test_gates_are_those_of_the_recurrence(case, L, S, input_gate, packed):
     test_gates.check_gates("mosaic_gpu", case, L, S, input_gate, packed, lengths)
 
 
-@pytest.mark.parametrize(("L", "S"), [(64, 448), pytest.param(1024, 2048, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("L", "S"), [(64, 448), slow(1024, 2048)])
 def test_flags_are_those_of_the_plain_form(L, S):
     """Where the stabilisers at the chunk boundaries are given.
 
@@ -289,6 +288,6 @@ def test_the_stabiliser_scan_of_many_chunks():
         np.testing.assert_allclose(result[:, c], m, rtol=0, atol=bound)
 
 
-@pytest.mark.parametrize("name", slow(RECURRENCES, quick=("weighted", "delta", "splits")))
+@pytest.mark.parametrize("name", quick_and_slow(RECURRENCES, quick=("weighted", "delta", "splits")))
 def test_interpreted_recurrences_against_float64(name):
     RECURRENCES[name].check(Lowering.MOSAIC_GPU_INTERPRET)

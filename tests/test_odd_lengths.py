@@ -8,7 +8,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from oracle import check_call, random_inputs, tolerance
+from oracle import check_call, random_inputs, slow, tolerance
 from test_gradients import ALGORITHMS
 
 from mlstm_pallas import mlstm_chunkwise
@@ -20,7 +20,7 @@ from mlstm_pallas import mlstm_chunkwise
         (1, "tiles16x32", 32, (1, 17)),
         (61, "splits", 16, (32, 16)),
         *(
-            pytest.param(*x, (32, 16), marks=pytest.mark.slow)
+            slow(*x, (32, 16))
             for x in [
                 (17, "materialised", 32),
                 (48, "fused", 32),  # whole blocks of the scan, no whole chunk

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import array, beyond, compare, in_layout, oracle, random_inputs, tolerance
+from oracle import array, beyond, compare, in_layout, oracle, random_inputs, slow, tolerance
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, pack_lengths
 
@@ -104,7 +104,7 @@ SCAN = dict(config=KernelConfig(fused=True))
     [
         (30, dict(backend="interpret", layout="BTNH", **SCAN)),
         (9, dict(backend="xla", layout="BTNH", input_gate="sigmoid")),
-        pytest.param(9, dict(backend="interpret", dtype="bfloat16"), marks=pytest.mark.slow),
+        slow(9, dict(backend="interpret", dtype="bfloat16")),
     ],
     ids=["fused", "plain", "materialised"],
 )

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from oracle import NAMES, array, gradients_of_call, initial_state_scale, tolerance
+from oracle import NAMES, array, gradients_of_call, initial_state_scale, slow, tolerance
 
 from mlstm_pallas import KernelConfig, reference
 
@@ -308,9 +308,7 @@ def check_examples(name, backend, count):
     run()
 
 
-@pytest.mark.parametrize(
-    ("name", "backend"), [*QUICK, *(pytest.param(*x, marks=pytest.mark.slow) for x in SLOW)]
-)
+@pytest.mark.parametrize(("name", "backend"), [*QUICK, *(slow(*x) for x in SLOW)])
 def test_any_values(name, backend):
     check_examples(name, backend, EXAMPLES if backend == "xla" else EXAMPLES // 2)
 

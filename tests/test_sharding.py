@@ -25,6 +25,7 @@ from oracle import (
     random_inputs,
     results_of,
     sharded,
+    slow,
     tolerance,
 )
 
@@ -69,7 +70,7 @@ def check_in_shards(run, x, expected):
 @pytest.mark.parametrize(
     ("shape", "spec", "kind", "backend", "layout"),
     [
-        pytest.param((8,), P("x"), AUTO, "interpret", "BTNH", marks=pytest.mark.slow),
+        slow((8,), P("x"), AUTO, "interpret", "BTNH"),
         ((2, 2, 2), P(("x", "y"), "z"), EXPLICIT, "xla", "BNTH"),
         ((4, 2), P("x", "y"), EXPLICIT, "xla", "BTNH"),
     ],
@@ -102,7 +103,7 @@ SPECS = {
 
 @pytest.mark.parametrize(
     ("case", "kind"),
-    [("disagreement", EXPLICIT), pytest.param("other_axes", AUTO, marks=pytest.mark.slow)],
+    [("disagreement", EXPLICIT), slow("other_axes", AUTO)],
 )
 def test_shardings_that_cannot_be_kept_are_undone_with_the_right_numbers(
     inputs, expected, case, kind
@@ -113,7 +114,7 @@ def test_shardings_that_cannot_be_kept_are_undone_with_the_right_numbers(
     compare(RESULTS, compiled(*x), expected, BOUND)
 
 
-@pytest.mark.parametrize("axes", ["xy", pytest.param("x", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("axes", ["xy", slow("x")])
 def test_inside_a_shard_map_over_all_or_some_axes(inputs, expected, axes):
     mesh, spec = mesh_of((4, 2)), P(*axes)
     run = jax.shard_map(run_on("xla"), mesh=mesh, in_specs=spec, out_specs=spec, axis_names={*axes})

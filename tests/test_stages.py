@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import array, assert_close, random_inputs, tolerance
+from oracle import array, assert_close, random_inputs, slow, tolerance
 
 from mlstm_pallas import KernelConfig, dispatch, planning
 from mlstm_pallas.gate_gradients import TileSums
@@ -266,7 +266,7 @@ TILES = {
 TILINGS = [("float32", stage, *case) for stage, cases in TILES.items() for case in cases]
 # MAX_TILE steps per CTA.
 TILINGS += [
-    pytest.param("bfloat16", stage, 256, tiles, marks=pytest.mark.slow)
+    slow("bfloat16", stage, 256, tiles)
     for stage, tiles in (
         ("parallel_fw_H", dict(LQ=64, LKV=16, K=32, V=16, keep_q=True)),
         ("parallel_bw_dP", dict(LQ=128, k=32)),

@@ -3,14 +3,12 @@ argument."""
 
 import doctest
 import inspect
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
 import pytest
+from oracle import run_python
 
 import mlstm_pallas
 from mlstm_pallas import distributed, reference
@@ -105,12 +103,9 @@ def test_a_client_passes_strict_mypy(tmp_path):
     pytest.importorskip("mypy")
     client = tmp_path / "client.py"
     client.write_text(CLIENT)
-    command = [sys.executable, "-m", "mypy", "--strict", "--follow-imports=silent"]
-    environment = os.environ | {"MYPYPATH": str(ROOT), "MYPY_CACHE_DIR": str(tmp_path / "cache")}
-    result = subprocess.run(
-        [*command, "--config-file=", client], capture_output=True, text=True, env=environment
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
+    mypy = "-m", "mypy", "--strict", "--follow-imports=silent", "--config-file="
+    settings = dict(MYPYPATH=str(ROOT), MYPY_CACHE_DIR=str(tmp_path / "cache"))
+    run_python(*mypy, client, **settings)
 
 
 FUNCTIONS = (

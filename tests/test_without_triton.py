@@ -1,11 +1,10 @@
 """What runs with a jax that has no Triton backend of Pallas."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from mosaic_gpu_cases import needs_mosaic_gpu, skip_unless_hopper
+from mosaic_gpu_cases import RACE, needs_mosaic_gpu, skip_unless_hopper
+from oracle import run_python, slow
 
 SCRIPT = """
 import sys
@@ -85,39 +84,27 @@ for name in {names}:
 TESTS = Path(__file__).parent
 
 
-def run(body: str, timeout: int = 300) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-c", SCRIPT.replace("{body}", body)],
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
+def run(body, timeout=300):
+    return run_python("-c", SCRIPT.replace("{body}", body), timeout=timeout)
 
 
-def run_cases(
-    backend: str, names: tuple[str, ...], layouts: tuple[str, ...]
-) -> subprocess.CompletedProcess[str]:
+def run_cases(backend, names, layouts):
     folders = dict(tests=str(TESTS), benchmarks=str(TESTS.parent / "benchmarks"))
-    return run(
-        CASES.format(
-            backend=backend, names=names, layouts=layouts, quick=backend != "mosaic_gpu", **folders
-        ),
-        timeout=600,
-    )
+    options = dict(backend=backend, names=names, layouts=layouts, quick=backend != "mosaic_gpu")
+    return run(CASES.format(**options, **folders), timeout=600)
 
 
 @pytest.mark.parametrize(
     "backends",
     [
-        pytest.param((None, "xla"), marks=pytest.mark.slow),
+        slow((None, "xla")),
         pytest.param(("mosaic_gpu_interpret",), marks=needs_mosaic_gpu),
     ],
     ids=str,
 )
 def test_the_plain_form_runs_and_a_triton_kernel_says_what_is_missing(backends):
     """float32 runs in plain form on backend "mosaic_gpu", which has no kernels for it."""
-    result = run(PLAIN.replace("{backends}", str(backends)))
-    assert result.returncode == 0, result.stderr
+    run(PLAIN.replace("{backends}", str(backends)))
 
 
 DEFAULT = """
@@ -142,8 +129,7 @@ for kind, backend in {"NVIDIA H200": "mosaic_gpu", "NVIDIA A100-SXM4-80GB": None
 
 @needs_mosaic_gpu
 def test_a_step_runs_in_plain_form_and_the_default_is_mosaic_gpu_on_hopper_in_16_bits():
-    result = run(STEP + DEFAULT)
-    assert result.returncode == 0, result.stderr
+    run(STEP + DEFAULT)
 
 
 @needs_mosaic_gpu
@@ -151,23 +137,18 @@ def test_a_step_runs_in_plain_form_and_the_default_is_mosaic_gpu_on_hopper_in_16
     ("name", "layout"),
     [
         ("plain_stages", "BTNH"),
-        pytest.param("few_heads", "BNTH", marks=pytest.mark.slow),
-        pytest.param("fused", "BNTH", marks=pytest.mark.slow),
-        pytest.param("splits", "BTNH", marks=pytest.mark.slow),
+        slow("few_heads", "BNTH"),
+        slow("fused", "BNTH"),
+        slow("splits", "BTNH"),
     ],
 )
 def test_mosaic_gpu_kernels_run_interpreted(name, layout):
     """The Mosaic GPU kernels run, and the other stages in plain form."""
-    result = run_cases("mosaic_gpu_interpret", (name,), (layout,))
-    assert result.returncode == 0, result.stderr
-    assert "RACE DETECTED" not in result.stdout
+    assert RACE not in run_cases("mosaic_gpu_interpret", (name,), (layout,))
 
 
 @needs_mosaic_gpu
 @pytest.mark.gpu
 def test_mosaic_gpu_kernels_run_on_a_gpu():
     skip_unless_hopper()
-    result = run_cases(
-        "mosaic_gpu", ("fused", "plain_stages", "few_heads", "splits"), ("BNTH", "BTNH")
-    )
-    assert result.returncode == 0, result.stderr
+    run_cases("mosaic_gpu", ("fused", "plain_stages", "few_heads", "splits"), ("BNTH", "BTNH"))

@@ -21,6 +21,7 @@ from oracle import (
     oracle,
     random_inputs,
     refused,
+    slow,
     tolerance,
 )
 
@@ -217,7 +218,7 @@ def split(x):
     return np.reshape(x, (B, NH, NC, L))
 
 
-@pytest.fixture(params=[None, pytest.param("interpret", marks=pytest.mark.slow)], ids=str)
+@pytest.fixture(params=[None, slow("interpret")], ids=str)
 def backend(request):
     with use_backend(request.param):
         yield
