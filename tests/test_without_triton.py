@@ -67,7 +67,12 @@ cases = dict(
     fused=mosaic_gpu_cases.Case(fused),
     # parallel_bw_dP and parallel_bw_dQKV have no kernel for chunks of 64.
     plain_stages=mosaic_gpu_cases.Case(
-        fused.replace(chunk_size=64),
+        mlstm_pallas.KernelConfig(
+            chunk_size=64,
+            fused=True,
+            mosaic_gpu_recurrent_fw_H=dict(num_stages=2),
+            mosaic_gpu_recurrent_bw_dC=dict(state_columns=128),
+        ),
         shape=(1, 2, 128, 64, 128),
         stages=mosaic_gpu_cases.SCAN | {{"chunk_gates", "recurrent_bw_dC"}},
     ),
