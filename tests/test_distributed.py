@@ -20,6 +20,7 @@ from oracle import (
     RESULTS,
     assert_below,
     assert_nothing_beyond,
+    call_shapes,
     collectives,
     compare,
     errors_of,
@@ -33,7 +34,6 @@ from oracle import (
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise, planning
 from mlstm_pallas.distributed import mlstm_chunkwise_sequence_parallel
-from mlstm_pallas.gpu import UNKNOWN
 
 B, NH, S, DHQK, DHHV = 2, 2, 144, 16, 8
 # h depends on the stabilisers themselves, through this eps and this floor
@@ -198,27 +198,6 @@ def test_splits_of_a_shard_take_their_products_from_its_summary():
     assert sorted(summands) == ["key_sums", "split_products"]
 
 
-@pytest.mark.slow
-def test_shards_of_few_heads_have_splits_of_their_own(alone, monkeypatch):
-    """The batch is left to the compiler: four heads are enough for the fused scan, the two of a
-    shard are not."""
-    names = "MIN_SPLIT_STEPS", "MIN_SPLIT_STATE", "MIN_FUSED_STATE"
-    for name, x in dict.fromkeys(names, 1).items() | {("SCAN_SHARE", B * NH / (2 * UNKNOWN.sms))}:
-        monkeypatch.setattr(planning, name, x)
-    splits, uncached = {}, planning.plan.__wrapped__
-
-    def plan(*args):
-        result = uncached(*args)
-        splits[result.spec.problem.BNH] = result.num_splits
-        return result
-
-    monkeypatch.setattr(planning, "plan", plan)
-    x = multiple_of_32("open")
-    run = results_of(over(mesh_of((2, 2), names="bs"), axis_names={"s"}, **INTERPRETED))
-    check(run(*sharded(x, mesh_of((2, 2), names="bs"), P("b"))), alone(*x), x)
-    assert splits == {B * NH: 1, NH: 2}
-
-
 def test_no_batch_at_all():
     x = [y[:0] for y in random_inputs(0, 1, NH, 64, DHQK, DHHV).values()]
     h, _ = jax.jit(over(mesh_of((2,), names="s"), backend="xla", **OPTIONS))(*x)
@@ -321,10 +300,8 @@ def test_a_mapped_axis_traces_where_fewer_heads_take_other_chunks():
     """Each of the two mapped devices plans for the heads of one, and the call for those of both."""
     run = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="s", backend="triton")
     over_shards = jax.vmap(run, axis_name="s")
-    shape, bfloat16 = (2, 1, 8, 128), "bfloat16"
-    q, v = (jax.ShapeDtypeStruct((*shape, columns), bfloat16) for columns in (128, 2048))
-    gate = jax.ShapeDtypeStruct(shape, "float32")
-    assert jax.eval_shape(over_shards, q, q, v, gate, gate) == v
+    x = [jax.ShapeDtypeStruct((2, *y.shape), y.dtype) for y in call_shapes(1, 8, 128, 128, 2048)]
+    assert jax.eval_shape(over_shards, *x) == x[2]
 
 
 on_a_gpu = results_of(functools.partial(mlstm_chunkwise, backend="triton", return_last_states=True))

@@ -528,11 +528,9 @@ def tangent(function):
 
 
 DERIVATIVES = {
-    "jvp": tangent(of_q),
     "jvp_of_scan": tangent(layers),
     "jvp_of_vmap": tangent(lambda q: jax.vmap(of_q)(q[None])),
     "linearize": lambda q: jax.linearize(of_q, q)[1](q),
-    "hessian": jax.hessian(loss),
     "grad_of_grad_of_scan": jax.grad(
         lambda q: jnp.sum(jax.grad(lambda q: jnp.sum(layers(q)))(q) ** 2)
     ),

@@ -12,6 +12,7 @@ from oracle import (
     OUTPUTS,
     assert_below,
     assert_same_bits,
+    call_shapes,
     compare,
     cotangents_for,
     errors_of,
@@ -203,12 +204,8 @@ def test_memory_of_odd_lengths(backend, layout):
         return jax.vjp(run, *x)[1](dh)
 
     def size(S):
-        shape = (8, S, 8) if layout == "BTNH" else (8, 8, S)
-        gates = [jax.ShapeDtypeStruct(shape, jnp.float32)] * 2
-        dh, q, k, v = (
-            jax.ShapeDtypeStruct((*shape, D), jnp.bfloat16) for D in (512, 256, 256, 512)
-        )
-        memory = jax.jit(both).lower(dh, q, k, v, *gates).compile().memory_analysis()
+        x = call_shapes(8, 8, S, 256, 512, layout=layout)
+        memory = jax.jit(both).lower(x[2], *x).compile().memory_analysis()
         return memory.temp_size_in_bytes + memory.output_size_in_bytes
 
     assert size(8191) <= 1.03 * size(8192)

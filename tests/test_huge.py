@@ -1,13 +1,22 @@
 """The ends of the range of shapes: no head at all; and arrays and grids beyond 32 bits, lowered for
 a GPU, not run."""
 
+import functools
+import math
 import re
 
 import compile_report
 import jax
 import jax.numpy as jnp
 import pytest
-from oracle import cotangents_for, for_device, gradients_of_call, random_inputs
+from oracle import (
+    call_shapes,
+    cotangents_for,
+    for_device,
+    gradients_of,
+    gradients_of_call,
+    random_inputs,
+)
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise
 
@@ -56,20 +65,10 @@ def pointer_offsets(ir):
 @pytest.mark.slow
 @pytest.mark.parametrize("case", HUGE)
 def test_huge_arrays_are_addressed_with_64_bits_and_grids_are_launchable(case):
-    (B, NH, S, DHQK, DHHV), dtype, options = HUGE[case]
-    rows = B, NH, S
-    shapes = [jax.ShapeDtypeStruct((*rows, width), dtype) for width in (DHQK, DHQK, DHHV)] + [
-        jax.ShapeDtypeStruct(rows, "float32")
-    ] * 2
-
-    def gradient(*x):
-        return jax.grad(
-            lambda *x: jnp.sum(mlstm_chunkwise(*x, backend="triton", **options), dtype="float32"),
-            tuple(range(5)),
-        )(*x)
-
+    shape, dtype, options = HUGE[case]
+    gradients = gradients_of(functools.partial(mlstm_chunkwise, backend="triton", **options))
     with for_device("NVIDIA H200"):
-        traced = jax.jit(gradient).trace(*shapes)
+        traced = jax.jit(gradients).trace(*call_shapes(*shape, dtype))
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     grids = re.findall(r"grid_x = (\d+) : i32, grid_y = (\d+) : i32, grid_z = (\d+) : i32", text)
     assert len(grids) >= 6
@@ -90,4 +89,4 @@ def test_huge_arrays_are_addressed_with_64_bits_and_grids_are_launchable(case):
             else:
                 assert x.aval.size < 2**31
     assert bool(huge) == (case != "chunks_of_one_sequence")
-    assert not case.startswith("tokens") or B * NH * S >= 2**31
+    assert not case.startswith("tokens") or math.prod(shape[:3]) >= 2**31

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from jax.experimental import topologies
 from jax.sharding import NamedSharding, PartitionSpec
-from oracle import for_device, slow
+from oracle import call_shapes, for_device, slow
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise
 
@@ -59,7 +59,6 @@ CASES = {
 def compiled_text(shape, dtype, backward, sharding=None, *, transposed=False, **options):
     """The compiled text of a call with arrays (B, S, NH, ...); transposed: in the other layout,
     with transposes around it."""
-    B, NH, S, DHQK, DHHV = shape
 
     def run(*x):
         x = [jnp.swapaxes(y, 1, 2) for y in x] if transposed else x
@@ -72,11 +71,8 @@ def compiled_text(shape, dtype, backward, sharding=None, *, transposed=False, **
         h, vjp = jax.vjp(run, *x)
         return h, *vjp(dh)
 
-    q, v, gate = (
-        jax.ShapeDtypeStruct((B, S, NH, *size), of, sharding=sharding)
-        for size, of in (((DHQK,), dtype), ((DHHV,), dtype), ((), "float32"))
-    )
-    x = [q, q, v, gate, gate, *[v] * backward]
+    x = call_shapes(*shape, dtype, "BTNH", sharding)
+    x += [x[2]] * backward
     return jax.jit(both if backward else run).lower(*x).compile().as_text()
 
 

@@ -15,8 +15,10 @@ from oracle import (
     OUTPUTS,
     RESULTS,
     assert_close,
+    call_shapes,
     collectives,
     compare,
+    gradients_of,
     in_layout,
     loss_of,
     lowered_for_cuda,
@@ -192,14 +194,8 @@ def test_one_of_several_devices_runs_the_plain_module(inputs):
 
 def test_shards_lower_for_cuda_without_a_device():
     mesh = mesh_for("NVIDIA H200", (4, 2), "xy", EXPLICIT)
-    built = random_inputs(0, B, NH, 64, 16, 16, dtype="bfloat16", states=False)
-    sharding = NamedSharding(mesh, P("x", "y"))
-    x = [jax.ShapeDtypeStruct(y.shape, y.dtype, sharding=sharding) for y in built.values()]
-
-    def loss(*x):
-        return jnp.sum(mlstm_chunkwise(*x).astype("float32"))
-
-    text = lowered_for_cuda(jax.jit(jax.grad(loss, tuple(range(5)))), *x, mesh=mesh)
+    x = call_shapes(B, NH, 64, 16, 16, sharding=NamedSharding(mesh, P("x", "y")))
+    text = lowered_for_cuda(jax.jit(gradients_of(mlstm_chunkwise)), *x, mesh=mesh)
     calls = [line for line in text.splitlines() if "__gpu$xla.gpu.triton" in line]
     assert len(calls) == 8  # four kernels a pass
     # a shard of 2 batch entries and 2 heads
