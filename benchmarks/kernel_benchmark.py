@@ -54,7 +54,7 @@ from mlstm_pallas import costs, dispatch, mlstm_chunkwise, planning, stages
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.gate_gradients import TileSums
 from mlstm_pallas.gates import vector_states
-from mlstm_pallas.gpu import target_gpu
+from mlstm_pallas.gpu import Gpu, target_gpu
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, query_scale
 from mlstm_pallas.problem import MAX_TILE, Problem
 from mlstm_pallas.stage import Launch, Lowering, ScaledRows, Stage
@@ -189,9 +189,12 @@ class MlstmPallas(peers.JaxImplementation):
         chunk_size: int | None = None,
         config: KernelConfig | None = None,
         variant: str = "exp",
+        gpu: Gpu | None = None,
     ):
         self.name, self.variant, self.oracle = backend, variant, ORACLES.get(variant, peers.exact)
-        self.spec = call_spec(backend, shape, dtype, target_gpu(), chunk_size, config, variant)
+        self.spec = call_spec(
+            backend, shape, dtype, gpu or target_gpu(), chunk_size, config, variant
+        )
         self.config = config_row(self.spec)
 
     def computation(self, inputs, direction):

@@ -28,7 +28,9 @@ def progress(row: Row, columns: Columns) -> str:
     """The columns of text, then the others with their titles; the last column is the note."""
     *texts, note = zip(columns, columns.values(), cells(row, columns), strict=True)
     case = " ".join(cell for _, (_, number), cell in texts if not number)
-    others = [f"{title} {cell}" for title, (_, number), cell in texts if number and cell != "-"]
+    others = [
+        f"{title} {cell}" for title, (_, number), cell in texts if number and cell not in ("-", "")
+    ]
     return f"{case}: {', '.join(filter(None, (*others, note[-1])))}"
 
 

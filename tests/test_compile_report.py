@@ -1,7 +1,6 @@
 """The compile report, and through it: every stage of the default configs compiles for H200 and A100
 and fits them."""
 
-import json
 import os
 
 import benchmark_runs
@@ -74,14 +73,14 @@ def lowers_only(monkeypatch):
 
 
 @pytest.fixture
-def run(capsys):
+def run(tmp_path):
     """run(*flags) is the exit code and the rows by stage, of bfloat16."""
 
     def rows(*arguments):
-        common = compile_report, "--dtype=bfloat16", "--jsonl"
+        path = tmp_path / "rows.jsonl"
+        common = compile_report, "--dtype=bfloat16", f"--jsonl={path}"
         code = benchmark_runs.run(*common, *arguments)
-        lines = map(json.loads, capsys.readouterr().out.splitlines())
-        return code, {row["stage"]: row for row in lines}
+        return code, {row["stage"]: row for row in benchmark_runs.records(path)}
 
     return rows
 
@@ -114,16 +113,16 @@ def checked_rows(device, heads, dtype, **options):
     """The rows of a gradient, which have the tiles that the call has."""
     options |= dict(direction="fwbw")
     rows = list(compile_report.report(device, [heads], [dtype], **options))
-    assert [(row.stage, row.cause) for row in rows if row.cause] == []
+    assert [(row["stage"], row["note"]) for row in rows if row["note"]] == []
     spec = compile_report.Call(compile_report.DEVICES[device], *heads, dtype, **options).spec()
     config = config_row(spec)
     for row in rows:
-        assert row.num_warps > 0
-        assert row.grid
-        if row.stage in STAGES:
-            assert row.config == config[f"triton_{row.stage}"]
-            assert row.num_warps == row.config["num_warps"]
-    by_stage = {row.stage: row for row in rows}
+        assert row["num_warps"] > 0
+        assert row["grid"]
+        if row["stage"] in STAGES:
+            assert row["config"] == config[f"triton_{row['stage']}"]
+            assert row["num_warps"] == row["config"]["num_warps"]
+    by_stage = {row["stage"]: row for row in rows}
     stages = *roofline.FORWARD[spec.plan.fused], *roofline.backward_stages()
     assert by_stage.keys() - HELPERS == {*stages}
     return by_stage, spec
@@ -155,7 +154,7 @@ def test_one_kernel_too_large_and_one_that_fails_leave_the_others(monkeypatch, r
 
     monkeypatch.setattr(compile_report, "compile_kernel", compile_kernel)
     code, rows = run("--device=A100", "--heads=64/64")
-    causes = {name: row["cause"] for name, row in rows.items() if row["cause"]}
+    causes = {name: row["note"] for name, row in rows.items() if row["status"] == "failed"}
     excess = "takes 167936 bytes of shared memory, the device has 166912"
     expected = {"recurrent_fw_C": "register allocation failed", "parallel_fw_H": excess}
     assert (code, causes) == (1, expected)
@@ -182,14 +181,14 @@ def test_a_crash_of_the_compiler_is_a_cause(monkeypatch):
 
 
 def check_usage(row, device, problem, dtype):
-    target, facts = compile_report.DEVICES[device], STAGES.get(row.stage)
-    assert row.cause == ""
-    assert row.usage.shared_bytes <= target.shared_bytes
-    assert 16 <= row.usage.registers <= 255
-    if dtype == "bfloat16" and facts and costs.cost(row.stage, problem, 2).flops > 0:
+    target, facts = compile_report.DEVICES[device], STAGES.get(row["stage"])
+    assert row["note"] == ""
+    assert row["shared_bytes"] <= target.shared_bytes
+    assert 16 <= row["registers"] <= 255
+    if dtype == "bfloat16" and facts and costs.cost(row["stage"], problem, 2).flops > 0:
         # wgmma multiplies 64 rows: fewer steps of a chunk may be the rows of none.
-        other = 0 if device == "H200" and row.chunk_size >= 64 else row.usage.mma
-        assert row.usage.wgmma + other > 0, "no tensor cores"
+        other = 0 if device == "H200" and row["chunk_size"] >= 64 else row["mma"]
+        assert row["wgmma"] + other > 0, "no tensor cores"
 
 
 @pytest.mark.slow

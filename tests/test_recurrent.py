@@ -341,7 +341,7 @@ def test_a_loop_with_one_step_per_iteration_copies_no_state(batch):
 def test_compiles_without_spills(device, dtype):
     pytest.importorskip("triton")
     for row in compile_report.report(device, [(64, 64), (512, 1024)], [dtype], direction="step"):
-        assert (row.cause, row.usage.spill_store_bytes) == ("", 0)
+        assert (row["note"], row["spill_store_bytes"]) == ("", 0)
 
 
 def test_a_sequence_in_the_layout_of_projections():

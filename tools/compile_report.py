@@ -5,8 +5,8 @@ The report has their registers, spills and shared memory.
     python tools/compile_report.py --device=H200 --heads=128/256,256/512 --dtype=bfloat16
     python tools/compile_report.py --device=H200 --direction=fwbw --backend=mosaic_gpu
 
-It needs no GPU. Each kernel is one row, printed as soon as it is compiled. The exit code is 1 where
-a kernel does not compile or does not fit, and 2 where the request is wrong.
+It needs no GPU. Each kernel is one row, printed as soon as it is compiled, and in a table at the
+end. The exit code is 1 if a kernel does not compile or does not fit, and 2 if the request is wrong.
 
 The compiler is the Triton package, not the build of Triton inside XLA: spills and shared memory can
 differ a little from those of the kernels that run. Mosaic GPU kernels are compiled by XLA itself,
@@ -20,7 +20,6 @@ import glob
 import importlib.util
 import io
 import itertools
-import json
 import os
 import re
 import shutil
@@ -34,19 +33,24 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from absl import flags
 from jax.sharding import AbstractDevice, AbstractMesh
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import command
 import reporting
-from calls import VARIANTS, call_spec, define_chunks, launch_of
+import runner
+import step_benchmark
+from calls import VARIANTS, define_chunks, launch_of
 from command import RequestError, known_name, one_line
+from kernel_benchmark import MlstmPallas
+from peers import Inputs, random_inputs
 from pipelines import overwritten_operands
+from runner import Row
+from shapes import Shape
 from worker import NoAnswer, ProcessEnded, Worker
 
-from mlstm_pallas import KernelConfig, mlstm_chunkwise, mlstm_recurrent_step
+from mlstm_pallas import KernelConfig, mlstm_recurrent_step
 from mlstm_pallas.gpu import Gpu, known_gpu
 from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.stages import STAGES
@@ -54,8 +58,7 @@ from mlstm_pallas.stages import STAGES
 # Enough to make every stage's grid three-dimensional. The code of a kernel depends on them only
 # through arrays beyond 2**32 bytes.
 BATCH, NUM_HEADS = 1, 8
-
-NOT_OF_STEPS = ("packed", "BTNH")
+OF_STEPS = ("exp", "sigmoid", "unnormalised")
 
 COMPILE_SECONDS = 1800.0  # of the kernels of a call
 
@@ -64,21 +67,9 @@ class CompileError(RuntimeError):
     """The compiler refuses a kernel; the message is the cause, on one line."""
 
 
-KINDS = {
-    "A100": "NVIDIA A100-SXM4-80GB",
-    "A10": "NVIDIA A10",
-    "RTX3090": "NVIDIA GeForce RTX 3090",
-    "L4": "NVIDIA L4",
-    "L40S": "NVIDIA L40S",
-    "RTX4090": "NVIDIA GeForce RTX 4090",
-    "H20": "NVIDIA H20",
-    "H100": "NVIDIA H100 80GB HBM3",
-    "GH200": "NVIDIA GH200 480GB",
-    "H200": "NVIDIA H200",
-    "B200": "NVIDIA B200",
-    "RTX5090": "NVIDIA GeForce RTX 5090",
-}
-DEVICES = {name: gpu for name, kind in KINDS.items() if (gpu := known_gpu(kind))}
+NAMES = "A100", "A10", "RTX 3090", "L4", "L40S", "RTX 4090"
+NAMES += "H20", "H100", "GH200", "H200", "B200", "RTX 5090"
+DEVICES = {x.replace(" ", ""): gpu for x in NAMES if (gpu := known_gpu(f"NVIDIA {x}"))}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -122,28 +113,6 @@ class Usage:
     wgmma_serialized: bool
     compile_seconds: float
     messages: tuple[str, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A kernel of the report.
-
-    usage is None where it does not compile; cause is empty where it compiles and fits the device.
-    config has the tiles that a stage reads, clamped; it is empty for helper kernels.
-    """
-
-    device: str
-    DHQK: int
-    DHHV: int
-    dtype: str
-    stage: str
-    chunk_size: int
-    grid: tuple[int, ...] = ()
-    config: dict[str, int] = dataclasses.field(default_factory=dict)
-    num_warps: int = 0
-    num_stages: int = 0
-    usage: Usage | None = None
-    cause: str = ""
 
 
 def _triton_ir(lowered: jax.stages.Lowered) -> str:
@@ -467,45 +436,36 @@ class Call:
     relocatable: bool = False  # Mosaic GPU kernels as nvJitLink compiles them
 
     @property
-    def dims(self) -> tuple[int, ...]:
-        return BATCH, NUM_HEADS, 1 if self.direction == "step" else self.seqlen
+    def shape(self) -> Shape:
+        steps = 1 if self.direction == "step" else self.seqlen
+        return Shape(BATCH, NUM_HEADS, steps, self.DHQK, self.DHHV)
+
+    def implementation(self) -> MlstmPallas:
+        chunks = self.chunk_size, self.config
+        return MlstmPallas(
+            self.backend, self.shape, self.dtype, *chunks, self.variant, gpu=self.device
+        )
 
     def spec(self) -> CallSpec:
-        shape = *self.dims, self.DHQK, self.DHHV
-        chunks = self.chunk_size, self.config
-        return call_spec(self.backend, shape, self.dtype, self.device, *chunks)
+        return self.implementation().spec
 
-    def shapes(self) -> list[jax.ShapeDtypeStruct]:
-        rows, dtype = self.dims, jnp.dtype(self.dtype)
+    def shapes(self) -> Sequence[Any]:
+        """The arguments of the function."""
         if self.direction == "step":
-            rows = rows[:2]
-        elif self.variant == "BTNH":
-            rows = (rows[0], rows[2], rows[1])
-        qk, v = (jax.ShapeDtypeStruct((*rows, size), dtype) for size in (self.DHQK, self.DHHV))
-        gate = jax.ShapeDtypeStruct(rows, jnp.float32)
-        if self.direction == "step":
-            c = jax.ShapeDtypeStruct((*qk.shape, self.DHHV), dtype)
-            return [qk, qk, v, gate, gate, c, qk, gate]
-        return [qk, qk, v, gate, gate, jax.ShapeDtypeStruct((BATCH, self.seqlen), jnp.int32)]
+            dtypes = self.dtype, self.dtype
+            return jax.eval_shape(lambda: step_benchmark.random_inputs(self.shape, *dtypes))
+        return jax.eval_shape(lambda: random_inputs(jax.random.key(0), self.shape, self.dtype))
 
     def function(self) -> Callable[..., Any]:
-        options = dict(VARIANTS[self.variant], backend=self.backend, config=self.config)
-        chunks = dict(chunk_size=self.chunk_size)
+        if self.direction == "step":
+            options = dict(VARIANTS[self.variant], backend=self.backend, config=self.config)
+            return lambda token, states: mlstm_recurrent_step(*token, *states, **options)
 
-        def forward(q, k, v, i, f, segment_ids):
-            ids = segment_ids if self.variant == "packed" else None
-            return mlstm_chunkwise(q, k, v, i, f, segment_ids=ids, **chunks, **options)
+        def run(*inputs):
+            computation, args = self.implementation().computation(Inputs(*inputs), self.direction)
+            return computation(*args)
 
-        def total(*args):
-            return jnp.sum(forward(*args), dtype=jnp.float32)
-
-        def step(*args):
-            *others, m = args
-            m = None if "input_gate" in VARIANTS[self.variant] else m
-            return mlstm_recurrent_step(*others, m, **options)
-
-        gradient = jax.grad(total, argnums=(0, 1, 2, 3, 4))
-        return dict(fwd=forward, fwbw=gradient, step=step)[self.direction]
+        return run
 
     def kernels(self) -> list[tuple[Lowered, Usage | None]]:
         """Triton kernels, which are not compiled yet, and those of Mosaic GPU, which are."""
@@ -522,7 +482,8 @@ def too_much_shared_memory(usage: Usage, device: Gpu) -> str:
     return f"takes {usage.shared_bytes} bytes of shared memory, {limit}"
 
 
-def _compiled_row(row: Row, kernel: Lowered, usage: Usage | None, device: Gpu) -> Row:
+def compiled(kernel: Lowered, usage: Usage | None, device: Gpu) -> Row:
+    """The launch and the resources of a kernel, as keys of a row."""
     cause = kernel.cause
     if usage is None and not cause:
         try:
@@ -530,11 +491,18 @@ def _compiled_row(row: Row, kernel: Lowered, usage: Usage | None, device: Gpu) -
             usage = compile_kernel(kernel.ir, *launch, device.capability)
         except CompileError as error:
             cause = str(error)
-    if usage and (excess := too_much_shared_memory(usage, device)):
-        cause = excess
-    num_stages = kernel.num_stages or row.num_stages
-    launch = dict(grid=kernel.grid, num_warps=kernel.num_warps, num_stages=num_stages)
-    return dataclasses.replace(row, **launch, usage=usage, cause=cause)
+    cause = cause or (usage and too_much_shared_memory(usage, device)) or ""
+    row = dict(status="failed" if cause else "ok", note=cause)
+    row |= dict(grid=kernel.grid, num_warps=kernel.num_warps, num_stages=kernel.num_stages)
+    return row | (vars(usage) if usage else {})
+
+
+def tiling(name: str, spec: CallSpec) -> Row:
+    """The chunk size and the tiles that a stage reads; no tiles for helper kernels."""
+    if name not in STAGES:
+        return dict(chunk_size=spec.problem.L, config={})
+    launch = launch_of(spec, name)
+    return dict(chunk_size=launch.problem.L, config=dict(vars(launch.tiles)))
 
 
 def report(
@@ -547,6 +515,8 @@ def report(
 ) -> Iterator[Row]:
     """Compiles the kernels of calls and yields a row for each kernel.
 
+    A row has the fields of its ``Lowered`` and ``Usage``; note is why it does not compile or fit.
+
     Args:
       device: a name in DEVICES; also chooses the tuned config.
       heads: (DHQK, DHHV) of each call.
@@ -556,16 +526,17 @@ def report(
     """
     for (DHQK, DHHV), dtype in itertools.product(heads, dtypes):
         call = Call(DEVICES[device], DHQK, DHHV, dtype, **options)
-        if call.direction == "step" and call.variant in NOT_OF_STEPS:
+        if call.direction == "step" and call.variant not in OF_STEPS:
             raise RequestError(f"a step has no variant {call.variant}")
+        case: Row = dict(name=f"{DHQK}/{DHHV}", shape=call.shape, impl=call.backend, dtype=dtype)
+        case |= dict(device=device, direction=call.direction, variant=call.variant)
         spec = call.spec()
-        case = Row(device, DHQK, DHHV, dtype, "(tracing)", spec.problem.L)
         try:
             kernels = call.kernels()
         except RequestError:
             raise
         except Exception as error:
-            yield dataclasses.replace(case, cause=one_line(error))
+            yield case | dict(stage="(tracing)", status="failed", note=one_line(error))
             continue
         names = list(dict.fromkeys(kernel.name for kernel, _ in kernels))
         if missing := [stage for stage in stages if stage not in names]:
@@ -573,72 +544,54 @@ def report(
             raise RequestError(f"{absent}, there are {', '.join(names)}")
         for kernel, usage in kernels:
             if not stages or kernel.name in stages:
-                row = dataclasses.replace(case, stage=kernel.name, **_tiling(kernel.name, spec))
-                yield _compiled_row(row, kernel, usage, call.device)
+                row = case | dict(stage=kernel.name) | tiling(kernel.name, spec)
+                yield row | compiled(kernel, usage, call.device)
 
 
-def _tiling(name: str, spec: CallSpec) -> dict[str, Any]:
-    """The chunk size and the tiles that a stage reads; nothing for helper kernels."""
-    if name not in STAGES:
-        return {}
-    launch = launch_of(spec, name)
-    config = dict(vars(launch.tiles))
-    stages = config.get("num_stages", 0)
-    return dict(chunk_size=launch.problem.L, config=config, num_stages=stages)
+TILES = "siz_b_LQ siz_b_LKV siz_b_DHQK/state_rows siz_b_DHHV/state_columns block_k num_stages"
 
 
-TILES = "siz_b_LQ siz_b_LKV siz_b_DHQK/state_rows siz_b_DHHV/state_columns block_k"
-
-
-def tiles_of(row: dict[str, Any]) -> str:
-    config = row["config"]
+def tiles_of(row: Row) -> str:
+    """The sizes of ``TILES``, with - for those that the stage does not have."""
+    config = row.get("config") or {}
     sizes = ([config[x] for x in name.split("/") if x in config] for name in TILES.split())
     return "/".join(str(*x[:1]) or "-" for x in sizes) if config else ""
 
 
-def spills_of(row: dict[str, Any]) -> str | None:
+def spills_of(row: Row) -> str | None:
     """Bytes stored/loaded."""
-    return f"{row['spill_store_bytes']}/{row['spill_load_bytes']}" if row["usage"] else None
+    return f"{row['spill_store_bytes']}/{row['spill_load_bytes']}" if "registers" in row else None
 
 
-def shared_of(row: dict[str, Any]) -> str | None:
+def shared_of(row: Row) -> str | None:
     """KiB used/available."""
     available = DEVICES[row["device"]].shared_bytes // 1024
-    return f"{row['shared_bytes'] / 1024:.1f}/{available}" if row["usage"] else None
+    return f"{row['shared_bytes'] / 1024:.1f}/{available}" if "registers" in row else None
 
 
-def notes_of(row: dict[str, Any]) -> str:
-    serialized = "wgmma serialized" if row.get("wgmma_serialized") else ""
-    return "; ".join(filter(None, (row["cause"], serialized, *row.get("messages", ()))))
+def messages_of(row: Row) -> str:
+    serialized = ["wgmma serialized"] if row.get("wgmma_serialized") else []
+    return " ".join([*serialized, *row.get("messages", ())])
 
 
-# A column is as wide as its title.
 COLUMNS: reporting.Columns = {
-    "heads    ": (lambda row: f"{row['DHQK']}/{row['DHHV']}", ""),
-    "dtype   ": ("dtype", ""),
-    "stage           ": ("stage", ""),
-    "   L": ("chunk_size", "4"),
-    "        grid": (lambda row: "x".join(map(str, row["grid"])), "12"),
-    "   LQ/LKV/DQK/DHV/k": (tiles_of, "19"),
-    "warps": ("num_warps", "5"),
-    "stages": ("num_stages", "6"),
-    "regs": ("registers", "4"),
-    "    spill B": (spills_of, "11"),
-    " shared KiB": (shared_of, "11"),
-    "wgmma": ("wgmma", "5"),
-    "  mma": ("mma", "5"),
-    "cp.async": ("cp_async", "8"),
-    "  sec": ("compile_seconds", "5.1f"),
-    "notes": (notes_of, ""),
+    "heads": ("name", ""),
+    "dtype": ("dtype", ""),
+    "stage": ("stage", ""),
+    "L": ("chunk_size", "d"),
+    "grid": (lambda row: "x".join(map(str, row.get("grid", ()))), "s"),
+    "LQ/LKV/DQK/DHV/k/stages": (tiles_of, "s"),
+    "warps": ("num_warps", "d"),
+    "regs": ("registers", "d"),
+    "spill B": (spills_of, "s"),
+    "shared KiB": (shared_of, "s"),
+    "wgmma": ("wgmma", "d"),
+    "mma": ("mma", "d"),
+    "cp.async": ("cp_async", "d"),
+    "s": ("compile_seconds", ".1f"),
+    "ptxas": (messages_of, "s"),
+    "note": ("note", ""),
 }
-
-
-def table_row(row: Row) -> str:
-    """A line of the table."""
-    flat = vars(row) | (vars(row.usage) if row.usage else {})
-    cells = zip(COLUMNS, reporting.cells(flat, COLUMNS), strict=True)
-    padded = (y.rjust(len(x)) if x.startswith(" ") else y.ljust(len(x)) for x, y in cells)
-    return "  ".join(padded).rstrip()
 
 
 def parse_device(text: str) -> str:
@@ -654,7 +607,7 @@ def parse_heads(text: str) -> tuple[int, int]:
 
 def define_flags(define: command.Define) -> None:
     direction = "Forward, gradient with it, or one recurrent step."
-    variant = "Input gate and normaliser; packed: exp with segment_ids."
+    variant = "Input gate, normaliser and layout; packed: exp with segment_ids."
     relocatable = "The kernels of mosaic_gpu as nvJitLink compiles them, for jax >= 0.12."
     define.parsed("device", parse_device, f"To compile for: {', '.join(DEVICES)}; none: H200.")
     define.items("heads", "64/64,128/256,256/512", parse_heads, "Head sizes, DHQK/DHHV each.")
@@ -664,28 +617,21 @@ def define_flags(define: command.Define) -> None:
     define.enum("variant", "exp", list(VARIANTS), variant)
     define.enum("backend", "triton", ["triton", "mosaic_gpu"], "mosaic_gpu: for Hopper GPUs.")
     define.bool("relocatable", False, relocatable)
-    define.bool("jsonl", False, "Print JSON lines, with sizes in bytes, not a table.")
-    define.shared(dtype="bfloat16,float32")
+    define.shared("commit", "from_jsonl", "jsonl", dtype="bfloat16,float32")
     define_chunks(define)
 
 
-def run(options: flags.FlagValues) -> int:
-    """Prints the report that the flags ask for; returns the exit code."""
+def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
+    """A row for each kernel of the calls that the flags ask for."""
     same = "chunk_size", "config", "seqlen", "direction", "variant", "backend", "relocatable"
     settings = {name: options[name].value for name in same}
     case = options.device or "H200", options.heads, options.dtype
-    failed = False
-    try:
-        for index, row in enumerate(report(*case, stages=options.stage, **settings)):
-            if index == 0 and not options.jsonl:
-                print("  ".join(COLUMNS))
-            line = json.dumps(dataclasses.asdict(row)) if options.jsonl else table_row(row)
-            print(line, flush=True)
-            failed |= bool(row.cause)
-    except RequestError as error:
-        print(f"compile_report: {error}", file=sys.stderr)
-        return 2
-    return int(failed)
+    for row in report(*case, stages=options.stage, **settings):
+        yield runner.new_row(options, row["name"], row["shape"], row["impl"]) | row
+
+
+def run(options: flags.FlagValues) -> int:
+    return runner.run("compile_report", options, measured_rows, COLUMNS)
 
 
 if __name__ == "__main__":
