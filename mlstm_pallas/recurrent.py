@@ -171,6 +171,11 @@ def mlstm_recurrent_step(
     if the caller does not use them afterwards: in a jitted loop, or if they are
     donated to jax.jit (donate_argnums). Otherwise they are copied first.
 
+    States in bfloat16 have half the bytes: on an H200, with 8 heads of 256/512,
+    a step takes 60 % (B = 37) and 54 % (B = 128) of its time with float32
+    states. h is then off by 1.5e-3 relative, with float16 states by 2.1e-4; the
+    error is the same after 64 and after 8192 steps of random tokens.
+
     The kernels have no derivatives; backend "xla" has them, of every order.
 
     Example::

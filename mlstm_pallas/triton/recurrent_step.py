@@ -24,9 +24,7 @@ from mlstm_pallas.stage import Launch
 from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.recurrent_step import Operands, Step, rounded, step_gates
 from mlstm_pallas.tiles import block_at, loop
-from mlstm_pallas.triton.launch import kernel_call, masked_load, masked_store
-
-_BLOCK_BYTES = 2**14  # 4 CTAs of 4 warps fit an SM, with one block in use and one in flight
+from mlstm_pallas.triton.launch import kernel_call, masked_load, masked_store, spec
 
 
 def _recurrent_step_kernel(
@@ -39,8 +37,8 @@ def _recurrent_step_kernel(
     f_gmem: Any,  # ()
     m_gmem: Any,  # (), or absent: the sigmoid input gate
     before_gmem: Any,  # (DHQK + 1,), a copy of n and m; absent: the head has one CTA
-    C_new_gmem: Any,  # out (DHQK, DHHV), in place of C
     h_gmem: Any,  # out (DHHV,)
+    C_new_gmem: Any,  # out (DHQK, DHHV), in place of C
     n_new_gmem: Any,  # out (DHQK,), in place of n
     m_new_gmem: Any,  # out (), in place of m, or absent
     *,
@@ -123,18 +121,13 @@ def recurrent_step(
 ) -> Step:
     """Runs the stage: ``stages/recurrent_step.py``."""
     vecQ, vecK, vecV, scaI, scaF, matC, vecN, scaM = x
-    heads, DHQK, DHHV = matC.shape
-    sizes = (call.tiles.siz_b_DHQK, DHQK), (call.tiles.siz_b_DHHV, DHHV)
-    BK, BV = (min(tile, _at_least_a_tile(size)) for tile, size in sizes)
-    state = pl.BlockSpec((None, DHQK, DHHV), lambda iv, b: (b, 0, 0))
-    qk, hv = (pl.BlockSpec((None, size), lambda iv, b: (b, 0)) for size in (DHQK, DHHV))
-    gate = pl.BlockSpec((None,), lambda iv, b: (b,))
-    grid = (-(-DHHV // BV), heads)
-    before = None
-    if grid[0] > 1:  # every CTA of a head reads n and m, and one of them updates them
+    _, DHQK, DHHV = matC.shape
+    state, qk, hv = spec(DHQK, DHHV, at="b00"), spec(DHQK, at="b0"), spec(DHHV, at="b0")
+    gate, before = spec(at="b"), None
+    if call.tiles.siz_b_DHHV < DHHV:  # every CTA of a head reads n and m, and one updates them
         last = scaI if scaM is None else scaM
-        pair = (x.astype(jnp.float32) for x in (vecN, last[:, None]))
-        before = jnp.concatenate(list(pair), axis=1)
+        pair = vecN.astype(jnp.float32), last[:, None].astype(jnp.float32)
+        before = jnp.concatenate(pair, axis=1)
     y = kernel_call(
         _recurrent_step_kernel,
         dict(
@@ -146,47 +139,40 @@ def recurrent_step(
             i=(scaI, gate),
             f=(scaF, gate),
             m=(scaM, gate),
-            before=(before, pl.BlockSpec((None, DHQK + 1), lambda iv, b: (b, 0))),
+            before=(before, spec(DHQK + 1, at="b0")),
         ),
         dict(
-            C_new=(jax.ShapeDtypeStruct(matC.shape, matC.dtype), state),
             h=(jax.ShapeDtypeStruct(vecV.shape, vecQ.dtype), hv),
-            n_new=(jax.ShapeDtypeStruct(vecN.shape, vecN.dtype), qk),
-            m_new=(
-                jax.ShapeDtypeStruct(scaM.shape, scaM.dtype) if scaM is not None else None,
-                gate,
-            ),
+            C_new=(matC, state),
+            n_new=(vecN, qk),
+            m_new=(scaM, gate),
         ),
-        grid=grid,
-        aliases={0: 0, 4: 2} | ({} if scaM is None else {7: 3}),
+        aliases={0: 1, 4: 2} | ({} if scaM is None else {7: 3}),
         call=call,
         normaliser=normaliser,
-        siz_b_DHQK=BK,
-        siz_b_DHHV=BV,
+        siz_b_DHQK=call.tiles.siz_b_DHQK,
+        siz_b_DHHV=call.tiles.siz_b_DHHV,
     )
-    return Step(y["h"], y["C_new"], y["n_new"], y["m_new"])
+    return Step(*y.values())
 
 
 @dataclasses.dataclass(frozen=True)
 class Tiles(BaseTiles):
-    """The defaults are for few heads: 128 CTAs for 8 heads of 256/512, each with one block."""
+    """Two blocks of 16 KiB in float32, or of 8 KiB in 16 bits, are in use or in flight per CTA."""
 
-    siz_b_DHQK: int = 256
-    siz_b_DHHV: int = 32
-    num_warps: int = 8
+    siz_b_DHQK: int = 64
+    siz_b_DHHV: int = 64
+    num_warps: int = 4
 
     @classmethod
     def plan(cls, p: Problem, dtype: Any, gpu: Gpu, **asked: Any) -> Self:
-        """One CTA per head where the heads fill the GPU and run at the same time, or are small."""
-        columns, head = _at_least_a_tile(p.DHHV), p.DHQK * p.DHHV * dtype.itemsize
-        if head > 2**16 and not gpu.sms // 2 <= p.BNH <= 4 * gpu.sms:
-            return cls()
-        return cls(max(_BLOCK_BYTES // (columns * dtype.itemsize), 1), columns, 4)
+        return cls() if dtype.itemsize > 2 else cls(32, 128)
 
     def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
-        columns = min(self.siz_b_DHHV, _at_least_a_tile(p.DHHV))
-        return -(-p.DHHV // columns), p.BNH
+        return -(-p.DHHV // self.siz_b_DHHV), p.BNH
 
     def clamped(self, p: Problem) -> Self:
-        """Changes nothing, because heads are not padded."""
-        return self
+        """Tiles no larger than a head; they need not divide it, because heads are not padded."""
+        rows = min(self.siz_b_DHQK, _at_least_a_tile(p.DHQK))
+        columns = min(self.siz_b_DHHV, _at_least_a_tile(p.DHHV))
+        return dataclasses.replace(self, siz_b_DHQK=rows, siz_b_DHHV=columns)
