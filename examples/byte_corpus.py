@@ -1,13 +1,12 @@
 """The text that train_byte_lm.py learns: files, training and held-out text, windows of it."""
 
-import hashlib
 import sysconfig
 from pathlib import Path
 
 import numpy as np
 
 VOCABULARY = 256
-HELD_OUT_SHARE = 20  # one file in so many, or the last of so many parts of a single file
+HELD_OUT_SHARE = 20  # every so many-th file, or the last of so many parts of a single file
 # Folders of the standard library that differ between installations.
 NOT_EVERYWHERE = {"site-packages", "dist-packages", "test", "tests"}
 
@@ -16,42 +15,35 @@ class CorpusError(ValueError):
     """The corpus cannot be trained on."""
 
 
-def corpus_files(corpus: Path | None) -> dict[bytes, Path]:
-    """Name -> file. ``corpus`` is a file or a folder; None: the standard library's sources."""
+def corpus_files(corpus: Path | None) -> list[Path]:
+    """``corpus`` is a file or a folder; None: the standard library's sources."""
+    if corpus and not corpus.is_dir():
+        return [corpus]
     root = corpus or Path(sysconfig.get_path("stdlib"))
-    paths = root.rglob("*" if corpus else "*.py") if root.is_dir() else [root]
-    names = {path.relative_to(root): path for path in paths if not path.is_dir()}
-    return {
-        name.as_posix().encode("utf-8", "surrogateescape"): path
-        for name, path in names.items()
-        if corpus or not NOT_EVERYWHERE & set(name.parts)
-    }
+    paths = sorted(path for path in root.rglob("*" if corpus else "*.py") if path.is_file())
+    return [x for x in paths if corpus or not NOT_EVERYWHERE & {*x.relative_to(root).parts}]
 
 
 def read_corpus(corpus: Path | None, seq_len: int) -> tuple[np.ndarray, np.ndarray]:
     """Training and held-out text, each uint8 (bytes,) with more than seq_len bytes.
 
-    No file is in both, unless there is only one. Held out are the files whose names have the lowest
-    hashes, so that a new file moves few others.
+    No file is in both, unless there is only one.
 
     Raises:
       CorpusError: too little text.
       OSError: a file that cannot be read.
     """
     source = "the standard library" if corpus is None else f"corpus {corpus}"
-    texts = {name: path.read_bytes() for name, path in corpus_files(corpus).items()}
-    texts = {name: text for name, text in texts.items() if text}
+    texts = [text for path in corpus_files(corpus) if (text := path.read_bytes())]
     if not texts:
         raise CorpusError(f"{source} has no text")
     if len(texts) == 1:
-        [text] = texts.values()
-        cut = len(text) - len(text) // HELD_OUT_SHARE
-        train, held_out = text[:cut], text[cut:]
+        cut = len(texts[0]) - len(texts[0]) // HELD_OUT_SHARE
+        train, held_out = texts[0][:cut], texts[0][cut:]
     else:
-        ranked = sorted(texts, key=lambda name: hashlib.sha256(name).digest())
-        count = max(1, len(texts) // HELD_OUT_SHARE)
-        parts = ranked[count:], ranked[:count]
-        train, held_out = (b"\n".join(texts[name] for name in sorted(names)) for names in parts)
+        held_out = b"\n".join(texts[::HELD_OUT_SHARE])
+        del texts[::HELD_OUT_SHARE]
+        train = b"\n".join(texts)
     for part, text in (("training", train), ("held-out", held_out)):
         if len(text) <= seq_len:
             size = f"{len(text)} bytes of {part} text"

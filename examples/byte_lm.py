@@ -29,13 +29,9 @@ class ModelConfig:
 
     layers: int
     embedding_dim: int
-    heads: int
-    qk_dim: int  # of all heads
-    mlp_dim: int
+    heads: int  # q and k are half as wide as v
     mesh: Mesh
-    chunk_size: int | None = None
     dtype: str = "float32"
-    backend: str | None = None
 
 
 def initial_params(config: ModelConfig, key: jax.Array) -> Params:
@@ -44,27 +40,25 @@ def initial_params(config: ModelConfig, key: jax.Array) -> Params:
     The matrices that add to the residual stream are small, so that their sum over the layers has
     the variance of one matrix with the usual scale.
     """
-    layers, D, NH = config.layers, config.embedding_dim, config.heads
-    up, residual, gate = (D, config.mlp_dim), 0.5 / layers, (D, NH, 4e-4 * D)
-    matrices = dict(query=(D, config.qk_dim), key=(D, config.qk_dim), value=(D, D), gate=up, up=up)
-    matrices |= dict(output_gate=(D, D), input_gate=gate, forget_gate=gate)
-    matrices |= dict(output=(D, D, residual), down=(config.mlp_dim, D, residual))
+    L, D, NH = config.layers, config.embedding_dim, config.heads
+    keys = iter(jax.random.split(key, 12))
 
-    def matrix(key, rows, columns, scale=1.0, *stack):
-        init = variance_scaling(scale, "fan_in", "truncated_normal", batch_axis=range(len(stack)))
-        return init(key, (*stack, rows, columns))
+    def matrix(*shape, scale=1.0):
+        init = variance_scaling(
+            scale, "fan_in", "truncated_normal", batch_axis=range(len(shape) - 2)
+        )
+        return init(next(keys), shape)
 
-    embedding_key, unembedding_key, *keys = jax.random.split(key, 2 + len(matrices))
-    blocks = {
-        name: matrix(key, *shape[:2], *(shape[2:] or [1.0]), layers)
-        for key, (name, shape) in zip(keys, matrices.items(), strict=True)
-    }
-    for name in ("mlstm_norm", "mlp_norm", "head_norm"):
-        blocks[name] = jnp.ones((layers, D))
-    blocks["input_bias"] = jnp.full((layers, NH), -10.0, jnp.float32)
-    blocks["forget_bias"] = jnp.tile(jnp.linspace(3.0, 6.0, NH), (layers, 1))
-    embedding = normal(0.1)(embedding_key, (VOCABULARY, D))
-    unembedding = matrix(unembedding_key, D, VOCABULARY)
+    norm, residual, gate = jnp.ones((L, D)), dict(scale=0.5 / L), dict(scale=4e-4 * D)
+    blocks = dict(mlstm_norm=norm, head_norm=norm, mlp_norm=norm)
+    blocks |= dict(query=matrix(L, D, D // 2), key=matrix(L, D, D // 2), value=matrix(L, D, D))
+    blocks |= dict(input_gate=matrix(L, D, NH, **gate), forget_gate=matrix(L, D, NH, **gate))
+    blocks["input_bias"] = jnp.full((L, NH), -10.0)
+    blocks["forget_bias"] = jnp.tile(jnp.linspace(3.0, 6.0, NH), (L, 1))
+    blocks |= dict(output_gate=matrix(L, D, D), output=matrix(L, D, D, **residual))
+    blocks |= dict(gate=matrix(L, D, 2 * D), up=matrix(L, D, 2 * D))
+    blocks["down"] = matrix(L, 2 * D, D, **residual)
+    embedding, unembedding = normal(0.1)(next(keys), (VOCABULARY, D)), matrix(D, VOCABULARY)
     return dict(blocks=blocks, embedding=embedding, norm=jnp.ones(D), unembedding=unembedding)
 
 
@@ -87,19 +81,17 @@ def mlstm_layer(
         return 15.0 * jnp.tanh((x @ p[f"{name}_gate"] + p[f"{name}_bias"]) / 15.0)
 
     inputs = heads("query"), heads("key"), heads("value"), gate("input"), gate("forget")
-    options = dict(chunk_size=config.chunk_size, layout="BTNH", backend=config.backend)
     if state is None:  # each device computes its shard of the batch, the heads and the steps
         function = mlstm_chunkwise
         if config.mesh.shape["sequence"] > 1:
             function = functools.partial(mlstm_chunkwise_sequence_parallel, axis_name="sequence")
-        shard = functools.partial(function, **options)
+        shard = functools.partial(function, layout="BTNH")
         specs = dict(mesh=config.mesh, in_specs=HEADS, out_specs=HEADS)
         h = jax.shard_map(shard, **specs)(*inputs)
     elif x.shape[1] == 1:
-        step = (y[:, 0] for y in inputs)
-        h, state = mlstm_recurrent_step(*step, *state, backend=config.backend)
+        h, state = mlstm_recurrent_step(*(y[:, 0] for y in inputs), *state)
     else:
-        h, state = mlstm_chunkwise(*inputs, *state, return_last_states=True, **options)
+        h, state = mlstm_chunkwise(*inputs, *state, return_last_states=True, layout="BTNH")
     h = h.reshape(*x.shape[:2], config.heads, -1).astype(x.dtype)
     h = rms_norm(h, 1.0).reshape(x.shape) * p["head_norm"]
     return (jax.nn.sigmoid(x @ p["output_gate"]) * h) @ p["output"], state
@@ -170,9 +162,9 @@ def generate(config, params, prompt, key, *, length: int, temperature: float) ->
         logits, states = logits_of(config, params, token[:, None], states)
         return (pick(logits, key), states), token
 
-    heads = config.qk_dim // config.heads, config.embedding_dim // config.heads
+    DHV = config.embedding_dim // config.heads
     rows = config.layers, prompt.shape[0], config.heads
-    states = tuple(jnp.zeros((*rows, *dims)) for dims in (heads, heads[:1], ()))
+    states = tuple(jnp.zeros((*rows, *dims)) for dims in ((DHV // 2, DHV), (DHV // 2,), ()))
     keys = jax.random.split(key, length + 1)
     logits, states = logits_of(config, params, prompt, states)
     _, tokens = jax.lax.scan(step, (pick(logits, keys[0]), states), keys[1:])

@@ -36,14 +36,10 @@ def parse_mesh(text: str) -> dict[str, int]:
     Raises:
       ValueError: not of that form.
     """
-    sizes = dict.fromkeys(AXES, 1)
-    parts = [part.partition(":")[::2] for part in text.split(",") if part]
-    for name, size in parts:
-        if name not in AXES or not size.isdecimal() or int(size) < 1:
-            raise ValueError(f"{name}:{size} is not an axis ({', '.join(AXES)}) and its size")
-        sizes[name] = int(size)
-    if len(dict(parts)) < len(parts):
-        raise ValueError(f"{text} names an axis twice")
+    parts = dict(part.split(":") for part in text.split(",")) if text else {}
+    sizes = {name: int(size) for name, size in (dict.fromkeys(AXES, "1") | parts).items()}
+    if len(sizes) > len(AXES) or min(sizes.values()) < 1:
+        raise ValueError(f"{text} does not name axes ({', '.join(AXES)}) and their sizes")
     return sizes
 
 

@@ -4,9 +4,9 @@ r"""Trains a byte-level xLSTM language model on text: mlstm_chunkwise in a whole
     python examples/train_byte_lm.py --corpus=FOLDER_OR_FILE --embedding_dim=512 --layers=8 \
         --seq_len=2048 --dtype=bfloat16
 
-On a GPU it runs the Triton kernels. The model is in byte_lm.py. The output folder gets log.jsonl
-(the configuration, then a line for each logged step and each evaluation), loss.png, sample.txt and
-checkpoints/, which has the last two.
+On a GPU it runs the Triton kernels, unless MLSTM_PALLAS_BACKEND names another backend. The model
+is in byte_lm.py. The output folder gets log.jsonl (the configuration, then a line for each logged
+step and each evaluation), loss.png, sample.txt and checkpoints/, which has the last two.
 
 Ctrl-C ends the training early: evaluation, sample and plot follow, and the exit code is 130. A
 second Ctrl-C kills. --max_minutes ends it alike, with exit code 75. However a run has ended, the
@@ -26,6 +26,7 @@ with exit code 1, as after any error.
 
 import contextlib
 import ctypes
+import dataclasses
 import functools
 import json
 import math
@@ -49,7 +50,6 @@ from byte_lm import ModelConfig, Params, cross_entropy, generate, initial_params
 from byte_lm_checkpoints import CheckpointError, Checkpoints
 from byte_lm_mesh import MeshError, gathered, make_mesh, mesh_of, parse_mesh, shard, spread
 from jax.experimental import multihost_utils
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 from matplotlib.figure import Figure
 from tqdm import tqdm
@@ -58,12 +58,10 @@ FLAGS = flags.FLAGS
 for name, default, least, about in (
     ("layers", 2, 1, "Blocks of an mLSTM layer and an MLP."),
     ("embedding_dim", 128, 1, "Width of the residual stream."),
-    ("heads", 4, 1, "mLSTM heads; divides embedding_dim."),
-    ("chunk_size", None, 16, "Of the chunkwise form, a power of two >= 16; none: the tuned one."),
+    ("heads", 4, 1, "mLSTM heads; embedding_dim is an even multiple."),
     ("seq_len", 256, 1, "Bytes in a sequence."),
     ("batch_size", 8, 1, "Sequences in a step."),
     ("steps", 1000, 1, "Training steps."),
-    ("warmup_steps", 50, 0, "Steps of linear warm-up, cut to half of all."),
     ("seed", 0, 0, "Of the weights, the batches and the sample."),
     ("log_every", 10, 1, "Steps between log lines."),
     ("eval_every", 100, 1, "Steps between evaluations."),
@@ -75,8 +73,6 @@ for name, default, least, about in (
 ):
     flags.DEFINE_integer(name, default, about, least)
 for name, default, about in (
-    ("qk_dim_factor", 0.5, "Width of the queries (and keys) of all heads over embedding_dim."),
-    ("mlp_factor", 2.0, "Width of the gated MLP over embedding_dim."),
     ("learning_rate", 4e-3, "Peak learning rate."),
     ("max_minutes", None, "End after so many minutes, with a checkpoint."),
     ("temperature", 0.8, "Of the sampling; 0 takes the likeliest byte."),
@@ -92,14 +88,12 @@ for name, default, about in (
 ):  # fmt: skip
     flags.DEFINE_string(name, default, about)
 flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of q, k and v in the mLSTM.")
-BACKENDS = ["auto", "triton", "interpret", "xla"]
-flags.DEFINE_enum("backend", "auto", BACKENDS, "Of the mLSTM; auto: triton on a GPU, else xla.")
 flags.DEFINE_bool("resume", True, "Continue from the last checkpoint; else remove all there.")
 # A run continues from a checkpoint with the same values of these; devices, backend, logging and
 # sampling may change.
 DECIDE_ON_THE_CURVE = (
-    *("layers", "embedding_dim", "heads", "qk_dim_factor", "mlp_factor", "dtype", "seed"),
-    *("seq_len", "batch_size", "steps", "learning_rate", "warmup_steps"),
+    *("layers", "embedding_dim", "heads", "dtype", "seed"),
+    *("seq_len", "batch_size", "steps", "learning_rate"),
 )
 
 
@@ -109,26 +103,17 @@ def check_flags() -> None:
         data, tensor, sequence = parse_mesh(FLAGS.mesh).values()
     except ValueError as error:
         raise flags.ValidationError(f"mesh: {error}") from None
-    D, L = FLAGS.embedding_dim, FLAGS.chunk_size or 16
-    qk_dim, mlp_dim = FLAGS.qk_dim_factor * D, FLAGS.mlp_factor * D
     processes = FLAGS.coordinator_address, FLAGS.num_processes, FLAGS.process_id
     together = processes[0] == "auto" or len({x is None for x in processes}) == 1
     for holds, message in (
-        (L & (L - 1) == 0, "chunk_size must be a power of two >= 16"),
         (FLAGS.prompt, "prompt must not be empty"),
-        (D % FLAGS.heads == 0, "embedding_dim must be a multiple of heads"),
         (
-            0 < qk_dim < math.inf and qk_dim % FLAGS.heads == 0,
-            "qk_dim_factor * embedding_dim must be a positive multiple of heads",
+            FLAGS.embedding_dim % (2 * FLAGS.heads) == 0,
+            "embedding_dim must be an even multiple of heads",
         ),
-        (1 <= mlp_dim < math.inf, "mlp_factor * embedding_dim must be >= 1"),
         (FLAGS.batch_size % data == 0, "batch_size must be a multiple of data in mesh"),
         (FLAGS.heads % tensor == 0, "heads must be a multiple of tensor in mesh"),
         (FLAGS.seq_len % sequence == 0, "seq_len must be a multiple of sequence in mesh"),
-        (
-            tensor == 1 or round(mlp_dim) % tensor == 0,
-            "mlp_factor * embedding_dim must be a multiple of tensor in mesh",
-        ),
         (together, "coordinator_address, num_processes and process_id belong together"),
     ):
         if not holds:
@@ -138,7 +123,8 @@ def check_flags() -> None:
 def make_optimizer() -> optax.GradientTransformation:
     """AdamW with weight decay on the matrices alone, behind gradient clipping.
 
-    The learning rate warms up linearly, then follows a cosine down to a tenth of the peak.
+    The learning rate warms up linearly for a twentieth of the steps, then follows a cosine down to
+    a tenth of the peak.
     """
 
     def matrices(params: Params) -> Params:
@@ -148,8 +134,7 @@ def make_optimizer() -> optax.GradientTransformation:
         return jax.tree.map_with_path(is_matrix, params)
 
     peak, steps = FLAGS.learning_rate, FLAGS.steps
-    warmup = min(FLAGS.warmup_steps, steps // 2)
-    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, warmup, steps, 0.1 * peak)
+    schedule = optax.warmup_cosine_decay_schedule(0.0, peak, steps // 20, steps, 0.1 * peak)
     adamw = optax.adamw(schedule, b2=0.95, weight_decay=0.1, mask=matrices)
     return optax.chain(optax.clip_by_global_norm(1.0), adamw)
 
@@ -401,14 +386,6 @@ def say(text: str) -> None:
         tqdm.write(text)
 
 
-def model_config(mesh: Mesh) -> ModelConfig:
-    """The model that the flags ask for."""
-    D = FLAGS.embedding_dim
-    sizes = round(FLAGS.qk_dim_factor * D), round(FLAGS.mlp_factor * D), mesh, FLAGS.chunk_size
-    backend = None if FLAGS.backend == "auto" else FLAGS.backend
-    return ModelConfig(FLAGS.layers, D, FLAGS.heads, *sizes, FLAGS.dtype, backend)
-
-
 def run(stop: threading.Event) -> int:
     """The whole job, from the corpus to the plot; returns the exit code."""
     minutes = math.inf if FLAGS.max_minutes is None else FLAGS.max_minutes
@@ -416,7 +393,8 @@ def run(stop: threading.Event) -> int:
     mesh = make_mesh(FLAGS.mesh)
     train_text, held_out = read_corpus(Path(FLAGS.corpus) if FLAGS.corpus else None, FLAGS.seq_len)
     unigram = unigram_bits(train_text, held_out)
-    training = Training(model_config(mesh), train_text)
+    config = ModelConfig(FLAGS.layers, FLAGS.embedding_dim, FLAGS.heads, mesh, FLAGS.dtype)
+    training = Training(config, train_text)
     parameters = sum(x.size for x in jax.tree.leaves(training.state[0]))
     devices, device = mesh.size, jax.devices()[0].device_kind
     sizes = f"{len(train_text):,} bytes to learn, {len(held_out):,} held out"
@@ -459,7 +437,7 @@ def run(stop: threading.Event) -> int:
     if jax.process_index() == 0:
         plot(log, unigram, output / "loss.png")
         alone = mesh_of((1, 1, 1), mesh.local_devices[:1])
-        text, speed = sample(model_config(alone), params)
+        text, speed = sample(dataclasses.replace(config, mesh=alone), params)
         if training.step != before:
             log.write(step=training.step, generated_tokens_per_second=round(speed, 1), **mark)
         (output / "sample.txt").write_text(text, encoding="utf-8")
@@ -494,8 +472,6 @@ def main(argv: list[str]) -> int:
         sys.exit(f"error: unexpected argument {argv[1]}")
     if FLAGS.coordinator_address is not None:
         start_processes()
-    if FLAGS.backend == "triton" and jax.default_backend() != "gpu":
-        sys.exit("error: --backend=triton needs a GPU")
     several, message = jax.process_count() > 1, ""
     with stop_on_interrupt() as stop:
         try:
