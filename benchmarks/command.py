@@ -18,17 +18,6 @@ class RequestError(ValueError):
     """The request makes no sense here; the message is for the user."""
 
 
-class ItemsParser(flags.ListParser):
-    """A comma-separated list of items, each parsed by a function that may raise ValueError."""
-
-    def __init__(self, parse_item: Callable[[str], Any]):
-        super().__init__()
-        self._parse_item = parse_item
-
-    def parse(self, argument: Any) -> list[Any]:
-        return [self._parse_item(text) for text in super().parse(argument)]
-
-
 class FunctionParser(flags.ArgumentParser):
     """One value, parsed by a function that may raise ValueError."""
 
@@ -64,13 +53,19 @@ class Define:
     def __getattr__(self, kind: str) -> Callable[..., Any]:
         return functools.partial(getattr(flags, f"DEFINE_{kind}"), flag_values=self._values)
 
-    def parsed(self, name: str, parse: Callable[[str], Any], about: str) -> None:
-        """A flag whose value a function makes; none: None."""
-        flags.DEFINE(FunctionParser(parse), name, None, about, self._values)
+    def parsed(
+        self, name: str, parse: Callable[[Any], Any], about: str, default: Any = None
+    ) -> None:
+        """A flag whose value a function makes of the text or the default; none: None."""
+        flags.DEFINE(FunctionParser(parse), name, default, about, self._values)
 
     def items(self, name: str, default: Any, parse: Callable[[str], Any], about: str) -> None:
-        serializer = flags.CsvListSerializer(",")
-        flags.DEFINE(ItemsParser(parse), name, default, about, self._values, serializer)
+        """A comma-separated list of items, or a default list of texts."""
+
+        def parse_all(x: str | list[str]) -> list[Any]:
+            return [parse(item) for item in (x.split(",") if isinstance(x, str) else x)]
+
+        self.parsed(name, parse_all, about, default)
 
     def names(self, name: str, default: Any, known: Collection[str], about: str) -> None:
         """A list of known names."""

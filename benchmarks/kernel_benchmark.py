@@ -435,7 +435,8 @@ def plot(rows: Sequence[Row], path: str) -> None:
         return getattr(row["shape"], vary[0]) if vary else row["name"]
 
     title = axes[vary[0]] if vary else ""
-    reporting.plot(rows, path, lambda row: label(row, "impl", "stage", "dtype"), x, xlabel=title)
+    parts = "impl", "stage", *["dtype"] * (len({row["dtype"] for row in rows}) > 1)
+    reporting.plot(rows, path, lambda row: label(row, *parts), x, xlabel=title)
 
 
 COLUMNS = {

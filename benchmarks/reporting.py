@@ -63,36 +63,30 @@ def plot(
     keys: Sequence[str] = ("ms",),
     xlabel: str = "",
 ) -> None:
-    """Panels of keys of the rows against x: curves if x is a number, otherwise bars."""
+    """Panels of keys of the rows against x: curves if x is a number, otherwise points."""
     from matplotlib.figure import Figure
     from matplotlib.ticker import LogLocator
 
     rows = [row for row in rows if row.get("ms") is not None]
     lines, xs = (list(dict.fromkeys(map(f, rows))) for f in (line, x))
-    curves = isinstance(xs[0], int)
+    if curves := isinstance(xs[0], int):
+        xs.sort()
     panels = [(title, key) for key in keys for title in dict.fromkeys(map(panel, rows))]
     size = 1.5 + 5.5 * len(panels), 4.2 + 0.22 * -(-len(lines) // 3)
     figure = Figure(figsize=size, layout="constrained")
+    handles: dict[str, Any] = {}
     for axes, (title, key) in zip(
         figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
     ):
-        here = [row for row in rows if panel(row) == title]
         for n, label in enumerate(lines):
-            points = {x(row): row[key] for row in here if line(row) == label}
-            style = dict(color=COLOURS[n % 10], label=label)
-            if points and curves:
-                axes.plot(
-                    *zip(*sorted(points.items()), strict=True), marker=MARKERS[n % 10], **style
-                )
-            elif points:
-                width = 0.8 / len(lines)
-                places = [xs.index(place) + n * width - 0.4 + width / 2 for place in points]
-                bars = axes.bar(places, list(points.values()), width, **style)
-                axes.bar_label(bars, [f"{y:.3g}" for y in points.values()], fontsize=6)
-        ticks = sorted(xs) if curves else range(len(xs))
+            here = (row for row in rows if (line(row), panel(row)) == (label, title))
+            points = {x(row) if curves else xs.index(x(row)): row[key] for row in here}
+            style = dict(color=COLOURS[n % 10], marker=MARKERS[n % 10], label=label)
+            columns = zip(*sorted(points.items()), strict=True) if points else ([], [])
+            [handles[label]] = axes.plot(*columns, linestyle="-" if curves else "", **style)
         if curves:
             axes.set_xscale("log", base=2)
-        axes.set_xticks(ticks, map(_thousands, sorted(xs) if curves else xs))
+        axes.set_xticks(xs if curves else range(len(xs)), map(_thousands, xs))
         if key == "ms":
             axes.set_yscale("log")
             axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
@@ -101,14 +95,8 @@ def plot(
         else:
             axes.set_ylim(0, None)
         axes.set(title=title, xlabel=xlabel, ylabel=key)
-        axes.set_axisbelow(True)
         axes.grid(which="both", alpha=0.3)
     legend = dict(loc="outside lower center", ncols=3, fontsize=8, frameon=False)
-    handles = {
-        text: handle
-        for axes in figure.axes
-        for handle, text in zip(*axes.get_legend_handles_labels(), strict=True)
-    }
     figure.legend(handles.values(), handles, **legend)
     what = dict.fromkeys(f"{row['dtype']} on {row['device']}" for row in rows)
     figure.suptitle("; ".join(what), fontsize=10)

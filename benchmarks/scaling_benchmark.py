@@ -53,11 +53,12 @@ AXIS = "devices"
 class Mode(NamedTuple):
     """Dimension ``dim`` of arrays (B, NH, S, ...) is split over the devices.
 
-    On n devices it is n times as long if it grows.
+    On n devices it is n times as long if it grows. ``shape`` is the default on GPUs.
     """
 
     dim: int
     grows: bool
+    shape: str
 
     def whole(self, shape: Shape, n: int) -> Shape:
         if not self.grows:
@@ -71,12 +72,11 @@ class Mode(NamedTuple):
 
 
 MODES = {
-    "weak-batch": Mode(0, True),
-    "weak-heads": Mode(1, True),
-    "weak-sequence": Mode(2, True),
-    "strong-sequence": Mode(2, False),
+    "weak-batch": Mode(0, True, "7b-8k"),
+    "weak-heads": Mode(1, True, "7b-8k"),
+    "weak-sequence": Mode(2, True, "1x8x131072x256x512"),
+    "strong-sequence": Mode(2, False, "long"),
 }
-LONGEST = 2**20
 
 
 class Spread(peers.JaxImplementation):
@@ -164,21 +164,6 @@ def store_times(rows: Sequence[Row], times: Sequence[Sequence[float]]) -> None:
         row["efficiency_range"] = [min(efficiencies), max(efficiencies)]
 
 
-def default_shapes(gpu: bool, most: int) -> dict[str, list[Shape]]:
-    """By mode: 7b-8k for batch and heads, with up to 2**20 steps for the sequence; tiny on CPUs."""
-    if not gpu:
-        tiny = shapes.SHAPES["tiny"]
-        grown = tiny._replace(S=tiny.S * most)
-        return {name: [tiny if mode.grows else grown] for name, mode in MODES.items()}
-    big = shapes.SHAPES["7b-8k"]
-    parts = dict.fromkeys((LONGEST // 8, LONGEST // most))
-    lengths = {"weak-sequence": parts, "strong-sequence": (LONGEST // 16, LONGEST // 4, LONGEST)}
-    return {
-        name: [big._replace(B=1, S=S) for S in lengths[name]] if name in lengths else [big]
-        for name in MODES
-    }
-
-
 def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
     """A row for each mode, shape, direction, layout, dtype and number of devices."""
     present, gpu = len(jax.local_devices()), runner.on_gpu()
@@ -187,10 +172,11 @@ def measured_rows(options: flags.FlagValues) -> Iterator[Row]:
     counts = sorted(set(options.devices)) or [2**k for k in range(present.bit_length())]
     if not 1 <= counts[0] <= counts[-1] <= present:
         raise RequestError(f"there are {present} devices, not {', '.join(map(str, counts))}")
-    of_modes = default_shapes(gpu, counts[-1])
-    if options.shape:
-        of_modes = {mode: list(shapes.named(options.shape).values()) for mode in MODES}
-    cases = [(name, of) for name in options.mode for of in of_modes[name]]
+    cases = [
+        (name, of)
+        for name in options.mode
+        for of in shapes.named(options.shape, MODES[name].shape if gpu else "tiny").values()
+    ]
     for name, of in cases:
         if not MODES[name].grows and (odd := [n for n in counts if of.S % n]):
             steps = f"{name}: {of.S} steps of shape {of}"

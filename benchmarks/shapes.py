@@ -38,6 +38,7 @@ SHAPES: dict[str, Any] = {
     "1gib": Shape(256, 8, 1, 256, 512),
     "tiny": Shape(1, 2, 128, 32, 64),
     "seqlen": [Shape(2**17 // S, 8, S, 256, 512) for S in (2**n for n in range(9, 18))],
+    "long": [Shape(1, 8, S, 256, 512) for S in (2**16, 2**18, 2**20)],
     "batch": [Shape(B, 8, 8192, 256, 512) for B in (1, 2, 4, 8, 16)],
     "decode": [Shape(B, 8, 1, 256, 512) for B in (1, 2, 4, 8, 16, 37, 64, 128)],
     "heads": [Shape(8, 4096 // max(V, 256), 8192, K, V) for K, V in HEADS],
