@@ -88,267 +88,232 @@ class Splits(NamedTuple):
         return int(backward and not self.all)
 
 
-class _Operands(NamedTuple):
-    """Inputs of a recurrence."""
+def _store_state(index, XT, X_gmem, X_columns, tiles_smem):
+    """Stores X^T, (64, rows), before the index-th chunk in the order of the recurrence.
 
-    a: Any  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
-    b: Any  # (B * NH, S, DHHV) or (B, S, NH, DHHV)
-    r: Any  # (B * NH, S), may be absent
-    h: Any  # as b, may be absent
-    gamma: Any  # (B * NH, NC)
-    X_initial: Any  # (B * NH * splits, DHHV, DHQK) transposed, may be absent
-    x_initial: Any  # (B * NH * splits, DHQK), may be absent
+    X_gmem: (DHQK, DHHV); tiles_smem: (2, 64, 64).
+    """
+    n = XT.shape[1] // WG_ROWS
+    for j in range(n):
+        tile = tiles_smem.at[remainder(index * n + j, 2)]
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)
+        products.store(tile.T, XT[:, j * WG_ROWS : (j + 1) * WG_ROWS].astype(tile.dtype))
+        plgpu.commit_smem()
+        at = block(lax.axis_index("rows") * n + j, WG_ROWS)
+        plgpu.copy_smem_to_gmem(tile, X_gmem.at[at, X_columns])
 
 
-@dataclasses.dataclass(frozen=True)
-class _Recurrence:
-    """A recurrence, as the warpgroup of a block of X sees it."""
+def _initial(x, at, X_columns, X_rows, x_rows):
+    """X^T and x before the first chunk; x_rows None: x is not computed."""
+    XT, vector = products.zeros(WG_ROWS, X_rows.size), None
+    if x.X_initial is not None:
+        XT = load(x.X_initial.at[at, X_columns, X_rows], optimized=False)
+    if x_rows is not None and x.x_initial is None:
+        vector = plgpu.layout_cast(jnp.zeros((WG_ROWS,), jnp.float32), BY_LANES)
+    elif x_rows is not None:
+        vector = load(x.x_initial.at[at, x_rows], BY_LANES, optimized=False)
+    return XT, vector
 
-    x: _Operands  # its a, b and h are those of the head
-    out: Any  # RecurrenceOutputs
-    p: Problem
-    rows: int
-    backward: bool
-    splits: Splits
-    owns_x: bool
-    wg: Any
-    head: Any
-    split: Any
-    of_rows: Any  # the CTA's rows of X
-    of_columns: Any  # the CTA's columns of X
-    part: Any  # which 64 columns of X the warpgroup has
-    X_columns: Any  # these columns
-    tile_columns: Any  # these columns in a tile of b or h
-    x_rows: Any  # 64 rows of x
-    x_part: Any  # these rows in a tile of a
-    a_smem: Any  # (stages, 64, rows)
-    b_smem: Any  # (stages, 64, 128)
-    weights_smem: Any  # (stages, 64) float32, None without r
-    h_smem: Any  # (H_STAGES, 64, 128), None if no recurrence has an h
-    out_smem: Any  # (warpgroups, 2, 64, 64), None if X is not stored
-    sum_smem: Any  # (warpgroups, SUM_SCRATCH) float32, None if no recurrence has an x
-    barriers: Any  # of the ring of operands
-    h_barriers: Any  # of the ring of tiles of h, None if no recurrence has an h
 
-    @property
-    def tiles_of_chunk(self):
-        return self.p.L // STEPS
+def _store_x(vector, x_gmem, rows):
+    """Stores 64 rows of x. The warpgroups of a block of 64 rows have the same ones."""
 
-    @property
-    def num_chunks(self):
-        """Chunks per split."""
-        return self.p.NC // self.splits.of_sequence
+    def store():
+        x_gmem[...] = vector
 
-    def chunk(self, index):
-        index = self.num_chunks - 1 - index if self.backward else index
-        of_sequence = self.splits.of_sequence
-        return index if of_sequence == 1 else self.split * self.num_chunks + index
+    if rows == WG_ROWS:
+        pl.when(lax.axis_index("wg") == 0)(store)
+    else:
+        store()
 
-    def steps(self, step):
-        n = self.tiles_of_chunk
-        return block(self.chunk(divide(step, n)) * n + remainder(step, n), STEPS)
 
-    def copy(self, step, copy):
-        steps = self.steps(step)
-        copy(self.x.a.at[steps, self.of_rows], self.a_smem)
-        copy(self.x.b.at[steps, self.of_columns], self.b_smem)
-        if self.x.r is not None:
-            copy(self.x.r.at[self.head, steps], self.weights_smem)
+def _add_tiles(accumulator, first, n, ring, a_smem, left, scaled, meanwhile):
+    """Adds left(slot) a of the tiles first to first + n - 1, and returns the sum of scaled(slot).
 
-    def copy_h(self, step, copy):
-        copy(self.x.h.at[self.steps(step), self.of_columns], self.h_smem)
+    scaled and meanwhile(step, tile) run while the tile's product does; None: they do not.
+    """
+    unrolled = 2 - n % 2  # steps whose left operands have registers of their own
 
-    def left(self, slot):
-        """Returns the transposed tile of b, (64 columns, 64 steps), scaled if there are weights."""
-        bT = self.b_smem.at[slot, :, self.tile_columns].T
-        if self.weights_smem is None:
+    def some(i, total):
+        for j in range(unrolled):
+            step = first + i * unrolled + j
+            slot = ring.wait(step)
+            products.add(accumulator, left(slot), a_smem.at[slot])
+            if scaled is not None:
+                total += scaled(slot)
+            products.wait(1)
+            release = functools.partial(ring.release, step - 1)
+            if j == 0:
+                pl.when(i > 0)(release)
+            else:
+                release()
+            if meanwhile is not None:
+                meanwhile(step, i * unrolled + j)
+            pl.when(step > 0)(functools.partial(ring.refill, step - 1))
+        return total
+
+    total = None if scaled is None else products.zeros(WG_ROWS, WG_ROWS)
+    total = loop(n // unrolled, some, total)
+    products.wait(0)
+    ring.release(first + n - 1)
+    return total
+
+
+def _recurrence(
+    x,  # a Recurrence whose a, b and h are of the head; X_initial is transposed, one per split
+    out,  # RecurrenceOutputs
+    *,
+    p,
+    splits,
+    head,
+    split,
+    a_smem,  # (stages, 64, rows)
+    b_smem,  # (stages, 64, 128)
+    weights_smem,  # (stages, 64) float32, None without r
+    h_smem,  # (H_STAGES, 64, 128), None if no recurrence has an h
+    out_smem,  # (warpgroups, 2, 64, 64), None if X is not stored
+    sum_smem,  # (warpgroups, SUM_SCRATCH) float32, None if no recurrence has an x
+    barriers,  # of the ring of operands
+    h_barriers,  # of the ring of tiles of h, None if no recurrence has an h
+):
+    """A recurrence, as the warpgroup of 64 columns of a block of X runs it."""
+    wg, (num_stages, _, rows), columns = lax.axis_index("wg"), a_smem.shape, b_smem.shape[-1]
+    readers, row_block, column_block = columns // WG_ROWS, *map(lax.axis_index, ("rows", "columns"))
+    num_chunks, n = p.NC // splits.of_sequence, p.L // STEPS  # per split, and tiles per chunk
+    of_rows, of_columns = block(row_block, rows), block(column_block, columns)
+    part = column_block * readers + wg  # which 64 columns of X the warpgroup has
+    X_columns, tile_columns = block(part, WG_ROWS), block(wg, WG_ROWS)
+    x_part = wg if rows > WG_ROWS else 0  # which 64 rows of the block x is of
+    x_rows = block(row_block * (rows // WG_ROWS) + x_part, WG_ROWS)
+    x_columns = block(x_part, WG_ROWS)
+    owns_x = out.x_last is not None
+
+    def chunk_at(index):
+        index = num_chunks - 1 - index if x.backward else index
+        return index if splits.of_sequence == 1 else split * num_chunks + index
+
+    def steps_at(step):
+        return block(chunk_at(divide(step, n)) * n + remainder(step, n), STEPS)
+
+    def copy_operands(step, copy):
+        steps = steps_at(step)
+        copy(x.a.at[steps, of_rows], a_smem)
+        copy(x.b.at[steps, of_columns], b_smem)
+        if x.r is not None:
+            copy(x.r.at[head, steps], weights_smem)
+
+    def copy_h(step, copy):
+        copy(x.h.at[steps_at(step), of_columns], h_smem)
+
+    total = num_chunks * n
+    rings = [CopyRing(barriers, num_stages, total, copy_operands, readers=readers)]
+    if x.h is not None:
+        rings.append(CopyRing(h_barriers, H_STAGES, total, copy_h, readers=readers))
+    ring, h_ring = rings[0], rings[-1]
+
+    def left(slot):
+        bT = b_smem.at[slot, :, tile_columns].T
+        if weights_smem is None:
             return bT
-        weights = across_rows(load(self.weights_smem.at[slot], BY_COLUMNS))
+        weights = across_rows(load(weights_smem.at[slot], BY_COLUMNS))
         return (load(bT).astype(jnp.float32) * weights).astype(bT.dtype)
 
-    def store_inner(self, ring, h_ring, step, tile):
-        """Stores the sums of b h over the warpgroup's columns, for the steps of a tile."""
-        slot, h_slot = ring.slot(step), h_ring.wait(step)
-        tiles = self.b_smem.at[slot], self.h_smem.at[h_slot]
-        b, h = (load(x.at[:, self.tile_columns]).astype(jnp.float32) for x in tiles)
+    def scaled(slot):
+        """A tile of a, (64 steps, 64 rows of x), whose steps are scaled by r."""
+        a = load(a_smem.at[slot, :, x_columns]).astype(jnp.float32)
+        return a * across_columns(load(weights_smem.at[slot], BY_ROWS))
+
+    def store_inner(first, step, tile):
+        """Stores the sums of b h over the warpgroup's columns, for a tile of a chunk's steps."""
+        tiles = b_smem.at[ring.slot(step)], h_smem.at[h_ring.wait(step)]
+        b, h = (load(y.at[:, tile_columns]).astype(jnp.float32) for y in tiles)
         h_ring.release(step)
-        sums = products.sum_over_columns(b * h)
-        self.out.inner.at[self.head, self.part, block(tile, STEPS)][...] = sums
+        out.inner.at[head, part, block(first + tile, STEPS)][...] = products.sum_over_columns(b * h)
+        h_ring.refill(step)
 
-    def store_state(self, index, at, XT):
-        """Stores X before chunk ``at``, the index-th chunk in the order of the recurrence."""
-        n = self.rows // WG_ROWS
-        for x in range(n):
-            tile = self.out_smem.at[self.wg, remainder(index * n + x, 2)]
-            plgpu.wait_smem_to_gmem(1, wait_read_only=True)
-            products.store(tile.T, XT[:, x * WG_ROWS : (x + 1) * WG_ROWS].astype(tile.dtype))
-            plgpu.commit_smem()
-            rows = block(lax.axis_index("rows") * n + x, WG_ROWS)
-            plgpu.copy_smem_to_gmem(tile, self.out.X.at[self.head, at, rows, self.X_columns])
-
-    def weighted(self, slot):
-        """Loads a tile of a, (64 steps, 64 rows of x), and scales its steps by r."""
-        a = load(self.a_smem.at[slot, :, self.x_part]).astype(jnp.float32)
-        return a * across_columns(load(self.weights_smem.at[slot], BY_ROWS))
-
-    def once(self, store):
-        """Calls ``store`` in one warpgroup only if both have the same x: with blocks of 64 rows."""
-        if self.rows == WG_ROWS:
-            pl.when(self.wg == 0)(store)
-        else:
-            store()
-
-    def join(self, ring, h_ring, index, carry):
+    def join(index, carry):
         """Stores X before a chunk, and adds the chunk; carry: X^T, x and the chunk's gamma."""
-        n = self.tiles_of_chunk
-        unrolled = 2 - n % 2  # steps whose left operands have registers of their own
         XT, vector, decay = carry
-        at, last = self.chunk(index), np.int32(self.num_chunks - 1)
-        following = self.x.gamma[self.head, self.chunk(lax.min(index + 1, last))]
-        if self.out.X is not None:
-            self.store_state(index, at, XT)
-
-        def add(accumulator):
-            def some(i, total):
-                for x in range(unrolled):
-                    step = index * n + i * unrolled + x
-                    slot = ring.wait(step)
-                    products.add(accumulator, self.left(slot), self.a_smem.at[slot])
-                    if total is not None:
-                        total += self.weighted(slot)
-                    products.wait(1)
-                    release = functools.partial(ring.release, step - 1)
-                    if x == 0:
-                        pl.when(i > 0)(release)
-                    else:
-                        release()
-                    if h_ring is not None:
-                        self.store_inner(ring, h_ring, step, at * n + i * unrolled + x)
-                        h_ring.refill(step)
-                    pl.when(step > 0)(functools.partial(ring.refill, step - 1))
-                return total
-
-            total = products.zeros(WG_ROWS, WG_ROWS) if self.owns_x else None
-            total = loop(n // unrolled, some, total)
-            products.wait(0)
-            ring.release((index + 1) * n - 1)
-            return total
-
-        if not self.owns_x:
+        chunk, last = chunk_at(index), np.int32(num_chunks - 1)
+        following = x.gamma[head, chunk_at(lax.min(index + 1, last))]
+        if out.X is not None:
+            _store_state(index, XT, out.X.at[head, chunk], X_columns, out_smem.at[wg])
+        add = functools.partial(
+            _add_tiles,
+            first=index * n,
+            n=n,
+            ring=ring,
+            a_smem=a_smem,
+            left=left,
+            scaled=scaled if owns_x else None,
+            meanwhile=functools.partial(store_inner, chunk * n) if x.h is not None else None,
+        )
+        if not owns_x:
             (XT,) = products.onto(add, XT * decay)
             return XT, None, following
-        if self.out.x is not None:
-
-            def store_x():
-                self.out.x.at[self.head, at, self.x_rows][...] = vector
-
-            self.once(store_x)
+        if out.x is not None:
+            _store_x(vector, out.x.at[head, chunk, x_rows], rows)
         # Only ``all_from_zeros`` returns other values beside the accumulators.
-        total, added = products.all_from_zeros(add, (WG_ROWS, self.rows))
-        sums = products.sum_over_rows(total, self.sum_smem.at[self.wg])
+        total, added = products.all_from_zeros(add, (WG_ROWS, rows))
+        sums = products.sum_over_rows(total, sum_smem.at[wg])
         return XT * decay + added, vector * decay + sums, following
 
-    def initial(self):
-        """X^T and x before the first chunk."""
-        x = self.x
-        at = self.head * self.splits.of_sequence + self.split
-        if x.X_initial is None:
-            XT = products.zeros(WG_ROWS, self.rows)
-        else:
-            XT = load(x.X_initial.at[at, self.X_columns, self.of_rows], optimized=False)
-        if not self.owns_x:
-            return XT, None
-        if x.x_initial is None:
-            return XT, plgpu.layout_cast(jnp.zeros((WG_ROWS,), jnp.float32), BY_LANES)
-        return XT, load(x.x_initial.at[at, self.x_rows], BY_LANES, optimized=False)
+    def store_last(at, XT, vector):
+        if out.X_last is not None:
+            out.X_last[at, X_columns, of_rows] = XT
+        if owns_x:
+            _store_x(vector, out.x_last.at[at, x_rows], rows)
 
-    def store_last(self, XT, vector):
-        """Stores X and x after the last chunk, or with splits.sums after every split."""
-        out, splits = self.out, self.splits
-
-        def store(index):
-            if out.X_last is not None:
-                out.X_last[index, self.X_columns, self.of_rows] = XT
-            if vector is not None:
-
-                def store_x():
-                    out.x_last.at[index, self.x_rows][...] = vector
-
-                self.once(store_x)
-
-        if splits.sums:
-            store(self.head * splits.of_head + (self.split - splits.first(self.backward)))
-        elif splits.of_sequence == 1:
-            store(self.head)
-        else:
-            last = 0 if self.backward else splits.of_sequence - 1
-            pl.when(self.split == last)(lambda: store(self.head))
-
-    def run(self, num_stages, reads_h):
-        x = self.x
-        total, readers = self.num_chunks * self.tiles_of_chunk, self.b_smem.shape[-1] // WG_ROWS
-        ring, h_ring = (
-            CopyRing(self.barriers, num_stages, total, self.copy, readers=readers),
-            None,
-        )
-        rings = [ring]
-        if reads_h:
-            h_ring = CopyRing(self.h_barriers, H_STAGES, total, self.copy_h, readers=readers)
-            rings.append(h_ring)
-        for y in rings:
-            y.prologue()
-        gamma = x.gamma[self.head, self.chunk(np.int32(0))]
-        step = functools.partial(self.join, ring, h_ring)
-        XT, vector, _ = loop(self.num_chunks, step, (*self.initial(), gamma))
-        self.store_last(XT, vector)
-        plgpu.wait_smem_to_gmem(0)
-        for y in rings:
-            y.epilogue()
+    for y in rings:
+        y.prologue()
+    gamma, at = x.gamma[head, chunk_at(np.int32(0))], head * splits.of_sequence + split
+    initial = _initial(x, at, X_columns, of_rows, x_rows if owns_x else None)
+    XT, vector, _ = loop(num_chunks, join, (*initial, gamma))
+    if splits.sums:
+        store_last(head * splits.of_head + (split - splits.first(x.backward)), XT, vector)
+    elif splits.of_sequence == 1:
+        store_last(head, XT, vector)
+    else:
+        last = 0 if x.backward else splits.of_sequence - 1
+        pl.when(split == last)(functools.partial(store_last, head, XT, vector))
+    plgpu.wait_smem_to_gmem(0)
+    for y in rings:
+        y.epilogue()
 
 
-def _kernel(
-    operands: Sequence[_Operands],
-    outputs: Sequence[RecurrenceOutputs],
-    *,
-    p: Problem,
-    rows: int,
-    backward: Sequence[bool],
-    splits: Splits,
-    num_stages: int,
-    **shared: Any,
-) -> None:
-    wg, index, columns = lax.axis_index("wg"), lax.axis_index("head"), shared["b_smem"].shape[-1]
-    blocks_of_X = block(lax.axis_index("rows"), rows), block(lax.axis_index("columns"), columns)
-    part = lax.axis_index("columns") * (columns // WG_ROWS) + wg
-    x_part = wg if rows > WG_ROWS else 0
-    x_rows = block(lax.axis_index("rows") * (rows // WG_ROWS) + x_part, WG_ROWS)
-    of_wg = part, block(part, WG_ROWS), block(wg, WG_ROWS), x_rows, block(x_part, WG_ROWS)
+def _kernel(each, outputs, *, p, splits, **shared):
+    rows, columns = (shared[x].shape[-1] for x in ("a_smem", "b_smem"))
+    index = lax.axis_index("head")
     head = remainder(index, p.BNH * splits.of_head)
     split: Any = np.int32(0)
     if splits.of_head > 1:
         head, split = divide(head, splits.of_head), remainder(head, splits.of_head)
 
-    def run(j, first):
-        x, out = operands[j], outputs[j]
-        reads_h, owns_x = first and x.h is not None, first and out.x_last is not None
+    def run(x, out, first):
         a, b = head_of(x.a, head, p), head_of(x.b, head, p)
-        x = x._replace(a=a, b=b, h=head_of(x.h, head, p) if reads_h else None)
-        place = wg, head, split + splits.first(backward[j]), *blocks_of_X, *of_wg
-        statics = p, rows, backward[j], splits, owns_x
-        _Recurrence(x, out, *statics, *place, **shared).run(num_stages, reads_h)
+        h = head_of(x.h, head, p) if first and x.h is not None else None
+        _recurrence(
+            dataclasses.replace(x, a=a, b=b, h=h),
+            out if first else out._replace(x_last=None),
+            p=p,
+            splits=splits,
+            head=head,
+            split=split + splits.first(x.backward),
+            **shared,
+        )
 
-    for j, (x, out) in enumerate(zip(operands, outputs, strict=True)):
+    for j, (x, out) in enumerate(zip(each, outputs, strict=True)):
         here, axis = divide(index, p.BNH * splits.of_head) == j, ""
         if x.h is not None and rows < p.DHQK:
             axis = "rows"
         elif out.x_last is not None and columns < p.DHHV:
             axis = "columns"
         if not axis:
-            pl.when(here)(functools.partial(run, j, True))
+            pl.when(here)(functools.partial(run, x, out, True))
             continue
         for first in (True, False):  # so that the loop over steps has no branch
             firsts = (lax.axis_index(axis) == 0) == first
-            pl.when(here & firsts)(functools.partial(run, j, first))
+            pl.when(here & firsts)(functools.partial(run, x, out, first))
 
 
 def scratch(
@@ -388,35 +353,28 @@ def _launch(
             f"{name} has r in some of its recurrences alone, or x without r, expected r in all or "
             "in none"
         )
-    initial = [(None, None) if splits.sums else (x.X_initial, x.x_initial) for x in each]
-    operands = [
-        _Operands(x.a, x.b, x.r, x.h, x.gamma, *y) for x, y in zip(each, initial, strict=True)
-    ]
+    if splits.sums:  # from zeros
+        inputs = [dataclasses.replace(x, X_initial=None, x_initial=None) for x in each]
+    else:
+        inputs = [*each]
     lasts = p.BNH * (splits.of_head if splits.sums else 1)
-    X = jax.ShapeDtypeStruct((p.BNH, p.NC, p.DHQK, p.DHHV), dtype)
-    shapes = dict(
-        X=None if splits.sums else X,
-        X_last=float32(lasts, p.DHHV, p.DHQK),
-        x=None if splits.sums else float32(p.BNH, p.NC, p.DHQK),
-        x_last=float32(lasts, p.DHQK),
-        inner=float32(p.BNH, blocks(p.DHHV, WG_ROWS), p.S),
-    )
     outputs = []
-    for y in each:
-        absent = [] if y.return_last else ["X_last"]
-        absent += ["x", "x_last"] if y.x_initial is None else []
-        absent += ["inner"] if y.h is None else []
-        outputs.append(RecurrenceOutputs(**shapes | dict.fromkeys(absent)))
+    for x in each:
+        X = jax.ShapeDtypeStruct((p.BNH, p.NC, p.DHQK, p.DHHV), dtype)
+        X_last = float32(lasts, p.DHHV, p.DHQK) if x.return_last else None
+        vec, vec_last = float32(p.BNH, p.NC, p.DHQK), float32(lasts, p.DHQK)
+        outputs.append(
+            RecurrenceOutputs(
+                X=None if splits.sums else X,
+                X_last=X_last,
+                x=None if splits.sums or x.x_initial is None else vec,
+                x_last=None if x.x_initial is None else vec_last,
+                inner=None if x.h is None else float32(p.BNH, blocks(p.DHHV, WG_ROWS), p.S),
+            )
+        )
     rows, columns = call.tiles.state_rows, call.tiles.state_columns
     results: list[RecurrenceOutputs] = mosaic_call(
-        functools.partial(
-            _kernel,
-            p=p,
-            rows=rows,
-            backward=tuple(x.backward for x in each),
-            splits=splits,
-            num_stages=num_stages,
-        ),
+        functools.partial(_kernel, p=p, splits=splits),
         name=name,
         grid=dict(
             zip(
@@ -435,7 +393,7 @@ def _launch(
             stores_X=not splits.sums,
         ),
         interpret=call.interpret,
-    )(operands=operands)["outputs"]
+    )(each=inputs)["outputs"]
     return results
 
 

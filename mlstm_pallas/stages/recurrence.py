@@ -10,6 +10,7 @@ With scaled operands there is no r: (X, a, b) is (C, kbar, v) or (dC, qbar, dh).
 import dataclasses
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import Array, lax
 
@@ -17,10 +18,13 @@ from mlstm_pallas.gate_gradients import inner
 from mlstm_pallas.gates import vector_states
 from mlstm_pallas.stage import Launch, steps_of, with_steps
 
+_STATIC = dict(static=True)
 
+
+@jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Recurrence:
-    """One recurrence.
+    """One recurrence; in a kernel, of references.
 
     Attributes:
       a, b: (B * NH, S, DHQK), (B * NH, S, DHHV) in the kernel dtype, or (B, S, NH, ...).
@@ -37,8 +41,8 @@ class Recurrence:
     b: Array
     gamma: Array
     X_initial: Array | None
-    return_last: bool
-    backward: bool = False
+    return_last: bool = dataclasses.field(metadata=_STATIC)
+    backward: bool = dataclasses.field(default=False, metadata=_STATIC)
     r: Array | None = None
     x_initial: Array | None = None
     h: Array | None = None
