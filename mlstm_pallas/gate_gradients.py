@@ -37,16 +37,6 @@ def inner(a: Array, b: Array, axes: int = 1) -> Array:
     return jnp.sum(a.astype(acc) * b.astype(acc), axis=tuple(range(-axes, 0)))
 
 
-class TileTerms(NamedTuple):
-    """The summands of the gate gradients for tiles of T steps; (B * NH, S / T, T) each."""
-
-    # At t: the inner product of q_t with the part of dq_t from before the tile, plus the sum of
-    # W_ts - W_st over the steps s of the tile.
-    vecQ: Array
-    k_dot_dk_inter: Array  # at s: k_s with the part of dk_s from beyond the tile
-    vecK_intra: Array  # at s: k_s with the rest of dk_s, the sum of W_ts over t
-
-
 def _later_tiles(n: int) -> Array:
     """[i, j]: whether tile i of a chunk is after tile j."""
     return jnp.tri(n, k=-1, dtype=bool)
@@ -56,24 +46,6 @@ def _only(x: Array, where: Array, *axes: int) -> Array:
     """x where the mask, over these axes of x, holds, else 0: the rest of x may be undefined."""
     shape = [size if axis in axes else 1 for axis, size in enumerate(x.shape)]
     return jnp.where(jnp.broadcast_to(where.reshape(shape), x.shape), x, 0.0)
-
-
-def tile_terms(pairs: TileSums, q_dot_dq_inter: Array, k_dot_dk_inter: Array) -> TileTerms:
-    """TileTerms from the sums of the stages; the arguments are those of ``step_gradients``."""
-    BNH, NC, n, T = pairs.diagonal.shape
-    later, same = _later_tiles(n), jnp.eye(n, dtype=bool)
-
-    def total(x: Array, where: Array) -> Array:
-        return jnp.sum(_only(x, where, 1, 3), axis=1)
-
-    keys_intra = total(pairs.per_key, same)
-    q_inter, k_inter = (x.reshape(pairs.diagonal.shape) for x in (q_dot_dq_inter, k_dot_dk_inter))
-    sums = TileTerms(
-        q_inter + (total(pairs.per_query, ~later) - keys_intra),
-        k_inter + total(pairs.per_key, later),
-        keys_intra + pairs.diagonal,
-    )
-    return TileTerms(*(x.reshape(BNH, NC * n, T) for x in sums))
 
 
 def through_tiles(
@@ -160,18 +132,32 @@ def step_gradients(
     Returns:
       (B * NH, S) twice, (B * NH,).
     """
-    sums = tile_terms(pairs, q_dot_dq_inter, k_dot_dk_inter)
+    BNH, NC, n, T = pairs.diagonal.shape
+    later, same = _later_tiles(n), jnp.eye(n, dtype=bool)
+
+    def total(x: Array, where: Array) -> Array:
+        return jnp.sum(_only(x, where, 1, 3), axis=1)
+
+    keys_intra = total(pairs.per_key, same)
+    q_inter, k_inter = (x.reshape(pairs.diagonal.shape) for x in (q_dot_dq_inter, k_dot_dk_inter))
+    of_tiles = (
+        # At t: q_t with the part of dq_t from before the tile, and the sum of W_ts - W_st over the
+        # steps s of the tile.
+        q_inter + (total(pairs.per_query, ~later) - keys_intra),
+        # At s: k_s with the part of dk_s from beyond the tile, and with the rest of dk_s.
+        k_inter + total(pairs.per_key, later),
+        keys_intra + pairs.diagonal,
+    )
+    queries, keys, keys_intra = (x.reshape(BNH, NC * n, T) for x in of_tiles)
     through = through_tiles(pairs, q_dot_dq_inter, k_dot_dk_inter, through)
-    triangle = jnp.tri(sums.vecQ.shape[-1], dtype=through.dtype)
+    triangle = jnp.tri(T, dtype=through.dtype)
     product = functools.partial(jnp.matmul, precision="highest")  # exact to float32
     # The queries from t on, the keys before t.
-    of_tile = product(sums.vecQ, triangle) + product(
-        sums.k_dot_dk_inter, jnp.triu(jnp.ones_like(triangle), k=1)
-    )
+    of_tile = product(queries, triangle) + product(keys, jnp.triu(jnp.ones_like(triangle), k=1))
     dfbar = jnp.where(
         (flags & DECAY_NONZERO) > 0, (of_tile + through[..., None]).reshape(vecF.shape), 0.0
     )
-    di = (sums.k_dot_dk_inter + sums.vecK_intra).reshape(vecF.shape)
+    di = (keys + keys_intra).reshape(vecF.shape)
     first = jnp.zeros_like(through[:, 0])
     if dm is not None:
         flows, from_previous = (flags & M_GRAD_FLOWS) > 0, (flags & M_FROM_PREVIOUS) > 0

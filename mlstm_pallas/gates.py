@@ -242,27 +242,27 @@ def stabiliser_sources(
     return e, (jnp.where(reset, e[0], sources[0]), jnp.where(reset, e[1], sources[1]))
 
 
-def local_gates(
-    vecI: Array,
-    vecF: Array,
-    starts: Array | None = None,
-    input_gate: InputGate = InputGate.EXP,
-) -> LocalGates:
-    """The gates of every chunk by itself.
+def largest_since_reset(left: Any, x: Any) -> tuple[Any, ...]:
+    """Joins maxima (hi, lo, number of resets) of consecutive steps: none of before the last reset.
 
-    vecI, vecF: pre-activations (B * NH, NC, L); starts: 1 where a packed segment begins.
+    Lowers to Mosaic GPU.
     """
-    return local_gates_of_logs(*log_gates(vecI, vecF, input_gate), starts, input_gate)
+    same = left[2] == x[2]
+    largest = zip(max_two_floats(left[:2], x[:2]), x[:2], strict=True)
+    return *(jnp.where(same, *pair) for pair in largest), x[2]
 
 
-def local_gates_of_logs(
+def local_gates(
     i: Array,
     fbar: Array,
     reset: Array,
     starts: Array | None = None,
     input_gate: InputGate = InputGate.EXP,
 ) -> LocalGates:
-    """``local_gates`` from what ``log_gates`` returns."""
+    """The gates of every chunk by itself.
+
+    i, fbar, reset: (B * NH, NC, L), of ``log_gates``; starts: 1 where a packed segment begins.
+    """
     i_min = jnp.min(jnp.where(i > -_INF, i, _INF), axis=-1, keepdims=True)
     i_max = jnp.max(jnp.where(i > -_INF, i, -_INF), axis=-1, keepdims=True)
     begins = None if starts is None else starts > 0
@@ -273,35 +273,30 @@ def local_gates_of_logs(
     hi, lo = split_for_exact_sums(fbar, largest, fbar.shape[-1])
     b = two_sum(jnp.cumsum(hi, axis=-1), jnp.cumsum(lo, axis=-1))
     restarts = reset if begins is None else reset | begins
-    offset = jnp.cumsum(restarts, axis=-1, dtype=i.dtype) * offset_unit
+    count = jnp.cumsum(restarts, axis=-1, dtype=i.dtype)
+    offset = count * offset_unit
     e, sources = stabiliser_sources(i, fbar, b, offset, reset, begins, input_gate)
     if input_gate is InputGate.SIGMOID:
         return LocalGates(b, e, sources, offset)
 
-    def since_reset(left: Any, right: Any) -> tuple[Any, ...]:
-        best = max_two_floats(left[:2], right[:2])
-        return (
-            jnp.where(right[2], right[0], best[0]),
-            jnp.where(right[2], right[1], best[1]),
-            left[2] | right[2],
-        )
-
-    emax_hi, emax_lo, _ = lax.associative_scan(since_reset, (*sources, restarts), axis=-1)
-    return LocalGates(b, e, (emax_hi, emax_lo), offset)
+    *emax, _ = lax.associative_scan(largest_since_reset, (*sources, count), axis=-1)
+    return LocalGates(b, e, (emax[0], emax[1]), offset)
 
 
 def chunk_summaries(local: LocalGates) -> tuple[Array, Array, Array]:
     """(g, a, reset), (B * NH, NC) each: m_{c+1} is a after a reset, else max(g + m_c, a)."""
-
-    def last(x: Array) -> Array:
-        return x[..., -1]
-
-    return summary(*jax.tree.map(last, (local.vecB, local.vecEmax, local.vecOffset)))
+    ends = local.vecB, local.vecEmax, local.vecOffset
+    return summary(*jax.tree.map(lambda x: x[..., -1], ends))
 
 
 def summary(b: TwoFloat, emax: TwoFloat, offset: Array) -> tuple[Array, Array, Array]:
     """``chunk_summaries`` from the last step of each chunk. Lowers to Mosaic GPU."""
     return b[0] + b[1], (emax[0] - offset) + b[0] + (emax[1] + b[1]), offset > 0
+
+
+def join_summaries(left: Any, x: Any) -> tuple[Array, Array]:
+    """Joins (g, a) of consecutive chunks; g is -inf if they hold a reset. Lowers to Mosaic GPU."""
+    return left[0] + x[0], jnp.maximum(left[1] + x[0], x[1])
 
 
 def stabiliser_scan(
@@ -311,15 +306,11 @@ def stabiliser_scan(
     g, a, reset = chunk_summaries(local)
     if input_gate is InputGate.SIGMOID:
         return jnp.zeros((*g.shape[:-1], g.shape[-1] + 1), scaM_initial.dtype)
-
-    def join(left: Any, right: Any) -> tuple[Any, ...]:
-        return left[0] + right[0], jnp.maximum(left[1] + right[0], right[1])
-
     g = jnp.concatenate(
         [jnp.zeros_like(scaM_initial)[..., None], jnp.where(reset, -_INF, g)], axis=-1
     )
     a = jnp.concatenate([scaM_initial[..., None], a], axis=-1)
-    m: Array = lax.associative_scan(join, (g, a), axis=-1)[1]
+    m: Array = lax.associative_scan(join_summaries, (g, a), axis=-1)[1]
     return m
 
 

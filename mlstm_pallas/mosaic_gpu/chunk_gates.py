@@ -33,7 +33,6 @@ from mlstm_pallas.gates import (
     ChunkGates,
     LocalGates,
     branchless_log1p,
-    max_two_floats,
     split_at,
     stabiliser_sources,
     two_sum,
@@ -70,26 +69,17 @@ def _least_power_of_two(x: Array) -> Array:
     return lax.bitcast_convert_type(up, jnp.float32)
 
 
-class _LogGates(NamedTuple):
-    """The log gates of a CTA's steps, as ``gates.join_flags`` reads them."""
+def _local_gates(i_gmem, f_gmem, starts_gmem, scans_smem, p, input_gate):
+    """``gates.local_gates`` of a CTA's chunks, and f, log f, restarts and begins of ``join_flags``.
 
-    f: Array
-    log_f: Array
-    restarts: Array
-    begins: Array | None
-
-
-def _local_gates(
-    i, f, starts, scans: Mapping[str, Any], p: Problem, input_gate: InputGate
-) -> tuple[LocalGates, _LogGates]:
-    """``gates.local_gates`` of a CTA's chunks.
-
-    i, f, starts: (CTAs, rows, STEPS) as the kernels take them; scans: shared, see _scratch.
+    The arguments are those of the kernels.
     """
-    cta, chunk_rows = lax.axis_index("cta"), p.L // STEPS
-    begins, f_tile = None if starts is None else load_rows(starts.at[cta]) > 0, load_rows(f.at[cta])
+    cta, chunk_rows, begins = lax.axis_index("cta"), p.L // STEPS, None
+    if starts_gmem is not None:
+        begins = load_rows(starts_gmem.at[cta]) > 0
+    f = load_rows(f_gmem.at[cta])
     log_i, log_f, reset = gates.log_gates(
-        load_rows(i.at[cta]), f_tile, input_gate, branchless_log1p
+        load_rows(i_gmem.at[cta]), f, input_gate, branchless_log1p
     )
     restarts = reset if begins is None else reset | begins
 
@@ -100,16 +90,10 @@ def _local_gates(
     def add(left, x):
         return [a + y for a, y in zip(left, x, strict=True)]
 
-    def largest_since_reset(left, x):
-        """Joins maxima; what precedes the last reset does not count."""
-        same = left[2] == x[2]
-        largest = zip(max_two_floats(left[:2], x[:2]), x[:2], strict=True)
-        return *(jnp.where(same, *pair) for pair in largest), x[2]
-
     stored, decay = log_i > -_INF, -log_f
     each = jnp.where(stored, log_i, _INF), jnp.where(stored, log_i, -_INF), decay, decay
-    bounds = running(join_bounds, each, (_INF, -_INF, 0.0, 0.0), chunk_rows, scans["bounds"])
-    ends = ends_of_chunks(last_columns(*bounds), chunk_rows, scans["ends"].at[0])
+    bounds = running(join_bounds, each, (_INF, -_INF, 0.0, 0.0), chunk_rows, scans_smem["bounds"])
+    ends = ends_of_chunks(last_columns(*bounds), chunk_rows, scans_smem["ends"].at[0])
     i_min, i_max, largest_decay, total_decay = of_chunks(ends, log_i.shape[0])
     if begins is not None or input_gate is InputGate.SIGMOID:
         i_min, i_max = jnp.minimum(i_min, 0.0), jnp.maximum(i_max, 0.0)  # m = 0 is a source as well
@@ -118,16 +102,16 @@ def _local_gates(
 
     ones = plgpu.layout_cast(jnp.ones(log_i.shape, jnp.float32), rows_layout())
     split = *split_at(log_f, across(grid)), jnp.where(restarts, ones, 0.0)
-    hi, lo, count = running(add, split, (0.0,) * 3, chunk_rows, scans["sums"])
+    hi, lo, count = running(add, split, (0.0,) * 3, chunk_rows, scans_smem["sums"])
     b, offset = two_sum(hi, lo), count * across(offset_unit)
     e, largest = stabiliser_sources(log_i, log_f, b, offset, reset, begins, input_gate)
     if input_gate is not InputGate.SIGMOID:
         sources, identities = (*largest, count), (-_INF, 0.0, -1.0)
         max_hi, max_lo, _ = running(
-            largest_since_reset, sources, identities, chunk_rows, scans["maxima"]
+            gates.largest_since_reset, sources, identities, chunk_rows, scans_smem["maxima"]
         )
         largest = max_hi, max_lo
-    return LocalGates(b, e, largest, offset), _LogGates(f_tile, log_f, restarts, begins)
+    return LocalGates(b, e, largest, offset), (f, log_f, restarts, begins)
 
 
 class _Chunk(NamedTuple):
@@ -138,7 +122,7 @@ class _Chunk(NamedTuple):
     c: Array
 
 
-def _chunks_of_cta(p: Problem) -> list[_Chunk]:
+def _chunks_of_cta(p):
     chunks, last = _rows(p) * STEPS // p.L, p.BNH * p.NC - 1
     first = lax.axis_index("cta") * chunks
     indices = [first + chunk for chunk in range(chunks)]
@@ -149,54 +133,50 @@ def _chunks_of_cta(p: Problem) -> list[_Chunk]:
     ]
 
 
-def _store_per_chunk(chunks: Sequence[_Chunk], store: Callable[[int, _Chunk], None]) -> None:
+def _store_per_chunk(chunks, store):
     for j, chunk in enumerate(chunks):
         pl.when(chunk.exists)(functools.partial(store, j, chunk))
 
 
 def _summaries_kernel(
-    i,  # (CTAs, rows, STEPS) pre-activations
-    f,
-    starts,  # (CTAs, rows, STEPS) int32, 1 where a packed segment begins; may be absent
-    g,  # out (B * NH, padded NC), see _stabiliser_scan_kernel; beyond NC not written
-    a,  # out (B * NH, padded NC)
+    i_gmem,  # (CTAs, rows, STEPS) pre-activations
+    f_gmem,
+    starts_gmem,  # (CTAs, rows, STEPS) int32, 1 where a packed segment begins; may be absent
+    g_gmem,  # out (B * NH, padded NC), see _stabiliser_scan_kernel; beyond NC not written
+    a_gmem,  # out (B * NH, padded NC)
     *,
-    p: Problem,
-    input_gate: InputGate,
-    **scans,  # shared: see _scratch
-) -> None:
-    local, _ = _local_gates(i, f, starts, scans, p, input_gate)
+    p,
+    input_gate,
+    **scans_smem,  # see _scratch
+):
+    local, _ = _local_gates(i_gmem, f_gmem, starts_gmem, scans_smem, p, input_gate)
     b_hi, b_lo, max_hi, max_lo, offset = last_columns(*local.vecB, *local.vecEmax, local.vecOffset)
     added, largest, reset = gates.summary((b_hi, b_lo), (max_hi, max_lo), offset)
     summaries = jnp.where(reset, -_INF, added), largest
-    ends = ends_of_chunks(summaries, p.L // STEPS, scans["ends"].at[1])
+    ends = ends_of_chunks(summaries, p.L // STEPS, scans_smem["ends"].at[1])
 
     def store(j, chunk):
-        g[chunk.head, chunk.c], a[chunk.head, chunk.c] = (x[j] for x in ends)
+        for ref, x in zip((g_gmem, a_gmem), ends, strict=True):
+            ref[chunk.head, chunk.c] = x[j]
 
     _store_per_chunk(_chunks_of_cta(p), store)
 
 
-def _stabilisers(
-    known,
-    summaries: Sequence[Any] | None,
-    after,
-    initial,
-    chunks: Sequence[_Chunk],
-    NC: int,
-) -> list[tuple[Any, Any]]:
+def _stabilisers(m_known_gmem, summaries_gmem, m_after_gmem, m_initial_gmem, chunks, NC):
     """m before and after each chunk of a CTA; the arrays are those of ``_gates_kernel``."""
-    if known is not None:
-        return [(known[head, c], known[head, c + 1]) for _, head, c in chunks]
-    if summaries is None:
+    if m_known_gmem is not None:
+        return [(m_known_gmem[head, c], m_known_gmem[head, c + 1]) for _, head, c in chunks]
+    if summaries_gmem is None:
 
         def before(head, c):
-            return jnp.where(c > 0, after[head, lax.max(c - 1, np.int32(0))], initial[head])
+            inside, previous = c > 0, lax.max(c - 1, np.int32(0))
+            return jnp.where(inside, m_after_gmem[head, previous], m_initial_gmem[head])
 
-        return [(before(head, c), after[head, c]) for _, head, c in chunks]
+        return [(before(head, c), m_after_gmem[head, c]) for _, head, c in chunks]
     _, head, first = chunks[0]
-    m = [initial[head]]
-    for added, largest in zip(*([x[head, c] for c in range(NC)] for x in summaries), strict=True):
+    m = [m_initial_gmem[head]]
+    summaries = ([x[head, c] for c in range(NC)] for x in summaries_gmem)
+    for added, largest in zip(*summaries, strict=True):
         m.append(jnp.maximum(m[-1] + added, largest))
 
     def at(j):
@@ -209,53 +189,54 @@ def _stabilisers(
 
 
 def _gates_kernel(
-    i,  # (CTAs, rows, STEPS) pre-activations
-    f,
-    starts,  # (CTAs, rows, STEPS) int32, 1 where a packed segment begins; may be absent
-    m_known,  # (B * NH, NC + 1) m at the chunk boundaries; absent if it is computed
-    summaries,  # g, a of ``_summaries_kernel``, where the CTAs join them; else absent
-    m_after,  # (B * NH, padded NC) of ``_stabiliser_scan_kernel``, where it ran; else absent
-    m_initial,  # (B * NH,); absent if m_known is there
-    per_step,  # out, seven (CTAs, rows, STEPS): e, u (hi and lo), w, m, abar
-    flags,  # out (CTAs, rows, STEPS) int32; absent in the forward pass
-    gamma,  # out (B * NH, NC)
-    m_states,  # out (B * NH, NC + 1); absent if m_known is there
+    i_gmem,  # (CTAs, rows, STEPS) pre-activations
+    f_gmem,
+    starts_gmem,  # (CTAs, rows, STEPS) int32, 1 where a packed segment begins; may be absent
+    m_known_gmem,  # (B * NH, NC + 1) m at the chunk boundaries; absent if it is computed
+    summaries_gmem,  # g, a of ``_summaries_kernel``, where the CTAs join them; else absent
+    m_after_gmem,  # (B * NH, padded NC) of ``_stabiliser_scan_kernel``, where it ran; else absent
+    m_initial_gmem,  # (B * NH,); absent if m_known is there
+    per_step_gmem,  # out, seven (CTAs, rows, STEPS): e, u (hi and lo), w, m, abar
+    flags_gmem,  # out (CTAs, rows, STEPS) int32; absent in the forward pass
+    gamma_gmem,  # out (B * NH, NC)
+    m_states_gmem,  # out (B * NH, NC + 1); absent if m_known is there
     *,
-    p: Problem,
-    input_gate: InputGate,
-    **scans,  # shared: see _scratch
-) -> None:
+    p,
+    input_gate,
+    **scans_smem,  # see _scratch
+):
     cta, rows, chunk_rows, chunks = lax.axis_index("cta"), _rows(p), p.L // STEPS, _chunks_of_cta(p)
-    bounds = _stabilisers(m_known, summaries, m_after, m_initial, chunks, p.NC)
+    known = m_known_gmem, summaries_gmem, m_after_gmem, m_initial_gmem
+    bounds = _stabilisers(*known, chunks, p.NC)
     m_start, m_end = of_chunks(list(zip(*bounds, strict=True)), rows)
-    local, log_gates = _local_gates(i, f, starts, scans, p, input_gate)
+    local, log_gates = _local_gates(i_gmem, f_gmem, starts_gmem, scans_smem, p, input_gate)
     ends = ends_of_chunks(
-        last_columns(*local.vecB, local.vecOffset), chunk_rows, scans["ends"].at[1]
+        last_columns(*local.vecB, local.vecOffset), chunk_rows, scans_smem["ends"].at[1]
     )
     b_hi, b_lo, offset = of_chunks(ends, rows)
     pair, decay = gates.join_ends(b_hi, b_lo, offset, m_start, m_end)
     u, w, m, abar = gates.join_steps(
         local, across(m_start), (across(pair[0]), across(pair[1])), input_gate
     )
-    for ref, x in zip(per_step, (*local.vecE, *u, w, m, abar), strict=True):
+    for ref, x in zip(per_step_gmem, (*local.vecE, *u, w, m, abar), strict=True):
         store_rows(ref.at[cta], x)
-    if flags is not None:
+    if flags_gmem is not None:
         m = plgpu.layout_cast(
             m, rows_layout()
         )  # with the sigmoid gate m is a constant without a layout
-        m_before = shifted(m, m_start, chunk_rows, scans["sums"])
-        store_rows(flags.at[cta], gates.join_flags(local.vecE, u, m, m_before, *log_gates))
-    (decays,) = ends_of_chunks([decay], chunk_rows, scans["ends"].at[0])
+        m_before = shifted(m, m_start, chunk_rows, scans_smem["sums"])
+        store_rows(flags_gmem.at[cta], gates.join_flags(local.vecE, u, m, m_before, *log_gates))
+    (decays,) = ends_of_chunks([decay], chunk_rows, scans_smem["ends"].at[0])
 
     def store(j, chunk):
         _, head, c = chunk
-        gamma[head, c] = decays[j]
-        if m_states is not None:
-            m_states[head, c + 1] = bounds[j][1]
+        gamma_gmem[head, c] = decays[j]
+        if m_states_gmem is not None:
+            m_states_gmem[head, c + 1] = bounds[j][1]
 
             @pl.when(c == 0)
             def store_initial():
-                m_states[head, 0] = m_initial[head]
+                m_states_gmem[head, 0] = m_initial_gmem[head]
 
     _store_per_chunk(chunks, store)
 
@@ -293,6 +274,7 @@ def _launch(
         shape = ctas, _rows(p), STEPS
         return jnp.pad(x.reshape(-1), (0, math.prod(shape) - x.size)).reshape(shape)
 
+    i, f, starts = jax.tree.map(by_cta, vecs)
     return mosaic_call(
         functools.partial(kernel, p=p, input_gate=input_gate),
         name=name,
@@ -303,7 +285,7 @@ def _launch(
         interpret=call.interpret,
         infer_layouts=False,
         approx_math=False,
-    )(**jax.tree.map(by_cta, dict(zip(("i", "f", "starts"), vecs, strict=True))), **inputs)
+    )(i_gmem=i, f_gmem=f, starts_gmem=starts, **inputs)
 
 
 def chunk_gates(
@@ -319,61 +301,59 @@ def chunk_gates(
     (ctas,) = call.tiles.grid(p)
     if scaM_states is None and input_gate is InputGate.SIGMOID:
         scaM_states = jnp.zeros((p.BNH, p.NC + 1), scaM_initial.dtype)
-    m: dict[str, Any] = dict.fromkeys(("m_initial", "summaries", "m_after"), None)
+    m: dict[str, Any] = dict.fromkeys(("m_initial_gmem", "summaries_gmem", "m_after_gmem"), None)
     if scaM_states is None:
-        m["m_initial"] = scaM_initial
-        summaries = dict.fromkeys("ga", float32(p.BNH, _padded_chunks(p)))
-        y = _launch(_summaries_kernel, "chunk_summaries", summaries, vecs, input_gate, call)
+        m["m_initial_gmem"] = scaM_initial
+        summaries = dict.fromkeys(("g_gmem", "a_gmem"), float32(p.BNH, _padded_chunks(p)))
+        g, a = _launch(
+            _summaries_kernel, "chunk_summaries", summaries, vecs, input_gate, call
+        ).values()
         whole_head = p.S % (_rows(p) * STEPS) == 0  # no CTA has steps of two heads
         if whole_head and p.NC <= _FEW_CHUNKS:
-            m["summaries"] = y["g"], y["a"]
+            m["summaries_gmem"] = g, a
         else:
-            m["m_after"] = stabiliser_scan(y["g"], y["a"], scaM_initial, call)
+            m["m_after_gmem"] = stabiliser_scan(g, a, scaM_initial, call)
     steps = ctas, _rows(p), STEPS
     outputs = {
-        "per_step": [float32(*steps)] * 7,
-        "flags": jax.ShapeDtypeStruct(steps, jnp.int32) if with_flags else None,
-        "gamma": float32(p.BNH, p.NC),
-        "m_states": float32(p.BNH, p.NC + 1) if scaM_states is None else None,
+        "per_step_gmem": [float32(*steps)] * 7,
+        "flags_gmem": jax.ShapeDtypeStruct(steps, jnp.int32) if with_flags else None,
+        "gamma_gmem": float32(p.BNH, p.NC),
+        "m_states_gmem": float32(p.BNH, p.NC + 1) if scaM_states is None else None,
     }
     y = _launch(
-        _gates_kernel, "chunk_gates", outputs, vecs, input_gate, call, m_known=scaM_states, **m
+        _gates_kernel, "chunk_gates", outputs, vecs, input_gate, call, m_known_gmem=scaM_states, **m
     )
 
     def by_chunk(vec):
         return vec.reshape(-1)[: p.BNH * p.S].reshape(p.BNH, p.NC, p.L)
 
-    (*pairs, w, m_steps, abar), flags = jax.tree.map(by_chunk, (y["per_step"], y["flags"]))
-    m_states = y["m_states"] if scaM_states is None else scaM_states
-    e, u = pairs[:2], pairs[2:]
-    result = ChunkGates((e[0], e[1]), (u[0], u[1]), w, m_steps, abar, y["gamma"], m_states, flags)
+    per_step, flags, gamma, m_states = y.values()
+    (*e, u_hi, u_lo, w, m_steps, abar), flags = jax.tree.map(by_chunk, (per_step, flags))
+    m_states = m_states if scaM_states is None else scaM_states
+    result = ChunkGates((e[0], e[1]), (u_hi, u_lo), w, m_steps, abar, gamma, m_states, flags)
     return gates.without_outputs(result, x.lengths)
 
 
 def _stabiliser_scan_kernel(
-    g,  # (B * NH, padded NC / STEPS, STEPS) what a chunk adds to m; -inf where it has a reset
-    a,  # (B * NH, padded NC / STEPS, STEPS) m of the chunk alone
-    m_initial,  # (B * NH,)
-    m,  # out (B * NH, padded NC / STEPS, STEPS) after each chunk
-    sums,  # shared: see scan_buffer
-    ends,  # shared: see ends_of_chunks
-) -> None:
-    head, rows = lax.axis_index("head"), ends.shape[0]
-
-    def join(left, x):
-        return left[0] + x[0], jnp.maximum(left[1] + x[0], x[1])
+    g_gmem,  # (B * NH, padded NC / STEPS, STEPS) what a chunk adds to m; -inf where it has a reset
+    a_gmem,  # (B * NH, padded NC / STEPS, STEPS) m of the chunk alone
+    m_initial_gmem,  # (B * NH,)
+    m_gmem,  # out (B * NH, padded NC / STEPS, STEPS) after each chunk
+    sums_smem,  # see scan_buffer
+    ends_smem,  # see ends_of_chunks
+):
+    head, rows = lax.axis_index("head"), ends_smem.shape[0]
 
     def one(j, before):
-        block = pl.ds(pl.multiple_of(j * rows, rows), rows)
-        added, largest = running(
-            join, [load_rows(y.at[head, block]) for y in (g, a)], (0.0, -_INF), rows, sums
-        )
+        at = head, pl.ds(pl.multiple_of(j * rows, rows), rows)
+        summaries = [load_rows(y.at[at]) for y in (g_gmem, a_gmem)]
+        added, largest = running(gates.join_summaries, summaries, (0.0, -_INF), rows, sums_smem)
         after = jnp.maximum(added + before, largest)
-        store_rows(m.at[head, block], after)
-        [[last]] = ends_of_chunks(last_columns(after), rows, ends)
+        store_rows(m_gmem.at[at], after)
+        [[last]] = ends_of_chunks(last_columns(after), rows, ends_smem)
         return last
 
-    loop(g.shape[1] // rows, one, m_initial[head])
+    loop(g_gmem.shape[1] // rows, one, m_initial_gmem[head])
 
 
 def _scan_rows(p: Problem) -> int:
@@ -398,14 +378,14 @@ def stabiliser_scan(g: Array, a: Array, scaM_initial: Array, call: Launch) -> Ar
         name="stabiliser_scan",
         grid={"head": p.BNH},
         warpgroups=1,
-        outputs={"m": jax.ShapeDtypeStruct(by_rows, jnp.float32)},
+        outputs={"m_gmem": float32(*by_rows)},
         scratch={
-            "sums": scan_buffer(2, rows, rows),
-            "ends": plgpu.SMEM((rows, 2), jnp.float32),
+            "sums_smem": scan_buffer(2, rows, rows),
+            "ends_smem": plgpu.SMEM((rows, 2), jnp.float32),
         },
         interpret=call.interpret,
         infer_layouts=False,
-    )(g=g.reshape(by_rows), a=a.reshape(by_rows), m_initial=scaM_initial)["m"]
+    )(g_gmem=g.reshape(by_rows), a_gmem=a.reshape(by_rows), m_initial_gmem=scaM_initial)["m_gmem"]
     return after.reshape(g.shape)
 
 

@@ -33,7 +33,8 @@ def chunk_gates(
       does not, ``gate_gradients`` computes them.
     """
     begins = None if x.starts is None else call.chunks(x.starts)
-    local = gates.local_gates(call.chunks(x.vecI), call.chunks(x.vecF), begins, input_gate)
+    logs = gates.log_gates(call.chunks(x.vecI), call.chunks(x.vecF), input_gate)
+    local = gates.local_gates(*logs, begins, input_gate)
     m_states = x.scaM_states
     if m_states is None:
         m_states = gates.stabiliser_scan(local, x.scaM_initial, input_gate)

@@ -299,10 +299,11 @@ def gates_of(spec: CallSpec, x: Arrays) -> ChunkGates:
         e = gates.add_two_floats((i, zeros), (-b[0], -b[1]))
         local = LocalGates(b, e, lax.associative_scan(gates.max_two_floats, e, axis=-1), zeros)
     elif x["vecF"].ndim == 2:
-        local = gates.local_gates(i, x["vecF"].reshape(chunks))
+        logs = gates.log_gates(i, x["vecF"].reshape(chunks), InputGate.EXP)
+        local = gates.local_gates(*logs)
     else:
         reset = x["vecF"] <= gates.MASKED
-        local = gates.local_gates_of_logs(i, jnp.where(reset, 0.0, x["vecF"]), reset)
+        local = gates.local_gates(i, jnp.where(reset, 0.0, x["vecF"]), reset)
     if m.ndim == 1:
         m = gates.stabiliser_scan(local, m)
     elif m.shape[-1] == chunks[1]:
