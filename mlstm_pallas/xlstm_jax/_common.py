@@ -26,7 +26,7 @@ from mlstm_pallas.fwbw import not_differentiated
 from mlstm_pallas.gates import ChunkGates, LocalGates
 from mlstm_pallas.normaliser import NormaliserGradients, at_least, query_scale
 from mlstm_pallas.planning import CallSpec
-from mlstm_pallas.problem import MIN_CHUNK_SIZE, accumulator_dtype
+from mlstm_pallas.problem import MIN_CHUNK_SIZE, InputGate, accumulator_dtype
 from mlstm_pallas.sharding import aligned, over_shards
 from mlstm_pallas.stage import Lowering, ScaledRows, check_field
 from mlstm_pallas.stages.parallel_bw_dP import ScoreGradients
