@@ -68,28 +68,27 @@ def _parallel_bw_dP_kernel(
     *,
     call,
 ):
-    (L, DHQK), DHHV = q_gmem.shape, v_gmem.shape[1]
+    L, DHQK = q_gmem.shape
     T, block_k, scale = call.tiles.siz_b_LQ, call.tiles.block_k, call.problem.qk_scale
     n = L // T
     index, num_tiles = pl.program_id(0), n * (n + 1) // 2
     # Tiles are numbered by queries; tile i of queries has i + 1 tiles of keys.
     i: Any = sum(((index >= m * (m + 1) // 2).astype(jnp.int32) for m in range(1, n)), np.int32(0))
     j = index - divide(i * (i + 1), 2)
-    step_k, step_v = min(block_k, DHQK), min(block_k, DHHV)
 
     @pl.when(index < num_tiles)
     def _tile():
         queries, keys = block_at(i, T), block_at(j, T)
 
-        def product(rows_gmem, columns_gmem, step):
+        def product(rows_gmem, columns_gmem):
             def add(x):
-                rows = rows_gmem[queries, block_at(x, step)]
-                return dot(rows, columns_gmem[keys, block_at(x, step)], call.precision, b_axis=1)
+                rows = rows_gmem[queries, block_at(x, block_k)]
+                return dot(rows, columns_gmem[keys, block_at(x, block_k)], call.precision, b_axis=1)
 
-            return sum_of(rows_gmem.shape[1] // step, add, (T, T))
+            return sum_of(rows_gmem.shape[1] // block_k, add, (T, T))
 
-        dA = product(dh_gmem, v_gmem, step_v)
-        scores = product(q_gmem, k_gmem, step_k) * scale
+        dA = product(dh_gmem, v_gmem)
+        scores = product(q_gmem, k_gmem) * scale
         offset = (i - j) * T
         e, u = [ref[keys] for ref in e_gmem], [ref[queries] for ref in u_gmem]
         D = decay_tile(e, u, causal_mask(T, T, offset))
@@ -133,7 +132,7 @@ def _parallel_bw_dP_kernel(
         dz_den = None if dz_den_gmem is None else dz_den_gmem[steps][:, None]
 
         def scaled(x, _):
-            columns = block_at(x, step_k)
+            columns = block_at(x, block_k)
             q = q_gmem[steps, columns].astype(jnp.float32) * r[:, None]
             qbar_gmem[steps, columns] = q.astype(qbar_gmem.dtype)
             if kbar_gmem is not None:
@@ -143,7 +142,7 @@ def _parallel_bw_dP_kernel(
                 dn_added_gmem[tile, columns] = jnp.sum(q * dz_den, axis=0)
             return _
 
-        loop(DHQK // step_k, scaled, ())
+        loop(DHQK // block_k, scaled, ())
 
 
 def parallel_bw_dP(

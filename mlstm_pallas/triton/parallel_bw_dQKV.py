@@ -64,15 +64,13 @@ def _parallel_bw_dQKV_kernel(
     siz_b_LQ, siz_b_DHQK, siz_b_DHHV = tiles.siz_b_LQ, tiles.siz_b_DHQK, tiles.siz_b_DHHV
 
     def times_state(steps, columns, a_gmem, X_gmem, size, *, transposed):
-        step = min(tiles.block_k, a_gmem.shape[1])
-
         def product(x):
-            rows = block_at(x, step)
+            rows = block_at(x, tiles.block_k)
             X = X_gmem[columns, rows] if transposed else X_gmem[rows, columns]
-            a = a_gmem[steps, block_at(x, step)]
+            a = a_gmem[steps, block_at(x, tiles.block_k)]
             return dot(a, X, precision, b_axis=int(transposed))
 
-        return sum_of(a_gmem.shape[1] // step, product, (siz_b_LQ, size))
+        return sum_of(a_gmem.shape[1] // tiles.block_k, product, (siz_b_LQ, size))
 
     def plus_tiles(
         acc,

@@ -200,31 +200,24 @@ def split_products(
 
 def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOutputs]:
     """As ``recurrences`` of stages/recurrence.py, in one launch; inner products by XLA."""
-    outputs = _recurrences(name, each, call)
+    launch = _launch if call.tiles.num_splits == 1 else _launch_in_splits
+    outputs = launch(name, each, call)
     return [with_inner(x, y, call) for x, y in zip(each, outputs, strict=True)]
 
 
-def _recurrences(name: str, each: Sequence[Recurrence], call: Launch) -> list[RecurrenceOutputs]:
-    """The outputs without the inner products."""
-    p, num_splits = call.problem, call.tiles.num_splits
-    if num_splits == 1:
-        return _launch(name, each, call)
-    parts = [_in_splits(x, num_splits, call) for x in each]
-    split_call = dataclasses.replace(call, problem=p.split(num_splits))
-    outputs = _launch(name, [x for x, _ in parts], split_call)
-    return [
-        _whole(x, y, vectors, num_splits) for y, (x, vectors) in zip(outputs, parts, strict=True)
-    ]
-
-
-def _whole(
-    x: Recurrence, outputs: RecurrenceOutputs, vectors: tuple[Any, Any], num_splits: int
-) -> RecurrenceOutputs:
-    """The outputs of whole sequences from the outputs of splits; vectors: x and x_last."""
-    X, X_last = heads_of_splits(outputs.X, num_splits), outputs.X_last
-    if X_last is not None:
-        X_last = heads_of_splits(X_last, num_splits)[:, 0 if x.backward else -1]
-    return RecurrenceOutputs(X.reshape(X.shape[0], -1, *X.shape[3:]), X_last, *vectors)
+def _launch_in_splits(
+    name: str, each: Sequence[Recurrence], call: Launch
+) -> list[RecurrenceOutputs]:
+    num_splits = call.tiles.num_splits
+    parts, vectors = zip(*(_in_splits(x, num_splits, call) for x in each), strict=True)
+    split_call = dataclasses.replace(call, problem=call.problem.split(num_splits))
+    results = []
+    for x, y, of_x in zip(each, _launch(name, parts, split_call), vectors, strict=True):
+        X, X_last = heads_of_splits(y.X, num_splits), y.X_last
+        if X_last is not None:
+            X_last = heads_of_splits(X_last, num_splits)[:, 0 if x.backward else -1]
+        results.append(RecurrenceOutputs(X.reshape(X.shape[0], -1, *X.shape[3:]), X_last, *of_x))
+    return results
 
 
 def _in_splits(x: Recurrence, num_splits: int, call: Launch) -> tuple[Recurrence, tuple[Any, Any]]:
@@ -237,11 +230,11 @@ def _in_splits(x: Recurrence, num_splits: int, call: Launch) -> tuple[Recurrence
                 chunk_sums(scaled, call), x.gamma, x.x_initial, backward=x.backward
             )
         x = dataclasses.replace(x, a=scaled.astype(x.a.dtype), r=None, x_initial=None)
-    decays = decays_in_splits(x.gamma, num_splits, call.problem.S, backward=x.backward)
+    S = call.problem.S
+    decays = decays_in_splits(x.gamma, num_splits, S, backward=x.backward)
     operands = Operands(x.a, x.b, decays)
     products = split_products(operands, num_splits=num_splits, backward=x.backward, call=call)
     states = split_states(products, x.gamma, x.X_initial, backward=x.backward)
-    S = call.problem.S
     a, b, gamma = (splits_as_heads(y, num_splits, S) for y in (x.a, x.b, x.gamma))
     return dataclasses.replace(x, a=a, b=b, gamma=gamma, X_initial=states), vectors
 
