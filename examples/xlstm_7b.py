@@ -20,6 +20,7 @@ tokens, and its states twice. Where something is wrong, the exit code is 1 and s
 """
 
 import dataclasses
+import itertools
 import json
 import math
 import statistics
@@ -54,7 +55,6 @@ from mlstm_pallas import pack_lengths
 
 SIZES = {
     "7b": Config(),
-    "1b": Config(hidden_size=2048, num_blocks=24, num_heads=4),
     "tiny": Config(vocab_size=256, hidden_size=128, num_blocks=2, num_heads=4),
 }
 # Flags of their own where a test imports several programs with equal names.
@@ -76,7 +76,6 @@ TOP_P = define("float", "top_p", 1.0, "Draw from the likeliest tokens of this ma
 SEED = define("integer", "seed", 0, "Of sampling, random weights and prompts.", lower_bound=0)
 STOP_TOKENS = define("list", "stop_tokens", None, "Ids; none: eos_token_id of config.json.")
 DTYPE = define("enum", "dtype", "bfloat16", DTYPES, "Of the weights.")
-STATE_DTYPE = define("enum", "state_dtype", None, DTYPES, "None: as config.json says.")
 DEVICES = define("integer", "devices", 1, "The heads are split over them.", lower_bound=1)
 STREAM_EVERY = define("integer", "stream_every", 16, "Tokens of a loop.", lower_bound=1)
 BENCHMARK = define("boolean", "benchmark", False, "Measure, and print one row of JSON.")
@@ -113,8 +112,6 @@ def build() -> Model:
         config, values = read_config(folder)
         tensors = open_tensors(folder, weights_of(config))
         tokenizer = None if BENCHMARK.value else read_tokenizer(folder / "tokenizer.json")
-    if STATE_DTYPE.value:
-        config = dataclasses.replace(config, inference_state_dtype=STATE_DTYPE.value)
     if tokenizer is None:
         rng, shape = np.random.default_rng(SEED.value), (BATCH.value, PROMPT_LENGTH.value)
         prompts = rng.integers(config.vocab_size, size=shape).tolist()
@@ -199,19 +196,21 @@ class Printer:
 
     def __init__(self, model: Model):
         self.model, self.printed = model, 0
-        self.answers: list[list[int]] = [[] for _ in model.prompts]
-        self.running = set(range(len(model.prompts)))
+        self.answers: dict[int, list[int]] = {n: [] for n in range(len(model.prompts))}
+        self.running = set(self.answers)
 
-    def write(self, tokens: np.ndarray) -> bool:
-        """Takes (steps, B). Whether all prompts have come to a stop token."""
+    def write(self, tokens: np.ndarray, last: bool = False) -> bool:
+        """Takes (steps, B), the last ones or not. Whether all prompts have ended."""
         for n in sorted(self.running):
-            for token in tokens[:, n].tolist():
-                if token in self.model.stop_tokens:
-                    self.running.remove(n)
-                    break
-                self.answers[n].append(token)
+            answer = [*itertools.takewhile(self.goes_on, tokens[:, n].tolist())]
+            self.answers[n] += answer
+            if last or len(answer) < len(tokens):
+                self.running.remove(n)
             self.show(n)
         return not self.running
+
+    def goes_on(self, token: int) -> bool:
+        return token not in self.model.stop_tokens
 
     def show(self, n: int) -> None:
         text, ended = self.model.text(self.answers[n]), n not in self.running
@@ -221,12 +220,6 @@ class Printer:
         elif ended or not text.endswith("\ufffd"):  # the rest of a character is still to come
             print(text[self.printed :], end="\n" if ended else "", flush=True)
             self.printed = len(text)
-
-    def close(self) -> None:
-        """Shows the prompts that have not come to a stop token."""
-        for n in sorted(self.running):
-            self.running.remove(n)
-            self.show(n)
 
 
 def copy_rate() -> float:
@@ -290,8 +283,8 @@ def main(argv: Sequence[str]) -> None:
         return
     printer = Printer(model)
     first, rest = run(model, NEW_TOKENS.value, printer.write)
-    printer.close()
-    tokens = sum(map(len, printer.answers)) - len(model.prompts)
+    printer.write(np.empty((0, len(model.prompts)), int), last=True)
+    tokens = sum(map(len, printer.answers.values())) - len(model.prompts)
     rate = f"{tokens / rest:.1f} tokens/s" if tokens > 0 else "no more"
     print(f"first token after {first:.3f} s, then {rate}", file=sys.stderr)
 

@@ -5,7 +5,6 @@ The heads, the feed-forward columns and the vocabulary of lm_head are split over
 everything that may be wrong with a checkpoint, so it is found before any weight is read.
 """
 
-import dataclasses
 import functools
 import itertools
 import json
@@ -48,33 +47,31 @@ def read_config(folder: Path) -> tuple[Config, dict[str, Any]]:
     Raises:
       CheckpointError: a value that is no value, or one that this model does not compute.
     """
-    path, chosen = folder / "config.json", {}
+    path = folder / "config.json"
     values = read_json(path)
+    values = {name: values[x] for name, x in OTHER_NAMES.items() if x in values} | values
 
-    def check(right: bool, name: str, value: Any, expected: Any) -> None:
+    def check(name: str, value: Any, expected: Any, right: bool) -> None:
         if not right:
             raise CheckpointError(f"{path}: {name} is {value!r} and must be {expected}")
 
     for name, expected in REQUIRED.items():
-        value = values.get(name, expected)
-        check(value == expected, name, value, repr(expected))
-    for field in dataclasses.fields(Config):
-        name, default = field.name, field.default
-        value = values.get(name, values.get(OTHER_NAMES.get(name), default))
-        right = type(value) in (type(default), int if isinstance(default, float) else None)
-        if right and type(value) in (int, float):
-            right = 0 < value < math.inf
-        check(right, name, value, f"a positive number or of the type of {default!r}")
-        chosen[name] = value
-    config = Config(**chosen)
+        value = values.setdefault(name, expected)
+        check(name, value, repr(expected), value == expected)
+    for name, default in vars(Config()).items():
+        value, number = values.setdefault(name, default), type(default) in (int, float)
+        right = type(value) in (int if number else type(default), type(default))
+        like = f"a positive number or of the type of {default!r}"
+        check(name, value, like, right and (not number or 0 < value < math.inf))
+    config = Config(**{name: values[name] for name in vars(Config())})
     dtype, width = config.inference_state_dtype, config.hidden_size
-    check(dtype in DTYPES, "inference_state_dtype", dtype, " or ".join(DTYPES))
+    check("inference_state_dtype", dtype, " or ".join(DTYPES), dtype in DTYPES)
     embedding = values.get("embedding_dim", width)
-    check(embedding == width, "embedding_dim", embedding, f"hidden_size, {width}")
+    check("embedding_dim", embedding, f"hidden_size, {width}", embedding == width)
     for name in ("qk_dim", "v_dim"):
-        total, heads = getattr(config, name), config.num_heads
-        right = total > 0 and total % heads == 0
-        check(right, f"hidden_size * {name}_factor", total, f"a multiple of num_heads, {heads}")
+        total, multiple = getattr(config, name), f"a multiple of num_heads, {config.num_heads}"
+        right = total > 0 and total % config.num_heads == 0
+        check(f"hidden_size * {name}_factor", total, multiple, right)
     return config, values
 
 
@@ -203,12 +200,8 @@ def open_tensors(folder: Path, weights: Params) -> dict[str, Any]:
     Raises:
       CheckpointError: a tensor is missing, not of this model, or of another shape or dtype.
     """
-    index, tensors = folder / "model.safetensors.index.json", {}
-    if index.exists():
-        paths = {folder / name for name in read_json(index).get("weight_map", {}).values()}
-    else:
-        paths = set(folder.glob("*.safetensors"))
-    for path in paths:
+    tensors: dict[str, Any] = {}
+    for path in folder.glob("*.safetensors"):
         try:
             file = safe_open(path, framework="numpy")
         except (OSError, SafetensorError) as error:
@@ -268,10 +261,10 @@ def random_params(config: Config, dtype: str, mesh: Mesh, seed: int) -> Params:
         return lax.with_sharding_constraint(x, sharding)
 
     def array(weight: Weight) -> jax.Array:
-        sharding = weight.sharding(mesh)
+        shape, sharding = weight.shape, weight.sharding(mesh)
         if weight.columns:
-            return normal(weight.shape, sharding, jax.random.key(next(seeds)))
-        return jax.device_put(np.ones(weight.shape, np.float32), sharding)
+            return normal(shape, sharding, jax.random.key(next(seeds)))
+        return jnp.ones(shape, device=sharding)
 
     seeds = itertools.count(seed)
     return jax.tree.map(array, weights_of(config), is_leaf=is_weight)

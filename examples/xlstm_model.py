@@ -48,7 +48,6 @@ class Config:
     output_logit_soft_cap: float = 30.0
     norm_eps: float = 1e-6
     eps: float = 1e-6
-    weight_mode: str = "single"
     tie_word_embeddings: bool = False
     inference_state_dtype: str = "float32"
 

@@ -258,7 +258,7 @@ def test_wrong_tensors_are_named(copied):
     path.write_bytes(path.read_bytes()[:100])
     assert f"cannot read {path}" in error(f"--checkpoint={copied}", "--prompt=a")
     path.unlink()
-    assert f"cannot read {path}" in error(f"--checkpoint={copied}", "--prompt=a")
+    assert "lacks" in error(f"--checkpoint={copied}", "--prompt=a")
 
 
 @pytest.mark.parametrize(
