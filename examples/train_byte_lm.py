@@ -140,27 +140,23 @@ def make_optimizer() -> optax.GradientTransformation:
 
 
 class Log:
-    """log.jsonl: a line is on disk as soon as it is written.
+    """log.jsonl: a line is on disk as soon as it is written, by the first process.
 
-    All lines stay in ``lines`` as well. Only the first process writes.
+    All lines are in ``lines`` as well, and in the checkpoints, so that a run goes on with those
+    that it had.
     """
 
-    def __init__(self, path: Path, step: int = 0):
-        """Starts anew, or after ``step`` steps continues what was logged up to them."""
-        self.lines: list[dict] = []
+    def __init__(self, path: Path, lines: list[dict[str, Any]]):
+        self.lines: list[dict[str, Any]] = []
+        self._started = time.perf_counter() - (lines[-1]["seconds"] if lines else 0.0)
         self._path = path if jax.process_index() == 0 else None
-        if step and path.exists():
-            complete = path.read_text().split("\n")[:-1]  # a kill may have cut the last line
-            lines = [json.loads(line) for line in complete]
-            self.lines = [x for x in lines if x.get("step", 0) <= step and "interrupted" not in x]
         if self._path:
-            rewritten = path.with_suffix(".new")
-            rewritten.write_text("".join(json.dumps(line) + "\n" for line in self.lines))
-            rewritten.replace(path)
-        self._started = time.perf_counter() - (self.lines[-1]["seconds"] if self.lines else 0.0)
+            path.write_text("")
+        for line in lines:
+            self.write(**line)
 
     def write(self, **line: Any) -> None:
-        self.lines.append(line | {"seconds": round(time.perf_counter() - self._started, 3)})
+        self.lines.append({"seconds": round(time.perf_counter() - self._started, 3)} | line)
         if self._path:
             with self._path.open("a") as file:
                 print(json.dumps(self.lines[-1]), file=file)
@@ -172,10 +168,10 @@ class Log:
 
 
 class Training:
-    """Parameters, the text (bytes,) that they learn, and all that a step changes."""
+    """Parameters, text to learn and held-out text (bytes,), and all that a step changes."""
 
-    def __init__(self, config: ModelConfig, text: np.ndarray):
-        self.config, self.text, self.mesh = config, text, config.mesh
+    def __init__(self, config: ModelConfig, text: np.ndarray, held_out: np.ndarray):
+        self.config, self.text, self.held_out, self.mesh = config, text, held_out, config.mesh
         self.optimizer = make_optimizer()
         params = initial_params(config, jax.random.key(FLAGS.seed))
         self.state = params, self.optimizer.init(params)
@@ -204,27 +200,27 @@ class Training:
                 raise FloatingPointError(f"the loss is {loss} by step {self.step}")
         return self.losses
 
-    def held_out_bits(self, held_out: np.ndarray) -> float:
-        """Bits per byte over sequences spread evenly over the held-out text (bytes,).
-
-        They are the same ones at every call.
-        """
-        count, last = FLAGS.eval_batches, len(held_out) - FLAGS.seq_len - 1
+    def evaluate(self, log: Log) -> None:
+        """Logs the bits per byte of the same sequences, spread evenly over the held-out text."""
+        count, last = FLAGS.eval_batches, len(self.held_out) - FLAGS.seq_len - 1
         parts = np.split(np.linspace(0, last, count * FLAGS.batch_size).astype(int), count)
-        batches = (self.batch(held_out, part) for part in parts)
+        batches = (self.batch(self.held_out, part) for part in parts)
         nats = [float(cross_entropy(self.config, self.state[0], x)) for x in batches]
-        return float(np.mean(nats)) / math.log(2)
+        bits = float(np.mean(nats)) / math.log(2)
+        log.write(step=self.step, held_out_bits_per_byte=bits)
+        say(f"step {self.step}: {bits:.3f} held-out bits per byte")
 
-    def save(self, checkpoints: Checkpoints) -> None:
+    def save(self, checkpoints: Checkpoints, log: Log) -> None:
         settings = {name: FLAGS[name].value for name in DECIDE_ON_THE_CURVE}
         text, rng = zlib.crc32(self.text), self.rng.bit_generator.state
         progress = dict(settings=settings, text=text, rng=rng, losses=self.finite_losses())
+        progress["log"] = log.lines
         state = gathered(self.state)
         if jax.process_index() == 0:
             checkpoints.save(self.step, state, progress)
 
-    def restore(self, checkpoints: Checkpoints, step: int) -> None:
-        """Continues the training that the checkpoint was saved by.
+    def restore(self, checkpoints: Checkpoints, step: int) -> list[dict[str, Any]]:
+        """Continues the training that the checkpoint was saved by; returns the lines of its log.
 
         Raises:
           CheckpointError: it is damaged, or of another training.
@@ -239,47 +235,38 @@ class Training:
             raise CheckpointError(f"a run cannot go on with other text in --corpus: {otherwise}")
         self.step, self.losses = step, progress["losses"]
         self.rng.bit_generator.state = progress["rng"]
+        return progress["log"]
 
 
 def train(
-    training: Training,
-    held_out: np.ndarray,
-    log: Log,
-    checkpoints: Checkpoints,
-    ends: Callable[[int], bool],
-) -> float | None:
+    training: Training, log: Log, checkpoints: Checkpoints, ends: Callable[[int], bool]
+) -> None:
     """Trains to the last step, or to one at which ``ends`` says yes.
-
-    Returns:
-      Bits per held-out byte at the end; None if the end is not a step at which they are due.
 
     Raises:
       FloatingPointError: the loss is not finite.
     """
-    bits, steps, quiet = None, FLAGS.steps, jax.process_index() > 0
+    steps, quiet = FLAGS.steps, jax.process_index() > 0
     with tqdm(total=steps, initial=training.step, unit="step", disable=quiet) as bar:
         since, done = time.perf_counter(), training.step
         while training.step < steps:
             training.advance()
-            step, bits = training.step, None
+            step = training.step
             bar.update()
             finished = step == steps
             early = not finished and ends(step)
-            if finished or early or step % FLAGS.log_every == 0:
+            if finished or step % FLAGS.log_every == 0:
                 log_step(training, step - done, since, log, bar)
                 since, done = time.perf_counter(), step
             if finished or step % FLAGS.eval_every == 0:
-                bits = training.held_out_bits(held_out)
-                log.write(step=step, held_out_bits_per_byte=bits)
-                say(f"step {step}: {bits:.3f} held-out bits per byte")
+                training.evaluate(log)
                 since = time.perf_counter()
             every = FLAGS.checkpoint_every
             if finished or early or (every and step % every == 0):
-                training.save(checkpoints)
+                training.save(checkpoints, log)
                 since = time.perf_counter()
             if early:
                 break
-    return bits
 
 
 def log_step(training: Training, steps: int, since: float, log: Log, bar: tqdm) -> None:
@@ -295,13 +282,10 @@ def log_step(training: Training, steps: int, since: float, log: Log, bar: tqdm) 
         raise
     speed = steps * FLAGS.batch_size * FLAGS.seq_len / (time.perf_counter() - since)
     loss = sum(losses) / len(losses)
-    due = step % FLAGS.log_every == 0 or step == FLAGS.steps
-    mark = {} if due else dict(interrupted=True)
     values = dict(loss=loss, train_bits_per_byte=loss / math.log(2))
-    log.write(step=step, **values, tokens_per_second=round(speed, 1), **mark)
+    log.write(step=step, **values, tokens_per_second=round(speed, 1))
     bar.set_postfix(loss=f"{loss:.3f}", tokens_per_s=f"{speed:.0f}")
-    if due:
-        training.losses = []
+    training.losses = []
 
 
 def sample(config: ModelConfig, params: Params) -> tuple[str, float]:
@@ -394,7 +378,7 @@ def run(stop: threading.Event) -> int:
     train_text, held_out = read_corpus(Path(FLAGS.corpus) if FLAGS.corpus else None, FLAGS.seq_len)
     unigram = unigram_bits(train_text, held_out)
     config = ModelConfig(FLAGS.layers, FLAGS.embedding_dim, FLAGS.heads, mesh, FLAGS.dtype)
-    training = Training(config, train_text)
+    training = Training(config, train_text, held_out)
     parameters = sum(x.size for x in jax.tree.leaves(training.state[0]))
     devices, device = mesh.size, jax.devices()[0].device_kind
     sizes = f"{len(train_text):,} bytes to learn, {len(held_out):,} held out"
@@ -404,12 +388,13 @@ def run(stop: threading.Event) -> int:
     checkpoints = Checkpoints(output / "checkpoints")
     if not FLAGS.resume:
         checkpoints.clear()
+    lines = []
     if before := max(checkpoints.steps(), default=None):
-        training.restore(checkpoints, before)
+        lines = training.restore(checkpoints, before)
         say(f"going on after step {before} of {FLAGS.steps} with {checkpoints.path(before)}")
     training.state = shard(training.state, mesh)
-    log = Log(output / "log.jsonl", training.step)
-    if not log.lines:
+    log = Log(output / "log.jsonl", lines)
+    if not lines:
         module = FLAGS.find_module_defining_flag("corpus")
         log.write(
             flags={flag.name: flag.value for flag in FLAGS.get_key_flags_for_module(module)},
@@ -422,26 +407,22 @@ def run(stop: threading.Event) -> int:
             unigram_bits_per_byte=unigram,
         )
     ends = functools.partial(asked_to_end, stop, deadline)
-    bits = train(training, held_out, log, checkpoints, ends)
-
-    code, mark = 0, {}
+    train(training, log, checkpoints, ends)
+    code = 0
     if training.step < FLAGS.steps:
-        code, mark = 130 if stop.is_set() else 75, dict(interrupted=True)
+        code = 130 if stop.is_set() else 75
         what = "ending with what there is; the same command goes on from here"
         tqdm.write(f"interrupted after step {training.step}: {what}")
-    if bits is None:
-        bits = training.held_out_bits(held_out)
-        if code:
-            log.write(step=training.step, held_out_bits_per_byte=bits, **mark)
+        training.evaluate(log)
     params = gathered(training.state[0])
     if jax.process_index() == 0:
         plot(log, unigram, output / "loss.png")
         alone = mesh_of((1, 1, 1), mesh.local_devices[:1])
         text, speed = sample(dataclasses.replace(config, mesh=alone), params)
-        if training.step != before:
-            log.write(step=training.step, generated_tokens_per_second=round(speed, 1), **mark)
+        log.write(step=training.step, generated_tokens_per_second=round(speed, 1))
         (output / "sample.txt").write_text(text, encoding="utf-8")
         say(f"--- sample\n{text}\n--- generated at {speed:.0f} tokens per second")
+        _, [*_, bits] = log.curve("held_out_bits_per_byte")
         result = f"held-out bits per byte: {bits:.3f} (unigram: {unigram:.3f})"
         say(f"{result}; log, plot and sample are in {output}")
     return code

@@ -147,11 +147,10 @@ def copied(interrupted, tmp_path):
     return shutil.copytree(interrupted, tmp_path / "copied")
 
 
-def test_interrupted_run_has_learned_and_has_its_marks(interrupted):
-    first, _, last, evaluation, sample = read_log(interrupted)
+def test_interrupted_run_has_learned(interrupted):
+    first, last, evaluation, sample = read_log(interrupted)
     assert {"flags", "device", "jax", "parameters"} <= {*first}
-    assert read_log(interrupted, "step") == [10, 13, 13, 13]
-    assert read_log(interrupted, "interrupted") == [True] * 3
+    assert read_log(interrupted, "step") == [10, 13, 13]
     assert min(last["tokens_per_second"], sample["generated_tokens_per_second"]) > 0
     assert first["unigram_bits_per_byte"] == pytest.approx(np.log2(26), abs=0.1)
     assert evaluation["held_out_bits_per_byte"] < 0.7 * first["unigram_bits_per_byte"]
@@ -175,10 +174,10 @@ def test_interrupted_run_goes_on_along_the_curve(output, copied, capsys):
     assert (copied / "sample.txt").read_text() == (output / "sample.txt").read_text()
     seconds = read_log(copied, "seconds")
     assert seconds == sorted(seconds)
-    before = read_log(copied)
     capsys.readouterr()
     assert train(copied) == 0  # a finished run is not trained again
-    assert read_log(copied) == before
+    assert curve(copied) == curve(output)
+    assert read_log(copied, "seconds")[:-1] == seconds[:-1]
     assert "going on after step 50 of 50" in capsys.readouterr().out
 
 
@@ -186,7 +185,7 @@ def test_interrupted_run_goes_on_along_the_curve(output, copied, capsys):
 def test_noresume_starts_over(copied):
     assert train(copied, resume=False, seed=1, max_minutes=0.0) == 75
     assert os.listdir(copied / "checkpoints") == ["1.npz"]
-    assert read_log(copied, "step") == [1, 1, 1]
+    assert read_log(copied, "step") == [1, 1]
 
 
 def test_a_run_does_not_go_on_with_what_does_not_fit(text_folder, interrupted, tmp_path):
