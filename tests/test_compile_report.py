@@ -64,7 +64,7 @@ RESOURCES = (
 
 
 def usage(shared_bytes=0, spills=0):
-    return compile_report.Usage(128, spills, 0, shared_bytes, 4, 0, 24, False, 0.1)
+    return compile_report.Usage(128, spills, 0, shared_bytes, 4, 0, 24, 0.1)
 
 
 @pytest.fixture
@@ -90,13 +90,12 @@ def run(tmp_path):
     [
         (NO_SPILL, (168, 0, 0), ()),
         (SPILL, (255, 876, 732), ()),
-        (TWICE, (168, 116, 164), ("C7512", "C7519")),
+        (TWICE, (168, 116, 164), (compile_report.SERIALIZED, "C7512", "C7519")),
     ],
 )
 def test_the_log_of_ptxas_is_parsed(log, expected, messages):
     assert compile_report.parse_ptxas(log) == expected
-    serialized = dict(wgmma_serialized=bool(messages), messages=messages)
-    assert compile_report._messages(log) == serialized
+    assert compile_report.messages_of(log) == messages
 
 
 def test_the_resources_of_a_mosaic_gpu_kernel_are_parsed():

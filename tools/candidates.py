@@ -116,10 +116,9 @@ class Bench:
             log = path.read_text(errors="replace")
             if excess := too_many_spills(compile_report.parse_ptxas(log)[1]):
                 return excess
-            messages = compile_report._messages(log)
-            if messages["wgmma_serialized"]:
-                codes = ", ".join(messages["messages"])
-                return f"every product waits for the one before: {codes}"
+            first, *codes = compile_report.messages_of(log) or [""]
+            if first == compile_report.SERIALIZED:
+                return f"every product waits for the one before: {', '.join(codes)}"
         return ""
 
     def judge(self, case: Case, config: KernelConfig) -> Result | None:
@@ -151,12 +150,8 @@ def start_workers(count: int, *settings: Any) -> list[Worker]:
     for _ in range(count):
         folder = tempfile.mkdtemp(prefix="tune-")
         atexit.register(shutil.rmtree, folder, ignore_errors=True)
-        # Mosaic GPU reads the first ones when jax is imported. A compiled program from the user's
-        # cache would leave no log.
-        variables = compile_report.DUMP | dict(MOSAIC_GPU_DUMP_TO=folder)
-        variables |= dict(JAX_ENABLE_COMPILATION_CACHE="false")
         # Threads of GPU interpret mode wait for each other. With one CPU device XLA has too few
         # threads for them on a small machine.
-        variables["JAX_NUM_CPU_DEVICES"] = "32"
+        variables = compile_report.dumping_to(folder) | dict(JAX_NUM_CPU_DEVICES="32")
         workers.append(Worker(Bench(*settings, folder), variables))
     return workers

@@ -98,9 +98,9 @@ class Usage:
       shared_bytes: per CTA.
       wgmma, mma, cp_async: instructions in the code: Hopper's matrix products, those of other
         generations, asynchronous copies.
-      wgmma_serialized: whether ptxas makes every wgmma wait for the one before.
       compile_seconds: Triton IR to machine code; for a Mosaic GPU kernel from its jaxpr on.
-      messages: codes of what ptxas says of wgmma, C75..
+      messages: SERIALIZED if every wgmma waits for the one before, and the codes of what ptxas says
+        of wgmma, C75..
     """
 
     registers: int
@@ -110,7 +110,6 @@ class Usage:
     wgmma: int
     mma: int
     cp_async: int
-    wgmma_serialized: bool
     compile_seconds: float
     messages: tuple[str, ...] = ()
 
@@ -261,14 +260,16 @@ def _compile(ir: str, num_warps: int, num_stages: int, capability: int) -> Usage
         mma=len(re.findall(r"\bmma\.sync|tcgen05\.mma", ptx)),
         cp_async=len(re.findall(r"cp\.async\.c[ag]\.", ptx)),
         compile_seconds=seconds,
-        **_messages(log.getvalue()),
+        messages=messages_of(log.getvalue()),
     )
 
 
-def _messages(log: str) -> dict[str, Any]:
-    codes = tuple(sorted(set(re.findall(r"\((C75\d\d)\)", log))))
-    serialized = "wgmma.mma_async instructions are serialized" in log
-    return dict(wgmma_serialized=serialized, messages=codes)
+SERIALIZED = "wgmma serialized"
+
+
+def messages_of(log: str) -> tuple[str, ...]:
+    serialized = [SERIALIZED] if "wgmma.mma_async instructions are serialized" in log else []
+    return (*serialized, *sorted(set(re.findall(r"\((C75\d\d)\)", log))))
 
 
 COMPILER = Worker(_compile)
@@ -287,8 +288,17 @@ def compile_kernel(ir: str, num_warps: int, num_stages: int, capability: int) ->
 
 # ---------------------------------------------------------------- Mosaic GPU
 
-# Where Mosaic GPU writes what it compiles. It reads these when jax is imported.
-DUMP = dict(MOSAIC_GPU_DUMP_PTX="1", MOSAIC_GPU_DUMP_PTXAS="1", MOSAIC_GPU_DUMP_RESOURCES="1")
+
+def dumping_to(folder: str) -> dict[str, str]:
+    """Environment variables with which Mosaic GPU, once imported, writes what it compiles there.
+
+    A compiled program from the user's cache would leave nothing in the folder.
+    """
+    dumped = dict.fromkeys(("PTX", "PTXAS", "RESOURCES"), "1") | dict(TO=folder)
+    variables = {f"MOSAIC_GPU_DUMP_{name}": value for name, value in dumped.items()}
+    return variables | dict(JAX_ENABLE_COMPILATION_CACHE="false")
+
+
 # A Hopper GPU as XLA describes it, to compile for without one.
 HOPPER = """
 gpu_device_info {
@@ -385,7 +395,7 @@ def _dumped_usage(folder: str, seconds: float, relocatable: bool) -> Usage:
         mma=0,
         cp_async=ptx.count("cp.async.bulk.tensor"),
         compile_seconds=seconds,
-        **_messages(log),
+        messages=messages_of(log),
     )
 
 
@@ -404,9 +414,7 @@ def mosaic_gpu_kernels(call: "Call") -> list[tuple[Lowered, Usage | None]]:
         packages = "JAX's CUDA packages: pip install 'mlstm_pallas[cuda]'"
         raise RequestError(f"compiling Mosaic GPU kernels needs {packages}")
     with tempfile.TemporaryDirectory() as folder:
-        # A compiled program from the user's cache would leave nothing in the folder.
-        variables = DUMP | dict(MOSAIC_GPU_DUMP_TO=folder, JAX_PLATFORMS="cpu")
-        variables |= dict(JAX_ENABLE_COMPILATION_CACHE="false")
+        variables = dumping_to(folder) | dict(JAX_PLATFORMS="cpu")
         compiler = Worker(_compile_mosaic_gpu, variables)
         try:
             return compiler(call, folder, seconds=COMPILE_SECONDS)
@@ -548,14 +556,10 @@ def report(
                 yield row | compiled(kernel, usage, call.device)
 
 
-TILES = "siz_b_LQ siz_b_LKV siz_b_DHQK/state_rows siz_b_DHHV/state_columns block_k num_stages"
-
-
 def tiles_of(row: Row) -> str:
-    """The sizes of ``TILES``, with - for those that the stage does not have."""
-    config = row.get("config") or {}
-    sizes = ([config[x] for x in name.split("/") if x in config] for name in TILES.split())
-    return "/".join(str(*x[:1]) or "-" for x in sizes) if config else ""
+    """The fields of the tiles; the warps have a column of their own."""
+    tiles = {name.removeprefix("siz_b_"): x for name, x in row.get("config", {}).items()}
+    return " ".join(f"{name}={x}" for name, x in tiles.items() if name != "num_warps")
 
 
 def spills_of(row: Row) -> str | None:
@@ -569,18 +573,13 @@ def shared_of(row: Row) -> str | None:
     return f"{row['shared_bytes'] / 1024:.1f}/{available}" if "registers" in row else None
 
 
-def messages_of(row: Row) -> str:
-    serialized = ["wgmma serialized"] if row.get("wgmma_serialized") else []
-    return " ".join([*serialized, *row.get("messages", ())])
-
-
 COLUMNS: reporting.Columns = {
     "heads": ("name", ""),
     "dtype": ("dtype", ""),
     "stage": ("stage", ""),
     "L": ("chunk_size", "d"),
     "grid": (lambda row: "x".join(map(str, row.get("grid", ()))), "s"),
-    "LQ/LKV/DQK/DHV/k/stages": (tiles_of, "s"),
+    "tiles": (tiles_of, ""),
     "warps": ("num_warps", "d"),
     "regs": ("registers", "d"),
     "spill B": (spills_of, "s"),
@@ -589,7 +588,7 @@ COLUMNS: reporting.Columns = {
     "mma": ("mma", "d"),
     "cp.async": ("cp_async", "d"),
     "s": ("compile_seconds", ".1f"),
-    "ptxas": (messages_of, "s"),
+    "ptxas": (lambda row: " ".join(row.get("messages", ())), "s"),
     "note": ("note", ""),
 }
 

@@ -398,10 +398,7 @@ def parse_request(options: flags.FlagValues) -> tuple[list[Calls], str]:
     if lowering.interpret and not options.output:
         times = "times of interpreted kernels do not belong in mlstm_pallas/tuning"
         raise RequestError(f"{times}: give another --output")
-    try:
-        requested_backend(options.backend)
-    except ValueError as error:
-        raise RequestError(str(error)) from None
+    requested_backend(options.backend)  # raises ValueError
     cases = []
     for name, shape in shapes.named(options.shape).items():
         cases += [Calls(options.backend, shape, dtype) for dtype in options.dtype]
@@ -422,7 +419,7 @@ def run(options: flags.FlagValues) -> int:
         context = dict(device=device, jax=jax.__version__, source=source_hash())
         log = Log(options.log, context | dict(backend=options.backend))
         rows = read_tuning(output, device)
-    except (RequestError, OSError) as error:
+    except (ValueError, OSError) as error:
         print(f"tune: {error}", file=sys.stderr)
         return 2
     workers = start_workers(options.threads, options.backend, options.repeats)
