@@ -13,6 +13,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 from jax import Array
 
+from mlstm_pallas.chunk_list import ChunkList
 from mlstm_pallas.gates import ChunkGates, causal, decay_matrix
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.stage import Launch, ScaledRows, Stage
@@ -23,6 +24,8 @@ class Operands(NamedTuple):
     matK: Array  # (B * NH, S, DHQK)
     gates: ChunkGates
     vecN_states: Array  # (B * NH, NC, DHQK) before each chunk, float32
+    # None: chunk c of q and k begins at step c L. Everything else is in the chunks of the list.
+    chunks: ChunkList | None = None
 
 
 class ScanOperands(NamedTuple):
@@ -41,7 +44,10 @@ def parallel_fw_P(
     call: Launch,
 ) -> ScanOperands:
     """Runs the stage, in the chunks of recurrent_fw_H."""
-    p, gates, q, k = call.problem, x.gates, call.chunks(x.matQ), call.chunks(x.matK)
+    p, gates, chunks = call.problem, x.gates, x.chunks
+    q, k = (
+        call.chunks(y) if chunks is None else chunks.gather(y, p.L) for y in (x.matQ, x.matK)
+    )
     kbar = k.astype(gates.vecW.dtype) * gates.vecAbar[..., None]
     n = x.vecN_states
     P = jnp.einsum(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import Array, lax
 
+from mlstm_pallas.chunk_list import ChunkList
 from mlstm_pallas.gate_gradients import zero_states
 from mlstm_pallas.stage import Launch, Stage
 from mlstm_pallas.stages.parallel_fw_P import ScanOperands
@@ -22,12 +23,15 @@ class Operands(NamedTuple):
     matV: Array  # (B * NH, S, DHHV)
     scan: ScanOperands
     scaGamma: Array  # (B * NH, NC) float32
-    matC_initial: Array | None  # (B * NH, DHQK, DHHV) float32; None: zeros
+    # (B * NH, DHQK, DHHV) float32, with a list of chunks (B, N, NH, DHQK, DHHV); None: zeros
+    matC_initial: Array | None
+    # None: chunk c of q, v and h begins at step c L. Everything else is in the chunks of the list.
+    chunks: ChunkList | None = None
 
 
 class FusedScan(NamedTuple):
     matH: Array  # (B * NH, S, DHHV) in the dtype of q
-    matC_last: Array | None  # (B * NH, DHQK, DHHV) float32; None without return_last
+    matC_last: Array | None  # shaped as the initial one, float32; None without return_last
     # (B * NH, NC / store_every, DHQK, DHHV) in the kernel dtype; None without store_every
     matC_states: Array | None
 
@@ -55,6 +59,8 @@ def recurrent_fw_H(
         h += product("nts,nsv->ntv", P, v)
         return gamma[:, None, None] * C + product("nsk,nsv->nkv", kbar, v), (h, C.astype(q.dtype))
 
+    if x.chunks is not None:
+        return _in_list(x, step, return_last, call)
     zeros = zero_states(x.scaGamma[:, 0], p.DHQK, p.DHHV)
     C = zeros if x.matC_initial is None else x.matC_initial
     steps = x.matQ, x.scan.keys.product(), x.matV, x.scan.matP, x.scan.vecR
@@ -66,6 +72,32 @@ def recurrent_fw_H(
         C if return_last else None,
         jnp.moveaxis(states, 0, 1)[:, ::store_every] if store_every else None,
     )
+
+
+def _in_list(x: Operands, step: Any, return_last: bool, call: Launch) -> FusedScan:
+    """The scan over a list of chunks, which carries the states of all parts."""
+    p, chunks = call.problem, x.chunks
+    assert chunks is not None
+    shape, dtype = (p.BNH, chunks.N, p.DHQK, p.DHHV), x.scaGamma.dtype
+    C = jnp.zeros(shape, dtype)
+    if x.matC_initial is not None:
+        C = jnp.swapaxes(x.matC_initial, 1, 2).reshape(shape)
+    C = jnp.pad(C, [(0, 0), (0, 1), (0, 0), (0, 0)])  # the rest
+    heads = jnp.arange(p.BNH)
+
+    def entry(C: Array, operands: Any) -> tuple[Array, Array]:
+        part, size, *chunk = operands
+        before = C[heads, part]
+        after, (h, _) = step(before, chunk)
+        return C.at[heads, part].set(jnp.where((size > 0)[:, None, None], after, before)), h
+
+    q, v = (chunks.gather(y, p.L) for y in (x.matQ, x.matV))
+    kbar, P, r = map(call.chunks, (x.scan.keys.product(), x.scan.matP, x.scan.vecR))
+    operands = chunks.part_of_entries(), chunks.entries.sizes, q, kbar, v, P, r, x.scaGamma
+    C, h = lax.scan(entry, C, tuple(jnp.moveaxis(y, 1, 0) for y in operands))
+    H = chunks.scatter(jnp.moveaxis(h, 0, 1).astype(x.matQ.dtype), x.matV, p.L)
+    last = jnp.swapaxes(C[:, :-1].reshape(p.B, p.NH, *shape[1:]), 1, 2)
+    return FusedScan(H, last if return_last else None, None)
 
 
 STAGE = Stage("recurrent_fw_H", Operands, fused=True)

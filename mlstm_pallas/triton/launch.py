@@ -280,6 +280,33 @@ def _guarded(ref: Any, spec: Any, x: Any, *, grid: tuple[int, ...], interpret: b
     return _PartialBlock(ref, x.shape[1] - first_row(*at), interpret)
 
 
+def up_to(end: Array, ref: Any, call: Launch) -> Any:
+    """The reference to a block, of which only the rows before ``end`` are read and written."""
+    if isinstance(ref, _PartialBlock):
+        return dataclasses.replace(ref, rows=lax.min(end, jnp.int32(ref.rows)))
+    return _PartialBlock(ref, end, call.interpret)
+
+
+def rows_of_entry(entry: Any, call: Launch, *refs: Any) -> tuple[Any, ...]:
+    """The rows of a CTA's chunk in the references, and the references limited to its steps.
+
+    entry: references to the first step and the number of steps of an entry of a ``ChunkList``;
+        None: the references are to the blocks of the chunk.
+    """
+    if entry is None:
+        return slice(None), *refs
+    start = entry.steps[...]
+    end = start + entry.sizes[...]
+    return pl.ds(start, call.problem.L), *(up_to(end, ref, call) for ref in refs)
+
+
+def chunk_spec(p: Problem, chunks: Any) -> Block:
+    """The chunk of q or k of a CTA; all steps if there is a list of chunks."""
+    if chunks is None:
+        return sequence_spec(p.L, p.DHQK, at="bc0")
+    return sequence_spec(p.S, p.DHQK, at="b00")
+
+
 def masked_load(ref: Any, mask: Array | None) -> Array:
     """ref[...] where mask holds, else 0; mask None: ref[...]."""
     x: Array = plgpu.load(ref, mask=mask, other=None if mask is None else 0.0)

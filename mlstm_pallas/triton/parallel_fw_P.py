@@ -20,12 +20,20 @@ from mlstm_pallas.stage import Launch, ScaledRows
 from mlstm_pallas.stage import Tiles as BaseTiles
 from mlstm_pallas.stages.parallel_fw_P import Operands, ScanOperands
 from mlstm_pallas.tiles import causal_mask, decay_tile, dot
-from mlstm_pallas.triton.launch import floats, kernel_call, sequence_spec, spec
+from mlstm_pallas.triton.launch import (
+    chunk_spec,
+    floats,
+    kernel_call,
+    rows_of_entry,
+    sequence_spec,
+    spec,
+)
 
 
 def _parallel_fw_P_kernel(
-    q_gmem,  # (L, DHQK)
-    k_gmem,  # (L, DHQK)
+    entry_gmem,  # of ``ChunkList``: () each; absent without a list
+    q_gmem,  # (L, DHQK), or (S, DHQK) with a list
+    k_gmem,
     n_gmem,  # (DHQK,), absent without a normaliser
     e_gmem,  # two (L,)
     u_gmem,  # two (L,)
@@ -40,11 +48,13 @@ def _parallel_fw_P_kernel(
     call,
     normaliser,
 ):
-    (L, DHQK), scale, siz_b = q_gmem.shape, call.problem.qk_scale, call.tiles.siz_b_DHQK
+    L, scale, siz_b = call.problem.L, call.problem.qk_scale, call.tiles.siz_b_DHQK
+    DHQK = q_gmem.shape[1]
+    rows, q_gmem, k_gmem = rows_of_entry(entry_gmem, call, q_gmem, k_gmem)
     scores, q_n = jnp.zeros((L, L), jnp.float32), jnp.zeros((L,), jnp.float32)
     for start in range(0, DHQK, siz_b):
         columns = pl.ds(start, siz_b)
-        q, k = q_gmem[:, columns], k_gmem[:, columns]
+        q, k = q_gmem[rows, columns], k_gmem[rows, columns]
         scores += dot(q, k, call.precision, b_axis=1)
         if n_gmem is not None:
             q_n += jnp.sum(q.astype(jnp.float32) * n_gmem[columns][None, :], axis=1)
@@ -71,14 +81,16 @@ def parallel_fw_P(
 ) -> ScanOperands:
     """Runs the stage: ``stages/parallel_fw_P.py``."""
     p, g, normalise = call.problem, x.gates.per_step(), normaliser is not None
-    rows = sequence_spec(p.L, p.DHQK, at="bc0")
+    rows, chunk = sequence_spec(p.L, p.DHQK, at="bc0"), chunk_spec(p, x.chunks)
+    kbar_steps = x.matK.shape[1] if x.chunks is None else p.S
     norm = spec(None, p.DHQK, at="bc0")
     steps, vector = spec(p.L, at="bc"), floats(p.BNH, p.S)
     y = kernel_call(
         _parallel_fw_P_kernel,
         dict(
-            q=(x.matQ, rows),
-            k=(x.matK, rows),
+            entry=(None if x.chunks is None else x.chunks.entries, spec(None, at="bc")),
+            q=(x.matQ, chunk),
+            k=(x.matK, chunk),
             n=(x.vecN_states if normalise else None, norm),
             e=(g.vecE, steps),
             u=(g.vecU, steps),
@@ -92,7 +104,7 @@ def parallel_fw_P(
                 spec(p.L, p.L, at="bc0"),
             ),
             r=(vector, steps),
-            kbar=(jax.ShapeDtypeStruct((p.BNH, x.matK.shape[1], p.DHQK), x.matQ.dtype), rows),
+            kbar=(jax.ShapeDtypeStruct((p.BNH, kbar_steps, p.DHQK), x.matQ.dtype), rows),
             z=(vector if normalise else None, steps),
         ),
         call=call,

@@ -1,6 +1,7 @@
 """recurrent_fw_H in Triton.
 
-Grid (DHHV / siz_b_DHHV, B * NH). A CTA owns siz_b_DHHV columns of C, in float32 registers, and of
+Grid (DHHV / siz_b_DHHV, B * NH); with a list of chunks (DHHV / siz_b_DHHV, N + 2, B * NH), because
+its parts run side by side. A CTA owns siz_b_DHHV columns of C, in float32 registers, and of
 h, and loops over the chunks. The state is kept transposed, as the left operand of C^T q: the next
 product reads it from registers, rounded to the kernel dtype, and no state goes through shared
 memory. The state is held as tiles of siz_b_DHQK rows, because only one rounded tile fits beside it.
@@ -29,7 +30,7 @@ from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.problem import Problem, next_power_of_two
 from mlstm_pallas.stage import Launch, clamped, largest_rows, sequence_shape
 from mlstm_pallas.stages.recurrent_fw_H import FusedScan, Operands
-from mlstm_pallas.tiles import block_at, blocks, dot, loop
+from mlstm_pallas.tiles import block_at, blocks, divide, dot, loop
 from mlstm_pallas.triton.launch import (
     PipelinedTiles,
     floats,
@@ -37,10 +38,12 @@ from mlstm_pallas.triton.launch import (
     sequence_spec,
     spec,
     stages_that_fit,
+    up_to,
 )
 
 
 def _recurrent_fw_H_kernel(
+    parts_gmem,  # of ``ChunkList``: (N + 3,) each; absent without a list
     q_gmem,  # (S, state_rows)
     kbar_gmem,  # (S, state_rows)
     v_gmem,  # (S, siz_b_DHHV)
@@ -59,23 +62,49 @@ def _recurrent_fw_H_kernel(
     (S, rows), L, precision = q_gmem.shape, call.problem.L, call.precision
     siz_b_DHQK = call.tiles.siz_b_DHQK
     row_tiles = [pl.ds(start, siz_b_DHQK) for start in range(0, rows, siz_b_DHQK)]
-    chunks = S // L
+    chunks, first, has_state = S // L, 0, True
+    if parts_gmem is None:
+
+        def steps_of(chunk):
+            """The steps of a chunk in q, v and h."""
+            return block_at(chunk, L)
+    else:
+        part, N = pl.program_id(1), parts_gmem.begins.shape[0] - 3
+        begin, end = parts_gmem.begins[part], parts_gmem.begins[part + 1]
+        first, has_state = parts_gmem.first[part], part < N
+        q_gmem, v_gmem, partial_gmem, h_gmem = (
+            x if x is None else up_to(end, x, call) for x in (q_gmem, v_gmem, partial_gmem, h_gmem)
+        )
+        all_chunks = divide(end - begin + (L - 1), L)
+        chunks = lax.select(part > N, np.int32(0), all_chunks)
+
+        def steps_of(chunk):
+            return pl.ds(begin + chunk * L, L)
+
+        def store_zeros(chunk, carry):
+            h_gmem[steps_of(chunk), :] = jnp.zeros((L, v_gmem.shape[1]), h_gmem.dtype)
+
+        loop(all_chunks - chunks, store_zeros, None)
+
+    def entry_of(chunk):
+        """The chunk in all other arrays."""
+        return block_at(first + chunk, L)
 
     # The pipeline copies only operands of products. The rest is prefetched one chunk ahead, so that
     # nothing waits for a load. P is prefetched too, because the pipeline would hold several of its
     # tiles, too much shared memory for two CTAs per SM.
     def prefetch(chunk):
-        steps = block_at(chunk, L)
         return (
-            gamma_gmem[chunk],
-            r_gmem[steps],
-            *(None if ref is None else ref[steps, :] for ref in (partial_gmem, P_gmem)),
+            gamma_gmem[first + chunk],
+            r_gmem[entry_of(chunk)],
+            None if partial_gmem is None else partial_gmem[steps_of(chunk), :],
+            None if P_gmem is None else P_gmem[entry_of(chunk), :],
         )
 
     def step(index, carry):
         CT, (gamma, r, partial, P) = carry
-        steps = block_at(index, L)
-        following = prefetch(lax.min(index + 1, np.int32(chunks - 1)))
+        steps = steps_of(index)
+        following = prefetch(lax.min(index + 1, lax.convert_element_type(chunks - 1, np.int32)))
         v = v_gmem[steps, :]
         hT = jnp.zeros((v.shape[1], L), jnp.float32)
         for tile, block in zip(row_tiles, CT, strict=True):
@@ -88,7 +117,7 @@ def _recurrent_fw_H_kernel(
         else:
             h_gmem[steps, :] = (hT.T + partial.astype(jnp.float32)).astype(h_gmem.dtype)
         CT = tuple(
-            block * gamma + dot(v, kbar_gmem[steps, tile], precision, a_axis=0)
+            block * gamma + dot(v, kbar_gmem[entry_of(index), tile], precision, a_axis=0)
             for tile, block in zip(row_tiles, CT, strict=True)
         )
         return CT, following
@@ -96,7 +125,8 @@ def _recurrent_fw_H_kernel(
     def initial(tile):
         if C_initial_gmem is None:
             return jnp.zeros((v_gmem.shape[1], siz_b_DHQK), jnp.float32)
-        return C_initial_gmem[tile, :].T
+        C = C_initial_gmem[tile, :].T
+        return C if has_state is True else jnp.where(has_state, C, 0.0)
 
     def store_and_step(index, carry):
         for tile, block in zip(row_tiles, carry[0], strict=True):
@@ -109,10 +139,14 @@ def _recurrent_fw_H_kernel(
 
     carry = tuple(map(initial, row_tiles)), prefetch(np.int32(0))
     iteration = store_and_step if store_every else step
-    CT, _ = loop(chunks // (store_every or 1), iteration, carry)
-    if C_last_gmem is not None:
+    CT, _ = loop(chunks // store_every if store_every else chunks, iteration, carry)
+
+    def store_last():
         for tile, block in zip(row_tiles, CT, strict=True):
             C_last_gmem[tile, :] = block.T
+
+    if C_last_gmem is not None:
+        pl.when(has_state)(store_last)
 
 
 def recurrent_fw_H(
@@ -128,8 +162,15 @@ def recurrent_fw_H(
     launches = blocks(p.DHQK, rows)
     if store_every and launches > 1:
         raise ValueError(f"recurrent_fw_H stores states of up to {rows} rows, expected {p.DHQK}")
+    axes, grid, chunks, C_initial = "ib", call.tiles.grid(p), x.chunks, x.matC_initial
+    parts, N, states = None, 1, "b"
+    if chunks is not None:
+        parts, N, states, axes = chunks.parts, chunks.N, "s", "ipb"
+        grid = grid[0], N + 2, grid[1]
+        if C_initial is not None:
+            C_initial = C_initial.reshape(-1, p.DHQK, p.DHHV)
     values = sequence_spec(p.S, siz_b, at="b0i")
-    state = spec(rows, siz_b, at="b0i")
+    state = spec(rows, siz_b, at=f"{states}0i")
     stored = blocks(p.NC, store_every or p.NC)
     y: dict[str, Any] = dict(h=None)
     lasts = []
@@ -140,6 +181,7 @@ def recurrent_fw_H(
         y = kernel_call(
             _recurrent_fw_H_kernel,
             dict(
+                parts=(parts, spec(N + 3, at="b0")),
                 q=(x.matQ, columns),
                 kbar=(kbar, columns),
                 v=(x.matV, values),
@@ -149,12 +191,12 @@ def recurrent_fw_H(
                 ),
                 r=(x.scan.vecR, spec(p.S, at="b0")),
                 gamma=(x.scaGamma, spec(p.NC, at="b0")),
-                C_initial=(x.matC_initial, spec(rows, siz_b, at="bni")),
+                C_initial=(C_initial, spec(rows, siz_b, at=f"{states}ni")),
                 partial=(y["h"], values),
             ),
             dict(
                 h=(sequence_shape(x.matV, p.DHHV, h_dtype), values),
-                C_last=(floats(p.BNH, rows, p.DHHV) if return_last else None, state),
+                C_last=(floats(N * p.BNH, rows, p.DHHV) if return_last else None, state),
                 C=(
                     jax.ShapeDtypeStruct((p.BNH, stored, p.DHQK, p.DHHV), dtype)
                     if store_every
@@ -162,13 +204,20 @@ def recurrent_fw_H(
                     spec(stored, p.DHQK, siz_b, at="b00i"),
                 ),
             ),
-            axes="ib",
-            indices=dict(n=lambda i, b, index=index: index),
+            axes=axes,
+            indices=dict(
+                n=lambda *at, index=index: index,
+                s=lambda i, part, b: chunks.state_of(p, b, part),
+            ),
+            grid=grid,
             call=call,
             store_every=store_every,
         )
         lasts.append(y["C_last"])
-    return FusedScan(y["h"], jnp.concatenate(lasts, axis=-2) if return_last else None, y["C"])
+    last = jnp.concatenate(lasts, axis=-2) if return_last else None
+    if last is not None and chunks is not None:
+        last = last.reshape(p.B, N, p.NH, p.DHQK, p.DHHV)
+    return FusedScan(y["h"], last, y["C"])
 
 
 @dataclasses.dataclass(frozen=True)

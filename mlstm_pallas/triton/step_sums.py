@@ -12,33 +12,44 @@ from jax.experimental import pallas as pl
 
 from mlstm_pallas.stage import Launch
 from mlstm_pallas.stages.step_sums import Operands
-from mlstm_pallas.triton.launch import floats, kernel_call, sequence_spec, spec
+from mlstm_pallas.triton.launch import (
+    chunk_spec,
+    floats,
+    kernel_call,
+    rows_of_entry,
+    spec,
+)
 from mlstm_pallas.triton.parallel_fw_P import Tiles
 
 __all__ = ["Tiles", "step_sums"]
 
 
 def _key_sums_kernel(
-    k_gmem,  # (L, DHQK)
+    entry_gmem,  # of ``ChunkList``: () each; absent without a list
+    k_gmem,  # (L, DHQK), or (S, DHQK) with a list
     abar_gmem,  # (L,)
     sums_gmem,  # out (DHQK,)
     *,
     call,
 ):
     abar, siz_b = abar_gmem[...][:, None], call.tiles.siz_b_DHQK
-    for start in range(0, k_gmem.shape[1], siz_b):
+    rows, k_gmem = rows_of_entry(entry_gmem, call, k_gmem)
+    for start in range(0, call.problem.DHQK, siz_b):
         columns = pl.ds(start, siz_b)
-        sums_gmem[columns] = jnp.sum(k_gmem[:, columns].astype(jnp.float32) * abar, axis=0)
+        sums_gmem[columns] = jnp.sum(k_gmem[rows, columns].astype(jnp.float32) * abar, axis=0)
 
 
 def step_sums(x: Operands, *, call: Launch) -> Array:
     """Runs the stage: ``stages/step_sums.py``, for keys."""
     p = call.problem
-    k = sequence_spec(p.L, p.DHQK, at="bc0")
     sums = spec(None, p.DHQK, at="bc0")
     y: Array = kernel_call(
         _key_sums_kernel,
-        dict(k=(x.rows, k), abar=(x.weights, spec(p.L, at="bc"))),
+        dict(
+            entry=(None if x.chunks is None else x.chunks.entries, spec(None, at="bc")),
+            k=(x.rows, chunk_spec(p, x.chunks)),
+            abar=(x.weights, spec(p.L, at="bc")),
+        ),
         dict(sums=(floats(p.BNH, p.NC, p.DHQK), sums)),
         call=call,
     )["sums"]
