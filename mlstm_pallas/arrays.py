@@ -5,6 +5,14 @@ from typing import Any, NamedTuple
 import jax
 
 
+class SegmentStates(NamedTuple):
+    """The states before or after the packed segments of each row."""
+
+    c_segments: Any  # (B, N, NH, DHQK, DHHV)
+    n_segments: jax.Array  # (B, N, NH, DHQK)
+    m_segments: jax.Array  # (B, N, NH)
+
+
 class Inputs(NamedTuple):
     """Padded and cast: q, k, v in the kernel dtype, gates and states float32.
 
@@ -23,6 +31,7 @@ class Inputs(NamedTuple):
     lengths: jax.Array | None = None  # (B, NH) int32, h is 0 from this step on; None: nowhere
     # (B, NH, N) int32, of ``gates.segment_ends``; None where no states of segments are asked for
     segment_ends: Any = None
+    segments: SegmentStates | None = None  # initial states of segments, in place of c_initial
 
 
 class LastStates(NamedTuple):

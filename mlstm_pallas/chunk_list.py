@@ -45,6 +45,11 @@ class ChunkList(NamedTuple):
         """The number of segments with states."""
         return self.parts.begins.shape[1] - 3
 
+    @property
+    def NC(self) -> int:
+        """The number of entries."""
+        return self.entries.sizes.shape[1]
+
     def state_of(self, p: Problem, head: Array, part: Array) -> Array:
         """The place of a segment's state in an array (B, N, NH, ...), as if its axes were one."""
         segment = lax.min(part, np.int32(self.N - 1))
@@ -52,7 +57,35 @@ class ChunkList(NamedTuple):
 
     def part_of_entries(self) -> Array:
         """The part of each entry, (B * NH, NC) int32."""
-        return _part_of_entries(self.parts.first[:, : self.N + 1], self.entries.sizes.shape[1])
+        return _part_of_entries(self.parts.first[:, : self.N + 1], self.NC)
+
+    def gates(
+        self, i: Array, f: Array, starts: Array, m: Array, L: int
+    ) -> tuple[Array, Array, Array]:
+        """The gates and the resets of the entries' steps, (B * NH, NC * L).
+
+        The entry before a segment resets the state and stores something with the input gate m,
+        (B * NH, N): the segment begins with this stabiliser. Before the rest m is 0.
+        """
+        index, within = self.steps(L)
+
+        def gathered(x: Array, where: Array, beyond: float) -> Array:
+            return jnp.where(where, jnp.take_along_axis(x, index, axis=1, mode="clip"), beyond)
+
+        in_rest = within & (index > self.parts.begins[:, self.N, None])
+        i, f = gathered(i, within, -jnp.inf), gathered(f, within, jnp.inf)
+        rows, first = self._before_parts(self.N + 1)
+        i = i.at[rows, first * L].set(jnp.pad(m, [(0, 0), (0, 1)]))
+        return i, f.at[rows, first * L].set(-jnp.inf), gathered(starts, in_rest, 0)
+
+    def with_initial(self, x: Array, initial: Array) -> Array:
+        """x, (B * NH, NC, ...), with ``initial``, (B * NH, N, ...), before the segments."""
+        return x.at[self._before_parts(self.N)].set(initial)
+
+    def _before_parts(self, count: int) -> tuple[Array, Array]:
+        """The rows and the entries before the first parts."""
+        rows = lax.broadcasted_iota(jnp.int32, (len(self.parts.first), 1), 0)
+        return rows, self.parts.first[:, :count] - 1
 
     def steps(self, L: int) -> tuple[Array, Array]:
         """The steps of all entries, and which of them are of the entry: (B * NH, NC * L) each."""
@@ -61,11 +94,10 @@ class ChunkList(NamedTuple):
         index, within = steps[..., None] + in_chunk, in_chunk < sizes[..., None]
         return index.reshape(len(steps), -1), within.reshape(len(steps), -1)
 
-    def at_last(self, x: Array) -> Array:
+    def behind_segments(self, x: Array) -> Array:
         """x, (B * NH, NC, ...), of the entry behind each segment: (B * NH, N, ...)."""
-        index = self.parts.first[:, 1 : self.N + 1] - 1
-        y: Array = jax.vmap(lambda x, index: x[index])(x, index)
-        return y
+        rows, entries = self._before_parts(self.N + 1)
+        return x[rows, entries[:, 1:]]
 
     def gather(self, x: Array, L: int) -> Array:
         """The steps of x, (B * NH, S, D) or (B, S, NH, D), in chunks: (B * NH, NC, L, D).

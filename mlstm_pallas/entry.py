@@ -11,7 +11,7 @@ from jax.typing import DTypeLike
 
 from mlstm_pallas import validation
 from mlstm_pallas.annotations import Array, BackendName, InputGateName, LayoutName, States
-from mlstm_pallas.arrays import Inputs, LastStates
+from mlstm_pallas.arrays import Inputs, LastStates, SegmentStates
 from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.gates import segment_ends, segment_starts, steps_within
@@ -151,8 +151,17 @@ def prepare(
     sequences = {name: arguments[name] for name in ("q", "k", "v", "i", "f")}
     states = {name: arguments[name] for name in ("c_initial", "n_initial", "m_initial")}
     integers = {name: arguments.get(name) for name in ("segment_ids", "sequence_lengths")}
+    if num_segments is not None:
+        num_segments = validation.check_num_segments(
+            num_segments, integers["segment_ids"], options.return_last_states
+        )
     sizes = validation.check_inputs(
-        sequences, states, options.input_gate, layout, integers=integers
+        sequences,
+        states,
+        options.input_gate,
+        layout,
+        integers=integers,
+        num_segments=num_segments,
     )
     if options.autocast_kernel_dtype is None:
         validation.check_one_dtype(sequences)
@@ -160,14 +169,16 @@ def prepare(
     segment_ids, sequence_lengths = integers.values()
     spec = spec_for(options, q.dtype, sizes, has_initial_state=c_initial is not None)
     validation.check_layout_is_meant(arguments.get("layout"), sizes, c_initial, segment_ids)
-    if num_segments is not None:
-        num_segments = validation.check_num_segments(
-            num_segments, segment_ids, spec.return_last_states
-        )
     _log.debug("%s", spec)
     p, dtype, acc = spec.problem, spec.dtype, accumulator_dtype(spec.dtype)
 
     B, NH, S, DHQK, DHV = (sizes[dim] for dim in ("B", "NH", "S", "DHQK", "DHV"))
+    segments = None
+    if num_segments is not None and c_initial is not None and n_initial is not None:
+        segments = _states_of_segments(c_initial, n_initial, m_initial, num_segments, acc)
+        segments = segments._replace(c_segments=pad(segments.c_segments, p.DHQK, p.DHHV))
+        segments = segments._replace(n_segments=pad(segments.n_segments, p.DHQK))
+        c_initial = n_initial = m_initial = None
     if c_initial is None or n_initial is None:
         c_initial, n_initial = jnp.zeros((B, NH, DHQK, DHV), acc), jnp.zeros((B, NH, DHQK), acc)
     if m_initial is None or not spec.stabilised:  # with the sigmoid gate m is 0
@@ -180,7 +191,7 @@ def prepare(
     if sequence_lengths is not None:
         of_shard = _lengths_of_shard(sequence_lengths, shard, S)
         lengths = jnp.broadcast_to(of_shard[:, None], (B, NH))
-    x = Inputs(q, k, v, i, f, c_initial, n_initial, m_initial, lengths=lengths)
+    x = Inputs(q, k, v, i, f, c_initial, n_initial, m_initial, lengths=lengths, segments=segments)
     x, ids = aligned(spec, (x, ids))
     (q, k, v, i, f, c_initial, n_initial, m_initial), lengths = x[:8], x.lengths
     if lengths is not None:  # as the padding does, these gates carry the states on
@@ -196,6 +207,7 @@ def prepare(
         pad(n_initial.astype(acc), p.DHQK),
         m_initial.astype(acc),
         lengths=lengths,
+        segments=x.segments,
     )
     if ids is not None:
         starts = starts_of(ids).astype(jnp.int32)
@@ -204,6 +216,17 @@ def prepare(
         starts = starts if lengths is None else jnp.where(within, starts, 0)
         inputs = inputs._replace(starts=pad(starts, p.S))
     return Call(spec, inputs, DHQK, DHV, q.dtype)
+
+
+def _states_of_segments(c: Any, n: Any, m: Any, N: int, dtype: Any) -> SegmentStates:
+    """The initial states of N segments; those of a row, (B, NH, ...), are the first segment's."""
+    if m is None:
+        m = jnp.zeros(n.shape[:-1], dtype)
+    if c.ndim == 4:
+        c, n, m = (
+            jnp.pad(x[:, None], [(0, 0), (0, N - 1), *[(0, 0)] * (x.ndim - 1)]) for x in (c, n, m)
+        )
+    return SegmentStates(*(x.astype(dtype) for x in (c, n, m)))
 
 
 def _lengths_of_shard(sequence_lengths: Any, shard: Any, S: int) -> jax.Array:

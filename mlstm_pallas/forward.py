@@ -3,13 +3,16 @@
 Arrays belong to a shard, (B * NH, ...); q, k, v and h are (B, S, NH, D) with layout="BTNH".
 """
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax import Array
 
-from mlstm_pallas.arrays import Forward, Inputs, LastStates, StoredStates
+from mlstm_pallas.arrays import Forward, Inputs, LastStates, SegmentStates, StoredStates
+from mlstm_pallas.chunk_list import of_segments
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.planning import CallSpec
@@ -79,6 +82,72 @@ def key_states(
         call=launch("vector_states"),
     )
     return states
+
+
+class Packed(NamedTuple):
+    h: Array  # (B, NH, S, DHHV) or (B, S, NH, DHHV)
+    states: SegmentStates
+
+
+def packed(spec: CallSpec, lowering: Lowering, x: Inputs) -> Packed:
+    """The forward pass of rows of packed segments, with the states before and after each.
+
+    It is the fused scan over a list of chunks, whose segments run side by side. Segments beyond
+    the first N have no states; they reset them where they begin.
+    """
+    p, N = spec.problem, x.segment_ends.shape[1]
+    segments_as_heads = dataclasses.replace(p, NH=p.NH * N)
+    scan = spec.launch("recurrent_fw_H", lowering, segments_as_heads)
+    L = scan.tiles.siz_b_LKV if scan.tiles else p.L
+    S = x.v.shape[1]
+    end = jnp.full((p.BNH,), S, jnp.int32) if x.lengths is None else x.lengths
+    chunks = of_segments(x.segment_ends, end, S, L)
+    p = dataclasses.replace(p, S=chunks.NC * L, L=L)
+    n, m = jnp.zeros((p.BNH, N, p.DHQK), x.f.dtype), jnp.zeros((p.BNH, N), x.f.dtype)
+    if x.segments is not None:
+        n, m = (
+            jnp.swapaxes(y, 1, 2).reshape(p.BNH, N, *y.shape[3:])
+            for y in (x.segments.n_segments, x.segments.m_segments)
+        )
+    i, f, starts = chunks.gates(x.i, x.f, x.starts, m, L)
+    gates = gates_of(spec, lowering, x._replace(i=i, f=f, starts=starts, lengths=None), p)
+
+    call = spec.launch("parallel_fw_P", scan.lowering, p)
+    launch = functools.partial(spec.launch, lowering=scan.lowering, problem=p)
+    abar = gates.per_step().vecAbar
+    added = run("step_sums", rows=x.k, weights=abar, chunks=chunks, call=launch("step_sums"))
+    n_states, _ = run(
+        "vector_states",
+        added=chunks.with_initial(added, n),
+        scaGamma=gates.scaGamma,
+        initial=x.n_initial,
+        call=launch("vector_states"),
+    )
+    operands = run(
+        "parallel_fw_P",
+        matQ=x.q,
+        matK=x.k,
+        gates=gates,
+        vecN_states=n_states,
+        chunks=chunks,
+        normaliser=spec.normaliser,
+        call=call,
+    )
+    H, C_last, _ = run(
+        "recurrent_fw_H",
+        matQ=x.q,
+        matV=x.v,
+        scan=operands._replace(vecZ=None),
+        scaGamma=gates.scaGamma,
+        matC_initial=None if x.segments is None else x.segments.c_segments,
+        chunks=chunks,
+        call=dataclasses.replace(scan, problem=p),
+    )
+    n, m = (
+        jnp.swapaxes(chunks.behind_segments(y).reshape(p.B, p.NH, N, *y.shape[2:]), 1, 2)
+        for y in (n_states, gates.scaM_states)
+    )
+    return Packed(H, SegmentStates(C_last, n, m))
 
 
 def materialised(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:

@@ -15,7 +15,6 @@ from mlstm_pallas.arrays import Cotangents, Forward, Inputs, LastStates, Residua
 from mlstm_pallas.backward import backward
 from mlstm_pallas.forward import PrecomputedStates
 from mlstm_pallas.planning import CallSpec
-from mlstm_pallas.segments import segment_states
 from mlstm_pallas.sharding import over_shards
 from mlstm_pallas.stage import Lowering
 
@@ -126,16 +125,9 @@ def mlstm_forward(spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, LastStates
     return _mlstm(spec, in_reverse_mode(inputs))
 
 
-def _with_segments(spec: CallSpec, lowering: Lowering, x: Inputs) -> Any:
-    outputs: Any = forward_schedule.forward(spec, lowering, x)
-    states = segment_states(spec, lowering, x, outputs.states)
-    return outputs._replace(last=states, z=None, states=None)
-
-
 @functools.partial(jax.jit, static_argnums=0)
 def mlstm_with_segments(spec: CallSpec, inputs: Inputs) -> tuple[jax.Array, LastStates]:
     """h and the states at the ends of the packed segments, (B, N, NH, ...), without derivatives."""
-    spec = dataclasses.replace(spec, recompute_states_in_bw=False, return_last_states=False)
     inputs = not_differentiated(inputs, message=NO_DERIVATIVE_OF_SEGMENTS)
-    outputs = over_shards(_with_segments, spec, inputs)
-    return outputs.h, jax.tree.map(lambda x: jnp.swapaxes(x, 1, 2), outputs.last)
+    outputs = over_shards(forward_schedule.packed, spec, inputs)
+    return outputs.h, LastStates(*outputs.states)

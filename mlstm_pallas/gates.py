@@ -181,7 +181,7 @@ def steps_within(lengths: Array, S: int) -> Array:
 
 
 def segment_ends(starts: Array, num_segments: int, lengths: Array | None) -> Array:
-    """The number of steps up to the end of each of the first segments; 0 where there is none.
+    """The number of steps up to the end of each of the first segments, ascending.
 
     starts: (B, NH, S) int32, 1 where segments begin; lengths: (B, NH), the steps that count; None:
     all. Returns (B, NH, num_segments) int32.
@@ -190,9 +190,7 @@ def segment_ends(starts: Array, num_segments: int, lengths: Array | None) -> Arr
     if lengths is not None:
         index = jnp.where(steps_within(lengths, starts.shape[-1]), index, num_segments)
     segments = lax.broadcasted_iota(jnp.int32, (1, 1, num_segments, 1), 2)
-    ends = jnp.sum(index[..., None, :] <= segments, axis=-1, dtype=jnp.int32)
-    before = jnp.pad(ends[..., :-1], [(0, 0), (0, 0), (1, 0)])
-    return jnp.where(ends > before, ends, 0)
+    return jnp.sum(index[..., None, :] <= segments, axis=-1, dtype=jnp.int32)
 
 
 def reset_offset(

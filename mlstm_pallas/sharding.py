@@ -56,7 +56,8 @@ def over_shards(
     """function(spec, lowering, *args, **options) on shards of B and NH, the first axes of args.
 
     The function gets B and NH as one axis. The fields q, k, v and h have the layout of the spec:
-    with "BTNH" they are (B, S, NH, D) here and in the function. A shard's spec is
+    with "BTNH" they are (B, S, NH, D) here and in the function. Fields whose names end in
+    "_segments" are (B, N, NH, ...). A shard's spec is
     spec.with_heads(B, NH).
 
     lowering: None: that of spec.backend on the platform of the computation.
@@ -68,15 +69,17 @@ def _map(spec: Any, function: Callable[[Array, int], Any], tree: Any) -> Any:
     """Applies function(array, number of leading axes of B and NH) to all arrays."""
 
     def of_leaf(path: Any, x: Array) -> Any:
-        strided = spec.layout is Layout.BTNH and str(path[-1]) in (".q", ".k", ".v", ".h")
-        return function(x, 1 if strided else 2)
+        name = str(path[-1])
+        strided = spec.layout is Layout.BTNH and name in (".q", ".k", ".v", ".h")
+        return function(x, 1 if strided or name.endswith("_segments") else 2)
 
     return jax.tree.map_with_path(of_leaf, tree)
 
 
-def _heads_first(spec: Any, tree: Any) -> Any:
-    """Transposes the arrays to (B, NH, ...), or back."""
-    return _map(spec, lambda x, axes: x if axes == 2 else jnp.swapaxes(x, -3, -2), tree)
+def _heads_first(spec: Any, tree: Any, mapped: int = 0) -> Any:
+    """Transposes the arrays to (B, NH, ...), or back, behind the mapped axes."""
+    axes_of = mapped + 1, mapped + 2
+    return _map(spec, lambda x, axes: x if axes == 2 else jnp.swapaxes(x, *axes_of), tree)
 
 
 def aligned(spec: Any, tree: Any) -> Any:
@@ -175,7 +178,7 @@ class Operation:
         if axes := set(first.mesh.explicit_axes):
             if len(axes) == len(first.mesh.axis_names):
                 axes = set()  # all axes but those that vmap holds, which only shard_map knows
-            args, common = _sharded_alike(_heads_first(spec, args), first.mesh, self.mapped + 2)
+            args, common = _sharded_alike(_heads_first(spec, args, self.mapped), first.mesh, self.mapped + 2)
             outputs = jax.shard_map(
                 self.on_transposed_shard,
                 mesh=None if context == first.mesh else first.mesh,
@@ -184,7 +187,7 @@ class Operation:
                 axis_names=axes,
                 check_vma=False,
             )(*args)
-            return _heads_first(spec, outputs)
+            return _heads_first(spec, outputs, self.mapped)
         one_device = (
             context.abstract_device is not None
             if context.empty
@@ -194,15 +197,18 @@ class Operation:
         # custom_partitioning does not allow.
         if one_device or spec.backend == "mosaic_gpu_interpret":
             return self.on_shard(*args)
-        outputs = _partitioned(self)(self.identity(), *_heads_first(spec, args))
-        return _heads_first(spec, outputs)
+        outputs = _partitioned(self)(self.identity(), *_heads_first(spec, args, self.mapped))
+        return _heads_first(spec, outputs, self.mapped)
 
     def on_transposed_shard(self, *args: Any) -> Any:
-        return _heads_first(self.spec, self.on_shard(*_heads_first(self.spec, args)))
+        args = _heads_first(self.spec, args, self.mapped)
+        return _heads_first(self.spec, self.on_shard(*args), self.mapped)
 
     def on_shard(self, *args: Any) -> Any:
         """The operation on the arrays of a shard, whose mapped axes, B and NH become one."""
-        heads_first = jax.eval_shape(functools.partial(_heads_first, self.spec), args)
+        heads_first = jax.eval_shape(
+            functools.partial(_heads_first, self.spec, mapped=self.mapped), args
+        )
         shapes = {x.shape[: self.mapped + 2] for x in jax.tree.leaves(heads_first)}
         if len(shapes) > 1:
             raise ValueError(

@@ -306,6 +306,7 @@ def check_inputs(
     backend: str | None = None,
     initial: bool = True,
     steps: bool = True,
+    num_segments: int | None = None,
 ) -> dict[str, int]:
     """Checks the arrays of a public function; returns the sizes of their dimensions.
 
@@ -316,6 +317,7 @@ def check_inputs(
       backend: that computes in the dtype of q.
       initial: whether the states are initial ones, and all arrays may be cast.
       steps: whether there is an axis of steps.
+      num_segments: N; the initial states may then be (B, N, NH, ...).
     """
     *_, (m_name, m) = states.items()
     sigmoid = gate is InputGate.SIGMOID
@@ -341,7 +343,15 @@ def check_inputs(
     }
     dims |= INTEGER_DIMS
     dims |= {name: (STATE_DIMS[name[0]],) for name in states}
-    sizes = check_shapes({**arrays, **integers}, dims)
+    known = {} if num_segments is None else {"N": num_segments}
+    if num_segments is not None:
+        of_segments = {name: ("B", "N", *STATE_DIMS[name[0]][1:]) for name in states}
+        c_name, c = next(iter(states.items()))
+        if c is not None and c.ndim == len(of_segments[c_name]):
+            dims |= {name: (shape,) for name, shape in of_segments.items()}
+        else:
+            dims[c_name] = *dims[c_name], of_segments[c_name]
+    sizes = check_shapes({**arrays, **integers}, dims, known)
     if sigmoid:
         check_zeros(m_name, m)
     return sizes

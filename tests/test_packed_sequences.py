@@ -45,16 +45,18 @@ def test_nothing_leaks_from_one_sequence_into_the_next(backend):
     compare("hcnm", result, (expected[0], *expected[1]), tolerance("float32", S))
 
 
-def check_prompts(count, DHQK, DHHV, *, dtype="float32", layout="BNTH", backend, **options):
+def check_prompts(
+    count, DHQK, DHHV, *, dtype="float32", layout="BNTH", go_on=False, rows=None, backend, **options
+):
     """A prefill of packed prompts: h and the states of each prompt are those of the prompt alone in
     float64.
 
     One row has so many short prompts, the other a few, one of them in one chunk more.
 
-    The first one of a row goes on from initial states. One more segment is asked for than there is.
-    Beyond the prompts h is 0.
+    The first one of a row goes on from initial states; with go_on every prompt does. One more
+    segment is asked for than there is: its states stay as they were. Beyond the prompts h is 0.
     """
-    rows = [*np.random.default_rng(0).integers(1, 11, size=count)], [5, 40, 1]
+    rows = rows or ([*np.random.default_rng(0).integers(1, 11, size=count)], [5, 40, 1])
     NH, (ids, ends) = 2, pack_lengths(rows, max(map(sum, rows)) + 4)
     sizes = np.diff(ends, axis=1, prepend=0)
     batch, number = np.nonzero(sizes)
@@ -64,6 +66,11 @@ def check_prompts(count, DHQK, DHHV, *, dtype="float32", layout="BNTH", backend,
     x = random_inputs(
         4, len(rows), NH, S, DHQK, DHHV, dtype=dtype, m_initial="input_gate" not in gate
     )
+    if go_on:
+        of_segments = random_inputs(5, len(rows) * (ends.shape[1] + 1), NH, 1, DHQK, DHHV)
+        for name in set(x) & {"c_initial", "n_initial", "m_initial"}:
+            y = of_segments[name]
+            x[name] = y.reshape(len(rows), -1, *y.shape[1:])
     given = dict(zip(x, in_layout(layout, x, x.values()), strict=True))
     call = functools.partial(
         mlstm_chunkwise, segment_ids=ids, return_last_states=True, layout=layout, backend=backend
@@ -73,7 +80,9 @@ def check_prompts(count, DHQK, DHHV, *, dtype="float32", layout="BNTH", backend,
     h = np.swapaxes(h, 1, 2) if layout == "BTNH" else h
     for b, row in enumerate(rows):
         assert not np.any(h[b, :, sum(row) :])
-        assert not any(np.any(y[b, len(row) :]) for y in states)
+        for y, name in zip(states, ("c_initial", "n_initial", "m_initial"), strict=True):
+            before = given[name][b, len(row) :] if go_on and name in given else 0
+            np.testing.assert_allclose(y[b, len(row) :], before + 0 * y[b, len(row) :], rtol=1e-6)
 
     alone = {}
     steps = np.minimum(starts[:, None] + np.arange(most), S - 1)
@@ -82,6 +91,8 @@ def check_prompts(count, DHQK, DHHV, *, dtype="float32", layout="BNTH", backend,
         if name in "qkvif":
             y = np.stack([of_prompt[:, t] for of_prompt, t in zip(y, steps, strict=True)])
             y = np.where(beyond(lengths, y), {"i": -np.inf, "f": np.inf}.get(name, 0), y)
+        elif go_on:
+            y = y[np.arange(len(batch)), number]
         else:
             y[number > 0] = 0
         alone[name] = array(y, x[name].dtype)
