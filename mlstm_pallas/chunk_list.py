@@ -50,11 +50,6 @@ class ChunkList(NamedTuple):
         """The number of entries."""
         return self.entries.sizes.shape[1]
 
-    def state_of(self, p: Problem, head: Array, part: Array) -> Array:
-        """The place of a segment's state in an array (B, N, NH, ...), as if its axes were one."""
-        segment = lax.min(part, np.int32(self.N - 1))
-        return (divide(head, p.NH) * self.N + segment) * p.NH + remainder(head, p.NH)
-
     def part_of_entries(self) -> Array:
         """The part of each entry, (B * NH, NC) int32."""
         return _part_of_entries(self.parts.first[:, : self.N + 1], self.NC)
@@ -79,8 +74,11 @@ class ChunkList(NamedTuple):
         return i, f.at[rows, first * L].set(-jnp.inf), gathered(starts, in_rest, 0)
 
     def with_initial(self, x: Array, initial: Array) -> Array:
-        """x, (B * NH, NC, ...), with ``initial``, (B * NH, N, ...), before the segments."""
-        return x.at[self._before_parts(self.N)].set(initial)
+        """x, (B * NH, NC, ...), with ``initial``, (B * NH, N, ...), before the segments, and 0
+        before the rest.
+        """
+        initial = jnp.pad(initial, [(0, 0), (0, 1), *[(0, 0)] * (initial.ndim - 2)])
+        return x.at[self._before_parts(self.N + 1)].set(initial)
 
     def _before_parts(self, count: int) -> tuple[Array, Array]:
         """The rows and the entries before the first parts."""
@@ -122,6 +120,15 @@ class ChunkList(NamedTuple):
         if like.ndim == 4:
             x = jnp.swapaxes(x.reshape(len(like), -1, S, D), 1, 2)
         return x
+
+
+def state_of(p: Problem, N: int, head: Array, part: Array) -> Array:
+    """The place of a segment's state in an array (B, N, NH, ...), as if its axes were one.
+
+    It is the last segment's for the rest and the tail, which have no states.
+    """
+    segment = lax.min(part, np.int32(N - 1))
+    return (divide(head, p.NH) * N + segment) * p.NH + remainder(head, p.NH)
 
 
 def _part_of_entries(first: Array, NC: int) -> Array:

@@ -20,6 +20,7 @@ from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
 
 from mlstm_pallas.mosaic_gpu.launch import plgpu, tile_transforms
+from mlstm_pallas.tiles import remainder
 
 GROUP = 8  # rows per group
 THREADS = 128  # per warpgroup; all of them arrive on a barrier
@@ -51,12 +52,15 @@ lowering.register_lowering_rule(_barrier_address, plgpu.LoweringSemantics.Warpgr
 
 def groups_alone(first: Any, S: int, rows: int) -> jax.Array:
     """How many groups of the tile at row ``first`` of S are copied one by one; 0: all at once."""
-    whole = first <= S // GROUP * GROUP - rows
+    whole = (first <= S // GROUP * GROUP - rows) & (remainder(first, GROUP) == 0)
     return jnp.where(whole, np.int32(0), np.int32(rows // GROUP))
 
 
-def copy_steps(steps: Any, tile: Any, barrier: Any = None) -> None:
-    """Starts copies of a tile: from an array with a barrier, to the array without one."""
+def copy_steps(steps: Any, tile: Any, barrier: Any = None, size: Any = None) -> None:
+    """Starts copies of a tile: from an array with a barrier, to the array without one.
+
+    size: how many rows are written, for a tile of one part; None: all.
+    """
     (rows, columns), itemsize = steps.shape, tile.dtype.itemsize
     transforms = tile_transforms(columns, itemsize)
     tiling, swizzle = transforms[0].tiling, transforms[1].swizzle
@@ -95,19 +99,25 @@ def copy_steps(steps: Any, tile: Any, barrier: Any = None) -> None:
             )
 
         leader = utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)
-        if columns == tiling[1]:
-            copy(utils.memref_reshape(tile, (rows, columns)), first, rows, (), leader)
+        one_part = columns == tiling[1]
+        whole, rows_of_piece, transform = groups, GROUP, parts
+        if one_part:
+            tile, whole, transform = utils.memref_reshape(tile, (rows, columns)), (), ()
+            rows_of_piece = 1
+        if one_part and size is None:
+            copy(tile, first, rows, whole, leader)
         else:
-            inside = arith.cmpi(arith.CmpIPredicate.eq, count, utils.c(0, i32))
-            copy(tile, first, rows, groups, arith.andi(leader, inside))
+            at_once = arith.cmpi(arith.CmpIPredicate.eq, count, utils.c(0, i32))
+            copy(tile, first, rows, whole, arith.andi(leader, at_once))
 
-            def group(g, carry):
-                row = arith.addi(first, arith.muli(g, utils.c(GROUP, i32)))
-                piece = utils.memref_slice(tile, arith.index_cast(index, g))
-                copy(piece, row, GROUP, parts, leader)
+            def piece(g, carry):
+                row = arith.addi(first, arith.muli(g, utils.c(rows_of_piece, i32)))
+                place = arith.index_cast(index, g)
+                part = utils.memref_slice(tile, utils.ds(place, 1) if one_part else place)
+                copy(part, row, rows_of_piece, transform, leader)
                 return carry
 
-            utils.fori(count, [])(group)
+            utils.fori(count, [])(piece)
 
         if full is None:
             nvvm.cp_async_bulk_commit_group()
@@ -115,6 +125,8 @@ def copy_steps(steps: Any, tile: Any, barrier: Any = None) -> None:
     address = 0 if barrier is None else barrier_address(barrier)
     at = *steps.before, steps.start, *steps.behind, steps.column
     count = groups_alone(steps.start, steps.S, rows)
+    if size is not None:
+        count = jnp.where(size == rows, np.int32(0), size)
     scalars = [jnp.asarray(x, jnp.int32) for x in (*at, count, address)]
     types = plgpu.RefType(), plgpu.RefType(transforms), *[plgpu.Layout.WG_SPLAT] * len(scalars)
     plgpu.inline_mgpu(arg_types=types)(start)(steps.array, tile, *scalars)

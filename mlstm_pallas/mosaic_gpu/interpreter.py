@@ -136,8 +136,16 @@ class Interpreter:
         self._fill(barrier, tile)
         self.plgpu.copy_gmem_to_smem(source, tile, barrier)
 
-    def copy_out(self, tile: Any, destination: Any, where: Any = None) -> None:
+    def copy_out(self, tile: Any, destination: Any, where: Any = None, size: Any = None) -> None:
         copy = functools.partial(self.plgpu.copy_smem_to_gmem, tile, destination)
+        if size is not None:
+            where = size == tile.shape[0]
+            for row in range(tile.shape[0]):
+                at = pl.ds(row, 1)
+                copy_row = functools.partial(
+                    self.plgpu.copy_smem_to_gmem, tile.at[at], destination.at[at]
+                )
+                pl.when((row < size) & ~where)(copy_row)
         copy() if where is None else pl.when(where)(copy)
 
     def guard(self, full: Any, *buffers: Any) -> None:

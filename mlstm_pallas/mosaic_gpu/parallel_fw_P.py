@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.fragments import (
@@ -46,6 +47,7 @@ COLUMNS = 256, 192, 128, 64  # the choices per copy
 
 
 def _kernel(
+    entries_gmem,  # of ``ChunkList``: (B * NH, NC) each, None without a list
     q_gmem,  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
     k_gmem,
     n_gmem,  # (B * NH, NC, DHQK), None without a normaliser
@@ -65,11 +67,14 @@ def _kernel(
     normaliser: Normaliser | None,
 ) -> None:
     head, chunk = lax.axis_index("head"), lax.axis_index("chunk")
-    steps = block(chunk, WG_ROWS)
+    steps = in_row = block(chunk, WG_ROWS)
+    if entries_gmem is not None:
+        in_row = pl.ds(entries_gmem.steps[head, chunk], WG_ROWS)
     copies, _, columns = q_smem.shape
     for x, tiles in ((q_gmem, q_smem), (k_gmem, k_smem)):
         for j in range(copies):
-            source = head_of(x, head, p).at[steps, j * columns : (j + 1) * columns]
+            of_head = head_of(x, head, p, any_step=entries_gmem is not None)
+            source = of_head.at[in_row, j * columns : (j + 1) * columns]
             copy_in(source, tiles.at[j], full)
     e = (load(x.at[head, steps], BY_COLUMNS, optimized=False) for x in e_gmem)
     D = decay_tile(e, (load_by_rows(x, head, steps) for x in u_gmem))
@@ -126,7 +131,7 @@ def parallel_fw_P(
     call: Launch,
 ) -> ScanOperands:
     """Runs the stage: ``stages/parallel_fw_P.py``. It returns unscaled keys with their weights."""
-    matQ, matK, gates, vecN_states = x
+    matQ, matK, gates, vecN_states, chunks = x
     p, dtype, g = call.problem, matQ.dtype, gates.per_step()
     per_step = float32(p.BNH, p.S)
     y = mosaic_call(
@@ -142,6 +147,7 @@ def parallel_fw_P(
         scratch=scratch(p, dtype),
         interpret=call.interpret,
     )(
+        entries_gmem=None if chunks is None else chunks.entries,
         q_gmem=matQ,
         k_gmem=matK,
         n_gmem=None if normaliser is None else vecN_states,

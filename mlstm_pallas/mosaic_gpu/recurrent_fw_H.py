@@ -1,6 +1,7 @@
 """recurrent_fw_H on Mosaic GPU: the fused scan of ``stages/recurrent_fw_H.py``.
 
-Grid (B * NH, DHHV / siz_b_DHHV). A CTA has two warpgroups. Each owns siz_b_DHHV / 2 columns of C
+Grid (B * NH, DHHV / siz_b_DHHV); with a list of chunks (B * NH, N + 2, DHHV / siz_b_DHHV), because
+its parts run side by side. A CTA has two warpgroups. Each owns siz_b_DHHV / 2 columns of C
 and of h, in blocks of 64. A block of C stays transposed in registers, 64 x state_rows floats, as
 the left operand of C^T q. Copies run up to num_stages chunks ahead. The outputs of a chunk are
 stored while the product of the state runs.
@@ -17,10 +18,11 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from mlstm_pallas.chunk_list import state_of
 from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
-from mlstm_pallas.mosaic_gpu.fragments import across_rows
+from mlstm_pallas.mosaic_gpu.fragments import across_rows, rows_and_columns
 from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     WG_ROWS,
@@ -46,6 +48,7 @@ WARPGROUPS = 2
 
 
 def _kernel(
+    parts_gmem,  # of ``ChunkList``: (B * NH, N + 3) each, None without a list
     q_gmem,  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
     k_gmem,
     v_gmem,  # (B * NH, S, DHHV) or (B, S, NH, DHHV)
@@ -53,10 +56,10 @@ def _kernel(
     r_gmem,  # (B * NH, S)
     abar_gmem,  # (B * NH, S)
     gamma_gmem,  # (B * NH, NC)
-    C_initial_gmem,  # (B * NH, DHHV, DHQK), transposed, may be None
+    C_initial_gmem,  # (B * NH, DHQK, DHHV), with a list (B * N * NH, ...), may be None
     partial_gmem,  # like v: h of the preceding launch, None in the first launch
     h_gmem,  # output, like v
-    C_last_gmem,  # output (B * NH, DHHV, state_rows), transposed, may be None
+    C_last_gmem,  # output (B * NH, state_rows, DHHV), with a list (B * N * NH, ...), may be None
     C_states_gmem,  # output (B * NH, stored, DHQK, DHHV), may be None
     slots,  # by name: the tiles of the chunks in flight in shared memory, (num_stages, ...) each
     barriers,  # of the ring of slots
@@ -70,30 +73,41 @@ def _kernel(
 ) -> None:
     head, column_block, wg = (lax.axis_index(x) for x in ("head", "columns", "wg"))
     L, rows, siz_b_DHHV, dtype = p.L, config.state_rows, config.siz_b_DHHV, v_gmem.dtype
-    num_blocks, h_of_head = siz_b_DHHV // (WARPGROUPS * WG_ROWS), head_of(h_gmem, head, p)
+    num_blocks, in_list = siz_b_DHHV // (WARPGROUPS * WG_ROWS), parts_gmem is not None
     state_rows, v_columns = pl.ds(launch * rows, rows), block(column_block, siz_b_DHHV)
+    of_head = functools.partial(head_of, n=head, p=p, any_step=in_list)
+    first, num_chunks, state, has_state = 0, p.NC, head, True
+    if in_list:
+        part, N = lax.axis_index("part"), parts_gmem.begins.shape[1] - 3
+        begin, end = (parts_gmem.begins[head, part + x] for x in range(2))
+        first, has_state, state = parts_gmem.first[head, part], part < N, state_of(p, N, head, part)
+        all_chunks = divide(end - begin + (L - 1), L)
+        num_chunks = lax.select(part > N, np.int32(0), all_chunks)
+
+    def steps_of(chunk):
+        """The steps of a chunk in q, k, v and h."""
+        return pl.ds(begin + chunk * L, L) if in_list else block(chunk, L)
 
     def load_slot(chunk, copy):
-        steps = block(chunk, L)
         for name, x in dict(q=q_gmem, k=k_gmem, v=v_gmem, partial=partial_gmem).items():
             if x is not None:
                 columns = state_rows if name in "qk" else v_columns
-                copy(head_of(x, head, p).at[steps, columns], slots[name])
+                copy(of_head(x).at[steps_of(chunk), columns], slots[name])
         for name, x in dict(P=P_gmem, r=r_gmem, abar=abar_gmem).items():
             if x is not None:
-                copy(x.at[head, steps], slots[name])
+                copy(x.at[head, block(first + chunk, L)], slots[name])
 
     def columns_of(b):
         """The columns of the warpgroup's block b, in the tile and in the array."""
         start = pl.multiple_of((wg * num_blocks + b) * WG_ROWS, WG_ROWS)
         return pl.ds(start, WG_ROWS), pl.ds(column_block * siz_b_DHHV + start, WG_ROWS)
 
-    def store(value, tile, destination, pending, where=None):
+    def store(value, tile, destination, pending, where=None, size=None):
         """Copies the transposed value out, while up to ``pending`` earlier copies may still run."""
         plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
         products.store(tile.T, value)
         plgpu.commit_smem()
-        copy_out(tile, destination, where)
+        copy_out(tile, destination, where, size)
 
     def join(chunk, carry):
         """Stores h of a chunk and C before it, and adds the chunk to C."""
@@ -101,7 +115,9 @@ def _kernel(
         pl.when(chunk > 0)(lambda: ring.refill(chunk - 1))
         slot = ring.wait(chunk)
         tiles = {name: x.at[slot] for name, x in slots.items()}
-        next_gamma = gamma_gmem[head, lax.min(chunk + 1, np.int32(p.NC - 1))]
+        last = lax.convert_element_type(num_chunks - 1, np.int32)
+        next_gamma = gamma_gmem[head, first + lax.min(chunk + 1, last)]
+        size = lax.min(end - begin - chunk * L, np.int32(L)) if in_list else None
         r, abar = (across_rows(load(tiles[x], BY_COLUMNS)) for x in ("r", "abar"))
 
         def join_block(b, CT):
@@ -125,6 +141,8 @@ def _kernel(
             if partial_gmem is not None:
                 hT += load(tiles["partial"].at[:, in_tile].T).astype(jnp.float32)
             vT = load(tiles["v"].at[:, in_tile].T)
+            if in_list:  # a NaN of the next segment is not multiplied by 0
+                vT = jnp.where(rows_and_columns(WG_ROWS, L)[1] < size, vT, 0)
             scaled = (vT.astype(jnp.float32) * abar).astype(dtype)
 
             def intra(hT_acc, CT_acc):
@@ -132,8 +150,8 @@ def _kernel(
                     products.add(hT_acc, vT, tiles["P"].T)
                 products.add(CT_acc, scaled, tiles["k"])
                 hT = products.read(hT_acc, 1).astype(dtype)
-                h = h_of_head.at[pl.ds(chunk * L, L), columns]
-                store(hT, h_smem.at[wg * num_blocks + b], h, num_blocks - 1)
+                h = of_head(h_gmem).at[steps_of(chunk), columns]
+                store(hT, h_smem.at[wg * num_blocks + b], h, num_blocks - 1, size=size)
 
             return products.onto(intra, hT, CT * gamma)[1]
 
@@ -141,17 +159,37 @@ def _kernel(
         ring.release(chunk)
         return CT, next_gamma
 
-    ring = CopyRing(barriers, config.num_stages, p.NC, load_slot)
+    def store_zeros(b):
+        """Stores the zeros of h beyond all parts."""
+        tile = h_smem.at[wg * num_blocks + b]
+        products.store(tile.T, jnp.zeros((WG_ROWS, L), dtype))
+        plgpu.commit_smem()
+
+        def store_chunk(chunk, carry):
+            copy_out(tile, of_head(h_gmem).at[steps_of(chunk), columns_of(b)[1]])
+
+        loop(all_chunks - num_chunks, store_chunk, None)
+
+    def state_blocks(array, rows):
+        return [array.at[state, rows, columns_of(b)[1]].T for b in range(num_blocks)]
+
+    def store_last():
+        for x, block in zip(CT, state_blocks(C_last_gmem, slice(None)), strict=True):
+            block[...] = x
+
+    ring = CopyRing(barriers, config.num_stages, num_chunks, load_slot)
     ring.prologue()
-    if C_initial_gmem is None:
-        CT = [products.zeros(WG_ROWS, rows) for _ in range(num_blocks)]
-    else:
-        places = (C_initial_gmem.at[head, columns_of(b)[1], state_rows] for b in range(num_blocks))
-        CT = [load(x, optimized=False) for x in places]
-    CT, _ = loop(p.NC, join, (CT, gamma_gmem[head, 0]))
+    CT = [products.zeros(WG_ROWS, rows) for _ in range(num_blocks)]
+    if C_initial_gmem is not None:
+        CT = [load(x, optimized=False) for x in state_blocks(C_initial_gmem, state_rows)]
+        if in_list:
+            CT = [jnp.where(has_state, x, 0.0) for x in CT]
+    CT, _ = loop(num_chunks, join, (CT, gamma_gmem[head, first]))
     if C_last_gmem is not None:
-        for b, x in enumerate(CT):
-            C_last_gmem[head, columns_of(b)[1]] = x
+        pl.when(has_state)(store_last)
+    if in_list:
+        for b in range(num_blocks):
+            pl.when(part > N)(functools.partial(store_zeros, b))
     plgpu.wait_smem_to_gmem(0)
     ring.epilogue()
 
@@ -177,10 +215,17 @@ def recurrent_fw_H(
     x: Operands, *, return_last: bool = True, store_every: int = 0, call: Launch
 ) -> FusedScan:
     """Runs the stage: ``stages/recurrent_fw_H.py``."""
-    matQ, matV, scores, scaGamma, matC_initial = x
+    matQ, matV, scores, scaGamma, matC_initial, chunks = x
     p, config, dtype, keys = call.problem, call.tiles, matQ.dtype, scores.keys
     states = (p.BNH, p.NC // store_every, p.DHQK, p.DHHV) if store_every else None
+    N, C_initial, grid = 1, matC_initial, [*config.grid(p)]
+    names = ["head", "columns"]
+    if chunks is not None:
+        N = chunks.N
+        names[1:1], grid[1:1] = ["part"], [N + 2]
+        C_initial = None if C_initial is None else C_initial.reshape(-1, p.DHQK, p.DHHV)
     inputs = dict(
+        parts_gmem=None if chunks is None else chunks.parts,
         q_gmem=matQ,
         k_gmem=keys.array,
         v_gmem=matV,
@@ -188,12 +233,12 @@ def recurrent_fw_H(
         r_gmem=scores.vecR,
         abar_gmem=jnp.ones_like(scores.vecR) if keys.weights is None else keys.weights,
         gamma_gmem=scaGamma,
-        C_initial_gmem=None if matC_initial is None else matC_initial.mT,
+        C_initial_gmem=C_initial,
         partial_gmem=None,
     )
     outputs = {
         "h_gmem": sequence_shape(matV, p.DHHV, dtype),
-        "C_last_gmem": float32(p.BNH, p.DHHV, config.state_rows) if return_last else None,
+        "C_last_gmem": float32(N * p.BNH, config.state_rows, p.DHHV) if return_last else None,
         "C_states_gmem": None if states is None else jax.ShapeDtypeStruct(states, dtype),
     }
     lasts = []
@@ -201,7 +246,7 @@ def recurrent_fw_H(
         y = mosaic_call(
             functools.partial(_kernel, p=p, launch=launch, config=config, store_every=store_every),
             name="recurrent_fw_H",
-            grid=dict(zip(("head", "columns"), config.grid(p), strict=True)),
+            grid=dict(zip(names, grid, strict=True)),
             warpgroups=WARPGROUPS,
             outputs=outputs,
             scratch=scratch(p, config, dtype, first=launch == 0, stores=store_every > 0),
@@ -209,7 +254,9 @@ def recurrent_fw_H(
         )(**inputs)
         inputs |= dict(P_gmem=None, partial_gmem=y["h_gmem"])
         lasts.append(y["C_last_gmem"])
-    last = jnp.concatenate([C.mT for C in lasts], axis=1) if return_last else None
+    last = jnp.concatenate(lasts, axis=1) if return_last else None
+    if last is not None and chunks is not None:
+        last = last.reshape(p.B, N, p.NH, p.DHQK, p.DHHV)
     return FusedScan(y["h_gmem"], last, y["C_states_gmem"])
 
 

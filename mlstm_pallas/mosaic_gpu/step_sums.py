@@ -50,6 +50,7 @@ BY_WARPS = plgpu.Layout.TILED(
 def _kernel(
     x,  # (B * NH, S, D) or (B, S, NH, D)
     weights,  # (B * NH, S)
+    entries,  # of ``ChunkList``: (B * NH, NC) each, None without a list
     sums,  # out (B * NH, parts of the sequence, D), one or several parts per chunk
     x_tiles,  # shared (tiles, TILE, columns)
     tile_weights,  # shared (tiles, TILE), float32
@@ -67,8 +68,11 @@ def _kernel(
     of_cta = block(remainder(index, of_columns), columns)
 
     def start_copies(j, carry):
-        steps = block(part * num_tiles + j, TILE)
-        source = head_of(x, head, p).at[steps, of_cta]
+        tile = part * num_tiles + j
+        steps = from_steps = block(tile, TILE)
+        if entries is not None:
+            from_steps = pl.ds(entries.steps[head, tile], TILE)
+        source = head_of(x, head, p, any_step=entries is not None).at[from_steps, of_cta]
         copy_in(source, x_tiles.at[j], full.at[j])
         plgpu.copy_gmem_to_smem(weights.at[head, steps], tile_weights.at[j], full.at[j])
 
@@ -93,7 +97,7 @@ def _kernel(
 
 def step_sums(x: Operands, *, call: Launch) -> Array:
     """Runs the stage: ``stages/step_sums.py``, for 16-bit rows; L and D are multiples of 64."""
-    rows, weights = x
+    rows, weights, chunks = x
     p, D = call.problem, rows.shape[-1]
     of_sum = min(p.L, STEPS)
     steps = of_sum
@@ -113,7 +117,7 @@ def step_sums(x: Operands, *, call: Launch) -> Array:
             "full": plgpu.Barrier(num_arrivals=2, num_barriers=num_tiles),
         },
         interpret=call.interpret,
-    )(x=rows, weights=weights)["sums"]
+    )(x=rows, weights=weights, entries=None if chunks is None else chunks.entries)["sums"]
     return jnp.sum(sums.reshape(p.BNH, p.NC, parts // p.NC, D), axis=2) if parts > p.NC else sums
 
 

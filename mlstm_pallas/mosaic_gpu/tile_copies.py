@@ -57,11 +57,13 @@ def _start_and_size(index: Any, size: int) -> tuple[Any, int]:
     return index.start, index.size
 
 
-def head_of(ref: Any, n: Any, p: Problem) -> Any:
+def head_of(ref: Any, n: Any, p: Problem, *, any_step: bool = False) -> Any:
     """Head n, (S, D), of an array in the layouts of Triton's ``sequence_spec``.
 
     Splits count as heads. The array may have fewer steps than S, because TMA copies read zeros
     beyond them and write nothing there.
+
+    any_step: whether tiles begin at any step, not only at multiples of 8.
     """
     strided = len(ref.shape) == 4
     B, NH = ref.shape[0], ref.shape[2] if strided else 1
@@ -71,7 +73,7 @@ def head_of(ref: Any, n: Any, p: Problem) -> Any:
         head, steps = divide(n, num_splits), pl.ds(remainder(n, num_splits) * p.S, p.S)
     before = (divide(head, NH),) if strided else (head,)
     behind = (remainder(head, NH),) if strided else ()
-    if not copied_by_groups(ref.shape[1]):
+    if not copied_by_groups(1 if any_step else ref.shape[1]):
         return ref.at[(*before, steps, *behind)]
     start, size = _start_and_size(steps, ref.shape[1])
     return Steps(ref, before, behind, start, 0, (size, ref.shape[-1]))
@@ -93,10 +95,10 @@ def copy_in(source: Any, tile: Any, barrier: Any) -> None:
 
 
 @interpretable
-def copy_out(tile: Any, destination: Any, where: Any = None) -> None:
-    """Starts a copy to global memory, if the condition holds."""
+def copy_out(tile: Any, destination: Any, where: Any = None, size: Any = None) -> None:
+    """Starts a copy to global memory, if the condition holds; size: of so many rows, None: all."""
     if isinstance(destination, Steps):
-        start = functools.partial(copy_steps, destination, tile)
+        start = functools.partial(copy_steps, destination, tile, size=size)
         start() if where is None else pl.when(where)(start)
     else:
         plgpu.copy_smem_to_gmem(tile, destination, predicate=where)

@@ -26,6 +26,7 @@ import numpy as np
 from jax import lax
 from jax.experimental import pallas as pl
 
+from mlstm_pallas.chunk_list import state_of
 from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.problem import Problem, next_power_of_two
 from mlstm_pallas.stage import Launch, clamped, largest_rows, sequence_shape
@@ -207,7 +208,7 @@ def recurrent_fw_H(
             axes=axes,
             indices=dict(
                 n=lambda *at, index=index: index,
-                s=lambda i, part, b: chunks.state_of(p, b, part),
+                s=lambda i, part, b: state_of(p, N, b, part),
             ),
             grid=grid,
             call=call,
