@@ -1,5 +1,7 @@
 """Hand-written MLIR for what Pallas cannot express.
 
+``inline_load_transposed`` and ``inline_store_transposed`` move a tile between registers and its
+transpose in global memory, which plgpu refuses because registers hold pairs of columns.
 ``copy_steps`` copies a tile in the layout that wgmma reads, from or to an array whose number of
 steps is no multiple of 8. plgpu's TMA copies refuse such an array, because they view it as whole
 groups of 8 rows. ``inline_sum_over_rows`` sums over the rows of a tile. jnp.sum cannot be used for
@@ -17,7 +19,7 @@ from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.mosaic.gpu import launch_context, utils
 from jax.extend.core import Primitive
 from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import arith, llvm, nvvm, vector
+from jaxlib.mlir.dialects import arith, llvm, memref, nvvm, vector
 
 from mlstm_pallas.mosaic_gpu.launch import plgpu, tile_transforms
 from mlstm_pallas.tiles import remainder
@@ -130,6 +132,15 @@ def copy_steps(steps: Any, tile: Any, barrier: Any = None, size: Any = None) -> 
     scalars = [jnp.asarray(x, jnp.int32) for x in (*at, count, address)]
     types = plgpu.RefType(), plgpu.RefType(transforms), *[plgpu.Layout.WG_SPLAT] * len(scalars)
     plgpu.inline_mgpu(arg_types=types)(start)(steps.array, tile, *scalars)
+
+
+def inline_load_transposed(_: Any, zeros: Any, array: Any) -> mgpu.FragmentedArray:
+    """The transposed tile in global memory, with the layout of ``zeros``, element by element."""
+    return zeros.foreach(lambda _, at: memref.load(array, at[::-1]), create_array=True)
+
+
+def inline_store_transposed(_: Any, tile: Any, array: Any) -> None:
+    tile.foreach(lambda x, at: memref.store(x, array, at[::-1]))
 
 
 def by_lanes(columns: int) -> Any:

@@ -129,6 +129,12 @@ class Interpreter:
     def sum_over_columns(self, x: jax.Array) -> jax.Array:
         return jnp.sum(x, axis=1)
 
+    def load_transposed(self, array: Any) -> Any:
+        return array[...].T
+
+    def store_transposed(self, array: Any, tile: Any) -> None:
+        array[...] = tile.T
+
     def copied_by_groups(self, steps: int) -> bool:
         return False
 

@@ -38,7 +38,7 @@ from mlstm_pallas.mosaic_gpu.limits import (
     HEADS,
     HopperTiles,
 )
-from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of
+from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of, load_transposed, store_transposed
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch, largest_rows, sequence_shape
 from mlstm_pallas.stages.recurrent_fw_H import FusedScan, Operands
@@ -141,8 +141,6 @@ def _kernel(
             if partial_gmem is not None:
                 hT += load(tiles["partial"].at[:, in_tile].T).astype(jnp.float32)
             vT = load(tiles["v"].at[:, in_tile].T)
-            if in_list:  # a NaN of the next segment is not multiplied by 0
-                vT = jnp.where(rows_and_columns(WG_ROWS, L)[1] < size, vT, 0)
             scaled = (vT.astype(jnp.float32) * abar).astype(dtype)
 
             def intra(hT_acc, CT_acc):
@@ -171,19 +169,19 @@ def _kernel(
         loop(all_chunks - num_chunks, store_chunk, None)
 
     def state_blocks(array, rows):
-        return [array.at[state, rows, columns_of(b)[1]].T for b in range(num_blocks)]
+        return [array.at[state, rows, columns_of(b)[1]] for b in range(num_blocks)]
 
     def store_last():
         for x, block in zip(CT, state_blocks(C_last_gmem, slice(None)), strict=True):
-            block[...] = x
+            store_transposed(block, x)
 
     ring = CopyRing(barriers, config.num_stages, num_chunks, load_slot)
     ring.prologue()
     CT = [products.zeros(WG_ROWS, rows) for _ in range(num_blocks)]
     if C_initial_gmem is not None:
-        CT = [load(x, optimized=False) for x in state_blocks(C_initial_gmem, state_rows)]
+        CT = [*map(load_transposed, state_blocks(C_initial_gmem, state_rows))]
         if in_list:
-            CT = [jnp.where(has_state, x, 0.0) for x in CT]
+            CT = [jnp.where(jnp.broadcast_to(has_state, x.shape), x, 0.0) for x in CT]
     CT, _ = loop(num_chunks, join, (CT, gamma_gmem[head, first]))
     if C_last_gmem is not None:
         pl.when(has_state)(store_last)

@@ -12,9 +12,15 @@ import dataclasses
 import functools
 from typing import Any
 
+import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from mlstm_pallas.mosaic_gpu.inline_mlir import GROUP, copy_steps
+from mlstm_pallas.mosaic_gpu.inline_mlir import (
+    GROUP,
+    copy_steps,
+    inline_load_transposed,
+    inline_store_transposed,
+)
 from mlstm_pallas.mosaic_gpu.interpreter import interpretable
 from mlstm_pallas.mosaic_gpu.launch import plgpu
 from mlstm_pallas.problem import Problem
@@ -77,6 +83,24 @@ def head_of(ref: Any, n: Any, p: Problem, *, any_step: bool = False) -> Any:
         return ref.at[(*before, steps, *behind)]
     start, size = _start_and_size(steps, ref.shape[1])
     return Steps(ref, before, behind, start, 0, (size, ref.shape[-1]))
+
+
+@interpretable
+def load_transposed(array: Any) -> Any:
+    """The transposed tile of float32 in global memory, in the layout of an accumulator."""
+    shape = plgpu.ShapeDtypeStruct(array.shape[::-1], jnp.float32, layout=plgpu.Layout.WGMMA)
+    types = plgpu.Layout.WGMMA, plgpu.RefType()
+    zeros = plgpu.layout_cast(jnp.zeros(shape.shape, jnp.float32), plgpu.Layout.WGMMA)
+    return plgpu.inline_mgpu(arg_types=types, return_type=shape)(inline_load_transposed)(
+        zeros, array
+    )
+
+
+@interpretable
+def store_transposed(array: Any, tile: Any) -> None:
+    """Stores the transpose of an accumulator's value in global memory."""
+    types = plgpu.Layout.WGMMA, plgpu.RefType()
+    plgpu.inline_mgpu(arg_types=types)(inline_store_transposed)(tile, array)
 
 
 @interpretable
