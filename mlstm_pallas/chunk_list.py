@@ -167,12 +167,14 @@ def of_segments(ends: Array, end: Array, S: int, L: int) -> ChunkList:
     return ChunkList(Parts(begins, first), entries)
 
 
-def of_lengths(lengths: Array, S: int, L: int, NC: int) -> ChunkList:
-    """The list of rows with one segment, from step 0 on, in NC chunks without an entry before them.
+def of_lengths(lengths: Array, S: int, p: Problem) -> ChunkList:
+    """The list of rows with one segment, from step 0 on, without an entry before it.
 
     Args:
-      lengths: (B * NH,) int32.
+      lengths: (B * NH,) int32, of the segments.
+      S: steps of a row.
     """
+    L, NC = p.L, p.NC
     zeros, ones = jnp.zeros_like(lengths), jnp.ones_like(lengths)
     begins = jnp.stack([zeros, lengths, lengths, S * ones], axis=1)
     first = jnp.stack([zeros, NC * ones, zeros, zeros], axis=1)

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mlstm_pallas.arrays import Forward, Inputs, LastStates, SegmentStates, StoredStates
-from mlstm_pallas.chunk_list import of_segments
+from mlstm_pallas.chunk_list import of_lengths, of_segments
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.planning import CallSpec
@@ -199,17 +199,22 @@ def fused(
         n, n_last = key_states(spec, call, x.k, gates, x.n_initial)
     else:
         n, n_last = precomputed.n
+    q, v, gamma, C_initial, chunks = x.q, x.v, gates.scaGamma, x.c_initial, None
+    if x.lengths is not None and num_splits == 1 and spec.recompute_states_in_bw:
+        chunks = of_lengths(x.lengths, v.shape[1], p)
+        if C_initial is not None:
+            C_initial = C_initial.reshape(p.B, 1, p.NH, p.DHQK, p.DHHV)
     scan: ScanOperands = run(
         "parallel_fw_P",
         matQ=x.q,
         matK=x.k,
         gates=gates,
         vecN_states=n,
+        chunks=chunks,
         normaliser=spec.normaliser,
         call=call,
     )
-    q, v, gamma, keys, C_initial = x.q, x.v, gates.scaGamma, scan.keys, x.c_initial
-    of_splits = scan
+    of_splits, keys = scan, scan.keys
     if num_splits > 1:
         if precomputed is not None and precomputed.X.shape[1] == num_splits:
             added = precomputed.X[:, :-1]
@@ -236,12 +241,14 @@ def fused(
         scan=of_splits,
         scaGamma=gamma,
         matC_initial=C_initial,
+        chunks=chunks,
         return_last=spec.return_last_states,
         store_every=0 if spec.recompute_states_in_bw else stride,
         call=spec.launch("recurrent_fw_H", lowering, p.split(num_splits)),
     )
     last = None
     if C_last is not None:
+        C_last = C_last.reshape(p.BNH * num_splits, p.DHQK, p.DHHV)
         C_last = heads_of_splits(C_last, num_splits)[:, -1]
         last = LastStates(C_last, n_last, gates.scaM_states[:, -1])
     m = gates.scaM_states[:, ::stride]

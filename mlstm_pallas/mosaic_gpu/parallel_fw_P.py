@@ -26,6 +26,7 @@ from mlstm_pallas.mosaic_gpu.fragments import (
 )
 from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
+    BY_ROWS,
     WG_ROWS,
     block,
     float32,
@@ -46,7 +47,23 @@ from mlstm_pallas.tiles import divide, remainder
 COLUMNS = 256, 192, 128, 64  # the choices per copy
 
 
-def _kernel(
+def _kernel(entries_gmem, **refs) -> None:
+    """The chunk of a CTA, or zeros of r and z for an entry without steps."""
+    if entries_gmem is None:
+        return _chunk(None, **refs)
+    head, chunk = lax.axis_index("head"), lax.axis_index("chunk")
+    size, steps = entries_gmem.sizes[head, chunk], block(chunk, WG_ROWS)
+    pl.when(size > 0)(functools.partial(_chunk, entries_gmem, **refs))
+
+    @pl.when(size == 0)
+    def _() -> None:
+        for x in (refs["r_gmem"], refs["z_gmem"]):
+            if x is not None:
+                zeros = plgpu.layout_cast(jnp.zeros((WG_ROWS,), jnp.float32), BY_ROWS)
+                x.at[head, steps][...] = zeros
+
+
+def _chunk(
     entries_gmem,  # of ``ChunkList``: (B * NH, NC) each, None without a list
     q_gmem,  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
     k_gmem,
