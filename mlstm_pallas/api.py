@@ -131,10 +131,13 @@ def mlstm_chunkwise(
         last states are the states after sequence_lengths[b] steps. Beyond
         them h and all gradients are 0, even if the padding holds NaN gates or
         finite q, k and v up to 1e10.
-      num_segments: N, with segment_ids and return_last_states. The call
-        returns the states at the ends of the first N segments of each batch
-        entry, (B, N, NH, ...), and zeros for segments that do not occur. Such
-        a call has no derivatives.
+      num_segments: N, with segment_ids and return_last_states, for packed
+        prompts. The call returns the states at the ends of the first N
+        segments of each batch entry, (B, N, NH, ...). The initial states may
+        then be (B, N, NH, ...) too: segment n starts from states n, as a
+        prompt that is prefilled in pieces. The states of segments that do not
+        occur stay as they were, zeros without initial states. Segments of
+        multiples of 64 steps are fastest. Such a call has no derivatives.
       input_gate: "exp", or "sigmoid" (mLSTMsig, arXiv:2503.14376), where
         log sigmoid(i_t) replaces i_t, every m_t is 0, and m_initial must be
         None or zeros.

@@ -1,17 +1,17 @@
 """Lists of chunks: the chunks of a row whose parts do not begin at multiples of L steps.
 
 A row of S steps has N segments, each with states of its own, a rest, and a tail in which h is 0.
-The parts follow one another, and every one of the first N + 1 has whole chunks of its own, the last
-of which may have fewer than L steps. The list has all chunks of a row. Gates, P and whatever else is
-computed per step are in the chunks of the list, while q, k, v and h stay as they are: kernels read
-and write the steps of a chunk where they are in the row.
+The parts follow one another. Each of the first N + 1 has chunks of its own, the last of which may
+have fewer than L steps. The list has all chunks of a row. Gates, P and all else that is computed
+per step are in the chunks of the list. q, k, v and h stay as they are: the kernels read and write
+the steps of a chunk where they are in the row.
 
 ``of_segments`` puts an entry without steps before each part. The gates of this entry reset the
-state, and then hold the m with which the part begins. So the recurrences over chunks need not know
-where parts begin.
+state, and its input gate is the m with which the part begins. So the recurrences over chunks need
+not know where parts begin.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -55,7 +55,7 @@ class ChunkList(NamedTuple):
         return _part_of_entries(self.parts.first[:, : self.N + 1], self.NC)
 
     def gates(
-        self, i: Array, f: Array, starts: Array, m: Array, L: int
+        self, i: Array, f: Array, starts: Any, m: Array, L: int
     ) -> tuple[Array, Array, Array]:
         """The gates and the resets of the entries' steps, (B * NH, NC * L).
 

@@ -386,7 +386,7 @@ def _backward(
     gradients: Inputs = operation(
         _second_half, spec, residuals, whole, first, after.dC, lowering=lowering
     )
-    of_initial = {
+    of_initial: dict[str, Any] = {
         name: jnp.where(index == 0, getattr(gradients, name), 0.0)
         for name in ("c_initial", "n_initial", "m_initial")
     }

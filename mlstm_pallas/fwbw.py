@@ -1,12 +1,10 @@
 """The custom_vjp that joins the schedules."""
 
-import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, NoReturn
 
 import jax
-import jax.numpy as jnp
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -16,7 +14,6 @@ from mlstm_pallas.backward import backward
 from mlstm_pallas.forward import PrecomputedStates
 from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.sharding import over_shards
-from mlstm_pallas.stage import Lowering
 
 NO_SUCH_DERIVATIVE = (
     "mlstm_chunkwise has first derivatives in reverse mode only; for second derivatives and "

@@ -178,7 +178,9 @@ class Operation:
         if axes := set(first.mesh.explicit_axes):
             if len(axes) == len(first.mesh.axis_names):
                 axes = set()  # all axes but those that vmap holds, which only shard_map knows
-            args, common = _sharded_alike(_heads_first(spec, args, self.mapped), first.mesh, self.mapped + 2)
+            args, common = _sharded_alike(
+                _heads_first(spec, args, self.mapped), first.mesh, self.mapped + 2
+            )
             outputs = jax.shard_map(
                 self.on_transposed_shard,
                 mesh=None if context == first.mesh else first.mesh,

@@ -20,7 +20,7 @@ LAYERS = (
     ("",),  # the package itself
     ("api", "recurrent", "distributed", "export", "preview", "reference", "xlstm_jax"),
     ("fwbw",),
-    ("entry", "forward", "backward", "segments"),
+    ("entry", "forward", "backward"),
     ("arrays", "backend", "sharding"),
     ("planning",),
     ("config",),
@@ -29,6 +29,7 @@ LAYERS = (
     ("stages", "costs"),
     ("gate_gradients", "stage"),
     ("gates", "validation"),
+    ("chunk_list",),
     ("problem", "tiles", "normaliser", "splits", "annotations", "gpu", "version"),
 )
 LAYER = {name: layer for layer, names in enumerate(LAYERS) for name in names}

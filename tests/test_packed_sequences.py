@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from oracle import array, beyond, compare, in_layout, oracle, random_inputs, slow, tolerance
 
-from mlstm_pallas import KernelConfig, mlstm_chunkwise, pack_lengths
+from mlstm_pallas import mlstm_chunkwise, pack_lengths
 
 S, L = 90, 32
 
@@ -107,25 +107,29 @@ def check_prompts(
     compare("hcnm", result, (expected, *of_prompts), tolerance(dtype, S + DHQK))
 
 
-SCAN = dict(config=KernelConfig(fused=True))
+ODD = [1, 2, 31, 32, 33], [65]
 
 
 @pytest.mark.parametrize(
     ("count", "options"),
     [
-        (30, dict(backend="interpret", layout="BTNH", **SCAN)),
+        (30, dict(backend="interpret", layout="BTNH")),
         (9, dict(backend="xla", layout="BTNH", input_gate="sigmoid")),
+        (9, dict(backend="xla", layout="BTNH", go_on=True)),
+        (0, dict(backend="interpret", go_on=True, rows=ODD)),
         slow(9, dict(backend="interpret", dtype="bfloat16")),
     ],
-    ids=["fused", "plain", "materialised"],
+    ids=["triton", "plain", "plain_go_on", "triton_go_on", "bfloat16"],
 )
 def test_prompts_are_read_at_once(count, options):
     check_prompts(count, 16, 32, chunk_size=L, **options)
 
 
-def test_the_states_of_a_segment_see_no_nan_of_the_next():
+@pytest.mark.parametrize("backend", ["xla", "interpret"])
+def test_the_states_of_a_segment_see_no_nan_of_the_next(backend):
     inputs, ids = random_inputs(5, 1, 2, S, 16, 16, states=False), np.repeat([0, 1], [40, 50])
-    run = jax.jit(functools.partial(mlstm_chunkwise, return_last_states=True, num_segments=1))
+    options = dict(return_last_states=True, num_segments=1, backend=backend)
+    run = jax.jit(functools.partial(mlstm_chunkwise, **options))
     poisoned = {name: inputs[name].at[:, :, 40:].set(jnp.nan) for name in "qkvif"}
     for x, y in zip(*(run(**z, segment_ids=ids[None])[1] for z in (inputs, poisoned)), strict=True):
         assert np.isfinite(x).all()

@@ -102,10 +102,9 @@ def copy_steps(steps: Any, tile: Any, barrier: Any = None, size: Any = None) -> 
 
         leader = utils.single_thread_predicate(utils.ThreadSubset.WARPGROUP)
         one_part = columns == tiling[1]
-        whole, rows_of_piece, transform = groups, GROUP, parts
+        whole, transform, rows_of_piece = ((), (), 1) if one_part else (groups, parts, GROUP)
         if one_part:
-            tile, whole, transform = utils.memref_reshape(tile, (rows, columns)), (), ()
-            rows_of_piece = 1
+            tile = utils.memref_reshape(tile, (rows, columns))
         if one_part and size is None:
             copy(tile, first, rows, whole, leader)
         else:
@@ -136,7 +135,10 @@ def copy_steps(steps: Any, tile: Any, barrier: Any = None, size: Any = None) -> 
 
 def inline_load_transposed(_: Any, zeros: Any, array: Any) -> mgpu.FragmentedArray:
     """The transposed tile in global memory, with the layout of ``zeros``, element by element."""
-    return zeros.foreach(lambda _, at: memref.load(array, at[::-1]), create_array=True)
+    tile: mgpu.FragmentedArray = zeros.foreach(
+        lambda _, at: memref.load(array, at[::-1]), create_array=True
+    )
+    return tile
 
 
 def inline_store_transposed(_: Any, tile: Any, array: Any) -> None:

@@ -22,7 +22,7 @@ from mlstm_pallas.chunk_list import state_of
 from mlstm_pallas.gpu import Gpu
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing, ring_barriers
-from mlstm_pallas.mosaic_gpu.fragments import across_rows, rows_and_columns
+from mlstm_pallas.mosaic_gpu.fragments import across_rows
 from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     WG_ROWS,
@@ -76,7 +76,9 @@ def _kernel(
     num_blocks, in_list = siz_b_DHHV // (WARPGROUPS * WG_ROWS), parts_gmem is not None
     state_rows, v_columns = pl.ds(launch * rows, rows), block(column_block, siz_b_DHHV)
     of_head = functools.partial(head_of, n=head, p=p, any_step=in_list)
-    first, num_chunks, state, has_state = 0, p.NC, head, True
+    state, has_state = head, True
+    first: Any = 0
+    num_chunks: Any = p.NC
     if in_list:
         part, N = lax.axis_index("part"), parts_gmem.begins.shape[1] - 3
         begin, end = (parts_gmem.begins[head, part + x] for x in range(2))
@@ -172,8 +174,8 @@ def _kernel(
         return [array.at[state, rows, columns_of(b)[1]] for b in range(num_blocks)]
 
     def store_last():
-        for x, block in zip(CT, state_blocks(C_last_gmem, slice(None)), strict=True):
-            store_transposed(block, x)
+        for x, place in zip(CT, state_blocks(C_last_gmem, slice(None)), strict=True):
+            store_transposed(place, x)
 
     ring = CopyRing(barriers, config.num_stages, num_chunks, load_slot)
     ring.prologue()

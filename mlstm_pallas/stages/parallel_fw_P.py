@@ -45,9 +45,7 @@ def parallel_fw_P(
 ) -> ScanOperands:
     """Runs the stage, in the chunks of recurrent_fw_H."""
     p, gates, chunks = call.problem, x.gates, x.chunks
-    q, k = (
-        call.chunks(y) if chunks is None else chunks.gather(y, p.L) for y in (x.matQ, x.matK)
-    )
+    q, k = (call.chunks(y) if chunks is None else chunks.gather(y, p.L) for y in (x.matQ, x.matK))
     kbar = k.astype(gates.vecW.dtype) * gates.vecAbar[..., None]
     n = x.vecN_states
     P = jnp.einsum(
