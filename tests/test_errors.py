@@ -182,6 +182,15 @@ VALUES = {
     f"sequence_lengths has shape (2, 40), expected (B) = (2,), {Q}": {
         "sequence_lengths": array(2, 40, dtype="int32")
     },
+    "c_initial has shape (2, 3, 4, 16, 32), expected (B, NH, DHQK, DHV) = (2, 4, 16, 32) or "
+    f"(B, N, NH, DHQK, DHV) = (2, 2, 4, 16, 32), {Q}": {
+        "num_segments": 2,
+        "segment_ids": array(2, 40, dtype="int32"),
+        "return_last_states": True,
+        "c_initial": array(2, 3, 4, 16, 32),
+        "n_initial": array(2, 3, 4, 16),
+        "m_initial": array(2, 3, 4),
+    },
     "num_segments is 0, expected an integer from 1 to 2147483647": {"num_segments": 0},
     "num_segments is 2 without segment_ids, expected both": {"num_segments": 2},
     "num_segments is 2 with return_last_states=False, expected return_last_states=True": {

@@ -22,7 +22,7 @@ from oracle import (
     random_inputs,
     step_names,
 )
-from test_packed_sequences import check_prompts
+from test_packed_sequences import ODD_ON_A_GPU, check_prompts
 from test_sequence_lengths import check as check_lengths
 
 from mlstm_pallas import (
@@ -268,7 +268,8 @@ def test_lengths_and_states_of_packed_prompts(fused):
     inputs = random_inputs(6, 3, 2, 1000, 128, 256, dtype="bfloat16")
     bounds = FORWARD["bfloat16"], BACKWARD["bfloat16"]
     check_lengths(inputs, np.array([0, 700, 1000]), bounds, **options)
-    check_prompts(37, 128, 256, dtype="bfloat16", layout="BTNH", **options)
+    check_prompts(37, 128, 256, dtype="bfloat16", layout="BTNH", go_on=fused, **options)
+    check_prompts(0, 128, 256, dtype="bfloat16", rows=ODD_ON_A_GPU, go_on=fused, **options)
 
 
 # ---------------- one token at a time

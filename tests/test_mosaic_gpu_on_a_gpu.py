@@ -27,7 +27,7 @@ from mosaic_gpu_cases import (
 )
 from oracle import assert_same_bits, call_shapes, random_inputs
 from test_gpu_huge import inputs_on_device
-from test_packed_sequences import check_prompts
+from test_packed_sequences import ODD_ON_A_GPU, check_prompts
 from test_stages import launch_of
 
 from mlstm_pallas import KernelConfig, dispatch, mlstm_chunkwise
@@ -188,8 +188,9 @@ def repeats_on_a_gpu(B, NH, S, DHQK, DHHV):
 
 
 def prompts_on_a_gpu():
-    options = dict(dtype="bfloat16", layout="BTNH", backend="mosaic_gpu", config=FUSED)
+    options = dict(dtype="bfloat16", layout="BTNH", backend="mosaic_gpu")
     check_prompts(37, 256, 512, **options)
+    check_prompts(0, 384, 256, rows=ODD_ON_A_GPU, go_on=True, **options)
 
 
 # Of the quick selection.

@@ -216,6 +216,7 @@ def test_a_tile_beyond_the_whole_groups_of_an_array_is_copied_group_by_group():
         for first in range(0, S, 64):
             whole = first + 64 <= S // 8 * 8
             assert groups_alone(first, S, 64) == (0 if whole else 8), (S, first)
+        assert groups_alone(3, S, 64) == 8  # it begins inside a group
 
 
 # Less than a group of chunks, one, and four splits of one with nine chunks more.

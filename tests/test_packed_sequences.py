@@ -107,7 +107,7 @@ def check_prompts(
     compare("hcnm", result, (expected, *of_prompts), tolerance(dtype, S + DHQK))
 
 
-ODD = [1, 2, 31, 32, 33], [65]
+ODD, ODD_ON_A_GPU = ([1, 2, 31, 32, 33], [65]), ([1, 2, 63, 64, 65, 1000], [130])
 
 
 @pytest.mark.parametrize(

@@ -78,8 +78,8 @@ def _in_list(x: Operands, step: Any, return_last: bool, call: Launch) -> FusedSc
     """The scan over a list of chunks, which carries the states of all parts."""
     p, chunks = call.problem, x.chunks
     assert chunks is not None
-    shape, dtype = (p.BNH, chunks.N, p.DHQK, p.DHHV), x.scaGamma.dtype
-    C = jnp.zeros(shape, dtype)
+    shape = p.BNH, chunks.N, p.DHQK, p.DHHV
+    C = jnp.broadcast_to(zero_states(x.scaGamma[:, 0], *shape[2:])[:, None], shape)
     if x.matC_initial is not None:
         C = jnp.swapaxes(x.matC_initial, 1, 2).reshape(shape)
     C = jnp.pad(C, [(0, 0), (0, 1), (0, 0), (0, 0)])  # the rest
