@@ -1,16 +1,14 @@
-"""Calls of mlstm_pallas as benchmarks and tools ask for them: variants, specs, configs."""
+"""Calls of mlstm_pallas as benchmarks and tools ask for them: variants, launches, configs."""
 
 import json
 from collections.abc import Sequence
 from typing import Any
 
-import jax.numpy as jnp
 from command import Define
 from roofline import FORWARD, backward_stages
 
 from mlstm_pallas import KernelConfig
-from mlstm_pallas.gpu import Gpu
-from mlstm_pallas.planning import CallSpec, make_spec
+from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.stage import Launch
 from mlstm_pallas.stages import STAGES
 from mlstm_pallas.validation import check_chunk_size
@@ -25,20 +23,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "BTNH": {"layout": "BTNH"},
     "states_kept": {"recompute_states_in_bw": False},
 }
-
-
-def call_spec(
-    backend: str,
-    shape: Sequence[int],
-    dtype: str,
-    gpu: Gpu,
-    chunk_size: int | None = None,
-    config: KernelConfig | None = None,
-    variant: str = "",
-) -> CallSpec:
-    """The spec of a call; shape: B, NH, S, DHQK, DHHV."""
-    options = dict(recompute_states_in_bw=variant != "states_kept", config=config)
-    return make_spec(shape, jnp.dtype(dtype), gpu, backend, chunk_size=chunk_size, **options)
 
 
 def launch_of(spec: CallSpec, stage: str) -> Launch:

@@ -43,7 +43,7 @@ import roofline
 import runner
 import shapes
 from absl import flags
-from calls import call_spec, config_row, launch_of
+from calls import config_row, launch_of
 from command import RequestError
 from peers import Inputs, random_inputs
 from roofline import backward_stages
@@ -192,9 +192,10 @@ class MlstmPallas(peers.JaxImplementation):
         gpu: Gpu | None = None,
     ):
         self.name, self.variant, self.oracle = backend, variant, ORACLES.get(variant, peers.exact)
-        self.spec = call_spec(
-            backend, shape, dtype, gpu or target_gpu(), chunk_size, config, variant
-        )
+        options = dict(chunk_size=chunk_size, config=config)
+        options["recompute_states_in_bw"] = variant != "states_kept"
+        what = shape, jnp.dtype(dtype), gpu or target_gpu(), backend
+        self.spec = planning.make_spec(*what, **options)
         self.config = config_row(self.spec)
 
     def computation(self, inputs, direction):
@@ -314,15 +315,13 @@ class Case:
             self._arrays[key] = jax.block_until_ready(stage_arrays(self.inputs, *key))
         return self._arrays[key]
 
-    def inputs_of(self, impl: peers.Implementation) -> Any:
+    def inputs_of(self, impl: Any) -> Any:
         """The inputs of impl.build."""
-        stage = isinstance(impl, MlstmPallasStage)
-        return self.arrays(impl.call.problem.L) if stage else self.inputs
+        return self.arrays(impl.call.problem.L) if self.stage else self.inputs
 
-    def expected(self, impl: peers.Implementation) -> tuple[np.ndarray, Any]:
+    def expected(self, impl: Any) -> tuple[np.ndarray, Any]:
         """Indices of the checked heads, and the expected outputs of these, float64."""
-        stage = isinstance(impl, MlstmPallasStage)
-        key = (self.stage, impl.call.problem.L) if stage else impl.oracle
+        key = (self.stage, impl.call.problem.L) if self.stage else impl.oracle
         if key not in self._expected:
             args, cotangent = impl.oracle_arguments(self.inputs_of(impl))
             index = self.checked_heads(math.prod(jax.tree.leaves(args)[0].shape[: impl.head_axes]))

@@ -25,7 +25,6 @@ import statistics
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import calls
 import command
 import jax
 import kernel_benchmark
@@ -84,13 +83,11 @@ class Spread(peers.JaxImplementation):
 
     oracle = staticmethod(peers.exact)
 
-    def __init__(
-        self, backend: str, dim: int, devices: Sequence[jax.Device], layout: str, **options: Any
-    ):
+    def __init__(self, backend: str, dim: int, devices: Sequence[jax.Device], layout: str):
         self.name, self.layout = backend, layout
         self.spec = P(*[None] * layout.index("BNT"[dim]), AXIS)
         self.mesh = Mesh(np.array(devices), (AXIS,))
-        options |= dict(backend=backend, layout=layout)
+        options = dict(backend=backend, layout=layout)
         self.forward = functools.partial(mlstm_chunkwise, **options)
         if dim == 2 and len(devices) > 1:
             parallel = mlstm_chunkwise_sequence_parallel
@@ -133,8 +130,7 @@ def prepare(row: Row, of: Shape, options: flags.FlagValues, calls: dict[int, Any
     """Adds the call to time, by its number of devices, if the outputs of a small one are right."""
     n, mode, direction = row["devices"], MODES[row["mode"]], row["direction"]
     case = ReducedCase(mode.reduced(of, n), row["dtype"], gradients=direction == "fwbw")
-    chunks = dict(chunk_size=options.chunk_size, config=options.config)
-    impl = Spread(row["impl"], mode.dim, jax.local_devices()[:n], row["layout"], **chunks)
+    impl = Spread(row["impl"], mode.dim, jax.local_devices()[:n], row["layout"])
     try:
         reduced = impl.inputs(case.shape, case.dtype)
         call, outputs = runner.first_call(row, impl, reduced, direction)
@@ -230,7 +226,6 @@ def define_flags(define: command.Define) -> None:
     define.names("layout", ["BNTH"], ("BNTH", "BTNH"), "of the arrays.")
     define.enum("backend", None, BACKENDS, "None: triton, without a GPU xla.")
     define.shared("shape", "direction", "dtype", "repeats", "commit", "from_jsonl", "jsonl", "plot")
-    calls.define_chunks(define)
 
 
 def run(options: flags.FlagValues) -> int:

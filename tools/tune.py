@@ -45,10 +45,9 @@ from tqdm import tqdm
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import command
 import shapes
-from calls import call_spec, config_row
 from candidates import Result, start_workers
 from command import RequestError
-from kernel_benchmark import STAGES
+from kernel_benchmark import STAGES, MlstmPallas
 from shapes import Shape
 from worker import NoAnswer, ProcessEnded, Worker
 
@@ -56,7 +55,6 @@ import mlstm_pallas
 from mlstm_pallas.backend import requested_backend
 from mlstm_pallas.config import KernelConfig, tuning_name
 from mlstm_pallas.gpu import target_gpu
-from mlstm_pallas.planning import CallSpec
 from mlstm_pallas.stage import Lowering
 
 MIN_GAIN = 0.03  # of a whole call over that of the rules
@@ -97,16 +95,16 @@ class Calls:
     def __str__(self) -> str:
         return f"{self.shape} {self.dtype}"
 
-    def spec(self, overrides: Overrides) -> CallSpec:
+    def implementation(self, overrides: Overrides) -> MlstmPallas:
         gpu = dataclasses.replace(target_gpu(), name="")  # which has no rows
         config = KernelConfig(**keywords(overrides))
-        return call_spec(self.backend, self.shape, self.dtype, gpu, config=config)
+        return MlstmPallas(self.backend, self.shape, self.dtype, config=config, gpu=gpu)
 
     def row(self, overrides: Overrides) -> dict[str, Any] | None:
         """All keywords of the config of a call; None: it is not possible."""
         try:
-            spec = self.spec(overrides)
-            return config_row(spec) if spec.problem.S == self.shape.S else None
+            impl = self.implementation(overrides)
+            return impl.config if impl.spec.problem.S == self.shape.S else None
         except ValueError:
             return None
 
@@ -402,7 +400,7 @@ def parse_request(options: flags.FlagValues) -> tuple[list[Calls], str]:
     cases = []
     for name, shape in shapes.named(options.shape).items():
         cases += [Calls(options.backend, shape, dtype) for dtype in options.dtype]
-        p = cases[-1].spec({}).problem
+        p = cases[-1].implementation({}).spec.problem
         if shape[2:] != (p.S, p.DHQK, p.DHHV):
             sizes = f"tune S, DHQK, DHHV = {p.S}, {p.DHQK}, {p.DHHV}"
             raise RequestError(f"shape {name} is padded when it runs: {sizes}")
