@@ -36,7 +36,7 @@ def launch_of(spec: CallSpec, stage: str) -> Launch:
 def config_row(spec: CallSpec, stages: Sequence[str] = ()) -> dict[str, Any]:
     """The keywords of a KernelConfig with which a call runs as it does now, whatever is tuned.
 
-    stages: whose tiles it has; empty: those of the call.
+    stages: the stages whose tiles it has; empty: all stages of the call.
     """
     plan = spec.plan
     row: dict[str, Any] = dict(chunk_size=spec.problem.L, fused=plan.fused)

@@ -11,7 +11,7 @@ from typing import Any
 import shapes
 from absl import app, flags
 
-flags.disclaim_key_flags()  # --help shows the flags defined here as those of the program
+flags.disclaim_key_flags()  # --help lists the flags defined here under the program's name
 
 
 class RequestError(ValueError):
@@ -37,7 +37,7 @@ SHARED: dict[str, tuple[Any, ...]] = {
     "direction": ("names", ["fwd"], ("fwd", "fwbw"), "forward, forward and backward."),
     "dtype": ("names", ["bfloat16"], ("bfloat16", "float16", "float32"), "of q, k, v."),
     "repeats": ("integer", 10, "Batches of calls; the median counts.", 1),
-    "commit": ("string", None, "For the rows; none: that of the git working tree, if it is one."),
+    "commit": ("string", None, "For the rows; none: the HEAD of the git working tree."),
     "from_jsonl": ("list", [], "Measure nothing; report the rows of these files."),
     "jsonl": ("string", None, "File to append each row to as it is measured."),
     "plot": ("string", None, "PNG to write at the end."),

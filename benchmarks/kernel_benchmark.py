@@ -76,7 +76,7 @@ TOLERANCES = {
 # ---------------------------------------------------------------- stages and implementations
 
 
-# step_benchmark.py times those of generation.
+# step_benchmark.py times the stage of generation.
 STAGES = {name: stage for name, stage in stages.STAGES.items() if not stage.decode}
 
 
@@ -295,7 +295,7 @@ class Case:
 
     Args:
       stage: or "", whole calls.
-      gradients: whether those of whole calls are expected.
+      gradients: whether the gradients of whole calls are checked too.
     """
 
     def __init__(self, shape: Shape, dtype: str, stage: str = "", *, gradients: bool = False):
@@ -308,7 +308,7 @@ class Case:
         return jax.block_until_ready(random_inputs(jax.random.key(0), self.shape, self.dtype))
 
     def arrays(self, L: int) -> dict[str, Any]:
-        """The inputs of the stage in chunks of L steps; those of the last L are kept."""
+        """The inputs of the stage in chunks of L steps; the arrays of the last L are kept."""
         key = L, STAGES[self.stage].fused
         if key not in self._arrays:
             self._arrays.clear()
@@ -373,7 +373,7 @@ def measure(row: Row, case: Case, options: flags.FlagValues) -> None:
         what = name, case.shape, case.dtype, options.chunk_size, options.config
         impl: peers.Implementation = implementation(case.stage, *what, row["variant"] or "exp")
     elif case.stage:
-        raise UnsupportedError("stages are those of mlstm_pallas alone")
+        raise UnsupportedError("only mlstm_pallas has stages")
     else:
         impl = peers.PEERS[name]()
     call, outputs = runner.first_call(row, impl, case.inputs_of(impl), direction)

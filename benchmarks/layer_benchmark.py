@@ -224,9 +224,9 @@ class Case:
 
 
 def named(outputs: Any) -> dict[str, np.ndarray]:
-    """y and the gradients by name in float32, of y and x those of the first batch entry.
+    """y and the gradients by name in float32.
 
-    y and the gradient of x are those of the first batch entry. A gate's matrix and bias are one
+    y and the gradient of x have the first batch entry alone. A gate's matrix and bias are one
     array. The gradient of the input gate's bias alone has no digits to compare: a shift of all
     input gates scales C and n alike, which the norm divides out.
     """

@@ -1,7 +1,7 @@
 """Other implementations to measure beside mlstm_pallas, the inputs of all, the float64 oracles.
 
 A package is imported only when it is asked for, and called, never copied from. Building an
-implementation raises where the package or the device is missing, or where the package does not take
+implementation raises if the package or the device is missing, or if the package does not support
 the shape.
 """
 
@@ -311,7 +311,7 @@ class TorchPeer(Implementation):
 
 
 def check_state_size(shape: Shape, chunk_size: int) -> None:
-    """Raises ValueError where the states of mlstm_kernels are beyond its offsets of 32 bits.
+    """Raises ValueError if the states of mlstm_kernels exceed its 32-bit offsets.
 
     It writes to other addresses then, and no CUDA call of the process works any more.
     """
@@ -381,7 +381,7 @@ class SimpleGLA(TorchPeer):
 
     name, modules = "fla_simple_gla", ("fla.ops.simple_gla",)
     oracle = staticmethod(no_input_gate)
-    outputs = ("h", "dq", "dk", "dv")  # its last gradient is that of log sigmoid(f)
+    outputs = ("h", "dq", "dk", "dv")  # its last gradient is with respect to log sigmoid(f)
     config = MappingProxyType(dict(chunk_size=64))
 
     def arguments(self, inputs):

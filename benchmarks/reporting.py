@@ -8,7 +8,7 @@ from typing import Any
 from command import RequestError
 
 Row = dict[str, Any]
-# Title -> key or function of a row, and format specification; that of text is empty.
+# Title -> key or function of a row, and format specification, which is empty for text.
 Columns = Mapping[str, tuple[str | Callable[[Row], Any], str]]
 DIRECTIONS = {"fwd": "forward", "bwd": "backward", "fwbw": "forward + backward"}
 COLOURS, MARKERS = [f"C{n}" for n in range(10)], "osD^vP*X<>"

@@ -78,7 +78,7 @@ def attention(
 
 
 def device_rates(device_kind: str, dtype: str) -> tuple[float | None, float | None]:
-    """(FLOP/s, bytes/s) of a device; None where they were not measured.
+    """(FLOP/s, bytes/s) of a device; None if they were not measured.
 
     float16 products are as fast as bfloat16's. A float32 product counts as six of these, which is
     the fastest way to float32 quality on a known device.

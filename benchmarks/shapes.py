@@ -6,7 +6,7 @@ from typing import Any, NamedTuple
 
 
 class Shape(NamedTuple):
-    """Dimensions of one call; those of one recurrent step have S = 1."""
+    """Dimensions of one call; a recurrent step has S = 1."""
 
     B: int
     NH: int
@@ -58,5 +58,5 @@ def parse(text: str) -> dict[str, Shape]:
 
 
 def named(parts: Sequence[dict[str, Shape]], *default: str) -> dict[str, Shape]:
-    """The shapes of a flag, or the default ones where it has none."""
+    """The shapes of a flag, or the default ones if it has none."""
     return {k: x for part in parts or map(parse, default) for k, x in part.items()}

@@ -6,7 +6,7 @@ r"""Times a training step of an xLSTM language model, with mlstm_pallas and with
 
 The model has the blocks of xLSTM-7B (arXiv:2503.13427): RMS norm, mLSTM layer, RMS norm, gated MLP,
 each of the two beside a residual connection. The mLSTM layer projects to q, k, v, an output gate
-and the pre-activations of the input and forget gates, 15 tanh(x / 15). An RMS norm a head, the
+and the pre-activations of the input and forget gates, 15 tanh(x / 15). One RMS norm per head, the
 output gate and a projection follow. Logits are 30 tanh(x / 30). The embedding is not tied.
 
     1.3b    24 blocks of width 2048, 4 heads of 256/512 as in xLSTM-7B, MLP of width 5504 (8/3 of
@@ -19,12 +19,12 @@ loss falls. The state is donated.
 FLOPs of the model are 6 for each token and parameter of a matrix product, and three times the
 forward products of the mLSTM in chunks of 128. Neither the embedding nor what is computed again
 counts. MFU is the share of the data sheet's dense bfloat16 rate, "of measured" that of the rate in
-roofline.py. Memory is that of the compiled step: its arguments, which it updates in place, and
+roofline.py. Memory is what the compiled step needs: its arguments, which it updates in place, and
 temporary arrays.
 
 Every implementation starts from the same parameters and tokens. Its losses and its first gradient
-norm are compared with those of the implementation before all others. Exit code 1 when they differ
-or mlstm_pallas fails, 2 when the request makes no sense, 130 after Ctrl-C.
+norm are compared with the first implementation's. Exit code 1 when they differ or mlstm_pallas
+fails, 2 when the request makes no sense, 130 after Ctrl-C.
 """
 
 import dataclasses
@@ -62,7 +62,7 @@ MLSTM = Callable[..., jax.Array]  # q, k, v, i, f as (B, S, NH, ...) -> h (B, S,
 
 @dataclasses.dataclass(frozen=True)
 class Model:
-    """Dimensions; heads of q and k are half as wide as those of v."""
+    """Dimensions; q and k have heads half as wide as v."""
 
     layers: int
     width: int
@@ -139,10 +139,10 @@ class MLSTMLayer(nn.Module):
         q, k = heads(model.qk_width, "query"), heads(model.qk_width, "key")
         v = heads(model.width, "value")
         # Almost closed, as trainings of xLSTM start. With open input gates n . q may cancel, and a
-        # gradient norm is that of a few such steps.
+        # few such steps make up most of a gradient norm.
         i = gate(nn.initializers.constant(-10.0), "input_gate")
         h = self.mlstm(q, k, v, i, gate(forget_bias, "forget_gate"))
-        # One mean a head, one scale a channel.
+        # One mean per head, one scale per channel.
         h = norm(reduction_axes=-1, feature_axes=(-2, -1), name="head_norm")(h).reshape(x.shape)
         return residual_dense(model)(h * nn.sigmoid(dense(model.width, name="output_gate")(x)))
 
@@ -189,7 +189,7 @@ class LanguageModel(nn.Module):
 
 
 def ours(backend: str) -> MLSTM:
-    """The states that are kept for the backward pass are those of one block."""
+    """The states of one block at a time are kept for the backward pass."""
     options = dict(backend=backend, recompute_states_in_bw=False)
     return functools.partial(mlstm_chunkwise, layout="BTNH", **options)
 

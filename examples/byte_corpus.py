@@ -59,7 +59,7 @@ def windows(text: np.ndarray, starts: np.ndarray, seq_len: int) -> np.ndarray:
 def unigram_bits(train: np.ndarray, held_out: np.ndarray) -> float:
     """Held-out bits per byte of a model that knows only how frequent each byte is.
 
-    The frequencies are those of the training text, add-one smoothed.
+    The frequencies are counted in the training text, add-one smoothed.
     """
     counts = np.bincount(train, minlength=VOCABULARY) + 1.0
     return float(-np.mean(np.log2(counts / counts.sum())[held_out]))

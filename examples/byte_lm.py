@@ -1,7 +1,7 @@
 """The byte-level xLSTM that train_byte_lm.py trains: the model, one training step, generation.
 
 The model follows xLSTM (arXiv:2405.04517) in the form of xLSTM-7B (arXiv:2503.13427). Parameters
-are a dictionary; those of the layers are stacked.
+are a dictionary, in which the layers' parameters are stacked.
 """
 
 import dataclasses
@@ -102,7 +102,7 @@ def logits_of(
 ) -> tuple[jax.Array, States | None]:
     """tokens (B, S) and the states before them -> logits (B, S, 256) and the states after them.
 
-    The states after them are None where there are none before them.
+    Without states before them there are none after them.
     """
 
     def block(x, layer):

@@ -31,7 +31,7 @@ class MeshError(ValueError):
 
 
 def parse_mesh(text: str) -> dict[str, int]:
-    """ "data:2,sequence:4" -> the size of every axis, 1 where the text has none.
+    """ "data:2,sequence:4" -> the size of every axis, 1 if the text does not name it.
 
     Raises:
       ValueError: not of that form.

@@ -335,7 +335,7 @@ def stop_on_interrupt() -> Iterator[threading.Event]:
 def asked_to_end(stop: threading.Event, deadline: float, step: int) -> bool:
     """Whether to end after this step, because of a Ctrl-C or --max_minutes.
 
-    Several processes agree on it where they log: a Ctrl-C to one sets ``stop`` in all.
+    Several processes agree on it at the steps that log: a Ctrl-C to one sets ``stop`` in all.
     """
     asked = np.asarray([stop.is_set(), time.monotonic() > deadline])
     if jax.process_count() > 1:

@@ -192,7 +192,7 @@ def run(
 
 
 class Printer:
-    """Prints tokens up to the stop tokens: those of a single prompt as they come."""
+    """Prints tokens up to the stop tokens; a single prompt's tokens are printed as they come."""
 
     def __init__(self, model: Model):
         self.model, self.printed = model, 0
@@ -246,7 +246,7 @@ def benchmark(model: Model) -> dict[str, Any]:
     moved = total_bytes(weights, devices, DTYPE.value) + 2 * B * state_bytes(config, devices)
     matrices = jax.tree.leaves(weights["blocks"], is_leaf=is_weight)
     products = sum(math.prod(weight.shape) for weight in matrices if weight.columns)
-    # C + k v^T and C^T q. Logits are those of each last token.
+    # C + k v^T and C^T q. Only the last token of a prompt needs logits.
     products += 2 * config.num_blocks * config.num_heads * math.prod(config.head_dims)
     flops = 2 * (steps * products + B * config.vocab_size * config.hidden_size)
     rate, per_token = copy_rate(), rest / max(new_tokens - 1, 1)

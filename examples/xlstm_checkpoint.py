@@ -79,7 +79,7 @@ class Weight(NamedTuple):
     """How xlstm_model.py has one or several tensors of a checkpoint, joined on axis 1.
 
     The tensors are (rows * per_row, *columns) and the weight is (rows, sum of per_row, *columns),
-    without axis 1 where it is 1. Those without columns (norms and biases) are float32.
+    without axis 1 if it is 1. Weights without columns (norms and biases) are float32.
     """
 
     names: list[str]

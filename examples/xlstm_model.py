@@ -1,12 +1,12 @@
 """xLSTM-7B (arXiv:2503.13427) for inference: prompts packed into one prefill, then token by token.
 
-The function is that of transformers' xLSTM. Dimensions, as in the shape comments:
+The model computes the same function as transformers' xLSTM. Dimensions, as in the shape comments:
 
     B, S   prompts, steps of all packed prompts     D      width of the residual stream
     NH     heads                                    DHQK   head dimension of q and k
     F, V   width of the feed-forward, vocabulary    DHV    head dimension of v and h
 
-Weights are as Hugging Face has them, (outputs, inputs), and those of one input are one array:
+Weights are (outputs, inputs), as Hugging Face has them; weights of the same input are one array:
 
     embeddings, lm_head (V, D)    out_norm (D,)    blocks: a list of dicts
     norm_mlstm, norm_ffn (D,)     qkvo (NH, 2 DHQK + 2 DHV, D): q, k, v and output gate per head
@@ -34,7 +34,7 @@ State = tuple[jax.Array, jax.Array, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """The values of config.json that decide on the function, with those of xLSTM-7B."""
+    """The values of config.json that decide on the function; the defaults are xLSTM-7B's."""
 
     vocab_size: int = 50304
     hidden_size: int = 4096
@@ -188,7 +188,7 @@ def step(
 
 @functools.partial(jax.jit, static_argnums=0)
 def sample(sampling: Sampling, logits: jax.Array, key: jax.Array, number: Any) -> jax.Array:
-    """Token (B,) from logits (B, V); number: that of the token, of which its randomness depends."""
+    """Token (B,) from logits (B, V); number: of the token; folded into the key."""
     if not sampling.temperature:
         return jnp.argmax(logits, axis=-1)
     logits = logits / sampling.temperature
@@ -214,7 +214,7 @@ def decode(
 ) -> tuple[list[State], jax.Array, jax.Array]:
     """Generates ``steps`` tokens after ``token`` (B,) in one loop on the device.
 
-    number: that of the first new token. Returns the states, which are updated in place, the last
+    number: of the first new token. Returns the states, which are updated in place, the last
     token (B,) and all new tokens (steps, B). The last one is not in the states yet.
     """
 

@@ -75,7 +75,7 @@ class Bench:
         return getattr(self, what)(case, KernelConfig(**row), *args)
 
     def prepare(self, case: Case, config: KernelConfig, prune: bool) -> Result | None:
-        """Compiles; a result where there is nothing to judge."""
+        """Compiles; returns a result if there is nothing to judge."""
         try:
             impl = implementation(case.stage, self.backend, case.shape, case.dtype, None, config)
             inputs, direction = case.inputs_of(impl), "fwd" if case.stage else "fwbw"
@@ -140,7 +140,7 @@ class Bench:
             times = runner.time_calls(call, impl.synchronise, self.repeats)
             return Result("ok", 1e3 * statistics.median(times))
         except Exception as error:
-            jax.block_until_ready(jnp.zeros(8) + 1)  # where it raises, the process is given up
+            jax.block_until_ready(jnp.zeros(8) + 1)  # if this raises, the process is given up
             return Result("failed", note=one_line(error))
 
 

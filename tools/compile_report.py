@@ -8,9 +8,9 @@ The report has their registers, spills and shared memory.
 It needs no GPU. Each kernel is one row, printed as soon as it is compiled, and in a table at the
 end. The exit code is 1 if a kernel does not compile or does not fit, and 2 if the request is wrong.
 
-The compiler is the Triton package, not the build of Triton inside XLA: spills and shared memory can
-differ a little from those of the kernels that run. Mosaic GPU kernels are compiled by XLA itself,
-which needs JAX's CUDA packages; their ptxas can differ from that of the machine with the GPU.
+The compiler is the Triton package, not the build of Triton inside XLA, so the kernels that run can
+have slightly different spills and shared memory. Mosaic GPU kernels are compiled by XLA itself,
+which needs JAX's CUDA packages; the machine with the GPU may have another version of ptxas.
 """
 
 import contextlib
@@ -191,7 +191,7 @@ def lowered_kernels(fn: Callable, *shapes: jax.ShapeDtypeStruct, device: Gpu) ->
 def parse_ptxas(log: str) -> tuple[int, int, int]:
     """(registers, bytes of spill stores, bytes of spill loads) per thread of a kernel.
 
-    The log is that of ptxas -v; the functions that the kernel calls count too.
+    The log is what ptxas -v prints; the functions that the kernel calls count too.
     """
     registers = re.findall(r"Used (\d+) registers", log)
     # A warning has the spills a second time, without the frame.
@@ -364,7 +364,7 @@ def _compile_mosaic_gpu(call: "Call", folder: str) -> list[tuple[Lowered, Usage 
 def relocatable_log(ptx: str) -> str:
     """The log of ptxas for relocatable code, as nvJitLink makes it: the same code, to the byte.
 
-    jax >= 0.12 compiles with nvJitLink where it finds the library. setmaxnreg is then ignored.
+    jax >= 0.12 compiles with nvJitLink if it finds the library. setmaxnreg is then ignored.
     """
     folders = glob.glob(os.path.join(sysconfig.get_path("purelib"), "nvidia", "*", "bin"))
     ptxas = shutil.which("ptxas", path=os.pathsep.join([*folders, os.environ["PATH"]]))
@@ -476,14 +476,14 @@ class Call:
         return run
 
     def kernels(self) -> list[tuple[Lowered, Usage | None]]:
-        """Triton kernels, which are not compiled yet, and those of Mosaic GPU, which are."""
+        """Triton kernels, not compiled yet, and compiled Mosaic GPU kernels."""
         lowered = lowered_kernels(self.function(), *self.shapes(), device=self.device)
         triton = [(kernel, None) for kernel in lowered]
         return triton + (mosaic_gpu_kernels(self) if self.backend == "mosaic_gpu" else [])
 
 
 def too_much_shared_memory(usage: Usage, device: Gpu) -> str:
-    """Why a kernel does not fit the device; "" where it does."""
+    """Why a kernel does not fit the device; "" if it does."""
     if usage.shared_bytes <= device.shared_bytes:
         return ""
     limit = f"the device has {device.shared_bytes}"

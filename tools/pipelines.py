@@ -1,10 +1,10 @@
 """Finds a race in Triton's pipelined loops for Hopper.
 
 A copy overwrites an operand of a running product. Triton's pipeliner copies the tiles of later
-iterations into a ring of buffers while wgmma, which is asynchronous, reads those of earlier ones.
-Where a tile feeds both a product and plain arithmetic, the ring is one buffer too short. The result
-is then wrong, differently in each run, and right when interpreted. The Triton GPU IR shows the
-race, so no GPU is needed.
+iterations into a ring of buffers while wgmma, which is asynchronous, reads the tiles of earlier
+ones. If a tile feeds both a product and plain arithmetic, the ring is one buffer too short. The
+result is then wrong, differently in each run, and right when interpreted. The Triton GPU IR shows
+the race, so no GPU is needed.
 """
 
 import re

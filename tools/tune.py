@@ -10,14 +10,14 @@ Search. Coordinate descent from the plan: first of whole calls, forward and back
 sizes, the fused scan or materialised states, splits and the chunks of the scan; then of every stage
 of the best call over the fields of its tiles. A round tries candidates that differ from the best by
 one step of one field, then of two. The plan says which are possible.
-At last the call with the best of all is timed beside that of the rules. A row is written where it
-takes 3 % less time, with only the fields that differ from the rules; without that gain a row of an
-earlier run is removed.
+At last the call with the best of all is timed beside the rules' call. If it takes 3 % less time, a
+row is written with only the fields that differ from the rules; otherwise a row of an earlier run is
+removed.
 
-Checks. Every candidate is compiled, checked and timed in another process, which is killed where it
+Checks. Every candidate is compiled, checked and timed in another process, which is killed if it
 takes too long. Candidates of a round are compiled in parallel, in --threads processes, and timed
 one by one. One that spills much, or that the compile report refuses, is not run. A time counts
-only if the outputs are those of the plain form and have the same bits in three runs.
+only if the outputs agree with the plain form and have the same bits in three runs.
 
 Every result is a line of --log. A second run with the same code, jax and device takes them from
 there instead of timing them, and so continues an unfinished one. Exit code 1 when a case has no
@@ -57,7 +57,7 @@ from mlstm_pallas.config import KernelConfig, tuning_name
 from mlstm_pallas.gpu import target_gpu
 from mlstm_pallas.stage import Lowering
 
-MIN_GAIN = 0.03  # of a whole call over that of the rules
+MIN_GAIN = 0.03  # of a whole call over the rules' call
 MIN_STAGE_GAIN = 0.01  # of a stage: less is noise
 ROUND = 8  # candidates
 COMPILE_SECONDS = 120  # per candidate; the first one of a process with what it is checked against
@@ -328,7 +328,7 @@ def row_key(row: dict[str, Any]) -> tuple[str, str, int, int]:
 
 
 def read_tuning(path: str, device_kind: str) -> list[dict[str, Any]]:
-    """The rows of a tuning file; none where there is no file."""
+    """The rows of a tuning file; none if there is no file."""
     if not os.path.exists(path):
         return []
     with open(path) as file:
@@ -353,7 +353,7 @@ def write_tuning(path: str, device_kind: str, rows: Sequence[dict[str, Any]]) ->
 def tuned_rows(
     rows: Sequence[dict[str, Any]], calls: Calls, result: tuple[Overrides, float, float]
 ) -> list[dict[str, Any]]:
-    """The rows with that of a case, where it gains enough, in place of an earlier one."""
+    """The rows with the case's own, if it gains enough, in place of an earlier one."""
     overrides, ms, rules_ms = result
     gain, config = 1 - ms / rules_ms, keywords(overrides)
     case = dict(DHQK=calls.shape.DHQK, DHHV=calls.shape.DHHV, dtype=calls.dtype)
@@ -373,7 +373,7 @@ def tuned_rows(
 
 
 def define_flags(define: command.Define) -> None:
-    output = "Tuning file; none: that of the device in mlstm_pallas/tuning."
+    output = "Tuning file; none: the device's in mlstm_pallas/tuning."
     backends = ["triton", "mosaic_gpu", "interpret", "mosaic_gpu_interpret"]
     backend = "Whose kernels. Interpreted ones are a dry run without a GPU, with --output."
     threads = "Processes that compile, each with the memory of a call on the GPU."

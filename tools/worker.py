@@ -38,7 +38,7 @@ def _serve(function: Callable[..., Any], connection: Connection, stderr: str) ->
         os.dup2(file.fileno(), 2)
     parent = multiprocessing.parent_process()
     assert parent is not None
-    # The process also ends where the parent is killed in a call.
+    # The process also ends if the parent is killed during a call.
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     connection.send((True, None))
     while True:
@@ -79,7 +79,7 @@ class Worker:
 
     Attributes:
       function: it can be pickled, and so can its arguments and results.
-      variables: environment variables of the process beside those of this one.
+      variables: environment variables of the process, added to the ones of this process.
       stderr: file of what the process writes there; ProcessEnded has its last words.
     """
 
@@ -143,7 +143,7 @@ class Worker:
         return answer
 
     def _end(self) -> int | None:
-        """Its exit code, None where there is no process."""
+        """Its exit code, None if there is no process."""
         process = self._process
         if process is None:
             return None
