@@ -182,8 +182,7 @@ VALUES = {
     f"sequence_lengths has shape (2, 40), expected (B) = (2,), {Q}": {
         "sequence_lengths": array(2, 40, dtype="int32")
     },
-    "c_initial has shape (2, 3, 4, 16, 32), expected (B, NH, DHQK, DHV) = (2, 4, 16, 32) or "
-    f"(B, N, NH, DHQK, DHV) = (2, 2, 4, 16, 32), {Q}": {
+    "c_initial has shape (2, 3, 4, 16, 32), expected (B, N, NH, DHQK, DHV) = (2, 2, 4, 16, 32)": {
         "num_segments": 2,
         "segment_ids": array(2, 40, dtype="int32"),
         "return_last_states": True,

@@ -56,7 +56,7 @@ def _kernel(
     r_gmem,  # (B * NH, S)
     abar_gmem,  # (B * NH, S)
     gamma_gmem,  # (B * NH, NC)
-    C_initial_gmem,  # (B * NH, DHQK, DHHV), with a list (B * N * NH, ...), may be None
+    C_initial_gmem,  # (B * NH, DHHV, DHQK), with a list (B * N * NH, DHQK, DHHV), may be None
     partial_gmem,  # like v: h of the preceding launch, None in the first launch
     h_gmem,  # output, like v
     C_last_gmem,  # output (B * NH, state_rows, DHHV), with a list (B * N * NH, ...), may be None
@@ -170,20 +170,22 @@ def _kernel(
 
         loop(all_chunks - num_chunks, store_chunk, None)
 
-    def state_blocks(array, rows):
-        return [array.at[state, rows, columns_of(b)[1]] for b in range(num_blocks)]
+    def initial(b):
+        columns = columns_of(b)[1]
+        if C_initial_gmem is None:
+            return products.zeros(WG_ROWS, rows)
+        if not in_list:
+            return load(C_initial_gmem.at[state, columns, state_rows], optimized=False)
+        CT = load_transposed(C_initial_gmem.at[state, state_rows, columns])
+        return jnp.where(jnp.broadcast_to(has_state, CT.shape), CT, 0.0)
 
     def store_last():
-        for x, place in zip(CT, state_blocks(C_last_gmem, slice(None)), strict=True):
-            store_transposed(place, x)
+        for b, x in enumerate(CT):
+            store_transposed(C_last_gmem.at[state, :, columns_of(b)[1]], x)
 
     ring = CopyRing(barriers, config.num_stages, num_chunks, load_slot)
     ring.prologue()
-    CT = [products.zeros(WG_ROWS, rows) for _ in range(num_blocks)]
-    if C_initial_gmem is not None:
-        CT = [*map(load_transposed, state_blocks(C_initial_gmem, state_rows))]
-        if in_list:
-            CT = [jnp.where(jnp.broadcast_to(has_state, x.shape), x, 0.0) for x in CT]
+    CT = [*map(initial, range(num_blocks))]
     CT, _ = loop(num_chunks, join, (CT, gamma_gmem[head, first]))
     if C_last_gmem is not None:
         pl.when(has_state)(store_last)
@@ -218,12 +220,15 @@ def recurrent_fw_H(
     matQ, matV, scores, scaGamma, matC_initial, chunks = x
     p, config, dtype, keys = call.problem, call.tiles, matQ.dtype, scores.keys
     states = (p.BNH, p.NC // store_every, p.DHQK, p.DHHV) if store_every else None
-    N, C_initial, grid = 1, matC_initial, [*config.grid(p)]
-    names = ["head", "columns"]
+    N, grid = 1, dict(zip(("head", "columns"), config.grid(p), strict=True))
     if chunks is not None:
         N = chunks.N
-        names[1:1], grid[1:1] = ["part"], [N + 2]
-        C_initial = None if C_initial is None else C_initial.reshape(-1, p.DHQK, p.DHHV)
+        grid = dict(head=grid["head"], part=N + 2, columns=grid["columns"])
+    C_initial = None
+    if matC_initial is not None:
+        C_initial = matC_initial.reshape(N * p.BNH, p.DHQK, p.DHHV)
+        # XLA transposes a few states faster than the kernel reads them, and many more slowly.
+        C_initial = C_initial.mT if chunks is None else C_initial
     inputs = dict(
         parts_gmem=None if chunks is None else chunks.parts,
         q_gmem=matQ,
@@ -246,7 +251,7 @@ def recurrent_fw_H(
         y = mosaic_call(
             functools.partial(_kernel, p=p, launch=launch, config=config, store_every=store_every),
             name="recurrent_fw_H",
-            grid=dict(zip(names, grid, strict=True)),
+            grid=grid,
             warpgroups=WARPGROUPS,
             outputs=outputs,
             scratch=scratch(p, config, dtype, first=launch == 0, stores=store_every > 0),
