@@ -182,13 +182,13 @@ VALUES = {
     f"sequence_lengths has shape (2, 40), expected (B) = (2,), {Q}": {
         "sequence_lengths": array(2, 40, dtype="int32")
     },
-    "c_initial has shape (2, 3, 4, 16, 32), expected (B, N, NH, DHQK, DHV) = (2, 2, 4, 16, 32)": {
+    "c_initial has shape (2, 4, 3, 16, 24), expected (B, N, NH, DHQK, DHV) = (2, 2, 3, 16, 24)": {
         "num_segments": 2,
         "segment_ids": array(2, 40, dtype="int32"),
         "return_last_states": True,
-        "c_initial": array(2, 3, 4, 16, 32),
-        "n_initial": array(2, 3, 4, 16),
-        "m_initial": array(2, 3, 4),
+        "c_initial": array(2, 4, 3, 16, 24),
+        "n_initial": array(2, 4, 3, 16),
+        "m_initial": array(2, 4, 3),
     },
     "num_segments is 0, expected an integer from 1 to 2147483647": {"num_segments": 0},
     "num_segments is 2 without segment_ids, expected both": {"num_segments": 2},
