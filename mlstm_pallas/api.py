@@ -135,9 +135,8 @@ def mlstm_chunkwise(
         prompts. The call returns the states at the ends of the first N
         segments of each batch entry, (B, N, NH, ...). The initial states may
         then be (B, N, NH, ...) too: segment n starts from states n, as a
-        prompt that is prefilled in pieces. The states of segments that do not
-        occur stay as they were, zeros without initial states. Segments of
-        multiples of 64 steps are fastest. Such a call has no derivatives.
+        prompt that is prefilled in pieces; states of segments that do not occur
+        stay as they were. Fastest for multiples of 64 steps. No derivatives.
       input_gate: "exp", or "sigmoid" (mLSTMsig, arXiv:2503.14376), where
         log sigmoid(i_t) replaces i_t, every m_t is 0, and m_initial must be
         None or zeros.

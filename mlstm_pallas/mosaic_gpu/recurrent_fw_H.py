@@ -10,7 +10,7 @@ stored while the product of the state runs.
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any, ClassVar, Self
+from typing import Any, ClassVar, NamedTuple, Self
 
 import jax
 import jax.numpy as jnp
@@ -47,6 +47,45 @@ from mlstm_pallas.tiles import blocks, divide, loop, remainder
 WARPGROUPS = 2
 
 
+class _Part(NamedTuple):
+    """The chunks of a CTA: a whole row, or a part of a ``ChunkList``."""
+
+    first: Any  # chunk, in the arrays that are not in the caller's steps
+    num_chunks: Any
+    state: Any  # the place of its states
+    has_state: Any = True
+    begin: Any = None  # steps
+    end: Any = None
+    zeros: Any = None  # how many chunks of zeros to write to h
+
+
+def _part_of(parts: Any, head: Any, p: Problem) -> _Part:
+    part, N = lax.axis_index("part"), parts.begins.shape[1] - 3
+    begin, end = (parts.begins[head, part + x] for x in range(2))
+    chunks, none = divide(end - begin + (p.L - 1), p.L), np.int32(0)
+    has_steps, state = part <= N, state_of(p, N, head, part)
+    counts = lax.select(has_steps, chunks, none), lax.select(has_steps, none, chunks)
+    return _Part(parts.first[head, part], counts[0], state, part < N, begin, end, counts[1])
+
+
+def _initial(states, part, rows, columns):
+    """The transposed block of the initial state."""
+    if states is None:
+        return products.zeros(columns.size, rows.size)
+    if part.begin is None:
+        return load(states.at[part.state, columns, rows], optimized=False)
+    CT = load_transposed(states.at[part.state, rows, columns])
+    return jnp.where(jnp.broadcast_to(part.has_state, CT.shape), CT, 0.0)
+
+
+def _store(value, tile, destination, pending, where=None, size=None):
+    """Copies the transposed value out, while up to ``pending`` earlier copies may still run."""
+    plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
+    products.store(tile.T, value)
+    plgpu.commit_smem()
+    copy_out(tile, destination, where, size)
+
+
 def _kernel(
     parts_gmem,  # of ``ChunkList``: (B * NH, N + 3) each, None without a list
     q_gmem,  # (B * NH, S, DHQK) or (B, S, NH, DHQK)
@@ -76,19 +115,10 @@ def _kernel(
     num_blocks, in_list = siz_b_DHHV // (WARPGROUPS * WG_ROWS), parts_gmem is not None
     state_rows, v_columns = pl.ds(launch * rows, rows), block(column_block, siz_b_DHHV)
     of_head = functools.partial(head_of, n=head, p=p, any_step=in_list)
-    state, has_state = head, True
-    first: Any = 0
-    num_chunks: Any = p.NC
-    if in_list:
-        part, N = lax.axis_index("part"), parts_gmem.begins.shape[1] - 3
-        begin, end = (parts_gmem.begins[head, part + x] for x in range(2))
-        first, has_state, state = parts_gmem.first[head, part], part < N, state_of(p, N, head, part)
-        all_chunks = divide(end - begin + (L - 1), L)
-        num_chunks = lax.select(part > N, np.int32(0), all_chunks)
+    part = _part_of(parts_gmem, head, p) if in_list else _Part(0, np.int32(p.NC), head)
 
-    def steps_of(chunk):
-        """The steps of a chunk in q, k, v and h."""
-        return pl.ds(begin + chunk * L, L) if in_list else block(chunk, L)
+    def steps_of(chunk):  # in q, k, v and h
+        return pl.ds(part.begin + chunk * L, L) if in_list else block(chunk, L)
 
     def load_slot(chunk, copy):
         for name, x in dict(q=q_gmem, k=k_gmem, v=v_gmem, partial=partial_gmem).items():
@@ -97,19 +127,12 @@ def _kernel(
                 copy(of_head(x).at[steps_of(chunk), columns], slots[name])
         for name, x in dict(P=P_gmem, r=r_gmem, abar=abar_gmem).items():
             if x is not None:
-                copy(x.at[head, block(first + chunk, L)], slots[name])
+                copy(x.at[head, block(part.first + chunk, L)], slots[name])
 
     def columns_of(b):
         """The columns of the warpgroup's block b, in the tile and in the array."""
         start = pl.multiple_of((wg * num_blocks + b) * WG_ROWS, WG_ROWS)
         return pl.ds(start, WG_ROWS), pl.ds(column_block * siz_b_DHHV + start, WG_ROWS)
-
-    def store(value, tile, destination, pending, where=None, size=None):
-        """Copies the transposed value out, while up to ``pending`` earlier copies may still run."""
-        plgpu.wait_smem_to_gmem(pending, wait_read_only=True)
-        products.store(tile.T, value)
-        plgpu.commit_smem()
-        copy_out(tile, destination, where, size)
 
     def join(chunk, carry):
         """Stores h of a chunk and C before it, and adds the chunk to C."""
@@ -117,9 +140,8 @@ def _kernel(
         pl.when(chunk > 0)(lambda: ring.refill(chunk - 1))
         slot = ring.wait(chunk)
         tiles = {name: x.at[slot] for name, x in slots.items()}
-        last = lax.convert_element_type(num_chunks - 1, np.int32)
-        next_gamma = gamma_gmem[head, first + lax.min(chunk + 1, last)]
-        size = lax.min(end - begin - chunk * L, np.int32(L)) if in_list else None
+        next_gamma = gamma_gmem[head, part.first + lax.min(chunk + 1, part.num_chunks - 1)]
+        size = lax.min(part.end - part.begin - chunk * L, np.int32(L)) if in_list else None
         r, abar = (across_rows(load(tiles[x], BY_COLUMNS)) for x in ("r", "abar"))
 
         def join_block(b, CT):
@@ -127,17 +149,15 @@ def _kernel(
 
             def inter(hT_acc):
                 for j, start in enumerate(range(0, rows, WG_ROWS)):
-                    of_tile, CT_tile = (
-                        pl.ds(start, WG_ROWS),
-                        CT[:, start : start + WG_ROWS].astype(dtype),
-                    )
+                    of_tile = pl.ds(start, WG_ROWS)
+                    CT_tile = CT[:, start : start + WG_ROWS].astype(dtype)
                     products.add(hT_acc, CT_tile, tiles["q"].at[:, of_tile].T)
                     products.wait(1)  # at most two rounded tiles are live
                     if C_states_gmem is not None:  # predicated, because a branch costs registers
                         stored = divide(chunk, store_every)
                         states = C_states_gmem.at[head, stored, of_tile, columns]
                         here = remainder(chunk, store_every) == 0
-                        store(CT_tile, C_smem.at[wg, j % 2], states, 1, here)
+                        _store(CT_tile, C_smem.at[wg, j % 2], states, 1, here)
 
             hT = products.from_zeros(inter, WG_ROWS, L) * r
             if partial_gmem is not None:
@@ -151,7 +171,7 @@ def _kernel(
                 products.add(CT_acc, scaled, tiles["k"])
                 hT = products.read(hT_acc, 1).astype(dtype)
                 h = of_head(h_gmem).at[steps_of(chunk), columns]
-                store(hT, h_smem.at[wg * num_blocks + b], h, num_blocks - 1, size=size)
+                _store(hT, h_smem.at[wg * num_blocks + b], h, num_blocks - 1, size=size)
 
             return products.onto(intra, hT, CT * gamma)[1]
 
@@ -159,39 +179,31 @@ def _kernel(
         ring.release(chunk)
         return CT, next_gamma
 
-    def store_zeros(b):
-        """Stores the zeros of h beyond all parts."""
-        tile = h_smem.at[wg * num_blocks + b]
-        products.store(tile.T, jnp.zeros((WG_ROWS, L), dtype))
-        plgpu.commit_smem()
-
-        def store_chunk(chunk, carry):
-            copy_out(tile, of_head(h_gmem).at[steps_of(chunk), columns_of(b)[1]])
-
-        loop(all_chunks - num_chunks, store_chunk, None)
-
-    def initial(b):
-        columns = columns_of(b)[1]
-        if C_initial_gmem is None:
-            return products.zeros(WG_ROWS, rows)
-        if not in_list:
-            return load(C_initial_gmem.at[state, columns, state_rows], optimized=False)
-        CT = load_transposed(C_initial_gmem.at[state, state_rows, columns])
-        return jnp.where(jnp.broadcast_to(has_state, CT.shape), CT, 0.0)
-
     def store_last():
         for b, x in enumerate(CT):
-            store_transposed(C_last_gmem.at[state, :, columns_of(b)[1]], x)
+            store_transposed(C_last_gmem.at[part.state, :, columns[b]], x)
 
-    ring = CopyRing(barriers, config.num_stages, num_chunks, load_slot)
+    ring = CopyRing(barriers, config.num_stages, part.num_chunks, load_slot)
     ring.prologue()
-    CT = [*map(initial, range(num_blocks))]
-    CT, _ = loop(num_chunks, join, (CT, gamma_gmem[head, first]))
+    columns = [columns_of(b)[1] for b in range(num_blocks)]
+    CT = [_initial(C_initial_gmem, part, state_rows, x) for x in columns]
+    CT, _ = loop(part.num_chunks, join, (CT, gamma_gmem[head, part.first]))
     if C_last_gmem is not None:
-        pl.when(has_state)(store_last)
+        pl.when(part.has_state)(store_last)
+
+    def store_zeros():
+        for b, to in enumerate(columns):
+            tile = h_smem.at[wg * num_blocks + b]
+            products.store(tile.T, jnp.zeros((WG_ROWS, L), dtype))
+            plgpu.commit_smem()
+
+            def store_chunk(chunk, _, tile=tile, to=to):
+                copy_out(tile, of_head(h_gmem).at[steps_of(chunk), to])
+
+            loop(part.zeros, store_chunk, None)
+
     if in_list:
-        for b in range(num_blocks):
-            pl.when(part > N)(functools.partial(store_zeros, b))
+        pl.when(part.zeros > 0)(store_zeros)
     plgpu.wait_smem_to_gmem(0)
     ring.epilogue()
 
