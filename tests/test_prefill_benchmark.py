@@ -1,0 +1,34 @@
+"""The prefill benchmark: tokens and bytes of each variant, checks of outputs."""
+
+import functools
+
+import benchmark_runs
+import prefill_benchmark
+import pytest
+
+flags = "--shape=2x2x64x16x32", "--segments=4", "--repeats=1", "--odd"
+run = functools.partial(benchmark_runs.run, prefill_benchmark, *flags)
+
+
+def test_measures_each_variant(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    assert run("--backend=xla", f"--jsonl={path}") == 0
+    moved, of_states = (0, 1, 2, 1), 4 * 2 * 4 * 2 * (16 * 32 + 16 + 1) / 2**20
+    for row, count in zip(benchmark_runs.records(path), moved, strict=True):
+        assert row["state_mib"] == count * of_states
+        assert "".join(row["errors"]) == ("hcnm" if count else "h")
+        assert 0 < row["errors"]["h"] < 5e-3
+        share = 0.45 if row["variant"] == "lengths" else 1
+        assert row["tokens"] == pytest.approx(share * 128, rel=0.1)
+        assert row["tokens/s"] == pytest.approx(row["tokens"] / (row["ms"] * 1e-3))
+
+
+def test_wrong_states_are_not_timed(monkeypatch, capsys):
+    def wrong(right=prefill_benchmark.mlstm_chunkwise, **options):
+        h, (c, n, m) = right(**options | dict(backend="xla"))
+        return h, (c * (1.03 if options["backend"] == "interpret" else 1), n, m)
+
+    monkeypatch.setattr(prefill_benchmark, "mlstm_chunkwise", wrong)
+    benchmark_runs.not_to_be_timed(monkeypatch)
+    assert run("--backend=interpret", "--variant=states") == 1
+    assert "wrong: error 3.0e-02 in c" in capsys.readouterr().out
