@@ -13,14 +13,13 @@ run = functools.partial(benchmark_runs.run, prefill_benchmark, *flags)
 def test_measures_each_variant(tmp_path):
     path = tmp_path / "rows.jsonl"
     assert run("--backend=xla", f"--jsonl={path}") == 0
-    moved, of_states = (0, 1, 2, 1), 4 * 2 * 4 * 2 * (16 * 32 + 16 + 1) / 2**20
-    for row, count in zip(benchmark_runs.records(path), moved, strict=True):
-        assert row["state_mib"] == count * of_states
-        assert "".join(row["errors"]) == ("hcnm" if count else "h")
+    cases = zip(benchmark_runs.records(path), (0, 1, 2, 1), (128, 128, 128, 57), strict=True)
+    for row, moved, tokens in cases:
+        assert row["state_mib"] * 2**20 == moved * 64 * 529  # 16 heads of 16 * 32 + 16 + 1 float32
+        assert "".join(row["errors"]) == ("hcnm" if moved else "h")
         assert 0 < row["errors"]["h"] < 5e-3
-        share = 0.45 if row["variant"] == "lengths" else 1
-        assert row["tokens"] == pytest.approx(share * 128, rel=0.1)
-        assert row["tokens/s"] == pytest.approx(row["tokens"] / (row["ms"] * 1e-3))
+        assert row["tokens"] == tokens
+        assert row["tokens/s"] == pytest.approx(tokens / (row["ms"] * 1e-3))
 
 
 def test_wrong_states_are_not_timed(monkeypatch, capsys):
