@@ -330,7 +330,7 @@ def test_a_loop_with_one_step_per_iteration_copies_no_state(batch):
             return (t + 1, *mlstm_recurrent_step(*token, *states, backend="triton"))
 
         first = jnp.int32(0), jnp.zeros_like(token[2]), states
-        return jax.lax.while_loop(lambda carry: carry[0] < carry[1][0, 0, 0], body, first)
+        return jax.lax.while_loop(lambda x: x[0] < x[1][0, 0, 0].astype("int32"), body, first)
 
     text = jax.jit(generate, donate_argnums=1).lower(x[:5], tuple(x[5:])).compile().as_text()
     assert not re.findall(r"= (f32\S+) copy(?:-start)?\(", text)
