@@ -74,8 +74,9 @@ class ChunkList(NamedTuple):
         return i, f.at[rows, first * L].set(-jnp.inf), gathered(starts, in_rest, 0)
 
     def with_initial(self, x: Array, initial: Array) -> Array:
-        """x, (B * NH, NC, ...), with ``initial``, (B * NH, N, ...), before the segments, and 0
-        before the rest.
+        """x, (B * NH, NC, ...), with ``initial``, (B * NH, N, ...), before the segments.
+
+        It is 0 before the rest.
         """
         initial = jnp.pad(initial, [(0, 0), (0, 1), *[(0, 0)] * (initial.ndim - 2)])
         return x.at[self._before_parts(self.N + 1)].set(initial)

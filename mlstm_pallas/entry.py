@@ -18,7 +18,7 @@ from mlstm_pallas.gates import segment_ends, segment_starts, steps_within
 from mlstm_pallas.gpu import target_gpu
 from mlstm_pallas.normaliser import Normaliser
 from mlstm_pallas.planning import CallSpec, make_spec
-from mlstm_pallas.problem import InputGate, Layout, accumulator_dtype
+from mlstm_pallas.problem import InputGate, Layout, Problem, accumulator_dtype
 from mlstm_pallas.sharding import aligned
 
 _log = logging.getLogger("mlstm_pallas")
@@ -175,9 +175,7 @@ def prepare(
     B, NH, S, DHQK, DHV = (sizes[dim] for dim in ("B", "NH", "S", "DHQK", "DHV"))
     segments = None
     if num_segments is not None and c_initial is not None and n_initial is not None:
-        segments = _states_of_segments(c_initial, n_initial, m_initial, num_segments, acc)
-        segments = segments._replace(c_segments=pad(segments.c_segments, p.DHQK, p.DHHV))
-        segments = segments._replace(n_segments=pad(segments.n_segments, p.DHQK))
+        segments = _states_of_segments(c_initial, n_initial, m_initial, num_segments, p, acc)
         c_initial = n_initial = m_initial = None
     if c_initial is None or n_initial is None:
         c_initial, n_initial = jnp.zeros((B, NH, DHQK, DHV), acc), jnp.zeros((B, NH, DHQK), acc)
@@ -218,7 +216,7 @@ def prepare(
     return Call(spec, inputs, DHQK, DHV, q.dtype)
 
 
-def _states_of_segments(c: Any, n: Any, m: Any, N: int, dtype: Any) -> SegmentStates:
+def _states_of_segments(c: Any, n: Any, m: Any, N: int, p: Problem, dtype: Any) -> SegmentStates:
     """The initial states of N segments; those of a row, (B, NH, ...), are the first segment's."""
     if m is None:
         m = jnp.zeros(n.shape[:-1], dtype)
@@ -226,7 +224,8 @@ def _states_of_segments(c: Any, n: Any, m: Any, N: int, dtype: Any) -> SegmentSt
         c, n, m = (
             jnp.pad(x[:, None], [(0, 0), (0, N - 1), *[(0, 0)] * (x.ndim - 1)]) for x in (c, n, m)
         )
-    return SegmentStates(*(x.astype(dtype) for x in (c, n, m)))
+    c, n, m = (x.astype(dtype) for x in (c, n, m))
+    return SegmentStates(pad(c, p.DHQK, p.DHHV), pad(n, p.DHQK), m)
 
 
 def _lengths_of_shard(sequence_lengths: Any, shard: Any, S: int) -> jax.Array:

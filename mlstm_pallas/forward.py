@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from mlstm_pallas.arrays import Forward, Inputs, LastStates, SegmentStates, StoredStates
-from mlstm_pallas.chunk_list import of_lengths, of_segments
+from mlstm_pallas.chunk_list import ChunkList, of_lengths, of_segments
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.planning import CallSpec
@@ -69,19 +69,48 @@ def gates_of(
 
 
 def key_states(
-    spec: CallSpec, call: Launch, k: Array, gates: ChunkGates, n_initial: Array
+    spec: CallSpec,
+    call: Launch,
+    k: Array,
+    gates: ChunkGates,
+    n_initial: Array,
+    chunks: ChunkList | None = None,
+    n_of_segments: Array | None = None,
 ) -> tuple[Array, Array]:
-    """n before each chunk, (B * NH, NC, DHQK), and the last one; call: of what reads them."""
+    """n before each chunk, (B * NH, NC, DHQK), and the last one; call: of what reads them.
+
+    n_of_segments: with a list of chunks, n before each segment, (B * NH, N, DHQK).
+    """
     launch = functools.partial(spec.launch, lowering=call.lowering, problem=call.problem)
     abar = gates.per_step().vecAbar
+    added = run("step_sums", rows=k, weights=abar, chunks=chunks, call=launch("step_sums"))
+    if chunks is not None and n_of_segments is not None:
+        added = chunks.with_initial(added, n_of_segments)
     states: tuple[Array, Array] = run(
         "vector_states",
-        added=run("step_sums", rows=k, weights=abar, call=launch("step_sums")),
+        added=added,
         scaGamma=gates.scaGamma,
         initial=n_initial,
         call=launch("vector_states"),
     )
     return states
+
+
+def scan_operands(
+    spec: CallSpec, call: Launch, x: Inputs, gates: ChunkGates, n: Array, chunks: ChunkList | None
+) -> ScanOperands:
+    """The operands of the fused scan."""
+    operands: ScanOperands = run(
+        "parallel_fw_P",
+        matQ=x.q,
+        matK=x.k,
+        gates=gates,
+        vecN_states=n,
+        chunks=chunks,
+        normaliser=spec.normaliser,
+        call=call,
+    )
+    return operands
 
 
 class Packed(NamedTuple):
@@ -113,26 +142,8 @@ def packed(spec: CallSpec, lowering: Lowering, x: Inputs) -> Packed:
     gates = gates_of(spec, lowering, x._replace(i=i, f=f, starts=starts, lengths=None), p)
 
     call = spec.launch("parallel_fw_P", scan.lowering, p)
-    launch = functools.partial(spec.launch, lowering=scan.lowering, problem=p)
-    abar = gates.per_step().vecAbar
-    added = run("step_sums", rows=x.k, weights=abar, chunks=chunks, call=launch("step_sums"))
-    n_states, _ = run(
-        "vector_states",
-        added=chunks.with_initial(added, n),
-        scaGamma=gates.scaGamma,
-        initial=x.n_initial,
-        call=launch("vector_states"),
-    )
-    operands = run(
-        "parallel_fw_P",
-        matQ=x.q,
-        matK=x.k,
-        gates=gates,
-        vecN_states=n_states,
-        chunks=chunks,
-        normaliser=spec.normaliser,
-        call=call,
-    )
+    n_states, _ = key_states(spec, call, x.k, gates, x.n_initial, chunks, n)
+    operands = scan_operands(spec, call, x, gates, n_states, chunks)
     H, C_last, _ = run(
         "recurrent_fw_H",
         matQ=x.q,
@@ -204,16 +215,7 @@ def fused(
         chunks = of_lengths(x.lengths, v.shape[1], p)
         if C_initial is not None:
             C_initial = C_initial.reshape(p.B, 1, p.NH, p.DHQK, p.DHHV)
-    scan: ScanOperands = run(
-        "parallel_fw_P",
-        matQ=x.q,
-        matK=x.k,
-        gates=gates,
-        vecN_states=n,
-        chunks=chunks,
-        normaliser=spec.normaliser,
-        call=call,
-    )
+    scan = scan_operands(spec, call, x, gates, n, chunks)
     of_splits, keys = scan, scan.keys
     if num_splits > 1:
         if precomputed is not None and precomputed.X.shape[1] == num_splits:

@@ -60,7 +60,7 @@ def recurrent_fw_H(
         return gamma[:, None, None] * C + product("nsk,nsv->nkv", kbar, v), (h, C.astype(q.dtype))
 
     if x.chunks is not None:
-        return _in_list(x, step, return_last, call)
+        return _in_list(x, x.chunks, step, return_last, call)
     zeros = zero_states(x.scaGamma[:, 0], p.DHQK, p.DHHV)
     C = zeros if x.matC_initial is None else x.matC_initial
     steps = x.matQ, x.scan.keys.product(), x.matV, x.scan.matP, x.scan.vecR
@@ -74,10 +74,11 @@ def recurrent_fw_H(
     )
 
 
-def _in_list(x: Operands, step: Any, return_last: bool, call: Launch) -> FusedScan:
+def _in_list(
+    x: Operands, chunks: ChunkList, step: Any, return_last: bool, call: Launch
+) -> FusedScan:
     """The scan over a list of chunks, which carries the states of all parts."""
-    p, chunks = call.problem, x.chunks
-    assert chunks is not None
+    p = call.problem
     shape = p.BNH, chunks.N, p.DHQK, p.DHHV
     C = jnp.broadcast_to(zero_states(x.scaGamma[:, 0], *shape[2:])[:, None], shape)
     if x.matC_initial is not None:

@@ -6,8 +6,8 @@ at a time. They sum W_ts = dP_ts scale q_t . k_s over the queries and over the k
 for the gradients of the gates. n more CTAs scale T queries and keys each, and sum what these steps
 add to dn.
 
-FLOPs: R (L + 1) (K + V). Bytes: q, k, v, dh, h, qbar, kbar, P and dP,
-R (4 K + 3 V + 2 L) itemsize.
+FLOPs: tokens (L + 1) (K + V). Bytes: q, k, v, dh, h, qbar, kbar, P and dP, tokens (4 K + 3 V + 2 L)
+itemsize.
 """
 
 import dataclasses

@@ -7,9 +7,9 @@ tiles, both in loops over block_k that hold only products. For the gradients of 
 the products of q and k with their inter-chunk parts in float32. Further CTAs own
 one siz_b_DHQK x siz_b_DHHV block of the states each and sum <C_c, dC_{c+1}>.
 
-FLOPs: 6 R K V + R (L + 1) (2 K + V). Bytes: q, k, v, dh, dq, dk, dv, P, dP and both states,
-(R (4 K + 3 V + 2 L) + 2 B NH NC K V) itemsize; the operands again for each column and row block,
-mostly from L2.
+FLOPs: 6 tokens K V + tokens (L + 1) (2 K + V). Bytes: q, k, v, dh, dq, dk, dv, P, dP and both
+states, (tokens (4 K + 3 V + 2 L) + 2 B NH NC K V) itemsize; the operands again for each column and
+row block, mostly from L2.
 """
 
 import dataclasses

@@ -6,8 +6,8 @@ over the chunk's tiles of siz_b_LKV keys up to its queries. The stabilisers are 
 rescaled on the way. The column blocks of the same queries run next to each other: q, k and the
 gates come from memory once, then from L2.
 
-FLOPs: 2 R K V + R (L + 1) (K + V), q.k again for each column block. Bytes: q, k, v, h and C,
-(R (2 K + 2 V) + B NH NC K V) itemsize.
+FLOPs: 2 tokens K V + tokens (L + 1) (K + V), q.k again for each column block. Bytes: q, k, v, h and
+C, (tokens (2 K + 2 V) + B NH NC K V) itemsize.
 """
 
 import dataclasses

@@ -3,7 +3,7 @@
 Grid (NC, B * NH). A CTA owns one chunk of L steps and reads siz_b_DHQK columns of q and k at a
 time. So each tile of decays is computed once, not once per column block of v.
 
-FLOPs: R (L + 1) K. Bytes: q, k, kbar and P, R (3 K + L) itemsize.
+FLOPs: tokens (L + 1) K. Bytes: q, k, kbar and P, tokens (3 K + L) itemsize.
 """
 
 import dataclasses

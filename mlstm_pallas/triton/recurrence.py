@@ -12,8 +12,8 @@ If this makes too few CTAs for a GPU, the sequence is cut into num_splits parts,
 heads. The states before them follow from what each part adds (splits.py). The same kernel computes
 that, with each split as one chunk.
 
-FLOPs: 2 R K V. Bytes: a and b once for each column and row block (the repeats mostly from L2), the
-states once: (R (K + V) + B NH NC K V) itemsize.
+FLOPs: 2 tokens K V. Bytes: a and b once for each column and row block (the repeats mostly from L2),
+the states once: (tokens (K + V) + B NH NC K V) itemsize.
 """
 
 import dataclasses

@@ -13,8 +13,9 @@ chunks becomes two nested loops.
 
 No pipelined tile feeds both a product and other arithmetic (see parallel_fw_H).
 
-FLOPs: 4 R K V + R (L + 1) V. Bytes: q, kbar, v, h and P, R (2 K + 2 V + L) itemsize. Each column
-block reads q, kbar and P again, mostly from L2, and each further launch moves h twice more.
+FLOPs: 4 tokens K V + tokens (L + 1) V. Bytes: q, kbar, v, h and P, tokens (2 K + 2 V + L) itemsize.
+Each column block reads q, kbar and P again, mostly from L2, and each further launch moves h twice
+more.
 """
 
 import dataclasses

@@ -3,7 +3,7 @@
 Grid (NC, B * NH). XLA is not used for it, because it may turn this sum into a product and transpose
 the keys in memory.
 
-Bytes: R K itemsize.
+Bytes: tokens K itemsize.
 """
 
 import jax.numpy as jnp
