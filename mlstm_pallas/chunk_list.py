@@ -69,7 +69,7 @@ class ChunkList(NamedTuple):
 
         in_rest = within & (index > self.parts.begins[:, self.N, None])
         i, f = gathered(i, within, -jnp.inf), gathered(f, within, jnp.inf)
-        rows, first = self._before_parts(self.N + 1)
+        rows, first = self._before_parts()
         i = i.at[rows, first * L].set(jnp.pad(m, [(0, 0), (0, 1)]))
         return i, f.at[rows, first * L].set(-jnp.inf), gathered(starts, in_rest, 0)
 
@@ -79,12 +79,12 @@ class ChunkList(NamedTuple):
         It is 0 before the rest.
         """
         initial = jnp.pad(initial, [(0, 0), (0, 1), *[(0, 0)] * (initial.ndim - 2)])
-        return x.at[self._before_parts(self.N + 1)].set(initial)
+        return x.at[self._before_parts()].set(initial)
 
-    def _before_parts(self, count: int) -> tuple[Array, Array]:
-        """The rows and the entries before the first parts."""
+    def _before_parts(self) -> tuple[Array, Array]:
+        """The rows and the entries before the segments and the rest."""
         rows = lax.broadcasted_iota(jnp.int32, (len(self.parts.first), 1), 0)
-        return rows, self.parts.first[:, :count] - 1
+        return rows, self.parts.first[:, : self.N + 1] - 1
 
     def steps(self, L: int) -> tuple[Array, Array]:
         """The steps of all entries, and which of them are of the entry: (B * NH, NC * L) each."""
@@ -95,7 +95,7 @@ class ChunkList(NamedTuple):
 
     def behind_segments(self, x: Array) -> Array:
         """x, (B * NH, NC, ...), of the entry behind each segment: (B * NH, N, ...)."""
-        rows, entries = self._before_parts(self.N + 1)
+        rows, entries = self._before_parts()
         return x[rows, entries[:, 1:]]
 
     def gather(self, x: Array, L: int) -> Array:
@@ -137,6 +137,15 @@ def _part_of_entries(first: Array, NC: int) -> Array:
     return jnp.sum(first[:, None, 1:] - 1 <= entries, axis=-1, dtype=jnp.int32)
 
 
+def num_entries(S: int, N: int, L: int) -> int:
+    """The entries of the list of a row of S steps with N segments.
+
+    Each part has an entry without steps, and its chunks hold at most L - 1 steps more than it has.
+    One more entry follows, and kernels of the gates prefer multiples of 8.
+    """
+    return -(-(S // L + 2 * (N + 1) + 1) // 8) * 8
+
+
 def of_segments(ends: Array, end: Array, S: int, L: int) -> ChunkList:
     """The list of rows with N segments.
 
@@ -153,9 +162,7 @@ def of_segments(ends: Array, end: Array, S: int, L: int) -> ChunkList:
     counts = lax.div(begins[:, 1:] - begins[:, :-1] + np.int32(L - 1), np.int32(L))
     first = jnp.cumsum(counts + 1, axis=1, dtype=jnp.int32) - counts
     first = jnp.pad(first, [(0, 0), (0, 1)])
-    # Each part has an entry without steps and at most L - 1 steps less than its chunks hold. One
-    # more entry follows, and kernels of the gates prefer multiples of 8.
-    NC = -(-(S // L + 2 * (N + 1) + 1) // 8) * 8
+    NC = num_entries(S, N, L)
     part = _part_of_entries(first[:, : N + 1], NC)
 
     def of_part(x: Array) -> Array:

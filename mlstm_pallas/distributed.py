@@ -150,7 +150,7 @@ def _from_empty(
     """
     p = spec.problem.in_chunks_of(L)
     nothing = x._replace(m_initial=jnp.full_like(x.m_initial, -jnp.inf), lengths=None)
-    gates = gates_of(spec, lowering, nothing, p)
+    gates = gates_of(spec, spec.launch("chunk_gates", lowering, p), nothing)
     abar, gamma, m = gates.per_step().vecAbar, gates.scaGamma, gates.scaM_states
     first = lowering if lowering is Lowering.XLA else spec.plan.scan_lowering
     call = spec.launch("parallel_fw_P", first, p)

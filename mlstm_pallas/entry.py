@@ -168,6 +168,8 @@ def prepare(
     (q, k, v, i, f), (c_initial, n_initial, m_initial) = sequences.values(), states.values()
     segment_ids, sequence_lengths = integers.values()
     spec = spec_for(options, q.dtype, sizes, has_initial_state=c_initial is not None)
+    if num_segments is not None:
+        validation.check_segments_fit(num_segments, spec.backend)
     validation.check_layout_is_meant(arguments.get("layout"), sizes, c_initial, segment_ids)
     _log.debug("%s", spec)
     p, dtype, acc = spec.problem, spec.dtype, accumulator_dtype(spec.dtype)

@@ -3,7 +3,6 @@
 Arrays belong to a shard, (B * NH, ...); q, k, v and h are (B, S, NH, D) with layout="BTNH".
 """
 
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -16,7 +15,6 @@ from mlstm_pallas.chunk_list import ChunkList, of_lengths, of_segments
 from mlstm_pallas.dispatch import run
 from mlstm_pallas.gates import ChunkGates
 from mlstm_pallas.planning import CallSpec
-from mlstm_pallas.problem import Problem
 from mlstm_pallas.splits import (
     decays_in_splits,
     heads_of_splits,
@@ -42,18 +40,12 @@ def forward(
     if not spec.has_initial_state:
         x = x._replace(c_initial=None)
     if spec.plan.fused and lowering is not Lowering.XLA:
-        return fused(spec, lowering, x, precomputed)
+        return fused(spec, x, precomputed)
     return materialised(spec, lowering, x)
 
 
-def gates_of(
-    spec: CallSpec,
-    lowering: Lowering,
-    x: Inputs,
-    problem: Problem | None = None,
-    m_states: Array | None = None,
-) -> ChunkGates:
-    """The gates in the chunks of the call, or of another problem; m_states: if already computed."""
+def gates_of(spec: CallSpec, call: Launch, x: Inputs, m_states: Array | None = None) -> ChunkGates:
+    """The gates in the chunks of the launch; m_states: if already computed."""
     gates: ChunkGates = run(
         "chunk_gates",
         vecI=x.i,
@@ -63,7 +55,7 @@ def gates_of(
         scaM_states=m_states,
         lengths=x.lengths,
         input_gate=spec.input_gate,
-        call=spec.launch("chunk_gates", lowering, problem),
+        call=call,
     )
     return gates
 
@@ -124,24 +116,21 @@ def packed(spec: CallSpec, lowering: Lowering, x: Inputs) -> Packed:
     It is the fused scan over a list of chunks, whose segments run side by side. Segments beyond
     the first N have no states; they reset them where they begin.
     """
-    p, N = spec.problem, x.segment_ends.shape[1]
-    segments_as_heads = dataclasses.replace(p, NH=p.NH * N)
-    scan = spec.launch("recurrent_fw_H", lowering, segments_as_heads)
-    L = scan.tiles.siz_b_LKV if scan.tiles else p.L
-    S = x.v.shape[1]
+    S, N = x.v.shape[1], x.segment_ends.shape[1]
+    launches = spec.packed(lowering, S, N)
+    scan, call = launches["recurrent_fw_H"], launches["parallel_fw_P"]
+    p = scan.problem
     end = jnp.full((p.BNH,), S, jnp.int32) if x.lengths is None else x.lengths
-    chunks = of_segments(x.segment_ends, end, S, L)
-    p = dataclasses.replace(p, S=chunks.NC * L, L=L)
+    chunks = of_segments(x.segment_ends, end, S, p.L)
     n, m = jnp.zeros((p.BNH, N, p.DHQK), x.f.dtype), jnp.zeros((p.BNH, N), x.f.dtype)
     if x.segments is not None:
         n, m = (
             jnp.swapaxes(y, 1, 2).reshape(p.BNH, N, *y.shape[3:])
             for y in (x.segments.n_segments, x.segments.m_segments)
         )
-    i, f, starts = chunks.gates(x.i, x.f, x.starts, m, L)
-    gates = gates_of(spec, lowering, x._replace(i=i, f=f, starts=starts, lengths=None), p)
-
-    call = spec.launch("parallel_fw_P", scan.lowering, p)
+    i, f, starts = chunks.gates(x.i, x.f, x.starts, m, p.L)
+    in_list = x._replace(i=i, f=f, starts=starts, lengths=None)
+    gates = gates_of(spec, launches["chunk_gates"], in_list)
     n_states, _ = key_states(spec, call, x.k, gates, x.n_initial, chunks, n)
     operands = scan_operands(spec, call, x, gates, n_states, chunks)
     H, C_last, _ = run(
@@ -152,7 +141,7 @@ def packed(spec: CallSpec, lowering: Lowering, x: Inputs) -> Packed:
         scaGamma=gates.scaGamma,
         matC_initial=None if x.segments is None else x.segments.c_segments,
         chunks=chunks,
-        call=dataclasses.replace(scan, problem=p),
+        call=scan,
     )
     n, m = (
         jnp.swapaxes(chunks.behind_segments(y).reshape(p.B, p.NH, N, *y.shape[2:]), 1, 2)
@@ -163,7 +152,7 @@ def packed(spec: CallSpec, lowering: Lowering, x: Inputs) -> Packed:
 
 def materialised(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
     """The forward pass with the state of every chunk in memory."""
-    gates = gates_of(spec, lowering, x)
+    gates = gates_of(spec, spec.launch("chunk_gates", lowering), x)
     C, C_last, n, n_last = run(
         "recurrent_fw_C",
         matK=x.k,
@@ -193,19 +182,17 @@ def materialised(spec: CallSpec, lowering: Lowering, x: Inputs) -> Forward:
     return Forward(h, last, z, StoredStates(C, n, m, C_last, n_last))
 
 
-def fused(
-    spec: CallSpec, lowering: Lowering, x: Inputs, precomputed: PrecomputedStates | None
-) -> Forward:
+def fused(spec: CallSpec, x: Inputs, precomputed: PrecomputedStates | None) -> Forward:
     """The fused scan, with the state on the chip. It has chunks of its own; splits count as heads.
 
     Stored states are those at the boundaries of the call's chunks.
     """
     plan = spec.plan
-    p, num_splits, of_scan = plan.scan_problem, plan.num_splits, plan.scan_lowering
+    p, num_splits, launches = plan.scan_problem, plan.num_splits, plan.forward
     if precomputed is not None and precomputed.m.shape[1] != p.NC + 1:
         precomputed = None  # in the chunks of a call with more heads than this shard
-    gates = gates_of(spec, lowering, x, p, None if precomputed is None else precomputed.m)
-    call = spec.launch("parallel_fw_P", of_scan, p)
+    m_states = None if precomputed is None else precomputed.m
+    gates, call = gates_of(spec, launches["chunk_gates"], x, m_states), launches["parallel_fw_P"]
     if precomputed is None:
         n, n_last = key_states(spec, call, x.k, gates, x.n_initial)
     else:
@@ -228,7 +215,7 @@ def fused(
                 b=v,
                 r=weights,
                 num_splits=num_splits,
-                call=spec.launch("split_products", lowering, p, num_splits),
+                call=launches["split_products"],
             )
         C_initial = split_states(added, gamma, C_initial)
         q, v, gamma, of_splits = jax.tree.map(
@@ -246,7 +233,7 @@ def fused(
         chunks=chunks,
         return_last=spec.return_last_states,
         store_every=0 if spec.recompute_states_in_bw else stride,
-        call=spec.launch("recurrent_fw_H", lowering, p.split(num_splits)),
+        call=launches["recurrent_fw_H"],
     )
     last = None
     if C_last is not None:

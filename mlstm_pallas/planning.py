@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from mlstm_pallas.chunk_list import num_entries
 from mlstm_pallas.config import KernelConfig, tuned_config
 from mlstm_pallas.dispatch import lowerings, tiles_class
 from mlstm_pallas.gpu import HOPPER, UNKNOWN, Gpu
@@ -107,6 +108,23 @@ class CallSpec:
           num_splits: of split_products.
         """
         return launch(self, name, lowering, problem or self.problem, num_splits)
+
+    def packed(self, lowering: Lowering, S: int, num_segments: int) -> dict[str, Launch]:
+        """The launches of a forward pass with the states of packed segments, in order.
+
+        It is the fused scan over a ``ChunkList`` of rows of S steps. Its segments run side by side,
+        as heads do.
+        """
+        p = self.problem
+        segments_as_heads = dataclasses.replace(p, NH=p.NH * num_segments)
+        scan = self.launch("recurrent_fw_H", lowering, segments_as_heads)
+        L = scan.tiles.siz_b_LKV if scan.tiles else p.L
+        p = dataclasses.replace(p, S=num_entries(S, num_segments, L) * L, L=L)
+        return {
+            "chunk_gates": self.launch("chunk_gates", lowering, p),
+            "parallel_fw_P": self.launch("parallel_fw_P", scan.lowering, p),
+            "recurrent_fw_H": dataclasses.replace(scan, problem=p),
+        }
 
     def recomputes_scores(self, lowering: Lowering) -> bool:
         """Whether parallel_bw_dQKV computes P and dP, and recurrent_bw_dC before it delta.
@@ -277,25 +295,6 @@ class Plan:
         scores = () if self.recomputes_scores else ("parallel_bw_dP",)
         names = "chunk_gates", *scores, "recurrent_bw_dC", "parallel_bw_dQKV"
         return {name: self.spec.launch(name, self.spec.lowering) for name in names}
-
-    @property
-    def temporary_bytes(self) -> int:
-        """The most memory that the arrays between the launches of a pass take.
-
-        In the backward pass qbar and kbar have the memory of dq and dk.
-        """
-        spec, p, scan = self.spec, self.spec.problem, self.scan_problem
-        steps, itemsize = p.BNH * p.S, spec.dtype.itemsize
-        n = 4 * p.BNH * p.NC * p.DHQK
-        C = n // 4 * p.DHHV * itemsize
-        forward = C + n
-        if self.fused:  # P, keys, n and, if they are not recomputed, the states
-            keys = p.DHQK * (self.scan_lowering.folder == Lowering.TRITON.folder)
-            forward = steps * (scan.L + keys) * itemsize + n * scan.NC // p.NC
-            forward += 0 if spec.recompute_states_in_bw else C
-        scores = 0 if self.recomputes_scores else steps * p.L * itemsize
-        # Gates, their gradients; P, C and n, with as many gradients.
-        return max(4 * 7 * steps + forward, 4 * 16 * steps + 2 * (scores + C + n))
 
 
 @functools.cache

@@ -10,9 +10,10 @@ from mlstm_pallas.config import KernelConfig
 from mlstm_pallas.costs import of_stage
 from mlstm_pallas.entry import options_of
 from mlstm_pallas.gpu import UNKNOWN, Gpu, known_gpu, target_gpu
-from mlstm_pallas.planning import Plan, asked_of, make_spec
+from mlstm_pallas.planning import CallSpec, asked_of, make_spec
+from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch, Lowering
-from mlstm_pallas.validation import check_dtype, check_integer
+from mlstm_pallas.validation import check_dtype, check_integer, check_segments_fit
 
 MIB = 2**20
 
@@ -52,13 +53,14 @@ class CallPlan:
 
     Attributes:
       gpu: the facts of the GPU that the plan is made for.
-      chunk_size: steps per chunk, L.
+      chunk_size: steps per chunk, L; with num_segments those of the fused scan.
       fused: whether the forward pass is the fused scan, which keeps the states on the chip.
       num_splits: parts of a sequence in the fused scan.
+      num_segments: packed segments of a row, with their states; None: the call returns none.
       launches: those of the forward, then of the backward pass, in order. Small kernels and XLA's
         are left out: sums of vectors, gradients of the gates, the products of a recurrence's
         splits, and further launches of a fused scan whose state needs several.
-      output_bytes: of h and of the gradients of q, k and v.
+      output_bytes: of h and of the gradients of q, k and v; with num_segments of h and the states.
       temporary_bytes: the memory that the larger of both passes takes beside inputs and outputs.
     """
 
@@ -66,12 +68,16 @@ class CallPlan:
     chunk_size: int
     fused: bool
     num_splits: int
+    num_segments: int | None
     launches: tuple[PlannedLaunch, ...]
     output_bytes: int
     temporary_bytes: int
 
     def __str__(self) -> str:
-        schedule = f"fused scan in {self.num_splits} splits" if self.fused else "states in memory"
+        parts = (
+            f"{self.num_segments} segments" if self.num_segments else f"{self.num_splits} splits"
+        )
+        schedule = f"fused scan in {parts}" if self.fused else "states in memory"
         rows = [("stage", "lowering", "CTAs", "per SM", "KiB", "MB", "GFLOP", "tiles")]
         for x in self.launches:
             tiles = ", ".join(f"{name} {value}" for name, value in x.tiles.items())
@@ -101,6 +107,7 @@ def plan(
     DHV: int,
     dtype: Any = "bfloat16",
     layout: LayoutName = "BNTH",
+    num_segments: int | None = None,
     backend: BackendName | None = None,
     gpu: str | None = None,
     recompute_states_in_bw: bool = True,
@@ -115,6 +122,7 @@ def plan(
       DHQK, DHV: dimensions of the heads of q and k, and of v.
       dtype: the dtype of q, k and v.
       layout: the layout of q, k and v; it changes no launch.
+      num_segments: as for ``mlstm_chunkwise``: such a call has no backward pass.
       backend: as for ``mlstm_chunkwise``; None is "triton" here.
       gpu: the GPU's device_kind in jax, such as "NVIDIA H20"; None: the GPU of this process.
       recompute_states_in_bw, config: as for ``mlstm_chunkwise``.
@@ -144,7 +152,11 @@ def plan(
         config=config,
         recompute_states_in_bw=options.recompute_states_in_bw,
     )
-    return preview(spec.plan)
+    if num_segments is None:
+        return _of_call(spec)
+    num_segments = check_integer("num_segments", num_segments, 1)
+    check_segments_fit(num_segments, lowering)
+    return _of_segments(spec, S, num_segments)
 
 
 def _facts(gpu: str | None) -> Gpu:
@@ -162,20 +174,73 @@ def _facts(gpu: str | None) -> Gpu:
     return known
 
 
-def preview(of: Plan) -> CallPlan:
-    """The launches of a plan, and what memory they take."""
-    spec, p = of.spec, of.spec.problem
-    launches = [_planned(of, name, False, x) for name, x in of.forward.items()]
-    launches += [_planned(of, name, True, x) for name, x in of.backward.items()]
+def _of_call(spec: CallSpec) -> CallPlan:
+    plan, p = spec.plan, spec.problem
+    forward = [_planned(spec, name, x) for name, x in plan.forward.items()]
+    backward = [_planned(spec, name, x, backward=True) for name, x in plan.backward.items()]
     outputs = 2 * p.BNH * p.S * (p.DHQK + p.DHHV) * spec.dtype.itemsize  # h and dv, dq and dk
-    of_call = spec.gpu, p.L, of.fused, of.num_splits
-    return CallPlan(*of_call, tuple(launches), outputs, of.temporary_bytes)
+    return CallPlan(
+        spec.gpu,
+        p.L,
+        plan.fused,
+        plan.num_splits,
+        None,
+        (*forward, *backward),
+        outputs,
+        _temporary_bytes(spec),
+    )
 
 
-def _planned(of: Plan, name: str, backward: bool, x: Launch) -> PlannedLaunch:
-    spec, p, tiles = of.spec, x.problem, x.tiles
+def _of_segments(spec: CallSpec, S: int, N: int) -> CallPlan:
+    launches = spec.packed(spec.lowering, S, N)
+    scan = launches["recurrent_fw_H"]
+    p = scan.problem
+    states = 4 * p.BNH * N * (p.DHQK * p.DHHV + p.DHQK + 1)
+    planned = (_planned(spec, name, x, num_segments=N) for name, x in launches.items())
+    return CallPlan(
+        spec.gpu,
+        p.L,
+        True,
+        1,
+        N,
+        tuple(planned),
+        p.BNH * S * p.DHHV * spec.dtype.itemsize + states,
+        _scan_bytes(spec, p, scan.lowering),
+    )
+
+
+def _scan_bytes(spec: CallSpec, p: Problem, lowering: Lowering) -> int:
+    """The memory of the gates and of the operands of the fused scan: P, keys and n."""
+    keys = p.DHQK * (lowering.folder == Lowering.TRITON.folder)
+    operands = p.BNH * p.S * (p.L + keys) * spec.dtype.itemsize
+    return 4 * 7 * p.BNH * p.S + operands + 4 * p.BNH * p.NC * p.DHQK
+
+
+def _temporary_bytes(spec: CallSpec) -> int:
+    """The most memory that the arrays between the launches of a pass take.
+
+    In the backward pass qbar and kbar have the memory of dq and dk.
+    """
+    p, plan = spec.problem, spec.plan
+    steps, itemsize = p.BNH * p.S, spec.dtype.itemsize
+    n = 4 * p.BNH * p.NC * p.DHQK
+    C = n // 4 * p.DHHV * itemsize
+    forward = 4 * 7 * steps + C + n
+    if plan.fused:
+        forward = _scan_bytes(spec, plan.scan_problem, plan.scan_lowering)
+        forward += 0 if spec.recompute_states_in_bw else C
+    scores = 0 if plan.recomputes_scores else steps * p.L * itemsize
+    # Gates, their gradients; P, C and n, with as many gradients.
+    return max(forward, 4 * 16 * steps + 2 * (scores + C + n))
+
+
+def _planned(
+    spec: CallSpec, name: str, x: Launch, *, backward: bool = False, num_segments: int | None = None
+) -> PlannedLaunch:
+    p, tiles = x.problem, x.tiles
     if name == "split_products":  # of all splits but the last
-        p = dataclasses.replace(p.split(of.num_splits), NH=p.NH * (of.num_splits - 1))
+        splits = spec.plan.num_splits
+        p = dataclasses.replace(p.split(splits), NH=p.NH * (splits - 1))
     flops, moved = of_stage(name, dataclasses.replace(x, problem=p), spec.dtype.itemsize)
     if tiles is None:
         return PlannedLaunch(name, backward, x.lowering, {}, (), 0, moved, flops)
@@ -183,4 +248,6 @@ def _planned(of: Plan, name: str, backward: bool, x: Launch) -> PlannedLaunch:
     if name != "split_products":
         p = p.split(getattr(tiles, "num_splits", 1))
     grid, shared = tiles.grid(p, **asked), tiles.shared_bytes(p, spec.dtype, gpu=spec.gpu, **asked)
+    if num_segments is not None and name == "recurrent_fw_H":  # the rest and the tail are parts too
+        grid = grid[0], num_segments + 2, grid[1]
     return PlannedLaunch(name, backward, x.lowering, dict(vars(tiles)), grid, shared, moved, flops)

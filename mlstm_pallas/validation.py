@@ -22,6 +22,9 @@ from jax.export import is_symbolic_dim
 from mlstm_pallas.annotations import BackendName, LayoutName
 from mlstm_pallas.problem import MIN_CHUNK_SIZE, InputGate, Layout, is_power_of_two
 
+# The grid of the fused scan has the parts of a row on its second axis, which CUDA limits to 65,535;
+# two parts are behind the segments.
+MAX_SEGMENTS = 2**16 - 3
 KERNEL_DTYPES = ("float32", "bfloat16", "float16")
 INPUT_DTYPES = ("float16", "bfloat16", "float32", "float64")
 FLOAT64 = '; float64 needs backend="xla" and jax_enable_x64'
@@ -453,6 +456,15 @@ def check_num_segments(x: Any, segment_ids: Any, return_last_states: bool) -> in
             "return_last_states=True"
         )
     return num_segments
+
+
+def check_segments_fit(num_segments: int, backend: str | None) -> None:
+    """Raises for more segments than the grid of a kernel has places for."""
+    if backend != "xla" and num_segments > MAX_SEGMENTS:
+        raise ValueError(
+            f"num_segments is {num_segments}, expected at most {MAX_SEGMENTS}, the limit of a "
+            "kernel's grid, or backend 'xla'"
+        )
 
 
 def check_lengths(lengths: Any) -> list[np.ndarray]:

@@ -192,6 +192,12 @@ VALUES = {
     },
     "num_segments is 0, expected an integer from 1 to 2147483647": {"num_segments": 0},
     "num_segments is 2 without segment_ids, expected both": {"num_segments": 2},
+    "num_segments is 65534, expected at most 65533, the limit of a kernel's grid, or backend "
+    "'xla'": {
+        "num_segments": 65534,
+        "segment_ids": array(2, 40, dtype="int32"),
+        "return_last_states": True,
+    },
     "num_segments is 2 with return_last_states=False, expected return_last_states=True": {
         "num_segments": 2,
         "segment_ids": array(2, 40, dtype="int32"),

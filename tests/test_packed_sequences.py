@@ -125,6 +125,41 @@ def test_prompts_are_read_at_once(count, options):
     check_prompts(count, 16, 32, chunk_size=L, **options)
 
 
+@pytest.mark.parametrize(
+    ("backend", "layout", "go_on"),
+    [("xla", "BNTH", True), ("interpret", "BTNH", True), ("interpret", "BNTH", False)],
+    ids=["plain", "triton", "first_segment"],
+)
+def test_a_vmap_of_packed_prompts_equals_the_calls_one_by_one(backend, layout, go_on):
+    """Mapped over everything but k. Without go_on the initial states are the first segments'."""
+    calls, B, NH, N = 2, 2, 2, 3
+    x = random_inputs(6, calls * B, NH, S, 16, 16)
+    if go_on:
+        of_segments = random_inputs(7, calls * B * N, NH, 1, 16, 16)
+        for name in ("c_initial", "n_initial", "m_initial"):
+            y = of_segments[name]
+            x[name] = y.reshape(-1, N, *y.shape[1:])
+    x = dict(zip(x, in_layout(layout, x, x.values()), strict=True))
+    x = {name: y.reshape(calls, B, *y.shape[1:]) for name, y in x.items()} | dict(k=x["k"][:B])
+    rows = [[5, 40, 30], [64, 1]], [[33], [10, 31, 32]]
+    packed = [pack_lengths(lengths, S) for lengths in rows]
+    ids, ends = np.stack([y for y, _ in packed]), np.stack([y[:, -1] for _, y in packed])
+
+    def run(x, ids, lengths):
+        options = dict(num_segments=N, sequence_lengths=lengths, return_last_states=True)
+        return mlstm_chunkwise(
+            **x, segment_ids=ids, layout=layout, chunk_size=L, backend=backend, **options
+        )
+
+    mapped = dict.fromkeys(x, 0) | dict(k=None)
+    result = jax.jit(jax.vmap(run, (mapped, 0, 0)))(x, ids, ends)
+    for n in range(calls):
+        of_call = {name: y if name == "k" else y[n] for name, y in x.items()}
+        h, states = jax.jit(run)(of_call, ids[n], ends[n])
+        of_vmap = result[0][n], *(y[n] for y in result[1])
+        compare("hcnm", of_vmap, (h, *states), tolerance("float32", S))
+
+
 @pytest.mark.parametrize("backend", ["xla", "interpret"])
 def test_the_states_of_a_segment_see_no_nan_of_the_next(backend):
     inputs, ids = random_inputs(5, 1, 2, S, 16, 16, states=False), np.repeat([0, 1], [40, 50])

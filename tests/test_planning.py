@@ -10,6 +10,7 @@ import pytest
 from oracle import call_shapes, gradients_of
 
 from mlstm_pallas import KernelConfig, dispatch, mlstm_chunkwise, plan
+from mlstm_pallas.backend import jax_has_mosaic_gpu
 from mlstm_pallas.gpu import UNKNOWN, known_gpu
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER
 from mlstm_pallas.planning import CallSpec, make_spec
@@ -139,6 +140,32 @@ def test_the_grids_of_a_plan_are_those_that_run(recompute, fused):
     assert traced(gradients_of(run)) == expected(p.forward) | expected(p.backward)
 
 
+@pytest.mark.parametrize("backend", ["triton", "mosaic_gpu"])
+def test_a_plan_shows_the_launches_of_a_call_with_num_segments(backend):
+    """1001 steps are no whole chunks, and each of 13 segments has chunks of its own."""
+    if backend == "mosaic_gpu" and not jax_has_mosaic_gpu():
+        pytest.skip("this jax has no Mosaic GPU")
+    sizes, N = (2, 4, 1001, *WIDE), 13
+    call = planned(*sizes, num_segments=N, backend=backend)
+    assert (call.fused, call.num_segments, call.launches[-1].grid[1]) == (True, N, N + 2)
+    assert {x.lowering for x in call.launches} == {backend}
+    assert f"fused scan in {N} segments" in str(call)
+
+    def run(*x):
+        ids = jnp.zeros((2, 1001), jnp.int32)
+        options = dict(segment_ids=ids, return_last_states=True, num_segments=N, backend=backend)
+        return mlstm_chunkwise(*x, **options)
+
+    device = jax.sharding.AbstractDevice("NVIDIA H200", None, "gpu")
+    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), (), abstract_device=device)):
+        traced = str(jax.make_jaxpr(run)(*call_shapes(*sizes, "bfloat16")[:5]))
+    steps = call.launches[0].grid[0] * call.chunk_size
+    assert f"[8,{steps},{call.chunk_size}]" in traced  # P
+    if backend == "triton":  # a Mosaic GPU kernel's grid is not in the trace
+        grids = re.findall(r"grid=\(([\d, ]+)\)", traced)
+        assert {", ".join(map(str, x.grid)) for x in call.launches} <= {*grids}
+
+
 SPLITS = {  # of heads, steps, DHQK and DHHV; 0: the states are materialised
     "24 8192 256 512": 1,
     "8 8192 256 512": 4,
@@ -247,6 +274,8 @@ WRONG = {
     "dtype is float64, expected one of float32, bfloat16, float16": dict(dtype="float64"),
     "recompute_states_in_bw is a int, expected a Python bool": dict(recompute_states_in_bw=1),
     "backend is 'cuda', expected None or one of": dict(backend="cuda"),
+    "num_segments is 65534, expected at most 65533": dict(num_segments=65534),
+    "num_segments is 0, expected an integer >= 1": dict(num_segments=0),
     "backend is 'mosaic_gpu' and ": dict(backend="mosaic_gpu", gpu="NVIDIA L4"),
 }
 
