@@ -193,15 +193,15 @@ def fused(spec: CallSpec, x: Inputs, precomputed: PrecomputedStates | None) -> F
         precomputed = None  # in the chunks of a call with more heads than this shard
     m_states = None if precomputed is None else precomputed.m
     gates, call = gates_of(spec, launches["chunk_gates"], x, m_states), launches["parallel_fw_P"]
-    if precomputed is None:
-        n, n_last = key_states(spec, call, x.k, gates, x.n_initial)
-    else:
-        n, n_last = precomputed.n
     q, v, gamma, C_initial, chunks = x.q, x.v, gates.scaGamma, x.c_initial, None
     if x.lengths is not None and num_splits == 1 and spec.recompute_states_in_bw:
         chunks = of_lengths(x.lengths, v.shape[1], p)
         if C_initial is not None:
             C_initial = C_initial.reshape(p.B, 1, p.NH, p.DHQK, p.DHHV)
+    if precomputed is None:
+        n, n_last = key_states(spec, call, x.k, gates, x.n_initial, chunks)
+    else:
+        n, n_last = precomputed.n
     scan = scan_operands(spec, call, x, gates, n, chunks)
     of_splits, keys = scan, scan.keys
     if num_splits > 1:

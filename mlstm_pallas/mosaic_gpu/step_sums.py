@@ -67,6 +67,13 @@ def _kernel(
     head, part = divide(index, of_head * of_columns), remainder(divide(index, of_columns), of_head)
     of_cta = block(remainder(index, of_columns), columns)
 
+    def unless_empty(j, action, carry):
+        """action(j, carry), or carry if tile j is an entry without steps."""
+        if entries is None:
+            return action(j, carry)
+        size = entries.sizes[head, part * num_tiles + j]
+        return lax.cond(size > 0, functools.partial(action, j), lambda carry: carry, carry)
+
     def start_copies(j, carry):
         tile = part * num_tiles + j
         steps = from_steps = block(tile, TILE)
@@ -76,7 +83,7 @@ def _kernel(
         copy_in(source, x_tiles.at[j], full.at[j])
         plgpu.copy_gmem_to_smem(weights.at[head, steps], tile_weights.at[j], full.at[j])
 
-    loop(num_tiles, start_copies, None)
+    loop(num_tiles, lambda j, carry: unless_empty(j, start_copies, carry), None)
 
     def tile_sum(j, total):
         plgpu.barrier_wait(full.at[j])
@@ -89,7 +96,11 @@ def _kernel(
 
     def part_sum(i, carry):
         zeros = plgpu.layout_cast(jnp.zeros((GROUP, columns), jnp.float32), BY_WARPS)
-        total = loop(tiles_of_sum, lambda j, total: tile_sum(i * tiles_of_sum + j, total), zeros)
+        total = loop(
+            tiles_of_sum,
+            lambda j, total: unless_empty(i * tiles_of_sum + j, tile_sum, total),
+            zeros,
+        )
         sums.at[head, part * sums_of_cta + i, of_cta][...] = jnp.sum(total, axis=0)
 
     loop(sums_of_cta, part_sum, None)
