@@ -10,6 +10,7 @@ FLOPs: 4 B NH K V. Bytes: C twice, 2 B NH K V itemsize; the rest is smaller by a
 """
 
 import dataclasses
+import math
 from typing import Any, Self
 
 import jax
@@ -166,7 +167,10 @@ class Tiles(BaseTiles):
 
     @classmethod
     def plan(cls, p: Problem, dtype: Any, gpu: Gpu, **asked: Any) -> Self:
-        return cls() if dtype.itemsize > 2 else cls(32, 128)
+        if dtype.itemsize == 2:
+            return cls(32, 128)
+        wide = cls(64, 128, num_warps=8)
+        return wide if gpu.filled_by(math.prod(wide.grid(p))) else cls()
 
     def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
         return -(-p.DHHV // self.siz_b_DHHV), p.BNH
