@@ -1,0 +1,93 @@
+r"""Times xLSTM-7B of transformers with mlstm_kernels, as `xlstm_7b.py --benchmark` times ours.
+
+    pip install torch transformers xlstm==2.0.6 mlstm_kernels==2.0.6 absl-py
+    python benchmarks/transformers_xlstm_7b.py --prompt_length=8192
+    python benchmarks/transformers_xlstm_7b.py --batch=64 --prompt_length=1024
+
+Random weights in bfloat16, float32 states, greedy tokens. Prints a row of JSON per way to decode:
+"generate" is `model.generate`; "cuda_graph" replays one captured step of the model with an argmax,
+which transformers does not offer but its users can write. Medians of three runs after a warm-up.
+"""
+
+import json
+import statistics
+import time
+from collections.abc import Callable
+
+import torch
+import transformers
+from absl import app, flags
+
+BATCH = flags.DEFINE_integer("batch", 1, "Random prompts.", lower_bound=1)
+PROMPT_LENGTH = flags.DEFINE_integer("prompt_length", 128, "Of each.", lower_bound=1)
+NEW_TOKENS = flags.DEFINE_integer("new_tokens", 65, "Per prompt.", lower_bound=2)
+CHUNKWISE = flags.DEFINE_enum(
+    "chunkwise", "limit_chunk", ["limit_chunk", "xl_chunk"], "Kernel of mlstm_kernels for prompts."
+)
+SIZE = flags.DEFINE_enum("size", "7b", ["7b", "tiny"], "tiny: heads of 32/64, to try this program.")
+
+
+def seconds(call: Callable[[], object]) -> float:
+    times = []
+    for _ in range(4):
+        torch.cuda.synchronize()
+        started = time.perf_counter()
+        call()
+        torch.cuda.synchronize()
+        times.append(time.perf_counter() - started)
+    return statistics.median(times[1:])
+
+
+@torch.inference_mode()
+def main(argv: list[str]) -> None:
+    size = {} if SIZE.value == "7b" else dict(hidden_size=256, num_hidden_layers=2, num_heads=4)
+    config = transformers.xLSTMConfig(
+        chunkwise_kernel=f"chunkwise--triton_{CHUNKWISE.value}",
+        sequence_kernel="native_sequence__triton",
+        step_kernel="triton",
+        mode="inference",
+        **size,
+    )
+    torch.set_default_dtype(torch.bfloat16)
+    with torch.device("cuda"):
+        model = transformers.xLSTMForCausalLM(config).eval()
+        prompts = torch.randint(config.vocab_size, (BATCH.value, PROMPT_LENGTH.value))
+    model.generation_config.eos_token_id = None
+    options = dict(do_sample=False, use_cache=True, pad_token_id=0)
+    first = seconds(lambda: model.generate(prompts, max_new_tokens=1, **options))
+    row = dict(
+        impl="transformers",
+        device=torch.cuda.get_device_name(),
+        torch=torch.__version__,
+        transformers=transformers.__version__,
+        chunkwise=CHUNKWISE.value,
+        batch=BATCH.value,
+        prompt_tokens=prompts.numel(),
+        new_tokens=NEW_TOKENS.value,
+        first_token_ms=1e3 * first,
+    )
+
+    def show(decoding: str, per_token: float) -> None:
+        figures = dict(ms_per_token=1e3 * per_token, tokens_per_s=BATCH.value / per_token)
+        print(json.dumps(row | dict(decoding=decoding) | figures), flush=True)
+
+    total = seconds(lambda: model.generate(prompts, max_new_tokens=NEW_TOKENS.value, **options))
+    show("generate", (total - first) / (NEW_TOKENS.value - 1))
+
+    out = model(prompts, use_cache=True)
+    token, cache = out.logits[:, -1:].argmax(-1), out.cache_params
+
+    def step() -> None:
+        logits = model(token, cache_params=cache, use_cache=True).logits
+        token.copy_(logits[:, -1:].argmax(-1))
+
+    step()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    steps = NEW_TOKENS.value - 1
+    show("cuda_graph", seconds(lambda: [graph.replay() for _ in range(steps)]) / steps)
+
+
+if __name__ == "__main__":
+    app.run(main)
