@@ -11,8 +11,8 @@ HELD_OUT_SHARE = 20  # every so many-th file, or the last of so many parts of a 
 NOT_EVERYWHERE = {"site-packages", "dist-packages", "test", "tests"}
 
 
-class CorpusError(ValueError):
-    """The corpus cannot be trained on."""
+class UserError(ValueError):
+    """What the user can mend; the message is one line."""
 
 
 def corpus_files(corpus: Path | None) -> list[Path]:
@@ -30,13 +30,13 @@ def read_corpus(corpus: Path | None, seq_len: int) -> tuple[np.ndarray, np.ndarr
     No file is in both, unless there is only one.
 
     Raises:
-      CorpusError: too little text.
+      UserError: too little text.
       OSError: a file that cannot be read.
     """
     source = "the standard library" if corpus is None else f"corpus {corpus}"
     texts = [text for path in corpus_files(corpus) if (text := path.read_bytes())]
     if not texts:
-        raise CorpusError(f"{source} has no text")
+        raise UserError(f"{source} has no text")
     if len(texts) == 1:
         cut = len(texts[0]) - len(texts[0]) // HELD_OUT_SHARE
         train, held_out = texts[0][:cut], texts[0][cut:]
@@ -47,7 +47,7 @@ def read_corpus(corpus: Path | None, seq_len: int) -> tuple[np.ndarray, np.ndarr
     for part, text in (("training", train), ("held-out", held_out)):
         if len(text) <= seq_len:
             size = f"{len(text)} bytes of {part} text"
-            raise CorpusError(f"{source} has {size}, fewer than the {seq_len + 1} of one sequence")
+            raise UserError(f"{source} has {size}, fewer than the {seq_len + 1} of one sequence")
     return np.frombuffer(train, np.uint8), np.frombuffer(held_out, np.uint8)
 
 

@@ -9,12 +9,9 @@ from typing import Any
 
 import jax
 import numpy as np
+from byte_corpus import UserError
 
 MAX_CHECKPOINTS = 2
-
-
-class CheckpointError(Exception):
-    """A checkpoint that cannot be read, or that does not belong to this run."""
 
 
 class Checkpoints:
@@ -44,20 +41,18 @@ class Checkpoints:
         for old in self.steps()[:-MAX_CHECKPOINTS]:
             self.path(old).unlink()
 
-    def read(self, step: int, like: Any) -> tuple[Any, dict[str, Any]]:
-        """The state, of the structure of ``like``, and the progress.
+    def read(self, step: int) -> tuple[list[np.ndarray], dict[str, Any]]:
+        """The arrays of the state, and the progress.
 
-        Raises CheckpointError if the file cannot be read or has changed since it was written.
+        Raises UserError if the file cannot be read or has changed since it was written.
         """
-        structure = jax.tree.structure(like)
         try:
             with self.path(step).open("rb") as file, np.load(file) as archive:
-                leaves = [archive[f"arr_{n}"] for n in range(structure.num_leaves)]
-                return structure.unflatten(leaves), json.loads(archive["progress"].item())
+                progress, *leaves = (archive[name] for name in archive.files)
+                return leaves, json.loads(progress.item())
         except (OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile, zlib.error) as error:
             reason = " ".join(str(error).split())[:300]
-            message = f"the checkpoint {self.path(step)} is damaged: {reason}"
-            raise CheckpointError(message) from None
+            raise UserError(f"the checkpoint {self.path(step)} is damaged: {reason}") from None
 
     def clear(self) -> None:
         for step in self.steps():

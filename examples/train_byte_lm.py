@@ -5,8 +5,8 @@ r"""Trains a byte-level xLSTM language model on text: mlstm_chunkwise in a whole
         --seq_len=2048 --dtype=bfloat16
 
 On a GPU it runs the Triton kernels, unless MLSTM_PALLAS_BACKEND names another backend. The model
-is in byte_lm.py. The output folder gets log.jsonl (the configuration, then a line for each logged
-step and each evaluation), loss.png, sample.txt and checkpoints/, which has the last two.
+is in xlstm_model.py. The output folder gets log.jsonl (the configuration, then a line for each
+logged step and each evaluation), loss.png, sample.txt and checkpoints/, which has the last two.
 
 Ctrl-C ends the training early: evaluation, sample and plot follow, and the exit code is 130. A
 second Ctrl-C kills. --max_minutes ends it alike, with exit code 75. However a run has ended, the
@@ -26,7 +26,6 @@ with exit code 1, as after any error.
 
 import contextlib
 import ctypes
-import dataclasses
 import functools
 import json
 import math
@@ -41,18 +40,17 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import optax
 from absl import app, flags, logging
-from byte_corpus import CorpusError, read_corpus, unigram_bits, windows
-from byte_lm import ModelConfig, Params, cross_entropy, generate, initial_params, train_step
-from byte_lm_checkpoints import CheckpointError, Checkpoints
-from byte_lm_mesh import MeshError, gathered, make_mesh, mesh_of, parse_mesh, shard, spread
+from byte_corpus import VOCABULARY, UserError, read_corpus, unigram_bits, windows
+from byte_lm import Model, cast, cross_entropy, initial_params, is_matrix, train_step
+from byte_lm_checkpoints import Checkpoints
+from byte_lm_mesh import make_mesh, parse_mesh, shard
 from jax.experimental import multihost_utils
-from jax.sharding import PartitionSpec as P
 from matplotlib.figure import Figure
 from tqdm import tqdm
+from xlstm_model import Config, Params, Sampling, decode, prefill
 
 FLAGS = flags.FLAGS
 for name, default, least, about in (
@@ -87,7 +85,7 @@ for name, default, about in (
      "this, num_processes and process_id (Slurm, MPI, clouds)."),
 ):  # fmt: skip
     flags.DEFINE_string(name, default, about)
-flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of q, k and v in the mLSTM.")
+flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "Of products and activations.")
 flags.DEFINE_bool("resume", True, "Continue from the last checkpoint; else remove all there.")
 # A run continues from a checkpoint with the same values of these; devices, backend, logging and
 # sampling may change.
@@ -106,7 +104,6 @@ def check_flags() -> None:
     processes = FLAGS.coordinator_address, FLAGS.num_processes, FLAGS.process_id
     together = processes[0] == "auto" or len({x is None for x in processes}) == 1
     for holds, message in (
-        (FLAGS.prompt, "prompt must not be empty"),
         (
             FLAGS.embedding_dim % (2 * FLAGS.heads) == 0,
             "embedding_dim must be an even multiple of heads",
@@ -128,10 +125,7 @@ def make_optimizer() -> optax.GradientTransformation:
     """
 
     def matrices(params: Params) -> Params:
-        def is_matrix(path, _):
-            return not path[-1].key.endswith(("norm", "bias"))
-
-        return jax.tree.map_with_path(is_matrix, params)
+        return jax.tree.map_with_path(lambda path, _: is_matrix(path[-1].key), params)
 
     peak, steps = FLAGS.learning_rate, FLAGS.steps
     schedule = optax.warmup_cosine_decay_schedule(0.0, peak, steps // 20, steps, 0.1 * peak)
@@ -149,17 +143,15 @@ class Log:
     def __init__(self, path: Path, lines: list[dict[str, Any]]):
         self.lines: list[dict[str, Any]] = []
         self._started = time.perf_counter() - (lines[-1]["seconds"] if lines else 0.0)
-        self._path = path if jax.process_index() == 0 else None
-        if self._path:
-            path.write_text("")
+        self._path = Path(os.devnull) if jax.process_index() else path
+        self._path.write_text("")
         for line in lines:
             self.write(**line)
 
     def write(self, **line: Any) -> None:
         self.lines.append({"seconds": round(time.perf_counter() - self._started, 3)} | line)
-        if self._path:
-            with self._path.open("a") as file:
-                print(json.dumps(self.lines[-1]), file=file)
+        with self._path.open("a") as file:
+            print(json.dumps(self.lines[-1]), file=file)
 
     def curve(self, name: str) -> tuple[list[int], list[float]]:
         """The steps that have a value of this name, and the values."""
@@ -168,139 +160,137 @@ class Log:
 
 
 class Training:
-    """Parameters, text to learn and held-out text (bytes,), and all that a step changes."""
+    """Parameters, text to learn and held-out text (bytes,), and all that a step changes.
 
-    def __init__(self, config: ModelConfig, text: np.ndarray, held_out: np.ndarray):
-        self.config, self.text, self.held_out, self.mesh = config, text, held_out, config.mesh
+    It starts from the last checkpoint in the output folder, if there is one.
+
+    Raises:
+      UserError: the checkpoint is damaged, or of another training.
+    """
+
+    def __init__(self, model: Model, text: np.ndarray, held_out: np.ndarray, output: Path):
+        self.model, self.text, self.held_out = model, text, held_out
         self.optimizer = make_optimizer()
-        params = initial_params(config, jax.random.key(FLAGS.seed))
+        params = initial_params(model.config, jax.random.key(FLAGS.seed))
         self.state = params, self.optimizer.init(params)
         self.step = 0
         self.rng = np.random.default_rng(FLAGS.seed)  # draws the batches
         self.losses: list[jax.Array | float] = []  # since the last step that log_every divides
-
-    def batch(self, text: np.ndarray, starts: np.ndarray) -> jax.Array:
-        """Sequences (B, S + 1) from these places of a text."""
-        return spread(windows(text, starts, FLAGS.seq_len), self.mesh, P("data"))
+        self.checkpoints = Checkpoints(output / "checkpoints")
+        if not FLAGS.resume:
+            self.checkpoints.clear()
+        last = max(self.checkpoints.steps(), default=None)
+        self.log = Log(output / "log.jsonl", self.restore(last) if last else [])
+        self.state = shard(self.state, model.mesh)
 
     def advance(self) -> None:
         """One step."""
         starts = self.rng.integers(0, len(self.text) - FLAGS.seq_len, FLAGS.batch_size)
-        batch = self.batch(self.text, starts)
-        self.state, loss = train_step(self.config, self.optimizer, self.state, batch)
+        batch = windows(self.text, starts, FLAGS.seq_len)
+        self.state, loss = train_step(self.model, self.optimizer, self.state, batch)
         # On CPUs the collectives of two programs under way would wait for each other's threads.
-        self.losses.append(loss if self.mesh.size == 1 else jax.block_until_ready(loss))
+        several = self.model.mesh.size > 1
+        self.losses.append(jax.block_until_ready(loss) if several else loss)
         self.step += 1
 
     def finite_losses(self) -> list[float]:
         """The losses as numbers, which are waited for; raises FloatingPointError."""
         self.losses = [float(loss) for loss in jax.device_get(self.losses)]
-        for loss in self.losses:
-            if not math.isfinite(loss):
-                raise FloatingPointError(f"the loss is {loss} by step {self.step}")
+        if wrong := [loss for loss in self.losses if not math.isfinite(loss)]:
+            message = f"the loss is {wrong[0]} by step {self.step}"
+            self.log.write(step=self.step, error=message)
+            raise FloatingPointError(message)
         return self.losses
 
-    def evaluate(self, log: Log) -> None:
+    def log_losses(self, steps: int, since: float, bar: tqdm) -> None:
+        """Writes the mean loss, and the speed of the last steps, since a time.
+
+        The speed of the first line counts the compilation.
+        """
+        losses = self.finite_losses()  # waits for the steps, before the clock is read
+        speed = steps * FLAGS.batch_size * FLAGS.seq_len / (time.perf_counter() - since)
+        loss = sum(losses) / len(losses)
+        values = dict(loss=loss, train_bits_per_byte=loss / math.log(2))
+        self.log.write(step=self.step, **values, tokens_per_second=round(speed, 1))
+        bar.set_postfix(loss=f"{loss:.3f}", tokens_per_s=f"{speed:.0f}")
+        self.losses = []
+
+    def evaluate(self) -> None:
         """Logs the bits per byte of the same sequences, spread evenly over the held-out text."""
         count, last = FLAGS.eval_batches, len(self.held_out) - FLAGS.seq_len - 1
-        parts = np.split(np.linspace(0, last, count * FLAGS.batch_size).astype(int), count)
-        batches = (self.batch(self.held_out, part) for part in parts)
-        nats = [float(cross_entropy(self.config, self.state[0], x)) for x in batches]
+        starts = np.linspace(0, last, count * FLAGS.batch_size).astype(int)
+        batches = (windows(self.held_out, x, FLAGS.seq_len) for x in np.split(starts, count))
+        nats = [float(cross_entropy(self.model, self.state[0], x)) for x in batches]
         bits = float(np.mean(nats)) / math.log(2)
-        log.write(step=self.step, held_out_bits_per_byte=bits)
+        self.log.write(step=self.step, held_out_bits_per_byte=bits)
         say(f"step {self.step}: {bits:.3f} held-out bits per byte")
 
-    def save(self, checkpoints: Checkpoints, log: Log) -> None:
+    def save(self) -> None:
         settings = {name: FLAGS[name].value for name in DECIDE_ON_THE_CURVE}
         text, rng = zlib.crc32(self.text), self.rng.bit_generator.state
         progress = dict(settings=settings, text=text, rng=rng, losses=self.finite_losses())
-        progress["log"] = log.lines
-        state = gathered(self.state)
+        state = multihost_utils.process_allgather(self.state, tiled=True)
         if jax.process_index() == 0:
-            checkpoints.save(self.step, state, progress)
+            self.checkpoints.save(self.step, state, progress | dict(log=self.log.lines))
 
-    def restore(self, checkpoints: Checkpoints, step: int) -> list[dict[str, Any]]:
-        """Continues the training that the checkpoint was saved by; returns the lines of its log.
-
-        Raises:
-          CheckpointError: it is damaged, or of another training.
-        """
-        self.state, progress = checkpoints.read(step, self.state)
-        otherwise = f"give another --output_dir, or --noresume to lose {checkpoints.path(step)}"
+    def restore(self, step: int) -> list[dict[str, Any]]:
+        """Goes back to a checkpoint; returns the lines of its log."""
+        path = self.checkpoints.path(step)
+        leaves, progress = self.checkpoints.read(step)
+        otherwise = f"give another --output_dir, or --noresume to lose {path}"
         for name, before in progress["settings"].items():
             if before != FLAGS[name].value:
                 change = f"--{name}={before} cannot go on with --{name}={FLAGS[name].value}"
-                raise CheckpointError(f"a run with {change}: {otherwise}")
+                raise UserError(f"a run with {change}: {otherwise}")
         if progress["text"] != zlib.crc32(self.text):
-            raise CheckpointError(f"a run cannot go on with other text in --corpus: {otherwise}")
+            raise UserError(f"a run cannot go on with other text in --corpus: {otherwise}")
+        self.state = jax.tree.unflatten(jax.tree.structure(self.state), leaves)
         self.step, self.losses = step, progress["losses"]
         self.rng.bit_generator.state = progress["rng"]
+        say(f"going on after step {step} of {FLAGS.steps} with {path}")
         return progress["log"]
 
 
-def train(
-    training: Training, log: Log, checkpoints: Checkpoints, ends: Callable[[int], bool]
-) -> None:
+def train(training: Training, ends: Callable[[int], bool]) -> None:
     """Trains to the last step, or to one at which ``ends`` says yes.
 
     Raises:
       FloatingPointError: the loss is not finite.
     """
-    steps, quiet = FLAGS.steps, jax.process_index() > 0
+    steps, quiet, early = FLAGS.steps, jax.process_index() > 0, False
     with tqdm(total=steps, initial=training.step, unit="step", disable=quiet) as bar:
         since, done = time.perf_counter(), training.step
-        while training.step < steps:
+        while training.step < steps and not early:
             training.advance()
-            step = training.step
             bar.update()
-            finished = step == steps
-            early = not finished and ends(step)
-            if finished or step % FLAGS.log_every == 0:
-                log_step(training, step - done, since, log, bar)
+            step = training.step
+            early = step < steps and ends(step)
+            every = FLAGS.log_every, FLAGS.eval_every, FLAGS.checkpoint_every
+            logs, evaluates, saves = (step == steps or (x and step % x == 0) for x in every)
+            if logs:
+                training.log_losses(step - done, since, bar)
+            if evaluates:
+                training.evaluate()
+            if saves or early:
+                training.save()
+            if logs or evaluates or saves:
                 since, done = time.perf_counter(), step
-            if finished or step % FLAGS.eval_every == 0:
-                training.evaluate(log)
-                since = time.perf_counter()
-            every = FLAGS.checkpoint_every
-            if finished or early or (every and step % every == 0):
-                training.save(checkpoints, log)
-                since = time.perf_counter()
-            if early:
-                break
 
 
-def log_step(training: Training, steps: int, since: float, log: Log, bar: tqdm) -> None:
-    """Writes the mean loss, and the speed since the last log line.
-
-    The speed of the first line counts the compilation.
-    """
-    step = training.step
-    try:
-        losses = training.finite_losses()  # waits for the steps, before the clock is read
-    except FloatingPointError as error:
-        log.write(step=step, error=str(error))
-        raise
-    speed = steps * FLAGS.batch_size * FLAGS.seq_len / (time.perf_counter() - since)
-    loss = sum(losses) / len(losses)
-    values = dict(loss=loss, train_bits_per_byte=loss / math.log(2))
-    log.write(step=step, **values, tokens_per_second=round(speed, 1))
-    bar.set_postfix(loss=f"{loss:.3f}", tokens_per_s=f"{speed:.0f}")
-    training.losses = []
-
-
-def sample(config: ModelConfig, params: Params) -> tuple[str, float]:
-    """The prompt and what the model makes of it, and the bytes generated per second.
+def sample(config: Config, params: Params) -> tuple[bytes, float]:
+    """The prompt and what the model makes of it after an empty line, and bytes per second.
 
     The time counts reading the prompt, and not compiling.
     """
-    prompt = FLAGS.prompt.encode()
-    tokens, key = jnp.asarray([list(prompt)], jnp.int32), jax.random.key(FLAGS.seed)
-    options = dict(length=FLAGS.sample_length, temperature=FLAGS.temperature)
+    prompt, sampling = FLAGS.prompt.encode(), Sampling(FLAGS.temperature)
+    tokens, key = np.array([[*b"\n\n", *prompt]]), jax.random.key(FLAGS.seed)
     for _ in range(2):
         start = time.perf_counter()
-        text = jax.block_until_ready(generate(config, params, tokens, key, **options))
+        _, states = prefill(config, params, tokens[:, :-1], None, np.array([len(prompt) + 1]))
+        loop = config, sampling, FLAGS.sample_length, params, states, tokens[:, -1], key, 0
+        text = bytes(decode(*loop)[-1][:, 0].tolist())
     speed = FLAGS.sample_length / (time.perf_counter() - start)
-    return (prompt + bytes(np.asarray(text[0], np.uint8))).decode(errors="backslashreplace"), speed
+    return prompt + text, speed
 
 
 def plot(log: Log, unigram: float, path: Path) -> None:
@@ -375,50 +365,33 @@ def run(stop: threading.Event) -> int:
     minutes = math.inf if FLAGS.max_minutes is None else FLAGS.max_minutes
     deadline = time.monotonic() + 60 * minutes
     mesh = make_mesh(FLAGS.mesh)
-    train_text, held_out = read_corpus(Path(FLAGS.corpus) if FLAGS.corpus else None, FLAGS.seq_len)
-    unigram = unigram_bits(train_text, held_out)
-    config = ModelConfig(FLAGS.layers, FLAGS.embedding_dim, FLAGS.heads, mesh, FLAGS.dtype)
-    training = Training(config, train_text, held_out)
-    parameters = sum(x.size for x in jax.tree.leaves(training.state[0]))
-    devices, device = mesh.size, jax.devices()[0].device_kind
-    sizes = f"{len(train_text):,} bytes to learn, {len(held_out):,} held out"
-    say(f"{parameters:,} parameters, {sizes}, on {devices} x {device}")
-
-    output = Path(FLAGS.output_dir)
-    checkpoints = Checkpoints(output / "checkpoints")
-    if not FLAGS.resume:
-        checkpoints.clear()
-    lines = []
-    if before := max(checkpoints.steps(), default=None):
-        lines = training.restore(checkpoints, before)
-        say(f"going on after step {before} of {FLAGS.steps} with {checkpoints.path(before)}")
-    training.state = shard(training.state, mesh)
-    log = Log(output / "log.jsonl", lines)
-    if not lines:
-        module = FLAGS.find_module_defining_flag("corpus")
-        log.write(
-            flags={flag.name: flag.value for flag in FLAGS.get_key_flags_for_module(module)},
-            device=device,
-            devices=devices,
-            jax=jax.__version__,
-            parameters=parameters,
-            train_bytes=len(train_text),
-            held_out_bytes=len(held_out),
-            unigram_bits_per_byte=unigram,
-        )
-    ends = functools.partial(asked_to_end, stop, deadline)
-    train(training, log, checkpoints, ends)
+    text, held_out = read_corpus(Path(FLAGS.corpus) if FLAGS.corpus else None, FLAGS.seq_len)
+    sizes = VOCABULARY, FLAGS.embedding_dim, FLAGS.layers, FLAGS.heads
+    config = Config(*sizes, ffn_proj_factor=2.0, ffn_round_up_to_multiple_of=1)
+    output, unigram = Path(FLAGS.output_dir), unigram_bits(text, held_out)
+    training = Training(Model(config, mesh, FLAGS.dtype), text, held_out, output)
+    log, parameters = training.log, sum(x.size for x in jax.tree.leaves(training.state[0]))
+    facts = dict(device=jax.devices()[0].device_kind, devices=mesh.size, parameters=parameters)
+    facts |= dict(train_bytes=len(text), held_out_bytes=len(held_out))
+    sizes = "{parameters:,} parameters, {train_bytes:,} bytes to learn, {held_out_bytes:,} held out"
+    say(f"{sizes}, on {{devices}} x {{device}}".format(**facts))
+    if not log.lines:
+        own = FLAGS.get_key_flags_for_module(sys.modules[__name__])
+        facts |= dict(jax=jax.__version__, unigram_bits_per_byte=unigram)
+        log.write(flags={flag.name: flag.value for flag in own}, **facts)
+    train(training, functools.partial(asked_to_end, stop, deadline))
     code = 0
     if training.step < FLAGS.steps:
         code = 130 if stop.is_set() else 75
         what = "ending with what there is; the same command goes on from here"
         tqdm.write(f"interrupted after step {training.step}: {what}")
-        training.evaluate(log)
-    params = gathered(training.state[0])
+        training.evaluate()
+    params = multihost_utils.process_allgather(training.state[0], tiled=True)
     if jax.process_index() == 0:
         plot(log, unigram, output / "loss.png")
-        alone = mesh_of((1, 1, 1), mesh.local_devices[:1])
-        text, speed = sample(dataclasses.replace(config, mesh=alone), params)
+        params = jax.device_put(cast(params, FLAGS.dtype), jax.local_devices()[0])
+        generated, speed = sample(config, params)
+        text = generated.decode(errors="backslashreplace")
         log.write(step=training.step, generated_tokens_per_second=round(speed, 1))
         (output / "sample.txt").write_text(text, encoding="utf-8")
         say(f"--- sample\n{text}\n--- generated at {speed:.0f} tokens per second")
@@ -440,9 +413,6 @@ def start_processes() -> None:
     ctypes.CDLL(None).signal(signal.SIGABRT, on_abort)
 
 
-USERS_ERRORS = CorpusError, MeshError, CheckpointError, FloatingPointError, OSError
-
-
 def main(argv: list[str]) -> int:
     """Returns the exit code: 0, 75 if --max_minutes ended the training, 130 if a Ctrl-C did.
 
@@ -453,18 +423,17 @@ def main(argv: list[str]) -> int:
         sys.exit(f"error: unexpected argument {argv[1]}")
     if FLAGS.coordinator_address is not None:
         start_processes()
-    several, message = jax.process_count() > 1, ""
     with stop_on_interrupt() as stop:
         try:
             return run(stop)
-        except USERS_ERRORS as error:
+        except (UserError, FloatingPointError, OSError) as error:
             message = str(error)
         except jax.errors.JaxRuntimeError as error:  # a collective fails if a process has died
-            if not several:
+            if jax.process_count() == 1:
                 raise
             reason = " ".join(str(error).split())[:300]
             message = f"the processes have lost each other ({reason}): {GO_ON}"
-    if several:
+    if jax.process_count() > 1:
         end_alone(message)
     sys.exit(f"error: {message}")
 

@@ -27,6 +27,7 @@ import byte_corpus as corpus
 import byte_lm
 import train_byte_lm as lm
 from byte_lm_mesh import make_mesh
+from xlstm_model import Config
 
 TINY = dict(
     layers=1,
@@ -88,29 +89,25 @@ def test_split_is_by_files(tmp_path):
     assert [part.tobytes() for part in parts] == [bytes(range(190)), bytes(range(190, 200))]
 
 
-def tiny_model(**changed):
-    sizes = dict(layers=1, embedding_dim=32, heads=2) | changed
-    return byte_lm.ModelConfig(**sizes, mesh=make_mesh(""))
-
-
 @pytest.mark.slow
-def test_generation_is_greedy_at_temperature_0():
-    """A small layer with open input gates, so that much of the logits comes from the states."""
-    config = tiny_model(layers=2)
+def test_the_model_that_generates_is_the_one_that_is_trained():
+    """Greedily; with open input gates, so that much of the logits comes from the states."""
+    config = Config(256, 32, num_blocks=2, num_heads=2)
     params = byte_lm.initial_params(config, jax.random.key(3))
-    params["blocks"]["input_bias"] *= 0.0
-    prompt = np.array([[100, 101, 102]])
-    key = jax.random.key(0)
-    text = byte_lm.generate(config, params, prompt, key, length=12, temperature=0.0)
-    tokens = np.concatenate([prompt, text], axis=1)
-    logits, _ = byte_lm.logits_of(config, params, tokens)
-    np.testing.assert_array_equal(text, np.argmax(logits, -1)[:, 2:-1])
+    for p in params["blocks"]:
+        p["gate_bias"] *= jnp.array([0.0, 1.0])
+    with flagsaver.flagsaver(temperature=0.0, sample_length=12):
+        text, _ = lm.sample(config, params)
+    tokens = np.array([[*b"\n\n", *text]])
+    logits = byte_lm.logits_of(byte_lm.Model(config, make_mesh("")), params, tokens)
+    np.testing.assert_array_equal(tokens[0, -12:], np.argmax(logits[0], -1)[-13:-1])
 
 
 def test_bfloat16_reaches_the_mlstm():
-    config = tiny_model(embedding_dim=16, dtype="bfloat16")
+    config = Config(256, 16, num_blocks=1, num_heads=2)
     params = byte_lm.initial_params(config, jax.random.key(0))
-    loss = jax.make_jaxpr(functools.partial(byte_lm.cross_entropy, config))
+    model = byte_lm.Model(config, make_mesh(""), "bfloat16")
+    loss = jax.make_jaxpr(functools.partial(byte_lm.cross_entropy, model))
     chunks_of_values = "bf16[2,1,16,16]"  # (B * NH, NC, L, DHV), in the plain form alone
     assert chunks_of_values in str(loss(params, jnp.ones((1, 17), jnp.int32)))
 
@@ -128,17 +125,18 @@ def output(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def interrupted(tmp_path_factory):
-    """The output folder of a run that --max_minutes ended after 13 steps; its last checkpoints are
-    of steps 10 and 13."""
-    deadline = lm.asked_to_end
+    """The output folder of a run that a Ctrl-C ended after 13 steps; its last checkpoints are of
+    steps 10 and 13."""
 
-    def asked_to_end(stop, until, step):
-        return deadline(stop, 0.0 if step == 13 else until, step)
+    def interrupt(stop, until, step, asked_to_end=lm.asked_to_end):
+        if step == 13:
+            signal.raise_signal(signal.SIGINT)
+        return asked_to_end(stop, until, step)
 
     folder = tmp_path_factory.mktemp("interrupted")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(lm, "asked_to_end", asked_to_end)
-        assert train(folder, checkpoint_every=5) == 75
+        patch.setattr(lm, "asked_to_end", interrupt)
+        assert train(folder, checkpoint_every=5) == 130
     return folder
 
 
@@ -236,17 +234,21 @@ def test_a_run_goes_on_along_the_curve_on_a_mesh(output, copied):
     assert_same_curve(copied, output)
 
 
-def start(text_folder, folder, *arguments, **settings):
-    settings |= dict(PYTHONPATH=os.pathsep.join(filter(None, sys.path)), JAX_PLATFORMS="cpu")
-    settings |= dict(JAX_DISABLE_MOST_OPTIMIZATIONS="1")
-    tiny = TINY | dict(corpus=text_folder, output_dir=folder)
-    command = [sys.executable, lm.__file__, *(f"--{name}={x}" for name, x in tiny.items())]
+def end_of_processes(text_folder, folder, end=None):
+    """Exit codes and what two processes printed; ``end`` gets them once they have logged a loss."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    options = TINY | dict(corpus=text_folder, output_dir=folder, mesh="data:2")
+    options |= dict(coordinator_address=address, num_processes=2)
+    settings = dict(PYTHONPATH=os.pathsep.join(filter(None, sys.path)), JAX_PLATFORMS="cpu")
+    settings |= dict(JAX_DISABLE_MOST_OPTIMIZATIONS="1", JAX_NUM_CPU_DEVICES="1")
     streams = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    return subprocess.Popen([*command, *arguments], **streams, env=os.environ | settings)
-
-
-def when_logged(processes, folder, end):
-    """What processes printed; ``end`` gets them once they have logged a loss."""
+    command = [sys.executable, lm.__file__, *(f"--{name}={x}" for name, x in options.items())]
+    processes = [
+        subprocess.Popen([*command, f"--process_id={n}"], **streams, env=os.environ | settings)
+        for n in range(2)
+    ]
     log, until = folder / "log.jsonl", time.monotonic() + 120
     count = lambda: len(read_log(folder, "loss")) if log.exists() else 0  # noqa: E731
     before = count()
@@ -255,22 +257,11 @@ def when_logged(processes, folder, end):
             time.sleep(0.02)
         if end:
             end(*processes)
-        return [process.communicate(timeout=120) for process in processes]
+        printed = [process.communicate(timeout=120) for process in processes]
+        return [process.returncode for process in processes], *printed
     finally:
         for process in processes:
             process.kill()
-
-
-def end_of_processes(text_folder, folder, end=None):
-    """Exit codes and what two processes printed."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        address = f"--coordinator_address=localhost:{free.getsockname()[1]}"
-    common = text_folder, folder, "--mesh=data:2", address, "--num_processes=2"
-    one = dict(JAX_NUM_CPU_DEVICES="1")
-    processes = [start(*common, f"--process_id={n}", **one) for n in range(2)]
-    printed = when_logged(processes, folder, end)
-    return [process.returncode for process in processes], *printed
 
 
 @pytest.mark.slow
@@ -296,18 +287,6 @@ def test_processes_end_together_and_have_the_curve_of_a_single_device(
 
 
 # ---------------- how runs end
-
-
-@pytest.mark.slow
-def test_interrupt(text_folder, tmp_path):
-    process = start(text_folder, tmp_path, "--steps=1000000", "--eval_every=1000000")
-    stdout, stderr = when_logged(
-        [process], tmp_path, lambda process: process.send_signal(signal.SIGINT)
-    )[0]
-    assert process.returncode == 130
-    assert "Traceback" not in stderr
-    assert "interrupted after step" in stdout
-    assert read_log(tmp_path, "held_out_bits_per_byte")[-1] > 0
 
 
 @pytest.mark.slow
