@@ -2,6 +2,7 @@
 
 import json
 import math
+import tempfile
 from unittest import mock
 
 import command
@@ -10,6 +11,7 @@ import jax.numpy as jnp
 import pytest
 import runner
 from absl import flags
+from compile_report import inner_jaxprs
 
 from mlstm_pallas.backend import jax_has_mosaic_gpu
 
@@ -32,6 +34,13 @@ def run(program, *arguments):
 
 def records(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def measured(program, *arguments):
+    """The exit code and the rows of a run."""
+    with tempfile.NamedTemporaryFile("r") as file:
+        code = run(program, *arguments, f"--jsonl={file.name}")
+        return code, list(map(json.loads, file))
 
 
 def not_to_be_timed(monkeypatch):
@@ -60,8 +69,6 @@ def dot_flops(jaxpr):
             ((contracted, _), _), (x, _) = eqn.params["dimension_numbers"], eqn.invars
             contracted_size = math.prod(x.aval.shape[axis] for axis in contracted)
             total += 2 * eqn.outvars[0].aval.size * contracted_size
-        for inner in jax.tree.leaves(eqn.params, is_leaf=lambda x: hasattr(x, "eqns")):
-            inner = getattr(inner, "jaxpr", inner)
-            if hasattr(inner, "eqns"):
-                total += eqn.params.get("length", 1) * dot_flops(inner)
+        inside = sum(map(dot_flops, inner_jaxprs(eqn)))
+        total += eqn.params.get("length", 1) * inside
     return total

@@ -3,14 +3,12 @@ does not fill a chunk: what is compiled for a GPU has no transpose, copy, pad or
 
 import importlib.util
 import math
-import pathlib
 import re
 
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.experimental import topologies
-from jax.sharding import NamedSharding, PartitionSpec
+from compile_report import on_a_hopper
 from oracle import call_shapes, for_device, slow
 
 from mlstm_pallas import KernelConfig, mlstm_chunkwise
@@ -120,11 +118,8 @@ PARAMETERS = pytest.mark.parametrize(
 
 
 def compiled_for_an_h200(*args, **options):
-    target = (pathlib.Path(__file__).parent / "h200.txtpb").read_text()
-    topology = topologies.get_topology_desc(platform="cuda", target_config=target, topology="1x1x1")
-    mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
     with for_device("NVIDIA H200"):
-        return compiled_text(*args, NamedSharding(mesh, PartitionSpec()), **options)
+        return compiled_text(*args, on_a_hopper(), **options)
 
 
 @without_a_gpu

@@ -45,7 +45,8 @@ def test_a_tile_that_feeds_a_product_and_plain_arithmetic_is_found():
         return kernel_call(product_and_sum, inputs, outputs, **options)
 
     device = compile_report.DEVICES["H200"]
-    [kernel] = compile_report.lowered_kernels(run, *arrays[:2], device=device)
+    traced = compile_report.trace(run, *arrays[:2], device=device)
+    [kernel] = compile_report.lowered_kernels(traced)
     message = "a copy may overwrite what a running product reads, in 1 pipelined tiles"
     with pytest.raises(compile_report.CompileError, match=message):
         compile_report.compile_kernel(kernel.ir, kernel.num_warps, kernel.num_stages, 90)

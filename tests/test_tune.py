@@ -115,7 +115,7 @@ def test_a_whole_call_is_checked_with_its_gradients(monkeypatch):
 def test_what_the_compile_report_refuses_is_not_compiled(shared_bytes, spills, reason, monkeypatch):
     pytest.importorskip("triton")
     lowered = compile_report.Lowered("kernel", (1,), 4, 2, ir="ir")
-    monkeypatch.setattr(compile_report, "lowered_kernels", lambda *_, device: [lowered])
+    monkeypatch.setattr(compile_report, "lowered_kernels", lambda _: [lowered])
     monkeypatch.setattr(compile_report, "_compile", lambda *_: usage(shared_bytes, spills))
     monkeypatch.setattr(candidates.MlstmPallas, "build", lambda *_: "compiled")
     bench = candidates.Bench("triton", 1, NOWHERE)

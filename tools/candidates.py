@@ -97,7 +97,8 @@ class Bench:
         if self.backend != Lowering.TRITON or importlib.util.find_spec("triton") is None:
             return ""
         shapes = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), args)
-        for kernel in compile_report.lowered_kernels(function, *shapes, device=gpu):
+        jaxpr = compile_report.trace(function, *shapes, device=gpu)
+        for kernel in compile_report.lowered_kernels(jaxpr):
             if kernel.cause:
                 return kernel.cause
             options = kernel.num_warps, kernel.num_stages, gpu.capability

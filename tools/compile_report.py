@@ -16,7 +16,6 @@ which needs JAX's CUDA packages; the machine with the GPU may have another versi
 import contextlib
 import dataclasses
 import functools
-import glob
 import importlib.util
 import io
 import itertools
@@ -34,7 +33,7 @@ from typing import Any
 
 import jax
 from absl import flags
-from jax.sharding import AbstractDevice, AbstractMesh
+from jax.sharding import AbstractDevice, AbstractMesh, NamedSharding, PartitionSpec
 
 sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
 import command
@@ -48,7 +47,7 @@ from peers import Inputs, random_inputs
 from pipelines import overwritten_operands
 from runner import Row
 from shapes import Shape
-from worker import NoAnswer, ProcessEnded, Worker
+from worker import ProcessEnded, Worker
 
 from mlstm_pallas import KernelConfig, mlstm_recurrent_step
 from mlstm_pallas.gpu import Gpu, known_gpu
@@ -121,22 +120,26 @@ def _triton_ir(lowered: jax.stages.Lowered) -> str:
     from jax._src.lib.mlir import ir
     from jax._src.lib.triton import dialect
 
-    def calls(op):
-        for region in op.regions:
-            for block in region:
-                for child in block:
-                    if child.operation.name == "stablehlo.custom_call":
-                        yield child.operation.attributes
-                    yield from calls(child.operation)
+    kernels, target = [], "__gpu$xla.gpu.triton"
 
-    module = lowered.compiler_ir()
-    target = "__gpu$xla.gpu.triton"
-    [call] = [x for x in calls(module.operation) if x["call_target_name"].value == target]
+    def visit(op):
+        x = op.attributes
+        if op.name == "stablehlo.custom_call" and x["call_target_name"].value == target:
+            kernels.append(x["mhlo.backend_config"]["ir"].value_bytes)
+        return ir.WalkResult.ADVANCE
+
+    lowered.compiler_ir().operation.walk(visit)
+    [kernel] = kernels
     context = ir.Context()
     dialect.register_dialect(context)
     with context, ir.Location.unknown():
-        kernel = ir.Module.parse(call["mhlo.backend_config"]["ir"].value_bytes)
+        kernel = ir.Module.parse(kernel)
         return kernel.operation.get_asm(enable_debug_info=False)
+
+
+def inner_jaxprs(equation) -> list:
+    leaves = jax.tree.leaves(equation.params, is_leaf=lambda x: hasattr(x, "eqns"))
+    return [getattr(x, "jaxpr", x) for x in leaves if hasattr(x, "eqns")]
 
 
 def equations(jaxpr, primitive: str) -> Iterator:
@@ -144,11 +147,8 @@ def equations(jaxpr, primitive: str) -> Iterator:
     for equation in jaxpr.eqns:
         if equation.primitive.name == primitive:
             yield equation
-        for value in equation.params.values():
-            for inner in value if isinstance(value, (tuple, list)) else (value,):
-                inner = getattr(inner, "jaxpr", inner)
-                if hasattr(inner, "eqns"):
-                    yield from equations(inner, primitive)
+        for inner in inner_jaxprs(equation):
+            yield from equations(inner, primitive)
 
 
 def _target(kind: str):
@@ -166,26 +166,25 @@ def lower(call) -> Lowered:
     """The kernel of a pallas_call equation."""
     launch = call.params["compiler_params"]
     name, grid = call.params["name"], tuple(call.params["grid_mapping"].grid)
-    kernel = Lowered(name, grid, launch.num_warps, launch.num_stages)
+    ir = cause = ""
     args = [jax.ShapeDtypeStruct(x.aval.shape, x.aval.dtype) for x in call.invars]
     try:
         # JAX >= 0.11 lowers only for the kinds of device that it knows. The tiles are chosen
         # already; from here on the kind decides about nothing but casts to float8.
         with _target("NVIDIA H200"):
             traced = jax.jit(functools.partial(call.primitive.bind, **call.params)).trace(*args)
-            text = _triton_ir(traced.lower(lowering_platforms=("cuda",)))
-            return dataclasses.replace(kernel, ir=text)
+            ir = _triton_ir(traced.lower(lowering_platforms=("cuda",)))
     except Exception as error:
-        return dataclasses.replace(kernel, cause=one_line(error))
+        cause = one_line(error)
+    return Lowered(name, grid, launch.num_warps, launch.num_stages, ir, cause)
 
 
-def lowered_kernels(fn: Callable, *shapes: jax.ShapeDtypeStruct, device: Gpu) -> list[Lowered]:
-    """The distinct kernels of fn(*shapes) in order of appearance.
+def lowered_kernels(jaxpr) -> list[Lowered]:
+    """The distinct kernels of a jaxpr in order of appearance.
 
-    Each is lowered for the device by itself, so that all are tried.
+    Each is lowered by itself, so that all are tried.
     """
-    calls = equations(trace(fn, *shapes, device=device), "pallas_call")
-    return list(dict.fromkeys(map(lower, calls)))
+    return list(dict.fromkeys(map(lower, equations(jaxpr, "pallas_call"))))
 
 
 def parse_ptxas(log: str) -> tuple[int, int, int]:
@@ -202,7 +201,7 @@ def parse_ptxas(log: str) -> tuple[int, int, int]:
     return max(map(int, registers)), stores, loads
 
 
-def _optimise(path: str, target, options: dict[str, int]) -> None:
+def _optimise(path: Path, target, options: dict[str, int]) -> None:
     """Runs Triton's first passes on the IR in the file, in place.
 
     XLA runs them too, and triton.compile skips them for a .ttir file. Without them a product is not
@@ -215,11 +214,10 @@ def _optimise(path: str, target, options: dict[str, int]) -> None:
     context = ir.context()
     ir.load_dialects(context)
     backend.load_dialects(context)
-    module = ir.parse_mlir_module(path, context)
+    module = ir.parse_mlir_module(str(path), context)
     module.context = context
-    text = str(backend.make_ttir(module, {}, backend.parse_options(dict(options)), target.arch))
-    with open(path, "w") as file:
-        file.write(text)
+    optimised = backend.make_ttir(module, {}, backend.parse_options(dict(options)), target.arch)
+    path.write_text(str(optimised))
 
 
 def _compile(ir: str, num_warps: int, num_stages: int, capability: int) -> Usage:
@@ -237,30 +235,32 @@ def _compile(ir: str, num_warps: int, num_stages: int, capability: int) -> Usage
         # A hit in the user's cache would have neither a log nor a compile time.
         knobs.cache.dir = folder
         knobs.nvidia.dump_ptxas_log = True
-        path = os.path.join(folder, "kernel.ttir")
-        with open(path, "w") as file:
-            file.write(ir)
+        path = Path(folder, "kernel.ttir")
+        path.write_text(ir)
         start = time.perf_counter()
         options = dict(num_warps=num_warps, num_stages=num_stages)
         target = GPUTarget("cuda", capability, 32)
         try:
             _optimise(path, target, options)
-            kernel = triton.compile(path, target=target, options=options)
+            kernel = triton.compile(str(path), target=target, options=options)
         except Exception as error:  # some of triton's exceptions cannot be pickled
             raise CompileError(one_line(error)) from None
         seconds = time.perf_counter() - start
     if overwritten := overwritten_operands(kernel.asm["ttgir"], num_stages):
         what = "a copy may overwrite what a running product reads"
         raise CompileError(f"{what}, in {len(overwritten)} pipelined tiles (pipelines.py)")
-    ptx = kernel.asm["ptx"]
+    return _usage(kernel.asm["ptx"], log.getvalue(), kernel.metadata.shared, seconds)
+
+
+def _usage(ptx: str, log: str, shared_bytes: int, seconds: float) -> Usage:
     return Usage(
-        *parse_ptxas(log.getvalue()),
-        shared_bytes=kernel.metadata.shared,
+        *parse_ptxas(log),
+        shared_bytes=shared_bytes,
         wgmma=ptx.count("wgmma.mma_async"),
         mma=len(re.findall(r"\bmma\.sync|tcgen05\.mma", ptx)),
-        cp_async=len(re.findall(r"cp\.async\.c[ag]\.", ptx)),
+        cp_async=len(re.findall(r"cp\.async\.(?:c[ag]|bulk\.tensor)\.", ptx)),
         compile_seconds=seconds,
-        messages=messages_of(log.getvalue()),
+        messages=messages_of(log),
     )
 
 
@@ -282,7 +282,7 @@ def compile_kernel(ir: str, num_warps: int, num_stages: int, capability: int) ->
         raise RequestError("compiling needs the triton package: pip install 'mlstm_pallas[test]'")
     try:
         return COMPILER(ir, num_warps, num_stages, capability, seconds=COMPILE_SECONDS)
-    except (NoAnswer, ProcessEnded) as error:
+    except ProcessEnded as error:
         raise CompileError(str(error)) from None
 
 
@@ -327,27 +327,29 @@ device_description_str: "NVIDIA H200"
 """
 
 
+def on_a_hopper() -> NamedSharding:
+    """Arrays with this sharding are on one Hopper GPU, which need not be there."""
+    from jax.experimental import topologies
+
+    topology = topologies.get_topology_desc(platform="cuda", target_config=HOPPER, topology="1x1x1")
+    mesh = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
+    return NamedSharding(mesh, PartitionSpec())
+
+
 def _compile_mosaic_gpu(call: "Call", folder: str) -> list[tuple[Lowered, Usage | None]]:
     """The distinct Mosaic GPU kernels of a call.
 
     It runs in another process, started with MOSAIC_GPU_DUMP_TO=folder.
     """
-    from jax.experimental import topologies
-    from jax.sharding import NamedSharding, PartitionSpec
-
-    topology = topologies.get_topology_desc(platform="cuda", target_config=HOPPER, topology="1x1x1")
-    devices = topologies.make_mesh(topo=topology, mesh_shape=(1,), axis_names=("x",))
-    sharding = NamedSharding(devices, PartitionSpec())
-    kernels = {}
-    traced = trace(call.function(), *call.shapes(), device=call.device)
-    for equation in equations(traced, "mpmd_map"):
+    kernels, sharding = {}, on_a_hopper()
+    for equation in equations(call.traced(), "mpmd_map"):
         if str(equation) in kernels:
             continue
         (mesh,) = equation.params["meshes"]
         grid, num_warps = (*mesh.grid, *mesh.cluster), 4 * (mesh.num_threads or 1)
         kernel = Lowered(equation.params["name"], grid, num_warps, 0)
-        for name in os.listdir(folder):
-            os.unlink(os.path.join(folder, name))
+        for path in Path(folder).iterdir():
+            path.unlink()
         avals = [x.aval for x in equation.invars]
         args = [jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for x in avals]
         function = functools.partial(equation.primitive.bind, **equation.params)
@@ -361,42 +363,32 @@ def _compile_mosaic_gpu(call: "Call", folder: str) -> list[tuple[Lowered, Usage 
     return list(kernels.values())
 
 
-def relocatable_log(ptx: str) -> str:
+def relocatable_log(ptx: Path) -> str:
     """The log of ptxas for relocatable code, as nvJitLink makes it: the same code, to the byte.
 
     jax >= 0.12 compiles with nvJitLink if it finds the library. setmaxnreg is then ignored.
     """
-    folders = glob.glob(os.path.join(sysconfig.get_path("purelib"), "nvidia", "*", "bin"))
-    ptxas = shutil.which("ptxas", path=os.pathsep.join([*folders, os.environ["PATH"]]))
+    folders = Path(sysconfig.get_path("purelib"), "nvidia").glob("*/bin")
+    ptxas = shutil.which("ptxas", path=os.pathsep.join([*map(str, folders), os.environ["PATH"]]))
     if ptxas is None:
         raise RequestError("relocatable code needs ptxas: pip install nvidia-cuda-nvcc")
-    with tempfile.NamedTemporaryFile("w", suffix=".ptx") as file:
-        file.write(ptx)
-        file.flush()
-        command = [ptxas, "-c", "-v", "-O3", "-arch=sm_90a", file.name, "-o", os.devnull]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
+    command = [ptxas, "-c", "-v", "-O3", "-arch=sm_90a", str(ptx), "-o", os.devnull]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=COMPILE_SECONDS)
     if done.returncode:
         raise CompileError(one_line(RuntimeError(done.stderr)))
     return done.stderr + done.stdout
 
 
 def _dumped_usage(folder: str, seconds: float, relocatable: bool) -> Usage:
-    def dumped(suffix: str) -> str:
-        (name,) = (name for name in os.listdir(folder) if name.endswith(suffix))
-        with open(os.path.join(folder, name), errors="replace") as file:
-            return file.read()
+    def dumped(suffix: str) -> Path:
+        [path] = Path(folder).glob(f"*{suffix}")
+        return path
 
-    ptx, resources = dumped(".ptx"), dumped(".resources.txt")
-    log = relocatable_log(ptx) if relocatable else dumped(".ptxas")
-    return Usage(
-        *parse_ptxas(log),
-        shared_bytes=parse_resources(resources),
-        wgmma=ptx.count("wgmma.mma_async"),
-        mma=0,
-        cp_async=ptx.count("cp.async.bulk.tensor"),
-        compile_seconds=seconds,
-        messages=messages_of(log),
-    )
+    def text(suffix: str) -> str:
+        return dumped(suffix).read_text(errors="replace")
+
+    log = relocatable_log(dumped(".ptx")) if relocatable else text(".ptxas")
+    return _usage(text(".ptx"), log, parse_resources(text(".resources.txt")), seconds)
 
 
 def parse_resources(text: str) -> int:
@@ -418,7 +410,7 @@ def mosaic_gpu_kernels(call: "Call") -> list[tuple[Lowered, Usage | None]]:
         compiler = Worker(_compile_mosaic_gpu, variables)
         try:
             return compiler(call, folder, seconds=COMPILE_SECONDS)
-        except (NoAnswer, ProcessEnded) as error:
+        except ProcessEnded as error:
             raise CompileError(str(error)) from None
         finally:
             compiler.close()
@@ -457,28 +449,26 @@ class Call:
     def spec(self) -> CallSpec:
         return self.implementation().spec
 
-    def shapes(self) -> Sequence[Any]:
-        """The arguments of the function."""
-        if self.direction == "step":
-            dtypes = self.dtype, self.dtype
-            return jax.eval_shape(lambda: step_benchmark.random_inputs(self.shape, *dtypes))
-        return jax.eval_shape(lambda: random_inputs(jax.random.key(0), self.shape, self.dtype))
-
-    def function(self) -> Callable[..., Any]:
+    def traced(self) -> Any:
+        """Its jaxpr."""
         if self.direction == "step":
             options = dict(VARIANTS[self.variant], backend=self.backend, config=self.config)
-            return lambda token, states: mlstm_recurrent_step(*token, *states, **options)
+            random = functools.partial(step_benchmark.random_inputs, self.shape, *[self.dtype] * 2)
 
-        def run(*inputs):
-            computation, args = self.implementation().computation(Inputs(*inputs), self.direction)
-            return computation(*args)
+            def run(token, states):
+                return mlstm_recurrent_step(*token, *states, **options)
+        else:
+            random = functools.partial(random_inputs, jax.random.key(0), self.shape, self.dtype)
 
-        return run
+            def run(*inputs):
+                function, args = self.implementation().computation(Inputs(*inputs), self.direction)
+                return function(*args)
+
+        return trace(run, *jax.eval_shape(random), device=self.device)
 
     def kernels(self) -> list[tuple[Lowered, Usage | None]]:
         """Triton kernels, not compiled yet, and compiled Mosaic GPU kernels."""
-        lowered = lowered_kernels(self.function(), *self.shapes(), device=self.device)
-        triton = [(kernel, None) for kernel in lowered]
+        triton = [(kernel, None) for kernel in lowered_kernels(self.traced())]
         return triton + (mosaic_gpu_kernels(self) if self.backend == "mosaic_gpu" else [])
 
 

@@ -148,12 +148,10 @@ class Search:
         self.results: dict[str, tuple[Result, Overrides]] = {}  # by row
 
     @property
-    def best(self) -> Overrides:
+    def best(self) -> tuple[float | None, Overrides]:
+        """The least ms, and the overrides that it is for; the start if nothing has a time."""
         timed = [(x.ms, n, y) for n, (x, y) in enumerate(self.results.values()) if x.ms is not None]
-        return min(timed, default=(0.0, 0, self.start))[-1]
-
-    def ms(self, overrides: Overrides) -> float | None:
-        return next((x.ms for x, y in self.results.values() if y == overrides), None)
+        return min(timed, default=(None, 0, self.start))[::2]
 
     def neighbours(self, overrides: Overrides) -> Iterator[Overrides]:
         """With one step of one field, then, of a stage, of two."""
@@ -166,7 +164,7 @@ class Search:
 
     def next_round(self) -> list[tuple[dict[str, Any], Overrides]]:
         """Rows to try next, with their overrides; none where no neighbour of the best is left."""
-        tries = self.neighbours(self.best) if self.results else [self.start]
+        tries = self.neighbours(self.best[1]) if self.results else [self.start]
         rows: dict[str, tuple[dict[str, Any], Overrides]] = {}
         for overrides in tries:
             if (row := self.calls.row(overrides)) and json.dumps(row) not in self.results:
@@ -235,7 +233,7 @@ class Tuner:
         worker, case = self.workers[n % len(self.workers)], (self.calls.shape, self.calls.dtype)
         try:
             return worker(what, *case, *args, seconds=seconds)
-        except (NoAnswer, ProcessEnded) as error:
+        except ProcessEnded as error:
             status = "hangs" if isinstance(error, NoAnswer) else "failed"
             return Result(status, note=f"{what}: {error}")
 
@@ -296,15 +294,14 @@ class Tuner:
         start, schedule = time.monotonic(), Search(self.calls, "", {})
         if not stages:
             self.descend([schedule], start + SCHEDULE_SHARE * seconds)
-        of_call = schedule.best
+        _, of_call = schedule.best
         row = self.calls.row(of_call) or {}
         names = [x for x in stages or STAGES if self.calls.fields(x, row)]
         searches = [Search(self.calls, x, of_call) for x in names]
         self.descend(searches, start + SEARCH_SHARE * seconds)
         tuned = of_call
         for search in filter(lambda x: x.results, searches):
-            best = search.best
-            before, after = search.ms(of_call), search.ms(best)
+            before, (after, best) = next(iter(search.results.values()))[0].ms, search.best
             if after and (before is None or after < (1 - MIN_STAGE_GAIN) * before):
                 tuned = tuned | best
             tried = f"{len(search.results)} tried, {before} ms, best {after}"

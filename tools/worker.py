@@ -24,12 +24,12 @@ _SPAWN = multiprocessing.get_context("spawn")
 _starting = threading.Lock()  # a process inherits os.environ
 
 
-class NoAnswer(RuntimeError):
-    """A call took longer than it may. Its process was killed."""
-
-
 class ProcessEnded(RuntimeError):
     """A call raised, or ended its process; the message says how. The process is gone."""
+
+
+class NoAnswer(ProcessEnded):
+    """A call took longer than it may. Its process was killed."""
 
 
 def _serve(function: Callable[..., Any], connection: Connection, stderr: str) -> None:
