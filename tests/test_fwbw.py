@@ -15,36 +15,23 @@ INPUTS = random_inputs(0, 1, 2, S, DHQK, DHHV)
 SCAN = KernelConfig(fused=True, triton_recurrent_fw_H=dict(siz_b_LKV=16))
 
 
-# ---------------- what is held, what has no derivative
-
-
-HELD = {
-    "recomputed": ({}, {"h", "z"}),
-    "stored": ({"recompute_states_in_bw": False}, {"h", "z", "states"}),
-    "unnormalised": ({"input_gate": "sigmoid", "normalize": False}, set()),
-    "unnormalised_stored": (
-        {"input_gate": "sigmoid", "normalize": False, "recompute_states_in_bw": False},
-        {"states"},
-    ),
-}
-
-
-@pytest.mark.parametrize("case", HELD)
+@pytest.mark.parametrize("stored", [False, True], ids=["recomputed", "stored"])
+@pytest.mark.parametrize("normalized", [True, False], ids=["normalised", "unnormalised"])
 @pytest.mark.parametrize("config", [KernelConfig(fused=False), SCAN], ids=["materialised", "fused"])
-def test_the_forward_pass_holds_what_the_backward_pass_reads(config, case):
+def test_the_forward_pass_holds_what_the_backward_pass_reads(config, normalized, stored):
     """Residuals beside the inputs are h and z for the normaliser, and the states of the chunks if
     they are not recomputed."""
-    options, held = HELD[case]
+    options = dict(chunk_size=L, backend="interpret", config=config)
+    options |= dict(recompute_states_in_bw=not stored)
+    options |= {} if normalized else dict(input_gate="sigmoid", normalize=False)
     x = [INPUTS[name] for name in "qkvif"]
-    run = functools.partial(
-        mlstm_chunkwise, chunk_size=L, backend="interpret", config=config, **options
-    )
+    run = functools.partial(mlstm_chunkwise, **options)
     residuals = jax.eval_shape(lambda *x: jax.tree.leaves(jax.vjp(run, *x)[1]), *x)
     shapes = [y.shape for y in residuals]
     # v is padded to the shape of h: one more of that shape is h.
-    assert shapes.count((1, 2, S, 32)) == 1 + ("h" in held)
-    assert shapes.count((1, 2, S)) == 2 + ("z" in held)  # i and f
-    assert shapes.count((1, 2, S // L, DHQK, 32)) == ("states" in held)
+    assert shapes.count((1, 2, S, 32)) == 1 + normalized
+    assert shapes.count((1, 2, S)) == 2 + normalized  # i and f, and z
+    assert shapes.count((1, 2, S // L, DHQK, 32)) == stored
     # Without a backward pass the fused scan stores none.
     states = f"[2,{S // L},{DHQK},32]"
     assert (states in str(jax.make_jaxpr(run)(*x))) == (config is not SCAN)

@@ -42,21 +42,11 @@ PARTS = dict(compute_capability="9.0", core_count=16, shared_memory_per_block_op
         ("NVIDIA H200", {}, (90, 132, 232_448)),
         ("NVIDIA FOO", dict(compute_capability="10.0"), (100, UNKNOWN.sms, 232_448)),
         ("NVIDIA FOO", {}, (UNKNOWN.capability, UNKNOWN.sms, UNKNOWN.shared_bytes)),
+        ("cpu", dict(platform="cpu"), None),
+        ("AMD Instinct MI300X", dict(compute_capability="gfx942"), None),
     ],
-    ids=["a_part", "by_name", "of_its_capability", "nothing"],
+    ids=["a_part", "by_name", "of_its_capability", "nothing", "cpu", "amd"],
 )
 def test_the_facts_of_a_device_are_its_own_before_those_of_its_name(kind, facts, expected):
-    device = types.SimpleNamespace(platform="gpu", device_kind=kind, **facts)
-    assert gpu_of(device) == Gpu(kind, *expected)
-
-
-@pytest.mark.parametrize(
-    "facts",
-    [
-        dict(platform="cpu", device_kind="cpu"),
-        dict(platform="gpu", device_kind="AMD Instinct MI300X", compute_capability="gfx942"),
-    ],
-    ids=["cpu", "amd"],
-)
-def test_another_device_has_the_facts_of_no_gpu(facts):
-    assert gpu_of(types.SimpleNamespace(**facts)) is UNKNOWN
+    device = types.SimpleNamespace(**dict(platform="gpu", device_kind=kind) | facts)
+    assert gpu_of(device) == (Gpu(kind, *expected) if expected else UNKNOWN)

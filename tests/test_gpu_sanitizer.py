@@ -42,16 +42,15 @@ def environment(tmp_path_factory):
 
     Every buffer is an allocation of its own, so that an access beyond it is found.
     """
-    env = dict(os.environ)
-    env["XLA_PYTHON_CLIENT_ALLOCATOR"] = "platform"
-    env["XLA_FLAGS"] = f"{env.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0"
-    env["JAX_COMPILATION_CACHE_DIR"] = str(tmp_path_factory.mktemp("compiled"))
-    env["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0"
-    env["JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES"] = "-1"
-    env["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [str(DRIVER.parent.parent), env.get("PYTHONPATH")])
-    )
-    return env
+    paths = filter(None, [str(DRIVER.parent.parent), os.environ.get("PYTHONPATH")])
+    return os.environ | {
+        "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+        "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} --xla_gpu_autotune_level=0",
+        "JAX_COMPILATION_CACHE_DIR": str(tmp_path_factory.mktemp("compiled")),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES": "-1",
+        "PYTHONPATH": os.pathsep.join(paths),
+    }
 
 
 def run(command, env):

@@ -32,21 +32,21 @@ def test_outputs_and_gradients_of_an_empty_batch_are_empty(backend, B, NH):
     assert {name: x.shape for name, x in gradients.items()} == jax.tree.map(jnp.shape, inputs)
 
 
-FUSED = KernelConfig(fused=True)
-MATERIALISED = KernelConfig(fused=False)
 # Shapes (B, NH, S, DHQK, DHHV), dtype, and options of mlstm_chunkwise; what is larger than 32 bits
 # can number, or a grid's limits.
-HUGE = {
-    "states_and_values_materialised": (
-        (1, 9, 2**20, 128, 256),
-        "bfloat16",
-        {"config": MATERIALISED},
-    ),
-    "states_and_values_fused": ((1, 9, 2**20, 128, 256), "bfloat16", {"config": FUSED}),
-    "tokens_materialised": ((2**14, 2**7, 2**10, 16, 16), "bfloat16", {"config": MATERIALISED}),
-    "tokens_fused": ((2**14, 2**7, 2**10, 16, 16), "bfloat16", {"config": FUSED}),
-    "chunks_of_one_sequence": ((1, 1, 2**20, 16, 16), "float32", {"chunk_size": 16}),
+SHAPES = {
+    "states_and_values": (1, 9, 2**20, 128, 256),
+    "tokens": (2**14, 2**7, 2**10, 16, 16),
 }
+HUGE = {
+    f"{what}_{'fused' if fused else 'materialised'}": (
+        *(shape, "bfloat16"),
+        dict(config=KernelConfig(fused=fused)),
+    )
+    for what, shape in SHAPES.items()
+    for fused in (False, True)
+}
+HUGE["chunks_of_one_sequence"] = (1, 1, 2**20, 16, 16), "float32", dict(chunk_size=16)
 
 
 def pointer_offsets(ir):

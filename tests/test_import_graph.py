@@ -57,22 +57,16 @@ def modules():
     return trees
 
 
-def imported(node):
-    """The full names that an import statement imports, attributes of modules included."""
+def imports(node):
+    """The full names that are imported, with attributes of modules, except for type checkers."""
     if isinstance(node, ast.Import):
-        return [alias.name for alias in node.names]
-    assert node.level == 0, f"a relative import in line {node.lineno}"
-    return [f"{node.module}.{alias.name}" for alias in node.names]
-
-
-def imports(tree):
-    """The import statements, except those for type checkers."""
-    nodes = list(ast.walk(tree))
-    unread: set[ast.AST] = set()
-    for node in nodes:
-        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
-            unread |= {*ast.walk(node)}
-    return [x for x in nodes if isinstance(x, ast.Import | ast.ImportFrom) and x not in unread]
+        yield from (alias.name for alias in node.names)
+    if isinstance(node, ast.ImportFrom):
+        assert node.level == 0, f"a relative import in line {node.lineno}"
+        yield from (f"{node.module}.{alias.name}" for alias in node.names)
+    if not isinstance(node, ast.If) or ast.unparse(node.test) != "TYPE_CHECKING":
+        for child in ast.iter_child_nodes(node):
+            yield from imports(child)
 
 
 def within_package(name):
@@ -88,7 +82,7 @@ def graph():
     """{module: the modules of the package that it imports, lazily or not}."""
     targets = {}
     for name, tree in modules().items():
-        inside = {within_package(target) for node in imports(tree) for target in imported(node)}
+        inside = set(map(within_package, imports(tree)))
         lazy = {x for x in modules() if x != name and folder(x) in LAZY.get(name, ())}
         targets[name] = (inside | lazy) - {None}
     return targets
@@ -130,11 +124,7 @@ def test_dispatch_alone_imports_kernels():
 
 
 def importers(module):
-    return {
-        name
-        for name, tree in modules().items()
-        if any(module in target for node in imports(tree) for target in imported(node))
-    }
+    return {name for name, tree in modules().items() if any(module in x for x in imports(tree))}
 
 
 @pytest.mark.parametrize("lowering", LOWERINGS)

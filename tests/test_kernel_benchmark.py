@@ -19,18 +19,7 @@ from shapes import SHAPES, Shape
 from mlstm_pallas import KernelConfig, reference
 
 WIDE = Shape(1, 2, 128, 128, 128)
-run = functools.partial(benchmark_runs.run, kernel_benchmark, "--repeats=1")
-
-
-@pytest.fixture
-def measured(tmp_path):
-    """measured(*flags) is the exit code and the records of a run."""
-
-    def measure(*arguments):
-        path = tmp_path / "rows.jsonl"
-        return run(*arguments, f"--jsonl={path}"), records(path)
-
-    return measure
+measured = functools.partial(benchmark_runs.measured, kernel_benchmark, "--repeats=1")
 
 
 # ---------------- what outputs are checked against
@@ -72,7 +61,7 @@ class Doubling(peers.JaxImplementation):
         (jnp.nan, 2.0, (), "wrong: not finite"),
     ],
 )
-def test_a_wrong_output_is_not_timed(times, gradient, checked, note, monkeypatch, measured, capsys):
+def test_a_wrong_output_is_not_timed(times, gradient, checked, note, monkeypatch, capsys):
     peer = type("Peer", (Doubling,), dict(times=times, gradient=gradient, checked=checked))
     monkeypatch.setitem(peers.PEERS, "doubling", peer)
     wrong = note.startswith("wrong")
@@ -94,7 +83,7 @@ def test_a_peer_is_not_run_beyond_its_offsets():
 # ---------------- records
 
 
-def test_without_a_gpu_the_default_says_so_and_leaves_records(measured, monkeypatch, capsys):
+def test_without_a_gpu_the_default_says_so_and_leaves_records(monkeypatch, capsys):
     monkeypatch.setattr(roofline, "DEVICE_RATES", {jax.devices()[0].device_kind: (1e12, 1e12)})
     code, [record] = measured("--commit=v7")
     assert code == 0
@@ -107,7 +96,7 @@ def test_without_a_gpu_the_default_says_so_and_leaves_records(measured, monkeypa
 
 
 @pytest.mark.slow
-def test_directions_and_variants_in_one_run(measured):
+def test_directions_and_variants_in_one_run():
     variants = "exp", "packed", "sigmoid", "unnormalised", "states_kept", "transposed"
     request = "--direction=fwd,fwbw", "--dtype=float32", "--shape=1x1x32x16x16"
     code, rows = measured(*request, f"--variant={','.join(variants)}", "--chunk_size=16")
@@ -136,7 +125,7 @@ def test_a_config_reaches_the_stages(tmp_path):
 
 
 @needs_mosaic_gpu
-def test_a_stage_on_mosaic_gpu_by_itself(measured):
+def test_a_stage_on_mosaic_gpu_by_itself():
     """What it has no kernel for is skipped."""
     request = "--impl=mosaic_gpu_interpret", "--chunk_size=64", f"--shape={WIDE}"
     code, (scores, scan, none) = measured(
@@ -159,7 +148,7 @@ RESULTS = sorted((Path(__file__).parents[1] / "benchmarks" / "results").glob("*.
 
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.stem)
 def test_committed_results_can_be_reported(path, capsys):
-    assert run(f"--from_jsonl={path}") == 0
+    assert benchmark_runs.run(kernel_benchmark, f"--from_jsonl={path}") == 0
     _, *lines = capsys.readouterr().out.strip().splitlines()
     for row, line in zip(records(path), lines, strict=True):
         assert line.startswith(row["name"])

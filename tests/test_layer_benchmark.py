@@ -9,12 +9,11 @@ import layer_benchmark
 import peers
 import pytest
 import roofline
-from benchmark_runs import dot_flops, missing, quick_mlstm, records
+from benchmark_runs import dot_flops, missing, quick_mlstm
 from shapes import Shape
 
-run = functools.partial(
-    benchmark_runs.run, layer_benchmark, "--shape=2x2x32x16x32", "--repeats=1", "--direction=fwbw"
-)
+request = "--shape=2x2x32x16x32", "--repeats=1", "--direction=fwbw", "--layout=BNTH,BTNH"
+run = functools.partial(benchmark_runs.measured, layer_benchmark, *request)
 
 
 @pytest.mark.parametrize("direction", ["fwd", "fwbw"])
@@ -27,12 +26,11 @@ def test_what_is_left_without_the_mlstm_are_the_counted_products(impl, direction
 
 
 @pytest.mark.slow
-def test_measures_both_layouts_and_skips_a_peer_that_is_not_there(tmp_path, monkeypatch):
+def test_measures_both_layouts_and_skips_a_peer_that_is_not_there(monkeypatch):
     monkeypatch.setattr(peers, "limit_chunk", missing)
     monkeypatch.setattr(roofline, "DEVICE_RATES", {jax.devices()[0].device_kind: (1e9, 1e8)})
-    path = tmp_path / "rows"
-    assert run("--layout=BNTH,BTNH", f"--jsonl={path}") == 0
-    *ours, peer = records(path)
+    code, (*ours, peer) = run()
+    assert code == 0
     assert [(row["impl"], row["layout"]) for row in ours] == [
         *(("xla", layout) for layout in ("BNTH", "BTNH")),
         *((impl, None) for impl in layer_benchmark.WITHOUT),
@@ -50,14 +48,12 @@ def scaled(x, by):
     return by * x + jax.lax.stop_gradient((1 - by) * x)
 
 
-def test_a_wrong_gradient_in_a_layout_is_not_timed(monkeypatch, tmp_path):
+def test_a_wrong_gradient_in_a_layout_is_not_timed(monkeypatch):
     def wrong(*args, layout="BNTH", **options):
         h = quick_mlstm(*args, layout=layout)
         return scaled(h, 0.9) if layout == "BTNH" else h
 
     monkeypatch.setattr(layer_benchmark, "mlstm_chunkwise", wrong)
-    path = tmp_path / "rows"
-    assert run("--impl=xla", "--layout=BNTH,BTNH", f"--jsonl={path}") == 1
-    first, second = records(path)
-    assert (first["status"], second["status"], "ms" in second) == ("ok", "wrong", False)
+    code, (first, second) = run("--impl=xla")
+    assert (code, first["status"], second["status"], "ms" in second) == (1, "ok", "wrong", False)
     assert re.match("wrong: error .* in query, ", second["note"])

@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import peers
 import pytest
-from oracle import random_inputs
+from oracle import cotangents_for, gradients_of_call, random_inputs
 
 import mlstm_pallas
 from mlstm_pallas import mlstm_chunkwise, reference, use_backend
@@ -244,19 +244,15 @@ def test_it_is_the_function_of_transformers():
         sizes = dict(hidden_size=NH * DHV, num_heads=NH, chunk_size=16)
         config = modeling.xLSTMConfig(**sizes, mode="train", return_last_states=True)
     config.autocast_kernel_dtype = "float32"
-    x = [*map(np.asarray, random_inputs(2, B, NH, 48, DHQK, DHV).values())]
-    cotangents = [*map(np.asarray, random_inputs(3, B, NH, 48, DHQK, DHV).values())]
-    dh, dc, dn = cotangents[2], *cotangents[5:7]
-    y = [torch.tensor(a[..., None] if a.ndim == 2 else a, requires_grad=True) for a in x]
+    x = random_inputs(2, B, NH, 48, DHQK, DHV)
+    *cotangents, dm = cotangents_for(x, "float32")
+    wide = {name: a[..., None] if a.ndim == 2 else a for name, a in x.items()}
+    y = [torch.tensor(np.asarray(a), requires_grad=True) for a in wide.values()]
     h, (c, n, m) = modeling.xLSTMBackend(config)(*y)
-    torch.autograd.backward([h, c, n], [*map(torch.tensor, (dh, dc, dn))])
+    torch.autograd.backward([h, c, n], [torch.tensor(np.asarray(a)) for a in cotangents])
     expected = [a.detach().numpy() for a in (h, c, n, m[..., 0])]
-    expected += [a.grad.numpy().reshape(b.shape) for a, b in zip(y, x, strict=True)]
-
-    def run(*x):
-        h, states = mlstm_chunkwise(*x, return_last_states=True, eps=config.eps)
-        return h, *states
-
-    result, vjp = jax.vjp(jax.jit(run), *x)
-    result = [*result, *vjp((dh, dc, dn, jnp.zeros((B, NH))))]
+    expected += [a.grad.numpy().reshape(b.shape) for a, b in zip(y, x.values(), strict=True)]
+    run = gradients_of_call(eps=config.eps)
+    outputs, gradients = run(x, [*cotangents, jnp.zeros_like(dm)])
+    result = *outputs, *gradients.values()
     assert max(errors(map(np.asarray, result), expected)) < bound("float32")

@@ -1,7 +1,5 @@
 """FLOPs and bytes of stages, of whole calls and of attention; the least time."""
 
-import operator
-
 import jax
 import kernel_benchmark
 import peers
@@ -14,25 +12,24 @@ from mlstm_pallas.problem import Problem
 
 SMALL, WIDE = Shape(2, 3, 64, 16, 32), Shape(1, 64, 256, 256, 512)
 L = 32
-GATES = operator.attrgetter("vecE", "vecU", "vecW")
-# What the kernel of a stage reads of a NamedTuple. recurrent_bw_dC reads gamma once for each
-# recurrence.
+GATES = "vecE", "vecU", "vecW"
+# What the kernel of a stage reads of a NamedTuple.
 READ = {
-    "parallel_fw_H": {"gates": lambda x: (GATES(x), x.vecM)},
-    "parallel_fw_P": {"gates": lambda x: (GATES(x), x.vecAbar, x.vecM)},
-    "recurrent_fw_H": {"scan": lambda x: (x.matP, x.keys, x.vecR)},
-    "parallel_bw_dP": {"gates": lambda x: (GATES(x), x.vecAbar, x.vecM)},
-    "recurrent_bw_dC": {"scaGamma": lambda x: (x, x)},
+    "parallel_fw_H": {"gates": (*GATES, "vecM")},
+    "parallel_fw_P": {"gates": (*GATES, "vecAbar", "vecM")},
+    "recurrent_fw_H": {"scan": ("matP", "keys", "vecR")},
+    "parallel_bw_dP": {"gates": (*GATES, "vecAbar", "vecM")},
     "parallel_bw_dQKV": {
-        "gates": lambda x: (x.vecW, x.vecAbar),
-        "normaliser_gradients": lambda x: (x.vecInvDen, x.vecDzDen),
-        "scores": lambda x: (x.matP, x.matDeltaP),
+        "gates": ("vecW", "vecAbar"),
+        "normaliser_gradients": ("vecInvDen", "vecDzDen"),
+        "scores": ("matP", "matDeltaP"),
     },
-}
-# On Mosaic GPU, where it makes P and dP.
-READ["recomputes_scores"] = READ["parallel_bw_dQKV"] | {
-    "gates": lambda x: (x.vecE, x.vecU, x.vecW, x.vecAbar),
-    "scores": lambda x: (),
+    # parallel_bw_dQKV on Mosaic GPU, where it makes P and dP.
+    "recomputes_scores": {
+        "gates": (*GATES, "vecAbar"),
+        "normaliser_gradients": ("vecInvDen", "vecDzDen"),
+        "scores": (),
+    },
 }
 # The products of a stage: inter-chunk ones, and the contracted or outer axis of the intra-chunk
 # ones, which count for s <= t alone.
@@ -86,10 +83,13 @@ def test_bytes_and_flops_of_a_stage_are_those_of_its_arrays_and_products(backend
         outputs |= dict(sums=[jax.ShapeDtypeStruct((3, shape.steps), "float32")])
     elif backend == "mosaic_gpu":  # what is not weighted is not written
         outputs = {x: y for x, y in outputs.items() if x not in ("queries", "keys")}
-    read = dict(READ.get(stage, {}))
-    if (backend, stage) == ("mosaic_gpu", "parallel_fw_P"):  # which writes no keys
-        read["gates"] = READ["parallel_fw_H"]["gates"]
-    inputs = [read.get(x, lambda x: x)(y) for x, y in zip(impl.stage.inputs, args, strict=True)]
+    # parallel_fw_P on Mosaic GPU writes no keys.
+    writes_no_keys = (backend, stage) == ("mosaic_gpu", "parallel_fw_P")
+    inputs = dict(zip(impl.stage.inputs, args, strict=True))
+    for x, fields in READ.get("parallel_fw_H" if writes_no_keys else stage, {}).items():
+        inputs[x] = [getattr(inputs[x], field) for field in fields]
+    if stage == "recurrent_bw_dC":  # reads gamma once for each recurrence
+        inputs["scaGamma"] = [inputs["scaGamma"]] * 2
     cost = costs.of_stage(impl.stage.name, impl.call, 2, weighted=impl.weighted)
     assert cost.bytes == nbytes(inputs) + nbytes(outputs)
     pairs = sum(dict(k=shape.DHQK, v=shape.DHHV)[axis] for axis in intra)

@@ -6,23 +6,22 @@ import benchmark_runs
 import jax
 import pytest
 import scaling_benchmark as scaling
-from benchmark_runs import records
 from kernel_benchmark import TOLERANCES
 from shapes import Shape
 
 OF = Shape(1, 1, 32, 16, 16)
-run = functools.partial(benchmark_runs.run, scaling, f"--shape={OF}", "--backend=xla")
+run = functools.partial(benchmark_runs.measured, scaling, f"--shape={OF}", "--backend=xla")
 
 
 @pytest.mark.slow
-def test_records_are_checked_and_have_their_efficiency(tmp_path):
+def test_records_are_checked_and_have_their_efficiency():
     if jax.local_device_count() < 2:
         pytest.skip("needs two devices")
-    path = tmp_path / "rows.jsonl"
-    request = "--dtype=float32", "--repeats=2", "--layout=BTNH", f"--jsonl={path}"
-    assert run("--devices=2,1", "--mode=weak-heads,strong-sequence", *request) == 0
-    assert run("--devices=2", "--mode=weak-sequence", "--direction=fwbw", *request) == 0
-    *rows, split = records(path)
+    request = "--dtype=float32", "--repeats=2", "--layout=BTNH"
+    code, rows = run("--devices=2,1", "--mode=weak-heads,strong-sequence", *request)
+    assert code == 0
+    code, [split] = run("--devices=2", "--mode=weak-sequence", "--direction=fwbw", *request)
+    assert (code, split["status"]) == (0, "ok")
     assert split["errors"].keys() == {"h", "dq", "dk", "dv", "di", "df"}
     assert [row["devices"] for row in rows] == [1, 2, 1, 2]
     for row in rows:
@@ -53,23 +52,23 @@ def test_shapes_of_two_devices_and_reduced_ones_that_keep_the_head_dimensions():
     assert sequence.reduced(big._replace(S=64), 4) == Shape(1, 1, 64, 256, 512)
 
 
-def test_wrong_output_is_not_timed(monkeypatch, capsys):
+def test_wrong_output_is_not_timed(monkeypatch):
     monkeypatch.setattr(scaling, "mlstm_chunkwise", benchmark_runs.quick_mlstm)
     benchmark_runs.not_to_be_timed(monkeypatch)
-    assert run("--devices=1", "--dtype=float32", "--mode=weak-batch") == 1
-    assert "in h, at most 1e-05" in capsys.readouterr().out
+    code, [row] = run("--devices=1", "--dtype=float32", "--mode=weak-batch")
+    assert code == 1
+    assert "in h, at most 1e-05" in row["note"]
 
 
 @pytest.mark.parametrize(
     ("message", "status", "code"),
     [("RESOURCE_EXHAUSTED: 9 GiB", "skipped", 0), ("no such\nthing", "failed", 1)],
 )
-def test_too_little_memory_is_no_failure(monkeypatch, tmp_path, message, status, code):
+def test_too_little_memory_is_no_failure(monkeypatch, message, status, code):
     def inputs(*_):
         raise jax.errors.JaxRuntimeError(message)
 
     monkeypatch.setattr(scaling.Spread, "inputs", inputs)
-    assert run("--devices=1", "--mode=weak-batch", f"--jsonl={tmp_path / 'rows'}") == code
-    [row] = records(tmp_path / "rows")
-    assert row["status"] == status
+    measured, [row] = run("--devices=1", "--mode=weak-batch")
+    assert (measured, row["status"]) == (code, status)
     assert row["note"].endswith(f": {' '.join(message.split())}")

@@ -34,9 +34,7 @@ def test_parameters_and_flops_are_those_of_the_model(name):
     assert model.flops(B, S) == 3 * (benchmark_runs.dot_flops(forward.jaxpr) + mlstm)
 
 
-def test_measures_a_model_refuses_a_peer_that_differs_and_skips_one_that_is_not_there(
-    tmp_path, monkeypatch
-):
+def test_measures_a_model_refuses_a_peer_that_differs_and_skips_one_that_is_not_there(monkeypatch):
     def other(q, *others):
         return quick_mlstm(-q, *others, layout="BTNH")
 
@@ -45,9 +43,9 @@ def test_measures_a_model_refuses_a_peer_that_differs_and_skips_one_that_is_not_
     monkeypatch.setitem(benchmark.PEERS, "mlstm_kernels_limit_chunk", other)
     monkeypatch.setitem(benchmark.PEERS, "absent", benchmark_runs.missing)
     request = "--batch=1", "--sequence=16", "--warmup=1", "--steps=2"
-    impls, path = "--impl=xla,mlstm_kernels_limit_chunk,absent", tmp_path / "rows.jsonl"
-    assert benchmark_runs.run(benchmark, *request, impls, f"--jsonl={path}") == 1
-    ours, wrong, skipped = benchmark_runs.records(path)
+    impls = "--impl=xla,mlstm_kernels_limit_chunk,absent"
+    code, (ours, wrong, skipped) = benchmark_runs.measured(benchmark, *request, impls)
+    assert code == 1
     assert (ours["status"], ours["error"]) == ("ok", 0.0)
     assert ours["tokens_per_s"] == pytest.approx(16 / ours["ms"] * 1e3)
     first, *_, last = ours["losses"]
