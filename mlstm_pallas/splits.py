@@ -12,6 +12,14 @@ is known, splits are as independent as heads. ``split_products`` computes sum_t 
 import jax.numpy as jnp
 from jax import Array, lax
 
+MIN_SPLITS, MAX_SPLITS = 4, 16  # fewer gain less than the second launch and their sums cost
+
+
+def splits_of(NC: int, most: int) -> int:
+    """The most splits of NC chunks, up to ``most``: a power of two that divides NC; 1: too few."""
+    most = min(most, MAX_SPLITS, NC & -NC)
+    return 1 << (most.bit_length() - 1) if most >= MIN_SPLITS else 1
+
 
 def decays_of_others(gamma: Array, *, backward: bool = False) -> Array:
     """prod of gamma over the later chunks (earlier ones with backward), along the last axis."""

@@ -15,11 +15,10 @@ consecutive steps, which are several chunks, or one chunk of up to 2048 steps. `
 has the scans over the steps of a chunk, and which steps a thread holds.
 """
 
-import dataclasses
 import functools
 import itertools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import jax
@@ -51,7 +50,7 @@ from mlstm_pallas.mosaic_gpu.chunk_scans import (
     shifted,
     store_rows,
 )
-from mlstm_pallas.mosaic_gpu.launch import float32, mosaic_call, plgpu, shared_bytes
+from mlstm_pallas.mosaic_gpu.launch import block, float32, mosaic_call, plgpu
 from mlstm_pallas.mosaic_gpu.limits import HopperTiles
 from mlstm_pallas.problem import InputGate, Problem, next_power_of_two
 from mlstm_pallas.stage import Launch
@@ -69,12 +68,14 @@ def _least_power_of_two(x: Array) -> Array:
     return lax.bitcast_convert_type(up, jnp.float32)
 
 
-def _local_gates(i_gmem, f_gmem, starts_gmem, scans_smem, p, input_gate):
+def _local_gates(vecs_gmem, scans_smem, p, input_gate):
     """``gates.local_gates`` of a CTA's chunks, and f, log f, restarts and begins of ``join_flags``.
 
-    The arguments are those of the kernels.
+    vecs_gmem: pre-activations i and f, and starts, which is 1 where a packed segment begins and may
+      be absent, (CTAs, rows, STEPS) each.
     """
     cta, chunk_rows, begins = lax.axis_index("cta"), p.L // STEPS, None
+    i_gmem, f_gmem, starts_gmem = vecs_gmem
     if starts_gmem is not None:
         begins = load_rows(starts_gmem.at[cta]) > 0
     f = load_rows(f_gmem.at[cta])
@@ -139,17 +140,15 @@ def _store_per_chunk(chunks, store):
 
 
 def _summaries_kernel(
-    i_gmem,  # (CTAs, rows, STEPS) pre-activations
-    f_gmem,
-    starts_gmem,  # (CTAs, rows, STEPS) int32, 1 where a packed segment begins; may be absent
+    vecs_gmem,  # see _local_gates
     g_gmem,  # out (B * NH, padded NC), see _stabiliser_scan_kernel; beyond NC not written
     a_gmem,  # out (B * NH, padded NC)
     *,
     p,
     input_gate,
-    **scans_smem,  # see _scratch
+    **scans_smem,  # see Tiles.scratch
 ):
-    local, _ = _local_gates(i_gmem, f_gmem, starts_gmem, scans_smem, p, input_gate)
+    local, _ = _local_gates(vecs_gmem, scans_smem, p, input_gate)
     b_hi, b_lo, max_hi, max_lo, offset = last_columns(*local.vecB, *local.vecEmax, local.vecOffset)
     added, largest, reset = gates.summary((b_hi, b_lo), (max_hi, max_lo), offset)
     summaries = jnp.where(reset, -_INF, added), largest
@@ -189,9 +188,7 @@ def _stabilisers(m_known_gmem, summaries_gmem, m_after_gmem, m_initial_gmem, chu
 
 
 def _gates_kernel(
-    i_gmem,  # (CTAs, rows, STEPS) pre-activations
-    f_gmem,
-    starts_gmem,  # (CTAs, rows, STEPS) int32, 1 where a packed segment begins; may be absent
+    vecs_gmem,  # see _local_gates
     m_known_gmem,  # (B * NH, NC + 1) m at the chunk boundaries; absent if it is computed
     summaries_gmem,  # g, a of ``_summaries_kernel``, where the CTAs join them; else absent
     m_after_gmem,  # (B * NH, padded NC) of ``_stabiliser_scan_kernel``, where it ran; else absent
@@ -203,13 +200,13 @@ def _gates_kernel(
     *,
     p,
     input_gate,
-    **scans_smem,  # see _scratch
+    **scans_smem,  # see Tiles.scratch
 ):
     cta, rows, chunk_rows, chunks = lax.axis_index("cta"), _rows(p), p.L // STEPS, _chunks_of_cta(p)
     known = m_known_gmem, summaries_gmem, m_after_gmem, m_initial_gmem
     bounds = _stabilisers(*known, chunks, p.NC)
     m_start, m_end = of_chunks(list(zip(*bounds, strict=True)), rows)
-    local, log_gates = _local_gates(i_gmem, f_gmem, starts_gmem, scans_smem, p, input_gate)
+    local, log_gates = _local_gates(vecs_gmem, scans_smem, p, input_gate)
     ends = ends_of_chunks(
         last_columns(*local.vecB, local.vecOffset), chunk_rows, scans_smem["ends"].at[1]
     )
@@ -246,46 +243,33 @@ def _rows(p: Problem) -> int:
     return max(LANES, p.L // STEPS)
 
 
-def _scratch(p: Problem, input_gate: InputGate) -> dict[str, Any]:
-    """Shared memory of chunk_summaries and of chunk_gates."""
-    buffer = functools.partial(scan_buffer, rows=_rows(p), chunk_rows=p.L // STEPS)
-    return {
-        "bounds": buffer(4),
-        "sums": buffer(3),
-        "maxima": None if input_gate is InputGate.SIGMOID else buffer(3),
-        "ends": plgpu.SMEM((2, _rows(p), 4), jnp.float32),  # see ends_of_chunks
-    }
-
-
 def _launch(
     kernel: Callable[..., None],
     name: str,
     outputs: Mapping[str, Any],
-    vecs: Sequence[Array | None],
+    x: Operands,
     input_gate: InputGate,
     call: Launch,
     **inputs,
 ) -> dict[str, Any]:
-    """Runs a kernel. vecs: i, f and starts, (B * NH, S)."""
+    """Runs a kernel."""
     p = call.problem
     (ctas,) = call.tiles.grid(p)
 
-    def by_cta(x):
+    def by_cta(vec):
         shape = ctas, _rows(p), STEPS
-        return jnp.pad(x.reshape(-1), (0, math.prod(shape) - x.size)).reshape(shape)
+        return jnp.pad(vec.reshape(-1), (0, math.prod(shape) - vec.size)).reshape(shape)
 
-    i, f, starts = jax.tree.map(by_cta, vecs)
     return mosaic_call(
         functools.partial(kernel, p=p, input_gate=input_gate),
         name=name,
         grid={"cta": ctas},
-        warpgroups=1,
         outputs=outputs,
-        scratch=_scratch(p, input_gate),
+        scratch=call.tiles.scratch(p, x.vecI.dtype, input_gate=input_gate),
         interpret=call.interpret,
         infer_layouts=False,
         approx_math=False,
-    )(i_gmem=i, f_gmem=f, starts_gmem=starts, **inputs)
+    )(vecs_gmem=jax.tree.map(by_cta, (x.vecI, x.vecF, x.starts)), **inputs)
 
 
 def chunk_gates(
@@ -296,23 +280,21 @@ def chunk_gates(
     call: Launch,
 ) -> ChunkGates:
     """Runs the stage: ``stages/chunk_gates.py``."""
-    p, vecs = call.problem, (x.vecI, x.vecF, x.starts)
-    scaM_initial, scaM_states = x.scaM_initial, x.scaM_states
+    p, scaM_states = call.problem, x.scaM_states
     (ctas,) = call.tiles.grid(p)
     if scaM_states is None and input_gate is InputGate.SIGMOID:
-        scaM_states = jnp.zeros((p.BNH, p.NC + 1), scaM_initial.dtype)
+        scaM_states = jnp.zeros((p.BNH, p.NC + 1), x.scaM_initial.dtype)
     m: dict[str, Any] = dict.fromkeys(("m_initial_gmem", "summaries_gmem", "m_after_gmem"), None)
     if scaM_states is None:
-        m["m_initial_gmem"] = scaM_initial
+        m["m_initial_gmem"] = x.scaM_initial
         summaries = dict.fromkeys(("g_gmem", "a_gmem"), float32(p.BNH, _padded_chunks(p)))
-        g, a = _launch(
-            _summaries_kernel, "chunk_summaries", summaries, vecs, input_gate, call
-        ).values()
+        y = _launch(_summaries_kernel, "chunk_summaries", summaries, x, input_gate, call)
+        g, a = y.values()
         whole_head = p.S % (_rows(p) * STEPS) == 0  # no CTA has steps of two heads
         if whole_head and p.NC <= _FEW_CHUNKS:
             m["summaries_gmem"] = g, a
         else:
-            m["m_after_gmem"] = stabiliser_scan(g, a, scaM_initial, call)
+            m["m_after_gmem"] = stabiliser_scan(g, a, x.scaM_initial, call)
     steps = ctas, _rows(p), STEPS
     outputs = {
         "per_step_gmem": [float32(*steps)] * 7,
@@ -321,7 +303,7 @@ def chunk_gates(
         "m_states_gmem": float32(p.BNH, p.NC + 1) if scaM_states is None else None,
     }
     y = _launch(
-        _gates_kernel, "chunk_gates", outputs, vecs, input_gate, call, m_known_gmem=scaM_states, **m
+        _gates_kernel, "chunk_gates", outputs, x, input_gate, call, m_known_gmem=scaM_states, **m
     )
 
     def by_chunk(vec):
@@ -345,7 +327,7 @@ def _stabiliser_scan_kernel(
     head, rows = lax.axis_index("head"), ends_smem.shape[0]
 
     def one(j, before):
-        at = head, pl.ds(pl.multiple_of(j * rows, rows), rows)
+        at = head, block(j, rows)
         summaries = [load_rows(y.at[at]) for y in (g_gmem, a_gmem)]
         added, largest = running(gates.join_summaries, summaries, (0.0, -_INF), rows, sums_smem)
         after = jnp.maximum(added + before, largest)
@@ -362,8 +344,8 @@ def _scan_rows(p: Problem) -> int:
 
 def _padded_chunks(p: Problem) -> int:
     """A multiple of the chunks that a CTA of the stabiliser scan reads at a time."""
-    block = _scan_rows(p) * STEPS
-    return -(-p.NC // block) * block
+    chunks = _scan_rows(p) * STEPS
+    return -(-p.NC // chunks) * chunks
 
 
 def stabiliser_scan(g: Array, a: Array, scaM_initial: Array, call: Launch) -> Array:
@@ -377,7 +359,6 @@ def stabiliser_scan(g: Array, a: Array, scaM_initial: Array, call: Launch) -> Ar
         _stabiliser_scan_kernel,
         name="stabiliser_scan",
         grid={"head": p.BNH},
-        warpgroups=1,
         outputs={"m_gmem": float32(*by_rows)},
         scratch={
             "sums_smem": scan_buffer(2, rows, rows),
@@ -390,7 +371,6 @@ def stabiliser_scan(g: Array, a: Array, scaM_initial: Array, call: Launch) -> Ar
 
 
 # A thread holds up to 16 steps of a chunk.
-@dataclasses.dataclass(frozen=True)
 class Tiles(HopperTiles):
     def divides(self, p: Problem, **asked) -> bool:
         return p.L % 64 == 0 and p.L <= 2048
@@ -398,5 +378,14 @@ class Tiles(HopperTiles):
     def grid(self, p: Problem, **asked) -> tuple[int, ...]:
         return (-(-p.BNH * p.S // (_rows(p) * STEPS)),)
 
-    def shared_bytes(self, p: Problem, dtype, **asked) -> int:
-        return shared_bytes(_scratch(p, InputGate.EXP))
+    def scratch(
+        self, p: Problem, dtype, *, input_gate: InputGate = InputGate.EXP, **asked
+    ) -> dict[str, Any]:
+        """Shared memory of chunk_summaries and of chunk_gates."""
+        buffer = functools.partial(scan_buffer, rows=_rows(p), chunk_rows=p.L // STEPS)
+        return {
+            "bounds": buffer(4),
+            "sums": buffer(3),
+            "maxima": None if input_gate is InputGate.SIGMOID else buffer(3),
+            "ends": plgpu.SMEM((2, _rows(p), 4), jnp.float32),  # see ends_of_chunks
+        }

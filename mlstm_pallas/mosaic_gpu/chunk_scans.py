@@ -46,10 +46,6 @@ def split_columns(x: Array) -> list[Array]:
     return [lax.slice(x, (0, k), (x.shape[0], k + 1)) for k in range(x.shape[1])]
 
 
-def _load_columns(tile) -> list[Array]:
-    return split_columns(load(tile, rows_layout(), optimized=False))
-
-
 def scan_buffer(arrays: int, rows: int, chunk_rows: int):
     """Shared memory of ``running``, in two slots.
 
@@ -78,7 +74,8 @@ def _neighbours(
     def at(distance):
         inside = row_of_chunk < chunk_rows - distance if backward else row_of_chunk >= distance
         first = start + distance if backward else start - distance
-        return inside, _load_columns(buffer.at[pl.ds(first, rows)])[: len(columns)]
+        x = load(buffer.at[pl.ds(first, rows)], rows_layout(), optimized=False)
+        return inside, split_columns(x)[: len(columns)]
 
     return at
 

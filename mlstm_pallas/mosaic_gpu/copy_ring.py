@@ -60,10 +60,10 @@ class CopyRing:
     readers: int = 2
     steps_of_item: int | None = None
 
-    def slot(self, step: Any) -> Any:
+    def slot(self, step):
         return remainder(step, self.num_slots)
 
-    def load(self, step: Any, copies: Callable[..., None] | None = None) -> None:
+    def load(self, step, copies: Callable[..., None] | None = None) -> None:
         """Starts the copies of a step as soon as the slot's last reader has released it.
 
         copies: replaces the ring's copies.
@@ -72,10 +72,10 @@ class CopyRing:
         pl.when(step >= self.num_slots)(lambda: products.wait_empty(self.barriers.empty.at[slot]))
         (copies or self._start)(step, functools.partial(self._copy, slot))
 
-    def _copy(self, slot: Any, source: Any, buffer: Any, *index: Any) -> None:
+    def _copy(self, slot, source, buffer, *index) -> None:
         copy_in(source, buffer.at[(slot, *index)], self.barriers.full.at[slot])
 
-    def _start(self, step: Any, copy: Callable[..., None], item: Any = None) -> None:
+    def _start(self, step, copy: Callable[..., None], item=None) -> None:
         """Calls ``copies``. item: the step's item or the one before it, which saves a division."""
         n = self.steps_of_item
         if n is None:
@@ -87,17 +87,17 @@ class CopyRing:
             here = x < n
             self.copies(jnp.where(here, item, item + 1), jnp.where(here, x, x - n), copy)
 
-    def wait(self, step: Any) -> Any:
+    def wait(self, step):
         """Waits for the copies of a step and returns its slot."""
         slot = self.slot(step)
         products.acquire(self.barriers.full.at[slot], self.barriers.empty.at[slot])
         return slot
 
-    def release(self, *steps: Any) -> None:
+    def release(self, *steps) -> None:
         """Tells the ring that this warpgroup has read these steps."""
         products.release(*(self.barriers.empty.at[self.slot(step)] for step in steps))
 
-    def _by_copier(self, slot: Any, condition: Any, run: Callable[[], None]) -> None:
+    def _by_copier(self, slot, condition, run: Callable[[], None]) -> None:
         """Calls ``run`` in the warpgroup that copies into the slot, if the condition holds."""
         copier = remainder(slot, self.readers) if self.readers else np.int32(2)
         pl.when((lax.axis_index("wg") == copier) & condition)(run)
@@ -111,7 +111,7 @@ class CopyRing:
         if self.readers:
             loop(self.num_slots, first, None)
 
-    def refill(self, *steps: Any, item: Any = None) -> None:
+    def refill(self, *steps, item=None) -> None:
         """Starts the next copies into the slots of these steps, which this warpgroup has released.
 
         item: the item of these steps.
@@ -126,12 +126,12 @@ class CopyRing:
             )
             self._by_copier(self.slot(step), following < self.steps, load)
 
-    def advance(self, step: Any) -> None:
+    def advance(self, step) -> None:
         """Releases a step and refills its slot."""
         self.release(step)
         self.refill(step)
 
-    def epilogue(self, steps: Any = None) -> None:
+    def epilogue(self, steps=None) -> None:
         """Waits for the last releases, because no barrier may end in the middle of a phase."""
         total = lax.convert_element_type(self.steps if steps is None else steps, np.int32)
         for x in range(self.num_slots):

@@ -12,8 +12,16 @@ import numpy as np
 from jax import lax
 
 from mlstm_pallas.mosaic_gpu import products
-from mlstm_pallas.mosaic_gpu.launch import BY_COLUMNS, BY_ROWS, WG_ROWS, load, plgpu
-from mlstm_pallas.tiles import loop
+from mlstm_pallas.mosaic_gpu.launch import (
+    BY_COLUMNS,
+    BY_ROWS,
+    WG_ROWS,
+    block,
+    load,
+    load_float32,
+    plgpu,
+)
+from mlstm_pallas.tiles import blocks, loop
 
 _LOG2_E = float(np.log2(np.e))
 
@@ -28,7 +36,7 @@ def across_rows(x: jax.Array, rows: int = WG_ROWS) -> jax.Array:
     return lax.broadcast_in_dim(x, (rows, x.shape[0]), [1])
 
 
-def load_by_rows(ref: Any, *index: Any) -> Any:
+def load_by_rows(ref, *index):
     """A vector from global memory; None if the reference is absent."""
     return None if ref is None else load(ref.at[index], BY_ROWS, optimized=False)
 
@@ -39,15 +47,19 @@ def rows_and_columns(rows: int, columns: int) -> list[jax.Array]:
     return [plgpu.broadcasted_iota(jnp.int32, (rows, columns), x, layout=layout) for x in (0, 1)]
 
 
-def q_times_n(q_tile: Callable[[Any], Any], n_tile: Callable[[Any], Any], steps: int) -> jax.Array:
-    """The sum over x of q_tile(x) * n_tile(x); its row sums are q_t . n for 64 queries."""
+def q_times_n(q_tile: Callable[[Any], Any], n, *chunk) -> jax.Array:
+    """The products q_tile(x) * n, summed over the tiles x of 64 columns of 64 queries.
+
+    The row sums are q_t . n. n: in global memory, for all chunks.
+    """
 
     def add(x, total):
-        q = load(q_tile(x)).astype(jnp.float32)
-        n = load(n_tile(x), BY_COLUMNS, optimized=False)
-        return total + q * across_rows(n)
+        q = load_float32(q_tile(x))
+        of_tile = load(n.at[(*chunk, block(x, WG_ROWS))], BY_COLUMNS, optimized=False)
+        return total + q * across_rows(of_tile)
 
-    total: jax.Array = loop(steps, add, products.zeros(WG_ROWS, WG_ROWS))
+    tiles = blocks(n.shape[-1], WG_ROWS)
+    total: jax.Array = loop(tiles, add, products.zeros(WG_ROWS, WG_ROWS))
     return total
 
 

@@ -9,7 +9,7 @@ from jax import Array
 from mlstm_pallas.gate_gradients import TileSums
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.fragments import across_columns, decay_tile
-from mlstm_pallas.mosaic_gpu.launch import WG_ROWS
+from mlstm_pallas.mosaic_gpu.launch import WG_ROWS, float32
 from mlstm_pallas.problem import Problem
 
 
@@ -55,17 +55,11 @@ def w_sum_shapes(p: Problem) -> dict[str, jax.ShapeDtypeStruct]:
     per_query: the sums of W_ts over s < t in each tile of 64 keys; per_key: the sums over t > s in
     each tile of 64 queries; diagonal: W_tt.
     """
-    per_tile = jax.ShapeDtypeStruct((p.BNH, p.L // WG_ROWS, p.S), jnp.float32)
-    diagonal = jax.ShapeDtypeStruct((p.BNH, p.S), jnp.float32)
-    return {"per_query": per_tile, "per_key": per_tile, "diagonal": diagonal}
+    per_tile = float32(p.BNH, p.L // WG_ROWS, p.S)
+    return {"per_query": per_tile, "per_key": per_tile, "diagonal": float32(p.BNH, p.S)}
 
 
 def tile_pairs(outputs: Mapping[str, Array], p: Problem) -> TileSums:
     """The sums that a kernel wrote to outputs with ``w_sum_shapes``."""
-    n = p.L // WG_ROWS
-    tiles = p.NC, n, WG_ROWS
-    return TileSums(
-        outputs["per_query"].reshape(p.BNH, n, *tiles),
-        outputs["per_key"].reshape(p.BNH, n, *tiles),
-        outputs["diagonal"].reshape(p.BNH, *tiles),
-    )
+    sums = [outputs[name] for name in TileSums._fields]
+    return TileSums(*(x.reshape(*x.shape[:-1], p.NC, p.L // WG_ROWS, WG_ROWS) for x in sums))

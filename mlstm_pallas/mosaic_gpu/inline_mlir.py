@@ -28,7 +28,11 @@ GROUP = 8  # rows per group
 THREADS = 128  # per warpgroup; all of them arrive on a barrier
 
 
-def barrier_address(barrier: Any) -> jax.Array:
+def _i32(x: int):
+    return utils.c(x, ir.IntegerType.get_signless(32))
+
+
+def barrier_address(barrier) -> jax.Array:
     """The address of a barrier in shared memory, for MLIR, because inline_mgpu takes no barriers.
 
     It works only in kernels whose layouts are inferred.
@@ -40,7 +44,7 @@ def barrier_address(barrier: Any) -> jax.Array:
     return address
 
 
-def _lower_barrier_address(_: Any, barriers: Any, index: Any) -> Any:
+def _lower_barrier_address(_, barriers, index):
     index = index if isinstance(index, ir.Value) else int(index)
     return llvm.ptrtoint(ir.IntegerType.get_signless(32), barriers[index].get_ptr())
 
@@ -52,13 +56,13 @@ lowering.register_lowering_rule(_barrier_address, plgpu.LoweringSemantics.Warpgr
 )
 
 
-def groups_alone(first: Any, S: int, rows: int) -> jax.Array:
+def groups_alone(first, S: int, rows: int) -> jax.Array:
     """How many groups of the tile at row ``first`` of S are copied one by one; 0: all at once."""
     whole = (first <= S // GROUP * GROUP - rows) & (remainder(first, GROUP) == 0)
     return jnp.where(whole, np.int32(0), np.int32(rows // GROUP))
 
 
-def copy_steps(steps: Any, tile: Any, barrier: Any = None, size: Any = None) -> None:
+def copy_steps(steps, tile, barrier=None, size=None) -> None:
     """Starts copies of a tile: from an array with a barrier, to the array without one.
 
     size: how many rows are written, for a tile of one part; None: all.
@@ -72,7 +76,7 @@ def copy_steps(steps: Any, tile: Any, barrier: Any = None, size: Any = None) -> 
     parts = launch_context.TileTransform(tiling[1:]), launch_context.TransposeTransform((1, 0, 2))
 
     def start(context, array, tile, *scalars):
-        i32, index = ir.IntegerType.get_signless(32), ir.IndexType.get()
+        index = ir.IndexType.get()
         *at, count, address = (x.registers.item() for x in scalars)
         first = at.pop(axis)
         *others, column = (arith.index_cast(index, x) for x in at)
@@ -82,7 +86,7 @@ def copy_steps(steps: Any, tile: Any, barrier: Any = None, size: Any = None) -> 
             shared = llvm.PointerType.get(utils.WORKGROUP_NVPTX_ADDRESS_SPACE)
             pointer = llvm.inttoptr(shared, address)
             no_phases: Any = None  # nothing waits on the barrier here
-            full = utils.BarrierRef(pointer, utils.c(0, i32), no_phases, 1)
+            full = utils.BarrierRef(pointer, _i32(0), no_phases, 1)
             full.arrive_expect_tx(rows * columns * itemsize // THREADS)
 
         def copy(piece, row, size, transform, where):
@@ -108,11 +112,11 @@ def copy_steps(steps: Any, tile: Any, barrier: Any = None, size: Any = None) -> 
         if one_part and size is None:
             copy(tile, first, rows, whole, leader)
         else:
-            at_once = arith.cmpi(arith.CmpIPredicate.eq, count, utils.c(0, i32))
+            at_once = arith.cmpi(arith.CmpIPredicate.eq, count, _i32(0))
             copy(tile, first, rows, whole, arith.andi(leader, at_once))
 
             def piece(g, carry):
-                row = arith.addi(first, arith.muli(g, utils.c(rows_of_piece, i32)))
+                row = arith.addi(first, arith.muli(g, _i32(rows_of_piece)))
                 place = arith.index_cast(index, g)
                 part = utils.memref_slice(tile, utils.ds(place, 1) if one_part else place)
                 copy(part, row, rows_of_piece, transform, leader)
@@ -133,7 +137,7 @@ def copy_steps(steps: Any, tile: Any, barrier: Any = None, size: Any = None) -> 
     plgpu.inline_mgpu(arg_types=types)(start)(steps.array, tile, *scalars)
 
 
-def inline_load_transposed(_: Any, zeros: Any, array: Any) -> mgpu.FragmentedArray:
+def inline_load_transposed(_, zeros, array) -> mgpu.FragmentedArray:
     """The transposed tile in global memory, with the layout of ``zeros``, element by element."""
     tile: mgpu.FragmentedArray = zeros.foreach(
         lambda _, at: memref.load(array, at[::-1]), create_array=True
@@ -141,11 +145,11 @@ def inline_load_transposed(_: Any, zeros: Any, array: Any) -> mgpu.FragmentedArr
     return tile
 
 
-def inline_store_transposed(_: Any, tile: Any, array: Any) -> None:
+def inline_store_transposed(_, tile, array) -> None:
     tile.foreach(lambda x, at: memref.store(x, array, at[::-1]))
 
 
-def by_lanes(columns: int) -> Any:
+def by_lanes(columns: int):
     """The layout of 32 or 64 elements: every warp has all, every lane has neighbouring ones."""
     tiling = plgpu.Tiling(((columns,), (columns // 32,)))
     return plgpu.Layout.TILED(
@@ -153,7 +157,7 @@ def by_lanes(columns: int) -> Any:
     )
 
 
-def inline_sum_over_rows(_: Any, tile: Any, scratch: Any) -> mgpu.FragmentedArray:
+def inline_sum_over_rows(_, tile, scratch) -> mgpu.FragmentedArray:
     """Sums over the rows of a tile by exchanges between lanes.
 
     Each lane holds 16 or 8 columns of two rows. In each round two lanes with the same columns
@@ -164,18 +168,18 @@ def inline_sum_over_rows(_: Any, tile: Any, scratch: Any) -> mgpu.FragmentedArra
     columns, because in the last round they add up their halves. The sums of the four warps meet in
     shared memory.
     """
-    i32, index, columns = ir.IntegerType.get_signless(32), ir.IndexType.get(), tile.shape[1]
+    index, columns = ir.IndexType.get(), tile.shape[1]
     # Each entry has two neighbouring columns: [columns from 8 j on, row of the lane].
     sums = [arith.addf(x, y) for x, y in tile.registers.reshape(columns // 8, 2)]
-    thread = arith.remui(utils.thread_idx(), utils.c(128, i32))
-    lane, warp = arith.remui(thread, utils.c(32, i32)), arith.divui(thread, utils.c(32, i32))
+    thread = arith.remui(utils.thread_idx(), _i32(128))
+    lane, warp = arith.remui(thread, _i32(32)), arith.divui(thread, _i32(32))
     for distance in (16, 8, 4):
         half = len(sums) // 2
         if half == 0:
             sums = [arith.addf(sums[0], utils.shfl_bfly(sums[0], distance))]
             continue
-        bit = arith.andi(lane, utils.c(distance, i32))
-        upper = arith.cmpi(arith.CmpIPredicate.ne, bit, utils.c(0, i32))
+        bit = arith.andi(lane, _i32(distance))
+        upper = arith.cmpi(arith.CmpIPredicate.ne, bit, _i32(0))
         halves = sums[:half], sums[half:]
         kept = [arith.select(upper, y, x) for x, y in zip(*halves, strict=True)]
         sent = [arith.select(upper, x, y) for x, y in zip(*halves, strict=True)]
@@ -184,21 +188,17 @@ def inline_sum_over_rows(_: Any, tile: Any, scratch: Any) -> mgpu.FragmentedArra
         ]
 
     def place(warp, column):
-        return [
-            arith.index_cast(index, arith.addi(arith.muli(warp, utils.c(columns, i32)), column))
-        ]
+        return [arith.index_cast(index, arith.addi(arith.muli(warp, _i32(columns)), column))]
 
     per_lane = columns // 32
-    group = arith.divui(lane, utils.c(8 // per_lane, i32))
-    in_group = arith.muli(arith.remui(lane, utils.c(4, i32)), utils.c(2, i32))
-    first = arith.addi(arith.muli(group, utils.c(8, i32)), in_group)
+    group = arith.divui(lane, _i32(8 // per_lane))
+    in_group = arith.muli(arith.remui(lane, _i32(4)), _i32(2))
+    first = arith.addi(arith.muli(group, _i32(8)), in_group)
     vector.store(sums[0], scratch, place(warp, first))
     utils.warpgroup_barrier()
     of_lane = ir.VectorType.get((per_lane,), ir.F32Type.get())
-    column = arith.muli(lane, utils.c(per_lane, i32))
-    a, b, c, d = (
-        vector.load(of_lane, scratch, place(utils.c(other, i32), column)) for other in range(4)
-    )
+    column = arith.muli(lane, _i32(per_lane))
+    a, b, c, d = (vector.load(of_lane, scratch, place(_i32(other), column)) for other in range(4))
     utils.warpgroup_barrier()  # because the next sums reuse the scratch
     total, layout = arith.addf(arith.addf(a, b), arith.addf(c, d)), by_lanes(columns).to_mgpu()
     registers = np.full(layout.registers_shape((columns,)), total, dtype=object)

@@ -73,7 +73,7 @@ class Interpreter:
     Methods that take a ``_Warpgroup`` run on the host, in the order of the calls.
     """
 
-    def __init__(self, plgpu: Any, kernel: str, warpgroups: int) -> None:
+    def __init__(self, plgpu, kernel: str, warpgroups: int) -> None:
         self.plgpu = plgpu  # only launch.py imports it
         self.kernel = kernel
         self._warpgroups = [_Warpgroup(wg, {}, [], []) for wg in range(warpgroups)]
@@ -96,7 +96,7 @@ class Interpreter:
             _current.reset(token)
             self._names.clear()
 
-    def add(self, accumulator: _Accumulator, a: Any, b: Any) -> None:
+    def add(self, accumulator: _Accumulator, a, b) -> None:
         shared = [x for x in (a, b) if not isinstance(x, jax.Array)]
         names = [self._name(x) for x in shared]
         product = jnp.dot(_loaded(a), _loaded(b), preferred_element_type=jnp.float32)
@@ -105,87 +105,83 @@ class Interpreter:
     def wait(self, pending: int) -> None:
         self._call(self._wait, pending)
 
-    def read(self, accumulator: _Accumulator, pending: int) -> Any:
+    def read(self, accumulator: _Accumulator, pending: int):
         self.wait(pending)
         value = jax.ShapeDtypeStruct(accumulator.shape, jnp.float32)
         return self._call(self._read, accumulator.name, result=value)
 
-    def all_from_zeros(self, issue: Callable[..., Any], *shapes: tuple[int, int]) -> Any:
-        sums = [self._accumulator(jnp.zeros(shape, jnp.float32)) for shape in shapes]
+    def all_from_zeros(self, issue: Callable[..., Any], *shapes: tuple[int, int]):
+        return self._accumulated(issue, [jnp.zeros(shape, jnp.float32) for shape in shapes])
+
+    def onto(self, issue: Callable[..., None], *initial: jax.Array):
+        return self._accumulated(issue, initial)[1:]
+
+    def _accumulated(self, issue: Callable[..., Any], initial: Sequence[jax.Array]):
+        sums = [*map(self._accumulator, initial)]
         results = issue(*sums), *(self.read(x, 0) for x in sums)
         self.plgpu.commit_smem()
         return results
 
-    def onto(self, issue: Callable[..., None], *initial: jax.Array) -> Sequence[jax.Array]:
-        sums = [*map(self._accumulator, initial)]
-        issue(*sums)
-        results = [self.read(x, 0) for x in sums]
-        self.plgpu.commit_smem()
-        return results
-
-    def sum_over_rows(self, x: jax.Array, scratch: Any) -> jax.Array:
+    def sum_over_rows(self, x: jax.Array, scratch) -> jax.Array:
         return jnp.sum(x, axis=0)
 
     def sum_over_columns(self, x: jax.Array) -> jax.Array:
         return jnp.sum(x, axis=1)
 
-    def load_transposed(self, array: Any) -> Any:
+    def load_transposed(self, array):
         return array[...].T
 
-    def store_transposed(self, array: Any, tile: Any) -> None:
+    def store_transposed(self, array, tile) -> None:
         array[...] = tile.T
 
     def copied_by_groups(self, steps: int) -> bool:
         return False
 
-    def copy_in(self, source: Any, tile: Any, barrier: Any) -> None:
-        self._fill(barrier, tile)
+    def copy_in(self, source, tile, barrier) -> None:
+        self.guard(barrier, tile)
         self.plgpu.copy_gmem_to_smem(source, tile, barrier)
 
-    def copy_out(self, tile: Any, destination: Any, where: Any = None, size: Any = None) -> None:
-        copy = functools.partial(self.plgpu.copy_smem_to_gmem, tile, destination)
+    def copy_out(self, tile, destination, where=None, size=None) -> None:
+        copy = self.plgpu.copy_smem_to_gmem
         if size is not None:
             where = size == tile.shape[0]
             for row in range(tile.shape[0]):
-                at = pl.ds(row, 1)
-                copy_row = functools.partial(
-                    self.plgpu.copy_smem_to_gmem, tile.at[at], destination.at[at]
-                )
-                pl.when((row < size) & ~where)(copy_row)
-        copy() if where is None else pl.when(where)(copy)
+                sides = (x.at[pl.ds(row, 1)] for x in (tile, destination))
+                pl.when((row < size) & ~where)(functools.partial(copy, *sides))
+        pl.when(True if where is None else where)(lambda: copy(tile, destination))
 
-    def guard(self, full: Any, *buffers: Any) -> None:
-        for buffer in buffers:
-            self._fill(full, buffer)
+    def guard(self, full, *buffers) -> None:
+        filled = self._filled.setdefault(self._name(full), [])
+        filled.extend(map(self._name, buffers))
 
-    def store(self, tile: Any, value: jax.Array) -> None:
+    def store(self, tile, value: jax.Array) -> None:
         self._call(self._end, "writes", [self._name(tile)], values=_region(tile))
         tile[...] = value
 
-    def acquire(self, full: Any, empty: Any) -> None:
+    def acquire(self, full, empty) -> None:
         if empty is None:
             self.plgpu.barrier_wait(full)
         else:
             self._full[self._name(empty)] = self._name(full)
             self._block(full, self._acquire, self._name(empty), values=_slot(empty))
 
-    def wait_empty(self, empty: Any) -> None:
+    def wait_empty(self, empty) -> None:
         self._block(empty, self._wait_empty, self._name(empty), values=_slot(empty))
 
-    def release(self, *barriers: Any) -> None:
+    def release(self, *barriers) -> None:
         for barrier in barriers:
             self._call(self._release, self._name(barrier), values=_slot(barrier))
         self.plgpu.commit_smem()
         for barrier in barriers:
             self.plgpu.barrier_arrive(barrier)
 
-    def separate(self, scratch: Mapping[str, Any]) -> Any:
+    def separate(self, scratch: Mapping[str, Any]):
         """The scratch with each ``one_of`` as a list: the race detector does not know slots."""
         return jax.tree.map(
             lambda x: list(x.refs) if isinstance(x, self.plgpu.RefUnion) else x, dict(scratch)
         )
 
-    def _name(self, x: Any) -> str:
+    def _name(self, x) -> str:
         x = _base(x)
         unnamed = f"{type(x).__name__.strip('_').lower()} {len(self._names)}"
         return self._names.setdefault(id(x), (x, unnamed))[1]
@@ -196,36 +192,33 @@ class Interpreter:
         self._call(self._start, name, values=initial)
         return _Accumulator(name, initial.shape)
 
-    def _fill(self, full: Any, buffer: Any) -> None:
-        self._filled.setdefault(self._name(full), []).append(self._name(buffer))
-
-    def _call(self, function: Any, *static: Any, values: Any = (), result: Any = None) -> Any:
-        def on_host(wg: Any, values: Any) -> Any:
+    def _call(self, function, *static, values=(), result=None):
+        def on_host(wg, values):
             return function(*static, self._warpgroups[int(wg)], values)
 
         return io_callback(on_host, result, lax.axis_index("wg"), values, ordered=True)
 
-    def _block(self, barrier: Any, *check: Any, values: Any) -> None:
+    def _block(self, barrier, *check, values) -> None:
         """Waits on the barrier after the check; the index depends on it, so XLA keeps the order."""
         zero = self._call(*check, values=values, result=jax.ShapeDtypeStruct((), jnp.int32))
         [(index, _)] = _slot(barrier) or [(0, 1)]
         self.plgpu.barrier_wait(_base(barrier).at[index + zero])
 
-    def _begin(self, wg: _Warpgroup, _: Any) -> None:
+    def _begin(self, wg: _Warpgroup, _) -> None:
         self._warpgroups[wg.index] = _Warpgroup(wg.index, {}, [], [])
 
-    def _start(self, accumulator: str, wg: _Warpgroup, value: Any) -> None:
+    def _start(self, accumulator: str, wg: _Warpgroup, value) -> None:
         wg.values[accumulator] = np.asarray(value)
 
-    def _add(self, accumulator: str, names: list[str], wg: _Warpgroup, operands: Any) -> None:
+    def _add(self, accumulator: str, names: list[str], wg: _Warpgroup, operands) -> None:
         regions, product = operands
         wg.running.append(_Product(accumulator, list(zip(names, regions, strict=True))))
         wg.values[accumulator] = wg.values[accumulator] + np.asarray(product)
 
-    def _wait(self, pending: int, wg: _Warpgroup, _: Any) -> None:
+    def _wait(self, pending: int, wg: _Warpgroup, _) -> None:
         del wg.running[: max(len(wg.running) - pending, 0)]
 
-    def _read(self, accumulator: str, wg: _Warpgroup, _: Any) -> Any:
+    def _read(self, accumulator: str, wg: _Warpgroup, _):
         if any(x.accumulator == accumulator for x in wg.running):
             self._refuse(wg, f"reads {accumulator}, to which a running product adds")
         return wg.values[accumulator]
@@ -256,7 +249,7 @@ class Interpreter:
             self._refuse(wg, f"releases {name}, which guards no buffer", "copy_in or guard")
         self._end(f"releases {name} of", buffers, wg, slot)
 
-    def _finish(self, wg: _Warpgroup, _: Any) -> None:
+    def _finish(self, wg: _Warpgroup, _) -> None:
         for barrier in wg.acquired:
             self._refuse(wg, f"ends with {barrier}", "release")
 
@@ -270,16 +263,16 @@ class Interpreter:
         raise error
 
 
-def _loaded(x: Any) -> jax.Array:
+def _loaded(x) -> jax.Array:
     return x if isinstance(x, jax.Array) else x[...]
 
 
-def _base(x: Any) -> Any:
+def _base(x):
     """The buffer, or the array of barriers, to which a reference belongs."""
     return x.ref if hasattr(x, "transforms") else x
 
 
-def _region(x: Any) -> Region:
+def _region(x) -> Region:
     """The part of its buffer that a reference selects."""
     region: Region = []
     axes: list[int] = []  # the axes of the buffer that the reference still has
@@ -300,7 +293,7 @@ def _region(x: Any) -> Region:
     return region
 
 
-def _slot(barrier: Any) -> Region:
+def _slot(barrier) -> Region:
     """The slot that a barrier guards; a single barrier guards all slots."""
     return _region(barrier) if _base(barrier).shape[:1] > (1,) else []
 

@@ -6,9 +6,8 @@ products on the tensor cores.
 """
 
 import contextlib
-import math
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +19,6 @@ from jax.interpreters import batching, mlir
 
 from mlstm_pallas.mosaic_gpu.interpreter import Interpreter
 from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS
-from mlstm_pallas.tiles import divide
 
 plgpu: Any = mosaic_gpu  # it has no type annotations
 BY_ROWS, BY_COLUMNS = (
@@ -35,7 +33,7 @@ def mosaic_call(
     *,
     name: str,
     grid: Mapping[str, int],
-    warpgroups: int,
+    warpgroups: int = 1,
     outputs: Mapping[str, Any],
     scratch: Mapping[str, Any],
     interpret: bool,
@@ -106,51 +104,32 @@ batching.defvectorized(_varying_nowhere)
 mlir.register_lowering(_varying_nowhere, lambda _, x: [x])
 
 
-class PersistentScheduler(NamedTuple):
-    """The items of a persistent CTA: every num_ctas-th one, from the CTA's index on."""
-
-    program: jax.Array
-    num_ctas: int
-
-    def item(self, index: Any) -> Any:
-        return self.program + index * self.num_ctas
-
-    def num_items(self, items: int) -> jax.Array:
-        return divide(items - 1 - self.program, self.num_ctas) + 1
-
-
 def tile_transforms(columns: int, itemsize: int) -> tuple[Any, ...]:
     """The layout in shared memory of tiles that wgmma reads, for this number of columns."""
     swizzle = min(columns * itemsize, 128)
     return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
 
 
-def shared_tiles(*shape: int, dtype: Any) -> Any:
+def shared_tiles(*shape: int, dtype):
     """Tiles in shared memory that wgmma reads; the last two axes are those of a tile."""
     return plgpu.SMEM(shape, dtype, transforms=tile_transforms(shape[-1], dtype.itemsize))
-
-
-def shared_bytes(scratch: Mapping[str, Any], *, has_sum: bool = False) -> int:
-    """Shared memory per CTA. Each array begins at a multiple of 1024 bytes; so do the barriers.
-
-    has_sum: whether the kernel calls jnp.sum on a tile, which takes 2 KiB.
-    """
-    buffers = (x for x in jax.tree.leaves(dict(scratch)) if not isinstance(x, plgpu.Barrier))
-    sizes = (math.prod(x.shape) * x.dtype.itemsize for x in buffers)
-    total: int = 1024 + sum(-(-size // 1024) * 1024 for size in sizes)
-    return total + 2048 * has_sum
 
 
 def float32(*shape: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, jnp.float32)
 
 
-def load(ref: Any, layout: Any = plgpu.Layout.WGMMA, *, optimized: bool = True) -> Any:
+def load(ref, layout=plgpu.Layout.WGMMA, *, optimized: bool = True):
     """Loads a tile in the layout of an accumulator, or in the given layout a vector beside one.
 
     optimized: False for loads from global memory, which are element by element.
     """
     return plgpu.load(ref, layout=layout, optimized=optimized)
+
+
+def load_float32(ref, layout=plgpu.Layout.WGMMA):
+    """Loads a tile as float32."""
+    return load(ref, layout).astype(jnp.float32)
 
 
 def move_registers(count: int) -> None:
@@ -163,7 +142,7 @@ def move_registers(count: int) -> None:
         plgpu.set_max_registers(count, action="increase" if count > 168 else "decrease")
 
 
-def write(ref: Any, x: jax.Array) -> None:
+def write(ref, x: jax.Array) -> None:
     """Writes to shared memory in a kernel that states its layouts, even if banks conflict.
 
     jax 0.12 refuses a store with bank conflicts unless optimized is False; jax 0.11 has no such
@@ -175,12 +154,16 @@ def write(ref: Any, x: jax.Array) -> None:
         ref[...] = x
 
 
-def block(index: Any, size: int) -> Any:
+def block(index, size: int):
     """The slice of an axis that is block ``index`` of ``size`` elements."""
-    start = index * size
+    return aligned(index * size, size)
+
+
+def aligned(start, size: int):
+    """The slice of ``size`` elements from a multiple of ``size`` on."""
     return pl.ds(start if isinstance(start, int) else pl.multiple_of(start, size), size)
 
 
-def one_of(*tiles: Any) -> Any:
+def one_of(*tiles):
     """Arrays that share their memory slot by slot; their slots have the same number of bytes."""
     return plgpu.RefUnion(*tiles)

@@ -1,6 +1,7 @@
 """Limits of a Hopper GPU, and the base classes of the kernels' tiles."""
 
 import dataclasses
+import math
 from collections.abc import Iterable
 from typing import Any, Self
 
@@ -25,21 +26,32 @@ class HopperTiles(Tiles):
     """The tiles of a Hopper kernel for 16-bit dtypes."""
 
     @classmethod
-    def candidates(cls, p: Problem, gpu: Gpu, **asked: Any) -> Iterable[Self]:
+    def candidates(cls, p: Problem, gpu: Gpu, **asked) -> Iterable[Self]:
         """Tiles to choose from, the best first."""
         return [cls()]
 
     @classmethod
-    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked: Any) -> Self | None:
+    def plan(cls, p: Problem, dtype: jnp.dtype, gpu: Gpu, **asked) -> Self | None:
         if dtype.itemsize != 2:
             return None
         return next((x for x in cls.candidates(p, gpu, **asked) if x.supports(p, **asked)), None)
 
-    def divides(self, p: Problem, **asked: Any) -> bool:
+    def scratch(self, p: Problem, dtype, **asked) -> dict[str, Any]:
+        """The kernel's shared memory and barriers by name, at most what a call may need."""
+        return {}
+
+    def shared_bytes(self, p: Problem, dtype, **asked) -> int:
+        """Each array begins at a multiple of 1024 bytes; so do the barriers."""
+        buffers = jax.tree.leaves(self.scratch(p, dtype, **asked))
+        sizes = [math.prod(x.shape) * x.dtype.itemsize for x in buffers if hasattr(x, "dtype")]
+        total: int = 1024 + sum(-(-size // 1024) * 1024 for size in sizes)
+        return total
+
+    def divides(self, p: Problem, **asked) -> bool:
         """Whether whole tiles cover the problem and the grid stays within CUDA's limits."""
         raise NotImplementedError
 
-    def supports(self, p: Problem, **asked: Any) -> bool:
+    def supports(self, p: Problem, **asked) -> bool:
         fits = self.divides(p, **asked)
         return fits and self.shared_bytes(p, KERNEL_DTYPE, **asked) <= SHARED_BYTES
 
@@ -55,7 +67,7 @@ class RingTiles(HopperTiles):
         """The number of items that the CTAs share."""
         raise NotImplementedError
 
-    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
+    def grid(self, p: Problem, **asked) -> tuple[int, ...]:
         return (self.num_ctas,)
 
     def clamped(self, p: Problem) -> Self:

@@ -36,18 +36,18 @@ from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     BY_ROWS,
     WG_ROWS,
-    PersistentScheduler,
+    aligned,
     block,
     float32,
     load,
+    load_float32,
     one_of,
     plgpu,
-    shared_bytes,
     shared_tiles,
     tile_transforms,
 )
 from mlstm_pallas.mosaic_gpu.limits import RingTiles
-from mlstm_pallas.mosaic_gpu.persistent import persistent_call, run
+from mlstm_pallas.mosaic_gpu.persistent import CTA, persistent_call
 from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH
 from mlstm_pallas.mosaic_gpu.tile_copies import head_of
 from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, NormaliserGradients, query_scale
@@ -89,22 +89,17 @@ def _items_of_chunk(p: Problem) -> int:
     return num_tiles * (num_tiles + 1) // 2
 
 
-@dataclasses.dataclass(frozen=True)
-class _Loader:
+class _Loader(CTA):
     """The items of a CTA, and the copies of their operands."""
-
-    refs: Any  # see _kernel
-    p: Problem
-    scheduler: PersistentScheduler
 
     def item(self, index):
         p, items_of_chunk = self.p, _items_of_chunk(self.p)
-        index = self.scheduler.item(index)
+        index = self.item_of(index)
         x, chunk = remainder(index, items_of_chunk), divide(index, items_of_chunk)
         later = (x >= m * (m + 1) // 2 for m in range(1, blocks(p.L, TILE)))
         i: Any = sum((lax.convert_element_type(y, jnp.int32) for y in later), np.int32(0))
         j = x - divide(i * (i + 1), 2)
-        return _Item(divide(chunk, p.NC), remainder(chunk, p.NC), i, j)
+        return _Item(*self.head_and_chunk(chunk), i, j)
 
     def copy(self, index, x, copy):
         """Copies step x of an item: q and k, dh and v, or the vectors of the keys."""
@@ -159,7 +154,7 @@ def _scores_dA_and_delta(c: _Warpgroup):
         step = c.index * steps.v + x
         h_slot = h_ring.wait(step)
         tiles = left.at[slot, c.tile_rows], refs.h_smem.at[h_slot, c.tile_rows]
-        dh, h = (load(tile).astype(jnp.float32) for tile in tiles)
+        dh, h = map(load_float32, tiles)
         h_ring.release(step)
         return products.sum_over_columns(dh * h)
 
@@ -182,7 +177,7 @@ def _scores_dA_and_delta(c: _Warpgroup):
         add(scores_acc, 0, steps.k)
         delta = None
         if h_ring is not None:
-            delta = plgpu.layout_cast(jnp.zeros((WG_ROWS,), jnp.float32), BY_ROWS)
+            delta = products.zeros(WG_ROWS, layout=BY_ROWS)
         delta = add(dA_acc, steps.k, steps.v, delta)
         products.wait(0)
         ring.release(first + steps.k + steps.v - 1)
@@ -210,15 +205,14 @@ def _multiply(c: _Warpgroup) -> None:
     def write(start):
         """Writes P and dP of SLICE keys; returns the sums over them of W_tt and of W_ts, s < t."""
         columns = slice(start, start + SLICE)
-        in_tile = slice(start % WG_ROWS, start % WG_ROWS + SLICE)
+        in_tile = pl.ds(start % WG_ROWS, SLICE)
         last_seen = t + ((i - j) * TILE + c.wg * WG_ROWS - start)  # the key of a query's own step
         e = (load(x.at[slot, columns], BY_COLUMNS) for x in (e_hi_smem, e_lo_smem))
         P, dP = (refs.out_smem.at[c.wg, x, :, in_tile] for x in range(2))
         operands = scores[:, columns], dA[:, columns], e, u, inv_den, dz_den, s <= last_seen
         W = write_tiles(P, dP, *operands, c.p.qk_scale)
         earlier = jnp.where(s < last_seen, W, 0.0)
-        first_key = (chunk * blocks(c.p.L, TILE) + j) * TILE + start
-        keys = pl.ds(pl.multiple_of(first_key, SLICE), SLICE)
+        keys = aligned((chunk * blocks(c.p.L, TILE) + j) * TILE + start, SLICE)
         sums = products.sum_over_rows(earlier, refs.sums_smem.at[c.wg])
         refs.per_key.at[head, i * (TILE // WG_ROWS) + c.wg, keys][...] = sums
         at_t = products.sum_over_columns(jnp.where(s == last_seen, W, 0.0))
@@ -244,7 +238,7 @@ def _multiply(c: _Warpgroup) -> None:
             refs.delta.at[head, rows][...] = delta
 
 
-def _kernel(refs, p: Problem, tiles: RingTiles, scheduler: PersistentScheduler, wg) -> None:
+def _kernel(cta: CTA) -> None:
     """Runs a CTA.
 
     Inputs in global memory, (B * NH, S, D) or with the layout "BTNH" (B, S, NH, D):
@@ -254,12 +248,12 @@ def _kernel(refs, p: Problem, tiles: RingTiles, scheduler: PersistentScheduler, 
       slope_gmem, absent without a normaliser or h.
     Outputs: P, dP, (B * NH, S, L); per_query, per_key, diagonal, see ``w_sum_shapes``; delta,
       (B * NH, S), absent without h.
-    Shared memory and barriers: see ``scratch``.
+    Shared memory and barriers: see ``Tiles.scratch``.
     """
-    loader = _Loader(refs, p, scheduler)
+    loader, refs, p, wg, items = _Loader(**vars(cta)), cta.refs, cta.p, cta.wg, cta.num_items
     steps, num_tiles = _steps(p), blocks(p.L, TILE)
-    n, items = steps.last + 1, scheduler.num_items(p.BNH * p.NC * _items_of_chunk(p))
-    ring = CopyRing(refs.barriers, tiles.num_stages, items * n, loader.copy, steps_of_item=n)
+    n, num_stages = steps.last + 1, cta.tiles.num_stages
+    ring = CopyRing(refs.barriers, num_stages, items * n, loader.copy, steps_of_item=n)
     rings, h_ring = [ring], None
     if refs.h_gmem is not None:
         h_ring = CopyRing(refs.h_barriers, H_STAGES, items * steps.v, loader.copy_h)
@@ -270,24 +264,7 @@ def _kernel(refs, p: Problem, tiles: RingTiles, scheduler: PersistentScheduler, 
         rows = block(wg, WG_ROWS), block((item.chunk * num_tiles + item.i) * 2 + wg, WG_ROWS)
         _multiply(_Warpgroup(refs, p, ring, h_ring, wg, index, item, *rows, index * n))
 
-    run(rings, lambda: loop(items, multiply, None), wg)
-
-
-def scratch(config: RingTiles, dtype, *, reads_h: bool) -> dict[str, Any]:
-    """Shared memory of the kernel."""
-    # The tile and the vector have equally many bytes, so a slot has the same place in both.
-    tile = shared_tiles(config.num_stages, TILE, DEPTH, dtype=dtype)
-    vector = plgpu.SMEM((config.num_stages, TILE * DEPTH * dtype.itemsize // 4), jnp.float32)
-    transforms = tile_transforms(SLICE, dtype.itemsize)
-    return {
-        "operands_smem": [one_of(tile, vector) for _ in range(2)],  # left and right
-        "h_smem": shared_tiles(H_STAGES, TILE, DEPTH, dtype=dtype) if reads_h else None,
-        # One entry per warpgroup:
-        "out_smem": plgpu.SMEM((2, 2, WG_ROWS, WG_ROWS), dtype, transforms=transforms),  # P, dP
-        "sums_smem": plgpu.SMEM((2, SUM_SCRATCH), jnp.float32),
-        "barriers": ring_barriers(config.num_stages, copies=2),
-        "h_barriers": ring_barriers(H_STAGES, copies=1) if reads_h else None,
-    }
+    cta.run(rings, lambda: loop(items, multiply, None))
 
 
 def parallel_bw_dP(
@@ -312,7 +289,7 @@ def parallel_bw_dP(
         "parallel_bw_dP",
         call,
         {"P": matrix, "dP": matrix, **w_sum_shapes(p), "delta": delta},
-        scratch(call.tiles, dtype, reads_h=reads_h),
+        call.tiles.scratch(p, dtype, reads_h=reads_h),
         copies=False,
     )(
         q_gmem=x.matQ,
@@ -335,9 +312,20 @@ class Tiles(RingTiles):
     def items(self, p: Problem) -> int:
         return p.BNH * p.NC * _items_of_chunk(p)
 
-    def shared_bytes(self, p: Problem, dtype, **asked) -> int:
-        """Includes the tiles of h, whether the kernel reads them or not."""
-        return shared_bytes(scratch(self, dtype, reads_h=True))
+    def scratch(self, p: Problem, dtype, *, reads_h: bool = True, **asked) -> dict[str, Any]:
+        # The tile and the vector have equally many bytes, so a slot has the same place in both.
+        tile = shared_tiles(self.num_stages, TILE, DEPTH, dtype=dtype)
+        vector = plgpu.SMEM((self.num_stages, TILE * DEPTH * dtype.itemsize // 4), jnp.float32)
+        transforms = tile_transforms(SLICE, dtype.itemsize)
+        return {
+            "operands_smem": [one_of(tile, vector) for _ in range(2)],  # left and right
+            "h_smem": shared_tiles(H_STAGES, TILE, DEPTH, dtype=dtype) if reads_h else None,
+            # One entry per warpgroup:
+            "out_smem": plgpu.SMEM((2, 2, WG_ROWS, WG_ROWS), dtype, transforms=transforms),  # P, dP
+            "sums_smem": plgpu.SMEM((2, SUM_SCRATCH), jnp.float32),
+            "barriers": ring_barriers(self.num_stages, copies=2),
+            "h_barriers": ring_barriers(H_STAGES, copies=1) if reads_h else None,
+        }
 
     @classmethod
     def candidates(cls, p: Problem, gpu: Gpu, **asked) -> Iterable[Self]:

@@ -34,20 +34,20 @@ from mlstm_pallas.mosaic_gpu.gradient_tiles import tile_pairs, w_sum_shapes
 from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     WG_ROWS,
-    PersistentScheduler,
+    aligned,
     block,
     float32,
     load,
+    load_float32,
     one_of,
     plgpu,
-    shared_bytes,
     shared_tiles,
 )
 from mlstm_pallas.mosaic_gpu.limits import (
     MOVES_REGISTERS,
     RingTiles,
 )
-from mlstm_pallas.mosaic_gpu.persistent import persistent_call, run
+from mlstm_pallas.mosaic_gpu.persistent import CTA, persistent_call
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of
 from mlstm_pallas.normaliser import query_scale
 from mlstm_pallas.problem import Problem
@@ -127,28 +127,22 @@ class _Item(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True)
-class _CTA:
-    refs: Any  # see _kernel
-    p: Problem
+class _CTA(CTA):
     roles: Sequence[_Items]
-    scheduler: PersistentScheduler
-    items: Array
     ring: CopyRing
     tile_rows: Any  # of the warpgroup
-    wg: Array
 
     def in_chunk(self, x, item):
         return head_of(x, item.head, self.p).at[block(item.chunk, self.p.L)]
 
     def rows(self, item):
         """The warpgroup's rows of an item."""
-        start = item.row * ROWS + self.wg * WG_ROWS
-        return pl.ds(pl.multiple_of(start, WG_ROWS), WG_ROWS)
+        return aligned(item.row * ROWS + self.wg * WG_ROWS, WG_ROWS)
 
     def item(self, index, step):
-        index, items_of_chunk = self.scheduler.item(index), _items_of_chunk(self.roles)
+        index, items_of_chunk = self.item_of(index), _items_of_chunk(self.roles)
         chunks = self.p.BNH * self.p.NC
-        few = items_of_chunk * chunks <= FEW_ITEMS * self.scheduler.num_ctas
+        few = items_of_chunk * chunks <= FEW_ITEMS * self.tiles.num_ctas
         if few:
             # All chunks of a role and row are neighbours, so no CTA has several long items.
             x, chunk = divide(index, chunks), remainder(index, chunks)
@@ -164,8 +158,7 @@ class _CTA:
             row = jnp.where(here, row_here, row)
             column = jnp.where(here, remainder(x - start, items.columns), column)
             start += items.rows * items.columns
-        head = divide(chunk, self.p.NC)
-        return _Item(step, head, remainder(chunk, self.p.NC), role, row, column)
+        return _Item(step, *self.head_and_chunk(chunk), role, row, column)
 
     def for_each_item(self, run):
         """Runs all items; returns the number of their steps."""
@@ -179,7 +172,7 @@ class _CTA:
             ]
             return step + _by_role(item.role, counts)
 
-        return loop(self.items, one, np.int32(0))
+        return loop(self.num_items, one, np.int32(0))
 
 
 def _halves(x, start, size: int, tile, *index) -> list[Any]:
@@ -261,9 +254,7 @@ def _inner_states(cta: _CTA, item: _Item) -> None:
 
     def add(j, total):
         slot = ring.wait(item.step + j)
-        C, dC = (
-            load(x.at[slot, cta.tile_rows]).astype(jnp.float32) for x in (left, right_transposed)
-        )
+        C, dC = (load_float32(x.at[slot, cta.tile_rows]) for x in (left, right_transposed))
         ring.release(item.step + j)
         return total + C * dC
 
@@ -330,7 +321,7 @@ def _scaled_with_sums(
     else:
         parts = add_norm(*parts)
     slot = ring.slot(first + cta.wg)
-    tiles = (load(right.at[slot, :, part]).astype(jnp.float32) for part in _PARTS)
+    tiles = (load_float32(right.at[slot, :, part]) for part in _PARTS)
     sums = [products.sum_over_columns(x * y) for x, y in zip(parts, tiles, strict=True)]
     inter = functools.reduce(jnp.add, sums)
     ring.release(*(first + x for x in range(count - 1)))
@@ -355,12 +346,11 @@ def _store(cta: _CTA, item: _Item, rows, acc: Array) -> None:
         plgpu.wait_smem_to_gmem(1, wait_read_only=True)
         products.store(tile, acc[:, part].astype(tile.dtype))
         plgpu.commit_smem()
-        columns = pl.ds(pl.multiple_of(item.column * COLUMNS + j * WG_ROWS, WG_ROWS), WG_ROWS)
+        columns = aligned(item.column * COLUMNS + j * WG_ROWS, WG_ROWS)
         for role, x in enumerate((refs.dq, refs.dk, refs.dv)):
-            here = item.role == role
-            destination = cta.in_chunk(x, item).at[rows, columns]
-            start = functools.partial(copy_out, tile, destination)
-            pl.when(here)(start)
+            pl.when(item.role == role)(
+                functools.partial(copy_out, tile, cta.in_chunk(x, item).at[rows, columns])
+            )
 
 
 def _gradient(cta: _CTA, item: _Item) -> None:
@@ -370,9 +360,7 @@ def _gradient(cta: _CTA, item: _Item) -> None:
     multiply, role = functools.partial(_multiply, cta), item.role
     is_dq, is_dv = role == _Role.DQ, role == _Role.DV
     rows = cta.rows(item)
-    steps = pl.ds(
-        pl.multiple_of(item.chunk * cta.p.L + item.row * ROWS + cta.wg * WG_ROWS, WG_ROWS), WG_ROWS
-    )
+    steps = aligned(item.chunk * cta.p.L + item.row * ROWS + cta.wg * WG_ROWS, WG_ROWS)
     after_state = item.step + _by_role(role, [x.with_state for x in roles])
     before_tiles = after_state + _by_role(role, [x.weighted + x.norm for x in roles])
     tile_count = _by_role(role, [_tile_steps(kind, item.row, cta.p)[0] for kind in _Role])
@@ -419,7 +407,7 @@ def _gradient(cta: _CTA, item: _Item) -> None:
     _store(cta, item, rows, acc)
 
 
-def _kernel(refs, p: Problem, tiles: RingTiles, scheduler: PersistentScheduler, wg) -> None:
+def _kernel(cta: CTA) -> None:
     """Runs a CTA.
 
     Inputs in global memory, (B * NH, S, D) or with the layout "BTNH" (B, S, NH, D):
@@ -435,12 +423,11 @@ def _kernel(refs, p: Problem, tiles: RingTiles, scheduler: PersistentScheduler, 
       dq, dk, dv: like q, k and v.
       q_inter, k_inter: (B * NH, column blocks, S).
       states: (B * NH, NC, DHQK), sums over the columns.
-    Shared memory and barriers: see ``scratch``.
+    Shared memory and barriers: see ``Tiles.scratch``.
     """
-    roles = _items(p, refs.n_gmem is not None)
-    items = scheduler.num_items(p.BNH * p.NC * _items_of_chunk(roles))
-    ring = CopyRing(refs.barriers, tiles.num_stages, None, None, readers=0)
-    cta = _CTA(refs, p, roles, scheduler, items, ring, block(wg, WG_ROWS), wg)
+    roles = _items(cta.p, cta.refs.n_gmem is not None)
+    ring = CopyRing(cta.refs.barriers, cta.tiles.num_stages, None, None, readers=0)
+    cta = _CTA(**vars(cta), roles=roles, ring=ring, tile_rows=block(cta.wg, WG_ROWS))
 
     def copy(item):
         for role in _Role:
@@ -451,31 +438,16 @@ def _kernel(refs, p: Problem, tiles: RingTiles, scheduler: PersistentScheduler, 
         pl.when(is_states)(functools.partial(_inner_states, cta, item))
         pl.when(~is_states)(functools.partial(_gradient, cta, item))
 
-    run(
+    cta.run(
         [],
         lambda: cta.for_each_item(multiply),
-        wg,
         copy=lambda: ring.epilogue(cta.for_each_item(copy)),
     )
 
 
-def scratch(config: RingTiles, dtype) -> dict[str, Any]:
-    """Shared memory of the kernel."""
-    tiles = functools.partial(shared_tiles, config.num_stages, dtype=dtype)
-    # All shapes of a tile have equally many bytes, so a slot has the same place in all of them.
-    left = tiles(ROWS, DEPTH), tiles(DEPTH, ROWS)
-    vector = plgpu.SMEM((config.num_stages, DEPTH * COLUMNS * dtype.itemsize // 4), jnp.float32)
-    right = tiles(DEPTH, COLUMNS), tiles(COLUMNS, DEPTH), vector
-    return {
-        "operands_smem": [one_of(*left), one_of(*right)],
-        "out_smem": shared_tiles(2, 2, WG_ROWS, WG_ROWS, dtype=dtype),  # per warpgroup
-        "barriers": ring_barriers(config.num_stages, copies=2),
-    }
-
-
 def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     """Runs the stage: ``stages/parallel_bw_dQKV.py``."""
-    p, tiles, dtype, g = call.problem, call.tiles, x.matQ.dtype, x.gates.per_step()
+    p, dtype, g = call.problem, x.matQ.dtype, x.gates.per_step()
     normalise = x.normaliser_gradients.vecInvDen is not None
     inputs = dict(
         q=x.matQ,
@@ -504,11 +476,11 @@ def parallel_bw_dQKV(x: Operands, *, call: Launch) -> Gradients:
     if recomputes:
         inputs |= dict(e=g.vecE, u=g.vecU)
         kernel, outputs = chunkwise.kernel, outputs | w_sum_shapes(p)
-        shared = chunkwise.scratch(p, tiles, dtype, normalise=normalise)
         copies = not chunkwise.copying_warpgroups(p)
     else:
         inputs |= dict(P=x.scores.matP, dP=x.scores.matDeltaP)
-        kernel, shared, copies = _kernel, scratch(tiles, dtype), True
+        kernel, copies = _kernel, True
+    shared = call.tiles.scratch(p, dtype, normalise=normalise)
     run_kernel = persistent_call(kernel, "parallel_bw_dQKV", call, outputs, shared, copies=copies)
     y = run_kernel(**{f"{name}_gmem": array for name, array in inputs.items()})
     # One sum over everything, because XLA runs it as one kernel.
@@ -548,10 +520,19 @@ class Tiles(RingTiles):
     def items(self, p: Problem) -> int:
         return p.BNH * p.NC * (1 if by_chunk(p) else _items_of_chunk(_items(p, normalise=True)))
 
-    def shared_bytes(self, p: Problem, dtype, **asked) -> int:
+    def scratch(self, p: Problem, dtype, *, normalise: bool = True, **asked) -> dict[str, Any]:
         if self.recomputes_scores:
-            return shared_bytes(chunkwise.scratch(p, self, dtype, normalise=True))
-        return shared_bytes(scratch(self, dtype))
+            return chunkwise.scratch(p, self, dtype, normalise=normalise)
+        tiles = functools.partial(shared_tiles, self.num_stages, dtype=dtype)
+        # All shapes of a tile have equally many bytes, so a slot has the same place in all of them.
+        left = tiles(ROWS, DEPTH), tiles(DEPTH, ROWS)
+        vector = plgpu.SMEM((self.num_stages, DEPTH * COLUMNS * dtype.itemsize // 4), jnp.float32)
+        right = tiles(DEPTH, COLUMNS), tiles(COLUMNS, DEPTH), vector
+        return {
+            "operands_smem": [one_of(*left), one_of(*right)],
+            "out_smem": shared_tiles(2, 2, WG_ROWS, WG_ROWS, dtype=dtype),  # per warpgroup
+            "barriers": ring_barriers(self.num_stages, copies=2),
+        }
 
     @classmethod
     def candidates(cls, p: Problem, gpu: Gpu, **asked) -> Iterable[Self]:

@@ -43,16 +43,16 @@ from mlstm_pallas.mosaic_gpu.launch import (
     BY_COLUMNS,
     BY_ROWS,
     WG_ROWS,
-    PersistentScheduler,
     block,
     load,
+    load_float32,
     move_registers,
     one_of,
     plgpu,
     shared_tiles,
 )
 from mlstm_pallas.mosaic_gpu.limits import MOVES_REGISTERS, RingTiles
-from mlstm_pallas.mosaic_gpu.persistent import run
+from mlstm_pallas.mosaic_gpu.persistent import CTA
 from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of
 from mlstm_pallas.normaliser import query_scale
@@ -96,25 +96,15 @@ class _Order(NamedTuple):
     num_tiles: int
 
 
-def _order(p: Problem) -> _Order:
-    steps, parts = 2 * blocks(p.DHHV, 2 * DEPTH), blocks(p.DHQK, DEPTH)
-    gradients = 2 * steps + parts
-    last_q = gradients + 4 * steps
-    return _Order(steps, parts, 2 * steps, gradients, last_q, last_q + parts)
-
-
-@dataclasses.dataclass(frozen=True)
-class _CTA:
+class _CTA(CTA):
     """The chunks of a CTA, and the copies of their operands."""
 
-    refs: Any  # see kernel
-    p: Problem
-    order: _Order
-    scheduler: PersistentScheduler
-
-    def head_and_chunk(self, index):
-        index = self.scheduler.item(index)
-        return divide(index, self.p.NC), remainder(index, self.p.NC)
+    @property
+    def order(self) -> _Order:
+        steps, parts = 2 * blocks(self.p.DHHV, 2 * DEPTH), blocks(self.p.DHQK, DEPTH)
+        gradients = 2 * steps + parts
+        last_q = gradients + 4 * steps
+        return _Order(steps, parts, 2 * steps, gradients, last_q, last_q + parts)
 
     def last_first(self, step):
         """The block of columns that a step of the second phase reads."""
@@ -130,7 +120,7 @@ class _CTA:
 
     def copy_any_tile(self, index, x, copy):
         """Copies tile x of a chunk."""
-        head, chunk = self.head_and_chunk(index)
+        head, chunk = self.head_and_chunk(self.item_of(index))
         order = self.order
         y = x - order.gradients
         in_first, in_second = x < order.first_q, (y >= 0) & (x < order.last_q)
@@ -147,11 +137,11 @@ class _CTA:
 
     def copy_k(self, index, copy):
         """Copies k and the vectors of a chunk."""
-        head, chunk = self.head_and_chunk(index)
+        head, chunk = self.head_and_chunk(self.item_of(index))
         refs, rows = self.refs, block(chunk, CHUNK)
         for y in range(self.order.parts):
             source = head_of(refs.k_gmem, head, self.p).at[rows, block(y, DEPTH)]
-            copy(source, refs.k_smem, slice(y * CHUNK, (y + 1) * CHUNK))
+            copy(source, refs.k_smem, block(y, CHUNK))
         for y, x in enumerate(refs.e_gmem):
             copy(x.at[head, rows], refs.vectors_smem, y)
         for y, x in enumerate((refs.dn_gmem, refs.n_gmem), _DN):
@@ -160,7 +150,7 @@ class _CTA:
 
     def copy_chunk(self, ring, k_ring, index, carry):
         """Loads a chunk in a dedicated warpgroup, in which no copy branches on its operand."""
-        head, chunk = self.head_and_chunk(index)
+        head, chunk = self.head_and_chunk(self.item_of(index))
         order = self.order
         first = index * order.num_tiles
 
@@ -193,7 +183,6 @@ class _Chunk(_CTA):
     ring: CopyRing
     k_ring: CopyRing
     index: Array  # among the CTA's chunks
-    wg: Array
     head: Array
     chunk: Array
     tile_rows: Any  # the warpgroup's rows in the chunk
@@ -230,7 +219,7 @@ class _Chunk(_CTA):
         return products.sum_over_rows(W, self.refs.staging_smem[1].at[self.wg, :SUM_SCRATCH])
 
     def row_dots(self, x, tile):
-        return products.sum_over_columns(x * load(tile).astype(jnp.float32))
+        return products.sum_over_columns(x * load_float32(tile))
 
     def vector(self, x, start, size=WG_ROWS):
         return load(self.refs.vectors_smem.at[self.k_slot, x, pl.ds(start, size)], BY_COLUMNS)
@@ -261,19 +250,18 @@ def _blocks_and_weights(c: _Chunk) -> tuple[_Block, _Block, Array, Array]:
 
     The vectors are loaded before the products and used after them, so their latency is hidden.
     """
-    refs = c.refs
-    below, half = block(c.chunk * 2 + 1, WG_ROWS), pl.multiple_of(c.wg * HALF, HALF)
-    places = (
-        (c.tile_rows, pl.multiple_of(c.wg * WG_ROWS, WG_ROWS), WG_ROWS),
-        (block(1, WG_ROWS), half, HALF),
-    )
-    vectors = [
-        [load_by_rows(x, c.head, rows) for x in (*refs.u_gmem, refs.inv_den_gmem, refs.dz_den_gmem)]
-        for rows in (c.rows, below)
-    ]
-    first, second = (_Block(*place, x) for place, x in zip(places, vectors, strict=True))
-    weights = query_scale(load_by_rows(refs.w_gmem, c.head, c.rows), c.p.qk_scale, vectors[0][2])
-    return first, second, weights, load_by_rows(refs.abar_gmem, c.head, c.rows)
+    refs, later = c.refs, block(c.chunk * 2 + 1, WG_ROWS)
+    half, key = (pl.multiple_of(c.wg * keys, keys) for keys in (HALF, WG_ROWS))
+
+    def vectors(rows):
+        sources = *refs.u_gmem, refs.inv_den_gmem, refs.dz_den_gmem
+        return [load_by_rows(x, c.head, rows) for x in sources]
+
+    diagonal = _Block(c.tile_rows, key, WG_ROWS, vectors(c.rows))
+    below = _Block(block(1, WG_ROWS), half, HALF, vectors(later))
+    w = load_by_rows(refs.w_gmem, c.head, c.rows)
+    weights = query_scale(w, c.p.qk_scale, diagonal.vectors[2])
+    return diagonal, below, weights, load_by_rows(refs.abar_gmem, c.head, c.rows)
 
 
 def _scores_and_dA(c: _Chunk, both: Sequence[_Block]) -> list[_Block]:
@@ -408,7 +396,7 @@ def _gradient_step(c: _Chunk, key_weights: Array, j, carry):
         ring.wait(dC)
         products.add(dk, c.slot(v).at[c.tile_rows], c.slot(dC).at[:DHQK].T)
         for y in range(parts):
-            products.add(dv, c.k_columns(y), c.slot(dC).at[y * WG_ROWS : (y + 1) * WG_ROWS])
+            products.add(dv, c.k_columns(y), c.slot(dC).at[block(y, WG_ROWS)])
         ring.wait(C)
         ring.wait(dh)
         products.add(dq, c.slot(dh).at[c.tile_rows], c.slot(C).at[:DHQK].T)
@@ -417,7 +405,7 @@ def _gradient_step(c: _Chunk, key_weights: Array, j, carry):
 
     def inner(total):
         rows = block(c.wg if parts == 2 else 0, WG_ROWS)
-        x, y = (load(z.at[rows]).astype(jnp.float32) for z in (c.slot(dC), c.slot(C)))
+        x, y = (load_float32(z.at[rows]) for z in (c.slot(dC), c.slot(C)))
         return total + products.sum_over_columns(x * y)
 
     # A warpgroup sums 64 of the 128 rows of a state. If a state has only 64 rows, the two
@@ -505,7 +493,7 @@ def _multiply(c: _Chunk, keys: int) -> None:
     products.acquire(refs.tiles_full, refs.tiles_empty)
     norm_weights = None if refs.n_gmem is None else weights * diagonal.vectors[3]
     zeros = products.zeros(WG_ROWS, c.p.DHQK)
-    total = plgpu.layout_cast(jnp.zeros((WG_ROWS,), jnp.float32), BY_ROWS)
+    total = products.zeros(WG_ROWS, layout=BY_ROWS)
     step = functools.partial(_gradient_step, c, key_weights)
     total, *gradients = loop(c.order.steps, step, (total, zeros, zeros))
     refs.states.at[c.head, c.chunk, c.tile_rows][...] = total
@@ -519,7 +507,7 @@ def _multiply(c: _Chunk, keys: int) -> None:
     _store_dq_and_dk(c, inter, corner)
 
 
-def kernel(refs, p: Problem, tiles: RingTiles, scheduler: PersistentScheduler, wg) -> None:
+def kernel(cta: CTA) -> None:
     """Runs a CTA.
 
     Inputs in global memory: all of ``parallel_bw_dQKV._kernel`` except P and dP; and e_gmem and
@@ -532,25 +520,31 @@ def kernel(refs, p: Problem, tiles: RingTiles, scheduler: PersistentScheduler, w
         later is scratch.
     Shared memory and barriers: see ``scratch``.
     """
-    cta_fields, copying = (refs, p, _order(p), scheduler), copying_warpgroups(p)
-    cta = _CTA(*cta_fields)
-    chunks = scheduler.num_items(p.BNH * p.NC)
+    cta, p, refs = _CTA(**vars(cta)), cta.p, cta.refs
+    chunks, copying = cta.num_items, copying_warpgroups(p)
     products.guard(refs.tiles_full, refs.P_smem, refs.dP_smem)
-    n, copy, copy_k = cta.order.num_tiles, cta.copy_any_tile, cta.copy_k
-    stages = tiles.num_stages
-    rings = (
-        CopyRing(refs.barriers, stages, chunks * n, copy, readers=copying, steps_of_item=n),
-        CopyRing(refs.k_barriers, _k_stages(p), chunks, copy_k, readers=copying),
-    )
+    n, stages, copy = cta.order.num_tiles, cta.tiles.num_stages, cta.copy_any_tile
+    ring = CopyRing(refs.barriers, stages, chunks * n, copy, readers=copying, steps_of_item=n)
+    k_ring = CopyRing(refs.k_barriers, _k_stages(p), chunks, cta.copy_k, readers=copying)
     # Computing half the keys of the block on the diagonal at a time takes fewer registers.
     keys = WG_ROWS if not copying and MOVES_REGISTERS else HALF
 
     def multiply(index, carry):
-        here = lax.optimization_barrier(wg)  # keeps what is derived from it out of registers
-        head, chunk = cta.head_and_chunk(index)
-        rows = block(here, WG_ROWS), block(chunk * 2 + here, WG_ROWS)
-        place = index, here, head, chunk, *rows, rings[1].slot(index), index * n
-        _multiply(_Chunk(*cta_fields, *rings, *place), keys)
+        wg = lax.optimization_barrier(cta.wg)  # keeps what is derived from it out of registers
+        head, chunk = cta.head_and_chunk(cta.item_of(index))
+        c = _Chunk(
+            **vars(cta) | dict(wg=wg),
+            ring=ring,
+            k_ring=k_ring,
+            index=index,
+            head=head,
+            chunk=chunk,
+            tile_rows=block(wg, WG_ROWS),
+            rows=block(chunk * 2 + wg, WG_ROWS),
+            k_slot=k_ring.slot(index),
+            first=index * n,
+        )
+        _multiply(c, keys)
 
     def multiply_all():
         if not copying:
@@ -561,9 +555,9 @@ def kernel(refs, p: Problem, tiles: RingTiles, scheduler: PersistentScheduler, w
 
     def copy_all():
         move_registers(40)
-        loop(chunks, functools.partial(cta.copy_chunk, *rings), None)
+        loop(chunks, functools.partial(cta.copy_chunk, ring, k_ring), None)
 
-    run(rings, multiply_all, wg, copy=None if copying else copy_all)
+    cta.run((ring, k_ring), multiply_all, copy=None if copying else copy_all)
 
 
 def scratch(p: Problem, config: RingTiles, dtype, *, normalise: bool) -> dict[str, Any]:

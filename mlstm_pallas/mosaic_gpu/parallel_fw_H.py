@@ -39,7 +39,6 @@ from mlstm_pallas.mosaic_gpu.launch import (
     load,
     mosaic_call,
     plgpu,
-    shared_bytes,
     shared_tiles,
 )
 from mlstm_pallas.mosaic_gpu.limits import KERNEL_DTYPE, HopperTiles
@@ -98,7 +97,7 @@ def _add_q_k(acc, q, k_smem, slot):
         loop(parts, add, None)
         return
     for x in range(q.shape[0]):
-        products.add(acc, q.at[x], k.at[0, :, x * WG_ROWS : (x + 1) * WG_ROWS].T)
+        products.add(acc, q.at[x], k.at[0, :, block(x, WG_ROWS)].T)
 
 
 def _store_h(num, buffers, h, rows, column):
@@ -148,7 +147,7 @@ def _kernel(
     def load_k(j, copy):
         _, parts, _, of_part = k_smem.shape
         for x in range(parts):
-            copy(k.at[steps(j), x * of_part : (x + 1) * of_part], k_smem, x)
+            copy(k.at[steps(j), block(x, of_part)], k_smem, x)
 
     def load_v(step, copy):
         of_C = C_gmem.at[head, chunk, block(step, WG_ROWS), block(column, siz_b_DHHV)]
@@ -160,7 +159,7 @@ def _kernel(
     v_ring = CopyRing(v_barriers, num_stages, num_tiles + steps_k, load_v, readers=warpgroups)
     tile = i * warpgroups + wg  # the warpgroup's 64 queries in the chunk
     for x in range(steps_k):
-        source = q.at[steps(tile), x * WG_ROWS : (x + 1) * WG_ROWS]
+        source = q.at[steps(tile), block(x, WG_ROWS)]
         copy_in(source, q_smem.at[wg, x], q_full.at[wg])
     v_ring.prologue()
     k_ring.prologue()
@@ -205,13 +204,10 @@ def _kernel(
             ring.advance(step)
 
     plgpu.barrier_wait(q_full.at[wg])
-    z = plgpu.layout_cast(jnp.zeros((WG_ROWS,), jnp.float32), BY_ROWS)
+    z = products.zeros(WG_ROWS, layout=BY_ROWS)
     if normaliser is not None:
-        q_tile, n_tile = (
-            lambda x: q_smem.at[wg, x],
-            lambda x: n_gmem.at[head, chunk, block(x, WG_ROWS)],
-        )
-        z += products.sum_over_columns(q_times_n(q_tile, n_tile, steps_k)) * row_scale
+        q_n = q_times_n(lambda x: q_smem.at[wg, x], n_gmem, head, chunk)
+        z += products.sum_over_columns(q_n) * row_scale
     num = products.from_zeros(
         lambda acc: _add_q_C(acc, q_smem, v_smem, wg, v_ring), WG_ROWS, siz_b_DHHV
     )
@@ -229,21 +225,6 @@ def _kernel(
     _store_h(num, free, head_of(h_gmem, head, p), rows, column)
     k_ring.epilogue()
     v_ring.epilogue()
-
-
-def scratch(p: Problem, config: "Tiles", dtype: Any) -> dict[str, Any]:
-    """Shared memory of the kernel."""
-    tiles, warpgroups, n = shared_tiles, config.siz_b_LQ // WG_ROWS, config.num_stages
-    of_part = p.DHQK if p.DHQK <= 256 else WG_ROWS
-    parts = p.DHQK // of_part
-    return {
-        "q_smem": tiles(warpgroups, p.DHQK // WG_ROWS, WG_ROWS, WG_ROWS, dtype=dtype),
-        "k_smem": tiles(n, parts, WG_ROWS, of_part, dtype=dtype),
-        "v_smem": tiles(n, WG_ROWS, config.siz_b_DHHV, dtype=dtype),
-        "q_full": plgpu.Barrier(num_arrivals=p.DHQK // WG_ROWS, num_barriers=warpgroups),
-        "k_barriers": ring_barriers(n, copies=parts, readers=warpgroups),
-        "v_barriers": ring_barriers(n, copies=1, readers=warpgroups),
-    }
 
 
 def parallel_fw_H(
@@ -264,7 +245,7 @@ def parallel_fw_H(
             "h_gmem": sequence_shape(matV, p.DHHV, matQ.dtype),
             "z_gmem": None if normaliser is None else float32(p.BNH, p.S),
         },
-        scratch=scratch(p, config, matQ.dtype),
+        scratch=config.scratch(p, matQ.dtype),
         interpret=call.interpret,
     )(
         q_gmem=matQ,
@@ -286,14 +267,24 @@ class Tiles(HopperTiles):
     siz_b_DHHV: int
     num_stages: int
 
-    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
+    def grid(self, p: Problem, **asked) -> tuple[int, ...]:
         return (p.BNH * p.NC * blocks(p.L, self.siz_b_LQ) * blocks(p.DHHV, self.siz_b_DHHV),)
 
-    def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
-        return shared_bytes(scratch(p, self, dtype))
+    def scratch(self, p: Problem, dtype, **asked) -> dict[str, Any]:
+        tiles, warpgroups, n = shared_tiles, self.siz_b_LQ // WG_ROWS, self.num_stages
+        of_part = p.DHQK if p.DHQK <= 256 else WG_ROWS
+        parts = p.DHQK // of_part
+        return {
+            "q_smem": tiles(warpgroups, p.DHQK // WG_ROWS, WG_ROWS, WG_ROWS, dtype=dtype),
+            "k_smem": tiles(n, parts, WG_ROWS, of_part, dtype=dtype),
+            "v_smem": tiles(n, WG_ROWS, self.siz_b_DHHV, dtype=dtype),
+            "q_full": plgpu.Barrier(num_arrivals=p.DHQK // WG_ROWS, num_barriers=warpgroups),
+            "k_barriers": ring_barriers(n, copies=parts, readers=warpgroups),
+            "v_barriers": ring_barriers(n, copies=1, readers=warpgroups),
+        }
 
     @classmethod
-    def candidates(cls, p: Problem, gpu: Gpu, **asked: Any) -> Iterable[Self]:
+    def candidates(cls, p: Problem, gpu: Gpu, **asked) -> Iterable[Self]:
         """Tiles with which an SM has room for two CTAs of 64 queries, or else for one of 128.
 
         With 64 queries, DHQK 256 and 256 columns ptxas spills at least 132 bytes.
@@ -315,7 +306,7 @@ class Tiles(HopperTiles):
         ):
             yield cls(*sizes)
 
-    def divides(self, p: Problem, **asked: Any) -> bool:
+    def divides(self, p: Problem, **asked) -> bool:
         LQ, columns = self.siz_b_LQ, self.siz_b_DHHV
         known = columns in (64, 128, 256) and LQ in (WG_ROWS, 2 * WG_ROWS)
         return known and p.DHQK % WG_ROWS == p.DHHV % columns == p.L % LQ == 0

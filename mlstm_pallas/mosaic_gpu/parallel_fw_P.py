@@ -7,7 +7,6 @@ because up to DHQK = 256 an SM holds three CTAs, and the copies of one run while
 computes.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -33,7 +32,6 @@ from mlstm_pallas.mosaic_gpu.launch import (
     load,
     mosaic_call,
     plgpu,
-    shared_bytes,
     shared_tiles,
 )
 from mlstm_pallas.mosaic_gpu.limits import HEADS, HopperTiles
@@ -59,8 +57,7 @@ def _kernel(entries_gmem, **refs) -> None:
     def _() -> None:
         for x in (refs["r_gmem"], refs["z_gmem"]):
             if x is not None:
-                zeros = plgpu.layout_cast(jnp.zeros((WG_ROWS,), jnp.float32), BY_ROWS)
-                x.at[head, steps][...] = zeros
+                x.at[head, steps][...] = products.zeros(WG_ROWS, layout=BY_ROWS)
 
 
 def _chunk(
@@ -91,7 +88,7 @@ def _chunk(
     for x, tiles in ((q_gmem, q_smem), (k_gmem, k_smem)):
         for j in range(copies):
             of_head = head_of(x, head, p, any_step=entries_gmem is not None)
-            source = of_head.at[in_row, j * columns : (j + 1) * columns]
+            source = of_head.at[in_row, block(j, columns)]
             copy_in(source, tiles.at[j], full)
     e = (load(x.at[head, steps], BY_COLUMNS, optimized=False) for x in e_gmem)
     D = decay_tile(e, (load_by_rows(x, head, steps) for x in u_gmem))
@@ -114,9 +111,7 @@ def _chunk(
             return q_smem.at[divide(x, columns // WG_ROWS), :, in_tile]
 
         # A loop, because unrolled, with all of n in registers, an SM would hold only two CTAs.
-        q_n = q_times_n(
-            q_tile, lambda x: n_gmem.at[head, chunk, block(x, WG_ROWS)], p.DHQK // WG_ROWS
-        )
+        q_n = q_times_n(q_tile, n_gmem, head, chunk)
         z = jnp.sum(P + q_n * across_columns(row_scale), axis=1)
         inv_den = 1.0 / normaliser.denominator(z, m)
         P, row_scale = P * across_columns(inv_den), row_scale * inv_den
@@ -126,19 +121,6 @@ def _chunk(
     plgpu.commit_smem()
     plgpu.copy_smem_to_gmem(P_smem, P_gmem.at[head, steps])
     plgpu.wait_smem_to_gmem(0)
-
-
-def scratch(p: Problem, dtype: Any) -> dict[str, Any]:
-    """Shared memory of the kernel."""
-    columns = next(size for size in COLUMNS if p.DHQK % size == 0)
-    copies = p.DHQK // columns
-    operand = shared_tiles(copies, WG_ROWS, columns, dtype=dtype)
-    return {
-        "q_smem": operand,
-        "k_smem": operand,
-        "P_smem": shared_tiles(WG_ROWS, WG_ROWS, dtype=dtype),
-        "full": plgpu.Barrier(num_arrivals=2 * copies),
-    }
 
 
 def parallel_fw_P(
@@ -154,14 +136,13 @@ def parallel_fw_P(
     y = mosaic_call(
         functools.partial(_kernel, p=p, normaliser=normaliser),
         name="parallel_fw_P",
-        grid=dict(zip(("head", "chunk"), call.tiles.grid(p), strict=True)),
-        warpgroups=1,
+        grid={"head": p.BNH, "chunk": p.NC},
         outputs={
             "P_gmem": jax.ShapeDtypeStruct((p.BNH, p.S, WG_ROWS), dtype),
             "r_gmem": per_step,
             "z_gmem": None if normaliser is None else per_step,
         },
-        scratch=scratch(p, dtype),
+        scratch=call.tiles.scratch(p, dtype),
         interpret=call.interpret,
     )(
         entries_gmem=None if chunks is None else chunks.entries,
@@ -176,14 +157,25 @@ def parallel_fw_P(
     return ScanOperands(y["P_gmem"], ScaledRows(matK, g.vecAbar), y["r_gmem"], y["z_gmem"])
 
 
-@dataclasses.dataclass(frozen=True)
 class Tiles(HopperTiles):
-    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
+    def grid(self, p: Problem, **asked) -> tuple[int, ...]:
         return p.BNH, p.NC
 
-    def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
-        return shared_bytes(scratch(p, dtype), has_sum=True)
+    def shared_bytes(self, p: Problem, dtype, **asked) -> int:
+        """Includes 2 KiB of jnp.sum."""
+        return super().shared_bytes(p, dtype) + 2048
 
-    def divides(self, p: Problem, **asked: Any) -> bool:
+    def scratch(self, p: Problem, dtype, **asked) -> dict[str, Any]:
+        columns = next(size for size in COLUMNS if p.DHQK % size == 0)
+        copies = p.DHQK // columns
+        operand = shared_tiles(copies, WG_ROWS, columns, dtype=dtype)
+        return {
+            "q_smem": operand,
+            "k_smem": operand,
+            "P_smem": shared_tiles(WG_ROWS, WG_ROWS, dtype=dtype),
+            "full": plgpu.Barrier(num_arrivals=2 * copies),
+        }
+
+    def divides(self, p: Problem, **asked) -> bool:
         """Shared memory holds all of q and k of a chunk."""
         return p.BNH <= HEADS and p.L == WG_ROWS and p.DHQK % 64 == 0

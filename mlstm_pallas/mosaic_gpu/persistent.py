@@ -4,6 +4,7 @@ There is one CTA per SM, and each processes every num_ctas-th item. Two warpgrou
 they also share the copying, or a third warpgroup copies.
 """
 
+import dataclasses
 import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -12,12 +13,66 @@ from jax import Array, lax
 from jax.experimental import pallas as pl
 
 from mlstm_pallas.mosaic_gpu.copy_ring import CopyRing
-from mlstm_pallas.mosaic_gpu.launch import PersistentScheduler, mosaic_call, plgpu
+from mlstm_pallas.mosaic_gpu.launch import mosaic_call, plgpu
+from mlstm_pallas.mosaic_gpu.limits import RingTiles
+from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch
+from mlstm_pallas.tiles import divide, remainder
+
+
+@dataclasses.dataclass(frozen=True)
+class CTA:
+    """A CTA, as one of its warpgroups sees it.
+
+    Attributes:
+      refs: the references of the kernel, by name.
+      program: the index of the CTA.
+      num_items: the number of its items.
+    """
+
+    refs: Any
+    p: Problem
+    tiles: RingTiles
+    wg: Array
+    program: Array
+    num_items: Array
+
+    def item_of(self, index):
+        """The CTA's index-th item."""
+        return self.program + index * self.tiles.num_ctas
+
+    def head_and_chunk(self, index) -> tuple[Any, Any]:
+        """The place of the index-th chunk of all heads."""
+        return divide(index, self.p.NC), remainder(index, self.p.NC)
+
+    def run(
+        self,
+        rings: Sequence[CopyRing],
+        multiply: Callable[[], Any],
+        copy: Callable[[], Any] | None = None,
+    ) -> None:
+        """Runs the warpgroup.
+
+        copy: the work of the third warpgroup; None: the warpgroups that multiply refill the rings.
+        """
+
+        def main_loop():
+            multiply()
+            plgpu.wait_smem_to_gmem(0)
+
+        if copy is None:
+            for ring in rings:
+                ring.prologue()
+            main_loop()
+        else:
+            pl.when(self.wg < 2)(main_loop)
+            pl.when(self.wg == 2)(copy)
+        for ring in rings:
+            ring.epilogue()
 
 
 def persistent_call(
-    kernel: Callable[..., None],
+    kernel: Callable[[CTA], None],
     name: str,
     call: Launch,
     outputs: Mapping[str, Any],
@@ -25,48 +80,20 @@ def persistent_call(
     *,
     copies: bool,
 ) -> Callable[..., dict[str, Any]]:
-    """``mosaic_call`` of kernel(refs, problem, tiles, scheduler, warpgroup).
-
-    copies: whether a third warpgroup copies.
-    """
+    """``mosaic_call`` of a kernel. copies: whether a third warpgroup copies."""
+    p, tiles = call.problem, call.tiles
 
     def entry(**refs):
-        wg = lax.axis_index("wg")
-        scheduler = PersistentScheduler(lax.axis_index("program"), call.tiles.num_ctas)
-        kernel(types.SimpleNamespace(**refs), call.problem, call.tiles, scheduler, wg)
+        wg, program = lax.axis_index("wg"), lax.axis_index("program")
+        num_items = divide(tiles.items(p) - 1 - program, tiles.num_ctas) + 1
+        kernel(CTA(types.SimpleNamespace(**refs), p, tiles, wg, program, num_items))
 
     return mosaic_call(
         entry,
         name=name,
-        grid={"program": call.tiles.num_ctas},
+        grid={"program": tiles.num_ctas},
         warpgroups=2 + copies,
         outputs=outputs,
         scratch=scratch,
         interpret=call.interpret,
     )
-
-
-def run(
-    rings: Sequence[CopyRing],
-    multiply: Callable[[], Any],
-    wg: Array,
-    copy: Callable[[], Any] | None = None,
-) -> None:
-    """Runs warpgroup ``wg`` of a CTA.
-
-    copy: the work of the third warpgroup; None: the warpgroups that multiply refill the rings.
-    """
-
-    def main_loop():
-        multiply()
-        plgpu.wait_smem_to_gmem(0)
-
-    if copy is None:
-        for ring in rings:
-            ring.prologue()
-        main_loop()
-    else:
-        pl.when(wg < 2)(main_loop)
-        pl.when(wg == 2)(copy)
-    for ring in rings:
-        ring.epilogue()

@@ -21,7 +21,7 @@ BY_LANES = by_lanes(64)
 
 
 @interpretable
-def add(accumulator: Any, a: Any, b: Any) -> None:
+def add(accumulator, a, b) -> None:
     """accumulator += a b; a is in shared memory or registers, b in shared memory."""
     plgpu.wgmma(accumulator, a, b)
 
@@ -33,7 +33,7 @@ def wait(pending: int) -> None:
 
 
 @interpretable
-def read(accumulator: Any, pending: int) -> Any:
+def read(accumulator, pending: int):
     """The value of the accumulator after all its products.
 
     pending: how many later products may still run.
@@ -41,17 +41,17 @@ def read(accumulator: Any, pending: int) -> Any:
     return plgpu.wgmma_accumulator_load(accumulator, wait_n=pending)
 
 
-def zeros(rows: int, columns: int) -> Any:
-    return plgpu.layout_cast(jnp.zeros((rows, columns), jnp.float32), plgpu.Layout.WGMMA)
+def zeros(*shape: int, layout=plgpu.Layout.WGMMA):
+    return plgpu.layout_cast(jnp.zeros(shape, jnp.float32), layout)
 
 
-def from_zeros(issue: Callable[[Any], None], rows: int, columns: int) -> Any:
+def from_zeros(issue: Callable[[Any], None], rows: int, columns: int):
     """The accumulator after ``issue(accumulator)``."""
     return all_from_zeros(issue, (rows, columns))[1]
 
 
 @interpretable
-def all_from_zeros(issue: Callable[..., Any], *shapes: tuple[int, int]) -> Any:
+def all_from_zeros(issue: Callable[..., Any], *shapes: tuple[int, int]):
     """The result of ``issue(*accumulators)``, and the accumulators after it."""
 
     def scope(*accumulators):
@@ -68,7 +68,7 @@ def onto(issue: Callable[..., None], *initial: jax.Array) -> Sequence[jax.Array]
 
 
 @interpretable
-def sum_over_rows(x: jax.Array, scratch: Any) -> Any:
+def sum_over_rows(x: jax.Array, scratch):
     """The sums over axis 0 of a float32 tile (64, 32 or 64), ``by_lanes``.
 
     jnp.sum has one scratch per CTA. It also exchanges each sum with all lanes that hold a part of
@@ -82,7 +82,7 @@ def sum_over_rows(x: jax.Array, scratch: Any) -> Any:
 
 
 @interpretable
-def sum_over_columns(x: jax.Array) -> Any:
+def sum_over_columns(x: jax.Array):
     """jnp.sum(x, axis=1), BY_ROWS, without the 2 KiB of shared memory that jnp.sum takes."""
     shape = plgpu.ShapeDtypeStruct(x.shape[:1], jnp.float32, layout=BY_ROWS)
     inline = plgpu.inline_mgpu(arg_types=(plgpu.Layout.WGMMA,), return_type=shape)
@@ -90,7 +90,7 @@ def sum_over_columns(x: jax.Array) -> Any:
 
 
 @interpretable
-def acquire(full: Any, empty: Any) -> None:
+def acquire(full, empty) -> None:
     """Waits on ``full``; the warpgroup holds what the copies filled until ``release(empty)``.
 
     empty: None if nothing is written to the buffers again.
@@ -99,32 +99,30 @@ def acquire(full: Any, empty: Any) -> None:
 
 
 @interpretable
-def release(*barriers: Any) -> None:
+def release(*barriers) -> None:
     """Releases what the warpgroup acquired with these barriers, after it has read it."""
     for barrier in barriers:
         plgpu.barrier_arrive(barrier)
 
 
 @interpretable
-def guard(full: Any, *buffers: Any) -> None:
+def guard(full, *buffers) -> None:
     """Declares that warpgroups, not ``copy_in``, fill these buffers and arrive on ``full``."""
 
 
 @interpretable
-def wait_empty(empty: Any) -> None:
+def wait_empty(empty) -> None:
     """Waits until all warpgroups have called ``release(empty)``."""
     plgpu.barrier_wait(empty)
 
 
 @interpretable
-def store(tile: Any, value: jax.Array) -> None:
+def store(tile, value: jax.Array) -> None:
     """tile[...] = value; the tile is in shared memory."""
     tile[...] = value
 
 
-def cond(
-    condition: Any, this: Callable[[Any], None], that: Callable[[Any], None], accumulator: Any
-) -> None:
+def cond(condition, this: Callable[[Any], None], that: Callable[[Any], None], accumulator) -> None:
     """Runs this(accumulator) if the condition holds, else that(accumulator)."""
     pl.when(condition)(lambda: this(accumulator))
     pl.when(jnp.logical_not(condition))(lambda: that(accumulator))

@@ -42,9 +42,9 @@ from mlstm_pallas.mosaic_gpu.launch import (
     block,
     float32,
     load,
+    load_float32,
     mosaic_call,
     plgpu,
-    shared_bytes,
     shared_tiles,
 )
 from mlstm_pallas.mosaic_gpu.limits import (
@@ -54,7 +54,7 @@ from mlstm_pallas.mosaic_gpu.limits import (
 from mlstm_pallas.mosaic_gpu.products import BY_LANES, SUM_SCRATCH
 from mlstm_pallas.mosaic_gpu.tile_copies import head_of
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.splits import split_states
+from mlstm_pallas.splits import heads_of_splits, split_states, splits_of
 from mlstm_pallas.stage import Launch, largest_rows
 from mlstm_pallas.stages.recurrence import Recurrence, RecurrenceOutputs
 from mlstm_pallas.stages.split_products import Operands
@@ -62,8 +62,7 @@ from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 STEPS, COLUMNS = 64, 128  # steps per tile, and columns of X per CTA if they divide DHHV
 H_STAGES = 3  # tiles of h in shared memory
-# Shorter or fewer splits gain less than the second launch and joining their sums cost.
-MIN_SPLIT_STEPS, MIN_SPLITS, MAX_SPLITS = 1024, 4, 16
+MIN_SPLIT_STEPS = 1024  # shorter splits gain less than the second launch and their sums cost
 
 
 class Splits(NamedTuple):
@@ -109,7 +108,7 @@ def _initial(x, at, X_columns, X_rows, x_rows):
     if x.X_initial is not None:
         XT = load(x.X_initial.at[at, X_columns, X_rows], optimized=False)
     if x_rows is not None and x.x_initial is None:
-        vector = plgpu.layout_cast(jnp.zeros((WG_ROWS,), jnp.float32), BY_LANES)
+        vector = products.zeros(WG_ROWS, layout=BY_LANES)
     elif x_rows is not None:
         vector = load(x.x_initial.at[at, x_rows], BY_LANES, optimized=False)
     return XT, vector
@@ -216,17 +215,17 @@ def _recurrence(
         if weights_smem is None:
             return bT
         weights = across_rows(load(weights_smem.at[slot], BY_COLUMNS))
-        return (load(bT).astype(jnp.float32) * weights).astype(bT.dtype)
+        return (load_float32(bT) * weights).astype(bT.dtype)
 
     def scaled(slot):
         """A tile of a, (64 steps, 64 rows of x), whose steps are scaled by r."""
-        a = load(a_smem.at[slot, :, x_columns]).astype(jnp.float32)
+        a = load_float32(a_smem.at[slot, :, x_columns])
         return a * across_columns(load(weights_smem.at[slot], BY_ROWS))
 
     def store_inner(first, step, tile):
         """Stores the sums of b h over the warpgroup's columns, for a tile of a chunk's steps."""
         tiles = b_smem.at[ring.slot(step)], h_smem.at[h_ring.wait(step)]
-        b, h = (load(y.at[:, tile_columns]).astype(jnp.float32) for y in tiles)
+        b, h = (load_float32(y.at[:, tile_columns]) for y in tiles)
         h_ring.release(step)
         out.inner.at[head, part, block(first + tile, STEPS)][...] = products.sum_over_columns(b * h)
         h_ring.refill(step)
@@ -316,36 +315,11 @@ def _kernel(each, outputs, *, p, splits, **shared):
             pl.when(here & firsts)(functools.partial(run, x, out, first))
 
 
-def scratch(
-    rows: int,
-    columns: int,
-    num_stages: int,
-    dtype: Any,
-    *,
-    weighted: bool,
-    has_h: bool = False,
-    has_x: bool = False,
-    stores_X: bool = True,
-) -> dict[str, Any]:
-    """Shared memory of the kernel, for blocks of X with these numbers of rows and columns."""
-    tiles, readers = functools.partial(shared_tiles, dtype=dtype), columns // WG_ROWS
-    return {
-        "a_smem": tiles(num_stages, STEPS, rows),
-        "b_smem": tiles(num_stages, STEPS, columns),
-        "weights_smem": plgpu.SMEM((num_stages, STEPS), jnp.float32) if weighted else None,
-        "h_smem": tiles(H_STAGES, STEPS, columns) if has_h else None,
-        "out_smem": tiles(readers, 2, WG_ROWS, WG_ROWS) if stores_X else None,
-        "sum_smem": plgpu.SMEM((readers, SUM_SCRATCH), jnp.float32) if has_x else None,
-        "barriers": ring_barriers(num_stages, copies=3 if weighted else 2, readers=readers),
-        "h_barriers": ring_barriers(H_STAGES, copies=1, readers=readers) if has_h else None,
-    }
-
-
 def _launch(
     name: str, each: Sequence[Recurrence], splits: Splits, call: Launch
 ) -> list[RecurrenceOutputs]:
     """One launch; X_initial and X_last are transposed, and each split has an X_initial."""
-    p, dtype, num_stages = call.problem, each[0].a.dtype, call.tiles.num_stages
+    p, dtype = call.problem, each[0].a.dtype
     weighted = each[0].r is not None
     has_h, has_x = (any(getattr(x, y) is not None for x in each) for y in ("h", "x_initial"))
     if any((x.r is not None) != weighted for x in each) or (has_x and not weighted):
@@ -358,39 +332,26 @@ def _launch(
     else:
         inputs = [*each]
     lasts = p.BNH * (splits.of_head if splits.sums else 1)
-    outputs = []
-    for x in each:
-        X = jax.ShapeDtypeStruct((p.BNH, p.NC, p.DHQK, p.DHHV), dtype)
-        X_last = float32(lasts, p.DHHV, p.DHQK) if x.return_last else None
-        vec, vec_last = float32(p.BNH, p.NC, p.DHQK), float32(lasts, p.DHQK)
-        outputs.append(
-            RecurrenceOutputs(
-                X=None if splits.sums else X,
-                X_last=X_last,
-                x=None if splits.sums or x.x_initial is None else vec,
-                x_last=None if x.x_initial is None else vec_last,
-                inner=None if x.h is None else float32(p.BNH, blocks(p.DHHV, WG_ROWS), p.S),
-            )
+    X = jax.ShapeDtypeStruct((p.BNH, p.NC, p.DHQK, p.DHHV), dtype)
+    outputs = [
+        RecurrenceOutputs(
+            X=None if splits.sums else X,
+            X_last=float32(lasts, p.DHHV, p.DHQK) if x.return_last else None,
+            x=None if splits.sums or x.x_initial is None else float32(p.BNH, p.NC, p.DHQK),
+            x_last=None if x.x_initial is None else float32(lasts, p.DHQK),
+            inner=None if x.h is None else float32(p.BNH, blocks(p.DHHV, WG_ROWS), p.S),
         )
-    rows, columns = call.tiles.state_rows, call.tiles.state_columns
+        for x in each
+    ]
+    heads, rows, columns = call.tiles.grid(p, recurrences=len(each))
     results: list[RecurrenceOutputs] = mosaic_call(
         functools.partial(_kernel, p=p, splits=splits),
         name=name,
-        grid=dict(
-            zip(
-                ("head", "rows", "columns"),
-                (len(each) * p.BNH * splits.of_head, *call.tiles.grid(p)[1:]),
-                strict=True,
-            )
-        ),
-        warpgroups=columns // WG_ROWS,
+        grid={"head": heads * splits.of_head, "rows": rows, "columns": columns},
+        warpgroups=call.tiles.state_columns // WG_ROWS,
         outputs={"outputs": outputs},
-        scratch=scratch(
-            *(rows, columns, num_stages, dtype),
-            weighted=weighted,
-            has_h=has_h,
-            has_x=has_x,
-            stores_X=not splits.sums,
+        scratch=call.tiles.scratch(
+            p, dtype, weighted=weighted, has_h=has_h, has_x=has_x, stores_X=not splits.sums
         ),
         interpret=call.interpret,
     )(each=inputs)["outputs"]
@@ -405,45 +366,40 @@ def _sums_of_splits(
     They are (B * NH, splits.of_head, DHHV, DHQK), transposed, and (B * NH, splits.of_head, DHQK).
     """
     each = [dataclasses.replace(x, h=None, return_last=True) for x in each]
+    of_heads = functools.partial(heads_of_splits, num_splits=splits.of_head)
     outputs = _launch(name, each, splits, call)
-
-    def of_heads(x):
-        return x.reshape(-1, splits.of_head, *x.shape[1:])
-
-    return [(of_heads(y.X_last), jax.tree.map(of_heads, y.x_last)) for y in outputs]
+    return [jax.tree.map(of_heads, (y.X_last, y.x_last)) for y in outputs]
 
 
-def _from_splits(
-    x: Recurrence, added: tuple[jax.Array, Any], XT_initial: jax.Array | None
-) -> Recurrence:
+def _from_splits(x: Recurrence, added: tuple[jax.Array, Any]) -> Recurrence:
     """The recurrence with the states before every split, from what splits add."""
     of_X, of_x = added
     states = functools.partial(split_states, gamma=x.gamma, backward=x.backward)
-    x = dataclasses.replace(x, X_initial=states(of_X, initial=XT_initial))
+    x = dataclasses.replace(x, X_initial=states(of_X, initial=x.X_initial))
     if x.x_initial is None:
         return x
     vectors = states(of_x[..., None], initial=x.x_initial[..., None])
     return dataclasses.replace(x, x_initial=vectors[..., 0])
 
 
+def _transposed(X: jax.Array | None) -> jax.Array | None:
+    return None if X is None else X.mT
+
+
 def recurrences(name: str, *each: Recurrence, call: Launch) -> list[RecurrenceOutputs]:
     """``recurrences`` of stages/recurrence.py, in one launch, or in two with splits."""
     num_splits = call.tiles.num_splits
-    initial = [None if x.X_initial is None else x.X_initial.mT for x in each]
-    if num_splits == 1:
-        each = tuple(
-            dataclasses.replace(x, X_initial=X) for x, X in zip(each, initial, strict=True)
-        )
-    else:
+    inputs = [dataclasses.replace(x, X_initial=_transposed(x.X_initial)) for x in each]
+    if num_splits > 1:
         of_sums = Splits(num_splits, sums=True, all=False)
-        added = _sums_of_splits("split_products", each, of_sums, call)
-        each = tuple(map(_from_splits, each, added, initial))
+        added = _sums_of_splits("split_products", inputs, of_sums, call)
+        inputs = [*map(_from_splits, inputs, added)]
     return [
         x._replace(
             inner=None if x.inner is None else jnp.sum(x.inner, axis=1),
-            X_last=None if x.X_last is None else x.X_last.mT,
+            X_last=_transposed(x.X_last),
         )
-        for x in _launch(name, each, Splits(num_splits), call)
+        for x in _launch(name, inputs, Splits(num_splits), call)
     ]
 
 
@@ -464,17 +420,6 @@ def split_products(
     return _sums_of_splits("split_products", [whole], splits, call)[0][0].mT
 
 
-def _block_columns(p: Problem) -> int:
-    """The most columns of X per CTA; 0 if no such blocks fit."""
-    return next((x for x in (COLUMNS, WG_ROWS) if p.DHHV % x == 0), 0)
-
-
-def _num_ctas(rows: int, p: Problem) -> int:
-    """CTAs of one recurrence without splits; 0 if no such blocks fit."""
-    columns = _block_columns(p)
-    return p.BNH * (p.DHQK // rows) * (p.DHHV // columns) if rows and columns else 0
-
-
 @dataclasses.dataclass(frozen=True)
 class Tiles(HopperTiles):
     """The block of X per CTA, which has one warpgroup per 64 columns."""
@@ -484,59 +429,59 @@ class Tiles(HopperTiles):
     num_stages: int
     num_splits: int = 1
 
-    def grid(self, p: Problem, *, recurrences: int = 1, **asked: Any) -> tuple[int, ...]:
+    def grid(self, p: Problem, *, recurrences: int = 1, **asked) -> tuple[int, ...]:
         rows, columns = blocks(p.DHQK, self.state_rows), blocks(p.DHHV, self.state_columns)
         return recurrences * p.BNH, rows, columns
 
-    def shared_bytes(
+    def scratch(
         self,
         p: Problem,
-        dtype: Any,
+        dtype,
         *,
+        weighted: bool = True,
         has_h: bool = False,
         has_x: bool = False,
         stores_X: bool = True,
-        **asked: Any,
-    ) -> int:
-        sizes = self.state_rows, self.state_columns, self.num_stages, dtype
-        shapes = scratch(*sizes, weighted=True, has_h=has_h, has_x=has_x, stores_X=stores_X)
-        return shared_bytes(shapes)
+        **asked,
+    ) -> dict[str, Any]:
+        tiles, n = functools.partial(shared_tiles, dtype=dtype), self.num_stages
+        columns, readers = self.state_columns, self.state_columns // WG_ROWS
+        return {
+            "a_smem": tiles(n, STEPS, self.state_rows),
+            "b_smem": tiles(n, STEPS, columns),
+            "weights_smem": plgpu.SMEM((n, STEPS), jnp.float32) if weighted else None,
+            "h_smem": tiles(H_STAGES, STEPS, columns) if has_h else None,
+            "out_smem": tiles(readers, 2, WG_ROWS, WG_ROWS) if stores_X else None,
+            "sum_smem": plgpu.SMEM((readers, SUM_SCRATCH), jnp.float32) if has_x else None,
+            "barriers": ring_barriers(n, copies=3 if weighted else 2, readers=readers),
+            "h_barriers": ring_barriers(H_STAGES, copies=1, readers=readers) if has_h else None,
+        }
 
     @classmethod
     def candidates(
-        cls, p: Problem, gpu: Gpu, *, recurrences: int = 1, has_x: bool = False, **asked: Any
+        cls, p: Problem, gpu: Gpu, *, recurrences: int = 1, has_x: bool = False, **asked
     ) -> Iterable[Self]:
         """The most rows per block with which the launch fills the GPU; else splits."""
-        columns = _block_columns(p)
-        most = columns if has_x else 256
-
-        def rows_of(size):
-            return largest_rows(p.DHQK, min(size, most))
-
-        rows = next(
-            (x for x in map(rows_of, (256, 128)) if gpu.filled_by(recurrences * _num_ctas(x, p))),
-            rows_of(64),
-        )
-        if not rows or not columns:
+        columns = next((x for x in (COLUMNS, WG_ROWS) if p.DHHV % x == 0), 0)
+        if p.DHQK % WG_ROWS or not columns:
             return
-        ctas = recurrences * _num_ctas(rows, p)
-        filling = min(gpu.sms // max(ctas, 1), p.S // MIN_SPLIT_STEPS, MAX_SPLITS, p.NC & -p.NC)
-        splits = 1 << (filling.bit_length() - 1) if filling >= MIN_SPLITS else 1
+        most = columns if has_x else 256
+        sizes = [largest_rows(p.DHQK, min(size, most)) for size in (256, 128, WG_ROWS)]
+        most_ctas = recurrences * p.BNH * p.DHQK * (p.DHHV // columns)  # with blocks of one row
+        rows = next((x for x in sizes if gpu.filled_by(most_ctas // x)), sizes[-1])
+        ctas = most_ctas // rows
+        splits = splits_of(p.NC, min(gpu.sms // max(ctas, 1), p.S // MIN_SPLIT_STEPS))
         if rows == WG_ROWS and 2 * ctas * splits <= gpu.sms:
             columns = WG_ROWS  # twice the CTAs, whose warpgroups do not wait for each other
         yield cls(rows, columns, 6 if has_x and rows == WG_ROWS else 4, splits)
 
-    def divides(self, p: Problem, *, has_x: bool = False, **asked: Any) -> bool:
+    def divides(self, p: Problem, *, has_x: bool = False, **asked) -> bool:
         rows, columns = self.state_rows, self.state_columns
-        if (
-            rows % WG_ROWS
-            or p.DHQK % rows
-            or rows > 256
-            or p.L % STEPS
-            or (has_x and rows > columns)
-        ):
-            return False
-        # A slot becomes free while the next step's product runs, so a ring needs two.
-        if columns not in (WG_ROWS, COLUMNS) or p.DHHV % columns or self.num_stages < 2:
-            return False
-        return p.NC % self.num_splits == 0 and 2 * p.BNH * self.num_splits <= HEADS
+        return (
+            rows % WG_ROWS == p.DHQK % rows == p.DHHV % columns == p.L % STEPS == 0
+            and rows <= (columns if has_x else 256)
+            and columns in (WG_ROWS, COLUMNS)
+            and self.num_stages >= 2  # a slot becomes free while the next step's product runs
+            and p.NC % self.num_splits == 0
+            and 2 * p.BNH * self.num_splits <= HEADS
+        )

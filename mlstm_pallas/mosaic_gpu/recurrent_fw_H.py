@@ -29,9 +29,9 @@ from mlstm_pallas.mosaic_gpu.launch import (
     block,
     float32,
     load,
+    load_float32,
     mosaic_call,
     plgpu,
-    shared_bytes,
     shared_tiles,
 )
 from mlstm_pallas.mosaic_gpu.limits import (
@@ -59,7 +59,7 @@ class _Part(NamedTuple):
     zeros: Any = None  # how many chunks of zeros to write to h
 
 
-def _part_of(parts: Any, head: Any, p: Problem) -> _Part:
+def _part_of(parts, head, p: Problem) -> _Part:
     part, N = lax.axis_index("part"), parts.begins.shape[1] - 3
     begin, end = (parts.begins[head, part + x] for x in range(2))
     chunks, none = divide(end - begin + (p.L - 1), p.L), np.int32(0)
@@ -161,7 +161,7 @@ def _kernel(
 
             hT = products.from_zeros(inter, WG_ROWS, L) * r
             if partial_gmem is not None:
-                hT += load(tiles["partial"].at[:, in_tile].T).astype(jnp.float32)
+                hT += load_float32(tiles["partial"].at[:, in_tile].T)
             vT = load(tiles["v"].at[:, in_tile].T)
             scaled = (vT.astype(jnp.float32) * abar).astype(dtype)
 
@@ -208,23 +208,6 @@ def _kernel(
     ring.epilogue()
 
 
-def scratch(
-    p: Problem, config: "Tiles", dtype: Any, *, first: bool, stores: bool
-) -> dict[str, Any]:
-    """Shared memory of the first or the second launch; stores: whether it stores states."""
-    vectors, columns = (config.num_stages, p.L), config.siz_b_DHHV
-    widths = dict(q=config.state_rows, k=config.state_rows, v=columns)
-    widths |= dict(P=p.L) if first else dict(partial=columns)
-    slots = {x: shared_tiles(*vectors, width, dtype=dtype) for x, width in widths.items()}
-    slots |= {x: plgpu.SMEM(vectors, jnp.float32) for x in ("r", "abar")}
-    return {
-        "slots": slots,
-        "barriers": ring_barriers(config.num_stages, copies=len(slots), readers=WARPGROUPS),
-        "h_smem": shared_tiles(columns // WG_ROWS, p.L, WG_ROWS, dtype=dtype),
-        "C_smem": shared_tiles(WARPGROUPS, 2, WG_ROWS, WG_ROWS, dtype=dtype) if stores else None,
-    }
-
-
 def recurrent_fw_H(
     x: Operands, *, return_last: bool = True, store_every: int = 0, call: Launch
 ) -> FusedScan:
@@ -232,10 +215,8 @@ def recurrent_fw_H(
     matQ, matV, scores, scaGamma, matC_initial, chunks = x
     p, config, dtype, keys = call.problem, call.tiles, matQ.dtype, scores.keys
     states = (p.BNH, p.NC // store_every, p.DHQK, p.DHHV) if store_every else None
-    N, grid = 1, dict(zip(("head", "columns"), config.grid(p), strict=True))
-    if chunks is not None:
-        N = chunks.N
-        grid = dict(head=grid["head"], part=N + 2, columns=grid["columns"])
+    N, parts = (1, {}) if chunks is None else (chunks.N, {"part": chunks.N + 2})
+    heads, columns = config.grid(p)
     C_initial = None
     if matC_initial is not None:
         C_initial = matC_initial.reshape(N * p.BNH, p.DHQK, p.DHHV)
@@ -263,10 +244,10 @@ def recurrent_fw_H(
         y = mosaic_call(
             functools.partial(_kernel, p=p, launch=launch, config=config, store_every=store_every),
             name="recurrent_fw_H",
-            grid=grid,
+            grid={"head": heads, **parts, "columns": columns},
             warpgroups=WARPGROUPS,
             outputs=outputs,
-            scratch=scratch(p, config, dtype, first=launch == 0, stores=store_every > 0),
+            scratch=config.scratch(p, dtype, first=launch == 0, stores=store_every > 0),
             interpret=call.interpret,
         )(**inputs)
         inputs |= dict(P_gmem=None, partial_gmem=y["h_gmem"])
@@ -288,24 +269,42 @@ class Tiles(HopperTiles):
     ctas_per_sm: ClassVar[int] = 1
     least_share: ClassVar[float] = 0.48
 
-    def grid(self, p: Problem, **asked: Any) -> tuple[int, ...]:
+    def grid(self, p: Problem, **asked) -> tuple[int, ...]:
         return p.BNH, blocks(p.DHHV, self.siz_b_DHHV)
 
-    def shared_bytes(self, p: Problem, dtype: Any, **asked: Any) -> int:
+    def shared_bytes(self, p: Problem, dtype, **asked) -> int:
         """The first launch reads P, and the second one reads h of the first.
 
         Only a single launch stores states.
         """
         p, one = p.in_chunks_of(self.siz_b_LKV), self.state_rows == p.DHQK
-        return max(shared_bytes(scratch(p, self, dtype, first=x, stores=one)) for x in {True, one})
+        bytes_of = super().shared_bytes
+        return max(bytes_of(p, dtype, first=x, stores=one) for x in {True, one})
+
+    def scratch(
+        self, p: Problem, dtype, *, first: bool = True, stores: bool = True, **asked
+    ) -> dict[str, Any]:
+        """first: of the first launch or of the second one; stores: whether it stores states."""
+        vectors, columns = (self.num_stages, p.L), self.siz_b_DHHV
+        widths = dict(q=self.state_rows, k=self.state_rows, v=columns)
+        widths |= dict(P=p.L) if first else dict(partial=columns)
+        slots = {x: shared_tiles(*vectors, width, dtype=dtype) for x, width in widths.items()}
+        slots |= {x: plgpu.SMEM(vectors, jnp.float32) for x in ("r", "abar")}
+        states = shared_tiles(WARPGROUPS, 2, WG_ROWS, WG_ROWS, dtype=dtype)
+        return {
+            "slots": slots,
+            "barriers": ring_barriers(self.num_stages, copies=len(slots), readers=WARPGROUPS),
+            "h_smem": shared_tiles(columns // WG_ROWS, p.L, WG_ROWS, dtype=dtype),
+            "C_smem": states if stores else None,
+        }
 
     @classmethod
-    def candidates(cls, p: Problem, gpu: Gpu, **asked: Any) -> Iterable[Self]:
+    def candidates(cls, p: Problem, gpu: Gpu, **asked) -> Iterable[Self]:
         rows = largest_rows(p.DHQK)
         if rows:
             yield cls(WG_ROWS, 128, rows, 2 if p.DHQK > 128 else 3)
 
-    def divides(self, p: Problem, **asked: Any) -> bool:
+    def divides(self, p: Problem, **asked) -> bool:
         """A warpgroup holds at most 64 x 256 floats of C, and there are at most two launches.
 
         parallel_fw_P supports only chunks of 64 steps.

@@ -42,7 +42,7 @@ from mlstm_pallas.mosaic_gpu.chunk_scans import (
     split_columns,
     store_rows,
 )
-from mlstm_pallas.mosaic_gpu.launch import WG_ROWS, float32, mosaic_call, plgpu, write
+from mlstm_pallas.mosaic_gpu.launch import WG_ROWS, aligned, float32, mosaic_call, plgpu, write
 from mlstm_pallas.mosaic_gpu.limits import HopperTiles
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch
@@ -135,7 +135,7 @@ def _kernel(
     head_blocks, num_tiles = head_rows // LANES, LANES // tile_rows
     program = lax.axis_index("block")
     head, block = divide(program, head_blocks), remainder(program, head_blocks)
-    rows = pl.ds(pl.multiple_of(block * LANES, LANES), LANES)
+    rows = aligned(block * LANES, LANES)
 
     def vector(ref):
         return load_rows(ref.at[rows])
@@ -219,8 +219,8 @@ def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
     if not in_block:
         through = through_tiles(pairs, q_dot_dq_inter, k_dot_dk_inter, through)
 
-    def by_rows(vec):
-        return None if vec is None else vec.reshape(p.BNH, head_rows, steps)
+    def by_rows(x, *tiles):
+        return None if x is None else x.reshape(p.BNH, *tiles, head_rows, steps)
 
     def shared(present, *shape):
         return plgpu.SMEM(shape, jnp.float32) if present else None
@@ -229,10 +229,8 @@ def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
         functools.partial(_kernel, tile_rows=tile_rows),
         name="step_gradients",
         grid={"block": p.BNH * num_blocks},
-        warpgroups=1,
         outputs={
-            "di": float32(p.BNH, head_rows, steps),
-            "df": float32(p.BNH, head_rows, steps),
+            **dict.fromkeys(("di", "df"), float32(p.BNH, head_rows, steps)),
             "dm_first": None if dm is None else float32(p.BNH, num_blocks),
         },
         scratch={
@@ -244,8 +242,8 @@ def step_gradients(x: Operands, *, call: Launch) -> tuple[Array, Array, Array]:
         interpret=call.interpret,
         infer_layouts=False,
     )(
-        per_query=pairs.per_query.reshape(p.BNH, n, head_rows, steps),
-        per_key=pairs.per_key.reshape(p.BNH, n, head_rows, steps),
+        per_query=by_rows(pairs.per_query, n),
+        per_key=by_rows(pairs.per_key, n),
         diagonal=by_rows(pairs.diagonal),
         q_inter=by_rows(q_dot_dq_inter),
         k_inter=by_rows(k_dot_dk_inter),

@@ -20,11 +20,13 @@ import jax.numpy as jnp
 from jax import Array, lax
 from jax.experimental import pallas as pl
 
+from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.fragments import across_columns
 from mlstm_pallas.mosaic_gpu.launch import (
     block,
     float32,
     load,
+    load_float32,
     mosaic_call,
     plgpu,
     shared_tiles,
@@ -91,11 +93,11 @@ def _kernel(
             group = pl.ds(start, GROUP)
             w = load(tile_weights.at[j, group], BY_WARPS.reduce(1))
             w = plgpu.layout_cast(across_columns(w, columns), BY_WARPS)
-            total += load(x_tiles.at[j, group], BY_WARPS).astype(jnp.float32) * w
+            total += load_float32(x_tiles.at[j, group], BY_WARPS) * w
         return total
 
     def part_sum(i, carry):
-        zeros = plgpu.layout_cast(jnp.zeros((GROUP, columns), jnp.float32), BY_WARPS)
+        zeros = products.zeros(GROUP, columns, layout=BY_WARPS)
         total = loop(
             tiles_of_sum,
             lambda j, total: unless_empty(i * tiles_of_sum + j, tile_sum, total),
@@ -120,7 +122,6 @@ def step_sums(x: Operands, *, call: Launch) -> Array:
         functools.partial(_kernel, p=p),
         name="step_sums",
         grid={"program": p.BNH * blocks(p.S, steps) * blocks(D, columns)},
-        warpgroups=1,
         outputs={"sums": float32(p.BNH, parts, D)},
         scratch={
             "x_tiles": shared_tiles(num_tiles, TILE, columns, dtype=rows.dtype),

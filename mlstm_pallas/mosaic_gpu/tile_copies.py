@@ -15,6 +15,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
+from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.inline_mlir import (
     GROUP,
     copy_steps,
@@ -45,7 +46,7 @@ class Steps:
     def at(self) -> "Steps":
         return self
 
-    def __getitem__(self, index: Any) -> "Steps":
+    def __getitem__(self, index) -> "Steps":
         steps, columns = index if isinstance(index, tuple) else (index, slice(None))
         starts, shape = zip(*map(_start_and_size, (steps, columns), self.shape), strict=True)
         place = self.start + starts[0], self.column + starts[1]
@@ -56,14 +57,14 @@ class Steps:
         return int(self.array.shape[len(self.before)])
 
 
-def _start_and_size(index: Any, size: int) -> tuple[Any, int]:
+def _start_and_size(index, size: int) -> tuple[Any, int]:
     if isinstance(index, slice):
         start, stop, _ = index.indices(size)
         return start, stop - start
     return index.start, index.size
 
 
-def head_of(ref: Any, n: Any, p: Problem, *, any_step: bool = False) -> Any:
+def head_of(ref, n, p: Problem, *, any_step: bool = False):
     """Head n, (S, D), of an array in the layouts of Triton's ``sequence_spec``.
 
     Splits count as heads. The array may have fewer steps than S, because TMA copies read zeros
@@ -86,18 +87,16 @@ def head_of(ref: Any, n: Any, p: Problem, *, any_step: bool = False) -> Any:
 
 
 @interpretable
-def load_transposed(array: Any) -> Any:
+def load_transposed(array):
     """The transposed tile of float32 in global memory, in the layout of an accumulator."""
     shape = plgpu.ShapeDtypeStruct(array.shape[::-1], jnp.float32, layout=plgpu.Layout.WGMMA)
     types = plgpu.Layout.WGMMA, plgpu.RefType()
-    zeros = plgpu.layout_cast(jnp.zeros(shape.shape, jnp.float32), plgpu.Layout.WGMMA)
-    return plgpu.inline_mgpu(arg_types=types, return_type=shape)(inline_load_transposed)(
-        zeros, array
-    )
+    load = plgpu.inline_mgpu(arg_types=types, return_type=shape)(inline_load_transposed)
+    return load(products.zeros(*shape.shape), array)
 
 
 @interpretable
-def store_transposed(array: Any, tile: Any) -> None:
+def store_transposed(array, tile) -> None:
     """Stores the transpose of an accumulator's value in global memory."""
     types = plgpu.Layout.WGMMA, plgpu.RefType()
     plgpu.inline_mgpu(arg_types=types)(inline_store_transposed)(tile, array)
@@ -110,7 +109,7 @@ def copied_by_groups(steps: int) -> bool:
 
 
 @interpretable
-def copy_in(source: Any, tile: Any, barrier: Any) -> None:
+def copy_in(source, tile, barrier) -> None:
     """Starts a copy to shared memory that arrives on the barrier."""
     if isinstance(source, Steps):
         copy_steps(source, tile, barrier)
@@ -119,7 +118,7 @@ def copy_in(source: Any, tile: Any, barrier: Any) -> None:
 
 
 @interpretable
-def copy_out(tile: Any, destination: Any, where: Any = None, size: Any = None) -> None:
+def copy_out(tile, destination, where=None, size=None) -> None:
     """Starts a copy to global memory, if the condition holds; size: of so many rows, None: all."""
     if isinstance(destination, Steps):
         start = functools.partial(copy_steps, destination, tile, size=size)

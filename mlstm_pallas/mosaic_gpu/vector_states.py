@@ -14,7 +14,7 @@ more. There is no matrix product.
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any, Self
+from typing import Self
 
 import jax
 import jax.numpy as jnp
@@ -27,23 +27,23 @@ from mlstm_pallas.mosaic_gpu.launch import block, float32, load, mosaic_call
 from mlstm_pallas.mosaic_gpu.limits import HopperTiles
 from mlstm_pallas.mosaic_gpu.products import BY_LANES
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.splits import split_states
+from mlstm_pallas.splits import split_states, splits_of
 from mlstm_pallas.stage import Launch
 from mlstm_pallas.stages.vector_states import Operands
 from mlstm_pallas.tiles import blocks, divide, loop, remainder
 
 COLUMNS = 64  # per CTA
 AHEAD = 16  # chunks
-# Shorter or fewer splits gain less than the second launch and joining their sums cost.
-MIN_SPLIT_CHUNKS, MIN_SPLITS, MAX_SPLITS, MOST_CTAS = 128, 4, 16, 1024
+# Shorter splits gain less than the second launch and joining their sums cost.
+MIN_SPLIT_CHUNKS, MOST_CTAS = 128, 1024
 
 
 def _kernel(
-    added: Any,  # (B * NH, NC, D)
-    gamma: Any,  # (B * NH, NC)
-    initial: Any,  # (B * NH, D)
-    states: Any,  # out (B * NH, NC, D), may be absent
-    last: Any,  # out (B * NH, D)
+    added,  # (B * NH, NC, D)
+    gamma,  # (B * NH, NC)
+    initial,  # (B * NH, D)
+    states,  # out (B * NH, NC, D), may be absent
+    last,  # out (B * NH, D)
     *,
     backward: bool,
 ) -> None:
@@ -103,7 +103,6 @@ def vector_states(
             functools.partial(_kernel, backward=backward),
             name="vector_states",
             grid={"program": heads * blocks(D, COLUMNS)},
-            warpgroups=1,
             outputs={
                 "states": float32(*added.shape) if return_states else None,
                 "last": float32(*initial.shape),
@@ -128,10 +127,9 @@ class Tiles(HopperTiles):
     num_splits: int
 
     @classmethod
-    def candidates(cls, p: Problem, gpu: Gpu, **asked: Any) -> Iterable[Self]:
-        most = min(MAX_SPLITS, p.NC // MIN_SPLIT_CHUNKS, MOST_CTAS * COLUMNS // (p.BNH * p.DHQK))
-        splits = min(1 << (most.bit_length() - 1), p.NC & -p.NC) if most else 1
-        yield cls(splits if splits >= MIN_SPLITS else 1)
+    def candidates(cls, p: Problem, gpu: Gpu, **asked) -> Iterable[Self]:
+        most = min(p.NC // MIN_SPLIT_CHUNKS, MOST_CTAS * COLUMNS // (p.BNH * p.DHQK))
+        yield cls(splits_of(p.NC, most))
 
-    def divides(self, p: Problem, **asked: Any) -> bool:
+    def divides(self, p: Problem, **asked) -> bool:
         return p.DHQK % COLUMNS == 0 and p.NC % self.num_splits == 0
