@@ -72,6 +72,15 @@ def loop(count: int | Array, body: Callable[[Array, Carry], Carry], init: Carry)
     return result
 
 
+def each(count: int | Array) -> Callable[[Callable[[Array], None]], None]:
+    """Calls the decorated body(0), ..., body(count - 1), as ``pl.when`` calls what it decorates."""
+
+    def run(body: Callable[[Array], None]) -> None:
+        loop(count, lambda index, _: body(index), None)
+
+    return run
+
+
 def sum_of(count: int, product: Callable[[Array], Array], shape: tuple[int, int]) -> Array:
     """product(0) + ... + product(count - 1), in float32."""
     return loop(count, lambda index, acc: acc + product(index), jnp.zeros(shape, jnp.float32))

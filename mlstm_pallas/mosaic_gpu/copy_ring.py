@@ -23,7 +23,7 @@ from jax.experimental import pallas as pl
 from mlstm_pallas.mosaic_gpu import products
 from mlstm_pallas.mosaic_gpu.launch import plgpu
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_in
-from mlstm_pallas.tiles import divide, loop, remainder
+from mlstm_pallas.tiles import divide, each, remainder
 
 
 class RingBarriers(NamedTuple):
@@ -104,12 +104,11 @@ class CopyRing:
 
     def prologue(self) -> None:
         """Starts the copies of the first steps, one per slot."""
-
-        def first(step, carry):
-            self._by_copier(step, step < self.steps, lambda: self.load(step))
-
         if self.readers:
-            loop(self.num_slots, first, None)
+
+            @each(self.num_slots)
+            def first(step):
+                self._by_copier(step, step < self.steps, lambda: self.load(step))
 
     def refill(self, *steps, item=None) -> None:
         """Starts the next copies into the slots of these steps, which this warpgroup has released.

@@ -54,7 +54,7 @@ from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, NormaliserGr
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch, ScaledRows
 from mlstm_pallas.stages.parallel_bw_dP import Operands, ScoreGradients
-from mlstm_pallas.tiles import blocks, divide, loop, remainder
+from mlstm_pallas.tiles import blocks, divide, each, loop, remainder
 
 TILE = 128  # queries per item, and keys
 DEPTH = 64  # columns that a step multiplies
@@ -259,12 +259,12 @@ def _kernel(cta: CTA) -> None:
         h_ring = CopyRing(refs.h_barriers, H_STAGES, items * steps.v, loader.copy_h)
         rings.append(h_ring)
 
-    def multiply(index, carry):
+    def multiply(index):
         item = loader.item(index)
         rows = block(wg, WG_ROWS), block((item.chunk * num_tiles + item.i) * 2 + wg, WG_ROWS)
         _multiply(_Warpgroup(refs, p, ring, h_ring, wg, index, item, *rows, index * n))
 
-    cta.run(rings, lambda: loop(items, multiply, None))
+    cta.run(rings, lambda: each(items)(multiply))
 
 
 def parallel_bw_dP(

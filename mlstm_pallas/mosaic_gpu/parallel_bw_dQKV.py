@@ -53,7 +53,7 @@ from mlstm_pallas.normaliser import query_scale
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch, sequence_shape
 from mlstm_pallas.stages.parallel_bw_dQKV import Gradients, Operands
-from mlstm_pallas.tiles import blocks, divide, loop, remainder
+from mlstm_pallas.tiles import blocks, divide, each, loop, remainder
 
 ROWS, COLUMNS = 128, 256  # per item
 DEPTH = 64  # columns that a step multiplies
@@ -190,14 +190,13 @@ def _copy_item(cta: _CTA, role: _Role, item: _Item) -> None:
     def feed(start, count, copies):
         """Loads ``count`` steps of the item; copies(j): the arguments of the copies of step j."""
 
-        def one(j, carry):
+        @each(count)
+        def one(j):
             def start_copies(_, copy):
                 for x in copies(j):
                     copy(*x)
 
             cta.ring.load(item.step + start + j, start_copies)
-
-        loop(count, one, None)
 
     def both_states(j):
         columns = block(j, DEPTH)
@@ -269,13 +268,13 @@ def _multiply(
     """Adds the products of operands(slot) over ``count`` steps."""
     ring = cta.ring
 
-    def one(j, carry):
+    @each(count)
+    def one(j):
         slot = ring.wait(start + j)
         products.add(accumulator, *operands(slot))
         products.wait(1)
         pl.when(j > 0)(lambda: ring.release(start + j - 1))
 
-    loop(count, one, None)
     products.wait(0)
     ring.release(start + count - 1)
 

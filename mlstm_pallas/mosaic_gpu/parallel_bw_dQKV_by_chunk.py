@@ -57,7 +57,7 @@ from mlstm_pallas.mosaic_gpu.products import SUM_SCRATCH
 from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of
 from mlstm_pallas.normaliser import query_scale
 from mlstm_pallas.problem import Problem
-from mlstm_pallas.tiles import blocks, divide, loop, remainder
+from mlstm_pallas.tiles import blocks, divide, each, loop, remainder
 
 CHUNK = 128  # steps of a chunk
 DEPTH = 64  # columns of a tile
@@ -148,7 +148,7 @@ class _CTA(CTA):
             if x is not None:
                 copy(x.at[head, chunk], refs.vectors_smem, y, slice(self.p.DHQK))
 
-    def copy_chunk(self, ring, k_ring, index, carry):
+    def copy_chunk(self, ring, k_ring, index):
         """Loads a chunk in a dedicated warpgroup, in which no copy branches on its operand."""
         head, chunk = self.head_and_chunk(self.item_of(index))
         order = self.order
@@ -161,18 +161,19 @@ class _CTA(CTA):
             for y in range(order.parts):
                 load_tile(at + y, _Tile.Q, y)
 
-        def first_phase(x, carry):
+        @each(order.steps)
+        def first_phase(x):
             load_tile(2 * x, _Tile.DH, x)
             load_tile(2 * x + 1, _Tile.V, x)
 
-        def second_phase(j, carry):
+        load_q(order.first_q)
+        k_ring.load(index)
+
+        @each(order.steps)
+        def second_phase(j):
             for kind in list(_Tile)[:4]:
                 load_tile(order.gradients + 4 * j + int(kind), kind, self.last_first(j))
 
-        loop(order.steps, first_phase, None)
-        load_q(order.first_q)
-        k_ring.load(index)
-        loop(order.steps, second_phase, None)
         load_q(order.last_q)
 
 
@@ -277,7 +278,8 @@ def _scores_and_dA(c: _Chunk, both: Sequence[_Block]) -> list[_Block]:
     def issue(*sums):
         scores, dA = sums[:2], sums[2:]
 
-        def add(x, carry):
+        @each(order.steps)
+        def add(x):
             dh, v = first + 2 * x, first + 2 * x + 1
             add_blocks(dA, slots.at[ring.wait(dh)], slots.at[ring.wait(v)])
             products.wait(2)
@@ -290,7 +292,6 @@ def _scores_and_dA(c: _Chunk, both: Sequence[_Block]) -> list[_Block]:
             if ring.readers:
                 pl.when((x == 0) & (c.index > 0))(lambda: c.k_ring.refill(c.index - 1))
 
-        loop(order.steps, add, None)
         for y in range(order.parts):
             slot = ring.wait(first + first_q + y)
             if y == 0:
@@ -362,23 +363,21 @@ def _add_for_queries(c: _Chunk, accumulator, tile, x, first: int) -> None:
     first: the block of 64 rows of x that has the first keys.
     """
 
-    def add(j, carry):
+    @each(c.wg + 1)
+    def add(j):
         products.add(
             accumulator, tile.at[block(c.wg + j, WG_ROWS)].T, x.at[block(first + j, WG_ROWS)]
         )
-
-    loop(c.wg + 1, add, None)
 
 
 def _add_for_keys(c: _Chunk, accumulator, tile, x) -> None:
     """Adds the tile times x, over the queries from the warpgroup's keys on."""
 
-    def add(j, carry):
+    @each(2 - c.wg)
+    def add(j):
         products.add(
             accumulator, tile.at[block(2 * c.wg + j, WG_ROWS)], x.at[block(c.wg + j, WG_ROWS)]
         )
-
-    loop(2 - c.wg, add, None)
 
 
 def _gradient_step(c: _Chunk, key_weights: Array, j, carry):
@@ -529,7 +528,7 @@ def kernel(cta: CTA) -> None:
     # Computing half the keys of the block on the diagonal at a time takes fewer registers.
     keys = WG_ROWS if not copying and MOVES_REGISTERS else HALF
 
-    def multiply(index, carry):
+    def multiply(index):
         wg = lax.optimization_barrier(cta.wg)  # keeps what is derived from it out of registers
         head, chunk = cta.head_and_chunk(cta.item_of(index))
         c = _Chunk(
@@ -549,13 +548,13 @@ def kernel(cta: CTA) -> None:
     def multiply_all():
         if not copying:
             move_registers(232)
-        loop(chunks, multiply, None)
+        each(chunks)(multiply)
         if refs.tiles_empty is not None:
             plgpu.barrier_wait(refs.tiles_empty)
 
     def copy_all():
         move_registers(40)
-        loop(chunks, functools.partial(cta.copy_chunk, ring, k_ring), None)
+        each(chunks)(functools.partial(cta.copy_chunk, ring, k_ring))
 
     cta.run((ring, k_ring), multiply_all, copy=None if copying else copy_all)
 

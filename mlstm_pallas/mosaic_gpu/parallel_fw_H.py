@@ -47,7 +47,7 @@ from mlstm_pallas.normaliser import DEFAULT_NORMALISER, Normaliser, query_scale
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch, sequence_shape
 from mlstm_pallas.stages.parallel_fw_H import Operands, Outputs
-from mlstm_pallas.tiles import blocks, divide, loop, remainder
+from mlstm_pallas.tiles import blocks, divide, each, loop, remainder
 
 FEW_CTAS = 528  # four per SM of an H200
 
@@ -71,7 +71,8 @@ def _add_q_C(acc, q_smem, C_smem, wg, ring):
     """acc += q C, over the first steps of the ring."""
     steps, pending = q_smem.shape[1], 0 if ring.num_slots == 1 else 1
 
-    def add(x, carry):
+    @each(steps)
+    def add(x):
         slot = ring.wait(x)
         products.add(acc, q_smem.at[wg, x], C_smem.at[slot])
         products.wait(pending)
@@ -80,7 +81,6 @@ def _add_q_C(acc, q_smem, C_smem, wg, ring):
         else:
             ring.advance(x)
 
-    loop(steps, add, None)
     products.wait(0)
     if pending:
         ring.advance(np.int32(steps - 1))
@@ -89,15 +89,14 @@ def _add_q_C(acc, q_smem, C_smem, wg, ring):
 def _add_q_k(acc, q, k_smem, slot):
     """acc += q k^T."""
     k, parts = k_smem.at[slot], k_smem.shape[1]
-
-    def add(x, carry):
-        products.add(acc, q.at[x], k.at[x].T)
-
-    if parts > 1:  # a loop, because eight unrolled products spill
-        loop(parts, add, None)
+    if parts == 1:
+        for x in range(q.shape[0]):
+            products.add(acc, q.at[x], k.at[0, :, block(x, WG_ROWS)].T)
         return
-    for x in range(q.shape[0]):
-        products.add(acc, q.at[x], k.at[0, :, block(x, WG_ROWS)].T)
+
+    @each(parts)  # a loop, because eight unrolled products spill
+    def add(x):
+        products.add(acc, q.at[x], k.at[x].T)
 
 
 def _store_h(num, buffers, h, rows, column):
@@ -196,7 +195,7 @@ def _kernel(
         v_ring.advance(step)
         return num, z
 
-    def skip_keys(x, carry):
+    def skip_keys(x):
         """Skips a tile of keys that only the other warpgroup reads."""
         j = tile + 1 + x
         for ring, step in ((k_ring, j), (v_ring, j + steps_k)):
@@ -213,7 +212,7 @@ def _kernel(
     )
     num *= across_columns(row_scale, siz_b_DHHV)
     num, z = loop(tile + 1, join_keys, (num, z))
-    loop(num_tiles - tile - 1, skip_keys, None)
+    each(num_tiles - tile - 1)(skip_keys)
     if normaliser is not None:
         num *= across_columns(1.0 / normaliser.denominator(z, m), siz_b_DHHV)
 

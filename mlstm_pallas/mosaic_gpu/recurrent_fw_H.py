@@ -42,7 +42,7 @@ from mlstm_pallas.mosaic_gpu.tile_copies import copy_out, head_of, load_transpos
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch, largest_rows, sequence_shape
 from mlstm_pallas.stages.recurrent_fw_H import FusedScan, Operands
-from mlstm_pallas.tiles import blocks, divide, loop, remainder
+from mlstm_pallas.tiles import blocks, divide, each, loop, remainder
 
 WARPGROUPS = 2
 
@@ -197,10 +197,9 @@ def _kernel(
             products.store(tile.T, jnp.zeros((WG_ROWS, L), dtype))
             plgpu.commit_smem()
 
-            def store_chunk(chunk, _, tile=tile, to=to):
+            @each(part.zeros)
+            def store_chunk(chunk, tile=tile, to=to):
                 copy_out(tile, of_head(h_gmem).at[steps_of(chunk), to])
-
-            loop(part.zeros, store_chunk, None)
 
     if in_list:
         pl.when(part.zeros > 0)(store_zeros)

@@ -36,7 +36,7 @@ from mlstm_pallas.mosaic_gpu.tile_copies import copy_in, head_of
 from mlstm_pallas.problem import Problem
 from mlstm_pallas.stage import Launch
 from mlstm_pallas.stages.step_sums import Operands
-from mlstm_pallas.tiles import blocks, divide, loop, remainder
+from mlstm_pallas.tiles import blocks, divide, each, loop, remainder
 
 ELEMENTS = 2**15  # of x per CTA, at most
 STEPS, COLUMNS = 512, (256, 192, 128, 64)  # at most per sum; the choices per CTA
@@ -96,7 +96,8 @@ def _kernel(
             total += load_float32(x_tiles.at[j, group], BY_WARPS) * w
         return total
 
-    def part_sum(i, carry):
+    @each(sums_of_cta)
+    def part_sum(i):
         zeros = products.zeros(GROUP, columns, layout=BY_WARPS)
         total = loop(
             tiles_of_sum,
@@ -104,8 +105,6 @@ def _kernel(
             zeros,
         )
         sums.at[head, part * sums_of_cta + i, of_cta][...] = jnp.sum(total, axis=0)
-
-    loop(sums_of_cta, part_sum, None)
 
 
 def step_sums(x: Operands, *, call: Launch) -> Array:
